@@ -1,8 +1,6 @@
 """Results against the same mathematics in PyTorch: twice its error in their dtype, of enough
 elements."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """What tests of both operators do to the tensors of a call, and how they compare results."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from unittest import mock
@@ -10,12 +8,18 @@ import torch
 
 import tritonemu
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TENSORS = ("grad_out", "q", "k", "v")
 
 
 def emulated(impl: str, **options):
     """The context in which an implementation runs on the CPU; those of Blackwell begin with b."""
     return tritonemu.enabled("sm_100" if impl.startswith("b") else "sm_90", **options)
+
+
+def kernels_run(impl: str = ""):
+    """The context in which kernels of an implementation run on DEVICE."""
+    return contextlib.nullcontext() if DEVICE == "cuda" else emulated(impl)
 
 
 def ends(*values: int) -> torch.Tensor:
@@ -78,10 +82,11 @@ GRADIENTS = {
     "sum": lambda x: x[:1, :1, :1].expand_as(x),
     "mean of heads": lambda x: x[:, :1].expand_as(x),
     "one row": lambda x: x[:1].expand_as(x),
+    "reversed": lambda x: x.permute(2, 1, 0).contiguous().permute(2, 1, 0),
     "odd address": at_an_odd_address,
 }
 """What autograd may hand over: `out.sum().backward()` gives strides (0, 0, 0), others repeat a head
-or a row, or TMA cannot read what is contiguous."""
+or a row or have rows that are not contiguous, or TMA cannot read what is contiguous."""
 
 
 def readable(call: dict) -> dict:

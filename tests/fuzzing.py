@@ -1,10 +1,11 @@
-"""Both operators once more: dense, in fp64, from the formulas alone, for tests that draw calls."""
-
-from __future__ import annotations
+"""Both operators once more, and their layers: dense, from the formulas alone."""
 
 import math
 
 import torch
+from torch.nn.functional import linear
+
+from gdpa_kernels import PFFN, PMA, BlockAttention
 
 ACTIVATIONS = {
     "identity": lambda x: x,
@@ -16,6 +17,9 @@ ACTIVATIONS = {
     "silu": lambda x: x / (1 + torch.exp(-x)),
     "hardswish": lambda x: x * (x + 3).clamp(0, 6) / 6,
 }  # fmt: skip
+
+TAYLOR = {"gelu_taylor6": lambda x: x / 2 + (x**2 - x**4 / 6 + x**6 / 40) / math.sqrt(2 * math.pi)}
+"""Of small scores alone, and so not for tests that draw."""
 
 
 def turned(x: torch.Tensor, sin: torch.Tensor, cos: torch.Tensor) -> torch.Tensor:
@@ -67,3 +71,59 @@ def jagged(function, lengths, q, k, v, lengths_q=None) -> torch.Tensor:
     queries = [q] * len(lengths) if lengths_q is None else q.split(lengths_q)
     outs = [function(own, *pair) for own, pair in zip(queries, keys, strict=True)]
     return torch.cat([q[:0], *outs])
+
+
+def normalised(norm, x):
+    return (
+        x if norm is None else x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * norm.weight
+    )
+
+
+def rotated(x, base):
+    """x `[tokens, heads, dim]`, its pairs of neighbours turned as complex numbers."""
+    if base is None:
+        return x
+    dim = x.shape[-1]
+    angles = torch.arange(len(x))[:, None] * base ** (-torch.arange(0, dim, 2).double() / dim)
+    turns = torch.polar(torch.ones_like(angles), angles)[:, None]
+    pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
+    return torch.view_as_real(pairs * turns).flatten(-2).to(x.dtype)
+
+
+def composed(layer, values, lengths, summary, **given):
+    """A layer from its parameters, one sequence after another; `given`: options that it was made
+    with, the others as it says itself."""
+
+    def option(name):
+        return given[name] if name in given else getattr(layer, name, None)
+
+    def mixed(q, k, v):
+        """One sequence: q [rows, heads * dim], k and v [keys, kv heads * dim]."""
+        q, k, v = (x.unflatten(1, (-1, layer.head_dim)) for x in (q, k, v))
+        q, k = normalised(layer.q_norm, q), normalised(layer.k_norm, k)
+        q, k = rotated(q, option("rotary")), rotated(k, option("rotary"))
+        scale = layer.head_dim**-0.5 if option("scale") is None else option("scale")
+        if isinstance(layer, BlockAttention):
+            v = rotated(v, option("rotary")) if option("rotate_v") else v
+            return attend_blocks(q, k, v, scale=scale, block_size=option("block_size")).flatten(1)
+        names = option("activation")
+        options = {name: option(name) for name in ("causal", "window", "output_scale")}
+        options |= {"names": [names] if isinstance(names, str) else names, "scale": scale}
+        return attend(q, k, v, **options, functions=ACTIVATIONS | TAYLOR).flatten(1)
+
+    def projected(x, of):
+        return linear(x, of.weight, of.bias)
+
+    rows = []
+    for i, tokens in enumerate(values.split(lengths)):
+        if isinstance(layer, PMA):
+            parts = layer.seeds, *projected(tokens, layer.kv).chunk(2, 1)
+        elif isinstance(layer, PFFN):
+            kv = projected(summary[i], layer.kv)
+            kv = kv if layer.mix is None else layer.mix.weight @ kv
+            parts = projected(tokens, layer.q), *kv.view(layer.num_keys, -1).chunk(2, 1)
+        else:
+            width = layer.num_kv_heads * layer.head_dim
+            parts = projected(tokens, layer.qkv).split([values.shape[1], width, width], 1)
+        rows.append(projected(mixed(*parts), layer.out))
+    return torch.stack(rows) if isinstance(layer, PMA) else torch.cat(rows)

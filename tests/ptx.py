@@ -1,7 +1,5 @@
 """Reading PTX: tiles that reach the async proxy without a fence, and what a thread computes."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping

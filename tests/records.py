@@ -1,7 +1,5 @@
 """Machines, rows and records made up for tests, and the folder that they are written to."""
 
-from __future__ import annotations
-
 import subprocess
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,13 +1,10 @@
 """Every kernel of the ladders through one call, so that a new rung joins by itself."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
-import tritonemu
 from gdpa_kernels.block_attention import batch as block
 from gdpa_kernels.block_attention import reference as block_reference
 from gdpa_kernels.calling import ladder
@@ -16,16 +13,10 @@ from gdpa_kernels.calling.rung import Rung
 from gdpa_kernels.gdpa import reference
 from gdpa_kernels.gdpa.batch import Batch
 from gdpa_lab.measuring.inputs import cu_seqlens
+from tests.calls import emulated
 
 KERNELS = [rung for rungs in ladder.LADDERS.values() for rung in rungs if rung.requires.capability]
 Tensors = Sequence[torch.Tensor]
-
-
-def emulated(rung: Rung, **options):
-    """The context in which a rung runs on the CPU."""
-    return tritonemu.enabled(
-        "sm_100" if rung.requires.capability == (10, 0) else "sm_90", **options
-    )
 
 
 def batch_of(rung: Rung, qkv: Tensors, turns: Tensors | None, lengths: Sequence[int]):
@@ -38,7 +29,7 @@ def batch_of(rung: Rung, qkv: Tensors, turns: Tensors | None, lengths: Sequence[
 
 def head_dim_of(rung: Rung) -> int:
     """The least of 32, 64, ... that a rung takes."""
-    with emulated(rung):
+    with emulated(rung.impl):
         for head_dim in (32, 64, 128, 256):
             x = torch.zeros(1, 1, head_dim, dtype=torch.bfloat16)
             for turns in (None, tuple(torch.zeros(2, 1, head_dim // 2))):
@@ -52,7 +43,7 @@ def takes_turns(rung: Rung) -> bool:
     if rung.operator != "block_attention":
         return False
     x, turns = torch.zeros(1, 1, 64, dtype=torch.bfloat16), tuple(torch.zeros(2, 1, 32))
-    with emulated(rung):
+    with emulated(rung.impl):
         return rung.problem(batch_of(rung, (x, x, x), turns, (1,))) is None
 
 

@@ -1,25 +1,21 @@
 """Addresses are 64-bit: by reading every kernel, and by running every rung on sparse memory, or on
 a GPU that can hold it."""
 
-from __future__ import annotations
-
 import ast
-import contextlib
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
 import pytest
 import torch
 
-import tritonemu
 from gdpa_kernels.block_attention import reference as block_reference
 from gdpa_kernels.block_attention import rotary
 from gdpa_kernels.norms import heads
 from gdpa_kernels.norms import reference as norms
 from gdpa_kernels.norms.api import EPSILON, floor_of
 from tests import rungs
+from tests.calls import DEVICE, kernels_run
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ROOT = Path(__file__).parents[1]
 SOURCES = [
     path
@@ -202,10 +198,6 @@ def far_turns(layout: str, head_dim: int) -> list[torch.Tensor]:
     return [x[:, 0] for x in far(layout, 2, head_dim // 2, torch.float32)]
 
 
-def kernels_run():
-    return contextlib.nullcontext() if DEVICE == "cuda" else tritonemu.enabled()
-
-
 def assert_near(actual, expected) -> None:
     """bf16 results of values of size 1: what is read or written elsewhere is off by as much."""
     for one, other in zip(actual, expected, strict=True):
@@ -228,7 +220,7 @@ def test_rung(rung, layout):
     grad, *qkv = far(layout, 4, head_dim, torch.bfloat16)
     if rungs.takes_turns(rung):
         turns = far_turns(layout, head_dim)
-    with contextlib.nullcontext() if DEVICE == "cuda" else rungs.emulated(rung):
+    with kernels_run(rung.impl):
         actual = rungs.results(rung, rungs.batch_of(rung, qkv, turns, LENGTHS), grad)
     (exact_grad,), exact_turns = near([grad]), turns and near(turns)
     batch = rungs.batch_of(rung, near(qkv), exact_turns, LENGTHS)

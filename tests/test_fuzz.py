@@ -3,14 +3,11 @@
 A few in each run of the tests; many more at night.
 """
 
-from __future__ import annotations
-
 import random
 from functools import partial
 
 import pytest
 import torch
-from torch.nn.functional import linear
 
 import tritonemu
 from gdpa_kernels import (
@@ -25,7 +22,7 @@ from gdpa_kernels import (
 from gdpa_kernels.calling import ladder
 from gdpa_lab.measuring.inputs import cu_seqlens
 from gdpa_lab.measuring.testing import compare
-from tests.fuzzing import ACTIVATIONS, attend, attend_blocks, jagged, turned
+from tests.fuzzing import ACTIVATIONS, attend, attend_blocks, composed, jagged, turned
 
 LENGTHS = (0, 1, 2, 3, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129)
 DTYPES = (torch.bfloat16, torch.bfloat16, torch.float16, torch.float32)
@@ -166,12 +163,6 @@ def test_block_attention(seed, draw):
             assert " needs " in str(error) and ", got " in str(error)
 
 
-def normed(x, norm):
-    if norm is None:
-        return x
-    return x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * norm.weight
-
-
 @pytest.mark.parametrize("seed", SEEDS)
 def test_layers(seed, draw):
     """Against their parameters in formulas, in values and in every gradient."""
@@ -206,30 +197,9 @@ def test_layers(seed, draw):
     offsets = cu_seqlens(lengths, "cpu")
     offsets = draw.choice((lambda: offsets, offsets.long, lambda: Lengths(offsets)))()
     y = layer((x, offsets), *([summary] if kind == "pffn" else []))
-    y = y.flatten(0, 1) if kind == "pma" else y[0]
-
-    each = partial(attend, names=names, scale=scale, output_scale=output_scale)
-
-    def heads_of(x, module):
-        return linear(x, module.weight, module.bias).unflatten(-1, (-1, head_dim))
-
-    keys, rows = lengths, lengths
-    if kind in ("self", "block"):
-        q, k, v = heads_of(x, layer.qkv).split([heads, kv_heads, kv_heads], 1)
-        each = partial(each, **masks)
-        if kind == "block":
-            each = partial(attend_blocks, scale=head_dim**-0.5, block_size=size)
-    elif kind == "pma":
-        q, rows = layer.seeds.unflatten(1, (heads, head_dim)), None
-        k, v = heads_of(x, layer.kv).chunk(2, 1)
-    else:
-        q, kv = heads_of(x, layer.q), linear(summary, layer.kv.weight, layer.kv.bias)
-        kv = kv if tokens is None else layer.mix.weight @ kv
-        k, v = kv.reshape(len(lengths) * num_keys, 2 * kv_heads, head_dim).chunk(2, 1)
-        keys = [num_keys] * len(lengths)
-    q, k = normed(q, layer.q_norm), normed(k, layer.k_norm)
-    heads_out = jagged(each, keys, q, k, v, rows).flatten(1)
-    expected = linear(heads_out, layer.out.weight, layer.out.bias)
+    y = y if kind == "pma" else y[0]
+    given = {"self": of_gdpa | masks, "block": {"block_size": size}}.get(kind, of_gdpa)
+    expected = composed(layer, x, lengths, summary, **given)
     grad, leaves = torch.randn_like(expected), [x, summary, *layer.parameters()]
     found, wanted = (
         torch.autograd.grad(each, leaves, grad, allow_unused=True, materialize_grads=True)

@@ -1,7 +1,5 @@
 """notebooks/lengths.py: what counts as hidden, as words, and as too long."""
 
-from __future__ import annotations
-
 import importlib.util
 
 from gdpa_lab.measuring.record import ROOT

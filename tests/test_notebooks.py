@@ -1,7 +1,5 @@
 """The sources of the chapters: what the build would let pass in silence."""
 
-from __future__ import annotations
-
 import ast
 import re
 

@@ -1,7 +1,5 @@
 """The PTX of the Blackwell rungs: fences, scopes and addresses, which the emulator does not see."""
 
-from __future__ import annotations
-
 import re
 from functools import cache
 from types import ModuleType

@@ -1,7 +1,5 @@
 """The houses and their rooms: imports run one way, and none in a circle."""
 
-from __future__ import annotations
-
 import ast
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path

@@ -1,4 +1,8 @@
-"""What the tests share: TLX or its absence, compiled kernels, schedules, places of findings."""
+"""What the tests share: TLX or its absence, compiled kernels, arguments, and the findings wanted.
+
+A kernel is right under `everywhere`; `refused` runs it once, and `found`, `stuck`, `misused` and
+`raced` under every schedule.
+"""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +17,7 @@ from triton.compiler import ASTSource, CompiledKernel
 from triton.runtime.errors import OutOfResources
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tritonemu import EmulatorError, run
+from tritonemu import BarrierMisuse, Deadlock, EmulatorError, Race, run
 
 
 class _Absent:
@@ -40,6 +44,9 @@ except ImportError:
 SHARED_BYTES = 232_448
 TENSOR_COLUMNS = 512
 
+# The roles of a kernel of two tasks, the second without a name.
+DEFAULT, TASK = "default of CTA 0", "task0 of CTA 0"
+
 # Launch options of a cluster of two CTAs.
 PAIR = {"ctas_per_cga": (2, 1, 1)}
 
@@ -60,11 +67,17 @@ def fill(buffer, ptr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     tlx.local_store(buffer, tl.load(ptr + grid2(ROWS, COLUMNS)))
 
 
+def places(kernel: Any, text: str) -> list[tuple[str, int]]:
+    """File and number of each line of `kernel` that contains `text`."""
+    lines, first = inspect.getsourcelines(kernel.fn)
+    file = kernel.fn.__code__.co_filename
+    return [(file, first + i) for i, line in enumerate(lines) if text in line]
+
+
 def place(kernel: Any, text: str) -> tuple[str, int]:
     """File and number of the only line of `kernel` that contains `text`."""
-    lines, first = inspect.getsourcelines(kernel.fn)
-    (number,) = (first + i for i, line in enumerate(lines) if text in line)
-    return kernel.fn.__code__.co_filename, number
+    (only,) = places(kernel, text)
+    return only
 
 
 def nothing(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -114,6 +127,22 @@ def normal(*shape: int, dtype: torch.dtype = torch.float16, seed: int = 0) -> to
 
 def box(tensor: torch.Tensor, *shape: int) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(tensor, list(shape))
+
+
+def boxes(number: int = 2, rows: int = 8) -> Callable[[], list[TensorDescriptor]]:
+    """Makes descriptors of different fp32 [rows, 16] with boxes of [8, 16]."""
+    tile = torch.arange(rows * 16.0).view(rows, 16)
+    return lambda: [box(tile + 1000 * i, 8, 16) for i in range(number)]
+
+
+def of_first(desc: TensorDescriptor, _: TensorDescriptor) -> torch.Tensor:
+    """What a kernel gives that copies the first of two `boxes` to the second."""
+    return desc.base
+
+
+def matrices(rows: int = 64) -> Callable[[], tuple[torch.Tensor, ...]]:
+    """Makes A [rows, 32] and B [32, 32] of fp16 and an output of fp32."""
+    return lambda: (normal(rows, 32), normal(32, 32, seed=1), torch.zeros(rows, 32))
 
 
 def everywhere(
@@ -168,3 +197,62 @@ def found(
         refused(error, match, kernel, *arguments(), grid=grid, schedule=schedule, **options)
         for schedule in SCHEDULES
     ]
+
+
+def stuck(
+    waits: Sequence[tuple[str, str, int, int, int]],
+    kernel: Any,
+    grid: Sequence[int],
+    arguments: Callable[[], Sequence[Any]] = tuple,
+    match: str | None = None,
+    **options: Any,
+) -> None:
+    """A deadlock is found. waits: who waits for which phase of what, the arrivals and the bytes
+    that it lacks."""
+    for error in found(Deadlock, kernel, grid, arguments, match, **options):
+        lacking = [(w.role, w.barrier, w.phase, w.arrivals, w.bytes) for w in error.waits]
+        assert sorted(lacking) == [*waits]
+
+
+def misused(
+    barrier: str,
+    match: str | None,
+    kernel: Any,
+    grid: Sequence[int],
+    arguments: Callable[[], Sequence[Any]] = tuple,
+    role: str | None = None,
+    **options: Any,
+) -> None:
+    """The misuse of `barrier`, by `role`, is found."""
+    for error in found(BarrierMisuse, kernel, grid, arguments, match, **options):
+        assert error.barrier == barrier and role in (None, error.role)
+
+
+def raced(
+    kernel: Any,
+    grid: Sequence[int],
+    arguments: Callable[[], Sequence[Any]] = tuple,
+    *,
+    buffer: str | tuple[str, ...],
+    between: tuple[str, str],
+    roles: Sequence[str] = (),
+    programs: Any = None,
+    **options: Any,
+) -> None:
+    """A race is found, on one of `buffer`, between the lines of two texts; without the check for
+    races the kernel runs.
+
+    roles: who makes the access of each text. programs: of global memory, whose the accesses are.
+    """
+    one, other = (places(kernel, text) for text in between)
+    for error in found(Race, kernel, grid, arguments, **options):
+        at = (error.file, error.line)
+        assert error.buffer in ((buffer,) if isinstance(buffer, str) else buffer)
+        assert (at in one and error.other in other) or (at in other and error.other in one)
+        if roles:
+            # The role is that of the later access.
+            assert error.role == roles[at in other]
+            assert str(error).startswith(f"{at[0]}:{at[1]}: [{error.role}] ")
+        assert programs is None or sorted(error.programs) == programs
+        assert f"at {error.other[0]}:{error.other[1]}; nothing orders the two" in str(error)
+        run(kernel, grid, *arguments(), **options | {"races": False, "uninitialized": "allow"})

@@ -4,9 +4,8 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from emulator.tests.checking import refused, tlx
+from emulator.tests.checking import box, refused, tlx
 from tritonemu import InvalidKernel, Race, Unsupported, run
 
 
@@ -101,9 +100,8 @@ def sums_kernel(
 
 def launched(early=False, named=True, **options):
     x, out = torch.randn(80, 16), torch.zeros(16)
-    desc = TensorDescriptor.from_tensor(x, [16, 16])
     constants = {"ROWS": 16, "RELU": True, "EARLY": early, "NAMED": named}
-    report = run(sums_kernel, (1,), desc, out, 7, 5, **constants, **options)
+    report = run(sums_kernel, (1,), box(x, 16, 16), out, 7, 5, **constants, **options)
     return x, out, report
 
 

@@ -7,7 +7,25 @@ import torch
 import triton
 import triton.language as tl
 
-from emulator.tests.checking import PAIR, box, build, everywhere, found, ints, place, refused, tlx
+from emulator.tests.checking import (
+    DEFAULT,
+    PAIR,
+    SCHEDULES,
+    TASK,
+    box,
+    boxes,
+    build,
+    everywhere,
+    found,
+    ints,
+    misused,
+    of_first,
+    place,
+    raced,
+    refused,
+    stuck,
+    tlx,
+)
 from tritonemu import (
     AliasedWait,
     BarrierMisuse,
@@ -32,100 +50,39 @@ def arrivals(report, barrier, kind="arrive"):
 
 
 @triton.jit
-def pipeline_kernel(n, out_ptr, STAGES: tl.constexpr, BLOCK: tl.constexpr):
-    ring = tlx.local_alloc((BLOCK,), tl.int32, STAGES)
-    full = tlx.alloc_barriers(STAGES)
-    empty = tlx.alloc_barriers(STAGES)
-    with tlx.async_tasks():
-        with tlx.async_task("default"):
-            for i in range(n):
-                stage, phase = i % STAGES, i // STAGES & 1
-                tlx.barrier_wait(empty[stage], phase ^ 1)
-                tlx.local_store(ring[stage], i * 10 + tl.arange(0, BLOCK))
-                tlx.barrier_arrive(full[stage])
-        with tlx.async_task(num_warps=4):
-            for i in range(n):
-                stage, phase = i % STAGES, i // STAGES & 1
-                tlx.barrier_wait(full[stage], phase)
-                x = tlx.local_load(ring[stage])
-                tlx.barrier_arrive(empty[stage])
-                tl.store(out_ptr + i * BLOCK + tl.arange(0, BLOCK), x)
-
-
-@pytest.mark.parametrize("stages", (1, 2, 3))
-@pytest.mark.parametrize("n", (0, 1, 7))
-def test_pipeline(n, stages):
-    def arguments():
-        return n, *ints(n * 16 + 1)()
-
-    expected = (torch.arange(n)[:, None] * 10 + torch.arange(16)).flatten()
-    expected = torch.cat([expected, torch.tensor([-1])])
-    everywhere(pipeline_kernel, (2,), arguments, expected, STAGES=stages, BLOCK=16)
-
-
-def test_pipeline_in_the_trace():
-    report = run(pipeline_kernel, (1,), 5, *ints(80)(), STAGES=2, BLOCK=16, trace=True)
-    assert arrivals(report, "full[0]") == [("default", phase, 0, 0) for phase in (0, 1, 2)]
-    assert arrivals(report, "full[1]") == [("default", phase, 0, 0) for phase in (0, 1)]
-    assert [event[:2] for event in arrivals(report, "full[0]", "wait")] == [
-        ("task0", phase) for phase in (0, 1, 2)
-    ]
-    # The first wait of the producer passes before anything has arrived.
-    assert [event[:2] for event in arrivals(report, "empty[0]", "wait")] == [
-        ("default", phase) for phase in (-1, 0, 1)
-    ]
-    arrows = [
-        (a.source, a.phase, a.target) for a in report.timeline.arrows if a.barrier[:4] == "full"
-    ]
-    assert set(arrows) <= {("default", phase, "task0") for phase in (0, 1, 2)} and arrows
-    assert all(a.left <= a.right for a in report.timeline.arrows)
-    assert report.barriers == 4 and report.checks["barrier"] == 10
-
-
-@triton.jit
-def fresh_kernel(PHASE: tl.constexpr, ARRIVALS: tl.constexpr):
+def fresh_kernel(phase, ARRIVALS: tl.constexpr):
     bar = tlx.alloc_barriers(1)
     for _ in tl.static_range(ARRIVALS):
         tlx.barrier_arrive(bar)
-    tlx.barrier_wait(bar, PHASE)
+    tlx.barrier_wait(bar, phase)
 
 
 @pytest.mark.parametrize("number", range(6))
 def test_a_wait_passes_if_the_last_completed_phase_has_its_parity(number):
     # Phase -1 counts as completed: a fresh barrier lets parity 1 pass.
     parity = (number - 1) % 2
-    run(fresh_kernel, (1,), PHASE=parity, ARRIVALS=number)
-    for error in found(Deadlock, fresh_kernel, (1,), PHASE=1 - parity, ARRIVALS=number):
+    run(fresh_kernel, (1,), parity, ARRIVALS=number)
+    for error in found(Deadlock, fresh_kernel, (1,), lambda: (1 - parity,), ARRIVALS=number):
         (wait,) = error.waits
         assert (wait.phase, wait.arrivals, wait.bytes) == (number, 1, 0)
+        over = f"phase {number - 2} of that parity is over, and {number - 1} too"
+        assert wait.note == (over if number >= 2 else "")
 
 
 def test_deadlock_says_where_who_and_what():
-    error = found(Deadlock, fresh_kernel, (1,), PHASE=0, ARRIVALS=0)[0]
-    (wait,) = error.waits
     at = place(fresh_kernel, "barrier_wait")
-    assert (wait.role, wait.at, wait.barrier) == ("default of CTA 0", at, "bar of CTA 0")
-    assert (error.file, error.line) == at and wait.note == ""
+    error = refused(Deadlock, "misses 1 arrivals", fresh_kernel, 0, ARRIVALS=0, at="barrier_wait")
+    (wait,) = error.waits
+    assert (wait.role, wait.at, wait.barrier) == (DEFAULT, at, "bar of CTA 0")
     assert f"default of CTA 0 at {at[0]}:{at[1]} waits for phase 0 of bar of CTA 0" in str(error)
-    assert "misses 1 arrivals" in str(error)
-
-    # Of a phase that is long over.
-    (wait,) = found(Deadlock, fresh_kernel, (1,), PHASE=0, ARRIVALS=2)[0].waits
-    assert wait.note == "phase 0 of that parity is over, and 1 too"
-
-
-@triton.jit
-def phase_kernel(phase):
-    bar = tlx.alloc_barriers(1)
-    tlx.barrier_wait(bar, phase)
 
 
 def test_a_phase_is_a_parity():
-    run(phase_kernel, (1,), True)
+    run(fresh_kernel, (1,), True, ARRIVALS=0)
     for phase in (2, -1):
-        (error, *_) = found(BarrierMisuse, phase_kernel, (1,), lambda phase=phase: (phase,))
-        assert error.barrier == "bar" and f"takes phase 0 or 1, got {phase}" in str(error)
-        assert (error.file, error.line) == place(phase_kernel, "barrier_wait")
+        given = {"ARRIVALS": 0, "at": "barrier_wait"}
+        message = f"takes phase 0 or 1, got {phase}"
+        assert refused(BarrierMisuse, message, fresh_kernel, phase, **given).barrier == "bar"
 
 
 @triton.jit
@@ -141,12 +98,10 @@ def test_counts():
     assert arrivals(report, "bar") == [("default", 0, 2, 0), ("default", 0, 0, 0)]
     assert arrivals(report, "bar", "wait") == [("default", 0, 0, 0)]
 
-    for error in found(Deadlock, count_kernel, (1,), COUNT=4, FIRST=1, SECOND=2):
-        assert [(wait.phase, wait.arrivals) for wait in error.waits] == [(0, 1)]
+    stuck([(DEFAULT, "bar of CTA 0", 0, 1, 0)], count_kernel, (1,), COUNT=4, FIRST=1, SECOND=2)
+    message = "2 arrivals in phase 0, which expects 1 more of 3"
     given = {"COUNT": 3, "FIRST": 2, "SECOND": 2, "at": "# second"}
-    for error in found(BarrierMisuse, count_kernel, (1,), **given):
-        assert (error.barrier, error.role) == ("bar", "default of CTA 0")
-        assert "2 arrivals in phase 0, which expects 1 more of 3" in str(error)
+    misused("bar", message, count_kernel, (1,), role=DEFAULT, **given)
 
 
 @triton.jit
@@ -161,11 +116,9 @@ def crowd_kernel(COUNT: tl.constexpr, REPLICAS: tl.constexpr):
 
 def test_arrivals_of_several_roles():
     everywhere(crowd_kernel, (1,), COUNT=3, REPLICAS=3)
-    for error in found(Deadlock, crowd_kernel, (1,), COUNT=3, REPLICAS=2):
-        assert [(w.role, w.phase, w.arrivals) for w in error.waits] == [("default of CTA 0", 0, 1)]
+    stuck([(DEFAULT, "bar of CTA 0", 0, 1, 0)], crowd_kernel, (1,), COUNT=3, REPLICAS=2)
     # An arrival that may count in either of two phases.
-    for error in found(BarrierMisuse, crowd_kernel, (1,), COUNT=1, REPLICAS=2, at="barrier_arrive"):
-        assert error.barrier == "bar"
+    misused("bar", None, crowd_kernel, (1,), COUNT=1, REPLICAS=2, at="barrier_arrive")
 
 
 @triton.jit
@@ -197,10 +150,10 @@ def test_a_missed_phase():
             assert "a missed phase" in str(error)
         else:
             (wait,) = error.waits
-            assert wait.role == "task0 of CTA 0" and wait.note.startswith("phase 0")
+            assert wait.role == TASK and wait.note.startswith("phase 0")
 
 
-# Waits that a late copy lets pass a phase too early.
+# A ring of slots: pipelines, and waits that a late copy lets pass a phase too early.
 
 
 @triton.jit
@@ -247,12 +200,41 @@ def ring_kernel(
 LATE = ("modelled", *range(20))
 
 
-def take_turns(schedule, slots, consumers, n=9, **options):
-    x, out = torch.arange(float(n)).repeat_interleave(16), torch.full((n * 16,), -1.0)
+def take_turns(schedule, slots, consumers, n=9, ctas=1, **options):
+    x, out = torch.arange(n + 1.0).repeat_interleave(16), torch.full((n * 16 + 1,), -1.0)
     usual = {"PRODUCERS": 1, "SHIFT": 0, "EVERY": False, "COPY": True, "TELL": False}
     given = {"SLOTS": slots, "CONSUMERS": consumers, **usual, **options}
-    run(ring_kernel, (1,), box(x, 16), out, n, **given, schedule=schedule)
-    assert torch.equal(out, x)
+    report = run(ring_kernel, (ctas,), box(x, 16), out, n, **given, schedule=schedule)
+    assert torch.equal(out[:-1], x[:-16]) and out[-1] == -1
+    return report
+
+
+@pytest.mark.parametrize("stages", (1, 2, 3))
+@pytest.mark.parametrize("n", (0, 1, 7))
+def test_a_pipeline(n, stages):
+    """The programs store the same bits, which is no race."""
+    for schedule in SCHEDULES:
+        take_turns(schedule, stages, 1, n, ctas=2, COPY=False)
+
+
+def test_a_pipeline_in_the_trace():
+    report = take_turns("modelled", 2, 1, 5, COPY=False, trace=True)
+    for barrier, kind, role, phases in (
+        ("full[0]", "arrive", "task0", (0, 1, 2)),
+        ("full[1]", "arrive", "task0", (0, 1)),
+        ("full[0]", "wait", "task1", (0, 1, 2)),
+        # The first wait of the producer passes before anything has arrived.
+        ("empty[0]", "wait", "task0", (-1, 0, 1)),
+    ):
+        events = arrivals(report, barrier, kind)
+        assert [event[:2] for event in events] == [(role, phase) for phase in phases]
+        assert kind == "wait" or {event[2:] for event in events} == {(0, 0)}
+    arrows = [
+        (a.source, a.phase, a.target) for a in report.timeline.arrows if a.barrier[:4] == "full"
+    ]
+    assert set(arrows) <= {("task0", phase, "task1") for phase in (0, 1, 2)} and arrows
+    assert all(a.left <= a.right for a in report.timeline.arrows)
+    assert report.barriers == 5 and report.checks["barrier"] == 10
 
 
 @pytest.mark.parametrize("slots, consumers", ((3, 2), (5, 2), (4, 3)))
@@ -340,7 +322,7 @@ def test_what_does_not(phases, proof):
     assert errors[0] in aliased
     at = place(later_phase_kernel, "# wait")
     for error in aliased:
-        assert (error.file, error.line, error.barrier, error.role) == (*at, "bar", "task0 of CTA 0")
+        assert (error.file, error.line, error.barrier, error.role) == (*at, "bar", TASK)
         assert error.phase in range(phases - 1, 0, -2)
 
 
@@ -397,16 +379,8 @@ def bytes_kernel(desc, out_desc, BYTES: tl.constexpr, LATE: tl.constexpr, WAIT: 
         out_desc.store([0, 0], tlx.local_load(buffer[0]))
 
 
-def boxes():
-    return [box(t, 8, 16) for t in (torch.arange(128.0).view(8, 16), torch.zeros(8, 16))]
-
-
-def same(desc, out_desc):
-    return desc.base
-
-
 def test_bytes_in_the_trace():
-    report = run(bytes_kernel, (1,), *boxes(), BYTES=512, LATE=False, WAIT=True, trace=True)
+    report = run(bytes_kernel, (1,), *boxes()(), BYTES=512, LATE=False, WAIT=True, trace=True)
     (expect, deliver) = arrivals(report, "bar")
     assert expect == ("default", 0, 0, 512)
     assert deliver[0] == "TMA" and deliver[3] == 0
@@ -417,14 +391,11 @@ def test_bytes_in_the_trace():
 
 @pytest.mark.parametrize("late", (False, True))
 def test_bytes(late):
-    everywhere(bytes_kernel, (1,), boxes, same, BYTES=512, LATE=late, WAIT=True)
-    for error in found(BarrierMisuse, bytes_kernel, (1,), boxes, BYTES=496, LATE=late, WAIT=True):
-        assert error.barrier == "bar"
-        assert "phase 0 receives 16 bytes more than expected" in str(error)
-    for error in found(Deadlock, bytes_kernel, (1,), boxes, BYTES=528, LATE=late, WAIT=True):
-        (wait,) = error.waits
-        assert (wait.barrier, wait.phase, wait.arrivals, wait.bytes) == ("bar of CTA 0", 0, 0, 16)
-        assert "misses 0 arrivals and 16 bytes" in str(error)
+    everywhere(bytes_kernel, (1,), boxes(), of_first, BYTES=512, LATE=late, WAIT=True)
+    message = "phase 0 receives 16 bytes more than expected"
+    misused("bar", message, bytes_kernel, (1,), boxes(), BYTES=496, LATE=late, WAIT=True)
+    given = {"BYTES": 528, "LATE": late, "WAIT": True, "match": "misses 0 arrivals and 16 bytes"}
+    stuck([(DEFAULT, "bar of CTA 0", 0, 0, 16)], bytes_kernel, (1,), boxes(), **given)
 
 
 @pytest.mark.parametrize("late", (False, True))
@@ -433,9 +404,8 @@ def test_bytes(late):
 )
 def test_wrong_bytes_that_nobody_waits_for(count, what, late):
     given = {"BYTES": count, "LATE": late, "WAIT": False}
-    found((BarrierMisuse, EarlyExit), bytes_kernel, (1,), boxes, **given)
-    for error in found(BarrierMisuse, bytes_kernel, (1,), boxes, what, races=False, **given):
-        assert error.barrier == "bar"
+    found((BarrierMisuse, EarlyExit), bytes_kernel, (1,), boxes(), **given)
+    misused("bar", what, bytes_kernel, (1,), boxes(), races=False, **given)
 
 
 @triton.jit
@@ -457,28 +427,9 @@ def early_bytes_kernel(desc, out_desc):
 
 
 def test_bytes_may_come_before_they_are_expected():
-    everywhere(early_bytes_kernel, (1,), boxes, same)
-    report = run(early_bytes_kernel, (1,), *boxes(), trace=True)
+    everywhere(early_bytes_kernel, (1,), boxes(), of_first)
+    report = run(early_bytes_kernel, (1,), *boxes()(), trace=True)
     assert [event[3] for event in arrivals(report, "bar")] == [-512, 0]
-
-
-@triton.jit
-def two_copies_kernel(desc, out_desc, EACH: tl.constexpr):
-    buffers = tlx.local_alloc((8, 16), tl.float32, 2)
-    bar = tlx.alloc_barriers(1, arrive_count=2 if EACH else 1)
-    for i in tl.static_range(2):
-        if EACH:
-            tlx.barrier_expect_bytes(bar, 512)
-        elif i == 0:
-            tlx.barrier_expect_bytes(bar, 1024)
-        tlx.async_descriptor_load(desc, buffers[i], [0, 0], bar)
-    tlx.barrier_wait(bar, 0)
-    out_desc.store([0, 0], tlx.local_load(buffers[0]) + tlx.local_load(buffers[1]))
-
-
-@pytest.mark.parametrize("each", (False, True))
-def test_two_copies_on_one_barrier(each):
-    everywhere(two_copies_kernel, (1,), boxes, lambda desc, _: 2 * desc.base, EACH=each)
 
 
 # Warp barriers: every thread arrives.
@@ -502,12 +453,10 @@ def test_warp_barriers():
 
 
 def test_a_warp_barrier_counts_the_threads_of_the_role():
-    for error in found(Deadlock, warps_kernel, (1,), WARPS=4, ARRIVALS=2, OWN=1):
-        (wait,) = error.waits
-        assert (wait.barrier, wait.arrivals) == ("bar[1] of CTA 0", 256 - 64)
-    for error in found(BarrierMisuse, warps_kernel, (1,), WARPS=2, ARRIVALS=1, OWN=4):
-        assert error.barrier == "bar[1]"
-        assert "128 arrivals in phase 0, which expects 64 more of 64" in str(error)
+    lacks = (DEFAULT, "bar[1] of CTA 0", 0, 256 - 64, 0)
+    stuck([lacks], warps_kernel, (1,), WARPS=4, ARRIVALS=2, OWN=1)
+    message = "128 arrivals in phase 0, which expects 64 more of 64"
+    misused("bar[1]", message, warps_kernel, (1,), WARPS=2, ARRIVALS=1, OWN=4)
 
 
 # Predicates, indices, other CTAs.
@@ -565,9 +514,8 @@ def test_remote_arrivals():
 
 
 def test_remote_arrivals_that_miss():
-    for error in found(Deadlock, remote_kernel, (2,), ints(2), PEERS=2, COUNT=2, **PAIR):
-        waits = [(w.role, w.barrier, w.arrivals) for w in error.waits]
-        assert sorted(waits) == [(f"default of CTA {i}", f"bar of CTA {i}", 1) for i in (0, 1)]
+    waits = [(f"default of CTA {i}", f"bar of CTA {i}", 0, 1, 0) for i in (0, 1)]
+    stuck(waits, remote_kernel, (2,), ints(2), PEERS=2, COUNT=2, **PAIR)
 
 
 def test_an_arrival_outside_of_the_cluster():
@@ -582,7 +530,7 @@ def remote_wait_kernel():
 
 
 def test_a_wait_is_for_a_barrier_of_the_own_cta():
-    refused(InvalidKernel, "own CTA", remote_wait_kernel, **PAIR, grid=(2,))
+    refused(InvalidKernel, "own CTA", remote_wait_kernel, grid=(2,), **PAIR)
 
 
 @triton.jit
@@ -595,8 +543,8 @@ def remote_excess_kernel():
 
 
 def test_a_remote_arrival_too_many():
-    for error in found(BarrierMisuse, remote_excess_kernel, (2,), at="barrier_arrive", **PAIR):
-        assert error.role == "default of CTA 1" and "bar of CTA 0" in str(error)
+    given = {"at": "barrier_arrive", "role": "default of CTA 1", **PAIR}
+    misused("bar", "bar of CTA 0", remote_excess_kernel, (2,), **given)
 
 
 # Named barriers.
@@ -648,10 +596,8 @@ def named_kernel(FIRST: tl.constexpr, SECOND: tl.constexpr, NUMBER: tl.constexpr
 def test_named_barriers_count_threads():
     everywhere(named_kernel, (1,), FIRST=160, SECOND=160, NUMBER=2)
     everywhere(named_kernel, (1,), FIRST=288, SECOND=288, NUMBER=15, num_warps=8)
-    for error in found(Deadlock, named_kernel, (1,), FIRST=256, SECOND=256, NUMBER=3):
-        (wait,) = error.waits
-        assert (wait.role, wait.at) == ("default of CTA 0", place(named_kernel, "barrier_wait"))
-        assert (wait.barrier, wait.phase, wait.arrivals) == ("named barrier 3 of CTA 0", 0, 96)
+    given = {"FIRST": 256, "SECOND": 256, "NUMBER": 3, "at": "barrier_wait"}
+    stuck([(DEFAULT, "named barrier 3 of CTA 0", 0, 96, 0)], named_kernel, (1,), **given)
 
 
 @pytest.mark.parametrize(
@@ -710,27 +656,23 @@ def test_a_kernel_leaves_those_alone(number):
 
 
 @triton.jit
-def alone_kernel(THREADS: tl.constexpr, TIMES: tl.constexpr):
-    for _ in tl.static_range(TIMES):
-        tlx.named_barrier_wait(10, THREADS)
-    tlx.named_barrier_arrive(11, 2 * THREADS)
+def alone_kernel(THREADS: tl.constexpr, WAITS: tl.constexpr, ARRIVALS: tl.constexpr):
+    for _ in tl.static_range(WAITS):
+        tlx.named_barrier_wait(10, THREADS)  # wait
+    for _ in tl.static_range(ARRIVALS):
+        tlx.named_barrier_arrive(11, 2 * THREADS)  # arrive
 
 
-def test_a_role_alone_and_an_incomplete_barrier_at_the_end():
-    run(alone_kernel, (1,), THREADS=256, TIMES=3, num_warps=8)
-    refused(Deadlock, None, alone_kernel, THREADS=256, TIMES=1, num_warps=4)
-    with pytest.raises(BarrierMisuse, match="128 threads arrive, 64 are expected"):
-        run(alone_kernel, (1,), THREADS=64, TIMES=1, num_warps=4)
-
-
-@triton.jit
-def twice_kernel():
-    tlx.named_barrier_arrive(4, 256)
-    tlx.named_barrier_arrive(4, 256)  # again
-
-
-def test_a_role_arrives_twice_at_a_named_barrier():
-    refused(BarrierMisuse, "arrives twice before 256 threads", twice_kernel, at="# again")
+def test_a_role_alone_may_leave_a_named_barrier_incomplete_at_the_end():
+    run(alone_kernel, (1,), THREADS=256, WAITS=3, ARRIVALS=1, num_warps=8)
+    for error, message, threads, waits, arrivals in (
+        (Deadlock, None, 256, 1, 0),
+        (BarrierMisuse, "128 threads arrive, 64 are expected", 64, 1, 0),
+        (BarrierMisuse, "arrives twice before 256 threads", 128, 1, 2),
+    ):
+        given = {"THREADS": threads, "WAITS": waits, "ARRIVALS": arrivals, "num_warps": 4}
+        at = "# arrive" if arrivals else "# wait"
+        refused(error, message, alone_kernel, at=at, **given)
 
 
 @triton.jit
@@ -786,10 +728,8 @@ def test_cluster_barrier():
 
 
 def test_a_missing_cluster_barrier_is_a_race():
-    for error in found(Race, cluster_kernel, (2,), ints(2, 3, 16), TIMES=3, LAZY=1, **PAIR):
-        assert error.buffer == "cell[0]"
-        at = {place(cluster_kernel, "remote_shmem_store"), place(cluster_kernel, "local_load")}
-        assert {error.other, (error.file, error.line)} == at
+    finding = {"buffer": "cell[0]", "between": ("remote_shmem_store", "local_load")}
+    raced(cluster_kernel, (2,), ints(2, 3, 16), TIMES=3, LAZY=1, **finding, **PAIR)
 
 
 @triton.jit
@@ -799,6 +739,5 @@ def lonely_cluster_kernel():
 
 
 def test_a_cluster_barrier_that_one_cta_leaves_out():
-    for error in found(Deadlock, lonely_cluster_kernel, (4,), ctas_per_cga=(4, 1, 1)):
-        waits = [(wait.role, wait.barrier, wait.arrivals) for wait in error.waits]
-        assert waits == [("default of CTA 0", "cluster barrier", 3)]
+    lacks = (DEFAULT, "cluster barrier", 0, 3, 0)
+    stuck([lacks], lonely_cluster_kernel, (4,), ctas_per_cga=(4, 1, 1))

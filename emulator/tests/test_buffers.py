@@ -21,7 +21,15 @@ from emulator.tests.checking import (
     refused,
     tlx,
 )
-from tritonemu import InvalidKernel, OutOfBounds, ResourceLimit, UninitializedRead, Unsupported, run
+from tritonemu import (
+    InvalidKernel,
+    OutOfBounds,
+    ResourceLimit,
+    UninitializedRead,
+    Unsupported,
+    enabled,
+    run,
+)
 from tritonemu.buffers import Storage
 
 pytestmark = pytest.mark.tlx
@@ -91,6 +99,8 @@ def windows_kernel(out_ptr, ROW: tl.constexpr, COLUMN: tl.constexpr, TRANSPOSED:
         tlx.local_store(tlx.local_trans(window), tl.trans(value))
     else:
         tlx.local_store(window, value)
+    turned = tlx.local_load(tlx.local_trans(window))
+    tl.device_assert(turned == tl.trans(value))
     again = tlx.local_load(tlx.local_trans(tlx.local_trans(window)))
     tl.device_assert(again == value)
     for i in tl.static_range(2):
@@ -111,21 +121,6 @@ def test_windows(row, column, transposed):
 def test_a_window_stays_inside(row, column):
     given = {"ROW": row, "COLUMN": column, "TRANSPOSED": False, "at": "local_slice"}
     refused(OutOfBounds, r"leaves cell\[1\] of CTA 0", windows_kernel, nothing(512), **given)
-
-
-@triton.jit
-def trans_kernel(out_ptr):
-    cell = tlx.local_alloc((8, 16), tl.bfloat16, 1)
-    tlx.local_store(cell[0], grid2(8, 16).to(tl.bfloat16))
-    turned = tlx.local_load(tlx.local_trans(cell[0]))
-    tl.static_assert(turned.shape[0] == 16)
-    tl.store(out_ptr + grid2(16, 8), turned)
-
-
-def test_transposed():
-    out = nothing(16, 8)
-    run(trans_kernel, (1,), out)
-    assert torch.equal(out, torch.arange(128.0).view(8, 16).T)
 
 
 @triton.jit
@@ -808,6 +803,17 @@ def test_unwritten_memory(tensor):
     assert out.eq(1).all()
     with pytest.raises(ValueError, match='"error" or "allow"'):
         run(unwritten_kernel, (1,), out, WRITTEN=4, uninitialized="ignore", **options)
+
+
+def test_enabled_passes_its_options_on_and_ends_with_an_error():
+    given = {"WRITTEN": 0, "TENSOR": False}
+    with pytest.raises(UninitializedRead), enabled("sm_100", schedule=3) as reports:
+        unwritten_kernel[(1,)](nothing(512), **given)
+    assert reports == [] and [type(error) for error in reports.findings] == [UninitializedRead]
+    with enabled("sm_100", uninitialized="allow", trace=True) as reports:
+        unwritten_kernel[(1,)](nothing(512), **given)
+    assert reports[0].uninitialized == 1 and reports[0].arch == "sm_100"
+    assert reports[0].timeline.events
 
 
 def test_memory_is_new_in_every_cta():

@@ -210,6 +210,6 @@ def test_atomics_order_what_surrounds_them(cluster):
 
 @pytest.mark.parametrize("semantics", ("relaxed", "acquire", "release"))
 def test_only_acquire_and_release_order(semantics):
-    for error in found(Race, last_kernel, (4,), counters, FAULT="none", SEM=semantics):
+    given = {"FAULT": "none", "SEM": semantics, "at": "# load"}
+    for error in found(Race, last_kernel, (4,), counters, **given):
         assert error.buffer == "part_ptr"
-        assert (error.file, error.line) == place(last_kernel, "# load")

@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import textwrap
 
 import pytest
 
@@ -41,6 +40,17 @@ def masked_kernel(x_ptr):
 
 def masked():
     masked_kernel[(1,)](torch.zeros(16))
+
+
+@triton.jit
+def zero_kernel(x_ptr):
+    tl.store(x_ptr, 0)
+
+
+def several():
+    for _ in range(3):
+        total()
+    zero_kernel[(1,)](torch.ones(1, device="cuda"))
 
 
 def nothing():
@@ -188,26 +198,8 @@ def test_a_timeout_that_is_not_reached_is_forgotten(program, capsys):
     assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
 
 
-def test_launches_of_several_kernels_are_summed_up(tmp_path, capsys):
-    path = tmp_path / "several.py"
-    path.write_text(
-        PROGRAM
-        + textwrap.dedent(
-            """
-            @triton.jit
-            def zero_kernel(x_ptr):
-                tl.store(x_ptr, 0)
-
-            def several():
-                for _ in range(3):
-                    total()
-                zero_kernel[(1,)](torch.ones(1, device="cuda"))
-            """
-        ),
-        encoding="utf-8",
-    )
-    assert main([f"{path}:several", "--schedules", "1"]) == 0
+def test_launches_of_several_kernels_are_summed_up(program, capsys):
+    assert main([f"{program}:several", "--schedules", "1"]) == 0
     out = capsys.readouterr().out
-    assert (
-        out.startswith("sum_kernel, the first of 3 launches:\n4 CTAs") and "zero_kernel:\n1 " in out
-    )
+    assert out.startswith("sum_kernel, the first of 3 launches:\n4 CTAs")
+    assert "zero_kernel:\n1 " in out

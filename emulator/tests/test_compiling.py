@@ -4,9 +4,8 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from emulator.tests.checking import refused, tlx
+from emulator.tests.checking import box, refused, tlx
 from tritonemu import InvalidKernel, ResourceLimit, Unsupported, run
 from tritonemu.__main__ import main
 
@@ -22,7 +21,7 @@ def scratch_kernel(y_desc):
 
 @pytest.mark.tlx
 def test_shared_memory_that_the_compiler_adds():
-    y = TensorDescriptor.from_tensor(torch.zeros(128, 128).bfloat16(), [128, 128])
+    y = box(torch.zeros(128, 128).bfloat16(), 128, 128)
     run(scratch_kernel, (1,), y)
     refused(ResourceLimit, "compiled kernel needs 262144", scratch_kernel, y, compile=True)
 

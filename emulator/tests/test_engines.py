@@ -7,7 +7,7 @@ import triton.language as tl
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emulator.tests.checking import tlx
+from emulator.tests.checking import B200, PAIR, tlx
 from tritonemu import engines, run
 from tritonemu.engines import Engine
 from tritonemu.instructions import instruction_counts
@@ -127,9 +127,7 @@ def product_kernel(
 def test_a_product_takes_the_tensor_core_and_its_operands_the_port(
     rows, columns, tensor, two, multiplies, reads
 ):
-    options = {"uninitialized": "allow", "trace": True, "arch": "sm_100"}
-    if two:
-        options["ctas_per_cga"] = (2, 1, 1)
+    options = {"uninitialized": "allow", "trace": True, **B200, **(PAIR if two else {})}
     given_ = {"ROWS": rows, "COLUMNS": columns, "TENSOR": tensor, "TWO": two}
     trace = run(product_kernel, (1 + two,), **given_, **options).timeline
     (mma,) = (event for event in trace.events if event.kind == "mma")

@@ -6,9 +6,8 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from emulator.tests.checking import PAIR, build, everywhere, found, grid2, place, refused, tlx
+from emulator.tests.checking import PAIR, box, build, everywhere, found, grid2, place, refused, tlx
 from tritonemu import EarlyExit, InvalidKernel, MissingFence, run
 
 pytestmark = pytest.mark.tlx
@@ -18,12 +17,12 @@ pytestmark = pytest.mark.tlx
 
 @triton.jit
 def store_kernel(y_ptr, TOGETHER: tl.constexpr):
-    box = tlx.local_alloc((16,), tl.float32, 1)
+    cell = tlx.local_alloc((16,), tl.float32, 1)
     rank = tlx.cluster_cta_rank()
     if rank == 0:
         for i in range(20):
             tl.store(y_ptr + i, 1.0)
-        tlx.remote_shmem_store(box[0], tl.full((16,), 1.0, tl.float32), 1)
+        tlx.remote_shmem_store(cell[0], tl.full((16,), 1.0, tl.float32), 1)
     if TOGETHER:
         tlx.cluster_barrier()
 
@@ -80,7 +79,7 @@ def task_kernel(y_ptr, TOGETHER: tl.constexpr):
 @pytest.mark.parametrize(
     "kernel, what, text",
     (
-        (store_kernel, "box[0]|box", "remote_shmem_store"),
+        (store_kernel, "cell[0]|cell", "remote_shmem_store"),
         (arrival_kernel, "last", "arrive(last"),
         (copy_kernel, "given", "async_remote_shmem_copy"),
         (task_kernel, "bars", None),
@@ -174,13 +173,13 @@ def test_a_copy_ends_before_its_memory(how):
 
     def arguments():
         x, y = torch.ones(16, 16), torch.ones(16, 16)
-        return *(TensorDescriptor.from_tensor(t, [16, 16]) for t in (x, y)), y
+        return box(x, 16, 16), box(y, 16, 16), y
 
     everywhere(pending_kernel, (2,), arguments, HOW=how, WAIT=True)
     if how == "threads":
         return
-    for error in found(EarlyExit, pending_kernel, (2,), arguments, HOW=how, WAIT=False):
-        assert (error.file, error.line) == place(pending_kernel, f"# {how}")
+    given = {"HOW": how, "WAIT": False, "at": f"# {how}"}
+    for error in found(EarlyExit, pending_kernel, (2,), arguments, **given):
         assert error.what == "tile" and "issued by default of CTA" in error.role
 
 
@@ -198,6 +197,8 @@ def fence_kernel(x_ptr, y_ptr, FENCE: tl.constexpr, BULK: tl.constexpr):
     tlx.local_store(tile[0], tl.load(x_ptr + grid2(16, 16)))  # store
     if FENCE == "of another scope":
         tlx.fence("gpu")
+    elif FENCE == "of no scope":
+        tlx.fence("cta")
     elif FENCE == "deprecated":
         tlx.fence_async_shared()
     elif FENCE == "inline":
@@ -236,12 +237,18 @@ def test_fences_before_copies(fence, bulk):
 @pytest.mark.parametrize("bulk", (False, True))
 @pytest.mark.parametrize("fence", ("none", "before the store", "of another scope"))
 def test_a_missing_fence(fence, bulk):
-    for error in found(MissingFence, fence_kernel, (2,), tiles, FENCE=fence, BULK=bulk, **PAIR):
-        copy = "async_store(" if bulk else "async_remote_shmem_copy("
-        assert (error.file, error.line) == place(fence_kernel, copy)
+    given = {"FENCE": fence, "BULK": bulk, **PAIR}
+    copy = "async_store(" if bulk else "async_remote_shmem_copy("
+    message = r'writes at .*; tlx.fence\("async_shared"\) must lie between'
+    for error in found(MissingFence, fence_kernel, (2,), tiles, message, at=copy, **given):
         assert error.other == place(fence_kernel, "# store") and error.buffer == "tile[0]"
-        assert re.search(r'writes at .*; tlx.fence\("async_shared"\) must lie between', str(error))
-    run(fence_kernel, (2,), *tiles(), FENCE=fence, BULK=bulk, races=False, **PAIR)
+    run(fence_kernel, (2,), *tiles(), races=False, **given)
+
+
+def test_scopes_of_fences():
+    message = 'must be "gpu", "sys" or "async_shared", got \'cta\''
+    given = {"FENCE": "of no scope", "BULK": True, "grid": (2,), **PAIR}
+    refused(InvalidKernel, message, fence_kernel, *tiles(), at='tlx.fence("cta")', **given)
 
 
 @triton.jit
@@ -279,12 +286,3 @@ def test_a_fence_on_the_way_between_roles(where):
 @pytest.mark.parametrize("where", ("too early", "too late", "nowhere"))
 def test_a_fence_beside_the_way(where):
     found(MissingFence, handed_over_kernel, (1,), tiles, WHERE=where)
-
-
-@triton.jit
-def scope_kernel():
-    tlx.fence("cta")
-
-
-def test_scopes_of_fences():
-    refused(InvalidKernel, 'must be "gpu", "sys" or "async_shared", got \'cta\'', scope_kernel)

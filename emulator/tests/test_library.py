@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
-from emulator.tests.checking import refused
+from emulator.tests.checking import grid2, refused
 from tritonemu import InvalidKernel, OutOfBounds, Race, run
 
 
@@ -213,12 +213,10 @@ def test_histogram():
 
 @triton.jit
 def sort_kernel(x_ptr, y_ptr, i_ptr, N: tl.constexpr, K: tl.constexpr):
-    x = tl.load(x_ptr + tl.arange(0, 4)[:, None] * N + tl.arange(0, N)[None, :])
-    tl.store(y_ptr + tl.arange(0, 4)[:, None] * N + tl.arange(0, N)[None, :], tl.sort(x))
-    top = tl.topk(x, K)
-    tl.store(y_ptr + 4 * N + tl.arange(0, 4)[:, None] * K + tl.arange(0, K)[None, :], top)
-    order = tl.flip(tl.cumsum(x, 1), 1)
-    tl.store(y_ptr + 5 * N + tl.arange(0, 4)[:, None] * N + tl.arange(0, N)[None, :], order)
+    x = tl.load(x_ptr + grid2(4, N))
+    tl.store(y_ptr + grid2(4, N), tl.sort(x))
+    tl.store(y_ptr + 4 * N + grid2(4, K), tl.topk(x, K))
+    tl.store(y_ptr + 5 * N + grid2(4, N), tl.flip(tl.cumsum(x, 1), 1))
     tl.store(i_ptr + tl.arange(0, 4), tl.argmax(x, 1))
 
 
@@ -282,24 +280,6 @@ def test_atomics_that_the_device_has_not(kind, dtype):
 
 
 @triton.jit
-def scaled(x, factor, offset):
-    return x * factor + offset
-
-
-@triton.jit
-def dictionary_kernel(y_ptr):
-    options = {"factor": 3, "offset": 1}
-    tl.store(y_ptr, options["factor"])
-    tl.store(y_ptr + 1, scaled(2, **{"factor": 3, "offset": 1}))
-
-
-def test_dict_literals():
-    y = torch.zeros(2)
-    run(dictionary_kernel, (1,), y)
-    assert y.tolist() == [3, 7]
-
-
-@triton.jit
 def eight_bits_kernel(x_ptr, y_ptr):
     at = tl.arange(0, 16)
     tl.store(y_ptr + at, tl.load(x_ptr + at).to(tl.float32) * 2)
@@ -309,18 +289,6 @@ def test_arguments_under_another_type():
     x, y = torch.randn(16).to(torch.float8_e5m2), torch.zeros(16)
     run(eight_bits_kernel, (1,), triton.reinterpret(x.view(torch.int8), tl.float8e5), y)
     torch.testing.assert_close(y, x.float() * 2)
-
-
-@triton.jit
-def scalar_index_kernel(y_ptr, n):
-    inside = n > 3
-    tl.store(y_ptr + tl.arange(0, 4), tl.arange(0, 4), (tl.arange(0, 4) < 2) & inside[:, None])
-
-
-def test_a_scalar_takes_any_new_dimension():
-    y = torch.zeros(4)
-    run(scalar_index_kernel, (1,), y, 5)
-    assert y.tolist() == [0, 1, 0, 0]
 
 
 class Window:

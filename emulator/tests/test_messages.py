@@ -71,6 +71,10 @@ SCRIPT = """
 
     def right():
         alone_kernel[(1,)](torch.zeros(1, dtype=torch.int32))
+
+    def wrong():
+        value = right()
+        assert value
 """
 
 
@@ -163,15 +167,10 @@ def test_a_report_without_a_finding(script, tmp_path, capsys):
 
 
 @pytest.mark.tlx
-def test_a_program_that_fails_names_its_schedule(tmp_path, capsys):
-    path = tmp_path / "wrong.py"
-    lines = (
-        SCRIPT + "\n    def wrong():\n        early_value = right()\n        assert early_value\n"
-    )
-    path.write_text(textwrap.dedent(lines), encoding="utf-8")
-    assert main([f"{path}:wrong"]) == 3
+def test_a_program_that_fails_names_its_schedule(script, capsys):
+    assert main([f"{script}:wrong"]) == 3
     *_, error, again = capsys.readouterr().err.splitlines()
-    assert error == "AssertionError" and again.endswith(f"--schedule modelled {path}:wrong")
+    assert error == "AssertionError" and again.endswith(f"--schedule modelled {script}:wrong")
 
 
 LOST = """

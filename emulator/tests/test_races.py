@@ -7,42 +7,29 @@ import triton.language as tl
 
 from emulator.tests.checking import (
     B200,
+    DEFAULT,
     PAIR,
+    TASK,
     box,
+    boxes,
     everywhere,
     fill,
     found,
     grid2,
     ints,
-    normal,
-    place,
+    matrices,
+    of_first,
+    places,
+    raced,
     tlx,
 )
-from tritonemu import InvalidKernel, Race, Unsupported, run
+from tritonemu import InvalidKernel, Race, Unsupported
 
 pytestmark = pytest.mark.tlx
 
+ROLES = (DEFAULT, TASK)
+
 # Kernels. Each is right, or lacks what FAULT says.
-
-
-ROLES = ("default of CTA 0", "task0 of CTA 0")
-
-
-def check_race(kernel, grid, arguments=tuple, *, buffer, places, roles=(), **options):
-    """The kernel races under every schedule, between the lines that contain `places`."""
-    buffers = {buffer} if isinstance(buffer, str) else set(buffer)
-    expected = [place(kernel, text) for text in places]
-    for error in found(Race, kernel, grid, arguments, **options):
-        at = (error.file, error.line)
-        assert error.buffer in buffers
-        assert sorted((at, error.other)) == sorted(expected)
-        if roles:
-            # The role is that of the later access.
-            assert error.role == roles[expected.index(at)]
-            assert str(error).startswith(f"{at[0]}:{at[1]}: [{error.role}] ")
-        assert f"at {error.other[0]}:{error.other[1]}; nothing orders the two" in str(error)
-        with_none = {**options, "races": False, "uninitialized": "allow"}
-        run(kernel, grid, *arguments(), **with_none)
 
 
 @triton.jit
@@ -121,10 +108,9 @@ def test_neighbouring_bytes_do_not_race(first, second, write):
 @pytest.mark.parametrize("write", (False, True))
 @pytest.mark.parametrize("first, second", ((16, 31), (17, 2), (5, 5)))
 def test_one_common_byte_races(first, second, write):
-    check_race(
+    raced(
         bytes_kernel, (1,), ints(64), FIRST=first, SECOND=second, WRITE=write, buffer="cell[0]",
-        places=("# mine", "# write" if write else "# read"),
-        roles=ROLES,
+        between=("# mine", "# write" if write else "# read"), roles=ROLES,
     )  # fmt: skip
 
 
@@ -148,9 +134,9 @@ def test_windows_race_where_they_overlap(tensor):
     options = {"TENSOR": tensor, **B200}
     for column in (0, 16):
         everywhere(windows_kernel, (1,), ROW=0, COLUMN=column, **options)
-    finding = {"buffer": "cell[0]", "places": ("# mine", "# theirs")}
+    finding = {"buffer": "cell[0]", "between": ("# mine", "# theirs")}
     for row, column in ((0, 1), (0, 8), (0, 15), *([] if tensor else [(64, 15)])):
-        check_race(windows_kernel, (1,), ROW=row, COLUMN=column, **finding, **options)
+        raced(windows_kernel, (1,), ROW=row, COLUMN=column, **finding, **options)
 
 
 @triton.jit
@@ -170,11 +156,6 @@ def alias_kernel(ALIAS: tl.constexpr, TENSOR: tl.constexpr, PART: tl.constexpr):
 
 
 # Asynchronous copies.
-
-
-def boxes(number=2, rows=8):
-    tile = torch.arange(rows * 16.0).view(rows, 16)
-    return lambda: [box(tile + 1000 * i, 8, 16) for i in range(number)]
 
 
 @triton.jit
@@ -263,10 +244,6 @@ def groups_kernel(x_ptr, out_ptr, PENDING: tl.constexpr):
 # Tensor cores.
 
 
-def matrices(rows=64):
-    return lambda: (normal(rows, 32), normal(32, 32, seed=1), torch.zeros(rows, 32))
-
-
 def twice(a, b, out):
     return 2 * (a.float() @ b.float())
 
@@ -307,7 +284,7 @@ def tcgen05_kernel(a_ptr, b_ptr, out_ptr, FAULT: tl.constexpr):
     with tlx.async_tasks():
         with tlx.async_task("default"):
             tlx.async_dot(a[0], b[0], acc[0], use_acc=False, force_async=True)
-            tlx.async_dot(a[0], b[0], acc[0], mBarriers=[done])  # second
+            tlx.async_dot(a[0], b[0], acc[0], mBarriers=[done])
             if FAULT == "operand":
                 tlx.local_store(b[0], tl.zeros((32, 32), tl.float16))  # operand
             tlx.barrier_wait(done, 0)
@@ -315,27 +292,8 @@ def tcgen05_kernel(a_ptr, b_ptr, out_ptr, FAULT: tl.constexpr):
         with tlx.async_task(num_warps=4):
             if FAULT != "acc":
                 tlx.barrier_wait(done, 0)
-            x = tlx.local_load(acc[0])
+            x = tlx.local_load(acc[0])  # read
             tl.store(out_ptr + grid2(128, 32), x)
-
-
-def issues():
-    """The lines that issue the products."""
-    return {place(tcgen05_kernel, text)[1] for text in ("force_async", "# second")}
-
-
-def test_operands_of_tcgen05_overwritten_early():
-    given = {"FAULT": "operand", "at": "# operand", **B200}
-    for error in found(Race, tcgen05_kernel, (1,), matrices(128), **given):
-        assert error.buffer == "b[0]" and error.other[1] in issues()
-
-
-def test_an_accumulator_read_early():
-    given = {"FAULT": "acc", "uninitialized": "allow", **B200}
-    for error in found(Race, tcgen05_kernel, (1,), matrices(128), **given):
-        assert error.buffer == "acc[0]"
-        lines = {error.other[1], error.line}
-        assert place(tcgen05_kernel, "x = tlx.local_load")[1] in lines and lines & issues()
 
 
 @triton.jit
@@ -400,128 +358,6 @@ def relay_kernel(desc, out_desc, OWN: tl.constexpr):
     tlx.cluster_barrier()
 
 
-# What each of them gives when it is right, and between which lines it races when it is not.
-
-
-def of_desc(desc, _):
-    return desc.base
-
-
-def of_x(x, _):
-    return x
-
-
-def copied():
-    return torch.arange(96, dtype=torch.int32), *ints(96)()
-
-
-def of_boxes():
-    (desc,) = boxes(1)()
-    return desc, desc.base
-
-
-HANDED = torch.stack([torch.arange(16), torch.arange(100, 116)])
-ROWS = torch.arange(4).repeat_interleave(8)[:, None]
-EXCHANGED = torch.tensor([6, 5, 6, 5])[:, None]
-SMEM, TMEM = ({"TENSOR": tensor, **B200} for tensor in (False, True))
-RIGHT = (
-    (handover_kernel, 1, ints(2, 16), HANDED, {"FAULT": "none"}),
-    *((alias_kernel, 1, tuple, None, {"ALIAS": False, "PART": 0, **o}) for o in (SMEM, TMEM)),
-    # p[1] is the right half of the columns of qk, of which the other role takes the left.
-    (alias_kernel, 1, tuple, None, {"ALIAS": True, "PART": 1, **TMEM}),
-    (load_kernel, 1, boxes(rows=16), of_desc, {"FAULT": "none"}),
-    (own_copy_kernel, 1, boxes(), None, {"FAULT": "none"}),
-    *((store_kernel, 1, boxes(1, 32), ROWS, {"PENDING": n - 1, "STAGES": n}) for n in (1, 2, 3)),
-    *((written_kernel, 1, of_boxes, None, {"HOW": how}) for how in ("none", "landed")),
-    (groups_kernel, 1, copied, of_x, {"PENDING": 0}),
-    (wgmma_kernel, 1, matrices(), twice, {"FAULT": "none"}),
-    (tcgen05_kernel, 1, matrices(128), twice, {"FAULT": "none", **B200}),
-    (two_issuers_kernel, 1, matrices(128), None, {"ORDERED": True, **B200}),
-    (exchange_kernel, 4, ints(4, 16), EXCHANGED, {"FAULT": "none", **PAIR}),
-    (relay_kernel, 2, boxes(), of_desc, {"OWN": True, **PAIR}),
-)
-
-
-def named(value):
-    return value.fn.__name__ if hasattr(value, "fn") else None
-
-
-@pytest.mark.parametrize("kernel, ctas, arguments, gives, options", RIGHT, ids=named)
-def test_what_is_right(kernel, ctas, arguments, gives, options):
-    tolerance = 1e-5 if gives is twice else 0
-    everywhere(kernel, (ctas,), arguments, gives, tolerance, **options)
-
-
-LOAD, SEND = "async_descriptor_load", "async_remote_shmem_store"
-STORE, GROUP = "tlx.async_descriptor_store(", "tlx.async_load("
-
-
-@pytest.mark.parametrize(
-    "kernel, ctas, arguments, options, buffer, places, roles",
-    (
-        *(
-            (handover_kernel, 1, ints(2, 16), {"FAULT": fault}, "cell[1]", ("# second", at), ROLES)
-            for fault, at in (("no wait", "# late"), ("early release", "# early"))
-        ),
-        *(
-            (alias_kernel, 1, tuple, {"ALIAS": True, "PART": 0, **options}, ("qk[0]", "p[0]"),
-             ("# qk", "# p"), ROLES)
-            for options in (SMEM, TMEM)
-        ),
-        (load_kernel, 1, boxes(rows=16), {"FAULT": "no full"}, "tile[0]", (LOAD, "# read"), ROLES),
-        # The source of a store is kept until it has been read.
-        *(
-            (store_kernel, 1, boxes(1, 32), {"PENDING": n, "STAGES": n}, "tile[0]",
-             ("local_store", STORE), ())
-            for n in (1, 2, 3)
-        ),
-        # A wait for a store says nothing about global memory.
-        *(
-            (written_kernel, 1, of_boxes, {"HOW": how}, ("out_desc", "back_ptr"),
-             (STORE, f"# {how}"), ())
-            for how in ("copy", "load")
-        ),
-        (groups_kernel, 1, copied, {"PENDING": 1}, "tile[0]", (GROUP, "local_load"), ()),
-        (two_issuers_kernel, 1, matrices(128), {"ORDERED": False, **B200}, "acc[0]",
-         ("# first", "# second"), ROLES),
-        *(
-            (exchange_kernel, 2, ints(4, 16), {"FAULT": fault, **PAIR}, "cell[0]", (SEND, at), ())
-            for fault, at in (("no wait", "# read"), ("no cluster barrier", "# clear"))
-        ),
-        # The bytes that CTA 0 has waited for are those in CTA 0.
-        (relay_kernel, 2, boxes(), {"OWN": False, **PAIR}, "tile[0]", (LOAD, "# read"), ()),
-    ),
-    ids=named,
-)  # fmt: skip
-def test_what_races(kernel, ctas, arguments, options, buffer, places, roles):
-    given = {"buffer": buffer, "places": places, "roles": roles, **options}
-    check_race(kernel, (ctas,), arguments, **given)
-
-
-@pytest.mark.parametrize(
-    "kernel, arguments, fault, buffer, issued, accesses",
-    (
-        *(
-            (own_copy_kernel, boxes(), fault, "tile[0]", LOAD, "copy issued by {} writes")
-            for fault in ("read", "write")
-        ),
-        *(
-            (wgmma_kernel, matrices(), fault, buffer, f"# {dot}", "async_dot issued by {} reads")
-            for fault, buffer, dot in (
-                *(("a", "a[0]", "second"), ("b1", "b[1]", "second"), ("b0", "b[0]", "first")),
-            )
-        ),
-    ),
-    ids=named,
-)
-def test_a_role_races_with_what_it_issued(kernel, arguments, fault, buffer, issued, accesses):
-    finding = {"buffer": buffer, "places": (issued, f"# {fault}")}
-    check_race(kernel, (1,), arguments, FAULT=fault, **finding)
-    error = found(Race, kernel, (1,), arguments, FAULT=fault)[0]
-    assert error.other == place(kernel, issued)
-    assert "which " + accesses.format("default of CTA 0") in str(error)
-
-
 # Global memory.
 
 
@@ -541,19 +377,6 @@ def global_roles_kernel(x_ptr, out_ptr, ORDERED: tl.constexpr):
             tl.store(out_ptr + lanes, x)
 
 
-def two_of_16():
-    return ints(16)() + ints(16)()
-
-
-def test_global_memory_between_roles():
-    everywhere(global_roles_kernel, (1,), two_of_16, range(16), ORDERED=True)
-    for error in found(Race, global_roles_kernel, (1,), two_of_16, ORDERED=False):
-        assert error.buffer == "x_ptr" and error.programs == ((0, 0, 0), (0, 0, 0))
-        at = {place(global_roles_kernel, "store(x_ptr"), place(global_roles_kernel, "load(x_ptr")}
-        assert {error.other, (error.file, error.line)} == at
-        assert error.role in ("default of CTA 0", "task0 of CTA 0")
-
-
 @triton.jit
 def global_ctas_kernel(x_ptr, out_ptr, ORDERED: tl.constexpr):
     bar = tlx.alloc_barriers(1)
@@ -565,13 +388,6 @@ def global_ctas_kernel(x_ptr, out_ptr, ORDERED: tl.constexpr):
         if ORDERED:
             tlx.barrier_wait(bar, 0)
         tl.store(out_ptr + lanes, tl.load(x_ptr + lanes))
-
-
-def test_global_memory_between_the_ctas_of_a_cluster():
-    everywhere(global_ctas_kernel, (2,), two_of_16, range(16), ORDERED=True, **PAIR)
-    for error in found(Race, global_ctas_kernel, (2,), two_of_16, ORDERED=False, **PAIR):
-        assert error.buffer == "x_ptr"
-        assert sorted(error.programs) == [(0, 0, 0), (1, 0, 0)]
 
 
 @triton.jit
@@ -599,16 +415,151 @@ def sums():
     return box(total, 8, 16), total, count, 3, out
 
 
-def test_programs_that_wait_for_each_other():
-    everywhere(summed_kernel, (3,), sums, 6, FAULT="none", resident=3)
+# What each of them gives when it is right, and between which lines it races when it is not.
 
 
-@pytest.mark.parametrize("fault", ("read", "relaxed"))
-def test_reductions_of_tma_race_with_loads(fault):
-    """None hides another: a load must come after all of them, whose order is free."""
-    for error in found(Race, summed_kernel, (3,), sums, FAULT=fault, resident=3):
-        lines = {error.line, error.other[1]}
-        assert lines == {place(summed_kernel, f"# {what}")[1] for what in ("add", "load")}
+def of_x(x, _):
+    return x
+
+
+def copied():
+    return torch.arange(96, dtype=torch.int32), *ints(96)()
+
+
+def two_of_16():
+    return ints(16)() + ints(16)()
+
+
+def of_boxes():
+    (desc,) = boxes(1)()
+    return desc, desc.base
+
+
+HANDED = torch.stack([torch.arange(16), torch.arange(100, 116)])
+ROWS = torch.arange(4).repeat_interleave(8)[:, None]
+EXCHANGED = torch.tensor([6, 5, 6, 5])[:, None]
+SMEM, TMEM = ({"TENSOR": tensor, **B200} for tensor in (False, True))
+RIGHT = (
+    (handover_kernel, 1, ints(2, 16), HANDED, {"FAULT": "none"}),
+    *((alias_kernel, 1, tuple, None, {"ALIAS": False, "PART": 0, **o}) for o in (SMEM, TMEM)),
+    # p[1] is the right half of the columns of qk, of which the other role takes the left.
+    (alias_kernel, 1, tuple, None, {"ALIAS": True, "PART": 1, **TMEM}),
+    (load_kernel, 1, boxes(rows=16), of_first, {"FAULT": "none"}),
+    (own_copy_kernel, 1, boxes(), None, {"FAULT": "none"}),
+    *((store_kernel, 1, boxes(1, 32), ROWS, {"PENDING": n - 1, "STAGES": n}) for n in (1, 2, 3)),
+    *((written_kernel, 1, of_boxes, None, {"HOW": how}) for how in ("none", "landed")),
+    (groups_kernel, 1, copied, of_x, {"PENDING": 0}),
+    (wgmma_kernel, 1, matrices(), twice, {"FAULT": "none"}),
+    (tcgen05_kernel, 1, matrices(128), twice, {"FAULT": "none", **B200}),
+    (two_issuers_kernel, 1, matrices(128), None, {"ORDERED": True, **B200}),
+    (exchange_kernel, 4, ints(4, 16), EXCHANGED, {"FAULT": "none", **PAIR}),
+    (relay_kernel, 2, boxes(), of_first, {"OWN": True, **PAIR}),
+    (global_roles_kernel, 1, two_of_16, range(16), {"ORDERED": True}),
+    (global_ctas_kernel, 2, two_of_16, range(16), {"ORDERED": True, **PAIR}),
+    (summed_kernel, 3, sums, 6, {"FAULT": "none", "resident": 3}),
+)
+
+
+def named(value):
+    return value.fn.__name__ if hasattr(value, "fn") else None
+
+
+@pytest.mark.parametrize("kernel, ctas, arguments, gives, options", RIGHT, ids=named)
+def test_what_is_right(kernel, ctas, arguments, gives, options):
+    tolerance = 1e-5 if gives is twice else 0
+    everywhere(kernel, (ctas,), arguments, gives, tolerance, **options)
+
+
+LOAD, SEND = "async_descriptor_load", "async_remote_shmem_store"
+STORE, GROUP = "tlx.async_descriptor_store(", "tlx.async_load("
+
+
+def race(buffer, *between, roles=(), programs=None):
+    return {"buffer": buffer, "between": between, "roles": roles, "programs": programs}
+
+
+@pytest.mark.parametrize(
+    "kernel, ctas, arguments, options, finding",
+    (
+        *(
+            (handover_kernel, 1, ints(2, 16), {"FAULT": fault},
+             race("cell[1]", "# second", at, roles=ROLES))
+            for fault, at in (("no wait", "# late"), ("early release", "# early"))
+        ),
+        *(
+            (alias_kernel, 1, tuple, {"ALIAS": True, "PART": 0, **options},
+             race(("qk[0]", "p[0]"), "# qk", "# p", roles=ROLES))
+            for options in (SMEM, TMEM)
+        ),
+        (load_kernel, 1, boxes(rows=16), {"FAULT": "no full"},
+         race("tile[0]", LOAD, "# read", roles=ROLES)),
+        # The source of a store is kept until it has been read.
+        *(
+            (store_kernel, 1, boxes(1, 32), {"PENDING": n, "STAGES": n},
+             race("tile[0]", "local_store", STORE))
+            for n in (1, 2, 3)
+        ),
+        # A wait for a store says nothing about global memory.
+        *(
+            (written_kernel, 1, of_boxes, {"HOW": how},
+             race(("out_desc", "back_ptr"), STORE, f"# {how}"))
+            for how in ("copy", "load")
+        ),
+        (groups_kernel, 1, copied, {"PENDING": 1}, race("tile[0]", GROUP, "local_load")),
+        (tcgen05_kernel, 1, matrices(128), {"FAULT": "acc", "uninitialized": "allow", **B200},
+         race("acc[0]", "async_dot(", "# read")),
+        (two_issuers_kernel, 1, matrices(128), {"ORDERED": False, **B200},
+         race("acc[0]", "# first", "# second", roles=ROLES)),
+        *(
+            (exchange_kernel, 2, ints(4, 16), {"FAULT": fault, **PAIR}, race("cell[0]", SEND, at))
+            for fault, at in (("no wait", "# read"), ("no cluster barrier", "# clear"))
+        ),
+        # The bytes that CTA 0 has waited for are those in CTA 0.
+        (relay_kernel, 2, boxes(), {"OWN": False, **PAIR}, race("tile[0]", LOAD, "# read")),
+        (global_roles_kernel, 1, two_of_16, {"ORDERED": False},
+         race("x_ptr", "store(x_ptr", "load(x_ptr", roles=ROLES, programs=[(0, 0, 0)] * 2)),
+        (global_ctas_kernel, 2, two_of_16, {"ORDERED": False, **PAIR},
+         race("x_ptr", "store(x_ptr", "load(x_ptr", programs=[(0, 0, 0), (1, 0, 0)])),
+        # No reduction of TMA hides another: a load comes after all of them, whose order is free.
+        *(
+            (summed_kernel, 3, sums, {"FAULT": fault, "resident": 3},
+             race(("sum_desc", "sum_ptr"), "# add", "# load"))
+            for fault in ("read", "relaxed")
+        ),
+    ),
+    ids=named,
+)  # fmt: skip
+def test_what_races(kernel, ctas, arguments, options, finding):
+    raced(kernel, (ctas,), arguments, **finding, **options)
+
+
+@pytest.mark.parametrize(
+    "kernel, arguments, fault, buffer, issued, accesses",
+    (
+        *(
+            (own_copy_kernel, boxes(), fault, "tile[0]", LOAD, "copy issued by {} writes")
+            for fault in ("read", "write")
+        ),
+        *(
+            (wgmma_kernel, matrices(), fault, buffer, f"# {dot}", "async_dot issued by {} reads")
+            for fault, buffer, dot in (
+                *(("a", "a[0]", "second"), ("b1", "b[1]", "second"), ("b0", "b[0]", "first")),
+            )
+        ),
+        (
+            *(tcgen05_kernel, matrices(128), "operand", "b[0]"),
+            *("async_dot(", "async_dot issued by {} reads"),
+        ),
+    ),
+    ids=named,
+)
+def test_a_role_races_with_what_it_issued(kernel, arguments, fault, buffer, issued, accesses):
+    options = B200 if kernel is tcgen05_kernel else {}
+    between = (issued, f"# {fault}")
+    raced(kernel, (1,), arguments, FAULT=fault, buffer=buffer, between=between, **options)
+    for error in found(Race, kernel, (1,), arguments, FAULT=fault, **options):
+        assert error.other in places(kernel, issued)
+        assert "which " + accesses.format(DEFAULT) in str(error)
 
 
 def test_programs_that_never_start_are_named(monkeypatch):

@@ -144,6 +144,25 @@ def make_closure(offset):
     return kernel
 
 
+@triton.jit
+def scaled(x, factor, offset):
+    return x * factor + offset
+
+
+@triton.jit
+def dictionary_kernel(out_ptr):
+    options = {"factor": 3, "offset": 1}
+    tl.store(out_ptr, options["factor"])
+    tl.store(out_ptr + 1, scaled(2, **{"factor": 3, "offset": 1}))
+
+
+@triton.jit
+def scalar_index_kernel(n, out_ptr):
+    inside = n > 3
+    lanes = tl.arange(0, 4)
+    tl.store(out_ptr + lanes, lanes, (lanes < 2) & inside[:, None])
+
+
 TOTALS = [sum(range(p, 6)) for p in range(6)]
 TOTALS = [(t - 1) % 10 + 1 if t > 10 else t for t in TOTALS]
 SCALARS = (1, 65536, 2**31, 0.5, None, Pair(3, 4))
@@ -165,6 +184,9 @@ SCALARS = (1, 65536, 2**31, 0.5, None, Pair(3, 4))
         (wide_range_kernel, (2**40,), {}, [2**40 - 1]),
         (make_closure(tl.constexpr(7)), (), {"N": 2}, [7] * 4 + [99] * 4),
         (module_kernel, (), {}, [torch.tensor(math.pi).item()]),
+        (dictionary_kernel, (), {}, [3, 7]),
+        # A scalar takes any new dimension.
+        (scalar_index_kernel, (5,), {}, [0, 1, 99, 99]),
     ),
     ids=lambda value: value.fn.__name__ if hasattr(value, "fn") else None,
 )
@@ -253,8 +275,8 @@ def builtin_kernel(out_ptr):
 
 
 @triton.jit
-def runtime_shape_kernel(out_ptr, n):
-    tl.store(out_ptr + tl.arange(0, n), n)
+def runtime_shape_kernel(out_ptr):
+    tl.store(out_ptr + tl.arange(0, 4 * tl.num_programs(0)), 0)
 
 
 @triton.jit
@@ -268,12 +290,9 @@ def odd_shape_kernel(out_ptr):
         (global_kernel, "global NOT_A_CONSTANT must be a constexpr"),
         (plain_function_kernel, "global plain_function must be a constexpr or jitted"),
         (builtin_kernel, "name 'abs' is not defined"),
+        (runtime_shape_kernel, "constant integer"),
         (odd_shape_kernel, "constant powers of two"),
     ),
 )
 def test_what_triton_refuses_is_refused(kernel, message):
     refused(InvalidKernel, message, kernel, zeros())
-
-
-def test_shapes_must_be_constant():
-    refused(InvalidKernel, "constant integer", runtime_shape_kernel, zeros(), 4)

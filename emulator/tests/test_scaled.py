@@ -4,9 +4,8 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from emulator.tests.checking import refused, tlx
+from emulator.tests.checking import B200, box, grid2, refused, tlx
 from tritonemu import InvalidKernel, Race, UninitializedRead, run
 
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
@@ -17,13 +16,11 @@ def scaled_kernel(
     a_ptr, a_scale_ptr, b_ptr, b_scale_ptr, c_ptr, A: tl.constexpr, B: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, AK: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    m, n, groups = tl.arange(0, M), tl.arange(0, N), tl.arange(0, K // 32)
-    a = tl.load(a_ptr + m[:, None] * AK + tl.arange(0, AK)[None, :])
-    b = tl.load(b_ptr + tl.arange(0, BK)[:, None] * N + n[None, :])
-    a_scale = tl.load(a_scale_ptr + m[:, None] * (K // 32) + groups[None, :])
-    b_scale = tl.load(b_scale_ptr + n[:, None] * (K // 32) + groups[None, :])
+    a, b = tl.load(a_ptr + grid2(M, AK)), tl.load(b_ptr + grid2(BK, N))
+    a_scale = tl.load(a_scale_ptr + grid2(M, K // 32))
+    b_scale = tl.load(b_scale_ptr + grid2(N, K // 32))
     c = tl.dot_scaled(a, a_scale, A, b, b_scale, B)
-    tl.store(c_ptr + m[:, None] * N + n[None, :], tl.dot_scaled(a, a_scale, A, b, b_scale, B, c))
+    tl.store(c_ptr + grid2(M, N), tl.dot_scaled(a, a_scale, A, b, b_scale, B, c))
 
 
 def operand(element: str, rows: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -54,16 +51,16 @@ def test_dot_scaled(a, b, arch):
 def gather_kernel(x_desc, y_desc, rows_ptr, out_ptr):
     rows = tl.load(rows_ptr + tl.arange(0, 8))
     x = x_desc.gather(rows, 4)
-    tl.store(out_ptr + tl.arange(0, 8)[:, None] * 8 + tl.arange(0, 8)[None, :], x)
+    tl.store(out_ptr + grid2(8, 8), x)
     y_desc.scatter(x, rows + 1, 0)
 
 
 def test_gather_and_scatter_of_descriptors():
     x, y, out = torch.randn(20, 16), torch.zeros(24, 8), torch.zeros(8, 8)
     rows = torch.tensor([3, 0, 19, 7, 8, 2, 5, 21], dtype=torch.int32)
-    given = TensorDescriptor.from_tensor(x, [1, 8]), TensorDescriptor.from_tensor(y, [1, 8])
+    given = box(x, 1, 8), box(y, 1, 8)
     refused(InvalidKernel, "gather needs arch sm_100", gather_kernel, *given, rows, out)
-    run(gather_kernel, (1,), *given, rows, out, arch="sm_100")
+    run(gather_kernel, (1,), *given, rows, out, **B200)
     padded = torch.cat((x, torch.zeros(4, 16)))
     torch.testing.assert_close(out, padded[rows.long(), 4:12])
     expected = torch.zeros(24, 8)
@@ -73,24 +70,23 @@ def test_gather_and_scatter_of_descriptors():
 
 @triton.jit
 def copy_kernel(x_ptr, y_ptr, WAIT: tl.constexpr):
-    at = tl.arange(0, 128)[:, None] * 64 + tl.arange(0, 64)[None, :]
     source = tlx.local_alloc((128, 64), tl.float32, 1)
     target = tlx.local_alloc((128, 64), tl.float32, 1, tlx.storage_kind.tmem)
     done = tlx.alloc_barriers(1)
-    tlx.local_store(source[0], tl.load(x_ptr + at))
+    tlx.local_store(source[0], tl.load(x_ptr + grid2(128, 64)))
     tlx.tmem_copy(source[0], target[0])
     tlx.tcgen05_commit(done[0])
     if WAIT:
         tlx.barrier_wait(done[0], 0)
-    tl.store(y_ptr + at, tlx.local_load(target[0]))
+    tl.store(y_ptr + grid2(128, 64), tlx.local_load(target[0]))
 
 
 @pytest.mark.tlx
 def test_copies_to_tensor_memory():
     x, y = torch.randn(128, 64), torch.zeros(128, 64)
-    run(copy_kernel, (1,), x, y, WAIT=True, arch="sm_100")
+    run(copy_kernel, (1,), x, y, WAIT=True, **B200)
     torch.testing.assert_close(y, x)
-    refused((Race, UninitializedRead), "target", copy_kernel, x, y, WAIT=False, arch="sm_100")
+    refused((Race, UninitializedRead), "target", copy_kernel, x, y, WAIT=False, **B200)
 
 
 @triton.jit
@@ -108,7 +104,7 @@ def test_stochastic_rounding(dtype):
     x = torch.full((4096,), 1 + torch.finfo(dtype).eps * 0.25)
     x[:4] = torch.tensor([1e30, -1e30, 0.0, 1.0])
     bits, y = torch.randint(0, 2**32, (4096,)).to(torch.uint32), torch.zeros(4096, dtype=dtype)
-    run(round_kernel, (1,), x, bits, y, N=4096, arch="sm_100")
+    run(round_kernel, (1,), x, bits, y, N=4096, **B200)
     y, limit = y.float(), torch.finfo(dtype).max
     if dtype != torch.bfloat16:
         assert y[:4].tolist() == [limit, -limit, 0, 1]
@@ -119,9 +115,8 @@ def test_stochastic_rounding(dtype):
 
 @triton.jit
 def precision_kernel(x_ptr, y_ptr, PRECISION: tl.constexpr):
-    at = tl.arange(0, 32)[:, None] * 32 + tl.arange(0, 32)[None, :]
-    x = tl.load(x_ptr + at)
-    tl.store(y_ptr + at, tl.dot(x, x, input_precision=PRECISION))
+    x = tl.load(x_ptr + grid2(32, 32))
+    tl.store(y_ptr + grid2(32, 32), tl.dot(x, x, input_precision=PRECISION))
 
 
 def test_precisions_of_fp32_products():

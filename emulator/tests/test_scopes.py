@@ -5,7 +5,7 @@ import torch
 import triton
 import triton.language as tl
 
-from emulator.tests.checking import build, ints, refused, tlx
+from emulator.tests.checking import box, build, ints, refused, tlx
 from tritonemu import InvalidKernel, run
 from tritonemu.compiling import ask_front_end
 
@@ -249,8 +249,7 @@ def options_kernel(x_desc, y_ptr, n: tl.int64, ones, scale, nothing, pair, C: tl
 
 def test_the_front_end_knows_the_arguments():
     x, y = torch.zeros(16), torch.zeros(2)
-    desc = triton.tools.tensor_descriptor.TensorDescriptor.from_tensor(x, [16])
-    run(options_kernel, (1,), desc, y, 3, 1, 0.5, None, (4, 5), C=2)
+    run(options_kernel, (1,), box(x, 16), y, 3, 1, 0.5, None, (4, 5), C=2)
     assert y[0] == 4
 
 

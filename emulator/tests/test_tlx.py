@@ -9,6 +9,7 @@ import triton.language as tl
 
 from emulator.tests.checking import (
     B200,
+    DEFAULT,
     PAIR,
     box,
     build,
@@ -17,20 +18,20 @@ from emulator.tests.checking import (
     found,
     grid2,
     ints,
+    matrices,
     normal,
     place,
     refused,
+    stuck,
     tlx,
 )
 from tritonemu import (
-    Deadlock,
     DescriptorError,
     InvalidKernel,
     OutOfBounds,
     Race,
     UninitializedRead,
     Unsupported,
-    enabled,
     run,
 )
 
@@ -113,15 +114,11 @@ def pending_kernel(a_ptr, b_ptr, out_ptr, PENDINGS: tl.constexpr, USE: tl.conste
     tl.store(out_ptr + grid2(64, 32), out)
 
 
-def pending_arguments():
-    return normal(64, 32), normal(32, 32, seed=1), torch.zeros(64, 32)
-
-
 @pytest.mark.parametrize(
     "pendings, use", ((0, "older"), (0, "newer"), (0, "operand"), (1, "older"))
 )
 def test_the_result_of_a_wgmma_that_was_awaited(pendings, use):
-    a, b, out = pending_arguments()
+    a, b, out = matrices()()
     run(pending_kernel, (1,), a, b, out, PENDINGS=pendings, USE=use)
     product = a.double() @ b.double()
     expected = 2 * product if use != "operand" else product.half().double() @ b.double()
@@ -134,7 +131,7 @@ def test_the_result_of_a_wgmma_that_was_awaited(pendings, use):
 def test_the_result_of_a_wgmma_must_be_awaited(pendings, use):
     given = {"PENDINGS": pendings, "USE": use, "at": f"# use {use}"}
     issued = place(pending_kernel, "# older" if use == "older" else "# newer")
-    for error in found(InvalidKernel, pending_kernel, (1,), pending_arguments, **given):
+    for error in found(InvalidKernel, pending_kernel, (1,), matrices(), **given):
         assert f"{issued[0]}:{issued[1]} is used before async_dot_wait" in str(error)
 
 
@@ -227,7 +224,7 @@ def test_an_accumulator_is_only_read_if_it_is_used():
 def test_an_asynchronous_product_that_nobody_awaits():
     given = {"HOW": "nothing", "USE": "old", "at": "local_load(acc[0])", **B200}
     for error in found(Race, tcgen05_kernel, (1,), tcgen05_arguments(2), **given):
-        assert error.buffer == "acc[0]" and error.role == "default of CTA 0"
+        assert error.buffer == "acc[0]" and error.role == DEFAULT
 
 
 @triton.jit
@@ -272,8 +269,7 @@ def commit_kernel(COMMITS: tl.constexpr):
 
 def test_a_commit_of_nothing_arrives():
     everywhere(commit_kernel, (1,), COMMITS=2, **B200)
-    for error in found(Deadlock, commit_kernel, (1,), COMMITS=1, **B200):
-        assert [wait.arrivals for wait in error.waits] == [1]
+    stuck([(DEFAULT, "done of CTA 0", 0, 1, 0)], commit_kernel, (1,), COMMITS=1, **B200)
 
 
 @triton.jit
@@ -377,37 +373,22 @@ def copy_kernel(desc, out_desc, row, column, REDUCE: tl.constexpr, LEADING: tl.c
     if LEADING:
         tlx.async_descriptor_store(out_desc, tile[0], [1, 0, row, column])
     else:
-        tlx.async_descriptor_store(out_desc, tile[0], [row, column], store_reduce=REDUCE)
+        # One row below and one column before, so that padding lands inside.
+        at = [row + 1, column - 1]
+        tlx.async_descriptor_store(out_desc, tile[0], at, store_reduce=REDUCE)
     tlx.async_descriptor_store_wait(0)
 
 
 @pytest.mark.parametrize("row, column", ((0, 0), (4, 8), (-3, -5), (9, 20), (100, 0)))
 @pytest.mark.parametrize("reduce", ("", "add"))
-def test_boxes_are_clipped_and_all_bytes_arrive(row, column, reduce):
+def test_boxes_are_padded_and_clipped_and_all_bytes_arrive(row, column, reduce):
     x, out = torch.arange(10 * 24.0).view(10, 24) + 1, torch.full((10, 24), 7.0)
     descs = box(x, 8, 16), box(out, 8, 16)
     run(copy_kernel, (1,), *descs, row, column, REDUCE=reduce, LEADING=False)
-    rows, columns = torch.arange(10)[:, None] - row, torch.arange(24) - column
+    rows, columns = torch.arange(10)[:, None] - row - 1, torch.arange(24) - column + 1
     inside = (rows >= 0) & (rows < 8) & (columns >= 0) & (columns < 16)
-    assert torch.equal(out, torch.where(inside, x + 7 if reduce else x, 7.0))
-
-
-@triton.jit
-def padded_kernel(desc, out_ptr):
-    tile = tlx.local_alloc((8, 16), tl.float32, 1)
-    full = tlx.alloc_barriers(1)
-    tlx.barrier_expect_bytes(full, 512)
-    tlx.async_descriptor_load(desc, tile[0], [-2, 20], full)
-    tlx.barrier_wait(full, 0)
-    tl.store(out_ptr + grid2(8, 16), tlx.local_load(tile[0]))
-
-
-def test_elements_outside_read_as_zero():
-    x, out = torch.arange(10 * 24.0).view(10, 24) + 1, torch.full((8, 16), -1.0)
-    run(padded_kernel, (1,), box(x, 8, 16), out)
-    expected = torch.zeros(8, 16)
-    expected[2:, :4] = x[:6, 20:]
-    assert torch.equal(out, expected)
+    moved = torch.nn.functional.pad(x, (0, 1, 1, 0))[:-1, 1:]
+    assert torch.equal(out, torch.where(inside, moved + 7 if reduce else moved, 7.0))
 
 
 def test_leading_dimensions_of_a_box():
@@ -621,9 +602,8 @@ def forgotten_kernel(CONSUMERS: tl.constexpr):
 
 def test_consumers_of_launch_control_are_counted():
     run(forgotten_kernel, (6,), CONSUMERS=1, **B200)
-    for error in found(Deadlock, forgotten_kernel, (6,), CONSUMERS=2, **B200):
-        (wait,) = error.waits
-        assert wait.barrier == "clc_empty of CTA 0" and wait.arrivals == 1
+    lacks = (DEFAULT, "clc_empty of CTA 0", 0, 1, 0)
+    stuck([lacks], forgotten_kernel, (6,), CONSUMERS=2, **B200)
 
 
 # Descriptors made on the device.
@@ -774,6 +754,8 @@ def test_roles_are_named_and_guarded(extra):
 
 @triton.jit
 def default_kernel(out_ptr, HOW: tl.constexpr):
+    if HOW == "outside":
+        tl.store(out_ptr, tlx.async_task_replica_id())
     with tlx.async_tasks():
         if HOW == "replicate":
             with tlx.async_task("default", replicate=3):
@@ -814,20 +796,11 @@ def test_a_replicated_default_task():
     (
         *(("registers", "default"), ("num_regs", "default"), ("two", "exactly one default")),
         *(("none", "exactly one default"), ("numbers", '"default" or num_warps=')),
-        ("no warps", "needs num_warps"),
+        *(("no warps", "needs num_warps"), ("outside", "inside an async_task")),
     ),
 )
 def test_tasks_that_triton_refuses(how, message):
     refused(InvalidKernel, message, default_kernel, *ints(4)(), HOW=how)
-
-
-@triton.jit
-def outside_kernel(out_ptr):
-    tl.store(out_ptr, tlx.async_task_replica_id())
-
-
-def test_a_replica_id_needs_a_task():
-    refused(InvalidKernel, "inside an async_task", outside_kernel, torch.zeros(1))
 
 
 @triton.jit
@@ -871,8 +844,7 @@ def first_name_kernel():
 
 def test_names():
     for kernel, name in ((two_names_kernel, "empty"), (first_name_kernel, "k_full[1]")):
-        (wait,) = found(Deadlock, kernel, (1,))[0].waits
-        assert wait.barrier == f"{name} of CTA 0"
+        stuck([(DEFAULT, f"{name} of CTA 0", 0, 1, 0)], kernel, (1,))
 
 
 # Other operations.
@@ -938,29 +910,10 @@ def some_kernel(WHAT: tl.constexpr):
 @pytest.mark.parametrize("what", ("thread_id", "async_dot_scaled"))
 def test_unsupported_operations_are_named(what):
     error = refused(Unsupported, None, some_kernel, WHAT=what, at=f"tlx.{what}(", **B200)
-    assert error.args[0] == f"tlx.{what}" and error.role == "default of CTA 0"
+    assert error.args[0] == f"tlx.{what}" and error.role == DEFAULT
 
 
 @pytest.mark.parametrize("what", ("tcgen05_commit", "clc_create_context", "local_alloc"))
 def test_operations_of_blackwell_are_refused_on_hopper(what):
     run(some_kernel, (1,), WHAT=what, **B200)
     refused(InvalidKernel, f"tlx.{what}.* needs arch sm_100, got sm_90", some_kernel, WHAT=what)
-
-
-# Launches of host code.
-
-
-@triton.jit
-def left_over_kernel(out_ptr):
-    cell = tlx.local_alloc((4,), tl.float32, 1)
-    tl.store(out_ptr + tl.arange(0, 4), tlx.local_load(cell[0]))
-
-
-def test_enabled_passes_its_options_on_and_ends_with_an_error():
-    with pytest.raises(UninitializedRead), enabled("sm_100", schedule=3) as reports:
-        left_over_kernel[(1,)](torch.zeros(4))
-    assert reports == [] and [type(error) for error in reports.findings] == [UninitializedRead]
-    with enabled("sm_100", uninitialized="allow", trace=True) as reports:
-        left_over_kernel[(1,)](torch.zeros(4))
-    assert reports[0].uninitialized == 1 and reports[0].arch == "sm_100"
-    assert reports[0].timeline.events

@@ -1,13 +1,4 @@
-"""`python -m gdpa_lab COMMAND`; `--help` after a command lists its options.
-
-- `doctor`: what runs on this machine, why the rest does not, and what mends it.
-- `results`: every measured row as CSV or Markdown; `--gpu`, `--workload`, `--figure`, `--scope`,
-  `--all`; `--community`: those of other machines, in data/community.
-- `keep`: make a record of what a measuring run left that did not end (`doctor` names it).
-- `predictions`: what is predicted for a B200, and what records confirm; `--record`.
-- `steps`: how many lines of compiled code a lesson has, and changes of its predecessor's.
-- `maintain`: make again what the repository makes from its records: choices, readme, ...
-"""
+"""The command line, `python -m gdpa_lab COMMAND`; `--help` lists commands and their options."""
 
 from __future__ import annotations
 
@@ -24,16 +15,8 @@ from gdpa_lab.report import doctor
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status; refused records are named on stderr, status 1."""
     options = _parser().parse_args(arguments)
-    commands = {
-        "doctor": _doctor,
-        "results": _results,
-        "keep": _keep,
-        "predictions": _predictions,
-        "steps": _steps,
-        "maintain": lambda options: maintain.main(options.file),
-    }
     try:
-        return commands[options.command](options)
+        return COMMANDS[options.command](options)
     except RecordError as error:
         sys.stderr.write(f"{error}\n")
         return 1
@@ -52,8 +35,8 @@ def _parser() -> argparse.ArgumentParser:
         help="print what the records say",
         epilog="Exit status: 1 if nothing matches or a record is refused (named on stderr).",
     )
-    keep = commands.add_parser("keep", help="make a record of what a run left that did not end")
-    keep.add_argument("file", help="a file of data/partial")
+    keep = commands.add_parser("keep", help="make a record of what an interrupted run measured")
+    keep.add_argument("file", help="a file of data/partial, as `doctor` names it")
     maintain.parser(commands)
     predictions_ = commands.add_parser(
         "predictions",
@@ -132,6 +115,15 @@ def _results(options: argparse.Namespace) -> int:
         sys.stderr.write("no result matches\n")
     return 1 if table.empty else 0
 
+
+COMMANDS = {
+    "doctor": _doctor,
+    "results": _results,
+    "keep": _keep,
+    "predictions": _predictions,
+    "steps": _steps,
+    "maintain": lambda options: maintain.main(options.file),
+}
 
 if __name__ == "__main__":
     sys.exit(main())

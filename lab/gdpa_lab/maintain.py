@@ -1,85 +1,60 @@
-"""`python -m gdpa_lab maintain FILE`: what is made from records and sources, made again."""
+"""`python -m gdpa_lab maintain FILE`: regenerates what is derived from records and sources."""
 
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
-
-def choices() -> Iterator[tuple[Path, bool]]:
-    """What `impl="auto"` tries first, from the records."""
-    from gdpa_lab.measuring import record
-    from gdpa_lab.report import rankings
-
-    yield from rankings.update(record.DATA_DIR).items()
-
-
-def machine_code() -> Iterator[tuple[Path, bool]]:
-    """Which machine code the kernels of every row are, compiled where the table lacks it."""
-    from gdpa_lab.measuring import record
-    from gdpa_lab.report import staleness
-
-    def log(text: str) -> None:
-        sys.stderr.write(f"{text}\n")
-
-    yield record.DATA_DIR / staleness.NAME, staleness.update(log=log)
-
-
-def manifest() -> Iterator[tuple[Path, bool]]:
-    """The files of data/ as they are; lines of records and systems stay."""
-    from gdpa_lab.measuring import manifest
-
-    yield manifest.DATA_DIR / manifest.NAME, manifest.update(manifest.DATA_DIR)
-
-
-def predictions() -> Iterator[tuple[Path, bool]]:
-    """What the models say of a B200."""
-    from gdpa_lab.report import clock_free, predictions
-
-    for made in (predictions, clock_free):
-        yield made.PATH, made.update()
-
-
-def readme() -> Iterator[tuple[Path, bool]]:
-    """The table and the figure of README.md, from the records."""
-    from gdpa_lab.measuring import record
-    from gdpa_lab.report import readme
-
-    yield record.ROOT / "README.md", readme.update()
-
-
-def registered() -> Iterator[tuple[Path, bool]]:
-    """The chapters' predictions, with the commits that first held them; after `make book`."""
-    from gdpa_lab.report import registered
-
-    yield registered.PATH, registered.update()
-
-
-COMMANDS = {
-    function.__name__.replace("_", "-"): function
-    for function in (choices, machine_code, manifest, predictions, readme, registered)
+FILES = {
+    "choices": 'what `impl="auto"` tries first, from the records',
+    "machine-code": "the machine code of every row's kernels, compiled where the table lacks it",
+    "manifest": "the files of data/ as they are; lines of records and systems stay",
+    "predictions": "what the models say of a B200",
+    "readme": "the table and the figure of README.md, from the records",
+    "registered": "the chapters' predictions, and their first commits; after `make book`",
 }
 
 
 def parser(commands: argparse._SubParsersAction) -> None:
     """Add the command to those of `python -m gdpa_lab`."""
-    parser = commands.add_parser("maintain", help="make again what is made from the records")
+    parser = commands.add_parser("maintain", help="regenerate what is derived from the records")
     files = parser.add_subparsers(dest="file", required=True)
-    for name, function in COMMANDS.items():
-        files.add_parser(name, help=function.__doc__)
+    for name, text in FILES.items():
+        files.add_parser(name, help=text)
 
 
 def main(name: str) -> int:
-    """Run one of `COMMANDS` and say of each file whether it changed; the exit status. The manifest
-    lists what changed in data/."""
+    """Regenerate one of `FILES`, print whether each file changed, and return the exit status. The
+    manifest is brought up to date with what changed in data/."""
     from gdpa_lab.measuring import manifest, record
 
-    for path, changed in COMMANDS[name]():
+    for path, changed in _update(name).items():
         listed = path.is_relative_to(record.DATA_DIR) and manifest.listed(record.DATA_DIR)
         if changed and listed:
             manifest.update(record.DATA_DIR)
         state = "rewritten" if changed else "was up to date"
         sys.stdout.write(f"{path.relative_to(record.ROOT)} {state}\n")
     return 0
+
+
+def _update(name: str) -> dict[Path, bool]:
+    """Whether each file of `name` changed."""
+    from gdpa_lab.measuring import manifest, record
+    from gdpa_lab.report import clock_free, predictions, rankings, readme, registered, staleness
+
+    match name:
+        case "choices":
+            return rankings.update(record.DATA_DIR)
+        case "machine-code":
+            log = functools.partial(print, file=sys.stderr)
+            return {record.DATA_DIR / staleness.NAME: staleness.update(log=log)}
+        case "manifest":
+            return {record.DATA_DIR / manifest.NAME: manifest.update(record.DATA_DIR)}
+        case "predictions":
+            return {made.PATH: made.update() for made in (predictions, clock_free)}
+        case "readme":
+            return {record.ROOT / "README.md": readme.update()}
+        case "registered":
+            return {registered.PATH: registered.update()}

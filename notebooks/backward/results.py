@@ -55,9 +55,9 @@ data_dir = "data"
 #
 # There is no v3: its persistent schedule came with v4. No figure has shapes for {doc}`v6
 # <v6_one_tile_backward>`, at most 128 keys, or {doc}`v7 <v7_wide_backward>`, wide heads. All peers
-# compute softmax; they are timed through autograd, their backward alone. All rungs run in
-# {term}`bursts <burst>`; v1, the newest and the peers also {term}`back to back <sustained scope>`,
-# under ceilings timed the same way: the numbers here unless it says burst.
+# compute softmax; they are timed through autograd, their backward alone. All run
+# {term}`back to back <sustained scope>`, on full batches also in {term}`bursts <burst>`, each under
+# ceilings timed the same way. Numbers are back to back unless it says burst.
 
 # %%
 chapter = Chapter("backward/results", mode=mode, device=device, data_dir=data_dir)
@@ -80,8 +80,11 @@ def plan(session, names=NAMES, steps=STEPS):
         others.remove("torch_compile")
         if "half-dense" not in name and name != STEPS[0]:
             others.remove("cudnn_varlen")  # its gradients fail the check
-        impls, timed = [*rungs, *others], [V1, rungs[-1], *others]
-        scopes = {"kernel": impls, "sustained": timed, "op": impls if name in steps else []}
+        if name != STEPS[0] and "flex" in others:
+            others.remove("flex")  # it compiles a minute for every shape
+        impls = [*rungs, *others]
+        bursts = impls if "self-full" in name else []
+        scopes = {"kernel": bursts, "sustained": impls, "op": impls if name in steps else []}
         session.measure(given, impls, scopes=scopes, **how)
     for given in map(workload, HSTU):
         impls = [V1, V4, *taking(given, "backward", "activation")]

@@ -70,13 +70,15 @@ def plan(session, names=NAMES, left_out=()):
         peers = [peer for peer in taking(given, "forward") if peer != "torch_compile"]
         if not name.endswith("-jagged-2048"):
             peers.remove("cudnn_varlen")  # the host is slower than its kernel
-        rungs = RUNGS if name == LADDER else [V1, V8, *[V7] * name.endswith("-256")]
+        if name != LADDER and "flex" in peers:
+            peers.remove("flex")  # it compiles a minute for every shape
+        rungs = RUNGS if name == LADDER else RUNGS[1:]  # eager takes seconds a call
         timed = [*rungs, *BLACKWELL, *peers]
         every = [*RUNGS, "torch_compile", *BLACKWELL, *peers]
-        every = [impl for impl in every if impl not in left_out]
-        every = every if "self-full" in name or name in CALLED else timed
-        scopes = {"kernel": every, "sustained": timed, "op": RUNGS if name in CALLED else []}
-        session.measure(given, every, scopes=scopes, seconds=0.7)
+        every, timed = ([impl for impl in x if impl not in left_out] for x in (every, timed))
+        bursts = every if "self-full" in name or name in CALLED else []
+        scopes = {"kernel": bursts, "sustained": timed, "op": RUNGS if name in CALLED else []}
+        session.measure(given, bursts or timed, scopes=scopes, seconds=0.7)
     for given in map(workload, HSTU):
         impls = [V1, V8, *taking(given, "forward", "activation")]
         session.measure(given, impls, scopes=("sustained",), seconds=0.7)

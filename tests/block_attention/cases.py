@@ -1,20 +1,17 @@
 """The batches every rung is tested on, each with its reason, and the tensors for them."""
 
-from __future__ import annotations
-
-import contextlib
 from dataclasses import dataclass, replace
 
 import torch
 
-import tritonemu
 from gdpa_kernels.block_attention import reference
 from gdpa_kernels.block_attention.batch import Batch
 from gdpa_kernels.calling import ladder
 from gdpa_lab.measuring.inputs import cu_seqlens
+from tests import calls
 from tests.budget import within_budget
+from tests.calls import DEVICE
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BLACKWELL = ("b1_warp_specialized",) if DEVICE == "cpu" else ()  # elsewhere only on an sm_100
 RUNGS = {
     name: ladder.rung(name, "block_attention").module()
@@ -27,11 +24,8 @@ NAMES = ("out", "dq", "dk", "dv")
 
 
 def kernels_run(module=None):
-    """The context in which kernels run on DEVICE, those of a Blackwell rung as on sm_100."""
-    if DEVICE == "cuda":
-        return contextlib.nullcontext()
-    blackwell = module in [RUNGS[name] for name in BLACKWELL]
-    return tritonemu.enabled("sm_100" if blackwell else "sm_90")
+    """The context in which kernels of a rung run on DEVICE."""
+    return calls.kernels_run(module.__name__.rpartition(".")[2] if module else "")
 
 
 @dataclass(frozen=True)

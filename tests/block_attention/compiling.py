@@ -1,7 +1,5 @@
 """Compile what a launcher would launch, and read what the compiler made of it."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import torch

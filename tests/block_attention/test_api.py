@@ -1,7 +1,5 @@
 """The front door: arguments, errors, the choice of implementation, gradients, torch.compile."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
@@ -12,11 +10,10 @@ from gdpa_kernels.block_attention import api, choices
 from gdpa_kernels.block_attention.batch import Batch
 from gdpa_kernels.calling import ladder
 from gdpa_lab.measuring.inputs import cu_seqlens
-from tests.block_attention.cases import NAMES, Case, defined
-from tests.budget import within_budget
-from tests.calls import ends, required, saved_by
+from tests.block_attention.cases import RUNGS, Case, kernels_run, results, suited
+from tests.calls import assert_same_bits, ends, required, saved_by
 
-RUNGS = ("v0_flash", "v1_one_tile", "v2_slab")
+PLAIN = ("v0_flash", "v1_one_tile", "v2_slab")
 DIRECTIONS = ("forward", "backward")
 
 
@@ -75,19 +72,6 @@ def test_wrong_arguments_say_what_is_wrong(error, message, changes):
         block_attention(**arguments(**changes))
 
 
-def test_lengths_are_trusted_when_told_to_and_checked_again_once_modified():
-    wrong = arguments(cu_seqlens=ends(0, 6, 4, 21))
-    with pytest.raises(ValueError, match="cu_seqlens must not decrease"):
-        block_attention(**wrong)
-    on_meta = {n: t.to("meta") if isinstance(t, torch.Tensor) else t for n, t in wrong.items()}
-    assert block_attention(**on_meta, validate=False).shape == (21, 4, 16)
-    call = arguments()
-    block_attention(**call)
-    call["cu_seqlens"][1] = 7
-    with pytest.raises(ValueError, match="cu_seqlens must not decrease"):
-        block_attention(**call)
-
-
 @pytest.fixture
 def everything_measured(monkeypatch):
     """Tables in which the last rungs are the fastest."""
@@ -121,7 +105,7 @@ def test_auto_is_the_first_that_supports_the_call(everything_measured):
             of(dim=40, impl="v1_one_tile")
     with pytest.raises(NotImplementedError, match="'auto' needs dtype bfloat16"):
         of(dtype=torch.float8_e5m2)
-    for impl in RUNGS:
+    for impl in PLAIN:
         with pytest.raises(NotImplementedError, match=f"'{impl}' needs .*CUDA.*got .*CPU"):
             block_attention(**arguments(torch.bfloat16), impl=impl)
 
@@ -153,77 +137,19 @@ def test_the_directions_choose_for_themselves(monkeypatch):
 # -- Gradients ---------------------------------------------------------------------------------
 
 
-@ROTARY
-def test_gradients_in_double_precision(rotary, rotate_v):
-    call = arguments(cu_seqlens=ends(0, 4, 4, 21))
-    options = {"rotary": turns() if rotary else None, "rotate_v": rotate_v}
-    leaves = [call.pop(name)[..., :4].contiguous().requires_grad_() for name in "qkv"]
-    if rotary:
-        options["rotary"] = tuple(t[:, :2] for t in options["rotary"])
-    lengths = call.pop("cu_seqlens")
-
-    def attend(q, k, v):
-        return block_attention(q, k, v, lengths, **call, **options, impl="reference")
-
-    assert torch.autograd.gradcheck(attend, leaves, fast_mode=True)
-
-
-CASES = [
-    Case("packed_grouped", (65, 0, 9), num_heads=4, packed=True, rotary=True, rotate_v=True),
-    Case("grouped_rotary_of_q_and_k", (65, 0, 9), num_heads=4, rotary=True),
-    Case("plain", (3, 66)),
-]
-
-
-def through_autograd(case: Case, tensors: dict, impl: str) -> tuple[torch.Tensor, ...]:
-    """(out, dq, dk, dv) by `backward()`. Packed tensors are slices of one leaf."""
-    options = case.options()
-    if case.packed:
-        leaf = torch.cat([tensors[name] for name in "qkv"], 1).requires_grad_()
-        heads = [case.num_heads, case.num_heads_k, case.num_heads_k]
-        q, k, v = leaf.split(heads, 1)
-    else:
-        q, k, v = (tensors[name].clone().requires_grad_() for name in "qkv")
-    with tritonemu.enabled():
-        out = block_attention(q, k, v, tensors["cu_seqlens"], **options, impl=impl)
-        out.backward(tensors["grad_out"])
-    gradients = leaf.grad.split(heads, 1) if case.packed else (q.grad, k.grad, v.grad)
-    return out.detach(), *gradients
-
-
-@pytest.mark.parametrize(
-    "case, impl",
-    [
-        (case, impl)
-        for case in CASES
-        for impl in RUNGS
-        if impl != "v2_slab" or case.num_heads == case.num_heads_k
-    ],
-    ids=str,
-)
-def test_gradients_keep_the_error_budget(case, impl):
-    tensors = case.tensors(torch.bfloat16)
-    low, exact = (defined(tensors, case.options(), d) for d in (torch.bfloat16, torch.float64))
-    within_budget(lambda _: (through_autograd(case, tensors, impl), exact, low), NAMES, most=1)
-
-
-@pytest.mark.parametrize("names", ["q", "k", "v", "qk", "qv", "kv"])
-def test_only_what_needs_a_gradient_gets_one(names):
-    everything = required(arguments())
-    block_attention(**everything).square().sum().backward()
-    call = required(arguments(), names)
-    block_attention(**call).square().sum().backward()
-    for name in "qkv":
-        if name in names:
-            assert torch.equal(call[name].grad, everything[name].grad)
-        else:
-            assert call[name].grad is None
-    out = block_attention(**everything)
-    assert torch.autograd.grad(out, everything["k"], torch.ones_like(out))[0].shape == (21, 2, 16)
+@pytest.mark.parametrize("impl", RUNGS)
+def test_results_are_those_of_the_rung(impl):
+    case = suited(impl, Case("rung", (65, 0, 9)))
+    tensors, options = case.tensors(torch.bfloat16), case.options()
+    leaves = [tensors[name].clone().requires_grad_() for name in "qkv"]
+    with kernels_run(RUNGS[impl]):
+        out = block_attention(*leaves, tensors["cu_seqlens"], **options, impl=impl)
+        found = out, *torch.autograd.grad(out, leaves, tensors["grad_out"])
+    assert_same_bits(found, results(RUNGS[impl], tensors, options))
 
 
 @ROTARY
-@pytest.mark.parametrize("impl", ("reference", *RUNGS))
+@pytest.mark.parametrize("impl", ("reference", *PLAIN))
 def test_what_is_saved(impl, rotary, rotate_v):
     """q, k, v, cu_seqlens, sin and cos themselves, the list of blocks, and of v0_flash what it
     computed besides."""
@@ -249,29 +175,7 @@ def test_what_is_saved(impl, rotary, rotate_v):
     assert [t.shape for t in own[2:]] == [t.shape for t in rotated]
 
 
-@pytest.mark.parametrize("impl", ("reference", *RUNGS))
-@pytest.mark.parametrize("lengths", ([], [0, 0], [1]))
-def test_hardly_any_tokens(impl, lengths):
-    total = sum(lengths)
-    leaves = [draw(total, 2, 64, dtype=torch.bfloat16).requires_grad_() for _ in range(3)]
-    with tritonemu.enabled():
-        out = block_attention(*leaves, cu_seqlens(lengths, "cpu"), impl=impl)
-        out.sum().backward()
-    assert torch.equal(out, leaves[2])
-    assert [leaf.grad.shape for leaf in leaves] == [(total, 2, 64)] * 3
-
-
 # -- The operators -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("rotary", (False, True))
-def test_opcheck(rotary):
-    call = arguments()
-    pair = turns() if rotary else (None, None)
-    inputs = [call[n] for n in ("q", "k", "v", "cu_seqlens")]
-    options = api.Options(None, 0.25, 16, rotary, "reference", "reference")
-    torch.library.opcheck(api._FORWARD, (*inputs, *pair, None, *options))
-    torch.library.opcheck(api._BACKWARD, (draw(21, 4, 16), *inputs, *pair, None, [], *options))
 
 
 @ROTARY

@@ -1,7 +1,5 @@
 """What the compiler makes of the rungs on Hopper: their instructions, spills, room to share."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,8 +1,6 @@
 """v3, v4 and v4a, whose warps have roles: any configuration, any order of events, mistakes,
 refusals."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache, partial
 from unittest import mock
@@ -18,6 +16,7 @@ import tritonemu
 from emulator.tests.judging import SAMPLED, surviving
 from gdpa_kernels.block_attention import slots
 from gdpa_kernels.block_attention.batch import Batch
+from gdpa_kernels.block_attention.kernels import b1_warp_specialized as b1
 from gdpa_kernels.block_attention.kernels import v3_warp_specialized as v3
 from gdpa_kernels.block_attention.kernels import v4a_turning_role as v4a
 from gdpa_kernels.block_attention.kernels.v3_warp_specialized import Options
@@ -234,15 +233,12 @@ def test_same_bits_as_v4(head_dim, heads_k, dtype, turns):
         assert_same_bits(results(v4a, tensors, options), expected, rotate_v)
 
 
-def test_says_what_it_needs_of_rotary():
+@pytest.mark.parametrize("module", (v4, v4a, b1))
+def test_says_what_it_needs_of_sin_and_cos(module):
     q, turns = torch.zeros(3, 2, 64, dtype=BF16), torch.zeros(3, 32)
-    plain = Batch(q, q, q, None, 1.0)
-    turned = replace(plain, rotary=(turns, turns))
-    assert v3.requires(turned) == "needs rotary None, got (sin, cos)"
-    assert v4.requires(plain) == "needs rotary (sin, cos), got None"
 
-    def needs(sin, cos):
-        return v4.requires(replace(plain, rotary=(sin, cos)))
+    def needs(*rotary):
+        return module.requires(Batch(q, q, q, None, 1.0, rotary=rotary))
 
     halves = torch.zeros(3, 64).split(32, dim=1)
     assert needs(turns, turns) is needs(*halves) is needs(*(t.half() for t in halves)) is None
@@ -257,30 +253,17 @@ def test_says_what_it_needs_of_rotary():
     assert needs(turns, shifted) == f"needs cos {unreadable} strides (36, 1)"
 
 
+def test_says_whether_it_needs_rotary():
+    q, turns = torch.zeros(3, 2, 64, dtype=BF16), torch.zeros(3, 32)
+    plain = Batch(q, q, q, None, 1.0)
+    turned = replace(plain, rotary=(turns, turns))
+    assert v3.requires(turned) == "needs rotary None, got (sin, cos)"
+    assert v4.requires(plain) == v4a.requires(plain) == "needs rotary (sin, cos), got None"
+    assert b1.requires(plain) is b1.requires(turned) is None
+
+
 def test_loads_as_v4():
     assert v4a.load.src == v4.load.src
-
-
-def test_needs_what_v4_needs():
-    q, turns = torch.zeros(3, 2, 64, dtype=BF16), torch.zeros(3, 32)
-    shifted = torch.zeros(3, 2, 72, dtype=BF16)[..., 1:65]
-    calls = (
-        (64, q, q, q, []),
-        (64, q, q, q, [(turns, turns)]),
-        (32, q, q, q, [(turns, turns)]),
-        (64, q, shifted, q, [(turns, turns)]),
-        (64, q, q, q, [(turns.double(), turns)]),
-        (64, q, q, q, [(turns, turns[:1].expand(3, 32))]),
-        (64, q.float(), q, q, [(turns, turns)]),
-        (64, q[..., :48], q[..., :48], q[..., :48], [(turns, turns)]),
-        (64, torch.zeros(3, 2, 256, dtype=BF16), *[torch.zeros(3, 1, 256, dtype=BF16)] * 2, []),
-    )
-    batches = [
-        Batch(*tensors, None, 1.0, block_size, *rotary) for block_size, *tensors, rotary in calls
-    ]
-    found = [v4a.requires(batch) for batch in batches]
-    assert found == [v4.requires(batch) for batch in batches]
-    assert found.count(None) == 1
 
 
 OF_TWO = {"math_roles": 2}

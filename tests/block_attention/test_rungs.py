@@ -1,7 +1,5 @@
 """Every rung against the definition: on the GPU if there is one, else in the emulator."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest
@@ -84,20 +82,20 @@ def test_says_what_it_needs(rung, change, text):
     assert RUNGS[rung].requires(Batch(q, q, q, None, 1.0, block_size, turns)) == text
 
 
-@pytest.mark.parametrize("rung", ROLES)
-def test_grouped_heads_share_no_pieces(rung):
+@pytest.mark.parametrize(
+    "rung, head_dim, text",
+    [
+        ("v2_slab", 64, "needs as many key heads as query heads, got 2 query heads for one"),
+        *((rung, 256, "got 2 query heads for one at head_dim 256") for rung in ROLES),
+    ],
+)
+def test_says_which_groups_it_does_not_take(rung, head_dim, text):
     """Two pieces of dK and dV, summed over the members of a group, are more registers than a
     thread has."""
-    q, turns = torch.zeros(3, 2, 256, dtype=BF16), turns_of(rung, 3, 128)
+    q, turns = torch.zeros(3, 2, head_dim, dtype=BF16), turns_of(rung, 3, head_dim // 2)
     found = RUNGS[rung].requires(Batch(q, q[:, :1], q[:, :1], None, 1.0, 64, turns))
-    assert found.endswith("got 2 query heads for one at head_dim 256")
+    assert found.endswith(text)
     assert RUNGS[rung].requires(Batch(q, q, q, None, 1.0, 64, turns)) is None
-
-
-def test_v2_takes_no_grouped_heads():
-    q = torch.zeros(3, 2, 64, dtype=torch.bfloat16)
-    found = v2_slab.requires(Batch(q, q[:, :1], q[:, :1], None, 1.0))
-    assert found == "needs as many key heads as query heads, got 2 query heads for one"
 
 
 @pytest.mark.parametrize("rung", BY_TMA)
@@ -117,15 +115,17 @@ def test_says_which_tensor_it_cannot_read(rung):
 AND_OTHER_WIDTHS = [*((rung, 64) for rung in RUNGS), *((r, d) for r in ROLES for d in (96, 256))]
 
 
-@pytest.mark.parametrize("rung, head_dim", AND_OTHER_WIDTHS)
-def test_strided_arguments(rung, head_dim):
-    case = Case("strided", (65, 0, 40), head_dim=head_dim, rotary=rotaries(rung)[-1])
-    check(RUNGS[rung], case, BF16, change=readable)
-
-
-@pytest.mark.parametrize("rung", ("v0_flash", "v1_one_tile"))
-def test_any_strides(rung):
-    check(RUNGS[rung], Case("strided", (65, 0, 40)), BF16, change=unreadable)
+@pytest.mark.parametrize(
+    "rung, head_dim, change",
+    [
+        *((*each, readable) for each in AND_OTHER_WIDTHS),
+        *((rung, 64, unreadable) for rung in ("v0_flash", "v1_one_tile")),
+    ],
+)
+def test_strided_arguments(rung, head_dim, change):
+    rotary = change is readable and rotaries(rung)[-1]
+    case = Case("strided", (65, 0, 40), head_dim=head_dim, rotary=rotary)
+    check(RUNGS[rung], case, BF16, change=change)
 
 
 @pytest.mark.parametrize("kind", GRADIENTS)

@@ -3,8 +3,6 @@
 Against the definition it is held with the other rungs, in test_rungs.py.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache, partial
 
@@ -80,17 +78,7 @@ def test_sums_of_a_group_at_head_dim_128_match_the_definition():
     check(b1, replace(WIDE, num_heads=3), BF16)
 
 
-def test_says_what_it_needs():
-    q, turns = torch.zeros(3, 2, 64, dtype=BF16), torch.zeros(3, 32)
-    plain = Batch(q, q, q, None, 1.0)
-
-    def needs(**changes):
-        return b1.requires(replace(plain, **changes))
-
-    assert needs() is needs(rotary=(turns, turns)) is None
-    assert needs(block_size=32) == "needs block_size 64, got 32"
-    assert needs(rotary=(turns.double(), turns)).startswith("needs sin of dtype float32")
-    assert needs(rotary=(turns, turns[:1].expand(3, 32))).startswith("needs cos with contiguous")
+def test_runs_on_its_major_version_alone():
     assert ladder.rung("b1_warp_specialized", "block_attention").requires.only_major
 
 

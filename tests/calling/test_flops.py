@@ -1,7 +1,5 @@
 """FLOPs that `torch.utils.flop_counter` sees in the operators."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """Padding, means and more tokens of jagged batches; layers in an `nn.Sequential`."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,8 +1,8 @@
-"""Launches are seen on a GPU, in the emulator and where nothing runs, from whatever thread."""
-
-from __future__ import annotations
+"""Where a kernel meets a device: launches run on a GPU or in the emulator, and are always seen."""
 
 import threading
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +17,8 @@ from gdpa_kernels.calling.launches import launches
 from gdpa_kernels.gdpa.batch import Batch
 from gdpa_kernels.gdpa.kernels import v8_own_waits
 from gdpa_lab.measuring.inputs import cu_seqlens
+from tests import rungs
+from tests.calls import emulated
 
 CPU = torch.device("cpu")
 
@@ -54,6 +56,23 @@ def test_everything_has_its_name(x):
     assert made_of(x) == 0 and not recording.recorders
 
 
+def test_cpu_tensors_run_in_the_emulator_or_not_at_all(x):
+    with pytest.raises(RuntimeError, match="add_kernel needs tensors on a CUDA device"):
+        launch(x)
+    with tritonemu.enabled():
+        launch(x)
+    assert x.tolist() == [2 * 5] * 7 + [0] * 9
+
+
+def test_a_grid_without_programs_launches_nothing(x):
+    with launches(run=False) as seen:
+        launching.launch(add_kernel, (0, 3), CPU, x[:0], None, 7, VALUE=5)
+    launching.launch(add_kernel, (0, 3), CPU, x[:0], None, 7, VALUE=5)
+    assert not seen
+    with pytest.raises(ValueError, match=r"grid must have programs .*, got \(0, 3\) for add_kern"):
+        launching.launch(add_kernel, (0, 3), CPU, x, None, 7, VALUE=5)
+
+
 def test_the_emulator_runs_what_is_seen(x):
     with launches() as seen, tritonemu.enabled() as reports:
         launch(x)
@@ -87,12 +106,6 @@ def test_an_error_ends_the_context(x):
     with pytest.raises(RuntimeError, match="needs tensors on a CUDA device"), launches() as seen:
         launch(x)
     assert len(seen) == 1 and not recording.recorders
-
-
-def test_a_grid_without_programs_launches_nothing(x):
-    with launches(run=False) as seen:
-        launching.launch(add_kernel, (0,), CPU, x[:0], None, 7, VALUE=5)
-    assert not seen
 
 
 def test_other_threads_are_seen(x):
@@ -144,3 +157,50 @@ def test_a_rung_that_does_not_run_needs_no_device():
     with tritonemu.enabled(multiprocessors=2), launches(run=False) as seen:
         v8_own_waits.forward(batch)
     assert seen[-1].grid == (2,)
+
+
+def test_multiprocessors_of_each_device(monkeypatch):
+    launching._multiprocessors.cache_clear()
+    asked = []
+
+    def properties(index):
+        asked.append(index)
+        return SimpleNamespace(multi_processor_count=100 + index)
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    devices = ("cuda:0", "cuda:1", "cuda", "cuda:0")
+    assert [launching.multiprocessors(torch.device(d)) for d in devices] == [100, 101, 101, 100]
+    assert asked == [0, 1]
+    assert launching.multiprocessors(torch.device("cpu")) == tritonemu.MULTIPROCESSORS
+    launching._multiprocessors.cache_clear()
+
+
+@pytest.mark.parametrize("rung", rungs.KERNELS, ids=lambda rung: rung.impl)
+def test_one_multiprocessor_does_all_the_work(rung):
+    head_dim, lengths = rungs.head_dim_of(rung), (5, 65)
+    grad, *qkv = torch.randn(4, sum(lengths), 2, head_dim).bfloat16()
+    turns = tuple(torch.randn(2, sum(lengths), head_dim // 2)) if rungs.takes_turns(rung) else None
+    batch = rungs.batch_of(rung, qkv, turns, lengths)
+    with emulated(rung.impl, multiprocessors=1):
+        actual = rungs.results(rung, batch, grad)
+    with emulated(rung.impl):
+        expected = rungs.results(rung, batch, grad)
+    for one, other in zip(actual, expected, strict=True):  # equal, but for the order of sums
+        torch.testing.assert_close(one, other, rtol=2**-7, atol=2**-7)
+
+
+OF_GDPA = [rung for rung in rungs.KERNELS if rung.operator != "block_attention"]
+
+
+@pytest.mark.parametrize("rung", OF_GDPA, ids=lambda rung: rung.impl)
+def test_a_shared_q_of_no_rows(rung):
+    k = torch.randn(5, 1, rungs.head_dim_of(rung)).bfloat16()
+    batch = replace(rungs.batch_of(rung, (k[:0], k, k), None, (5,)), cu_seqlens_q=None)
+    batch = replace(batch, max_seqlen_q=0)
+    with emulated(rung.impl):
+        if rung.problem(batch):
+            pytest.skip("it takes no shared q")
+        found = rungs.results(rung, batch, k[:0])
+    assert found[0].shape == (0, *k.shape[1:])
+    assert all(x.shape == k.shape and not x.any() for x in found[1:])

@@ -1,7 +1,5 @@
 """What the layers of both operators share: the same gradients under any activation checkpoint."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 from functools import partial

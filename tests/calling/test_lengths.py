@@ -1,7 +1,5 @@
 """`Lengths`, and that nothing is remembered behind the caller's back."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import gc
@@ -155,19 +153,6 @@ def test_lists_are_told_apart(made):
                 ends = of_q.cu_seqlens, lengths.cu_seqlens
                 assert torch.equal(found, gdpa(*call, *ends, 40, 40, impl="v8_own_waits"))
     assert len(made) == 8
-
-
-def test_layers_take_lengths():
-    x, lengths = torch.randn(47, 32), Lengths(offsets(FIRST, torch.int64))
-    blocks = BlockAttention(32, 2, block_size=16, rotary=1e4)
-    for layer in (GDPASelfAttention(32, 2), PMA(32, 2, 3), PFFN(32, 2, 8, 5), blocks):
-        more = (torch.randn(3, 8),) if isinstance(layer, PFFN) else ()
-        for _ in range(2):
-            out, expected = layer((x, lengths), *more), layer((x, lengths.cu_seqlens), *more)
-            if not isinstance(layer, PMA):
-                assert out[1] is lengths
-                out, expected = out[0], expected[0]
-            assert torch.equal(out, expected), layer
 
 
 def test_layers_share_the_turns_of_rotary(monkeypatch):

@@ -1,6 +1,6 @@
 """What both operators promise PyTorch: gradients of any layout, autocast, torch.compile, modes."""
 
-from __future__ import annotations
+import contextlib
 
 import pytest
 import torch
@@ -10,12 +10,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tritonemu
 from gdpa_kernels import block_attention, gdpa
+from gdpa_kernels.block_attention import api as block_api
 from gdpa_kernels.block_attention import reference as block_reference
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.calling.lengths import Lengths
 from gdpa_kernels.gdpa import api, reference
 from gdpa_lab.measuring.inputs import cu_seqlens
-from tests.calls import cast, required
+from tests.calls import GRADIENTS, cast, ends, required
 
 OPERATORS = {"gdpa": gdpa, "block_attention": block_attention}
 TOTAL = 21
@@ -25,10 +26,10 @@ both = pytest.mark.parametrize("operator", OPERATORS)
 def arguments(operator: str, dtype=torch.float32, head_dim: int = 16, **changes) -> dict:
     """Two sequences of 4 and 17 tokens around an empty one; grouped heads; blocks of 16."""
     q, k, v = (torch.randn(TOTAL, heads, head_dim).to(dtype) for heads in (4, 2, 2))
-    ends = cu_seqlens([4, 0, 17], "cpu")
-    lengths = {"cu_seqlens": ends, "block_size": 16}
+    offsets = ends(0, 4, 4, 21)
+    lengths = {"cu_seqlens": offsets, "block_size": 16}
     if operator == "gdpa":
-        lengths = {"cu_seqlens_q": ends, "cu_seqlens_k": ends.clone()}
+        lengths = {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets.clone()}
         lengths |= {"max_seqlen_q": 17, "max_seqlen_k": 17}
     return {"q": q, "k": k, "v": v} | lengths | changes
 
@@ -85,37 +86,49 @@ def test_wrong_arguments_say_what_is_wrong(operator, changes, error, message):
 
 
 @both
-@pytest.mark.parametrize("ends, dtype, message", WRONG_LENGTHS)
-def test_wrong_lengths_say_what_is_wrong(operator, ends, dtype, message):
+@pytest.mark.parametrize("offsets, dtype, message", WRONG_LENGTHS)
+def test_wrong_lengths_say_what_is_wrong(operator, offsets, dtype, message):
     names = ("cu_seqlens_q", "cu_seqlens_k") if operator == "gdpa" else ("cu_seqlens",)
     for name in names:
-        wrong = torch.tensor(ends, dtype=dtype)
+        wrong = torch.tensor(offsets, dtype=dtype)
         with pytest.raises(ValueError, match=f"{name} .*{message}"):
             OPERATORS[operator](**arguments(operator, **{name: wrong}))
-        strided = torch.tensor([0, 4, 4, 21], dtype=torch.int32).repeat_interleave(2)[::2]
+        strided = ends(0, 4, 4, 21).repeat_interleave(2)[::2]
         with pytest.raises(ValueError, match=f"{name} must be a contiguous int32"):
             OPERATORS[operator](**arguments(operator, **{name: strided}))
 
 
-BACKWARDS = [("gdpa", {"backward_impl": impl}) for impl in ("auto", *api.BACKWARD_IMPLS)]
-BACKWARDS += [
-    ("block_attention", {"impl": impl, "block_size": 64})
-    for impl in ("reference", "v0_flash", "v1_one_tile", "v3_warp_specialized")
-]
+@both
+def test_lengths_are_trusted_when_told_to_and_checked_in_each_call(operator):
+    function, name = OPERATORS[operator], "cu_seqlens_k" if operator == "gdpa" else "cu_seqlens"
+    wrong = arguments(operator, **{name: ends(0, 4, 4, 20)})
+    with pytest.raises(ValueError, match=f"{name} must run from 0 to the 21 rows"):
+        function(**wrong)
+    refused = pytest.raises(AssertionError, match="must end at 21")  # by the definition alone
+    with contextlib.nullcontext() if operator == "gdpa" else refused:
+        assert function(**wrong, validate=False).shape == (TOTAL, 4, 16)
+    call = arguments(operator)
+    function(**call)
+    call[name][1] = 7
+    with pytest.raises(ValueError, match=f"{name} must not decrease"):
+        function(**call)
+
+
+BACKWARDS = [
+    *(("gdpa", {"backward_impl": impl}) for impl in ("reference", "v1_tiled_backward")),
+    *(("block_attention", {"impl": impl, "block_size": 64})
+      for impl in ("reference", "v0_flash", "v1_one_tile")),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("operator, options", BACKWARDS, ids=str)
 def test_expanded_and_strided_gradients(operator, options):
-    impl = options.get("backward_impl", "")
-    head_dim = {"": 64, "v7_wide_backward": 256}.get(impl, 128)
-    call = required(arguments(operator, torch.bfloat16, head_dim) | options)
+    """Autograd's reach the rung, of which `test_any_strides_of_the_gradient` says the rest."""
+    call = required(arguments(operator, torch.bfloat16, 64) | options)
     leaves = [call[name] for name in "qkv"]
-    with tritonemu.enabled("sm_100" if impl.startswith("b") else "sm_90"):
+    with tritonemu.enabled():
         out = OPERATORS[operator](**call)
-        for strided in (
-            torch.ones_like(out)[:1, :1, :1].expand_as(out),
-            torch.randn(*out.shape[::-1]).to(out.dtype).permute(2, 1, 0),
-        ):
+        for strided in (GRADIENTS[kind](torch.randn_like(out)) for kind in ("sum", "reversed")):
             one, other = (
                 torch.autograd.grad(out, leaves, grad, retain_graph=True)
                 for grad in (strided, strided.contiguous())
@@ -125,12 +138,7 @@ def test_expanded_and_strided_gradients(operator, options):
     assert all(leaf.grad.any() for leaf in leaves[2 if operator == "block_attention" else 0 :])
 
 
-@pytest.mark.parametrize(
-    "operator, options",
-    [case for case in BACKWARDS
-     if {"reference", "v1_tiled_backward", "v0_flash", "v1_one_tile"} & {*case[1].values()}],
-    ids=str,
-)  # fmt: skip
+@pytest.mark.parametrize("operator, options", BACKWARDS, ids=str)
 def test_a_second_derivative_is_refused(operator, options):
     call = required(arguments(operator, torch.bfloat16, 64) | options)
     with tritonemu.enabled():
@@ -140,6 +148,47 @@ def test_a_second_derivative_is_refused(operator, options):
         for to in (call["q"], call["v"], weight):
             with pytest.raises(RuntimeError, match=f"{operator} has no second derivative"):
                 torch.autograd.grad(dq.sum(), to, retain_graph=True)
+
+
+@pytest.mark.parametrize("names", ["q", "k", "v", "qk", "qv", "kv"])
+@both
+def test_only_what_needs_a_gradient_gets_one(operator, names):
+    given, found = arguments(operator), []
+    for of in ("qkv", names):
+        call = required(given, of)
+        out = OPERATORS[operator](**call)
+        out.square().sum().backward(retain_graph=True)
+        (alone,) = torch.autograd.grad(out, call[of[0]], torch.ones_like(out))
+        assert alone.shape == given[of[0]].shape
+        found.append([call[name].grad for name in "qkv"])
+    for name, everything, some in zip("qkv", *found, strict=True):
+        assert torch.equal(some, everything) if name in names else some is None
+
+
+IMPLS = [("gdpa", impl) for impl in ("reference", "v0_eager", "v1_tiled", "v8_own_waits")]
+IMPLS += [("block_attention", impl) for impl in ("reference", "v0_flash", "v1_one_tile", "v2_slab")]
+
+
+@pytest.mark.parametrize("lengths", ([], [0, 0], [1], [4, 0, 5]))
+@pytest.mark.parametrize("operator, impl", IMPLS)
+def test_results_of_few_tokens_are_tensors_of_their_own(operator, impl, lengths):
+    total, offsets = sum(lengths), cu_seqlens(lengths, "cpu")
+    leaves = [torch.randn(total, 2, 64).bfloat16().requires_grad_() for _ in range(3)]
+    options = {"cu_seqlens": offsets}
+    if operator == "gdpa":
+        longest = dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), max(lengths, default=0))
+        options = {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets, **longest}
+        options["backward_impl"] = "reference"
+    with tritonemu.enabled():
+        out = OPERATORS[operator](*leaves, **options, impl=impl)
+        out.sum().backward()
+    assert out.shape == (total, 2, 64) and out.is_contiguous()
+    if operator == "block_attention" and total < 2:
+        assert torch.equal(out, leaves[2])
+    for leaf in leaves:
+        assert leaf.grad.shape == leaf.shape
+        assert out._base is not leaf and out is not leaf
+        assert total == 0 or out.untyped_storage()._cdata != leaf.untyped_storage()._cdata
 
 
 @both
@@ -256,6 +305,42 @@ def test_torch_compile_under_autocast(operator):
         assert torch.equal(compiled(function)(**call), function(**call))
 
 
+def forms() -> dict[str, tuple]:
+    """q, k, v and num_kv_heads: tensors of their own and side by side."""
+    q, k, v = (torch.randn(TOTAL, heads, 16) for heads in (4, 2, 2))
+    kv = torch.cat((k, v), 1)
+    together = torch.cat((q, kv), 1), None, None, 2
+    return {"three": (q, k, v, None), "two": (q, kv, None, None), "one": together}
+
+
+@pytest.mark.parametrize("form", (*forms(), "shared q"))
+def test_opcheck_of_gdpa(form):
+    *tensors, number = forms().get(form, forms()["three"])
+    lengths, shared = ends(0, 4, 4, 21), form == "shared q"
+    if shared:
+        tensors[0] = tensors[0][:4]
+    call = *tensors, None if shared else lengths, lengths, []
+    options = api.Options(
+        number, 4 if shared else 17, 17, "gelu_tanh", 0.25, 1.0, False, None, shared, "v0_eager",
+        "reference",
+    )  # fmt: skip
+    torch.library.opcheck(api._FORWARD, (*call, *options))
+    grad_out = torch.randn(12 if shared else TOTAL, 4, 16)
+    for needs in ((True, True, True), (False, True, False)):
+        torch.library.opcheck(api._BACKWARD, (grad_out, *call, *needs, *options))
+
+
+@pytest.mark.parametrize("rotary", (False, True))
+@pytest.mark.parametrize("form", forms())
+def test_opcheck_of_block_attention(form, rotary):
+    *tensors, number = forms()[form]
+    turns = turned("block_attention")["rotary"] if rotary else (None, None)
+    call = *tensors, ends(0, 4, 4, 21), *turns, None
+    options = block_api.Options(number, 0.25, 16, rotary, "reference", "reference")
+    torch.library.opcheck(block_api._FORWARD, (*call, *options))
+    torch.library.opcheck(block_api._BACKWARD, (of(4), *call, [], *options))
+
+
 @both
 def test_a_fake_call_has_a_shape_and_no_values(operator):
     with FakeTensorMode(allow_non_fake_inputs=False) as mode:
@@ -315,7 +400,7 @@ def test_an_implementation_is_chosen_once_in_each_direction(operator, shared, mo
     monkeypatch.setattr(ladder, "resolve", lambda *call: chosen.append(call[2]) or there(*call))
     call = required(arguments(operator))
     if shared:
-        lengths = Lengths(cu_seqlens([4, 0, 17], "cpu"))
+        lengths = Lengths(ends(0, 4, 4, 21))
         call |= {name: lengths for name in call if name.startswith("cu_seqlens")}
     OPERATORS[operator](**call).sum().backward()
     assert chosen == ["forward", "backward"]

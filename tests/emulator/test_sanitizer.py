@@ -184,25 +184,23 @@ def test_every_rung_is_called(name):
             assert args[0].shape == batch.q.shape
 
 
-@pytest.mark.parametrize("impl, masked", (("v7_packed", True), ("v4_warp_specialized", False)))
-def test_calls_of_gdpa(impl, masked):
-    made = _Calls(impl).made
-    seen = [(batch.head_dim, batch.max_seqlen_k, batch.causal) for _, batch, _ in made]
-    kinds = [kind for kind in ((300, False), (300, True), (200, False)) if masked or not kind[1]]
-    assert seen == [(head_dim, *kind) for head_dim, kind in product((64, 128), kinds)]
+LONG, SHORT, ONE_TILE = 300, 200, 128  # keys of the longest sequence
 
 
-def test_calls_of_the_backward_of_gdpa():
-    made = _Calls("v4_warp_specialized_backward").made
-    seen = [(batch.head_dim, batch.max_seqlen_k, batch.causal) for _, batch, _ in made]
-    kinds = ((300, False), (300, True), (200, False), (200, True), (128, False))
-    assert sorted(seen) == sorted((head_dim, *kind) for head_dim in (64, 128) for kind in kinds)
-
-
-def test_calls_that_a_rung_refuses_are_left_out():
-    made = _Calls("v5_short_kv_backward").made
-    seen = [(batch.head_dim, batch.max_seqlen_k, batch.causal) for _, batch, _ in made]
-    assert seen == [(128, 200, False), (128, 200, True), (128, 128, False)]
+@pytest.mark.parametrize(
+    "impl, head_dims, kinds",
+    (
+        ("v7_packed", (64, 128), ((LONG, False), (LONG, True), (SHORT, False))),
+        ("v4_warp_specialized", (64, 128), ((LONG, False), (SHORT, False))),  # takes no mask
+        ("v4_warp_specialized_backward", (64, 128),
+         ((LONG, False), (LONG, True), (SHORT, False), (SHORT, True), (ONE_TILE, False))),
+        # what it refuses is left out
+        ("v5_short_kv_backward", (128,), ((SHORT, False), (SHORT, True), (ONE_TILE, False))),
+    ),
+)  # fmt: skip
+def test_calls_of_gdpa(impl, head_dims, kinds):
+    seen = [(of.head_dim, of.max_seqlen_k, of.causal) for _, of, _ in _Calls(impl).made]
+    assert seen == [(head_dim, *kind) for head_dim, kind in product(head_dims, kinds)]
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """Processes of a run, started as torchrun starts them."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

@@ -1,7 +1,5 @@
 """Generated clicks: they repeat, ranks share them, and nothing predicts them better than Bayes."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

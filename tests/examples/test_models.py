@@ -1,7 +1,5 @@
 """The models compute the same with the operators, jagged, as with plain PyTorch, padded."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
@@ -16,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from data import World, make_batch
 from gdpa_kernels import Lengths
+from tests.peers import varlen_attn
 
 WORLD = World(items=40, topics=4)
 SMALL = Config(dim=16, heads=2, layers=2, tokens=3, keys=5, seeds=4, max_seqlen=130)
@@ -38,32 +37,29 @@ def step(config: Config, lengths: list[int], dtype=torch.float64) -> tuple[float
     return loss.item(), {name: p.grad for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("lengths", (JAGGED, [0, 0, 0]), ids=("jagged", "no tokens"))
-@pytest.mark.parametrize("name", MODELS)
-def test_jagged_is_padded(name, lengths):
-    loss, gradients = step(MODELS[name], lengths)
-    right, wanted = step(replace(MODELS[name], attention="eager"), lengths)
+EXACT, EMPTY, FEW = (1e-12, 1e-12), [0, 0, 0], ("full", "block")
+# Of a model, changes that make no difference; (rtol, atol) of its gradients.
+SAME = [
+    *((name, {}, {"attention": "eager"}, lengths, EXACT)
+      for name in MODELS for lengths in (JAGGED, EMPTY)),
+    *((name, {"norms": "fused", "recompute": again}, {}, JAGGED, (1e-9, 1e-11))
+      for name in FEW for again in (False, True)),
+    ("full", {"embedding": "lookups"}, {}, JAGGED, EXACT),
+    *((name, {"attention": "fa2_varlen"}, {"attention": "padded_sdpa"}, JAGGED, (1e-10, 1e-12))
+      for name in MODELS),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name, one, other, lengths, tolerances", SAME, ids=str)
+def test_is_the_same_function(name, one, other, lengths, tolerances, monkeypatch):
+    """Jagged as padded, fused norms, a matmul as the sum of lookups, PyTorch's varlen attention."""
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
+    loss, gradients = step(replace(MODELS[name], **one), lengths)
+    right, wanted = step(replace(MODELS[name], **other), lengths)
     assert loss == pytest.approx(right, rel=1e-12)
+    rtol, atol = tolerances
     for parameter, gradient in gradients.items():
-        torch.testing.assert_close(gradient, wanted[parameter], rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("recompute", (False, True), ids=("kept", "recomputed"))
-@pytest.mark.parametrize("name", ("full", "block"))
-def test_fused_norms_are_the_same_function(name, recompute):
-    loss, gradients = step(replace(MODELS[name], norms="fused", recompute=recompute), JAGGED)
-    right, wanted = step(MODELS[name], JAGGED)
-    assert loss == pytest.approx(right, rel=1e-12)
-    for parameter, gradient in gradients.items():
-        torch.testing.assert_close(gradient, wanted[parameter], rtol=1e-9, atol=1e-11)
-
-
-def test_a_matmul_is_the_sum_of_lookups():
-    config = replace(SMALL, embedding="lookups")
-    (loss, gradients), (right, wanted) = step(config, JAGGED), step(SMALL, JAGGED)
-    assert loss == pytest.approx(right, rel=1e-12)
-    for parameter, gradient in gradients.items():
-        torch.testing.assert_close(gradient, wanted[parameter], rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(gradient, wanted[parameter], rtol=rtol, atol=atol)
 
 
 @pytest.mark.parametrize("norms", ("eager", "fused"))
@@ -88,36 +84,11 @@ def test_block_attention_by_sdpa():
     torch.testing.assert_close(ours, peer)
 
 
-@pytest.mark.parametrize("lengths", (JAGGED, [0, 0, 0]), ids=("jagged", "no tokens"))
+@pytest.mark.parametrize("lengths", (JAGGED, EMPTY), ids=("jagged", "no tokens"))
 @pytest.mark.parametrize("name", MODELS)
 def test_gradients_of_padded_sdpa_are_finite(name, lengths):
     _, gradients = step(replace(MODELS[name], attention="padded_sdpa"), lengths, torch.float32)
     assert all(gradient.isfinite().all() for gradient in gradients.values())
-
-
-def varlen_attn(q, k, v, cu_q, cu_k, longest_q, longest_k, *, scale, window_size=(-1, -1)):
-    """What PyTorch documents of its own one, which runs on a GPU alone."""
-    found = []
-    for i in range(len(cu_q) - 1):
-        own = [x[a[i] : a[i + 1]].transpose(0, 1) for x, a in ((q, cu_q), (k, cu_k), (v, cu_k))]
-        n, m = own[0].shape[1], own[1].shape[1]
-        assert q.dtype == k.dtype == v.dtype and n <= longest_q and m <= longest_k
-        left, right = (side if side >= 0 else n + m for side in window_size)
-        distance = torch.arange(m) - torch.arange(n)[:, None]
-        seen = (-left <= distance) & (distance <= right)
-        out = F.scaled_dot_product_attention(*own, attn_mask=seen, scale=scale)
-        found.append(out.transpose(0, 1) if m else torch.zeros_like(own[0].transpose(0, 1)))
-    return torch.cat(found)
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_fa2_varlen_is_told_what_padded_sdpa_computes(name, monkeypatch):
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
-    loss, gradients = step(replace(MODELS[name], attention="fa2_varlen"), JAGGED)
-    right, wanted = step(replace(MODELS[name], attention="padded_sdpa"), JAGGED)
-    assert loss == pytest.approx(right, rel=1e-12)
-    for parameter, gradient in gradients.items():
-        torch.testing.assert_close(gradient, wanted[parameter], rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("attention", ("padded_sdpa", "fa2_varlen", "eager"))

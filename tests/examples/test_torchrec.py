@@ -1,7 +1,5 @@
 """TorchRec's tables under our layers: the same as plain embeddings, and on two ranks as on one."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 from pathlib import Path

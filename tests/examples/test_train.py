@@ -1,8 +1,6 @@
 """Training learns, resumes exactly, gives the same on one process and on two, and says what is
 wrong in one line."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

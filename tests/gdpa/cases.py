@@ -1,23 +1,17 @@
 """The batches every implementation is tested on, each with its reason, and how a rung runs one."""
 
-from __future__ import annotations
-
-import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from hypothesis import strategies as st
 
-import tritonemu
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.gdpa import reference
 from gdpa_kernels.gdpa.batch import Batch
 from gdpa_lab.measuring.inputs import cu_seqlens
 from tests.budget import within_budget
-from tests.calls import TENSORS
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+from tests.calls import DEVICE, TENSORS, kernels_run
 
 
 @dataclass(frozen=True)
@@ -75,13 +69,6 @@ def batch_of(call: dict) -> Batch:
     fields.pop("grad_out", None)
     names = fields["activation"]
     return Batch(**fields | {"activation": (names,) if isinstance(names, str) else tuple(names)})
-
-
-def kernels_run(impl: str = ""):
-    """The context in which kernels run on DEVICE, those of a Blackwell rung as on sm_100."""
-    if DEVICE == "cuda":
-        return contextlib.nullcontext()
-    return tritonemu.enabled("sm_100" if impl.startswith("b") else "sm_90")
 
 
 def of_pytorch(batch: Batch) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

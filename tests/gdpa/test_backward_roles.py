@@ -1,7 +1,5 @@
 """The warp-specialized backward rungs: any schedule and configuration, and mistakes in them."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 

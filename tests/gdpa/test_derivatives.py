@@ -87,14 +87,6 @@ def test_the_folded_form_is_the_same_function(name, scale):
     assert ((slope - expected_slope).abs() <= 2.0**-20 * size).all()
 
 
-def test_what_is_folded():
-    for name in ("gelu", "gelu_tanh", "silu"):
-        assert derivatives.foldable((name,), torch.bfloat16)
-    assert not derivatives.foldable(("gelu_tanh",), torch.float16)  # 2 dS may exceed 65504
-    assert not derivatives.foldable(("gelu_tanh", "silu"), torch.bfloat16)
-    assert not derivatives.foldable(("relu",), torch.bfloat16)
-
-
 def points(limit: float = math.inf) -> torch.Tensor:
     """fp32 values of both signs from 2**-149 to 2**127, dense from -60 to 60; up to `limit`."""
     wide = torch.logspace(-149, 127, 1104, base=2, dtype=torch.float64).float()

@@ -1,7 +1,5 @@
 """Every implementation against the definition: on the GPU if there is one, else in the emulator."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,5 +1,8 @@
 """GELU and SiLU of pairs of bf16: errors over all scores, corners, and how to do without."""
 
+import math
+import struct
+
 import pytest
 import torch
 import triton
@@ -10,8 +13,9 @@ from gdpa_kernels import gdpa
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.calling.launch import launch
 from gdpa_kernels.calling.launches import launches
-from gdpa_kernels.gdpa import reference
+from gdpa_kernels.gdpa import derivatives, reference
 from gdpa_kernels.gdpa.activations import FOLDABLE, foldable, multiply_add_pairs, tanh_of_pairs
+from gdpa_kernels.gdpa.polynomial import POLYNOMIALS, mixed_pairs
 from tests.gdpa.cases import Case, batch_of, kernels_run
 from tests.gdpa.test_forward import call
 
@@ -19,56 +23,130 @@ BOUND = 0.016  # of abs(x), from the documented errors of the instructions
 
 
 @triton.jit
-def pairs_kernel(s_ptr, y_ptr, scale, NAME: tl.constexpr, N: tl.constexpr):
+def pairs_kernel(
+    s_ptr, y_ptr, t_ptr, scale, NAME: tl.constexpr, MIXED: tl.constexpr, N: tl.constexpr
+):  # fmt: skip
     offsets = tl.program_id(0) * N + tl.arange(0, N)
-    x, t = tanh_of_pairs(tl.load(s_ptr + offsets), scale, NAME)
+    s = tl.load(s_ptr + offsets)
+    if MIXED:
+        x, t = mixed_pairs(s, scale, NAME)
+    else:
+        x, t = tanh_of_pairs(s, scale, NAME)
+    tl.store(t_ptr + offsets, t)
     tl.store(y_ptr + offsets, multiply_add_pairs(x, t, x))
 
 
-def evaluate(scores: torch.Tensor, name: str, scale: float) -> torch.Tensor:
-    """activation(scale * scores) in fp64, of what the kernels compute in bf16."""
-    out = torch.empty(scores.shape, dtype=torch.bfloat16)
-    with tritonemu.enabled():
+def evaluate(
+    scores: torch.Tensor, name: str, scale: float, mixed: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(activation(scale * scores), t) in fp64, of what the kernels compute in bf16: by MUFU, or
+    mixed with the polynomial."""
+    y, t = (torch.empty(scores.shape, dtype=torch.bfloat16) for _ in range(2))
+    with tritonemu.enabled("sm_100" if mixed else "sm_90"):
         launch(
-            pairs_kernel, (scores.numel() // 1024,), scores.device, scores, out, scale,
-            NAME=name, N=1024,
+            pairs_kernel, (scores.numel() // 1024,), scores.device, scores, y, t, scale,
+            NAME=name, MIXED=mixed, N=1024,
         )  # fmt: skip
-    return out.double() * scale / 2
+    return y.double() * scale / 2, t.double()
 
 
 def exact(x: torch.Tensor, name: str) -> torch.Tensor:
-    return reference.ACTIVATIONS[name].function(x)
+    """t with activation(x) = x / 2 (1 + t), in fp64."""
+    if name == "gelu":
+        return torch.erf(x / math.sqrt(2))
+    return torch.tanh(x / 2 if name == "silu" else math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))
 
 
-@pytest.mark.parametrize("scale", (1.0, 128**-0.5, 0.03))
-@pytest.mark.parametrize("name", FOLDABLE)
-def test_error_stays_within_a_share_of_the_score(name, scale):
-    x = torch.cat([torch.linspace(-60, 60, 31 * 1024), torch.linspace(-4, 4, 33 * 1024)])
+def scores_and_x(scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scores in fp32 and what they are times `scale`."""
+    x = torch.cat([torch.linspace(-60, 60, 31 * 1024), torch.linspace(-9, 9, 33 * 1024)])
     scores = (x.double() / scale).float()
-    x = scores.double() * scale
-    error = (evaluate(scores, name, scale) - exact(x, name)).abs()
+    return scores, scores.double() * scale
+
+
+of_any_scale = pytest.mark.parametrize("scale", (1.0, 128**-0.5, 0.03, -0.3))
+by_both = pytest.mark.parametrize("mixed", (False, True), ids=("MUFU", "mixed"))
+each = pytest.mark.parametrize("name", FOLDABLE)
+
+
+@by_both
+@of_any_scale
+@each
+def test_error_stays_within_a_share_of_the_score(name, scale, mixed):
+    scores, x = scores_and_x(scale)
+    y, _ = evaluate(scores, name, scale, mixed)
+    error = (y - reference.ACTIVATIONS[name].function(x)).abs()
     assert (error <= BOUND * x.abs() + 1e-30).all()
     assert error.max() > 1e-3  # 8 bits: a smaller error would mean that something else ran
 
 
-@pytest.mark.parametrize("name", FOLDABLE)
-def test_corners(name):
-    """0 stays 0, which is what masks rely on; any finite score gives what the limits demand."""
-    scores = torch.zeros(1024)
-    scores[1:7] = torch.tensor([1e4, -1e4, 1e38, -1e38, float("nan"), float("inf")])
-    scores[7] = -0.0
-    y = evaluate(scores, name, 1.0)
-    assert (y[0], y[7], y[8]) == (0, 0, 0)
-    assert abs(y[1] / 1e4 - 1) < 2**-8 and abs(y[3] / 1e38 - 1) < 2**-8
-    assert (y[2], y[4]) == (0, 0)
-    assert y[5].isnan() and y[6] == float("inf")
+@of_any_scale
+@each
+def test_two_of_eight_lanes_are_the_polynomials(name, scale):
+    """Within its bound and the rounding to bf16."""
+    scores, x = scores_and_x(scale)
+    _, t = evaluate(scores, name, scale, mixed=True)
+    lanes = torch.arange(scores.numel()) % 8 >= 6
+    limit, _, bound = POLYNOMIALS[name]
+    error = (t - exact(x, name)).abs()
+    assert error[lanes].max() <= bound + 2**-9
+    assert error[~lanes].max() > bound + 2**-9  # MUFU's: so it matters which lanes are which
+    saturated = lanes & (x.abs() >= limit)
+    assert torch.equal(t[saturated], x[saturated].sign())
 
 
-def test_which_calls_are_computed_in_pairs():
-    assert foldable(("gelu",), torch.bfloat16) and foldable(("silu",), torch.bfloat16)
-    assert not foldable(("gelu_tanh",), torch.float16)  # x + x t may exceed 65504
-    assert not foldable(("gelu_tanh", "silu"), torch.bfloat16)
-    assert not foldable(("relu",), torch.bfloat16)
+@by_both
+@each
+def test_corners(name, mixed):
+    """Zero, which masks rely on, huge, infinite and NaN scores in all lanes; what is saturated is x
+    or 0."""
+    corners = torch.tensor([0.0, -0.0, 1e4, -1e4, 1e38, -1e38, math.inf, math.nan])
+    y, _ = evaluate(corners.repeat_interleave(128), name, 1.0, mixed)
+    y = y.reshape(8, 128)
+    assert (y[:2] == 0).all()
+    assert ((y[2] / 1e4 - 1).abs() < 2**-8).all() and ((y[4] / 1e38 - 1).abs() < 2**-8).all()
+    assert (y[3] == 0).all() and (y[5] == 0).all()
+    assert (y[6] == math.inf).all() and y[7].isnan().all()
+
+
+@pytest.mark.parametrize("name", POLYNOMIALS)
+def test_bound_of_the_polynomial(name):
+    """For every x, not only on the grid: error and slope there, and a bound of the curvature.
+
+    Beyond the limit t rises from t(limit) to 1 and the polynomial stays. Rounding to fp32: of each
+    step of Horner's scheme half a unit of its value, of v two and of w one.
+    """
+    limit, coefficients, error = POLYNOMIALS[name]
+    c = [struct.unpack("f", struct.pack("f", value))[0] for value in coefficients]
+    powers = range(len(c))
+    v, step = torch.linspace(0, 0.5, 2**18 + 1, dtype=torch.float64), 0.5 / 2**18
+    x, w, unit = v * 2 * limit, v * v, 2.0**-24
+    partial, rounding = torch.zeros_like(v), torch.zeros_like(v)
+    for k in reversed(powers):
+        partial = partial * w + c[k]
+        rounding = rounding * w + partial.abs() * unit
+    value = partial * v
+    slope = sum((2 * k + 1) * c[k] * w**k for k in powers)
+    rounding = rounding * v + value.abs() * unit + slope.abs() * (2 * v + 1) * unit
+    t = exact(x, name)
+    t_slope = (t[1:] - t[:-1]) / step  # within its own curvature, which is added below
+    curvature = sum(2 * k * (2 * k + 1) * abs(c[k]) * 0.5 ** (2 * k - 1) for k in powers)
+    curvature += 2 * (2 * limit) ** 2  # |t''| < 1 in x for all three, twice
+    off = (value - t).abs() + rounding
+    between = (slope[1:] - t_slope).abs() * step / 2 + curvature * step**2
+    inside = (torch.maximum(off[1:], off[:-1]) + between).max()
+    beyond = max(off[-1], (1 - value[-1]).abs() + rounding[-1])
+    assert max(inside, beyond) <= error <= 1e-3
+    assert off.max() > 0.9 * error - 1e-4  # the bound is not far from what happens
+    assert value[-1] > 1 - 2**-9  # saturated, t is 1 in bf16
+
+
+@pytest.mark.parametrize("takes", (foldable, derivatives.foldable), ids=("forward", "backward"))
+def test_which_calls_are_computed_in_pairs(takes):
+    assert all(takes((name,), torch.bfloat16) for name in FOLDABLE)
+    assert not takes(("gelu_tanh",), torch.float16)  # x + x t, or 2 dS, may exceed 65504
+    assert not takes(("gelu_tanh", "silu"), torch.bfloat16)
+    assert not takes(("relu",), torch.bfloat16)
 
 
 # Rungs with packed arithmetic: `Config` of the first two can also do without.

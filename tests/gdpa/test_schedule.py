@@ -1,7 +1,5 @@
 """Schedules: coverage, balance, the device list, and what the book says about them."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest
@@ -68,27 +66,24 @@ def test_every_tile_is_listed_exactly_once(order, batch, sizes, spare):
         assert cost == (0 if empty else len(range(0, seqlens_k[b], sizes["block_n"])))
 
 
-@settings(deadline=None)
-@given(order=orders, batch=batches, sizes=sizes, spare=st.integers(0, 30), bound=st.integers(0, 5))
-def test_device_list_equals_plain_list(order, batch, sizes, spare, bound):
+@settings(deadline=None, max_examples=200)
+@given(
+    order=orders, batch=batches, sizes=sizes, spare=st.integers(0, 30), bound=st.integers(0, 5),
+    shared=st.booleans(),
+)  # fmt: skip
+def test_device_list_equals_plain_list(order, batch, sizes, spare, bound, shared):
     seqlens_q, seqlens_k = split(batch)
     limit = max(seqlens_q, default=0) + spare
+    seqlens_q = [limit] * len(batch) if shared else seqlens_q
     plain = build(order, seqlens_q, seqlens_k, max_seqlen_q=limit, **sizes)
-    made = on_device(order, seqlens_q, seqlens_k, max_seqlen_q=limit, spare=bound, **sizes)
+    made = on_device(
+        order, seqlens_q, seqlens_k, max_seqlen_q=limit, spare=bound, shared=shared, **sizes
+    )
     assert listed(made) == plain.tiles()
     for column in (made.tile_batch, made.tile_head, made.tile_block):
         assert column.dtype == torch.int32 and column.shape == (made.max_tiles,)
         assert not column[len(plain) :].any()
     assert made.num_tiles.dtype == torch.int32 and made.num_tiles.shape == (1,)
-
-
-@settings(deadline=None)
-@given(order=orders, seqlens_k=st.lists(lengths, max_size=9), rows=st.integers(0, 20), sizes=sizes)
-def test_device_list_with_shared_q(order, seqlens_k, rows, sizes):
-    seqlens_q = [rows] * len(seqlens_k)
-    plain = build(order, seqlens_q, seqlens_k, max_seqlen_q=rows, **sizes)
-    made = on_device(order, seqlens_q, seqlens_k, max_seqlen_q=rows, shared=True, **sizes)
-    assert listed(made) == plain.tiles()
 
 
 @given(order=orders, batch=batches, sizes=sizes, prologue=st.floats(0, 3), dynamic=st.booleans())

@@ -4,8 +4,6 @@ Each is made on a copy with digest and manifest redone as data/README.md documen
 and once with the history of the folder in git.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil

@@ -1,8 +1,6 @@
 """Peers behind the baselines' signature, with their libraries replaced by ones that note how they
 were called, or in the emulator where their sources are on the path."""
 
-from __future__ import annotations
-
 import math
 import re
 import sys

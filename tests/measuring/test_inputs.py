@@ -1,7 +1,5 @@
 """Inputs: shapes, offsets, seeds, packing, errors."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

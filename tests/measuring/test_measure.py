@@ -1,7 +1,5 @@
 """Measuring without a GPU: what is timed, what is refused, what a failure leaves behind."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json
@@ -45,6 +43,7 @@ from gdpa_lab.measuring.workload import Workload
 from gdpa_lab.measuring.workloads import workload
 from gdpa_lab.report import doctor
 from gdpa_lab.report.chapter import Chapter
+from tests.peers import varlen_attn
 from tests.records import H200, LOAD, STATE, available
 
 SMALL = replace(
@@ -236,12 +235,6 @@ def test_each_scope_times_whom_it_was_given_and_failures_stand_in_it(cpu, monkey
     assert row.scope == "kernel" and row.failure
 
 
-def test_variants_are_kept_apart(cpu):
-    rows = run(SMALL, [("v0_eager", "replicate 0", {}), ("v0_eager", "replicate 1", {})])
-    assert [row.variant for row in rows] == ["replicate 0", "replicate 1"]
-    assert cpu == ["v0_eager replicate 0", "v0_eager replicate 1"]
-
-
 def test_a_session_needs_a_gpu():
     with pytest.raises(ValueError, match="device must be a CUDA device to measure, got 'cpu'"):
         Session("notebooks/forward/results.py", "cpu")
@@ -291,27 +284,6 @@ def peers(monkeypatch):
     """Let the peers that need no GPU run, on any backend, and varlen attention be PyTorch's, block
     by block."""
     available(monkeypatch)
-
-    def varlen_attn(
-        q, k, v, ends_q, ends_k, longest_q, longest_k, *, scale, window_size=(-1, -1),
-        enable_gqa=False,
-    ):  # fmt: skip
-        assert ends_q.diff().max() <= longest_q and ends_k.diff().max() <= longest_k
-        ends = (ends_q, ends_k, ends_k)
-        parts = [x.split(e.diff().tolist()) for x, e in zip((q, k, v), ends, strict=True)]
-        blocks = (tuple(x.transpose(0, 1) for x in part) for part in zip(*parts, strict=True))
-        found = []
-        for q, k, v in blocks:
-            ahead = torch.arange(k.shape[1])[None] - torch.arange(q.shape[1])[:, None]
-            before, after = (side if side >= 0 else 10**6 for side in window_size)
-            found.append(
-                torch.nn.functional.scaled_dot_product_attention(
-                    q, k, v, (-before <= ahead) & (ahead <= after), scale=scale,
-                    enable_gqa=enable_gqa,
-                ).transpose(0, 1)
-            )  # fmt: skip
-        return torch.cat(found)
-
     monkeypatch.setattr(varlen, "varlen_attn", varlen_attn)
     monkeypatch.setattr(attention, "sdpa_kernel", lambda backend: contextlib.nullcontext())
 
@@ -344,18 +316,31 @@ def test_what_is_allowed_is_computed_once(small_parts, monkeypatch, room):
     assert [c.max_abs_budget for c in first] == [c.max_abs_budget for c in second]
 
 
-def test_studies_and_configs_are_variants(cpu):
-    config = v1_one_tile.Config(WIDTH=16, heads_inner=True)
-    study = eliminations.Config(lse=True, delta=True)
-    listed = [
-        ("v1_one_tile", "heads inner", {"config": config}),
-        ("eliminations", "none", {}),
-        ("eliminations", "lse and delta", {"config": study}),
-    ]
-    rows = emulated(BLOCKS, listed, "backward")
-    assert all(row.failure is None for row in rows)
-    assert [row.variant for row in rows] == ["heads inner", "none", "lse and delta"]
-    assert rows[0].config["heads_inner"] and not rows[1].config["lse"] and rows[2].config["lse"]
+KEYS = v1_tiled_backward.Config(keys=v1_tiled_backward.Tile(BLOCK_M=32, BLOCK_N=32))
+# (implementation, variant, its Config or None) of calls that are measured together.
+VARIANTS = [
+    (SMALL, "forward", [("v0_eager", f"replicate {i}", None) for i in range(2)]),
+    (BLOCKS, "backward", [
+        ("v1_one_tile", "heads inner", v1_one_tile.Config(WIDTH=16, heads_inner=True)),
+        ("eliminations", "none", None),
+        ("eliminations", "lse and delta", eliminations.Config(lse=True, delta=True)),
+    ]),
+    (replace(JAGGED, batch=1), "backward", [
+        ("v1_tiled_backward", "keys 32", KEYS),
+        ("v4_warp_specialized_backward", "2 steps", v4.Config(q_stages=2)),
+    ]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("work, direction, listed", VARIANTS)
+def test_variants_are_kept_apart_with_their_configs(cpu, work, direction, listed):
+    given = [(impl, name, {"config": config} if config else {}) for impl, name, config in listed]
+    rows = emulated(work, given, direction)
+    assert cpu == [f"{impl} {name}" for impl, name, _ in listed]
+    for row, (impl, name, config) in zip(rows, listed, strict=True):
+        assert (row.impl, row.variant, row.failure) == (impl, name, None)
+        if config or impl == "eliminations":
+            assert row.config == asdict(config or eliminations.Config())
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
@@ -408,13 +393,6 @@ def test_a_compiled_backward_runs_again(peers):
     made = measure.candidate("torch_compile", inputs, direction="backward")
     for first, second in zip(made.call(), made.call(), strict=True):
         assert torch.equal(first, second)
-
-
-def test_a_wrong_peer_is_found(cpu, peers, monkeypatch):
-    right = baselines.block_offsets
-    monkeypatch.setattr(baselines.peer, "block_offsets", lambda x: right(x)[[0, -1]])
-    (row,) = emulated(BLOCKS, ["fa2_varlen"], "forward")
-    assert row.failure and not row.samples_us and cpu == []
 
 
 def test_block_offsets_are_the_blocks():
@@ -515,19 +493,6 @@ def test_runs_hold_every_sequence_once():
     assert list(operators._runs([8], 7)) == [(0, 1)] and list(operators._runs([], 7)) == []
 
 
-def test_configs_of_backward_are_variants(cpu):
-    keys = v1_tiled_backward.Config(keys=v1_tiled_backward.Tile(BLOCK_M=32, BLOCK_N=32))
-    listed = [
-        ("v1_tiled_backward", "keys 32", {"config": keys}),
-        ("v4_warp_specialized_backward", "2 steps", {"config": v4.Config(q_stages=2)}),
-    ]
-    first, second = emulated(replace(JAGGED, batch=1), listed, "backward")
-    assert first.failure is second.failure is None
-    assert (first.variant, second.variant) == ("keys 32", "2 steps")
-    assert first.config["keys"]["BLOCK_N"] == 32 and first.config["queries"]["BLOCK_N"] == 64
-    assert second.config["q_stages"] == 2
-
-
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_peers_of_gdpa_are_right(cpu, peers, small_parts, direction):
     torch._dynamo.reset()
@@ -565,8 +530,13 @@ def test_a_peer_computes_masks_and_groups_of_heads_or_says_no(
     assert all(row.error.passed for row in rows if row.impl not in failures)
 
 
-def test_a_wrong_peer_of_backward_is_found(cpu, peers, monkeypatch):
-    right = varlen.varlen_attn
+def test_a_wrong_peer_is_found(cpu, peers, monkeypatch):
+    """Of blocks it attends to whole sequences, of gdpa its gradients have another scale."""
+    offsets, right = baselines.block_offsets, varlen.varlen_attn
+    with monkeypatch.context() as patch:
+        patch.setattr(baselines.peer, "block_offsets", lambda x: offsets(x)[[0, -1]])
+        (blocks,) = emulated(BLOCKS, ["fa2_varlen"], "forward")
+    assert blocks.failure and not blocks.samples_us
     monkeypatch.setattr(varlen, "varlen_attn", lambda *args, scale: right(*args, scale=1.1 * scale))
     (row,) = run(SMALL, ["fa2_varlen"], "backward")
     assert row.failure.startswith("check failed: dq") and cpu == []
@@ -743,12 +713,19 @@ def every_part(session):
     gradients.accuracy(session, TURNED, {})
 
 
-def test_a_session_in_time_measures_everything(session, monkeypatch):
+@pytest.mark.parametrize("fails", (False, True))
+def test_a_session_in_time_measures_everything_but_a_table_that_fails(session, monkeypatch, fails):
+    def errors(*_, **__):
+        if fails:
+            raise NotImplementedError("impl 'v4_rotary' needs sm_90")
+        return "table"
+
     monkeypatch.setattr(rotary_alone, "_rows", lambda session, inputs, *_: [inputs.workload.name])
-    monkeypatch.setattr(gradients, "errors", lambda *_: "table")
+    monkeypatch.setattr(gradients, "errors", errors)
     every_part(session)
-    assert session.rows == ["blocks", "turned"] and session.tables == {"accuracy": "table"}
-    assert set(session.workloads) == {"blocks", "turned"}
+    assert session.rows == ["blocks", "turned"] and set(session.workloads) == {"blocks", "turned"}
+    assert session.tables == ({} if fails else {"accuracy": "table"})
+    assert ("NotImplementedError: impl 'v4_rotary' needs sm_90" in session.said[-1]) == fails
     assert not any("left out" in line for line in session.said)
 
 
@@ -823,17 +800,6 @@ def test_what_begins_too_late_is_left_out_aloud(session):
     every_part(session)
     assert session.rows == [] and session.tables == {} and session.workloads == {}
     assert [line.rpartition(": ")[2] for line in session.said] == ["left out, the time is up"] * 3
-
-
-def test_a_table_that_fails_leaves_the_rest(session, monkeypatch):
-    def fail(*_, **__):
-        raise NotImplementedError("impl 'v4_rotary' needs sm_90")
-
-    monkeypatch.setattr(rotary_alone, "_rows", lambda session, inputs, *_: [inputs.workload.name])
-    monkeypatch.setattr(gradients, "errors", fail)
-    every_part(session)
-    assert session.rows == ["blocks", "turned"] and session.tables == {}
-    assert "NotImplementedError: impl 'v4_rotary' needs sm_90" in session.said[-1]
 
 
 @pytest.fixture

@@ -1,7 +1,5 @@
 """Roofline: hand-computed brackets and the interpolation of copy rates."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

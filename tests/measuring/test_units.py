@@ -1,7 +1,5 @@
 """The unit ledger against counts by hand."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Workloads: hand-computed counts, length laws, closed forms, round trips, errors."""
 
-from __future__ import annotations
-
 import json
 import math
 import statistics

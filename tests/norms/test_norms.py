@@ -1,7 +1,5 @@
 """`add_rms_norm` and `head_norm`: against fp64, in the emulator or on a GPU, and with PyTorch."""
 
-from __future__ import annotations
-
 import contextlib
 from functools import partial
 

@@ -1,4 +1,5 @@
-"""Sequences of instructions: their bounds, their coefficients, and the code that is measured."""
+"""Sequences of instructions: their bounds, their coefficients, the code that is measured, and what
+the chapter reads of it."""
 
 import math
 from collections import Counter
@@ -8,9 +9,11 @@ import pytest
 import torch
 
 import tritonemu
+from _lib import activation_rates as rates
 from _lib import activation_sequences as sequences
 from gdpa_kernels.gdpa.reference import ACTIVATIONS
 from gdpa_lab.measuring import compile_check
+from gdpa_lab.report.chapter import Chapter
 from tests.report import gates
 
 NAMES = [sequence.name for sequence in sequences.SEQUENCES]
@@ -207,3 +210,22 @@ def test_the_error_per_x_sees_an_error():
     with tritonemu.enabled():
         rough = sequences.error_per_x("gelu.poly5", gelu, torch.linspace(-8, 8, 4096))
     assert 4e-3 < rough < 4.5e-3
+
+
+# What the chapter measures of them
+
+
+def test_errors_are_rows_of_the_record():
+    names = ["silu.tanh", "gelu.poly5"]
+    with tritonemu.enabled():
+        accuracy = rates.errors(torch.linspace(-60, 60, 201), names)
+    recorded = Chapter("forward/activation_arithmetic").recorded("accuracy")
+    assert set(accuracy.columns) <= set(recorded.columns)
+    assert [row[0] for row in accuracy.rows] == names
+
+
+def test_speeds_hold_every_sequence_of_the_record():
+    found = rates.speeds(Chapter("forward/activation_arithmetic"))
+    assert set(rates.NAMES) <= set(found.index)
+    assert (found["rate"] * found["clocks"] - 1).abs().max() < 1e-12
+    assert found.loc["gelu_taylor6", "error"] > 1e3 > found.loc["gelu.poly5", "error"]

@@ -1,14 +1,46 @@
-"""The published tables of block attention beside rows made by hand."""
+"""Bytes of kernels of block attention, and the published tables beside rows made by hand."""
 
 from dataclasses import replace
 
 import pandas as pd
 import pytest
 
-from _lib import block_tables, ratios
+from _lib import block_bytes, block_tables, ratios
 from gdpa_lab.measuring.record import DATA_DIR
+from gdpa_lab.measuring.roofline import Ceilings
 from gdpa_lab.measuring.workloads import workload
 from gdpa_lab.report import peers
+
+WORK = workload("block-fill70-2000")
+ONE_TILE = {"forward": [("q k v", "out")], "backward": [("q k v dO", "dq dk dv")]}
+
+
+@pytest.mark.parametrize("work", (WORK, replace(WORK, name="grouped", num_heads_k=1)))
+@pytest.mark.parametrize("direction", ("forward", "backward"))
+def test_one_tile_moves_what_the_workload_counts(work, direction):
+    counted = work.bytes_read(direction), work.bytes_written(direction)
+    assert block_bytes.moved(ONE_TILE[direction], work) == counted
+
+
+def test_rows_of_four_bytes_and_kernels_add_up():
+    kernels = [("dO out", "D"), *ONE_TILE["backward"]]
+    assert block_bytes.tensors(kernels, WORK) == 9 + 4 / (2 * WORK.head_dim)
+    limits = Ceilings(tflops=700.0, copies=((1.0, 4000.0), (3.0, 4500.0)))
+    parts = [block_bytes.floor_us([kernel], WORK, limits) for kernel in kernels]
+    assert block_bytes.floor_us(kernels, WORK, limits) == pytest.approx(sum(parts))
+    read, written = block_bytes.moved(kernels[:1], WORK)
+    assert parts[0] == (read + written) / 4500.0 / 1e3
+
+
+def test_the_charts_are_drawn():
+    drawn = block_bytes.boxes({"a": ONE_TILE["forward"], "b": ONE_TILE["backward"]}, WORK, "a")
+    assert len(drawn.axes[0].patches) == 11
+    grid = pd.DataFrame([[0.0, 1.0], [0.5, 0.0]])
+    drawn = block_bytes.cells(
+        {"x": grid}, xlabel="key", ylabel="query", frames=[(0, 2, "all")], numbers={"x": grid}
+    )
+    assert len(drawn.axes[0].patches) == 5
+
 
 TIMES = {"v1_one_tile": 1000.0, "v3_warp_specialized": 2000.0, "fa2_varlen": 3000.0}
 
@@ -24,18 +56,16 @@ def rows_of(name, times=TIMES, **changes):
 
 def test_the_best_rung_stands_beside_the_best_peer():
     times = TIMES | {"cudnn_varlen": 2500.0}
-    work = workload("block-fill70-2000")
-    made = block_tables.duels(rows_of(work.name, times), [work], list(TIMES)[:2])
+    made = block_tables.duels(rows_of(WORK.name, times), [WORK], list(TIMES)[:2])
     assert list(made["best rung"]) == ["v1_one_tile"] * 2
     assert list(made["best peer"]) == ["cudnn_varlen"] * 2
     assert list(made["peer / rung"]) == [2.5, 2.5] and list(made["ms"]) == [1.0, 1.0]
 
 
 def test_rates_of_published_kernels_are_shares_of_the_nominal_rate():
-    work = workload("block-fill70-2000")
-    made = block_tables.machine_rates(rows_of(work.name), work, DATA_DIR)
+    made = block_tables.machine_rates(rows_of(WORK.name), WORK, DATA_DIR)
     assert (made.iloc[0] == 50).all()
-    moved = 100 * work.bytes("forward") / 0.98e-3 / 8e12
+    moved = 100 * WORK.bytes("forward") / 0.98e-3 / 8e12
     assert made.loc["published kernel, of the nominal 8 TB/s", "forward"] == pytest.approx(moved)
 
 

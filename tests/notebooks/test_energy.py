@@ -1,7 +1,5 @@
 """Joules split over what is counted: the constants come back, and what has none is refused."""
 
-from __future__ import annotations
-
 import numpy as np
 import pandas as pd
 import pytest

@@ -1,7 +1,5 @@
 """What measures the host's time of calls: every call is new, and the parts make the whole."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """The law of tiles: what it counts, and that a fit finds the constants that made the times."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pandas as pd

@@ -4,8 +4,6 @@
 inside a tanh. fp64, on the CPU.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable
 from typing import Any

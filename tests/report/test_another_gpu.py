@@ -1,7 +1,5 @@
 """A B200 that nobody has here: from a record of it, made up for this test, to the book's pages."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from dataclasses import replace

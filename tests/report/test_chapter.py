@@ -1,8 +1,7 @@
 """`Chapter`: what it quotes, what it shows, and what it refuses."""
 
-from __future__ import annotations
-
 import copy
+import html
 import math
 import re
 
@@ -13,7 +12,7 @@ from gdpa_kernels.calling import ladder
 from gdpa_kernels.gdpa.ladder import v5_pingpong
 from gdpa_lab.measuring import record
 from gdpa_lab.report import chapter as chapters
-from gdpa_lab.report import house, page
+from gdpa_lab.report import exhibits, house, page, registered
 from gdpa_lab.report.chapter import Chapter
 
 
@@ -51,6 +50,29 @@ def test_rows_are_those_of_the_newest_record(chapter):
     assert times.loc["gdpa-self-full-256", "v1_tiled"] == chosen["time_us_p50"].iloc[0]
 
 
+def test_notes_stand_at_their_lines_in_a_whole_kernel(chapter, shown):
+    notes = {"for block in": "A {term}`tile` of keys.", "store_rows(": "Once."}
+    chapter.annotated(v5_pingpong.math, notes)
+    drawn = shown[0].data
+    text = html.unescape(re.sub(r"<[^>]+>", "", drawn))
+    for line in exhibits.source_of(v5_pingpong.math).splitlines():
+        assert line in text
+    assert not any("\n\n" in code for code in re.findall("<pre>.*?</pre>", drawn, re.DOTALL))
+    for number, (words, note) in enumerate(notes.items(), 1):
+        place = drawn.index(f'\n\n<b class="mark">{number}</b> {note}\n\n')
+        before = re.sub(r"<[^>]+>", "", drawn[:place]).rstrip().splitlines()[-1]
+        assert words in before and before.endswith(f" {number}")
+    for words, count in (("no such line", 0), ("tl.", 2)):
+        with pytest.raises(ValueError, match=f"must have '{words}', got {count}"):
+            chapter.annotated("tl.a\ntl.b", {words: "note"})
+
+
+def test_functions_are_annotated_one_after_another(chapter, shown):
+    chapter.annotated(["a = 1\n", "b = 2\n"], {"b =": "Last."})
+    text = re.sub(r"<[^>]+>", "", shown[0].data)
+    assert text.split() == ["a", "=", "1", "b", "=", "2", "1", "1", "Last."]
+
+
 def test_what_no_record_holds_is_refused(chapter):
     with pytest.raises(LookupError, match="must hold rows of .*nothing"):
         chapter.rows(impl="nothing")
@@ -82,6 +104,19 @@ def test_an_exhibit_without_a_known_origin_is_refused(chapter, shown, origin):
         chapter.figure(house.Figure(), **origin)
 
 
+def test_a_table_has_its_finding_and_says_what_was_not_timed(chapter, shown):
+    rows = chapter.rows("forward/results", workload="gdpa-self-full-256")
+    frame = pd.DataFrame({"rung": ["v1", "v2"], "us": [1.5, math.nan]})
+    chapter.table(frame, caption="**v1 is fast.** Times.", name="tab-v1", measured=rows)
+    assert shown[0].data.startswith(
+        "::::{table} **v1 is fast.** Times.\n:class: exhibit\n:name: tab-v1"
+    )
+    assert "| v2 | not timed |" in shown[0].data
+    chapter.table(frame, measured=rows, published="a paper")
+    chapter.table(frame, measured=rows, missing="none")
+    assert "| v2 |  |" in shown[2].data and "| v2 | none |" in shown[4].data
+
+
 def test_an_exhibit_names_each_kind_of_its_numbers(chapter, shown):
     rows = chapter.rows("block/results", scope="sustained", direction="forward")
     chapter.table(rows[["impl"]], measured=rows, published="table 5, NVIDIA B200")
@@ -109,22 +144,84 @@ def test_host_time_is_no_burst(chapter):
 @pytest.mark.parametrize(
     "limits, verdict, said",
     (
-        ({"most": 1.0}, "**refuted**, 25 % outside", "at most 1.00"),
-        ({"least": 1.0}, "**confirmed**, 25 % inside", "at least 1.00"),
-        ({"least": 1.0, "most": 1.1}, "**refuted**, 14 % outside", "1.00 to 1.10"),
-        ({"least": 0}, "**confirmed**.", "at least 0.00"),
+        ({"most": 1.0}, "✗&nbsp;refuted</b>, 25 % outside", "at most 1.00"),
+        ({"least": 1.0}, "✓&nbsp;confirmed</b>, 25 % inside", "at least 1.00"),
+        ({"least": 1.0, "most": 1.1}, "✗&nbsp;refuted</b>, 14 % outside", "1.00 to 1.10"),
+        ({"least": 0}, "✓&nbsp;confirmed</b> |", "at least 0.00"),
     ),
 )
 def test_a_prediction_stands_with_its_verdict_and_margin(chapter, shown, limits, verdict, said):
     chapter.predict("It is so.", 1.25, **limits)
-    text = shown[0].data
-    assert f"Expected: {said}. Found: 1.25" in text and verdict in text
+    chapter.predictions()
+    text = shown[1].data
+    assert f"{said}<br>found **1.25**" in text and verdict in text
+    assert "It is so.<br><small>Expected</small>" in text
+    word = verdict[len("✗&nbsp;") :].partition("<")[0]
+    assert f'aria-label="Interval {said}; found 1.25, {word}"' in text
 
 
 def test_of_a_series_the_value_farthest_out_decides(chapter, shown):
     found = pd.Series({"a": 1.2, "b": 0.8, "c": 1.0})
     chapter.predict("It is so.", found, least=0.9, most=1.15)
-    assert "Found: 0.80 (b, of 3)" in shown[0].data
+    chapter.predictions()
+    assert "found **0.80** (b, of 3)" in shown[1].data
+
+
+def test_what_is_predicted_is_kept_unseen_and_three_are_shown(chapter, monkeypatch):
+    outputs = []
+    monkeypatch.setattr(chapters, "display", lambda *data, **rest: outputs.append((data, rest)))
+    with pytest.raises(ValueError, match="forward/v5_pingpong must show one to 3 .* got 0"):
+        chapter.predictions()
+    for number in range(4):
+        chapter.predict("It is so.", number, most=1.0, shown=number > 0)
+    (data,), rest = outputs[0]
+    assert data == {"text/markdown": ""} and rest["raw"]
+    assert rest["metadata"]["prediction"] == {
+        "id": "forward/v5_pingpong#1", "text": "It is so.", "limits": "at most 1.00",
+        "found": "0.00", "word": "confirmed", "margin": 1.0,
+    }  # fmt: skip
+    chapter.predictions()
+    (table,) = outputs[-1][0]
+    assert table.data.startswith("::::{table} **Confirmed: 1 of 3 predictions.**")
+    assert "Confirmed of 1 others" in table.data
+    chapter.predict("It is so.", 1, most=1.0)
+    with pytest.raises(ValueError, match="got 4$"):
+        chapter.predictions()
+
+
+def test_an_id_may_be_that_of_another_chapter_and_is_given_once(chapter, shown, monkeypatch):
+    lines = registered.load().loc[["forward/v0_eager#1"]]
+    line = {"limits": "at most 1.00", "lesson": "A step was not counted.", "known": "a paper"}
+    monkeypatch.setattr(registered, "load", lambda: lines.assign(**line))
+    chapter.predict("It is so.", 2, most=1.0, registered="forward/v0_eager#1")
+    chapter.predict("This too.", 2, most=1.0)
+    assert [one.id for one in chapter._predictions] == ["forward/v0_eager#1", f"{chapter.slug}#1"]
+    chapter.predictions()
+    told = "Known before (a paper)</small><br><small>**What the model left out:** A step"
+    assert told in shown[-1].data and "This too.<br><small>Expected</small> |" in shown[-1].data
+    with pytest.raises(ValueError, match="must have its own id, got forward/v5_pingpong#1 twice"):
+        chapter.predict("Again.", 2, most=1.0, registered=f"{chapter.slug}#1")
+
+
+@pytest.mark.parametrize(
+    "limits, bar, ways",
+    (
+        ({"least": 2.0, "most": 3.0}, (0.3, 0.7), []),
+        ({"most": 3.0}, (0.0, 0.5), [-1]),
+        ({"least": 3.0}, (0.5, 1.0), [1]),
+    ),
+)
+def test_an_interval_is_drawn_to_its_own_scale(limits, bar, ways):
+    limits = {"least": -math.inf, "most": math.inf} | limits
+    found = 2.0 if math.isinf(limits["least"]) else 4.0
+    one = exhibits.Prediction("a/b#1", "", found, "", **limits, form=".1f", unit=" us", shown=True)
+    drawn = one.interval()
+    left, width = map(float, re.search(r'<rect .* x="([\d.]+)".* width="([\d.]+)"', drawn).groups())
+    assert left < left + width
+    arrows = [float(x) for x in re.findall(r'"M[\d.]+ 3L([\d.]+) 11', drawn)]
+    assert len(arrows) == len(ways)
+    assert all((tip > left + width) == (way > 0) for tip, way in zip(arrows, ways, strict=True))
+    assert ('class="refuted"' in drawn) == (one.verdict.word == "refuted")
 
 
 @pytest.mark.parametrize(

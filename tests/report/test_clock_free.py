@@ -1,7 +1,5 @@
 """The second registration: where its numbers come from, how a record judges it, and its death."""
 
-from __future__ import annotations
-
 import numpy as np
 import pandas as pd
 import pytest

@@ -267,9 +267,39 @@ def test_save_csv_writes_the_table(tmp_path, monkeypatch):
     assert path.read_text() == "a,b\n1,0.1\n2,\n"
 
 
-def test_show_table_aligns_numbers_to_the_right():
-    text = page.show_table(pd.DataFrame({"impl": ["a"], "tflops": [123.456]})).data
-    assert text.splitlines() == ["| impl | tflops |", "| :-- | --: |", "| a | 123.5 |"]
+@pytest.mark.parametrize(
+    "values, digits, shown",
+    (
+        ([123.456, 98.7], None, ["123", "99"]),
+        ([1.234, 12.5, 0.031], None, ["1.23", "12.50", "0.03"]),
+        ([1.5, 2.0], None, ["1.5", "2.0"]),
+        ([20480, 1], None, ["20,480", "1"]),
+        ([1.23456e-8, 2e-6, 0.0], None, ["1.23e-08", "2.00e-06", "0.00e+00"]),
+        ([1.234, math.nan], 1, ["1.2", "none"]),
+        ([math.nan, math.nan], None, ["none", "none"]),
+        (["a | b", 0.12345], None, ["a \\| b", "0.123"]),
+        ([True, False], None, ["True", "False"]),
+    ),
+)
+def test_a_column_of_a_table_has_the_same_decimals(values, digits, shown):
+    frame = pd.DataFrame({"impl": [f"r{n}" for n in range(len(values))], "x": values})
+    chosen = {"x": digits} if digits is not None else None
+    lines = page.show_table(frame, digits=chosen, missing="none").data.splitlines()
+    right = "--:" if not isinstance(values[0], (str, bool)) else ":--"
+    assert lines[:2] == ["| impl | x |", f"| :-- | {right} |"]
+    assert lines[2:] == [f"| r{n} | {text} |" for n, text in enumerate(shown)]
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    (
+        ({"caption": "Times."}, "caption must begin with the finding in bold, got 'Times.'"),
+        ({"digits": {"y": 1}}, r"digits must be of columns of the table, got \['y'\]"),
+    ),
+)
+def test_a_table_without_a_finding_or_with_unknown_digits_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        page.show_table(pd.DataFrame({"x": [1]}), **options)
 
 
 def test_glue_displays_what_myst_nb_would(monkeypatch):

@@ -1,7 +1,5 @@
 """Predictions for a B200: the file is the model's, and a record of a B200 judges them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -196,11 +194,6 @@ def test_the_command_prints_and_writes(tmp_path, capsys, monkeypatch):
 
 RUNS = {"forward": "20261121T134948Z-10-figures", "backward": "20261121T225723Z-33-backward"}
 """By direction, the record of an H200 that EXPECTED quotes."""
-
-
-@pytest.fixture(scope="module")
-def every() -> pd.DataFrame:
-    return results.table(latest=False)
 
 
 def quoted(rows: pd.DataFrame, impl: str, direction: str) -> tuple[pd.DataFrame, Ceilings]:

@@ -1,7 +1,5 @@
 """README.md: its results are the records', its commands are the ones CI runs."""
 
-from __future__ import annotations
-
 import math
 import re
 from dataclasses import replace

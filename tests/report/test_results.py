@@ -264,11 +264,6 @@ def test_command_line_says_when_nothing_matches_or_a_file_is_refused(add, tmp_pa
     assert "refused records/foreign.json: not a record" in captured.err and captured.out == ""
 
 
-@pytest.fixture(scope="module")
-def every() -> pd.DataFrame:
-    return results.table(latest=False)
-
-
 @pytest.mark.parametrize(
     "path", sorted((record.DATA_DIR / "records").iterdir()), ids=lambda path: path.stem
 )

@@ -1,7 +1,5 @@
 """A row is stale if its kernels compile to other machine code today, and for no other reason."""
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import replace
 

@@ -1,13 +1,14 @@
-"""What no machine and no arithmetic can: why a record that fits its schema cannot be true.
+"""Physical and numerical bounds: refuses records that satisfy the schema and cannot be true.
 
 Rates are bounded by the machine (`systems/`): all tensor cores at the highest clock, all pins of
-the memory at theirs. The mean power is the energy over the time. An error budget cannot be computed
-again without the tensors, so it is bounded by what roundings of such sums amount to.
+the memory at theirs. Mean power is energy over time. An error budget cannot be recomputed without
+the tensors, so it is bounded by the roundings in such sums.
 """
 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator
 from functools import cache
 from typing import TYPE_CHECKING
@@ -87,17 +88,13 @@ def _too_fast(
     fastest = min(what.samples_us)
     rate = what.flops / fastest / 1e6
     if rate > tflops:
-        yield (
-            f"{where}.samples_us must be at most {tflops:.0f} TFLOP/s, {machine.num_sms} SMs at "
-            f"{machine.max_sm_clock_mhz:.0f} MHz, got {rate:.0f}"
-        )
+        units = f"{machine.num_sms} SMs at {machine.max_sm_clock_mhz:.0f} MHz"
+        yield f"{where}.samples_us must be at most {tflops:.0f} TFLOP/s, {units}, got {rate:.0f}"
     # What L2 may hold has not come from memory.
     rate = (what.bytes_read + what.bytes_written - (machine.l2_bytes or 0)) / fastest / 1e3
     if rate > gbytes:
-        yield (
-            f"{where}.samples_us must be at most {gbytes:.0f} GB/s, memory at "
-            f"{machine.max_memory_clock_mhz:.0f} MHz, got {rate:.0f}"
-        )
+        pins = f"memory at {machine.max_memory_clock_mhz:.0f} MHz"
+        yield f"{where}.samples_us must be at most {gbytes:.0f} GB/s, {pins}, got {rate:.0f}"
 
 
 def _wrong_load(where: str, what: Ceiling | Row, machine: System) -> Iterator[str]:
@@ -107,10 +104,8 @@ def _wrong_load(where: str, what: Ceiling | Row, machine: System) -> Iterator[st
     if load.joules is not None and load.power_w is not None:
         watts = load.joules / (float(np.mean(what.samples_us)) * 1e-6)
         if not math.isclose(watts, load.power_w, rel_tol=SAME):
-            yield (
-                f"{where}.load.power_w must be {watts}, joules over the mean of samples_us, "
-                f"got {load.power_w}"
-            )
+            expected = f"{watts}, joules over the mean of samples_us"
+            yield f"{where}.load.power_w must be {expected}, got {load.power_w}"
     most = machine.max_sm_clock_mhz
     if None not in (most, load.sm_clock_mhz) and load.sm_clock_mhz > most:
         yield f"{where}.load.sm_clock_mhz must be at most {most:.0f}, got {load.sm_clock_mhz:.0f}"
@@ -119,32 +114,27 @@ def _wrong_load(where: str, what: Ceiling | Row, machine: System) -> Iterator[st
 def _wrong_budgets(record: Record) -> Iterator[str]:
     """Budgets beyond their bound, or more of them than tensors were compared: they depend on the
     inputs alone, so all rows of one mathematics share them."""
-    budgets: dict[tuple[str, str, str], set[float]] = {}
+    budgets: dict[tuple[str, str, str], set[float]] = defaultdict(set)
     for i, row in enumerate(record.rows):
         if row.error is None:
             continue
-        key = row.workload, row.direction, row.math
-        most = most_budget(record.workload(row.workload), row.direction, row.math)
-        if row.error.budget > most:
-            yield (
-                f"rows[{i}].error.budget must be at most {most:.3g}, what roundings to "
-                f"{record.workload(row.workload).dtype} amount to, got {row.error.budget:.3g}"
-            )
+        budget, must = row.error.budget, f"rows[{i}].error.budget must be"
+        work = record.workload(row.workload)
+        most = most_budget(work, row.direction, row.math)
+        if budget > most:
+            why = f"what roundings to {work.dtype} amount to"
+            yield f"{must} at most {most:.3g}, {why}, got {budget:.3g}"
         if None not in (row.error.pytorch, row.error.rounding):
             made = FACTOR * row.error.pytorch + row.error.rounding
-            if not math.isclose(made, row.error.budget, rel_tol=SAME):
-                yield (
-                    f"rows[{i}].error.budget must be {made:.6g}, {FACTOR:g} times pytorch and "
-                    f"rounding, got {row.error.budget:.6g}"
-                )
-        seen = budgets.setdefault(key, set())
-        seen.add(row.error.budget)
+            if not math.isclose(made, budget, rel_tol=SAME):
+                why = f"{FACTOR:g} times pytorch and rounding"
+                yield f"{must} {made:.6g}, {why}, got {budget:.6g}"
+        seen = budgets[row.workload, row.direction, row.math]
+        seen.add(budget)
         tensors = 1 if row.direction == "forward" and row.math != "rotary" else 3
         if len(seen) > tensors:
-            yield (
-                f"rows[{i}].error.budget must be one of its workload, direction and math, of "
-                f"which {tensors} can differ, got {row.error.budget:.6g} as another"
-            )
+            of = f"one of its workload, direction and math, of which {tensors} can differ"
+            yield f"{must} {of}, got {budget:.6g} as another"
 
 
 @cache

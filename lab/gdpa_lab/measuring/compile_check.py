@@ -1,8 +1,7 @@
-"""Compile a kernel for a GPU that is not here, and read what the compiler made of it.
+"""Compiles a kernel for a GPU that is not present, and reads registers, spills and instructions.
 
-Registers and spills come from ptxas, instructions from the disassembly; both ship with Triton. A
-kernel that spills or whose wgmma are serialised is slow on every machine, and a CPU shows it within
-seconds.
+ptxas and nvdisasm ship with Triton, so a CPU shows within seconds whether a kernel spills or has
+its wgmma instructions serialised.
 """
 
 from __future__ import annotations
@@ -164,9 +163,6 @@ def build_launch(launch: Launch, *, capability: int = 90) -> CompiledKernel:
     return build(launch.kernel, types, constants, capability=capability, options=launch.options)
 
 
-_INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?\w+\s+)?([A-Z][A-Z0-9]+)((?:\.\w+)*)", re.M)
-
-
 def read(compiled: CompiledKernel) -> Compiled:
     """What ptxas says about a compiled kernel, and the instructions in it."""
     report = _report(compiled)
@@ -174,14 +170,14 @@ def read(compiled: CompiledKernel) -> Compiled:
     if used is None:
         raise RuntimeError(f"ptxas must report registers, got {report[:300]!r}")
     spilled = re.search(r"(\d+) bytes spill stores", report)
-    found = _INSTRUCTION.findall(disassemble(compiled.asm["cubin"]))
+    found = [_opcode(statement) for statement in sass(compiled)[0]]
     return Compiled(
         registers=int(used.group(1)),
         spill_bytes=int(spilled.group(1)) if spilled else 0,
         shared_bytes=compiled.metadata.shared,
         serialised="serialized" in report,
-        instructions=Counter(name for name, _ in found),
-        wide=Counter(name for name, modifiers in found if "128" in modifiers.split(".")),
+        instructions=Counter(name for name, *_ in found),
+        wide=Counter(name for name, *modifiers in found if "128" in modifiers),
     )
 
 
@@ -243,15 +239,20 @@ def sass(built: CompiledKernel) -> tuple[list[str], list[range]]:
     return code, sorted(found, key=len)
 
 
+def _opcode(statement: str) -> list[str]:
+    """The mnemonic of an instruction, which may have a predicate, and its modifiers."""
+    return re.sub(r"^@\S+\s+", "", statement).split()[0].split(".")
+
+
 def shortest_loop(built: CompiledKernel, mnemonic: str, least: int) -> list[str]:
     """The mnemonics of the shortest loop with at least `least` instructions `mnemonic`.
 
     Raises ValueError if there is none.
     """
     code, loops = sass(built)
-    names = [re.sub(r"^@\S+\s+", "", line).split()[0].split(".")[0] for line in code]
+    names = [_opcode(statement)[0] for statement in code]
     for loop in loops:
-        body = [names[i] for i in loop]
+        body = names[loop.start : loop.stop]
         if body.count(mnemonic) >= least:
             return body
     raise ValueError(f"built must have a loop with {least} {mnemonic}, got none")

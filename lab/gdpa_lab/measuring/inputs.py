@@ -5,23 +5,38 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from gdpa_kernels.block_attention import batch as block_batch
 from gdpa_kernels.gdpa import batch as gdpa_batch
+from gdpa_lab.measuring.require import require
 from gdpa_lab.measuring.workload import Workload
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-_TENSORS = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
-_OPTIONS = ("activation", "scale", "output_scale", "causal", "window")
-_BLOCK_TENSORS = ("q", "k", "v", "cu_seqlens", "rotary")
-_BLOCK_OPTIONS = ("block_size", "scale", "rotate_v")
+
+
+class Arguments:
+    """Inputs whose attributes and options of their workload are arguments of an operator."""
+
+    workload: Workload
+    TENSORS: ClassVar[tuple[str, ...]]
+    OPTIONS: ClassVar[tuple[str, ...]]
+
+    def arguments(self) -> dict[str, Any]:
+        """Keyword arguments of the operator, but for what names an implementation."""
+        given = {name: getattr(self, name) for name in self.TENSORS}
+        return given | {name: getattr(self.workload, name) for name in self.OPTIONS}
+
+    def scale(self) -> float:
+        """What multiplies Q K^T."""
+        scale = self.workload.scale
+        return self.workload.head_dim**-0.5 if scale is None else scale
 
 
 @dataclass(frozen=True)
-class Inputs:
+class Inputs(Arguments):
     """Tensors of one workload on one device.
 
     q [rows_q, num_heads_q, head_dim], k and v [total_k, num_heads_k, head_dim] and the gradient of
@@ -39,23 +54,19 @@ class Inputs:
     max_seqlen_k: int
     grad_out: torch.Tensor
 
-    def arguments(self) -> dict[str, Any]:
-        """Keyword arguments of `gdpa`, options of the workload included; `impl` and `backward_impl`
-        are left out."""
-        return {name: getattr(self, name) for name in _TENSORS} | {
-            name: getattr(self.workload, name) for name in _OPTIONS
-        }
+    TENSORS = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+    OPTIONS = ("activation", "scale", "output_scale", "causal", "window")
 
     def batch(self) -> gdpa_batch.Batch:
         """What a rung takes."""
         name = self.workload.activation
         names = (name,) if isinstance(name, str) else tuple(name)
-        given = self.arguments() | {"activation": names, "scale": _scale(self)}
+        given = self.arguments() | {"activation": names, "scale": self.scale()}
         return gdpa_batch.Batch(**given)
 
 
 @dataclass(frozen=True)
-class BlockInputs:
+class BlockInputs(Arguments):
     """Tensors of one workload of block attention on one device, in the workload's dtype.
 
     q and grad_out [total, num_heads_q, head_dim], k and v [total, num_heads_k, head_dim];
@@ -70,20 +81,12 @@ class BlockInputs:
     grad_out: torch.Tensor
     rotary: tuple[torch.Tensor, torch.Tensor] | None
 
-    def arguments(self) -> dict[str, Any]:
-        """Keyword arguments of `block_attention`; `impl` is left out."""
-        return {name: getattr(self, name) for name in _BLOCK_TENSORS} | {
-            name: getattr(self.workload, name) for name in _BLOCK_OPTIONS
-        }
+    TENSORS = ("q", "k", "v", "cu_seqlens", "rotary")
+    OPTIONS = ("block_size", "scale", "rotate_v")
 
     def batch(self) -> block_batch.Batch:
         """What a rung takes."""
-        return block_batch.Batch(**self.arguments() | {"scale": _scale(self)})
-
-
-def _scale(inputs: Inputs | BlockInputs) -> float:
-    scale = inputs.workload.scale
-    return inputs.workload.head_dim**-0.5 if scale is None else scale
+        return block_batch.Batch(**self.arguments() | {"scale": self.scale()})
 
 
 def make_inputs(
@@ -104,8 +107,8 @@ def make_inputs(
     """
     if seed is None:
         seed = workload.seed
-    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
-        raise ValueError(f"seed must be an integer in 0 .. 2**63 - 1 or None, got {seed!r}")
+    ok = type(seed) is int and 0 <= seed < 2**63
+    require(ok, "seed", "an integer in 0 .. 2**63 - 1 or None", seed)
     if packed and (workload.shared_q or workload.lengths_k is not None):
         raise ValueError(
             f"packed must be False unless K/V lengths equal Q lengths (lengths_k None), got "
@@ -122,36 +125,22 @@ def make_inputs(
         shape = (rows, heads, workload.head_dim)
         return torch.randn(shape, generator=generator, dtype=dtype, device=device)
 
+    sizes = (workload.rows_q, heads_q), (workload.total_k, heads_k), (workload.total_k, heads_k)
+    q, k, v = (draw(*size) for size in sizes)
     if packed:
-        shape = (workload.total_q, heads_q + 2 * heads_k, workload.head_dim)
-        qkv = torch.empty(shape, dtype=dtype, device=device)
-        q, k, v = qkv.split([heads_q, heads_k, heads_k], dim=1)
-        for part in (q, k, v):
-            part.copy_(draw(part.shape[0], part.shape[1]))
-    else:
-        q = draw(workload.rows_q, heads_q)
-        k = draw(workload.total_k, heads_k)
-        v = draw(workload.total_k, heads_k)
+        q, k, v = torch.cat((q, k, v), dim=1).split([heads_q, heads_k, heads_k], dim=1)
     grad_out = draw(workload.total_q, heads_q)
+    offsets_q = None if workload.shared_q else cu_seqlens(workload.seqlens_q, device)
     if workload.operator == "block_attention":
         rotary = None
         if workload.rotary:
             shape = (workload.total_q, workload.head_dim // 2)
             angle = torch.rand(shape, generator=generator, device=device).mul_(2 * math.pi)
             rotary = (angle.sin().to(dtype), angle.cos().to(dtype))
-        offsets = cu_seqlens(workload.seqlens_q, device)
-        return BlockInputs(workload, q, k, v, offsets, grad_out, rotary)
-    return Inputs(
-        workload=workload,
-        q=q,
-        k=k,
-        v=v,
-        cu_seqlens_q=None if workload.shared_q else cu_seqlens(workload.seqlens_q, device),
-        cu_seqlens_k=cu_seqlens(workload.seqlens_k, device),
-        max_seqlen_q=workload.max_seqlen_q,
-        max_seqlen_k=workload.max_seqlen_k,
-        grad_out=grad_out,
-    )
+        return BlockInputs(workload, q, k, v, offsets_q, grad_out, rotary)
+    offsets_k = cu_seqlens(workload.seqlens_k, device)
+    longest = workload.max_seqlen_q, workload.max_seqlen_k
+    return Inputs(workload, q, k, v, offsets_q, offsets_k, *longest, grad_out)
 
 
 def cu_seqlens(seqlens: tuple[int, ...] | list[int], device: torch.device | str) -> torch.Tensor:

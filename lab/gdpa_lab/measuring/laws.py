@@ -15,19 +15,7 @@ from typing import Any
 
 import numpy as np
 
-
-def check_int(name: str, value: object, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
-
-
-def check_number(name: str, value: object, expectation: str, ok: bool) -> None:
-    if not ok:
-        raise ValueError(f"{name} must be {expectation}, got {value!r}")
-
-
-def is_finite(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+from gdpa_lab.measuring.require import is_finite, require, require_int
 
 
 def _words(batch: int, rng: np.random.Generator) -> list[int]:
@@ -61,20 +49,18 @@ class LengthLaw:
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> LengthLaw:
         """Rebuild a law from `to_dict`; ValueError for an unknown kind or wrong fields."""
-        if not isinstance(data, Mapping):
-            raise ValueError(f"length law must be a mapping with a kind, got {data!r}")
-        kind = data.get("kind")
-        if not isinstance(kind, str) or kind not in LAWS:
-            raise ValueError(f"kind must be one of {sorted(LAWS)}, got {kind!r}")
-        law = LAWS[kind]
-        values = {name: value for name, value in data.items() if name != "kind"}
-        check_fields(f"length law {law.kind!r}", law, values)
+        require(isinstance(data, Mapping), "length law", "a mapping with a kind", data)
+        values = dict(data)
+        kind = values.pop("kind", None)
+        known = isinstance(kind, str) and kind in LAWS
+        require(known, "kind", f"one of {sorted(LAWS)}", kind)
+        require_fields(f"length law {kind!r}", LAWS[kind], values)
         for name, value in values.items():
             if isinstance(value, list):
                 values[name] = tuple(value)
             elif isinstance(value, Mapping):
                 values[name] = LengthLaw.from_dict(value)
-        return law(**values)
+        return LAWS[kind](**values)
 
 
 def _plain(value: Any) -> Any:
@@ -110,7 +96,7 @@ class Uniform(LengthLaw):
 
     def __post_init__(self) -> None:
         ok = is_finite(self.fill) and 0 < self.fill <= 1
-        check_number("fill", self.fill, "a number in (0, 1]", ok)
+        require(ok, "fill", "a number in (0, 1]", self.fill)
 
     def sample(self, batch: int, max_seqlen: int, rng: np.random.Generator) -> list[int]:
         if self.fill >= 0.5:
@@ -137,11 +123,11 @@ class Between(LengthLaw):
 
     def __post_init__(self) -> None:
         ok = is_finite(self.low) and 0 < self.low <= 1
-        check_number("low", self.low, "a number in (0, 1]", ok)
+        require(ok, "low", "a number in (0, 1]", self.low)
         ok = is_finite(self.high) and self.low < self.high <= 1
-        check_number("high", self.high, f"a number in ({self.low}, 1]", ok)
+        require(ok, "high", f"a number in ({self.low}, 1]", self.high)
         if self.total is not None:
-            check_int("total", self.total, 1)
+            require_int("total", self.total, 1)
 
     def sample(self, batch: int, max_seqlen: int, rng: np.random.Generator) -> list[int]:
         low = max(1, round(self.low * max_seqlen))
@@ -175,15 +161,15 @@ class LogNormal(LengthLaw):
     kind = "log_normal"
 
     def __post_init__(self) -> None:
-        ok = is_finite(self.sigma) and self.sigma > 0
-        check_number("sigma", self.sigma, "a positive number", ok)
-        check_number("loc", self.loc, "a finite number", is_finite(self.loc))
-        ok = is_finite(self.scale) and self.scale > 0
-        check_number("scale", self.scale, "a positive number", ok)
-        check_int("minimum", self.minimum, 1)
+        for name in ("sigma", "scale"):
+            value = getattr(self, name)
+            require(is_finite(value) and value > 0, name, "a positive number", value)
+        require(is_finite(self.loc), "loc", "a finite number", self.loc)
+        require_int("minimum", self.minimum, 1)
 
     def sample(self, batch: int, max_seqlen: int, rng: np.random.Generator) -> list[int]:
-        _check_cap(self.minimum, max_seqlen)
+        least = f"at least the law's {self.minimum}"
+        require(max_seqlen >= self.minimum, "max_seqlen", least, max_seqlen)
         normal = NormalDist()
         draws = (
             self.loc + self.scale * math.exp(self.sigma * normal.inv_cdf(_unit(word)))
@@ -210,18 +196,16 @@ class Quantiles(LengthLaw):
         ok = isinstance(levels, tuple) and len(levels) >= 2 and all(map(is_finite, levels))
         ok = ok and levels[0] == 0 and levels[-1] == 1
         ok = ok and all(a < b for a, b in zip(levels, levels[1:], strict=False))
-        check_number("levels", levels, "a tuple rising strictly from 0 to 1", ok)
+        require(ok, "levels", "a tuple rising strictly from 0 to 1", levels)
         ok = isinstance(lengths, tuple) and len(lengths) == len(levels)
-        check_number("lengths", lengths, f"a tuple of {len(levels)}, one per level", ok)
+        require(ok, "lengths", f"a tuple of {len(levels)}, one per level", lengths)
         for length in lengths:
-            check_int("every length", length, 1)
-        ok = all(a <= b for a, b in zip(lengths, lengths[1:], strict=False))
-        check_number("lengths", lengths, "non-decreasing", ok)
+            require_int("every length", length, 1)
+        require(list(lengths) == sorted(lengths), "lengths", "non-decreasing", lengths)
 
     def inverse_cdf(self, level: float) -> float:
         """The length (tokens, not rounded) at `level` in [0, 1]."""
-        ok = is_finite(level) and 0 <= level <= 1
-        check_number("level", level, "a number in [0, 1]", ok)
+        require(is_finite(level) and 0 <= level <= 1, "level", "a number in [0, 1]", level)
         i = next(i for i in range(1, len(self.levels)) if level <= self.levels[i])
         t = (level - self.levels[i - 1]) / (self.levels[i] - self.levels[i - 1])
         low, high = math.log(self.lengths[i - 1]), math.log(self.lengths[i])
@@ -233,20 +217,25 @@ class Quantiles(LengthLaw):
 
 
 @dataclass(frozen=True)
-class Events(LengthLaw):
+class DerivedLaw(LengthLaw):
+    """A law made from another."""
+
+    law: LengthLaw
+
+    def __post_init__(self) -> None:
+        require(isinstance(self.law, LengthLaw), "law", "a LengthLaw", self.law)
+
+
+@dataclass(frozen=True)
+class Events(DerivedLaw):
     """Histories that a trainer sees: `law` gives the events of a user, and training draws an event.
 
     A user among `USERS` of `law` in proportion to its events, one of them uniformly: the length is
     the events up to it, the newest max_seqlen of them.
     """
 
-    law: LengthLaw
-
     kind = "events"
     USERS = 20_000
-
-    def __post_init__(self) -> None:
-        _check_law(self.law)
 
     def sample(self, batch: int, max_seqlen: int, rng: np.random.Generator) -> list[int]:
         ends = np.cumsum(self.law.sample(self.USERS, 10**6, rng)).tolist()
@@ -256,17 +245,16 @@ class Events(LengthLaw):
 
 
 @dataclass(frozen=True)
-class Rounded(LengthLaw):
+class Rounded(DerivedLaw):
     """Lengths of `law` rounded up to a multiple of `multiple`, at most max_seqlen."""
 
-    law: LengthLaw
     multiple: int
 
     kind = "rounded"
 
     def __post_init__(self) -> None:
-        _check_law(self.law)
-        check_int("multiple", self.multiple, 1)
+        super().__post_init__()
+        require_int("multiple", self.multiple, 1)
 
     def sample(self, batch: int, max_seqlen: int, rng: np.random.Generator) -> list[int]:
         lengths = self.law.sample(batch, max_seqlen, rng)
@@ -274,15 +262,10 @@ class Rounded(LengthLaw):
 
 
 @dataclass(frozen=True)
-class Sorted(LengthLaw):
+class Sorted(DerivedLaw):
     """Lengths of `law`, the longest first."""
 
-    law: LengthLaw
-
     kind = "sorted"
-
-    def __post_init__(self) -> None:
-        _check_law(self.law)
 
     def sample(self, batch: int, max_seqlen: int, rng: np.random.Generator) -> list[int]:
         return sorted(self.law.sample(batch, max_seqlen, rng), reverse=True)
@@ -293,17 +276,8 @@ LAWS: dict[str, type[LengthLaw]] = {
 }
 
 
-def _check_law(law: object) -> None:
-    if not isinstance(law, LengthLaw):
-        raise ValueError(f"law must be a LengthLaw, got {law!r}")
-
-
-def _check_cap(minimum: int, max_seqlen: int) -> None:
-    if max_seqlen < minimum:
-        raise ValueError(f"max_seqlen must be at least the law's {minimum}, got {max_seqlen}")
-
-
-def check_fields(what: str, kind: type, values: Mapping[str, Any]) -> None:
+def require_fields(what: str, kind: type, values: Mapping[str, Any]) -> None:
+    """ValueError if a field of the dataclass `kind` is missing in `values`, or one is unknown."""
     known = {f.name: f for f in fields(kind)}
     unknown = sorted(set(values) - set(known))
     if unknown:

@@ -1,10 +1,10 @@
-"""The machine code of launches: its hash, and how a kernel is compiled again without a GPU.
+"""Hashes the machine code of launches, and recompiles their kernels without a GPU.
 
-The hash covers what runs of a cubin: instructions, constants, resources and sizes of shared memory;
-not symbols, lines and PTX. So it is the same whatever kernels, variables and files are called.
+The hash covers instructions, constants, resources and shared memory of a cubin, but no symbols,
+line numbers or PTX, so renaming kernels, variables or files does not change it.
 
 As a program (`python machine_code.py < questions > answers`) this compiles what measured rows
-launch, with the package that PYTHONPATH names, however old it is; hence it imports nothing of it.
+launch with the package on PYTHONPATH, however old; hence it imports nothing of the package itself.
 """
 
 from __future__ import annotations
@@ -205,30 +205,24 @@ def _arguments(workload: Mapping[str, Any], device: str) -> tuple[dict[str, Any]
     def ends(length: int) -> torch.Tensor:
         return torch.arange(3, dtype=torch.int32, device=device) * length
 
+    heads_q, heads_k = workload["num_heads_q"], workload["num_heads_k"]
     values = {
-        "q": make(rows_q if shared else 2 * rows_q, workload["num_heads_q"], head_dim),
-        "k": make(2 * rows_k, workload["num_heads_k"], head_dim),
-        "v": make(2 * rows_k, workload["num_heads_k"], head_dim),
+        "q": make(rows_q if shared else 2 * rows_q, heads_q, head_dim),
+        **{name: make(2 * rows_k, heads_k, head_dim) for name in "kv"},
         "scale": workload["scale"] or head_dim**-0.5,
     }
-    grad_out = make(2 * rows_q, workload["num_heads_q"], head_dim)
     if workload["operator"] == "block_attention":
+        options = ("block_size", "rotate_v")
         turns = (make(2 * rows_q, head_dim // 2), make(2 * rows_q, head_dim // 2))
-        return values | {
-            "cu_seqlens": ends(rows_q),
-            "block_size": workload["block_size"],
-            "rotary": turns if workload["rotary"] else None,
-            "rotate_v": workload["rotate_v"],
-        }, grad_out
-    names = workload["activation"]
-    return values | {
-        "cu_seqlens_q": None if shared else ends(rows_q),
-        "cu_seqlens_k": ends(rows_k),
-        "max_seqlen_q": rows_q,
-        "max_seqlen_k": rows_k,
-        "activation": (names,) if isinstance(names, str) else tuple(names),
-        **{name: workload[name] for name in ("output_scale", "causal", "window")},
-    }, grad_out
+        values |= {"cu_seqlens": ends(rows_q), "rotary": turns if workload["rotary"] else None}
+    else:
+        options = ("max_seqlen_q", "max_seqlen_k", "output_scale", "causal", "window")
+        values["cu_seqlens_q"] = None if shared else ends(rows_q)
+        values["cu_seqlens_k"] = ends(rows_k)
+        names = workload["activation"]
+        values["activation"] = (names,) if isinstance(names, str) else tuple(names)
+    values |= {name: workload[name] for name in options}
+    return values, make(2 * rows_q, heads_q, head_dim)
 
 
 def _known(function: Callable, values: Mapping[str, Any]) -> dict[str, Any]:

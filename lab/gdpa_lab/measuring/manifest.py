@@ -1,22 +1,22 @@
 """The manifest of a data folder: the SHA-256 of every file in it.
 
-`manifest.sha256` has a line "<64 hex digits>  <path>" for each file of the folder, so `sha256sum
--c` checks it too; left out are texts for people (*.md) and what has a manifest of its own
-(community/<handle>/). A folder with this file is held to it: what is not listed, differs or is gone
-is refused. A folder without it has nothing to be held to; the repository's own must have one.
+`manifest.sha256` has a line "<64 hex digits>  <path>" for each file, as `sha256sum -c` reads it,
+except *.md and community/<handle>/, which has its own. If present, it is enforced: files that are
+not listed, differ or are missing are refused. The repository's own folder must have one.
 
-Lines of records/ and systems/ are only ever added: one that a commit of the folder's history has
-and the file has not is refused too. All this finds accidents, not authors: who rewrites the history
-can write anything.
+Lines of records/ and systems/ are append-only: a line that a commit of the folder's history has and
+the file lacks is refused too. This detects accidents, not authors: whoever rewrites the history can
+write anything.
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+
+from gdpa_lab.measuring import git
 
 NAME = "manifest.sha256"
 DATA_DIR = Path(__file__).resolve().parents[3] / "data"
@@ -119,13 +119,9 @@ def _others(data_dir: Path) -> Iterator[str]:
 def _history(data_dir: Path) -> Iterator[tuple[str, str]]:
     """(path, SHA-256) of each record and system that a commit added to the manifest; nothing
     outside a git checkout, and in a shallow one only what its oldest commit has."""
-    command = ["git", "log", "--format=", "-p", "--unified=0", "--no-ext-diff", "--", NAME]
-    try:
-        done = subprocess.run(command, cwd=data_dir, capture_output=True, text=True)
-    except OSError:
-        return
-    for line in done.stdout.splitlines(True):
-        match = _LINE.fullmatch(line[1:]) if line.startswith("+") else None
+    options = ("--format=", "-p", "--unified=0", "--no-ext-diff", "--", NAME)
+    for line in (git.answer(data_dir, "log", *options) or "").splitlines():
+        match = _LINE.fullmatch(f"{line[1:]}\n") if line.startswith("+") else None
         if match is not None and match[2].startswith(_APPENDED):
             yield match[2], match[1]
 

@@ -1,7 +1,7 @@
-"""Check, time and record implementations on workloads; a notebook in measure mode calls this.
+"""Checks and times implementations on workloads; notebooks in measure mode call it.
 
-Nothing is timed behind a failed check: an implementation whose output misses its budget, or that
-raises, gives a row with the reason and no samples.
+Nothing is timed behind a failed check: an implementation that raises, or whose output misses its
+budget, yields a row with the reason and no samples.
 """
 
 from __future__ import annotations
@@ -124,13 +124,9 @@ def error_of(comparisons: Sequence[testing.Comparison]) -> record.Error:
         return not comparison.passed, share if math.isfinite(share) else math.inf
 
     worst = max(comparisons, key=share)
-    elements = sum(comparison.elements for comparison in comparisons)
-    return replace(
-        record.Error.judge(worst.max_abs, worst.max_abs_budget, elements=elements),
-        passed=all(comparison.passed for comparison in comparisons),
-        pytorch=worst.pytorch,
-        rounding=worst.rounding,
-    )
+    elements, passed = sum(c.elements for c in comparisons), all(c.passed for c in comparisons)
+    found = record.Error.judge(worst.max_abs, worst.max_abs_budget, elements=elements)
+    return replace(found, passed=passed, pytorch=worst.pytorch, rounding=worst.rounding)
 
 
 def measure(
@@ -163,13 +159,12 @@ def measure(
     ready: list[tuple[Candidate, record.Error, int]] = []
     rows: list[record.Row] = []
     for entry in impls:
-        impl, variant, _ = parts(entry)
         found = attempt(entry, operator, stage)
         if found.failure is None:
             ready.append((found.made, found.error, found.peak))
         else:
             rows += failed_rows(workload, direction, scopes, entry, found)
-            log(f"  {impl}{' ' + variant if variant else ''}: {found.failure}")
+            log(f"  {' '.join(filter(None, parts(entry)[:2]))}: {found.failure}")
         free()
     operator = operators.of(inputs, direction)  # without what it remembered to check
     free()
@@ -192,12 +187,8 @@ def measure(
                 what["config"]["forward"] = operator.forward_of_step()
             if times:
                 what["launches"] = launched(call, device)
-            rows.append(
-                record.Row.of(
-                    workload, direction, impl=made.impl, variant=variant, scope=scope,
-                    math=made.math, samples_us=times, **what,
-                )
-            )  # fmt: skip
+            what |= {"impl": made.impl, "variant": variant, "scope": scope, "math": made.math}
+            rows.append(record.Row.of(workload, direction, samples_us=times, **what))
             if scope in ON_DEVICE and times:
                 median = sorted(times)[len(times) // 2]
                 rate = workload.flops(direction) / median / 1e6

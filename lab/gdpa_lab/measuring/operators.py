@@ -1,6 +1,4 @@
-"""What measuring needs to know of an operator: how an implementation is called, what is right, what
-a user's whole call is, and what is made once before it.
-"""
+"""Per-operator adapters: how to call, check and time an implementation."""
 
 from __future__ import annotations
 
@@ -14,6 +12,7 @@ import torch
 
 from gdpa_kernels.block_attention import api as block_api
 from gdpa_kernels.block_attention import reference as block_reference
+from gdpa_kernels.block_attention.block_list import make_schedule
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.calling.rung import Rung
 from gdpa_kernels.gdpa import api as gdpa_api
@@ -21,6 +20,7 @@ from gdpa_kernels.gdpa import reference as gdpa_reference
 from gdpa_lab.measuring import baselines, testing
 from gdpa_lab.measuring.baselines import STEP
 from gdpa_lab.measuring.inputs import BlockInputs, Inputs
+from gdpa_lab.measuring.require import require
 
 Call = Callable[[], object]
 
@@ -44,11 +44,8 @@ class Candidate:
 def of(inputs: Inputs | BlockInputs, direction: str) -> Gdpa | BlockAttention:
     """The operator of `inputs` in `direction`; ValueError if it is not measured in it."""
     kind = BlockAttention if isinstance(inputs, BlockInputs) else Gdpa
-    if direction not in kind.results:
-        raise ValueError(
-            f"direction must be one of {tuple(kind.results)} with operator "
-            f"{inputs.workload.operator!r}, got {direction!r}"
-        )
+    expected = f"one of {(*kind.results,)} with operator {inputs.workload.operator!r}"
+    require(direction in kind.results, "direction", expected, direction)
     return kind(inputs, direction)
 
 
@@ -58,8 +55,8 @@ def math(operator: str, impl: str) -> str:
 
 
 class _Checked:
-    """Results held against fp64, all of them, some whole sequences at a time: sequences of together
-    at most `PART` tokens, since an fp64 copy of everything would not fit.
+    """Checks every result against fp64, a group of whole sequences at a time: at most `PART` tokens
+    together, since an fp64 copy of everything would not fit.
     """
 
     results = {"forward": ("out",), "backward": ("dq", "dk", "dv")}
@@ -90,7 +87,7 @@ class _Checked:
                     f"{name} must be {tensor.dtype} of shape {list(tensor.shape)}, got "
                     f"{result.dtype} of shape {list(result.shape)}"
                 )
-        errors: list[list[torch.Tensor]] = [[] for _ in names]
+        parts = []
         known = self._allowed.setdefault(kind, [])
         for number, (places, part) in enumerate(self._parts()):
             expected = self._exact.get((kind, number))
@@ -102,13 +99,12 @@ class _Checked:
                 baseline = self._compute(kind, inputs.q.dtype, part)
                 pairs = zip(baseline, expected, strict=True)
                 known.append([testing.allowed_errors(tensor, right) for tensor, right in pairs])
-            for found, result, place, right, allowed in zip(
-                errors, results, places, expected, known[number], strict=True
-            ):
-                found.append(torch.cat((testing.error_of(result[place], right)[None], allowed)))
+            own = zip(results, places, expected, strict=True)
+            found = [testing.error_of(result[place], right)[None] for result, place, right in own]
+            parts.append([*map(torch.cat, zip(found, known[number], strict=True))])
         return [
-            testing.comparison(name, result.numel(), torch.stack(found))
-            for name, result, found in zip(names, results, errors, strict=True)
+            testing.comparison(name, result.numel(), torch.stack(errors))
+            for name, result, errors in zip(names, results, zip(*parts, strict=True), strict=True)
         ]
 
     def _has_room(self) -> bool:
@@ -188,10 +184,6 @@ class _Checked:
         """The rung, if it takes the batch."""
         return self.resolve(impl, self._direction, batch)
 
-    def _call(self, rung: Rung, module: ModuleType, batch: object, arguments: dict) -> Call:
-        """What is timed of a rung, or of the module in its place."""
-        raise NotImplementedError
-
     def ops(self, impl: str) -> dict[str, Call]:
         """By variant the public calls of a rung, which trust the offsets: other checks, schedule,
         launch; of a backward rung autograd's backward alone. Empty for what is no rung."""
@@ -211,8 +203,8 @@ class _Checked:
 def _prepared(
     rung: Rung, batch: object, direction: str, options: Mapping[str, object]
 ) -> tuple[ModuleType, dict[str, object]]:
-    """The module of a rung, or the option `module` in its place, and its other options with a
-    config and a schedule, which are made here and not in what is timed."""
+    """The module of a rung, or the option `module` in its place, and its other options; config and
+    schedule are made here, outside what is timed."""
     found = dict(options)
     module = found.pop("module", None) or rung.module()
     if found.get("config") is None and rung.takes(direction, "config"):
@@ -265,12 +257,12 @@ class Gdpa(_Checked):
 
         Forward None: the notebook of the schedules measures them by order and clock.
         """
-        if self._direction == "forward" or impl in baselines.BASELINES:
+        if self._direction == "forward" or impl in self.peers:
             return None
         rung, batch = ladder.rung(impl), self._inputs.batch()
         config = rung.config(batch, "backward")
         has_list = rung.takes("backward", "schedule")
-        return (lambda: rung.schedule(batch, config)) if has_list else None
+        return partial(rung.schedule, batch, config) if has_list else None
 
 
 class BlockAttention(_Checked):
@@ -298,15 +290,10 @@ class BlockAttention(_Checked):
 
     def schedule(self, impl: str) -> Call | None:
         """What makes the block list of a rung, or the metadata of a baseline; None without any."""
-        if impl in baselines.BLOCK_BASELINES:
-            make = baselines.BLOCK_BASELINES[impl].metadata
-            return None if make is None else lambda: make(self._inputs)
-        if impl == "reference":
-            return None
-        from gdpa_kernels.block_attention.block_list import make_schedule
-
-        batch = self._inputs.batch()
-        return lambda: make_schedule(batch, None)
+        if impl in self.peers:
+            make = self.peers[impl].metadata
+            return None if make is None else partial(make, self._inputs)
+        return None if impl == "reference" else partial(make_schedule, self._inputs.batch(), None)
 
 
 def _runs(lengths: Sequence[int], most: int) -> Iterator[tuple[int, int]]:

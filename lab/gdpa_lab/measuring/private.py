@@ -1,4 +1,4 @@
-"""Names that PyTorch does not document, each with what it is used for."""
+"""Undocumented PyTorch names, each with its use."""
 
 from __future__ import annotations
 

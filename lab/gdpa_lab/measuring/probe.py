@@ -1,16 +1,14 @@
-"""Kernels that no record has seen right on such a GPU are measured in a child process.
+"""Measures kernels not yet verified on this GPU architecture in a child process.
 
-A kernel that hangs, or an illegal address, after which its process can launch nothing more, then
-costs its rows and not the run, at its first launch or while it is timed. There, each rung is first
-launched `LAUNCHES` times on a jagged batch, since some faults appear only among launches back to
-back (facebookexperimental/triton#3492), and every result is compared. A rung is proven on GPUs of a
-compute capability (major.minor) by a correct row of a record: that one is measured in this process.
+A kernel that hangs or corrupts its CUDA context then costs its own rows, not the run. The child
+first launches each rung `LAUNCHES` times on a jagged batch and compares every result, since some
+faults appear only among back-to-back launches (facebookexperimental/triton#3492). A correct row of
+a record proves a rung on GPUs of that compute capability: it is measured in the parent.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import math
 import multiprocessing
 import signal
 import sys
@@ -34,8 +32,8 @@ from gdpa_lab.measuring.laws import Full, Uniform
 from gdpa_lab.measuring.measure import Entry, Stage
 from gdpa_lab.measuring.workload import Workload
 
-LIMITS_S = {
-    "start": 300.0, "inputs": 300.0, "run": 120.0, "check": math.inf, "launches": 120.0,
+LIMITS_S: Mapping[str, float | None] = {
+    "start": 300.0, "inputs": 300.0, "run": 120.0, "check": None, "launches": 120.0,
     "time": 120.0,
 }  # fmt: skip
 """Until the next stage of a child: everything imported, inputs made, a kernel compiled and run
@@ -59,12 +57,8 @@ def proven(data_dir: str | Path, capability: str | None) -> Proven:
 
 
 def _right(rows: Iterable[record.Row]) -> Proven:
-    """What `rows` prove."""
-    return {
-        (row.operator, row.direction, row.impl)
-        for row in rows
-        if row.failure is None and row.error is not None and row.error.passed
-    }
+    """The rungs that `rows` prove."""
+    return {(row.operator, row.direction, row.impl) for row in rows if row.passed}
 
 
 def _sound(row: record.Row) -> bool:
@@ -87,7 +81,7 @@ def is_unproven(
 
 
 class Probe:
-    """What unproven rungs do in child processes of a measuring run."""
+    """Measures unproven rungs in child processes."""
 
     def __init__(
         self,
@@ -95,7 +89,7 @@ class Probe:
         known: Proven,
         log: Callable[[str], None] = print,
         *,
-        limits_s: Mapping[str, float] = MappingProxyType(LIMITS_S),
+        limits_s: Mapping[str, float | None] = MappingProxyType(LIMITS_S),
         most_lost_s: float = MOST_LOST_S,
         in_child: Callable[..., list[record.Row]] | None = None,
     ) -> None:
@@ -168,7 +162,7 @@ class _Child:
         in_child: Callable[..., list[record.Row]],
         workload: Workload,
         how: Mapping[str, Any],
-        limits_s: Mapping[str, float],
+        limits_s: Mapping[str, float | None],
         log: Callable[[str], None],
     ) -> None:
         context = multiprocessing.get_context("spawn")
@@ -187,11 +181,7 @@ class _Child:
         self.ran = False
         try:
             self._connection.send((entry, launches))
-            while True:
-                limit_s = self._limits_s[self._stage]
-                if not self._connection.poll(None if math.isinf(limit_s) else limit_s):
-                    self.ran = True
-                    return f"timeout after {limit_s:g} s in a child process ({self._stage})"
+            while self._connection.poll(self._limits_s[self._stage]):
                 kind, what = self._connection.recv()
                 if kind == "found":
                     return what
@@ -200,15 +190,17 @@ class _Child:
                 else:
                     self._stage = what
                     self.ran |= what == "run"
+            limit = f"{self._limits_s[self._stage]:g} s"
+            why = f"timeout after {limit} in a child process ({self._stage})"
         except (EOFError, OSError):
-            self.ran = True
             self._process.join(10)
             code = self._process.exitcode or 0
             how = signal.Signals(-code).name if code < 0 else f"status {code}"
-            return f"its child process ended with {how} ({self._stage})"
+            why = f"its child process ended with {how} ({self._stage})"
         except Exception as error:
-            self.ran = True
-            return f"no child process takes it: {measure.reason(error)}"
+            why = f"no child process takes it: {measure.reason(error)}"
+        self.ran = True
+        return why
 
     def end(self) -> None:
         self._process.kill()
@@ -222,7 +214,7 @@ def _serve(
     workload: Workload,
     how: Mapping[str, Any],
 ) -> None:
-    """What the child does: one entry after another, until it is ended."""
+    """The loop of a child: measures one entry after another until it is killed."""
     tell = {
         kind: lambda what, kind=kind: connection.send((kind, what)) for kind in ("stage", "log")
     }
@@ -241,16 +233,13 @@ def trial(
     workload: Workload,
     *,
     launches: int,
-    device: torch.device,
-    direction: str,
-    stage: Stage,
     **how: Any,
 ) -> list[record.Row]:
-    """The rows of an entry, which is launched often before if it is new."""
+    """The rows of an entry, launched `launches` times before it is measured."""
     if launches:
-        launch_often(entry, workload, launches, device=device, direction=direction, stage=stage)
-    options = {"device": device, "direction": direction, "stage": stage}
-    return measure.measure(workload, [entry], **options, **how)
+        launching = {name: how[name] for name in ("device", "direction", "stage")}
+        launch_often(entry, workload, launches, **launching)
+    return measure.measure(workload, [entry], **how)
 
 
 def launch_often(
@@ -287,10 +276,11 @@ def launch_often(
         ]
         for place, most in enumerate(torch.stack(apart).tolist()):
             number, check = begin + 1 + place // len(first), checks[place % len(first)]
-            if not most <= 2 * check.max_abs_budget:
+            budget = 2 * check.max_abs_budget
+            if not most <= budget:
+                where = f"launch {number:,} of {launches:,} on a jagged batch: {check.name}"
                 raise ValueError(
-                    f"launch {number:,} of {launches:,} on a jagged batch: {check.name} must be "
-                    f"within {2 * check.max_abs_budget:.3g} of the first, got {most:.3g}"
+                    f"{where} must be within {budget:.3g} of the first, got {most:.3g}"
                 )
         for result in results:
             for tensor in result:

@@ -13,7 +13,6 @@ import hashlib
 import json
 import os
 import re
-import subprocess
 import tokenize
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -23,10 +22,11 @@ from pathlib import Path
 from typing import Any
 
 import gdpa_kernels
-from gdpa_lab.measuring import bounds, manifest, refusals
+from gdpa_lab.measuring import bounds, git, manifest, refusals
 from gdpa_lab.measuring import system as systems
 from gdpa_lab.measuring.manifest import DATA_DIR, RecordError
 from gdpa_lab.measuring.refusals import SCHEMA_VERSION
+from gdpa_lab.measuring.require import require
 from gdpa_lab.measuring.rows import Ceiling, Error, Load, Protocol, Row, Table
 from gdpa_lab.measuring.workload import Workload
 
@@ -73,21 +73,13 @@ class Package:
 
 @cache
 def _differs(root: str, commit: str, sources: tuple[tuple[str, str], ...]) -> bool | None:
-    if _git(Path(root), "cat-file", "-e", f"{commit}^{{commit}}") is None:
+    if git.answer(root, "cat-file", "-e", f"{commit}^{{commit}}") is None:
         return None
-    names = "".join(f"{commit}:{name}\n" for name, _ in sources)
-    command = ["git", "-C", root, "cat-file", "--batch"]
-    text = subprocess.run(command, input=names.encode(), capture_output=True, check=True).stdout
-    at = 0
-    for _, sha256 in sources:
-        end = text.index(b"\n", at)
-        head = text[at:end].split()
-        if head[-1] == b"missing":
-            return True
-        at = end + 1 + int(head[-1]) + 1
-        if manifest.digest(text[end + 1 : at - 1]) != sha256:
-            return True
-    return False
+    then = git.contents(root, (f"{commit}:{name}" for name, _ in sources))
+    return any(
+        text is None or manifest.digest(text) != sha256
+        for text, (_, sha256) in zip(then, sources, strict=True)
+    )
 
 
 @cache
@@ -147,35 +139,33 @@ class Record:
         reason = refusals.refusal(data)
         if reason is not None:
             raise ValueError(reason)
-        added = ("schema_version", "digest", "launches")
-        values = {key: value for key, value in data.items() if key not in added}
-        return Record(
-            **{
-                **values,
-                "package": Package(**data["package"]),
-                "protocol": Protocol(**data["protocol"]),
-                "ceilings": tuple(_rebuilt(Ceiling, ceiling) for ceiling in data["ceilings"]),
-                "rows": tuple(_row(row, data.get("launches")) for row in data["rows"]),
-                "tables": {name: Table(**table) for name, table in data["tables"].items()},
-                "plan": _keys(data.get("plan")),
-            }
-        )
+        values = dict(data)
+        launches = values.pop("launches", ())
+        for added in ("schema_version", "digest"):
+            values.pop(added, None)
+        values |= {
+            "package": Package(**data["package"]),
+            "protocol": Protocol(**data["protocol"]),
+            "ceilings": tuple(_rebuilt(Ceiling, ceiling) for ceiling in data["ceilings"]),
+            "rows": tuple(_rebuilt(Row, row, launches) for row in data["rows"]),
+            "tables": {name: Table(**table) for name, table in data["tables"].items()},
+            "plan": _keys(data.get("plan")),
+        }
+        return Record(**values)
 
 
 def _keys(plan: Iterable[Sequence[str]] | None) -> tuple[tuple[str, ...], ...] | None:
     return None if plan is None else tuple(map(tuple, plan))
 
 
-def _row(values: Mapping[str, Any], launches: Sequence[Mapping[str, Any]] | None) -> Row:
-    places = values.get("launches")
-    seen = None if places is None else tuple(launches[place] for place in places)
-    return _rebuilt(Row, {**values, "launches": seen})
-
-
-def _rebuilt(kind: type, values: Mapping[str, Any]) -> Any:
-    """A row or a ceiling from its JSON values."""
-    parts = {"error": Error, "load": Load}
-    return kind(**{k: parts[k](**v) if k in parts and v else v for k, v in values.items()})
+def _rebuilt(kind: type, values: Mapping[str, Any], launches: Sequence[Any] = ()) -> Any:
+    """A row or a ceiling from its JSON values; a row names its launches by their places."""
+    values, parts = dict(values), {"error": Error, "load": Load}
+    for name in parts.keys() & values.keys():
+        values[name] = values[name] and parts[name](**values[name])
+    if values.get("launches") is not None:
+        values["launches"] = tuple(launches[place] for place in values["launches"])
+    return kind(**values)
 
 
 def new_record(
@@ -233,25 +223,23 @@ def package_state(
     paths = sorted(path for house in HOUSES for path in (root / house).rglob("*.py"))
     if notebook is not None:
         paths.append(root / notebook)
-    checked_out = _git(root, "rev-parse", "HEAD") if _is_checkout(root) else None
-    given = ("commit", commit)
+    top = git.answer(root, "rev-parse", "--show-toplevel")
+    is_checkout = top is not None and Path(top).resolve() == root  # not inside another project's
+    checked_out = git.answer(root, "rev-parse", "HEAD") if is_checkout else None
+    name, value = "commit", commit
     if checked_out is None and commit is None:
-        given = (COMMIT_VARIABLE, os.environ.get(COMMIT_VARIABLE) or None)
-    name, value = given
-    if value is not None and not re.fullmatch("[0-9a-f]{40}", value):
-        raise ValueError(f"{name} must be 40 hex digits, got {value!r}")
+        name, value = COMMIT_VARIABLE, os.environ.get(COMMIT_VARIABLE) or None
+    is_hash = value is None or re.fullmatch("[0-9a-f]{40}", value) is not None
+    require(is_hash, name, "40 hex digits", value)
     if None not in (checked_out, value) and checked_out != value:
         raise ValueError(f"{name} must be the checkout's {checked_out}, got {value}")
-    dirty = None
-    if checked_out is not None:
-        watched = [*HOUSES] + ([notebook] if notebook is not None else [])
-        status = _git(root, "status", "--porcelain", "--", *watched)
-        dirty = None if status is None else bool(status)
+    watched = [*HOUSES] + [notebook] * (notebook is not None)
+    status = git.answer(root, "status", "--porcelain", "--", *watched) if checked_out else None
     names = [path.relative_to(root).as_posix() for path in paths]
     return Package(
         version=gdpa_kernels.__version__,
         commit=checked_out or value,
-        dirty=dirty,
+        dirty=None if status is None else bool(status),
         sources=dict(zip(names, map(source_hash, paths), strict=True)),
         code=dict(zip(names, map(code_hash, paths), strict=True)),
     )
@@ -297,10 +285,7 @@ def write(record: Record, data_dir: str | Path = DATA_DIR) -> Path:
     """
     path = Path(data_dir) / "records" / f"{record.id}.json"
     data = record.to_dict()
-    reason = refusals.refusal(data)
-    if reason is not None:
-        raise RecordError(path, reason)
-    reason = bounds.refusal(record, _machine(record, path))
+    reason = refusals.refusal(data) or bounds.refusal(record, _machine(record, path))
     if reason is not None:
         raise RecordError(path, reason)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -356,8 +341,7 @@ def load(path: str | Path) -> Record:
     if path != named:
         reason = f"must be named {named.name}, after its id"
         raise RecordError(path, reason + " (a duplicate of that file)" * named.exists())
-    machine = _machine(record, path)
-    reason = _beyond(path, seen.st_mtime_ns, seen.st_size, sha256, machine)
+    reason = _beyond(path, seen.st_mtime_ns, seen.st_size, sha256, _machine(record, path))
     if reason is not None:
         raise RecordError(path, reason)
     return record
@@ -374,10 +358,9 @@ def _parse(path: Path, changed: int, size: int, sha256: str | None) -> Record:
 
 
 @cache
-def _beyond(path: Path, *state: Any) -> str | None:
-    """`bounds.refusal` of the record in `path` and the machine, the last of `state`."""
-    *state, machine = state
-    return bounds.refusal(_parse(path, *state), machine)
+def _beyond(path: Path, changed: int, size: int, sha256: str | None, machine: Any) -> str | None:
+    """`bounds.refusal` of what `_parse` reads."""
+    return bounds.refusal(_parse(path, changed, size, sha256), machine)
 
 
 def survey(data_dir: str | Path = DATA_DIR) -> tuple[list[Record], list[RecordError]]:
@@ -458,18 +441,3 @@ def _machine(record: Record, path: Path) -> systems.System:
             f"{machine.gpu!r}: its records belong in {manifest.COMMUNITY}/<handle>/",
         )
     return machine
-
-
-def _git(root: Path, *arguments: str) -> str | None:
-    command = ["git", "-C", str(root), *arguments]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True)
-    except OSError:
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None
-
-
-def _is_checkout(root: Path) -> bool:
-    """Whether `root` itself is a git checkout, not a folder inside another project's."""
-    top = _git(root, "rev-parse", "--show-toplevel")
-    return top is not None and Path(top).resolve() == root

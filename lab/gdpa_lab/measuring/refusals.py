@@ -1,13 +1,14 @@
-"""Why something is no record: its text, its structure, or what it says cannot be.
+"""Validates records: syntax, schema, and contradictions between values.
 
-A record is refused if its digest is not that of its contents, if a row counts other FLOPs or bytes
-than its workload has, or if it was faster than the ceilings of the same record allow.
+Contradictions are, among others, a wrong digest, a row that counts other FLOPs or bytes than its
+workload has, and one that is faster than the ceilings of the same record allow.
 """
 
 from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime, timedelta, timezone
 from functools import cache
@@ -91,8 +92,7 @@ def unlike(schema: jsonschema.protocols.Validator, data: Any) -> str | None:
 
 
 def _unique_keys(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    keys = [key for key, _ in pairs]
-    repeated = sorted({key for key in keys if keys.count(key) > 1})
+    repeated = sorted(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
     if repeated:
         raise ValueError(f"every key of an object must be unique, got {repeated} twice")
     return dict(pairs)
@@ -165,10 +165,8 @@ def _contradictions(data: Mapping[str, Any]) -> Iterator[str]:
     seen: dict[tuple[str, ...], int] = {}
     for i, row in enumerate(data["rows"]):
         if row["workload"] not in data["workloads"]:
-            yield (
-                f"rows[{i}].workload must be one of {sorted(data['workloads'])}, "
-                f"got {row['workload']!r}"
-            )
+            known = sorted(data["workloads"])
+            yield f"rows[{i}].workload must be one of {known}, got {row['workload']!r}"
         kept = len(data.get("launches", ()))
         if any(place >= kept for place in row.get("launches") or ()):
             yield f"rows[{i}].launches must be below {kept}, of launches, got {row['launches']}"
@@ -186,12 +184,10 @@ def _contradictions(data: Mapping[str, Any]) -> Iterator[str]:
         if key not in seen:
             yield f"rows must hold {'/'.join(key)}, which the run planned, if only its failure"
     for name, table in data["tables"].items():
+        columns = len(table["columns"])
         for i, row in enumerate(table["rows"]):
-            if len(row) != len(table["columns"]):
-                yield (
-                    f"tables.{name}.rows[{i}] must have {len(table['columns'])} values, "
-                    f"got {len(row)}"
-                )
+            if len(row) != columns:
+                yield f"tables.{name}.rows[{i}] must have {columns} values, got {len(row)}"
 
 
 def _wrong_work(data: Mapping[str, Any]) -> Iterator[str]:

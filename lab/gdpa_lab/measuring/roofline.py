@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from gdpa_lab.measuring.require import is_finite, require
 from gdpa_lab.measuring.rows import Ceiling
 from gdpa_lab.measuring.workload import Workload
 
@@ -29,17 +30,14 @@ class Ceilings:
     copies: tuple[tuple[float, float], ...]
 
     def __post_init__(self) -> None:
-        if not _is_positive(self.tflops):
-            raise ValueError(f"tflops must be a positive number, got {self.tflops!r}")
+        require(_is_positive(self.tflops), "tflops", "a positive number", self.tflops)
         pairs = isinstance(self.copies, tuple) and len(self.copies) > 0
         pairs = pairs and all(isinstance(c, tuple) and len(c) == 2 for c in self.copies)
-        if not pairs or not all(_is_positive(x) for copy in self.copies for x in copy):
-            raise ValueError(
-                "copies must be a non-empty tuple of (read per written, GB/s) pairs of positive "
-                f"numbers, got {self.copies!r}"
-            )
+        pairs = pairs and all(_is_positive(x) for copy in self.copies for x in copy)
+        kind = "a non-empty tuple of (read per written, GB/s) pairs of positive numbers"
+        require(pairs, "copies", kind, self.copies)
         mixes = [mix for mix, _ in self.copies]
-        if any(a >= b for a, b in zip(mixes, mixes[1:], strict=False)):
+        if mixes != sorted({*mixes}):
             raise ValueError(f"copies must have strictly rising read shares, got {mixes}")
 
     @staticmethod
@@ -75,20 +73,12 @@ class Ceilings:
             raise ValueError(
                 f"read and written must be non-negative and not both 0, got {read} and {written}"
             )
-        mix = read / written if written else math.inf
-        below = [copy for copy in self.copies if copy[0] <= mix]
-        above = [copy for copy in self.copies if copy[0] > mix]
-        if not below:
-            return above[0][1]
-        if not above:
-            return below[-1][1]
-        (mix_0, rate_0), (mix_1, rate_1) = below[-1], above[0]
-        return rate_0 + (rate_1 - rate_0) * (mix - mix_0) / (mix_1 - mix_0)
+        mixes, rates = zip(*self.copies, strict=True)
+        return float(np.interp(read / written if written else math.inf, mixes, rates))
 
 
 def _is_positive(value: object) -> bool:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    return number and math.isfinite(value) and value > 0
+    return is_finite(value) and value > 0
 
 
 @dataclass(frozen=True)
@@ -109,8 +99,7 @@ class Bracket:
 
     def percent_of_roofline(self, time_us: float) -> float:
         """100 * lower_us / time_us; ValueError unless `time_us` is positive."""
-        if not _is_positive(time_us):
-            raise ValueError(f"time_us must be a positive number, got {time_us!r}")
+        require(_is_positive(time_us), "time_us", "a positive number", time_us)
         return 100 * self.lower_us / time_us
 
 
@@ -120,12 +109,6 @@ def bracket(workload: Workload, direction: str, ceilings: Ceilings) -> Bracket:
     read, written = workload.bytes_read(direction), workload.bytes_written(direction)
     compute_us = flops / (ceilings.tflops * 1e6)
     memory_us = (read + written) / (ceilings.gbytes_per_s(read, written) * 1e3)
-    lower_us = max(compute_us, memory_us)
-    return Bracket(
-        compute_us=compute_us,
-        memory_us=memory_us,
-        lower_us=lower_us,
-        upper_us=compute_us + memory_us,
-        bound="compute" if compute_us >= memory_us else "memory",
-        tflops_at_lower=flops / (lower_us * 1e6),
-    )
+    lower_us, upper_us = max(compute_us, memory_us), compute_us + memory_us
+    bound = "compute" if compute_us >= memory_us else "memory"
+    return Bracket(compute_us, memory_us, lower_us, upper_us, bound, flops / (lower_us * 1e6))

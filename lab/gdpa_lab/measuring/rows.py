@@ -1,4 +1,4 @@
-"""What a record is made of: protocol, ceilings, checks, rows and tables, and what a row counts."""
+"""The parts of a record: protocol, ceilings, checks, rows and tables; the work a row counts."""
 
 from __future__ import annotations
 
@@ -88,14 +88,9 @@ class Error:
     @staticmethod
     def judge(max_abs: float, budget: float, *, elements: int, reference: str = "fp64") -> Error:
         """The error of a measured `max_abs`, which passes if it is finite and within `budget`."""
-        finite = math.isfinite(max_abs)
-        return Error(
-            max_abs=float(max_abs) if finite else None,
-            budget=float(budget),
-            passed=finite and max_abs <= budget,
-            elements=elements,
-            reference=reference,
-        )
+        found = float(max_abs) if math.isfinite(max_abs) else None
+        passed = found is not None and found <= budget
+        return Error(found, float(budget), passed, elements, reference)
 
 
 @dataclass(frozen=True)
@@ -147,6 +142,11 @@ class Row:
         return Row(workload=workload.name, direction=direction, **{**derived, **values})
 
     @property
+    def passed(self) -> bool:
+        """Whether it was measured, and its check passed."""
+        return self.failure is None and self.error is not None and self.error.passed
+
+    @property
     def key(self) -> tuple[str, ...]:
         """What tells a row from the others of its record."""
         return (self.workload, self.direction, self.impl, self.scope, self.variant)
@@ -173,26 +173,20 @@ def work(
     count nothing; an op that is a whole step counts both directions; rotary alone counts three
     FLOPs for each element it rotates, each read and written once, and sines and cosines read once.
     """
+    names = ("flops", "bytes_read", "bytes_written")
     if scope in ("schedule", "host"):
-        return {"flops": 0, "bytes_read": 0, "bytes_written": 0}
+        return dict.fromkeys(names, 0)
     if math == "rotary":
-        return _rotary_alone(workload)
+        return dict(zip(names, _rotary_alone(workload), strict=True))
     directions = DIRECTIONS if (scope, variant) == ("op", STEP) else (direction,)
-    return {
-        "flops": sum(map(workload.flops, directions)),
-        "bytes_read": sum(map(workload.bytes_read, directions)),
-        "bytes_written": sum(map(workload.bytes_written, directions)),
-    }
+    return {name: sum(map(getattr(workload, name), directions)) for name in names}
 
 
-def _rotary_alone(workload: Workload) -> dict[str, int]:
+def _rotary_alone(workload: Workload) -> tuple[int, int, int]:
+    """FLOPs, bytes read and bytes written."""
     if not workload.rotary:
         raise ValueError(f"workload must have rotary, got {workload.name!r} without")
     heads = workload.num_heads_q + workload.num_heads_k * (1 + workload.rotate_v)
     row = workload.total_q * workload.head_dim  # of one head; of sines and cosines together
     size = DTYPE_BYTES[workload.dtype]
-    return {
-        "flops": 3 * heads * row,
-        "bytes_read": (heads + 1) * row * size,
-        "bytes_written": heads * row * size,
-    }
+    return 3 * heads * row, (heads + 1) * row * size, heads * row * size

@@ -1,4 +1,4 @@
-"""A measuring run from its first ceiling to its record; a chapter in measure mode holds one."""
+"""A measuring session, from its first ceiling to its record; chapters in measure mode hold one."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ import torch
 from gdpa_lab.measuring import manifest, operators, probe, record, sustained, system, timing
 from gdpa_lab.measuring import measure as measuring
 from gdpa_lab.measuring.inputs import BlockInputs, Inputs, make_inputs
+from gdpa_lab.measuring.require import require
 from gdpa_lab.measuring.workload import Workload
 
 HANDLE_VARIABLE = "GDPA_KERNELS_HANDLE"
@@ -193,8 +194,8 @@ class Session:
         self.system = replace(self.system, gpus=gpus)
 
     def begin(self, data_dir: str | Path) -> None:
-        """Keep what is measured in data_dir/partial/ from now on, until `write`: what a run leaves
-        there that does not end, `record.keep` makes a record."""
+        """Keep what is measured in data_dir/partial/ until `write`; `record.keep` turns what an
+        interrupted run leaves there into a record."""
         self._partial = self._place(data_dir) / manifest.PARTIAL / f"{self._made().id}.json"
 
     def write(self, data_dir: str | Path) -> Path:
@@ -215,10 +216,8 @@ class Session:
         if system.is_promoted(self.system, data_dir):
             return Path(data_dir)
         handle = os.environ.get(HANDLE_VARIABLE) or "local"
-        if not re.fullmatch("[A-Za-z0-9][A-Za-z0-9-]*", handle):
-            raise ValueError(
-                f"{HANDLE_VARIABLE} must be letters, digits and hyphens, got {handle!r}"
-            )
+        ok = re.fullmatch("[A-Za-z0-9][A-Za-z0-9-]*", handle) is not None
+        require(ok, HANDLE_VARIABLE, "letters, digits and hyphens", handle)
         place = Path(data_dir) / manifest.COMMUNITY / handle
         place.mkdir(parents=True, exist_ok=True)
         (place / manifest.NAME).touch()
@@ -235,16 +234,10 @@ class Session:
             state_after=system.state(self.device.index),
             protocol=record.Protocol(
                 timer="cuda events (scopes kernel, sustained), host clock (scopes op, host)",
-                warmup=self.protocol.warmup,
-                samples=self.protocol.samples,
-                l2_flush_bytes=self.protocol.l2_flush_bytes,
-                interleaved=self.protocol.interleaved,
                 statistic="one call; of scope sustained the mean of a chunk of calls",
+                **{name: getattr(self.protocol, name) for name in timing.RECORDED},
             ),
-            workloads=[
-                *(workload for workload, _ in self._plan.values()),
-                *self.workloads.values(),
-            ],
+            workloads=[*(planned for planned, _ in self._plan.values()), *self.workloads.values()],
             rows=[*self.rows, *self._missing()],
             ceilings=self.ceilings,
             tables=self.tables,

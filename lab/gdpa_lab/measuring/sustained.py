@@ -1,4 +1,4 @@
-"""Kernels back to back: what a training loop gets of a device that never rests.
+"""Times kernels back to back, as a training loop runs them on a device that never rests.
 
 In a burst (`timing.sample_kernels`) the device pauses between calls, so it runs near its highest
 clock. Here one function runs alone for `seconds`, after `WARM_S` that bring clock and temperature
@@ -31,7 +31,7 @@ class HostTooSlow(RuntimeError):
 
 
 class Meter:
-    """What NVML tells of a GPU while it works; None for what it does not tell."""
+    """Reads energy, clock and throttle reasons from NVML; None for what it does not report."""
 
     def __init__(self, device: torch.device) -> None:
         pynvml.nvmlInit()
@@ -88,15 +88,12 @@ def sample(
         times, clocks, reasons = _chunks(function, unwaiting, calls, count, meter)
         after = meter.energy_j()
     joules = power = None
-    if before is not None and after is not None:
+    if None not in (before, after):
         joules = (after - before) / (len(times) * calls)
         power = joules / statistics.fmean(times) * 1e6
-    return times, Load(
-        sm_clock_mhz=None if None in clocks else statistics.median(clocks),
-        power_w=power,
-        joules=joules,
-        throttle_reasons=None if None in reasons else tuple(sorted(set().union(*reasons))),
-    )
+    clock = None if None in clocks else statistics.median(clocks)
+    throttled = None if None in reasons else tuple(sorted(set().union(*reasons)))
+    return times, Load(clock, power, joules, throttled)
 
 
 def _chunks(

@@ -1,7 +1,7 @@
-"""The machine behind a record: what it is, and the state of its GPU while measuring.
+"""Describes the machine behind a record, and the state of its GPU while measuring.
 
-Everything here reads; nothing sets a clock, a power limit or a mode. A system holds no host name,
-serial number, UUID or user name.
+Nothing here sets a clock, a power limit or a mode. A system holds no host name, serial number, UUID
+or user name.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from gdpa_lab.measuring import manifest
+from gdpa_lab.measuring.require import require
 
 THROTTLE_REASONS = {
     0x001: "gpu_idle",
@@ -37,7 +38,6 @@ PROMOTED = "promoted.json"
 _SMI_SECONDS = 20
 _LATER = ("gpus", "board")
 BOARD_VARIABLE = "GDPA_KERNELS_BOARD"
-_TYPES = {"str": str, "int": int, "float": float}
 
 
 @dataclass(frozen=True)
@@ -89,21 +89,19 @@ class System:
         """Rebuild a system from `to_dict`; ValueError if a key, a type or the id is wrong."""
         if not isinstance(data, Mapping):
             raise ValueError(f"system must be a JSON object, got {type(data).__name__}")
-        data = {**dict.fromkeys(_LATER), **data}
-        names = [f.name for f in fields(System)]
-        if sorted(data) != sorted([*names, "id"]):
-            raise ValueError(
-                f"system must have the keys {['id', *names]}, "
-                f"got {sorted(set(names) - set(data))} missing and "
-                f"{sorted(set(data) - {*names, 'id'})} unknown"
-            )
+        values = {**dict.fromkeys(_LATER), **data}
+        known, given = {"id", *(f.name for f in fields(System))}, {*values}
+        if known != given:
+            missing, unknown = sorted(known - given), sorted(given - known)
+            expected = f"system must have the keys {sorted(known)}"
+            raise ValueError(f"{expected}, got {missing} missing and {unknown} unknown")
+        name = values.pop("id")
         for field in fields(System):
-            kind, _, optional = field.type.partition(" | ")
-            value = data[field.name]
-            if not (value is None and optional) and type(value) is not _TYPES[kind]:
-                raise ValueError(f"{field.name} must be of type {field.type}, got {value!r}")
-        system = System(**{name: data[name] for name in names})
-        if data["id"] != system.id:
+            value = values[field.name]
+            kind = "None" if value is None else type(value).__name__
+            require(kind in field.type.split(" | "), field.name, f"of type {field.type}", value)
+        system = System(**values)
+        if name != system.id:
             raise ValueError(f"id must be {system.id!r}, derived from the other keys")
         return system
 

@@ -1,4 +1,4 @@
-"""Is a result right? A tolerance computed from data, never typed.
+"""Compares results with an fp64 oracle, within tolerances that are computed, never typed.
 
 The error of an implementation against an fp64 oracle may be at most twice the error that the same
 mathematics makes in PyTorch in the implementation's dtype, plus one rounding of the oracle to that

@@ -1,4 +1,4 @@
-"""The measuring protocol, once: what a sample is, and what the device could do at best.
+"""The timing protocol: what a sample is, and what the device can do at best.
 
 A sample of scope "kernel" is the time between two CUDA events around one call, on an empty L2
 cache, the call already enqueued when the first event fires: a device-side pause before it gives the
@@ -44,6 +44,8 @@ class Protocol:
 
 
 DEFAULT = Protocol()
+RECORDED = ("warmup", "samples", "l2_flush_bytes", "interleaved")
+"""Fields of a protocol that a record has too."""
 
 
 class WaitsForDevice(RuntimeError):
@@ -82,26 +84,24 @@ def sample_kernels(
 
     WaitsForDevice if a call waits for the device."""
     flush = torch.empty(max(protocol.l2_flush_bytes, 1), dtype=torch.int8, device=device)
-    order = list(functions)
     shuffle = random.Random(seed).shuffle
-    events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {n: [] for n in order}
+    events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {n: [] for n in functions}
     with torch.cuda.device(device):
         pauses = {}
-        for name in order:
+        for name, function in functions.items():
             for _ in range(protocol.warmup):
-                functions[name]()
+                function()
             torch.cuda.synchronize()
             begin = time.perf_counter()
             with no_waiting(device, name):
-                functions[name]()
+                function()
             enqueue_us = (time.perf_counter() - begin) * 1e6
             torch.cuda.synchronize()
             pauses[name] = int(max(protocol.pause_us, 2 * enqueue_us) * CYCLES_PER_US)
-        rounds = [order] * protocol.samples
-        if not protocol.interleaved:
-            rounds = [[name] * protocol.samples for name in order]
+        rounds = [[name] * protocol.samples for name in functions]
+        if protocol.interleaved:
+            rounds = [[*functions] for _ in range(protocol.samples)]
         for turn in rounds:
-            turn = list(turn)
             if protocol.interleaved:
                 shuffle(turn)
             for name in turn:
@@ -117,26 +117,6 @@ def sample_kernels(
                 events[name].append((start, end))
             torch.cuda.synchronize()
     return {n: [s.elapsed_time(e) * 1e3 for s, e in pairs] for n, pairs in events.items()}
-
-
-def sample_ops(
-    functions: Mapping[str, Callable[[], object]],
-    device: torch.device,
-    protocol: Protocol = DEFAULT,
-) -> dict[str, list[float]]:
-    """Host time from call to completion on an idle device, in microseconds; WaitsForDevice if a
-    call waits before it returns."""
-    return _sample_on_host(functions, device, protocol, torch.cuda.synchronize)
-
-
-def sample_hosts(
-    functions: Mapping[str, Callable[[], object]],
-    device: torch.device,
-    protocol: Protocol = DEFAULT,
-) -> dict[str, list[float]]:
-    """Host time from call to return on an idle device, in microseconds; WaitsForDevice if a call
-    waits."""
-    return _sample_on_host(functions, device, protocol, lambda: None)
 
 
 def sample_calls(
@@ -169,9 +149,13 @@ def sample_calls(
 def _sample_on_host(
     functions: Mapping[str, Callable[[], object]],
     device: torch.device,
-    protocol: Protocol,
-    wait: Callable[[], object],
+    protocol: Protocol = DEFAULT,
+    *,
+    to_completion: bool,
 ) -> dict[str, list[float]]:
+    """Host time in microseconds of calls on an idle device, until they return or are complete.
+
+    WaitsForDevice if a call waits before it returns."""
     flush = torch.empty(max(protocol.l2_flush_bytes, 1), dtype=torch.int8, device=device)
     samples: dict[str, list[float]] = {name: [] for name in functions}
     with torch.cuda.device(device):
@@ -185,9 +169,16 @@ def _sample_on_host(
                 with no_waiting(device, name):
                     begin = time.perf_counter()
                     function()
-                wait()
+                if to_completion:
+                    torch.cuda.synchronize()
                 samples[name].append((time.perf_counter() - begin) * 1e6)
     return samples
+
+
+sample_ops = functools.partial(_sample_on_host, to_completion=True)
+"""Scope "op": host time from call to completion."""
+sample_hosts = functools.partial(_sample_on_host, to_completion=False)
+"""Scope "host": host time from call to return."""
 
 
 Limit = tuple[Ceiling, Callable[[], object]]

@@ -1,14 +1,14 @@
-"""Unit ledger: how many clocks a kernel's design asks of each unit of an SM, and so its time.
+"""The unit ledger: clocks that a kernel's design needs of each unit of an SM, and so its time.
 
-A design says what a tile of 128 queries by 128 keys costs the tensor cores, the port of shared
-memory, the MUFU and the issue slots, and what comes on top per 128 queries and per 128 keys. The
-unit with most clocks, or the memory, gives the least time. Nothing is fitted: a design's numbers
-are counted from its tiles, and the clock is that at which the measured matmul ceiling is the rate
-of all tensor cores. So a power limit enters through the ceiling, and only there.
+A design states what a tile of 128 queries by 128 keys costs the tensor cores, shared memory, the
+MUFU and the issue slots, and what each 128 queries and 128 keys add. The busiest unit, or memory,
+bounds the time. Nothing is fitted: the costs are counted from tiles, and the clock is that at which
+all tensor cores reach the measured matmul ceiling, the only place where a power limit enters.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -99,18 +99,16 @@ def forward(
     """
     loop = {"mma": mma(chip, 2), "smem": kibibytes(reads + fills), "issue": issue}
     loop["mufu"] = mufu * TILE * TILE / MUFU_LANES
-    return Design(
-        name, chip, loop, {"smem": kibibytes(96)}, {"smem": kibibytes(keys)}, **options
-    )  # fmt: skip
+    each = {"queries": {"smem": kibibytes(96)}, "keys": {"smem": kibibytes(keys)}}
+    return Design(name, chip, loop, **each, **options)
 
 
 def backward(name: str, chip: Chip, moved: float, keys: float, **options: object) -> Design:
     """A backward design: five MMAs, `moved` KiB of shared memory for a tile of pairs, `keys` KiB
     for 128 keys (K and V in, dK and dV through)."""
     loop = {"mma": mma(chip, 5), "smem": kibibytes(moved)}
-    return Design(
-        name, chip, loop, {}, {"smem": kibibytes(keys)}, direction="backward", **options
-    )  # fmt: skip
+    more = {"smem": kibibytes(keys)}
+    return Design(name, chip, loop, {}, more, direction="backward", **options)
 
 
 V8_STREAM = forward("v8, K and V stream", H200, 32 + 64 + 64, 64, issue=850)
@@ -168,10 +166,9 @@ def ledger(work: Workload, design: Design, ceilings: Ceilings) -> Ledger:
     """The ledger of a workload: work spread evenly over the SMs, at the clock of the ceiling."""
     chip, amounts = design.chip, counts(work, design.tile)
     parts = design.queries, design.keys, design.pairs
-    clocks = dict.fromkeys(design.pairs, 0.0)
+    clocks: Counter[str] = Counter(dict.fromkeys(design.pairs, 0.0))
     for part, amount in zip(parts, amounts, strict=True):
-        for unit, each in part.items():
-            clocks[unit] = clocks.get(unit, 0.0) + each * amount / chip.sms
+        clocks.update({unit: each * amount / chip.sms for unit, each in part.items()})
     alone = {unit: x for unit, x in clocks.items() if unit not in design.in_turns}
     if design.in_turns:
         alone["+".join(design.in_turns)] = sum(clocks[unit] for unit in design.in_turns)

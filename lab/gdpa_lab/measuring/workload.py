@@ -13,14 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from gdpa_lab.measuring.laws import (
-    Full,
-    LengthLaw,
-    check_fields,
-    check_int,
-    check_number,
-    is_finite,
-)
+from gdpa_lab.measuring.laws import Full, LengthLaw, require_fields
+from gdpa_lab.measuring.require import is_finite, require, require_int
 
 DIRECTIONS = ("forward", "backward")
 STEP = "forward and backward"
@@ -31,6 +25,7 @@ OPERATORS = ("gdpa", "block_attention")
 BLOCK_SIZES = (16, 32, 64, 128)
 
 _GDPA_ONLY = ("activation", "output_scale", "causal", "window", "shared_q", "lengths_k")
+_MAX_SEQLENS = ("max_seqlen_q", "max_seqlen_k")
 _BLOCK_ONLY = ("block_size", "rotary", "rotate_v")
 
 
@@ -74,80 +69,63 @@ class Workload:
     rotate_v: bool = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.name, str) or not self.name:
-            raise ValueError(f"name must be a non-empty string, got {self.name!r}")
-        for name in ("batch", "num_heads_q", "num_heads_k", "head_dim"):
-            check_int(name, getattr(self, name), 1)
-        check_int("max_seqlen_q", self.max_seqlen_q, 1)
-        check_int("max_seqlen_k", self.max_seqlen_k, 1)
-        check_int("seed", self.seed, 0)
-        if self.num_heads_q % self.num_heads_k:
-            raise ValueError(
-                f"num_heads_q must be a multiple of num_heads_k ({self.num_heads_k}), "
-                f"got {self.num_heads_q}"
-            )
-        if self.operator not in OPERATORS:
-            raise ValueError(f"operator must be one of {OPERATORS}, got {self.operator!r}")
-        if self.dtype not in tuple(DTYPE_BYTES):
-            raise ValueError(f"dtype must be one of {tuple(DTYPE_BYTES)}, got {self.dtype!r}")
+        name = self.name
+        require(isinstance(name, str) and name != "", "name", "a non-empty string", name)
+        for name in ("batch", "num_heads_q", "num_heads_k", "head_dim", *_MAX_SEQLENS):
+            require_int(name, getattr(self, name), 1)
+        require_int("seed", self.seed, 0)
+        heads_q, heads_k = self.num_heads_q, self.num_heads_k
+        multiple = f"a multiple of num_heads_k ({heads_k})"
+        require(heads_q % heads_k == 0, "num_heads_q", multiple, heads_q)
+        for name, known in (("operator", OPERATORS), ("dtype", (*DTYPE_BYTES,))):
+            require(getattr(self, name) in known, name, f"one of {known}", getattr(self, name))
         for name in ("shared_q", "causal", "rotary", "rotate_v"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} must be a bool, got {getattr(self, name)!r}")
+            require(isinstance(getattr(self, name), bool), name, "a bool", getattr(self, name))
         self._check_operator()
         self._check_lengths()
         self._check_options()
 
     def _check_operator(self) -> None:
-        if self.block_size not in BLOCK_SIZES or isinstance(self.block_size, bool):
-            raise ValueError(f"block_size must be one of {BLOCK_SIZES}, got {self.block_size!r}")
-        if self.rotate_v and not self.rotary:
-            raise ValueError(f"rotate_v must be False without rotary, got {self.rotate_v!r}")
-        if self.rotary and self.head_dim % 2:
-            raise ValueError(f"head_dim must be even with rotary, got {self.head_dim}")
+        size, rotary = self.block_size, self.rotary
+        known = size in BLOCK_SIZES and not isinstance(size, bool)
+        require(known, "block_size", f"one of {BLOCK_SIZES}", size)
+        require(rotary or not self.rotate_v, "rotate_v", "False without rotary", self.rotate_v)
+        require(not rotary or self.head_dim % 2 == 0, "head_dim", "even with rotary", self.head_dim)
         for name in self._foreign():
-            default = _DEFAULTS[name]
-            if getattr(self, name) != default:
-                raise ValueError(
-                    f"{name} must be {default!r} with operator {self.operator!r}, "
-                    f"got {getattr(self, name)!r}"
-                )
+            value, default = getattr(self, name), _DEFAULTS[name]
+            require(value == default, name, f"{default!r} with operator {self.operator!r}", value)
 
     def _foreign(self) -> tuple[str, ...]:
         """The fields that mean something only to the other operator."""
         return _BLOCK_ONLY if self.operator == "gdpa" else _GDPA_ONLY
 
     def _check_lengths(self) -> None:
-        if not isinstance(self.lengths_q, LengthLaw):
-            raise ValueError(f"lengths_q must be a LengthLaw, got {self.lengths_q!r}")
-        if self.lengths_k is not None and not isinstance(self.lengths_k, LengthLaw):
-            raise ValueError(f"lengths_k must be a LengthLaw or None, got {self.lengths_k!r}")
-        if self.shared_q and self.lengths_q != Full():
-            raise ValueError(f"lengths_q must be Full() with shared_q, got {self.lengths_q!r}")
-        if self.shared_q and self.lengths_k is None:
-            raise ValueError("lengths_k must be a LengthLaw with shared_q, got None")
-        if self.lengths_k is None and self.max_seqlen_k != self.max_seqlen_q:
+        law_q, law_k, shared = self.lengths_q, self.lengths_k, self.shared_q
+        require(isinstance(law_q, LengthLaw), "lengths_q", "a LengthLaw", law_q)
+        require(isinstance(law_k, LengthLaw | None), "lengths_k", "a LengthLaw or None", law_k)
+        require(not shared or law_q == Full(), "lengths_q", "Full() with shared_q", law_q)
+        given = law_k is not None
+        require(given or not shared, "lengths_k", "a LengthLaw with shared_q", law_k)
+        if not given and self.max_seqlen_k != self.max_seqlen_q:
             raise ValueError(
                 f"max_seqlen_k must equal max_seqlen_q ({self.max_seqlen_q}) when lengths_k is "
                 f"None, got {self.max_seqlen_k}"
             )
 
     def _check_options(self) -> None:
-        names = self.activation if isinstance(self.activation, tuple) else (self.activation,)
-        if not all(isinstance(name, str) and name for name in names):
-            raise ValueError(
-                f"activation must be a name or a tuple of names, got {self.activation!r}"
-            )
-        if isinstance(self.activation, tuple) and len(names) != self.num_heads_q:
+        is_tuple = isinstance(self.activation, tuple)
+        names = self.activation if is_tuple else (self.activation,)
+        ok = all(isinstance(name, str) and name for name in names)
+        require(ok, "activation", "a name or a tuple of names", self.activation)
+        if is_tuple and len(names) != self.num_heads_q:
             raise ValueError(
                 f"activation must have one name per head ({self.num_heads_q}), got {len(names)}"
             )
         ok = self.scale is None or is_finite(self.scale)
-        check_number("scale", self.scale, "a finite number or None", ok)
-        check_number(
-            "output_scale", self.output_scale, "a finite number", is_finite(self.output_scale)
-        )
+        require(ok, "scale", "a finite number or None", self.scale)
+        require(is_finite(self.output_scale), "output_scale", "a finite number", self.output_scale)
         if self.window is not None:
-            check_int("window", self.window, 0)
+            require_int("window", self.window, 0)
 
     def _sample(self, law: LengthLaw, max_seqlen: int, stream: int) -> tuple[int, ...]:
         rng = np.random.Generator(np.random.PCG64([self.seed, stream]))
@@ -252,13 +230,12 @@ class Workload:
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> Workload:
         """Rebuild a workload from `to_dict`; ValueError for unknown, missing or wrong fields."""
-        if not isinstance(data, Mapping):
-            raise ValueError(f"workload must be a mapping, got {data!r}")
+        require(isinstance(data, Mapping), "workload", "a mapping", data)
         values = dict(data)
-        check_fields("workload", Workload, values)
-        values["lengths_q"] = LengthLaw.from_dict(values["lengths_q"])
-        if values.get("lengths_k") is not None:
-            values["lengths_k"] = LengthLaw.from_dict(values["lengths_k"])
+        require_fields("workload", Workload, values)
+        for name in ("lengths_q", "lengths_k"):
+            if name == "lengths_q" or values.get(name) is not None:
+                values[name] = LengthLaw.from_dict(values[name])
         if isinstance(values.get("activation"), list):
             values["activation"] = tuple(values["activation"])
         return Workload(**values)
@@ -268,8 +245,7 @@ _DEFAULTS: dict[str, Any] = {f.name: f.default for f in fields(Workload)}
 
 
 def check_direction(direction: str) -> None:
-    if direction not in DIRECTIONS:
-        raise ValueError(f"direction must be one of {DIRECTIONS}, got {direction!r}")
+    require(direction in DIRECTIONS, "direction", f"one of {DIRECTIONS}", direction)
 
 
 def visible_pairs(
@@ -300,7 +276,7 @@ def visible_pairs(
     def at_most(c: int) -> np.ndarray:
         return staircase(lq + c) - staircase(np.full_like(lq, c))
 
-    width = int(max(lq.max(), lk.max())) if window is None else window
-    width = min(width, int(max(lq.max(), lk.max())))
+    longest = int(max(lq.max(), lk.max()))
+    width = longest if window is None else min(window, longest)
     band = at_most(0 if causal else width) - at_most(-width - 1)
     return sum(band.tolist())

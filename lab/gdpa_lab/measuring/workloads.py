@@ -1,4 +1,4 @@
-"""The workloads that have a name: those of the published figures and tables, and others."""
+"""The named workloads: those of the published figures and tables, and others."""
 
 from __future__ import annotations
 
@@ -6,43 +6,33 @@ from dataclasses import replace
 from typing import Any
 
 from gdpa_lab.measuring.laws import KUAIRAND, MOVIELENS, Between, Events, Full, LengthLaw, Uniform
+from gdpa_lab.measuring.require import require
 from gdpa_lab.measuring.workload import Workload, check_direction
 
-_PUBLISHED: dict[str, int] = {
-    "batch": 1152,
-    "num_heads_q": 4,
-    "num_heads_k": 4,
-    "head_dim": 128,
-}
+_PUBLISHED = {"batch": 1152, "num_heads_q": 4, "num_heads_k": 4, "head_dim": 128}
 _LENGTHS = (256, 512, 1024, 2048)
 
 
-def _self(name: str, n: int, law: LengthLaw, lengths_k: LengthLaw | None = None) -> Workload:
-    return Workload(
-        name=f"gdpa-self-{name}-{n}",
-        max_seqlen_q=n,
-        max_seqlen_k=n,
-        lengths_q=law,
-        lengths_k=lengths_k,
-        **_PUBLISHED,
-    )
+def _of(name: str, n: int, law: LengthLaw, **options: Any) -> Workload:
+    sizes = _PUBLISHED | {"max_seqlen_q": n, "max_seqlen_k": n}
+    return Workload(name=name, lengths_q=law, **sizes | options)
+
+
+def _self(kind: str, n: int, law: LengthLaw, **options: Any) -> Workload:
+    return _of(f"gdpa-self-{kind}-{n}", n, law, **options)
+
+
+def _full(suffix: str, n: int = 1024, keys: int | None = None, **options: Any) -> Workload:
+    name = f"gdpa-{'self' if keys is None else 'cross'}-full-{n}{suffix}"
+    law = None if keys is None else Full()
+    return _of(name, n, Full(), max_seqlen_k=keys or n, lengths_k=law, **options)
 
 
 def _workloads() -> dict[str, Workload]:
     found = [_self("full", n, Full()) for n in _LENGTHS]
-    found += [_self("half-dense", n, Uniform(0.5), Full()) for n in _LENGTHS]
+    found += [_self("half-dense", n, Uniform(0.5), lengths_k=Full()) for n in _LENGTHS]
     found += [_self("half-jagged", n, Uniform(0.5)) for n in _LENGTHS]
-    found += [
-        Workload(
-            name=f"gdpa-cross-full-{n}",
-            max_seqlen_q=n,
-            max_seqlen_k=256,
-            lengths_q=Full(),
-            lengths_k=Full(),
-            **_PUBLISHED,
-        )
-        for n in _LENGTHS
-    ]
+    found += [_full("", n, 256) for n in _LENGTHS]
     found += [
         _self("ml1m", 1024, MOVIELENS["ml1m"]),
         _self("ml20m", 2048, MOVIELENS["ml20m"]),
@@ -69,28 +59,20 @@ def _hstu() -> list[Workload]:
 def _other_shapes() -> list[Workload]:
     """What no published figure shows; full batches of 1152, 4 heads, head_dim 128, GELU by tanh,
     but for what the name says."""
-
-    def full(suffix: str, n: int = 1024, keys: int | None = None, **options: Any) -> Workload:
-        kind = "self" if keys is None else "cross"
-        return Workload(
-            name=f"gdpa-{kind}-full-{n}{suffix}", max_seqlen_q=n, max_seqlen_k=keys or n,
-            lengths_q=Full(), lengths_k=None if keys is None else Full(), **_PUBLISHED | options,
-        )  # fmt: skip
-
     return [
-        full("-h3", num_heads_q=3, num_heads_k=3),
-        full("-kv192-h6", keys=192, num_heads_q=6, num_heads_k=6),
-        full("-gqa", num_heads_q=8, num_heads_k=2),
-        full("-causal", causal=True),
-        full("-window128", window=128),
-        full("-gelu", activation="gelu"),
-        full("", 384),
-        full("", 640),
-        full("-kv320", 2048, 320),
-        full("-b64", 4096, batch=64),
-        full("-b8", 8192, batch=8),
-        full("-b256-d256", 512, batch=256, head_dim=256),
-        full("-kv128-d64", keys=128, head_dim=64),
+        _full("-h3", num_heads_q=3, num_heads_k=3),
+        _full("-kv192-h6", keys=192, num_heads_q=6, num_heads_k=6),
+        _full("-gqa", num_heads_q=8, num_heads_k=2),
+        _full("-causal", causal=True),
+        _full("-window128", window=128),
+        _full("-gelu", activation="gelu"),
+        _full("", 384),
+        _full("", 640),
+        _full("-kv320", 2048, 320),
+        _full("-b64", 4096, batch=64),
+        _full("-b8", 8192, batch=8),
+        _full("-b256-d256", 512, batch=256, head_dim=256),
+        _full("-kv128-d64", keys=128, head_dim=64),
         replace(_self("half-jagged", 800, Uniform(0.5)), name="gdpa-self-half-jagged-800-d64",
                 head_dim=64),
     ]  # fmt: skip
@@ -106,16 +88,8 @@ BLOCK_MAX_SEQLENS = (1000, 2000, 3000, 4000, 5000, 6000, 7000, 8000)
 
 
 def _block(name: str, n: int, law: LengthLaw, **options: Any) -> Workload:
-    options = {"num_heads_q": 4, "num_heads_k": 4, "head_dim": 128, **options}
-    return Workload(
-        name=name,
-        operator="block_attention",
-        batch=1152 if n <= 7000 else 768,
-        max_seqlen_q=n,
-        max_seqlen_k=n,
-        lengths_q=law,
-        **options,
-    )
+    batch = 1152 if n <= 7000 else 768
+    return _of(name, n, law, operator="block_attention", batch=batch, **options)
 
 
 def _block_workloads() -> dict[str, Workload]:
@@ -175,8 +149,7 @@ FIGURES: dict[str, tuple[str, ...]] = {
 
 def figure_direction(figure: str) -> str:
     """The direction, "forward" or "backward", of a name in FIGURES; ValueError for any other."""
-    if figure not in FIGURES:
-        raise ValueError(f"figure must be one of {sorted(FIGURES)}, got {figure!r}")
+    require(figure in FIGURES, "figure", f"one of {sorted(FIGURES)}", figure)
     return "forward" if "-fwd-" in figure else "backward"
 
 
@@ -190,9 +163,7 @@ def figures_of(name: str, direction: str) -> tuple[str, ...]:
 
 def workload(name: str) -> Workload:
     """The workload called `name`; ValueError listing the names if there is none."""
-    if name in BLOCK_WORKLOADS:
-        return BLOCK_WORKLOADS[name]
-    if name not in WORKLOADS:
-        known = ", ".join((*sorted(WORKLOADS), *sorted(BLOCK_WORKLOADS)))
-        raise ValueError(f"name must be one of {known}, got {name!r}")
-    return WORKLOADS[name]
+    known = WORKLOADS | BLOCK_WORKLOADS
+    names = ", ".join((*sorted(WORKLOADS), *sorted(BLOCK_WORKLOADS)))
+    require(name in known, "name", f"one of {names}", name)
+    return known[name]

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import ast
 import difflib
-import inspect
 import math
 import re
 import textwrap
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,8 @@ from IPython.display import SVG, Markdown, display
 from gdpa_kernels.calling import ladder
 from gdpa_lab.measuring import manifest
 from gdpa_lab.measuring import record as records
-from gdpa_lab.report import lessons, page, rates, registered, results
+from gdpa_lab.report import exhibits, lessons, page, rates, results
+from gdpa_lab.report import registered as register
 from gdpa_lab.report.house import Figure
 from tritonemu import Timeline
 
@@ -60,7 +60,8 @@ class Chapter:
         self.slug, self.mode, self.device, self.gpu = slug, mode, device, gpu
         self.data_dir = Path(data_dir)
         manifest.verify(self.data_dir)
-        self._tables = self._predictions = 0
+        self._tables = self._counted = 0
+        self._predictions: tuple[exhibits.Prediction, ...] = ()
         self._records: dict[str, records.Record] = {}
         self._rows: dict[str, pd.DataFrame] = {}
 
@@ -201,10 +202,21 @@ class Chapter:
         display(self._origin(data, origin))
 
     def table(
-        self, frame: pd.DataFrame, *, data: pd.DataFrame | None = None, **origin: Any
+        self,
+        frame: pd.DataFrame,
+        *,
+        caption: str | None = None,
+        name: str | None = None,
+        data: pd.DataFrame | None = None,
+        digits: Mapping[str, int] | None = None,
+        missing: str | None = None,
+        **origin: Any,
     ) -> None:
-        """Show a table, four significant digits; the rest as for `figure`."""
-        display(page.show_table(frame))
+        """Show a table as `page.show_table` has it; the rest as for `figure`. `missing`: what
+        stands for no number, "not timed" if all of it is measured."""
+        if missing is None:
+            missing = "not timed" if set(origin) == {"measured"} else ""
+        display(page.show_table(frame, caption, name, digits, missing))
         display(self._origin(data, origin))
 
     def ladder(self, impl: str, direction: str = "forward") -> None:
@@ -240,14 +252,17 @@ class Chapter:
     ) -> None:
         """Show a function of a kernel, or text, from the line with `begin` to before that with
         `end`. ValueError if they are not in it."""
-        text = (
-            source if isinstance(source, str) else inspect.getsource(getattr(source, "fn", source))
-        )
+        text = exhibits.source_of(source)
         lines = text.splitlines()
         first = _line_of(begin, lines, 0)
         last = _line_of(end, lines, first + 1) if end else len(lines)
         shown = textwrap.dedent("\n".join(lines[first:last])).rstrip().replace("  # fmt: skip", "")
         display(Markdown(f"```{language}\n{shown}\n```"))
+
+    def annotated(self, source: Any, notes: Mapping[str, str]) -> None:
+        """Show functions of a kernel, or text, in full, each of `notes` beside the one line that
+        has its key. ValueError if no line has it, or several."""
+        display(Markdown(exhibits.annotated(source, notes)))
 
     def roles(self, impl: str, operator: str = "gdpa") -> None:
         """Show the tables of roles and barriers in the docstring of a rung."""
@@ -300,39 +315,41 @@ class Chapter:
         most: float = math.inf,
         form: str = ".2f",
         unit: str = "",
+        shown: bool = True,
+        registered: str | None = None,
     ) -> None:
-        """Show a prediction with its limits, what was found, and the verdict with its margin.
+        """Keep a prediction with its limits, what was found, and the verdict with its margin;
+        `predictions` shows those that are `shown`.
 
-        Of a series the value that is farthest outside the limits, or nearest to one, decides.
-        ValueError without a limit, since it could not fail, and naming what is missing in `found`.
+        Its id is `registered`, or the slug and a number by the order of the calls without it. Of a
+        series the value that is farthest outside the limits, or nearest to one, decides. ValueError
+        without a limit, since it could not fail, and naming what is missing in `found`.
         """
         if math.isinf(least) and math.isinf(most):
             raise ValueError("least or most must be given, got neither")
-        self._predictions += 1
         of = ""
         if isinstance(found, pd.Series):
             if found.empty or not np.isfinite(found.to_numpy(float)).all():
                 self._missing(text, list(found.index[~np.isfinite(found.to_numpy(float))]))
-            label, count = registered.decisive(found, least, most), len(found)
+            label, count = register.decisive(found, least, most), len(found)
             found, of = found[label], f" ({_named(label)}, of {count})"
         elif not math.isfinite(found):
             self._missing(text, [found])
-        low, high, got = (f"{x:{form}}{unit}" for x in (least, most, found))
-        limits = f"{least:{form}} to {high}"
-        if math.isinf(most):
-            limits = f"at least {low}"
-        elif math.isinf(least):
-            limits = f"at most {high}"
-        name = f"{self.slug}#{self._predictions}"
-        says = registered.verdict(float(found), least, most)
-        told = f"*{registered.told(name, limits)}: {limits}. Found: {got}{of}:* {says}."
-        fact = {"id": name, "text": text, "limits": limits, "found": f"{got}{of}", **says._asdict()}
-        shown = Markdown(f"**Prediction {self._predictions}** {text} {told}")
-        display(shown, metadata={"prediction": fact})
+        name = registered or f"{self.slug}#{self._counted + 1}"
+        self._counted += registered is None
+        if name in {one.id for one in self._predictions}:
+            raise ValueError(f"a prediction must have its own id, got {name} twice")
+        one = exhibits.Prediction(name, text, float(found), of, least, most, form, unit, shown)
+        self._predictions += (one,)
+        display({"text/markdown": ""}, raw=True, metadata={"prediction": one.fact()})
+
+    def predictions(self) -> None:
+        """Show the table of the predictions. ValueError unless one to three are to be shown."""
+        display(Markdown(exhibits.predicted(self.slug, self._predictions)))
 
     def _missing(self, text: str, where: list[Any]) -> None:
         raise ValueError(
-            f"{self.slug}, prediction {self._predictions} ({text}): found must be finite, "
+            f"{self.slug}, prediction {len(self._predictions) + 1} ({text}): found must be finite, "
             f"got no value for {', '.join(map(_named, where)) or 'anything'}"
         )
 

@@ -1,15 +1,15 @@
-"""Published claims, and what our own records say about them.
+"""Compares published claims with our own records.
 
 `data/claims.yml` lists every published claim with its source. A claim may carry a selector (`ours`)
-that names the rows of the results table which answer it; `judged` evaluates the selectors. A claim
-is `measured` only while correct rows exist, and a published number never becomes ours.
+of the rows of the results table that answer it; `judged` evaluates the selectors. A claim is
+`measured` only while correct rows exist, and a published number never becomes ours.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
@@ -25,7 +25,9 @@ from gdpa_lab.measuring.record import DATA_DIR
 
 SCHEMA_VERSION = 1
 _YAML_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_TIME = "time_us_p50"
 PUBLISHED_HARDWARE = "NVIDIA B200"
+_WHERE = ("gpu", "system", "workload", "impl", "baseline")
 _RESULT_COLUMNS = (
     "figure", "workload", "direction", "impl", "scope", "variant", "system", "gpu", "record",
     "time_us_p50", "tflops", "correct", "failure", "stale",
@@ -96,49 +98,41 @@ class Selector:
             raise ValueError(
                 f"results must have the columns of results.table, got none named {missing}"
             )
-        rows = results[_usable(results) & _matches(results["workload"], self.workload)]
-        rows = rows[rows["scope"] == self.scope]
-        if self.figure:
-            rows = rows[_matches(rows["figure"], self.figure)]
-        if self.direction:
-            rows = rows[rows["direction"].isin(self.direction)]
+        rows = results[_usable(results) & (results["scope"] == self.scope)]
+        for column in ("workload", "figure", "direction"):
+            if getattr(self, column):
+                rows = rows[_matches(rows[column], getattr(self, column))]
         if self.kind == "max_ratio":
             return self._max_ratio(rows)
         rows = rows.drop_duplicates(
             ["figure", "system", "workload", "direction", "impl"], keep="last"
         )
-        rows = rows[_matches(rows["impl"], self.impl)]
-        if self.kind == "best_time":
-            best = _fastest(rows[_positive(rows["time_us_p50"])])
-            return None if best is None else _evidence(float(best["time_us_p50"]) / 1e3, [best])
-        rows = rows[_positive(rows["tflops"])]
+        is_rate = self.kind == "best_rate"
+        rows = _positive(rows[_matches(rows["impl"], self.impl)], "tflops" if is_rate else _TIME)
         if rows.empty:
             return None
-        best = rows.loc[rows["tflops"].astype(float).idxmax()]
-        return _evidence(float(best["tflops"]), [best])
+        best = rows.loc[rows["tflops"].idxmax() if is_rate else rows[_TIME].idxmin()].to_frame().T
+        return _evidence(best["tflops"].item() if is_rate else best[_TIME].item() / 1e3, best)
 
     def _max_ratio(self, rows: pd.DataFrame) -> Evidence | None:
-        rows = rows[_positive(rows["time_us_p50"])]
         is_baseline = _matches(rows["impl"], self.baseline)
-        is_ours = _matches(rows["impl"], self.impl) & ~is_baseline
-        best: Evidence | None = None
-        for _, group in rows[is_baseline | is_ours].groupby(["system", "workload"], sort=True):
-            compared: dict[str, Evidence] = {}
-            for record, run in group.groupby("record", sort=True):
-                directions = self.direction or sorted(set(run["direction"]))
-                parts = [run[run["direction"] == direction] for direction in directions]
-                slow = [_fastest(part[is_baseline.loc[part.index]]) for part in parts]
-                fast = [_fastest(part[is_ours.loc[part.index]]) for part in parts]
-                if all(row is not None for row in (*slow, *fast)):
-                    compared[record] = _evidence(_time(slow) / _time(fast), fast, slow)
-            if not compared:
-                continue
-            sizes = group["record"].value_counts()
-            order = [(not compared[run].stale, sizes[run], run) for run in compared]
-            found = compared[max(order)[-1]]
-            if best is None or found.value > best.value:
-                best = found
-        return best
+        rows = rows[is_baseline | _matches(rows["impl"], self.impl)]
+        rows = _positive(rows.assign(is_baseline=is_baseline), _TIME)
+        found = []
+        for _, group in rows.groupby(["system", "workload"]):
+            compared = []
+            for record, run in group.groupby("record"):
+                fastest = run.loc[run.groupby(["direction", "is_baseline"])[_TIME].idxmin()]
+                fastest = fastest.set_index("direction")
+                slow, fast = (fastest[fastest["is_baseline"] == which] for which in (True, False))
+                asked = [*(self.direction or sorted({*run["direction"]}))]
+                if {*asked} <= {*slow.index} & {*fast.index}:
+                    slow, fast = slow.loc[asked], fast.loc[asked]
+                    evidence = _evidence(slow[_TIME].sum() / fast[_TIME].sum(), fast, slow)
+                    compared.append((not evidence.stale, len(run), record, evidence))
+            if compared:
+                found.append(max(compared, key=lambda each: each[:-1])[-1])
+        return max(found, key=lambda evidence: evidence.value, default=None)
 
 
 @dataclass(frozen=True)
@@ -186,19 +180,17 @@ def load(data_dir: str | Path = DATA_DIR) -> tuple[Claim, ...]:
     version = content.get("schema_version")
     if version != SCHEMA_VERSION:
         raise ClaimError(f"{path}: schema_version must be {SCHEMA_VERSION}, got {version!r}")
-    claims = []
-    seen: set[str] = set()
+    claims: dict[str, Claim] = {}
     for position, entry in enumerate(content["claims"], start=1):
         name = entry.get("id") if isinstance(entry, dict) else None
         try:
             claim = _parse_claim(entry)
-            if claim.id in seen:
+            if claim.id in claims:
                 raise ClaimError(f"id must be unique, got {claim.id!r}")
         except ClaimError as error:
             raise ClaimError(f"{path}: claim {position} ({name}): {error}") from None
-        seen.add(claim.id)
-        claims.append(claim)
-    return tuple(claims)
+        claims[claim.id] = claim
+    return tuple(claims.values())
 
 
 def judged(results: pd.DataFrame, *, claims: Sequence[Claim] | None = None) -> pd.DataFrame:
@@ -239,28 +231,21 @@ def published_figures(data_dir: str | Path = DATA_DIR) -> pd.DataFrame:
 
 def _judged_row(claim: Claim, results: pd.DataFrame) -> dict[str, Any]:
     evidence = claim.ours.evaluate(results) if claim.ours is not None else None
-    status = claim.status
-    if evidence is not None:
-        status = "measured"
-    elif status == "measured":
-        status = "open"
+    unmeasured = "open" if claim.status == "measured" else claim.status
+    status = unmeasured if evidence is None else "measured"
     found = evidence or Evidence(math.nan, "", "", "", "", "", (), False)
     published = math.nan if claim.value is None else claim.value
     ratio, within = found.value / published, None
     if claim.tolerance is not None and _same_hardware(claim.hardware, found.gpu):
         within = abs(ratio - 1) <= claim.tolerance
     return {
-        "id": claim.id,
-        "operator": claim.operator,
-        "kind": claim.kind,
-        "figure": claim.figure or "",
+        **{name: getattr(claim, name) or "" for name in ("id", "operator", "kind", "figure")},
         "claim": claim.claim,
         "published": published,
         "unit": claim.unit or "",
         "hardware": claim.hardware,
         "ours": found.value,
-        **{f"ours_{x}": getattr(found, x) for x in ("gpu", "system", "workload", "impl")},
-        "ours_baseline": found.baseline,
+        **{f"ours_{x}": getattr(found, x) for x in _WHERE},
         "ours_record": ", ".join(found.records),
         "ours_scope": claim.ours.scope if evidence is not None else "",
         "stale": found.stale,
@@ -269,9 +254,7 @@ def _judged_row(claim: Claim, results: pd.DataFrame) -> dict[str, Any]:
         "status": status,
         "how_to_check": claim.how_to_check,
         "source": "; ".join(map(str, claim.sources)),
-        "note": claim.note,
-        "answer": claim.answer,
-        "answered_in": claim.answered_in,
+        **{name: getattr(claim, name) for name in ("note", "answer", "answered_in")},
     }
 
 
@@ -287,44 +270,29 @@ def _usable(results: pd.DataFrame) -> pd.Series:
     return passed & results["failure"].fillna("").eq("") & results["variant"].fillna("").eq("")
 
 
-def _positive(column: pd.Series) -> pd.Series:
-    numbers = pd.to_numeric(column, errors="coerce")
-    return (numbers > 0) & (numbers < math.inf)
+def _positive(rows: pd.DataFrame, column: str) -> pd.DataFrame:
+    """Rows with a positive, finite number in `column`."""
+    numbers = pd.to_numeric(rows[column], errors="coerce")
+    return rows.assign(**{column: numbers})[(numbers > 0) & (numbers < math.inf)]
 
 
-def _matches(column: pd.Series, patterns: Iterable[str]) -> pd.Series:
-    patterns = tuple(patterns)
+def _matches(column: pd.Series, patterns: Sequence[str]) -> pd.Series:
+    """Whether each value matches one of some shell globs."""
     hits = [any(fnmatchcase(str(value), pattern) for pattern in patterns) for value in column]
     return pd.Series(hits, index=column.index, dtype=bool)
 
 
-def _fastest(rows: pd.DataFrame) -> pd.Series | None:
-    return None if rows.empty else rows.loc[rows["time_us_p50"].astype(float).idxmin()]
-
-
-def _time(rows: Iterable[pd.Series]) -> float:
-    return sum(float(row["time_us_p50"]) for row in rows)
-
-
-def _evidence(
-    value: float, ours: Sequence[pd.Series], baseline: Sequence[pd.Series] = ()
-) -> Evidence:
+def _evidence(value: float, ours: pd.DataFrame, baseline: pd.DataFrame | None = None) -> Evidence:
     """The rows of `ours`, and of `baseline`, are of one workload and system."""
-    rows = [*ours, *baseline]
+    rows, first = pd.concat([ours, baseline]), ours.iloc[0]
     return Evidence(
-        value=value,
-        workload=str(ours[0]["workload"]),
-        impl=_names(ours, "impl"),
-        baseline=_names(baseline, "impl"),
-        gpu=str(ours[0]["gpu"]),
-        system=str(ours[0]["system"]),
-        records=tuple(dict.fromkeys(str(row["record"]) for row in rows)),
-        stale=any(pd.notna(row["stale"]) and bool(row["stale"]) for row in rows),
+        value=float(value),
+        **{name: str(first[name]) for name in ("workload", "gpu", "system")},
+        impl=", ".join(ours["impl"].unique()),
+        baseline="" if baseline is None else ", ".join(baseline["impl"].unique()),
+        records=tuple(rows["record"].unique()),
+        stale=bool(rows["stale"].eq(True).any()),
     )
-
-
-def _names(rows: Iterable[pd.Series], column: str) -> str:
-    return ", ".join(dict.fromkeys(str(row[column]) for row in rows))
 
 
 @cache

@@ -1,15 +1,15 @@
-"""The second registration for a B200: shares of the unit ledger at each row's own clock.
+"""The second set of predictions for a B200: shares of the unit ledger at each row's own SM clock.
 
-A row that ran back to back knows the SM clock that NVML showed meanwhile, so its time is a number
-of clocks, and a B200's power limit drops out. The share of its ledger that a kernel of ours reaches
-is taken from all kernels with roles that an H200 has measured, their spread with it: nothing is
-typed. A start of a program is a part of that share, so it is assumed to cost a kernel of a B200 as
-large a part of its clocks. The first registration, in `predictions`, stays as it is.
+NVML reports the clock of a row that ran back to back, so its time is a number of clocks and the
+power limit of a B200 drops out. The share of the ledger that a kernel reaches, and its spread, come
+from all warp-specialized kernels measured on an H200; program start-up is part of that share. The
+first set, in `predictions`, is unchanged.
 """
 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +22,7 @@ from gdpa_lab.measuring import record as records
 from gdpa_lab.measuring.roofline import Ceilings
 from gdpa_lab.measuring.units import H200, Design
 from gdpa_lab.measuring.workload import Workload
-from gdpa_lab.measuring.workloads import BLOCK_TABLES, FIGURES, workload
+from gdpa_lab.measuring.workloads import BLOCK_TABLES, FIGURES, figure_direction, workload
 from gdpa_lab.report import predictions, results
 
 PATH = records.DATA_DIR / "predictions" / "b200_2.csv"
@@ -132,20 +132,22 @@ def made(data_dir: str | Path = records.DATA_DIR) -> pd.DataFrame:
     """The registration: `expected`, `low` and `high` of the share of the ledger (of the copy
     ceiling in block attention), or, with `other`, of a rung's rate over another's at one clock."""
     found, rows = shares(data_dir), []
-    middle = {}
-    for (operator, direction), of in found.groupby(["operator", "direction"]):
-        middle[operator, direction] = interval(of["share"], of["impl"])
+    middle = {
+        key: interval(of["share"], of["impl"])
+        for key, of in found.groupby(["operator", "direction"])
+    }
     for figure, names in FIGURES.items():
-        direction = "forward" if "-fwd-" in figure else "backward"
-        for work in map(workload, names):
-            for impl, expected in blackwell(direction).items():
-                if work.max_seqlen_k <= expected.most_keys:
-                    low, centre, high = middle["gdpa", direction]
-                    rows.append((work.name, direction, impl, "", centre, low, high))
+        direction = figure_direction(figure)
+        low, centre, high = middle["gdpa", direction]
+        rows += [
+            (work.name, direction, impl, "", centre, low, high)
+            for work in map(workload, names)
+            for impl, expected in blackwell(direction).items()
+            if work.max_seqlen_k <= expected.most_keys
+        ]
     for (table, direction), expected in predictions.BLOCK.items():
         low, centre, high = middle["block_attention", direction]
-        name = BLOCK_TABLES[table][0]
-        rows.append((name, direction, expected.impl, "", centre, low, high))
+        rows.append((BLOCK_TABLES[table][0], direction, expected.impl, "", centre, low, high))
     moved = steps(found)
     low, _, high = interval(moved["ratio"], moved["pair"])
     width = math.sqrt(high / low)
@@ -181,38 +183,33 @@ def registered() -> pd.DataFrame:
 def judged(data_dir: str | Path = records.DATA_DIR) -> pd.DataFrame:
     """The registration with what records of a B200 say: `measured`, the median of them, NaN where
     there is none, and `verdict`, "confirmed" within the interval or "refuted"."""
-    values: dict[tuple[str, ...], list[float]] = {}
+    table = registered()
+    keys = [*map(tuple, table[["workload", "direction", "impl", "other"]].values)]
+    values: dict[tuple[str, ...], list[float]] = defaultdict(list)
     for run, rows in _timed(data_dir, predictions.CAPABILITY):
         ceilings = results.ceilings(run, "sustained")
         timed = rows.set_index(["workload", "direction", "impl"])
-        for name, direction, impl, other in _keys():
-            if (name, direction, impl) not in timed.index or ceilings is None:
+        clocks = timed["time_us_p50"] * timed["sm_clock_mhz"]
+        known = {*timed.index} if ceilings is not None else set()
+        for key in keys:
+            name, direction, impl, other = key
+            if not {(name, direction, impl), (name, direction, other or impl)} <= known:
                 continue
             row, work = timed.loc[name, direction, impl], workload(name)
-            clocks = row["time_us_p50"] * row["sm_clock_mhz"]
             if other:
-                if (name, direction, other) not in timed.index:
-                    continue
-                their = timed.loc[name, direction, other]
-                value = their["time_us_p50"] * their["sm_clock_mhz"] / clocks
+                value = clocks[name, direction, other] / clocks[name, direction, impl]
             elif work.operator == "block_attention":
                 value = row["percent_of_roofline"] / 100
             else:
-                design = blackwell(direction)[impl].design
-                ghz = row["sm_clock_mhz"] / 1e3
+                design, ghz = blackwell(direction)[impl].design, row["sm_clock_mhz"] / 1e3
                 value = floor_us(work, design, ghz, ceilings) / row["time_us_p50"]
-            values.setdefault((name, direction, impl, other), []).append(value)
-    table = registered()
-    measured = [np.median(values.get(key, [math.nan])) for key in _keys()]
+            values[key].append(value)
+    measured = [np.median(values.get(key, [math.nan])) for key in keys]
     table = table.assign(measured=measured, verdict="")
     inside = table["measured"].between(table["low"], table["high"])
     table.loc[inside, "verdict"] = "confirmed"
     table.loc[~inside & table["measured"].notna(), "verdict"] = "refuted"
     return table
-
-
-def _keys() -> list[tuple[str, ...]]:
-    return [tuple(key) for key in registered()[["workload", "direction", "impl", "other"]].values]
 
 
 def is_dead(table: pd.DataFrame) -> tuple[bool, int, int]:

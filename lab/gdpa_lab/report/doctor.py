@@ -1,7 +1,7 @@
-"""What this machine can run, and the command that repairs what is missing.
+"""Diagnoses an installation: what this machine can run, and the commands that repair the rest.
 
-Findings are plain data; `python -m gdpa_lab doctor` prints them. Nothing is imported here that
-a broken installation could break.
+`python -m gdpa_lab doctor` prints the findings. Whatever a broken installation could break is
+imported inside the checks.
 """
 
 from __future__ import annotations
@@ -52,15 +52,15 @@ def findings(data_dir: str | Path | None = None) -> list[Finding]:
 def report(found: Iterable[Finding]) -> str:
     """The findings as text: by group, those of one reason on one line, then the verdict."""
     found = list(found)
+    groups: dict[str, dict[tuple[bool, str], list[str]]] = {}
+    for finding in found:
+        alike = groups.setdefault(finding.group, {})
+        alike.setdefault((finding.ok, finding.detail), []).append(finding.name)
     lines = []
-    for group in dict.fromkeys(f.group for f in found):
-        names: dict[tuple[bool, str], list[str]] = {}
-        for finding in found:
-            if finding.group == group:
-                names.setdefault((finding.ok, finding.detail), []).append(finding.name)
+    for group, reasons in groups.items():
         lines.append(group)
-        for (ok, detail), alike in names.items():
-            line = f"  {'yes' if ok else 'no ':3}  {', '.join(alike)}: {detail}"
+        for (ok, detail), names in reasons.items():
+            line = f"  {'yes' if ok else 'no ':3}  {', '.join(names)}: {detail}"
             lines += textwrap.wrap(
                 line, 100, subsequent_indent=" " * 7, break_on_hyphens=False, break_long_words=False
             )
@@ -68,7 +68,7 @@ def report(found: Iterable[Finding]) -> str:
 
 
 def verdict(found: Iterable[Finding]) -> str:
-    """What to do next or, with nothing to repair, what this machine is good for."""
+    """The repairs to run or, if there are none, what this machine can measure."""
     found = list(found)
     commands = repairs(found)
     if commands:
@@ -103,20 +103,16 @@ def repairs(found: Iterable[Finding]) -> list[str]:
 
 def check_gpu() -> Finding:
     """The GPU torch sees, with its compute capability, or why it sees none."""
-    try:
-        import torch
-
-        from gdpa_lab.measuring import system
-    except Exception as error:
-        return Finding("machine", "gpu", False, f"unknown without torch ({_name(error)})")
+    torch = _module("torch")
+    if isinstance(torch, Exception):
+        return Finding("machine", "gpu", False, f"unknown without torch ({torch})")
     if torch.cuda.is_available():
         index = torch.cuda.current_device()
         major, minor = torch.cuda.get_device_capability(index)
         detail = f"{torch.cuda.get_device_name(index)}, compute capability {major}.{minor}"
         return Finding("machine", "gpu", True, detail)
-    return judge_missing_gpu(
-        system.gpu_names(), torch.version.cuda, os.environ.get("CUDA_VISIBLE_DEVICES")
-    )
+    listed = _module("gdpa_lab.measuring.system").gpu_names()
+    return judge_missing_gpu(listed, torch.version.cuda, os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
 def judge_missing_gpu(listed: list[str], cuda: str | None, visible: str | None) -> Finding:
@@ -137,15 +133,12 @@ def judge_missing_gpu(listed: list[str], cuda: str | None, visible: str | None) 
 
 def check_torch() -> Finding:
     """The torch that Python imports."""
-    try:
-        import torch
-
-        cuda = torch.version.cuda
-        detail = f"{torch.__version__}, {f'CUDA {cuda}' if cuda else 'without CUDA'}"
-    except Exception as error:
-        detail = f"cannot be imported ({_name(error)})"
+    torch = _module("torch")
+    if isinstance(torch, Exception):
+        detail = f"cannot be imported ({torch})"
         return Finding("machine", "torch", False, detail, _pip(f"--force-reinstall {TORCH}"))
-    return Finding("machine", "torch", True, detail)
+    cuda = f"CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
+    return Finding("machine", "torch", True, f"{torch.__version__}, {cuda}")
 
 
 def check_triton() -> Finding:
@@ -170,8 +163,8 @@ def check_triton() -> Finding:
 
 
 def check_implementations(data_dir: str | Path | None = None) -> list[Finding]:
-    """The reference and every rung of each ladder: can it run here, and why; and whether a record
-    in `data_dir` has it right on such a GPU (`probe`)."""
+    """Whether the reference and every rung run here, and why not; and whether a record in
+    `data_dir` proves the rung on such a GPU (`probe`)."""
     ladder = _module("gdpa_kernels.calling.ladder")
     if isinstance(ladder, Exception):
         return [Finding("implementations", "ladder", False, f"cannot be imported: {ladder}")]
@@ -205,7 +198,7 @@ def _unproven(data_dir: str | Path | None) -> Callable[[Any], bool]:
 
 
 def check_baselines() -> list[Finding]:
-    """Every baseline of both operators: can it run here, and why."""
+    """Whether every baseline of both operators runs here, and why not."""
     found = _module("gdpa_lab.measuring.baselines")
     if isinstance(found, Exception):
         return [Finding("baselines", "baselines", False, f"cannot be imported: {found}")]
@@ -233,25 +226,19 @@ def check_records(data_dir: str | Path | None = None) -> Finding:
     if isinstance(record, Exception):
         return Finding("data", "records", False, f"cannot be read: {record}")
     data_dir = Path(record.DATA_DIR if data_dir is None else data_dir)
-    records, errors = record.survey(data_dir)
-    found = [f"{len(records)} read, {len(errors)} refused", *map(str, errors)]
+    found, good = [], data_dir.is_dir()
+    guests = {f"community/{name}: ": at for name, at in record.communities(data_dir).items()}
+    for whose, folder in ({"": data_dir} | guests).items():
+        records, errors = record.survey(folder)
+        found += [f"{whose}{len(records)} read, {len(errors)} refused", *map(str, errors)]
+        left = sorted((folder / record.manifest.PARTIAL).glob("*.json"))
+        found += [f"{path} is of a run that did not end: {KEEP} {path}" for path in left]
+        good = good and not errors and not left
     if not (data_dir / record.manifest.NAME).exists():
         found.append(f"no {record.manifest.NAME} to hold them to")
     if not data_dir.is_dir():
         found.append(f"{data_dir} is no folder")
-    for handle, folder in record.communities(data_dir).items():
-        guests, refused = record.survey(folder)
-        found.append(f"community/{handle}: {len(guests)} read, {len(refused)} refused")
-        found += map(str, refused)
-        errors += refused
-    left = [x for x in (data_dir, *record.communities(data_dir).values()) for x in _left(x, record)]
-    found += [f"{path} is of a run that did not end: {KEEP} {path}" for path in left]
-    good = data_dir.is_dir() and not errors and not left
     return Finding("data", "records", good, "; ".join(found))
-
-
-def _left(folder: Path, record: Any) -> list[Path]:
-    return sorted((folder / record.manifest.PARTIAL).glob("*.json"))
 
 
 def _ask(group: str, name: str, availability: Any, *arguments: Any) -> Finding:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import math
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -103,14 +103,63 @@ def source(kind: str, text: str, csv: str | None = None) -> Markdown:
     return _provenance(kind, html.escape(text), csv)
 
 
-def show_table(table: pd.DataFrame) -> Markdown:
-    """A table for the page: four significant digits, numbers to the right, nothing for NaN."""
+def show_table(
+    table: pd.DataFrame,
+    caption: str | None = None,
+    name: str | None = None,
+    digits: Mapping[str, int] | None = None,
+    missing: str = "",
+) -> Markdown:
+    """A table for the page: in a column of numbers the same decimals (`digits`, or those that give
+    its median three significant digits), to the right; `missing` where a number is none.
+
+    With `caption`, which begins with the finding in bold, it is numbered, and {numref}`name` cites
+    it. ValueError for another caption and for digits of no column.
+    """
     from IPython.display import Markdown
 
-    lines = results.to_markdown(table).splitlines()
-    numeric = [pd.api.types.is_numeric_dtype(table[name]) for name in table.columns]
-    lines[1] = f"| {' | '.join('--:' if right else ':--' for right in numeric)} |"
-    return Markdown("\n".join(lines))
+    if unknown := set(digits or ()) - set(table.columns):
+        raise ValueError(f"digits must be of columns of the table, got {sorted(unknown)}")
+    numeric = {x for x in table.columns if pd.api.types.is_numeric_dtype(table[x])}
+    numeric -= set(table.select_dtypes(bool).columns)
+    columns = [
+        _numbers(table[x], (digits or {}).get(x), missing) if x in numeric else map(_cell, table[x])
+        for x in table.columns
+    ]
+    sides = ["--:" if x in numeric else ":--" for x in table.columns]
+    rows = [[_cell(x) for x in table.columns], sides, *zip(*columns, strict=True)]
+    lines = [f"| {' | '.join(row)} |" for row in rows]
+    if caption is None:
+        return Markdown("\n".join(lines))
+    if not caption.startswith("**"):
+        raise ValueError(f"caption must begin with the finding in bold, got {caption!r}")
+    label = [f":name: {name}"] if name else []
+    head = [f"::::{{table}} {' '.join(caption.split())}", ":class: exhibit", *label, ""]
+    return Markdown("\n".join([*head, *lines, "::::"]))
+
+
+def _numbers(column: pd.Series, digits: int | None, missing: str) -> list[str]:
+    """With the same decimals, no more than they have; as powers of ten if they are tiny."""
+    size = column.abs().where(lambda x: x > 0).median()
+    form = ",.0f"
+    if digits is not None:
+        form = f",.{digits}f"
+    elif size < 1e-3:
+        form = ".2e"
+    elif math.isfinite(size):
+        most = max(0, 2 - math.floor(math.log10(size)))
+        form = next(
+            f",.{n}f" for n in range(most + 1) if n == most or column.round(n).equals(column)
+        )
+    return [missing if pd.isna(x) else f"{x:{form}}" for x in column]
+
+
+def _cell(value: object) -> str:
+    if isinstance(value, float):
+        return "" if math.isnan(value) else f"{value:.3g}"
+    return (
+        "" if value is None or value is pd.NA else " ".join(str(value).split()).replace("|", "\\|")
+    )
 
 
 def save_csv(table: pd.DataFrame, name: str) -> Path:

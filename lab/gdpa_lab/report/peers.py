@@ -1,5 +1,4 @@
-"""Peers in the rows of a record: which of them have no time there and why, and by how much a fused
-kernel can be faster than two passes."""
+"""Peers in a record: which have no time and why, and the most a fused kernel can gain over two."""
 
 from __future__ import annotations
 

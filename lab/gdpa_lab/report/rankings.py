@@ -1,10 +1,11 @@
-"""What `impl="auto"` tries first, made from the records: a table of rankings of each operator.
+"""Derives from the records the rankings that `impl="auto"` follows, one table per operator.
 
-`python -m gdpa_lab maintain choices` writes the tables; calling/rankings.py says what they hold.
+`python -m gdpa_lab maintain choices` writes them; calling/rankings.py defines their format.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -19,9 +20,8 @@ from gdpa_lab.report import results
 
 
 def _gdpa_shape(gpu: tuple[int, int], direction: str, workload: Mapping) -> Shape | None:
-    if workload.get("activation") != "gelu_tanh" or workload.get("causal"):
-        return None
-    if workload.get("window") is not None:
+    masked = workload.get("causal") or workload.get("window") is not None
+    if workload.get("activation") != "gelu_tanh" or masked:
         return None
     sizes = (int(workload[name]) for name in ("head_dim", "max_seqlen_q", "max_seqlen_k"))
     return gpu, direction, workload["dtype"], *sizes
@@ -87,7 +87,7 @@ def from_records(data_dir: str | Path, operator: str) -> list[Ranking]:
     )
     rows = table[table["scope"].isin(results.TIMED) & (table["variant"] == "")]
     rows = rows[rows["correct"] & rows["impl"].isin(rungs)]
-    found: dict[Shape, dict[str, dict[str, list]]] = {}
+    found: dict[Shape, dict[str, dict[str, list]]] = defaultdict(lambda: defaultdict(dict))
     for (run, name, direction, scope), group in rows.groupby(
         ["record", "workload", "direction", "scope"], sort=True
     ):
@@ -96,7 +96,7 @@ def from_records(data_dir: str | Path, operator: str) -> list[Ranking]:
         shape = shape_of(capability(machine.compute_capability), direction, workload)
         if workload["operator"] == operator and shape is not None and len(group) > 1:
             times = group.set_index("impl")["time_us_p50"]
-            found.setdefault(shape, {}).setdefault(run, {}).setdefault(scope, []).append(times)
+            found[shape][run].setdefault(scope, []).append(times)
     rankings = []
     for shape in sorted(found):
         orders = {run: _order(**columns) for run, columns in found[shape].items()}

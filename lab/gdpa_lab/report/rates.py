@@ -1,4 +1,4 @@
-"""Rates of measured rows as charts show them, with their spread and ceiling; the ladder."""
+"""Rates of measured rows with their spread and ceiling, and the ladder chart of them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import pandas as pd
 
+from gdpa_lab.measuring.require import require
 from gdpa_lab.report import results
 from gdpa_lab.report.charts import list_rows
 from gdpa_lab.report.house import DASHED, INK, Figure, canvas, colour, is_rung, note
@@ -28,8 +29,7 @@ def ladder(
     one in colour. Every baseline of the table with a time is shown, slowest first.
     Labels: TFLOP/s and % of roofline; error bars: p20-p80. ValueError if a rung has no row.
     """
-    if highlight not in rungs:
-        raise ValueError(f"highlight must be one of {', '.join(rungs)}, got {highlight!r}")
+    require(highlight in rungs, "highlight", f"one of {', '.join(rungs)}", highlight)
     rows = timed_rows(table[table["workload"] == workload], direction, "sustained")
     rows = rows.drop_duplicates(["impl", "system"], keep="last")
     require_impls(rows, rungs, f"{workload}, {direction}", "sustained")
@@ -77,9 +77,8 @@ def require_impls(rows: pd.DataFrame, impls: Sequence[str], where: str, scope: s
 def only(rows: pd.DataFrame, column: str) -> str:
     values = sorted(set(rows[column]))
     if len(values) != 1:
-        raise ValueError(
-            f"table must hold one {column}, got {', '.join(map(str, values)) or 'none'}"
-        )
+        there = ", ".join(map(str, values)) or "none"
+        raise ValueError(f"table must hold one {column}, got {there}")
     return str(values[0])
 
 

@@ -1,7 +1,7 @@
-"""What README.md says of speed, written from the records: one table and one figure.
+"""Generates the results table and the figure of README.md from the records.
 
-`python -m gdpa_lab maintain readme` rewrites them; a test holds them equal to the records. Both
-show times back to back and nothing else: where a peer has none, the table says why.
+`python -m gdpa_lab maintain readme` rewrites them; a test keeps them equal to the records. Both
+show back-to-back times only; where a peer has none, the table says why.
 """
 
 from __future__ import annotations
@@ -42,6 +42,13 @@ class Line(NamedTuple):
     def of_blocks(self) -> bool:
         return self.chapter.startswith("block")
 
+    @property
+    def rungs(self) -> tuple[str, ...]:
+        """The rungs that compute it."""
+        of_gdpa = {"forward": ladder.RUNGS, "backward": ladder.BACKWARD_RUNGS}
+        rungs = ladder.BLOCK_RUNGS if self.of_blocks else of_gdpa[self.direction]
+        return tuple(rung.impl for rung in rungs)
+
 
 LINES = (
     Line("GDPA, 1,024 × 1,024", WORKLOAD, "forward", "forward/results"),
@@ -67,7 +74,7 @@ def block(data_dir: Path = record.DATA_DIR) -> str:
     quoted: dict[str, str] = {}
     shown = [_rows(data_dir, line) for line in LINES]
     for line, rows in zip(LINES, shown, strict=True):
-        ours = rows[rows["impl"].isin([rung.impl for rung in _rungs(line)])].iloc[0]
+        ours = rows[rows["impl"].isin(line.rungs)].iloc[0]
         us = ours["time_us_p50"]
         lines.append(
             f"| {line.title} | {line.direction} | `{ours['impl']}` | {us / 1e3:.2f} ms | "
@@ -87,16 +94,16 @@ def block(data_dir: Path = record.DATA_DIR) -> str:
 
 def _peer(rows: pd.DataFrame, line: Line, us: float) -> str:
     """The last three cells: the fastest peer or, if none was timed, why the first was not."""
-    titles = _peers(line)
-    theirs = rows[rows["impl"].isin(titles)]
+    known = baselines.BLOCK_BASELINES if line.of_blocks else baselines.BASELINES
+    theirs = rows[rows["impl"].isin(known)]
     if theirs.empty:
         raise LookupError(f"a record must hold a row of {line.workload}, a peer, got none")
     best = theirs.iloc[0]
-    if pd.isna(best["time_us_p50"]):
-        return f"{titles[best['impl']]} | not timed: {best['failure'].partition(':')[0]} | "
-    peer_us = best["time_us_p50"]
+    title, peer_us = known[best["impl"]].title, best["time_us_p50"]
+    if pd.isna(peer_us):
+        return f"{title} | not timed: {best['failure'].partition(':')[0]} | "
     ratio = peers.checked(peer_us / us, best["impl"], line.workload, line.direction)
-    return f"{titles[best['impl']]} | {peer_us / 1e3:.2f} ms | {ratio:.2f}×"
+    return f"{title} | {peer_us / 1e3:.2f} ms | {ratio:.2f}×"
 
 
 def _rate(row: pd.Series, line: Line) -> str:
@@ -139,18 +146,6 @@ def _rows(data_dir: Path, line: Line) -> pd.DataFrame:
     keep = (table["record"] == run.id) & (table["direction"] == line.direction)
     keep &= (table["variant"] == "") & (table["scope"] == "sustained")
     rows = table[keep].drop_duplicates("impl").sort_values("time_us_p50", kind="stable")
-    if not rows["impl"][rows["time_us_p50"].notna()].isin([r.impl for r in _rungs(line)]).any():
+    if not rows["impl"][rows["time_us_p50"].notna()].isin(line.rungs).any():
         raise LookupError(f"a record must hold a time of {line.workload}, a rung, got none")
     return rows
-
-
-def _rungs(line: Line) -> tuple:
-    if line.of_blocks:
-        return ladder.BLOCK_RUNGS
-    return ladder.BACKWARD_RUNGS if line.direction == "backward" else ladder.RUNGS
-
-
-def _peers(line: Line) -> dict[str, str]:
-    """Titles of the baselines by impl."""
-    known = baselines.BLOCK_BASELINES if line.of_blocks else baselines.BASELINES
-    return {impl: peer.title for impl, peer in known.items()}

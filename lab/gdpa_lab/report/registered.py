@@ -1,4 +1,4 @@
-"""The predictions of the chapters: what became of each, and whether git held it before its record.
+"""The chapters' predictions: their outcomes, and whether git held each before its record.
 
 data/predictions/h200.csv has a line for each `Chapter.predict`. `made` writes it: `text` and
 `limits` are those of the executed chapters, `commit` and `date` of the first commit in which the
@@ -10,15 +10,13 @@ could judge; `known`, from what the answer was known before; `cause` and `lesson
 
 from __future__ import annotations
 
-import subprocess
 from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
 
-import nbformat
 import pandas as pd
 
-from gdpa_lab.measuring import manifest
+from gdpa_lab.measuring import git, manifest
 from gdpa_lab.measuring import record as records
 
 PATH = records.DATA_DIR / "predictions" / "h200.csv"
@@ -68,15 +66,19 @@ def standing(line: pd.Series | None) -> str:
     return "predicted" if line["date"] and _precedes(line["date"], line["record"]) else "expected"
 
 
-def told(name: str, limits: str) -> str:
-    """`standing` as a page shows it, with commit and date; "Expected" too where the file has no
-    line of this id with these limits."""
+def line(name: str, limits: str) -> pd.Series | None:
+    """The line of this id, if it has these limits."""
     lines = load()
     same = name in lines.index and lines.loc[name, "limits"] == limits
-    word = standing(lines.loc[name] if same else None)
+    return lines.loc[name] if same else None
+
+
+def told(line: pd.Series | None) -> str:
+    """`standing` as a page shows it, with commit and date."""
+    word = standing(line)
     if word == "predicted":
-        return f"Predicted (commit {lines.loc[name, 'commit'][:7]}, {lines.loc[name, 'date'][:10]})"
-    return f"Known before ({lines.loc[name, 'known']})" if word == "known before" else "Expected"
+        return f"Predicted (commit {line['commit'][:7]}, {line['date'][:10]})"
+    return f"Known before ({line['known']})" if word == "known before" else "Expected"
 
 
 def _precedes(date: str, record: str) -> bool:
@@ -86,6 +88,8 @@ def _precedes(date: str, record: str) -> bool:
 
 def collected(executed: Path = EXECUTED) -> pd.DataFrame:
     """The predictions that executed chapters show: id, text, limits, found, word, margin."""
+    import nbformat  # of the extra "book"
+
     found = [
         dict(output.metadata["prediction"])
         for path in sorted(executed.glob("*/*.ipynb"))
@@ -113,11 +117,11 @@ def _first(path: str, quote: str) -> tuple[str, str]:
     LookupError if there is none."""
     if not quote:
         return "", ""
-    command = ["git", "log", "--reverse", "--format=%H %cI", "-S", quote, "--", path]
-    log = subprocess.run(command, cwd=records.ROOT, capture_output=True, text=True, check=True)
-    if not log.stdout:
+    found = ("log", "--reverse", "--format=%H %cI", "-S", quote, "--", path)
+    log = git.output(records.ROOT, *found).splitlines()
+    if not log:
         raise LookupError(f"a commit must add {quote!r} to {path}, got none")
-    commit, date = log.stdout.splitlines()[0].split()
+    commit, date = log[0].split()
     return commit, date
 
 

@@ -1,7 +1,7 @@
-"""Results: what records say, derived when read.
+"""Derives the table of results, with rates, from the records whenever it is read.
 
-A table row is one row of a record with its rates. Nothing here is stored: delete a record and its
-rows are gone, and `latest_record` fails, so a book that quotes them does not build.
+Nothing here is stored: delete a record and its rows are gone, and `latest_record` fails, so a book
+that quotes them does not build.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import pandas as pd
 
 from gdpa_lab.measuring import system as systems
 from gdpa_lab.measuring.record import DATA_DIR, Record, Row, communities, load_all
+from gdpa_lab.measuring.require import require
 from gdpa_lab.measuring.roofline import Ceilings
 from gdpa_lab.measuring.workloads import figures_of
 from gdpa_lab.report import staleness
@@ -59,8 +60,7 @@ def table(
 
     RecordError naming every refused file; ValueError for another `per`.
     """
-    if per not in ("system", "gpu"):
-        raise ValueError(f"per must be 'system' or 'gpu', got {per!r}")
+    require(per in ("system", "gpu"), "per", "'system' or 'gpu'", per)
     rows: list[dict[str, Any]] = []
     for record in load_all(data_dir):
         machine = machine_of(record, data_dir)
@@ -155,12 +155,10 @@ def _cell(value: Any) -> str:
 def _derive(
     record: Record, row: Row, limits: dict[str, Ceilings | None], gpu: str
 ) -> list[dict[str, Any]]:
-    p20, p50, p80 = (math.nan,) * 3
-    if row.samples_us:
-        p20, p50, p80 = (float(q) for q in np.quantile(row.samples_us, (0.2, 0.5, 0.8)))
+    times = np.quantile(row.samples_us or [math.nan], (0.2, 0.5, 0.8)).tolist()
+    p50 = times[1]
     size = row.bytes_read + row.bytes_written
     checked = row.error is not None or row.failure is not None
-    passed = row.error is not None and row.error.passed and row.failure is None
     limit = limits["sustained" if row.scope == "sustained" else "kernel"]
     floor = math.nan
     if limit is not None and row.flops:
@@ -171,13 +169,11 @@ def _derive(
         "gpu": gpu,
         "date": record.created[:10],
         "record": record.id,
-        "time_us_p20": p20,
-        "time_us_p50": p50,
-        "time_us_p80": p80,
+        **dict(zip(NUMBERS, times, strict=False)),
         "tflops": row.flops / p50 / 1e6 if row.flops else math.nan,
         "gbytes_per_s": size / p50 / 1e3 if size else math.nan,
         "percent_of_roofline": 100 * floor / p50,
-        "correct": passed if checked else None,
+        "correct": row.passed if checked else None,
         "failure": row.failure or "",
         "samples": len(row.samples_us),
         **{name: getattr(row.load, name, None) for name in _LOAD},

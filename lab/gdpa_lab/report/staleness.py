@@ -1,9 +1,8 @@
-"""Whether the kernels of a measured row compile to other machine code today.
+"""Decides whether the kernels of a measured row compile to other machine code today.
 
-If what they are made of reads as it did, comments aside, nothing is compiled. Otherwise the code of
-then stands in the row, or in data/machine_code.csv, beside that of today's sources:
-`python -m gdpa_lab maintain machine-code` writes what is missing there. Until it has, the row is
-stale.
+Unchanged sources, comments aside, need no compilation. Otherwise the row, or data/machine_code.csv,
+holds the code of then, and the table that of today's sources. A row is stale until `python -m
+gdpa_lab maintain machine-code` has added what the table lacks.
 """
 
 from __future__ import annotations
@@ -22,7 +21,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gdpa_lab.measuring import machine_code, manifest, record, system
+import pandas as pd
+
+from gdpa_lab.measuring import git, machine_code, manifest, record, system
 from gdpa_lab.measuring.record import DATA_DIR, ROOT, Record, Row
 from gdpa_lab.measuring.workloads import BLOCK_WORKLOADS, WORKLOADS
 
@@ -133,22 +134,18 @@ def update(
         log(f"sources {name}: {len(group)} calls to compile")
         with tempfile.TemporaryDirectory() as folder:
             sources = group[0].sources
-            if sources is not None and sources.values() - blobs.keys():
+            if sources is not None and {*sources.values()} - blobs.keys():
                 codes = ["its sources are not in git's history"] * len(group)
             else:
                 tree = root if sources is None else _checkout(sources, blobs, Path(folder))
                 codes = _answers(tree, [each.question for each in group])
         known |= {each.key: Found(compiler, x) for each, x in zip(group, codes, strict=True)}
-    made = io.StringIO()
-    writer = csv.writer(made, lineterminator="\n")
-    writer.writerow(COLUMNS)
-    writer.writerows(
-        sorted(
-            (x.row.operator, x.row.impl, x.row.direction, *x.key, *known[x.key])
-            for x in needed.values()
-        )
+    lines = sorted(
+        (x.row.operator, x.row.impl, x.row.direction, *x.key, *known[x.key])
+        for x in needed.values()
     )
-    changed = manifest.rewrite(path, made.getvalue())
+    made = pd.DataFrame(lines, columns=list(COLUMNS)).to_csv(index=False, lineterminator="\n")
+    changed = manifest.rewrite(path, made)
     if path.with_name(manifest.NAME).exists():
         manifest.update(data_dir)
     return changed
@@ -197,12 +194,7 @@ def _closure(files: tuple[str, ...], root: Path) -> str:
 
 
 def _package(run: Record) -> str:
-    return _digest_of(tuple(run.package.sources.items()))
-
-
-@cache
-def _digest_of(sources: tuple[tuple[str, str], ...]) -> str:
-    return _digest(_ours(dict(sources)))
+    return _digest(_ours(run.package.sources))
 
 
 def _ours(sources: Mapping[str, str]) -> dict[str, str]:
@@ -256,15 +248,8 @@ def _checkout(sources: Mapping[str, str], blobs: Mapping[str, bytes], folder: Pa
 
 def _blobs() -> dict[str, bytes]:
     """Every Python file in git's history, by its SHA-256; RuntimeError if it is not all here."""
-    if _git("rev-parse", "--is-shallow-repository") != b"false\n":
+    if git.output(ROOT, "rev-parse", "--is-shallow-repository") != "false\n":
         raise RuntimeError("older sources need git's whole history: git fetch --unshallow")
-    listed = _git("rev-list", "--objects", "--all").decode().splitlines()
+    listed = git.output(ROOT, "rev-list", "--objects", "--all").splitlines()
     ids = [line.split(" ", 1)[0] for line in listed if line.endswith(".py")]
-    stream = io.BytesIO(_git("cat-file", "--batch", given="\n".join(ids)))
-    contents = (stream.read(int(head.split()[2]) + 1)[:-1] for head in iter(stream.readline, b""))
-    return {manifest.digest(content): content for content in contents}
-
-
-def _git(*arguments: str, given: str = "") -> bytes:
-    command = ["git", "-C", str(ROOT), *arguments]
-    return subprocess.run(command, input=given.encode(), capture_output=True, check=True).stdout
+    return {manifest.digest(content): content for content in git.contents(ROOT, ids)}

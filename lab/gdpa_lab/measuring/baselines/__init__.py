@@ -1,9 +1,9 @@
 """Peers behind one signature: what a user could install instead.
 
-Each says whether its mathematics is the activation's or softmax. A softmax peer does the same FLOPs
-and bytes on a different function: only its run time is compared, and it is checked against softmax
-before it is timed. No code of theirs is here: each is imported where it is installed, and says how
-to get it where it is not.
+Each computes either the activation or softmax. A softmax peer does the same FLOPs and bytes on a
+different function: only its run time is compared, and it is checked against softmax before it is
+timed. None of their code is here: each is imported where installed, and says how to get it where
+not.
 """
 
 from __future__ import annotations

@@ -4,26 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 
 from gdpa_kernels.calling.lengths import Lengths
-from gdpa_lab.measuring.baselines.flash import INSTALL_FA3, REPOSITORY, fa3, needs_fa3
-from gdpa_lab.measuring.baselines.peer import (
-    Baseline,
-    Call,
-    block_offsets,
-    differentiate,
-    needs_cuda,
-    scale,
-)
-from gdpa_lab.measuring.baselines.torch_peers import (
-    compiled,
-    cudnn_varlen,
-    fa2_varlen,
-    needs_varlen,
-)
+from gdpa_lab.measuring.baselines import flash, peer, torch_peers
+from gdpa_lab.measuring.baselines.peer import Baseline, Call, needs_cuda
 from gdpa_lab.measuring.inputs import BlockInputs
 from gdpa_lab.measuring.workload import Workload
 
@@ -44,7 +32,7 @@ def _padded(
     each call."""
     from gdpa_kernels.block_attention import reference
 
-    workload, factor = inputs.workload, scale(inputs)
+    workload, factor = inputs.workload, inputs.scale()
     tokens = reference.tokens_of_blocks(inputs.cu_seqlens, workload.block_size)
     exists = tokens >= 0
     mask = exists[:, None, None, :].expand(-1, 1, workload.block_size, -1)
@@ -69,14 +57,14 @@ def _padded(
 def compiled_blocks(inputs: BlockInputs, direction: str) -> Call:
     function = _padded(inputs, contextlib.nullcontext)
     function = torch.compile(function, dynamic=False, options={"compile_threads": 1})
-    return compiled(function, inputs, direction)
+    return torch_peers.compiled(function, inputs, direction)
 
 
 def cudnn_padded(inputs: BlockInputs, direction: str) -> Call:
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     function = _padded(inputs, lambda: sdpa_kernel(SDPBackend.CUDNN_ATTENTION))
-    return differentiate(function, inputs, direction)
+    return peer.differentiate(function, inputs, direction)
 
 
 def _unturned(inputs: BlockInputs, attention: str) -> dict[str, object]:
@@ -100,7 +88,7 @@ def eager_rotary(inputs: BlockInputs, direction: str, attention: str = "auto") -
         v = reference.rotate(v, *turns) if rotate_v else v
         return block_attention(**arguments | {"q": q, "k": k, "v": v})
 
-    return differentiate(function, inputs, direction)
+    return peer.differentiate(function, inputs, direction)
 
 
 def rotary_kernel(inputs: BlockInputs, direction: str, attention: str = "auto") -> Call:
@@ -134,19 +122,15 @@ def rotary_kernel(inputs: BlockInputs, direction: str, attention: str = "auto") 
     return backward
 
 
+def _of_blocks(impl: str) -> Baseline:
+    """A peer of GDPA on blocks as sequences of their own."""
+    ragged = next(x for x in (*torch_peers.PEERS, *flash.PEERS) if x.impl == impl)
+    title = f"{ragged.title}, a sequence per block"
+    return replace(ragged, title=title, problem=without_rotary, metadata=peer.block_offsets)
+
+
 PEERS = (
-    Baseline(
-        "fa2_varlen", "FlashAttention-2 (torch), a sequence per block", "softmax", needs_varlen,
-        fa2_varlen, without_rotary, metadata=block_offsets,
-    ),
-    Baseline(
-        "cudnn_varlen", "cuDNN, ragged, a sequence per block", "softmax", needs_cuda, cudnn_varlen,
-        without_rotary, metadata=block_offsets,
-    ),
-    Baseline(
-        "fa3", "FlashAttention-3, a sequence per block", "softmax", needs_fa3, fa3,
-        without_rotary, INSTALL_FA3, REPOSITORY, block_offsets,
-    ),
+    *map(_of_blocks, ("fa2_varlen", "cudnn_varlen", "fa3")),
     Baseline(
         "cudnn", "cuDNN, padded blocks", "softmax", needs_cuda, cudnn_padded, without_rotary
     ),

@@ -12,21 +12,8 @@ from pathlib import Path
 
 import torch
 
-from gdpa_lab.measuring.baselines.peer import (
-    Baseline,
-    Call,
-    both,
-    dense,
-    differentiate,
-    is_importable,
-    needs_cuda,
-    needs_module,
-    no_window,
-    one_length,
-    ragged,
-    scale,
-)
-from gdpa_lab.measuring.baselines.torch_peers import window
+from gdpa_lab.measuring.baselines import peer
+from gdpa_lab.measuring.baselines.peer import Baseline, Call, needs_module
 from gdpa_lab.measuring.inputs import BlockInputs, Inputs
 from gdpa_lab.measuring.workload import STEP
 
@@ -35,8 +22,8 @@ FA3 = "flash_attn_interface"
 
 
 def needs_fa3() -> str | None:
-    if is_importable(FA3) or _library() is not None:
-        return needs_cuda()
+    if peer.is_importable(FA3) or _library() is not None:
+        return peer.needs_cuda()
     return "needs FlashAttention-3, which is not installed"
 
 
@@ -65,21 +52,14 @@ def _operators() -> object:
 
 def fa3(inputs: Inputs | BlockInputs, direction: str = "forward") -> Call:
     """FlashAttention-3 on ragged tensors, of its package or of xformers' library."""
-    names = "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"
-    options = dict(zip(names, ragged(inputs), strict=True)) | {"softmax_scale": scale(inputs)}
-    causal, width = inputs.workload.causal, inputs.workload.window
-    side = -1 if width is None else width  # the keys that a query sees on each side, -1 for all
-    if is_importable(FA3):
+    options = peer.ragged_options(inputs) | {"softmax_scale": inputs.scale()}
+    causal, sides = inputs.workload.causal, peer.window_size(inputs.workload)
+    if peer.is_importable(FA3):
         attention = importlib.import_module(FA3).flash_attn_varlen_func
-        options |= {"causal": causal, "window_size": (side, 0 if causal else side)}
-
-        def function(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            return _output(attention(q, k, v, **options))
-
-        return differentiate(function, inputs, direction)
+        attention = functools.partial(attention, **options, causal=causal, window_size=sides)
+        return peer.differentiate(lambda *qkv: _output(attention(*qkv)), inputs, direction)
     library, tensors = _operators(), (inputs.q, inputs.k, inputs.v)
-    options |= {"is_causal": causal, "window_size_left": side}
-    options["window_size_right"] = 0 if causal else side
+    options |= {"is_causal": causal, "window_size_left": sides[0], "window_size_right": sides[1]}
 
     def forward() -> tuple[torch.Tensor, torch.Tensor]:
         out, lse, *_ = library.fwd(*tensors, **options, num_splits=1)
@@ -99,6 +79,7 @@ def fa3(inputs: Inputs | BlockInputs, direction: str = "forward") -> Call:
 
 
 def _output(found: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """The output, without the statistics that some versions return beside it."""
     return found[0] if isinstance(found, tuple) else found
 
 
@@ -106,19 +87,14 @@ def fa4(inputs: Inputs, direction: str = "forward", scan: bool = False) -> Call:
     """FlashAttention-4 on ragged batches. `scan`: every CTA finds its sequence by walking over the
     batch, as for up to 256 sequences; above that the library makes a table to look it up in."""
     attention = importlib.import_module("flash_attn.cute").flash_attn_varlen_func
-    options: dict[str, object] = {
-        name: getattr(inputs, name)
-        for name in ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
-    }
+    options = peer.ragged_options(inputs) | {"softmax_scale": inputs.scale()}
     if inputs.workload.causal:
         options["causal"] = True
     if inputs.workload.window is not None:
-        options |= window(inputs)
-
-    def function(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return _output(attention(q, k, v, softmax_scale=scale(inputs), **options))
-
-    call = differentiate(function, inputs, direction)
+        options["window_size"] = peer.window_size(inputs.workload)
+    call = peer.differentiate(
+        lambda q, k, v: _output(attention(q, k, v, **options)), inputs, direction
+    )
     if not scan:
         return call
     interface = importlib.import_module("flash_attn.cute.interface")
@@ -136,14 +112,14 @@ def fa4(inputs: Inputs, direction: str = "forward", scan: bool = False) -> Call:
 
 def fa4_dense(inputs: Inputs, direction: str = "forward") -> Call:
     attention = importlib.import_module("flash_attn.cute").flash_attn_func
-    batch, masked = dense(inputs), {"causal": True} if inputs.workload.causal else {}
+    batch, masked = peer.dense(inputs), {"causal": True} if inputs.workload.causal else {}
 
     def function(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         q, k, v = (tensor.unflatten(0, batch) for tensor in (q, k, v))
-        out = _output(attention(q, k, v, softmax_scale=scale(inputs), **masked))
+        out = _output(attention(q, k, v, softmax_scale=inputs.scale(), **masked))
         return out.view(inputs.q.shape)
 
-    return differentiate(function, inputs, direction)
+    return peer.differentiate(function, inputs, direction)
 
 
 needs_fa4 = needs_module("flash_attn.cute", "FlashAttention-4")
@@ -161,6 +137,6 @@ PEERS = (
     ),
     Baseline(
         "fa4_dense", "FlashAttention-4, dense", "softmax", needs_fa4, fa4_dense,
-        both(one_length, no_window), INSTALL_FA4, REPOSITORY,
+        peer.dense_only, INSTALL_FA4, REPOSITORY,
     ),
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""What every peer is: a call behind one signature, what it takes, and how to install it."""
+"""The interface of a peer: a call behind one signature, what it needs, and how to install it."""
 
 from __future__ import annotations
 
@@ -87,12 +87,11 @@ def differentiate(
     def leaves() -> tuple[torch.Tensor, ...]:
         return tuple(tensor.detach().requires_grad_() for tensor in tensors)
 
+    def step() -> tuple[torch.Tensor, ...]:
+        own = leaves()
+        return torch.autograd.grad(function(*own), own, inputs.grad_out)
+
     if direction == STEP:
-
-        def step() -> tuple[torch.Tensor, ...]:
-            own = leaves()
-            return torch.autograd.grad(function(*own), own, inputs.grad_out)
-
         return step
     kept = leaves()
     out = function(*kept)
@@ -121,9 +120,16 @@ def ragged(inputs: Inputs | BlockInputs) -> tuple[torch.Tensor, torch.Tensor, in
     return inputs.cu_seqlens_q, inputs.cu_seqlens_k, inputs.max_seqlen_q, inputs.max_seqlen_k
 
 
-def scale(inputs: Inputs | BlockInputs) -> float:
-    """What multiplies Q K^T."""
-    return inputs.batch().scale
+def ragged_options(inputs: Inputs | BlockInputs) -> dict[str, torch.Tensor | int]:
+    """`ragged` as FlashAttention and those after it call the arguments."""
+    names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+    return dict(zip(names, ragged(inputs), strict=True))
+
+
+def window_size(workload: Workload) -> tuple[int, int]:
+    """How many keys a query sees before it and after, -1 for all."""
+    side = -1 if workload.window is None else workload.window
+    return side, 0 if workload.causal else side
 
 
 def needs_cuda() -> str | None:
@@ -167,6 +173,9 @@ def both(*problems: Problem) -> Problem:
         return next((text for text in found if text is not None), None)
 
     return problem
+
+
+dense_only = both(one_length, no_window)
 
 
 def dense(inputs: Inputs) -> tuple[int, int]:

@@ -12,17 +12,8 @@ from dataclasses import replace
 import torch
 import triton
 
-from gdpa_lab.measuring.baselines.peer import (
-    Baseline,
-    Call,
-    both,
-    differentiate,
-    is_importable,
-    needs_cuda,
-    needs_module,
-    no_window,
-    scale,
-)
+from gdpa_lab.measuring.baselines import peer
+from gdpa_lab.measuring.baselines.peer import Baseline, Call, both, needs_module, no_window
 from gdpa_lab.measuring.inputs import Inputs
 from gdpa_lab.measuring.workload import Workload
 
@@ -62,29 +53,19 @@ def hstu_triton(inputs: Inputs, direction: str = "forward", tma: bool = True) ->
     """The Triton kernels of generative-recommenders; `tma`: descriptors, and with fbtriton their
     warp-specialized kernel among those it chooses from."""
     attention = importlib.import_module(HSTU).triton_hstu_mha
-    fixed = {"N": inputs.max_seqlen_q, "alpha": scale(inputs), "enable_tma": tma}
-
-    def function(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return attention(q=q, k=k, v=v, seq_offsets=inputs.cu_seqlens_q, **fixed)
-
-    return differentiate(function, inputs, direction)
+    fixed = {"N": inputs.max_seqlen_q, "alpha": inputs.scale(), "enable_tma": tma}
+    fixed["seq_offsets"] = inputs.cu_seqlens_q
+    return peer.differentiate(lambda q, k, v: attention(q=q, k=k, v=v, **fixed), inputs, direction)
 
 
 def hstu_cutlass(inputs: Inputs, direction: str = "forward") -> Call:
     """The CUTLASS kernels of FBGEMM."""
     attention = importlib.import_module("hstu").hstu_attn_varlen_func
-    fixed = {
-        name: getattr(inputs, name)
-        for name in ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
-    }
+    fixed = peer.ragged_options(inputs)
     fixed |= dict.fromkeys(("seqused_q", "seqused_k", "num_contexts", "num_targets"))
-    fixed |= {"scaling_seqlen": round(1 / inputs.workload.output_scale), "alpha": scale(inputs)}
-    fixed["window_size"] = (-1, 0 if inputs.workload.causal else -1)
-
-    def function(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return attention(q, k, v, **fixed)
-
-    return differentiate(function, inputs, direction)
+    fixed |= {"alpha": inputs.scale(), "window_size": peer.window_size(inputs.workload)}
+    fixed["scaling_seqlen"] = round(1 / inputs.workload.output_scale)
+    return peer.differentiate(lambda q, k, v: attention(q, k, v, **fixed), inputs, direction)
 
 
 def gdpa_triton(inputs: Inputs, direction: str = "forward", **options: object) -> Call:
@@ -102,17 +83,16 @@ def gdpa_triton(inputs: Inputs, direction: str = "forward", **options: object) -
         "activation": GDPA_NAMES[inputs.workload.activation],
         "qk_scale": inputs.workload.output_scale,
     }  # fmt: skip
-
-    def function(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return attention(query=q, key=k, value=v, **fixed, **options)
-
-    return differentiate(function, replace(inputs, q=inputs.q * scale(inputs)), direction)
+    scaled = replace(inputs, q=inputs.q * inputs.scale())
+    return peer.differentiate(
+        lambda q, k, v: attention(query=q, key=k, value=v, **fixed, **options), scaled, direction
+    )
 
 
 def of_scaled_q(inputs: Inputs, results: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
     """Gradients with that of the scaled q scaled; an output as it is."""
     first, *others = results
-    return (first * scale(inputs), *others) if others else results
+    return (first * inputs.scale(), *others) if others else results
 
 
 def flashinfer(inputs: Inputs, direction: str = "forward") -> Call:
@@ -130,25 +110,28 @@ def flashinfer(inputs: Inputs, direction: str = "forward") -> Call:
             VARIANT % FLASHINFER[name],
         ),
     )  # fmt: skip
-    wrapper.plan(
-        inputs.cu_seqlens_q.cpu(), inputs.cu_seqlens_k.cpu(), q.shape[1], k.shape[1], head_dim,
-        causal=inputs.workload.causal, q_data_type=q.dtype, kv_data_type=k.dtype,
-    )  # fmt: skip
-    factors = scale(inputs), inputs.workload.output_scale
-    return differentiate(lambda q, k, v: wrapper.run(q, k, v, *factors), inputs, direction)
+    ends_q, ends_k = inputs.cu_seqlens_q.cpu(), inputs.cu_seqlens_k.cpu()
+    options = {"causal": inputs.workload.causal, "q_data_type": q.dtype, "kv_data_type": k.dtype}
+    wrapper.plan(ends_q, ends_k, q.shape[1], k.shape[1], head_dim, **options)
+    factors = inputs.scale(), inputs.workload.output_scale
+    return peer.differentiate(lambda q, k, v: wrapper.run(q, k, v, *factors), inputs, direction)
 
 
 def needs_flashinfer() -> str | None:
-    if not is_importable("flashinfer"):
+    if not peer.is_importable("flashinfer"):
         return "needs FlashInfer, which is not installed"
-    return needs_cuda() if shutil.which("nvcc") else "needs nvcc, which compiles FlashInfer's"
+    return peer.needs_cuda() if shutil.which("nvcc") else "needs nvcc, which compiles FlashInfer's"
+
+
+def _own_q(workload: Workload, direction: str) -> str | None:
+    return "needs a q of its own for each sequence" if workload.shared_q else None
 
 
 def _is_hstu(workload: Workload, direction: str) -> str | None:
     if workload.activation != "silu" or workload.num_heads_q != workload.num_heads_k:
         heads = f"{workload.num_heads_q} and {workload.num_heads_k} heads"
         return f"needs silu and as many key heads, got {workload.activation}, {heads}"
-    return "needs a q of its own for each sequence" if workload.shared_q else None
+    return _own_q(workload, direction)
 
 
 def _scaled_by_length(workload: Workload, direction: str) -> str | None:
@@ -171,7 +154,7 @@ def _is_published(workload: Workload, direction: str) -> str | None:
     if workload.activation not in GDPA_NAMES or workload.causal:
         known = f"an activation among {', '.join(GDPA_NAMES)} without a causal mask"
         return f"needs {known}, got {workload.activation}, causal={workload.causal}"
-    return "needs a q of its own for each sequence" if workload.shared_q else None
+    return _own_q(workload, direction)
 
 
 def _forward_of(workload: Workload, direction: str) -> str | None:

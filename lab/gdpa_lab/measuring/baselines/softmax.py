@@ -1,4 +1,4 @@
-"""Softmax attention by definition, which softmax peers are checked against."""
+"""Softmax attention by definition, the reference of softmax peers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Iterator
 import torch
 
 from gdpa_kernels.gdpa import reference
-from gdpa_lab.measuring.baselines.peer import scale
 from gdpa_lab.measuring.inputs import Inputs
 
 
@@ -25,7 +24,7 @@ def _sequences(inputs: Inputs, dtype: torch.dtype) -> Iterator[tuple[torch.Tenso
 
 def _probabilities(inputs: Inputs, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     """Softmax of the visible scores of a sequence."""
-    scores, workload = q @ k.mT * scale(inputs), inputs.workload
+    scores, workload = q @ k.mT * inputs.scale(), inputs.workload
     if workload.causal or workload.window is not None:
         keep = reference.visible(
             *scores.shape[1:], causal=workload.causal, window=workload.window, device=scores.device
@@ -54,7 +53,7 @@ def softmax_gradients(
     for q, k, v, grad in _sequences(inputs, dtype):
         p = _probabilities(inputs, q, k)
         dp = grad @ v.mT
-        ds = p * (dp - (p * dp).sum(-1, keepdim=True)) * scale(inputs)
+        ds = p * (dp - (p * dp).sum(-1, keepdim=True)) * inputs.scale()
         dk, dv = (part.unflatten(0, heads).sum(1) for part in (ds.mT @ q, p.mT @ grad))
         for parts, part in zip(found, (ds @ k, dk, dv), strict=True):
             parts.append(part.transpose(0, 1))

@@ -1,4 +1,4 @@
-"""What PyTorch brings: a compiled definition, FlashAttention-2, cuDNN, and FlexAttention."""
+"""PyTorch's own peers: a compiled definition, FlashAttention-2, cuDNN and FlexAttention."""
 
 from __future__ import annotations
 
@@ -11,18 +11,8 @@ import torch.nn.functional as F
 
 from gdpa_kernels.gdpa.kernels import v0_eager
 from gdpa_lab.measuring import private
-from gdpa_lab.measuring.baselines.peer import (
-    Baseline,
-    Call,
-    both,
-    dense,
-    differentiate,
-    needs_cuda,
-    no_window,
-    one_length,
-    ragged,
-    scale,
-)
+from gdpa_lab.measuring.baselines import peer
+from gdpa_lab.measuring.baselines.peer import Baseline, Call, both, needs_cuda, no_window
 from gdpa_lab.measuring.inputs import BlockInputs, Inputs
 from gdpa_lab.measuring.workload import Workload
 
@@ -32,22 +22,14 @@ OFFSETS = {"gelu": 0.2, "gelu_tanh": 0.2, "silu": 0.3, "hardswish": 0.4, "relu":
 
 def needs_varlen() -> str | None:
     if importlib.util.find_spec("torch.nn.attention.varlen") is None:
-        return (
-            f"needs torch.nn.attention.varlen (torch 2.10 or newer), got torch {torch.__version__}"
-        )
+        needed = "torch.nn.attention.varlen (torch 2.10 or newer)"
+        return f"needs {needed}, got torch {torch.__version__}"
     return needs_cuda()
 
 
 def grouped(q: torch.Tensor, k: torch.Tensor) -> dict[str, bool]:
-    """What PyTorch wants to be told of fewer key heads than query heads."""
+    """PyTorch's option for fewer key heads than query heads."""
     return {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
-
-
-def window(inputs: Inputs | BlockInputs) -> dict[str, tuple[int, int]]:
-    """What FlashAttention wants to be told of the keys that a query sees, before it and after."""
-    causal, width = inputs.workload.causal, inputs.workload.window
-    side = -1 if width is None else width
-    return {"window_size": (side, 0 if causal else side)} if causal or side >= 0 else {}
 
 
 def compiled(
@@ -56,20 +38,16 @@ def compiled(
     """`differentiate` of a function with a compiled part: timed more than once, its backward must
     not overwrite what forward kept for it."""
     with private.keeping_buffers():
-        return differentiate(function, inputs, direction)
+        return peer.differentiate(function, inputs, direction)
 
 
 def torch_compile(inputs: Inputs, direction: str = "forward") -> Call:
     """v0_eager with its arithmetic compiled; padding and unpadding stay eager."""
     batch = inputs.batch()
     options = ("activation", "scale", "output_scale", "causal", "window")
-    attention = torch.compile(
-        functools.partial(
-            v0_eager.padded_attention, **{option: getattr(batch, option) for option in options}
-        ),
-        dynamic=False,
-        options={"compile_threads": 1},
-    )
+    given = {option: getattr(batch, option) for option in options}
+    attention = functools.partial(v0_eager.padded_attention, **given)
+    attention = torch.compile(attention, dynamic=False, options={"compile_threads": 1})
 
     def function(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         q = v0_eager.pad(q, inputs.cu_seqlens_q, inputs.max_seqlen_q)
@@ -83,39 +61,40 @@ def torch_compile(inputs: Inputs, direction: str = "forward") -> Call:
 def fa2_varlen(inputs: Inputs | BlockInputs, direction: str = "forward") -> Call:
     from torch.nn.attention import varlen
 
-    lengths, options = ragged(inputs), grouped(inputs.q, inputs.k) | window(inputs)
-
-    def function(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return varlen.varlen_attn(q, k, v, *lengths, scale=scale(inputs), **options)
-
-    return differentiate(function, inputs, direction)
+    lengths = peer.ragged(inputs)
+    options = grouped(inputs.q, inputs.k) | {"scale": inputs.scale()}
+    if (sides := peer.window_size(inputs.workload)) != (-1, -1):
+        options["window_size"] = sides
+    return peer.differentiate(
+        lambda q, k, v: varlen.varlen_attn(q, k, v, *lengths, **options), inputs, direction
+    )
 
 
 def cudnn(inputs: Inputs, direction: str = "forward") -> Call:
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    batch, causal, heads = dense(inputs), inputs.workload.causal, grouped(inputs.q, inputs.k)
+    batch, causal, heads = peer.dense(inputs), inputs.workload.causal, grouped(inputs.q, inputs.k)
 
     def function(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         q, k, v = (tensor.unflatten(0, batch).transpose(1, 2) for tensor in (q, k, v))
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
             out = F.scaled_dot_product_attention(
-                q, k, v, scale=scale(inputs), is_causal=causal, **heads
+                q, k, v, scale=inputs.scale(), is_causal=causal, **heads
             )
         return out.transpose(1, 2).reshape(inputs.q.shape)
 
-    return differentiate(function, inputs, direction)
+    return peer.differentiate(function, inputs, direction)
 
 
 def cudnn_varlen(inputs: Inputs | BlockInputs, direction: str = "forward") -> Call:
     function = functools.partial(
         private.cudnn_attention,
-        lengths=ragged(inputs),
+        lengths=peer.ragged(inputs),
         backward=direction != "forward",
         causal=inputs.workload.causal,
-        scale=scale(inputs),
+        scale=inputs.scale(),
     )
-    return differentiate(function, inputs, direction)
+    return peer.differentiate(function, inputs, direction)
 
 
 def flex(inputs: Inputs, direction: str = "forward") -> Call:
@@ -124,7 +103,7 @@ def flex(inputs: Inputs, direction: str = "forward") -> Call:
     less a times the sum of V. On dense tensors without a mask."""
     from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
-    batch, workload, heads = dense(inputs), inputs.workload, grouped(inputs.q, inputs.k)
+    batch, workload, heads = peer.dense(inputs), inputs.workload, grouped(inputs.q, inputs.k)
     offset, f = OFFSETS[workload.activation], v0_eager.ACTIVATIONS[workload.activation]
 
     def score(s: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
@@ -133,7 +112,7 @@ def flex(inputs: Inputs, direction: str = "forward") -> Call:
     def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         q, k, v = (tensor.unflatten(0, batch).transpose(1, 2) for tensor in (q, k, v))
         out, aux = flex_attention(
-            q, k, v, score, scale=scale(inputs), return_aux=AuxRequest(lse=True), **heads
+            q, k, v, score, scale=inputs.scale(), return_aux=AuxRequest(lse=True), **heads
         )
         values = v.sum(-2, keepdim=True, dtype=torch.float32)
         values = values.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
@@ -154,11 +133,11 @@ def _has_offset(workload: Workload, direction: str) -> str | None:
 PEERS = (
     Baseline("torch_compile", "torch.compile", "activation", needs_cuda, torch_compile),
     Baseline("fa2_varlen", "FlashAttention-2 (torch)", "softmax", needs_varlen, fa2_varlen),
-    Baseline("cudnn", "cuDNN, dense", "softmax", needs_cuda, cudnn, both(one_length, no_window)),
+    Baseline("cudnn", "cuDNN, dense", "softmax", needs_cuda, cudnn, peer.dense_only),
     Baseline("cudnn_varlen", "cuDNN, ragged", "softmax", needs_cuda, cudnn_varlen, no_window),
     Baseline(
         "flex", "FlexAttention, dense", "activation", needs_cuda, flex,
-        both(one_length, no_window, _has_offset),
+        both(peer.dense_only, _has_offset),
         source="https://github.com/meta-pytorch/attention-gym/pull/195",
     ),
 )  # fmt: skip

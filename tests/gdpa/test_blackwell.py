@@ -1,6 +1,5 @@
-"""The forward rungs for pairs of CTAs: orders, edges of their own, mistakes."""
-
-from __future__ import annotations
+"""The forward rungs for sm_100: any order of events; of those for pairs of CTAs edges of their own,
+mistakes."""
 
 import re
 from dataclasses import replace
@@ -15,6 +14,7 @@ import tritonemu
 from _lib import studies
 from emulator.tests.judging import SAMPLED, import_file, judge, surviving
 from emulator.tests.mutants import Mutant, enumerate_mutants
+from gdpa_kernels.calling import ladder
 from gdpa_kernels.calling.launches import launches
 from gdpa_kernels.device import pairs
 from gdpa_kernels.gdpa.kernels import b6_pair_stream as b6
@@ -28,8 +28,12 @@ KERNELS = {"b5_cta_pair": "cta_pair_kernel", "b6_pair_stream": "pair_stream_kern
 BF16 = torch.bfloat16
 emulated = pytest.mark.skipif(DEVICE == "cuda", reason="is about the emulator")
 
-# Every slot is used several times over, by several items of different lengths.
+SINGLE = ("b1_tensor_memory", "b2_two_tiles", "b3_stream", "b4_mixed")
+MODULES = RUNGS | {impl: ladder.rung(impl).module() for impl in SINGLE}
+# Every slot is used several times over, by several items of different lengths; of one CTA tiles
+# with one block of keys and with several, with one tile of queries and two.
 ORDERS = {
+    **dict.fromkeys(SINGLE, ((300, 0, 17, 129), (130, 40, 0, 200))),
     "b5_cta_pair": ((300, 5, 0, 17, 520, 9), (200, 256, 40, 130, 0, 256)),
     "b6_pair_stream": ((17, 5, 0, 600, 9, 3), (300, 0, 40, 130, 400, 260)),
 }
@@ -40,21 +44,24 @@ def run(
 ) -> torch.Tensor:
     """The output of `ORDERS[impl]` on this many pairs."""
     given = studies.batch(*ORDERS[impl], **{"head_dim": 64, **options})
-    with tritonemu.enabled(
-        "sm_100", multiprocessors=2 * clusters, schedule=schedule, max_steps=50_000
-    ):
-        return module.forward(given)
+    gpu = {"multiprocessors": 2 * clusters, "schedule": schedule, "max_steps": 50_000}
+    with tritonemu.enabled("sm_100", **gpu) as reports:
+        out = module.forward(given)
+    assert reports[-1].checks["race"] > 0 and reports[-1].dots > 0
+    return out
 
 
 @emulated
-@pytest.mark.parametrize("impl", RUNGS)
+@pytest.mark.parametrize("impl", MODULES)
 def test_any_schedule_gives_the_same_result(impl):
     """Bitwise, in 20 orders of the roles, without a race."""
-    given = studies.batch(*ORDERS[impl], head_dim=64)
-    out = run(impl, RUNGS[impl])
+    options = {"heads": 1 + (impl in SINGLE), "head_dim": 64}
+    given = studies.batch(*ORDERS[impl], **options)
+    out = run(impl, MODULES[impl], **options)
     within_budget(lambda _: ([out], *of_pytorch(given)), ["out"], most=1)
     for seed in range(20):
-        assert torch.equal(run(impl, RUNGS[impl], seed, clusters=1 + seed % 2), out), seed
+        found = run(impl, MODULES[impl], seed, clusters=1 + seed % 2, **options)
+        assert torch.equal(found, out), seed
 
 
 OWN_CASES = [
