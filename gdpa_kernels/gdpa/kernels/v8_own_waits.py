@@ -250,8 +250,10 @@ def math(
             mine = role * Q_SLOTS + tile % Q_SLOTS
             acc = tl.zeros([ROWS, options.BLOCK_D], tl.float32)
             for block in tl.range(1, blocks, num_stages=0):
-                stage = k.wait(kv + block)
-                before = v.wait(kv + block - 1)
+                stage = (kv + block) % NUM_STAGES
+                before = (kv + block - 1) % NUM_STAGES
+                tlx.barrier_wait(k.full[stage], ((kv + block) // NUM_STAGES) & 1)
+                tlx.barrier_wait(v.full[before], ((kv + block - 1) // NUM_STAGES) & 1)
                 p = finish(x, t, DTYPE, options.PAIRS)
                 s = tlx.async_dot(q.buffer[mine], tlx.local_trans(k.buffer[stage]))
                 acc = tlx.async_dot(p, v.buffer[before], acc)
@@ -266,7 +268,8 @@ def math(
 
             # The first scores of the next tile, overlapped with the last P V of this one.
             if options.Q_SLOTS == 1:
-                before = v.wait(kv + blocks - 1)
+                before = (kv + blocks - 1) % NUM_STAGES
+                tlx.barrier_wait(v.full[before], ((kv + blocks - 1) // NUM_STAGES) & 1)
                 p = finish(x, t, DTYPE, options.PAIRS)
                 acc = tlx.async_dot(p, v.buffer[before], acc)
                 following = entry(list_ptr, tl.minimum(item, num_items - 1))
@@ -282,9 +285,11 @@ def math(
                 kv += tl.where(last, blocks, 0)
             else:
                 kv += blocks
+            mine = role * Q_SLOTS + tile % Q_SLOTS
+            stage = kv % NUM_STAGES
             if options.Q_SLOTS == 1:
-                mine = q.wait(tile, role * Q_SLOTS)
-                stage = k.wait(kv)
+                tlx.barrier_wait(q.full[mine], tile & 1)
+                tlx.barrier_wait(k.full[stage], (kv // NUM_STAGES) & 1)
                 s = tlx.async_dot(q.buffer[mine], tlx.local_trans(k.buffer[stage]))
                 acc = tlx.async_dot_wait(1, acc)
                 release(v.empty[before], last, options.RESIDENT)
@@ -296,8 +301,8 @@ def math(
                 )
                 x, t = begin(s, scale, next_head, next_row, start, options)
             else:
-                mine = q.wait(tile, role * Q_SLOTS)
-                stage = k.wait(kv)
+                tlx.barrier_wait(q.full[mine], (tile // Q_SLOTS) & 1)
+                tlx.barrier_wait(k.full[stage], (kv // NUM_STAGES) & 1)
                 tlx.barrier_wait(v.full[before], v_phase)
                 p = finish(x, t, DTYPE, options.PAIRS)
                 s = tlx.async_dot(q.buffer[mine], tlx.local_trans(k.buffer[stage]))
