@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from emulator.tests.checking import box
-from emulator.tests.mutants import import_file
+from emulator.tests.judging import import_file
 from tritonemu import (
     AliasedWait,
     BarrierMisuse,

@@ -1,6 +1,7 @@
 """Orders and searches: what exhaustive search leaves out does not matter, and mistakes of order."""
 
 import random
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -8,9 +9,10 @@ import torch
 import triton
 import triton.language as tl
 
-from emulator.tests import handover
+from emulator.tests import handover, handover_rings
 from emulator.tests.checking import box, ints, tlx
-from emulator.tests.mutants import enumerate_mutants, executed_lines, import_file
+from emulator.tests.judging import executed_lines, import_file
+from emulator.tests.mutants import enumerate_mutants
 from tritonemu import EmulatorError, enabled, run
 from tritonemu.orders import Priorities, order_of
 from tritonemu.search import Search, _Tree
@@ -283,22 +285,44 @@ empty[i % 2] -> next (2)
 """
 
 
-def test_mutants_of_a_pipeline_are_found_whatever_the_order(tmp_path):
-    """No order that search tries misses one."""
-    mutants = enumerate_mutants(Path(handover.__file__), "handover_kernel")
-    assert [mutant.what for mutant in mutants] == HANDOVER.splitlines()
-    path = mutants[0].path
-    lines = executed_lines(path, lambda: hand_over("modelled"))
+def unnoticed(file, folder):
+    """The mutants of `handover_kernel` in a file, and those of them that some order lets pass."""
+    path, missed = Path(file.__file__), []
+    mutants = enumerate_mutants(path, "handover_kernel")
+    lines = executed_lines(path, lambda: hand_over("modelled", file))
     for i, mutant in enumerate(mutants):
-        assert mutant.source.count("\n") == path.read_text().count("\n")
-        assert (mutant.lines[0] in lines) == (mutant.lines[0] != 24)
-        if mutant.lines[0] not in lines:
+        if lines.isdisjoint(range(*mutant.span)):
             continue
-        changed = tmp_path / f"mutant{i}.py"
+        changed = folder / f"mutant{i}.py"
         changed.write_text(mutant.source)
         module = import_file(changed)
         fewer = explored(lambda order, module=module: hand_over(order, module))[0]
-        assert all(isinstance(each, str) for each in fewer), mutant.what
+        if not all(isinstance(each, str) for each in fewer):
+            missed.append(mutant.what)
+    return mutants, missed
+
+
+def test_mutants_of_a_pipeline_are_found_whatever_the_order(tmp_path):
+    """No order that search tries misses one."""
+    mutants, missed = unnoticed(handover, tmp_path)
+    assert [mutant.what for mutant in mutants] == HANDOVER.splitlines()
+    text = Path(handover.__file__).read_text()
+    assert all(mutant.source.count("\n") == text.count("\n") for mutant in mutants)
+    assert missed == []
+
+
+def test_methods_are_changed_for_one_call_at_a_time(tmp_path):
+    """A ring's kernel has the mutants of the same kernel without; each changes one line, and what
+    it adds stands at the end."""
+    mutants, missed = unnoticed(handover_rings, tmp_path)
+    inline = enumerate_mutants(Path(handover.__file__), "handover_kernel")
+    assert Counter(x.kind for x in mutants) == Counter(x.kind for x in inline)
+    text = Path(handover_rings.__file__).read_text().splitlines()
+    for mutant in mutants:
+        changed = zip(text, mutant.source.splitlines(), strict=False)
+        lines = [n for n, (old, new) in enumerate(changed, 1) if old != new]
+        assert len(lines) == 1 + (mutant.kind == "early") and mutant.lines[0] in lines, mutant.what
+    assert missed == []
 
 
 @pytest.mark.parametrize("kind", ("pct", "exhaustive"))

@@ -25,6 +25,7 @@ import torch
 
 import tritonemu
 from _lib import studies
+from gdpa_kernels.device.groups import Ring
 from gdpa_kernels.gdpa import activations
 from gdpa_kernels.gdpa.ladder import v2_tma, v4_warp_specialized
 from gdpa_kernels.gdpa.ladder.v4_warp_specialized import Config
@@ -100,6 +101,14 @@ chapter.code(v4_warp_specialized.math, "for block in", "store_rows")
 
 # %% tags=["remove-input"]
 chapter.code(v4_warp_specialized.load, "for block in")
+
+# %% [markdown]
+# Both loops spell a block's stage and phase out: with `NUM_STAGES` buffers, block `j` takes buffer
+# `j % NUM_STAGES`, and the phase of its barriers changes every `NUM_STAGES` blocks. The later
+# kernels call methods of `Ring` that do the same; a consumer's wait is
+
+# %% tags=["remove-input"]
+chapter.code(Ring.wait)
 
 # %% tags=["remove-input"]
 chapter.roles(V4)

@@ -35,7 +35,7 @@ data_dir = "data"
 
 # %% tags=["remove-cell"]
 from _lib import hardware  # noqa: E402
-from emulator.tests import mutants, test_tutorials  # noqa: E402
+from emulator.tests import judging, mutants, test_tutorials  # noqa: E402
 from emulator.tests.tutorials import blackwell, hopper  # noqa: E402
 from tests.emulator import test_mutants  # noqa: E402
 
@@ -236,7 +236,7 @@ print(studies.findings(lambda: turns.main(slots=3, roles=2, rows=6), ["modelled"
 
 # %% tags=["remove-input"]
 broken = mutants.enumerate_mutants(Path(pipeline.__file__), "pipeline_kernel")
-judged = [mutants.judge(mutant, mutants.import_file, [studies.run_main]) for mutant in broken]
+judged = [judging.judge(mutant, judging.import_file, [studies.run_main]) for mutant in broken]
 found = sum(bool(verdict.error) for verdict in judged)
 agreement = chapter.recorded("agreement")
 text = "Mutants of `pipeline.py`, one statement broken in each, are found."

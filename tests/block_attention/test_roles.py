@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tritonemu
-from emulator.tests.mutants import SAMPLED, surviving
+from emulator.tests.judging import SAMPLED, surviving
 from gdpa_kernels.block_attention import slots
 from gdpa_kernels.block_attention.batch import Batch
 from gdpa_kernels.block_attention.kernels import b1_warp_specialized as b1

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import tritonemu
-from emulator.tests.mutants import SAMPLED, surviving
+from emulator.tests.judging import SAMPLED, surviving
 from gdpa_kernels.block_attention.batch import Batch
 from gdpa_kernels.block_attention.block_list import make_block_list
 from gdpa_kernels.block_attention.kernels import b1_warp_specialized as b1

@@ -18,7 +18,9 @@ import pytest
 import torch
 
 import tritonemu
-from emulator.tests.mutants import KINDS, SAMPLED, Mutant, executed, judge, sampled
+from emulator.tests.judging import SAMPLED, executed, judge, sampled
+from emulator.tests.mistakes import KINDS
+from emulator.tests.mutants import Mutant
 from emulator.tests.test_search import explored
 from emulator.tests.tutorials import cases, hopper
 from emulator.tests.tutorials.cases import Case, run_case
@@ -270,7 +272,8 @@ HARMLESS = {
         "math: out[role] -> next": _OWN_BUFFERS,
     },
     "v6b_stream": {
-        "load: drop barrier_wait(k.empty[stage], kv // NUM_STAGES & 1 ^ 1)": _IMPLIED_BY_V,
+        "load: k.acquire(kv): drop barrier_wait(self.empty[stage], "
+        "count // self.STAGES & 1 ^ 1)": _IMPLIED_BY_V,
         "math: barrier_arrive(k.empty[stage]) before s = async_dot_wait(1, s)": _IMPLIED_BY_V,
         "math: barrier_arrive(k.empty[stage]) before s = async_dot_wait(1, s) (2)": _IMPLIED_BY_V,
         "math: out[role] -> next": _OWN_BUFFERS,

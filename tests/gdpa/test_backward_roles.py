@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import tritonemu
-from emulator.tests.mutants import SAMPLED, Mutant, enumerate_mutants, import_file, judge, surviving
+from emulator.tests.judging import SAMPLED, import_file, judge, surviving
+from emulator.tests.mutants import Mutant, enumerate_mutants
 from tests.calls import assert_same_bits
 from tests.gdpa.cases import BACKWARD, DEVICE, Case, batch_of, check_gradients
 

@@ -12,7 +12,8 @@ import torch
 
 import tritonemu
 from _lib import studies
-from emulator.tests.mutants import SAMPLED, Mutant, enumerate_mutants, import_file, judge, surviving
+from emulator.tests.judging import SAMPLED, import_file, judge, surviving
+from emulator.tests.mutants import Mutant, enumerate_mutants
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.calling.launches import launches
 from gdpa_kernels.device import pairs

@@ -381,7 +381,7 @@ def forward_kernel(
     o_full = tlx.alloc_barriers(ACCUMULATORS)
     o_empty = tlx.alloc_warp_barrier(ACCUMULATORS, 4)
     tiles = Tiles(q, k, v, full, empty)
-    outputs = Ring(o, o_full, o_empty)
+    outputs = Ring(o, o_full, o_empty, ACCUMULATORS)
     turns, ready = None, full
     if ROTARY:
         sin = tlx.local_alloc((BLOCK, HEAD_DIM // 2), tlx.dtype_of(sin_desc), NUM_TURNS)

@@ -33,7 +33,7 @@ import triton.language as tl
 import triton.language.extra.tlx as tlx
 
 from gdpa_kernels.calling.launch import launch, multiprocessors
-from gdpa_kernels.device.groups import Handover, Ring
+from gdpa_kernels.device.groups import Handover, Ring, ring
 from gdpa_kernels.device.ragged import BOUND, ragged_descriptor, readable
 from gdpa_kernels.device.rows import fetch_rows, opaque_zero
 from gdpa_kernels.gdpa.batch import Batch, Schedule
@@ -290,15 +290,15 @@ def backward_kernel(
     dq = tlx.local_alloc((ROWS, HEAD_DIM), tl.float32, 1, tlx.storage_kind.tmem, reuse=dp)
     dv = tlx.local_alloc((KEYS, HEAD_DIM), tl.float32, 1, tlx.storage_kind.tmem)
     dk = tlx.local_alloc((KEYS, HEAD_DIM), tl.float32, 1, tlx.storage_kind.tmem)
-    q = Ring(q, tlx.alloc_barriers(Q_STAGES), tlx.alloc_barriers(Q_STAGES))
-    k = Ring(k, tlx.alloc_barriers(1), tlx.alloc_barriers(1))
-    v = Ring(v, tlx.alloc_barriers(1), tlx.alloc_warp_barrier(1, 4, MATH_ROLES))
-    g = Ring(g, tlx.alloc_barriers(G_STAGES), tlx.alloc_barriers(G_STAGES))
+    q = Ring(q, tlx.alloc_barriers(Q_STAGES), tlx.alloc_barriers(Q_STAGES), Q_STAGES)
+    k = Ring(k, tlx.alloc_barriers(1), tlx.alloc_barriers(1), 1)
+    v = ring(v, 1, MATH_ROLES)
+    g = Ring(g, tlx.alloc_barriers(G_STAGES), tlx.alloc_barriers(G_STAGES), G_STAGES)
     s = Handover(s, tlx.alloc_barriers(1))
     p = Handover(p, tlx.alloc_warp_barrier(1, 4, MATH_ROLES))
     dp = Handover(dp, tlx.alloc_barriers(1))
     ds = Handover(ds, tlx.alloc_warp_barrier(1, 4, MATH_ROLES))
-    dq = Ring(dq, tlx.alloc_barriers(1), tlx.alloc_warp_barrier(1, 4))
+    dq = ring(dq, 1)
     sums_full = tlx.alloc_barriers(1)
     gradients = Gradients(dq_desc, dk_desc, dv_desc)
 

@@ -257,12 +257,12 @@ def pair_stream_kernel(
     s = tlx.local_alloc((ROWS, BLOCK_N), tl.float32, ROLES, tlx.storage_kind.tmem)
     p = tlx.local_alloc((ROWS, BLOCK_N), DTYPE, 2 * ROLES, tlx.storage_kind.tmem, reuse=s)
     o = tlx.local_alloc((ROWS, BLOCK_D), tl.float32, ROLES, tlx.storage_kind.tmem)
-    q = Ring(q, tlx.alloc_barriers(Q_ITEMS * ROLES), tlx.alloc_barriers(Q_ITEMS * ROLES))
-    k = Ring(k, tlx.alloc_barriers(NUM_STAGES), tlx.alloc_barriers(NUM_STAGES))
-    v = Ring(v, tlx.alloc_barriers(NUM_STAGES), tlx.alloc_barriers(NUM_STAGES))
+    q = Ring(q, tlx.alloc_barriers(Q_ITEMS * ROLES), tlx.alloc_barriers(Q_ITEMS * ROLES), Q_ITEMS)
+    k = Ring(k, tlx.alloc_barriers(NUM_STAGES), tlx.alloc_barriers(NUM_STAGES), NUM_STAGES)
+    v = Ring(v, tlx.alloc_barriers(NUM_STAGES), tlx.alloc_barriers(NUM_STAGES), NUM_STAGES)
     s = Handover(s, tlx.alloc_barriers(ROLES))
     p = Handover(p, tlx.alloc_barriers(ROLES * SLICES, arrive_count=CTAS))
-    o = Ring(o, tlx.alloc_barriers(ROLES), tlx.alloc_barriers(ROLES, arrive_count=CTAS))
+    o = Ring(o, tlx.alloc_barriers(ROLES), tlx.alloc_barriers(ROLES, arrive_count=CTAS), 1)
 
     with tlx.async_tasks():
         with tlx.async_task("default"):

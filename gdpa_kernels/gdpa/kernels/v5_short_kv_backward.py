@@ -33,7 +33,7 @@ import triton.language as tl
 import triton.language.extra.tlx as tlx
 
 from gdpa_kernels.calling.launch import launch, multiprocessors
-from gdpa_kernels.device.groups import Handover, Ring
+from gdpa_kernels.device.groups import Handover, Ring, ring
 from gdpa_kernels.device.ragged import BOUND, ragged_descriptor, readable
 from gdpa_kernels.device.rows import fetch_rows, opaque_zero, put_rows
 from gdpa_kernels.gdpa.batch import Batch, Schedule
@@ -289,12 +289,12 @@ def backward_kernel(
     ds = tlx.local_alloc((KEYS, ROWS), DTYPE, PAIR * MATH_ROLES)
     peer = tlx.local_alloc((KEYS, ROWS), DTYPE, PAIR * MATH_ROLES)
     staging = tlx.local_alloc((ROWS, 64), DTYPE, MATH_ROLES)
-    q = Ring(q, tlx.alloc_barriers(PAIR), tlx.alloc_warp_barrier(PAIR, 4, MATH_ROLES))
-    k = Ring(k, tlx.alloc_barriers(1), tlx.alloc_warp_barrier(1, 4, MATH_ROLES))
-    v = Ring(v, tlx.alloc_barriers(1), tlx.alloc_warp_barrier(1, 4, MATH_ROLES))
-    g = Ring(g, tlx.alloc_barriers(PAIR), tlx.alloc_warp_barrier(PAIR, 4, MATH_ROLES))
+    q = ring(q, PAIR, MATH_ROLES)
+    k = ring(k, 1, MATH_ROLES)
+    v = ring(v, 1, MATH_ROLES)
+    g = ring(g, PAIR, MATH_ROLES)
     ds_full = tlx.alloc_warp_barrier(PAIR, 4, MATH_ROLES)
-    ds = Ring(ds, ds_full, tlx.alloc_barriers(PAIR, arrive_count=PROGRAMS))
+    ds = Ring(ds, ds_full, tlx.alloc_barriers(PAIR, arrive_count=PROGRAMS), PAIR)
     peer = Handover(peer, tlx.alloc_barriers(PAIR))
     gradients = Gradients(dq_desc, dk_desc, dv_desc)
     items = Items(

@@ -33,7 +33,7 @@ import triton.language as tl
 import triton.language.extra.tlx as tlx
 
 from gdpa_kernels.calling.launch import launch, multiprocessors
-from gdpa_kernels.device.groups import Ring
+from gdpa_kernels.device.groups import Ring, ring
 from gdpa_kernels.device.ragged import BOUND, ragged_descriptor, readable
 from gdpa_kernels.device.rows import fetch_rows, opaque_zero, put_rows, uniform
 from gdpa_kernels.gdpa.batch import Batch, Schedule
@@ -313,12 +313,12 @@ def backward_kernel(
     staged = tlx.local_alloc((KEYS, HEAD_DIM), DTYPE, MATH_ROLES)  # dK
     # The same memory, for a half of dQ.
     staging = tlx.local_alloc((64, 64), DTYPE, MATH_ROLES * (HEAD_DIM // 64), reuse=staged)
-    q = Ring(q, tlx.alloc_barriers(Q_STAGES), tlx.alloc_warp_barrier(Q_STAGES, 4, MATH_ROLES))
-    k = Ring(k, tlx.alloc_barriers(K_STAGES), tlx.alloc_warp_barrier(K_STAGES, 4, MATH_ROLES))
-    v = Ring(v, tlx.alloc_barriers(1), tlx.alloc_warp_barrier(1, 4, MATH_ROLES))
-    g = Ring(g, tlx.alloc_barriers(G_STAGES), tlx.alloc_warp_barrier(G_STAGES, 4, MATH_ROLES))
+    q = ring(q, Q_STAGES, MATH_ROLES)
+    k = ring(k, K_STAGES, MATH_ROLES)
+    v = ring(v, 1, MATH_ROLES)
+    g = ring(g, G_STAGES, MATH_ROLES)
     ds_full = tlx.alloc_warp_barrier(2, 4, MATH_ROLES)
-    ds = Ring(ds, ds_full, tlx.alloc_warp_barrier(2, 4, MATH_ROLES))
+    ds = Ring(ds, ds_full, tlx.alloc_warp_barrier(2, 4, MATH_ROLES), 2)
     gradients = Gradients(dq_desc, dk_desc, dv_desc)
 
     with tlx.async_tasks():

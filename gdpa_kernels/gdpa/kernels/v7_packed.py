@@ -114,7 +114,6 @@ def tile_of(len_q, len_k, first, step, rows_per_item, options):
 @triton.jit
 def load(q_desc, k_desc, v_desc, q, k, v, list_ptr, rows_per_item, options):
     """The producer: Q, K and V in the order of their use, as far ahead as there are buffers."""
-    NUM_STAGES: tl.constexpr = options.NUM_STAGES
     item = tl.program_id(0)
     num_items = count_items(list_ptr)
     tile, kv = 0, 0
@@ -131,12 +130,10 @@ def load(q_desc, k_desc, v_desc, q, k, v, list_ptr, rows_per_item, options):
                     blocks = tl.where(step == 0, blocks, 0)
                 kv_head = head // options.GROUP
                 for block in tl.range(0, blocks):
-                    stage = (kv + block) % NUM_STAGES
-                    free = (((kv + block) // NUM_STAGES) & 1) ^ 1
                     key = start + block * options.BLOCK_N
-                    tlx.barrier_wait(k.empty[stage], free)
+                    stage = k.acquire(kv + block)
                     fetch_rows(k_desc, k.buffer[stage], k.full[stage], start_k, len_k, kv_head, key)
-                    tlx.barrier_wait(v.empty[stage], free)
+                    stage = v.acquire(kv + block)
                     fetch_rows(v_desc, v.buffer[stage], v.full[stage], start_k, len_k, kv_head, key)
                 kv += blocks
                 tile += 1
@@ -144,18 +141,15 @@ def load(q_desc, k_desc, v_desc, q, k, v, list_ptr, rows_per_item, options):
     # The scores of a dummy tile, overlapped with the last P V.
     if tile > 0:
         fetch_q(q_desc, q, tile, 0, 0, 0, 0, options)
-        stage = kv % NUM_STAGES
-        tlx.barrier_wait(k.empty[stage], ((kv // NUM_STAGES) & 1) ^ 1)
+        stage = k.acquire(kv)
         fetch_rows(k_desc, k.buffer[stage], k.full[stage], 0, 0, 0, 0)
 
 
 @triton.jit
 def fetch_q(q_desc, q, tile, start, length, head, row, options):
     """The rows of the tile-th tile for all consumers."""
-    slot = tile % Q_SLOTS
     for role in tl.static_range(options.MATH_ROLES):
-        mine = role * Q_SLOTS + slot
-        tlx.barrier_wait(q.empty[mine], ((tile // Q_SLOTS) & 1) ^ 1)
+        mine = q.acquire(tile, role * Q_SLOTS)
         fetch_rows(q_desc, q.buffer[mine], q.full[mine], start, length, head, row + role * ROWS)
 
 
@@ -250,10 +244,8 @@ def math(
                 kv += tl.where(last, blocks, 0)
             else:
                 kv += blocks
-            mine = role * Q_SLOTS + tile % Q_SLOTS
-            stage = kv % NUM_STAGES
-            tlx.barrier_wait(q.full[mine], (tile // Q_SLOTS) & 1)
-            tlx.barrier_wait(k.full[stage], (kv // NUM_STAGES) & 1)
+            mine = q.wait(tile, role * Q_SLOTS)
+            stage = k.wait(kv)
             tlx.barrier_wait(v.full[before], v_phase)
             p = finish(x, t, DTYPE, options.PAIRS)
             s = tlx.async_dot(q.buffer[mine], tlx.local_trans(k.buffer[stage]))
@@ -294,9 +286,9 @@ def packed_kernel(
     v_full = tlx.alloc_barriers(NUM_STAGES)
     k_empty = tlx.alloc_warp_barrier(NUM_STAGES, 4, MATH_ROLES)
     v_empty = tlx.alloc_warp_barrier(NUM_STAGES, 4, MATH_ROLES)
-    q = Ring(q, q_full, q_empty)
-    k = Ring(k, k_full, k_empty)
-    v = Ring(v, v_full, v_empty)
+    q = Ring(q, q_full, q_empty, Q_SLOTS)
+    k = Ring(k, k_full, k_empty, NUM_STAGES)
+    v = Ring(v, v_full, v_empty, NUM_STAGES)
 
     with tlx.async_tasks():
         with tlx.async_task("default"):

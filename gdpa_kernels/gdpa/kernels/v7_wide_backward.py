@@ -33,7 +33,7 @@ import triton.language as tl
 import triton.language.extra.tlx as tlx
 
 from gdpa_kernels.calling.launch import launch, multiprocessors
-from gdpa_kernels.device.groups import Ring
+from gdpa_kernels.device.groups import Ring, ring
 from gdpa_kernels.device.ragged import BOUND, ragged_descriptor, readable
 from gdpa_kernels.device.rows import fetch_rows, opaque_zero, put_rows, uniform
 from gdpa_kernels.gdpa.batch import Batch, Schedule
@@ -274,12 +274,12 @@ def backward_kernel(
     g = tlx.local_alloc((ROWS, COLUMNS), DTYPE, G_STAGES)
     ds = tlx.local_alloc((KEYS, ROWS), DTYPE, DS_STAGES)
     staging = tlx.local_alloc((ROWS, PIECE), tl.float32, 1)
-    q = Ring(q, tlx.alloc_barriers(Q_STAGES), tlx.alloc_warp_barrier(Q_STAGES, 4))
-    k = Ring(k, tlx.alloc_barriers(1), tlx.alloc_warp_barrier(1, 4))
-    v = Ring(v, tlx.alloc_barriers(1), tlx.alloc_warp_barrier(1, 4))
-    g = Ring(g, tlx.alloc_barriers(G_STAGES), tlx.alloc_warp_barrier(G_STAGES, 4))
+    q = ring(q, Q_STAGES)
+    k = ring(k, 1)
+    v = ring(v, 1)
+    g = ring(g, G_STAGES)
     ds_full = tlx.alloc_warp_barrier(DS_STAGES, 4)
-    ds = Ring(ds, ds_full, tlx.alloc_warp_barrier(DS_STAGES, 4))
+    ds = Ring(ds, ds_full, tlx.alloc_warp_barrier(DS_STAGES, 4), DS_STAGES)
     gradients = Gradients(dq_desc, dk_desc, dv_desc)
 
     with tlx.async_tasks():

@@ -169,7 +169,7 @@ def tensor_memory_kernel(
     p = tlx.local_alloc((ROWS, BLOCK_N), DTYPE, 1, tlx.storage_kind.tmem, reuse=s)
     o = tlx.local_alloc((ROWS, BLOCK_D), tl.float32, 1, tlx.storage_kind.tmem)
     q = Handover(q, tlx.alloc_barriers(1))
-    kv = Ring(kv, tlx.alloc_barriers(NUM_STAGES), tlx.alloc_barriers(NUM_STAGES))
+    kv = Ring(kv, tlx.alloc_barriers(NUM_STAGES), tlx.alloc_barriers(NUM_STAGES), NUM_STAGES)
     s = Handover(s, tlx.alloc_barriers(1))
     p = Handover(p, tlx.alloc_warp_barrier(1, 4))
     o = Handover(o, tlx.alloc_barriers(1))

@@ -200,7 +200,7 @@ def two_tiles_kernel(
     p = tlx.local_alloc((ROWS, BLOCK_N), DTYPE, 2 * TILES, tlx.storage_kind.tmem, reuse=s)
     o = tlx.local_alloc((ROWS, BLOCK_D), tl.float32, TILES, tlx.storage_kind.tmem)
     q = Handover(q, tlx.alloc_barriers(TILES))
-    kv = Ring(kv, tlx.alloc_barriers(NUM_STAGES), tlx.alloc_barriers(NUM_STAGES))
+    kv = Ring(kv, tlx.alloc_barriers(NUM_STAGES), tlx.alloc_barriers(NUM_STAGES), NUM_STAGES)
     s = Handover(s, tlx.alloc_barriers(TILES))
     p = Handover(p, tlx.alloc_warp_barrier(TILES * SLICES, 4))
     o = Handover(o, tlx.alloc_barriers(TILES))

@@ -249,12 +249,14 @@ def cta_pair_kernel(
     p = tlx.local_alloc((ROWS, KEYS), DTYPE, 2 * ROLES, tlx.storage_kind.tmem, reuse=s)
     o = tlx.local_alloc((ROWS, BLOCK_D), tl.float32, O_SLOTS, tlx.storage_kind.tmem)
     out = tlx.local_alloc((ROWS, BLOCK_D), DTYPE, 1)
-    q = Ring(q, tlx.alloc_barriers(Q_SLOTS), tlx.alloc_barriers(Q_SLOTS))
-    k = Ring(k, tlx.alloc_barriers(NUM_STAGES), tlx.alloc_barriers(NUM_STAGES))
-    v = Ring(v, k.full, k.empty)  # arrives and leaves with K
+    q = Ring(q, tlx.alloc_barriers(Q_SLOTS), tlx.alloc_barriers(Q_SLOTS), Q_SLOTS)
+    k = Ring(k, tlx.alloc_barriers(NUM_STAGES), tlx.alloc_barriers(NUM_STAGES), NUM_STAGES)
+    v = Ring(v, k.full, k.empty, NUM_STAGES)  # arrives and leaves with K
     s = Handover(s, tlx.alloc_barriers(ROLES))
     p = Handover(p, tlx.alloc_barriers(ROLES * SLICES, arrive_count=CTAS))
-    o = Ring(o, tlx.alloc_barriers(O_SLOTS), tlx.alloc_barriers(O_SLOTS, arrive_count=CTAS))
+    o = Ring(
+        o, tlx.alloc_barriers(O_SLOTS), tlx.alloc_barriers(O_SLOTS, arrive_count=CTAS), O_SLOTS
+    )
 
     with tlx.async_tasks():
         with tlx.async_task("default"):

@@ -139,8 +139,8 @@ def specialized_kernel(
     v_full = tlx.alloc_barriers(NUM_STAGES)
     k_empty = tlx.alloc_warp_barrier(NUM_STAGES, 4, MATH_ROLES)
     v_empty = tlx.alloc_warp_barrier(NUM_STAGES, 4, MATH_ROLES)
-    k = Ring(k, k_full, k_empty)
-    v = Ring(v, v_full, v_empty)
+    k = Ring(k, k_full, k_empty, NUM_STAGES)
+    v = Ring(v, v_full, v_empty, NUM_STAGES)
 
     with tlx.async_tasks():
         with tlx.async_task("default"):

@@ -67,24 +67,20 @@ class Options:
     ACTIVATION: tl.constexpr
     BLOCK_N: tl.constexpr
     BLOCK_D: tl.constexpr
-    NUM_STAGES: tl.constexpr
     TURNS: tl.constexpr
 
 
 @triton.jit
 def load(q_desc, k_desc, v_desc, q, q_full, k, v, tile, options):
     """The producer: every buffer is filled as soon as both consumers have drained it."""
-    NUM_STAGES: tl.constexpr = options.NUM_STAGES
     blocks, first_row, head, len_k, len_q, start_k, _, start_q = tile
     for role in tl.static_range(MATH_ROLES):
         fetch_rows(q_desc, q[role], q_full[role], start_q, len_q, head, first_row + role * ROWS)
     for block in tl.range(0, blocks):
         first_key = block * options.BLOCK_N
-        stage = block % NUM_STAGES
-        phase = (block // NUM_STAGES) & 1
-        tlx.barrier_wait(k.empty[stage], phase ^ 1)
+        stage = k.acquire(block)
         fetch_rows(k_desc, k.buffer[stage], k.full[stage], start_k, len_k, head, first_key)
-        tlx.barrier_wait(v.empty[stage], phase ^ 1)
+        stage = v.acquire(block)
         fetch_rows(v_desc, v.buffer[stage], v.full[stage], start_k, len_k, head, first_key)
 
 
@@ -105,7 +101,6 @@ def pass_turn(role: tl.constexpr, TURNS: tl.constexpr):
 @triton.jit
 def math(role: tl.constexpr, q, q_full, k, v, out_desc, tile, scale, output_scale, options):
     """A consumer: 64 rows of the tile against all its keys."""
-    NUM_STAGES: tl.constexpr = options.NUM_STAGES
     DTYPE: tl.constexpr = tlx.dtype_of(out_desc)
     blocks, first_row, head, _, len_q, _, start_out, _ = tile
     first_row += role * ROWS
@@ -121,10 +116,8 @@ def math(role: tl.constexpr, q, q_full, k, v, out_desc, tile, scale, output_scal
     tlx.barrier_arrive(k.empty[0])
     p = activate(s, scale, options.ACTIVATION, True)
     for block in tl.range(1, blocks):
-        stage = block % NUM_STAGES
-        tlx.barrier_wait(k.full[stage], (block // NUM_STAGES) & 1)
-        before = (block - 1) % NUM_STAGES
-        tlx.barrier_wait(v.full[before], ((block - 1) // NUM_STAGES) & 1)
+        stage = k.wait(block)
+        before = v.wait(block - 1)
         p = p.to(DTYPE)
         take_turn(role, options.TURNS)
         s = tlx.async_dot(q[role], tlx.local_trans(k.buffer[stage]))
@@ -135,8 +128,7 @@ def math(role: tl.constexpr, q, q_full, k, v, out_desc, tile, scale, output_scal
         p = activate(s, scale, options.ACTIVATION, True)
         acc = tlx.async_dot_wait(0, acc)
         tlx.barrier_arrive(v.empty[before])
-    last = (blocks - 1) % NUM_STAGES
-    tlx.barrier_wait(v.full[last], ((blocks - 1) // NUM_STAGES) & 1)
+    last = v.wait(blocks - 1)
     take_turn(role, options.TURNS)
     acc = tlx.async_dot(p.to(DTYPE), v.buffer[last], acc)
     pass_turn(role, options.TURNS)
@@ -154,7 +146,7 @@ def pipelined_kernel(
     """output_scale * activation(scale * Q K^T) V for 128 rows of one (sequence, head)."""
     BLOCK_M: tl.constexpr = MATH_ROLES * ROWS
     DTYPE: tl.constexpr = tlx.dtype_of(q_desc)
-    options = Options(ACTIVATION, BLOCK_N, BLOCK_D, NUM_STAGES, TURNS)
+    options = Options(ACTIVATION, BLOCK_N, BLOCK_D, TURNS)
     blocks = tl.cdiv(max_seqlen_q, BLOCK_M)
     pid = tl.program_id(0)
     first_row = pid % blocks * BLOCK_M
@@ -175,8 +167,8 @@ def pipelined_kernel(
     v_full = tlx.alloc_barriers(NUM_STAGES)
     k_empty = tlx.alloc_warp_barrier(NUM_STAGES, 4, MATH_ROLES)
     v_empty = tlx.alloc_warp_barrier(NUM_STAGES, 4, MATH_ROLES)
-    k = Ring(k, k_full, k_empty)
-    v = Ring(v, v_full, v_empty)
+    k = Ring(k, k_full, k_empty, NUM_STAGES)
+    v = Ring(v, v_full, v_empty, NUM_STAGES)
 
     with tlx.async_tasks():
         with tlx.async_task("default"):

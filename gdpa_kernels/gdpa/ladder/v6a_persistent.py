@@ -85,7 +85,6 @@ def blocks_of(len_k, options):
 @triton.jit
 def load(q_desc, k_desc, v_desc, q, k, v, list_ptr, options):
     """The producer: Q, K and V in the order of their use, as far ahead as there are buffers."""
-    NUM_STAGES: tl.constexpr = options.NUM_STAGES
     item = tl.program_id(0)
     num_items = count_items(list_ptr)
     tile, kv = 0, 0
@@ -97,12 +96,10 @@ def load(q_desc, k_desc, v_desc, q, k, v, list_ptr, options):
             blocks = blocks_of(len_k, options)
             fetch_q(q_desc, q, tile, start_q, len_q, head, row)
             for block in tl.range(0, blocks):
-                stage = (kv + block) % NUM_STAGES
-                free = (((kv + block) // NUM_STAGES) & 1) ^ 1
                 key = block * options.BLOCK_N
-                tlx.barrier_wait(k.empty[stage], free)
+                stage = k.acquire(kv + block)
                 fetch_rows(k_desc, k.buffer[stage], k.full[stage], start_k, len_k, head, key)
-                tlx.barrier_wait(v.empty[stage], free)
+                stage = v.acquire(kv + block)
                 fetch_rows(v_desc, v.buffer[stage], v.full[stage], start_k, len_k, head, key)
             kv += blocks
             tile += 1
@@ -112,10 +109,8 @@ def load(q_desc, k_desc, v_desc, q, k, v, list_ptr, options):
 @triton.jit
 def fetch_q(q_desc, q, tile, start, length, head, row):
     """The rows of the tile-th tile for both consumers."""
-    slot = tile % Q_SLOTS
     for role in tl.static_range(MATH_ROLES):
-        mine = role * Q_SLOTS + slot
-        tlx.barrier_wait(q.empty[mine], ((tile // Q_SLOTS) & 1) ^ 1)
+        mine = q.acquire(tile, role * Q_SLOTS)
         fetch_rows(q_desc, q.buffer[mine], q.full[mine], start, length, head, row + role * ROWS)
 
 
@@ -135,10 +130,8 @@ def math(role: tl.constexpr, q, k, v, out_desc, out, list_ptr, scale, output_sca
             following = entry(list_ptr, tl.minimum(item, num_items - 1))
             blocks = blocks_of(len_k, options)
             row += role * ROWS
-            mine = role * Q_SLOTS + tile % Q_SLOTS
-            stage = kv % NUM_STAGES
-            tlx.barrier_wait(q.full[mine], (tile // Q_SLOTS) & 1)
-            tlx.barrier_wait(k.full[stage], (kv // NUM_STAGES) & 1)
+            mine = q.wait(tile, role * Q_SLOTS)
+            stage = k.wait(kv)
             s = tlx.async_dot(q.buffer[mine], tlx.local_trans(k.buffer[stage]))
             s = tlx.async_dot_wait(0, s)
             tlx.barrier_arrive(k.empty[stage])
@@ -160,8 +153,7 @@ def math(role: tl.constexpr, q, k, v, out_desc, out, list_ptr, scale, output_sca
             tlx.barrier_arrive(q.empty[mine])
             tile += 1
             kv += blocks
-            before = (kv - 1) % NUM_STAGES
-            tlx.barrier_wait(v.full[before], ((kv - 1) // NUM_STAGES) & 1)
+            before = v.wait(kv - 1)
             acc = tlx.async_dot(p.to(DTYPE), v.buffer[before], acc)
             acc = tlx.async_dot_wait(0, acc)
             tlx.barrier_arrive(v.empty[before])
@@ -191,9 +183,9 @@ def persistent_pipeline_kernel(
     v_full = tlx.alloc_barriers(NUM_STAGES)
     k_empty = tlx.alloc_warp_barrier(NUM_STAGES, 4, MATH_ROLES)
     v_empty = tlx.alloc_warp_barrier(NUM_STAGES, 4, MATH_ROLES)
-    q = Ring(q, q_full, q_empty)
-    k = Ring(k, k_full, k_empty)
-    v = Ring(v, v_full, v_empty)
+    q = Ring(q, q_full, q_empty, Q_SLOTS)
+    k = Ring(k, k_full, k_empty, NUM_STAGES)
+    v = Ring(v, v_full, v_empty, NUM_STAGES)
 
     with tlx.async_tasks():
         with tlx.async_task("default"):
