@@ -102,12 +102,12 @@ class Figure(BaseFigure):
         """The figure as SVG text, in both forms if it is `drawn`: the same bytes for the same
         data."""
         if self.again is None:
-            return self._svg()
+            return self.drawn_svg()
         with narrowed():
-            narrow = self.again()._svg()
-        return both(self._svg(), narrow)
+            narrow = self.again().drawn_svg()
+        return both(self.drawn_svg(), narrow)
 
-    def _svg(self) -> str:
+    def drawn_svg(self) -> str:
         buffer = io.StringIO()
         with style():
             self.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
