@@ -31,8 +31,6 @@ LATER = (
     "measuring/got_wrong",
     "training/step",
     "training/ranks",
-    "backward/v6_one_tile_backward",
-    "backward/v7_wide_backward",
     "tools/found_bugs",
 )
 """Chapters that came after the book's limit was set, and come on top of it."""
