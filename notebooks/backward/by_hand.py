@@ -10,7 +10,7 @@
 # What must the backward pass compute when softmax is gone, and what must the forward pass save for
 # it?
 #
-# :::{admonition} In this chapter (35 minutes)
+# :::{admonition} In this chapter (30 minutes)
 # You will derive three gradients, see where a mask must act, and decide who owns which sum. The
 # backward pass is five MMAs, {glue:text}`flops_ratio:.1f` times the FLOPs of the forward pass for
 # {glue:text}`bytes_ratio:.2f` times its bytes. It needs q, k, v and dO alone: no output, no

@@ -9,7 +9,7 @@
 #
 # Five MMAs are necessary. What do two more buy?
 #
-# :::{admonition} In this chapter (35 minutes)
+# :::{admonition} In this chapter (30 minutes)
 # You will split a backward pass so that every gradient has one owner, choose the orientation of a
 # tile so that nothing is transposed in registers, and see why only the GPU can check the compiler.
 # Backward v1 reaches {glue:text}`rate:.0f` useful TFLOP/s back to back on full batches of 1,024

@@ -10,7 +10,7 @@
 # A program that owns keys has dS, all that dQ needs. But the rows of dQ belong to every program of
 # the sequence. What does it cost to add to them in memory?
 #
-# :::{admonition} In this chapter (40 minutes)
+# :::{admonition} In this chapter (30 minutes)
 # You will count the bytes of a sum across programs, and tell from the number of summands whether it
 # is deterministic. Backward v2 is {glue:text}`loops:.2f` times as fast as v1 back to back on full
 # batches of 1,024 tokens; saving two MMAs of seven alone would give 1.40. The difference is dQ in

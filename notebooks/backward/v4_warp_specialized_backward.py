@@ -9,7 +9,7 @@
 #
 # A profile says that no unit of the SM is busy. What is the kernel waiting for?
 #
-# :::{admonition} In this chapter (50 minutes)
+# :::{admonition} In this chapter (45 minutes)
 # You will place the operands of five matmuls between registers and shared memory, tell a dependency
 # chain from a throughput bound, shorten such a chain, and read in the machine code what one added
 # zero does. Back to back, backward v4 runs full batches of 1,024 tokens {glue:text}`over_v2:.2f`
@@ -248,7 +248,7 @@ chapter.glue(three=shown["+ dQ put aside"], four=shown["+ S first"])
 # compiler's output shows why:
 
 # %% tags=["remove-input"]
-facts = studies.facts(built, ["R2UR"]).drop(columns="serialised")
+facts = studies.facts(built, ["R2UR"]).drop(columns=["registers", "serialised"])
 two, four, _, six = facts["R2UR"]
 assert four > two > six and facts["spilled (B)"].iloc[-1] == 0, "the text says so"
 facts["kernel"] = ["fold, K ahead", "+ dQ put aside, S first", "all but late addresses", "all six"]

@@ -10,7 +10,7 @@
 # With 256 keys or fewer, adding dQ up in memory takes longer than the matmuls. Can a row of dQ be
 # finished where it is computed?
 #
-# :::{admonition} In this chapter (50 minutes)
+# :::{admonition} In this chapter (45 minutes)
 # You will let two CTAs exchange operands instead of results, write the protocol that makes this
 # safe, remove a sum that has only one summand, and knock out parts of a kernel to find what it
 # waits for. With 256 keys, backward v5 is {glue:text}`least:.1f` to {glue:text}`most:.1f` times as
@@ -197,8 +197,8 @@ assert all(says.values()) and "EarlyExit" in says["waiting at the end"], "the ca
 
 # %% tags=["remove-input"]
 chapter.table(
-    pd.DataFrame({"forgotten": list(says), "what the emulator says": [f"`{text}`" for text in
-                  says.values()]}), name="tab-bw5-forgotten",
+    pd.Series(says).map("``{}``".format).rename_axis("forgotten").rename("what the emulator says")
+    .reset_index(), name="tab-bw5-forgotten",
     caption="**The emulator finds each forgotten line of the protocol.** Backward v5 on one "
     "sequence of 256 tokens, with one line removed at a time.",
     emulated="changed copies of backward v5",

@@ -10,7 +10,7 @@
 # A training step enqueues kernels, and the device works through them. What does a call cost the
 # host, and when is the host too slow?
 #
-# :::{admonition} In this chapter (35 minutes)
+# :::{admonition} In this chapter (30 minutes)
 # You will measure the host's time for a call without fooling yourself, share offsets between layers
 # with `Lengths`, and know when a CUDA graph is worth its trouble. On the H200's host a forward call
 # with new offsets takes {glue:text}`new_least:.0f` to {glue:text}`new_most:.0f` µs, and a forward
@@ -98,6 +98,17 @@ chapter.predict(
     "Launched in C, a forward call takes at most 0.75 times its usual host time: the median.",
     ratio, most=0.75, shown=False,
 )  # fmt: skip
+of = {"of": "backward/results", "direction": "backward"}
+kernel, back = chapter.times(**of) / 1e3, chapter.times(**of, scope="op") / 1e3
+more = 100 * (back / kernel - 1).stack().dropna()  # where a call was timed
+slow, impl = more.idxmax()
+chapter.predict(
+    "From the call, a backward pass takes at most 5 % more than its kernels.",
+    more, most=5, form=".1f", unit=" %", shown=False,
+)  # fmt: skip
+chapter.glue(worst=f"backward {impl.split('_')[0]} on {slow}", worst_kernel=kernel[impl][slow],
+             worst_more=(back - kernel)[impl][slow])  # fmt: skip
+costs, ids = calls.costs(chapter, new)
 
 # %% tags=["remove-input"]
 # | name: fig-host-calls
@@ -280,19 +291,6 @@ if torch.device(device).type == "cuda":
 # ## Which number is the cost of a call?
 #
 # This book gives the cost of one forward call of v8 with new offsets in three ways:
-
-# %% tags=["remove-cell"]
-of = {"of": "backward/results", "direction": "backward"}
-kernel, back = chapter.times(**of) / 1e3, chapter.times(**of, scope="op") / 1e3
-more = 100 * (back / kernel - 1).stack().dropna()  # where a call was timed
-slow, impl = more.idxmax()
-chapter.predict(
-    "From the call, a backward pass takes at most 5 % more than its kernels.",
-    more, most=5, form=".1f", unit=" %", shown=False,
-)  # fmt: skip
-chapter.glue(worst=f"backward {impl.split('_')[0]} on {slow}", worst_kernel=kernel[impl][slow],
-             worst_more=(back - kernel)[impl][slow])  # fmt: skip
-costs, ids = calls.costs(chapter, new)
 
 # %% tags=["remove-input"]
 chapter.table(

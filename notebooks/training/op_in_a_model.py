@@ -9,7 +9,7 @@
 # A kernel computes a function or its gradients. A model wants more: an operator that can be
 # differentiated, compiled and cast, and that stops when it is called wrongly. What does that take?
 #
-# :::{admonition} In this chapter (25 minutes)
+# :::{admonition} In this chapter (20 minutes)
 # You will count what autograd keeps, see a custom operator as `torch.compile` does, and know which
 # questions to ask of any operator before you train with it. `gdpa` keeps its arguments and nothing
 # else; padded PyTorch keeps {glue:text}`eager_times:.0f` times as many bytes in a small example.
@@ -301,7 +301,7 @@ says = {name: refusal(call) for name, call in WRONG.items()}
 refusal(lambda: torch.func.jvp(lambda x: gdpa(x, k, v, *CALL), (q.detach(),), (q.detach(),)))
 
 # %% tags=["remove-input"]
-shown = pd.DataFrame({"wrong": list(says), "error": [f"`{text}`" for text in says.values()]})
+shown = pd.DataFrame({"wrong": list(says), "error": [f"``{text}``" for text in says.values()]})
 chapter.table(
     shown, name="tab-train-refused",
     caption="**Each wrong call names what must be given and what it got.** Errors of `gdpa` and of "

@@ -10,7 +10,7 @@
 # Jagged batches give the ranks of a training job unequal work, and every step ends when the slowest
 # rank has finished. What does that cost, and what do gradients on their way cost?
 #
-# :::{admonition} In this chapter (35 minutes)
+# :::{admonition} In this chapter (30 minutes)
 # You will tell waiting for a slower rank from waiting for gradients, count the bytes of the
 # collectives, see what communication does to a persistent kernel, and deal rows so that ranks are
 # equal. On two H200s we train {glue:text}`weak:.2f` times the samples of one. With 128 long rows
@@ -117,7 +117,7 @@ def trace(run: str, deal: str) -> pd.DataFrame:
 # %% tags=["remove-input"]
 # | name: fig-ranks-steps
 # | caption: >
-# |   **If all the long rows go to one GPU, the other one waits for half of the step; communication
+# |   **If all the long rows go to one GPU, the other one waits for most of the step; communication
 # |   hardly shows.** One step on two GPUs (rows 0 and 1), drawn from medians. Bars: the time that a
 # |   GPU takes for its own rows. Thin: it waits, for the other GPU or for gradients.
 # | alt: >
@@ -125,8 +125,8 @@ def trace(run: str, deal: str) -> pd.DataFrame:
 # |   thin line behind them. With sorted rows one bar is about three times as long as the other,
 # |   whose thin line fills the rest.
 DRAWN = {"576 rows a rank, balanced": ("DDP, twice the rows", "balanced")}
-DRAWN |= {f"128 long rows, {deal}": ("128 rows a rank", deal)
-          for deal in ("balanced", "order", "sorted")}  # fmt: skip
+DEALT = {"balanced": "balanced", "order": "as they come", "sorted": "sorted"}
+DRAWN |= {f"128 long rows, {text}": ("128 rows a rank", deal) for deal, text in DEALT.items()}
 panels = {title: trace(*at) for title, at in DRAWN.items()}
 chart = drawings.gantt(panels, xlabel="ms", hue="v1_tiled")
 waits = panels["128 long rows, sorted"]
@@ -142,8 +142,8 @@ chapter.figure(chart, data=ranks.reset_index(), measured=[chapter.record().id])
 # when it needs them. A rank that waits for a slower one and a rank that waits for gradients look
 # alike in the time of a step. Timed twice, they can be told apart: once as usual, then without any
 # communication (`no_sync`), each rank on its own. The slowest rank alone is what the step *must*
-# wait for. The remainder is {term}`exposed communication`, that is, communication that no computation
-# hides.
+# wait for. The remainder is {term}`exposed communication`, that is, communication that no
+# computation hides.
 
 # %% tags=["remove-input"]
 names = {"step_ms": "step, ms", "own_ms": "slowest alone, ms", "exposed": "exposed, ms",
@@ -170,12 +170,12 @@ chapter.lacks("samples", "This record keeps medians of steps, not the steps. Its
 #
 # ## The bytes of the collectives
 #
-# A {term}`collective` is a transfer in which all ranks take part. DDP needs one kind, the *all-reduce*:
-# every rank has gradients of its own and needs their sum. Done in a ring of $R$ ranks, it has two
-# halves. In a *reduce-scatter* each rank ends up with one $R$-th of the sum; in an *all-gather* it
-# collects the other parts. In each half a rank sends $(R-1)/R$ of the $G$ bytes. FSDP2 gathers the
-# weights twice, before the forward and again before the backward pass, and reduce-scatters the
-# gradients:
+# A {term}`collective` is a transfer in which all ranks take part. DDP needs one kind, the
+# *all-reduce*: every rank has gradients of its own and needs their sum. Done in a ring of $R$
+# ranks, it has two halves. In a *reduce-scatter* each rank ends up with one $R$-th of the sum; in
+# an *all-gather* it collects the other parts. In each half a rank sends $(R-1)/R$ of the $G$ bytes.
+# FSDP2 gathers the weights twice, before the forward and again before the backward pass, and
+# reduce-scatters the gradients:
 #
 # | | collectives of a step | a rank sends | 2 ranks | 8 ranks |
 # |:--|:--|:--|--:|--:|
