@@ -264,8 +264,9 @@ chapter.predictions()
 # runs. dK and dV of v2 never do, nor does any gradient of v1 and v2a. Two runs of v2 are at most
 # {glue:text}`apart:.2g` apart, and each is up to {glue:text}`error:.2g` from the exact gradient. So
 # the difference does not matter for accuracy. It matters for debugging, because a training run that
-# cannot be repeated bit for bit cannot be bisected. Backward v2a costs {glue:text}`price_long:.0f`
-# % more time with 1,024 keys, and {glue:text}`price_cross:.0f` % with 256, where it buys nothing.
+# cannot be repeated bit for bit cannot be bisected. Backward v2a takes
+# {glue:text}`price_long:.0f` % more time with 1,024 keys, and {glue:text}`price_cross:.0f` % with
+# 256, where it buys nothing.
 #
 # ## Exercises
 #
