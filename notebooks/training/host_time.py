@@ -24,7 +24,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 import tritonemu
-from _lib import calls
+from _lib import calls, drawings
 from _lib import host as hosts
 from gdpa_kernels import GDPASelfAttention, Lengths, gdpa
 from gdpa_lab.measuring import record
@@ -129,12 +129,45 @@ chart = charts.bars(bars, xlabel="µs", highlight=["forward", "step"])
 chapter.figure(chart, measured=[chapter.record().id], data=host)
 
 # %% [markdown]
+# ## When the host is the limit
+
+# %% tags=["remove-input"]
+# | name: fig-host-queue
+# | caption: >
+# |   **With short kernels the device waits for the host; with long ones the host's time is free.**
+# |   Five calls on the host (row 0) and their kernels on the device (row 1), modelled with the host
+# |   time of a forward call above. A kernel starts when its call is done and the device is free.
+# | alt: >
+# |   Two panels of two lanes. Left, the host's bars touch and the device's short bars have gaps
+# |   between them. Right, the host is done early and the device's long bars touch.
+
+
+def queue(call_us: float, kernel_us: float, count: int = 5) -> pd.DataFrame:
+    """Calls on lane 0, one after another, and the kernel of each on lane 1."""
+    bars, free = [], 0.0
+    for n in range(count):
+        start = max(free, (n + 1) * call_us)
+        bars += [(0, n * call_us, call_us, f"{n + 1}"), (1, start, kernel_us, f"{n + 1}")]
+        free = start + kernel_us
+    return pd.DataFrame(bars, columns=["lane", "start", "time", "label"])
+
+
+call_us = new["gdpa-cross-full-512"]
+panels = {"kernels half as long as calls": queue(call_us, call_us / 2),
+          "kernels twice as long as calls": queue(call_us, 2 * call_us)}  # fmt: skip
+chart = drawings.gantt(panels, xlabel="µs", hue="v1_tiled")
+chapter.figure(chart, modelled="a queue between host and device")
+
+# %% [markdown]
+# The host enqueues kernels and goes on. As long as it is ahead, its time costs nothing. If kernels
+# are shorter than calls, the queue runs dry, and the device takes as long as the host. The step is
+# then *host-bound*, and a faster kernel gains nothing.
+#
 # ## How host time is measured
 #
-# Host time is free as long as the host stays ahead of the device. So we time calls in a
-# back-to-back sequence, while the device is still busy with earlier ones; a call that waits for the
-# device counts as an error. Only benchmarks repeat offsets, so each batch is the one before without
-# its last token:
+# We time calls in a back-to-back sequence, while the device is still busy with earlier ones; a call
+# that waits for the device counts as an error. Only benchmarks repeat offsets, so each batch is the
+# one before without its last token:
 
 # %% tags=["remove-input"]
 chapter.code(hosts.batches)
