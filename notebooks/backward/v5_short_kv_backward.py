@@ -388,16 +388,18 @@ def mmas(work) -> tuple[int, int]:
 counted = pd.Series({x.name: mmas(x)[0] / mmas(x)[1] for x in ONE_TILE if V5 in ONE_TILE[x]})
 chapter.predict(
     "Backward v6 reaches 250 TFLOP/s at head_dim 64 with 1,024 queries on 128 keys.",
-    rate[V6][NARROW.name], least=250, shown=False, registered=f"backward/{V6}#1", **RATE,
+    rate[V6][NARROW.name], least=250, shown=False,
+    registered="backward/v6_one_tile_backward#1", **RATE,
 )  # fmt: skip
 chapter.predict(
     "A row with 128 keys saves backward v6 0.8 to 1.0 times what the bytes that it no longer moves "
     "take.",
-    saved / fewer, least=0.8, most=1.0, registered=f"backward/{V6}#2",
+    saved / fewer, least=0.8, most=1.0, registered="backward/v6_one_tile_backward#2",
 )  # fmt: skip
 chapter.predict(
     "Backward v6 gains at most the factor of MMAs over v5: the largest quotient of the two.",
-    (over[V5] / counted).dropna(), most=1.05, shown=False, registered=f"backward/{V6}#3",
+    (over[V5] / counted).dropna(), most=1.05, shown=False,
+    registered="backward/v6_one_tile_backward#3",
 )  # fmt: skip
 
 # %% tags=["remove-input"]
@@ -497,25 +499,29 @@ chapter.glue(
     sent=100 - share["not sent"], together=100 - share["both"],
     added7=more * 64 * 256 * 4 / (us7[LONG.name, V7, ""] - us7[WIDE.name, V7, ""]) / 1e6,
 )  # fmt: skip
-of_v7 = [f"backward/{V7}#{n}" for n in range(1, 7)]
 chapter.predict("A step of backward v7 takes 3,900 to 4,400 cycles.", step, least=3900, most=4400,
-                form=",.0f", shown=False, registered=of_v7[0])  # fmt: skip
+                form=",.0f", shown=False, registered="backward/v7_wide_backward#1")  # fmt: skip
 chapter.predict("Backward v7 reaches 370 to 430 TFLOP/s with 512 tokens.", rate7[WIDE.name, V7, ""],
-                least=370, most=430, shown=False, registered=of_v7[1], **RATE)  # fmt: skip
+                least=370, most=430, shown=False,
+                registered="backward/v7_wide_backward#2", **RATE)  # fmt: skip
 chapter.predict("Backward v7 reaches 420 to 480 TFLOP/s with 2,048 tokens.",
-                rate7[LONG.name, V7, ""], least=420, most=480, shown=False, registered=of_v7[2],
+                rate7[LONG.name, V7, ""], least=420, most=480, shown=False,
+                registered="backward/v7_wide_backward#3",
                 **RATE)  # fmt: skip
 chapter.predict("Forward v8 reaches 520 to 600 TFLOP/s at head_dim 256.", forward[FORWARD[1], ""],
-                least=520, most=600, shown=False, registered=of_v7[3], **RATE)  # fmt: skip
+                least=520, most=600, shown=False,
+                registered="backward/v7_wide_backward#4", **RATE)  # fmt: skip
 chapter.predict(
     "With the identity as activation backward v7 takes 80 to 95 % of its time, since `scores` is a "
     "chain of instructions.",
-    share["identity"], least=80, most=95, form=".0f", unit=" %", registered=of_v7[4],
+    share["identity"], least=80, most=95, form=".0f", unit=" %",
+    registered="backward/v7_wide_backward#5",
 )  # fmt: skip
 chapter.predict(
     "Without sending dQ backward v7 takes 75 to 92 % of its time, since each half waits for the "
     "one before.",
-    share["not sent"], least=75, most=92, form=".0f", unit=" %", shown=False, registered=of_v7[5],
+    share["not sent"], least=75, most=92, form=".0f", unit=" %", shown=False,
+    registered="backward/v7_wide_backward#6",
 )  # fmt: skip
 
 # %% [markdown]
