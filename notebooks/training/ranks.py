@@ -175,7 +175,7 @@ chapter.lacks("samples", "This record keeps medians of steps, not the steps. Its
 # ranks, it has two halves. In a *reduce-scatter* each rank ends up with one $R$-th of the sum; in
 # an *all-gather* it collects the other parts. In each half a rank sends $(R-1)/R$ of the $G$ bytes.
 # FSDP2 gathers the weights twice, before the forward and again before the backward pass, and
-# reduce-scatters the gradients:
+# reduce-scatters the gradients. If weights and gradients travel in the same precision:
 #
 # | | collectives of a step | a rank sends | 2 ranks | 8 ranks |
 # |:--|:--|:--|--:|--:|
