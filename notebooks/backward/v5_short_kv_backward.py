@@ -192,7 +192,8 @@ small, says = studies.batch((256,)), {}
 for what, line in FORGOTTEN.items():
     wrong = studies.changed(v5, (line, ""))
     found = studies.findings(lambda to=wrong: to.backward(studies.gradient(small), small), (0, 1))
-    says[what] = found[0].split("; nothing")[0].splitlines()[0]
+    lines = found[0].split("; nothing")[0].splitlines()
+    says[what] = " ".join(lines[: 1 + lines[0].endswith(":")])  # a deadlock's first role, too
 assert all(says.values()) and "EarlyExit" in says["waiting at the end"], "the caption says so"
 
 # %% tags=["remove-input"]
