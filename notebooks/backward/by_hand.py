@@ -5,17 +5,19 @@
 # ---
 
 # %% [markdown]
-# # The backward by hand
+# # The backward pass by hand: five matmuls, and nothing saved
 #
-# What must the backward pass compute when softmax is gone, and what must forward save for it?
+# What must the backward pass compute when softmax is gone, and what must the forward pass save for
+# it?
 #
-# :::{admonition} In this chapter (20 minutes)
-# You will derive three gradients, see where a mask must act, and decide who owns which sum: five
-# MMAs, {glue:text}`flops_ratio:.1f` times the FLOPs of forward for {glue:text}`bytes_ratio:.2f`
-# times its bytes, from q, k, v and dO alone: no output, no log-sum-exp, no row sums.
+# :::{admonition} In this chapter (30 minutes)
+# You will derive three gradients, see where a mask must act, and decide who owns which sum. The
+# backward pass is five MMAs, {glue:text}`flops_ratio:.1f` times the FLOPs of the forward pass for
+# {glue:text}`bytes_ratio:.2f` times its bytes. It needs q, k, v and dO alone: no output, no
+# log-sum-exp, no row sums.
 # :::
 
-# %%
+# %% tags=["hide-input"]
 import torch
 import torch.nn.functional as F
 
@@ -38,15 +40,26 @@ data_dir = "data"
 chapter = Chapter("backward/by_hand", mode=mode, device=device, data_dir=data_dir)
 NAMES = list(dict.fromkeys(n for figure in FIGURES if "-bwd-" in figure for n in FIGURES[figure]))
 SAME = workload("gdpa-self-full-1024")
-limits = results.ceilings(chapter.record("forward/results"))
+limits = results.ceilings(chapter.record("forward/results"), "sustained")
 ratios = {x: getattr(SAME, x)("backward") / getattr(SAME, x)("forward") for x in ("flops", "bytes")}
-chapter.glue(flops_ratio=ratios["flops"], bytes_ratio=ratios["bytes"])
+ridge = {}
+for d in ("forward", "backward"):
+    speed = limits.gbytes_per_s(SAME.bytes_read(d), SAME.bytes_written(d))
+    ridge[d] = limits.tflops * 1e3 / speed
+    bounds = [roofline.bracket(workload(name), d, limits).bound for name in NAMES]
+    chapter.glue(**{f"memory_{d}": bounds.count("memory")})
+chapter.glue(
+    flops_ratio=ratios["flops"], bytes_ratio=ratios["bytes"], workloads=len(NAMES),
+    ridge=ridge["backward"], ridge_forward=2 * ridge["forward"],
+    ridge_backward=1.4 * ridge["backward"],
+    alone=activations.INSTRUCTIONS["gelu_tanh"][0], both=derivatives.INSTRUCTIONS["gelu_tanh"][0],
+)  # fmt: skip
 
 # %% tags=["remove-input"]
 # | name: fig-hand-owners
 # | caption: >
-# |   One tile of dS (full) and the gradients that it adds to. dQ of its queries is a sum along its
-# |   row of tiles; dK and dV of its keys are sums down its column.
+# |   **No walk through the tiles suits all three gradients.** A tile of dS (filled) adds to dQ of
+# |   its queries, a sum along its row of tiles, and to dK and dV of its keys, sums down its column.
 # | alt: >
 # |   A grid of five by five tiles with one tile filled. Its row is shaded and leads to a filled
 # |   part of a strip dQ at the left; its column is shaded and leads to filled parts of the strips
@@ -58,32 +71,35 @@ chapter.figure(drawings.tiles({"": drawings.Tiles((2, 3), cross, strips)}), mode
 # %% [markdown]
 # ## One sequence, one head
 #
-# With $m_{ij}$ 1 where a pair counts and 0 elsewhere,
+# Let $m_{ij}$ be 1 where a pair of query and key counts, and 0 elsewhere. The forward pass is
 #
 # $$
 # T = Q K^{\mathsf T}, \qquad S = s\,T, \qquad P = m \odot \alpha(S), \qquad O = c\,P V,
 # $$
 #
 # where $s$ is `scale`, $c$ is `output_scale` and $\alpha$ the activation. Given $dO$, the gradient
-# of a loss with respect to $O$, we want $dQ$, $dK$ and $dV$. One rule does it: if $C = A B$, then
+# of a loss with respect to $O$, we want $dQ$, $dK$ and $dV$. One rule is enough. If $C = A B$, then
 #
 # $$
-# dA = dC\,B^{\mathsf T}, \qquad dB = A^{\mathsf T} dC :
+# dA = dC\,B^{\mathsf T}, \qquad dB = A^{\mathsf T} dC ,
 # $$ (eq-hand-product)
 #
-# so each matmul forward becomes two backward. From the end to the beginning:
+# so each matmul of the forward pass becomes two of the backward pass. From the end to the
+# beginning:
 #
 # - Through $O = c\,P V$: $dP = c\,dO\,V^{\mathsf T}$ and $dV = c\,P^{\mathsf T} dO$.
 # - Through the activation, score by score: $dS = m \odot \alpha'(S) \odot dP$.
 # - Through $S = s\,Q K^{\mathsf T}$: $dQ = s\,dS\,K$ and $dK = s\,dS^{\mathsf T} Q$.
 #
-# In fp64 against PyTorch's autograd, with a causal mask:
+# These are four matmuls. $S$ was never written down, so it is computed again, which makes five. In
+# code, with a causal mask, in fp64:
 
 # %%
 make = torch.Generator().manual_seed(2025)
 rows, keys, s, c = 40, 30, 0.3, 1 / 50
 sizes = rows, keys, keys, rows
-Q, K, V, dO = (torch.randn(n, 16, generator=make, dtype=torch.float64) for n in sizes)
+options = {"generator": make, "dtype": torch.float64}
+Q, K, V, dO = (torch.randn(n, 16, **options) for n in sizes)
 m = torch.ones(rows, keys, dtype=torch.float64).tril()
 alpha = reference.ACTIVATIONS["gelu_tanh"]
 
@@ -96,6 +112,7 @@ def by_hand(Q, K, V, dO, m):
     return s * c * dS @ K, s * c * dS.T @ Q, c * P.T @ dO
 
 
+# %% tags=["remove-input"]
 def gaps(found, expected):
     """Largest differences of dQ, dK, dV, relative to the largest number in each."""
     pairs = zip(found, expected, strict=True)
@@ -104,18 +121,18 @@ def gaps(found, expected):
 
 q, k, v = (x.clone().requires_grad_() for x in (Q, K, V))
 expected = torch.autograd.grad(c * (m * alpha.function(s * q @ k.T)) @ v, (q, k, v), dO)
-print(gaps(by_hand(Q, K, V, dO, m), expected))
+print("dQ, dK, dV against autograd:", gaps(by_hand(Q, K, V, dO, m), expected))
 
 # %% [markdown]
-# In the code, as in our rungs, $c$ has moved from $dP$ to the end. That saves a multiplication per
-# score and keeps fp16 accurate: an {term}`MMA` takes dS in 16 bits, and with `output_scale` 1 /
-# 2048, as in Kunlun {cite}`hou2026kunlun`, small gradients would underflow. Tests compare
-# `reference.backward` with finite differences.
+# In the code, as in our kernels, $c$ has moved from $dP$ to the end. That saves a multiplication
+# per score and keeps fp16 accurate: an {term}`MMA` takes dS in 16 bits, and with `output_scale` 1 /
+# 2048, as in Kunlun {cite}`hou2026kunlun`, small gradients would underflow.
 #
 # ## Masks act twice
 #
 # $m$ appears in $P$ and in $dS$. All our activations are 0 at 0, so setting masked *scores* to 0
-# seems enough. Forward it is. Backward it is not, because $\alpha'(0)$ of GELU is ½:
+# seems to be enough. In the forward pass it is. In the backward pass it is not, because GELU has
+# the slope $\alpha'(0) = \tfrac12$ there:
 
 
 # %%
@@ -125,19 +142,21 @@ def mask_on_scores(Q, K, V, dO, m):
     return s * c * dS @ K, s * c * dS.T @ Q, c * alpha.function(S).T @ dO
 
 
-print(gaps(mask_on_scores(Q, K, V, dO, m), expected))
+# %% tags=["remove-input"]
+print("dQ, dK, dV against autograd:", gaps(mask_on_scores(Q, K, V, dO, m), expected))
 
 # %% [markdown]
-# dV is right. dQ and dK are wrong by more than half of their largest element: they pick up gradient
-# from masked pairs. A check of the output or of dV finds nothing.
+# dV is right. dQ and dK are wrong by more than half of their largest element, because they pick up
+# gradient from masked pairs. A check of the output or of dV would find nothing.
 #
 # *Rows and keys beyond the end* need no mask. Tails are loaded as zeros
 # ({doc}`../forward/v1_tiled`), so dO or V is 0 there, hence $dP = 0$, and $P = \alpha(0) = 0$. The
-# zeros must be real: in memory the next sequence follows, and $0 \cdot \text{NaN}$ is NaN.
+# zeros must be real. In memory the next sequence follows, and $0 \cdot \text{NaN}$ is NaN.
 #
-# *A tensor used several times* gets a sum: with grouped heads {cite}`ainslie2023gqa` dK and dV over
-# the query heads of a group, with a shared q dQ over the batch. If its order is free, two runs may
-# differ in bits ({doc}`v2_fused_backward`).
+# *A tensor used several times* gets a sum. With {term}`grouped heads` {cite}`ainslie2023gqa`
+# several query heads use one key head, so dK and dV are sums over the query heads of a group. With
+# a q that all sequences share, dQ is a sum over the batch. If the order of such a sum is free, two
+# runs may differ in bits ({doc}`v2_fused_backward`).
 #
 # ## Value and slope from one transcendental
 #
@@ -151,51 +170,45 @@ print(gaps(mask_on_scores(Q, K, V, dO, m), expected))
 #
 # The derivative of tanh is a polynomial in tanh, so one `tanh.approx` serves both. Value and slope
 # take {glue:text}`both:.0f` fp32 instructions, the value alone {glue:text}`alone:.0f`. At head_dim
-# 128 MUFU needs half as long as the tensor cores forward, a fifth backward. Forward the fight was
-# over the activation; backward it is over registers and shared memory.
+# 128 the unit for tanh, {term}`MUFU`, needs half as long as the tensor cores in the forward pass
+# and a fifth as long in the backward pass. In the forward pass the fight was over the activation;
+# in the backward pass it is over registers and shared memory.
 #
-# ## The surprise: memory is the easier part
+# ## Memory is the easier part
 #
-# Backward is the harder half for issue slots and registers, but not for memory: it has 5 MMAs where
-# forward has 2, and at equal lengths it moves 7 tensors where forward moves 4, so its intensity is
-# 10/7 of forward's. Of {glue:text}`workloads:.0f` workloads {glue:text}`memory_forward:.0f` are
-# memory-bound forward, {glue:text}`memory_backward:.0f` backward (modelled). Forward,
-# self-attention is compute-bound from {glue:text}`ridge_forward:.0f` tokens on; for backward see
-# the third exercise.
-
-# %% tags=["remove-cell"]
-ridge = {}
-for d in ("forward", "backward"):
-    speed = limits.gbytes_per_s(SAME.bytes_read(d), SAME.bytes_written(d))
-    ridge[d] = limits.tflops * 1e3 / speed
-    bounds = [roofline.bracket(workload(name), d, limits).bound for name in NAMES]
-    chapter.glue(**{f"memory_{d}": bounds.count("memory")})
-chapter.glue(
-    workloads=len(NAMES), ridge=ridge["backward"],
-    ridge_forward=2 * ridge["forward"], ridge_backward=1.4 * ridge["backward"],
-    alone=activations.INSTRUCTIONS["gelu_tanh"][0], both=derivatives.INSTRUCTIONS["gelu_tanh"][0],
-)  # fmt: skip
-
-# %% [markdown]
-# These are the fewest bytes. A kernel that accumulates dQ in fp32 in memory moves more.
+# The backward pass is the harder half for issue slots and registers, but not for memory. It has 5
+# MMAs where the forward pass has 2, and at equal lengths it moves 7 tensors where the forward pass
+# moves 4. So its {term}`arithmetic intensity` is 10/7 of that of the forward pass. Of
+# {glue:text}`workloads:.0f` workloads {glue:text}`memory_forward:.0f` are memory-bound in the
+# forward pass, and {glue:text}`memory_backward:.0f` in the backward pass (modelled, with ceilings
+# back to back). Self-attention is compute-bound from {glue:text}`ridge_forward:.0f` tokens on in
+# the forward pass; for the backward pass see the third exercise. These are the fewest bytes: a
+# kernel that accumulates dQ in fp32 in memory moves more.
 #
-# ## What forward must leave behind
+# ## What the forward pass must leave behind
 #
-# Nothing: the gradients need its inputs, $dO$ and two numbers. Softmax attention needs more. With
-# $P_{ij} = e^{S_{ij}} / Z_i$ each probability depends on its whole row, and
+# Nothing. The gradients need its inputs, $dO$ and two numbers. Softmax attention needs more, and it
+# is worth seeing why once. With $P_{ij} = e^{S_{ij}} / Z_i$ and $Z_i = \sum_j e^{S_{ij}}$, changing
+# one score $S_{ik}$ changes its own $e^{S_{ik}}$ and, through $Z_i$, *all* probabilities of the
+# row: $\partial P_{ij} / \partial S_{ik} = P_{ij} (\delta_{jk} - P_{ik})$. Summed over the row,
 #
 # $$
-# dS_{ik} = P_{ik} \bigl( dP_{ik} - D_i \bigr), \qquad
-# D_i = \sum_j P_{ij}\,dP_{ij} = \sum_c dO_{ic} O_{ic} .
+# dS_{ik} = \sum_j dP_{ij}\,P_{ij} (\delta_{jk} - P_{ik}) = P_{ik} \bigl( dP_{ik} - D_i \bigr),
+# \qquad D_i = \sum_j P_{ij}\,dP_{ij} .
 # $$ (eq-hand-softmax)
 #
-# $Z_i$ and $D_i$ are sums over all keys, which a kernel with a tile of keys cannot form. It needs
-# the log-sum-exp from forward, and $D_i$ before the first tile, from the output and a separate
-# kernel {cite}`dao2024flashattention2`. The Jacobian of an activation is diagonal. What autograd
-# saves beside the inputs, on 200 tokens, 2 heads of 64:
+# $D_i$ has a second form. Since $dP_{ij} = \sum_c dO_{ic} V_{jc}$, exchanging the sums gives
+# $D_i = \sum_c dO_{ic} \sum_j P_{ij} V_{jc} = \sum_c dO_{ic}\,O_{ic}$, the row sum of $dO \odot O$,
+# which needs no keys at all.
+#
+# $Z_i$ and $D_i$ are sums over all keys, which a kernel that holds a tile of keys cannot form. So
+# the forward pass leaves the log-sum-exp $\log Z_i$, and a separate kernel computes $D_i$ from the
+# output before the first tile {cite}`dao2024flashattention2`. With an activation, $dS_{ij}$ depends
+# on $S_{ij}$ and $dP_{ij}$ alone. What autograd saves beside the inputs, on 200 tokens and 2 heads
+# of 64:
 
 
-# %%
+# %% tags=["remove-input"]
 def kept_by(function, inputs) -> list:
     kept, known = [], {x.data_ptr() for x in inputs}
     hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: (kept.append(x), x)[1], lambda x: x)
@@ -226,10 +239,18 @@ print("softmax:", kept_by(lambda: F.scaled_dot_product_attention(*wide), wide))
 # | $dQ = dS\,K$ | queries × head_dim | **keys** | $dS$, queries down | K |
 #
 # *Who owns what.* A program that walks down a column of tiles in {numref}`fig-hand-owners` sums dK
-# and dV in registers and scatters dQ; one that walks along a row does the reverse.
-# {doc}`v1_tiled_backward` has a kernel of each kind and computes $T$ and $dP$ twice;
-# {doc}`v2_fused_backward` walks columns and accumulates dQ in memory; {doc}`v5_short_kv_backward`
-# gives all columns to one {term}`cluster`.
+# and dV in registers, but its contributions to dQ belong to other programs. One that walks along a
+# row has the reverse problem. The backward ladder is the history of this conflict:
+#
+# | | how dQ is summed |
+# |:--|:--|
+# | {doc}`backward v1 <v1_tiled_backward>` | two kernels, one for each direction; T and dP twice |
+# | {doc}`backward v2 <v2_fused_backward>` | one kernel walks columns and adds dQ up in memory |
+# | {doc}`backward v4 <v4_warp_specialized_backward>` | the same, with warp roles |
+# | {doc}`backward v5 to v7 <v5_short_kv_backward>` | all keys of a sequence are in one place |
+#
+# There is no backward v3. The numbers follow the forward ladder, whose v3 adds a list of work to
+# v2. In the backward ladder that list comes together with the warp roles of v4.
 #
 # *Which way round.* What a Hopper tensor core leaves in registers can be the first operand of the
 # next MMA as it is, but not transposed. With scores as $Q K^{\mathsf T}$, dV and dK need a
@@ -241,9 +262,9 @@ print("softmax:", kept_by(lambda: F.scaled_dot_product_attention(*wide), wide))
 # :::{exercise} Keep P
 # :label: ex-hand-keep
 #
-# Suppose forward wrote $P$ in bf16 and backward read it. On gdpa-self-full-1024, how many GB is
-# that? How long do writing and reading take at the rate of a copy, and how long the MMA that they
-# save? What would backward still lack? *(paper, ten minutes)*
+# Suppose the forward pass wrote $P$ in bf16 and the backward pass read it. On gdpa-self-full-1024,
+# how many GB is that? How long do writing and reading take at the rate of a copy, and how long the
+# MMA that they save? What would the backward pass still lack? *(paper, ten minutes)*
 # :::
 
 # %% tags=["remove-cell"]
@@ -282,20 +303,21 @@ chapter.glue(store_gb=stored / 1e9, store_ms=there_and_back, mma_ms=mma)
 # :::{exercise} Where is the ridge?
 # :label: ex-hand-ridge
 #
-# From which length is self-attention backward compute-bound, for any head_dim? *(paper)*
+# From which length is the backward pass of self-attention compute-bound, for any head_dim?
+# *(paper)*
 # :::
 #
 # :::{solution} ex-hand-ridge
 # :class: dropdown
 #
 # $10 n^2 d$ FLOPs and seven tensors of $2 n d$ bytes: $5 n / 7$ FLOPs per byte, whatever $d$ is.
-# The ridge of this machine is at {glue:text}`ridge:.0f` FLOPs per byte, so at
+# The ridge of this machine is at {glue:text}`ridge:.0f` FLOPs per byte back to back, so at
 # {glue:text}`ridge_backward:.0f` tokens.
 # :::
 #
 # ## Takeaways
 #
-# - Each matmul forward is two backward: two become four, and five with the scores recomputed.
-# - What forward must save depends on how far a derivative reaches.
+# - Each matmul of the forward pass is two in the backward pass: two become four, and five with the
+#   scores recomputed.
 # - A mask belongs to the activation *and* to its derivative. Zeros that were loaded need no mask.
 # - dK and dV sum over queries, dQ over keys. No walk through the tiles suits both.

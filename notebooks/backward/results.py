@@ -53,8 +53,8 @@ data_dir = "data"
 # | v4, {doc}`v4_warp_specialized_backward` | zero fill, one, rounding | 5 | TMA reduce-add |
 # | v5, {doc}`v5_short_kv_backward` | one, up to 256 keys | 5 | its owner, once |
 #
-# There is no v3: its persistent schedule came with v4. No figure has shapes for {doc}`v6
-# <v6_one_tile_backward>`, at most 128 keys, or {doc}`v7 <v7_wide_backward>`, wide heads. All peers
+# There is no v3: its persistent schedule came with v4. No figure has shapes for v6, at most 128
+# keys, or v7, wide heads, both in {doc}`v5_short_kv_backward`. All peers
 # compute softmax; they are timed through autograd, their backward alone. All run
 # {term}`back to back <sustained scope>`, on full batches also in {term}`bursts <burst>`, each under
 # ceilings timed the same way. Numbers are back to back unless it says burst.

@@ -5,18 +5,19 @@
 # ---
 
 # %% [markdown]
-# # v1 backward: seven MMAs
+# # Backward v1: seven matmuls, and every gradient has one owner
 #
 # Five MMAs are necessary. What do two more buy?
 #
-# :::{admonition} In this chapter (20 minutes)
+# :::{admonition} In this chapter (30 minutes)
 # You will split a backward pass so that every gradient has one owner, choose the orientation of a
 # tile so that nothing is transposed in registers, and see why only the GPU can check the compiler.
-# v1 reaches {glue:text}`rate:.0f` useful TFLOP/s back to back on gdpa-self-full-1024,
-# {glue:text}`percent:.0f` % of the roofline, without atomics or fp32 buffers, bit for bit the same.
+# Backward v1 reaches {glue:text}`rate:.0f` useful TFLOP/s back to back on full batches of 1,024
+# tokens, {glue:text}`percent:.0f` % of the roofline. It needs no atomics and no fp32 buffers, and
+# its results are the same bit for bit in every run.
 # :::
 
-# %%
+# %% tags=["hide-input"]
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -51,22 +52,58 @@ gain, fa2 = us[V1] / us.filter(regex=LATER).min(axis=1), us["fa2_varlen"] / us[V
 chapter.glue(
     rate=rates[SELF], percent=share[SELF], forward=ahead[SELF], executed=7 / 5 * rates[SELF],
     fa2_min=fa2.min(), fa2_max=fa2.max(), gain_min=gain.min(), gain_max=gain.max(),
-    sms=machine.num_sms, cudnn=us["cudnn"][SELF] / us[V1][SELF], fa4=us["fa4"][SELF] / us[V1][SELF],
+    sms=machine.num_sms, cudnn=us[V1][SELF] / us["cudnn"][SELF], fa4=us[V1][SELF] / us["fa4"][SELF],
 )  # fmt: skip
+w = workload(SELF)
+fp32, mufu = derivatives.INSTRUCTIONS["gelu_tanh"]
+slots = (fp32 + mufu + 2) + (fp32 - 1 + mufu + 1.5)  # issue slots of a score, in the two kernels
+read, written = 2 * w.bytes_read("backward"), w.bytes_written("backward")
+clock = machine.num_sms * machine.max_sm_clock_mhz * 1e3  # of all SMs, in a millisecond
+costs = pd.Series(
+    {
+        "memory": (read + written) / limits.gbytes_per_s(read, written) / 1e6,
+        "MMAs, five": w.flops("backward") / limits.tflops / 1e9,
+        "MMAs, two repeated": 2 / 5 * w.flops("backward") / limits.tflops / 1e9,
+        "activation": w.num_heads_q * w.pairs * slots / 128 / clock,
+    }
+)
+costs["sum"] = costs.sum()
+costs["v1, measured"] = us[V1][SELF] / 1e3
+over = costs["v1, measured"] / costs["sum"]
+assert over > 1.03, "the text: more than the sum"
+assert fa2[SELF] > 0.97 and us[V1][SELF] > us[["fa4", "cudnn"]].loc[SELF].max(), "the caption"
+chapter.glue(over=over, waste=costs["MMAs, two repeated"], total=costs["v1, measured"])
+chapter.predict(
+    "By analogy, before anything had run on a GPU: backward v1 reaches 200 to 260 useful TFLOP/s "
+    "on full batches of 1,024 tokens.",
+    rates[SELF], least=200, most=260, form=".0f",
+)  # fmt: skip
+
+# %% tags=["remove-input"]
+# | name: fig-seven-ladder
+# | caption: >
+# |   **Two matmuls too many cost backward v1 less than they seem to: it keeps up with
+# |   FlashAttention-2.** TFLOP/s back to back; the two repeated matmuls do not count as useful.
+# |   The baselines compute softmax attention.
+# | alt: >
+# |   Bars of TFLOP/s. Backward v1 and FlashAttention-2 have nearly the same length;
+# |   FlashAttention-4 and cuDNN are longer. All end well below the dashed line of the roofline.
+chapter.ladder(V1, "backward")
 
 # %% [markdown]
 # ## What stays, what changes
 #
 # Copies, tails and masks are those of {doc}`forward v1 <../forward/v1_tiled>`. {doc}`by_hand` ends
-# with a conflict: dK and dV are sums over queries, dQ is one over keys. v1 does not resolve it. It
-# walks both ways, with a kernel each:
+# with a conflict: dK and dV are sums over queries, dQ is one over keys. Backward v1 does not
+# resolve it. It walks both ways, with a kernel for each:
 
 # %% tags=["remove-input"]
 # | name: fig-seven-walks
 # | caption: >
-# |   One head, tiles of scores. Left: a program of the first kernel owns the keys of a column and
-# |   walks down. Right: one of the second owns the queries of a row and walks along it. Pale: done;
-# |   full: now. Around the tiles: what is held (framed) and what is summed (filled).
+# |   **With two walks every gradient is summed in the registers of one program.** One head, tiles
+# |   of scores. Left: a program of the first kernel owns the keys of a column and walks down.
+# |   Right: one of the second owns the queries of a row and walks along it. Pale: done; filled:
+# |   now. Around the tiles: what is held (framed) and what is summed (filled).
 # | alt: >
 # |   Two grids of tiles. On the left a column is pale down to a filled tile, with parts of K and V
 # |   framed above it and parts of dK and dV filled below. On the right a row is pale up to a filled
@@ -89,9 +126,9 @@ chapter.figure(drawings.tiles(walks), modelled="the loops of keys_kernel and que
 # | dQ | | $dS\,K$ | once |
 #
 # Two of the seven {term}`MMAs <MMA>` are repetitions, and so is the activation's slope. Each
-# gradient is stored once. Loads grow with the length: every block of keys reads all of Q and dO,
-# every block of queries all of K and V. Neighbours in the grid read the same rows at about the same
-# time, so L2 can serve them.
+# gradient is stored once. Loads grow with the length, since every block of keys reads all of Q and
+# dO, and every block of queries all of K and V. Neighbours in the grid read the same rows at about
+# the same time, so L2, the cache that all SMs share, can serve them.
 #
 # The loop of the first kernel, where `member` counts the query heads that share a key head:
 
@@ -100,16 +137,16 @@ chapter.code(v1_tiled_backward.keys_kernel, "for member", "dk_ptrs")
 
 # %% [markdown]
 # The second kernel is its mirror image, with one {term}`accumulator`. A row of a gradient belongs
-# to one program, which adds its tiles, and the heads of a group, in the order of a loop: the result
-# is deterministic. A kernel whose gradients are not needed is not launched.
+# to one program, which adds its tiles, and the heads of a group, in the order of a loop. So the
+# result is deterministic. A kernel whose gradients are not needed is not launched.
 #
 # ## Nothing is transposed in registers
 #
 # The textbook writes $S = Q K^{\mathsf T}$ everywhere and then `tl.dot(tl.trans(p), grad)`. The
-# mathematics is the same, and in the emulator the first kernel written that way gives the same
-# bits:
+# mathematics is the same, and in the emulator the first kernel, written that way, gives the same
+# bits. To the compiler the two differ:
 
-# %%
+# %% tags=["remove-cell"]
 textbook = studies.changed(
     v1_tiled_backward,
     ("s = tl.dot(k, q.T, input_", "s = tl.dot(q, k.T, input_"),
@@ -122,24 +159,26 @@ textbook = studies.changed(
 one_head = studies.batch((512,))
 ran = studies.backward(v1_tiled_backward, one_head)
 same = studies.backward(textbook, one_head).gradients
-print("the same bits:", all(map(torch.equal, same, ran.gradients)))
-
-# %% [markdown]
-# To the compiler they differ:
-
-# %%
+assert all(map(torch.equal, same, ran.gradients)), "the text: the same bits"
 built = {
     name: studies.build_backward(module, "keys_kernel", needs=(False, True, True))
-    for name, module in {"K Q^T (v1)": v1_tiled_backward, "Q K^T (textbook)": textbook}.items()
+    for name, module in {"K Qᵀ (v1)": v1_tiled_backward, "Q Kᵀ (textbook)": textbook}.items()
 }
-orders = studies.facts(built, ("HGMMA", "STSM", "BAR"))
-orders["transposes"] = [len(re.findall(r"\btt\.trans\b", x.asm["ttgir"])) for x in built.values()]
-
-# %% tags=["remove-input"]
-chapter.table(orders, compiled="keys kernel compiled for sm_90a, head_dim 128, bf16")
+orders = studies.facts(built, ("STSM", "BAR")).drop(columns="serialised")
+counted = [len(re.findall(r"\btt\.trans\b", x.asm["ttgir"])) for x in built.values()]
+orders.insert(1, "transposes", counted)
 assert orders["transposes"].tolist() == [0, 2], "the text: P and dS"
 spills, more_spills = orders["spilled (B)"]
+assert more_spills > spills, "the caption says so"
 chapter.glue(spills=spills, more_spills=more_spills)
+
+# %% tags=["remove-input"]
+chapter.table(
+    orders.rename(columns={"kernel": "scores as"}), name="tab-seven-orders",
+    caption="**The textbook's orientation transposes twice, through shared memory, and spills "
+    "more.** STSM stores a tile to shared memory, BAR is a barrier of the whole CTA.",
+    compiled="keys kernel compiled for sm_90a, head_dim 128, bf16",
+)  # fmt: skip
 
 # %% [markdown]
 # *It is slower code.* A Hopper tensor core takes its first operand from {term}`shared memory`, or
@@ -155,7 +194,7 @@ chapter.glue(spills=spills, more_spills=more_spills)
 # line](https://github.com/fla-org/flash-linear-attention/pull/826); it now
 # [refuses](https://github.com/fla-org/flash-linear-attention/pull/983) Hopper with Triton from
 # 3.4.0 to before 3.7.1. No error, no warning, a plausible gradient. Two kernels let v1 avoid the
-# pattern. A kernel of all three gradients transposes dS once, so {doc}`the next rung
+# pattern. A kernel of all three gradients transposes dS once, so {doc}`backward v2
 # <v2_fused_backward>` depends on a compiler that gets it right.
 #
 # ## Is it right?
@@ -168,47 +207,16 @@ chapter.glue(spills=spills, more_spills=more_spills)
 # | the same tests on a GPU | wrong code, on the shapes of the tests | other shapes |
 # | the check before each timing | wrong code, on the shape that is timed | other shapes |
 #
-# ## Measurement
-
-# %% tags=["remove-input"]
-chapter.predict(
-    "By analogy, before anything had run on a GPU: useful TFLOP/s on gdpa-self-full-1024.",
-    rates[SELF], least=200, most=260, form=".0f",
-)  # fmt: skip
-
-# %% [markdown]
-# It did better. With its two extra MMAs counted, v1 executes {glue:text}`executed:.0f` TFLOP/s,
-# forward v1 {glue:text}`forward:.0f`. In units of v1's time FlashAttention-2 takes
-# {glue:text}`fa2_min:.2f` to {glue:text}`fa2_max:.2f` over all workloads; on gdpa-self-full-1024
-# FlashAttention-4 takes {glue:text}`fa4:.2f` and cuDNN {glue:text}`cudnn:.2f`. The best later rung
-# is {glue:text}`gain_min:.1f` to {glue:text}`gain_max:.1f` times as fast as v1.
+# ## The chain costs more than the repetition
 #
-# ## The surprise: the chain, not the repetition
-#
-# What memory, tensor cores and activation need, each alone on the machine. Both kernels read all
-# inputs, so 11 tensors are moved instead of 7:
-
-# %%
-w = workload(SELF)
-fp32, mufu = derivatives.INSTRUCTIONS["gelu_tanh"]
-slots = (fp32 + mufu + 2) + (fp32 - 1 + mufu + 1.5)  # issue slots of a score, in the two kernels
-read, written = 2 * w.bytes_read("backward"), w.bytes_written("backward")
-clock = machine.num_sms * machine.max_sm_clock_mhz * 1e3  # of all SMs, in a millisecond
-costs = pd.Series(
-    {
-        "memory": (read + written) / limits.gbytes_per_s(read, written) / 1e6,
-        "MMAs, five": w.flops("backward") / limits.tflops / 1e9,
-        "MMAs, two repeated": 2 / 5 * w.flops("backward") / limits.tflops / 1e9,
-        "activation": w.num_heads_q * w.pairs * slots / 128 / clock,
-    }
-)
-costs["sum"] = costs.sum()
-costs["v1, measured"] = us[V1][SELF] / 1e3
+# Two MMAs of seven look like the obvious waste. What do memory, tensor cores and activation need,
+# each alone on the machine? Both kernels read all inputs, so 11 tensors are moved instead of 7:
 
 # %% tags=["remove-input"]
 # | name: fig-seven-costs
 # | caption: >
-# |   gdpa-self-full-1024, backward: what each resource needs alone, their sum (modelled) and v1.
+# |   **Backward v1 takes longer than the sum of all that it needs.** Full batches of 1,024 tokens:
+# |   what each resource needs alone, their sum (modelled), and v1 back to back.
 # | alt: >
 # |   Horizontal bars in ms. The five MMAs are the longest part; the two repeated ones are shorter
 # |   than the activation. The sum is longer than any, and v1 is about a quarter longer still.
@@ -216,22 +224,32 @@ chapter.figure(
     charts.bars(costs, xlabel="ms", highlight=["v1, measured"], form=".1f"),
     measured=chapter.rows("backward/results", workload=SELF, impl=V1, **of),
 )
-over = costs["v1, measured"] / costs["sum"]
-assert over > 1.03, "the text: more than the sum"
-chapter.glue(over=over, waste=costs["MMAs, two repeated"], total=costs["v1, measured"])
 
 # %% [markdown]
-# Two MMAs of seven look like the obvious waste: {glue:text}`waste:.1f` ms of {glue:text}`total:.1f`
-# at the rate of the ceiling. Yet v1 takes {glue:text}`over:.2f` times the *sum*: whatever overlaps
-# is less than what the count leaves out. The MMAs form a chain: scores before activation before dV,
-# slope and dP before dS, dS before dK.
+# The two repeated MMAs are {glue:text}`waste:.1f` ms of {glue:text}`total:.1f` at the rate of the
+# ceiling. Yet v1 takes {glue:text}`over:.2f` times the *sum* of everything, so whatever overlaps is
+# less than what the count leaves out. What it leaves out is waiting. The MMAs form a chain: scores
+# come before the activation, the activation before dV, slope and dP before dS, and dS before dK.
 #
-# Nothing fills the gaps, because an SM holds one program of the first kernel: dK and dV of 128 keys
-# alone take 128 registers of each of its threads, half of what a thread may have. The way out is
-# different work for each warp ({doc}`v4_warp_specialized_backward`).
+# No other work fills the gaps, because an SM holds one program of the first kernel. dK and dV of
+# 128 keys alone take 128 registers of each of its threads, half of what a thread may have. The way
+# out is different work for each warp ({doc}`v4_warp_specialized_backward`).
 #
 # Can the two MMAs be saved? The owner of the keys has dS and could multiply it by K too, but the
 # result belongs to another program. {doc}`v2_fused_backward` does that.
+#
+# ## What we predicted
+
+# %% tags=["remove-input"]
+chapter.predictions()
+
+# %% [markdown]
+# It did better. With its two extra MMAs counted, backward v1 executes {glue:text}`executed:.0f`
+# TFLOP/s, where forward v1 executes {glue:text}`forward:.0f`. Over all workloads, v1 is
+# {glue:text}`fa2_min:.2f` to {glue:text}`fa2_max:.2f` times as fast as FlashAttention-2. On full
+# batches of 1,024 tokens FlashAttention-4 is {glue:text}`fa4:.2f` times and cuDNN
+# {glue:text}`cudnn:.2f` times as fast as v1. The best later kernel is {glue:text}`gain_min:.1f` to
+# {glue:text}`gain_max:.1f` times as fast as v1. All of this is back to back.
 #
 # ## Exercises
 #
@@ -264,15 +282,17 @@ chapter.glue(ds_gb=stored / 1e9, ds_ms=there_and_back, causal=kept.pop())
 # :label: ex-seven-causal
 #
 # Of 512 × 512 scores half count under a causal mask. Which share of its MMAs does each kernel
-# compute, with the default tiles? Check with `studies.backward`. *(paper; emulator, ten minutes)*
+# compute, with the default tiles? Check with `studies.backward`. *(paper, then emulator; ten
+# minutes)*
 # :::
 #
 # :::{solution} ex-seven-causal
 # :class: dropdown
 #
-# A block of keys skips the tiles of queries that end before its first key, a block of queries the
-# tiles of keys that begin after its last row. That leaves {glue:text}`causal:.1f` % of the MMAs in
-# both kernels. The excess over half is the diagonal, where tiles are computed whole and masked.
+# A block of keys skips the tiles of queries that end before its first key, and a block of queries
+# skips the tiles of keys that begin after its last row. That leaves {glue:text}`causal:.1f` % of
+# the MMAs in both kernels. The excess over half is the diagonal, where tiles are computed whole and
+# masked.
 # :::
 #
 # :::{exercise} Who has work?
@@ -296,7 +316,7 @@ chapter.glue(ds_gb=stored / 1e9, ds_ms=there_and_back, causal=kept.pop())
 #
 # - If a tile has two owners, compute it twice. That is deterministic, needs no memory, and lets
 #   each kernel choose its order of operands.
-# - Choose the orientation in which a result is the next operand. A transpose in registers costs a
+# - Choose the orientation in which a result is the next operand. A transpose of a result costs a
 #   trip through shared memory.
 # - An emulator checks the source. Only a comparison on the machine checks the compiler, and it must
 #   look at every gradient.

@@ -5,17 +5,19 @@
 # ---
 
 # %% [markdown]
-# # v2 backward: one pass, five MMAs
+# # Backward v2: five matmuls, and a sum in memory
 #
-# A program that owns keys has all that dQ needs but its rows. What does it cost to add to those?
+# A program that owns keys has dS, all that dQ needs. But the rows of dQ belong to every program of
+# the sequence. What does it cost to add to them in memory?
 #
-# :::{admonition} In this chapter (20 minutes)
+# :::{admonition} In this chapter (30 minutes)
 # You will count the bytes of a sum across programs, and tell from the number of summands whether it
-# is deterministic. v2 takes {glue:text}`of_v1_long:.2f` of v1's time in bursts of 1,024 tokens;
-# MMAs alone would give 5/7. The difference is dQ in fp32.
+# is deterministic. Backward v2 is {glue:text}`loops:.2f` times as fast as v1 back to back on full
+# batches of 1,024 tokens; saving two MMAs of seven alone would give 1.40. The difference is dQ in
+# fp32. The chapter's own times are in bursts.
 # :::
 
-# %%
+# %% tags=["hide-input"]
 import pandas as pd
 import torch
 
@@ -38,11 +40,15 @@ data_dir = "data"
 chapter = Chapter("backward/v2_fused_backward", mode=mode, device=device, data_dir=data_dir)
 V1, V2, V2A = "v1_tiled_backward", "v2_fused_backward", "v2a_ordered_backward"
 LONG, CROSS = "gdpa-self-full-1024", "gdpa-cross-full-2048"
+loops = chapter.times("measuring/power_wall", scope="sustained", direction="backward").loc[LONG]
+assert loops[V1] / loops[V2] < 7 / 5, "the text: MMAs alone would give more"
+chapter.glue(loops=loops[V1] / loops[V2])
 
 # %% tags=["remove-input"]
 # | name: fig-five-ladder
 # | caption: >
-# |   The backward ladder up to v2 on gdpa-self-full-1024, kernel alone. Peers compute softmax.
+# |   **Backward v2 gains less than two saved matmuls promise.** The backward ladder up to v2 on
+# |   full batches of 1,024 tokens, back to back. The baselines compute softmax attention.
 # | alt: >
 # |   Bars of TFLOP/s. v2 is about a quarter longer than v1 and FlashAttention-2; FlashAttention-4
 # |   and cuDNN are longer still. All end below the dashed line of the roofline.
@@ -51,7 +57,7 @@ chapter.ladder(V2, "backward")
 # %% [markdown]
 # ## What stays, what changes
 #
-# | | {doc}`v1 <v1_tiled_backward>` | v2 | v2a |
+# | | {doc}`backward v1 <v1_tiled_backward>` | backward v2 | backward v2a |
 # |:--|:--|:--|:--|
 # | kernels | one owns keys, one owns queries | one owns keys | the same |
 # | launches | two | one | one for each block of keys |
@@ -60,41 +66,42 @@ chapter.ladder(V2, "backward")
 # | copies | `cp.async` | TMA | TMA |
 # | same bits in every run | yes | no, beyond two blocks of keys | yes |
 #
-# The program of a block of keys has dS in registers. v1 multiplies it by Q for dK and drops it;
-# another kernel recomputes it for dQ. v2 multiplies it by K on the spot. But a row of dQ is a sum
-# over *all* keys, and each program of its sequence holds one part. So the programs add their parts
-# in memory, at the end of the loop:
+# The program of a block of keys has dS in registers. Backward v1 multiplies it by Q for dK and
+# drops it; another kernel recomputes it for dQ. Backward v2 multiplies it by K on the spot. But a
+# row of dQ is a sum over *all* keys, and each program of its sequence holds only one part. So the
+# programs add their parts in memory, at the end of the loop:
 
 # %% tags=["remove-input"]
 chapter.code(v2_fused_backward.fused_kernel, "q = load_rows(q_desc", "elif dq_ptr")
 
 # %% [markdown]
-# `add_rows` is a {term}`TMA` reduce-add: the tile goes through {term}`shared memory`, and the copy
-# engine sends it to L2, which adds. It is atomic for each element, and nothing fixes the order.
+# `add_rows` is a {term}`TMA` *reduce-add*. The tile goes through {term}`shared memory`, and the
+# copy engine sends it to L2, the cache that all SMs share, which does the addition. Each element is
+# added atomically, but the order of the programs is left open.
 #
-# ## Counting
+# ## Counting bytes
 #
 # Bytes per element of dQ; an addition sends 4 bytes to L2:
 #
 # | | zero fill | additions | rounding reads | written | sum |
 # |:--|--:|--:|--:|--:|--:|
-# | v1 | | | | 2 | 2 |
-# | v2, 256 keys: two blocks of 128 | 4 | 8 | 4 | 2 | 18 |
-# | v2, 1,024 keys: eight | 4 | 32 | 4 | 2 | 42 |
+# | backward v1 | | | | 2 | 2 |
+# | backward v2, 256 keys: two blocks of 128 | 4 | 8 | 4 | 2 | 18 |
+# | backward v2, 1,024 keys: eight blocks | 4 | 32 | 4 | 2 | 42 |
 #
 # Not all of that reaches memory: L2 does the additions, and may still hold a row of dQ when the
-# next block of keys comes. {term}`MMAs <MMA>` and additions grow with the number of keys, zero fill
-# and rounding do not: the fewer keys, the larger their share.
+# next block of keys comes. {term}`MMAs <MMA>` and additions grow with the number of keys, but zero
+# fill and rounding do not. The fewer keys there are, the larger their share.
 #
-# ## The order of additions
+# ## Nondeterminism begins at three summands
 #
 # Addition in floating point is commutative but not associative. dQ begins as 0. With two blocks of
 # keys it becomes $(0 + a) + b$ or $(0 + b) + a$, the same number. With three there are
 # $(a + b) + c$ and $(a + c) + b$, which round differently. So v2 should be deterministic up to 256
 # keys. The emulator runs programs in the order of their numbers, and renumbering them takes one
-# line of the kernel. Over all rotations, how many fp32 sums differ?
+# line of the kernel. Over all rotations of the numbers, the largest share of fp32 sums that differ:
 
-# %%
+# %% tags=["remove-input"]
 LINE = "    pid = tl.program_id(0)\n"
 
 
@@ -127,22 +134,24 @@ assert differ[256] == 0 < differ[384] < differ[1024]
 # Lengths on both sides of a block, in the emulator, against fp64. Then a tile is stored instead of
 # added, and the emulator objects before any number is wrong:
 
-# %%
+# %% tags=["remove-input"]
 given = studies.batch((0, 1, 65, 130), (3, 0, 129, 257), heads=2, head_dim=64)
-for module in (v2_fused_backward, v2a_ordered_backward):
+for name, module in {"v2": v2_fused_backward, "v2a": v2a_ordered_backward}.items():
     errors = studies.compare_gradients(studies.backward(module, given).gradients, given)
-    print(f"largest error: {errors['% of allowed'].max():.0f} % of what is allowed")
+    most = errors["% of allowed"].max()
+    print(f"backward {name}, largest error: {most:.0f} % of what is allowed")
 
 stored = studies.changed(v2_fused_backward, ("    add_rows(dq_desc,", "    store_rows(dq_desc,"))
 print(studies.findings(lambda: stored.backward(studies.gradient(given), given), ["modelled"])[0])
 
 # %% [markdown]
-# ## Measurement
+# ## dQ costs more than predicted
 #
-# We also time *parts* of v2: zero fill, rounding, the pass without dQ, and with its tiles `stored`,
-# wrong on purpose. Every variant then runs five times, and its bits are compared.
+# We also timed *parts* of v2: the zero fill, the rounding, the pass without dQ, and a version,
+# wrong on purpose, that stores its tiles of dQ instead of adding them. Every variant then ran five
+# times, and its bits were compared.
 
-# %%
+# %% tags=["remove-cell"]
 VARIANTS = [
     (V1, "default", {}),
     (V2, "by TMA", {}),
@@ -162,7 +171,6 @@ def parts(inputs) -> dict:
     }
 
 
-# %% tags=["hide-input"]
 @chapter.measure
 def _(session):
     samples = {}
@@ -178,7 +186,6 @@ def _(session):
         studies.repeat_backward(session, work, VARIANTS)
 
 
-# %%
 own, timed = chapter.rows(variant=None), chapter.recorded("parts")
 timed = timed.pivot_table("time_us", index="part", columns="workload", aggfunc="median")
 us = pd.concat([chapter.times(columns="variant", variant=None).T, timed])
@@ -193,7 +200,9 @@ for x in (LONG, CROSS):  # modelled, in microseconds
 # %% tags=["remove-input"]
 # | name: fig-five-parts
 # | caption: >
-# |   Where v2's time goes, kernel alone. Without dQ only the solid part would remain.
+# |   **Most of what dQ costs is its way to L2, and with few keys also zero fill and rounding.**
+# |   Time of backward v2 in bursts, on full batches of 1,024 tokens and with 2,048 queries on 256
+# |   keys. Without dQ only the solid part would remain.
 # | alt: >
 # |   Two stacked bars. With 1,024 keys the pass without dQ is about half, the fifth MMA and the
 # |   additions most of the rest. With 256 keys zero fill and rounding are a quarter.
@@ -207,46 +216,57 @@ chapter.figure(chart, measured=own, data=split.reset_index(names="batch"))
 # %% tags=["remove-cell"]
 assert own["correct"].astype(bool).all(), "all variants with a time passed the check"
 chapter.glue(
-    of_v1_long=1 / long["default"], mma=(pd.Series(mma) / added[[*mma]]).max(),
+    mma=(pd.Series(mma) / added[[*mma]]).max(),
     price_long=100 * long["1 slice"] - 100, price_cross=100 * cross["1 slice"] - 100,
     fixed_long=100 * fixed[LONG] / us[LONG]["by TMA"],
     fixed_cross=100 * fixed[CROSS] / us[CROSS]["by TMA"],
 )  # fmt: skip
-
-# %% tags=["remove-input"]
-text = "Zero fill and rounding take what their 10 bytes an element take in a copy, within 20 %."
-chapter.predict(text, fixed[[*copied]] / pd.Series(copied), least=0.8, most=1.2)
-text = "Without dQ v2 takes 60 to 75 % of its time with 1,024 keys."
-chapter.predict(text, long["without dQ"], least=0.60, most=0.75)
-text = "Stored instead of added changes the time by less than 5 %: what costs is the way to L2."
-chapter.predict(text, min(long["stored"], cross["stored"]), least=0.95, most=1.05)
-
-# %% [markdown]
-# dQ costs more than predicted. Zero fill and rounding are {glue:text}`fixed_long:.0f` % of v2's
-# time with 1,024 keys and {glue:text}`fixed_cross:.0f` % with 256. Of the last part the MMA is
-# {glue:text}`mma:.2f`; most of it is the path to L2. {doc}`v4_warp_specialized_backward` overlaps
-# the additions with the next step's MMAs; {doc}`v5_short_kv_backward` needs none.
-#
-# ## The surprise: bits
-
-# %% tags=["remove-input"]
+chapter.predict(
+    "Zero fill and rounding take what their 10 bytes per element take in a copy, within 20 %.",
+    fixed[[*copied]] / pd.Series(copied), least=0.8, most=1.2, shown=False,
+)  # fmt: skip
+chapter.predict(
+    "Without dQ, backward v2 takes 60 to 75 % of its time with 1,024 keys.",
+    long["without dQ"], least=0.60, most=0.75,
+)  # fmt: skip
+chapter.predict(
+    "Storing tiles of dQ instead of adding them changes the time by less than 5 %, since what "
+    "costs is the way to L2.",
+    min(long["stored"], cross["stored"]), least=0.95, most=1.05,
+)  # fmt: skip
 bits = chapter.recorded("bits")
 bits["ppm"] = 1e6 * bits["different"] / bits["elements"]
 most = bits.groupby(["impl", "gradient", "workload"])[["ppm", "most_apart"]].max()
 assert set(most[most["ppm"] > 0].index.droplevel(2)) == {(V2, "dq")}, "nothing else ever differs"
-text = "With 256 keys dQ of v2 is the same in every run: elements that differ, in a million."
-chapter.predict(text, most["ppm"][V2, "dq", CROSS], most=0, form=".0f")
+chapter.predict(
+    "With 256 keys, dQ of backward v2 is the same in every run: elements that differ, in a "
+    "million.",
+    most["ppm"][V2, "dq", CROSS], most=0, form=".0f",
+)  # fmt: skip
 (error,) = (r.error for r in chapter.record().rows if (r.workload, r.variant) == (LONG, "by TMA"))
 ppm, apart = most.loc[(V2, "dq", LONG)]
 chapter.glue(apart=apart, ppm=ppm, error=error.max_abs)
 
 # %% [markdown]
-# With 1,024 keys up to {glue:text}`ppm:.0f` elements of dQ in a million differ between runs. dK and
-# dV of v2 never do, nor any gradient of v1 and v2a. Two runs of v2 are at most
-# {glue:text}`apart:.2g` apart, and each is up to {glue:text}`error:.2g` from the exact gradient.
-# That does not matter for accuracy, but for debugging: a training run that cannot be repeated bit
-# for bit cannot be bisected. v2a costs {glue:text}`price_long:.0f` % with 1,024 keys, and
-# {glue:text}`price_cross:.0f` % with 256, where it buys nothing.
+# Zero fill and rounding are {glue:text}`fixed_long:.0f` % of v2's time with 1,024 keys and
+# {glue:text}`fixed_cross:.0f` % with 256. Of the last part the MMA is at most
+# {glue:text}`mma:.2f`; most of it is the path to L2. {doc}`Backward v4
+# <v4_warp_specialized_backward>` overlaps the additions with the next step's MMAs, and
+# {doc}`backward v5 <v5_short_kv_backward>` needs none.
+
+# %% tags=["remove-input"]
+chapter.predictions()
+
+# %% [markdown]
+# ## What differs between two runs
+#
+# On the GPU, with 1,024 keys, up to {glue:text}`ppm:.0f` elements of dQ in a million differ between
+# runs. dK and dV of v2 never do, nor does any gradient of v1 and v2a. Two runs of v2 are at most
+# {glue:text}`apart:.2g` apart, and each is up to {glue:text}`error:.2g` from the exact gradient. So
+# the difference does not matter for accuracy. It matters for debugging, because a training run that
+# cannot be repeated bit for bit cannot be bisected. Backward v2a takes
+# {glue:text}`price_long:.0f` % more time with 1,024 keys, and {glue:text}`price_cross:.0f` % with
+# 256, where it buys nothing.
 #
 # ## Exercises
 #
@@ -269,18 +289,20 @@ chapter.glue(apart=apart, ppm=ppm, error=error.max_abs)
 #
 # The published kernel adds into dQ in bf16 {cite}`adsmodelkernellibrary`, which saves the rounding
 # pass and half of the additions' bytes. Simulate eight summands from N(0, 1): by what factor does
-# the error of the sum grow, against fp32 sums that are rounded once? *(code, ten minutes, no GPU)*
+# the error of the sum grow, against fp32 sums that are rounded once? *(paper, then five lines of
+# code)*
 # :::
 #
 # :::{solution} ex-five-bf16
 # :class: dropdown
 #
 # A rounding error is proportional to what is rounded, and a sum of k summands grows like the root
-# of k. The squares add up: 8 for the summands and 2 + 3 + .. + 8 = 35 for the partial sums, against
-# 8 for one rounding at the end. The root of 43 / 8 is 2.3; a simulation gives about 2.4.
+# of k. The squares of the errors add up: 8 for the summands and 2 + 3 + .. + 8 = 35 for the partial
+# sums, against 8 for one rounding at the end. The root of 43 / 8 is 2.3; a simulation gives about
+# 2.4.
 # :::
 #
-# :::{exercise} When is v1 the better choice?
+# :::{exercise} When is backward v1 the better choice?
 # :label: ex-five-memory
 #
 # How many GB does the fp32 dQ of full batches of 2,048 tokens take? How many programs has a launch
@@ -293,6 +315,29 @@ chapter.glue(apart=apart, ppm=ppm, error=error.max_abs)
 #
 # 1,152 × 2,048 × 4 × 128 elements of 4 bytes: 4.8 GB. A launch has 8 × 4 = 32 programs for 132 SMs.
 # v1 wins where memory is short, and where a small batch must give the same bits.
+# :::
+#
+# :::{exercise} The planted bug
+# :label: ex-five-bug
+#
+# Someone wants to save the zero fill: the program of the *first* block of keys stores its tiles of
+# dQ, all others add theirs. (a) Say in one sentence why that is wrong, and which orders of programs
+# hide it. (b) Make the change with `studies.changed` (the store is `store_rows`; the first block
+# has `first_key == 0`) and let the emulator look at it under ten schedules with `studies.findings`.
+# What does it report, and would a comparison of results report it too? (c) Give a version that is
+# right, and its price. *(emulator, forty minutes, as in an exam)*
+# :::
+#
+# :::{solution} ex-five-bug
+# :class: dropdown
+#
+# (a) An addition that comes before the store is lost, or added to what the memory held before. If
+# the first block always runs first, as in the order of program numbers, no result is wrong. (b) The
+# emulator reports a race between the store and the additions, in every schedule, since no barrier
+# orders them. A comparison finds it only if some addition came first, and on a GPU a program with a
+# low number nearly always starts early. (c) One launch for the first block of every sequence, then
+# one for the others, whose additions the end of the first launch orders. It saves the 4
+# bytes of zero fill per element, and costs a launch and its tail.
 # :::
 #
 # ## Takeaways

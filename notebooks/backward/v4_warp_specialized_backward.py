@@ -5,21 +5,26 @@
 # ---
 
 # %% [markdown]
-# # v4 backward: warp specialization
+# # Backward v4: warp roles, and a chain that must become shorter
 #
 # A profile says that no unit of the SM is busy. What is the kernel waiting for?
 #
-# :::{admonition} In this chapter (20 minutes)
+# :::{admonition} In this chapter (45 minutes)
 # You will place the operands of five matmuls between registers and shared memory, tell a dependency
-# chain from a throughput bound, and shorten such a chain. Back to back, v4 runs full batches of
-# 1,024 tokens {glue:text}`over_v2:.2f` times as fast as v2. Six small ideas contribute a factor of
-# {glue:text}`over_none:.2f` (in bursts).
+# chain from a throughput bound, shorten such a chain, and read in the machine code what one added
+# zero does. Back to back, backward v4 runs full batches of 1,024 tokens {glue:text}`over_v2:.2f`
+# times as fast as v2. Six small ideas contribute a factor of {glue:text}`over_none:.2f` (in
+# bursts).
 # :::
 
-# %%
+# %% tags=["hide-input"]
+import re
+
 from _lib import studies
 from gdpa_kernels.gdpa.kernels import v4_warp_specialized_backward as v4
 from gdpa_kernels.gdpa.kernels.v4_warp_specialized_backward import Config
+from gdpa_kernels.gdpa.ladder import v4_warp_specialized_backward as lesson
+from gdpa_lab.measuring import compile_check
 from gdpa_lab.measuring.workloads import workload
 from gdpa_lab.report import charts
 from gdpa_lab.report.chapter import Chapter
@@ -34,12 +39,14 @@ V2, V4 = "v2_fused_backward", "v4_warp_specialized_backward"
 BIG, LONG = "gdpa-self-full-1024", "gdpa-self-full-2048"
 chapter = Chapter(f"backward/{V4}", mode=mode, device=device, data_dir=data_dir)
 loops = chapter.times("measuring/power_wall", scope="sustained", direction="backward").loc[BIG]
+assert loops.idxmin() == V4, "the caption says so"
 chapter.glue(over_v2=loops[V2] / loops[V4])
 
 # %% tags=["remove-input"]
 # | name: fig-bw4-ladder
 # | caption: >
-# |   The backward ladder up to v4 on gdpa-self-full-1024, kernels alone, and its peers.
+# |   **Backward v4 passes every baseline on full batches of 1,024 tokens.** The backward ladder up
+# |   to v4, back to back. The baselines compute softmax attention.
 # | alt: >
 # |   Bars of TFLOP/s. v4 is the longest; FlashAttention-4 and cuDNN follow; v2 is well behind.
 chapter.ladder(V4, "backward")
@@ -47,23 +54,26 @@ chapter.ladder(V4, "backward")
 # %% [markdown]
 # ## What stays, what changes
 #
-# | | {doc}`v2 <v2_fused_backward>` | v4 |
+# | | {doc}`backward v2 <v2_fused_backward>` | backward v4 |
 # |:--|:--|:--|
-# | work of a program | one tile of 128 keys of a head, all rows | a list of tiles; persistent |
+# | work of a program | one tile of 128 keys of a head | a list of such tiles; persistent |
 # | who computes | all warps, on the whole tile | two consumer warp groups, 64 keys each |
 # | loads | issued by a thread of those warps | a producer warp group |
 # | dQ | TMA reduce-add, waited for | TMA reduce-add, sent one step later |
+#
+# The numbers of the backward ladder follow the forward one, and 3 is left out. Forward v3 adds only
+# a list of work, and here the list arrives together with the warp roles
+# ({doc}`../forward/v4_warp_specialized` introduces them).
 
 # %% tags=["remove-input"]
 chapter.roles(V4)
 
 # %% [markdown]
-# ### Where the operands of five matmuls are
-#
-# A `wgmma` reads B from {term}`shared memory` and A from there or from registers, where its result
-# stays. S is computed transposed, so a thread's part of P^T has the layout that the A operand of dV
-# needs. The same holds for dS^T and dK. dQ sums over keys, half of which belong to the other
-# consumer: for it alone dS goes through shared memory. In a step of 64 rows and 128 keys of
+# A `wgmma`, Hopper's asynchronous {term}`MMA`, reads its operand B from {term}`shared memory` and A
+# from there or from registers, where its result stays. S is computed transposed, keys × queries. A
+# thread's part of P^T then has exactly the layout that the A operand of dV needs, and the same
+# holds for dS^T and dK. Only dQ is different. It sums over keys, half of which belong to the other
+# consumer, so for dQ alone dS goes through shared memory. In a step of 64 rows and 128 keys of
 # head_dim 128, each matmul takes 512 cycles:
 #
 # | matmul | A | B | shared memory read |
@@ -76,52 +86,51 @@ chapter.roles(V4)
 #
 # Each consumer computes half of the columns of dQ. With dS stored (16 KiB), dQ written and read
 # again (64) and Q and dO landing (32), 368 KiB go through shared memory. At 128 bytes a cycle that
-# is 2,944 cycles, more than the matmuls' 2,560: the bound, it seems.
+# is 2,944 cycles, more than the 2,560 of the matmuls. By this count shared memory is the bound.
 #
 # ## No unit is busy
 #
 # The first v4 was profiled once, without a record ({doc}`lab notes <../../notes/gdpa_backward>`).
-# The tensor pipe was active for half of the cycles of a step, the issue slots for a third. Many of
-# the loop's instructions were R2UR: register to uniform register.
+# The tensor cores were active for half of the cycles of a step, the issue slots for a third. So the
+# count was wrong: nothing was at its limit.
 #
-# Each consumer is a chain: issue an {term}`MMA`, wait, run 300 instructions of arithmetic, store,
-# fence, issue, wait. Each of an SM's four schedulers has two warps to choose from, one of each
-# consumer, and usually one of them waits. With two chains of $t$ cycles a step takes $t$, however
-# idle the units are, and *every* instruction counts. Six ideas shorten the chain:
+# Each consumer is a *dependency chain*: issue an MMA, wait for it, run 300 instructions of
+# arithmetic, store, fence, issue, wait. Each of an SM's four schedulers has two warps to choose
+# from, one of each consumer, and usually one of them waits. With two chains of $t$ cycles a step
+# takes about $t$, however idle the units are. In other words, the length of the chain is the bound,
+# and *every* instruction on it counts, even one that only moves an address. Six ideas make the
+# chain shorter:
 #
-# **1. Fold.** With $x = s \cdot scale$ and $t = \tanh u(x)$, GELU is
+# | idea | what leaves the chain |
+# |:--|:--|
+# | fold | GELU's factors ½ and `scale` move from every score to dV, dK and dQ, once per tile |
+# | K ahead | the wait for the next tile's K, which gets a second buffer |
+# | dQ put aside | a fence: dQ is sent after the *next* step's fence, which dS needs anyway |
+# | S first | a wait: S of the next step is issued before dQ of the last, one wait serves both |
+# | uniform | moves to uniform registers, by telling the compiler that a step count is uniform |
+# | late addresses | more such moves, and spills, by adding an opaque zero |
+#
+# *Fold* is arithmetic. With $x = s \cdot scale$ and $t = \tanh u(x)$, GELU is
 # $\tfrac{scale}{2} \cdot s(1 + t)$ and its derivative $\tfrac12(1 + c)$ with
-# $c = t + x\,u'(x)(1 - t^2)$. The constants $\tfrac{scale}{2}$ and $\tfrac12$ leave P and dS and
-# are multiplied into dV, dK and dQ, once per tile: three of twelve floating-point instructions less
-# per score. In fp16 the missing factor may overflow, so only bf16 is folded.
+# $c = t + x\,u'(x)(1 - t^2)$. The constants $\tfrac{scale}{2}$ and $\tfrac12$ are the same for all
+# scores, so they can be multiplied into the sums: three of twelve floating-point instructions less
+# per score. (In fp16 the missing factor may overflow, so only bf16 is folded.)
 #
-# **2. Uniform.** The number of steps is loaded from a list. The compiler cannot know that all
-# threads of a warp loaded the same number, so stages and addresses derived from it live in ordinary
-# registers. `wgmma` and {term}`TMA` want uniform ones: an R2UR before each MMA. A shuffle from lane
-# 0 leaves the value and tells the compiler that it is uniform.
+# ## Late addresses: a zero that only one compiler sees
 #
-# **3. K ahead.** The last MMA of a tile still reads K. A second stage lets the next K be requested
-# earlier. It costs one stage of Q and one of dO.
+# An MMA on shared memory takes its address as a 64-bit descriptor, one for every 16 columns, from
+# *uniform* registers, which belong to a warp and not to each of its threads. The addresses of V, K
+# and the staging buffer never change in the loop. So the first compiler, LLVM, does what compilers
+# do: it computes them once, before the loop, in ordinary registers. Those are few, so others
+# {term}`spill`. And in every step two moves to uniform registers, `R2UR`, stand between an MMA and
+# the one before it.
 #
-# **4. dQ put aside.** TMA sees what threads wrote to shared memory only after a fence. dS needs a
-# fence in each step anyway, so dQ is sent after the *next* step's fence.
-#
-# **5. S first.** S of the next step is issued before dQ of the last one, so a single wait serves
-# both. The last step computes its own S again: an MMA behind a branch costs more.
-#
-# **6. Late addresses.** The addresses of V, K and the staging buffer never change, so the compiler
-# hoists them out of the loop. A `wgmma` takes a 64-bit descriptor for every 16 columns, too many
-# for the register file. They spill, and each MMA waits for a load and an R2UR. `opaque_zero(step)`
-# is `step ^ step` in inline assembly, so an address that adds it cannot be hoisted. ptxas, which
-# comes later, sees the 0 and computes the descriptors in uniform registers. The loop with all six:
-
-# %% tags=["remove-input"]
-chapter.code(v4.math, "for step in tl.range(1,", "count += all_steps")
-
-# %% [markdown]
-# ## Measurement
-#
-# `Config` switches fold and K ahead. The other ideas are undone by replacing a piece of the source.
+# The fix is a zero that LLVM cannot see through. `opaque_zero(step)` is `step ^ step`, written in
+# assembly. An address that adds it seems to depend on `step`, so LLVM leaves it in the loop. The
+# second compiler, ptxas, knows that the xor is 0, drops the addition and computes the descriptor
+# where it is needed, in uniform registers from the start. Here is the machine code between the
+# third and the fourth MMA of dP, first without the zero, then with it. `UR` are uniform registers,
+# `HGMMA` is the MMA, and `gdesc` its descriptor:
 
 # %% tags=["remove-cell"]
 NOT_UNIFORM = ("uniform(steps * GROUP)", "steps * GROUP")
@@ -140,9 +149,8 @@ OWN = NEXT.replace("tl.minimum(now + 1, last)", "now") + WAIT
 S_AFTER_DQ = ((FIRST, ""), (NEXT, ""), (WAIT + DQ_WAIT, DQ_WAIT), (KEPT[0], KEPT[0] + OWN))
 ADDRESSES = (NOT_UNIFORM, KEPT)
 OLD_LOOP = (*DQ_AT_ONCE, *S_AFTER_DQ, *ADDRESSES)
-
-# %%
 ALL, NONE, FOUR = "all six", "none of the six", "fold, K ahead, dQ put aside, S first"
+NOT_LATE = "without late addresses"
 ONE_K = {"q_stages": 3, "g_stages": 3, "k_stages": 1}
 VARIANTS = {
     NONE: (OLD_LOOP, Config(fold=False, **ONE_K)),
@@ -150,7 +158,7 @@ VARIANTS = {
     "fold, K ahead": (OLD_LOOP, Config()),
     "fold, K ahead, dQ put aside": ((*S_AFTER_DQ, *ADDRESSES), Config()),
     FOUR: (ADDRESSES, Config()),
-    "without late addresses": ((KEPT,), Config()),
+    NOT_LATE: ((KEPT,), Config()),
     ALL: ((), Config()),
     "without uniform": ((NOT_UNIFORM,), Config()),
     "without S first": (S_AFTER_DQ, Config()),
@@ -167,73 +175,140 @@ def _(session):
         session.measure(workload(name), [(V2, "default", {}), *entries], direction="backward")
 
 
-# %% [markdown]
-# ### Predictions
-#
-# Written before any run on a GPU (2026-11-21), for v4 without the six ideas, at an assumed clock of
-# 1.55 GHz. The difference between two lengths cancels a tile's fixed cost.
-
-# %%
 us = chapter.times(columns="variant", variant=None)
 tflops = chapter.times("", "tflops", "variant", variant=None)
 SMS, GHZ, tiles = 132, 1.55, workload(LONG).batch * workload(LONG).num_heads_k * 2048 // 128
 step = (us.loc[LONG] - 2 * us.loc[BIG]) * 1e3 * GHZ * SMS / (tiles * 1024 / 64)
-
-# %% tags=["remove-input"]
 busy, lost = 100 * 2560 / step, us.loc[BIG] / us[ALL][BIG]
 chapter.glue(tensor_all=busy[ALL], tensor_none=busy[NONE], over_none=lost[NONE], step_all=step[ALL],
-             all_2048=tflops[ALL][LONG], first=100 * (lost["without S first"] - 1))  # fmt: skip
+             all_2048=tflops[ALL][LONG], first=100 * (lost["without S first"] - 1),
+             none_2048=tflops[NONE][LONG])  # fmt: skip
 chapter.predict(
-    "As first written, a step takes 3,400 to 3,900 cycles at about 1.55 GHz.",
+    "As first written, a step of backward v4 takes 3,400 to 3,900 cycles at about 1.55 GHz.",
     step[NONE], least=3400, most=3900, form=",.0f",
 )  # fmt: skip
 chapter.predict(
-    "It reaches 480 TFLOP/s on full batches of 2,048; below 430 the design is refuted.",
+    "As first written, backward v4 reaches 480 TFLOP/s on full batches of 2,048 tokens; below 430 "
+    "the design is refuted.",
     tflops[NONE][LONG], least=430, form=".0f", unit=" TFLOP/s",
 )  # fmt: skip
 
+# %% tags=["remove-cell"]
+built = {n: studies.build_backward(modules[n]) for n in ("fold, K ahead", FOUR, NOT_LATE, ALL)}
+
+
+def between_mmas(kernel) -> list[str]:
+    """The loop's instructions from its third MMA, of dP, to the fourth."""
+    code, loops = compile_check.sass(kernel)
+    body = next(x for x in loops if sum("MUFU" in code[i] for i in x) >= 32)
+    lines = [re.sub(r"\s+", " ", code[i]).strip(" ;") for i in body]
+    mmas = [i for i, line in enumerate(lines) if line.startswith("HGMMA")]
+    return lines[mmas[2] : mmas[3] + 1]
+
+
+listed = {name: between_mmas(built[name]) for name in (NOT_LATE, ALL)}
+moves = {name: sum("R2UR" in line for line in lines) for name, lines in listed.items()}
+assert moves == {NOT_LATE: 2, ALL: 0}, "the text: two moves, and none"
+
+# %% tags=["remove-input"]
+titles = {NOT_LATE: "; without late addresses", ALL: "; with late addresses"}
+shown = [line for name, lines in listed.items() for line in ("", titles[name], *lines)]
+chapter.code("\n".join(shown[1:]), language="text")
+
 # %% [markdown]
-# By its own test the design was refuted. With the six ideas a step takes
-# {glue:text}`step_all:,.0f` cycles and 2,048 tokens run at {glue:text}`all_2048:.0f` TFLOP/s.
+# Both pieces have the same MMAs. In the first, two ordinary registers have to become uniform ones
+# before the fourth MMA may start. In the second, everything is uniform arithmetic, which runs
+# beside the MMAs.
 #
-# ### What each idea is worth
+# ## What each idea is worth
 
 # %% tags=["remove-input"]
 # | name: fig-bw4-ideas
 # | caption: >
-# |   The six ideas added one after the other, the last being late addresses; gdpa-self-full-1024.
+# |   **Five of the six ideas help when they are added, and "S first" hurts until its addresses are
+# |   late.** TFLOP/s in bursts on gdpa-self-full-1024, ideas added from top to bottom; in brackets
+# |   what each one changes.
 # | alt: >
-# |   Horizontal bars of TFLOP/s, v2 first, then seven variants of v4. The rate rises with each idea
-# |   except S first, which lowers it; the last two raise it above all before.
-NAMES = ("v2", NONE, "+ fold", "+ K ahead", "+ dQ put aside", "+ S first", "+ uniform", "v4")
+# |   Horizontal bars of TFLOP/s, backward v2 first, then seven variants of backward v4. The rate
+# |   rises with each idea except S first, which lowers it; the last two raise it above all before.
+NAMES = ("backward v2", "v4, none of the six", "+ fold", "+ K ahead", "+ dQ put aside", "+ S first",
+         "+ uniform", "+ late addresses: v4")  # fmt: skip
 shown = tflops.loc[BIG, ["default", *list(VARIANTS)[:7]]].set_axis(NAMES)
-chart = charts.bars(shown, xlabel="TFLOP/s", highlight=["v4"])
+gains = shown.diff()
+assert (gains.drop("+ S first").dropna() > 0).all() and gains["+ S first"] < 0, "the caption"
+labels = [f"{name} ({gains[name]:+.0f})" if name[0] == "+" else name for name in NAMES]
+chart = charts.bars(shown.set_axis(labels), xlabel="TFLOP/s in bursts", highlight=labels[-1:])
 chapter.figure(chart, measured=chapter.rows(variant=None))
 chapter.glue(three=shown["+ dQ put aside"], four=shown["+ S first"])
 
 # %% [markdown]
 # The ideas depend on each other. *S first* took the rate from {glue:text}`three:.0f` to
-# {glue:text}`four:.0f` TFLOP/s when it was added; removing it from the finished kernel costs
+# {glue:text}`four:.0f` TFLOP/s when it was added, but removing it from the finished kernel costs
 # {glue:text}`first:.1f` % of time. *Uniform* helped when added and is worth nothing now. The
 # compiler's output shows why:
 
 # %% tags=["remove-input"]
-built = {n: studies.build_backward(modules[n]) for n in ("fold, K ahead", FOUR, ALL)}
-facts = studies.facts(built, ["R2UR"])
-two, four, six = facts["R2UR"]
+facts = studies.facts(built, ["R2UR"]).drop(columns=["registers", "serialised"])
+two, four, _, six = facts["R2UR"]
 assert four > two > six and facts["spilled (B)"].iloc[-1] == 0, "the text says so"
-chapter.table(facts, compiled="compiled for sm_90a when this page was built")
+facts["kernel"] = ["fold, K ahead", "+ dQ put aside, S first", "all but late addresses", "all six"]
+chapter.table(
+    facts, name="tab-bw4-compiled",
+    caption="**Late addresses end all spills and most moves to uniform registers.** What the "
+    "compiler makes of four variants of backward v4.",
+    compiled="for sm_90a when this page was built",
+)  # fmt: skip
 
 # %% [markdown]
-# *S first* brings more addresses into the loop, and with them R2UR and {term}`spills <spill>`. Late
-# addresses take the spills and most R2UR away, with or without *uniform*.
+# *S first* brings more addresses into the loop, and with them R2UR and spills. Late addresses take
+# the spills and most R2UR away, with or without *uniform*.
 #
+# ## The kernel in full
+#
+# The lesson view of backward v4, for GELU or SiLU without masks and grouped heads:
+
+# %% tags=["remove-input"]
+WHOLE = ("load", "fetch_both", "scores", "differentiate", "share", "dq_product", "put_aside",
+         "add_rows", "math", "backward_kernel")  # fmt: skip
+NOTES = {
+    "tlx.barrier_wait(v.empty[0], (tile & 1) ^ 1)": "V comes after the first rows of Q: S needs "
+    "only K and Q, so the consumers begin earlier.",
+    "tlx.barrier_expect_bytes(ring.full[stage], BYTES)": "One barrier for both halves of a tile: "
+    "it completes when all bytes are there.",
+    "return tlx.async_dot(k, tlx.local_trans(q.buffer[at]))": "S transposed: keys are the rows of "
+    "the {term}`accumulator`, so P and dS can be A operands of dV and dK.",
+    "p, slope = value_and_factor(": "*Fold*: value and slope without their constant factors.",
+    "dp = tlx.async_dot_wait(1, dp)": "One MMA may still be in flight: dP is there, dV still runs "
+    "under the arithmetic of dS.",
+    "tlx.local_store(own, d)": "dS for the other consumer. The fence below it also covers dQ that "
+    "the step before has put aside.",
+    "d = tlx.local_slice(ds.buffer[at * MATH_ROLES], ": "dQ sums over all 128 keys: those of "
+    "consumer 0 here, those of consumer 1 below.",
+    "steps = uniform(steps_of(len_q, options))": "*Uniform*: a shuffle from lane 0 leaves the "
+    "value and tells the compiler that all threads have the same.",
+    "zero = opaque_zero(step)": "*Late addresses*: added to buffer numbers below.",
+    "aside, row = staging[role + zero], (step - 2) * options.ROWS": "*dQ put aside*: now, behind "
+    "this step's fence, dQ of two steps ago leaves.",
+    "s = scores(k.buffer[k_at + role + zero]": "*S first*: the next step's S is issued before dQ. "
+    "The last step computes its own S again, since an MMA behind a branch costs more.",
+    "tlx.barrier_arrive(ds.empty[(now - 1) & 1])": "dS of the last step has been read: its buffer "
+    "may be overwritten.",
+    "dv = dv * (0.5 * scale * output_scale)": "The folded factors, once per tile.",
+    "own = staged[role * (128 // HEAD_DIM)]": "dK leaves through the memory that staged dQ.",
+    "staging = tlx.local_alloc((64, 64), tl.float32, MATH_ROLES)": "Half of dQ of a step, in fp32, "
+    "for each consumer.",
+    "with tlx.async_task(num_warps=4, registers=REGISTERS": "The two consumers: one function, "
+    "compiled for each role.",
+}
+chapter.annotated([getattr(lesson, name) for name in WHOLE], NOTES)
+
+# %% [markdown]
 # ## Is it right?
 #
 # A ragged batch with several tiles of keys, in the emulator, against fp64. The emulator does not
 # model the fence: there *dQ put aside* rests on the check before each measurement.
 
-# %%
+# %% tags=["remove-input"]
 ragged = studies.batch((0, 1, 63, 130), (3, 70, 129, 257), heads=2)
 for name in (ALL, NONE):
     found = studies.backward(modules[name], ragged, VARIANTS[name][1], multiprocessors=2)
@@ -241,12 +316,23 @@ for name in (ALL, NONE):
     print(f"{name}: largest error {errors.max():.0f} % of what is allowed")
 
 # %% [markdown]
-# ## The surprise: a bound that no count contains
+# ## A bound that no count contains
 #
-# The prediction counted MMAs, instructions and bytes and took the largest: a {term}`roofline` of
-# units. It holds when enough independent chains feed the units, and two do not. Inside a chain the
-# terms *add*. By the measured times the matmuls take {glue:text}`tensor_none:.0f` % of a step
-# without the ideas and {glue:text}`tensor_all:.0f` % with them. A third chain would be a third
+# Before any run on a GPU (2026-11-21) we predicted v4 without the six ideas, at an assumed clock of
+# 1.55 GHz. The difference between two lengths cancels a tile's fixed cost and leaves a step.
+
+# %% tags=["remove-input"]
+chapter.predictions()
+
+# %% [markdown]
+# By its own test the design was refuted: at least 430 TFLOP/s expected, {glue:text}`none_2048:.0f`
+# measured. With the six ideas a step takes {glue:text}`step_all:,.0f` cycles, and 2,048 tokens run
+# at {glue:text}`all_2048:.0f` TFLOP/s (in bursts).
+#
+# The prediction counted MMAs, instructions and bytes and took the largest, a {term}`roofline` of
+# units. Such a count holds when enough independent chains feed the units, and two do not. Inside a
+# chain the terms *add*. By the measured times the matmuls take {glue:text}`tensor_none:.0f` % of a
+# step without the ideas and {glue:text}`tensor_all:.0f` % with them. A third chain would be a third
 # consumer, which does not fit (second exercise). {doc}`v5_short_kv_backward` pays less for dQ.
 #
 # ## Exercises
@@ -276,15 +362,39 @@ for name in (ALL, NONE):
 # :::{solution} ex-bw4-third
 # :class: dropdown
 #
-# 65,536 registers less 128 x 24, for 384 threads: 162, in steps of eight 160. dK and dV take 128,
+# 65,536 registers less 128 × 24, for 384 threads: 162, in steps of eight 160. dK and dV take 128,
 # one tile of scores in fp32 another 32. Nothing is left for addresses.
+# :::
+#
+# :::{exercise} Count the port at head_dim 64
+# :label: ex-bw4-port
+#
+# At head_dim 64 a step of backward v4 has 128 rows, and each consumer computes dQ of 64 of them
+# (all 64 columns). (a) Redo the table of five matmuls: cycles of the tensor cores and KiB read
+# from shared memory. (b) Add dS stored, dQ written and read in fp32, and Q and dO landing. Which is
+# the larger bound now? (c) The arithmetic of a score stays the same. How does its share of the
+# chain change, and what does that say about head_dim 64? *(paper, thirty minutes, as in an exam)*
+# :::
+#
+# :::{solution} ex-bw4-port
+# :class: dropdown
+#
+# (a) Each matmul still has 128 × 128 × 64 multiply-adds, 512 cycles, 2,560 in all. A consumer's S
+# reads K, 64 keys by 64 columns (8 KiB), and Q, 128 rows by 64 (16): 24, for both 48. dP likewise
+# 48. dV and dK read dO or Q, 16 for each consumer: 32 each. dQ reads dS of 64 rows and all 128
+# keys (16) and K (16): 32 for each consumer, 64. Sum: 224 KiB. (b) dS is 128 × 128 × 2 bytes, 32;
+# dQ 128 × 64 × 4 bytes, written and read, 64; Q and dO 32: 352 KiB, 2,816 cycles. Shared memory is
+# still the larger bound, by 10 % instead of 15 %. (c) A step has twice the scores for the same
+# matmul cycles. The arithmetic of the activation takes twice its share, so a rate at head_dim 64
+# must be lower, whatever the two bounds say.
 # :::
 #
 # :::{exercise} The useless MMA
 # :label: ex-bw4-useless
 #
 # Put the S of the next step behind `if now < last` and compile it. What do you expect of its
-# registers? *(`studies.changed`, `studies.build_backward`, `studies.facts`; ten minutes)*
+# registers? *(emulator, no GPU: `studies.changed`, `studies.build_backward`, `studies.facts`; ten
+# minutes)*
 # :::
 #
 # :::{solution} ex-bw4-useless

@@ -110,7 +110,7 @@ chapter.table(ratios.shown(best["forward"]), measured=rows["forward"])
 #   eight tiles that is 72 blocks, 64 of them visible: at most 89 %.
 # - **window128**: a row sees 257 keys. Its tile reads 6 blocks: at most 67 %.
 # - **kv192**: three blocks of 64, nothing is dropped, but Q and the output are most of the bytes.
-# - **d256**: one slot of Q beside two blocks of 64 keys ({doc}`../backward/v7_wide_backward`).
+# - **d256**: one slot of Q beside two blocks of 64 keys ({doc}`../backward/v5_short_kv_backward`).
 #
 # ## A mask costs most where it does nothing
 #
@@ -158,7 +158,7 @@ chapter.table(ratios.shown(named), measured=rows["backward"])
 # - **b64 and b8**: few long sequences, which the peers were tuned for. Sums of dQ stay in L2.
 #   FlashAttention-4 is ahead here and with **causal**.
 # - **d64**: half the columns, as many activations. Each step has half of the MMAs of head_dim 128
-#   for the same instructions; v6 takes up to 128 keys ({doc}`../backward/v6_one_tile_backward`).
+#   for the same instructions; v6 takes up to 128 keys ({doc}`../backward/v5_short_kv_backward`).
 # - **gelu**: erf costs what tanh costs here, as a tanh of a cubic
 #   ({doc}`../operator/activations`).
 #

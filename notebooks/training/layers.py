@@ -4,18 +4,19 @@
 # ---
 
 # %% [markdown]
-# # Layers, and a model of user histories
+# # Layers: sums can count, averages cannot
 #
-# How do you know that a layer is right, and what do sums give a model that averages do not?
+# What do the sums of GDPA give a model that the averages of softmax do not? And how do you know
+# that a layer is right?
 #
-# :::{admonition} In this chapter (20 minutes)
-# You will test layers against their references through whole training runs, train a small model of
-# user histories, one in five of them empty, and see what padding and masks do to gradients. The
+# :::{admonition} In this chapter (30 minutes)
+# You will train a small model of user histories, one in five of them empty, test layers against
+# their references through whole training runs, and see what padding and masks do to gradients. The
 # model comes within {glue:text}`excess_sums:.3f` of the best possible loss; with averages instead
 # of sums it stays {glue:text}`excess_averages:.3f` above it.
 # :::
 
-# %%
+# %% tags=["hide-input"]
 from collections.abc import Callable
 
 import pandas as pd
@@ -42,67 +43,6 @@ LENGTHS, SUMMARY = [40, 0, 7, 90, 23], 8
 ENDS = cu_seqlens(LENGTHS, "cpu")
 GELU = reference.ACTIVATIONS["gelu_tanh"].function
 
-# %% [markdown]
-# ## Three layers
-#
-# $g$ is `gdpa`, x tokens, e learned seeds, s a summary of each sample; $W_o$ projects the result:
-#
-# | | `GDPASelfAttention` | `PMA` | `PFFN` |
-# |:--|:--|:--|:--|
-# | before $W_o$ | $g(W_q x, W_k x, W_v x)$ | $g(e, W_k x, W_v x)$ | $g(W_q x, W_k s, W_v s)$ |
-# | queries | a sample's tokens | `num_seeds`, the same for all | a sample's tokens |
-# | keys | its tokens | its tokens | `num_keys`, made from s |
-# | gives | `[tokens, embed_dim]` | `[batch, num_seeds, embed_dim]` | `[tokens, embed_dim]` |
-# | dQ | per token | summed over the batch | per token |
-# | without tokens | no rows | zeros, then the bias of $W_o$ | no rows |
-#
-# The operator is Kunlun's {cite}`hou2026kunlun`; pooling by seeds comes from Set Transformer
-# {cite}`lee2019settransformer`, the feed-forward layer with computed weights from InterFormer
-# {cite}`zeng2024interformer`. Layers take pairs `(values, offsets)` or nested tensors of layout
-# `torch.jagged`. Residuals and norms are the caller's.
-#
-# Their references are plain PyTorch, one sequence at a time, without padding or our operators:
-
-
-# %%
-def attend(layer, *qkv: torch.Tensor) -> torch.Tensor:
-    """One sequence, `[rows or keys, heads * head_dim]` each -> `[rows, embed_dim]`."""
-    q, k, v = (x.unflatten(1, (-1, layer.head_dim)).transpose(0, 1) for x in qkv)
-    p = F.gelu(layer.head_dim**-0.5 * q @ k.mT, approximate="tanh")
-    return layer.out((layer.output_scale * p @ v).transpose(0, 1).flatten(1))
-
-
-def plain(layer, rows: torch.Tensor, summary: torch.Tensor) -> torch.Tensor:
-    """What the layer computes, from PyTorch's parts."""
-    found = []
-    for tokens, own in zip(rows.split(LENGTHS), summary, strict=True):
-        if isinstance(layer, GDPASelfAttention):
-            found.append(attend(layer, *layer.qkv(tokens).chunk(3, 1)))
-        elif isinstance(layer, PMA):
-            found.append(attend(layer, layer.seeds, *layer.kv(tokens).chunk(2, 1)))
-        else:
-            hidden = layer.kv(own).view(layer.num_keys, -1)
-            found.append(attend(layer, layer.q(tokens), *hidden.chunk(2, 1)))
-    return torch.cat(found)
-
-
-def by_layer(layer, rows: torch.Tensor, summary: torch.Tensor) -> torch.Tensor:
-    if isinstance(layer, PMA):
-        return layer((rows, ENDS)).flatten(0, 1)
-    return layer((rows, ENDS), *([summary] if isinstance(layer, PFFN) else []))[0]
-
-
-# %% [markdown]
-# Each layer learns to imitate a teacher of the same form with other weights, three times: as plain
-# PyTorch, as the layer in fp32 from the same start, and as the layer in bf16 on emulated kernels.
-
-# %%
-MADE = {
-    "GDPASelfAttention": lambda **o: GDPASelfAttention(32, 2, output_scale=1 / 16, **o),
-    "PMA": lambda **o: PMA(32, 2, 4, output_scale=1 / 16, **o),
-    "PFFN": lambda **o: PFFN(32, 2, SUMMARY, 12, output_scale=1 / 4, **o),
-}
-
 
 def fit(model, loss_of: Callable, steps: int, rate: float, end: float = 1.0) -> pd.Series:
     """Losses of training a model on `loss_of(step)`; the rate falls to `end` times itself."""
@@ -119,62 +59,6 @@ def fit(model, loss_of: Callable, steps: int, rate: float, end: float = 1.0) -> 
     return pd.Series(found)
 
 
-def learned(kind: str, call: Callable, steps: int, **options) -> pd.Series:
-    torch.manual_seed(1)
-    student, teacher = MADE[kind](**options), MADE[kind]()
-    given = torch.randn(sum(LENGTHS), 32), torch.randn(len(LENGTHS), SUMMARY)
-    target = plain(teacher, *given).detach()
-
-    def loss_of(_) -> torch.Tensor:
-        return F.mse_loss(call(student, *given).float(), target) / target.var()
-
-    return fit(student, loss_of, steps, 0.01)
-
-
-kernels = {"impl": "v1_tiled", "backward_impl": "v1_tiled_backward"}
-in_bf16 = torch.autocast("cpu", dtype=torch.bfloat16)(by_layer)
-apart = {}
-for kind in MADE:
-    right = learned(kind, plain, 40)
-    assert right.iloc[-1] < 0.7 * right.iloc[0], "losses must fall"
-    apart[f"{kind}, fp32"] = (learned(kind, by_layer, 40) / right - 1).abs()
-    with tritonemu.enabled():
-        apart[f"{kind}, bf16"] = (learned(kind, in_bf16, 12, **kernels) / right - 1).abs()
-apart = pd.DataFrame(apart)
-
-# %% tags=["remove-input"]
-# | name: fig-train-layers
-# | caption: >
-# |   Relative difference between a layer's loss and plain PyTorch's at the same step.
-# | alt: >
-# |   Curves on a logarithmic axis. Those in bf16 stay near one thousandth; those in fp32 are grey
-# |   and lie several powers of ten below.
-bf16, fp32 = ([f"{kind}, {dtype}" for kind in MADE] for dtype in ("bf16", "fp32"))
-chart = charts.lines(apart.clip(lower=1e-8), xlabel="step", ylabel="relative difference",
-                      highlight=bf16, log="y", ylim=(1e-8, 1e-2))  # fmt: skip
-chapter.figure(chart, emulated="bf16", computed="fp32 by PyTorch on a CPU", data=apart)
-text = "Over 40 steps in fp32 losses differ by less than 0.01 %, in millionths:"
-chapter.predict(text, 1e6 * apart[fp32].max().max(), most=100, form=".1f")
-text = "Over 12 steps in bf16, by emulated kernels, by less than 3 %."
-chapter.predict(text, 100 * apart[bf16].max().max(), most=3, form=".1f", unit=" %")
-
-# %% [markdown]
-# Training forgives wrong gradients that point downhill. Matching the curve step by step does not.
-#
-# ## A model of histories
-#
-# A user has a history of events and is shown something. Will there be a click? Here we make the
-# answer. Events are of three kinds, and so is what is shown; with $n$ events of the shown kind in
-# the history, the click probability is $\sigma(0.8\, n - 1.5)$. One user in five has no history;
-# the other lengths are uniform from 1 to 15.
-#
-# The model has one of each layer. Events attend to each other, {term}`PMA` pools them into four
-# rows, {term}`PFFN` sends these through a perceptron made from what is shown, and a linear layer
-# makes a logit. With `average=True` the sums of the first two layers are divided by the length of
-# each history; without it by 5, a constant.
-
-
-# %%
 WIDTH, SEEDS, DIVISOR = 16, 4, 5
 
 
@@ -218,16 +102,7 @@ def train(average: bool) -> tuple[Clicks, pd.Series]:
 
 
 trained = {"sums": train(False), "averages": train(True)}
-
-# %% [markdown]
-# The smallest possible loss is the mean entropy of the true probabilities. Averages show only the
-# *shares* of the three kinds, and have a larger bound.
-
-# %%
 best = histories.best_losses()
-print({name: round(loss, 4) for name, loss in best.items()})
-
-# %% tags=["remove-cell"]
 *test, same, logit, _ = histories.users(4000, 1)
 true, empty, many = torch.sigmoid(logit), test[1].diff() == 0, same >= 5
 least = F.binary_cross_entropy(true, true)
@@ -245,8 +120,9 @@ chapter.glue(best=best["counts"], neither=best["no history"],
 # %% tags=["remove-input"]
 # | name: fig-train-clicks
 # | caption: >
-# |   Loss above that of the true probabilities on the same batch, mean of 20 batches. Dashed: what
-# |   shares cannot avoid.
+# |   **The model of sums approaches the best possible loss; the model of averages stays where a
+# |   model that sees only shares must stay.** Loss above that of the true probabilities on the same
+# |   batch, mean of 20 batches. Dashed: the least that shares allow.
 # | alt: >
 # |   Two curves fall. That of the sums ends near zero; that of the averages stays above the line.
 seen = [histories.users(64, 1000 + step) for step in range(120)]
@@ -259,25 +135,158 @@ chart = charts.lines(smooth, xlabel="batch of 64 users", ylabel="excess loss",
 chapter.figure(chart, computed="trained on a CPU in fp32", data=curve)
 
 # %% [markdown]
-# The model of sums ends {glue:text}`excess_sums:.3f` above the best loss on 4,000 new users, about
-# {glue:text}`best:.2f`; without the history it would be {glue:text}`neither:.2f`. For users without
-# a history it predicts a click with probability {glue:text}`empty_sums:.2f`; the truth is
-# {glue:text}`empty_true:.2f`. PMA gives them zeros, without a special case.
+# ## A model of user histories
 #
-# ### The surprise: an average cannot count
+# A user has a history of events and is shown something. Will there be a click? Here we make up the
+# truth, so that the best possible answer is known. Events are of three kinds, and so is what is
+# shown. With $n$ events of the shown kind in the history, the click probability is
+# $\sigma(0.8\, n - 1.5)$. One user in five has no history; the other lengths are uniform from 1 to
+# 15.
 #
-# The rows of softmax attention are averages, and it is tempting to divide by the length of each
-# history. But then two events of four look like five of ten. To users with five events or more of
-# the shown kind, who click with probability {glue:text}`many_true:.2f`, the model of averages gives
-# {glue:text}`many_averages:.2f` and the model of sums {glue:text}`many_sums:.2f`. HSTU gave up
-# softmax for this reason, among others {cite}`zhai2024hstu`.
+# The model has one layer of each kind. Events attend to each other (`mix`), {term}`PMA` pools them
+# into four rows (`pool`), {term}`PFFN` sends these through a perceptron made from what is shown
+# (`personal`), and a linear layer makes a logit:
+
+# %% tags=["remove-input"]
+chapter.code(Clicks.forward)
+
+# %% [markdown]
+# `by_length` makes the two models of {numref}`fig-train-clicks`. For *averages* it divides the sums
+# of the first two layers by the length of each history; for *sums* it leaves them divided by 5, a
+# constant.
 #
+# The model of sums ends {glue:text}`excess_sums:.3f` above the best loss on 4,000 new users, which
+# is about {glue:text}`best:.2f`; without the history the best would be {glue:text}`neither:.2f`.
+# For users without a history it predicts a click with probability {glue:text}`empty_sums:.2f`,
+# where the truth is {glue:text}`empty_true:.2f`. PMA gives them zeros, without a special case.
+#
+# ## An average cannot count
+#
+# The rows of softmax attention are averages, and it is tempting to make averages of GDPA's sums,
+# too, by dividing by the length of each history. But then two events of four look like five of ten.
+# An average knows the *shares* of the three kinds and not how many there were. Take users with five
+# events or more of the shown kind, who click with probability {glue:text}`many_true:.2f`. The model
+# of averages gives them {glue:text}`many_averages:.2f`, the model of sums
+# {glue:text}`many_sums:.2f`. HSTU gave up softmax for this reason, among others
+# {cite}`zhai2024hstu`.
+#
+# ## Three layers
+#
+# $g$ is `gdpa`, x tokens, e learned seeds, s a summary of each sample; $W_o$ projects the result:
+#
+# | | `GDPASelfAttention` | `PMA` | `PFFN` |
+# |:--|:--|:--|:--|
+# | before $W_o$ | $g(W_q x, W_k x, W_v x)$ | $g(e, W_k x, W_v x)$ | $g(W_q x, W_k s, W_v s)$ |
+# | queries | a sample's tokens | `num_seeds`, the same for all | a sample's tokens |
+# | keys | its tokens | its tokens | `num_keys`, made from s |
+# | gives | `[tokens, embed_dim]` | `[batch, num_seeds, embed_dim]` | `[tokens, embed_dim]` |
+# | dQ | per token | summed over the batch | per token |
+# | without tokens | no rows | zeros, then the bias of $W_o$ | no rows |
+#
+# The operator is Kunlun's {cite}`hou2026kunlun`; pooling by seeds comes from Set Transformer
+# {cite}`lee2019settransformer`, the feed-forward layer with computed weights from InterFormer
+# {cite}`zeng2024interformer`. Layers take pairs `(values, offsets)` or nested tensors of layout
+# `torch.jagged`. Residuals and norms are the caller's.
+#
+# How do you know that such a layer is right? A falling loss is no proof, since training forgives
+# wrong gradients that point downhill. Matching another implementation step by step does prove it.
+# Each layer learns to imitate a teacher of the same form with other weights, three times: as plain
+# PyTorch (one sequence at a time, without padding or our operators), as the layer in fp32 from the
+# same start, and as the layer in bf16 on emulated kernels.
+
+
+# %% tags=["remove-cell"]
+def attend(layer, *qkv: torch.Tensor) -> torch.Tensor:
+    """One sequence, `[rows or keys, heads * head_dim]` each -> `[rows, embed_dim]`."""
+    q, k, v = (x.unflatten(1, (-1, layer.head_dim)).transpose(0, 1) for x in qkv)
+    p = F.gelu(layer.head_dim**-0.5 * q @ k.mT, approximate="tanh")
+    return layer.out((layer.output_scale * p @ v).transpose(0, 1).flatten(1))
+
+
+def plain(layer, rows: torch.Tensor, summary: torch.Tensor) -> torch.Tensor:
+    """What the layer computes, from PyTorch's parts."""
+    found = []
+    for tokens, own in zip(rows.split(LENGTHS), summary, strict=True):
+        if isinstance(layer, GDPASelfAttention):
+            found.append(attend(layer, *layer.qkv(tokens).chunk(3, 1)))
+        elif isinstance(layer, PMA):
+            found.append(attend(layer, layer.seeds, *layer.kv(tokens).chunk(2, 1)))
+        else:
+            hidden = layer.kv(own).view(layer.num_keys, -1)
+            found.append(attend(layer, layer.q(tokens), *hidden.chunk(2, 1)))
+    return torch.cat(found)
+
+
+def by_layer(layer, rows: torch.Tensor, summary: torch.Tensor) -> torch.Tensor:
+    if isinstance(layer, PMA):
+        return layer((rows, ENDS)).flatten(0, 1)
+    return layer((rows, ENDS), *([summary] if isinstance(layer, PFFN) else []))[0]
+
+
+MADE = {
+    "GDPASelfAttention": lambda **o: GDPASelfAttention(32, 2, output_scale=1 / 16, **o),
+    "PMA": lambda **o: PMA(32, 2, 4, output_scale=1 / 16, **o),
+    "PFFN": lambda **o: PFFN(32, 2, SUMMARY, 12, output_scale=1 / 4, **o),
+}
+
+
+def learned(kind: str, call: Callable, steps: int, **options) -> pd.Series:
+    torch.manual_seed(1)
+    student, teacher = MADE[kind](**options), MADE[kind]()
+    given = torch.randn(sum(LENGTHS), 32), torch.randn(len(LENGTHS), SUMMARY)
+    target = plain(teacher, *given).detach()
+
+    def loss_of(_) -> torch.Tensor:
+        return F.mse_loss(call(student, *given).float(), target) / target.var()
+
+    return fit(student, loss_of, steps, 0.01)
+
+
+kernels = {"impl": "v1_tiled", "backward_impl": "v1_tiled_backward"}
+in_bf16 = torch.autocast("cpu", dtype=torch.bfloat16)(by_layer)
+apart = {}
+for kind in MADE:
+    right = learned(kind, plain, 40)
+    assert right.iloc[-1] < 0.7 * right.iloc[0], "losses must fall"
+    apart[f"{kind}, fp32"] = (learned(kind, by_layer, 40) / right - 1).abs()
+    with tritonemu.enabled():
+        apart[f"{kind}, bf16"] = (learned(kind, in_bf16, 12, **kernels) / right - 1).abs()
+apart = pd.DataFrame(apart)
+chapter.predict(
+    "Over 40 steps in fp32, the losses of a layer and of plain PyTorch differ by less than 0.01 %, "
+    "that is 100 millionths.",
+    1e6 * apart[[f"{kind}, fp32" for kind in MADE]].max().max(), most=100, form=".1f",
+)  # fmt: skip
+chapter.predict(
+    "Over 12 steps in bf16 on emulated kernels, the losses differ by less than 3 %.",
+    100 * apart[[f"{kind}, bf16" for kind in MADE]].max().max(), most=3, form=".1f", unit=" %",
+)  # fmt: skip
+
+# %% tags=["remove-input"]
+# | name: fig-train-layers
+# | caption: >
+# |   **Layers follow plain PyTorch step by step, to rounding in fp32 and to about a thousandth in
+# |   bf16.** Relative difference between a layer's loss and plain PyTorch's at the same step; below
+# |   1e-8 it is drawn at 1e-8.
+# | alt: >
+# |   Curves on a logarithmic axis. Those in bf16 stay near one thousandth; those in fp32 are grey
+# |   and lie several powers of ten below.
+bf16, fp32 = ([f"{kind}, {dtype}" for kind in MADE] for dtype in ("bf16", "fp32"))
+chart = charts.lines(apart.clip(lower=1e-8), xlabel="step", ylabel="relative difference",
+                      highlight=bf16, log="y", ylim=(1e-8, 1e-2))  # fmt: skip
+chapter.figure(chart, emulated="bf16", computed="fp32 by PyTorch on a CPU", data=apart)
+
+# %% tags=["remove-input"]
+chapter.predictions()
+
+# %% [markdown]
 # ## What padding does
 #
-# The trained model's pooling layer, padded, with four ways to treat the padding; then the
-# {term}`jagged` layer. The loss leaves out the user without a history.
+# What if a batch is padded instead of {term}`jagged`? We give the trained model's pooling layer
+# four users with 3, 0, 15 and 6 events, padded, with four ways to treat the padding, and then the
+# jagged layer. The loss leaves out the user without a history.
 
-# %%
+# %% tags=["remove-cell"]
 WAYS = {
     "no mask": lambda s, there: GELU(s),
     "score = -inf": lambda s, there: GELU(s.masked_fill(~there, -torch.inf)),
@@ -314,30 +323,38 @@ naive["gdpa, jagged"] = judged(whole, alone)
 # %% tags=["remove-input"]
 columns = ["depends on the batch", "user without history", "gradients"]
 table = pd.DataFrame(naive, index=columns).T
-chapter.table(table.reset_index(names="pooling with"), computed="fp32 on a CPU")
+chapter.table(
+    table.reset_index(names="pooling with"), name="tab-train-padding",
+    caption="**Of four ways to treat padding, only a mask on P is right.** Pooling of padded rows: "
+    "whether a user's result depends on the batch, what the user without a history gets, and what "
+    "the gradients of the weights are.", computed="fp32 on a CPU",
+)  # fmt: skip
+assert naive["P = 0"] == naive["gdpa, jagged"] == ["no", "finite", "finite"], "the caption"
+assert all("NaN" in naive[way] for way in ("score = -inf", "softmax, score = -inf"))
 
 # %% [markdown]
 # - *No mask*: a projection has a bias, so padded keys and values are not zeros, and a user's result
 #   depends on the longest history in the batch.
-# - *Score -inf*: the habit from softmax. GELU of -inf is not a number.
+# - *Score = -inf* is the habit from softmax. GELU of -inf is not a number.
 # - *Softmax*: a user without a history is 0/0. The loss leaves that user out and is finite, and
-#   still the gradients of the weights are NaN: zero times NaN on the way back.
-# - *P = 0* is right as long as padding holds numbers: zero times NaN is NaN.
+#   still the gradients of the weights are NaN, because on the way back zero is multiplied by NaN.
+# - *P = 0* is right as long as padding holds numbers. If it holds a NaN, zero times NaN is NaN.
 #
 # A jagged tensor has no padding, but a kernel's tile reaches beyond the end of its sequence into
-# the next one. Our rungs load zeros there. A NaN stays with the user who brought it.
+# the next one. Our kernels load zeros there, so a NaN stays with the user who brought it.
 #
 # ## Choosing the scales
 #
-# **The output.** A row over $n$ keys is a sum: it grows as $\sqrt n$ for values of mean 0 and as
+# **The output.** A row over $n$ keys is a sum. It grows as $\sqrt n$ for values of mean 0 and as
 # $n$ otherwise. Divide by a constant, the longest sequence of the *model*, as Kunlun and HSTU do
-# ({doc}`../operator/gdpa`); not by each sequence's own length, unless counts must not matter, nor
-# by the longest of the *batch*, which couples its users again.
+# ({doc}`../operator/gdpa`). Do not divide by each sequence's own length, unless counts must not
+# matter, nor by the longest of the *batch*, which couples its users again.
 #
-# **The scores.** $1/\sqrt d$ gives scores of about 1, where GELU bends. With `scale=1/2048` GELU is
-# $x/2$: linear attention at the cost of attention. Large scores learn little: GELU's slope is below
-# 0.01 for {glue:text}`dead_1:.1f` % of scores of standard deviation 1 and for
-# {glue:text}`dead_8:.0f` % at 8. `qk_norm=True` bounds them, with a learned weight.
+# **The scores.** A scale of $1/\sqrt d$ gives scores of about 1, where GELU bends. With
+# `scale=1/2048` GELU is $x/2$, which makes linear attention at the cost of attention. Large scores
+# learn little, because GELU's slope is below 0.01 for {glue:text}`dead_1:.1f` % of scores of
+# standard deviation 1 and for {glue:text}`dead_8:.0f` % at 8. `qk_norm=True` bounds them, with a
+# learned weight.
 #
 # ## Exercises
 #
@@ -345,7 +362,7 @@ chapter.table(table.reset_index(names="pooling with"), computed="fp32 on a CPU")
 # :label: ex-train-average
 #
 # Divide the output of each sequence by its own length in two ways without changing the operator,
-# one after it and one before it. Which one changes dK? *(code, ten minutes)*
+# one after it and one before it. Which one changes dK? *(paper, then code; ten minutes)*
 # :::
 
 # %% tags=["remove-cell"]
@@ -377,7 +394,7 @@ chapter.glue(**{name: share.item() for name, share in dead.items()})
 # GELU(0) = 0, so the output is right, and dV = PᵀdO too. But GELU'(0) = 0.5: dS of a masked pair is
 # half of dP, not 0. dQ is wrong by the masked keys, dK by the masked queries. If padded K, V and dO
 # are zeros, dP and K vanish there, and it is right by luck. With a causal mask, or with tiles that
-# reach into the neighbour, it is wrong. Our rungs mask P and the slope.
+# reach into the neighbour, it is wrong. Our kernels mask P and the slope.
 # :::
 #
 # :::{exercise} Scores in fp16

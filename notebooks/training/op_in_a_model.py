@@ -4,19 +4,18 @@
 # ---
 
 # %% [markdown]
-# # What does training ask of an operator?
+# # An operator for training keeps its arguments and refuses early
 #
-# A kernel computes a function or its gradients. A model wants more: to be differentiated, compiled,
-# cast, and stopped when it calls the operator wrongly.
+# A kernel computes a function or its gradients. A model wants more: an operator that can be
+# differentiated, compiled and cast, and that stops when it is called wrongly. What does that take?
 #
-# :::{admonition} In this chapter (15 minutes)
+# :::{admonition} In this chapter (20 minutes)
 # You will count what autograd keeps, see a custom operator as `torch.compile` does, and know which
 # questions to ask of any operator before you train with it. `gdpa` keeps its arguments and nothing
 # else; padded PyTorch keeps {glue:text}`eager_times:.0f` times as many bytes in a small example.
 # :::
 
-# %%
-import textwrap
+# %% tags=["hide-input"]
 from collections.abc import Callable
 
 import pandas as pd
@@ -45,14 +44,6 @@ data_dir = "data"
 # %% tags=["remove-cell"]
 chapter = Chapter("training/op_in_a_model", mode=mode, device=device, data_dir=data_dir)
 BACKWARD = [rung.impl for rung in ladder.BACKWARD_RUNGS]
-
-# %% tags=["remove-input"]
-# | name: fig-train-kept
-# | caption: >
-# |   What autograd keeps for one call of gdpa-self-full-1024 beside q, k and v.
-# | alt: >
-# |   Three horizontal bars in GiB: nothing for gdpa, a little more than one tensor for a fused
-# |   softmax operator, by far the most for padded PyTorch.
 BIG = workload("gdpa-self-full-1024")
 rows = BIG.total_q * BIG.num_heads_q
 held = {
@@ -60,6 +51,17 @@ held = {
     "PyTorch: scores, activations": 2 * 2 * rows * BIG.max_seqlen_k,
 }  # fmt: skip
 kept_gib = pd.Series(held) / 2**30
+assert kept_gib["gdpa"] == 0 < kept_gib.iloc[1] < kept_gib.iloc[2], "the caption says so"
+
+# %% tags=["remove-input"]
+# | name: fig-train-kept
+# | caption: >
+# |   **GDPA leaves nothing behind for its backward pass; softmax leaves a tensor, and padded
+# |   PyTorch all scores.** What autograd keeps for one call on full batches of 1,024 tokens, beside
+# |   q, k and v.
+# | alt: >
+# |   Three horizontal bars in GiB: nothing for gdpa, a little more than one tensor for a fused
+# |   softmax operator, by far the most for padded PyTorch.
 chart = charts.bars(kept_gib, xlabel="GiB", highlight=["gdpa"], form=".2f")
 chapter.figure(chart, modelled="bytes of the tensors, bf16", data=kept_gib.reset_index())
 
@@ -67,10 +69,28 @@ chapter.figure(chart, modelled="bytes of the tensors, bf16", data=kept_gib.reset
 # ## What autograd keeps
 #
 # The gradients are functions of q, k, v, the offsets and the incoming gradient
-# ({doc}`../backward/by_hand`). `saved_tensors_hooks` reports what is saved for the backward pass;
-# the function below counts everything except its arguments.
+# ({doc}`../backward/by_hand`), so the forward pass need not save anything else. PyTorch can tell:
+# `saved_tensors_hooks` calls a function of yours for every tensor that autograd saves. These lines
+# count the bytes of all that are not arguments:
+
 
 # %%
+def kept(function: Callable, *given: torch.Tensor) -> int:
+    """Bytes that autograd keeps for `function`, beside those given."""
+    own = {x.untyped_storage().data_ptr() for x in given}
+    memory = {}
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        storage = x.untyped_storage()
+        memory[storage.data_ptr()] = storage.nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        function()
+    return sum(size for at, size in memory.items() if at not in own)
+
+
+# %% tags=["remove-cell"]
 torch.manual_seed(0)
 LENGTHS = [40, 0, 7, 90, 23]
 ENDS = cu_seqlens(LENGTHS, "cpu")
@@ -83,19 +103,6 @@ def leaves(dim: int = 64, heads: int = 2, dtype=torch.float32) -> list[torch.Ten
     return [torch.randn(shape).to(dtype).requires_grad_() for _ in range(3)]
 
 
-def kept(function: Callable, *given: torch.Tensor) -> int:
-    """Bytes that autograd keeps for `function`, beside those given."""
-    own, memory = {x.untyped_storage().data_ptr() for x in given}, {}
-
-    def pack(x: torch.Tensor) -> torch.Tensor:
-        memory[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
-        return x
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        function()
-    return sum(size for at, size in memory.items() if at not in own)
-
-
 def eager() -> torch.Tensor:
     """The same function from PyTorch's own operators, padded."""
     pad = nn.utils.rnn.pad_sequence
@@ -103,52 +110,55 @@ def eager() -> torch.Tensor:
     return F.gelu(q_ @ k_.mT * 64**-0.5, approximate="tanh") @ v_
 
 
+def refusal(call: Callable[[], object]) -> str:
+    """What a call raises, as a line."""
+    try:
+        call()
+    except (TypeError, ValueError, NotImplementedError, RuntimeError) as error:
+        return f"{type(error).__name__}: {' '.join(str(error).split())}"
+    raise AssertionError("must be refused")
+
+
 q, k, v = leaves()
 ours, theirs = kept(lambda: gdpa(q, k, v, *CALL), q, k, v, ENDS), kept(eager, q, k, v)
-print(f"gdpa: {ours:,} bytes; padded PyTorch: {theirs:,} bytes; q, k and v: {3 * q.nbytes:,}")
-
-# %% tags=["remove-cell"]
 assert ours == 0 and theirs > 4 * 3 * q.nbytes, "the text: its arguments and nothing else"
-chapter.glue(eager_times=1 + theirs / (3 * q.nbytes))
-
-# %% [markdown]
-# A model may still keep the output, which the next linear layer needs for its weight's gradient.
-# What GDPA always spares it is the log-sum-exp, and the kernel for the row sums of $dO \odot O$.
-#
-# What is kept must not change before use. Autograd checks the offsets' version like any tensor's:
-
-# %%
 moved = ENDS.clone()
 out = gdpa(q, k, v, moved, moved, *CALL[2:])
 moved[1] = 30
-try:
-    out.sum().backward()
-except RuntimeError as error:
-    print(str(error).split(":")[0])
+changed = refusal(lambda: out.sum().backward()).split(":")[1].strip()
+assert "modified by an inplace operation" in changed, "the text says so"
+chapter.glue(eager_times=1 + theirs / (3 * q.nbytes), theirs=theirs, given=3 * q.nbytes)
 
 # %% [markdown]
+# On {glue:text}`given:,.0f` bytes of q, k and v, `gdpa` keeps 0 bytes more, and padded PyTorch
+# {glue:text}`theirs:,.0f`. A model may still keep the output, which the next linear layer needs for
+# the gradient of its weight. What GDPA always spares it is the log-sum-exp of softmax, and a kernel
+# for the row sums of $dO \odot O$.
+#
+# What is kept must not change before it is used. Autograd checks the offsets' version as it does
+# with any tensor. If offsets are overwritten between the forward and the backward pass, `backward`
+# raises an error instead of computing with the wrong lengths.
+#
 # ## An operator of PyTorch
 #
 # `gdpa` checks its arguments and calls one operator; its gradients come from a second one. Both are
-# registered with `torch.library`, with a schema and a *fake kernel* that knows shapes and no
-# values. An `autograd.Function` of a few lines makes them one differentiable function.
+# registered with `torch.library`, each with a schema and a *fake kernel* that knows shapes and no
+# values. An `autograd.Function` of a few lines makes them one differentiable function. Whether
+# schema and fake kernel tell the truth about the real kernel is checked by one call:
+#
+# ```python
+# torch.library.opcheck(torch.ops.gdpa_kernels.gdpa_forward.default, arguments)
+# ```
 
-# %%
+# %% tags=["remove-cell"]
 OPERATORS = torch.ops.gdpa_kernels.gdpa_forward, torch.ops.gdpa_kernels.gdpa_backward
 with FakeTensorMode() as fake:
     shapes = [fake.from_tensor(x) for x in (*leaves(), ENDS)]
-    print("fake:", gdpa(*shapes[:3], shapes[3], shapes[3], *CALL[2:]))
+    assert gdpa(*shapes[:3], shapes[3], shapes[3], *CALL[2:]).shape == q.shape
 tensors = (*(x.detach() for x in leaves(16)), *CALL[:2], [])
 options = (None, *CALL[2:], "gelu_tanh", 0.25, 1.0, False, None, False, "v0_eager", "reference")
-for name, verdict in torch.library.opcheck(OPERATORS[0].default, (*tensors, *options)).items():
-    print(f"{name}: {verdict}")
-
-# %% [markdown]
-# `opcheck` compares schema and fake kernel with the real ones. `torch.compile(fullgraph=True)`
-# refuses any graph break. The backend below compiles nothing: it records what it is given over
-# three batches of different sizes.
-
-# %%
+verdicts = torch.library.opcheck(OPERATORS[0].default, (*tensors, *options))
+assert set(verdicts.values()) == {"SUCCESS"}, "the text says so"
 graphs: list[tuple[str, list[str]]] = []
 
 
@@ -171,24 +181,24 @@ compiled = torch.compile(loss_of, fullgraph=True, dynamic=True, backend=backend)
 for lengths in ([5, 0, 17, 6], [11, 3, 0, 0, 9, 2], [30] * 9):
     tensors = [torch.randn(sum(lengths), 2, 16, requires_grad=True) for _ in range(3)]
     compiled(*tensors, cu_seqlens(lengths, "cpu"), max(lengths)).backward()
-for name, targets in graphs:
-    print(f"{name}: {', '.join(targets)}")
-
-# %% tags=["remove-cell"]
 assert [name for name, _ in graphs] == ["forward", "backward"], "the text: one graph each way"
 assert sum("gdpa" in target for _, targets in graphs for target in targets) == 2
+chapter.glue(checks=len(verdicts))
 
 # %% [markdown]
-# Three batches, one graph each way, and in each the operator is one node: the compiler fuses what
-# is around it and does not look inside. A compiled program checks shapes and types, but not the
-# values of the offsets, which it never reads.
+# All {glue:text}`checks:.0f` of its tests pass. `torch.compile(fullgraph=True)` refuses any break
+# in the graph. We gave it a backend that compiles nothing and records what it is given, and three
+# batches of different sizes. It got one graph for the forward and one for the backward pass, each
+# with the operator as a single node. In other words, the compiler fuses what is around the operator
+# and does not look inside, and new lengths do not compile anything again. A compiled program checks
+# shapes and types, but not the values of the offsets, which it never reads.
 #
 # ## Only what is asked for
 #
 # A frozen embedding needs no gradient. Autograd says so in `needs_input_grad`, and the operator
-# passes it on. The kernels that each rung launches, in the emulator:
+# passes it on. The kernels that each backward pass launches:
 
-# %%
+# %% tags=["remove-cell"]
 half = leaves(128, 1, torch.bfloat16)
 
 
@@ -205,19 +215,24 @@ def launched(impl: str, needs: str) -> str:
 MATMULS = {"q": "S, dP, dQ", "k": "S, dP, dK", "v": "S, dV", "qkv": "S, dP, dV, dK, dQ"}
 SHOWN = ("v1_tiled_backward", "v2_fused_backward", "v4_warp_specialized_backward")
 found = {needs: [launched(impl, needs) for impl in SHOWN] for needs in MATMULS}
+takes = [impl for impl in BACKWARD if ladder.rung(impl).takes("backward", "needs")]
+chapter.glue(thrifty=" and ".join(f"backward {impl.split('_')[0]}" for impl in takes))
+assert found["q"][0] == "queries" and found["v"][0] == "keys", "the text says so"
 
 # %% tags=["remove-input"]
-frame = pd.DataFrame(found, index=[impl.split("_")[0] for impl in SHOWN]).T
+frame = pd.DataFrame(found, index=[f"backward {impl.split('_')[0]}" for impl in SHOWN]).T
 frame.insert(0, "matmuls needed", MATMULS)
-takes = [impl for impl in BACKWARD if ladder.rung(impl).takes("backward", "needs")]
-chapter.glue(thrifty=", ".join(takes))
-assert found["q"][0] == "queries" and found["v"][0] == "keys", "the text says so"
-chapter.table(frame.reset_index(names="gradients of"), emulated="kernels of a backward pass")
+chapter.table(
+    frame.reset_index(names="gradients of"), name="tab-train-needs",
+    caption="**Backward v1 leaves out a whole kernel, v4 nothing.** Kernels that a backward pass "
+    "launches, by the arguments that need a gradient.",
+    emulated="kernels of a backward pass",
+)  # fmt: skip
 
 # %% [markdown]
-# The request reaches the kernels of {glue:text}`thrifty`. v1 leaves out a whole kernel, the fused
-# ones the matmuls, the fp32 dQ and its conversion. The other rungs compute all three gradients, and
-# the operator drops the rest.
+# The request reaches the kernels of {glue:text}`thrifty`. The fused ones leave out the matmuls, the
+# fp32 dQ and its conversion. The others compute all three gradients, and the operator drops the
+# rest.
 #
 # ## Gradients of any strides
 #
@@ -226,10 +241,11 @@ chapter.table(frame.reset_index(names="gradients of"), emulated="kernels of a ba
 # %%
 seen = []
 out = gdpa(q, k, v, *CALL)
-out.register_hook(lambda grad: seen.append(tuple(grad.stride())))
+out.register_hook(lambda grad: seen.append(grad.stride()))
 out.sum().backward()
-print(f"out.sum() sends back a gradient of shape {list(out.shape)} and strides {seen[0]}")
+print(f"shape {list(out.shape)}, strides {seen[0]}")
 
+# %% tags=["remove-cell"]
 same = []
 call = Batch(*half, *CALL, ("gelu_tanh",), 1.0)
 for impl in (rung.impl for rung in ladder.BACKWARD_RUNGS if rung.problem(call) is None):
@@ -242,69 +258,61 @@ for impl in (rung.impl for rung in ladder.BACKWARD_RUNGS if rung.problem(call) i
                 for given in (grad, grad.contiguous())
             )
             same.append(all(map(torch.equal, one, other)))
-print(f"the bits of the contiguous copy in {sum(same)} of {len(same)} cases")
-
-# %% [markdown]
-# A kernel that assumed contiguous rows would read beyond that one number. v1 has the strides of its
-# arguments as constants; the others copy a gradient that {term}`TMA` cannot read, and nothing else.
-# q, k and v may be strided too: slices of one packed projection are read where they are.
-#
-# ## What is refused
-#
-# An operator without second derivatives can return zeros, return nothing, or say so:
-
-
-# %%
-def refusal(call: Callable[[], object]) -> str:
-    """What a call raises, on lines of 90 characters."""
-    try:
-        call()
-    except (TypeError, ValueError, NotImplementedError, RuntimeError) as error:
-        return textwrap.fill(f"{type(error).__name__}: {error}", 90, subsequent_indent="    ")
-    raise AssertionError("must be refused")
-
-
-(dq,) = torch.autograd.grad(gdpa(q, k, v, *CALL).sum(), q, create_graph=True)
-print(refusal(lambda: dq.square().sum().backward()))
-forward_mode = (lambda x: gdpa(x, k, v, *CALL), (q.detach(),), (q.detach(),))
-print(refusal(lambda: torch.func.jvp(*forward_mode)))
-
-# %% [markdown]
-# The first error comes when the second derivative is used, not when `create_graph=True` allows it:
-# much code sets that flag and never differentiates. PyTorch itself refuses forward mode.
-#
-# An explicit `backward_impl` that cannot take the call is refused when the *output* is computed: an
-# hour later, inside `backward()`, nobody would know which call it was. Layers check as well:
-
-# %%
-layer = GDPASelfAttention(32, 4, max_seqlen=90)
-tokens = torch.randn(sum(LENGTHS), 32)
-WRONG = {
-    "a rung that needs a GPU": lambda: gdpa(q, k, v, *CALL, backward_impl="v1_tiled_backward"),
-    "not a jagged batch": lambda: layer(tokens),
-    "rows without an owner": lambda: layer((tokens, ENDS[:-1])),
-    "longer than max_seqlen": lambda: GDPASelfAttention(32, 4, max_seqlen=64)((tokens, ENDS)),
-    "a summary too few": lambda: PFFN(32, 4, 8, 6)((tokens, ENDS), torch.randn(4, 8)),
-    "heads that do not divide": lambda: PMA(32, 5, 3),
-}
-for name, call in WRONG.items():
-    print(f"{name}:\n  {refusal(call)}")
-
-# %% [markdown]
-# ## Autocast
-#
-# Under autocast q, k and v are cast as PyTorch's own attention casts them, and gradients come back
-# in the type of the leaves. Inside a rung autocast is off, so that a reference made of PyTorch's
-# operators is not cast again.
-
-# %%
+assert all(same), "the text: the bits of the contiguous copy"
 single = leaves()
 with torch.autocast("cpu", dtype=torch.bfloat16):
     out = gdpa(*single, *CALL)
 out.float().sum().backward()
-print(f"out {out.dtype}, gradients {[str(x.grad.dtype) for x in single]}")
+assert out.dtype == torch.bfloat16 and {x.grad.dtype for x in single} == {torch.float32}
+chapter.glue(cases=len(same))
 
 # %% [markdown]
+# The gradient of a sum is one number, expanded to the shape of the output with strides of zero. A
+# kernel that assumed contiguous rows would read beyond that number. In the emulator, an expanded
+# and a transposed gradient give the bits of the contiguous copy in all {glue:text}`cases:.0f`
+# cases. Backward v1 takes any strides; the others copy a gradient that {term}`TMA` cannot read, and
+# nothing else. q, k and v may be strided too, so slices of one packed projection are read where
+# they are.
+#
+# *Autocast.* Under autocast q, k and v are cast as PyTorch's own attention casts them, and
+# gradients come back in the type of the leaves. Inside a kernel's wrapper autocast is off, so that
+# a reference made of PyTorch's operators is not cast again.
+#
+# ## What is refused
+#
+# An operator without second derivatives can return zeros, return nothing, or say so. A call that
+# cannot be computed can fail in `backward()`, an hour later, when nobody knows which call it was;
+# or at once, when the *output* is computed. Messages of `gdpa` and of the layers built on it:
+
+# %% tags=["remove-cell"]
+(dq,) = torch.autograd.grad(gdpa(q, k, v, *CALL).sum(), q, create_graph=True)
+layer = GDPASelfAttention(32, 4, max_seqlen=90)
+tokens = torch.randn(sum(LENGTHS), 32)
+WRONG = {
+    "second derivative": lambda: dq.square().sum().backward(),
+    "GPU kernel on a CPU": lambda: gdpa(q, k, v, *CALL, backward_impl="v1_tiled_backward"),
+    "not a jagged batch": lambda: layer(tokens),
+    "rows without an owner": lambda: layer((tokens, ENDS[:-1])),
+    "longer than allowed": lambda: GDPASelfAttention(32, 4, max_seqlen=64)((tokens, ENDS)),
+    "a summary too few": lambda: PFFN(32, 4, 8, 6)((tokens, ENDS), torch.randn(4, 8)),
+    "heads do not divide": lambda: PMA(32, 5, 3),
+}
+says = {name: refusal(call) for name, call in WRONG.items()}
+refusal(lambda: torch.func.jvp(lambda x: gdpa(x, k, v, *CALL), (q.detach(),), (q.detach(),)))
+
+# %% tags=["remove-input"]
+shown = pd.DataFrame({"wrong": list(says), "error": [f"``{text}``" for text in says.values()]})
+chapter.table(
+    shown, name="tab-train-refused",
+    caption="**Each wrong call names what must be given and what it got.** Errors of `gdpa` and of "
+    "the layers.", computed="calls on a CPU",
+)  # fmt: skip
+
+# %% [markdown]
+# The first error comes when the second derivative is *used*, not when `create_graph=True` allows
+# it, since much code sets that flag and never differentiates. Forward-mode differentiation is
+# refused by PyTorch itself.
+#
 # {doc}`layers` builds on the operator, {doc}`host_time` times its calls.
 #
 # ## Exercises
@@ -337,14 +345,15 @@ assert size == sum(LENGTHS) * (1536 + 512) * 2, "the answer says so"
 # :label: ex-train-frozen
 #
 # k and v come from a frozen tower. Which of the five matmuls of the backward pass are needed, and
-# what share of its FLOPs? What remains of it in v1, and in v4? *(the table above, five minutes)*
+# what share of its FLOPs? What remains of it in backward v1, and in v4? *(paper, with
+# {numref}`tab-train-needs`; five minutes)*
 # :::
 #
 # :::{solution} ex-train-frozen
 # :class: dropdown
 #
-# S, dP and dQ, three of five, 60 %. v1 launches the kernel over queries alone. v4 launches the same
-# kernels as ever and computes all five.
+# S, dP and dQ, three of five, 60 %. Backward v1 launches the kernel over queries alone. Backward v4
+# launches the same kernels as ever and computes all five.
 # :::
 #
 # :::{exercise} Offsets in a compiled program

@@ -5,20 +5,22 @@
 # ---
 
 # %% [markdown]
-# # Two GPUs
+# # Two GPUs: an uneven deal costs more than communication
 #
-# Jagged batches give ranks unequal work, and every step ends when the slowest has. What does that
-# cost, and what do gradients on their way cost?
+# Jagged batches give the ranks of a training job unequal work, and every step ends when the slowest
+# rank has finished. What does that cost, and what do gradients on their way cost?
 #
-# :::{admonition} In this chapter (10 minutes)
-# You will tell waiting for a slower rank from waiting for gradients, deal rows so that ranks are
-# equal, and see when that matters. On two H200s we train {glue:text}`weak:.2f` times the samples of
-# one. With 128 long rows a rank, a bad deal makes the slower one {glue:text}`sorted_many:.2f` times
-# as slow as the mean, a good one {glue:text}`balanced_many:.3f`.
+# :::{admonition} In this chapter (30 minutes)
+# You will tell waiting for a slower rank from waiting for gradients, count the bytes of the
+# collectives, see what communication does to a persistent kernel, and deal rows so that ranks are
+# equal. On two H200s we train {glue:text}`weak:.2f` times the samples of one. With 128 long rows
+# per rank, a bad deal makes a step {glue:text}`sorted_step:.2f` times as long as a good one.
 # :::
 
-# %%
-from _lib import steps
+# %% tags=["hide-input"]
+import pandas as pd
+
+from _lib import drawings, steps
 from gdpa_lab.measuring import record
 from gdpa_lab.report.chapter import Chapter
 
@@ -27,7 +29,7 @@ mode = "replay"
 device = "cpu"
 data_dir = "data"
 
-# %%
+# %% tags=["remove-cell"]
 chapter = Chapter("training/ranks", mode=mode, device=device, data_dir=data_dir)
 LONG = ["--law", "half", "--max-seqlen", 4096]
 DEALS = ["--deals", "order", "snake", "sorted", "balanced"]
@@ -39,8 +41,6 @@ RUNS = {
     "32 rows a rank": (2, ["--engine", "ddp", "--batch", 64, *LONG, *DEALS]),
     "128 rows a rank": (2, ["--engine", "ddp", "--batch", 256, *LONG, *DEALS]),
 }
-
-# %% tags=["remove-cell"]
 NUMBERS = ("engine", "deal", "ranks", "batch", "step_s", "samples_per_s", "slowest_s", "skew")
 
 
@@ -61,102 +61,237 @@ def _(session):
     session.tables["samples"] = record.Table(columns, tuple(samples))
 
 
-# %% [markdown]
-# ## What is measured
-#
-# `examples/ranks.py` runs KunlunLite ({doc}`step`) under torchrun, on PyTorch's own engines: DDP,
-# which averages gradients while backward still runs, and FSDP2, which also shards the weights. For
-# each way to deal rows it times whole steps. Then the same steps without any communication
-# (`no_sync`), each rank on its own: the slowest of them is what the step must wait for, and what a
-# step takes beyond that is communication nobody hides.
-#
-# | rows go | |
-# |:--|:--|
-# | `order` | as they come |
-# | `snake` | groups of 16, heaviest first, to and fro over the ranks |
-# | `sorted` | the longest half to rank 0: the worst case |
-# | `balanced` | the longest first, each to the rank with the least work that has room |
-#
-# ## Predictions
-#
-# From lengths alone, with work $n^2 + 4{,}096 n$ for a row of n tokens, and from the bytes of the
-# gradients: about 200 MB, 0.7 ms by a script's all-reduce on such a pair.
-
-# %%
 ranks = chapter.recorded("ranks").set_index(["run", "deal"])
 one, twice = ranks.loc["one GPU", "balanced"], ranks.loc["DDP, twice the rows", "balanced"]
 weak = twice["samples_per_s"] / one["samples_per_s"]
 strong = ranks.loc[("DDP, the same rows", "balanced"), "samples_per_s"] / one["samples_per_s"]
 exposed = 1e3 * (ranks["step_s"] - ranks["slowest_s"])
 few, many = (ranks.loc[f"{n} rows a rank"] for n in (32, 128))
-
-# %% tags=["remove-input"]
-chapter.predict(
-    "Two GPUs with twice the rows train so many times the samples of one.",
-    weak,
-    least=1.9,
-    most=2.0,
-)
-chapter.predict("Communication that a DDP step does not hide.", exposed["DDP, twice the rows",
-                "balanced"], most=1, unit=" ms")  # fmt: skip
-chapter.predict("32 rows a rank in order: slowest over mean.", few.loc["order", "skew"],
-                least=1.05, most=1.19)  # fmt: skip
-chapter.predict("128 rows a rank in order.", many.loc["order", "skew"], least=1.0, most=1.09)
-chapter.predict("Balanced, 32 rows.", few.loc["balanced", "skew"], most=1.02)
-
-# %% [markdown]
-# ## Measurement
-
-# %% tags=["remove-input"]
-shown = ranks.assign(
-    step_ms=1e3 * ranks["step_s"], own_ms=1e3 * ranks["slowest_s"], exposed=exposed
-)
-names = {"step_ms": "step, ms", "own_ms": "slowest rank alone, ms", "exposed": "beyond it, ms",
-         "skew": "slowest / mean", "tokens_most_over_mean": "most tokens / mean",
-         "samples_per_s": "rows/s"}  # fmt: skip
-table = shown[list(names)].rename(columns=names).round(3).reset_index()
-chapter.table(table, data=ranks.reset_index(), measured=[chapter.record().id])
-chapter.lacks("samples", "This record keeps medians of steps, not the steps. Its system names one "
-              "GPU; the rows of two ran on two of them.")  # fmt: skip
-
-# %% tags=["remove-cell"]
+LINK_GBYTES, GRADIENTS = 450, 200  # of NV18 in one direction, in GB/s; of the model, in MB
 chapter.glue(
     weak=weak, strong=strong, link=ranks["link"].iloc[0], sorted=few.loc["sorted", "skew"],
     many=many.loc["order", "skew"], sorted_many=many.loc["sorted", "skew"],
+    sorted_step=many.loc["sorted", "step_s"] / many.loc["balanced", "step_s"],
     balanced_many=many.loc["balanced", "skew"], most=many.loc["sorted", "tokens_most_over_mean"],
     quarter=250 * many.loc["balanced", "step_s"], least=1e3 * few["step_s"].min(),
-    longest=1e3 * few["step_s"].max(),
-    fsdp=ranks.loc[("FSDP2, twice the rows", "balanced"), "step_s"] / twice["step_s"],
+    longest=1e3 * few["step_s"].max(), exposed=exposed["DDP, twice the rows", "balanced"],
+    spread=exposed["32 rows a rank"].max() - exposed["32 rows a rank"].min(),
+    lowest=exposed["32 rows a rank"].min(), moving=GRADIENTS / LINK_GBYTES,
+    fsdp=100 * (ranks.loc[("FSDP2, twice the rows", "balanced"), "step_s"] / twice["step_s"] - 1),
+)  # fmt: skip
+assert exposed["32 rows a rank"].min() < 0 < exposed["128 rows a rank"].min(), "the text says so"
+chapter.predict(
+    "Two GPUs with twice the rows train 1.9 to 2.0 times the samples of one.",
+    weak, least=1.9, most=2.0,
+)  # fmt: skip
+chapter.predict(
+    "A DDP step hides all but one millisecond of its communication.",
+    exposed["DDP, twice the rows", "balanced"], most=1, unit=" ms",
+)  # fmt: skip
+chapter.predict(
+    "With 32 rows per rank in the order they come, the slower rank takes 1.05 to 1.19 times the "
+    "mean.",
+    few.loc["order", "skew"], least=1.05, most=1.19,
+)  # fmt: skip
+chapter.predict(
+    "With 128 rows per rank in the order they come, the slower rank takes at most 1.09 times the "
+    "mean.",
+    many.loc["order", "skew"], least=1.0, most=1.09, shown=False,
+)  # fmt: skip
+chapter.predict(
+    "With 32 balanced rows per rank, the slower rank takes at most 1.02 times the mean.",
+    few.loc["balanced", "skew"], most=1.02, shown=False,
+)  # fmt: skip
+
+
+def trace(run: str, deal: str) -> pd.DataFrame:
+    """A step of two GPUs, from medians: what each computes, and what it waits for."""
+    row = 1e3 * ranks.loc[(run, deal), ["step_s", "slowest_s"]].astype(float)
+    slow = row["slowest_s"]
+    fast = 2 * slow / ranks.loc[(run, deal), "skew"] - slow
+    bars = [(gpu, 0.0, own, f"{own:.0f} ms") for gpu, own in enumerate((slow, fast))]
+    bars += [(gpu, own, row["step_s"] - own, "") for gpu, own in enumerate((slow, fast))]
+    return pd.DataFrame(bars, columns=["lane", "start", "time", "label"])
+
+
+# %% tags=["remove-input"]
+# | name: fig-ranks-steps
+# | caption: >
+# |   **If all the long rows go to one GPU, the other one waits for most of the step; communication
+# |   hardly shows.** One step on two GPUs (rows 0 and 1), drawn from medians. Bars: the time that a
+# |   GPU takes for its own rows. Thin: it waits, for the other GPU or for gradients.
+# | alt: >
+# |   Four panels with two bars each. In three panels both bars end together, with a hardly visible
+# |   thin line behind them. With sorted rows one bar is about three times as long as the other,
+# |   whose thin line fills the rest.
+DRAWN = {"576 rows a rank, balanced": ("DDP, twice the rows", "balanced")}
+DEALT = {"balanced": "balanced", "order": "as they come", "sorted": "sorted"}
+DRAWN |= {f"128 long rows, {text}": ("128 rows a rank", deal) for deal, text in DEALT.items()}
+panels = {title: trace(*at) for title, at in DRAWN.items()}
+chart = drawings.gantt(panels, xlabel="ms", hue="v1_tiled")
+waits = panels["128 long rows, sorted"]
+assert waits["time"].iloc[-1] > 0.5 * waits["time"].iloc[0], "the caption says so"
+chapter.figure(chart, data=ranks.reset_index(), measured=[chapter.record().id])
+
+# %% [markdown]
+# ## Two kinds of waiting
+#
+# `examples/ranks.py` runs KunlunLite ({doc}`step`) on PyTorch's own engines, one process per GPU.
+# *DDP* keeps the whole model on every rank and averages gradients while the backward pass is still
+# running. *FSDP2* also shards the weights, so each rank holds a part of them and gathers the rest
+# when it needs them. A rank that waits for a slower one and a rank that waits for gradients look
+# alike in the time of a step. Timed twice, they can be told apart: once as usual, then without any
+# communication (`no_sync`), each rank on its own. The slowest rank alone is what the step *must*
+# wait for. The remainder is {term}`exposed communication`, that is, communication that no
+# computation hides.
+
+# %% tags=["remove-input"]
+names = {"step_ms": "step, ms", "own_ms": "slowest alone, ms", "exposed": "exposed, ms",
+         "samples_per_s": "rows/s"}  # fmt: skip
+shown = ranks.assign(
+    step_ms=1e3 * ranks["step_s"], own_ms=1e3 * ranks["slowest_s"], exposed=exposed
+)
+engines = shown.xs("balanced", level="deal")[list(names)].rename(columns=names).iloc[:4]
+chapter.table(
+    engines.reset_index(), missing="", name="tab-ranks-engines",
+    digits={"step, ms": 1, "slowest alone, ms": 1, "exposed, ms": 1, "rows/s": 0},
+    caption="**Two GPUs train almost twice the rows of one, and under a millisecond of "
+    "communication is exposed.** Half-full batches of 1,024 tokens, balanced.",
+    data=ranks.reset_index(), measured=[chapter.record().id],
+)  # fmt: skip
+assert exposed["DDP, twice the rows", "balanced"] < 1, "the caption says so"
+chapter.lacks("samples", "This record keeps medians of steps, not the steps. Its system names one "
+              "GPU; the rows of two ran on two of them.")  # fmt: skip
+
+# %% [markdown]
+# With twice the rows, two GPUs train {glue:text}`weak:.2f` times the rows of one; with the same
+# rows in total, {glue:text}`strong:.2f` times. An FSDP2 step takes {glue:text}`fsdp:.0f` % longer
+# than a DDP step. This model fits on one GPU many times over, and sharding it only adds messages.
+#
+# ## The bytes of the collectives
+#
+# A {term}`collective` is a transfer in which all ranks take part. DDP needs one kind, the
+# *all-reduce*: every rank has gradients of its own and needs their sum. Done in a ring of $R$
+# ranks, it has two halves. In a *reduce-scatter* each rank ends up with one $R$-th of the sum; in
+# an *all-gather* it collects the other parts. In each half a rank sends $(R-1)/R$ of the $G$ bytes.
+# FSDP2 gathers the weights twice, before the forward and again before the backward pass, and
+# reduce-scatters the gradients. If weights and gradients travel in the same precision:
+#
+# | | collectives of a step | a rank sends | 2 ranks | 8 ranks |
+# |:--|:--|:--|--:|--:|
+# | DDP | all-reduce of gradients | $2\,\frac{R-1}{R}\,G$ | 200 MB | 350 MB |
+# | FSDP2 | all-gather of weights, twice; reduce-scatter | $3\,\frac{R-1}{R}\,G$ | 300 MB | 525 MB |
+#
+# The columns are for our model with about 200 MB of gradients. The H200s are joined by
+# {glue:text}`link`, eighteen links with 450 GB/s in each direction, so DDP's bytes take
+# {glue:text}`moving:.2f` ms at the least (modelled). We exposed {glue:text}`exposed:.1f` ms, mainly
+# that of the last gradients, which no computation is left to hide. Between machines, with a tenth
+# of that rate per GPU, the same bytes would take as many times longer. In other words, on one host
+# communication is small change, and across hosts it must be hidden.
+#
+# ## Communication beside a persistent kernel
+#
+# Hiding communication means that NCCL's kernels run *beside* ours, and they occupy SMs, one per
+# channel. For an ordinary kernel that is a small loss: if NCCL holds 16 of 132 SMs, the blocks are
+# spread over the other 116, and the kernel takes 14 % longer. A {term}`persistent kernel` is more
+# sensitive. Ours launch one program per SM and divide the list of work beforehand: program $p$
+# takes items $p$, $p + 132$, $p + 264$ and so on. Sixteen programs find no free SM. They start when
+# others have ended, with a full share each, so the kernel takes *twice* as long:
+
+# %% tags=["remove-input"]
+# | name: fig-ranks-nccl
+# | caption: >
+# |   **With static shares a persistent kernel takes twice its time if it lacks a few SMs; with a
+# |   shared counter it takes only as much longer as SMs are missing.** Modelled: six SMs, of which
+# |   communication holds two (thin lines), and six programs of four items; numbers are programs.
+# | alt: >
+# |   Two panels of six lanes. Left, lanes 0 and 1 run their program and then a second one, and end
+# |   at 8; lanes 2 and 3 idle from 4 on. Right, lanes 0 to 3 run six items each and end at 6.
+held = [(lane, 0.0, 8.0, "") for lane in (4, 5)]
+static = [(lane, start + i, 1.0, f"{program}") for lane, start, program in
+          [(0, 0, 0), (1, 0, 1), (2, 0, 2), (3, 0, 3), (0, 4, 4), (1, 4, 5)]
+          for i in range(4)]  # fmt: skip
+counter = [(lane, float(i), 1.0, f"{lane}") for lane in range(4) for i in range(6)]
+columns = ["lane", "start", "time", "label"]
+panels = {"static shares: 8": pd.DataFrame(static + held, columns=columns),
+          "a shared counter: 6": pd.DataFrame(counter + [(x, 0.0, 6.0, "") for x, *_ in held],
+                                              columns=columns)}  # fmt: skip
+chart = drawings.gantt(panels, xlabel="time of an item", hue="v1_tiled")
+chapter.figure(chart, modelled="six SMs, 24 items, two SMs held throughout")
+
+# %% [markdown]
+# The other order is no better. If the persistent kernel comes first, it fills every SM, NCCL's
+# programs find no room until it ends, and communication is not hidden at all. A profile shows
+# either case at once: our kernel with twice its usual time while an all-reduce runs, or an
+# all-reduce that starts only when our kernel has ended.
+#
+# There are three ways out: launch fewer programs than SMs; let programs take their next item from a
+# shared counter (Blackwell has hardware for it, {doc}`../blackwell/cta_pair`); or give NCCL fewer
+# channels (`NCCL_MAX_CTAS`). Our step needs none of them, because its all-reduce is short, but our
+# kernels do have static shares. Whether they ever took twice their time here was not measured.
+#
+# ## Dealing rows
+#
+# | deal | rows go |
+# |:--|:--|
+# | order | as they come |
+# | snake | in groups of 16, heaviest first, to and fro over the ranks |
+# | sorted | the longest half to rank 0: the worst case |
+# | balanced | the longest first, each to the rank with the least work that has room |
+#
+# The work of a row of $n$ tokens is taken as $n^2 + 4{,}096\,n$: attention grows with pairs,
+# projections with tokens. Rows have up to 4,096 tokens:
+
+# %% tags=["remove-input"]
+names = {"tokens_most_over_mean": "most tokens / mean", "skew": "slowest / mean",
+         "step_ms": "step, ms", "exposed": "exposed, ms"}  # fmt: skip
+deals = shown.loc[["128 rows a rank", "32 rows a rank"], list(names)].rename(columns=names)
+deals = deals.rename(index=lambda run: run.split()[0], level=0).rename_axis(["rows", "deal"])
+chapter.table(
+    deals.reset_index(), name="tab-ranks-deals",
+    digits={"most tokens / mean": 2, "slowest / mean": 2, "step, ms": 1, "exposed, ms": 1},
+    caption="**Balance decides with 128 rows per rank and is invisible with 32.** DDP on two GPUs.",
+    data=ranks.reset_index(), measured=[chapter.record().id],
 )  # fmt: skip
 
 # %% [markdown]
-# The link is {glue:text}`link`. With twice the rows two GPUs train {glue:text}`weak:.2f` times the
-# rows of one, with the same rows {glue:text}`strong:.2f` times. FSDP2 takes {glue:text}`fsdp:.2f`
-# times DDP's step: this model fits on one GPU many times over, and sharding it only adds messages.
+# With 128 rows, sorted, one rank has {glue:text}`most:.2f` times the mean of tokens and takes
+# {glue:text}`sorted_many:.2f` times as long as the mean. In the order they come, chance makes that
+# {glue:text}`many:.3f`, too little to care about; balanced, it is {glue:text}`balanced_many:.3f`.
+# The snake fails where a group of 16 contains a giant, since no other row of the group balances it.
 #
-# Rows with up to 4,096 tokens: sorted, one rank has {glue:text}`most:.2f` times the mean of tokens
-# and takes {glue:text}`sorted_many:.2f` times as long. In the order they come, chance makes that
-# {glue:text}`many:.3f`, too little to care; balanced {glue:text}`balanced_many:.3f`.
-#
-# ## The surprise: small ranks wait for their hosts
+# ## Small ranks wait for their hosts
 #
 # 32 rows should take a quarter of the time of 128, {glue:text}`quarter:.0f` ms. They take
-# {glue:text}`least:.0f` to {glue:text}`longest:.0f`, whatever the deal: in eager mode the host
-# enqueues more slowly than the device works, and unequal work hides behind it. Even sorted rows
-# cost only {glue:text}`sorted:.2f`. The predictions came from lengths alone and did not know the
-# host. Balance large batches; compile small ones first ({doc}`host_time`).
+# {glue:text}`least:.0f` to {glue:text}`longest:.0f` ms, whatever the deal. In eager mode the host
+# enqueues kernels more slowly than the device executes them, and unequal work disappears behind
+# that: even sorted rows make the slower rank only {glue:text}`sorted:.2f` times the mean. So
+# balance large batches, and compile small ones first ({doc}`host_time`).
 #
-# The snake over groups fails where one group holds the longest of all rows and nothing weighs
-# against it. On uniform lengths that does not happen.
+# The host also explains an impossible number in {numref}`tab-ranks-deals`, *negative* exposed
+# communication, down to {glue:text}`lowest:.1f` ms. It is the difference of two medians from two
+# runs. Where the host is the limit, a step varies by milliseconds from one run to the next, and the
+# values of the four deals scatter over {glue:text}`spread:.1f` ms. A difference of that size says
+# nothing about communication. Only the rows with 128 and more, where the device is the limit, do.
 #
+# ## What we predicted
+#
+# The predictions come from lengths alone, and from the bytes of the gradients: about 200 MB, 0.7 ms
+# by a script's all-reduce on such a pair.
+
+# %% tags=["remove-input"]
+chapter.predictions()
+
+# %% [markdown]
 # ## Is it right?
 #
-# In the tests two processes on a CPU train the same steps as one, with equal losses; a rank without
-# a token takes part; if a rank is killed the others end with an error that says so, and a run that
+# In the tests two processes on a CPU train the same steps as one, with equal losses. A rank without
+# a token takes part. If a rank is killed, the others end with an error that says so, and a run that
 # resumes from the last checkpoint, on another number of ranks too, has the same loss.
 #
 # ```bash
-# torchrun --nproc-per-node 2 examples/train.py --engine ddp --compile --checkpoint runs/first
+# torchrun --nproc-per-node 2 examples/train.py --engine ddp --compile \
+#     --checkpoint runs/first
 # ```
 #
 # ## Exercises
@@ -164,16 +299,16 @@ chapter.glue(
 # :::{exercise} More ranks
 # :label: ex-ranks-more
 #
-# The slowest of R ranks, each with 32 rows: how does it grow with R? *(ten lines,
-# `examples/data.py`)*
+# The slowest of R ranks, each with 32 rows: how does it grow with R? *(paper; ten lines with
+# `examples/data.py` to check)*
 # :::
 #
 # :::{solution} ex-ranks-more
 # :class: dropdown
 #
-# A work of this law has a standard deviation of 0.7 of its mean, a sum of 32 of 12 %, and the
-# largest of R normal numbers lies 1.4 (8 ranks) to 2.4 (64) deviations up: 1.18 and 1.29.
-# `deal(lengths, R, "order")` and `cost` give the exact value.
+# A row's work under this length distribution has a standard deviation of 0.7 of its mean, a sum of
+# 32 of 12 %, and the largest of R normal numbers lies 1.4 (8 ranks) to 2.4 (64) deviations up: 1.18
+# and 1.29. `deal(lengths, R, "order")` and `cost` give the exact value.
 # :::
 #
 # :::{exercise} What to balance
@@ -193,7 +328,7 @@ chapter.glue(
 # :label: ex-ranks-rows
 #
 # If ranks could have different numbers of rows, balancing would be easier. What goes wrong in the
-# gradient, and what mends it? *(paper)*
+# gradient, and what fixes it? *(paper)*
 # :::
 #
 # :::{solution} ex-ranks-rows
@@ -203,8 +338,30 @@ chapter.glue(
 # weigh more. Scale each rank's loss by its rows times ranks over all rows.
 # :::
 #
+# :::{exercise} An all-reduce beside a persistent kernel
+# :label: ex-ranks-nccl
+#
+# Eight GPUs of 132 SMs train with DDP. Gradients have 2 GB in fp32; a link carries 450 GB/s in each
+# direction. A backward kernel of 10 ms is persistent with static shares. (a) How many bytes does a
+# rank send, and how long does that take at the least? (b) The all-reduce runs on 8 SMs at half the
+# link's rate and starts just before the kernel. How long does the kernel take if it launches 132
+# programs? (c) And with 124 programs? With a shared counter? (d) Which of the three would you ship,
+# and what does it cost on one GPU? *(paper, thirty minutes, as in an exam)*
+# :::
+#
+# :::{solution} ex-ranks-nccl
+# :class: dropdown
+#
+# (a) 2 × 7/8 × 2 GB = 3.5 GB, 7.8 ms. (b) At half the rate the all-reduce takes 15.6 ms, longer
+# than the kernel. 124 programs start and end after 10 ms; the other 8 start then and need another
+# 10 ms: 20 ms. (c) With 124 programs each has 132/124 of the work, 10.6 ms. A shared counter gives
+# the same 10.6 ms while the 8 SMs are held, and would use them as soon as they are free. (d) The
+# counter costs an atomic addition per item and adapts. 124 programs cost 6 % in every step without
+# communication too, so make the number an option that the training script sets.
+# :::
+#
 # ## Takeaways
 #
 # - Time each rank without communication before you blame the network.
 # - Deal rows by work, equally many to each rank, once the device is the limit.
-# - A model that fits needs DDP, not sharding.
+# - A persistent kernel with static shares needs all the SMs that it was divided for.

@@ -5,20 +5,19 @@
 # ---
 
 # %% [markdown]
-# # What a faster kernel is worth to a step
+# # A training step: a faster kernel is worth its share
 #
 # These kernels are said to raise training throughput by more than 30 % {cite}`xu2026gdpa`. Of which
 # model, on which histories, compared with what?
 #
-# :::{admonition} In this chapter (15 minutes)
-# You will split a training step into kinds of operators, predict from the shares what exchanging
-# one of them is worth, and find the next thing to improve. On the H200 our attention makes a
-# compiled step {glue:text}`attention` times as fast as v1's; on half-full batches of 1,024 with
-# fused norms too {glue:text}`fused_fp32:.2f` times. A residual stream in bf16 is another change.
-# Three tables of 51 rows were worth more than either.
+# :::{admonition} In this chapter (30 minutes)
+# You will split a training step into kinds of operators, predict from the shares what replacing one
+# of them is worth, and find the next thing to improve. On the H200 our attention makes a compiled
+# step {glue:text}`attention` times as fast as v1's. Three embedding tables of 51 rows together were
+# worth more than fused norms, and a profile sorted by name hid them.
 # :::
 
-# %%
+# %% tags=["hide-input"]
 from _lib import rare_charts, steps
 from _lib.ratios import spread
 from gdpa_lab.measuring import record
@@ -29,16 +28,7 @@ mode = "replay"
 device = "cpu"
 data_dir = "data"
 
-# %% [markdown]
-# ## A model to measure
-#
-# `examples/` has KunlunLite, after Kunlun {cite}`hou2026kunlun`: self-attention, a
-# {term}`PFFN`, pooling by {term}`PMA`, interaction, at a width of 512, two layers, on generated
-# clicks of which the best possible loss is known. `python examples/step.py --help` says what can be
-# changed. It times steps of AdamW in bf16 autocast on the device, part by part, and asks PyTorch's
-# profiler for the kinds of operators. The attention is exchanged, and nothing else.
-
-# %%
+# %% tags=["remove-cell"]
 chapter = Chapter("training/step", mode=mode, device=device, data_dir=data_dir)
 LAWS = {
     "half-full 1,024": ["--law", "half"],
@@ -70,7 +60,6 @@ PARTS = ("step_s", "forward_s", "backward_s", "optimizer_s", "attention_alone_s"
 KINDS = ("attention", "norm", "matmul", "embedding", "optimizer", "compiled", "other")
 
 
-# %% tags=["remove-cell"]
 @chapter.measure
 def _(session):
     found, samples = [], []
@@ -87,15 +76,6 @@ def _(session):
     session.tables["samples"] = record.Table((*ids, "part", "sample", "time_s"), tuple(samples))
 
 
-# %% [markdown]
-# ## Predictions, from parts
-#
-# A model of the step, bytes and FLOPs of each part at the rates of this GPU, told before the first
-# run how many times as fast a step is with our attention instead of v1's. And byte counts of
-# the norms said how much a step loses to them in eager mode, and what one kernel in each direction
-# would give back.
-
-# %%
 found = chapter.recorded("steps").set_index(["law", "way", "kernel"])
 ms = 1e3 * found["step_s"].unstack("kernel")
 HALF, EVENTS, LONG = LAWS
@@ -104,35 +84,71 @@ gain = v1 / ours
 both = v1["compiled"] / ours["fused, bf16"]
 kinds = found[[f"{kind}_kind_s" for kind in KINDS]].mul(1e3)
 kinds.columns = list(KINDS)
-
-# %% tags=["remove-input"]
-chapter.predict("Half-full 1,024, eager.", gain["eager"][HALF], least=1.08, most=1.13)
-chapter.predict("MovieLens 25M events, eager.", gain["eager"][EVENTS], least=1.08, most=1.13)
-chapter.predict("Half-full 1,024, compiled.", gain["compiled"][HALF], least=1.15, most=1.20)
-chapter.predict("KuaiRand 2,048, compiled.", gain["compiled"][LONG], least=1.25, most=1.36)
 share = kinds["norm"] / kinds.sum(axis=1)
 eager_norm = 100 * share[HALF, "eager", "gdpa"]
-chapter.predict("The norms' share of an eager step.", eager_norm, least=18, most=36, form=".0f",
-                unit=" %")  # fmt: skip
-chapter.predict("Our attention and fused norms over compiled v1, the least of three laws.",
-                both, least=1.45)  # fmt: skip
-
-# %% [markdown]
-# Attention gave more than predicted on all but the longest histories. The last prediction fails
-# even though the residual stream of that step is in bf16 and v1's in fp32.
-
-# %% [markdown]
-# ## Where the time goes
+attention, fused = kinds["attention"] / kinds.sum(axis=1), ours["fused, bf16"][HALF]
+WAY = "compiled, lookups", "compiled", "fused, bf16"
+LOOKUPS, COMPILED, FUSED_AT = ((HALF, way, "gdpa") for way in WAY)
+cool = 100 * (1 - attention - kinds["matmul"] / kinds.sum(axis=1))
+saves = ours["compiled, lookups"] - ours["compiled"], ours["compiled"] - ours["fused norms"]
+assert saves[0][HALF] > saves[1][HALF], "the text: tables were worth more than fused norms"
+assert gain["compiled"].idxmax() == LONG, "the text: most with the longest histories"
+chapter.glue(
+    attention=spread(gain.loc[list(LAWS), "compiled"]),
+    fused_fp32=v1["compiled"][HALF] / ours["fused norms"][HALF],
+    fused_bf16=v1["compiled, bf16"][HALF] / fused, fused=fused, matmul=ours["compiled"][HALF],
+    fused_only=ours["fused norms"][HALF], bf16_only=ours["compiled, bf16"][HALF],
+    everything=v1["compiled, lookups"][HALF] / fused, norm_eager=eager_norm,
+    share_v1=100 * attention[HALF, "compiled", "v1"], norm_compiled=100 * share[COMPILED],
+    most=1 / (1 - attention[HALF, "compiled", "v1"]), cool=cool[COMPILED], cool_v1=cool[HALF,
+    "compiled", "v1"], norm_fused=100 * share[FUSED_AT], hstu=gain["HSTULite"][HALF],
+    memory=found["peak_memory_gib"][COMPILED], fused_memory=found["peak_memory_gib"][FUSED_AT],
+    padded=spread(ms["padded_sdpa"].dropna() / ms["gdpa"].xs("eager", level="way")),
+    lookups=ours["compiled, lookups"][HALF], tokens=found["tokens"][LOOKUPS],
+    atomics=kinds["embedding"][LOOKUPS], norms=kinds["norm"][COMPILED],
+    fused_norms=kinds["norm"][FUSED_AT], blocks=gain["blocks of 64"][HALF],
+    left=100 - cool[FUSED_AT], least_both=both.min(),
+    embedding_gain=ours["compiled, lookups"][HALF] / ours["compiled"][HALF],
+)  # fmt: skip
+chapter.predict(
+    "Our attention makes an eager step on half-full batches of 1,024 tokens 1.08 to 1.13 times as "
+    "fast as v1's.",
+    gain["eager"][HALF], least=1.08, most=1.13, shown=False,
+)  # fmt: skip
+chapter.predict(
+    "Our attention makes an eager step on MovieLens 25M events 1.08 to 1.13 times as fast as v1's.",
+    gain["eager"][EVENTS], least=1.08, most=1.13, shown=False,
+)  # fmt: skip
+chapter.predict(
+    "Our attention makes a compiled step on half-full batches of 1,024 tokens 1.15 to 1.20 times "
+    "as fast as v1's.",
+    gain["compiled"][HALF], least=1.15, most=1.20,
+)  # fmt: skip
+chapter.predict(
+    "Our attention makes a compiled step on KuaiRand with 2,048 tokens 1.25 to 1.36 times as fast "
+    "as v1's.",
+    gain["compiled"][LONG], least=1.25, most=1.36,
+)  # fmt: skip
+chapter.predict(
+    "Norms take 18 to 36 % of an eager step.",
+    eager_norm, least=18, most=36, form=".0f", unit=" %", shown=False,
+)  # fmt: skip
+chapter.predict(
+    "With our attention, fused norms and a bf16 stream, a step is at least 1.45 times as fast as "
+    "the compiled step of v1: the least of three length distributions.",
+    both, least=1.45,
+)  # fmt: skip
 
 # %% tags=["remove-input"]
 # | name: fig-step-kinds
 # | caption: >
-# |   Time on the device of a step on half-full batches of 1,024, by kind of operator: of v1's
-# |   attention and of ours, in eager mode, compiled, with embeddings as lookups, with norms fused,
-# |   and with a residual stream in bf16 as well.
+# |   **Attention shrinks first, then the gradient of the embeddings, then the norms; matmuls
+# |   stay.** Time on the device of a step on half-full batches of 1,024 tokens, in ms, by kind of
+# |   operator. "Ours" uses our fastest kernels, v1 our first ones.
 # | alt: >
-# |   Seven stacked bars. From top to bottom attention shrinks first, then everything that is
-# |   neither matmul nor norm, then the norms; matmuls stay as they are.
+# |   Seven stacked bars, from top to bottom shorter. From the first to the second attention halves;
+# |   compiled, everything that is neither matmul nor norm shrinks; at the bottom norms are
+# |   smallest.
 shown = {
     "v1, eager": ("eager", "v1"), "ours, eager": ("eager", "gdpa"),
     "v1, compiled": ("compiled", "v1"), "ours, lookups": ("compiled, lookups", "gdpa"),
@@ -147,77 +163,124 @@ chart = rare_charts.stacked(bars[["attention", "norm", "matmul", "rest"]], xlabe
 chapter.figure(chart, data=bars.reset_index(names="step"), measured=[chapter.record().id])
 chapter.lacks("samples", "This record keeps medians of eight steps, not the steps.")
 
-# %% tags=["remove-cell"]
-attention, fused = kinds["attention"] / kinds.sum(axis=1), ours["fused, bf16"][HALF]
-WAY = "compiled, lookups", "compiled", "fused, bf16"
-LOOKUPS, COMPILED, FUSED_AT = ((HALF, way, "gdpa") for way in WAY)
-chapter.glue(
-    attention=spread(gain.loc[list(LAWS), "compiled"]),
-    fused_fp32=v1["compiled"][HALF] / ours["fused norms"][HALF],
-    fused_bf16=v1["compiled, bf16"][HALF] / fused, fused=fused, matmul=ours["compiled"][HALF],
-    fused_only=ours["fused norms"][HALF], bf16_only=ours["compiled, bf16"][HALF],
-    everything=v1["compiled, lookups"][HALF] / fused, norm_eager=eager_norm,
-    share_v1=100 * attention[HALF, "compiled", "v1"], norm_compiled=100 * share[COMPILED],
-    norm_fused=100 * share[FUSED_AT], memory=found["peak_memory_gib"][COMPILED],
-    fused_memory=found["peak_memory_gib"][FUSED_AT], hstu=gain["HSTULite"][HALF],
-    padded=spread(ms["padded_sdpa"].dropna() / ms["gdpa"].xs("eager", level="way")),
-    lookups=ours["compiled, lookups"][HALF], tokens=found["tokens"][LOOKUPS],
-    atomics=kinds["embedding"][LOOKUPS], norms=kinds["norm"][COMPILED],
-    fused_norms=kinds["norm"][FUSED_AT], blocks=gain["blocks of 64"][HALF],
-    left=100 * (attention + kinds["matmul"] / kinds.sum(axis=1))[FUSED_AT],
+# %% [markdown]
+# ## A model to measure
+#
+# `examples/` has KunlunLite, after Kunlun {cite}`hou2026kunlun`: self-attention, a
+# {term}`PFFN`, pooling by {term}`PMA` and interaction, at a width of 512, in two layers, on
+# generated clicks of which the best possible loss is known. `python examples/step.py --help` says
+# what can be changed. It times steps of AdamW in bf16 autocast on the device, part by part, and
+# asks PyTorch's profiler for the kinds of operators. The attention is exchanged, and nothing else.
+#
+# The bars show Amdahl's law. Compiled, v1's attention is {glue:text}`share_v1:.0f` % of a step, so
+# even a kernel that cost nothing could make the step only {glue:text}`most:.2f` times as fast. In
+# eager mode the share is smaller, because most of the step is passes over tokens without a matmul.
+# `torch.compile` fuses most of those, and attention counts for more. In other words, every
+# improvement elsewhere raises the value of the next kernel.
+
+# %% tags=["remove-input"]
+LABELS = {"gdpa": "ours", "v1": "v1", "fa2_varlen": "FA2", "padded_sdpa": "padded"}
+both_laws = ms.loc[[(law, way) for law in LAWS for way in ("eager", "compiled", "fused, bf16")
+                    if (law, way) in PLAN], list(LABELS)].rename(columns=LABELS)  # fmt: skip
+chapter.table(
+    both_laws.rename_axis(["lengths", "step"]).reset_index(), missing="", name="tab-step-laws",
+    digits=dict.fromkeys(LABELS.values(), 1),
+    caption="**Attention is worth most with the longest histories.** Time of a step in ms, by "
+    "attention: ours, v1, FlashAttention-2 (FA2), padded PyTorch. Blank: not timed.",
+    data=found.reset_index(), measured=[chapter.record().id],
 )  # fmt: skip
 
 # %% [markdown]
-# Compiled, v1's attention is {glue:text}`share_v1:.0f` % of a step. A kernel that cost nothing
-# could gain no more than that: Amdahl's law. In eager mode most of a step is passes over tokens
-# without a matmul, and `torch.compile` fuses most of them.
-#
-# ## The surprise: not a norm
+# ## The gradient of a small embedding table
 #
 # A first profile of the compiled step gave the norms the largest share, and faster norms gained far
-# less than that promised. It had sorted kernels by name, and one of them took
+# less than that promised. The profile had sorted kernels by name, and one of them took
 # {glue:text}`atomics:.0f` of {glue:text}`lookups:.0f` ms:
-# `triton_per_fused__fused_rms_norm_backward__to_copy_add_embedding_dense_backward`. The norm in its
-# name is a small part of it. The rest is the gradient of lookups, which Inductor adds up with
-# atomics: half of {glue:text}`tokens:,.0f` tokens were liked, and all of those add to the same 512
-# numbers.
 #
-# Topic, like and age have 51 rows together. Their sum is the product of a matrix of zeros and ones
-# with these rows: a matmul, and so is its gradient. That alone takes the step to
-# {glue:text}`matmul:.0f` ms, and all other rows of the table have it. `nn.EmbeddingBag`, which
-# sorts where Inductor adds, gained nothing ({doc}`lab notes <../../notes/norms>`).
+# ```text
+# triton_per_fused__fused_rms_norm_backward__to_copy_add_embedding_dense_backward
+# ```
+#
+# The norm in its name is a small part of it. The rest is its last word, the gradient of embedding
+# lookups. A lookup copies a row of a table to a token, so its gradient adds the gradient of every
+# token to the row that it came from. Inductor does this with atomic additions, one for each token
+# and each of 512 columns. That is cheap as long as tokens are spread over many rows. Here topic,
+# like and age have 51 rows *together*: half of {glue:text}`tokens:,.0f` tokens were liked, and all
+# of those add to the same 512 numbers, one after another. In other words, an atomic costs what its
+# queue costs, and a small table is one long queue.
+#
+# | way to the gradient | who adds | cost |
+# |:--|:--|:--|
+# | lookups, atomics (Inductor) | memory, one at a time per number | a queue per row |
+# | `nn.EmbeddingBag` | sorts tokens by row, then adds | a sort, and short runs per row |
+# | zeros and ones times the table | a matmul, in registers | $2 \cdot 51 \cdot 512$ FLOPs a token |
+#
+# The last line turns the lookup into arithmetic. The sum of the three rows of a token is the
+# product of a vector of zeros and ones with the 51 rows. For all tokens that is a matmul, and its
+# gradient is a matmul too, which adds in registers. With it the step takes
+# {glue:text}`matmul:.0f` ms instead of {glue:text}`lookups:.0f`, {glue:text}`embedding_gain:.2f`
+# times as fast, more than fused norms will gain below. Every other number of this chapter has it.
+# (The bag, which sorts, gained nothing: {doc}`lab notes <../../notes/norms>`. The table of 20,000
+# items is still looked up. It has rows enough.)
 #
 # ## Fused norms
 #
 # Norms are bound by bytes, so counting predicts them. `gdpa_kernels.norms` has two: the residual
-# addition and RMSNorm in one kernel each way, and the norm of q and k in place on packed q, k, v.
-# They run near the rate of a copy and take the step to {glue:text}`fused_only:.1f` ms. A residual
-# stream in bf16, a change of precision, takes it to {glue:text}`bf16_only:.1f`, and both together
-# to {glue:text}`fused:.1f`: norms go from {glue:text}`norms:.0f` to {glue:text}`fused_norms:.0f`
-# ms, memory from {glue:text}`memory:.0f` to {glue:text}`fused_memory:.0f` GiB. Matmuls and
-# attention are then {glue:text}`left:.0f` % of the step. From v1 and lookups to here it became
+# addition and RMSNorm in one kernel in each direction, and the norm of q and k in place on packed
+# q, k and v. They run near the rate of a copy and bring the step to {glue:text}`fused_only:.1f` ms.
+# A residual stream in bf16, which is a change of precision and not of kernels, brings it to
+# {glue:text}`bf16_only:.1f` ms, and both together to {glue:text}`fused:.1f` ms. Norms then take
+# {glue:text}`fused_norms:.0f` instead of {glue:text}`norms:.0f` ms, and memory
+# {glue:text}`fused_memory:.0f` instead of {glue:text}`memory:.0f` GiB. Matmuls and attention are
+# {glue:text}`left:.0f` % of such a step. From v1 and lookups to here it became
 # {glue:text}`everything:.2f` times as fast.
-
-# %% tags=["remove-input"]
-table = ms.add_suffix(", ms").join(
-    found["samples_per_s"].xs("gdpa", level="kernel").rename("ours, rows/s")
-)
-chapter.table(table.loc[list(PLAN)].round(1).reset_index(), data=found.reset_index(),
-              measured=[chapter.record().id])  # fmt: skip
-
-# %% [markdown]
+#
+# Normalisation is published as about 20 % of Kunlun's training latency
+# {cite}`zhou2026normalization`. Here it is {glue:text}`norm_eager:.0f` % in eager mode,
+# {glue:text}`norm_compiled:.0f` % compiled, and {glue:text}`norm_fused:.0f` % fused and in bf16.
+#
+# ## A step that is not at the power limit
+#
+# {doc}`../measuring/power_wall` measures kernels back to back, at the limit of 700 W, and says that
+# a training loop does not rest. A step is more mixed than that. In the compiled step,
+# {glue:text}`cool_v1:.0f` % of the device time with v1's attention, and {glue:text}`cool:.0f` %
+# with ours, is neither matmul nor attention: norms, copies and embeddings, which wait for memory
+# and draw less. The regulator averages power over tens of milliseconds, about one step. So a hot
+# kernel in the middle of a cool step may run at a higher clock than the same kernel back to back.
+#
+# How much does this matter? At the limit, a rate is watts over joules per FLOP, and a kernel that
+# saves cycles but not joules gains nothing. Below the limit the clock is free, and cycles saved are
+# time saved. As an approximation, let dynamic power be the share of busy cycles times $f^3$ of the
+# clock $f$ (voltage falls with the clock). If a kernel needs $c$ cycles for the same switching, its
+# power at clock $f$ goes as $f^3 / c$. At a fixed limit $f \propto c^{1/3}$, and the time $c / f$
+# goes as $c^{2/3}$: 10 % fewer cycles save 7 % of time at the limit, and 10 % below it. The truth
+# for a kernel inside a step lies between the two, and it shifts as the rest of the step shrinks.
+# (A model, not a measurement. The record has no power of whole steps.)
+#
 # ## Thirty per cent
 #
-# With attention alone a compiled step gains {glue:text}`attention`, most with the longest
-# histories: more than 1.3 needs long, nearly full sequences. With attention in blocks of 64 it
-# gains {glue:text}`blocks:.2f`, in HSTULite {glue:text}`hstu:.2f`. Together with fused norms it
-# gains {glue:text}`fused_fp32:.2f` on half-full batches of 1,024, and {glue:text}`fused_bf16:.2f`
-# if both steps have the stream in bf16. Against padded attention, {glue:text}`padded`, it is always
-# more: the baseline decides. The published number names neither model nor baseline, so it can be
-# neither confirmed nor refuted; these are conditions under which it holds. Normalisation is
-# published as about 20 % of Kunlun's training latency {cite}`zhou2026normalization`. Here it is
-# {glue:text}`norm_eager:.0f` % in eager mode, {glue:text}`norm_compiled:.0f` % compiled,
-# {glue:text}`norm_fused:.0f` % fused and in bf16.
+# With attention alone a compiled step becomes {glue:text}`attention` times as fast, most with the
+# longest histories, so more than 1.3 needs long, nearly full sequences. With attention in blocks of
+# 64 the factor is {glue:text}`blocks:.2f`, in HSTULite {glue:text}`hstu:.2f`. Together with fused
+# norms it is {glue:text}`fused_fp32:.2f` on half-full batches of 1,024 tokens, and
+# {glue:text}`fused_bf16:.2f` if both steps have the stream in bf16. Against padded attention in
+# eager mode it is {glue:text}`padded`: the baseline decides.
+#
+# The published number names neither model nor baseline, so it can be neither confirmed nor refuted.
+# These are conditions under which it holds.
+#
+# ## What we predicted
+#
+# Before the first run, a model of the step (bytes and FLOPs of each part at this GPU's rates)
+# predicted the speedup from replacing v1's attention with ours. Byte counts of the norms predicted
+# what fusing them gives.
+
+# %% tags=["remove-input"]
+chapter.predictions()
+
+# %% [markdown]
+# Attention gave more than predicted on all but the longest histories. The last prediction fails
+# although the residual stream of the faster step is in bf16 and v1's in fp32.
 #
 # ## Exercises
 #
@@ -237,8 +300,8 @@ chapter.table(table.loc[list(PLAN)].round(1).reset_index(), data=found.reset_ind
 # :::{exercise} Bytes of a norm
 # :label: ex-step-bytes
 #
-# A residual addition with RMSNorm, 590,000 tokens of 512, everything in bf16: how long must forward
-# take at 4.3 TB/s, how long would an unfused addition and norm? *(paper)*
+# A residual addition with RMSNorm, 590,000 tokens of 512, everything in bf16: how long must the
+# forward pass take at 4.3 TB/s, how long would an unfused addition and norm? *(paper)*
 # :::
 #
 # :::{solution} ex-step-bytes
@@ -252,7 +315,7 @@ chapter.table(table.loc[list(PLAN)].round(1).reset_index(), data=found.reset_ind
 # :label: ex-step-yours
 #
 # Set `--law`, `--max-seqlen` and `--mixer` to what is nearest to yours. What share has attention?
-# *(a GPU, one command)*
+# *(GPU, one command)*
 # :::
 #
 # :::{solution} ex-step-yours
@@ -260,6 +323,31 @@ chapter.table(table.loc[list(PLAN)].round(1).reset_index(), data=found.reset_ind
 #
 # `python examples/step.py --law lognormal --max-seqlen 512 --compile --attentions gdpa v1`. The
 # shorter the histories, the smaller the share: projections grow with tokens, attention with pairs.
+# :::
+#
+# :::{exercise} Is your step at the limit?
+# :label: ex-step-power
+#
+# A step of 60 ms has 25 ms of kernels that back to back would run at the limit of 700 W with a
+# clock of 1.4 GHz, and 35 ms of memory-bound kernels at 450 W whose time does not depend on the
+# clock. The clock can reach 1.98 GHz. (a) What is the mean power if the hot part runs at 1.4 GHz?
+# Is the step capped? (b) Let the hot part's power go as $f^3$ above 150 W of static power. At which
+# clock would the mean be 700 W, if the time of the hot part goes as $1/f$? Can it be reached?
+# (c) A new kernel needs 20 % fewer cycles for the hot part, with the same switching per call. What
+# does the step gain at 1.98 GHz, and what would the hot part alone gain back to back? *(paper,
+# thirty minutes, as in an exam)*
+# :::
+#
+# :::{solution} ex-step-power
+# :class: dropdown
+#
+# (a) (25 × 700 + 35 × 450) / 60 = 554 W: not capped. (b) At 1.98 GHz the hot part draws 150 + 550 ×
+# (1.98 / 1.4)³ = 1,706 W for 25 × 1.4 / 1.98 = 17.7 ms. The mean over 52.7 ms is (30,200 + 15,750)
+# / 52.7 = 872 W, too much. At 1.7 GHz it is 150 + 985 = 1,135 W for 20.6 ms: (23,400 + 15,750) /
+# 55.6 = 704 W. So the step settles near 1.7 GHz, between the two scopes of this book, and its hot
+# kernels run about 20 % faster than back to back. (c) If 1.98 GHz could be held, the hot part would
+# shrink from 17.7 to 14.1 ms, and the step from 52.7 to 49.1: 7 %. Back to back its time goes as
+# 0.8 to the power 2/3, 0.86: 16 % faster rather than 25 %.
 # :::
 #
 # ## Takeaways
