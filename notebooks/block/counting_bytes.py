@@ -121,7 +121,8 @@ chapter.table(
     caption="**One tile has nothing to save in the forward pass and half of the bytes in the "
     "backward pass.** Tensors of q's size that a design moves, and the time of copies with as many "
     "bytes.",
-    name="tab-bytes-designs", digits={"tensors": 2, "floor (µs)": 0},
+    name="tab-bytes-designs",
+    digits={"tensors": 2, "floor (µs)": 0},
     modelled=f"bytes of {main.name} over the copy rates measured in record {record.id}",
 )
 size, floor = moved["tensors"], moved["floor (µs)"]
@@ -167,7 +168,8 @@ chapter.table(
     five.round(3),
     caption="**The published baseline runs below half of the nominal rate.** Times of table 5, and "
     "the fewest bytes that a kernel must move over its time.",
-    name="tab-bytes-published", digits={"GB/s at least": 0, "% of 8 TB/s": 0},
+    name="tab-bytes-published",
+    digits={"GB/s at least": 0, "% of 8 TB/s": 0},
     published="times: NVIDIA B200, siso2026block, table 5; bytes are ours, the fewest",
 )
 chapter.glue(
