@@ -219,7 +219,8 @@ chapter.table(
 chapter.glue(b1_step=books["a step takes"][0])
 assert (books["a step takes"] / books["port busy"]).between(1, 1.1).all(), "the text says so"
 
-# %% [markdown] Count and emulator agree to the clock, so no access is forgotten; only a B200 can
+# %% [markdown]
+# Count and emulator agree to the clock, so no access is forgotten; only a B200 can
 # say whether it counts the same way. A step of b1 takes {glue:text}`b1_step:,.0f` clocks, little
 # more than its port is busy: the schedule hides the chain of S, activation, dS and dQ. So better
 # overlap would gain nothing, and bytes have to go. The plan *dK first*, which is not built, would
@@ -266,7 +267,8 @@ most, together = compile_check.SHARED_BYTES[100] / 1024, designs.loc["together"]
 chapter.glue(most=most, ds_together=together["dS"])
 assert together["dS"] > most > together["half of dQ"], "the text says so"
 
-# %% [markdown] Either design sends 32 KiB: dS of 128 keys in bf16 is as large as 64 columns of dQ
+# %% [markdown]
+# Either design sends 32 KiB: dS of 128 keys in bf16 is as large as 64 columns of dQ
 # in fp32. Backward v5 computed half of the columns from all keys and thus needed half of the other
 # CTA's K; that does not fit, {glue:text}`ds_together:.0f` KiB. So b2 leaves b1's MMAs as they are
 # and adds results. Only the role `output` changes:
@@ -360,7 +362,8 @@ chapter.glue(**{name: 100 * (1 - n / clocks[B1]) for name, n in saved.items()}, 
              pair_clocks=pair_clocks)  # fmt: skip
 assert 5 * MMA < both_clocks < 6 * MMA < pair_clocks, "the text says so"
 
-# %% [markdown] Together a step needs {glue:text}`pair_clocks:,.0f` clocks of the port. All MMAs of
+# %% [markdown]
+# Together a step needs {glue:text}`pair_clocks:,.0f` clocks of the port. All MMAs of
 # a kernel must be a pair's, dQ too, with 64 rows per CTA. We assume the full rate for it,
 # {glue:text}`mma:,.0f` clocks of MMAs; at half rate they would be {glue:text}`half_mma:,.0f`. By
 # the count that b1 reaches, the pair saves at most {glue:text}`gain:.0f` % of the time, and with

@@ -128,7 +128,8 @@ hopper = block_studies.compiled({"v1": (v1_one_tile, "forward")})["programs on a
 assert programs["fit by columns"]["forward"] < programs["by the rest"]["forward"], "the caption"
 chapter.glue(v1_programs=programs["fit by columns"]["forward"], v1_hopper=hopper.iloc[0])
 
-# %% [markdown] In the forward pass S takes 64 columns and O 128; rounded up that is half of them.
+# %% [markdown]
+# In the forward pass S takes 64 columns and O 128; rounded up that is half of them.
 # Of {glue:text}`v1_hopper:.0f` programs on a Hopper SM {glue:text}`v1_programs:.0f` remain. Is that
 # enough? Little's law again ({doc}`../block/counting_bytes`): only reads count, and the latency is
 # an assumption, 1 µs. So is the bandwidth, {glue:text}`gbytes:,.0f` GB/s in the forward pass: the
@@ -151,7 +152,8 @@ for direction, (read, written) in MOVED.items():
 # %% tags=["remove-cell"]
 chapter.glue(gbytes=units.ASSUMED.gbytes_per_s(3, 1), budget=budget["forward"])
 
-# %% [markdown] The loads of one program would suffice if they were always in flight. But a program
+# %% [markdown]
+# The loads of one program would suffice if they were always in flight. But a program
 # of block v1 has none in flight while it computes. Four programs hid that; two do only if they
 # happen to take turns.
 #
@@ -305,7 +307,8 @@ for name in [name for name in KERNELS if name[0] == "b1"]:
 ragged = block_studies.batch((0, 1, 63, 64, 65), rotary=torch.float32, rotate_v=True)
 block_studies.comparison(b1, ragged, arch="sm_100")
 
-# %% [markdown] The tests run all cases of the other block kernels, and 20 random orders of events:
+# %% [markdown]
+# The tests run all cases of the other block kernels, and 20 random orders of events:
 # the same bits. Then they leave out each operation on a barrier, flip each phase, and change each
 # count and buffer by one. The emulator finds all of these mistakes.
 #
@@ -343,7 +346,8 @@ predicted = rows["predicted"].loc["block-fill70-2000"]
 chapter.glue(published=alone["forward"], here=predicted["forward"],
              back=alone["backward"] / predicted["backward"])  # fmt: skip
 
-# %% [markdown] The published forward kernel takes {glue:text}`published:.2f` ms on the first
+# %% [markdown]
+# The published forward kernel takes {glue:text}`published:.2f` ms on the first
 # workload {cite}`siso2026block`, where {glue:text}`here:.2f` are predicted, so we expect no gain
 # there. The published backward kernel takes {glue:text}`back:.2f` times the predicted time. The
 # prediction fails if b1 is outside its interval on a B200 whose copies run at the assumed rates.

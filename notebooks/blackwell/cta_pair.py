@@ -354,7 +354,8 @@ chapter.table(
 kept = shares["items of 512"] / shares["items of 256"]
 chapter.glue(lost=100 * (1 - kept[512]), net_512=gain * kept[512], net_2048=gain * kept[2048])
 
-# %% [markdown] On half-full batches of 512 b6 loses {glue:text}`lost:.0f` % against b4 before it
+# %% [markdown]
+# On half-full batches of 512 b6 loses {glue:text}`lost:.0f` % against b4 before it
 # begins. With the emulated clocks of a tile it runs at {glue:text}`net_512:.2f` times the rate of
 # b4, and at 2,048 at {glue:text}`net_2048:.2f` times. A later kernel version is not better for
 # every batch.

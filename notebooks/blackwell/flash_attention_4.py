@@ -251,7 +251,8 @@ chapter.glue(
     both_low=both.min(), both=both.max(),
 )  # fmt: skip
 
-# %% [markdown] In each row the first number is the product of the others. Forward v8 is up to
+# %% [markdown]
+# In each row the first number is the product of the others. Forward v8 is up to
 # {glue:text}`whole:.1f` times as fast as an FA4 that walks.
 #
 # - *Walk.* {glue:text}`scan_256:.2f` at 256 tokens, close to the model's. A step takes

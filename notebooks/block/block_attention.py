@@ -237,7 +237,8 @@ chapter.figure(
     modelled=f"lengths of {main.name}, drawn with seed {main.seed}",
 )  # fmt: skip
 
-# %% [markdown] Three numbers compete for the word "sparsity". A padded batch would be
+# %% [markdown]
+# Three numbers compete for the word "sparsity". A padded batch would be
 # {glue:text}`fill:.2f` full: that is the published 0.7. The blocks leave out
 # {glue:text}`left_out:.1f` % of the pairs. And a batch with 70 % empty rows would have a mean
 # length of {glue:text}`empty:.0f`, less than its shortest sequence. {doc}`counting_bytes` shows

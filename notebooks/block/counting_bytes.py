@@ -89,7 +89,8 @@ chapter.glue(
     mix_gap=100 * (rate["forward"] / rate["backward"] - 1),
 )  # fmt: skip
 
-# %% [markdown] Which GB/s? DRAM loses time when it switches from reads to writes
+# %% [markdown]
+# Which GB/s? DRAM loses time when it switches from reads to writes
 # ({doc}`../measuring/roofline`). The forward pass reads three bytes for each byte it writes, the
 # backward pass four for every three. We time copies that do nothing but read and write in these
 # proportions, and the fastest copy of a mix is its ceiling: {glue:text}`rate_forward:,.0f` GB/s for
@@ -198,7 +199,8 @@ for way, (read, written) in {"forward": (3, 1), "backward": (4, 3)}.items():
     print(f"{way:8} {per_us:.0f} KiB in flight for 1 µs; a program loads {read * tile:.0f} KiB")
     assert 1.5 * per_us < read * tile
 
-# %% [markdown] The loads of *one* tile are enough, even at 1.5 µs. But loads must be in flight *all
+# %% [markdown]
+# The loads of *one* tile are enough, even at 1.5 µs. But loads must be in flight *all
 # the time*, and a program that loads, computes, stores and ends has none in flight while it
 # computes. So there are two ways to keep memory busy: several programs per SM, which load while
 # others compute ({doc}`v1_one_tile`), or one program that never stops loading ({doc}`v2_slab`,

@@ -243,7 +243,8 @@ assert pipelined["forward"].max() < 1 < pipelined["backward"].max(), "the text s
 assert kernels["programs on an SM"].eq(2).all() and kernels["LDGSTS"][0] == 0
 assert kernels["shared (KiB)"].round().tolist() == [48, 80], "an answer says so"
 
-# %% [markdown] A pipeline also changes the path of the data. With one stage, K and V are loaded
+# %% [markdown]
+# A pipeline also changes the path of the data. With one stage, K and V are loaded
 # into registers and then stored to {term}`shared memory`. With two, the compiler uses the
 # instruction LDGSTS (`cp.async`): the data go straight to shared memory, and the warp is free until
 # it needs them. The number of programs and the arithmetic stay the same, and yet the forward pass

@@ -251,7 +251,8 @@ chapter.figure(block_bytes.cells(running, numbers=count, xlabel="head", ylabel="
 chapter.glue(inner=share["forward", 128, V1, INNER], outer=share["forward", 128, V1, OUTER])
 assert max(order) < 1, "the text says: in all four cases"
 
-# %% [markdown] Heads inner is faster in both passes and at both head_dims. In the forward pass at
+# %% [markdown]
+# Heads inner is faster in both passes and at both head_dims. In the forward pass at
 # head_dim 128 the order alone takes the kernel from {glue:text}`outer:.0f` to
 # {glue:text}`inner:.0f` % of the copy.
 #

@@ -261,7 +261,8 @@ text = "One consumer is enough: a second is nowhere more than 3 % faster (the sm
 chapter.predict(text, second, least=0.97)
 assert second.min() > 0.99, "the text: a second one gains nowhere"
 
-# %% [markdown] The count gives two slots for the forward pass at 128 and the backward pass at 64,
+# %% [markdown]
+# The count gives two slots for the forward pass at 128 and the backward pass at 64,
 # but a third saves {glue:text}`third_forward:.0f` and {glue:text}`third_backward:.0f` %. Either the
 # latency is longer than 1 µs, or items vary. In the backward pass at 128, where a slot is 64 KiB,
 # two are enough.

@@ -252,7 +252,8 @@ chapter.glue(
     needed=clocks * share["v4_rotary", "backward", label(1, 2, 2)] / 100,
 )  # fmt: skip
 
-# %% [markdown] Each of the four schedulers of an SM has one warp of the consumer, so whenever this
+# %% [markdown]
+# Each of the four schedulers of an SM has one warp of the consumer, so whenever this
 # warp waits, its scheduler has nothing to issue. Block v4 takes {glue:text}`clocks:,.0f` cycles for
 # an item at the highest clock of {glue:text}`mhz:,.0f` MHz, or {glue:text}`each:.1f` per
 # instruction. Memory would need {glue:text}`needed:,.0f`.
@@ -359,7 +360,8 @@ eager = us["backward"]["eager_rotary"] / us["backward"]["block v1"]
 chapter.glue(v1_lost=lost["block v1"], v2_lost=lost["block v2"], eager=eager,
              won=1 / lost["block v4a"])  # fmt: skip
 
-# %% [markdown] Block v4a, back to back, is {glue:text}`won:.2f` times as fast as the two kernels,
+# %% [markdown]
+# Block v4a, back to back, is {glue:text}`won:.2f` times as fast as the two kernels,
 # most of what the bytes allow. Nor are those a weak baseline: even block v1 is
 # {glue:text}`eager:.1f` times as fast in the backward pass as rotary in PyTorch's operations.
 
