@@ -5,7 +5,7 @@
 # ---
 
 # %% [markdown]
-# # What 3.5× over FlashAttention-4 is made of: mostly a search through the batch
+# # What 3.5× over FlashAttention-4 is made of: about half is a search through the batch
 #
 # With few keys the published kernel is "up to 3.5 times as fast as FlashAttention-4". How much of
 # that is attention?

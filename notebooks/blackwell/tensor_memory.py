@@ -299,12 +299,14 @@ checked = [studies.comparison(module, given, arch="sm_100") for module in RUNGS.
 chapter.glue(worst=max((one["largest error"] / one["allowed"]).max() for one in checked))
 
 # %% [markdown]
-# Four things remain unproved. (1) Any rate. (2) That MMAs of one thread run in order also when
+# Five things remain unproved. (1) Any rate. (2) That MMAs of one thread run in order also when
 # their accumulators differ: PTX promises it for one accumulator, the emulator assumes it, and
 # published kernels rely on it. (3) The order of `tcgen05` operations across threads: emulated
 # barriers order all memory, while the PTX has {glue:text}`ptx_fences:.0f` `tcgen05.fence`, and
 # fences between threads and MMAs are read in the PTX, not modelled. (4) The lanes of tensor memory:
-# the emulator has buffers, no layouts. The first run on a B200 will settle most of it.
+# the emulator has buffers, no layouts. (5) Resources that block:
+# `tcgen05.alloc` waits until another program of the SM has freed its columns, while in the emulator
+# every CTA has 512 columns of its own. The first run on a B200 will settle most of it.
 #
 # ## Exercises
 #

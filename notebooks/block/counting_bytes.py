@@ -32,7 +32,7 @@ DESIGNS = {  # what each kernel reads and writes
     "forward, general": [("q k v", "out lse")],
     "backward, one tile": [("q k v dO", "dq dk dv")],
     "... with D by a kernel": [("dO out", "D"), ("q k v dO lse D", "dq dk dv")],
-    "backward, general (v0)": [
+    "backward, general (block v0)": [
         ("dO out", "D"), ("q k v dO lse D", "dk dv"), ("q k v dO lse D", "dq"),
     ],
 }  # fmt: skip
@@ -129,8 +129,8 @@ chapter.table(
 size, floor = moved["tensors"], moved["floor (µs)"]
 chapter.glue(
     bound_forward=floor["forward, general"] / floor["forward, one tile"],
-    bound_backward=floor["backward, general (v0)"] / floor["backward, one tile"],
-    general=size["backward, general (v0)"], with_d=size["... with D by a kernel"],
+    bound_backward=floor["backward, general (block v0)"] / floor["backward, one tile"],
+    general=size["backward, general (block v0)"], with_d=size["... with D by a kernel"],
     tensor_mb=main.bytes("forward") / 4e6, l2_mb=machine.l2_bytes / 1e6,
     lse_share=100 * block_bytes.size_of("lse", main) / main.bytes("backward"),
 )  # fmt: skip
@@ -217,7 +217,7 @@ bars = bars[bars["direction"] != "total"]
 smallest = bars.groupby("direction")["speedup_vs_fa2_jfa"].min()
 allowed = {
     "forward": size["forward, general"] / size["forward, one tile"],
-    "backward": size["backward, general (v0)"] / size["backward, one tile"],
+    "backward": size["backward, general (block v0)"] / size["backward, one tile"],
 }
 held = {way: least[way, OLD] * allowed[way] for way in rate}  # GB/s if it moves what v0 moves
 

@@ -110,9 +110,9 @@ order = [us[way, dim, V1, INNER] / us[way, dim, V1, OUTER] for way in WAYS for d
 # %% tags=["remove-input"]
 # | name: fig-bv1-put-back
 # | caption: >
-# |   **Pieces that move bytes cost their bytes, and the accumulation costs time without any.** Time
-# |   with one piece put back over the time with none, in bursts. Triangles: what the bytes say
-# |   (modelled for head_dim 128; within 1 % of that at 64).
+# |   **A second pass costs about its bytes, and the accumulation costs time without any.** Time with
+# |   one piece put back over the time with none, in bursts. Triangles: what the bytes say (modelled
+# |   for head_dim 128; within 1 % of that at 64).
 # | alt: >
 # |   Eleven rows, three marks each. Forward the bytes say 1 everywhere; key loop, accumulate and
 # |   all lie to the right. Backward delta kernel, two passes and all lie to the right, near what
@@ -183,12 +183,12 @@ chapter.glue(
 # {glue:text}`backward_128:.0f` and {glue:text}`backward_64:.0f` % (in bursts).
 #
 # Of {glue:text}`cases:.0f` cases {glue:text}`priced:.0f` are within 5 % of their bytes. *Pieces
-# with bytes* cost them: the second pass takes {glue:text}`passes:.2f` times the time at head_dim
-# 128, where bytes say {glue:text}`passes_bytes:.2f`. The log-sum-exp, the best known of the five,
-# costs {glue:text}`lse:.1f` % in the forward pass. But *pieces without bytes* are not free. The
-# accumulation, which needs the loop, costs {glue:text}`accumulate:.0f` % in the forward pass at
-# head_dim 128 and {glue:text}`accumulate_64:.0f` % at 64. The rescaling, pure arithmetic, does not
-# show.
+# with bytes* cost about that much: the second pass takes {glue:text}`passes:.2f` times the time at
+# head_dim 128, where bytes say {glue:text}`passes_bytes:.2f`. The log-sum-exp, the best known of
+# the five, costs {glue:text}`lse:.1f` % in the forward pass. But *pieces without bytes* are not
+# free. The accumulation, which needs the loop, costs {glue:text}`accumulate:.0f` % in the forward
+# pass at head_dim 128 and {glue:text}`accumulate_64:.0f` % at 64. The rescaling, pure arithmetic,
+# does not show.
 #
 # ## Registers cost programs, and programs keep memory busy
 #
