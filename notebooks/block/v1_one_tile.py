@@ -110,9 +110,9 @@ order = [us[way, dim, V1, INNER] / us[way, dim, V1, OUTER] for way in WAYS for d
 # %% tags=["remove-input"]
 # | name: fig-bv1-put-back
 # | caption: >
-# |   **A second pass costs about its bytes, and the accumulation costs time without any.** Time with
-# |   one piece put back over the time with none, in bursts. Triangles: what the bytes say (modelled
-# |   for head_dim 128; within 1 % of that at 64).
+# |   **A second pass costs about its bytes, and the accumulation costs time without any.** Time
+# |   with one piece put back over the time with none, in bursts. Triangles: what the bytes say
+# |   (modelled for head_dim 128; within 1 % of that at 64).
 # | alt: >
 # |   Eleven rows, three marks each. Forward the bytes say 1 everywhere; key loop, accumulate and
 # |   all lie to the right. Backward delta kernel, two passes and all lie to the right, near what
