@@ -120,8 +120,10 @@ chapter.figure(
 #   then no MMA is left to run while dQ leaves.
 #
 # b1 takes *whole* ({numref}`fig-b200b-columns`), which is not the cheapest, as we see below. Two
-# warp roles `math` share a step, 64 rows each. P overwrites S, and a role may only overwrite
-# scores that it has read itself, so dV takes two MMAs of 64 rows.
+# warp roles `math` share a step, 64 rows each. P overwrites S, and a role may only overwrite scores
+# that it has read itself, so dV takes two MMAs of 64 rows. And once P covers S, the scores are
+# gone, though dS still needs the slope of the activation there. So `math` computes the slope
+# together with P and keeps it in registers until dP has come.
 #
 # ## The order of MMAs makes most waits superfluous
 
