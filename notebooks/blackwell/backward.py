@@ -167,7 +167,7 @@ clocks = count.sum().map(units.kibibytes)
 # %% tags=["remove-input"]
 table = pd.concat([count, count.sum().to_frame("KiB").T, clocks.to_frame("clocks").T])
 chapter.table(
-    table.rename(columns={B1: "b1", B2: "b2"}).rename_axis("of a step").reset_index(),
+    table.set_axis(["backward b1", "backward b2"], axis=1).rename_axis("of a step").reset_index(),
     caption="**The port needs more clocks than the MMAs.** KiB through the port of shared memory "
     "in a step of Blackwell backward b1 and b2, and its clocks at 128 bytes a clock.",
     name="tab-b200b-port",
@@ -206,8 +206,9 @@ for impl, line in lines.items():
     mmas = [e for e in line.events if e.kind == "mma" and e.cta == 0]
     of_dp = [e.start for e in mmas if e.name.startswith("v[0]")]
     step = (of_dp[-1] - of_dp[1]) / (STEPS - 2)
-    books.append((impl[:2], (port - units.kibibytes(ONCE)) / STEPS, step, 5 * MMA / step * 100))
-    assert books[-1][1] == clocks[impl], "the text says so"
+    port = (port - units.kibibytes(ONCE)) / STEPS
+    books.append((f"backward {impl[:2]}", port, step, 5 * MMA / step * 100))
+    assert port == clocks[impl], "the text says so"
 books = pd.DataFrame(books, columns=["kernel", "port busy", "a step takes", "MMAs (%)"])
 how = f"clocks of a step, {STEPS} steps, without what a tile moves once; modelled schedule, sm_100"
 chapter.table(
@@ -231,8 +232,8 @@ assert (books["a step takes"] / books["port busy"]).between(1, 1.1).all(), "the 
 # %% tags=["remove-input"]
 # | name: fig-b200-backward
 # | caption: >
-# |   **Math and output run beside the MMAs, with one gap a step.** Four steps of b1's tile of keys,
-# |   five MMAs each. Modelled cycles.
+# |   **Math and output run beside the MMAs, with one gap a step.** Four steps of Blackwell backward
+# |   b1's tile of keys, five MMAs each. Modelled cycles.
 # | alt: >
 # |   A timeline with lanes for load, mma, two math roles, output, TMA and the tensor core. From the
 # |   second step on the tensor core has one gap a step, before dP; math works under dQ and dK.

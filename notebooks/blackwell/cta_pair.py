@@ -194,7 +194,7 @@ kernel = [b6.load, b6.mma, b6.math, b6.output, b6.pair_stream_kernel]
 chapter.annotated(kernel, B6_NOTES)
 
 # %% [markdown]
-# ## The emulator counts the same bytes, and b6 takes fewer clocks than b4
+# ## The emulator counts the same bytes, and finds Blackwell forward b6 faster than b4
 #
 # The emulator sees every read and write and counts the port's bytes independently. Here is one item
 # of each kernel, with 1,024 keys in b4 and b6, and with 256 keys and four tiles in b5.
@@ -219,10 +219,10 @@ books = pd.DataFrame(books).T
 
 # %% tags=["remove-input"]
 chapter.table(
-    books.reset_index(names="kernel"),
-    caption="**A tile of b6 takes fewer clocks than one of b4.** KiB through the port of a CTA for "
-    "a tile of pairs, as emulated and by the ledger, and clocks from the first MMA to the end of "
-    "the last.",
+    books.set_axis("forward " + books.index).reset_index(names="kernel"),
+    caption="**A tile of Blackwell forward b6 takes fewer clocks than one of b4.** KiB through the "
+    "port of a CTA for a tile of pairs, as emulated and by the ledger, and clocks from the first "
+    "MMA to the end of the last.",
     name="tab-pair-books", digits={"clocks": 0, "MMA busy (%)": 0},
     emulated="Blackwell forward b4, b5 and b6, one item, modelled schedule, sm_100",
 )  # fmt: skip
@@ -247,8 +247,8 @@ chapter.glue(b5_more=above["b5"], b4_clocks=clocks_of["b4"], b6_clocks=clocks_of
 # %% tags=["remove-input"]
 # | name: fig-pair-leader
 # | caption: >
-# |   **In b5 the MMAs follow each other with short gaps.** The leader's CTA, four tiles of queries
-# |   with 256 keys. Modelled cycles.
+# |   **In Blackwell forward b5 the MMAs follow each other with short gaps.** The leader's CTA, four
+# |   tiles of queries with 256 keys. Modelled cycles.
 # | alt: >
 # |   A timeline with lanes for output, two math roles, mma, load, TMA and the tensor core. MMAs
 # |   follow each other with short gaps; math works beside them, output beside the next tile's.
@@ -319,7 +319,7 @@ chapter.glue(
 )  # fmt: skip
 
 # %% [markdown]
-# ## A hardware scheduler would gain b6 almost nothing
+# ## A hardware scheduler would gain almost nothing
 #
 # Blackwell can hand out work by itself: with *cluster launch control* (CLC) a finished cluster
 # takes the place of one that has not started. Our list is fixed beforehand. In a count of tiles CLC
@@ -328,7 +328,7 @@ chapter.glue(
 # found a fault in the *list*, which sorts by keys though items differ in rows; sorted by work, the
 # slowest pair is {glue:text}`b5_sorted:.1f` % above the mean, and now {glue:text}`b5_over:.0f` %.
 #
-# ## b6 pays for 512 rows on short sequences
+# ## Blackwell forward b6 pays for 512 rows on short sequences
 #
 # b6 computes 512 rows for every item, however few are left. The share of real pairs, with items of
 # 256 rows (b4) and of 512:

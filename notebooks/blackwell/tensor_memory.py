@@ -56,10 +56,10 @@ ONE, TWO = [(128, 256, "O", "O")], [(256, 384, "O 0", "O"), (384, 512, "O 1", "O
 chapter.figure(
     columns.over_time(
         {
-            "b1: S complete": [(0, 128, "S", "S"), *ONE],
-            "b1: P stored": [(0, 64, "P", "P"), *ONE],
-            "b2 to b4: S complete": [(0, 128, "S 0", "S"), (128, 256, "S 1", "S"), *TWO],
-            "b2 to b4: P stored": [(0, 64, "P 0", "P"), (128, 192, "P 1", "P"), *TWO],
+            "forward b1: S complete": [(0, 128, "S", "S"), *ONE],
+            "forward b1: P stored": [(0, 64, "P", "P"), *ONE],
+            "forward b2 to b4: S complete": [(0, 128, "S 0", "S"), (128, 256, "S 1", "S"), *TWO],
+            "forward b2 to b4: P stored": [(0, 64, "P 0", "P"), (128, 192, "P 1", "P"), *TWO],
         },
         ["O", "S", "P"],
     ),
@@ -113,8 +113,8 @@ chapter.roles("b1_tensor_memory")
 # %% tags=["remove-input"]
 # | name: fig-b1-timeline
 # | caption: >
-# |   **In b1 the tensor core waits for every activation.** One tile of 128 queries and three blocks
-# |   of keys. Modelled cycles, on the scale of the next two figures.
+# |   **In Blackwell forward b1 the tensor core waits for every activation.** One tile of 128
+# |   queries and three blocks of keys. Modelled cycles, on the scale of the next two figures.
 # | alt: >
 # |   A timeline. The tensor core's lane alternates between short MMAs and gaps as long as the
 # |   computations in the lane of math.
@@ -143,8 +143,8 @@ chapter.code(b2_two_tiles.mma, "for block in")
 # %% tags=["remove-input"]
 # | name: fig-b2-timeline
 # | caption: >
-# |   **With two tiles the gaps close, except at both ends.** b2, two tiles of 128 queries and three
-# |   blocks of keys.
+# |   **With two tiles the gaps close, except at both ends.** Blackwell forward b2, two tiles of 128
+# |   queries and three blocks of keys.
 # | alt: >
 # |   A timeline with two math lanes that work in turn. The tensor core's lane has almost no gaps
 # |   in the middle, and long ones at the beginning and at the end.
@@ -169,8 +169,8 @@ chapter.code(b3_stream.mma, "weighted_sum(", "step += 1")
 # %% tags=["remove-input"]
 # | name: fig-b3-timeline
 # | caption: >
-# |   **In b3 the MMAs of the next item follow with a short gap.** Two items of two tiles each,
-# |   three blocks of keys. The items meet in the middle.
+# |   **In Blackwell forward b3 the MMAs of the next item follow with a short gap.** Two items of
+# |   two tiles each, three blocks of keys. The items meet in the middle.
 # | alt: >
 # |   A timeline. The tensor core's lane goes on from one item to the next with a short gap, while
 # |   the math lanes read O and store the output.
@@ -199,9 +199,9 @@ share = pd.DataFrame({n: [busy(m, keys) for keys in KEYS] for n, m in RUNGS.item
 
 # %% tags=["remove-input"]
 chapter.table(
-    share.round(0).rename_axis("keys").reset_index(),
-    caption="**Each step from b1 to b3 keeps the tensor cores busier.** Percent of the time of one "
-    "SM with an MMA running.",
+    share.round(0).add_prefix("forward ").rename_axis("keys").reset_index(),
+    caption="**Each step from Blackwell forward b1 to b3 keeps the tensor cores busier.** Percent "
+    "of the time of one SM with an MMA running.",
     name="tab-tm-busy",
     emulated="512 queries, 2 heads, head_dim 128, modelled cycles of sm_100",
 )
@@ -254,7 +254,7 @@ error = pd.DataFrame({n: (y - exact).abs().numpy() for n, y in curves.items()}, 
 # | name: fig-b4-error
 # | caption: >
 # |   **The clamped polynomial stays below its bound for every score.** Error of GELU over the
-# |   score, 0 to 8. Dashed: the bound of b4's polynomial, for all scores.
+# |   score, 0 to 8. Dashed: the bound of Blackwell forward b4's polynomial, for all scores.
 # | alt: >
 # |   Two curves on a logarithmic axis. The clamped polynomial waves below the dashed line and falls
 # |   to nothing. The Maclaurin polynomial crosses the line near 1 and grows without end.
@@ -269,8 +269,8 @@ found = [(n, 2 * len(c) - 1, limit, e / 2) for n, (limit, c, e) in POLYNOMIALS.i
 heads = ["activation", "degree", "limit", "error / x, at most"]
 chapter.table(
     pd.DataFrame(found, columns=heads),
-    caption="**A bound for every score.** The polynomials of b4, and the largest error of the "
-    "activation over the score.",
+    caption="**The error has a bound for every score.** The polynomials of Blackwell forward b4, and "
+    "the largest error of the activation over the score.",
     name="tab-tm-polynomials", digits={"limit": 3}, computed="the bounds that the tests prove",
 )  # fmt: skip
 
