@@ -269,8 +269,8 @@ found = [(n, 2 * len(c) - 1, limit, e / 2) for n, (limit, c, e) in POLYNOMIALS.i
 heads = ["activation", "degree", "limit", "error / x, at most"]
 chapter.table(
     pd.DataFrame(found, columns=heads),
-    caption="**The error has a bound for every score.** The polynomials of Blackwell forward b4, and "
-    "the largest error of the activation over the score.",
+    caption="**The error has a bound for every score.** The polynomials of Blackwell forward b4, "
+    "and the largest error of the activation over the score.",
     name="tab-tm-polynomials", digits={"limit": 3}, computed="the bounds that the tests prove",
 )  # fmt: skip
 
