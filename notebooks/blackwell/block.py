@@ -288,7 +288,7 @@ for name in [name for name in KERNELS if name[0] == "b1"]:
 # %% [markdown]
 # ## Surprise: looking ahead makes items late
 #
-# Every fast rung of GDPA issues S of the next tile before it waits for P of this one, so that the
+# Every fast kernel of GDPA issues S of the next tile before it waits for P of this one, so that the
 # tensor cores never idle ({doc}`../forward/v5_pingpong`). The first version of b1 did that too.
 # In the emulator an item then takes {glue:text}`looking:,.0f` cycles from its S to the end of its
 # store, where it takes {glue:text}`in_order:,.0f` in order.

@@ -46,6 +46,8 @@ of_published = (table8["fa2_jfa"] / table8["tlx_block_attention"])["dq", "mean_a
 chapter.glue(
     gain=100 * (1 - 1 / twice["dq"]), published_gain=100 * (1 - 1 / of_published),
     of_published=of_published,
+    printed_dq=table8["tlx_block_attention"]["dq", "max_abs_error"],
+    printed_dv=table8["tlx_block_attention"]["dv", "max_abs_error"],
 )  # fmt: skip
 
 # %% tags=["remove-input"]
@@ -275,6 +277,23 @@ chapter.predictions()
 # too small. A test needs sines and cosines with $\sin^2 + \cos^2 \ne 1$. Then $\langle R x, y
 # \rangle = \langle x, R^{\mathsf T} y \rangle$ for random x and y finds the error without any
 # attention.
+# :::
+#
+# :::{exercise} Read the magnitude off the error
+# :label: ex-alone-ulp
+#
+# bf16 has 8 bits of precision: between $2^e$ and $2^{e + 1}$ its numbers are $2^{e - 7}$ apart. If
+# storing were the only error, how large must the largest element of dq have been for the published
+# error of {glue:text}`printed_dq:.4f`, and that of dv for {glue:text}`printed_dv:.4f`? *(paper,
+# five minutes)*
+# :::
+#
+# :::{solution} ex-alone-ulp
+# :class: dropdown
+#
+# Storing a number between $2^e$ and $2^{e + 1}$ costs at most $2^{e - 8}$. The first needs
+# $2^{-3} = 0.125$, so an element of at least 32; the second $2^{-6} \approx 0.0156$, so at least 4.
+# The published largest error may be little more than the grid of the output.
 # :::
 #
 # :::{exercise} What a copy of the gradient costs

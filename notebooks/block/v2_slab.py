@@ -269,6 +269,22 @@ chapter.predictions()
 # than the steps that TMA runs ahead.
 # :::
 #
+# :::{exercise} Without the list
+# :label: ex-slab-list
+#
+# If all lengths are multiples of 64, a block starts at its number times 64, and no list is needed.
+# Change `place` in a copy of the file and compile with three stages. What does the loop do now?
+# *(emulator: compile it without a GPU, half an hour)*
+# :::
+#
+# :::{solution} ex-slab-list
+# :class: dropdown
+#
+# `first_row, rows = slab // SLABS * 64, 64`. There are three buffers, and one head is in flight
+# during the MMAs, as with five stages before. Ragged batches could have the same if something else
+# fetched the entries of the list, such as a producer or a register that holds the next entry.
+# :::
+#
 # ## Takeaways
 #
 # - Many small programs overlap for free. A persistent program has to earn that back.
