@@ -216,8 +216,8 @@ for name in ("b1", "b2", "b3"):
 # A formula says why. Let an MMA of 128 x 128 pairs take M clocks and their activation X. In b1 a
 # block takes 2 M + X, since S, activation and P V follow each other. In b2 and b3 two blocks, one
 # of each tile, take max(4 M, 2 M + X): either the tensor core is the limit or the chain of one tile
-# is. At head_dim 128 M is 512 clocks and X at least 1,024, so the tensor core could be busy for 50
-# % of the time in b1 and always in b2. What is missing in the table are ends of tiles and waits.
+# is. At head_dim 128 M is 512 clocks and X at least 1,024, so the tensor core could be busy half
+# of the time in b1 and always in b2. What is missing in the table are ends of tiles and waits.
 #
 # With 1,024 keys the second tile brings most of the gain, from {glue:text}`busy_b1:.0f` to
 # {glue:text}`busy_b2:.0f` %. With 256 keys the ends of the tiles do: b3 raises
