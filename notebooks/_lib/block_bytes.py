@@ -51,7 +51,7 @@ def floor_us(kernels: Kernels, work: Workload, limits: Ceilings) -> float:
 def boxes(designs: Mapping[str, Kernels], work: Workload, highlight: str) -> Figure:
     """A row for each design, a box for each tensor that it moves: filled if read, outlined if
     written, with a gap between kernels. `highlight`: the design in the colour of a rung."""
-    with canvas(width=8.6, height=0.5 + 0.42 * len(designs)) as (chart, axis):
+    with canvas(width=7.4, height=0.5 + 0.42 * len(designs)) as (chart, axis):
         for row, (name, kernels) in enumerate(designs.items()):
             shade, x = colour("v1" if name == highlight else ""), 0.0
             for read, written in kernels:
@@ -63,7 +63,7 @@ def boxes(designs: Mapping[str, Kernels], work: Workload, highlight: str) -> Fig
                     axis.add_patch(Rectangle((x + 0.03, row - 0.36), width - 0.05, 0.72, **look))
                     if width > 0.2:
                         axis.text(x + width / 2, row, tensor, ha="center", va="center",
-                                  fontsize=8.5, color=PAGE if filled else INK)  # fmt: skip
+                                  fontsize=9.5, color=PAGE if filled else INK)  # fmt: skip
                     x += width
                 x += 0.3
         axis.set_yticks(range(len(designs)), list(designs))

@@ -5,20 +5,19 @@
 # ---
 
 # %% [markdown]
-# # b5 and b6: pairs of CTAs
+# # Blackwell forward b5 and b6: a pair of CTAs halves the traffic that limits b4
 #
-# In {doc}`b4's loop <tensor_memory>` the port of {term}`shared memory` is as busy as the tensor
-# cores. Which bytes can it be spared?
+# In {doc}`Blackwell forward b4 <tensor_memory>` the port of {term}`shared memory` is as busy as the
+# tensor cores. Which bytes can it be spared?
 #
-# :::{admonition} In this chapter (25 minutes)
-# You will let two CTAs, a {term}`CTA pair`, share one {term}`MMA`, each with half of K and of V,
-# and cut a tile's port traffic from {glue:text}`b4:.0f` KiB to {glue:text}`b5:.0f` or
-# {glue:text}`b6:.0f`; break barriers that reach into another CTA; and count what a hardware
-# scheduler would gain over a list of work. Nothing here is measured: kernels are compiled,
-# emulated, and counted.
+# :::{admonition} In this chapter (50 minutes)
+# You will be able to let two CTAs, a {term}`CTA pair`, share one {term}`MMA`, each with half of K
+# and of V; to cut a tile's port traffic from {glue:text}`b4:.0f` KiB to {glue:text}`b5:.0f` or
+# {glue:text}`b6:.0f`; and to find broken barriers that reach into another CTA. Nothing here is
+# measured: the kernels are compiled, emulated, and counted.
 # :::
 
-# %%
+# %% tags=["hide-input"]
 from dataclasses import replace
 
 import numpy as np
@@ -30,7 +29,7 @@ from gdpa_kernels.gdpa.kernels import b6_pair_stream
 from gdpa_kernels.gdpa.ladder import b4_mixed, b5_cta_pair
 from gdpa_lab.measuring import compile_check, units
 from gdpa_lab.measuring.workloads import workload
-from gdpa_lab.report import predictions
+from gdpa_lab.report import charts, predictions
 from gdpa_lab.report.chapter import Chapter
 
 # %% tags=["parameters"]
@@ -41,15 +40,6 @@ data_dir = "data"
 # %% tags=["remove-cell"]
 chapter = Chapter("blackwell/cta_pair", mode=mode, device=device, data_dir=data_dir)
 RUNGS = {"b4": b4_mixed, "b5": b5_cta_pair, "b6": b6_pair_stream}
-
-# %% [markdown]
-# ## What passes the port
-#
-# Take a tile of 128 queries and 128 keys, head_dim 128. S = Q Kᵀ reads Q and K from shared memory,
-# P V reads V; P is in tensor memory. First {term}`TMA` writes K and V, once for all tiles of
-# queries:
-
-# %%
 TILE = 128 * 128 * 2 / 1024  # KiB: 128 rows of Q, K or V in bf16
 
 
@@ -63,21 +53,39 @@ def port(ctas, tiles_of_queries=None):
 counted = {"b4": port(1, 2), "b5": port(2), "b6": port(2, 2)}
 clocks = {name: units.kibibytes(size) for name, size in counted.items()}
 mma_clocks = units.mma(units.B200, 2)
-
-# %% tags=["remove-input"]
-table = pd.DataFrame({"port (KiB)": counted, "port (clocks)": clocks})
-table["MMAs (clocks)"] = mma_clocks
-chapter.table(table.reset_index(names="rung"), modelled="operands of a tile of 128 x 128 pairs")
 designs = {x.impl[:2]: x.design.pairs["smem"] for x in predictions.EXPECTED["forward"]}
 assert all(designs[name] == value for name, value in clocks.items()), "one ledger, two chapters"
 chapter.glue(**counted, mma_clocks=mma_clocks)
 
+# %% tags=["remove-input"]
+# | name: fig-pair-port
+# | caption: >
+# |   **A pair of CTAs takes the port below the MMAs.** Clocks for which the port of shared memory
+# |   is busy for a tile of 128 queries and 128 keys at head_dim 128. Dashed: the clocks of its
+# |   MMAs.
+# | alt: >
+# |   Three bars: Blackwell forward b4, b5 and b6. That of b4 reaches the dashed line of the MMAs,
+# |   those of b5 and b6 end well before it.
+full = {f"Blackwell forward {name}": each for name, each in clocks.items()}
+chapter.figure(
+    charts.bars(pd.Series(full), xlabel="clocks of the port for a tile of pairs",
+                highlight=list(full)[1:], levels={"MMAs": mma_clocks}),
+    data=pd.Series(clocks, name="clocks").rename_axis("kernel").reset_index(),
+    modelled="operands of a tile of 128 x 128 pairs, 128 bytes a clock",
+)  # fmt: skip
+
 # %% [markdown]
-# b4 needs the port for every clock of its MMAs, and then again for Q and O: 96 KiB for 128 queries,
-# whatever the number of keys ({doc}`model`). Q must pass: it belongs to this CTA. But K and V are
-# the same for all queries of a head, and the SM beside this one reads them too.
+# ## K and V are the same for two neighbouring SMs
 #
-# ## One MMA, two CTAs
+# Take a tile of 128 queries and 128 keys at head_dim 128. S = Q Kᵀ reads Q and K from shared
+# memory, P V reads V, and P is in tensor memory. Before that {term}`TMA` writes K and V, once for
+# all tiles of queries. At 32 KiB a tile of a tensor, that is the bar of b4.
+#
+# So b4 needs the port for every clock of its MMAs, and then again for Q and O: 96 KiB for 128
+# queries, whatever the number of keys ({doc}`model`). Q must pass: it belongs to this CTA. But K
+# and V are the same for all queries of a head, and the SM beside this one reads them too.
+#
+# ## One MMA of two CTAs reads half of K and V from each
 #
 # tcgen05 has MMAs of a *CTA pair*, `cta_group::2`: 256 rows, 128 in each of two CTAs of a
 # {term}`cluster`. Each CTA holds its own rows of the left operand and of the accumulator, and
@@ -91,10 +99,11 @@ chapter.glue(**counted, mma_clocks=mma_clocks)
 #
 # So K is halved by rows and V by columns, of the same 128 keys.
 #
-# ## b5: keys that stay
+# ## Blackwell forward b5: short keys stay in shared memory
 #
 # Half of K and V of 256 keys is {glue:text}`stay:.0f` KiB. That fits twice, so the next item's can
-# load ahead, and short K and V are loaded once per item, as in {doc}`v6 <../forward/v6_short_kv>`.
+# load ahead, and short K and V are loaded once per item, as in {doc}`forward v6
+# <../forward/v6_short_kv>`.
 #
 # S of 256 keys takes 256 columns of tensor memory, as S of two tiles of queries does in b4. So a
 # math role owns 128 *keys*, for the same rows as the other. Both add to the same O, and a separate
@@ -105,7 +114,7 @@ chapter.roles("b5_cta_pair")
 chapter.glue(stay=2 * 2 * TILE / 2)
 
 # %% [markdown]
-# ## Three ways across
+# ## Messages cross in three ways: bytes, arrivals, commits
 #
 # One thread, of the even CTA, issues the MMAs of both. It must know that *both* CTAs are ready, and
 # both must learn that an MMA is done. A CTA can only wait on its own {term}`mbarriers <mbarrier>`,
@@ -124,9 +133,9 @@ chapter.glue(stay=2 * 2 * TILE / 2)
 chapter.code(b5_cta_pair.mma, "out = tile", "tile += 1")
 
 # %% [markdown]
-# Leave one of these out, and see what the emulator says:
+# Leave one of these out, and the emulator finds it:
 
-# %%
+# %% tags=["remove-input"]
 given = studies.batch((300, 20, 600), (200, 256, 40), head_dim=64)
 how = {"arch": "sm_100", "multiprocessors": 2}
 BROKEN = {
@@ -143,22 +152,54 @@ for what, change in BROKEN.items():
     print(f"{what}: {first.split(':')[0]}\n    {(waits or [first])[0].strip()[:110]}")
 
 # %% [markdown]
-# The tests do this to every barrier operation of both rungs, one at a time, and to every argument
+# The tests do this to every barrier operation of both kernels, one at a time, and to every argument
 # that names a CTA or a half. All are found.
 #
-# ## b6: keys that stream
+# ## Blackwell forward b6: long keys stream through
 #
 # More than 256 keys do not fit. In b6 K and V stream in blocks of 128. To use a block for more than
 # one MMA the CTA has two tiles of queries, as in b4, and a math role owns a tile again. An item of
-# the list has 2 × 2 × 128 rows, and b5's loop over tiles becomes one over blocks. O leaves through
-# the slot of its Q, so that two items fit.
-#
-# ## What the emulator's books say
-#
-# The emulator sees every read and write and counts the port's bytes independently. One item of each
-# rung, 1,024 keys in b4 and b6, 256 keys and four tiles in b5:
+# the list has 2 × 2 × 128 rows, and b5's loop over tiles becomes one over blocks. The kernel in
+# full:
 
-# %%
+# %% tags=["remove-input"]
+B6_NOTES = {
+    "tlx.barrier_expect_bytes(q.full[slot], Q_BYTES, pred=rank == 0)":
+        "*Bytes*: the leader announces those of both CTAs, since both loads count on its barrier.",
+    "own = key + rank * (options.BLOCK_N // CTAS)": "Of K this CTA loads half of the rows ...",
+    "column = rank * (options.BLOCK_D // CTAS)": "... and of V half of the columns.",
+    "if (tlx.cluster_cta_rank() == 0) & (item < num_items):":
+        "Only the even CTA issues MMAs, those of both.",
+    "tlx.tcgen05_commit(k.empty[0], two_ctas=True)":
+        "*Commit*: when S is complete, both CTAs may overwrite their half of K.",
+    "# The next item's, loaded an item ahead.":
+        "The stream goes on across items, so the next item's lengths are needed early.",
+    "weighted_sum(role, p, v.buffer[mine], o.buffer[role], count, continued, options)":
+        "O += P V of this tile; it waits for P of both CTAs.",
+    "scores(role, q.buffer[slot], k.buffer[stage], s)":
+        "Then S of the next block, perhaps of the next item.",
+    "x = mixed_probabilities(x, scale, head, row, key + part * WIDTH, options)":
+        "The activation of b4, a quarter by polynomial.",
+    "tlx.barrier_arrive(p.full[role * options.SLICES + part], 1, remote_cta_rank=0)":
+        "*Arrival*: P of this CTA is stored, said to the leader.",
+    "move_columns(o.buffer[role], q.buffer[slot], output_scale, options.COLUMNS, DTYPE)":
+        "O leaves through the slot of its Q, so that two items fit.",
+    "p = tlx.local_alloc((ROWS, BLOCK_N), DTYPE, 2 * ROLES, tlx.storage_kind.tmem, reuse=s)":
+        "P lies over S in {term}`tensor memory`.",
+    "p = Handover(p, tlx.alloc_barriers(ROLES * SLICES, arrive_count=CTAS))":
+        "Two arrivals, one of each CTA, complete a slice of P.",
+}  # fmt: skip
+b6 = b6_pair_stream
+kernel = [b6.load, b6.mma, b6.math, b6.output, b6.pair_stream_kernel]
+chapter.annotated(kernel, B6_NOTES)
+
+# %% [markdown]
+# ## The emulator counts the same bytes, and finds Blackwell forward b6 faster than b4
+#
+# The emulator sees every read and write and counts the port's bytes independently. Here is one item
+# of each kernel, with 1,024 keys in b4 and b6, and with 256 keys and four tiles in b5.
+
+# %% tags=["remove-cell"]
 PICTURES = {"b4": ((256,), (1024,)), "b5": ((1024,), (256,)), "b6": ((512,), (1024,))}
 lines, books = {}, {}
 for name, (rows, keys) in PICTURES.items():
@@ -178,16 +219,24 @@ books = pd.DataFrame(books).T
 
 # %% tags=["remove-input"]
 chapter.table(
-    books.reset_index(names="rung"), emulated="b4, b5 and b6, one item, modelled schedule, sm_100; "
-    "for a tile of pairs, clocks from the first MMA to the end of the last",
+    books.set_axis("forward " + books.index).reset_index(names="kernel"),
+    caption="**A tile of Blackwell forward b6 takes fewer clocks than one of b4.** KiB through the "
+    "port of a CTA for a tile of pairs, as emulated and by the ledger, and clocks from the first "
+    "MMA to the end of the last.",
+    name="tab-pair-books", digits={"clocks": 0, "MMA busy (%)": 0},
+    emulated="Blackwell forward b4, b5 and b6, one item, modelled schedule, sm_100",
 )  # fmt: skip
 above, clocks_of = books["port (KiB)"] - books["ledger (KiB)"], books["clocks"]
 gain = clocks_of["b4"] / clocks_of["b6"]
 chapter.predict(
-    "The emulator counts what the ledger counts for b4 and b6: the largest difference.",
+    "The emulator counts as many bytes as the ledger for Blackwell forward b4 and b6 (the largest "
+    "difference).",
     above[["b4", "b6"]].abs(), most=0, form=".1f", unit=" KiB",
 )  # fmt: skip
-chapter.predict("A tile of b6 takes fewer emulated clocks: b4 / b6.", gain, least=1.05)
+chapter.predict(
+    "A tile of Blackwell forward b4 takes at least 1.05 times the emulated clocks of one of b6.",
+    gain, least=1.05,
+)  # fmt: skip
 chapter.glue(b5_more=above["b5"], b4_clocks=clocks_of["b4"], b6_clocks=clocks_of["b6"])
 
 # %% [markdown]
@@ -198,57 +247,33 @@ chapter.glue(b5_more=above["b5"], b4_clocks=clocks_of["b4"], b6_clocks=clocks_of
 # %% tags=["remove-input"]
 # | name: fig-pair-leader
 # | caption: >
-# |   b5, the leader: four tiles of queries with 256 keys. Modelled cycles.
+# |   **In Blackwell forward b5 the MMAs follow each other with short gaps.** The leader's CTA, four
+# |   tiles of queries with 256 keys. Modelled cycles.
 # | alt: >
 # |   A timeline with lanes for output, two math roles, mma, load, TMA and the tensor core. MMAs
 # |   follow each other with short gaps; math works beside them, output beside the next tile's.
 chapter.figure(lines["b5"], emulated="b5_cta_pair, CTA 0 of a pair, 1,024 rows and 256 keys")
 
 # %% [markdown]
-# ## What the compiler made of them
+# Compiled for sm_100a both kernels use all 512 columns of tensor memory, no register spills, and
+# every tensor core operation in the PTX is for a pair. In the emulator they agree with fp64 on
+# lengths around the edges of tiles and on empty sequences; the largest error is
+# {glue:text}`worst:.2f` of what is allowed.
 
-# %%
+# %% tags=["remove-cell"]
 built = {
     "b5": compile_check.build_rung(b5_cta_pair, capability=100, max_seqlen_k=256),
     "b6": compile_check.build_rung(b6_pair_stream, capability=100),
 }
-
-# %% tags=["remove-input"]
-MNEMONICS = ("UTCHMMA", "UTCBAR", "LDTM", "STTM", "UTMALDG", "MUFU")
-facts = studies.facts(built, MNEMONICS).drop(columns="serialised")
-facts["TMEM columns"] = [kernel.metadata.tmem_size for kernel in built.values()]
-facts["SMEM (B)"] = [kernel.metadata.shared for kernel in built.values()]
-assert not facts["spilled (B)"].any() and (facts["TMEM columns"] == 512).all(), "the text says so"
+assert all(kernel.metadata.tmem_size == 512 for kernel in built.values()), "the text says so"
+assert not studies.facts(built, ())["spilled (B)"].any(), "the text says so"
 assert not any("cta_group::1" in kernel.asm["ptx"] for kernel in built.values()), "the text too"
-chapter.table(facts, compiled="compiled for sm_100a, head_dim 128, bf16, gelu_tanh")
-
-# %% [markdown]
-# Nothing spills, tensor memory is full, and every tensor core operation in the PTX is for a pair.
-#
-# ## Is it right?
-#
-# Lengths around the edges of tiles, with empty sequences, against fp64:
-
-# %%
 lengths = (0, 1, 127, 257, 40, 513)
-for name in built:
-    given = studies.batch(lengths, [min(n, 256) for n in lengths[::-1]], head_dim=64)
-    checked = studies.comparison(RUNGS[name], given, arch="sm_100")
-    share = (checked["largest error"] / checked["allowed"]).max()
-    print(f"{name}: largest error, {share:.2f} of what is allowed")
+given = studies.batch(lengths, [min(n, 256) for n in lengths[::-1]], head_dim=64)
+checked = [studies.comparison(RUNGS[name], given, arch="sm_100") for name in built]
+chapter.glue(worst=max((one["largest error"] / one["allowed"]).max() for one in checked))
 
-# %% [markdown]
-# The tests run both on the cases of every rung and in 20 random orders of roles: the same bits.
-#
-# ## The list, or the hardware's scheduler
-#
-# Blackwell can hand out work by itself: *cluster launch control* (CLC). The grid has a cluster for
-# every item. A finished cluster cancels one that has not started and takes its place. Our list is
-# fixed beforehand: {glue:text}`num_pairs:.0f` pairs take items in turn, most keys first, back and
-# forth. Let an item take a unit of time for 128 keys and 256 rows, plus one unit. The slowest pair
-# over the mean:
-
-# %%
+# %% tags=["remove-cell"]
 PAIRS = units.B200.sms // 2
 
 
@@ -274,7 +299,7 @@ def slowest(seqlens_q, seqlens_k, rows, heads=4):
     return zigzag(work + 1), clc, zigzag(np.sort(work + 1)[::-1]), len(listed), grid
 
 
-# %% tags=["remove-input"]
+# %% tags=["remove-cell"]
 half, cases = workload("gdpa-self-half-jagged-1024"), []
 for sequences in (1152, 144):
     lq, lk = half.seqlens_q[:sequences], half.seqlens_k[:sequences]
@@ -282,9 +307,6 @@ for sequences in (1152, 144):
     cases.append(("b5, 256 keys", sequences, *slowest(lq, [256] * sequences, 1024)))
 columns = ["batch", "sequences", "list", "CLC", "list by work", "items", "clusters of CLC"]
 balance = pd.DataFrame(cases, columns=columns)
-chapter.table(balance, modelled="queries as in gdpa-self-half-jagged-1024, its first sequences")
-
-# %% tags=["remove-cell"]
 by_size = balance.set_index(["batch", "sequences"])
 b6, b5 = by_size.loc["b6, keys as queries"], by_size.loc["b5, 256 keys"]
 assert (b6["list"] - b6["CLC"]).max() < 0.02 and b5.loc[1152, "list"] > 1.05, "the text says so"
@@ -297,23 +319,22 @@ chapter.glue(
 )  # fmt: skip
 
 # %% [markdown]
-# For b6 CLC would gain {glue:text}`b6_gain:.1f` % at the published batch size, and
-# {glue:text}`b6_few:.1f` % at an eighth of it. Its price: {glue:text}`none:.0f` % of the clusters
-# find no item, since the host knows only a bound; every answer must reach five roles in two CTAs,
-# over two more barriers; and an item's first loads wait for it. So b6 keeps the list.
+# ## A hardware scheduler would gain almost nothing
 #
-# For b5 the count found a fault in the *list*: it sorts by keys, here equal, while an item is a
-# whole sequence, and sequences differ in rows. The slowest pair takes {glue:text}`b5_over:.0f` %
-# longer than the mean. CLC would repair that, and so would a list sorted by work:
-# {glue:text}`b5_sorted:.1f` %. In published workloads all items of b5 are equal.
+# Blackwell can hand out work by itself: with *cluster launch control* (CLC) a finished cluster
+# takes the place of one that has not started. Our list is fixed beforehand. In a count of tiles CLC
+# would gain b6 {glue:text}`b6_gain:.1f` % at the published batch size, at the price of more
+# barriers and of {glue:text}`none:.0f` % empty clusters, so b6 keeps the list. For b5 the count
+# found a fault in the *list*, which sorts by keys though items differ in rows; sorted by work, the
+# slowest pair is {glue:text}`b5_sorted:.1f` % above the mean, and now {glue:text}`b5_over:.0f` %.
 #
-# ## The price of 512 rows
+# ## Blackwell forward b6 pays for 512 rows on short sequences
 #
 # b6 computes 512 rows for every item, however few are left. The share of real pairs, with items of
 # 256 rows (b4) and of 512:
 
 
-# %%
+# %% tags=["remove-cell"]
 def real(length, rows):
     """Percent of the pairs that are computed with items of `rows` rows."""
     work = workload(f"gdpa-self-half-jagged-{length}")
@@ -324,16 +345,22 @@ def real(length, rows):
 # %% tags=["remove-input"]
 shares = {n: {f"items of {rows}": real(n, rows) for rows in (256, 512)} for n in (256, 512, 2048)}
 shares = pd.DataFrame(shares).T
-chapter.table(shares.reset_index(names="longest"), modelled="percent real, gdpa-self-half-jagged")
+chapter.table(
+    shares.reset_index(names="longest"),
+    caption="**Items of 512 rows compute more that no query needs.** Percent of the computed pairs "
+    "that are real, by the longest sequence.",
+    name="tab-pair-real", modelled="workloads gdpa-self-half-jagged",
+)  # fmt: skip
 kept = shares["items of 512"] / shares["items of 256"]
 chapter.glue(lost=100 * (1 - kept[512]), net_512=gain * kept[512], net_2048=gain * kept[2048])
 
 # %% [markdown]
-# On half-full batches of 512 b6 loses {glue:text}`lost:.0f` % against b4 before it begins. With the
-# emulated clocks of a tile it runs at {glue:text}`net_512:.2f` times the rate of b4, at 2,048 at
-# {glue:text}`net_2048:.2f` times. A later rung is not better for every batch.
+# On half-full batches of 512 b6 loses {glue:text}`lost:.0f` % against b4 before it
+# begins. With the emulated clocks of a tile it runs at {glue:text}`net_512:.2f` times the rate of
+# b4, and at 2,048 at {glue:text}`net_2048:.2f` times. A later kernel version is not better for
+# every batch.
 #
-# ## What is not proved
+# ## What only a B200 can tell
 #
 # No B200 has run these kernels. To be measured first: that the other half of an operand costs
 # neither port anything, which the instruction suggests but no document we found states; that a
@@ -342,8 +369,12 @@ chapter.glue(lost=100 * (1 - kept[512]), net_512=gain * kept[512], net_2048=gain
 # others have ended, and CLC *would* help. A compiler that gave arrivals the cluster's scope made a
 # pair's matmul fail, and only in launches back to back
 # ([#3492](https://github.com/facebookexperimental/triton/pull/3492)): so the tests refuse such
-# code, and a first run on a GPU launches each rung 10,000 times.
-#
+# code, and a first run on a GPU launches each kernel 10,000 times.
+
+# %% tags=["remove-input"]
+chapter.predictions()
+
+# %% [markdown]
 # ## Exercises
 #
 # :::{exercise} Why halves of K by rows, and of V by columns?
@@ -366,7 +397,7 @@ chapter.glue(lost=100 * (1 - kept[512]), net_512=gain * kept[512], net_2048=gain
 #
 # Suppose MMAs of four CTAs, each with a quarter of K and of V. How many KiB pass a port for a tile
 # of pairs, with K and V streaming and two tiles of queries a CTA? How large is the second step's
-# gain, as a share of the first's? *(the function `port`, five minutes)*
+# gain, as a share of the first's? *(paper, five minutes)*
 # :::
 
 # %% tags=["remove-cell"]
@@ -384,14 +415,15 @@ chapter.glue(four=port(4, 2), again=100 * (port(2, 2) - port(4, 2)) / (port(1, 2
 # :label: ex-pair-wait
 #
 # The loop of b5's `mma` role issues S of the next tile into the columns that hold P of this one.
-# Which wait makes sure that P V has read P? *(the code of `mma`, ten minutes)*
+# Which wait makes sure that P V has read P? *(paper: the code of `mma`, ten minutes)*
 # :::
 #
 # :::{solution} ex-pair-wait
 # :class: dropdown
 #
-# None. MMAs of one thread run in the order in which they were issued, and P V is issued before S.
-# What needs a wait is that math has *read* S and written P: `p.full`, from both CTAs.
+# There is no such wait. MMAs of one thread run in the order in which they were issued, and P V is
+# issued before S. What needs a wait is that math has *read* S and written P: `p.full`, from both
+# CTAs.
 # :::
 #
 # ## Takeaways

@@ -5,19 +5,19 @@
 # ---
 
 # %% [markdown]
-# # What 3.5× over FlashAttention-4 is made of
+# # What 3.5× over FlashAttention-4 is made of: about half is a search through the batch
 #
 # With few keys the published kernel is "up to 3.5 times as fast as FlashAttention-4". How much of
 # that is attention?
 #
-# :::{admonition} In this chapter (20 minutes)
-# You will split a published speedup into factors by a model, and test the largest of them on a GPU
-# of another generation with one switch. In a batch of 1,152 sequences of 256 tokens, the search for
-# a program's sequence makes FlashAttention-4 {glue:text}`scan_256:.1f` times slower (measured,
-# H200); in one of 4,608, {glue:text}`scan_4608:.0f` times.
+# :::{admonition} In this chapter (35 minutes)
+# You will be able to split a published speedup into factors by a model, and to test the largest of
+# them on a GPU of another generation with one switch. In a batch of 1,152 sequences of 256 tokens,
+# the search for a program's sequence makes FlashAttention-4 {glue:text}`scan_256:.1f` times slower
+# (measured on an H200, in bursts); in one of 4,608, {glue:text}`scan_4608:.0f` times.
 # :::
 
-# %%
+# %% tags=["hide-input"]
 from dataclasses import replace
 
 import numpy as np
@@ -35,7 +35,7 @@ mode = "replay"
 device = "cpu"
 data_dir = "data"
 
-# %%
+# %% tags=["remove-cell"]
 chapter = Chapter("blackwell/flash_attention_4", mode=mode, device=device, data_dir=data_dir)
 SHORT = workload("gdpa-self-full-256")
 BATCHES = (36, 144, 288, 576, 1152, 2304, 4608)
@@ -61,9 +61,10 @@ def plan(session):
 
 chapter.measure(plan)
 
-# %%
+# %% tags=["remove-cell"]
 WALK, LOOKUP, DENSE = "FA4, walks", "FA4, looks up", "FA4, dense"
-names = {"fa4scan": WALK, "fa4": LOOKUP, "fa4_dense": DENSE, "cudnn": "cuDNN", "v8_own_waits": "v8"}
+V8 = "forward v8"
+names = {"fa4scan": WALK, "fa4": LOOKUP, "fa4_dense": DENSE, "cudnn": "cuDNN", "v8_own_waits": V8}
 rows = chapter.rows(variant=None)
 rows["name"] = (rows["impl"] + rows["variant"]).map(names)
 us, rates = (
@@ -75,20 +76,21 @@ short = rates.loc[[of_batch(SHORT, batch).name for batch in BATCHES]].set_axis(B
 # %% tags=["remove-input"]
 # | name: fig-fa4-batch
 # | caption: >
-# |   Rate by number of sequences of 256 queries and 256 keys, forward, kernel alone on one H200.
+# |   **FlashAttention-4 that walks over the batch slows down as the batch grows.** Rate in bursts
+# |   by number of sequences of 256 queries and 256 keys, forward pass, kernel alone on one H200.
 # |   FA4 on ragged batches: each program walks over the batch, or looks its sequence up.
 # | alt: >
-# |   A line chart over the number of sequences. v8, cuDNN, FA4 dense and FA4 with lookup rise and
-# |   stay level. FA4 with the walk rises, then falls lower than it began.
+# |   A line chart over the number of sequences. Forward v8, cuDNN, FA4 dense and FA4 with lookup
+# |   rise and stay level. FA4 with the walk rises, then falls lower than it began.
 chapter.figure(
     charts.lines(
-        short, xlabel="sequences", ylabel="TFLOP/s", log="x", highlight=[WALK, LOOKUP, "v8"]
+        short, xlabel="sequences", ylabel="TFLOP/s", log="x", highlight=[WALK, LOOKUP, V8]
     ),
     measured=rows[rows["workload"].str.startswith(SHORT.name)],
 )
 
 # %% [markdown]
-# ## Three suspects
+# ## Three suspects: scheduler, pipeline, mathematics
 #
 # The published speedup compares whole kernels on a B200, batch 1,152 {cite}`xu2026gdpa`. They
 # differ in three things.
@@ -97,10 +99,10 @@ chapter.figure(
 # - *The pipeline.* What runs while one tile ends and the next begins?
 # - *The mathematics.* Softmax needs a maximum and a sum for each row; an activation needs neither.
 #
-# The claim is about the second and third. The first is not attention: with equal lengths it would
-# be a division.
+# The claim is about the second and third. The first is not attention: with equal lengths a division
+# would answer it.
 #
-# ## The walk
+# ## A walk over the batch costs quadratic time
 #
 # FlashAttention-4 {cite}`zadouri2026flashattention4` launches one program for each tile that the
 # batch could have at most, `total_q` plus 255 rows for each sequence, and each program finds its
@@ -109,12 +111,13 @@ chapter.figure(
 # program beyond the last tile walks to the end to find that it has nothing to do. The number of
 # programs grows with the batch, and so does each walk: the work is quadratic.
 #
-# ## Splitting the published quotient
+# ## By the model, the walk is most of the published speedup
 #
 # {doc}`The model <model>` has a law for FA4's published bars: a time for 256 queries, one for a
-# tile of pairs, one for a step of the walk. Nothing is measured in this table:
+# tile of pairs, one for a step of the walk. The factors of this table are modelled, none is
+# measured:
 
-# %%
+# %% tags=["remove-cell"]
 bars = claims.published_figures().query("not suspect and direction == 'forward' and fill == 1")
 laws = tile_law.published(claims.published_figures().query("not suspect")).loc["forward"]
 rate = bars.drop_duplicates(["workload", "kernel"]).pivot(
@@ -137,6 +140,10 @@ shares = 100 * np.log(published["walk"]) / np.log(published["published"])
 # %% tags=["remove-input"]
 chapter.table(
     published.reset_index(names="workload"),
+    caption="**By the model the loop, softmax included, contributes nothing.** The published "
+    "speedup of GDPA over FA4, and three factors whose product it is.",
+    name="tab-fa4-factors",
+    digits=dict.fromkeys(columns, 2),
     modelled="published: GDPA over FA4, B200, 750 W; the factors by the laws of both kernels",
 )
 step_ns, pairs = 1e3 * laws.loc["FA4", "steps"], laws["pairs alone, TFLOP/s"]
@@ -151,19 +158,20 @@ chapter.glue(
 assert published["the loop"].between(0.9, 1.1).all(), "the text: the loop is about nothing"
 
 # %% [markdown]
-# Of {glue:text}`published_256:.1f` at 256 tokens, {glue:text}`walk_256:.1f` would be the walk,
-# {glue:text}`ends_256:.1f` the beginning and end of tiles, and the loop, softmax included, about
-# nothing: {glue:text}`loop:.2f` to {glue:text}`loop_most:.2f`. In the loop FA4 is no slower than
-# GDPA: {glue:text}`pairs_fa4:,.0f` against {glue:text}`pairs_gdpa:,.0f` TFLOP/s for pairs alone.
+# Of the factor {glue:text}`published_256:.1f` at 256 tokens, {glue:text}`walk_256:.1f` would be the
+# walk and {glue:text}`ends_256:.1f` the beginning and end of tiles. The loop, softmax included,
+# contributes about nothing: {glue:text}`loop:.2f` to {glue:text}`loop_most:.2f`. In other words, in
+# the loop FA4 is no slower than GDPA.
 #
 # A law fitted to seven bars is a story until it is tested. The test needs no B200: the walk is
 # ordinary integer code, and Hopper's path has one too.
 #
-# ## One switch
+# ## One switch makes FlashAttention-4 walk again
 #
 # The version that we time, 4.0.0b36, walks only up to 256 sequences. Above that a small kernel
-# writes a table first, in which programs look up their sequence. Lift that threshold, and the
-# library walks again; nothing else in the kernel changes:
+# writes a table first, in which programs look up their sequence. (That is the FA4 of the charts in
+# {doc}`../forward/results`.) Lift that threshold, and the library walks again, with no other change
+# in the kernel:
 
 # %% tags=["remove-input"]
 chapter.code(flash.fa4, "interface =", "return scanning")
@@ -171,49 +179,60 @@ chapter.code(flash.fa4, "interface =", "return scanning")
 # %% [markdown]
 # The same function without ragged offsets, `flash_attn_func`, takes batches of equal lengths. So on
 # equal lengths one library has three ways to the same result, all checked against fp64 before they
-# were timed, beside v8 and dense cuDNN.
+# were timed, beside forward v8 and dense cuDNN.
 #
-# ## Prediction and measurement
+# ## The test confirms the walk and its size
 #
 # If the law is right, the walk changes nothing up to 256 sequences, where both variants do the
 # same. Above, its time must grow with the square of the batch: 16 times from 1,152 to 4,608. And
 # if the fitted step is about right on another machine, the factor at 1,152 sequences of 256 is
 # about the one in the table, {glue:text}`walk_256:.1f`.
 
-# %% tags=["remove-input"]
+# %% tags=["remove-cell"]
 walk, extra = us[WALK] / us[LOOKUP], us[WALK] - us[LOOKUP]
 few = [name for name in us.index if name.endswith(("-36", "-144"))]
 at = [of_batch(SHORT, batch).name for batch in (1152, 4608)]
 chapter.predict(
-    "Up to 256 sequences the switch changes nothing: the largest change.",
+    "Up to 256 sequences the switch changes the time by at most 2 % (the largest change).",
     100 * (walk[few] - 1).abs(), most=2, form=".1f", unit=" %",
 )  # fmt: skip
 chapter.predict(
-    "Four times the batch, 16 times the walk: what it adds at 4,608 over 1,152.",
+    "A batch four times as large walks about 16 times as long (what the walk adds at 4,608 "
+    "sequences over 1,152).",
     extra[at[1]] / extra[at[0]], least=12, most=20, form=".1f",
 )  # fmt: skip
 chapter.predict(
-    "The factor at 1,152 x 256 is that modelled for a B200, to 30 %: measured over modelled.",
+    "At 1,152 sequences of 256 tokens the walk costs the factor modelled for a B200, to 30 % "
+    "(measured over modelled).",
     walk[at[0]] / published.loc[SHORT.name, "walk"], least=0.7, most=1.3,
 )  # fmt: skip
 
-# %%
+# %% tags=["remove-cell"]
 chain = pd.DataFrame(
     {
-        "v8 / FA4 that walks": us[WALK] / us["v8"],
+        "v8 / FA4 that walks": us[WALK] / us[V8],
         "walk": walk,
         "ragged": us[LOOKUP] / us[DENSE],
         "FA4 to cuDNN, dense": us[DENSE] / us["cuDNN"],
-        "cuDNN to v8": us["cuDNN"] / us["v8"],
+        "cuDNN to v8": us["cuDNN"] / us[V8],
     }
 ).dropna()
 chain = chain[chain.index.str.endswith("-1152")]
 
 # %% tags=["remove-input"]
 chapter.table(
-    chain.set_axis(chain.index.str.removesuffix("-batch-1152")).reset_index(),
+    chain.set_axis(chain.index.str.removesuffix("-batch-1152").str.removeprefix("gdpa-"))
+    .rename_axis("workload")
+    .reset_index(),
+    caption="**On the H200 the walk is the largest factor of every workload.** How many times as "
+    "fast forward v8 is as an FA4 that walks, and four factors whose product it is; 1,152 "
+    "sequences, in bursts.",
+    name="tab-fa4-chain",
+    digits=dict.fromkeys(chain, 2),
     measured=rows[rows["workload"].isin(chain.index)],
 )
+others = chain.drop(columns=["v8 / FA4 that walks", "walk"])
+assert (chain["walk"] > others.max(axis=1)).all(), "the caption says so"
 jagged = rates[rates.index.str.contains("jagged")]
 cross = [name for name in chain.index if "cross" in name or "256" in name]
 both = (chain["ragged"] * chain["FA4 to cuDNN, dense"])[cross]
@@ -233,8 +252,8 @@ chapter.glue(
 )  # fmt: skip
 
 # %% [markdown]
-# In each row the first number is the product of the others. v8 is up to {glue:text}`whole:.1f`
-# times as fast as an FA4 that walks.
+# In each row the first number is the product of the others. Forward v8 is up to
+# {glue:text}`whole:.1f` times as fast as an FA4 that walks.
 #
 # - *Walk.* {glue:text}`scan_256:.2f` at 256 tokens, close to the model's. A step takes
 #   {glue:text}`ns:.0f` to {glue:text}`ns_4608:.0f` ns here, against {glue:text}`step_ns:.0f`
@@ -248,11 +267,11 @@ chapter.glue(
 #   with 256 keys. That is the pipeline: beginnings and ends of tiles. Times *ragged* it is
 #   {glue:text}`both_low:.1f` to {glue:text}`both:.1f`; the model of the B200 has
 #   {glue:text}`ends_256:.1f`.
-# - *cuDNN to v8.* {glue:text}`rest_low:.2f` to {glue:text}`rest:.2f`: softmax against GELU, and
-#   whatever else differs between two good kernels. It does not bound the cost of softmax: where
+# - *cuDNN to forward v8.* {glue:text}`rest_low:.2f` to {glue:text}`rest:.2f`: softmax against GELU,
+#   and whatever else differs between two good kernels. It does not bound the cost of softmax: where
 #   cuDNN does the rest better, that hides a part of it.
 #
-# ## What this does and does not say
+# ## What is measured, published and modelled
 #
 # *Measured*: on an H200, with one version of FA4 and its path for Hopper, the walk costs what the
 # table says. *Published*: the bars, and that FA4 ran ragged. *Modelled*: that the FA4 of the bars
@@ -265,14 +284,18 @@ chapter.glue(
 # which the library has since replaced; nearly all the rest was how tiles begin and end, and none of
 # it softmax.
 #
-# ## The surprise: a benchmark's batch size is an argument
+# ## Surprise: the batch size of a benchmark decides a speedup
 #
 # At 144 sequences the walk is invisible. At 1,152 it halves the rate, and at 4,608 FA4 runs at
 # {glue:text}`walks_4608:.0f` TFLOP/s, where the same kernel without offsets reaches
 # {glue:text}`dense_4608:.0f`. Language models batch tens of sequences and never met it;
-# recommendation models batch thousands. A speedup holds for the batch it was measured on; a second
-# batch size is the cheapest experiment there is.
-#
+# recommendation models batch thousands. A speedup holds for the batch it was measured on, and a
+# second batch size is the cheapest experiment there is.
+
+# %% tags=["remove-input"]
+chapter.predictions()
+
+# %% [markdown]
 # ## Exercises
 #
 # :::{exercise} Counting the walk
@@ -292,8 +315,8 @@ chapter.glue(
 # :::{exercise} A cure without a new kernel
 # :label: ex-fa4-split
 #
-# You are stuck with a version that walks. What do you do with a batch of 1,152, at what gain? *(the
-# first figure)*
+# You are stuck with a version that walks. What do you do with a batch of 1,152, at what gain?
+# *(paper, with the first figure)*
 # :::
 
 # %% tags=["remove-cell"]
@@ -313,16 +336,16 @@ chapter.glue(split=split, whole_us=us.loc[at[0], WALK], gain=us.loc[at[0], WALK]
 # :::{exercise} Softmax on trial
 # :label: ex-fa4-softmax
 #
-# "cuDNN to v8" holds softmax and everything else that differs. Which measurement would separate
-# them? *(thought)*
+# "cuDNN to forward v8" holds softmax and everything else that differs. Which measurement would
+# separate them? *(paper)*
 # :::
 #
 # :::{solution} ex-fa4-softmax
 # :class: dropdown
 #
-# The same kernel with both: v8 with a maximum, a sum and a rescaled accumulator for each row, the
-# rest unchanged. Until someone writes it, the ratio says little: if cuDNN does the rest better than
-# v8, softmax costs more than the ratio, if worse, less.
+# The same kernel with both: forward v8 with a maximum, a sum and a rescaled accumulator for each
+# row, the rest unchanged. Until someone writes it, the ratio says little: if cuDNN does the rest
+# better than forward v8, softmax costs more than the ratio, if worse, less.
 # :::
 #
 # ## Takeaways

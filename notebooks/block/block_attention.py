@@ -4,18 +4,25 @@
 # ---
 
 # %% [markdown]
-# # What is block attention? Softmax that never leaves its block
+# # Block attention: a softmax that never leaves its block
 #
-# What is left of attention over a long history if every token sees at most 63 others?
+# Attention over a history of thousands of events costs the square of its length. What is left, and
+# what does it cost, if every token sees at most 63 others?
 #
-# :::{admonition} In this chapter (20 minutes)
-# You will write block attention from its definition, run it on any kernel that takes jagged
-# batches, and say what its backward pass must keep. On the published batch the blocks leave out
-# {glue:text}`left_out:.1f` % of the pairs of full attention. The published "sparsity 0.7" is
-# another number: a fill, the mean length over the largest one.
+# :::{admonition} In this chapter (35 minutes)
+# You will be able to write block attention from its definition, run it on any kernel that takes
+# {term}`jagged` batches, and say what its backward pass must keep. On the published batch the
+# blocks leave out {glue:text}`left_out:.1f` % of the pairs of full attention.
 # :::
+#
+# Why would anyone want it? A recommendation model attends over the history of every user of a
+# batch, at thousands of users and thousands of events each, and full attention does not fit into
+# the time that a request or a training step has. Cut the history into blocks of 64 events and
+# attend inside each block: the work then grows with the length and no longer with its square. In
+# other words, twice the history costs twice as much, not four times. Other layers have to carry
+# information between blocks.
 
-# %%
+# %% tags=["hide-input"]
 from dataclasses import replace
 from itertools import pairwise
 
@@ -41,23 +48,20 @@ data_dir = "data"
 # %% tags=["remove-cell"]
 chapter = Chapter("block/block_attention", mode=mode, device=device, data_dir=data_dir)
 
-# %% [markdown]
-# Give the operator the identity matrix for $V$. Then $O = P$, and it draws its own mask.
-
-# %%
+# %% tags=["remove-cell"]
 torch.manual_seed(0)
 lengths = [20, 0, 16, 5]
 offsets, total = cu_seqlens(lengths, "cpu"), sum(lengths)
 identity = torch.eye(total, dtype=torch.float64)[:, None]
 queries, keys = torch.randn(2, total, 1, total, dtype=torch.float64)
 p = block_attention(queries, keys, identity, offsets, block_size=16)[:, 0]
-print(f"{(p > 0).sum()} of {total**2} entries are not zero")
 
 # %% tags=["remove-input"]
 # | name: fig-block-mask
 # | caption: >
-# |   P of a batch of four sequences with 20, 0, 16 and 5 tokens, blocks of 16. A darker cell is a
-# |   larger probability. Frames: sequences, whose pairs full attention would compute.
+# |   **A query gives weight only to keys of its own block.** The weights P of a batch of four
+# |   sequences with 20, 0, 16 and 5 tokens, in blocks of 16. The stronger a cell, the larger the
+# |   weight. Frames: sequences, whose pairs full attention would compute.
 # | alt: >
 # |   A square of 41 by 41 cells. Along the diagonal lie four filled squares with sides 16, 4, 16
 # |   and 5, the first two in a frame of side 20. Everything else is empty.
@@ -70,21 +74,26 @@ chapter.figure(
 assert (p > 0).sum() == 16**2 + 4**2 + 16**2 + 5**2
 
 # %% [markdown]
+# The figure is drawn by the operator itself. With the identity matrix for $V$ the output $O = P V$
+# is $P$, so `block_attention` shows its own mask.
+#
 # ## The definition
 #
-# Sequence $i$ of a {doc}`jagged <../operator/gdpa>` batch owns the tokens from `cu_seqlens[i]` to
+# Sequence $i$ of a jagged batch ({doc}`../operator/gdpa`) owns the tokens from `cu_seqlens[i]` to
 # just before `cu_seqlens[i + 1]`. Blocks of `block_size` tokens, 64 by default, are counted from
-# its start; the last may be shorter. Within a block and a head,
+# its start, and the last one may be shorter. Within a block and a head,
 #
 # $$
 # S = s\, Q K^{\mathsf T}, \qquad P = \mathrm{softmax}(S), \qquad O = P V,
 # $$ (eq-block)
 #
-# in both directions, with $s = 1/\sqrt{\mathtt{head\_dim}}$ unless given. Across blocks: nothing.
+# without a causal mask, with $s = 1/\sqrt{\mathtt{head\_dim}}$ unless given. Tokens of different
+# blocks do not see each other.
 #
 # "Sparse attention" names what is missing. What is left is a batch of small dense problems, so any
-# kernel for {term}`jagged` batches can run it, with each block as a sequence. Four query heads
-# share two heads of keys and values here {cite}`shazeer2019mqa,ainslie2023gqa`:
+# kernel for jagged batches can run it if it is told that each block is a sequence. Here PyTorch's
+# attention does, block by block, and gives the same output. Four query heads share two heads of
+# keys and values {cite}`shazeer2019mqa,ainslie2023gqa`:
 
 # %%
 q, k, v = (torch.randn(total, heads, 16, dtype=torch.float64) for heads in (4, 2, 2))
@@ -98,34 +107,30 @@ assert_close(torch.cat(dense), out)
 print(f"{len(lengths)} sequences, {len(parts)} blocks: {parts}")
 
 # %% [markdown]
-# This is how we call FlashAttention-2 {cite}`dao2024flashattention2` as a peer: the 1,152 sequences
-# of a published batch become {glue:text}`blocks:,.0f` of at most 64 tokens.
+# This is also how we call FlashAttention-2 {cite}`dao2024flashattention2` as a baseline: the 1,152
+# sequences of a published batch become {glue:text}`blocks:,.0f` of at most 64 tokens.
 #
-# ## What it saves, and what it costs
+# ## It saves FLOPs and costs reach
 #
 # The published account speaks of production batches of 1,152 sequences of up to about four thousand
-# tokens {cite}`siso2026block`. For the batch of its main table, forward, counted from lengths:
+# tokens {cite}`siso2026block`. For the batch of its main table, blocks do {glue:text}`fewer:.0f`
+# times fewer FLOPs in the forward pass than full attention (counted from lengths). The bytes stay
+# the same, so the operator falls from {glue:text}`full:.0f` FLOP per byte to
+# {glue:text}`few:.0f`. What was limited by compute is now limited by memory.
 
-# %%
+# %% tags=["remove-cell"]
 main = workload(*BLOCK_TABLES["table5"])
 full = sum(n * n for n in main.seqlens_q) / main.pairs  # pairs of full attention / of blocks
 flops, size = main.flops("forward"), main.bytes("forward")
-
-# %% tags=["remove-cell"]
 chapter.glue(left_out=100 - 100 / full, fewer=full, full=flops * full / size, few=flops / size)
 chapter.glue(blocks=main.blocks, fill=main.fill, empty=0.3 * main.max_seqlen_q)
 
 # %% [markdown]
-# Work now grows with the number of tokens instead of its square: {glue:text}`fewer:.0f` times fewer
-# FLOPs. The bytes stay, so the operator falls from {glue:text}`full:.0f` FLOP per byte to
-# {glue:text}`few:.0f`: compute-bound has become memory-bound.
-#
-# The price is reach. A sliding window of 32 to each side costs about the same per token, and its
-# tokens see 65, 129 and 193 tokens after one, two and three layers. Block borders are the same in
-# every layer: 64 tokens, however many layers. Something else has to carry information between
-# blocks, such as pooling by learned seeds {cite}`zeng2024interformer,hou2026kunlun`. In return
-# blocks share nothing, which makes them fast: a window's key tiles overlap, and a row of its scores
-# spans several.
+# The price is reach. A sliding window of 32 tokens to each side costs about the same per token, and
+# after one, two and three layers a token has seen 65, 129 and 193 tokens. Block borders are the
+# same in every layer, so a token sees 64 tokens however many layers there are. Something else has
+# to carry information between blocks, such as pooling by learned seeds
+# {cite}`zeng2024interformer,hou2026kunlun`. In return blocks share nothing, which makes them fast.
 #
 # ## Rotary embeddings
 #
@@ -139,11 +144,12 @@ chapter.glue(blocks=main.blocks, fill=main.fill, empty=0.3 * main.max_seqlen_q)
 # \begin{pmatrix} x_{2i} \\ x_{2i+1} \end{pmatrix}.
 # $$ (eq-block-rotary)
 #
-# Pairs are *interleaved*. Many models pair $i$ with $i + \mathtt{head\_dim} / 2$; mixing the two up
-# looks right. Three things follow the published operator {cite}`adsmodelkernellibrary`. Sines and
-# cosines are an input without a gradient. $\sin^2 + \cos^2 = 1$ is not assumed, so the gradients
-# take the *transpose* of {eq}`eq-block-rotary` and not its inverse. And v may be rotated too,
-# `rotate_v=True`; an exercise asks what that does.
+# Pairs are *interleaved*: neighbouring columns form a pair. Many models use *half-split* rotary
+# instead, which pairs column $i$ with column $i + \mathtt{head\_dim} / 2$. Confusing the two gives
+# plausible but wrong numbers; {doc}`v4_rotary` draws both. Three choices follow the published
+# operator {cite}`adsmodelkernellibrary`. Sines and cosines are an input without a gradient.
+# $\sin^2 + \cos^2 = 1$ is not assumed, so the gradients take the *transpose* of
+# {eq}`eq-block-rotary` and not its inverse. And v may be rotated too, with `rotate_v=True`.
 #
 # ## The gradients need no output
 #
@@ -155,45 +161,42 @@ chapter.glue(blocks=main.blocks, fill=main.fill, empty=0.3 * main.max_seqlen_q)
 # dQ = s\, dS\, K, \qquad dK = s\, dS^{\mathsf T} Q \end{gathered}
 # $$ (eq-block-gradients)
 #
-# with $D_i = \sum_j P_{ij}\, dP_{ij} = \sum_c O_{ic}\, dO_{ic}$, one number for each row. A kernel
-# that sees a row of scores in pieces lacks the first sum until the last piece. So FlashAttention-2
-# keeps the output, for $D$, and the log-sum-exp of each row, for $P$
-# {cite}`dao2024flashattention2`. With the whole row in one tile neither is needed:
-
-# %%
-x_q, x_k, x_v, x_grad = torch.randn(4, 20, 8, dtype=torch.float64)
-leaves = [t.requires_grad_() for t in (x_q, x_k, x_v)]
-p = (8**-0.5 * x_q @ x_k.T).softmax(1)
-dp = x_grad @ x_v.T
-ds = p * (dp - (p * dp).sum(1, keepdim=True))
-by_formula = 8**-0.5 * ds @ x_k, 8**-0.5 * ds.T @ x_q, p.T @ x_grad
-assert_close(by_formula, torch.autograd.grad(p @ x_v, leaves, x_grad))
+# with one number $D_i = \sum_j P_{ij}\, dP_{ij} = \sum_c O_{ic}\, dO_{ic}$ for each row, derived in
+# {doc}`../backward/by_hand`. A kernel that sees a row of scores in pieces lacks the first sum until
+# the last piece has come. FlashAttention-2 therefore keeps the output, for $D$, and the log-sum-exp
+# of each row, for $P$ {cite}`dao2024flashattention2`. With the whole row in one tile neither is
+# needed ({doc}`backward_alone`).
 
 # %% [markdown]
 # ## The same call on a kernel
 #
-# `impl` names a rung; inside `tritonemu.enabled()` its kernels run on the CPU and every access is
-# checked ({doc}`../tools/emulator`). With shared key heads and rotary, against fp64:
+# `impl` names a kernel version; inside `tritonemu.enabled()` its kernels run on the CPU and every
+# access is checked ({doc}`../tools/emulator`). Block v1 with shared key heads and rotary, against
+# fp64:
 
-# %%
+# %% tags=["hide-input"]
 options = {"heads": 4, "heads_k": 2, "head_dim": 16, "block_size": 16, "rotary": torch.float32}
 small = block_studies.batch(lengths, **options)
 checked = block_studies.comparison(v1_one_tile, small)
 chapter.table(
-    checked, emulated="v1_one_tile, bf16; allowed: twice PyTorch's error and one rounding"
+    checked,
+    caption="**Block v1 agrees with fp64.** Largest errors of the output and the gradients.",
+    name="tab-block-errors",
+    emulated="v1_one_tile, bf16; allowed: twice PyTorch's error and one rounding",
 )
 
 # %% [markdown]
-# ## Neighbours
+# ## A mask does not keep out a neighbour's NaN
 #
 # A tile has 64 rows even if the block has fewer. The rows after the end of a sequence are another
 # user's tokens. A mask makes their probabilities zero, but $0 \cdot \mathrm{NaN}$ is NaN: a kernel
 # that loads those rows of V and relies on the mask hands one user's NaN to another. The published
-# kernels load them (read in their source, not run {cite}`adsmodelkernellibrary`). Ours never see
-# another block's values. Here all but four tokens become NaN, and the results for these four must
-# not change in a single bit:
+# kernels load them (read in their source, not run {cite}`adsmodelkernellibrary`). Ours never read
+# another block's values. This page checks it when it is built: all but four tokens become NaN, and
+# in block v0 and block v1 the results of those four do not change in a single bit, while the NaN of
+# every other block survives.
 
-# %%
+# %% tags=["hide-input"]
 own = (torch.arange(total) >= 16) & (torch.arange(total) < 20)
 plain = block_studies.batch(lengths, head_dim=16, block_size=16)
 clean_inputs = (plain.q, plain.k, plain.v, block_studies.gradient(plain))
@@ -206,9 +209,7 @@ for module in (v0_flash, v1_one_tile):
     assert all(b[~own].isnan().all() for b in dirty)
 
 # %% [markdown]
-# The last line checks that a block's own NaN survives.
-#
-# ## What "sparsity 0.7" means
+# ## The published "sparsity 0.7" is a fill
 #
 # The published tables name a batch of 1,152 sequences (768 above 7,000 tokens), 4 heads of head_dim
 # 128, a largest length, and a "sparsity" of 0.7 or 1.0 "discrete uniform" {cite}`siso2026block`. No
@@ -219,8 +220,9 @@ for module in (v0_flash, v1_one_tile):
 # %% tags=["remove-input"]
 # | name: fig-block-lengths
 # | caption: >
-# |   Lengths of the two published batches with a largest length of 2000, sorted. Dashed: the mean
-# |   if 70 % of the rows were empty.
+# |   **Fill 0.7 means lengths between 0.4 and 1.0 of the largest.** Sorted lengths of the two
+# |   published batches with a largest length of 2000. Dashed: the mean if 70 % of the rows were
+# |   empty.
 # | alt: >
 # |   Two lines over the sequences, longest first. Fill 0.7 falls from 2000 to 800 in a straight
 # |   line, fill 1.0 is level at 2000. A dashed line at 600 lies below every length.
@@ -236,10 +238,11 @@ chapter.figure(
 )  # fmt: skip
 
 # %% [markdown]
-# Three numbers compete for the word. A padded batch would be {glue:text}`fill:.2f` full: that is
-# the published 0.7. The blocks leave out {glue:text}`left_out:.1f` % of the pairs. And a batch with
-# 70 % empty rows would have a mean length of {glue:text}`empty:.0f`, less than its shortest
-# sequence. {doc}`counting_bytes` shows that only the fill fits the published times.
+# Three numbers compete for the word "sparsity". A padded batch would be
+# {glue:text}`fill:.2f` full: that is the published 0.7. The blocks leave out
+# {glue:text}`left_out:.1f` % of the pairs. And a batch with 70 % empty rows would have a mean
+# length of {glue:text}`empty:.0f`, less than its shortest sequence. {doc}`counting_bytes` shows
+# that only the fill fits the published times.
 #
 # ## Exercises
 #
@@ -263,7 +266,7 @@ chapter.figure(
 # :label: ex-block-positions
 #
 # Let the positions start again at 0 with each block instead of each sequence. Which results of
-# `block_attention` change, without and with `rotate_v`? *(code, ten lines)*
+# `block_attention` change, without and with `rotate_v`? *(emulator, ten lines)*
 # :::
 #
 # :::{solution} ex-block-positions
@@ -281,7 +284,7 @@ chapter.figure(
 #
 # A model keeps the newest 2,000 events of each user, oldest first. A new event arrives, the oldest
 # goes. What happens to the blocks? How likely are two events $d$ apart to share a block, and what
-# would you change if that mattered? *(thought, open)*
+# would you change if that mattered? *(paper, open)*
 # :::
 #
 # :::{solution} ex-block-moving
@@ -297,5 +300,5 @@ chapter.figure(
 # ## Takeaways
 #
 # - Block attention is a batch of small dense softmax problems, one tile per block and head.
-# - It removes FLOPs and not bytes. What is left is limited by memory.
-# - Gradients need q, k, v and $dO$. "Sparsity 0.7" is a fill of 0.7.
+# - It removes FLOPs but no bytes, so what is left is limited by memory.
+# - The gradients need q, k, v and $dO$, and nothing else of the forward pass.

@@ -5,18 +5,19 @@
 # ---
 
 # %% [markdown]
-# # v0: FlashAttention-2 on this mask
+# # Block v0: FlashAttention-2 pays for pieces that a block of 64 does not need
 #
 # FlashAttention-2 was built for long sequences. What does its machinery cost on a block of 64?
 #
-# :::{admonition} In this chapter (15 minutes)
-# You will say what each piece of FlashAttention-2 is for, price it in bytes, and tell whether a
-# baseline is fair. Back to back at head_dim 128, v0 reaches {glue:text}`forward_128:.0f` % of a
-# copy forward and {glue:text}`backward_128:.0f` % backward. Its bytes explain most of the shortfall
-# backward and none of it forward.
+# :::{admonition} In this chapter (30 minutes)
+# You will be able to say what each piece of FlashAttention-2 is for, price it in bytes, and tell
+# whether a baseline is fair. Back to back at head_dim 128, block v0 reaches
+# {glue:text}`forward_128:.0f` % of a copy's rate in the forward pass and
+# {glue:text}`backward_128:.0f` % in the backward pass. Its bytes explain most of the shortfall of
+# the backward pass and none of that of the forward pass.
 # :::
 
-# %%
+# %% tags=["hide-input"]
 import pandas as pd
 
 from _lib import block_bytes, block_studies
@@ -45,9 +46,7 @@ data_dir = "data"
 # %% tags=["remove-cell"]
 chapter = Chapter("block/v0_flash", mode=mode, device=device, data_dir=data_dir)
 V0 = "v0_flash"
-PEERS = {V0: "v0", "fa2_varlen": "FlashAttention-2"}
-
-# %%
+PEERS = {V0: "block v0", "fa2_varlen": "FlashAttention-2"}
 limits = results.ceilings(chapter.record("block/results"), "sustained")
 dims = {work.name: dim for dim, work in WORK.items()}
 rows = chapter.rows("block/results", scope="sustained", workload=list(dims), impl=list(PEERS))
@@ -67,9 +66,10 @@ bound = pd.Series({case: 100 * least[case] / floor[case] for case in share.index
 # %% tags=["remove-input"]
 # | name: fig-bv0-share
 # | caption: >
-# |   Fewest bytes over time, in percent of the best copy with the same mix of reads and writes, at
-# |   head_dim 128. The peers get each block as a sequence. What v0's bytes allow is modelled from
-# |   the rates of copies.
+# |   **Block v0 falls short of what its bytes allow in the forward pass, and its bytes allow little
+# |   more than half in the backward pass.** Fewest bytes over time, in percent of the best copy
+# |   with the same mix of reads and writes, back to back at head_dim 128. FlashAttention-2 gets
+# |   each block as a sequence. What v0's bytes allow is modelled from the rates of copies.
 # | alt: >
 # |   Bars for each direction: what v0's bytes allow, v0, then FlashAttention-2. Forward the bytes
 # |   allow nearly everything and v0 falls short of it; backward they allow little more than half.
@@ -77,22 +77,21 @@ bars = {}
 for way in KERNELS:
     bars[f"v0's bytes, {way}"] = bound[way, 128]
     bars |= {f"{name}, {way}": share.loc[(way, 128), impl] for impl, name in PEERS.items()}
-mine = [name for name in bars if name.startswith("v0,")]
+mine = [name for name in bars if name.startswith("block v0,")]
 drawn = charts.bars(
     pd.Series(bars),
     xlabel="% of the copy",
     highlight=mine,
     levels={"copy": 100},
-    names={f"v0's bytes, {way}": f"allowed by v0's bytes, {way}" for way in KERNELS},
+    names={f"v0's bytes, {way}": f"allowed by block v0's bytes, {way}" for way in KERNELS},
 )
 chapter.figure(drawn, measured=rows, modelled="what the bytes of v0 allow")
 
 # %% [markdown]
-# ## What it is
+# ## Every piece is there because a sequence is longer than a tile
 #
-# FlashAttention-2 {cite}`dao2024flashattention2` runs with every block as a sequence: four kernels
-# of plain Triton, written for this book. Each piece is there because a sequence is longer than a
-# tile:
+# Block v0 runs the algorithm of FlashAttention-2 {cite}`dao2024flashattention2` with every block as
+# a sequence: four kernels of plain Triton, written for this book. What is each piece for?
 #
 # | what | why, on a long sequence | on a block of 64 |
 # |:--|:--|:--|
@@ -102,8 +101,9 @@ chapter.figure(drawn, measured=rows, modelled="what the bytes of v0 allow")
 # | a kernel for `delta`, the row sums of O ∘ dO | dS needs a sum over keys | the row is on chip |
 # | dK and dV in one kernel, dQ in another | sums without atomics | one program owns all |
 #
-# {doc}`v1_one_tile` leaves all of it out. To know what that is worth, we first need a good version
-# with everything in. The loop of the forward kernel:
+# (`delta` is the $D$ of {doc}`../backward/by_hand`.) {doc}`Block v1 <v1_one_tile>` leaves all of it
+# out. To know what that is worth, we first need a good version with everything in. The loop of the
+# forward kernel:
 
 # %% tags=["remove-input"]
 chapter.code(v0_flash.forward_kernel, "highest = tl.full")
@@ -120,11 +120,11 @@ chapter.code(v0_flash.forward_kernel, "highest = tl.full")
 # at run time. A program owns 64 rows of one head: queries in the forward and dQ kernels, keys in
 # the dK and dV kernel.
 #
-# ## Prediction
+# ## The bytes allow more than block v0 reaches
 #
-# Memory decides here ({doc}`counting_bytes`), so count bytes, kernel by kernel:
+# Memory decides here ({doc}`counting_bytes`), so we count bytes, kernel by kernel:
 
-# %%
+# %% tags=["remove-cell"]
 moved = pd.DataFrame([
     {
         "direction": way, "kernel": name,
@@ -135,15 +135,21 @@ moved = pd.DataFrame([
 ])  # fmt: skip
 
 # %% tags=["remove-input"]
-chapter.table(moved.round(2), modelled="head_dim 128, at the measured rates of copies")
+chapter.table(
+    moved.round(2),
+    caption="**The backward pass moves 13 tensors, nearly all of them in two passes.** What each "
+    "kernel of block v0 moves, and the time of copies with as many bytes.",
+    name="tab-bv0-bytes", digits={"floor (µs)": 0, "tensors": 2},
+    modelled="head_dim 128, at the measured rates of copies",
+)  # fmt: skip
 of_bound = {case: 100 * share[V0][case] / bound[case] for case in share.index}
 chapter.predict(
-    "Backward cannot beat what 13 tensors allow where 7 would do. In percent of the copy, head_dim "
-    "128:", share[V0]["backward", 128], most=bound["backward", 128], form=".1f",
+    "At head_dim 128 the backward pass stays below what its 13 tensors allow, where 7 would do (in "
+    "percent of the copy).", share[V0]["backward", 128], most=bound["backward", 128], form=".1f",
 )  # fmt: skip
 chapter.predict(
-    "Nothing else matters at so few FLOPs per byte, so v0 reaches nine tenths of what its bytes "
-    "allow. In percent, the smallest of four:", pd.Series(of_bound), least=90, form=".0f",
+    "At so few FLOPs per byte only bytes matter, so block v0 reaches nine tenths of what its bytes "
+    "allow (in percent, the smallest of four cases).", pd.Series(of_bound), least=90, form=".0f",
 )  # fmt: skip
 for way, dim in share.index:
     time = us[V0][way, dim]
@@ -153,24 +159,31 @@ for way, dim in share.index:
                     f"compute_{way}_{dim}": 100 * compute / time})  # fmt: skip
 
 # %% [markdown]
-# v0 reaches {glue:text}`of_forward_128:.0f` % of what its bytes allow forward and
-# {glue:text}`of_backward_128:.0f` % backward. At head_dim 64 it is {glue:text}`of_forward_64:.0f`
-# and {glue:text}`of_backward_64:.0f` %. The missing {glue:text}`beyond_forward_128:,.0f` and
-# {glue:text}`beyond_backward_128:,.0f` µs at head_dim 128 are not spent in the tensor cores: at the
-# rate of a large matmul, the {term}`MMAs <MMA>` take {glue:text}`compute_forward_128:.0f` % of v0's
-# time forward and {glue:text}`compute_backward_128:.0f` % backward.
+# At head_dim 128 block v0 reaches {glue:text}`of_forward_128:.0f` % of what its bytes allow in the
+# forward pass and {glue:text}`of_backward_128:.0f` % in the backward pass; at head_dim 64 it is
+# {glue:text}`of_forward_64:.0f` and {glue:text}`of_backward_64:.0f` %. The missing
+# {glue:text}`beyond_forward_128:,.0f` and {glue:text}`beyond_backward_128:,.0f` µs are not spent in
+# the tensor cores: at the rate of a large matmul, the {term}`MMAs <MMA>` would take
+# {glue:text}`compute_forward_128:.0f` % of v0's time in the forward pass and
+# {glue:text}`compute_backward_128:.0f` % in the backward pass. Something else costs time, and the
+# next two sections look for it.
 #
-# ## Is it right, and is it a fair baseline?
+# ## It is right, and it is a fair baseline
 #
 # A ragged batch in the emulator, against fp64. Steps of 32 keys make the loop run twice, which
 # tests the rescaling too.
 
-# %%
+# %% tags=["remove-cell"]
 ragged = block_studies.batch((0, 1, 63, 64, 65, 0, 130), head_dim=32)
 checked = block_studies.comparison(v0_flash, ragged, Config(BLOCK_N=32))
 
 # %% tags=["remove-input"]
-chapter.table(checked, emulated="v0, bf16; allowed: twice PyTorch's error and one rounding")
+chapter.table(
+    checked,
+    caption="**Block v0 agrees with fp64.** Largest errors of the output and the gradients.",
+    name="tab-bv0-errors",
+    emulated="block v0, bf16; allowed: twice PyTorch's error and one rounding",
+)
 ratio = us["fa2_varlen"] / us[V0]
 chapter.glue(fa2_least=ratio.min(), fa2_most=ratio.max())
 times = pd.read_csv(chapter.data_dir / "published" / "block_attention_times.csv")
@@ -183,22 +196,23 @@ for way in KERNELS:  # least bytes per second, in percent of nominal: B200 8 TB/
 
 # %% [markdown]
 # The library's FlashAttention-2, given each block as a sequence, takes {glue:text}`fa2_least:.1f`
-# to {glue:text}`fa2_most:.1f` times as long as v0. It is made for long sequences: tile rows that a
-# block of 64 does not fill move no bytes but still take time.
+# to {glue:text}`fa2_most:.1f` times as long as block v0. It is made for long sequences: tile rows
+# that a block of 64 does not fill move no bytes but still take time.
 #
 # The published speedups are over another Triton implementation of the same algorithm, whose source
 # is not public {cite}`siso2026block`. On the same workload, by the fewest bytes over the published
-# times, it reaches {glue:text}`forward_theirs:.0f` % of a B200's nominal rate forward and
-# {glue:text}`backward_theirs:.0f` % backward. v0, measured, reaches {glue:text}`forward_ours:.0f`
-# and {glue:text}`backward_ours:.0f` % of an H200's. By this measure v0 is not the weaker baseline.
+# times, it reaches {glue:text}`forward_theirs:.0f` % of a B200's nominal rate in the forward pass
+# and {glue:text}`backward_theirs:.0f` % in the backward pass. Block v0, measured, reaches
+# {glue:text}`forward_ours:.0f` and {glue:text}`backward_ours:.0f` % of an H200's. By this measure
+# block v0 is not the weaker baseline.
 #
-# ## The surprise: a pipeline for a loop that runs once
+# ## Surprise: a pipeline speeds up a loop that runs once
 #
-# `tl.range` can keep several steps of a loop in flight: the next K and V load while this step
-# computes. Our loop has no next step, so `num_stages=1` should do. One stage and two, compiled and
-# measured:
+# `tl.range` can keep several steps of a loop in flight ({term}`stage`): the next K and V load while
+# this step computes. Our loop has no next step, so `num_stages=1` should do. We compiled and
+# measured both.
 
-# %%
+# %% tags=["remove-cell"]
 kernels = block_studies.compiled(
     {f"{n} stage{'s' * (n > 1)}": (v0_flash, "forward", Config(num_stages=n)) for n in (1, 2)},
     mnemonics=["LDGSTS"],
@@ -209,34 +223,51 @@ timed = stages.pivot(index=["direction", "workload"], columns="variant", values=
 pipelined = (timed["two stages"] / timed["one stage"]).rename("two stages / one stage")
 
 # %% tags=["remove-input"]
-chapter.table(kernels, compiled="v0 forward at head_dim 128, compiled for sm_90a")
-chapter.table(pipelined.sort_index(ascending=False).reset_index(), measured=stages)
-chapter.predict("In a loop that runs once, two stages change nothing (2 %): the smallest ratio.",
-                pipelined, least=0.98)  # fmt: skip
+chapter.table(
+    kernels,
+    caption="**Two stages load with LDGSTS, one stage does not.** Block v0's forward kernel with "
+    "one stage and with two.",
+    name="tab-bv0-stages", compiled="block v0 forward at head_dim 128, compiled for sm_90a",
+)  # fmt: skip
+chapter.table(
+    pipelined.sort_index(ascending=False).reset_index(),
+    caption="**Two stages are faster in the forward pass.** Time with two stages over time with "
+    "one, in bursts.",
+    name="tab-bv0-pipelined", measured=stages,
+)  # fmt: skip
+chapter.predict(
+    "In a loop that runs once, two stages save no more than 2 % (the smallest ratio of times).",
+    pipelined, least=0.98,
+)  # fmt: skip
 assert pipelined["forward"].max() < 1 < pipelined["backward"].max(), "the text says so"
 assert kernels["programs on an SM"].eq(2).all() and kernels["LDGSTS"][0] == 0
 assert kernels["shared (KiB)"].round().tolist() == [48, 80], "an answer says so"
 
 # %% [markdown]
-# A pipeline also changes the path of the data. With one stage, K and V are loaded into registers
-# and then stored to {term}`shared memory`. A pipeline uses LDGSTS (`cp.async`): the data go
-# straight to shared memory, and the warp is free until its `wait_group`. Programs and arithmetic
-# stay the same, yet forward is faster. Backward, two stages help at head_dim 128 and hurt at 64, so
-# v0 has two forward and one backward. A baseline is fair only when its constants have been tried,
-# even those that should not matter.
+# A pipeline also changes the path of the data. With one stage, K and V are loaded
+# into registers and then stored to {term}`shared memory`. With two, the compiler uses the
+# instruction LDGSTS (`cp.async`): the data go straight to shared memory, and the warp is free until
+# it needs them. The number of programs and the arithmetic stay the same, and yet the forward pass
+# is faster. In the backward pass two stages help at head_dim 128 and hurt at 64, so block v0 has
+# two stages in the forward and one in the backward pass. A baseline is fair only when its constants
+# have been tried, even those that should not matter.
 #
-# What do the bytes leave open? Only two programs fit on an SM. Each requests its tiles, waits,
-# computes with nothing in flight, stores and ends. While it waits, only the other can keep the SM
-# busy, and at times neither has a load in flight. {doc}`v1_one_tile` tests this by taking the
-# pieces out one at a time.
-#
+# What keeps block v0 from its bytes? Only two programs fit on an SM. Each requests its tiles,
+# waits, computes with nothing in flight, stores and ends. While it waits, only the other can keep
+# the SM busy, and at times neither has a load in flight. {doc}`v1_one_tile` tests this by taking
+# the pieces out one at a time.
+
+# %% tags=["remove-input"]
+chapter.predictions()
+
+# %% [markdown]
 # ## Exercises
 #
 # :::{exercise} The price of a log-sum-exp
 # :label: ex-bv0-lse
 #
-# What share of v0's bytes are the log-sum-exp and `delta`, forward and backward, at head_dim 128?
-# At which head_dim would they be a tenth forward? *(paper, five minutes)*
+# What share of block v0's bytes are the log-sum-exp and `delta` in each pass, at head_dim 128? At
+# which head_dim would they be a tenth of the forward pass? *(paper, five minutes)*
 # :::
 
 # %% tags=["remove-cell"]
@@ -248,19 +279,20 @@ chapter.glue(lse_forward=100 * (1 - 4 / extra["forward"]),
 # :::{solution} ex-bv0-lse
 # :class: dropdown
 #
-# A row of a tensor has $2 \cdot 128$ bytes, a row of the log-sum-exp 4. Forward writes it once,
-# next to four tensors: {glue:text}`lse_forward:.2f` %. Backward moves five such rows (`delta` is
-# written once and read twice, the log-sum-exp read twice) next to thirteen tensors:
-# {glue:text}`lse_backward:.2f` %. A tenth forward means $4 = 0.1 (4 + 8 d)$, $d = 4.5$: no head is
-# that small. Dropping the log-sum-exp cannot save much by its bytes.
+# A row of a tensor has $2 \cdot 128$ bytes, a row of the log-sum-exp 4. The forward pass writes it
+# once, next to four tensors: {glue:text}`lse_forward:.2f` %. The backward pass moves five such rows
+# (`delta` is written once and read twice, the log-sum-exp read twice) next to thirteen tensors:
+# {glue:text}`lse_backward:.2f` %. A tenth of the forward pass means $4 = 0.1 (4 + 8 d)$, $d = 4.5$:
+# no head is that small. Dropping the log-sum-exp cannot save much by its bytes.
 # :::
 #
 # :::{exercise} Room for a third program
 # :label: ex-bv0-third
 #
 # An SM has 64 Ki registers and 228 KiB of shared memory; a program of v0 has 128 threads. Take
-# registers and shared memory from the table above. What keeps a third program out with two stages,
-# and what with one? Which tile of the loop would you rather not have? *(paper, five minutes)*
+# registers and shared memory from {numref}`tab-bv0-stages`. What keeps a third program out with two
+# stages, and what with one? Which tile of the loop would you rather not have? *(paper, five
+# minutes)*
 # :::
 #
 # :::{solution} ex-bv0-third
@@ -291,7 +323,7 @@ chapter.glue(lse_forward=100 * (1 - 4 / extra["forward"]),
 #
 # ## Takeaways
 #
-# - Count the bytes of every kernel of a pass. Here backward's second pass and extra kernel cost
-#   more than everything else.
+# - Count the bytes of every kernel of a pass. Here the second pass over the inputs and the extra
+#   kernel of the backward pass cost more than everything else.
 # - Bytes give a bound. They cannot say what keeps a kernel from it.
 # - Tune a baseline's constants, even those that look pointless.

@@ -5,19 +5,20 @@
 # ---
 
 # %% [markdown]
-# # v1: a block is one tile
+# # Block v1: a block is one tile, and most of FlashAttention-2 goes
 #
 # The machinery of FlashAttention-2 exists because the scores of a sequence do not fit on the chip.
 # Those of a block do. What can be left out, and what is each piece worth?
 #
-# :::{admonition} In this chapter (20 minutes)
-# You will take a general algorithm apart, price each piece by its bytes, and put it back alone to
-# check the price. Back to back at head_dim 128, v0 takes {glue:text}`gain_forward:.2f` times as
-# long as v1 forward and {glue:text}`gain_backward:.2f` times as long backward. Two things that move
-# no byte cost time as well: an accumulator that exists too early, and the order of the programs.
+# :::{admonition} In this chapter (35 minutes)
+# You will be able to take a general algorithm apart, price each piece by its bytes, and check the
+# price by putting the piece back alone. Back to back at head_dim 128, block v1 is
+# {glue:text}`gain_forward:.2f` times as fast as block v0 in the forward pass and
+# {glue:text}`gain_backward:.2f` times in the backward pass. Two things that move no byte cost time
+# as well: an {term}`accumulator` that exists too early, and the order of the programs.
 # :::
 
-# %%
+# %% tags=["hide-input"]
 from dataclasses import replace
 
 import pandas as pd
@@ -45,41 +46,7 @@ us = chapter.rows("block/results", scope="sustained", workload=WORK[128].name, i
 us = us.set_index(["direction", "impl"])["time_us_p50"]
 chapter.glue(**{f"gain_{way}": us[way, V0] / us[way, V1] for way in WAYS})
 
-# %% [markdown]
-# ## What stays, what changes
-#
-# | | {doc}`v0 <v0_flash>` | v1 |
-# |:--|:--|:--|
-# | work split | 64 rows of one head, keys or queries in a loop | one block of one head, whole |
-# | data path | 4 tensors forward, 13 backward, and log-sum-exps | 4 and 7 |
-# | order of programs | the blocks of a head follow each other | the heads of a block do |
-#
-# A program holds all scores of its block, so no state passes from step to step. Five things go, the
-# five that the publication names {cite}`siso2026block`; it gives one speedup for all of them.
-#
-# 1. *The loop over keys*, forward, and over queries, backward.
-# 2. *The rescaling*: a row's maximum is known before anything is summed.
-# 3. *The log-sum-exp*: backward has all scores of a row and recomputes P from them.
-# 4. *The `delta` kernel*. dS needs the row sums of O ∘ dO. They equal those of P ∘ dP
-#    ({doc}`block_attention`), both on chip, so backward does not need the output.
-# 5. *The accumulation* over tiles, which took two kernels backward: dQ is a sum over keys, dK and
-#    dV are sums over queries. A program that holds the whole block has all the terms.
-#
-# What is left of the softmax, forward and backward ({doc}`block_attention` runs it in the emulator,
-# against fp64):
-
-# %% tags=["remove-input"]
-chapter.code(v1_one_tile.forward_kernel, "p, total = softmax_parts")
-chapter.code(v1_one_tile.backward_kernel, "p, total = softmax_parts", "if member == GROUP")
-chapter.code(v1_one_tile.backward_kernel, "ds = (p * (dp", "store_gradient(")
-
-# %% [markdown]
-# ## Prediction
-#
-# `eliminations.py` has a switch for each piece. Their bytes are counted as in
-# {doc}`counting_bytes`:
-
-# %%
+# %% tags=["remove-cell"]
 SWITCHES = ("key_loop", "rescale", "accumulate", "lse", "delta", "two_passes")
 NO_EFFECT = {"forward": ("delta", "two_passes"), "backward": ("rescale",)}
 CASES = {way: [case for case in SWITCHES if case not in NO_EFFECT[way]] + ["all"] for way in WAYS}
@@ -119,7 +86,7 @@ def _(session):
             session.measure(work, listed, direction=way)
 
 
-# %%
+# %% tags=["remove-cell"]
 own, limits = chapter.rows(variant=None), results.ceilings(chapter.record())
 own = own.assign(head_dim=own["workload"].map({work.name: dim for dim, work in WORK.items()}))
 own = own.set_index(["direction", "head_dim", "impl", "variant"]).sort_index()
@@ -143,20 +110,64 @@ order = [us[way, dim, V1, INNER] / us[way, dim, V1, OUTER] for way in WAYS for d
 # %% tags=["remove-input"]
 # | name: fig-bv1-put-back
 # | caption: >
-# |   Time with one piece put back over the time with none. Triangles: what the bytes say (modelled
-# |   for head_dim 128; within 1 % of that at 64).
+# |   **A second pass costs about its bytes, and the accumulation costs time without any.** Time
+# |   with one piece put back over the time with none, in bursts. Triangles: what the bytes say
+# |   (modelled for head_dim 128; within 1 % of that at 64).
 # | alt: >
 # |   Eleven rows, three marks each. Forward the bytes say 1 everywhere; key loop, accumulate and
 # |   all lie to the right. Backward delta kernel, two passes and all lie to the right, near what
 # |   the bytes say or beyond it.
 chart = charts.dots(put_back, xlabel="time / time with none", colours=["#1f83c4"] * 2 + ["#d55e00"])
 chapter.figure(chart, measured=chapter.rows(impl=STUDY, variant=None))
-chapter.predict("v1 moves the least, so it is a copy: the smallest share of the copy's rate, of "
-                "four.", pd.Series(copy), least=90, form=".0f", unit=" %")  # fmt: skip
-chapter.predict("A piece costs its bytes: the largest time over what the bytes say.",
-                excess.max().max(), most=1.05)  # fmt: skip
-chapter.predict("The order of the programs changes no byte, so it changes no time: the smallest "
-                "ratio, heads inner to heads outer.", min(order), least=0.98)  # fmt: skip
+
+# %% [markdown]
+# ## What stays, what changes
+#
+# | | {doc}`block v0 <v0_flash>` | block v1 |
+# |:--|:--|:--|
+# | work split | 64 rows of one head, keys or queries in a loop | one block of one head, whole |
+# | tensors moved | 4 forward, 13 backward, and log-sum-exps | 4 and 7 |
+# | order of programs | the blocks of a head follow each other | the heads of a block do |
+#
+# A program holds all scores of its block, so no state passes from step to step. Five things go, the
+# five that the publication names {cite}`siso2026block`; it gives one speedup for all of them.
+#
+# 1. *The loop over keys* in the forward pass, and over queries in the backward pass.
+# 2. *The rescaling*: a row's maximum is known before anything is summed.
+# 3. *The log-sum-exp*: the backward pass has all scores of a row and recomputes P from them.
+# 4. *The `delta` kernel*: the row sums of O ∘ dO equal those of P ∘ dP
+#    ({doc}`../backward/by_hand`), and both are on chip, so the output is not needed.
+# 5. *The accumulation* over tiles, for which the backward pass took two kernels: dQ is a sum over
+#    keys, dK and dV are sums over queries. A program that holds the whole block has all the terms.
+#
+# What is left of the softmax in the forward and in the backward kernel ({doc}`block_attention`
+# runs them in the emulator, against fp64):
+
+# %% tags=["remove-input"]
+chapter.code(v1_one_tile.forward_kernel, "p, total = softmax_parts")
+chapter.code(v1_one_tile.backward_kernel, "p, total = softmax_parts", "if member == GROUP")
+chapter.code(v1_one_tile.backward_kernel, "ds = (p * (dp", "store_gradient(")
+
+# %% [markdown]
+# ## A piece costs its bytes, or does it?
+#
+# Our file `eliminations.py` has a switch for each piece, so that any one of them can be put back
+# alone ({numref}`fig-bv1-put-back`). Their bytes are counted as in {doc}`counting_bytes`, and we
+# predicted that a piece costs its bytes and nothing more.
+
+# %% tags=["remove-cell"]
+chapter.predict(
+    "Block v1 moves the fewest bytes, so it runs at 90 % of a copy's rate or more (the smallest of "
+    "four shares).", pd.Series(copy), least=90, form=".0f", unit=" %",
+)  # fmt: skip
+chapter.predict(
+    "A piece costs its bytes and at most 5 % more (the largest time over what the bytes say).",
+    excess.max().max(), most=1.05,
+)  # fmt: skip
+chapter.predict(
+    "The order of the programs changes no byte, so it changes the time by less than 2 % (the "
+    "smallest ratio, heads inner to heads outer).", min(order), least=0.98,
+)  # fmt: skip
 passes, grown = (put_back.loc[row] for row in ("backward: two_passes", "forward: accumulate"))
 chapter.glue(
     cases=excess.size, priced=((excess - 1).abs() <= 0.05).sum().sum(),
@@ -167,50 +178,59 @@ chapter.glue(
 )  # fmt: skip
 
 # %% [markdown]
-# Forward v1 *is* a copy: {glue:text}`forward_128:.1f` % at head_dim 128 and
-# {glue:text}`forward_64:.1f` % at 64. Backward it reaches {glue:text}`backward_128:.0f` and
-# {glue:text}`backward_64:.0f` %.
+# In the forward pass block v1 *is* a copy: it reaches {glue:text}`forward_128:.1f` % of a copy's
+# rate at head_dim 128 and {glue:text}`forward_64:.1f` % at 64. In the backward pass it reaches
+# {glue:text}`backward_128:.0f` and {glue:text}`backward_64:.0f` % (in bursts).
 #
-# {glue:text}`priced:.0f` of {glue:text}`cases:.0f` cases are within 5 % of their bytes. *Pieces
-# with bytes* cost them: the second pass takes {glue:text}`passes:.2f` times the time at head_dim
-# 128 ({glue:text}`passes_bytes:.2f` by bytes). The log-sum-exp, the best known of the five, costs
-# {glue:text}`lse:.1f` % forward. *Pieces without* are not free: the accumulation, which needs the
-# loop, costs {glue:text}`accumulate:.0f` % forward at head_dim 128 and
-# {glue:text}`accumulate_64:.0f` % at 64. The rescaling, pure arithmetic, does not show.
+# Of {glue:text}`cases:.0f` cases {glue:text}`priced:.0f` are within 5 % of their bytes. *Pieces
+# with bytes* cost about that much: the second pass takes {glue:text}`passes:.2f` times the time at
+# head_dim 128, where bytes say {glue:text}`passes_bytes:.2f`. The log-sum-exp, the best known of
+# the five, costs {glue:text}`lse:.1f` % in the forward pass. But *pieces without bytes* are not
+# free. The accumulation, which needs the loop, costs {glue:text}`accumulate:.0f` % in the forward
+# pass at head_dim 128 and {glue:text}`accumulate_64:.0f` % at 64. The rescaling, pure arithmetic,
+# does not show.
 #
-# ## What the bytes leave open
+# ## Registers cost programs, and programs keep memory busy
 #
 # The forward kernel with the pieces that move hardly any bytes, compiled for sm_90a and timed:
 
-# %%
+# %% tags=["remove-cell"]
 SMALL = ["none", "rescale", "lse", "key_loop", "accumulate"]
 cases = {case: (eliminations, "forward", study(case)) for case in SMALL}
 facts = block_studies.compiled(cases)[["case", "registers", "programs on an SM"]]
 facts["time / none"] = (us["forward", 128, STUDY] / us["forward", 128, STUDY, "none"])[SMALL].array
 
 # %% tags=["remove-input"]
-chapter.table(facts.round(3), measured=chapter.rows(impl=STUDY, variant=SMALL))
+chapter.table(
+    facts.round(3),
+    caption="**Fewer programs on an SM, more time.** Block v1's forward kernel with one piece put "
+    "back, at head_dim 128: registers a thread, programs that fit on an SM, and time over that "
+    "with none, in bursts.",
+    name="tab-bv1-registers", measured=chapter.rows(impl=STUDY, variant=SMALL),
+)  # fmt: skip
 fits = facts.set_index("case")["programs on an SM"]
 assert fits["none"] > fits["key_loop"] > fits["accumulate"], "the text says so"
 chapter.glue(fits=fits["none"], fits_accumulate=fits["accumulate"])
 
 # %% [markdown]
-# Registers cost too. The tiles of Q, K and V pass through registers on their way to {term}`shared
-# memory`, 96 per thread. An {term}`accumulator` of a loop, 64 per thread, must exist before the
-# loop begins, while those tiles are being loaded. The output of a single tile exists only after the
-# scores, when the tiles are gone. So {glue:text}`fits_accumulate:.0f` programs share an SM with the
-# accumulation and {glue:text}`fits:.0f` without it.
+# Why does a loop that adds no bytes cost time? The tiles of Q, K and V pass through registers on
+# their way to {term}`shared memory`, 96 registers per thread. An accumulator of a loop, 64 per
+# thread, must exist before the loop begins, while those tiles are being loaded. The output of a
+# single tile exists only after the scores, when the tiles are gone. So
+# {glue:text}`fits_accumulate:.0f` programs share an SM with the accumulation and
+# {glue:text}`fits:.0f` without it.
 #
-# Why does that number matter? A program loads, waits, computes and stores, one after the other.
-# Only the other programs on the SM keep memory busy meanwhile.
+# That number matters because a program loads, waits, computes and stores, one after the other. Only
+# the other programs on the SM keep memory busy meanwhile.
 #
-# ## The surprise: the order of the programs
+# ## Surprise: the order of the programs changes the time
 #
 # The hardware starts the programs of a grid in order. With $n$ blocks and 4 heads there are two
-# natural orders. v0 walks through the blocks of a head: program $n \cdot \mathrm{head} +
-# \mathrm{block}$. v1 walks through the heads of a block: $4 \cdot \mathrm{block} + \mathrm{head}$.
+# natural orders. Block v0 walks through the blocks of a head: program $n \cdot \mathrm{head} +
+# \mathrm{block}$. Block v1 walks
+# through the heads of a block: $4 \cdot \mathrm{block} + \mathrm{head}$.
 
-# %%
+# %% tags=["remove-cell"]
 count = {
     "heads outer": pd.DataFrame([[8 * head + block for head in range(4)] for block in range(8)]),
     "heads inner": pd.DataFrame([[4 * block + head for head in range(4)] for block in range(8)]),
@@ -220,8 +240,9 @@ running = {name: (each < 8).astype(float) for name, each in count.items()}
 # %% tags=["remove-input"]
 # | name: fig-bv1-order
 # | caption: >
-# |   A tensor as it lies in memory, a row for a block of 64 tokens, a column for a head: the number
-# |   of the program that owns each tile. Coloured: the first eight, which run at the same time.
+# |   **With heads inner, programs that run together own whole blocks.** A tensor as it lies in
+# |   memory, a row for a block of 64 tokens, a column for a head, with the number of the program
+# |   that owns each tile. Coloured: the first eight, which run at the same time.
 # | alt: >
 # |   Two grids of eight rows and four columns. On the left the numbers run down the columns, and
 # |   the first eight are one column. On the right they run along the rows: two whole rows.
@@ -231,20 +252,26 @@ chapter.glue(inner=share["forward", 128, V1, INNER], outer=share["forward", 128,
 assert max(order) < 1, "the text says: in all four cases"
 
 # %% [markdown]
-# Heads inner is faster forward and backward, at both head_dims. Forward at head_dim 128 the order
-# alone takes the kernel from {glue:text}`outer:.0f` to {glue:text}`inner:.0f` % of the copy.
+# Heads inner is faster in both passes and at both head_dims. In the forward pass at
+# head_dim 128 the order alone takes the kernel from {glue:text}`outer:.0f` to
+# {glue:text}`inner:.0f` % of the copy.
 #
 # A token has 1,024 bytes in q, and a head 256 of them. With heads inner, the programs that run
 # together cover a stretch of q without a gap. With heads outer, they take a quarter of each row of
-# a stretch four times as long, and come back for the next quarter much later. All bytes arrive in
-# whole sectors either way, but DRAM is organised in pages, and opening one four times costs more
-# than once. That is our guess; the record holds no counter of DRAM pages. {doc}`v2_slab` gives all
-# heads of a block to one program.
+# a stretch four times as long, and come back for the next quarter much later. Our guess at the
+# cause: DRAM is organised in pages, and opening a page four times costs more than opening it once.
+# The record holds no counter of DRAM pages that could confirm it. {doc}`v2_slab` gives all heads of
+# a block to one program.
 #
-# Forward there is little left to gain. Backward a program moves seven tiles and computes five
-# matmuls one after another, and registers leave no room for more programs. So overlap has to come
-# from within a program: {doc}`v3_warp_specialized` gives the copies to a producer.
-#
+# In the forward pass there is little left to gain. In the backward pass a program moves seven tiles
+# and computes five matmuls one after another, and registers leave no room for more programs. Loads
+# must then overlap with computation inside a program: {doc}`v3_warp_specialized` gives them to a
+# producer.
+
+# %% tags=["remove-input"]
+chapter.predictions()
+
+# %% [markdown]
 # ## Exercises
 #
 # :::{exercise} Other layouts
@@ -266,7 +293,8 @@ assert max(order) < 1, "the text says: in all four cases"
 # :label: ex-bv1-prices
 #
 # Price the `delta` kernel, the two passes and both together in tensors of q's size, as multiples of
-# v1's seven. Why do the triangles of {numref}`fig-bv1-put-back` lie a little lower? *(paper)*
+# the seven of block v1. Why do the triangles of {numref}`fig-bv1-put-back` lie a little lower?
+# *(paper)*
 # :::
 #
 # :::{solution} ex-bv1-prices

@@ -5,19 +5,20 @@
 # ---
 
 # %% [markdown]
-# # Is warp specialization worth it here?
+# # Block v3: a producer keeps memory busy where one program fills an SM
 #
-# This operator is bound by bytes, and warp specialization saves none. What can it buy?
+# This operator is bound by bytes, and {term}`warp specialization` saves none. What can it buy?
 #
-# :::{admonition} In this chapter (25 minutes)
-# You will decide by Little's law how many slots a kernel needs, store results in dead tiles, and
-# say what a producer warp group is for where nothing is compute-bound. Backward at head_dim 128,
-# where one program fills an SM, v3 takes {glue:text}`over_v1:.2f` times the time of v1 back to back
-# and {glue:text}`over_v2:.2f` times that of v2 with its defaults. Forward it is
-# {glue:text}`forward_more:.1f` % slower than v1, which has no roles at all.
+# :::{admonition} In this chapter (35 minutes)
+# You will be able to decide by Little's law how many slots a kernel needs, to store results in
+# tiles that are no longer needed, and to say what a producer is for where no unit is
+# compute-bound. In the backward pass at head_dim 128, where one program fills an SM, block v3 is
+# {glue:text}`faster_v1:.0f` % faster than block v1 back to back and {glue:text}`faster_v2:.0f` %
+# faster than block v2 with its defaults. In the forward pass it is {glue:text}`forward_more:.1f` %
+# slower than block v1, which has no warp roles at all.
 # :::
 
-# %%
+# %% tags=["hide-input"]
 import math
 
 import pandas as pd
@@ -46,54 +47,56 @@ rows["shape"] = rows["direction"] + " " + rows["workload"].map(NAMES)
 us = rows.pivot(index="shape", columns="impl", values="time_us_p50").loc[SHAPES]
 over_v1, over_v2 = us[V3] / us[V1], us[V3] / us[V2]
 chapter.glue(
-    over_v1=over_v1["backward 128"], over_v2=over_v2["backward 128"],
+    faster_v1=100 * (1 / over_v1["backward 128"] - 1),
+    faster_v2=100 * (1 / over_v2["backward 128"] - 1),
     forward_more=100 * (over_v1["forward 128"] - 1),
 )  # fmt: skip
 
 # %% tags=["remove-input"]
 # | name: fig-roles-slots
 # | caption: >
-# |   Percent of the rate of the best copy with the same mix of reads and writes, measured in the
-# |   same run; all rungs with their defaults.
+# |   **Warp roles pay in the backward pass, most where one program fills an SM.** Percent of the
+# |   rate of the best copy with the same mix of reads and writes, measured in the same run, back to
+# |   back; block v1 to block v3 with their defaults.
 # | alt: >
 # |   A dot plot with four rows, forward and backward at head_dim 128 and 64. Forward the three
 # |   rungs lie close together, v1 furthest right. Backward v3 is furthest right, at head_dim 128 by
 # |   a wide margin.
 defaults = rows.pivot(index="shape", columns="impl", values="percent_of_roofline").loc[SHAPES]
 chapter.figure(
-    charts.dots(defaults, xlabel="% of the copy", levels={"copy": 100}),
+    charts.dots(
+        defaults.rename(columns={V1: "block v1", V2: "block v2", V3: "block v3"}),
+        xlabel="% of the copy", levels={"copy": 100},
+    ),
     measured=rows,
 )  # fmt: skip
 
 # %% [markdown]
-# ## What changes
+# ## A producer loads, consumers compute, and results leave by the slots they came in
 #
-# | | {doc}`v2 <v2_slab>` | v3 |
+# In block v3 the warps of a program have different jobs. A *warp role* is such a job. The role
+# `load` (the producer) copies tiles into shared memory, and the role `math` (the consumer)
+# computes on them.
+#
+# | | {doc}`block v2 <v2_slab>` | block v3 |
 # |:--|:--|:--|
 # | who loads tiles | a thread of the warps that compute, between two items | the producer |
 # | barriers | made by the compiler | two arrays, made by us |
 # | results | through buffers of their own | through the tiles of their inputs |
 # | work of a program, bytes, arithmetic | | the same |
 #
-# An *item* is one head of one block. Its tiles fill a *slot*: Q, K and V forward, grad_out as well
-# backward.
+# An *item* is one head of one block. Its tiles fill a *slot*: Q, K and V in the forward pass, and
+# grad_out as well in the backward pass.
 
 # %% tags=["remove-input"]
 chapter.roles("v3_warp_specialized", "block_attention")
 
 # %% [markdown]
-# The loop of a consumer, forward. `put` starts the {term}`TMA` store of a result, here from Q's
-# tile; `release` waits until stores have read a slot and gives it back, one item later if there is
-# another slot (`LATER`):
-
-# %% tags=["remove-input"]
-chapter.code(v3_warp_specialized.math_forward, "            s = None", "            before = stage")
-
-# %% [markdown]
-# ### The life of a slot
+# ### Tiles that are dead hold the results
 #
-# TMA stores from {term}`shared memory`, so results need room there. v3 gives them none of their
-# own: when a result is ready, some tile of its item is dead and has the same shape. Backward:
+# {term}`TMA` stores from {term}`shared memory`, so results need room there. Block v3 gives them
+# none of their own: when a result is ready, some tile of its item is *dead*, which means that no
+# later step reads it, and it has the same shape. In the backward pass:
 #
 # | when | grad_out | Q | K | V | 8 KiB apart |
 # |:--|:--|:--|:--|:--|:--|
@@ -104,30 +107,53 @@ chapter.code(v3_warp_specialized.math_forward, "            s = None", "        
 # | $dQ = dS\, K$ is done | **dQ** | Q | *dead* | **dV** | dS |
 # | $dK = dS^T Q$ is done | **dQ** | *dead* | **dK** | **dV** | *dead* |
 #
-# ### A slot has one owner
+# A slot has one consumer. Two consumers that share three slots would need a wait that tells "not
+# yet filled" from "filled twice", and an {term}`mbarrier` shows only the parity of its phase.
+# `Config` refuses such variants, which failed on the H200 in some of many launches
+# ({doc}`../tools/emulator` has the smallest example).
 #
-# Two consumers at head_dim 128 forward could share three slots. `Config` refuses:
+# ### The backward kernel in full
 
-# %%
-try:
-    Config(math_roles=2, num_stages=3)
-except ValueError as error:
-    print(error)
+# %% tags=["remove-input"]
+V3_NOTES = {
+    "tlx.barrier_wait(tiles.empty[stage], phase ^ 1)":
+        "The only wait of the producer: is the slot free? The first time it passes at once.",
+    "for tile in tl.static_range(TILES):":
+        "Tensor by tensor, for several heads if `TOGETHER` says so: the order in which memory is "
+        "asked.",
+    "LATER: tl.constexpr":
+        "With another slot to work on, a slot is given back one item later, so that its stores "
+        "overlap with the next item.",
+    "dp = tlx.async_dot(grad[stage], tlx.local_trans(tiles.v[stage]), dp)":
+        "S and dP are issued together; neither waits for the other.",
+    "s = tlx.async_dot_wait(1, s)":
+        "Wait until at most one MMA is in flight: S is there, and dP may still run.",
+    "p_tile = p[stage * (WIDTH // BLOCK)]": "V is dead from here on, and P takes its place.",
+    "ds = weights * (dp - tl.sum(weights * dp, 1)[:, None]) * scale":
+        "$D_i$ from P and dP, in registers.",
+    'tlx.fence("async_shared")':
+        "Makes what threads have written to shared memory visible to MMAs and TMA.",
+    "put(dv_desc, tiles.v[stage], block, head_k, dv, column)":
+        "dV leaves through the tile that held V and then P.",
+    "dead = grad[stage] if GROUP == 1 else tiles.v[stage]": "grad_out is dead once dV is done.",
+    "p = tlx.local_alloc((BLOCK, BLOCK), DTYPE, NUM_STAGES * (WIDTH // BLOCK), reuse=v)":
+        "P has no memory of its own.",
+    'with tlx.async_task("default"):': "The producer's four warps, of which one thread works.",
+    "with tlx.async_task(num_warps=4, registers=REGISTERS, replicate=MATH_ROLES):":
+        "A consumer is one {term}`warp group`.",
+}  # fmt: skip
+v3 = v3_warp_specialized
+chapter.annotated([v3.load, v3.math_backward, v3.backward_kernel], V3_NOTES)
 
 # %% [markdown]
-# A wait on an {term}`mbarrier` sees the parity of its phase and no more. A consumer that takes over
-# a slot whose previous fill it did not see cannot tell "not yet filled" from "filled twice". Such
-# variants failed on the H200 in some of many launches ({doc}`../tools/emulator` has the smallest
-# example).
+# ## Little's law counts the slots, and one more pays
 #
-# ## Prediction
-#
-# In {doc}`../forward/v4_warp_specialized` roles were a step towards {term}`MMAs <MMA>` that overlap
-# with activations. Here the tensor cores idle whoever loads the tiles. All there is to gain is the
-# time in which nothing is in flight. Little's law says how much must be in flight, here with 1 µs
-# of latency (an assumption) and measured copy rates:
+# In {doc}`forward v4 <../forward/v4_warp_specialized>` roles were a step towards {term}`MMAs <MMA>`
+# that overlap with activations. Here the tensor cores idle whoever loads the tiles. All there is to
+# gain is the time in which no load is in flight. Little's law says how much must be in flight, here
+# with 1 µs of latency (an assumption) and measured copy rates:
 
-# %%
+# %% tags=["remove-cell"]
 run = chapter.record("block/results")
 sms = system.load(chapter.data_dir / "systems" / f"{run.system}.json").num_sms
 little = {}
@@ -145,19 +171,29 @@ little = pd.DataFrame(little).T
 
 # %% tags=["remove-input"]
 shown = little.round(1).rename_axis("shape").reset_index()
-chapter.table(shown, modelled="Little's law; tiles of bf16")
+chapter.table(
+    shown,
+    caption="**By the count, two slots are enough at head_dim 128.** KiB that must be in flight to "
+    "an SM, the size of a slot, and the slots that hold them, with the one in use.",
+    name="tab-roles-little", modelled="Little's law; tiles of bf16",
+)  # fmt: skip
+assert little.loc[["forward 128", "backward 128"], "slots, by the count"].eq(2).all(), "caption"
 near = over_v2.drop("backward 128")
 chapter.predict(
-    "v3 takes the time of v2 within 5 % forward, and backward at 64 (the ratio furthest from 1).",
-    near, least=0.95, most=1.05,
+    "Block v3 takes the time of block v2 within 5 % in the forward pass, and in the backward pass "
+    "at head_dim 64 (the ratio furthest from 1).",
+    near, least=0.95, most=1.05, shown=False,
 )  # fmt: skip
-text = "Backward at 128, where one program of v2 fills an SM, v3 takes 5 to 15 % less time."
-chapter.predict(text, over_v2["backward 128"], least=0.85, most=0.95)
+chapter.predict(
+    "In the backward pass at head_dim 128, where one program of block v2 fills an SM, block v3 "
+    "takes 5 to 15 % less time.",
+    over_v2["backward 128"], least=0.85, most=0.95,
+)  # fmt: skip
 
 # %% [markdown]
-# Three more, about slots and consumers, with the variants of v3 that fit into 227 KiB:
+# We tried that with all variants of block v3 that fit into 227 KiB of shared memory.
 
-# %%
+# %% tags=["remove-cell"]
 # Consumers, slots, heads whose loads are issued together.
 WIDE = [(1, 1, 1), (1, 2, 1), (1, 3, 1), (2, 2, 1), (1, 3, 2)]
 MORE = [(1, 4, 1), (2, 4, 1), (1, 4, 2)]
@@ -181,7 +217,7 @@ def _(session):
             session.measure(workload(name), listed, direction=direction)
 
 
-# %%
+# %% tags=["remove-cell"]
 own = chapter.rows(variant=None, impl=V3)
 own["shape"] = own["direction"] + " " + own["workload"].map(NAMES)
 time = own.pivot(index="shape", columns="variant", values="time_us_p50")
@@ -199,15 +235,23 @@ one, two, three = (time[label(1, n)] for n in (1, 2, 3))
 second = best(2, False) / best(1, False)
 gain = 100 * (1 - best(1, True) / best(1, False))
 wide, narrow = gain[["forward 128", "backward 128"]], gain[["forward 64", "backward 64"]]
-by_slots = share.loc[[label(1, n) for n in (1, 2, 3, 4, 6)]].rename_axis("variant").reset_index()
+by_slots = share.loc[[label(1, n) for n in (1, 2, 3, 4, 6)]].set_axis([1, 2, 3, 4, 6])
+by_slots = by_slots.rename_axis("slots").reset_index()
 
 # %% tags=["remove-input"]
-chapter.table(by_slots.round(1), measured=own, data=own)
+chapter.table(
+    by_slots,
+    caption="**Two slots are far better than one.** Percent of a copy's rate with one consumer, by "
+    "pass and head_dim, in bursts.",
+    name="tab-roles-slots", digits=dict.fromkeys(SHAPES, 0), missing="no room", measured=own,
+    data=own,
+)  # fmt: skip
 third = 100 * (three / two - 1)
 chapter.glue(third_forward=-third["forward 128"], third_backward=-third["backward 64"])
 chapter.predict(
-    "One slot is v2 again: at least 25 % more time than two (the smallest of four ratios).",
-    (one / two), least=1.25,
+    "With one slot block v3 is block v2 again: it takes at least 25 % more time than with two (the "
+    "smallest of four ratios).",
+    (one / two), least=1.25, shown=False,
 )  # fmt: skip
 chapter.predict(
     "Two slots are enough: a third changes the time by at most 5 % (the largest change).",
@@ -218,16 +262,17 @@ chapter.predict(text, second, least=0.97)
 assert second.min() > 0.99, "the text: a second one gains nowhere"
 
 # %% [markdown]
-# The first two fail because v3 did better, the next two because the count was too low. It gives two
-# slots forward at 128 and backward at 64, but a third saves {glue:text}`third_forward:.0f` and
-# {glue:text}`third_backward:.0f` %: the latency is longer than 1 µs, or items vary. Backward at
-# 128, where a slot is 64 KiB, two are enough.
+# The count gives two slots for the forward pass at 128 and the backward pass at 64,
+# but a third saves {glue:text}`third_forward:.0f` and {glue:text}`third_backward:.0f` %. Either the
+# latency is longer than 1 µs, or items vary. In the backward pass at 128, where a slot is 64 KiB,
+# two are enough.
 #
-# ## A timeline
+# ## With two slots the stores of one item overlap with the MMAs of the next
 #
-# Backward, one consumer, two blocks of two heads: four items. First with two slots, then with one.
+# The backward pass in the emulator: one consumer, two blocks of two heads, hence four items. With
+# one slot it takes {glue:text}`cycles:.2f` times the modelled cycles that it takes with two.
 
-# %%
+# %% tags=["remove-cell"]
 two_blocks = block_studies.batch((5 * 64,), head_dim=128)  # of five, for one of three programs
 timelines = {
     n: block_studies.timeline(
@@ -236,45 +281,49 @@ timelines = {
     for n in (1, 2)
 }
 cycles = {n: max(event.end for event in line.events) for n, line in timelines.items()}
-print(f"one slot takes {cycles[1] / cycles[2]:.2f} times the modelled cycles of two")
+chapter.glue(cycles=cycles[1] / cycles[2])
 
 # %% tags=["remove-input"]
 # | name: fig-roles-two-slots
 # | caption: >
-# |   v3 backward, one consumer, two slots, four items. An arrow leads from the arrival that
-# |   completed a phase to the wait that it ended. Modelled cycles.
+# |   **With two slots loads and stores go on beside the MMAs.** Block v3 backward, one consumer,
+# |   four items. An arrow leads from the arrival that completed a phase to the wait that it ended.
+# |   Modelled cycles.
 # | alt: >
 # |   Four lanes. load asks for two slots at once and then waits. TMA loads the second slot while
 # |   math computes on the first; the three stores of the first item overlap with the first MMAs of
 # |   the second, and the loads of the third item begin as soon as they have ended.
-chapter.figure(timelines[2], emulated="v3_warp_specialized backward, modelled schedule")
+chapter.figure(
+    timelines[2].svg(width=760, end=cycles[1]),
+    emulated="v3_warp_specialized backward, modelled schedule",
+)
 
 # %% tags=["remove-input"]
 # | name: fig-roles-one-slot
 # | caption: >
-# |   The same with one slot: loads, MMAs, stores, and again.
+# |   **With one slot loads, MMAs and stores follow each other.** The same four items on the same
+# |   scale.
 # | alt: >
 # |   The same four lanes. Loads, then computation, then stores follow each other four times, and
 # |   nothing overlaps.
-chapter.figure(timelines[1], emulated="v3_warp_specialized backward, modelled schedule")
+chapter.figure(
+    timelines[1].svg(width=760, end=cycles[1]),
+    emulated="v3_warp_specialized backward, modelled schedule",
+)
 
 # %% [markdown]
-# ## Is it right?
+# ## The emulator finds the wait that a test of results would miss
 #
-# Lengths around the edges of a block, several configurations and orders of events, against fp64:
+# Block v3 agrees with fp64 on lengths around the edges of a block, in several configurations and
+# orders of events; this page checks it when it is built. What if `release` forgets its wait, so
+# that a slot goes back while its stores may still read it?
 
-# %%
+# %% tags=["remove-cell"]
 ragged = block_studies.batch((0, 1, 63, 64, 65, 130))
 for config in (Config(1, 1), Config(1, 3, 2), Config(2, 4)):
-    checked = block_studies.comparison(v3_warp_specialized, ragged, config, schedule=0)
-    worst = 100 * (checked["largest error"] / checked["allowed"]).max()
-    print(f"consumers: {config.math_roles}, slots: {config.num_stages}; errors {worst:.0f} % "
-          "of what is allowed, at most")  # fmt: skip
+    block_studies.comparison(v3_warp_specialized, ragged, config, schedule=0)
 
-# %% [markdown]
-# Now `release` without its wait, so that a slot goes back while its stores may still read it:
-
-# %%
+# %% tags=["remove-input"]
 hasty = studies.changed(v3_warp_specialized)
 hasty.release = studies.changed(slots, ("    tlx.async_descriptor_store_wait(0)\n", "")).release
 grad_out = block_studies.gradient(two_blocks)
@@ -282,24 +331,26 @@ said = studies.findings(lambda: hasty.backward(grad_out, two_blocks, config=Conf
 print(said[0].replace("; ", ";\n  "))
 
 # %% [markdown]
-# ## The order in which memory is asked
+# ## The order in which memory is asked matters at head_dim 64
 #
-# At head_dim 64 no number of slots or consumers brings backward above {glue:text}`alone_64:.0f` %
-# of the copy. A row of a tile is only 128 bytes there, and the heads of a token lie side by side.
-# DRAM serves neighbours from one open *page*, and opening a page costs more than reading from it.
-# v3 loads all rows of one head, later all rows of the next; by then the page may be closed.
-# `heads_together` issues the loads of several heads together, tensor by tensor. Not a byte changes.
+# At head_dim 64 no number of slots or consumers brings the backward pass above
+# {glue:text}`alone_64:.0f` % of the copy. A row of a tile is only 128 bytes there, and the heads of
+# a token lie side by side. DRAM serves neighbours from one open *page*, and opening a page costs
+# more than reading from it. Block v3 loads all rows of one head, later all rows of the next; by
+# then the page may be closed. The option `heads_together` issues the loads of several heads
+# together, tensor by tensor. It changes no byte, only the order.
 
-# %% tags=["remove-input"]
+# %% tags=["remove-cell"]
 chapter.predict(
-    "Open pages are what head_dim 64 lacks: several heads together save at least 1 % there (the "
-    "smaller saving), and less at 128.",
-    narrow, least=max(1, wide.max()), form=".1f", unit=" %",
+    "Loading several heads together saves at least 1 % at head_dim 64 (the smaller saving), and "
+    "less at 128.",
+    narrow, least=max(1, wide.max()), form=".1f", unit=" %", shown=False,
 )  # fmt: skip
 five = chapter.times("block/v2_slab", "percent_of_roofline", "variant", variant=None,
                      direction="backward")["1 per SM, 5 stages"]  # fmt: skip
 chapter.glue(
-    alone_64=by_slots["backward 64"].max(), best_64=defaults[V3]["backward 64"],
+    alone_64=by_slots["backward 64"].max(), narrow_64=narrow.min(),
+    best_64=defaults[V3]["backward 64"],
     best_128=defaults[V3]["backward 128"], wide_128=wide.max(),
     v2_five=five["block-fill70-2000"],
     of_peak=100 * workload("block-fill70-2000").flops("backward") / us[V3]["backward 128"] / 1e6
@@ -307,29 +358,36 @@ chapter.glue(
 )  # fmt: skip
 
 # %% [markdown]
-# At head_dim 128 they save at most {glue:text}`wide_128:.1f` %. Backward at 64 v3 now reaches
-# {glue:text}`best_64:.0f` % of the copy.
+# Several heads together save at least {glue:text}`narrow_64:.1f` % at head_dim 64 and at most
+# {glue:text}`wide_128:.1f` % at 128 (in bursts). In the backward pass at 64 block v3 now reaches
+# {glue:text}`best_64:.0f` % of the copy back to back.
 #
-# ## The surprise: four warps are enough
+# ## Surprise: four warps are enough
 #
-# A consumer is four warps, 128 of the 2,048 threads that an SM can hold. In gdpa two consumers were
+# A consumer is four warps, 128 of the 2,048 threads that an SM can hold. In GDPA two consumers were
 # the least. Here one evaluates softmax, five MMAs and three conversions for the whole SM, at
 # {glue:text}`of_peak:.0f` % of the rate that matmuls reach on this machine, and a second one gains
-# nowhere.
+# in no case.
 #
-# So specialization pays, but not for what it is known for. Forward, MMAs and softmax still follow
-# each other. What counts is that *loading* no longer waits for computing, and a role is one way to
-# get that. v2 finds another with five stages: backward at head_dim 128 it reaches
-# {glue:text}`v2_five:.0f` % of the copy in its own record, v3 {glue:text}`best_128:.0f` %. It pays
-# with a third buffer of each tile. Where many programs fit on an SM, as in v1 forward, the
-# hardware's own scheduler gets the same without a barrier.
-#
+# So specialization pays, but not for what it is known for: MMAs and softmax still follow each
+# other. What counts is that *loading* no longer waits for computing, and a producer is one way to
+# get that. Block v2 finds another with five stages. In the backward pass at head_dim 128 it then
+# reaches {glue:text}`v2_five:.0f` % of the copy in bursts, in its own record; block v3 reaches
+# {glue:text}`best_128:.0f` % back to back. It pays with a third buffer of each tile. Where many
+# programs fit on an SM, as in block v1's forward pass, the hardware's own scheduler gets the same
+# without a barrier.
+
+# %% tags=["remove-input"]
+chapter.predictions()
+
+# %% [markdown]
 # ## Exercises
 #
 # :::{exercise} Tiles of their own
 # :label: ex-roles-own
 #
-# Give the results tiles of their own in each slot: O forward; dQ, dK, dV and P backward. How many
+# Give the results tiles of their own in each slot: O in the forward pass, dQ, dK, dV and P in the
+# backward pass. How many
 # slots fit into 227 KiB at head_dim 128? Where would such a kernel be in the figures above?
 # *(paper, ten minutes)*
 # :::
@@ -337,16 +395,16 @@ chapter.glue(
 # :::{solution} ex-roles-own
 # :class: dropdown
 #
-# Forward a slot is 64 KiB, three fit, and no harm is done. Backward it is 7 tiles of 16 KiB and P,
-# 120 KiB, and dS on top: one slot, with which nothing is in flight during the MMAs. Without the
-# dead tiles there would be no reason to have roles.
+# In the forward pass a slot is 64 KiB, three fit, and no harm is done. In the backward pass it is 7
+# tiles of 16 KiB and P, 120 KiB, and dS on top: one slot, with which nothing is in flight during
+# the MMAs. Without the dead tiles there would be no reason to have roles.
 # :::
 #
 # :::{exercise} Dead or not
 # :label: ex-roles-dead
 #
 # In a copy of the file store dQ from Q's tile, and in another one dV. What does the emulator say
-# about each, and what do the results say? *(code, ten minutes, no GPU)*
+# about each, and what do the results say? *(emulator, ten minutes)*
 # :::
 #
 # :::{solution} ex-roles-dead
@@ -362,22 +420,22 @@ chapter.glue(
 # :label: ex-roles-b200
 #
 # A B200 has 148 SMs and a nominal 8 TB/s {cite}`nvidiablackwell`. How many KiB of loads must be in
-# flight to an SM at a latency of 1 µs, forward and backward, and how many slots is that at head_dim
+# flight to an SM at a latency of 1 µs, in each pass, and how many slots is that at head_dim
 # 128? *(paper, five minutes)*
 # :::
 #
 # :::{solution} ex-roles-b200
 # :class: dropdown
 #
-# Forward three bytes of four are read: $8 \cdot 10^{12} \cdot \tfrac34 \cdot 10^{-6} / 148$, or 40
-# KiB, and backward with four of seven 30 KiB. One slot holds 48 and 64 KiB, so the count is two
-# slots in both directions. Slots are not the problem. An item must become faster as well, and then
-# one consumer may no longer be enough.
+# In the forward pass three bytes of four are read: $8 \cdot 10^{12} \cdot \tfrac34 \cdot 10^{-6} /
+# 148$, or 40 KiB, and in the backward pass with four of seven 30 KiB. One slot holds 48 and 64 KiB,
+# so the count is two slots in both directions. The slots suffice, but an item must become faster as
+# well, and then one consumer may no longer be enough.
 # :::
 #
 # ## Takeaways
 #
-# - Where one program fills an SM, a producer keeps memory busy. Many programs do so without a
+# - Where one program fills an SM, a producer keeps memory busy. Many small programs do so without a
 #   barrier.
 # - Little's law gives the least that must be in flight. Measure one slot more than it says.
 # - Find shared memory by asking of every tile when it is dead.
