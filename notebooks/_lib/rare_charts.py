@@ -141,6 +141,34 @@ def heat(frame: pd.DataFrame, *, label: str, form: str = ".0f") -> Figure:
         return chart
 
 
+VERDICTS = {
+    "found": "#00937a", "hangs": "#1f83c4", "crashes": "#1f83c4", "missed": "#d55e00",
+    "cannot run": "#787878",
+}  # fmt: skip
+"""Colours of what a tool says of a mistake: named, noticed, missed, not asked."""
+
+
+def verdicts(frame: pd.DataFrame) -> Figure:
+    """A cell in the colour of `VERDICTS`, with its word, for each mistake (row) and tool.
+    ValueError for another word."""
+    if unknown := set(frame.to_numpy().ravel()) - set(VERDICTS):
+        raise ValueError(f"verdicts must be of {', '.join(VERDICTS)}, got {sorted(unknown)}")
+    codes = frame.map(list(VERDICTS).index)
+    width = 2.9 + 0.92 * frame.shape[1]
+    with canvas(width=width, height=0.9 + 0.33 * len(frame)) as (chart, axis):
+        sns.heatmap(
+            codes, annot=frame, fmt="", cmap=list(VERDICTS.values()), vmin=0,
+            vmax=len(VERDICTS) - 1, linewidths=1.5, linecolor="none", cbar=False, ax=axis,
+            annot_kws={"fontsize": SMALL, "color": "white"},
+        )  # fmt: skip
+        axis.set(xlabel="", ylabel="")
+        axis.tick_params(length=0)
+        axis.tick_params(axis="y", rotation=0)
+        axis.xaxis.tick_top()
+        axis.grid(visible=False)
+        return chart
+
+
 def stacked(
     frame: pd.DataFrame,
     *,
