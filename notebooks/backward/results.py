@@ -127,18 +127,11 @@ chapter.figure(chart, data=beside.reset_index(), measured=[chapter.record().id],
 # everybody, 2.5 times those of the forward pass. Backward v1 does seven and is credited with five,
 # as in the publication.
 #
-# | kernel | launches | matmuls | who writes dQ |
-# |:--|:--|--:|:--|
-# | {doc}`backward v1 <v1_tiled_backward>` | two | 7 | its owner, once |
-# | {doc}`backward v2 <v2_fused_backward>` | fill, one, rounding | 5 | TMA reduce-add |
-# | {doc}`backward v4 <v4_warp_specialized_backward>` | fill, one, rounding | 5 | TMA reduce-add |
-# | {doc}`backward v5 <v5_short_kv_backward>` | one, up to 256 keys | 5 | its owner, once |
-#
-# There is no backward v3: its persistent schedule came with v4. {doc}`Backward v6
-# <v6_one_tile_backward>` takes at most 128 keys and {doc}`v7 <v7_wide_backward>` wide heads, which
-# no published figure has. All baselines compute softmax, and autograd calls their backward alone.
-# All {glue:text}`checked:.0f` times {term}`back to back <sustained scope>` belong to gradients that
-# passed the check against fp64; our kernels keep {glue:text}`kept` % of their burst rates.
+# There is no backward v3: its persistent schedule came with v4. Backward v6 takes at most 128 keys
+# and v7 wide heads, which no published figure has ({doc}`../measuring/other_shapes`). All baselines
+# compute softmax, and autograd calls their backward alone. All {glue:text}`checked:.0f` times
+# {term}`back to back <sustained scope>` belong to gradients that passed the check against fp64; our
+# kernels keep {glue:text}`kept` % of their burst rates.
 
 # %% tags=["remove-input"]
 chapter.table(
@@ -211,10 +204,9 @@ chapter.table(
 # ## The baselines
 #
 # FlashAttention-4 is the best baseline on {glue:text}`fa4_first:.0f` workloads, more than in the
-# forward pass, since its backward pass is another kernel than its forward pass. Ragged cuDNN,
-# called through PyTorch, has no time on any of the {glue:text}`asked:.0f` workloads it was tried
-# on: its gradients fail the check. Without a time back to back in this record:
-# {glue:text}`missing`.
+# forward pass, since its backward pass is another kernel. Ragged cuDNN, called through PyTorch, has
+# no time on any of the {glue:text}`asked:.0f` workloads it was tried on: its gradients fail the
+# check. Without a time back to back in this record: {glue:text}`missing`.
 #
 # ## What a training step costs
 #
@@ -309,20 +301,6 @@ ratios.others(chapter, here, "backward")
 
 # %% [markdown]
 # ## Exercises
-#
-# :::{exercise} Credit for seven
-# :label: ex-bwd-credit
-#
-# By which factor would the rate of v1 rise if its seven matmuls counted, and would the order of two
-# kernels in any chart above change? *(paper)*
-# :::
-#
-# :::{solution} ex-bwd-credit
-# :class: dropdown
-#
-# By 7/5. The order by time stays. The order by rate would change wherever v1 takes less than 1.4
-# times another kernel's time: a kernel could climb a chart by wasting work.
-# :::
 #
 # :::{exercise} A series that cannot be
 # :label: ex-bwd-suspect

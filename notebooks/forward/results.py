@@ -97,13 +97,13 @@ assert by_queries.idxmax() == V8, "the caption: v8 gains most from queries"
 chapter.glue(over_peer=spread(best["peer / rung (time)"]), first=(over[V8] == 1).sum(),
              count=len(us), behind=100 * (over[V8].max() - 1), checked=len(timed),
              over_v1=over[V1]["gdpa-self-full-256"], full_least=full.min(),
-             v8_burst=bursts[V8]["gdpa-self-full-2048"], full_most=full.max(),
+             full_most=full.max(),
              half_least=half.min(), half_most=half.max(),
              kept=f"{kept.min():.0f} to {kept.max():.0f}",
              missing="; ".join(missing) or "none",
              kept_256=100 * lost[256], kept_2048=100 * lost[2048],
              fa4_by_cudnn=spread(fa4_by_cudnn), fa4_by_fa2_cross=spread(fa4_by_fa2[cross]),
-             fa2_by_fa4=1 / fa4_by_fa2["gdpa-self-full-2048"], **ratios.glued(best))  # fmt: skip
+             **ratios.glued(best))  # fmt: skip
 chapter.glue_origin("front", rows[rows["workload"] == LADDER])
 
 # %% tags=["remove-input"]
@@ -153,11 +153,10 @@ chapter.table(
 # is lowest, {glue:text}`share_self-full_512:.0f` %. At 2,048 tokens it is
 # {glue:text}`share_self-full_2048:.0f` %.
 #
-# Half-full batches are slower because only real tokens count as useful FLOPs. With jagged keys a
-# sequence of the 256-token batch has 128 rows on average, so a {term}`tile` of 128 rows is far from
-# full: forward v8 keeps {glue:text}`kept_256:.0f` % of its rate on the full batch there, and
-# {glue:text}`kept_2048:.0f` % at 2,048 tokens. In other words, padding inside tiles fades as
-# sequences get longer.
+# Half-full batches are slower because only real tokens count as useful FLOPs. With jagged keys and
+# 256 tokens a sequence has 128 rows on average, so many a {term}`tile` of 128 rows is far from
+# full. Forward v8 keeps {glue:text}`kept_256:.0f` % of its rate on the full batch there, and
+# {glue:text}`kept_2048:.0f` % at 2,048 tokens.
 #
 # ## Two published charts, redrawn
 
@@ -192,9 +191,8 @@ ratios.redrawn(chapter, "gdpa-cross-fwd-full", DRAWN)
 #
 # ## Which baseline to beat
 #
-# All baselines of this record compute softmax. That takes about the same FLOPs for a different
-# function, so we compare times alone, and no ratio says that our kernel would be the faster
-# softmax.
+# All baselines of this record compute softmax, a different function with about the same FLOPs. So
+# we compare times alone.
 
 # %% tags=["remove-input"]
 peers = over[[impl for impl in BASELINES if impl in over]]
@@ -212,14 +210,12 @@ chapter.table(
 assert peers.median().idxmin() in ("cudnn", "fa4_dense"), "the text: dense forms are closest"
 
 # %% [markdown]
-# The newest name is not the baseline to beat. `fa4` is flash-attn-4, pre-release 4.0.0b36, written
+# The newest name is not the baseline to beat. FlashAttention-4 is the pre-release 4.0.0b36, written
 # for Blackwell; what runs here is its path for Hopper, which looks up where a sequence starts
-# instead of walking over the batch ({doc}`../blackwell/flash_attention_4` takes the two apart). On
-# dense batches it takes {glue:text}`fa4_by_cudnn` times as long as dense cuDNN, and with 256 keys
-# {glue:text}`fa4_by_fa2_cross` times as long as FlashAttention-2. On full batches of 2,048 tokens
-# it is {glue:text}`fa2_by_fa4:.2f` times as fast as FlashAttention-2. Dense cuDNN takes no jagged
-# batch, so there the closest baseline changes with the length. Without a time back to back in this
-# record: {glue:text}`missing`.
+# instead of walking over the batch ({doc}`../blackwell/flash_attention_4`). It takes
+# {glue:text}`fa4_by_cudnn` times as long as dense cuDNN, and with 256 keys
+# {glue:text}`fa4_by_fa2_cross` times as long as FlashAttention-2. Without a time back to back in
+# this record: {glue:text}`missing`.
 #
 # ## Every kernel on every workload
 
@@ -243,10 +239,6 @@ chart = rare_charts.heat(shares, label="% of the roofline, in bursts")
 chapter.figure(chart, measured=measured)
 
 # %% [markdown]
-# The chapters of the ladder say what each step is worth and why. Read across a row, the figure adds
-# one thing: no single batch would have led to forward v8. Judged by the half-full batch of 256
-# tokens alone, neither v4 nor v5 would have been kept, and v7 and v8 build on both.
-#
 # ## A second board
 
 # %% tags=["remove-cell"]
@@ -302,19 +294,16 @@ ratios.others(chapter, here, "forward")
 # %% tags=["remove-cell"]
 ops, kernel = chapter.times(direction="forward", scope="op")[RUNGS], burst.loc[CALLED, RUNGS]
 extra, in_kernels = (ops - kernel).median(), ops[V8] / kernel[V8]
-assert extra.idxmax() == "v3_persistent", "the text: v3 adds most"
-chapter.glue(v8_extra=extra[V8], v3_extra=extra.max(), v8_short=in_kernels[CALLED[0]])
+chapter.glue(v8_extra=extra[V8], v8_short=in_kernels[CALLED[0]])
 
 # %% [markdown]
 # A caller also pays for checks, the allocation of the output, TMA {term}`descriptors <descriptor>`
-# and, in forward v3 and from v6a on, a list of tiles. We time a whole call from the host, on an
-# idle device, to its result. It takes {glue:text}`v8_extra:.0f` µs more than the kernel of forward
-# v8, the median of four batches, and {glue:text}`v8_short:.2f` times the kernel on full batches of
-# 256 tokens. Forward v3 adds most, {glue:text}`v3_extra:.0f` µs, because it builds its list from
-# dozens of small operations. Three numbers in this book measure that cost, and they agree: this one
-# includes the wait for an idle device, {doc}`../training/host_time` counts the host's part alone,
-# and {doc}`../measuring/production_gap` quotes the ratio for one batch. Published benchmarks
-# contain none of it.
+# and often a list of tiles. From the call to its result on an idle device that is
+# {glue:text}`v8_extra:.0f` µs more than the kernel of forward v8, the median of four batches, and
+# {glue:text}`v8_short:.2f` times the kernel on full batches of 256 tokens. This difference includes
+# waiting for an idle device, so it is more than the host's part alone
+# ({doc}`../training/host_time`), and a long kernel hides most of it
+# ({doc}`../measuring/production_gap`).
 #
 # `impl="auto"` takes its order from these records: at the nearest measured shape, the fastest
 # kernel that supports the call.
@@ -333,19 +322,6 @@ chapter.glue(v8_extra=extra[V8], v3_extra=extra.max(), v8_short=in_kernels[CALLE
 #
 # The bars of the CuTeDSL kernel and of Triton. Here it is {glue:text}`over_v1:.2f`.
 # {doc}`The table of claims <../tools/claims>` computes the quotient for every claim.
-# :::
-#
-# :::{exercise} Bytes at 256
-# :label: ex-figures-bytes
-#
-# At length 256 the output is a quarter of the traffic. How far would the roofline rise if the
-# output were fp8? *(paper)*
-# :::
-#
-# :::{solution} ex-figures-bytes
-# :class: dropdown
-#
-# Bytes fall from 4 parts to 3.5, so a memory-bound ceiling rises by one seventh.
 # :::
 #
 # ## Takeaways

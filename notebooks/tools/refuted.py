@@ -174,6 +174,21 @@ chapter.glue(step_gain=gain, training_share=100 * (1 - 1 / 1.3) / (1 - 1 / gain)
 # {glue:text}`training_share:.0f` %, with a smaller gain it is larger.
 # :::
 #
+# :::{exercise} A mean that does not fit
+# :label: ex-refuted-mean
+#
+# Table 7 of block attention states 1,735,537 tokens in 1152 sequences. Which fill would that be at
+# a largest length of 2000, and could it be a draw from lengths uniform on 800 to 1999? *(paper,
+# {doc}`../block/counting_bytes`)*
+# :::
+#
+# :::{solution} ex-refuted-mean
+# :class: dropdown
+#
+# A mean of 1506.5, a fill of 0.753. Uniform on 800 to 1999 has a mean of 1399.5 and a standard
+# deviation of 346; the mean of 1152 draws has one of 10.2. A mean ten of them away is no such draw.
+# :::
+#
 # ## Takeaways
 #
 # - One shape that appears twice, two passes that must differ: compare a chart with itself first.
