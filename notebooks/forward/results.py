@@ -154,8 +154,8 @@ chapter.table(
 # {glue:text}`share_self-full_2048:.0f` %.
 #
 # Half-full batches are slower because only real tokens count as useful FLOPs. With jagged keys and
-# 256 tokens a sequence has 128 rows on average, so many a {term}`tile` of 128 rows is far from
-# full. Forward v8 keeps {glue:text}`kept_256:.0f` % of its rate on the full batch there, and
+# 256 tokens a sequence has 128 rows on average, so many {term}`tiles <tile>` of 128 rows are far
+# from full. Forward v8 keeps {glue:text}`kept_256:.0f` % of its rate on the full batch there, and
 # {glue:text}`kept_2048:.0f` % at 2,048 tokens.
 #
 # ## Two published charts, redrawn
@@ -163,9 +163,9 @@ chapter.table(
 # %% tags=["remove-input"]
 # | name: fig-self-fwd-full
 # | caption: >
-# |   **On full self-attention every kernel rises toward the roofline, and forward v8 leads at every
-# |   length.** Left: measured back to back; dashes are bursts, under a higher ceiling of their own.
-# |   Right: published, the CuTeDSL kernel highest.
+# |   **On full self-attention every kernel rises toward the roofline, and forward v8 is ahead of
+# |   every baseline at every length.** Left: measured back to back; dashes are bursts, under a
+# |   higher ceiling of their own. Right: published, the CuTeDSL kernel highest.
 # | alt: >
 # |   Two charts of TFLOP/s over sequence length on one scale. Measured on the H200, v8 is the
 # |   highest and rises toward the roofline; dense cuDNN follows. FlashAttention-4 starts low and
@@ -277,11 +277,11 @@ chapter.glue(
 ratios.others(chapter, here, "forward")
 
 # %% [markdown]
-# On full batches the lead is that of the H200, except where memory is the limit: at 256 tokens
-# dense cuDNN reaches the same rate, and at {glue:text}`h100_share:.0f` % of the roofline little is
-# left to win. On half-full batches the lead is smaller than on the H200, because this record has
-# baselines that the H200's lacks: {glue:text}`h100_added`. So read the ratios of half-full batches
-# on the H200 as leads over weaker baselines.
+# On full batches the lead is close to that on the H200, except where memory is the limit: at 256
+# tokens dense cuDNN reaches the same rate, and at {glue:text}`h100_share:.0f` % of the roofline
+# little is left to win. On half-full batches the lead is smaller than on the H200, mostly because
+# this record has baselines that the H200's lacks: {glue:text}`h100_added`. So read the ratios of
+# half-full batches on the H200 as leads over weaker baselines.
 #
 # The published Triton kernel computes GDPA itself, so here the function is the same. Forward v8 is
 # {glue:text}`over_triton` times as fast, and on {glue:text}`h100_triton:.0f` half-full batches that
@@ -300,10 +300,10 @@ chapter.glue(v8_extra=extra[V8], v8_short=in_kernels[CALLED[0]])
 # A caller also pays for checks, the allocation of the output, TMA {term}`descriptors <descriptor>`
 # and often a list of tiles. From the call to its result on an idle device that is
 # {glue:text}`v8_extra:.0f` µs more than the kernel of forward v8, the median of four batches, and
-# {glue:text}`v8_short:.2f` times the kernel on full batches of 256 tokens. This difference includes
-# waiting for an idle device, so it is more than the host's part alone
-# ({doc}`../training/host_time`), and a long kernel hides most of it
-# ({doc}`../measuring/production_gap`).
+# {glue:text}`v8_short:.2f` times the kernel on full batches of 256 tokens. The difference contains
+# the launch and the wait for its end, so it is more than the host's part, which is all that counts
+# when calls follow each other ({doc}`../training/host_time`); {doc}`../measuring/production_gap`
+# quotes the same difference as a ratio, for one batch.
 #
 # `impl="auto"` takes its order from these records: at the nearest measured shape, the fastest
 # kernel that supports the call.
