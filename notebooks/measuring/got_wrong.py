@@ -81,9 +81,10 @@ order = ["predicted", "known before", "expected"]
 chapter.table(
     by.loc[order].reset_index(), name="tab-wrong-standing",
     computed="data/predictions/h200.csv and the verdicts",
-    caption="**Few predictions deserve the name.** By what git and the records say of them.",
+    caption="**Fewer than half of the predictions deserve the name.** By what git and the records "
+    "say of them.",
 )  # fmt: skip
-assert by.loc["predicted"].sum() < len(found) / 2, "the caption: few"
+assert by.loc["predicted"].sum() < len(found) / 2, "the caption: fewer than half"
 
 # %% [markdown]
 # Of the predicted ones {glue:text}`predicted_refuted:.0f` % were refuted, of the others
