@@ -265,9 +265,9 @@ chapter.figure(chart, measured=of_six, published="table 6, NVIDIA B200, read fro
 
 # %% [markdown]
 # Measured {glue:text}`six_timed`, the quotients of one direction lie within
-# {glue:text}`spread:.0f` % of each other; the published bars spread by {glue:text}`old_forward:.0f`
-# % and {glue:text}`old_backward:.0f` %. The reason is simple: a program sees one block, however
-# long its sequence is. The shares of the copy say the same without a baseline, on
+# {glue:text}`spread:.0f` % of each other. The published bars spread by {glue:text}`old_forward:.0f`
+# and {glue:text}`old_backward:.0f` %. The reason is simple: a program sees one block, however long
+# its sequence is. The shares of the copy say the same without a baseline, on
 # {glue:text}`swept:.0f` of sixteen batches: {glue:text}`swept_forward` % in the forward pass and
 # {glue:text}`swept_backward` % in the backward pass.
 #
