@@ -164,7 +164,7 @@ def answered(judged: pd.DataFrame, found: dict[str, str]) -> pd.DataFrame:
         ours, where = "", _link(slug[1]) if slug else row.how_to_check.partition(";")[0]
         if row.answer:
             status = "answered" if status == "open" else status
-            where = _link(row.answered_in) if row.answered_in else "below"
+            where = _link(row.answered_in or "tools/refuted")
             ours = row.answer.format(**found)
         elif status == "measured":
             against = f" over {row.ours_baseline}" if row.ours_baseline else ""

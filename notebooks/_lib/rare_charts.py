@@ -155,6 +155,35 @@ def heat(frame: pd.DataFrame, *, label: str, form: str = ".0f") -> Figure:
         return chart
 
 
+VERDICTS = {
+    "found": RUNG_COLOURS[2], "hangs": RUNG_COLOURS[1], "crashes": RUNG_COLOURS[1],
+    "missed": RUNG_COLOURS[3], "cannot run": INK,
+}  # fmt: skip
+"""Colours of what a tool says of a mistake: named, noticed, missed, not asked."""
+
+
+@house.drawn
+def verdicts(frame: pd.DataFrame) -> Figure:
+    """A cell in the colour of `VERDICTS`, with its word, for each mistake (row) and tool.
+    ValueError for another word."""
+    if unknown := set(frame.to_numpy().ravel()) - set(VERDICTS):
+        raise ValueError(f"verdicts must be of {', '.join(VERDICTS)}, got {sorted(unknown)}")
+    codes = frame.map(list(VERDICTS).index)
+    width = 2.9 + 0.92 * frame.shape[1]
+    with canvas(width=width, height=0.9 + 0.33 * len(frame)) as (chart, axis):
+        sns.heatmap(
+            codes, annot=frame, fmt="", cmap=list(VERDICTS.values()), vmin=0,
+            vmax=len(VERDICTS) - 1, linewidths=1.5, linecolor="none", cbar=False, ax=axis,
+            annot_kws={"color": PAGE},
+        )  # fmt: skip
+        axis.set(xlabel="", ylabel="")
+        axis.tick_params(length=0)
+        axis.tick_params(axis="y", rotation=0)
+        axis.xaxis.tick_top()
+        axis.grid(visible=False)
+        return chart
+
+
 @house.drawn
 def stacked(
     frame: pd.DataFrame,

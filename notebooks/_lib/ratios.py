@@ -12,6 +12,7 @@ import pandas as pd
 from IPython.display import Markdown, display
 
 from _lib import published_charts
+from gdpa_lab.measuring.baselines import BASELINES
 from gdpa_lab.measuring.workloads import figure_direction
 from gdpa_lab.report import claims, page, peers, results
 from gdpa_lab.report.chapter import Chapter
@@ -20,6 +21,9 @@ from gdpa_lab.report.house import is_rung
 if TYPE_CHECKING:
     from gdpa_kernels.calling.rung import Rung
     from gdpa_lab.measuring.session import Session
+
+PUBLISHED = "cutedsl_gdpa"
+"""The published kernel in the published charts."""
 
 
 def short(name: str) -> str:
@@ -132,11 +136,45 @@ def best(rows: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(found).set_index("workload")
 
 
-def shown(standing: pd.DataFrame) -> pd.DataFrame:
-    """`best` as a page shows it: short names, rates and shares without decimals."""
-    whole = standing.drop(columns="peer / rung (time)").round(0)
-    found = whole.join(standing["peer / rung (time)"].round(2))
-    return found.rename(index=short).reset_index()
+def named(impl: str, direction: str) -> str:
+    """An implementation's name on a page: "forward v8", "Blackwell forward b3", or the title of a
+    baseline."""
+    if not is_rung(impl):
+        return BASELINES[impl].title
+    number = impl.partition("_")[0]
+    return f"{'Blackwell ' * number.startswith('b')}{direction} {number}"
+
+
+def row(name: str) -> str:
+    """A workload's name as a table's first column has it: self-attention goes without saying."""
+    return short(name).removeprefix("self-")
+
+
+def shown(standing: pd.DataFrame, direction: str) -> pd.DataFrame:
+    """`best` as a page shows it: a row for each workload, names in words, rates and shares without
+    decimals."""
+    return pd.DataFrame(
+        {
+            "workload": standing.index.map(row),
+            "best kernel": [named(impl, direction) for impl in standing["best rung"]],
+            "TFLOP/s": standing["rate"].round(0).to_numpy(),
+            "% of roofline": standing["share (%)"].round(0).to_numpy(),
+            "best baseline": [named(impl, direction) for impl in standing["best peer"]],
+            "times as fast": standing["peer / rung (time)"].round(2).to_numpy(),
+        }
+    )
+
+
+def beside_published(chapter: Chapter, standing: pd.DataFrame, direction: str) -> pd.DataFrame:
+    """How many times as fast as the best baseline the best kernel is at each published shape, as
+    measured (`best`) and as published; doubtful bars aside."""
+    bars = claims.published_figures(chapter.data_dir)
+    bars = bars[(bars["direction"] == direction) & ~bars["suspect"]]
+    rates = bars.pivot(index="workload", columns="kernel", values="tflops")
+    theirs = rates[PUBLISHED] / rates.drop(columns=PUBLISHED).max(axis=1)
+    ours = standing["peer / rung (time)"]
+    made = {f"measured, {chapter.gpu}": ours, f"published, {bars['hardware'].iloc[0]}": theirs}
+    return pd.DataFrame(made).loc[[n for n in standing.index if n in theirs]].rename(index=row)
 
 
 def glued(standing: pd.DataFrame) -> dict[str, float]:
@@ -171,30 +209,41 @@ def ranges(quotients: pd.DataFrame, of: str) -> pd.DataFrame:
 def others(
     chapter: Chapter, session: Session | None, direction: str, scope: str = "sustained"
 ) -> None:
-    """Show rates of another GPU next to those of the chapter's record: of the session of
-    `Chapter.compare`, of which nothing is kept, or without one of each other GPU in the records."""
-    ours = chapter.rows(direction=direction, scope=scope)
+    """Show another GPU: rates of the session of `Chapter.compare`, of which nothing is kept, beside
+    those of the chapter's record; without one the best kernel against the best baseline on each
+    other GPU of the records and of data/community."""
     if session is not None:
-        machines = {"This machine": _measured(session)}
-    else:
-        everything = results.table(chapter.data_dir, per="gpu")
-        guests = results.community(chapter.data_dir, per="gpu")
-        machines = {
-            f"{gpu}, data/community/{handle}" if handle else gpu: rows
-            for (gpu, handle), rows in pd.concat([everything.assign(handle=""), guests])
-            .query("figure != ''")
-            .groupby(["gpu", "handle"])
-            if handle or gpu != chapter.gpu
-        }
-    for machine, rows in machines.items():
-        rows = rows[(rows["scope"] == scope) & (rows["variant"] == "")]
-        rows = rows[rows["direction"] == direction].drop_duplicates(["workload", "impl"])
-        if len(rows):
-            timed = results.TIMED[scope]
-            display(Markdown(f"**{machine}**, TFLOP/s {timed}, next to those of the record."))
-            display(page.show_table(_beside(rows, ours)))
-    if not machines:
-        display(Markdown("No other machine has been measured yet."))
+        ours = chapter.rows(direction=direction, scope=scope)
+        rows = _of(_measured(session), direction, scope)
+        timed = results.TIMED[scope]
+        display(Markdown(f"**This machine**, TFLOP/s {timed}, next to those of the record."))
+        display(page.show_table(_beside(rows, ours)))
+        return
+    everything = results.table(chapter.data_dir, per="gpu").assign(handle="")
+    guests = results.community(chapter.data_dir, per="gpu")
+    found = _of(pd.concat([everything, guests]).query("figure != ''"), direction, scope)
+    found = found[(found["handle"] != "") | (found["gpu"] != chapter.gpu)]
+    for (gpu, handle), rows in found.groupby(["gpu", "handle"]):
+        kinds = rows[rows["time_us_p50"].notna()].groupby("workload")["impl"]
+        both = kinds.agg(lambda impls: impls.map(is_rung).nunique() == 2)
+        standing = best(rows[rows["workload"].isin(both.index[both])])
+        machine = f"{gpu}, data/community/{handle}" if handle else gpu
+        over = spread(standing["peer / rung (time)"])
+        caption = (
+            f"**{machine}: the best kernel is {over} times as fast as the best baseline.** "
+            f"Rates {results.TIMED[scope]} in TFLOP/s, shares of the roofline of that board."
+        )
+        display(page.show_table(shown(standing, direction), caption))
+        if not handle:
+            display(page.provenance(rows, data_dir=chapter.data_dir))
+    if found.empty:
+        display(Markdown("No other GPU has been measured yet."))
+
+
+def _of(rows: pd.DataFrame, direction: str, scope: str) -> pd.DataFrame:
+    rows = rows[(rows["scope"] == scope) & (rows["variant"] == "")]
+    by = rows.columns.intersection(["gpu", "handle"]).tolist()
+    return rows[rows["direction"] == direction].drop_duplicates([*by, "workload", "impl"])
 
 
 def _beside(rows: pd.DataFrame, ours: pd.DataFrame) -> pd.DataFrame:

@@ -5,25 +5,25 @@
 # ---
 
 # %% [markdown]
-# # Where a 2.6× gap comes from
+# # The production gap: the start of a tile, paid over few keys
 #
 # Attention kernels are said to run 2.6 times slower on production traffic than on synthetic
 # benchmarks, at worst four times {cite}`meta2026gem`. Which traffic, which kernel, and why?
 #
-# :::{admonition} In this chapter (15 minutes)
+# :::{admonition} In this chapter (30 minutes)
 # You will turn a slogan into a ratio of two measured rates, predict it from two numbers for batches
-# that were not fitted, and separate what a shape costs every kernel from what one kernel adds. On
-# the H200 the forward gap of FlashAttention-4 is {glue:text}`fa4_cross:.1f` with 256 keys; v8's is
-# {glue:text}`v8_cross:.2f`.
+# that were not fitted, and split a gap into factors although the factors interact. On the H200 the
+# gap of FlashAttention-4 in the forward pass is {glue:text}`fa4_cross:.1f` with 256 keys; that of
+# forward v8 is {glue:text}`v8_cross:.2f`.
 # :::
 
-# %%
+# %% tags=["hide-input"]
 from dataclasses import replace
 
 import numpy as np
 import pandas as pd
 
-from _lib.ratios import short, spread
+from _lib.ratios import named, row, spread
 from gdpa_kernels.gdpa.ladder import v3_persistent as v3
 from gdpa_lab.measuring.laws import Full, Rounded, Sorted
 from gdpa_lab.measuring.workloads import workload
@@ -35,56 +35,20 @@ mode = "replay"
 device = "cpu"
 data_dir = "data"
 
-# %% [markdown]
-# ## A gap is a ratio of rates
-#
-# Nobody published the shapes behind 2.6. So we define: the *gap* of a kernel on a workload is its
-# rate on the benchmark's friendliest batch, full sequences of 2,048, over its rate on the workload,
-# in useful FLOPs, back to back. The last column does the same with the {term}`roofline`: what any
-# kernel loses on this shape.
-
-# %%
+# %% tags=["remove-cell"]
 chapter = Chapter("measuring/production_gap", mode=mode, device=device, data_dir=data_dir)
 BEST = "gdpa-self-full-2048"
-OURS = {"forward": ["v1_tiled", "v8_own_waits"], "backward": ["v1_tiled_backward"]}
+OURS = {"forward": "v8_own_waits", "backward": "v1_tiled_backward"}
 rows, gaps = {}, {}
 for way in ("forward", "backward"):
     of = chapter.rows(f"{way}/results", direction=way, scope="sustained")
     of = of.assign(roofline=100 * of["tflops"] / of["percent_of_roofline"])
     rates = of.pivot(index="workload", columns="impl", values="tflops")
     rates["roofline"] = of.groupby("workload")["roofline"].median()
-    kinds = ["fa2_varlen", "fa4", "cudnn", *OURS[way], "roofline"]
+    kinds = ["fa2_varlen", "fa4", "cudnn", OURS[way], "roofline"]
     rows[way], gaps[way] = of, rates.loc[BEST, kinds] / rates[kinds]
-SHOWN = ["self-full-256", "self-full-1024", "cross-full-512", "cross-full-2048",
-         "self-half-jagged-1024", "self-half-jagged-256", "self-ml1m-1024"]  # fmt: skip
-for way in gaps:
-    shown = gaps[way].rename(index=short).reindex(SHOWN).dropna(how="all").round(2)
-    chapter.table(shown.rename_axis(f"{way}, gap").reset_index(), measured=rows[way])
-
-# %% tags=["remove-cell"]
 forward, backward = gaps["forward"], gaps["backward"]
-cross = [f"gdpa-cross-full-{n}" for n in (512, 1024, 2048)]
-chapter.glue(
-    fa4_cross=forward["fa4"][cross[-1]], v8_cross=forward["v8_own_waits"][cross[-1]],
-    others=spread(forward.drop(columns=["fa4", "roofline"]).loc[cross[-1]]),
-    fa4_forward=spread(forward["fa4"][cross]), fa4_backward=spread(backward["fa4"][cross]),
-    worst=forward["fa4"].max(), worst_roof=forward["roofline"][forward["fa4"].idxmax()],
-)  # fmt: skip
 
-# %% [markdown]
-# With 256 keys and 512 or more queries, the shape of a {term}`PFFN`, FlashAttention-4 has a gap of
-# {glue:text}`fa4_forward` forward and {glue:text}`fa4_backward` backward; 2.6 and 1.6 are
-# published, of another machine. The worst case in this table is {glue:text}`worst:.1f`, of which
-# the roofline explains {glue:text}`worst_roof:.2f`: short sequences have few FLOPs for each byte.
-# One number of this kind belongs to one kernel on one shape.
-#
-# ## Two numbers for each kernel
-#
-# A kernel works through tiles of rows; each walks over blocks of keys. Let a tile cost $c_0$, for
-# its start, its end and the load of its rows, and each block $c_1$. Fit both to the eight full
-# batches, forward:
-
-# %%
 SIZES = {
     "fa2_varlen": (128, 64),
     "fa4": (128, 128),
@@ -104,6 +68,7 @@ us = rows["forward"].pivot(index="workload", columns="impl", values="time_us_p50
 alike = [n for n in us.index if workload(n).num_heads_k == 4 and workload(n).head_dim == 128
          and not (workload(n).causal or workload(n).window)]  # fmt: skip
 full = [n for n in alike if "-full-" in n]
+unfitted = [n for n in alike if "-full-" not in n]
 fits, errors = {}, {}
 for impl in SIZES:
     made = {n: counts(workload(n).seqlens_q, workload(n).seqlens_k, impl) for n in alike}
@@ -111,70 +76,118 @@ for impl in SIZES:
     relative = made.loc[full].div(us.loc[full, impl], axis=0)
     fits[impl] = np.linalg.lstsq(relative, np.ones(len(full)), rcond=None)[0]
     errors[impl] = made @ fits[impl] / us.loc[alike, impl] - 1
-
-# %% tags=["remove-input"]
-seen, unseen = ({impl: 100 * e[names].abs().max() for impl, e in errors.items()}
-                for names in (full, [n for n in alike if n not in full]))  # fmt: skip
 start = {impl: c0 / c1 * SIZES[impl][1] for impl, (c0, c1) in fits.items()}
-table = pd.DataFrame({"a tile's start, in keys": start, "largest error, fitted (%)": seen,
-                      "not fitted (%)": unseen}).rename_axis("forward")  # fmt: skip
-chapter.table(
-    table.round(0).reset_index(), modelled="two constants a kernel, fitted to full batches"
-)
-chapter.glue(start_fa4=start["fa4"], start_fa2=start["fa2_varlen"], start_v8=start["v8_own_waits"],
-             unseen=max(unseen.values()))  # fmt: skip
-
-# %% [markdown]
-# The other batches, half full with dense and with jagged keys and MovieLens 1M, were not fitted.
-# Two numbers predict them to {glue:text}`unseen:.0f` %. Starting a tile costs FlashAttention-4's
-# path for Hopper as much as {glue:text}`start_fa4:.0f` keys, FlashAttention-2
-# {glue:text}`start_fa2:.0f`, v8 {glue:text}`start_v8:.0f`. Fitted to older bursts, the model
-# gives these gaps on MovieLens 1M, to about 10 %:
-
-# %% tags=["remove-input"]
-for impl, before in {"fa2_varlen": 1.37, "fa4": 2.50, "v8_own_waits": 1.47}.items():
-    found = forward[impl]["gdpa-self-ml1m-1024"]
-    chapter.predict(f"`{impl}`, {before:.2f}.", found, least=0.9 * before, most=1.1 * before)
-
-# %% [markdown]
-# ## The law
-#
-# A tile with $n$ keys costs $c_0 + c_1 n$ and has work for $n$. With $a = c_0 / c_1$ the gap is
-#
-# $$
-# \frac{1 + a/n}{1 + a/2048} \times \text{(what partial tiles waste)}.
-# $$ (eq-gap)
-#
-# So *the faster the main loop, the larger the gap*: halve $c_1$ and $a$ doubles. A faster loop
-# improves the benchmark, a faster start improves production: the {doc}`persistent rungs
-# <../forward/v6_short_kv>` overlap one tile's start with the last one's end.
+seen, unseen = ({impl: 100 * e[names].abs().max() for impl, e in errors.items()}
+                for names in (full, unfitted))  # fmt: skip
+cross = [f"gdpa-cross-full-{n}" for n in (512, 1024, 2048)]
+chapter.glue(
+    fa4_cross=forward["fa4"][cross[-1]], v8_cross=forward["v8_own_waits"][cross[-1]],
+    others=spread(forward.drop(columns=["fa4", "roofline"]).loc[cross[-1]]),
+    fa4_forward=spread(forward["fa4"][cross]), fa4_backward=spread(backward["fa4"][cross]),
+    worst=forward["fa4"].max(), worst_roof=forward["roofline"][forward["fa4"].idxmax()],
+    worst_on=row(forward["fa4"].idxmax()), start_fa4=start["fa4"], start_fa2=start["fa2_varlen"],
+    start_v8=start["v8_own_waits"], unseen=max(unseen.values()),
+)  # fmt: skip
 
 # %% tags=["remove-input"]
 # | name: fig-gap-law
 # | caption: >
-# |   The gap by the number of keys, full tiles (modelled). The table above has cross-attention with
-# |   256 keys and 2,048 queries, measured.
+# |   **With few keys FlashAttention-4's path for Hopper falls behind its own best rate fastest.**
+# |   The modelled gap by how many times fewer keys there are than 2,048, full tiles: to the right
+# |   tiles get shorter, and the start of a tile weighs more.
 # | alt: >
-# |   Three falling curves. FlashAttention-4 is at 4 with 128 keys and 2.5 with 256. The other two
-# |   lie close together, near 2 with 64 keys and below it from there on.
-keys = [64, 128, 256, 512, 1024, 2048]
+# |   Three rising curves that meet at the left, at 2,048 keys. FlashAttention-4 rises steeply; the
+# |   point of a PFFN with 256 keys is marked on it. FlashAttention-2 and forward v8 stay close
+# |   together far below.
+keys = [2048, 1024, 512, 256, 128, 64]
 law = {impl: [(1 + a / n) / (1 + a / 2048) for n in keys] for impl, a in start.items()}
-law = pd.DataFrame(law, index=keys)
-chart = charts.lines(law.drop(columns="v1_tiled"), xlabel="keys", ylabel="gap",
-                     log="x", highlight=["v8_own_waits", "fa4"])  # fmt: skip
+law = pd.DataFrame(law, index=[2048 // n for n in keys]).drop(columns="v1_tiled")
+chart = charts.lines(
+    law, xlabel="times fewer keys than 2,048", ylabel="gap", log="x",
+    highlight=["fa4", "v8_own_waits"], names={impl: named(impl, "forward") for impl in law},
+    points={8: "256 keys: a PFFN"},
+)  # fmt: skip
+assert law["fa4"].iloc[1:].gt(law.drop(columns="fa4").max(axis=1).iloc[1:]).all(), "the caption"
 chapter.figure(
-    chart, data=law.reset_index(names="keys"), modelled="the two constants of each kernel"
-)
+    chart, data=law.reset_index(names="times fewer keys"),
+    modelled="two constants of each kernel, fitted to full batches",
+)  # fmt: skip
 
 # %% [markdown]
+# ## A gap is a ratio of rates
+#
+# No source gives the shapes behind 2.6. So we define: the *gap* of a kernel on a workload is its
+# rate on the benchmark's friendliest batch, full sequences of 2,048, divided by its rate on the
+# workload, in useful FLOPs, back to back. The last column does the same with the {term}`roofline`;
+# it is what any kernel loses on this shape.
+
+# %% tags=["remove-input"]
+SHOWN = ["full-256", "full-1024", "cross-full-512", "cross-full-2048", "half-jagged-1024",
+         "half-jagged-256", "ml1m-1024"]  # fmt: skip
+shown = forward.rename(index=row).reindex(SHOWN).round(2)
+names = {"fa2_varlen": "FA2", "fa4": "FA4", "cudnn": "cuDNN", "v8_own_waits": "forward v8"}
+chapter.table(
+    shown.rename(columns=names).reset_index(names="forward pass"), measured=rows["forward"],
+    name="tab-gap-measured", missing="no jagged batch", digits={"roofline": 2},
+    caption="**FlashAttention-4 (FA4) has the largest gap on every row.** Gaps back to back on the "
+    "H200; FA2 is FlashAttention-2, cuDNN its dense form.",
+)  # fmt: skip
+assert (shown["fa4"] == shown.drop(columns="roofline").max(axis=1)).all(), "the caption"
+
+# %% [markdown]
+# With 256 keys and 512 or more queries, the shape of a {term}`PFFN` on full sequences,
+# FlashAttention-4 has a gap of {glue:text}`fa4_forward` in the forward pass and
+# {glue:text}`fa4_backward` in the backward pass. Published are 2.6 and 1.6, for another machine.
+# The worst case is {glue:text}`worst:.1f`, on {glue:text}`worst_on`, of which the roofline explains
+# {glue:text}`worst_roof:.2f`, since short sequences have few FLOPs for each byte. In other words,
+# one number of this kind belongs to one kernel on one shape.
+#
+# ## Two numbers for each kernel
+#
+# A kernel works through tiles of rows, and each tile walks over blocks of keys. Let a tile cost
+# $c_0$, for its start, its end and the load of its rows, and each block $c_1$. Both are fitted to
+# the full batches of the forward pass. The counts need only the lengths:
+
+# %% tags=["remove-input"]
+chapter.code(counts)
+table = pd.DataFrame(
+    {"start of a tile (keys)": start, "fitted (%)": seen, "not fitted (%)": unseen}
+)
+table = table.rename(index=lambda impl: named(impl, "forward")).round(0)
+chapter.table(
+    table.reset_index(names="kernel"), name="tab-gap-fits",
+    modelled="two constants of each kernel, fitted to full batches",
+    caption="**Two numbers fitted to full batches predict jagged ones.** What starting a tile "
+    "costs in keys of the main loop, and the largest error on batches fitted and not fitted.",
+)  # fmt: skip
+
+# %% [markdown]
+# The batches that were not fitted are half full, with dense and with jagged keys, and MovieLens 1M.
+# Two numbers predict them to {glue:text}`unseen:.0f` %. Starting a tile costs FlashAttention-4's
+# path for Hopper as much as {glue:text}`start_fa4:.0f` keys, FlashAttention-2
+# {glue:text}`start_fa2:.0f`, forward v8 {glue:text}`start_v8:.0f`.
+#
+# A tile with $n$ keys costs $c_0 + c_1 n$ and has work for $n$. With $a = c_0 / c_1$, in keys, the
+# gap is
+#
+# $$
+# \frac{1 + a/n}{1 + a/2048} \times \text{(what partial tiles waste)},
+# $$ (eq-gap)
+#
+# the curves of {numref}`fig-gap-law`. With $a$ = 300 and $n$ = 256, for example, it is 2.17 / 1.15
+# = 1.9 before partial tiles. So *the faster the main loop, the larger the gap*: halve $c_1$ and $a$
+# doubles. A faster loop improves the benchmark, a faster start improves production, and
+# {doc}`persistent kernels <../forward/v6_short_kv>` overlap one tile's start with the last one's
+# end. The law leaves out bytes, which are the limit on the shortest histories ({doc}`roofline`).
+#
 # ## One edit at a time
 #
 # From full sequences of 2,048 to what a trainer of MovieLens 25M sees, one change of the batch
-# after another. *Short*: the law's lengths, rounded up to whole tiles of 128 and sorted. *Order*:
-# the same, shuffled. *Partial*: the true lengths. From there: small *batches*, 256 keys
-# ({term}`PFFN`), 64 shared rows of seeds ({term}`PMA`).
+# after another. *Short*: that length distribution, rounded up to whole tiles of 128 and sorted.
+# *Order*: the same lengths, shuffled. *Partial*: the true lengths. From there: smaller *batches*,
+# 256 keys ({term}`PFFN`), and 64 shared rows of seeds ({term}`PMA`).
 
-# %%
+# %% tags=["remove-cell"]
 EVENTS = workload("gdpa-self-ml25m-events-1024")
 
 
@@ -214,7 +227,7 @@ def _(session):
     session.measure(EVENTS, ["v1_tiled", "v8_own_waits"], scopes=("op",))
 
 
-# %%
+# %% tags=["remove-cell"]
 NAMES = {of.name: edit for edit, of in EDITS.items()}
 tables, mixes = {}, {}
 for way, impls in KERNELS.items():
@@ -230,90 +243,156 @@ for way, impls in KERNELS.items():
         mixes[way, len(mix)] = together
 ahead = tables["forward"]
 order = (ahead.loc["order"] / ahead.loc["short"]).max()
-for way, table in tables.items():
-    chapter.table(table.round(2).rename_axis(f"{way}, gap").reset_index(),
-                  data=chapter.rows(direction=way, scope="sustained", variant=None),
-                  measured=[chapter.record().id])  # fmt: skip
-
-# %% [markdown]
-# Blank: the peers take no q that all sequences share, and with 32 sequences or fewer most kernels
-# outrun the host ({doc}`../training/host_time`). Expected from bursts of older records, by the
-# lengths and two constants for each kernel:
-
-# %% tags=["remove-input"]
-chapter.predict("Shuffled over sorted, the largest factor.", order, most=1.05)
-for impl, before in {"fa2_varlen": 1.18, "fa4": 1.75, "ours": 1.23}.items():
-    chapter.predict(f"True lengths, `{impl}`, {before:.2f}.", ahead.loc["partial", impl],
-                    least=0.9 * before, most=1.1 * before)  # fmt: skip
-for way, before in {"forward": 1.42, "backward": 1.53}.items():
-    chapter.predict(f"Self-attention, PFFN and PMA in one step, ours, {way}, {before:.2f}.",
-                    mixes[way, 3]["ours"], least=0.9 * before, most=1.1 * before)  # fmt: skip
 lists = chapter.rows(impl="v3_persistent", scope="sustained", variant=None)
 lists = lists.set_index("variant")["time_us_p50"] / lists.set_index("variant").loc[
     "zigzag, 264", "time_us_p50"]  # fmt: skip
-chapter.predict("A static list of all tiles that could exist, 264 programs, over one of those that "
-                "do.", lists["padded, 264"], least=2.4)  # fmt: skip
-
-# %% tags=["remove-cell"]
 us = chapter.rows(scope=["sustained", "op"], workload=[EVENTS.name, PADDED.name], variant=None,
                   direction="forward")  # fmt: skip
 us = us[us["variant"] == ""].set_index(["impl", "scope"])["time_us_p50"]
 chapter.glue(
-    order=order, padded=us["cudnn", "sustained"] / us["v8_own_waits", "sustained"],
+    order=100 * (order - 1), padded=us["cudnn", "sustained"] / us["v8_own_waits", "sustained"],
     static=lists["padded, 264"], worst_list=lists.max(), few=ahead.loc["batch 8", "fa2_varlen"],
     host=us["v8_own_waits", "op"] / us["v8_own_waits", "sustained"],
     mix_fa4=mixes["forward", 2]["fa4"], mix_back=mixes["backward", 2]["fa4"],
     mix_ours=mixes["forward", 2]["ours"], mix_ours_back=mixes["backward", 2]["ours"],
+    events_fa4=ahead.loc["partial", "fa4"], events_v8=ahead.loc["partial", "ours"],
+)  # fmt: skip
+TITLES = {"full": "full, 2,048", "short": "short, whole tiles", "order": "shuffled",
+          "partial": "true lengths"}  # fmt: skip
+both = pd.concat(
+    {way: table[["fa4", "ours"]] for way, table in tables.items()}, axis=1
+).reindex(ahead.index)  # fmt: skip
+both.columns = ["FA4, forward", "ours, forward", "FA4, backward", "ours, backward"]
+both.insert(0, "FA2, forward", ahead["fa2_varlen"])
+
+# %% tags=["remove-input"]
+chapter.table(
+    both.round(2).rename(index=TITLES).reset_index(names="batch"), name="tab-gap-edits",
+    data=chapter.rows(direction=["forward", "backward"], scope="sustained", variant=None),
+    measured=[chapter.record().id], missing="",
+    caption="**Short sequences and few keys make the gap; the order of tiles does not.** Gaps "
+    "after each edit, back to back on the H200; ours is the best of our kernels. Blank: not timed.",
+)  # fmt: skip
+
+# %% tags=["remove-cell"]
+assert order < 1.1, "the caption: order does not matter"
+TITLE = {"fa2_varlen": "FlashAttention-2", "fa4": "FlashAttention-4", "v8_own_waits": "forward v8",
+         "ours": "our best kernel"}  # fmt: skip
+for impl, before in {"fa2_varlen": 1.37, "fa4": 2.50, "v8_own_waits": 1.47}.items():
+    chapter.predict(
+        f"On MovieLens 1M the gap of {TITLE[impl]} is {before:.2f}, to 10 %, by a model fitted to "
+        "older bursts.", forward[impl]["gdpa-self-ml1m-1024"], least=0.9 * before,
+        most=1.1 * before, shown=impl == "fa4",
+    )  # fmt: skip
+chapter.predict("Shuffling sorted tiles costs no kernel more than 5 %: the largest factor.", order,
+                most=1.05, shown=False)  # fmt: skip
+for impl, before in {"fa2_varlen": 1.18, "fa4": 1.75, "ours": 1.23}.items():
+    chapter.predict(
+        f"With the true lengths of MovieLens 25M the gap of {TITLE[impl]} is {before:.2f}, to "
+        "10 %.",
+        ahead.loc["partial", impl], least=0.9 * before, most=1.1 * before, shown=impl == "fa4",
+    )  # fmt: skip
+for way, before in {"forward": 1.42, "backward": 1.53}.items():
+    chapter.predict(
+        "With self-attention, PFFN and PMA in one step the gap of our best kernels is "
+        f"{before:.2f} in the {way} pass, to 10 %.", mixes[way, 3]["ours"], least=0.9 * before,
+        most=1.1 * before, shown=False,
+    )  # fmt: skip
+chapter.predict(
+    "A static list of all tiles that could exist, with 264 programs, takes at least 2.4 times as "
+    "long as a list of those that do.", lists["padded, 264"], least=2.4,
 )  # fmt: skip
 
 # %% [markdown]
-# With self-attention and a PFFN, as a layer has them, FlashAttention-4's gap is
-# {glue:text}`mix_fa4:.2f` forward and {glue:text}`mix_back:.2f` backward, ours
-# {glue:text}`mix_ours:.2f` and {glue:text}`mix_ours_back:.2f`. The order of tiles hardly matters:
-# the hardware's queue balances them. A naive persistent kernel with a static list of all possible
-# tiles takes {glue:text}`static:.2f` to {glue:text}`worst_list:.2f` times as long, less than the
-# 2.4 that laws of users gave ({doc}`../forward/v3_persistent`): a trainer sees longer histories. A
-# library that pads, dense cuDNN, takes {glue:text}`padded:.1f` times v8's time. The whole call with
-# new offsets takes {glue:text}`host:.2f` times the kernel.
+# The gap of a PFFN is larger here than the one above, because here its queries have the true
+# lengths too. The baselines take no q that all sequences share, and with 32 sequences or fewer most
+# kernels outrun the host ({doc}`../training/host_time`). Shuffling costs at most
+# {glue:text}`order:.0f` %, since the hardware's queue balances the tiles.
 #
-# Other laws by the two constants of each kernel, beside what was measured:
-
-# %%
-LAWS = ["half-jagged-1024", "ml1m-1024", "ml25m-events-1024", "kuairandpure-512"]
-factors = {}
-for law in LAWS:
-    true = workload(f"gdpa-self-{law}")
-    whole = replace(true, name="whole tiles", lengths_q=Rounded(true.lengths_q, 128))
-    for impl, constants in fits.items():
-        best, short_ones, all_edits = (
-            np.dot(counts(n, n, impl), constants) / np.square(n, dtype=float).sum()
-            for n in ([2048], whole.seqlens_q, true.seqlens_q)
-        )  # time a pair
-        factors[law, impl] = {"short": short_ones / best, "partial": all_edits / short_ones,
-                              "gap": all_edits / best}  # fmt: skip
+# With self-attention and a PFFN, as a layer has them, FlashAttention-4's gap is
+# {glue:text}`mix_fa4:.2f` in the forward pass and {glue:text}`mix_back:.2f` in the backward pass;
+# ours is {glue:text}`mix_ours:.2f` and {glue:text}`mix_ours_back:.2f`. A naive persistent kernel
+# with a static list of all possible tiles takes {glue:text}`static:.2f` to
+# {glue:text}`worst_list:.2f` times as long as one with a list of those that exist
+# ({doc}`../forward/v3_persistent`). Dense cuDNN, for which the batch is padded, takes
+# {glue:text}`padded:.1f` times as long as forward v8. A whole call of forward v8 with new offsets
+# takes {glue:text}`host:.2f` times its kernel.
 
 # %% tags=["remove-input"]
-factors = pd.DataFrame(factors).T.rename_axis(["law", "kernel"])
-measured = forward.rename(index=short).stack().rename("gap, measured")
-measured = measured.rename(index=lambda name: name.removeprefix("self-"), level=0)
-here = ahead.loc["partial"].rename({"ours": "v8_own_waits"})
-measured = pd.concat([measured, pd.concat({"ml25m-events-1024": here}).rename(measured.name)])
-measured.index = measured.index.set_names(["law", "kernel"])
-chapter.table(factors.join(measured).round(2).reset_index(), data=factors.reset_index(),
-              modelled="the two constants of each kernel; the last column measured")  # fmt: skip
-chapter.glue(events_fa4=ahead.loc["partial", "fa4"], events_v8=ahead.loc["partial", "ours"])
+chapter.predictions()
 
 # %% [markdown]
-# The model leaves out bytes, which are the limit on the shortest histories ({doc}`roofline`).
+# ## Factors interact
+#
+# Two edits make the production batch of a PFFN: the lengths of the trainer, and 256 keys. What is
+# the factor of each? It depends on the order in which they are applied, and a table of "factors"
+# that hides the order can be made to say either. Four corners were measured, so both orders are
+# known: an edit *added first* is applied to the friendly batch, an edit *added last* to a batch
+# that has the other already. The latter is also what one gains by *removing* it first from the
+# production batch.
+
+# %% tags=["remove-cell"]
+PARTS = {"fa2_varlen": "FlashAttention-2", "fa4": "FlashAttention-4", "ours": "forward v8"}
+first, last, gap = {}, {}, {}
+for impl, title in PARTS.items():
+    keys_alone = forward[OURS["forward"] if impl == "ours" else impl]["gdpa-cross-full-2048"]
+    lengths_alone, gap[title] = ahead.loc["partial", impl], ahead.loc["PFFN", impl]
+    first[title, "true lengths"], last[title, "256 keys"] = (
+        lengths_alone,
+        gap[title] / lengths_alone,
+    )
+    first[title, "256 keys"], last[title, "true lengths"] = keys_alone, gap[title] / keys_alone
+factors = pd.DataFrame({"added first": first, "added last": last}).rename_axis(["kernel", "edit"])
+factors["averaged"] = np.sqrt(factors["added first"] * factors["added last"])
+assert np.allclose(factors["averaged"].groupby("kernel").prod(), pd.Series(gap)), "they multiply"
+fa4, ours = (factors.loc[title] for title in ("FlashAttention-4", "forward v8"))
+assert (fa4["added first"] > fa4["added last"]).all(), "the text: they overlap"
+assert (ours["added first"] < ours["added last"]).all(), "the text: they amplify each other"
+chapter.glue(
+    keys_first=fa4.loc["256 keys", "added first"], keys_last=fa4.loc["256 keys", "added last"],
+    product=fa4["added first"].prod(), gap_fa4=gap["FlashAttention-4"],
+    product_ours=ours["added first"].prod(), gap_ours=gap["forward v8"],
+    keys_mean=fa4.loc["256 keys", "averaged"], lengths_mean=fa4.loc["true lengths", "averaged"],
+)  # fmt: skip
+
+# %% tags=["remove-input"]
+pffn = [EVENTS.name, "gdpa-edit-pffn", BEST]
+chapter.table(
+    factors.round(2).reset_index(), name="tab-gap-factors",
+    measured=pd.concat([
+        chapter.rows(direction="forward", scope="sustained", workload=pffn),
+        rows["forward"][rows["forward"]["workload"].isin([BEST, cross[-1]])],
+    ]),
+    caption="**The same edit is worth more or less, depending on what was changed before.** "
+    "Factors of the gap in the forward pass; averaged: the geometric mean over both orders.",
+)  # fmt: skip
+
+# %% [markdown]
+# For FlashAttention-4, 256 keys are worth {glue:text}`keys_first:.2f` on full batches and
+# {glue:text}`keys_last:.2f` on the trainer's. Both edits make tiles shorter, so each hides part of
+# the other: the product of the two factors added first, {glue:text}`product:.2f`, is more than the
+# gap of {glue:text}`gap_fa4:.2f`. For forward v8 it is the reverse, {glue:text}`product_ours:.2f`
+# against {glue:text}`gap_ours:.2f`.
+#
+# A fair share is the average over all orders. On a logarithmic scale the averages add up to the
+# whole, so the averaged factors multiply to the gap: {glue:text}`lengths_mean:.2f` for the lengths
+# and {glue:text}`keys_mean:.2f` for the keys. With three edits there are six orders and eight
+# corners to measure; with more, report "added first" and "removed first" of each edit. They need
+# two runs an edit and show at once whether edits overlap.
+#
+# In production one can only remove. Four experiments work on a logged batch without touching a
+# model: sort its sequences (order), round its lengths up to whole tiles (partial tiles), join two
+# batches into one (batch size), or run another kernel on the same offsets (start of a tile). Each
+# changes one thing.
 #
 # ## The verdict
 #
 # The published 2.6 is plausible for one kind of kernel, with a fast loop and a costly start, on one
 # kind of batch, with few keys. On the same batch the gap of the others is {glue:text}`others`. On
 # histories as a trainer of MovieLens 25M draws them it is {glue:text}`events_fa4:.1f` for
-# FlashAttention-4 and {glue:text}`events_v8:.1f` for v8. A fourfold gap needs short sequences,
-# where memory takes a share that no kernel gets back, or few of them: with 8, FlashAttention-2 is
-# at {glue:text}`few:.1f`.
+# FlashAttention-4 and {glue:text}`events_v8:.1f` for forward v8. A fourfold gap needs short
+# sequences, where memory takes a share that no kernel gets back, or few of them: with 8 sequences
+# FlashAttention-2 is at {glue:text}`few:.1f`.
 #
 # ## Exercises
 #
@@ -348,4 +427,4 @@ chapter.glue(events_fa4=ahead.loc["partial", "fa4"], events_v8=ahead.loc["partia
 #
 # - A gap is a ratio of two rates: ask for both batches, and for the kernel.
 # - Two numbers from full batches predict jagged ones. Benchmarks hide one: the start of a tile.
-# - Subtract the roofline first: no kernel gets that part back.
+# - Factors of a gap depend on their order. Measure the corners, and average over orders.

@@ -4,26 +4,18 @@
 # ---
 
 # %% [markdown]
-# # Bugs that the emulator found
+# # Found bugs: six mistakes in published kernels, and which tools notice such mistakes
 #
 # What does a race look like in kernels that people use, and which tool would have told?
 #
-# :::{admonition} In this chapter (20 minutes)
+# :::{admonition} In this chapter (30 minutes)
 # You will see six mistakes that the emulator found in published kernels, each in a few lines of
-# our own with the wrong number it leads to, and its mend. On ten mistakes put into two kernels, it
-# finds {glue:text}`emulator:.0f`; of the {glue:text}`plain:.0f` that they can run, Triton's
-# interpreter finds {glue:text}`interpreter:.0f` and TileLens {glue:text}`tilelens:.0f`.
+# our own with the wrong number it leads to, and its fix. On ten mistakes put into two kernels, the
+# emulator finds {glue:text}`emulator:.0f`; of the {glue:text}`plain:.0f` that they can run,
+# Triton's interpreter finds {glue:text}`interpreter:.0f` and TileLens {glue:text}`tilelens:.0f`.
 # :::
-#
-# Five are in the published kernels of this book's operators, at commit
-# [2c128ab](https://github.com/facebookresearch/ads_model_kernel_library/tree/2c128ab68cc82365c2b8a7db9366b54217b083fe)
-# of their repository. They were early in almost everything this book builds on, and most of what
-# they publish ran in the emulator without a finding. What follows is what is left when a good team
-# tests on hardware: mistakes that most runs forgive. We quote lines by number and copy none; to
-# read them, `git clone https://github.com/facebookresearch/ads_model_kernel_library` and
-# `git checkout 2c128ab`. We saw the mistakes in the emulator and by reading, not on a B200.
 
-# %%
+# %% tags=["hide-input"]
 import json
 import re
 from collections import Counter
@@ -31,6 +23,7 @@ from collections import Counter
 import pandas as pd
 
 import tritonemu
+from _lib import rare_charts
 from gdpa_lab.report.chapter import Chapter
 from notebooks.tools.kernels import compare, published, seeded
 from tritonemu.search import Search
@@ -58,7 +51,7 @@ def outcome(call, schedule, **options):
 
 
 def show(call, **options):
-    """The finding, and what 26 schedules lead to with races not judged; mended, all is right."""
+    """The finding, and what 26 schedules lead to with races not judged; fixed, all is right."""
     print(outcome(call, "modelled", **options))
     unjudged = options | {"races": False}
     results = Counter(outcome(call, schedule, **unjudged) for schedule in SCHEDULES)
@@ -68,8 +61,60 @@ def show(call, **options):
     assert mended == {"right"}, mended
 
 
+asked = json.loads(compare.FILE.read_text(encoding="utf-8"))
+verdicts = pd.DataFrame(
+    {
+        name: [asked[name]["found"][fault]["verdict"] for fault in seeded.FAULTS]
+        for name in compare.TOOLS
+    },
+    index=list(seeded.FAULTS),
+)
+verdicts.index.name = "mistake"
+correct, ten = verdicts.loc[[*seeded.CORRECT]], verdicts.drop([*seeded.CORRECT])
+assert correct.isin(["missed", "cannot run"]).all(axis=None), "the text: no false alarm"
+where = {name: f"{name}: {each['machine']}, {each['date']}" for name, each in asked.items()}
+on_gpu = "; ".join(text for text in where.values() if "NVIDIA" in text)
+on_cpu = [text for name, text in where.items() if "NVIDIA" not in text and name != "tritonemu"]
+names = {"tritonemu": "emulator", "TRITON_INTERPRET": "interpreter",
+         "result on the GPU": "program"}  # fmt: skip
+counts = ten.eq("found").sum()
+assert (ten["tritonemu"] == "found").all(), "the caption: the emulator finds all"
+slow = max(each["seconds"] for each in asked["tritonemu"]["found"].values())
+chapter.glue(
+    emulator=int(counts["tritonemu"]), interpreter=int(counts["TRITON_INTERPRET"]),
+    tilelens=int(counts["TileLens"]), consan=int(counts["ConSan"]), slow=slow,
+    plain=len(seeded.SUM), roles=len(seeded.PIPELINE),
+    seen=int(ten["result on the GPU"].isin(["found", "hangs", "crashes"]).sum()),
+)  # fmt: skip
+
+# %% tags=["remove-input"]
+# | name: fig-bugs-verdicts
+# | caption: >
+# |   **The emulator names every one of ten mistakes; each other tool misses some or cannot run
+# |   them.** A row for each mistake put into a correct kernel, a column for each tool. *Program* is
+# |   the kernel's own test on an H200. The authors of the emulator chose the mistakes.
+# | alt: >
+# |   A grid of coloured cells with a word in each. The column of the emulator says "found"
+# |   throughout. Interpreter and TileLens mostly say "cannot run", the tools on a GPU say "found",
+# |   "missed", "hangs" and "crashes" in turns.
+shown = ten.drop(columns=["synccheck", "memcheck"]).rename(columns=names)
+chapter.figure(
+    rare_charts.verdicts(shown), data=verdicts.reset_index(), emulated=where["tritonemu"],
+    computed="; ".join(on_cpu), measured=f"{on_gpu}; data/tools/seeded.json",
+)  # fmt: skip
+
 # %% [markdown]
-# ## One slot, and nobody says that it is free
+# ## Six mistakes, and where they are
+#
+# Five are in the published kernels of this book's operators, at commit
+# [2c128ab](https://github.com/facebookresearch/ads_model_kernel_library/tree/2c128ab68cc82365c2b8a7db9366b54217b083fe)
+# of their repository. They were early in almost everything this book builds on, and most of what
+# they publish ran in the emulator without a finding. What follows is what is left when a good team
+# tests on hardware: mistakes that most runs forgive. We quote lines by number and copy none; to
+# read them, `git clone https://github.com/facebookresearch/ads_model_kernel_library` and
+# `git checkout 2c128ab`. We saw the mistakes in the emulator and by reading, not on a B200.
+#
+# ## One slot, and no signal that it is free
 #
 # Matmul and RMSNorm in one kernel: a row lies in several CTAs of a cluster, which exchange its
 # partial sums of squares. Each stores its own into a slot of the others' shared memory, waits until
@@ -79,8 +124,8 @@ def show(call, **options):
 # [`tlx_matmul_rmsnorm_bwd.py`](https://github.com/facebookresearch/ads_model_kernel_library/blob/2c128ab68cc82365c2b8a7db9366b54217b083fe/multi_cta_norm_fusion/src/tlx_matmul_rmsnorm_bwd.py#L757-L790),
 # lines 757 to 790). The next tile uses the same slot. The barrier says that a sum has come; nothing
 # says that it has been read. A CTA that is a tile ahead overwrites what its neighbour has not added
-# yet. The layer norm beside it has two slots and returns them, and no such finding. As small as it
-# can be:
+# yet. The layer norm beside it has two slots and returns them, and has no such finding. The same in
+# as few lines as possible:
 
 # %% tags=["remove-input"]
 chapter.code(published.slot_kernel, "    for i in")
@@ -89,11 +134,11 @@ chapter.code(published.slot_kernel, "    for i in")
 show(published.slot)
 
 # %% [markdown]
-# The first sum of one CTA contains the other's second part. The mend is `MENDED`: a second barrier,
-# on which the reader arrives at the sender, and for which the sender waits. One more arrival for
-# each tile travels through the cluster, hidden behind the next matmul.
+# The first sum of one CTA contains the other's second part. The fix (`MENDED`) is a second barrier:
+# the reader signals the sender, which waits for it before overwriting. One more arrival for each
+# tile travels through the cluster, hidden behind the next matmul.
 #
-# ## Added to what was in memory
+# ## A sum on top of what was in memory
 #
 # The Triton backward can write dQ by TMA. It then *adds* to memory
 # ([`triton_generalized_dot_product_attention.py`](https://github.com/facebookresearch/ads_model_kernel_library/blob/2c128ab68cc82365c2b8a7db9366b54217b083fe/gdpa/triton/triton_generalized_dot_product_attention.py#L2587-L2594),
@@ -105,11 +150,11 @@ show(published.slot)
 show(published.add)
 
 # %% [markdown]
-# No order is wrong here, so no race detector can help; poisoned memory tells. The tests of this
-# repository fill every output with NaN first. The mend is `torch.zeros`, or a plain store, since
+# No order is wrong here, so no race detector can help, but poisoned memory tells. The tests of this
+# repository fill every output with NaN first. The fix is `torch.zeros`, or a plain store, since
 # each block of dQ has one program here.
 #
-# ## The last one wins
+# ## A store where an addition was meant: the last one wins
 #
 # The same file has a branch for atomics, where several programs hold parts of one block of dQ.
 # Without TMA it uses `tl.atomic_add`, with TMA it stores
@@ -119,10 +164,10 @@ show(published.add)
 show(published.last)
 
 # %% [markdown]
-# The mend is one argument, `store_reduce="add"`, onto zeros. The two branches have each other's
+# The fix is one argument, `store_reduce="add"`, onto zeros. The two branches have each other's
 # store; in the defaults of the published benchmark both are off.
 #
-# ## Eight warps are not four
+# ## Eight warps where the barrier counts four
 #
 # Two softmax roles take turns through named barriers of 256 threads, two groups of 128
 # ([`tlx_gdpa_megakernel.py`](https://github.com/facebookresearch/ads_model_kernel_library/blob/2c128ab68cc82365c2b8a7db9366b54217b083fe/gdpa_megakernel/src/tlx_gdpa_megakernel.py#L1006-L1007),
@@ -143,22 +188,22 @@ for order in search:
 print(*found, search, sep="\n")
 
 # %% [markdown]
-# Four more lines of arithmetic would have told as well: $32 \times 8 + 32 \times 4 = 384$. The mend
-# is that number, or a default task of four warps.
+# A line of arithmetic would have told as well: $32 \times 8 + 32 \times 4 = 384$. The fix is that
+# number, or a default task of four warps.
 #
 # ## A tile for a sequence without rows
 #
 # Block attention walks over tiles of 64 rows, sequence after sequence
 # ([`tlx_block_attention.py`](https://github.com/facebookresearch/ads_model_kernel_library/blob/2c128ab68cc82365c2b8a7db9366b54217b083fe/block_attention/triton/tlx_block_attention.py#L223-L230),
-# lines 223 to 230, and the same in each role). The number of tiles is counted on the host, where an
-# empty sequence has none; the walk goes on to the next sequence once for each tile, and spends one
-# on the empty sequence. The last tile is then never reached:
+# lines 223 to 230, and the same in each {term}`role`). The number of tiles is counted on the host,
+# where an empty sequence has none; the walk goes on to the next sequence once for each tile, and
+# spends one on the empty sequence. The last tile is then never reached:
 
 # %%
 show(published.walk)
 
 # %% [markdown]
-# Those rows keep what `torch.empty` found. The mend skips sequences that end where they begin, as
+# Those rows keep what `torch.empty` found. The fix skips sequences that end where they begin, as
 # `MENDED` does; {doc}`../block/block_attention` gives programs a list of blocks instead, and has
 # nothing to walk over.
 #
@@ -166,58 +211,25 @@ show(published.walk)
 #
 # fbtriton's tutorial on this operator {cite}`fbtriton`, `tlx/tutorials/blackwell-gdpa.py` in the
 # wheel of 3.7.4, reads the accumulator of the output when the last activation has been handed over
-# (lines 432 to 435). Whether the matmul with it is complete, nobody has asked; a comment at that
-# line says that the wait is missing, so its authors know. With two steps instead of all keys:
+# (lines 432 to 435), without waiting for the matmul that uses it. A comment at that line says that
+# the wait is missing, so its authors know. With two steps instead of all keys:
 
 # %%
 show(published.early, arch="sm_100")
 
 # %% [markdown]
-# One of two products is in the sum. The mend waits for the last `mBarriers`.
+# One of two products is in the sum. The fix waits for the last `mBarriers`.
 #
 # ## Ten mistakes, and who notices
 #
 # `notebooks/tools/kernels/seeded.py` has two kernels: one of two roles, barriers and TMA in both
-# directions, and a plain sum over programs. Each mistake below is put in alone. The tools get the
+# directions, and a plain sum over programs. Each mistake of {numref}`fig-bugs-verdicts` is put in
+# alone. The tools get the
 # same file: the emulator with eight random schedules and six clusters at a time; Triton's own
 # interpreter; [TileLens](https://github.com/Deep-Learning-Profiling-Tools/triton-viz), formerly
-# triton-viz; on an H200 the program itself, NVIDIA's compute-sanitizer and Triton's ConSan. What
-# is found where nothing was put in is a false alarm.
+# triton-viz; on an H200 the program itself, NVIDIA's compute-sanitizer and Triton's ConSan. None
+# raises a false alarm where no mistake was put in.
 # `python -m notebooks.tools.kernels.compare` asks those that a machine has, and keeps the answers.
-
-# %% tags=["remove-input"]
-asked = json.loads(compare.FILE.read_text(encoding="utf-8"))
-verdicts = pd.DataFrame(
-    {
-        name: [asked[name]["found"][fault]["verdict"] for fault in seeded.FAULTS]
-        for name in compare.TOOLS
-    },
-    index=list(seeded.FAULTS),
-)
-verdicts.index.name = "mistake"
-correct, ten = verdicts.loc[[*seeded.CORRECT]], verdicts.drop([*seeded.CORRECT])
-shown = pd.concat([correct.replace({"missed": "no finding", "found": "false alarm"}), ten])
-where = {name: f"{name}: {each['machine']}, {each['date']}" for name, each in asked.items()}
-on_gpu = "; ".join(text for text in where.values() if "NVIDIA" in text)
-on_cpu = [text for name, text in where.items() if "NVIDIA" not in text and name != "tritonemu"]
-names = {"TRITON_INTERPRET": "interpreter", "result on the GPU": "program"}
-shown = shown.rename(index={"none": "none in the pipeline"}, columns=names)
-chapter.table(
-    shown.drop(columns=["synccheck", "memcheck"]).reset_index(),
-    data=verdicts.reset_index(),
-    emulated=where["tritonemu"], computed="; ".join(on_cpu),
-    measured=f"{on_gpu}; data/tools/seeded.json",
-)  # fmt: skip
-
-# %% tags=["remove-cell"]
-counts = ten.eq("found").sum()
-slow = max(each["seconds"] for each in asked["tritonemu"]["found"].values())
-chapter.glue(
-    emulator=int(counts["tritonemu"]), interpreter=int(counts["TRITON_INTERPRET"]),
-    tilelens=int(counts["TileLens"]), consan=int(counts["ConSan"]), slow=slow,
-    plain=len(seeded.SUM), roles=len(seeded.PIPELINE),
-    seen=int(ten["result on the GPU"].isin(["found", "hangs", "crashes"]).sum()),
-)  # fmt: skip
 
 # %% [markdown]
 # The interpreter knows no TLX, so it cannot run the {glue:text}`roles:.0f` mistakes of the
@@ -228,32 +240,34 @@ chapter.glue(
 #
 # TileLens is a visualizer that has grown a memory sanitizer and, on
 # [a branch](https://github.com/Deep-Learning-Profiling-Tools/triton-viz/commit/4e2af488e91ac71e2672094d48cc339a1634bca5)
-# not yet released, a race detector; the table is of that branch. Both reason about addresses with a
-# solver, for every program of the grid at once, and need no luck either. In the sum they find
+# not yet released, a race detector; the figure is of that branch. Both reason about addresses with
+# a solver, for every program of the grid at once, and need no luck either. In the sum they find
 # {glue:text}`tilelens:.0f` of {glue:text}`plain:.0f`: the store behind the end and the plain
 # addition. It cannot run the pipeline, for it takes no TMA descriptors yet and knows no TLX.
 #
 # On the H200 the program tells most: {glue:text}`seen:.0f` of the ten make it hang, crash or fail
 # its own test. ConSan names {glue:text}`consan:.0f`, all in the pipeline's barriers and buffers; it
 # does not watch plain memory. Racecheck does not follow TMA's barriers, and its answers change from
-# run to run ({doc}`lab notes <../../notes/emulator>`). Synccheck and memcheck, in the data of the
-# table, say no more than that the program crashed or hung.
+# run to run ({doc}`lab notes <../../notes/emulator>`). Synccheck and memcheck, in the data of
+# the figure, say no more than that the program crashed or hung.
 #
-# Read the table with this in mind: the ten were chosen by the authors of one of the tools, and each
-# breaks something that this tool models. A tool on a GPU sees what none on a CPU does: the code
-# that the compiler made, and the caches.
+# Read the figure with this in mind: the ten were chosen by the authors of one of the tools, and
+# each breaks something that this tool models. A tool on a GPU sees what none on a CPU does: the
+# code that the compiler made, and the caches.
 #
 # Nine of the ten need no luck: the modelled schedule finds them, since what orders two accesses is
 # computed and not tried. The tenth, an addition in two atomics, is no race of accesses. Only a
 # wrong sum tells, under an order that loses a part. {doc}`emulator` says why; the README of
 # `emulator/` says what random, PCT and exhaustive search find of such mistakes.
 #
-# :::{exercise} The cheapest mend
+# ## Exercises
+#
+# :::{exercise} The cheapest fix
 # :label: ex-found-bugs-slot
 #
 # The kernel with one slot already has a cluster barrier at its end. Would a second one in the loop
-# mend it? Where must it stand, and what does it cost that the arrival does not? *(paper, five
-# minutes; then try)*
+# fix it? Where must it stand, and what does it cost that the arrival does not? *(paper,
+# then emulator)*
 # :::
 #
 # :::{solution} ex-found-bugs-slot
@@ -267,6 +281,6 @@ chapter.glue(
 # ## Takeaways
 #
 # - A buffer needs two answers: it is full, and it is free again. These mistakes lack one, or assume
-#   it: free memory is zero, nobody else stores, no sequence is empty.
+#   it: fresh memory is zero, no other program stores, no sequence is empty.
 # - Tests on hardware sample the orders that are likely. These mistakes live in the others.
 # - Poison what you allocate, and count your threads.

@@ -32,7 +32,9 @@ def test_the_best_rung_stands_beside_the_best_peer():
     assert line["roofline"] == pytest.approx(800)
     assert line["peer / rung (time)"] == pytest.approx(0.8)
     assert ratios.glued(found) == {"best_self-full_256": 400, "share_self-full_256": 50}
-    assert ratios.shown(found)["workload"].tolist() == ["self-full-256"]
+    (shown,) = ratios.shown(found, "forward").to_dict("records")
+    assert shown["workload"] == "full-256" and shown["best kernel"].startswith("forward v")
+    assert shown["times as fast"] == round(found["peer / rung (time)"].iloc[0], 2)
 
 
 def test_a_row_without_a_time_does_not_count_and_one_of_each_kind_is_needed():
@@ -130,7 +132,18 @@ def test_a_session_is_shown_beside_the_record_and_nothing_is_kept(chapter, shown
     assert not session.folder.exists()
 
 
-def test_without_a_session_other_machines_of_the_records_are_shown(chapter, shown):
-    ratios.others(chapter, None, "backward", scope="kernel")
-    if systems.promoted(record.DATA_DIR).keys() == {chapter.gpu}:
-        assert shown == ["No other machine has been measured yet."]
+def test_without_a_session_the_best_kernels_of_other_boards_are_shown(shown):
+    ratios.others(Chapter("forward/results"), None, "forward")
+    others = systems.promoted(record.DATA_DIR).keys() - {"NVIDIA H200"}
+    titles = [text for text in shown if text.startswith("::::{table} **")]
+    assert others and all(any(gpu in text for text in titles) for gpu in others)
+    assert not any("**NVIDIA H200:" in text for text in titles)
+
+
+def test_published_quotients_stand_beside_measured_ones():
+    chapter = Chapter("backward/results")
+    found = ratios.best(chapter.rows(scope="sustained", direction="backward"))
+    made = ratios.beside_published(chapter, found, "backward")
+    assert list(made) == ["measured, NVIDIA H200", "published, NVIDIA B200"]
+    assert made.notna().all(axis=None) and not made.index.str.contains("jagged").any()
+    assert made.loc["cross-full-256"].iloc[1] == pytest.approx(340 / 229, rel=0.5)

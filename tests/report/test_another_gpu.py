@@ -154,8 +154,12 @@ def test_it_is_drawn_beside_the_published_bars(folders, monkeypatch, chapter, fi
     assert {x.get_label() for x in h200.containers} & {*DRAWN}
     assert h200.get_ylim() == b200.get_ylim()
     assert "NVIDIA B200" in shown[-1].data and "NVIDIA H200" in shown[-1].data
-    ratios.others(both, None, chapter.partition("/")[0])
-    assert shown[-2].data.startswith("**NVIDIA B200**") and OWN[0] in shown[-1].data
+    direction = chapter.partition("/")[0]
+    ratios.others(both, None, direction)
+    table = shown[-2].data
+    assert (
+        "**NVIDIA B200: " in table and f"Blackwell {direction} {OWN[1].partition('_')[0]}" in table
+    )
     # At one length everything failed: the rest is drawn.
     there = results.table(folders[1], gpu="NVIDIA B200", latest=False)
     there = there[(there["figure"] == figure) & there["workload"].str.contains(keys)]

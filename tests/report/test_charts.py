@@ -85,6 +85,15 @@ def test_a_missing_value_is_named_where_a_point_would_be():
     assert [len(line.get_xdata()) for line in lines.axes[0].get_lines()] == [1, 1], "no bridge"
 
 
+def test_verdicts_write_their_words_and_know_no_others():
+    frame = pd.DataFrame({"a": ["found", "missed"], "b": ["hangs", "cannot run"]}, index=["x", "y"])
+    chart = rare_charts.verdicts(frame)
+    texts = [text.get_text() for text in chart.axes[0].texts]
+    assert texts == ["found", "hangs", "missed", "cannot run"]
+    with pytest.raises(ValueError, match="got \\['perhaps'\\]"):
+        rare_charts.verdicts(frame.replace("missed", "perhaps"))
+
+
 def test_dots_write_each_value_and_draw_its_interval():
     frame = pd.DataFrame({"a": [2.0, 4.0], "b": [3.0, None]}, index=["x", "y"])
     chart = charts.dots(frame, xlabel="x", low=frame - 1, high=frame + 1, levels={"copy": 1})
