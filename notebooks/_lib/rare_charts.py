@@ -21,7 +21,7 @@ from gdpa_lab.report.charts import (
     list_rows,
     reference,
 )  # fmt: skip
-from gdpa_lab.report.house import GREY, PAGE, Figure, canvas, colour, note
+from gdpa_lab.report.house import GREY, INK, PAGE, RUNG_COLOURS, Figure, canvas, colour, note
 
 _LOOKS: dict[str, tuple[bool, dict[str, object]]] = {
     "filled": (True, {}),
@@ -104,7 +104,7 @@ def swarm(
     rows = table.groupby("row", sort=False).size()
     hue = next(iter(table.columns.difference(["row", "value"])), "row")
     names = list(dict.fromkeys(table[hue]))
-    colours = [*house.RUNG_COLOURS[1:], *house.RUNG_COLOURS[1:]]
+    colours = [*RUNG_COLOURS[1:], *RUNG_COLOURS[1:]]
     palette = dict(zip(names, colours, strict=False)) | dict.fromkeys(grey, GREY)
     with canvas(width=7.4, height=1.0 + 0.42 * len(rows)) as (chart, axis):
         if log:
@@ -137,7 +137,7 @@ def heat(frame: pd.DataFrame, *, label: str, form: str = ".0f") -> Figure:
         for (row, column), value in np.ndenumerate(frame.to_numpy(float)):
             hole = np.isnan(value)
             look = {"facecolor": "none", "edgecolor": GREY, "linestyle": ":"} if hole else {
-                "facecolor": house.RUNG_COLOURS[1], "alpha": share.iat[row, column]}  # fmt: skip
+                "facecolor": RUNG_COLOURS[1], "alpha": share.iat[row, column]}  # fmt: skip
             axis.add_patch(
                 Rectangle((column + 0.02, row + 0.03), 0.96, 0.94, linewidth=0.8, **look)
             )
@@ -205,7 +205,7 @@ def stacked(
         raise ValueError(f"looks must be {', '.join(_LOOKS)} for each column, not so {missing}")
     check_complete(frame)
     check_complete(pd.DataFrame() if marks is None else marks.to_frame())
-    shown = colour(hue) if hue and marks is None else GREY if hue else house.RUNG_COLOURS[1]
+    shown = colour(hue) if hue and marks is None else GREY if hue else RUNG_COLOURS[1]
     with canvas(width=7.8, height=1.1 + (0.6 if inside else 0.3) * len(frame)) as (chart, axis):
         left = pd.Series(0.0, index=frame.index)
         for name in frame:
@@ -246,7 +246,7 @@ def multiples(
     with canvas(1, frame.shape[1], width=7.4, height=0.9 + 0.26 * len(frame), sharex=True,
                 sharey=True, squeeze=False) as (chart, axes):  # fmt: skip
         for number, (axis, name) in enumerate(zip(axes[0], frame, strict=True)):
-            shade = house.RUNG_COLOURS[1 + number % 8]
+            shade = RUNG_COLOURS[1 + number % 8]
             if level is not None:
                 axis.axvline(level, **house.DASHED)
             for place, value in enumerate(frame[name]):
@@ -272,7 +272,7 @@ def slopes(frame: pd.DataFrame, *, ylabel: str, log: bool = False) -> Figure:
     one colour for those that rise or stay, one for those that fall."""
     check_complete(frame)
     before, after = frame.columns
-    up, down = house.RUNG_COLOURS[1], house.RUNG_COLOURS[3]
+    up, down = RUNG_COLOURS[1], RUNG_COLOURS[3]
     shades = {name: up if row[after] >= row[before] else down for name, row in frame.iterrows()}
     with canvas(width=6.4, height=1.2 + 0.24 * len(frame)) as (chart, axis):
         axis.set_yscale("log" if log else "linear")
@@ -304,8 +304,8 @@ def forest(found: pd.DataFrame) -> Figure:
         places = np.arange(len(rows))
         axis.hlines(places, -wide.clip(upper=edge), 0, color=GREY, linewidth=1.2, alpha=0.8)
         axis.axvline(0, color=GREY, linewidth=1)
-        for word, mark, shade in (("confirmed", "o", house.RUNG_COLOURS[2]),
-                                  ("refuted", "D", house.RUNG_COLOURS[3])):  # fmt: skip
+        for word, mark, shade in (("confirmed", "o", RUNG_COLOURS[2]),
+                                  ("refuted", "D", RUNG_COLOURS[3])):  # fmt: skip
             mine = (rows["word"] == word).to_numpy()
             axis.plot(away[mine], places[mine], mark, color=shade, markersize=3,
                       label=f"{word} ({mine.sum()})", linestyle="none")  # fmt: skip
