@@ -157,7 +157,7 @@ chapter.glue(gbytes=units.ASSUMED.gbytes_per_s(3, 1), budget=budget["forward"])
 # of block v1 has none in flight while it computes. Four programs hid that; two do only if they
 # happen to take turns.
 #
-# ## With rotary block v1 needs nearly all issue slots
+# ## With rotary block v1 needs more issue slots than Blackwell block b1
 #
 # Memory takes {glue:text}`budget:,.0f` clocks for a block of a head in the forward pass, and each
 # of an SM's four schedulers issues one instruction a clock. Block v1's code runs once per block and
@@ -210,7 +210,6 @@ chapter.table(
 share = issued["%"]
 assert share["b1 forward, rotary"] < share["v1 forward, rotary"], "the caption says so"
 assert share["b1 backward, rotary"] < share["v1 backward, rotary"], "the caption says so"
-assert share[["v1 forward, rotary", "v1 backward, rotary"]].min() > 80, "the heading says so"
 chapter.glue(
     v1_share=share["v1 forward, rotary"], b1_share=share["b1 forward, rotary"],
     v1_back=share["v1 backward, rotary"], b1_back=share["b1 backward, rotary"],
