@@ -239,6 +239,13 @@ assert (books["a step takes"] / books["port busy"]).between(1, 1.1).all(), "the 
 # |   second step on the tensor core has one gap a step, before dP; math works under dQ and dK.
 chapter.figure(lines[B1], emulated=f"{B1}, modelled schedule, sm_100")
 
+# %% tags=["remove-input"]
+studies.stepper(
+    {"Blackwell backward b1": lines[B1]},
+    "blackwell-backward-steps",
+    title="Blackwell backward b1, step by step",
+)
+
 # %% [markdown]
 # ## Blackwell backward b2: halves of dQ change hands
 #

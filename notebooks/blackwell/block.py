@@ -95,6 +95,13 @@ chapter.glue(in_order=held(line), looking=held(other))
 # |   Eight lanes. turn is always busy; MMA, softmax, MMA, output and store follow each turn.
 chapter.figure(line, emulated="b1_warp_specialized forward, modelled schedule, sm_100")
 
+# %% tags=["remove-input"]
+studies.stepper(
+    {"in order": line, "looking ahead": other},
+    "blackwell-block-steps",
+    title="Blackwell block b1, in order and looking ahead",
+)
+
 # %% [markdown]
 # ## Columns of tensor memory limit the programs of block v1
 #

@@ -254,6 +254,13 @@ chapter.glue(b5_more=above["b5"], b4_clocks=clocks_of["b4"], b6_clocks=clocks_of
 # |   follow each other with short gaps; math works beside them, output beside the next tile's.
 chapter.figure(lines["b5"], emulated="b5_cta_pair, CTA 0 of a pair, 1,024 rows and 256 keys")
 
+# %% tags=["remove-input"]
+studies.stepper(
+    {"Blackwell forward b5": lines["b5"]},
+    "blackwell-cta_pair-steps",
+    title="Blackwell forward b5, step by step",
+)
+
 # %% [markdown]
 # Compiled for sm_100a both kernels use all 512 columns of tensor memory, no register spills, and
 # every tensor core operation in the PTX is for a pair. In the emulator they agree with fp64 on

@@ -124,6 +124,13 @@ END = max(event.end for event in traces["b3"].events)
 drawn = {name: trace.svg(width=760, end=END) for name, trace in traces.items() if name != "b4"}
 chapter.figure(drawn["b1"], emulated="b1 for sm_100, modelled cycles")
 
+# %% tags=["remove-input"]
+studies.stepper(
+    {f"Blackwell forward {name}": trace for name, trace in traces.items()},
+    "blackwell-tensor_memory-steps",
+    title="Blackwell forward b1 to b4, step by step",
+)
+
 # %% [markdown]
 # The chain S, activation, P V is serial, and there is only one tile to work on. Two such programs
 # would hide each other's waits; at 160 KiB of shared memory an SM has room for one.

@@ -311,6 +311,13 @@ chapter.figure(
     emulated="v3_warp_specialized backward, modelled schedule",
 )
 
+# %% tags=["remove-input"]
+studies.stepper(
+    {"two slots": timelines[2], "one slot": timelines[1]},
+    "block-v3_warp_specialized-steps",
+    title="Block v3 with two slots and with one, step by step",
+)
+
 # %% [markdown]
 # ## The emulator finds the wait that a test of results would miss
 #

@@ -294,6 +294,13 @@ chapter.glue(cycles=end / a_end)
 # |   has short pieces of work, with the MMAs, while rotary is already at the next slot.
 chapter.figure(v4a_line, emulated="v4a_turning_role forward, modelled schedule")
 
+# %% tags=["remove-input"]
+studies.stepper(
+    {"block v4": v4_line, "block v4a": v4a_line},
+    "block-v4_rotary-steps",
+    title="Block v4 and v4a, step by step",
+)
+
 # %% [markdown]
 # Block v4 agrees with fp64, with sin and cos from N(0, 1) so that transpose and inverse differ, and
 # block v4a has the bits of block v4 (emulated when this page was built).

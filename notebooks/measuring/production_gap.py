@@ -23,6 +23,7 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 
+from _lib import widgets
 from _lib.ratios import named, row, spread
 from gdpa_kernels.gdpa.ladder import v3_persistent as v3
 from gdpa_lab.measuring.laws import Full, Rounded, Sorted
@@ -160,6 +161,15 @@ chapter.table(
     caption="**Two numbers fitted to full batches predict jagged ones.** What starting a tile "
     "costs in keys of the main loop, and the largest error on batches fitted and not fitted.",
 )  # fmt: skip
+
+# %% tags=["remove-input"]
+widgets.padding(
+    {named(impl, "forward"): constants for impl, constants in fits.items()},
+    {named(impl, "forward"): size for impl, size in SIZES.items()},
+    longest=2048,
+    lengths=workload("gdpa-self-ml1m-1024").seqlens_q[:60],
+    origin="Constants fitted to full batches.",
+)
 
 # %% [markdown]
 # The batches that were not fitted are half full, with dense and with jagged keys, and MovieLens 1M.

@@ -23,7 +23,7 @@ import functools
 import pandas as pd
 import torch
 
-from _lib import drawings, repeats
+from _lib import drawings, repeats, widgets
 from gdpa_lab.measuring import record as records
 from gdpa_lab.measuring import roofline, timing, units
 from gdpa_lab.measuring import system as systems
@@ -100,6 +100,14 @@ turns_loop = 1 / (1 / loop.tflops + 1 / tanh)
 levels = {f"in turns: {turns_loop:.0f}": turns_loop}
 labels = {f"gdpa-self-full-{n}": f"{n}" for n in (256, 1024)}
 chapter.figure(drawings.roofline(under, climbs, loop, levels, labels), measured=measured)
+
+# %% tags=["remove-input"]
+widgets.roofline(
+    loop,
+    measured,
+    climbed,
+    origin="Back to back: the ceilings and kernels of the figure above.",
+)
 
 # %% [markdown]
 # ## FLOPs per byte
