@@ -7,11 +7,12 @@ from collections.abc import Mapping, Sequence
 from matplotlib.patches import Patch, Rectangle
 
 from gdpa_lab.measuring.compile_check import TENSOR_COLUMNS
-from gdpa_lab.report.house import INK, RUNG_COLOURS, SMALL, Figure, canvas
+from gdpa_lab.report.house import GREY, INK, PAGE, RUNG_COLOURS, Figure, canvas, drawn
 
-_SHADES = ("#d4d4d4", *(RUNG_COLOURS[i] for i in (1, 3, 2)))
+_SHADES = (GREY, *(RUNG_COLOURS[i] for i in (1, 3, 2)))
 
 
+@drawn
 def over_time(
     steps: Mapping[str, Sequence[tuple[int, int, str, str]]], kinds: Sequence[str]
 ) -> Figure:
@@ -31,8 +32,7 @@ def over_time(
                     Rectangle((first, row - 0.38), last - first, 0.76, facecolor=shades[kind],
                               edgecolor=INK, linewidth=0.6)
                 )  # fmt: skip
-                axis.text((first + last) / 2, row, text, ha="center", va="center", fontsize=SMALL,
-                          color="black" if kind == kinds[0] else "white")  # fmt: skip
+                axis.text((first + last) / 2, row, text, ha="center", va="center", color=PAGE)  # fmt: skip
         axis.set_yticks(range(len(steps)), list(steps))
         axis.tick_params(length=0)
         axis.set_ylim(len(steps) - 0.5, -0.5)

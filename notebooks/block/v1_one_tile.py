@@ -30,6 +30,7 @@ from gdpa_kernels.block_attention.kernels.v1_one_tile import default_config
 from gdpa_lab.measuring.workloads import workload
 from gdpa_lab.report import charts, results
 from gdpa_lab.report.chapter import Chapter
+from gdpa_lab.report.house import RUNG_COLOURS
 
 WORK = {128: workload("block-fill70-2000"), 64: workload("block-fill70-2000-d64")}
 WAYS = ("forward", "backward")
@@ -117,7 +118,9 @@ order = [us[way, dim, V1, INNER] / us[way, dim, V1, OUTER] for way in WAYS for d
 # |   Eleven rows, three marks each. Forward the bytes say 1 everywhere; key loop, accumulate and
 # |   all lie to the right. Backward delta kernel, two passes and all lie to the right, near what
 # |   the bytes say or beyond it.
-chart = charts.dots(put_back, xlabel="time / time with none", colours=["#1f83c4"] * 2 + ["#d55e00"])
+chart = charts.dots(
+    put_back, xlabel="time / time with none", colours=[RUNG_COLOURS[1]] * 2 + [RUNG_COLOURS[3]]
+)
 chapter.figure(chart, measured=chapter.rows(impl=STUDY, variant=None))
 
 # %% [markdown]

@@ -103,7 +103,7 @@ def linked(rows):
     return rows.assign(**{"we said": said, "found": found})
 
 
-# %% tags=["remove-input"]
+# %% tags=["remove-input", "list"]
 shown = pd.concat([wrong[wrong["cause"] == cause] for cause in causes.index])
 named = shown["cause"] + " (" + shown["cause"].map(causes).astype(str) + ")"
 shown = linked(shown).assign(by=named.where(~named.duplicated(), ""))
@@ -135,7 +135,7 @@ chapter.table(
 #
 # A chapter shows at most three of its predictions. With the table above, this one has all others:
 
-# %% tags=["remove-input"]
+# %% tags=["remove-input", "list"]
 right = linked(found[found["word"] == "confirmed"])
 columns = {"we said": "we said", "limits": "predicted", "found": "found"}
 chapter.table(

@@ -94,11 +94,10 @@ found = studies.step_page(pipeline, BROKEN, "emulator-pipeline.html", "Two roles
 # %% tags=["remove-input"]
 print("; ".join(f"{name}: {text.split(':')[0] or 'nothing'}" for name, text in found.items()))
 
+# %% tags=["remove-input"]
+studies.framed("emulator-pipeline.html", "Two roles, step by step", opened=True)
+
 # %% [markdown]
-# <iframe src="../../figures/emulator-pipeline.html" title="The pipeline, step by step"
-# style="width:100%;height:46rem;border:1px solid #787878;border-radius:6px"></iframe>
-# <p><a href="../../figures/emulator-pipeline.html">Open it as a page of its own.</a></p>
-#
 # ## A barrier is two counters and a parity
 #
 # An mbarrier {cite}`nvidiaptx` counts down the arrivals and announced bytes that its current phase
