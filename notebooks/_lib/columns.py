@@ -32,7 +32,8 @@ def over_time(
                     Rectangle((first, row - 0.38), last - first, 0.76, facecolor=shades[kind],
                               edgecolor=INK, linewidth=0.6)
                 )  # fmt: skip
-                axis.text((first + last) / 2, row, text, ha="center", va="center", color=PAGE)  # fmt: skip
+                axis.text((first + last) / 2, row, text, ha="center", va="center",
+                          color=PAGE)  # fmt: skip
         axis.set_yticks(range(len(steps)), list(steps))
         axis.tick_params(length=0)
         axis.set_ylim(len(steps) - 0.5, -0.5)

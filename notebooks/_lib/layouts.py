@@ -8,7 +8,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 
-from gdpa_lab.report.house import INK, RUNG_COLOURS, Figure, canvas
+from gdpa_lab.report.house import INK, PAGE, RUNG_COLOURS, Figure, canvas
 
 THREADS = 4
 """Threads that share a row of a wgmma accumulator."""
@@ -55,4 +55,4 @@ def _cells(axis: Axes, height: float, threads: Sequence[int], wide: float) -> No
             Rectangle((place * wide, height), wide, 0.8, facecolor=_SHADES[thread], edgecolor=INK)
         )
         axis.text((place + 0.5) * wide, height + 0.4, f"T{thread}", ha="center", va="center",
-                  color="white", fontsize=8.5)  # fmt: skip
+                  color=PAGE, fontsize=8.5)  # fmt: skip
