@@ -588,7 +588,7 @@ planted = studies.changed(
     v5_pingpong,
     (FREE_K + EVALUATE + AWAIT + FREE_V, FREE_K + FREE_V + EVALUATE + AWAIT),
 )
-chapter.code(planted.math, "for block in", "last = (blocks")
+chapter.code(planted.math, "for block in", "last = v.wait")
 
 # %% tags=["remove-cell"]
 told = {}

@@ -253,8 +253,8 @@ chapter.annotated(
     {
         "blocks = tl.where(step == 0, blocks, 0)": "v6: where K and V stay, the producer fetches "
         "them with the first tile of an entry only.",
-        "free = (((kv + block) // NUM_STAGES) & 1) ^ 1": "v4: the producer waits with the other "
-        "parity. The first wait on a fresh barrier passes, since buffers start empty.",
+        "stage = k.acquire(kv + block)": "v4: the producer waits with the other parity. The first "
+        "wait on a fresh barrier passes, since buffers start empty.",
         "k.full[stage], start_k, len_k, head, key)": "v2: one TMA load of a box, clipped at "
         "the end of the sequence. Its bytes complete `k_full`.",
         "fetch_q(q_desc, q, tile, 0, 0, 0, 0, options)": "v6: after the last tile comes a dummy "
@@ -267,7 +267,7 @@ chapter.annotated(
         "ahead.",
         "for block in tl.range(1, blocks, num_stages=0):": "v8: without `num_stages=0` the "
         "compiler adds a wait behind each MMA.",
-        "tlx.barrier_wait(v.full[before], ((kv": "v5: V of the block before, whose P V is issued "
+        "before = v.wait(kv + block - 1)": "v5: V of the block before, whose P V is issued "
         "in this iteration.",
         "tlx.barrier_arrive(q.empty[mine])": "Q is free after the tile's last scores, not at its "
         "end.",

@@ -1,20 +1,24 @@
 """Peers behind the baselines' signature, with their libraries replaced by ones that note how they
 were called, or in the emulator where their sources are on the path."""
 
+import importlib
 import math
+import os
 import re
 import sys
 from dataclasses import replace
+from importlib import metadata
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.attention.flex_attention
+import triton
 
 import tritonemu
 from gdpa_kernels.gdpa import reference
 from gdpa_kernels.gdpa.kernels import v0_eager
-from gdpa_lab.measuring import baselines, operators
+from gdpa_lab.measuring import baselines, machine_code, operators
 from gdpa_lab.measuring.baselines import flash, peer, same_function, torch_peers
 from gdpa_lab.measuring.inputs import make_inputs
 from gdpa_lab.measuring.laws import Full, Uniform
@@ -283,6 +287,24 @@ def test_flex_attention_computes_the_activation(monkeypatch, direction, activati
     monkeypatch.setattr(torch, "compile", eager)
     work = replace(WORK, activation=activation, output_scale=0.5, num_heads_q=4)
     check_peer("flex", work, direction, atol=3e-5)
+
+
+def test_what_torch_compile_compiles_leaves_kernels_their_assembler(monkeypatch):
+    """TorchInductor sets another ptxas for all of the process unless one is set."""
+    monkeypatch.delenv("TRITON_PTXAS_PATH", raising=False)
+    own = triton.knobs.nvidia.ptxas.path
+    peer.by_inductor(torch.sin)
+    importlib.import_module("torch._inductor.runtime.compile_tasks")._set_triton_ptxas_path()
+    assert os.environ["TRITON_PTXAS_PATH"] == triton.knobs.nvidia.ptxas.path == own
+    assert machine_code.compiler() == f"fbtriton {metadata.version('fbtriton')}"
+
+
+def test_another_assembler_is_named(monkeypatch, tmp_path):
+    other = tmp_path / "ptxas"
+    other.write_text("#!/bin/sh\necho Cuda compilation tools, release 13.0, V13.0.88\n")
+    other.chmod(0o755)
+    monkeypatch.setenv("TRITON_PTXAS_PATH", str(other))
+    assert machine_code.compiler().endswith(", ptxas V13.0.88")
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,10 @@ import importlib
 import importlib.util
 import inspect
 import json
+import os
 import re
 import struct
+import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -53,13 +55,27 @@ def digest(cubin: bytes) -> str:
     return hashlib.sha256(repr(sorted(parts)).encode()).hexdigest()[:16]
 
 
-@cache
 def compiler() -> str:
-    """The installed Triton, e.g. "fbtriton 3.7.4"; "none" without one."""
+    """The installed Triton, e.g. "fbtriton 3.7.4"; "none" without one. And the version of ptxas if
+    another one than Triton's own is set, as TorchInductor does."""
+    return _compiler(os.environ.get("TRITON_PTXAS_PATH", ""))
+
+
+@cache
+def _compiler(ptxas: str) -> str:
     for name in ("fbtriton", "triton"):
         with suppress(metadata.PackageNotFoundError):
-            return f"{name} {metadata.version(name)}"
+            root = Path(metadata.distribution(name).locate_file("triton"))
+            others = ptxas and root not in Path(ptxas).parents
+            more = f", {ptxas_version(ptxas)}" if others else ""
+            return f"{name} {metadata.version(name)}{more}"
     return "none"
+
+
+def ptxas_version(path: str) -> str:
+    """What a ptxas says of itself: "ptxas V13.0.88"."""
+    told = subprocess.run([path, "--version"], capture_output=True, text=True, check=True).stdout
+    return f"ptxas {re.search(r'V[0-9.]+', told)[0]}"
 
 
 def describe(launch: Launch) -> dict[str, Any]:

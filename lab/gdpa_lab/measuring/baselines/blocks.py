@@ -56,7 +56,7 @@ def _padded(
 
 def compiled_blocks(inputs: BlockInputs, direction: str) -> Call:
     function = _padded(inputs, contextlib.nullcontext)
-    function = torch.compile(function, dynamic=False, options={"compile_threads": 1})
+    function = peer.by_inductor(function)
     return torch_peers.compiled(function, inputs, direction)
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import triton
 
 from gdpa_kernels.calling.ladder import Availability
 from gdpa_lab.measuring.inputs import BlockInputs, Inputs
@@ -96,6 +98,13 @@ def differentiate(
     kept = leaves()
     out = function(*kept)
     return lambda: torch.autograd.grad(out, kept, inputs.grad_out, retain_graph=True)
+
+
+def by_inductor(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """`torch.compile` of a function that leaves other kernels of this process their assembler:
+    TorchInductor sends all of Triton to PyTorch's ptxas unless TRITON_PTXAS_PATH is set."""
+    os.environ.setdefault("TRITON_PTXAS_PATH", triton.knobs.nvidia.ptxas.path)
+    return torch.compile(function, dynamic=False, options={"compile_threads": 1})
 
 
 def block_offsets(inputs: BlockInputs) -> torch.Tensor:

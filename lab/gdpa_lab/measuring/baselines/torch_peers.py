@@ -47,7 +47,7 @@ def torch_compile(inputs: Inputs, direction: str = "forward") -> Call:
     options = ("activation", "scale", "output_scale", "causal", "window")
     given = {option: getattr(batch, option) for option in options}
     attention = functools.partial(v0_eager.padded_attention, **given)
-    attention = torch.compile(attention, dynamic=False, options={"compile_threads": 1})
+    attention = peer.by_inductor(attention)
 
     def function(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         q = v0_eager.pad(q, inputs.cu_seqlens_q, inputs.max_seqlen_q)
@@ -119,7 +119,7 @@ def flex(inputs: Inputs, direction: str = "forward") -> Call:
         found = (out.float() * aux.lse.exp()[..., None] - offset * values) * workload.output_scale
         return found.to(q.dtype).transpose(1, 2).reshape(inputs.q.shape)
 
-    attention = torch.compile(attention, dynamic=False, options={"compile_threads": 1})
+    attention = peer.by_inductor(attention)
     return compiled(attention, inputs, direction)
 
 
