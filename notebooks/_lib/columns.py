@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from matplotlib.patches import Patch, Rectangle
 
 from gdpa_lab.measuring.compile_check import TENSOR_COLUMNS
+from gdpa_lab.report import house
 from gdpa_lab.report.house import GREY, INK, PAGE, RUNG_COLOURS, Figure, canvas, drawn
 
 _SHADES = (GREY, *(RUNG_COLOURS[i] for i in (1, 3, 2)))
@@ -34,15 +35,16 @@ def over_time(
                 )  # fmt: skip
                 axis.text((first + last) / 2, row, text, ha="center", va="center",
                           color=PAGE)  # fmt: skip
-        axis.set_yticks(range(len(steps)), list(steps))
+        axis.set_yticks(range(len(steps)), [house.wrapped(name, 14) for name in steps])
         axis.tick_params(length=0)
         axis.set_ylim(len(steps) - 0.5, -0.5)
         axis.set_xlim(0, TENSOR_COLUMNS)
-        axis.set_xticks(range(0, TENSOR_COLUMNS + 1, 64))
+        axis.set_xticks(range(0, TENSOR_COLUMNS + 1, 128))
         axis.set_xlabel("column of tensor memory")
         axis.grid(visible=False)
         for side in axis.spines.values():
             side.set_visible(False)
         axis.legend(handles=[Patch(color=shades[kind], label=kind) for kind in kinds],
-                    loc="lower left", bbox_to_anchor=(0, 1), ncols=len(kinds))  # fmt: skip
+                    loc="lower left", bbox_to_anchor=(0, 1),
+                    ncols=house.columns(len(kinds)))  # fmt: skip
         return chart

@@ -540,7 +540,7 @@ chapter.glue(cycles_three=cycles)
 # fit. With one slot of Q there is room for four, but then the next tile's Q is late. (d) Tiles of
 # 192 rows waste more of a sequence's last rows, and the list gets fewer, larger entries. The
 # emulator says {glue:text}`cycles_three:,.0f` cycles per 128 rows and 128 keys, but a prototype
-# lost against two consumers (lab notes, {doc}`../notes/v4_to_v6`).
+# lost against two consumers (lab notes, {doc}`../../notes/v4_to_v6`).
 # :::
 #
 # :::{exercise} P through shared memory

@@ -96,9 +96,8 @@ assert by.loc["predicted"].sum() < len(found) / 2, "the caption: fewer than half
 # %% tags=["remove-cell"]
 def linked(rows):
     """Predictions with what was said, its chapter, and the value alone that was found."""
-    slugs = rows.index.str.split("#").str[0]
     said = [f"{text} ({{doc}}`{slug.split('/')[1]} <../{slug}>`)"
-            for text, slug in zip(rows["text"], slugs, strict=True)]  # fmt: skip
+            for text, slug in zip(rows["text"], rows["chapter"], strict=True)]  # fmt: skip
     found = rows["found"].str.split(" (", regex=False).str[0]
     return rows.assign(**{"we said": said, "found": found})
 

@@ -51,10 +51,10 @@ def pretended(of: record.Record) -> record.Record:
 
 
 def newest(chapter: str) -> record.Record:
-    """The rows of `KEPT` in the newest record of a chapter, found without reading the others."""
+    """The rows of `KEPT` in an H200's newest record of a chapter, found without reading others."""
     notebook = f"notebooks/{chapter}.py"
     names = [notebook, *(old for old, new in record.renames().items() if new == notebook)]
-    for path in sorted((record.DATA_DIR / "records").iterdir(), reverse=True):
+    for path in sorted((record.DATA_DIR / "records").glob("*-h200-*"), reverse=True):
         if any(f'"notebook": "{name}"' in path.read_text()[:1000] for name in names):
             run = record.load(path)
             rows = (row for row in run.rows if row.scope in results.TIMED and not row.variant)

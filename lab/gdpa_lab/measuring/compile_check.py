@@ -240,8 +240,10 @@ def sass(built: CompiledKernel) -> tuple[list[str], list[range]]:
 
 
 def _opcode(statement: str) -> list[str]:
-    """The mnemonic of an instruction, which may have a predicate, and its modifiers."""
-    return re.sub(r"^@\S+\s+", "", statement).split()[0].split(".")
+    """The mnemonic of an instruction, which may have a predicate, and its modifiers: of UCGABAR_ARV
+    and UCGABAR_WAIT the common name."""
+    name, *modifiers = re.sub(r"^@\S+\s+", "", statement).split()[0].split(".")
+    return [name.partition("_")[0], *modifiers]
 
 
 def shortest_loop(built: CompiledKernel, mnemonic: str, least: int) -> list[str]:

@@ -144,7 +144,8 @@ def compile_again(launch: Mapping[str, Any]) -> CompiledKernel:
     attributes = {place[key]: value for key, value in launch["attributes"].items()}
     source = triton.compiler.ASTSource(kernel, signature, values, attributes)
     target = GPUTarget("cuda", launch["arch"], 32)
-    return triton.compile(source, target=target, options=dict(launch["options"]))
+    options = {k: tuple(v) if isinstance(v, list) else v for k, v in launch["options"].items()}
+    return triton.compile(source, target=target, options=options)
 
 
 def pretend(arch: int) -> None:

@@ -68,7 +68,8 @@ def render(rankings: Iterable[Ranking], columns: Iterable[str]) -> str:
 
 def from_records(data_dir: str | Path, operator: str) -> list[Ranking]:
     """The rankings that the records make: of each shape, the record that compared most
-    implementations on it, the newest of several; workloads of one shape count together. Times back
+    implementations on it, the newest of several, of the GPU that data/promoted.json names first;
+    workloads of one shape count together. Times back
     to back, as in a training loop, decide among the implementations that have them, bursts among
     all others.
 
@@ -97,10 +98,13 @@ def from_records(data_dir: str | Path, operator: str) -> list[Ranking]:
         if workload["operator"] == operator and shape is not None and len(group) > 1:
             times = group.set_index("impl")["time_us_p50"]
             found[shape][run].setdefault(scope, []).append(times)
+    first = list(system.promoted(data_dir) or ())
+    gpus = table.drop_duplicates("record").set_index("record")["gpu"]
+    place = {run: first.index(gpu) if gpu in first else len(first) for run, gpu in gpus.items()}
     rankings = []
     for shape in sorted(found):
         orders = {run: _order(**columns) for run, columns in found[shape].items()}
-        run = max(orders, key=lambda run: (len(orders[run]), run))
+        run = max(orders, key=lambda run: (-place[run], len(orders[run]), run))
         products = tuple(impl for impl in orders[run] if not rungs[impl].is_lesson)
         if products:
             rankings.append(Ranking(shape, products, run))

@@ -88,17 +88,28 @@ def _precedes(date: str, record: str) -> bool:
 
 def collected(executed: Path = EXECUTED) -> pd.DataFrame:
     """The predictions of executed chapters: id, text, limits, found, word, margin; as numbers
-    value, least and most, None for none."""
+    value, least and most, None for none; and the chapter, which an id may name by an older one."""
     import nbformat  # of the extra "book"
 
     found = [
-        dict(output.metadata["prediction"])
+        {**output.metadata["prediction"], "chapter": f"{path.parent.name}/{path.stem}"}
         for path in sorted(executed.glob("*/*.ipynb"))
         for cell in nbformat.read(path, as_version=4).cells
         for output in cell.get("outputs", [])
         if "prediction" in output.get("metadata", {})
     ]
-    columns = ["id", "text", "limits", "found", "word", "margin", "value", "least", "most"]
+    columns = [
+        "id",
+        "text",
+        "limits",
+        "found",
+        "word",
+        "margin",
+        "value",
+        "least",
+        "most",
+        "chapter",
+    ]
     return pd.DataFrame(found, columns=columns)
 
 
