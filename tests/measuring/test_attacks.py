@@ -295,7 +295,7 @@ def test_a_guest_is_shown_and_changes_nothing(folder, capsys, monkeypatch):
     shown = []
     monkeypatch.setattr(ratios, "display", lambda made: shown.append(made.data))
     ratios.others(Chapter("forward/results", data_dir=folder.root), None, "forward")
-    assert shown[0].startswith("**NVIDIA GH200 480GB, data/community/somebody**")
+    assert shown[0].startswith("::::{table} **NVIDIA GH200 480GB, data/community/somebody: ")
     (machine,) = (guest / "systems").iterdir()
     machine.write_text(machine.read_text() + " ")
     with pytest.raises(record.RecordError, match="SHA-256"):
