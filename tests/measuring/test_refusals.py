@@ -142,6 +142,34 @@ VALUES = (
 )  # fmt: skip
 
 
+def objects(value):
+    """Every object in JSON values."""
+    if isinstance(value, dict):
+        yield value
+        value = list(value.values())
+    for each in value if isinstance(value, list) else ():
+        yield from objects(each)
+
+
+def test_the_schema_means_the_same_in_draft_7():
+    """There `$ref` silences its siblings, and later keywords say nothing."""
+    later = {"prefixItems", "dependentRequired", "dependentSchemas", "minContains", "maxContains"}
+    later |= {"unevaluatedItems", "unevaluatedProperties", "$dynamicRef", "$anchor"}
+    found = list(objects(refusals._schema()))
+    references = [each for each in found if "$ref" in each]
+    assert references and all(len(each) == 1 for each in references)
+    assert not any(later & each.keys() for each in found)
+
+
+@settings(max_examples=300, deadline=None)
+@given(PLACES, st.sampled_from(VALUES))
+def test_the_quick_answer_is_that_of_the_reasons(path, value):
+    data = json.loads(json.dumps(example()))
+    put(value, *path)(data)
+    slow = refusals.unlike(refusals._validator(), data) is None
+    assert refusals._is_as_in_schema(data) == slow
+
+
 @settings(deadline=None, max_examples=300)
 @given(PLACES, st.sampled_from(VALUES))
 def test_no_value_goes_further_than_a_reason(path, value):

@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime, timedelta, timezone
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import fastjsonschema
 import jsonschema
 import numpy as np
 
@@ -66,8 +67,7 @@ def _reasons(data: Any) -> Iterator[str]:
     elif version > SCHEMA_VERSION:
         yield f"schema_version must be at most {SCHEMA_VERSION}, got the newer {version}"
     yield from _not_json(data, "")
-    mismatch = unlike(_validator(), data)
-    if mismatch is not None:
+    if not _is_as_in_schema(data) and (mismatch := unlike(_validator(), data)) is not None:
         yield mismatch
     yield from _wrong_time(data["id"], data["created"])
     yield from _contradictions(data)
@@ -99,20 +99,30 @@ def _unique_keys(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 
 
 @cache
+def _schema() -> dict[str, Any]:
+    return json.loads(Path(__file__).with_name("record.schema.json").read_text(encoding="utf-8"))
+
+
+@cache
 def _validator() -> jsonschema.protocols.Validator:
-    schema = json.loads(Path(__file__).with_name("record.schema.json").read_text(encoding="utf-8"))
-    times = schema["$defs"]["samples_us"]["items"]
-    least, most = times["minimum"], times["maximum"]
-    every_item = jsonschema.Draft202012Validator.VALIDATORS["items"]
+    return jsonschema.Draft202012Validator(_schema())
 
-    def items(validator: Any, rule: Any, found: Any, parent: Any) -> Iterator[Any]:
-        # One by one, the library takes 0.5 s for a record of 12,000 samples; this, 0.1 s.
-        quick = rule == times and isinstance(found, list)
-        if quick and all(type(x) in (int, float) and least <= x <= most for x in found):
-            return iter(())
-        return every_item(validator, rule, found, parent)
 
-    return jsonschema.validators.extend(jsonschema.Draft202012Validator, {"items": items})(schema)
+@cache
+def _quick() -> Callable[[Any], Any]:
+    # Its last draft is 7; the schema has no keyword that this draft reads in another way.
+    draft = {**_schema(), "$schema": "http://json-schema.org/draft-07/schema#"}
+    return fastjsonschema.compile(draft)
+
+
+def _is_as_in_schema(data: Any) -> bool:
+    """Whether `data` fits the schema, for a thirtieth of the time that `unlike` takes to say how
+    it does not."""
+    try:
+        _quick()(data)
+    except fastjsonschema.JsonSchemaValueException:
+        return False
+    return True
 
 
 def _not_json(value: Any, where: str) -> Iterator[str]:

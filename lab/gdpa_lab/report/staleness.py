@@ -155,6 +155,11 @@ def _files(row: Row, root: Path) -> tuple[str, ...]:
     """The modules of a row's kernels, as paths in `root`; none for what is no rung of ours."""
     kernels = [launch["kernel"].split(":")[0] for launch in row.launches or ()]
     modules = {f"gdpa_kernels.{row.operator}.{row.impl}", *kernels}
+    return _of(tuple(sorted(modules)), root)
+
+
+@cache
+def _of(modules: tuple[str, ...], root: Path) -> tuple[str, ...]:
     found = (next(filter(lambda name: (root / name).exists(), _paths(x)), None) for x in modules)
     return _reached(tuple(sorted(filter(None, found))), root)
 
@@ -212,13 +217,17 @@ def _compilers(row: Row) -> set[str]:
 
 def table(data_dir: str | Path = DATA_DIR) -> Mapping[Key, Found]:
     """What data/machine_code.csv says; nothing in a folder without it."""
-    path = Path(data_dir) / NAME
-    return _parsed(path.read_text(encoding="utf-8")) if path.exists() else {}
+    path = Path(data_dir).absolute() / NAME
+    if not path.exists():
+        return {}
+    seen = path.stat()
+    return _parsed(path, seen.st_mtime_ns, seen.st_size)
 
 
 @cache
-def _parsed(text: str) -> Mapping[Key, Found]:
-    lines = csv.DictReader(io.StringIO(text))
+def _parsed(path: Path, changed: int, size: int) -> Mapping[Key, Found]:
+    """The table in `path`, read once for each state of the file."""
+    lines = csv.DictReader(io.StringIO(path.read_text(encoding="utf-8")))
     return {Key(x["call"], x["sources"]): Found(x["compiler"], x["code"]) for x in lines}
 
 
