@@ -150,10 +150,9 @@ class Chapter:
         """
         of = self.record(of).id
         if of not in self._rows:
-            rows = results.table(self.data_dir, gpu=self.gpu, latest=False)
-            rows = _without_host_time(rows.drop_duplicates([*_CALL, "scope"]))
-            self._rows = dict(list(rows.groupby("record", sort=False)))
-        found = self._rows.get(of, pd.DataFrame(columns=list(results.COLUMNS)))
+            rows = results.table(self.data_dir, gpu=self.gpu, record=of, latest=False)
+            self._rows[of] = _without_host_time(rows.drop_duplicates([*_CALL, "scope"]))
+        found = self._rows[of]
         for column, wanted in ({"scope": "kernel", "variant": ""} | filters).items():
             if wanted is not None:
                 wanted = [wanted] if isinstance(wanted, str) else list(wanted)

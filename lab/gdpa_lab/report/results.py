@@ -38,13 +38,15 @@ def table(
     data_dir: str | Path = DATA_DIR,
     *,
     gpu: str | None = None,
+    record: str | None = None,
     workload: str | None = None,
     latest: bool = True,
     per: str = "system",
 ) -> pd.DataFrame:
     """One row per measured row and figure, with COLUMNS, oldest record first.
 
-    `gpu`: keep systems whose GPU has exactly this name. `workload`: keep workloads matching this
+    `gpu`: keep systems whose GPU has exactly this name. `record`: keep that with this id.
+    `workload`: keep workloads matching this
     shell pattern. `latest`: of the rows that share workload, direction, impl, scope, variant and
     `per` ("system" or "gpu") keep the newest, failed or not.
 
@@ -62,16 +64,16 @@ def table(
     """
     require(per in ("system", "gpu"), "per", "'system' or 'gpu'", per)
     rows: list[dict[str, Any]] = []
-    for record in load_all(data_dir):
-        machine = machine_of(record, data_dir)
-        if gpu not in (None, machine.gpu or ""):
+    for run in load_all(data_dir):
+        machine = machine_of(run, data_dir)
+        if gpu not in (None, machine.gpu or "") or record not in (None, run.id):
             continue
-        limits = {scope: ceilings(record, scope) for scope in ("kernel", "sustained")}
+        limits = {scope: ceilings(run, scope) for scope in ("kernel", "sustained")}
         rows += [
-            derived | {"stale": staleness.is_stale(record, row, machine, data_dir=data_dir)}
-            for row in record.rows
+            derived | {"stale": staleness.is_stale(run, row, machine, data_dir=data_dir)}
+            for row in run.rows
             if workload is None or fnmatch.fnmatchcase(row.workload, workload)
-            for derived in _derive(record, row, limits, machine.gpu or "")
+            for derived in _derive(run, row, limits, machine.gpu or "")
         ]
     frame = _frame(rows)
     if latest:
