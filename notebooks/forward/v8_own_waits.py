@@ -275,9 +275,15 @@ chapter.annotated(
         "S belongs to the next tile.",
         "rows = (acc * output_scale).to(DTYPE)": "v7: `output_scale` holds the factor of the "
         "activation, once per output instead of once per score.",
+    },
+)
+chapter.annotated(
+    lesson.own_waits_kernel,
+    {
         "k_empty = tlx.alloc_warp_barrier": "v4: the threads of all consumers arrive, 256.",
         'with tlx.async_task("default"):': "v4: the producer. Its registers go to the consumers.",
     },
+    folded="The kernel that starts the roles",
 )
 
 # %% [markdown]
