@@ -29,6 +29,8 @@ _LOOKS: dict[str, tuple[bool, dict[str, object]]] = {
     "hollow": (False, {}),
     "hatched": (False, {"hatch": "////"}),
 }
+_ON = {"filled": PAGE, "pale": INK}
+"""The colour of a text on a part that is not the page's."""
 
 
 @house.drawn
@@ -219,7 +221,7 @@ def stacked(
                 if inside and 100 * width > len(name) * frame.sum(axis=1).max():
                     axis.text(
                         start + width / 2, place, f"{name}\n{width:.1f}", fontsize=8, ha="center",
-                        va="center", color=PAGE if looks[name] == "filled" else shown,
+                        va="center", color=_ON.get(looks[name], shown),
                     )  # fmt: skip
             left = left + frame[name]
         if marks is not None:

@@ -153,16 +153,39 @@ def row(name: str) -> str:
 def shown(standing: pd.DataFrame, direction: str) -> pd.DataFrame:
     """`best` as a page shows it: a row for each workload, names in words, rates and shares without
     decimals."""
+    names = [[named(x, direction) for x in standing[f"best {kind}"]] for kind in ("rung", "peer")]
+    rates = {"TFLOP/s": standing["rate"].round(0), "% of roofline": standing["share (%)"].round(0)}
+    return opposed(
+        {"workload": standing.index.map(row)}, *names, rates, standing["peer / rung (time)"]
+    )
+
+
+def opposed(
+    batch: dict[str, Sequence], kernels: Sequence[str], baselines: Sequence[str],
+    rates: dict[str, pd.Series], quotients: pd.Series,
+) -> pd.DataFrame:  # fmt: skip
+    """The best kernel against the best baseline: a row for each batch, its columns first."""
     return pd.DataFrame(
         {
-            "workload": standing.index.map(row),
-            "best kernel": [named(impl, direction) for impl in standing["best rung"]],
-            "TFLOP/s": standing["rate"].round(0).to_numpy(),
-            "% of roofline": standing["share (%)"].round(0).to_numpy(),
-            "best baseline": [named(impl, direction) for impl in standing["best peer"]],
-            "times as fast": standing["peer / rung (time)"].round(2).to_numpy(),
+            **batch,
+            "best kernel": list(kernels),
+            **{name: rate.to_numpy() for name, rate in rates.items()},
+            "best baseline": list(baselines),
+            "times as fast": quotients.round(2).to_numpy(),
         }
     )
+
+
+def against(
+    chapter: Chapter, frame: pd.DataFrame, finding: str, measured: pd.DataFrame, name: str
+) -> None:
+    """Show a table of `opposed`, of rows timed back to back; `finding` is its caption's first
+    sentence."""
+    gpu = chapter.gpu.removeprefix("NVIDIA ")
+    caption = (
+        f"**{finding}** Back to back on the {gpu}; last: the baseline's time over the kernel's."
+    )
+    chapter.table(frame, measured=measured, name=name, caption=caption)
 
 
 def beside_published(chapter: Chapter, standing: pd.DataFrame, direction: str) -> pd.DataFrame:

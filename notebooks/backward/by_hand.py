@@ -171,14 +171,12 @@ print("dQ, dK, dV against autograd:", gaps(mask_on_scores(Q, K, V, dO, m), expec
 # The derivative of tanh is a polynomial in tanh, so one `tanh.approx` serves both. Value and slope
 # take {glue:text}`both:.0f` fp32 instructions, the value alone {glue:text}`alone:.0f`. At head_dim
 # 128 the unit for tanh, {term}`MUFU`, needs half as long as the tensor cores in the forward pass
-# and a fifth as long in the backward pass. In the forward pass the fight was over the activation;
-# in the backward pass it is over registers and shared memory.
+# and a fifth as long in the backward pass.
 #
 # ## Memory is the easier part
 #
-# The backward pass is the harder half for issue slots and registers, but not for memory. It has 5
-# MMAs where the forward pass has 2, and at equal lengths it moves 7 tensors where the forward pass
-# moves 4. So its {term}`arithmetic intensity` is 10/7 of that of the forward pass. Of
+# It has 5 MMAs where the forward pass has 2, and at equal lengths it moves 7 tensors where the
+# forward pass moves 4. So its {term}`arithmetic intensity` is 10/7 of that of the forward pass. Of
 # {glue:text}`workloads:.0f` workloads {glue:text}`memory_forward:.0f` are memory-bound in the
 # forward pass, and {glue:text}`memory_backward:.0f` in the backward pass (modelled, with ceilings
 # back to back). Self-attention is compute-bound from {glue:text}`ridge_forward:.0f` tokens on in
@@ -187,10 +185,10 @@ print("dQ, dK, dV against autograd:", gaps(mask_on_scores(Q, K, V, dO, m), expec
 #
 # ## What the forward pass must leave behind
 #
-# Nothing. The gradients need its inputs, $dO$ and two numbers. Softmax attention needs more, and it
-# is worth seeing why once. With $P_{ij} = e^{S_{ij}} / Z_i$ and $Z_i = \sum_j e^{S_{ij}}$, changing
-# one score $S_{ik}$ changes its own $e^{S_{ik}}$ and, through $Z_i$, *all* probabilities of the
-# row: $\partial P_{ij} / \partial S_{ik} = P_{ij} (\delta_{jk} - P_{ik})$. Summed over the row,
+# Nothing: the gradients need its inputs, $dO$ and two numbers. Softmax attention needs more. With
+# $P_{ij} = e^{S_{ij}} / Z_i$ and $Z_i = \sum_j e^{S_{ij}}$, changing one score $S_{ik}$ changes its
+# own $e^{S_{ik}}$ and, through $Z_i$, *all* probabilities of the row: $\partial P_{ij} / \partial
+# S_{ik} = P_{ij} (\delta_{jk} - P_{ik})$. Summed over the row,
 #
 # $$
 # dS_{ik} = \sum_j dP_{ij}\,P_{ij} (\delta_{jk} - P_{ik}) = P_{ik} \bigl( dP_{ik} - D_i \bigr),
@@ -224,9 +222,9 @@ print("gdpa:", kept_by(lambda: gdpa(*qkv, ends, ends, 200, 200), [*qkv, ends]) o
 print("softmax:", kept_by(lambda: F.scaled_dot_product_attention(*wide), wide))
 
 # %% [markdown]
-# The log-sum-exp is small. The cost is the kernel that forms $D$: it reads output and dO again, two
-# tensors beside the seven. Ask of any attention: *does one tile hold everything that a score's
-# derivative depends on?* {doc}`../block/backward_alone` has a softmax where it does.
+# The cost is the kernel that forms $D$: it reads output and dO again, two tensors beside the seven.
+# Ask of any attention: *does one tile hold everything that a score's derivative depends on?*
+# {doc}`../block/backward_alone` has a softmax where it does.
 #
 # ## Who owns what, and which way round
 #
@@ -248,9 +246,6 @@ print("softmax:", kept_by(lambda: F.scaled_dot_product_attention(*wide), wide))
 # | {doc}`backward v2 <v2_fused_backward>` | one kernel walks columns and adds dQ up in memory |
 # | {doc}`backward v4 <v4_warp_specialized_backward>` | the same, with warp roles |
 # | {doc}`backward v5 to v7 <v5_short_kv_backward>` | all keys of a sequence are in one place |
-#
-# There is no backward v3. The numbers follow the forward ladder, whose v3 adds a list of work to
-# v2. In the backward ladder that list comes together with the warp roles of v4.
 #
 # *Which way round.* What a Hopper tensor core leaves in registers can be the first operand of the
 # next MMA as it is, but not transposed. With scores as $Q K^{\mathsf T}$, dV and dK need a

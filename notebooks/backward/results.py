@@ -127,17 +127,17 @@ chapter.figure(chart, data=beside.reset_index(), measured=[chapter.record().id],
 # everybody, 2.5 times those of the forward pass. Backward v1 does seven and is credited with five,
 # as in the publication.
 #
-# There is no backward v3: its persistent schedule came with v4. Backward v6 takes at most 128 keys
-# and v7 wide heads, which no published figure has ({doc}`../measuring/other_shapes`). All baselines
-# compute softmax, and autograd calls their backward alone. All {glue:text}`checked:.0f` times
-# {term}`back to back <sustained scope>` belong to gradients that passed the check against fp64; our
-# kernels keep {glue:text}`kept` % of their burst rates.
+# Backward v6 takes at most 128 keys and v7 wide heads, which no published figure has
+# ({doc}`../measuring/other_shapes`). All baselines compute softmax, and autograd calls their
+# backward alone. All {glue:text}`checked:.0f` times {term}`back to back <sustained scope>` belong
+# to gradients that passed the check against fp64; our kernels keep {glue:text}`kept` % of their
+# burst rates.
 
 # %% tags=["remove-input"]
-chapter.table(
-    ratios.shown(best, "backward"), measured=timed, name="tab-backward-best",
-    caption="**Backward v5 leads wherever all keys fit on the chip; beyond, FlashAttention-4 comes "
-    "close.** Rates back to back on the H200; the last column is the baseline's time over ours.",
+ratios.against(
+    chapter, ratios.shown(best, "backward"),
+    "Backward v5 leads wherever all keys fit on the chip; beyond, FlashAttention-4 comes close.",
+    timed, "tab-backward-best",
 )  # fmt: skip
 
 # %% [markdown]
@@ -237,8 +237,7 @@ chapter.table(
 
 # %% [markdown]
 # On full batches of 256 tokens more than half of a step passes outside the kernels of the backward
-# pass. In other words, a faster kernel helps little there, and fewer calls would
-# ({doc}`../training/host_time`).
+# pass. Fewer calls would help there ({doc}`../training/host_time`).
 #
 # ## Memory of a step
 #

@@ -142,9 +142,8 @@ chapter.code(v1_tiled_backward.keys_kernel, "for member", "dk_ptrs")
 #
 # ## Nothing is transposed in registers
 #
-# The textbook writes $S = Q K^{\mathsf T}$ everywhere and then `tl.dot(tl.trans(p), grad)`. The
-# mathematics is the same, and in the emulator the first kernel, written that way, gives the same
-# bits. To the compiler the two differ:
+# The textbook writes $S = Q K^{\mathsf T}$ everywhere and then `tl.dot(tl.trans(p), grad)`. In the
+# emulator the first kernel, written that way, gives the same bits. To the compiler the two differ:
 
 # %% tags=["remove-cell"]
 textbook = studies.changed(
@@ -193,9 +192,9 @@ chapter.table(
 # traced wrong gradients [to such a
 # line](https://github.com/fla-org/flash-linear-attention/pull/826); it now
 # [refuses](https://github.com/fla-org/flash-linear-attention/pull/983) Hopper with Triton from
-# 3.4.0 to before 3.7.1. No error, no warning, a plausible gradient. Two kernels let v1 avoid the
-# pattern. A kernel of all three gradients transposes dS once, so {doc}`backward v2
-# <v2_fused_backward>` depends on a compiler that gets it right.
+# 3.4.0 to before 3.7.1. Two kernels let v1 avoid the pattern. A kernel of all three gradients
+# transposes dS once, so {doc}`backward v2 <v2_fused_backward>` depends on a compiler that gets it
+# right.
 #
 # ## Is it right?
 #
@@ -209,8 +208,8 @@ chapter.table(
 #
 # ## The chain costs more than the repetition
 #
-# Two MMAs of seven look like the obvious waste. What do memory, tensor cores and activation need,
-# each alone on the machine? Both kernels read all inputs, so 11 tensors are moved instead of 7:
+# What do memory, tensor cores and activation need, each alone on the machine? Both kernels read all
+# inputs, so 11 tensors are moved instead of 7:
 
 # %% tags=["remove-input"]
 # | name: fig-seven-costs
@@ -235,8 +234,7 @@ chapter.figure(
 # 128 keys alone take 128 registers of each of its threads, half of what a thread may have. The way
 # out is different work for each warp ({doc}`v4_warp_specialized_backward`).
 #
-# Can the two MMAs be saved? The owner of the keys has dS and could multiply it by K too, but the
-# result belongs to another program. {doc}`v2_fused_backward` does that.
+# {doc}`v2_fused_backward` saves the two MMAs: the owner of the keys multiplies dS by K too.
 #
 # ## What we predicted
 

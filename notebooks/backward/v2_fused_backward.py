@@ -66,10 +66,9 @@ chapter.ladder(V2, "backward")
 # | copies | `cp.async` | TMA | TMA |
 # | same bits in every run | yes | no, beyond two blocks of keys | yes |
 #
-# The program of a block of keys has dS in registers. Backward v1 multiplies it by Q for dK and
-# drops it; another kernel recomputes it for dQ. Backward v2 multiplies it by K on the spot. But a
-# row of dQ is a sum over *all* keys, and each program of its sequence holds only one part. So the
-# programs add their parts in memory, at the end of the loop:
+# The program of a block of keys has dS in registers. Backward v2 multiplies it by K on the spot.
+# But a row of dQ is a sum over *all* keys, and each program of its sequence holds only one part. So
+# the programs add their parts in memory, at the end of the loop:
 
 # %% tags=["remove-input"]
 chapter.code(v2_fused_backward.fused_kernel, "q = load_rows(q_desc", "elif dq_ptr")
@@ -91,7 +90,7 @@ chapter.code(v2_fused_backward.fused_kernel, "q = load_rows(q_desc", "elif dq_pt
 #
 # Not all of that reaches memory: L2 does the additions, and may still hold a row of dQ when the
 # next block of keys comes. {term}`MMAs <MMA>` and additions grow with the number of keys, but zero
-# fill and rounding do not. The fewer keys there are, the larger their share.
+# fill and rounding do not.
 #
 # ## Nondeterminism begins at three summands
 #
@@ -262,11 +261,10 @@ chapter.predictions()
 #
 # On the GPU, with 1,024 keys, up to {glue:text}`ppm:.0f` elements of dQ in a million differ between
 # runs. dK and dV of v2 never do, nor does any gradient of v1 and v2a. Two runs of v2 are at most
-# {glue:text}`apart:.2g` apart, and each is up to {glue:text}`error:.2g` from the exact gradient. So
-# the difference does not matter for accuracy. It matters for debugging, because a training run that
-# cannot be repeated bit for bit cannot be bisected. Backward v2a takes
-# {glue:text}`price_long:.0f` % more time with 1,024 keys, and {glue:text}`price_cross:.0f` % with
-# 256, where it buys nothing.
+# {glue:text}`apart:.2g` apart, and each is up to {glue:text}`error:.2g` from the exact gradient. It
+# matters for debugging: a training run that cannot be repeated bit for bit cannot be bisected.
+# Backward v2a takes {glue:text}`price_long:.0f` % more time with 1,024 keys, and
+# {glue:text}`price_cross:.0f` % with 256, where it buys nothing.
 #
 # ## Exercises
 #

@@ -61,8 +61,7 @@ chapter.ladder(V4, "backward")
 # | loads | issued by a thread of those warps | a producer warp group |
 # | dQ | TMA reduce-add, waited for | TMA reduce-add, sent one step later |
 #
-# The numbers of the backward ladder follow the forward one, and 3 is left out. Forward v3 adds only
-# a list of work, and here the list arrives together with the warp roles
+# There is no backward v3: the list arrives together with the warp roles
 # ({doc}`../forward/v4_warp_specialized` introduces them).
 
 # %% tags=["remove-input"]
@@ -91,15 +90,14 @@ chapter.roles(V4)
 # ## No unit is busy
 #
 # The first v4 was profiled once, without a record ({doc}`lab notes <../../notes/gdpa_backward>`).
-# The tensor cores were active for half of the cycles of a step, the issue slots for a third. So the
-# count was wrong: nothing was at its limit.
+# The tensor cores were active for half of the cycles of a step, the issue slots for a third.
+# Nothing was at its limit.
 #
 # Each consumer is a *dependency chain*: issue an MMA, wait for it, run 300 instructions of
 # arithmetic, store, fence, issue, wait. Each of an SM's four schedulers has two warps to choose
 # from, one of each consumer, and usually one of them waits. With two chains of $t$ cycles a step
-# takes about $t$, however idle the units are. In other words, the length of the chain is the bound,
-# and *every* instruction on it counts, even one that only moves an address. Six ideas make the
-# chain shorter:
+# takes about $t$, however idle the units are. So *every* instruction on the chain counts, even one
+# that only moves an address. Six ideas make the chain shorter:
 #
 # | idea | what leaves the chain |
 # |:--|:--|
@@ -120,10 +118,9 @@ chapter.roles(V4)
 #
 # An MMA on shared memory takes its address as a 64-bit descriptor, one for every 16 columns, from
 # *uniform* registers, which belong to a warp and not to each of its threads. The addresses of V, K
-# and the staging buffer never change in the loop. So the first compiler, LLVM, does what compilers
-# do: it computes them once, before the loop, in ordinary registers. Those are few, so others
-# {term}`spill`. And in every step two moves to uniform registers, `R2UR`, stand between an MMA and
-# the one before it.
+# and the staging buffer never change in the loop. So the first compiler, LLVM, computes them once,
+# before the loop, in ordinary registers. Those are few, so others {term}`spill`. And in every step
+# two moves to uniform registers, `R2UR`, stand between an MMA and the one before it.
 #
 # The fix is a zero that LLVM cannot see through. `opaque_zero(step)` is `step ^ step`, written in
 # assembly. An address that adds it seems to depend on `step`, so LLVM leaves it in the loop. The
@@ -260,30 +257,19 @@ chapter.table(
 )  # fmt: skip
 
 # %% [markdown]
-# *S first* brings more addresses into the loop, and with them R2UR and spills. Late addresses take
-# the spills and most R2UR away, with or without *uniform*.
+# *S first* brings more addresses into the loop; late addresses take their spills and most R2UR
+# away.
 #
-# ## The kernel in full
+# ## The kernel with notes
 #
-# The lesson view of backward v4, for GELU or SiLU without masks and grouped heads:
+# Producer and consumer of backward v4's lesson, for GELU or SiLU without masks and grouped heads:
 
 # %% tags=["remove-input"]
-WHOLE = ("load", "fetch_both", "scores", "differentiate", "share", "dq_product", "put_aside",
-         "add_rows", "math", "backward_kernel")  # fmt: skip
-NOTES = {
+CALLED = ("fetch_both", "scores", "differentiate", "share", "dq_product", "put_aside", "add_rows",
+          "backward_kernel")  # fmt: skip
+ROLES_NOTES = {
     "tlx.barrier_wait(v.empty[0], (tile & 1) ^ 1)": "V comes after the first rows of Q: S needs "
     "only K and Q, so the consumers begin earlier.",
-    "tlx.barrier_expect_bytes(ring.full[stage], BYTES)": "One barrier for both halves of a tile: "
-    "it completes when all bytes are there.",
-    "return tlx.async_dot(k, tlx.local_trans(q.buffer[at]))": "S transposed: keys are the rows of "
-    "the {term}`accumulator`, so P and dS can be A operands of dV and dK.",
-    "p, slope = value_and_factor(": "*Fold*: value and slope without their constant factors.",
-    "dp = tlx.async_dot_wait(1, dp)": "One MMA may still be in flight: dP is there, dV still runs "
-    "under the arithmetic of dS.",
-    "tlx.local_store(own, d)": "dS for the other consumer. The fence below it also covers dQ that "
-    "the step before has put aside.",
-    "d = tlx.local_slice(ds.buffer[at * MATH_ROLES], ": "dQ sums over all 128 keys: those of "
-    "consumer 0 here, those of consumer 1 below.",
     "steps = uniform(steps_of(len_q, options))": "*Uniform*: a shuffle from lane 0 leaves the "
     "value and tells the compiler that all threads have the same.",
     "zero = opaque_zero(step)": "*Late addresses*: added to buffer numbers below.",
@@ -295,12 +281,29 @@ NOTES = {
     "may be overwritten.",
     "dv = dv * (0.5 * scale * output_scale)": "The folded factors, once per tile.",
     "own = staged[role * (128 // HEAD_DIM)]": "dK leaves through the memory that staged dQ.",
+}
+CALLED_NOTES = {
+    "tlx.barrier_expect_bytes(ring.full[stage], BYTES)": "One barrier for both halves of a tile: "
+    "it completes when all bytes are there.",
+    "return tlx.async_dot(k, tlx.local_trans(q.buffer[at]))": "S transposed: keys are the rows of "
+    "the {term}`accumulator`, so P and dS can be A operands of dV and dK.",
+    "p, slope = value_and_factor(": "*Fold*: value and slope without their constant factors.",
+    "dp = tlx.async_dot_wait(1, dp)": "One MMA may still be in flight: dP is there, dV still runs "
+    "under the arithmetic of dS.",
+    "tlx.local_store(own, d)": "dS for the other consumer. The fence below it also covers dQ that "
+    "the step before has put aside.",
+    "d = tlx.local_slice(ds.buffer[at * MATH_ROLES], ": "dQ sums over all 128 keys: those of "
+    "consumer 0 here, those of consumer 1 below.",
     "staging = tlx.local_alloc((64, 64), tl.float32, MATH_ROLES)": "Half of dQ of a step, in fp32, "
     "for each consumer.",
     "with tlx.async_task(num_warps=4, registers=REGISTERS": "The two consumers: one function, "
     "compiled for each role.",
 }
-chapter.annotated([getattr(lesson, name) for name in WHOLE], NOTES)
+chapter.annotated([lesson.load, lesson.math], ROLES_NOTES)
+called = [getattr(lesson, name) for name in CALLED]
+chapter.annotated(
+    called, CALLED_NOTES, folded="What the roles call, and the kernel that starts them"
+)
 
 # %% [markdown]
 # ## Is it right?
@@ -325,9 +328,8 @@ for name in (ALL, NONE):
 chapter.predictions()
 
 # %% [markdown]
-# By its own test the design was refuted: at least 430 TFLOP/s expected, {glue:text}`none_2048:.0f`
-# measured. With the six ideas a step takes {glue:text}`step_all:,.0f` cycles, and 2,048 tokens run
-# at {glue:text}`all_2048:.0f` TFLOP/s (in bursts).
+# With the six ideas a step takes {glue:text}`step_all:,.0f` cycles, and 2,048 tokens run at
+# {glue:text}`all_2048:.0f` TFLOP/s (in bursts).
 #
 # The prediction counted MMAs, instructions and bytes and took the largest, a {term}`roofline` of
 # units. Such a count holds when enough independent chains feed the units, and two do not. Inside a

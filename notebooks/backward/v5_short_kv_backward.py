@@ -84,14 +84,13 @@ chapter.figure(chart, measured=ladder)
 #
 # {doc}`Backward v4 <v4_warp_specialized_backward>` gives each {term}`CTA` 128 keys. A row of dQ is
 # a sum over all keys, so every CTA of a sequence adds its part in memory, in fp32. That is an
-# all-reduce: everybody computes a partial result, and the results are added.
+# all-reduce.
 #
 # Backward v5 gathers instead. A {term}`cluster` of two CTAs owns all keys of a sequence, up to 256.
 # The CTAs of a cluster run at the same time on neighbouring SMs, and each may read and write the
 # {term}`shared memory` of the other, which is then called *distributed shared memory*. Each has a
 # number in the cluster, its *rank*, here 0 or 1. The two exchange dS, an *operand* of dQ, and each
-# computes half of the columns of dQ from all keys. In other words, they trade what goes into the
-# matmul instead of adding what comes out, and every row of dQ is finished on the spot.
+# computes half of the columns of dQ from all keys. Every row of dQ is finished on the spot.
 #
 # | | {doc}`v4 <v4_warp_specialized_backward>` | v5 | v6 |
 # |:--|:--|:--|:--|
@@ -100,9 +99,6 @@ chapter.figure(chart, measured=ladder)
 # | dQ of a CTA | all columns, part of the sum | half of the columns, whole sum | all of it |
 # | dQ leaves as | fp32, TMA reduce-add, rounded later | bf16, TMA store | bf16, TMA store |
 # | launches | zero fill, main kernel, rounding | one | one |
-#
-# The last column is the same idea one step further. With at most 128 keys a single CTA has them
-# all, so backward v6 needs no cluster and no exchange.
 #
 # ## What a sum in memory costs
 #
@@ -207,7 +203,7 @@ chapter.table(
 
 # %% [markdown]
 # Without the last wait, results are right for as long as the memory of an exited CTA stays as it
-# is. On a GPU that might work for weeks. The rules for clusters forbid it all the same.
+# is. The rules for clusters forbid it all the same.
 
 # %% tags=["remove-cell"]
 CROSS, SHORT, SELF = "gdpa-cross-full-2048", "gdpa-cross-full-512", "gdpa-self-full-256"
@@ -313,9 +309,9 @@ chapter.predict(
 #
 # Backward v5 was faster than we had predicted, and the protocol is not the reason. Its first draft
 # lacked one line, `zero = opaque_zero(step)`, an addition of zero that
-# {doc}`v4_warp_specialized_backward` explains. Bytes, matmuls and algorithm are the same without
-# the line, but the kernel takes {glue:text}`kept_cross:.2f` times as long with 2,048 queries, and
-# {glue:text}`kept_self:.2f` times as long on full batches of 256 tokens (in bursts).
+# {doc}`v4_warp_specialized_backward` explains. Without it the kernel takes
+# {glue:text}`kept_cross:.2f` times as long with 2,048 queries, and {glue:text}`kept_self:.2f` times
+# as long on full batches of 256 tokens (in bursts).
 
 # %% tags=["remove-cell"]
 built = {"v5": studies.build_backward(v5), "addresses kept": studies.build_backward(KEPT)}
@@ -356,9 +352,8 @@ chapter.table(
 #
 # ## Backward v6: one CTA is enough for 128 keys
 #
-# With 128 keys or fewer, dQ is a single product. Backward v4 still fills a buffer with zeros, adds
-# once and rounds. Backward v5 multiplies zeros in its second CTA. Backward v6 does neither: its
-# consumers exchange dS inside one CTA, as in v4, and store dQ in bf16, as in v5.
+# With 128 keys or fewer, dQ is a single product. Backward v6, of one CTA, needs neither a sum nor a
+# cluster: its consumers exchange dS inside one CTA, as in v4, and store dQ in bf16, as in v5.
 
 # %% tags=["remove-cell"]
 rows = chapter.rows(OF_V6, scope="sustained", direction="backward",
@@ -529,9 +524,8 @@ chapter.predict(
 # With head_dim 256 and 512 tokens, backward v7 is {glue:text}`over_v1:.1f` times as fast as v1 back
 # to back, and {glue:text}`over_peer7:.2f` times as fast as the best baseline. A step takes
 # {glue:text}`step:,.0f` cycles, by the difference between two lengths: much more than the count. We
-# suspected `scores`. In v4 one consumer evaluates while the other's MMAs run; in v7 every
-# activation is on one chain. Rather than argue, we *knocked out* parts of the kernel, one at a
-# time. Such copies compute nonsense, but what they save is what the part cost:
+# suspected `scores`, since in v7 every activation is on one chain, and *knocked out* parts of the
+# kernel, one at a time. Such copies compute nonsense, but what they save is what the part cost:
 
 # %% tags=["remove-input"]
 names = {"v7": "backward v7", "identity": "identity instead of GELU", "not sent": "dQ not sent",
@@ -546,7 +540,7 @@ chapter.table(
 # %% [markdown]
 # The chain under suspicion has slack. Sending dQ costs {glue:text}`sent:.0f` %, both together
 # {glue:text}`together:.0f` %. A step adds 64 KiB to the sums in memory, {glue:text}`added7:.1f`
-# TB/s from all SMs. Our count saw dQ leave shared memory, but not arrive in L2.
+# TB/s from all SMs.
 #
 # ## What we predicted
 #

@@ -223,11 +223,10 @@ chapter.glue(b1_step=books["a step takes"][0])
 assert (books["a step takes"] / books["port busy"]).between(1, 1.1).all(), "the text says so"
 
 # %% [markdown]
-# Count and emulator agree to the clock, so no access is forgotten; only a B200 can
-# say whether it counts the same way. A step of b1 takes {glue:text}`b1_step:,.0f` clocks, little
-# more than its port is busy: the schedule hides the chain of S, activation, dS and dQ. So better
-# overlap would gain nothing, and bytes have to go. The plan *dK first*, which is not built, would
-# need {glue:text}`first_smem:,.0f` clocks of the port.
+# Count and emulator agree to the clock; only a B200 can say whether it counts the same way. A step
+# of b1 takes {glue:text}`b1_step:,.0f` clocks, little more than its port is busy: the schedule
+# hides the chain of S, activation, dS and dQ. Better overlap would gain nothing. The plan *dK
+# first*, which is not built, would need {glue:text}`first_smem:,.0f` clocks of the port.
 
 # %% tags=["remove-input"]
 # | name: fig-b200-backward
@@ -250,9 +249,8 @@ studies.stepper(
 # ## Blackwell backward b2: halves of dQ change hands
 #
 # With at most 256 keys two CTAs of a {term}`cluster` own all of them, as in {doc}`backward v5
-# <../backward/v5_short_kv_backward>`. There the CTAs exchange dS, in bf16, before the MMA, which
-# moved fewer bytes than adding results in fp32. Count here what a CTA sends in a step of 128 rows,
-# and what has to fit into {glue:text}`most:.0f` KiB of shared memory:
+# <../backward/v5_short_kv_backward>`. There the CTAs exchange dS. Count here what a CTA sends in a
+# step of 128 rows, and what has to fit into {glue:text}`most:.0f` KiB of shared memory:
 
 # %% tags=["remove-input"]
 ROOM = {"K": TILE, "V": TILE, "Q, two steps": 2 * TILE, "dO": TILE, "dS": TILE}
@@ -298,10 +296,9 @@ chapter.code(b2.output, "tlx.barrier_wait(inbox.empty", "at = [BOUND")
 #
 # In b1 the loop over MMAs has `num_stages=0`. Without it the compiler pipelines the loop itself: it
 # gives each MMA a barrier, {glue:text}`theirs:.0f` commits instead of {glue:text}`own:.0f` in the
-# machine code, peels the first step, and waits for MMAs whose results are not needed yet. The
-# results stay the same, so no test of results sees it. Count commits. (Both kernels spill at most
-# {glue:text}`spilled:.0f` bytes, constants that roles carry into their loops; the loops of math and
-# mma touch no local memory.)
+# machine code, peels the first step, and waits for MMAs whose results are not needed yet. No test
+# of results sees it. (Both kernels spill at most {glue:text}`spilled:.0f` bytes, constants that
+# roles carry into their loops; the loops of math and mma touch no local memory.)
 
 # %% tags=["remove-cell"]
 kernels = {"b1": built(b1), "b2": built(b2)}

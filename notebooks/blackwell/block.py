@@ -136,13 +136,12 @@ assert programs["fit by columns"]["forward"] < programs["by the rest"]["forward"
 chapter.glue(v1_programs=programs["fit by columns"]["forward"], v1_hopper=hopper.iloc[0])
 
 # %% [markdown]
-# In the forward pass S takes 64 columns and O 128; rounded up that is half of them.
-# Of {glue:text}`v1_hopper:.0f` programs on a Hopper SM {glue:text}`v1_programs:.0f` remain. Is that
-# enough? Little's law again ({doc}`../block/counting_bytes`): only reads count, and the latency is
-# an assumption, 1 µs. So is the bandwidth, {glue:text}`gbytes:,.0f` GB/s in the forward pass: the
-# nominal rate of a B200, 7,680 bits at 3,996 MHz
-# ([pytorch/ao#4002](https://github.com/pytorch/ao/issues/4002)), times an H200's share of its own
-# ({doc}`model`).
+# In the forward pass S and O take, rounded up, half of them. Of {glue:text}`v1_hopper:.0f` programs
+# on a Hopper SM {glue:text}`v1_programs:.0f` remain. Is that enough? Little's law again
+# ({doc}`../block/counting_bytes`): only reads count, and the latency is an assumption, 1 µs. So is
+# the bandwidth, {glue:text}`gbytes:,.0f` GB/s in the forward pass: the nominal rate of a B200,
+# 7,680 bits at 3,996 MHz ([pytorch/ao#4002](https://github.com/pytorch/ao/issues/4002)), times an
+# H200's share of its own ({doc}`model`).
 
 # %% tags=["remove-input"]
 TILE = 64 * 128 * 2  # bytes: one tensor, one block, one head
@@ -160,9 +159,8 @@ for direction, (read, written) in MOVED.items():
 chapter.glue(gbytes=units.ASSUMED.gbytes_per_s(3, 1), budget=budget["forward"])
 
 # %% [markdown]
-# The loads of one program would suffice if they were always in flight. But a program
-# of block v1 has none in flight while it computes. Four programs hid that; two do only if they
-# happen to take turns.
+# A program of block v1 has no loads in flight while it computes. Four programs hid that; two do
+# only if they happen to take turns.
 #
 # ## With rotary block v1 needs more issue slots than Blackwell block b1
 #

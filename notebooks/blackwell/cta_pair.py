@@ -82,8 +82,8 @@ chapter.figure(
 # all tiles of queries. At 32 KiB a tile of a tensor, that is the bar of b4.
 #
 # So b4 needs the port for every clock of its MMAs, and then again for Q and O: 96 KiB for 128
-# queries, whatever the number of keys ({doc}`model`). Q must pass: it belongs to this CTA. But K
-# and V are the same for all queries of a head, and the SM beside this one reads them too.
+# queries, whatever the number of keys ({doc}`model`). But K and V are the same for all queries of a
+# head, and the SM beside this one reads them too.
 #
 # ## One MMA of two CTAs reads half of K and V from each
 #
@@ -96,8 +96,6 @@ chapter.figure(
 # | Q, P, S, O | its 128 rows | the next 128 rows |
 # | Kᵀ in S = Q Kᵀ | 64 of 128 keys | the other 64 keys |
 # | V in P V | 64 of 128 columns | the other 64 columns |
-#
-# So K is halved by rows and V by columns, of the same 128 keys.
 #
 # ## Blackwell forward b5: short keys stay in shared memory
 #
@@ -127,7 +125,7 @@ chapter.glue(stay=2 * 2 * TILE / 2)
 # - *Commits.* A commit with `two_ctas=True` arrives in both CTAs: scores for two math roles, free
 #   buffers for two `load` roles.
 #
-# CTAs wait for each other in no other way. The loop of the `mma` role:
+# The loop of the `mma` role:
 
 # %% tags=["remove-input"]
 chapter.code(b5_cta_pair.mma, "out = tile", "tile += 1")
@@ -159,8 +157,8 @@ for what, change in BROKEN.items():
 #
 # More than 256 keys do not fit. In b6 K and V stream in blocks of 128. To use a block for more than
 # one MMA the CTA has two tiles of queries, as in b4, and a math role owns a tile again. An item of
-# the list has 2 × 2 × 128 rows, and b5's loop over tiles becomes one over blocks. The kernel in
-# full:
+# the list has 2 × 2 × 128 rows, and b5's loop over tiles becomes one over blocks. Its roles,
+# with notes:
 
 # %% tags=["remove-input"]
 B6_NOTES = {
@@ -184,20 +182,22 @@ B6_NOTES = {
         "*Arrival*: P of this CTA is stored, said to the leader.",
     "move_columns(o.buffer[role], q.buffer[slot], output_scale, options.COLUMNS, DTYPE)":
         "O leaves through the slot of its Q, so that two items fit.",
+}  # fmt: skip
+KERNEL_NOTES = {
     "p = tlx.local_alloc((ROWS, BLOCK_N), DTYPE, 2 * ROLES, tlx.storage_kind.tmem, reuse=s)":
         "P lies over S in {term}`tensor memory`.",
     "p = Handover(p, tlx.alloc_barriers(ROLES * SLICES, arrive_count=CTAS))":
         "Two arrivals, one of each CTA, complete a slice of P.",
 }  # fmt: skip
 b6 = b6_pair_stream
-kernel = [b6.load, b6.mma, b6.math, b6.output, b6.pair_stream_kernel]
-chapter.annotated(kernel, B6_NOTES)
+chapter.annotated([b6.load, b6.mma, b6.math, b6.output], B6_NOTES)
+chapter.annotated(b6.pair_stream_kernel, KERNEL_NOTES, folded="The kernel that starts the roles")
 
 # %% [markdown]
 # ## The emulator counts the same bytes, and finds Blackwell forward b6 faster than b4
 #
-# The emulator sees every read and write and counts the port's bytes independently. Here is one item
-# of each kernel, with 1,024 keys in b4 and b6, and with 256 keys and four tiles in b5.
+# The emulator counts the port's bytes independently: one item of each kernel, with 1,024 keys in b4
+# and b6, and with 256 keys and four tiles in b5.
 
 # %% tags=["remove-cell"]
 PICTURES = {"b4": ((256,), (1024,)), "b5": ((1024,), (256,)), "b6": ((512,), (1024,))}
@@ -362,10 +362,9 @@ kept = shares["items of 512"] / shares["items of 256"]
 chapter.glue(lost=100 * (1 - kept[512]), net_512=gain * kept[512], net_2048=gain * kept[2048])
 
 # %% [markdown]
-# On half-full batches of 512 b6 loses {glue:text}`lost:.0f` % against b4 before it
-# begins. With the emulated clocks of a tile it runs at {glue:text}`net_512:.2f` times the rate of
-# b4, and at 2,048 at {glue:text}`net_2048:.2f` times. A later kernel version is not better for
-# every batch.
+# On half-full batches of 512 b6 loses {glue:text}`lost:.0f` % against b4 before it begins. With the
+# emulated clocks of a tile it runs at {glue:text}`net_512:.2f` times the rate of b4, and at 2,048
+# at {glue:text}`net_2048:.2f` times.
 #
 # ## What only a B200 can tell
 #

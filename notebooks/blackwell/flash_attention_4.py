@@ -99,8 +99,7 @@ chapter.figure(
 # - *The pipeline.* What runs while one tile ends and the next begins?
 # - *The mathematics.* Softmax needs a maximum and a sum for each row; an activation needs neither.
 #
-# The claim is about the second and third. The first is not attention: with equal lengths a division
-# would answer it.
+# The first is not attention.
 #
 # ## A walk over the batch costs quadratic time
 #
@@ -160,11 +159,9 @@ assert published["the loop"].between(0.9, 1.1).all(), "the text: the loop is abo
 # %% [markdown]
 # Of the factor {glue:text}`published_256:.1f` at 256 tokens, {glue:text}`walk_256:.1f` would be the
 # walk and {glue:text}`ends_256:.1f` the beginning and end of tiles. The loop, softmax included,
-# contributes about nothing: {glue:text}`loop:.2f` to {glue:text}`loop_most:.2f`. In other words, in
-# the loop FA4 is no slower than GDPA.
+# contributes about nothing: {glue:text}`loop:.2f` to {glue:text}`loop_most:.2f`.
 #
-# A law fitted to seven bars is a story until it is tested. The test needs no B200: the walk is
-# ordinary integer code, and Hopper's path has one too.
+# The test of this law needs no B200: Hopper's path has a walk too.
 #
 # ## One switch makes FlashAttention-4 walk again
 #

@@ -397,10 +397,9 @@ assert pairs["published"].iloc[1] - 1 < 0.35 * (pairs["ledger"].iloc[1] - 1), "t
 # ## Surprise: a faster tensor core made shared memory the bound
 #
 # Three of the four units did not change from Hopper to Blackwell. A kernel bound by its MMAs there
-# is bound by shared memory here, and the cure is neither a better pipeline nor a cheaper
-# activation, but reading less. The published bars show it: with 256 keys the rate does not rise
-# from 512 to 2,048 queries. Overheads of launches and tails would shrink; a cost per query does
-# not.
+# is bound by shared memory here, and the cure is reading less. The published bars show it: with 256
+# keys the rate does not rise from 512 to 2,048 queries. Overheads of launches and tails would
+# shrink; a cost per query does not.
 
 # %% tags=["remove-input"]
 chapter.predictions()

@@ -228,9 +228,8 @@ for name in ("b1", "b2", "b3"):
 #
 # With 1,024 keys the second tile brings most of the gain, from {glue:text}`busy_b1:.0f` to
 # {glue:text}`busy_b2:.0f` %. With 256 keys the ends of the tiles do: b3 raises
-# {glue:text}`short_b2:.0f` to {glue:text}`short_b3:.0f` %. These are shares of modelled cycles. The
-# emulator models the rates of the units, but not power, caches or latencies under load. It ranks
-# orders of events; {doc}`model` predicts TFLOP/s.
+# {glue:text}`short_b2:.0f` to {glue:text}`short_b3:.0f` %. The emulator ranks orders of events;
+# {doc}`model` predicts TFLOP/s.
 #
 # ## Blackwell forward b4: a quarter of the scores without MUFU
 #
@@ -317,9 +316,9 @@ chapter.glue(worst=max((one["largest error"] / one["allowed"]).max() for one in 
 # published kernels rely on it. (3) The order of `tcgen05` operations across threads: emulated
 # barriers order all memory, while the PTX has {glue:text}`ptx_fences:.0f` `tcgen05.fence`, and
 # fences between threads and MMAs are read in the PTX, not modelled. (4) The lanes of tensor memory:
-# the emulator has buffers, no layouts. (5) Resources that block:
-# `tcgen05.alloc` waits until another program of the SM has freed its columns, while in the emulator
-# every CTA has 512 columns of its own. The first run on a B200 will settle most of it.
+# the emulator has buffers, no layouts. (5) Resources that block: `tcgen05.alloc` waits until
+# another program of the SM has freed its columns, while in the emulator every CTA has 512 columns
+# of its own.
 #
 # ## Exercises
 #

@@ -80,9 +80,8 @@ chapter.figure(
 #
 # The gradients are those of {eq}`eq-block-gradients`. Everything in them is a matmul except $D_i$,
 # which {doc}`../backward/by_hand` derives in two forms: $\sum_j P_{ij}\, dP_{ij}$, a sum over the
-# keys of a row, and $\sum_c O_{ic}\, dO_{ic}$. A kernel that loops over keys never has a whole row,
-# so it reads the output and computes $D$ beforehand. A kernel that holds the row in registers takes
-# the first form and needs no output. In other words, the forward pass has nothing to keep.
+# keys of a row, and $\sum_c O_{ic}\, dO_{ic}$. A kernel that holds the row in registers takes the
+# first form and needs no output: the forward pass has nothing to keep.
 #
 # *Rows beyond the end of a block* need no mask. Their Q is zero, so their P is uniform nonsense.
 # But their $dO$ is zero too, so they add nothing to $dV$; their $dP$, $D$ and $dS$ vanish, so they
@@ -93,10 +92,10 @@ chapter.figure(
 chapter.code(v1_one_tile.backward_kernel, "        p, total = softmax_parts")
 
 # %% [markdown]
-# Each row of each gradient is written once, by one program. There are no atomics and no sum whose
-# order depends on scheduling, so every run gives the same bits. With {term}`grouped heads`, $dK$
-# and $dV$ are sums over a group of query heads: one program takes the whole group (`member` counts
-# through it) and adds in its {term}`accumulators <accumulator>` in a fixed order.
+# Each row of each gradient is written once, by one program. So every run gives the same bits. With
+# {term}`grouped heads`, $dK$ and $dV$ are sums over a group of query heads: one program takes the
+# whole group (`member` counts through it) and adds in its {term}`accumulators <accumulator>` in a
+# fixed order.
 #
 # How many tensors move? Emulated loads and stores for one full block and one head of dimension 128,
 # in units of q:
@@ -170,7 +169,7 @@ wrong = studies.changed(v1_one_tile, ("GRAD_STRIDES=grad_out.stride()", "GRAD_ST
 print(studies.findings(lambda: wrong.backward(ones, given), ("modelled",))[0].splitlines()[0])
 
 # %% [markdown]
-# On a GPU that load would most likely succeed and return whatever follows the 1 in memory.
+# On a GPU that load would most likely succeed.
 #
 # The kernels themselves are right: block v1 on ragged lengths, with grouped heads, rotary on q, k
 # and v, and $\sin^2 + \cos^2 \ne 1$, in the emulator, against fp64.

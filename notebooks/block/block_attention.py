@@ -15,12 +15,10 @@
 # blocks leave out {glue:text}`left_out:.1f` % of the pairs of full attention.
 # :::
 #
-# Why would anyone want it? A recommendation model attends over the history of every user of a
-# batch, at thousands of users and thousands of events each, and full attention does not fit into
-# the time that a request or a training step has. Cut the history into blocks of 64 events and
-# attend inside each block: the work then grows with the length and no longer with its square. In
-# other words, twice the history costs twice as much, not four times. Other layers have to carry
-# information between blocks.
+# A recommendation model attends over the history of every user of a batch, at thousands of users
+# and thousands of events each, and full attention does not fit into the time that a request or a
+# training step has. Cut the history into blocks of 64 events and attend inside each block: the work
+# then grows with the length and no longer with its square.
 
 # %% tags=["hide-input"]
 from dataclasses import replace
@@ -74,8 +72,8 @@ chapter.figure(
 assert (p > 0).sum() == 16**2 + 4**2 + 16**2 + 5**2
 
 # %% [markdown]
-# The figure is drawn by the operator itself. With the identity matrix for $V$ the output $O = P V$
-# is $P$, so `block_attention` shows its own mask.
+# With the identity matrix for $V$ the output $O = P V$ is $P$, so `block_attention` shows its own
+# mask.
 #
 # ## The definition
 #
@@ -90,10 +88,10 @@ assert (p > 0).sum() == 16**2 + 4**2 + 16**2 + 5**2
 # without a causal mask, with $s = 1/\sqrt{\mathtt{head\_dim}}$ unless given. Tokens of different
 # blocks do not see each other.
 #
-# "Sparse attention" names what is missing. What is left is a batch of small dense problems, so any
-# kernel for jagged batches can run it if it is told that each block is a sequence. Here PyTorch's
-# attention does, block by block, and gives the same output. Four query heads share two heads of
-# keys and values {cite}`shazeer2019mqa,ainslie2023gqa`:
+# What is left is a batch of small dense problems, so any kernel for jagged batches can run it if it
+# is told that each block is a sequence. Here PyTorch's attention does, block by block, and gives
+# the same output. Four query heads share two heads of keys and values
+# {cite}`shazeer2019mqa,ainslie2023gqa`:
 
 # %%
 q, k, v = (torch.randn(total, heads, 16, dtype=torch.float64) for heads in (4, 2, 2))
@@ -115,8 +113,8 @@ print(f"{len(lengths)} sequences, {len(parts)} blocks: {parts}")
 # The published account speaks of production batches of 1,152 sequences of up to about four thousand
 # tokens {cite}`siso2026block`. For the batch of its main table, blocks do {glue:text}`fewer:.0f`
 # times fewer FLOPs in the forward pass than full attention (counted from lengths). The bytes stay
-# the same, so the operator falls from {glue:text}`full:.0f` FLOP per byte to
-# {glue:text}`few:.0f`. What was limited by compute is now limited by memory.
+# the same, so the operator falls from {glue:text}`full:.0f` FLOP per byte to {glue:text}`few:.0f`.
+# Memory is now the limit.
 
 # %% tags=["remove-cell"]
 main = workload(*BLOCK_TABLES["table5"])

@@ -73,9 +73,9 @@ chapter.figure(
 #
 # With $b = 64$ these are 32 and 46 FLOP per byte, whatever the lengths, heads and batch. The H200
 # needs {glue:text}`ridge_forward:.0f` and {glue:text}`ridge_backward:.0f` before its tensor cores
-# become the limit. In other words, a block would have to have {glue:text}`size_forward:.0f` tokens
-# in the forward pass, or {glue:text}`size_backward:.0f` in the backward pass, to be compute-bound.
-# In this part a kernel is therefore judged by GB/s.
+# become the limit. So a block would have to have {glue:text}`size_forward:.0f` tokens in the
+# forward pass, or {glue:text}`size_backward:.0f` in the backward pass, to be compute-bound. In this
+# part a kernel is therefore judged by GB/s.
 
 # %% tags=["remove-cell"]
 record = chapter.record("block/results")
@@ -104,9 +104,8 @@ chapter.glue(
 # of k and v are sums over queries, that of q is a sum over keys. That takes one kernel with atomic
 # additions, or two deterministic ones as in our {doc}`block v0 <v0_flash>`.
 #
-# One tensor has {glue:text}`tensor_mb:,.0f` MB, far more than the L2 cache
-# ({glue:text}`l2_mb:.0f` MB, nominal), so no kernel finds there what another one left. Listing the
-# tensors therefore gives the bytes:
+# One tensor has {glue:text}`tensor_mb:,.0f` MB, far more than the L2 cache ({glue:text}`l2_mb:.0f`
+# MB, nominal), so no kernel finds there what another one left. Listing the tensors gives the bytes:
 
 # %% tags=["remove-cell"]
 moved = pd.DataFrame({
@@ -142,8 +141,7 @@ chapter.glue(
 # gain in the backward pass by the round trip of the log-sum-exp {cite}`siso2026block`, but that
 # tensor is only {glue:text}`lse_share:.1f` % of what the pass must move.
 #
-# These bounds compare two kernels that both run at the rate of a copy. If one tile gains more, then
-# the general kernel must be slower than its own bytes.
+# If one tile gains more, the general kernel must be slower than its own bytes.
 #
 # ## The published times
 #
@@ -250,9 +248,8 @@ chapter.glue(held_forward=held["forward"], held_backward=held["backward"],
 # A speedup is a ratio of bytes times a ratio of rates. The baseline's source is not published, and
 # that it moves what block v0 moves is our assumption. If so, its times in table 5 mean
 # {glue:text}`held_forward:,.0f` GB/s in the forward pass and {glue:text}`held_backward:,.0f` in the
-# backward pass, {glue:text}`held_share:.0f` % of the nominal rate in both. The equality proves
-# little, but it suggests a baseline whose rate is set by something other than its bytes. The next
-# chapters look for it.
+# backward pass, {glue:text}`held_share:.0f` % of the nominal rate in both. The equality suggests a
+# rate that is set by something other than bytes.
 
 # %% tags=["remove-input"]
 chapter.predictions()

@@ -22,9 +22,7 @@
 # %% tags=["hide-input"]
 from dataclasses import replace
 
-import pandas as pd
-
-from _lib import block_tables, gradients
+from _lib import block_tables, gradients, ratios
 from _lib.rotary_alone import measure_rotary
 from gdpa_kernels.calling import ladder
 from gdpa_lab.measuring.baselines import BLOCK_BASELINES
@@ -178,17 +176,18 @@ chapter.figure(
 # 256, which nobody published, stand below that of 128:
 
 # %% tags=["remove-input"]
-duels = pd.DataFrame({
-    "head_dim, pass": five["head_dim"].astype(str) + ", " + five["direction"],
-    "best kernel": five["best rung"].map(named), "ms": five["ms"].round(2),
-    "% of copy": five["% of copy"].round(0), "best baseline": five["best peer"].map(named),
-    "times as fast": five["peer / rung"].round(2),
-})  # fmt: skip
-chapter.table(
-    duels, measured=of_five, name="tab-block-best",
-    caption="**At every head dimension the backward pass gains more than the forward pass.** "
-    "Back to back on the H200; the last column is the baseline's time over the kernel's.",
+duels = ratios.opposed(
+    {"head_dim, pass": five["head_dim"].astype(str) + ", " + five["direction"]},
+    five["best rung"].map(named), five["best peer"].map(named),
+    {"ms": five["ms"].round(2), "% of copy": five["% of copy"].round(0)}, five["peer / rung"],
 )  # fmt: skip
+ratios.against(
+    chapter,
+    duels,
+    "At every head dimension the backward pass gains more than the forward pass.",
+    of_five,
+    "tab-block-best",
+)
 by_pass = five.pivot(index="head_dim", columns="direction", values="peer / rung")
 assert (by_pass["backward"] > by_pass["forward"]).all(), "the caption"
 
@@ -210,8 +209,7 @@ chapter.table(
 )  # fmt: skip
 
 # %% [markdown]
-# In the backward pass both baselines reach about a quarter of their machine's rate. So the
-# published ratio is smaller because of the published kernel, not because of its baseline.
+# So the published ratio is smaller because of the published kernel, not because of its baseline.
 #
 # ## Table 6: other lengths
 
@@ -371,18 +369,15 @@ chapter.predict(
 chapter.glue(mean_dq=eight.loc["dq", "mean, published"])
 
 # %% [markdown]
-# A gradient is made of rounded things: q, k and v after rotary, P and dS, then the result. One
-# rounding more is one among several, and independent errors add as squares. The published
-# {glue:text}`mean_dq:.2f` for dq would need a second rounding about as large as all others
-# together. {doc}`backward_alone` says what it can mean.
+# A gradient is made of rounded things: q, k and v after rotary, P and dS, then the result.
+# Independent errors add as squares. The published {glue:text}`mean_dq:.2f` for dq would need a
+# second rounding about as large as all others together. {doc}`backward_alone` says what it can
+# mean.
 
 # %% tags=["remove-input"]
 chapter.predictions()
 
 # %% [markdown]
-# {doc}`The table of claims <../tools/claims>` sets each published number of these tables beside
-# ours.
-#
 # ## Exercises
 #
 # :::{exercise} sin and cos for each head

@@ -102,8 +102,7 @@ chapter.figure(drawn, measured=rows, modelled="what the bytes of v0 allow")
 # | dK and dV in one kernel, dQ in another | sums without atomics | one program owns all |
 #
 # (`delta` is the $D$ of {doc}`../backward/by_hand`.) {doc}`Block v1 <v1_one_tile>` leaves all of it
-# out. To know what that is worth, we first need a good version with everything in. The loop of the
-# forward kernel:
+# out. The loop of the forward kernel:
 
 # %% tags=["remove-input"]
 chapter.code(v0_flash.forward_kernel, "highest = tl.full")
@@ -165,8 +164,7 @@ for way, dim in share.index:
 # {glue:text}`beyond_forward_128:,.0f` and {glue:text}`beyond_backward_128:,.0f` µs are not spent in
 # the tensor cores: at the rate of a large matmul, the {term}`MMAs <MMA>` would take
 # {glue:text}`compute_forward_128:.0f` % of v0's time in the forward pass and
-# {glue:text}`compute_backward_128:.0f` % in the backward pass. Something else costs time, and the
-# next two sections look for it.
+# {glue:text}`compute_backward_128:.0f` % in the backward pass.
 #
 # ## It is right, and it is a fair baseline
 #
@@ -244,13 +242,12 @@ assert kernels["programs on an SM"].eq(2).all() and kernels["LDGSTS"][0] == 0
 assert kernels["shared (KiB)"].round().tolist() == [48, 80], "an answer says so"
 
 # %% [markdown]
-# A pipeline also changes the path of the data. With one stage, K and V are loaded
-# into registers and then stored to {term}`shared memory`. With two, the compiler uses the
-# instruction LDGSTS (`cp.async`): the data go straight to shared memory, and the warp is free until
-# it needs them. The number of programs and the arithmetic stay the same, and yet the forward pass
-# is faster. In the backward pass two stages help at head_dim 128 and hurt at 64, so block v0 has
-# two stages in the forward and one in the backward pass. A baseline is fair only when its constants
-# have been tried, even those that should not matter.
+# A pipeline also changes the path of the data. With one stage, K and V are loaded into registers
+# and then stored to {term}`shared memory`. With two, the compiler uses the instruction LDGSTS
+# (`cp.async`): the data go straight to shared memory, and the warp is free until it needs them. The
+# number of programs and the arithmetic stay the same, and yet the forward pass is faster. In the
+# backward pass two stages help at head_dim 128 and hurt at 64, so block v0 has two stages in the
+# forward and one in the backward pass.
 #
 # What keeps block v0 from its bytes? Only two programs fit on an SM. Each requests its tiles,
 # waits, computes with nothing in flight, stores and ends. While it waits, only the other can keep

@@ -223,8 +223,7 @@ chapter.glue(fits=fits["none"], fits_accumulate=fits["accumulate"])
 # {glue:text}`fits_accumulate:.0f` programs share an SM with the accumulation and
 # {glue:text}`fits:.0f` without it.
 #
-# That number matters because a program loads, waits, computes and stores, one after the other. Only
-# the other programs on the SM keep memory busy meanwhile.
+# A program loads, waits, computes and stores; only the others on the SM keep memory busy meanwhile.
 #
 # ## Surprise: the order of the programs changes the time
 #
@@ -263,13 +262,11 @@ assert max(order) < 1, "the text says: in all four cases"
 # together cover a stretch of q without a gap. With heads outer, they take a quarter of each row of
 # a stretch four times as long, and come back for the next quarter much later. Our guess at the
 # cause: DRAM is organised in pages, and opening a page four times costs more than opening it once.
-# The record holds no counter of DRAM pages that could confirm it. {doc}`v2_slab` gives all heads of
-# a block to one program.
+# No counter in the record confirms it. {doc}`v2_slab` gives all heads of a block to one program.
 #
-# In the forward pass there is little left to gain. In the backward pass a program moves seven tiles
-# and computes five matmuls one after another, and registers leave no room for more programs. Loads
-# must then overlap with computation inside a program: {doc}`v3_warp_specialized` gives them to a
-# producer.
+# In the forward pass there is little left to gain. In the backward pass registers leave no room for
+# more programs, so loads must overlap with computation inside one: {doc}`v3_warp_specialized` gives
+# them to a producer.
 
 # %% tags=["remove-input"]
 chapter.predictions()

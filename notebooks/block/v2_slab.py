@@ -109,9 +109,9 @@ chapter.figure(charts.dots(ratio, xlabel="time / time of block v1"), measured=ro
 chapter.code(v2_slab.forward_kernel, "    for step in")
 
 # %% [markdown]
-# A slab is one piece of memory, but block v2 touches it in four visits. At any moment all its
-# programs are at head 0, later all at head 1. In block v1 the four programs of a block run at the
-# same time, so the slab is read at once ({numref}`fig-bv1-order`).
+# Block v2 touches a slab in four visits. At any moment all its programs are at head 0, later all at
+# head 1. In block v1 the four programs of a block run at the same time, so the slab is read at once
+# ({numref}`fig-bv1-order`).
 #
 # ## Stages are not buffers: with three stages no load is in flight during the MMAs
 #
@@ -212,25 +212,23 @@ for walk in ("1 head, 1 stage", "2 slabs, 3 stages", "2 per SM, 3 stages"):
 # Whatever the order of the work, the results are bit for bit those of block v1 (emulated, a ragged
 # batch).
 #
-# Our first sweep over `num_stages` ended at 3 and suggested that two are enough. It ended before
-# the first value that tests the idea. With five stages one program per SM takes
-# {glue:text}`fifth_least:.0f` to {glue:text}`fifth_most:.0f` % less time than with three. In the
-# backward pass at head_dim 128, where shared memory holds one program in any case, that variant
-# beats block v1. In the forward pass the third buffer leaves no room for a second program, so block
-# v1 stays ahead.
+# Our first sweep over `num_stages` ended at 3, before the first value that tests the idea. With
+# five stages one program per SM takes {glue:text}`fifth_least:.0f` to {glue:text}`fifth_most:.0f` %
+# less time than with three. In the backward pass at head_dim 128, where shared memory holds one
+# program in any case, that variant beats block v1. In the forward pass the third buffer leaves no
+# room for a second program, so block v1 stays ahead.
 #
 # ## Many small programs overlap for free
 #
-# Why is block v1 so hard to beat? A step is one head of one block. An SM with block v1 completes
-# one every {glue:text}`budget:.2f` µs (forward pass, head_dim 128), which is the rate of the copy.
-# With {glue:text}`v1_fit:.0f` programs on the SM, each may take {glue:text}`v1_step:.2f` µs. Alone
-# on its SM, a step of block v2 takes {glue:text}`three:.2f` µs with three stages and
-# {glue:text}`five:.2f` with five: far less, but still too long. A step is a chain of latencies
-# (load, wait, S, softmax, P V, store), so several must be in flight at once. Block v1 gets that for
-# free: when one program ends, the hardware starts another.
+# A step is one head of one block. An SM with block v1 completes one every {glue:text}`budget:.2f`
+# µs (forward pass, head_dim 128), which is the rate of the copy. With {glue:text}`v1_fit:.0f`
+# programs on the SM, each may take {glue:text}`v1_step:.2f` µs. Alone on its SM, a step of block v2
+# takes {glue:text}`three:.2f` µs with three stages and {glue:text}`five:.2f` with five: far less,
+# but still too long. A step is a chain of latencies (load, wait, S, softmax, P V, store), so
+# several must be in flight at once. Block v1 gets that for free: when one program ends, the
+# hardware starts another.
 #
-# In block v2 the same warps still load, wait, compute and store, in an order that the compiler
-# chose. {doc}`v3_warp_specialized` gives the loads to a producer warp.
+# {doc}`v3_warp_specialized` gives the loads to a producer warp.
 
 # %% tags=["remove-input"]
 chapter.predictions()

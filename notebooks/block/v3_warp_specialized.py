@@ -112,7 +112,7 @@ chapter.roles("v3_warp_specialized", "block_attention")
 # `Config` refuses such variants, which failed on the H200 in some of many launches
 # ({doc}`../tools/emulator` has the smallest example).
 #
-# ### The backward kernel in full
+# ### The roles of the backward kernel, with notes
 
 # %% tags=["remove-input"]
 V3_NOTES = {
@@ -136,6 +136,8 @@ V3_NOTES = {
     "put(dv_desc, tiles.v[stage], block, head_k, dv, column)":
         "dV leaves through the tile that held V and then P.",
     "dead = grad[stage] if GROUP == 1 else tiles.v[stage]": "grad_out is dead once dV is done.",
+}  # fmt: skip
+KERNEL_NOTES = {
     "p = tlx.local_alloc((BLOCK, BLOCK), DTYPE, NUM_STAGES * (WIDTH // BLOCK), reuse=v)":
         "P has no memory of its own.",
     'with tlx.async_task("default"):': "The producer's four warps, of which one thread works.",
@@ -143,15 +145,14 @@ V3_NOTES = {
         "A consumer is one {term}`warp group`.",
 }  # fmt: skip
 v3 = v3_warp_specialized
-chapter.annotated([v3.load, v3.math_backward, v3.backward_kernel], V3_NOTES)
+chapter.annotated([v3.load, v3.math_backward], V3_NOTES)
+chapter.annotated(v3.backward_kernel, KERNEL_NOTES, folded="The kernel that starts the roles")
 
 # %% [markdown]
 # ## Little's law counts the slots, and one more pays
 #
-# In {doc}`forward v4 <../forward/v4_warp_specialized>` roles were a step towards {term}`MMAs <MMA>`
-# that overlap with activations. Here the tensor cores idle whoever loads the tiles. All there is to
-# gain is the time in which no load is in flight. Little's law says how much must be in flight, here
-# with 1 µs of latency (an assumption) and measured copy rates:
+# All there is to gain is the time in which no load is in flight. Little's law says how much must be
+# in flight, here with 1 µs of latency (an assumption) and measured copy rates:
 
 # %% tags=["remove-cell"]
 run = chapter.record("block/results")
@@ -371,14 +372,12 @@ chapter.glue(
 #
 # ## Surprise: four warps are enough
 #
-# A consumer is four warps, 128 of the 2,048 threads that an SM can hold. In GDPA two consumers were
-# the least. Here one evaluates softmax, five MMAs and three conversions for the whole SM, at
-# {glue:text}`of_peak:.0f` % of the rate that matmuls reach on this machine, and a second one gains
-# in no case.
+# A consumer is four warps, 128 of the 2,048 threads that an SM can hold. One consumer evaluates
+# softmax, five MMAs and three conversions for the whole SM, at {glue:text}`of_peak:.0f` % of the
+# rate that matmuls reach on this machine, and a second one gains in no case.
 #
-# So specialization pays, but not for what it is known for: MMAs and softmax still follow each
-# other. What counts is that *loading* no longer waits for computing, and a producer is one way to
-# get that. Block v2 finds another with five stages. In the backward pass at head_dim 128 it then
+# MMAs and softmax still follow each other. What counts is that *loading* no longer waits for
+# computing; block v2 gets that with five stages. In the backward pass at head_dim 128 it then
 # reaches {glue:text}`v2_five:.0f` % of the copy in bursts, in its own record; block v3 reaches
 # {glue:text}`best_128:.0f` % back to back. It pays with a third buffer of each tile. Where many
 # programs fit on an SM, as in block v1's forward pass, the hardware's own scheduler gets the same

@@ -161,7 +161,7 @@ assert spilled.iloc[0] < 16 < 50 < spilled.iloc[1]
 # ## Rotary does not hide: a warp issues too few instructions
 #
 # A tile is read, multiplied, written back and read again by the MMA, all in shared memory, which
-# has bandwidth to spare. So we expected rotary to hide behind the loads. We measured variants with
+# has bandwidth to spare. We expected rotary to hide behind the loads, and measured variants with
 # one and two consumers, two to four slots, and one or two slots of sin and cos.
 
 # %% tags=["remove-cell"]
@@ -219,9 +219,9 @@ chapter.glue(hidden=hidden.max())
 # It does not hide: block v4 takes up to {glue:text}`hidden:.2f` times the time of attention with as
 # many bytes (in bursts). A second consumer says where to look. With it the forward pass is
 # {glue:text}`two_forward:.0f` % and the backward pass {glue:text}`two_backward:.0f` % faster,
-# although the loads were in flight all along. We had counted bytes of shared memory, and not
-# instructions. Here they are, for one warp and one item of the backward pass, from the
-# {term}`SASS`. Block v4a is our answer to this table.
+# although the loads were in flight all along. We had counted bytes and not instructions. Here they
+# are, for one warp and one item of the backward pass, from the {term}`SASS`. Block v4a is our
+# answer to this table.
 
 # %% tags=["remove-input"]
 v4_built, v4a_built = (
@@ -349,11 +349,11 @@ chapter.glue(
 #
 # ## Surprise: a careful fusion gains as much over a naive one as fusing itself promises
 #
-# Fusing saves a pass over memory, whoever does it. Yet in the backward pass the fused block v1 and
-# block v2 take {glue:text}`v1_lost:.2f` and {glue:text}`v2_lost:.2f` times the time of two kernels
-# one after the other. A tile that is rotated in registers must be there in fp32 and then go to
-# shared memory for the MMA, in another layout, and on the way block v1 and block v2 spill
-# {glue:text}`v1_spills:.0f` and {glue:text}`v2_spills:.0f` bytes a thread.
+# In the backward pass the fused block v1 and block v2 take {glue:text}`v1_lost:.2f` and
+# {glue:text}`v2_lost:.2f` times the time of two kernels one after the other. A tile that is rotated
+# in registers must be there in fp32 and then go to shared memory for the MMA, in another layout,
+# and on the way block v1 and block v2 spill {glue:text}`v1_spills:.0f` and
+# {glue:text}`v2_spills:.0f` bytes a thread.
 
 # %% tags=["remove-cell"]
 RUNGS = {"v1": v1_one_tile, "v2": v2_slab, "v4": v4_rotary, "v4a": v4a_turning_role}

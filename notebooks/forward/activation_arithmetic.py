@@ -66,8 +66,8 @@ chapter.figure(
 # ## The budget
 #
 # {doc}`../operator/activations` asked how accurate an activation must be, and lists the sequences
-# of instructions that compute one. This chapter asks what they cost. The kernel is {doc}`forward v6
-# <v6_short_kv>`; only the activation changes.
+# of instructions that compute one. The kernel is {doc}`forward v6 <v6_short_kv>`; only the
+# activation changes.
 #
 # The tensor cores of an SM do 4,096 bf16 FLOPs a clock. A score costs $4 d$ FLOPs, so at head_dim
 # 128 the other units must finish 8 activations a clock, or the tensor cores wait; at head_dim 64
@@ -213,7 +213,7 @@ for one in ("gelu_tanh.tanh", "silu.tanh"):
 # GELU also fills {glue:text}`issue_gelu:.0f` % of the issue slots that pass meanwhile, SiLU
 # {glue:text}`issue_silu:.0f` %. Of the sequences with one tanh, SiLU is the fastest with
 # {glue:text}`ones_max:.1f` elements a clock of 16, and the slowest reaches
-# {glue:text}`ones_min:.1f`. Where two units are nearly full at once, both suffer.
+# {glue:text}`ones_min:.1f`.
 #
 # *A packed tanh is no packed tanh.* One PTX instruction becomes two `MUFU.TANH` in SASS, with
 # conversions around them, so it gains nothing.
@@ -257,7 +257,7 @@ print(f"largest score: {scores.abs().max():.0f}; speed of gelu_taylor6 over gelu
       f"{rate['gelu_taylor6'] / rate['gelu.poly5']:.3f}")  # fmt: skip
 
 # %% [markdown]
-# Most of these scores are large, and there a clamped gate is exact.
+# On large scores a clamped gate is exact.
 #
 # ## Inside a kernel
 #

@@ -7,7 +7,7 @@
 # # How to plan a warp-specialized kernel: five sums before the first line
 #
 # How many cycles will a block of keys take, which unit sets that number, and do registers and
-# buffers fit? All of it can be worked out on paper before a line is written.
+# buffers fit?
 #
 # :::{admonition} In this chapter (50 minutes)
 # You will turn an order of issue into a period, name the unit that limits it, share out registers,
@@ -95,10 +95,10 @@ chapter.figure(
 # | shared-memory port | 128 bytes | Q and K for S, V for P V | 384 + 256 |
 #
 # The MUFU row is for one tanh per score ($u = 1$) and the issue row for the GELU of forward v4 ($i
-# = 6.5$, {doc}`activation_arithmetic`). The last row needs a word. The tensor core reads K and V
-# from {term}`shared memory` for *each* consumer, and for S also the consumer's 64 rows of Q. P
-# comes from registers and does not use the port. In bytes that is $2d(64 + n)$ for S and $2dn$ for
-# P V. In addition {term}`TMA` writes each block of K and V once, $4nd$ bytes for all consumers.
+# = 6.5$, {doc}`activation_arithmetic`). The tensor core reads K and V from {term}`shared memory`
+# for *each* consumer, and for S also the consumer's 64 rows of Q. P comes from registers and does
+# not use the port. In bytes that is $2d(64 + n)$ for S and $2dn$ for P V. In addition {term}`TMA`
+# writes each block of K and V once, $4nd$ bytes for all consumers.
 #
 # Divide by 128, compare with the $2cM$ cycles of the tensor cores, and $d$ cancels:
 #
@@ -232,29 +232,27 @@ chapter.table(
 )  # fmt: skip
 
 # %% [markdown]
-# The column "at most" adds the port phase by phase. Over a whole period the port is 88 % busy and
-# looks harmless. But while S runs it needs 384 of 512 cycles for operands, and a copy that arrives
-# in the same moment (64 bytes a cycle in the emulator) wants another 256. S then takes 640 cycles.
-# **An average below 100 % does not mean that a phase is.** That is why two pipelined consumers take
-# a little more than 2,048 cycles.
+# The column "at most" adds the port phase by phase: while S runs it needs 384 of 512 cycles for
+# operands, and a copy that arrives in the same moment (64 bytes a cycle in the emulator) wants
+# another 256. S then takes 640 cycles. **An average below 100 % does not mean that a phase is.**
+# That is why two pipelined consumers take a little more than 2,048 cycles.
 #
 # One row lies outside its plan: one pipelined consumer, {glue:text}`single:,.0f` cycles where the
-# plan allows 1,152. Nothing is wrong with its units. It runs out of buffers, the subject of sum 3.
+# plan allows 1,152. It runs out of buffers (sum 3).
 #
 # ### Check it on the GPU
 #
-# {numref}`fig-plan-found` is the same check on hardware. With the clock of each run in the record,
-# times become cycles. Forward v4 needs {glue:text}`found_v4:,.0f` cycles for a block, as if its
-# consumers ran in step and did not help each other. The emulator let them drift apart and
-# was too kind. Forward v8 needs {glue:text}`found_v8:,.0f`, {glue:text}`above_v8:.0f` % more than
-# its tensor cores alone.
+# In {numref}`fig-plan-found` the clock of each run turns times into cycles. Forward v4 needs
+# {glue:text}`found_v4:,.0f` cycles for a block, as if its consumers ran in step and did not help
+# each other. The emulator let them drift apart and was too kind. Forward v8 needs
+# {glue:text}`found_v8:,.0f`, {glue:text}`above_v8:.0f` % more than its tensor cores alone.
 #
 # ## Sum 3: slots by Little's law
 #
-# Little's law says how many things are under way, namely rate times the time each of them takes. A
-# buffer slot is taken from the moment when the producer asks for the copy until the last consumer
-# gives it back. That time consists of the latency $L$ of memory, the transfer $C$ of the block, and
-# the time $H$ for which consumers hold it. One slot is needed per period, so
+# Little's law: what is under way is rate times time. A buffer slot is taken from the moment when
+# the producer asks for the copy until the last consumer gives it back. That time consists of the
+# latency $L$ of memory, the transfer $C$ of the block, and the time $H$ for which consumers hold
+# it. One slot is needed per period, so
 #
 # $$
 # \text{slots} \ge \frac{L + C + H}{T}, \qquad\text{or, with given slots,}\qquad
@@ -264,8 +262,8 @@ chapter.table(
 # The emulator has $L = 600$, and a block of 32 KiB takes $C = 512$ cycles. In the serial order two
 # consumers hold K for two S at least: $H = 2M = 1{,}024$ and $2{,}136 / 2{,}048 = 1.04$. So one
 # slot is just too few and two are plenty. In the pipelined order V is held while both consumers
-# issue the next S *and* P V: $H = 4M = 2{,}048$ and $3{,}160 / 2{,}048 = 1.5$. Again two slots, but
-# with one slot more than a third of the speed would be lost:
+# issue the next S *and* P V: $H = 4M = 2{,}048$ and $3{,}160 / 2{,}048 = 1.5$. With one slot more
+# than a third of the speed would be lost:
 
 # %% tags=["remove-cell"]
 slots = pd.DataFrame(
@@ -312,8 +310,7 @@ chapter.table(
 # \qquad\text{e.g. } 24 + 2 \cdot 240 = 3 \cdot 168 = 504.
 # $$
 #
-# If it does, the last group waits for ever. The emulator does not model the pool, so it cannot find
-# that error.
+# If it does, the last group waits for ever, and the emulator, which has no pool, cannot find it.
 #
 # What a consumer thread needs is a sum over what is alive at the same time. A tile of 64 × $x$
 # values has $x/2$ per thread in fp32 and $x/4$ in bf16:
@@ -388,8 +385,8 @@ chapter.table(
 chapter.code(lesson.forward, "out = batch.new_out()")
 
 # %% [markdown]
-# Constants in capitals become part of the compiled kernel; all else are arguments. How the roles
-# consume the list is shown in full in {doc}`v8_own_waits`.
+# Constants in capitals become part of the compiled kernel. {doc}`v8_own_waits` shows how roles
+# consume the list.
 #
 # ## Your turn: head_dim 64
 #

@@ -125,12 +125,10 @@ chapter.figure(chart, data=beside.reset_index(), measured=[chapter.record().id],
 # %% [markdown]
 # ## What was compared
 #
-# The workloads are those of the published benchmark: 1,152 sequences, 4 heads, head_dim 128, bf16.
-# In a *full* batch every sequence has the length in the name. In a *half* batch lengths are uniform
-# from 1 to that length; *dense* keeps all keys, as the published script does, and *jagged* gives
-# keys the lengths of the queries ({doc}`../operator/workloads`). In a *cross* batch there are 256
-# keys. The scale is 1/sqrt(head_dim), where the published benchmark has none
-# ({doc}`../operator/activations`).
+# The workloads are those of the published benchmark ({doc}`../operator/workloads`): 1,152
+# sequences, 4 heads, head_dim 128, bf16; in a *cross* batch 256 keys. Half-full batches keep all
+# keys (*dense*) or give keys the lengths of the queries (*jagged*). The scale is 1/sqrt(head_dim),
+# where the published benchmark has none.
 #
 # Rates are {term}`back to back <sustained scope>`, which is how a training loop calls a kernel,
 # and shares are of a {term}`roofline` that was timed in the same way. In {term}`bursts <burst>` the
@@ -139,10 +137,10 @@ chapter.figure(chart, data=beside.reset_index(), measured=[chapter.record().id],
 # belong to outputs that passed the check against fp64 ({doc}`../measuring/protocol`).
 
 # %% tags=["remove-input"]
-chapter.table(
-    ratios.shown(best, "forward"), measured=timed, name="tab-forward-best",
-    caption="**Forward v8 is the best kernel nearly everywhere, and the best baseline depends on "
-    "the batch.** Rates back to back on the H200; last: the baseline's time over the kernel's.",
+ratios.against(
+    chapter, ratios.shown(best, "forward"),
+    "Forward v8 is the best kernel nearly everywhere, and the best baseline depends on the batch.",
+    timed, "tab-forward-best",
 )  # fmt: skip
 
 # %% [markdown]
@@ -285,9 +283,8 @@ ratios.others(chapter, here, "forward")
 #
 # The published Triton kernel computes GDPA itself, so here the function is the same. Forward v8 is
 # {glue:text}`over_triton` times as fast, and on {glue:text}`h100_triton:.0f` half-full batches that
-# kernel is the best baseline. Rates of two boards stand in two tables and are never mixed.
-# `make compare NOTEBOOKS=forward/results` shows your GPU beside ours, and `make measure` appends a
-# record.
+# kernel is the best baseline. `make compare NOTEBOOKS=forward/results` shows your GPU beside ours,
+# and `make measure` appends a record.
 #
 # ## What a call costs beyond the kernel
 

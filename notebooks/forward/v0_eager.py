@@ -57,11 +57,10 @@ chapter.ladder(V0)
 # %% [markdown]
 # ## The first attempt
 #
-# PyTorch multiplies matrices well, as long as they have one shape. A
-# {doc}`jagged batch <../operator/gdpa>` has many, so v0 pads every sequence with zeros, multiplies,
-# applies the activation, multiplies again, and removes the padding. Each step is a library kernel
-# over the whole padded batch, and every result goes through memory. In other words, the program
-# trades the jagged batch for one that PyTorch can handle, and pays for it. This is the arithmetic:
+# PyTorch multiplies matrices well, as long as they have one shape. A {doc}`jagged batch
+# <../operator/gdpa>` has many, so v0 pads every sequence with zeros, multiplies, applies the
+# activation, multiplies again, and removes the padding. Each step is a library kernel over the
+# whole padded batch, and every result goes through memory. This is the arithmetic:
 
 # %% tags=["remove-input"]
 chapter.code(v0_eager.padded_attention)
@@ -186,11 +185,11 @@ chapter.glue(
 # ## The surprise: padding costs more than the scores
 #
 # The prediction is off by a factor of {glue:text}`over_predicted:.2f`. Which part of it is wrong?
-# The record holds one time for a whole call. But it does so for {glue:text}`workloads:.0f`
-# workloads, in which three kinds of data grow differently: scores with the product of the lengths,
-# padded rows with the longest length, and rows of the output with the tokens that exist. So three
-# coefficients, milliseconds per gigabyte of each kind, can be fitted to the measured times, and
-# three more to the modelled ones.
+# The record holds times of whole calls for {glue:text}`workloads:.0f` workloads, in which three
+# kinds of data grow differently: scores with the product of the lengths, padded rows with the
+# longest length, and rows of the output with the tokens that exist. So three coefficients,
+# milliseconds per gigabyte of each kind, can be fitted to the measured times, and three more to the
+# modelled ones.
 
 # %% tags=["hide-input"]
 sizes = pd.DataFrame({name: gigabytes(workload(name)) for name in us.index}).T
@@ -246,9 +245,8 @@ chapter.glue(
 # The fit also explains `torch.compile`. Of the {glue:text}`saved_ms:.1f` ms that it saves,
 # {glue:text}`compile_scores_ms:.1f` belong to the scores, as predicted; the others belong to rows.
 #
-# One cost remains whatever we repair. It is in v0's first line: `q @ k.transpose(-1, -2)` is a
-# tensor, and a tensor lives in memory. {doc}`Forward v1 <v1_tiled>` never writes the scores and
-# pads no row.
+# One cost remains whatever we repair: `q @ k.transpose(-1, -2)` is a tensor, and a tensor lives in
+# memory. {doc}`Forward v1 <v1_tiled>` never writes the scores and pads no row.
 #
 # ## Exercises
 #

@@ -105,8 +105,6 @@ chapter.roles(V1)
 # loaded with zeros as well, because 0 times the neighbour's NaN is not 0; this also covers
 # activations that are not zero at zero. Rows beyond the end of Q are computed and not stored.
 #
-# In the listing, `input_precision` says how fp32 inputs are multiplied; for bf16 it has no effect.
-#
 # ## Prediction
 #
 # Three things remain to be paid for:
@@ -261,8 +259,8 @@ chapter.figure(chart, measured=chapter.rows(variant=None, impl=V1))
 #
 # Registers limit the warp groups, and addressing takes its share of them. In each iteration every
 # thread computes 64-bit addresses for its pieces of K and V, compares their rows with the end of
-# the sequence, and issues the copies. None of it is attention; all of it takes issue slots and
-# registers. {doc}`forward v2 <v2_tma>` gives the addressing to the copy engine.
+# the sequence, and issues the copies. {doc}`forward v2 <v2_tma>` gives the addressing to the copy
+# engine.
 #
 # ## Exercises
 #

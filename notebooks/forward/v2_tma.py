@@ -77,8 +77,7 @@ chapter.figure(
 # to five sizes and strides, and the shape of the box {cite}`nvidiaptx`. Then one thread issues one
 # instruction with the coordinates of a box. The unit computes all addresses, writes the box in the
 # layout that the tensor cores want, and reports the bytes to a barrier. Elements out of bounds read
-# as zero and are not written, without a predicate. In other words, 256 threads that each computed a
-# few addresses are replaced by one that names a corner of a box.
+# as zero and are not written, without a predicate.
 #
 # ## The tail of a sequence
 #
@@ -262,9 +261,6 @@ chapter.table(
 # through registers into {term}`shared memory` and shuffles the output back into rows before every
 # thread stores its part, where v2 needs one instruction for each. With 64 rows the ends did not get
 # shorter.
-#
-# One waste is left for the next chapter. In a half-full batch nearly half of the programs have no
-# rows, and {doc}`v3_persistent` asks what they cost.
 #
 # ## Exercises
 #

@@ -251,8 +251,7 @@ chapter.glue(
 # three half-empty workloads a padded list on 131 programs now takes {glue:text}`odd_min:.2f` to
 # {glue:text}`odd_max:.2f` times its time before (measured, record 20261121T022342Z). On 264
 # programs, the default, it takes {glue:text}`even_min:.2f` to {glue:text}`even_max:.2f` times its
-# time before. In other words, the fix made the kernel *slower*, though nearly half of its tiles no
-# longer compute anything.
+# time before. The fix made the kernel *slower*.
 #
 # The model says why it could not help. Since $\gcd(264, 8) = 8$, program 0 gets only blocks 0, none
 # of them empty, and the others wait for it. Why it hurt, the model does not say. A guess is that

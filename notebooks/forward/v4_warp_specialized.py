@@ -119,8 +119,7 @@ chapter.roles(V4)
 # of `k_empty` completes only with the arrivals of both, 2 × 128 threads. Until then the producer
 # may not overwrite the buffer, even if one consumer is long done. It waits with the other parity,
 # `phase ^ 1`, which a fresh barrier lets pass, because buffers start empty
-# ({doc}`../tools/emulator`). In other words, *full* says "you may read" and *empty* says "you may
-# overwrite", and each side only ever waits for the other.
+# ({doc}`../tools/emulator`). *Full* says "you may read", *empty* "you may overwrite".
 #
 # ## Prediction
 #
@@ -282,9 +281,6 @@ chapter.glue(short_min=short.min(), short_max=short.max(), spilling=spilling.min
 # the end of a tile. The rate follows $n / (n + a/b)$, so $a/b$ is the number of blocks at which
 # half of the rate is reached. It is {glue:text}`half_v4:.1f` for v4 and {glue:text}`half_v2:.1f`
 # for v2.
-#
-# {doc}`planning` counts a block of v4 in cycles, back to back, and finds that its two consumers run
-# as if in step.
 #
 # ### What the compiler made of it
 

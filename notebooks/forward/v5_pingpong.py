@@ -113,8 +113,8 @@ chapter.glue(least=least, most=most)
 chapter.predict("On no full batch is v5 slower than v4 (3 % for noise).", full, most=1.03)
 
 # %% [markdown]
-# The gain of the kernel must stay below this. With two consumers on an SM, v4 already fills some of
-# the gaps by luck, when the two fall out of step.
+# The gain of the kernel must stay below this: two consumers out of step fill some gaps in v4
+# already.
 #
 # ## A timeline
 #
@@ -244,8 +244,7 @@ chapter.glue(tanh=tanh, under_v5=under_v5, under_as_is=under_as_is)
 # %% [markdown]
 # In the IR of v5 a `wait 0` follows each MMA, so nothing overlaps inside a consumer. A pass of
 # Triton makes the MMAs of `for` loops asynchronous. It does not ask whether the source already has
-# waits, and adds one wherever it cannot prove that none is needed {cite}`fbtriton`. In other words,
-# the overlap that we wrote is gone before machine code is made.
+# waits, and adds one wherever it cannot prove that none is needed {cite}`fbtriton`.
 #
 # Then ptxas reorders the instructions. S is complete when P V begins, so ptxas interleaves the
 # activation with the HGMMAs of P V: {glue:text}`under_v5:.0f` of {glue:text}`tanh:.0f` `tanh` are

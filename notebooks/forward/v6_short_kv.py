@@ -195,9 +195,9 @@ studies.stepper(
 )  # fmt: skip
 
 # %% [markdown]
-# The stream is the harder half of this kernel. It needs a doubly pipelined loop, a dummy final
-# tile, and a third compiled copy of the activation. On all workloads it runs at
-# {glue:text}`stream_min:.2f` to {glue:text}`stream_max:.2f` times the rate of v6a, which is noise.
+# The stream needs a doubly pipelined loop, a dummy final tile, and a third compiled copy of the
+# activation. On all workloads it runs at {glue:text}`stream_min:.2f` to {glue:text}`stream_max:.2f`
+# times the rate of v6a, which is noise.
 #
 # The prediction counted what one consumer waits for. At the boundary a consumer of v6a does wait,
 # {glue:text}`idle:,.0f` modelled cycles each time. But the tensor core does not care which consumer

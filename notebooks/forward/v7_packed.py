@@ -263,11 +263,10 @@ chapter.glue(fewer=fewer, each=100 * (1 / ratio - 1) / fewer)
 #
 # Power then takes part of the gain back. A cycle in which the tensor cores work takes more energy
 # than one in which they wait, and at the limit more energy per cycle means fewer cycles a second.
-# In other words, a kernel that wastes cycles hides the waste behind a higher clock.
 #
 # The last line of the output prices an instruction. v6's SiLU and GELU differ by
 # {glue:text}`fewer:.0f` instructions per score, and each costs {glue:text}`each:.1f` % of the rate,
-# twice what the first prediction assumed. Another power limit would give another gain.
+# twice what the first prediction assumed.
 #
 # ## Exercises
 #

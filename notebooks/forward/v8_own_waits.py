@@ -218,11 +218,10 @@ chapter.glue(least=roof.loc[LEAST, V8], at_512_roof=roof.loc[FULL[512], V8])
 # %% [markdown]
 # On gdpa-self-half-jagged-512, with blocks of 64 keys, {glue:text}`real:.0f` % of the computed
 # pairs are real. v8 reaches {glue:text}`least:.0f` % of the roofline there, and
-# {glue:text}`of_computed:.0f` % of the compute ceiling if all computed pairs count. These tiles
-# have to become smaller, not faster. At 512 full tokens all computed pairs are real, and v8 reaches
-# {glue:text}`at_512_roof:.0f` %. Blocks of 64 keys read Q from shared memory twice as often
-# ({doc}`planning` counts it), and every eighth block is a tile boundary; no record says which costs
-# more.
+# {glue:text}`of_computed:.0f` % of the compute ceiling if all computed pairs count. At 512 full
+# tokens all computed pairs are real, and v8 reaches {glue:text}`at_512_roof:.0f` %. Blocks of 64
+# keys read Q from shared memory twice as often ({doc}`planning` counts it), and every eighth block
+# is a tile boundary; no record says which costs more.
 #
 # ## Is it right?
 #
@@ -275,9 +274,15 @@ chapter.annotated(
         "S belongs to the next tile.",
         "rows = (acc * output_scale).to(DTYPE)": "v7: `output_scale` holds the factor of the "
         "activation, once per output instead of once per score.",
+    },
+)
+chapter.annotated(
+    lesson.own_waits_kernel,
+    {
         "k_empty = tlx.alloc_warp_barrier": "v4: the threads of all consumers arrive, 256.",
         'with tlx.async_task("default"):': "v4: the producer. Its registers go to the consumers.",
     },
+    folded="The kernel that starts the roles",
 )
 
 # %% [markdown]
@@ -285,7 +290,6 @@ chapter.annotated(
 #
 # From v5 to v7 the source asked for one order, the compiler's waits for another, and SASS had
 # neither. We explained every measurement all the same, by the ends of tiles, the list, or power.
-# All of it was plausible, some of it was tested, and none of it needed the waits.
 #
 # {doc}`v5_pingpong` saw the waits and tested them with the wrong instrument. Its `while` loop has
 # no added waits either, but it also converts its {term}`accumulator` through {term}`shared memory`,

@@ -119,10 +119,9 @@ chapter.figure(chart, measured=chapter.rows(scope=BOTH, direction="forward", imp
 # NVIDIA's monitoring library. Power limits {glue:text}`limited:.0f` of {glue:text}`rows:.0f` such
 # rows: the driver gives `sw_power_cap` as its reason for lowering the clock.
 #
-# One would expect that only fast kernels meet the wall. But a slow kernel does not draw less. It
-# gets a higher clock for the same {glue:text}`watts:.0f` W, up to the highest clock that the chip
-# has ({numref}`fig-wall-clocks`). What FlashAttention-2 loses in waiting, it partly regains in
-# clock.
+# A slow kernel does not draw less. It gets a higher clock for the same {glue:text}`watts:.0f` W, up
+# to the highest clock that the chip has ({numref}`fig-wall-clocks`). What FlashAttention-2 loses in
+# waiting, it partly regains in clock.
 
 # %% tags=["remove-cell"]
 EXPONENT, WORK = 2.4, ["workload", "direction"]
@@ -168,10 +167,9 @@ chapter.figure(energy.clocks(groups, wall, point[1]), measured=load)
 # as physics. What they agree on is the slope.
 #
 # A rate is $u f$ times a constant. If a kernel wastes fewer cycles, $u$ rises and $f$ falls, by
-# less. How much is left? In the rows of one workload, which differ only in their kernels, the rate
-# grows as $u$ to the power of {glue:text}`slope:.2f`, and on single workloads of
-# {glue:text}`slope_low:.2f` to {glue:text}`slope_high:.2f`. The model gives
-# {glue:text}`by_model:.2f`. In round numbers:
+# less. In the rows of one workload, which differ only in their kernels, the rate grows as $u$ to
+# the power of {glue:text}`slope:.2f`, and on single workloads of {glue:text}`slope_low:.2f` to
+# {glue:text}`slope_high:.2f`. The model gives {glue:text}`by_model:.2f`. In round numbers:
 #
 # $$
 # \frac{\text{sustained rate after}}{\text{before}} =
@@ -199,7 +197,6 @@ chapter.figure(energy.clocks(groups, wall, point[1]), measured=load)
 #
 # *A locked clock* changes the exchange rate. If the administrator locks the clock below the wall,
 # $f$ no longer answers, and each cycle saved counts in full: 10 % fewer cycles are 11 % more rate.
-# Two laboratories can therefore measure 11 % and 7 % for the same change, and both be right.
 #
 # *A mixed step* may not meet the wall at all. The limit holds for an average over some tens of
 # milliseconds. A kernel that runs for a few milliseconds inside a step whose other parts are cool
@@ -271,8 +268,7 @@ chapter.predictions()
 # {glue:text}`static_error:.0f` W on a board that may draw {glue:text}`watts:.0f` W, and FLOPs that
 # *return* energy. The regulator holds power constant, so joules are {glue:text}`watts:.0f` W times
 # seconds: time alone fits them to {glue:text}`alone_rms:.1f` %, and nothing is left for the other
-# terms. In other words, two columns of this table are one column, and a regression that does not
-# know it invents physics.
+# terms.
 
 # %% tags=["remove-cell"]
 v8 = of_v8.drop(HALF)
@@ -317,7 +313,7 @@ chapter.glue(
 #
 # ## A burst meets the wall in its middle
 #
-# Does a burst avoid the wall, then? Thirty samples of a few milliseconds each, with pauses:
+# Thirty samples of a few milliseconds each, with pauses:
 
 # %% tags=["remove-input"]
 # | name: fig-wall-burst

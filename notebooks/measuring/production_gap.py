@@ -140,8 +140,7 @@ assert (shown["fa4"] == shown.drop(columns="roofline").max(axis=1)).all(), "the 
 # FlashAttention-4 has a gap of {glue:text}`fa4_forward` in the forward pass and
 # {glue:text}`fa4_backward` in the backward pass. Published are 2.6 and 1.6, for another machine.
 # The worst case is {glue:text}`worst:.1f`, on {glue:text}`worst_on`, of which the roofline explains
-# {glue:text}`worst_roof:.2f`, since short sequences have few FLOPs for each byte. In other words,
-# one number of this kind belongs to one kernel on one shape.
+# {glue:text}`worst_roof:.2f`, since short sequences have few FLOPs for each byte.
 #
 # ## Two numbers for each kernel
 #
@@ -335,11 +334,9 @@ chapter.predictions()
 # ## Factors interact
 #
 # Two edits make the production batch of a PFFN: the lengths of the trainer, and 256 keys. What is
-# the factor of each? It depends on the order in which they are applied, and a table of "factors"
-# that hides the order can be made to say either. Four corners were measured, so both orders are
-# known: an edit *added first* is applied to the friendly batch, an edit *added last* to a batch
-# that has the other already. The latter is also what one gains by *removing* it first from the
-# production batch.
+# the factor of each? It depends on the order in which they are applied. Four corners were measured,
+# so both orders are known: an edit *added first* is applied to the friendly batch, an edit *added
+# last* to a batch that has the other already.
 
 # %% tags=["remove-cell"]
 PARTS = {"fa2_varlen": "FlashAttention-2", "fa4": "FlashAttention-4", "ours": "forward v8"}

@@ -117,11 +117,11 @@ chapter.glue(
 #
 # ## Right before fast
 #
-# A tolerance such as `atol=1e-2` is a wish. Ours is a measurement. On the inputs that will be timed
-# we compute the result in fp64, the *oracle*, and again in PyTorch in the kernel's dtype. The
-# kernel may be wrong by **twice** PyTorch's error, plus one rounding of the oracle. This budget
-# holds for the largest error, which finds a wrong element, and for the root mean square, which
-# finds a wrong distribution. The output starts as NaN, so an unwritten element shows.
+# Our tolerance is a measurement. On the inputs that will be timed we compute the result in fp64,
+# the *oracle*, and again in PyTorch in the kernel's dtype. The kernel may be wrong by **twice**
+# PyTorch's error, plus one rounding of the oracle. This budget holds for the largest error, which
+# finds a wrong element, and for the root mean square, which finds a wrong distribution. The output
+# starts as NaN, so an unwritten element shows.
 #
 # ## One sample
 #
@@ -153,8 +153,7 @@ chapter.code(timing.sample_kernels, "for turn in rounds:", "return")
 # | `host` | until the call returns, while the device works | {doc}`../training/host_time` |
 #
 # A burst shows what a kernel can do on a rested chip. Back to back it shows what a training loop
-# gets; {doc}`power_wall` explains the difference. The published benchmark leaves its schedule out
-# of its times, so we show `kernel` and `op` where that matters.
+# gets; {doc}`power_wall` explains the difference.
 #
 # ## The noise floor
 #
@@ -329,11 +328,10 @@ for name, values in {"burst": limits["matmul, burst"], "loop": loops["matmul, ba
 #
 # ## What the protocol cannot remove is the power limit
 #
-# The protocol removes the effects of caches, launches and the host. The power limit remains: it
-# makes zeros fast ({doc}`roofline`), rest valuable and yesterday's times incomparable. Kernels
-# measured *together* share it, so their order holds. How far apart they are in a loop that never
-# rests is the question of the {doc}`next chapter <power_wall>`. For your own GPU run `make compare`
-# ({doc}`../../reproduce`).
+# The power limit makes zeros fast ({doc}`roofline`), rest valuable and yesterday's times
+# incomparable. Kernels measured *together* share it, so their order holds; the {doc}`next chapter
+# <power_wall>` asks how far apart they are in a loop that never rests. For your own GPU run `make
+# compare` ({doc}`../../reproduce`).
 
 # %% tags=["remove-input"]
 page.glue_html("support", needs.support())  # for book/reproduce.md, as what follows

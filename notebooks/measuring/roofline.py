@@ -210,8 +210,7 @@ print(f"bracket: {found.lower_us:.0f} to {found.upper_us:.0f} us")
 # `percent_of_roofline`, in every table of this book, is `lower_us` over the measured time. A kernel
 # *above* the bracket wastes more than overlap: it moves bytes twice, leaves SMs idle, or is limited
 # by something that the two ceilings leave out. A correct kernel *below* it would mean that FLOPs or
-# bytes are counted wrongly, or that a ceiling is too low. We expect that of none of the forward
-# kernels in {doc}`../forward/results`.
+# bytes are counted wrongly, or that a ceiling is too low.
 
 # %% tags=["remove-cell"]
 timed = chapter.rows("forward/results", direction="forward").dropna(subset=["percent_of_roofline"])
@@ -235,11 +234,10 @@ chapter.glue(
 
 # %% [markdown]
 # The **ridge** of the roof is where both floors are equal: {glue:text}`ridge_low:.0f` to
-# {glue:text}`ridge_high:.0f` FLOP/byte, depending on the mix. (Other chapters compute it from the
-# ceilings of their own runs and get a few per cent more or less.) Left of it bytes decide. At
-# length 256 the slow end of the bracket is {glue:text}`full_256:.1f` times the fast one: overlap
-# matters more than fast multiplication. At 2,048 the two are {glue:text}`gap:.0f` % apart, and
-# traffic hardly counts.
+# {glue:text}`ridge_high:.0f` FLOP/byte, depending on the mix. Left of it bytes decide. At length
+# 256 the slow end of the bracket is {glue:text}`full_256:.1f` times the fast one: overlap matters
+# more than fast multiplication. At 2,048 the two are {glue:text}`gap:.0f` % apart, and traffic
+# hardly counts.
 #
 # ## A third ceiling: the tanh
 #
@@ -254,8 +252,7 @@ chapter.glue(
 # ({doc}`../operator/machine`), because both count at the same clock. Counted in *time* against the
 # measured matmul, it takes {glue:text}`share:.0f` %. The power limit keeps that matmul at a clock
 # of {glue:text}`ghz:.2f` GHz, while the line above assumes that a kernel which only evaluates tanh
-# runs at the highest clock. The quotient of the two clocks is the quotient of the two shares. Use
-# 50 % when you plan a kernel, since its units share one clock.
+# runs at the highest clock. Use 50 % when you plan a kernel, since its units share one clock.
 #
 # Overlapped with the matmuls the tanh costs nothing. *Between* them it costs all of its time: the
 # first matmul must end before the activation can begin, and the activation before the second
@@ -280,12 +277,11 @@ chapter.glue(cycles=cycles, ghz=ghz)
 # %% [markdown]
 # ## Short keys never become compute-bound
 #
-# Cross-attention with many queries does not become compute-bound like long self-attention: every
-# query moves rows of its own, and 256 keys cap the intensity at 256. At 2,048 queries the matmul
-# floor is only {glue:text}`cross:.2f` times the memory floor. The widest bracket of all workloads,
-# a factor of {glue:text}`factor:.2f`, belongs to {glue:text}`widest`. Near the ridge overlap is
-# worth the most, and by the published account that is where the operator lives: queries of the
-# order of 1,000, keys of the order of 128 {cite}`zhou2026normalization`.
+# In cross-attention every query moves rows of its own, and 256 keys cap the intensity at 256. At
+# 2,048 queries the matmul floor is only {glue:text}`cross:.2f` times the memory floor. The widest
+# bracket of all workloads, a factor of {glue:text}`factor:.2f`, belongs to {glue:text}`widest`.
+# Near the ridge overlap is worth the most, and by the published account that is where the operator
+# lives: queries of the order of 1,000, keys of the order of 128 {cite}`zhou2026normalization`.
 
 # %% tags=["remove-input"]
 if compared:

@@ -232,11 +232,11 @@ chapter.predictions()
 # inputs, standard normal $q$ and $k$ with head_dim 128 and no scale, its relative error is
 # {glue:text}`l2_published:.0f` thousand: the output has nothing to do with GELU.
 #
-# A test of such a kernel is only as good as its inputs. Scores of standard deviation 1, which the
-# default scale makes of standard normal inputs, expose any polynomial of this kind; a standard
-# deviation of 1/3 hides it. In production, the authors say, normalised queries and keys keep the
-# scores small {cite}`meta2026gem`: with $q$ and $k$ of length one every score lies between -1 and
-# 1, about where the polynomial holds. Nothing in the kernel checks that.
+# Scores of standard deviation 1, which the default scale makes of standard normal inputs, expose
+# any polynomial of this kind; a standard deviation of 1/3 hides it. In production, the authors say,
+# normalised queries and keys keep the scores small {cite}`meta2026gem`: with $q$ and $k$ of length
+# one every score lies between -1 and 1, about where the polynomial holds. Nothing in the kernel
+# checks that.
 #
 # ## What an activation costs
 #
@@ -268,12 +268,12 @@ chapter.table(
 
 # %% [markdown]
 # One MUFU per score is {glue:text}`mufu:.0f` % of the tensor cores' time on Hopper. It is hidden if
-# the kernel overlaps the two, and the forward ladder is about that. GELU and SiLU need the same
-# single MUFU, but GELU also takes {glue:text}`gelu_slots:.0f` % of the issue slots and SiLU
-# {glue:text}`silu_slots:.0f` %. Where two units are nearly full at once, both suffer, and inside a
-# kernel SiLU is the cheaper one ({doc}`../forward/activation_arithmetic`). GELU by its error
-# function compiles to {glue:text}`erf:.0f` instructions of all kinds, {glue:text}`erf_slots:.0f` %
-# of the issue slots in that time, and nothing could hide it.
+# the kernel overlaps the two. GELU and SiLU need the same single MUFU, but GELU also takes
+# {glue:text}`gelu_slots:.0f` % of the issue slots and SiLU {glue:text}`silu_slots:.0f` %. Where two
+# units are nearly full at once, both suffer, and inside a kernel SiLU is the cheaper one
+# ({doc}`../forward/activation_arithmetic`). GELU by its error function compiles to
+# {glue:text}`erf:.0f` instructions of all kinds, {glue:text}`erf_slots:.0f` % of the issue slots in
+# that time, and nothing could hide it.
 #
 # On Blackwell the tensor cores are twice as fast and MUFU is not
 # {cite}`zadouri2026flashattention4`. One MUFU per score takes as long as the MMAs there, and

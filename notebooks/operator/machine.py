@@ -100,10 +100,10 @@ chapter.figure(
 # warps in every cycle and issues one instruction for its 32 threads. So an SM issues at most four
 # warp instructions a cycle, 128 threads' worth.
 #
-# A warp that waits for memory costs nothing as long as its scheduler has another one that is ready.
-# That is how most kernels hide latency: by many warps on an SM, or high {term}`occupancy`. The fast
-# kernels of this book have few warps with many registers and hide latency in another way. Copies
-# and matmuls run *asynchronously*, and a warp does something else after it has asked for them.
+# A warp that waits costs nothing as long as its scheduler has another one that is ready: most
+# kernels hide latency by many warps on an SM, or high {term}`occupancy`. The fast kernels of this
+# book have few warps with many registers; copies and matmuls run *asynchronously*, and a warp does
+# something else after it has asked for them.
 #
 # Four neighbouring warps, 128 threads, form a **{term}`warp group`**, one warp on each scheduler.
 # Hopper's tensor cores take their orders from a whole warp group. In a warp-specialized kernel each
@@ -238,9 +238,9 @@ chapter.table(
 )
 
 # %% [markdown]
-# In other words, the tensor cores became twice as fast and the port did not. At 100 % there is no
-# room for anything else: TMA cannot fill the next slot while such MMAs run. This is why Blackwell
-# kernels keep P in tensor memory, and why pairs of SMs share B ({doc}`../blackwell/cta_pair`).
+# The tensor cores became twice as fast and the port did not. At 100 % there is no room for anything
+# else: TMA cannot fill the next slot while such MMAs run. This is why Blackwell kernels keep P in
+# tensor memory, and why pairs of SMs share B ({doc}`../blackwell/cta_pair`).
 #
 # ## Special functions
 #
@@ -258,11 +258,10 @@ chapter.table(
 # box that lie outside of the tensor are filled with zeros.
 #
 # What TMA reads comes through the **L2 cache**, {glue:text}`l2:.0f` MiB for the whole H200, from
-# **HBM**, the memory. Our copies reach
-# {glue:text}`copy:,.0f` GB/s ({doc}`../measuring/roofline`). At the clock at which the fastest
-# matmul runs, {glue:text}`clock:.2f` GHz, this is only {glue:text}`hbm:.0f` bytes per SM and cycle.
-# The port of shared memory is several times as fast, and each byte that comes from HBM should
-# therefore be used many times.
+# **HBM**, the memory. Our copies reach {glue:text}`copy:,.0f` GB/s ({doc}`../measuring/roofline`).
+# At the clock at which the fastest matmul runs, {glue:text}`clock:.2f` GHz, this is only
+# {glue:text}`hbm:.0f` bytes per SM and cycle. Each byte that comes from HBM should therefore be
+# used many times.
 #
 # ## An mbarrier in words
 #
@@ -338,7 +337,7 @@ chapter.figure(drawn.barrier(moments), modelled="counted by the rules of the tex
 #
 # ## Resources that block
 #
-# Without any barrier, three resources block whoever asks for them:
+# Three resources block whoever asks for them:
 #
 # | who waits | for what | hangs if |
 # |:--|:--|:--|
@@ -355,8 +354,8 @@ chapter.figure(drawn.barrier(moments), modelled="counted by the rules of the tex
 # A Blackwell SM has {glue:text}`columns:.0f` columns of tensor memory with 128 lanes of 4 bytes
 # each, {glue:text}`tmem:.0f` KiB. A program allocates columns in powers of two, at least 32. A
 # thread cannot compute on them: a warp copies columns to registers (`tcgen05.ld`) and back
-# (`tcgen05.st`), and a warp reaches only the 32 lanes of its place in its warp group. Planning a
-# Blackwell kernel begins with this picture:
+# (`tcgen05.st`), and a warp reaches only the 32 lanes of its place in its warp group. The plan of a
+# Blackwell kernel:
 
 # %% tags=["remove-input"]
 # | name: fig-machine-tensor-memory
@@ -489,7 +488,7 @@ chapter.glue(shared=SHARED / 1024, port=units.SMEM_BYTES, mufu_rate=units.MUFU_L
 # %% [markdown]
 # Sources: {cite}`nvidiaptx`, the [CUDA programming
 # guide](https://docs.nvidia.com/cuda/cuda-c-programming-guide/) and the FlashAttention-4 paper
-# {cite}`zadouri2026flashattention4`. By how much ceilings drift, {doc}`../measuring/roofline` says.
+# {cite}`zadouri2026flashattention4`.
 #
 # ## Exercises
 #

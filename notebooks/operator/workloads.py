@@ -68,10 +68,10 @@ chapter.figure(
 # ## A workload is a name without tensors
 #
 # Every measurement in this book names its workload: sizes, a *length distribution* for queries and
-# perhaps another for keys, and a seed. From these follow the lengths, the same on every machine,
-# and from the lengths everything that can be said in advance. The batch is 1,152 sequences with 4
-# heads of head_dim 128 in bf16, as published. `self` is self-attention; `cross` has 256 dense keys
-# for every length of queries, the shape of a {term}`PFFN` ({doc}`gdpa`).
+# perhaps another for keys, and a seed. From these follow the lengths, the same on every machine.
+# The batch is 1,152 sequences with 4 heads of head_dim 128 in bf16, as published. `self` is
+# self-attention; `cross` has 256 dense keys for every length of queries, the shape of a
+# {term}`PFFN` ({doc}`gdpa`).
 
 # %%
 w = workload("gdpa-self-half-jagged-1024")
@@ -166,20 +166,17 @@ for key, name in (("luck_half", "half-jagged-1024"), ("luck_ml20m", "ml20m-2048"
 # {glue:text}`keys:.0f` keys on average instead of 1,024. We measure both; `half-dense` has
 # {glue:text}`dense_over_jagged:.2f` times the FLOPs of `half-jagged`.
 #
-# **Half-dense and half-jagged have the same FLOPs per byte.** One would expect the dense batch to
-# have more, but two lines of arithmetic say otherwise. A sequence of $n$ queries and $m$ keys has
-# $n m$ pairs and moves $n + m$ rows, up to constant factors. Over a batch of uniform lengths the
-# quotient is:
+# **Half-dense and half-jagged have the same FLOPs per byte.** A sequence of $n$ queries and $m$
+# keys has $n m$ pairs and moves $n + m$ rows, up to constant factors. Over a batch of uniform
+# lengths the quotient is:
 #
 # - dense: $E[n N] / E[n + N] = \tfrac12 N^2 / \tfrac32 N = N/3$;
 # - jagged: $E[n^2] / E[2n] = \tfrac13 N^2 / N = N/3$.
 #
-# In other words, the dense batch has more work and more bytes, by the same factor. On a
-# {doc}`roofline <../measuring/roofline>` the two workloads lie on each other.
+# On a {doc}`roofline <../measuring/roofline>` the two workloads lie on each other.
 #
-# With dense keys *every tile of queries costs the same*. Such a batch shows what skipping empty
-# tiles is worth, but not what their order is worth. The published kernel orders its tiles in a
-# zigzag; the published chart cannot tell whether that helps.
+# With dense keys *every tile of queries costs the same*. Such a batch cannot tell whether the
+# published zigzag of tiles helps.
 #
 # ## What "97 % busy" means
 #

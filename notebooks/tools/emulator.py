@@ -71,8 +71,6 @@ chapter.code(pipeline.math, "for i in", "tl.store")
 # | `k_full[i]` | 1, and the bytes | `load` announces, TMA does | `math` waits |
 # | `k_empty[i]` | 1 | `math` | `load` waits |
 #
-# A mistake in these few lines hangs the kernel, or makes it wrong once in a thousand launches.
-#
 # ## Step through it
 #
 # The arrow keys step through the kernel as it is, and with one statement broken in four ways. Watch
@@ -231,7 +229,6 @@ print(studies.findings(lambda: turns.main(slots=3, roles=2, rows=6), ["modelled"
 #
 # ## Evidence
 #
-# An emulator is a claim about a machine and can be wrong in both directions.
 
 # %% tags=["remove-input"]
 broken = mutants.enumerate_mutants(Path(pipeline.__file__), "pipeline_kernel")

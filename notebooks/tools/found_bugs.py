@@ -108,11 +108,10 @@ chapter.figure(
 #
 # Five are in the published kernels of this book's operators, at commit
 # [2c128ab](https://github.com/facebookresearch/ads_model_kernel_library/tree/2c128ab68cc82365c2b8a7db9366b54217b083fe)
-# of their repository. They were early in almost everything this book builds on, and most of what
-# they publish ran in the emulator without a finding. What follows is what is left when a good team
-# tests on hardware: mistakes that most runs forgive. We quote lines by number and copy none; to
-# read them, `git clone https://github.com/facebookresearch/ads_model_kernel_library` and
-# `git checkout 2c128ab`. We saw the mistakes in the emulator and by reading, not on a B200.
+# of their repository. Most of what they publish ran in the emulator without a finding. We quote
+# lines by number and copy none; to read them, `git clone
+# https://github.com/facebookresearch/ads_model_kernel_library` and `git checkout 2c128ab`. We saw
+# the mistakes in the emulator and by reading, not on a B200.
 #
 # ## One slot, and no signal that it is free
 #
@@ -188,8 +187,7 @@ for order in search:
 print(*found, search, sep="\n")
 
 # %% [markdown]
-# A line of arithmetic would have told as well: $32 \times 8 + 32 \times 4 = 384$. The fix is that
-# number, or a default task of four warps.
+# The fix is that number, or a default task of four warps.
 #
 # ## A tile for a sequence without rows
 #

@@ -160,8 +160,8 @@ chapter.figure(chart, modelled="a queue between host and device")
 
 # %% [markdown]
 # The host enqueues kernels and goes on. As long as it is ahead, its time costs nothing. If kernels
-# are shorter than calls, the queue runs dry, and the device takes as long as the host. The step is
-# then *host-bound*, and a faster kernel gains nothing.
+# are shorter than calls, the queue runs dry: the step is *host-bound*, and a faster kernel gains
+# nothing.
 #
 # ## How host time is measured
 #
@@ -176,10 +176,8 @@ chapter.code(hosts.batches)
 # *A unit for host time.* Hosts of the same kind differ by a factor of three, and one host changes
 # from minute to minute, so microseconds of one host say little about another. We therefore also
 # time `exp` of q in place of the operator: the cheapest call there is, one kernel that PyTorch
-# launches. "A call costs ten `exp`" means that on the same host, in the same minute, it takes as
-# long as ten such calls; likewise a *step of `exp`* is its forward and backward pass, by autograd.
-# On this host `exp` takes {glue:text}`exp_forward:.0f` µs and a step of `exp`
-# {glue:text}`exp_step:.0f` µs.
+# launches. A *step of `exp`* is its forward and backward pass, by autograd. On this host `exp`
+# takes {glue:text}`exp_forward:.0f` µs and a step of `exp` {glue:text}`exp_step:.0f` µs.
 #
 # ## What was found
 
@@ -202,8 +200,7 @@ chapter.table(
 # of its own. Before the operator's backward begins there, and after its end,
 # {glue:text}`around:.0f` µs pass (median of the workloads): two threads wake each other, and each
 # takes Python's lock. The backward pass itself takes {glue:text}`itself:.0f` µs, with seven
-# {term}`descriptors <descriptor>` where the forward pass has four. The rest of a step is the
-# forward pass, with what autograd notes down for later.
+# {term}`descriptors <descriptor>` where the forward pass has four.
 #
 # *Launching in C.* With `TRITON_ENABLE_C_CACHE=1` and `TRITON_USE_C_DISPATCHER=1`, Triton launches
 # in C where a kernel allows it. A forward call then takes {glue:text}`in_c_least:.0f` to
@@ -224,13 +221,11 @@ chapter.predictions()
 # %% [markdown]
 # Two of these miss by a factor of two to three, and for two different reasons. *The unit.* On this
 # host `exp` takes {glue:text}`slower:.1f` times what it took on the other one. In units of `exp`,
-# the forward call was predicted well; its microseconds were not, and they could not have been. The
-# same holds for `Lengths`, which saved up to {glue:text}`saved:.0f` µs. *The model.* For the step
-# the unit explains only a part, since in steps of `exp` the interval was missed too. The sum of
-# parts had no term for two threads that wait for each other, because a script that times one part
-# at a time never sees them. In other words, a cost that lies *between* the parts is in none of
-# them. Only the CUDA graph, which has neither Python nor threads, was predicted in microseconds and
-# met its limit.
+# the forward call was predicted well. The same holds for `Lengths`, which saved up to
+# {glue:text}`saved:.0f` µs. *The model.* For the step the unit explains only a part, since in steps
+# of `exp` the interval was missed too. The sum of parts had no term for two threads that wait for
+# each other, because a script that times one part at a time never sees them. Only the CUDA graph,
+# which has neither Python nor threads, was predicted in microseconds and met its limit.
 #
 # ## `Lengths`: what many layers share
 #
@@ -334,9 +329,9 @@ chapter.table(
 
 # %% [markdown]
 # Only the first recurs in a training loop, and only where the host is behind. The others begin on
-# an idle device, where the host's time comes first and is seen in full. The same is true of the
-# backward pass: the largest difference is that of {glue:text}`worst`, whose kernels take
-# {glue:text}`worst_kernel:.2f` ms and the call {glue:text}`worst_more:.2f` ms more.
+# an idle device, where the host's time is seen in full. In the backward pass the largest difference
+# is that of {glue:text}`worst`, whose kernels take {glue:text}`worst_kernel:.2f` ms and the call
+# {glue:text}`worst_more:.2f` ms more.
 #
 # `backward_impl="auto"` decides which backward kernel a call gets: the first one that can compute
 # it, in the order measured at the nearest shape on this kind of device. It does not look at

@@ -167,8 +167,7 @@ chapter.code(Clicks.forward)
 # An average knows the *shares* of the three kinds and not how many there were. Take users with five
 # events or more of the shown kind, who click with probability {glue:text}`many_true:.2f`. The model
 # of averages gives them {glue:text}`many_averages:.2f`, the model of sums
-# {glue:text}`many_sums:.2f`. HSTU gave up softmax for this reason, among others
-# {cite}`zhai2024hstu`.
+# {glue:text}`many_sums:.2f`. HSTU gave up softmax for this reason too {cite}`zhai2024hstu`.
 #
 # ## Three layers
 #
@@ -188,11 +187,10 @@ chapter.code(Clicks.forward)
 # {cite}`zeng2024interformer`. Layers take pairs `(values, offsets)` or nested tensors of layout
 # `torch.jagged`. Residuals and norms are the caller's.
 #
-# How do you know that such a layer is right? A falling loss is no proof, since training forgives
-# wrong gradients that point downhill. Matching another implementation step by step does prove it.
-# Each layer learns to imitate a teacher of the same form with other weights, three times: as plain
-# PyTorch (one sequence at a time, without padding or our operators), as the layer in fp32 from the
-# same start, and as the layer in bf16 on emulated kernels.
+# How do you know that such a layer is right? A falling loss is no proof; matching another
+# implementation step by step is. Each layer learns to imitate a teacher of the same form with other
+# weights, three times: as plain PyTorch (one sequence at a time, without padding or our operators),
+# as the layer in fp32 from the same start, and as the layer in bf16 on emulated kernels.
 
 
 # %% tags=["remove-cell"]

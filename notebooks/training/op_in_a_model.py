@@ -132,8 +132,7 @@ chapter.glue(eager_times=1 + theirs / (3 * q.nbytes), theirs=theirs, given=3 * q
 # %% [markdown]
 # On {glue:text}`given:,.0f` bytes of q, k and v, `gdpa` keeps 0 bytes more, and padded PyTorch
 # {glue:text}`theirs:,.0f`. A model may still keep the output, which the next linear layer needs for
-# the gradient of its weight. What GDPA always spares it is the log-sum-exp of softmax, and a kernel
-# for the row sums of $dO \odot O$.
+# the gradient of its weight.
 #
 # What is kept must not change before it is used. Autograd checks the offsets' version as it does
 # with any tensor. If offsets are overwritten between the forward and the backward pass, `backward`
@@ -189,9 +188,8 @@ chapter.glue(checks=len(verdicts))
 # All {glue:text}`checks:.0f` of its tests pass. `torch.compile(fullgraph=True)` refuses any break
 # in the graph. We gave it a backend that compiles nothing and records what it is given, and three
 # batches of different sizes. It got one graph for the forward and one for the backward pass, each
-# with the operator as a single node. In other words, the compiler fuses what is around the operator
-# and does not look inside, and new lengths do not compile anything again. A compiled program checks
-# shapes and types, but not the values of the offsets, which it never reads.
+# with the operator as a single node. New lengths do not compile anything again. A compiled program
+# checks shapes and types, but not the values of the offsets, which it never reads.
 #
 # ## Only what is asked for
 #
@@ -312,8 +310,6 @@ chapter.table(
 # The first error comes when the second derivative is *used*, not when `create_graph=True` allows
 # it, since much code sets that flag and never differentiates. Forward-mode differentiation is
 # refused by PyTorch itself.
-#
-# {doc}`layers` builds on the operator, {doc}`host_time` times its calls.
 #
 # ## Exercises
 #

@@ -142,8 +142,7 @@ chapter.figure(chart, data=ranks.reset_index(), measured=[chapter.record().id])
 # when it needs them. A rank that waits for a slower one and a rank that waits for gradients look
 # alike in the time of a step. Timed twice, they can be told apart: once as usual, then without any
 # communication (`no_sync`), each rank on its own. The slowest rank alone is what the step *must*
-# wait for. The remainder is {term}`exposed communication`, that is, communication that no
-# computation hides.
+# wait for; the remainder is {term}`exposed communication`.
 
 # %% tags=["remove-input"]
 names = {"step_ms": "step, ms", "own_ms": "slowest alone, ms", "exposed": "exposed, ms",

@@ -174,9 +174,8 @@ chapter.lacks("samples", "This record keeps medians of eight steps, not the step
 #
 # The bars show Amdahl's law. Compiled, v1's attention is {glue:text}`share_v1:.0f` % of a step, so
 # even a kernel that cost nothing could make the step only {glue:text}`most:.2f` times as fast. In
-# eager mode the share is smaller, because most of the step is passes over tokens without a matmul.
-# `torch.compile` fuses most of those, and attention counts for more. In other words, every
-# improvement elsewhere raises the value of the next kernel.
+# eager mode the share is smaller, because most of the step is passes over tokens without a matmul:
+# every improvement elsewhere raises the value of the next kernel.
 
 # %% tags=["remove-input"]
 LABELS = {"gdpa": "ours", "v1": "v1", "fa2_varlen": "FA2", "padded_sdpa": "padded"}
@@ -206,8 +205,7 @@ chapter.table(
 # token to the row that it came from. Inductor does this with atomic additions, one for each token
 # and each of 512 columns. That is cheap as long as tokens are spread over many rows. Here topic,
 # like and age have 51 rows *together*: half of {glue:text}`tokens:,.0f` tokens were liked, and all
-# of those add to the same 512 numbers, one after another. In other words, an atomic costs what its
-# queue costs, and a small table is one long queue.
+# of those add to the same 512 numbers, one after another.
 #
 # | way to the gradient | who adds | cost |
 # |:--|:--|:--|
@@ -246,7 +244,7 @@ chapter.table(
 # {glue:text}`cool_v1:.0f` % of the device time with v1's attention, and {glue:text}`cool:.0f` %
 # with ours, is neither matmul nor attention: norms, copies and embeddings, which wait for memory
 # and draw less. The regulator averages power over tens of milliseconds, about one step. So a hot
-# kernel in the middle of a cool step may run at a higher clock than the same kernel back to back.
+# kernel in a cool step may run at a higher clock than back to back.
 #
 # How much does this matter? At the limit, a rate is watts over joules per FLOP, and a kernel that
 # saves cycles but not joules gains nothing. Below the limit the clock is free, and cycles saved are
@@ -254,8 +252,8 @@ chapter.table(
 # clock $f$ (voltage falls with the clock). If a kernel needs $c$ cycles for the same switching, its
 # power at clock $f$ goes as $f^3 / c$. At a fixed limit $f \propto c^{1/3}$, and the time $c / f$
 # goes as $c^{2/3}$: 10 % fewer cycles save 7 % of time at the limit, and 10 % below it. The truth
-# for a kernel inside a step lies between the two, and it shifts as the rest of the step shrinks.
-# (A model, not a measurement. The record has no power of whole steps.)
+# for a kernel inside a step lies between the two, and it shifts as the rest of the step shrinks. (A
+# model; the record has no power of whole steps.)
 #
 # ## Thirty per cent
 #
@@ -267,7 +265,6 @@ chapter.table(
 # eager mode it is {glue:text}`padded`: the baseline decides.
 #
 # The published number names neither model nor baseline, so it can be neither confirmed nor refuted.
-# These are conditions under which it holds.
 #
 # ## What we predicted
 #

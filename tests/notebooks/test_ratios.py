@@ -37,6 +37,18 @@ def test_the_best_rung_stands_beside_the_best_peer():
     assert shown["times as fast"] == round(found["peer / rung (time)"].iloc[0], 2)
 
 
+def test_all_results_oppose_kernel_and_baseline_in_the_same_words(chapter, monkeypatch):
+    frame = ratios.opposed(
+        {"batch": ["a"]}, ["k"], ["b"], {"ms": pd.Series([1.5])}, pd.Series([2.0])
+    )
+    assert list(frame) == ["batch", "best kernel", "ms", "best baseline", "times as fast"]
+    tables = []
+    monkeypatch.setattr(Chapter, "table", lambda self, frame, **how: tables.append(how))
+    ratios.against(chapter, frame, "It wins.", rows(), "tab-it")
+    said = "**It wins.** Back to back on the H200; last: the baseline's time over the kernel's."
+    assert (tables[0]["caption"], tables[0]["name"]) == (said, "tab-it")
+
+
 def test_a_row_without_a_time_does_not_count_and_one_of_each_kind_is_needed():
     table = rows()
     table.loc[table["impl"] == "cudnn", "time_us_p50"] = float("nan")

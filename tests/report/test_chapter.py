@@ -73,6 +73,14 @@ def test_functions_are_annotated_one_after_another(chapter, shown):
     assert text.split() == ["a", "=", "1", "b", "=", "2", "1", "1", "Last."]
 
 
+def test_a_listing_can_be_folded_with_its_notes(chapter, shown):
+    chapter.annotated("a = 1\n", {"a =": "Of {term}`TMA`."}, folded="The <rest>")
+    chapter.annotated("a = 1\n", {"a =": "Of {term}`TMA`."})
+    opened, closed = shown[0].data.split(shown[1].data)
+    assert opened == '<details class="stepper"><summary>The &lt;rest&gt;</summary>\n\n'
+    assert closed == "\n\n</details>"
+
+
 def test_what_no_record_holds_is_refused(chapter):
     with pytest.raises(LookupError, match="must hold rows of .*nothing"):
         chapter.rows(impl="nothing")
@@ -184,7 +192,7 @@ def test_what_is_predicted_is_kept_unseen_and_three_are_shown(chapter, monkeypat
     chapter.predictions()
     (table,) = outputs[-1][0]
     assert table.data.startswith("::::{table} **Confirmed: 1 of 3 predictions.**")
-    assert "Others of this chapter: 1 of 1 confirmed" in table.data
+    assert "Others: 1 of 1 confirmed" in table.data
     chapter.predict("It is so.", 1, most=1.0)
     with pytest.raises(ValueError, match="got 4$"):
         chapter.predictions()

@@ -163,11 +163,19 @@ def test_a_waterfall_leads_from_each_time_to_the_next_and_to_the_peers():
     (axis,) = charts.waterfall(steps, pd.Series({"cuDNN": 4.5}), xlabel="ms").axes
     names = [label.get_text() for label in axis.get_yticklabels()]
     assert names == ["v8", *steps.index, "cuDNN"]
-    ways = [tuple(line.get_xdata()) for line in axis.get_lines() if line.get_linewidth() > 5]
+    ways = [(bar.get_x(), bar.get_x() + bar.get_width()) for bar in axis.patches]
     assert ways == [(32, 4), (32, 32), (32, 5), (5, 5.5), (5.5, 4), (4, 4.5)]
     texts = [text.get_text() for text in axis.texts]
     assert texts == ["4.00", "32.00", "5.00", "5.50", "4.00", "4.50", "8.0 times as fast"]
     assert axis.get_xscale() == "log"
+
+
+def test_a_text_on_a_pale_part_has_the_ink_of_the_page():
+    frame = pd.DataFrame({"a": [1.0], "b": [1.0], "c": [1.0]}, index=["x"])
+    looks = {"a": "filled", "b": "pale", "c": "hollow"}
+    (axis,) = rare_charts.stacked(frame, xlabel="ms", looks=looks, inside=True).axes
+    colours = [text.get_color() for text in axis.texts]
+    assert colours == [house.PAGE, house.INK, house.RUNG_COLOURS[1]]
 
 
 def test_small_multiples_share_rows_and_name_what_was_not_timed():

@@ -17,24 +17,6 @@ WALK = {
 }
 
 
-KNOWN = {
-    "index": "a text on a filled bar of the waterfall",
-    "executed/backward/v4_warp_specialized_backward": "links in margin notes in the dark: 4.3 to 1",
-    "executed/block/v3_warp_specialized": "links in margin notes in the dark: 4.3 to 1",
-    "executed/training/step": "names on the pale shares of a step: 3.0 to 1 instead of 4.5",
-    "executed/forward/v0_eager": "a text on a filled bar",
-    "executed/backward/results": "the table of predictions is wider than its column",
-    "executed/measuring/got_wrong": "the table of confirmed predictions is wider than its column",
-    "executed/tools/claims": "tables of claims are wider than the page",
-    "executed/blackwell/tensor_memory": "links in a tinted box in the dark: 4.3 to 1",
-    "executed/blackwell/cta_pair": "links in a tinted box in the dark: 4.3 to 1",
-    "executed/blackwell/backward": "numbers on columns of tensor memory: 3.2 to 1",
-    "notes/gdpa_backward": "a table is wider than its column",
-    "built": "a listing is wider than its box",
-}
-"""Pages that cannot be read well yet, and why: each line goes with its cause."""
-
-
 def open_page(tab, path: Path) -> None:
     tab.goto(path.as_uri(), wait_until="load")
     tab.evaluate("async () => { await window.MathJax?.startup?.promise; }")
@@ -57,8 +39,6 @@ def test_page_can_be_read(site, page_name, tab, request):
     tab.set_viewport_size(SHEET)
     tab.emulate_media(media="print")
     found += [f"paper, code: {item}" for item in tab.evaluate(LOOK)["code"]]
-    if found and page_name.removesuffix(".html") in KNOWN:
-        pytest.xfail("\n".join(found))
     assert not found, "\n".join(found)
 
     broken = "[...document.images].filter(i => !i.complete || !i.naturalWidth).map(i => i.src)"

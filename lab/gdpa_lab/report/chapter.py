@@ -258,10 +258,11 @@ class Chapter:
         shown = textwrap.dedent("\n".join(lines[first:last])).rstrip().replace("  # fmt: skip", "")
         display(Markdown(f"```{language}\n{shown}\n```"))
 
-    def annotated(self, source: Any, notes: Mapping[str, str]) -> None:
+    def annotated(self, source: Any, notes: Mapping[str, str], folded: str = "") -> None:
         """Show functions of a kernel, or text, in full, each of `notes` beside the one line that
-        has its key. ValueError if no line has it, or several."""
-        display(Markdown(exhibits.annotated(source, notes)))
+        has its key; behind a button that says `folded`, if given. ValueError if no line has a
+        key, or several."""
+        display(Markdown(exhibits.annotated(source, notes, folded)))
 
     def roles(self, impl: str, operator: str = "gdpa") -> None:
         """Show the tables of roles and barriers in the docstring of a rung."""

@@ -151,8 +151,8 @@ def waterfall(steps: pd.Series, peers: pd.Series, *, xlabel: str, form: str = ".
         axis.axvline(last, **DASHED)
         for place, (name, start, end) in enumerate(rows):
             strong, shade = place == 0, colour(name)
-            axis.plot([start, end], [place] * 2, color=shade, solid_capstyle="butt",
-                      linewidth=15 if strong else 6)  # fmt: skip
+            axis.barh(place, end - start, 0.63 if strong else 0.25, left=start, color=shade,
+                      linewidth=0)  # fmt: skip
             axis.plot(end, place, "o", color=shade, markersize=7)
             note(axis, f"{end:{form}}", (1, place), (4, 0), va="center", color=shade,
                  fontweight="bold" if strong else "normal",

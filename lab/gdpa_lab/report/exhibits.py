@@ -105,12 +105,12 @@ def predicted(slug: str, predictions: Sequence[Prediction]) -> str:
         verdict = verdict.replace("**", "</b>")
         found = f"{one.limits}<br>found **{one.value}**{one.of}"
         rows.append([said, f"{one.interval()}<br>{found}", verdict])
-    caption = f"**Confirmed: {_confirmed(shown)} of {len(shown)} predictions.** Each bar is the "
-    caption += "interval, on its own scale; a dot is what was found in it, a diamond outside it."
+    caption = f"**Confirmed: {_confirmed(shown)} of {len(shown)} predictions.** Bar: the interval, "
+    caption += "on its own scale; dot: found in it; diamond: outside."
     if others := [one for one in predictions if not one.shown]:
         link = f"{{doc}}`What we got wrong <{'../' * slug.count('/')}measuring/got_wrong>`"
         kept = f"{_confirmed(others)} of {len(others)} confirmed"
-        caption += f" Others of this chapter: {kept} ({link})."
+        caption += f" Others: {kept} ({link})."
     head = [["What we predicted", "Interval and found", "Verdict"], [":--"] * 3]
     return "\n".join([
         f"::::{{table}} {caption}", ":class: exhibit predictions",
@@ -132,9 +132,10 @@ def source_of(source: Any) -> str:
     return textwrap.dedent(text).replace("  # fmt: skip", "")
 
 
-def annotated(source: Any, notes: Mapping[str, str]) -> str:
+def annotated(source: Any, notes: Mapping[str, str], folded: str = "") -> str:
     """Code with notes beside its lines, as MyST: after each piece of the code its last line's
-    notes. `notes`: by words of exactly one line; ValueError if it is none or several."""
+    notes. `notes`: by words of exactly one line; ValueError if it is none or several. `folded`:
+    the words on the button that opens it, none for code that is shown."""
     from pygments import highlight
     from pygments.formatters import HtmlFormatter
     from pygments.lexers import PythonLexer
@@ -159,4 +160,8 @@ def annotated(source: Any, notes: Mapping[str, str]) -> str:
                 f'<div class="beside" role="note">\n\n<b class="mark">{n}</b> {note}\n\n</div>'
             )
         first, count = last + 1, count + len(noted)
-    return "\n".join([*pieces, "</div>"])
+    shown = "\n".join([*pieces, "</div>"])
+    if not folded:
+        return shown
+    summary = f"<summary>{html.escape(folded)}</summary>"
+    return f'<details class="stepper">{summary}\n\n{shown}\n\n</details>'
