@@ -41,6 +41,7 @@ def attend(
     """GDPA of one sequence: q `[rows, heads, head_dim]`, k and v `[keys, kv_heads, head_dim]`."""
     s = scores(q, k, scale)
     row, key = torch.arange(q.shape[0])[:, None], torch.arange(k.shape[0])
+    row = row + (k.shape[0] - q.shape[0]) * (causal == "lower_right")
     keep = torch.ones(q.shape[0], k.shape[0], dtype=torch.bool)
     if causal:
         keep &= key <= row

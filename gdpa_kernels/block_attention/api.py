@@ -100,6 +100,7 @@ def block_attention(
         raise ValueError(f"k must have q's {q.shape[0]} tokens, got {k.shape[0]}")
     _check_rotary_type(rotary)
     _check_options(q, rotary, block_size, rotate_v)
+    checks.check_bool(validate=validate)
     backward_impl = check_impls(impl, backward_impl)
     if scale is not None:
         checks.check_float("scale", scale)
@@ -114,7 +115,7 @@ def block_attention(
     sin, cos = (None, None) if rotary is None else rotary
     tensors = distinct(*held, cu_seqlens, sin, cos)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    options = Options(num_kv_heads, scale, block_size, bool(rotate_v), impl, backward_impl)
+    options = Options(num_kv_heads, scale, block_size, rotate_v, impl, backward_impl)
     return _BlockAttention.apply(lengths, *tensors, options)
 
 
@@ -308,6 +309,7 @@ def _check_options(q: torch.Tensor, rotary, block_size, rotate_v) -> None:
         raise ValueError(
             f"block_size must be one of {', '.join(map(str, BLOCK_SIZES))}, got {block_size!r}"
         )
+    checks.check_bool(rotate_v=rotate_v)
     if rotary is None:
         if rotate_v:
             raise ValueError(f"rotate_v must be False without rotary, got {rotate_v!r}")

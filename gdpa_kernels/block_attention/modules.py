@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from gdpa_kernels.block_attention.api import BLOCK_SIZES, block_attention, check_impls
-from gdpa_kernels.calling import jagged, layers, packed
+from gdpa_kernels.calling import checks, jagged, layers, packed
 from gdpa_kernels.calling.jagged import Jagged, Offsets
 from gdpa_kernels.norms.api import head_norm
 
@@ -38,7 +38,7 @@ class BlockAttention(nn.Module):
         device, dtype: of the parameters.
 
     Raises:
-        ValueError: an argument is wrong: its name, what is expected, what was received.
+        TypeError, ValueError: an argument is wrong: its name, what is expected, what was received.
     """
 
     def __init__(
@@ -68,6 +68,7 @@ class BlockAttention(nn.Module):
             )
         head_dim = embed_dim // num_heads
         layers.check_rotary(rotary, head_dim)
+        checks.check_bool(rotate_v=rotate_v, bias=bias, validate=validate)
         if rotate_v and rotary is None:
             raise ValueError("rotate_v must be False without rotary, got True")
         check_impls(impl, backward_impl)

@@ -53,6 +53,13 @@ def check_float(name: str, value: object) -> None:
         raise ValueError(f"{name} must be a finite number in fp32, got {value!r}")
 
 
+def check_bool(**flags: object) -> None:
+    """Raises TypeError unless each is a bool: what is merely true may have been meant otherwise."""
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{name} must be a bool, got {value!r}")
+
+
 def check_max_seqlen(name: str, value: object) -> None:
     """Raises ValueError unless `value` is an integer of at least 0."""
     if isinstance(value, bool) or not isinstance(value, int | torch.SymInt) or value < 0:

@@ -22,6 +22,12 @@ class Heads:
         return tuple(x.new_empty(x.shape) if place is None else place for x, place in pairs)
 
     @property
+    def extras(self) -> dict[str, str]:
+        """What the call asks for that few implementations do: options of the operator, each with
+        what the others need of it and get."""
+        return {}
+
+    @property
     def device(self) -> torch.device:
         return self.q.device
 

@@ -107,6 +107,7 @@ def read(
 
     Raises TypeError, ValueError: x is wrong: what is expected, what was received.
     """
+    checks.check_bool(validate=validate)
     values, offsets, known = _parts(x)
     if not isinstance(values, torch.Tensor):
         raise TypeError(f"values must be a tensor, got {type(values).__name__}")

@@ -33,7 +33,11 @@ REFERENCE = Rung(
     "the definition",
     "One sequence after another; in fp32, in fp64 of fp64.",
     None,
-    Requires(dtypes=(*_ALL_DTYPES, "float64"), head_dim_max=2**31 - 1),
+    Requires(
+        dtypes=(*_ALL_DTYPES, "float64"),
+        head_dim_max=2**31 - 1,
+        extras=("causal",),
+    ),
     directions=DIRECTIONS,
 )
 
@@ -50,7 +54,7 @@ RUNGS: tuple[Rung, ...] = (
         "one fused kernel",
         "Scores stay in registers; the batch stays jagged.",
         "v0_eager",
-        Requires(capability=(8, 0), dtypes=_ALL_DTYPES),
+        Requires(capability=(8, 0), dtypes=_ALL_DTYPES, extras=("causal",)),
     ),
     Rung(
         "v2_tma",
@@ -250,7 +254,7 @@ BACKWARD_RUNGS: tuple[Rung, ...] = (
         "two fused kernels",
         "One owns keys, the other queries; they read q, k, v and the gradient alone.",
         None,
-        Requires(capability=(8, 0), dtypes=_ALL_DTYPES),
+        Requires(capability=(8, 0), dtypes=_ALL_DTYPES, extras=("causal",)),
     ),
     _backward(
         "v2_fused_backward",

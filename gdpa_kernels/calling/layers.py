@@ -49,10 +49,12 @@ def head_norms(
 
 
 def check_fused(qk_norm: bool, fused_qk_norm: object) -> bool:
-    """fused_qk_norm as a bool. Raises ValueError if it is true without qk_norm."""
+    """fused_qk_norm. Raises TypeError unless both are bools, ValueError if it is true without
+    qk_norm."""
+    checks.check_bool(qk_norm=qk_norm, fused_qk_norm=fused_qk_norm)
     if fused_qk_norm and not qk_norm:
         raise ValueError(f"fused_qk_norm must be False without qk_norm, got {fused_qk_norm!r}")
-    return bool(fused_qk_norm)
+    return fused_qk_norm
 
 
 def turns(

@@ -85,7 +85,8 @@ class Requires:
 
     capability: the least compute capability; with only_major, no later major version will do.
     head_dim_max_of: the most head_dim on devices of a major compute capability, where its tiles
-    fit in a program's memory only up to less than head_dim_max.
+    fit in a program's memory only up to less than head_dim_max. extras: the options that it takes
+    of those that few do (`Heads.extras`).
     """
 
     capability: tuple[int, int] | None = None
@@ -95,6 +96,7 @@ class Requires:
     head_dim_max: int = 256
     head_dim_max_of: Mapping[int, int] = field(default_factory=dict, hash=False)
     aligned: bool = False
+    extras: tuple[str, ...] = ()
 
     def of_device(self, device: torch.device) -> str | None:
         """Why `device` cannot run it, or None. The CPU counts inside `tritonemu.enabled()`."""
@@ -222,6 +224,9 @@ class Rung:
     def problem(self, batch: Any) -> str | None:
         """Why it cannot take a call, or None; the device aside."""
         found = self.requires.of_call(batch.q, batch.k, batch.v)
+        for option, problem in batch.extras.items():
+            if found is None and option not in self.requires.extras:
+                found = f"needs {problem}"
         return self._hook("requires")(batch) if found is None else found
 
     def is_deterministic(self, batch: Any) -> bool:

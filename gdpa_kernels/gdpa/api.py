@@ -40,7 +40,7 @@ def gdpa(
     activation: str | tuple[str, ...] | list[str] = "gelu_tanh",
     scale: float | None = None,
     output_scale: float = 1.0,
-    causal: bool = False,
+    causal: bool | str = False,
     window: int | None = None,
     precise: bool = False,
     impl: str = "auto",
@@ -76,8 +76,13 @@ def gdpa(
         activation: a name of `reference.ACTIVATIONS`, or one name per query head.
         scale: multiplies Q K^T before the activation; None means head_dim ** -0.5.
         output_scale: multiplies the result after the activation; applied once, to the fp32 sum.
-        causal: keep keys at or before the query's position; positions start with their sequence.
-        window: keep keys at most this many positions from the query.
+        causal: keep keys at or before the query's position. "upper_left": positions start with
+            their sequence. "lower_right": they end with it, so that the last query sees every key,
+            as new tokens over a cache do; of the kernels only the v1 take it. True: where no
+            sequence has fewer queries than keys, "upper_left"; where one has, an error, whose
+            check waits for the device: in each call that has two tensors of offsets, once for
+            `Lengths`. It is left out where `validate` is.
+        window: keep keys at most this many positions from the query, as `causal` counts them.
         precise: compute the activation in fp32. By default GELU and SiLU of bf16 inputs are
             computed in packed bf16, from rounded scores, where the implementation can: for inputs
             from N(0, 1) the relative error of the result is then about 3.6e-3, as PyTorch's in
@@ -111,6 +116,8 @@ def gdpa(
     checks.check_tensors(q, k, v)
     names = check_activation(activation, q.shape[1])
     check_scalars(scale, output_scale, window)
+    check_causal(causal)
+    checks.check_bool(precise=precise, validate=validate)
     checks.check_impl(impl, IMPLS)
     checks.check_impl(backward_impl, BACKWARD_IMPLS, "backward_impl")
     given = cu_seqlens_q, cu_seqlens_k
@@ -121,11 +128,15 @@ def gdpa(
             f"cu_seqlens_q must have cu_seqlens_k's shape {list(cu_seqlens_k.shape)}, "
             f"got {list(cu_seqlens_q.shape)}"
         )
+    # Of the same offsets both alignments are one, which all products take.
+    lower_right = causal == "lower_right" and given[0] is not given[1]
+    if causal is True and validate and checks.is_readable(cu_seqlens_k):
+        _check_alignment(given, cu_seqlens_q, cu_seqlens_k, q.shape[0])
     tensors = distinct(*held, cu_seqlens_q, cu_seqlens_k)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     options = Options(
         num_kv_heads, max_seqlen_q, max_seqlen_k, ",".join(names), scale, float(output_scale),
-        bool(causal), window, bool(precise), impl, backward_impl,
+        causal is not False, window, precise, impl, backward_impl, lower_right,
     )  # fmt: skip
     return _Gdpa.apply(None if checks.is_fake(q) else _shared(given), *tensors, options)
 
@@ -145,8 +156,9 @@ def resolve(impl: str, direction: str, batch: Batch) -> Rung:
 class Options(NamedTuple):
     """What a call asks for beside its tensors: arguments of the operators, in this order.
 
-    activation: its names with commas between them. resolved: the implementation of the direction
-    was chosen for this call, and is not checked again.
+    activation: its names with commas between them. lower_right: where positions of `causal` end
+    with their sequence. resolved: the implementation of the direction was chosen for this call, and
+    is not checked again.
     """
 
     num_kv_heads: Size | None
@@ -160,6 +172,7 @@ class Options(NamedTuple):
     precise: bool
     impl: str
     backward_impl: str
+    lower_right: bool = False
     resolved: bool = False
 
     def rung(self, direction: str, batch: Batch) -> Rung:
@@ -220,10 +233,11 @@ def _planned(
 
 def _batch(q, k, v, cu_seqlens_q, cu_seqlens_k, options: Options, **gradients) -> Batch:
     """The `Batch` of an operator's arguments."""
+    causal = "lower_right" if options.lower_right else options.causal
     return Batch(
         *packed.unpack(q, k, v, options.num_kv_heads), cu_seqlens_q, cu_seqlens_k,
         options.max_seqlen_q, options.max_seqlen_k, tuple(options.activation.split(",")),
-        options.scale, options.output_scale, options.causal, options.window, options.precise,
+        options.scale, options.output_scale, causal, options.window, options.precise,
         **gradients,
     )  # fmt: skip
 
@@ -324,6 +338,39 @@ def check_activation(activation: object, num_heads: int) -> tuple[str, ...]:
             f"activation must be one name or one per query head ({num_heads}), got {len(names)}"
         )
     return tuple(names) if len(set(names)) > 1 else tuple(names[:1])
+
+
+def check_causal(causal: object) -> None:
+    """Raises TypeError or ValueError unless it is what `gdpa` takes."""
+    if isinstance(causal, str) and causal not in ("upper_left", "lower_right"):
+        raise ValueError(f"causal must be a bool, 'upper_left' or 'lower_right', got {causal!r}")
+    if not isinstance(causal, bool | str):
+        raise TypeError(f"causal must be a bool, 'upper_left' or 'lower_right', got {causal!r}")
+
+
+def _check_alignment(
+    given: tuple, ends_q: torch.Tensor | None, ends_k: torch.Tensor, rows: int
+) -> None:
+    """Raises ValueError if a sequence has fewer queries than keys; `rows` are those of a shared q.
+    Waits for the device, once if both offsets are Lengths."""
+
+    def compare() -> tuple[int, int] | None:
+        keys = ends_k.diff().tolist()
+        queries = [rows] * len(keys) if ends_q is None else ends_q.diff().tolist()
+        pairs = zip(queries, keys, strict=True)
+        return next((pair for pair in pairs if pair[0] < pair[1]), None)
+
+    if given[0] is given[1]:
+        return
+    lengths = _shared(given)
+    key = "fewer queries", rows if ends_q is None else None
+    found = compare() if lengths is None else lengths[1].once(key, compare, lengths[0])
+    if found is not None:
+        raise ValueError(
+            "causal must be 'upper_left' (positions start with their sequence) or 'lower_right' "
+            "(they end with it) where a sequence has fewer queries than keys, got True with "
+            f"{found[0]} queries and {found[1]} keys"
+        )
 
 
 def check_scalars(scale: object, output_scale: object, window: object) -> None:

@@ -22,8 +22,9 @@ class Batch(Heads):
     q `[total_q, num_heads, head_dim]`, or `[max_seqlen_q, num_heads, head_dim]` with cu_seqlens_q
     None: shared by all sequences; k, v `[total_k, num_heads_k, head_dim]`; cu_seqlens_q and
     cu_seqlens_k int32 `[sequences + 1]`; `activation`: one name, or one for each query head;
-    `precise`: not in packed arithmetic; `gradients`: where dq, dk and dv are to be written, of any
-    strides, None for memory of their own.
+    `causal`: False, True or "upper_left", which becomes True, or "lower_right"; `precise`: not in
+    packed arithmetic; `gradients`: where dq, dk and dv are to be written, of any strides, None for
+    memory of their own.
     """
 
     q: torch.Tensor
@@ -36,12 +37,14 @@ class Batch(Heads):
     activation: tuple[str, ...]
     scale: float
     output_scale: float = 1.0
-    causal: bool = False
+    causal: bool | str = False
     window: int | None = None
     precise: bool = False
     gradients: Gradients = (None, None, None)
 
     def __post_init__(self) -> None:
+        if self.causal == "upper_left":
+            object.__setattr__(self, "causal", True)
         # A window that every pair is inside of masks nothing; kernels add to it in 32 bits.
         if self.window is not None and self.window >= max(self.q.shape[0], self.k.shape[0]):
             object.__setattr__(self, "window", None)
@@ -66,7 +69,19 @@ class Batch(Heads):
 
     @property
     def masked(self) -> bool:
-        return self.causal or self.window is not None
+        return bool(self.causal) or self.window is not None
+
+    @property
+    def lower_right(self) -> bool:
+        """Whether positions end, and do not start, with their sequence."""
+        return self.causal == "lower_right"
+
+    @property
+    def extras(self) -> dict[str, str]:
+        found = {}
+        if self.lower_right:
+            found["causal"] = "causal False, True or 'upper_left', got 'lower_right'"
+        return found
 
     @property
     def names(self) -> str:
@@ -86,6 +101,8 @@ class Batch(Heads):
         if not self.masked:
             return int(rows @ keys)
         position = np.arange(rows.sum()) - (rows.cumsum() - rows).repeat(rows)
+        if self.lower_right:
+            position += (keys - rows).repeat(rows)
         first, last = 0, keys.repeat(rows) - 1
         if self.window is not None:
             first = np.maximum(position - self.window, 0)

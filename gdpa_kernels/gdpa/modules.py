@@ -59,7 +59,8 @@ class _Layer(nn.Module):
         self.scale, self.output_scale = scale, output_scale
         api.check_scalars(scale, output_scale, None)
         self.max_seqlen, self.validate = max_seqlen, validate
-        self.precise, self.impl, self.backward_impl = bool(precise), impl, backward_impl
+        checks.check_bool(precise=precise, validate=validate)
+        self.precise, self.impl, self.backward_impl = precise, impl, backward_impl
         self.q_norm, self.k_norm = layers.head_norms(qk_norm, self.head_dim, factory_kwargs)
         self.fused_qk_norm = layers.check_fused(qk_norm, fused_qk_norm)
 
@@ -186,7 +187,7 @@ class GDPASelfAttention(_Layer):
         activation: Activation = "gelu_tanh",
         scale: float | None = None,
         output_scale: float = 1.0,
-        causal: bool = False,
+        causal: bool | str = False,
         window: int | None = None,
         rotary: float | None = None,
         qk_norm: bool = False,
@@ -208,6 +209,8 @@ class GDPASelfAttention(_Layer):
             validate=validate, factory_kwargs=factory_kwargs,
         )  # fmt: skip
         api.check_scalars(None, 1.0, window)
+        api.check_causal(causal)
+        checks.check_bool(bias=bias)
         layers.check_rotary(rotary, self.head_dim)
         self.causal, self.window, self.rotary = causal, window, rotary
         heads = num_heads + 2 * self.num_kv_heads
@@ -290,6 +293,7 @@ class PMA(_Layer):
             validate=validate, factory_kwargs=factory_kwargs,
         )  # fmt: skip
         layers.check_positive(num_seeds=num_seeds)
+        checks.check_bool(bias=bias)
         self.num_seeds = num_seeds
         self.seeds = nn.Parameter(torch.randn(num_seeds, embed_dim, **factory_kwargs))
         self.kv = nn.Linear(
@@ -372,6 +376,7 @@ class PFFN(_Layer):
             validate=validate, factory_kwargs=factory_kwargs,
         )  # fmt: skip
         layers.check_positive(summary_dim=summary_dim, num_keys=num_keys)
+        checks.check_bool(bias=bias)
         self.summary_dim, self.num_keys = summary_dim, num_keys
         self.summary_tokens, self.mix = summary_tokens, None
         self.q = nn.Linear(embed_dim, embed_dim, bias, **factory_kwargs)

@@ -102,9 +102,11 @@ ACTIVATIONS: dict[str, Activation] = {
 
 
 def visible(
-    len_q: int, len_k: int, *, causal: bool, window: int | None, device: torch.device | None = None
-) -> torch.Tensor:
-    """Which pairs count, bool [len_q, len_k]; positions start with their sequence.
+    len_q: int, len_k: int, *, causal: bool | str, window: int | None,
+    device: torch.device | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """Which pairs count, bool [len_q, len_k]; positions start with their sequence, and end with it
+    where causal is "lower_right".
 
     causal keeps keys at or before the query's position, window those at most `window` positions
     away.
@@ -112,6 +114,8 @@ def visible(
     distance = (
         torch.arange(len_q, device=device)[:, None] - torch.arange(len_k, device=device)[None]
     )
+    if causal == "lower_right":
+        distance += len_k - len_q
     keep = torch.ones_like(distance, dtype=torch.bool)
     if causal:
         keep &= distance >= 0

@@ -112,10 +112,11 @@ def head_norm(
     check_transforms("head_norm")
     _check_heads(x, weights, counts, turns)
     _check_eps(eps)
+    checks.check_bool(overwrite_gradient=overwrite_gradient)
     second = weights[1] if len(weights) == 2 else None
     counts = (*counts, 0)[:2]
     tensors = distinct(x, weights[0], second, *(turns or (None, None)))
-    return _HeadNorm.apply(*tensors, *counts, float(eps), bool(overwrite_gradient))
+    return _HeadNorm.apply(*tensors, *counts, float(eps), overwrite_gradient)
 
 
 def floor_of(dtype: torch.dtype) -> float:

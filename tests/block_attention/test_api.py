@@ -39,6 +39,8 @@ def turns(total: int = 21, pairs: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
 TURNS = draw(21, 8)
 WRONG = (
     (ValueError, "k must have q's 21 tokens, got 20", {"k": draw(20, 2, 16), "v": draw(20, 2, 16)}),
+    (TypeError, "rotate_v must be a bool, got 'no'", {"rotate_v": "no"}),
+    (TypeError, "validate must be a bool, got 0", {"validate": 0}),
     (ValueError, "block_size must be one of 16, 32, 64, 128, got 48", {"block_size": 48}),
     (ValueError, "block_size must .* got 16.0", {"block_size": 16.0}),
     (ValueError, "block_size must .* got True", {"block_size": True}),

@@ -9,12 +9,14 @@ from torch._subclasses import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from gdpa_kernels import GDPASelfAttention, block_attention, gdpa
+from gdpa_kernels.gdpa.reference import visible
 from gdpa_lab.measuring.inputs import cu_seqlens
 from gdpa_lab.measuring.workload import visible_pairs
 
 QUERIES, KEYS = [4, 0, 17, 3], [9, 5, 0, 30]
 HEADS, DIM = 4, 16
-MASKS = ({}, {"causal": True}, {"window": 2}, {"causal": True, "window": 5}, {"window": 100})
+CAUSAL = {"causal": "upper_left"}
+MASKS = ({}, CAUSAL, {"window": 2}, CAUSAL | {"window": 5}, {"window": 100})
 
 
 def counted(call) -> dict[str, int]:
@@ -44,6 +46,14 @@ def test_of_gdpa_are_those_of_pairs_that_count(mask):
     assert found == {"gdpa_forward": 2 * flops, "gdpa_backward": 5 * flops}
 
 
+@pytest.mark.parametrize("window", (None, 2, 100))
+def test_of_positions_that_end_with_their_sequence(window):
+    mask = {"causal": "lower_right", "window": window}
+    pairs = sum(int(visible(*n, **mask).sum()) for n in zip(QUERIES, KEYS, strict=True))
+    found = counted(lambda: of_gdpa(**mask))
+    assert found == {"gdpa_forward": 4 * HEADS * DIM * pairs} and pairs
+
+
 @pytest.mark.parametrize(
     "wanted, matmuls", {"q": 3, "k": 3, "v": 2, "qk": 4, "kv": 4, "qkv": 5}.items()
 )
@@ -56,7 +66,7 @@ def test_of_gradients_are_those_that_are_needed(wanted, matmuls):
 
 def test_of_a_shared_q():
     q, k, v = leaves(3, sum(KEYS))
-    found = counted(lambda: gdpa(q, k, v, None, cu_seqlens(KEYS, "cpu"), 3, 30, causal=True))
+    found = counted(lambda: gdpa(q, k, v, None, cu_seqlens(KEYS, "cpu"), 3, 30, **CAUSAL))
     pairs = visible_pairs([3] * 4, KEYS, causal=True)
     assert found == {"gdpa_forward": 4 * HEADS * DIM * pairs}
 

@@ -133,6 +133,8 @@ def test_wrong_arguments_say_what_is_wrong():
             call((values, ends[:-1]))
         with pytest.raises(ValueError, match="cu_seqlens must be of 15 rows .* got Lengths"):
             call((values, Lengths(ends[:-1])))
+    with pytest.raises(TypeError, match="validate must be a bool, got 1"):
+        jagged.mean(x, validate=1)
     with pytest.raises(ValueError, match="max_seqlen must be at least the longest .* 9 .* got 8"):
         jagged.to_padded_tensor(x, max_seqlen=8)
     with pytest.raises(ValueError, match="max_seqlen must be at least 9, got 8"):

@@ -37,6 +37,7 @@ OPTIONS = {
 }
 MASKS = {
     "causal": {"causal": True},
+    "lower right": {"causal": "lower_right"},  # of self-attention: the same
     "causal window": {"causal": True, "window": 3, "qk_norm": True},
     "rotary": {"num_kv_heads": 2, "rotary": 100.0, "qk_norm": True},
 }
@@ -413,8 +414,14 @@ SELF = {
     "max_seqlen": (-1, "max_seqlen must be None or an integer of at least 0, got -1"),
     "impl": ("v9", "impl must be 'auto' or one of reference, v0_eager, .*, got 'v9'"),
     "backward_impl": ("v0_eager", "backward_impl must be 'auto' or one of .*, got 'v0_eager'"),
+    "precise": (1, "precise must be a bool, got 1"),
 }
+FLAGS = ("qk_norm", "fused_qk_norm", "bias", "validate")
 WRONG = [
+    *((kind, name, "yes", f"{name} must be a bool, got 'yes'") for kind in ALL for name in FLAGS),
+    ("block", "rotate_v", 1, "rotate_v must be a bool, got 1"),
+    ("self", "causal", "lower-right", "causal must be a bool, .*, got 'lower-right'"),
+    ("self", "causal", 1, "causal must be a bool, 'upper_left' or 'lower_right', got 1"),
     *((kind, name, *case) for kind in LAYERS for name, case in SELF.items()),
     ("self", "num_heads", 0, "num_heads must be a positive divisor .* got 0"),
     ("self", "num_heads", 4.0, "num_heads must be a positive divisor .* got 4.0"),

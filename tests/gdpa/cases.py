@@ -97,7 +97,7 @@ def drawn(
         packed=same and data.draw(st.booleans()),
         options={
             "activation": data.draw(st.sampled_from(sorted(reference.ACTIVATIONS))),
-            "causal": not narrow and data.draw(st.booleans()),
+            "causal": not narrow and data.draw(st.booleans()) and "upper_left",
             "window": None if narrow else data.draw(st.none() | st.integers(0, 300)),
             "output_scale": data.draw(st.sampled_from([1.0, 1 / 128])),
         },
@@ -151,7 +151,18 @@ CASES = [
     Case("grouped_heads", seqlens_q=(30, 80), num_heads=4, num_heads_k=2),
     Case("one_kv_head", seqlens_q=(30, 80), num_heads=3, num_heads_k=1),
     Case("causal", seqlens_q=(150, 64, 3), options={"causal": True}),
-    Case("causal_cross", seqlens_q=(150, 3), seqlens_k=(40, 90), options={"causal": True}),
+    Case("causal_cross", (150, 3), (40, 90), options={"causal": "upper_left"}),
+    Case("lower_right", (150, 3, 40, 0), (40, 90, 0, 7), 4, 2, options={"causal": "lower_right"}),
+    Case(
+        "lower_right_window", (150, 70), (40, 200), options={"causal": "lower_right", "window": 30}
+    ),
+    Case(
+        "lower_right_shared",
+        (36, 36, 36),
+        (50, 20, 129),
+        shared_q=True,
+        options={"causal": "lower_right"},
+    ),
     Case("window", seqlens_q=(200, 70), options={"window": 19}),
     Case("window_zero", seqlens_q=(40, 3), options={"window": 0}),
     Case("causal_window", seqlens_q=(200, 9), options={"causal": True, "window": 40}),

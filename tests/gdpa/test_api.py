@@ -11,6 +11,7 @@ from gdpa_kernels import gdpa
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.calling import rung as rungs
 from gdpa_kernels.calling.launches import launches
+from gdpa_kernels.calling.lengths import Lengths
 from gdpa_kernels.gdpa import api, choices
 from gdpa_kernels.gdpa.batch import Batch
 from gdpa_lab.measuring.inputs import cu_seqlens
@@ -46,6 +47,11 @@ WRONG = (
     (TypeError, "max_seqlen_k must be given unless cu_seqlens_k is Lengths, got None",
      {"max_seqlen_k": None}),
     (ValueError, "window must be None or an integer .* got -1", {"window": -1}),
+    (ValueError, "causal must be a bool, 'upper_left' or 'lower_right', got 'bottom_right'",
+     {"causal": "bottom_right"}),
+    (TypeError, "causal must be a bool, 'upper_left' or 'lower_right', got 1", {"causal": 1}),
+    (TypeError, "precise must be a bool, got 'yes'", {"precise": "yes"}),
+    (TypeError, "validate must be a bool, got None", {"validate": None}),
     (ValueError, "cu_seqlens_q must have cu_seqlens_k's",
      {"cu_seqlens_q": ends(0, 9), "max_seqlen_q": 9}),
     (ValueError, "max_seqlen_q must be at least the longest sequence, 5 tokens, got 4",
@@ -189,6 +195,91 @@ def test_the_capability_of_each_device_is_asked_once(monkeypatch):
     rungs._capability.cache_clear()
 
 
+# -- Alignment of the causal mask ------------------------------------------------------------------
+
+
+def crossed(lengths_q: list[int], lengths_k: list[int], shared: bool = False, **options) -> dict:
+    """A call of fp64."""
+    make = torch.Generator().manual_seed(0)
+    rows = lengths_q[0] if shared else sum(lengths_q)
+    q, k, v = (
+        torch.randn(n, 2, 8, generator=make, dtype=torch.float64)
+        for n in (rows, sum(lengths_k), sum(lengths_k))
+    )
+    ends_q = None if shared else cu_seqlens(lengths_q, "cpu")
+    longest = {"max_seqlen_q": max(lengths_q), "max_seqlen_k": max(lengths_k)}
+    both = {"cu_seqlens_q": ends_q, "cu_seqlens_k": cu_seqlens(lengths_k, "cpu")}
+    return {"q": q, "k": k, "v": v, **both, **longest, **options}
+
+
+def with_lengths(call: dict) -> dict:
+    names = "cu_seqlens_q", "cu_seqlens_k"
+    return call | {n: Lengths(call[n]) for n in names if call[n] is not None}
+
+
+@pytest.mark.parametrize("shared", (False, True))
+@pytest.mark.parametrize("given", (dict, with_lengths))
+def test_a_plain_causal_mask_of_fewer_queries_than_keys_is_refused(given, shared):
+    call = given(crossed([4, 4], [4, 6], shared, causal=True))
+    message = "'upper_left' .* or 'lower_right' .* got True with 4 queries and 6 keys"
+    for _ in range(2):
+        with pytest.raises(ValueError, match=message):
+            gdpa(**call)
+    aligned = gdpa(**call | {"causal": "upper_left"})
+    assert torch.equal(gdpa(**call, validate=False), aligned)
+    enough = given(crossed([4, 6], [4, 4], causal=True))
+    assert torch.equal(gdpa(**enough), gdpa(**enough | {"causal": "upper_left"}))
+
+
+def test_new_queries_over_a_cache_are_the_last_rows_of_self_attention():
+    """In values and gradients, by the definition and by the plain kernels."""
+    lengths, new = [70, 3, 1], [5, 3, 1]
+    whole = crossed(lengths, lengths, causal=True)
+    rows = torch.cat([torch.arange(e - n, e) for n, e in zip(new, (70, 73, 74), strict=True)])
+    delta = whole | {"q": whole["q"][rows], "cu_seqlens_q": cu_seqlens(new, "cpu")}
+    delta |= {"max_seqlen_q": 5, "causal": "lower_right"}
+    grad = torch.randn(len(rows), 2, 8, dtype=torch.float64)
+
+    def results(call, rows=slice(None)):
+        call = required(call)
+        out = gdpa(**call)[rows]
+        dq, dk, dv = torch.autograd.grad(out, [call[n] for n in "qkv"], grad.to(out.dtype))
+        return out.detach(), dq[rows], dk, dv
+
+    expected = results(whole, rows)
+    for found, wanted in zip(results(delta), expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-13)
+    with tritonemu.enabled(), launches() as seen:
+        found = results(cast(delta, FP32))
+    names = {"tiled_kernel", "keys_kernel", "queries_kernel"}
+    assert {launch.name for launch in seen} == names
+    for one, wanted in zip(found, expected, strict=True):
+        torch.testing.assert_close(one.double(), wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_auto_takes_what_aligns_to_the_right_and_others_say_what_they_need():
+    call = cast(crossed([3, 4], [30, 70], causal="lower_right"), BF16)
+    with tritonemu.enabled():
+        assert resolved("auto", **call) == "v1_tiled"
+        assert resolved("auto", **call | {"causal": "upper_left"}) != "v1_tiled"
+        for impl in ladder.impls()[1:]:
+            if impl != "v1_tiled" and not impl.startswith("b") and not ladder.rung(impl).is_lesson:
+                with pytest.raises(NotImplementedError, match="needs .*, got"):
+                    gdpa(**call, impl=impl)
+        message = "impl 'v8_own_waits' needs causal False, True or 'upper_left', got 'lower_right'"
+        with pytest.raises(NotImplementedError, match=message):
+            gdpa(**crossed([3], [9]) | call, impl="v8_own_waits")
+    assert resolved("auto", **cast(call, FP32)) == "reference"
+
+
+def test_where_q_and_k_have_the_same_offsets_there_is_one_alignment():
+    call = wide()
+    call["cu_seqlens_k"] = call["cu_seqlens_q"]
+    with tritonemu.enabled():
+        out = gdpa(**call, causal="lower_right", impl="v8_own_waits")
+        assert torch.equal(out, gdpa(**call, causal=True, impl="v8_own_waits"))
+
+
 # -- Gradients -------------------------------------------------------------------------------------
 
 
@@ -197,8 +288,10 @@ def test_the_capability_of_each_device_is_asked_once(monkeypatch):
     [
         {},
         {"activation": ("silu", "gelu"), "scale": -0.7, "output_scale": 0.3},
-        {"causal": True, "activation": "relu_squared"},
-        {"window": 1, "causal": True},
+        {"causal": "upper_left", "activation": "relu_squared"},
+        {"causal": "lower_right"},
+        {"window": 1, "causal": "lower_right"},
+        {"window": 1, "causal": "upper_left"},
         {"window": 0},
     ],
     ids=str,

@@ -64,12 +64,13 @@ def test_any_schedule_gives_the_same_result(impl):
         assert torch.equal(found, out), seed
 
 
+CAUSAL = {"causal": "upper_left"}
 OWN_CASES = [
     ("b5_cta_pair", Case("all_keys", (257, 1, 513), (256, 255, 129), 1, 1, head_dim=128)),
     ("b5_cta_pair", Case("shared", (300, 300), (129, 0), 2, 2, 64, shared_q=True)),
     ("b6_pair_stream", Case("rows", (511, 512, 513), (129, 128, 127), 1, 1, head_dim=128)),
     ("b6_pair_stream", Case("masked", (1100,), None, 1, 1, 128, options={"window": 70})),
-    ("b6_pair_stream", Case("causal", (600, 40), (700, 300), 2, 1, options={"causal": True})),
+    ("b6_pair_stream", Case("causal", (600, 40), (700, 300), 2, 1, options=CAUSAL)),
     ("b6_pair_stream", Case("shared", (300, 300), (500, 0), 2, 1, 64, shared_q=True)),
 ]  # fmt: skip
 

@@ -83,6 +83,15 @@ def test_masked_pairs_contribute_exactly_zero():
     ]
 
 
+def test_positions_that_end_with_their_sequence():
+    keep = reference.visible(3, 5, causal="lower_right", window=None)
+    assert keep.int().tolist() == [[1, 1, 1, 0, 0], [1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]
+    keep = reference.visible(4, 2, causal="lower_right", window=0)
+    assert keep.int().tolist() == [[0, 0], [0, 0], [1, 0], [0, 1]]
+    for mask in ({"causal": "upper_left", "window": None}, {"causal": True, "window": None}):
+        assert reference.visible(2, 3, **mask).int().tolist() == [[1, 0, 0], [1, 1, 0]]
+
+
 def test_a_masked_nan_reaches_its_own_sequence_alone():
     call = Case("nan", (3, 4), options={"causal": True}).arguments(FP64)
     clean = reference.forward(batch_of(call))

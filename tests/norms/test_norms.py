@@ -343,6 +343,11 @@ def test_errors_of_eps(function, eps):
         function(*given, eps=eps)
 
 
+def test_a_flag_is_a_bool():
+    with pytest.raises(TypeError, match="overwrite_gradient must be a bool, got 'no'"):
+        head_norm(X.clone(), (W,), (1,), overwrite_gradient="no")
+
+
 @pytest.mark.parametrize(
     "function, error, message, given",
     [(f, *e) for f, errors in ((add_rms_norm, ADD_ERRORS), (head_norm, HEAD_ERRORS))

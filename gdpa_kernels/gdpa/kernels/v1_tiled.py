@@ -112,13 +112,16 @@ def tiled_kernel(
     q_ptrs, q_mask = tile(q_ptr, first_row, len_q, BLOCK_M, Q_STRIDES, HEAD_DIM, BLOCK_D)
     q = tl.load(q_ptrs, mask=q_mask, other=0.0)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    start, end = key_range(first_row, len_k, BLOCK_M, BLOCK_N, CAUSAL, WINDOW)
+    position = first_row
+    if CAUSAL == "lower_right":
+        position += len_k - len_q
+    start, end = key_range(position, len_k, BLOCK_M, BLOCK_N, CAUSAL, WINDOW)
     for first_key in tl.range(start, end, BLOCK_N):
         k_ptrs, mask = tile(k_ptr, first_key, len_k, BLOCK_N, K_STRIDES, HEAD_DIM, BLOCK_D)
         k = tl.load(k_ptrs, mask=mask, other=0.0)
         s = tl.dot(q, k.T, input_precision=PRECISION)
         p = activate_per_head(s, scale, head, ACTIVATION, not EXACT)
-        p = mask_probabilities(p, first_row, first_key, CAUSAL, WINDOW)
+        p = mask_probabilities(p, position, first_key, CAUSAL, WINDOW)
         v_ptrs, mask = tile(v_ptr, first_key, len_k, BLOCK_N, V_STRIDES, HEAD_DIM, BLOCK_D)
         v = tl.load(v_ptrs, mask=mask, other=0.0)
         acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)

@@ -135,7 +135,10 @@ def keys_kernel(
     )  # fmt: skip
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    start, end = row_range(first_key, len_q, BLOCK_M, BLOCK_N, CAUSAL, WINDOW)
+    first = first_key
+    if CAUSAL == "lower_right":
+        first = tl.maximum(first_key - (len_k - len_q), 0)
+    start, end = row_range(first, len_q, BLOCK_M, BLOCK_N, CAUSAL, WINDOW)
     for member in range(GROUP):
         head = head_k * GROUP + member
         q_rows = rows_of(q_ptr, start_q, head, Q_STRIDES)
@@ -144,8 +147,11 @@ def keys_kernel(
             q = load_tile(q_rows, first_row, len_q, BLOCK_M, Q_STRIDES, HEAD_DIM, BLOCK_D)
             s = tl.dot(k, q.T, input_precision=PRECISION)
             p, slope = value_and_slope_per_head(s, scale, head, ACTIVATION, not EXACT)
-            p = mask_transposed(p, first_row, first_key, CAUSAL, WINDOW)
-            slope = mask_transposed(slope, first_row, first_key, CAUSAL, WINDOW)
+            position = first_row
+            if CAUSAL == "lower_right":
+                position += len_k - len_q
+            p = mask_transposed(p, position, first_key, CAUSAL, WINDOW)
+            slope = mask_transposed(slope, position, first_key, CAUSAL, WINDOW)
             grad = load_tile(grad_rows, first_row, len_q, BLOCK_M, GRAD_STRIDES, HEAD_DIM, BLOCK_D)
             dv = tl.dot(p.to(grad.dtype), grad, dv, input_precision=PRECISION)
             dp = tl.dot(v, grad.T, input_precision=PRECISION)
@@ -198,12 +204,15 @@ def queries_kernel(
     k_rows = rows_of(k_ptr, start_k, head // GROUP, K_STRIDES)
     v_rows = rows_of(v_ptr, start_k, head // GROUP, V_STRIDES)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    start, end = key_range(first_row, len_k, BLOCK_M, BLOCK_N, CAUSAL, WINDOW)
+    position = first_row
+    if CAUSAL == "lower_right":
+        position += len_k - len_q
+    start, end = key_range(position, len_k, BLOCK_M, BLOCK_N, CAUSAL, WINDOW)
     for first_key in tl.range(start, end, BLOCK_N):
         k = load_tile(k_rows, first_key, len_k, BLOCK_N, K_STRIDES, HEAD_DIM, BLOCK_D)
         s = tl.dot(q, k.T, input_precision=PRECISION)
         _, slope = value_and_slope_per_head(s, scale, head, ACTIVATION, not EXACT)
-        slope = mask_probabilities(slope, first_row, first_key, CAUSAL, WINDOW)
+        slope = mask_probabilities(slope, position, first_key, CAUSAL, WINDOW)
         v = load_tile(v_rows, first_key, len_k, BLOCK_N, V_STRIDES, HEAD_DIM, BLOCK_D)
         dp = tl.dot(grad, v.T, input_precision=PRECISION)
         dq = tl.dot((slope * dp).to(k.dtype), k, dq, input_precision=PRECISION)
