@@ -14,8 +14,8 @@ watches variables; `tile` is the arithmetic; `language` and `tlx` the operations
 inline PTX; `memory` global memory, `undefined` what masks turn off, `buffers` shared and tensor
 memory; `clocks` what happens before what; `barriers`, `tasks` and `scheduler` who runs when,
 `engines` the units that roles share; `timeline` the trace; `launch` the state of a launch,
-`execution` its run, `launching` what launches of a program do. Needs torch, triton and greenlet,
-and no GPU.
+`execution` its run, `launching` what launches of a program do, `compiled` what they return. Needs
+torch, triton and greenlet, and no GPU.
 """
 
 from .errors import (

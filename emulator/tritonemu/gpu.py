@@ -4,8 +4,7 @@
 wherever PyTorch takes a device, and `x.device`, `x.is_cuda` say what they would say: a tensor is on
 the GPU if it was made or moved there, or computed from one that is; moving it copies it. Streams,
 events, synchronisation and `torch.compile` do nothing, operators for CUDA are the CPU's,
-benchmarks are skipped or take one call, and `kernel.warmup` returns a stand-in with invented
-resources. Kernels run only inside `tritonemu.enabled`.
+benchmarks are skipped or take one call. Kernels run only inside `tritonemu.enabled`.
 """
 
 import contextlib
@@ -304,16 +303,6 @@ def _answers(arch: str, multiprocessors: int) -> dict[str, Any]:
         **{name: constant(None) for name in _DO_NOTHING},
         **{name: constant(0) for name in _USE_NOTHING},
     }
-
-
-# Resources of a kernel that nobody compiled, for host code that computes occupancy from them.
-WARMED_UP = types.SimpleNamespace(
-    n_regs=32,
-    n_spills=0,
-    n_max_threads=1024,
-    metadata=types.SimpleNamespace(shared=1024, num_warps=4, num_stages=1),
-    _init_handles=lambda: None,
-)
 
 
 @contextlib.contextmanager

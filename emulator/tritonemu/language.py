@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import triton.language as tl
+from triton.language.core import is_builtin
 from triton.language.extra.cuda import libdevice
 
 from . import library, tile
@@ -32,6 +33,7 @@ from .rewrite import (
     again,
     check,
     constant,
+    on_constants,
     static_int,
 )
 from .tile import Tile, cast, check_shape, held, maximum, minimum, operands, scalar, to_tile, where
@@ -39,6 +41,12 @@ from .tile import Tile, cast, check_shape, held, maximum, minimum, operands, sca
 OPERATIONS: dict[str, Any] = {}
 
 _PYTHON_BUILTINS = ("triton.language.extra.cuda.inline_ptx_lib",)
+
+
+def _is_helper(function: Any) -> bool:
+    """Whether it is plain Python of `tl.core`, which Triton calls while it compiles."""
+    plain = isinstance(function, FunctionType) and function.__module__ == tl.core.__name__
+    return plain and not (is_builtin(function) or "_semantic" in function.__code__.co_varnames)
 
 
 class Namespace:
@@ -55,6 +63,8 @@ class Namespace:
             return current().lowering.convert(real)
         if isinstance(real, tl.dtype):
             return real
+        if _is_helper(real):
+            return on_constants(real)
         if getattr(real, "__module__", "") in _PYTHON_BUILTINS:
             # A builtin that is Python on other builtins: the same code on ours.
             inner = real.__wrapped__
@@ -665,6 +675,8 @@ OPERATIONS.update(
     static_range=StaticRange,
     constexpr=constant,
     tensor=Tile,
+    tensor_descriptor=Descriptor,
+    tensor_descriptor_base=Descriptor,
     tuple=tuple,
     dtype=tl.dtype,
     pointer_type=tl.pointer_type,
@@ -720,13 +732,31 @@ MODULES: dict[str, Any] = {
     "triton.language.random": LANGUAGE,
 }
 
+
+def _integer(value: Any) -> int:
+    return int(constant(value))
+
+
+# What kernels call that stands for a class, and which one; Triton hands no constexpr to isinstance.
+_CLASSES = {
+    _integer: int,
+    constant: (),
+    OPERATIONS["block_type"]: tl.block_type,
+}
+
+
+def _isinstance(value: Any, kinds: Any) -> bool:
+    kinds = kinds if isinstance(kinds, tuple) else (kinds,)
+    return isinstance(value, tuple(_CLASSES.get(kind, kind) for kind in kinds))
+
+
 # Python's names that a kernel may use.
 NAMES: dict[str, Any] = {
     "len": len,
     "list": tuple,
     "float": float,
-    "int": lambda value: int(constant(value)),
-    "isinstance": isinstance,
+    "int": _integer,
+    "isinstance": _isinstance,
     "getattr": getattr,
     "hasattr": hasattr,
     "range": Range,

@@ -23,6 +23,7 @@ strides that wrap to negative steps work as on the device. A box clipped at the 
 box; it is accessed as a strided view.
 """
 
+import gc
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -115,7 +116,7 @@ class Memory:
         self._numbers: dict[tuple[int, ...], int] = {(): 0}
         self._first_of_cluster = 1
         self._atomics: dict[tuple[int, int], Clock] = {}
-        self._reachable = tuple(reachable)
+        self._named = self._reachable = tuple(reachable)
         self._random = torch.Generator().manual_seed(0)
 
     def start_clusters(self) -> None:
@@ -137,7 +138,7 @@ class Memory:
         shadow.granule = min(shadow.granule, item)
         low = high = tensor.storage_offset()
         if tensor.numel():
-            high += 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+            high += _reach(tensor) // item
         first = low
         if any(step == 0 and n > 1 for n, step in zip(tensor.shape, tensor.stride(), strict=True)):
             # Expanded: a kernel that has its own strides for it may use all of the storage.
@@ -146,16 +147,22 @@ class Memory:
         return Tile(torch.tensor(first), tl.pointer_type(dtype), region)
 
     def at_address(self, address: int, dtype: tl.dtype) -> Tile:
-        """The pointer that an integer names, into an argument or a reachable tensor."""
-        for tensor in self._reachable:
-            pointer, step = self.pointer("memory", tensor), address - tensor.data_ptr()
-            region = pointer.base
-            if 0 <= step < (region.high - region.low) * region.itemsize:
-                pointer = cast(pointer, dtype)
-                return pointer.like(pointer.data + step // pointer.base.itemsize)
-        raise OutOfBounds(
-            f"address {address:#x} must lie in a tensor of `reachable`, got none that holds it"
-        )
+        """The pointer that an integer names: into a reachable tensor, or any that is alive.
+
+        Of several the one that begins there counts, and of such the one that reaches farthest.
+        """
+        tensor = self._holding(address)
+        if tensor is None:
+            self._reachable = (*self._named, *_live_tensors())
+            tensor = self._holding(address)
+        if tensor is None:
+            raise OutOfBounds(f"address {address:#x} must lie in a tensor, got none that holds it")
+        pointer = cast(self.pointer("memory", tensor), dtype)
+        return pointer.like(pointer.data + (address - tensor.data_ptr()) // pointer.base.itemsize)
+
+    def _holding(self, address: int) -> torch.Tensor | None:
+        held = [x for x in self._reachable if 0 <= address - x.data_ptr() < _reach(x)]
+        return max(held, key=lambda x: (x.data_ptr() == address, _reach(x)), default=None)
 
     def _out_of_bounds(self, region: Region, what: str, element: int) -> None:
         raise OutOfBounds(
@@ -439,6 +446,23 @@ class Memory:
         self._check_defined(region, raw)
         target.copy_(raw)
         self._report.bytes_stored += num_bytes
+
+
+def _reach(tensor: torch.Tensor) -> int:
+    """Bytes from the first to the last element."""
+    if not tensor.numel():
+        return 0
+    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    return (1 + last) * tensor.itemsize
+
+
+def _live_tensors() -> list[torch.Tensor]:
+    """Tensors on the CPU of dtypes that Triton knows, as Python's garbage collector sees them."""
+    found = [x for x in gc.get_objects() if type(x) in (torch.Tensor, torch.nn.Parameter)]
+    return [
+        x for x in found
+        if x.layout == torch.strided and x.device.type == "cpu" and x.dtype in FROM_TORCH
+    ]  # fmt: skip
 
 
 def _rows(flat: torch.Tensor, parts: int) -> torch.Tensor:
