@@ -72,6 +72,7 @@ def execute(
     schedule: str | int | Order = "modelled",
     trace: bool = False,
     races: bool = True,
+    strict: bool = False,
     uninitialized: str = "error",
     masked: str = "nan",
     config: Any = None,
@@ -84,13 +85,14 @@ def execute(
 
     schedule: "modelled", an integer that seeds random interleavings, or another name of an order
     (see `orders`). trace: keep a timeline. races: whether unordered accesses raise `Race`,
-    `MissingFence` and `EarlyExit`. uninitialized: "error", or "allow" to let reads of unwritten
-    shared memory yield NaN. masked: what lanes hold that a mask turns off and no `other` fills,
-    "nan" (and large integers, and `UndefinedValue` if they are stored), "zero", as on NVIDIA GPUs,
-    or "random". reachable: tensors that the kernel finds through addresses in memory instead of
-    arguments. max_steps: how many operations that other roles can notice the kernel may take, None
-    for any number. resident: how many clusters run at the same time; programs that wait for each
-    other need all of them to. compile: whether Triton compiles the launch first, of which
+    `MissingFence` and `EarlyExit`. strict: whether stores that change no bit race, too; without
+    it, one value from several programs is a note of the report. uninitialized: "error", or "allow"
+    to let reads of unwritten shared memory yield NaN. masked: what lanes hold that a mask turns off
+    and no `other` fills, "nan" (and large integers, and `UndefinedValue` if they are stored),
+    "zero", as on NVIDIA GPUs, or "random". reachable: tensors to look at first for what addresses
+    in memory name. max_steps: how many operations that other roles can notice the kernel may take,
+    None for any number. resident: how many clusters run at the same time; programs that wait for
+    each other need all of them to. compile: whether Triton compiles the launch first, of which
     `compiling` says what it finds.
     """
     check_arch(arch)
@@ -117,6 +119,7 @@ def execute(
     launch = Launch(
         *(arch, sizes, shape, options.get("num_warps") or 4, report, races, uninitialized),
         *(lowering, masked),
+        strict=strict,
     )
     launch.memory = Memory(launch, reachable)
     numbers = {"roles": 0, "operations": 0, "steps": 0}

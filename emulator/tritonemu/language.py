@@ -21,7 +21,7 @@ from triton.language.extra.cuda import libdevice
 
 from . import library, tile
 from .blocks import BlockPointer
-from .errors import InvalidKernel, OutOfBounds, Unsupported
+from .errors import InvalidKernel, Unsupported
 from .instructions import execute, fused_multiply_add, instruction_counts, round_fraction
 from .launch import current
 from .memory import REDUCTIONS, Descriptor
@@ -230,16 +230,29 @@ def advance(base: Any, offsets: Any) -> BlockPointer:
 
 @_operation
 def histogram(input: Tile, num_bins: int, mask: Any = None) -> Tile:
-    """Counts of 0 .. num_bins - 1; other values, which the device counts anywhere, are refused."""
+    """Counts of 0 .. num_bins - 1.
+
+    NVIDIA GPUs count by the low bits of a value, of at least 32 bins. Which bin gets a value that
+    lies outside is not Triton's word: that bin is undefined, as lanes are that a mask turns off.
+    """
     if len(input.shape) != 1 or not input.dtype.is_int():
         raise InvalidKernel(f"tl.histogram takes integers of rank 1, got {input!r}")
     (bins,) = check_shape((static_int(num_bins),))
     values = input.data.to(torch.int64)
     if mask is not None:
         values = values[to_tile(mask).data.expand(values.shape)]
-    if bool(((values < 0) | (values >= bins)).any()):
-        raise OutOfBounds(f"values of tl.histogram must lie in [0, {bins})")
-    return Tile(torch.bincount(values, minlength=bins).to(torch.int32), tl.int32)
+    outside = values[(values < 0) | (values >= bins)]
+    counted = values & max(bins, 32) - 1
+    counts = torch.bincount(counted, minlength=bins)[:bins].to(torch.int32)
+    if outside.numel() and current().masked != "zero":
+        what = (
+            f"the tl.histogram at {{}}:{{}}, which got {int(outside[0])} and has bins [0, {bins}); "
+            "give it a `mask`"
+        )
+        undefined = current().memory.undefined(tl.int32, counts.shape, what)
+        affected = torch.bincount(outside & bins - 1, minlength=bins) > 0
+        counts = torch.where(affected, undefined, counts)
+    return Tile(counts, tl.int32)
 
 
 def _atomic(name: str, update: Callable) -> Callable:

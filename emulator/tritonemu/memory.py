@@ -15,7 +15,8 @@ the other (see `clocks`). So are a reduction of TMA and a plain access; two redu
 shadow of each storage keeps, per element, the last store, the last load of the clusters of CTAs
 that run together, the last load of earlier ones, and the last reductions. Atomics on one address
 order what comes before the one with what comes after the other; they are not judged. A store that
-changes no bit is let pass: programs may well compute one result twice.
+changes no bit is let pass: programs may well compute one result twice. If another program stored
+that value the report notes it, as other data may differ; with `strict` it is a store as any other.
 
 TMA: the hardware compares each index with the shape, then computes the address as
 `base + sum(index * stride)` in 64-bit bytes that wrap. Both happen in this order here, so huge
@@ -25,7 +26,7 @@ box; it is accessed as a strided view.
 
 import gc
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -42,6 +43,7 @@ from .errors import (
     UndefinedValue,
     Unsupported,
     location,
+    option,
 )
 from .launch import Launch, current
 from .scheduler import ATOMIC_LATENCY, Operation
@@ -117,6 +119,7 @@ class Memory:
         self._first_of_cluster = 1
         self._atomics: dict[tuple[int, int], Clock] = {}
         self._named = self._reachable = tuple(reachable)
+        self._same: set[tuple[Any, ...]] = set()
         self._random = torch.Generator().manual_seed(0)
 
     def start_clusters(self) -> None:
@@ -186,6 +189,8 @@ class Memory:
         if not self._launch.races:
             return
         changed = None if stored is None else view(region.flat, 1)[where] != stored
+        if changed is not None and self._launch.strict:
+            changed = torch.ones_like(changed)
         if changed is not None and not changed.numel():
             return
 
@@ -207,7 +212,11 @@ class Memory:
                 continue
             numbers = get(shadow.table(name))
             if changed is not None:
-                numbers = numbers.reshape(changed.numel(), -1)[changed.reshape(-1)]
+                by_element, chosen = numbers.reshape(changed.numel(), -1), changed.reshape(-1)
+                if name == "stores" and not bool(chosen.all()):
+                    again = by_element[~chosen].unique().tolist()
+                    self._note_same(region, again, actor.clock, access)
+                numbers = by_element[chosen]
             found = numbers.unique().tolist()
             if name != "reductions":
                 self._check_order(region, found, actor.clock, access)
@@ -240,13 +249,32 @@ class Memory:
             self._reductions.append(members)
         return self._numbers[members]
 
+    def _unordered(self, numbers: Sequence[int], clock: Clock) -> Iterator[tuple[Access, Any]]:
+        """Those of the accesses with these numbers that the clock does not know, and programs."""
+        for number in numbers:
+            if number and not clock.knows(self._accesses[number - 1][0]):
+                yield self._accesses[number - 1]
+
+    def _note_same(
+        self, region: Region, numbers: Sequence[int], clock: Clock, access: Access
+    ) -> None:
+        """Note the first pair of statements by which two programs store one value."""
+        for old, before in self._unordered(numbers, clock):
+            places = tuple(old.at), tuple(access.at)
+            if before == self._launch.program or places in self._same:
+                continue
+            self._same.add(places)
+            (file, line), (other_file, other_line) = places
+            self._report.notes.append(
+                f"programs {before}, at {file}:{line}, and {self._launch.program}, at "
+                f"{other_file}:{other_line}, store the same value to an element of {region.name}; "
+                f"nothing orders the two: a race if values differ ({option('strict', True)})"
+            )
+
     def _check_order(
         self, region: Region, numbers: Sequence[int], clock: Clock, access: Access
     ) -> None:
-        for number in numbers:
-            if number == 0 or clock.knows(self._accesses[number - 1][0]):
-                continue
-            old, before = self._accesses[number - 1]
+        for old, before in self._unordered(numbers, clock):
             program, (file, line) = self._launch.program, old.at
             first, second = access.who, old.who
             if before != program:
@@ -283,12 +311,16 @@ class Memory:
                     self._out_of_bounds(region, what, element)
         return region, index, active
 
-    def _undefined(self, dtype: tl.dtype, shape: torch.Size) -> torch.Tensor:
+    def undefined(
+        self, dtype: tl.dtype, shape: torch.Size,
+        what: str = "the load at {}:{}, in a lane that its mask turns off; give it `other`",
+    ) -> torch.Tensor:  # fmt: skip
         """What the lanes that are off read, in a tensor of this shape."""
         known, at = self._launch.undefined, location()
-        if self._launch.masked == "nan" and at not in known:
-            known.append(at)
-        mark = known.index(at) + 1 if at in known[:MOST] else 0
+        if self._launch.masked == "nan":
+            known.setdefault(at, what)
+        numbers = dict(zip(known, range(1, MOST + 1), strict=False))
+        mark = numbers.get(at, 0)
         return fill(dtype, shape, self._launch.masked, mark, self._random)
 
     def _check_defined(self, region: Region, raw: torch.Tensor) -> None:
@@ -299,10 +331,10 @@ class Memory:
         found = marks(raw, region.dtype)
         found = found[(found > 0) & (found <= min(len(loads), MOST))]
         if found.numel():
-            file, line = at = loads[int(found[0]) - 1]
+            at, what = list(loads.items())[int(found[0]) - 1]
             raise UndefinedValue(
-                f"{region.name} gets a value that comes from the load at {file}:{line}, in a lane "
-                f'that its mask turns off; give it `other`, or allow it with masked="zero"',
+                f"{region.name} gets a value that comes from {what.format(*at)}, or allow it with "
+                f"{option('masked', 'zero')}",
                 other=at,
                 buffer=region.name,
             )
@@ -323,7 +355,7 @@ class Memory:
             raw = raw.reshape(index.shape)
         else:
             if other is None:
-                default = self._undefined(region.dtype, index.shape)
+                default = self.undefined(region.dtype, index.shape)
             else:
                 default = to_raw(cast(other, region.dtype).data, region.dtype)
             raw = default.expand(index.shape).masked_scatter(active, raw)
@@ -383,7 +415,7 @@ class Memory:
         if active is None:
             result = before.reshape(index.shape)
         else:
-            result = self._undefined(dtype, index.shape).masked_scatter(active, before)
+            result = self.undefined(dtype, index.shape).masked_scatter(active, before)
         self._report.bytes_loaded += count * region.itemsize
         self._report.bytes_stored += count * region.itemsize
         return Tile(from_raw(result, dtype), dtype)
