@@ -150,7 +150,10 @@ class EarlyExit(EmulatorError):
 
 
 class UninitializedRead(EmulatorError):
-    """A buffer is read where nothing has been written. `buffer` names it."""
+    """A buffer is read where nothing has been written. `buffer` names it.
+
+    Of global memory, other: file and line of the `torch.empty` that made it.
+    """
 
 
 class UndefinedValue(EmulatorError):

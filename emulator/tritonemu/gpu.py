@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _device
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from . import unwritten
 from .compiling import target_of
 from .launch import REGISTERS, SHARED_BYTES
 
@@ -168,6 +169,16 @@ _ATTRIBUTES: dict[Any, Callable[[torch.Tensor], Any]] = {
     torch.Tensor.is_cpu.__get__: lambda x: not _on_gpu(x),
     torch.Tensor.get_device: lambda x: 0 if _on_gpu(x) else -1,
 }
+_EMPTY = (
+    *(torch.empty, torch.empty_like, torch.empty_strided, torch.empty_permuted),
+    *(torch.Tensor.new_empty, torch.Tensor.new_empty_strided),
+)
+# After which somebody may write to a tensor unseen.
+_SHARE = (
+    *(torch.Tensor.data.__get__, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.set_),
+    *(torch.Tensor.untyped_storage, torch.Tensor.storage, torch.Tensor.__dlpack__),
+    torch.Tensor.resize_,
+)
 _STAY = (torch.Tensor.pin_memory, torch.Tensor.record_stream)
 
 
@@ -261,6 +272,10 @@ class _CudaIsCpu(TorchFunctionMode):
                     tensor.__dict__.pop(_HOST, None)
                 else:
                     setattr(tensor, _HOST, True)
+        if func in _EMPTY and on_gpu and kwargs.get("out") is None:
+            unwritten.note(result)
+        elif func in _SHARE:
+            unwritten.forget(args[0])
         return result
 
 

@@ -268,7 +268,7 @@ def _atomic(name: str, update: Callable) -> Callable:
             raise InvalidKernel(f"tl.atomic_{name} has no {element}")
         unsigned = element.name == "uint64" and name in ("max", "min")
         combine = tile.unsigned(update) if unsigned else update
-        return current().memory.atomic(pointer, combine, [val], mask, sem)
+        return current().memory.atomic(pointer, combine, [val], mask, sem, name != "xchg")
 
     return atomic
 
@@ -294,7 +294,7 @@ def atomic_load(pointer: Tile, mask: Any = None, sem: Any = None, scope: Any = N
 def atomic_store(
     pointer: Tile, val: Any, mask: Any = None, sem: Any = None, scope: Any = None
 ) -> None:
-    current().memory.atomic(pointer, lambda old, new: new, [val], mask, sem or "release")
+    current().memory.atomic(pointer, lambda old, new: new, [val], mask, sem or "release", False)
 
 
 @_operation

@@ -33,8 +33,8 @@ class Report:
     shared_bytes, tensor_columns, barriers: the most that one CTA allocated, without what the
     compiler adds for the values that tasks capture, some hundred bytes. warps: of each role of
     a CTA, default first. checks: accesses examined, by kind. uninitialized: reads of unwritten
-    shared or tensor memory that were let pass. notes: what may be meant so, such as one value that
-    several programs store to one place. timeline: with `trace=True`.
+    memory that were let pass. notes: what may be meant so, such as one value that several programs
+    store to one place. timeline: with `trace=True`.
     """
 
     arch: str

@@ -34,6 +34,7 @@ import numpy as np
 import torch
 import triton.language as tl
 
+from . import unwritten
 from .clocks import Access, Clock
 from .errors import (
     DescriptorError,
@@ -41,6 +42,7 @@ from .errors import (
     OutOfBounds,
     Race,
     UndefinedValue,
+    UninitializedRead,
     Unsupported,
     location,
     option,
@@ -56,12 +58,13 @@ class _Shadow:
     """Who touched each granule of a storage last, as numbers in `Memory._accesses`; 0: nobody.
 
     The granule is the smallest element of the tensors that share the storage, in bytes. number: of
-    the storage, in order of appearance.
+    the storage, in order of appearance. fresh: which of it is written, if not all.
     """
 
     num_bytes: int
     granule: int
     number: int = 0
+    fresh: unwritten.Fresh | None = None
     tables: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def table(self, name: str) -> torch.Tensor:
@@ -127,17 +130,23 @@ class Memory:
 
     def pointer(self, name: str, tensor: torch.Tensor) -> Tile:
         """A scalar pointer to the first element of a tensor argument."""
+        with torch._C.DisableTorchFunction():  # that of `fake_gpu`
+            return self._pointer(name, tensor)
+
+    def _pointer(self, name: str, tensor: torch.Tensor) -> Tile:
         if tensor.device.type != "cpu" or tensor.dtype not in FROM_TORCH:
             raise ValueError(
                 f"{name} must be a CPU tensor of a dtype known to Triton, "
                 f"got {tensor.dtype} on {tensor.device}"
             )
-        dtype, tensor = FROM_TORCH[tensor.dtype], tensor.detach()
+        fresh = unwritten.of(tensor)
+        # `data`, whose version is its own: as on a GPU a kernel's stores change none.
+        dtype, tensor = FROM_TORCH[tensor.dtype], tensor.data
         storage = tensor.untyped_storage()
         num_bytes, item = storage.nbytes(), tensor.itemsize
         flat = tensor.as_strided((num_bytes // item,), (1,), 0).view(RAW[dtype.name])
         key = (storage.data_ptr(), num_bytes)
-        shadow = self._shadows.setdefault(key, _Shadow(num_bytes, item, len(self._shadows)))
+        shadow = self._shadows.setdefault(key, _Shadow(num_bytes, item, len(self._shadows), fresh))
         shadow.granule = min(shadow.granule, item)
         low = high = tensor.storage_offset()
         if tensor.numel():
@@ -239,6 +248,32 @@ class Memory:
             before = shadow.table("earlier loads")
             put(before, torch.where(earlier, loads, get(before)))
         put(shadow.table("loads"), number)
+
+    def _check_written(self, region: Region, what: str, view: Callable, where: Any) -> None:
+        """Raise UninitializedRead if nothing has written `view(table, parts)[where]`."""
+        fresh = region.shadow.fresh
+        if fresh is None:
+            return
+        read = view(fresh.written(region.itemsize), 1)[where]
+        unread = int((read != -1).sum())
+        if not unread:
+            return
+        if self._launch.uninitialized == "allow":
+            self._report.uninitialized += 1
+            return
+        raise UninitializedRead(
+            f"{what} of {region.name} reads {unread} of {read.numel()} elements in program "
+            f"{self._launch.program} that nothing has written; the memory is made, without values, "
+            f"at {fresh.at[0]}:{fresh.at[1]}; write to it first, or allow it with "
+            f"{option('uninitialized', 'allow')}",
+            other=fresh.at,
+            buffer=region.name,
+        )
+
+    @staticmethod
+    def _mark_written(region: Region, view: Callable, where: Any) -> None:
+        if region.shadow.fresh is not None:
+            view(region.shadow.fresh.written(region.itemsize), 1)[where] = -1
 
     def _joined(self, group: int, number: int, clock: Clock) -> int:
         """The number of a group of reductions without those that the clock knows, and one more."""
@@ -350,6 +385,7 @@ class Memory:
         region, index, active = self._lanes("load", pointer, mask)
         used = index.reshape(-1) if active is None else index[active]
         self._judge(region, by, _rows, used)
+        self._check_written(region, "load", _rows, used)
         raw = region.flat.index_select(0, used)
         if active is None:
             raw = raw.reshape(index.shape)
@@ -376,16 +412,17 @@ class Memory:
         self._check_defined(region, raw)
         self._judge(region, by, _rows, index, raw)
         region.flat[index] = raw
+        self._mark_written(region, _rows, index)
         self._report.bytes_stored += index.numel() * region.itemsize
 
     def atomic(
         self, pointer: Tile, update: Callable, values: list[Any], mask: Any = None,
-        sem: str | None = None,
+        sem: str | None = None, reads: bool = True,
     ) -> Tile:  # fmt: skip
         """Read-modify-write with `update(old, *values)` on torch data; returns the old values.
 
         Lanes that name the same element take turns. sem: as in Triton, None is "acq_rel";
-        only a scalar atomic orders other accesses.
+        only a scalar atomic orders other accesses. reads: whether the new value needs the old.
         """
         if not pointer.shape:
             self._launch.scheduler.checkpoint(ATOMIC_LATENCY)
@@ -396,6 +433,10 @@ class Memory:
             self._check_defined(region, to_raw(operand, dtype))
         where = index[chosen].reshape(-1)
         count = where.numel()
+        if reads:
+            self._check_written(region, "atomic", _rows, where)
+        if values:
+            self._mark_written(region, _rows, where)
         if not index.shape and count:
             role, key = self._launch.role, (id(region.shadow), int(where) * region.itemsize)
             shared = self._atomics.setdefault(key, Clock())
@@ -452,6 +493,7 @@ class Memory:
         raw = desc.padding.expand(desc.block_shape).clone()
         if window is not None:
             self._judge(region, by, window.of, ...)
+            self._check_written(region, "descriptor load", window.of, ...)
             raw[window.inside] = window.of(region.flat)
             self._report.bytes_loaded += math.prod(window.sizes) * region.itemsize
         return Tile(from_raw(raw, region.dtype), region.dtype)
@@ -471,12 +513,14 @@ class Memory:
         target, data = window.of(region.flat), value.data[window.inside]
         num_bytes = data.numel() * region.itemsize
         if update is not None:
+            self._check_written(region, "descriptor reduction", window.of, ...)
             data = update(from_raw(target, dtype), data)
             self._report.bytes_loaded += num_bytes
         raw = to_raw(data, dtype)
         self._judge(region, by, window.of, ..., None if update else raw, reduces=bool(update))
         self._check_defined(region, raw)
         target.copy_(raw)
+        self._mark_written(region, window.of, ...)
         self._report.bytes_stored += num_bytes
 
 
