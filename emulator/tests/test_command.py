@@ -1,5 +1,6 @@
 """`python -m tritonemu` on programs and functions: what it says, and how it ends."""
 
+import json
 import subprocess
 import sys
 
@@ -203,3 +204,37 @@ def test_launches_of_several_kernels_are_summed_up(program, capsys):
     out = capsys.readouterr().out
     assert out.startswith("sum_kernel, the first of 3 launches:\n4 CTAs")
     assert "zero_kernel:\n1 " in out
+
+
+SAME = """
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def total_kernel(x, out, B: tl.constexpr):
+    i = tl.program_id(0) * B + tl.arange(0, B)
+    tl.store(out, tl.sum(tl.load(x + i)))
+
+
+total_kernel[(4,)](torch.ones(64, device="cuda"), torch.zeros(1, device="cuda"), 16)
+"""
+
+
+def test_notes_are_said_and_written_and_strict_makes_them_findings(tmp_path, capsys):
+    file, report = tmp_path / "same.py", tmp_path / "report.json"
+    file.write_text(SAME)
+    assert main(["--json", str(report), str(file)]) == 0
+    said = capsys.readouterr().out
+    assert said.count("note: programs (0, 0, 0), at ") == 1 and "(--strict)" in said
+    (note,) = json.loads(report.read_text())["notes"]
+    assert f"note: {note}" in said
+    assert main(["--strict", str(file)]) == 1
+    assert "--arch sm_90 --strict --schedule modelled" in capsys.readouterr().err
+
+
+def test_a_message_names_flags_of_the_command(program, capsys):
+    assert main([f"{program}:masked"]) == 1
+    assert "allow it with --masked zero" in capsys.readouterr().err
+    assert main(["--masked", "zero", f"{program}:masked"]) == 0

@@ -158,6 +158,7 @@ def test_a_report_without_a_finding(script, tmp_path, capsys):
     assert main([f"{script}:right", *options]) == 0
     assert json.loads(files[0].read_text()) == {
         "found": None,
+        "notes": [],
         "covered": {
             "search": "exhaustive", "schedules": 2, "exhausted": True, "classes": 1,
             "redundant": 0,

@@ -75,3 +75,47 @@ def test_every_test_is_emulated(run):
         ]
     )
     assert "emulator/tritonemu/" not in result.stdout.str()
+
+
+MASKED = """
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def masked_kernel(x, y):
+    lanes = tl.arange(0, 16)
+    tl.store(x + lanes, tl.load(x + lanes, mask=lanes < 5))
+
+
+@triton.jit
+def same_kernel(x):
+    tl.store(x, 1.0)
+
+
+def test_masked():
+    masked_kernel[(1,)](torch.zeros(16, device="cuda"), 1)
+
+
+def test_same():
+    same_kernel[(2,)](torch.zeros(1, device="cuda"))
+"""
+
+
+def test_messages_name_flags_of_pytest_and_the_test(pytester):
+    pytester.makepyfile(test_masked=MASKED)
+    options = ("-p", "tritonemu.pytest_plugin", "-p", "no:cacheprovider", "--fake-gpu")
+    result = pytester.runpytest_inprocess(*options, "--emulated-schedules", "0")
+    result.assert_outcomes(passed=1, failed=1)
+    result.stdout.fnmatch_lines(
+        [
+            "*allow it with --emulated-masked zero*",
+            "*again with pytest 'test_masked.py::test_masked[[]modelled]'*",
+            "note: programs (0, 0, 0), *--emulated-strict*",
+        ]
+    )
+    strict = ("--emulated-strict", "--emulated-masked", "zero", "--emulated-schedules", "0")
+    result = pytester.runpytest_inprocess(*options, *strict)
+    result.assert_outcomes(passed=1, failed=1)
+    result.stdout.fnmatch_lines(["E*Race: *nothing orders the two*"])

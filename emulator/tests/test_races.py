@@ -19,11 +19,12 @@ from emulator.tests.checking import (
     ints,
     matrices,
     of_first,
+    place,
     places,
     raced,
     tlx,
 )
-from tritonemu import InvalidKernel, Race, Unsupported
+from tritonemu import InvalidKernel, Race, Unsupported, run
 
 pytestmark = pytest.mark.tlx
 
@@ -571,3 +572,27 @@ def test_a_race_is_an_error_with_a_report():
     error = found(Race, handover_kernel, (1,), ints(2, 16), FAULT="no wait", trace=True)[0]
     assert error.report.timeline.events and error.report.programs == 0
     assert not issubclass(Race, InvalidKernel)
+
+
+@triton.jit
+def total_kernel(x, out, n, B: tl.constexpr):
+    i = tl.program_id(0) * B + tl.arange(0, B)
+    tl.store(out, tl.sum(tl.load(x + i, mask=i < n, other=0.0)))
+
+
+def test_one_value_from_several_programs_is_a_note_or_a_race():
+    report = run(total_kernel, (4,), torch.ones(64), torch.zeros(1), 64, 16)
+    (note,) = report.notes
+    line = place(total_kernel, "tl.store")[1]
+    assert f"programs (0, 0, 0), at {__file__}:{line}, and (1, 0, 0)" in note
+    assert "element of out" in note and note.endswith("(strict=True)")
+    raced(
+        total_kernel, (4,), lambda: (torch.ones(64), torch.zeros(1), 64, 16), buffer="out",
+        between=("tl.store", "tl.store"), strict=True,
+    )  # fmt: skip
+
+
+def test_one_program_may_store_a_value_again():
+    out = torch.zeros(2)
+    assert not run(total_kernel, (1,), torch.zeros(64), out, 64, 16, strict=True).notes
+    assert not run(total_kernel, (1,), torch.zeros(64), out, 64, 16).notes

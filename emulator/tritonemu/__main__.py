@@ -34,6 +34,7 @@ import torch
 import triton
 
 from . import EmulatorError, Report, Reports, Unsupported, WrongResult, enabled, fake_gpu, gpu
+from .errors import COMMAND, flags
 from .gpu import ARCHITECTURES, FAKE_MULTIPROCESSORS
 from .messages import cta_of, explain, page, write_json
 from .orders import Order, order_of
@@ -52,7 +53,8 @@ _MACHINERY = (
 
 # Options beside the architecture, the GPU and the schedule that decide what a program does.
 _REPEATED = (
-    *("multiprocessors", "all_configs", "allow_uninitialized", "compile", "masked", "resident"),
+    *("multiprocessors", "all_configs", "allow_uninitialized", "compile", "masked", "strict"),
+    "resident",
 )
 
 
@@ -143,6 +145,10 @@ def summary(report: Report) -> str:
     return "\n".join(lines)
 
 
+def _notes(reports: list[Report]) -> list[str]:
+    return list(dict.fromkeys(note for report in reports for note in report.notes))
+
+
 def _summaries(reports: list[Report]) -> str:
     """The first launch of each kernel, with its name if there are others."""
     kernels: dict[str, list[Report]] = {}
@@ -154,6 +160,7 @@ def _summaries(reports: list[Report]) -> str:
             times = f", the first of {len(launches)} launches" if len(launches) > 1 else ""
             lines.append(f"{name}{times}:")
         lines.append(summary(launches[0]))
+    lines += [f"note: {note}" for note in _notes(reports)]
     return "\n".join(lines)
 
 
@@ -246,6 +253,8 @@ def _parser() -> _Parser:
     add("--compile", action="store_true", help=refused)
     lanes = "lanes off without `other` (default nan)"
     add("--masked", choices=MODES, default="nan", help=lanes)
+    values = "stores race that change no bit, too"
+    add("--strict", action="store_true", help=values)
     add("--resident", **number, default=1, help="clusters that run together")
     return parser
 
@@ -276,7 +285,7 @@ def main(arguments: list[str] | None = None) -> int:
     device = contextlib.nullcontext()
     if options.fake_gpu:
         device = fake_gpu(options.arch, multiprocessors=options.multiprocessors)
-    with device, _as_program(options.path, options.arguments):
+    with device, _as_program(options.path, options.arguments), flags(COMMAND):
         try:
             return _check(options)
         except argparse.ArgumentTypeError as error:
@@ -290,6 +299,7 @@ def _check(options: argparse.Namespace) -> int:
     """Run the program under each schedule; the exit status."""
     wanted = bool(options.trace or options.svg or options.html)
     search = Search(options.search, options.schedules, options.depth, only=options.schedule)
+    notes: list[str] = []
     for order in search:
         first = search.tried == 1
         reports, failed = _run(options, order, trace=wanted and first, quiet=not first)
@@ -309,18 +319,19 @@ def _check(options: argparse.Namespace) -> int:
             if wanted and error.report is not None and error.report.timeline:
                 _draw(options, error.report, error)
             if options.json:
-                write_json(options.json, error, replay, search)
+                write_json(options.json, error, replay, search, notes or _notes(reports))
             return UNCHECKED if isinstance(error, Unsupported) else FOUND
         if failed:
             print(f"{failed}\n  {_command(options, str(order))}", file=sys.stderr)
             return UNCHECKED
         if first:
             print(_summaries(reports))
+            notes = _notes(reports)
             if wanted:
                 _draw(options, reports[0])
     print(f"nothing found under {search}")
     if options.json:
-        write_json(options.json, None, "", search)
+        write_json(options.json, None, "", search, notes)
     return CLEAN
 
 
@@ -338,6 +349,7 @@ def _run(
             all_configs=options.all_configs,
             schedule=schedule,
             trace=trace,
+            strict=options.strict,
             uninitialized="allow" if options.allow_uninitialized else "error",
             masked=options.masked,
             resident=options.resident,

@@ -5,10 +5,12 @@ stack are the kernel's own. Triton's library functions (`tl.sum`, `tl.cdiv`, ...
 an error inside one is reported at the line of the kernel that called it.
 """
 
+import contextlib
+import contextvars
 import os
 import sys
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -49,6 +51,35 @@ def location() -> Location:
 def location_of(error: BaseException) -> Location:
     """File and line of the kernel statement that raised `error`; line 0 if none did."""
     return _innermost(traceback.walk_tb(error.__traceback__))
+
+
+# What flags of the tool in use begin with; that of Python is empty: it takes keywords.
+COMMAND, PYTEST = "--", "--emulated-"
+_FLAGS: contextvars.ContextVar[str] = contextvars.ContextVar("flags", default="")
+
+
+@contextlib.contextmanager
+def flags(begin: str) -> Iterator[None]:
+    """Messages within this context name options as flags that begin so."""
+    token = _FLAGS.set(begin)
+    try:
+        yield
+    finally:
+        _FLAGS.reset(token)
+
+
+def flags_begin() -> str:
+    return _FLAGS.get()
+
+
+def option(name: str, value: str | bool) -> str:
+    """An option of `execution.execute` as the tool in use takes it."""
+    begin = flags_begin()
+    if not begin:
+        return f'{name}="{value}"' if isinstance(value, str) else f"{name}={value}"
+    if name == "uninitialized":
+        return f"{begin}{value}-{name}"
+    return f"{begin}{name}" if value is True else f"{begin}{name} {value}"
 
 
 class EmulatorError(Exception):
@@ -119,13 +150,17 @@ class EarlyExit(EmulatorError):
 
 
 class UninitializedRead(EmulatorError):
-    """A buffer is read where nothing has been written. `buffer` names it."""
+    """A buffer is read where nothing has been written. `buffer` names it.
+
+    Of global memory, other: file and line of the `torch.empty` that made it.
+    """
 
 
 class UndefinedValue(EmulatorError):
     """What is stored to global memory comes from a lane that the mask of a load turned off.
 
-    buffer: the memory. other: file and line of the load.
+    Or from a bin of a histogram of values that it has no bins for. buffer: the memory. other: file
+    and line of the load, or of the histogram.
     """
 
 

@@ -35,24 +35,16 @@ if find_spec("triton.language.extra.tlx"):  # not in upstream's Triton
     MODULES = {**MODULES, **TLX_MODULES}
 
 # Launch options, as opposed to arguments of the kernel; most do not change its results.
-_OPTIONS = frozenset(CUDAOptions.__dataclass_fields__) | {"ctas_per_cga"}  # a plugin's, with TLX
+_LAUNCH_OPTIONS = frozenset(CUDAOptions.__dataclass_fields__) | {
+    "ctas_per_cga"
+}  # a plugin's, with TLX
 
 
 def run(
     kernel: Any,
     grid: tuple[int, ...] | Callable[[dict[str, Any]], tuple[int, ...]],
+    /,
     *args: Any,
-    arch: str = "sm_90",
-    schedule: str | int | Order = "modelled",
-    trace: bool = False,
-    races: bool = True,
-    uninitialized: str = "error",
-    masked: str = "nan",
-    config: Any = None,
-    reachable: Sequence[torch.Tensor] = (),
-    max_steps: int | None = None,
-    resident: int = 1,
-    compile: bool = False,
     **kwargs: Any,
 ) -> Report:
     """Execute every CTA of `grid`, cluster by cluster, x fastest, and return what they did.
@@ -60,18 +52,48 @@ def run(
     kernel: a `@triton.jit` function, also one under `@triton.heuristics` or `@triton.autotune`, of
     which `config`, or the first one that pruning leaves, becomes `best_config`. grid: one to three
     sizes, or a function of the bound arguments. args, kwargs: the kernel's own, tensors on the CPU;
-    of the launch options, `num_warps` and `ctas_per_cga` count. schedule: "modelled", an integer
-    that seeds random interleavings, or another name of an order (see `orders`). trace: keep a
-    timeline. races: whether unordered accesses raise `Race`, `MissingFence` and `EarlyExit`.
-    uninitialized: "error", or "allow" to let reads of unwritten shared memory yield NaN. masked:
-    what lanes hold that a mask turns off and no `other` fills, "nan" (and large integers, and
-    `UndefinedValue` if they are stored), "zero", as on NVIDIA GPUs, or "random". reachable: tensors
-    that the kernel finds through addresses in memory instead of arguments. max_steps: how many
-    operations that other roles can notice the kernel may take, None for any number. resident: how
-    many clusters run at the same time; programs that wait for each other need all of them to.
-    compile: whether Triton compiles the launch first, of which `compiling` says what it finds.
+    of the launch options, `num_warps` and `ctas_per_cga` count; and options of `execute`. A keyword
+    that is a parameter of the kernel is the kernel's; within `enabled` every keyword is.
 
     Raises subclasses of EmulatorError, which carry the kernel's file and line.
+    """
+    own = set(getattr(kernel, "arg_names", ()))
+    options = {name: kwargs.pop(name) for name in OPTIONS & kwargs.keys() - own}
+    return execute(kernel, grid, args, kwargs, **options)
+
+
+def execute(
+    kernel: Any,
+    grid: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    arch: str = "sm_90",
+    schedule: str | int | Order = "modelled",
+    trace: bool = False,
+    races: bool = True,
+    strict: bool = False,
+    uninitialized: str = "error",
+    masked: str = "nan",
+    config: Any = None,
+    reachable: Sequence[torch.Tensor] = (),
+    max_steps: int | None = None,
+    resident: int = 1,
+    compile: bool = False,
+) -> Report:
+    """`run`, with the emulator's options apart from the kernel's keywords.
+
+    schedule: "modelled", an integer that seeds random interleavings, or another name of an order
+    (see `orders`). trace: keep a timeline. races: whether unordered accesses raise `Race`,
+    `MissingFence` and `EarlyExit`. strict: whether stores that change no bit race, too; without
+    it, one value from several programs is a note of the report. uninitialized: "error", or "allow"
+    to let reads of unwritten shared memory yield NaN. masked: what lanes hold that a mask turns off
+    and no `other` fills, "nan" (and large integers, and `UndefinedValue` if they are stored),
+    "zero", as on NVIDIA GPUs, or "random". reachable: tensors to look at first for what addresses
+    in memory name. max_steps: how many operations that other roles can notice the kernel may take,
+    None for any number. resident: how many clusters run at the same time; programs that wait for
+    each other need all of them to. compile: whether Triton compiles the launch first, of which
+    `compiling` says what it finds.
     """
     check_arch(arch)
     order = order_of(schedule)
@@ -80,8 +102,10 @@ def run(
     if masked not in MODES:
         raise ValueError(f"masked must be one of {MODES}, got {masked!r}")
     kernel, kwargs, _ = undecorated(kernel, args, kwargs, config, prepare=True)
-    signature = inspect.signature(kernel.fn)
-    options = {name: kwargs.pop(name) for name in _OPTIONS & kwargs.keys() - signature.parameters}
+    signature = _signature(kernel)
+    kwargs = dict(kwargs)
+    given = _LAUNCH_OPTIONS & kwargs.keys() - signature.parameters
+    options = {name: kwargs.pop(name) for name in given}
     bound = signature.bind(*args, **kwargs)
     bound.apply_defaults()
     sizes = _three(grid({**bound.arguments, **options}) if callable(grid) else grid, "grid", 0)
@@ -95,6 +119,7 @@ def run(
     launch = Launch(
         *(arch, sizes, shape, options.get("num_warps") or 4, report, races, uninitialized),
         *(lowering, masked),
+        strict=strict,
     )
     launch.memory = Memory(launch, reachable)
     numbers = {"roles": 0, "operations": 0, "steps": 0}
@@ -130,11 +155,22 @@ def run(
     return report
 
 
+OPTIONS = frozenset(execute.__kwdefaults__)
+
+
 def _told(error: EmulatorError, report: Report, order: Order) -> EmulatorError:
     error.report, error.schedule = report, str(order)
     if hasattr(error, "add_note"):
         error.add_note(explain(error))
     return error
+
+
+def _signature(kernel: JITFunction) -> inspect.Signature:
+    """Of its parameters, which need not be those of its Python function any more."""
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    return inspect.Signature(
+        [inspect.Parameter(p.name, kind, default=p.default) for p in kernel.params]
+    )
 
 
 def _three(sizes: Any, name: str, least: int) -> tuple[int, int, int]:

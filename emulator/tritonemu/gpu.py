@@ -4,8 +4,7 @@
 wherever PyTorch takes a device, and `x.device`, `x.is_cuda` say what they would say: a tensor is on
 the GPU if it was made or moved there, or computed from one that is; moving it copies it. Streams,
 events, synchronisation and `torch.compile` do nothing, operators for CUDA are the CPU's,
-benchmarks are skipped or take one call, and `kernel.warmup` returns a stand-in with invented
-resources. Kernels run only inside `tritonemu.enabled`.
+benchmarks are skipped or take one call. Kernels run only inside `tritonemu.enabled`.
 """
 
 import contextlib
@@ -24,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _device
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from . import unwritten
 from .compiling import target_of
 from .launch import REGISTERS, SHARED_BYTES
 
@@ -169,6 +169,16 @@ _ATTRIBUTES: dict[Any, Callable[[torch.Tensor], Any]] = {
     torch.Tensor.is_cpu.__get__: lambda x: not _on_gpu(x),
     torch.Tensor.get_device: lambda x: 0 if _on_gpu(x) else -1,
 }
+_EMPTY = (
+    *(torch.empty, torch.empty_like, torch.empty_strided, torch.empty_permuted),
+    *(torch.Tensor.new_empty, torch.Tensor.new_empty_strided),
+)
+# After which somebody may write to a tensor unseen.
+_SHARE = (
+    *(torch.Tensor.data.__get__, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.set_),
+    *(torch.Tensor.untyped_storage, torch.Tensor.storage, torch.Tensor.__dlpack__),
+    torch.Tensor.resize_,
+)
 _STAY = (torch.Tensor.pin_memory, torch.Tensor.record_stream)
 
 
@@ -262,6 +272,10 @@ class _CudaIsCpu(TorchFunctionMode):
                     tensor.__dict__.pop(_HOST, None)
                 else:
                     setattr(tensor, _HOST, True)
+        if func in _EMPTY and on_gpu and kwargs.get("out") is None:
+            unwritten.note(result)
+        elif func in _SHARE:
+            unwritten.forget(args[0])
         return result
 
 
@@ -304,16 +318,6 @@ def _answers(arch: str, multiprocessors: int) -> dict[str, Any]:
         **{name: constant(None) for name in _DO_NOTHING},
         **{name: constant(0) for name in _USE_NOTHING},
     }
-
-
-# Resources of a kernel that nobody compiled, for host code that computes occupancy from them.
-WARMED_UP = types.SimpleNamespace(
-    n_regs=32,
-    n_spills=0,
-    n_max_threads=1024,
-    metadata=types.SimpleNamespace(shared=1024, num_warps=4, num_stages=1),
-    _init_handles=lambda: None,
-)
 
 
 @contextlib.contextmanager

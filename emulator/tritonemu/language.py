@@ -16,11 +16,12 @@ from typing import Any
 
 import torch
 import triton.language as tl
+from triton.language.core import is_builtin
 from triton.language.extra.cuda import libdevice
 
 from . import library, tile
 from .blocks import BlockPointer
-from .errors import InvalidKernel, OutOfBounds, Unsupported
+from .errors import InvalidKernel, Unsupported
 from .instructions import execute, fused_multiply_add, instruction_counts, round_fraction
 from .launch import current
 from .memory import REDUCTIONS, Descriptor
@@ -32,6 +33,7 @@ from .rewrite import (
     again,
     check,
     constant,
+    on_constants,
     static_int,
 )
 from .tile import Tile, cast, check_shape, held, maximum, minimum, operands, scalar, to_tile, where
@@ -39,6 +41,12 @@ from .tile import Tile, cast, check_shape, held, maximum, minimum, operands, sca
 OPERATIONS: dict[str, Any] = {}
 
 _PYTHON_BUILTINS = ("triton.language.extra.cuda.inline_ptx_lib",)
+
+
+def _is_helper(function: Any) -> bool:
+    """Whether it is plain Python of `tl.core`, which Triton calls while it compiles."""
+    plain = isinstance(function, FunctionType) and function.__module__ == tl.core.__name__
+    return plain and not (is_builtin(function) or "_semantic" in function.__code__.co_varnames)
 
 
 class Namespace:
@@ -55,6 +63,8 @@ class Namespace:
             return current().lowering.convert(real)
         if isinstance(real, tl.dtype):
             return real
+        if _is_helper(real):
+            return on_constants(real)
         if getattr(real, "__module__", "") in _PYTHON_BUILTINS:
             # A builtin that is Python on other builtins: the same code on ours.
             inner = real.__wrapped__
@@ -220,16 +230,29 @@ def advance(base: Any, offsets: Any) -> BlockPointer:
 
 @_operation
 def histogram(input: Tile, num_bins: int, mask: Any = None) -> Tile:
-    """Counts of 0 .. num_bins - 1; other values, which the device counts anywhere, are refused."""
+    """Counts of 0 .. num_bins - 1.
+
+    NVIDIA GPUs count by the low bits of a value, of at least 32 bins. Which bin gets a value that
+    lies outside is not Triton's word: that bin is undefined, as lanes are that a mask turns off.
+    """
     if len(input.shape) != 1 or not input.dtype.is_int():
         raise InvalidKernel(f"tl.histogram takes integers of rank 1, got {input!r}")
     (bins,) = check_shape((static_int(num_bins),))
     values = input.data.to(torch.int64)
     if mask is not None:
         values = values[to_tile(mask).data.expand(values.shape)]
-    if bool(((values < 0) | (values >= bins)).any()):
-        raise OutOfBounds(f"values of tl.histogram must lie in [0, {bins})")
-    return Tile(torch.bincount(values, minlength=bins).to(torch.int32), tl.int32)
+    outside = values[(values < 0) | (values >= bins)]
+    counted = values & max(bins, 32) - 1
+    counts = torch.bincount(counted, minlength=bins)[:bins].to(torch.int32)
+    if outside.numel() and current().masked != "zero":
+        what = (
+            f"the tl.histogram at {{}}:{{}}, which got {int(outside[0])} and has bins [0, {bins}); "
+            "give it a `mask`"
+        )
+        undefined = current().memory.undefined(tl.int32, counts.shape, what)
+        affected = torch.bincount(outside & bins - 1, minlength=bins) > 0
+        counts = torch.where(affected, undefined, counts)
+    return Tile(counts, tl.int32)
 
 
 def _atomic(name: str, update: Callable) -> Callable:
@@ -245,7 +268,7 @@ def _atomic(name: str, update: Callable) -> Callable:
             raise InvalidKernel(f"tl.atomic_{name} has no {element}")
         unsigned = element.name == "uint64" and name in ("max", "min")
         combine = tile.unsigned(update) if unsigned else update
-        return current().memory.atomic(pointer, combine, [val], mask, sem)
+        return current().memory.atomic(pointer, combine, [val], mask, sem, name != "xchg")
 
     return atomic
 
@@ -271,7 +294,7 @@ def atomic_load(pointer: Tile, mask: Any = None, sem: Any = None, scope: Any = N
 def atomic_store(
     pointer: Tile, val: Any, mask: Any = None, sem: Any = None, scope: Any = None
 ) -> None:
-    current().memory.atomic(pointer, lambda old, new: new, [val], mask, sem or "release")
+    current().memory.atomic(pointer, lambda old, new: new, [val], mask, sem or "release", False)
 
 
 @_operation
@@ -665,6 +688,8 @@ OPERATIONS.update(
     static_range=StaticRange,
     constexpr=constant,
     tensor=Tile,
+    tensor_descriptor=Descriptor,
+    tensor_descriptor_base=Descriptor,
     tuple=tuple,
     dtype=tl.dtype,
     pointer_type=tl.pointer_type,
@@ -720,13 +745,31 @@ MODULES: dict[str, Any] = {
     "triton.language.random": LANGUAGE,
 }
 
+
+def _integer(value: Any) -> int:
+    return int(constant(value))
+
+
+# What kernels call that stands for a class, and which one; Triton hands no constexpr to isinstance.
+_CLASSES = {
+    _integer: int,
+    constant: (),
+    OPERATIONS["block_type"]: tl.block_type,
+}
+
+
+def _isinstance(value: Any, kinds: Any) -> bool:
+    kinds = kinds if isinstance(kinds, tuple) else (kinds,)
+    return isinstance(value, tuple(_CLASSES.get(kind, kind) for kind in kinds))
+
+
 # Python's names that a kernel may use.
 NAMES: dict[str, Any] = {
     "len": len,
     "list": tuple,
     "float": float,
-    "int": lambda value: int(constant(value)),
-    "isinstance": isinstance,
+    "int": _integer,
+    "isinstance": _isinstance,
     "getattr": getattr,
     "hasattr": hasattr,
     "range": Range,

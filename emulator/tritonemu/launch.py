@@ -33,7 +33,8 @@ class Report:
     shared_bytes, tensor_columns, barriers: the most that one CTA allocated, without what the
     compiler adds for the values that tasks capture, some hundred bytes. warps: of each role of
     a CTA, default first. checks: accesses examined, by kind. uninitialized: reads of unwritten
-    shared or tensor memory that were let pass. timeline: with `trace=True`.
+    memory that were let pass. notes: what may be meant so, such as one value that several programs
+    store to one place. timeline: with `trace=True`.
     """
 
     arch: str
@@ -48,6 +49,7 @@ class Report:
     warps: dict[str, int] = field(default_factory=dict)
     checks: dict[str, int] = field(default_factory=lambda: dict.fromkeys(CHECKS, 0))
     uninitialized: int = 0
+    notes: list[str] = field(default_factory=list)
     timeline: Timeline | None = None
 
 
@@ -185,7 +187,8 @@ class Launch:
     clusters: numbers of those that have not started, and may be cancelled. loops: turns of while
     loops that each role has made. undecided: whether there is an `if` whose branches may disagree
     about a type. masked: what lanes hold that a mask turns off and no `other` fills. undefined: the
-    loads that have left some so.
+    loads that have left some so, and what else did, each with its name. strict: whether stores of
+    the value that is there may race.
     """
 
     arch: str
@@ -202,7 +205,8 @@ class Launch:
     clusters: deque = field(default_factory=deque)
     loops: dict[Any, int] = field(default_factory=dict)
     undecided: bool = False
-    undefined: list[Location] = field(default_factory=list)
+    undefined: dict[Location, str] = field(default_factory=dict)
+    strict: bool = False
 
     def steal(self) -> tuple[int, int, int] | None:
         """Cancel a cluster that has not started; the program id of its first CTA, or None.

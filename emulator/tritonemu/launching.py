@@ -11,9 +11,10 @@ import torch
 from triton.runtime.autotuner import Autotuner, Heuristics
 from triton.runtime.jit import JITFunction
 
+from .compiled import Compiled
 from .errors import EmulatorError, ResourceLimit
-from .execution import run, undecorated
-from .gpu import WARMED_UP, check_arch, tensors_of
+from .execution import OPTIONS, execute, undecorated
+from .gpu import check_arch, tensors_of
 from .launch import Report
 from .orders import order_of
 
@@ -53,9 +54,14 @@ def enabled(
     `kernel[grid](...)` does, in the thread that opens it, and launchers that call `run_enabled`.
     Yields the reports of the launches. The emulated device has `multiprocessors` of them: a few, so
     that persistent programs share work. An autotuned kernel runs with the first configuration that
-    fits, with `all_configs` with each that fits, the first one last. `options` are those of `run`.
+    fits, with `all_configs` with each that fits, the first one last. `options` are those of
+    `execution.execute`; keywords of a launch are the kernel's and Triton's, whatever their names.
+
+    Raises TypeError for an option that there is not.
     """
     check_arch(arch)
+    if unknown := options.keys() - OPTIONS:
+        raise TypeError(f"options must be among {sorted(OPTIONS)}, got {sorted(unknown)}")
     _take_launches()
     options["schedule"] = order_of(options.get("schedule", "modelled"))  # one for all launches
     opened = _Enabled(arch, multiprocessors, all_configs, options, Reports())
@@ -75,9 +81,9 @@ def _take_launches() -> None:
         def launch(self: Any, *args: Any, **kwargs: Any) -> Any:
             if _ENABLED.get() is None or _are_on_gpu(tensors_of((args, kwargs))):
                 return original(self, *args, **kwargs)
-            if kwargs.pop("warmup", False):
-                return WARMED_UP
-            return run_enabled(self, kwargs.pop("grid"), *args, **kwargs)
+            warmup, grid = kwargs.pop("warmup", False), kwargs.pop("grid")
+            report = None if warmup else run_enabled(self, grid, *args, **kwargs)
+            return Compiled(self, kwargs, _opened().arch, report)
 
         return launch
 
@@ -91,10 +97,10 @@ def _are_on_gpu(tensors: list[torch.Tensor]) -> bool:
         return any(tensor.is_cuda for tensor in tensors)
 
 
-def run_enabled(kernel: Any, grid: tuple[int, ...], *args: Any, **kwargs: Any) -> Report:
-    """`run` on the device of the open `enabled` context, which gets the report, or the finding.
+def run_enabled(kernel: Any, grid: tuple[int, ...], /, *args: Any, **kwargs: Any) -> Report:
+    """Run a kernel in the open `enabled` context, which gets its report, or the finding.
 
-    Raises RuntimeError without such a context, and what `run` raises.
+    Raises RuntimeError without such a context, and what `execution.run` raises.
     """
     opened = _opened()
     try:
@@ -109,8 +115,8 @@ def _run_configurations(
     opened: _Enabled, kernel: Any, grid: Any, args: tuple, kwargs: dict[str, Any]
 ) -> Report:
     def launch(**chosen: Any) -> Report:
-        options = {**opened.options, **kwargs, **chosen}
-        opened.reports.append(run(kernel, grid, *args, arch=opened.arch, **options))
+        options = {"arch": opened.arch, **opened.options, **chosen}
+        opened.reports.append(execute(kernel, grid, args, kwargs, **options))
         return opened.reports[-1]
 
     configs = [] if "config" in opened.options else undecorated(kernel, args, kwargs)[2]

@@ -15,7 +15,8 @@ the other (see `clocks`). So are a reduction of TMA and a plain access; two redu
 shadow of each storage keeps, per element, the last store, the last load of the clusters of CTAs
 that run together, the last load of earlier ones, and the last reductions. Atomics on one address
 order what comes before the one with what comes after the other; they are not judged. A store that
-changes no bit is let pass: programs may well compute one result twice.
+changes no bit is let pass: programs may well compute one result twice. If another program stored
+that value the report notes it, as other data may differ; with `strict` it is a store as any other.
 
 TMA: the hardware compares each index with the shape, then computes the address as
 `base + sum(index * stride)` in 64-bit bytes that wrap. Both happen in this order here, so huge
@@ -23,8 +24,9 @@ strides that wrap to negative steps work as on the device. A box clipped at the 
 box; it is accessed as a strided view.
 """
 
+import gc
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -32,6 +34,7 @@ import numpy as np
 import torch
 import triton.language as tl
 
+from . import unwritten
 from .clocks import Access, Clock
 from .errors import (
     DescriptorError,
@@ -39,8 +42,10 @@ from .errors import (
     OutOfBounds,
     Race,
     UndefinedValue,
+    UninitializedRead,
     Unsupported,
     location,
+    option,
 )
 from .launch import Launch, current
 from .scheduler import ATOMIC_LATENCY, Operation
@@ -53,12 +58,13 @@ class _Shadow:
     """Who touched each granule of a storage last, as numbers in `Memory._accesses`; 0: nobody.
 
     The granule is the smallest element of the tensors that share the storage, in bytes. number: of
-    the storage, in order of appearance.
+    the storage, in order of appearance. fresh: which of it is written, if not all.
     """
 
     num_bytes: int
     granule: int
     number: int = 0
+    fresh: unwritten.Fresh | None = None
     tables: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def table(self, name: str) -> torch.Tensor:
@@ -115,7 +121,8 @@ class Memory:
         self._numbers: dict[tuple[int, ...], int] = {(): 0}
         self._first_of_cluster = 1
         self._atomics: dict[tuple[int, int], Clock] = {}
-        self._reachable = tuple(reachable)
+        self._named = self._reachable = tuple(reachable)
+        self._same: set[tuple[Any, ...]] = set()
         self._random = torch.Generator().manual_seed(0)
 
     def start_clusters(self) -> None:
@@ -123,21 +130,27 @@ class Memory:
 
     def pointer(self, name: str, tensor: torch.Tensor) -> Tile:
         """A scalar pointer to the first element of a tensor argument."""
+        with torch._C.DisableTorchFunction():  # that of `fake_gpu`
+            return self._pointer(name, tensor)
+
+    def _pointer(self, name: str, tensor: torch.Tensor) -> Tile:
         if tensor.device.type != "cpu" or tensor.dtype not in FROM_TORCH:
             raise ValueError(
                 f"{name} must be a CPU tensor of a dtype known to Triton, "
                 f"got {tensor.dtype} on {tensor.device}"
             )
-        dtype, tensor = FROM_TORCH[tensor.dtype], tensor.detach()
+        fresh = unwritten.of(tensor)
+        # `data`, whose version is its own: as on a GPU a kernel's stores change none.
+        dtype, tensor = FROM_TORCH[tensor.dtype], tensor.data
         storage = tensor.untyped_storage()
         num_bytes, item = storage.nbytes(), tensor.itemsize
         flat = tensor.as_strided((num_bytes // item,), (1,), 0).view(RAW[dtype.name])
         key = (storage.data_ptr(), num_bytes)
-        shadow = self._shadows.setdefault(key, _Shadow(num_bytes, item, len(self._shadows)))
+        shadow = self._shadows.setdefault(key, _Shadow(num_bytes, item, len(self._shadows), fresh))
         shadow.granule = min(shadow.granule, item)
         low = high = tensor.storage_offset()
         if tensor.numel():
-            high += 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+            high += _reach(tensor) // item
         first = low
         if any(step == 0 and n > 1 for n, step in zip(tensor.shape, tensor.stride(), strict=True)):
             # Expanded: a kernel that has its own strides for it may use all of the storage.
@@ -146,16 +159,22 @@ class Memory:
         return Tile(torch.tensor(first), tl.pointer_type(dtype), region)
 
     def at_address(self, address: int, dtype: tl.dtype) -> Tile:
-        """The pointer that an integer names, into an argument or a reachable tensor."""
-        for tensor in self._reachable:
-            pointer, step = self.pointer("memory", tensor), address - tensor.data_ptr()
-            region = pointer.base
-            if 0 <= step < (region.high - region.low) * region.itemsize:
-                pointer = cast(pointer, dtype)
-                return pointer.like(pointer.data + step // pointer.base.itemsize)
-        raise OutOfBounds(
-            f"address {address:#x} must lie in a tensor of `reachable`, got none that holds it"
-        )
+        """The pointer that an integer names: into a reachable tensor, or any that is alive.
+
+        Of several the one that begins there counts, and of such the one that reaches farthest.
+        """
+        tensor = self._holding(address)
+        if tensor is None:
+            self._reachable = (*self._named, *_live_tensors())
+            tensor = self._holding(address)
+        if tensor is None:
+            raise OutOfBounds(f"address {address:#x} must lie in a tensor, got none that holds it")
+        pointer = cast(self.pointer("memory", tensor), dtype)
+        return pointer.like(pointer.data + (address - tensor.data_ptr()) // pointer.base.itemsize)
+
+    def _holding(self, address: int) -> torch.Tensor | None:
+        held = [x for x in self._reachable if 0 <= address - x.data_ptr() < _reach(x)]
+        return max(held, key=lambda x: (x.data_ptr() == address, _reach(x)), default=None)
 
     def _out_of_bounds(self, region: Region, what: str, element: int) -> None:
         raise OutOfBounds(
@@ -179,6 +198,8 @@ class Memory:
         if not self._launch.races:
             return
         changed = None if stored is None else view(region.flat, 1)[where] != stored
+        if changed is not None and self._launch.strict:
+            changed = torch.ones_like(changed)
         if changed is not None and not changed.numel():
             return
 
@@ -200,7 +221,11 @@ class Memory:
                 continue
             numbers = get(shadow.table(name))
             if changed is not None:
-                numbers = numbers.reshape(changed.numel(), -1)[changed.reshape(-1)]
+                by_element, chosen = numbers.reshape(changed.numel(), -1), changed.reshape(-1)
+                if name == "stores" and not bool(chosen.all()):
+                    again = by_element[~chosen].unique().tolist()
+                    self._note_same(region, again, actor.clock, access)
+                numbers = by_element[chosen]
             found = numbers.unique().tolist()
             if name != "reductions":
                 self._check_order(region, found, actor.clock, access)
@@ -224,6 +249,32 @@ class Memory:
             put(before, torch.where(earlier, loads, get(before)))
         put(shadow.table("loads"), number)
 
+    def _check_written(self, region: Region, what: str, view: Callable, where: Any) -> None:
+        """Raise UninitializedRead if nothing has written `view(table, parts)[where]`."""
+        fresh = region.shadow.fresh
+        if fresh is None:
+            return
+        read = view(fresh.written(region.itemsize), 1)[where]
+        unread = int((read != -1).sum())
+        if not unread:
+            return
+        if self._launch.uninitialized == "allow":
+            self._report.uninitialized += 1
+            return
+        raise UninitializedRead(
+            f"{what} of {region.name} reads {unread} of {read.numel()} elements in program "
+            f"{self._launch.program} that nothing has written; the memory is made, without values, "
+            f"at {fresh.at[0]}:{fresh.at[1]}; write to it first, or allow it with "
+            f"{option('uninitialized', 'allow')}",
+            other=fresh.at,
+            buffer=region.name,
+        )
+
+    @staticmethod
+    def _mark_written(region: Region, view: Callable, where: Any) -> None:
+        if region.shadow.fresh is not None:
+            view(region.shadow.fresh.written(region.itemsize), 1)[where] = -1
+
     def _joined(self, group: int, number: int, clock: Clock) -> int:
         """The number of a group of reductions without those that the clock knows, and one more."""
         kept = (n for n in self._reductions[group] if not clock.knows(self._accesses[n - 1][0]))
@@ -233,13 +284,32 @@ class Memory:
             self._reductions.append(members)
         return self._numbers[members]
 
+    def _unordered(self, numbers: Sequence[int], clock: Clock) -> Iterator[tuple[Access, Any]]:
+        """Those of the accesses with these numbers that the clock does not know, and programs."""
+        for number in numbers:
+            if number and not clock.knows(self._accesses[number - 1][0]):
+                yield self._accesses[number - 1]
+
+    def _note_same(
+        self, region: Region, numbers: Sequence[int], clock: Clock, access: Access
+    ) -> None:
+        """Note the first pair of statements by which two programs store one value."""
+        for old, before in self._unordered(numbers, clock):
+            places = tuple(old.at), tuple(access.at)
+            if before == self._launch.program or places in self._same:
+                continue
+            self._same.add(places)
+            (file, line), (other_file, other_line) = places
+            self._report.notes.append(
+                f"programs {before}, at {file}:{line}, and {self._launch.program}, at "
+                f"{other_file}:{other_line}, store the same value to an element of {region.name}; "
+                f"nothing orders the two: a race if values differ ({option('strict', True)})"
+            )
+
     def _check_order(
         self, region: Region, numbers: Sequence[int], clock: Clock, access: Access
     ) -> None:
-        for number in numbers:
-            if number == 0 or clock.knows(self._accesses[number - 1][0]):
-                continue
-            old, before = self._accesses[number - 1]
+        for old, before in self._unordered(numbers, clock):
             program, (file, line) = self._launch.program, old.at
             first, second = access.who, old.who
             if before != program:
@@ -276,12 +346,16 @@ class Memory:
                     self._out_of_bounds(region, what, element)
         return region, index, active
 
-    def _undefined(self, dtype: tl.dtype, shape: torch.Size) -> torch.Tensor:
+    def undefined(
+        self, dtype: tl.dtype, shape: torch.Size,
+        what: str = "the load at {}:{}, in a lane that its mask turns off; give it `other`",
+    ) -> torch.Tensor:  # fmt: skip
         """What the lanes that are off read, in a tensor of this shape."""
         known, at = self._launch.undefined, location()
-        if self._launch.masked == "nan" and at not in known:
-            known.append(at)
-        mark = known.index(at) + 1 if at in known[:MOST] else 0
+        if self._launch.masked == "nan":
+            known.setdefault(at, what)
+        numbers = dict(zip(known, range(1, MOST + 1), strict=False))
+        mark = numbers.get(at, 0)
         return fill(dtype, shape, self._launch.masked, mark, self._random)
 
     def _check_defined(self, region: Region, raw: torch.Tensor) -> None:
@@ -292,10 +366,10 @@ class Memory:
         found = marks(raw, region.dtype)
         found = found[(found > 0) & (found <= min(len(loads), MOST))]
         if found.numel():
-            file, line = at = loads[int(found[0]) - 1]
+            at, what = list(loads.items())[int(found[0]) - 1]
             raise UndefinedValue(
-                f"{region.name} gets a value that comes from the load at {file}:{line}, in a lane "
-                f'that its mask turns off; give it `other`, or allow it with masked="zero"',
+                f"{region.name} gets a value that comes from {what.format(*at)}, or allow it with "
+                f"{option('masked', 'zero')}",
                 other=at,
                 buffer=region.name,
             )
@@ -311,12 +385,13 @@ class Memory:
         region, index, active = self._lanes("load", pointer, mask)
         used = index.reshape(-1) if active is None else index[active]
         self._judge(region, by, _rows, used)
+        self._check_written(region, "load", _rows, used)
         raw = region.flat.index_select(0, used)
         if active is None:
             raw = raw.reshape(index.shape)
         else:
             if other is None:
-                default = self._undefined(region.dtype, index.shape)
+                default = self.undefined(region.dtype, index.shape)
             else:
                 default = to_raw(cast(other, region.dtype).data, region.dtype)
             raw = default.expand(index.shape).masked_scatter(active, raw)
@@ -337,16 +412,17 @@ class Memory:
         self._check_defined(region, raw)
         self._judge(region, by, _rows, index, raw)
         region.flat[index] = raw
+        self._mark_written(region, _rows, index)
         self._report.bytes_stored += index.numel() * region.itemsize
 
     def atomic(
         self, pointer: Tile, update: Callable, values: list[Any], mask: Any = None,
-        sem: str | None = None,
+        sem: str | None = None, reads: bool = True,
     ) -> Tile:  # fmt: skip
         """Read-modify-write with `update(old, *values)` on torch data; returns the old values.
 
         Lanes that name the same element take turns. sem: as in Triton, None is "acq_rel";
-        only a scalar atomic orders other accesses.
+        only a scalar atomic orders other accesses. reads: whether the new value needs the old.
         """
         if not pointer.shape:
             self._launch.scheduler.checkpoint(ATOMIC_LATENCY)
@@ -357,6 +433,10 @@ class Memory:
             self._check_defined(region, to_raw(operand, dtype))
         where = index[chosen].reshape(-1)
         count = where.numel()
+        if reads:
+            self._check_written(region, "atomic", _rows, where)
+        if values:
+            self._mark_written(region, _rows, where)
         if not index.shape and count:
             role, key = self._launch.role, (id(region.shadow), int(where) * region.itemsize)
             shared = self._atomics.setdefault(key, Clock())
@@ -376,7 +456,7 @@ class Memory:
         if active is None:
             result = before.reshape(index.shape)
         else:
-            result = self._undefined(dtype, index.shape).masked_scatter(active, before)
+            result = self.undefined(dtype, index.shape).masked_scatter(active, before)
         self._report.bytes_loaded += count * region.itemsize
         self._report.bytes_stored += count * region.itemsize
         return Tile(from_raw(result, dtype), dtype)
@@ -413,6 +493,7 @@ class Memory:
         raw = desc.padding.expand(desc.block_shape).clone()
         if window is not None:
             self._judge(region, by, window.of, ...)
+            self._check_written(region, "descriptor load", window.of, ...)
             raw[window.inside] = window.of(region.flat)
             self._report.bytes_loaded += math.prod(window.sizes) * region.itemsize
         return Tile(from_raw(raw, region.dtype), region.dtype)
@@ -432,13 +513,32 @@ class Memory:
         target, data = window.of(region.flat), value.data[window.inside]
         num_bytes = data.numel() * region.itemsize
         if update is not None:
+            self._check_written(region, "descriptor reduction", window.of, ...)
             data = update(from_raw(target, dtype), data)
             self._report.bytes_loaded += num_bytes
         raw = to_raw(data, dtype)
         self._judge(region, by, window.of, ..., None if update else raw, reduces=bool(update))
         self._check_defined(region, raw)
         target.copy_(raw)
+        self._mark_written(region, window.of, ...)
         self._report.bytes_stored += num_bytes
+
+
+def _reach(tensor: torch.Tensor) -> int:
+    """Bytes from the first to the last element."""
+    if not tensor.numel():
+        return 0
+    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    return (1 + last) * tensor.itemsize
+
+
+def _live_tensors() -> list[torch.Tensor]:
+    """Tensors on the CPU of dtypes that Triton knows, as Python's garbage collector sees them."""
+    found = [x for x in gc.get_objects() if type(x) in (torch.Tensor, torch.nn.Parameter)]
+    return [
+        x for x in found
+        if x.layout == torch.strided and x.device.type == "cpu" and x.dtype in FROM_TORCH
+    ]  # fmt: skip
 
 
 def _rows(flat: torch.Tensor, parts: int) -> torch.Tensor:

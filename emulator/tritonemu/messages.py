@@ -2,10 +2,12 @@
 
 import json
 import linecache
+import os
+import shlex
 from pathlib import Path
 from typing import Any
 
-from .errors import EmulatorError, Location
+from .errors import PYTEST, EmulatorError, Location, flags_begin
 from .timeline import interactive
 
 
@@ -28,6 +30,12 @@ def _line(file: str, line: int) -> str:
     return linecache.getline(file, line).strip()
 
 
+def tested() -> str:
+    """The id of the test that the plugin emulates now, "" if none."""
+    test = os.environ.get("PYTEST_CURRENT_TEST", "") if flags_begin() == PYTEST else ""
+    return test.rpartition(" (")[0]
+
+
 def explain(error: EmulatorError) -> str:
     """The source of the statements, with the calls that lead there, and the schedule."""
     lines = []
@@ -36,7 +44,9 @@ def explain(error: EmulatorError) -> str:
             start = f"  {what}: " if i == 0 else "    called from "
             lines.append(f"{start}{file}:{line}{f' in {function}' if function else ''}")
             lines.append(f"      {_line(file, line)}")
-    if error.schedule:
+    if test := tested():
+        lines.append(f"  again with pytest {shlex.quote(test)}")
+    elif error.schedule:
         lines.append(f'  again with schedule="{error.schedule}"')
     return "\n".join(lines)
 
@@ -83,8 +93,10 @@ def page(report: Any, error: EmulatorError | None = None) -> str:
     )
 
 
-def write_json(path: str | Path, found: EmulatorError | None, replay: str, search: Any) -> None:
-    """The report of one command: what it found, and what its search covered."""
+def write_json(
+    path: str | Path, found: EmulatorError | None, replay: str, search: Any, notes: list[str]
+) -> None:
+    """The report of one command: what it found and noted, and what its search covered."""
     said = as_json(found, replay) if found is not None else None
-    report = {"found": said, "covered": search.as_json()}
+    report = {"found": said, "notes": notes, "covered": search.as_json()}
     Path(path).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")

@@ -13,8 +13,11 @@ import sys
 import pytest
 
 from . import Unsupported, enabled, fake_gpu
+from .errors import PYTEST, flags
 from .gpu import ARCHITECTURES
 from .undefined import MODES
+
+_NOTES = pytest.StashKey()  # of all launches, each once
 
 
 def pytest_addoption(parser):
@@ -27,6 +30,9 @@ def pytest_addoption(parser):
     every = "run every configuration of autotuned kernels, not the first that fits"
     add("--emulated-all-configs", action="store_true", help=every)
     add("--emulated-masked", choices=MODES, default="nan", help="lanes off without `other`")
+    values = "stores race that change no bit, too"
+    add("--emulated-strict", action="store_true", help=values)
+    add("--emulated-allow-uninitialized", action="store_true", help="let pass reads of such memory")
     unknown = "skip tests whose kernels use an operation that the emulator does not know"
     add("--skip-unsupported", action="store_true", help=unknown)
 
@@ -35,15 +41,30 @@ def pytest_addoption(parser):
 def _emulated(config, schedule):
     options = config.option
     arch = options.emulated_arch
-    how = {"all_configs": options.emulated_all_configs, "masked": options.emulated_masked}
-    with fake_gpu(arch), enabled(arch, schedule=schedule, **how) as reports:
+    how = {
+        "all_configs": options.emulated_all_configs,
+        "masked": options.emulated_masked,
+        "strict": options.emulated_strict,
+        "uninitialized": "allow" if options.emulated_allow_uninitialized else "error",
+    }
+    with flags(PYTEST), fake_gpu(arch), enabled(arch, schedule=schedule, **how) as reports:
         yield reports
+        config.stash[_NOTES].update((note, None) for report in reports for note in report.notes)
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    notes = config.stash.get(_NOTES, {})
+    if notes:
+        terminalreporter.section("tritonemu")
+        for note in notes:
+            terminalreporter.write_line(f"note: {note}")
 
 
 def pytest_configure(config):
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] == "tritonemu":
             module.__tracebackhide__ = True
+    config.stash[_NOTES] = {}
     if config.option.fake_gpu:  # from here on: modules ask for a GPU when they are imported
         stack = contextlib.ExitStack()
         stack.enter_context(_emulated(config, "modelled"))

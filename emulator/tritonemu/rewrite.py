@@ -23,7 +23,9 @@ global that is no constexpr, `try`, `break`, assignment to elements, ...) is ref
 import ast
 import dis
 import functools
+import linecache
 import operator
+import re
 import textwrap
 import types
 from collections.abc import Callable, Iterator, Mapping
@@ -292,14 +294,28 @@ def _role_name(node: ast.With) -> str:
     return "task"
 
 
+def _source(function: JITFunction) -> tuple[str, str, str, int]:
+    """Name, file, text and first line of a function; its text may have been replaced since."""
+    raw, source = function.fn, "".join(function.raw_src)
+    begin = re.compile(r"^def\s+(\w+)\s*\(", re.MULTILINE)
+    dedented = textwrap.dedent(source)
+    found = begin.search(dedented)
+    if found and dedented[found.start() :] == function.src:
+        return found[1], raw.__code__.co_filename, source, function.starting_line_number
+    name = begin.search(function.src)[1]
+    file = f"<source of {name}, {hash(function.src):x}>"
+    lines = function.src.splitlines(keepends=True)
+    linecache.cache[file] = len(function.src), None, lines, file
+    return name, file, function.src, 1
+
+
 @functools.cache
 def _compiled(
-    raw: types.FunctionType, source: str, first: int
+    name: str, file: str, source: str, first: int
 ) -> tuple[types.CodeType, set[str], set[str]]:
     """Code that defines the rewritten function; the globals of its body, and of its defaults."""
-    file = raw.__code__.co_filename
     try:
-        code, inner, outer = _rewritten(raw.__name__, source, first)
+        code, inner, outer = _rewritten(name, source, first)
     except Unsupported as error:
         raise Unsupported(error.args[0], (file, error.line)) from None
     return _moved(code, file), inner, outer
@@ -362,7 +378,7 @@ class Lowering:
         if isinstance(value, JITFunction):
             return self.function(value)
         if isinstance(value, ConstexprFunction):
-            return _constexpr_function(value)
+            return on_constants(value.fn)
         if getattr(value, "__triton_aggregate__", False):
             if value not in self._aggregates:
                 self._aggregates[value] = lowered(value, self.convert)
@@ -390,19 +406,20 @@ class Lowering:
         return self._functions[id(function)]
 
     def _define(self, function: JITFunction) -> Callable:
-        raw, source = function.fn, "".join(function.raw_src)
-        code, inner, outer = _compiled(raw, source, function.starting_line_number)
+        raw = function.fn
+        name, file, source, first = _source(function)
+        code, inner, outer = _compiled(name, file, source, first)
         cells = zip(raw.__code__.co_freevars, raw.__closure__ or (), strict=True)
         scope = {**raw.__globals__, **{name: cell.cell_contents for name, cell in cells}}
         namespace = {MARK: True, "__builtins__": dict(self._names), **HELPERS}
-        for name in (inner | outer) & scope.keys():
-            value = namespace[name] = self.convert(scope[name])
+        for each in (inner | outer) & scope.keys():
+            value = namespace[each] = self.convert(scope[each])
             plain = isinstance(value, (bool, int, float, str, types.FunctionType))
-            if plain and value is scope[name] and name in inner:
-                at = (raw.__code__.co_filename, raw.__code__.co_firstlineno)
-                raise InvalidKernel(f"global {name} must be a constexpr or jitted, got {value}", at)
+            if plain and value is scope[each] and each in inner:
+                what = f"global {each} must be a constexpr or jitted, got {value}"
+                raise InvalidKernel(what, (file, first))
         exec(code, namespace)
-        return namespace[raw.__name__]
+        return namespace[name]
 
 
 def map_tuple(function: Callable, values: Any) -> tuple[Any, ...]:
@@ -411,11 +428,13 @@ def map_tuple(function: Callable, values: Any) -> tuple[Any, ...]:
     return type(values)(*items) if hasattr(values, "_fields") else tuple(items)
 
 
-def _constexpr_function(function: Any) -> Callable:
+def on_constants(function: Callable) -> Callable:
+    """A function of the compiler's time, which values of the kernel's do not reach."""
+
     def call(*args: Any, **kwargs: Any) -> Any:
         if any(isinstance(value, Tile) for value in (*args, *kwargs.values())):
             raise InvalidKernel(f"{function.__name__} needs constants, got runtime values")
-        result = function.fn(*args, **kwargs)
+        result = function(*args, **kwargs)
         return tuple(result) if isinstance(result, list) else result
 
     return call
