@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from gdpa_kernels.calling import checks, ladder, packed
+from gdpa_kernels.calling import checks, jagged, ladder, packed
 from gdpa_kernels.calling.lengths import Lengths
 from gdpa_kernels.calling.operators import (
     Size,
@@ -70,10 +70,11 @@ def gdpa(
             num_heads_k, head_dim]` or `[total, 3, num_heads, head_dim]`. What is packed so has one
             gradient, where three slices have three, which PyTorch concatenates.
         cu_seqlens_q, cu_seqlens_k: int32 `[batch + 1]` on q's device: sequence i holds the rows
-            cu_seqlens[i] up to, not including, cu_seqlens[i + 1]. Lengths of 0 are ordinary. Or
-            `Lengths`, checked once for many calls.
+            cu_seqlens[i] up to, not including, cu_seqlens[i + 1]. Lengths of 0 are ordinary. int64
+            is converted in each call. Or `Lengths`, checked once for many calls.
         max_seqlen_q, max_seqlen_k: at least the longest sequence, in tokens. None: that of
-            `Lengths`, or the rows of a shared q.
+            `Lengths`, the rows of a shared q, or the longest itself, which is read from the offsets
+            in each call and waits for the device; not in the capture of a CUDA graph.
         num_kv_heads: num_heads_k of a q that holds all three; None for a third of its heads.
         activation: a name of `reference.ACTIVATIONS`, or one name per query head.
         scale: multiplies Q K^T before the activation; None means head_dim ** -0.5.
@@ -445,9 +446,16 @@ def _read(
         return None, rows
     if isinstance(cu_seqlens, Lengths):
         return cu_seqlens.of(name, rows, device, max_seqlen)
-    if max_seqlen is None:
-        raise TypeError(f"{maximum} must be given unless {name} is Lengths, got None")
     checks.check_offsets(name, cu_seqlens, device)
-    if validate and checks.is_readable(cu_seqlens):
-        checks.check_lengths(name, cu_seqlens, rows, max_seqlen)
-    return cu_seqlens, max_seqlen
+    readable = checks.is_readable(cu_seqlens)
+    if max_seqlen is None and not (readable or torch.compiler.is_compiling()):
+        raise TypeError(
+            f"{maximum} must be given where {name} cannot be read, of a fake tensor or in the "
+            "capture of a CUDA graph, got None"
+        )
+    longest = None
+    if validate and readable:
+        longest = checks.check_lengths(name, cu_seqlens, rows, max_seqlen)
+    if max_seqlen is None:
+        max_seqlen = jagged.longest_of(cu_seqlens) if longest is None else longest
+    return cu_seqlens.to(torch.int32), max_seqlen
