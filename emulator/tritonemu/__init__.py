@@ -13,9 +13,9 @@ and invalid descriptors; `errors` lists the kinds. An operation the emulator doe
 watches variables; `tile` is the arithmetic; `language` and `tlx` the operations; `instructions`
 inline PTX; `memory` global memory, `unwritten` which of it is not written, `undefined` what masks
 turn off, `buffers` shared and tensor memory; `clocks` what happens before what; `barriers`, `tasks`
-and `scheduler` who runs when, `engines` the units that roles share; `timeline` the trace; `launch`
-the state of a launch, `execution` its run, `launching` what launches of a program do, `compiled`
-what they return. Needs torch, triton and greenlet, and no GPU.
+and `scheduler` who runs when, `spinning` who never will, `engines` the units that roles share;
+`timeline` the trace; `launch` the state of a launch, `execution` its run, `launching` what launches
+of a program do, `compiled` what they return. Needs torch, triton and greenlet, and no GPU.
 """
 
 from .errors import (

@@ -99,6 +99,7 @@ class MBarrier:
             self.check_end()
         self.missing_bytes += num_bytes
         completes = self.pending == count and not self.missing_bytes
+        self.scheduler.changes += 1
         self.scheduler.order.note(self.key, "arrive", (self.phase, completes))
         if count and self.phase and not clock.includes(self.released):
             raise self.misuse(
@@ -236,6 +237,7 @@ class Rendezvous:
         """Count the role in; with `wait`, suspend it until all have come."""
         self.arrived += number
         completes = self.arrived == self.expected
+        self.scheduler.changes += 1
         self.scheduler.order.note(self.key, "arrive", (self.generation, completes))
         self.clock.join(role.release())
         if wait:

@@ -393,6 +393,7 @@ class Buffer:
     def write(self, data: torch.Tensor, actor: Role | Operation) -> None:
         self._access(actor, write=True)
         view = self._view()
+        current().scheduler.changes += 1
         view.copy_(to_raw(data, self.dtype).reshape(view.shape))
 
     def on(self, storage: Storage) -> "Buffer":

@@ -72,7 +72,7 @@ def flags_begin() -> str:
     return _FLAGS.get()
 
 
-def option(name: str, value: str | bool) -> str:
+def option(name: str, value: str | int) -> str:
     """An option of `execution.execute` as the tool in use takes it."""
     begin = flags_begin()
     if not begin:
@@ -207,10 +207,35 @@ class Wait:
         )
 
 
-class Deadlock(EmulatorError):
-    """No role can continue. `waits` says of each where it waits and for what."""
+@dataclass(frozen=True)
+class Spin:
+    """Where a role spins, on which element of which memory, its value, and who wrote it last."""
 
-    def __init__(self, waits: list[Wait]):
+    role: str
+    at: Location
+    buffer: str = ""
+    element: int = 0
+    value: Any = None
+    writer: tuple[str, Location] | None = None
+
+    def __str__(self) -> str:
+        start = f"{self.role} at {self.at[0]}:{self.at[1]} spins"
+        if not self.buffer:
+            return f"{start} in a loop that reads no memory"
+        start = f"{start} on element {self.element} of {self.buffer}, which holds {self.value}"
+        if self.writer is None:
+            return f"{start}; no program wrote it"
+        who, (file, line) = self.writer
+        return f"{start}, last written by {who} at {file}:{line}"
+
+
+class Deadlock(EmulatorError):
+    """No role can continue: each is blocked, or spins on memory that nobody will change.
+
+    `waits` says of each where it waits and for what.
+    """
+
+    def __init__(self, waits: list[Wait | Spin]):
         self.waits = waits
         super().__init__("deadlock:\n" + "\n".join(f"  {wait}" for wait in waits), waits[0].at)
 

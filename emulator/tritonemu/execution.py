@@ -91,8 +91,8 @@ def execute(
     and no `other` fills, "nan" (and large integers, and `UndefinedValue` if they are stored),
     "zero", as on NVIDIA GPUs, or "random". reachable: tensors to look at first for what addresses
     in memory name. max_steps: how many operations that other roles can notice the kernel may take,
-    None for any number. resident: how many clusters run at the same time; programs that wait for
-    each other need all of them to. compile: whether Triton compiles the launch first, of which
+    None for any number. resident: how many clusters run at the same time; if all of them spin,
+    the next one starts. compile: whether Triton compiles the launch first, of which
     `compiling` says what it finds.
     """
     check_arch(arch)
@@ -184,11 +184,12 @@ def _three(sizes: Any, name: str, least: int) -> tuple[int, int, int]:
 
 
 def run_clusters(launch: Launch, numbers: Sequence[int], body: Callable[[], None]) -> None:
-    """Run the CTAs of some clusters to the end, all at the same time."""
+    """Run the CTAs of some clusters to the end, all at the same time; more if all these spin."""
     scheduler, count = launch.scheduler, math.prod(launch.cluster_shape)
     launch.memory.start_clusters()
     ctas = []
-    for number in numbers:
+
+    def start(number: int) -> None:
         cluster = Cluster(scheduler, ClusterBarrier(scheduler, number, count))
         for rank in range(count):
             program = launch.place(number, rank)
@@ -197,7 +198,11 @@ def run_clusters(launch: Launch, numbers: Sequence[int], body: Callable[[], None
             cta = Cta(launch, cluster, linear, rank, program)
             cluster.ctas.append(cta)
             scheduler.start(Role(scheduler, cta, "default", launch.num_warps, body))
-        ctas += cluster.ctas
+        ctas.extend(cluster.ctas)
+
+    for number in numbers:
+        start(number)
+    launch.start_next = lambda: start(launch.clusters.popleft())
     scheduler.run()
     for cta in ctas:
         if launch.report.timeline is not None:

@@ -304,12 +304,13 @@ def atomic_poll(
     """Loads until the value is there. A nanosecond of the timeout is a cycle of modelled time."""
     if pointer.shape:
         raise Unsupported("tl.atomic_poll of a block of pointers")
-    role = current().role
+    role, scheduler = current().role, current().scheduler
     end = math.inf if timeout_ns is None else role.time + int(to_tile(timeout_ns))
     while True:
         found = atomic_load(pointer, None, sem) == expected_value
         if bool(found) or role.time >= end:
             return found
+        scheduler.changes += timeout_ns is not None  # of the time
         again(True)
 
 
@@ -721,7 +722,7 @@ CUDA = Namespace(
         # Multiprocessors of the emulated device, one after the other.
         "smid": lambda: scalar(current().role.cta.number % 132, tl.int32),
         # Nanoseconds: cycles of the modelled time.
-        "globaltimer": lambda: scalar(int(current().role.time), tl.int64),
+        "globaltimer": lambda: scalar(int(current().scheduler.tell_time()), tl.int64),
         "num_warps": lambda: current().num_warps,
         "num_threads": lambda: 32 * current().num_warps,
         # Of programmatic dependent launch: launches run one after the other here.

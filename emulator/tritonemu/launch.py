@@ -2,6 +2,7 @@
 
 import contextvars
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import product
@@ -188,7 +189,7 @@ class Launch:
     loops that each role has made. undecided: whether there is an `if` whose branches may disagree
     about a type. masked: what lanes hold that a mask turns off and no `other` fills. undefined: the
     loads that have left some so, and what else did, each with its name. strict: whether stores of
-    the value that is there may race.
+    the value that is there may race. start_next: starts a cluster beside those that run.
     """
 
     arch: str
@@ -207,12 +208,14 @@ class Launch:
     undecided: bool = False
     undefined: dict[Location, str] = field(default_factory=dict)
     strict: bool = False
+    start_next: Callable[[], None] | None = None
 
     def steal(self) -> tuple[int, int, int] | None:
         """Cancel a cluster that has not started; the program id of its first CTA, or None.
 
         One cluster is always left to start by itself, as on a device with two of them resident.
         """
+        self.scheduler.changes += 1
         self.scheduler.order.note("clusters", "atomic", (None, True))
         if len(self.clusters) < 2:
             return None

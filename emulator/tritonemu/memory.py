@@ -39,6 +39,7 @@ from .clocks import Access, Clock
 from .errors import (
     DescriptorError,
     InvalidKernel,
+    Location,
     OutOfBounds,
     Race,
     UndefinedValue,
@@ -122,8 +123,20 @@ class Memory:
         self._first_of_cluster = 1
         self._atomics: dict[tuple[int, int], Clock] = {}
         self._named = self._reachable = tuple(reachable)
+        self._writers: dict[tuple[int, int], tuple[int, str, Location]] = {}
         self._same: set[tuple[Any, ...]] = set()
         self._random = torch.Generator().manual_seed(0)
+
+    def last(self, region: Region, element: int) -> tuple[Any, tuple[str, Location] | None]:
+        """What an element holds, and the last store or scalar atomic that changed it, if known."""
+        value = from_raw(region.flat[element], region.dtype).item()
+        written = self._writers.get((id(region.shadow), element * region.itemsize))
+        if "stores" in region.shadow.tables:
+            number = int(_rows(region.shadow.table("stores"), region.granules)[element].max())
+            if number and (written is None or number > written[0]):
+                access = self._accesses[number - 1][0]
+                return value, (access.who, access.at)
+        return value, written and written[1:]
 
     def start_clusters(self) -> None:
         self._first_of_cluster = len(self._accesses) + 1
@@ -386,6 +399,8 @@ class Memory:
         used = index.reshape(-1) if active is None else index[active]
         self._judge(region, by, _rows, used)
         self._check_written(region, "load", _rows, used)
+        if by is None and used.numel():
+            self._launch.role.word = region, int(used[-1])
         raw = region.flat.index_select(0, used)
         if active is None:
             raw = raw.reshape(index.shape)
@@ -411,6 +426,7 @@ class Memory:
         index, raw = index[chosen].reshape(-1), raw[chosen].reshape(-1)
         self._check_defined(region, raw)
         self._judge(region, by, _rows, index, raw)
+        self._launch.scheduler.changes += 1
         region.flat[index] = raw
         self._mark_written(region, _rows, index)
         self._report.bytes_stored += index.numel() * region.itemsize
@@ -452,6 +468,13 @@ class Memory:
             changed.append(not torch.equal(before[turn], raw := to_raw(new, dtype)))
             region.flat[where[turn]] = raw
         element = None if index.shape or not count else int(where) * region.itemsize
+        if count:
+            self._launch.role.word = region, int(where[-1])
+        if any(changed):
+            self._launch.scheduler.changes += 1
+            if element is not None:
+                key, label = (id(region.shadow), element), self._launch.role.label
+                self._writers[key] = len(self._accesses), label, location()
         self._note(region, "atomic", (element, any(changed)))
         if active is None:
             result = before.reshape(index.shape)
@@ -520,6 +543,7 @@ class Memory:
         self._judge(region, by, window.of, ..., None if update else raw, reduces=bool(update))
         self._check_defined(region, raw)
         target.copy_(raw)
+        self._launch.scheduler.changes += 1
         self._mark_written(region, window.of, ...)
         self._report.bytes_stored += num_bytes
 

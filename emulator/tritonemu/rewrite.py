@@ -24,6 +24,7 @@ import ast
 import dis
 import functools
 import linecache
+import math
 import operator
 import re
 import textwrap
@@ -36,9 +37,10 @@ from triton.runtime import jit
 from triton.runtime.jit import JITFunction
 
 from .aggregates import Aggregate, lowered
-from .errors import MARK, DeviceAssertion, InvalidKernel, Unsupported
+from .errors import MARK, DeviceAssertion, InvalidKernel, Unsupported, option
 from .launch import current
 from .scopes import Scope
+from .spinning import turned
 from .tile import Tile, Unbound, cast, logical, promote_integers, scalar, to_tile
 
 # Newer than some supported Tritons; isinstance(x, ()) is False.
@@ -486,11 +488,15 @@ def again(condition: Any) -> bool:
     launch.scheduler.checkpoint(1.0)
     launch.loops[launch.role] = turns = launch.loops.get(launch.role, 0) + 1
     if turns > MAX_TURNS:
+        together = math.prod(launch.grid) // math.prod(launch.cluster_shape)
         raise Unsupported(
-            f"more than {MAX_TURNS} turns of while loops in one role; does it wait for a CTA that "
-            "has not started? Clusters run one after another, unless `resident` says otherwise"
+            f"more than {MAX_TURNS} turns of while loops in one role; does it wait, and count? "
+            f"Clusters run one after another, unless {option('resident', together)} says otherwise"
         )
-    return bool(condition)
+    holds = bool(condition)
+    if holds:
+        turned(launch, 1)
+    return holds
 
 
 def _assign(value: Any, called: str | tuple[str, ...] = "") -> Any:

@@ -39,7 +39,9 @@ class Role:
     (wgmma, what TMA stores read, what they write, cp.async groups), oldest first. mma: the tcgen05
     operations to be committed. dots_issued: the bits of all its MMAs; they execute in order. task:
     whether it is a task rather than the kernel around it. tiles: those of the kernel around it, by
-    name, which it must not use. staged: bytes of shared memory of `stage`.
+    name, which it must not use. staged: bytes of shared memory of `stage`. word: region and element
+    of global memory that it read last. turn, spins, spins_at: of `spinning`: the last test of a
+    loop; after which change, and where, it was known to spin.
     """
 
     def __init__(self, scheduler: "Scheduler", cta: Any, name: str, warps: int, body: Callable):
@@ -56,6 +58,9 @@ class Role:
         self.copies: list[list[Operation]] = [[]]
         self.mma: list[Operation] = []
         self.dots_issued = 0
+        self.word: tuple[Any, int] | None = None
+        self.turn: Any = None
+        self.spins, self.spins_at = -1, ("", 0)
         self.task, self.tiles, self.staged = False, {}, 0
         self.greenlet = greenlet(lambda: self._run(body))
         self.greenlet.gr_context = contextvars.copy_context()
@@ -139,13 +144,15 @@ class Scheduler:
     """Runs the roles of the clusters of CTAs that run together to the end.
 
     order: who runs next. numbers: counters of roles, operations and steps, shared by all clusters
-    of a launch. timeline: to be filled, or None.
+    of a launch. timeline: to be filled, or None. changes: how often anything changed that a loop
+    may wait for.
     """
 
     order: Order
     numbers: dict[str, int]
     timeline: Timeline | None = None
     max_steps: int | None = None
+    changes: int = 0
     ready: list[Role] = field(default_factory=list)
     blocked: list[Role] = field(default_factory=list)
     queues: dict[Any, deque] = field(default_factory=dict)
@@ -189,6 +196,7 @@ class Scheduler:
 
     def at(self, time: float, action: Callable[[], None], queue: Any = None) -> None:
         """Perform `action` at a modelled time; those of one queue are performed in order."""
+        self.changes += 1
         key = object() if queue is None else queue
         if key not in self._known:
             self._known.add(key)
@@ -197,6 +205,7 @@ class Scheduler:
         self.order.enables(key)
 
     def start(self, role: Role) -> None:
+        self.changes += 1
         self.ready.append(role)
         self.order.enter(role)
         self.order.enables(role)
@@ -210,8 +219,11 @@ class Scheduler:
                 self.role = chosen
                 chosen.greenlet.parent = greenlet.getcurrent()
                 chosen.greenlet.switch()
+                if chosen.greenlet.dead:
+                    self.changes += 1
                 self.role = None
             else:
+                self.changes += 1
                 queue = self.queues[chosen]
                 _, action = queue.popleft()
                 if not queue:
@@ -245,17 +257,24 @@ class Scheduler:
         role.charge(cycles)
         return role
 
+    def tell_time(self) -> float:
+        """The modelled time of the running role, which is another one at each call."""
+        self.changes += 1
+        return self.role.time
+
     def block(self, waiting: Callable[[], Wait] | None) -> None:
         """Suspend the running role until somebody wakes it; `waiting` says what for.
 
         None: it waits for other roles to end, and is not to blame in a deadlock.
         """
         role = self.role
+        self.changes += 1
         role.waiting = waiting
         self.blocked.append(role)
         role.greenlet.parent.switch()
 
     def wake(self, role: Role, time: float) -> None:
+        self.changes += 1
         self.blocked.remove(role)
         role.waiting = None
         role.time = max(role.time, time)

@@ -63,8 +63,8 @@ def block_attention(
             one gradient, written by the kernels where it lies; those of three slices PyTorch
             concatenates.
         cu_seqlens: int32 `[batch + 1]` on q's device: sequence i holds the tokens cu_seqlens[i] up
-            to, not including, cu_seqlens[i + 1]. Lengths of 0 are ordinary, and so is batch 0. Or
-            `Lengths`, checked once for many calls.
+            to, not including, cu_seqlens[i + 1]. Lengths of 0 are ordinary, and so is batch 0.
+            int64 is converted in each call. Or `Lengths`, checked once for many calls.
         num_kv_heads: num_heads_k of a q that holds all three; None for a third of its heads.
         block_size: 16, 32, 64 or 128 tokens.
         scale: multiplies Q K^T before the softmax; None means head_dim ** -0.5.
@@ -112,6 +112,7 @@ def block_attention(
         checks.check_offsets("cu_seqlens", cu_seqlens, q.device)
         if validate and checks.is_readable(cu_seqlens):
             checks.check_lengths("cu_seqlens", cu_seqlens, q.shape[0], None)
+        cu_seqlens = cu_seqlens.to(torch.int32)
     sin, cos = (None, None) if rotary is None else rotary
     tensors = distinct(*held, cu_seqlens, sin, cos)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)

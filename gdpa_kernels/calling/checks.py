@@ -101,19 +101,19 @@ def check_tensors(q: object, k: object, v: object) -> None:
 
 
 def check_offsets(name: str, cu_seqlens: object, device: torch.device) -> None:
-    """Raises TypeError or ValueError unless cu_seqlens is a contiguous int32 tensor `[batch + 1]`
-    on `device`. Its values are not read."""
+    """Raises TypeError or ValueError unless cu_seqlens is a contiguous int32 or int64 tensor
+    `[batch + 1]` on `device`. Its values are not read."""
     if not isinstance(cu_seqlens, torch.Tensor):
         raise TypeError(f"{name} must be a tensor or Lengths, got {type(cu_seqlens).__name__}")
     if (
-        cu_seqlens.dtype != torch.int32
+        cu_seqlens.dtype not in (torch.int32, torch.int64)
         or cu_seqlens.dim() != 1
         or cu_seqlens.numel() < 1
         or cu_seqlens.device != device
         or not cu_seqlens.is_contiguous()
     ):
         raise ValueError(
-            f"{name} must be a contiguous int32 tensor of shape [batch + 1] on {device}, "
+            f"{name} must be a contiguous int32 or int64 tensor of shape [batch + 1] on {device}, "
             f"got {cu_seqlens.dtype} of shape {list(cu_seqlens.shape)} on {cu_seqlens.device}"
         )
 

@@ -36,7 +36,7 @@ REFERENCE = Rung(
     Requires(
         dtypes=(*_ALL_DTYPES, "float64"),
         head_dim_max=2**31 - 1,
-        extras=("causal",),
+        extras=("causal", "out_dtype", "add_to"),
     ),
     directions=DIRECTIONS,
 )
@@ -54,7 +54,7 @@ RUNGS: tuple[Rung, ...] = (
         "one fused kernel",
         "Scores stay in registers; the batch stays jagged.",
         "v0_eager",
-        Requires(capability=(8, 0), dtypes=_ALL_DTYPES, extras=("causal",)),
+        Requires(capability=(8, 0), dtypes=_ALL_DTYPES, extras=("causal", "out_dtype", "add_to")),
     ),
     Rung(
         "v2_tma",

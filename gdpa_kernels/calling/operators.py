@@ -21,6 +21,7 @@ _TYPES = {
     int: "int",
     float: "float",
     bool: "bool",
+    torch.dtype | None: "ScalarType?",
     str: "str",
 }
 _LIBRARY = torch.library.Library("gdpa_kernels", "FRAGMENT")  # the operators live as long as this
@@ -46,7 +47,9 @@ def define(
     with contextlib.suppress(Exception):  # it imports Triton: if that is broken, ask the doctor
         from torch.utils.flop_counter import register_flop_formula
 
-        register_flop_formula(packet, get_raw=True)(lambda *arguments, out_val: flops(*arguments))
+        register_flop_formula(packet, get_raw=True)(
+            lambda *arguments, out_val, **_: flops(*arguments)
+        )
     return packet.default
 
 

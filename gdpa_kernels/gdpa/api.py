@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from gdpa_kernels.calling import checks, ladder, packed
+from gdpa_kernels.calling import checks, jagged, ladder, packed
 from gdpa_kernels.calling.lengths import Lengths
 from gdpa_kernels.calling.operators import (
     Size,
@@ -46,6 +46,8 @@ def gdpa(
     impl: str = "auto",
     backward_impl: str = "auto",
     validate: bool = True,
+    out_dtype: torch.dtype | None = None,
+    add_to: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Generalized dot-product attention on a jagged batch; differentiable.
 
@@ -68,10 +70,11 @@ def gdpa(
             num_heads_k, head_dim]` or `[total, 3, num_heads, head_dim]`. What is packed so has one
             gradient, where three slices have three, which PyTorch concatenates.
         cu_seqlens_q, cu_seqlens_k: int32 `[batch + 1]` on q's device: sequence i holds the rows
-            cu_seqlens[i] up to, not including, cu_seqlens[i + 1]. Lengths of 0 are ordinary. Or
-            `Lengths`, checked once for many calls.
+            cu_seqlens[i] up to, not including, cu_seqlens[i + 1]. Lengths of 0 are ordinary. int64
+            is converted in each call. Or `Lengths`, checked once for many calls.
         max_seqlen_q, max_seqlen_k: at least the longest sequence, in tokens. None: that of
-            `Lengths`, or the rows of a shared q.
+            `Lengths`, the rows of a shared q, or the longest itself, which is read from the offsets
+            in each call and waits for the device; not in the capture of a CUDA graph.
         num_kv_heads: num_heads_k of a q that holds all three; None for a third of its heads.
         activation: a name of `reference.ACTIVATIONS`, or one name per query head.
         scale: multiplies Q K^T before the activation; None means head_dim ** -0.5.
@@ -96,10 +99,17 @@ def gdpa(
             `torch.use_deterministic_algorithms` "auto" leaves those out.
         validate: check the values of cu_seqlens, which waits for the device in each call. False
             trusts the caller. `Lengths` have been checked; compiled calls do not check.
+        out_dtype: q's dtype, which None means, or torch.float32 (q in fp64 aside): the sum over
+            these keys as it is, to be added to others. Of the kernels only "v1_tiled" gives it. Its
+            gradient is rounded to q's dtype.
+        add_to: of the result's shape, in q's dtype or fp32 (of q in fp64 in fp64): added in fp32
+            (fp64) before the rounding. Attention over [A; B] is `gdpa` over B added to that over A:
+            nothing is normalised. Its gradient is the result's. Of the kernels only "v1_tiled"
+            takes it.
 
     Returns:
-        `[total_q, num_heads_q, head_dim]`, or `[batch * max_seqlen_q, ...]` with a shared q, in q's
-        dtype, rounded once from fp32 (by impl "v0_eager" in every step).
+        `[total_q, num_heads_q, head_dim]`, or `[batch * max_seqlen_q, ...]` with a shared q, in
+        `out_dtype`, rounded once from fp32 (by impl "v0_eager" in every step).
 
     Raises:
         TypeError, ValueError: an argument is wrong: its name, what is expected, what was received.
@@ -132,11 +142,14 @@ def gdpa(
     lower_right = causal == "lower_right" and given[0] is not given[1]
     if causal is True and validate and checks.is_readable(cu_seqlens_k):
         _check_alignment(given, cu_seqlens_q, cu_seqlens_k, q.shape[0])
-    tensors = distinct(*held, cu_seqlens_q, cu_seqlens_k)
+    rows = q.shape[0] * (1 if cu_seqlens_q is not None else cu_seqlens_k.shape[0] - 1)
+    out_dtype = _check_sum(q, rows, out_dtype, add_to)
+    tensors = distinct(*held, cu_seqlens_q, cu_seqlens_k, add_to)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     options = Options(
         num_kv_heads, max_seqlen_q, max_seqlen_k, ",".join(names), scale, float(output_scale),
         causal is not False, window, precise, impl, backward_impl, lower_right,
+        out_dtype,
     )  # fmt: skip
     return _Gdpa.apply(None if checks.is_fake(q) else _shared(given), *tensors, options)
 
@@ -173,6 +186,7 @@ class Options(NamedTuple):
     impl: str
     backward_impl: str
     lower_right: bool = False
+    out_dtype: torch.dtype | None = None
     resolved: bool = False
 
     def rung(self, direction: str, batch: Batch) -> Rung:
@@ -185,29 +199,32 @@ class _Gdpa(torch.autograd.Function):
     """The operators of both directions as one differentiable function."""
 
     @staticmethod
-    def forward(ctx, lengths, q, k, v, cu_seqlens_q, cu_seqlens_k, options):
+    def forward(ctx, lengths, q, k, v, cu_seqlens_q, cu_seqlens_k, add_to, options):
         ctx.save_for_backward(q, k, v, cu_seqlens_q, cu_seqlens_k)
         ctx.set_materialize_grads(False)
         ctx.lengths, ctx.options, schedule = lengths, options, []
         tensors = q, k, v, cu_seqlens_q, cu_seqlens_k
         if lengths is not None:
-            rung, schedule = _planned("forward", lengths, tensors, options)
+            rung, schedule = _planned("forward", lengths, tensors, options, add_to)
             options = options._replace(impl=rung.impl, resolved=True)
-        return _FORWARD(*tensors, schedule, *options)
+        ctx.add_dtype = None if add_to is None else add_to.dtype
+        return _FORWARD(*tensors, schedule, *options, add_to=add_to)
 
     @staticmethod
     def backward(ctx, grad_out):
         if grad_out is None:
-            return (None,) * 7
+            return (None,) * 8
         options, needs, schedule = ctx.options, ctx.needs_input_grad[1:4], []
         saved = ctx.saved_tensors  # read once: activation checkpointing allows no more
         if ctx.lengths is not None:
             rung, schedule = _planned("backward", ctx.lengths, saved, options)
             options = options._replace(backward_impl=rung.impl, resolved=True)
-        tensors = grad_out, *saved
+        tensors = grad_out.to(saved[0].dtype), *saved
         with torch.no_grad():
             gradients = needed(_BACKWARD(*tensors, schedule, *needs, *options), needs)
-        return None, *final("gdpa", gradients, tensors[:4]), None, None, None
+            added = grad_out.to(ctx.add_dtype) if ctx.needs_input_grad[6] else None
+        dq, dk, dv, added = final("gdpa", (*gradients, added), (grad_out, *saved[:3]))
+        return None, dq, dk, dv, None, None, added, None
 
 
 def _shared(given: tuple) -> tuple[Lengths | None, Lengths] | None:
@@ -219,10 +236,12 @@ def _shared(given: tuple) -> tuple[Lengths | None, Lengths] | None:
 
 
 def _planned(
-    direction: str, lengths: tuple[Lengths | None, Lengths], tensors: tuple, options: Options
-) -> tuple[Rung, list[torch.Tensor]]:
+    direction: str, lengths: tuple[Lengths | None, Lengths], tensors: tuple, options: Options,
+    add_to: torch.Tensor | None = None,
+) -> tuple[Rung, list[torch.Tensor]]:  # fmt: skip
     """The rung of a direction and its work list, which is made once for these lengths."""
-    batch = _batch(*tensors, options)
+    out_dtype = options.out_dtype if direction == "forward" else None
+    batch = _batch(*tensors, options, out_dtype=out_dtype, add_to=add_to)
     rung = options.rung(direction, batch)
     config = rung.config(batch, direction)
     sizes = batch.num_heads, batch.num_heads_k, batch.max_seqlen_q, batch.max_seqlen_k
@@ -231,32 +250,34 @@ def _planned(
     return rung, list(made)
 
 
-def _batch(q, k, v, cu_seqlens_q, cu_seqlens_k, options: Options, **gradients) -> Batch:
+def _batch(q, k, v, cu_seqlens_q, cu_seqlens_k, options: Options, **more) -> Batch:
     """The `Batch` of an operator's arguments."""
     causal = "lower_right" if options.lower_right else options.causal
     return Batch(
         *packed.unpack(q, k, v, options.num_kv_heads), cu_seqlens_q, cu_seqlens_k,
         options.max_seqlen_q, options.max_seqlen_k, tuple(options.activation.split(",")),
         options.scale, options.output_scale, causal, options.window, options.precise,
-        **gradients,
+        **more,
     )  # fmt: skip
 
 
-def _forward(q, k, v, cu_seqlens_q, cu_seqlens_k, schedule, *options) -> torch.Tensor:
+def _forward(q, k, v, cu_seqlens_q, cu_seqlens_k, schedule, *options, add_to=None) -> torch.Tensor:
     options = Options(*options)
-    batch = _batch(q, k, v, cu_seqlens_q, cu_seqlens_k, options)
+    tensors = q, k, v, cu_seqlens_q, cu_seqlens_k
+    batch = _batch(*tensors, options, out_dtype=options.out_dtype, add_to=add_to)
     rung = options.rung("forward", batch)
     if options.backward_impl != "auto":  # an explicit one that cannot take the call says so here
-        resolve(options.backward_impl, "backward", batch)
+        resolve(options.backward_impl, "backward", _batch(*tensors, options))
     given = {"schedule": tuple(schedule)} if schedule else {}
     with checks.without_autocast(q):  # the definition is made of operators that it would change
         return rung.module().forward(batch, **given).contiguous()
 
 
-def _fake_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, schedule, *options):
-    q, _, _ = packed.unpack(q, k, v, Options(*options).num_kv_heads)
+def _fake_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, schedule, *options, add_to=None):
+    options = Options(*options)
+    q, _, _ = packed.unpack(q, k, v, options.num_kv_heads)
     rows = q.shape[0] if cu_seqlens_q is not None else (cu_seqlens_k.shape[0] - 1) * q.shape[0]
-    return q.new_empty(rows, q.shape[1], q.shape[2])
+    return q.new_empty(rows, q.shape[1], q.shape[2], dtype=options.out_dtype)
 
 
 def _backward(
@@ -307,7 +328,7 @@ _TENSORS = (
 )
 _FORWARD = define(
     "gdpa_forward",
-    f"({_TENSORS}, {schema(Options)}) -> Tensor",
+    f"({_TENSORS}, {schema(Options)}, *, Tensor? add_to=None) -> Tensor",
     _forward,
     _fake_forward,
     _forward_flops,
@@ -373,6 +394,27 @@ def _check_alignment(
         )
 
 
+def _check_sum(q: torch.Tensor, rows: int, out_dtype: object, add_to: object) -> torch.dtype | None:
+    """The output's dtype, None for q's. Raises TypeError or ValueError unless both are what `gdpa`
+    takes of this q for an output of `rows` rows."""
+    known = tuple(dict.fromkeys((q.dtype, torch.promote_types(q.dtype, torch.float32))))
+    names = " or ".join(map(str, known))
+    if out_dtype is not None and out_dtype not in known:
+        raise TypeError(f"out_dtype must be None or {names}, got {out_dtype!r}")
+    if add_to is not None:
+        if not isinstance(add_to, torch.Tensor):
+            raise TypeError(f"add_to must be None or a tensor, got {type(add_to).__name__}")
+        if add_to.dtype not in known:
+            raise TypeError(f"add_to must be {names}, got {add_to.dtype}")
+        shape = rows, *q.shape[1:]
+        if add_to.shape != shape or add_to.device != q.device:
+            raise ValueError(
+                f"add_to must have shape {list(shape)} on {q.device}, "
+                f"got {list(add_to.shape)} on {add_to.device}"
+            )
+    return None if out_dtype == q.dtype else out_dtype
+
+
 def check_scalars(scale: object, output_scale: object, window: object) -> None:
     """Raises TypeError or ValueError unless each is what `gdpa` takes."""
     for name, value in (("scale", scale), ("output_scale", output_scale)):
@@ -404,9 +446,16 @@ def _read(
         return None, rows
     if isinstance(cu_seqlens, Lengths):
         return cu_seqlens.of(name, rows, device, max_seqlen)
-    if max_seqlen is None:
-        raise TypeError(f"{maximum} must be given unless {name} is Lengths, got None")
     checks.check_offsets(name, cu_seqlens, device)
-    if validate and checks.is_readable(cu_seqlens):
-        checks.check_lengths(name, cu_seqlens, rows, max_seqlen)
-    return cu_seqlens, max_seqlen
+    readable = checks.is_readable(cu_seqlens)
+    if max_seqlen is None and not (readable or torch.compiler.is_compiling()):
+        raise TypeError(
+            f"{maximum} must be given where {name} cannot be read, of a fake tensor or in the "
+            "capture of a CUDA graph, got None"
+        )
+    longest = None
+    if validate and readable:
+        longest = checks.check_lengths(name, cu_seqlens, rows, max_seqlen)
+    if max_seqlen is None:
+        max_seqlen = jagged.longest_of(cu_seqlens) if longest is None else longest
+    return cu_seqlens.to(torch.int32), max_seqlen

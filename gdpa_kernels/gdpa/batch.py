@@ -24,7 +24,8 @@ class Batch(Heads):
     cu_seqlens_k int32 `[sequences + 1]`; `activation`: one name, or one for each query head;
     `causal`: False, True or "upper_left", which becomes True, or "lower_right"; `precise`: not in
     packed arithmetic; `gradients`: where dq, dk and dv are to be written, of any strides, None for
-    memory of their own.
+    memory of their own; `out_dtype`: of the output, None for q's; `add_to`: of the output's shape,
+    what the sum starts from.
     """
 
     q: torch.Tensor
@@ -41,6 +42,8 @@ class Batch(Heads):
     window: int | None = None
     precise: bool = False
     gradients: Gradients = (None, None, None)
+    out_dtype: torch.dtype | None = None
+    add_to: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.causal == "upper_left":
@@ -81,6 +84,10 @@ class Batch(Heads):
         found = {}
         if self.lower_right:
             found["causal"] = "causal False, True or 'upper_left', got 'lower_right'"
+        if self.out_dtype not in (None, self.dtype):
+            found["out_dtype"] = f"out_dtype None or {self.dtype}, got {self.out_dtype}"
+        if self.add_to is not None:
+            found["add_to"] = f"add_to None, got a tensor of shape {list(self.add_to.shape)}"
         return found
 
     @property
@@ -113,4 +120,4 @@ class Batch(Heads):
 
     def new_out(self) -> torch.Tensor:
         """Memory for the output."""
-        return self.q.new_empty(self.rows, *self.q.shape[1:])
+        return self.q.new_empty(self.rows, *self.q.shape[1:], dtype=self.out_dtype)

@@ -152,7 +152,10 @@ def _widened(batch: Batch) -> Batch:
 
 def forward(batch: Batch) -> torch.Tensor:
     """The output, `[total_q, num_heads, head_dim]`, rounded once."""
-    return forward_in_dtype(_widened(batch)).to(batch.dtype)
+    out = forward_in_dtype(_widened(batch))
+    if batch.add_to is not None:
+        out = out + batch.add_to
+    return out.to(batch.out_dtype or batch.dtype)
 
 
 def backward(

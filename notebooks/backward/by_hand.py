@@ -91,8 +91,8 @@ chapter.figure(drawings.tiles({"": drawings.Tiles((2, 3), cross, strips)}), mode
 # - Through the activation, score by score: $dS = m \odot \alpha'(S) \odot dP$.
 # - Through $S = s\,Q K^{\mathsf T}$: $dQ = s\,dS\,K$ and $dK = s\,dS^{\mathsf T} Q$.
 #
-# These are four matmuls. $S$ was never written down, so it is computed again, which makes five. In
-# code, with a causal mask, in fp64:
+# $S$ was never written down, so it is computed again: five matmuls. In code, with a causal mask, in
+# fp64:
 
 # %%
 make = torch.Generator().manual_seed(2025)

@@ -213,9 +213,8 @@ shown = [line for name, lines in listed.items() for line in ("", titles[name], *
 chapter.code("\n".join(shown[1:]), language="text")
 
 # %% [markdown]
-# Both pieces have the same MMAs. In the first, two ordinary registers have to become uniform ones
-# before the fourth MMA may start. In the second, everything is uniform arithmetic, which runs
-# beside the MMAs.
+# Both pieces have the same MMAs. In the first, two ordinary registers must become uniform before
+# the fourth MMA may start; in the second, uniform arithmetic runs beside the MMAs.
 #
 # ## What each idea is worth
 

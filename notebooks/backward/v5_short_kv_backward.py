@@ -345,10 +345,9 @@ chapter.table(
 # loop, has no registers for them, and {term}`spills <spill>` {glue:text}`spilled:.0f` bytes. Every
 # step then has {glue:text}`local:.0f` accesses to local memory in front of MMAs that wait for them.
 #
-# What did the exchange itself buy? Between five runs no element of v5's gradients differed. (Nor of
-# v4's: with 256 keys its sums have two summands, and two commute.) And a training step with 2,048
-# queries needs {glue:text}`gib_v5:.2f` GiB beside its inputs instead of
-# {glue:text}`gib_v4:.2f`.
+# Between five runs no element of v5's gradients differed. (Nor of v4's: with 256 keys its sums have
+# two summands, and two commute.) And a training step with 2,048 queries needs
+# {glue:text}`gib_v5:.2f` GiB beside its inputs instead of {glue:text}`gib_v4:.2f`.
 #
 # ## Backward v6: one CTA is enough for 128 keys
 #

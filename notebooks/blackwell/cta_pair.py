@@ -114,9 +114,8 @@ chapter.glue(stay=2 * 2 * TILE / 2)
 # %% [markdown]
 # ## Messages cross in three ways: bytes, arrivals, commits
 #
-# One thread, of the even CTA, issues the MMAs of both. It must know that *both* CTAs are ready, and
-# both must learn that an MMA is done. A CTA can only wait on its own {term}`mbarriers <mbarrier>`,
-# so every message goes to the waiter:
+# One thread, of the even CTA, issues the MMAs of both. A CTA can only wait on its own
+# {term}`mbarriers <mbarrier>`, so every message goes to the waiter:
 #
 # - *Bytes.* A load with `two_ctas=True` counts its bytes on the leader's barrier, wherever it
 #   writes. The leader's `load` role announces the bytes of both CTAs.

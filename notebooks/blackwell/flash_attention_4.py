@@ -286,8 +286,7 @@ chapter.glue(
 # At 144 sequences the walk is invisible. At 1,152 it halves the rate, and at 4,608 FA4 runs at
 # {glue:text}`walks_4608:.0f` TFLOP/s, where the same kernel without offsets reaches
 # {glue:text}`dense_4608:.0f`. Language models batch tens of sequences and never met it;
-# recommendation models batch thousands. A speedup holds for the batch it was measured on, and a
-# second batch size is the cheapest experiment there is.
+# recommendation models batch thousands. A speedup holds for the batch it was measured on.
 
 # %% tags=["remove-input"]
 chapter.predictions()

@@ -87,8 +87,7 @@ chapter.figure(
 #
 # The hard part is the last row of the table. The MMAs of 128 x 128 pairs take 1,024 clocks at
 # head_dim 128, half of Hopper's. {term}`MUFU` still takes 1,024 for their `tanh`, and so does the
-# port of shared memory ({doc}`model`). In other words,
-# Hopper has one unit to keep busy, and Blackwell has three.
+# port of shared memory ({doc}`model`). Hopper has one unit to keep busy, and Blackwell has three.
 #
 # ## Blackwell forward b1: one thread issues the MMAs
 #
@@ -223,8 +222,8 @@ for name in ("b1", "b2", "b3"):
 # A formula says why. Let an MMA of 128 x 128 pairs take M clocks and their activation X. In b1 a
 # block takes 2 M + X, since S, activation and P V follow each other. In b2 and b3 two blocks, one
 # of each tile, take max(4 M, 2 M + X): either the tensor core is the limit or the chain of one tile
-# is. At head_dim 128 M is 512 clocks and X at least 1,024, so the tensor core could be busy half
-# of the time in b1 and always in b2. What is missing in the table are ends of tiles and waits.
+# is. At head_dim 128 M is 512 clocks and X at least 1,024, so the tensor core could be busy half of
+# the time in b1 and always in b2.
 #
 # With 1,024 keys the second tile brings most of the gain, from {glue:text}`busy_b1:.0f` to
 # {glue:text}`busy_b2:.0f` %. With 256 keys the ends of the tiles do: b3 raises
@@ -239,11 +238,11 @@ for name in ("b1", "b2", "b3"):
 # clocks to MUFU. FlashAttention-4 does the same with softmax's `exp2`
 # {cite}`zadouri2026flashattention4`.
 #
-# A polynomial needs a bound. The published kernel's Maclaurin polynomial departs from GELU beyond
-# 1.2 ({doc}`../operator/activations`). Ours is clamped: v = x / (2 LIMIT) is limited to -1/2 .. 1/2
-# by the `.sat` of one FMA, and t = v (c₀ + c₁v² + ...). Within the limit the error is that of the
-# fit. Beyond it, the polynomial stays constant and t only rises to 1, so the error is largest at
-# the limit or at infinity: one number bounds it for every score.
+# The published kernel's Maclaurin polynomial departs from GELU beyond 1.2
+# ({doc}`../operator/activations`). Ours is clamped: v = x / (2 LIMIT) is limited to -1/2 .. 1/2 by
+# the `.sat` of one FMA, and t = v (c₀ + c₁v² + ...). Within the limit the error is that of the fit.
+# Beyond it, the polynomial stays constant and t only rises to 1, so the error is largest at the
+# limit or at infinity: one number bounds it for every score.
 
 # %% tags=["remove-cell"]
 x = torch.linspace(0.01, 8, 800, dtype=torch.float64)

@@ -202,9 +202,8 @@ chapter.table(
 #
 # The publication credits the last line for the better accuracy of its fused kernel
 # {cite}`siso2026block`. If storing were the only rounding, two would give $\sqrt 2 = 1.41$ times
-# the error of one. We expected dS to add as much as storing does, which leaves $\sqrt{3 / 2}$ or a
-# little less. The model of {numref}`fig-alone-roundings` computes in fp32 and rounds where told to;
-# a test compares it with the kernels of block v0 and block v1.
+# the error of one. The model of {numref}`fig-alone-roundings` computes in fp32 and rounds where
+# told to; a test compares it with the kernels of block v0 and block v1.
 
 # %% tags=["remove-cell"]
 dq = mean["dq"]

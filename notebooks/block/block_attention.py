@@ -236,11 +236,9 @@ chapter.figure(
 )  # fmt: skip
 
 # %% [markdown]
-# Three numbers compete for the word "sparsity". A padded batch would be
-# {glue:text}`fill:.2f` full: that is the published 0.7. The blocks leave out
-# {glue:text}`left_out:.1f` % of the pairs. And a batch with 70 % empty rows would have a mean
-# length of {glue:text}`empty:.0f`, less than its shortest sequence. {doc}`counting_bytes` shows
-# that only the fill fits the published times.
+# Two numbers compete for the word "sparsity". A padded batch would be {glue:text}`fill:.2f` full:
+# that is the published 0.7. The blocks leave out {glue:text}`left_out:.1f` % of the pairs.
+# {doc}`counting_bytes` shows that only the fill fits the published times.
 #
 # ## Exercises
 #

@@ -179,11 +179,9 @@ chapter.glue(
 # %% [markdown]
 # These numbers settle what "sparsity 0.7" means in table 5. Table 7 times the same backward kernel
 # on a batch whose number of tokens is stated, and there it runs at {glue:text}`stated:,.0f` GB/s.
-# If 0.7 is a fill, the kernel of table 5 runs at {glue:text}`as_fill:,.0f`. If 0.7 meant 70 % empty
-# rows, it would run at {glue:text}`as_empty:,.0f`, and the forward kernel at
-# {glue:text}`empty_forward:.0f` % of the nominal rate. Only the fill fits kernels that their
-# authors call memory-bound ({doc}`../tools/claims`). Even so the two tables differ, and no reason
-# is given, so a speedup must not take one time from each.
+# If 0.7 is a fill, the kernel of table 5 runs at {glue:text}`as_fill:,.0f`, and with 70 % empty
+# rows at {glue:text}`as_empty:,.0f`. Only the fill fits a memory-bound kernel. Even so the two
+# tables differ, so a speedup must not take one time from each.
 #
 # ## Little's law: one tile in flight per SM is enough
 #

@@ -155,8 +155,7 @@ chapter.code(v1_one_tile.backward_kernel, "ds = (p * (dp", "store_gradient(")
 # ## A piece costs its bytes, or does it?
 #
 # Our file `eliminations.py` has a switch for each piece, so that any one of them can be put back
-# alone ({numref}`fig-bv1-put-back`). Their bytes are counted as in {doc}`counting_bytes`, and we
-# predicted that a piece costs its bytes and nothing more.
+# alone ({numref}`fig-bv1-put-back`). Their bytes are counted as in {doc}`counting_bytes`.
 
 # %% tags=["remove-cell"]
 chapter.predict(

@@ -318,7 +318,7 @@ assert all(map(torch.equal, found, expected)), "the text says so"
 # Before block v4a was measured we predicted, in cycles at a clock below the highest, 7,000 to 7,800
 # for a backward item where memory needs 6,450, and 3,900 to 4,200 for a forward item where it needs
 # 3,740. Two slots are the weak point of the backward pass: an item is loaded, rotated, multiplied
-# and stored before its slot is free. As shares of what memory allows, the clock drops out.
+# and stored before its slot is free.
 
 # %% tags=["remove-cell"]
 of_v4a = share["v4a_turning_role"]

@@ -69,8 +69,7 @@ chapter.figure(
 # of instructions that compute one. The kernel is {doc}`forward v6 <v6_short_kv>`; only the
 # activation changes.
 #
-# The tensor cores of an SM do 4,096 bf16 FLOPs a clock. A score costs $4 d$ FLOPs, so at head_dim
-# 128 the other units must finish 8 activations a clock, or the tensor cores wait; at head_dim 64
+# At head_dim 128 the other units must finish 8 activations a clock, or the tensor cores wait; at 64
 # they must finish 16. NVIDIA documents three limits, per SM and clock ([CUDA programming
 # guide](https://docs.nvidia.com/cuda/cuda-c-programming-guide/#arithmetic-instructions)):
 #

@@ -139,8 +139,8 @@ chapter.table(
 )
 
 # %% [markdown]
-# Read the table by columns. The largest number is the *bound*, and the distance to the second
-# largest says how much can go wrong. Three rules follow from the formulas:
+# The largest number of a column is the *bound*, and the distance to the second largest says how
+# much can go wrong. Three rules follow from the formulas:
 #
 # - Tensor cores against MUFU: $d$ against $64u$. With one tanh per score they meet at head_dim 64.
 # - Tensor cores against issue slots: $d$ against $8i$. At head_dim 128 an activation may take 16
@@ -173,9 +173,9 @@ chapter.table(
 # of $2M$, and a pair of {term}`named barriers <named barrier>` passes the turn. It needs $A \le 2M$
 # and no more registers than the serial order.
 #
-# So the rule for the period is short. **Take the largest of the units' sums and of the chain.** A
-# kernel is then *bound by* the tensor cores ($2cM$), MUFU ($4cnu$), issue ($cni/2$), the port, or
-# by its own chain. Only in the last case does another order of issue help.
+# **Take the largest of the units' sums and of the chain.** A kernel is then *bound by* the tensor
+# cores ($2cM$), MUFU ($4cnu$), issue ($cni/2$), the port, or by its own chain. Only in the last
+# case does another order of issue help.
 #
 # ### Check it in the emulator
 #
@@ -300,10 +300,8 @@ chapter.table(
 #
 # An SM has 65,536 registers. One {term}`CTA` with $g$ warp groups of 128 threads can give each
 # thread $65{,}536 / (128 g)$, rounded down to a multiple of 8: 168 for a producer and two
-# consumers. A producer needs few and a consumer many, so the instruction `setmaxnreg` moves them,
-# in steps of 8, between 24 and 256 per thread. What one group releases goes into a pool of the CTA;
-# a group that asks for more *waits* until the pool has them. Therefore the sum over groups must not
-# exceed what the launch allocated:
+# consumers. `setmaxnreg` moves them between groups ({doc}`../operator/machine`), in steps of 8,
+# between 24 and 256 per thread. The sum over groups must not exceed what the launch allocated:
 #
 # $$
 # r_\text{producer} + c\, r_\text{consumer} \le g \cdot r_\text{launch},
@@ -340,11 +338,9 @@ chapter.table(
 # Forward v8 has $q = s = 2$: 64 + 128 + 32 = 224 KiB. A third slot of 128 keys needs 64 KiB more
 # and does not fit; the emulator refuses such a kernel as a GPU would.
 #
-# Blackwell adds {term}`tensor memory`, 512 columns of 128 lanes with 32 bits each. An fp32 tile of
-# 128 rows takes as many columns as it has, a bf16 tile half as many. Two tiles in flight at $n = d
-# = 128$ need $2 (128 + 128) = 512$ columns for S and O, so P must lie inside the columns of S
-# ({doc}`../blackwell/tensor_memory`). Allocation comes in powers of two from 32 on and *blocks*
-# like `setmaxnreg`: a second CTA on the SM waits until the first has freed its columns.
+# Blackwell adds the 512 columns of {term}`tensor memory`. Two tiles in flight at $n = d = 128$ need
+# $2 (128 + 128) = 512$ columns for S and O, so P must lie inside the columns of S
+# ({doc}`../blackwell/tensor_memory`). Allocation *blocks* like `setmaxnreg`.
 #
 # ## The barrier form
 #
@@ -366,14 +362,12 @@ chapter.table(
 #    $\lfloor j / s \rfloor \bmod 2$. A consumer waits with this phase, a producer with the other.
 # 2. *Do the arrivals add up?* Every thread arrives, so two consumers are 256. With a count of 128
 #    the faster consumer alone would free the buffer.
-# 3. *Do the bytes add up?* A box that TMA clips at the end of a sequence still reports its full
-#    size. A copy may finish before `expect` is executed, because the phase also waits for that
-#    arrival. With too many bytes expected the phase never completes. With too few it completes
-#    early, and the surplus is booked on the *next* phase.
+# 3. *Do the bytes add up?* A clipped box reports its full size; a wrong count hangs the phase or
+#    spoils the *next* one ({doc}`../operator/machine`).
 # 4. *Who is last?* A buffer is free when the MMA that reads it has completed, not when it was
 #    issued.
-# 5. *With multicast,* each CTA that receives a copy must expect its bytes, and the sender must wait
-#    for all receivers' empty barriers.
+# 5. *With multicast,* each receiver must expect its bytes, and the sender must wait for all their
+#    empty barriers.
 #
 # ## The host side
 #

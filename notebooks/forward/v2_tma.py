@@ -72,12 +72,10 @@ chapter.figure(
 # | data path | every thread computes pointers and predicates | one thread asks for a tile |
 # | synchronisation | `cp.async` groups, then block-wide barriers | barriers that count bytes |
 #
-# Hopper's tensor memory accelerator (TMA) copies a box of a tensor between global and shared
-# memory. A descriptor of 128 bytes, which the host makes before the launch, holds the address, up
-# to five sizes and strides, and the shape of the box {cite}`nvidiaptx`. Then one thread issues one
-# instruction with the coordinates of a box. The unit computes all addresses, writes the box in the
-# layout that the tensor cores want, and reports the bytes to a barrier. Elements out of bounds read
-# as zero and are not written, without a predicate.
+# A TMA descriptor of 128 bytes, which the host makes before the launch, holds the address, up to
+# five sizes and strides, and the shape of the box {cite}`nvidiaptx`. One thread issues one
+# instruction with the coordinates of a box; the unit computes all addresses. Elements out of bounds
+# read as zero and are not written, without a predicate.
 #
 # ## The tail of a sequence
 #

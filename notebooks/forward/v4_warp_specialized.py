@@ -114,12 +114,11 @@ chapter.code(Ring.wait)
 chapter.roles(V4)
 
 # %% [markdown]
-# A barrier counts the arrivals of its current phase. When none is missing, the phase completes and
-# the next begins. A waiter names a phase by its parity. Two consumers read each K and V, so a phase
-# of `k_empty` completes only with the arrivals of both, 2 × 128 threads. Until then the producer
-# may not overwrite the buffer, even if one consumer is long done. It waits with the other parity,
-# `phase ^ 1`, which a fresh barrier lets pass, because buffers start empty
-# ({doc}`../tools/emulator`). *Full* says "you may read", *empty* "you may overwrite".
+# Two consumers read each K and V, so a phase of `k_empty` completes only with the arrivals of both,
+# 2 × 128 threads. Until then the producer may not overwrite the buffer, even if one consumer is
+# long done. It waits with the other parity, `phase ^ 1`, which a fresh barrier lets pass, because
+# buffers start empty ({doc}`../tools/emulator`). *Full* says "you may read", *empty* "you may
+# overwrite".
 #
 # ## Prediction
 #
@@ -137,9 +136,8 @@ chapter.glue(mma=mma, tanh=tanh, in_step=mma + tanh, in_step_share=100 * mma / (
 # MMA can overlap only with the activation of the *other* consumer, and that is left to chance. If
 # the two run in step, a block takes {glue:text}`in_step:,.0f` cycles, and the tensor cores work in
 # {glue:text}`in_step_share:.0f` % of them. Perfectly out of step only the tensor cores count. The
-# two CTAs that v2 has on an SM have the same limits. We therefore expect no gain on long tiles and
-# a loss on short ones, where the SM stands still at both ends of a tile. (We had seen both in
-# prototypes before we wrote it down.)
+# two CTAs that v2 has on an SM have the same limits. So long tiles gain nothing and short ones
+# lose, since the SM stands still at both ends of a tile. (Prototypes had shown both.)
 #
 # The third prediction is about registers. An SM has 65,536; an even share for the 384 threads of a
 # CTA is 168. The instruction {term}`setmaxnreg` moves registers from one warp group to another at

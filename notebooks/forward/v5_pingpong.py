@@ -221,10 +221,9 @@ chapter.predictions()
 #
 # ## The surprise: the compiler adds waits to the loop
 #
-# The emulator runs the source, and the source overlaps. The GPU runs what the compiler makes of it.
-# Triton first translates the source into its own intermediate representation, the IR, and the
-# assembler ptxas later turns PTX into machine code, {term}`SASS`. Here is the consumer's loop in
-# both, as it is and with the loop option `num_stages=0`:
+# The emulator runs the source; the GPU runs what the compiler makes of it. Here is the consumer's
+# loop in Triton's intermediate representation, the IR, and in machine code, {term}`SASS`, as it is
+# and with the loop option `num_stages=0`:
 
 # %% tags=["hide-input"]
 as_is = studies.changed(v5_pingpong, (FOR, FOR.replace("blocks)", "blocks, num_stages=0)")))

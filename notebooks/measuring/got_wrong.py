@@ -88,7 +88,7 @@ assert by.loc["predicted"].sum() < len(found) / 2, "the caption: fewer than half
 
 # %% [markdown]
 # Of the predicted ones {glue:text}`predicted_refuted:.0f` % were refuted, of the others
-# {glue:text}`other_refuted:.0f` %. Hindsight helps; that is why the two are counted apart.
+# {glue:text}`other_refuted:.0f` %.
 #
 # ## By cause: one lesson for each refuted prediction
 
@@ -121,14 +121,13 @@ chapter.table(
 # The largest group is *{glue:text}`first`*, with {glue:text}`most:.0f`. The bytes were nearly
 # always counted right. What was wrong is what memory makes of them: an addition fetches its line
 # first, latency grows under load, a gather does not stream, and bytes saved where none were short
-# buy no time. The next groups say the same of instructions and of chains of MMAs. In other words, a
-# count tells what a unit must do, not what waits for what.
+# buy no time. The next groups say the same of instructions and of chains of MMAs. A count tells
+# what a unit must do, not what waits for what.
 #
 # Narrow limits fail at the edge, and a control in {doc}`../forward/v6_short_kv` tells why: two
 # kernels that do the same work differ there by more than many of our limits are wide.
 #
-# We could have widened the intervals until everything fitted. But each of these misses is the
-# reason for a kernel, a chapter or an experiment that would not exist otherwise.
+# Each of these misses is the reason for a kernel, a chapter or an experiment.
 #
 # ## The predictions that were confirmed
 #

@@ -178,7 +178,7 @@ chapter.figure(energy.clocks(groups, wall, point[1]), measured=load)
 #
 # *An example.* A change saves 10 % of a kernel's cycles. In a short burst, before power limits
 # anything, it is 1 / 0.9 = 1.11 times as fast. Back to back it is $1.11^{2/3} = 1.07$ times as
-# fast. The rest of the gain is paid for by a lower clock.
+# fast.
 #
 # **Cycles are worth more than joules.** One could think the opposite: at constant power a rate is
 # power over energy per call, so only energy should count. That is true and useless, because the

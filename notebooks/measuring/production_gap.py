@@ -117,10 +117,10 @@ chapter.figure(
 # %% [markdown]
 # ## A gap is a ratio of rates
 #
-# No source gives the shapes behind 2.6. So we define: the *gap* of a kernel on a workload is its
-# rate on the benchmark's friendliest batch, full sequences of 2,048, divided by its rate on the
-# workload, in useful FLOPs, back to back. The last column does the same with the {term}`roofline`;
-# it is what any kernel loses on this shape.
+# No source gives the shapes behind 2.6. The *gap* of a kernel on a workload is its rate on the
+# benchmark's friendliest batch, full sequences of 2,048, divided by its rate on the workload, in
+# useful FLOPs, back to back. The last column does the same with the {term}`roofline`; it is what
+# any kernel loses on this shape.
 
 # %% tags=["remove-input"]
 SHOWN = ["full-256", "full-1024", "cross-full-512", "cross-full-2048", "half-jagged-1024",
@@ -387,10 +387,9 @@ chapter.table(
 # corners to measure; with more, report "added first" and "removed first" of each edit. They need
 # two runs an edit and show at once whether edits overlap.
 #
-# In production one can only remove. Four experiments work on a logged batch without touching a
-# model: sort its sequences (order), round its lengths up to whole tiles (partial tiles), join two
-# batches into one (batch size), or run another kernel on the same offsets (start of a tile). Each
-# changes one thing.
+# Four experiments work on a logged batch without touching a model: sort its sequences (order),
+# round its lengths up to whole tiles (partial tiles), join two batches into one (batch size), or
+# run another kernel on the same offsets (start of a tile). Each changes one thing.
 #
 # ## The verdict
 #

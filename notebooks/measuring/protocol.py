@@ -291,8 +291,7 @@ chapter.table(
 # %% [markdown]
 # *A worked number.* Three processes say that B is 1.9 %, 2.6 % and 2.1 % faster. The mean is 2.2 %,
 # $s = 0.36$ points, the standard error $0.36 / \sqrt{3} = 0.21$. With $t = 4.30$ the interval is
-# 2.2 ± 0.9 %: B is faster. Had it been one process with thirty samples, we would know only that B
-# was faster that morning. To resolve 1 % one needs about {glue:text}`settled:.0f` processes.
+# 2.2 ± 0.9 %: B is faster. To resolve 1 % one needs about {glue:text}`settled:.0f` processes.
 #
 # Most chapters of this book have one run per figure. So read differences of one or two per cent
 # between two kernels as ties, unless the text says how often they were repeated.

@@ -192,8 +192,7 @@ for key, column in {"burst": "matmul, burst", "sustained": "matmul, back to back
 # *Zeros are faster* than random numbers, by {glue:text}`zeros_4096:.1f` % at 4,096 and
 # {glue:text}`zeros_8192:.1f` % at 8,192, and not at all at 1,024, where nothing is hot. The likely
 # reason is power: zeros switch fewer transistors, and under a limit of {glue:text}`watts:.0f` W
-# energy that is not spent comes back as clock frequency. A benchmark that allocates its inputs with
-# `zeros` or `empty` measures another chip.
+# energy that is not spent comes back as clock frequency.
 #
 # ## The bracket
 #

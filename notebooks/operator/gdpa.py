@@ -158,8 +158,8 @@ for some in (blocks, blocks[::-1]):
 #
 # FlashAttention-4 keeps one group of four warps only for rescaling the output
 # {cite}`zadouri2026flashattention4`. GDPA has nothing to rescale, so the published kernel does
-# without this group {cite}`meta2026gem`. There is a price. A softmax row averages its values, while
-# a GDPA row sums them, so it grows with the number of keys unless a scale prevents it.
+# without this group {cite}`meta2026gem`. There is a price: a GDPA row sums its values, so it grows
+# with the number of keys unless a scale prevents it.
 #
 # ## One operator, three uses
 #

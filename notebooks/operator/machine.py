@@ -381,8 +381,8 @@ chapter.glue(columns=columns, tmem=128 * columns * 4 / 1024)
 # %% [markdown]
 # ## From Python to machine code
 #
-# A Triton kernel is never run as Python. It passes through five forms, and here is one line of a
-# small kernel in each, compiled without a GPU when this page was made:
+# A Triton kernel passes through five forms. Here is one line of a small kernel in each, compiled
+# without a GPU when this page was made:
 
 # %% tags=["remove-cell"]
 types = {"q_ptr": "*bf16", "k_desc": "tensordesc<bf16[128, 64]>", "out_ptr": "*fp32",

@@ -85,7 +85,7 @@ chapter.figure(
 # "Published → measured" stands in each cell. A largest ratio is the one number that the published
 # text quotes of a chart.
 
-# %% tags=["remove-input", "full-width"]
+# %% tags=["remove-input"]
 chapter.table(
     answers.plotted(judged).rename_axis("chart").reset_index(), data=answers.told(judged, shown),
     measured=records, published="six charts, NVIDIA B200", name="tab-claims-charts",
@@ -124,14 +124,13 @@ chapter.glue(total=len(judged))
 # cuDNN, is slower to call than to run, so no ratio over it says anything. Over the best baseline at
 # each length we are {glue:text}`peers_least:.2f` to {glue:text}`peers_most:.2f` times as fast.
 #
-# FlashAttention-4 is not the strong baseline here. With 256 keys we are {glue:text}`fa4_least:.2f`
-# to {glue:text}`fa4_most:.2f` times as fast as its path for Hopper, and
-# {glue:text}`dense_least:.2f` to {glue:text}`dense_most:.2f` times as fast as cuDNN. Quote the
-# latter.
+# With 256 keys we are {glue:text}`fa4_least:.2f` to {glue:text}`fa4_most:.2f` times as fast as its
+# path for Hopper, and {glue:text}`dense_least:.2f` to {glue:text}`dense_most:.2f` times as fast as
+# cuDNN. Quote the latter.
 #
 # ## The other claims
 
-# %% tags=["remove-input", "full-width", "ledger"]
+# %% tags=["remove-input", "ledger"]
 order = ["measured", "answered", "refuted", "not comparable", "open"]
 listed = shown.sort_values("status", key=lambda x: x.map(order.index), kind="stable")
 listed["where"] = listed["where"].str.replace(r"^missing: ([^,]*).*", r"\1", regex=True)

@@ -130,9 +130,8 @@ print("delivered:", full.passes(0))
 # A fresh barrier lets a wait for parity 1 pass. That is why `load` waits with `phase ^ 1`: it finds
 # its buffers empty although nobody has released them yet.
 #
-# With two readers, `k_empty` expects two arrivals. Could a fast reader arrive twice and free the
-# buffer alone? No. To arrive again it must read the next copy, and that copy is not made before the
-# slow reader has arrived.
+# With two readers, `k_empty` expects two arrivals. A fast reader cannot arrive twice: the next copy
+# is not made before the slow reader has arrived.
 #
 # ## How it runs
 #

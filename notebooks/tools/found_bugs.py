@@ -253,10 +253,10 @@ show(published.early, arch="sm_100")
 # each breaks something that this tool models. A tool on a GPU sees what none on a CPU does: the
 # code that the compiler made, and the caches.
 #
-# Nine of the ten need no luck: the modelled schedule finds them, since what orders two accesses is
-# computed and not tried. The tenth, an addition in two atomics, is no race of accesses. Only a
-# wrong sum tells, under an order that loses a part. {doc}`emulator` says why; the README of
-# `emulator/` says what random, PCT and exhaustive search find of such mistakes.
+# Nine of the ten need no luck: the modelled schedule finds them. The tenth, an addition in two
+# atomics, is no race of accesses. Only a wrong sum tells, under an order that loses a part.
+# {doc}`emulator` says why; the README of `emulator/` says what random, PCT and exhaustive search
+# find of such mistakes.
 #
 # ## Exercises
 #

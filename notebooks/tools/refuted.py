@@ -88,9 +88,9 @@ chapter.glue(sigma=sigma, limit=limit, inside=100 * inside, off=off)
 # %% [markdown]
 # The polynomial is good up to {glue:text}`limit:.2f`. Scores have a standard deviation of
 # {glue:text}`sigma:.1f`, so {glue:text}`inside:.0f` % of them lie inside. At one standard deviation
-# the polynomial is off by {glue:text}`off:,.0f`. What was timed is a polynomial between two
-# matmuls. The rates are valid, since a polynomial costs the same everywhere; the output is not
-# attention with GELU. Nor is the scale $1/\sqrt{d}$ enough ({doc}`../operator/activations`).
+# the polynomial is off by {glue:text}`off:,.0f`. The rates are valid, since a polynomial costs the
+# same everywhere; the output is not attention with GELU. Nor is the scale $1/\sqrt{d}$ enough
+# ({doc}`../operator/activations`).
 #
 # ## "Sparsity 0.5" is half jagged
 #
@@ -106,9 +106,8 @@ chapter.glue(**part)
 
 # %% [markdown]
 # With dense keys a half-full batch has {glue:text}`dense:.0f` % of the scores of a full one; with
-# jagged keys it has {glue:text}`jagged:.0f` %, a third, because the mean of $l^2$ counts. In other
-# words, the published batch is jagged on one side only. All its tiles cost the same, so the hard
-# part of a jagged batch is absent ({doc}`../operator/workloads`).
+# jagged keys it has {glue:text}`jagged:.0f` %, a third, because the mean of $l^2$ counts.
+# {doc}`../operator/workloads` says what that hides.
 #
 # ## The log-sum-exp does not explain the backward gain
 #
@@ -143,9 +142,8 @@ chapter.glue(fill=batch.fill, empty=100 * empty, moved=moved, otherwise=0.3 / ba
 
 # %% [markdown]
 # With that fill of {glue:text}`fill:.2f`, {glue:text}`empty:.0f` % of the scores are left out, not
-# 70 %. The published time of 0.98 ms then means {glue:text}`moved:.1f` TB/s, which is what a
-# memory-bound kernel on that machine should reach. Were 70 % of the tokens missing, it would be
-# {glue:text}`otherwise:.1f` TB/s. So only the fill makes it the kernel that was published
+# 70 %. The published time of 0.98 ms then means {glue:text}`moved:.1f` TB/s; were 70 % of the
+# tokens missing, {glue:text}`otherwise:.1f` TB/s. Only the fill fits
 # ({doc}`../block/counting_bytes`).
 #
 # ## Exercises

@@ -334,9 +334,8 @@ chapter.table(
 # {glue:text}`worst_more:.2f` ms more.
 #
 # `backward_impl="auto"` decides which backward kernel a call gets: the first one that can compute
-# it, in the order measured at the nearest shape on this kind of device. It does not look at
-# lengths, which would mean reading them. Name a kernel to compare, or for bit-identical results
-# ({doc}`../backward/v2_fused_backward`).
+# it, in the order measured at the nearest shape on this kind of device. Name a kernel to compare,
+# or for bit-identical results ({doc}`../backward/v2_fused_backward`).
 #
 # ## Exercises
 #

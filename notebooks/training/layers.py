@@ -137,11 +137,10 @@ chapter.figure(chart, computed="trained on a CPU in fp32", data=curve)
 # %% [markdown]
 # ## A model of user histories
 #
-# A user has a history of events and is shown something. Will there be a click? Here we make up the
-# truth, so that the best possible answer is known. Events are of three kinds, and so is what is
-# shown. With $n$ events of the shown kind in the history, the click probability is
-# $\sigma(0.8\, n - 1.5)$. One user in five has no history; the other lengths are uniform from 1 to
-# 15.
+# A user has a history of events and is shown something. Will there be a click? The truth is made
+# up, so the best answer is known. Events are of three kinds, and so is what is shown. With $n$
+# events of the shown kind in the history, the click probability is $\sigma(0.8\, n - 1.5)$. One
+# user in five has no history; the other lengths are uniform from 1 to 15.
 #
 # The model has one layer of each kind. Events attend to each other (`mix`), {term}`PMA` pools them
 # into four rows (`pool`), {term}`PFFN` sends these through a perceptron made from what is shown
@@ -338,8 +337,8 @@ assert all("NaN" in naive[way] for way in ("score = -inf", "softmax, score = -in
 #   still the gradients of the weights are NaN, because on the way back zero is multiplied by NaN.
 # - *P = 0* is right as long as padding holds numbers. If it holds a NaN, zero times NaN is NaN.
 #
-# A jagged tensor has no padding, but a kernel's tile reaches beyond the end of its sequence into
-# the next one. Our kernels load zeros there, so a NaN stays with the user who brought it.
+# A kernel's tile reaches beyond the end of a jagged sequence; our kernels load zeros there, so a
+# NaN stays with the user who brought it.
 #
 # ## Choosing the scales
 #

@@ -279,8 +279,8 @@ chapter.glue(cases=len(same))
 # ## What is refused
 #
 # An operator without second derivatives can return zeros, return nothing, or say so. A call that
-# cannot be computed can fail in `backward()`, an hour later, when nobody knows which call it was;
-# or at once, when the *output* is computed. Messages of `gdpa` and of the layers built on it:
+# cannot be computed can fail in `backward()`, an hour later, or at once, when the *output* is
+# computed. Messages of `gdpa` and of the layers built on it:
 
 # %% tags=["remove-cell"]
 (dq,) = torch.autograd.grad(gdpa(q, k, v, *CALL).sum(), q, create_graph=True)

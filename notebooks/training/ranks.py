@@ -185,8 +185,7 @@ chapter.lacks("samples", "This record keeps medians of steps, not the steps. Its
 # {glue:text}`link`, eighteen links with 450 GB/s in each direction, so DDP's bytes take
 # {glue:text}`moving:.2f` ms at the least (modelled). We exposed {glue:text}`exposed:.1f` ms, mainly
 # that of the last gradients, which no computation is left to hide. Between machines, with a tenth
-# of that rate per GPU, the same bytes would take as many times longer. In other words, on one host
-# communication is small change, and across hosts it must be hidden.
+# of that rate per GPU, the same bytes would take as many times longer.
 #
 # ## Communication beside a persistent kernel
 #

@@ -192,9 +192,9 @@ chapter.table(
 # %% [markdown]
 # ## The gradient of a small embedding table
 #
-# A first profile of the compiled step gave the norms the largest share, and faster norms gained far
-# less than that promised. The profile had sorted kernels by name, and one of them took
-# {glue:text}`atomics:.0f` of {glue:text}`lookups:.0f` ms:
+# A first profile of the compiled step, sorted by name, gave the norms the largest share, and faster
+# norms gained far less than that. One kernel took {glue:text}`atomics:.0f` of
+# {glue:text}`lookups:.0f` ms:
 #
 # ```text
 # triton_per_fused__fused_rms_norm_backward__to_copy_add_embedding_dense_backward

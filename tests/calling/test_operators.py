@@ -16,7 +16,7 @@ from gdpa_kernels.calling import ladder
 from gdpa_kernels.calling.lengths import Lengths
 from gdpa_kernels.gdpa import api, reference
 from gdpa_lab.measuring.inputs import cu_seqlens
-from tests.calls import GRADIENTS, cast, ends, required
+from tests.calls import GRADIENTS, assert_same_bits, cast, ends, required
 
 OPERATORS = {"gdpa": gdpa, "block_attention": block_attention}
 TOTAL = 21
@@ -71,7 +71,8 @@ WRONG = (
     ({"scale": "1"}, TypeError, "scale must be a float, got str"),
 )
 WRONG_LENGTHS = (
-    ([0, 4, 4, 21], torch.int64, "must be a contiguous int32 .*got torch.int64 of shape .4."),
+    ([0, 4, 4, 21], torch.int16, "must be a contiguous int32 .*got torch.int16 of shape .4."),
+    ([0, 4, 4, 2**32 + 21], torch.int64, "got 0 to 4294967317"),
     ([1, 4, 4, 21], torch.int32, "must run from 0 to the 21 rows"),
     ([0, 4, 4, 22], torch.int32, "got 0 to 22"),
     ([0, 6, 4, 21], torch.int32, "must not decrease, got 6 followed by 4 at index 1"),
@@ -96,6 +97,17 @@ def test_wrong_lengths_say_what_is_wrong(operator, offsets, dtype, message):
         strided = ends(0, 4, 4, 21).repeat_interleave(2)[::2]
         with pytest.raises(ValueError, match=f"{name} must be a contiguous int32"):
             OPERATORS[operator](**arguments(operator, **{name: strided}))
+
+
+@both
+def test_offsets_of_64_bits_are_those_of_32(operator):
+    call = required(arguments(operator))
+    wide = {name: x.long() for name, x in call.items() if name.startswith("cu_seqlens")}
+    found = {}
+    for name, changes in (("int32", {}), ("int64", wide)):
+        out = OPERATORS[operator](**call | changes)
+        found[name] = out, *torch.autograd.grad(out.square().sum(), [call[n] for n in "qkv"])
+    assert_same_bits(found["int64"], found["int32"])
 
 
 @both

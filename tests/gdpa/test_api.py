@@ -5,6 +5,7 @@ import contextlib
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
+from torch._subclasses import FakeTensorMode
 
 import tritonemu
 from gdpa_kernels import gdpa
@@ -44,8 +45,6 @@ WRONG = (
     (TypeError, "scale must be a float, got bool", {"scale": True}),
     (ValueError, "output_scale must be a finite number in fp32, got inf",
      {"output_scale": float("inf")}),
-    (TypeError, "max_seqlen_k must be given unless cu_seqlens_k is Lengths, got None",
-     {"max_seqlen_k": None}),
     (ValueError, "window must be None or an integer .* got -1", {"window": -1}),
     (ValueError, "causal must be a bool, 'upper_left' or 'lower_right', got 'bottom_right'",
      {"causal": "bottom_right"}),
@@ -162,6 +161,41 @@ def test_a_compiled_program_does_not_look_into_the_operator():
     compiled = torch.compile(lambda: forward(*call) * 2, backend=counter)
     torch.testing.assert_close(compiled(), api._FORWARD(*call) * 2)
     assert counter.op_count == 1  # the product by 2
+
+
+@pytest.mark.parametrize("validate", (False, True))
+@pytest.mark.parametrize("dtype", (torch.int32, torch.int64))
+def test_the_longest_sequence_is_read_where_it_is_not_given(dtype, validate):
+    call = arguments()
+    expected = gdpa(**call)
+    call |= {name: call[name].to(dtype) for name in ("cu_seqlens_q", "cu_seqlens_k")}
+    seen, make = [], api._batch
+
+    def watched(*given, **more):
+        seen.append(make(*given, **more))
+        return seen[-1]
+
+    unknown = call | {"max_seqlen_q": None, "max_seqlen_k": None, "validate": validate}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(api, "_batch", watched)
+        assert torch.equal(gdpa(**unknown), expected)
+    assert {(b.max_seqlen_q, b.max_seqlen_k, b.cu_seqlens_k.dtype) for b in seen} == {
+        (5, 5, torch.int32)
+    }
+    with FakeTensorMode() as mode:
+        fake = {n: mode.from_tensor(x) for n, x in call.items() if isinstance(x, torch.Tensor)}
+        with pytest.raises(TypeError, match="max_seqlen_q must be given where cu_seqlens_q cannot"):
+            gdpa(**unknown | fake)
+        assert gdpa(**call | fake).shape == expected.shape
+
+
+def test_a_compiled_program_reads_the_longest_sequence():
+    call = arguments(max_seqlen_q=None, max_seqlen_k=None)
+    call |= {name: call[name].long() for name in ("cu_seqlens_q", "cu_seqlens_k")}
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        compiled = torch.compile(gdpa, backend="aot_eager", fullgraph=True)
+        torch.testing.assert_close(compiled(**call), gdpa(**call))
 
 
 def test_tensors_of_inference_mode_are_ordinary():

@@ -151,6 +151,14 @@ def test_a_constant_that_a_kernel_no_longer_takes_is_left_out(gpu):
     assert code_again(older) == launch["code"]
 
 
+def test_an_argument_that_a_kernel_takes_since_then_has_its_default(gpu):
+    (launch,) = launched(CALLS["numbers and strides"])
+    older = {**launch, **{x: dict(launch[x]) for x in ("signature", "constants")}}
+    for values in (older["signature"], older["constants"]):
+        del values["add_ptr"]
+    assert code_again(older) == launch["code"]
+
+
 def test_a_row_keeps_what_is_launched_while_it_is_timed(gpu, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     with launches(run=False):

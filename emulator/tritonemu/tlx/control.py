@@ -117,7 +117,7 @@ def get_fp8_format_name(dtype: tl.dtype) -> str:
 @op
 def clock64() -> Tile:
     """Modelled cycles."""
-    return scalar(int(point().time), tl.int64)
+    return scalar(int(point().scheduler.tell_time()), tl.int64)
 
 
 @op

@@ -83,11 +83,12 @@ def tiled_kernel(
     V_STRIDES: tl.constexpr, OUT_STRIDES: tl.constexpr,
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     ACTIVATION: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, add_ptr=None,
 ):  # fmt: skip
     """output_scale * activation(scale * Q K^T) V for BLOCK_M rows of one (sequence, head).
 
     Strides are (token, head, dim), in elements. cu_seqlens_q_ptr None: one q for all sequences.
+    add_ptr: what is added before the result is rounded, with OUT_STRIDES; None for nothing.
     """
     blocks = tl.cdiv(max_seqlen_q, BLOCK_M)
     pid = tl.program_id(0)
@@ -127,7 +128,13 @@ def tiled_kernel(
         acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
 
     out_ptrs, _ = tile(out_ptr, first_row, len_q, BLOCK_M, OUT_STRIDES, HEAD_DIM, BLOCK_D)
-    tl.store(out_ptrs, (acc * output_scale).to(q.dtype), mask=q_mask)
+    out = acc * output_scale
+    if add_ptr is not None:
+        add_ptr += tl.cast(start_out, tl.int64) * OUT_STRIDES[0]
+        add_ptr += head.to(tl.int64) * OUT_STRIDES[1]
+        add_ptrs, _ = tile(add_ptr, first_row, len_q, BLOCK_M, OUT_STRIDES, HEAD_DIM, BLOCK_D)
+        out += tl.load(add_ptrs, mask=q_mask, other=0.0).to(tl.float32)
+    tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=q_mask)
 
 
 def forward(batch: Batch, *, config: Config | None = None) -> torch.Tensor:
@@ -145,6 +152,7 @@ def forward(batch: Batch, *, config: Config | None = None) -> torch.Tensor:
         ACTIVATION=batch.names, CAUSAL=batch.causal, WINDOW=batch.window,
         BLOCK_M=config.BLOCK_M, BLOCK_N=config.BLOCK_N,
         BLOCK_D=max(16, triton.next_power_of_2(batch.head_dim)),
+        add_ptr=None if batch.add_to is None else batch.add_to.contiguous(),
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     return out

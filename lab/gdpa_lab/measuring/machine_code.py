@@ -117,8 +117,9 @@ def _imported(module: str) -> ModuleType:
 def compile_again(launch: Mapping[str, Any]) -> CompiledKernel:
     """The kernel of now, compiled as `describe` says that it was.
 
-    Constants that it no longer takes are left out: its code says whether they mattered. LookupError
-    if there is no such kernel, ValueError if it takes other arguments.
+    Constants that it no longer takes are left out, and arguments that it takes since then have
+    their defaults: its code says whether they matter. LookupError if there is no such kernel,
+    ValueError if it takes other arguments.
     """
     import triton
     from triton.backends.compiler import GPUTarget
@@ -134,11 +135,17 @@ def compile_again(launch: Mapping[str, Any]) -> CompiledKernel:
         for argument, kind in launch["signature"].items()
         if kind != "constexpr" or argument in place
     }
+    defaults = {
+        name: parameter.default
+        for name, parameter in kernel.signature.parameters.items()
+        if parameter.default is not parameter.empty and name not in signature
+    }
+    signature |= dict.fromkeys(defaults, "constexpr")
     if kernel.arg_names != list(signature):
         raise ValueError(f"{name} must take {list(launch['signature'])}, got {kernel.arg_names}")
     values = {
         place[key]: tuple(value) if isinstance(value, list) else value
-        for key, value in launch["constants"].items()
+        for key, value in (defaults | launch["constants"]).items()
         if key in place
     }
     attributes = {place[key]: value for key, value in launch["attributes"].items()}

@@ -1,0 +1,78 @@
+"""Loops that wait for memory, and that nobody will end.
+
+A role at the test of a `while` loop whose variables are what they were one turn ago, while nobody
+has changed anything since (`Scheduler.changes`), goes on so until somebody does. If all roles that
+are not blocked do, nobody will: the next cluster of CTAs starts, as on a GPU with room for it, and
+if there is none it is a `Deadlock`.
+"""
+
+import sys
+from types import FrameType
+from typing import Any
+
+import torch
+
+from .aggregates import Aggregate
+from .errors import Deadlock, Spin, location
+from .launch import Launch
+from .tile import Tile, Unbound
+
+# Of one role: where it tested, at how many changes, and its variables then.
+Turn = tuple[FrameType, int, int, dict[str, Any]]
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two values are equal for certain."""
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, Tile):
+        alike = one.dtype == other.dtype and one.shape == other.shape
+        return alike and _same_region(one.base, other.base) and torch.equal(one.data, other.data)
+    if isinstance(one, Aggregate):
+        return all(_same(getattr(one, name), getattr(other, name)) for name in one.fields)
+    if isinstance(one, (tuple, list)):
+        return len(one) == len(other) and all(map(_same, one, other))
+    return isinstance(one, (bool, int, float, str)) and one == other or isinstance(one, Unbound)
+
+
+def _same_region(one: Any, other: Any) -> bool:
+    return one is other or (
+        None not in (one, other)
+        and one.shadow is other.shadow
+        and (one.dtype, one.low, one.high) == (other.dtype, other.low, other.high)
+    )
+
+
+def turned(launch: Launch, depth: int) -> None:
+    """The running role tests a loop, `depth` frames above the caller, which goes on."""
+    role, scheduler = launch.role, launch.scheduler
+    frame, before = sys._getframe(depth + 1), role.turn
+    values = {n: value for n, value in frame.f_locals.items() if not n.startswith("__")}
+    role.turn = frame, frame.f_lasti, scheduler.changes, values
+    if before is None or before[0] is not frame or before[1:3] != role.turn[1:3]:
+        return
+    if values.keys() != before[3].keys():
+        return
+    # Scalars first: a loop that counts differs there.
+    names = sorted(values, key=lambda n: isinstance(values[n], Tile) and values[n].data.ndim)
+    if not all(_same(values[name], before[3][name]) for name in names):
+        return
+    role.spins, role.spins_at = scheduler.changes, location()
+    spinning = [role, *scheduler.ready]
+    if scheduler.queues or any(each.spins != scheduler.changes for each in spinning):
+        return
+    if launch.clusters:
+        launch.start_next()
+        return
+    words = [_spin(launch, each) for each in sorted(spinning, key=lambda each: each.index)]
+    raise Deadlock([*words, *(r.waiting() for r in scheduler.blocked if r.waiting)])
+
+
+def _spin(launch: Launch, role: Any) -> Spin:
+    if role.word is None:
+        return Spin(role.label, role.spins_at)
+    region, element = role.word
+    value, writer = launch.memory.last(region, element)
+    return Spin(role.label, role.spins_at, region.name, element - region.low, value, writer)

@@ -1,0 +1,165 @@
+"""Attention over [A; B] is that over A and over B, added in fp32 before the one rounding."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import tritonemu
+from gdpa_kernels import gdpa
+from gdpa_kernels.calling import ladder
+from gdpa_kernels.calling.lengths import Lengths
+from gdpa_kernels.gdpa import api
+from gdpa_lab.measuring.inputs import cu_seqlens
+from tests.budget import within_budget
+from tests.calls import cast, full_of_nan, kernels_run, required
+from tests.gdpa.cases import CASES, Case, batch_of, of_pytorch
+
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+PLAIN = ("reference", "v1_tiled")
+SPLIT = Case("split", (70, 0, 33), (150, 40, 1), 4, 2)
+NAMES = (
+    "tile_edges", "empty_sequences", "empty_batch", "no_keys_at_all", "shared_q", "one_kv_head",
+    "lower_right", "causal_window", "scales", "head_dim_96",
+)  # fmt: skip
+
+
+def halves(call: dict) -> list[dict]:
+    """The call over the even and over the odd keys of each sequence."""
+    lengths, found = call["cu_seqlens_k"].diff().tolist(), []
+    place = torch.cat([torch.arange(n) for n in lengths])
+    for odd in (0, 1):
+        ends = cu_seqlens([(n + 1 - odd) // 2 for n in lengths], call["q"].device)
+        parts = {name: call[name][place % 2 == odd] for name in "kv"}
+        found.append(call | parts | {"cu_seqlens_k": ends})
+    return found
+
+
+@pytest.mark.parametrize("dtype", (BF16, FP16, FP32))
+@pytest.mark.parametrize("impl", PLAIN)
+def test_parts_add_up_to_the_whole(impl, dtype):
+    def draw(i: int) -> tuple:
+        call = SPLIT.arguments(dtype, i)
+        one, two = halves(call)
+        with kernels_run():
+            total = gdpa(**one, impl=impl, out_dtype=FP32)
+            out = gdpa(**two, impl=impl, add_to=total)
+        assert total.dtype == FP32 and out.dtype == dtype
+        return [out], *of_pytorch(batch_of(call))
+
+    within_budget(draw, ["out"], least=8192)
+
+
+@pytest.mark.parametrize("dtype", (BF16, FP16))
+@pytest.mark.parametrize("impl", PLAIN)
+@pytest.mark.parametrize("case", [case for case in CASES if case.name in NAMES], ids=str)
+def test_there_is_one_rounding(case, impl, dtype):
+    """What fp32 partials give, added and rounded by PyTorch, has the same bits."""
+    call = case.arguments(dtype)
+    with kernels_run(), full_of_nan():
+        partial = gdpa(**call, impl=impl, out_dtype=FP32)
+        assert torch.equal(partial.to(dtype), gdpa(**call, impl=impl))
+        for kind in (dtype, FP32):
+            made = torch.randn(partial.shape[::-1]).permute(2, 1, 0).to(partial.device, kind)
+            out = gdpa(**call, impl=impl, add_to=made)
+            assert torch.equal(out, (partial + made.float()).to(dtype))
+            out = gdpa(**call, impl=impl, add_to=made, out_dtype=FP32)
+            assert torch.equal(out, partial + made.float())
+
+
+def test_gradients_are_those_of_finite_differences():
+    call = replace(SPLIT, seqlens_q=(2, 0, 1), seqlens_k=(3, 1, 0), head_dim=3).arguments(FP64)
+    call = required(call | {"add_to": torch.randn(3, 4, 3, dtype=FP64, requires_grad=True)})
+    names = ("q", "k", "v", "add_to")
+
+    def attend(*tensors):
+        return gdpa(**call | dict(zip(names, tensors, strict=True)))
+
+    assert torch.autograd.gradcheck(attend, [call[name] for name in names])
+
+
+@pytest.mark.parametrize("kind", (BF16, FP32))
+@pytest.mark.parametrize("with_lengths", (False, True))
+def test_the_gradient_of_what_is_added_is_that_of_the_result(kind, with_lengths):
+    call = required(SPLIT.arguments(BF16))
+    if with_lengths:
+        call |= {name: Lengths(call[name]) for name in ("cu_seqlens_q", "cu_seqlens_k")}
+    made = torch.randn(103, 4, 64).to(kind).requires_grad_()
+    grad = torch.randn(103, 4, 64)
+    with tritonemu.enabled():
+        out = gdpa(**call, add_to=made, out_dtype=FP32)
+        found = torch.autograd.grad(out, [*(call[n] for n in "qkv"), made], grad)
+        plain = gdpa(**call)
+        expected = torch.autograd.grad(
+            plain, [call[n] for n in "qkv"], grad.bfloat16(), retain_graph=True
+        )
+        (alone,) = torch.autograd.grad(
+            gdpa(**call | cast(call, BF16), add_to=made), made, grad.bfloat16()
+        )
+    for one, other in zip(found, (*expected, grad.to(kind)), strict=True):
+        assert one.dtype == other.dtype and torch.equal(one, other)
+    assert torch.equal(alone, grad.bfloat16().to(kind))
+
+
+@pytest.mark.parametrize("option", ({"out_dtype": FP32}, {"add_to": torch.zeros(9, 2, 64)}))
+def test_auto_takes_what_adds_and_others_say_what_they_need(option):
+    call = Case("call", (9,)).arguments(BF16)
+    (name,) = option
+
+    def resolved(impl: str) -> str:
+        return api.resolve(impl, "forward", batch_of(call | option)).impl
+
+    with tritonemu.enabled():
+        assert resolved("auto") == "v1_tiled"
+        for impl in ladder.impls()[1:]:
+            if impl != "v1_tiled" and not impl.startswith("b"):
+                with pytest.raises(NotImplementedError, match=f"'{impl}' needs {name} None.*, got"):
+                    resolved(impl)
+        # Gradients are those of an ordinary call, by any rung.
+        leaves = required(call | {"impl": "v1_tiled"})
+        gdpa(**leaves, **option, backward_impl="v4_warp_specialized_backward").sum().backward()
+        assert leaves["q"].grad.any()
+    assert resolved("auto") == "reference"
+
+
+WRONG = (
+    (TypeError, "out_dtype must be None or torch.bfloat16 or torch.float32, got torch.float16",
+     BF16, {"out_dtype": FP16}),
+    (TypeError, "out_dtype must be None or torch.float64, got torch.float32", FP64,
+     {"out_dtype": FP32}),
+    (TypeError, "out_dtype must be .*, got 'float32'", BF16, {"out_dtype": "float32"}),
+    (TypeError, "add_to must be None or a tensor, got float", BF16, {"add_to": 0.0}),
+    (TypeError, "add_to must be torch.float32, got torch.bfloat16", FP32,
+     {"add_to": torch.zeros(9, 2, 64, dtype=BF16)}),
+    (ValueError, r"add_to must have shape \[9, 2, 64\] on .*, got \[8, 2, 64\]", BF16,
+     {"add_to": torch.zeros(8, 2, 64)}),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("error, message, dtype, option", WRONG)
+def test_wrong_arguments_say_what_is_wrong(error, message, dtype, option):
+    with pytest.raises(error, match=message):
+        gdpa(**Case("call", (4, 5)).arguments(dtype), **option)
+
+
+@pytest.mark.parametrize("shared", (False, True))
+def test_opcheck_and_one_compiled_graph(shared):
+    call = Case("call", (5, 5), (3, 9), shared_q=shared).arguments(BF16)
+    made = torch.randn(10, 2, 64)
+    tensors = *(call[n] for n in ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k")), []
+    options = api.Options(
+        None, 5, 9, "gelu_tanh", 0.125, 1.0, False, None, False, "reference", "reference",
+        out_dtype=FP32,
+    )  # fmt: skip
+    torch.library.opcheck(api._FORWARD, (*tensors, *options), {"add_to": made})
+
+    torch._dynamo.reset()
+    compiled = torch.compile(gdpa, backend="aot_eager", fullgraph=True)
+    found = {}
+    for function in (gdpa, compiled):
+        leaves, leaf = required(call), made.clone().requires_grad_()
+        out = function(**leaves, add_to=leaf, out_dtype=FP32)
+        (out * made).sum().backward()
+        found[function] = out, leaf.grad, *(leaves[n].grad for n in "qkv")
+    for one, other in zip(*found.values(), strict=True):
+        torch.testing.assert_close(one, other)
