@@ -54,19 +54,19 @@ def test_a_page_without_an_article_is_refused(tmp_path):
 
 def test_what_is_too_much_is_named():
     made = [
-        lengths.Length("executed/a/long", 5101, 0, 2, 4),
+        lengths.Length("executed/a/long", 4301, 0, 2, 4),
         lengths.Length("executed/a/bare", 10, 9000, None, 0),
-        lengths.Length("index", 5100, 0, None, 0),
+        lengths.Length("index", 4300, 0, None, 0),
     ]
     assert lengths.problems(made) == [
-        "executed/a/long: 5,101 words, at most 5,100",
+        "executed/a/long: 4,301 words, at most 4,300",
         "executed/a/long: 4 predictions, at most 3",
         "executed/a/long: 2 lines of code above the first figure, none is allowed",
         "executed/a/bare: no figure",
     ]
-    many = [lengths.Length("executed/a/fits", 4900, 0, 0, 3)] * 24
-    assert lengths.problems(many) == ["the book: 117,600 words, at most 113,000"]
-    assert lengths.problems(many[:23]) == []
+    many = [lengths.Length("executed/a/fits", 4200, 0, 0, 3)] * 26
+    assert lengths.problems(many) == ["the book: 109,200 words, at most 107,000"]
+    assert lengths.problems(many[:25]) == []
 
 
 def test_the_reading_path_leaves_out_appendices_alone(monkeypatch):

@@ -178,8 +178,7 @@ SMS, GHZ, tiles = 132, 1.55, workload(LONG).batch * workload(LONG).num_heads_k *
 step = (us.loc[LONG] - 2 * us.loc[BIG]) * 1e3 * GHZ * SMS / (tiles * 1024 / 64)
 busy, lost = 100 * 2560 / step, us.loc[BIG] / us[ALL][BIG]
 chapter.glue(tensor_all=busy[ALL], tensor_none=busy[NONE], over_none=lost[NONE], step_all=step[ALL],
-             all_2048=tflops[ALL][LONG], first=100 * (lost["without S first"] - 1),
-             none_2048=tflops[NONE][LONG])  # fmt: skip
+             all_2048=tflops[ALL][LONG], first=100 * (lost["without S first"] - 1))  # fmt: skip
 chapter.predict(
     "As first written, a step of backward v4 takes 3,400 to 3,900 cycles at about 1.55 GHz.",
     step[NONE], least=3400, most=3900, form=",.0f",

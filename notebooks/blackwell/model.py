@@ -146,24 +146,20 @@ chapter.table(
 run = chapter.record("forward/results")
 ceilings = results.ceilings(run, "sustained")
 matmul = next(c for c in run.ceilings if c.kind == "matmul" and c.scope == "sustained")
-nominal, nvml = 1.965, matmul.load.sm_clock_mhz / 1e3  # GHz, of a B200 and of the H200
+nvml = matmul.load.sm_clock_mhz / 1e3  # GHz, of the H200
 clock = units.H200.clock_ghz(ceilings.tflops)
-utilised = units.B200.clock_ghz(bars.max() / 0.97)
 chapter.glue(
-    best=bars.max(), worst=bars[full].min(), utilised=utilised, assumed=units.ASSUMED.tflops,
-    of_nominal=100 * utilised / nominal, nvml=nvml, clock_h200=clock,
+    best=bars.max(), worst=bars[full].min(), assumed=units.ASSUMED.tflops,
+    nvml=nvml, clock_h200=clock,
     clock_b200=units.B200.clock_ghz(units.ASSUMED.tflops), in_use=100 * clock / nvml,
-    of_sheet=100 * bars.max() / (nominal * 148 * 8192 / 1e3),
 )  # fmt: skip
 
 # %% [markdown]
 # That clock is too low: on the H200 NVML shows {glue:text}`nvml:.2f` GHz, so a matmul has
 # {glue:text}`in_use:.0f` % of the tensor cores busy. This ledger bounds what a kernel gets beside a
-# matmul, not what the hardware could do. Nor does it settle a claim. The kernel keeps the tensor
-# cores "97 % busy" at 1,145 TFLOP/s {cite}`xu2026gdpa`; by the nominal clock {glue:text}`best:,.0f`
-# TFLOP/s are {glue:text}`of_sheet:.0f` %. Both would require {glue:text}`utilised:.2f` GHz,
-# {glue:text}`of_nominal:.0f` % of nominal, while the 97 % were counted: possible under a power cap,
-# but nobody says which clock they were counted at.
+# matmul, not what the hardware could do. Nor does it settle whether the tensor cores are "97 %
+# busy" {cite}`xu2026gdpa`: nobody says at which clock that was counted
+# ({doc}`../operator/workloads`).
 #
 # The ceiling, {glue:text}`assumed:,.0f` TFLOP/s, is our choice between two reports for such a
 # machine, 1,059 and 1,088; a later one has 1,003. The copies are an H200's shares of the nominal

@@ -121,7 +121,7 @@ main = workload(*BLOCK_TABLES["table5"])
 full = sum(n * n for n in main.seqlens_q) / main.pairs  # pairs of full attention / of blocks
 flops, size = main.flops("forward"), main.bytes("forward")
 chapter.glue(left_out=100 - 100 / full, fewer=full, full=flops * full / size, few=flops / size)
-chapter.glue(blocks=main.blocks, fill=main.fill, empty=0.3 * main.max_seqlen_q)
+chapter.glue(blocks=main.blocks, fill=main.fill)
 
 # %% [markdown]
 # The price is reach. A sliding window of 32 tokens to each side costs about the same per token, and

@@ -173,7 +173,6 @@ chapter.table(
 )
 chapter.glue(
     stated=stated, as_fill=least["backward", NEW], as_empty=least["backward", NEW] * empty,
-    empty_forward=least["forward", NEW] * empty / 80,
 )  # fmt: skip
 
 # %% [markdown]

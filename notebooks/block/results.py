@@ -164,11 +164,10 @@ chapter.figure(
 #
 # All four {cite}`siso2026block` are from an NVIDIA B200, ours from an H200. Shares of a machine and
 # ratios on one machine may be compared; times of two machines may not. The published baseline is
-# the authors' own FlashAttention-2 with blocks, in Triton. Ours is PyTorch's FlashAttention-2 with
-# one sequence for each block, which is the same mathematics and what a user would write today.
-# *Sparsity 0.7* is a {term}`fill`: lengths lie between 0.4 and 1.0 of the largest
-# ({doc}`block_attention`). Times are {term}`back to back <sustained scope>` unless an exhibit says
-# burst.
+# the authors' own FlashAttention-2 with blocks, in Triton; ours is PyTorch's, with one sequence for
+# each block, the same mathematics. *Sparsity 0.7* is a {term}`fill`: lengths lie between 0.4 and
+# 1.0 of the largest ({doc}`block_attention`). Times are {term}`back to back <sustained scope>`
+# unless an exhibit says burst.
 #
 # ## Table 5: the main batch
 #
@@ -271,8 +270,7 @@ chapter.figure(chart, measured=of_six, published="table 6, NVIDIA B200, read fro
 #
 # The surprise is that the baseline did not run on {glue:text}`refused:.0f` batches. It worked with
 # {glue:text}`ran:,.0f` blocks and failed with {glue:text}`stopped:,.0f`. Between the two lies
-# 65,535, the most programs that CUDA allows in the second and third dimension of a grid. One
-# sequence for each block is the same mathematics, but not what that kernel was built for.
+# 65,535, the most programs that CUDA allows in the second and third dimension of a grid.
 #
 # ## Table 7: rotary
 #

@@ -297,10 +297,8 @@ chapter.glue(v8_extra=extra[V8], v8_short=in_kernels[CALLED[0]])
 # A caller also pays for checks, the allocation of the output, TMA {term}`descriptors <descriptor>`
 # and often a list of tiles. From the call to its result on an idle device that is
 # {glue:text}`v8_extra:.0f` µs more than the kernel of forward v8, the median of four batches, and
-# {glue:text}`v8_short:.2f` times the kernel on full batches of 256 tokens. The difference contains
-# the launch and the wait for its end, so it is more than the host's part, which is all that counts
-# when calls follow each other ({doc}`../training/host_time`); {doc}`../measuring/production_gap`
-# quotes the same difference as a ratio, for one batch.
+# {glue:text}`v8_short:.2f` times the kernel on full batches of 256 tokens. Only the host's part of
+# it counts when calls follow each other ({doc}`../training/host_time`).
 #
 # `impl="auto"` takes its order from these records: at the nearest measured shape, the fastest
 # kernel that supports the call.

@@ -221,8 +221,7 @@ assert (behind == "fa4").all() and behind.index.str.contains("causal|4096|8192")
 #                scopes=("sustained",))
 # ```
 #
-# Each prints its rate; a row that fails says why. `make measure NOTEBOOKS=measuring/other_shapes`
-# appends a record of all shapes above for your GPU.
+# `make measure NOTEBOOKS=measuring/other_shapes` appends a record of all shapes above for your GPU.
 #
 # ## Exercises
 #

@@ -64,11 +64,10 @@ chapter.figure(
 # ## A series that was plotted twice
 #
 # In the chart of the cross-attention *backward* pass the bars of FlashAttention-4 equal those of
-# the *forward* chart ({numref}`fig-cross-fwd-full`), within the error of reading bars. A backward
-# pass has two and a half times the FLOPs and more traffic between them, and no other published
-# kernel reaches the same rate in both. So the forward series was probably drawn twice, and every
-# factor over FlashAttention-4 in that chart is without a basis. {doc}`../backward/results` divides
-# all pairs, and one of its exercises asks for a second check.
+# the *forward* chart ({numref}`fig-cross-fwd-full`), within the error of reading bars. No other
+# published kernel reaches the same rate in both. So the forward series was probably drawn twice,
+# and every factor over FlashAttention-4 in that chart is without a basis.
+# {doc}`../backward/results` divides all pairs.
 #
 # ## The benchmark does not compute GELU
 #
