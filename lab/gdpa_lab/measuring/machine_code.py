@@ -9,6 +9,7 @@ launch with the package on PYTHONPATH, however old; hence it imports nothing of 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib
 import importlib.util
@@ -21,7 +22,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import cache
 from importlib import metadata
 from pathlib import Path
 from types import ModuleType, NoneType, SimpleNamespace
@@ -61,7 +61,7 @@ def compiler() -> str:
     return _compiler(os.environ.get("TRITON_PTXAS_PATH", ""))
 
 
-@cache
+@functools.cache
 def _compiler(ptxas: str) -> str:
     for name in ("fbtriton", "triton"):
         with suppress(metadata.PackageNotFoundError):
@@ -169,9 +169,9 @@ def pretend(arch: int) -> None:
     )
 
 
-def _compiled(question: Mapping[str, Any]) -> list[CompiledKernel]:
-    """What the call of a row launches, compiled as on a GPU, on two of its longest sequences: what
-    is compiled depends on its config, not on lengths."""
+def _prepared(question: Mapping[str, Any]) -> tuple[Callable[[], Any], list[CompiledKernel]]:
+    """The call of a row on two of its longest sequences (what is compiled depends on its config,
+    not on lengths), and the list into which it puts what it launches, compiled as on a GPU."""
     pretend(question["arch"])
     operator, impl = question["operator"], question["impl"]
     module = _imported(f"gdpa_kernels.{operator}.{impl}")
@@ -191,8 +191,8 @@ def _compiled(question: Mapping[str, Any]) -> list[CompiledKernel]:
     if impl == "rotary":
         v = values["v"] if values["rotate_v"] else None
         transposed = question["direction"] == "backward"
-        module.rotary(values["q"], values["k"], v, values["rotary"], transposed=transposed)
-        return found
+        turn = functools.partial(module.rotary, values["q"], values["k"], v, values["rotary"])
+        return functools.partial(turn, transposed=transposed), found
     run = getattr(module, question["direction"])
     names = inspect.signature(run).parameters
     if "batch" in names:
@@ -212,8 +212,7 @@ def _compiled(question: Mapping[str, Any]) -> list[CompiledKernel]:
             given["saved"] = module.forward(**_known(module.forward, values))[1]
             saving = False
         given[next(iter(names))] = grad_out
-    run(**given)
-    return found
+    return functools.partial(run, **given), found
 
 
 def _arguments(workload: Mapping[str, Any], device: str) -> tuple[dict[str, Any], torch.Tensor]:
@@ -265,8 +264,8 @@ def _config(kind: type, values: Mapping[str, Any]) -> Any:
     )
 
 
-def _operations(question: Mapping[str, Any]) -> list[str]:
-    """What PyTorch is asked for, where no kernel is launched."""
+def _operations(call: Callable[[], Any]) -> list[str]:
+    """What PyTorch is asked for in a call: what a row has run that launches no kernel."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Seen(TorchDispatchMode):
@@ -278,7 +277,7 @@ def _operations(question: Mapping[str, Any]) -> list[str]:
             return made
 
     with Seen() as seen:
-        _compiled(question)
+        call()
     return seen.names
 
 
@@ -288,8 +287,9 @@ def answer(question: Mapping[str, Any]) -> str:
         if "launches" in question:
             parts = [digest(compile_again(each).asm["cubin"]) for each in question["launches"]]
         else:
-            made = _compiled(question)
-            parts = [digest(each.asm["cubin"]) for each in made] or _operations(question)
+            call, made = _prepared(question)
+            operations = _operations(call)
+            parts = [digest(each.asm["cubin"]) for each in made] or operations
     except Exception as error:
         while error.__cause__ is not None:
             error = error.__cause__
