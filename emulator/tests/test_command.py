@@ -182,14 +182,18 @@ def test_a_file_that_is_not_python(tmp_path, capsys):
     assert line.endswith(f"valid Python, got '(' was never closed at {path}:2")
 
 
-def test_an_endless_loop_ends(program):
-    command = [sys.executable, "-m", "tritonemu", "--timeout", "0.2", f"{program}:endless"]
+def test_an_endless_loop_ends(program, tmp_path):
+    options = ["--timeout", "0.2", "--json", str(tmp_path / "report.json")]
+    command = [sys.executable, "-m", "tritonemu", *options, f"{program}:endless"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 4
     loop = PROGRAM.splitlines().index("    while True:") + 1
     assert done.stderr in {
         f"tritonemu: timeout after 0.2 s at {program}:{line}\n" for line in (loop, loop + 1)
     }
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["found"] is None and report["timeout"]["seconds"] == 0.2
+    assert f"at {report['timeout']['place']}\n" in done.stderr
 
 
 def test_a_timeout_that_is_not_reached_is_forgotten(program, capsys):

@@ -5,7 +5,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tritonemu import InvalidKernel, Race, enabled, fake_gpu
+from tritonemu import InvalidKernel, Race, Unsupported, enabled, fake_gpu
 
 
 @pytest.fixture(autouse=True)
@@ -224,3 +224,16 @@ def test_findings_are_kept_although_the_program_goes_on():
 def test_a_wrong_grid_is_named(grid):
     with enabled(), pytest.raises(ValueError, match="^grid must "):
         double_kernel[grid](torch.zeros(8, device="cuda"), 8, BLOCK=8)
+
+
+def test_cublas_is_pytorch():
+    cublas = triton._C.libtriton.nvidia.cublas.CublasLt(torch.empty(8, device="cuda"))
+    a, b = (torch.randn(n, 8, device="cuda", dtype=torch.float16) for n in (4, 6))
+    c, d = torch.ones(4, 6, device="cuda"), torch.empty(4, 6, device="cuda")
+    expected = a.float() @ b.float().T
+    cublas.gemm(a, b, c, d, 2.0, 3.0)
+    torch.testing.assert_close(d, 2 * expected + 3)
+    cublas.matmul(a, b, c)
+    torch.testing.assert_close(c, expected)
+    with pytest.raises(Unsupported, match="cuBLAS: block_scaled_matmul_mxfp8"):
+        cublas.block_scaled_matmul_mxfp8(a, b, c, a, b)

@@ -18,6 +18,7 @@ import argparse
 import contextlib
 import importlib.util
 import io
+import json
 import os
 import re
 import runpy
@@ -207,12 +208,16 @@ def _failure(error: BaseException) -> str:
     return "".join(shown.format()).rstrip()
 
 
-def _end_after(seconds: float) -> None:
-    """End this process with TIMEOUT then, whatever it does."""
+def _end_after(seconds: float, report: str | None) -> None:
+    """End this process with TIMEOUT then, whatever it does; report: for `--json`."""
 
     def end(number: int, frame: FrameType | None) -> None:
         frames = list(traceback.walk_stack(frame))[::-1]
-        print(f"tritonemu: timeout after {seconds:g} s at {_place(frames)}", file=sys.stderr)
+        place = _place(frames)
+        print(f"tritonemu: timeout after {seconds:g} s at {place}", file=sys.stderr)
+        if report:
+            said = {"found": None, "timeout": {"seconds": seconds, "place": place}}
+            Path(report).write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(TIMEOUT)
@@ -281,7 +286,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> int:
     options = _parse(sys.argv[1:] if arguments is None else arguments)
     if options.timeout:
-        _end_after(options.timeout)
+        _end_after(options.timeout, options.json)
     device = contextlib.nullcontext()
     if options.fake_gpu:
         device = fake_gpu(options.arch, multiprocessors=options.multiprocessors)

@@ -21,10 +21,12 @@ import triton
 import triton.testing
 from torch.overrides import TorchFunctionMode
 from torch.utils import _device
+from triton._C import libtriton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import unwritten
 from .compiling import target_of
+from .errors import Unsupported
 from .launch import REGISTERS, SHARED_BYTES
 
 FAKE_MULTIPROCESSORS = 4  # few, so that persistent programs share work; clusters of 2 and 4 fit
@@ -133,6 +135,26 @@ def _do_bench(fn: Callable, *args: Any, quantiles: Any = None, **kwargs: Any) ->
     fn()
     taken = 1e3 * (time.perf_counter() - start)
     return [taken] * len(quantiles) if quantiles else taken
+
+
+class _CublasLt:
+    """Of Triton's bindings of cuBLAS what PyTorch can do on a CPU; b is [N, K]."""
+
+    def __init__(self, workspace: torch.Tensor):
+        pass
+
+    def matmul(self, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> None:
+        self.gemm(a, b, c, c, 1.0, 0.0)
+
+    def gemm(
+        self, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, d: torch.Tensor, alpha: float,
+        beta: float,
+    ) -> None:  # fmt: skip
+        product = alpha * (a.to(torch.float32) @ b.to(torch.float32).T)
+        d.copy_(product + beta * c.to(torch.float32) if beta else product)
+
+    def __getattr__(self, name: str) -> Callable:
+        raise Unsupported(f"cuBLAS: {name}", ("", 0))
 
 
 def _compile(model: Any = None, **options: Any) -> Any:
@@ -349,6 +371,7 @@ def fake_gpu(arch: str = "sm_90", *, multiprocessors: int = FAKE_MULTIPROCESSORS
         }
         for name, value in there.items():
             replace(accelerator, name, value)
+        replace(getattr(libtriton.nvidia, "cublas", None), "CublasLt", _CublasLt)
         replace(torch.version, "cuda", torch.version.cuda or "12.8")
         replace(torch, "Generator", _Generator)
         replace(torch, "compile", _compile)
