@@ -130,7 +130,7 @@ def test_a_record_of_another_minor_version_does_not_count(measured_on, monkeypat
     )
     monkeypatch.setattr(rung, "_capability", lambda index: (10, 3))
     q = torch.zeros(9, 1, 64, dtype=torch.bfloat16)
-    batch = SimpleNamespace(device=torch.device("cuda", 0), dtype=q.dtype, q=q, k=q, v=q)
+    batch = SimpleNamespace(device=torch.device("cuda", 0), dtype=q.dtype, q=q, k=q, v=q, extras={})
     call = rung.capability(batch.device), "forward", "bfloat16", 64, 9, 9
     for table, expected in ((first, "v1_tiled"), (first + last, "b6_pair_stream")):
         found = order(of_gdpa, table, *call)
