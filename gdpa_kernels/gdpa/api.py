@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from gdpa_kernels.calling import checks, jagged, ladder, packed
 from gdpa_kernels.calling.lengths import Lengths
@@ -48,6 +49,7 @@ def gdpa(
     validate: bool = True,
     out_dtype: torch.dtype | None = None,
     add_to: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
 ) -> torch.Tensor:
     """Generalized dot-product attention on a jagged batch; differentiable.
 
@@ -68,7 +70,9 @@ def gdpa(
             v None: k holds both, `[total_k, 2 * num_heads_k, head_dim]` or `[total_k, 2,
             num_heads_k, head_dim]`. k and v None: q holds all three, `[total, num_heads_q + 2 *
             num_heads_k, head_dim]` or `[total, 3, num_heads, head_dim]`. What is packed so has one
-            gradient, where three slices have three, which PyTorch concatenates.
+            gradient, where three slices have three, which PyTorch concatenates. A v of its own may
+            have another head_dim than q and k: what is narrower is copied and filled with zeros,
+            and the call costs as much as if all had the wider one.
         cu_seqlens_q, cu_seqlens_k: int32 `[batch + 1]` on q's device: sequence i holds the rows
             cu_seqlens[i] up to, not including, cu_seqlens[i + 1]. Lengths of 0 are ordinary. int64
             is converted in each call. Or `Lengths`, checked once for many calls.
@@ -106,10 +110,11 @@ def gdpa(
             (fp64) before the rounding. Attention over [A; B] is `gdpa` over B added to that over A:
             nothing is normalised. Its gradient is the result's. Of the kernels only "v1_tiled"
             takes it.
+        dropout_p: 0.0; anything else is refused, and the error says what to do in its place.
 
     Returns:
-        `[total_q, num_heads_q, head_dim]`, or `[batch * max_seqlen_q, ...]` with a shared q, in
-        `out_dtype`, rounded once from fp32 (by impl "v0_eager" in every step).
+        `[total_q, num_heads_q, head_dim]` of v's head_dim, or `[batch * max_seqlen_q, ...]` with a
+        shared q, in `out_dtype`, rounded once from fp32 (by impl "v0_eager" in every step).
 
     Raises:
         TypeError, ValueError: an argument is wrong: its name, what is expected, what was received.
@@ -121,7 +126,13 @@ def gdpa(
     Source: the operator of Kunlun (arXiv 2602.10016); see the chapter "What is GDPA".
     """
     check_transforms("gdpa")
+    if dropout_p != 0:
+        raise ValueError(
+            f"dropout_p must be 0.0, got {dropout_p!r}: no pair is dropped here; apply "
+            "torch.nn.functional.dropout to the result or to v"
+        )
     held, num_kv_heads = packed.flat(*checks.autocast(q, k, v), num_kv_heads)
+    held, head_dim, width = _of_one_width(*held)
     q, k, v = packed.unpack(*held, num_kv_heads)
     checks.check_tensors(q, k, v)
     names = check_activation(activation, q.shape[1])
@@ -143,15 +154,19 @@ def gdpa(
     if causal is True and validate and checks.is_readable(cu_seqlens_k):
         _check_alignment(given, cu_seqlens_q, cu_seqlens_k, q.shape[0])
     rows = q.shape[0] * (1 if cu_seqlens_q is not None else cu_seqlens_k.shape[0] - 1)
-    out_dtype = _check_sum(q, rows, out_dtype, add_to)
+    head_dim, width = (head_dim, width) if width else (q.shape[2], q.shape[2])
+    out_dtype = _check_sum(q, (rows, q.shape[1], width), out_dtype, add_to)
+    if add_to is not None and width < q.shape[2]:
+        add_to = F.pad(add_to, (0, q.shape[2] - width))
     tensors = distinct(*held, cu_seqlens_q, cu_seqlens_k, add_to)
-    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    scale = head_dim**-0.5 if scale is None else float(scale)
     options = Options(
         num_kv_heads, max_seqlen_q, max_seqlen_k, ",".join(names), scale, float(output_scale),
         causal is not False, window, precise, impl, backward_impl, lower_right,
         out_dtype,
     )  # fmt: skip
-    return _Gdpa.apply(None if checks.is_fake(q) else _shared(given), *tensors, options)
+    out = _Gdpa.apply(None if checks.is_fake(q) else _shared(given), *tensors, options)
+    return out if width == q.shape[2] else out[..., :width].contiguous()
 
 
 def resolve(impl: str, direction: str, batch: Batch) -> Rung:
@@ -225,6 +240,20 @@ class _Gdpa(torch.autograd.Function):
             added = grad_out.to(ctx.add_dtype) if ctx.needs_input_grad[6] else None
         dq, dk, dv, added = final("gdpa", (*gradients, added), (grad_out, *saved[:3]))
         return None, dq, dk, dv, None, None, added, None
+
+
+def _of_one_width(q: object, k: object, v: object) -> tuple[tuple, int, int]:
+    """((q, k, v), head_dim, width): where v has another head_dim, `width`, than q and k, what is
+    narrower is filled with zeros, which add nothing; elsewhere as given, and (0, 0)."""
+    dense = all(isinstance(x, torch.Tensor) and not x.is_nested and x.dim() == 3 for x in (q, k, v))
+    if not dense or k.shape[2] != q.shape[2] or v.shape[:2] != k.shape[:2]:
+        return (q, k, v), 0, 0
+    head_dim, width = k.shape[2], v.shape[2]
+    if head_dim == width or 0 in (head_dim, width):
+        return (q, k, v), 0, 0
+    most = max(head_dim, width)
+    filled = tuple(F.pad(x, (0, most - x.shape[2])) if x.shape[2] < most else x for x in (q, k, v))
+    return filled, head_dim, width
 
 
 def _shared(given: tuple) -> tuple[Lengths | None, Lengths] | None:
@@ -394,9 +423,11 @@ def _check_alignment(
         )
 
 
-def _check_sum(q: torch.Tensor, rows: int, out_dtype: object, add_to: object) -> torch.dtype | None:
+def _check_sum(
+    q: torch.Tensor, shape: tuple[int, int, int], out_dtype: object, add_to: object
+) -> torch.dtype | None:
     """The output's dtype, None for q's. Raises TypeError or ValueError unless both are what `gdpa`
-    takes of this q for an output of `rows` rows."""
+    takes of this q for an output of this shape."""
     known = tuple(dict.fromkeys((q.dtype, torch.promote_types(q.dtype, torch.float32))))
     names = " or ".join(map(str, known))
     if out_dtype is not None and out_dtype not in known:
@@ -406,7 +437,6 @@ def _check_sum(q: torch.Tensor, rows: int, out_dtype: object, add_to: object) ->
             raise TypeError(f"add_to must be None or a tensor, got {type(add_to).__name__}")
         if add_to.dtype not in known:
             raise TypeError(f"add_to must be {names}, got {add_to.dtype}")
-        shape = rows, *q.shape[1:]
         if add_to.shape != shape or add_to.device != q.device:
             raise ValueError(
                 f"add_to must have shape {list(shape)} on {q.device}, "

@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from gdpa_kernels.calling import ladder
+from gdpa_kernels.calling.launches import launches
+from gdpa_kernels.gdpa.batch import Batch
 from gdpa_lab.measuring import compile_check
 from tests.block_attention.compiling import read_once
 
@@ -148,3 +150,23 @@ def test_p_is_stored_over_the_s_that_was_read(impl):
     begin = seen.index(("STTM.x32", 0))
     first = [("LDTM.x64", 0), ("STTM.x32", 0), ("LDTM.x64", 64), ("STTM.x32", 32)]
     assert seen[begin - 1 : begin + 3] == first
+
+
+@pytest.mark.parametrize("option", ("causal", "out_dtype"))
+@pytest.mark.parametrize("capability", (80, 90))
+def test_what_only_the_plain_kernels_take_compiles(option, capability):
+    """The emulator runs what Triton's compiler may refuse."""
+    x, ends = torch.zeros(130, 2, 128).bfloat16(), torch.tensor([0, 64, 130], dtype=torch.int32)
+    options = {
+        "causal": {"causal": "lower_right", "window": 40},
+        "out_dtype": {"out_dtype": torch.float32, "add_to": x},
+    }
+    batch = Batch(x, x, x, ends, ends, 66, 66, ("gelu_tanh",), 0.1, **options[option])
+    with launches(run=False) as seen:
+        ladder.rung("v1_tiled").module().forward(batch)
+        if option == "causal":
+            ladder.rung("v1_tiled_backward").module().backward(x, batch)
+    assert len(seen) == (3 if option == "causal" else 1)
+    for launch in seen:
+        made = compile_check.build_launch(launch, capability=capability)
+        assert made.metadata.shared <= 163_840

@@ -9,7 +9,7 @@ import tritonemu
 from gdpa_kernels import gdpa
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.calling.lengths import Lengths
-from gdpa_kernels.gdpa import api
+from gdpa_kernels.gdpa import api, reference
 from gdpa_lab.measuring.inputs import cu_seqlens
 from tests.budget import within_budget
 from tests.calls import cast, full_of_nan, kernels_run, required
@@ -120,6 +120,49 @@ def test_auto_takes_what_adds_and_others_say_what_they_need(option):
         gdpa(**leaves, **option, backward_impl="v4_warp_specialized_backward").sum().backward()
         assert leaves["q"].grad.any()
     assert resolved("auto") == "reference"
+
+
+def own_width(width: int, dtype: torch.dtype, seed: int = 0) -> dict:
+    """A call whose v has its own head_dim; k's is 64."""
+    call = SPLIT.arguments(dtype, seed)
+    make = torch.Generator().manual_seed(seed + 1)
+    v = torch.randn(*call["v"].shape[:2], width, generator=make).to(call["q"])
+    return call | {"v": v, "causal": "upper_left", "window": 30}
+
+
+@pytest.mark.parametrize("width", (40, 128))
+@pytest.mark.parametrize("impl", ("v1_tiled", "v8_own_waits"))
+def test_v_has_a_head_dim_of_its_own(impl, width):
+    def draw(i: int) -> tuple:
+        call = own_width(width, BF16, i)
+        with kernels_run():
+            out = gdpa(**call, impl=impl)
+        assert out.shape == (103, 4, width) and out.is_contiguous()
+        return [out], *of_pytorch(batch_of(call))
+
+    within_budget(draw, ["out"], least=8192)
+
+
+@pytest.mark.parametrize("width", (40, 128))
+def test_gradients_of_a_v_with_a_head_dim_of_its_own(width):
+    call = required(own_width(width, FP64) | {"scale": None})
+    made = torch.randn(103, 4, width, dtype=FP64, requires_grad=True)
+    out, grad = gdpa(**call, add_to=made), torch.randn(103, 4, width, dtype=FP64)
+    batch = batch_of(call | {"scale": 64**-0.5, "add_to": made})
+    wanted = reference.forward(batch)
+    torch.testing.assert_close(out, wanted, rtol=1e-12, atol=1e-12)
+    leaves = [*(call[name] for name in "qkv"), made]
+    found, expected = (torch.autograd.grad(x, leaves, grad) for x in (out, wanted))
+    torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
+
+
+def test_dropout_is_refused_and_said_where_it_may_be():
+    call = SPLIT.arguments(FP32)
+    with pytest.raises(
+        ValueError, match="dropout_p must be 0.0, got 0.1: .*dropout to the result or"
+    ):
+        gdpa(**call, dropout_p=0.1)
+    assert torch.equal(gdpa(**call, dropout_p=0.0), gdpa(**call))
 
 
 WRONG = (

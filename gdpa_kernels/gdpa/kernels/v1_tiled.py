@@ -83,12 +83,14 @@ def tiled_kernel(
     V_STRIDES: tl.constexpr, OUT_STRIDES: tl.constexpr,
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     ACTIVATION: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, add_ptr=None,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    LOWER_RIGHT: tl.constexpr = False, add_ptr=None,
 ):  # fmt: skip
     """output_scale * activation(scale * Q K^T) V for BLOCK_M rows of one (sequence, head).
 
     Strides are (token, head, dim), in elements. cu_seqlens_q_ptr None: one q for all sequences.
-    add_ptr: what is added before the result is rounded, with OUT_STRIDES; None for nothing.
+    LOWER_RIGHT: positions end with their sequence. add_ptr: what is added before the result is
+    rounded, with OUT_STRIDES; None for nothing.
     """
     blocks = tl.cdiv(max_seqlen_q, BLOCK_M)
     pid = tl.program_id(0)
@@ -114,7 +116,7 @@ def tiled_kernel(
     q = tl.load(q_ptrs, mask=q_mask, other=0.0)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     position = first_row
-    if CAUSAL == "lower_right":
+    if LOWER_RIGHT:
         position += len_k - len_q
     start, end = key_range(position, len_k, BLOCK_M, BLOCK_N, CAUSAL, WINDOW)
     for first_key in tl.range(start, end, BLOCK_N):
@@ -149,9 +151,10 @@ def forward(batch: Batch, *, config: Config | None = None) -> torch.Tensor:
         batch.max_seqlen_q, batch.scale, batch.output_scale,
         Q_STRIDES=q.stride(), K_STRIDES=k.stride(), V_STRIDES=v.stride(), OUT_STRIDES=out.stride(),
         NUM_HEADS=batch.num_heads, GROUP=batch.group, HEAD_DIM=batch.head_dim,
-        ACTIVATION=batch.names, CAUSAL=batch.causal, WINDOW=batch.window,
+        ACTIVATION=batch.names, CAUSAL=bool(batch.causal), WINDOW=batch.window,
         BLOCK_M=config.BLOCK_M, BLOCK_N=config.BLOCK_N,
         BLOCK_D=max(16, triton.next_power_of_2(batch.head_dim)),
+        LOWER_RIGHT=batch.lower_right,
         add_ptr=None if batch.add_to is None else batch.add_to.contiguous(),
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip

@@ -110,6 +110,7 @@ def keys_kernel(
     NUM_HEADS_K: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     ACTIVATION: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    LOWER_RIGHT: tl.constexpr = False,
 ):  # fmt: skip
     """dK and dV of BLOCK_N keys of one (sequence, key head)."""
     blocks = tl.cdiv(max_seqlen_k, BLOCK_N)
@@ -136,7 +137,7 @@ def keys_kernel(
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     first = first_key
-    if CAUSAL == "lower_right":
+    if LOWER_RIGHT:
         first = tl.maximum(first_key - (len_k - len_q), 0)
     start, end = row_range(first, len_q, BLOCK_M, BLOCK_N, CAUSAL, WINDOW)
     for member in range(GROUP):
@@ -148,7 +149,7 @@ def keys_kernel(
             s = tl.dot(k, q.T, input_precision=PRECISION)
             p, slope = value_and_slope_per_head(s, scale, head, ACTIVATION, not EXACT)
             position = first_row
-            if CAUSAL == "lower_right":
+            if LOWER_RIGHT:
                 position += len_k - len_q
             p = mask_transposed(p, position, first_key, CAUSAL, WINDOW)
             slope = mask_transposed(slope, position, first_key, CAUSAL, WINDOW)
@@ -178,6 +179,7 @@ def queries_kernel(
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     ACTIVATION: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    LOWER_RIGHT: tl.constexpr = False,
 ):  # fmt: skip
     """dQ of BLOCK_M queries of one (sequence, head), where the rows of the output are."""
     blocks = tl.cdiv(max_seqlen_q, BLOCK_M)
@@ -205,7 +207,7 @@ def queries_kernel(
     v_rows = rows_of(v_ptr, start_k, head // GROUP, V_STRIDES)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     position = first_row
-    if CAUSAL == "lower_right":
+    if LOWER_RIGHT:
         position += len_k - len_q
     start, end = key_range(position, len_k, BLOCK_M, BLOCK_N, CAUSAL, WINDOW)
     for first_key in tl.range(start, end, BLOCK_N):
@@ -241,7 +243,8 @@ def backward(
     common = {
         "GRAD_STRIDES": grad_out.stride(), "Q_STRIDES": q.stride(), "K_STRIDES": k.stride(),
         "V_STRIDES": v.stride(), "GROUP": batch.group, "HEAD_DIM": batch.head_dim,
-        "ACTIVATION": batch.names, "CAUSAL": batch.causal, "WINDOW": batch.window,
+        "ACTIVATION": batch.names, "CAUSAL": bool(batch.causal), "WINDOW": batch.window,
+        "LOWER_RIGHT": batch.lower_right,
         "BLOCK_D": max(16, triton.next_power_of_2(batch.head_dim)),
     }  # fmt: skip
     dq = dk = dv = None
