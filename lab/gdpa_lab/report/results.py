@@ -46,9 +46,9 @@ def table(
     """One row per measured row and figure, with COLUMNS, oldest record first.
 
     `gpu`: keep systems whose GPU has exactly this name. `record`: keep that with this id.
-    `workload`: keep workloads matching this
-    shell pattern. `latest`: of the rows that share workload, direction, impl, scope, variant and
-    `per` ("system" or "gpu") keep the newest, failed or not.
+    `workload`: keep workloads matching this shell pattern. `latest`: of the rows that share
+    workload, direction, impl, scope, variant and `per` ("system" or "gpu") keep the newest, failed
+    or not.
 
     time_us_p20, p50, p80: quantiles of the samples in microseconds (linear interpolation). tflops
     (TFLOP/s) and gbytes_per_s (GB/s, 1e9 bytes): useful FLOPs and fewest bytes over the p50 time.
