@@ -124,9 +124,9 @@ chapter.glue(total=len(judged))
 # cuDNN, is slower to call than to run, so no ratio over it says anything. Over the best baseline at
 # each length we are {glue:text}`peers_least:.2f` to {glue:text}`peers_most:.2f` times as fast.
 #
-# With 256 keys we are {glue:text}`fa4_least:.2f` to {glue:text}`fa4_most:.2f` times as fast as its
-# path for Hopper, and {glue:text}`dense_least:.2f` to {glue:text}`dense_most:.2f` times as fast as
-# cuDNN. Quote the latter.
+# With 256 keys we are {glue:text}`fa4_least:.2f` to {glue:text}`fa4_most:.2f` times as fast as
+# FlashAttention-4's path for Hopper, and {glue:text}`dense_least:.2f` to
+# {glue:text}`dense_most:.2f` times as fast as cuDNN. Quote the latter.
 #
 # ## The other claims
 

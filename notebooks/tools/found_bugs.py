@@ -187,7 +187,8 @@ for order in search:
 print(*found, search, sep="\n")
 
 # %% [markdown]
-# The fix is that number, or a default task of four warps.
+# The threads that arrive are $32 \times 8 + 32 \times 4 = 384$. The fix is that number, or a
+# default task of four warps.
 #
 # ## A tile for a sequence without rows
 #

@@ -142,8 +142,8 @@ chapter.glue(fill=batch.fill, empty=100 * empty, moved=moved, otherwise=0.3 / ba
 # %% [markdown]
 # With that fill of {glue:text}`fill:.2f`, {glue:text}`empty:.0f` % of the scores are left out, not
 # 70 %. The published time of 0.98 ms then means {glue:text}`moved:.1f` TB/s; were 70 % of the
-# tokens missing, {glue:text}`otherwise:.1f` TB/s. Only the fill fits
-# ({doc}`../block/counting_bytes`).
+# tokens missing, {glue:text}`otherwise:.1f` TB/s. A memory-bound kernel on that machine should
+# reach the former ({doc}`../block/counting_bytes`).
 #
 # ## Exercises
 #
