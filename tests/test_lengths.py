@@ -38,6 +38,9 @@ def test_words_are_those_that_are_shown_and_collapsed_ones_are_apart(measured):
     assert (found.words, found.collapsed, found.predictions) == (11, 4, 2)
     folded = "<details><summary>An answer</summary><p>of prose</p></details>"
     assert measured(folded).words == 15, "prose cannot be folded away from the count"
+    hidden = "<div class='solution dropdown admonition'><p>of an exercise</p></div>"
+    found = measured(hidden)
+    assert (found.words, found.collapsed) == (11, 7), "but hidden answers are apart"
 
 
 def test_code_above_the_first_figure_is_what_one_sees(measured):
@@ -54,19 +57,19 @@ def test_a_page_without_an_article_is_refused(tmp_path):
 
 def test_what_is_too_much_is_named():
     made = [
-        lengths.Length("executed/a/long", 4201, 0, 2, 4),
+        lengths.Length("executed/a/long", 4001, 0, 2, 4),
         lengths.Length("executed/a/bare", 10, 9000, None, 0),
-        lengths.Length("index", 4200, 0, None, 0),
+        lengths.Length("index", 4000, 0, None, 0),
     ]
     assert lengths.problems(made) == [
-        "executed/a/long: 4,201 words, at most 4,200",
+        "executed/a/long: 4,001 words, at most 4,000",
         "executed/a/long: 4 predictions, at most 3",
         "executed/a/long: 2 lines of code above the first figure, none is allowed",
         "executed/a/bare: no figure",
     ]
-    many = [lengths.Length("executed/a/fits", 4200, 0, 0, 3)] * 26
-    assert lengths.problems(many) == ["the book: 109,200 words, at most 107,000"]
-    assert lengths.problems(many[:25]) == []
+    many = [lengths.Length("executed/a/fits", 4000, 0, 0, 3)] * 26
+    assert lengths.problems(many) == ["the book: 104,000 words, at most 97,300"]
+    assert lengths.problems(many[:24]) == []
 
 
 def test_the_reading_path_leaves_out_appendices_alone(monkeypatch):
