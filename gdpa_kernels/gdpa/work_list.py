@@ -199,8 +199,11 @@ def longest_first(cu_seqlens: torch.Tensor) -> torch.Tensor:
     return order
 
 
-def list_of_queries(batch: Batch, rows_per_item: int, block_n: int, ctas: int = 1) -> Schedule:
-    """The list of tiles of queries, those with the most keys first, for clusters of `ctas`."""
+def list_of_queries(
+    batch: Batch, rows_per_item: int, block_n: int, ctas: int = 1, programs: int = 1
+) -> Schedule:
+    """The list of tiles of queries, those with the most keys first, for clusters of `ctas`, of
+    which a multiprocessor holds `programs`."""
     return (
         work_list(
             batch.cu_seqlens_q,
@@ -212,7 +215,7 @@ def list_of_queries(batch: Batch, rows_per_item: int, block_n: int, ctas: int = 
             num_heads=batch.num_heads,
             rows_per_item=rows_per_item,
             block_n=block_n,
-            num_programs=max(multiprocessors(batch.device) // ctas, 1),
+            num_programs=max(programs * multiprocessors(batch.device) // ctas, 1),
         ),
     )
 

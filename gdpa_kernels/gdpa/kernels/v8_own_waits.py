@@ -46,7 +46,8 @@ WIDE = tl.constexpr(128)  # columns that leave at once, at most
 
 @dataclass(frozen=True)
 class Config:
-    """Launch constants: v7's, and q_slots, tiles of Q in shared memory."""
+    """Launch constants: v7's; q_slots, tiles of Q in shared memory; programs, of a multiprocessor,
+    which share its registers."""
 
     BLOCK_N: int = 128
     num_stages: int = 2
@@ -55,6 +56,7 @@ class Config:
     math_roles: int = 2
     pairs: bool = True
     q_slots: int = 2
+    programs: int = 1
 
     def rows_per_item(self, max_seqlen_q: int) -> int:
         """Query rows that an entry of the list stands for."""
@@ -78,7 +80,7 @@ def default_config(batch: Batch) -> Config:
 def make_schedule(batch: Batch, config: Config) -> Schedule:
     """The work list of these sequences, made on their device without waiting for it."""
     rows = config.rows_per_item(batch.max_seqlen_q)
-    return list_of_queries(batch, rows, config.BLOCK_N)
+    return list_of_queries(batch, rows, config.BLOCK_N, programs=config.programs)
 
 
 @triton.aggregate
@@ -369,7 +371,9 @@ def forward(
     config = config or default_config(batch)
     (entries,) = schedule or make_schedule(batch, config)
     pairs = config.pairs and not batch.precise and foldable(batch.activation, batch.dtype)
-    programs = min(multiprocessors(batch.device), len(entries) - 1)
+    programs = min(config.programs * multiprocessors(batch.device), len(entries) - 1)
+    threads = (1 + config.math_roles) * 128
+    shared = {"maxnreg": 65_536 // (config.programs * threads)} if config.programs > 1 else {}
     q_desc = ragged_descriptor(batch.q, ROWS.value, min_width=32)
     width = q_desc.block_shape[-1]
     launch(
@@ -384,6 +388,6 @@ def forward(
         CAUSAL=batch.causal, WINDOW=batch.window,
         BLOCK_N=config.BLOCK_N, BLOCK_D=width, NUM_STAGES=config.num_stages,
         REGISTERS=config.registers, RESIDENT=config.resident,
-        MATH_ROLES=config.math_roles, Q_SLOTS=config.q_slots, num_warps=4,
+        MATH_ROLES=config.math_roles, Q_SLOTS=config.q_slots, num_warps=4, **shared,
     )  # fmt: skip
     return out
