@@ -117,7 +117,7 @@ RUNGS: tuple[Rung, ...] = (
         "waits as written",
         "The compiler adds no wait of its own to the loop.",
         "v7_packed",
-        dataclasses.replace(_WGMMA, head_dim_max=256),
+        dataclasses.replace(_WGMMA, head_dim_max=256, extras=("out_dtype", "add_to")),
     ),
 )
 
@@ -220,7 +220,7 @@ BLOCK_RUNGS: tuple[Rung, ...] = (
         "a rotary role",
         "Rotary of one item is overlapped with the MMAs of another.",
         "v4_rotary",
-        dataclasses.replace(_WGMMA, head_dim_max=256),
+        dataclasses.replace(_WGMMA, head_dim_max=256, extras=("out_dtype", "add_to")),
     ),
 )
 

@@ -59,11 +59,19 @@ def sequence_and_head(items, item):
 
 
 @triton.jit
-def sequences(cu_seqlens_q_ptr, cu_seqlens_k_ptr, index, batch, max_seqlen_q):
+def sequences(
+    cu_seqlens_q_ptr, cu_seqlens_k_ptr, index, batch, max_seqlen_q,
+    SPLITS: tl.constexpr, piece, rows_out,
+):  # fmt: skip
     """(start_q, start_out, rows, start_k, keys) of the sequences at `index`; none beyond the batch.
 
-    cu_seqlens_q_ptr None: one q for all sequences.
+    cu_seqlens_q_ptr None: one q for all sequences. SPLITS > 1: `index` counts pieces of `piece`
+    keys; part j of the output, of `rows_out` rows, is that of the j-th pieces.
     """
+    part = 0
+    if SPLITS > 1:
+        part = index % SPLITS
+        index = index // SPLITS
     inside = index < batch
     start_k = tl.load(cu_seqlens_k_ptr + index, mask=inside, other=0)
     keys = tl.load(cu_seqlens_k_ptr + index + 1, mask=inside, other=0) - start_k
@@ -76,6 +84,10 @@ def sequences(cu_seqlens_q_ptr, cu_seqlens_k_ptr, index, batch, max_seqlen_q):
         rows = tl.load(cu_seqlens_q_ptr + index + 1, mask=inside, other=0) - start_q
         rows = tl.minimum(tl.maximum(rows, 0), max_seqlen_q)
         start_out = start_q
+    if SPLITS > 1:
+        start_out += part * rows_out
+        start_k += part * piece
+        keys = tl.minimum(tl.maximum(keys - part * piece, 0), piece)
     return start_q, start_out, rows, start_k, keys
 
 
@@ -85,24 +97,25 @@ def work_list_kernel(
     batch, max_seqlen_q, rows_per_item, max_entries, num_programs,
     NUM_HEADS: tl.constexpr, BLOCK_N: tl.constexpr, LEAST: tl.constexpr,
     OWN: tl.constexpr, OTHERS: tl.constexpr, ENTRIES: tl.constexpr,
+    SPLITS: tl.constexpr = 1, piece=None, rows_out=None,
 ):  # fmt: skip
-    """Entries of OWN sequences, at their places in the list.
+    """Entries of OWN sequences, or pieces of some, at their places in the list.
 
     Before a sequence come those with more key blocks, and those with as many and a smaller number.
     One with keys has LEAST tiles or more.
     """
     mine = tl.program_id(0) * OWN + tl.arange(0, OWN)
     start_q, start_out, rows, start_k, keys = sequences(
-        cu_seqlens_q_ptr, cu_seqlens_k_ptr, mine, batch, max_seqlen_q
+        cu_seqlens_q_ptr, cu_seqlens_k_ptr, mine, batch, max_seqlen_q, SPLITS, piece, rows_out
     )
     cost = tl.cdiv(keys, BLOCK_N)
     tiles = tl.maximum(tl.cdiv(rows, rows_per_item), tl.minimum(cost, LEAST))
     before = tl.zeros([OWN], tl.int32)
     total = 0
-    for first in tl.range(0, batch, OTHERS):
+    for first in tl.range(0, batch * SPLITS, OTHERS):
         others = first + tl.arange(0, OTHERS)
         _, _, their_rows, _, their_keys = sequences(
-            cu_seqlens_q_ptr, cu_seqlens_k_ptr, others, batch, max_seqlen_q
+            cu_seqlens_q_ptr, cu_seqlens_k_ptr, others, batch, max_seqlen_q, SPLITS, piece, rows_out
         )
         their_cost = tl.cdiv(their_keys, BLOCK_N)
         their_tiles = tl.cdiv(their_rows, rows_per_item)
@@ -145,23 +158,28 @@ def work_list(
     block_n: int,
     num_programs: int,
     least: int = 0,
+    pieces: tuple[int, int, int] = (1, 0, 0),
 ) -> torch.Tensor:
     """As `schedule.build_on_device("zigzag", ..., fastest="block")`, without waiting for the
     device.
 
     `max_tiles` bounds the entries of one head (`schedule.max_tiles` with block_m=rows_per_item).
-    `least`: a sequence with keys has that many entries or more, 0 or 1.
+    `least`: a sequence with keys has that many entries or more, 0 or 1. `pieces`: (pieces of a
+    sequence, keys of one, rows of the output), each piece with entries of its own.
     """
-    device, batch, capacity = cu_seqlens_k.device, cu_seqlens_k.numel() - 1, max_tiles * num_heads
+    device, batch = cu_seqlens_k.device, cu_seqlens_k.numel() - 1
+    splits, piece, rows = pieces
+    capacity = max_tiles * num_heads * splits
     if capacity == 0:
         return cu_seqlens_k.new_zeros(1, WIDTH.value)
     entries = torch.empty(1 + capacity, WIDTH.value, dtype=torch.int32, device=device)
     own = 4
     launch(
-        work_list_kernel, (triton.cdiv(batch, own),), device,
+        work_list_kernel, (triton.cdiv(batch * splits, own),), device,
         cu_seqlens_q, cu_seqlens_k, entries, batch, max_seqlen_q, rows_per_item,
         max(triton.cdiv(max_seqlen_q, rows_per_item), least) * num_heads, num_programs,
         NUM_HEADS=num_heads, BLOCK_N=block_n, LEAST=least, OWN=own, OTHERS=2048, ENTRIES=16,
+        SPLITS=splits, piece=piece if splits > 1 else None, rows_out=rows if splits > 1 else None,
         num_warps=4,
     )  # fmt: skip
     return entries
@@ -200,10 +218,13 @@ def longest_first(cu_seqlens: torch.Tensor) -> torch.Tensor:
 
 
 def list_of_queries(
-    batch: Batch, rows_per_item: int, block_n: int, ctas: int = 1, programs: int = 1
-) -> Schedule:
+    batch: Batch, rows_per_item: int, block_n: int, ctas: int = 1, programs: int = 1,
+    splits: int = 1,
+) -> Schedule:  # fmt: skip
     """The list of tiles of queries, those with the most keys first, for clusters of `ctas`, of
-    which a multiprocessor holds `programs`."""
+    which a multiprocessor holds `programs`. The keys of a sequence are work of `splits` entries:
+    row i of part j of the output, `[splits * rows, ...]`, is row j * rows + i."""
+    piece = triton.cdiv(triton.cdiv(batch.max_seqlen_k, block_n), splits) * block_n
     return (
         work_list(
             batch.cu_seqlens_q,
@@ -216,6 +237,7 @@ def list_of_queries(
             rows_per_item=rows_per_item,
             block_n=block_n,
             num_programs=max(programs * multiprocessors(batch.device) // ctas, 1),
+            pieces=(splits, piece, batch.rows),
         ),
     )
 

@@ -38,16 +38,19 @@ from gdpa_kernels.gdpa.activations import (
 )
 from gdpa_kernels.gdpa.batch import Batch, Schedule
 from gdpa_kernels.gdpa.masks import all_visible, key_range, mask_probabilities
+from gdpa_kernels.gdpa.sums import add_up
 from gdpa_kernels.gdpa.work_list import count_items, entry, list_of_queries
 
 ROWS = tl.constexpr(64)
 WIDE = tl.constexpr(128)  # columns that leave at once, at most
+LEAST = 256  # keys of a piece
 
 
 @dataclass(frozen=True)
 class Config:
     """Launch constants: v7's; q_slots, tiles of Q in shared memory; programs, of a multiprocessor,
-    which share its registers."""
+    which share its registers; splits, pieces of a sequence's keys, whose fp32 results are added
+    up afterwards."""
 
     BLOCK_N: int = 128
     num_stages: int = 2
@@ -57,6 +60,7 @@ class Config:
     pairs: bool = True
     q_slots: int = 2
     programs: int = 1
+    splits: int = 1
 
     def rows_per_item(self, max_seqlen_q: int) -> int:
         """Query rows that an entry of the list stands for."""
@@ -65,9 +69,13 @@ class Config:
 
 
 def default_config(batch: Batch) -> Config:
-    """As v7. Of 256 columns two blocks of 64 keys fit beside one tile of Q."""
+    """As v7. Of 256 columns two blocks of 64 keys fit beside one tile of Q. Keys are split where
+    tiles are too few for the device."""
     if batch.head_dim > WIDE.value:
         return Config(BLOCK_N=64, q_slots=1)
+    splits = splits_of(batch)
+    if splits > 1:
+        return Config(BLOCK_N=64, num_stages=4, splits=splits)
     if batch.masked:
         return Config(BLOCK_N=64, num_stages=4)
     if batch.head_dim <= 64:
@@ -77,10 +85,18 @@ def default_config(batch: Batch) -> Config:
     return Config(BLOCK_N=64, num_stages=4) if batch.mean_seqlen_k <= 640 else Config()
 
 
+def splits_of(batch: Batch) -> int:
+    """Pieces of keys that let all multiprocessors work, of LEAST keys at least; 1 under a mask."""
+    tiles = triton.cdiv(batch.max_seqlen_q, 2 * ROWS.value) * batch.num_heads * batch.sequences
+    if batch.masked or not tiles:
+        return 1
+    return max(min(multiprocessors(batch.device) // tiles, batch.max_seqlen_k // LEAST), 1)
+
+
 def make_schedule(batch: Batch, config: Config) -> Schedule:
     """The work list of these sequences, made on their device without waiting for it."""
     rows = config.rows_per_item(batch.max_seqlen_q)
-    return list_of_queries(batch, rows, config.BLOCK_N, programs=config.programs)
+    return list_of_queries(batch, rows, config.BLOCK_N, 1, config.programs, config.splits)
 
 
 @triton.aggregate
@@ -98,6 +114,7 @@ class Options:
     RESIDENT: tl.constexpr
     MATH_ROLES: tl.constexpr
     Q_SLOTS: tl.constexpr
+    DTYPE: tl.constexpr
 
 
 @triton.jit
@@ -207,13 +224,14 @@ def put_out(desc, buffer, start, length, head, row, rows):
         tlx.async_descriptor_store_wait(0)
         put_rows(desc, buffer, start, length, head, row, rows)
     else:
-        halves = tl.permute(tl.reshape(rows, [ROWS, 2, WIDE]), (0, 2, 1))
+        WIDTH: tl.constexpr = desc.block_shape[4]
+        halves = tl.permute(tl.reshape(rows, [ROWS, 2, WIDTH]), (0, 2, 1))
         for half in tl.static_range(2):
             tlx.async_descriptor_store_wait(0)
             part = tl.split(halves)[half]
             tlx.local_store(buffer, part)
             tlx.fence("async_shared")
-            place = [BOUND, start + length, head, BOUND - length + row, half * WIDE]
+            place = [BOUND, start + length, head, BOUND - length + row, half * WIDTH]
             tlx.async_descriptor_store(desc, buffer, place)
 
 
@@ -225,7 +243,7 @@ def math(
     """A consumer: 64 rows of every tile. `kv` counts blocks of K and V, `tile` tiles of Q."""
     NUM_STAGES: tl.constexpr = options.NUM_STAGES
     Q_SLOTS: tl.constexpr = options.Q_SLOTS
-    DTYPE: tl.constexpr = tlx.dtype_of(out_desc)
+    OUT: tl.constexpr = tlx.dtype_of(out_desc)
     item = tl.program_id(0)
     num_items = count_items(list_ptr)
     step, tile, kv = 0, 0, 0
@@ -256,7 +274,7 @@ def math(
                 before = (kv + block - 1) % NUM_STAGES
                 tlx.barrier_wait(k.full[stage], ((kv + block) // NUM_STAGES) & 1)
                 tlx.barrier_wait(v.full[before], ((kv + block - 1) // NUM_STAGES) & 1)
-                p = finish(x, t, DTYPE, options.PAIRS)
+                p = finish(x, t, options.DTYPE, options.PAIRS)
                 s = tlx.async_dot(q.buffer[mine], tlx.local_trans(k.buffer[stage]))
                 acc = tlx.async_dot(p, v.buffer[before], acc)
                 s = tlx.async_dot_wait(1, s)
@@ -272,7 +290,7 @@ def math(
             if options.Q_SLOTS == 1:
                 before = (kv + blocks - 1) % NUM_STAGES
                 tlx.barrier_wait(v.full[before], ((kv + blocks - 1) // NUM_STAGES) & 1)
-                p = finish(x, t, DTYPE, options.PAIRS)
+                p = finish(x, t, options.DTYPE, options.PAIRS)
                 acc = tlx.async_dot(p, v.buffer[before], acc)
                 following = entry(list_ptr, tl.minimum(item, num_items - 1))
             _, next_out, next_len_q, _, len_k, next_head, first = following
@@ -295,7 +313,7 @@ def math(
                 s = tlx.async_dot(q.buffer[mine], tlx.local_trans(k.buffer[stage]))
                 acc = tlx.async_dot_wait(1, acc)
                 release(v.empty[before], last, options.RESIDENT)
-                rows = (acc * output_scale).to(DTYPE)
+                rows = (acc * output_scale).to(OUT)
                 put_out(out_desc, out[role], start_out, len_q, head, row, rows)
                 s = tlx.async_dot_wait(0, s)
                 release_scores(
@@ -306,7 +324,7 @@ def math(
                 tlx.barrier_wait(q.full[mine], (tile // Q_SLOTS) & 1)
                 tlx.barrier_wait(k.full[stage], (kv // NUM_STAGES) & 1)
                 tlx.barrier_wait(v.full[before], v_phase)
-                p = finish(x, t, DTYPE, options.PAIRS)
+                p = finish(x, t, options.DTYPE, options.PAIRS)
                 s = tlx.async_dot(q.buffer[mine], tlx.local_trans(k.buffer[stage]))
                 acc = tlx.async_dot(p, v.buffer[before], acc)
                 s = tlx.async_dot_wait(1, s)
@@ -314,7 +332,7 @@ def math(
                 x, t = begin(s, scale, next_head, next_row, start, options)
                 acc = tlx.async_dot_wait(0, acc)
                 release(v.empty[before], last, options.RESIDENT)
-                rows = (acc * output_scale).to(DTYPE)
+                rows = (acc * output_scale).to(OUT)
                 put_out(out_desc, out[role], start_out, len_q, head, row, rows)
             start_out, len_q, head, row, blocks = (
                 next_out, next_len_q, next_head, next_row, next_blocks
@@ -334,12 +352,12 @@ def own_waits_kernel(
     DTYPE: tl.constexpr = tlx.dtype_of(q_desc)
     options = Options(
         GROUP, ACTIVATION, PAIRS, CAUSAL, WINDOW, BLOCK_N, BLOCK_D, NUM_STAGES, RESIDENT,
-        MATH_ROLES, Q_SLOTS,
+        MATH_ROLES, Q_SLOTS, DTYPE,
     )  # fmt: skip
     q = tlx.local_alloc((ROWS, BLOCK_D), DTYPE, MATH_ROLES * Q_SLOTS)
     k = tlx.local_alloc((BLOCK_N, BLOCK_D), DTYPE, NUM_STAGES)
     v = tlx.local_alloc((BLOCK_N, BLOCK_D), DTYPE, NUM_STAGES)
-    out = tlx.local_alloc((ROWS, out_desc.block_shape[4]), DTYPE, MATH_ROLES)
+    out = tlx.local_alloc((ROWS, out_desc.block_shape[4]), tlx.dtype_of(out_desc), MATH_ROLES)
     q_full = tlx.alloc_barriers(MATH_ROLES * Q_SLOTS)
     q_empty = tlx.alloc_warp_barrier(MATH_ROLES * Q_SLOTS, 4)
     k_full = tlx.alloc_barriers(NUM_STAGES)
@@ -369,6 +387,9 @@ def forward(
     """
     out = batch.new_out()
     config = config or default_config(batch)
+    made = out
+    if config.splits > 1 or batch.add_to is not None:
+        made = out.new_empty(config.splits * batch.rows, *out.shape[1:], dtype=torch.float32)
     (entries,) = schedule or make_schedule(batch, config)
     pairs = config.pairs and not batch.precise and foldable(batch.activation, batch.dtype)
     programs = min(config.programs * multiprocessors(batch.device), len(entries) - 1)
@@ -376,12 +397,13 @@ def forward(
     shared = {"maxnreg": 65_536 // (config.programs * threads)} if config.programs > 1 else {}
     q_desc = ragged_descriptor(batch.q, ROWS.value, min_width=32)
     width = q_desc.block_shape[-1]
+    most = WIDE.value * 2 // made.element_size()
     launch(
         own_waits_kernel, (programs,), batch.device,
         q_desc,
         ragged_descriptor(batch.k, config.BLOCK_N, min_width=32),
         ragged_descriptor(batch.v, config.BLOCK_N, min_width=32),
-        ragged_descriptor(out, ROWS.value, width=min(width, WIDE.value)),
+        ragged_descriptor(made, ROWS.value, width=min(width, most)),
         entries, config.rows_per_item(batch.max_seqlen_q), batch.scale,
         batch.output_scale * batch.scale / 2 if pairs else batch.output_scale,
         GROUP=batch.group, ACTIVATION=batch.names, PAIRS=pairs,
@@ -390,4 +412,14 @@ def forward(
         REGISTERS=config.registers, RESIDENT=config.resident,
         MATH_ROLES=config.math_roles, Q_SLOTS=config.q_slots, num_warps=4, **shared,
     )  # fmt: skip
+    if made is not out:
+        add_up(made.view(config.splits, *out.shape), batch.add_to, out)
     return out
+
+
+def requires(batch: Batch) -> str | None:
+    """What a call must meet beyond the fields of its rung."""
+    sums = batch.add_to is not None or batch.out_dtype not in (None, batch.dtype)
+    if sums and batch.head_dim > WIDE.value:
+        return f"needs a head_dim of at most {WIDE.value} for a sum in fp32, got {batch.head_dim}"
+    return None

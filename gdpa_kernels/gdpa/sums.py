@@ -1,0 +1,34 @@
+"""Partial results added up: what is not normalised needs no merge."""
+
+import torch
+import triton
+import triton.language as tl
+
+from gdpa_kernels.calling.launch import launch
+
+
+@triton.jit
+def sum_kernel(
+    parts_ptr, add_ptr, out_ptr, size, PARTS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """BLOCK elements of the sum of PARTS parts of `size` elements, and of add_ptr's unless None."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < size
+    total = tl.zeros([BLOCK], tl.float32)
+    for part in tl.static_range(PARTS):
+        total += tl.load(parts_ptr + part * size.to(tl.int64) + at, mask=inside, other=0.0)
+    if add_ptr is not None:
+        total += tl.load(add_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def add_up(parts: torch.Tensor, add_to: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
+    """`out`, contiguous, with the sum of fp32 `parts` `[n, *out.shape]`, always in the same order,
+    and of `add_to`, of out's shape or None; rounded once."""
+    size, block = out.numel(), 1024
+    launch(
+        sum_kernel, (triton.cdiv(size, block),), out.device,
+        parts, None if add_to is None else add_to.contiguous(), out, size,
+        PARTS=parts.shape[0], BLOCK=block, num_warps=4,
+    )  # fmt: skip
+    return out
