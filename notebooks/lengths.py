@@ -23,7 +23,7 @@ PAGE, BOOK = 4000, 97_300
 """Words shown at most, on one page and on all: what was reached, on the way to 92,000."""
 PREDICTIONS = 3
 APPENDICES = {
-    "Reference": "functions, terms and sources are looked up",
+    "Reference": "claims, shapes, bugs, functions, terms and sources are looked up",
     "Lab notes": "what chapters left out is kept for who works on the kernels",
 }
 LISTS = ".tag_ledger, .tag_list"

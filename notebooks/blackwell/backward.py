@@ -352,10 +352,8 @@ assert "EarlyExit" in says, "the last one"
 # ## A pair of CTAs would save little more
 #
 # tcgen05 can run one MMA on two SMs (`cta_group::2`): each CTA then holds half of B, and reads of B
-# halve. For long K and V a third kernel could use that. By the same count, of a step and CTA: S, dP
-# and dK read 48 KiB each, dV 16. But dQ of 128 rows must sum over the keys of *both*, so halves of
-# dS change hands, each CTA has 64 rows of dQ, and those leave as fp32. A CTA loads three quarters
-# of Q and dO: its own 64 rows, and its own 64 columns of the others.
+# halve. But dQ of 128 rows must sum over the keys of *both*, so halves of dS change hands, and each
+# CTA's 64 rows of dQ leave as fp32.
 
 # %% tags=["remove-cell"]
 pair = {
@@ -365,16 +363,13 @@ pair = {
 pair_clocks = units.kibibytes(sum(pair.values()))
 both_clocks = pair_clocks - units.kibibytes(TILE)
 saved = {"gain": pair_clocks, "both_gain": both_clocks}
-chapter.glue(**{name: 100 * (1 - n / clocks[B1]) for name, n in saved.items()}, half_mma=6 * MMA,
-             pair_clocks=pair_clocks)  # fmt: skip
+chapter.glue(**{name: 100 * (1 - n / clocks[B1]) for name, n in saved.items()})
 assert 5 * MMA < both_clocks < 6 * MMA < pair_clocks, "the text says so"
 
 # %% [markdown]
-# Together a step needs {glue:text}`pair_clocks:,.0f` clocks of the port. All MMAs of
-# a kernel must be a pair's, dQ too, with 64 rows per CTA. We assume the full rate for it,
-# {glue:text}`mma:,.0f` clocks of MMAs; at half rate they would be {glue:text}`half_mma:,.0f`. By
-# the count that b1 reaches, the pair saves at most {glue:text}`gain:.0f` % of the time, and with
-# *dK first* {glue:text}`both_gain:.0f` %. That kernel is not built.
+# By the count that b1 reaches, with MMAs of 64 rows at the full rate, the pair saves at most
+# {glue:text}`gain:.0f` % of the time, and with *dK first* {glue:text}`both_gain:.0f` %. That kernel
+# is not built.
 #
 # ## Exercises
 #

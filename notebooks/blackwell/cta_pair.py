@@ -18,13 +18,10 @@
 # :::
 
 # %% tags=["hide-input"]
-from dataclasses import replace
-
 import numpy as np
 import pandas as pd
 
 from _lib import studies
-from gdpa_kernels.gdpa import schedule
 from gdpa_kernels.gdpa.kernels import b6_pair_stream
 from gdpa_kernels.gdpa.ladder import b4_mixed, b5_cta_pair
 from gdpa_lab.measuring import compile_check, units
@@ -279,61 +276,7 @@ given = studies.batch(lengths, [min(n, 256) for n in lengths[::-1]], head_dim=64
 checked = [studies.comparison(RUNGS[name], given, arch="sm_100") for name in built]
 chapter.glue(worst=max((one["largest error"] / one["allowed"]).max() for one in checked))
 
-# %% tags=["remove-cell"]
-PAIRS = units.B200.sms // 2
-
-
-def zigzag(work):
-    """The slowest pair over the mean: pairs take work in turns, back and forth, as in the list."""
-    rows = np.split(work, range(PAIRS, len(work), PAIRS))
-    order = np.concatenate([row[:: 1 - 2 * (i % 2)] for i, row in enumerate(rows)])
-    loads = np.pad(order, (0, -len(order) % PAIRS)).reshape(-1, PAIRS).sum(0)
-    return loads.max() / loads.mean()
-
-
-def slowest(seqlens_q, seqlens_k, rows, heads=4):
-    """Of the list, of CLC, of a list sorted by work; then items, and clusters in CLC's grid."""
-    listed = schedule.build(
-        "longest_first", seqlens_q, seqlens_k, num_heads=heads, block_m=rows, block_n=128,
-        num_programs=PAIRS, fastest="block",
-    )  # fmt: skip
-    left = np.array(seqlens_q)[[*listed.tile_batch]] - rows * np.array(listed.tile_block)
-    tiles = 2 if rows == 512 else -(-np.minimum(left, rows) // 256)  # b6 computes 512 in any case
-    work = tiles * np.array(listed.costs)
-    clc = replace(listed, costs=tuple(work.tolist())).imbalance(dynamic=True)
-    grid = schedule.max_tiles(sum(seqlens_q), len(seqlens_q), max(seqlens_q), rows) * heads
-    return zigzag(work + 1), clc, zigzag(np.sort(work + 1)[::-1]), len(listed), grid
-
-
-# %% tags=["remove-cell"]
-half, cases = workload("gdpa-self-half-jagged-1024"), []
-for sequences in (1152, 144):
-    lq, lk = half.seqlens_q[:sequences], half.seqlens_k[:sequences]
-    cases.append(("b6, keys as queries", sequences, *slowest(lq, lk, 512)))
-    cases.append(("b5, 256 keys", sequences, *slowest(lq, [256] * sequences, 1024)))
-columns = ["batch", "sequences", "list", "CLC", "list by work", "items", "clusters of CLC"]
-balance = pd.DataFrame(cases, columns=columns)
-by_size = balance.set_index(["batch", "sequences"])
-b6, b5 = by_size.loc["b6, keys as queries"], by_size.loc["b5, 256 keys"]
-assert (b6["list"] - b6["CLC"]).max() < 0.02 and b5.loc[1152, "list"] > 1.05, "the text says so"
-assert b5.loc[1152, "list by work"] < b5.loc[1152, "CLC"], "the text says so"
-chapter.glue(
-    num_pairs=PAIRS, b6_gain=100 * (b6.loc[1152, "list"] / b6.loc[1152, "CLC"] - 1),
-    b6_few=100 * (b6.loc[144, "list"] / b6.loc[144, "CLC"] - 1),
-    b5_over=100 * (b5.loc[1152, "list"] - 1), b5_sorted=100 * (b5.loc[1152, "list by work"] - 1),
-    none=100 * (1 - b6.loc[1152, "items"] / b6.loc[1152, "clusters of CLC"]),
-)  # fmt: skip
-
 # %% [markdown]
-# ## A hardware scheduler would gain almost nothing
-#
-# Blackwell can hand out work by itself: with *cluster launch control* (CLC) a finished cluster
-# takes the place of one that has not started. Our list is fixed beforehand. In a count of tiles CLC
-# would gain b6 {glue:text}`b6_gain:.1f` % at the published batch size, at the price of more
-# barriers and of {glue:text}`none:.0f` % empty clusters, so b6 keeps the list. For b5 the count
-# found a fault in the *list*, which sorts by keys though items differ in rows; sorted by work, the
-# slowest pair is {glue:text}`b5_sorted:.1f` % above the mean, and now {glue:text}`b5_over:.0f` %.
-#
 # ## Blackwell forward b6 pays for 512 rows on short sequences
 #
 # b6 computes 512 rows for every item, however few are left. The share of real pairs, with items of
@@ -358,7 +301,8 @@ chapter.table(
     name="tab-pair-real", modelled="workloads gdpa-self-half-jagged",
 )  # fmt: skip
 kept = shares["items of 512"] / shares["items of 256"]
-chapter.glue(lost=100 * (1 - kept[512]), net_512=gain * kept[512], net_2048=gain * kept[2048])
+chapter.glue(lost=100 * (1 - kept[512]), net_512=gain * kept[512], net_2048=gain * kept[2048],
+             num_pairs=units.B200.sms // 2)  # fmt: skip
 
 # %% [markdown]
 # On half-full batches of 512 b6 loses {glue:text}`lost:.0f` % against b4 before it begins. With the
@@ -371,7 +315,7 @@ chapter.glue(lost=100 * (1 - kept[512]), net_512=gain * kept[512], net_2048=gain
 # neither port anything, which the instruction suggests but no document we found states; that a
 # remote arrival, which the compiler gives the scope of one CTA, orders what the MMA then reads; and
 # that all {glue:text}`num_pairs:.0f` pairs fit at once. If one does not, its items begin when
-# others have ended, and CLC *would* help. A compiler that gave arrivals the cluster's scope made a
+# others have ended. A compiler that gave arrivals the cluster's scope made a
 # pair's matmul fail, and only in launches back to back
 # ([#3492](https://github.com/facebookexperimental/triton/pull/3492)): so the tests refuse such
 # code, and a first run on a GPU launches each kernel 10,000 times.

@@ -270,10 +270,9 @@ chapter.glue(
 #
 # ## What is measured, published and modelled
 #
-# *Measured*: on an H200, with one version of FA4 and its path for Hopper, the walk costs what the
-# table says. *Published*: the bars, and that FA4 ran ragged. *Modelled*: that the FA4 of the bars
-# walked, on a B200, at {glue:text}`step_ns:.0f` ns a step. The publication names no commit; sources
-# of that month walk (`flash_attn/cute/tile_scheduler.py` at 10bbfd0e of Dao-AILab/flash-attention).
+# That the FA4 of the bars walked, on a B200 and at {glue:text}`step_ns:.0f` ns a step, is modelled.
+# The publication names no commit; sources of that month walk
+# (`flash_attn/cute/tile_scheduler.py` at 10bbfd0e of Dao-AILab/flash-attention).
 #
 # The published comparison was fair: it timed what a user could install. But "3.5 times as fast as
 # FlashAttention-4" reads as a statement about attention. By the model, with 256 keys,

@@ -207,8 +207,7 @@ for way in KERNELS:  # least bytes per second, in percent of nominal: B200 8 TB/
 # ## Surprise: a pipeline speeds up a loop that runs once
 #
 # `tl.range` can keep several steps of a loop in flight ({term}`stage`): the next K and V load while
-# this step computes. Our loop has no next step, so `num_stages=1` should do. We compiled and
-# measured both.
+# this step computes. Our loop has no next step, so `num_stages=1` should do. We measured both.
 
 # %% tags=["remove-cell"]
 kernels = block_studies.compiled(
@@ -221,12 +220,6 @@ timed = stages.pivot(index=["direction", "workload"], columns="variant", values=
 pipelined = (timed["two stages"] / timed["one stage"]).rename("two stages / one stage")
 
 # %% tags=["remove-input"]
-chapter.table(
-    kernels,
-    caption="**Two stages load with LDGSTS, one stage does not.** Block v0's forward kernel with "
-    "one stage and with two.",
-    name="tab-bv0-stages", compiled="block v0 forward at head_dim 128, compiled for sm_90a",
-)  # fmt: skip
 chapter.table(
     pipelined.sort_index(ascending=False).reset_index(),
     caption="**Two stages are faster in the forward pass.** Time with two stages over time with "
@@ -244,15 +237,13 @@ assert kernels["shared (KiB)"].round().tolist() == [48, 80], "an answer says so"
 # %% [markdown]
 # A pipeline also changes the path of the data. With one stage, K and V are loaded into registers
 # and then stored to {term}`shared memory`. With two, the compiler uses the instruction LDGSTS
-# (`cp.async`): the data go straight to shared memory, and the warp is free until it needs them. The
-# number of programs and the arithmetic stay the same, and yet the forward pass is faster. In the
-# backward pass two stages help at head_dim 128 and hurt at 64, so block v0 has two stages in the
-# forward and one in the backward pass.
+# (`cp.async`): the data go straight to shared memory, and the warp is free until it needs them. In
+# the backward pass two stages help at head_dim 128 and hurt at 64, so block v0 has two stages in
+# the forward and one in the backward pass.
 #
 # What keeps block v0 from its bytes? Only two programs fit on an SM. Each requests its tiles,
-# waits, computes with nothing in flight, stores and ends. While it waits, only the other can keep
-# the SM busy, and at times neither has a load in flight. {doc}`v1_one_tile` tests this by taking
-# the pieces out one at a time.
+# waits, computes with nothing in flight, stores and ends, and at times neither has a load in
+# flight. {doc}`v1_one_tile` tests this by taking the pieces out one at a time.
 
 # %% tags=["remove-input"]
 chapter.predictions()

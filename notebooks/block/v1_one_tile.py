@@ -257,11 +257,10 @@ assert max(order) < 1, "the text says: in all four cases"
 # head_dim 128 the order alone takes the kernel from {glue:text}`outer:.0f` to
 # {glue:text}`inner:.0f` % of the copy.
 #
-# A token has 1,024 bytes in q, and a head 256 of them. With heads inner, the programs that run
-# together cover a stretch of q without a gap. With heads outer, they take a quarter of each row of
-# a stretch four times as long, and come back for the next quarter much later. Our guess at the
-# cause: DRAM is organised in pages, and opening a page four times costs more than opening it once.
-# No counter in the record confirms it. {doc}`v2_slab` gives all heads of a block to one program.
+# With heads inner, the programs that run together cover a stretch of q without a gap. With heads
+# outer, they take a quarter of each row of a stretch four times as long. Our guess at the cause:
+# DRAM is organised in pages, and opening a page four times costs more than opening it once.
+# {doc}`v2_slab` gives all heads of a block to one program.
 #
 # In the forward pass there is little left to gain. In the backward pass registers leave no room for
 # more programs, so loads must overlap with computation inside one: {doc}`v3_warp_specialized` gives

@@ -213,11 +213,10 @@ chapter.figure(chart, measured=chapter.rows("forward/results", direction="forwar
 #
 # The constants of a kernel are chosen by measurement, within what fits. A program keeps its rows of
 # Q and `num_stages` blocks of K and V in shared memory, and in registers at least the accumulator,
-# a tile of scores and its bf16 copy. An SM has 65,536 registers and 228 KiB of shared memory; each
-# program takes one KiB on top of its buffers. In code:
+# a tile of scores and its bf16 copy.
 
 
-# %%
+# %% tags=["hide-input"]
 def on_an_sm(block_m, block_n, num_warps, num_stages, registers=None):
     """Programs that fit on an SM; `registers` of a thread, by default the least."""
     shared = (block_m + 2 * num_stages * block_n) * 128 * 2  # head_dim, bf16

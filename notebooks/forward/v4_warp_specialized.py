@@ -324,18 +324,14 @@ doubt = (whole * 132 - 1.02 * counted) / empty  # if all else costs 2 % more
 gained = whole - p50.loc["early return", EMPTY]  # see below
 saved = gained * 132 / empty
 assert doubt > 0 and 0 < saved < price, "the text says so"
-chapter.glue(price=price, doubt=doubt, saved=saved)
+chapter.glue(price=price, saved=saved)
 
 # %% [markdown]
-# In a half-full batch many CTAs find no row to compute. In v2 they read their offsets and exit, and
-# {doc}`v3_persistent` found that skipping them saves almost no time. A CTA of v4 first starts three
-# roles, makes barriers and fetches two boxes of zeros for Q. If the tiles with rows cost what a
-# tile and its blocks cost above, then on gdpa-self-half-dense-512 an empty one costs
-# {glue:text}`price:.1f` µs of an SM (and still {glue:text}`doubt:.1f` if everything else costs 2 %
-# more than counted). An early exit before the roles, `if first_row >= len_q: return`, saves
-# {glue:text}`saved:.1f` µs of that. The rest is probably the price of a CTA as such, which needs a
-# whole SM and cannot start before the last one has left. {doc}`forward v6 <v6_short_kv>` removes
-# both: it walks a list of tiles that have rows.
+# In a half-full batch many CTAs find no row to compute. A CTA of v2 reads its offsets and exits; a
+# CTA of v4 first starts three roles, makes barriers and fetches two boxes of zeros for Q. On
+# gdpa-self-half-dense-512 an empty CTA costs {glue:text}`price:.1f` µs of an SM, of which an exit
+# before the roles saves {glue:text}`saved:.1f`. {doc}`Forward v6 <v6_short_kv>` walks a list of
+# tiles that have rows.
 #
 # ## Exercises
 #

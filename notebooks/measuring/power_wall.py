@@ -255,20 +255,12 @@ chapter.predictions()
 # Forward v8 keeps the largest share at 256 tokens, not at 2,048. At 256 memory is part of the
 # limit, and copies do not meet the wall: they run as fast back to back as in a burst.
 #
-# ## Two readings not to trust
+# ## Energy and clock are coarse readings
 #
-# *Energy and clock are coarse.* The record holds one matmul of random numbers twice. Its times
-# agree within {glue:text}`apart_time:.3f` %, its energies differ by {glue:text}`apart_joules:.0f` %
-# and its clocks by {glue:text}`apart_clock:.0f` %. A clock is a momentary reading, and two of v8's
-# in {numref}`fig-wall-clocks` are so low that its tensor cores would never pause. That is why the
+# The record holds one matmul of random numbers twice. Its times agree within
+# {glue:text}`apart_time:.3f` %, its energies differ by {glue:text}`apart_joules:.0f` % and its
+# clocks by {glue:text}`apart_clock:.0f` %, since a clock is a momentary reading. That is why the
 # model was fitted to many rows, and why this book compares times.
-#
-# *Static power cannot be fitted at the wall.* Least squares over forward v8's full batches, with
-# the terms time, FLOPs and bytes, give a static power of {glue:text}`static:,.0f` ±
-# {glue:text}`static_error:.0f` W on a board that may draw {glue:text}`watts:.0f` W, and FLOPs that
-# *return* energy. The regulator holds power constant, so joules are {glue:text}`watts:.0f` W times
-# seconds: time alone fits them to {glue:text}`alone_rms:.1f` %, and nothing is left for the other
-# terms.
 
 # %% tags=["remove-cell"]
 v8 = of_v8.drop(HALF)
@@ -291,8 +283,6 @@ chapter.glue(
     apart_time=100 * abs(twice["time_us"] * top["sustained"].tflops * 1e6 / ceiling.flops - 1),
     apart_clock=100 * (twice["sm_clock_mhz"] / once.sm_clock_mhz - 1),
     apart_joules=100 * (twice["joules"] / once.joules - 1),
-    static=static["value"], static_error=static["error"],
-    alone_rms=energy.fit(v8, ["seconds"]).rms_percent,
     **{x: 100 * (1 - data[x] / data["random"]) for x in ("ones", "zeros")},
     share_burst=share["kernel"][V8][at], share_own=own[at], lost_256=-points[FULL[3]],
     cap_rate=rate[at], capped_500=rate[at] * (500 / limit) ** (1 / EXPONENT),

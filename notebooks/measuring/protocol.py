@@ -207,7 +207,6 @@ worst = again.groupby(["workload", "impl"], as_index=False).agg(
 ratios = repeats.ratios(again)
 example = again[(again["workload"] == LONG) & (again["impl"] == "v2_tma")]
 example = example.sort_values("time_us_p50")
-clocks = {run.id: run.state["after"]["sm_clock_mhz"] for run in runs}
 short = worst[worst["time_us"] < 2000]["slower"]
 
 # %% tags=["remove-input"]
@@ -235,7 +234,6 @@ chapter.glue(
     deviation=(deviation := ratios.loc[ratios["records"] > 2, "deviation (%)"].median()),
     settled=(settled := next(n for n in range(2, 99)
                              if repeats.students_t(n) * deviation / n**0.5 < 1)),
-    slow_clock=clocks[example["record"].iloc[-1]], fast_clock=clocks[example["record"].iloc[0]],
 )  # fmt: skip
 
 # %% [markdown]
@@ -244,11 +242,8 @@ chapter.glue(
 # {glue:text}`records:.0f` runs, {glue:text}`factor:.0f` times the noise floor. No error bar shows
 # that, since the samples of one run share their conditions.
 #
-# The slow runs are this chapter's own. Here v2 ran among eight copies of itself, so the chip never
-# cooled. In the fast runs it ran among kernels that wait for memory, and the chip rested. A long
-# kernel that keeps the tensor cores busy meets the board's power limit, and its clock depends on
-# what ran just before: {glue:text}`fast_clock:,.0f` MHz after the fastest run,
-# {glue:text}`slow_clock:,.0f` after the slowest. This fits, but it is no proof.
+# The slow runs are this chapter's own, where v2 ran among eight copies of itself and the chip never
+# cooled. In the fast runs it ran among kernels that wait for memory.
 #
 # Only **ratios** of two kernels measured in the same run hold up. For {glue:text}`pairs:.0f` pairs
 # of kernels that met on the same workload in two or more runs:

@@ -191,16 +191,10 @@ for key, name in (("luck_half", "half-jagged-1024"), ("luck_ml20m", "ml20m-2048"
 #
 # ## Who gets which tile
 #
-# A kernel cuts the queries of each sequence into tiles of `BLOCK_M` rows; each tile walks over the
-# keys of its sequence in blocks of `BLOCK_N`. Programs share the tiles, and the batch is finished
-# when the *last* program is. Imbalance is the load of the busiest program over the mean load of
-# useful work. Program $p$ of $P$ takes the entries $p$, $p + P$, $p + 2P$ and so on of a list:
-#
-# - `padded`: all tiles of the padded batch, empty ones included;
-# - `valid`: only tiles that exist, in their natural order;
-# - `zigzag`: the same by falling cost, every second round of $P$ reversed, as published;
-# - by the hardware: the padded list, but each tile goes to the first free program, as in a launch
-#   grid.
+# A kernel cuts the queries of each sequence into tiles and gives them to programs. The batch is
+# finished when the *last* program is, so imbalance is the load of the busiest program over the mean
+# load of useful work. {doc}`../forward/v3_persistent` explains the lists of this figure, and
+# measures them:
 
 # %% tags=["hide-input"]
 config = v3_persistent.Config()
@@ -243,15 +237,10 @@ chapter.figure(
 )  # fmt: skip
 
 # %% [markdown]
-# The padded list lies between {glue:text}`padded_low:.2f` and {glue:text}`padded_high:.2f` wherever
-# the batch is not full. On MovieLens 20M the valid list has {glue:text}`valid_ml20m:.2f`, zigzag
-# {glue:text}`zigzag_ml20m:.2f` and the hardware {glue:text}`queue_ml20m:.2f`.
-#
 # **The padded list collides with the grid size.** With dense keys all existing tiles cost the same,
-# and still the busiest program has {glue:text}`padded_half:.2f` times the mean load. A sequence has
+# and still the busiest program has {glue:text}`padded_half:.2f` times the mean load: a sequence has
 # 8 row blocks and 264 is a multiple of 8, so each program gets the same row block of every
-# sequence. Programs that get the first one always have work, those with the eighth rarely. If that
-# is the whole cause, the share of existing tiles per row block predicts the imbalance:
+# sequence. If that is the whole cause, the share of existing tiles per row block predicts it:
 
 # %% tags=["remove-cell"]
 dense, jagged = (workload(f"gdpa-self-half-{kind}-1024") for kind in ("dense", "jagged"))
@@ -264,13 +253,9 @@ chapter.predict(
 )  # fmt: skip
 chapter.glue(
     dense_over_jagged=dense.pairs / jagged.pairs, keys=jagged.pairs / jagged.total_q,
-    padded_half=padded, valid_worst=balance["valid"].max(),
-    padded_low=balance["padded"].drop("full-1024").min(), padded_high=balance["padded"].max(),
-    **{f"{x}_ml20m": balance.loc["ml20m-2048", n] for x, n in
-       (("valid", "valid"), ("zigzag", "zigzag"), ("queue", "by the hardware"))},
+    padded_half=padded,
     zigzag_worst=100 * (balance["zigzag"].max() - 1), queue_worst=balance["by the hardware"].max(),
 )  # fmt: skip
-assert balance["valid"][["full-1024", "half-dense-1024"]].max() < 1.05, "the text: repaired"
 ratio = [w.flops("forward") / w.bytes("forward") for w in (dense, jagged)]
 assert abs(ratio[0] / ratio[1] - 1) < 0.02, "the text: the same FLOPs per byte"
 b200 = claims.published_figures().query("kernel == 'cutedsl_gdpa' and direction == 'forward'")
@@ -283,13 +268,10 @@ assert 45 < 100 * ghz / 1.965 < 55, "the text: about half"
 chapter.predictions()
 
 # %% [markdown]
-# **Skipping empty tiles** repairs that for dense keys. On real histories an imbalance of up to
-# {glue:text}`valid_worst:.2f` remains. **Sorted lists** balance everything here to within
-# {glue:text}`zigzag_worst:.0f` %. **A queue needs no list**: where the hardware gives the next tile
-# to the first free slot, the imbalance is at most {glue:text}`queue_worst:.2f`.
-#
-# So a {term}`tile scheduler` has to beat a launch grid that costs nothing to make.
-# {doc}`../forward/v3_persistent` measures whether it does.
+# Sorted lists balance everything here to within {glue:text}`zigzag_worst:.0f` %, and where the
+# hardware gives the next tile to the first free slot the imbalance is at most
+# {glue:text}`queue_worst:.2f`. So a {term}`tile scheduler` has to beat a launch grid that costs
+# nothing to make.
 #
 # ## Exercises
 #
