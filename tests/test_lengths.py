@@ -68,8 +68,8 @@ def test_what_is_too_much_is_named():
         "executed/a/bare: no figure",
     ]
     many = [lengths.Length("executed/a/fits", 4000, 0, 0, 3)] * 26
-    assert lengths.problems(many) == ["the book: 104,000 words, at most 97,300"]
-    assert lengths.problems(many[:24]) == []
+    assert lengths.problems(many) == ["the book: 104,000 words, at most 92,000"]
+    assert lengths.problems(many[:23]) == []
 
 
 def test_the_reading_path_leaves_out_appendices_alone(monkeypatch):

@@ -297,11 +297,9 @@ for name in [name for name in KERNELS if name[0] == "b1"]:
 # In the emulator an item then takes {glue:text}`looking:,.0f` cycles from its S to the end of its
 # store, where it takes {glue:text}`in_order:,.0f` in order.
 #
-# Why? Where memory is the bound, or here rotary, the next item is *late*: an output that waits for
-# it holds a slot that a load could use. And S, softmax and O of an item take far less than the
-# budget, so there was no wait to hide. In the backward pass it could even deadlock, as the emulator
-# reported: the next block's rotation waited for the one slot of sin and cos, the slot for the
-# gradients, and these for the next block.
+# Where memory is the bound, or here rotary, an output that waits for the next item holds a slot
+# that a load could use. In the backward pass looking ahead could even deadlock, as the emulator
+# reported.
 #
 # ## The emulator finds every mistake in a barrier
 #

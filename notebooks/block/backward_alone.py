@@ -222,7 +222,6 @@ chapter.predict(
 chapter.glue(
     of_rotary=100 * (dq["only rotary"] / dq[ONCE]) ** 2,
     without=dq["no rotary before, twice"] / dq["no rotary before, once"],
-    alone=dq["only stored, twice"] / dq["only stored"],
 )
 
 # %% [markdown]
@@ -249,10 +248,9 @@ assert measured["measured ratio"].between(1.05, 1.15).all(), "the caption says s
 
 # %% [markdown]
 # The published mean error of dq is {glue:text}`of_published:.2f` times as large with FA2 as with
-# the fused kernel. A ratio of $\sqrt 2$ means that storing was the *only* rounding
-# ({glue:text}`alone:.2f` in the model). A real kernel also rounds q, k and dS, so against an exact
-# reference the ratio must be smaller, as it is here. The published test probably compared with a
-# reference that rounds the same way; which one was used is not published.
+# the fused kernel. A real kernel also rounds q, k and dS, so against an exact reference the ratio
+# must be smaller, as it is here. The published test probably compared with a reference that rounds
+# the same way.
 
 # %% tags=["remove-input"]
 chapter.predictions()

@@ -233,6 +233,9 @@ chapter.predict(
 assert pipelined["forward"].max() < 1 < pipelined["backward"].max(), "the text says so"
 assert kernels["programs on an SM"].eq(2).all() and kernels["LDGSTS"][0] == 0
 assert kernels["shared (KiB)"].round().tolist() == [48, 80], "an answer says so"
+for stage, kernel in enumerate(kernels.itertuples(index=False), 1):
+    chapter.glue(**{f"regs_{stage}": kernel[1], f"shared_{stage}": kernel[2]})
+assert [*kernels.columns[1:3]] == ["registers", "shared (KiB)"], "the exercise names them"
 
 # %% [markdown]
 # A pipeline also changes the path of the data. With one stage, K and V are loaded into registers
@@ -277,9 +280,10 @@ chapter.glue(lse_forward=100 * (1 - 4 / extra["forward"]),
 # :::{exercise} Room for a third program
 # :label: ex-bv0-third
 #
-# An SM has 64 Ki registers and 228 KiB of shared memory; a program of v0 has 128 threads. Take
-# registers and shared memory from {numref}`tab-bv0-stages`. What keeps a third program out with two
-# stages, and what with one? Which tile of the loop would you rather not have? *(paper, five
+# An SM has 64 Ki registers and 228 KiB of shared memory. A program of v0 has 128 threads: with one
+# stage of {glue:text}`regs_1:.0f` registers and {glue:text}`shared_1:.0f` KiB, with two of
+# {glue:text}`regs_2:.0f` and {glue:text}`shared_2:.0f` KiB. What keeps a third program out with
+# two stages, and what with one? Which tile of the loop would you rather not have? *(paper, five
 # minutes)*
 # :::
 #

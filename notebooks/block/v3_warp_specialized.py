@@ -112,15 +112,10 @@ chapter.roles("v3_warp_specialized", "block_attention")
 # `Config` refuses such variants, which failed on the H200 in some of many launches
 # ({doc}`../tools/emulator` has the smallest example).
 #
-# ### The roles of the backward kernel, with notes
+# ### The consumer of the backward kernel, with notes
 
 # %% tags=["remove-input"]
 V3_NOTES = {
-    "tlx.barrier_wait(tiles.empty[stage], phase ^ 1)":
-        "The only wait of the producer: is the slot free? The first time it passes at once.",
-    "for tile in tl.static_range(TILES):":
-        "Tensor by tensor, for several heads if `TOGETHER` says so: the order in which memory is "
-        "asked.",
     "LATER: tl.constexpr":
         "With another slot to work on, a slot is given back one item later, so that its stores "
         "overlap with the next item.",
@@ -137,7 +132,12 @@ V3_NOTES = {
         "dV leaves through the tile that held V and then P.",
     "dead = grad[stage] if GROUP == 1 else tiles.v[stage]": "grad_out is dead once dV is done.",
 }  # fmt: skip
-KERNEL_NOTES = {
+OTHER_NOTES = {
+    "tlx.barrier_wait(tiles.empty[stage], phase ^ 1)":
+        "The only wait of the producer: is the slot free? The first time it passes at once.",
+    "for tile in tl.static_range(TILES):":
+        "Tensor by tensor, for several heads if `TOGETHER` says so: the order in which memory is "
+        "asked.",
     "p = tlx.local_alloc((BLOCK, BLOCK), DTYPE, NUM_STAGES * (WIDTH // BLOCK), reuse=v)":
         "P has no memory of its own.",
     'with tlx.async_task("default"):': "The producer's four warps, of which one thread works.",
@@ -145,8 +145,11 @@ KERNEL_NOTES = {
         "A consumer is one {term}`warp group`.",
 }  # fmt: skip
 v3 = v3_warp_specialized
-chapter.annotated([v3.load, v3.math_backward], V3_NOTES)
-chapter.annotated(v3.backward_kernel, KERNEL_NOTES, folded="The kernel that starts the roles")
+chapter.annotated(v3.math_backward, V3_NOTES)
+chapter.annotated(
+    [v3.load, v3.backward_kernel], OTHER_NOTES,
+    folded="The producer, and the kernel that starts the roles",
+)  # fmt: skip
 
 # %% [markdown]
 # ## Little's law counts the slots, and one more pays

@@ -289,21 +289,6 @@ chapter.table(
 # better guess.
 # :::
 #
-# :::{exercise} A tensor that is too long
-# :label: ex-v2-long
-#
-# Which part of v1 needs 64-bit integers where v2 does not? Which limit of v2 does a packed tensor
-# reach first, and how would you lift it? *(paper and source, half an hour)*
-# :::
-#
-# :::{solution} ex-v2-long
-# :class: dropdown
-#
-# v1 multiplies row numbers by strides in 64 bits (`tile` casts them); in v2 the copy engine does.
-# The coordinate `start + length` must stay below `ANY`, a little before the int32 offsets in
-# `cu_seqlens` overflow. A longer batch can be cut in two at the end of a sequence.
-# :::
-#
 # ## Takeaways
 #
 # - A descriptor clips at the end of every sequence if all ends have the same coordinate.

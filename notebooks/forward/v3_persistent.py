@@ -22,7 +22,6 @@
 # %% tags=["hide-input"]
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -31,7 +30,6 @@ from _lib import drawings, studies
 from gdpa_kernels.gdpa import schedule
 from gdpa_kernels.gdpa.ladder import v2_tma, v3_persistent
 from gdpa_kernels.gdpa.ladder.v3_persistent import Config
-from gdpa_lab.measuring import record
 from gdpa_lab.measuring.workloads import workload
 from gdpa_lab.report import charts
 from gdpa_lab.report.chapter import Chapter
@@ -194,22 +192,14 @@ error = 100 * (alias / (modelled[132] / modelled[131]) - 1).abs()
 lists = chapter.times(columns="variant", variant=None, scope="schedule").median()
 launches = lists["zigzag, host time"] / (times["hardware"] - times["zigzag"])[FOUR]
 order_only = 100 * (1 - modelled["sorted grid"] / modelled["v2"])[FOUR]
-FIRST = "20261121T022342Z-09-v3-persistent-nvidia-h200-62ac9e84"
-rows = record.load(Path(data_dir) / "records" / f"{FIRST}.json").rows
-past = {(r.workload[10:], r.variant): np.median(r.samples_us) for r in rows if r.impl[:2] == "v3"}
-repair = times.div(pd.Series(past).unstack())
-repair = repair.loc[["half-dense-1024", "half-jagged-1024", "ml25m-1024"]]
-every, odd = repair["padded"], repair["padded, 131 programs"]
-assert every.min() > 1.02 and odd.max() < 0.9, "the text says so"
 chapter.glue(
     uniform_min=best.min(), uniform_max=best.max(), real_min=saved.min(), real_max=saved.max(),
     promised_min=promised.min(), promised_max=promised.max(), lost=100 * best["full-1024"] - 100,
     valid_loss=100 * (ratio["valid"][FOUR].max() - 1), alias_max=alias.max(),
     worst=error.idxmax(), error=error.nlargest(2).iloc[1], least=order_only.min(),
     device=lists["zigzag, device time"], host=lists["zigzag, host time"], most=order_only.max(),
-    few=np.ceil(launches.min()), many=np.ceil(launches.max()), best_law=launches.idxmin(),
+    few=np.ceil(launches.min()), many=np.ceil(launches.max()),
     b200=(modelled[148] / modelled[147])["half-jagged-1024"],
-    odd_min=odd.min(), odd_max=odd.max(), even_min=every.min(), even_max=every.max(),
 )  # fmt: skip
 
 # %% [markdown]
@@ -244,19 +234,7 @@ chapter.glue(
 # launches, since all its layers see the same sequences. But `gdpa(...)` makes the list anew in
 # every call.
 #
-# ## The surprise: saving half of the work saved no time
-#
-# The first version of this kernel did not skip the empty tiles of a padded list: it multiplied rows
-# of zeros and stored nothing. The results were right, so no test failed. One line fixed it. On
-# three half-empty workloads a padded list on 131 programs now takes {glue:text}`odd_min:.2f` to
-# {glue:text}`odd_max:.2f` times its time before (measured, record 20261121T022342Z). On 264
-# programs, the default, it takes {glue:text}`even_min:.2f` to {glue:text}`even_max:.2f` times its
-# time before. The fix made the kernel *slower*.
-#
-# The model says why it could not help. Since $\gcd(264, 8) = 8$, program 0 gets only blocks 0, none
-# of them empty, and the others wait for it. Why it hurt, the model does not say. A guess is that
-# before, all programs walked the list in step, so that the eight blocks of a head read the same K
-# and V together; now programs with empty tiles run ahead.
+# ## The surprise: the hardware's queue is hard to beat
 #
 # v3 does not pay on the published workloads. A persistent kernel is worth its list when the next
 # tile's first loads run during this one's last MMA, and that needs warps that only load.
@@ -277,22 +255,6 @@ chapter.glue(
 # $\gcd(148, 8) = 4$: the same trouble as with 132. Any odd number shares no factor with eight
 # blocks; 147 is the largest. By the model 148 programs take {glue:text}`b200:.2f` times as long as
 # 147 on gdpa-self-half-jagged-1024.
-# :::
-#
-# :::{exercise} Twelve layers
-# :label: ex-v3-layers
-#
-# A model calls the operator in twelve layers with the same lengths and makes one zigzag list while
-# the host waits. Consider the forward pass on the distribution where zigzag saves the most. Is v3
-# the better choice? What changes if the list is made while the device is busy? *(paper, five
-# minutes)*
-# :::
-#
-# :::{solution} ex-v3-layers
-# :class: dropdown
-#
-# Yes: on {glue:text}`best_law` {glue:text}`few:.0f` launches are enough. If the device is busy,
-# only the list's device time counts, a third, and v3 pays on more distributions.
 # :::
 #
 # :::{exercise} The order without the loop

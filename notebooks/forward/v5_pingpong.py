@@ -237,23 +237,15 @@ for name in LOOPS:
 # %% tags=["remove-cell"]
 assert ir["v5"][:4] == ["S", "wait 0", "PV", "wait 0"], "the text: a wait behind each MMA"
 assert ir["num_stages=0"] == ["S", "PV", "wait 1", "activation", "wait 0"], "the text: as written"
-tanh, under_v5, under_as_is = sass["v5"].count("tanh"), *map(loops.overlapped, sass.values())
-chapter.glue(tanh=tanh, under_v5=under_v5, under_as_is=under_as_is)
+tanh, under_v5 = sass["v5"].count("tanh"), loops.overlapped(sass["v5"])
+chapter.glue(tanh=tanh, under_v5=under_v5)
 
 # %% [markdown]
-# In the IR of v5 a `wait 0` follows each MMA, so nothing overlaps inside a consumer. A pass of
-# Triton makes the MMAs of `for` loops asynchronous. It does not ask whether the source already has
-# waits, and adds one wherever it cannot prove that none is needed {cite}`fbtriton`.
-#
-# Then ptxas reorders the instructions. S is complete when P V begins, so ptxas interleaves the
-# activation with the HGMMAs of P V: {glue:text}`under_v5:.0f` of {glue:text}`tanh:.0f` `tanh` are
-# there. The overlap is back, but the consumer still waits for S with nothing else in flight.
-#
-# With `num_stages=0` the IR is as written, but ptxas moves the last wait up, and only
-# {glue:text}`under_as_is:.0f` `tanh` still run under P V. Which loop is faster? The `while` loop
-# was meant to answer that, since the pass leaves `while` loops alone. But there the compiler also
-# converts the accumulator through {term}`shared memory` in each block, so its time says little
-# about the waits. {doc}`v8_own_waits` measures `num_stages=0`.
+# In the IR of v5 a `wait 0` follows each MMA, so nothing overlaps inside a consumer: a pass of
+# Triton adds one wherever it cannot prove that none is needed. ptxas then interleaves the
+# activation with the HGMMAs of P V, {glue:text}`under_v5:.0f` of {glue:text}`tanh:.0f` `tanh`, so
+# the overlap is back, but the consumer still waits for S with nothing else in flight.
+# {doc}`v8_own_waits` explains the pass and measures the loop without it.
 #
 # Turns fail for the same reason. The source passes the turn as soon as both MMAs are issued. In
 # SASS the consumer waits for both first, so its whole activation lies within its turn.

@@ -257,12 +257,9 @@ assert work > energy > 1, "the text explains a lower clock"
 chapter.glue(fewer=fewer, each=100 * (1 / ratio - 1) / fewer)
 
 # %% [markdown]
-# The guess was half right. Power limits the clock in every snapshot. But v7 runs at the *lower*
-# clock and does more in each cycle. v6 leaves its tensor cores idle for longer than its emulated
-# timeline shows, since the emulator models no instruction latency.
-#
-# Power then takes part of the gain back. A cycle in which the tensor cores work takes more energy
-# than one in which they wait, and at the limit more energy per cycle means fewer cycles a second.
+# The guess was half right. Power limits the clock in every snapshot, but v7 runs at the *lower*
+# clock and does more in each cycle. A cycle in which the tensor cores work takes more energy than
+# one in which they wait, and at the limit more energy per cycle means fewer cycles a second.
 #
 # The last line of the output prices an instruction. v6's SiLU and GELU differ by
 # {glue:text}`fewer:.0f` instructions per score, and each costs {glue:text}`each:.1f` % of the rate,

@@ -319,7 +319,7 @@ samples = workload(FULL[0]).flops("forward") / samples.set_axis(range(1, 31)) / 
 chart = charts.lines(samples, xlabel="sample of the burst", ylabel="TFLOP/s, burst",
                      highlight=list(shown), levels={"back to back": rate[FULL[0]]})  # fmt: skip
 chapter.figure(chart, data=samples.reset_index(names="sample"), measured=[made.id])
-chapter.glue(fa2=100 * (kept["fa2_varlen"][at] - 1), **{
+chapter.glue(**{
     f"{s}_{peer}": rates[s][V8][at] / rates[s][peer][at] for s in BOTH for peer in PEERS
 })  # fmt: skip
 
@@ -327,12 +327,9 @@ chapter.glue(fa2=100 * (kept["fa2_varlen"][at] - 1), **{
 # Alone, forward v8 begins as fast as in company and then meets the wall. A median over such a burst
 # depends on how many samples came before the regulator reacted.
 #
-# In company, kernels seem to *share a clock*, lower than a slow kernel's own and higher than v8's
-# own. At 2,048 tokens FlashAttention-2 is {glue:text}`fa2:.0f` % *faster* back to back than in its
-# burst. Bursts therefore flatter the faster kernel: there v8's rate is
-# {glue:text}`kernel_fa2_varlen:.2f` times that of FlashAttention-2, and back to back
-# {glue:text}`sustained_fa2_varlen:.2f` times. Against cuDNN, v8 has {glue:text}`kernel_cudnn:.2f`
-# times its rate in the burst and {glue:text}`sustained_cudnn:.2f` times back to back.
+# In company kernels seem to *share a clock*, which flatters the faster one: at 2,048 tokens v8's
+# rate is {glue:text}`kernel_fa2_varlen:.2f` times that of FlashAttention-2 in bursts, and back to
+# back {glue:text}`sustained_fa2_varlen:.2f` times.
 #
 # ## Exercises
 #

@@ -101,13 +101,10 @@ chapter.predict(
 of = {"of": "backward/results", "direction": "backward"}
 kernel, back = chapter.times(**of) / 1e3, chapter.times(**of, scope="op") / 1e3
 more = 100 * (back / kernel - 1).stack().dropna()  # where a call was timed
-slow, impl = more.idxmax()
 chapter.predict(
     "From the call, a backward pass takes at most 5 % more than its kernels.",
     more, most=5, form=".1f", unit=" %", shown=False,
 )  # fmt: skip
-chapter.glue(worst=f"backward {impl.split('_')[0]} on {slow}", worst_kernel=kernel[impl][slow],
-             worst_more=(back - kernel)[impl][slow])  # fmt: skip
 costs, ids = calls.costs(chapter, new)
 
 # %% tags=["remove-input"]
@@ -329,9 +326,7 @@ chapter.table(
 
 # %% [markdown]
 # Only the first recurs in a training loop, and only where the host is behind. The others begin on
-# an idle device, where the host's time is seen in full. In the backward pass the largest difference
-# is that of {glue:text}`worst`, whose kernels take {glue:text}`worst_kernel:.2f` ms and the call
-# {glue:text}`worst_more:.2f` ms more.
+# an idle device, where the host's time is seen in full.
 #
 # `backward_impl="auto"` decides which backward kernel a call gets: the first one that can compute
 # it, in the order measured at the nearest shape on this kind of device. Name a kernel to compare,

@@ -1,6 +1,7 @@
 """The built pages: complete, self-contained, described, and every figure with its origin."""
 
 import re
+import sys
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -9,6 +10,7 @@ from urllib.parse import unquote, urlsplit
 from bs4 import BeautifulSoup, Tag
 
 from gdpa_lab.measuring import manifest, record
+from gdpa_lab.measuring.record import ROOT
 from gdpa_lab.report import page
 
 GENERATED = {"genindex.html", "search.html"}
@@ -161,3 +163,21 @@ def test_the_data_is_part_of_the_site(site):
     assert listed == manifest.listed(site / "data")
     for name, sha256 in listed.items():
         manifest.contents(site / "data" / name, sha256)
+
+
+def test_the_front_page_says_how_long_its_routes_are(site):
+    sys.path.insert(0, str(ROOT / "notebooks"))
+    import lengths
+
+    words = {name: lengths.length(name, site / f"{name}.html").words for name in
+             lengths.reading_path()}  # fmt: skip
+    table = soup(site / "index.html").select_one("article section#two-routes table")
+    weekend = [a["href"].removesuffix(".html") for a in table.select("a.reference.internal")]
+    text = article(site / "index.html").get_text(" ")
+    said = re.findall(r"about (\d+,000) words(?:,| or) (\w+) hours", text)
+    hours = {"four": 4, "five": 5, "thirteen": 13, "fourteen": 14, "fifteen": 15}
+    for (number, spoken), counted in zip(
+        said, (sum(map(words.get, weekend)), sum(words.values())), strict=True
+    ):
+        assert abs(int(number.replace(",", "")) - counted) < 1000
+        assert abs(hours[spoken] - counted / 110 / 60) < 0.5
