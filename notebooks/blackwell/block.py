@@ -89,10 +89,10 @@ chapter.glue(in_order=held(line), looking=held(other))
 # | name: fig-b200-block
 # | caption: >
 # |   **Every step of an item has a warp role of its own, and rotary is the longest.** Blackwell
-# |   block b1 forward with rotary, three blocks of two heads. The role `turn` applies rotary to the
-# |   next item while `softmax` and `output` work. Modelled cycles.
+# |   block b1 forward with rotary, three blocks of two heads. The role `rotate` applies rotary to
+# |   the next item while `softmax` and `output` work. Modelled cycles.
 # | alt: >
-# |   Eight lanes. turn is always busy; MMA, softmax, MMA, output and store follow each turn.
+# |   Eight lanes. The role rotate is always busy; MMA, softmax, MMA, output and store follow it.
 chapter.figure(line, emulated="b1_warp_specialized forward, modelled schedule, sm_100")
 
 # %% tags=["remove-input"]
@@ -232,7 +232,7 @@ chapter.glue(
 #
 # In {doc}`block v4 <../block/v4_rotary>` each consumer issues its MMAs, waits for them, and does
 # all the other steps itself. In Blackwell block b1 one thread issues all MMAs and goes on, with two
-# accumulators of each kind, and every other step has a role of its own. Without rotary `turn` is
+# accumulators of each kind, and every other step has a role of its own. Without rotary `rotate` is
 # left out:
 
 # %% tags=["remove-input"]

@@ -347,14 +347,17 @@ chapter.table(
 # Each buffer has two barriers, *full* and *empty*. Fill in one line for each before writing code.
 # For forward v8 ($c = 2$, $n = d = 128$):
 #
-# | barrier | who arrives | arrivals | bytes | who waits | first wait |
-# |:--|:--|--:|--:|:--|:--|
-# | `q_full` | TMA, for the producer | 1 | 16 KiB | its consumer | parity 0, blocks |
-# | `q_empty` | its consumer, after its last S | 128 threads | – | producer | parity 1, passes |
-# | `k_full` | TMA | 1 | 32 KiB | both consumers | parity 0, blocks |
-# | `k_empty` | both consumers, after their S | 256 threads | – | producer | parity 1, passes |
-# | `v_full` | TMA | 1 | 32 KiB | both consumers | parity 0, blocks |
-# | `v_empty` | both consumers, after their P V | 256 threads | – | producer | parity 1, passes |
+# | barrier | who arrives | arrivals | KiB | who waits |
+# |:--|:--|--:|--:|:--|
+# | `q_full` | TMA, for the producer | 1 | 16 | its consumer |
+# | `q_empty` | its consumer, after its last S | 128 | | producer |
+# | `k_full` | TMA | 1 | 32 | both consumers |
+# | `k_empty` | both consumers, after their S | 256 | | producer |
+# | `v_full` | TMA | 1 | 32 | both consumers |
+# | `v_empty` | both consumers, after their P V | 256 | | producer |
+#
+# The first wait for a *full* barrier, with parity 0, blocks; that for an *empty* one, with parity
+# 1, passes.
 #
 # Five questions catch most errors:
 #

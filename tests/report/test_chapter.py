@@ -300,3 +300,10 @@ def test_glue_gives_numbers_and_words(chapter, monkeypatch):
     assert "../" not in given["front"] and 'data-kind="measured"' in given["front"]
     with pytest.raises(ValueError, match="value of 'bad' must be a finite number"):
         chapter.glue(bad=float("nan"))
+
+
+def test_a_bar_in_a_prediction_does_not_end_its_cell(chapter, shown):
+    chapter.predict("The error per |x| is small.", 0.5, most=1.0)
+    chapter.predictions()
+    row = shown[1].data.splitlines()[-2]
+    assert r"per \|x\| is" in row and len(re.findall(r"(?<!\\)\|", row)) == 4

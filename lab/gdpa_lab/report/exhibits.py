@@ -115,9 +115,14 @@ def predicted(slug: str, predictions: Sequence[Prediction]) -> str:
     return "\n".join([
         f"::::{{table}} {caption}", ":class: exhibit predictions",
         f":name: predictions-{slug.replace('/', '-')}", "",
-        *(f"| {' | '.join(' '.join(cell.split()) for cell in row)} |" for row in head + rows),
+        *(f"| {' | '.join(map(_in_a_cell, row))} |" for row in head + rows),
         "::::",
     ])  # fmt: skip
+
+
+def _in_a_cell(text: str) -> str:
+    """Text as a cell of a table holds it: on one line, without an end of the cell."""
+    return " ".join(text.split()).replace("|", r"\|")
 
 
 def _confirmed(predictions: Sequence[Prediction]) -> int:
