@@ -227,7 +227,8 @@ held = {way: least[way, OLD] * allowed[way] for way in rate}  # GB/s if it moves
 # |   between 1.7 and 2.1. A dashed line at the backward bound lies below the backward lines.
 bars["bar"] = bars["direction"] + ", fill " + bars["fill"].astype(str)
 shown = bars.pivot(index="max_seqlen", columns="bar", values="speedup_vs_fa2_jfa")
-chart = charts.lines(shown, xlabel="largest length (tokens)", ylabel="times as fast",
+shown.index //= 1000
+chart = charts.lines(shown, xlabel="largest length (thousand tokens)", ylabel="times as fast",
                      highlight=["backward, fill 0.7"],
                      levels={"what bytes allow, backward": allowed["backward"]})  # fmt: skip
 chapter.figure(chart, data=bars, published="NVIDIA B200, siso2026block, table 6, read from bars")
