@@ -7,6 +7,7 @@ from gdpa_kernels.calling.layers import Tokenwise
 from gdpa_kernels.calling.lengths import Lengths
 from gdpa_kernels.gdpa.api import gdpa
 from gdpa_kernels.gdpa.modules import PFFN, PMA, GDPASelfAttention
+from gdpa_kernels.gdpa.registration import register_activation
 
 __all__ = [
     "PFFN",
@@ -18,5 +19,6 @@ __all__ = [
     "block_attention",
     "gdpa",
     "jagged",
+    "register_activation",
 ]
 __version__ = "0.1.0"

@@ -149,6 +149,16 @@ def scaled(x, factor, offset):
     return x * factor + offset
 
 
+@triton.constexpr_function
+def chosen(name):
+    return scaled if name == "scaled" else None
+
+
+@triton.jit
+def chosen_kernel(out_ptr, NAME: tl.constexpr):
+    tl.store(out_ptr, chosen(NAME)(2, 3, 1))
+
+
 @triton.jit
 def dictionary_kernel(out_ptr):
     options = {"factor": 3, "offset": 1}
@@ -185,6 +195,7 @@ SCALARS = (1, 65536, 2**31, 0.5, None, Pair(3, 4))
         (make_closure(tl.constexpr(7)), (), {"N": 2}, [7] * 4 + [99] * 4),
         (module_kernel, (), {}, [torch.tensor(math.pi).item()]),
         (dictionary_kernel, (), {}, [3, 7]),
+        (chosen_kernel, (), {"NAME": "scaled"}, [7]),
         # A scalar takes any new dimension.
         (scalar_index_kernel, (5,), {}, [0, 1, 99, 99]),
     ),

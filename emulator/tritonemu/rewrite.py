@@ -380,7 +380,7 @@ class Lowering:
         if isinstance(value, JITFunction):
             return self.function(value)
         if isinstance(value, ConstexprFunction):
-            return on_constants(value.fn)
+            return on_constants(value.fn, self.convert)
         if getattr(value, "__triton_aggregate__", False):
             if value not in self._aggregates:
                 self._aggregates[value] = lowered(value, self.convert)
@@ -430,13 +430,16 @@ def map_tuple(function: Callable, values: Any) -> tuple[Any, ...]:
     return type(values)(*items) if hasattr(values, "_fields") else tuple(items)
 
 
-def on_constants(function: Callable) -> Callable:
-    """A function of the compiler's time, which values of the kernel's do not reach."""
+def on_constants(
+    function: Callable, convert: Callable[[Any], Any] = lambda value: value
+) -> Callable:
+    """A function of the compiler's time, which values of the kernel's do not reach; `convert`: its
+    result as the kernel sees it."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if any(isinstance(value, Tile) for value in (*args, *kwargs.values())):
             raise InvalidKernel(f"{function.__name__} needs constants, got runtime values")
-        result = function(*args, **kwargs)
+        result = convert(function(*args, **kwargs))
         return tuple(result) if isinstance(result, list) else result
 
     return call

@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 
 from gdpa_kernels.calling.launch import launch
+from gdpa_kernels.gdpa.own import is_own, own_value
 
 INSTRUCTIONS = {
     "identity": (1, 0),
@@ -123,6 +124,8 @@ def activate(s, scale, NAME: tl.constexpr, APPROX: tl.constexpr):
         y = gelu(s, scale, APPROX)
     elif NAME == "silu":
         y = silu(s, scale, APPROX)
+    elif is_own(NAME):
+        y = own_value(NAME)(s * scale)
     else:
         x = s * scale
         if NAME == "identity":

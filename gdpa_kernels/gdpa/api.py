@@ -22,7 +22,7 @@ from gdpa_kernels.calling.operators import (
 from gdpa_kernels.calling.rung import Rung, capability, dtype_name
 from gdpa_kernels.gdpa import choices
 from gdpa_kernels.gdpa.batch import Batch
-from gdpa_kernels.gdpa.reference import ACTIVATIONS
+from gdpa_kernels.gdpa.registration import check_activation, prove
 
 IMPLS = ladder.impls()
 BACKWARD_IMPLS = ladder.impls(direction="backward")
@@ -80,7 +80,8 @@ def gdpa(
             `Lengths`, the rows of a shared q, or the longest itself, which is read from the offsets
             in each call and waits for the device; not in the capture of a CUDA graph.
         num_kv_heads: num_heads_k of a q that holds all three; None for a third of its heads.
-        activation: a name of `reference.ACTIVATIONS`, or one name per query head.
+        activation: a name of `reference.ACTIVATIONS` or of `register_activation`, or one per query
+            head.
         scale: multiplies Q K^T before the activation; None means head_dim ** -0.5.
         output_scale: multiplies the result after the activation; applied once, to the fp32 sum.
         causal: keep keys at or before the query's position. "upper_left": positions start with
@@ -204,9 +205,12 @@ class Options(NamedTuple):
     resolved: bool = False
 
     def rung(self, direction: str, batch: Batch) -> Rung:
-        """The rung that computes a direction."""
+        """The rung that computes a direction; registered activations are proved for its device."""
         impl = self.impl if direction == "forward" else self.backward_impl
-        return ladder.rung(impl) if self.resolved else resolve(impl, direction, batch)
+        found = ladder.rung(impl) if self.resolved else resolve(impl, direction, batch)
+        if found.requires.capability is not None:
+            prove(batch.activation, batch.device)
+        return found
 
 
 class _Gdpa(torch.autograd.Function):
@@ -369,24 +373,6 @@ _BACKWARD = define(
     _fake_backward,
     _backward_flops,
 )
-
-
-def check_activation(activation: object, num_heads: int) -> tuple[str, ...]:
-    """The names of the activations, one or one for each query head. Raises TypeError or ValueError
-    for anything else."""
-    if isinstance(activation, str) and activation in ACTIVATIONS:
-        return (activation,)
-    names = (activation,) if isinstance(activation, str) else activation
-    if not isinstance(names, tuple | list) or not all(isinstance(name, str) for name in names):
-        raise TypeError(f"activation must be a name or a tuple of names, got {activation!r}")
-    for name in names:
-        if name not in ACTIVATIONS:
-            raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {name!r}")
-    if len(names) != 1 and len(names) != num_heads:
-        raise ValueError(
-            f"activation must be one name or one per query head ({num_heads}), got {len(names)}"
-        )
-    return tuple(names) if len(set(names)) > 1 else tuple(names[:1])
 
 
 def check_causal(causal: object) -> None:

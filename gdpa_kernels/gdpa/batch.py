@@ -10,6 +10,7 @@ import torch
 
 from gdpa_kernels.calling import checks
 from gdpa_kernels.calling.heads import Gradients, Heads
+from gdpa_kernels.gdpa.own import keyed
 
 Schedule = tuple[torch.Tensor, ...]
 """A list of work on a device: what `make_schedule` of a rung returns."""
@@ -93,7 +94,7 @@ class Batch(Heads):
     @property
     def names(self) -> str:
         """The activations as one word for a kernel."""
-        return ",".join(self.activation)
+        return ",".join(map(keyed, self.activation))
 
     def pairs(self) -> int:
         """Pairs of a query and a key that count, of one head. Reads the offsets, which waits for

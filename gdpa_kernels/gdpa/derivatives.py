@@ -41,6 +41,7 @@ from gdpa_kernels.gdpa.activations import (
     tanh_argument,
 )
 from gdpa_kernels.gdpa.masks import mask_transposed
+from gdpa_kernels.gdpa.own import is_own, own_pair
 
 INSTRUCTIONS = {
     "identity": (1, 0),
@@ -113,6 +114,8 @@ def value_and_slope(s, scale, NAME: tl.constexpr, APPROX: tl.constexpr):
         y, slope = gelu_and_slope(s, scale, NAME, APPROX)
     elif NAME == "silu":
         y, slope = silu_and_slope(s, scale, APPROX)
+    elif is_own(NAME):
+        y, slope = own_pair(NAME)(s * scale)
     else:
         x = s * scale
         y = activate(s, scale, NAME, APPROX)

@@ -10,6 +10,7 @@ from gdpa_kernels.calling.jagged import Jagged, Offsets
 from gdpa_kernels.calling.lengths import Lengths
 from gdpa_kernels.gdpa import api
 from gdpa_kernels.gdpa.api import gdpa
+from gdpa_kernels.gdpa.registration import check_activation
 from gdpa_kernels.norms.api import head_norm
 
 Activation = str | tuple[str, ...] | list[str]
@@ -54,7 +55,7 @@ class _Layer(nn.Module):
         checks.check_impl(backward_impl, api.BACKWARD_IMPLS, "backward_impl")
         self.embed_dim, self.head_dim = embed_dim, embed_dim // num_heads
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
-        api.check_activation(activation, num_heads)
+        check_activation(activation, num_heads)
         self.activation = activation if isinstance(activation, str) else tuple(activation)
         self.scale, self.output_scale = scale, output_scale
         api.check_scalars(scale, output_scale, None)
@@ -147,7 +148,7 @@ class GDPASelfAttention(_Layer):
         embed_dim: features of a token.
         num_heads: query heads; must divide embed_dim. head_dim is embed_dim // num_heads.
         num_kv_heads: key and value heads; must divide num_heads. None means num_heads.
-        activation: a name of `reference.ACTIVATIONS`, or one name per query head.
+        activation: a name, as `gdpa` takes it, or one per query head.
         scale: multiplies the scores before the activation; None means head_dim ** -0.5.
         output_scale: multiplies the attention's result, before the output projection.
         causal, window: which pairs of tokens count; as `gdpa`.

@@ -13,10 +13,13 @@ Roles and barriers: none; the library's kernels run one after another.
 Needs: any device PyTorch has, memory for the padded scores twice.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 
 from gdpa_kernels.gdpa.batch import Batch
+from gdpa_kernels.gdpa.own import OWN
 
 C2, C4, C6 = 0.3989422804014327, -0.06649038006690545, 0.009973557010035818  # of the polynomial
 ACTIVATIONS = {
@@ -50,6 +53,10 @@ def unpad(padded: torch.Tensor, cu_seqlens: torch.Tensor, total: int) -> torch.T
     return padded[batch, :, row - cu_seqlens[batch]]
 
 
+def _function(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    return OWN[name].reference if name in OWN else ACTIVATIONS[name]
+
+
 def padded_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -64,9 +71,9 @@ def padded_attention(
     """output_scale * activation(scale q k^T) v on padded [batch, heads, length, dim] tensors."""
     s = q @ k.transpose(-1, -2) * scale
     if len(activation) == 1:
-        p = ACTIVATIONS[activation[0]](s)
+        p = _function(activation[0])(s)
     else:
-        p = torch.stack([ACTIVATIONS[name](s[:, i]) for i, name in enumerate(activation)], dim=1)
+        p = torch.stack([_function(name)(s[:, i]) for i, name in enumerate(activation)], dim=1)
     rows, keys = (torch.arange(length, device=q.device) for length in p.shape[-2:])
     if causal:
         p = p.masked_fill(rows[:, None] < keys, 0)

@@ -1,0 +1,196 @@
+"""Activations of one's own: right in every product, in both directions, or refused in words."""
+
+from functools import partial
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from gdpa_kernels import GDPASelfAttention, gdpa, register_activation
+from gdpa_kernels.calling import ladder
+from gdpa_kernels.calling.launches import launches
+from gdpa_kernels.gdpa import own, registration
+from gdpa_kernels.gdpa.reference import ACTIVATIONS
+from tests.budget import within_budget
+from tests.calls import DEVICE, kernels_run, required
+from tests.gdpa.cases import Case, batch_of, check_gradients, gradients, of_pytorch
+
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+@triton.jit
+def sigmoid(x):
+    return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def sigmoid_and_slope(x):
+    y = sigmoid(x)
+    return y, y * (1.0 - y)
+
+
+@triton.jit
+def elu(x):
+    return tl.where(x > 0, x, tl.exp(x) - 1.0)
+
+
+@triton.jit
+def elu_and_slope(x):
+    return elu(x), tl.where(x > 0, 1.0, tl.exp(x))
+
+
+@triton.jit
+def half_slope(x):
+    return sigmoid(x), 0.5 * sigmoid(x) * (1.0 - sigmoid(x))
+
+
+@triton.jit
+def two_arguments(x, y):
+    return x + y
+
+
+SIGMOID = sigmoid, sigmoid_and_slope, torch.sigmoid
+ELU = elu, elu_and_slope, torch.nn.functional.elu
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch):
+    """Sigmoid and ELU; what a test registers is forgotten after it."""
+    for table in (own.OWN, ACTIVATIONS):
+        for name, value in dict(table).items():
+            monkeypatch.setitem(table, name, value)
+    before = set(own.OWN), set(ACTIVATIONS)
+    register_activation("sigmoid", *SIGMOID)
+    register_activation("elu", *ELU)
+    yield
+    for table, names in zip((own.OWN, ACTIVATIONS), before, strict=True):
+        for name in set(table) - names:
+            del table[name]
+
+
+PRODUCTS = {
+    way: [x for x in ladder.impls(direction=way)[1:] if not ladder.rung(x).is_lesson]
+    for way in ("forward", "backward")
+}
+OPTIONS = {
+    "sigmoid": {"activation": "sigmoid"},
+    "elu": {"activation": "elu"},
+    "per_head": {"activation": ("sigmoid", "gelu_tanh")},
+    "masked": {"activation": "sigmoid", "causal": "upper_left", "window": 20},
+}
+
+
+def case_of(impl: str, options: str) -> Case:
+    """A jagged batch with tails of tiles, of a width and with keys that the kernel takes."""
+    head_dim = 256 if "wide" in impl else 128 if impl.startswith("v5") else 64
+    keys = (100, 1, 0, 70) if "v6_one" in impl else (130, 1, 0, 200)
+    return Case(options, (70, 129, 5, 0), keys, head_dim=head_dim, options=OPTIONS[options])
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("impl", PRODUCTS["forward"])
+def test_forward_products_are_right(impl, options):
+    case = case_of(impl, options)
+
+    def draw(i: int) -> tuple:
+        call = case.arguments(BF16, i)
+        with kernels_run(impl):
+            out = gdpa(**call, impl=impl)
+        return [out], *of_pytorch(batch_of(call))
+
+    within_budget(draw, ["out"], least=8192)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("impl", PRODUCTS["backward"])
+def test_backward_products_are_right(impl, options):
+    check_gradients(partial(gradients, impl), case_of(impl, options), BF16, least=2048)
+
+
+def test_the_definition_is_that_of_autograd():
+    call = required(Case("call", (5, 0, 9), options={"activation": ("elu", "sigmoid")},
+                         head_dim=3).arguments(torch.float64))  # fmt: skip
+    names = "qkv"
+    assert torch.autograd.gradcheck(
+        lambda *given: gdpa(**call | dict(zip(names, given, strict=True))), [call[n] for n in names]
+    )
+
+
+def test_one_compiled_graph_and_the_layers_take_the_name():
+    call = Case("call", (5, 5), options={"activation": "elu"}).arguments(FP32)
+    compiled = torch.compile(gdpa, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(**call, impl="reference"), gdpa(**call, impl="reference"))
+    assert GDPASelfAttention(32, 4, activation=("elu", "silu", "sigmoid", "relu")) is not None
+
+
+def test_two_sources_of_a_name_are_two_kernels(monkeypatch):
+    first = own.keyed("sigmoid")
+    monkeypatch.delitem(own.OWN, "sigmoid")
+    monkeypatch.delitem(ACTIVATIONS, "sigmoid")
+    register_activation("sigmoid", *ELU)
+    assert own.keyed("sigmoid") != first and own.keyed("sigmoid").startswith("sigmoid@")
+    assert own.keyed("gelu") == "gelu"
+
+
+def test_the_same_again_is_fine_and_another_source_is_refused():
+    register_activation("sigmoid", *SIGMOID)
+    with pytest.raises(ValueError, match="name must be new, got 'sigmoid', which is registered"):
+        register_activation("sigmoid", *ELU)
+
+
+def not_finite(x):
+    return 1 / x
+
+
+WRONG = (
+    (TypeError, "name must be a string, got int", (3, *SIGMOID)),
+    (ValueError, "name must be an identifier other than .*gelu.*, got 'gelu'", ("gelu", *SIGMOID)),
+    (ValueError, "name must be an identifier .*, got 'a,b'", ("a,b", *SIGMOID)),
+    (TypeError, "value must be a @triton.jit function of x alone, got <",
+     ("mine", torch.sigmoid, *SIGMOID[1:])),
+    (TypeError, "value_and_slope must be a @triton.jit function of x alone",
+     ("mine", sigmoid, two_arguments, torch.sigmoid)),
+    (TypeError, "reference must be callable, got str", ("mine", *SIGMOID[:2], "sigmoid")),
+    (ValueError, "reference must be finite at 0", ("mine", *SIGMOID[:2], not_finite)),
+    (ValueError, "its derivative must be finite at 0", ("mine", *SIGMOID[:2], torch.sqrt)),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("error, message, given", WRONG)
+def test_what_is_wrong_is_said_when_it_is_registered(error, message, given):
+    with pytest.raises(error, match=message):
+        register_activation(*given)
+    assert "mine" not in ACTIVATIONS
+
+
+FALSE = (
+    ("value", (elu, sigmoid_and_slope, torch.sigmoid)),
+    ("value_and_slope's value", (sigmoid, elu_and_slope, torch.sigmoid)),
+    ("slope", (sigmoid, half_slope, torch.sigmoid)),
+)
+
+
+@pytest.mark.parametrize("impl", ("v1_tiled", "auto"))
+@pytest.mark.parametrize("part, given", FALSE)
+def test_a_function_that_is_not_its_reference_computes_nothing(part, given, impl):
+    register_activation("mine", *given)
+    call = Case("call", (9,), options={"activation": "mine"}).arguments(BF16)
+    says = rf"the {part} of activation 'mine' must be within 0.00098 .* got .* at x = "
+    for _ in range(2):  # it is not taken for proved
+        with kernels_run(), pytest.raises(ValueError, match=says):
+            gdpa(**call, impl=impl)
+
+
+def test_an_unknown_name_is_told_how_to_become_known():
+    call = Case("call", (9,), options={"activation": "mish"}).arguments(BF16)
+    with pytest.raises(ValueError, match="or one that register_activation has made known, got"):
+        gdpa(**call)
+
+
+def test_each_kind_of_device_is_proved_once(monkeypatch):
+    monkeypatch.setattr(registration, "_proved", set())
+    with kernels_run(), launches() as seen:
+        for _ in range(2):
+            registration.prove(("gelu", "sigmoid", "elu"), torch.device(DEVICE))
+    assert [launch.name for launch in seen] == ["prove_kernel"] * 2
