@@ -19,7 +19,7 @@ class Own:
     name: str
     value: triton.JITFunction
     value_and_slope: triton.JITFunction
-    reference: Callable[[torch.Tensor], torch.Tensor]
+    definition: Callable[[torch.Tensor], torch.Tensor]
     digest: str
 
 

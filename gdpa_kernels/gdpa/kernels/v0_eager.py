@@ -54,7 +54,7 @@ def unpad(padded: torch.Tensor, cu_seqlens: torch.Tensor, total: int) -> torch.T
 
 
 def _function(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
-    return OWN[name].reference if name in OWN else ACTIVATIONS[name]
+    return OWN[name].definition if name in OWN else ACTIVATIONS[name]
 
 
 def padded_attention(
