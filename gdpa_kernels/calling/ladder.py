@@ -21,6 +21,7 @@ _WGMMA = Requires(
     capability=(9, 0), only_major=True, head_dim_multiple=8, head_dim_max=128, aligned=True
 )
 
+_EXTRAS = ("causal", "out_dtype", "add_to", "targets")
 _LESSON = dataclasses.replace(_WGMMA, head_dim_multiple=64)
 _TCGEN05 = dataclasses.replace(_WGMMA, capability=(10, 0))
 _PAIRED_LESSON = dataclasses.replace(_TCGEN05, dtypes=("bfloat16",), head_dim_multiple=64)
@@ -36,7 +37,7 @@ REFERENCE = Rung(
     Requires(
         dtypes=(*_ALL_DTYPES, "float64"),
         head_dim_max=2**31 - 1,
-        extras=("causal", "out_dtype", "add_to"),
+        extras=_EXTRAS,
     ),
     directions=DIRECTIONS,
 )
@@ -54,7 +55,7 @@ RUNGS: tuple[Rung, ...] = (
         "one fused kernel",
         "Scores stay in registers; the batch stays jagged.",
         "v0_eager",
-        Requires(capability=(8, 0), dtypes=_ALL_DTYPES, extras=("causal", "out_dtype", "add_to")),
+        Requires(capability=(8, 0), dtypes=_ALL_DTYPES, extras=_EXTRAS),
     ),
     Rung(
         "v2_tma",
@@ -220,7 +221,7 @@ BLOCK_RUNGS: tuple[Rung, ...] = (
         "a rotary role",
         "Rotary of one item is overlapped with the MMAs of another.",
         "v4_rotary",
-        dataclasses.replace(_WGMMA, head_dim_max=256, extras=("out_dtype", "add_to")),
+        dataclasses.replace(_WGMMA, head_dim_max=256),
     ),
 )
 
@@ -254,7 +255,7 @@ BACKWARD_RUNGS: tuple[Rung, ...] = (
         "two fused kernels",
         "One owns keys, the other queries; they read q, k, v and the gradient alone.",
         None,
-        Requires(capability=(8, 0), dtypes=_ALL_DTYPES, extras=("causal",)),
+        Requires(capability=(8, 0), dtypes=_ALL_DTYPES, extras=("causal", "targets")),
     ),
     _backward(
         "v2_fused_backward",

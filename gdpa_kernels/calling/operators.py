@@ -48,7 +48,7 @@ def define(
         from torch.utils.flop_counter import register_flop_formula
 
         register_flop_formula(packet, get_raw=True)(
-            lambda *arguments, out_val, **_: flops(*arguments)
+            lambda *arguments, out_val, **tensors: flops(*arguments, **tensors)
         )
     return packet.default
 

@@ -23,6 +23,7 @@ from gdpa_kernels.calling.rung import Rung, capability, dtype_name
 from gdpa_kernels.gdpa import choices
 from gdpa_kernels.gdpa.batch import Batch
 from gdpa_kernels.gdpa.registration import check_activation, prove
+from gdpa_kernels.gdpa.targets import check_targets, segments_of_call
 
 IMPLS = ladder.impls()
 BACKWARD_IMPLS = ladder.impls(direction="backward")
@@ -50,6 +51,11 @@ def gdpa(
     out_dtype: torch.dtype | None = None,
     add_to: torch.Tensor | None = None,
     dropout_p: float = 0.0,
+    num_targets: torch.Tensor | None = None,
+    target_group_size: int = 1,
+    num_contexts: torch.Tensor | int | None = None,
+    full_rows: int = 0,
+    target_ranks: str = "shared",
 ) -> torch.Tensor:
     """Generalized dot-product attention on a jagged batch; differentiable.
 
@@ -111,6 +117,18 @@ def gdpa(
             (fp64) before the rounding. Attention over [A; B] is `gdpa` over B added to that over A:
             nothing is normalised. Its gradient is the result's. Taken where out_dtype is.
         dropout_p: 0.0; anything else is refused, and the error says what to do in its place.
+        num_targets: int32 `[batch]`: so many last tokens of each sequence are candidates, which see
+            the history and the members of their own group up to themselves, and which nothing of
+            the history sees. With `causal`; queries are all of their sequence's tokens, or with
+            "lower_right" its last ones. Of the kernels only the v1 take it and the next four.
+        target_group_size: targets of a group, counted from the first.
+        num_contexts: int32 `[batch]`, or one integer for all (less where a sequence is shorter): so
+            many first tokens see all of the history, and later tokens see them.
+        full_rows: the last tokens of the history that `window` does not limit, nor the targets;
+            min_full_attn_seq_len of generative-recommenders.
+        target_ranks: how a window counts targets. "shared": all stand right after the history, as
+            in generative-recommenders. "own": at their positions, as in recsys-examples and FBGEMM.
+            Contexts stand right before the history in both. Without a window both are the same.
 
     Returns:
         `[total_q, num_heads_q, head_dim]` of v's head_dim, or `[batch * max_seqlen_q, ...]` with a
@@ -138,6 +156,9 @@ def gdpa(
     names = check_activation(activation, q.shape[1])
     check_scalars(scale, output_scale, window)
     check_causal(causal)
+    check_targets(
+        num_targets, num_contexts, target_group_size, full_rows, target_ranks, causal, window
+    )
     checks.check_bool(precise=precise, validate=validate)
     checks.check_impl(impl, IMPLS)
     checks.check_impl(backward_impl, BACKWARD_IMPLS, "backward_impl")
@@ -153,17 +174,20 @@ def gdpa(
     lower_right = causal == "lower_right" and given[0] is not given[1]
     if causal is True and validate and checks.is_readable(cu_seqlens_k):
         _check_alignment(given, cu_seqlens_q, cu_seqlens_k, q.shape[0])
+    counted = segments_of_call(
+        num_targets, num_contexts, full_rows, cu_seqlens_q, cu_seqlens_k, lower_right, validate
+    )
     rows = q.shape[0] * (1 if cu_seqlens_q is not None else cu_seqlens_k.shape[0] - 1)
     head_dim, width = (head_dim, width) if width else (q.shape[2], q.shape[2])
     out_dtype = _check_sum(q, (rows, q.shape[1], width), out_dtype, add_to)
     if add_to is not None and width < q.shape[2]:
         add_to = F.pad(add_to, (0, q.shape[2] - width))
-    tensors = distinct(*held, cu_seqlens_q, cu_seqlens_k, add_to)
+    tensors = distinct(*held, cu_seqlens_q, cu_seqlens_k, add_to, counted)
     scale = head_dim**-0.5 if scale is None else float(scale)
     options = Options(
         num_kv_heads, max_seqlen_q, max_seqlen_k, ",".join(names), scale, float(output_scale),
         causal is not False, window, precise, impl, backward_impl, lower_right,
-        out_dtype,
+        out_dtype, target_group_size, full_rows, target_ranks == "own",
     )  # fmt: skip
     out = _Gdpa.apply(None if checks.is_fake(q) else _shared(given), *tensors, options)
     return out if width == q.shape[2] else out[..., :width].contiguous()
@@ -202,6 +226,9 @@ class Options(NamedTuple):
     backward_impl: str
     lower_right: bool = False
     out_dtype: torch.dtype | None = None
+    target_group_size: Size = 1
+    full_rows: Size = 0
+    own_ranks: bool = False
     resolved: bool = False
 
     def rung(self, direction: str, batch: Batch) -> Rung:
@@ -217,32 +244,33 @@ class _Gdpa(torch.autograd.Function):
     """The operators of both directions as one differentiable function."""
 
     @staticmethod
-    def forward(ctx, lengths, q, k, v, cu_seqlens_q, cu_seqlens_k, add_to, options):
-        ctx.save_for_backward(q, k, v, cu_seqlens_q, cu_seqlens_k)
+    def forward(ctx, lengths, q, k, v, cu_seqlens_q, cu_seqlens_k, add_to, segments, options):
+        ctx.save_for_backward(q, k, v, cu_seqlens_q, cu_seqlens_k, segments)
         ctx.set_materialize_grads(False)
         ctx.lengths, ctx.options, schedule = lengths, options, []
         tensors = q, k, v, cu_seqlens_q, cu_seqlens_k
         if lengths is not None:
-            rung, schedule = _planned("forward", lengths, tensors, options, add_to)
+            rung, schedule = _planned("forward", lengths, tensors, options, add_to, segments)
             options = options._replace(impl=rung.impl, resolved=True)
         ctx.add_dtype = None if add_to is None else add_to.dtype
-        return _FORWARD(*tensors, schedule, *options, add_to=add_to)
+        return _FORWARD(*tensors, schedule, *options, add_to=add_to, segments=segments)
 
     @staticmethod
     def backward(ctx, grad_out):
         if grad_out is None:
-            return (None,) * 8
+            return (None,) * 9
         options, needs, schedule = ctx.options, ctx.needs_input_grad[1:4], []
-        saved = ctx.saved_tensors  # read once: activation checkpointing allows no more
+        *saved, segments = ctx.saved_tensors  # read once: checkpointing allows no more
         if ctx.lengths is not None:
-            rung, schedule = _planned("backward", ctx.lengths, saved, options)
+            rung, schedule = _planned("backward", ctx.lengths, saved, options, None, segments)
             options = options._replace(backward_impl=rung.impl, resolved=True)
         tensors = grad_out.to(saved[0].dtype), *saved
         with torch.no_grad():
-            gradients = needed(_BACKWARD(*tensors, schedule, *needs, *options), needs)
+            gradients = _BACKWARD(*tensors, schedule, *needs, *options, segments=segments)
+            gradients = needed(gradients, needs)
             added = grad_out.to(ctx.add_dtype) if ctx.needs_input_grad[6] else None
         dq, dk, dv, added = final("gdpa", (*gradients, added), (grad_out, *saved[:3]))
-        return None, dq, dk, dv, None, None, added, None
+        return None, dq, dk, dv, None, None, added, None, None
 
 
 def _of_one_width(q: object, k: object, v: object) -> tuple[tuple, int, int]:
@@ -269,11 +297,11 @@ def _shared(given: tuple) -> tuple[Lengths | None, Lengths] | None:
 
 def _planned(
     direction: str, lengths: tuple[Lengths | None, Lengths], tensors: tuple, options: Options,
-    add_to: torch.Tensor | None = None,
+    add_to: torch.Tensor | None = None, segments: torch.Tensor | None = None,
 ) -> tuple[Rung, list[torch.Tensor]]:  # fmt: skip
     """The rung of a direction and its work list, which is made once for these lengths."""
     out_dtype = options.out_dtype if direction == "forward" else None
-    batch = _batch(*tensors, options, out_dtype=out_dtype, add_to=add_to)
+    batch = _batch(*tensors, options, out_dtype=out_dtype, add_to=add_to, segments=segments)
     rung = options.rung(direction, batch)
     config = rung.config(batch, direction)
     sizes = batch.num_heads, batch.num_heads_k, batch.max_seqlen_q, batch.max_seqlen_k
@@ -289,23 +317,27 @@ def _batch(q, k, v, cu_seqlens_q, cu_seqlens_k, options: Options, **more) -> Bat
         *packed.unpack(q, k, v, options.num_kv_heads), cu_seqlens_q, cu_seqlens_k,
         options.max_seqlen_q, options.max_seqlen_k, tuple(options.activation.split(",")),
         options.scale, options.output_scale, causal, options.window, options.precise,
-        **more,
+        target_group_size=options.target_group_size, full_rows=options.full_rows,
+        own_ranks=options.own_ranks, **more,
     )  # fmt: skip
 
 
-def _forward(q, k, v, cu_seqlens_q, cu_seqlens_k, schedule, *options, add_to=None) -> torch.Tensor:
+def _forward(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, schedule, *options, add_to=None, segments=None
+) -> torch.Tensor:
     options = Options(*options)
     tensors = q, k, v, cu_seqlens_q, cu_seqlens_k
-    batch = _batch(*tensors, options, out_dtype=options.out_dtype, add_to=add_to)
+    more = {"out_dtype": options.out_dtype, "add_to": add_to, "segments": segments}
+    batch = _batch(*tensors, options, **more)
     rung = options.rung("forward", batch)
     if options.backward_impl != "auto":  # an explicit one that cannot take the call says so here
-        resolve(options.backward_impl, "backward", _batch(*tensors, options))
+        resolve(options.backward_impl, "backward", _batch(*tensors, options, segments=segments))
     given = {"schedule": tuple(schedule)} if schedule else {}
     with checks.without_autocast(q):  # the definition is made of operators that it would change
         return rung.module().forward(batch, **given).contiguous()
 
 
-def _fake_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, schedule, *options, add_to=None):
+def _fake_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, schedule, *options, **_):
     options = Options(*options)
     q, _, _ = packed.unpack(q, k, v, options.num_kv_heads)
     rows = q.shape[0] if cu_seqlens_q is not None else (cu_seqlens_k.shape[0] - 1) * q.shape[0]
@@ -313,12 +345,14 @@ def _fake_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, schedule, *options, add_t
 
 
 def _backward(
-    grad_out, q, k, v, cu_seqlens_q, cu_seqlens_k, schedule, need_q, need_k, need_v, *options
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    grad_out, q, k, v, cu_seqlens_q, cu_seqlens_k, schedule, need_q, need_k, need_v, *options,
+    segments=None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     needs, options = (need_q, need_k, need_v), Options(*options)
 
     def backward(places, needs):
-        batch = _batch(q, k, v, cu_seqlens_q, cu_seqlens_k, options, gradients=places)
+        more = {"gradients": places, "segments": segments}
+        batch = _batch(q, k, v, cu_seqlens_q, cu_seqlens_k, options, **more)
         rung = options.rung("backward", batch)
         given = {"schedule": tuple(schedule)} if schedule else {}
         if rung.takes("backward", "needs"):
@@ -331,28 +365,32 @@ def _backward(
 
 
 def _fake_backward(
-    grad_out, q, k, v, cu_seqlens_q, cu_seqlens_k, schedule, need_q, need_k, need_v, *options
+    grad_out, q, k, v, cu_seqlens_q, cu_seqlens_k, schedule, need_q, need_k, need_v, *options, **_
 ):
     gradients = needed((q, k, v), (need_q, need_k, need_v))
     return tuple(q.new_empty(0 if x is None else x.shape) for x in gradients)
 
 
-def _matmul_flops(q, k, v, cu_seqlens_q, cu_seqlens_k, options) -> int:
+def _matmul_flops(q, k, v, cu_seqlens_q, cu_seqlens_k, options, segments) -> int:
     """FLOPs of one matmul of a call, of pairs that count."""
-    batch = _batch(q, k, v, cu_seqlens_q, cu_seqlens_k, options)
+    batch = _batch(q, k, v, cu_seqlens_q, cu_seqlens_k, options, segments=segments)
     return 2 * batch.num_heads * batch.head_dim * batch.pairs()
 
 
-def _forward_flops(q, k, v, cu_seqlens_q, cu_seqlens_k, schedule, *options) -> int:
-    return 2 * _matmul_flops(q, k, v, cu_seqlens_q, cu_seqlens_k, Options(*options))
+def _forward_flops(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, schedule, *options, add_to=None, segments=None
+) -> int:
+    return 2 * _matmul_flops(q, k, v, cu_seqlens_q, cu_seqlens_k, Options(*options), segments)
 
 
 def _backward_flops(
-    grad_out, q, k, v, cu_seqlens_q, cu_seqlens_k, schedule, need_q, need_k, need_v, *options
-) -> int:
+    grad_out, q, k, v, cu_seqlens_q, cu_seqlens_k, schedule, need_q, need_k, need_v, *options,
+    segments=None,
+) -> int:  # fmt: skip
     need_q, need_k, need_v = packed.needs_of_parts(k, v, (need_q, need_k, need_v))
     matmuls = 1 + (need_q or need_k) + need_q + need_k + need_v  # S, dP, dQ, dK, dV
-    return matmuls * _matmul_flops(q, k, v, cu_seqlens_q, cu_seqlens_k, Options(*options))
+    tensors = q, k, v, cu_seqlens_q, cu_seqlens_k
+    return matmuls * _matmul_flops(*tensors, Options(*options), segments)
 
 
 _TENSORS = (
@@ -360,15 +398,15 @@ _TENSORS = (
 )
 _FORWARD = define(
     "gdpa_forward",
-    f"({_TENSORS}, {schema(Options)}, *, Tensor? add_to=None) -> Tensor",
+    f"({_TENSORS}, {schema(Options)}, *, Tensor? add_to=None, Tensor? segments=None) -> Tensor",
     _forward,
     _fake_forward,
     _forward_flops,
 )
 _BACKWARD = define(
     "gdpa_backward",
-    f"(Tensor grad_out, {_TENSORS}, bool need_q, bool need_k, bool need_v, {schema(Options)}) "
-    "-> (Tensor, Tensor, Tensor)",
+    f"(Tensor grad_out, {_TENSORS}, bool need_q, bool need_k, bool need_v, {schema(Options)}, "
+    "*, Tensor? segments=None) -> (Tensor, Tensor, Tensor)",
     _backward,
     _fake_backward,
     _backward_flops,

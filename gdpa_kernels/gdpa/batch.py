@@ -10,6 +10,7 @@ import torch
 
 from gdpa_kernels.calling import checks
 from gdpa_kernels.calling.heads import Gradients, Heads
+from gdpa_kernels.gdpa import targets
 from gdpa_kernels.gdpa.own import keyed
 
 Schedule = tuple[torch.Tensor, ...]
@@ -26,7 +27,8 @@ class Batch(Heads):
     `causal`: False, True or "upper_left", which becomes True, or "lower_right"; `precise`: not in
     packed arithmetic; `gradients`: where dq, dk and dv are to be written, of any strides, None for
     memory of their own; `out_dtype`: of the output, None for q's; `add_to`: of the output's shape,
-    what the sum starts from.
+    what the sum starts from; `segments`: int32 `[sequences, 2]`, targets and contexts of each
+    sequence (targets.py), to which target_group_size, full_rows and own_ranks belong.
     """
 
     q: torch.Tensor
@@ -45,6 +47,10 @@ class Batch(Heads):
     gradients: Gradients = (None, None, None)
     out_dtype: torch.dtype | None = None
     add_to: torch.Tensor | None = None
+    segments: torch.Tensor | None = None
+    target_group_size: int = 1
+    full_rows: int = 0
+    own_ranks: bool = False
 
     def __post_init__(self) -> None:
         if self.causal == "upper_left":
@@ -89,7 +95,19 @@ class Batch(Heads):
             found["out_dtype"] = f"out_dtype None or {self.dtype}, got {self.out_dtype}"
         if self.add_to is not None:
             found["add_to"] = f"add_to None, got a tensor of shape {list(self.add_to.shape)}"
+        if self.segments is not None:
+            found["targets"] = "num_targets and num_contexts None and full_rows 0, got one of them"
         return found
+
+    @property
+    def segment_options(self) -> dict[str, object]:
+        """What the plain kernels take of contexts and targets."""
+        if self.segments is None:
+            return {}
+        return {
+            "segments_ptr": self.segments, "TARGET_GROUP": self.target_group_size,
+            "FULL_ROWS": self.full_rows, "OWN_RANKS": self.own_ranks,
+        }  # fmt: skip
 
     @property
     def names(self) -> str:
@@ -102,6 +120,8 @@ class Batch(Heads):
         greatest lengths counts."""
         if not checks.is_readable(self.cu_seqlens_k):
             return self.sequences * self.max_seqlen_q * self.max_seqlen_k
+        if self.segments is not None:
+            return targets.pairs(self)
         keys = np.diff(self.cu_seqlens_k.tolist())
         rows = np.full_like(keys, self.max_seqlen_q)
         if not self.shared_q:

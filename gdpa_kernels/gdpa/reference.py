@@ -30,6 +30,8 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
+from gdpa_kernels.gdpa import targets
+
 if TYPE_CHECKING:
     from gdpa_kernels.gdpa.batch import Batch
 
@@ -124,6 +126,17 @@ def visible(
     return keep
 
 
+def _counts(batch: Batch, sequence: int, len_q: int, len_k: int) -> torch.Tensor:
+    """Which pairs of a sequence of the batch count, bool [len_q, len_k]."""
+    device = batch.q.device
+    if batch.segments is None:
+        return visible(len_q, len_k, causal=batch.causal, window=batch.window, device=device)
+    i = torch.arange(len_k - len_q, len_k, device=device)[:, None]
+    j = torch.arange(len_k, device=device)[None]
+    num_targets, num_contexts = batch.segments[sequence].tolist()
+    return targets.visible(i, j, num_targets, num_contexts, len_k, batch)
+
+
 def activate_heads(scores: torch.Tensor, activation: tuple[str, ...]) -> torch.Tensor:
     """Apply one activation, or one per head, to scores whose head dimension is the third from
     last."""
@@ -183,9 +196,7 @@ def forward_in_dtype(batch: Batch) -> torch.Tensor:
         v_b = v[keys].transpose(0, 1).repeat_interleave(batch.group, dim=0)
         p = activate_heads(q_b @ k_b.transpose(1, 2) * batch.scale, batch.activation)
         if batch.masked:
-            keep = visible(
-                p.shape[1], p.shape[2], causal=batch.causal, window=batch.window, device=p.device
-            )
+            keep = _counts(batch, i, p.shape[1], p.shape[2])
             p = p.masked_fill(~keep, 0)
         outputs.append((p @ v_b * batch.output_scale).transpose(0, 1))
     return torch.cat(outputs) if outputs else q.new_empty(0, *q.shape[1:])
@@ -209,9 +220,7 @@ def backward_in_dtype(
         scores = q_b @ k_b.transpose(1, 2) * batch.scale
         p, slope = activate_heads(scores, batch.activation), derive_heads(scores, batch.activation)
         if batch.masked:
-            keep = visible(
-                p.shape[1], p.shape[2], causal=batch.causal, window=batch.window, device=p.device
-            )
+            keep = _counts(batch, i, p.shape[1], p.shape[2])
             p, slope = p.masked_fill(~keep, 0), slope.masked_fill(~keep, 0)
         ds = slope * (grad_b @ v_b.transpose(1, 2))
         heads = (batch.num_heads_k, group, -1, q.shape[2])

@@ -35,6 +35,7 @@ from gdpa_kernels.device.sequences import sequence
 from gdpa_kernels.gdpa.activations import activate_per_head
 from gdpa_kernels.gdpa.batch import Batch
 from gdpa_kernels.gdpa.masks import key_range, mask_probabilities
+from gdpa_kernels.gdpa.segments import counts, key_stretches, place, segments_of
 
 
 @dataclass(frozen=True)
@@ -84,13 +85,14 @@ def tiled_kernel(
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     ACTIVATION: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    LOWER_RIGHT: tl.constexpr = False, add_ptr=None,
+    LOWER_RIGHT: tl.constexpr = False, add_ptr=None, segments_ptr=None,
+    TARGET_GROUP: tl.constexpr = 1, FULL_ROWS: tl.constexpr = 0, OWN_RANKS: tl.constexpr = False,
 ):  # fmt: skip
     """output_scale * activation(scale * Q K^T) V for BLOCK_M rows of one (sequence, head).
 
     Strides are (token, head, dim), in elements. cu_seqlens_q_ptr None: one q for all sequences.
     LOWER_RIGHT: positions end with their sequence. add_ptr: what is added before the result is
-    rounded, with OUT_STRIDES; None for nothing.
+    rounded, with OUT_STRIDES; None for nothing. segments_ptr: targets and contexts (segments.py).
     """
     blocks = tl.cdiv(max_seqlen_q, BLOCK_M)
     pid = tl.program_id(0)
@@ -118,13 +120,27 @@ def tiled_kernel(
     position = first_row
     if LOWER_RIGHT:
         position += len_k - len_q
-    start, end = key_range(position, len_k, BLOCK_M, BLOCK_N, CAUSAL, WINDOW)
+    if segments_ptr is None:
+        start, end = key_range(position, len_k, BLOCK_M, BLOCK_N, CAUSAL, WINDOW)
+    else:
+        contexts, history = segments_of(segments_ptr, batch, len_k)
+        start, end, first, second = key_stretches(
+            position, BLOCK_M, len_k, contexts, history, BLOCK_N, TARGET_GROUP
+        )
     for first_key in tl.range(start, end, BLOCK_N):
+        if segments_ptr is not None:
+            first_key = place(first_key, first, second)
         k_ptrs, mask = tile(k_ptr, first_key, len_k, BLOCK_N, K_STRIDES, HEAD_DIM, BLOCK_D)
         k = tl.load(k_ptrs, mask=mask, other=0.0)
         s = tl.dot(q, k.T, input_precision=PRECISION)
         p = activate_per_head(s, scale, head, ACTIVATION, not EXACT)
-        p = mask_probabilities(p, position, first_key, CAUSAL, WINDOW)
+        if segments_ptr is None:
+            p = mask_probabilities(p, position, first_key, CAUSAL, WINDOW)
+        else:
+            i = position + tl.arange(0, BLOCK_M)[:, None]
+            j = first_key + tl.arange(0, BLOCK_N)[None, :]
+            seen = counts(i, j, contexts, history, WINDOW, TARGET_GROUP, FULL_ROWS, OWN_RANKS)
+            p = tl.where(seen, p, 0.0)
         v_ptrs, mask = tile(v_ptr, first_key, len_k, BLOCK_N, V_STRIDES, HEAD_DIM, BLOCK_D)
         v = tl.load(v_ptrs, mask=mask, other=0.0)
         acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
@@ -156,6 +172,7 @@ def forward(batch: Batch, *, config: Config | None = None) -> torch.Tensor:
         BLOCK_D=max(16, triton.next_power_of_2(batch.head_dim)),
         LOWER_RIGHT=batch.lower_right,
         add_ptr=None if batch.add_to is None else batch.add_to.contiguous(),
+        **batch.segment_options,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     return out

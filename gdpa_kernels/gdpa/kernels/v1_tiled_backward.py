@@ -35,6 +35,7 @@ from gdpa_kernels.device.sequences import sequence
 from gdpa_kernels.gdpa.batch import Batch
 from gdpa_kernels.gdpa.derivatives import value_and_slope_per_head
 from gdpa_kernels.gdpa.masks import key_range, mask_probabilities, mask_transposed, row_range
+from gdpa_kernels.gdpa.segments import counts, key_stretches, place, row_stretches, segments_of
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,8 @@ def keys_kernel(
     NUM_HEADS_K: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     ACTIVATION: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    LOWER_RIGHT: tl.constexpr = False,
+    LOWER_RIGHT: tl.constexpr = False, segments_ptr=None, TARGET_GROUP: tl.constexpr = 1,
+    FULL_ROWS: tl.constexpr = 0, OWN_RANKS: tl.constexpr = False,
 ):  # fmt: skip
     """dK and dV of BLOCK_N keys of one (sequence, key head)."""
     blocks = tl.cdiv(max_seqlen_k, BLOCK_N)
@@ -139,20 +141,34 @@ def keys_kernel(
     first = first_key
     if LOWER_RIGHT:
         first = tl.maximum(first_key - (len_k - len_q), 0)
-    start, end = row_range(first, len_q, BLOCK_M, BLOCK_N, CAUSAL, WINDOW)
+    if segments_ptr is None:
+        start, end = row_range(first, len_q, BLOCK_M, BLOCK_N, CAUSAL, WINDOW)
+    else:
+        contexts, history = segments_of(segments_ptr, batch, len_k)
+        start, end, contexts_end, second = row_stretches(
+            first_key, BLOCK_N, len_q, len_k, contexts, history, BLOCK_M, TARGET_GROUP
+        )
     for member in range(GROUP):
         head = head_k * GROUP + member
         q_rows = rows_of(q_ptr, start_q, head, Q_STRIDES)
         grad_rows = rows_of(grad_ptr, start_out, head, GRAD_STRIDES)
         for first_row in tl.range(start, end, BLOCK_M):
+            if segments_ptr is not None:
+                first_row = place(first_row, contexts_end, second)
             q = load_tile(q_rows, first_row, len_q, BLOCK_M, Q_STRIDES, HEAD_DIM, BLOCK_D)
             s = tl.dot(k, q.T, input_precision=PRECISION)
             p, slope = value_and_slope_per_head(s, scale, head, ACTIVATION, not EXACT)
             position = first_row
             if LOWER_RIGHT:
                 position += len_k - len_q
-            p = mask_transposed(p, position, first_key, CAUSAL, WINDOW)
-            slope = mask_transposed(slope, position, first_key, CAUSAL, WINDOW)
+            if segments_ptr is None:
+                p = mask_transposed(p, position, first_key, CAUSAL, WINDOW)
+                slope = mask_transposed(slope, position, first_key, CAUSAL, WINDOW)
+            else:
+                i = position + tl.arange(0, BLOCK_M)[None, :]
+                j = first_key + tl.arange(0, BLOCK_N)[:, None]
+                seen = counts(i, j, contexts, history, WINDOW, TARGET_GROUP, FULL_ROWS, OWN_RANKS)
+                p, slope = tl.where(seen, p, 0.0), tl.where(seen, slope, 0.0)
             grad = load_tile(grad_rows, first_row, len_q, BLOCK_M, GRAD_STRIDES, HEAD_DIM, BLOCK_D)
             dv = tl.dot(p.to(grad.dtype), grad, dv, input_precision=PRECISION)
             dp = tl.dot(v, grad.T, input_precision=PRECISION)
@@ -179,7 +195,8 @@ def queries_kernel(
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     ACTIVATION: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    LOWER_RIGHT: tl.constexpr = False,
+    LOWER_RIGHT: tl.constexpr = False, segments_ptr=None, TARGET_GROUP: tl.constexpr = 1,
+    FULL_ROWS: tl.constexpr = 0, OWN_RANKS: tl.constexpr = False,
 ):  # fmt: skip
     """dQ of BLOCK_M queries of one (sequence, head), where the rows of the output are."""
     blocks = tl.cdiv(max_seqlen_q, BLOCK_M)
@@ -209,12 +226,26 @@ def queries_kernel(
     position = first_row
     if LOWER_RIGHT:
         position += len_k - len_q
-    start, end = key_range(position, len_k, BLOCK_M, BLOCK_N, CAUSAL, WINDOW)
+    if segments_ptr is None:
+        start, end = key_range(position, len_k, BLOCK_M, BLOCK_N, CAUSAL, WINDOW)
+    else:
+        contexts, history = segments_of(segments_ptr, batch, len_k)
+        start, end, first, second = key_stretches(
+            position, BLOCK_M, len_k, contexts, history, BLOCK_N, TARGET_GROUP
+        )
     for first_key in tl.range(start, end, BLOCK_N):
+        if segments_ptr is not None:
+            first_key = place(first_key, first, second)
         k = load_tile(k_rows, first_key, len_k, BLOCK_N, K_STRIDES, HEAD_DIM, BLOCK_D)
         s = tl.dot(q, k.T, input_precision=PRECISION)
         _, slope = value_and_slope_per_head(s, scale, head, ACTIVATION, not EXACT)
-        slope = mask_probabilities(slope, position, first_key, CAUSAL, WINDOW)
+        if segments_ptr is None:
+            slope = mask_probabilities(slope, position, first_key, CAUSAL, WINDOW)
+        else:
+            i = position + tl.arange(0, BLOCK_M)[:, None]
+            j = first_key + tl.arange(0, BLOCK_N)[None, :]
+            seen = counts(i, j, contexts, history, WINDOW, TARGET_GROUP, FULL_ROWS, OWN_RANKS)
+            slope = tl.where(seen, slope, 0.0)
         v = load_tile(v_rows, first_key, len_k, BLOCK_N, V_STRIDES, HEAD_DIM, BLOCK_D)
         dp = tl.dot(grad, v.T, input_precision=PRECISION)
         dq = tl.dot((slope * dp).to(k.dtype), k, dq, input_precision=PRECISION)
@@ -244,7 +275,7 @@ def backward(
         "GRAD_STRIDES": grad_out.stride(), "Q_STRIDES": q.stride(), "K_STRIDES": k.stride(),
         "V_STRIDES": v.stride(), "GROUP": batch.group, "HEAD_DIM": batch.head_dim,
         "ACTIVATION": batch.names, "CAUSAL": bool(batch.causal), "WINDOW": batch.window,
-        "LOWER_RIGHT": batch.lower_right,
+        "LOWER_RIGHT": batch.lower_right, **batch.segment_options,
         "BLOCK_D": max(16, triton.next_power_of_2(batch.head_dim)),
     }  # fmt: skip
     dq = dk = dv = None

@@ -1,0 +1,88 @@
+"""Which pairs count where a sequence is [contexts | history | targets], for the plain kernels.
+
+Positions count from the start of the sequence, of queries too (`causal` "lower_right"). Contexts
+see all but targets, history what is at or before it, targets all but other groups' targets. A
+window limits the distance of ranks: a context has rank 0, the history counts on from there, and
+targets share the rank after it, or with OWN_RANKS count on. FULL_ROWS: the last ranks of the
+history and those of targets, which no window limits.
+
+A block of rows sees two stretches of keys: those of the history, and those of its targets' groups;
+a block of keys is seen by two stretches of rows. `place` walks over both as one loop.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def segments_of(segments_ptr, batch, len_k):
+    """(contexts, where the history ends) of a sequence; segments_ptr: int32 [sequences, 2]."""
+    targets = tl.load(segments_ptr + 2 * batch)
+    return tl.load(segments_ptr + 2 * batch + 1), len_k - targets
+
+
+@triton.jit
+def place(at, first, second):
+    """Where step `at` of a walk lies: before `first` at itself, then from `second` on."""
+    return tl.where(at < first, at, at - first + second)
+
+
+@triton.jit
+def key_stretches(
+    position, rows, len_k, contexts, history,
+    BLOCK_N: tl.constexpr, TARGET_GROUP: tl.constexpr,
+):  # fmt: skip
+    """(start, end, first, second) of the walk over keys that `rows` rows from `position` on see."""
+    end = tl.minimum(position + rows, len_k)
+    seen = tl.where(position < contexts, history, tl.minimum(end, history))
+    first = tl.cdiv(seen, BLOCK_N) * BLOCK_N
+    target = tl.maximum(position, history) - history
+    second = (history + target // TARGET_GROUP * TARGET_GROUP) // BLOCK_N * BLOCK_N
+    second = tl.maximum(second, first)
+    more = tl.where(end > history, tl.maximum(tl.cdiv(end - second, BLOCK_N), 0), 0) * BLOCK_N
+    return 0, first + more, first, second
+
+
+@triton.jit
+def row_stretches(
+    first_key, keys, len_q, len_k, contexts, history,
+    BLOCK_M: tl.constexpr, TARGET_GROUP: tl.constexpr,
+):  # fmt: skip
+    """(start, end, first, second) of the walk over rows that see any of `keys` keys."""
+    shift = len_k - len_q
+    first = 0
+    end = len_q
+    if first_key < history:
+        first = tl.cdiv(tl.maximum(tl.minimum(contexts - shift, len_q), 0), BLOCK_M) * BLOCK_M
+    else:
+        last = (tl.minimum(first_key + keys, len_k) - 1 - history) // TARGET_GROUP + 1
+        end = tl.minimum(len_q, history + last * TARGET_GROUP - shift)
+    second = tl.maximum(tl.maximum(first_key - shift, 0) // BLOCK_M * BLOCK_M, first)
+    more = tl.maximum(tl.cdiv(end - second, BLOCK_M), 0) * BLOCK_M
+    return 0, first + more, first, second
+
+
+@triton.jit
+def rank(at, contexts, history, OWN_RANKS: tl.constexpr):
+    """What a window counts of positions."""
+    if not OWN_RANKS:
+        at = tl.minimum(at, history)
+    return tl.where(contexts > 0, tl.maximum(at - contexts + 1, 0), at)
+
+
+@triton.jit
+def counts(
+    i, j, contexts, history,
+    WINDOW: tl.constexpr, TARGET_GROUP: tl.constexpr, FULL_ROWS: tl.constexpr,
+    OWN_RANKS: tl.constexpr,
+):  # fmt: skip
+    """Whether query i sees key j; of any two shapes that go together."""
+    same = (i - history) // TARGET_GROUP == (j - history) // TARGET_GROUP
+    seen = (j <= i) & ((j < history) | same)
+    if WINDOW is not None:
+        mine = rank(i, contexts, history, OWN_RANKS)
+        near = mine - rank(j, contexts, history, OWN_RANKS) <= WINDOW
+        if FULL_ROWS > 0:
+            near = near | (mine >= rank(history, contexts, history, False) - FULL_ROWS)
+        seen = seen & near
+    return seen | ((i < contexts) & (j < history))

@@ -1,0 +1,224 @@
+"""Contexts, history and targets: as the public definitions state them, in every kernel that takes
+them."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+from gdpa_kernels import gdpa
+from gdpa_kernels.calling.lengths import Lengths
+from gdpa_kernels.gdpa import api, reference, targets
+from gdpa_kernels.gdpa.batch import Batch
+from gdpa_lab.measuring.inputs import cu_seqlens
+from tests.budget import within_budget
+from tests.calls import DEVICE, full_of_nan, kernels_run, required
+from tests.gdpa.cases import Case, batch_of, of_pytorch
+
+BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
+
+
+def meta(i, j, n, m, c, window, full):
+    """Whether i sees j in generative-recommenders: ranks, shared by all targets."""
+    h = n - m
+    rank = (lambda x: max(min(x, h) - c + 1, 0)) if c else (lambda x: min(x, h))
+    top, mine, theirs = rank(h), rank(i), rank(j)
+    near = window is None or mine - theirs <= window or (full > 0 and mine >= top - full)
+    return i == j or (mine > theirs and near) or (c > 0 and mine == 0 and theirs < top)
+
+
+def nvidia(i, j, n, m, c, window, group):
+    """Whether i sees j in recsys-examples: targets keep their ranks and see their group."""
+    h = n - m
+    rank = (lambda x: max(x - c + 1, 0)) if c else (lambda x: x)
+    groups = [-1 if x < h else (x - h) // group for x in (i, j)]
+    seen = i == j or rank(i) > rank(j)
+    seen = seen and (groups[0] == groups[1] or -1 in groups)
+    seen = seen and (window is None or rank(i) - rank(j) <= window)
+    return seen or (c > 0 and rank(i) == 0 and j < h)
+
+
+SIZES = [(n, m, c) for n in (1, 2, 7, 12) for m in (0, 1, 3, 7) for c in (0, 1, 4) if m + c <= n]
+STATED = [
+    *(("shared", partial(meta, window=w, full=f), {"window": w, "full_rows": f})
+      for w, f in ((None, 0), (0, 0), (2, 0), (2, 1), (3, 4), (30, 2))),
+    *(("own", partial(nvidia, window=w, group=g), {"window": w, "target_group_size": g})
+      for w in (None, 0, 2, 5) for g in (1, 2, 3)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("ranks, stated, options", STATED)
+def test_the_mask_is_the_one_that_its_library_states(ranks, stated, options):
+    for n, m, c in SIZES:
+        x = torch.zeros(n, 1, 1)
+        ends = cu_seqlens((n,), "cpu")
+        batch = Batch(
+            x, x, x, ends, ends, n, n, ("silu",), 1.0, causal=True, own_ranks=ranks == "own",
+            segments=torch.tensor([[m, c]], dtype=torch.int32), **options,
+        )  # fmt: skip
+        keep = reference._counts(batch, 0, n, n)
+        wanted = [[stated(i, j, n, m, c) for j in range(n)] for i in range(n)]
+        assert keep.tolist() == wanted, (n, m, c)
+        counted = replace(batch, window=options["window"])
+        assert targets.pairs(counted) == int(keep.sum())
+        assert torch.equal(reference._counts(batch, 0, n // 2, n), keep[n - n // 2 :]), (
+            "delta queries"
+        )
+
+
+def int32(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+
+LENGTHS = (200, 0, 70, 9, 131)
+COUNTS = {"num_targets": int32(60, 0, 0, 9, 1), "num_contexts": int32(3, 0, 66, 0, 40)}
+MASKS = {
+    "targets": {"num_targets": COUNTS["num_targets"]},
+    "contexts": {"num_contexts": COUNTS["num_contexts"]},
+    "both": COUNTS,
+    "groups": COUNTS | {"target_group_size": 7},
+    "window": COUNTS | {"window": 20},
+    "window_of_own": COUNTS | {"window": 20, "target_ranks": "own", "target_group_size": 30},
+    "full_rows": COUNTS | {"window": 5, "full_rows": 17},
+    "only_full_rows": {"window": 5, "full_rows": 17},
+    "one_context_each": {"num_contexts": 2, "num_targets": COUNTS["num_targets"]},
+}
+
+
+def case_of(mask: str, queries: tuple[int, ...] | None = None, **more) -> Case:
+    causal = {"causal": True if queries is None else "lower_right"}
+    return Case(mask, queries or LENGTHS, LENGTHS, options=MASKS[mask] | causal, **more)
+
+
+DELTA = (130, 0, 1, 9, 40)
+
+
+@pytest.mark.parametrize("queries", (None, DELTA), ids=("all", "delta"))
+@pytest.mark.parametrize("mask", MASKS)
+def test_forward(mask, queries):
+    case = case_of(mask, queries, num_heads=4)
+
+    def draw(i: int) -> tuple:
+        call = case.arguments(BF16, i)
+        with kernels_run(), full_of_nan():
+            out = gdpa(**call, impl="v1_tiled")
+        return [out], *of_pytorch(prepared(call))
+
+    within_budget(draw, ["out"], least=8192)
+
+
+def prepared(call: dict) -> Batch:
+    """The Batch of a call."""
+    names = "num_targets", "num_contexts", "full_rows"
+    given = {name: call.get(name) for name in names} | {"full_rows": call.get("full_rows", 0)}
+    ends = call["cu_seqlens_q"], call["cu_seqlens_k"], call["causal"] == "lower_right", True
+    rest = {name: x for name, x in call.items() if name not in (*names, "target_ranks")}
+    own = call.get("target_ranks") == "own"
+    batch = replace(batch_of(rest), full_rows=given["full_rows"], own_ranks=own)
+    return replace(batch, segments=targets.segments_of_call(*given.values(), *ends))
+
+
+@pytest.mark.parametrize("queries", (None, DELTA), ids=("all", "delta"))
+@pytest.mark.parametrize("mask", MASKS)
+def test_gradients(mask, queries):
+    call = required(case_of(mask, queries, num_heads=2, num_heads_k=1).arguments(BF16))
+    grad = torch.randn(call["q"].shape).to(call["q"])
+    with kernels_run():
+        out = gdpa(**call, impl="v1_tiled", backward_impl="v1_tiled_backward")
+        found = torch.autograd.grad(out, [call[n] for n in "qkv"], grad)
+
+    def defined(dtype: torch.dtype) -> list[torch.Tensor]:
+        cast = {n: call[n].detach().to(dtype) for n in "qkv"}
+        return list(reference.backward_in_dtype(grad.to(dtype), prepared(call | cast)))
+
+    within_budget(lambda i: (list(found), defined(FP64), defined(BF16)), ["dq", "dk", "dv"])
+
+
+def test_three_calls_are_one():
+    """Attention over [A; B] is a sum: history, targets over history, targets over themselves."""
+    n, m = 40, 12
+    q, k, v = (torch.randn(n, 2, 8, dtype=FP64) for _ in range(3))
+    h, whole, old, new = n - m, *(cu_seqlens((x,), "cpu") for x in (n, n - m, m))
+    options = {"impl": "reference", "activation": "silu"}
+    out = gdpa(q, k, v, whole, whole, n, n, causal=True, num_targets=torch.tensor([m]).int(),
+               **options)  # fmt: skip
+    history = gdpa(q[:h], k[:h], v[:h], old, old, h, h, causal=True, **options)
+    across = gdpa(q[h:], k[:h], v[:h], new, old, m, h, **options)
+    themselves = gdpa(q[h:], k[h:], v[h:], new, new, m, m, window=0, add_to=across, **options)
+    torch.testing.assert_close(out, torch.cat((history, themselves)), rtol=0, atol=1e-14)
+
+
+def test_autograd_of_the_definition():
+    call = required(Case("call", (5, 0, 9), head_dim=3, options={
+        "causal": True, "num_targets": int32(2, 0, 4), "num_contexts": 1, "window": 2,
+        "target_group_size": 2, "target_ranks": "own"}).arguments(FP64))  # fmt: skip
+
+    def attend(*given):
+        return gdpa(**call | dict(zip("qkv", given, strict=True)))
+
+    assert torch.autograd.gradcheck(attend, [call[n] for n in "qkv"])
+
+
+@pytest.mark.parametrize("with_lengths", (False, True))
+def test_auto_takes_what_can_and_one_graph_is_compiled(with_lengths):
+    call = case_of("groups").arguments(BF16)
+    if with_lengths:
+        call["cu_seqlens_q"] = call["cu_seqlens_k"] = Lengths(call["cu_seqlens_k"])
+    with kernels_run():
+        assert torch.equal(gdpa(**call), gdpa(**call, impl="v1_tiled"))
+        with pytest.raises(NotImplementedError, match="'v8_own_waits' needs num_targets and"):
+            gdpa(**call, impl="v8_own_waits")
+    compiled = torch.compile(gdpa, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(**call, impl="reference"), gdpa(**call, impl="reference"))
+
+
+def test_opcheck():
+    call = case_of("groups", num_heads_k=1).arguments(FP32)
+    tensors = *(call[n] for n in ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k")), []
+    options = api.Options(
+        None, 200, 200, "silu", 0.125, 1.0, True, 20, False, "reference", "reference",
+        target_group_size=7,
+    )  # fmt: skip
+    segments = prepared(call).segments
+    torch.library.opcheck(api._FORWARD, (*tensors, *options), {"segments": segments})
+
+
+WRONG = (
+    (ValueError, "target_group_size must be an integer of at least 1, got 0",
+     {"target_group_size": 0}),
+    (ValueError, "full_rows must be an integer of at least 0, got True", {"full_rows": True}),
+    (ValueError, "target_ranks must be 'shared' or 'own', got 'mine'", {"target_ranks": "mine"}),
+    (ValueError, "full_rows must be 0 without a window", {"full_rows": 3}),
+    (ValueError, "must be 1 and 'shared' without num_targets, got 2 and 'shared'",
+     {"target_group_size": 2}),
+    (ValueError, "causal must be True, .* with num_targets, .* got False",
+     {"num_targets": int32(1), "causal": False}),
+    (TypeError, "num_targets must be an int32 tensor or None, got torch.int64",
+     {"num_targets": torch.tensor([1])}),
+    (TypeError, "num_targets must be an int32 tensor or None, got 2", {"num_targets": 2}),
+    (TypeError, "num_contexts must be an int32 tensor, an integer of at least 0 or None, got -1",
+     {"num_contexts": -1}),
+    (ValueError, r"num_targets must have shape \[1\] on .*, got \[2\]",
+     {"num_targets": int32(1, 1)}),
+    (ValueError, "together at most the length, got 8 and 2 of 9 in sequence 0",
+     {"num_targets": int32(8), "num_contexts": int32(2)}),
+    (ValueError, "got -1 and 0 of 9 in sequence 0", {"num_targets": int32(-1)}),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("error, message, options", WRONG)
+def test_what_does_not_fit_is_refused(error, message, options):
+    call = Case("call", (9,), options={"causal": True} | options).arguments(BF16)
+    with pytest.raises(error, match=message):
+        gdpa(**call)
+
+
+def test_queries_that_are_not_the_last_are_refused():
+    call = Case("call", (9,), (5,), options={"causal": "upper_left", "num_targets": int32(1)})
+    with pytest.raises(ValueError, match="causal must be 'lower_right' with num_targets, .* other"):
+        gdpa(**call.arguments(BF16))
+    shared = Case("call", (5, 5), (9, 9), shared_q=True,
+                  options={"causal": "lower_right", "num_targets": int32(1, 1)})  # fmt: skip
+    with pytest.raises(ValueError, match="cu_seqlens_q must be given with num_targets"):
+        gdpa(**shared.arguments(BF16))
