@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 
 from gdpa_kernels.calling.launch import launch
-from gdpa_kernels.gdpa.own import is_own, own_value
+from gdpa_kernels.gdpa.own import OWN, Own
 
 INSTRUCTIONS = {
     "identity": (1, 0),
@@ -37,6 +37,32 @@ INSTRUCTIONS = {
     "gelu_taylor6": (6, 0),
 }
 """fp32 and MUFU instructions of one element with APPROX, compiled for sm_90a."""
+
+
+def _of(key: str) -> Own:
+    return OWN[key.partition("@")[0]]
+
+
+# A kernel's hash is not to hold the table, which changes: the names hold what it needs of it.
+_of.__triton_builtin__ = True
+
+
+@triton.constexpr_function
+def is_own(name):
+    """Whether this name, as `keyed` made it, is of a registered activation."""
+    return "@" in name
+
+
+@triton.constexpr_function
+def own_value(name):
+    """The registered jit function x -> y of a name as `keyed` made it."""
+    return _of(name).value
+
+
+@triton.constexpr_function
+def own_pair(name):
+    """The registered jit function x -> (y, slope) of a name as `keyed` made it."""
+    return _of(name).value_and_slope
 
 
 @triton.jit

@@ -32,16 +32,18 @@ import torch
 import triton
 import triton.language as tl
 
+from gdpa_kernels.calling.launch import launch
 from gdpa_kernels.gdpa.activations import (
     activate,
     count,
+    is_own,
+    own_pair,
     pick,
     relu,
     tanh_approx,
     tanh_argument,
 )
 from gdpa_kernels.gdpa.masks import mask_transposed
-from gdpa_kernels.gdpa.own import is_own, own_pair
 
 INSTRUCTIONS = {
     "identity": (1, 0),
@@ -197,3 +199,25 @@ def mask_slope(slope, row, key, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, FOLD
 def times_slope(dp, slope, FOLD: tl.constexpr):
     """dS from dP and the slope of `value_and_factor`."""
     return dp + slope * dp if FOLD else slope * dp
+
+
+@triton.jit
+def evaluate_kernel(x_ptr, found_ptr, count, NAME: tl.constexpr, BLOCK: tl.constexpr):
+    """Value alone, and value and slope together, of `count` points."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + at, mask=at < count, other=0.0)
+    y, slope = value_and_slope(x, 1.0, NAME, True)
+    tl.store(found_ptr + at, activate(x, 1.0, NAME, True), mask=at < count)
+    tl.store(found_ptr + count + at, y, mask=at < count)
+    tl.store(found_ptr + 2 * count + at, slope, mask=at < count)
+
+
+def evaluate(x: torch.Tensor, name: str) -> torch.Tensor:
+    """`[3, n]` of n fp32 points: the value as forward kernels compute it, and value and slope as
+    backward kernels do."""
+    found = torch.empty(3, x.numel(), device=x.device)
+    launch(
+        evaluate_kernel, (triton.cdiv(x.numel(), 1024),), x.device, x, found, x.numel(),
+        NAME=name, BLOCK=1024,
+    )  # fmt: skip
+    return found

@@ -11,6 +11,7 @@ from gdpa_kernels.calling.lengths import Lengths
 from gdpa_kernels.gdpa import api
 from gdpa_kernels.gdpa.api import gdpa
 from gdpa_kernels.gdpa.registration import check_activation
+from gdpa_kernels.gdpa.targets import check_targets
 from gdpa_kernels.norms.api import head_norm
 
 Activation = str | tuple[str, ...] | list[str]
@@ -152,6 +153,8 @@ class GDPASelfAttention(_Layer):
         scale: multiplies the scores before the activation; None means head_dim ** -0.5.
         output_scale: multiplies the attention's result, before the output projection.
         causal, window: which pairs of tokens count; as `gdpa`.
+        target_group_size, full_rows, target_ranks: of targets and contexts, whose numbers are given
+            with each batch; as `gdpa`.
         rotary: the base of a rotary embedding of q and k, or None for none; interleaved, as
             `BlockAttention` describes it, and after qk_norm. The kernels do not rotate: PyTorch's
             operators do, and q and k are copies.
@@ -193,6 +196,9 @@ class GDPASelfAttention(_Layer):
         rotary: float | None = None,
         qk_norm: bool = False,
         fused_qk_norm: bool = False,
+        target_group_size: int = 1,
+        full_rows: int = 0,
+        target_ranks: str = "shared",
         bias: bool = True,
         max_seqlen: int | None = None,
         precise: bool = False,
@@ -214,27 +220,41 @@ class GDPASelfAttention(_Layer):
         checks.check_bool(bias=bias)
         layers.check_rotary(rotary, self.head_dim)
         self.causal, self.window, self.rotary = causal, window, rotary
+        if (target_group_size, full_rows, target_ranks) != (1, 0, "shared"):
+            options = target_group_size, full_rows, target_ranks
+            check_targets("given with a batch", None, *options, causal, window)
+        self.targets = {
+            "target_group_size": target_group_size, "full_rows": full_rows,
+            "target_ranks": target_ranks,
+        }  # fmt: skip
         heads = num_heads + 2 * self.num_kv_heads
         self.qkv = nn.Linear(embed_dim, heads * self.head_dim, bias, **factory_kwargs)
         self.out = nn.Linear(embed_dim, embed_dim, bias, **factory_kwargs)
 
     def forward(
-        self, x: torch.Tensor | Jagged, max_seqlen: int | None = None
+        self,
+        x: torch.Tensor | Jagged,
+        max_seqlen: int | None = None,
+        *,
+        num_targets: torch.Tensor | None = None,
+        num_contexts: torch.Tensor | int | None = None,
     ) -> torch.Tensor | Jagged:
         """The layer's output, of the kind and shape of x.
 
         x: a pair (values `[total_tokens, embed_dim]`, offsets `[batch + 1]` or `Lengths`), or a
         nested tensor `[batch, jagged, embed_dim]` of layout torch.jagged. A pair's int64 offsets
         come back as int32; a nested tensor's are converted in each call, `Lengths` once.
-        max_seqlen: of this batch, in place of the layer's.
+        max_seqlen: of this batch, in place of the layer's. num_targets, num_contexts: as `gdpa`.
 
         Raises TypeError, ValueError: x is wrong: what is expected, what was received.
         """
         values, offsets, longest = self._read(x, max_seqlen)
+        given = num_targets is not None or num_contexts is not None or self.targets["full_rows"]
+        targets = self.targets | {"num_targets": num_targets, "num_contexts": num_contexts}
         y = self._attend(
             self.qkv(values), None, None, offsets, offsets, longest, longest,
             layers.turns(self.rotary, self.head_dim, values, offsets),
-            causal=self.causal, window=self.window,
+            causal=self.causal, window=self.window, **(targets if given else {}),
         )  # fmt: skip
         return jagged.like(x, y, offsets)
 

@@ -1,12 +1,15 @@
-"""The activations that users have registered, as kernels look them up while they are compiled."""
+"""The activations that users have registered."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
-import triton
+
+if TYPE_CHECKING:
+    import triton
 
 
 @dataclass(frozen=True)
@@ -30,29 +33,3 @@ def keyed(name: str) -> str:
     """The name that a kernel is compiled for: with the digest of its source, which Triton's cache
     cannot see, where it is registered."""
     return f"{name}@{OWN[name].digest}" if name in OWN else name
-
-
-def _of(key: str) -> Own:
-    return OWN[key.partition("@")[0]]
-
-
-# A kernel's hash is not to hold the table, which changes: the names hold what it needs of it.
-_of.__triton_builtin__ = True
-
-
-@triton.constexpr_function
-def is_own(name):
-    """Whether this name, as `keyed` made it, is of a registered activation."""
-    return "@" in name
-
-
-@triton.constexpr_function
-def own_value(name):
-    """The registered jit function x -> y of a name as `keyed` made it."""
-    return _of(name).value
-
-
-@triton.constexpr_function
-def own_pair(name):
-    """The registered jit function x -> (y, slope) of a name as `keyed` made it."""
-    return _of(name).value_and_slope

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from gdpa_kernels import gdpa
+from gdpa_kernels import GDPASelfAttention, gdpa
 from gdpa_kernels.calling.lengths import Lengths
 from gdpa_kernels.gdpa import api, reference, targets
 from gdpa_kernels.gdpa.batch import Batch
@@ -182,6 +182,22 @@ def test_opcheck():
     )  # fmt: skip
     segments = prepared(call).segments
     torch.library.opcheck(api._FORWARD, (*tensors, *options), {"segments": segments})
+
+
+def test_a_layer_scores_each_candidate_as_if_it_were_alone():
+    layer = GDPASelfAttention(16, 2, causal=True, window=9, full_rows=3, dtype=FP64)
+    history, candidates = torch.randn(20, 16, dtype=FP64), torch.randn(3, 16, dtype=FP64)
+
+    def scored(*chosen: int) -> torch.Tensor:
+        x = torch.cat((history, candidates[[*chosen]]))
+        ends = torch.tensor([0, len(x)], dtype=torch.int32)
+        y, _ = layer((x, ends), num_targets=torch.tensor([len(chosen)]).int(), num_contexts=2)
+        return y[len(history) :]
+
+    alone = torch.cat([scored(i) for i in range(3)])
+    torch.testing.assert_close(scored(0, 1, 2), alone, rtol=0, atol=1e-14)
+    with pytest.raises(ValueError, match="causal must be True, .* got False"):
+        GDPASelfAttention(16, 2, target_group_size=2)
 
 
 WRONG = (
