@@ -167,6 +167,29 @@ def fetched_and_read(source, y, BUG: gl.constexpr):
 
 
 @gluon.jit
+def no_such_barrier(flag, y):
+    """Where nothing is performed, an index may be of no barrier."""
+    bars = mbarrier.allocate_mbarrier(batch=2)
+    mbarrier.init(bars.index(0), count=1)
+    mbarrier.arrive(bars.index(-1), count=1, pred=flag > 0)
+    mbarrier.arrive(bars.index(0), count=1)
+    mbarrier.wait(bars.index(0), 0)
+    gl.store(y, 1)
+
+
+@gluon.jit
+def mixed(y, CONVERT: gl.constexpr):
+    """y = 2 i, of two layouts."""
+    L: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    R: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+    i = gl.arange(0, 512, L)
+    j = gl.arange(0, 512, R)
+    if CONVERT:
+        j = gl.convert_layout(j, L)
+    gl.store(y + i, i + j)
+
+
+@gluon.jit
 def operands(a, b, ROWS: gl.constexpr):
     L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     S: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, 64], gl.float16)
@@ -191,6 +214,18 @@ def wgmma(a, b, y, BUG: gl.constexpr):
         acc = warpgroup_mma_wait(1, deps=[acc])
     elif BUG != "no wait":
         acc = warpgroup_mma_wait(0, deps=[acc])
+    gl.store(y + grid2(64, 64, M), acc)
+
+
+@gluon.jit
+def transposed(a, b, y, BUG: gl.constexpr):
+    """y = a @ b^T of [64, 64], with a in registers."""
+    M: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    A: gl.constexpr = gl.DotOperandLayout(0, M, 2)
+    left, right = operands(a, b, 64)
+    gl.static_assert(isinstance(left.type.layout, gl.NVMMASharedLayout))
+    acc = gl.zeros([64, 64], gl.float32, M)
+    acc = warpgroup_mma(left.load(A), right.permute((1, 0)), acc)
     gl.store(y + grid2(64, 64, M), acc)
 
 

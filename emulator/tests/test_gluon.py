@@ -10,6 +10,7 @@ from tritonemu import (
     EarlyExit,
     InvalidKernel,
     MissingFence,
+    OutOfBounds,
     Race,
     UninitializedRead,
     Unsupported,
@@ -78,6 +79,7 @@ RIGHT = {
     "tma_copy": (tiles, lambda x, y: x.base, {}),
     "fetched_and_read": (read, lambda x, y: x.base, {}),
     "wgmma": (hopper, product, {}),
+    "transposed": (hopper, lambda a, b, y: a.double() @ b.double().T, {}),
     "tcgen05": (blackwell, product, B200),
     "allocated_in_loop": (loop, lambda x, y: x.base, {}),
 }
@@ -141,6 +143,17 @@ MISTAKES = (
 def test_mistake(name, bug, error):
     make, _, options = RIGHT.get(name, (sent, None, {}))
     found(error, getattr(kernels, name), (1,), make, BUG=bug, **options)
+
+
+def test_no_such_barrier():
+    everywhere(kernels.no_such_barrier, (1,), lambda: (0, torch.zeros(1)), 1)
+    refused(OutOfBounds, "index -1", kernels.no_such_barrier, 2, torch.zeros(1))
+
+
+def test_layouts_are_converted_or_refused():
+    i = torch.arange(512)
+    everywhere(kernels.mixed, (1,), lambda: [torch.zeros(512).int()], 2 * i, CONVERT=True)
+    refused(InvalidKernel, "layout", kernels.mixed, torch.zeros(512).int(), CONVERT=False)
 
 
 def test_several_ctas_are_refused():

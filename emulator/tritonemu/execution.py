@@ -140,6 +140,7 @@ def execute(
         with torch.no_grad():
             if getattr(kernel, "is_gluon", bool)():
                 _begin_gluon(options.get("num_ctas") or 1)
+                ask_front_end(kernel, arch, bound.arguments, options)
             body = lowering.function(kernel)
             values = {p.name: _argument(launch, bound.arguments[p.name], p) for p in kernel.params}
             launch.clusters.extend(range(math.prod(sizes) // math.prod(shape)))

@@ -52,13 +52,10 @@ class MBarriers:
             self.cells.name = name
 
     def index(self, index: Any) -> "MBarriers":
+        """The barrier there; that there is one, its use asks for."""
         number = int(index)
         if len(self.shape) != 2:
             raise InvalidKernel(f"{self.cells.name} is one barrier, and has no index")
-        if not 0 <= number < self.cells.number:
-            raise OutOfBounds(
-                f"{self.cells.name} has {self.cells.number} barriers, got index {number}"
-            )
         return MBarriers(self.cells, (1,), number)
 
     @property
@@ -71,6 +68,10 @@ class MBarriers:
         """The barrier that `init` has made of it; raises BarrierMisuse if none did."""
         if len(self.shape) != 1:
             raise InvalidKernel(f"{self.cells.name} is {self.cells.number} barriers; index it")
+        if not 0 <= self.at < self.cells.number:
+            raise OutOfBounds(
+                f"{self.cells.name} has {self.cells.number} barriers, got index {self.at}"
+            )
         if self.at not in self.cells.live:
             raise BarrierMisuse(
                 f"{self.name} is used before init, or after invalidate", barrier=self.name
@@ -126,25 +127,27 @@ def _own(from_cta: Any) -> None:
 def expect(
     mbarrier: MBarriers, bytes_per_cta: Any = None, pred: Any = True, *, from_cta: Any = None
 ) -> None:
-    role, barrier = point(), barrier_of(mbarrier)
+    role = point()
     _own(from_cta)
     if bytes_per_cta is None:
         raise InvalidKernel("mbarrier.expect needs bytes_per_cta")
     if performed(pred):
-        number = int(bytes_per_cta)
+        number, barrier = int(bytes_per_cta), barrier_of(mbarrier)
         barrier.arrive(1, role.release(), role.time, role, location(), num_bytes=number)
 
 
 def arrive(mbarrier: MBarriers, *, count: int = 1, pred: Any = True, from_cta: Any = None) -> None:
-    role, barrier = point(), barrier_of(mbarrier)
+    role = point()
     _own(from_cta)
     if performed(pred):
+        barrier = barrier_of(mbarrier)
         barrier.arrive(static_int(count), role.release(), role.time, role, location())
 
 
 def wait(mbarrier: MBarriers, phase: Any, pred: Any = True, deps: Any = ()) -> None:
-    role, barrier = point(), barrier_of(mbarrier)
+    role = point()
     if performed(pred):
+        barrier = barrier_of(mbarrier)
         current().report.checks["barrier"] += 1
         barrier.wait(role, int(phase))
 

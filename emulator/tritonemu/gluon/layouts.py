@@ -20,6 +20,9 @@ class Layout:
         named = {name: _listed(value) for name, value in kwargs.items()}
         return self.kind(*map(_listed, args), **named)
 
+    def __instancecheck__(self, value: Any) -> bool:
+        return isinstance(value, self.kind)
+
     def __getattr__(self, name: str) -> Any:
         return current().lowering.convert(getattr(self.kind, name))
 
