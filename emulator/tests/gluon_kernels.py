@@ -264,3 +264,44 @@ def allocated_in_loop(source, y, BUG: gl.constexpr):
         tma.async_load(source, [128 * i, 0], bar, tile)
         mbarrier.wait(bar, i & 1)
         gl.store(y + i * 16384 + grid2(128, 128, L), tile.load(L))
+
+
+@gluon.jit
+def used_again(source, target, BUG: gl.constexpr):
+    """target = source of [128, 32], through a buffer of its own for each of four tiles."""
+    bar = mbarrier.allocate_mbarrier()
+    mbarrier.init(bar, count=1)
+    for i in range(4):
+        tile = gl.allocate_shared_memory(gl.float32, [32, 32], source.layout)
+        mbarrier.expect(bar, source.nbytes_per_cta)
+        tma.async_load(source, [32 * i, 0], bar, tile)
+        mbarrier.wait(bar, i & 1)
+        tma.async_store(target, [32 * i, 0], tile)
+        if BUG == "":
+            tma.store_wait(0)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def waits(bar):
+    mbarrier.wait(bar, 0)
+
+
+@gluon.jit
+def invalidates(bar, BUG: gl.constexpr):
+    if BUG == "":
+        mbarrier.arrive(bar)
+        mbarrier.wait(bar, 0)
+    else:
+        mbarrier.invalidate(bar)
+        mbarrier.init(bar, count=1)
+        mbarrier.arrive(bar)
+
+
+@gluon.jit
+def invalidated(y, BUG: gl.constexpr):
+    """A barrier that another partition waits for, or will."""
+    bar = mbarrier.allocate_mbarrier()
+    mbarrier.init(bar, count=1)
+    gl.warp_specialize([(invalidates, (bar, BUG)), (waits, (bar,))], [1], [24])
+    gl.store(y, 1)

@@ -14,6 +14,7 @@ from tritonemu import (
     Race,
     UninitializedRead,
     Unsupported,
+    run,
 )
 from tritonemu.gpu import has_gluon
 
@@ -74,6 +75,10 @@ def loop():
     return [boxed(normal(640, 128, dtype=F32), 128, 128), torch.zeros(640, 128)]
 
 
+def again():
+    return [boxed(normal(128, 32, dtype=F32), 32, 32), boxed(torch.zeros(128, 32), 32, 32)]
+
+
 RIGHT = {
     "cp_async": (vector, lambda x, y: x, {}),
     "tma_copy": (tiles, lambda x, y: x.base, {}),
@@ -81,6 +86,8 @@ RIGHT = {
     "wgmma": (hopper, product, {}),
     "transposed": (hopper, lambda a, b, y: a.double() @ b.double().T, {}),
     "tcgen05": (blackwell, product, B200),
+    "used_again": (again, lambda x, y: x.base, {}),
+    "invalidated": (lambda: [torch.zeros(1)], lambda y: torch.ones(1), {}),
     "allocated_in_loop": (loop, lambda x, y: x.base, {}),
 }
 
@@ -129,6 +136,7 @@ MISTAKES = (
     ("stored_and_sent", "no empty arrive", Deadlock),
     ("fetched_and_read", "no fence", MissingFence),
     ("fetched_and_read", "arrives early", (Race, MissingFence)),
+    ("used_again", "stores in flight", Race),
     ("wgmma", "operand stored", Race),
     ("wgmma", "no wait", InvalidKernel),
     ("wgmma", "one in flight", InvalidKernel),
@@ -158,3 +166,10 @@ def test_layouts_are_converted_or_refused():
 
 def test_several_ctas_are_refused():
     refused(Unsupported, "num_ctas=2", kernels.cp_async, *vector(), BUG="", num_ctas=2)
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_compiles(name):
+    """What runs here is a kernel to the compiler, too."""
+    make, _, options = RIGHT[name]
+    run(getattr(kernels, name), (1,), *make(), BUG="", compile=True, **options)
