@@ -137,6 +137,7 @@ MISTAKES = (
     ("fetched_and_read", "no fence", MissingFence),
     ("fetched_and_read", "arrives early", (Race, MissingFence)),
     ("used_again", "stores in flight", Race),
+    ("invalidated", "while another waits", BarrierMisuse),
     ("wgmma", "operand stored", Race),
     ("wgmma", "no wait", InvalidKernel),
     ("wgmma", "one in flight", InvalidKernel),

@@ -14,12 +14,16 @@ from ..rewrite import static_int
 
 @dataclass(eq=False)
 class Cells:
-    """The barriers of one allocation: those that are initialised, and how many there may be."""
+    """The barriers of one allocation: those that are initialised, and how many there may be.
+
+    made: index and epoch of the role that initialised each.
+    """
 
     cta: Any
     number: int
     name: str = "barriers"
     live: dict[int, MBarrier] = field(default_factory=dict)
+    made: dict[int, tuple[int, int]] = field(default_factory=dict)
 
     @property
     def barriers(self) -> Sequence[MBarrier]:
@@ -76,6 +80,11 @@ class MBarriers:
             raise BarrierMisuse(
                 f"{self.name} is used before init, or after invalidate", barrier=self.name
             )
+        index, epoch = self.cells.made[self.at]
+        if current().role.clock.epochs.get(index, 0) < epoch:
+            raise BarrierMisuse(
+                f"{self.name} is used, and nothing orders that after its init", barrier=self.name
+            )
         return self.cells.live[self.at]
 
 
@@ -105,6 +114,7 @@ def init(mbarrier: MBarriers, count: int) -> None:
         )
     made = MBarrier(role.scheduler, role.cta, mbarrier.name, static_int(count), False)
     made.key = (role.cta.number, id(mbarrier.cells), mbarrier.at)
+    mbarrier.cells.made[mbarrier.at] = (role.index, role.epoch)
     made.clock.join(role.release())
     mbarrier.cells.live[mbarrier.at] = made
     current().report.barriers += 1
