@@ -145,20 +145,56 @@ def _parts(x: torch.Tensor | Jagged) -> tuple[object, object, int | None]:
                 "x must be a pair (values, offsets) or a nested tensor of layout torch.jagged, "
                 f"got a tensor of layout {x.layout}" + (", nested" if x.is_nested else "")
             )
-        jagged = private.jagged_dim(x)
-        if jagged != 1 or x.lengths() is not None:
-            raise ValueError(
-                "x must be a nested tensor [batch, jagged, ...] without holes between its "
-                f"sequences, got {x.dim()} dimensions, of which {jagged} is jagged, "
-                + ("with holes" if x.lengths() is not None else "without holes")
-            )
-        return x.values(), x.offsets(), private.known_lengths(x)["max_seqlen"]
+        return _parts_of_nested("x", x)
     if not isinstance(x, tuple | list) or len(x) != 2:
         raise TypeError(
             "x must be a pair (values, offsets) or a nested tensor of layout torch.jagged, "
             f"got {type(x).__name__}"
         )
     return *x, None
+
+
+def _parts_of_nested(name: str, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int | None]:
+    """`_parts` of a nested tensor of layout torch.jagged, the argument `name`."""
+    jagged = private.jagged_dim(x)
+    if jagged != 1 or x.lengths() is not None:
+        raise ValueError(
+            f"{name} must be a nested tensor [batch, jagged, ...] without holes between its "
+            f"sequences, got {x.dim()} dimensions, of which {jagged} is jagged, "
+            + ("with holes" if x.lengths() is not None else "without holes")
+        )
+    return x.values(), x.offsets(), private.known_lengths(x)["max_seqlen"]
+
+
+def dense(
+    tensors: dict[str, object], ends: object, longest: int | None, letter: str
+) -> tuple[list, object, int | None]:
+    """(tensors, cu_seqlens, max_seqlen) of the arguments of an operator that have one set of
+    offsets, those of `letter`: of nested tensors their values and the offsets that they bring.
+
+    Raises ValueError for nested ones beside `ends`, with holes, or beside others.
+    """
+    nested = {
+        name: x
+        for name, x in tensors.items()
+        if isinstance(x, torch.Tensor) and x.is_nested and x.layout == torch.jagged
+    }
+    if not nested:
+        return [*tensors.values()], ends, longest
+    first = next(iter(nested))
+    if ends is not None:
+        raise ValueError(
+            f"cu_seqlens_{letter} must be None where {first} is a nested tensor, which has its "
+            f"offsets, got {type(ends).__name__}"
+        )
+    found = {name: _parts_of_nested(name, x) for name, x in nested.items()}
+    _, ends, known = found[first]
+    for name, x in tensors.items():
+        if x is not None and (name not in found or found[name][1] is not ends):
+            kind = "other offsets" if name in found else f"a {type(x).__name__} that is not nested"
+            raise ValueError(f"{name} must be nested with the offsets of {first}, got {kind}")
+    values = [found[name][0] if name in found else x for name, x in tensors.items()]
+    return values, ends, known if longest is None else longest
 
 
 def like(x: torch.Tensor | Jagged, y: torch.Tensor, offsets: Offsets) -> torch.Tensor | Jagged:

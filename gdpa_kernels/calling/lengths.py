@@ -102,6 +102,23 @@ class Lengths:
 
         return self.once(("extended", count), make)
 
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Lengths:
+        """These Lengths on a device, themselves if they are there; work lists are made anew there.
+        `non_blocking`: as for a tensor, from the memory of `pin_memory`."""
+        with torch.inference_mode(False):
+            return self._moved(self.cu_seqlens.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> Lengths:
+        """These Lengths in pinned memory, themselves if they are there; a `DataLoader` with
+        `pin_memory=True` calls it."""
+        with torch.inference_mode(False):
+            return self._moved(self.cu_seqlens.pin_memory())
+
+    def _moved(self, cu_seqlens: torch.Tensor) -> Lengths:
+        if cu_seqlens is self.cu_seqlens:
+            return self
+        return _held(type(self), cu_seqlens, self.total, self.max_seqlen)
+
     @property
     def batch(self) -> int:
         return self.cu_seqlens.shape[0] - 1

@@ -31,10 +31,10 @@ BACKWARD_IMPLS = ladder.impls(direction="backward")
 
 def gdpa(
     q: torch.Tensor,
-    k: torch.Tensor | None,
-    v: torch.Tensor | None,
-    cu_seqlens_q: torch.Tensor | Lengths | None,
-    cu_seqlens_k: torch.Tensor | Lengths,
+    k: torch.Tensor | None = None,
+    v: torch.Tensor | None = None,
+    cu_seqlens_q: torch.Tensor | Lengths | None = None,
+    cu_seqlens_k: torch.Tensor | Lengths | None = None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
     *,
@@ -81,7 +81,9 @@ def gdpa(
             and the call costs as much as if all had the wider one.
         cu_seqlens_q, cu_seqlens_k: int32 `[batch + 1]` on q's device: sequence i holds the rows
             cu_seqlens[i] up to, not including, cu_seqlens[i + 1]. Lengths of 0 are ordinary. int64
-            is converted in each call. Or `Lengths`, checked once for many calls.
+            is converted in each call. Or `Lengths`, checked once for many calls. Or None for what
+            is nested `[batch, jagged, heads, head_dim]`, of layout torch.jagged: k and v with the
+            same offsets, q, and add_to with it, with its own; the result is then nested as q is.
         max_seqlen_q, max_seqlen_k: at least the longest sequence, in tokens. None: that of
             `Lengths`, the rows of a shared q, or the longest itself, which is read from the offsets
             in each call and waits for the device; not in the capture of a CUDA graph.
@@ -149,6 +151,15 @@ def gdpa(
             f"dropout_p must be 0.0, got {dropout_p!r}: no pair is dropped here; apply "
             "torch.nn.functional.dropout to the result or to v"
         )
+    nested = q if isinstance(q, torch.Tensor) and q.is_nested else None
+    (q, add_to), cu_seqlens_q, max_seqlen_q = jagged.dense(
+        {"q": q, "add_to": add_to}, cu_seqlens_q, max_seqlen_q, "q"
+    )
+    if nested is not None and k is None and v is None and cu_seqlens_k is None:
+        cu_seqlens_k, max_seqlen_k = cu_seqlens_q, max_seqlen_q
+    (k, v), cu_seqlens_k, max_seqlen_k = jagged.dense(
+        {"k": k, "v": v}, cu_seqlens_k, max_seqlen_k, "k"
+    )
     held, num_kv_heads = packed.flat(*checks.autocast(q, k, v), num_kv_heads)
     held, head_dim, width = _of_one_width(*held)
     q, k, v = packed.unpack(*held, num_kv_heads)
@@ -190,7 +201,8 @@ def gdpa(
         out_dtype, target_group_size, full_rows, target_ranks == "own",
     )  # fmt: skip
     out = _Gdpa.apply(None if checks.is_fake(q) else _shared(given), *tensors, options)
-    return out if width == q.shape[2] else out[..., :width].contiguous()
+    out = out if width == q.shape[2] else out[..., :width].contiguous()
+    return out if nested is None else jagged.like(nested, out, None)
 
 
 def resolve(impl: str, direction: str, batch: Batch) -> Rung:

@@ -349,6 +349,21 @@ def test_what_goes_to_a_device_is_a_copy(dtype, monkeypatch):
     assert options == {"non_blocking": True}
 
 
+def test_lengths_move_as_tensors_do(monkeypatch):
+    lengths = Lengths(offsets(FIRST), 64)
+    lengths.once("list", lambda: torch.zeros(3))
+    assert lengths.to("cpu") is lengths
+    found = lengths.to("meta", non_blocking=True)
+    assert (found.device.type, found.max_seqlen, found.total) == ("meta", 64, 47)
+    assert len(found._made) == 0 and len(lengths._made) == 1
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x, *_: x + 0)
+    pinned = torch.utils.data._utils.pin_memory.pin_memory([lengths])[0]
+    assert isinstance(pinned, Lengths) and pinned is not lengths
+    assert (pinned.cu_seqlens.tolist(), pinned.max_seqlen, pinned.total) == (FIRST, 64, 47)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x, *_: x)
+    assert lengths.pin_memory() is lengths
+
+
 def layer_calls() -> dict[str, Callable[[torch.Tensor, Lengths], torch.Tensor]]:
     torch.manual_seed(0)
     own, block = GDPASelfAttention(32, 2, rotary=1e4), BlockAttention(32, 2, rotary=1e4)

@@ -249,6 +249,19 @@ def test_autocast_does_not_reach_into_an_implementation(operator, direction, mon
 
 
 @both
+@pytest.mark.parametrize("transform", (torch.func.grad, torch.vmap))
+@pytest.mark.parametrize("fullgraph", (False, True))
+def test_a_compiled_transform_is_refused(operator, transform, fullgraph):
+    function, call = OPERATORS[operator], arguments(operator)
+    compiled = torch.compile(
+        transform(lambda q: function(**call | {"q": q}).sum()), backend="eager", fullgraph=fullgraph
+    )
+    q = call["q"] if transform is torch.func.grad else call["q"].expand(2, -1, -1, -1)
+    with pytest.raises(Exception, match="must be called outside torch.func transforms"):
+        compiled(q)
+
+
+@both
 def test_a_derivative_is_never_dropped(operator):
     function, call = OPERATORS[operator], arguments(operator)
 

@@ -28,6 +28,7 @@ def arguments(**changes) -> dict:
 
 
 NESTED = torch.nested.nested_tensor([torch.randn(9, 4, 16)], layout=torch.jagged)
+OTHER = torch.nested.nested_tensor([torch.randn(9, 4, 16)], layout=torch.jagged)
 WRONG = (
     (ValueError, "activation must be one of identity, .*, got 'softmax'",
      {"activation": "softmax"}),
@@ -38,7 +39,15 @@ WRONG = (
     (ValueError, "q must have a head_dim of at least 1, got 0",
      {name: torch.randn(9, 4, 0) for name in "qkv"}),
     (TypeError, "k must be a dense tensor, got", {"k": torch.randn(9, 4, 16).to_sparse()}),
-    (TypeError, "q must be a dense tensor, got a nested one", {"q": NESTED}),
+    (TypeError, "q must be a dense tensor, got a nested one",
+     {"q": torch.nested.nested_tensor([torch.randn(9, 4, 16)], layout=torch.strided)}),
+    (ValueError, "cu_seqlens_q must be None where q is a nested tensor", {"q": NESTED}),
+    (ValueError, "v must be nested with the offsets of k, got a Tensor that is not nested",
+     {"k": NESTED, "cu_seqlens_k": None}),
+    (ValueError, "v must be nested with the offsets of k, got other offsets",
+     {"k": NESTED, "v": OTHER, "cu_seqlens_k": None}),
+    (ValueError, r"q must be a nested tensor \[batch, jagged, ...\] without holes",
+     {"q": NESTED.transpose(1, 2), "cu_seqlens_q": None}),
     (TypeError, "activation must be a name or .*got None", {"activation": None}),
     (TypeError, "activation must be a name or a tuple .*got 5", {"activation": 5}),
     (TypeError, "activation must be a name", {"activation": (("relu",),)}),
