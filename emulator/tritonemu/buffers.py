@@ -358,6 +358,8 @@ class Buffer:
             return
         if self.storage.cta.ended is not None:
             raise self.storage.cta.too_early(self.name, access.who, access.at)
+        if launch.partition_fences and isinstance(actor, Operation) and not actor.generic:
+            self._demand_partition_fence(actor, write)
         other = shadow.record(access, actor.clock)
         if other is not None:
             verb = {True: "writes", False: "reads"}
@@ -384,6 +386,32 @@ class Buffer:
                     other=old.at,
                     buffer=self.name,
                 )
+
+    def _demand_partition_fence(self, copy: Operation, write: bool) -> None:
+        """Raise MissingFence if a copy or an MMA meets an access of another partition, one of them
+        a write, that it is ordered after without a fence.
+
+        Where the access is of the role that issues it, the compiler inserts the fence.
+        """
+        if self.storage.tensor:
+            return
+        inserted = False
+        for old in self.storage.shadow.accesses:
+            generic = not old.operation and (write or old.write) and old.mask & self.mask
+            if not generic or not copy.clock.knows(old) or copy.clock.fences(old):
+                continue
+            if old.role == copy.role.index:
+                inserted = True
+                continue
+            verb, did = "writes" if write else "reads", "writes" if old.write else "reads"
+            raise MissingFence(
+                f"{copy.kind} issued by {copy.role.label} {verb} {self.label}, which {old.who} "
+                f"{did} at {old.at[0]}:{old.at[1]}; fence_async_shared must lie between the two",
+                other=old.at,
+                buffer=self.name,
+            )
+        if inserted:
+            copy.role.fence()
 
     def read(self, actor: Role | Operation) -> torch.Tensor:
         """The contents, as a tile holds them, read at the actor's present."""

@@ -30,7 +30,11 @@ def _source(kernel: JITFunction, arguments: Mapping[str, Any]) -> ASTSource:
         if isinstance(kind, str) and kind.startswith("*"):
             attributes[(index,)] = [["tt.divisibility", 16]]
     constants = {name: arguments[name] for name, kind in signature.items() if kind == "constexpr"}
-    return ASTSource(kernel, signature, constants, attributes)
+    if not getattr(kernel, "is_gluon", bool)():
+        return ASTSource(kernel, signature, constants, attributes)
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    return GluonASTSource(kernel, signature, constants, attributes)
 
 
 def target_of(arch: str) -> GPUTarget:

@@ -16,7 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from .barriers import ClusterBarrier
 from .compiling import ask_front_end, compile_launch
 from .errors import EmulatorError, InvalidKernel, Unsupported, location_of
-from .gpu import check_arch
+from .gpu import HOST_DESCRIPTORS, check_arch, has_gluon
 from .language import MODULES, NAMES
 from .launch import CURRENT, Cluster, Cta, Launch, Report
 from .memory import Descriptor, Memory
@@ -33,6 +33,12 @@ if find_spec("triton.language.extra.tlx"):  # not in upstream's Triton
     from .tlx import MODULES as TLX_MODULES
 
     MODULES = {**MODULES, **TLX_MODULES}
+
+if has_gluon():
+    from .gluon import MODULES as GLUON_MODULES
+    from .gluon.memory import check_launch, described
+
+    MODULES = {**MODULES, **GLUON_MODULES}
 
 # Launch options, as opposed to arguments of the kernel; most do not change its results.
 _LAUNCH_OPTIONS = frozenset(CUDAOptions.__dataclass_fields__) | {
@@ -115,9 +121,11 @@ def execute(
 
     report = Report(arch, kernel.fn.__name__)
     report.timeline = Timeline(kernel.fn.__code__.co_filename) if trace else None
+    # A kernel may take its number of warps as a parameter, too.
+    warps = options.get("num_warps") or bound.arguments.get("num_warps") or 4
     lowering = Lowering(MODULES, {**NAMES, "__tasks__": Region})
     launch = Launch(
-        *(arch, sizes, shape, options.get("num_warps") or 4, report, races, uninitialized),
+        *(arch, sizes, shape, warps, report, races, uninitialized),
         *(lowering, masked),
         strict=strict,
     )
@@ -130,6 +138,9 @@ def execute(
         if compile:
             compile_launch(kernel, arch, bound.arguments, options)
         with torch.no_grad():
+            if getattr(kernel, "is_gluon", bool)():
+                _begin_gluon(options.get("num_ctas") or 1)
+                ask_front_end(kernel, arch, bound.arguments, options)
             body = lowering.function(kernel)
             values = {p.name: _argument(launch, bound.arguments[p.name], p) for p in kernel.params}
             launch.clusters.extend(range(math.prod(sizes) // math.prod(shape)))
@@ -153,6 +164,12 @@ def execute(
         CURRENT.reset(token)
         torch.set_num_threads(threads)
     return report
+
+
+def _begin_gluon(num_ctas: int) -> None:
+    if not has_gluon():
+        raise Unsupported("the Gluon of this Triton; the emulator knows that of 3.9", ("", 0))
+    check_launch(num_ctas)
 
 
 OPTIONS = frozenset(execute.__kwdefaults__)
@@ -267,11 +284,12 @@ def _argument(launch: Launch, value: Any, param: Any, name: str = "") -> Any:
     if isinstance(value, TensorWrapper):
         pointer = launch.memory.pointer(name, value.base)
         return cast(pointer, tl.pointer_type(value.dtype))
-    if isinstance(value, TensorDescriptor):
+    if isinstance(value, HOST_DESCRIPTORS):
         if getattr(value, "round_f32_to_tf32", False):
             raise Unsupported("TensorDescriptor(round_f32_to_tf32=True)")
         base = launch.memory.pointer(name, value.base)
-        return Descriptor(base, value.shape, value.strides, value.block_shape, value.padding)
+        made = Descriptor(base, value.shape, value.strides, value.block_shape, value.padding)
+        return made if isinstance(value, TensorDescriptor) else described(made, value.layout)
     if isinstance(value, (tuple, list)):
         return map_tuple(lambda item: _argument(launch, item, param, f"{name}[]"), value)
     if isinstance(value, bool):

@@ -29,6 +29,20 @@ from .compiling import target_of
 from .errors import Unsupported
 from .launch import REGISTERS, SHARED_BYTES
 
+try:
+    from triton.experimental.gluon import language as _gluon
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as _GluonDescriptor
+except ImportError:  # Triton without Gluon
+    _gluon, _GluonDescriptor = None, TensorDescriptor
+
+HOST_DESCRIPTORS = (TensorDescriptor, _GluonDescriptor)
+
+
+def has_gluon() -> bool:
+    """Whether this Triton's Gluon is the one of 3.9, whose names the emulator has."""
+    return hasattr(_gluon, "inline_asm")
+
+
 FAKE_MULTIPROCESSORS = 4  # few, so that persistent programs share work; clusters of 2 and 4 fit
 
 _NAMES = {"sm_90": "NVIDIA H200", "sm_100": "NVIDIA B200"}
@@ -173,7 +187,7 @@ def _is_gpu(device: Any) -> bool:
 def tensors_of(value: Any) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return [value]
-    if isinstance(value, TensorDescriptor):
+    if isinstance(value, HOST_DESCRIPTORS):
         return [value.base]
     if not isinstance(value, (dict, tuple, list)):
         return []

@@ -190,6 +190,7 @@ class Launch:
     about a type. masked: what lanes hold that a mask turns off and no `other` fills. undefined: the
     loads that have left some so, and what else did, each with its name. strict: whether stores of
     the value that is there may race. start_next: starts a cluster beside those that run.
+    partition_fences: whether fences are demanded between partitions, and there only.
     """
 
     arch: str
@@ -209,6 +210,7 @@ class Launch:
     undefined: dict[Location, str] = field(default_factory=dict)
     strict: bool = False
     start_next: Callable[[], None] | None = None
+    partition_fences: bool = False
 
     def steal(self) -> tuple[int, int, int] | None:
         """Cancel a cluster that has not started; the program id of its first CTA, or None.

@@ -404,6 +404,7 @@ class Lowering:
                     defined.append(self._define(function))
                 return defined[0](*args, **kwargs)
 
+            call.__name__ = function.__name__
             self._functions[id(function)] = call
         return self._functions[id(function)]
 

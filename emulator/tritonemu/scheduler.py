@@ -125,7 +125,10 @@ class Role:
 
 @dataclass(eq=False)
 class Operation:
-    """An asynchronous operation: its bit, and the clock of whoever learns that it completed."""
+    """An asynchronous operation: its bit, and the clock of whoever learns that it completed.
+
+    generic: whether it accesses shared memory as its role does, as cp.async.
+    """
 
     role: Role
     kind: str
@@ -133,6 +136,7 @@ class Operation:
     clock: Clock
     at: Location
     end: float = 0.0
+    generic: bool = False
 
     def access(self, write: bool, mask: int, name: str = "") -> Access:
         who, role = f"{self.kind} issued by {self.role.label}", self.role

@@ -65,6 +65,8 @@ class Region:
                 running.remove(role)
                 scheduler.order.note(("tasks", main.cta.number), "arrive", (0, False))
                 main.clock.join(role.release())
+                if launch.partition_fences:
+                    main.fence()
                 main.time = max(main.time, role.time)
                 if not running:
                     scheduler.order.note(("tasks", main.cta.number), "wake", 1, main)
@@ -72,6 +74,8 @@ class Region:
 
             role = Role(scheduler, main.cta, name, warps, body)
             role.clock.join(start)
+            if launch.partition_fences:
+                role.fence()
             role.time, role.replica, role.task = main.time, replica, True
             running.append(role)
             scheduler.start(role)

@@ -25,10 +25,11 @@ from triton.language.extra import tlx
 from triton.language.extra.tlx import warp_spec
 
 from ..language import Namespace
-from . import control, copies, products, sync, views  # they fill the table
-from .table import OPERATIONS
+from ..machine import products  # it and what it imports fill the table
+from ..machine.table import OPERATIONS
+from . import control, views
 
-__all__ = ["MODULES", "TLX", "control", "copies", "products", "sync", "views"]
+__all__ = ["MODULES", "TLX", "control", "products", "views"]
 
 TLX = Namespace("tlx", OPERATIONS, tlx, tlx.warp_ops, warp_spec)
 

@@ -11,11 +11,8 @@ from ..barriers import MBarrier
 from ..buffers import Buffer
 from ..errors import InvalidKernel, OutOfBounds, Unsupported
 from ..launch import current
-from ..memory import Descriptor
-from ..rewrite import constant, static_int
-from ..tile import Tile, cast, held, scalar, to_tile
-from .copies import copy, land
-from .sync import (
+from ..machine.copies import copy, land
+from ..machine.sync import (
     Barriers,
     alloc_barriers,
     barrier_arrive,
@@ -24,8 +21,12 @@ from .sync import (
     in_cta,
     remote,
 )
-from .table import blackwell_only, op, point
-from .views import local_alloc, local_load
+from ..machine.table import blackwell_only, op, point
+from ..machine.views import local_load
+from ..memory import Descriptor
+from ..rewrite import constant, static_int
+from ..tile import Tile, cast, held, scalar, to_tile
+from .views import local_alloc
 
 
 @dataclass

@@ -110,7 +110,7 @@ def async_descriptor_store_wait(pendings: int) -> None:
     drain(role, role.stores, static_int(pendings), "wait store")
 
 
-def wait_for_landings(pendings: str) -> None:
+def wait_for_landings(pendings: str | int) -> None:
     """cp.async.bulk.wait_group: what was stored is in memory, too."""
     role = point()
     drain(role, role.landings, int(pendings), "wait store")
@@ -152,6 +152,7 @@ def async_load(
         land(operation, result.window((0,), (count,)), data, single(barrier), num_bytes)
         return
     operation = copy(role, "copy", result, result.num_bytes)
+    operation.generic = True
     zero = scalar(0.0 if result.dtype.is_floating() else 0, result.dtype)
     value = memory.load(src, mask, zero if mask is not None and other is None else other, operation)
     result.write(value.data, operation)

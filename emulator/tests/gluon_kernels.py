@@ -1,0 +1,307 @@
+"""Kernels in Gluon, each right with BUG="", and with the mistake that BUG names otherwise."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.blackwell import (
+    TensorMemoryLayout,
+    allocate_tensor_memory,
+    tcgen05_commit,
+    tcgen05_mma,
+)
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+
+@gluon.jit
+def grid2(ROWS: gl.constexpr, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr):
+    rows = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+    columns = gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
+    return rows[:, None] * COLUMNS + columns[None, :]
+
+
+@gluon.jit
+def cp_async(x, y, BUG: gl.constexpr):
+    """y = x of 256, in two stages."""
+    L: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    S: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    stages = gl.allocate_shared_memory(gl.float32, [2, 128], S)
+    i = gl.arange(0, 128, L)
+    async_copy.async_load(stages.index(0), x + i)
+    if BUG != "one group":
+        async_copy.commit_group()
+    async_copy.async_load(stages.index(1), x + 128 + i)
+    if BUG != "no commit":
+        async_copy.commit_group()
+    if BUG == "no wait":
+        gl.store(y + i, stages.index(0).load(L))
+    async_copy.wait_group(1)
+    gl.store(y + i, stages.index(0).load(L))
+    if BUG != "waits for one":
+        async_copy.wait_group(0)
+    gl.store(y + 128 + i, stages.index(1).load(L))
+
+
+@gluon.jit
+def tma_copy(source, target, BUG: gl.constexpr):
+    """target = source of [32, 64], in tiles of [32, 32], through one buffer."""
+    tile = gl.allocate_shared_memory(source.dtype, source.block_type.shape, source.layout)
+    bar = mbarrier.allocate_mbarrier()
+    if BUG != "no init":
+        mbarrier.init(bar, count=2 if BUG == "count of two" else 1)
+    if BUG == "two inits":
+        mbarrier.init(bar, count=1)
+    for i in range(2):
+        bytes: gl.constexpr = source.nbytes_per_cta
+        if BUG != "no expect":
+            mbarrier.expect(bar, bytes - 128 if BUG == "too few bytes" else bytes)
+        if BUG == "too many bytes":
+            mbarrier.expect(bar, 128)
+        tma.async_load(source, [0, 32 * i], bar, tile)
+        if BUG == "parity":
+            mbarrier.wait(bar, (i & 1) ^ 1)
+        elif BUG != "no wait":
+            mbarrier.wait(bar, 0 if BUG == "phase stays" else i & 1)
+        tma.async_store(target, [0, 32 * i], tile)
+        if BUG != "no store wait":
+            tma.store_wait(1 if BUG == "one store in flight" else 0)
+    mbarrier.invalidate(bar)
+    if BUG == "after invalidate":
+        mbarrier.wait(bar, 1)
+
+
+@gluon.jit
+def store_tile(tile, full, empty, x, BUG: gl.constexpr):
+    L: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [1, 1], [1, 0])
+    for i in range(3):
+        if BUG != "no empty wait":
+            mbarrier.wait(empty, (i & 1) ^ 1)
+        if BUG == "arrives early":
+            mbarrier.arrive(full)
+        tile.store(gl.load(x + i * 1024 + grid2(32, 32, L)))
+        if BUG != "no fence" and BUG != "fence after arrive" and BUG != "fence of consumer":
+            fence_async_shared()
+        if BUG != "no arrive" and BUG != "arrives early":
+            mbarrier.arrive(full, count=2 if BUG == "arrives twice" else 1)
+        if BUG == "fence after arrive":
+            fence_async_shared()
+
+
+@gluon.jit
+def send_tile(target, tile, full, empty, BUG: gl.constexpr):
+    for i in range(3):
+        if BUG != "no full wait":
+            mbarrier.wait(full, i & 1)
+        if BUG == "fence of consumer":
+            fence_async_shared()
+        tma.async_store(target, [32 * i, 0], tile)
+        if BUG != "no store wait":
+            tma.store_wait(0)
+        if BUG != "no empty arrive":
+            mbarrier.arrive(empty)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def stored_and_sent(target, x, BUG: gl.constexpr):
+    """target = x of [96, 32]: a worker stores tiles, the default partition sends them."""
+    tile = gl.allocate_shared_memory(target.dtype, [32, 32], target.layout)
+    full = mbarrier.allocate_mbarrier()
+    empty = mbarrier.allocate_mbarrier()
+    mbarrier.init(full, count=1)
+    mbarrier.init(empty, count=1)
+    gl.warp_specialize(
+        [
+            (send_tile, (target, tile, full, empty, BUG)),
+            (store_tile, (tile, full, empty, x, BUG)),
+        ],
+        [1],
+        [24],
+    )
+
+
+@gluon.jit
+def fetch_tile(source, tile, full, empty, BUG: gl.constexpr):
+    for i in range(3):
+        mbarrier.wait(empty, (i & 1) ^ 1)
+        mbarrier.expect(full, source.nbytes_per_cta)
+        tma.async_load(source, [32 * i, 0], full, tile)
+
+
+@gluon.jit
+def read_tile(tile, full, empty, y, BUG: gl.constexpr):
+    L: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
+    for i in range(3):
+        mbarrier.wait(full, i & 1)
+        if BUG == "arrives early":
+            mbarrier.arrive(empty)
+        value = tile.load(L)
+        if BUG != "no fence":
+            fence_async_shared()
+        if BUG != "arrives early":
+            mbarrier.arrive(empty)
+        gl.store(y + i * 1024 + grid2(32, 32, L), value)
+
+
+@gluon.jit
+def fetched_and_read(source, y, BUG: gl.constexpr):
+    """y = source of [96, 32]: a worker fetches tiles, the default partition reads them."""
+    tile = gl.allocate_shared_memory(source.dtype, [32, 32], source.layout)
+    full = mbarrier.allocate_mbarrier()
+    empty = mbarrier.allocate_mbarrier()
+    mbarrier.init(full, count=1)
+    mbarrier.init(empty, count=1)
+    gl.warp_specialize(
+        [
+            (read_tile, (tile, full, empty, y, BUG)),
+            (fetch_tile, (source, tile, full, empty, BUG)),
+        ],
+        [1],
+        [24],
+    )
+
+
+@gluon.jit
+def no_such_barrier(flag, y):
+    """Where nothing is performed, an index may be of no barrier."""
+    bars = mbarrier.allocate_mbarrier(batch=2)
+    mbarrier.init(bars.index(0), count=1)
+    mbarrier.arrive(bars.index(-1), count=1, pred=flag > 0)
+    mbarrier.arrive(bars.index(0), count=1)
+    mbarrier.wait(bars.index(0), 0)
+    gl.store(y, 1)
+
+
+@gluon.jit
+def mixed(y, CONVERT: gl.constexpr):
+    """y = 2 i, of two layouts."""
+    L: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    R: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+    i = gl.arange(0, 512, L)
+    j = gl.arange(0, 512, R)
+    if CONVERT:
+        j = gl.convert_layout(j, L)
+    gl.store(y + i, i + j)
+
+
+@gluon.jit
+def operands(a, b, ROWS: gl.constexpr):
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    S: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, 64], gl.float16)
+    T: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], gl.float16)
+    left = gl.allocate_shared_memory(gl.float16, [ROWS, 64], S, gl.load(a + grid2(ROWS, 64, L)))
+    right = gl.allocate_shared_memory(gl.float16, [64, 64], T, gl.load(b + grid2(64, 64, L)))
+    return left, right
+
+
+@gluon.jit
+def wgmma(a, b, y, BUG: gl.constexpr):
+    """y = 2 a @ b of [64, 64]."""
+    M: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    left, right = operands(a, b, 64)
+    acc = gl.zeros([64, 64], gl.float32, M)
+    acc = warpgroup_mma(left, right, acc, use_acc=False, is_async=True)
+    acc = warpgroup_mma(left, right, acc, is_async=BUG != "")
+    if BUG == "operand stored":
+        left.store(gl.full([64, 64], 1.0, gl.float16, L))
+    if BUG == "one in flight":
+        acc = warpgroup_mma_wait(1, deps=[acc])
+    elif BUG != "no wait":
+        acc = warpgroup_mma_wait(0, deps=[acc])
+    gl.store(y + grid2(64, 64, M), acc)
+
+
+@gluon.jit
+def transposed(a, b, y, BUG: gl.constexpr):
+    """y = a @ b^T of [64, 64], with a in registers."""
+    M: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    A: gl.constexpr = gl.DotOperandLayout(0, M, 2)
+    left, right = operands(a, b, 64)
+    gl.static_assert(isinstance(left.type.layout, gl.NVMMASharedLayout))
+    acc = gl.zeros([64, 64], gl.float32, M)
+    acc = warpgroup_mma(left.load(A), right.permute((1, 0)), acc)
+    gl.store(y + grid2(64, 64, M), acc)
+
+
+@gluon.jit
+def tcgen05(a, b, y, BUG: gl.constexpr):
+    """y = 2 a @ b of [128, 64]."""
+    T: gl.constexpr = TensorMemoryLayout([128, 64], col_stride=1)
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    left, right = operands(a, b, 128)
+    acc = allocate_tensor_memory(gl.float32, [128, 64], T)
+    bar = mbarrier.allocate_mbarrier()
+    mbarrier.init(bar, count=1)
+    tcgen05_mma(left, right, acc, use_acc=False)
+    if BUG == "commit too early":
+        tcgen05_commit(bar)
+    tcgen05_mma(left, right, acc)
+    if BUG != "no commit" and BUG != "commit too early":
+        tcgen05_commit(bar)
+    if BUG == "operand stored":
+        left.store(gl.full([128, 64], 1.0, gl.float16, L))
+    if BUG != "no wait":
+        mbarrier.wait(bar, 0)
+    value = acc.load()
+    gl.store(y + grid2(128, 64, L), gl.convert_layout(value, L))
+
+
+@gluon.jit
+def allocated_in_loop(source, y, BUG: gl.constexpr):
+    """y = source of [160, 128], a buffer of 64 KiB for each of five tiles."""
+    L: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
+    bar = mbarrier.allocate_mbarrier()
+    mbarrier.init(bar, count=1)
+    for i in range(5):
+        tile = gl.allocate_shared_memory(gl.float32, [128, 128], source.layout)
+        mbarrier.expect(bar, source.nbytes_per_cta)
+        tma.async_load(source, [128 * i, 0], bar, tile)
+        mbarrier.wait(bar, i & 1)
+        gl.store(y + i * 16384 + grid2(128, 128, L), tile.load(L))
+
+
+@gluon.jit
+def used_again(source, target, BUG: gl.constexpr):
+    """target = source of [128, 32], through a buffer of its own for each of four tiles."""
+    bar = mbarrier.allocate_mbarrier()
+    mbarrier.init(bar, count=1)
+    for i in range(4):
+        tile = gl.allocate_shared_memory(gl.float32, [32, 32], source.layout)
+        mbarrier.expect(bar, source.nbytes_per_cta)
+        tma.async_load(source, [32 * i, 0], bar, tile)
+        mbarrier.wait(bar, i & 1)
+        tma.async_store(target, [32 * i, 0], tile)
+        if BUG == "":
+            tma.store_wait(0)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def waits(bar):
+    mbarrier.wait(bar, 0)
+
+
+@gluon.jit
+def invalidates(bar, BUG: gl.constexpr):
+    if BUG == "":
+        mbarrier.arrive(bar)
+        mbarrier.wait(bar, 0)
+    else:
+        mbarrier.invalidate(bar)
+        mbarrier.init(bar, count=1)
+        mbarrier.arrive(bar)
+
+
+@gluon.jit
+def invalidated(y, BUG: gl.constexpr):
+    """A barrier that another partition waits for, or will."""
+    bar = mbarrier.allocate_mbarrier()
+    mbarrier.init(bar, count=1)
+    gl.warp_specialize([(invalidates, (bar, BUG)), (waits, (bar,))], [1], [24])
+    gl.store(y, 1)

@@ -1,0 +1,176 @@
+"""Gluon: its kernels run right under every schedule, and each mistake in them is found."""
+
+import pytest
+import torch
+
+from emulator.tests.checking import B200, everywhere, found, normal, refused
+from tritonemu import (
+    BarrierMisuse,
+    Deadlock,
+    EarlyExit,
+    InvalidKernel,
+    MissingFence,
+    OutOfBounds,
+    Race,
+    UninitializedRead,
+    Unsupported,
+    run,
+)
+from tritonemu.gpu import has_gluon
+
+pytestmark = pytest.mark.gluon
+if not has_gluon():
+    pytest.skip(
+        "needs the Gluon of Triton 3.9, and this Triton has another", allow_module_level=True
+    )
+
+from triton.experimental.gluon import language as gl  # noqa: E402
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor  # noqa: E402
+
+from emulator.tests import gluon_kernels as kernels  # noqa: E402
+
+
+def boxed(tensor, *shape):
+    layout = gl.NVMMASharedLayout.get_default_for([*shape], gl.float32)
+    return TensorDescriptor.from_tensor(tensor, [*shape], layout)
+
+
+def numbers(*shape):
+    """Small integers: products and sums of them are exact."""
+    return normal(*shape).mul(2).round()
+
+
+def product(a, b, y):
+    return 2 * (a.double() @ b.double())
+
+
+F32 = torch.float32
+
+
+def vector():
+    return [normal(256, dtype=F32), torch.zeros(256)]
+
+
+def tiles():
+    return [boxed(normal(32, 64, dtype=F32), 32, 32), boxed(torch.zeros(32, 64), 32, 32)]
+
+
+def sent():
+    return [boxed(torch.zeros(96, 32), 32, 32), normal(96, 32, dtype=F32)]
+
+
+def read():
+    return [boxed(normal(96, 32, dtype=F32), 32, 32), torch.zeros(96, 32)]
+
+
+def hopper():
+    return [numbers(64, 64), numbers(64, 64), torch.zeros(64, 64)]
+
+
+def blackwell():
+    return [numbers(128, 64), numbers(64, 64), torch.zeros(128, 64)]
+
+
+def loop():
+    return [boxed(normal(640, 128, dtype=F32), 128, 128), torch.zeros(640, 128)]
+
+
+def again():
+    return [boxed(normal(128, 32, dtype=F32), 32, 32), boxed(torch.zeros(128, 32), 32, 32)]
+
+
+RIGHT = {
+    "cp_async": (vector, lambda x, y: x, {}),
+    "tma_copy": (tiles, lambda x, y: x.base, {}),
+    "fetched_and_read": (read, lambda x, y: x.base, {}),
+    "wgmma": (hopper, product, {}),
+    "transposed": (hopper, lambda a, b, y: a.double() @ b.double().T, {}),
+    "tcgen05": (blackwell, product, B200),
+    "used_again": (again, lambda x, y: x.base, {}),
+    "invalidated": (lambda: [torch.zeros(1)], lambda y: torch.ones(1), {}),
+    "allocated_in_loop": (loop, lambda x, y: x.base, {}),
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_right(name):
+    make, gives, options = RIGHT[name]
+    everywhere(getattr(kernels, name), (1,), make, gives, BUG="", **options)
+
+
+@pytest.mark.parametrize("bug", ("", "fence of consumer"))
+def test_sent(bug):
+    """The fence may be the producer's before it arrives, or the consumer's after it waits."""
+    target, x = sent()
+    everywhere(kernels.stored_and_sent, (1,), lambda: (target, x), BUG=bug)
+    assert torch.equal(target.base, x)
+
+
+# Kernel, mistake, what it is found as.
+EARLY = (Race, UninitializedRead)
+MISTAKES = (
+    ("cp_async", "one group", Race),
+    ("cp_async", "no commit", Race),
+    ("cp_async", "no wait", Race),
+    ("cp_async", "waits for one", Race),
+    ("tma_copy", "no init", BarrierMisuse),
+    ("tma_copy", "two inits", BarrierMisuse),
+    ("tma_copy", "count of two", Deadlock),
+    ("tma_copy", "no expect", Deadlock),
+    ("tma_copy", "too few bytes", BarrierMisuse),
+    ("tma_copy", "too many bytes", BarrierMisuse),
+    ("tma_copy", "parity", (*EARLY, BarrierMisuse, Deadlock)),
+    ("tma_copy", "no wait", (*EARLY, BarrierMisuse)),
+    ("tma_copy", "phase stays", (Race, BarrierMisuse, Deadlock)),
+    ("tma_copy", "no store wait", (Race, EarlyExit)),
+    ("tma_copy", "one store in flight", (Race, EarlyExit)),
+    ("tma_copy", "after invalidate", BarrierMisuse),
+    ("stored_and_sent", "no fence", MissingFence),
+    ("stored_and_sent", "fence after arrive", MissingFence),
+    ("stored_and_sent", "no empty wait", (Race, BarrierMisuse)),
+    ("stored_and_sent", "arrives early", (*EARLY, BarrierMisuse)),
+    ("stored_and_sent", "no arrive", Deadlock),
+    ("stored_and_sent", "arrives twice", BarrierMisuse),
+    ("stored_and_sent", "no full wait", (*EARLY, BarrierMisuse)),
+    ("stored_and_sent", "no store wait", (Race, EarlyExit)),
+    ("stored_and_sent", "no empty arrive", Deadlock),
+    ("fetched_and_read", "no fence", MissingFence),
+    ("fetched_and_read", "arrives early", (Race, MissingFence)),
+    ("used_again", "stores in flight", Race),
+    ("invalidated", "while another waits", BarrierMisuse),
+    ("wgmma", "operand stored", Race),
+    ("wgmma", "no wait", InvalidKernel),
+    ("wgmma", "one in flight", InvalidKernel),
+    ("tcgen05", "commit too early", Race),
+    ("tcgen05", "no commit", Deadlock),
+    ("tcgen05", "operand stored", Race),
+    ("tcgen05", "no wait", (Race, UninitializedRead)),
+)
+
+
+@pytest.mark.parametrize(("name", "bug", "error"), MISTAKES)
+def test_mistake(name, bug, error):
+    make, _, options = RIGHT.get(name, (sent, None, {}))
+    found(error, getattr(kernels, name), (1,), make, BUG=bug, **options)
+
+
+def test_no_such_barrier():
+    everywhere(kernels.no_such_barrier, (1,), lambda: (0, torch.zeros(1)), 1)
+    refused(OutOfBounds, "index -1", kernels.no_such_barrier, 2, torch.zeros(1))
+
+
+def test_layouts_are_converted_or_refused():
+    i = torch.arange(512)
+    everywhere(kernels.mixed, (1,), lambda: [torch.zeros(512).int()], 2 * i, CONVERT=True)
+    refused(InvalidKernel, "layout", kernels.mixed, torch.zeros(512).int(), CONVERT=False)
+
+
+def test_several_ctas_are_refused():
+    refused(Unsupported, "num_ctas=2", kernels.cp_async, *vector(), BUG="", num_ctas=2)
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_compiles(name):
+    """What runs here is a kernel to the compiler, too."""
+    make, _, options = RIGHT[name]
+    run(getattr(kernels, name), (1,), *make(), BUG="", compile=True, **options)

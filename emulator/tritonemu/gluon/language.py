@@ -1,0 +1,103 @@
+"""The operations of `gl` that `tl` has not, or has without a layout."""
+
+from typing import Any
+
+import triton.experimental.gluon.language as gl
+
+from ..errors import InvalidKernel
+from ..language import OPERATIONS as LANGUAGE
+from ..launch import current
+from ..tasks import Region
+from ..tile import Tile
+from .barriers import barrier
+from .memory import allocate_shared_memory
+from .products import mma_v2
+
+_HINTS = ("layout", "cache_policy")
+
+
+def _without_hints(name: str) -> Any:
+    """The operation of `tl`, for which layouts and cache policies mean nothing."""
+
+    def apply(*args: Any, **kwargs: Any) -> Any:
+        named = {key: value for key, value in kwargs.items() if key not in _HINTS}
+        return LANGUAGE[name](*args, **named)
+
+    return apply
+
+
+def arange(start: int, end: int, layout: Any = None) -> Tile:
+    return LANGUAGE["arange"](start, end)
+
+
+def full(shape: Any, value: Any, dtype: Any, layout: Any = None) -> Tile:
+    return LANGUAGE["full"](shape, value, dtype)
+
+
+def convert_layout(value: Any, layout: Any, assert_trivial: bool = False) -> Any:
+    return value
+
+
+def set_auto_layout(value: Any, layout: Any) -> Any:
+    return value
+
+
+def num_warps() -> int:
+    return current().role.warps
+
+
+def num_ctas() -> int:
+    return 1
+
+
+def warp_specialize(
+    functions_and_args: Any, worker_num_warps: Any, worker_num_regs: Any = None
+) -> Any:
+    """The first function is the default partition, whose results are given; the others work."""
+    workers, warps = functions_and_args[1:], tuple(worker_num_warps)
+    registers = (None,) * len(warps) if worker_num_regs is None else tuple(worker_num_regs)
+    if not len(workers) == len(warps) == len(registers):
+        raise InvalidKernel(
+            f"warp_specialize needs a number of warps and of registers for each of its "
+            f"{len(workers)} workers, got {len(warps)} and {len(registers)}"
+        )
+    if current().role.task:
+        raise InvalidKernel("warp_specialize must not stand inside another one")
+    for number in warps:
+        if number not in (1, 2, 4, 8, 16):
+            raise InvalidKernel(f"workers take a power of two of warps, got {number}")
+    region, results = Region(), []
+
+    def partition(function: Any, args: Any, keep: bool) -> Any:
+        def body() -> None:
+            result = function(*args)
+            if keep:
+                results.append(result)
+
+        body.__name__ = getattr(function, "__name__", "partition")
+        return body
+
+    function, args = functions_and_args[0]
+    region.add(partition(function, args, True), {}, "default")
+    for (function, args), number, asked in zip(workers, warps, registers, strict=True):
+        tile = next((value for value in args if isinstance(value, Tile) and value.shape), None)
+        if tile is not None:
+            raise InvalidKernel(f"a worker of warp_specialize takes no tensor, got {tile!r}")
+        # Upstream rounds what is asked for up to a multiple of 8.
+        options = {} if asked is None else {"registers": -(-asked // 8) * 8}
+        region.add(partition(function, args, False), {}, num_warps=number, **options)
+    region.run()
+    return results[0]
+
+
+_OWN = (
+    *(arange, full, convert_layout, set_auto_layout, num_warps, num_ctas, warp_specialize),
+    *(barrier, allocate_shared_memory),
+)
+OPERATIONS = {
+    **{name: value for name, value in LANGUAGE.items() if hasattr(gl, name)},
+    **{name: _without_hints(name) for name in ("load", "store", "histogram")},
+    **{each.__name__: each for each in _OWN},
+    "dot_fma": mma_v2,
+}
+OPERATIONS.pop("zeros", None)

@@ -1,0 +1,157 @@
+"""Shared and tensor memory of Gluon: descriptors are buffers with Gluon's methods."""
+
+import math
+import weakref
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import triton.language as tl
+
+from ..buffers import LANES, Buffer, Storage, packed
+from ..errors import InvalidKernel, Unsupported
+from ..launch import current
+from ..machine import views
+from ..machine.table import blackwell_only, point
+from ..rewrite import static_int
+from ..tile import Tile
+from .barriers import MBarriers
+
+
+@dataclass(eq=False)
+class Memory(Storage):
+    """A storage that knows which values still name it."""
+
+    views: Any = field(default_factory=weakref.WeakSet)
+
+
+@dataclass(eq=False)
+class View(Buffer):
+    """`shared_memory_descriptor` and `tensor_memory_descriptor`."""
+
+    layout: Any = None
+
+    def __post_init__(self) -> None:
+        self.storage.views.add(self)
+
+    @property
+    def nbytes_per_cta(self) -> int:
+        return self.num_bytes * max(1, self.num)
+
+    @property
+    def rank(self) -> int:
+        return len(self.shape) + bool(self.num)
+
+    def load(self, layout: Any = None) -> Tile:
+        return views.local_load(self)
+
+    def store(self, value: Any, pred: Any = True) -> None:
+        if bool(pred):
+            views.local_store(self, value)
+
+    def index(self, index: Any) -> "View":
+        if self.rank < 2:
+            raise InvalidKernel(f"index of {self.name} needs rank 2 or more, got {self.rank}")
+        return self[index]
+
+    def slice(self, start: Any, length: Any, dim: int | None = None) -> "View":
+        axis = static_int((1 if self.storage.tensor else 0) if dim is None else dim)
+        begin, shape = [0] * len(self.shape), list(self.shape)
+        begin[axis], shape[axis] = static_int(start), static_int(length)
+        if self.storage.tensor and axis != 1:
+            raise Unsupported(f"a slice of {self.name} along rows of tensor memory")
+        return self.window(tuple(begin), tuple(shape))
+
+    def permute(self, order: Any) -> "View":
+        point()
+        return super().permute(tuple(static_int(dim) for dim in order))
+
+    def reshape(self, shape: Any) -> "View":
+        return views.local_reshape(self, shape)
+
+    def reinterpret(self, dtype: Any = None, shape: Any = None, layout: Any = None) -> "View":
+        sizes = None if shape is None else tuple(static_int(size) for size in shape)
+        kept = self.layout if layout is None else layout
+        return replace(super().reinterpret(dtype or self.dtype, sizes), layout=kept)
+
+    def gather(self, indices: Any, axis: int) -> Tile:
+        return views.local_gather(self, indices, axis)
+
+    def scatter(self, values: Tile, indices: Any, axis: int) -> None:
+        views.local_scatter(self, values, indices, axis)
+
+    def get_reg_layout(self, num_warps: Any = None, instr_variant: str = "32x32b") -> Any:
+        """A name for a layout: values do not depend on it."""
+        return ("tensor memory", self.shape, instr_variant)
+
+
+def _storage(cta: Any, tensor: bool, num_bytes: int) -> Memory:
+    """New memory, or such of the same size as no value names any more: its accesses remain."""
+    for old in cta.allocations:
+        free = isinstance(old, Memory) and not old.views
+        if free and old.tensor == tensor and old.num_bytes == num_bytes:
+            old.shadow.written = 0
+            return old
+    return Memory(cta, tensor)
+
+
+def allocate_shared_memory(element_ty: Any, shape: Any, layout: Any, value: Any = None) -> Any:
+    sizes, role = tuple(static_int(size) for size in shape), point()
+    if type(layout).__name__ == "MBarrierLayout":
+        return MBarriers.allocate(role, sizes)
+    num_bytes = math.prod(sizes) * element_ty.primitive_bitwidth // 8
+    where = _storage(role.cta, False, num_bytes)
+    return _made(
+        View(where, element_ty, sizes, packed(sizes), 0, 0, "buffer", layout=layout), value
+    )
+
+
+def allocate_tensor_memory(element_ty: Any, shape: Any, layout: Any, value: Any = None) -> View:
+    blackwell_only("allocate_tensor_memory")
+    sizes, role = tuple(static_int(size) for size in shape), point()
+    number, sizes = (sizes[0], sizes[1:]) if len(sizes) == 3 else (0, sizes)
+    if len(sizes) != 2 or sizes[0] not in (64, LANES):
+        raise Unsupported(f"tensor memory of shape {[*shape]}")
+    row = -(-sizes[1] * element_ty.primitive_bitwidth // 32) * 4 * max(1, number)
+    where = _storage(role.cta, True, row)
+    return _made(
+        View(where, element_ty, sizes, packed(sizes), 0, number, "buffer", layout=layout), value
+    )
+
+
+def _made(view: View, value: Any) -> View:
+    view.fit()
+    if view.storage not in view.storage.cta.allocations:
+        view.storage.cta.allocate(view.storage)
+    if value is not None:
+        view.store(value)
+    return view
+
+
+@dataclass(frozen=True)
+class BlockType:
+    """`desc.block_type`."""
+
+    shape: tuple[int, ...]
+    element_ty: tl.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.element_ty.primitive_bitwidth // 8
+
+
+def described(descriptor: Any, layout: Any) -> Any:
+    """A `memory.Descriptor` with the members that Gluon's have."""
+    descriptor.layout = layout
+    descriptor.block_type = BlockType(descriptor.block_shape, descriptor.dtype)
+    descriptor.nbytes_per_cta = descriptor.block_type.nbytes
+    descriptor.type = descriptor
+    return descriptor
+
+
+def check_launch(num_ctas: int) -> None:
+    """Raise Unsupported for a program that spans CTAs."""
+    if num_ctas > 1:
+        raise Unsupported(
+            f"a Gluon program of num_ctas={num_ctas}: only programs of one CTA run here", ("", 0)
+        )
+    current().partition_fences = True
