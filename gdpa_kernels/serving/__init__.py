@@ -1,0 +1,1 @@
+"""What is kept between requests, and when it may be used again."""

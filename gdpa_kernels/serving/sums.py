@@ -1,0 +1,182 @@
+"""Stored sums: attention of fixed queries over events that come and go.
+
+Without normalisation, attention over a set of events is the sum over its events. So the pooled
+history of a user (PMA: seeds that are the same for everybody) can be kept, and an event added or
+deleted for the cost of that event alone. Two things must hold, and the second is checked here:
+queries, keys and values of old events do not change, which is so in a first layer over per-event
+features and not behind another attention layer; and the same arithmetic adds and deletes, since a
+kernel that rounds otherwise leaves its difference behind.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+import gdpa_kernels
+from gdpa_kernels.calling import checks
+from gdpa_kernels.gdpa.api import IMPLS, gdpa
+from gdpa_kernels.gdpa.registration import check_activation
+
+UNIT = 2.0**-30
+"""What the integers of an exact sum count."""
+ROUNDING, TOLERATED = 1.3e-8, 2e-4
+"""The relative error of an fp32 sum grows as ROUNDING sqrt(updates) (largest norm / present norm),
+fitted; an eighth of a rounding to bf16 is tolerated."""
+
+
+class StoredSums:
+    """A sum `[rows, num_heads, head_dim]` for each of `users`, empty at first.
+
+    Args:
+        q: the queries of all users, `[rows, num_heads, head_dim]`.
+        users: how many sums.
+        activation, scale, output_scale, precise: as `gdpa`.
+        impl: the kernel that computes every part, by name: "auto" may change with a batch's shape.
+        exact: sums of integers, in units of 2**-30: what is deleted leaves nothing, in whatever
+            order. Each event is computed alone, and the partial results take `8 * q.numel()` bytes
+            an event while they are added. False: fp32, 1.3e-6 after 10,000 updates.
+
+    Attributes: total (fp32, or int64 with exact) `[users, rows, num_heads, head_dim]`; count and
+    updates int64 `[users]`, events held and added or deleted; peak fp32 `[users]`, the largest
+    norm.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong: its name, what is expected, what was received.
+    """
+
+    def __init__(
+        self,
+        q: torch.Tensor,
+        users: int,
+        *,
+        activation: str | tuple[str, ...] = "gelu_tanh",
+        scale: float | None = None,
+        output_scale: float = 1.0,
+        precise: bool = False,
+        impl: str = "v1_tiled",
+        exact: bool = False,
+    ):
+        if not isinstance(q, torch.Tensor) or q.dim() != 3 or q.dtype == torch.float64:
+            raise ValueError(f"q must be [rows, num_heads, head_dim] up to fp32, got {_told(q)}")
+        if isinstance(users, bool) or not isinstance(users, int) or users < 1:
+            raise ValueError(f"users must be a positive integer, got {users!r}")
+        checks.check_bool(precise=precise, exact=exact)
+        checks.check_impl(impl, IMPLS)
+        if impl == "auto":
+            raise ValueError("impl must be the name of one implementation, got 'auto'")
+        self.q, self.exact = q.detach(), exact
+        names = check_activation(activation, q.shape[1])
+        self._options = {
+            "activation": names, "scale": scale, "output_scale": output_scale,
+            "precise": precise, "impl": impl, "out_dtype": torch.float32,
+        }  # fmt: skip
+        kind = torch.int64 if exact else torch.float32
+        self.total = q.new_zeros(users, *q.shape, dtype=kind)
+        self.count, self.updates = (q.new_zeros(users, dtype=torch.int64) for _ in range(2))
+        self.peak = q.new_zeros(users, dtype=torch.float32)
+
+    @property
+    def arithmetic(self) -> str:
+        """What computed the parts, in words: sums of another one cannot go on."""
+        told = ", ".join(f"{name} {x}" for name, x in self._options.items() if name != "out_dtype")
+        kind = "int64" if self.exact else "fp32"
+        return f"gdpa_kernels {gdpa_kernels.__version__}, {told}, {self.q.dtype} into {kind}"
+
+    @torch.no_grad()
+    def add(
+        self, users: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor,
+        max_seqlen: int | None = None,
+    ) -> None:  # fmt: skip
+        """Add events: sequence i of k and v, `[events, num_kv_heads, head_dim]` with offsets
+        `cu_seqlens` `[n + 1]`, to the sum of users[i], int64 `[n]`, each user once."""
+        self._change(1, users, k, v, cu_seqlens, max_seqlen)
+
+    @torch.no_grad()
+    def delete(
+        self, users: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor,
+        max_seqlen: int | None = None,
+    ) -> None:  # fmt: skip
+        """Take events away again that were added: their keys and values as they were."""
+        self._change(-1, users, k, v, cu_seqlens, max_seqlen)
+
+    def value(self, users: torch.Tensor | None = None) -> torch.Tensor:
+        """The sums of these users, `[n, rows, num_heads, head_dim]`, in q's dtype, rounded once."""
+        total = self.total if users is None else self.total[users]
+        return (total.double() * UNIT if self.exact else total).to(self.q.dtype)
+
+    def stale(self) -> torch.Tensor:
+        """Bool `[users]`: whose sum should be computed again from its events, since its rounding
+        may reach an eighth of bf16's; none with `exact`."""
+        if self.exact:
+            return torch.zeros_like(self.count, dtype=torch.bool)
+        present = self.total.flatten(1).norm(dim=1)
+        error = ROUNDING * self.updates.sqrt() * self.peak
+        return error > TOLERATED * present
+
+    def clear(self, users: torch.Tensor) -> None:
+        """Empty the sums of these users, before they are computed again."""
+        for x in (self.total, self.count, self.updates, self.peak):
+            x[users] = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything but the queries, and what computed it."""
+        names = "total", "count", "updates", "peak"
+        return {name: getattr(self, name) for name in names} | {"arithmetic": self.arithmetic}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with sums that were stored. Raises ValueError if another arithmetic made them, or
+        for another number of users or shape."""
+        if state["arithmetic"] != self.arithmetic:
+            raise ValueError(
+                f"sums must be of {self.arithmetic}, got those of {state['arithmetic']}: compute "
+                "them again"
+            )
+        if state["total"].shape != self.total.shape:
+            raise ValueError(
+                f"total must have shape {list(self.total.shape)}, got {list(state['total'].shape)}"
+            )
+        for name in ("total", "count", "updates", "peak"):
+            getattr(self, name).copy_(state[name])
+
+    def _change(self, sign: int, users, k, v, cu_seqlens, max_seqlen) -> None:
+        for name, x in (("k", k), ("v", v)):
+            if not isinstance(x, torch.Tensor) or x.dtype != self.q.dtype:
+                raise TypeError(f"{name} must be a tensor of {self.q.dtype}, got {_told(x)}")
+        if not isinstance(users, torch.Tensor) or users.dtype != torch.int64:
+            raise TypeError(f"users must be an int64 tensor, got {_told(users)}")
+        lengths = cu_seqlens.diff().to(torch.int64)
+        if users.shape != lengths.shape or users.unique().numel() != users.numel():
+            raise ValueError(
+                f"users must name each of {lengths.numel()} users once, got {users.tolist()}"
+            )
+        left = self.count[users] + sign * lengths
+        if (left < 0).any():
+            raise ValueError(
+                "events must have been added before they are deleted, got "
+                f"{lengths.tolist()} of {self.count[users].tolist()} held"
+            )
+        if self.exact:  # one event at a time, so that its part does not depend on the others
+            owners, n = users.repeat_interleave(lengths), k.shape[0]
+            offsets = torch.arange(n + 1, dtype=torch.int32, device=k.device)
+            parts = self._parts(k, v, offsets, 1) / UNIT
+            self.total.index_add_(0, owners, parts.double().round().to(torch.int64), alpha=sign)
+        else:
+            self.total[users] += sign * self._parts(k, v, cu_seqlens, max_seqlen)
+        self.count[users], self.updates[users] = left, self.updates[users] + lengths
+        empty = users[left == 0]
+        self.total[empty], self.updates[empty], self.peak[empty] = 0, 0, 0
+        if not self.exact:
+            norms = self.total[users].flatten(1).norm(dim=1)
+            self.peak[users] = torch.maximum(self.peak[users], norms)
+
+    def _parts(self, k, v, cu_seqlens, max_seqlen) -> torch.Tensor:
+        """fp32 `[sequences, rows, num_heads, head_dim]`."""
+        rows = self.q.shape[0]
+        out = gdpa(self.q, k, v, None, cu_seqlens, rows, max_seqlen, **self._options)
+        return out.view(-1, *self.q.shape)
+
+
+def _told(x: object) -> str:
+    return f"{list(x.shape)} of {x.dtype}" if isinstance(x, torch.Tensor) else repr(x)

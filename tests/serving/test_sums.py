@@ -1,0 +1,133 @@
+"""Stored sums: what comes and goes leaves what stayed, by one arithmetic or not at all."""
+
+import pytest
+import torch
+
+import tritonemu
+from gdpa_kernels import gdpa
+from gdpa_kernels.serving.sums import TOLERATED, StoredSums
+
+ROWS, HEADS, DIM = 3, 2, 16
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+def ends(*lengths: int) -> torch.Tensor:
+    return torch.tensor((0, *lengths)).cumsum(0).int()
+
+
+def draw(n: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    make = torch.Generator().manual_seed(seed)
+    return torch.randn(n, HEADS, DIM, generator=make).to(dtype)
+
+
+def stored(dtype: torch.dtype = FP32, **options) -> StoredSums:
+    return StoredSums(
+        draw(ROWS, dtype, 0), 4, **{"impl": "reference", "activation": "silu"} | options
+    )
+
+
+def whole(sums: StoredSums, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """The attention over these events, in fp64."""
+    q, k, v = (x.double() for x in (sums.q, k, v))
+    return gdpa(q, k, v, None, ends(len(k)), ROWS, len(k), activation="silu", impl="reference")
+
+
+@pytest.mark.parametrize("exact", (False, True))
+@pytest.mark.parametrize("impl, dtype", (("reference", FP32), ("v1_tiled", BF16)))
+def test_a_sum_is_the_attention_over_what_it_holds(impl, dtype, exact):
+    sums = stored(dtype, impl=impl, exact=exact)
+    k, v = draw(9, dtype, 1), draw(9, dtype, 2)
+    with tritonemu.enabled():
+        sums.add(torch.tensor([2, 0]), k, v, ends(4, 5))
+        sums.add(torch.tensor([0]), k[:3], v[:3], ends(3))
+        sums.delete(torch.tensor([0, 2]), k[4:8], v[4:8], ends(4, 0))
+    kept = torch.cat((k[8:], k[:3])), torch.cat((v[8:], v[:3]))
+    assert sums.count.tolist() == [4, 0, 4, 0] and sums.updates.tolist() == [12, 0, 4, 0]
+    for user, (keys, values) in ((0, kept), (2, (k[:4], v[:4]))):
+        wanted = whole(sums, keys, values)
+        found = sums.value(torch.tensor([user]))[0].double()
+        assert (found - wanted).norm() < (1e-2 if dtype == BF16 else 1e-6) * wanted.norm()
+    assert not sums.value()[[1, 3]].any() and sums.value().dtype == dtype
+
+
+def test_what_came_and_went_leaves_nothing_in_an_exact_sum():
+    events = [(draw(1, BF16, 2 * i + 1), draw(1, BF16, 2 * i + 2)) for i in range(40)]
+    user = torch.tensor([1])
+    sums, other = (stored(BF16, exact=True) for _ in range(2))
+    for k, v in events:
+        sums.add(user, k, v, ends(1))
+    for i in torch.randperm(30).tolist():
+        sums.delete(user, *events[i], ends(1))
+    held = [torch.cat(x) for x in zip(*events[30:], strict=True)]
+    other.add(user, *held, ends(10))
+    assert torch.equal(sums.total, other.total)
+    assert not sums.stale().any()
+
+
+def test_an_emptied_sum_is_zero():
+    sums, user = stored(), torch.tensor([3])
+    k, v = draw(5, FP32, 1), draw(5, FP32, 2)
+    sums.add(user, k, v, ends(5))
+    for i in range(5):
+        sums.delete(user, k[i : i + 1], v[i : i + 1], ends(1))
+    assert not sums.total.any() and not sums.peak.any() and not sums.stale().any()
+
+
+def test_a_sum_says_when_its_rounding_counts():
+    sums, user = stored(), torch.tensor([0])
+    k, v = draw(2, FP32, 1), draw(2, FP32, 2)
+    v[1] *= 1e8
+    sums.add(user, k[:1], v[:1], ends(1))
+    assert not sums.stale().any()
+    sums.add(user, k[1:], v[1:], ends(1))
+    sums.delete(user, k[1:], v[1:], ends(1))
+    wanted = whole(sums, k[:1], v[:1])
+    assert (sums.value(user)[0] - wanted).norm() > TOLERATED * wanted.norm()
+    assert sums.stale().tolist() == [True, False, False, False]
+    sums.clear(user)
+    sums.add(user, k[:1], v[:1], ends(1))
+    assert not sums.stale().any()
+
+
+def test_sums_go_on_by_their_own_arithmetic_alone():
+    sums, k = stored(), draw(5, FP32, 1)
+    sums.add(torch.tensor([1]), k, k, ends(5))
+    again = stored()
+    again.load_state_dict(sums.state_dict())
+    assert torch.equal(again.total, sums.total) and torch.equal(again.count, sums.count)
+    for other in (
+        stored(precise=True),
+        stored(exact=True),
+        stored(activation="gelu"),
+        stored(BF16),
+    ):
+        with pytest.raises(ValueError, match=r"sums must be of gdpa_kernels .*, got those of gdpa"):
+            other.load_state_dict(sums.state_dict())
+    fewer = StoredSums(sums.q, 3, impl="reference", activation="silu")
+    with pytest.raises(ValueError, match=r"total must have shape \[3, 3, 2, 16\], got \[4, "):
+        fewer.load_state_dict(sums.state_dict())
+
+
+Q, KV = draw(ROWS, FP32, 0), draw(5, FP32, 1)
+USER = torch.tensor([0])
+WRONG = (
+    (ValueError, r"q must be \[rows, num_heads, head_dim\] up to fp32, got \[2, 16\] of",
+     lambda: StoredSums(Q[0], 2)),
+    (ValueError, "users must be a positive integer, got 0", lambda: StoredSums(Q, 0)),
+    (ValueError, "impl must be the name of one implementation, got 'auto'",
+     lambda: StoredSums(Q, 2, impl="auto")),
+    (TypeError, r"k must be a tensor of torch.float32, got \[5, 2, 16\] of torch.bfloat16",
+     lambda: stored().add(USER, KV.bfloat16(), KV, ends(5))),
+    (TypeError, r"users must be an int64 tensor, got \[0\]",
+     lambda: stored().add([0], KV, KV, ends(5))),
+    (ValueError, r"users must name each of 2 users once, got \[0, 0\]",
+     lambda: stored().add(torch.tensor([0, 0]), KV, KV, ends(2, 3))),
+    (ValueError, r"added before they are deleted, got \[5\] of \[0\] held",
+     lambda: stored().delete(USER, KV, KV, ends(5))),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("error, message, call", WRONG)
+def test_what_is_wrong_is_said(error, message, call):
+    with pytest.raises(error, match=message):
+        call()
