@@ -102,8 +102,6 @@ class Batch(Heads):
     @property
     def segment_options(self) -> dict[str, object]:
         """What the plain kernels take of contexts and targets."""
-        if self.segments is None:
-            return {}
         return {
             "segments_ptr": self.segments, "TARGET_GROUP": self.target_group_size,
             "FULL_ROWS": self.full_rows, "OWN_RANKS": self.own_ranks,

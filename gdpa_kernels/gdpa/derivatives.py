@@ -204,12 +204,12 @@ def times_slope(dp, slope, FOLD: tl.constexpr):
 @triton.jit
 def evaluate_kernel(x_ptr, found_ptr, count, NAME: tl.constexpr, BLOCK: tl.constexpr):
     """Value alone, and value and slope together, of `count` points."""
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + at, mask=at < count, other=0.0)
     y, slope = value_and_slope(x, 1.0, NAME, True)
     tl.store(found_ptr + at, activate(x, 1.0, NAME, True), mask=at < count)
     tl.store(found_ptr + count + at, y, mask=at < count)
-    tl.store(found_ptr + 2 * count + at, slope, mask=at < count)
+    tl.store(found_ptr + count + count + at, slope, mask=at < count)
 
 
 def evaluate(x: torch.Tensor, name: str) -> torch.Tensor:

@@ -17,8 +17,8 @@ import triton.language as tl
 @triton.jit
 def segments_of(segments_ptr, batch, len_k):
     """(contexts, where the history ends) of a sequence; segments_ptr: int32 [sequences, 2]."""
-    targets = tl.load(segments_ptr + 2 * batch)
-    return tl.load(segments_ptr + 2 * batch + 1), len_k - targets
+    at = segments_ptr + batch.to(tl.int64) * 2
+    return tl.load(at + 1), len_k - tl.load(at)
 
 
 @triton.jit

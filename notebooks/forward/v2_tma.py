@@ -289,6 +289,21 @@ chapter.table(
 # better guess.
 # :::
 #
+# :::{exercise} A tensor that is too long
+# :label: ex-v2-long
+#
+# Which limit of v2 does a packed tensor reach first, and how would you lift it? *(source, half an
+# hour)*
+# :::
+#
+# :::{solution} ex-v2-long
+# :class: dropdown
+#
+# v1 multiplies row numbers by strides in 64 bits (`tile` casts them); in v2 the copy engine does.
+# The coordinate `start + length` must stay below `ANY`, a little before the int32 offsets in
+# `cu_seqlens` overflow. A longer batch can be cut in two at the end of a sequence.
+# :::
+#
 # ## Takeaways
 #
 # - A descriptor clips at the end of every sequence if all ends have the same coordinate.

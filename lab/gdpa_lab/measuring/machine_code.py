@@ -141,8 +141,9 @@ def compile_again(launch: Mapping[str, Any]) -> CompiledKernel:
         if parameter.default is not parameter.empty and name not in signature
     }
     signature |= dict.fromkeys(defaults, "constexpr")
-    if kernel.arg_names != list(signature):
+    if set(kernel.arg_names) != set(signature):
         raise ValueError(f"{name} must take {list(launch['signature'])}, got {kernel.arg_names}")
+    signature = {argument: signature[argument] for argument in kernel.arg_names}
     values = {
         place[key]: tuple(value) if isinstance(value, list) else value
         for key, value in (defaults | launch["constants"]).items()
