@@ -26,6 +26,7 @@ import pandas as pd
 import torch
 
 from _lib import drawings, studies
+from _lib.listings import decided
 from gdpa_kernels.gdpa import derivatives
 from gdpa_kernels.gdpa.kernels import v1_tiled_backward
 from gdpa_lab.measuring import system
@@ -133,7 +134,8 @@ chapter.figure(drawings.tiles(walks), modelled="the loops of keys_kernel and que
 # The loop of the first kernel, where `member` counts the query heads that share a key head:
 
 # %% tags=["remove-input"]
-chapter.code(v1_tiled_backward.keys_kernel, "for member", "dk_ptrs")
+plain = {"segments_ptr": None, "LOWER_RIGHT": False}
+chapter.code(decided(v1_tiled_backward.keys_kernel, **plain), "for member", "dk_ptrs")
 
 # %% [markdown]
 # The second kernel is its mirror image, with one {term}`accumulator`. A row of a gradient belongs

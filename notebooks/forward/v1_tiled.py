@@ -23,6 +23,7 @@ from pathlib import Path
 import pandas as pd
 
 from _lib import drawings, rare_charts, studies
+from _lib.listings import decided
 from gdpa_kernels.gdpa import activations
 from gdpa_kernels.gdpa.kernels import v1_tiled
 from gdpa_kernels.gdpa.ladder import v2_tma
@@ -93,7 +94,8 @@ walk = drawings.Tiles((1, 3), [(1, column) for column in range(3)], strips)
 chapter.figure(drawings.tiles({"": walk}), modelled="drawn from the loop of tiled_kernel")
 
 # %% tags=["remove-input"]
-chapter.code(v1_tiled.tiled_kernel, "q_ptrs, q_mask = tile")
+plain = {"segments_ptr": None, "add_ptr": None, "LOWER_RIGHT": False}
+chapter.code(decided(v1_tiled.tiled_kernel, **plain), "q_ptrs, q_mask = tile")
 chapter.roles(V1)
 
 # %% [markdown]
