@@ -21,6 +21,8 @@ from gdpa_kernels.gdpa.registration import check_activation
 
 UNIT = 2.0**-30
 """What the integers of an exact sum count."""
+LARGEST = 2.0**62
+"""Of these integers: below it none is out of range."""
 ROUNDING, TOLERATED = 1.3e-8, 2e-4
 """The relative error of an fp32 sum grows as ROUNDING sqrt(updates) (largest norm / present norm),
 fitted; an eighth of a rounding to bf16 is tolerated."""
@@ -43,7 +45,8 @@ class StoredSums:
     norm.
 
     Raises:
-        TypeError, ValueError: an argument is wrong: its name, what is expected, what was received.
+        TypeError, ValueError: an argument is wrong: its name, what is expected, what was received;
+            or an exact sum would leave its range, 4.3e9, or get what is not finite.
     """
 
     def __init__(
@@ -108,12 +111,12 @@ class StoredSums:
 
     def stale(self) -> torch.Tensor:
         """Bool `[users]`: whose sum should be computed again from its events, since its rounding
-        may reach an eighth of bf16's; none with `exact`."""
+        may reach an eighth of bf16's, or it is not finite; none with `exact`."""
         if self.exact:
             return torch.zeros_like(self.count, dtype=torch.bool)
         present = self.total.flatten(1).norm(dim=1)
         error = ROUNDING * self.updates.sqrt() * self.peak
-        return error > TOLERATED * present
+        return ~((error <= TOLERATED * present) & present.isfinite())
 
     def clear(self, users: torch.Tensor) -> None:
         """Empty the sums of these users, before they are computed again."""
@@ -121,13 +124,14 @@ class StoredSums:
             x[users] = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything but the queries, and what computed it."""
-        names = "total", "count", "updates", "peak"
-        return {name: getattr(self, name) for name in names} | {"arithmetic": self.arithmetic}
+        """The sums, of which queries they are, and what computed them."""
+        names = "total", "count", "updates", "peak", "q", "arithmetic"
+        return {name: getattr(self, name) for name in names}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with sums that were stored. Raises ValueError if another arithmetic made them, or
-        for another number of users or shape."""
+        """Go on with sums that were stored. Raises ValueError if another arithmetic made them, for
+        another number of users, and for other queries. That keys and values are still made by the
+        same weights is the caller's to know."""
         if state["arithmetic"] != self.arithmetic:
             raise ValueError(
                 f"sums must be of {self.arithmetic}, got those of {state['arithmetic']}: compute "
@@ -136,6 +140,10 @@ class StoredSums:
         if state["total"].shape != self.total.shape:
             raise ValueError(
                 f"total must have shape {list(self.total.shape)}, got {list(state['total'].shape)}"
+            )
+        if not torch.equal(state["q"].to(self.q), self.q):
+            raise ValueError(
+                "q must be the queries of the stored sums, got others: compute the sums again"
             )
         for name in ("total", "count", "updates", "peak"):
             getattr(self, name).copy_(state[name])
@@ -160,8 +168,15 @@ class StoredSums:
         if self.exact:  # one event at a time, so that its part does not depend on the others
             owners, n = users.repeat_interleave(lengths), k.shape[0]
             offsets = torch.arange(n + 1, dtype=torch.int32, device=k.device)
-            parts = self._parts(k, v, offsets, 1) / UNIT
-            self.total.index_add_(0, owners, parts.double().round().to(torch.int64), alpha=sign)
+            parts = (self._parts(k, v, offsets, 1).double() / UNIT).round()
+            reached = self.total.double().index_add_(0, owners, parts, alpha=sign)
+            for x in (parts, reached):
+                if not (x.abs() < LARGEST).all():
+                    raise ValueError(
+                        "parts of an exact sum, and the sum, must be below "
+                        f"{LARGEST * UNIT:.3g}, got {x.abs().max() * UNIT:.3g}"
+                    )
+            self.total.index_add_(0, owners, parts.to(torch.int64), alpha=sign)
         else:
             self.total[users] += sign * self._parts(k, v, cu_seqlens, max_seqlen)
         self.count[users], self.updates[users] = left, self.updates[users] + lengths

@@ -131,3 +131,43 @@ WRONG = (
 def test_what_is_wrong_is_said(error, message, call):
     with pytest.raises(error, match=message):
         call()
+
+
+def test_sums_of_other_queries_are_refused():
+    sums = stored()
+    sums.add(USER, KV, KV, ends(5))
+    other = StoredSums(sums.q + 1, 4, impl="reference", activation="silu")
+    with pytest.raises(ValueError, match="q must be the queries of the stored sums"):
+        other.load_state_dict(sums.state_dict())
+    assert not other.total.any()
+
+
+@pytest.mark.parametrize("value", (torch.inf, torch.nan))
+def test_a_sum_that_is_not_finite_is_stale(value):
+    sums, wild = stored(), KV[:1].clone()
+    wild[0, 0, 0] = value
+    sums.add(USER, KV, KV, ends(5))
+    sums.add(USER, KV[:1], wild, ends(1))
+    assert sums.stale().tolist() == [True, False, False, False]
+    sums.delete(USER, KV[:1], wild, ends(1))
+    assert sums.stale().tolist() == [True, False, False, False]
+
+
+@pytest.mark.parametrize("value", (torch.inf, torch.nan, 1e12))
+def test_an_exact_sum_refuses_what_it_cannot_hold_and_keeps_what_it_has(value):
+    sums = stored(exact=True)
+    sums.add(USER, KV, KV, ends(5))
+    before = sums.total.clone()
+    with pytest.raises(ValueError, match="parts of an exact sum, and the sum, must be below"):
+        sums.add(USER, KV[:1], torch.full_like(KV[:1], value), ends(1))
+    assert torch.equal(sums.total, before) and sums.count.tolist() == [5, 0, 0, 0]
+
+
+def test_an_exact_sum_of_parts_that_fit_may_not_fit():
+    sums, ones = stored(exact=True), torch.full((2, HEADS, DIM), 1.0)
+    k = draw(1, FP32, 1)
+    unit = sums._parts(k, ones[:1], ends(1), 1).abs().max().item()
+    large = ones * (0.8 * 2.0**32 / unit)
+    sums.add(USER, k, large[:1], ends(1))
+    with pytest.raises(ValueError, match="and the sum, must be below"):
+        sums.add(USER, k, large[:1], ends(1))
