@@ -80,7 +80,7 @@ def context_parallel_gdpa(
     if stationary == "queries":
         k, v = (_Gather.apply(x, size, group)[: ends[-1]] for x in (k, v))
         if not mine:  # its part of the gradients' sums is zero, and the others wait for it
-            return q * 1.0 + 0.0 * (k.sum() + v.sum())
+            return q + k[:0].sum() + v[:0].sum()
         begin = ends[mine[0]]
         end = last if causal else ends[mine[-1] + 1]
         keys = [min(ends[i + 1], end) - ends[i] for i in mine]
@@ -99,7 +99,7 @@ def context_parallel_gdpa(
         )  # fmt: skip
         partial = partial.index_put((torch.arange(begin, end, device=q.device),), part)
     else:
-        partial = partial + 0.0 * (gathered.sum() + k.sum() + v.sum())
+        partial = partial + gathered[:0].sum() + k.sum() + v.sum()  # of no rows: nothing is read
     return _Scatter.apply(partial, size, group)[: last - first].to(q.dtype)
 
 
