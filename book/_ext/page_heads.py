@@ -11,6 +11,7 @@ from typing import Any
 from docutils import nodes
 from sphinx import addnodes
 from sphinx.application import Sphinx
+from sphinx.environment import BuildEnvironment
 from sphinx.transforms import SphinxTransform
 
 CARD = "card.png"
@@ -28,6 +29,16 @@ class Words(SphinxTransform):
         if words and section is not None:
             entries = [("single", word, section["ids"][0], "main", None) for word in words]
             section.insert(1, addnodes.index(entries=entries))
+
+
+def with_entries(
+    app: Sphinx, env: BuildEnvironment, added: set[str], changed: set[str], removed: set[str]
+) -> list[str]:
+    """The pages to read again when any page is: of a page that it leaves as it was, Sphinx's search
+    forgets the entries of the index."""
+    if not added | changed | removed:
+        return []
+    return [page for page, entries in env.get_domain("index").entries.items() if entries]
 
 
 def description(doctree: nodes.document) -> str:
@@ -69,5 +80,6 @@ def describe(
 def setup(app: Sphinx) -> dict[str, bool]:
     app.add_config_value("page_words", {}, "env")
     app.add_transform(Words)
+    app.connect("env-get-outdated", with_entries)
     app.connect("html-page-context", describe)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -301,7 +301,7 @@ chapter.table(
 built = {n: compile_check.build_rung(m, capability=100) for n, m in RUNGS.items()}
 facts = studies.facts(built, ("STL",))
 assert (facts["STL"] == 0).all() and not facts["spilled (B)"].any(), "the text: nothing spills"
-code = compile_check.disassemble(built["b1"].asm["cubin"])
+code = compile_check.disassemble(built["b1"])
 places = re.findall(r"(LDTM|STTM)\S+ .*?tmem\[UR\d+\+?(\w*)\]", code)[:4]
 assert places == [("LDTM", ""), ("STTM", ""), ("LDTM", "0x40"), ("STTM", "0x20")], "the text"
 chapter.glue(ptx_fences=built["b3"].asm["ptx"].count("tcgen05.fence"))

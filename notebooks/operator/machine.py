@@ -389,7 +389,7 @@ types = {"q_ptr": "*bf16", "k_desc": "tensordesc<bf16[128, 64]>", "out_ptr": "*f
          "blocks": "i32"}  # fmt: skip
 constants = {"BLOCK_M": 64, "BLOCK_N": 128, "HEAD_DIM": 64}
 small = compile_check.build(pipeline.pipeline_kernel, types, constants, options={"num_warps": 4})
-sass = compile_check.disassemble(small.asm["cubin"])
+sass = compile_check.disassemble(small)
 
 
 def line(text: str, word: str, most: int = 78) -> str:

@@ -206,7 +206,7 @@ def test_roles_share_the_instructions_of_v4(direction, head_dim):
 
     def loops(rung):
         made = built(rung, BF16, BF16, head_dim=head_dim, rotate_v=True)
-        return innermost_loops(disassemble(made[f"{direction}_kernel"].asm["cubin"]))
+        return innermost_loops(disassemble(made[f"{direction}_kernel"]))
 
     math, turn, both = (
         min((loop for loop in loops(rung) if is_it(loop)), key=len)

@@ -144,7 +144,7 @@ def test_the_loop_over_blocks(impl):
 def test_p_is_stored_over_the_s_that_was_read(impl):
     """64 scores are read from columns c .. c + 63; their P goes to 32 columns from c / 2 on."""
     built, _ = for_blackwell(impl)
-    code = compile_check.disassemble(built.asm["cubin"])
+    code = compile_check.disassemble(built)
     number = r"(LDTM\.x64|STTM\.x32)\D+?(?:\d+, )?tmem\[UR\d+(?:\+(0x[0-9a-f]+))?\]"
     seen = [(kind, int(at or "0", 16)) for kind, at in re.findall(number, code)]
     begin = seen.index(("STTM.x32", 0))

@@ -12,7 +12,7 @@ import re
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -144,7 +144,7 @@ def build(
             options=dict(options),
         )
     if _REGISTERS.search(said.getvalue()):  # nothing is said of what the cache has
-        get_cache_manager(made.hash).put(said.getvalue(), _REPORT, binary=False)
+        _kept(made, _REPORT, said.getvalue)
     columns = made.metadata.tmem_size or 0
     if made.metadata.shared > SHARED_BYTES[capability]:
         raise OutOfResources(made.metadata.shared, SHARED_BYTES[capability], "shared memory")
@@ -181,36 +181,50 @@ def read(compiled: CompiledKernel) -> Compiled:
     )
 
 
-# What ptxas reports stands beside the kernel in Triton's cache, under this name.
-_REPORT = "ptxas.txt"
+# What ptxas and nvdisasm say of a kernel stands beside it in Triton's cache, under these names.
+_REPORT, _SASS = "ptxas.txt", "sass.txt"
 _REGISTERS = re.compile(r"Used (\d+) registers")
+
+
+def _kept(compiled: CompiledKernel, name: str, say: Callable[[], str]) -> str:
+    """The text `name` beside a kernel in Triton's cache; if there is none, what `say` says."""
+    cache = get_cache_manager(compiled.hash)
+    kept = cache.get_file(name)
+    if kept is not None:
+        return Path(kept).read_text()
+    said = say()
+    cache.put(said, name, binary=False)
+    return said
 
 
 def _report(compiled: CompiledKernel) -> str:
     """What ptxas reports of a kernel: as `build` kept it, or it is asked again."""
-    cache = get_cache_manager(compiled.hash)
-    kept = cache.get_file(_REPORT)
-    if kept is not None:
-        return Path(kept).read_text()
     capability, tools = compiled.metadata.target.arch, triton.knobs.nvidia
     assembler = tools.ptxas_blackwell if capability >= 100 else tools.ptxas
     target = f"sm_{capability}" + ("a" if capability >= 90 else "")
-    with tempfile.TemporaryDirectory() as folder:
-        ptx = Path(folder) / "kernel.ptx"
-        ptx.write_text(compiled.asm["ptx"])
+
+    def ask() -> str:
         # --regAllocOptLevel: as Triton's own call has it.
         options = (f"-arch={target}", "-v", "--regAllocOptLevel=2")
-        done = _run(assembler.path, *options, str(ptx), "-o", "/dev/null")
-    cache.put(done.stdout + done.stderr, _REPORT, binary=False)
-    return done.stdout + done.stderr
+        with tempfile.TemporaryDirectory() as folder:
+            ptx = Path(folder) / "kernel.ptx"
+            ptx.write_text(compiled.asm["ptx"])
+            done = _run(assembler.path, *options, str(ptx), "-o", "/dev/null")
+        return done.stdout + done.stderr
+
+    return _kept(compiled, _REPORT, ask)
 
 
-def disassemble(cubin: bytes) -> str:
-    """The machine code of a compiled kernel's `asm["cubin"]` in words (SASS), by nvdisasm."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "kernel.cubin"
-        path.write_bytes(cubin)
-        return _run(triton.knobs.nvidia.nvdisasm.path, "-c", str(path)).stdout
+def disassemble(compiled: CompiledKernel) -> str:
+    """The machine code of a compiled kernel in words (SASS), by nvdisasm."""
+
+    def ask() -> str:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "kernel.cubin"
+            path.write_bytes(compiled.asm["cubin"])
+            return _run(triton.knobs.nvidia.nvdisasm.path, "-c", str(path)).stdout
+
+    return _kept(compiled, _SASS, ask)
 
 
 def _run(*command: str) -> subprocess.CompletedProcess[str]:
@@ -228,7 +242,7 @@ def sass(built: CompiledKernel) -> tuple[list[str], list[range]]:
     code: list[str] = []
     labels: dict[str, int] = {}
     found = []
-    for line in disassemble(built.asm["cubin"]).splitlines():
+    for line in disassemble(built).splitlines():
         if label := _LABEL.match(line):
             labels[label[1]] = len(code)
         elif statement := _STATEMENT.search(line):
