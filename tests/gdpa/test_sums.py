@@ -156,8 +156,9 @@ def test_keys_are_split_where_tiles_are_few(case, pieces, monkeypatch):
 
 
 @pytest.mark.parametrize("pieces", (2, 5))
+@pytest.mark.parametrize("config", (v8.Config(BLOCK_N=64, num_stages=4), v8.FEW_ROWS))
 @pytest.mark.parametrize("shared", (False, True))
-def test_pieces_may_be_empty(shared, pieces):
+def test_pieces_may_be_empty(shared, config, pieces):
     """Of a sequence that is shorter than the longest, and of one without keys."""
     lengths = ((64,) * 3 if shared else (5, 0, 129)), (600, 0, 70)
     case = Case("jagged", *lengths, 2, 1, 40, shared_q=shared)
@@ -165,7 +166,7 @@ def test_pieces_may_be_empty(shared, pieces):
     def draw(i: int) -> tuple:
         batch = batch_of(case.arguments(BF16, i))
         with kernels_run(), full_of_nan():
-            out = v8.forward(batch, config=v8.Config(BLOCK_N=64, num_stages=4, splits=pieces))
+            out = v8.forward(batch, config=replace(config, splits=pieces))
         return [out], *of_pytorch(batch)
 
     within_budget(draw, ["out"], least=8192)
