@@ -1,0 +1,271 @@
+"""Keys and values of users' histories in pages, and the scores of candidates over them.
+
+The layout is that of FlashInfer, FBGEMM and recsys-examples: a page holds `page_size` tokens of one
+user, keys and then values, `[2, page_size, heads, dim]`; `kv_indptr`, `kv_indices` and
+`last_page_len` say which pages hold a batch. A user's pages belong to an epoch, any value that
+changes whenever the past of the history does (its version or its hash): pages of another epoch are
+never found.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from gdpa_kernels.gdpa.api import gdpa
+from gdpa_kernels.serving.validity import Model, _check_count
+
+
+@dataclass(frozen=True)
+class Pages:
+    """Where a batch of histories lies.
+
+    kv_indptr int32 `[batch + 1]`, into kv_indices int32; last_page_len int32 `[batch]`, 1 to
+    page_size, and 0 of an empty history; cu_seqlens int32 `[batch + 1]`, tokens; max_seqlen; slots
+    int64 `[tokens]`, page * page_size + place. On the cache's device.
+    """
+
+    kv_indptr: torch.Tensor
+    kv_indices: torch.Tensor
+    last_page_len: torch.Tensor
+    cu_seqlens: torch.Tensor
+    max_seqlen: int
+    slots: torch.Tensor
+
+
+@dataclass
+class _History:
+    epoch: Hashable
+    length: int = 0
+    pages: list[int] = field(default_factory=list)
+
+
+class PagedCache:
+    """Keys and values of the histories of many users, for every layer of a model.
+
+    Args:
+        model: what its layers do (`validity.Model`): decides which changes keep which rows.
+        num_pages, page_size: pages of each layer, and tokens of a page.
+        num_kv_heads, head_dim, dtype, device: of keys and values.
+
+    Attributes: data `[num_layers, num_pages, 2, page_size, num_kv_heads, head_dim]`.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong: its name, what is expected, what was received.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        num_pages: int,
+        page_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str | None = None,
+    ):
+        if not isinstance(model, Model):
+            raise TypeError(f"model must be a validity.Model, got {type(model).__name__}")
+        sizes = {"num_pages": num_pages, "page_size": page_size, "num_kv_heads": num_kv_heads}
+        for name, value in (sizes | {"head_dim": head_dim}).items():
+            _check_count(name, value, least=1)
+        self.model, self.page_size = model, page_size
+        shape = (model.num_layers, num_pages, 2, page_size, num_kv_heads, head_dim)
+        self.data = torch.zeros(shape, dtype=dtype, device=device)
+        self._free = list(range(num_pages))[::-1]
+        self._users: OrderedDict[Hashable, _History] = OrderedDict()  # least recently used first
+
+    def length(self, user: Hashable, epoch: Hashable = 0) -> int:
+        """Tokens that are kept of this user's history: 0 if none are, or of another epoch."""
+        kept = self._users.get(user)
+        return kept.length if kept is not None and kept.epoch == epoch else 0
+
+    def append(
+        self,
+        users: Sequence[Hashable],
+        counts: Sequence[int],
+        epochs: Sequence[Hashable] | None = None,
+    ) -> Pages:
+        """Make room for counts[i] more tokens of users[i], and say where it is: slots, cu_seqlens
+        and max_seqlen are of the new tokens alone. `write` fills it, layer by layer.
+
+        A history of another epoch is dropped first. If pages are short, users outside of this batch
+        are evicted, the least recently used first.
+
+        Raises:
+            ValueError: an argument is wrong; or a history that is not empty grows and the model
+                does not keep its rows right (`Model.check_append`).
+            MemoryError: the batch alone needs more pages than there are. Nothing has changed.
+        """
+        epochs = self._check(users, epochs)
+        if len(counts) != len(users):
+            raise ValueError(f"counts must have one entry a user, {len(users)}, got {len(counts)}")
+        for count in counts:
+            _check_count("counts", count)
+        lengths = [self.length(*key) for key in zip(users, epochs, strict=True)]
+        if any(length and count for length, count in zip(lengths, counts, strict=True)):
+            self.model.check_append()
+        pages = [-(-(x + n) // self.page_size) for x, n in zip(lengths, counts, strict=True)]
+        if sum(pages) > self.data.shape[1]:
+            raise MemoryError(
+                f"the batch must fit {self.data.shape[1]} pages of {self.page_size} tokens, got "
+                f"histories that need {sum(pages)}"
+            )
+        for user, epoch in zip(users, epochs, strict=True):
+            if user in self._users and self._users[user].epoch != epoch:
+                self.evict(user)
+            self._users.setdefault(user, _History(epoch))
+            self._users.move_to_end(user)
+        for user, needed, count in zip(users, pages, counts, strict=True):
+            history = self._users[user]
+            while len(history.pages) < needed:
+                if not self._free:
+                    self.evict(next(iter(self._users)))  # none of this batch: those come last
+                history.pages.append(self._free.pop())
+            history.length += count
+        return self._pages([self._users[user] for user in users], lengths)
+
+    def write(self, layer: int, at: Pages, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Store k and v `[tokens, num_kv_heads, head_dim]` of a layer in the slots of `append`."""
+        shape = (at.slots.numel(), *self.data.shape[-2:])
+        for name, x in (("k", k), ("v", v)):
+            if x.shape != shape or x.dtype != self.data.dtype:
+                raise ValueError(
+                    f"{name} must be {list(shape)} in {self.data.dtype}, got {list(x.shape)} in "
+                    f"{x.dtype}"
+                )
+        page, place = at.slots // self.page_size, at.slots % self.page_size
+        self.data[layer, page, 0, place] = k
+        self.data[layer, page, 1, place] = v
+
+    def pages(self, users: Sequence[Hashable], epochs: Sequence[Hashable] | None = None) -> Pages:
+        """Where these users' histories lie; an empty one where nothing is kept of the epoch."""
+        epochs = self._check(users, epochs)
+        found = []
+        for user, epoch in zip(users, epochs, strict=True):
+            is_kept = self.length(user, epoch) > 0
+            found.append(self._users[user] if is_kept else _History(epoch))
+            if is_kept:
+                self._users.move_to_end(user)
+        return self._pages(found, [0] * len(found))
+
+    def read(self, layer: int, at: Pages) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values `[tokens, num_kv_heads, head_dim]` of a layer, copied out of the pages in
+        order; `at.cu_seqlens` are their offsets."""
+        page, place = at.slots // self.page_size, at.slots % self.page_size
+        return self.data[layer, page, 0, place], self.data[layer, page, 1, place]
+
+    def edit(self, user: Hashable, at: int, epoch: Hashable, was: Hashable = 0) -> int:
+        """The event at place `at` of a history of epoch `was` was deleted, or one was added there:
+        keep the rows from the start that stay right, drop the others, and call the rest `epoch`.
+        Returns how many rows are kept; the caller computes the following ones again."""
+        _check_count("at", at)
+        length = self.length(user, was)
+        if epoch == was:
+            raise ValueError(f"epoch must differ from that before the edit, got {epoch!r} for both")
+        if not length:
+            self.evict(user)
+            return 0
+        history = self._users[user]
+        at = min(at, length)
+        kept = min(at, self.model.kept(length, at))  # in the pages, rows behind it would move
+        held = -(-kept // self.page_size)
+        self._free += history.pages[held:]
+        self._users[user] = _History(epoch, kept, history.pages[:held])
+        return kept
+
+    def evict(self, user: Hashable) -> None:
+        """Forget a user's history; one that is not kept is no error."""
+        history = self._users.pop(user, None)
+        if history is not None:
+            self._free += history.pages
+
+    def _check(self, users: Sequence[Hashable], epochs: Sequence[Hashable] | None) -> list:
+        if len(set(users)) != len(users):
+            raise ValueError(f"users must be distinct, got {list(users)}")
+        epochs = [0] * len(users) if epochs is None else list(epochs)
+        if len(epochs) != len(users):
+            raise ValueError(f"epochs must have one entry a user, {len(users)}, got {len(epochs)}")
+        return epochs
+
+    def _pages(self, found: list[_History], begins: list[int]) -> Pages:
+        """Where histories lie; slots are those of the tokens from begins[i]."""
+        slots = [
+            history.pages[token // self.page_size] * self.page_size + token % self.page_size
+            for history, begin in zip(found, begins, strict=True)
+            for token in range(begin, history.length)
+        ]
+        lengths = [history.length - begin for history, begin in zip(found, begins, strict=True)]
+        ints = {"dtype": torch.int32, "device": self.data.device}
+        last = [(h.length - 1) % self.page_size + 1 if h.length else 0 for h in found]
+        return Pages(
+            torch.tensor(_ends([len(h.pages) for h in found]), **ints),
+            torch.tensor([page for h in found for page in h.pages], **ints),
+            torch.tensor(last, **ints),
+            torch.tensor(_ends(lengths), **ints),
+            max(lengths, default=0),
+            torch.tensor(slots, dtype=torch.int64, device=self.data.device),
+        )
+
+
+def _ends(counts: Sequence[int]) -> list[int]:
+    ends = [0]
+    for count in counts:
+        ends.append(ends[-1] + count)
+    return ends
+
+
+def score(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int,
+    history_k: torch.Tensor,
+    history_v: torch.Tensor,
+    history: Pages,
+    *,
+    target_group_size: int = 1,
+    **options,
+) -> torch.Tensor:
+    """Attention of candidates, each over its user's history and its own group up to itself.
+
+    The sum of two calls of `gdpa`: over the history, kept in fp32, and over the candidates, added
+    to it before the one rounding. It is what one call over [history; candidates] with `num_targets`
+    gives for the candidates' rows, without the history's queries.
+
+    Args:
+        q, k, v: of the candidates, `[tokens, heads, head_dim]`, with offsets cu_seqlens
+            `[batch + 1]`, int32, and max_seqlen.
+        history_k, history_v: of the histories, as `PagedCache.read` gives them; history: where they
+            lie, of the same users in the same order.
+        target_group_size: candidates of a group, as `gdpa`.
+        options: of `gdpa`: activation, scale, output_scale, precise, impl, validate, out_dtype. A
+            mask is not among them: a history that a window limits is for one call of `gdpa`.
+
+    Returns:
+        `[tokens, heads, head_dim]`.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong, as `gdpa`.
+    """
+    known = {"activation", "scale", "output_scale", "precise", "impl", "validate"}
+    if unknown := set(options) - known - {"out_dtype"}:
+        raise TypeError(
+            f"options must be among {sorted(known | {'out_dtype'})}, got {sorted(unknown)}"
+        )
+    sums = {name: value for name, value in options.items() if name in known}
+    kept = None if q.dtype == torch.float64 else torch.float32
+    seen = gdpa(
+        q, history_k, history_v, cu_seqlens, history.cu_seqlens, max_seqlen, history.max_seqlen,
+        out_dtype=kept, **sums,
+    )  # fmt: skip
+    own = {"window": 0} if target_group_size == 1 else {"target_group_size": target_group_size}
+    if target_group_size != 1:
+        own["num_targets"] = cu_seqlens.diff()
+    ends = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
+    return gdpa(q, k, v, *ends, causal="upper_left", add_to=seen, **own, **options)

@@ -1,0 +1,140 @@
+"""Which stored keys and values outlive a change of a history.
+
+Keys and values of a layer are functions of the rows that go into it, so those of an unchanged row
+stay right. A change is named by the place where it happens: between the kept rows at - 1 and at.
+It is an event added there or deleted there; at the end (at = rows) it is an append. Candidates
+change nothing of a history that does not see them, and a model's new weights change everything.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gdpa_kernels.calling import checks
+
+POSITIONS = (None, "kept", "index", "from_end")
+_BREAKS_APPEND = {
+    "causal": "with causal=False old rows see the new ones",
+    "num_contexts": "contexts see the new rows, and old rows see the contexts",
+    "positions": "positions from_end change with every append",
+    "query_time": "the time until the query changes with every append",
+    "next_time": "the last old row's bias takes the time of the next event",
+    "divisor": "a divisor that grows with the length changes every old row",
+    "token_statistics": "statistics over tokens change every old row",
+}
+
+
+@dataclass(frozen=True)
+class Model:
+    """What decides whether keys and values stay right, of a model of `num_layers` attention layers.
+
+    Everything else between two of them must treat each row alone, as linear layers, norms of a row
+    and gates do.
+
+    Args:
+        num_layers: attention layers, whose keys and values are kept.
+        causal: rows see earlier rows alone. window: at most so many rows back (and ahead, if not
+            causal), or None.
+        num_contexts: first tokens that see the whole history, as of `gdpa`.
+        positions: None; "kept", ids that an event keeps when others go; "index", places counted
+            from the start; "from_end", from the end, as dlrm_v3 of generative-recommenders.
+        query_time: what a row gets depends on the time from its event to the last one, or to a
+            query that moves with it.
+        next_time: row i's bias takes the time of event i + 1, as in the code of the HSTU paper.
+        constant_divisor: sums are divided by the same number whatever the length (max_seqlen as a
+            constant); False for the present length or the batch's longest.
+        token_statistics: a norm over tokens, as batch norm.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong: its name, what is expected, what was received.
+
+    Source: the definitions of HSTU (arXiv 2402.17152) and of its public code; each rule is compared
+    with models by brute force in the tests.
+    """
+
+    num_layers: int
+    causal: bool = True
+    window: int | None = None
+    num_contexts: int = 0
+    positions: str | None = None
+    query_time: bool = False
+    next_time: bool = False
+    constant_divisor: bool = True
+    token_statistics: bool = False
+
+    def __post_init__(self) -> None:
+        _check_count("num_layers", self.num_layers, least=1)
+        _check_count("num_contexts", self.num_contexts)
+        if self.window is not None:
+            _check_count("window", self.window)
+        if self.positions not in POSITIONS:
+            raise ValueError(f"positions must be one of {POSITIONS}, got {self.positions!r}")
+        checks.check_bool(
+            causal=self.causal, query_time=self.query_time, next_time=self.next_time,
+            constant_divisor=self.constant_divisor, token_statistics=self.token_statistics,
+        )  # fmt: skip
+
+    def changed(self, rows: int, at: int) -> list[range]:
+        """Of each layer a range that holds all rows whose keys and values a change at `at` makes
+        wrong, of `rows` rows beside it."""
+        _check_count("rows", rows)
+        _check_count("at", at)
+        if at > rows:
+            raise ValueError(f"at must be at most rows, {rows}, got {at}")
+        ranges = [self._inputs(rows, at)]
+        for _ in range(self.num_layers - 1):
+            ranges.append(self._behind(ranges[-1], len(ranges), rows, at))
+        return ranges
+
+    def kept(self, rows: int, at: int) -> int:
+        """The rows from the start that stay right in every layer after a change at `at`."""
+        return min((x.start for x in self.changed(rows, at) if x), default=rows)
+
+    def check_append(self) -> None:
+        """Raises ValueError, with the reasons, if an append makes any of the kept rows wrong."""
+        many = 2 * self.num_layers * ((self.window or 0) + 2) + self.num_contexts
+        if not any(self.changed(many, many)):
+            return
+        broken = {
+            "causal": not self.causal,
+            "num_contexts": self.num_contexts > 0,
+            "positions": self.positions == "from_end",
+            "query_time": self.query_time,
+            "next_time": self.next_time,
+            "divisor": not self.constant_divisor,
+            "token_statistics": self.token_statistics,
+        }
+        told = "; ".join(_BREAKS_APPEND[name] for name, is_so in broken.items() if is_so)
+        raise ValueError(f"model must keep its rows right when others are appended, but {told}")
+
+    def _inputs(self, rows: int, at: int) -> range:
+        """Rows that go into the first layer changed."""
+        if self.token_statistics or (self.query_time and at == rows):
+            return range(rows)
+        if self.positions == "from_end":
+            return range(at)
+        return range(at if self.positions == "index" else rows, rows)
+
+    def _behind(self, before: range, layers: int, rows: int, at: int) -> range:
+        """Rows that changed behind so many layers, the last of which took `before` changed."""
+        if self.token_statistics or not self.constant_divisor:
+            return range(rows)
+        reach = rows if self.window is None else self.window
+        back = 0 if self.causal else reach
+        seen = [range(at - back, at + reach), range(at - self.next_time, at)]
+        if before:
+            seen.append(range(before.start - back, before.stop + reach))
+        if self.num_contexts:
+            seen.append(range(self.num_contexts))
+        inside = [range(max(x.start, 0), min(x.stop, rows)) for x in seen]
+        return _hull([before, *inside])
+
+
+def _hull(ranges: list[range]) -> range:
+    some = [x for x in ranges if x]
+    return range(min(x.start for x in some), max(x.stop for x in some)) if some else range(0)
+
+
+def _check_count(name: str, value: object, least: int = 0) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")

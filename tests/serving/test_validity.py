@@ -1,0 +1,151 @@
+"""Which rows outlive a change: the rules against models that are computed again, in fp64."""
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from gdpa_kernels.serving.validity import Model
+
+WIDTH, ROWS, LAYERS, MOST = 8, 12, 3, 40
+MAKE = torch.Generator().manual_seed(7)
+WEIGHTS = torch.randn(LAYERS, 4, WIDTH, WIDTH, generator=MAKE, dtype=torch.float64) / WIDTH**0.5
+PLACES, AGES, BIAS = (
+    torch.randn(2 * MOST, WIDTH, generator=MAKE, dtype=torch.float64) for _ in range(3)
+)
+
+
+def pairs(model: Model, rows: int, ids: torch.Tensor) -> torch.Tensor:
+    """Bool `[rows, rows]`: which rows a row sees, by the definition of the masks."""
+    ranks = (ids - max(model.num_contexts - 1, 0)).clamp(min=0)
+    away = ranks[:, None] - ranks[None]
+    seen = torch.ones(rows, rows, dtype=torch.bool)
+    if model.causal:
+        seen = (away > 0) | torch.eye(rows, dtype=torch.bool)
+    if model.window is not None:
+        seen &= away.abs() <= model.window
+    seen[: model.num_contexts] = True
+    return seen
+
+
+def inputs(model: Model, events: torch.Tensor, times: torch.Tensor) -> list[torch.Tensor]:
+    """What goes into each layer, `[rows, WIDTH]`: its keys and values are functions of its rows.
+
+    Events carry their first features, an id that they keep and a time.
+    """
+    rows = len(events)
+    ids = torch.arange(rows)
+    x = events
+    if model.positions == "index":
+        x = x + PLACES[ids]
+    if model.positions == "from_end":
+        x = x + PLACES[rows - ids]
+    if model.query_time:
+        x = x + AGES[(times[-1] - times).clamp(max=MOST)]
+    bias = torch.zeros(rows, rows, dtype=torch.float64)
+    if model.next_time:
+        following = torch.cat((times[1:], times[-1:]))
+        bias = BIAS[(following[:, None] - times[None]).abs().clamp(max=MOST), 0]
+    seen = pairs(model, rows, ids)
+    found = [x]
+    for wq, wk, wv, wo in WEIGHTS[: model.num_layers]:
+        z = (x - x.mean(0)) / x.std(0) if model.token_statistics else F.layer_norm(x, (WIDTH,))
+        scores = F.silu((z @ wq) @ (z @ wk).mT + bias) * seen
+        divisor = MOST if model.constant_divisor else rows
+        x = x + scores @ (z @ wv) / divisor @ wo
+        found.append(x)
+    if model.token_statistics:  # keys and values are made of what is normalised
+        found = [(x - x.mean(0)) / x.std(0) for x in found]
+    return found[: model.num_layers]
+
+
+def wrong_rows(model: Model, at: int, change: str) -> list[list[int]]:
+    """Of each layer, which of the rows beside a change at `at` it changed, by computing twice."""
+    make = torch.Generator().manual_seed(at)
+    events = torch.randn(ROWS + 1, WIDTH, generator=make, dtype=torch.float64)
+    times = torch.arange(ROWS + 1) * 2
+    others = [i for i in range(ROWS + 1) if i != at]
+    with_it = [x[others] for x in inputs(model, events, times)]
+    without = inputs(model, events[others], times[others])
+    if change == "drop":
+        with_it, without = without, with_it
+    return [
+        ((one - other).abs().amax(1) > 1e-12).nonzero()[:, 0].tolist()
+        for one, other in zip(with_it, without, strict=True)
+    ]
+
+
+OPTIONS = {
+    "causal": (True, False), "window": (None, 0, 2), "positions": (None, "index", "from_end"),
+    "num_contexts": (0, 2), "next_time": (False, True),
+}  # fmt: skip
+COMBINED = [dict(zip(OPTIONS, x, strict=True)) for x in itertools.product(*OPTIONS.values())]
+ALONE = [{"query_time": True}, {"constant_divisor": False}, {"token_statistics": True}]
+
+
+def is_sensible(options: dict) -> bool:
+    """Contexts are of causal models, and a history's own."""
+    return options.get("causal", True) or not options.get("num_contexts")
+
+
+@pytest.mark.parametrize("options", filter(is_sensible, COMBINED + ALONE), ids=str)
+def test_no_row_changes_that_is_called_right(options):
+    model = Model(LAYERS, **options)
+    for at in (model.num_contexts, 5, ROWS):
+        for found, told in zip(wrong_rows(model, at, "add"), model.changed(ROWS, at), strict=True):
+            assert set(found) <= set(told), (at, found, told)
+
+
+@pytest.mark.parametrize("options", filter(is_sensible, COMBINED + ALONE), ids=str)
+def test_an_append_is_refused_exactly_where_it_changes_a_row(options):
+    model = Model(LAYERS, **options)
+    if any(wrong_rows(model, ROWS, "add")):
+        with pytest.raises(ValueError, match="model must keep its rows right .* but "):
+            model.check_append()
+        assert model.kept(ROWS, ROWS) < ROWS
+    else:
+        model.check_append()
+        assert model.kept(ROWS, ROWS) == ROWS
+
+
+PRECISE = (
+    {}, {"window": 2}, {"positions": "index"}, {"next_time": True}, {"causal": False},
+    {"causal": False, "window": 2}, {"constant_divisor": False}, {"window": 2, "next_time": True},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("options", PRECISE, ids=str)
+def test_what_is_called_wrong_is_wrong(options):
+    """Where the wrong rows are one piece, the ranges are no wider than they must be."""
+    model = Model(LAYERS, **options)
+    for at in (5, ROWS):
+        found = wrong_rows(model, at, "add")
+        assert [[x[0], x[-1]] if x else [] for x in found] == [
+            [x.start, x.stop - 1] if x else [] for x in model.changed(ROWS, at)
+        ]
+
+
+def test_a_window_lets_a_deletion_go_only_so_far():
+    model = Model(4, window=3)
+    assert model.changed(100, 50) == [range(0), range(50, 53), range(50, 56), range(50, 59)]
+    assert model.kept(100, 50) == 50
+
+
+@pytest.mark.parametrize(
+    "options, told",
+    [
+        ({"num_layers": 0}, "num_layers must be an integer of at least 1, got 0"),
+        ({"window": -1}, "window must be an integer of at least 0, got -1"),
+        ({"positions": "end"}, "positions must be one of .*, got 'end'"),
+        ({"causal": 1}, "causal must be"),
+    ],
+)
+def test_wrong_arguments(options, told):
+    with pytest.raises((TypeError, ValueError), match=told):
+        Model(**{"num_layers": 2} | options)
+
+
+def test_a_place_lies_inside_the_history():
+    with pytest.raises(ValueError, match="at must be at most rows, 3, got 4"):
+        Model(1).changed(3, 4)
