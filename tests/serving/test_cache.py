@@ -1,0 +1,153 @@
+"""Histories in pages, found again or not at all; candidates over them are those of one call."""
+
+import pytest
+import torch
+
+import tritonemu
+from gdpa_kernels import gdpa
+from gdpa_kernels.serving.cache import PagedCache, score
+from gdpa_kernels.serving.validity import Model
+
+HEADS, DIM, PAGE = 2, 16, 4
+FP64, BF16 = torch.float64, torch.bfloat16
+
+
+def ends(*lengths: int) -> torch.Tensor:
+    return torch.tensor((0, *lengths)).cumsum(0).int()
+
+
+def draw(n: int, seed: int, dtype: torch.dtype = FP64) -> torch.Tensor:
+    make = torch.Generator().manual_seed(seed)
+    return torch.randn(n, HEADS, DIM, generator=make).to(dtype)
+
+
+def cache(num_pages: int = 6, dtype: torch.dtype = FP64, **model) -> PagedCache:
+    return PagedCache(Model(**{"num_layers": 2} | model), num_pages, PAGE, HEADS, DIM, dtype=dtype)
+
+
+def filled(kept: PagedCache, users: list, counts: list[int], seed: int = 0, epochs=None):
+    """The keys and values that were appended, of the last layer."""
+    at = kept.append(users, counts, epochs)
+    for layer in range(kept.model.num_layers):
+        k, v = (draw(sum(counts), 10 * seed + 2 * layer + i, kept.data.dtype) for i in range(2))
+        kept.write(layer, at, k, v)
+    return k, v
+
+
+def test_what_was_appended_is_read_in_order():
+    kept = cache()
+    first, second = filled(kept, ["a", "b"], [5, 2]), filled(kept, ["b", "a"], [3, 4], 1)
+    at = kept.pages(["b", "nobody", "a"])
+    assert at.cu_seqlens.tolist() == [0, 5, 5, 14] and at.max_seqlen == 9
+    for x, y, found in zip(first, second, kept.read(1, at), strict=True):
+        assert torch.equal(found, torch.cat((x[5:], y[:3], x[:5], y[3:])))
+
+
+def test_the_pages_are_those_of_the_field():
+    """A page of keys and values, found as FlashInfer's documentation describes it."""
+    kept = cache()
+    k, v = filled(kept, ["a", "b"], [9, 4])
+    at = kept.pages(["a", "nobody", "b"])
+    assert at.last_page_len.tolist() == [1, 0, 4] and at.kv_indptr.tolist() == [0, 3, 3, 4]
+    tokens = []
+    for i, last in enumerate(at.last_page_len.tolist()):
+        pages = at.kv_indices[at.kv_indptr[i] : at.kv_indptr[i + 1]].tolist()
+        full = [kept.data[1, page] for page in pages]
+        tokens += [x if x is not full[-1] else x[:, :last] for x in full]
+    assert torch.equal(torch.cat(tokens, 1), torch.stack((k, v)))
+
+
+def test_an_edited_history_is_never_found():
+    kept = cache()
+    filled(kept, ["a"], [7], epochs=["before"])
+    assert [kept.length("a", x) for x in ("before", "after")] == [7, 0]
+    assert kept.pages(["a"], ["after"]).slots.numel() == 0
+    k, _ = filled(kept, ["a"], [3], 1, epochs=["after"])
+    assert kept.length("a", "before") == 0
+    assert torch.equal(kept.read(1, kept.pages(["a"], ["after"]))[0], k)
+
+
+@pytest.mark.parametrize("model, rows", [({}, 5), ({"causal": False}, 0), ({"num_layers": 1}, 5)])
+def test_an_edit_keeps_what_the_model_keeps(model, rows):
+    kept = cache(**model)
+    k, _ = filled(kept, ["a"], [9])
+    assert kept.edit("a", 5, epoch=1) == kept.length("a", 1) == rows
+    assert torch.equal(kept.read(-1, kept.pages(["a"], [1]))[0], k[:rows])
+    filled(kept, ["b"], [4 * (6 - -(-rows // PAGE))])  # all pages that this leaves
+    assert kept.length("a", 1) == rows
+    assert kept.edit("nobody", 0, epoch=1) == 0
+
+
+def test_the_least_recently_used_users_go_first():
+    kept = cache()
+    for user in "abc":
+        filled(kept, [user], [8])
+    kept.pages(["a"])
+    filled(kept, ["c", "d"], [1, 1])
+    assert [kept.length(user) for user in "abcd"] == [8, 0, 9, 1]
+    before = kept.data.clone()
+    with pytest.raises(MemoryError, match="must fit 6 pages of 4 tokens, got .* need 7"):
+        kept.append(["d", "e"], [4, 17])
+    assert [kept.length(user) for user in "abcd"] == [8, 0, 9, 1]
+    assert torch.equal(kept.data, before)
+
+
+def test_a_model_that_appends_would_make_wrong_is_refused():
+    kept = cache(positions="from_end", query_time=True)
+    filled(kept, ["a"], [3])
+    filled(kept, ["a"], [0])
+    with pytest.raises(ValueError, match="positions from_end change .*; the time until the query"):
+        kept.append(["b", "a"], [1, 1])
+    assert kept.length("b") == 0
+
+
+WRONG = (
+    (TypeError, "model must be a validity.Model, got int", lambda: PagedCache(2, 1, 1, 1, 1)),
+    (ValueError, "page_size must be an integer of at least 1, got 0",
+     lambda: PagedCache(Model(1), 1, 0, 1, 1)),
+    (ValueError, "users must be distinct", lambda: cache().append(["a", "a"], [1, 1])),
+    (ValueError, "counts must have one entry a user, 1, got 0", lambda: cache().append("a", [])),
+    (ValueError, "epochs must have one entry a user, 1, got 0", lambda: cache().pages("a", [])),
+    (ValueError, r"k must be \[3, 2, 16\] in torch.float64, got \[2, 2, 16\]",
+     lambda: (c := cache()).write(0, c.append("a", [3]), draw(2, 0), draw(3, 0))),
+    (ValueError, "epoch must differ from that before the edit, got 0",
+     lambda: cache().edit("a", 0, epoch=0)),
+    (TypeError, "options must be among .*, got .'causal'.",
+     lambda: score(*[draw(1, 0)] * 3, ends(1), 1, draw(0, 0), draw(0, 0), cache().pages(["a"]),
+                   causal=True)),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("error, told, call", WRONG)
+def test_wrong_arguments(error, told, call):
+    with pytest.raises(error, match=told):
+        call()
+
+
+@pytest.mark.parametrize("group", (1, 2))
+@pytest.mark.parametrize("impl, dtype", (("reference", FP64), ("v1_tiled", BF16)))
+def test_scores_are_those_of_one_call_with_targets(impl, dtype, group):
+    """[history; candidates] in one call, of which the candidates' rows are compared."""
+    users, lengths, candidates = ["a", "new", "b"], (9, 0, 4), (3, 2, 5)
+    kept = cache(dtype=dtype)
+    history = filled(kept, users, list(lengths))
+    q, k, v = (draw(sum(candidates), seed, dtype) for seed in (50, 51, 52))
+    own = {"activation": "silu", "output_scale": 0.25, "impl": impl}
+    with tritonemu.enabled():
+        at = kept.pages(users)
+        keys = kept.read(1, at)
+        found = score(q, k, v, ends(*candidates), 5, *keys, at, target_group_size=group, **own)
+    old = [x.split(lengths) for x in (torch.zeros_like(history[0]), *history)]
+    new = [x.split(candidates) for x in (q, k, v)]
+    whole = [
+        torch.cat([x for pair in zip(a, b, strict=True) for x in pair]).double()
+        for a, b in zip(old, new, strict=True)
+    ]
+    both = ends(*(n + m for n, m in zip(lengths, candidates, strict=True)))
+    wanted = gdpa(
+        *whole, both, both, 12, 12, causal=True, num_targets=torch.tensor(candidates).int(),
+        target_group_size=group, **own | {"impl": "reference"},
+    )  # fmt: skip
+    rows = [row for i, m in enumerate(candidates) for row in range(both[i + 1] - m, both[i + 1])]
+    error = (found.double() - wanted[rows]).norm() / wanted[rows].norm()
+    assert found.dtype == dtype and error < (1e-12 if dtype == FP64 else 5e-3)
