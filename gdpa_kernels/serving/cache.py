@@ -138,9 +138,8 @@ class PagedCache:
                     f"{name} must be {list(shape)} in {self.data.dtype}, got {list(x.shape)} in "
                     f"{x.dtype}"
                 )
-        page, place = at.slots // self.page_size, at.slots % self.page_size
-        self.data[layer, page, 0, place] = k
-        self.data[layer, page, 1, place] = v
+        for rows, x in zip(self._rows(at), (k, v), strict=True):
+            self.data[layer].view(-1, *shape[1:]).index_copy_(0, rows, x)
 
     def pages(self, users: Sequence[Hashable], epochs: Sequence[Hashable] | None = None) -> Pages:
         """Where these users' histories lie; an empty one where nothing is kept of the epoch."""
@@ -156,8 +155,14 @@ class PagedCache:
     def read(self, layer: int, at: Pages) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values `[tokens, num_kv_heads, head_dim]` of a layer, copied out of the pages in
         order; `at.cu_seqlens` are their offsets."""
-        page, place = at.slots // self.page_size, at.slots % self.page_size
-        return self.data[layer, page, 0, place], self.data[layer, page, 1, place]
+        flat = self.data[layer].view(-1, *self.data.shape[-2:])
+        k, v = (flat.index_select(0, rows) for rows in self._rows(at))
+        return k, v
+
+    def _rows(self, at: Pages) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where keys and values lie in a layer, int64 `[tokens]` each, counted in tokens."""
+        keys = at.slots + at.slots // self.page_size * self.page_size
+        return keys, keys + self.page_size
 
     def edit(self, user: Hashable, at: int, epoch: Hashable, was: Hashable = 0) -> int:
         """The event at place `at` of a history of epoch `was` was deleted, or one was added there:
@@ -236,7 +241,8 @@ def score(
 
     The sum of two calls of `gdpa`: over the history, kept in fp32, and over the candidates, added
     to it before the one rounding. It is what one call over [history; candidates] with `num_targets`
-    gives for the candidates' rows, without the history's queries.
+    gives for the candidates' rows, without the history's queries. Small batches are bound by the
+    host: capture the call in a CUDA graph, with validate=False.
 
     Args:
         q, k, v: of the candidates, `[tokens, heads, head_dim]`, with offsets cu_seqlens
