@@ -54,7 +54,7 @@ def candidates(
     index: int,
     whole: Pages,
 ) -> torch.Tensor:
-    """The layer's output for candidates `[tokens, embed_dim]` with offsets cu_seqlens `[batch + 1]`.
+    """The layer's output for candidates `[tokens, embed_dim]`, of offsets `[batch + 1]`.
 
     These are the rows that `layer` gives for them behind their histories, with `num_targets`.
     Nothing is stored. The other arguments, and the errors: as `extend`; and a layer with a window
