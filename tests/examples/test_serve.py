@@ -1,0 +1,39 @@
+"""examples/serve.py: its scores are those of the model on whole histories."""
+
+import json
+
+import serve
+import torch
+
+from gdpa_kernels.serving.cache import Model, PagedCache
+
+SMALL = ["--layers", "2", "--dim", "32", "--heads", "2", "--history", "24", "--candidates", "6"]
+SMALL += ["--users", "5", "--batch", "2", "--requests", "6", "--page-size", "4", "--qps", "50"]
+
+
+def test_latencies_and_hits_are_told(tmp_path):
+    out, ratios = tmp_path / "served.json", []
+    for pages in ("200", "36"):  # of all users, and of two
+        serve.main([*SMALL, "--pages", pages, "--out", str(out)])
+        told = json.loads(out.read_text())
+        assert len(told["latencies_ms"]) == 6 and max(told["latencies_ms"]) == told["most_ms"]
+        assert 0 < told["p50_ms"] <= told["p99_ms"] <= told["most_ms"] and told["served_qps"] < 60
+        ratios.append(told["hit_ratio"])
+    assert 0 <= ratios[1] < ratios[0] <= 1
+
+
+def test_scores_are_those_of_whole_histories():
+    torch.manual_seed(0)
+    model = serve.Stack(2, 32, 2, 30).double()
+    kept = PagedCache(Model(2), 20, 4, 2, 16, dtype=torch.float64)
+    server = serve.Server(model, kept)
+    history, shown = torch.randint(serve.ITEMS, (9,)), torch.randint(serve.ITEMS, (1, 4))
+    server.read([3], [history[:5]])
+    server.read([3], [history[5:]])
+    found = server.scores([3], shown)
+    ends, targets = torch.tensor([0, 13], dtype=torch.int32), torch.tensor([4], dtype=torch.int32)
+    whole = torch.cat((history, shown[0]))
+    with torch.no_grad():
+        x = model.run(whole, lambda layer, x, i: layer((x, ends), num_targets=targets)[0])
+        wanted = model.score(torch.nn.functional.normalize(x[9:], dim=-1)).T
+    torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-11)
