@@ -199,22 +199,21 @@ class PagedCache:
 
     def _pages(self, found: list[_History], begins: list[int]) -> Pages:
         """Where histories lie; slots are those of the tokens from begins[i]."""
-        slots = [
-            history.pages[token // self.page_size] * self.page_size + token % self.page_size
-            for history, begin in zip(found, begins, strict=True)
-            for token in range(begin, history.length)
-        ]
-        lengths = [history.length - begin for history, begin in zip(found, begins, strict=True)]
-        ints = {"dtype": torch.int32, "device": self.data.device}
+        counts = [history.length - begin for history, begin in zip(found, begins, strict=True)]
         last = [(h.length - 1) % self.page_size + 1 if h.length else 0 for h in found]
-        return Pages(
-            torch.tensor(_ends([len(h.pages) for h in found]), **ints),
-            torch.tensor([page for h in found for page in h.pages], **ints),
-            torch.tensor(last, **ints),
-            torch.tensor(_ends(lengths), **ints),
-            max(lengths, default=0),
-            torch.tensor(slots, dtype=torch.int64, device=self.data.device),
-        )
+        indptr, indices = _ends([len(h.pages) for h in found]), [x for h in found for x in h.pages]
+        lists, size = (indptr, indices, last, _ends(counts), begins), self.page_size
+        packed = torch.tensor([x for each in lists for x in each], dtype=torch.int32)
+        if self.data.is_cuda:  # from pinned memory, so that the host does not wait
+            packed = packed.pin_memory().to(self.data.device, non_blocking=True)
+        kv_indptr, kv_indices, last_page_len, ends, starts = packed.split([*map(len, lists)])
+        # The slots are counted on the device: lists of all tokens would cost more than the model.
+        tokens = torch.arange(sum(counts), device=self.data.device)
+        of = torch.searchsorted(ends[1:], tokens, right=True)
+        place = tokens - ends[of] + starts[of]
+        slots = kv_indices[kv_indptr[of] + place // size].long() * size + place % size
+        longest = max(counts, default=0)
+        return Pages(kv_indptr, kv_indices, last_page_len, ends, longest, slots)
 
 
 def _ends(counts: Sequence[int]) -> list[int]:
