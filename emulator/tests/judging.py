@@ -116,6 +116,15 @@ SAMPLED = pytest.mark.parametrize(
 )
 """For a test that judges mutants: a fixed sample of them in each run, all of them at night."""
 
+SCHEDULES = pytest.mark.parametrize(
+    "seeds",
+    (
+        pytest.param(range(6), id="some"),
+        pytest.param(range(6, 24), id="others", marks=pytest.mark.nightly),
+    ),
+)
+"""For a test of many schedules: seeds of random ones, more of them at night."""
+
 
 def sampled(mutants: list[Mutant]) -> list[Mutant]:
     """The first mutant of each kind and every fourth after it."""

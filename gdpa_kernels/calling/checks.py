@@ -60,6 +60,11 @@ def check_bool(**flags: object) -> None:
             raise TypeError(f"{name} must be a bool, got {value!r}")
 
 
+def check_count(name: str, value: object, least: int = 0) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
+
+
 def check_max_seqlen(name: str, value: object) -> None:
     """Raises ValueError unless `value` is an integer of at least 0."""
     if isinstance(value, bool) or not isinstance(value, int | torch.SymInt) or value < 0:

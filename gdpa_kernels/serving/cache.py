@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from gdpa_kernels.calling import checks
 from gdpa_kernels.gdpa.api import gdpa
-from gdpa_kernels.serving.validity import Model, _check_count
+from gdpa_kernels.serving.validity import Model
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class PagedCache:
             raise TypeError(f"model must be a validity.Model, got {type(model).__name__}")
         sizes = {"num_pages": num_pages, "page_size": page_size, "num_kv_heads": num_kv_heads}
         for name, value in (sizes | {"head_dim": head_dim}).items():
-            _check_count(name, value, least=1)
+            checks.check_count(name, value, least=1)
         self.model, self.page_size = model, page_size
         shape = (model.num_layers, num_pages, 2, page_size, num_kv_heads, head_dim)
         self.data = torch.zeros(shape, dtype=dtype, device=device)
@@ -105,7 +106,7 @@ class PagedCache:
         if len(counts) != len(users):
             raise ValueError(f"counts must have one entry a user, {len(users)}, got {len(counts)}")
         for count in counts:
-            _check_count("counts", count)
+            checks.check_count("counts", count)
         lengths = [self.length(*key) for key in zip(users, epochs, strict=True)]
         if any(length and count for length, count in zip(lengths, counts, strict=True)):
             self.model.check_append()
@@ -168,7 +169,7 @@ class PagedCache:
         """The event at place `at` of a history of epoch `was` was deleted, or one was added there:
         keep the rows from the start that stay right, drop the others, and call the rest `epoch`.
         Returns how many rows are kept; the caller computes the following ones again."""
-        _check_count("at", at)
+        checks.check_count("at", at)
         length = self.length(user, was)
         if epoch == was:
             raise ValueError(f"epoch must differ from that before the edit, got {epoch!r} for both")

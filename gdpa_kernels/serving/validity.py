@@ -63,10 +63,10 @@ class Model:
     token_statistics: bool = False
 
     def __post_init__(self) -> None:
-        _check_count("num_layers", self.num_layers, least=1)
-        _check_count("num_contexts", self.num_contexts)
+        checks.check_count("num_layers", self.num_layers, least=1)
+        checks.check_count("num_contexts", self.num_contexts)
         if self.window is not None:
-            _check_count("window", self.window)
+            checks.check_count("window", self.window)
         if self.positions not in POSITIONS:
             raise ValueError(f"positions must be one of {POSITIONS}, got {self.positions!r}")
         checks.check_bool(
@@ -77,8 +77,8 @@ class Model:
     def changed(self, rows: int, at: int) -> list[range]:
         """Of each layer a range that holds all rows whose keys and values a change at `at` makes
         wrong, of `rows` rows beside it."""
-        _check_count("rows", rows)
-        _check_count("at", at)
+        checks.check_count("rows", rows)
+        checks.check_count("at", at)
         if at > rows:
             raise ValueError(f"at must be at most rows, {rows}, got {at}")
         ranges = [self._inputs(rows, at)]
@@ -133,8 +133,3 @@ class Model:
 def _hull(ranges: list[range]) -> range:
     some = [x for x in ranges if x]
     return range(min(x.start for x in some), max(x.stop for x in some)) if some else range(0)
-
-
-def _check_count(name: str, value: object, least: int = 0) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")

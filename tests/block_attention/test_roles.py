@@ -217,8 +217,7 @@ def test_sin_and_cos_of_any_dtype(turned, dtype, head_dim):
 
 
 @emulated  # on a GPU the compiler decides in each kernel which products and sums it fuses
-@pytest.mark.parametrize("turns", (FP32, BF16, FP16), ids=str)
-@pytest.mark.parametrize("dtype", (BF16, FP16), ids=str)
+@pytest.mark.parametrize("dtype, turns", ((BF16, FP32), (BF16, FP16), (FP16, BF16)), ids=str)
 @pytest.mark.parametrize(
     "head_dim, heads_k",
     ((64, 2), (64, 1), (96, 2), (96, 1), (128, 2), (128, 1), (192, 2), (256, 2)),

@@ -12,7 +12,7 @@ import torch
 
 import tritonemu
 from _lib import studies
-from emulator.tests.judging import SAMPLED, import_file, judge, surviving
+from emulator.tests.judging import SAMPLED, SCHEDULES, import_file, judge, surviving
 from emulator.tests.mutants import Mutant, enumerate_mutants
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.calling.launches import launches
@@ -52,14 +52,15 @@ def run(
 
 
 @emulated
+@SCHEDULES
 @pytest.mark.parametrize("impl", MODULES)
-def test_any_schedule_gives_the_same_result(impl):
-    """Bitwise, in 20 orders of the roles, without a race."""
+def test_any_schedule_gives_the_same_result(impl, seeds):
+    """Bitwise, in all orders of the roles, without a race."""
     options = {"heads": 1 + (impl in SINGLE), "head_dim": 64}
     given = studies.batch(*ORDERS[impl], **options)
     out = run(impl, MODULES[impl], **options)
     within_budget(lambda _: ([out], *of_pytorch(given)), ["out"], most=1)
-    for seed in range(20):
+    for seed in seeds:
         found = run(impl, MODULES[impl], seed, clusters=1 + seed % 2, **options)
         assert torch.equal(found, out), seed
 

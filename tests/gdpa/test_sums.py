@@ -156,7 +156,14 @@ def test_keys_are_split_where_tiles_are_few(case, pieces, monkeypatch):
 
 
 @pytest.mark.parametrize("pieces", (2, 5))
-@pytest.mark.parametrize("config", (v8.Config(BLOCK_N=64, num_stages=4), v8.FEW_ROWS))
+@pytest.mark.parametrize(
+    "config",
+    (
+        v8.Config(BLOCK_N=64, num_stages=4),
+        v8.Config(BLOCK_N=64, registers=232, math_roles=1, programs=2),
+    ),
+    ids=("two roles", "one role"),
+)
 @pytest.mark.parametrize("shared", (False, True))
 def test_pieces_may_be_empty(shared, config, pieces):
     """Of a sequence that is shorter than the longest, and of one without keys."""

@@ -19,7 +19,7 @@ The same options as v1. Needs: sm_90, TLX, bf16 or fp16, head_dim a multiple of 
 contiguous rows aligned to 16 bytes.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -68,9 +68,6 @@ class Config:
         return max(-(-max_seqlen_q // tile), 1) * tile if self.resident else tile
 
 
-FEW_ROWS = Config(BLOCK_N=64, registers=232, math_roles=1, programs=2)
-
-
 def default_config(batch: Batch) -> Config:
     """As v7. Of 256 columns two blocks of 64 keys fit beside one tile of Q. Keys are split where
     tiles are too few for the device; if then no sequence has over 64 rows, one role computes."""
@@ -78,7 +75,7 @@ def default_config(batch: Batch) -> Config:
         return Config(BLOCK_N=64, q_slots=1)
     splits = splits_of(batch)
     if splits > 1 and batch.max_seqlen_q <= ROWS.value:
-        return replace(FEW_ROWS, splits=splits)
+        return Config(BLOCK_N=64, registers=232, math_roles=1, programs=2, splits=splits)
     if splits > 1:
         return Config(BLOCK_N=64, num_stages=4, splits=splits)
     if batch.masked:
