@@ -68,7 +68,7 @@ def _is_printed(tag: Tag) -> bool:
 
 def length(name: str, page: Path) -> Length:
     """Of the built `page`. ValueError if it has no article."""
-    article = BeautifulSoup(page.read_text(encoding="utf-8"), "html.parser").select_one("article")
+    article = BeautifulSoup(page.read_text(encoding="utf-8"), "lxml").select_one("article")
     if article is None:
         raise ValueError(f"{page} must have an article, got none")
     predictions = len(article.select(".predictions tbody tr"))

@@ -40,14 +40,14 @@ def article(name: str, names: list[str], site: str) -> Tag:
 
     `site`: the address that links to other files lead to.
     """
-    soup = BeautifulSoup((BUILT / f"{name}.html").read_text(encoding="utf-8"), "html.parser")
+    soup = BeautifulSoup((BUILT / f"{name}.html").read_text(encoding="utf-8"), "lxml")
     found = soup.select_one("article")
     for part in found.select(LEFT_OUT):
         part.decompose()
     here = prefix(name)
     text = re.sub(r'\bid="', f'id="{here}', str(found))
     text = re.sub(r"url\(#", f"url(#{here}", text)
-    made = BeautifulSoup(text, "html.parser").article
+    made = BeautifulSoup(text, "lxml").article
     for tag in made.find_all(href=True):
         file, fragment = urldefrag(tag["href"])
         page = posixpath.normpath(posixpath.join(posixpath.dirname(name), file)) if file else name
@@ -71,7 +71,7 @@ def head() -> str:
     """Style sheets and the typesetting of formulas, as pages with formulas have them."""
     for name in reading_path():
         text = (BUILT / f"{name}.html").read_text(encoding="utf-8")
-        soup = BeautifulSoup(text, "html.parser")
+        soup = BeautifulSoup(text, "lxml")
         scripts = [s for s in soup.find_all("script") if "mathjax" in str(s).lower()]
         if scripts:
             sheets = soup.select("link[rel=stylesheet]")

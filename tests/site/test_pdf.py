@@ -15,7 +15,7 @@ sys.path.insert(0, str(ROOT / "notebooks"))
 def joined(site):
     import pdf
 
-    return BeautifulSoup(pdf.joined(), "html.parser")
+    return BeautifulSoup(pdf.joined(), "lxml")
 
 
 def test_links_inside_lead_to_one_place(joined):

@@ -25,7 +25,7 @@ UNRENDERED = re.compile(r"\{(glue|numref|eq|ref|cite|doc)\b[^}]*\}|\[\[|undefine
 
 @cache
 def soup(path: Path) -> BeautifulSoup:
-    return BeautifulSoup(path.read_text(encoding="utf-8"), "html.parser")
+    return BeautifulSoup(path.read_text(encoding="utf-8"), "lxml")
 
 
 def article(path: Path) -> Tag:
@@ -124,7 +124,7 @@ def test_every_figure_has_a_number_and_a_caption(site, page_name):
 
 
 def test_no_role_is_left_unrendered(site, page_name):
-    text = BeautifulSoup(str(article(site / page_name)), "html.parser")
+    text = BeautifulSoup(str(article(site / page_name)), "lxml")
     for tag in text.find_all(["pre", "code"]):
         tag.decompose()
     assert UNRENDERED.findall(text.get_text()) == []
