@@ -26,7 +26,8 @@ class Pages:
 
     kv_indptr int32 `[batch + 1]`, into kv_indices int32; last_page_len int32 `[batch]`, 1 to
     page_size, and 0 of an empty history; cu_seqlens int32 `[batch + 1]`, tokens; max_seqlen; slots
-    int64 `[tokens]`, page * page_size + place. On the cache's device.
+    int64 `[tokens]`, page * page_size + place. On the cache's device. True until the cache's next
+    append, edit or evict, which may give the pages to others.
     """
 
     kv_indptr: torch.Tensor
@@ -92,7 +93,8 @@ class PagedCache:
         epochs: Sequence[Hashable] | None = None,
     ) -> Pages:
         """Make room for counts[i] more tokens of users[i], and say where it is: slots, cu_seqlens
-        and max_seqlen are of the new tokens alone. `write` fills it, layer by layer.
+        and max_seqlen are of the new tokens alone. `write` fills it, layer by layer; if that fails,
+        `evict` these users, since the room counts as filled.
 
         A history of another epoch is dropped first. If pages are short, users outside of this batch
         are evicted, the least recently used first.
@@ -124,7 +126,7 @@ class PagedCache:
         for user, needed, count in zip(users, pages, counts, strict=True):
             history = self._users[user]
             while len(history.pages) < needed:
-                if not self._free:
+                while not self._free:  # an empty history has no page to give
                     self.evict(next(iter(self._users)))  # none of this batch: those come last
                 history.pages.append(self._free.pop())
             history.length += count
@@ -178,7 +180,8 @@ class PagedCache:
             return 0
         history = self._users[user]
         at = min(at, length)
-        kept = min(at, self.model.kept(length, at))  # in the pages, rows behind it would move
+        beside = {length, max(length - 1, at)}  # rows that stay beside one added, and one deleted
+        kept = min(at, *(self.model.kept(rows, at) for rows in beside))  # rows behind would move
         held = -(-kept // self.page_size)
         self._free += history.pages[held:]
         self._users[user] = _History(epoch, kept, history.pages[:held])

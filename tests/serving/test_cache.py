@@ -7,6 +7,7 @@ import tritonemu
 from gdpa_kernels import gdpa
 from gdpa_kernels.serving.cache import PagedCache, score
 from gdpa_kernels.serving.validity import Model
+from tests.serving.test_validity import ALONE, COMBINED, LAYERS, ROWS, WIDTH, inputs
 
 HEADS, DIM, PAGE = 2, 16, 4
 FP64, BF16 = torch.float64, torch.bfloat16
@@ -78,6 +79,26 @@ def test_an_edit_keeps_what_the_model_keeps(model, rows):
     assert kept.edit("nobody", 0, epoch=1) == 0
 
 
+@pytest.mark.parametrize("options", COMBINED + ALONE, ids=str)
+def test_an_edit_keeps_no_row_that_changed(options):
+    """At every place an event is deleted, and one is added; the rows are computed again."""
+    model = Model(LAYERS, **options)
+    longer = torch.randn(ROWS + 1, WIDTH, generator=torch.Generator().manual_seed(1), dtype=FP64)
+    times = torch.arange(ROWS + 1) * 2
+    for at in range(ROWS + 1):
+        others = [i for i in range(ROWS + 1) if i != at]
+        rows = [inputs(model, longer, times), inputs(model, longer[others], times[others])]
+        for before, after in (rows, rows[::-1]):
+            kept = PagedCache(model, 4, PAGE, 1, WIDTH, dtype=FP64)
+            new = kept.append(["a"], [len(before[0])])
+            for layer, x in enumerate(before):
+                kept.write(layer, new, x[:, None], x[:, None])
+            count = kept.edit("a", at, epoch=1)
+            for layer, x in enumerate(after):
+                found = kept.read(layer, kept.pages(["a"], [1]))[0][:, 0]
+                torch.testing.assert_close(found, x[:count], rtol=0, atol=1e-12)
+
+
 def test_the_least_recently_used_users_go_first():
     kept = cache()
     for user in "abc":
@@ -90,6 +111,14 @@ def test_the_least_recently_used_users_go_first():
         kept.append(["d", "e"], [4, 17])
     assert [kept.length(user) for user in "abcd"] == [8, 0, 9, 1]
     assert torch.equal(kept.data, before)
+
+
+def test_an_empty_history_has_no_page_to_give():
+    kept = cache()
+    kept.append(["empty"], [0])
+    filled(kept, ["a"], [24])
+    filled(kept, ["b"], [1])
+    assert [kept.length(user) for user in "ab"] == [0, 1]
 
 
 def test_a_model_that_appends_would_make_wrong_is_refused():
