@@ -121,7 +121,8 @@ class Model:
             return range(rows)
         reach = rows if self.window is None else self.window
         back = 0 if self.causal else reach
-        seen = [range(at - back, at + reach), range(at - self.next_time, at)]
+        end = max(at, self.num_contexts) + reach  # a change of the contexts moves those behind
+        seen = [range(at - back, end), range(at - self.next_time, at)]
         if before:
             seen.append(range(before.start - back, before.stop + reach))
         if self.num_contexts:
