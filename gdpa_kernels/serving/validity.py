@@ -3,7 +3,8 @@
 Keys and values of a layer are functions of the rows that go into it, so those of an unchanged row
 stay right. A change is named by the place where it happens: between the kept rows at - 1 and at.
 It is an event added there or deleted there; at the end (at = rows) it is an append. Candidates
-change nothing of a history that does not see them, and a model's new weights change everything.
+change nothing of a history that depends on nothing of theirs, and a model's new weights change
+everything.
 """
 
 from __future__ import annotations
@@ -22,6 +23,21 @@ _BREAKS_APPEND = {
     "divisor": "a divisor that grows with the length changes every old row",
     "token_statistics": "statistics over tokens change every old row",
 }
+_BREAKS_CANDIDATES = {
+    "causal": "with causal=False the history sees them",
+    "next_time": "the last row's bias takes the time of the first of them",
+    "divisor": "a divisor that grows with the length counts them",
+    "token_statistics": "statistics over tokens contain them",
+}
+_BREAKS_SUBTRACTION = {
+    "layers": "behind another attention layer keys and values change with the event",
+    "window": "a window takes another event for one that goes",
+    "positions": "positions that are counted change with every event",
+    "query_time": "the time until the query changes with the last event",
+    "next_time": "the bias of the event before takes the time of the next one",
+    "divisor": "a divisor that grows with the length changes every part",
+    "token_statistics": "statistics over tokens change every part",
+}
 
 
 @dataclass(frozen=True)
@@ -39,7 +55,7 @@ class Model:
         positions: None; "kept", ids that an event keeps when others go; "index", places counted
             from the start; "from_end", from the end, as dlrm_v3 of generative-recommenders.
         query_time: what a row gets depends on the time from its event to the last one, or to a
-            query that moves with it.
+            query that moves with it. A query's own time belongs to the epoch of a `PagedCache`.
         next_time: row i's bias takes the time of event i + 1, as in the code of the HSTU paper.
         constant_divisor: sums are divided by the same number whatever the length (max_seqlen as a
             constant); False for the present length or the batch's longest.
@@ -104,8 +120,36 @@ class Model:
             "divisor": not self.constant_divisor,
             "token_statistics": self.token_statistics,
         }
-        told = "; ".join(_BREAKS_APPEND[name] for name, is_so in broken.items() if is_so)
-        raise ValueError(f"model must keep its rows right when others are appended, but {told}")
+        _refuse("keep its rows right when others are appended", _BREAKS_APPEND, broken)
+
+    def check_candidates(self) -> None:
+        """Raises ValueError, with the reasons, if candidates behind a history, which each see it
+        and their own group, change its keys and values: those kept are then not those of training.
+        """
+        behind = self.num_layers > 1
+        broken = {
+            "causal": behind and not self.causal and self.window != 0,
+            "next_time": behind and self.next_time,
+            "divisor": behind and not self.constant_divisor,
+            "token_statistics": self.token_statistics,
+        }
+        _refuse("keep a history right when candidates follow", _BREAKS_CANDIDATES, broken)
+
+    def check_subtraction(self) -> None:
+        """Raises ValueError, with the reasons, unless an event's part in a sum is the same whatever
+        the other events are, so that deleting it is subtracting that part: for the fixed queries of
+        a PMA over per-event features (`sums.StoredSums`), or the later rows of a single layer.
+        Otherwise the rows from `kept` on are computed again."""
+        broken = {
+            "layers": self.num_layers > 1,
+            "window": bool(self.window),  # 0: a row alone
+            "positions": self.positions in ("index", "from_end"),
+            "query_time": self.query_time,
+            "next_time": self.next_time,
+            "divisor": not self.constant_divisor,
+            "token_statistics": self.token_statistics,
+        }
+        _refuse("give sums of parts that stay", _BREAKS_SUBTRACTION, broken)
 
     def _inputs(self, rows: int, at: int) -> range:
         """Rows that go into the first layer changed."""
@@ -129,6 +173,12 @@ class Model:
             seen.append(range(self.num_contexts))
         inside = [range(max(x.start, 0), min(x.stop, rows)) for x in seen]
         return _hull([before, *inside])
+
+
+def _refuse(must: str, reasons: dict[str, str], broken: dict[str, bool]) -> None:
+    told = "; ".join(reasons[name] for name, is_so in broken.items() if is_so)
+    if told:
+        raise ValueError(f"model must {must}, but {told}")
 
 
 def _hull(ranges: list[range]) -> range:

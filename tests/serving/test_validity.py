@@ -16,8 +16,9 @@ PLACES, AGES, BIAS = (
 )
 
 
-def pairs(model: Model, rows: int, ids: torch.Tensor) -> torch.Tensor:
+def pairs(model: Model, rows: int, ids: torch.Tensor, targets: int) -> torch.Tensor:
     """Bool `[rows, rows]`: which rows a row sees, by the definition of the masks."""
+    history = rows - targets
     ranks = (ids - max(model.num_contexts - 1, 0)).clamp(min=0)
     away = ranks[:, None] - ranks[None]
     seen = torch.ones(rows, rows, dtype=torch.bool)
@@ -25,29 +26,34 @@ def pairs(model: Model, rows: int, ids: torch.Tensor) -> torch.Tensor:
         seen = (away > 0) | torch.eye(rows, dtype=torch.bool)
     if model.window is not None:
         seen &= away.abs() <= model.window
-    seen[: model.num_contexts] = True
+    seen[: model.num_contexts, :history] = True
+    seen[history:] = torch.eye(rows, dtype=torch.bool)[history:]
+    seen[history:, :history] = True
     return seen
 
 
-def inputs(model: Model, events: torch.Tensor, times: torch.Tensor) -> list[torch.Tensor]:
-    """What goes into each layer, `[rows, WIDTH]`: its keys and values are functions of its rows.
+def through(
+    model: Model, events: torch.Tensor, times: torch.Tensor, targets: int = 0
+) -> list[torch.Tensor]:
+    """What goes into each layer, and what comes out of the last one, `[rows, WIDTH]` each.
 
-    Events carry their first features, an id that they keep and a time.
+    Events carry their first features and a time. The last `targets` rows are candidates, which have
+    the history's last position and time.
     """
-    rows = len(events)
+    rows, history = len(events), len(events) - targets
     ids = torch.arange(rows)
     x = events
     if model.positions == "index":
         x = x + PLACES[ids]
     if model.positions == "from_end":
-        x = x + PLACES[rows - ids]
+        x = x + PLACES[history - ids.clamp(max=history)]
     if model.query_time:
-        x = x + AGES[(times[-1] - times).clamp(max=MOST)]
+        x = x + AGES[(times[history - 1] - times).clamp(0, MOST)]
     bias = torch.zeros(rows, rows, dtype=torch.float64)
     if model.next_time:
         following = torch.cat((times[1:], times[-1:]))
         bias = BIAS[(following[:, None] - times[None]).abs().clamp(max=MOST), 0]
-    seen = pairs(model, rows, ids)
+    seen = pairs(model, rows, ids, targets)
     found = [x]
     for wq, wk, wv, wo in WEIGHTS[: model.num_layers]:
         z = (x - x.mean(0)) / x.std(0) if model.token_statistics else F.layer_norm(x, (WIDTH,))
@@ -57,7 +63,12 @@ def inputs(model: Model, events: torch.Tensor, times: torch.Tensor) -> list[torc
         found.append(x)
     if model.token_statistics:  # keys and values are made of what is normalised
         found = [(x - x.mean(0)) / x.std(0) for x in found]
-    return found[: model.num_layers]
+    return found
+
+
+def inputs(model: Model, events: torch.Tensor, times: torch.Tensor) -> list[torch.Tensor]:
+    """What goes into each layer: its keys and values are functions of its rows."""
+    return through(model, events, times)[: model.num_layers]
 
 
 def wrong_rows(model: Model, at: int) -> list[list[int]]:
@@ -121,6 +132,50 @@ def test_what_is_called_wrong_is_wrong(options):
         assert [[x[0], x[-1]] if x else [] for x in found] == [
             [x.start, x.stop - 1] if x else [] for x in model.changed(ROWS, at)
         ]
+
+
+@pytest.mark.parametrize("layers", (1, LAYERS))
+@pytest.mark.parametrize("options", COMBINED + ALONE, ids=str)
+def test_candidates_are_refused_exactly_where_they_change_a_history(options, layers):
+    model, targets = Model(layers, **options), 3
+    make = torch.Generator().manual_seed(2)
+    events = torch.randn(ROWS + targets, WIDTH, generator=make, dtype=torch.float64)
+    times = torch.arange(ROWS + targets) * 2
+    alone = inputs(model, events[:ROWS], times[:ROWS])
+    followed = through(model, events, times, targets)
+    error = max((y[:ROWS] - x).abs().max() for x, y in zip(alone, followed, strict=False))
+    if error > 1e-12:
+        with pytest.raises(ValueError, match="a history right when candidates follow, but "):
+            model.check_candidates()
+    else:
+        model.check_candidates()
+
+
+@pytest.mark.parametrize("layers", (1, LAYERS))
+@pytest.mark.parametrize("options", COMBINED + ALONE, ids=str)
+def test_subtraction_is_refused_exactly_where_parts_depend_on_other_events(options, layers):
+    """What an event gives to the other rows is the same with and without another event."""
+    model = Model(layers, **options)
+    make = torch.Generator().manual_seed(3)
+    events = torch.randn(ROWS, WIDTH, generator=make, dtype=torch.float64)
+    times = torch.arange(ROWS) * 2
+
+    def rows(*gone: int) -> torch.Tensor:
+        left = [i for i in range(ROWS) if i not in gone]
+        out = torch.full_like(events, torch.nan)
+        out[left] = through(model, events[left], times[left])[-1]
+        return out
+
+    worst = 0.0
+    for one, other in ((5, 6), (ROWS - 2, ROWS - 1)):
+        parts = (rows() - rows(one)) - (rows(other) - rows(one, other))
+        worst = max(worst, parts[~parts.isnan()].abs().max().item())
+    alone = model.window == 0 and not model.num_contexts  # no row sees another
+    if worst > 1e-12 or (alone and layers > 1):
+        with pytest.raises(ValueError, match="must give sums of parts that stay, but "):
+            model.check_subtraction()
+    else:
+        model.check_subtraction()
 
 
 def test_a_window_lets_a_deletion_go_only_so_far():
