@@ -244,8 +244,9 @@ def score(
 
     The sum of two calls of `gdpa`: over the history, kept in fp32, and over the candidates, added
     to it before the one rounding. It is what one call over [history; candidates] with `num_targets`
-    gives for the candidates' rows, without the history's queries. Small batches are bound by the
-    host: capture the call in a CUDA graph, with validate=False.
+    gives for the candidates' rows, without the history's queries. No kernel reads pages yet:
+    `PagedCache.read` copies them first. Small batches are bound by the host: capture the call in a
+    CUDA graph, with validate=False.
 
     Args:
         q, k, v: of the candidates, `[tokens, heads, head_dim]`, with offsets cu_seqlens

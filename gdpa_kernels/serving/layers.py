@@ -29,7 +29,8 @@ def extend(
             order, after the append.
 
     Returns:
-        `[tokens, embed_dim]`: the rows that `layer` gives for them in a call on whole histories.
+        `[tokens, embed_dim]`: the rows that `layer` gives for them in a call on whole histories,
+        with the num_contexts of cache.model.
 
     Raises:
         NotImplementedError, ValueError: the layer cannot be served so, or is not as cache.model.
@@ -39,7 +40,8 @@ def extend(
     cache.write(index, new, k, v)
     out = gdpa(
         q, *cache.read(index, whole), new.cu_seqlens, whole.cu_seqlens, new.max_seqlen,
-        whole.max_seqlen, causal="lower_right", window=layer.window, **_options(layer),
+        whole.max_seqlen, causal="lower_right", window=layer.window,
+        num_contexts=cache.model.num_contexts or None, **_options(layer),
     )  # fmt: skip
     return layer.out(out.flatten(1))
 
@@ -58,9 +60,10 @@ def candidates(
 
     These are the rows that `layer` gives for them behind their histories, with `num_targets`.
     Nothing is stored. The other arguments, and the errors: as `extend`; and a layer with a window
-    is refused.
+    is refused, and a model whose history depends on its candidates (`Model.check_candidates`).
     """
     _check(layer, cache)
+    cache.model.check_candidates()
     if layer.window is not None:
         raise NotImplementedError(f"layer must have no window for candidates, got {layer.window}")
     q, k, v = _project(layer, x)

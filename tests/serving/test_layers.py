@@ -23,8 +23,8 @@ def stack(seed: int = 0, **options) -> list[GDPASelfAttention]:
     return [GDPASelfAttention(WIDTH, 4, 2, **given) for _ in range(3)]
 
 
-def cache(window: int | None = None) -> PagedCache:
-    return PagedCache(Model(3, window=window), 9, 4, 2, WIDTH // 4, dtype=FP64)
+def cache(**model) -> PagedCache:
+    return PagedCache(Model(3, **model), 9, 4, 2, WIDTH // 4, dtype=FP64)
 
 
 def run(layers: list, x: torch.Tensor, attend) -> torch.Tensor:
@@ -46,7 +46,7 @@ def served(layers: list, kept: PagedCache, x: torch.Tensor, counts: tuple) -> to
     ids=str,
 )
 def test_appends_give_the_rows_of_one_forward(options):
-    layers, kept = stack(**options), cache(options.get("window"))
+    layers, kept = stack(**options), cache(window=options.get("window"))
     x = torch.randn(sum(HISTORY), WIDTH, dtype=FP64).split(HISTORY)
     whole = ends(HISTORY)
     wanted = run(layers, torch.cat(x), lambda i, layer, z: layer((z, whole))[0])
@@ -61,8 +61,9 @@ def test_appends_give_the_rows_of_one_forward(options):
 
 
 @pytest.mark.parametrize("group", (1, 2))
-def test_candidates_are_scored_as_trained(group):
-    layers, kept = stack(target_group_size=group), cache()
+@pytest.mark.parametrize("contexts", (0, 2))
+def test_candidates_are_scored_as_trained(group, contexts):
+    layers, kept = stack(target_group_size=group), cache(num_contexts=contexts)
     x = torch.randn(sum(HISTORY), WIDTH, dtype=FP64)
     shown = torch.randn(sum(TARGETS), WIDTH, dtype=FP64)
     served(layers, kept, x, HISTORY)
@@ -76,10 +77,21 @@ def test_candidates_are_scored_as_trained(group):
     wanted = run(
         layers,
         torch.cat([part for pair in pairs for part in pair]),
-        lambda i, layer, z: layer((z, both), num_targets=number)[0],
+        lambda i, layer, z: layer((z, both), num_targets=number, num_contexts=contexts)[0],
     )
     last = [y[-n:] for y, n in zip(wanted.split(lengths), TARGETS, strict=True)]
     torch.testing.assert_close(found, torch.cat(last), rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("window", (None, 2))
+def test_contexts_see_their_whole_history(window):
+    layers, kept = stack(window=window), cache(window=window, num_contexts=2)
+    x = torch.randn(sum(HISTORY), WIDTH, dtype=FP64)
+    whole = ends(HISTORY)
+    wanted = run(layers, x, lambda i, layer, z: layer((z, whole), num_contexts=2)[0])
+    torch.testing.assert_close(served(layers, kept, x, HISTORY), wanted, rtol=1e-11, atol=1e-11)
+    with pytest.raises(ValueError, match="contexts see the new rows, and old rows see the cont"):
+        served(layers, kept, x[:1], (1, 0, 0))
 
 
 def test_a_deletion_is_served_after_its_suffix_is_computed_again():
@@ -113,6 +125,10 @@ def test_a_layer_that_cannot_be_served_is_refused(error, told, options):
         extend(
             stack(**options)[0], torch.zeros(1, WIDTH, dtype=FP64), kept, 0, new, kept.pages(["a"])
         )
+    kept = cache(next_time=True)
+    with pytest.raises(ValueError, match="but the last row's bias takes the time of the first"):
+        candidates(stack()[0], torch.zeros(1, WIDTH, dtype=FP64), ends([1]), 1, kept, 0,
+                   kept.pages(["a"]))  # fmt: skip
     kept = cache(window=2)
     with pytest.raises(NotImplementedError, match="no window for candidates, got 2"):
         candidates(stack(window=2)[0], torch.zeros(1, WIDTH, dtype=FP64), ends([1]), 1, kept, 0,
