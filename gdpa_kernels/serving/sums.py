@@ -4,8 +4,8 @@ Without normalisation, attention over a set of events is the sum over its events
 history of a user (PMA: seeds that are the same for everybody) can be kept, and an event added or
 deleted for the cost of that event alone. Two things must hold, and the second is checked here:
 queries, keys and values of old events do not change, which is so in a first layer over per-event
-features and not behind another attention layer; and the same arithmetic adds and deletes, since a
-kernel that rounds otherwise leaves its difference behind.
+features and not behind another attention layer (`validity.Model.check_subtraction`); and the same
+arithmetic adds and deletes, since a kernel that rounds otherwise leaves its difference behind.
 """
 
 from __future__ import annotations
