@@ -9,7 +9,6 @@ site. Collapsed cells and what needs a reader's hand are left out; answers are o
 from __future__ import annotations
 
 import posixpath
-import re
 import shutil
 import sys
 from urllib.parse import urldefrag, urljoin
@@ -45,10 +44,15 @@ def article(name: str, names: list[str], site: str) -> Tag:
     for part in found.select(LEFT_OUT):
         part.decompose()
     here = prefix(name)
-    text = re.sub(r'\bid="', f'id="{here}', str(found))
-    text = re.sub(r"url\(#", f"url(#{here}", text)
-    made = BeautifulSoup(text, "lxml").article
-    for tag in made.find_all(href=True):
+    for tag in found.find_all(id=True):
+        tag["id"] = here + tag["id"]
+    for tag in found.find_all(True):
+        for attribute, value in tag.attrs.items():
+            if isinstance(value, str) and "url(#" in value:
+                tag[attribute] = value.replace("url(#", f"url(#{here}")
+    for tag in found.find_all("style"):
+        tag.string = tag.get_text().replace("url(#", f"url(#{here}")
+    for tag in found.find_all(href=True):
         file, fragment = urldefrag(tag["href"])
         page = posixpath.normpath(posixpath.join(posixpath.dirname(name), file)) if file else name
         if "://" in file or file.startswith("mailto:"):
@@ -59,12 +63,12 @@ def article(name: str, names: list[str], site: str) -> Tag:
             tag["href"] = urljoin(f"{site}/", page) + (f"#{fragment}" if fragment else "")
         else:
             tag["href"] = f"#{here}{fragment}"
-    for tag in made.find_all(src=True):
+    for tag in found.find_all(src=True):
         if not tag["src"].startswith("data:"):
             path = posixpath.join(posixpath.dirname(name), tag["src"])
             tag["src"] = posixpath.relpath(path, "_static")
-    made["id"] = here
-    return made
+    found["id"] = here
+    return found
 
 
 def head() -> str:
