@@ -32,11 +32,11 @@ class Place(Location):
 
 
 def _innermost(frames: Iterable[tuple[FrameType, int]]) -> Place:
-    """The last of (frame, line), outermost first, that runs kernel code."""
+    """The last of these frames and lines of kernel code, outermost first, outside the library."""
     chain: list[tuple[str, int, str]] = []
     for frame, line in frames:
         code = frame.f_code
-        if MARK in frame.f_globals and not (chain and code.co_filename.startswith(_LIBRARY)):
+        if not (chain and code.co_filename.startswith(_LIBRARY)):
             chain.append((code.co_filename, line, code.co_name))
     place = Place(chain[-1][:2] if chain else ("<no kernel>", 0))
     place.chain = tuple(chain)
@@ -45,12 +45,18 @@ def _innermost(frames: Iterable[tuple[FrameType, int]]) -> Place:
 
 def location() -> Location:
     """File and line of the kernel statement being executed."""
-    return _innermost(reversed(list(traceback.walk_stack(sys._getframe(1)))))
+    frames, frame = [], sys._getframe(1)
+    while frame is not None:
+        if MARK in frame.f_globals:
+            frames.append((frame, frame.f_lineno))
+        frame = frame.f_back
+    return _innermost(reversed(frames))
 
 
 def location_of(error: BaseException) -> Location:
     """File and line of the kernel statement that raised `error`; line 0 if none did."""
-    return _innermost(traceback.walk_tb(error.__traceback__))
+    frames = traceback.walk_tb(error.__traceback__)
+    return _innermost((frame, line) for frame, line in frames if MARK in frame.f_globals)
 
 
 # What flags of the tool in use begin with; that of Python is empty: it takes keywords.

@@ -142,7 +142,7 @@ def execute(
     fp32 before sm_100.
     """
     registers = {f"${num_outputs + i}": register for i, register in enumerate(inputs)}
-    for literal in set(re.findall(r"\b0[fF][0-9a-fA-F]{8}\b", asm)):
+    for literal in _literals(asm):
         number = torch.tensor(struct.unpack(">f", bytes.fromhex(literal[2:])), dtype=_F32)
         registers[literal] = (number.expand(inputs[0][0].shape if inputs else 1),)
     for mnemonic, arguments in _statements(asm):
@@ -189,6 +189,12 @@ def execute(
 
 
 @cache
+@cache
+def _literals(asm: str) -> set[str]:
+    return set(re.findall(r"\b0[fF][0-9a-fA-F]{8}\b", asm))
+
+
+@cache
 def _statements(asm: str) -> list[tuple[str, str]]:
     """Mnemonic and operands of each instruction."""
     body = re.sub(r"//.*", "", asm).strip()
@@ -206,6 +212,7 @@ def instruction_counts(asm: str) -> tuple[int, int]:
     return len(names), of_pairs
 
 
+@cache
 def _operands(arguments: str) -> list[str]:
     """`{a, b}, r` -> ["a,b", "r"]."""
     found = re.findall(r"\{[^}]*\}|[^,]+", re.sub(r"\s", "", arguments))

@@ -36,7 +36,19 @@ from .rewrite import (
     on_constants,
     static_int,
 )
-from .tile import Tile, cast, check_shape, held, maximum, minimum, operands, scalar, to_tile, where
+from .tile import (
+    Tile,
+    cast,
+    check_shape,
+    common_shape,
+    held,
+    maximum,
+    minimum,
+    operands,
+    scalar,
+    to_tile,
+    where,
+)
 
 OPERATIONS: dict[str, Any] = {}
 
@@ -518,7 +530,7 @@ def inline_asm_elementwise(
     device; here it is consecutive ones.
     """
     tiles = [to_tile(value) for value in args]
-    shape = torch.broadcast_shapes(*(t.data.shape for t in tiles))
+    shape = common_shape(tiles)
     several = isinstance(dtype, (tuple, list))
     dtypes = dtype if several else (dtype,)
 
@@ -549,7 +561,7 @@ def inline_asm_elementwise(
 def map_elementwise(scalar_fn: Callable, *args: Any, pack: int = 1) -> Any:
     """The scalar function on whole tiles at once; one that branches on an element is refused."""
     tiles = [to_tile(value) for value in args]
-    shape = torch.broadcast_shapes(*(t.data.shape for t in tiles))
+    shape = common_shape(tiles)
     if pack != 1:
         raise Unsupported(f"tl.map_elementwise with pack={pack}")
     return scalar_fn(*(t.like(t.data.expand(shape)) for t in tiles))

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from .errors import InvalidKernel, Unsupported
 from .instructions import fused_multiply_add, saturate
-from .tile import Tile, cast, held, reinterpret, to_tile, upper_half
+from .tile import Tile, cast, common_shape, held, reinterpret, to_tile, upper_half
 
 Function = Callable[..., torch.Tensor]
 
@@ -202,7 +202,7 @@ def _apply(name: str, args: list[Any], table: dict[Any, Any]) -> Tile:
     if given not in table:
         known = " or ".join(_listed(types) for types in table)
         raise InvalidKernel(f"libdevice.{name} takes {known}, got {_listed(given)}")
-    shape = torch.broadcast_shapes(*(tile.data.shape for tile in tiles))
+    shape = common_shape(tiles)
     tiles = [tile.like(tile.data.expand(shape)) for tile in tiles]
     return call(name, tiles, table[given][1])
 

@@ -236,10 +236,10 @@ class Memory:
             if changed is not None:
                 by_element, chosen = numbers.reshape(changed.numel(), -1), changed.reshape(-1)
                 if name == "stores" and not bool(chosen.all()):
-                    again = by_element[~chosen].unique().tolist()
+                    again = _distinct(by_element[~chosen])
                     self._note_same(region, again, actor.clock, access)
                 numbers = by_element[chosen]
-            found = numbers.unique().tolist()
+            found = _distinct(numbers)
             if name != "reductions":
                 self._check_order(region, found, actor.clock, access)
             elif not reduces:
@@ -248,7 +248,7 @@ class Memory:
         if reduces:
             before = get(shadow.table("reductions"))
             after = torch.empty_like(before)
-            for group in before.unique().tolist():
+            for group in _distinct(before):
                 after[before == group] = self._joined(group, number, actor.clock)
             put(shadow.table("reductions"), after)
             return
@@ -563,6 +563,13 @@ def _live_tensors() -> list[torch.Tensor]:
         x for x in found
         if x.layout == torch.strided and x.device.type == "cpu" and x.dtype in FROM_TORCH
     ]  # fmt: skip
+
+
+def _distinct(numbers: torch.Tensor) -> list[int]:
+    """In ascending order; torch sorts few of them slower than Python does."""
+    if numbers.numel() > 64:
+        return numbers.unique().tolist()
+    return sorted(set(numbers.reshape(-1).tolist()))
 
 
 def _rows(flat: torch.Tensor, parts: int) -> torch.Tensor:

@@ -14,7 +14,8 @@ multiplied by `tl.dot`, nothing else.
 
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
@@ -83,13 +84,20 @@ def to_raw(data: torch.Tensor, dtype: tl.dtype) -> torch.Tensor:
     return data.view(torch.int8) if dtype.name in _FP8 else data.to(RAW[dtype.name])
 
 
+@cache
+def limits(dtype: tl.dtype) -> tuple[int, int]:
+    """The least and the greatest integer of the type."""
+    return dtype.get_int_min_value(), dtype.get_int_max_value()
+
+
 def literal_type(value: bool | int | float) -> tl.dtype:
     """The dtype that a Python number gets when it becomes a value."""
     if isinstance(value, bool):
         return tl.int1
     if isinstance(value, int):
         for dtype in (tl.int32, tl.uint32, tl.int64, tl.uint64):
-            if dtype.get_int_min_value() <= value <= dtype.get_int_max_value():
+            low, high = limits(dtype)
+            if low <= value <= high:
                 return dtype
         raise Unsupported(f"integer {value}, which does not fit 64 bits")
     if isinstance(value, Unbound):
@@ -106,6 +114,7 @@ if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9):
     _DIVIDED_IN_FP32 |= {"fp8e4nv", "fp8e5", "fp8e4b8", "fp8e4b15", "fp8e5b16"}
 
 
+@cache
 def computation_type(
     a: tl.dtype, a_weak: bool, b: tl.dtype, b_weak: bool, division: bool = False
 ) -> tl.dtype:
@@ -246,11 +255,20 @@ def special(tile: Tile) -> Tile:
 
 def scalar(value: bool | int | float, dtype: tl.dtype) -> Tile:
     """A tile of rank 0; integers must fit."""
+    if type(value) is int and dtype.is_int():
+        return _integer(value, dtype)
     if dtype.is_int() and not isinstance(value, bool):
-        low, high = dtype.get_int_min_value(), dtype.get_int_max_value()
-        if not (isinstance(value, int) and low <= value <= high):
-            raise InvalidKernel(f"constant must fit {dtype}, got {value}")
-        value -= 2**64 if value >= 2**63 else 0
+        raise InvalidKernel(f"constant must fit {dtype}, got {value}")
+    return Tile(torch.tensor(value, dtype=held(dtype)), dtype)
+
+
+@lru_cache(maxsize=4096)
+def _integer(value: int, dtype: tl.dtype) -> Tile:
+    # Tiles are never changed, so that equal ones may be one.
+    low, high = limits(dtype)
+    if not low <= value <= high:
+        raise InvalidKernel(f"constant must fit {dtype}, got {value}")
+    value -= 2**64 if value >= 2**63 else 0
     return Tile(torch.tensor(value, dtype=held(dtype)), dtype)
 
 
@@ -374,6 +392,12 @@ def _arithmetic(op: Callable, a: Any, b: Any) -> Tile:
     return Tile(_wrap(op(x, y), dtype), dtype)
 
 
+def common_shape(tiles: Sequence[Tile]) -> torch.Size:
+    """The shape that the tiles broadcast to."""
+    shapes = {tile.data.shape for tile in tiles}
+    return shapes.pop() if len(shapes) == 1 else torch.broadcast_shapes(*shapes)
+
+
 def is_pointer(value: Any) -> bool:
     return isinstance(value, Tile) and value.dtype.is_ptr()
 
@@ -410,6 +434,8 @@ def truediv(a: Any, b: Any) -> Tile:
 def _divide(op: Callable, x: torch.Tensor, y: torch.Tensor, dtype: tl.dtype) -> Tile:
     # Division by zero does not trap on the device; its result is garbage, in practice all ones.
     zero = y == 0
+    if dtype.name != "uint64" and not bool(zero.any()):
+        return Tile(op(x, y), dtype)
     garbage = _wrap(torch.full_like(x, -1), dtype)
     if dtype.name == "uint64":
         pair = torch.broadcast_tensors(x, torch.where(zero, 1, y))
