@@ -33,6 +33,8 @@ import yaml
 from papermill.exceptions import PapermillExecutionError
 from traitlets.config import Config
 
+import forks
+
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ROOT / "notebooks"
 EXECUTED = ROOT / "book" / "executed"
@@ -179,8 +181,23 @@ def part_captions(notebook: nbformat.NotebookNode) -> None:
     notebook.cells = cells
 
 
+def join_streams(outputs: list[nbformat.NotebookNode]) -> list[nbformat.NotebookNode]:
+    """What is printed in a row as one output: how much of it arrives at a time differs."""
+    joined: list[nbformat.NotebookNode] = []
+    for output in outputs:
+        last = joined[-1] if joined else {}
+        if output.get("name") and output.get("name") == last.get("name"):  # a stream has a name
+            last.text += output.text
+        else:
+            joined.append(output)
+    return joined
+
+
 def finish(notebook: nbformat.NotebookNode, path: Path, parameters: dict[str, str]) -> None:
     """Drop what differs from run to run; keep where the notebook comes from."""
+    for cell in notebook.cells:
+        if "outputs" in cell:
+            cell.outputs = join_streams(cell.outputs)
     part_captions(notebook)
     for index, cell in enumerate(notebook.cells):
         cell.id = f"cell-{index:03d}"
@@ -267,6 +284,9 @@ def use_this_interpreter(folder: Path, mode: str) -> None:
     quiet = "--log-level=CRITICAL"
     argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}", quiet]
     spec = {"argv": argv, "env": environment, **KERNEL}
+    if mode == "replay":
+        os.environ.update(environment)
+        spec["metadata"] = forks.METADATA
     (kernel / "kernel.json").write_text(json.dumps(spec), encoding="utf-8")
     os.environ["JUPYTER_PATH"] = str(folder)
     os.environ["IPYTHONDIR"] = str(folder / "ipython")

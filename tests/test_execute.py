@@ -39,6 +39,7 @@ value = 1
 @pytest.fixture
 def runner(tmp_path, monkeypatch):
     """The module, with its folders in `tmp_path` and what it sets in the environment undone."""
+    monkeypatch.syspath_prepend(ROOT / "notebooks")
     spec = importlib.util.spec_from_file_location("execute", ROOT / "notebooks" / "execute.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -46,7 +47,8 @@ def runner(tmp_path, monkeypatch):
         monkeypatch.setattr(module, name, tmp_path / folder)
         (tmp_path / folder).mkdir()
     monkeypatch.setattr(module, "CONTENTS", tmp_path / "_toc.yml")
-    for name in ("JUPYTER_PATH", "IPYTHONDIR"):
+    changed = ("JUPYTER_PATH", "IPYTHONDIR", "PYTHONPATH", "PYTHONHASHSEED", "OMP_NUM_THREADS")
+    for name in changed:
         monkeypatch.setenv(name, os.environ.get(name, ""))
     return module
 
@@ -124,6 +126,7 @@ def test_a_chapter_that_reads_the_others_runs_after_them_and_again(runner, monke
 
 def test_two_runs_write_the_same_bytes_and_keep_the_origin(runner, monkeypatch, capfd):
     text = HEADER + '# %%\nimport sys\nprint(mode, device, sys.executable)\n{1: "a"}\n'
+    text += "# %%\nimport time\nprint(1, flush=True)\ntime.sleep(0.5)\nprint(2)\n"
     write(runner, "a.py", text)
     (runner.EXECUTED / "part").mkdir()
     (runner.EXECUTED / "part" / "removed.ipynb").write_text("{}")
@@ -135,6 +138,8 @@ def test_two_runs_write_the_same_bytes_and_keep_the_origin(runner, monkeypatch, 
     assert out.split()[-1] == "ok"
     page = runner.EXECUTED / "part" / "a.ipynb"
     first = page.read_bytes()
+    said = nbformat.reads(first.decode(), as_version=4).cells[-1].outputs
+    assert [output.text for output in said] == ["1\n2\n"], "one output, whenever it was flushed"
     page.unlink()
     assert run(runner, monkeypatch, capfd)[0] == 0
     assert page.read_bytes() == first
@@ -149,10 +154,15 @@ def test_two_runs_write_the_same_bytes_and_keep_the_origin(runner, monkeypatch, 
         "data_dir": "data",
         "inputs": runner.inputs(runner.SOURCES / "part" / "a.py"),
     }
-    printed = notebook.cells[-1].outputs[0].text
+    printed = notebook.cells[-2].outputs[0].text
     assert printed.split() == ["replay", "cpu", sys.executable]
     shown = [c for c in notebook.cells if c.cell_type == "code"]
-    assert ["remove-cell" in c.metadata.get("tags", []) for c in shown] == [True, True, False]
+    assert ["remove-cell" in c.metadata.get("tags", []) for c in shown] == [
+        True,
+        True,
+        False,
+        False,
+    ]
     assert json.loads(first)["cells"][0]["id"] == "cell-000"
 
 
