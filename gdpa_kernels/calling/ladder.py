@@ -118,7 +118,7 @@ RUNGS: tuple[Rung, ...] = (
         "waits as written",
         "The compiler adds no wait of its own to the loop.",
         "v7_packed",
-        dataclasses.replace(_WGMMA, head_dim_max=256, extras=("out_dtype", "add_to")),
+        dataclasses.replace(_WGMMA, head_dim_max=256, extras=_EXTRAS),
     ),
 )
 
@@ -276,7 +276,7 @@ BACKWARD_RUNGS: tuple[Rung, ...] = (
         "warp specialization",
         "dK and dV stay in registers; dS is shared; each consumer computes half of dQ.",
         "v2_fused_backward",
-        dataclasses.replace(_WGMMA, head_dim_multiple=64),
+        dataclasses.replace(_WGMMA, head_dim_multiple=64, extras=("causal", "targets")),
         is_rewrite=True,
     ),
     _backward(

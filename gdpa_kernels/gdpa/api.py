@@ -122,7 +122,8 @@ def gdpa(
         num_targets: int32 `[batch]`: so many last tokens of each sequence are candidates, which see
             the history and the members of their own group up to themselves, and which nothing of
             the history sees. With `causal`; queries are all of their sequence's tokens, or with
-            "lower_right" its last ones. Of the kernels only the v1 take it and the next four.
+            "lower_right" its last ones. Of the kernels v8, backward v4 and the v1 take it and
+            the next four.
         target_group_size: targets of a group, counted from the first.
         num_contexts: int32 `[batch]`, or one integer for all (less where a sequence is shorter): so
             many first tokens see all of the history, and later tokens see them.

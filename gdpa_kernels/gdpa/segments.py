@@ -1,4 +1,4 @@
-"""Which pairs count where a sequence is [contexts | history | targets], for the plain kernels.
+"""Which pairs count where a sequence is [contexts | history | targets], for the kernels.
 
 Positions count from the start of the sequence, of queries too (`causal` "lower_right"). Contexts
 see all but targets, history what is at or before it, targets all but other groups' targets. A
@@ -13,12 +13,25 @@ a block of keys is seen by two stretches of rows. `place` walks over both as one
 import triton
 import triton.language as tl
 
+from gdpa_kernels.gdpa.work_list import number
+
 
 @triton.jit
 def segments_of(segments_ptr, batch, len_k):
     """(contexts, where the history ends) of a sequence; segments_ptr: int32 [sequences, 2]."""
     at = segments_ptr + batch.to(tl.int64) * 2
     return tl.load(at + 1), len_k - tl.load(at)
+
+
+@triton.jit
+def parts_of(list_ptr, segments_ptr, item, len_q, len_k, options):
+    """(position of row 0, contexts, where the history ends) of the sequence of a list's entry."""
+    shift, contexts, history = 0, 0, 0
+    if options.LOWER_RIGHT:
+        shift = len_k - len_q
+    if options.SEGMENTS:
+        contexts, history = segments_of(segments_ptr, number(list_ptr, item), len_k)
+    return shift, contexts, history
 
 
 @triton.jit
@@ -86,3 +99,21 @@ def counts(
             near = near | (mine >= rank(history, contexts, history, False) - FULL_ROWS)
         seen = seen & near
     return seen | ((i < contexts) & (j < history))
+
+
+@triton.jit
+def counted(i, j, contexts, history, options):
+    """`counts` with what is set in `options`."""
+    return counts(
+        i, j, contexts, history,
+        options.WINDOW, options.TARGET_GROUP, options.FULL_ROWS, options.OWN_RANKS,
+    )  # fmt: skip
+
+
+@triton.jit
+def all_count(position, first_key, KEYS: tl.constexpr, history, WINDOW: tl.constexpr):
+    """Whether rows from `position` on see each of KEYS keys of the history; False if in doubt."""
+    whole = False
+    if WINDOW is None:
+        whole = (position >= first_key + KEYS - 1) & (first_key + KEYS <= history)
+    return whole

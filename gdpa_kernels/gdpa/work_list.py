@@ -5,7 +5,8 @@ sequences against all others, which is batch ** 2 comparisons in all, and writes
 
 The list is int32 `[1 + max_items, 8]`. The first row holds the number of entries. An entry holds
 all that a role must know of its tile, so that one load finds it:
-start_q, start_out, len_q, start_k, len_k (rows of the packed tensors), head, first_row, 0.
+start_q, start_out, len_q, start_k, len_k (rows of the packed tensors), head, first_row, and the
+number of its sequence where a rung asks for it (`numbered`).
 """
 
 import torch
@@ -34,6 +35,12 @@ def entry(list_ptr, item):
         tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3), tl.load(at + 4),
         tl.load(at + 5), tl.load(at + 6),
     )  # fmt: skip
+
+
+@triton.jit
+def number(list_ptr, item):
+    """The sequence of an entry, in a list that is `numbered`."""
+    return tl.load(list_ptr + (item + 1).to(tl.int64) * WIDTH + 7)
 
 
 @triton.aggregate
@@ -97,7 +104,7 @@ def work_list_kernel(
     batch, max_seqlen_q, rows_per_item, max_entries, num_programs,
     NUM_HEADS: tl.constexpr, BLOCK_N: tl.constexpr, LEAST: tl.constexpr,
     OWN: tl.constexpr, OTHERS: tl.constexpr, ENTRIES: tl.constexpr,
-    SPLITS: tl.constexpr = 1, piece=None, rows_out=None,
+    SPLITS: tl.constexpr = 1, piece=None, rows_out=None, NUMBERED: tl.constexpr = False,
 ):  # fmt: skip
     """Entries of OWN sequences, or pieces of some, at their places in the list.
 
@@ -145,6 +152,8 @@ def work_list_kernel(
         tl.store(at + 4, tl.broadcast_to(keys[:, None], at.shape), mask=valid)
         tl.store(at + 5, local // own, mask=valid)
         tl.store(at + 6, local % own * rows_per_item, mask=valid)
+        if NUMBERED:
+            tl.store(at + 7, tl.broadcast_to((mine // SPLITS)[:, None], at.shape), mask=valid)
 
 
 def work_list(
@@ -159,13 +168,15 @@ def work_list(
     num_programs: int,
     least: int = 0,
     pieces: tuple[int, int, int] = (1, 0, 0),
+    numbered: bool = False,
 ) -> torch.Tensor:
     """As `schedule.build_on_device("zigzag", ..., fastest="block")`, without waiting for the
     device.
 
     `max_tiles` bounds the entries of one head (`schedule.max_tiles` with block_m=rows_per_item).
     `least`: a sequence with keys has that many entries or more, 0 or 1. `pieces`: (pieces of a
-    sequence, keys of one, rows of the output), each piece with entries of its own.
+    sequence, keys of one, rows of the output), each piece with entries of its own. `numbered`:
+    entries name their sequence.
     """
     device, batch = cu_seqlens_k.device, cu_seqlens_k.numel() - 1
     splits, piece, rows = pieces
@@ -180,7 +191,7 @@ def work_list(
         max(triton.cdiv(max_seqlen_q, rows_per_item), least) * num_heads, num_programs,
         NUM_HEADS=num_heads, BLOCK_N=block_n, LEAST=least, OWN=own, OTHERS=2048, ENTRIES=16,
         SPLITS=splits, piece=piece if splits > 1 else None, rows_out=rows if splits > 1 else None,
-        num_warps=4,
+        NUMBERED=numbered, num_warps=4,
     )  # fmt: skip
     return entries
 
@@ -238,6 +249,7 @@ def list_of_queries(
             block_n=block_n,
             num_programs=max(programs * multiprocessors(batch.device) // ctas, 1),
             pieces=(splits, piece, batch.rows),
+            numbered=batch.segments is not None,
         ),
     )
 
@@ -262,5 +274,6 @@ def list_of_keys(batch: Batch, keys_per_item: int, block_m: int, least: int = 0)
             block_n=block_m,
             num_programs=multiprocessors(batch.device),
             least=least,
+            numbered=batch.segments is not None,
         ),
     )

@@ -37,7 +37,7 @@ def test_hopper_code_of_the_measured_shape(impl, max_seqlen_k):
     assert (made.instructions["LDGSTS"] > 0) != by_tma
 
 
-FP16 = torch.float16
+FP16, SEGMENTS = torch.float16, torch.zeros(1, 2, dtype=torch.int32)
 OPTIONS = [
     *((impl, {"head_dim": head_dim, "dtype": FP16}) for impl in KERNELS for head_dim in (64, 256)
       if head_dim <= ladder.rung(impl).requires.head_dim_max),
@@ -46,6 +46,8 @@ OPTIONS = [
                                                               {"dtype": FP16})),
     *(("v8_own_waits", {"head_dim": 200, **mask})
       for mask in ({}, {"causal": True, "window": 100})),
+    *(("v8_own_waits", {"head_dim": head_dim, "causal": "lower_right", "segments": SEGMENTS})
+      for head_dim in (64, 128)),
 ]  # fmt: skip
 
 

@@ -88,21 +88,34 @@ MASKS = {
 
 def case_of(mask: str, queries: tuple[int, ...] | None = None, **more) -> Case:
     causal = {"causal": True if queries is None else "lower_right"}
-    return Case(mask, queries or LENGTHS, LENGTHS, options=MASKS[mask] | causal, **more)
+    return Case(
+        mask, queries or LENGTHS, LENGTHS, options=MASKS_OF_GRADIENTS[mask] | causal, **more
+    )
 
 
 DELTA = (130, 0, 1, 9, 40)
 
 
+@pytest.mark.parametrize("impl", ("v1_tiled", "v8_own_waits"))
 @pytest.mark.parametrize("queries", (None, DELTA), ids=("all", "delta"))
 @pytest.mark.parametrize("mask", MASKS)
-def test_forward(mask, queries):
-    case = case_of(mask, queries, num_heads=4)
+def test_forward(mask, queries, impl):
+    check_forward(case_of(mask, queries, num_heads=4), impl)
+
+
+@pytest.mark.parametrize("head_dim", (64, 200))
+@pytest.mark.parametrize("mask", ("both", "full_rows"))
+def test_forward_of_other_tiles(mask, head_dim):
+    """Four consumers; one tile of Q, and an output that leaves in halves."""
+    check_forward(case_of(mask, DELTA, num_heads=2, head_dim=head_dim), "v8_own_waits")
+
+
+def check_forward(case: Case, impl: str) -> None:
 
     def draw(i: int) -> tuple:
         call = case.arguments(BF16, i)
         with kernels_run(), full_of_nan():
-            out = gdpa(**call, impl="v1_tiled")
+            out = gdpa(**call, impl=impl)
         return [out], *of_pytorch(prepared(call))
 
     within_budget(draw, ["out"], least=8192)
@@ -119,13 +132,21 @@ def prepared(call: dict) -> Batch:
     return replace(batch, segments=targets.segments_of_call(*given.values(), *ends))
 
 
+V4 = "v4_warp_specialized_backward"
+MASKS_OF_GRADIENTS = MASKS | {"none": {}, "window_alone": {"window": 20}}
+
+
+@pytest.mark.parametrize(
+    "impl, head_dim", [("v1_tiled_backward", 64), (V4, 64), (V4, 128)], ids=str
+)
 @pytest.mark.parametrize("queries", (None, DELTA), ids=("all", "delta"))
-@pytest.mark.parametrize("mask", MASKS)
-def test_gradients(mask, queries):
-    call = required(case_of(mask, queries, num_heads=2, num_heads_k=1).arguments(BF16))
+@pytest.mark.parametrize("mask", MASKS_OF_GRADIENTS)
+def test_gradients(mask, queries, impl, head_dim):
+    heads = {"num_heads": 2, "num_heads_k": 1, "head_dim": head_dim}
+    call = required(case_of(mask, queries, **heads).arguments(BF16))
     grad = torch.randn(call["q"].shape).to(call["q"])
     with kernels_run():
-        out = gdpa(**call, impl="v1_tiled", backward_impl="v1_tiled_backward")
+        out = gdpa(**call, impl="v1_tiled", backward_impl=impl)
         found = torch.autograd.grad(out, [call[n] for n in "qkv"], grad)
 
     def defined(dtype: torch.dtype) -> list[torch.Tensor]:
@@ -166,9 +187,9 @@ def test_auto_takes_what_can_and_one_graph_is_compiled(with_lengths):
     if with_lengths:
         call["cu_seqlens_q"] = call["cu_seqlens_k"] = Lengths(call["cu_seqlens_k"])
     with kernels_run():
-        assert torch.equal(gdpa(**call), gdpa(**call, impl="v1_tiled"))
-        with pytest.raises(NotImplementedError, match="'v8_own_waits' needs num_targets and"):
-            gdpa(**call, impl="v8_own_waits")
+        assert torch.equal(gdpa(**call), gdpa(**call, impl="v8_own_waits"))
+        with pytest.raises(NotImplementedError, match="'v7_packed' needs num_targets and"):
+            gdpa(**call, impl="v7_packed")
     compiled = torch.compile(gdpa, backend="aot_eager", fullgraph=True)
     assert torch.equal(compiled(**call, impl="reference"), gdpa(**call, impl="reference"))
 

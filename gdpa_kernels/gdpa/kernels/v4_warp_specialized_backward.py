@@ -40,6 +40,8 @@ from gdpa_kernels.gdpa.batch import Batch, Schedule
 from gdpa_kernels.gdpa.derivatives import foldable, mask_slope, times_slope, value_and_factor
 from gdpa_kernels.gdpa.gradients import Gradients, place, rounded, steps_of
 from gdpa_kernels.gdpa.masks import mask_transposed
+from gdpa_kernels.gdpa.segments import all_count, counted, parts_of, row_stretches
+from gdpa_kernels.gdpa.segments import place as along
 from gdpa_kernels.gdpa.work_list import count_items, entry, list_of_keys
 
 MATH_ROLES = tl.constexpr(2)
@@ -99,10 +101,42 @@ class Options:
     G_STAGES: tl.constexpr
     K_STAGES: tl.constexpr
     DTYPE: tl.constexpr
+    LOWER_RIGHT: tl.constexpr
+    SEGMENTS: tl.constexpr
+    TARGET_GROUP: tl.constexpr
+    FULL_ROWS: tl.constexpr
+    OWN_RANKS: tl.constexpr
 
 
 @triton.jit
-def load(q_desc, k_desc, v_desc, g_desc, q, k, v, g, list_ptr, options):
+def walk_of(key, len_q, len_k, parts, options):
+    """((first row, and where its stretches part), steps) of the tile of keys at `key`."""
+    shift, contexts, history = parts
+    before, after = 0, 0
+    if options.SEGMENTS:
+        start, end, before, after = row_stretches(
+            key, TILE, len_q, len_k, contexts, history, options.ROWS, options.TARGET_GROUP
+        )
+        steps = tl.maximum(tl.cdiv(end - start, options.ROWS), 1)
+    else:
+        if options.LOWER_RIGHT:
+            key = tl.maximum(key - shift, 0)
+        start, steps = steps_of(key, len_q, options.ROWS, TILE, options)
+    return (start, before, after), steps
+
+
+@triton.jit
+def place_of(step, steps, walk, head_k, options):
+    """(head, row) of a step; without segments there is one stretch of rows."""
+    start, before, after = walk
+    head, row = place(step, steps, start, head_k, options.GROUP, options.ROWS)
+    if options.SEGMENTS:
+        row = along(row, before, after)
+    return head, row
+
+
+@triton.jit
+def load(q_desc, k_desc, v_desc, g_desc, q, k, v, g, list_ptr, segments_ptr, options):
     """The producer: of each tile K, the first rows of Q, V, then dO and Q in the order of use."""
     GROUP: tl.constexpr = options.GROUP
     num_items = count_items(list_ptr)
@@ -110,13 +144,14 @@ def load(q_desc, k_desc, v_desc, g_desc, q, k, v, g, list_ptr, options):
     for item in tl.range(tl.program_id(0), num_items, tl.num_programs(0)):
         start_k, _, len_k, start_out, len_q, head_k, key = entry(list_ptr, item)
         start_q = 0 if options.SHARED_Q else start_out
-        start, steps = steps_of(key, len_q, options.ROWS, TILE, options)
+        parts = parts_of(list_ptr, segments_ptr, item, len_q, len_k, options)
+        walk, steps = walk_of(key, len_q, len_k, parts, options)
         tile = item // tl.num_programs(0)
         at = tile % options.K_STAGES
         tlx.barrier_wait(k.empty[at], (tile // options.K_STAGES & 1) ^ 1)
         fetch_both(k_desc, k, at, start_k, len_k, head_k, key)
         for step in tl.range(0, steps * GROUP):
-            head, row = place(step, steps, start, head_k, GROUP, options.ROWS)
+            head, row = place_of(step, steps, walk, head_k, options)
             at = (count + step) % options.Q_STAGES
             tlx.barrier_wait(q.empty[at], (((count + step) // options.Q_STAGES) & 1) ^ 1)
             fetch_rows(q_desc, q.buffer[at], q.full[at], start_q, len_q, head, row)
@@ -150,12 +185,22 @@ def scores(k, q, count, Q_STAGES: tl.constexpr):
 
 
 @triton.jit
-def differentiate(s, v, g, dv, count, scale, head, row, key, options):
+def differentiate(s, v, g, dv, count, scale, head, row, key, parts, options):
     """dS of a step, and dv with its MMA in flight. `count` counts steps of all tiles."""
     at = count % options.G_STAGES
     p, slope = value_and_factor(s, scale, head, options.ACTIVATION, options.FOLD)
-    p = mask_transposed(p, row, key, options.CAUSAL, options.WINDOW)
-    slope = mask_slope(slope, row, key, options.CAUSAL, options.WINDOW, options.FOLD)
+    shift, contexts, history = parts
+    position = row + shift
+    if options.SEGMENTS:
+        if not all_count(position, key, KEYS, history, options.WINDOW):
+            i = position + tl.arange(0, options.ROWS)[None, :]
+            j = key + tl.arange(0, KEYS)[:, None]
+            seen = counted(i, j, contexts, history, options)
+            p = tl.where(seen, p, 0.0)
+            slope = tl.where(seen, slope, -1.0 if options.FOLD else 0.0)
+    else:
+        p = mask_transposed(p, row, key - shift, options.CAUSAL, options.WINDOW)
+        slope = mask_slope(slope, row, key - shift, options.CAUSAL, options.WINDOW, options.FOLD)
     tlx.barrier_wait(g.full[at], (count // options.G_STAGES) & 1)
     dp = tlx.async_dot(v, tlx.local_trans(g.buffer[at]))
     dv = tlx.async_dot(p.to(options.DTYPE), g.buffer[at], dv)
@@ -205,8 +250,8 @@ def add_rows(role: tl.constexpr, desc, buffer, start, length, head, row, options
 
 @triton.jit
 def math(
-    role: tl.constexpr, q, k, v, g, ds, staging, staged, gradients, list_ptr, scale, output_scale,
-    options,
+    role: tl.constexpr, q, k, v, g, ds, staging, staged, gradients, list_ptr, segments_ptr, scale,
+    output_scale, options,
 ):  # fmt: skip
     """A consumer: 64 keys of every tile."""
     GROUP: tl.constexpr = options.GROUP
@@ -219,7 +264,8 @@ def math(
         tile = item // tl.num_programs(0)
         k_at = tile % K_STAGES * MATH_ROLES
         start_k, _, len_k, start_out, len_q, head_k, key = entry(list_ptr, item)
-        start, steps = steps_of(key, len_q, options.ROWS, TILE, options)
+        parts = parts_of(list_ptr, segments_ptr, item, len_q, len_k, options)
+        walk, steps = walk_of(key, len_q, len_k, parts, options)
         all_steps = uniform(steps * GROUP)  # the compiler must not know that it is even
         key += role * KEYS
         dk = tl.zeros([KEYS, HEAD_DIM], tl.float32)
@@ -230,8 +276,9 @@ def math(
         s = tlx.async_dot_wait(0, s)
         tlx.barrier_wait(v.full[0], tile & 1)
         own = ds.buffer[(count & 1) * MATH_ROLES + role]
+        head, row = place_of(0, steps, walk, head_k, options)
         d, dv = differentiate(
-            s, v.buffer[role], g, dv, count, scale, head_k * GROUP, start, key, options
+            s, v.buffer[role], g, dv, count, scale, head, row, key, parts, options
         )
         share(ds, own, d, count)
         dk = tlx.async_dot(d, q.buffer[count % Q_STAGES], dk)
@@ -244,14 +291,14 @@ def math(
         for step in tl.range(1, all_steps, num_stages=0):
             now = count + step
             zero = opaque_zero(step)
-            head, row = place(step, steps, start, head_k, GROUP, options.ROWS)
+            head, row = place_of(step, steps, walk, head_k, options)
             own = ds.buffer[(now & 1) * MATH_ROLES + role]
             d, dv = differentiate(
-                s, v.buffer[role + zero], g, dv, now, scale, head, row, key, options
+                s, v.buffer[role + zero], g, dv, now, scale, head, row, key, parts, options
             )
             share(ds, own, d, now)
             if step > 1:
-                head, row = place(step - 2, steps, start, head_k, GROUP, options.ROWS)
+                head, row = place_of(step - 2, steps, walk, head_k, options)
                 aside = staging[role + zero]
                 add_rows(role, gradients.dq, aside, start_out, len_q, head, row, options)
             dk = tlx.async_dot(d, q.buffer[now % Q_STAGES], dk)
@@ -272,12 +319,12 @@ def math(
         tlx.barrier_arrive(ds.empty[(count - 1) & 1])
         tlx.fence("async_shared")
         if all_steps > 1:
-            head, row = place(all_steps - 2, steps, start, head_k, GROUP, options.ROWS)
+            head, row = place_of(all_steps - 2, steps, walk, head_k, options)
             add_rows(role, gradients.dq, staging[role], start_out, len_q, head, row, options)
         put_aside(staging[role], dq)
         dv = dv * (0.5 * scale * output_scale if options.FOLD else output_scale)
         put_rows(gradients.dv, v.buffer[role], start_k, len_k, head_k, key, dv.to(options.DTYPE))
-        head, row = place(all_steps - 1, steps, start, head_k, GROUP, options.ROWS)
+        head, row = place_of(all_steps - 1, steps, walk, head_k, options)
         add_rows(role, gradients.dq, staging[role], start_out, len_q, head, row, options)
         dk = dk * (0.5 * scale * output_scale if options.FOLD else scale * output_scale)
         tlx.async_descriptor_store_wait(0)
@@ -293,12 +340,14 @@ def backward_kernel(
     GROUP: tl.constexpr, ROWS: tl.constexpr, SHARED_Q: tl.constexpr, ACTIVATION: tl.constexpr,
     FOLD: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, HEAD_DIM: tl.constexpr,
     Q_STAGES: tl.constexpr, G_STAGES: tl.constexpr, K_STAGES: tl.constexpr, REGISTERS: tl.constexpr,
+    LOWER_RIGHT: tl.constexpr = False, segments_ptr=None,
+    TARGET_GROUP: tl.constexpr = 1, FULL_ROWS: tl.constexpr = 0, OWN_RANKS: tl.constexpr = False,
 ):  # fmt: skip
     """dK and dV of the listed tiles of this program, and what their keys add to dQ."""
     DTYPE: tl.constexpr = tlx.dtype_of(q_desc)
     options = Options(
         GROUP, ROWS, SHARED_Q, ACTIVATION, FOLD, CAUSAL, WINDOW, HEAD_DIM, Q_STAGES, G_STAGES,
-        K_STAGES, DTYPE,
+        K_STAGES, DTYPE, LOWER_RIGHT, segments_ptr is not None, TARGET_GROUP, FULL_ROWS, OWN_RANKS,
     )  # fmt: skip
     q = tlx.local_alloc((ROWS, HEAD_DIM), DTYPE, Q_STAGES)
     k = tlx.local_alloc((KEYS, HEAD_DIM), DTYPE, K_STAGES * MATH_ROLES)
@@ -318,11 +367,11 @@ def backward_kernel(
 
     with tlx.async_tasks():
         with tlx.async_task("default"):
-            load(q_desc, k_desc, v_desc, g_desc, q, k, v, g, list_ptr, options)
+            load(q_desc, k_desc, v_desc, g_desc, q, k, v, g, list_ptr, segments_ptr, options)
         with tlx.async_task(num_warps=4, registers=REGISTERS, replicate=MATH_ROLES):
             math(
                 tlx.async_task_replica_id(), q, k, v, g, ds, staging, staged, gradients,
-                list_ptr, scale, output_scale, options,
+                list_ptr, segments_ptr, scale, output_scale, options,
             )  # fmt: skip
 
 
@@ -352,9 +401,10 @@ def backward(
         ragged_descriptor(dk, KEYS.value), ragged_descriptor(dv, KEYS.value),
         entries, batch.scale, batch.output_scale,
         GROUP=batch.group, ROWS=rows, SHARED_Q=batch.shared_q,
-        ACTIVATION=batch.names, FOLD=fold, CAUSAL=batch.causal, WINDOW=batch.window,
+        ACTIVATION=batch.names, FOLD=fold, CAUSAL=bool(batch.causal), WINDOW=batch.window,
         HEAD_DIM=batch.head_dim, Q_STAGES=config.q_stages, G_STAGES=config.g_stages,
-        K_STAGES=config.k_stages, REGISTERS=config.registers, num_warps=4,
+        K_STAGES=config.k_stages, REGISTERS=config.registers, LOWER_RIGHT=batch.lower_right,
+        **batch.segment_options, num_warps=4,
     )  # fmt: skip
     factor = (0.5 if fold else 1.0) * batch.scale * batch.output_scale
     return rounded(total, dq, factor, batch), dk, dv

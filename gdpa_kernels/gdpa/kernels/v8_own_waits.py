@@ -38,6 +38,7 @@ from gdpa_kernels.gdpa.activations import (
 )
 from gdpa_kernels.gdpa.batch import Batch, Schedule
 from gdpa_kernels.gdpa.masks import all_visible, key_range, mask_probabilities
+from gdpa_kernels.gdpa.segments import all_count, counted, key_stretches, parts_of, place
 from gdpa_kernels.gdpa.sums import add_up
 from gdpa_kernels.gdpa.work_list import count_items, entry, list_of_queries
 
@@ -117,25 +118,48 @@ class Options:
     MATH_ROLES: tl.constexpr
     Q_SLOTS: tl.constexpr
     DTYPE: tl.constexpr
+    LOWER_RIGHT: tl.constexpr
+    SEGMENTS: tl.constexpr
+    TARGET_GROUP: tl.constexpr
+    FULL_ROWS: tl.constexpr
+    OWN_RANKS: tl.constexpr
 
 
 @triton.jit
-def tile_of(len_q, len_k, first, step, rows_per_item, options):
-    """Tile `step` of an entry: (first row, first key, blocks of keys, tiles of the entry).
+def tile_of(len_q, len_k, first, step, rows_per_item, parts, options):
+    """Tile `step` of an entry: (first row, walk over keys, blocks of keys, tiles of the entry).
 
     At least one block: prologue and epilogue need one. Without keys it is zero or masked.
     """
     TILE: tl.constexpr = options.MATH_ROLES * ROWS
     steps = tl.cdiv(tl.minimum(len_q - first, rows_per_item), TILE)
     row = first + step * TILE
-    start, end = 0, len_k
-    if not options.RESIDENT:
-        start, end = key_range(row, len_k, TILE, options.BLOCK_N, options.CAUSAL, options.WINDOW)
-    return row, start, tl.maximum(tl.cdiv(end - start, options.BLOCK_N), 1), steps
+    start, end, before, after = 0, len_k, 0, 0
+    shift, contexts, history = parts
+    if options.SEGMENTS:
+        start, end, before, after = key_stretches(
+            row + shift, TILE, len_k, contexts, history, options.BLOCK_N, options.TARGET_GROUP
+        )
+    elif not options.RESIDENT:
+        start, end = key_range(
+            row + shift, len_k, TILE, options.BLOCK_N, options.CAUSAL, options.WINDOW
+        )
+    blocks = tl.maximum(tl.cdiv(end - start, options.BLOCK_N), 1)
+    return row, (start, before, after), blocks, steps
 
 
 @triton.jit
-def load(q_desc, k_desc, v_desc, q, k, v, list_ptr, rows_per_item, options):
+def key_of(walk, block, options):
+    """The first key of a block of the walk: without segments there is one stretch of keys."""
+    start, before, after = walk
+    key = start + block * options.BLOCK_N
+    if options.SEGMENTS:
+        key = place(key, before, after)
+    return key
+
+
+@triton.jit
+def load(q_desc, k_desc, v_desc, q, k, v, list_ptr, segments_ptr, rows_per_item, options):
     """The producer: Q, K and V in the order of their use, as far ahead as there are buffers."""
     tl.static_assert(options.Q_SLOTS > 1 or not options.RESIDENT, "one Q comes after K")
     item = tl.program_id(0)
@@ -144,18 +168,21 @@ def load(q_desc, k_desc, v_desc, q, k, v, list_ptr, rows_per_item, options):
     if item < num_items:
         start_q, _, len_q, start_k, len_k, head, first = entry(list_ptr, item)
         while item < num_items:
+            parts = parts_of(list_ptr, segments_ptr, item, len_q, len_k, options)
             item += tl.num_programs(0)
             following = entry(list_ptr, tl.minimum(item, num_items - 1))
             steps = tl.cdiv(tl.minimum(len_q - first, rows_per_item), options.MATH_ROLES * ROWS)
             for step in tl.range(0, steps):
-                row, start, blocks, _ = tile_of(len_q, len_k, first, step, rows_per_item, options)
+                row, walk, blocks, _ = tile_of(
+                    len_q, len_k, first, step, rows_per_item, parts, options
+                )
                 if options.Q_SLOTS > 1:
                     fetch_q(q_desc, q, tile, start_q, len_q, head, row, options)
                 if options.RESIDENT:
                     blocks = tl.where(step == 0, blocks, 0)
                 kv_head = head // options.GROUP
                 for block in tl.range(0, blocks):
-                    key = start + block * options.BLOCK_N
+                    key = key_of(walk, block, options)
                     stage = k.acquire(kv + block)
                     fetch_rows(k_desc, k.buffer[stage], k.full[stage], start_k, len_k, kv_head, key)
                     if options.Q_SLOTS == 1 and block == 0:  # K's buffer was free long before
@@ -199,14 +226,23 @@ def release_scores(k_empty, q_empty, last, done, options):
 
 
 @triton.jit
-def begin(s, scale, head, first_row, first_key, options):
+def begin(s, scale, head, row, first_key, parts, options):
     """(x, t) of which `finish` makes activation(scale * s), with masked pairs zero.
 
     GELU and SiLU of 0 are 0: masking the scores is as good, and leaves the pairs of bf16 whole.
     """
     x = s if options.PAIRS else activate_per_head(s, scale, head, options.ACTIVATION, True)
-    if not all_visible(first_row, first_key, ROWS, options.BLOCK_N, options.CAUSAL, options.WINDOW):
-        x = mask_probabilities(x, first_row, first_key, options.CAUSAL, options.WINDOW)
+    shift, contexts, history = parts
+    position = row + shift
+    if options.SEGMENTS:
+        if not all_count(position, first_key, options.BLOCK_N, history, options.WINDOW):
+            i = position + tl.arange(0, ROWS)[:, None]
+            j = first_key + tl.arange(0, options.BLOCK_N)[None, :]
+            x = tl.where(counted(i, j, contexts, history, options), x, 0.0)
+    elif not all_visible(
+        position, first_key, ROWS, options.BLOCK_N, options.CAUSAL, options.WINDOW
+    ):
+        x = mask_probabilities(x, position, first_key, options.CAUSAL, options.WINDOW)
     t = 0
     if options.PAIRS:
         x, t = tanh_of_pairs(x, scale, options.ACTIVATION)
@@ -239,8 +275,8 @@ def put_out(desc, buffer, start, length, head, row, rows):
 
 @triton.jit
 def math(
-    role: tl.constexpr, q, k, v, out_desc, out, list_ptr, rows_per_item, scale, output_scale,
-    options,
+    role: tl.constexpr, q, k, v, out_desc, out, list_ptr, segments_ptr, rows_per_item, scale,
+    output_scale, options,
 ):  # fmt: skip
     """A consumer: 64 rows of every tile. `kv` counts blocks of K and V, `tile` tiles of Q."""
     NUM_STAGES: tl.constexpr = options.NUM_STAGES
@@ -251,14 +287,15 @@ def math(
     step, tile, kv = 0, 0, 0
     if item < num_items:
         _, start_out, len_q, _, len_k, head, first = entry(list_ptr, item)
-        row, start, blocks, steps = tile_of(len_q, len_k, first, step, rows_per_item, options)
+        parts = parts_of(list_ptr, segments_ptr, item, len_q, len_k, options)
+        row, walk, blocks, steps = tile_of(len_q, len_k, first, step, rows_per_item, parts, options)
         row += role * ROWS
         tlx.barrier_wait(q.full[role * Q_SLOTS], 0)
         tlx.barrier_wait(k.full[0], 0)
         s = tlx.async_dot(q.buffer[role * Q_SLOTS], tlx.local_trans(k.buffer[0]))
         s = tlx.async_dot_wait(0, s)
         release_scores(k.empty[0], q.empty[role * Q_SLOTS], steps == 1, blocks == 1, options)
-        x, t = begin(s, scale, head, row, start, options)
+        x, t = begin(s, scale, head, row, key_of(walk, 0, options), parts, options)
         while item < num_items:
             last = step + 1 == steps
             if options.RESIDENT:
@@ -281,8 +318,8 @@ def math(
                 acc = tlx.async_dot(p, v.buffer[before], acc)
                 s = tlx.async_dot_wait(1, s)
                 release_scores(k.empty[stage], q.empty[mine], last, block + 1 == blocks, options)
-                key = start + block * options.BLOCK_N
-                x, t = begin(s, scale, head, row, key, options)
+                key = key_of(walk, block, options)
+                x, t = begin(s, scale, head, row, key, parts, options)
                 acc = tlx.async_dot_wait(0, acc)
                 release(v.empty[before], last, options.RESIDENT)
             if options.Q_SLOTS > 1:
@@ -296,8 +333,10 @@ def math(
                 acc = tlx.async_dot(p, v.buffer[before], acc)
                 following = entry(list_ptr, tl.minimum(item, num_items - 1))
             _, next_out, next_len_q, _, len_k, next_head, first = following
-            next_row, start, next_blocks, steps = tile_of(
-                next_len_q, len_k, first, step, rows_per_item, options
+            at = tl.minimum(item, num_items - 1)
+            parts = parts_of(list_ptr, segments_ptr, at, next_len_q, len_k, options)
+            next_row, walk, next_blocks, steps = tile_of(
+                next_len_q, len_k, first, step, rows_per_item, parts, options
             )
             next_row += role * ROWS
             tile += 1
@@ -321,7 +360,8 @@ def math(
                 release_scores(
                     k.empty[stage], q.empty[mine], step + 1 == steps, next_blocks == 1, options
                 )
-                x, t = begin(s, scale, next_head, next_row, start, options)
+                key = key_of(walk, 0, options)
+                x, t = begin(s, scale, next_head, next_row, key, parts, options)
             else:
                 tlx.barrier_wait(q.full[mine], (tile // Q_SLOTS) & 1)
                 tlx.barrier_wait(k.full[stage], (kv // NUM_STAGES) & 1)
@@ -331,7 +371,8 @@ def math(
                 acc = tlx.async_dot(p, v.buffer[before], acc)
                 s = tlx.async_dot_wait(1, s)
                 release(k.empty[stage], step + 1 == steps, options.RESIDENT)
-                x, t = begin(s, scale, next_head, next_row, start, options)
+                key = key_of(walk, 0, options)
+                x, t = begin(s, scale, next_head, next_row, key, parts, options)
                 acc = tlx.async_dot_wait(0, acc)
                 release(v.empty[before], last, options.RESIDENT)
                 rows = (acc * output_scale).to(OUT)
@@ -348,13 +389,15 @@ def own_waits_kernel(
     GROUP: tl.constexpr, ACTIVATION: tl.constexpr, PAIRS: tl.constexpr, CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, NUM_STAGES: tl.constexpr,
     REGISTERS: tl.constexpr, RESIDENT: tl.constexpr, MATH_ROLES: tl.constexpr,
-    Q_SLOTS: tl.constexpr,
+    Q_SLOTS: tl.constexpr, LOWER_RIGHT: tl.constexpr = False, segments_ptr=None,
+    TARGET_GROUP: tl.constexpr = 1, FULL_ROWS: tl.constexpr = 0, OWN_RANKS: tl.constexpr = False,
 ):  # fmt: skip
     """output_scale * activation(scale * Q K^T) V for the listed work of this program."""
     DTYPE: tl.constexpr = tlx.dtype_of(q_desc)
     options = Options(
         GROUP, ACTIVATION, PAIRS, CAUSAL, WINDOW, BLOCK_N, BLOCK_D, NUM_STAGES, RESIDENT,
-        MATH_ROLES, Q_SLOTS, DTYPE,
+        MATH_ROLES, Q_SLOTS, DTYPE, LOWER_RIGHT, segments_ptr is not None, TARGET_GROUP, FULL_ROWS,
+        OWN_RANKS,
     )  # fmt: skip
     q = tlx.local_alloc((ROWS, BLOCK_D), DTYPE, MATH_ROLES * Q_SLOTS)
     k = tlx.local_alloc((BLOCK_N, BLOCK_D), DTYPE, NUM_STAGES)
@@ -372,11 +415,11 @@ def own_waits_kernel(
 
     with tlx.async_tasks():
         with tlx.async_task("default"):
-            load(q_desc, k_desc, v_desc, q, k, v, list_ptr, rows_per_item, options)
+            load(q_desc, k_desc, v_desc, q, k, v, list_ptr, segments_ptr, rows_per_item, options)
         with tlx.async_task(num_warps=4, registers=REGISTERS, replicate=MATH_ROLES):
             math(
-                tlx.async_task_replica_id(), q, k, v, out_desc, out, list_ptr, rows_per_item,
-                scale, output_scale, options,
+                tlx.async_task_replica_id(), q, k, v, out_desc, out, list_ptr, segments_ptr,
+                rows_per_item, scale, output_scale, options,
             )  # fmt: skip
 
 
@@ -409,10 +452,11 @@ def forward(
         entries, config.rows_per_item(batch.max_seqlen_q), batch.scale,
         batch.output_scale * batch.scale / 2 if pairs else batch.output_scale,
         GROUP=batch.group, ACTIVATION=batch.names, PAIRS=pairs,
-        CAUSAL=batch.causal, WINDOW=batch.window,
+        CAUSAL=bool(batch.causal), WINDOW=batch.window, LOWER_RIGHT=batch.lower_right,
         BLOCK_N=config.BLOCK_N, BLOCK_D=width, NUM_STAGES=config.num_stages,
         REGISTERS=config.registers, RESIDENT=config.resident,
-        MATH_ROLES=config.math_roles, Q_SLOTS=config.q_slots, num_warps=4, **shared,
+        MATH_ROLES=config.math_roles, Q_SLOTS=config.q_slots, **batch.segment_options,
+        num_warps=4, **shared,
     )  # fmt: skip
     if made is not out:
         add_up(made.view(config.splits, *out.shape), batch.add_to, out)

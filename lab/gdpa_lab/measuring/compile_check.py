@@ -69,23 +69,23 @@ def build_rung(
     head_dim: int = 128,
     dtype: torch.dtype = torch.bfloat16,
     activation: str = "gelu_tanh",
-    causal: bool = False,
-    window: int | None = None,
     config: object | None = None,
     max_seqlen_k: int = 1024,
+    **fields: object,
 ) -> CompiledKernel:
     """Compile for sm_<capability> the kernel that rung `impl` launches last, on one sequence of
     `max_seqlen_k` tokens with 4 heads.
 
     impl: of the ladder "gdpa", or a module like one of its rungs. config: None for the rung's own
-    choice. Raises ValueError for a rung that launches nothing, and what `build` raises.
+    choice. fields: more of the `Batch`.
+    Raises ValueError for a rung that launches nothing, and what `build` raises.
     """
     module = impl if isinstance(impl, ModuleType) else ladder.rung(impl).module()
     x = torch.zeros(max_seqlen_k, 4, head_dim, dtype=dtype)
     ends = torch.tensor([0, max_seqlen_k], dtype=torch.int32)
     options = {} if config is None else {"config": config}
     names, lengths = tuple(activation.split(",")), (ends, ends, max_seqlen_k, max_seqlen_k)
-    batch = Batch(x, x, x, *lengths, names, head_dim**-0.5, causal=causal, window=window)
+    batch = Batch(x, x, x, *lengths, names, head_dim**-0.5, **fields)
     with launches(run=False) as seen:
         module.forward(batch, **options)
     if not seen:
