@@ -44,6 +44,7 @@ def place(at, first, second):
 def key_stretches(
     position, rows, len_k, contexts, history,
     BLOCK_N: tl.constexpr, TARGET_GROUP: tl.constexpr,
+    WINDOW: tl.constexpr, FULL_ROWS: tl.constexpr, OWN_RANKS: tl.constexpr,
 ):  # fmt: skip
     """(start, end, first, second) of the walk over keys that `rows` rows from `position` on see."""
     end = tl.minimum(position + rows, len_k)
@@ -53,13 +54,23 @@ def key_stretches(
     second = (history + target // TARGET_GROUP * TARGET_GROUP) // BLOCK_N * BLOCK_N
     second = tl.maximum(second, first)
     more = tl.where(end > history, tl.maximum(tl.cdiv(end - second, BLOCK_N), 0), 0) * BLOCK_N
-    return 0, first + more, first, second
+    start = 0
+    if WINDOW is not None:  # from the key of the least rank that the first row sees
+        least = rank(position, contexts, history, OWN_RANKS) - WINDOW
+        limited = (position >= contexts) & (least > 0)
+        if FULL_ROWS > 0:
+            last = rank(position + rows - 1, contexts, history, OWN_RANKS)
+            limited = limited & (last < rank(history, contexts, history, False) - FULL_ROWS)
+        key = least + tl.maximum(contexts - 1, 0)
+        start = tl.minimum(tl.where(limited, key // BLOCK_N * BLOCK_N, 0), first)
+    return start, first + more, first, second
 
 
 @triton.jit
 def row_stretches(
     first_key, keys, len_q, len_k, contexts, history,
     BLOCK_M: tl.constexpr, TARGET_GROUP: tl.constexpr,
+    WINDOW: tl.constexpr, FULL_ROWS: tl.constexpr, OWN_RANKS: tl.constexpr,
 ):  # fmt: skip
     """(start, end, first, second) of the walk over rows that see any of `keys` keys."""
     shift = len_k - len_q
@@ -70,6 +81,14 @@ def row_stretches(
     else:
         last = (tl.minimum(first_key + keys, len_k) - 1 - history) // TARGET_GROUP + 1
         end = tl.minimum(len_q, history + last * TARGET_GROUP - shift)
+    if WINDOW is not None and FULL_ROWS == 0:  # to the row of the greatest rank that sees a key
+        last_key = tl.minimum(first_key + keys, len_k) - 1
+        most = rank(last_key, contexts, history, OWN_RANKS) + WINDOW
+        limited = last_key < history
+        if not OWN_RANKS:
+            limited = limited & (most < rank(history, contexts, history, False))
+        row = most + tl.maximum(contexts - 1, 0) - shift
+        end = tl.where(limited, tl.minimum(end, tl.maximum(row + 1, 0)), end)
     second = tl.maximum(tl.maximum(first_key - shift, 0) // BLOCK_M * BLOCK_M, first)
     more = tl.maximum(tl.cdiv(end - second, BLOCK_M), 0) * BLOCK_M
     return 0, first + more, first, second
@@ -111,9 +130,13 @@ def counted(i, j, contexts, history, options):
 
 
 @triton.jit
-def all_count(position, first_key, KEYS: tl.constexpr, history, WINDOW: tl.constexpr):
-    """Whether rows from `position` on see each of KEYS keys of the history; False if in doubt."""
-    whole = False
-    if WINDOW is None:
-        whole = (position >= first_key + KEYS - 1) & (first_key + KEYS <= history)
+def all_count(
+    position, first_key, ROWS: tl.constexpr, KEYS: tl.constexpr, contexts, history, options
+):  # fmt: skip
+    """Whether ROWS rows see each of KEYS keys of the history; False if in doubt."""
+    whole = (position >= first_key + KEYS - 1) & (first_key + KEYS <= history)
+    if options.WINDOW is not None:
+        most = rank(position + ROWS - 1, contexts, history, options.OWN_RANKS)
+        near = most - rank(first_key, contexts, history, options.OWN_RANKS) <= options.WINDOW
+        whole = whole & near
     return whole

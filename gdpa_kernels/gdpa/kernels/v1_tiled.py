@@ -125,8 +125,9 @@ def tiled_kernel(
     else:
         contexts, history = segments_of(segments_ptr, batch, len_k)
         start, end, first, second = key_stretches(
-            position, BLOCK_M, len_k, contexts, history, BLOCK_N, TARGET_GROUP
-        )
+            position, BLOCK_M, len_k, contexts, history, BLOCK_N, TARGET_GROUP,
+            WINDOW, FULL_ROWS, OWN_RANKS,
+        )  # fmt: skip
     for first_key in tl.range(start, end, BLOCK_N):
         if segments_ptr is not None:
             first_key = place(first_key, first, second)

@@ -146,8 +146,9 @@ def keys_kernel(
     else:
         contexts, history = segments_of(segments_ptr, batch, len_k)
         start, end, contexts_end, second = row_stretches(
-            first_key, BLOCK_N, len_q, len_k, contexts, history, BLOCK_M, TARGET_GROUP
-        )
+            first_key, BLOCK_N, len_q, len_k, contexts, history, BLOCK_M, TARGET_GROUP,
+            WINDOW, FULL_ROWS, OWN_RANKS,
+        )  # fmt: skip
     for member in range(GROUP):
         head = head_k * GROUP + member
         q_rows = rows_of(q_ptr, start_q, head, Q_STRIDES)
@@ -231,8 +232,9 @@ def queries_kernel(
     else:
         contexts, history = segments_of(segments_ptr, batch, len_k)
         start, end, first, second = key_stretches(
-            position, BLOCK_M, len_k, contexts, history, BLOCK_N, TARGET_GROUP
-        )
+            position, BLOCK_M, len_k, contexts, history, BLOCK_N, TARGET_GROUP,
+            WINDOW, FULL_ROWS, OWN_RANKS,
+        )  # fmt: skip
     for first_key in tl.range(start, end, BLOCK_N):
         if segments_ptr is not None:
             first_key = place(first_key, first, second)

@@ -115,8 +115,9 @@ def walk_of(key, len_q, len_k, parts, options):
     before, after = 0, 0
     if options.SEGMENTS:
         start, end, before, after = row_stretches(
-            key, TILE, len_q, len_k, contexts, history, options.ROWS, options.TARGET_GROUP
-        )
+            key, TILE, len_q, len_k, contexts, history, options.ROWS, options.TARGET_GROUP,
+            options.WINDOW, options.FULL_ROWS, options.OWN_RANKS,
+        )  # fmt: skip
         steps = tl.maximum(tl.cdiv(end - start, options.ROWS), 1)
     else:
         if options.LOWER_RIGHT:
@@ -192,7 +193,7 @@ def differentiate(s, v, g, dv, count, scale, head, row, key, parts, options):
     shift, contexts, history = parts
     position = row + shift
     if options.SEGMENTS:
-        if not all_count(position, key, KEYS, history, options.WINDOW):
+        if not all_count(position, key, options.ROWS, KEYS, contexts, history, options):
             i = position + tl.arange(0, options.ROWS)[None, :]
             j = key + tl.arange(0, KEYS)[:, None]
             seen = counted(i, j, contexts, history, options)

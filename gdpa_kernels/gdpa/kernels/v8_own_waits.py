@@ -138,8 +138,9 @@ def tile_of(len_q, len_k, first, step, rows_per_item, parts, options):
     shift, contexts, history = parts
     if options.SEGMENTS:
         start, end, before, after = key_stretches(
-            row + shift, TILE, len_k, contexts, history, options.BLOCK_N, options.TARGET_GROUP
-        )
+            row + shift, TILE, len_k, contexts, history, options.BLOCK_N, options.TARGET_GROUP,
+            options.WINDOW, options.FULL_ROWS, options.OWN_RANKS,
+        )  # fmt: skip
     elif not options.RESIDENT:
         start, end = key_range(
             row + shift, len_k, TILE, options.BLOCK_N, options.CAUSAL, options.WINDOW
@@ -235,7 +236,7 @@ def begin(s, scale, head, row, first_key, parts, options):
     shift, contexts, history = parts
     position = row + shift
     if options.SEGMENTS:
-        if not all_count(position, first_key, options.BLOCK_N, history, options.WINDOW):
+        if not all_count(position, first_key, ROWS, options.BLOCK_N, contexts, history, options):
             i = position + tl.arange(0, ROWS)[:, None]
             j = first_key + tl.arange(0, options.BLOCK_N)[None, :]
             x = tl.where(counted(i, j, contexts, history, options), x, 0.0)
