@@ -108,16 +108,23 @@ def counts(
     WINDOW: tl.constexpr, TARGET_GROUP: tl.constexpr, FULL_ROWS: tl.constexpr,
     OWN_RANKS: tl.constexpr,
 ):  # fmt: skip
-    """Whether query i sees key j; of any two shapes that go together."""
-    same = (i - history) // TARGET_GROUP == (j - history) // TARGET_GROUP
-    seen = (j <= i) & ((j < history) | same)
+    """Whether query i sees key j; of any two shapes that go together.
+
+    i sees an interval of the history and one of targets, so that a pair is four comparisons.
+    """
+    seen = j <= tl.where(i < contexts, history - 1, tl.minimum(i, history - 1))
+    group = tl.maximum(history + (i - history) // TARGET_GROUP * TARGET_GROUP, history)
     if WINDOW is not None:
         mine = rank(i, contexts, history, OWN_RANKS)
-        near = mine - rank(j, contexts, history, OWN_RANKS) <= WINDOW
+        least = mine - WINDOW
+        first = tl.where(least > 0, least + tl.maximum(contexts - 1, 0), 0)
         if FULL_ROWS > 0:
-            near = near | (mine >= rank(history, contexts, history, False) - FULL_ROWS)
-        seen = seen & near
-    return seen | ((i < contexts) & (j < history))
+            full = mine >= rank(history, contexts, history, False) - FULL_ROWS
+            first = tl.where(full, 0, first)
+        seen = seen & (j >= first)
+        if OWN_RANKS:
+            group = tl.maximum(group, i - WINDOW)
+    return seen | ((j >= group) & (j <= i))
 
 
 @triton.jit
@@ -138,5 +145,8 @@ def all_count(
     if options.WINDOW is not None:
         most = rank(position + ROWS - 1, contexts, history, options.OWN_RANKS)
         near = most - rank(first_key, contexts, history, options.OWN_RANKS) <= options.WINDOW
+        if options.FULL_ROWS > 0:
+            least = rank(position, contexts, history, options.OWN_RANKS)
+            near = near | (least >= rank(history, contexts, history, False) - options.FULL_ROWS)
         whole = whole & near
     return whole
