@@ -110,21 +110,25 @@ def counts(
 ):  # fmt: skip
     """Whether query i sees key j; of any two shapes that go together.
 
-    i sees an interval of the history and one of targets, so that a pair is four comparisons.
+    With a window, i sees an interval of the history and one of targets: a pair is four comparisons
+    (without one, v1 takes 1.5 times as long so).
     """
-    seen = j <= tl.where(i < contexts, history - 1, tl.minimum(i, history - 1))
-    group = tl.maximum(history + (i - history) // TARGET_GROUP * TARGET_GROUP, history)
-    if WINDOW is not None:
+    if WINDOW is None:
+        same = (i - history) // TARGET_GROUP == (j - history) // TARGET_GROUP
+        seen = ((j <= i) & ((j < history) | same)) | ((i < contexts) & (j < history))
+    else:
+        last = tl.where(i < contexts, history - 1, tl.minimum(i, history - 1))
         mine = rank(i, contexts, history, OWN_RANKS)
         least = mine - WINDOW
         first = tl.where(least > 0, least + tl.maximum(contexts - 1, 0), 0)
         if FULL_ROWS > 0:
             full = mine >= rank(history, contexts, history, False) - FULL_ROWS
             first = tl.where(full, 0, first)
-        seen = seen & (j >= first)
+        group = tl.maximum(history + (i - history) // TARGET_GROUP * TARGET_GROUP, history)
         if OWN_RANKS:
             group = tl.maximum(group, i - WINDOW)
-    return seen | ((j >= group) & (j <= i))
+        seen = ((j >= first) & (j <= last)) | ((j >= group) & (j <= i))
+    return seen
 
 
 @triton.jit

@@ -149,8 +149,11 @@ ONCE_A_TILE = (
     (V6, {"head_dim": 64, "activation": "silu"}, 104),
 )
 # By v5 outside the loop over steps, or for a mask.
+SEGMENTS = torch.zeros(2, 2, dtype=torch.int32)
 KNOWN_SPILLS = (
     *ONCE_A_TILE,
+    (V4, {"causal": "lower_right", "segments": SEGMENTS}, 12),
+    (V4, {"causal": True, "segments": SEGMENTS, "head_dim": 64}, 136),
     (V5, {}, 120),
     (V5, {"heads_k": 2, "causal": True, "dtype": FP16}, 668),
 )
