@@ -35,18 +35,41 @@ def scores(q, k, scale):
     return scale * torch.einsum("nhd,mhd->hnm", q, k)
 
 
+def meta(i, j, n, m, c, window, full):
+    """Whether i sees j in generative-recommenders: ranks, shared by all targets."""
+    h = n - m
+    rank = (lambda x: max(min(x, h) - c + 1, 0)) if c else (lambda x: min(x, h))
+    top, mine, theirs = rank(h), rank(i), rank(j)
+    near = window is None or mine - theirs <= window or (full > 0 and mine >= top - full)
+    return i == j or (mine > theirs and near) or (c > 0 and mine == 0 and theirs < top)
+
+
+def nvidia(i, j, n, m, c, window, group):
+    """Whether i sees j in recsys-examples: targets keep their ranks and see their group."""
+    h = n - m
+    rank = (lambda x: max(x - c + 1, 0)) if c else (lambda x: x)
+    groups = [-1 if x < h else (x - h) // group for x in (i, j)]
+    seen = i == j or rank(i) > rank(j)
+    seen = seen and (groups[0] == groups[1] or -1 in groups)
+    seen = seen and (window is None or rank(i) - rank(j) <= window)
+    return seen or (c > 0 and rank(i) == 0 and j < h)
+
+
 def attend(
-    q, k, v, *, names, scale, output_scale=1.0, causal=False, window=None, functions=ACTIVATIONS
-):
-    """GDPA of one sequence: q `[rows, heads, head_dim]`, k and v `[keys, kv_heads, head_dim]`."""
+    q, k, v, *, names, scale, output_scale=1.0, causal=False, window=None, keep=None,
+    functions=ACTIVATIONS,
+):  # fmt: skip
+    """GDPA of one sequence: q `[rows, heads, head_dim]`, k and v `[keys, kv_heads, head_dim]`;
+    `keep`: which pairs count, of those that the masks let through."""
     s = scores(q, k, scale)
     row, key = torch.arange(q.shape[0])[:, None], torch.arange(k.shape[0])
     row = row + (k.shape[0] - q.shape[0]) * (causal == "lower_right")
-    keep = torch.ones(q.shape[0], k.shape[0], dtype=torch.bool)
+    if keep is None:
+        keep = torch.ones(q.shape[0], k.shape[0], dtype=torch.bool)
     if causal:
-        keep &= key <= row
+        keep = keep & (key <= row)
     if window is not None:
-        keep &= (row - key).abs() <= window
+        keep = keep & ((row - key).abs() <= window)
     names = names if len(names) > 1 else names * q.shape[1]
     p = torch.stack([functions[name](each) for name, each in zip(names, s, strict=True)])
     p = torch.where(keep, p, torch.zeros((), dtype=p.dtype))

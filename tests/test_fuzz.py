@@ -22,7 +22,16 @@ from gdpa_kernels import (
 from gdpa_kernels.calling import ladder
 from gdpa_lab.measuring.inputs import cu_seqlens
 from gdpa_lab.measuring.testing import compare
-from tests.fuzzing import ACTIVATIONS, attend, attend_blocks, composed, jagged, turned
+from tests.fuzzing import (
+    ACTIVATIONS,
+    attend,
+    attend_blocks,
+    composed,
+    jagged,
+    meta,
+    nvidia,
+    turned,
+)
 
 LENGTHS = (0, 1, 2, 3, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129)
 DTYPES = (torch.bfloat16, torch.bfloat16, torch.float16, torch.float32)
@@ -125,6 +134,62 @@ def test_gdpa(seed, draw):
     with tritonemu.enabled(arch_of(impl, backward), multiprocessors=draw.choice((1, 2, 3, 132))):
         try:
             chosen = {"impl": impl, "backward_impl": backward}
+            check(partial(call, **chosen), partial(call, impl="reference"), exact, tensors)
+        except NotImplementedError as error:
+            assert " needs " in str(error) and ", got " in str(error)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_contexts_and_targets(seed, draw):
+    """As generative-recommenders ("shared") and recsys-examples ("own") state their masks."""
+    dtype, heads, own = draw.choice(DTYPES), draw.choice((1, 2)), draw.random() < 0.5
+    head_dim = draw.choice((16, 64, 64, 128, 128, 200))
+    lengths = draw.choices(LENGTHS, k=draw.choice((1, 2, 3)))
+    targets = [draw.choice((0, 1, n, draw.randint(0, n))) if n else 0 for n in lengths]
+    contexts = [
+        draw.randint(0, n - m) * (draw.random() < 0.5)
+        for n, m in zip(lengths, targets, strict=True)
+    ]
+    delta, window = draw.random() < 0.5, draw.choice((None, 0, 3, 40, 70))
+    rows = [draw.randint(0, n) for n in lengths] if delta else lengths
+    group = draw.choice((1, 2, 7, 50)) if own else 1
+    full = draw.choice((0, 5, 40)) if window is not None and not own else 0
+    name, scale = draw.choice(list(ACTIVATIONS)), draw.choice((head_dim**-0.5, 0.2, -0.1))
+    tensors = [tensor(draw, dtype, sum(rows), heads, head_dim)]
+    tensors += [tensor(draw, dtype, sum(lengths), draw.choice((1, heads)), head_dim)]
+    tensors += [tensor(draw, dtype, *tensors[1].shape)]
+
+    def sees(i: int, j: int, *sizes: int) -> bool:
+        if own:
+            return nvidia(i, j, *sizes, window, group)
+        return meta(i, j, *sizes, window, full)
+
+    keeps = [
+        torch.tensor([[sees(i, j, n, m, c) for j in range(n)] for i in range(n - r, n)]).view(r, n)
+        for r, n, m, c in zip(rows, lengths, targets, contexts, strict=True)
+    ]
+
+    def exact(q, k, v):
+        parts = zip(q.split(rows), k.split(lengths), v.split(lengths), keeps, strict=True)
+        given = {"names": (name,), "scale": scale}
+        return torch.cat([attend(*three, keep=keep.bool(), **given) for *three, keep in parts])
+
+    def call(q, k, v, **chosen):
+        ends = cu_seqlens(rows, "cpu"), cu_seqlens(lengths, "cpu")
+        return gdpa(
+            q, k, v, *ends, max(rows), max(lengths), activation=name, scale=scale, window=window,
+            causal="lower_right" if delta else True, full_rows=full, target_group_size=group,
+            num_targets=torch.tensor(targets, dtype=torch.int32),
+            num_contexts=torch.tensor(contexts, dtype=torch.int32),
+            target_ranks="own" if own else "shared", **chosen,
+        )  # fmt: skip
+
+    chosen = {
+        "impl": draw.choice(("auto", "v1_tiled", "v8_own_waits", "v8_own_waits")),
+        "backward_impl": draw.choice(("auto", "v1_tiled_backward", "v4_warp_specialized_backward")),
+    }
+    with tritonemu.enabled("sm_90", multiprocessors=draw.choice((1, 2, 132))):
+        try:
             check(partial(call, **chosen), partial(call, impl="reference"), exact, tensors)
         except NotImplementedError as error:
             assert " needs " in str(error) and ", got " in str(error)

@@ -81,7 +81,7 @@ class Case:
 # The rows of each block of the sequences (5, 70, 64, 3).
 BLOCKS = (slice(0, 5), slice(5, 69), slice(69, 75), slice(75, 139), slice(139, 142))
 # A block, and whether the values of the others are finite.
-NEIGHBOURS = [(i, finite) for i in (0, 1, 2, 4) for finite in (False, True)]
+NEIGHBOURS = [(0, False), (1, True), (2, False), (4, True)]
 
 
 def poisoned(tensor: torch.Tensor, own: int, finite: bool) -> torch.Tensor:

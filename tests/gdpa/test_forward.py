@@ -154,18 +154,16 @@ def test_neighbours_do_not_leak(impl, case):
     apart = 3 if min(case.seqlens_q) else len(sequences)
     for first in range(apart):
         kept = sequences[first::apart]
-        for finite in (False, True):  # large values, or NaN and infinity in turn
-            poisoned = dict(arguments)
-            for name, ends in {"q": ends_q, "k": ends_k, "v": ends_k}.items():
-                poisoned[name] = arguments[name].clone()
-                for other in set(sequences) - set(kept):
-                    strange = float(("nan", "inf")[(first + other) // 2 % 2])
-                    part = slice(ends[other], ends[other + 1])
-                    poisoned[name][part] = -3e38 if finite else strange
-            out = call(impl, poisoned)
-            for i in kept:
-                rows = slice(ends_q[i], ends_q[i + 1])
-                assert torch.equal(out[rows], before[rows]), (i, finite)
+        poisoned = dict(arguments)
+        for name, ends in {"q": ends_q, "k": ends_k, "v": ends_k}.items():
+            poisoned[name] = arguments[name].clone()
+            for other in set(sequences) - set(kept):
+                strange = (float("nan"), -3e38, float("inf"))[(first + other) % 3]
+                poisoned[name][ends[other] : ends[other + 1]] = strange
+        out = call(impl, poisoned)
+        for i in kept:
+            rows = slice(ends_q[i], ends_q[i + 1])
+            assert torch.equal(out[rows], before[rows]), i
 
 
 @pytest.mark.parametrize("impl", IMPLS)

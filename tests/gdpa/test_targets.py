@@ -14,29 +14,10 @@ from gdpa_kernels.gdpa.batch import Batch
 from gdpa_lab.measuring.inputs import cu_seqlens
 from tests.budget import within_budget
 from tests.calls import DEVICE, full_of_nan, kernels_run, required
+from tests.fuzzing import meta, nvidia
 from tests.gdpa.cases import Case, batch_of, of_pytorch
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
-
-
-def meta(i, j, n, m, c, window, full):
-    """Whether i sees j in generative-recommenders: ranks, shared by all targets."""
-    h = n - m
-    rank = (lambda x: max(min(x, h) - c + 1, 0)) if c else (lambda x: min(x, h))
-    top, mine, theirs = rank(h), rank(i), rank(j)
-    near = window is None or mine - theirs <= window or (full > 0 and mine >= top - full)
-    return i == j or (mine > theirs and near) or (c > 0 and mine == 0 and theirs < top)
-
-
-def nvidia(i, j, n, m, c, window, group):
-    """Whether i sees j in recsys-examples: targets keep their ranks and see their group."""
-    h = n - m
-    rank = (lambda x: max(x - c + 1, 0)) if c else (lambda x: x)
-    groups = [-1 if x < h else (x - h) // group for x in (i, j)]
-    seen = i == j or rank(i) > rank(j)
-    seen = seen and (groups[0] == groups[1] or -1 in groups)
-    seen = seen and (window is None or rank(i) - rank(j) <= window)
-    return seen or (c > 0 and rank(i) == 0 and j < h)
 
 
 SIZES = [(n, m, c) for n in (1, 2, 7, 12) for m in (0, 1, 3, 7) for c in (0, 1, 4) if m + c <= n]
