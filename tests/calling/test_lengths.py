@@ -200,9 +200,11 @@ def test_one_tensor_for_several_arguments_compiles():
 def collective(ends: torch.Tensor) -> None:
     import torch.distributed as dist
 
-    if not dist.is_initialized():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    dist.scatter(ends, [offsets(SECOND)], src=0)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        dist.scatter(ends, [offsets(SECOND)], src=0)
+    finally:
+        dist.destroy_process_group()
 
 
 WRITES = {

@@ -303,15 +303,15 @@ def test_new_queries_over_a_cache_are_the_last_rows_of_self_attention():
 def test_auto_takes_what_aligns_to_the_right_and_others_say_what_they_need():
     call = cast(crossed([3, 4], [30, 70], causal="lower_right"), BF16)
     with tritonemu.enabled():
-        assert resolved("auto", **call) == "v1_tiled"
-        assert resolved("auto", **call | {"causal": "upper_left"}) != "v1_tiled"
+        assert resolved("auto", **call) == "v8_own_waits"
         for impl in ladder.impls()[1:]:
-            if impl != "v1_tiled" and not impl.startswith("b") and not ladder.rung(impl).is_lesson:
+            rung = ladder.rung(impl)
+            if "causal" not in rung.requires.extras and not impl.startswith("b"):
                 with pytest.raises(NotImplementedError, match="needs .*, got"):
                     gdpa(**call, impl=impl)
-        message = "impl 'v8_own_waits' needs causal False, True or 'upper_left', got 'lower_right'"
+        message = "impl 'v7_packed' needs causal False, True or 'upper_left', got 'lower_right'"
         with pytest.raises(NotImplementedError, match=message):
-            gdpa(**crossed([3], [9]) | call, impl="v8_own_waits")
+            gdpa(**call, impl="v7_packed")
     assert resolved("auto", **cast(call, FP32)) == "reference"
 
 

@@ -55,18 +55,16 @@ ELU = elu, elu_and_slope, torch.nn.functional.elu
 
 
 @pytest.fixture(autouse=True)
-def registered(monkeypatch):
-    """Sigmoid and ELU; what a test registers is forgotten after it."""
-    for table in (own.OWN, ACTIVATIONS):
-        for name, value in dict(table).items():
-            monkeypatch.setitem(table, name, value)
-    before = set(own.OWN), set(ACTIVATIONS)
+def registered():
+    """Sigmoid and ELU; what a test registers is forgotten after it, and after its monkeypatch."""
+    tables = (own.OWN, ACTIVATIONS)
+    before = [dict(table) for table in tables]
     register_activation("sigmoid", *SIGMOID)
     register_activation("elu", *ELU)
     yield
-    for table, names in zip((own.OWN, ACTIVATIONS), before, strict=True):
-        for name in set(table) - names:
-            del table[name]
+    for table, kept in zip(tables, before, strict=True):
+        table.clear()
+        table.update(kept)
 
 
 PRODUCTS = {
