@@ -320,6 +320,13 @@ BLACKWELL_BACKWARD_RUNGS: tuple[Rung, ...] = (
         "b1_tensor_memory_backward",
         dataclasses.replace(_TCGEN05, head_dim_multiple=64),
     ),
+    _backward(
+        "b3_dk_first_backward",
+        "dS in tensor memory",
+        "dK reads it there; dQ takes its place.",
+        "b1_tensor_memory_backward",
+        dataclasses.replace(_TCGEN05, head_dim_multiple=64),
+    ),
 )
 
 LADDERS = {
