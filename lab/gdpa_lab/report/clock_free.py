@@ -47,6 +47,7 @@ PAIRS = {
     ("b5_cta_pair", "b4_mixed"): lambda work: work.max_seqlen_k <= 256,
     ("b6_pair_stream", "b4_mixed"): lambda work: work.max_seqlen_k == 2048,
     ("b4_mixed", "b3_stream"): lambda work: True,
+    ("b7_split_stream", "b6_pair_stream"): lambda work: work.name == "gdpa-self-half-dense-512",
 }
 """Rungs whose rates are compared, and on which workloads."""
 
@@ -159,7 +160,7 @@ def made(data_dir: str | Path = records.DATA_DIR) -> pd.DataFrame:
     columns = ["workload", "direction", "impl", "other", "expected", "low", "high"]
     made = pd.DataFrame(rows, columns=columns).drop_duplicates(columns[:4], ignore_index=True)
     made = made[~made["workload"].str.contains("jagged")]
-    dates = {x.impl: x.date for x in predictions.EXPECTED["backward"]}
+    dates = {x.impl: x.date for way in predictions.EXPECTED.values() for x in way}
     date = [max(DATE, dates.get(impl, DATE)) for impl in made["impl"]]
     return made.round(3).assign(model=MODEL, date=date)
 
