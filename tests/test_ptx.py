@@ -14,7 +14,7 @@ from gdpa_lab.measuring import compile_check
 from tests import ptx
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="is compiled on a CPU")
-PAIRS = ("b5_cta_pair", "b6_pair_stream")
+PAIRS = ("b5_cta_pair", "b6_pair_stream", "b7_split_stream")
 FORWARD = ("b1_tensor_memory", "b2_two_tiles", "b3_stream", "b4_mixed", *PAIRS)
 BACKWARD = ("b1_tensor_memory_backward", "b2_short_kv_backward", "b3_dk_first_backward")
 BLOCKS = ("b1_warp_specialized forward", "b1_warp_specialized backward")  # with rotary

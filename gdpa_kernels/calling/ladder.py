@@ -166,6 +166,13 @@ BLACKWELL_RUNGS: tuple[Rung, ...] = (
         "b5_cta_pair",
         _TCGEN05,
     ),
+    Rung(
+        "b7_split_stream",
+        "items of 256 queries",
+        "The math roles take alternate blocks of keys.",
+        "b6_pair_stream",
+        _TCGEN05,
+    ),
 )
 """For sm_100: accumulators in tensor memory. They follow `RUNGS` on the ladder "gdpa"."""
 
