@@ -314,7 +314,8 @@ chapter.glue(
 # |   1,024 queries and as many keys (self) or 256 keys (cross). Under the assumed ceilings.
 # | alt: >
 # |   A dot with an error bar in each row. The forward kernels b1 to b6 rise from row to row on self
-# |   and cross; the backward kernels lie lower. Most intervals are wider than the differences.
+# |   and cross, b7 is not above b6; the backward kernels lie lower. Most intervals are wider than
+# |   the differences.
 table = predictions.judged(predictions.registered(), data_dir)
 wanted = table[table["workload"].isin(["gdpa-self-full-1024", "gdpa-cross-full-1024"])]
 wanted = wanted.sort_values(["direction", "workload", "impl"], ascending=[False, False, True])
