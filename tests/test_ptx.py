@@ -14,9 +14,9 @@ from gdpa_lab.measuring import compile_check
 from tests import ptx
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="is compiled on a CPU")
-PAIRS = ("b5_cta_pair", "b6_pair_stream")
+PAIRS = ("b5_cta_pair", "b6_pair_stream", "b7_split_stream")
 FORWARD = ("b1_tensor_memory", "b2_two_tiles", "b3_stream", "b4_mixed", *PAIRS)
-BACKWARD = ("b1_tensor_memory_backward", "b2_short_kv_backward")
+BACKWARD = ("b1_tensor_memory_backward", "b2_short_kv_backward", "b3_dk_first_backward")
 BLOCKS = ("b1_warp_specialized forward", "b1_warp_specialized backward")  # with rotary
 KERNELS = (*FORWARD, *BACKWARD, *BLOCKS)
 
@@ -109,7 +109,7 @@ def test_operands_of_another_buffer_are_found():
 
 
 @pytest.mark.parametrize(
-    "kernel, tiles", [("b5_cta_pair", 2), *zip(BACKWARD, (10, 7), strict=True)]
+    "kernel, tiles", [("b5_cta_pair", 2), *zip(BACKWARD, (10, 7, 10), strict=True)]
 )
 def test_swizzled_stores_reach_every_place_once(kernel, tiles):
     ptx.check_stores(compiled(kernel), tiles)

@@ -166,6 +166,13 @@ BLACKWELL_RUNGS: tuple[Rung, ...] = (
         "b5_cta_pair",
         _TCGEN05,
     ),
+    Rung(
+        "b7_split_stream",
+        "items of 256 queries",
+        "The math roles take alternate blocks of keys.",
+        "b6_pair_stream",
+        _TCGEN05,
+    ),
 )
 """For sm_100: accumulators in tensor memory. They follow `RUNGS` on the ladder "gdpa"."""
 
@@ -317,6 +324,13 @@ BLACKWELL_BACKWARD_RUNGS: tuple[Rung, ...] = (
         "b2_short_kv_backward",
         "two CTAs own all keys",
         "They exchange halves of dQ, which is written once.",
+        "b1_tensor_memory_backward",
+        dataclasses.replace(_TCGEN05, head_dim_multiple=64),
+    ),
+    _backward(
+        "b3_dk_first_backward",
+        "dS in tensor memory",
+        "dK reads it there; dQ takes its place.",
         "b1_tensor_memory_backward",
         dataclasses.replace(_TCGEN05, head_dim_multiple=64),
     ),

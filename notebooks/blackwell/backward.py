@@ -27,6 +27,7 @@ from _lib import columns, studies
 from gdpa_kernels.calling.launches import launches
 from gdpa_kernels.gdpa.kernels import b1_tensor_memory_backward as b1
 from gdpa_kernels.gdpa.kernels import b2_short_kv_backward as b2
+from gdpa_kernels.gdpa.kernels import b3_dk_first_backward as b3
 from gdpa_lab.measuring import compile_check, units
 from gdpa_lab.report.chapter import Chapter
 
@@ -36,7 +37,7 @@ device = "cpu"
 data_dir = "data"
 
 # %% tags=["remove-cell"]
-B1, B2 = "b1_tensor_memory_backward", "b2_short_kv_backward"
+B1, B2, B3 = "b1_tensor_memory_backward", "b2_short_kv_backward", "b3_dk_first_backward"
 chapter = Chapter("blackwell/backward", mode=mode, device=device, data_dir=data_dir)
 MMA = units.mma(units.B200, 1)  # clocks of one of 128 x 128 x 128
 
@@ -117,7 +118,7 @@ chapter.figure(
 #   takes all of dP's columns. The next S can start at once.
 # - *dK first*, {glue:text}`first:.0f` KiB: dS^T is in columns of dP, and dQ takes them all once dK
 #   has read it, as FlashAttention-4 does (`flash_bwd_sm100.py`: dS and dQ begin where dP does). But
-#   then no MMA is left to run while dQ leaves.
+#   then dV must come before dP, or no MMA is left to run while dQ leaves.
 #
 # b1 takes *whole* ({numref}`fig-b200b-columns`), which is not the cheapest, as we see below. Two
 # warp roles `math` share a step, 64 rows each. P overwrites S, and a role may only overwrite scores
@@ -161,23 +162,30 @@ same = {
     "dQ": 2 * TILE, "dS stored": TILE, "Q, dO by TMA": 2 * TILE,
 }  # fmt: skip
 # b1: 128 columns of fp32 are written and read. b2: 64 arrive and are read, and leave in bf16.
-count = pd.DataFrame({B1: same | {"dQ out": 4 * TILE}, B2: same | {"dQ out": 3 * TILE}})
+count = pd.DataFrame(
+    {
+        B1: same | {"dQ out": 4 * TILE},
+        B2: same | {"dQ out": 3 * TILE},
+        B3: same | {"dK": TILE, "dQ out": 4 * TILE},
+    }
+)
 clocks = count.sum().map(units.kibibytes)
 
 # %% tags=["remove-input"]
 table = pd.concat([count, count.sum().to_frame("KiB").T, clocks.to_frame("clocks").T])
+table = table.rename(columns=lambda impl: impl[:2])
 chapter.table(
-    table.set_axis(["backward b1", "backward b2"], axis=1).rename_axis("of a step").reset_index(),
+    table.add_prefix("backward ").rename_axis("of a step").reset_index(),
     caption="**The port needs more clocks than the MMAs.** KiB through the port of shared memory "
-    "in a step of Blackwell backward b1 and b2, and its clocks at 128 bytes a clock.",
+    "in a step of Blackwell backward b1 to b3, and its clocks at 128 bytes a clock.",
     name="tab-b200b-port",
     modelled="128 rows by 128 keys, head_dim 128; 128 bytes a clock",
 )
 shares = {f"{impl[:2]}_share": 100 * 5 * MMA / clocks[impl] for impl in (B1, B2)}
-first_smem = clocks[B1] - units.kibibytes(whole - first)
+assert clocks[B1] - clocks[B3] == units.kibibytes(whole - first), "the plans say so"
 chapter.glue(
     b1_smem=clocks[B1],
-    first_smem=first_smem,
+    first_smem=clocks[B3],
     mma=5 * MMA,
     one=MMA,
     flops=units.B200.flops,
@@ -193,7 +201,7 @@ chapter.glue(
 
 # %% tags=["remove-cell"]
 STEPS, lines = 4, {}
-for impl, module, keys in ((B1, b1, 128), (B2, b2, 256)):
+for impl, module, keys in ((B1, b1, 128), (B2, b2, 256), (B3, b3, 128)):
     given = studies.batch((STEPS * 128,), (keys,))
     run = studies.backward(module, given, arch="sm_100", trace=True)
     lines[impl] = run.reports["backward_kernel"].timeline
@@ -219,14 +227,15 @@ chapter.table(
 )  # fmt: skip
 
 # %% tags=["remove-cell"]
-chapter.glue(b1_step=books["a step takes"][0])
+chapter.glue(b1_step=books["a step takes"][0], b3_step=books["a step takes"][2])
 assert (books["a step takes"] / books["port busy"]).between(1, 1.1).all(), "the text says so"
 
 # %% [markdown]
 # Count and emulator agree to the clock; only a B200 can say whether it counts the same way. A step
 # of b1 takes {glue:text}`b1_step:,.0f` clocks, little more than its port is busy: the schedule
-# hides the chain of S, activation, dS and dQ. Better overlap would gain nothing. The plan *dK
-# first*, which is not built, would need {glue:text}`first_smem:,.0f` clocks of the port.
+# hides the chain of S, activation, dS and dQ. Better overlap would gain nothing. Backward b3 takes
+# the plan *dK first*, with {glue:text}`first_smem:,.0f` clocks of the port and
+# {glue:text}`b3_step:,.0f` a step.
 
 # %% tags=["remove-input"]
 # | name: fig-b200-backward
@@ -297,11 +306,11 @@ chapter.code(b2.output, "tlx.barrier_wait(inbox.empty", "at = [BOUND")
 # In b1 the loop over MMAs has `num_stages=0`. Without it the compiler pipelines the loop itself: it
 # gives each MMA a barrier, {glue:text}`theirs:.0f` commits instead of {glue:text}`own:.0f` in the
 # machine code, peels the first step, and waits for MMAs whose results are not needed yet. No test
-# of results sees it. (Both kernels spill at most {glue:text}`spilled:.0f` bytes, constants that
+# of results sees it. (All three spill at most {glue:text}`spilled:.0f` bytes, constants that
 # roles carry into their loops; the loops of math and mma touch no local memory.)
 
 # %% tags=["remove-cell"]
-kernels = {"b1": built(b1), "b2": built(b2)}
+kernels = {"b1": built(b1), "b2": built(b2), "b3": built(b3)}
 loop = "range(0, steps * options.GROUP, num_stages=0)"
 left = studies.changed(b1, (loop, loop.replace(", num_stages=0", "")))
 kernels["b1, loop left alone"] = built(left)
@@ -309,18 +318,18 @@ facts = studies.facts(kernels, ("UTCBAR",)).set_index("kernel")
 b1_loop = compile_check.shortest_loop(kernels["b1"], "MUFU", 64)
 assert not {"LDL", "STL"} & set(b1_loop), "the text says so"
 commits, spilled = facts["UTCBAR"], facts["spilled (B)"]
-chapter.glue(own=commits["b1"], theirs=commits.iloc[2])
-chapter.glue(spilled=max(spilled["b1"], spilled["b2"]))
+chapter.glue(own=commits["b1"], theirs=commits["b1, loop left alone"])
+chapter.glue(spilled=spilled[["b1", "b2", "b3"]].max())
 
 # %% [markdown]
 # ## The emulator finds every wait that is left out
 #
-# Both kernels agree with fp64 on lengths around all edges, empty sequences among them; the largest
+# All three agree with fp64 on lengths around all edges, empty sequences among them; the largest
 # error is {glue:text}`worst:.0f` % of what is allowed. Now forget a wait, or where P may go:
 
 # %% tags=["remove-cell"]
 given = studies.batch(studies.EDGES, studies.EDGES[::-1], head_dim=64)
-found = [studies.backward(module, given, arch="sm_100").gradients for module in (b1, b2)]
+found = [studies.backward(module, given, arch="sm_100").gradients for module in (b1, b2, b3)]
 chapter.glue(
     worst=max(studies.compare_gradients(one, given)["% of allowed"].max() for one in found)
 )

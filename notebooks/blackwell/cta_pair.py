@@ -52,7 +52,8 @@ clocks = {name: units.kibibytes(size) for name, size in counted.items()}
 mma_clocks = units.mma(units.B200, 2)
 designs = {x.impl[:2]: x.design.pairs["smem"] for x in predictions.EXPECTED["forward"]}
 assert all(designs[name] == value for name, value in clocks.items()), "one ledger, two chapters"
-chapter.glue(**counted, mma_clocks=mma_clocks)
+assert designs["b7"] == units.kibibytes(port(2, 1)), "the same"
+chapter.glue(**counted, mma_clocks=mma_clocks, split=port(2, 1))
 
 # %% tags=["remove-input"]
 # | name: fig-pair-port
@@ -310,7 +311,8 @@ chapter.glue(lost=100 * (1 - kept[512]), net_512=gain * kept[512], net_2048=gain
 # %% [markdown]
 # On half-full batches of 512 b6 loses {glue:text}`lost:.0f` % against b4 before it begins. With the
 # emulated clocks of a tile it runs at {glue:text}`net_512:.2f` times the rate of b4, and at 2,048
-# at {glue:text}`net_2048:.2f` times.
+# at {glue:text}`net_2048:.2f` times. Forward b7 has items of 256 rows, whose keys its math roles
+# share, for {glue:text}`split:.0f` KiB a tile.
 #
 # ## What only a B200 can tell
 #

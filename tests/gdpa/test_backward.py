@@ -377,7 +377,8 @@ def test_which_results_are_deterministic():
         return BACKWARD[impl].is_deterministic(batch_of(call))
 
     up_to = {"v4_warp_specialized_backward": 256, "v7_wide_backward": 128}
-    up_to |= {"b1_tensor_memory_backward": 256} if DEVICE == "cpu" else {}
+    if DEVICE == "cpu":
+        up_to |= dict.fromkeys(("b1_tensor_memory_backward", "b3_dk_first_backward"), 256)
     for impl, keys in up_to.items():
         assert of(impl, max_seqlen_k=keys) and not of(impl, max_seqlen_k=keys + 1)
         assert not of(impl, cu_seqlens_q=None)

@@ -14,14 +14,14 @@ from tests.gdpa.cases import BACKWARD, DEVICE, Case, batch_of, check_gradients
 
 BF16 = torch.bfloat16
 V4, V5, V6, V7 = (impl for impl in BACKWARD if impl.startswith(("v4", "v5", "v6", "v7")))
-B1, B2 = "b1_tensor_memory_backward", "b2_short_kv_backward"
+B1, B2, B3 = BLACKWELL = tuple(impl for impl in BACKWARD if impl.startswith("b"))
 pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="is about the emulator")
 
 
 def scheduled(impl: str, call: dict, schedule: str | int, module=None, config=None, **gpu) -> tuple:
     """(dq, dk, dv), the roles ordered by `schedule`. module: in place of the rung's own. config:
     its fields. gpu: of `tritonemu.enabled`."""
-    module, arch = module or BACKWARD[impl].module(), "sm_100" if impl in (B1, B2) else "sm_90"
+    module, arch = module or BACKWARD[impl].module(), "sm_100" if impl in BLACKWELL else "sm_90"
     more = {"config": module.Config(**config)} if config else {}
     with tritonemu.enabled(arch, schedule=schedule, max_steps=100_000, **gpu):
         return module.backward(call["grad_out"], batch_of(call), **more)
@@ -64,6 +64,8 @@ def test_any_schedule_and_config_gives_the_same_result(name):
 BLACKWELL_ORDERS = {
     "b1, one tile of keys": (B1, Case("orders", (260, 0, 9, 1), (128, 5, 100, 0), 1, 1, 128)),
     "b1, two tiles of keys": (B1, Case("orders", (130, 0, 70), (256, 5, 129), 1, 1)),
+    "b3, one tile of keys": (B3, Case("orders", (260, 0, 9, 1), (128, 5, 100, 0), 1, 1, 128)),
+    "b3, two tiles of keys": (B3, Case("orders", (130, 0, 70), (256, 5, 129), 1, 1)),
     "b2": (B2, Case("orders", (260, 0, 9), (256, 5, 129), 1, 1, 128)),
     "b2, grouped": (B2, Case("orders", (130, 0, 9), (256, 5, 129), 2, 1)),
 }
@@ -80,10 +82,11 @@ def test_any_schedule_gives_the_same_bits(name, seeds):
         assert_same_bits(scheduled(impl, call, seed, multiprocessors=2), expected, seed)
 
 
-def test_three_tiles_of_keys_keep_the_budget_in_any_order():
+@pytest.mark.parametrize("impl", (B1, B3))
+def test_three_tiles_of_keys_keep_the_budget_in_any_order(impl):
     case = Case("orders", (130, 0, 70), (300, 5, 129), 1, 1)
     for schedule in range(2):
-        check_gradients(partial(scheduled, B1, schedule=schedule), case, BF16, least=2048)
+        check_gradients(partial(scheduled, impl, schedule=schedule), case, BF16, least=2048)
 
 
 # One program, or cluster, with two tiles of keys, or items: every slot is used several times over.
@@ -170,6 +173,7 @@ SURVIVORS = {
     },
 }
 # The same protocol.
+SMALL[B3] = SMALL[B1]
 SURVIVORS[V6] = SURVIVORS[V4]
 
 

@@ -18,13 +18,15 @@ from gdpa_kernels.calling import ladder
 from gdpa_kernels.calling.launches import launches
 from gdpa_kernels.device import pairs
 from gdpa_kernels.gdpa.kernels import b6_pair_stream as b6
+from gdpa_kernels.gdpa.kernels import b7_split_stream as b7
 from gdpa_kernels.gdpa.ladder import b5_cta_pair as b5
 from tests.budget import within_budget
 from tests.gdpa.cases import DEVICE, Case, of_pytorch
 from tests.gdpa.test_forward import check
 
-RUNGS = {"b5_cta_pair": b5, "b6_pair_stream": b6}
+RUNGS = {"b5_cta_pair": b5, "b6_pair_stream": b6, "b7_split_stream": b7}
 KERNELS = {"b5_cta_pair": "cta_pair_kernel", "b6_pair_stream": "pair_stream_kernel"}
+KERNELS |= {"b7_split_stream": "split_stream_kernel"}
 BF16 = torch.bfloat16
 emulated = pytest.mark.skipif(DEVICE == "cuda", reason="is about the emulator")
 
@@ -36,6 +38,7 @@ ORDERS = {
     **dict.fromkeys(SINGLE, ((300, 0, 17, 129), (130, 40, 0, 200))),
     "b5_cta_pair": ((300, 5, 0, 17, 520, 9), (200, 256, 40, 130, 0, 256)),
     "b6_pair_stream": ((17, 5, 0, 600, 9, 3), (300, 0, 40, 130, 400, 260)),
+    "b7_split_stream": ((17, 5, 0, 300, 9, 3), (300, 0, 40, 130, 700, 260)),
 }
 
 
@@ -73,6 +76,10 @@ OWN_CASES = [
     ("b6_pair_stream", Case("masked", (1100,), None, 1, 1, 128, options={"window": 70})),
     ("b6_pair_stream", Case("causal", (600, 40), (700, 300), 2, 1, options=CAUSAL)),
     ("b6_pair_stream", Case("shared", (300, 300), (500, 0), 2, 1, 64, shared_q=True)),
+    ("b7_split_stream", Case("rows", (255, 256, 257), (129, 128, 127), 1, 1, head_dim=128)),
+    ("b7_split_stream", Case("masked", (700,), None, 1, 1, 128, options={"window": 70})),
+    ("b7_split_stream", Case("causal", (600, 40), (700, 300), 2, 1, options=CAUSAL)),
+    ("b7_split_stream", Case("shared", (300, 300), (500, 0), 2, 1, 64, shared_q=True)),
 ]  # fmt: skip
 
 
@@ -142,7 +149,7 @@ def test_every_mistake_of_a_pair_is_found(impl):
     mutants = mutants_of_a_pair(Path(module.__file__))
     launched = [
         partial(launch, impl, run(impl, module, **options), **options)
-        for options in ({}, {"causal": True})[: 1 + (impl == "b6_pair_stream")]
+        for options in ({}, {"causal": True})[: 1 + (impl != "b5_cta_pair")]
     ]
     assert len(mutants) > 10
     assert [m.what for m in mutants if not judge(m, import_file, launched).error] == []

@@ -78,20 +78,23 @@ def test_a_rung_without_a_kernel_is_refused():
 # -- Blackwell -------------------------------------------------------------------------------------
 
 ALONE = ("b1_tensor_memory", "b2_two_tiles", "b3_stream", "b4_mixed")
-PAIRS = ("b5_cta_pair", "b6_pair_stream")
+STREAMS = ("b6_pair_stream", "b7_split_stream")
+PAIRS = ("b5_cta_pair", *STREAMS)
 OF_LESSONS = ({}, {"head_dim": 64}, {"activation": "silu"})
 MIXED = {"activation": "gelu,silu,relu,gelu_tanh"}
 OF_BLACKWELL = [
     *((impl, options) for impl in (*ALONE, "b5_cta_pair") for options in OF_LESSONS),
-    *(("b6_pair_stream", options) for options in (
+    *((impl, options) for impl in STREAMS for options in (
         {}, {"causal": True}, {"head_dim": 64, "dtype": FP16, "window": 40}, MIXED)),
 ]  # fmt: skip
 # Of 16 keys or columns each, by rung MMAs and commits; more would be the compiler's own pipeline,
-# which waits where the source does not. In a pair a role's first S, S in the loop and P V take 8.
-MMAS = {"b1_tensor_memory": 16, **dict.fromkeys((*ALONE[1:], *PAIRS), 48)}
+# which waits where the source does not. In a pair a role's first S, S in the loop and P V take 8;
+# in b7 the first S is in the loop.
+MMAS = {"b1_tensor_memory": 16, **dict.fromkeys((*ALONE[1:], *PAIRS), 48), "b7_split_stream": 32}
 COMMITS = {"b1_tensor_memory": 4, "b2_two_tiles": 9, "b3_stream": 13, "b4_mixed": 13}
+COMMITS |= {"b7_split_stream": 8}
 # A box of 256 bytes a row takes two TMA loads: K and Q; V's halves have 128.
-LOADS = {"b5_cta_pair": 8, "b6_pair_stream": 7}
+LOADS = {"b5_cta_pair": 8, "b6_pair_stream": 7, "b7_split_stream": 5}
 
 
 @cache

@@ -28,7 +28,9 @@ V4, V5, V6, V7 = (
     "v4_warp_specialized_backward", "v5_short_kv_backward", "v6_one_tile_backward",
     "v7_wide_backward",
 )  # fmt: skip
-B1, B2 = BLACKWELL = ("b1_tensor_memory_backward", "b2_short_kv_backward")
+B1, B2, B3 = BLACKWELL = (
+    "b1_tensor_memory_backward", "b2_short_kv_backward", "b3_dk_first_backward",
+)  # fmt: skip
 BF16, FP16 = torch.bfloat16, torch.float16
 KNOWN_SPILLS_OF_V1 = {("keys_kernel", 128): 20}
 
@@ -262,11 +264,11 @@ def test_instructions_that_make_the_rung(impl, head_dim):
     assert count["UTCHMMA"] == 2 * over_dim + over_128 + 2 * 2 * over_128
     assert count["UTCBAR"] == 3 + 2 * 2 + 2  # S, dP, dV; dQ, dK twice; the tile's end
     assert count["UTMALDG"] == (head_dim // 64) * (2 + 2 * 2)  # the first step is peeled
-    assert count["STTM"] == 2 * 2  # P of two roles in two parts
+    assert count["STTM"] == 2 * 2 * (1 + (impl == B3))  # P, dS of two roles in two parts
     assert count["USETMAXREG"] > 0
     assert not {"RED", "REDG", "ATOM", "ATOMG"} & set(count)
     epilogue = 2 * head_dim // 64
-    if impl == B1:
+    if impl != B2:
         assert count["LDTM"] == 2 * 4 + epilogue + head_dim // 32
         assert (count["UTMAREDG"], count["UTMASTG"], count["STAS"]) == (head_dim // 32, 2, 0)
     else:

@@ -150,7 +150,7 @@ def test_which_calls_are_computed_in_pairs(takes):
 
 
 # Rungs with packed arithmetic: `Config` of the first two can also do without.
-PAIRED = ["v7_packed", "v8_own_waits", "b6_pair_stream"]
+PAIRED = ["v7_packed", "v8_own_waits", "b6_pair_stream", "b7_split_stream"]
 LESSONS = [rung.impl for rung in ladder.BLACKWELL_RUNGS if rung.is_lesson]
 
 

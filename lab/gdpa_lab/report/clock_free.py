@@ -47,6 +47,7 @@ PAIRS = {
     ("b5_cta_pair", "b4_mixed"): lambda work: work.max_seqlen_k <= 256,
     ("b6_pair_stream", "b4_mixed"): lambda work: work.max_seqlen_k == 2048,
     ("b4_mixed", "b3_stream"): lambda work: True,
+    ("b7_split_stream", "b6_pair_stream"): lambda work: work.name == "gdpa-self-half-dense-512",
 }
 """Rungs whose rates are compared, and on which workloads."""
 
@@ -159,7 +160,9 @@ def made(data_dir: str | Path = records.DATA_DIR) -> pd.DataFrame:
     columns = ["workload", "direction", "impl", "other", "expected", "low", "high"]
     made = pd.DataFrame(rows, columns=columns).drop_duplicates(columns[:4], ignore_index=True)
     made = made[~made["workload"].str.contains("jagged")]
-    return made.round(3).assign(model=MODEL, date=DATE)
+    dates = {x.impl: x.date for way in predictions.EXPECTED.values() for x in way}
+    date = [max(DATE, dates.get(impl, DATE)) for impl in made["impl"]]
+    return made.round(3).assign(model=MODEL, date=date)
 
 
 def expected_ratio(work: Workload, impl: str, other: str) -> float:
@@ -235,7 +238,8 @@ def report(data_dir: str | Path = records.DATA_DIR) -> str:
     if count:
         word = "dead" if dead else "not refuted"
         outcome = f"{inside} of {count} groups inside: the model is {word}."
-    head = f"Registered {DATE}; model: {MODEL}; shares of the ledger at NVML's clock. {outcome}"
+    dates = ", ".join(sorted(set(table["date"])))
+    head = f"Registered {dates}; model: {MODEL}; shares of the ledger at NVML's clock. {outcome}"
     columns = ["workload", "direction", "impl", "other", "expected", "low", "high"]
     columns += ["measured", "verdict"] if count else []
     return f"{head}\n\n{results.to_markdown(table[columns])}"

@@ -34,7 +34,7 @@ ASSUMED_W = 750
 class Expected(NamedTuple):
     """A rung as the model has it: its design, and the speed of our code over its ledger's, with a
     90 % interval. `most_keys`: longest K and V that it takes. Block attention has no design: bytes
-    bound it."""
+    bound it. `date`: of its registration."""
 
     impl: str
     low: float
@@ -42,6 +42,7 @@ class Expected(NamedTuple):
     high: float
     design: units.Design | None = None
     most_keys: float = math.inf
+    date: str = DATE
 
 
 # From our records of an H200. Forward, v8 over its ledger: .85, one deviation .05. Backward, pairs
@@ -66,6 +67,9 @@ EXPECTED = {
             most_keys=256),
         Expected("b6_pair_stream", 0.80, 0.93, 1.05, forward(
             "pair, K and V stream", B200, 64, 16, mufu=0.75, issue=608, tile=(512, 128))),
+        Expected("b7_split_stream", 0.80, 0.93, 1.05, forward(
+            "pair, 256 rows, K and V stream", B200, 64, 32, mufu=0.75, issue=610, tile=(256, 128)),
+            date="2026-11-27"),
     ),
     "backward": (
         Expected("b1_tensor_memory_backward", 0.65, 0.83, 1.0, backward(
@@ -73,6 +77,9 @@ EXPECTED = {
         Expected("b2_short_kv_backward", 0.65, 0.83, 1.0, backward(
             "two CTAs, K and V stay", B200, 288 + 32 + 64 + 96, 192, start_us=3.6,
             tile=(128, 256)), most_keys=256),
+        Expected("b3_dk_first_backward", 0.65, 0.83, 1.0, backward(
+            "one CTA, dS in tensor memory", B200, 256 + 32 + 64 + 128, 192, start_us=4.5,
+            row_bytes=1280), date="2026-11-27"),
     ),
 }  # fmt: skip
 """By direction, the rungs of GDPA. KiB of a backward: operands of the five MMAs; dS, in a pair for
@@ -124,7 +131,7 @@ def made() -> pd.DataFrame:
             }
         )  # fmt: skip
     made = scaled(pd.DataFrame(rows), units.ASSUMED)
-    return made.assign(model=MODEL, date=DATE)
+    return made.assign(model=MODEL, date=[expected.date for *_, expected in _works()])
 
 
 def scaled(shares: pd.DataFrame, ceilings: Ceilings) -> pd.DataFrame:

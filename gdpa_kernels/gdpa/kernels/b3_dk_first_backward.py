@@ -1,0 +1,364 @@
+"""b3, backward: dS in tensor memory too, and dK before dQ.
+
+Changes from b1_tensor_memory_backward: `math` stores dS over dP, as it stores P over S, and dK
+reads it there. It stores dS to shared memory as well, since dQ = dS K has queries as rows of its
+left operand. dQ still takes dP's columns, so it comes after dK now, and dV comes before dP.
+
+Why it should help: shared memory is b1's bound, and 32 of the 512 KB of a step are dS that dK
+reads: 3,840 clocks instead of 4,096. While dQ leaves, dV runs, whose P is ready by then; and dS is
+stored to shared memory while dK runs. Why it may not: S alone runs beside the making of dS.
+
+The roles are b1's, with their registers.
+
+| barrier                | arrivals            | filled by -> drained by                         |
+|------------------------|---------------------|-------------------------------------------------|
+| q., g.empty            | 1 (commit)          | the step's dK; its dP -> load                   |
+| ds.full, ds_rows.full  | 256 threads, 1 each | math, dS is in TMEM, in shared memory -> mma    |
+| dq.empty               | 128 threads, 1 each | output, dQ is in registers -> mma, the next dP  |
+
+The others are b1's. TMEM: S 0-127, P 0-31 and 64-95; dP 128-255, dS 128-159 and 192-223, then dQ
+128-255; dV, dK. Needs: what b1 needs.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+import triton.language.extra.tlx as tlx
+
+from gdpa_kernels.calling.launch import launch, multiprocessors
+from gdpa_kernels.device.groups import Handover, Ring, ring
+from gdpa_kernels.device.ragged import BOUND, ragged_descriptor, readable
+from gdpa_kernels.device.rows import fetch_rows, opaque_zero
+from gdpa_kernels.gdpa.batch import Batch, Schedule
+from gdpa_kernels.gdpa.derivatives import foldable, mask_slope, times_slope, value_and_factor
+from gdpa_kernels.gdpa.gradients import Gradients, place, rounded, steps_of
+from gdpa_kernels.gdpa.masks import mask_transposed
+from gdpa_kernels.gdpa.work_list import count_items, entry, list_of_keys
+
+KEYS = tl.constexpr(128)  # of a tile: TMEM lanes
+ROWS = tl.constexpr(128)  # of a step
+MATH_ROLES = tl.constexpr(2)
+HALF = tl.constexpr(ROWS.value // MATH_ROLES.value)  # rows of a math role
+PART = tl.constexpr(HALF.value // 2)  # in registers at a time
+COLUMNS = tl.constexpr(32)  # of dQ in staging
+
+
+@dataclass(frozen=True)
+class Config:
+    """Launch constants.
+
+    q_stages, g_stages: steps of Q and of dO in shared memory. fold: leave factors of the activation
+    to the sums where `derivatives.foldable`. registers: of a math thread.
+    """
+
+    q_stages: int = 2
+    g_stages: int = 1
+    fold: bool = True
+    registers: int = 152
+
+
+def default_config(batch: Batch) -> Config:
+    """As many steps as fit in shared memory at head_dim 128."""
+    return Config(q_stages=3, g_stages=2) if batch.head_dim == 64 else Config()
+
+
+def is_deterministic(batch: Batch) -> bool:
+    """Two additions to zero commute; with a third their order shows. A tile of keys makes one."""
+    return batch.max_seqlen_k <= 2 * KEYS.value and not batch.shared_q
+
+
+def make_schedule(batch: Batch, config: Config) -> Schedule:
+    """The list of tiles of keys, those with the most queries first."""
+    return list_of_keys(batch, KEYS.value, ROWS.value)
+
+
+@triton.aggregate
+class Options:
+    """The constants that the roles share."""
+
+    GROUP: tl.constexpr
+    SHARED_Q: tl.constexpr
+    ACTIVATION: tl.constexpr
+    FOLD: tl.constexpr
+    CAUSAL: tl.constexpr
+    WINDOW: tl.constexpr
+    HEAD_DIM: tl.constexpr
+    Q_STAGES: tl.constexpr
+    G_STAGES: tl.constexpr
+    DTYPE: tl.constexpr
+
+
+@triton.jit
+def load(q_desc, k_desc, v_desc, g_desc, q, k, v, g, list_ptr, options):
+    """The producer: of each tile K, the first rows of Q, V, then dO and Q in the order of use."""
+    num_items = count_items(list_ptr)
+    phase, count = 0, 0
+    for item in tl.range(tl.program_id(0), num_items, tl.num_programs(0)):
+        start_k, _, len_k, start_out, len_q, head_k, key = entry(list_ptr, item)
+        start_q = 0 if options.SHARED_Q else start_out
+        start, steps = steps_of(key, len_q, ROWS, KEYS, options)
+        tlx.barrier_wait(k.empty[0], phase ^ 1)
+        fetch_rows(k_desc, k.buffer[0], k.full[0], start_k, len_k, head_k, key)
+        for step in tl.range(0, steps * options.GROUP):
+            head, row = place(step, steps, start, head_k, options.GROUP, ROWS)
+            at = (count + step) % options.Q_STAGES
+            tlx.barrier_wait(q.empty[at], (((count + step) // options.Q_STAGES) & 1) ^ 1)
+            fetch_rows(q_desc, q.buffer[at], q.full[at], start_q, len_q, head, row)
+            if step == 0:
+                tlx.barrier_wait(v.empty[0], phase ^ 1)
+                fetch_rows(v_desc, v.buffer[0], v.full[0], start_k, len_k, head_k, key)
+            at = (count + step) % options.G_STAGES
+            tlx.barrier_wait(g.empty[at], (((count + step) // options.G_STAGES) & 1) ^ 1)
+            fetch_rows(g_desc, g.buffer[at], g.full[at], start_out, len_q, head, row)
+        count += steps * options.GROUP
+        phase ^= 1
+
+
+@triton.jit
+def from_ds(q, k, ds, ds_rows, dk, dq, count, use_acc, zero, options):
+    """dK of a step, then dQ over the dS that dK has read. `zero`: `opaque_zero`."""
+    at = count % options.Q_STAGES
+    tlx.barrier_wait(ds.full[0], count & 1)
+    for half in tl.static_range(MATH_ROLES):
+        rows = tlx.local_slice(q.buffer[at], [half * HALF, 0], [HALF, options.HEAD_DIM])
+        add = use_acc | (half > 0)
+        tlx.async_dot(ds.buffer[2 * half], rows, dk, use_acc=add, force_async=True)
+    tlx.tcgen05_commit(q.empty[at])
+    tlx.barrier_wait(ds_rows.full[0], count & 1)
+    d = tlx.local_trans(ds_rows.buffer[zero])
+    tlx.async_dot(d, k.buffer[zero], dq.buffer[0], use_acc=False, mBarriers=[dq.full[0]])
+
+
+@triton.jit
+def mma(q, k, v, g, s, p, dp, ds, ds_rows, dv, dk, dq, sums_full, list_ptr, options):
+    """All MMAs, from one thread: they run in the order of their issue. S of a step comes before dK
+    and dQ of the step before, for which dS may not be ready, and dV before dP, for which dQ may not
+    have left."""
+    HEAD_DIM: tl.constexpr = options.HEAD_DIM
+    num_items = count_items(list_ptr)
+    phase, count = 0, 0
+    for item in tl.range(tl.program_id(0), num_items, tl.num_programs(0)):
+        _, _, _, _, len_q, _, key = entry(list_ptr, item)
+        _, steps = steps_of(key, len_q, ROWS, KEYS, options)
+        tlx.barrier_wait(k.full[0], phase)
+        for step in tl.range(0, steps * options.GROUP, num_stages=0):
+            now = count + step
+            zero = opaque_zero(step)
+            at = now % options.Q_STAGES
+            tlx.barrier_wait(q.full[at], (now // options.Q_STAGES) & 1)
+            keys, rows = k.buffer[zero], tlx.local_trans(q.buffer[at])
+            tlx.async_dot(keys, rows, s.buffer[0], use_acc=False, mBarriers=[s.full[0]])
+            if step == 0:
+                tlx.barrier_wait(v.full[0], phase)
+            else:
+                from_ds(q, k, ds, ds_rows, dk, dq, now - 1, step > 1, zero, options)
+            at = now % options.G_STAGES + zero
+            tlx.barrier_wait(g.full[at], (now // options.G_STAGES) & 1)
+            tlx.barrier_wait(p.full[0], now & 1)
+            for half in tl.static_range(MATH_ROLES):
+                rows = tlx.local_slice(g.buffer[at], [half * HALF, 0], [HALF, HEAD_DIM])
+                add = (step > 0) | (half > 0)
+                tlx.async_dot(p.buffer[2 * half], rows, dv, use_acc=add, force_async=True)
+            tlx.barrier_wait(dq.empty[0], (now & 1) ^ 1)
+            keys, rows = v.buffer[zero], tlx.local_trans(g.buffer[at])
+            tlx.async_dot(
+                keys, rows, dp.buffer[0], use_acc=False, mBarriers=[dp.full[0], g.empty[at]]
+            )
+        count += steps * options.GROUP
+        from_ds(q, k, ds, ds_rows, dk, dq, count - 1, steps * options.GROUP > 1, 0, options)
+        tlx.tcgen05_commit(k.empty[0])
+        tlx.tcgen05_commit(sums_full[0])
+        phase ^= 1
+
+
+@triton.jit
+def activate(role: tl.constexpr, part: tl.constexpr, s, p, scale, head, row, key, options):
+    """P of a part of a role's rows, [keys, rows], over its S; what dS needs of it."""
+    scores = tlx.local_load(tlx.subslice(s.buffer[0], role * HALF + part * PART, PART))
+    y, slope = value_and_factor(scores, scale, head, options.ACTIVATION, options.FOLD)
+    y = mask_transposed(y, row + part * PART, key, options.CAUSAL, options.WINDOW)
+    tlx.local_store(tlx.subslice(p.buffer[2 * role], part * PART, PART), y.to(options.DTYPE))
+    return mask_slope(slope, row + part * PART, key, options.CAUSAL, options.WINDOW, options.FOLD)
+
+
+@triton.jit
+def differentiate(role: tl.constexpr, part: tl.constexpr, dp, ds, slope, options):
+    """dS of a part of a role's rows, over its dP."""
+    d = tlx.local_load(tlx.subslice(dp.buffer[0], role * HALF + part * PART, PART))
+    d = times_slope(d, slope, options.FOLD).to(options.DTYPE)
+    tlx.local_store(tlx.subslice(ds.buffer[2 * role], part * PART, PART), d)
+    return d
+
+
+@triton.jit
+def share(role: tl.constexpr, part: tl.constexpr, ds_rows, d):
+    """Store dS of a part of a role's rows where dQ reads it."""
+    FIRST: tl.constexpr = role * HALF + part * PART
+    tlx.local_store(tlx.local_slice(ds_rows.buffer[0], [0, FIRST], [KEYS, PART]), d)
+
+
+@triton.jit
+def put_sum(desc, sums, buffer, factor, start, length, head, key):
+    """Store dV or dK of a tile, times factor, from TMEM through `buffer`, and await the store."""
+    WIDTH: tl.constexpr = desc.block_shape[4]
+    for part in tl.static_range(WIDTH // 64):
+        x = tlx.local_load(tlx.subslice(sums, part * 64, 64)) * factor
+        here = tlx.local_slice(buffer, [0, part * 64], [KEYS, 64])
+        tlx.local_store(here, x.to(tlx.dtype_of(desc)))
+    tlx.fence("async_shared")
+    place = [BOUND, start + length, head, BOUND - length + key, 0]
+    tlx.async_descriptor_store(desc, buffer, place)
+    tlx.async_descriptor_store_wait(0)
+
+
+@triton.jit
+def math(
+    role: tl.constexpr, v, s, p, dp, ds, ds_rows, dv, dk, staged, sums_full, gradients, list_ptr,
+    scale, output_scale, options,
+):  # fmt: skip
+    """A consumer: 64 rows of every step; of a tile dV, or dK."""
+    num_items = count_items(list_ptr)
+    phase, count = 0, 0
+    for item in tl.range(tl.program_id(0), num_items, tl.num_programs(0)):
+        start_k, _, len_k, _, len_q, head_k, key = entry(list_ptr, item)
+        start, steps = steps_of(key, len_q, ROWS, KEYS, options)
+        for step in tl.range(0, steps * options.GROUP):
+            head, row = place(step, steps, start, head_k, options.GROUP, ROWS)
+            row += role * HALF
+            tlx.barrier_wait(s.full[0], (count + step) & 1)
+            slope = activate(role, 0, s, p, scale, head, row, key, options)
+            slope_of_second = activate(role, 1, s, p, scale, head, row, key, options)
+            tlx.barrier_arrive(p.full[0])
+            tlx.barrier_wait(dp.full[0], (count + step) & 1)
+            d = differentiate(role, 0, dp, ds, slope, options)
+            d_of_second = differentiate(role, 1, dp, ds, slope_of_second, options)
+            tlx.barrier_arrive(ds.full[0])
+            share(role, 0, ds_rows, d)
+            share(role, 1, ds_rows, d_of_second)
+            tlx.fence("async_shared")
+            tlx.barrier_arrive(ds_rows.full[0])
+        count += steps * options.GROUP
+        tlx.barrier_wait(sums_full[0], phase)
+        if role == 0:
+            factor = 0.5 * scale * output_scale if options.FOLD else output_scale
+            put_sum(gradients.dv, dv, v.buffer[0], factor, start_k, len_k, head_k, key)
+        else:
+            factor = 0.5 * scale * output_scale if options.FOLD else scale * output_scale
+            put_sum(gradients.dk, dk, staged, factor, start_k, len_k, head_k, key)
+        tlx.barrier_arrive(v.empty[0])
+        phase ^= 1
+
+
+@triton.jit
+def output(dq, staging, dq_desc, list_ptr, options):
+    """Adds dQ of every step to memory, 32 columns at a time."""
+    PARTS: tl.constexpr = options.HEAD_DIM // COLUMNS
+    num_items = count_items(list_ptr)
+    count = 0
+    for item in tl.range(tl.program_id(0), num_items, tl.num_programs(0)):
+        _, _, _, start_out, len_q, head_k, key = entry(list_ptr, item)
+        start, steps = steps_of(key, len_q, ROWS, KEYS, options)
+        for step in tl.range(0, steps * options.GROUP):
+            head, row = place(step, steps, start, head_k, options.GROUP, ROWS)
+            tlx.barrier_wait(dq.full[0], (count + step) & 1)
+            for part in tl.static_range(PARTS):
+                x = tlx.local_load(tlx.subslice(dq.buffer[0], part * COLUMNS, COLUMNS))
+                if part == PARTS - 1:
+                    tlx.barrier_arrive(dq.empty[0])
+                tlx.async_descriptor_store_wait(1)
+                tlx.local_store(staging[part % 2], x)
+                tlx.fence("async_shared")
+                at = [BOUND, start_out + len_q, head, BOUND - len_q + row, part * COLUMNS]
+                tlx.async_descriptor_store(dq_desc, staging[part % 2], at, store_reduce="add")
+        count += steps * options.GROUP
+    tlx.async_descriptor_store_wait(0)
+
+
+@triton.jit
+def backward_kernel(
+    q_desc, k_desc, v_desc, g_desc, dq_desc, dk_desc, dv_desc, list_ptr, scale, output_scale,
+    GROUP: tl.constexpr, SHARED_Q: tl.constexpr, ACTIVATION: tl.constexpr, FOLD: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, HEAD_DIM: tl.constexpr, Q_STAGES: tl.constexpr,
+    G_STAGES: tl.constexpr, REGISTERS: tl.constexpr,
+):  # fmt: skip
+    """dK and dV of the listed tiles of this program, and what their keys add to dQ."""
+    DTYPE: tl.constexpr = tlx.dtype_of(q_desc)
+    options = Options(
+        GROUP, SHARED_Q, ACTIVATION, FOLD, CAUSAL, WINDOW, HEAD_DIM, Q_STAGES, G_STAGES, DTYPE
+    )
+    q = tlx.local_alloc((ROWS, HEAD_DIM), DTYPE, Q_STAGES)
+    k = tlx.local_alloc((KEYS, HEAD_DIM), DTYPE, 1)
+    v = tlx.local_alloc((KEYS, HEAD_DIM), DTYPE, 1)
+    g = tlx.local_alloc((ROWS, HEAD_DIM), DTYPE, G_STAGES)
+    ds_rows = tlx.local_alloc((KEYS, ROWS), DTYPE, 1)
+    staged = tlx.local_alloc((KEYS, HEAD_DIM), DTYPE, 1, reuse=ds_rows)  # dK, after the last dS
+    staging = tlx.local_alloc((ROWS, COLUMNS), tl.float32, 2)
+    s = tlx.local_alloc((KEYS, ROWS), tl.float32, 1, tlx.storage_kind.tmem)
+    # P and dS are in columns 0-31 and 64-95 of S and dP: a role overwrites no scores but its own.
+    p = tlx.local_alloc((KEYS, HALF), DTYPE, 4, tlx.storage_kind.tmem, reuse=s)
+    dp = tlx.local_alloc((KEYS, ROWS), tl.float32, 1, tlx.storage_kind.tmem)
+    ds = tlx.local_alloc((KEYS, HALF), DTYPE, 4, tlx.storage_kind.tmem, reuse=dp)
+    dq = tlx.local_alloc((ROWS, HEAD_DIM), tl.float32, 1, tlx.storage_kind.tmem, reuse=dp)
+    dv = tlx.local_alloc((KEYS, HEAD_DIM), tl.float32, 1, tlx.storage_kind.tmem)
+    dk = tlx.local_alloc((KEYS, HEAD_DIM), tl.float32, 1, tlx.storage_kind.tmem)
+    q = Ring(q, tlx.alloc_barriers(Q_STAGES), tlx.alloc_barriers(Q_STAGES), Q_STAGES)
+    k = Ring(k, tlx.alloc_barriers(1), tlx.alloc_barriers(1), 1)
+    v = ring(v, 1, MATH_ROLES)
+    g = Ring(g, tlx.alloc_barriers(G_STAGES), tlx.alloc_barriers(G_STAGES), G_STAGES)
+    s = Handover(s, tlx.alloc_barriers(1))
+    p = Handover(p, tlx.alloc_warp_barrier(1, 4, MATH_ROLES))
+    dp = Handover(dp, tlx.alloc_barriers(1))
+    ds = Handover(ds, tlx.alloc_warp_barrier(1, 4, MATH_ROLES))
+    ds_rows = Handover(ds_rows, tlx.alloc_warp_barrier(1, 4, MATH_ROLES))
+    dq = ring(dq, 1)
+    sums_full = tlx.alloc_barriers(1)
+    gradients = Gradients(dq_desc, dk_desc, dv_desc)
+
+    with tlx.async_tasks():
+        with tlx.async_task("default"):
+            output(dq, staging, dq_desc, list_ptr, options)
+        with tlx.async_task(num_warps=4, registers=REGISTERS, replicate=MATH_ROLES):
+            math(
+                tlx.async_task_replica_id(), v, s, p, dp, ds, ds_rows, dv[0], dk[0], staged[0],
+                sums_full, gradients, list_ptr, scale, output_scale, options,
+            )  # fmt: skip
+        with tlx.async_task(num_warps=1, registers=48):
+            load(q_desc, k_desc, v_desc, g_desc, q, k, v, g, list_ptr, options)
+        with tlx.async_task(num_warps=1, registers=48):
+            mma(q, k, v, g, s, p, dp, ds, ds_rows, dv[0], dk[0], dq, sums_full, list_ptr, options)
+
+
+def backward(
+    grad_out: torch.Tensor,
+    batch: Batch,
+    *,
+    config: Config | None = None,
+    schedule: Schedule | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(dq, dk, dv), shaped as q, k and v, contiguous.
+
+    grad_out `[total_q, num_heads, head_dim]` of any strides. `schedule` is `make_schedule`'s for
+    the same sequences; None makes it here.
+    """
+    q, k, v, grad_out = batch.q, batch.k, batch.v, readable(grad_out)
+    config = config or default_config(batch)
+    (entries,) = schedule or make_schedule(batch, config)
+    fold = config.fold and foldable(batch.activation, q.dtype)
+    dq, dk, dv = batch.new_gradients()
+    total = torch.zeros(grad_out.shape, dtype=torch.float32, device=batch.device)
+    launch(
+        backward_kernel, (min(multiprocessors(batch.device), len(entries) - 1),), batch.device,
+        ragged_descriptor(q, ROWS.value), ragged_descriptor(k, KEYS.value),
+        ragged_descriptor(v, KEYS.value), ragged_descriptor(grad_out, ROWS.value),
+        ragged_descriptor(total, ROWS.value, width=COLUMNS.value),
+        ragged_descriptor(dk, KEYS.value), ragged_descriptor(dv, KEYS.value),
+        entries, batch.scale, batch.output_scale,
+        GROUP=batch.group, SHARED_Q=batch.shared_q,
+        ACTIVATION=batch.names, FOLD=fold, CAUSAL=batch.causal, WINDOW=batch.window,
+        HEAD_DIM=batch.head_dim, Q_STAGES=config.q_stages, G_STAGES=config.g_stages,
+        REGISTERS=config.registers, num_warps=4,
+    )  # fmt: skip
+    factor = (0.5 if fold else 1.0) * batch.scale * batch.output_scale
+    return rounded(total, dq, factor, batch), dk, dv

@@ -1,0 +1,302 @@
+"""b7: items of 256 rows for CTA pairs, any number of keys.
+
+Changes from b6_pair_stream: each CTA has one tile of 128 rows of an item, and the math roles take
+alternate blocks of its keys, counted over all items. O of an item leaves while the next begins.
+
+Why it should help: of a short sequence b6 computes up to 511 rows that are not there. Why it may
+not: a block of K and V serves half as many rows, 96 KB of shared memory a tile of 128 x 128 pairs.
+
+| role     | warps | registers | work                                               |
+|----------|-------|-----------|----------------------------------------------------|
+| output   | 4     | the rest  | O to Q's slot, its TMA store; the slot is free     |
+| math (2) | 4     | 192       | activation of 128 rows x every second block        |
+| mma      | 1     | 48        | of the leader: S = Q K^T and O += P V of both CTAs |
+| load     | 1     | 48        | its rows of Q, its halves of K and V               |
+
+| barrier                | arrivals           | filled by -> drained by                |
+|------------------------|--------------------|----------------------------------------|
+| q.full, k.full, v.full | 1 and bytes        | TMA loads of both CTAs -> mma          |
+| k.empty, v.empty       | 1 (commit to both) | S, P V of a block -> load              |
+| s.full, o.full         | 1 (commit to both) | S = Q K^T -> math, last P V -> output  |
+| p.full, o.empty        | 1 of each CTA      | math (and S was read), output -> mma   |
+| q.empty                | 1                  | output -> load                         |
+
+TMEM: S 0-255 (P over it), O 256-511. SMEM: Q 3 x 32 KB, K and V 4 x 16 KB each. Needs: as b1.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+import triton.language.extra.tlx as tlx
+
+from gdpa_kernels.calling.launch import launch, multiprocessors
+from gdpa_kernels.device.groups import Handover, Ring
+from gdpa_kernels.device.pairs import (
+    CTAS,
+    fetch_part,
+    move_columns,
+    pair_and_pairs,
+    scores,
+    weighted_sum,
+)
+from gdpa_kernels.device.ragged import BOUND, ragged_descriptor
+from gdpa_kernels.gdpa.activations import foldable
+from gdpa_kernels.gdpa.batch import Batch, Schedule
+from gdpa_kernels.gdpa.masks import key_range
+from gdpa_kernels.gdpa.polynomial import mixed_probabilities
+from gdpa_kernels.gdpa.work_list import count_items, entry, list_of_queries
+
+ROWS = tl.constexpr(128)  # of a CTA and item
+ROLES = tl.constexpr(2)  # of math, a block of keys each
+ITEM = tl.constexpr(ROWS.value * CTAS.value)
+Q_SLOTS = tl.constexpr(3)  # of Q, and then O, of an item
+O_SLOTS = tl.constexpr(2)
+ISSUED, BEGINS, ENDS = tl.constexpr(1), tl.constexpr(2), tl.constexpr(4)  # of a block, its item
+
+
+@dataclass(frozen=True)
+class Config:
+    """num_stages: blocks of K, and of V, in shared memory. slices: of a block's scores, columns: of
+    O, in registers at a time."""
+
+    BLOCK_N: int = 128
+    num_stages: int = 4
+    slices: int = 2
+    columns: int = 32
+    registers: int = 192
+
+
+def default_config(batch: Batch) -> Config:
+    """Narrower slices where a mask or a choice of activation takes registers."""
+    return Config(slices=4 if batch.masked or len(batch.activation) > 1 else 2)
+
+
+def make_schedule(batch: Batch, config: Config) -> Schedule:
+    """The work list of these sequences, made on their device without waiting for it."""
+    return list_of_queries(batch, ITEM.value, config.BLOCK_N, CTAS.value)
+
+
+@triton.aggregate
+class Options:
+    """The constants that the roles share."""
+
+    GROUP: tl.constexpr
+    ACTIVATION: tl.constexpr
+    PAIRS: tl.constexpr
+    CAUSAL: tl.constexpr
+    WINDOW: tl.constexpr
+    DTYPE: tl.constexpr
+    BLOCK_N: tl.constexpr
+    BLOCK_D: tl.constexpr
+    NUM_STAGES: tl.constexpr
+    SLICES: tl.constexpr
+    COLUMNS: tl.constexpr
+
+
+@triton.jit
+def blocks_of(len_k, first, options):
+    """(first key, blocks of keys) of an item; at least one block: without keys it is zero."""
+    start, end = key_range(first, len_k, ITEM, options.BLOCK_N, options.CAUSAL, options.WINDOW)
+    return start, tl.maximum(tl.cdiv(end - start, options.BLOCK_N), 1)
+
+
+@triton.jit
+def load(q_desc, k_desc, v_desc, q, k, v, list_ptr, options):
+    """The producer of a CTA; the leader's also says how many bytes come from both."""
+    BYTES: tl.constexpr = options.BLOCK_N * options.BLOCK_D * tlx.size_of(options.DTYPE)
+    Q_BYTES: tl.constexpr = CTAS * ROWS * options.BLOCK_D * tlx.size_of(options.DTYPE)
+    rank = tlx.cluster_cta_rank()
+    item, pairs = pair_and_pairs()
+    num_items = count_items(list_ptr)
+    tile, count = 0, 0
+    while item < num_items:
+        start_q, _, len_q, start_k, len_k, head, first = entry(list_ptr, item)
+        start, blocks = blocks_of(len_k, first, options)
+        slot = q.acquire(tile)
+        tlx.barrier_expect_bytes(q.full[slot], Q_BYTES, pred=rank == 0)
+        row = first + rank * ROWS
+        fetch_part(q_desc, q.buffer[slot], q.full[slot], start_q, len_q, head, row, 0)
+        tile += 1
+        for block in tl.range(0, blocks):
+            stage = count % options.NUM_STAGES
+            free = ((count // options.NUM_STAGES) & 1) ^ 1
+            kv_head = head // options.GROUP
+            key = start + block * options.BLOCK_N
+            own = key + rank * (options.BLOCK_N // CTAS)
+            column = rank * (options.BLOCK_D // CTAS)
+            tlx.barrier_wait(k.empty[stage], free)
+            tlx.barrier_expect_bytes(k.full[stage], BYTES, pred=rank == 0)
+            fetch_part(k_desc, k.buffer[stage], k.full[stage], start_k, len_k, kv_head, own, 0)
+            tlx.barrier_wait(v.empty[stage], free)
+            tlx.barrier_expect_bytes(v.full[stage], BYTES, pred=rank == 0)
+            fetch_part(v_desc, v.buffer[stage], v.full[stage], start_k, len_k, kv_head, key, column)
+            count += 1
+        item += pairs
+
+
+@triton.jit
+def mma(q, k, v, s, p, o, list_ptr, options):
+    """All MMAs, of the leader alone: P V of a block, then S of the block after the next, which is
+    the same role's, also across the border of two items."""
+    item, pairs = pair_and_pairs()
+    num_items = count_items(list_ptr)
+    tile, block, count = 0, 0, 0  # of the next S
+    out = 0  # the item of the next P V
+    older, newer = 0, 0  # of the two blocks before `count`: ISSUED, and whether BEGINS and ENDS
+    if (tlx.cluster_cta_rank() == 0) & (item < num_items):
+        _, _, _, _, len_k, _, first = entry(list_ptr, item)
+        _, blocks = blocks_of(len_k, first, options)
+        # The next item's, loaded an item ahead.
+        _, _, _, _, len_k, _, first = entry(list_ptr, tl.minimum(item + pairs, num_items - 1))
+        while (item < num_items) | (older + newer > 0):
+            for role in tl.static_range(ROLES):
+                if older > 0:
+                    begins = (older & BEGINS) > 0
+                    done = count - ROLES
+                    stage = v.wait(done)
+                    at = out % O_SLOTS
+                    if begins:
+                        o.acquire(out)
+                    weighted_sum(
+                        role, p, v.buffer[stage], o.buffer[at], done // ROLES, not begins, options
+                    )
+                    tlx.tcgen05_commit(v.empty[stage], two_ctas=True)
+                    if (older & ENDS) > 0:
+                        tlx.tcgen05_commit(o.full[at], two_ctas=True)
+                        out += 1
+                older = newer
+                newer = 0
+                if item < num_items:
+                    stage = k.wait(count)
+                    slot = tile % Q_SLOTS
+                    if block == 0:
+                        q.wait(tile)
+                    scores(role, q.buffer[slot], k.buffer[stage], s)
+                    tlx.tcgen05_commit(k.empty[stage], two_ctas=True)
+                    last = block + 1 == blocks
+                    newer = ISSUED + tl.where(block == 0, BEGINS, 0) + tl.where(last, ENDS, 0)
+                    block = tl.where(last, 0, block + 1)
+                    if last:
+                        tile += 1
+                        item += pairs
+                        _, blocks = blocks_of(len_k, first, options)
+                        following = tl.minimum(item + pairs, num_items - 1)
+                        _, _, _, _, len_k, _, first = entry(list_ptr, following)
+                count += 1
+
+
+@triton.jit
+def math(role: tl.constexpr, s, p, list_ptr, scale, options):
+    """The activation of a role's blocks of this CTA's rows."""
+    WIDTH: tl.constexpr = options.BLOCK_N // options.SLICES
+    rank = tlx.cluster_cta_rank()
+    item, pairs = pair_and_pairs()
+    num_items = count_items(list_ptr)
+    count = 0
+    while item < num_items:
+        _, _, _, _, len_k, head, first = entry(list_ptr, item)
+        start, blocks = blocks_of(len_k, first, options)
+        row = first + rank * ROWS
+        for block in tl.range((count + role) % ROLES, blocks, ROLES):
+            key = start + block * options.BLOCK_N
+            turn = (count + block) // ROLES
+            tlx.barrier_wait(s.full[role], turn & 1)
+            for part in tl.static_range(options.SLICES):
+                x = tlx.local_load(tlx.subslice(s.buffer[role], part * WIDTH, WIDTH))
+                x = mixed_probabilities(x, scale, head, row, key + part * WIDTH, options)
+                tlx.local_store(tlx.subslice(p.buffer[2 * role], part * WIDTH, WIDTH), x)
+                tlx.barrier_arrive(p.full[role * options.SLICES + part], 1, remote_cta_rank=0)
+        count += blocks
+        item += pairs
+
+
+@triton.jit
+def output(out_desc, q, o, list_ptr, output_scale, options):
+    """O from tensor memory to Q's slot, and from there to memory; then the slot is free."""
+    DTYPE: tl.constexpr = options.DTYPE
+    rank = tlx.cluster_cta_rank()
+    item, pairs = pair_and_pairs()
+    num_items = count_items(list_ptr)
+    tile = 0
+    while item < num_items:
+        _, start_out, len_q, _, _, head, first = entry(list_ptr, item)
+        slot = tile % Q_SLOTS
+        at = o.wait(tile)
+        move_columns(o.buffer[at], q.buffer[slot], output_scale, options.COLUMNS, DTYPE)
+        tlx.barrier_arrive(o.empty[at], 1, remote_cta_rank=0)
+        tlx.fence("async_shared")
+        place = [BOUND, start_out + len_q, head, BOUND - len_q + first + rank * ROWS, 0]
+        tlx.async_descriptor_store(out_desc, q.buffer[slot], place)
+        tlx.async_descriptor_store_wait(0)
+        tlx.barrier_arrive(q.empty[slot])
+        tile += 1
+        item += pairs
+
+
+@triton.jit
+def split_stream_kernel(
+    q_desc, k_desc, v_desc, out_desc, list_ptr, scale, output_scale,
+    GROUP: tl.constexpr, ACTIVATION: tl.constexpr, PAIRS: tl.constexpr, CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, NUM_STAGES: tl.constexpr,
+    SLICES: tl.constexpr, COLUMNS: tl.constexpr, REGISTERS: tl.constexpr,
+):  # fmt: skip
+    """output_scale * activation(scale * Q K^T) V for the listed work of this pair of CTAs."""
+    DTYPE: tl.constexpr = tlx.dtype_of(q_desc)
+    options = Options(
+        GROUP, ACTIVATION, PAIRS, CAUSAL, WINDOW, DTYPE, BLOCK_N, BLOCK_D, NUM_STAGES, SLICES,
+        COLUMNS,
+    )  # fmt: skip
+    q = tlx.local_alloc((ROWS, BLOCK_D), DTYPE, Q_SLOTS)
+    k = tlx.local_alloc((BLOCK_N // CTAS, BLOCK_D), DTYPE, NUM_STAGES)
+    v = tlx.local_alloc((BLOCK_N, BLOCK_D // CTAS), DTYPE, NUM_STAGES)
+    s = tlx.local_alloc((ROWS, BLOCK_N), tl.float32, ROLES, tlx.storage_kind.tmem)
+    p = tlx.local_alloc((ROWS, BLOCK_N), DTYPE, 2 * ROLES, tlx.storage_kind.tmem, reuse=s)
+    o = tlx.local_alloc((ROWS, BLOCK_D), tl.float32, O_SLOTS, tlx.storage_kind.tmem)
+    q = Ring(q, tlx.alloc_barriers(Q_SLOTS), tlx.alloc_barriers(Q_SLOTS), Q_SLOTS)
+    k = Ring(k, tlx.alloc_barriers(NUM_STAGES), tlx.alloc_barriers(NUM_STAGES), NUM_STAGES)
+    v = Ring(v, tlx.alloc_barriers(NUM_STAGES), tlx.alloc_barriers(NUM_STAGES), NUM_STAGES)
+    s = Handover(s, tlx.alloc_barriers(ROLES))
+    p = Handover(p, tlx.alloc_barriers(ROLES * SLICES, arrive_count=CTAS))
+    o = Ring(
+        o, tlx.alloc_barriers(O_SLOTS), tlx.alloc_barriers(O_SLOTS, arrive_count=CTAS), O_SLOTS
+    )
+
+    with tlx.async_tasks():
+        with tlx.async_task("default"):
+            output(out_desc, q, o, list_ptr, output_scale, options)
+        with tlx.async_task(num_warps=4, registers=REGISTERS, replicate=ROLES):
+            math(tlx.async_task_replica_id(), s, p, list_ptr, scale, options)
+        with tlx.async_task(num_warps=1, registers=48):
+            mma(q, k, v, s, p, o, list_ptr, options)
+        with tlx.async_task(num_warps=1, registers=48):
+            load(q_desc, k_desc, v_desc, q, k, v, list_ptr, options)
+
+
+def forward(
+    batch: Batch, *, config: Config | None = None, schedule: Schedule | None = None
+) -> torch.Tensor:
+    """The output, `[total_q, num_heads, head_dim]`.
+
+    `schedule` is `make_schedule`'s for the same sequences and config; None makes it here.
+    """
+    out = batch.new_out()
+    config = config or default_config(batch)
+    (entries,) = schedule or make_schedule(batch, config)
+    pairs = not batch.precise and foldable(batch.activation, batch.dtype)
+    clusters = min(max(multiprocessors(batch.device) // CTAS.value, 1), len(entries) - 1)
+    out_desc = ragged_descriptor(out, ROWS.value, min_width=64)
+    width = out_desc.block_shape[-1]
+    launch(
+        split_stream_kernel, (CTAS.value * clusters,), batch.device,
+        ragged_descriptor(batch.q, ROWS.value, min_width=64),
+        ragged_descriptor(batch.k, config.BLOCK_N // CTAS.value, min_width=64),
+        ragged_descriptor(batch.v, config.BLOCK_N, width=width // CTAS.value), out_desc,
+        entries, batch.scale, batch.output_scale * batch.scale / 2 if pairs else batch.output_scale,
+        GROUP=batch.group, ACTIVATION=batch.names, PAIRS=pairs, CAUSAL=batch.causal,
+        WINDOW=batch.window, BLOCK_N=config.BLOCK_N, BLOCK_D=width, NUM_STAGES=config.num_stages,
+        SLICES=config.slices, COLUMNS=config.columns, REGISTERS=config.registers,
+        num_warps=4, ctas_per_cga=(CTAS.value, 1, 1),
+    )  # fmt: skip
+    return out
