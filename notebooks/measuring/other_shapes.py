@@ -58,8 +58,8 @@ def rungs_on(of, way):
     return [V4, V6] if of.max_seqlen_k <= 128 else [V4]
 
 
-GUARD = studies.piece(v8, "    if not all_visible(", "        x = mask_prob")
-EVERY = studies.changed(v8, (GUARD, "    if True:\n"))
+GUARD = studies.piece(v8, "    elif not all_visible(", "        x = mask_prob")
+EVERY = studies.changed(v8, (GUARD, "    else:\n"))
 MASKED = [
     (V8, "masks every block", {"module": EVERY}),
     (V8, "blocks of 128", {"config": v8.Config()}),

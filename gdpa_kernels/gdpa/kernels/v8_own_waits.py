@@ -227,23 +227,28 @@ def release_scores(k_empty, q_empty, last, done, options):
 
 
 @triton.jit
+def mask_segments(x, position, first_key, parts, options):
+    """x with zeros where contexts, history and targets do not let a row see a key."""
+    _, contexts, history = parts
+    if not all_count(position, first_key, ROWS, options.BLOCK_N, contexts, history, options):
+        i = position + tl.arange(0, ROWS)[:, None]
+        j = first_key + tl.arange(0, options.BLOCK_N)[None, :]
+        x = tl.where(counted(i, j, contexts, history, options), x, 0.0)
+    return x
+
+
+@triton.jit
 def begin(s, scale, head, row, first_key, parts, options):
     """(x, t) of which `finish` makes activation(scale * s), with masked pairs zero.
 
     GELU and SiLU of 0 are 0: masking the scores is as good, and leaves the pairs of bf16 whole.
     """
     x = s if options.PAIRS else activate_per_head(s, scale, head, options.ACTIVATION, True)
-    shift, contexts, history = parts
-    position = row + shift
+    at = row + parts[0]  # its position
     if options.SEGMENTS:
-        if not all_count(position, first_key, ROWS, options.BLOCK_N, contexts, history, options):
-            i = position + tl.arange(0, ROWS)[:, None]
-            j = first_key + tl.arange(0, options.BLOCK_N)[None, :]
-            x = tl.where(counted(i, j, contexts, history, options), x, 0.0)
-    elif not all_visible(
-        position, first_key, ROWS, options.BLOCK_N, options.CAUSAL, options.WINDOW
-    ):
-        x = mask_probabilities(x, position, first_key, options.CAUSAL, options.WINDOW)
+        x = mask_segments(x, at, first_key, parts, options)
+    elif not all_visible(at, first_key, ROWS, options.BLOCK_N, options.CAUSAL, options.WINDOW):
+        x = mask_probabilities(x, at, first_key, options.CAUSAL, options.WINDOW)
     t = 0
     if options.PAIRS:
         x, t = tanh_of_pairs(x, scale, options.ACTIVATION)
