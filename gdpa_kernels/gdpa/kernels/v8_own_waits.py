@@ -71,12 +71,16 @@ class Config:
 
 def default_config(batch: Batch) -> Config:
     """As v7. Of 256 columns two blocks of 64 keys fit beside one tile of Q. Keys are split where
-    tiles are too few for the device; if then no sequence has over 64 rows, one role computes."""
+    tiles are too few for the device. One role computes, in each of two programs, if then no
+    sequence has over 64 rows, and where rows of a tile see different stretches of keys."""
     if batch.head_dim > WIDE.value:
         return Config(BLOCK_N=64, q_slots=1)
     splits = splits_of(batch)
+    single = Config(BLOCK_N=64, registers=232, math_roles=1, programs=2, splits=splits)
     if splits > 1 and batch.max_seqlen_q <= ROWS.value:
-        return Config(BLOCK_N=64, registers=232, math_roles=1, programs=2, splits=splits)
+        return single
+    if batch.segments is not None:
+        return single if batch.window is not None or batch.head_dim <= 64 else Config()
     if splits > 1:
         return Config(BLOCK_N=64, num_stages=4, splits=splits)
     if batch.masked:
