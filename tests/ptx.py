@@ -41,7 +41,7 @@ MMA = re.compile(
     r"tcgen05\.mma\S*\s+\[\s*(%\w+)\s*\+\s*(\d+)\s*\],\s*(\[.*?\]|%\w+),\s*(%\w+),\s*(%\w+),"
 )
 OPERATIONS = {
-    "mov": lambda a: a, "cvt": lambda a: a, "shfl": lambda a, *_: a,
+    "mov": lambda a: a, "mapa": lambda a, _: a, "cvt": lambda a: a, "shfl": lambda a, *_: a,
     "add": lambda a, b: a + b, "sub": lambda a, b: a - b, "mul": lambda a, b: a * b,
     "mad": lambda a, b, c: a * b + c, "shl": lambda a, b: a << b, "shr": lambda a, b: a >> b,
     "and": lambda a, b: a & b, "or": lambda a, b: a | b, "xor": lambda a, b: a ^ b,
@@ -117,10 +117,11 @@ def check_operands(ptx: str, rows: Mapping[tuple[str, int], int]) -> Counter:
     return counts
 
 
-def check_stores(ptx: str, tiles: int) -> None:
+def check_stores(ptx: str, tiles: int, *, skipped: int = 0, kind: str = "shared") -> None:
     """`tiles` of 128 rows by 128 bytes that 128 threads store with 128-byte swizzle, a row each, 16
-    bytes at a time: every address."""
-    places = re.findall(r"st\.shared\.v4\.b32\s+\[(%r\d+)\+?(\d+)?\]", ptx)
+    bytes at a time: every address. kind: "async" to a peer. skipped: stores before them."""
+    found = re.findall(rf"st\.{kind}\S*\.v4\.b32\s+\[ ?(%r\d+) ?\+? ?(\d+)?\s*\]", ptx)
+    places = found[skipped:]
     assert len(places) == 8 * tiles
     threads = [Values(ptx, thread) for thread in range(128, 256)]  # of a whole warp group
     for first in range(0, len(places), 8):

@@ -334,6 +334,14 @@ BLACKWELL_BACKWARD_RUNGS: tuple[Rung, ...] = (
         "b1_tensor_memory_backward",
         dataclasses.replace(_TCGEN05, head_dim_multiple=64),
     ),
+    _backward(
+        "b4_pair_backward",
+        "CTA pairs exchange dS",
+        "Each holds half of Q and dO, and sums dQ of half of the rows.",
+        "b3_dk_first_backward",
+        dataclasses.replace(_TCGEN05, head_dim_multiple=64),
+        is_rewrite=True,
+    ),
 )
 
 LADDERS = {

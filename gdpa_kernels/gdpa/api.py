@@ -108,8 +108,9 @@ def gdpa(
         backward_impl: the same for the gradients. That of q is added up in an order that differs
             from run to run where q is shared or a sequence has more than 256 keys by
             "v2_fused_backward", "v4_warp_specialized_backward", "b1_tensor_memory_backward" and
-            "b3_dk_first_backward", and with more than 128 by "v7_wide_backward"; everything else is
-            deterministic. Under `torch.use_deterministic_algorithms` "auto" leaves those out.
+            "b3_dk_first_backward", with more than 128 by "v7_wide_backward", with more than 512 by
+            "b4_pair_backward"; everything else is deterministic. Under
+            `torch.use_deterministic_algorithms` "auto" leaves those out.
         validate: check the values of cu_seqlens, which waits for the device in each call. False
             trusts the caller. `Lengths` have been checked; compiled calls do not check.
         out_dtype: q's dtype, which None means, or torch.float32 (q in fp64 aside): the sum over

@@ -28,8 +28,8 @@ V4, V5, V6, V7 = (
     "v4_warp_specialized_backward", "v5_short_kv_backward", "v6_one_tile_backward",
     "v7_wide_backward",
 )  # fmt: skip
-B1, B2, B3 = BLACKWELL = (
-    "b1_tensor_memory_backward", "b2_short_kv_backward", "b3_dk_first_backward",
+B1, B2, B3, B4 = BLACKWELL = (
+    "b1_tensor_memory_backward", "b2_short_kv_backward", "b3_dk_first_backward", "b4_pair_backward",
 )  # fmt: skip
 BF16, FP16 = torch.bfloat16, torch.float16
 KNOWN_SPILLS_OF_V1 = {("keys_kernel", 128): 20}
@@ -228,8 +228,9 @@ def for_blackwell(impl: str, **options) -> tuple[CompiledKernel, Compiled, Launc
     return built, read_once(built), launch
 
 
-# Bytes that are spilled: constants that roles carry into their loops, and outside of these.
-MOST_SPILLED = 64
+# Bytes that are spilled: constants that roles carry into their loops, and outside of these; in b4
+# most are addresses of a tile's end.
+MOST_SPILLED = dict.fromkeys(BLACKWELL, 64) | {B4: 168}
 LOCAL = ("LDL", "STL")
 
 
@@ -248,7 +249,7 @@ def test_fits_and_does_not_spill_in_loops(impl, options):
     built, made, _ = for_blackwell(impl, **options)
     assert made.shared_bytes <= SHARED_BYTES[100]
     assert built.metadata.tmem_size == TENSOR_COLUMNS
-    assert made.registers == 65536 // 512 and made.spill_bytes <= MOST_SPILLED
+    assert made.registers == 65536 // 512 and made.spill_bytes <= MOST_SPILLED[impl]
     for loop in (shortest_loop(built, "MUFU", 64), shortest_loop(built, "UTCHMMA", 24)):
         assert not [name for name in loop if name in LOCAL]
 
@@ -261,14 +262,21 @@ def test_instructions_that_make_the_rung(impl, head_dim):
     _, made, _ = for_blackwell(impl, head_dim=head_dim)
     count = made.instructions
     over_dim, over_128 = head_dim // 16, 128 // 16
-    assert count["UTCHMMA"] == 2 * over_dim + over_128 + 2 * 2 * over_128
-    assert count["UTCBAR"] == 3 + 2 * 2 + 2  # S, dP, dV; dQ, dK twice; the tile's end
-    assert count["UTMALDG"] == (head_dim // 64) * (2 + 2 * 2)  # the first step is peeled
-    assert count["STTM"] == 2 * 2 * (1 + (impl == B3))  # P, dS of two roles in two parts
+    of_dq = 2 * over_128 if impl == B4 else over_128  # of all keys
+    assert count["UTCHMMA"] == 2 * over_dim + over_128 + 2 * (over_128 + of_dq)
+    # S, dP, dV; dQ, dK twice; the tile's end. In b4 two more for the rows of Q and dO.
+    assert count["UTCBAR"] == 3 + 2 * 2 + 2 + 2 * (impl == B4)
+    if impl != B4:  # the first step is peeled
+        assert count["UTMALDG"] == (head_dim // 64) * (2 + 2 * 2)
+    assert count["STTM"] == 2 * 2 * (1 + (impl in (B3, B4)))  # P, dS of two roles in two parts
     assert count["USETMAXREG"] > 0
     assert not {"RED", "REDG", "ATOM", "ATOMG"} & set(count)
     epilogue = 2 * head_dim // 64
-    if impl != B2:
+    if impl == B4:  # dQ is read whole; dS goes to the peer in two parts of each role
+        assert count["LDTM"] == 2 * 4 + epilogue + 1
+        assert (count["UTMAREDG"], count["UTMASTG"]) == (1, 2)
+        assert count["STAS"] >= 2 * 2 * 4
+    elif impl != B2:
         assert count["LDTM"] == 2 * 4 + epilogue + head_dim // 32
         assert (count["UTMAREDG"], count["UTMASTG"], count["STAS"]) == (head_dim // 32, 2, 0)
     else:
@@ -284,3 +292,10 @@ def test_ctas_of_b2_come_in_clusters_of_two():
     assert launched.options["ctas_per_cga"] == (2, 1, 1) and launched.grid[0] % 2 == 0
     assert made.instructions["UCGABAR"] >= 2 and "cta_group::2" not in built.asm["ptx"]
     assert for_blackwell(B1)[1].instructions["UCGABAR"] == 0
+
+
+def test_all_mmas_of_b4_are_of_a_pair():
+    built, _, launched = for_blackwell(B4)
+    assert launched.options["ctas_per_cga"] == (2, 1, 1) and launched.grid[0] % 2 == 0
+    assert "cta_group::1" not in built.asm["ptx"]
+    assert "tcgen05.mma.cta_group::2" in built.asm["ptx"]

@@ -95,14 +95,14 @@ def test_another_gpu_judges_nothing(tmp_path):
     assert "No row is measured" in clock_free.report(tmp_path)
 
 
-@pytest.mark.parametrize(("wrong", "dead"), [(0, False), (5, False), (6, True), (16, True)])
+@pytest.mark.parametrize(("wrong", "dead"), [(0, False), (5, False), (6, True), (17, True)])
 def test_a_model_dies_of_too_few_groups(wrong, dead):
-    """Of 16 groups, 11 inside have a probability above 1 %, ten one below."""
+    """Of 17 groups, 12 inside have a probability above 1 %, 11 one below."""
     table = clock_free.registered()
     groups = table.groupby(["direction", "impl", "other"]).ngroup()
-    assert groups.nunique() == 16
+    assert groups.nunique() == 17
     off = groups < wrong
     table = table.assign(measured=table["expected"].where(~off, 2 * table["high"]))
-    assert clock_free.is_dead(table) == (dead, 16 - wrong, 16)
+    assert clock_free.is_dead(table) == (dead, 17 - wrong, 17)
     lone = table.assign(measured=table["measured"].where(table.index == table.index[0]))
     assert not clock_free.is_dead(lone)[0]

@@ -80,6 +80,9 @@ EXPECTED = {
         Expected("b3_dk_first_backward", 0.65, 0.83, 1.0, backward(
             "one CTA, dS in tensor memory", B200, 256 + 32 + 64 + 128, 192, start_us=4.5,
             row_bytes=1280), date="2026-11-27"),
+        Expected("b4_pair_backward", 0.65, 0.83, 1.0, backward(
+            "pair, dS exchanged", B200, 192 + 32 + 64 + 64, 224, start_us=4.5, tile=(128, 256),
+            row_bytes=1280), date="2026-11-27"),
     ),
 }  # fmt: skip
 """By direction, the rungs of GDPA. KiB of a backward: operands of the five MMAs; dS, in a pair for
