@@ -98,8 +98,9 @@ class Options:
 @triton.jit
 def fetch(desc, ring, free, BYTES, start, length, head, row, column):
     """This CTA's part of a slot of one stage, once it is free; the leader expects both CTAs'."""
+    rank = tlx.cluster_cta_rank()
     tlx.barrier_wait(ring.empty[0], free)
-    tlx.barrier_expect_bytes(ring.full[0], BYTES, pred=tlx.cluster_cta_rank() == 0)
+    tlx.barrier_expect_bytes(ring.full[0], BYTES, pred=rank == 0)
     fetch_part(desc, ring.buffer[0], ring.full[0], start, length, head, row, column)
 
 
