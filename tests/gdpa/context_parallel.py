@@ -5,22 +5,27 @@ import sys
 
 import torch
 import torch.distributed as dist
+from torch.utils.flop_counter import FlopCounterMode
 
 import tritonemu
 from gdpa_kernels import gdpa
 from gdpa_kernels.gdpa import parallel
 
-RECEIVED = {"all_gather_into_tensor": 0, "reduce_scatter_tensor": 0, "all_to_all_single": 0}
+RECEIVED = dict.fromkeys(
+    ("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "all_reduce"), 0
+)
 
 
 def count_bytes(ranks: int) -> None:
     """Add up what the collectives bring to this rank from others."""
 
     def counted(name: str, call):
-        def collective(out, given, group=None):
-            larger = max(out, given, key=torch.Tensor.numel)
-            RECEIVED[name] += larger.numel() * larger.element_size() * (ranks - 1) // ranks
-            return call(out, given, group=group)
+        def collective(out, *given, group=None):
+            larger = max(out, *given, key=torch.Tensor.numel) if given else out
+            times = 1 if given else 2  # a ring's all-reduce scatters sums and gathers them
+            received = larger.numel() * larger.element_size() * (ranks - 1) // ranks
+            RECEIVED[name] += times * received
+            return call(out, *given, group=group)
 
         return collective
 
@@ -29,42 +34,60 @@ def count_bytes(ranks: int) -> None:
 
 
 def found(case: dict, rank: int, ranks: int) -> dict:
-    """Errors of the output and the gradients on each rank, and bytes that this one received."""
+    """Errors of the output and the gradients on each rank, bytes that this one received, as counted
+    here and by the library, and the FLOPs of each."""
     RECEIVED.update(dict.fromkeys(RECEIVED, 0))
-    ends, dtype = case["ends"], getattr(torch, case["dtype"])
+    ends, dtype, layout = case["ends"], getattr(torch, case["dtype"]), case["layout"]
     heads, keys, dim = case["shape"]
+    seeds = case.get("seeds")
+    rows = seeds or ends[-1]
     make = torch.Generator().manual_seed(7)
     q, k, v, grad = (
-        torch.randn(ends[-1], n, dim, generator=make, dtype=torch.float64).to(dtype)
-        for n in (heads, keys, keys, heads)
-    )
+        torch.randn(n, h, dim, generator=make, dtype=torch.float64).to(dtype)
+        for n, h in (
+            (rows, heads), (ends[-1], keys), (ends[-1], keys),
+            (rows * (len(ends) - 1 if seeds else 1), heads),
+        )
+    )  # fmt: skip
     clean = ends[1] if case.get("nan") else 0  # of the first sequence nothing may be left
     for x in (q, k, v, grad):
         x[:clean] = torch.nan
-    first, last = parallel.rows_of_rank(ends[-1], rank, ranks)
-    mine = [x[first:last].clone().requires_grad_() for x in (q, k, v)]
-    with tritonemu.enabled():
-        out = parallel.context_parallel_gdpa(
-            *mine, ends, stationary=case["stationary"], causal=case["causal"],
-            window=case["window"], **case["options"],
-        )  # fmt: skip
+
+    def own(x: torch.Tensor) -> torch.Tensor:
+        return parallel.shard(x, ends, rank, ranks, layout)
+
+    masks = {} if seeds else {name: case[name] for name in ("causal", "window")}
+    how = {} if seeds else {"stationary": case["stationary"]}
+    mine = [x.clone().requires_grad_() for x in (q if seeds else own(q), own(k), own(v))]
+    call = parallel.context_parallel_pooling if seeds else parallel.context_parallel_gdpa
+    counting = tritonemu.enabled(), parallel.counted_bytes(), FlopCounterMode(display=False)
+    with counting[0], counting[1] as library, counting[2] as flops:
+        out = call(*mine, ends, layout=layout, **how, **masks, **case["options"])
         forward = sum(RECEIVED.values())
-        gradients = torch.autograd.grad(out, mine, grad[first:last])
+        gradients = torch.autograd.grad(out, mine, grad if seeds else own(grad))
     whole = [x.double().requires_grad_() for x in (q, k, v)]
     offsets = torch.tensor(ends, dtype=torch.int32)
     longest = max((b - a for a, b in zip(ends, ends[1:], strict=False)), default=0)
-    wanted = gdpa(*whole, offsets, offsets, longest, longest, causal=case["causal"],
-                  window=case["window"], impl="reference")  # fmt: skip
+    wanted = gdpa(*whole, None if seeds else offsets, offsets, None, longest, **masks,
+                  impl="reference")  # fmt: skip
     exact = torch.autograd.grad(wanted, whole, grad.double())
     errors = []
-    for a, b in zip((out, *gradients), (wanted, *exact), strict=True):
-        rows = slice(max(first, clean), last)
-        apart = (a.double()[max(clean - first, 0) :] - b[rows]).abs()
-        errors.append(float(apart.max() / b[clean:].abs().max()) if apart.numel() else 0.0)
+    own_tokens = own(torch.arange(ends[-1]))
+    for x, y, whole_here in zip(
+        (out, *gradients), (wanted, *exact), (seeds, seeds, None, None), strict=True
+    ):
+        here = torch.arange(len(y)) if whole_here else own_tokens
+        apart = (x.double() - y[here])[here >= clean].abs()
+        errors.append(float(apart.max() / (y[clean:].abs().max() or 1)) if apart.numel() else 0.0)
     gathered = [None] * ranks
-    dist.all_gather_object(gathered, errors)
-    received = {"forward": forward, "backward": sum(RECEIVED.values()) - forward}
-    return {"errors": gathered, "bytes": received}
+    dist.all_gather_object(gathered, (errors, flops.get_total_flops()))
+    total = sum(RECEIVED.values())
+    return {
+        "errors": [errors for errors, _ in gathered],
+        "flops": [flops for _, flops in gathered],
+        "bytes": {"forward": forward, "backward": total - forward},
+        "counted": sum(library.values()),
+    }
 
 
 def main() -> None:

@@ -20,7 +20,7 @@ ENDS = {
 
 PLAIN = {
     "ends": ENDS["cut"], "dtype": "float64", "shape": (8, 4, 8), "causal": False, "window": None,
-    "options": {"impl": "reference"},
+    "options": {"impl": "reference"}, "layout": "contiguous",
 }  # fmt: skip
 MASKS = {"all": {}, "causal": {"causal": True}, "window": {"causal": True, "window": 6}}
 KERNELS = {
@@ -35,41 +35,117 @@ CASES = {
 }
 
 
+ZIGZAG = {"layout": "zigzag"}
+LONG = PLAIN | {"ends": [0, 3, 403], "shape": (4, 4, 2), "causal": True}
+POOLING = {
+    name: PLAIN | {"seeds": 3} | case
+    for name, case in {
+        "cut": {}, "one": {"ends": ENDS["one"]}, "none": {"ends": ENDS["none"]},
+        "few": {"ends": ENDS["few"]}, "zigzag": ZIGZAG, "kernels": KERNELS,
+    }.items()
+}  # fmt: skip
+
+
 @pytest.fixture(scope="module", params=(2, 4))
 def results(request) -> tuple[int, dict]:
     """What processes find, all cases in one start."""
     cases = {
-        f"{stationary} {name}": PLAIN | case | {"stationary": stationary}
-        for stationary in parallel.STATIONARY for name, case in CASES.items()
+        f"{stationary} {layout} {name}": PLAIN | case | {"stationary": stationary, "layout": layout}
+        for stationary in parallel.STATIONARY for layout in parallel.LAYOUTS
+        for name, case in CASES.items()
     }  # fmt: skip
+    cases |= {
+        f"{stationary} {layout} long": LONG | {"stationary": stationary, "layout": layout}
+        for stationary in parallel.STATIONARY
+        for layout in parallel.LAYOUTS
+    }
+    cases |= {f"pooling {name}": case for name, case in POOLING.items()}
     return request.param, json.loads(printed(request.param, SCRIPT, json.dumps(cases)))
 
 
+@pytest.mark.parametrize("layout", parallel.LAYOUTS)
 @pytest.mark.parametrize("stationary", parallel.STATIONARY)
-def test_ranks_compute_what_one_process_does(results, stationary):
+def test_ranks_compute_what_one_process_does(results, stationary, layout):
     """With a sequence across the cut, and a rank that has one piece, or nothing."""
     _, found = results
-    for name in CASES:
-        worst = torch.tensor(found[f"{stationary} {name}"]["errors"]).max()
+    for name in (*CASES, "long"):
+        worst = torch.tensor(found[f"{stationary} {layout} {name}"]["errors"]).max()
         assert worst < (0.02 if name == "kernels" else 1e-14), name
         assert worst > 0 or name != "kernels", "they round"
 
 
-RECEIVED = {
-    "queries": lambda ranks: (2 * 4 * 8, 2 * 4 * 8),
-    "keys": lambda ranks: (8 * (8 + 8), 8 * (8 + 8)),
-    "sequences": lambda ranks: (2 * (8 + 4) * 8 / ranks,) * 2,
-}
-"""Bytes a row and number of a head, of 8 query heads and 4 key heads in fp64, summed as such."""
+@pytest.mark.parametrize("name", POOLING)
+def test_pooled_keys_are_those_of_all_ranks(results, name):
+    """The result and the gradient of q are whole on every rank."""
+    _, found = results
+    worst = torch.tensor(found[f"pooling {name}"]["errors"]).max()
+    assert worst < (0.02 if name == "kernels" else 1e-14)
 
 
 @pytest.mark.parametrize("stationary", parallel.STATIONARY)
-def test_a_rank_receives_the_bytes_that_were_counted(results, stationary):
+def test_zigzag_shards_have_equal_work(results, stationary):
+    """FLOPs of a rank over the mean, as PyTorch counts them, forward and backward."""
     ranks, found = results
-    rows = -(-41 // ranks) * ranks
-    scale = rows * 8 * (ranks - 1) / ranks
-    forward, backward = (scale * x for x in RECEIVED[stationary](ranks))
-    assert found[f"{stationary} all"]["bytes"] == {"forward": forward, "backward": backward}
+    most = {}
+    for layout in parallel.LAYOUTS:
+        flops = torch.tensor(found[f"{stationary} {layout} long"]["flops"], dtype=torch.float64)
+        most[layout] = (flops.max() / flops.mean()).item()
+    assert most["zigzag"] < 1.02
+    assert most["contiguous"] > 1.2 or stationary == "sequences"
+
+
+@pytest.mark.parametrize("layout", parallel.LAYOUTS)
+@pytest.mark.parametrize("stationary", parallel.STATIONARY)
+def test_a_rank_receives_the_bytes_that_were_predicted(results, stationary, layout):
+    ranks, found = results
+    for name, dtype in (("all", torch.float64), ("kernels", torch.bfloat16)):
+        case = PLAIN | CASES[name]
+        rows = max(len(rows_of(case["ends"], rank, ranks, layout)) for rank in range(ranks))
+        wanted = parallel.predicted_bytes(stationary, rows, ranks, *case["shape"], dtype)
+        got = found[f"{stationary} {layout} {name}"]
+        assert tuple(got["bytes"].values()) == wanted
+        assert got["counted"] == sum(wanted)
+
+
+def test_predictions_are_the_table():
+    """Of 8 query heads, 4 key heads and 16 rows of 8 numbers in bf16 on 2 ranks: f = 1 / 2."""
+    shape = 8, 2, 8, 4, 8, torch.bfloat16
+    tokens = 16 * 8
+    assert {name: parallel.predicted_bytes(name, *shape) for name in parallel.STATIONARY} == {
+        "queries": (2 * tokens * 4 * 2 // 2, 2 * tokens * 4 * 4 // 2),
+        "keys": (tokens * 8 * (2 + 4) // 2,) * 2,
+        "sequences": (2 * tokens * (8 + 4) * 2 // 2 // 2,) * 2,
+    }
+
+
+def test_pooling_receives_sums(results):
+    """Twice f times the result in fp64 forward, and q backward."""
+    ranks, found = results
+    got, numbers = found["pooling cut"], 3 * 8 * 8
+    forward, backward = (2 * n * numbers * 8 * (ranks - 1) // ranks for n in (5, 1))
+    assert got["bytes"] == {"forward": forward, "backward": backward}
+    assert got["counted"] == forward + backward
+
+
+def rows_of(ends: list[int], rank: int, ranks: int, layout: str) -> list[int]:
+    return parallel.shard(torch.arange(ends[-1]), ends, rank, ranks, layout).tolist()
+
+
+@pytest.mark.parametrize("layout", parallel.LAYOUTS)
+@pytest.mark.parametrize("ends", [*ENDS.values(), [0]])
+def test_shards_are_put_together_again(ends, layout):
+    x = torch.randn(ends[-1], 2, dtype=torch.float64, requires_grad=True)
+    parts = [parallel.shard(x, ends, rank, 3, layout) for rank in range(3)]
+    again = parallel.unshard(parts, ends, layout)
+    assert torch.equal(again, x)
+    assert torch.equal(torch.autograd.grad(again.sum(), x)[0], torch.ones_like(x))
+
+
+def test_zigzag_holds_an_early_and_a_late_chunk():
+    """Short sequences go round."""
+    assert [rows_of([0, 8], rank, 2, "zigzag") for rank in range(2)] == [[0, 1, 6, 7], [2, 3, 4, 5]]
+    ones = list(range(9))
+    assert [len(rows_of(ones, rank, 4, "zigzag")) for rank in range(4)] == [2, 2, 2, 2]
 
 
 def test_rows_are_dealt_in_order():
@@ -100,7 +176,12 @@ WRONG = (
     (TypeError, "cu_seqlens must be numbers of the host, got a tensor",
      (X, X, X, torch.tensor([0, 4])), {}),
     (ValueError, r"cu_seqlens must rise from 0, got \[0, 5, 4\]", (X, X, X, [0, 5, 4]), {}),
-    (ValueError, "q must have the rows 0 to 5 of rank 0, got 4 rows", (X, X, X, [0, 5]), {}),
+    (ValueError, "k must have the 5 rows of rank 0, got 4 rows", (X, X, X, [0, 5]), {}),
+    (ValueError, "q must have the 4 rows of rank 0, got 3 rows", (X[:3], X, X, [0, 4]), {}),
+    (ValueError, "layout must be one of contiguous, zigzag, got 'ring'",
+     (X, X, X, [0, 4]), {"layout": "ring"}),
+    (TypeError, "options must be of activation, .*, got num_targets",
+     (X, X, X, [0, 4]), {"num_targets": torch.ones(1)}),
 )  # fmt: skip
 
 
@@ -108,6 +189,28 @@ WRONG = (
 def test_what_is_wrong_is_said(alone, error, message, given, options):
     with pytest.raises(error, match=message):
         parallel.context_parallel_gdpa(*given, **options)
+
+
+def test_pooling_takes_no_mask(alone):
+    with pytest.raises(TypeError, match="options must be of activation, .*, got causal"):
+        parallel.context_parallel_pooling(X, X, X, [0, 4], causal=True)
+
+
+@pytest.mark.parametrize("wrong, message", [
+    ({"rank": 2}, "rank must be at least 0 and less than the 2 ranks, got 2"),
+    ({"x": X[:3]}, "x must have the 4 rows of the batch, got 3 rows"),
+    ({"layout": None}, "layout must be one of contiguous, zigzag, got None"),
+    ({"cu_seqlens": [1, 4]}, "cu_seqlens must rise from 0"),
+])  # fmt: skip
+def test_a_wrong_shard_is_said(wrong, message):
+    given = {"x": X, "cu_seqlens": [0, 4], "rank": 0, "ranks": 2} | wrong
+    with pytest.raises(ValueError, match=message):
+        parallel.shard(**given)
+
+
+def test_a_missing_shard_is_said():
+    with pytest.raises(ValueError, match=r"shards\[1\] must have the 2 rows of rank 1, got 1 rows"):
+        parallel.unshard([X[:2], X[:1]], [0, 4])
 
 
 def test_there_must_be_ranks():
