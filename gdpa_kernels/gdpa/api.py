@@ -511,6 +511,11 @@ def _read(
                 f"{maximum} must equal the {rows} rows of a shared q, got {max_seqlen}"
             )
         return None, rows
+    if cu_seqlens is None:
+        raise TypeError(
+            f"{name} must be the offsets [batch + 1] of k's {rows} rows, a tensor or Lengths, "
+            "unless k is nested, got None"
+        )
     if isinstance(cu_seqlens, Lengths):
         return cu_seqlens.of(name, rows, device, max_seqlen)
     checks.check_offsets(name, cu_seqlens, device)
