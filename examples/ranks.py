@@ -2,18 +2,26 @@
 
 python examples/ranks.py --batch 576
 torchrun --nproc-per-node 2 examples/ranks.py --engine ddp --batch 1152 --deals order balanced
+torchrun --nproc-per-node 4 examples/ranks.py --context --size tiny --batch 3 --max-seqlen 512
 
 For each deal of rows to ranks, prints and writes to --out: the time of a step, and the time that
 each rank takes for its own rows without communication. A rank that waits for a slower one and one
 that waits for gradients look alike in the first; the second tells them apart. "samples_s" in --out
 has both for each rank and step.
+
+--context: causal attention of the same histories, cut between ranks, against one process that has
+them all: the errors (fp64 on a CPU, bf16 on a GPU), the bytes that a rank receives, as counted and
+as predicted, and the work of the busiest rank over the mean.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 from contextlib import nullcontext
+from functools import partial
+from itertools import product
 from pathlib import Path
 
 import options
@@ -22,9 +30,12 @@ import torch.distributed as dist
 from attentions import ATTENTIONS
 from step import Clock, step
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.flop_counter import FlopCounterMode
 from train import Loader, check_ranks, join, network
 
 from data import DEALS
+from gdpa_kernels import gdpa
+from gdpa_kernels.gdpa import parallel
 
 
 def arguments(given: list[str] | None) -> argparse.Namespace:
@@ -32,11 +43,17 @@ def arguments(given: list[str] | None) -> argparse.Namespace:
     p.add_argument("--attention", choices=ATTENTIONS, default="gdpa")
     p.add_argument("--engine", choices=("single", "ddp", "fsdp2"), default="single")
     p.add_argument("--deals", nargs="+", choices=DEALS, default=["balanced"], metavar="DEAL")
+    p.add_argument("--context", action="store_true", help="attention that is cut between ranks")
     p.add_argument("--repeats", type=options.positive, default=20, help="timed steps")
     p.add_argument("--warmup", type=options.positive, default=4, help="steps before them")
     p.add_argument("--timeout", type=options.positive, default=300, help="seconds for a lost rank")
     o = p.parse_args(given)
-    check_ranks(p, o)
+    if not o.context:
+        check_ranks(p, o)
+    elif "RANK" not in os.environ:
+        p.error("--context needs torchrun --nproc-per-node N, got a process without it")
+    else:
+        o.engine = "ddp"  # its group of processes
     return o
 
 
@@ -86,17 +103,74 @@ def measure(o: argparse.Namespace, how: str, rank: int, ranks: int, device: torc
     return row
 
 
+def computed(call, q, k, v, grad) -> tuple[list[torch.Tensor], list[int], int]:
+    """The result and the gradients; bytes received forward and backward; FLOPs."""
+    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+    with parallel.counted_bytes() as received, FlopCounterMode(display=False) as flops:
+        out = call(q, k, v)
+        forward = received.total()
+        found = [out, *torch.autograd.grad(out, (q, k, v), grad)]
+    return found, [forward, received.total() - forward], flops.get_total_flops()
+
+
+def context(o: argparse.Namespace, rank: int, ranks: int, device: torch.device) -> list[dict]:
+    """The rows of --context."""
+    ends = [0, *options.traffic_of(o).sample(0, o.batch).cumsum().tolist()]
+    heads = options.SIZES[o.size]["heads"]
+    shape = ends[-1], heads, options.SIZES[o.size]["dim"] // heads
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float64
+    make = torch.Generator(device).manual_seed(o.seed)
+    given = torch.randn(4, *shape, generator=make, device=device, dtype=dtype)
+    offsets = torch.tensor(ends, dtype=torch.int32, device=device)
+    one = partial(gdpa, cu_seqlens_q=offsets, cu_seqlens_k=offsets, causal=True)
+    wanted, _, _ = computed(one, *given)
+    rows = []
+    for layout, stationary in product(parallel.LAYOUTS, parallel.STATIONARY):
+        if stationary == "sequences" and heads % ranks:
+            continue
+        own = partial(parallel.shard, cu_seqlens=ends, rank=rank, ranks=ranks, layout=layout)
+        cut = {"cu_seqlens": ends, "layout": layout, "stationary": stationary, "causal": True}
+        call = partial(parallel.context_parallel_gdpa, **cut)
+        found, received, flops = computed(call, *map(own, given))
+        pairs = zip(found, wanted, strict=True)
+        errors = [((a - own(b)).norm() / b.norm()).item() for a, b in pairs]
+        each = torch.tensor([*errors, flops, len(found[0])], dtype=torch.float64)
+        each = gathered(each, ranks, device)
+        most = int(each[:, 5].max())
+        predicted = parallel.predicted_bytes(stationary, most, ranks, heads, *shape[1:], dtype)
+        rows.append({
+            "stationary": stationary, "layout": layout, "ranks": ranks, "tokens": ends[-1],
+            "errors": each[:, :4].amax(0).tolist(), "received": received,
+            "predicted": [*predicted], "busiest": (each[:, 4].max() / each[:, 4].mean()).item(),
+        })  # fmt: skip
+    return rows
+
+
+def said(row: dict) -> str:
+    """A row in words."""
+    if "stationary" in row:
+        got, wanted = ("{:,} + {:,}".format(*row[name]) for name in ("received", "predicted"))
+        return (
+            f"{row['layout']}, {row['stationary']} stay: error {row['errors'][0]:.1e} forward, "
+            f"{max(row['errors'][1:]):.1e} backward; a rank receives {got} bytes, predicted "
+            f"{wanted}; busiest rank over mean {row['busiest']:.3f}"
+        )
+    text = f"{row['deal']}: step {1e3 * row['step_s']:.2f} ms"
+    if row["own_s"]:
+        own = ", ".join(f"{1e3 * s:.2f}" for s in row["own_s"])
+        text += f"; own rows {own} ms, slowest over mean {row['skew']:.3f}"
+    return text
+
+
 def main(given: list[str] | None = None) -> list[dict]:
     o = arguments(given)
     rank, ranks, device = join(o)
-    rows = [measure(o, how, rank, ranks, device) for how in o.deals]
+    if o.context:
+        rows = context(o, rank, ranks, device)
+    else:
+        rows = [measure(o, how, rank, ranks, device) for how in o.deals]
     if rank == 0:
-        for row in rows:
-            text = f"{row['deal']}: step {1e3 * row['step_s']:.2f} ms"
-            if row["own_s"]:
-                own = ", ".join(f"{1e3 * s:.2f}" for s in row["own_s"])
-                text += f"; own rows {own} ms, slowest over mean {row['skew']:.3f}"
-            print(text, flush=True)
+        print(*map(said, rows), sep="\n", flush=True)
         if o.out:
             name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
             found = {"device": name, "options": vars(o), "rows": rows}

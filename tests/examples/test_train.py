@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+import ranks
 import step
 import torch
 import train
@@ -223,3 +224,26 @@ def test_ranks_are_timed(tmp_path):
     assert sum(tokens["sorted"]) == sum(tokens["balanced"])
     assert tokens["sorted"][0] > tokens["sorted"][1]
     assert all(len(row["own_s"]) == row["ranks"] == 2 and row["skew"] >= 1 for row in found)
+
+
+@pytest.mark.parametrize("processes", (2, pytest.param(4, marks=pytest.mark.nightly)))
+def test_histories_are_cut_between_ranks(processes, tmp_path):
+    """As one process computes them, by the bytes of the formula; zigzag shards have equal work."""
+    given = ["--context", "--size", "tiny", "--batch", "3", "--max-seqlen", "512"]
+    given += ["--device", "cpu"]
+    found = run(processes, tmp_path / "cut.json", *given, script=SCRIPT.with_name("ranks.py"))
+    ways = {(row["layout"], row["stationary"]): row for row in found["rows"]}
+    assert len(ways) == (6 if processes == 2 else 4), "four ranks cannot share two heads"
+    for row in ways.values():
+        assert max(row["errors"]) < 1e-14
+        assert row["received"] == row["predicted"] and min(row["received"]) > 0
+    for stationary in ("queries", "keys"):
+        assert ways["zigzag", stationary]["busiest"] < 1.02
+        assert ways["contiguous", stationary]["busiest"] > 1.1
+
+
+def test_a_context_needs_ranks(capsys):
+    with pytest.raises(SystemExit):
+        ranks.main(["--context"])
+    wanted = "--context needs torchrun --nproc-per-node N, got a process without it\n"
+    assert capsys.readouterr().err.endswith(wanted)
