@@ -120,6 +120,7 @@ def context_parallel_gdpa(
     Source: sums of partial results, as in the chapter "What is GDPA"; the split of queries, and the
     zigzag layout, are those of all-gather context parallelism (arXiv 2407.21783, section 3.3.2).
     """
+    q, k, v = checks.autocast(q, k, v)
     shards, rank, ranks = _checked(q, k, v, cu_seqlens, layout, group, options)
     _check_masks(stationary, causal, window)
     _check_rows("q", q, shards.rows(rank), f"rank {rank}")
@@ -174,6 +175,7 @@ def context_parallel_pooling(
     Raises:
         TypeError, ValueError: as `context_parallel_gdpa`.
     """
+    q, k, v = checks.autocast(q, k, v)
     shards, rank, _ = _checked(q, k, v, cu_seqlens, layout, group, options)
     held = Counter()
     for i, first, end in shards.pieces[rank]:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from gdpa_kernels import gdpa
 from gdpa_kernels.gdpa import parallel
 from tests.examples.ranks import printed
 
@@ -189,6 +190,21 @@ WRONG = (
 def test_what_is_wrong_is_said(alone, error, message, given, options):
     with pytest.raises(error, match=message):
         parallel.context_parallel_gdpa(*given, **options)
+
+
+@pytest.mark.parametrize("stationary", [*parallel.STATIONARY, None])
+def test_autocast_is_that_of_gdpa(alone, stationary):
+    """What is moved, and the result, have its dtype; None: a shared q."""
+    x = torch.randn(4, 2, 8, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        if stationary is None:
+            out = parallel.context_parallel_pooling(x, x, x, [0, 4])
+        else:
+            out = parallel.context_parallel_gdpa(x, x, x, [0, 4], stationary=stationary)
+        ends = torch.tensor([0, 4])
+        assert torch.equal(out, gdpa(x, x, x, None if stationary is None else ends, ends))
+    assert out.dtype == torch.bfloat16
+    assert torch.autograd.grad(out.sum(), x)[0].dtype == torch.float32
 
 
 def test_pooling_takes_no_mask(alone):
