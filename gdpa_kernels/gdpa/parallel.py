@@ -197,8 +197,19 @@ def predicted_bytes(
     head_dim: int,
     dtype: torch.dtype,
 ) -> tuple[int, int]:
-    """(forward, backward): bytes that each rank receives in `context_parallel_gdpa`, by the table
-    of this module; `rows` are those of the largest shard, to which collectives fill up all."""
+    """(forward, backward): bytes that each rank receives in `context_parallel_gdpa`.
+
+    Args:
+        stationary: as there.
+        rows: of the largest shard, to which the collectives fill up all: N / ranks of the table.
+        ranks, num_heads, num_kv_heads, head_dim, dtype: of the call.
+
+    Raises:
+        ValueError: stationary is none of these.
+
+    Source: the table at the head of this module.
+    """
+    _check_stationary(stationary)
     numbers, size = rows * (ranks - 1) * head_dim, dtype.itemsize
     sums = torch.promote_types(dtype, torch.float32).itemsize
     return {
@@ -313,9 +324,13 @@ def _check_rows(name: str, x: torch.Tensor, rows: int, whose: str) -> None:
         raise ValueError(f"{name} must have the {rows} rows of {whose}, got {x.shape[0]} rows")
 
 
-def _check_masks(stationary: object, causal: object, window: object) -> None:
+def _check_stationary(stationary: object) -> None:
     if stationary not in STATIONARY:
         raise ValueError(f"stationary must be one of {', '.join(STATIONARY)}, got {stationary!r}")
+
+
+def _check_masks(stationary: object, causal: object, window: object) -> None:
+    _check_stationary(stationary)
     check_causal(causal)
     if isinstance(causal, str):
         raise ValueError(f"causal must be a bool here, where q has k's rows, got {causal!r}")

@@ -117,6 +117,8 @@ def test_predictions_are_the_table():
         "keys": (tokens * 8 * (2 + 4) // 2,) * 2,
         "sequences": (2 * tokens * (8 + 4) * 2 // 2 // 2,) * 2,
     }
+    with pytest.raises(ValueError, match="stationary must be one of .*, got 'ring'"):
+        parallel.predicted_bytes("ring", *shape)
 
 
 def test_pooling_receives_sums(results):
