@@ -2,11 +2,9 @@
 
 Changes from b3_dk_first_backward: an item has 256 keys, 128 in each CTA, and all MMAs are of the
 pair. S, dP, dV and dK read half of Q and dO from each CTA, S and dP half of the rows, dV and dK
-half of the columns. dQ has 64 rows in each CTA, from all keys: each math role's dS goes to the CTA
-that has its rows, by distributed shared memory. dP comes before dV again, since dQ leaves sooner.
-
-Why it should help: 352 KB of shared memory a step and CTA where b3 moves 480, 2,816 clocks; half
-of dQ's additions. Why it may not: 64 rows may not run at the full rate; math waits for the peer.
+half of the columns. dQ has 64 rows in each CTA: a math role's dS goes to the CTA that has its rows.
+dP comes before dV again, since dQ leaves sooner. Why it should help: 2,816 clocks of the port a
+step for 3,840, half of dQ's additions. Why it may not: the rate of 64 rows; waits for the peer.
 
 | role     | warps | registers | work                                                         |
 |----------|-------|-----------|--------------------------------------------------------------|
@@ -18,8 +16,7 @@ of dQ's additions. Why it may not: 64 rows may not run at the full rate; math wa
 | barrier                         | arrivals           | filled by -> drained by               |
 |---------------------------------|--------------------|---------------------------------------|
 | k., v., q_ and g_rows., .full   | 1 and bytes        | TMA loads of both CTAs -> mma         |
-| k., q_ and g_rows., .empty      | 1 (commit to both) | MMAs -> load                          |
-| s., dp., dq.full, sums          | 1 (commit to both) | as in b1                              |
+| their .empty but v's; as in b1  | 1 (commit to both) | MMAs -> load; s., dp., dq.full, sums  |
 | p.full, ds.full                 | 2 of each CTA      | math, P and dS are in TMEM -> mma     |
 | peer.full                       | 1 and bytes        | math of the peer -> mma of this CTA   |
 | ds_rows.full                    | 1 of each CTA, 1   | math, its dS; the peer's mma -> mma   |
