@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import heapq
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -33,6 +34,8 @@ LAWS = {
     **MOVIELENS,
     **KUAIRAND,
 }
+HELD_OUT = 2**40
+"""The first step of the rows that are never trained on."""
 ROWS = ("users", "events")
 DEALS = ("order", "balanced", "snake", "sorted")
 
@@ -111,10 +114,27 @@ def deal(lengths: np.ndarray, ranks: int, how: str, linear: float = 4096.0) -> n
     return np.sort(np.array(own), axis=1)
 
 
+@dataclass(frozen=True)
+class Clicks:
+    """Generated rows, step by step."""
+
+    world: World
+    traffic: Traffic
+
+    def sample(self, step: int, batch: int) -> np.ndarray:
+        """The lengths of a step's global batch, int64 `[batch]`."""
+        return self.traffic.sample(step, batch)
+
+    def make_batch(self, lengths, rows, step, device="cpu", max_seqlen=None) -> Batch:
+        """The rows `rows` of a step, whose global batch has `lengths`."""
+        return make_batch(self.world, lengths[rows], rows, step, device, max_seqlen)
+
+
 @dataclass
 class Batch:
     """Rows of a step. A token is an event: items, topics, likes, ages are int64 `[total_tokens]`;
-    shown, topic int64, label, logit fp32 `[batch]`."""
+    shown, topic int64, label, logit fp32 `[batch]`. logit: of the true probability, None where
+    nobody knows it."""
 
     lengths: Lengths
     items: torch.Tensor
@@ -123,11 +143,38 @@ class Batch:
     ages: torch.Tensor
     shown: torch.Tensor
     topic: torch.Tensor
-    label: torch.Tensor
-    logit: torch.Tensor
+    label: torch.Tensor | None
+    logit: torch.Tensor | None
+
+    def showing(self, item: int, world: World) -> Batch:
+        """The same histories, with one item shown to all; without label and logit."""
+        shown = torch.full_like(self.shown, item)
+        return replace(self, shown=shown, topic=shown % world.topics, label=None, logit=None)
 
 
 AGES = 32
+
+
+class Places(NamedTuple):
+    """Of each event of jagged histories `[total_tokens]`: its row, how many events of that row are
+    before it, and floor(log2(events after it + 1))."""
+
+    row: torch.Tensor
+    place: torch.Tensor
+    age: torch.Tensor
+
+
+def places(
+    lengths: np.ndarray, device: torch.device | str, max_seqlen: int | None
+) -> tuple[Lengths, Places]:
+    """Waits for no device; max_seqlen: as `Lengths`, None for the longest."""
+    ends = torch.from_numpy(np.concatenate(([0], lengths)).cumsum())
+    offsets, total = Lengths(ends, max_seqlen, device=device), int(ends[-1])
+    sizes = torch.from_numpy(lengths).to(device, non_blocking=True)
+    row = torch.arange(len(lengths), device=device).repeat_interleave(sizes, output_size=total)
+    place = torch.arange(total, device=device) - offsets.cu_seqlens[row].long()
+    age = torch.frexp((sizes[row] - place).double()).exponent.long() - 1
+    return offsets, Places(row, place, age)
 
 
 def make_batch(
@@ -142,13 +189,9 @@ def make_batch(
 
     max_seqlen: as `Lengths`; None for the longest.
     """
-    ends = torch.from_numpy(np.concatenate(([0], lengths)).cumsum())
-    offsets, total = Lengths(ends, max_seqlen, device=device), int(ends[-1])
-    sizes = torch.from_numpy(lengths).to(device, non_blocking=True)
+    offsets, (own, place, ages) = places(lengths, device, max_seqlen)
     row = torch.from_numpy(rows).to(device, non_blocking=True)
     row = _hash(_hash(torch.full_like(row, world.seed), step), row)
-    own = torch.arange(len(rows), device=device).repeat_interleave(sizes, output_size=total)
-    place = torch.arange(total, device=device) - offsets.cu_seqlens[own].long()
     event = _hash(row[own], place + 1)
 
     # A user cares for three topics: 60, 25 and 15 % of the events; 10 % of what is shown is others.
@@ -160,7 +203,6 @@ def make_batch(
     topic = torch.where(u > 0.9, _below(row, -3, world.topics), topic)
     items, shown = _item(world, topics, _unit(event, 2)), _item(world, topic, _unit(row, -4))
     likes = (_unit(event, 3) < 0.5).long()
-    ages = torch.frexp((sizes[own] - place).double()).exponent.long() - 1
 
     behind = (topics == topics.roll(1)) & (place > 0)
     weight = (2 * likes - 1) * (topics == topic[own]) * (1 + behind.long()) * 2.0 ** (-ages / 2)
@@ -200,23 +242,3 @@ def _unit(state: torch.Tensor, key: int) -> torch.Tensor:
 
 def _below(state: torch.Tensor, key: int, most: int) -> torch.Tensor:
     return (_unit(state, key) * most).long()
-
-
-def bayes_loss(logit: torch.Tensor) -> torch.Tensor:
-    """The expected log loss of the true probabilities: the smallest that any model can have."""
-    return torch.nn.functional.binary_cross_entropy_with_logits(logit, logit.sigmoid())
-
-
-def normalized_entropy(loss: float, label: torch.Tensor) -> float:
-    """NE: a log loss over that of the mean of the labels; below 1 if anything was learned."""
-    rate = label.double().mean()
-    return loss / torch.distributions.Bernoulli(rate).entropy().item()
-
-
-def auc(score: torch.Tensor, label: torch.Tensor) -> float:
-    """The share of pairs (clicked, not clicked) that the score puts in order; ties count half."""
-    _, own, count = score.unique(return_inverse=True, return_counts=True)
-    rank = (count.cumsum(0) - (count - 1) / 2)[own].double()
-    clicked = label.sum().item()
-    below = (rank * label).sum().item() - clicked * (clicked + 1) / 2
-    return below / (clicked * (len(label) - clicked))

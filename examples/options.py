@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,10 +12,11 @@ from dataclasses import replace
 import numpy as np
 import torch
 from models import BLOCK, EMBEDDINGS, MIXERS, MODELS, NORMS, STREAMS, WINDOW, Config, build
+from ratings import Ratings
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from data import LAWS, ROWS, Traffic, World, make_batch
+from data import LAWS, ROWS, Clicks, Traffic, World, make_batch
 
 SIZES = {
     "base": {"dim": 512, "heads": 4, "tokens": 8, "keys": 256, "seeds": 64},
@@ -24,10 +27,16 @@ PEAKS = {"H100": 989, "H200": 989, "B200": 2250, "A100": 312}
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line."""
+    """Says what is wrong in one line; `@FILE` stands for the options in a file, # for comments."""
+
+    def __init__(self, **options):
+        super().__init__(fromfile_prefix_chars="@", **options)
 
     def error(self, message: str):
         self.exit(2, f"{self.prog}: {message}\n")
+
+    def convert_arg_line_to_args(self, arg_line: str) -> list[str]:
+        return shlex.split(arg_line, comments=True)
 
 
 def parser(description: str) -> Parser:
@@ -59,6 +68,11 @@ def parser(description: str) -> Parser:
     found.add_argument("--topics", type=positive, default=16)
     found.add_argument("--seed", type=int, default=7)
     found.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
+    found.add_argument(
+        "--threads", type=positive,
+        help="of PyTorch on the CPU; default: OMP_NUM_THREADS, else 1 with --size tiny, whose "
+        "operators are so small that more threads only wait, else PyTorch's, one per core",
+    )  # fmt: skip
     found.add_argument("--recompute", action="store_true", help="activation checkpointing")
     found.add_argument(
         "--compile", nargs="?", const="inductor", metavar="BACKEND", help="torch.compile"
@@ -82,6 +96,13 @@ def share(text: str) -> float:
     if not 0 <= value <= 1:
         raise argparse.ArgumentTypeError(f"must be a number in [0, 1], got {text!r}")
     return value
+
+
+def use_threads(o: argparse.Namespace) -> None:
+    """Sets PyTorch's threads. Threads that wait for each other spin: on two cores that others use
+    too, a tiny model took 92 s with two threads and 8 s with one."""
+    if o.threads or (o.size == "tiny" and "OMP_NUM_THREADS" not in os.environ):
+        torch.set_num_threads(o.threads or 1)
 
 
 def device_of(o: argparse.Namespace, rank: int = 0) -> torch.device:
@@ -117,6 +138,16 @@ def traffic_of(o: argparse.Namespace) -> Traffic:
     if o.max_seqlen < least:
         sys.exit(f"--max-seqlen must be at least {least} with --law {o.law}, got {o.max_seqlen}")
     return Traffic(o.law, o.max_seqlen, o.rows, o.cold, o.seed)
+
+
+def source_of(o: argparse.Namespace) -> Clicks | Ratings:
+    """The rows to train on: of --ratings, else generated."""
+    if o.ratings is None:
+        return Clicks(world_of(o), traffic_of(o))
+    try:
+        return Ratings(o.ratings, o.max_seqlen, o.like, o.negatives, o.seed)
+    except ValueError as error:
+        sys.exit(f"--ratings: {error}")
 
 
 def autocast(device: torch.device) -> torch.autocast:

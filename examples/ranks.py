@@ -80,7 +80,9 @@ def gathered(x: torch.Tensor, ranks: int, device: torch.device) -> torch.Tensor:
 
 def measure(o: argparse.Namespace, how: str, rank: int, ranks: int, device: torch.device) -> dict:
     """The row of one deal; `own_s` is None where an engine cannot do without communication."""
-    loader = Loader(argparse.Namespace(**vars(o) | {"deal": how}), rank, ranks, device)
+    loader = Loader(
+        argparse.Namespace(**vars(o) | {"deal": how, "ratings": None}), rank, ranks, device
+    )
     net = network(o, loader, device)
     optimizer = torch.optim.AdamW(net.parameters(), fused=device.type == "cuda")
     batches = [loader.batch(i)[0] for i in range(o.warmup + o.repeats)]

@@ -172,6 +172,7 @@ def main(given: list[str] | None = None) -> list[dict]:
     p.add_argument("--repeats", type=options.positive, default=10, help="timed steps")
     p.add_argument("--warmup", type=options.positive, default=3, help="steps before them")
     o = p.parse_args(given)
+    options.use_threads(o)
     device, rows = options.device_of(o), []
     for attention in o.attentions:
         options.check_attention(attention, device)

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torchrec
+from metrics import bayes_loss
 from torch import nn
 from torch.nn import functional as F
 from torchrec.distributed import DistributedModelParallel
@@ -26,7 +27,7 @@ from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
 from torchrec.optim import RowWiseAdagrad, apply_optimizer_in_backward
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
-from data import AGES, Batch, Traffic, World, bayes_loss, deal, make_batch
+from data import AGES, Batch, Traffic, World, deal, make_batch
 from gdpa_kernels import GDPASelfAttention, Lengths, Tokenwise, jagged
 
 DIM, HEADS, MAX_SEQLEN = 32, 2, 64

@@ -19,25 +19,26 @@ import traceback
 from datetime import timedelta
 from pathlib import Path
 
+import logs
 import numpy as np
 import options
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from attentions import ATTENTIONS
+from metrics import auc, bayes_loss, hit_rate_and_ndcg, normalized_entropy
 from models import build
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from data import DEALS, Batch, auc, bayes_loss, deal, make_batch, normalized_entropy
+from data import DEALS, HELD_OUT, Batch, deal
 
-HELD_OUT = 2**40
-"""The first step of the rows that are never trained on."""
 FREE = frozenset((
-    "checkpoint", "compile", "deal", "device", "engine", "eval_batches", "log_every", "out",
-    "peak_tflops", "recompute", "resume", "save_every", "timeout",
+    "candidates", "checkpoint", "compile", "deal", "device", "engine", "eval_batches", "eval_every",
+    "k", "log_csv", "log_every", "out", "peak_tflops", "recompute", "resume", "save_every",
+    "tensorboard", "threads", "timeout",
 ))  # fmt: skip
 """Options that change no result, but for roundings. The others are saved with a checkpoint."""
 
@@ -51,6 +52,22 @@ def arguments(given: list[str] | None) -> argparse.Namespace:
     found.add_argument("--lr", type=float, default=2e-3, help="highest; OneCycleLR")
     found.add_argument("--log-every", type=options.positive, default=10, help="steps")
     found.add_argument("--eval-batches", type=options.positive, default=4)
+    found.add_argument(
+        "--eval-every", type=options.positive, help="steps; default: at the end alone"
+    )
+    found.add_argument(
+        "--candidates", type=options.positive,
+        help="other items that a clicked one is ranked among, for HR@k and NDCG@k: a forward each",
+    )  # fmt: skip
+    found.add_argument("--k", type=options.positive, default=10, help="of HR@k and NDCG@k")
+    found.add_argument("--ratings", metavar="FILE", help="CSV as of MovieLens: ratings.py")
+    found.add_argument("--like", type=float, default=4.0, help="least rating of a click")
+    found.add_argument(
+        "--negatives", type=options.share, default=0.5,
+        help="share of the rows of --ratings that show any item, which is not clicked",
+    )  # fmt: skip
+    found.add_argument("--log-csv", type=Path, metavar="FILE", help="numbers of the log")
+    found.add_argument("--tensorboard", metavar="FOLDER", help="the same for TensorBoard")
     found.add_argument("--checkpoint", type=Path, help="folder of checkpoints")
     found.add_argument("--save-every", type=options.positive, default=100, help="steps")
     found.add_argument(
@@ -63,8 +80,19 @@ def arguments(given: list[str] | None) -> argparse.Namespace:
     )
     o = found.parse_args(given)
     check_ranks(found, o)
+    check_ratings(found, o)
     check_checkpoint(found, o)
+    logs.check(found, o)
     return o
+
+
+def check_ratings(parser: options.Parser, o: argparse.Namespace) -> None:
+    """Refuses options of the data that is not used."""
+    clicks, file = ("law", "rows", "cold", "items", "topics"), ("like", "negatives")
+    needed = "no --ratings" if o.ratings else "--ratings"
+    for name in clicks if o.ratings else file:
+        if getattr(o, name) != parser.get_default(name):
+            parser.error(f"--{name} needs {needed}, got --{name} {getattr(o, name)}")
 
 
 def check_ranks(parser: options.Parser, o: argparse.Namespace) -> None:
@@ -102,18 +130,17 @@ class Loader:
     """The rows of this rank, step by step: a function of the step, so resuming needs no state."""
 
     def __init__(self, o: argparse.Namespace, rank: int, ranks: int, device: torch.device):
-        self.world, self.traffic = options.world_of(o), options.traffic_of(o)
+        self.source = options.source_of(o)
         self.o, self.rank, self.ranks, self.device = o, rank, ranks, device
         # FLOPs of a token over those of a pair, about: 8 dim^2 of projections over dim.
         self.linear = 8.0 * options.SIZES[o.size]["dim"]
 
     def batch(self, step: int) -> tuple[Batch, np.ndarray]:
         """The rows of this rank, and the lengths of all."""
-        lengths = self.traffic.sample(step, self.o.batch)
+        lengths = self.source.sample(step, self.o.batch)
         rows = deal(lengths, self.ranks, self.o.deal, self.linear)[self.rank]
         longest = self.o.max_seqlen if self.o.compile else None  # compiled for one max_seqlen
-        batch = make_batch(self.world, lengths[rows], rows, step, self.device, longest)
-        return batch, lengths
+        return self.source.make_batch(lengths, rows, step, self.device, longest), lengths
 
 
 def complete(folder: Path) -> list[Path]:
@@ -188,29 +215,59 @@ def gathered(x: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def evaluate(model, loader: Loader, batches: int) -> dict[str, float]:
-    """NE and AUC on rows that were never trained on, and those of the true probabilities."""
-    found = []
-    for step in range(HELD_OUT, HELD_OUT + batches):
-        batch, _ = loader.batch(step)
+def evaluate(model, loader: Loader) -> dict[str, float]:
+    """NE and AUC on rows that were never trained on, and of the true probabilities if known.
+
+    With --candidates also HR@k and NDCG@k: the shown item of each clicked row is ranked among items
+    that are drawn without replacement, all of which may be liked; itself it meets but once.
+    """
+    o, world, scored, ranked = loader.o, loader.source.world, [], []
+
+    def score(batch: Batch) -> torch.Tensor:
         with options.autocast(loader.device):
-            logit = model(batch)
-        found.append(gathered(torch.stack((logit.float(), batch.logit, batch.label), 1)))
-    score, truth, label = torch.cat(found).unbind(1)
-    losses = F.binary_cross_entropy_with_logits(score, label).item(), bayes_loss(truth).item()
-    ne, bayes_ne = (normalized_entropy(loss, label) for loss in losses)
-    return {
-        "ne": ne,
-        "bayes_ne": bayes_ne,
-        "auc": auc(score, label),
-        "bayes_auc": auc(truth, label),
-    }
+            return model(batch).float()
+
+    for step in range(HELD_OUT, HELD_OUT + o.eval_batches):
+        batch, _ = loader.batch(step)
+        known = [batch.label] if batch.logit is None else [batch.label, batch.logit]
+        scored.append(gathered(torch.stack((score(batch), *known), 1)))
+        if o.candidates:
+            items = np.random.default_rng([o.seed, step]).permutation(world.items)[: o.candidates]
+            others = [
+                score(batch.showing(item, world)).masked_fill(batch.shown == item, -torch.inf)
+                for item in items.tolist()
+            ]
+            ranked.append(gathered(torch.stack(others, 1)))
+    logit, label, *truth = torch.cat(scored).unbind(1)
+    found = {}
+    for name, each in (("", logit), ("bayes_", *truth))[: 1 + len(truth)]:
+        loss = bayes_loss(each) if name else F.binary_cross_entropy_with_logits(each, label)
+        found[f"{name}ne"] = normalized_entropy(loss.item(), label)
+        found[f"{name}auc"] = auc(each, label)
+    if o.candidates:
+        clicked = label == 1
+        found["hr"], found["ndcg"] = hit_rate_and_ndcg(
+            logit[clicked], torch.cat(ranked)[clicked], o.k
+        )
+    return found
+
+
+def told(step: int, o: argparse.Namespace, found: dict[str, float]) -> str:
+    """A line of what `evaluate` found."""
+
+    def part(name: str, key: str) -> str:
+        bayes = f" (Bayes {found['bayes_' + key]:.4f})" if f"bayes_{key}" in found else ""
+        return f"{name} {found[key]:.4f}{bayes}"
+
+    names = {"NE": "ne", "AUC": "auc", f"HR@{o.k}": "hr", f"NDCG@{o.k}": "ndcg"}
+    parts = [part(name, key) for name, key in names.items() if key in found]
+    return f"step {step}, held out: {', '.join(parts)}"
 
 
 def network(o: argparse.Namespace, loader: Loader, device: torch.device) -> torch.nn.Module:
     """The model, compiled and wrapped by the engine as told."""
     torch.manual_seed(o.seed)
-    model = build(options.config_of(o, o.attention), loader.world).to(device)
+    model = build(options.config_of(o, o.attention), loader.source.world).to(device)
     if o.engine == "fsdp2":
         for layer in model.layers:
             fully_shard(layer)
@@ -231,32 +288,44 @@ def train(o: argparse.Namespace, rank: int, ranks: int, device: torch.device) ->
     optimizer = torch.optim.AdamW(net.parameters(), lr=o.lr, weight_decay=1e-4, fused=fused)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, o.lr, o.steps)
     first = restore(o, rank, net, optimizer, schedule) if o.resume else 0
-    losses, samples, work, clock = {}, 0, 0.0, time.perf_counter()
-    for step in range(first, o.steps):
-        batch, lengths = loader.batch(step)
-        with options.autocast(device):
-            logit = net(batch)
-        loss = F.binary_cross_entropy_with_logits(logit.float(), batch.label)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        schedule.step()
-        samples, work, done = samples + o.batch, work + flops(lengths), step + 1
-        if done % o.log_every == 0 or done == o.steps:
-            # Ranks have equally many rows: the mean of their means is the mean.
-            losses[done] = gathered(loss.detach()[None]).mean().item()
-            seconds = time.perf_counter() - clock
-            if rank == 0:
-                line = progress(done, losses[done], samples, work, seconds, ranks, peak, device)
-                print(line, flush=True)
-            samples, work, clock = 0, 0.0, time.perf_counter()
-        if o.checkpoint and (done % o.save_every == 0 or done == o.steps):
-            save(o, done, rank, net, optimizer)
-    found = {"losses": losses, **evaluate(net, loader, o.eval_batches)}
-    if rank == 0:
-        print("held out: NE {ne:.4f} (Bayes {bayes_ne:.4f}), AUC {auc:.4f} (Bayes {bayes_auc:.4f})"
-              .format(**found))  # fmt: skip
-    return found
+    losses, curve, samples, work, clock = {}, {}, 0, 0.0, time.perf_counter()
+
+    def judge(step: int) -> None:
+        curve[step] = evaluate(net, loader)
+        log.say(told(step, o, curve[step]))
+        log.add(step, **curve[step])
+
+    with logs.Logs(o, first, rank) as log:
+        if o.eval_every and not first:
+            judge(0)
+            clock = time.perf_counter()
+        for step in range(first, o.steps):
+            batch, lengths = loader.batch(step)
+            with options.autocast(device):
+                logit = net(batch)
+            loss = F.binary_cross_entropy_with_logits(logit.float(), batch.label)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            lr = schedule.get_last_lr()[0]
+            schedule.step()
+            log.bar.update(o.batch)
+            samples, work, done = samples + o.batch, work + flops(lengths), step + 1
+            if done % o.log_every == 0 or done == o.steps:
+                # Ranks have equally many rows: the mean of their means is the mean.
+                losses[done] = gathered(loss.detach()[None]).mean().item()
+                seconds = time.perf_counter() - clock
+                log.say(progress(done, losses[done], samples, work, seconds, ranks, peak, device))
+                log.add(done, loss=losses[done], rows_per_s=samples / seconds, lr=lr)
+                samples, work, clock = 0, 0.0, time.perf_counter()
+            if o.checkpoint and (done % o.save_every == 0 or done == o.steps):
+                save(o, done, rank, net, optimizer)
+            if o.eval_every and done % o.eval_every == 0 and done < o.steps:
+                began = time.perf_counter()
+                judge(done)
+                clock += time.perf_counter() - began  # which is not training
+        judge(o.steps)
+    return {"losses": losses, "curve": curve, **curve[o.steps]}
 
 
 def progress(step, loss, samples, work, seconds, ranks, peak, device) -> str:
@@ -275,6 +344,7 @@ def progress(step, loss, samples, work, seconds, ranks, peak, device) -> str:
 
 def join(o: argparse.Namespace) -> tuple[int, int, torch.device]:
     """Starts the engine's group of processes: the rank, how many there are, its device."""
+    options.use_threads(o)
     rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     device = options.device_of(o, int(os.environ.get("LOCAL_RANK", 0)))
     options.check_attention(o.attention, device)

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from metrics import auc, bayes_loss, normalized_entropy
 
 from data import (
     DEALS,
@@ -10,12 +11,9 @@ from data import (
     ROWS,
     Traffic,
     World,
-    auc,
-    bayes_loss,
     cost,
     deal,
     make_batch,
-    normalized_entropy,
 )
 
 WORLD = World(items=60, topics=4)
@@ -79,11 +77,6 @@ def test_nothing_predicts_better_than_the_true_probabilities():
     for other in (0.8 * batch.logit, 1.25 * batch.logit, batch.logit + 0.2):
         assert loss(other, batch.label) > found
     assert normalized_entropy(best, batch.label) < 0.8 < auc(batch.logit, batch.label)
-
-
-def test_auc_counts_pairs():
-    score, label = torch.tensor([0.1, 0.4, 0.4, 0.8]), torch.tensor([0.0, 1, 0, 1])
-    assert auc(score, label) == (1 + 0.5 + 1 + 1) / 4
 
 
 @pytest.mark.parametrize("law", LAWS)

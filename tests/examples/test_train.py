@@ -43,6 +43,47 @@ def test_learns(model):
     assert 0.74 < found["auc"] < found["bayes_auc"] + 0.01
 
 
+QUICK = SCRIPT.with_name("quick.txt")
+
+
+def test_the_quick_command_learns():
+    """A fifth of its steps, with the learning rates of as many."""
+    given = [f"@{QUICK}", "--steps", "120", "--eval-every", "120", "--eval-batches", "2"]
+    curve = train.main(given)["curve"]
+    assert curve[0]["ne"] > 0.97 and curve[120]["ne"] < 0.9
+    assert curve[120]["ndcg"] > curve[0]["ndcg"] + 0.04
+
+
+@pytest.mark.nightly
+def test_the_quick_command_learns_as_told():
+    curve = train.main([f"@{QUICK}"])["curve"]
+    expected = re.findall(r"step (\d+): NE ([\d.]+), NDCG@10 ([\d.]+)", QUICK.read_text())
+    assert [int(after) for after, _, _ in expected] == list(curve)
+    for after, *values in expected:
+        found = [curve[int(after)][name] for name in ("ne", "ndcg")]
+        assert found == pytest.approx([float(x) for x in values], abs=0.02), after
+
+
+@pytest.mark.parametrize(
+    ("given", "set_", "wanted"),
+    (
+        (["--size", "tiny"], None, 1),
+        (["--size", "tiny"], "5", None),
+        (["--size", "base"], None, None),
+        (["--size", "tiny", "--threads", "3"], "5", 3),
+    ),
+)
+def test_threads(given, set_, wanted, monkeypatch):
+    """As told; of a tiny model one, if OMP_NUM_THREADS is not set; else PyTorch's own."""
+    found = []
+    monkeypatch.setattr(torch, "set_num_threads", found.append)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if set_:
+        monkeypatch.setenv("OMP_NUM_THREADS", set_)
+    train.options.use_threads(train.arguments(given))
+    assert found == [wanted] * (wanted is not None)
+
+
 def test_resuming_changes_no_bit(tmp_path):
     options = [*FEW, "--checkpoint", str(tmp_path), "--save-every", "2"]
     whole = train.main(options)
@@ -147,11 +188,12 @@ def test_two_ranks_are_one(engine, more, tmp_path):
     if "sorted" in more:
         loader = train.Loader(train.arguments([*FEW, *more]), 1, 2, torch.device("cpu"))
         assert all(loader.batch(step)[0].lengths.total == 0 for step in range(6))
+    more = [*more, "--candidates", "3", "--k", "2"]
     options = [*FEW, *more, "--checkpoint", tmp_path / "of two", "--save-every", "3"]
     two = run(2, tmp_path / "out", *options, "--engine", engine)
     one = train.main([*FEW, *more])
     assert losses(two) == pytest.approx(losses(one), rel=1e-5)
-    for name in ("ne", "bayes_ne", "auc", "bayes_auc"):
+    for name in ("ne", "bayes_ne", "auc", "bayes_auc", "hr", "ndcg"):
         assert two[name] == pytest.approx(one[name], rel=1e-4)
     shutil.rmtree(tmp_path / "of two" / "step-6")
     alone = train.main([*map(str, options), "--resume"])  # two ranks' checkpoint, one process
