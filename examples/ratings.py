@@ -33,13 +33,15 @@ def read(path: str) -> pd.DataFrame:
         raise ValueError(f"must be a CSV file, got {path}")
     try:
         found = pd.read_csv(path, low_memory=False)
-    except (ValueError, pd.errors.ParserError) as error:
+    except ValueError as error:  # of pandas: no columns, other encodings, rows that are too long
         raise ValueError(f"must be a CSV file, got {path}: {error}") from error
     if found.empty:
         raise ValueError(f"must have ratings, got none in {path}")
     missing = [name for name in COLUMNS if name not in found]
     if missing:
         raise ValueError(f"must have the columns {', '.join(COLUMNS)}, got {', '.join(found)}")
+    if not isinstance(found.index, pd.RangeIndex):  # pandas would take the first for names
+        raise ValueError(f"must have a name for each column, got fewer than values in {path}")
     low, high = STARS
     numbers = {name: pd.to_numeric(found[name], errors="coerce") for name in COLUMNS[2:]}
     rating, time = numbers["rating"], numbers["timestamp"]

@@ -1,10 +1,14 @@
-"""Train KunlunLite or HSTULite on generated clicks, on one device or on many.
+"""Train KunlunLite or HSTULite on generated clicks or on ratings, on one device or on many.
 
-python examples/train.py --size tiny --max-seqlen 64 --batch 64 --steps 50 --attention eager
+python examples/train.py @examples/quick.txt
+python examples/train.py @examples/quick.txt --eval-every 50 --log-csv log.csv --tensorboard runs
+python examples/train.py --ratings ml-latest-small/ratings.csv --size tiny --max-seqlen 64
 torchrun --nproc-per-node 2 examples/train.py --engine ddp --compile
 
-On a CPU "gdpa" is the operators' definition, one sequence after another: "eager" is faster there.
-Every rank has equally many rows of a step; --deal says which.
+The first learns visibly in two minutes on a CPU; examples/quick.txt tells its options and the curve
+to expect. 3,200 rows of 20,000 items, the defaults with 50 steps of 64, are too few to learn from:
+NE stays at 1. On a CPU "gdpa" is the operators' definition, one sequence after another: "eager" is
+faster there. Every rank has equally many rows of a step; --deal says which.
 """
 
 from __future__ import annotations

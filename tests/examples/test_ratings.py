@@ -87,6 +87,9 @@ WRONG = {
               "userId, movieId, rating, timestamp, got 1::1193::5::978300760"),
     "columns": ("userId,movieId,timestamp\n1,1,1\n", "--ratings: must have the columns "
                 "userId, movieId, rating, timestamp, got userId, movieId, timestamp"),
+    "names": (HEAD + "9,1,1,5,100\n9,1,2,1,200\n",
+              r"--ratings: must have a name for each column, got fewer than values in \S+"),
+    "long row": (HEAD + GOOD + "1,1,5,100,2\n", r"--ratings: must be a CSV file, got .* line 4.*"),
     "user": (HEAD + GOOD + ",1,5,100\n", "--ratings: userId must be given, got nan in row 3"),
     "item": (HEAD + "1,,5,100\n" + GOOD, "--ratings: movieId must be given, got nan in row 1"),
     "word": (HEAD + GOOD + "1,1,good,100\n",
@@ -110,7 +113,7 @@ def test_a_wrong_file_is_refused_in_one_line(case, tmp_path):
         path.write_text(text)
     with pytest.raises(SystemExit) as stopped:
         train.main([*SMALL, "--ratings", str(path)])
-    assert re.fullmatch(message, str(stopped.value))
+    assert re.fullmatch(message, str(stopped.value).rstrip()), stopped.value
 
 
 @pytest.mark.parametrize(

@@ -47,11 +47,11 @@ QUICK = SCRIPT.with_name("quick.txt")
 
 
 def test_the_quick_command_learns():
-    """A fifth of its steps, with the learning rates of as many."""
-    given = [f"@{QUICK}", "--steps", "120", "--eval-every", "120", "--eval-batches", "2"]
-    curve = train.main(given)["curve"]
-    assert curve[0]["ne"] > 0.97 and curve[120]["ne"] < 0.9
-    assert curve[120]["ndcg"] > curve[0]["ndcg"] + 0.04
+    """An eighth of its steps, with the learning rates of as many."""
+    given = ["--steps", "80", "--eval-every", "80", "--eval-batches", "2", "--candidates", "20"]
+    curve = train.main([f"@{QUICK}", *given])["curve"]
+    assert curve[80]["ne"] < min(0.92, curve[0]["ne"] - 0.1)
+    assert curve[80]["ndcg"] > curve[0]["ndcg"] + 0.1
 
 
 @pytest.mark.nightly
