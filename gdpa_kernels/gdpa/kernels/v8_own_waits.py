@@ -76,11 +76,10 @@ def default_config(batch: Batch) -> Config:
     if batch.head_dim > WIDE.value:
         return Config(BLOCK_N=64, q_slots=1)
     splits = splits_of(batch)
-    single = Config(BLOCK_N=64, registers=232, math_roles=1, programs=2, splits=splits)
     if splits > 1 and batch.max_seqlen_q <= ROWS.value:
-        return single
+        return one_role(splits)
     if batch.segments is not None:
-        return single if batch.window is not None or batch.head_dim <= 64 else Config()
+        return one_role() if batch.window is not None or batch.head_dim <= 64 else Config()
     if splits > 1:
         return Config(BLOCK_N=64, num_stages=4, splits=splits)
     if batch.masked:
@@ -90,6 +89,11 @@ def default_config(batch: Batch) -> Config:
     if batch.max_seqlen_k <= 256:
         return Config(resident=True)
     return Config(BLOCK_N=64, num_stages=4) if batch.mean_seqlen_k <= 640 else Config()
+
+
+def one_role(splits: int = 1) -> Config:
+    """One consumer in each of two programs of a multiprocessor."""
+    return Config(BLOCK_N=64, registers=232, math_roles=1, programs=2, splits=splits)
 
 
 def splits_of(batch: Batch) -> int:
