@@ -13,16 +13,16 @@ step for 3,840, half of dQ's additions. Why it may not: the rate of 64 rows; wai
 | mma      | 1     | 80        | of the leader all MMAs; of the other says when dS has come   |
 | load     | 1     | 80        | its keys of K and V, half of the columns of K, halves        |
 
-| barrier                         | arrivals           | filled by -> drained by               |
-|---------------------------------|--------------------|---------------------------------------|
-| k., v., q_ and g_rows., .full   | 1 and bytes        | TMA loads of both CTAs -> mma         |
-| their .empty but v's; as in b1  | 1 (commit to both) | MMAs -> load; s., dp., dq.full, sums  |
-| p.full, ds.full                 | 2 of each CTA      | math, P and dS are in TMEM -> mma     |
-| peer.full                       | 1 and bytes        | math of the peer -> mma of this CTA   |
-| ds_rows.full                    | 1 of each CTA, 1   | math, its dS; the peer's mma -> mma   |
-| dq.empty                        | 1 of each CTA      | output -> mma, the next dP            |
+| barrier                        | arrivals           | filled by -> drained by               |
+|--------------------------------|--------------------|---------------------------------------|
+| k_own., v., q., g.rows.full    | 1 and bytes        | TMA loads of both CTAs -> mma         |
+| their .empty but v's; as in b1 | 1 (commit to both) | MMAs -> load; s., dp., dq.full, sums  |
+| p.full, ds.keys.full           | 2 of each CTA      | math, P and dS are in TMEM -> mma     |
+| ds.peer.full                   | 1 and bytes        | math of the peer -> mma of this CTA   |
+| ds.rows.full                   | 1 of each CTA, 1   | math, its dS; the peer's mma -> mma   |
+| dq.empty                       | 1 of each CTA      | output -> mma, the next dP            |
 
-q_ and g_columns as the rows; v.empty as in b1. TMEM: as b3; dQ 128-191. Needs: what b1 needs.
+q. and g.columns as the rows; v.empty as in b1. TMEM: as b3; dQ 128-191. Needs: what b1 needs.
 """
 
 from dataclasses import dataclass
@@ -92,6 +92,26 @@ class Options:
     DTYPE: tl.constexpr
 
 
+@triton.aggregate
+class Halves:
+    """This CTA's half of Q or dO of a step: rows whole, or half of the columns."""
+
+    rows: Ring
+    columns: Ring
+
+
+@triton.aggregate
+class Differences:
+    """dS of a step: of this CTA's keys in TMEM; of its rows, of both CTAs' keys, in shared memory.
+
+    peer.full completes when what the other CTA makes of the latter has come.
+    """
+
+    keys: Handover
+    rows: Handover
+    peer: Handover
+
+
 @triton.jit
 def fetch(desc, ring, free, BYTES, start, length, head, row, column):
     """This CTA's part of a slot of one stage, once it is free; the leader expects both CTAs'."""
@@ -102,7 +122,7 @@ def fetch(desc, ring, free, BYTES, start, length, head, row, column):
 
 
 @triton.jit
-def load(descs, k_own, k, v, q_rows, q_columns, g_rows, g_columns, list_ptr, options):
+def load(descs, k_own, k, v, q, g, list_ptr, options):
     """The producer of a CTA, in the order in which buffers are free again."""
     WIDTH: tl.constexpr = options.HEAD_DIM // CTAS
     TILE: tl.constexpr = CTAS * KEYS * options.HEAD_DIM * tlx.size_of(options.DTYPE)
@@ -125,12 +145,12 @@ def load(descs, k_own, k, v, q_rows, q_columns, g_rows, g_columns, list_ptr, opt
             head, row = place(step, steps, start, head_k, options.GROUP, ROWS)
             half = row + rank * HALF
             free = ((count + step) & 1) ^ 1
-            fetch(descs.q_rows, q_rows, free, STEP, start_q, len_q, head, half, 0)
+            fetch(descs.q_rows, q.rows, free, STEP, start_q, len_q, head, half, 0)
             if step == 0:
                 fetch(descs.v, v, phase ^ 1, TILE, start_k, len_k, head_k, own, 0)
-            fetch(descs.g_rows, g_rows, free, STEP, start_g, len_q, head, half, 0)
-            fetch(descs.g_columns, g_columns, free, STEP, start_g, len_q, head, row, column)
-            fetch(descs.q_columns, q_columns, free, STEP, start_q, len_q, head, row, column)
+            fetch(descs.g_rows, g.rows, free, STEP, start_g, len_q, head, half, 0)
+            fetch(descs.g_columns, g.columns, free, STEP, start_g, len_q, head, row, column)
+            fetch(descs.q_columns, q.columns, free, STEP, start_q, len_q, head, row, column)
         count += steps * options.GROUP
         phase ^= 1
 
@@ -148,17 +168,17 @@ def add_products(weights, columns, sums, use_acc, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def from_ds(q_columns, k, ds, ds_rows, peer, dk, dq, count, use_acc, zero, options):
+def from_ds(q, k, ds, dk, dq, count, use_acc, zero, options):
     """dK of a step, then dQ over the dS that dK has read. `zero`: `opaque_zero`."""
     WIDTH: tl.constexpr = options.HEAD_DIM // CTAS
-    tlx.barrier_wait(q_columns.full[0], count & 1)
-    tlx.barrier_wait(ds.full[0], count & 1)
-    add_products(ds, q_columns, dk, use_acc, WIDTH)
-    tlx.barrier_wait(ds_rows.full[0], count & 1)
-    tlx.barrier_wait(peer.full[0], count & 1)
+    tlx.barrier_wait(q.columns.full[0], count & 1)
+    tlx.barrier_wait(ds.keys.full[0], count & 1)
+    add_products(ds.keys, q.columns, dk, use_acc, WIDTH)
+    tlx.barrier_wait(ds.rows.full[0], count & 1)
+    tlx.barrier_wait(ds.peer.full[0], count & 1)
     tlx.fence("async_shared")
     for owner in tl.static_range(CTAS):
-        d = tlx.local_trans(ds_rows.buffer[owner + zero])
+        d = tlx.local_trans(ds.rows.buffer[owner + zero])
         tlx.async_dot(
             d, k[owner + zero], dq.buffer[0], use_acc=owner > 0, force_async=True,
             two_ctas=True,
@@ -167,10 +187,7 @@ def from_ds(q_columns, k, ds, ds_rows, peer, dk, dq, count, use_acc, zero, optio
 
 
 @triton.jit
-def mma(
-    k_own, k, v, q_rows, q_columns, g_rows, g_columns, s, p, dp, ds, ds_rows, peer, dv, dk, dq,
-    sums_full, list_ptr, options,
-):  # fmt: skip
+def mma(k_own, k, v, q, g, s, p, dp, ds, dv, dk, dq, sums_full, list_ptr, options):
     """All MMAs, of the leader alone. The other CTA's thread says when the leader's dS is there."""
     WIDTH: tl.constexpr = options.HEAD_DIM // CTAS
     first, pairs = pair_and_pairs()
@@ -185,38 +202,36 @@ def mma(
             for step in tl.range(0, steps * options.GROUP, num_stages=0):
                 now = count + step
                 zero = opaque_zero(step)
-                tlx.barrier_wait(q_rows.full[0], now & 1)
+                tlx.barrier_wait(q.rows.full[0], now & 1)
                 tlx.async_dot(
-                    k_own.buffer[zero], tlx.local_trans(q_rows.buffer[zero]), s.buffer[0],
+                    k_own.buffer[zero], tlx.local_trans(q.rows.buffer[zero]), s.buffer[0],
                     use_acc=False, mBarriers=[s.full[0]], two_ctas=True,
                 )  # fmt: skip
-                tlx.tcgen05_commit(q_rows.empty[0], two_ctas=True)
+                tlx.tcgen05_commit(q.rows.empty[0], two_ctas=True)
                 if step == 0:
                     tlx.barrier_wait(v.full[0], phase)
                 else:
-                    from_ds(
-                        q_columns, k, ds, ds_rows, peer, dk, dq, now - 1, step > 1, zero, options
-                    )
-                tlx.barrier_wait(g_rows.full[0], now & 1)
+                    from_ds(q, k, ds, dk, dq, now - 1, step > 1, zero, options)
+                tlx.barrier_wait(g.rows.full[0], now & 1)
                 tlx.barrier_wait(dq.empty[0], (now & 1) ^ 1)
                 tlx.async_dot(
-                    v.buffer[zero], tlx.local_trans(g_rows.buffer[zero]), dp.buffer[0],
+                    v.buffer[zero], tlx.local_trans(g.rows.buffer[zero]), dp.buffer[0],
                     use_acc=False, mBarriers=[dp.full[0]], two_ctas=True,
                 )  # fmt: skip
-                tlx.tcgen05_commit(g_rows.empty[0], two_ctas=True)
-                tlx.barrier_wait(g_columns.full[0], now & 1)
+                tlx.tcgen05_commit(g.rows.empty[0], two_ctas=True)
+                tlx.barrier_wait(g.columns.full[0], now & 1)
                 tlx.barrier_wait(p.full[0], now & 1)
-                add_products(p, g_columns, dv, step > 0, WIDTH)
+                add_products(p, g.columns, dv, step > 0, WIDTH)
             last = count + steps * options.GROUP - 1
             more = steps * options.GROUP > 1
-            from_ds(q_columns, k, ds, ds_rows, peer, dk, dq, last, more, 0, options)
+            from_ds(q, k, ds, dk, dq, last, more, 0, options)
             tlx.tcgen05_commit(k_own.empty[0], two_ctas=True)
             tlx.tcgen05_commit(sums_full[0], two_ctas=True)
         else:
             for step in tl.range(0, steps * options.GROUP):
-                tlx.barrier_wait(peer.full[0], (count + step) & 1)
+                tlx.barrier_wait(ds.peer.full[0], (count + step) & 1)
                 tlx.fence("async_shared")
-                tlx.barrier_arrive(ds_rows.full[0], 1, remote_cta_rank=0)
+                tlx.barrier_arrive(ds.rows.full[0], 1, remote_cta_rank=0)
         count += steps * options.GROUP
         phase ^= 1
 
@@ -236,18 +251,18 @@ def differentiate(role: tl.constexpr, part: tl.constexpr, dp, ds, slope, options
     """dS of a part of a role's rows, over its dP."""
     d = tlx.local_load(tlx.subslice(dp.buffer[0], role * HALF + part * PART, PART))
     d = times_slope(d, slope, options.FOLD).to(options.DTYPE)
-    tlx.local_store(tlx.subslice(ds.buffer[2 * role], part * PART, PART), d)
+    tlx.local_store(tlx.subslice(ds.keys.buffer[2 * role], part * PART, PART), d)
     return d
 
 
 @triton.jit
-def share(role: tl.constexpr, part: tl.constexpr, ds_rows, peer, d, rank):
+def share(role: tl.constexpr, part: tl.constexpr, ds, d, rank):
     """Store dS of a part of a role's rows in the CTA that computes their dQ."""
-    here = tlx.local_slice(ds_rows.buffer[rank], [0, part * PART], [KEYS, PART])
+    here = tlx.local_slice(ds.rows.buffer[rank], [0, part * PART], [KEYS, PART])
     if rank == role:
         tlx.local_store(here, d)
     else:
-        tlx.async_remote_shmem_store(here, d, role, peer.full[0])
+        tlx.async_remote_shmem_store(here, d, role, ds.peer.full[0])
 
 
 @triton.jit
@@ -266,8 +281,8 @@ def put_sum(desc, sums, buffer, factor, start, length, head, key):
 
 @triton.jit
 def math(
-    role: tl.constexpr, v, s, p, dp, ds, ds_rows, peer, dv, dk, staged, sums_full, gradients,
-    list_ptr, scale, output_scale, options,
+    role: tl.constexpr, v, s, p, dp, ds, dv, dk, staged, sums_full, gradients, list_ptr, scale,
+    output_scale, options,
 ):  # fmt: skip
     """A consumer: 64 rows of every step; of a CTA's keys dV, or dK."""
     rank = tlx.cluster_cta_rank()
@@ -288,14 +303,14 @@ def math(
             tlx.barrier_wait(dp.full[0], (count + step) & 1)
             d = differentiate(role, 0, dp, ds, slope, options)
             d_of_second = differentiate(role, 1, dp, ds, slope_of_second, options)
-            tlx.barrier_arrive(ds.full[0], 1, remote_cta_rank=0)
+            tlx.barrier_arrive(ds.keys.full[0], 1, remote_cta_rank=0)
             if rank == role:
-                tlx.barrier_expect_bytes(peer.full[0], KEYS * HALF * tlx.size_of(options.DTYPE))
-            share(role, 0, ds_rows, peer, d, rank)
-            share(role, 1, ds_rows, peer, d_of_second, rank)
+                tlx.barrier_expect_bytes(ds.peer.full[0], KEYS * HALF * tlx.size_of(options.DTYPE))
+            share(role, 0, ds, d, rank)
+            share(role, 1, ds, d_of_second, rank)
             if rank == role:
                 tlx.fence("async_shared")
-                tlx.barrier_arrive(ds_rows.full[0], 1, remote_cta_rank=0)
+                tlx.barrier_arrive(ds.rows.full[0], 1, remote_cta_rank=0)
         count += steps * options.GROUP
         tlx.barrier_wait(sums_full[0], phase)
         if role == 0:
@@ -376,16 +391,22 @@ def backward_kernel(
     dk = tlx.local_alloc((KEYS, HEAD_DIM), tl.float32, 1, tlx.storage_kind.tmem)
     k_own = Ring(k_own, tlx.alloc_barriers(1), tlx.alloc_barriers(1), 1)
     v = ring(v, 1, MATH_ROLES)
-    q_rows = Ring(q_rows, tlx.alloc_barriers(1), tlx.alloc_barriers(1), 1)
-    q_columns = Ring(q_columns, tlx.alloc_barriers(1), tlx.alloc_barriers(1), 1)
-    g_rows = Ring(g_rows, tlx.alloc_barriers(1), tlx.alloc_barriers(1), 1)
-    g_columns = Ring(g_columns, tlx.alloc_barriers(1), tlx.alloc_barriers(1), 1)
+    q = Halves(
+        Ring(q_rows, tlx.alloc_barriers(1), tlx.alloc_barriers(1), 1),
+        Ring(q_columns, tlx.alloc_barriers(1), tlx.alloc_barriers(1), 1),
+    )
+    g = Halves(
+        Ring(g_rows, tlx.alloc_barriers(1), tlx.alloc_barriers(1), 1),
+        Ring(g_columns, tlx.alloc_barriers(1), tlx.alloc_barriers(1), 1),
+    )
     s = Handover(s, tlx.alloc_barriers(1))
     p = Handover(p, tlx.alloc_barriers(1, arrive_count=CTAS * MATH_ROLES))
     dp = Handover(dp, tlx.alloc_barriers(1))
-    ds = Handover(ds, tlx.alloc_barriers(1, arrive_count=CTAS * MATH_ROLES))
-    peer = Handover(ds_rows, tlx.alloc_barriers(1))  # what arrives from the other CTA
-    ds_rows = Handover(ds_rows, tlx.alloc_barriers(1, arrive_count=CTAS + 1))
+    ds = Differences(
+        Handover(ds, tlx.alloc_barriers(1, arrive_count=CTAS * MATH_ROLES)),
+        Handover(ds_rows, tlx.alloc_barriers(1, arrive_count=CTAS + 1)),
+        Handover(ds_rows, tlx.alloc_barriers(1)),
+    )
     dq = Ring(dq, tlx.alloc_barriers(1), tlx.alloc_barriers(1, arrive_count=CTAS), 1)
     sums_full = tlx.alloc_barriers(1)
     gradients = Gradients(dq_desc, dk_desc, dv_desc)
@@ -399,16 +420,13 @@ def backward_kernel(
             output(dq, staging[0], dq_desc, list_ptr, options)
         with tlx.async_task(num_warps=4, registers=REGISTERS, replicate=MATH_ROLES):
             math(
-                tlx.async_task_replica_id(), v, s, p, dp, ds, ds_rows, peer, dv[0], dk[0],
-                staged[0], sums_full, gradients, list_ptr, scale, output_scale, options,
+                tlx.async_task_replica_id(), v, s, p, dp, ds, dv[0], dk[0], staged[0], sums_full,
+                gradients, list_ptr, scale, output_scale, options,
             )  # fmt: skip
         with tlx.async_task(num_warps=1, registers=80):
-            load(descs, k_own, k, v, q_rows, q_columns, g_rows, g_columns, list_ptr, options)
+            load(descs, k_own, k, v, q, g, list_ptr, options)
         with tlx.async_task(num_warps=1, registers=80):
-            mma(
-                k_own, k, v, q_rows, q_columns, g_rows, g_columns, s, p, dp, ds, ds_rows, peer,
-                dv[0], dk[0], dq, sums_full, list_ptr, options,
-            )  # fmt: skip
+            mma(k_own, k, v, q, g, s, p, dp, ds, dv[0], dk[0], dq, sums_full, list_ptr, options)
 
 
 def backward(
