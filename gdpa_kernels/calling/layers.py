@@ -67,15 +67,22 @@ def turns(
 
     def make() -> tuple[torch.Tensor, torch.Tensor]:
         _, positions = jagged.places(values.shape[0], offsets)
-        pairs = torch.arange(head_dim // 2, dtype=dtype, device=positions.device)
-        angles = positions[:, None] * base ** (-2.0 * pairs / head_dim)
-        return angles.sin(), angles.cos()
+        return turns_at(base, head_dim, positions, dtype)
 
     if base is None:
         return None
     if not isinstance(offsets, Lengths):
         return make()
     return offsets.once(("turns", base, head_dim, dtype), make)
+
+
+def turns_at(
+    base: float, head_dim: int, positions: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`turns` of rows at these positions, `[rows]`."""
+    pairs = torch.arange(head_dim // 2, dtype=dtype, device=positions.device)
+    angles = positions[:, None] * base ** (-2.0 * pairs / head_dim)
+    return angles.sin(), angles.cos()
 
 
 def rotate(x: torch.Tensor, sin: torch.Tensor, cos: torch.Tensor) -> torch.Tensor:

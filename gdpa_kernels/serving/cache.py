@@ -26,8 +26,9 @@ class Pages:
 
     kv_indptr int32 `[batch + 1]`, into kv_indices int32; last_page_len int32 `[batch]`, 1 to
     page_size, and 0 of an empty history; cu_seqlens int32 `[batch + 1]`, tokens; max_seqlen; slots
-    int64 `[tokens]`, page * page_size + place. On the cache's device. True until the cache's next
-    append, edit or evict, which may give the pages to others.
+    int64 `[tokens]`, page * page_size + place; positions int64 `[tokens]`, of each in its history.
+    On the cache's device. True until an edit, an eviction or another epoch of one of the users,
+    which give their pages to others: `read` and `write` then refuse them.
     """
 
     kv_indptr: torch.Tensor
@@ -36,6 +37,8 @@ class Pages:
     cu_seqlens: torch.Tensor
     max_seqlen: int
     slots: torch.Tensor
+    positions: torch.Tensor
+    _of: tuple[tuple[Hashable, _History], ...] = field(repr=False, compare=False)
 
 
 @dataclass
@@ -130,10 +133,11 @@ class PagedCache:
                     self.evict(next(iter(self._users)))  # none of this batch: those come last
                 history.pages.append(self._free.pop())
             history.length += count
-        return self._pages([self._users[user] for user in users], lengths)
+        return self._pages(users, [self._users[user] for user in users], lengths)
 
     def write(self, layer: int, at: Pages, k: torch.Tensor, v: torch.Tensor) -> None:
         """Store k and v `[tokens, num_kv_heads, head_dim]` of a layer in the slots of `append`."""
+        self._check_use(layer, at)
         shape = (at.slots.numel(), *self.data.shape[-2:])
         for name, x in (("k", k), ("v", v)):
             if x.shape != shape or x.dtype != self.data.dtype:
@@ -153,11 +157,12 @@ class PagedCache:
             found.append(self._users[user] if is_kept else _History(epoch))
             if is_kept:
                 self._users.move_to_end(user)
-        return self._pages(found, [0] * len(found))
+        return self._pages(users, found, [0] * len(found))
 
     def read(self, layer: int, at: Pages) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values `[tokens, num_kv_heads, head_dim]` of a layer, copied out of the pages in
         order; `at.cu_seqlens` are their offsets."""
+        self._check_use(layer, at)
         flat = self.data[layer].view(-1, *self.data.shape[-2:])
         k, v = (flat.index_select(0, rows) for rows in self._rows(at))
         return k, v
@@ -193,6 +198,19 @@ class PagedCache:
         if history is not None:
             self._free += history.pages
 
+    def _check_use(self, layer: int, at: Pages) -> None:
+        checks.check_count("layer", layer)
+        if layer >= self.model.num_layers:
+            raise ValueError(
+                f"layer must be below num_layers, {self.model.num_layers}, got {layer}"
+            )
+        for user, history in at._of:
+            if history.pages and self._users.get(user) is not history:
+                raise ValueError(
+                    f"at must be pages that their users still have, got those of {user!r} before "
+                    "an edit or an eviction"
+                )
+
     def _check(self, users: Sequence[Hashable], epochs: Sequence[Hashable] | None) -> list:
         if len(set(users)) != len(users):
             raise ValueError(f"users must be distinct, got {list(users)}")
@@ -201,7 +219,7 @@ class PagedCache:
             raise ValueError(f"epochs must have one entry a user, {len(users)}, got {len(epochs)}")
         return epochs
 
-    def _pages(self, found: list[_History], begins: list[int]) -> Pages:
+    def _pages(self, users: Sequence[Hashable], found: list[_History], begins: list[int]) -> Pages:
         """Where histories lie; slots are those of the tokens from begins[i]."""
         counts = [history.length - begin for history, begin in zip(found, begins, strict=True)]
         last = [(h.length - 1) % self.page_size + 1 if h.length else 0 for h in found]
@@ -217,7 +235,8 @@ class PagedCache:
         place = tokens - ends[of] + starts[of]
         slots = kv_indices[kv_indptr[of] + place // size].long() * size + place % size
         longest = max(counts, default=0)
-        return Pages(kv_indptr, kv_indices, last_page_len, ends, longest, slots)
+        of_users = tuple(zip(users, found, strict=True))
+        return Pages(kv_indptr, kv_indices, last_page_len, ends, longest, slots, place, of_users)
 
 
 def _ends(counts: Sequence[int]) -> list[int]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from gdpa_kernels.calling import packed
+from gdpa_kernels.calling import jagged, packed
+from gdpa_kernels.calling.layers import rotate, turns_at
 from gdpa_kernels.gdpa.api import gdpa
 from gdpa_kernels.gdpa.modules import GDPASelfAttention
 from gdpa_kernels.serving.cache import PagedCache, Pages, score
@@ -22,7 +23,7 @@ def extend(
     """The layer's output for new tokens of histories, whose keys and values it stores.
 
     Args:
-        layer: causal and without rotary, whose turns of new tokens would need their places.
+        layer: causal, without full_rows; with rotary under a model of positions="index".
         x: the new tokens, `[tokens, embed_dim]`.
         index: which layer of the cache this is.
         new: what `cache.append` gave for them. whole: `cache.pages` of the same users, in the same
@@ -36,7 +37,7 @@ def extend(
         NotImplementedError, ValueError: the layer cannot be served so, or is not as cache.model.
     """
     _check(layer, cache)
-    q, k, v = _project(layer, x)
+    q, k, v = _project(layer, x, new.positions)
     cache.write(index, new, k, v)
     out = gdpa(
         q, *cache.read(index, whole), new.cu_seqlens, whole.cu_seqlens, new.max_seqlen,
@@ -59,26 +60,41 @@ def candidates(
     """The layer's output for candidates `[tokens, embed_dim]`, of offsets `[batch + 1]`.
 
     These are the rows that `layer` gives for them behind their histories, with `num_targets`.
-    Nothing is stored. The other arguments, and the errors: as `extend`; and a layer with a window
-    is refused, and a model whose history depends on its candidates (`Model.check_candidates`).
+    Nothing is stored. With a window they are one call over [history; candidates], which are copied;
+    else the two calls of `score`. The other arguments, and the errors: as `extend`; and a model
+    whose history depends on its candidates is refused (`Model.check_candidates`).
     """
     _check(layer, cache)
     cache.model.check_candidates()
-    if layer.window is not None:
-        raise NotImplementedError(f"layer must have no window for candidates, got {layer.window}")
-    q, k, v = _project(layer, x)
-    group = layer.targets["target_group_size"]
-    out = score(
-        q, k, v, cu_seqlens, max_seqlen, *cache.read(index, whole), whole,
-        target_group_size=group, **_options(layer),
-    )  # fmt: skip
+    of, place = jagged.places(x.shape[0], cu_seqlens)
+    q, k, v = _project(layer, x, place + whole.cu_seqlens.diff()[of])
+    history, options = cache.read(index, whole), _options(layer)
+    if layer.window is None:
+        group = layer.targets["target_group_size"]
+        ends = cu_seqlens, max_seqlen
+        out = score(q, k, v, *ends, *history, whole, target_group_size=group, **options)
+    else:
+        k, v = (
+            _joined(*pair, whole.cu_seqlens, cu_seqlens)
+            for pair in zip(history, (k, v), strict=True)
+        )
+        out = gdpa(
+            q, k, v, cu_seqlens, whole.cu_seqlens + cu_seqlens, max_seqlen,
+            whole.max_seqlen + max_seqlen, causal="lower_right", window=layer.window,
+            num_targets=cu_seqlens.diff(), num_contexts=cache.model.num_contexts or None,
+            **layer.targets, **options,
+        )  # fmt: skip
     return layer.out(out.flatten(1))
 
 
 def _check(layer: GDPASelfAttention, cache: PagedCache) -> None:
-    if layer.rotary is not None or layer.targets["full_rows"]:
-        told = f"rotary {layer.rotary}, full_rows {layer.targets['full_rows']}"
-        raise NotImplementedError(f"layer must have neither rotary nor full_rows, got {told}")
+    if layer.targets["full_rows"]:  # an append limits rows that saw everything
+        raise NotImplementedError(f"full_rows of layer must be 0, got {layer.targets['full_rows']}")
+    if layer.rotary is not None and cache.model.positions != "index":
+        raise ValueError(
+            "positions of cache.model must be 'index' for a layer with rotary, which counts its "
+            f"rows from the start, got {cache.model.positions!r}"
+        )
     asked = bool(layer.causal), layer.window
     if not layer.causal or layer.causal == "lower_right" or asked != _mask_of(cache):
         raise ValueError(
@@ -91,11 +107,31 @@ def _mask_of(cache: PagedCache) -> tuple[bool, int | None]:
     return cache.model.causal, cache.model.window
 
 
-def _project(layer: GDPASelfAttention, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """q, k and v `[tokens, heads, head_dim]`, normalised as the layer has it."""
+def _project(
+    layer: GDPASelfAttention, x: torch.Tensor, positions: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """q, k and v `[tokens, heads, head_dim]`, normalised and rotated as the layer has it."""
     made = layer.qkv(x).unflatten(1, (-1, layer.head_dim))
     q, k, v = packed.unpack(made, None, None, layer.num_kv_heads)
-    return (q, k, v) if layer.q_norm is None else (layer.q_norm(q), layer.k_norm(k), v)
+    if layer.q_norm is not None:
+        q, k = layer.q_norm(q), layer.k_norm(k)
+    if layer.rotary is not None:
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        turns = turns_at(layer.rotary, layer.head_dim, positions, dtype)
+        q, k = rotate(q, *turns), rotate(k, *turns)
+    return q, k, v
+
+
+def _joined(
+    first: torch.Tensor, second: torch.Tensor, first_ends: torch.Tensor, second_ends: torch.Tensor
+) -> torch.Tensor:
+    """Of each sequence its rows of `first`, then those of `second`; waits for no device."""
+    out = first.new_empty(first.shape[0] + second.shape[0], *first.shape[1:])
+    of, place = jagged.places(first.shape[0], first_ends)
+    out[first_ends[of] + second_ends[of] + place] = first
+    of, place = jagged.places(second.shape[0], second_ends)
+    out[first_ends[of + 1] + second_ends[of] + place] = second
+    return out
 
 
 def _options(layer: GDPASelfAttention) -> dict:

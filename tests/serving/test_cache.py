@@ -73,7 +73,7 @@ def test_an_edit_keeps_what_the_model_keeps(model, rows):
     kept = cache(**model)
     k, _ = filled(kept, ["a"], [9])
     assert kept.edit("a", 5, epoch=1) == kept.length("a", 1) == rows
-    assert torch.equal(kept.read(-1, kept.pages(["a"], [1]))[0], k[:rows])
+    assert torch.equal(kept.read(kept.model.num_layers - 1, kept.pages(["a"], [1]))[0], k[:rows])
     filled(kept, ["b"], [4 * (6 - -(-rows // PAGE))])  # all pages that this leaves
     assert kept.length("a", 1) == rows
     assert kept.edit("nobody", 0, epoch=1) == 0
@@ -130,6 +130,29 @@ def test_a_model_that_appends_would_make_wrong_is_refused():
     assert kept.length("b") == 0
 
 
+def edited(kept: PagedCache) -> None:
+    kept.edit("a", 2, epoch=1)
+
+
+def grown(kept: PagedCache) -> None:
+    filled(kept, ["b"], [24])
+
+
+@pytest.mark.parametrize("change", (edited, grown, lambda kept: kept.append(["a"], [1], [2])))
+def test_pages_that_others_may_have_are_refused(change):
+    kept = cache()
+    filled(kept, ["a"], [3])
+    at = kept.pages(["a"])
+    filled(kept, ["a"], [2])
+    assert kept.read(0, at)[0].shape[0] == 3, "an append leaves them where they were"
+    change(kept)
+    told = "at must be pages that their users still have, got those of 'a' before"
+    with pytest.raises(ValueError, match=told):
+        kept.read(0, at)
+    with pytest.raises(ValueError, match=told):
+        kept.write(0, at, draw(3, 0), draw(3, 0))
+
+
 WRONG = (
     (TypeError, "model must be a validity.Model, got int", lambda: PagedCache(2, 1, 1, 1, 1)),
     (ValueError, "page_size must be an integer of at least 1, got 0",
@@ -139,6 +162,10 @@ WRONG = (
     (ValueError, "epochs must have one entry a user, 1, got 0", lambda: cache().pages("a", [])),
     (ValueError, r"k must be \[3, 2, 16\] in torch.float64, got \[2, 2, 16\]",
      lambda: (c := cache()).write(0, c.append("a", [3]), draw(2, 0), draw(3, 0))),
+    (ValueError, "layer must be below num_layers, 2, got 2",
+     lambda: (c := cache()).read(2, c.pages(["a"]))),
+    (ValueError, "layer must be an integer of at least 0, got -1",
+     lambda: (c := cache()).write(-1, c.append("a", [1]), draw(1, 0), draw(1, 0))),
     (ValueError, "epoch must differ from that before the edit, got 0",
      lambda: cache().edit("a", 0, epoch=0)),
     (TypeError, "options must be among .*, got .'causal'.",

@@ -27,6 +27,12 @@ def cache(**model) -> PagedCache:
     return PagedCache(Model(3, **model), 9, 4, 2, WIDTH // 4, dtype=FP64)
 
 
+def modelled(options: dict) -> dict:
+    """What `Model` is told of layers with these options."""
+    positions = "index" if "rotary" in options else None
+    return {"window": options.get("window"), "positions": positions}
+
+
 def run(layers: list, x: torch.Tensor, attend) -> torch.Tensor:
     """The model: before each layer a norm of the row, behind it the residual."""
     for index, layer in enumerate(layers):
@@ -42,11 +48,14 @@ def served(layers: list, kept: PagedCache, x: torch.Tensor, counts: tuple) -> to
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"window": 2}, {"qk_norm": True}, {"qk_norm": True, "fused_qk_norm": True}],
+    [
+        {}, {"window": 2}, {"qk_norm": True}, {"qk_norm": True, "fused_qk_norm": True},
+        {"rotary": 100.0}, {"rotary": 9.0, "qk_norm": True, "fused_qk_norm": True, "window": 3},
+    ],
     ids=str,
-)
+)  # fmt: skip
 def test_appends_give_the_rows_of_one_forward(options):
-    layers, kept = stack(**options), cache(window=options.get("window"))
+    layers, kept = stack(**options), cache(**modelled(options))
     x = torch.randn(sum(HISTORY), WIDTH, dtype=FP64).split(HISTORY)
     whole = ends(HISTORY)
     wanted = run(layers, torch.cat(x), lambda i, layer, z: layer((z, whole))[0])
@@ -60,10 +69,18 @@ def test_appends_give_the_rows_of_one_forward(options):
     torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-11)
 
 
-@pytest.mark.parametrize("group", (1, 2))
+@pytest.mark.parametrize(
+    "options",
+    [
+        {}, {"target_group_size": 2}, {"rotary": 100.0}, {"window": 2}, {"window": 0},
+        {"window": 3, "target_group_size": 2, "rotary": 9.0, "qk_norm": True},
+        {"window": 1, "target_ranks": "own"},
+    ],
+    ids=str,
+)  # fmt: skip
 @pytest.mark.parametrize("contexts", (0, 2))
-def test_candidates_are_scored_as_trained(group, contexts):
-    layers, kept = stack(target_group_size=group), cache(num_contexts=contexts)
+def test_candidates_are_scored_as_trained(options, contexts):
+    layers, kept = stack(**options), cache(num_contexts=contexts, **modelled(options))
     x = torch.randn(sum(HISTORY), WIDTH, dtype=FP64)
     shown = torch.randn(sum(TARGETS), WIDTH, dtype=FP64)
     served(layers, kept, x, HISTORY)
@@ -94,8 +111,9 @@ def test_contexts_see_their_whole_history(window):
         served(layers, kept, x[:1], (1, 0, 0))
 
 
-def test_a_deletion_is_served_after_its_suffix_is_computed_again():
-    layers, kept = stack(), cache()
+@pytest.mark.parametrize("options", [{}, {"rotary": 100.0}], ids=str)
+def test_a_deletion_is_served_after_its_suffix_is_computed_again(options):
+    layers, kept = stack(**options), cache(**modelled(options))
     x = torch.randn(7, WIDTH, dtype=FP64)
     served(layers, kept, x, (7, 0, 0))
     rows = kept.edit("a", 3, epoch=1)
@@ -109,7 +127,8 @@ def test_a_deletion_is_served_after_its_suffix_is_computed_again():
 @pytest.mark.parametrize(
     "error, told, options",
     [
-        (NotImplementedError, "neither rotary nor full_rows, got rotary 100", {"rotary": 100}),
+        (ValueError, "'index' for a layer with rotary, .* got None", {"rotary": 100}),
+        (NotImplementedError, "full_rows of layer must be 0, got 2", {"full_rows": 2, "window": 3}),
         (
             ValueError,
             r"mask of cache.model, .causal, window. \(True, None\), got \(False, None\)",
@@ -128,8 +147,4 @@ def test_a_layer_that_cannot_be_served_is_refused(error, told, options):
     kept = cache(next_time=True)
     with pytest.raises(ValueError, match="but the last row's bias takes the time of the first"):
         candidates(stack()[0], torch.zeros(1, WIDTH, dtype=FP64), ends([1]), 1, kept, 0,
-                   kept.pages(["a"]))  # fmt: skip
-    kept = cache(window=2)
-    with pytest.raises(NotImplementedError, match="no window for candidates, got 2"):
-        candidates(stack(window=2)[0], torch.zeros(1, WIDTH, dtype=FP64), ends([1]), 1, kept, 0,
                    kept.pages(["a"]))  # fmt: skip
