@@ -124,6 +124,42 @@ def test_a_window_stays_inside(row, column):
 
 
 @triton.jit
+def placed_kernel(out_ptr, n, HOW: tl.constexpr):
+    cell = tlx.local_alloc((32, 16), tl.float32, 1)
+    if HOW == "in the call":
+        window = tlx.local_slice(cell[0], [2 * 8, 0], [16, 16])
+    elif HOW == "a list":
+        at = [16, 0]
+        window = tlx.local_slice(cell[0], at, [16, 16])
+    elif HOW == "a variable":
+        row = 16
+        window = tlx.local_slice(cell[0], [row, 0], [16, 16])
+    elif HOW == "a constant":
+        row: tl.constexpr = 16
+        window = tlx.local_slice(cell[0], [row, 0], [16, 16])
+    elif HOW == "an argument":
+        window = tlx.local_slice(cell[0], [n, 0], [16, 16])
+    tlx.local_store(window, grid2(16, 16) + 1.0)
+    tl.store(out_ptr + grid2(16, 16), tlx.local_load(window))
+
+
+@pytest.mark.parametrize(
+    "how", ("in the call", "a constant", "a list", "a variable", "an argument")
+)
+def test_where_a_window_lies_is_a_constant(how):
+    """As the compiler asks for, which takes a variable for a value."""
+    types, right = {"out_ptr": "*fp32", "n": "i32"}, how in ("in the call", "a constant")
+    if right:
+        run(placed_kernel, (1,), out := nothing(256), 16, HOW=how)
+        assert torch.equal(out, torch.arange(1.0, 257))
+        build(placed_kernel, types, {"HOW": how})
+        return
+    refused(InvalidKernel, "a constant integer", placed_kernel, nothing(256), 16, HOW=how)
+    with pytest.raises(CompilationError):
+        build(placed_kernel, types, {"HOW": how})
+
+
+@triton.jit
 def seen_otherwise_kernel(out_ptr, HOW: tl.constexpr):
     cell = tlx.local_alloc((8, 16), tl.float32, 1)
     tlx.local_store(cell[0], grid2(8, 16) * 1.5)

@@ -159,6 +159,7 @@ def test_a_report_without_a_finding(script, tmp_path, capsys):
     assert json.loads(files[0].read_text()) == {
         "found": None,
         "notes": [],
+        "allowed": [],
         "covered": {
             "search": "exhaustive", "schedules": 2, "exhausted": True, "classes": 1,
             "redundant": 0,

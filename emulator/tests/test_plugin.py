@@ -57,6 +57,22 @@ def run(pytester):
     )
 
 
+def test_the_project_sets_options_and_comments_allow(run, pytester):
+    """The command line still wins."""
+    path = pytester.path / "test_on_gpu.py"
+    racy = "tl.store(sum_ptr, tl.load(sum_ptr) + part)"
+    path.write_text(path.read_text().replace(racy, f"{racy}  # tritonemu: allow(Race) a test"))
+    pytester.makepyprojecttoml("[tool.tritonemu]\nschedules = 0\nresident = 2\n")
+    result = run("--fake-gpu", "-k", "sum or fixture")
+    result.assert_outcomes(passed=3)
+    result.stdout.re_match_lines([r"allowed: Race at .*:17, found \d+ times: a test"])
+    run("--fake-gpu", "-k", "fixture", "--emulated-schedules", "3").assert_outcomes(
+        passed=4, deselected=3 * 4
+    )
+    pytester.makepyprojecttoml('[tool.tritonemu]\nmasks = "zero"\n')
+    assert "must be among arch, " in str(run().stderr)
+
+
 def test_without_the_option_the_fixture_alone_emulates(run):
     result = run("--emulated-schedules", "1")
     result.assert_outcomes(passed=2, skipped=3)

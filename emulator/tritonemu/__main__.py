@@ -7,6 +7,7 @@ run once for each, and prints the first time. There seems to be a GPU (`--arch`,
 whose tensors lie on the CPU. `--svg`, `--html` and `--trace` keep a timeline: of the launch with
 the finding, or else of the first. `--json` writes what was found and what was covered (its
 fields: README, "Reports"). Options stand before FILE.py; what follows it belongs to the program.
+`[tool.tritonemu]` of pyproject.toml sets options for a project.
 
 The exit status is 0 if nothing was found, 1 after a finding (also if the program itself fails under
 some schedule, and not under the modelled one), 2 for a wrong command line, 3 if the program could
@@ -34,10 +35,20 @@ from typing import NoReturn
 import torch
 import triton
 
-from . import EmulatorError, Report, Reports, Unsupported, WrongResult, enabled, fake_gpu, gpu
+from . import (
+    EmulatorError,
+    Report,
+    Reports,
+    Unsupported,
+    WrongResult,
+    enabled,
+    fake_gpu,
+    gpu,
+    settings,
+)
 from .errors import COMMAND, flags
 from .gpu import ARCHITECTURES, FAKE_MULTIPROCESSORS
-from .messages import cta_of, explain, page, write_json
+from .messages import allowed, cta_of, explain, page, told, write_json
 from .orders import Order, order_of
 from .search import KINDS, Search
 from .undefined import MODES
@@ -162,6 +173,7 @@ def _summaries(reports: list[Report]) -> str:
             lines.append(f"{name}{times}:")
         lines.append(summary(launches[0]))
     lines += [f"note: {note}" for note in _notes(reports)]
+    lines += told(allowed(reports))
     return "\n".join(lines)
 
 
@@ -264,12 +276,23 @@ def _parser() -> _Parser:
     return parser
 
 
+def _settings(path: str) -> list[str]:
+    """What pyproject.toml sets for the program at `path`, as flags."""
+    try:
+        return settings.flags(Path(path).parent)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def _parse(arguments: list[str]) -> argparse.Namespace:
     """The options, with `path` and `name` of the target. A function takes options after it too."""
     parser = _parser()
     options = parser.parse_args(arguments)
     try:
-        options.path, options.name = split(options.target)
+        path, name = split(options.target)
+        arguments = [*_settings(path), *arguments]
+        options = parser.parse_args(arguments)
+        options.path, options.name = path, name
         if options.name is not None and options.arguments:
             target, rest = options.target, options.arguments
             before = arguments[: len(arguments) - len(rest) - 1]
@@ -305,6 +328,7 @@ def _check(options: argparse.Namespace) -> int:
     wanted = bool(options.trace or options.svg or options.html)
     search = Search(options.search, options.schedules, options.depth, only=options.schedule)
     notes: list[str] = []
+    passed = allowed([])
     for order in search:
         first = search.tried == 1
         reports, failed = _run(options, order, trace=wanted and first, quiet=not first)
@@ -324,19 +348,20 @@ def _check(options: argparse.Namespace) -> int:
             if wanted and error.report is not None and error.report.timeline:
                 _draw(options, error.report, error)
             if options.json:
-                write_json(options.json, error, replay, search, notes or _notes(reports))
+                said = (notes, passed) if not first else (_notes(reports), allowed(reports))
+                write_json(options.json, error, replay, search, *said)
             return UNCHECKED if isinstance(error, Unsupported) else FOUND
         if failed:
             print(f"{failed}\n  {_command(options, str(order))}", file=sys.stderr)
             return UNCHECKED
         if first:
             print(_summaries(reports))
-            notes = _notes(reports)
+            notes, passed = _notes(reports), allowed(reports)
             if wanted:
                 _draw(options, reports[0])
     print(f"nothing found under {search}")
     if options.json:
-        write_json(options.json, None, "", search, notes)
+        write_json(options.json, None, "", search, notes, passed)
     return CLEAN
 
 

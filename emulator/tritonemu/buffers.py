@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import triton.language as tl
 
+from . import suppressions
 from .clocks import Shadow
 from .errors import (
     InvalidKernel,
@@ -348,10 +349,12 @@ class Buffer:
         launch.report.checks["shared"] += 1
         if not write and mask & ~shadow.written:
             if launch.uninitialized == "error":
-                raise UninitializedRead(
+                finding = UninitializedRead(
                     f"{self.label} is read before it has been written", buffer=self.name
                 )
-            launch.report.uninitialized += 1
+                suppressions.judge(finding, launch.report)
+            else:
+                launch.report.uninitialized += 1
         access = actor.access(write, mask, name=self.name)
         if not launch.races:
             shadow.written |= mask if write else 0
@@ -360,16 +363,16 @@ class Buffer:
             raise self.storage.cta.too_early(self.name, access.who, access.at)
         if launch.partition_fences and isinstance(actor, Operation) and not actor.generic:
             self._demand_partition_fence(actor, write)
-        other = shadow.record(access, actor.clock)
-        if other is not None:
+        for other in shadow.record(access, actor.clock):
             verb = {True: "writes", False: "reads"}
             alias = f"as {other.name} " if other.name != self.name else ""
-            raise Race(
+            finding = Race(
                 f"{access.who} {verb[write]} {self.label}, which {other.who} {verb[other.write]} "
                 f"{alias}at {other.at[0]}:{other.at[1]}; nothing orders the two",
                 other=other.at,
                 buffer=self.name,
             )
+            suppressions.judge(finding, launch.report)
 
     def demand_fence(self, copy: Operation) -> None:
         """Raise MissingFence if the copy reads what a role stored without a fence after it.
@@ -380,12 +383,13 @@ class Buffer:
         for old in self.storage.shadow.accesses:
             stored = old.write and not old.operation
             if stored and old.mask & self.mask and not copy.clock.fences(old):
-                raise MissingFence(
+                finding = MissingFence(
                     f"a copy reads {self.label}, which {old.who} writes at {old.at[0]}:"
                     f'{old.at[1]}; tlx.fence("async_shared") must lie between the two',
                     other=old.at,
                     buffer=self.name,
                 )
+                suppressions.judge(finding, current().report)
 
     def _demand_partition_fence(self, copy: Operation, write: bool) -> None:
         """Raise MissingFence if a copy or an MMA meets an access of another partition, one of them
@@ -404,12 +408,13 @@ class Buffer:
                 inserted = True
                 continue
             verb, did = "writes" if write else "reads", "writes" if old.write else "reads"
-            raise MissingFence(
+            finding = MissingFence(
                 f"{copy.kind} issued by {copy.role.label} {verb} {self.label}, which {old.who} "
                 f"{did} at {old.at[0]}:{old.at[1]}; fence_async_shared must lie between the two",
                 other=old.at,
                 buffer=self.name,
             )
+            suppressions.judge(finding, current().report)
         if inserted:
             copy.role.fence()
 

@@ -92,20 +92,20 @@ class Shadow:
     accesses: list[Access] = field(default_factory=list)
     written: int = 0
 
-    def record(self, new: Access, clock: Clock) -> Access | None:
-        """Add an access made at `clock`; return an earlier one that races with it, or None.
+    def record(self, new: Access, clock: Clock) -> list[Access]:
+        """Add an access made at `clock`; return earlier ones that race with it.
 
         Bytes of an earlier access are dropped when the new one stands for it: if it happens before
         the new one, and the new one is a write or both are reads, then whatever is ordered after
         the new one is ordered after it too.
         """
-        kept = []
+        kept, racing = [], []
         for old in self.accesses:
             common = old.mask & new.mask
             if common:
                 known = clock.knows(old)
                 if not known and (old.write or new.write):
-                    return old
+                    racing.append(old)
                 if known and (new.write or not old.write):
                     rest = old.mask ^ common
                     if rest:
@@ -116,4 +116,4 @@ class Shadow:
         self.accesses = kept
         if new.write:
             self.written |= new.mask
-        return None
+        return racing

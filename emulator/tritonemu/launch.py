@@ -35,7 +35,8 @@ class Report:
     compiler adds for the values that tasks capture, some hundred bytes. warps: of each role of
     a CTA, default first. checks: accesses examined, by kind. uninitialized: reads of unwritten
     memory that were let pass. notes: what may be meant so, such as one value that several programs
-    store to one place. timeline: with `trace=True`.
+    store to one place. allowed: findings that a comment allows, how many of each (kind, file, line,
+    reason). timeline: with `trace=True`.
     """
 
     arch: str
@@ -51,6 +52,7 @@ class Report:
     checks: dict[str, int] = field(default_factory=lambda: dict.fromkeys(CHECKS, 0))
     uninitialized: int = 0
     notes: list[str] = field(default_factory=list)
+    allowed: dict[tuple[str, str, int, str], int] = field(default_factory=dict)
     timeline: Timeline | None = None
 
 

@@ -34,7 +34,7 @@ import numpy as np
 import torch
 import triton.language as tl
 
-from . import unwritten
+from . import suppressions, unwritten
 from .clocks import Access, Clock
 from .errors import (
     DescriptorError,
@@ -274,7 +274,7 @@ class Memory:
         if self._launch.uninitialized == "allow":
             self._report.uninitialized += 1
             return
-        raise UninitializedRead(
+        finding = UninitializedRead(
             f"{what} of {region.name} reads {unread} of {read.numel()} elements in program "
             f"{self._launch.program} that nothing has written; the memory is made, without values, "
             f"at {fresh.at[0]}:{fresh.at[1]}; write to it first, or allow it with "
@@ -282,6 +282,7 @@ class Memory:
             other=fresh.at,
             buffer=region.name,
         )
+        suppressions.judge(finding, self._report)
 
     @staticmethod
     def _mark_written(region: Region, view: Callable, where: Any) -> None:
@@ -330,13 +331,14 @@ class Memory:
             does = "stores to" if access.write else "loads"
             did = "stored to" if old.write else "loaded"
             alias = f"as {old.name} " if old.name != region.name else ""
-            raise Race(
+            finding = Race(
                 f"{first} {does} an element of {region.name} that {second} {did} {alias}"
                 f"at {file}:{line}; nothing orders the two",
                 other=old.at,
                 programs=(before, program),
                 buffer=region.name,
             )
+            suppressions.judge(finding, self._report)
 
     def _lanes(
         self, what: str, pointer: Tile, mask: Any
@@ -380,12 +382,13 @@ class Memory:
         found = found[(found > 0) & (found <= min(len(loads), MOST))]
         if found.numel():
             at, what = list(loads.items())[int(found[0]) - 1]
-            raise UndefinedValue(
+            finding = UndefinedValue(
                 f"{region.name} gets a value that comes from {what.format(*at)}, or allow it with "
                 f"{option('masked', 'zero')}",
                 other=at,
                 buffer=region.name,
             )
+            suppressions.judge(finding, self._report)
 
     def load(
         self,

@@ -4,6 +4,8 @@ import json
 import linecache
 import os
 import shlex
+from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -93,10 +95,33 @@ def page(report: Any, error: EmulatorError | None = None) -> str:
     )
 
 
+def allowed(reports: Iterable[Any]) -> Counter[tuple[str, str, int, str]]:
+    """How many findings of all launches a comment allows: by kind, file, line and reason."""
+    times: Counter[tuple[str, str, int, str]] = Counter()
+    for report in reports:
+        times.update(report.allowed)
+    return times
+
+
+def told(times: Counter[tuple[str, str, int, str]]) -> list[str]:
+    """A line about each of `allowed`."""
+    return [
+        f"allowed: {kind} at {file}:{line}, found {'once' if n == 1 else f'{n} times'}: {reason}"
+        for (kind, file, line, reason), n in times.items()
+    ]
+
+
 def write_json(
-    path: str | Path, found: EmulatorError | None, replay: str, search: Any, notes: list[str]
+    path: str | Path,
+    found: EmulatorError | None,
+    replay: str,
+    search: Any,
+    notes: list[str],
+    times: Counter[tuple[str, str, int, str]],
 ) -> None:
-    """The report of one command: what it found and noted, and what its search covered."""
+    """The report of one command: what it found, noted and allowed, what its search covered."""
     said = as_json(found, replay) if found is not None else None
-    report = {"found": said, "notes": notes, "covered": search.as_json()}
+    names = "kind", "file", "line", "reason"
+    passed = [dict(zip(names, key, strict=True)) | {"times": n} for key, n in times.items()]
+    report = {"found": said, "notes": notes, "allowed": passed, "covered": search.as_json()}
     Path(path).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")

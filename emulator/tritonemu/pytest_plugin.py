@@ -12,12 +12,15 @@ import sys
 
 import pytest
 
-from . import Unsupported, enabled, fake_gpu
+from . import Unsupported, enabled, fake_gpu, settings
 from .errors import PYTEST, flags
 from .gpu import ARCHITECTURES
+from .messages import allowed, told
 from .undefined import MODES
 
 _NOTES = pytest.StashKey()  # of all launches, each once
+_SETTINGS = "arch", "schedules", "all-configs", "masked", "strict", "allow-uninitialized"
+_ALLOWED = pytest.StashKey()  # how many findings of all launches comments allow
 
 
 def pytest_addoption(parser):
@@ -37,6 +40,13 @@ def pytest_addoption(parser):
     add("--skip-unsupported", action="store_true", help=unknown)
 
 
+def pytest_load_initial_conftests(early_config, args):
+    try:
+        args[:] = [*settings.flags(early_config.rootpath, PYTEST, _SETTINGS), *args]
+    except ValueError as error:
+        raise pytest.UsageError(str(error)) from None
+
+
 @contextlib.contextmanager
 def _emulated(config, schedule):
     options = config.option
@@ -50,21 +60,24 @@ def _emulated(config, schedule):
     with flags(PYTEST), fake_gpu(arch), enabled(arch, schedule=schedule, **how) as reports:
         yield reports
         config.stash[_NOTES].update((note, None) for report in reports for note in report.notes)
+        config.stash[_ALLOWED].update(allowed(reports))
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    notes = config.stash.get(_NOTES, {})
-    if notes:
+    notes, passed = config.stash.get(_NOTES, {}), config.stash.get(_ALLOWED, {})
+    if notes or passed:
         terminalreporter.section("tritonemu")
         for note in notes:
             terminalreporter.write_line(f"note: {note}")
+        for line in told(passed):
+            terminalreporter.write_line(line)
 
 
 def pytest_configure(config):
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] == "tritonemu":
             module.__tracebackhide__ = True
-    config.stash[_NOTES] = {}
+    config.stash[_NOTES], config.stash[_ALLOWED] = {}, allowed([])
     if config.option.fake_gpu:  # from here on: modules ask for a GPU when they are imported
         stack = contextlib.ExitStack()
         stack.enter_context(_emulated(config, "modelled"))

@@ -36,6 +36,7 @@ import triton.language as tl
 from triton.runtime import jit
 from triton.runtime.jit import JITFunction
 
+from . import suppressions
 from .aggregates import Aggregate, lowered
 from .errors import MARK, DeviceAssertion, InvalidKernel, Unsupported, option
 from .launch import current
@@ -316,6 +317,7 @@ def _compiled(
     name: str, file: str, source: str, first: int
 ) -> tuple[types.CodeType, set[str], set[str]]:
     """Code that defines the rewritten function; the globals of its body, and of its defaults."""
+    suppressions.check(source, file, first)
     try:
         code, inner, outer = _rewritten(name, source, first)
     except Unsupported as error:

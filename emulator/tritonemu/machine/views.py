@@ -22,7 +22,7 @@ def local_view(buffers: Any, index: Any) -> Any:
 
 @op
 def local_slice(buffer: Buffer, offset: Any, shape: Any) -> Buffer:
-    start = tuple(int(at) for at in offset)
+    start = tuple(static_int(at) for at in offset)
     if buffer.storage.tensor and (start[0] or shape[0] != buffer.shape[0]):
         raise InvalidKernel("a slice of tensor memory takes all rows")
     return buffer.window(start, tuple(static_int(size) for size in shape))

@@ -1,0 +1,79 @@
+"""Findings that a comment in the kernel allows: `# tritonemu: allow(Race) and why it is right`.
+
+It stands on the line that the finding or its earlier access names, or alone on the line above. The
+kernel then goes on as if nothing had been found, and the report counts it with its reason.
+"""
+
+import linecache
+import re
+
+from .errors import (
+    EmulatorError,
+    InvalidKernel,
+    Location,
+    MissingFence,
+    Race,
+    UndefinedValue,
+    UninitializedRead,
+)
+from .launch import Report
+
+# Those after which a kernel can go on.
+KINDS = tuple(kind.__name__ for kind in (Race, MissingFence, UninitializedRead, UndefinedValue))
+_COMMENT = re.compile(r"#\s*tritonemu:(.*)")
+_ALLOW = re.compile(r"\s*allow\(([\w\s,]*)\)[\s:]*(.*)")
+
+
+def parse(line: str) -> tuple[tuple[str, ...], str] | None:
+    """The kinds that a line of source allows, and why; None without such a comment.
+
+    Raises ValueError if it is not of this form, names another kind, or gives no reason.
+    """
+    comment = _COMMENT.search(line)
+    if comment is None:
+        return None
+    found = _ALLOW.fullmatch(comment[1].rstrip())
+    kinds = tuple(re.findall(r"\w+", found[1])) if found else ()
+    if not kinds or not set(kinds) <= set(KINDS) or not found[2]:
+        raise ValueError(
+            f"a comment for tritonemu must read '# tritonemu: allow(KIND) REASON', KIND among "
+            f"{', '.join(KINDS)}, got {comment[0].rstrip()!r}"
+        )
+    return kinds, found[2]
+
+
+def check(source: str, file: str, first: int) -> None:
+    """Raise InvalidKernel if a comment of this source, from line `first` on, is wrong."""
+    for number, line in enumerate(source.splitlines(), first):
+        try:
+            parse(line)
+        except ValueError as error:
+            raise InvalidKernel(str(error), (file, number)) from None
+
+
+def judge(error: EmulatorError, report: Report) -> None:
+    """Raise a finding, or count it in the report if its line, or the earlier one, allows it."""
+    kind = type(error).__name__
+    for at in (error.at, getattr(error, "other", None)):
+        reason = _reason(kind, at) if at else None
+        if reason is not None:
+            key = kind, *at[:2], reason
+            report.allowed[key] = report.allowed.get(key, 0) + 1
+            return
+    raise error
+
+
+def _reason(kind: str, at: Location) -> str | None:
+    """Why findings of this kind are allowed at a line; None if they are not."""
+    file, line = at[:2]
+    above = linecache.getline(file, line - 1).strip()
+    for text in (linecache.getline(file, line), above if above.startswith("#") else ""):
+        try:
+            kinds, reason = parse(text) or ((), "")
+        except (
+            ValueError
+        ):  # outside of the kernel, as where memory is made; `check` tells of others
+            continue
+        if kind in kinds:
+            return reason
+    return None
