@@ -48,8 +48,9 @@ from . import (
 )
 from .errors import COMMAND, flags
 from .gpu import ARCHITECTURES, FAKE_MULTIPROCESSORS
-from .messages import allowed, cta_of, explain, page, told, write_json
+from .messages import allowed, cta_of, explain, page, report_of, told
 from .orders import Order, order_of
+from .sarif import as_sarif
 from .search import KINDS, Search
 from .undefined import MODES
 
@@ -191,6 +192,16 @@ def _draw(options: argparse.Namespace, report: Report, error: EmulatorError | No
         Path(options.html).write_text(page(report, error), encoding="utf-8")
 
 
+def _write(options: argparse.Namespace, report: dict) -> None:
+    """The report, in the forms that were asked for."""
+    for path, said in (
+        (options.json, report),
+        (options.sarif, as_sarif(report, Path.cwd()) if options.sarif else None),
+    ):
+        if path:
+            Path(path).write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
+
+
 def _command(options: argparse.Namespace, schedule: str) -> str:
     command, parser = ["python", "-m", "tritonemu", "--arch", options.arch], _parser()
     command += ["--no-fake-gpu"] * (not options.fake_gpu)
@@ -262,6 +273,7 @@ def _parser() -> _Parser:
     add("--all-configs", action="store_true", help=every)
     add("--timeout", type=_seconds, metavar="SECONDS", help="end then, with exit status 4")
     add("--json", metavar="FILE", help="write what was found, for machines")
+    add("--sarif", metavar="FILE", help="write what was found, for code hosts")
     add("--html", metavar="FILE", help="write a page that steps through a launch")
     add("--trace", metavar="FILE", help="write a Chrome trace of the first launch")
     add("--svg", metavar="FILE", help="draw the first CTA of the first launch")
@@ -347,9 +359,8 @@ def _check(options: argparse.Namespace) -> int:
                 error.report = again[0] if again and not again.findings else error.report
             if wanted and error.report is not None and error.report.timeline:
                 _draw(options, error.report, error)
-            if options.json:
-                said = (notes, passed) if not first else (_notes(reports), allowed(reports))
-                write_json(options.json, error, replay, search, *said)
+            said = (notes, passed) if not first else (_notes(reports), allowed(reports))
+            _write(options, report_of(error, replay, search, *said))
             return UNCHECKED if isinstance(error, Unsupported) else FOUND
         if failed:
             print(f"{failed}\n  {_command(options, str(order))}", file=sys.stderr)
@@ -360,8 +371,7 @@ def _check(options: argparse.Namespace) -> int:
             if wanted:
                 _draw(options, reports[0])
     print(f"nothing found under {search}")
-    if options.json:
-        write_json(options.json, None, "", search, notes, passed)
+    _write(options, report_of(None, "", search, notes, passed))
     return CLEAN
 
 

@@ -1,6 +1,5 @@
 """What a finding says beside its message: source, calls and schedule; as text, JSON and a page."""
 
-import json
 import linecache
 import os
 import shlex
@@ -111,17 +110,15 @@ def told(times: Counter[tuple[str, str, int, str]]) -> list[str]:
     ]
 
 
-def write_json(
-    path: str | Path,
+def report_of(
     found: EmulatorError | None,
     replay: str,
     search: Any,
     notes: list[str],
     times: Counter[tuple[str, str, int, str]],
-) -> None:
+) -> dict[str, Any]:
     """The report of one command: what it found, noted and allowed, what its search covered."""
     said = as_json(found, replay) if found is not None else None
     names = "kind", "file", "line", "reason"
     passed = [dict(zip(names, key, strict=True)) | {"times": n} for key, n in times.items()]
-    report = {"found": said, "notes": notes, "allowed": passed, "covered": search.as_json()}
-    Path(path).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    return {"found": said, "notes": notes, "allowed": passed, "covered": search.as_json()}

@@ -6,6 +6,7 @@ else: pip refuses what is missing, and Python what is not declared. Only `make p
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -20,6 +21,7 @@ from importlib.metadata import distribution
 from pathlib import Path
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -132,7 +134,9 @@ def library(tmp_path_factory, built) -> Environment:
 @pytest.fixture(scope="module")
 def emulator(tmp_path_factory, built) -> Environment:
     folder = tmp_path_factory.mktemp("emulator")
-    return environment(folder, built, "gdpa-kernels[emulator]", *LIBRARY, "greenlet", "pytest")
+    return environment(
+        folder, built, "gdpa-kernels[emulator]", *LIBRARY, "greenlet", "pytest", "pip"
+    )
 
 
 @pytest.mark.parametrize("name", ["gdpa_kernels", "tritonemu"])
@@ -230,3 +234,53 @@ def test_the_examples_of_the_emulator_run(emulator):
         asked = ("--fake-gpu", "-p", "no:cacheprovider", "test_fixture.py")
         plugin = ("-m", "pytest", "-p", "tritonemu.pytest_plugin")
         assert seen in run(emulator.python, *plugin, *asked, cwd=folder, status=status).stdout
+
+
+def test_the_steps_of_the_action_run(emulator, built):
+    """As GitHub runs them, with the wheel in place of the action's folder."""
+    action = yaml.safe_load((ROOT / "emulator" / "action.yml").read_text())
+    folder = emulator.folder / "action"
+    folder.mkdir()
+    program = re.findall(r"```python\n(.*?)```", (ROOT / "emulator/README.md").read_text(), re.S)[0]
+    (folder / "racy.py").write_text(program)
+    right = program.replace(
+        "tl.store(sum_ptr, tl.load(sum_ptr) + part)", "tl.atomic_add(sum_ptr, part)"
+    )
+    (folder / "right.py").write_text(right)
+
+    def steps(programs: str) -> list[subprocess.CompletedProcess[str]]:
+        given = {"programs": programs, "triton": "", "sarif": "found"}
+        assert given.keys() == action["inputs"].keys()
+        ran = []
+        for step in action["runs"]["steps"]:
+            texts = {
+                name: re.sub(r"\$\{\{ inputs\.(\w+) \}\}", lambda found: given[found[1]], text)
+                for name, text in step["env"].items()
+            }
+            path = f"{emulator.folder / 'bin'}:{os.environ['PATH']}"
+            variables = {"PATH": path, "GITHUB_ACTION_PATH": str(built["tritonemu"].wheel)}
+            ran.append(
+                subprocess.run(
+                    ["bash", "-eo", "pipefail", "-c", step["run"]],
+                    cwd=folder,
+                    text=True,
+                    env=variables | {"PIP_NO_INDEX": "1"} | texts,
+                    capture_output=True,
+                )  # fmt: skip
+            )
+        return ran
+
+    for programs, status in (
+        ("right.py\n", 0),
+        ("\nright.py\n--arch sm_100 racy.py\n", 1),
+        ("", 2),
+    ):
+        installed, ended = steps(programs)
+        assert installed.returncode == 0, installed.stderr
+        assert ended.returncode == status, ended.stdout + ended.stderr
+    (run_,) = json.loads((folder / "found" / "2.sarif").read_text())["runs"]
+    (result,) = run_["results"]
+    place = result["locations"][0]["physicalLocation"]
+    assert (result["ruleId"], place["artifactLocation"]["uri"]) == ("Race", "racy.py")
+    assert place["region"]["startLine"] == 10
+    assert json.loads((folder / "found" / "1.sarif").read_text())["runs"][0]["results"] == []

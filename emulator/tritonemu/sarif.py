@@ -1,0 +1,76 @@
+"""The report of `--json` as SARIF 2.1.0, which code hosts show beside the lines of a change.
+
+Source: OASIS, Static Analysis Results Interchange Format (SARIF) 2.1.0.
+"""
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+from . import __version__, errors
+
+_SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
+
+
+def as_sarif(report: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """One run of the tool. Files under `folder` are named from there, others in full.
+
+    A finding is an error, one that a comment allows a suppressed error with its reason, a note a
+    notification of the run.
+    """
+    found = report["found"]
+    results = [_finding(found, folder)] if found else []
+    results += [_allowed(each, folder) for each in report["allowed"]]
+    kinds = sorted({result["ruleId"] for result in results})
+    notes = [{"level": "note", "message": {"text": note}} for note in report["notes"]]
+    driver = {
+        "name": "tritonemu", "version": __version__, "rules": [*map(_rule, kinds)],
+    }  # fmt: skip
+    run = {
+        "tool": {"driver": driver},
+        "invocations": [{"executionSuccessful": True, "toolExecutionNotifications": notes}],
+        "results": results,
+    }
+    return {"$schema": _SCHEMA, "version": "2.1.0", "runs": [run]}
+
+
+def _rule(kind: str) -> dict[str, Any]:
+    meaning = " ".join(inspect.getdoc(getattr(errors, kind)).split("\n\n")[0].split())
+    return {"id": kind, "shortDescription": {"text": meaning}}
+
+
+def _finding(found: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Its place is the innermost call; the other places are related ones."""
+    here, *others = found["places"] or [None]
+    last = [place["calls"][-1] for place in others]
+    return {
+        "ruleId": found["kind"],
+        "level": "error",
+        "message": {"text": f"{found['message']}\n{found['replay']}"},
+        "locations": [_location(folder, **_at(here["calls"][-1]))] if here else [],
+        "relatedLocations": [
+            _location(folder, **_at(call)) | {"message": {"text": place["what"]}}
+            for place, call in zip(others, last, strict=True)
+        ],
+    }
+
+
+def _allowed(each: dict[str, Any], folder: Path) -> dict[str, Any]:
+    return {
+        "ruleId": each["kind"],
+        "level": "error",
+        "message": {"text": f"found {each['times']} times"},
+        "locations": [_location(folder, **_at(each))],
+        "suppressions": [{"kind": "inSource", "justification": each["reason"]}],
+    }
+
+
+def _at(call: dict[str, Any]) -> dict[str, Any]:
+    return {"file": call["file"], "line": call["line"]}
+
+
+def _location(folder: Path, file: str, line: int) -> dict[str, Any]:
+    path, folder = Path(file).resolve(), folder.resolve()
+    inside = path.is_relative_to(folder)
+    uri = path.relative_to(folder).as_posix() if inside else path.as_uri()
+    return {"physicalLocation": {"artifactLocation": {"uri": uri}, "region": {"startLine": line}}}
