@@ -28,7 +28,7 @@ class Pages:
     page_size, and 0 of an empty history; cu_seqlens int32 `[batch + 1]`, tokens; max_seqlen; slots
     int64 `[tokens]`, page * page_size + place; positions int64 `[tokens]`, of each in its history.
     On the cache's device. True until an edit, an eviction or another epoch of one of the users,
-    which give their pages to others: `read` and `write` then refuse them.
+    which give their pages to others: `read` and `write` then refuse them, by their holders.
     """
 
     kv_indptr: torch.Tensor
@@ -38,7 +38,7 @@ class Pages:
     max_seqlen: int
     slots: torch.Tensor
     positions: torch.Tensor
-    _of: tuple[tuple[Hashable, _History], ...] = field(repr=False, compare=False)
+    holders: tuple[tuple[Hashable, _History], ...] = field(repr=False, compare=False)
 
 
 @dataclass
@@ -204,7 +204,7 @@ class PagedCache:
             raise ValueError(
                 f"layer must be below num_layers, {self.model.num_layers}, got {layer}"
             )
-        for user, history in at._of:
+        for user, history in at.holders:
             if history.pages and self._users.get(user) is not history:
                 raise ValueError(
                     f"at must be pages that their users still have, got those of {user!r} before "
