@@ -46,6 +46,7 @@ class _History:
     epoch: Hashable
     length: int = 0
     pages: list[int] = field(default_factory=list)
+    expected: int | None = None  # events after an edit, until their rows are there again
 
 
 class PagedCache:
@@ -103,8 +104,8 @@ class PagedCache:
         are evicted, the least recently used first.
 
         Raises:
-            ValueError: an argument is wrong; or a history that is not empty grows and the model
-                does not keep its rows right (`Model.check_append`).
+            ValueError: an argument is wrong; or a history that is not empty grows, and not by what
+                an edit dropped, and the model does not keep its rows right (`Model.check_append`).
             MemoryError: the batch alone needs more pages than there are. Nothing has changed.
         """
         epochs = self._check(users, epochs)
@@ -113,8 +114,9 @@ class PagedCache:
         for count in counts:
             checks.check_count("counts", count)
         lengths = [self.length(*key) for key in zip(users, epochs, strict=True)]
-        if any(length and count for length, count in zip(lengths, counts, strict=True)):
-            self.model.check_append()
+        for user, length, count in zip(users, lengths, counts, strict=True):
+            if length and count and length + count != self._users[user].expected:
+                self.model.check_append()
         pages = [-(-(x + n) // self.page_size) for x, n in zip(lengths, counts, strict=True)]
         if sum(pages) > self.data.shape[1]:
             raise MemoryError(
@@ -133,6 +135,8 @@ class PagedCache:
                     self.evict(next(iter(self._users)))  # none of this batch: those come last
                 history.pages.append(self._free.pop())
             history.length += count
+            if history.expected is not None and history.length >= history.expected:
+                history.expected = None
         return self._pages(users, [self._users[user] for user in users], lengths)
 
     def write(self, layer: int, at: Pages, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -172,24 +176,34 @@ class PagedCache:
         keys = at.slots + at.slots // self.page_size * self.page_size
         return keys, keys + self.page_size
 
-    def edit(self, user: Hashable, at: int, epoch: Hashable, was: Hashable = 0) -> int:
-        """The event at place `at` of a history of epoch `was` was deleted, or one was added there:
+    def edit(
+        self, user: Hashable, at: int, epoch: Hashable, was: Hashable = 0, *, added: bool
+    ) -> int:
+        """An event of a history of epoch `was` was added at place `at`, or the one there deleted:
         keep the rows from the start that stay right, drop the others, and call the rest `epoch`.
-        Returns how many rows are kept; the caller computes the following ones again."""
+
+        Returns how many rows are kept. The caller computes the following ones again: an append of
+        all of them at once is refused for no model.
+        """
         checks.check_count("at", at)
-        length = self.length(user, was)
+        checks.check_bool(added=added)
         if epoch == was:
             raise ValueError(f"epoch must differ from that before the edit, got {epoch!r} for both")
-        if not length:
+        if not self.length(user, was):
             self.evict(user)
             return 0
         history = self._users[user]
-        at = min(at, length)
-        beside = {length, max(length - 1, at)}  # rows that stay beside one added, and one deleted
-        kept = min(at, *(self.model.kept(rows, at) for rows in beside))  # rows behind would move
+        events = history.length if history.expected is None else history.expected
+        beside = events - (not added)  # events that are there before and after
+        if at > beside:
+            raise ValueError(
+                f"at must be at most {beside} in a history of {events} events where one is "
+                f"{'added' if added else 'deleted'}, got {at}"
+            )
+        kept = min(at, history.length, self.model.kept(beside, at))  # rows behind would move
         held = -(-kept // self.page_size)
         self._free += history.pages[held:]
-        self._users[user] = _History(epoch, kept, history.pages[:held])
+        self._users[user] = _History(epoch, kept, history.pages[:held], beside + added)
         return kept
 
     def evict(self, user: Hashable) -> None:

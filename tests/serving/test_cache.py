@@ -72,11 +72,11 @@ def test_an_edited_history_is_never_found():
 def test_an_edit_keeps_what_the_model_keeps(model, rows):
     kept = cache(**model)
     k, _ = filled(kept, ["a"], [9])
-    assert kept.edit("a", 5, epoch=1) == kept.length("a", 1) == rows
+    assert kept.edit("a", 5, epoch=1, added=False) == kept.length("a", 1) == rows
     assert torch.equal(kept.read(kept.model.num_layers - 1, kept.pages(["a"], [1]))[0], k[:rows])
     filled(kept, ["b"], [4 * (6 - -(-rows // PAGE))])  # all pages that this leaves
     assert kept.length("a", 1) == rows
-    assert kept.edit("nobody", 0, epoch=1) == 0
+    assert kept.edit("nobody", 0, epoch=1, added=True) == 0
 
 
 @pytest.mark.parametrize("options", COMBINED + ALONE, ids=str)
@@ -93,10 +93,39 @@ def test_an_edit_keeps_no_row_that_changed(options):
             new = kept.append(["a"], [len(before[0])])
             for layer, x in enumerate(before):
                 kept.write(layer, new, x[:, None], x[:, None])
-            count = kept.edit("a", at, epoch=1)
+            added = len(after[0]) > len(before[0])
+            if at > len(before[0]) - (not added):
+                continue
+            count = kept.edit("a", at, epoch=1, added=added)
+            rest = kept.append(["a"], [len(after[0]) - count], [1])  # refused for no model
             for layer, x in enumerate(after):
+                kept.write(layer, rest, x[count:, None], x[count:, None])
                 found = kept.read(layer, kept.pages(["a"], [1]))[0][:, 0]
-                torch.testing.assert_close(found, x[:count], rtol=0, atol=1e-12)
+                torch.testing.assert_close(found, x, rtol=0, atol=1e-12)
+
+
+def test_after_an_edit_other_appends_are_checked_as_before():
+    """Of a model whose rows know the last event's time."""
+    for counts in ([5], [3, 3], [2], [4, 1]):
+        kept = cache(query_time=True)
+        filled(kept, ["a"], [7])
+        assert kept.edit("a", 2, epoch=1, added=False) == 2
+        whole = counts[0] == 4
+        if whole:
+            filled(kept, ["a"], [4], epochs=[1])
+        with pytest.raises(ValueError, match="the time until the query changes"):
+            kept.append(["a"], [counts[whole]], [1])
+
+
+def test_a_second_edit_before_the_rows_are_there_again():
+    kept = cache(query_time=True)
+    filled(kept, ["a"], [7])
+    kept.edit("a", 5, epoch=1, added=False)
+    assert kept.edit("a", 3, epoch=2, was=1, added=True) == 3
+    with pytest.raises(ValueError, match="the time until the query changes"):
+        kept.append(["a"], [3], [2])
+    filled(kept, ["a"], [4], epochs=[2])
+    assert kept.length("a", 2) == 7
 
 
 def test_the_least_recently_used_users_go_first():
@@ -131,7 +160,7 @@ def test_a_model_that_appends_would_make_wrong_is_refused():
 
 
 def edited(kept: PagedCache) -> None:
-    kept.edit("a", 2, epoch=1)
+    kept.edit("a", 2, epoch=1, added=True)
 
 
 def grown(kept: PagedCache) -> None:
@@ -167,7 +196,12 @@ WRONG = (
     (ValueError, "layer must be an integer of at least 0, got -1",
      lambda: (c := cache()).write(-1, c.append("a", [1]), draw(1, 0), draw(1, 0))),
     (ValueError, "epoch must differ from that before the edit, got 0",
-     lambda: cache().edit("a", 0, epoch=0)),
+     lambda: cache().edit("a", 0, epoch=0, added=True)),
+    (ValueError, "at must be at most 2 in a history of 3 events where one is deleted, got 3",
+     lambda: (filled(c := cache(), ["a"], [3]), c.edit("a", 3, 1, added=False))),
+    (ValueError, "at must be at most 3 in a history of 3 events where one is added, got 4",
+     lambda: (filled(c := cache(), ["a"], [3]), c.edit("a", 4, 1, added=True))),
+    (TypeError, "added must be a bool", lambda: cache().edit("a", 0, 1, added=1)),
     (TypeError, "options must be among .*, got .'causal'.",
      lambda: score(*[draw(1, 0)] * 3, ends(1), 1, draw(0, 0), draw(0, 0), cache().pages(["a"]),
                    causal=True)),

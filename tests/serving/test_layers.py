@@ -116,7 +116,7 @@ def test_a_deletion_is_served_after_its_suffix_is_computed_again(options):
     layers, kept = stack(**options), cache(**modelled(options))
     x = torch.randn(7, WIDTH, dtype=FP64)
     served(layers, kept, x, (7, 0, 0))
-    rows = kept.edit("a", 3, epoch=1)
+    rows = kept.edit("a", 3, epoch=1, added=False)
     left = torch.cat((x[:3], x[4:]))
     new, whole = kept.append(["a"], [6 - rows], [1]), kept.pages(["a"], [1])
     found = run(layers, left[rows:], lambda i, layer, z: extend(layer, z, kept, i, new, whole))
