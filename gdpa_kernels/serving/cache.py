@@ -17,6 +17,7 @@ import torch
 
 from gdpa_kernels.calling import checks
 from gdpa_kernels.gdpa.api import gdpa
+from gdpa_kernels.serving import diagonal
 from gdpa_kernels.serving.validity import Model
 
 
@@ -276,10 +277,11 @@ def score(
     """Attention of candidates, each over its user's history and its own group up to itself.
 
     The sum of two calls of `gdpa`: over the history, kept in fp32, and over the candidates, added
-    to it before the one rounding. It is what one call over [history; candidates] with `num_targets`
-    gives for the candidates' rows, without the history's queries. No kernel reads pages yet:
-    `PagedCache.read` copies them first. Small batches are bound by the host: capture the call in a
-    CUDA graph, with validate=False.
+    to it before the one rounding; of candidates that see themselves alone the second is a kernel of
+    its own with impl="auto" (`diagonal`). It is what one call over [history; candidates] with
+    `num_targets` gives for the candidates' rows, without the history's queries. No kernel reads
+    pages yet: `PagedCache.read` copies them first. Small batches are bound by the host: capture the
+    call in a CUDA graph, with validate=False.
 
     Args:
         q, k, v: of the candidates, `[tokens, heads, head_dim]`, with offsets cu_seqlens
@@ -307,6 +309,17 @@ def score(
         q, history_k, history_v, cu_seqlens, history.cu_seqlens, max_seqlen, history.max_seqlen,
         out_dtype=kept, **sums,
     )  # fmt: skip
+    if target_group_size == 1 and options.get("impl", "auto") == "auto" and diagonal.takes(q, k, v):
+        checks.check_tensors(q, k, v)
+        if k.shape[0] != q.shape[0]:
+            raise ValueError(f"k must have q's {q.shape[0]} rows, got {k.shape[0]}")
+        if options.get("out_dtype") not in (None, q.dtype, kept):
+            raise TypeError(
+                f"out_dtype must be None, {q.dtype} or {kept}, got {options['out_dtype']!r}"
+            )
+        names = "activation", "scale", "output_scale", "out_dtype"
+        given = {name: options[name] for name in names if name in options}
+        return diagonal.add_diagonal(q, k, v, seen, **given)
     own = {"window": 0} if target_group_size == 1 else {"target_group_size": target_group_size}
     if target_group_size != 1:
         own["num_targets"] = cu_seqlens.diff()

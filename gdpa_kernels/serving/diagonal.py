@@ -1,0 +1,102 @@
+"""The term of candidates that see themselves alone: one product of a row of q with its own of k.
+
+out = add_to + output_scale activation(scale q.k) v, row by row. Nothing is multiplied as matrices,
+so memory is the bound: q, k, v and the result in the call's dtype and the sum in fp32, each once.
+P stays in fp32.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from gdpa_kernels.calling.launch import launch
+from gdpa_kernels.calling.rung import capability
+from gdpa_kernels.gdpa.activations import activate_per_head
+from gdpa_kernels.gdpa.own import keyed
+from gdpa_kernels.gdpa.registration import check_activation, prove
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+ELEMENTS = 4096  # of a tile: with four warps 32 of each tensor in a thread
+
+
+@triton.jit
+def places(ptr, row, head, dim, STRIDES: tl.constexpr):
+    """Pointers [rows, dims] to one head of some rows; strides are (token, head, dim)."""
+    at = ptr + row.to(tl.int64)[:, None] * STRIDES[0] + head.to(tl.int64) * STRIDES[1]
+    return at + dim.to(tl.int64)[None, :] * STRIDES[2]
+
+
+@triton.jit(do_not_specialize=["total"])
+def diagonal_kernel(
+    q_ptr, k_ptr, v_ptr, add_ptr, out_ptr, total, scale, output_scale,
+    Q_STRIDES: tl.constexpr, K_STRIDES: tl.constexpr, V_STRIDES: tl.constexpr,
+    ADD_STRIDES: tl.constexpr, OUT_STRIDES: tl.constexpr,
+    NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
+    ACTIVATION: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """ROWS rows of one head."""
+    pid = tl.program_id(0)
+    head = pid % NUM_HEADS
+    row = pid // NUM_HEADS * ROWS + tl.arange(0, ROWS)
+    dim = tl.arange(0, WIDTH)
+    mask = (row < total)[:, None] & (dim < HEAD_DIM)[None, :]
+    q = tl.load(places(q_ptr, row, head, dim, Q_STRIDES), mask=mask, other=0.0)
+    k = tl.load(places(k_ptr, row, head // GROUP, dim, K_STRIDES), mask=mask, other=0.0)
+    v = tl.load(places(v_ptr, row, head // GROUP, dim, V_STRIDES), mask=mask, other=0.0)
+    out = tl.load(places(add_ptr, row, head, dim, ADD_STRIDES), mask=mask, other=0.0)
+    EXACT: tl.constexpr = q_ptr.dtype.element_ty == tl.float32
+    s = tl.sum(q.to(tl.float32) * k.to(tl.float32), axis=1)
+    p = activate_per_head(s, scale, head, ACTIVATION, not EXACT) * output_scale
+    out = out.to(tl.float32) + p[:, None] * v.to(tl.float32)
+    at = places(out_ptr, row, head, dim, OUT_STRIDES)
+    tl.store(at, out.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def takes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether `add_diagonal` computes it: on a GPU, without gradients, outside of autocast and of
+    `torch.compile`, where `gdpa` is the operator; v as wide as q."""
+    tensors = q, k, v
+    return (
+        q.dtype in DTYPES
+        and v.shape == k.shape
+        and capability(q.device) is not None
+        and not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors))
+        and not torch.is_autocast_enabled(q.device.type)
+        and not torch.compiler.is_compiling()
+    )
+
+
+def add_diagonal(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    add_to: torch.Tensor,
+    *,
+    activation: str | tuple[str, ...] | list[str] = "gelu_tanh",
+    scale: float | None = None,
+    output_scale: float = 1.0,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """add_to + output_scale activation(scale q.k) v of each row, `[tokens, heads, head_dim]`.
+
+    q and add_to `[tokens, heads, head_dim]`, k and v `[tokens, kv_heads, head_dim]`, any strides,
+    as `takes` has them; the options: as `gdpa`.
+    """
+    tokens, heads, head_dim = q.shape
+    names = tuple(check_activation(activation, heads))
+    prove(names, q.device)
+    out = torch.empty(q.shape, dtype=out_dtype or q.dtype, device=q.device)
+    width = triton.next_power_of_2(head_dim)
+    rows = max(1, ELEMENTS // width)
+    launch(
+        diagonal_kernel, (triton.cdiv(tokens, rows) * heads,), q.device,
+        q, k, v, add_to, out, tokens, head_dim**-0.5 if scale is None else float(scale),
+        float(output_scale),
+        Q_STRIDES=q.stride(), K_STRIDES=k.stride(), V_STRIDES=v.stride(),
+        ADD_STRIDES=add_to.stride(), OUT_STRIDES=out.stride(),
+        NUM_HEADS=heads, GROUP=heads // k.shape[1], HEAD_DIM=head_dim,
+        ACTIVATION=",".join(map(keyed, names)), ROWS=rows, WIDTH=width, num_warps=4,
+    )  # fmt: skip
+    return out
