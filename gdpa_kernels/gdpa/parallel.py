@@ -18,17 +18,21 @@ about twice the mean work, but for "sequences"; zigzag shards have equal work.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import pairwise
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from gdpa_kernels.calling import checks
 from gdpa_kernels.gdpa.api import check_causal, gdpa
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 STATIONARY = ("queries", "keys", "sequences")
 LAYOUTS = ("contiguous", "zigzag")
@@ -110,6 +114,10 @@ def context_parallel_gdpa(
         group: of the ranks; None for all.
         options: of `gdpa` (activation, scale, output_scale, precise, impl, backward_impl).
 
+    q, k and v may be `DTensor`s of the whole batch, sharded by tokens on a mesh of one dimension,
+    as `distribute_tensor(x, mesh, [Shard(0)])` makes them: shards are contiguous, the group is the
+    mesh's, and the result is such a one.
+
     Returns:
         This rank's rows of the output, `[rows, num_heads, head_dim]`.
 
@@ -120,6 +128,17 @@ def context_parallel_gdpa(
     Source: sums of partial results, as in the chapter "What is GDPA"; the split of queries, and the
     zigzag layout, are those of all-gather context parallelism (arXiv 2407.21783, section 3.3.2).
     """
+    mesh = _mesh_of(q, k, v, layout, group)
+    if mesh is not None:
+        out = context_parallel_gdpa(
+            *(x.to_local() for x in (q, k, v)), cu_seqlens, stationary=stationary, causal=causal,
+            window=window, group=mesh.get_group(), **options,
+        )  # fmt: skip
+        shape = torch.Size((cu_seqlens[-1], *out.shape[1:]))
+        return type(q).from_local(
+            out, mesh, q.placements, run_check=False, shape=shape,
+            stride=(shape[1] * shape[2], shape[2], 1),
+        )  # fmt: skip
     q, k, v = checks.autocast(q, k, v)
     shards, rank, ranks = _checked(q, k, v, cu_seqlens, layout, group, options)
     _check_masks(stationary, causal, window)
@@ -350,6 +369,28 @@ def _checked(q, k, v, cu_seqlens, layout, group, options) -> tuple[_Shards, int,
     checks.check_tensors(q, k, v)
     _check_rows("k", k, shards.rows(rank), f"rank {rank}")
     return shards, rank, ranks
+
+
+def _mesh_of(q, k, v, layout: str, group: dist.ProcessGroup | None) -> DeviceMesh | None:
+    """The mesh of DTensors; None of other tensors."""
+    tensors = sys.modules.get("torch.distributed.tensor")  # else there is no DTensor
+    if tensors is None or not any(isinstance(x, tensors.DTensor) for x in (q, k, v)):
+        return None
+    if layout != "contiguous" or group is not None:
+        raise ValueError(
+            "layout must be 'contiguous' and group None for DTensors, whose mesh says both, got "
+            f"{layout!r} and {group}"
+        )
+    placements = (tensors.Shard(0),)
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, tensors.DTensor):
+            raise TypeError(f"{name} must be a DTensor as others are, got {type(x).__name__}")
+        if x.placements != placements or x.device_mesh != q.device_mesh:
+            raise ValueError(
+                f"{name} must be sharded by tokens, (Shard(dim=0),), on one mesh, got "
+                f"{x.placements} on {x.device_mesh}"
+            )
+    return q.device_mesh
 
 
 def _sum_dtype(x: torch.Tensor) -> torch.dtype:

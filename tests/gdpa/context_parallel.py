@@ -5,6 +5,8 @@ import sys
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils.flop_counter import FlopCounterMode
 
 import tritonemu
@@ -31,6 +33,27 @@ def count_bytes(ranks: int) -> None:
 
     for name in RECEIVED:
         setattr(parallel.dist, name, counted(name, getattr(dist, name)))
+
+
+def by_dtensors(call, total: int, ranks: int):
+    """A call whose tensors are shards of DTensors, and whose result is one's."""
+    mesh = init_device_mesh("cpu", (ranks,))
+
+    def called(*local, **options):
+        options.pop("layout")
+        *tensors, ends = local
+        tensors = [
+            DTensor.from_local(
+                x, mesh, [Shard(0)], run_check=False, shape=(total, *x.shape[1:]),
+                stride=(x.shape[1] * x.shape[2], x.shape[2], 1),
+            )
+            for x in tensors
+        ]  # fmt: skip
+        out = call(*tensors, ends, **options)
+        assert out.placements == (Shard(0),) and out.shape == tensors[0].shape
+        return out.to_local()
+
+    return called
 
 
 def found(case: dict, rank: int, ranks: int) -> dict:
@@ -60,6 +83,8 @@ def found(case: dict, rank: int, ranks: int) -> dict:
     how = {} if seeds else {"stationary": case["stationary"]}
     mine = [x.clone().requires_grad_() for x in (q if seeds else own(q), own(k), own(v))]
     call = parallel.context_parallel_pooling if seeds else parallel.context_parallel_gdpa
+    if case.get("dtensor"):
+        call = by_dtensors(call, ends[-1], ranks)
     counting = tritonemu.enabled(), parallel.counted_bytes(), FlopCounterMode(display=False)
     with counting[0], counting[1] as library, counting[2] as flops:
         out = call(*mine, ends, layout=layout, **how, **masks, **case["options"])

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from gdpa_kernels import gdpa
 from gdpa_kernels.gdpa import parallel
@@ -60,6 +62,10 @@ def results(request) -> tuple[int, dict]:
         for stationary in parallel.STATIONARY
         for layout in parallel.LAYOUTS
     }
+    cases |= {
+        f"{stationary} dtensor": PLAIN | {"causal": True, "dtensor": True, "stationary": stationary}
+        for stationary in parallel.STATIONARY
+    }
     cases |= {f"pooling {name}": case for name, case in POOLING.items()}
     return request.param, json.loads(printed(request.param, SCRIPT, json.dumps(cases)))
 
@@ -73,6 +79,26 @@ def test_ranks_compute_what_one_process_does(results, stationary, layout):
         worst = torch.tensor(found[f"{stationary} {layout} {name}"]["errors"]).max()
         assert worst < (0.02 if name == "kernels" else 1e-14), name
         assert worst > 0 or name != "kernels", "they round"
+
+
+@pytest.mark.parametrize("stationary", parallel.STATIONARY)
+def test_dtensors_are_what_their_shards_are(results, stationary):
+    _, found = results
+    case, shards = found[f"{stationary} dtensor"], found[f"{stationary} contiguous causal"]
+    assert case["errors"] == shards["errors"] and case["bytes"] == shards["bytes"]
+
+
+def test_wrong_dtensors(alone):
+    mesh = init_device_mesh("cpu", (1,))
+    right, copied = (distribute_tensor(X, mesh, [at]) for at in (Shard(0), Replicate()))
+    for error, message, k, options in (
+        (TypeError, "k must be a DTensor as others are, got Tensor", X, {}),
+        (ValueError, r"k must be sharded by tokens, .*got \(Replicate\(\),\) on", copied, {}),
+        (ValueError, "layout must be 'contiguous' and group None for DTensors, .*'zigzag'", right,
+         {"layout": "zigzag"}),
+    ):  # fmt: skip
+        with pytest.raises(error, match=message):
+            parallel.context_parallel_gdpa(right, k, right, [0, 4], **options)
 
 
 @pytest.mark.parametrize("name", POOLING)
