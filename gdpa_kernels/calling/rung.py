@@ -25,9 +25,13 @@ _DEFAULTS: dict[str, Callable] = {
 """What stands in for a function that a rung's module lacks."""
 
 
+AMD = (0, 0)
+"""Stands for the capability of AMD's GPUs, whose own, 9.4, would read as one of NVIDIA's."""
+
+
 @functools.cache
 def _capability(device: int) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
+    return AMD if torch.version.hip else torch.cuda.get_device_capability(device)
 
 
 def _of_gpu(device: torch.device) -> tuple[int, int]:
@@ -110,7 +114,8 @@ class Requires:
         name = "sm_{}{}".format(*self.capability)
         newer = "" if self.only_major else " or newer"
         if got is not None:
-            return f"needs {name}{newer}, got {'sm_{}{}'.format(*got)}"
+            other = "a GPU of AMD" if got == AMD else "sm_{}{}".format(*got)
+            return f"needs {name}{newer}, got {other}"
         if device.type == "cpu":
             emulator = sys.modules.get("tritonemu")  # who enables it has imported it
             if emulator is not None and emulator.is_enabled():

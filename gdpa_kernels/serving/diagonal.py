@@ -61,7 +61,7 @@ def takes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     return (
         q.dtype in DTYPES
         and v.shape == k.shape
-        and capability(q.device) is not None
+        and (capability(q.device) or (0, 0)) >= (8, 0)
         and not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors))
         and not torch.is_autocast_enabled(q.device.type)
         and not torch.compiler.is_compiling()

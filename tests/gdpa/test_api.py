@@ -244,6 +244,18 @@ def test_the_capability_of_each_device_is_asked_once(monkeypatch):
     rungs._capability.cache_clear()
 
 
+def test_a_gpu_of_amd_is_none_of_nvidia(monkeypatch):
+    """It says 9.4, which is no Hopper: the kernels hold PTX."""
+    rungs._capability.cache_clear()
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 4))
+    device = torch.device("cuda:0")
+    kernels = [rung.requires for rung in ladder.RUNGS if rung.requires.capability]
+    assert kernels and all("got a GPU of AMD" in each.of_device(device) for each in kernels)
+    assert ladder.rung("v0_eager").requires.of_device(device) is None
+    rungs._capability.cache_clear()
+
+
 # -- Alignment of the causal mask ------------------------------------------------------------------
 
 
