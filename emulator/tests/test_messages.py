@@ -76,6 +76,33 @@ SCRIPT = """
         value = right()
         assert value
 """
+BARRIERS = """
+    import torch, triton
+    import triton.language as tl
+    import triton.language.extra.tlx as tlx
+
+    @triton.jit
+    def barrier_kernel(ARRIVALS: tl.constexpr, COUNT: tl.constexpr, WAITS: tl.constexpr):
+        full = tlx.alloc_barriers(1, arrive_count=COUNT)
+        with tlx.async_tasks():
+            with tlx.async_task("default"):
+                if WAITS:
+                    tlx.barrier_wait(full, 0)
+                else:
+                    tlx.barrier_arrive(full, 2)
+            with tlx.async_task(num_warps=4):
+                for _ in tl.static_range(ARRIVALS):
+                    tlx.barrier_arrive(full)
+
+    def too_few():
+        barrier_kernel[(1,)](1, 2, True)
+
+    def too_many():
+        barrier_kernel[(1,)](0, 1, False)
+
+    def missed():
+        barrier_kernel[(1,)](2, 1, True)
+"""
 
 
 @pytest.fixture
@@ -129,8 +156,34 @@ def test_a_deadlock_shows_the_source_of_each_wait(script, tmp_path, capsys):
     assert "default of CTA 0: " in capsys.readouterr().err
     found = json.loads((tmp_path / "r.json").read_text())["found"]
     assert found["kind"] == "Deadlock"
-    assert found["places"][-1]["what"] == "default of CTA 0"
-    assert found["places"][-1]["calls"][-1]["source"] == "tlx.barrier_wait(done, 0)"
+    *_, waits, made = found["places"]
+    assert (waits["what"], made["what"]) == ("default of CTA 0", "barrier")
+    assert waits["calls"][-1]["source"] == "tlx.barrier_wait(done, 0)"
+    assert made["calls"][-1]["source"] == "done = tlx.alloc_barriers(1)"
+
+
+@pytest.mark.tlx
+@pytest.mark.parametrize(
+    "function, kind, wanted",
+    [
+        ("too_few", "Deadlock", {"arrival of task0 of CTA 0": "tlx.barrier_arrive(full)"}),
+        (
+            "too_many",
+            "BarrierMisuse",
+            {"arrival of default of CTA 0": "tlx.barrier_arrive(full, 2)"},
+        ),
+        ("missed", "BarrierMisuse", {"wait of default of CTA 0": "tlx.barrier_wait(full, 0)"}),
+    ],
+)
+def test_a_barrier_shows_where_it_is_made_and_who_comes(function, kind, wanted, tmp_path):
+    path = tmp_path / "barriers.py"
+    path.write_text(textwrap.dedent(BARRIERS))
+    assert main([f"{path}:{function}", "--json", str(tmp_path / "r.json")]) == 1
+    found = json.loads((tmp_path / "r.json").read_text())["found"]
+    assert found["kind"] == kind
+    shown = {place["what"]: place["calls"][-1]["source"] for place in found["places"]}
+    wanted = wanted | {"barrier": "full = tlx.alloc_barriers(1, arrive_count=COUNT)"}
+    assert wanted.items() <= shown.items()
 
 
 @pytest.mark.tlx

@@ -413,15 +413,15 @@ def test_a_copy_into_a_buffer_of_another_type_or_size():
 
 @triton.jit
 def multicast_kernel(desc, out_ptr):
-    tile = tlx.local_alloc((16, 16), tl.float32, 1)
+    halves = tlx.local_alloc((8, 16), tl.float32, 2)
     full = tlx.alloc_barriers(1)
     rank = tlx.cluster_cta_rank()
     tlx.barrier_expect_bytes(full, 1024)
-    half = tlx.local_slice(tile[0], [8 * rank, 0], [8, 16])
-    other = rank ^ 1
-    tlx.async_descriptor_load(desc, half, [rank * 8, 0], full, multicast_targets=[rank, other])
+    own, other = halves[rank], rank ^ 1
+    tlx.async_descriptor_load(desc, own, [rank * 8, 0], full, multicast_targets=[rank, other])
     tlx.barrier_wait(full, 0)
-    tl.store(out_ptr + rank * 256 + grid2(16, 16), tlx.local_load(tile[0]))
+    for i in tl.static_range(2):
+        tl.store(out_ptr + rank * 256 + i * 128 + grid2(8, 16), tlx.local_load(halves[i]))
 
 
 def test_multicast():
@@ -490,7 +490,7 @@ def remote_copy_kernel(x_ptr, out_ptr, EARLY: tl.constexpr):
     tlx.fence("async_shared")
     tlx.local_store(target[0], tl.zeros((16, 32), tl.float32))
     tlx.cluster_barrier()
-    window = tlx.local_slice(target[0], [8 * rank, 16], [8, 16])
+    window = tlx.local_slice(target[0], [8, 16], [8, 16])
     if not EARLY:
         tlx.barrier_expect_bytes(full, 512)
     tlx.async_remote_shmem_copy(dst=window, src=source[0], remote_cta_rank=1 - rank, barrier=full)
@@ -505,7 +505,7 @@ def remote_copy_kernel(x_ptr, out_ptr, EARLY: tl.constexpr):
 def test_copies_to_the_peer(early):
     def moved(x, out):
         expected = torch.zeros(2, 16, 32)
-        expected[1, :8, 16:], expected[0, 8:, 16:] = x[0], x[1]
+        expected[1, 8:, 16:], expected[0, 8:, 16:] = x[0], x[1]
         return expected
 
     def arguments():

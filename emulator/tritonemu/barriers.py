@@ -27,7 +27,7 @@ the slots are filled by the stores of one role, to have waited for a later slot 
 copies complete in any order.
 """
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,6 +46,11 @@ from .scheduler import Role, Scheduler
 NUM_NAMED_BARRIERS = 16
 
 
+def _name(lane: Any) -> str:
+    """Of a role, or of what works for it."""
+    return getattr(lane, "label", f"the {lane}")
+
+
 @dataclass(eq=False)
 class MBarrier:
     """One mbarrier of a CTA; `phase` is the number of completed phases.
@@ -53,8 +58,9 @@ class MBarrier:
     clock: gathers the clocks of the arrivals; phases are ordered, so it only grows. released: the
     clock at the end of the last completed phase, which a role learns that passes a wait for it;
     before: at the end of the phase before that one. observers: roles that passed a wait for the
-    last completed phase. waiters: roles that wait, for which parity, and where. key: what `search`
-    knows it by. arrivals: of the last phase that has any; what each knows, whose it is, and where.
+    last completed phase, since when and where. waiters: roles that wait, for which parity, and
+    where. key: what `search` knows it by. arrivals: of the last phase that has any; what each
+    knows, whose it is, and where. made: where it was made.
     """
 
     scheduler: Scheduler
@@ -68,10 +74,11 @@ class MBarrier:
     clock: Clock = field(default_factory=Clock)
     released: Clock = field(default_factory=Clock)
     before: Clock = field(default_factory=Clock)
-    observers: dict[Role, int] = field(default_factory=dict)
+    observers: dict[Role, tuple[int, Location]] = field(default_factory=dict)
     waiters: list[tuple[Role, int, Location]] = field(default_factory=list)
     key: Hashable = None
     arrivals: list[tuple[Clock, Any, Location]] = field(default_factory=list)
+    made: Location = field(default_factory=location)
 
     def __post_init__(self) -> None:
         if not 1 <= self.count < 2**20:
@@ -82,8 +89,17 @@ class MBarrier:
     def label(self) -> str:
         return f"{self.name} of CTA {self.cta.number}"
 
-    def misuse(self, what: str, at: Location | None = None) -> BarrierMisuse:
-        return BarrierMisuse(f"{self.label}: {what}", at, barrier=self.name)
+    def misuse(
+        self, what: str, at: Location | None = None, related: Iterable[tuple[str, Location]] = ()
+    ) -> BarrierMisuse:
+        """The finding, with the other places that have to do with it, and where it was made."""
+        related = (*related, ("barrier", self.made))
+        return BarrierMisuse(f"{self.label}: {what}", at, barrier=self.name, related=related)
+
+    def _arrived(self) -> list[tuple[str, Location]]:
+        """Who arrived in the last phase that has arrivals, and where, each place once."""
+        named = ((f"arrival of {_name(lane)}", at) for _, lane, at in self.arrivals)
+        return list(dict.fromkeys(named))
 
     def arrive(
         self, count: int, clock: Clock, time: float, lane: Any, at: Location, num_bytes: int = 0
@@ -112,13 +128,16 @@ class MBarrier:
                 f"{count} arrivals in phase {self.phase}, which expects {self.pending} more of "
                 f"{self.count}",
                 at,
+                self._arrived(),
             )
         self.pending -= count
         self.clock.join(clock)
         # While arrivals are missing, bytes may come before they are announced.
         if self.pending == 0 and self.missing_bytes < 0:
             raise self.misuse(
-                f"phase {self.phase} receives {-self.missing_bytes} bytes more than expected", at
+                f"phase {self.phase} receives {-self.missing_bytes} bytes more than expected",
+                at,
+                self._arrived(),
             )
         missing = {"pending": self.pending, "bytes": self.missing_bytes}
         self._trace("arrive", lane, time, time, at, phase=self.phase, **missing)
@@ -138,16 +157,16 @@ class MBarrier:
         """
         for clock, lane, at in self.arrivals:
             if self.cta.launch.races and not self.cta.ended.includes(clock):
-                who = getattr(lane, "label", f"the {lane}")
-                raise self.cta.too_early(self.name, who, at)
+                raise self.cta.too_early(self.name, _name(lane), at)
 
     def _complete(self, time: float, lane: Any, at: Location) -> None:
-        for role, epoch in self.observers.items():
+        for role, (epoch, place) in self.observers.items():
             if self.clock.epochs.get(role.index, 0) < epoch:
                 raise self.misuse(
                     f"phase {self.phase} can complete before {role.label}, which waits for phase "
                     f"{self.phase - 1}, has noticed that one: a missed phase",
                     at,
+                    [(f"wait of {role.label}", place)],
                 )
         self.phase += 1
         self.pending = self.count
@@ -184,7 +203,7 @@ class MBarrier:
                 role=role.label,
             )
         role.clock.join(self.released)
-        self.observers[role] = role.epoch
+        self.observers[role] = role.epoch, at
 
     def wait(self, role: Role, parity: int) -> None:
         """Suspend the role until the phase of this parity is the last completed one."""
@@ -205,14 +224,17 @@ class MBarrier:
         if self.phase >= 2:
             note = f"phase {self.phase - 2} of that parity is over, and {self.phase - 1} too"
         missing = (self.phase, self.pending, self.missing_bytes)
-        return Wait(role.label, at, self.label, *missing, note)
+        begun = self.pending < self.count or self.missing_bytes
+        related = (*(self._arrived() if begun else ()), ("barrier", self.made))
+        return Wait(role.label, at, self.label, *missing, note, related)
 
     def finish(self) -> None:
         """At the end of the kernel: bytes must not be left over."""
         if self.missing_bytes:
             what = "is still expecting" if self.missing_bytes > 0 else "received in excess"
             raise self.misuse(
-                f"phase {self.phase} {what} {abs(self.missing_bytes)} bytes when the kernel ends"
+                f"phase {self.phase} {what} {abs(self.missing_bytes)} bytes when the kernel ends",
+                related=self._arrived(),
             )
 
 

@@ -173,8 +173,11 @@ class UndefinedValue(EmulatorError):
 class BarrierMisuse(EmulatorError):
     """A barrier gets more arrivals or other bytes than it waits for, or runs ahead of a waiter.
 
-    `barrier` names it.
+    `barrier` names it. related: what else has to do with it, and where, such as the other arrivals
+    of the phase, and where the barrier was made.
     """
+
+    related: tuple[tuple[str, Location], ...] = ()
 
 
 class AliasedWait(EmulatorError):
@@ -190,7 +193,8 @@ class ResourceLimit(EmulatorError):
 
 @dataclass(frozen=True)
 class Wait:
-    """Where a role waits. phase, arrivals, bytes: of the barrier, what is missing in it."""
+    """Where a role waits. phase, arrivals, bytes: of the barrier, what is missing in it. related:
+    who arrived in that phase, and where the barrier was made."""
 
     role: str
     at: Location
@@ -199,6 +203,7 @@ class Wait:
     arrivals: int
     bytes: int
     note: str = ""
+    related: tuple[tuple[str, Location], ...] = ()
 
     def __str__(self) -> str:
         missing = f"{self.arrivals} arrivals"

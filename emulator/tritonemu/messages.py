@@ -17,8 +17,11 @@ def _places(error: EmulatorError) -> list[tuple[str, Location]]:
     found = [("here", error.at)]
     if hasattr(error, "other"):
         found.append(("earlier", error.other))
-    found += [(wait.role, wait.at) for wait in getattr(error, "waits", ())]
-    return [(what, at) for what, at in found if at[1]]
+    waits = getattr(error, "waits", ())
+    found += [(wait.role, wait.at) for wait in waits]
+    found += getattr(error, "related", ())
+    found += [place for wait in waits for place in getattr(wait, "related", ())]
+    return [(what, at) for what, at in dict.fromkeys(found) if at[1]]
 
 
 def _calls(at: Location) -> tuple[tuple[str, int, str], ...]:
