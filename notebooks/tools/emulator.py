@@ -19,6 +19,7 @@
 # :::
 
 # %% tags=["hide-input"]
+from copy import deepcopy
 from pathlib import Path
 
 import tritonemu
@@ -185,11 +186,12 @@ k0 = clocks.Shadow()
 k0.record(clocks.Access(LOAD, 1, A, True, BYTES, AT, "copy A"), load)
 math.join(clocks.Clock({LOAD: 1}, operations=A))  # passes k_full[0]
 read = clocks.Access(MATH, 1, 0, False, BYTES, AT, "math")
-print("math reads:", k0.record(read, math))
+print("math reads: races with", k0.record(read, math))
 copy_b = clocks.Access(LOAD, 2, B, True, BYTES, AT, "copy B")
-print("copy B, no wait: races with", k0.record(copy_b, load).who)
+races = deepcopy(k0).record(copy_b, load)
+print("copy B, no wait: races with", [access.who for access in races])
 load.join(math)  # passes k_empty[0]
-print("copy B, after the wait:", k0.record(copy_b, load))
+print("copy B, after the wait: races with", k0.record(copy_b, load))
 
 # %% [markdown]
 # Nothing here asks *when* something happened. The program decides whether a chain of arrivals and
