@@ -59,7 +59,8 @@ def takes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     `torch.compile`, where `gdpa` is the operator; v as wide as q."""
     tensors = q, k, v
     return (
-        q.dtype in DTYPES
+        all(isinstance(x, torch.Tensor) for x in tensors)
+        and q.dtype in DTYPES
         and v.shape == k.shape
         and (capability(q.device) or (0, 0)) >= (8, 0)
         and not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors))

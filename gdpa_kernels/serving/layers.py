@@ -66,8 +66,11 @@ def candidates(
     """
     _check(layer, cache)
     cache.model.check_candidates()
-    of, place = jagged.places(x.shape[0], cu_seqlens)
-    q, k, v = _project(layer, x, place + whole.cu_seqlens.diff()[of])
+    positions = None
+    if layer.rotary is not None:  # the only one that asks for them
+        of, place = jagged.places(x.shape[0], cu_seqlens)
+        positions = place + whole.cu_seqlens.diff()[of]
+    q, k, v = _project(layer, x, positions)
     history, options = cache.read(index, whole), _options(layer)
     if layer.window is None:
         group = layer.targets["target_group_size"]
@@ -108,9 +111,12 @@ def _mask_of(cache: PagedCache) -> tuple[bool, int | None]:
 
 
 def _project(
-    layer: GDPASelfAttention, x: torch.Tensor, positions: torch.Tensor
+    layer: GDPASelfAttention, x: torch.Tensor, positions: torch.Tensor | None
 ) -> tuple[torch.Tensor, ...]:
-    """q, k and v `[tokens, heads, head_dim]`, normalised and rotated as the layer has it."""
+    """q, k and v `[tokens, heads, head_dim]`, normalised and rotated as the layer has it.
+
+    positions: of the tokens in their sequences; None will do without rotary.
+    """
     made = layer.qkv(x).unflatten(1, (-1, layer.head_dim))
     q, k, v = packed.unpack(made, None, None, layer.num_kv_heads)
     if layer.q_norm is not None:

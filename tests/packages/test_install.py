@@ -246,7 +246,7 @@ def test_the_steps_of_the_action_run(emulator, built):
     right = program.replace(
         "tl.store(sum_ptr, tl.load(sum_ptr) + part)", "tl.atomic_add(sum_ptr, part)"
     )
-    (folder / "right.py").write_text(right)
+    (folder / "right.py").write_text(f"import sys\n{right}\nsys.stdin.read()\n")  # not the list
 
     def steps(programs: str) -> list[subprocess.CompletedProcess[str]]:
         given = {"programs": programs, "triton": "", "sarif": "found"}

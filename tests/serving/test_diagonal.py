@@ -99,6 +99,8 @@ def test_wrong_arguments(kept):
     with tritonemu.enabled():
         with pytest.raises(ValueError, match="k must have q's 5 rows, got 4"):
             score(q, k, k, ENDS, 3, *kept)
+        with pytest.raises(TypeError, match="k must be a tensor, got list"):
+            score(q, [0.0], q, ENDS, 3, *kept)
         with pytest.raises(
             TypeError, match="out_dtype must be None, torch.bfloat16 or torch.float"
         ):
