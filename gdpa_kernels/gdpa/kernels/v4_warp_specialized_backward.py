@@ -39,7 +39,7 @@ from gdpa_kernels.device.rows import fetch_rows, opaque_zero, put_rows, uniform
 from gdpa_kernels.gdpa.batch import Batch, Schedule
 from gdpa_kernels.gdpa.derivatives import foldable, mask_slope, times_slope, value_and_factor
 from gdpa_kernels.gdpa.gradients import Gradients, place, rounded, steps_of
-from gdpa_kernels.gdpa.masks import mask_transposed
+from gdpa_kernels.gdpa.masks import all_visible, mask_transposed
 from gdpa_kernels.gdpa.segments import all_count, counted, parts_of, row_stretches
 from gdpa_kernels.gdpa.segments import place as along
 from gdpa_kernels.gdpa.work_list import count_items, entry, list_of_keys
@@ -186,6 +186,13 @@ def scores(k, q, count, Q_STAGES: tl.constexpr):
 
 
 @triton.jit
+def mask_both(p, slope, row, key, options):
+    """P and slope of a step, without the pairs that do not count."""
+    p = mask_transposed(p, row, key, options.CAUSAL, options.WINDOW)
+    return p, mask_slope(slope, row, key, options.CAUSAL, options.WINDOW, options.FOLD)
+
+
+@triton.jit
 def differentiate(s, v, g, dv, count, scale, head, row, key, parts, options):
     """dS of a step, and dv with its MMA in flight. `count` counts steps of all tiles."""
     at = count % options.G_STAGES
@@ -199,9 +206,10 @@ def differentiate(s, v, g, dv, count, scale, head, row, key, parts, options):
             seen = counted(i, j, contexts, history, options)
             p = tl.where(seen, p, 0.0)
             slope = tl.where(seen, slope, -1.0 if options.FOLD else 0.0)
-    else:
-        p = mask_transposed(p, row, key - shift, options.CAUSAL, options.WINDOW)
-        slope = mask_slope(slope, row, key - shift, options.CAUSAL, options.WINDOW, options.FOLD)
+    elif options.LOWER_RIGHT or options.HEAD_DIM < 128:  # to ask would spill
+        p, slope = mask_both(p, slope, row, key - shift, options)
+    elif not all_visible(row, key, options.ROWS, KEYS, options.CAUSAL, options.WINDOW):
+        p, slope = mask_both(p, slope, row, key, options)
     tlx.barrier_wait(g.full[at], (count // options.G_STAGES) & 1)
     dp = tlx.async_dot(v, tlx.local_trans(g.buffer[at]))
     dv = tlx.async_dot(p.to(options.DTYPE), g.buffer[at], dv)
