@@ -10,7 +10,8 @@ Why it should help: a consumer no longer waits for its scores with nothing else 
 Why it may not: ptxas had already moved the activation between the instructions of P V, which hid
 some of it; now it moves the last wait up, ahead of half of the activation.
 
-And a block that all rows of a tile see is not masked: half of its instructions with a mask.
+The next tile's Q, which comes from HBM, is loaded with the first blocks of this tile. And a block
+that all rows of a tile see is not masked: half of its instructions with a mask.
 
 Roles and barriers: as v7_packed. With a head_dim over 128 there is room for one tile of Q: it is
 loaded after the next tile's first K, while the last P V is computed; the output leaves in halves.
@@ -71,12 +72,12 @@ class Config:
 
 def default_config(batch: Batch) -> Config:
     """As v7. Of 256 columns two blocks of 64 keys fit beside one tile of Q. Keys are split where
-    tiles are too few for the device. One role computes, in each of two programs, if then no
-    sequence has over 64 rows, and where rows of a tile see different stretches of keys."""
+    tiles are too few for the device. One role computes, in each of two programs, if no sequence has
+    over 64 rows, but many keys, and where rows of a tile see different stretches of keys."""
     if batch.head_dim > WIDE.value:
         return Config(BLOCK_N=64, q_slots=1)
     splits = splits_of(batch)
-    if splits > 1 and batch.max_seqlen_q <= ROWS.value:
+    if batch.max_seqlen_q <= ROWS.value and batch.max_seqlen_k > 256 and not batch.masked:
         return one_role(splits)
     if batch.segments is not None:
         return one_role() if batch.window is not None or batch.head_dim <= 64 else Config()
@@ -112,7 +113,7 @@ def make_schedule(batch: Batch, config: Config) -> Schedule:
 
 @triton.aggregate
 class Options:
-    """The constants that the roles share."""
+    """The constants that the roles share. AHEAD: a tile's Q is loaded during the tile before."""
 
     GROUP: tl.constexpr
     ACTIVATION: tl.constexpr
@@ -131,6 +132,7 @@ class Options:
     TARGET_GROUP: tl.constexpr
     FULL_ROWS: tl.constexpr
     OWN_RANKS: tl.constexpr
+    AHEAD: tl.constexpr
 
 
 @triton.jit
@@ -185,7 +187,7 @@ def load(q_desc, k_desc, v_desc, q, k, v, list_ptr, segments_ptr, rows_per_item,
                 row, walk, blocks, _ = tile_of(
                     len_q, len_k, first, step, rows_per_item, parts, options
                 )
-                if options.Q_SLOTS > 1:
+                if options.Q_SLOTS > 1 and (not options.AHEAD or tile == 0):
                     fetch_q(q_desc, q, tile, start_q, len_q, head, row, options)
                 if options.RESIDENT:
                     blocks = tl.where(step == 0, blocks, 0)
@@ -198,14 +200,26 @@ def load(q_desc, k_desc, v_desc, q, k, v, list_ptr, segments_ptr, rows_per_item,
                         fetch_q(q_desc, q, tile, start_q, len_q, head, row, options)
                     stage = v.acquire(kv + block)
                     fetch_rows(v_desc, v.buffer[stage], v.full[stage], start_k, len_k, kv_head, key)
+                    # From the third block on, the tile before has been done with its Q.
+                    if options.AHEAD and block == tl.minimum(2, blocks - 1):
+                        ahead(q_desc, q, tile + 1, item < num_items, following, options)
                 kv += blocks
                 tile += 1
             start_q, _, len_q, start_k, len_k, head, first = following
     # The scores of a dummy tile, overlapped with the last P V.
     if tile > 0:
-        fetch_q(q_desc, q, tile, 0, 0, 0, 0, options)
+        if not options.AHEAD:
+            fetch_q(q_desc, q, tile, 0, 0, 0, 0, options)
         stage = k.acquire(kv)
         fetch_rows(k_desc, k.buffer[stage], k.full[stage], 0, 0, 0, 0)
+
+
+@triton.jit
+def ahead(q_desc, q, tile, there, following, options):
+    """The next tile's Q, which comes from HBM: with the first blocks of this one. Without a next
+    entry a dummy tile's."""
+    start, _, length, _, _, head, row = following
+    fetch_q(q_desc, q, tile, start, tl.where(there, length, 0), head, row, options)
 
 
 @triton.jit
@@ -411,7 +425,7 @@ def own_waits_kernel(
     options = Options(
         GROUP, ACTIVATION, PAIRS, CAUSAL, WINDOW, BLOCK_N, BLOCK_D, NUM_STAGES, RESIDENT,
         MATH_ROLES, Q_SLOTS, DTYPE, LOWER_RIGHT, segments_ptr is not None, TARGET_GROUP, FULL_ROWS,
-        OWN_RANKS,
+        OWN_RANKS, Q_SLOTS > 1 and not RESIDENT,
     )  # fmt: skip
     q = tlx.local_alloc((ROWS, BLOCK_D), DTYPE, MATH_ROLES * Q_SLOTS)
     k = tlx.local_alloc((BLOCK_N, BLOCK_D), DTYPE, NUM_STAGES)
