@@ -87,7 +87,8 @@ def make_schedule(batch: Batch, config: Config) -> Schedule:
 
 @triton.aggregate
 class Options:
-    """The constants that the roles share. ROWS: of a step."""
+    """The constants that the roles share. ROWS: of a step. ASKS: whether a step that is seen whole
+    is not masked; to ask with a shift, or for 128 rows, would spill."""
 
     GROUP: tl.constexpr
     ROWS: tl.constexpr
@@ -106,6 +107,7 @@ class Options:
     TARGET_GROUP: tl.constexpr
     FULL_ROWS: tl.constexpr
     OWN_RANKS: tl.constexpr
+    ASKS: tl.constexpr
 
 
 @triton.jit
@@ -186,13 +188,6 @@ def scores(k, q, count, Q_STAGES: tl.constexpr):
 
 
 @triton.jit
-def mask_both(p, slope, row, key, options):
-    """P and slope of a step, without the pairs that do not count."""
-    p = mask_transposed(p, row, key, options.CAUSAL, options.WINDOW)
-    return p, mask_slope(slope, row, key, options.CAUSAL, options.WINDOW, options.FOLD)
-
-
-@triton.jit
 def differentiate(s, v, g, dv, count, scale, head, row, key, parts, options):
     """dS of a step, and dv with its MMA in flight. `count` counts steps of all tiles."""
     at = count % options.G_STAGES
@@ -206,10 +201,11 @@ def differentiate(s, v, g, dv, count, scale, head, row, key, parts, options):
             seen = counted(i, j, contexts, history, options)
             p = tl.where(seen, p, 0.0)
             slope = tl.where(seen, slope, -1.0 if options.FOLD else 0.0)
-    elif options.LOWER_RIGHT or options.HEAD_DIM < 128:  # to ask would spill
-        p, slope = mask_both(p, slope, row, key - shift, options)
-    elif not all_visible(row, key, options.ROWS, KEYS, options.CAUSAL, options.WINDOW):
-        p, slope = mask_both(p, slope, row, key, options)
+    elif not (
+        options.ASKS and all_visible(row, key, options.ROWS, KEYS, options.CAUSAL, options.WINDOW)
+    ):
+        p = mask_transposed(p, row, key - shift, options.CAUSAL, options.WINDOW)
+        slope = mask_slope(slope, row, key - shift, options.CAUSAL, options.WINDOW, options.FOLD)
     tlx.barrier_wait(g.full[at], (count // options.G_STAGES) & 1)
     dp = tlx.async_dot(v, tlx.local_trans(g.buffer[at]))
     dv = tlx.async_dot(p.to(options.DTYPE), g.buffer[at], dv)
@@ -357,6 +353,7 @@ def backward_kernel(
     options = Options(
         GROUP, ROWS, SHARED_Q, ACTIVATION, FOLD, CAUSAL, WINDOW, HEAD_DIM, Q_STAGES, G_STAGES,
         K_STAGES, DTYPE, LOWER_RIGHT, segments_ptr is not None, TARGET_GROUP, FULL_ROWS, OWN_RANKS,
+        (CAUSAL or WINDOW is not None) and not LOWER_RIGHT and ROWS == 64,
     )  # fmt: skip
     q = tlx.local_alloc((ROWS, HEAD_DIM), DTYPE, Q_STAGES)
     k = tlx.local_alloc((KEYS, HEAD_DIM), DTYPE, K_STAGES * MATH_ROLES)
