@@ -198,6 +198,7 @@ SUBJECTS = {
         RungLaunch(*LONG, _blocks(2)),
         RungLaunch(*SHORT, _blocks(4, resident=True)),
         RungLaunch(*LONG, _blocks(2, q_slots=1)),
+        RungLaunch(*LONG, _blocks(2, ahead=True)),
         RungLaunch(*SINGLE, _blocks(2, q_slots=1), head_dim=256),
     ),
     **{

@@ -160,9 +160,10 @@ def test_keys_are_split_where_tiles_are_few(case, pieces, monkeypatch):
     "config",
     (
         v8.Config(BLOCK_N=64, num_stages=4),
+        v8.Config(BLOCK_N=64, num_stages=4, ahead=True),
         v8.Config(BLOCK_N=64, registers=232, math_roles=1, programs=2),
     ),
-    ids=("two roles", "one role"),
+    ids=("two roles", "two roles, Q ahead", "one role"),
 )
 @pytest.mark.parametrize("shared", (False, True))
 def test_pieces_may_be_empty(shared, config, pieces):

@@ -10,8 +10,7 @@ Why it should help: a consumer no longer waits for its scores with nothing else 
 Why it may not: ptxas had already moved the activation between the instructions of P V, which hid
 some of it; now it moves the last wait up, ahead of half of the activation.
 
-The next tile's Q, which comes from HBM, is loaded with the first blocks of this tile. And a block
-that all rows of a tile see is not masked: half of its instructions with a mask.
+And a block that all rows of a tile see is not masked: half of its instructions with a mask.
 
 Roles and barriers: as v7_packed. With a head_dim over 128 there is room for one tile of Q: it is
 loaded after the next tile's first K, while the last P V is computed; the output leaves in halves.
@@ -52,7 +51,8 @@ LEAST = 256  # keys of a piece
 class Config:
     """Launch constants: v7's; q_slots, tiles of Q in shared memory; programs, of a multiprocessor,
     which share its registers; splits, pieces of a sequence's keys, whose fp32 results are added
-    up afterwards."""
+    up afterwards; ahead, whether a tile's Q, which comes from HBM, is loaded during the tile
+    before: not with resident keys or one tile of Q."""
 
     BLOCK_N: int = 128
     num_stages: int = 2
@@ -63,6 +63,7 @@ class Config:
     q_slots: int = 2
     programs: int = 1
     splits: int = 1
+    ahead: bool = False
 
     def rows_per_item(self, max_seqlen_q: int) -> int:
         """Query rows that an entry of the list stands for."""
@@ -113,7 +114,7 @@ def make_schedule(batch: Batch, config: Config) -> Schedule:
 
 @triton.aggregate
 class Options:
-    """The constants that the roles share. AHEAD: a tile's Q is loaded during the tile before."""
+    """The constants that the roles share."""
 
     GROUP: tl.constexpr
     ACTIVATION: tl.constexpr
@@ -173,6 +174,8 @@ def key_of(walk, block, options):
 def load(q_desc, k_desc, v_desc, q, k, v, list_ptr, segments_ptr, rows_per_item, options):
     """The producer: Q, K and V in the order of their use, as far ahead as there are buffers."""
     tl.static_assert(options.Q_SLOTS > 1 or not options.RESIDENT, "one Q comes after K")
+    tl.static_assert(not options.AHEAD or options.Q_SLOTS > 1, "the next Q needs a place")
+    tl.static_assert(not options.AHEAD or not options.RESIDENT, "an entry has one tile")
     item = tl.program_id(0)
     num_items = count_items(list_ptr)
     tile, kv = 0, 0
@@ -187,7 +190,7 @@ def load(q_desc, k_desc, v_desc, q, k, v, list_ptr, segments_ptr, rows_per_item,
                 row, walk, blocks, _ = tile_of(
                     len_q, len_k, first, step, rows_per_item, parts, options
                 )
-                if options.Q_SLOTS > 1 and (not options.AHEAD or tile == 0):
+                if (tile == 0) if options.AHEAD else options.Q_SLOTS > 1:
                     fetch_q(q_desc, q, tile, start_q, len_q, head, row, options)
                 if options.RESIDENT:
                     blocks = tl.where(step == 0, blocks, 0)
@@ -419,13 +422,14 @@ def own_waits_kernel(
     REGISTERS: tl.constexpr, RESIDENT: tl.constexpr, MATH_ROLES: tl.constexpr,
     Q_SLOTS: tl.constexpr, LOWER_RIGHT: tl.constexpr = False, segments_ptr=None,
     TARGET_GROUP: tl.constexpr = 1, FULL_ROWS: tl.constexpr = 0, OWN_RANKS: tl.constexpr = False,
+    AHEAD: tl.constexpr = False,
 ):  # fmt: skip
     """output_scale * activation(scale * Q K^T) V for the listed work of this program."""
     DTYPE: tl.constexpr = tlx.dtype_of(q_desc)
     options = Options(
         GROUP, ACTIVATION, PAIRS, CAUSAL, WINDOW, BLOCK_N, BLOCK_D, NUM_STAGES, RESIDENT,
         MATH_ROLES, Q_SLOTS, DTYPE, LOWER_RIGHT, segments_ptr is not None, TARGET_GROUP, FULL_ROWS,
-        OWN_RANKS, Q_SLOTS > 1 and not RESIDENT,
+        OWN_RANKS, AHEAD,
     )  # fmt: skip
     q = tlx.local_alloc((ROWS, BLOCK_D), DTYPE, MATH_ROLES * Q_SLOTS)
     k = tlx.local_alloc((BLOCK_N, BLOCK_D), DTYPE, NUM_STAGES)
@@ -484,6 +488,7 @@ def forward(
         BLOCK_N=config.BLOCK_N, BLOCK_D=width, NUM_STAGES=config.num_stages,
         REGISTERS=config.registers, RESIDENT=config.resident,
         MATH_ROLES=config.math_roles, Q_SLOTS=config.q_slots, **batch.segment_options,
+        AHEAD=config.ahead,
         num_warps=4, **shared,
     )  # fmt: skip
     if made is not out:
