@@ -52,7 +52,7 @@ class Config:
     """Launch constants: v7's; q_slots, tiles of Q in shared memory; programs, of a multiprocessor,
     which share its registers; splits, pieces of a sequence's keys, whose fp32 results are added
     up afterwards; ahead, whether a tile's Q, which comes from HBM, is loaded during the tile
-    before: not with resident keys or one tile of Q."""
+    before, where keys are not resident and there is room."""
 
     BLOCK_N: int = 128
     num_stages: int = 2
@@ -488,7 +488,7 @@ def forward(
         BLOCK_N=config.BLOCK_N, BLOCK_D=width, NUM_STAGES=config.num_stages,
         REGISTERS=config.registers, RESIDENT=config.resident,
         MATH_ROLES=config.math_roles, Q_SLOTS=config.q_slots, **batch.segment_options,
-        AHEAD=config.ahead,
+        AHEAD=config.ahead and config.q_slots > 1 and not config.resident,
         num_warps=4, **shared,
     )  # fmt: skip
     if made is not out:
