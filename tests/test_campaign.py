@@ -1,4 +1,4 @@
-"""notebooks/campaign.py: what it leaves out, what it measures first, and what is kept when it ends."""
+"""notebooks/campaign.py: what it leaves out and measures first, and what is kept when it ends."""
 
 import importlib.util
 import subprocess
