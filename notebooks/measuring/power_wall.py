@@ -26,6 +26,7 @@ import pandas as pd
 import torch
 
 from _lib import energy
+from gdpa_kernels.gdpa.kernels.v8_own_waits import Config
 from gdpa_lab.measuring import record, sustained, units
 from gdpa_lab.measuring import system as systems
 from gdpa_lab.measuring.workloads import workload
@@ -67,6 +68,7 @@ def plan(session):
         session.measure(workload(name), FORWARD, scopes=BOTH)
     for name in FULL[:2]:
         session.measure(workload(name), [(V8, "alone", {})])
+        session.measure(workload(name), [(V8, "behind", {"config": Config()})], scopes=BOTH)
     matmuls(session)
     for name in (*FULL[:3], CROSS):
         session.measure(workload(name), BACKWARD + PEERS, direction="backward", scopes=BOTH)

@@ -88,7 +88,7 @@ def make_schedule(batch: Batch, config: Config) -> Schedule:
 @triton.aggregate
 class Options:
     """The constants that the roles share. ROWS: of a step. ASKS: whether a step that is seen whole
-    is not masked; to ask with a shift, or for 128 rows, would spill."""
+    is not masked; to ask with a shift would spill much."""
 
     GROUP: tl.constexpr
     ROWS: tl.constexpr
@@ -353,7 +353,7 @@ def backward_kernel(
     options = Options(
         GROUP, ROWS, SHARED_Q, ACTIVATION, FOLD, CAUSAL, WINDOW, HEAD_DIM, Q_STAGES, G_STAGES,
         K_STAGES, DTYPE, LOWER_RIGHT, segments_ptr is not None, TARGET_GROUP, FULL_ROWS, OWN_RANKS,
-        (CAUSAL or WINDOW is not None) and not LOWER_RIGHT and ROWS == 64,
+        (CAUSAL or WINDOW is not None) and not LOWER_RIGHT,
     )  # fmt: skip
     q = tlx.local_alloc((ROWS, HEAD_DIM), DTYPE, Q_STAGES)
     k = tlx.local_alloc((KEYS, HEAD_DIM), DTYPE, K_STAGES * MATH_ROLES)

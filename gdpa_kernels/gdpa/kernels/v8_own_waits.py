@@ -90,7 +90,9 @@ def default_config(batch: Batch) -> Config:
         return Config(BLOCK_N=64, num_stages=4, registers=112, math_roles=4)
     if batch.max_seqlen_k <= 256:
         return Config(resident=True)
-    return Config(BLOCK_N=64, num_stages=4) if batch.mean_seqlen_k <= 640 else Config()
+    if batch.mean_seqlen_k <= 640:
+        return Config(BLOCK_N=64, num_stages=4)
+    return Config(ahead=True)
 
 
 def one_role(splits: int = 1) -> Config:
