@@ -77,14 +77,20 @@ def launched(rung: Rung, module: types.ModuleType, call: tuple) -> list[tuple] |
     return [*zip((each.grid for each in seen), numbers, codes, strict=True)]
 
 
+BEYOND = {"v8_own_waits": [("return Config(ahead=True)", "return Config()")]}
+"""What a product does on published calls that its lesson leaves out: (old, new) takes it away."""
+
+
 @pytest.mark.parametrize("rung", VIEWS, ids=lambda rung: rung.impl)
 def test_a_view_is_its_product(rung):
     """On every published call that the product takes."""
-    calls = [call for call in published(rung) if launched(rung, rung.module(), call)]
+    product = rung.module()
+    if rung.impl in BEYOND:
+        product = studies.changed(product, *BEYOND[rung.impl])
+    calls = [call for call in published(rung) if launched(rung, product, call)]
     assert len(calls) > 1
     for call in calls:
-        view, product = (launched(rung, x, call) for x in (view_of(rung), rung.module()))
-        assert view == product, call
+        assert launched(rung, view_of(rung), call) == launched(rung, product, call), call
 
 
 @pytest.mark.parametrize("rung", VIEWS, ids=lambda rung: rung.impl)
