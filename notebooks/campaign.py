@@ -23,6 +23,7 @@ import torch
 
 import execute
 from gdpa_lab.measuring import manifest, record
+from gdpa_lab.measuring.session import ONLY_VARIABLE
 from gdpa_lab.report import results
 
 FIRST = (
@@ -37,7 +38,7 @@ def wanted(gpu: str, data_dir: Path, names: list[str]) -> Iterator[str]:
     slugs = [execute.slug(path) for path in execute.select("measure", names)]
     place = {name: i for i, name in enumerate(FIRST)}
     for name in sorted(slugs, key=lambda slug: place.get(slug, len(FIRST))):
-        if not is_done(name, gpu, data_dir):
+        if os.environ.get(ONLY_VARIABLE) or not is_done(name, gpu, data_dir):
             yield name
 
 
@@ -107,11 +108,13 @@ def main() -> int:
     parser.add_argument("--devices", type=int, nargs="+", default=[0], help="numbers of GPUs")
     parser.add_argument("--minutes", type=float, required=True, help="after which it stops")
     parser.add_argument("--notebooks", default="", help="names or parts; default: all")
+    parser.add_argument("--only", default="", help="a pattern: leave out all other workloads")
     parser.add_argument("--data-dir", type=Path, default=Path("data"))
     parser.add_argument("--logs", type=Path, default=Path("/tmp"))
     options = parser.parse_args()
     end = time.monotonic() + 60 * options.minutes
     gpu = torch.cuda.get_device_name(options.devices[0])
+    os.environ[ONLY_VARIABLE] = options.only
     slugs = [*wanted(gpu, options.data_dir, options.notebooks.split())]
     run(slugs, options.devices, end, options.data_dir, options.logs)
     return 0

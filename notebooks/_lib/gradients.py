@@ -26,6 +26,8 @@ def memory(session: Session, workload: Workload, impls: Sequence[str]) -> None:
     """
     if workload.operator != "gdpa":
         raise ValueError(f"workload must be of operator 'gdpa', got {workload.operator!r}")
+    if not session.asks(workload):
+        return
     session.add(workload)
     before = session.tables.get("memory", record.Table(MEMORY, ())).rows
     peaks: dict[str, int | None] = dict.fromkeys(impls)

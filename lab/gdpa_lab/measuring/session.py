@@ -21,6 +21,8 @@ from gdpa_lab.measuring.require import require
 from gdpa_lab.measuring.workload import Workload
 
 HANDLE_VARIABLE = "GDPA_KERNELS_HANDLE"
+ONLY_VARIABLE = "GDPA_KERNELS_ONLY"
+"""A pattern: a session leaves out all workloads in whose name it is not found."""
 
 
 class Session:
@@ -81,6 +83,8 @@ class Session:
         The first workload of block attention, or the first backward, adds copies of attention's
         mixes to the ceilings; scope "sustained" adds ceilings of that scope.
         """
+        if not self.asks(workload):
+            return
         self._set_out(workload, impls, direction, scopes)
         if not self._begins(f"{workload.name}, {direction}"):
             return
@@ -95,6 +99,10 @@ class Session:
                 workload, here, device=self.device, direction=direction, log=self.log, **how
             )
         measuring.free()
+
+    def asks(self, workload: Workload) -> bool:
+        """Whether this session measures a workload at all: see ONLY_VARIABLE."""
+        return re.search(os.environ.get(ONLY_VARIABLE) or "", workload.name) is not None
 
     def _set_out(
         self, workload: Workload, impls: Sequence, direction: str, scopes: measuring.Scopes
@@ -134,7 +142,7 @@ class Session:
         Only if all of them run on this GPU and a record or this session has a correct row of each;
         otherwise, or if it raises, the log says why there is no `name`.
         """
-        if not self._begins(f"{workload.name}, {name}"):
+        if not self.asks(workload) or not self._begins(f"{workload.name}, {name}"):
             return
         try:
             problem = self._probe.problem(rungs, workload.operator, direction)
