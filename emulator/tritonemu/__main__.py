@@ -66,8 +66,8 @@ _MACHINERY = (
 
 # Options beside the architecture, the GPU and the schedule that decide what a program does.
 _REPEATED = (
-    *("multiprocessors", "all_configs", "allow_uninitialized", "compile", "masked", "strict"),
-    "resident",
+    *("multiprocessors", "all_configs", "allow_uninitialized", "allow_unguarded", "compile"),
+    *("masked", "strict", "resident"),
 )
 
 
@@ -278,6 +278,8 @@ def _parser() -> _Parser:
     add("--trace", metavar="FILE", help="write a Chrome trace of the first launch")
     add("--svg", metavar="FILE", help="draw the first CTA of the first launch")
     add("--allow-uninitialized", action="store_true", help="reads of unwritten memory yield NaN")
+    warps = "warps of a program need no barrier for global memory"
+    add("--allow-unguarded", action="store_true", help=warps)
     refused = "compile each launch, too, and say what is refused"
     add("--compile", action="store_true", help=refused)
     lanes = "lanes off without `other` (default nan)"
@@ -391,6 +393,7 @@ def _run(
             trace=trace,
             strict=options.strict,
             uninitialized="allow" if options.allow_uninitialized else "error",
+            unguarded="allow" if options.allow_unguarded else "error",
             masked=options.masked,
             resident=options.resident,
             compile=options.compile and not quiet,

@@ -95,6 +95,18 @@ def compile_launch(
         )
 
 
+def ptx_of(
+    kernel: JITFunction, arch: str, arguments: Mapping[str, Any], options: Mapping[str, Any]
+) -> str:
+    """PTX of what a launch would run; empty if the compiler refuses it."""
+    source = _source(kernel, arguments)
+    with _diagnostics():
+        try:
+            return triton.compile(source, target=target_of(arch), options=dict(options)).asm["ptx"]
+        except Exception:  # `compile_launch` tells of these
+            return ""
+
+
 @contextlib.contextmanager
 def _diagnostics() -> Iterator[Any]:
     """What the compiler writes to the standard error output, as text, instead of on the screen."""

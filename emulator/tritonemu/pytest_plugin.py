@@ -19,7 +19,10 @@ from .messages import allowed, told
 from .undefined import MODES
 
 _NOTES = pytest.StashKey()  # of all launches, each once
-_SETTINGS = "arch", "schedules", "all-configs", "masked", "strict", "allow-uninitialized"
+_SETTINGS = (
+    *("arch", "schedules", "all-configs", "masked", "strict"),
+    *("allow-uninitialized", "allow-unguarded"),
+)
 _ALLOWED = pytest.StashKey()  # how many findings of all launches comments allow
 
 
@@ -36,6 +39,8 @@ def pytest_addoption(parser):
     values = "stores race that change no bit, too"
     add("--emulated-strict", action="store_true", help=values)
     add("--emulated-allow-uninitialized", action="store_true", help="let pass reads of such memory")
+    warps = "warps of a program need no barrier for global memory"
+    add("--emulated-allow-unguarded", action="store_true", help=warps)
     unknown = "skip tests whose kernels use an operation that the emulator does not know"
     add("--skip-unsupported", action="store_true", help=unknown)
 
@@ -56,6 +61,7 @@ def _emulated(config, schedule):
         "masked": options.emulated_masked,
         "strict": options.emulated_strict,
         "uninitialized": "allow" if options.emulated_allow_uninitialized else "error",
+        "unguarded": "allow" if options.emulated_allow_unguarded else "error",
     }
     with flags(PYTEST), fake_gpu(arch), enabled(arch, schedule=schedule, **how) as reports:
         yield reports
