@@ -14,7 +14,7 @@ import triton.language as tl
 from emulator.tests.checking import place, refused
 from tritonemu import Race, run
 from tritonemu.__main__ import main
-from tritonemu.compiling import ptx_of
+from tritonemu.compiling import asm_of
 from tritonemu.threads import Code
 
 B = 512
@@ -54,6 +54,16 @@ def sizes_kernel(x, y, BLOCK: tl.constexpr):
     i, j = tl.arange(0, BLOCK), tl.arange(0, BLOCK // 2)
     tl.store(x + i, i)  # stores
     tl.store(y + j, tl.load(x + j))  # loads
+
+
+@triton.jit
+def wide_kernel(x, y, z, HOW: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    i = tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    tl.store(x + i, tl.full((ROWS, COLUMNS), 1.0, tl.float32))  # stores
+    if HOW == "barrier":
+        tl.debug_barrier()
+    other = tl.load(y + i).to(tl.float32)
+    tl.store(z + i, tl.load(x + i) + other)  # loads
 
 
 @triton.jit
@@ -114,7 +124,7 @@ def last_kernel(parts, count, out, HOW: tl.constexpr, BLOCK: tl.constexpr):
 
 def code_of(kernel, *args, **constants):
     bound = dict(zip(kernel.arg_names, args, strict=False)) | constants
-    return Code(ptx_of(kernel, "sm_90", bound, {"num_warps": 4}))
+    return Code.of(asm_of(kernel, "sm_90", bound, {"num_warps": 4}))
 
 
 def test_a_load_at_another_place_of_the_block_needs_a_barrier():
@@ -148,6 +158,57 @@ def test_lanes_that_are_off_touch_nothing():
 
 def test_blocks_of_two_sizes_are_of_other_threads():
     refused(Race, "another one may", sizes_kernel, *zeros(B, B), B, at="# loads")
+
+
+def test_two_layouts_of_one_block_are_of_other_warps():
+    """A store of fp32 takes 4 elements a thread, and the load 8, as that of fp16 beside it."""
+
+    def arguments(dtype):
+        return torch.zeros(8, 256), torch.ones(8, 256, dtype=dtype), torch.zeros(8, 256)
+
+    error = refused(
+        Race, "gave the two blocks different layouts", wide_kernel,
+        *arguments(torch.float16), "", 8, 256, at="# loads",
+    )  # fmt: skip
+    assert error.other == place(wide_kernel, "# stores")
+    run(wide_kernel, (1,), *arguments(torch.float32), "", 8, 256)
+    run(wide_kernel, (1,), *arguments(torch.float16), "barrier", 8, 256)
+    run(wide_kernel, (1,), *arguments(torch.float16), "", 8, 256, num_warps=1)
+
+
+TTGIR = """
+#blocked = #ttg.blocked<{BLOCKED}>
+#linear = #ttg.linear<{register = [[0, 1]], lane = [], warp = [], block = []}>
+    tt.store %2, %1 : tensor<8x256x!tt.ptr<f32>, #blocked> loc(#loc5)
+    %6 = tt.load %3, %m, %o : tensor<8x256x!tt.ptr<f32>, #linear> loc(#loc9)
+    %7 = tt.load %4 {a = 1} : tensor<2048x!tt.ptr<f32>, #row> loc(#loc3)
+#row = #ttg.blocked<{ROW}>
+#loc1 = loc("/a/c.py":7:3)
+#loc2 = loc("/a/c.py":30:3)
+#loc3 = loc("x"(#loc8))
+#loc5 = loc("/a/b/c.py":5:3)
+#loc8 = loc(callsite(#loc1 at #loc2))
+#loc9 = loc("y"(#loc5))
+""".replace(
+    "BLOCKED",
+    "sizePerThread = [1, 4], threadsPerWarp = [2, 16], warpsPerCTA = [2, 2], order = [1, 0]",
+).replace("ROW", "sizePerThread = [4], threadsPerWarp = [32], warpsPerCTA = [4], order = [0]")
+
+
+def test_layouts_of_the_compiler_say_which_warp_has_what():
+    code = Code("", TTGIR)
+    store, row, linear = (("c.py", 5), "store"), (("/x/c.py", 7), "load"), (("c.py", 5), "load")
+
+    def one_warp(position, other=row, size=2048):
+        return code.is_of_one_warp(store, other, size, torch.tensor([position]))
+
+    # Warps of the store: 0 and 1 have 64 columns each of two rows, by turns, 2 and 3 those below.
+    # Of the load, warp w has elements 128 w to 128 w + 127 of every 512.
+    expected = {0: (0, 0), 100: (1, 0), 128: (0, 1), 200: (1, 1), 256: (0, 2), 512: (2, 0)}
+    expected |= {3 * 256 + 64: (3, 2), 1024 + 64: (1, 0), 5 * 256 + 130: (0, 3)}
+    for position, (mine, others) in expected.items():
+        assert one_warp(position) == (mine == others)
+    assert one_warp(100, linear) and one_warp(100, size=1024) and one_warp(100, (("d", 1), "load"))
 
 
 def test_a_store_to_another_thread_s_element_needs_a_barrier():

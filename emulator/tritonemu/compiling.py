@@ -95,16 +95,16 @@ def compile_launch(
         )
 
 
-def ptx_of(
+def asm_of(
     kernel: JITFunction, arch: str, arguments: Mapping[str, Any], options: Mapping[str, Any]
-) -> str:
-    """PTX of what a launch would run; empty if the compiler refuses it."""
+) -> Mapping[str, Any]:
+    """What a launch would run, as Triton's `asm`: "ttgir", "ptx", ...; empty if it is refused."""
     source = _source(kernel, arguments)
     with _diagnostics():
         try:
-            return triton.compile(source, target=target_of(arch), options=dict(options)).asm["ptx"]
+            return triton.compile(source, target=target_of(arch), options=dict(options)).asm
         except Exception:  # `compile_launch` tells of these
-            return ""
+            return {}
 
 
 @contextlib.contextmanager

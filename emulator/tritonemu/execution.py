@@ -15,7 +15,7 @@ from triton.runtime.jit import JITFunction, TensorWrapper
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .barriers import ClusterBarrier
-from .compiling import ask_front_end, compile_launch, ptx_of
+from .compiling import ask_front_end, asm_of, compile_launch
 from .errors import EmulatorError, InvalidKernel, Unsupported, location_of
 from .gpu import HOST_DESCRIPTORS, check_arch, has_gluon
 from .language import MODULES, NAMES
@@ -135,7 +135,7 @@ def execute(
         strict=strict,
     )
     if races and unguarded == "error":
-        code = cache(lambda: Code(ptx_of(kernel, arch, bound.arguments, options)))
+        code = cache(lambda: Code.of(asm_of(kernel, arch, bound.arguments, options)))
         launch.threads = Threads(launch, code)
     launch.memory = Memory(launch, reachable)
     numbers = {"roles": 0, "operations": 0, "steps": 0}

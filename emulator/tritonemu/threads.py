@@ -7,8 +7,8 @@ memory (reductions, conversions of layouts, results of scalar atomics), and none
 that is what `tl.debug_barrier` is for. So two things are races, unless a barrier lies between:
 
 - a role loads an element, or changes it, at another place of a block than it stored it at: another
-  thread may have stored it. At the same place of blocks of one size the two threads are taken to be
-  one, which is usual, and not promised (triton-lang/triton#10924).
+  thread may have stored it. At the same place of blocks of one size it is usually one thread, which
+  is not promised (triton-lang/triton#10924): the layouts of the compiled launch say if it is.
 - a block is stored, then a scalar atomic releases it: that is what one thread does, which speaks
   for itself alone. Whoever acquires knows of the rest only what a barrier before the release says.
   Triton 3.9 puts one there (triton-lang/triton#10816).
@@ -16,14 +16,15 @@ that is what `tl.debug_barrier` is for. So two things are races, unless a barrie
 Stores after loads of the same program are not judged: values that only change places within a
 thread, as those of `tl.join`, would be alarms.
 
-Whether one lies between says the machine code of this launch: a finding needs a way from the store
-to the load, or to the release, on which there is none (`Code`). What may meet in shared memory
-counts as a barrier, too, when it is carried out.
+Whether a barrier lies between says the machine code of this launch: a finding needs a way from the
+store to the load, or to the release, on which there is none (`Code`). What may meet in shared
+memory counts as a barrier, too, when it is carried out.
 """
 
 import bisect
+import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,27 +102,39 @@ class Threads:
         numbers = _first(region.cells(region.shadow.tables[_STORES])[block.index])
         if changed is not None:
             numbers = numbers * changed
+        kind = "load" if changed is None else "store"
         for number in _distinct(numbers):
             store = self._stores[number - 1]
-            if number and self._may_race(region, block, store, numbers == number):
-                self._judge(region, store, "loads" if changed is None else "stores to")
+            if number and self._is_unguarded(store):
+                positions = block.positions[numbers == number]
+                same = self._is_in_place(region, block, store, numbers == number)
+                if same and self._code().is_of_one_warp(
+                    (store.access.at, "store"), (location(), kind), block.size, positions
+                ):
+                    continue
+                self._judge(region, store, kind, same)
 
-    def _may_race(self, region: Any, block: Block, store: _Store, mine: torch.Tensor) -> bool:
+    def _is_unguarded(self, store: _Store) -> bool:
+        """Whether nothing orders a store with the running role but what holds for some threads."""
         role, old = self._launch.role, store.access
         epochs = role.clock.epochs
         if epochs.get(-old.role, 0) >= old.epoch or epochs.get(old.role, 0) < old.epoch:
             return False  # ordered, or not at all, of which `Memory` tells
-        if old.role == role.index:
-            return not self._is_in_place(region, block, store, mine)
-        return store.size > 1
+        return old.role == role.index or store.size > 1
 
-    def _judge(self, region: Any, store: _Store, does: str) -> None:
-        """Raise Race unless the machine code has a barrier."""
+    def _judge(self, region: Any, store: _Store, kind: str, same: bool) -> None:
+        """Raise Race unless the machine code has a barrier. same: whether the place is."""
         role, old = self._launch.role, store.access
+        does = "loads" if kind == "load" else "stores to"
         what, (file, line) = f"{does} an element of {region.name} that", old.at
         if old.role == role.index:
-            here, kinds = location(), ("load",) if does == "loads" else ("store",)
+            here, kinds = location(), (kind,)
             told = f"a thread {what} another one may have stored to at {file}:{line}"
+            if same:
+                told = (
+                    f"a warp {what} another one stored to at {file}:{line}: the compiler gave the "
+                    f"two blocks different layouts"
+                )
         else:
             here, kinds = self._release_of(old), ("atomic", "load", "store")
             told = (
@@ -138,10 +151,9 @@ class Threads:
             )
             suppressions.judge(finding, self._launch.report)
 
-    @staticmethod
-    def _is_in_place(region: Any, block: Block, store: _Store, mine: torch.Tensor) -> bool:
-        """Whether these elements lie in this block where they lay in that of the store."""
-        if block.size != store.size:
+    def _is_in_place(self, region: Any, block: Block, store: _Store, mine: torch.Tensor) -> bool:
+        """Whether these elements lie in this block where they lay in that of the role's store."""
+        if block.size != store.size or store.access.role != self._launch.role.index:
             return False
         before = _first(region.cells(region.shadow.tables[_POSITIONS])[block.index[mine]])
         return torch.equal(before.to(torch.int64), block.positions[mine])
@@ -189,13 +201,66 @@ _KINDS = {
 }
 
 
-class Code:
-    """PTX: which ways lead from one line of the source to another.
+@dataclass(frozen=True)
+class _Blocked:
+    """A blocked layout of a block of this shape: which warp has which element."""
 
-    Its lines of inline assembly count on from that of the statement, so that of the first counts.
+    shape: tuple[int, ...]
+    spans: tuple[int, ...]
+    warps: tuple[int, ...]
+    order: tuple[int, ...]
+
+    def warps_of(self, positions: torch.Tensor) -> torch.Tensor:
+        """Of several that have an element the first, which is the one that stores it."""
+        at = torch.unravel_index(positions, self.shape)
+        number, step = torch.zeros_like(positions), 1
+        for dim in self.order:
+            number = number + at[dim] // self.spans[dim] % self.warps[dim] * step
+            step *= self.warps[dim]
+        return number
+
+
+def _blocked(shape: str, text: str) -> _Blocked:
+    """Of a shape such as "8x256" and the text of `#ttg.blocked`."""
+    lists = {
+        name: tuple(map(int, numbers.split(",")))
+        for name, numbers in re.findall(r"(\w+) = \[([\d, ]+)\]", text)
+    }
+    spans = zip(lists["sizePerThread"], lists["threadsPerWarp"], strict=True)
+    sizes = tuple(map(int, shape.split("x")))
+    return _Blocked(sizes, tuple(a * b for a, b in spans), lists["warpsPerCTA"], lists["order"])
+
+
+def _layouts(text: str) -> dict[tuple[str, tuple[str, int]], set[_Blocked | None]]:
+    """Of TTGIR: the layouts of the blocks that each line stores or loads, None for others."""
+    known = dict(re.findall(r"^(#\w+) = #ttg\.blocked<(.*)>$", text, re.MULTILINE))
+    places = dict(re.findall(r"^(#loc\d*) = loc\((.*)\)$", text, re.MULTILINE))
+    found: dict[tuple[str, tuple[str, int]], set[_Blocked | None]] = {}
+    form = r"tt\.(store|load) .*: tensor<([\dx]+)x!tt\.ptr<[^>]*>, (.*)> loc\((.*)\)$"
+    for kind, shape, layout, place in re.findall(form, text, re.MULTILINE):
+        for _ in range(8):  # a name, or the call of a helper: what is in it comes first
+            inner = re.search(r"#loc\d*", place)
+            place = places.get(inner[0], "") if inner else place
+        line = re.match(r'"(.*)":(\d+)', place)
+        if line:
+            key = kind, (line[1].rpartition("/")[2], int(line[2]))
+            text_ = known.get(layout)
+            found.setdefault(key, set()).add(_blocked(shape, text_) if text_ else None)
+    return found
+
+
+class Code:
+    """PTX: which ways lead from one line of the source to another; TTGIR: which warps have what.
+
+    Lines of inline assembly count on from that of the statement, so that of the first counts.
     """
 
-    def __init__(self, text: str):
+    @classmethod
+    def of(cls, asm: Mapping[str, Any]) -> "Code":
+        return cls(asm.get("ptx", ""), asm.get("ttgir", ""))
+
+    def __init__(self, text: str, layouts: str = ""):
+        self._layouts = _layouts(layouts)
         self._steps: list[_Step] = []
         self._labels: dict[str, int] = {}
         self._known: dict[tuple[Any, ...], bool] = {}
@@ -223,6 +288,23 @@ class Code:
         if key not in self._known:
             self._known[key] = not self._leads(*key)
         return self._known[key]
+
+    def is_of_one_warp(
+        self, first: tuple[Location, str], second: tuple[Location, str], size: int,
+        positions: torch.Tensor,
+    ) -> bool:  # fmt: skip
+        """Whether one warp makes both accesses of the elements at these positions of blocks of this
+        size; also if the code does not tell. first, second: place and kind of an access."""
+        both = []
+        for (file, line), kind in (first, second):
+            layouts = self._layouts.get((kind, (file.rpartition("/")[2], line)), set())
+            if len(layouts) != 1 or None in layouts:
+                return True
+            (layout,) = layouts
+            if math.prod(layout.shape) != size:
+                return True
+            both.append(layout)
+        return both[0] == both[1] or torch.equal(*(each.warps_of(positions) for each in both))
 
     def _leads(self, first: Location, second: Location, kinds: tuple[str, ...]) -> bool:
         """Whether there is a way without a barrier."""
