@@ -65,7 +65,9 @@ def test_the_project_sets_options_and_comments_allow(run, pytester):
     pytester.makepyprojecttoml("[tool.tritonemu]\nschedules = 0\nresident = 2\n")
     result = run("--fake-gpu", "-k", "sum or fixture")
     result.assert_outcomes(passed=3)
-    result.stdout.re_match_lines([r"allowed: Race at .*:17, found \d+ times: a test"])
+    told = r"allowed: Race at .*:17, found \d+ times: a test"
+    first = r" \(first in test_on_gpu.py::test_sum\[modelled-False\]\)"
+    result.stdout.re_match_lines([told + first])
     run("--fake-gpu", "-k", "fixture", "--emulated-schedules", "3").assert_outcomes(
         passed=4, deselected=3 * 4
     )
@@ -128,7 +130,7 @@ def test_messages_name_flags_of_pytest_and_the_test(pytester):
         [
             "*allow it with --emulated-masked zero*",
             "*again with pytest 'test_masked.py::test_masked[[]modelled]'*",
-            "note: programs (0, 0, 0), *--emulated-strict*",
+            "note: programs (0, 0, 0), *--emulated-strict* (first in *::test_same?modelled?)",
         ]
     )
     strict = ("--emulated-strict", "--emulated-masked", "zero", "--emulated-schedules", "0")

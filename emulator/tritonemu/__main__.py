@@ -1,6 +1,7 @@
 """`python -m tritonemu FILE.py [ARGUMENT ...]`: run a GPU program in the emulator, unedited.
 
-Also `python -m tritonemu FILE.py:FUNCTION`, which calls one function without arguments. Every
+Also `python -m tritonemu FILE.py:FUNCTION`, which calls one function without arguments, and
+`python -m tritonemu --each FILE.py ...`, each program in a process of its own. Every
 kernel that is launched as `kernel[grid](...)` runs under the modelled schedule and those of a
 `--search` (see `search`), or under one named by `--schedule`, as findings name it; the program is
 run once for each, and prints the first time. There seems to be a GPU (`--arch`, `--no-fake-gpu`),
@@ -30,7 +31,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 import triton
@@ -45,6 +46,7 @@ from . import (
     fake_gpu,
     gpu,
     settings,
+    several,
 )
 from .errors import COMMAND, flags
 from .gpu import ARCHITECTURES, FAKE_MULTIPROCESSORS
@@ -66,8 +68,8 @@ _MACHINERY = (
 
 # Options beside the architecture, the GPU and the schedule that decide what a program does.
 _REPEATED = (
-    *("multiprocessors", "all_configs", "allow_uninitialized", "compile", "masked", "strict"),
-    "resident",
+    *("multiprocessors", "all_configs", "allow_uninitialized", "allow_unguarded", "compile"),
+    *("masked", "strict", "resident"),
 )
 
 
@@ -196,10 +198,14 @@ def _write(options: argparse.Namespace, report: dict) -> None:
     """The report, in the forms that were asked for."""
     for path, said in (
         (options.json, report),
-        (options.sarif, as_sarif(report, Path.cwd()) if options.sarif else None),
+        (options.sarif, as_sarif([report], Path.cwd()) if options.sarif else None),
     ):
-        if path:
-            Path(path).write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
+        _save(path, said)
+
+
+def _save(path: str | None, said: Any) -> None:
+    if path:
+        Path(path).write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
 
 
 def _command(options: argparse.Namespace, schedule: str) -> str:
@@ -238,9 +244,7 @@ def _end_after(seconds: float, report: str | None) -> None:
         frames = list(traceback.walk_stack(frame))[::-1]
         place = _place(frames)
         print(f"tritonemu: timeout after {seconds:g} s at {place}", file=sys.stderr)
-        if report:
-            said = {"found": None, "timeout": {"seconds": seconds, "place": place}}
-            Path(report).write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
+        _save(report, {"found": None, "timeout": {"seconds": seconds, "place": place}})
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(TIMEOUT)
@@ -259,6 +263,8 @@ def _parser() -> _Parser:
     number = {"type": _positive, "metavar": "N"}
     add("target", metavar="FILE.py[:FUNCTION]", help="a program, or a function without arguments")
     add("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENT", help="of the program")
+    many = "FILE.py ...: the arguments are programs, too, each run in its own process"
+    add("--each", action="store_true", help=many)
     add("--arch", choices=ARCHITECTURES, default="sm_90")
     add("--search", choices=KINDS, default="random", help="(default random)")
     several = "to search (default 4 random, 50 pct, at most 1000 exhaustive)"
@@ -278,6 +284,8 @@ def _parser() -> _Parser:
     add("--trace", metavar="FILE", help="write a Chrome trace of the first launch")
     add("--svg", metavar="FILE", help="draw the first CTA of the first launch")
     add("--allow-uninitialized", action="store_true", help="reads of unwritten memory yield NaN")
+    warps = "warps of a program need no barrier for global memory"
+    add("--allow-unguarded", action="store_true", help=warps)
     refused = "compile each launch, too, and say what is refused"
     add("--compile", action="store_true", help=refused)
     lanes = "lanes off without `other` (default nan)"
@@ -318,8 +326,40 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     return options
 
 
+def _run_each(arguments: list[str]) -> int | None:
+    """The exit status of all programs; None without `--each`."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if not options.each:
+        return None
+    programs = [options.target, *options.arguments]
+    if drawn := [f"--{name}" for name in ("html", "trace", "svg") if getattr(options, name)]:
+        parser.error(f"--each takes no {drawn[0]}, which draws one program")
+    try:
+        for program in programs:
+            split(program)
+    except argparse.ArgumentTypeError as error:
+        parser.error(str(error))
+    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    own.add_argument("--each", action="store_true")
+    own.add_argument("--json")
+    own.add_argument("--sarif")
+    _, shared = own.parse_known_args(arguments[: len(arguments) - len(programs)])
+    ran = [several.run(shared, program) for program in programs]
+    print(several.summary(ran))
+    _save(options.json, {"programs": ran})
+    if options.sarif:
+        unchecked = [each["program"] for each in ran if each["status"] not in (CLEAN, FOUND)]
+        reports = [each["report"] for each in ran if each["report"]]
+        _save(options.sarif, as_sarif(reports, Path.cwd(), unchecked))
+    return several.status(ran)
+
+
 def main(arguments: list[str] | None = None) -> int:
-    options = _parse(sys.argv[1:] if arguments is None else arguments)
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if (status := _run_each(arguments)) is not None:
+        return status
+    options = _parse(arguments)
     if options.timeout:
         _end_after(options.timeout, options.json)
     device = contextlib.nullcontext()
@@ -391,6 +431,7 @@ def _run(
             trace=trace,
             strict=options.strict,
             uninitialized="allow" if options.allow_uninitialized else "error",
+            unguarded="allow" if options.allow_unguarded else "error",
             masked=options.masked,
             resident=options.resident,
             compile=options.compile and not quiet,

@@ -25,6 +25,8 @@ from .errors import Location
 class Clock:
     """What happens before: epochs of roles, and bits of asynchronous operations.
 
+    epochs: under the index of a role those of any of its warps, under the negative index those that
+    all of its warps have passed (see `threads`).
     fenced: the epochs behind a fence, whose stores to shared memory a copy of it may rely on.
     """
 

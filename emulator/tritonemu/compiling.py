@@ -95,6 +95,18 @@ def compile_launch(
         )
 
 
+def asm_of(
+    kernel: JITFunction, arch: str, arguments: Mapping[str, Any], options: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    """What a launch would run, as Triton's `asm`: "ttgir", "ptx", ...; empty if it is refused."""
+    source = _source(kernel, arguments)
+    with _diagnostics():
+        try:
+            return triton.compile(source, target=target_of(arch), options=dict(options)).asm
+        except Exception:  # `compile_launch` tells of these
+            return {}
+
+
 @contextlib.contextmanager
 def _diagnostics() -> Iterator[Any]:
     """What the compiler writes to the standard error output, as text, instead of on the screen."""

@@ -83,7 +83,7 @@ def option(name: str, value: str | int) -> str:
     begin = flags_begin()
     if not begin:
         return f'{name}="{value}"' if isinstance(value, str) else f"{name}={value}"
-    if name == "uninitialized":
+    if value == "allow":
         return f"{begin}{value}-{name}"
     return f"{begin}{name}" if value is True else f"{begin}{name} {value}"
 

@@ -4,6 +4,7 @@ import inspect
 import math
 import operator
 from collections.abc import Callable, Sequence
+from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
@@ -14,7 +15,7 @@ from triton.runtime.jit import JITFunction, TensorWrapper
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .barriers import ClusterBarrier
-from .compiling import ask_front_end, compile_launch
+from .compiling import ask_front_end, asm_of, compile_launch
 from .errors import EmulatorError, InvalidKernel, Unsupported, location_of
 from .gpu import HOST_DESCRIPTORS, check_arch, has_gluon
 from .language import MODULES, NAMES
@@ -25,6 +26,7 @@ from .orders import Order, order_of
 from .rewrite import Lowering, map_tuple
 from .scheduler import Role, Scheduler
 from .tasks import Region
+from .threads import Code, Threads
 from .tile import FROM_TORCH, cast, scalar
 from .timeline import Timeline
 from .undefined import MODES
@@ -80,6 +82,7 @@ def execute(
     races: bool = True,
     strict: bool = False,
     uninitialized: str = "error",
+    unguarded: str = "error",
     masked: str = "nan",
     config: Any = None,
     reachable: Sequence[torch.Tensor] = (),
@@ -93,18 +96,20 @@ def execute(
     (see `orders`). trace: keep a timeline. races: whether unordered accesses raise `Race`,
     `MissingFence` and `EarlyExit`. strict: whether stores that change no bit race, too; without
     it, one value from several programs is a note of the report. uninitialized: "error", or "allow"
-    to let reads of unwritten shared memory yield NaN. masked: what lanes hold that a mask turns off
-    and no `other` fills, "nan" (and large integers, and `UndefinedValue` if they are stored),
-    "zero", as on NVIDIA GPUs, or "random". reachable: tensors to look at first for what addresses
-    in memory name. max_steps: how many operations that other roles can notice the kernel may take,
-    None for any number. resident: how many clusters run at the same time; if all of them spin,
-    the next one starts. compile: whether Triton compiles the launch first, of which
-    `compiling` says what it finds.
+    to let reads of unwritten shared memory yield NaN. unguarded: "error", or "allow" to let pass
+    what warps of one program do to global memory without a barrier (see `threads`). masked: what
+    lanes hold that a mask turns off and no `other` fills, "nan" (and large integers, and
+    `UndefinedValue` if they are stored), "zero", as on NVIDIA GPUs, or "random". reachable: tensors
+    to look at first for what addresses in memory name. max_steps: how many operations that other
+    roles can notice the kernel may take, None for any number. resident: how many clusters run at
+    the same time; if all of them spin, the next one starts. compile: whether Triton compiles the
+    launch first, of which `compiling` says what it finds.
     """
     check_arch(arch)
     order = order_of(schedule)
-    if uninitialized not in ("error", "allow"):
-        raise ValueError(f'uninitialized must be "error" or "allow", got {uninitialized!r}')
+    for name, value in (("uninitialized", uninitialized), ("unguarded", unguarded)):
+        if value not in ("error", "allow"):
+            raise ValueError(f'{name} must be "error" or "allow", got {value!r}')
     if masked not in MODES:
         raise ValueError(f"masked must be one of {MODES}, got {masked!r}")
     kernel, kwargs, _ = undecorated(kernel, args, kwargs, config, prepare=True)
@@ -129,6 +134,9 @@ def execute(
         *(lowering, masked),
         strict=strict,
     )
+    if races and unguarded == "error":
+        code = cache(lambda: Code.of(asm_of(kernel, arch, bound.arguments, options)))
+        launch.threads = Threads(launch, code)
     launch.memory = Memory(launch, reachable)
     numbers = {"roles": 0, "operations": 0, "steps": 0}
     token, threads = CURRENT.set(launch), torch.get_num_threads()

@@ -8,6 +8,7 @@ Accuracy: elementary functions are torch's, right to about one ulp, where the de
 fp32 division are off by up to two. Multiplications and additions are not fused.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from itertools import product
@@ -51,6 +52,12 @@ from .tile import (
 )
 
 OPERATIONS: dict[str, Any] = {}
+
+# Those whose values may go through shared memory, in which all warps of a program meet.
+_MEETING = (
+    *("dot", "dot_scaled", "reduce", "_reduce_with_indices", "associative_scan", "gather"),
+    *("histogram", "debug_barrier"),
+)
 
 _PYTHON_BUILTINS = ("triton.language.extra.cuda.inline_ptx_lib",)
 
@@ -709,6 +716,19 @@ OPERATIONS.update(
     block_type=lambda element_ty, shape: tl.block_type(element_ty, list(shape)),
     PropagateNan=tl.PropagateNan,
 )
+
+
+def _meeting(function: Callable) -> Callable:
+    @functools.wraps(function)
+    def apply(*args: Any, **kwargs: Any) -> Any:
+        current().role.meet()
+        return function(*args, **kwargs)
+
+    return apply
+
+
+for _name in _MEETING:
+    OPERATIONS[_name] = _meeting(OPERATIONS[_name])
 
 LANGUAGE = Namespace("tl", OPERATIONS, tl, tl.core, tl.standard, tl.random)
 LANGUAGE.__dict__["math"] = LANGUAGE

@@ -192,7 +192,8 @@ class Launch:
     about a type. masked: what lanes hold that a mask turns off and no `other` fills. undefined: the
     loads that have left some so, and what else did, each with its name. strict: whether stores of
     the value that is there may race. start_next: starts a cluster beside those that run.
-    partition_fences: whether fences are demanded between partitions, and there only.
+    partition_fences: whether fences are demanded between partitions, and there only. threads: who
+    judges what warps of one program do to global memory, None for nobody.
     """
 
     arch: str
@@ -213,6 +214,7 @@ class Launch:
     strict: bool = False
     start_next: Callable[[], None] | None = None
     partition_fences: bool = False
+    threads: Any = None
 
     def steal(self) -> tuple[int, int, int] | None:
         """Cancel a cluster that has not started; the program id of its first CTA, or None.

@@ -50,6 +50,7 @@ from .errors import (
 )
 from .launch import Launch, current
 from .scheduler import ATOMIC_LATENCY, Operation
+from .threads import Block
 from .tile import FROM_TORCH, RAW, Tile, cast, from_raw, held, scalar, to_raw, to_tile
 from .undefined import MOST, fill, marks
 
@@ -101,6 +102,10 @@ class Region:
         """How many granules of the shadow an element covers."""
         return max(1, self.itemsize // self.shadow.granule)
 
+    def cells(self, table: torch.Tensor) -> torch.Tensor:
+        """Of a table of the shadow, or of `flat`, what belongs to each element."""
+        return _rows(table, self.granules)
+
     def reinterpret(self, dtype: tl.dtype, offsets: torch.Tensor) -> tuple["Region", torch.Tensor]:
         """The same bytes as elements of another type, and the offsets counted in them."""
         flat = self.flat.view(RAW[dtype.name])
@@ -116,6 +121,7 @@ class Memory:
 
     def __init__(self, launch: Launch, reachable: Sequence[torch.Tensor] = ()):
         self._launch, self._report = launch, launch.report
+        self._threads = launch.threads
         self._shadows: dict[tuple[int, int], _Shadow] = {}
         self._accesses: list[tuple[Access, tuple[int, int, int]]] = []
         self._reductions: list[tuple[int, ...]] = [()]
@@ -401,6 +407,8 @@ class Memory:
         region, index, active = self._lanes("load", pointer, mask)
         used = index.reshape(-1) if active is None else index[active]
         self._judge(region, by, _rows, used)
+        if by is None and self._threads is not None:
+            self._threads.load(region, Block(used, index.numel(), active))
         self._check_written(region, "load", _rows, used)
         if by is None and used.numel():
             self._launch.role.word = region, int(used[-1])
@@ -425,10 +433,14 @@ class Memory:
         if index.shape != pointer.data.shape:
             raise InvalidKernel(f"mask must not be larger than the pointers, got {pointer!r}")
         raw = to_raw(value.data, region.dtype).expand(index.shape)
-        chosen = ... if active is None else active
+        chosen, size = ... if active is None else active, index.numel()
         index, raw = index[chosen].reshape(-1), raw[chosen].reshape(-1)
         self._check_defined(region, raw)
         self._judge(region, by, _rows, index, raw)
+        if self._threads is not None and by is None:
+            self._threads.store(region, Block(index, size, active), raw)
+        elif self._threads is not None:
+            self._threads.forget(region.cells, region.shadow, index)
         self._launch.scheduler.changes += 1
         region.flat[index] = raw
         self._mark_written(region, _rows, index)
@@ -462,7 +474,12 @@ class Memory:
             if sem in (None, "acquire", "acq_rel"):
                 role.clock.join(shared)
             if sem in (None, "release", "acq_rel"):
-                shared.join(role.release())
+                if self._threads is not None:
+                    self._threads.release(role)
+                shared.join(role.release(all_warps=self._threads is None))
+            role.meet()
+        if self._threads is not None:
+            self._threads.forget(region.cells, region.shadow, where)
         before = torch.empty(count, dtype=region.flat.dtype)
         unique, changed = where.unique().numel() == count, []
         for turn in [slice(None)] if unique else [slice(i, i + 1) for i in range(count)]:
@@ -546,6 +563,10 @@ class Memory:
         self._judge(region, by, window.of, ..., None if update else raw, reduces=bool(update))
         self._check_defined(region, raw)
         target.copy_(raw)
+        if self._threads is not None:
+            self._threads.forget(
+                lambda table: window.of(table, region.granules), region.shadow, ...
+            )
         self._launch.scheduler.changes += 1
         self._mark_written(region, window.of, ...)
         self._report.bytes_stored += num_bytes

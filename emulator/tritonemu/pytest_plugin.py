@@ -15,12 +15,16 @@ import pytest
 from . import Unsupported, enabled, fake_gpu, settings
 from .errors import PYTEST, flags
 from .gpu import ARCHITECTURES
-from .messages import allowed, told
+from .messages import allowed, tested, told
 from .undefined import MODES
 
-_NOTES = pytest.StashKey()  # of all launches, each once
-_SETTINGS = "arch", "schedules", "all-configs", "masked", "strict", "allow-uninitialized"
+_NOTES = pytest.StashKey()  # of all launches, and the first test of each
+_SETTINGS = (
+    *("arch", "schedules", "all-configs", "masked", "strict"),
+    *("allow-uninitialized", "allow-unguarded"),
+)
 _ALLOWED = pytest.StashKey()  # how many findings of all launches comments allow
+_TESTS = pytest.StashKey()  # of each of those the first test
 
 
 def pytest_addoption(parser):
@@ -36,6 +40,8 @@ def pytest_addoption(parser):
     values = "stores race that change no bit, too"
     add("--emulated-strict", action="store_true", help=values)
     add("--emulated-allow-uninitialized", action="store_true", help="let pass reads of such memory")
+    warps = "warps of a program need no barrier for global memory"
+    add("--emulated-allow-unguarded", action="store_true", help=warps)
     unknown = "skip tests whose kernels use an operation that the emulator does not know"
     add("--skip-unsupported", action="store_true", help=unknown)
 
@@ -56,28 +62,37 @@ def _emulated(config, schedule):
         "masked": options.emulated_masked,
         "strict": options.emulated_strict,
         "uninitialized": "allow" if options.emulated_allow_uninitialized else "error",
+        "unguarded": "allow" if options.emulated_allow_unguarded else "error",
     }
     with flags(PYTEST), fake_gpu(arch), enabled(arch, schedule=schedule, **how) as reports:
         yield reports
-        config.stash[_NOTES].update((note, None) for report in reports for note in report.notes)
-        config.stash[_ALLOWED].update(allowed(reports))
+        test, passed = tested(), allowed(reports)
+        for note in (note for report in reports for note in report.notes):
+            config.stash[_NOTES].setdefault(note, test)
+        for key in passed:
+            config.stash[_TESTS].setdefault(key, test)
+        config.stash[_ALLOWED].update(passed)
 
 
 def pytest_terminal_summary(terminalreporter, config):
     notes, passed = config.stash.get(_NOTES, {}), config.stash.get(_ALLOWED, {})
     if notes or passed:
         terminalreporter.section("tritonemu")
-        for note in notes:
-            terminalreporter.write_line(f"note: {note}")
-        for line in told(passed):
-            terminalreporter.write_line(line)
+        for note, test in notes.items():
+            terminalreporter.write_line(f"note: {note}{_first(test)}")
+        for line, key in zip(told(passed), passed, strict=True):
+            terminalreporter.write_line(f"{line}{_first(config.stash[_TESTS][key])}")
+
+
+def _first(test):
+    return f" (first in {test})" if test else ""
 
 
 def pytest_configure(config):
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] == "tritonemu":
             module.__tracebackhide__ = True
-    config.stash[_NOTES], config.stash[_ALLOWED] = {}, allowed([])
+    config.stash[_NOTES], config.stash[_TESTS], config.stash[_ALLOWED] = {}, {}, allowed([])
     if config.option.fake_gpu:  # from here on: modules ask for a GPU when they are imported
         stack = contextlib.ExitStack()
         stack.enter_context(_emulated(config, "modelled"))

@@ -4,6 +4,7 @@ Source: OASIS, Static Analysis Results Interchange Format (SARIF) 2.1.0.
 """
 
 import inspect
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,26 +13,40 @@ from . import __version__, errors
 _SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 
 
-def as_sarif(report: dict[str, Any], folder: Path) -> dict[str, Any]:
+def as_sarif(
+    reports: Sequence[dict[str, Any]], folder: Path, unchecked: Sequence[str] = ()
+) -> dict[str, Any]:
     """One run of the tool. Files under `folder` are named from there, others in full.
 
     A finding is an error, one that a comment allows a suppressed error with its reason, a note a
-    notification of the run.
+    notification of the run; unchecked: programs that are told of there, too. What several reports
+    have in common stands once.
     """
-    found = report["found"]
-    results = [_finding(found, folder)] if found else []
-    results += [_allowed(each, folder) for each in report["allowed"]]
+    results: list[dict[str, Any]] = []
+    notes: list[dict[str, Any]] = []
+    for report in reports:
+        found = [_finding(report["found"], folder)] if report["found"] else []
+        found += [_allowed(each, folder) for each in report.get("allowed", ())]
+        results += [each for each in found if each not in results]
+        told = [_notification("note", note) for note in report.get("notes", ())]
+        notes += [each for each in told if each not in notes]
+    notes += [_notification("error", f"{program} was not checked") for program in unchecked]
     kinds = sorted({result["ruleId"] for result in results})
-    notes = [{"level": "note", "message": {"text": note}} for note in report["notes"]]
     driver = {
         "name": "tritonemu", "version": __version__, "rules": [*map(_rule, kinds)],
     }  # fmt: skip
     run = {
         "tool": {"driver": driver},
-        "invocations": [{"executionSuccessful": True, "toolExecutionNotifications": notes}],
+        "invocations": [
+            {"executionSuccessful": not unchecked, "toolExecutionNotifications": notes}
+        ],
         "results": results,
     }
     return {"$schema": _SCHEMA, "version": "2.1.0", "runs": [run]}
+
+
+def _notification(level: str, text: str) -> dict[str, Any]:
+    return {"level": level, "message": {"text": text}}
 
 
 def _rule(kind: str) -> dict[str, Any]:

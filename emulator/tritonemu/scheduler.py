@@ -40,14 +40,15 @@ class Role:
     operations to be committed. dots_issued: the bits of all its MMAs; they execute in order. task:
     whether it is a task rather than the kernel around it. tiles: those of the kernel around it, by
     name, which it must not use. staged: bytes of shared memory of `stage`. word: region and element
-    of global memory that it read last. turn, spins, spins_at: of `spinning`: the last test of a
-    loop; after which change, and where, it was known to spin.
+    of global memory that it read last. stored: its epoch when it last stored a block there. turn,
+    spins, spins_at: of `spinning`: the last test of a loop; after which change, and where, it was
+    known to spin.
     """
 
     def __init__(self, scheduler: "Scheduler", cta: Any, name: str, warps: int, body: Callable):
         self.scheduler, self.cta, self.name, self.warps = scheduler, cta, name, warps
         self.index = scheduler.number_role()
-        self.epoch = 1
+        self.epoch, self.stored = 1, 0
         self.clock = Clock({self.index: 1})
         self.time = 0.0
         self.replica: int | None = None
@@ -103,12 +104,22 @@ class Role:
             self.cta.reserve(num_bytes - self.staged)
             self.staged = num_bytes
 
-    def release(self) -> Clock:
-        """The clock to hand over; what the role does from now on is not in it."""
+    def release(self, all_warps: bool = True) -> Clock:
+        """The clock to hand over; what the role does from now on is not in it.
+
+        all_warps: not so if one thread hands it over, before which the others need not have come.
+        """
+        if all_warps:
+            self.clock.epochs[-self.index] = self.epoch
         clock = self.clock.copy()
         self.epoch += 1
         self.clock.epochs[self.index] = self.epoch
         return clock
+
+    def meet(self) -> None:
+        """All warps meet: what each has stored to global memory, all of them know."""
+        if self.stored > self.clock.epochs.get(-self.index, 0):
+            self.release()
 
     def retire(self) -> None:
         """The role ends, and with it its cp.async, which are its threads' own."""

@@ -19,7 +19,7 @@ else:
 
 OPTIONS = (
     *("arch", "search", "schedules", "depth", "multiprocessors", "all-configs"),
-    *("allow-uninitialized", "compile", "masked", "strict", "resident"),
+    *("allow-uninitialized", "allow-unguarded", "compile", "masked", "strict", "resident"),
 )
 
 

@@ -283,7 +283,7 @@ print(*studies.findings(lambda: tritonemu.run(made.kernel, made.grid, *made.args
 # | registers and `setmaxnreg`'s pool | roles that ask for more than exists, and hang |
 # | `tcgen05.alloc` as a wait | two programs of an SM that block each other's columns |
 # | residency | a grid whose waiting programs do not fit on the GPU |
-# | threads of one role | stores that another thread of the role reads back too early |
+# | loads before stores of one role | a store before another of its threads has loaded |
 # | layouts, bank conflicts, caches, latency | how long anything takes |
 # | what the compiler does | spills, serialised wgmma, moved waits |
 # | paths that were not taken | anything about them |

@@ -168,7 +168,7 @@ def fence_async_shared(cluster: bool = False) -> None:
 
 def barrier(*, cluster: bool = False) -> None:
     """`gl.barrier`: of the warps of a partition, which run as one here."""
-    point()
+    point().meet()
     if cluster:
         cluster_barrier()
 

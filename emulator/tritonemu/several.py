@@ -1,0 +1,51 @@
+"""Several programs, each in a process of its own; one report of all."""
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+# What an exit status of the command says of a program.
+_MEANINGS = {
+    0: "nothing found",
+    1: "a finding",
+    2: "wrong options",
+    3: "not checked",
+    4: "out of time",
+}
+
+
+def run(options: Sequence[str], program: str) -> dict[str, Any]:
+    """The command on one program: its name, its exit status, and its report, None if it wrote none.
+
+    options: of the command line. What the program prints appears here, too.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "report.json"
+        command = [sys.executable, "-m", __package__, *options, "--json", str(path), program]
+        sys.stdout.flush()
+        status = subprocess.run(command, stdin=subprocess.DEVNULL).returncode
+        report = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+    return {"program": program, "status": status, "report": report}
+
+
+def status(ran: Sequence[dict[str, Any]]) -> int:
+    """The exit status of all: 1 if there is a finding, else the greatest; 3 for a signal."""
+    each = {one["status"] if one["status"] in _MEANINGS else 3 for one in ran}
+    return 1 if 1 in each else max(each)
+
+
+def summary(ran: Sequence[dict[str, Any]]) -> str:
+    """How many programs ended how, and which of them not well."""
+
+    def ended(one: dict[str, Any]) -> str:
+        return _MEANINGS.get(one["status"], f"ended by signal {-one['status']}")
+
+    counts = Counter(map(ended, ran))
+    told = ", ".join(f"{count} {how}" for how, count in counts.items())
+    bad = [f"  {one['program']}: {ended(one)}" for one in ran if one["status"]]
+    return "\n".join([f"{len(ran)} programs: {told}", *bad])
