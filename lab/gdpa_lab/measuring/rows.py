@@ -93,6 +93,10 @@ class Error:
         return Error(found, float(budget), passed, elements, reference)
 
 
+LEFT_OUT = "not measured: "
+"""Begins the failure of a row that a run had planned and did not come to."""
+
+
 @dataclass(frozen=True)
 class Row:
     """One implementation on one workload.
@@ -145,6 +149,11 @@ class Row:
     def passed(self) -> bool:
         """Whether it was measured, and its check passed."""
         return self.failure is None and self.error is not None and self.error.passed
+
+    @property
+    def is_left_out(self) -> bool:
+        """Whether the run ended before it came to this row."""
+        return (self.failure or "").startswith(LEFT_OUT)
 
     @property
     def key(self) -> tuple[str, ...]:

@@ -18,6 +18,7 @@ from gdpa_lab.measuring import manifest, operators, probe, record, sustained, sy
 from gdpa_lab.measuring import measure as measuring
 from gdpa_lab.measuring.inputs import BlockInputs, Inputs, make_inputs
 from gdpa_lab.measuring.require import require
+from gdpa_lab.measuring.rows import LEFT_OUT
 from gdpa_lab.measuring.workload import Workload
 
 HANDLE_VARIABLE = "GDPA_KERNELS_HANDLE"
@@ -121,7 +122,7 @@ class Session:
         return [
             record.Row.of(
                 workload, key[1], impl=key[2], scope=key[3], variant=key[4], math=kind,
-                failure=f"not measured: {why}",
+                failure=f"{LEFT_OUT}{why}",
             )
             for key, (workload, kind) in self._plan.items()
             if key not in known

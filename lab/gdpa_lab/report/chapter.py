@@ -62,7 +62,7 @@ class Chapter:
         manifest.verify(self.data_dir)
         self._tables = self._counted = 0
         self._predictions: tuple[exhibits.Prediction, ...] = ()
-        self._records: dict[str, records.Record] = {}
+        self._runs: dict[str, results.Run] = {}
         self._rows: dict[str, pd.DataFrame] = {}
 
     # Records.
@@ -82,7 +82,7 @@ class Chapter:
                 run(session)
             finally:
                 print(session.write(self.data_dir))
-                self._records.clear()
+                self._runs.clear()
 
     def compare(self, run: Callable[[Any], None]) -> Any:
         """In mode "compare": the session after `run(session)`, of which nothing is kept. Otherwise
@@ -99,18 +99,19 @@ class Chapter:
         return Session(f"notebooks/{self.slug}.py", self.device)
 
     def record(self, of: str | None = None) -> records.Record:
-        """The newest record of a chapter, this one by default, or the record of that id.
+        """The whole record of a chapter's run, this one's by default, or the record of that id.
         LookupError if there is none."""
+        return self._run(of).whole
+
+    def _run(self, of: str | None) -> results.Run:
         slug = of or self.slug
-        if slug not in self._records:
+        if slug not in self._runs:
             path, notebook = self.data_dir / "records" / f"{slug}.json", f"notebooks/{slug}.py"
             if path.exists():
-                self._records[slug] = records.load(path)
+                self._runs[slug] = results.Run(records.load(path))
             else:
-                self._records[slug] = results.latest_record(
-                    self.data_dir, notebook=notebook, gpu=self.gpu
-                )
-        return self._records[slug]
+                self._runs[slug] = results.run_of(self.data_dir, notebook=notebook, gpu=self.gpu)
+        return self._runs[slug]
 
     def holding(self, of: str, impls: Collection[str], workload: str) -> str:
         """The id of the newest record of a chapter that has a time in bursts of each of `impls` on
@@ -128,13 +129,18 @@ class Chapter:
         raise LookupError(f"a record of {of} must hold {', '.join(impls)} on {workload}, got none")
 
     def recorded(self, table: str, of: str | None = None) -> pd.DataFrame:
-        """A table of that record. LookupError naming those there are."""
-        run = self.record(of)
-        if table not in run.tables:
-            known = sorted(run.tables)
-            raise LookupError(f"table must be one of {run.id} ({known}), got {table!r}")
-        found = run.tables[table]
-        return pd.DataFrame(list(found.rows), columns=list(found.columns))
+        """A table of that run. LookupError naming those there are."""
+        run = self._run(of)
+        found = [made.tables[table] for made in run.records if table in made.tables]
+        if not found:
+            known = sorted(run.whole.tables)
+            raise LookupError(f"table must be one of {run.whole.id} ({known}), got {table!r}")
+        made = pd.DataFrame(list(found[0].rows), columns=list(found[0].columns))
+        for piece in found[1:]:
+            newer = pd.DataFrame(list(piece.rows), columns=list(piece.columns))
+            if "workload" in newer:
+                made = pd.concat([made[~made["workload"].isin(newer["workload"])], newer])
+        return made.reset_index(drop=True)
 
     def lacks(self, table: str, instead: str) -> None:
         """Say `instead` on the page if the chapter's record is from before it kept `table`."""
@@ -142,15 +148,19 @@ class Chapter:
             display(Markdown(instead))
 
     def rows(self, of: str | None = None, **filters: Any) -> pd.DataFrame:
-        """The rows of that record, as `results.table` has them, each once.
+        """The rows of that run, as `results.table` has them, each once, and whole record first.
 
         `filters`: a value or a list of values for a column; `scope="kernel"` and `variant=""`
         unless they are among them, None for any. A burst of calls that the host enqueues too slowly
         is host time, and counts as failed. LookupError if nothing is left.
         """
-        of = self.record(of).id
+        run, of = self._run(of), of or self.slug
         if of not in self._rows:
-            rows = results.table(self.data_dir, gpu=self.gpu, record=of, latest=False)
+            tables = [
+                results.table(self.data_dir, gpu=self.gpu, record=made.id, latest=False)
+                for made in run.records
+            ]
+            rows = pd.concat([run.own(rows) for rows in tables], ignore_index=True)
             self._rows[of] = _without_host_time(rows.drop_duplicates([*_CALL, "scope"]))
         found = self._rows[of]
         for column, wanted in ({"scope": "kernel", "variant": ""} | filters).items():

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import fnmatch
 import math
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -116,6 +118,43 @@ def latest_record(
             f"there is: {'; '.join(existing)}"
         )
     return found[-1]
+
+
+class Run(NamedTuple):
+    """What a chapter quotes: its record with the most to show, the newest of these, and of each
+    (workload, direction, scope) the newest record that measured all it planned of it. So a piece
+    that a campaign measured, or a record that was cut off, stands in for what it has."""
+
+    whole: Record
+    pieces: Mapping[tuple[str, str, str], Record] = MappingProxyType({})
+
+    @property
+    def records(self) -> list[Record]:
+        """The whole one, then what stands in for parts of it."""
+        others = {run.id: run for run in self.pieces.values() if run.id > self.whole.id}
+        return [self.whole, *(others[name] for name in sorted(others))]
+
+    def own(self, rows: pd.DataFrame) -> pd.DataFrame:
+        """Those `rows` of `table`, all of one record, that this record stands for."""
+        places = zip(rows["workload"], rows["direction"], rows["scope"], strict=True)
+        return rows[rows["record"].eq([self.pieces.get(x, self.whole).id for x in places])]
+
+
+def run_of(data_dir: str | Path, *, notebook: str, gpu: str) -> Run:
+    """What the records of a chapter on a GPU of exactly this name add up to; LookupError as
+    `latest_record` if there is none."""
+    whole = latest_record(data_dir, notebook=notebook, gpu=gpu)
+    pieces: dict[tuple[str, str, str], Record] = {}
+    most = 0
+    for run in load_all(data_dir):
+        if run.chapter != notebook or gpu_of(run, data_dir) != gpu:
+            continue
+        places = {(row.workload, row.direction, row.scope) for row in run.rows}
+        places -= {(x.workload, x.direction, x.scope) for x in run.rows if x.is_left_out}
+        pieces |= dict.fromkeys(places, run)
+        if len(places) >= most:
+            most, whole = len(places), run
+    return Run(whole, {place: x for place, x in pieces.items() if x.id >= whole.id})
 
 
 def gpu_of(record: Record, data_dir: str | Path = DATA_DIR) -> str:
