@@ -181,11 +181,11 @@ chapter.code(units.ledger, "chip, amounts", "begun =")
 # %% tags=["remove-cell"]
 rates = chapter.times("forward/results", value="tflops", direction="forward", scope="sustained")
 rates, own = rates["v8_own_waits"][full], {}
-for name, rate in rates.items():
-    resident = workload(name).max_seqlen_k <= 256
-    found = units.ledger(
-        workload(name), units.V8_RESIDENT if resident else units.V8_STREAM, ceilings
-    )
+v8_rows = chapter.rows("forward/results", impl="v8_own_waits", scope="sustained", workload=full)
+for name, made in v8_rows.set_index("workload")["record"].items():
+    kind = units.V8_RESIDENT if workload(name).max_seqlen_k <= 256 else units.V8_STREAM
+    limits = results.ceilings(chapter.record(made), "sustained")
+    found, rate = units.ledger(workload(name), kind, limits), rates[name]
     own[name] = found.bound, found.tflops, rate, rate / found.tflops
 own = pd.DataFrame.from_dict(
     own, orient="index", columns=["bound", "ledger", "measured", "measured / ledger"]
@@ -198,7 +198,7 @@ chapter.table(
     "of forward v8 back to back on an H200, and the unit that decides.",
     name="tab-model-v8",
     digits={"ledger": 0, "measured": 0, "measured / ledger": 2},
-    measured=chapter.rows("forward/results", impl="v8_own_waits", scope="sustained"),
+    measured=v8_rows,
 )
 share = own["measured / ledger"]
 chapter.predict(

@@ -6,6 +6,7 @@ import pytest
 
 from _lib import energy
 from gdpa_lab.measuring import units
+from gdpa_lab.measuring.manifest import DATA_DIR
 from gdpa_lab.report import results
 
 TERMS = ["seconds", "flops", "bytes"]
@@ -50,7 +51,8 @@ def test_errors_grow_with_the_noise_and_residuals_are_relative():
 
 
 def test_calls_are_counted_as_the_record_has_them():
-    record = results.latest_record(notebook="notebooks/measuring/power_wall.py")
+    notebook = "notebooks/measuring/power_wall.py"
+    record = results.run_of(DATA_DIR, notebook=notebook, gpu="NVIDIA H200").whole
     rows = results.table(latest=False).query("record == @record.id and scope == 'sustained'")
     found = energy.counted(rows, record)
     kept = {(r.workload, r.direction, r.impl): r for r in record.rows if r.scope == "sustained"}

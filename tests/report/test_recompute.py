@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 
+import pandas as pd
 import pytest
 
 from gdpa_lab.measuring import record
@@ -28,8 +29,9 @@ def book(tmp_path_factory):
     figures.mkdir(parents=True)
     table = results.table(gpu="NVIDIA H200", latest=False)
     for page in PAGES:
-        run = results.latest_record(notebook=f"notebooks/{page}.py", gpu="NVIDIA H200")
-        rows = table[(table["record"] == run.id) & (table["scope"] != "op")]
+        run = results.run_of(record.DATA_DIR, notebook=f"notebooks/{page}.py", gpu="NVIDIA H200")
+        rows = pd.concat(run.own(table[table["record"] == made.id]) for made in run.records)
+        rows = rows[rows["scope"] != "op"]
         path = figures / f"{page.replace('/', '-')}-1.csv"
         rows.to_csv(path, index=False, float_format="%.6g", lineterminator="\n")
         rows = rows.drop_duplicates(["workload", "direction", "impl", "scope", "variant"])

@@ -83,7 +83,8 @@ def block(data_dir: Path = record.DATA_DIR) -> str:
         quoted[ours["record"]] = f"{ours['gpu']}, {ours['date'][:10]}"
     places = (f"[{name[:16]}](data/records/{name}.json)" for name in quoted)
     machines = "; ".join(dict.fromkeys(quoted.values()))
-    missing = "; ".join(peers.missing_peers(pd.concat(shown))) or "none"
+    table = results.table(data_dir, gpu=GPU, latest=False)
+    missing = "; ".join(peers.missing_peers(table[table["record"].isin(quoted)])) or "none"
     lines += [
         "",
         f"Times back to back; {machines}; records {', '.join(places)}. "
@@ -139,10 +140,11 @@ def update(root: Path = record.ROOT) -> bool:
 
 def _rows(data_dir: Path, line: Line) -> pd.DataFrame:
     """Times back to back of a row of the table, fastest first, default constants, from the
-    chapter's newest record; last those that failed."""
-    run = results.latest_record(data_dir, notebook=f"notebooks/{line.chapter}.py", gpu=GPU)
+    chapter's run; last those that failed."""
+    run = results.run_of(data_dir, notebook=f"notebooks/{line.chapter}.py", gpu=GPU)
     table = results.table(data_dir, gpu=GPU, workload=line.workload, latest=False)
-    keep = (table["record"] == run.id) & (table["direction"] == line.direction)
+    place = line.workload, line.direction, "sustained"
+    keep = (table["record"] == run.of(place).id) & (table["direction"] == line.direction)
     keep &= (table["variant"] == "") & (table["scope"] == "sustained")
     rows = table[keep].drop_duplicates("impl").sort_values("time_us_p50", kind="stable")
     if not rows["impl"][rows["time_us_p50"].notna()].isin(line.rungs).any():

@@ -134,10 +134,14 @@ class Run(NamedTuple):
         others = {run.id: run for run in self.pieces.values() if run.id > self.whole.id}
         return [self.whole, *(others[name] for name in sorted(others))]
 
+    def of(self, place: tuple[str, str, str]) -> Record:
+        """The record that stands for a (workload, direction, scope)."""
+        return self.pieces.get(place, self.whole)
+
     def own(self, rows: pd.DataFrame) -> pd.DataFrame:
         """Those `rows` of `table`, all of one record, that this record stands for."""
         places = zip(rows["workload"], rows["direction"], rows["scope"], strict=True)
-        return rows[rows["record"].eq([self.pieces.get(x, self.whole).id for x in places])]
+        return rows[rows["record"].eq([self.of(place).id for place in places])]
 
 
 def run_of(data_dir: str | Path, *, notebook: str, gpu: str) -> Run:
