@@ -116,13 +116,18 @@ class Book:
     def _record(self, name: str) -> dict:
         return json.loads((self.root / f"data/records/{name}.json").read_text("utf-8"))
 
-    def newest(self, page: str) -> str:
-        """The newest record of a page's notebook, of the GPU that the book quotes."""
+    def newest(self, page: str, keys: list[tuple]) -> str:
+        """The newest record of a page's notebook that has times of these rows, of the GPU that the
+        book quotes."""
         slug = re.sub("[^a-z0-9]+", "-", page)
         promoted = json.loads((self.root / "data/promoted.json").read_text("utf-8"))
         ends = tuple(f"Z-{slug}-{system}" for system in promoted[GPU])
         names = [path.stem for path in (self.root / "data/records").iterdir()]
-        return max(name for name in names if name.endswith(ends))
+        return max(n for n in names if n.endswith(ends) and all(self._times(n, k) for k in keys))
+
+    def _times(self, name: str, key: tuple) -> bool:
+        rows = self.record(name)["rows"]
+        return any(r["samples_us"] for r in rows if tuple(r[k] for k in KEY) == key)
 
     def row(self, name: str, *key: str) -> dict:
         found = [r for r in self.record(name)["rows"] if tuple(r[k] for k in KEY) == key]
@@ -168,8 +173,7 @@ class Book:
                 continue
             work, direction, impl = self.formulas["readme"][title], cells[1], cells[2].strip("`")
             ours = (work, direction, impl, "sustained", "")
-            (name,) = [n for n in names if any(
-                tuple(r[k] for k in KEY) == ours for r in self.record(n)["rows"])]  # fmt: skip
+            (name,) = [n for n in names if self._times(n, ours)]
             rate = "gbytes_per_s" if "GB/s" in cells[4] else "tflops"
             for cell, quantity, by, off in (
                 (cells[3], "time_us_p50", 1e3, 0.005), (cells[4], rate, 1, 0.5),
@@ -198,10 +202,10 @@ class Book:
     def sentences(self) -> Iterator[Number]:
         """Numbers that pages' texts take from their notebooks, as formulas.json declares them."""
         for page, name, quantity, *rows in self.formulas["glued"]:
-            run = self.newest(page)
             keys = []
             for direction, work, scope, impl in map(str.split, rows):
                 keys.append((work, direction, impl, scope, ""))
+            run = self.newest(page, keys)
 
             def found(run: str = run, keys: list = keys, quantity: str = quantity) -> float:
                 values = [value(self.record(run), self.row(run, *key), quantity) for key in keys]

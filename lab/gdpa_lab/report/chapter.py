@@ -142,6 +142,10 @@ class Chapter:
                 made = pd.concat([made[~made["workload"].isin(newer["workload"])], newer])
         return made.reset_index(drop=True)
 
+    def holders(self, table: str, of: str | None = None) -> list[str]:
+        """Ids of the records that `recorded` takes a table from."""
+        return [made.id for made in self._run(of).records if table in made.tables]
+
     def lacks(self, table: str, instead: str) -> None:
         """Say `instead` on the page if the chapter's record is from before it kept `table`."""
         if table not in self.record().tables:
@@ -160,7 +164,9 @@ class Chapter:
                 results.table(self.data_dir, gpu=self.gpu, record=made.id, latest=False)
                 for made in run.records
             ]
+            order = [*dict.fromkeys(pd.concat(tables)["workload"])]  # that of the whole record
             rows = pd.concat([run.own(rows) for rows in tables], ignore_index=True)
+            rows = rows.sort_values("workload", kind="stable", key=lambda x: x.map(order.index))
             self._rows[of] = _without_host_time(rows.drop_duplicates([*_CALL, "scope"]))
         found = self._rows[of]
         for column, wanted in ({"scope": "kernel", "variant": ""} | filters).items():
