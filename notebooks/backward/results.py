@@ -99,7 +99,8 @@ chapter.glue(over_peer=spread(ahead), won=(ahead >= 1).sum(), count=len(best), l
              few_keys=share.filter(regex="cross|-256").max(), checked=len(timed),
              more_keys=share.filter(regex="self.*-(?:512|1024|2048)").max(),
              kept=f"{kept.min():.0f} to {kept.max():.0f}", over_v1=over[V1].max(),
-             asked=len(ragged), fa3_first=(best["best peer"] == "fa3").sum(), fa4_first=best["best peer"].isin(["fa4", "fa4_dense"]).sum(),
+             asked=len(ragged), fa3_first=(best["best peer"] == "fa3").sum(),
+             fa4_first=best["best peer"].isin(["fa4", "fa4_dense"]).sum(),
              missing="; ".join(missing_peers(chapter.rows(direction="backward", scope=None))),
              **ratios.glued(best))  # fmt: skip
 

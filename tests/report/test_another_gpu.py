@@ -50,25 +50,20 @@ def pretended(of: record.Record) -> record.Record:
     return replace(of, id=name, system=B200.id, rows=tuple(rows), ceilings=tuple(limits))
 
 
-def newest(chapter: str) -> record.Record:
-    """The rows of `KEPT` in an H200's newest record of a chapter, found without reading others."""
+def whole(chapter: str) -> record.Record:
+    """The rows of `KEPT` in the whole record of an H200's run of a chapter."""
     notebook = f"notebooks/{chapter}.py"
-    names = [notebook, *(old for old, new in record.renames().items() if new == notebook)]
-    for path in sorted((record.DATA_DIR / "records").glob("*-h200-*"), reverse=True):
-        if any(f'"notebook": "{name}"' in path.read_text()[:1000] for name in names):
-            run = record.load(path)
-            rows = (row for row in run.rows if row.scope in results.TIMED and not row.variant)
-            kept = tuple(row for row in rows if re.fullmatch(KEPT, row.workload))
-            return replace(run, rows=kept, plan=None)
-    raise LookupError(notebook)
+    run = results.run_of(record.DATA_DIR, notebook=notebook, gpu="NVIDIA H200").whole
+    rows = (row for row in run.rows if row.scope in results.TIMED and not row.variant)
+    return replace(run, rows=tuple(x for x in rows if re.fullmatch(KEPT, x.workload)), plan=None)
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """A data folder with some of the newest H200 records of three chapters, and one with the same
+    """A data folder with some of the whole H200 records of three chapters, and one with the same
     of the B200 too."""
     alone, both = (tmp_path_factory.mktemp(name) for name in ("alone", "both"))
-    runs = [newest(chapter) for chapter in CHAPTERS]
+    runs = [whole(chapter) for chapter in CHAPTERS]
     with pytest.MonkeyPatch.context() as patch:
         for operator, rungs in ladder.LADDERS.items():
             own = (

@@ -13,7 +13,7 @@ from gdpa_lab.measuring.record import Ceiling, Error, Package, RecordError
 from gdpa_lab.measuring.workload import STEP
 from gdpa_lab.measuring.workloads import WORKLOADS, workload
 from gdpa_lab.report import results
-from tests.records import CEILINGS, OTHER, SELF, SHORT, a_row, a_system, sources
+from tests.records import CEILINGS, LOAD, OTHER, SELF, SHORT, a_row, a_system, sources
 
 
 def one(table: pd.DataFrame, **filters) -> pd.Series:
@@ -230,6 +230,33 @@ def test_latest_record(add, tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(LookupError, match="there is: no record"):
         results.latest_record(tmp_path / "empty")
+
+
+LEFT_OUT = {"samples_us": (), "error": None, "failure": "not measured: the time was up"}
+
+
+def test_pieces_stand_in_for_what_they_measured_whole(add, tmp_path):
+    at = {"notebook": "notebooks/forward/results.py"}
+    run_of = partial(results.run_of, tmp_path, notebook=at["notebook"], gpu="NVIDIA H200")
+    add(a_row(OTHER), day=1, **at)
+    loop = {"scope": "sustained", "load": LOAD}
+    whole = add(a_row(), a_row(SHORT), a_row(**loop), a_row(SHORT, **loop), day=2, **at)
+    assert run_of().records == [whole], "an older record adds nothing"
+    piece = add(a_row(SHORT, samples_us=(9001.0,)), day=3, **at)
+    cut = add(a_row(samples_us=(9002.0,)), a_row(impl="fa4", **LEFT_OUT), day=4, **at)
+    add(a_row(SHORT), day=5, on=a_system(gpu="NVIDIA B200"), **at)
+    run = run_of()
+    assert run.whole == whole and run.records == [whole, piece]
+    assert run.of((SHORT.name, "forward", "kernel")) == piece
+    assert run.of((SHORT.name, "forward", "sustained")) == whole
+    assert run.of((SELF.name, "forward", "kernel")) == whole, "the newest lacks a planned row"
+    table = results.table(tmp_path, gpu="NVIDIA H200", latest=False)
+    shown = pd.concat(run.own(table[table["record"] == made.id]) for made in (whole, piece, cut))
+    assert sorted(shown["time_us_p50"]) == [9000.0, 9000.0, 9000.0, 9001.0]
+    again = add(a_row(), a_row(SHORT), a_row(**loop), a_row(SHORT, **loop), day=6, **at)
+    assert run_of().whole == again and run_of().records == [again]
+    with pytest.raises(LookupError, match="there is: "):
+        results.run_of(tmp_path, notebook="notebooks/06_v3.py", gpu="NVIDIA H200")
 
 
 def test_command_line(add, tmp_path, capsys):
