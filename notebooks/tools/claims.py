@@ -74,11 +74,9 @@ chapter.figure(
 # not comparable, open
 # : No measurement here can decide it, or none has yet. The last column says what is missing.
 #
-# A measured claim is not a confirmed one, since three baselines are stand-ins. `v1_tiled`, or
-# `v1_tiled_backward` with seven matmuls, stands for the published Triton kernel, which only the
-# record of an H100 has ({doc}`../forward/results`); cuDNN for CUTLASS FMHA on Blackwell; and the
-# path for Hopper of flash-attn-4 4.0.0b36 for FlashAttention-4. The last two compute softmax and
-# are compared on time alone.
+# A measured claim is not a confirmed one, since two baselines are stand-ins: cuDNN for CUTLASS FMHA
+# on Blackwell, and the path for Hopper of flash-attn-4 4.0.0b36 for FlashAttention-4. Both compute
+# softmax and are compared on time alone. The published Triton kernel is itself.
 #
 # ## The charts and tables
 #
@@ -107,7 +105,7 @@ peers = (us[us.columns[~us.columns.map(is_rung)]].min(axis=1) / best)[half]
 cross = us.div(best, axis=0).loc[[*FIGURES["gdpa-cross-fwd-full"]]]
 forward = ratios.index.str.contains("forward")
 assert not (ratios[forward] >= 1).any(axis=None), "forward: smaller"
-assert (ratios[~forward] > 1).sum(axis=None) >= 6, "backward: larger"
+assert (ratios[~forward] > 1).sum(axis=None) >= 5, "backward: larger"
 block = judged.set_index("id")["ratio"]
 assert block["block-forward-over-fa2"] < 1 < block["block-backward-over-fa2"], "the caption"
 counts = shown["status"].value_counts()

@@ -20,6 +20,7 @@ from gdpa_lab.measuring import system as systems
 from gdpa_lab.measuring.record import DATA_DIR, Record, Row, communities, load_all
 from gdpa_lab.measuring.require import require
 from gdpa_lab.measuring.roofline import Ceilings
+from gdpa_lab.measuring.rows import LEFT_OUT
 from gdpa_lab.measuring.workloads import figures_of
 from gdpa_lab.report import staleness
 
@@ -50,7 +51,7 @@ def table(
     `gpu`: keep systems whose GPU has exactly this name. `record`: keep that with this id.
     `workload`: keep workloads matching this shell pattern. `latest`: of the rows that share
     workload, direction, impl, scope, variant and `per` ("system" or "gpu") keep the newest, failed
-    or not.
+    or not; one that its run did not come to only where there is no other.
 
     time_us_p20, p50, p80: quantiles of the samples in microseconds (linear interpolation). tflops
     (TFLOP/s) and gbytes_per_s (GB/s, 1e9 bytes): useful FLOPs and fewest bytes over the p50 time.
@@ -80,7 +81,9 @@ def table(
     frame = _frame(rows)
     if latest:
         key = ["figure", "workload", "direction", "impl", "scope", "variant", per]
-        frame = frame.drop_duplicates(key, keep="last", ignore_index=True)
+        early = frame["failure"].str.startswith(LEFT_OUT)  # newest only where nothing else is
+        frame = pd.concat([frame[early], frame[~early]]).drop_duplicates(key, keep="last")
+        frame = frame.sort_index(ignore_index=True)
     return frame
 
 
