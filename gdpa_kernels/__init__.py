@@ -6,6 +6,7 @@ from gdpa_kernels.calling import jagged
 from gdpa_kernels.calling.layers import Tokenwise
 from gdpa_kernels.calling.lengths import Lengths
 from gdpa_kernels.gdpa.api import gdpa
+from gdpa_kernels.gdpa.bias import RelativeBias
 from gdpa_kernels.gdpa.modules import PFFN, PMA, GDPASelfAttention
 from gdpa_kernels.gdpa.registration import register_activation
 
@@ -15,6 +16,7 @@ __all__ = [
     "BlockAttention",
     "GDPASelfAttention",
     "Lengths",
+    "RelativeBias",
     "Tokenwise",
     "block_attention",
     "gdpa",

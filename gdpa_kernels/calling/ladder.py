@@ -22,6 +22,7 @@ _WGMMA = Requires(
 )
 
 _EXTRAS = ("causal", "out_dtype", "add_to", "targets")
+_BIASED = (*_EXTRAS, "bias")
 _LESSON = dataclasses.replace(_WGMMA, head_dim_multiple=64)
 _TCGEN05 = dataclasses.replace(_WGMMA, capability=(10, 0))
 _PAIRED_LESSON = dataclasses.replace(_TCGEN05, dtypes=("bfloat16",), head_dim_multiple=64)
@@ -37,7 +38,7 @@ REFERENCE = Rung(
     Requires(
         dtypes=(*_ALL_DTYPES, "float64"),
         head_dim_max=2**31 - 1,
-        extras=_EXTRAS,
+        extras=_BIASED,
     ),
     directions=DIRECTIONS,
 )
@@ -48,14 +49,14 @@ RUNGS: tuple[Rung, ...] = (
         "eager PyTorch",
         "Pad the batch; two matmuls around an activation.",
         None,
-        Requires(dtypes=(*_ALL_DTYPES, "float64"), head_dim_max=2**31 - 1),
+        Requires(dtypes=(*_ALL_DTYPES, "float64"), head_dim_max=2**31 - 1, extras=("bias",)),
     ),
     Rung(
         "v1_tiled",
         "one fused kernel",
         "Scores stay in registers; the batch stays jagged.",
         "v0_eager",
-        Requires(capability=(8, 0), dtypes=_ALL_DTYPES, extras=_EXTRAS),
+        Requires(capability=(8, 0), dtypes=_ALL_DTYPES, extras=_BIASED),
     ),
     Rung(
         "v2_tma",
@@ -262,7 +263,7 @@ BACKWARD_RUNGS: tuple[Rung, ...] = (
         "two fused kernels",
         "One owns keys, the other queries; they read q, k, v and the gradient alone.",
         None,
-        Requires(capability=(8, 0), dtypes=_ALL_DTYPES, extras=("causal", "targets")),
+        Requires(capability=(8, 0), dtypes=_ALL_DTYPES, extras=("causal", "targets", "bias")),
     ),
     _backward(
         "v2_fused_backward",

@@ -22,6 +22,7 @@ from gdpa_kernels.calling.operators import (
 from gdpa_kernels.calling.rung import Rung, capability, dtype_name
 from gdpa_kernels.gdpa import choices
 from gdpa_kernels.gdpa.batch import Batch
+from gdpa_kernels.gdpa.bias import NONE, Bias, RelativeBias, bias_of_call
 from gdpa_kernels.gdpa.registration import check_activation, prove
 from gdpa_kernels.gdpa.targets import check_targets, segments_of_call
 
@@ -56,6 +57,7 @@ def gdpa(
     num_contexts: torch.Tensor | int | None = None,
     full_rows: int = 0,
     target_ranks: str = "shared",
+    relative_bias: RelativeBias | None = None,
 ) -> torch.Tensor:
     """Generalized dot-product attention on a jagged batch; differentiable.
 
@@ -133,6 +135,9 @@ def gdpa(
         target_ranks: how a window counts targets. "shared": all stand right after the history, as
             in generative-recommenders. "own": at their positions, as in recsys-examples and FBGEMM.
             Contexts stand right before the history in both. Without a window both are the same.
+        relative_bias: `RelativeBias`, what is added to the scores by distances of positions and of
+            times; its tables get gradients. Not with a shared q. Of the kernels "v0_eager" and the
+            v1 take it.
 
     Returns:
         `[total_q, num_heads_q, head_dim]` of v's head_dim, or `[batch * max_seqlen_q, ...]` with a
@@ -195,7 +200,11 @@ def gdpa(
     out_dtype = _check_sum(q, (rows, q.shape[1], width), out_dtype, add_to)
     if add_to is not None and width < q.shape[2]:
         add_to = F.pad(add_to, (0, q.shape[2] - width))
-    tensors = distinct(*held, cu_seqlens_q, cu_seqlens_k, add_to, counted)
+    bias = bias_of_call(
+        relative_bias, q.shape[1], q.shape[0], k.shape[0], cu_seqlens_q, cu_seqlens_k,
+        given[0] is given[1], lower_right, validate,
+    )  # fmt: skip
+    tensors = distinct(*held, cu_seqlens_q, cu_seqlens_k, add_to, counted, *bias)
     scale = head_dim**-0.5 if scale is None else float(scale)
     options = Options(
         num_kv_heads, max_seqlen_q, max_seqlen_k, ",".join(names), scale, float(output_scale),
@@ -258,33 +267,46 @@ class _Gdpa(torch.autograd.Function):
     """The operators of both directions as one differentiable function."""
 
     @staticmethod
-    def forward(ctx, lengths, q, k, v, cu_seqlens_q, cu_seqlens_k, add_to, segments, options):
-        ctx.save_for_backward(q, k, v, cu_seqlens_q, cu_seqlens_k, segments)
+    def forward(
+        ctx, lengths, q, k, v, cu_seqlens_q, cu_seqlens_k, add_to, segments, *bias_and_options
+    ):
+        bias, options = Bias(*bias_and_options[:-1]), bias_and_options[-1]
+        ctx.save_for_backward(q, k, v, cu_seqlens_q, cu_seqlens_k, segments, *bias)
         ctx.set_materialize_grads(False)
         ctx.lengths, ctx.options, schedule = lengths, options, []
         tensors = q, k, v, cu_seqlens_q, cu_seqlens_k
         if lengths is not None:
-            rung, schedule = _planned("forward", lengths, tensors, options, add_to, segments)
+            more = {"add_to": add_to, "segments": segments, "bias": bias}
+            rung, schedule = _planned("forward", lengths, tensors, options, **more)
             options = options._replace(impl=rung.impl, resolved=True)
         ctx.add_dtype = None if add_to is None else add_to.dtype
-        return _FORWARD(*tensors, schedule, *options, add_to=add_to, segments=segments)
+        more = {"add_to": add_to, "segments": segments, **bias.named()}
+        return _FORWARD(*tensors, schedule, *options, **more)
 
     @staticmethod
     def backward(ctx, grad_out):
         if grad_out is None:
-            return (None,) * 9
+            return (None,) * 14
         options, needs, schedule = ctx.options, ctx.needs_input_grad[1:4], []
-        *saved, segments = ctx.saved_tensors  # read once: checkpointing allows no more
+        needs_of_tables = ctx.needs_input_grad[8:10]
+        saved = ctx.saved_tensors  # read once: checkpointing allows no more
+        saved, segments, bias = saved[:5], saved[5], Bias(*saved[6:])
         if ctx.lengths is not None:
-            rung, schedule = _planned("backward", ctx.lengths, saved, options, None, segments)
+            more = {"segments": segments, "bias": bias}
+            rung, schedule = _planned("backward", ctx.lengths, saved, options, **more)
             options = options._replace(backward_impl=rung.impl, resolved=True)
         tensors = grad_out.to(saved[0].dtype), *saved
+        more = {"segments": segments, **bias.named()}
+        tables = None, None
         with torch.no_grad():
-            gradients = _BACKWARD(*tensors, schedule, *needs, *options, segments=segments)
-            gradients = needed(gradients, needs)
+            gradients = needed(_BACKWARD(*tensors, schedule, *needs, *options, **more), needs)
+            if any(needs_of_tables):
+                tables = _BIAS_BACKWARD(*tensors, *needs_of_tables, *options, **more)
+                tables = needed(tables, needs_of_tables)
             added = grad_out.to(ctx.add_dtype) if ctx.needs_input_grad[6] else None
-        dq, dk, dv, added = final("gdpa", (*gradients, added), (grad_out, *saved[:3]))
-        return None, dq, dk, dv, None, None, added, None, None
+        inputs = grad_out, *saved[:3], *bias[:2]
+        dq, dk, dv, added, *tables = final("gdpa", (*gradients, added, *tables), inputs)
+        return None, dq, dk, dv, None, None, added, None, *tables, None, None, None, None
 
 
 def _of_one_width(q: object, k: object, v: object) -> tuple[tuple, int, int]:
@@ -311,11 +333,12 @@ def _shared(given: tuple) -> tuple[Lengths | None, Lengths] | None:
 
 def _planned(
     direction: str, lengths: tuple[Lengths | None, Lengths], tensors: tuple, options: Options,
-    add_to: torch.Tensor | None = None, segments: torch.Tensor | None = None,
+    **more,
 ) -> tuple[Rung, list[torch.Tensor]]:  # fmt: skip
-    """The rung of a direction and its work list, which is made once for these lengths."""
+    """The rung of a direction and its work list, which is made once for these lengths. more: of
+    `Batch`."""
     out_dtype = options.out_dtype if direction == "forward" else None
-    batch = _batch(*tensors, options, out_dtype=out_dtype, add_to=add_to, segments=segments)
+    batch = _batch(*tensors, options, out_dtype=out_dtype, **more)
     rung = options.rung(direction, batch)
     config = rung.config(batch, direction)
     sizes = batch.num_heads, batch.num_heads_k, batch.max_seqlen_q, batch.max_seqlen_k
@@ -337,15 +360,15 @@ def _batch(q, k, v, cu_seqlens_q, cu_seqlens_k, options: Options, **more) -> Bat
 
 
 def _forward(
-    q, k, v, cu_seqlens_q, cu_seqlens_k, schedule, *options, add_to=None, segments=None
+    q, k, v, cu_seqlens_q, cu_seqlens_k, schedule, *options, add_to=None, segments=None, **bias
 ) -> torch.Tensor:
     options = Options(*options)
     tensors = q, k, v, cu_seqlens_q, cu_seqlens_k
-    more = {"out_dtype": options.out_dtype, "add_to": add_to, "segments": segments}
-    batch = _batch(*tensors, options, **more)
+    both = {"segments": segments, "bias": NONE._replace(**bias)}
+    batch = _batch(*tensors, options, out_dtype=options.out_dtype, add_to=add_to, **both)
     rung = options.rung("forward", batch)
     if options.backward_impl != "auto":  # an explicit one that cannot take the call says so here
-        resolve(options.backward_impl, "backward", _batch(*tensors, options, segments=segments))
+        resolve(options.backward_impl, "backward", _batch(*tensors, options, **both))
     given = {"schedule": tuple(schedule)} if schedule else {}
     with checks.without_autocast(q):  # the definition is made of operators that it would change
         return rung.module().forward(batch, **given).contiguous()
@@ -360,12 +383,12 @@ def _fake_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, schedule, *options, **_):
 
 def _backward(
     grad_out, q, k, v, cu_seqlens_q, cu_seqlens_k, schedule, need_q, need_k, need_v, *options,
-    segments=None,
+    segments=None, **bias,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     needs, options = (need_q, need_k, need_v), Options(*options)
 
     def backward(places, needs):
-        more = {"gradients": places, "segments": segments}
+        more = {"gradients": places, "segments": segments, "bias": NONE._replace(**bias)}
         batch = _batch(q, k, v, cu_seqlens_q, cu_seqlens_k, options, **more)
         rung = options.rung("backward", batch)
         given = {"schedule": tuple(schedule)} if schedule else {}
@@ -385,6 +408,27 @@ def _fake_backward(
     return tuple(q.new_empty(0 if x is None else x.shape) for x in gradients)
 
 
+def _bias_backward(
+    grad_out, q, k, v, cu_seqlens_q, cu_seqlens_k, need_position, need_time, *options,
+    segments=None, **bias,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    needs, options = (need_position, need_time), Options(*options)
+    more = {"segments": segments, "bias": NONE._replace(**bias)}
+    batch = _batch(q, k, v, cu_seqlens_q, cu_seqlens_k, options, **more)
+    rung = options.rung("backward", batch)
+    with checks.without_autocast(q):
+        gradients = rung.module().bias_backward(grad_out, batch, needs)
+    return tuple(q.new_empty(0) if x is None else x.contiguous() for x in gradients)
+
+
+def _fake_bias_backward(
+    grad_out, q, k, v, cu_seqlens_q, cu_seqlens_k, need_position, need_time, *_,
+    position_table=None, time_table=None, **__,
+):  # fmt: skip
+    tables = needed((position_table, time_table), (need_position, need_time))
+    return tuple(q.new_empty(0) if x is None else x.new_empty(x.shape) for x in tables)
+
+
 def _matmul_flops(q, k, v, cu_seqlens_q, cu_seqlens_k, options, segments) -> int:
     """FLOPs of one matmul of a call, of pairs that count."""
     batch = _batch(q, k, v, cu_seqlens_q, cu_seqlens_k, options, segments=segments)
@@ -392,14 +436,14 @@ def _matmul_flops(q, k, v, cu_seqlens_q, cu_seqlens_k, options, segments) -> int
 
 
 def _forward_flops(
-    q, k, v, cu_seqlens_q, cu_seqlens_k, schedule, *options, add_to=None, segments=None
+    q, k, v, cu_seqlens_q, cu_seqlens_k, schedule, *options, segments=None, **_
 ) -> int:
     return 2 * _matmul_flops(q, k, v, cu_seqlens_q, cu_seqlens_k, Options(*options), segments)
 
 
 def _backward_flops(
     grad_out, q, k, v, cu_seqlens_q, cu_seqlens_k, schedule, need_q, need_k, need_v, *options,
-    segments=None,
+    segments=None, **_,
 ) -> int:  # fmt: skip
     need_q, need_k, need_v = packed.needs_of_parts(k, v, (need_q, need_k, need_v))
     matmuls = 1 + (need_q or need_k) + need_q + need_k + need_v  # S, dP, dQ, dK, dV
@@ -407,23 +451,39 @@ def _backward_flops(
     return matmuls * _matmul_flops(*tensors, Options(*options), segments)
 
 
-_TENSORS = (
-    "Tensor q, Tensor? k, Tensor? v, Tensor? cu_seqlens_q, Tensor cu_seqlens_k, Tensor[] schedule"
-)
+def _bias_backward_flops(
+    grad_out, q, k, v, cu_seqlens_q, cu_seqlens_k, need_position, need_time, *options,
+    segments=None, **_,
+) -> int:  # fmt: skip
+    tensors = q, k, v, cu_seqlens_q, cu_seqlens_k
+    return 2 * _matmul_flops(*tensors, Options(*options), segments)  # S, dP
+
+
+_TENSORS = "Tensor q, Tensor? k, Tensor? v, Tensor? cu_seqlens_q, Tensor cu_seqlens_k"
+_BIAS = ", ".join(f"Tensor? {name}=None" for name in ("segments", *NONE._asdict()))
 _FORWARD = define(
     "gdpa_forward",
-    f"({_TENSORS}, {schema(Options)}, *, Tensor? add_to=None, Tensor? segments=None) -> Tensor",
+    f"({_TENSORS}, Tensor[] schedule, {schema(Options)}, *, Tensor? add_to=None, {_BIAS}) "
+    "-> Tensor",
     _forward,
     _fake_forward,
     _forward_flops,
 )
 _BACKWARD = define(
     "gdpa_backward",
-    f"(Tensor grad_out, {_TENSORS}, bool need_q, bool need_k, bool need_v, {schema(Options)}, "
-    "*, Tensor? segments=None) -> (Tensor, Tensor, Tensor)",
+    f"(Tensor grad_out, {_TENSORS}, Tensor[] schedule, bool need_q, bool need_k, bool need_v, "
+    f"{schema(Options)}, *, {_BIAS}) -> (Tensor, Tensor, Tensor)",
     _backward,
     _fake_backward,
     _backward_flops,
+)
+_BIAS_BACKWARD = define(
+    "gdpa_bias_backward",
+    f"(Tensor grad_out, {_TENSORS}, bool need_position, bool need_time, {schema(Options)}, "
+    f"*, {_BIAS}) -> (Tensor, Tensor)",
+    _bias_backward,
+    _fake_bias_backward,
+    _bias_backward_flops,
 )
 
 

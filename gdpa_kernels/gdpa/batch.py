@@ -11,6 +11,7 @@ import torch
 from gdpa_kernels.calling import checks
 from gdpa_kernels.calling.heads import Gradients, Heads
 from gdpa_kernels.gdpa import targets
+from gdpa_kernels.gdpa.bias import NONE, Bias
 from gdpa_kernels.gdpa.own import keyed
 
 Schedule = tuple[torch.Tensor, ...]
@@ -28,7 +29,8 @@ class Batch(Heads):
     packed arithmetic; `gradients`: where dq, dk and dv are to be written, of any strides, None for
     memory of their own; `out_dtype`: of the output, None for q's; `add_to`: of the output's shape,
     what the sum starts from; `segments`: int32 `[sequences, 2]`, targets and contexts of each
-    sequence (targets.py), to which target_group_size, full_rows and own_ranks belong.
+    sequence (targets.py), to which target_group_size, full_rows and own_ranks belong; `bias`: what
+    is added to the scores (bias.py), with a cu_seqlens_q.
     """
 
     q: torch.Tensor
@@ -51,6 +53,7 @@ class Batch(Heads):
     target_group_size: int = 1
     full_rows: int = 0
     own_ranks: bool = False
+    bias: Bias = NONE
 
     def __post_init__(self) -> None:
         if self.causal == "upper_left":
@@ -97,6 +100,8 @@ class Batch(Heads):
             found["add_to"] = f"add_to None, got a tensor of shape {list(self.add_to.shape)}"
         if self.segments is not None:
             found["targets"] = "num_targets and num_contexts None and full_rows 0, got one of them"
+        if self.bias.is_given:
+            found["bias"] = "relative_bias None, got a RelativeBias"
         return found
 
     @property
@@ -105,6 +110,19 @@ class Batch(Heads):
         return {
             "segments_ptr": self.segments, "TARGET_GROUP": self.target_group_size,
             "FULL_ROWS": self.full_rows, "OWN_RANKS": self.own_ranks,
+        }  # fmt: skip
+
+    @property
+    def bias_options(self) -> dict[str, object]:
+        """What the plain kernels take of a bias: pointers, and of each table its entries and the
+        entries between two heads (bias_tiles.py)."""
+        tables, sizes = (self.bias.position_table, self.bias.time_table), ()
+        for x in tables if self.bias.is_given else ():
+            sizes += (0, 0) if x is None else (x.shape[1], x.shape[1] * (len(x) > 1))
+        return {
+            "position_ptr": tables[0], "time_ptr": tables[1], "times_q_ptr": self.bias.times_q,
+            "times_k_ptr": self.bias.times_k, "thresholds_ptr": self.bias.thresholds,
+            "BIAS": sizes or None,
         }  # fmt: skip
 
     @property

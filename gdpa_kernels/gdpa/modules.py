@@ -10,6 +10,7 @@ from gdpa_kernels.calling.jagged import Jagged, Offsets
 from gdpa_kernels.calling.lengths import Lengths
 from gdpa_kernels.gdpa import api
 from gdpa_kernels.gdpa.api import gdpa
+from gdpa_kernels.gdpa.bias import RelativeBias, hstu_thresholds
 from gdpa_kernels.gdpa.registration import check_activation
 from gdpa_kernels.gdpa.targets import check_targets
 from gdpa_kernels.norms.api import head_norm
@@ -167,6 +168,13 @@ class GDPASelfAttention(_Layer):
             made, which no hook may keep, and with packed gradients. The same function but for
             roundings; the modules q_norm and k_norm hold the weights and are not called. Selective
             checkpointing costs a copy of what the linear layers made.
+        position_bias: the longest distance of positions plus 1 for a learned relative bias of them,
+            a parameter `[2 * position_bias - 1]` for all heads; None for none.
+        time_bias: entries, at most 146, of a learned relative bias of times, a parameter
+            `[time_bias]`: HSTU's is 129. With it `forward` takes timestamps. None for none. Both as
+            `RelativeBias` has them, drawn from N(0, 0.02) as in HSTU; of the kernels the v1 take
+            them.
+        next_time: a row's bias takes the time of the event after it; as `RelativeBias`.
         bias: whether the two projections have one.
         max_seqlen: at least the longest sequence, in tokens. None takes that of the call, of
             `Lengths` or of a nested tensor that knows its own, or reads it from the offsets in each
@@ -199,6 +207,9 @@ class GDPASelfAttention(_Layer):
         target_group_size: int = 1,
         full_rows: int = 0,
         target_ranks: str = "shared",
+        position_bias: int | None = None,
+        time_bias: int | None = None,
+        next_time: bool = True,
         bias: bool = True,
         max_seqlen: int | None = None,
         precise: bool = False,
@@ -217,7 +228,7 @@ class GDPASelfAttention(_Layer):
         )  # fmt: skip
         api.check_scalars(None, 1.0, window)
         api.check_causal(causal)
-        checks.check_bool(bias=bias)
+        checks.check_bool(bias=bias, next_time=next_time)
         layers.check_rotary(rotary, self.head_dim)
         self.causal, self.window, self.rotary = causal, window, rotary
         if (target_group_size, full_rows, target_ranks) != (1, 0, "shared"):
@@ -227,6 +238,18 @@ class GDPASelfAttention(_Layer):
             "target_group_size": target_group_size, "full_rows": full_rows,
             "target_ranks": target_ranks,
         }  # fmt: skip
+        for name, size in (("position_bias", position_bias), ("time_bias", time_bias)):
+            if size is not None:
+                layers.check_positive(**{name: size})
+        self.next_time, self.position_bias, self.time_bias = next_time, None, None
+        if position_bias is not None:
+            table = torch.empty(2 * position_bias - 1, **factory_kwargs)
+            self.position_bias = nn.Parameter(table)
+        if time_bias is not None:
+            self.time_bias = nn.Parameter(torch.empty(time_bias, **factory_kwargs))
+        thresholds = None if time_bias is None else hstu_thresholds(time_bias, device)
+        self.register_buffer("time_thresholds", thresholds, persistent=False)
+        self.reset_parameters()
         heads = num_heads + 2 * self.num_kv_heads
         self.qkv = nn.Linear(embed_dim, heads * self.head_dim, bias, **factory_kwargs)
         self.out = nn.Linear(embed_dim, embed_dim, bias, **factory_kwargs)
@@ -238,6 +261,7 @@ class GDPASelfAttention(_Layer):
         *,
         num_targets: torch.Tensor | None = None,
         num_contexts: torch.Tensor | int | None = None,
+        timestamps: torch.Tensor | None = None,
     ) -> torch.Tensor | Jagged:
         """The layer's output, of the kind and shape of x.
 
@@ -245,6 +269,7 @@ class GDPASelfAttention(_Layer):
         nested tensor `[batch, jagged, embed_dim]` of layout torch.jagged. A pair's int64 offsets
         come back as int32; a nested tensor's are converted in each call, `Lengths` once.
         max_seqlen: of this batch, in place of the layer's. num_targets, num_contexts: as `gdpa`.
+        timestamps: with time_bias, of the tokens, as `RelativeBias`.
 
         Raises TypeError, ValueError: x is wrong: what is expected, what was received.
         """
@@ -255,8 +280,28 @@ class GDPASelfAttention(_Layer):
             self.qkv(values), None, None, offsets, offsets, longest, longest,
             layers.turns(self.rotary, self.head_dim, values, offsets),
             causal=self.causal, window=self.window, **(targets if given else {}),
+            **self._bias(timestamps),
         )  # fmt: skip
         return jagged.like(x, y, offsets)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw the tables of the relative bias and make its thresholds, as after `to_empty`."""
+        for table in (self.position_bias, self.time_bias):
+            if table is not None:
+                table.normal_(std=0.02)
+        if self.time_thresholds is not None:
+            self.time_thresholds.copy_(hstu_thresholds(len(self.time_bias)))
+
+    def _bias(self, timestamps: torch.Tensor | None) -> dict[str, RelativeBias]:
+        """The relative bias as `gdpa` takes it."""
+        if timestamps is not None and self.time_bias is None:
+            raise ValueError("timestamps must be None without time_bias, got a value")
+        if self.position_bias is None and self.time_bias is None:
+            return {}
+        tables = self.position_bias, self.time_bias
+        rest = {"time_thresholds": self.time_thresholds, "next_time": self.next_time}
+        return {"relative_bias": RelativeBias(*tables, timestamps, **rest)}
 
     def extra_repr(self) -> str:
         return (

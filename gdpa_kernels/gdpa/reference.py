@@ -3,13 +3,16 @@
 For each sequence and head, with queries Q [len_q, head_dim] and keys and
 values K, V [len_k, head_dim]:
 
-    S = scale Q K^T,   P = activation(S) where the pair counts and 0 elsewhere,
+    S = scale Q K^T + B,   P = activation(S) where the pair counts and 0 elsewhere,
     O = output_scale P V.
 
 Backward, with the gradient dO of the output:
 
     dP = dO V^T,   dS = activation'(S) * dP where the pair counts and 0 elsewhere,
     dV = output_scale P^T dO,   dK = scale output_scale dS^T Q,   dQ = scale output_scale dS K.
+
+B is the relative bias (bias.py), if there is one. Of its tables an entry's gradient is output_scale
+times the sum of dS over the pairs, and over the heads if they share it, that take the entry.
 
 A pair that does not count adds 0 times finite values. 0 times NaN or infinity is NaN: such a value
 may reach any row of its own sequence, and never another sequence.
@@ -23,14 +26,14 @@ kernel imports this.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from gdpa_kernels.gdpa import targets
+from gdpa_kernels.gdpa import bias, targets
 
 if TYPE_CHECKING:
     from gdpa_kernels.gdpa.batch import Batch
@@ -137,6 +140,24 @@ def _counts(batch: Batch, sequence: int, len_q: int, len_k: int) -> torch.Tensor
     return targets.visible(i, j, num_targets, num_contexts, len_k, batch)
 
 
+def _places(batch: Batch, len_q: int, len_k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The positions of a sequence's queries, `[len_q, 1]`, and of its keys, `[1, len_k]`."""
+    shift = len_k - len_q if batch.lower_right else 0
+    i = torch.arange(shift, shift + len_q, device=batch.device)[:, None]
+    return i, torch.arange(len_k, device=batch.device)[None]
+
+
+def _scores(
+    q: torch.Tensor, k: torch.Tensor, batch: Batch, rows: slice, keys: slice
+) -> torch.Tensor:
+    """S `[num_heads, len_q, len_k]` of one sequence's q and k `[num_heads, length, head_dim]`."""
+    scores = q @ k.transpose(1, 2) * batch.scale
+    if batch.bias.is_given:
+        places = _places(batch, q.shape[1], k.shape[1])
+        scores = scores + bias.of_sequence(batch.bias, *places, rows, keys, scores.dtype)
+    return scores
+
+
 def activate_heads(scores: torch.Tensor, activation: tuple[str, ...]) -> torch.Tensor:
     """Apply one activation, or one per head, to scores whose head dimension is the third from
     last."""
@@ -182,6 +203,17 @@ def backward(
     return tuple(x.to(batch.dtype) for x in gradients)
 
 
+def bias_backward(
+    grad_out: torch.Tensor, batch: Batch, needs: tuple[bool, bool] = (True, True)
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """The gradients of batch.bias's tables of positions and of times, shaped and rounded as they
+    are; None for a table that is absent or not needed. The same bits in every run."""
+    found = bias_backward_in_dtype(wide(grad_out).contiguous(), _widened(batch))
+    tables = batch.bias.position_table, batch.bias.time_table
+    parts = zip(found, tables, needs, strict=True)
+    return tuple(x.to(table.dtype) if x is not None and need else None for x, table, need in parts)
+
+
 def forward_in_dtype(batch: Batch) -> torch.Tensor:
     """`forward` by PyTorch's operators in the dtype of the arguments, rounded in every step."""
     q, k, v = batch.q, batch.k, batch.v
@@ -194,7 +226,7 @@ def forward_in_dtype(batch: Batch) -> torch.Tensor:
         q_b = q[rows].transpose(0, 1)
         k_b = k[keys].transpose(0, 1).repeat_interleave(batch.group, dim=0)
         v_b = v[keys].transpose(0, 1).repeat_interleave(batch.group, dim=0)
-        p = activate_heads(q_b @ k_b.transpose(1, 2) * batch.scale, batch.activation)
+        p = activate_heads(_scores(q_b, k_b, batch, rows, keys), batch.activation)
         if batch.masked:
             keep = _counts(batch, i, p.shape[1], p.shape[2])
             p = p.masked_fill(~keep, 0)
@@ -206,10 +238,59 @@ def backward_in_dtype(
     grad_out: torch.Tensor, batch: Batch
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`backward` by PyTorch's operators in the dtype of the arguments, rounded in every step."""
+    q, k, v = batch.q, batch.k, batch.v
+    dq, dk, dv = q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
+    for rows, keys, q_b, k_b, grad_b, p, ds in _differentiated(grad_out, batch):
+        heads = (batch.num_heads_k, batch.group, -1, q.shape[2])
+        dq[rows] += (ds @ k_b * (batch.scale * batch.output_scale)).transpose(0, 1)
+        dk_b = (ds.transpose(1, 2) @ q_b * (batch.scale * batch.output_scale)).reshape(heads).sum(1)
+        dv_b = (p.transpose(1, 2) @ grad_b * batch.output_scale).reshape(heads).sum(1)
+        dk[keys], dv[keys] = dk_b.transpose(0, 1), dv_b.transpose(0, 1)
+    return dq, dk, dv
+
+
+def bias_backward_in_dtype(
+    grad_out: torch.Tensor, batch: Batch
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """`bias_backward` by PyTorch's operators in the dtype of the arguments."""
+    tables = batch.bias.position_table, batch.bias.time_table
+    found = [None if x is None else grad_out.new_zeros(x.shape) for x in tables]
+    for part in _differentiated(grad_out, batch):
+        if 0 in part.ds.shape:
+            continue
+        i, j = _places(batch, *part.ds.shape[1:])
+        for kind, table in enumerate(tables):
+            if table is None:
+                continue
+            ds = part.ds * batch.output_scale
+            ds = ds if len(table) > 1 else ds.sum(0, keepdim=True)
+            if kind == 0:
+                first = int(j[0, 0] - i[-1, 0])
+                found[0] += bias.onto_table(bias.by_distance(ds), first, table.shape[1])
+            else:
+                buckets = bias.buckets_of_sequence(batch.bias, part.rows, part.keys)
+                found[1] += bias.by_bucket(ds, buckets, table.shape[1])
+    return found[0], found[1]
+
+
+class _Part(NamedTuple):
+    """What backward has of a sequence: its rows of q and of k, and by heads, `[num_heads, ...]`, q,
+    k, grad_out, P and dS."""
+
+    rows: slice
+    keys: slice
+    q: torch.Tensor
+    k: torch.Tensor
+    grad: torch.Tensor
+    p: torch.Tensor
+    ds: torch.Tensor
+
+
+def _differentiated(grad_out: torch.Tensor, batch: Batch) -> Iterator[_Part]:
+    """The sequences one after another."""
     q, k, v, group = batch.q, batch.k, batch.v, batch.group
     ends_k = batch.cu_seqlens_k.tolist()
     ends_q = batch.cu_seqlens_q.tolist() if batch.cu_seqlens_q is not None else None
-    dq, dk, dv = q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
     for i in range(batch.sequences):
         rows = slice(None) if ends_q is None else slice(ends_q[i], ends_q[i + 1])
         at = slice(i * q.shape[0], (i + 1) * q.shape[0]) if ends_q is None else rows
@@ -217,15 +298,9 @@ def backward_in_dtype(
         q_b, grad_b = q[rows].transpose(0, 1), grad_out[at].transpose(0, 1)
         k_b = k[keys].transpose(0, 1).repeat_interleave(group, dim=0)
         v_b = v[keys].transpose(0, 1).repeat_interleave(group, dim=0)
-        scores = q_b @ k_b.transpose(1, 2) * batch.scale
+        scores = _scores(q_b, k_b, batch, rows, keys)
         p, slope = activate_heads(scores, batch.activation), derive_heads(scores, batch.activation)
         if batch.masked:
             keep = _counts(batch, i, p.shape[1], p.shape[2])
             p, slope = p.masked_fill(~keep, 0), slope.masked_fill(~keep, 0)
-        ds = slope * (grad_b @ v_b.transpose(1, 2))
-        heads = (batch.num_heads_k, group, -1, q.shape[2])
-        dq[rows] += (ds @ k_b * (batch.scale * batch.output_scale)).transpose(0, 1)
-        dk_b = (ds.transpose(1, 2) @ q_b * (batch.scale * batch.output_scale)).reshape(heads).sum(1)
-        dv_b = (p.transpose(1, 2) @ grad_b * batch.output_scale).reshape(heads).sum(1)
-        dk[keys], dv[keys] = dk_b.transpose(0, 1), dv_b.transpose(0, 1)
-    return dq, dk, dv
+        yield _Part(rows, keys, q_b, k_b, grad_b, p, slope * (grad_b @ v_b.transpose(1, 2)))

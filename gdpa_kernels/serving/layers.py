@@ -91,6 +91,11 @@ def candidates(
 
 
 def _check(layer: GDPASelfAttention, cache: PagedCache) -> None:
+    if layer.position_bias is not None or layer.time_bias is not None:
+        raise NotImplementedError(
+            "position_bias and time_bias of layer must be None: the calls over a history that is "
+            "kept take no times, and candidates behind it no distances; got one of them"
+        )
     if layer.targets["full_rows"]:  # an append limits rows that saw everything
         raise NotImplementedError(f"full_rows of layer must be 0, got {layer.targets['full_rows']}")
     if layer.rotary is not None and cache.model.positions != "index":

@@ -56,7 +56,8 @@ class Model:
             from the start; "from_end", from the end, as dlrm_v3 of generative-recommenders.
         query_time: what a row gets depends on the time from its event to the last one, or to a
             query that moves with it. A query's own time belongs to the epoch of a `PagedCache`.
-        next_time: row i's bias takes the time of event i + 1, as in the code of the HSTU paper.
+        next_time: row i's bias takes the time of event i + 1, as in the code of the HSTU paper and
+            by default in `RelativeBias`, whose bias of positions is positions="index".
         constant_divisor: sums are divided by the same number whatever the length (max_seqlen as a
             constant); False for the present length or the batch's longest.
         token_statistics: a norm over tokens, as batch norm.

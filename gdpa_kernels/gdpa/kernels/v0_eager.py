@@ -18,6 +18,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
+from gdpa_kernels.gdpa import bias
 from gdpa_kernels.gdpa.batch import Batch
 from gdpa_kernels.gdpa.own import OWN
 
@@ -67,9 +68,13 @@ def padded_attention(
     output_scale: float,
     causal: bool,
     window: int | None,
+    added: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """output_scale * activation(scale q k^T) v on padded [batch, heads, length, dim] tensors."""
+    """output_scale * activation(scale q k^T + added) v on padded [batch, heads, length, dim]
+    tensors; added: `[batch, heads, rows, keys]`, any of the first two 1."""
     s = q @ k.transpose(-1, -2) * scale
+    if added is not None:
+        s = s + added
     if len(activation) == 1:
         p = _function(activation[0])(s)
     else:
@@ -80,6 +85,23 @@ def padded_attention(
     if window is not None:
         p = p.masked_fill((rows[:, None] - keys).abs() > window, 0)
     return p @ v * output_scale
+
+
+def relative_bias(batch: Batch) -> torch.Tensor:
+    """The bias [batch or 1, heads or 1, max_seqlen_q, max_seqlen_k] in the dtype of the scores."""
+    tables = batch.bias.position_table, batch.bias.time_table
+    position, time = (x if x is None else x.to(batch.dtype) for x in tables)
+    rows = torch.arange(batch.max_seqlen_q, device=batch.device)
+    keys = torch.arange(batch.max_seqlen_k, device=batch.device)
+    total = torch.zeros((), dtype=batch.dtype, device=batch.device)
+    if position is not None:
+        total = total + position[None, :, bias.index_of(keys - rows[:, None], position.shape[1])]
+    if time is not None:
+        mine = pad(batch.bias.times_q[:, None, None], batch.cu_seqlens_q, batch.max_seqlen_q)
+        theirs = pad(batch.bias.times_k[:, None, None], batch.cu_seqlens_k, batch.max_seqlen_k)
+        difference = (mine - theirs.transpose(-1, -2))[:, 0]
+        total = total + time[:, bias.bucket(difference, batch.bias.thresholds)].transpose(0, 1)
+    return total
 
 
 def forward(batch: Batch) -> torch.Tensor:
@@ -101,6 +123,7 @@ def forward(batch: Batch) -> torch.Tensor:
         output_scale=batch.output_scale,
         causal=batch.causal,
         window=batch.window,
+        added=relative_bias(batch) if batch.bias.is_given else None,
     )
     if batch.shared_q:
         return out.transpose(1, 2).reshape(-1, *batch.q.shape[1:])

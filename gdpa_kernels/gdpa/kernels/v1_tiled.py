@@ -34,6 +34,7 @@ from gdpa_kernels.calling.launch import launch
 from gdpa_kernels.device.sequences import sequence
 from gdpa_kernels.gdpa.activations import activate_per_head
 from gdpa_kernels.gdpa.batch import Batch
+from gdpa_kernels.gdpa.bias_tiles import biased
 from gdpa_kernels.gdpa.masks import key_range, mask_probabilities
 from gdpa_kernels.gdpa.segments import counts, key_stretches, place, segments_of
 
@@ -49,9 +50,12 @@ class Config:
 
 
 def default_config(batch: Batch) -> Config:
-    """The fastest of the swept constants at head_dim 128; smaller tiles where registers run out."""
+    """The fastest of the swept constants at head_dim 128; smaller tiles where registers run out.
+    With a bias one block in flight, whose loads would have buffers too; not measured."""
     if batch.dtype == torch.float32:
         return Config(BLOCK_M=32 if batch.head_dim <= 128 else 16, num_warps=4, num_stages=2)
+    if batch.bias.is_given:
+        return Config(BLOCK_M=128 if batch.head_dim <= 128 else 64, num_stages=1)
     if batch.head_dim > 128:
         return Config(BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=2)
     return Config()
@@ -87,12 +91,15 @@ def tiled_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     LOWER_RIGHT: tl.constexpr = False, add_ptr=None, segments_ptr=None,
     TARGET_GROUP: tl.constexpr = 1, FULL_ROWS: tl.constexpr = 0, OWN_RANKS: tl.constexpr = False,
+    BIAS: tl.constexpr = None, position_ptr=None, time_ptr=None, times_q_ptr=None,
+    times_k_ptr=None, thresholds_ptr=None,
 ):  # fmt: skip
     """output_scale * activation(scale * Q K^T) V for BLOCK_M rows of one (sequence, head).
 
     Strides are (token, head, dim), in elements. cu_seqlens_q_ptr None: one q for all sequences.
     LOWER_RIGHT: positions end with their sequence. add_ptr: what is added before the result is
     rounded, with OUT_STRIDES; None for nothing. segments_ptr: targets and contexts (segments.py).
+    BIAS: of what is added to the scores (bias_tiles.py).
     """
     blocks = tl.cdiv(max_seqlen_q, BLOCK_M)
     pid = tl.program_id(0)
@@ -134,7 +141,13 @@ def tiled_kernel(
         k_ptrs, mask = tile(k_ptr, first_key, len_k, BLOCK_N, K_STRIDES, HEAD_DIM, BLOCK_D)
         k = tl.load(k_ptrs, mask=mask, other=0.0)
         s = tl.dot(q, k.T, input_precision=PRECISION)
-        p = activate_per_head(s, scale, head, ACTIVATION, not EXACT)
+        if BIAS is not None:
+            s = biased(
+                s * scale, first_row, position, first_key, head, len_q, len_k, start_q, start_k,
+                position_ptr, time_ptr, times_q_ptr, times_k_ptr, thresholds_ptr, BIAS,
+            )  # fmt: skip
+        factor = scale if BIAS is None else 1.0
+        p = activate_per_head(s, factor, head, ACTIVATION, not EXACT)
         if segments_ptr is None:
             p = mask_probabilities(p, position, first_key, CAUSAL, WINDOW)
         else:
@@ -173,7 +186,7 @@ def forward(batch: Batch, *, config: Config | None = None) -> torch.Tensor:
         BLOCK_D=max(16, triton.next_power_of_2(batch.head_dim)),
         LOWER_RIGHT=batch.lower_right,
         add_ptr=None if batch.add_to is None else batch.add_to.contiguous(),
-        **batch.segment_options,
+        **batch.segment_options, **batch.bias_options,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     return out

@@ -32,7 +32,9 @@ import triton.language as tl
 
 from gdpa_kernels.calling.launch import launch, shared_memory
 from gdpa_kernels.device.sequences import sequence
+from gdpa_kernels.gdpa import bias_gradient
 from gdpa_kernels.gdpa.batch import Batch
+from gdpa_kernels.gdpa.bias_tiles import biased
 from gdpa_kernels.gdpa.derivatives import value_and_slope_per_head
 from gdpa_kernels.gdpa.masks import key_range, mask_probabilities, mask_transposed, row_range
 from gdpa_kernels.gdpa.segments import counts, key_stretches, place, row_stretches, segments_of
@@ -67,6 +69,8 @@ def default_config(batch: Batch) -> Config:
         small = Tile(BLOCK_M=32, BLOCK_N=32, num_stages=1)
         fits = shared_memory(batch.device) >= 102_400
         return Config(Tile(BLOCK_M=64, BLOCK_N=32, num_stages=1) if fits else small, small)
+    if batch.bias.is_given:  # its loads would have buffers too
+        return Config(Tile(BLOCK_M=32, BLOCK_N=64, num_stages=1), Tile(BLOCK_N=32, num_stages=1))
     return Config()
 
 
@@ -112,7 +116,8 @@ def keys_kernel(
     ACTIVATION: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     LOWER_RIGHT: tl.constexpr = False, segments_ptr=None, TARGET_GROUP: tl.constexpr = 1,
-    FULL_ROWS: tl.constexpr = 0, OWN_RANKS: tl.constexpr = False,
+    FULL_ROWS: tl.constexpr = 0, OWN_RANKS: tl.constexpr = False, BIAS: tl.constexpr = None,
+    position_ptr=None, time_ptr=None, times_q_ptr=None, times_k_ptr=None, thresholds_ptr=None,
 ):  # fmt: skip
     """dK and dV of BLOCK_N keys of one (sequence, key head)."""
     blocks = tl.cdiv(max_seqlen_k, BLOCK_N)
@@ -158,10 +163,16 @@ def keys_kernel(
                 first_row = place(first_row, contexts_end, second)
             q = load_tile(q_rows, first_row, len_q, BLOCK_M, Q_STRIDES, HEAD_DIM, BLOCK_D)
             s = tl.dot(k, q.T, input_precision=PRECISION)
-            p, slope = value_and_slope_per_head(s, scale, head, ACTIVATION, not EXACT)
             position = first_row
             if LOWER_RIGHT:
                 position += len_k - len_q
+            if BIAS is not None:
+                s = biased(
+                    s * scale, first_row, position, first_key, head, len_q, len_k, start_q, start_k,
+                    position_ptr, time_ptr, times_q_ptr, times_k_ptr, thresholds_ptr, BIAS, True,
+                )  # fmt: skip
+            factor = scale if BIAS is None else 1.0
+            p, slope = value_and_slope_per_head(s, factor, head, ACTIVATION, not EXACT)
             if segments_ptr is None:
                 p = mask_transposed(p, position, first_key, CAUSAL, WINDOW)
                 slope = mask_transposed(slope, position, first_key, CAUSAL, WINDOW)
@@ -197,7 +208,8 @@ def queries_kernel(
     ACTIVATION: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     LOWER_RIGHT: tl.constexpr = False, segments_ptr=None, TARGET_GROUP: tl.constexpr = 1,
-    FULL_ROWS: tl.constexpr = 0, OWN_RANKS: tl.constexpr = False,
+    FULL_ROWS: tl.constexpr = 0, OWN_RANKS: tl.constexpr = False, BIAS: tl.constexpr = None,
+    position_ptr=None, time_ptr=None, times_q_ptr=None, times_k_ptr=None, thresholds_ptr=None,
 ):  # fmt: skip
     """dQ of BLOCK_M queries of one (sequence, head), where the rows of the output are."""
     blocks = tl.cdiv(max_seqlen_q, BLOCK_M)
@@ -240,7 +252,13 @@ def queries_kernel(
             first_key = place(first_key, first, second)
         k = load_tile(k_rows, first_key, len_k, BLOCK_N, K_STRIDES, HEAD_DIM, BLOCK_D)
         s = tl.dot(q, k.T, input_precision=PRECISION)
-        _, slope = value_and_slope_per_head(s, scale, head, ACTIVATION, not EXACT)
+        if BIAS is not None:
+            s = biased(
+                s * scale, first_row, position, first_key, head, len_q, len_k, start_q, start_k,
+                position_ptr, time_ptr, times_q_ptr, times_k_ptr, thresholds_ptr, BIAS,
+            )  # fmt: skip
+        factor = scale if BIAS is None else 1.0
+        _, slope = value_and_slope_per_head(s, factor, head, ACTIVATION, not EXACT)
         if segments_ptr is None:
             slope = mask_probabilities(slope, position, first_key, CAUSAL, WINDOW)
         else:
@@ -278,7 +296,7 @@ def backward(
         "V_STRIDES": v.stride(), "GROUP": batch.group, "HEAD_DIM": batch.head_dim,
         "ACTIVATION": batch.names, "CAUSAL": bool(batch.causal), "WINDOW": batch.window,
         "LOWER_RIGHT": batch.lower_right, **batch.segment_options,
-        "BLOCK_D": max(16, triton.next_power_of_2(batch.head_dim)),
+        **batch.bias_options, "BLOCK_D": max(16, triton.next_power_of_2(batch.head_dim)),
     }  # fmt: skip
     dq = dk = dv = None
     if needs[1] or needs[2]:
@@ -303,3 +321,11 @@ def backward(
         if batch.shared_q:
             dq = dq.view(batch.sequences, *q.shape).sum(0).to(q.dtype)
     return dq, dk if needs[1] else None, dv if needs[2] else None
+
+
+def bias_backward(
+    grad_out: torch.Tensor, batch: Batch, needs: tuple[bool, bool] = (True, True)
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """The gradients of batch.bias's tables of positions and of times; None where `needs` says so.
+    A third kernel (bias_gradient.py), deterministic as the others."""
+    return bias_gradient.gradients(grad_out, batch, needs)

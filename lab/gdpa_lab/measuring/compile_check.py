@@ -95,6 +95,7 @@ def build_rung(
 
 _DTYPES = {
     torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32",
+    torch.int64: "i64",
 }  # fmt: skip
 # PTX that writes to global memory: a store, an atomic operation, or TMA.
 _WRITES = re.compile(r"\b(st|red|atom)\.\S*global|\bcp\.(reduce\.)?async\.bulk\S*\.global\.shared")

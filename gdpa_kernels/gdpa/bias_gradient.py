@@ -1,0 +1,212 @@
+"""The gradients of a relative bias's tables: sums of dS over pairs, in a fixed order.
+
+A program owns a stripe: the tiles along a diagonal, of one head and of CHUNK sequences. They have
+the same distances, whose sums stay in registers: row r of a tile [rows, keys] is turned by r, and a
+column then has two distances, BLOCK apart. For the times it sums over each bucket from a tile's
+least to its greatest: few where events are in order, but for tiles at the diagonal. PyTorch adds
+what the programs found.
+
+No atomics: the same bits in every run. S and dP are computed once more.
+"""
+
+from dataclasses import asdict, dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from gdpa_kernels.calling.launch import launch
+from gdpa_kernels.device.sequences import sequence
+from gdpa_kernels.gdpa import bias
+from gdpa_kernels.gdpa.batch import Batch
+from gdpa_kernels.gdpa.bias_tiles import biased, buckets_of
+from gdpa_kernels.gdpa.derivatives import value_and_slope_per_head
+from gdpa_kernels.gdpa.masks import mask_probabilities
+from gdpa_kernels.gdpa.segments import counts, segments_of
+
+PROGRAMS = 1056
+
+
+@dataclass(frozen=True)
+class Config:
+    """Launch constants: rows and keys of a tile, warps."""
+
+    BLOCK: int = 64
+    num_warps: int = 8
+
+
+def default_config(batch: Batch) -> Config:
+    """Smaller tiles where registers run out. Not measured."""
+    if batch.dtype == torch.float32:
+        return Config(BLOCK=32 if batch.head_dim <= 64 else 16, num_warps=4)
+    return Config() if batch.head_dim <= 128 else Config(BLOCK=32, num_warps=4)
+
+
+@triton.jit
+def load_rows(
+    ptr, start, head, row, exists,
+    STRIDES: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """The rows [rows, BLOCK_D] of one head of the sequence at row `start`; 0 where none exists."""
+    ptr += tl.cast(start, tl.int64) * STRIDES[0] + tl.cast(head, tl.int64) * STRIDES[1]
+    dims = tl.arange(0, BLOCK_D)
+    ptrs = ptr + (row.to(tl.int64)[:, None] * STRIDES[0] + dims.to(tl.int64)[None, :] * STRIDES[2])
+    return tl.load(ptrs, mask=exists[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
+
+
+@triton.jit
+def bias_kernel(
+    grad_ptr, q_ptr, k_ptr, v_ptr, distances_ptr, buckets_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
+    sequences, first_stripe, stripes, scale,
+    GRAD_STRIDES: tl.constexpr, Q_STRIDES: tl.constexpr, K_STRIDES: tl.constexpr,
+    V_STRIDES: tl.constexpr, NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
+    ACTIVATION: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, WIDTH: tl.constexpr,
+    LOWER_RIGHT: tl.constexpr = False, segments_ptr=None, TARGET_GROUP: tl.constexpr = 1,
+    FULL_ROWS: tl.constexpr = 0, OWN_RANKS: tl.constexpr = False,
+    position_ptr=None, time_ptr=None, times_q_ptr=None, times_k_ptr=None, thresholds_ptr=None,
+    BIAS: tl.constexpr = None,
+):  # fmt: skip
+    """Sums of dS of one stripe: distances_ptr [programs, 2, BLOCK], of its distances and of those
+    `BLOCK` before; buckets_ptr [programs, WIDTH]. None: not needed."""
+    pid = tl.program_id(0)
+    first_distance = (first_stripe + pid % stripes) * BLOCK
+    head = pid // stripes % NUM_HEADS
+    chunk = pid // stripes // NUM_HEADS
+    EXACT: tl.constexpr = q_ptr.dtype.element_ty == tl.float32
+    PRECISION: tl.constexpr = "ieee" if EXACT else "tf32"
+    at = tl.arange(0, BLOCK)
+    turned = at[:, None] + at[None, :]
+    after = tl.zeros([BLOCK], tl.float32)
+    before = tl.zeros([BLOCK], tl.float32)
+    if buckets_ptr is not None:
+        entries = tl.arange(0, WIDTH)
+        sums = tl.zeros([WIDTH], tl.float32)
+    for batch in range(chunk * CHUNK, tl.minimum(chunk * CHUNK + CHUNK, sequences)):
+        start_q, start_out, len_q, start_k, len_k = sequence(
+            cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, 0
+        )
+        shift = 0
+        if LOWER_RIGHT:
+            shift = len_k - len_q
+        ahead = shift + first_distance
+        if segments_ptr is not None:
+            contexts, history = segments_of(segments_ptr, batch, len_k)
+        for first_row in range(
+            tl.maximum(-ahead, 0) // BLOCK * BLOCK, tl.minimum(len_q, len_k - ahead), BLOCK
+        ):
+            row, key = first_row + at, first_row + ahead + at
+            i, j = row[:, None] + shift, key[None, :]
+            is_row, is_key = row < len_q, (key >= 0) & (key < len_k)
+            q = load_rows(q_ptr, start_q, head, row, is_row, Q_STRIDES, HEAD_DIM, BLOCK_D)
+            k = load_rows(k_ptr, start_k, head // GROUP, key, is_key, K_STRIDES, HEAD_DIM, BLOCK_D)
+            s = tl.dot(q, k.T, input_precision=PRECISION) * scale
+            s = biased(
+                s, first_row, first_row + shift, first_row + ahead, head, len_q, len_k, start_q,
+                start_k, position_ptr, time_ptr, times_q_ptr, times_k_ptr, thresholds_ptr, BIAS,
+            )  # fmt: skip
+            _, slope = value_and_slope_per_head(s, 1.0, head, ACTIVATION, not EXACT)
+            if segments_ptr is None:
+                slope = mask_probabilities(
+                    slope, first_row + shift, first_row + ahead, CAUSAL, WINDOW
+                )
+            else:
+                seen = counts(i, j, contexts, history, WINDOW, TARGET_GROUP, FULL_ROWS, OWN_RANKS)
+                slope = tl.where(seen, slope, 0.0)
+            grad = load_rows(
+                grad_ptr, start_out, head, row, is_row, GRAD_STRIDES, HEAD_DIM, BLOCK_D
+            )
+            v = load_rows(v_ptr, start_k, head // GROUP, key, is_key, V_STRIDES, HEAD_DIM, BLOCK_D)
+            exists = is_row[:, None] & is_key[None, :]
+            ds = slope * tl.dot(grad, v.T, input_precision=PRECISION)
+            ds = tl.where(exists, ds, 0.0)
+            if distances_ptr is not None:
+                moved = tl.gather(ds, turned % BLOCK, 1)
+                after += tl.sum(tl.where(turned < BLOCK, moved, 0.0), 0)
+                before += tl.sum(tl.where(turned < BLOCK, 0.0, moved), 0)
+            if buckets_ptr is not None:
+                bucket = buckets_of(
+                    i, j, shift, len_q, len_k, start_q, start_k,
+                    times_q_ptr, times_k_ptr, thresholds_ptr, BIAS[2],
+                )  # fmt: skip
+                counted = exists & (ds != 0.0)  # a NaN is not 0
+                least = tl.min(tl.where(counted, bucket, WIDTH))
+                most = tl.max(tl.where(counted, bucket, -1))
+                for entry in range(least, most + 1):
+                    total = tl.sum(tl.where(bucket == entry, ds, 0.0))
+                    sums += tl.where(entries == entry, total, 0.0)
+
+    program = pid.to(tl.int64)
+    if distances_ptr is not None:
+        distances_ptr += program * (2 * BLOCK)
+        tl.store(distances_ptr + at, after)
+        tl.store(distances_ptr + BLOCK + at, before)
+    if buckets_ptr is not None:
+        tl.store(buckets_ptr + program * WIDTH + entries, sums)
+
+
+def stripes_of(batch: Batch, block: int) -> tuple[int, int]:
+    """The first and the last stripe that a pair of the batch may lie in."""
+    before, after = batch.max_seqlen_q, batch.max_seqlen_k
+    if batch.lower_right:
+        before, after = after, before
+    first, last = -triton.cdiv(max(before - 1, 0), block), triton.cdiv(max(after - 1, 0), block)
+    if batch.segments is None:  # contexts see ahead, and a window counts their ranks
+        if batch.causal:
+            last = 0
+        if batch.window is not None:
+            reach = (batch.window + block - 1) // block
+            first, last = max(first, -reach), min(last, reach)
+    return first, last
+
+
+def gradients(
+    grad_out: torch.Tensor, batch: Batch, needs: tuple[bool, bool], config: Config | None = None
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """The gradients of the tables of positions and of times, shaped as they are, each rounded once;
+    None for a table that is absent or not needed."""
+    tables = batch.bias.position_table, batch.bias.time_table
+    wanted = [x if need else None for x, need in zip(tables, needs, strict=True)]
+    if all(x is None for x in wanted):
+        return None, None
+    config = config or default_config(batch)
+    q, k, v, block = batch.q, batch.k, batch.v, config.BLOCK
+    first, last = stripes_of(batch, block)
+    stripes = last - first + 1
+    chunks = min(triton.cdiv(PROGRAMS, stripes * batch.num_heads), max(batch.sequences, 1))
+    chunk = triton.next_power_of_2(max(triton.cdiv(batch.sequences, chunks), 1))
+    chunks = triton.cdiv(batch.sequences, chunk)
+    programs, distances, buckets = chunks * batch.num_heads * stripes, None, None
+    width = 16 if tables[1] is None else max(16, triton.next_power_of_2(tables[1].shape[1]))
+    if wanted[0] is not None:
+        distances = q.new_empty(chunks, batch.num_heads, stripes, 2, block, dtype=torch.float32)
+    if wanted[1] is not None:
+        buckets = q.new_empty(chunks, batch.num_heads, stripes, width, dtype=torch.float32)
+    launch(
+        bias_kernel, (programs,), batch.device,
+        grad_out, q, k, v, distances, buckets, batch.cu_seqlens_q, batch.cu_seqlens_k,
+        batch.sequences, first, stripes, batch.scale,
+        GRAD_STRIDES=grad_out.stride(), Q_STRIDES=q.stride(), K_STRIDES=k.stride(),
+        V_STRIDES=v.stride(), NUM_HEADS=batch.num_heads, GROUP=batch.group,
+        HEAD_DIM=batch.head_dim, ACTIVATION=batch.names, CAUSAL=bool(batch.causal),
+        WINDOW=batch.window, CHUNK=chunk, WIDTH=width, LOWER_RIGHT=batch.lower_right,
+        BLOCK_D=max(16, triton.next_power_of_2(batch.head_dim)), **asdict(config), num_stages=1,
+        **batch.segment_options, **batch.bias_options,
+    )  # fmt: skip
+    found = [None, None]
+    if distances is not None:
+        sums = distances.sum(0)
+        sums = sums if len(tables[0]) > 1 else sums.sum(0, keepdim=True)
+        stretch = sums.new_zeros(len(sums), stripes + 1, block)  # from the stripe before the first
+        stretch[:, 1:] += sums[:, :, 0]
+        stretch[:, :-1] += sums[:, :, 1]
+        from_first = (first - 1) * block
+        found[0] = bias.onto_table(stretch.flatten(1), from_first, tables[0].shape[1])
+    if buckets is not None:
+        sums = buckets.sum((0, 2))
+        sums = sums if len(tables[1]) > 1 else sums.sum(0, keepdim=True)
+        found[1] = sums[:, : tables[1].shape[1]]
+    pairs = zip(found, tables, strict=True)
+    return tuple(
+        None if x is None else (x * batch.output_scale).to(table.dtype) for x, table in pairs
+    )

@@ -1,0 +1,70 @@
+"""The relative bias of a tile of pairs, for the plain kernels (bias.py has the definition).
+
+i and j are positions of queries and keys, int32 of two shapes that go together: [rows, 1] and [1,
+keys] or the other way round. The query at position i is row i - shift of its sequence. BIAS: of the
+table of positions and of that of times its entries and the entries between two heads, 0 where all
+heads share it.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.constexpr_function
+def halvings(entries):
+    """Steps of a search among `entries` buckets."""
+    return (entries - 1).bit_length()
+
+
+@triton.jit
+def buckets_of(
+    i, j, shift, len_q, len_k, start_q, start_k, times_q_ptr, times_k_ptr, thresholds_ptr,
+    BUCKETS: tl.constexpr,
+):  # fmt: skip
+    """The buckets of pairs: how many thresholds lie at or below the time between query and key.
+
+    By comparisons of integers, as the definition; of pairs that do not exist, some bucket.
+    """
+    row = i - shift
+    mine = tl.load(times_q_ptr + start_q + row, mask=row < len_q, other=0)
+    theirs = tl.load(times_k_ptr + start_k + j, mask=(j >= 0) & (j < len_k), other=0)
+    time = tl.abs(mine - theirs)
+    found = tl.zeros(time.shape, tl.int32)
+    for step in tl.static_range(halvings(BUCKETS)):
+        probe = found + (1 << (halvings(BUCKETS) - 1 - step))
+        exists = probe < BUCKETS
+        threshold = tl.load(thresholds_ptr + probe - 1, mask=exists, other=0)
+        found = tl.where(exists & (threshold <= time), probe, found)
+    return found
+
+
+@triton.jit
+def biased(
+    s, first_row, position, first_key, head, len_q, len_k, start_q, start_k,
+    position_ptr, time_ptr, times_q_ptr, times_k_ptr, thresholds_ptr, BIAS: tl.constexpr,
+    KEYS_FIRST: tl.constexpr = False,
+):  # fmt: skip
+    """A tile of scaled scores [rows, keys], or [keys, rows] with KEYS_FIRST, and its bias, of which
+    pairs that do not exist have none. position: of first_row."""
+    if KEYS_FIRST:
+        i = position + tl.arange(0, s.shape[1])[None, :]
+        j = first_key + tl.arange(0, s.shape[0])[:, None]
+    else:
+        i = position + tl.arange(0, s.shape[0])[:, None]
+        j = first_key + tl.arange(0, s.shape[1])[None, :]
+    shift = position - first_row
+    exists = (i - shift < len_q) & (j >= 0) & (j < len_k)
+    head = tl.cast(head, tl.int64)
+    if position_ptr is not None:
+        MOST: tl.constexpr = BIAS[0] // 2
+        distance = tl.minimum(tl.maximum(j - i, -MOST), MOST)
+        position_ptr += head * BIAS[1] + MOST
+        s += tl.load(position_ptr + distance, mask=exists, other=0.0).to(tl.float32)
+    if time_ptr is not None:
+        bucket = buckets_of(
+            i, j, shift, len_q, len_k, start_q, start_k, times_q_ptr, times_k_ptr, thresholds_ptr,
+            BIAS[2],
+        )  # fmt: skip
+        time_ptr += head * BIAS[3]
+        s += tl.load(time_ptr + bucket, mask=exists, other=0.0).to(tl.float32)
+    return s
