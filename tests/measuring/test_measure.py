@@ -38,13 +38,13 @@ from gdpa_lab.measuring import (
 )
 from gdpa_lab.measuring.inputs import make_inputs
 from gdpa_lab.measuring.laws import Between, Full
-from gdpa_lab.measuring.session import Session
+from gdpa_lab.measuring.session import ONLY_VARIABLE, Session
 from gdpa_lab.measuring.workload import Workload
 from gdpa_lab.measuring.workloads import workload
 from gdpa_lab.report import doctor
 from gdpa_lab.report.chapter import Chapter
 from tests.peers import varlen_attn
-from tests.records import H200, LOAD, STATE, available
+from tests.records import H200, LOAD, SELF, SHORT, STATE, available
 
 SMALL = replace(
     workload("gdpa-self-half-jagged-256"), name="small", batch=3, max_seqlen_q=20, max_seqlen_k=20
@@ -705,6 +705,14 @@ def session(monkeypatch):
             kind, "measure_ceilings", lambda limits, *_, said=said: [(said, *limits)]
         )
     return made
+
+
+def test_a_session_may_be_asked_for_some_workloads_only(session, monkeypatch):
+    monkeypatch.setenv(ONLY_VARIABLE, "self-full-(256|512)$")
+    session.measure(SHORT, ["v1_tiled"])
+    session.measure(SELF, ["v1_tiled"])
+    session.launch("nothing", BLOCKS, [], lambda inputs: pytest.fail("it was left out"))
+    assert session.rows == [SHORT.name] and [*session.workloads] == [SHORT.name]
 
 
 def every_part(session):

@@ -6,6 +6,7 @@ import gc
 import math
 import os
 import re
+import shlex
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -235,8 +236,10 @@ class Session:
     def _made(self) -> record.Record:
         """The record of what was measured so far."""
         slug = self.notebook.removeprefix("notebooks/").removesuffix(".py")
+        only = os.environ.get(ONLY_VARIABLE)
+        before = f"{ONLY_VARIABLE}={shlex.quote(only)} " if only else ""
         return record.new_record(
-            command=f'make measure NOTEBOOKS="{slug}"',
+            command=f'{before}make measure NOTEBOOKS="{slug}"',
             notebook=self.notebook,
             system=self.system,
             state_before=self.before,
