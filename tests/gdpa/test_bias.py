@@ -356,6 +356,7 @@ def test_what_no_pair_takes_reaches_nothing():
     exist; another sequence's keys."""
     call, fields = biased(Case("call", (30, 9), options={}), BF16, False)
     fields["time_table"] = tables(0, buckets=60)[1].requires_grad_()
+    fields["timestamps"] += 10**12  # far from the 0 that stands for what does not exist
     wanted = results(call, fields, "v1_tiled", BACKWARD)
     with torch.no_grad():
         fields["position_table"][:30] = float("nan")  # 60 - 1 is the middle
