@@ -1,5 +1,7 @@
 """The best rung against the best peer, and another machine beside the record."""
 
+from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 
 import pandas as pd
@@ -9,7 +11,7 @@ from _lib import ratios
 from gdpa_kernels.calling import ladder
 from gdpa_lab.measuring import record
 from gdpa_lab.measuring import system as systems
-from gdpa_lab.report import peers
+from gdpa_lab.report import peers, results
 from gdpa_lab.report.chapter import Chapter
 
 NAME = "gdpa-self-full-256"
@@ -135,7 +137,11 @@ def shown(monkeypatch) -> list[str]:
 
 
 def test_a_session_is_shown_beside_the_record_and_nothing_is_kept(chapter, shown):
-    session = Again(chapter.record())
+    at = {"notebook": "notebooks/backward/results.py", "gpu": "NVIDIA H200"}
+    run = results.run_of(record.DATA_DIR, **at)
+    place = attrgetter("workload", "direction", "scope")
+    rows = [x for made in run.records for x in made.rows if run.of(place(x)) == made]
+    session = Again(replace(run.whole, rows=tuple(rows), plan=None))
     ratios.others(chapter, session, "backward", scope="kernel")
     title, printed = shown
     assert title == "**This machine**, TFLOP/s in bursts, next to those of the record."
