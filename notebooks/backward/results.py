@@ -206,8 +206,7 @@ chapter.table(
 #
 # ## The baselines
 #
-# FlashAttention-4 is the best baseline on {glue:text}`fa4_first:.0f` workloads, more than in the
-# forward pass, since its backward pass is another kernel, and FlashAttention-3 on
+# FlashAttention-4 is the best baseline on {glue:text}`fa4_first:.0f` workloads, FlashAttention-3 on
 # {glue:text}`fa3_first:.0f`. Ragged cuDNN, called through PyTorch, has
 # no time on any of the {glue:text}`asked:.0f` workloads it was tried on: its gradients fail the
 # check. Without a time back to back in this record: {glue:text}`missing`.

@@ -87,10 +87,7 @@ assert "fa4" in us, "the text compares with flash-attn-4==4.0.0b36: install it a
 assert timed["correct"].all(), "the text says that nothing is timed without a passed check"
 assert (beside > 1).all(axis=None), "the text: ahead at every published shape, here and there"
 full, half = (best["share (%)"].filter(like=kind) for kind in ("-full-", "-half-"))
-lost = {n: rates[V8][f"gdpa-self-half-jagged-{n}"] / rates[V8][f"gdpa-self-full-{n}"]
-        for n in (256, 2048)}  # fmt: skip
 cross, fa4_by_fa2 = [n for n in us.index if "cross" in n], us["fa4"] / us["fa2_varlen"]
-fa4_by_cudnn = (us["fa4"] / us["cudnn"]).dropna()
 assert (fa4_by_fa2[cross] > 1).all(), "the text: with 256 keys FA4 is slower than FA2"
 kept, by_queries = (
     100 * rates[V8] / bursts[V8],
@@ -104,8 +101,7 @@ chapter.glue(over_peer=spread(best["peer / rung (time)"]), count=len(us), checke
              half_least=half.min(), half_most=half.max(),
              kept=f"{kept.min():.0f} to {kept.max():.0f}",
              missing="; ".join(missing) or "none", same=spread(same.stack()),
-             kept_256=100 * lost[256], kept_2048=100 * lost[2048],
-             fa4_by_cudnn=spread(fa4_by_cudnn), fa4_by_fa2_cross=spread(fa4_by_fa2[cross]),
+             fa4_by_fa2_cross=spread(fa4_by_fa2[cross]),
              **ratios.glued(best))  # fmt: skip
 chapter.glue_origin("front", rows[rows["workload"] == LADDER])
 
@@ -156,8 +152,7 @@ ratios.against(
 #
 # Half-full batches are slower because only real tokens count as useful FLOPs. With jagged keys and
 # 256 tokens a sequence has 128 rows on average, so many {term}`tiles <tile>` of 128 rows are far
-# from full. Forward v8 keeps {glue:text}`kept_256:.0f` % of its rate on the full batch there, and
-# {glue:text}`kept_2048:.0f` % at 2,048 tokens.
+# from full.
 #
 # ## Two published charts, redrawn
 
@@ -211,12 +206,10 @@ chapter.table(
 assert peers.median().idxmin() in ("cudnn", "fa4_dense"), "the text: dense forms are closest"
 
 # %% [markdown]
-# The newest name is not the baseline to beat. FlashAttention-4 is the pre-release 4.0.0b36, written
-# for Blackwell; what runs here is its path for Hopper, which looks up where a sequence starts
-# instead of walking over the batch ({doc}`../blackwell/flash_attention_4`). It takes
-# {glue:text}`fa4_by_cudnn` times as long as dense cuDNN, and with 256 keys
-# {glue:text}`fa4_by_fa2_cross` times as long as FlashAttention-2. Without a time back to back in
-# this record: {glue:text}`missing`.
+# FlashAttention-4 is the pre-release 4.0.0b36, written for Blackwell; what runs here is its path
+# for Hopper ({doc}`../blackwell/flash_attention_4`). With 256 keys it takes
+# {glue:text}`fa4_by_fa2_cross` times as long as FlashAttention-2. Without a time back to back:
+# {glue:text}`missing`.
 #
 # With SiLU and a causal mask, the function of HSTU, forward v8 is {glue:text}`same` times as fast
 # as FlashInfer's element-wise kernel and HSTU's own in CUTLASS.
@@ -270,10 +263,10 @@ chapter.glue(
 )  # fmt: skip
 
 # %% [markdown]
-# An H100 has the same number of SMs and the same power limit, but an older generation of high
-# bandwidth memory (HBM): the H200's fastest copy is {glue:text}`memory:.2f` times as fast, while
-# the fastest matmul differs by {glue:text}`matmul:.0f` %. The record stopped when its time was up,
-# after {glue:text}`h100_count:.0f` of the workloads.
+# An H100 has the SMs and the power limit of an H200, but older memory: the H200's fastest copy is
+# {glue:text}`memory:.2f` times as fast, while the fastest matmul differs by
+# {glue:text}`matmul:.0f` %. The record stopped when its time was up, after
+# {glue:text}`h100_count:.0f` of the workloads.
 
 # %% tags=["remove-input"]
 ratios.others(chapter, here, "forward")
@@ -302,9 +295,6 @@ chapter.glue(v8_extra=extra[V8], v8_short=in_kernels[CALLED[0]])
 # {glue:text}`v8_extra:.0f` µs more than the kernel of forward v8, the median of four batches, and
 # {glue:text}`v8_short:.2f` times the kernel on full batches of 256 tokens. Only the host's part of
 # it counts when calls follow each other ({doc}`../training/host_time`).
-#
-# `impl="auto"` takes its order from these records: at the nearest measured shape, the fastest
-# kernel that supports the call.
 #
 # ## Exercises
 #
