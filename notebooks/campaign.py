@@ -2,8 +2,8 @@
 
     python notebooks/campaign.py --devices 0 1 2 3 --minutes 25
 
-A chapter of which this kind of GPU has a whole record of today's code is left out, so the same
-command goes on where the time ran out; what a chapter had measured by then becomes its record.
+A chapter whose whole run on this kind of GPU is of today's code is left out, so the same command
+goes on where the time ran out; what a chapter had measured by then becomes a record.
 Output of a chapter goes to the folder of --logs.
 """
 
@@ -43,14 +43,20 @@ def wanted(gpu: str, data_dir: Path, names: list[str]) -> Iterator[str]:
 
 
 def is_done(slug: str, gpu: str, data_dir: Path) -> bool:
-    """Whether the newest record of a chapter is of today's code and lacks nothing it planned."""
+    """Whether a chapter's run is of today's code and lacks nothing that was planned."""
     try:
-        found = results.latest_record(data_dir, notebook=f"notebooks/{slug}.py", gpu=gpu)
+        found = results.run_of(data_dir, notebook=f"notebooks/{slug}.py", gpu=gpu)
     except LookupError:
         return False
-    ours = [name for name in found.package.sources if name.startswith("gdpa_kernels/")]
-    cut = any(row.is_left_out for row in found.rows)
-    return not cut and found.package.ran(ours, record.ROOT)
+    cut = [row for row in found.whole.rows if row.is_left_out]
+    left = {(row.workload, row.direction, row.scope) for row in cut} - {*found.pieces}
+    return not left and all(map(is_todays, found.records))
+
+
+def is_todays(made: record.Record) -> bool:
+    """Whether the kernels that ran are those of today."""
+    ours = [name for name in made.package.sources if name.startswith("gdpa_kernels/")]
+    return made.package.ran(ours, record.ROOT)
 
 
 def start(slug: str, device: int, data_dir: Path, logs: Path) -> subprocess.Popen:
@@ -112,6 +118,7 @@ def main() -> int:
     parser.add_argument("--data-dir", type=Path, default=Path("data"))
     parser.add_argument("--logs", type=Path, default=Path("/tmp"))
     options = parser.parse_args()
+    options.logs.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + 60 * options.minutes
     gpu = torch.cuda.get_device_name(options.devices[0])
     os.environ[ONLY_VARIABLE] = options.only

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from gdpa_lab.measuring import manifest, record
-from tests.records import a_row, writer
+from tests.records import SHORT, a_row, writer
 
 FOLDER = record.ROOT / "notebooks"
 
@@ -69,6 +69,19 @@ def test_a_record_of_other_code_is_measured_again(campaign, data, monkeypatch):
     writer(data)(a_row(), notebook="notebooks/block/results.py")
     monkeypatch.setattr(record.Package, "ran", lambda self, names, root: False)
     assert "block/results" in campaign.wanted("NVIDIA H200", data, [])
+
+
+def test_a_piece_of_today_does_not_finish_a_chapter(campaign, data, monkeypatch):
+    write, at = writer(data), {"notebook": "notebooks/block/results.py"}
+    old = write(a_row(), a_row(SHORT), **at)
+    piece = write(a_row(SHORT), day=2, **at)
+    monkeypatch.setattr(campaign, "is_todays", lambda made: made.id == piece.id)
+    assert "block/results" in campaign.wanted("NVIDIA H200", data, [])
+    write(a_row(), day=3, **at)
+    monkeypatch.setattr(campaign, "is_todays", lambda made: made.id != old.id)
+    assert "block/results" in campaign.wanted("NVIDIA H200", data, []), "the whole one is old"
+    write(a_row(), a_row(SHORT), day=4, **at)
+    assert "block/results" not in campaign.wanted("NVIDIA H200", data, [])
 
 
 def test_each_gpu_takes_the_next_and_its_records_are_listed(campaign, data, tmp_path, monkeypatch):

@@ -52,7 +52,8 @@ steady = chapter.times(**loops_of)
 wall = steady.loc[list(FULL.values())[1:]]
 wall = 100 * (wall[V7] / wall[V8] - 1)
 assert (roof[V8] > roof[V7]).all() and (roof[V7] > roof[V6]).all(), "the caption says so"
-own = chapter.times("forward/results", "percent_of_roofline", **sustained).loc[us.index, V8]
+RESULTS = chapter.record("forward/results").id
+own = chapter.times(RESULTS, "percent_of_roofline", **sustained).loc[us.index, V8]
 chapter.glue(loop_least=wall.min(), loop_most=wall.max(), reached=(own >= 90).sum(), all=len(us))
 
 # %% tags=["remove-input"]

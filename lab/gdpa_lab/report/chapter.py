@@ -152,7 +152,8 @@ class Chapter:
             display(Markdown(instead))
 
     def rows(self, of: str | None = None, **filters: Any) -> pd.DataFrame:
-        """The rows of that run, as `results.table` has them, each once, and whole record first.
+        """The rows of that run, as `results.table` has them, each once, by workload in the order of
+        the whole record.
 
         `filters`: a value or a list of values for a column; `scope="kernel"` and `variant=""`
         unless they are among them, None for any. A burst of calls that the host enqueues too slowly
