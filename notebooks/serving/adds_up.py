@@ -364,7 +364,7 @@ chapter.glue(
 #
 # ## A sequence across GPUs
 #
-# *Context parallelism* cuts one long sequence between ranks. With softmax, keys and values travel
+# {term}`Context parallelism <context parallelism>` cuts one long sequence between ranks. With softmax, keys and values travel
 # around a ring, and each rank merges what arrives. Here either side may stay where it is: the
 # queries, if keys and values are gathered, or the keys and values, if queries are gathered and the
 # partial outputs reduce-scattered. For 131,072 tokens in bf16, 4 heads of 128 and 8 ranks:

@@ -363,3 +363,5 @@ chapter.predictions()
 # - Time each rank without communication before you blame the network.
 # - Deal rows by work, equally many to each rank, once the device is the limit.
 # - A persistent kernel with static shares needs all the SMs that it was divided for.
+#
+# One sequence on several GPUs: {doc}`../serving/adds_up`.
