@@ -105,7 +105,7 @@ chapter.figure(
 # math role owns 128 *keys*, for the same rows as the other. Both add to the same O, and a separate
 # role of four warps stores it through a buffer.
 
-# %% tags=["remove-input"]
+# %% tags=["remove-input", "hide-output"]
 chapter.roles("b5_cta_pair")
 chapter.glue(stay=2 * 2 * TILE / 2)
 
@@ -122,9 +122,9 @@ chapter.glue(stay=2 * 2 * TILE / 2)
 # - *Commits.* A commit with `two_ctas=True` arrives in both CTAs: scores for two math roles, free
 #   buffers for two `load` roles.
 #
-# The loop of the `mma` role:
+# This is the loop of the `mma` role:
 
-# %% tags=["remove-input"]
+# %% tags=["remove-input", "hide-output"]
 chapter.code(b5_cta_pair.mma, "out = tile", "tile += 1")
 
 # %% [markdown]

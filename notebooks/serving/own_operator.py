@@ -16,6 +16,9 @@
 # :::
 
 # %% tags=["hide-input"]
+import difflib
+import textwrap
+
 import pandas as pd
 import torch
 import torch.nn.functional as F
@@ -134,6 +137,8 @@ def pasted(x):
 
 
 register_activation("pasted", softplus, pasted, F.softplus)
+
+# %% tags=["remove-input"]
 q, k, v = (torch.randn(40, 2, 32).bfloat16() for _ in range(3))
 ends = cu_seqlens([25, 15], "cpu")
 for name in ("softplus", "pasted"):
@@ -189,8 +194,8 @@ chapter.code(masks.mask_probabilities)
 # | earlier tokens only | `causal=True`; for new queries over a cache `causal="lower_right"` |
 # | the last w positions | `window=w` |
 # | candidates that see the history and themselves | `num_targets`, `target_group_size` |
-# | first tokens that see everything | `num_contexts` |
-# | last rows that a window spares | `full_rows` |
+# | first tokens that see the whole history | `num_contexts` |
+# | last rows of the history that a window spares | `full_rows` |
 #
 # With `"lower_right"` positions *end* with their sequence: of four new queries over ten keys, the
 # last one sees all ten. A plain `causal=True` with fewer queries than keys could mean either
@@ -218,20 +223,21 @@ chapter.glue(least=wide.min(), most=wide.max())
 # *before* the activation, so $dB = dS$, and the gradient of an entry is the sum over all pairs that
 # read it:
 
-# %%
+# %% tags=["remove-cell"]
 positions = torch.zeros(2 * 6 - 1, dtype=torch.float64).normal_(std=0.5).requires_grad_()
 times = torch.zeros(32, dtype=torch.float64).normal_(std=0.5).requires_grad_()
 seconds = torch.tensor([0, 40, 41, 3000, 3600, 90000])
-bias = RelativeBias(positions, times, seconds)
 q, k, v = (torch.randn(6, 1, 8, dtype=torch.float64) for _ in range(3))
 ends = cu_seqlens([6], "cpu")
 
 
+# %%
 def biased(positions, times):
-    return gdpa(q, k, v, ends, ends, 6, 6, activation="softplus", causal=True,
-                relative_bias=RelativeBias(positions, times, seconds))  # fmt: skip
+    bias = RelativeBias(positions, times, timestamps=seconds)
+    return gdpa(q, k, v, ends, ends, activation="softplus", causal=True, relative_bias=bias)
 
 
+# %% tags=["remove-input"]
 print("gradients of the tables:", torch.autograd.gradcheck(biased, (positions, times)))
 read = torch.autograd.grad(biased(positions, times).sum(), (positions, times))
 print("entries that got one:", [int((x != 0).sum()) for x in read], "of", [11, 32])
@@ -249,9 +255,10 @@ print("entries that got one:", [int((x != 0).sum()) for x in read], "of", [11, 3
 # ## An emulator run that finds a planted error
 #
 # Suppose you write a kernel and clear the *scores* of hidden pairs, before the activation, as a
-# softmax kernel does with $-\infty$. We plant this error in a copy of forward v1:
+# softmax kernel does with $-\infty$. We plant this error in a copy of forward v1 and compare its
+# causal output with fp64:
 
-# %%
+# %% tags=["remove-input"]
 AFTER = """\
         p = activate_per_head(s, factor, head, ACTIVATION, not EXACT)
         if segments_ptr is None:
@@ -265,6 +272,11 @@ BEFORE = """\
         if segments_ptr is not None:
 """
 planted = studies.changed(v1_tiled, (AFTER, BEFORE))
+lines = [textwrap.dedent(text).splitlines() for text in (AFTER, BEFORE)]
+difference = [line for line in difflib.ndiff(*lines) if not line.startswith("?")]
+chapter.code("\n".join(difference), language="diff")
+
+# %% tags=["remove-input"]
 for activation in ("gelu_tanh", "softplus"):
     given = studies.batch(
         (70, 5), head_dim=32, activation=activation, causal=True
@@ -273,7 +285,7 @@ for activation in ("gelu_tanh", "softplus"):
         studies.comparison(planted, given)
         print(f"{activation}: nothing found")
     except AssertionError as error:
-        print(f"{activation}: {' '.join(str(error).split())[:150]}")
+        print(f"{activation}, sequence of {' '.join(str(error).split())}")
 
 # %% tags=["remove-cell"]
 studies.comparison(planted, studies.batch((70, 5), head_dim=32, causal=True))
