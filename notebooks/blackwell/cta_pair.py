@@ -103,7 +103,7 @@ chapter.figure(
 #
 # S of 256 keys takes 256 columns of tensor memory, as S of two tiles of queries does in b4. So a
 # math role owns 128 *keys*, for the same rows as the other. Both add to the same O, and a separate
-# role of four warps stores it through a buffer.
+# role of four warps stores it through a buffer. The roles and barriers:
 
 # %% tags=["remove-input", "hide-output"]
 chapter.roles("b5_cta_pair")

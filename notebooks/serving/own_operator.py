@@ -31,6 +31,7 @@ from gdpa_kernels import RelativeBias, gdpa, register_activation
 from gdpa_kernels.gdpa import masks, registration
 from gdpa_kernels.gdpa.kernels import v1_tiled, v1_tiled_backward
 from gdpa_lab.measuring.inputs import cu_seqlens
+from gdpa_lab.report import house
 from gdpa_lab.report.chapter import Chapter
 
 # %% tags=["parameters"]
@@ -73,7 +74,7 @@ assert late.to_numpy()[-1].all() and late.to_numpy()[0].sum() == TOKENS - NEW + 
 # |   a band of three cells along the diagonal. Right, the lower triangle again, but the last three
 # |   rows are filled up to the seventh key and on their own diagonal alone.
 chapter.figure(
-    block_bytes.cells(panels, xlabel="key", ylabel="query"),
+    house.drawn(block_bytes.cells)(panels, xlabel="key", ylabel="query"),
     computed="gdpa with V = identity and all scores 1",
 )
 
@@ -234,7 +235,8 @@ ends = cu_seqlens([6], "cpu")
 # %%
 def biased(positions, times):
     bias = RelativeBias(positions, times, timestamps=seconds)
-    return gdpa(q, k, v, ends, ends, activation="softplus", causal=True, relative_bias=bias)
+    options = {"activation": "softplus", "causal": True}
+    return gdpa(q, k, v, ends, ends, relative_bias=bias, **options)
 
 
 # %% tags=["remove-input"]
