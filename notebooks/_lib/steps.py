@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 # Inductor compiles in this process, for its workers import Triton alone and find no TLX. NVLink's
 # multicast is off: a host may not lend it.
 ENVIRONMENT = {
