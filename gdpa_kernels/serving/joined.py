@@ -43,9 +43,8 @@ def join_kernel(
     own = row - length
     is_old = row < length
     is_new = (own >= 0) & (own < tl.load(ends_ptr + user + 1) - start_new)
-    page = tl.load(
-        indices_ptr + tl.load(indptr_ptr + user) + row // PAGE, mask=is_old, other=0
-    )  # fmt: skip
+    nth = tl.load(indptr_ptr + user) + (row // PAGE).to(tl.int64)
+    page = tl.load(indices_ptr + nth, mask=is_old, other=0)
     place = page.to(tl.int64) * (2 * PAGE) + row % PAGE
     dim = tl.arange(0, WIDTH)
     is_dim = (dim < HEAD_DIM)[None, :]
