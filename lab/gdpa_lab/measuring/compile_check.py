@@ -12,17 +12,16 @@ import re
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
-from triton.runtime import driver
 from triton.runtime.cache import get_cache_manager
 from triton.runtime.errors import OutOfResources
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -30,6 +29,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.calling.launches import Launch, launches
 from gdpa_kernels.gdpa.batch import Batch
+from gdpa_lab.measuring.private import as_on
 
 SHARED_BYTES = {
     **dict.fromkeys((86, 89, 120), 101_376), 80: 166_912, **dict.fromkeys((90, 100, 103), 232_448),
@@ -165,17 +165,6 @@ def build(
     if not _WRITES.search(made.asm["amdgcn" if is_amd else "ptx"]):
         raise ValueError(f"kernel must write to memory, got {kernel.__name__}, which does not")
     return made
-
-
-@contextlib.contextmanager
-def as_on(target: GPUTarget) -> Iterator[None]:
-    """Kernels that ask which GPU they are compiled for (`target_info`) are told this one."""
-    before = driver._active
-    driver.set_active(SimpleNamespace(get_current_target=lambda: target))
-    try:
-        yield
-    finally:
-        driver._active = before
 
 
 def build_launch(launch: Launch, *, capability: int | str = 90) -> CompiledKernel:
