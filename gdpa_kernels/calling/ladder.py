@@ -112,7 +112,7 @@ RUNGS: tuple[Rung, ...] = (
         "two scores in one instruction",
         "GELU and SiLU in packed bf16; their factor moves to the epilogue.",
         "v6_short_kv",
-        _WGMMA,
+        dataclasses.replace(_WGMMA, extras=("out_dtype", "add_to")),
     ),
     Rung(
         "v8_own_waits",

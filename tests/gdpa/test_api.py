@@ -245,7 +245,7 @@ def test_the_capability_of_each_device_is_asked_once(monkeypatch):
 
 
 def test_a_gpu_of_amd_is_none_of_nvidia(monkeypatch):
-    """It says 9.4, which is no Hopper: the kernels hold PTX."""
+    """It says 9.4, which is no Hopper: some kernels hold PTX, and none has run there."""
     rungs._capability.cache_clear()
     monkeypatch.setattr(torch.version, "hip", "6.4")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 4))
