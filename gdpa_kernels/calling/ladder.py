@@ -343,6 +343,13 @@ BLACKWELL_BACKWARD_RUNGS: tuple[Rung, ...] = (
         dataclasses.replace(_TCGEN05, head_dim_multiple=64),
         is_rewrite=True,
     ),
+    _backward(
+        "b5_stream_backward",
+        "one stream of MMAs across items",
+        "An item begins while dV and dK of the last one leave.",
+        "b4_pair_backward",
+        dataclasses.replace(_TCGEN05, head_dim_multiple=64),
+    ),
 )
 
 LADDERS = {
