@@ -190,9 +190,9 @@ def from_ds(q, k, ds, dk, dk_empty, dq, count, phase, use_acc, ends, zero, optio
             d, k.buffer[owner + zero], dq.buffer[0], use_acc=owner > 0, force_async=True,
             two_ctas=True,
         )  # fmt: skip
-    tlx.tcgen05_commit(dq.full[0], two_ctas=True)
     if ends:
         tlx.tcgen05_commit(k.empty[0], two_ctas=True)
+    tlx.tcgen05_commit(dq.full[0], two_ctas=True)
 
 
 @triton.jit

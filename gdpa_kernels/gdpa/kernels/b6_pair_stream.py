@@ -176,10 +176,10 @@ def mma(q, k, v, s, p, o, list_ptr, options):
                 if not continued:
                     tlx.barrier_wait(o.empty[role], o_free)
                 weighted_sum(role, p, v.buffer[mine], o.buffer[role], count, continued, options)
-                if last:
-                    tlx.tcgen05_commit(o.full[role], two_ctas=True)
                 if role == ROLES - 1:
                     tlx.tcgen05_commit(v.empty[mine], two_ctas=True)
+                if last:
+                    tlx.tcgen05_commit(o.full[role], two_ctas=True)
                 if item < num_items:
                     if role == 0:
                         tlx.barrier_wait(k.full[stage], ((count + 1) // NUM_STAGES) & 1)

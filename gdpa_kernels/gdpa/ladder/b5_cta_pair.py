@@ -177,9 +177,9 @@ def mma(q, k, v, s, p, o, list_ptr, rows_per_item, options):
                 values = v.buffer[mine * ROLES + role]
                 weighted_sum(role, p, values, o.buffer[out], tile, role > 0, options)
                 if role == ROLES - 1:
-                    tlx.tcgen05_commit(o.full[out], two_ctas=True)
                     if last:
                         tlx.tcgen05_commit(k.empty[mine], two_ctas=True)
+                    tlx.tcgen05_commit(o.full[out], two_ctas=True)
                 if item < num_items:
                     if role == 0:
                         tlx.barrier_wait(k.full[stage], (count // NUM_STAGES) & 1)
