@@ -350,6 +350,13 @@ BLACKWELL_BACKWARD_RUNGS: tuple[Rung, ...] = (
         "b4_pair_backward",
         dataclasses.replace(_TCGEN05, head_dim_multiple=64),
     ),
+    _backward(
+        "b6_dq_once_backward",
+        "a pair has all keys",
+        "With at most 256 its dQ is complete and is written once.",
+        "b5_stream_backward",
+        dataclasses.replace(_TCGEN05, head_dim_multiple=64),
+    ),
 )
 
 LADDERS = {

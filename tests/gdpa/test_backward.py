@@ -45,6 +45,7 @@ HEAD_DIM |= {impl: 128 for impl in BACKWARD if impl.startswith(("v4", "v5", "v6"
 HEAD_DIM |= {"v7_wide_backward": 256}
 PAIRS = ("b4_pair_backward", "b5_stream_backward")
 MOST_KEYS = {"v5_short_kv_backward": 256, "v6_one_tile_backward": 128, "b2_short_kv_backward": 256}
+MOST_KEYS |= {"b6_dq_once_backward": 256}
 
 
 def check(impl: str, case: Case, dtype: torch.dtype = BF16, **more) -> None:
@@ -313,7 +314,7 @@ CONFIGS = [
     )),
     *((impl, config, OF_ROLES) for impl in BACKWARD if impl.startswith("b")
       for config in ({"q_stages": 3, "g_stages": 2}, {"fold": False})
-      if impl not in PAIRS or "fold" in config),
+      if impl not in (*PAIRS, "b6_dq_once_backward") or "fold" in config),
 ]  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from tests.gdpa.test_blackwell import mutants_of_a_pair
 
 BF16 = torch.bfloat16
 V4, V5, V6, V7 = (impl for impl in BACKWARD if impl.startswith(("v4", "v5", "v6", "v7")))
-B1, B2, B3, B4, B5 = BLACKWELL = tuple(impl for impl in BACKWARD if impl.startswith("b"))
+B1, B2, B3, B4, B5, B6 = BLACKWELL = tuple(impl for impl in BACKWARD if impl.startswith("b"))
 pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="is about the emulator")
 
 
@@ -71,6 +71,8 @@ BLACKWELL_ORDERS = {
     "b4, two tiles of keys": (B4, Case("orders", (130, 0, 70), (300, 5, 129), 1, 1)),
     "b5, one tile of keys": (B5, Case("orders", (260, 0, 9, 1), (256, 5, 130, 0), 1, 1, 128)),
     "b5, two tiles of keys": (B5, Case("orders", (130, 0, 70), (300, 5, 129), 1, 1)),
+    "b6": (B6, Case("orders", (260, 0, 9, 1), (256, 5, 130, 0), 1, 1, 128)),
+    "b6, grouped": (B6, Case("orders", (130, 0, 9), (256, 5, 129), 2, 1)),
     "b2": (B2, Case("orders", (260, 0, 9), (256, 5, 129), 1, 1, 128)),
     "b2, grouped": (B2, Case("orders", (130, 0, 9), (256, 5, 129), 2, 1)),
 }
@@ -179,10 +181,12 @@ SURVIVORS = {
 }
 # The same protocol.
 SMALL[B3] = SMALL[B1]
-SMALL[B4] = SMALL[B5] = (
+SMALL[B4] = (
     (Case("narrow", (260, 130), (256, 260), 1, 1), {}),
     (Case("wide", (300, 5), (256, 260), 1, 1, 128), {}),
 )
+# b6 is b5 with a constant.
+SMALL[B5] = (*SMALL[B4], (Case("short", (300, 5), (130, 0), 1, 1), {"once": True}))
 SURVIVORS[V6] = SURVIVORS[V4]
 
 

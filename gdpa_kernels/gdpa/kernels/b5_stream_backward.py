@@ -38,7 +38,8 @@ from gdpa_kernels.device.ragged import BOUND, ragged_descriptor, readable
 from gdpa_kernels.device.rows import opaque_zero
 from gdpa_kernels.gdpa.batch import Batch, Schedule
 from gdpa_kernels.gdpa.derivatives import foldable, mask_slope, times_slope, value_and_factor
-from gdpa_kernels.gdpa.gradients import Gradients, place, rounded, steps_of
+from gdpa_kernels.gdpa.gradients import Gradients, place, rounded
+from gdpa_kernels.gdpa.gradients import steps_of as steps_of_keys
 from gdpa_kernels.gdpa.masks import mask_transposed
 from gdpa_kernels.gdpa.work_list import count_items, entry, list_of_keys
 
@@ -56,11 +57,13 @@ class Config:
     """Launch constants.
 
     fold: leave factors of the activation to the sums where `derivatives.foldable`. registers: of a
-    math thread.
+    math thread. once: dQ is written and not added to, for at most 256 keys, as in
+    b6_dq_once_backward.
     """
 
     fold: bool = True
     registers: int = 160
+    once: bool = False
 
 
 def default_config(batch: Batch) -> Config:
@@ -75,7 +78,7 @@ def is_deterministic(batch: Batch) -> bool:
 
 def make_schedule(batch: Batch, config: Config) -> Schedule:
     """The list of tiles of keys, those with the most queries first."""
-    return list_of_keys(batch, ITEM.value, ROWS.value)
+    return list_of_keys(batch, ITEM.value, ROWS.value, least=int(config.once))
 
 
 @triton.aggregate
@@ -90,6 +93,7 @@ class Options:
     WINDOW: tl.constexpr
     HEAD_DIM: tl.constexpr
     DTYPE: tl.constexpr
+    ONCE: tl.constexpr
 
 
 @triton.aggregate
@@ -110,6 +114,16 @@ class Differences:
     keys: Handover
     rows: Handover
     peer: Handover
+
+
+@triton.jit
+def steps_of(key, len_q, options):
+    """(first row, steps) of an item; if its dQ is written once, all rows, seen by a key or not."""
+    if options.ONCE:
+        start, steps = 0, tl.maximum(tl.cdiv(len_q, ROWS), 1)
+    else:
+        start, steps = steps_of_keys(key, len_q, ROWS, ITEM, options)
+    return start, steps
 
 
 @triton.jit
@@ -135,7 +149,7 @@ def load(role: tl.constexpr, descs, k_own, k, v, q, g, list_ptr, options):
     for item in tl.range(first, num_items, pairs):
         start_k, _, len_k, start_g, len_q, head_k, key = entry(list_ptr, item)
         start_q = 0 if options.SHARED_Q else start_g
-        start, steps = steps_of(key, len_q, ROWS, ITEM, options)
+        start, steps = steps_of(key, len_q, options)
         own = key + rank * KEYS
         if role == 0:
             fetch(descs.k_rows, k_own, phase ^ 1, TILE, start_k, len_k, head_k, own, 0)
@@ -206,7 +220,7 @@ def mma(k_own, k, v, q, g, s, p, dp, ds, dv, dk, dk_empty, dq, list_ptr, options
     phase, count, before = 0, 0, 0  # before: steps of the last item
     for item in tl.range(first, num_items, pairs):
         _, _, _, _, len_q, _, key = entry(list_ptr, item)
-        _, steps = steps_of(key, len_q, ROWS, ITEM, options)
+        _, steps = steps_of(key, len_q, options)
         if leads:
             for step in tl.range(0, steps * options.GROUP, num_stages=0):
                 now = count + step
@@ -312,7 +326,7 @@ def math(role: tl.constexpr, s, p, dp, ds, list_ptr, scale, options):
     count = 0
     for item in tl.range(first, num_items, pairs):
         _, _, _, _, len_q, head_k, key = entry(list_ptr, item)
-        start, steps = steps_of(key, len_q, ROWS, ITEM, options)
+        start, steps = steps_of(key, len_q, options)
         key += rank * KEYS
         for step in tl.range(0, steps * options.GROUP):
             head, row = place(step, steps, start, head_k, options.GROUP, ROWS)
@@ -339,7 +353,8 @@ def math(role: tl.constexpr, s, p, dp, ds, list_ptr, scale, options):
 def output(
     dq, dv, dk, dk_empty, staging, staged, gradients, list_ptr, scale, output_scale, options
 ):  # fmt: skip
-    """Adds this CTA's 64 rows of dQ of every step to memory; stores dV and dK of its keys."""
+    """Adds this CTA's 64 rows of dQ of every step to memory, or writes them; stores dV and dK of
+    its keys."""
     of_dv = 0.5 * scale * output_scale if options.FOLD else output_scale
     of_dk = 0.5 * scale * output_scale if options.FOLD else scale * output_scale
     rank = tlx.cluster_cta_rank()
@@ -348,7 +363,7 @@ def output(
     phase, count = 0, 0
     for item in tl.range(first, num_items, pairs):
         start_k, _, len_k, start_out, len_q, head_k, key = entry(list_ptr, item)
-        start, steps = steps_of(key, len_q, ROWS, ITEM, options)
+        start, steps = steps_of(key, len_q, options)
         key += rank * KEYS
         for step in tl.range(0, steps * options.GROUP):
             if step + 1 == steps * options.GROUP:
@@ -361,10 +376,15 @@ def output(
             x = tlx.local_load(dq.buffer[0])
             tlx.barrier_arrive(dq.empty[0], 1, remote_cta_rank=0)
             tlx.async_descriptor_store_wait(0)
-            tlx.local_store(staging, x)
-            tlx.fence("async_shared")
             at = [BOUND, start_out + len_q, head, BOUND - len_q + row + rank * HALF, 0]
-            tlx.async_descriptor_store(gradients.dq, staging, at, store_reduce="add")
+            if options.ONCE:
+                tlx.local_store(staging, (x * of_dk).to(options.DTYPE))
+                tlx.fence("async_shared")
+                tlx.async_descriptor_store(gradients.dq, staging, at)
+            else:
+                tlx.local_store(staging, x)
+                tlx.fence("async_shared")
+                tlx.async_descriptor_store(gradients.dq, staging, at, store_reduce="add")
         put_sum(gradients.dk, dk, dk_empty[0], staged, of_dk, start_k, len_k, head_k, key)
         count += steps * options.GROUP
         phase ^= 1
@@ -389,12 +409,13 @@ def backward_kernel(
     q_rows_desc, q_columns_desc, k_rows_desc, k_columns_desc, v_desc, g_rows_desc, g_columns_desc,
     dq_desc, dk_desc, dv_desc, list_ptr, scale, output_scale,
     GROUP: tl.constexpr, SHARED_Q: tl.constexpr, ACTIVATION: tl.constexpr, FOLD: tl.constexpr,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, HEAD_DIM: tl.constexpr, REGISTERS: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, HEAD_DIM: tl.constexpr, ONCE: tl.constexpr,
+    REGISTERS: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of the listed items of this pair, and what their keys add to dQ."""
     DTYPE: tl.constexpr = tlx.dtype_of(q_rows_desc)
     WIDTH: tl.constexpr = HEAD_DIM // CTAS
-    options = Options(GROUP, SHARED_Q, ACTIVATION, FOLD, CAUSAL, WINDOW, HEAD_DIM, DTYPE)
+    options = Options(GROUP, SHARED_Q, ACTIVATION, FOLD, CAUSAL, WINDOW, HEAD_DIM, DTYPE, ONCE)
     k_own = tlx.local_alloc((KEYS, HEAD_DIM), DTYPE, 1)
     k = tlx.local_alloc((KEYS, WIDTH), DTYPE, CTAS)  # of both CTAs
     v = tlx.local_alloc((KEYS, HEAD_DIM), DTYPE, 1)
@@ -405,6 +426,8 @@ def backward_kernel(
     ds_rows = tlx.local_alloc((KEYS, HALF), DTYPE, CTAS)  # of each CTA's keys
     staging = tlx.local_alloc((HALF, HEAD_DIM), tl.float32, 1)
     staged = tlx.local_alloc((KEYS, HEAD_DIM), DTYPE, 1, reuse=staging)  # dV, dK
+    if ONCE:
+        staging = tlx.local_alloc((HALF, HEAD_DIM), DTYPE, 1, reuse=staging)
     s = tlx.local_alloc((KEYS, ROWS), tl.float32, 1, tlx.storage_kind.tmem)
     # P and dS are in columns 0-31 and 64-95 of S and dP: a role overwrites no scores but its own.
     p = tlx.local_alloc((KEYS, HALF), DTYPE, 4, tlx.storage_kind.tmem, reuse=s)
@@ -472,7 +495,7 @@ def backward(
     (entries,) = schedule or make_schedule(batch, config)
     fold = config.fold and foldable(batch.activation, q.dtype)
     dq, dk, dv = batch.new_gradients()
-    total = torch.zeros(grad_out.shape, dtype=torch.float32, device=batch.device)
+    total = dq if config.once else grad_out.new_zeros(grad_out.shape, dtype=torch.float32)
     half = batch.head_dim // CTAS.value
     clusters = min(max(multiprocessors(batch.device) // CTAS.value, 1), len(entries) - 1)
     launch(
@@ -487,8 +510,10 @@ def backward(
         entries, batch.scale, batch.output_scale,
         GROUP=batch.group, SHARED_Q=batch.shared_q,
         ACTIVATION=batch.names, FOLD=fold, CAUSAL=batch.causal, WINDOW=batch.window,
-        HEAD_DIM=batch.head_dim, REGISTERS=config.registers, num_warps=4,
+        HEAD_DIM=batch.head_dim, ONCE=config.once, REGISTERS=config.registers, num_warps=4,
         ctas_per_cga=(CTAS.value, 1, 1),
     )  # fmt: skip
+    if config.once:
+        return dq, dk, dv
     factor = (0.5 if fold else 1.0) * batch.scale * batch.output_scale
     return rounded(total, dq, factor, batch), dk, dv

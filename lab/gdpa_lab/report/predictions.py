@@ -87,6 +87,9 @@ EXPECTED = {
         Expected("b5_stream_backward", 0.65, 0.83, 1.0, backward(
             "pair, one stream", B200, 192 + 32 + 64 + 64, 224, start_us=0.5, tile=(128, 256),
             row_bytes=1280), date="2026-11-27"),
+        Expected("b6_dq_once_backward", 0.65, 0.83, 1.0, backward(
+            "pair, dQ once", B200, 192 + 32 + 64 + 32, 224, start_us=0.5, tile=(128, 256)),
+            most_keys=256, date="2026-11-27"),
     ),
 }  # fmt: skip
 """By direction, the rungs of GDPA. KiB of a backward: operands of the five MMAs; dS, in a pair for
