@@ -111,7 +111,7 @@ def gdpa(
             from run to run where q is shared or a sequence has more than 256 keys by
             "v2_fused_backward", "v4_warp_specialized_backward", "b1_tensor_memory_backward" and
             "b3_dk_first_backward", with more than 128 by "v7_wide_backward", with more than 512 by
-            "b4_pair_backward"; everything else is deterministic. Under
+            "b4_pair_backward" and "b5_stream_backward"; everything else is deterministic. Under
             `torch.use_deterministic_algorithms` "auto" leaves those out.
         validate: check the values of cu_seqlens, which waits for the device in each call. False
             trusts the caller. `Lengths` have been checked; compiled calls do not check.

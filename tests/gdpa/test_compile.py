@@ -147,6 +147,15 @@ def test_the_loop_over_blocks(impl):
     assert loop.count("MUFU") == (96 if impl == "b4_mixed" else 128)
 
 
+@pytest.mark.parametrize("share", (0.125, 0.5))
+@pytest.mark.parametrize("impl", ("b3_stream", *PAIRS))
+def test_a_share_of_the_scores_needs_no_mufu(impl, share):
+    config = ladder.rung(impl).module().Config(share=share)
+    built, made = for_blackwell(impl, config=config)
+    loop = compile_check.shortest_loop(built, "STTM", 2)
+    assert loop.count("MUFU") == 128 * (1 - share) and made.spill_bytes == 0
+
+
 @pytest.mark.parametrize("impl", ALONE)
 def test_p_is_stored_over_the_s_that_was_read(impl):
     """64 scores are read from columns c .. c + 63; their P goes to 32 columns from c / 2 on."""
