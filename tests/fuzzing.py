@@ -57,11 +57,12 @@ def nvidia(i, j, n, m, c, window, group):
 
 def attend(
     q, k, v, *, names, scale, output_scale=1.0, causal=False, window=None, keep=None,
-    functions=ACTIVATIONS,
+    functions=ACTIVATIONS, bias=None,
 ):  # fmt: skip
     """GDPA of one sequence: q `[rows, heads, head_dim]`, k and v `[keys, kv_heads, head_dim]`;
-    `keep`: which pairs count, of those that the masks let through."""
+    `keep`: which pairs count, of those that the masks let through; `bias`: added to the scores."""
     s = scores(q, k, scale)
+    s = s if bias is None else s + bias
     row, key = torch.arange(q.shape[0])[:, None], torch.arange(k.shape[0])
     row = row + (k.shape[0] - q.shape[0]) * (causal == "lower_right")
     if keep is None:

@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -117,11 +117,13 @@ def check_operands(ptx: str, rows: Mapping[tuple[str, int], int]) -> Counter:
     return counts
 
 
-def check_stores(ptx: str, tiles: int, *, skipped: int = 0, kind: str = "shared") -> None:
+def check_stores(
+    ptx: str, tiles: int, *, skipped: Sequence[int] = (), kind: str = "shared"
+) -> None:
     """`tiles` of 128 rows by 128 bytes that 128 threads store with 128-byte swizzle, a row each, 16
-    bytes at a time: every address. kind: "async" to a peer. skipped: stores before them."""
+    bytes at a time: every address. kind: "async" to a peer. skipped: stores of others."""
     found = re.findall(rf"st\.{kind}\S*\.v4\.b32\s+\[ ?(%r\d+) ?\+? ?(\d+)?\s*\]", ptx)
-    places = found[skipped:]
+    places = [place for number, place in enumerate(found) if number not in skipped]
     assert len(places) == 8 * tiles
     threads = [Values(ptx, thread) for thread in range(128, 256)]  # of a whole warp group
     for first in range(0, len(places), 8):

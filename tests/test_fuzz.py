@@ -16,10 +16,12 @@ from gdpa_kernels import (
     BlockAttention,
     GDPASelfAttention,
     Lengths,
+    RelativeBias,
     block_attention,
     gdpa,
 )
 from gdpa_kernels.calling import ladder
+from gdpa_kernels.gdpa.bias import hstu_thresholds
 from gdpa_lab.measuring.inputs import cu_seqlens
 from gdpa_lab.measuring.testing import compare
 from tests.fuzzing import (
@@ -32,7 +34,9 @@ from tests.fuzzing import (
     nvidia,
     turned,
 )
+from tests.gdpa.test_registration import registered_activations
 
+FUNCTIONS = ACTIVATIONS | {"sigmoid": torch.sigmoid, "elu": torch.nn.functional.elu}
 LENGTHS = (0, 1, 2, 3, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129)
 DTYPES = (torch.bfloat16, torch.bfloat16, torch.float16, torch.float32)
 AT_NIGHT = (pytest.param(seed, marks=pytest.mark.nightly) for seed in range(24, 400))
@@ -81,16 +85,18 @@ def differentiate(call, tensors, grad) -> tuple[torch.Tensor, ...]:
     return out, *torch.autograd.grad(out, leaves, grad.to(out.dtype))
 
 
-def check(call, definition, exact, tensors) -> None:
-    """Hold a call to twice PyTorch's error, plus a rounding of the largest value."""
+def check(call, definition, exact, tensors, names=("out", "dq", "dk", "dv")) -> None:
+    """Hold a call to twice PyTorch's error, plus a rounding of the largest value in the dtype of
+    the first tensor: two in fp32, where another order of sums is all of the error."""
     grad = torch.randn_like(exact(*(x.double() for x in tensors))).to(tensors[0].dtype)
     found = differentiate(call, tensors, grad)
     wanted = differentiate(exact, [x.double() for x in tensors], grad.double())
     baseline = differentiate(definition, tensors, grad)
-    for name, *three in zip(("out", "dq", "dk", "dv"), found, wanted, baseline, strict=True):
+    for name, *three in zip(names, found, wanted, baseline, strict=True):
         actual, expected, low = three
         got = compare(name=name, actual=actual, expected=expected, baseline=low)
-        unit = torch.finfo(actual.dtype).eps
+        dtype = tensors[0].dtype
+        unit = torch.finfo(dtype).eps * (2 if dtype == torch.float32 else 1)
         largest = expected.abs().max().item() if expected.numel() else 0.0
         assert got.max_abs <= got.max_abs_budget + 2 * unit * max(largest, 1.0), str(got)
 
@@ -139,60 +145,161 @@ def test_gdpa(seed, draw):
             assert " needs " in str(error) and ", got " in str(error)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_contexts_and_targets(seed, draw):
-    """As generative-recommenders ("shared") and recsys-examples ("own") state their masks."""
-    dtype, heads, own = draw.choice(DTYPES), draw.choice((1, 2)), draw.random() < 0.5
-    head_dim = draw.choice((16, 64, 64, 128, 128, 200))
-    lengths = draw.choices(LENGTHS, k=draw.choice((1, 2, 3)))
-    targets = [draw.choice((0, 1, n, draw.randint(0, n))) if n else 0 for n in lengths]
-    contexts = [
-        draw.randint(0, n - m) * (draw.random() < 0.5)
-        for n, m in zip(lengths, targets, strict=True)
-    ]
-    delta, window = draw.random() < 0.5, draw.choice((None, 0, 3, 40, 70))
-    rows = [draw.randint(0, n) for n in lengths] if delta else lengths
-    group = draw.choice((1, 2, 7, 50)) if own else 1
-    full = draw.choice((0, 5, 40)) if window is not None and not own else 0
-    name, scale = draw.choice(list(ACTIVATIONS)), draw.choice((head_dim**-0.5, 0.2, -0.1))
-    tensors = [tensor(draw, dtype, sum(rows), heads, head_dim)]
-    tensors += [tensor(draw, dtype, sum(lengths), draw.choice((1, heads)), head_dim)]
-    tensors += [tensor(draw, dtype, *tensors[1].shape)]
+def pairs(draw, lengths: list[int]) -> tuple[dict, list[int], list[torch.Tensor]]:
+    """Masks: options of a call, rows of each sequence, and which pairs count."""
+    targets, contexts, full, group, own = [0] * len(lengths), [0] * len(lengths), 0, 1, False
+    window = draw.choice((None, None, 0, 3, 40, 70))
+    causal = draw.choice((False, "upper_left", "lower_right", True, "lower_right"))
+    with_targets = causal is True or (causal == "lower_right" and draw.random() < 0.5)
+    rows = lengths
+    if causal == "lower_right":
+        rows = [draw.randint(0, n) for n in lengths]
+    elif not with_targets and draw.random() < 0.3:
+        rows = draw.choices(LENGTHS, k=len(lengths))
+    options = {"causal": causal, "window": window}
+    if with_targets:
+        targets = [draw.choice((0, 1, n, draw.randint(0, n))) if n else 0 for n in lengths]
+        own = draw.random() < 0.5
+        group = draw.choice((1, 2, 7, 50)) if own else 1
+        full = draw.choice((0, 5, 40)) if window is not None and not own else 0
+        some = zip(lengths, targets, strict=True)
+        contexts = [draw.randint(0, n - m) * (draw.random() < 0.5) for n, m in some]
+        options |= {
+            "num_targets": torch.tensor(targets, dtype=torch.int32),
+            "num_contexts": torch.tensor(contexts, dtype=torch.int32),
+            "target_group_size": group, "full_rows": full,
+            "target_ranks": "own" if own else "shared",
+        }  # fmt: skip
 
     def sees(i: int, j: int, *sizes: int) -> bool:
-        if own:
-            return nvidia(i, j, *sizes, window, group)
-        return meta(i, j, *sizes, window, full)
+        if with_targets:
+            return nvidia(i, j, *sizes, window, group) if own else meta(i, j, *sizes, window, full)
+        return (not causal or j <= i) and (window is None or abs(i - j) <= window)
 
-    keeps = [
-        torch.tensor([[sees(i, j, n, m, c) for j in range(n)] for i in range(n - r, n)]).view(r, n)
-        for r, n, m, c in zip(rows, lengths, targets, contexts, strict=True)
-    ]
+    keeps = []
+    for r, n, m, c in zip(rows, lengths, targets, contexts, strict=True):
+        first = n - r if causal == "lower_right" else 0
+        each = [[sees(i, j, n, m, c) for j in range(n)] for i in range(first, first + r)]
+        keeps.append(torch.tensor(each, dtype=torch.bool).view(r, n))
+    return options, rows, keeps
 
-    def exact(q, k, v):
-        parts = zip(q.split(rows), k.split(lengths), v.split(lengths), keeps, strict=True)
-        given = {"names": (name,), "scale": scale}
-        return torch.cat([attend(*three, keep=keep.bool(), **given) for *three, keep in parts])
 
-    def call(q, k, v, **chosen):
-        ends = cu_seqlens(rows, "cpu"), cu_seqlens(lengths, "cpu")
-        return gdpa(
-            q, k, v, *ends, max(rows), max(lengths), activation=name, scale=scale, window=window,
-            causal="lower_right" if delta else True, full_rows=full, target_group_size=group,
-            num_targets=torch.tensor(targets, dtype=torch.int32),
-            num_contexts=torch.tensor(contexts, dtype=torch.int32),
-            target_ranks="own" if own else "shared", **chosen,
-        )  # fmt: skip
+def distances(draw, heads: int, rows: list[int], lengths: list[int], causal) -> tuple:
+    """A relative bias: (tables, which they are, its other fields, what each pair takes of them)."""
+    which = draw.choice((("position_table",), ("time_table",), ("position_table", "time_table")))
+    sizes = {"position_table": 2 * draw.choice((1, 5, 70, 200)) - 1,
+             "time_table": draw.choice((1, 20, 129))}  # fmt: skip
+    own = {name: draw.choice(((), (heads,))) for name in which}
+    tables = [0.5 * torch.randn(*own[name], sizes[name]) for name in which]
+    if which == ("position_table",):
+        fields, apart = {}, None
+    else:
+        most = draw.choice((3, 100, 10**6))
+        times, of_rows = (torch.randint(0, most, (sum(n),)) for n in (lengths, rows))
+        fields, parts = {"timestamps": times}, times.split(lengths)
+        if (rows == lengths or causal == "lower_right") and draw.random() < 0.5:
+            fields["next_time"] = draw.random() < 0.7
+            of_each = [
+                part[(torch.arange(n - r, n) + fields["next_time"]).clamp(max=n - 1)]
+                for part, n, r in zip(parts, lengths, rows, strict=True)
+            ]
+        else:
+            fields["query_timestamps"], of_each = of_rows, of_rows.split(rows)
+        apart = [a[:, None] - b for a, b in zip(of_each, parts, strict=True)]
+        if draw.random() < 0.3:
+            limits = torch.randint(0, most, (sizes["time_table"] - 1,)).sort().values
+            fields["time_thresholds"] = limits
+        else:
+            limits = hstu_thresholds(sizes["time_table"])
 
-    chosen = {
-        "impl": draw.choice(("auto", "v1_tiled", "v8_own_waits", "v8_own_waits")),
-        "backward_impl": draw.choice(("auto", "v1_tiled_backward", "v4_warp_specialized_backward")),
-    }
-    with tritonemu.enabled("sm_90", multiprocessors=draw.choice((1, 2, 132))):
-        try:
-            check(partial(call, **chosen), partial(call, impl="reference"), exact, tensors)
-        except NotImplementedError as error:
-            assert " needs " in str(error) and ", got " in str(error)
+    def added(sequence: int, found: dict[str, torch.Tensor]) -> torch.Tensor:
+        """[1 or heads, rows, keys] of a sequence."""
+        r, n, total = rows[sequence], lengths[sequence], 0
+        first = n - r if causal == "lower_right" else 0
+        if "position_table" in found:
+            most = sizes["position_table"] // 2
+            apart_by = torch.arange(n) - torch.arange(first, first + r)[:, None]
+            total = total + found["position_table"][..., apart_by.clamp(-most, most) + most]
+        if "time_table" in found:
+            buckets = (apart[sequence].abs()[..., None] >= limits).sum(-1)
+            total = total + found["time_table"][..., buckets]
+        return total if total.dim() == 3 else total[None]
+
+    return tables, which, fields, added
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_gdpa_options(seed, draw):
+    """Masks of generative-recommenders ("shared") and of recsys-examples ("own"), sums, a relative
+    bias, registered activations and a v of its own width, all in one call."""
+    with registered_activations():
+        options_of_one_call(draw)
+
+
+def options_of_one_call(draw) -> None:
+    dtype, heads = draw.choice(DTYPES), draw.choice((1, 2, 4))
+    kv_heads = draw.choice([h for h in (1, 2, 4) if heads % h == 0])
+    head_dim = draw.choice((16, 64, 64, 128, 128, 200))
+    width = draw.choice((head_dim,) * 5 + (40,))
+    lengths = draw.choices(LENGTHS, k=draw.choice((1, 2, 3)))
+    masks, rows, keeps = pairs(draw, lengths)
+    names = tuple(draw.choices([*FUNCTIONS], k=draw.choice((1, heads))))
+    options = masks | {
+        "activation": names, "scale": draw.choice((head_dim**-0.5, 0.2, -0.1)),
+        "output_scale": draw.choice((1.0, 0.1, -2.0)), "precise": draw.random() < 0.2,
+        "out_dtype": draw.choice((None, None, torch.float32)),
+    }  # fmt: skip
+    tensors = {"q": tensor(draw, dtype, sum(rows), heads, head_dim)}
+    tensors["k"] = tensor(draw, dtype, sum(lengths), kv_heads, head_dim)
+    tensors["v"] = tensor(draw, dtype, sum(lengths), kv_heads, width)
+    if draw.random() < 0.4:
+        kind = draw.choice((dtype, torch.float32))
+        tensors["add_to"] = tensor(draw, kind, sum(rows), heads, width)
+    tables, which, fields, added = [], (), {}, None
+    if draw.random() < 0.4:
+        tables, which, fields, added = distances(draw, heads, rows, lengths, masks["causal"])
+    tensors |= dict(zip(which, tables, strict=True))
+
+    def exact(*given):
+        found = dict(zip(tensors, given, strict=True))
+        outs = []
+        parts = zip(found["q"].split(rows), *(found[n].split(lengths) for n in "kv"), strict=True)
+        for i, three in enumerate(parts):
+            outs.append(attend(
+                *three, names=names, scale=options["scale"], output_scale=options["output_scale"],
+                keep=keeps[i], functions=FUNCTIONS, bias=added and added(i, found),
+            ))  # fmt: skip
+        out = torch.cat(outs)
+        return out + found["add_to"] if "add_to" in found else out
+
+    ends, longest = (cu_seqlens(rows, "cpu"), cu_seqlens(lengths, "cpu")), (max(rows), max(lengths))
+    if draw.random() < 0.3:
+        ends, longest = tuple(map(Lengths, ends)), (None, None)
+
+    def call(*given, **chosen):
+        found = dict(zip(tensors, given, strict=True))
+        bias = {name: found.pop(name) for name in which}
+        q, k, v = (found.pop(name) for name in "qkv")
+        given = RelativeBias(**bias, **fields) if bias else None
+        return gdpa(q, k, v, *ends, *longest, **options, **found, relative_bias=given, **chosen)
+
+    impls = ("auto", "v1_tiled", "v7_packed", "v8_own_waits", "v8_own_waits", "v0_eager")
+    backward_impls = ("auto", "v1_tiled_backward", "v4_warp_specialized_backward")
+    if tables:
+        impls, backward_impls = ("auto", "v1_tiled", "v1_tiled", "v0_eager"), backward_impls[:2]
+    chosen = {"impl": draw.choice(impls), "backward_impl": draw.choice(backward_impls)}
+    multiprocessors = draw.choice((1, 2, 132))
+
+    def run(**chosen) -> None:
+        with tritonemu.enabled("sm_90", multiprocessors=multiprocessors):
+            each = partial(call, **chosen), partial(call, impl="reference")
+            check(*each, exact, [*tensors.values()], ("out", *tensors))
+
+    try:
+        run(**chosen)
+    except NotImplementedError as error:
+        assert " needs " in str(error) and ", got " in str(error)
+        run()
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -17,9 +17,9 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="is compiled o
 PAIRS = ("b5_cta_pair", "b6_pair_stream", "b7_split_stream")
 FORWARD = ("b1_tensor_memory", "b2_two_tiles", "b3_stream", "b4_mixed", *PAIRS)
 BACKWARD = ("b1_tensor_memory_backward", "b2_short_kv_backward", "b3_dk_first_backward")
-PAIR_BACKWARD = "b4_pair_backward"  # its MMAs are of a pair
+PAIRS_BACKWARD = ("b4_pair_backward", "b5_stream_backward")  # MMAs of a pair
 BLOCKS = ("b1_warp_specialized forward", "b1_warp_specialized backward")  # with rotary
-KERNELS = (*FORWARD, *BACKWARD, PAIR_BACKWARD, *BLOCKS)
+KERNELS = (*FORWARD, *BACKWARD, *PAIRS_BACKWARD, *BLOCKS)
 
 
 def module_of(kernel: str) -> ModuleType:
@@ -87,7 +87,7 @@ ROWS = {
     **dict.fromkeys(FORWARD, {("A", 0): 128, ("B", 0): 128, ("B", 1): 128}),
     **dict.fromkeys(PAIRS, OF_A_PAIR),
     **dict.fromkeys(BACKWARD, {(name, along): 128 for name in "AB" for along in (0, 1)}),
-    PAIR_BACKWARD: {("A", 0): 128, ("A", 1): 128, ("B", 0): 64, ("B", 1): 128},
+    **dict.fromkeys(PAIRS_BACKWARD, {("A", 0): 128, ("A", 1): 128, ("B", 0): 64, ("B", 1): 128}),
     BLOCKS[0]: {("A", 0): 64, ("B", 0): 64, ("B", 1): 64},
     BLOCKS[1]: {(name, along): 64 for name in "AB" for along in (0, 1)},
 }
@@ -117,8 +117,12 @@ def test_swizzled_stores_reach_every_place_once(kernel, tiles):
     ptx.check_stores(compiled(kernel), tiles)
 
 
-def test_stores_to_a_peer_reach_every_place_once():
-    """dS of half of the rows, here and there; before it stands dQ, 64 rows of fp32."""
-    text = compiled(PAIR_BACKWARD)
-    ptx.check_stores(text, 6, skipped=16)
+DQ = range(16), range(16, 32)  # which stores are its
+
+
+@pytest.mark.parametrize("kernel, of_dq", list(zip(PAIRS_BACKWARD, DQ, strict=True)))
+def test_stores_to_a_peer_reach_every_place_once(kernel, of_dq):
+    """dS of half of the rows, here and there, dV and dK; of dQ, 64 rows of fp32, others."""
+    text = compiled(kernel)
+    ptx.check_stores(text, 6, skipped=of_dq)
     ptx.check_stores(text, 2, kind="async")

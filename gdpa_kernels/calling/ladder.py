@@ -112,7 +112,7 @@ RUNGS: tuple[Rung, ...] = (
         "two scores in one instruction",
         "GELU and SiLU in packed bf16; their factor moves to the epilogue.",
         "v6_short_kv",
-        _WGMMA,
+        dataclasses.replace(_WGMMA, extras=("out_dtype", "add_to")),
     ),
     Rung(
         "v8_own_waits",
@@ -342,6 +342,20 @@ BLACKWELL_BACKWARD_RUNGS: tuple[Rung, ...] = (
         "b3_dk_first_backward",
         dataclasses.replace(_TCGEN05, head_dim_multiple=64),
         is_rewrite=True,
+    ),
+    _backward(
+        "b5_stream_backward",
+        "one stream of MMAs across items",
+        "An item begins while dV and dK of the last one leave.",
+        "b4_pair_backward",
+        dataclasses.replace(_TCGEN05, head_dim_multiple=64),
+    ),
+    _backward(
+        "b6_dq_once_backward",
+        "a pair has all keys",
+        "With at most 256 its dQ is complete and is written once.",
+        "b5_stream_backward",
+        dataclasses.replace(_TCGEN05, head_dim_multiple=64),
     ),
 )
 

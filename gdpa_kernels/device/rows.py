@@ -59,3 +59,22 @@ def put_rows(desc, buffer, start, length, head, first_row, rows):
     tlx.fence("async_shared")
     place = [BOUND, start + length, head, BOUND - length + first_row, 0]
     tlx.async_descriptor_store(desc, buffer, place)
+
+
+@triton.jit
+def put_out(desc, buffer, start, length, head, row, rows):
+    """Start the store of `rows` through `buffer`, in halves where that is half as wide; it waits
+    until what the buffer held has been read."""
+    if rows.shape[1] == desc.block_shape[4]:
+        tlx.async_descriptor_store_wait(0)
+        put_rows(desc, buffer, start, length, head, row, rows)
+    else:
+        WIDTH: tl.constexpr = desc.block_shape[4]
+        halves = tl.permute(tl.reshape(rows, [rows.shape[0], 2, WIDTH]), (0, 2, 1))
+        for half in tl.static_range(2):
+            tlx.async_descriptor_store_wait(0)
+            part = tl.split(halves)[half]
+            tlx.local_store(buffer, part)
+            tlx.fence("async_shared")
+            place = [BOUND, start + length, head, BOUND - length + row, half * WIDTH]
+            tlx.async_descriptor_store(desc, buffer, place)

@@ -111,13 +111,13 @@ def gdpa(
             from run to run where q is shared or a sequence has more than 256 keys by
             "v2_fused_backward", "v4_warp_specialized_backward", "b1_tensor_memory_backward" and
             "b3_dk_first_backward", with more than 128 by "v7_wide_backward", with more than 512 by
-            "b4_pair_backward"; everything else is deterministic. Under
+            "b4_pair_backward" and "b5_stream_backward"; everything else is deterministic. Under
             `torch.use_deterministic_algorithms` "auto" leaves those out.
         validate: check the values of cu_seqlens, which waits for the device in each call. False
             trusts the caller. `Lengths` have been checked; compiled calls do not check.
         out_dtype: q's dtype, which None means, or torch.float32 (q in fp64 aside): the sum over
             these keys as it is, to be added to others. Of the kernels "v1_tiled" gives it, and
-            "v8_own_waits" up to head_dim 128. Its gradient is rounded to q's dtype.
+            "v7_packed" and "v8_own_waits" up to head_dim 128. Its gradient is rounded to q's dtype.
         add_to: of the result's shape, in q's dtype or fp32 (of q in fp64 in fp64): added in fp32
             (fp64) before the rounding. Attention over [A; B] is `gdpa` over B added to that over A:
             nothing is normalised. Its gradient is the result's. Taken where out_dtype is.

@@ -17,6 +17,7 @@ import triton.language as tl
 
 from gdpa_kernels.calling.launch import launch
 from gdpa_kernels.device.sequences import sequence
+from gdpa_kernels.device.vendor import precision
 from gdpa_kernels.gdpa import bias
 from gdpa_kernels.gdpa.batch import Batch
 from gdpa_kernels.gdpa.bias_tiles import biased, buckets_of
@@ -74,7 +75,7 @@ def bias_kernel(
     head = pid // stripes % NUM_HEADS
     chunk = pid // stripes // NUM_HEADS
     EXACT: tl.constexpr = q_ptr.dtype.element_ty == tl.float32
-    PRECISION: tl.constexpr = "ieee" if EXACT else "tf32"
+    PRECISION: tl.constexpr = precision(EXACT)
     at = tl.arange(0, BLOCK)
     turned = at[:, None] + at[None, :]
     after = tl.zeros([BLOCK], tl.float32)

@@ -1,4 +1,4 @@
-"""GELU and SiLU of a quarter of the scores by a polynomial: what FMA units take over from MUFU.
+"""GELU and SiLU of a share of the scores by a polynomial: what FMA units take over from MUFU.
 
 GELU(x) and SiLU(x) are x / 2 (1 + t(x)), t odd and rising from -1 to 1. The polynomial is t's
 minimax one, odd too, in v = x / (2 LIMIT) clamped to -1/2 .. 1/2, so it has an error bound for
@@ -22,12 +22,12 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from gdpa_kernels.gdpa.activations import multiply_add_pairs
+from gdpa_kernels.gdpa.activations import multiply_add_pairs, tanh_of_pairs
 from gdpa_kernels.gdpa.masks import mask_probabilities
 from gdpa_kernels.gdpa.probabilities import probabilities
 
-# x and t; s; linear and cubic; v(1).
-OPERANDS = tl.constexpr(",".join(["=&r"] * 8 + ["f"] * 8 + ["r"] * 8 + ["f"] * 8))
+SHARES = (0.125, 0.25, 0.5)
+"""Of the scores of a row, one pair of every eight, four or two."""
 
 
 class Polynomial(NamedTuple):
@@ -68,13 +68,13 @@ def _literal(value: float) -> str:
     return "0f" + struct.pack(">f", value).hex().upper()
 
 
-def _steps(name: str, low: str, high: str, out: str) -> list[str]:
-    """PTX of t of two scores in fp32: `out` is the pair in bf16."""
+def _steps(name: str, low: str, high: str, one: str, out: str) -> list[str]:
+    """PTX of t of two scores in fp32: `out` is the pair in bf16. one: v(1)."""
     *rest, highest = (_literal(c) for c in POLYNOMIALS[name].coefficients)
     half = _literal(0.5)
     return [
-        f"fma.rn.sat.f32 a, {low}, $24, {half};",
-        f"fma.rn.sat.f32 b, {high}, $24, {half};",
+        f"fma.rn.sat.f32 a, {low}, {one}, {half};",
+        f"fma.rn.sat.f32 b, {high}, {one}, {half};",
         "mov.b64 v, {a, b};",
         f"mov.b64 c, {{{_literal(-0.5)}, {_literal(-0.5)}}};",
         "add.rn.f32x2 v, v, c;",
@@ -91,27 +91,45 @@ def _steps(name: str, low: str, high: str, out: str) -> list[str]:
     ]
 
 
-def _assembly(name: str) -> str:
-    """PTX of eight scores: outputs x $0-3 and t $4-7, inputs s $8-15, linear, cubic, v(1)."""
+def _assembly(name: str, pairs: int) -> str:
+    """PTX of so many pairs of scores, the last by polynomial: outputs x and t, inputs s, linear,
+    cubic, v(1), each of all pairs; for four x $0-3, t $4-7, s $8-15, linear $16-19."""
     lines = [".reg .b32 u;", ".reg .f32 a, b;", ".reg .b64 v, w, t, c;"]
-    for pair in range(4):
-        low, high = f"${8 + 2 * pair}", f"${9 + 2 * pair}"
-        lines.append(f"cvt.rn.bf16x2.f32 ${pair}, {high}, {low};")
-        if pair < 3:
-            lines.append(_TANH[name].format(x=f"${pair}", linear="$16", cubic="$20"))
-            lines.append(f"tanh.approx.bf16x2 ${4 + pair}, u;")
+    for pair in range(pairs):
+        x, t = f"${pair}", f"${pairs + pair}"
+        low, high = (f"${2 * (pairs + pair) + i}" for i in range(2))
+        lines.append(f"cvt.rn.bf16x2.f32 {x}, {high}, {low};")
+        if pair + 1 < pairs:
+            linear, cubic = f"${4 * pairs}", f"${5 * pairs}"
+            lines.append(_TANH[name].format(x=x, linear=linear, cubic=cubic))
+            lines.append(f"tanh.approx.bf16x2 {t}, u;")
         else:
-            lines += _steps(name, low, high, "$7")
+            lines += _steps(name, low, high, f"${6 * pairs}", t)
     return "{\n" + "\n".join(lines) + "\n}"
 
 
-ASSEMBLY = {name: _assembly(name) for name in POLYNOMIALS}
+ASSEMBLY = {
+    (name, share): _assembly(name, round(1 / share)) for name in POLYNOMIALS for share in SHARES
+}
 
 
 @triton.constexpr_function
-def assembly(name):
+def assembly(name, share):
     """The PTX of `mixed_pairs`."""
-    return ASSEMBLY[name]
+    return ASSEMBLY[name, share]
+
+
+@triton.constexpr_function
+def operands(share):
+    """x and t; s; linear and cubic; v(1): kinds of its operands."""
+    pairs = 2 * round(1 / share)
+    return ",".join(["=&r"] * pairs + ["f"] * pairs + ["r"] * pairs + ["f"] * pairs)
+
+
+@triton.constexpr_function
+def scores_at_once(share):
+    """So many scores are one run of it."""
+    return 2 * round(1 / share)
 
 
 @triton.constexpr_function
@@ -126,15 +144,20 @@ def constants(name):
 
 
 @triton.jit
-def mixed_pairs(s, scale, NAME: tl.constexpr):
-    """As `activations.tanh_of_pairs`; of every eight scores of a row two by the polynomial."""
-    FACTORS: tl.constexpr = constants(NAME)
-    linear = (FACTORS[0] * scale).to(tl.bfloat16)
-    cubic = (FACTORS[1] * scale * scale * scale).to(tl.bfloat16)
-    return tl.inline_asm_elementwise(
-        assembly(NAME), OPERANDS, [s, linear, cubic, FACTORS[2] * scale],
-        dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=8,
-    )  # fmt: skip
+def mixed_pairs(s, scale, NAME: tl.constexpr, SHARE: tl.constexpr):
+    """As `activations.tanh_of_pairs`; SHARE of the scores of a row, 0 or one of `SHARES`, by the
+    polynomial."""
+    if SHARE == 0:
+        x, t = tanh_of_pairs(s, scale, NAME)
+    else:
+        FACTORS: tl.constexpr = constants(NAME)
+        linear = (FACTORS[0] * scale).to(tl.bfloat16)
+        cubic = (FACTORS[1] * scale * scale * scale).to(tl.bfloat16)
+        x, t = tl.inline_asm_elementwise(
+            assembly(NAME, SHARE), operands(SHARE), [s, linear, cubic, FACTORS[2] * scale],
+            dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=scores_at_once(SHARE),
+        )  # fmt: skip
+    return x, t
 
 
 @triton.jit
@@ -142,7 +165,7 @@ def mixed_probabilities(s, scale, head, first_row, first_key, options):
     """`probabilities`, with `mixed_pairs` where it computes GELU or SiLU in pairs."""
     if options.PAIRS:
         s = mask_probabilities(s, first_row, first_key, options.CAUSAL, options.WINDOW)
-        x, t = mixed_pairs(s, scale, options.ACTIVATION)
+        x, t = mixed_pairs(s, scale, options.ACTIVATION, options.SHARE)
         p = multiply_add_pairs(x, t, x)
     else:
         p = probabilities(s, scale, head, first_row, first_key, options)

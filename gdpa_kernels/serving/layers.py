@@ -60,9 +60,9 @@ def candidates(
     """The layer's output for candidates `[tokens, embed_dim]`, of offsets `[batch + 1]`.
 
     These are the rows that `layer` gives for them behind their histories, with `num_targets`.
-    Nothing is stored. With a window they are one call over [history; candidates], which are copied;
-    else the two calls of `score`. The other arguments, and the errors: as `extend`; and a model
-    whose history depends on its candidates is refused (`Model.check_candidates`).
+    Nothing is stored. With a window they are one call over [history; candidates]; else `score`. The
+    other arguments, and the errors: as `extend`; and a model whose history depends on its
+    candidates is refused (`Model.check_candidates`).
     """
     _check(layer, cache)
     cache.model.check_candidates()
@@ -71,18 +71,16 @@ def candidates(
         of, place = jagged.places(x.shape[0], cu_seqlens)
         positions = place + whole.cu_seqlens.diff()[of]
     q, k, v = _project(layer, x, positions)
-    history, options = cache.read(index, whole), _options(layer)
+    options = _options(layer)
     if layer.window is None:
         group = layer.targets["target_group_size"]
-        ends = cu_seqlens, max_seqlen
-        out = score(q, k, v, *ends, *history, whole, target_group_size=group, **options)
-    else:
-        k, v = (
-            _joined(*pair, whole.cu_seqlens, cu_seqlens)
-            for pair in zip(history, (k, v), strict=True)
+        out = score(
+            q, k, v, cu_seqlens, max_seqlen, cache, index, whole, target_group_size=group, **options
         )
+    else:
+        keys, values = cache.read_before(index, whole, k, v, cu_seqlens, max_seqlen)
         out = gdpa(
-            q, k, v, cu_seqlens, whole.cu_seqlens + cu_seqlens, max_seqlen,
+            q, keys, values, cu_seqlens, whole.cu_seqlens + cu_seqlens, max_seqlen,
             whole.max_seqlen + max_seqlen, causal="lower_right", window=layer.window,
             num_targets=cu_seqlens.diff(), num_contexts=cache.model.num_contexts or None,
             **layer.targets, **options,
@@ -131,18 +129,6 @@ def _project(
         turns = turns_at(layer.rotary, layer.head_dim, positions, dtype)
         q, k = rotate(q, *turns), rotate(k, *turns)
     return q, k, v
-
-
-def _joined(
-    first: torch.Tensor, second: torch.Tensor, first_ends: torch.Tensor, second_ends: torch.Tensor
-) -> torch.Tensor:
-    """Of each sequence its rows of `first`, then those of `second`; waits for no device."""
-    out = first.new_empty(first.shape[0] + second.shape[0], *first.shape[1:])
-    of, place = jagged.places(first.shape[0], first_ends)
-    out[first_ends[of] + second_ends[of] + place] = first
-    of, place = jagged.places(second.shape[0], second_ends)
-    out[first_ends[of + 1] + second_ends[of] + place] = second
-    return out
 
 
 def _options(layer: GDPASelfAttention) -> dict:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 FILES = {
     "choices": 'what `impl="auto"` tries first, from the records',
+    "every-gpu": "what the plain products compile to for GPUs that nobody measured",
     "machine-code": "the machine code of every row's kernels, compiled where the table lacks it",
     "manifest": "the files of data/ as they are; lines of records and systems stay",
     "predictions": "what the models say of a B200",
@@ -41,12 +42,14 @@ def main(name: str) -> int:
 
 def _update(name: str) -> dict[Path, bool]:
     """Whether each file of `name` changed."""
-    from gdpa_lab.measuring import manifest, record
+    from gdpa_lab.measuring import every_gpu, manifest, record
     from gdpa_lab.report import clock_free, predictions, rankings, readme, registered, staleness
 
     match name:
         case "choices":
             return rankings.update(record.DATA_DIR)
+        case "every-gpu":
+            return {record.DATA_DIR / every_gpu.NAME: every_gpu.update()}
         case "machine-code":
             log = functools.partial(print, file=sys.stderr)
             return {record.DATA_DIR / staleness.NAME: staleness.update(log=log)}

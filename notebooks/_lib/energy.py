@@ -30,13 +30,14 @@ class Fit:
 
 
 def counted(rows: pd.DataFrame, record: Record) -> pd.DataFrame:
-    """Rows of scope "sustained" with what one call counts: `seconds`, `flops`, `bytes` (fewest),
-    `pairs` (visible scores, of all heads) and whether power `limited` the clock."""
+    """The timed rows of scope "sustained" with what one call counts: `seconds`, `flops`, `bytes`
+    (fewest), `pairs` (visible scores, of all heads) and whether power `limited` the clock."""
     reasons = {
         (row.workload, row.direction, row.impl): row.load.throttle_reasons
         for row in record.rows
         if row.load is not None
     }
+    rows = rows.dropna(subset=["time_us_p50"])
     us, dims = rows["time_us_p50"], [record.workload(name).head_dim for name in rows["workload"]]
     each = 4.0 * np.array(dims) * np.where(rows["direction"] == "backward", 2.5, 1)
     keys = zip(rows["workload"], rows["direction"], rows["impl"], strict=True)

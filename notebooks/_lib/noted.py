@@ -9,13 +9,18 @@ import pandas as pd
 NOTES = Path(__file__).resolve().parents[1] / "notes"
 
 
-def table(page: str, column: str) -> pd.DataFrame:
-    """The table of notes/<page>.md whose first column is called `column`; cells that are numbers
-    are floats. LookupError unless there is one such table."""
+def table(page: str, column: str, other: str) -> pd.DataFrame:
+    """The table of notes/<page>.md whose first column is called `column` and which has the column
+    `other`; cells that are numbers are floats. LookupError unless there is one such table."""
     lines = (NOTES / f"{page}.md").read_text(encoding="utf-8").splitlines()
-    heads = [at for at, line in enumerate(lines) if line.startswith(f"| {column} |")]
+    heads = [
+        at for at, line in enumerate(lines)
+        if line.startswith(f"| {column} |") and other in _cells(line)
+    ]  # fmt: skip
     if len(heads) != 1:
-        raise LookupError(f"{page}.md must have one table of {column!r}, got {len(heads)}")
+        raise LookupError(
+            f"{page}.md must have one table of {column!r} with {other!r}, got {len(heads)}"
+        )
     rows = [_cells(lines[heads[0]])]
     for line in lines[heads[0] + 2 :]:
         if not line.startswith("|"):

@@ -14,7 +14,6 @@ from matplotlib.transforms import Bbox
 from gdpa_lab.report import house
 from gdpa_lab.report.charts import (
     MARKS,
-    NOT_TIMED,
     check_complete,
     coloured,
     legend,
@@ -232,91 +231,4 @@ def stacked(
         axis.set_xlabel(xlabel)
         if not inside:
             legend(axis, levels, ncols=4)
-        return chart
-
-
-@house.drawn
-def multiples(
-    frame: pd.DataFrame, *, xlabel: str, low: pd.DataFrame | None = None,
-    high: pd.DataFrame | None = None, level: float | None = 1.0, form: str = ".2f",
-) -> Figure:  # fmt: skip
-    """A panel for each column of `frame`, a row for each entry of its index, a dot with its value;
-    "not timed" where there is none. Panels share rows and scale.
-
-    `low` and `high`: ends of error bars. `level`: a dashed line.
-    """
-    with canvas(1, frame.shape[1], width=7.4, height=0.9 + 0.26 * len(frame), sharex=True,
-                sharey=True, squeeze=False) as (chart, axes):  # fmt: skip
-        for number, (axis, name) in enumerate(zip(axes[0], frame, strict=True)):
-            shade = RUNG_COLOURS[1 + number % 8]
-            if level is not None:
-                axis.axvline(level, **house.DASHED)
-            for place, value in enumerate(frame[name]):
-                if np.isnan(value):
-                    note(axis, NOT_TIMED, (0, place), (3, 0), va="center", fontsize=8, color=GREY,
-                         xycoords=("axes fraction", "data"))  # fmt: skip
-                    continue
-                if low is not None and high is not None:
-                    ends = low[name].iloc[place], high[name].iloc[place]
-                    axis.hlines(place, *ends, color=shade, linewidth=1)
-                axis.plot(value, place, "o", color=shade, markersize=5)
-                note(axis, f"{value:{form}}", (value, place), (0, 4), ha="center", fontsize=8)
-            axis.margins(x=0.15)
-            list_rows(axis, list(frame.index))
-            axis.set_title(name)
-        axes[0, -1].set_xlabel(xlabel)
-        return chart
-
-
-@house.drawn
-def slopes(frame: pd.DataFrame, *, ylabel: str, log: bool = False) -> Figure:
-    """A line for each row of `frame` from its first column to its second, named at its right end:
-    one colour for those that rise or stay, one for those that fall."""
-    check_complete(frame)
-    before, after = frame.columns
-    up, down = RUNG_COLOURS[1], RUNG_COLOURS[3]
-    shades = {name: up if row[after] >= row[before] else down for name, row in frame.iterrows()}
-    with canvas(width=6.4, height=1.2 + 0.24 * len(frame)) as (chart, axis):
-        axis.set_yscale("log" if log else "linear")
-        for name, row in frame.iterrows():
-            axis.plot([0, 1], row, "o-", color=shades[name], linewidth=1.5)
-        axis.set(xlim=(-0.05, 1.05), ylabel=ylabel)
-        axis.set_xticks([0, 1], [before, after])
-        axis.yaxis.set_major_formatter(lambda y, _: f"{y:g}")
-        house.label_ends(
-            axis, {name: (frame.loc[name, after], shades[name]) for name in frame.index}
-        )
-        return chart
-
-
-@house.drawn
-def forest(found: pd.DataFrame) -> Figure:
-    """Every prediction of `registered.collected` that has a margin, a row each, by that margin: its
-    interval as a bar that ends at the nearest limit, 0, and what was found as a dot, or outside as
-    a diamond; all in % of that limit, on a scale that is logarithmic beyond 1."""
-    rows = found.dropna(subset=["margin"]).astype({"margin": float})
-    rows = rows.sort_values("margin", kind="stable", ascending=False)
-    nearest = rows["value"] - rows["least"] < rows["most"] - rows["value"]
-    limit = rows["least"].where(nearest | rows["most"].isna(), rows["most"])
-    wide = (100 * (rows["most"] - rows["least"]) / limit.abs()).fillna(np.inf)
-    away = -100 * rows["margin"]
-    edge = 2 * away.abs().max()
-    with canvas(width=7.4, height=1.0 + 0.055 * len(rows)) as (chart, axis):
-        axis.set_xscale("symlog", linthresh=1, linscale=0.4)
-        places = np.arange(len(rows))
-        axis.hlines(places, -wide.clip(upper=edge), 0, color=GREY, linewidth=1.2, alpha=0.8)
-        axis.axvline(0, color=GREY, linewidth=1)
-        for word, mark, shade in (("confirmed", "o", RUNG_COLOURS[2]),
-                                  ("refuted", "D", RUNG_COLOURS[3])):  # fmt: skip
-            mine = (rows["word"] == word).to_numpy()
-            axis.plot(away[mine], places[mine], mark, color=shade, markersize=3,
-                      label=f"{word} ({mine.sum()})", linestyle="none")  # fmt: skip
-        axis.set(xlim=(-edge, edge), ylim=(len(rows), -1), yticks=[], ylabel="predictions",
-                 xlabel="distance from the nearest limit (% of it): inside to the left, outside "
-                        "to the right")  # fmt: skip
-        axis.set_xticks([-1000, -100, -10, -1, 0, 1, 10, 100, 1000])
-        axis.set_xlim(-edge, edge)
-        axis.xaxis.set_major_formatter(lambda x, _: f"{abs(x):g}")
-        axis.grid(visible=True, axis="x")
-        axis.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2)
         return chart

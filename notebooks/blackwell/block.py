@@ -277,10 +277,10 @@ chapter.table(
 #
 # A program may have 232,448 bytes of shared memory: four slots of 48 KiB in the forward pass and
 # three of 64 KiB in the backward pass, with rotary and without. That leaves one slot of sin and
-# cos, 32 KiB. Two roles read it into registers as soon as they reach a block, and release it. P and
-# dS overwrite the two halves of V. The backward pass takes all 512 columns: S, dP, dQ, dK and dV,
-# twice, of 64 rows each (compiled for sm_100a). With rotary, scalars that all roles need spill,
-# once per program.
+# cos, 32 KiB. `rotate`, and backward `output` too, read it into registers as soon as they reach a
+# block, and release it. In the backward pass P and dS overwrite the two halves of V, and all 512
+# columns are taken: S, dP, dQ, dK and dV, twice, of 64 rows each (compiled for sm_100a). With
+# rotary, scalars that all roles need spill, once per program.
 
 # %% tags=["remove-cell"]
 for name in [name for name in KERNELS if name[0] == "b1"]:

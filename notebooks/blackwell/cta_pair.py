@@ -373,3 +373,4 @@ chapter.glue(four=port(4, 2), again=100 * (port(2, 2) - port(4, 2)) / (port(1, 2
 #
 # - Count the bytes of each operand. The ones that two SMs read twice can be read once.
 # - In a pair every message has a direction: bytes and arrivals go to the leader, commits to both.
+# - A larger item reads less for a pair and computes more pairs that no query needs. Count both.

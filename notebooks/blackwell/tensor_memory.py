@@ -193,10 +193,10 @@ chapter.figure(drawn["b3"], emulated="b3 for sm_100, one SM, modelled cycles")
 KEYS = (256, 1024)
 
 
-def busy(module, keys, head_dim=128):
+def busy(module, keys, head_dim=128, config=None):
     """Percent of an SM's time with an MMA running: four items, or as many tiles as they have."""
     given = studies.batch((512,), (keys,), heads=2, head_dim=head_dim)
-    events = pd.DataFrame(studies.timeline(module, given, **BLACKWELL).events)
+    events = pd.DataFrame(studies.timeline(module, given, config, **BLACKWELL).events)
     mmas = events[events["kind"] == "mma"]
     return 100 * (mmas["end"] - mmas["start"]).sum() / events.groupby("cta")["end"].max().sum()
 
@@ -377,15 +377,18 @@ chapter.glue(finding=found[0], orders=len(found))
 # %% tags=["remove-cell"]
 at_64 = {n: busy(RUNGS[n], 1024, 64) for n in ("b3", "b4")}
 assert at_64["b3"] <= 50 and at_64["b3"] + 5 < at_64["b4"] <= 100 * 512 / 768, at_64
-chapter.glue(b3_64=at_64["b3"], b4_64=at_64["b4"], most_b4=100 * 512 / 768)
+half_64 = busy(b3_stream, 1024, 64, b3_stream.Config(share=0.5))
+assert half_64 > at_64["b4"] + 5, half_64
+chapter.glue(b3_64=at_64["b3"], b4_64=at_64["b4"], half_64=half_64, most_b4=100 * 512 / 768)
 
 # %% [markdown]
 # :::{solution} ex-tm-64
 # :class: dropdown
 #
 # b3: 512 of 1,024, or 50 %. b4: 512 of 768, or {glue:text}`most_b4:.0f` %. Emulated, with 1,024
-# keys: {glue:text}`b3_64:.0f` and {glue:text}`b4_64:.0f` %. With half of the scores MUFU would take
-# 512 clocks, as the MMAs do; more buys nothing, and each further pair costs issue slots.
+# keys: {glue:text}`b3_64:.0f` and {glue:text}`b4_64:.0f` %. With half of the scores,
+# `Config(share=0.5)`, MUFU takes 512 clocks, as the MMAs do: {glue:text}`half_64:.0f` %. More buys
+# nothing, and each further pair costs issue slots.
 # :::
 #
 # ## Takeaways

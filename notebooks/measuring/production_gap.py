@@ -261,7 +261,7 @@ us = chapter.rows(scope=["sustained", "op"], workload=[EVENTS.name, PADDED.name]
 us = us[us["variant"] == ""].set_index(["impl", "scope"])["time_us_p50"]
 chapter.glue(
     order=100 * (order - 1), padded=us["cudnn", "sustained"] / us["v8_own_waits", "sustained"],
-    static=lists["padded, 264"], worst_list=lists.max(), few=ahead.loc["batch 8", "fa2_varlen"],
+    static=lists["padded, 264"], worst_list=lists.max(),
     host=us["v8_own_waits", "op"] / us["v8_own_waits", "sustained"],
     mix_fa4=mixes["forward", 2]["fa4"], mix_back=mixes["backward", 2]["fa4"],
     mix_ours=mixes["forward", 2]["ours"], mix_ours_back=mixes["backward", 2]["ours"],
@@ -315,7 +315,7 @@ chapter.predict(
 
 # %% [markdown]
 # The gap of a PFFN is larger here than the one above, because here its queries have the true
-# lengths too. The baselines take no q that all sequences share, and with 32 sequences or fewer most
+# lengths too. The baselines take no q that all sequences share, and with 32 sequences or fewer all
 # kernels outrun the host ({doc}`../training/host_time`). Shuffling costs at most
 # {glue:text}`order:.0f` %, since the hardware's queue balances the tiles.
 #
@@ -398,8 +398,7 @@ chapter.table(
 # kind of batch, with few keys. On the same batch the gap of the others is {glue:text}`others`. On
 # histories as a trainer of MovieLens 25M draws them it is {glue:text}`events_fa4:.1f` for
 # FlashAttention-4 and {glue:text}`events_v8:.1f` for forward v8. A fourfold gap needs short
-# sequences, where memory takes a share that no kernel gets back, or few of them: with 8 sequences
-# FlashAttention-2 is at {glue:text}`few:.1f`.
+# sequences, where memory takes a share that no kernel gets back.
 #
 # ## Exercises
 #

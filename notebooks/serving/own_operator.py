@@ -205,7 +205,7 @@ chapter.code(masks.mask_probabilities)
 
 # %% tags=["remove-cell"]
 MASKED = "head_dim, mask"
-measured = noted.table("serving", MASKED)
+measured = noted.table("serving", MASKED, "v8")
 factors = measured.columns[measured.columns.str.startswith("factor")]
 assert len(factors) >= 1
 forward = measured["v1"] / measured["v8"]

@@ -43,7 +43,9 @@ ROLES = [impl for impl in BACKWARD if impl not in PLAIN]
 HEAD_DIM = dict.fromkeys(BACKWARD, 64)
 HEAD_DIM |= {impl: 128 for impl in BACKWARD if impl.startswith(("v4", "v5", "v6"))}
 HEAD_DIM |= {"v7_wide_backward": 256}
+PAIRS = ("b4_pair_backward", "b5_stream_backward")
 MOST_KEYS = {"v5_short_kv_backward": 256, "v6_one_tile_backward": 128, "b2_short_kv_backward": 256}
+MOST_KEYS |= {"b6_dq_once_backward": 256}
 
 
 def check(impl: str, case: Case, dtype: torch.dtype = BF16, **more) -> None:
@@ -312,7 +314,7 @@ CONFIGS = [
     )),
     *((impl, config, OF_ROLES) for impl in BACKWARD if impl.startswith("b")
       for config in ({"q_stages": 3, "g_stages": 2}, {"fold": False})
-      if impl != "b4_pair_backward" or "fold" in config),
+      if impl not in (*PAIRS, "b6_dq_once_backward") or "fold" in config),
 ]  # fmt: skip
 
 
@@ -380,7 +382,7 @@ def test_which_results_are_deterministic():
     up_to = {"v4_warp_specialized_backward": 256, "v7_wide_backward": 128}
     if DEVICE == "cpu":
         up_to |= dict.fromkeys(("b1_tensor_memory_backward", "b3_dk_first_backward"), 256)
-        up_to |= {"b4_pair_backward": 512}
+        up_to |= dict.fromkeys(PAIRS, 512)
     for impl, keys in up_to.items():
         assert of(impl, max_seqlen_k=keys) and not of(impl, max_seqlen_k=keys + 1)
         assert not of(impl, cu_seqlens_q=None)

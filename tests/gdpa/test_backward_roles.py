@@ -15,7 +15,7 @@ from tests.gdpa.test_blackwell import mutants_of_a_pair
 
 BF16 = torch.bfloat16
 V4, V5, V6, V7 = (impl for impl in BACKWARD if impl.startswith(("v4", "v5", "v6", "v7")))
-B1, B2, B3, B4 = BLACKWELL = tuple(impl for impl in BACKWARD if impl.startswith("b"))
+B1, B2, B3, B4, B5, B6 = BLACKWELL = tuple(impl for impl in BACKWARD if impl.startswith("b"))
 pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="is about the emulator")
 
 
@@ -69,6 +69,10 @@ BLACKWELL_ORDERS = {
     "b3, two tiles of keys": (B3, Case("orders", (130, 0, 70), (256, 5, 129), 1, 1)),
     "b4, one tile of keys": (B4, Case("orders", (260, 0, 9, 1), (256, 5, 130, 0), 1, 1, 128)),
     "b4, two tiles of keys": (B4, Case("orders", (130, 0, 70), (300, 5, 129), 1, 1)),
+    "b5, one tile of keys": (B5, Case("orders", (260, 0, 9, 1), (256, 5, 130, 0), 1, 1, 128)),
+    "b5, two tiles of keys": (B5, Case("orders", (130, 0, 70), (300, 5, 129), 1, 1)),
+    "b6": (B6, Case("orders", (260, 0, 9, 1), (256, 5, 130, 0), 1, 1, 128)),
+    "b6, grouped": (B6, Case("orders", (130, 0, 9), (256, 5, 129), 2, 1)),
     "b2": (B2, Case("orders", (260, 0, 9), (256, 5, 129), 1, 1, 128)),
     "b2, grouped": (B2, Case("orders", (130, 0, 9), (256, 5, 129), 2, 1)),
 }
@@ -181,6 +185,8 @@ SMALL[B4] = (
     (Case("narrow", (260, 130), (256, 260), 1, 1), {}),
     (Case("wide", (300, 5), (256, 260), 1, 1, 128), {}),
 )
+# b6 is b5 with a constant.
+SMALL[B5] = (*SMALL[B4], (Case("short", (300, 5), (130, 0), 1, 1), {"once": True}))
 SURVIVORS[V6] = SURVIVORS[V4]
 
 
@@ -191,7 +197,7 @@ def _launch(
 
     relu is cheap, and a dQ is a sum of at most two: every order gives the same bits.
     """
-    call, programs = case.call(BF16) | {"activation": "relu"}, 2 if impl in (V5, B2, B4) else 1
+    call, programs = case.call(BF16) | {"activation": "relu"}, 2 if impl in (V5, B2, B4, B5) else 1
     found = scheduled(impl, call, schedule, module, config, multiprocessors=programs)
     if expected is not None:
         assert_same_bits(found, expected)
@@ -212,13 +218,14 @@ def test_every_harmful_mistake_in_synchronisation_is_found(impl, every):
     assert judged.survivors == judged.known(known)
 
 
-def test_every_mistake_of_the_pair_of_b4_is_found():
+@pytest.mark.parametrize("impl", (B4, B5))
+def test_every_mistake_of_a_pair_is_found(impl):
     """A commit, an arrival or bytes in the wrong CTA, the other one's half."""
-    mutants = mutants_of_a_pair(BACKWARD[B4].path)
+    mutants = mutants_of_a_pair(BACKWARD[impl].path)
     masked = Case("masked", (300, 5), (256, 260), 1, 1, options={"causal": True})
     launched = [
-        partial(_launch, B4, *small, _launch(B4, *small, None, None, "modelled"))
-        for small in (*SMALL[B4], (masked, {}))
+        partial(_launch, impl, *small, _launch(impl, *small, None, None, "modelled"))
+        for small in (*SMALL[impl], (masked, {}))
     ]
     assert len(mutants) > 15
     assert [m.what for m in mutants if not judge(m, import_file, launched).error] == []

@@ -160,6 +160,28 @@ def test_every_mistake_of_a_pair_is_found(impl):
     ] == []
 
 
+@emulated
+@pytest.mark.parametrize(
+    "rung", (*ladder.BLACKWELL_RUNGS, *ladder.BLACKWELL_BACKWARD_RUNGS), ids=lambda r: r.impl
+)
+def test_the_last_commit_is_awaited(rung):
+    """A CTA may end before one that nobody waits for arrives in its memory."""
+    given, module = studies.batch((300, 40), (200, 256), head_dim=64), rung.module()
+    with tritonemu.enabled("sm_100", multiprocessors=2, trace=True) as reports:
+        if "backward" in rung.directions:
+            module.backward(studies.gradient(given), given)
+        else:
+            module.forward(given)
+    (line,) = (r.timeline for r in reports if r.dots)
+    for cta in range(2):
+        commits = [e.target for e in line.events if is_commit(e, cta)]
+        assert "full" in commits[-1], commits[-3:]
+
+
+def is_commit(event, cta: int) -> bool:
+    return event.cta == cta and event.kind == "arrive" and event.lane == "tensor core"
+
+
 def test_ctas_come_in_pairs():
     for impl, module in RUNGS.items():
         given = studies.batch((300, 40), (200, 256), heads=2)

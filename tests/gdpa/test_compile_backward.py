@@ -28,8 +28,9 @@ V4, V5, V6, V7 = (
     "v4_warp_specialized_backward", "v5_short_kv_backward", "v6_one_tile_backward",
     "v7_wide_backward",
 )  # fmt: skip
-B1, B2, B3, B4 = BLACKWELL = (
+B1, B2, B3, *PAIRS = BLACKWELL = (
     "b1_tensor_memory_backward", "b2_short_kv_backward", "b3_dk_first_backward", "b4_pair_backward",
+    "b5_stream_backward", "b6_dq_once_backward",
 )  # fmt: skip
 BF16, FP16 = torch.bfloat16, torch.float16
 KNOWN_SPILLS_OF_V1 = {("keys_kernel", 128): 20}
@@ -232,7 +233,7 @@ def for_blackwell(impl: str, **options) -> tuple[CompiledKernel, Compiled, Launc
 
 # Bytes that are spilled: constants that roles carry into their loops, and outside of these; in b4
 # most are addresses of a tile's end.
-MOST_SPILLED = dict.fromkeys(BLACKWELL, 64) | {B4: 168}
+MOST_SPILLED = dict.fromkeys(BLACKWELL, 64) | {PAIRS[0]: 168}
 LOCAL = ("LDL", "STL")
 
 
@@ -264,19 +265,21 @@ def test_instructions_that_make_the_rung(impl, head_dim):
     _, made, _ = for_blackwell(impl, head_dim=head_dim)
     count = made.instructions
     over_dim, over_128 = head_dim // 16, 128 // 16
-    of_dq = 2 * over_128 if impl == B4 else over_128  # of all keys
+    of_dq = 2 * over_128 if impl in PAIRS else over_128  # of all keys
     assert count["UTCHMMA"] == 2 * over_dim + over_128 + 2 * (over_128 + of_dq)
-    # S, dP, dV; dQ, dK twice; the tile's end. In b4 two more for the rows of Q and dO.
-    assert count["UTCBAR"] == 3 + 2 * 2 + 2 + 2 * (impl == B4)
-    if impl != B4:  # the first step is peeled
+    # S, dP, dV; dQ, dK twice; the tile's end. In pairs two more for the rows of Q and dO; in b5 the
+    # end has one, twice, and three when the last S, dP and dV of an item are complete.
+    of_ends = 2 + 3 * (impl in PAIRS[1:])
+    assert count["UTCBAR"] == 3 + 2 * 2 + of_ends + 2 * (impl in PAIRS)
+    if impl not in PAIRS:  # the first step is peeled
         assert count["UTMALDG"] == (head_dim // 64) * (2 + 2 * 2)
-    assert count["STTM"] == 2 * 2 * (1 + (impl in (B3, B4)))  # P, dS of two roles in two parts
+    assert count["STTM"] == 2 * 2 * (1 + (impl in (B3, *PAIRS)))  # P, dS of two roles in two parts
     assert count["USETMAXREG"] > 0
     assert not {"RED", "REDG", "ATOM", "ATOMG"} & set(count)
     epilogue = 2 * head_dim // 64
-    if impl == B4:  # dQ is read whole; dS goes to the peer in two parts of each role
+    if impl in PAIRS:  # dQ is read whole; dS goes to the peer in two parts of each role
         assert count["LDTM"] == 2 * 4 + epilogue + 1
-        assert (count["UTMAREDG"], count["UTMASTG"]) == (1, 2)
+        assert (count["UTMAREDG"], count["UTMASTG"]) == ((0, 3) if impl == PAIRS[2] else (1, 2))
         assert count["STAS"] >= 2 * 2 * 4
     elif impl != B2:
         assert count["LDTM"] == 2 * 4 + epilogue + head_dim // 32
@@ -296,8 +299,9 @@ def test_ctas_of_b2_come_in_clusters_of_two():
     assert for_blackwell(B1)[1].instructions["UCGABAR"] == 0
 
 
-def test_all_mmas_of_b4_are_of_a_pair():
-    built, _, launched = for_blackwell(B4)
+@pytest.mark.parametrize("impl", PAIRS)
+def test_all_mmas_are_of_a_pair(impl):
+    built, _, launched = for_blackwell(impl)
     assert launched.options["ctas_per_cga"] == (2, 1, 1) and launched.grid[0] % 2 == 0
     assert "cta_group::1" not in built.asm["ptx"]
     assert "tcgen05.mma.cta_group::2" in built.asm["ptx"]

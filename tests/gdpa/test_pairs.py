@@ -14,8 +14,8 @@ from gdpa_kernels.calling import ladder
 from gdpa_kernels.calling.launch import launch
 from gdpa_kernels.calling.launches import launches
 from gdpa_kernels.gdpa import derivatives, reference
-from gdpa_kernels.gdpa.activations import FOLDABLE, foldable, multiply_add_pairs, tanh_of_pairs
-from gdpa_kernels.gdpa.polynomial import POLYNOMIALS, mixed_pairs
+from gdpa_kernels.gdpa.activations import FOLDABLE, foldable, multiply_add_pairs
+from gdpa_kernels.gdpa.polynomial import POLYNOMIALS, SHARES, mixed_pairs
 from tests.gdpa.cases import Case, batch_of, kernels_run
 from tests.gdpa.test_forward import call
 
@@ -24,28 +24,25 @@ BOUND = 0.016  # of abs(x), from the documented errors of the instructions
 
 @triton.jit
 def pairs_kernel(
-    s_ptr, y_ptr, t_ptr, scale, NAME: tl.constexpr, MIXED: tl.constexpr, N: tl.constexpr
+    s_ptr, y_ptr, t_ptr, scale, NAME: tl.constexpr, SHARE: tl.constexpr, N: tl.constexpr
 ):  # fmt: skip
     offsets = tl.program_id(0) * N + tl.arange(0, N)
     s = tl.load(s_ptr + offsets)
-    if MIXED:
-        x, t = mixed_pairs(s, scale, NAME)
-    else:
-        x, t = tanh_of_pairs(s, scale, NAME)
+    x, t = mixed_pairs(s, scale, NAME, SHARE)
     tl.store(t_ptr + offsets, t)
     tl.store(y_ptr + offsets, multiply_add_pairs(x, t, x))
 
 
 def evaluate(
-    scores: torch.Tensor, name: str, scale: float, mixed: bool
+    scores: torch.Tensor, name: str, scale: float, share: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(activation(scale * scores), t) in fp64, of what the kernels compute in bf16: by MUFU, or
-    mixed with the polynomial."""
+    """(activation(scale * scores), t) in fp64, of what the kernels compute in bf16: by MUFU, a
+    share by the polynomial."""
     y, t = (torch.empty(scores.shape, dtype=torch.bfloat16) for _ in range(2))
-    with tritonemu.enabled("sm_100" if mixed else "sm_90"):
+    with tritonemu.enabled("sm_100" if share else "sm_90"):
         launch(
             pairs_kernel, (scores.numel() // 1024,), scores.device, scores, y, t, scale,
-            NAME=name, MIXED=mixed, N=1024,
+            NAME=name, SHARE=share, N=1024,
         )  # fmt: skip
     return y.double() * scale / 2, t.double()
 
@@ -65,28 +62,29 @@ def scores_and_x(scale: float) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 of_any_scale = pytest.mark.parametrize("scale", (1.0, 128**-0.5, 0.03, -0.3))
-by_both = pytest.mark.parametrize("mixed", (False, True), ids=("MUFU", "mixed"))
+by_all = pytest.mark.parametrize("share", (0.0, *SHARES))
 each = pytest.mark.parametrize("name", FOLDABLE)
 
 
-@by_both
+@by_all
 @of_any_scale
 @each
-def test_error_stays_within_a_share_of_the_score(name, scale, mixed):
+def test_error_stays_within_a_share_of_the_score(name, scale, share):
     scores, x = scores_and_x(scale)
-    y, _ = evaluate(scores, name, scale, mixed)
+    y, _ = evaluate(scores, name, scale, share)
     error = (y - reference.ACTIVATIONS[name].function(x)).abs()
     assert (error <= BOUND * x.abs() + 1e-30).all()
     assert error.max() > 1e-3  # 8 bits: a smaller error would mean that something else ran
 
 
+@pytest.mark.parametrize("share", SHARES)
 @of_any_scale
 @each
-def test_two_of_eight_lanes_are_the_polynomials(name, scale):
+def test_a_share_of_the_lanes_is_the_polynomials(name, scale, share):
     """Within its bound and the rounding to bf16."""
     scores, x = scores_and_x(scale)
-    _, t = evaluate(scores, name, scale, mixed=True)
-    lanes = torch.arange(scores.numel()) % 8 >= 6
+    _, t = evaluate(scores, name, scale, share)
+    lanes = torch.arange(scores.numel()) % (2 / share) >= 2 / share - 2
     limit, _, bound = POLYNOMIALS[name]
     error = (t - exact(x, name)).abs()
     assert error[lanes].max() <= bound + 2**-9
@@ -95,13 +93,13 @@ def test_two_of_eight_lanes_are_the_polynomials(name, scale):
     assert torch.equal(t[saturated], x[saturated].sign())
 
 
-@by_both
+@by_all
 @each
-def test_corners(name, mixed):
+def test_corners(name, share):
     """Zero, which masks rely on, huge, infinite and NaN scores in all lanes; what is saturated is x
     or 0."""
     corners = torch.tensor([0.0, -0.0, 1e4, -1e4, 1e38, -1e38, math.inf, math.nan])
-    y, _ = evaluate(corners.repeat_interleave(128), name, 1.0, mixed)
+    y, _ = evaluate(corners.repeat_interleave(128), name, 1.0, share)
     y = y.reshape(8, 128)
     assert (y[:2] == 0).all()
     assert ((y[2] / 1e4 - 1).abs() < 2**-8).all() and ((y[4] / 1e38 - 1).abs() < 2**-8).all()
@@ -176,6 +174,15 @@ def test_lessons_compute_in_pairs_alone(impl, name):
         call(impl, arguments | {"precise": True})
     with pytest.raises(NotImplementedError, match="needs GELU or SiLU, got relu"):
         call(impl, arguments | {"activation": "relu"})
+
+
+@pytest.mark.parametrize("share", (0.0, *SHARES))
+@pytest.mark.parametrize("impl", PAIRED[2:])
+def test_any_share_has_the_same_error(impl, share):
+    arguments, module = case("gelu_tanh"), ladder.rung(impl).module()
+    with kernels_run(impl):
+        out = module.forward(batch_of(arguments), config=module.Config(share=share))
+    assert 3.2e-3 < relative_error(out, arguments) < 3.8e-3
 
 
 @pytest.mark.parametrize("name", FOLDABLE)

@@ -1,5 +1,6 @@
 """Activations of one's own: right in every product, in both directions, or refused in words."""
 
+from contextlib import contextmanager
 from functools import partial
 
 import pytest
@@ -54,17 +55,26 @@ SIGMOID = sigmoid, sigmoid_and_slope, torch.sigmoid
 ELU = elu, elu_and_slope, torch.nn.functional.elu
 
 
-@pytest.fixture(autouse=True)
-def registered():
-    """Sigmoid and ELU; what a test registers is forgotten after it, and after its monkeypatch."""
+@contextmanager
+def registered_activations():
+    """Sigmoid and ELU are known; what is registered inside is forgotten."""
     tables = (own.OWN, ACTIVATIONS)
     before = [dict(table) for table in tables]
     register_activation("sigmoid", *SIGMOID)
     register_activation("elu", *ELU)
-    yield
-    for table, kept in zip(tables, before, strict=True):
-        table.clear()
-        table.update(kept)
+    try:
+        yield
+    finally:
+        for table, kept in zip(tables, before, strict=True):
+            table.clear()
+            table.update(kept)
+
+
+@pytest.fixture(autouse=True)
+def registered():
+    """After a test, and after its monkeypatch, what it registered is forgotten."""
+    with registered_activations():
+        yield
 
 
 PRODUCTS = {

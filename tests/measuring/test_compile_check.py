@@ -63,7 +63,7 @@ SHARED = "shared memory, Required: .*limit: "
         (shared_kernel, 90, {"KIBIBYTES": 2, "WRITES": False}, ValueError,
          "must write to memory, got shared_kernel, which does not"),
         (shared_kernel, 70, {"KIBIBYTES": 2, "WRITES": True}, ValueError,
-         r"one of \(86, 89, 120, 80, 90, 100, 103\), got 70"),
+         r"one of \(86, 89, 120, 80, 90, 100, 103, 'gfx942', 'gfx950'\), got 70"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_or_does_nothing_is_refused(

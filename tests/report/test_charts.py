@@ -178,38 +178,6 @@ def test_a_text_on_a_pale_part_has_the_ink_of_the_page():
     assert colours == [house.PAGE, house.INK, house.RUNG_COLOURS[1]]
 
 
-def test_small_multiples_share_rows_and_name_what_was_not_timed():
-    frame = pd.DataFrame({"a": [1.0, 2.0], "b": [3.0, None]}, index=["x", "y"])
-    left, right = rare_charts.multiples(frame, xlabel="r", low=frame - 1, high=frame + 1).axes
-    assert [text.get_text() for text in left.texts] == ["1.00", "2.00"]
-    assert [text.get_text() for text in right.texts] == ["3.00", "not timed"]
-    assert left.get_xlim() == right.get_xlim() and left.get_ylim() == right.get_ylim()
-    (whole,) = right.collections
-    assert whole.get_segments()[0][:, 0].tolist() == [2, 4]
-
-
-def test_slopes_colour_what_falls_otherwise_than_what_rises():
-    frame = pd.DataFrame({"published": [2.0, 1.0], "ours": [1.5, 1.2]}, index=["down", "up"])
-    (axis,) = rare_charts.slopes(frame, ylabel="ratio").axes
-    falls, rises = (line.get_color() for line in axis.get_lines())
-    assert falls != rises and {text.get_text() for text in axis.texts} == {"down", "up"}
-    with pytest.raises(ValueError, match="got none for ours at up"):
-        rare_charts.slopes(frame.where(frame > 1.3, None).astype(float)[["ours"]], ylabel="")
-
-
-def test_a_forest_has_each_prediction_at_its_distance_from_the_nearest_limit():
-    found = pd.DataFrame({
-        "word": ["refuted", "confirmed", "confirmed", "confirmed"],
-        "margin": [-0.5, 0.1, 0.25, None], "value": [1.5, 2.2, 4.0, 0.0],
-        "least": [None, 2.0, None, 0.0], "most": [1.0, 3.0, 5.333, None],
-    })  # fmt: skip
-    (axis,) = rare_charts.forest(found).axes
-    marks = {line.get_label(): list(line.get_xdata()) for line in axis.get_lines()}
-    assert marks["refuted (1)"] == [50] and marks["confirmed (2)"] == [-25, -10]
-    bars = [segment[:, 0].tolist() for segment in axis.collections[0].get_segments()]
-    assert bars == [[axis.get_xlim()[0], 0], [-50, 0], [axis.get_xlim()[0], 0]]
-
-
 def test_a_heat_map_is_more_saturated_for_more_and_frames_holes():
     frame = pd.DataFrame({"a": [1.0, 5.0], "b": [9.0, None]}, index=["x", "y"])
     cells = rare_charts.heat(frame, label="%").axes[0].patches

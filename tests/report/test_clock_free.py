@@ -95,14 +95,14 @@ def test_another_gpu_judges_nothing(tmp_path):
     assert "No row is measured" in clock_free.report(tmp_path)
 
 
-@pytest.mark.parametrize(("wrong", "dead"), [(0, False), (5, False), (6, True), (17, True)])
+@pytest.mark.parametrize(("wrong", "dead"), [(0, False), (5, False), (6, True), (19, True)])
 def test_a_model_dies_of_too_few_groups(wrong, dead):
-    """Of 17 groups, 12 inside have a probability above 1 %, 11 one below."""
+    """Of 19 groups, 14 inside have a probability above 1 %, 13 one below."""
     table = clock_free.registered()
     groups = table.groupby(["direction", "impl", "other"]).ngroup()
-    assert groups.nunique() == 17
+    assert groups.nunique() == 19
     off = groups < wrong
     table = table.assign(measured=table["expected"].where(~off, 2 * table["high"]))
-    assert clock_free.is_dead(table) == (dead, 17 - wrong, 17)
+    assert clock_free.is_dead(table) == (dead, 19 - wrong, 19)
     lone = table.assign(measured=table["measured"].where(table.index == table.index[0]))
     assert not clock_free.is_dead(lone)[0]

@@ -16,7 +16,7 @@ import torch
 from gdpa_kernels.calling import ladder, rung
 from gdpa_kernels.calling.rung import Requires, Rung
 from gdpa_lab import __main__
-from gdpa_lab.measuring import baselines
+from gdpa_lab.measuring import baselines, every_gpu
 from gdpa_lab.measuring.workloads import workload
 from gdpa_lab.report import doctor
 from gdpa_lab.report.doctor import Finding
@@ -37,6 +37,21 @@ def test_this_machine(tmp_path):
     text = " ".join(doctor.report(found).split())
     assert all(f.name in text and " ".join(f.detail.split()) in text for f in found)
     assert "0 read, 0 refused" in text
+
+
+def test_other_gpus_run_what_compiles_and_amds_nothing():
+    found = {f.name: f for f in doctor.check_other_gpus()}
+    assert [*found] == ["sm_80", "sm_86", "sm_89", "sm_120", "gfx942", "gfx950"]
+    assert [f.ok for f in found.values()] == [True] * 4 + [False] * 2
+    assert all("score: compiled and emulated, not measured" in f.detail for f in found.values())
+    assert "registers spill in v1_tiled_backward at head_dim 64, 128" in found["gfx942"].detail
+    assert found["gfx942"].detail.endswith("calls are refused there, eager PyTorch runs")
+
+
+def test_a_table_that_is_missing_is_named(monkeypatch, tmp_path):
+    monkeypatch.setattr(every_gpu.table, "__defaults__", (tmp_path,))
+    (found,) = doctor.check_other_gpus()
+    assert not found.ok and "cannot be read: FileNotFoundError" in found.detail
 
 
 def rungs(**reasons: str) -> list[Finding]:

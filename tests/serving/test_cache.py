@@ -1,16 +1,22 @@
 """Histories in pages, found again or not at all; candidates over them are those of one call."""
 
+from contextlib import ExitStack, contextmanager
+from unittest import mock
+
 import pytest
 import torch
 
 import tritonemu
-from gdpa_kernels import gdpa
+from gdpa_kernels import Lengths, gdpa
+from gdpa_kernels.calling.launches import launches
 from gdpa_kernels.serving.cache import PagedCache, score
 from gdpa_kernels.serving.validity import Model
+from gdpa_lab.measuring.compile_check import build_launch, read
+from tests.calls import assert_same_bits, full_of_nan
 from tests.serving.test_validity import ALONE, COMBINED, LAYERS, ROWS, WIDTH, inputs
 
 HEADS, DIM, PAGE = 2, 16, 4
-FP64, BF16 = torch.float64, torch.bfloat16
+FP64, FP32, BF16 = torch.float64, torch.float32, torch.bfloat16
 
 
 def ends(*lengths: int) -> torch.Tensor:
@@ -203,8 +209,20 @@ WRONG = (
      lambda: (filled(c := cache(), ["a"], [3]), c.edit("a", 4, 1, added=True))),
     (TypeError, "added must be a bool", lambda: cache().edit("a", 0, 1, added=1)),
     (TypeError, "options must be among .*, got .'causal'.",
-     lambda: score(*[draw(1, 0)] * 3, ends(1), 1, draw(0, 0), draw(0, 0), cache().pages(["a"]),
-                   causal=True)),
+     lambda: score(*[draw(1, 0)] * 3, ends(1), 1, c := cache(), 0, c.pages(["a"]), causal=True)),
+    (TypeError, "in_one_call must be a bool, got 1",
+     lambda: score(*[draw(1, 0)] * 3, ends(1), 1, c := cache(), 0, c.pages(["a"]), in_one_call=1)),
+    (ValueError, "k must have q's 1 rows, got 2", lambda: score(
+        draw(1, 0), *[draw(2, 0)] * 2, ends(1), 1, c := cache(), 0, c.pages(["a"]))),
+    (ValueError, "cu_seqlens must run from 0 to the 1 rows .*, got 0 to 2", lambda: score(
+        *[draw(1, 0)] * 3, ends(2), 2, c := cache(), 0, c.pages(["a"]))),
+    (ValueError, "max_seqlen must be at least 1, got 0", lambda: score(
+        *[draw(1, 0)] * 3, Lengths(ends(1)), 0, c := cache(), 0, c.pages(["a"]))),
+    (ValueError, r"cu_seqlens must have shape .2., as the histories, got .3.",
+     lambda: (c := cache()).read_before(0, c.pages(["a"]), *[draw(2, 0)] * 2, ends(1, 1), 1)),
+    (ValueError, r"v must be \[1, 2, 16\] in torch.float64, got \[1, 2, 16\] in torch.bfloat16",
+     lambda: (c := cache()).read_before(0, c.pages(["a"]), draw(1, 0), draw(1, 0, BF16), ends(1),
+                                        1)),
 )  # fmt: skip
 
 
@@ -214,30 +232,141 @@ def test_wrong_arguments(error, told, call):
         call()
 
 
-@pytest.mark.parametrize("group", (1, 2))
-@pytest.mark.parametrize("impl, dtype", (("reference", FP64), ("v1_tiled", BF16)))
-def test_scores_are_those_of_one_call_with_targets(impl, dtype, group):
-    """[history; candidates] in one call, of which the candidates' rows are compared."""
-    users, lengths, candidates = ["a", "new", "b"], (9, 0, 4), (3, 2, 5)
-    kept = cache(dtype=dtype)
-    history = filled(kept, users, list(lengths))
-    q, k, v = (draw(sum(candidates), seed, dtype) for seed in (50, 51, 52))
-    own = {"activation": "silu", "output_scale": 0.25, "impl": impl}
+USERS, LENGTHS, SHOWN = ["a", "new", "b", "c"], (9, 0, 4, 2), (3, 2, 0, 5)
+
+
+def candidates(group: int, impl: str, dtype: torch.dtype, **options) -> tuple:
+    """The scores of candidates over histories, and their rows of one call in fp64."""
+    kept = cache(num_pages=8, dtype=dtype)
+    history = filled(kept, USERS, [*LENGTHS])
+    q, packed = draw(sum(SHOWN), 50, dtype), torch.stack(
+        [draw(sum(SHOWN), seed, dtype) for seed in (51, 52)], 2
+    )  # fmt: skip
+    k, v = packed.unbind(2)
+    own = {"activation": "silu", "output_scale": 0.25}
     with tritonemu.enabled():
-        at = kept.pages(users)
-        keys = kept.read(1, at)
-        found = score(q, k, v, ends(*candidates), 5, *keys, at, target_group_size=group, **own)
-    old = [x.split(lengths) for x in (torch.zeros_like(history[0]), *history)]
-    new = [x.split(candidates) for x in (q, k, v)]
+        found = score(
+            q, k, v, ends(*SHOWN), 5, kept, 1, kept.pages(USERS), target_group_size=group,
+            impl=impl, **own, **options,
+        )  # fmt: skip
+    old = [x.split(LENGTHS) for x in (torch.zeros_like(history[0]), *history)]
+    new = [x.split(SHOWN) for x in (q, k, v)]
     whole = [
         torch.cat([x for pair in zip(a, b, strict=True) for x in pair]).double()
         for a, b in zip(old, new, strict=True)
     ]
-    both = ends(*(n + m for n, m in zip(lengths, candidates, strict=True)))
+    both = ends(*(n + m for n, m in zip(LENGTHS, SHOWN, strict=True)))
     wanted = gdpa(
-        *whole, both, both, 12, 12, causal=True, num_targets=torch.tensor(candidates).int(),
-        target_group_size=group, **own | {"impl": "reference"},
+        *whole, both, both, 12, 12, causal=True, num_targets=torch.tensor(SHOWN).int(),
+        target_group_size=group, impl="reference", **own,
     )  # fmt: skip
-    rows = [row for i, m in enumerate(candidates) for row in range(both[i + 1] - m, both[i + 1])]
-    error = (found.double() - wanted[rows]).norm() / wanted[rows].norm()
-    assert found.dtype == dtype and error < (1e-12 if dtype == FP64 else 5e-3)
+    rows = [row for i, m in enumerate(SHOWN) for row in range(both[i + 1] - m, both[i + 1])]
+    return found, wanted[rows]
+
+
+@pytest.mark.parametrize("in_one_call", (False, True, None))
+@pytest.mark.parametrize("group", (1, 2))
+@pytest.mark.parametrize(
+    "impl, dtype",
+    (("reference", FP64), ("v1_tiled", BF16), ("v8_own_waits", BF16), ("auto", FP32)),
+)
+def test_scores_are_those_of_one_call_with_targets(impl, dtype, group, in_one_call):
+    """[history; candidates] in one call, of which the candidates' rows are compared."""
+    found, wanted = candidates(group, impl, dtype, in_one_call=in_one_call)
+    error = (found.double() - wanted).norm() / wanted.norm()
+    assert found.dtype == dtype and error < {FP64: 1e-12, FP32: 1e-6, BF16: 5e-3}[dtype]
+
+
+def test_a_sum_in_fp32_of_one_call():
+    options = {"in_one_call": True, "precise": True}
+    found, wanted = candidates(1, "auto", BF16, out_dtype=FP32, **options)
+    assert found.dtype == FP32 and (found.double() - wanted).norm() < 2e-3 * wanted.norm()
+    assert torch.equal(found.bfloat16(), candidates(1, "auto", BF16, **options)[0])
+
+
+def of_sizes(users: int, heads: int, head_dim: int, history: int, shown: int) -> tuple:
+    """q, k, v and the other arguments of `score`: as many events, and as many candidates, each."""
+    kept = PagedCache(Model(1), users * -(-history // 64), 64, heads, head_dim)
+    kept.append([*range(users)], [history] * users)
+    x = torch.zeros(users * shown, heads, head_dim, dtype=BF16)
+    both = torch.arange(users + 1, dtype=torch.int32) * shown
+    return x, x, x, both, shown, kept, 0, kept.pages([*range(users)])
+
+
+@pytest.mark.parametrize(
+    "sizes, multiprocessors, one",
+    [
+        ((10, 4, 128, 640, 2048), 132, True), ((2, 4, 128, 4096, 100), 132, False),
+        ((2, 4, 128, 4096, 100), 10, True), ((1, 4, 128, 300, 100), 132, True),
+        ((1, 2, 256, 4096, 100), 132, True),
+    ],
+)  # fmt: skip
+def test_many_candidates_are_one_call(sizes, multiprocessors, one):
+    """Where no keys are split: tiles for all multiprocessors, few keys, or wide heads."""
+    given, names = of_sizes(*sizes), [set(), set()]
+    for calls, options in zip(names, ({}, {"target_group_size": 3}), strict=True):
+        with tritonemu.enabled(multiprocessors=multiprocessors), launches(run=False) as seen:
+            score(*given, validate=False, activation="silu", **options)
+        calls |= {launch.name for launch in seen}
+    kernels = {"own_waits_kernel", "join_kernel"}
+    for calls in names:
+        assert kernels <= calls if one else "join_kernel" not in calls
+    assert one != ("diagonal_kernel" in names[0])
+
+
+@contextmanager
+def unread():
+    """Refuses what would wait for a device: reading a value."""
+
+    def read(*_):
+        raise AssertionError("a value was read")
+
+    with ExitStack() as stack:
+        for name in ("tolist", "item", "__bool__", "__int__", "__index__", "nonzero", "cpu"):
+            stack.enter_context(mock.patch.object(torch.Tensor, name, read))
+        yield
+
+
+@pytest.mark.parametrize("kind", (Lengths, lambda x: x))
+@pytest.mark.parametrize("options", ({}, {"in_one_call": False}, {"target_group_size": 2}), ids=str)
+def test_nothing_waits_for_the_device(kind, options):
+    q, k, v, both, *given = of_sizes(10, 4, 128, 256, 256)
+    shared = kind(both)
+    validate = {"validate": isinstance(shared, Lengths)}
+    with tritonemu.enabled(), launches(run=False) as seen, unread():
+        score(q, k, v, shared, *given, **validate, **options)
+    assert "own_waits_kernel" in {launch.name for launch in seen}
+    checked = pytest.raises(AssertionError, match="a value was read")
+    with tritonemu.enabled(), launches(run=False), unread(), checked:
+        score(q, k, v, both, *given, **options)
+
+
+@pytest.mark.parametrize("dim, dtype", ((16, BF16), (100, FP32), (256, torch.float16)))
+@pytest.mark.parametrize("rows", ((70, 0, 1), (0, 0, 0)))
+def test_the_kernel_joins_what_pytorch_joins(dim, dtype, rows):
+    """Of pages that lie apart, and of strided candidates; memory around is not written."""
+    kept = PagedCache(Model(2), 40, 3, 2, dim, dtype=dtype)
+    for counts in ([5, 0, 31], [8, 0, 2], [20, 0, 7]):
+        at = kept.append(USERS[:3], counts)
+        shape = sum(counts), 2, dim
+        kept.write(1, at, torch.randn(shape).to(dtype), torch.randn(shape).to(dtype))
+    at, both = kept.pages(USERS[:3]), ends(*rows)
+    k, v = torch.randn(sum(rows), 2, 2, dim + 3).to(dtype)[..., 3:].unbind(1)
+    wanted = kept.read_before(1, at, k, v, both, max(rows))
+    with tritonemu.enabled(), launches() as seen, full_of_nan():
+        found = kept.read_before(1, at, k, v, both, max(rows))
+    assert [launch.name for launch in seen] == ["join_kernel"]
+    assert_same_bits(found, wanted)
+
+
+@pytest.mark.parametrize("head_dim", (64, 128))
+@pytest.mark.parametrize("capability", (80, 90, 100))
+def test_the_kernel_moves_16_bytes_at_once(capability, head_dim):
+    """Keys and values of pages and candidates; what says where they lie is read in words."""
+    _, k, v, both, shown, kept, layer, at = of_sizes(2, 4, head_dim, 100, 30)
+    with tritonemu.enabled(), launches(run=False) as seen:
+        kept.read_before(layer, at, k, v, both, shown)
+    code = read(build_launch(seen[-1], capability=capability))
+    assert code.spill_bytes == 0 and code.wide["LDG"] and code.wide["STG"]
+    assert code.wide["STG"] == code.instructions["STG"]
+    assert 2 * code.wide["STG"] == code.wide["LDG"]

@@ -41,6 +41,7 @@ from gdpa_kernels.block_attention.rotary import load_sin_cos, sin_cos_strides
 from gdpa_kernels.block_attention.tiles import load_tile, softmax_parts, store_tile
 from gdpa_kernels.calling.launch import launch, shared_memory
 from gdpa_kernels.device.rotation import rotate, rotate_transposed
+from gdpa_kernels.device.vendor import precision
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,7 @@ def forward_kernel(
     first_row, rows, head = place(blocks_ptr, NUM_HEADS, HEADS_INNER)
     if rows == 0:
         return
-    PRECISION: tl.constexpr = "ieee" if q_ptr.dtype.element_ty == tl.float32 else "tf32"
+    PRECISION: tl.constexpr = precision(q_ptr.dtype.element_ty == tl.float32)
     own_dim = tl.program_id(1) * WIDTH if HEAD_DIM > WIDTH else 0
     v = load_rotated(
         v_ptr, sin_ptr, cos_ptr, first_row, rows, head // GROUP, own_dim,
@@ -177,7 +178,7 @@ def backward_kernel(
     first_row, rows, head_k = place(blocks_ptr, NUM_HEADS_K, HEADS_INNER)
     if rows == 0:
         return
-    PRECISION: tl.constexpr = "ieee" if q_ptr.dtype.element_ty == tl.float32 else "tf32"
+    PRECISION: tl.constexpr = precision(q_ptr.dtype.element_ty == tl.float32)
     own_dim = tl.program_id(1) * WIDTH if HEAD_DIM > WIDTH else 0
     dk = tl.zeros([BLOCK, WIDTH], tl.float32)
     dv = tl.zeros([BLOCK, WIDTH], tl.float32)

@@ -58,13 +58,14 @@ Q_ITEMS = tl.constexpr(2)  # whose Q, and then O, are in shared memory
 @dataclass(frozen=True)
 class Config:
     """num_stages: blocks of K, and of V, in shared memory. slices: of a tile's scores, columns: of
-    O, in registers at a time."""
+    O, in registers at a time. share: of the scores that take a polynomial, as in b4_mixed."""
 
     BLOCK_N: int = 128
     num_stages: int = 3
     slices: int = 2
     columns: int = 32
     registers: int = 192
+    share: float = 0.25
 
 
 def default_config(batch: Batch) -> Config:
@@ -92,6 +93,7 @@ class Options:
     NUM_STAGES: tl.constexpr
     SLICES: tl.constexpr
     COLUMNS: tl.constexpr
+    SHARE: tl.constexpr
 
 
 @triton.jit
@@ -174,10 +176,10 @@ def mma(q, k, v, s, p, o, list_ptr, options):
                 if not continued:
                     tlx.barrier_wait(o.empty[role], o_free)
                 weighted_sum(role, p, v.buffer[mine], o.buffer[role], count, continued, options)
-                if last:
-                    tlx.tcgen05_commit(o.full[role], two_ctas=True)
                 if role == ROLES - 1:
                     tlx.tcgen05_commit(v.empty[mine], two_ctas=True)
+                if last:
+                    tlx.tcgen05_commit(o.full[role], two_ctas=True)
                 if item < num_items:
                     if role == 0:
                         tlx.barrier_wait(k.full[stage], ((count + 1) // NUM_STAGES) & 1)
@@ -243,13 +245,13 @@ def pair_stream_kernel(
     q_desc, k_desc, v_desc, out_desc, list_ptr, scale, output_scale,
     GROUP: tl.constexpr, ACTIVATION: tl.constexpr, PAIRS: tl.constexpr, CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, NUM_STAGES: tl.constexpr,
-    SLICES: tl.constexpr, COLUMNS: tl.constexpr, REGISTERS: tl.constexpr,
+    SLICES: tl.constexpr, COLUMNS: tl.constexpr, SHARE: tl.constexpr, REGISTERS: tl.constexpr,
 ):  # fmt: skip
     """output_scale * activation(scale * Q K^T) V for the listed work of this pair of CTAs."""
     DTYPE: tl.constexpr = tlx.dtype_of(q_desc)
     options = Options(
         GROUP, ACTIVATION, PAIRS, CAUSAL, WINDOW, DTYPE, BLOCK_N, BLOCK_D, NUM_STAGES, SLICES,
-        COLUMNS,
+        COLUMNS, SHARE,
     )  # fmt: skip
     q = tlx.local_alloc((ROWS, BLOCK_D), DTYPE, Q_ITEMS * ROLES)
     k = tlx.local_alloc((BLOCK_N // CTAS, BLOCK_D), DTYPE, NUM_STAGES)
@@ -297,7 +299,7 @@ def forward(
         entries, batch.scale, batch.output_scale * batch.scale / 2 if pairs else batch.output_scale,
         GROUP=batch.group, ACTIVATION=batch.names, PAIRS=pairs, CAUSAL=batch.causal,
         WINDOW=batch.window, BLOCK_N=config.BLOCK_N, BLOCK_D=width, NUM_STAGES=config.num_stages,
-        SLICES=config.slices, COLUMNS=config.columns, REGISTERS=config.registers,
-        num_warps=4, ctas_per_cga=(CTAS.value, 1, 1),
+        SLICES=config.slices, COLUMNS=config.columns, SHARE=config.share,
+        REGISTERS=config.registers, num_warps=4, ctas_per_cga=(CTAS.value, 1, 1),
     )  # fmt: skip
     return out

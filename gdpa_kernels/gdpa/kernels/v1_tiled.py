@@ -32,6 +32,7 @@ import triton.language as tl
 
 from gdpa_kernels.calling.launch import launch
 from gdpa_kernels.device.sequences import sequence
+from gdpa_kernels.device.vendor import precision
 from gdpa_kernels.gdpa.activations import activate_per_head
 from gdpa_kernels.gdpa.batch import Batch
 from gdpa_kernels.gdpa.bias_tiles import biased
@@ -120,7 +121,7 @@ def tiled_kernel(
     out_ptr += tl.cast(start_out, tl.int64) * OUT_STRIDES[0] + head.to(tl.int64) * OUT_STRIDES[1]
 
     EXACT: tl.constexpr = q_ptr.dtype.element_ty == tl.float32
-    PRECISION: tl.constexpr = "ieee" if EXACT else "tf32"
+    PRECISION: tl.constexpr = precision(EXACT)
     q_ptrs, q_mask = tile(q_ptr, first_row, len_q, BLOCK_M, Q_STRIDES, HEAD_DIM, BLOCK_D)
     q = tl.load(q_ptrs, mask=q_mask, other=0.0)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)

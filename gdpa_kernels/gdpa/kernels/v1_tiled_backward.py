@@ -32,6 +32,7 @@ import triton.language as tl
 
 from gdpa_kernels.calling.launch import launch, shared_memory
 from gdpa_kernels.device.sequences import sequence
+from gdpa_kernels.device.vendor import precision
 from gdpa_kernels.gdpa import bias_gradient
 from gdpa_kernels.gdpa.batch import Batch
 from gdpa_kernels.gdpa.bias_tiles import biased
@@ -132,7 +133,7 @@ def keys_kernel(
         return
 
     EXACT: tl.constexpr = q_ptr.dtype.element_ty == tl.float32
-    PRECISION: tl.constexpr = "ieee" if EXACT else "tf32"
+    PRECISION: tl.constexpr = precision(EXACT)
     k = load_tile(
         rows_of(k_ptr, start_k, head_k, K_STRIDES), first_key, len_k, BLOCK_N,
         K_STRIDES, HEAD_DIM, BLOCK_D,
@@ -224,7 +225,7 @@ def queries_kernel(
         return
 
     EXACT: tl.constexpr = q_ptr.dtype.element_ty == tl.float32
-    PRECISION: tl.constexpr = "ieee" if EXACT else "tf32"
+    PRECISION: tl.constexpr = precision(EXACT)
     q = load_tile(
         rows_of(q_ptr, start_q, head, Q_STRIDES), first_row, len_q, BLOCK_M,
         Q_STRIDES, HEAD_DIM, BLOCK_D,

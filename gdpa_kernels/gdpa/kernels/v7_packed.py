@@ -29,7 +29,7 @@ import triton.language.extra.tlx as tlx
 from gdpa_kernels.calling.launch import launch, multiprocessors
 from gdpa_kernels.device.groups import Ring
 from gdpa_kernels.device.ragged import ragged_descriptor
-from gdpa_kernels.device.rows import fetch_rows, put_rows
+from gdpa_kernels.device.rows import fetch_rows, put_out
 from gdpa_kernels.gdpa.activations import (
     activate_per_head,
     foldable,
@@ -38,6 +38,7 @@ from gdpa_kernels.gdpa.activations import (
 )
 from gdpa_kernels.gdpa.batch import Batch, Schedule
 from gdpa_kernels.gdpa.masks import key_range, mask_probabilities
+from gdpa_kernels.gdpa.sums import add_up
 from gdpa_kernels.gdpa.work_list import count_items, entry, list_of_queries
 
 ROWS = tl.constexpr(64)
@@ -94,6 +95,7 @@ class Options:
     NUM_STAGES: tl.constexpr
     RESIDENT: tl.constexpr
     MATH_ROLES: tl.constexpr
+    DTYPE: tl.constexpr
 
 
 @triton.jit
@@ -190,7 +192,8 @@ def math(
 ):  # fmt: skip
     """A consumer: 64 rows of every tile. `kv` counts blocks of K and V, `tile` tiles of Q."""
     NUM_STAGES: tl.constexpr = options.NUM_STAGES
-    DTYPE: tl.constexpr = tlx.dtype_of(out_desc)
+    DTYPE: tl.constexpr = options.DTYPE
+    OUT: tl.constexpr = tlx.dtype_of(out_desc)
     item = tl.program_id(0)
     num_items = count_items(list_ptr)
     step, tile, kv = 0, 0, 0
@@ -255,9 +258,8 @@ def math(
             x, t = begin(s, scale, next_head, next_row, start, options)
             acc = tlx.async_dot_wait(0, acc)
             release(v.empty[before], last, options.RESIDENT)
-            tlx.async_descriptor_store_wait(0)
-            rows = (acc * output_scale).to(DTYPE)
-            put_rows(out_desc, out[role], start_out, len_q, head, row, rows)
+            rows = (acc * output_scale).to(OUT)
+            put_out(out_desc, out[role], start_out, len_q, head, row, rows)
             start_out, len_q, head, row, blocks = (
                 next_out, next_len_q, next_head, next_row, next_blocks
             )  # fmt: skip
@@ -274,12 +276,13 @@ def packed_kernel(
     """output_scale * activation(scale * Q K^T) V for the listed work of this program."""
     DTYPE: tl.constexpr = tlx.dtype_of(q_desc)
     options = Options(
-        GROUP, ACTIVATION, PAIRS, CAUSAL, WINDOW, BLOCK_N, BLOCK_D, NUM_STAGES, RESIDENT, MATH_ROLES
+        GROUP, ACTIVATION, PAIRS, CAUSAL, WINDOW, BLOCK_N, BLOCK_D, NUM_STAGES, RESIDENT,
+        MATH_ROLES, DTYPE,
     )  # fmt: skip
     q = tlx.local_alloc((ROWS, BLOCK_D), DTYPE, MATH_ROLES * Q_SLOTS)
     k = tlx.local_alloc((BLOCK_N, BLOCK_D), DTYPE, NUM_STAGES)
     v = tlx.local_alloc((BLOCK_N, BLOCK_D), DTYPE, NUM_STAGES)
-    out = tlx.local_alloc((ROWS, BLOCK_D), DTYPE, MATH_ROLES)
+    out = tlx.local_alloc((ROWS, out_desc.block_shape[4]), tlx.dtype_of(out_desc), MATH_ROLES)
     q_full = tlx.alloc_barriers(MATH_ROLES * Q_SLOTS)
     q_empty = tlx.alloc_warp_barrier(MATH_ROLES * Q_SLOTS, 4)
     k_full = tlx.alloc_barriers(NUM_STAGES)
@@ -312,18 +315,26 @@ def forward(
     (entries,) = schedule or make_schedule(batch, config)
     pairs = config.pairs and not batch.precise and foldable(batch.activation, batch.dtype)
     programs = min(multiprocessors(batch.device), len(entries) - 1)
-    out_desc = ragged_descriptor(out, ROWS.value, min_width=32)
+    q_desc = ragged_descriptor(batch.q, ROWS.value, min_width=32)
+    made = out
+    if batch.add_to is not None:
+        made = out.new_empty(1, *out.shape, dtype=torch.float32)
+    width = q_desc.block_shape[-1]
+    stored = min(width, 256 // made.element_size())
     launch(
         packed_kernel, (programs,), batch.device,
-        ragged_descriptor(batch.q, ROWS.value, min_width=32),
+        q_desc,
         ragged_descriptor(batch.k, config.BLOCK_N, min_width=32),
-        ragged_descriptor(batch.v, config.BLOCK_N, min_width=32), out_desc,
+        ragged_descriptor(batch.v, config.BLOCK_N, min_width=32),
+        ragged_descriptor(made.view(out.shape), ROWS.value, width=stored),
         entries, config.rows_per_item(batch.max_seqlen_q), batch.scale,
         batch.output_scale * batch.scale / 2 if pairs else batch.output_scale,
         GROUP=batch.group, ACTIVATION=batch.names, PAIRS=pairs,
         CAUSAL=batch.causal, WINDOW=batch.window,
-        BLOCK_N=config.BLOCK_N, BLOCK_D=out_desc.block_shape[-1], NUM_STAGES=config.num_stages,
+        BLOCK_N=config.BLOCK_N, BLOCK_D=width, NUM_STAGES=config.num_stages,
         REGISTERS=config.registers, RESIDENT=config.resident,
         MATH_ROLES=config.math_roles, num_warps=4,
     )  # fmt: skip
+    if made is not out:
+        add_up(made, batch.add_to, out)
     return out

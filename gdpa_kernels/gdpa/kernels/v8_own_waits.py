@@ -28,8 +28,8 @@ import triton.language.extra.tlx as tlx
 
 from gdpa_kernels.calling.launch import launch, multiprocessors
 from gdpa_kernels.device.groups import Ring
-from gdpa_kernels.device.ragged import BOUND, ragged_descriptor
-from gdpa_kernels.device.rows import fetch_rows, put_rows
+from gdpa_kernels.device.ragged import ragged_descriptor
+from gdpa_kernels.device.rows import fetch_rows, put_out
 from gdpa_kernels.gdpa.activations import (
     activate_per_head,
     foldable,
@@ -286,24 +286,6 @@ def begin(s, scale, head, row, first_key, parts, options):
 def finish(x, t, DTYPE: tl.constexpr, PAIRS: tl.constexpr):
     """The probabilities, in registers that an MMA reads: only when none is in flight."""
     return multiply_add_pairs(x, t, x) if PAIRS else x.to(DTYPE)
-
-
-@triton.jit
-def put_out(desc, buffer, start, length, head, row, rows):
-    """Start the store of `rows` through `buffer`, which is free when what it held has been read."""
-    if rows.shape[1] == desc.block_shape[4]:
-        tlx.async_descriptor_store_wait(0)
-        put_rows(desc, buffer, start, length, head, row, rows)
-    else:
-        WIDTH: tl.constexpr = desc.block_shape[4]
-        halves = tl.permute(tl.reshape(rows, [ROWS, 2, WIDTH]), (0, 2, 1))
-        for half in tl.static_range(2):
-            tlx.async_descriptor_store_wait(0)
-            part = tl.split(halves)[half]
-            tlx.local_store(buffer, part)
-            tlx.fence("async_shared")
-            place = [BOUND, start + length, head, BOUND - length + row, half * WIDTH]
-            tlx.async_descriptor_store(desc, buffer, place)
 
 
 @triton.jit

@@ -35,7 +35,7 @@ from gdpa_kernels.calling.launch import launch, multiprocessors
 from gdpa_kernels.device.groups import Handover, Ring
 from gdpa_kernels.device.ragged import ragged_descriptor
 from gdpa_kernels.device.rows import fetch_rows, put_rows
-from gdpa_kernels.gdpa.activations import multiply_add_pairs, tanh_of_pairs
+from gdpa_kernels.gdpa.activations import multiply_add_pairs
 from gdpa_kernels.gdpa.batch import Batch, Schedule
 from gdpa_kernels.gdpa.lesson import requires_pairs
 from gdpa_kernels.gdpa.polynomial import mixed_pairs
@@ -51,12 +51,12 @@ BLOCK_M = tl.constexpr(TILES.value * ROWS.value)
 @dataclass(frozen=True)
 class Config:
     """Launch constants: keys of a block, buffers of K and V together, parts in which P is
-    handed over; whether a quarter of the scores takes a polynomial, as in b4_mixed."""
+    handed over; the share of the scores that takes a polynomial, 0.25 in b4_mixed."""
 
     BLOCK_N: int = 128
     num_stages: int = 3
     slices: int = 2
-    mixed: bool = False
+    share: float = 0.0
 
 
 def default_config(batch: Batch) -> Config:
@@ -78,7 +78,7 @@ class Options:
     BLOCK_N: tl.constexpr
     NUM_STAGES: tl.constexpr
     SLICES: tl.constexpr
-    MIXED: tl.constexpr
+    SHARE: tl.constexpr
 
 
 @triton.jit
@@ -208,10 +208,7 @@ def math(role: tl.constexpr, s, p, o, out_desc, out, list_ptr, scale, output_sca
             tlx.barrier_wait(s.full[role], step & 1)
             for part in tl.static_range(options.SLICES):
                 x = tlx.local_load(tlx.subslice(s.buffer[role], part * WIDTH, WIDTH))
-                if options.MIXED:
-                    x, t = mixed_pairs(x, scale, options.ACTIVATION)
-                else:
-                    x, t = tanh_of_pairs(x, scale, options.ACTIVATION)
+                x, t = mixed_pairs(x, scale, options.ACTIVATION, options.SHARE)
                 x = multiply_add_pairs(x, t, x)
                 tlx.local_store(tlx.subslice(p.buffer[TILES * role], part * WIDTH, WIDTH), x)
                 tlx.barrier_arrive(p.full[role * options.SLICES + part])
@@ -230,11 +227,11 @@ def math(role: tl.constexpr, s, p, o, out_desc, out, list_ptr, scale, output_sca
 def stream_kernel(
     q_desc, k_desc, v_desc, out_desc, list_ptr, scale, output_scale,
     ACTIVATION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    NUM_STAGES: tl.constexpr, SLICES: tl.constexpr, MIXED: tl.constexpr,
+    NUM_STAGES: tl.constexpr, SLICES: tl.constexpr, SHARE: tl.constexpr,
 ):  # fmt: skip
     """output_scale * activation(scale * Q K^T) V for the listed work of this program."""
     DTYPE: tl.constexpr = tlx.dtype_of(q_desc)
-    options = Options(DTYPE, ACTIVATION, BLOCK_N, NUM_STAGES, SLICES, MIXED)
+    options = Options(DTYPE, ACTIVATION, BLOCK_N, NUM_STAGES, SLICES, SHARE)
     q = tlx.local_alloc((ROWS, BLOCK_D), DTYPE, TILES)
     kv = tlx.local_alloc((BLOCK_N, BLOCK_D), DTYPE, NUM_STAGES)
     out = tlx.local_alloc((ROWS, BLOCK_D), DTYPE, TILES)
@@ -276,6 +273,6 @@ def forward(
         ragged_descriptor(batch.v, config.BLOCK_N), ragged_descriptor(out, ROWS.value),
         entries, batch.scale, batch.output_scale * batch.scale / 2,
         ACTIVATION=batch.names, BLOCK_N=config.BLOCK_N, BLOCK_D=batch.head_dim,
-        NUM_STAGES=config.num_stages, SLICES=config.slices, MIXED=config.mixed, num_warps=4,
+        NUM_STAGES=config.num_stages, SLICES=config.slices, SHARE=config.share, num_warps=4,
     )  # fmt: skip
     return out

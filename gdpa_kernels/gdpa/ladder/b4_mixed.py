@@ -29,7 +29,7 @@ __all__ = ["Config", "default_config", "forward", "make_schedule", "requires"]
 
 def default_config(batch: Batch) -> Config:
     """b3's, with the polynomial."""
-    return replace(b3_stream.default_config(batch), mixed=True)
+    return replace(b3_stream.default_config(batch), share=0.25)
 
 
 def forward(

@@ -61,11 +61,13 @@ O_SLOTS = tl.constexpr(2)
 
 @dataclass(frozen=True)
 class Config:
-    """slices: of a role's scores, columns: of O, in registers at a time."""
+    """slices: of a role's scores, columns: of O, in registers at a time. share: of the scores that
+    take a polynomial."""
 
     slices: int = 2
     columns: int = 32
     registers: int = 192
+    share: float = 0.25
 
     def rows_per_item(self, max_seqlen_q: int) -> int:
         """All rows of a sequence: K and V are loaded once."""
@@ -99,6 +101,7 @@ class Options:
     BLOCK_D: tl.constexpr
     SLICES: tl.constexpr
     COLUMNS: tl.constexpr
+    SHARE: tl.constexpr
 
 
 @triton.jit
@@ -174,9 +177,9 @@ def mma(q, k, v, s, p, o, list_ptr, rows_per_item, options):
                 values = v.buffer[mine * ROLES + role]
                 weighted_sum(role, p, values, o.buffer[out], tile, role > 0, options)
                 if role == ROLES - 1:
-                    tlx.tcgen05_commit(o.full[out], two_ctas=True)
                     if last:
                         tlx.tcgen05_commit(k.empty[mine], two_ctas=True)
+                    tlx.tcgen05_commit(o.full[out], two_ctas=True)
                 if item < num_items:
                     if role == 0:
                         tlx.barrier_wait(k.full[stage], (count // NUM_STAGES) & 1)
@@ -200,7 +203,7 @@ def math(role: tl.constexpr, s, p, list_ptr, rows_per_item, scale, options):
             tlx.barrier_wait(s.full[role], count & 1)
             for part in tl.static_range(options.SLICES):
                 x = tlx.local_load(tlx.subslice(s.buffer[role], part * WIDTH, WIDTH))
-                x, t = mixed_pairs(x, scale, options.ACTIVATION)
+                x, t = mixed_pairs(x, scale, options.ACTIVATION, options.SHARE)
                 x = multiply_add_pairs(x, t, x)
                 tlx.local_store(tlx.subslice(p.buffer[2 * role], part * WIDTH, WIDTH), x)
                 tlx.barrier_arrive(p.full[role * options.SLICES + part], 1, remote_cta_rank=0)
@@ -237,11 +240,11 @@ def output(out_desc, out, o, list_ptr, rows_per_item, output_scale, options):
 def cta_pair_kernel(
     q_desc, k_desc, v_desc, out_desc, list_ptr, rows_per_item, scale, output_scale,
     ACTIVATION: tl.constexpr, BLOCK_D: tl.constexpr, SLICES: tl.constexpr, COLUMNS: tl.constexpr,
-    REGISTERS: tl.constexpr,
+    SHARE: tl.constexpr, REGISTERS: tl.constexpr,
 ):  # fmt: skip
     """output_scale * activation(scale * Q K^T) V for the listed work of this pair of CTAs."""
     DTYPE: tl.constexpr = tlx.dtype_of(q_desc)
-    options = Options(ACTIVATION, DTYPE, BLOCK_D, SLICES, COLUMNS)
+    options = Options(ACTIVATION, DTYPE, BLOCK_D, SLICES, COLUMNS, SHARE)
     q = tlx.local_alloc((ROWS, BLOCK_D), DTYPE, Q_SLOTS)
     k = tlx.local_alloc((KEYS // CTAS, BLOCK_D), DTYPE, NUM_STAGES * ROLES)
     v = tlx.local_alloc((KEYS, BLOCK_D // CTAS), DTYPE, NUM_STAGES * ROLES)
@@ -288,7 +291,7 @@ def forward(
         ragged_descriptor(out, ROWS.value),
         entries, config.rows_per_item(batch.max_seqlen_q), batch.scale,
         batch.output_scale * batch.scale / 2, ACTIVATION=batch.names, BLOCK_D=batch.head_dim,
-        SLICES=config.slices, COLUMNS=config.columns, REGISTERS=config.registers,
-        num_warps=4, ctas_per_cga=(CTAS.value, 1, 1),
+        SLICES=config.slices, COLUMNS=config.columns, SHARE=config.share,
+        REGISTERS=config.registers, num_warps=4, ctas_per_cga=(CTAS.value, 1, 1),
     )  # fmt: skip
     return out

@@ -29,11 +29,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.calling.launches import Launch, launches
 from gdpa_kernels.gdpa.batch import Batch
+from gdpa_lab.measuring.private import as_on
 
 SHARED_BYTES = {
-    **dict.fromkeys((86, 89, 120), 101_376), 80: 166_912, **dict.fromkeys((90, 100, 103), 232_448)
+    **dict.fromkeys((86, 89, 120), 101_376), 80: 166_912, **dict.fromkeys((90, 100, 103), 232_448),
+    "gfx942": 65_536, "gfx950": 163_840,
 }  # fmt: skip
-"""Shared memory of a program at most, by compute capability."""
+"""Shared memory of a program at most, by compute capability; by AMD's architecture its LDS."""
 TENSOR_COLUMNS = 512
 """Columns of tensor memory, of 128 lanes and 4 bytes; sm_100 has them."""
 
@@ -41,6 +43,9 @@ TENSOR_COLUMNS = 512
 @dataclass(frozen=True)
 class Compiled:
     """What one kernel became: per-thread registers, bytes spilled, bytes of shared memory.
+
+    For AMD registers are VGPRs, accumulation registers included, and bytes spilled those of scratch
+    memory; `instructions` are those of its assembly, and `wide` is empty.
 
     `serialised`: ptxas reported that it serialised wgmma instructions.
     `instructions`: how often each SASS mnemonic occurs, e.g. HGMMA, UTMALDG, LDGSTS, MUFU.
@@ -97,8 +102,11 @@ _DTYPES = {
     torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32",
     torch.int64: "i64",
 }  # fmt: skip
-# PTX that writes to global memory: a store, an atomic operation, or TMA.
-_WRITES = re.compile(r"\b(st|red|atom)\.\S*global|\bcp\.(reduce\.)?async\.bulk\S*\.global\.shared")
+# What writes to global memory: in PTX a store, an atomic operation, or TMA; in AMD's assembly.
+_WRITES = re.compile(
+    r"\b(st|red|atom)\.\S*global|\bcp\.(reduce\.)?async\.bulk\S*\.global\.shared"
+    r"|\b(global|buffer|flat)_(store|atomic)"
+)
 
 
 def type_of(value: object) -> str:
@@ -116,11 +124,11 @@ def build(
     types: Mapping[str, str],
     constants: Mapping[str, object],
     *,
-    capability: int = 90,
+    capability: int | str = 90,
     multiples_of_16: Container[str] = (),
     options: Mapping[str, object],
 ) -> CompiledKernel:
-    """Compile `kernel` for sm_<capability>; nothing runs.
+    """Compile `kernel` for sm_<capability>, or for an architecture of AMD; nothing runs.
 
     `types` holds Triton's types of the arguments that a launch gives, e.g. "*bf16", "i32" or
     "tensordesc<bf16[64, 128]>"; pointers are taken to be aligned to 16 bytes. All other arguments
@@ -137,26 +145,29 @@ def build(
         signature[name] = types[name]
         if types[name].startswith("*") or name in multiples_of_16:
             attributes[(index,)] = [["tt.divisibility", 16]]
-    with triton.knobs.nvidia.scope(), contextlib.redirect_stdout(io.StringIO()) as said:
+    is_amd = isinstance(capability, str)
+    target = GPUTarget("hip", capability, 64) if is_amd else GPUTarget("cuda", capability, 32)
+    source = ASTSource(fn=kernel, signature=signature, constexprs=values, attrs=attributes)
+    with (
+        triton.knobs.nvidia.scope(),
+        contextlib.redirect_stdout(io.StringIO()) as said,
+        as_on(target) if is_amd else contextlib.nullcontext(),
+    ):
         triton.knobs.nvidia.dump_ptxas_log = True
-        made = triton.compile(
-            ASTSource(fn=kernel, signature=signature, constexprs=values, attrs=attributes),
-            target=GPUTarget("cuda", capability, 32),
-            options=dict(options),
-        )
+        made = triton.compile(source, target=target, options=dict(options))
     if _REGISTERS.search(said.getvalue()):  # nothing is said of what the cache has
         _kept(made, _REPORT, said.getvalue)
-    columns = made.metadata.tmem_size or 0
+    columns = 0 if is_amd else made.metadata.tmem_size or 0
     if made.metadata.shared > SHARED_BYTES[capability]:
         raise OutOfResources(made.metadata.shared, SHARED_BYTES[capability], "shared memory")
     if columns > TENSOR_COLUMNS:
         raise OutOfResources(columns, TENSOR_COLUMNS, "tensor memory")
-    if not _WRITES.search(made.asm["ptx"]):
+    if not _WRITES.search(made.asm["amdgcn" if is_amd else "ptx"]):
         raise ValueError(f"kernel must write to memory, got {kernel.__name__}, which does not")
     return made
 
 
-def build_launch(launch: Launch, *, capability: int = 90) -> CompiledKernel:
+def build_launch(launch: Launch, *, capability: int | str = 90) -> CompiledKernel:
     """`build` of what a launch launched; of its numbers it knows the types alone."""
     given = launch.arguments.items()
     types = {name: type_of(value) for name, value in given if value is not None}
@@ -165,7 +176,9 @@ def build_launch(launch: Launch, *, capability: int = 90) -> CompiledKernel:
 
 
 def read(compiled: CompiledKernel) -> Compiled:
-    """What ptxas says about a compiled kernel, and the instructions in it."""
+    """What ptxas says about a compiled kernel, or AMD's assembly, and the instructions in it."""
+    if "amdgcn" in compiled.asm:
+        return _read_amd(compiled)
     report = _report(compiled)
     used = _REGISTERS.search(report)
     if used is None:
@@ -179,6 +192,23 @@ def read(compiled: CompiledKernel) -> Compiled:
         serialised="serialized" in report,
         instructions=Counter(name for name, *_ in found),
         wide=Counter(name for name, *modifiers in found if "128" in modifiers),
+    )
+
+
+def _read_amd(compiled: CompiledKernel) -> Compiled:
+    text = compiled.asm["amdgcn"]
+
+    def said(name: str) -> int:
+        return int(re.search(rf"^\s+\.{name}:\s+(\d+)", text, re.M)[1])
+
+    code = text[: text.index(".end_amdgpu_metadata")]
+    return Compiled(
+        registers=said("vgpr_count"),
+        spill_bytes=said("private_segment_fixed_size"),
+        shared_bytes=compiled.metadata.shared,
+        serialised=False,
+        instructions=Counter(re.findall(r"^\t([a-z]\w+)", code, re.M)),
+        wide=Counter(),
     )
 
 

@@ -1,11 +1,17 @@
-"""Undocumented PyTorch names, each with its use."""
+"""Undocumented names of PyTorch and Triton, each with its use."""
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 import torch
 from torch._functorch import config
+
+if TYPE_CHECKING:
+    from triton.backends.compiler import GPUTarget
 
 
 def sleep(cycles: int) -> None:
@@ -16,6 +22,20 @@ def sleep(cycles: int) -> None:
 def keeping_buffers() -> contextlib.AbstractContextManager[None]:
     """A context in which a compiled backward overwrites nothing that forward kept for it."""
     return config.patch(donated_buffer=False)
+
+
+@contextlib.contextmanager
+def as_on(target: GPUTarget) -> Iterator[None]:
+    """Kernels that ask which GPU they are compiled for (`triton.language.target_info`) are told
+    this one."""
+    from triton.runtime import driver
+
+    before = driver._active
+    driver.set_active(SimpleNamespace(get_current_target=lambda: target))
+    try:
+        yield
+    finally:
+        driver._active = before
 
 
 def cudnn_attention(

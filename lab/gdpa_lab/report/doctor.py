@@ -38,12 +38,14 @@ class Finding:
 
 
 def findings(data_dir: str | Path | None = None) -> list[Finding]:
-    """Every finding about this machine: GPU, torch, triton, implementations, baselines, records."""
+    """Every finding about this machine: GPU, torch, triton, implementations, baselines, records;
+    and what is known of other GPUs."""
     return [
         check_gpu(),
         check_torch(),
         check_triton(),
         *check_implementations(data_dir),
+        *check_other_gpus(),
         *check_baselines(),
         check_records(data_dir),
     ]
@@ -177,6 +179,31 @@ def check_implementations(data_dir: str | Path | None = None) -> list[Finding]:
             if answer.ok and unproven(rung):
                 answer = replace(answer, detail=f"{answer.detail}, {UNPROVEN}")
             found.append(answer)
+    return found
+
+
+def check_other_gpus() -> list[Finding]:
+    """Where the products in plain Triton run that nobody measured there, with what they compile to
+    (data/every_gpu.csv)."""
+    group, found = "GPUs without a record", []
+    try:
+        from gdpa_lab.measuring import every_gpu
+
+        known = every_gpu.table()
+    except Exception as error:
+        return [Finding(group, "every_gpu.csv", False, f"cannot be read: {_name(error)}")]
+    for target, rows in known.groupby("target", sort=False):
+        is_amd = not target.startswith("sm_")
+        spills = [
+            f"{product} at head_dim {', '.join(map(str, sorted(set(each['head_dim']))))}"
+            for product, each in rows[rows["spill_bytes"] > 0].groupby("product", sort=False)
+        ]
+        detail = (
+            f"{', '.join(rows['product'].unique())}: compiled and emulated, not measured"
+            + (f"; registers spill in {', in '.join(spills)}" if spills else "")
+            + ("; calls are refused there, eager PyTorch runs" if is_amd else "")
+        )
+        found.append(Finding(group, target, not is_amd, detail))
     return found
 
 

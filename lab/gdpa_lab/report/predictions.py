@@ -47,7 +47,8 @@ class Expected(NamedTuple):
 
 # From our records of an H200. Forward, v8 over its ledger: .85, one deviation .05. Backward, pairs
 # of tiles in v4 and v5 over the matmul ceiling: .83. Start and end of a program, by the law of
-# tiles: v4 2.8 us for 128 queries; backward v4 4.5 and v5 3.6 us for 128 keys.
+# tiles: v4 2.8 us for 128 queries; backward v4 4.5 and v5 3.6 us for 128 keys; v8, which streams,
+# 0.5, as is taken for backward b5.
 # v8's consumers issue their own MMAs; on sm_100 one thread does, and the published kernel, of one
 # CTA with two tiles, is at 1.0 of its ledger. Hence .88 for that design, .93 for pairs, which leave
 # the port of shared memory idle for 3 clocks of 8, and limits from v8's lowest to a bit over 1.
@@ -83,6 +84,12 @@ EXPECTED = {
         Expected("b4_pair_backward", 0.65, 0.83, 1.0, backward(
             "pair, dS exchanged", B200, 192 + 32 + 64 + 64, 224, start_us=4.5, tile=(128, 256),
             row_bytes=1280), date="2026-11-27"),
+        Expected("b5_stream_backward", 0.65, 0.83, 1.0, backward(
+            "pair, one stream", B200, 192 + 32 + 64 + 64, 224, start_us=0.5, tile=(128, 256),
+            row_bytes=1280), date="2026-11-27"),
+        Expected("b6_dq_once_backward", 0.65, 0.83, 1.0, backward(
+            "pair, dQ once", B200, 192 + 32 + 64 + 32, 224, start_us=0.5, tile=(128, 256)),
+            most_keys=256, date="2026-11-27"),
     ),
 }  # fmt: skip
 """By direction, the rungs of GDPA. KiB of a backward: operands of the five MMAs; dS, in a pair for

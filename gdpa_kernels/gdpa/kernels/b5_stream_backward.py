@@ -1,0 +1,519 @@
+"""b5, backward: one stream of MMAs across items.
+
+Changes from b4_pair_backward: S of the next item comes before dK and dQ of the last step of this
+one, as inside an item. K's rows, its columns and V have barriers of their own, and rows and columns
+a producer each, so all is loaded when the last MMA that reads its buffer is complete. dV and dK
+leave through dQ's staging, dV before the last dQ, dK after it; math goes on with the next item. Why
+it should help: an item of b4 has 4,024 emulated clocks beside its steps. Why it may not: the port
+of shared memory needs 1,792 of them.
+
+| role     | warps | registers | work                                                         |
+|----------|-------|-----------|--------------------------------------------------------------|
+| output   | 4     | the rest  | 64 rows of dQ of a step, dV and dK of an item: TMEM to TMA   |
+| math (2) | 4     | 160       | P and dS of 64 rows                                          |
+| mma      | 1     | 64        | of the leader all MMAs; of the other says when dS has come   |
+| load (2) | 1     | 64        | rows of K, V, Q and dO; half of the columns of K, Q and dO   |
+
+| barrier                            | arrivals           | filled by -> drained by            |
+|------------------------------------|--------------------|------------------------------------|
+| k_own., k., v., q., g.full, .empty | as k_own. in b4    | TMA -> mma, MMAs -> load           |
+| s., dp., dq., dv.full              | 1 (commit to both) | S, dP -> math, dQ, dV -> output    |
+| p., ds.keys., rows., peer.full     | as in b4           | math, P and dS are stored -> mma   |
+| dq.empty, dk_empty                 | 1 of each CTA      | output -> mma, the next dP, dK     |
+
+dV needs none back and dK none forth, as the last dQ comes between. TMEM: as b4. Needs: as b1.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+import triton.language.extra.tlx as tlx
+
+from gdpa_kernels.calling.launch import launch, multiprocessors
+from gdpa_kernels.device.groups import Handover, Ring
+from gdpa_kernels.device.pairs import CTAS, fetch_part, pair_and_pairs
+from gdpa_kernels.device.ragged import BOUND, ragged_descriptor, readable
+from gdpa_kernels.device.rows import opaque_zero
+from gdpa_kernels.gdpa.batch import Batch, Schedule
+from gdpa_kernels.gdpa.derivatives import foldable, mask_slope, times_slope, value_and_factor
+from gdpa_kernels.gdpa.gradients import Gradients, place, rounded
+from gdpa_kernels.gdpa.gradients import steps_of as steps_of_keys
+from gdpa_kernels.gdpa.masks import mask_transposed
+from gdpa_kernels.gdpa.work_list import count_items, entry, list_of_keys
+
+KEYS = tl.constexpr(128)  # of a CTA: TMEM lanes
+ITEM = tl.constexpr(KEYS.value * CTAS.value)
+ROWS = tl.constexpr(128)  # of a step
+MATH_ROLES = tl.constexpr(2)
+PRODUCERS = tl.constexpr(2)
+HALF = tl.constexpr(ROWS.value // MATH_ROLES.value)  # rows of a math role, of a CTA's dQ
+PART = tl.constexpr(HALF.value // 2)  # in registers at a time
+
+
+@dataclass(frozen=True)
+class Config:
+    """Launch constants.
+
+    fold: leave factors of the activation to the sums where `derivatives.foldable`. registers: of a
+    math thread. once: dQ is written and not added to, for at most 256 keys, as in
+    b6_dq_once_backward.
+    """
+
+    fold: bool = True
+    registers: int = 160
+    once: bool = False
+
+
+def default_config(batch: Batch) -> Config:
+    """The same for every call."""
+    return Config()
+
+
+def is_deterministic(batch: Batch) -> bool:
+    """Two additions to zero commute; with a third their order shows. A tile of keys makes one."""
+    return batch.max_seqlen_k <= 2 * ITEM.value and not batch.shared_q
+
+
+def make_schedule(batch: Batch, config: Config) -> Schedule:
+    """The list of tiles of keys, those with the most queries first."""
+    return list_of_keys(batch, ITEM.value, ROWS.value, least=int(config.once))
+
+
+@triton.aggregate
+class Options:
+    """The constants that the roles share."""
+
+    GROUP: tl.constexpr
+    SHARED_Q: tl.constexpr
+    ACTIVATION: tl.constexpr
+    FOLD: tl.constexpr
+    CAUSAL: tl.constexpr
+    WINDOW: tl.constexpr
+    HEAD_DIM: tl.constexpr
+    DTYPE: tl.constexpr
+    ONCE: tl.constexpr
+
+
+@triton.aggregate
+class Halves:
+    """This CTA's half of Q or dO of a step: rows whole, or half of the columns."""
+
+    rows: Ring
+    columns: Ring
+
+
+@triton.aggregate
+class Differences:
+    """dS of a step: of this CTA's keys in TMEM; of its rows, of both CTAs' keys, in shared memory.
+
+    peer.full completes when what the other CTA makes of the latter has come.
+    """
+
+    keys: Handover
+    rows: Handover
+    peer: Handover
+
+
+@triton.jit
+def steps_of(key, len_q, options):
+    """(first row, steps) of an item; if its dQ is written once, all rows, seen by a key or not."""
+    if options.ONCE:
+        start, steps = 0, tl.maximum(tl.cdiv(len_q, ROWS), 1)
+    else:
+        start, steps = steps_of_keys(key, len_q, ROWS, ITEM, options)
+    return start, steps
+
+
+@triton.jit
+def fetch(desc, ring, free, BYTES, start, length, head, row, column):
+    """This CTA's part of a slot of one stage, once it is free; the leader expects both CTAs'."""
+    rank = tlx.cluster_cta_rank()
+    tlx.barrier_wait(ring.empty[0], free)
+    tlx.barrier_expect_bytes(ring.full[0], BYTES, pred=rank == 0)
+    fetch_part(desc, ring.buffer[0], ring.full[0], start, length, head, row, column)
+
+
+@triton.jit
+def load(role: tl.constexpr, descs, k_own, k, v, q, g, list_ptr, options):
+    """A producer of a CTA, 0 of rows, 1 of columns, in the order in which buffers are free."""
+    WIDTH: tl.constexpr = options.HEAD_DIM // CTAS
+    TILE: tl.constexpr = CTAS * KEYS * options.HEAD_DIM * tlx.size_of(options.DTYPE)
+    STEP: tl.constexpr = TILE // CTAS
+    rank = tlx.cluster_cta_rank()
+    column = rank * WIDTH
+    first, pairs = pair_and_pairs()
+    num_items = count_items(list_ptr)
+    phase, count = 0, 0
+    for item in tl.range(first, num_items, pairs):
+        start_k, _, len_k, start_g, len_q, head_k, key = entry(list_ptr, item)
+        start_q = 0 if options.SHARED_Q else start_g
+        start, steps = steps_of(key, len_q, options)
+        own = key + rank * KEYS
+        if role == 0:
+            fetch(descs.k_rows, k_own, phase ^ 1, TILE, start_k, len_k, head_k, own, 0)
+        for step in tl.range(0, steps * options.GROUP):
+            head, row = place(step, steps, start, head_k, options.GROUP, ROWS)
+            half = row + rank * HALF
+            free = ((count + step) & 1) ^ 1
+            if role == 0:
+                fetch(descs.q_rows, q.rows, free, STEP, start_q, len_q, head, half, 0)
+                if step == 0:
+                    fetch(descs.v, v, phase ^ 1, TILE, start_k, len_k, head_k, own, 0)
+                fetch(descs.g_rows, g.rows, free, STEP, start_g, len_q, head, half, 0)
+            else:
+                fetch(descs.g_columns, g.columns, free, STEP, start_g, len_q, head, row, column)
+                fetch(descs.q_columns, q.columns, free, STEP, start_q, len_q, head, row, column)
+                if step == 0:
+                    fetch(descs.k_columns, k, phase ^ 1, TILE, start_k, len_k, head_k, key, column)
+                    at, keys = key + KEYS, k.buffer[1]
+                    fetch_part(descs.k_columns, keys, k.full[0], start_k, len_k, head_k, at, column)
+        count += steps * options.GROUP
+        phase ^= 1
+
+
+@triton.jit
+def add_products(weights, columns, sums, use_acc, WIDTH: tl.constexpr):
+    """dV += P dO, or dK += dS Q, of the pair: the rows of a math role after the other's."""
+    for half in tl.static_range(MATH_ROLES):
+        rows = tlx.local_slice(columns.buffer[0], [half * HALF, 0], [HALF, WIDTH])
+        add = use_acc | (half > 0)
+        tlx.async_dot(
+            weights.buffer[2 * half], rows, sums, use_acc=add, force_async=True, two_ctas=True
+        )
+    tlx.tcgen05_commit(columns.empty[0], two_ctas=True)
+
+
+@triton.jit
+def from_ds(q, k, ds, dk, dk_empty, dq, count, phase, use_acc, ends, zero, options):
+    """dK of a step, then dQ over the dS that dK has read. phase: of its item; ends: whether it is
+    the last one there. `zero`: `opaque_zero`."""
+    WIDTH: tl.constexpr = options.HEAD_DIM // CTAS
+    tlx.barrier_wait(q.columns.full[0], count & 1)
+    tlx.barrier_wait(ds.keys.full[0], count & 1)
+    tlx.barrier_wait(dk_empty[0], phase ^ 1)
+    add_products(ds.keys, q.columns, dk, use_acc, WIDTH)
+    tlx.barrier_wait(ds.rows.full[0], count & 1)
+    tlx.barrier_wait(ds.peer.full[0], count & 1)
+    tlx.fence("async_shared")
+    tlx.barrier_wait(k.full[0], phase)
+    for owner in tl.static_range(CTAS):
+        d = tlx.local_trans(ds.rows.buffer[owner + zero])
+        tlx.async_dot(
+            d, k.buffer[owner + zero], dq.buffer[0], use_acc=owner > 0, force_async=True,
+            two_ctas=True,
+        )  # fmt: skip
+    if ends:
+        tlx.tcgen05_commit(k.empty[0], two_ctas=True)
+    tlx.tcgen05_commit(dq.full[0], two_ctas=True)
+
+
+@triton.jit
+def mma(k_own, k, v, q, g, s, p, dp, ds, dv, dk, dk_empty, dq, list_ptr, options):
+    """All MMAs, of the leader alone: S of a step, then dK and dQ of the step before, also across
+    the border of two items. The other CTA's thread says when the leader's dS is there."""
+    WIDTH: tl.constexpr = options.HEAD_DIM // CTAS
+    first, pairs = pair_and_pairs()
+    num_items = count_items(list_ptr)
+    leads = tlx.cluster_cta_rank() == 0
+    phase, count, before = 0, 0, 0  # before: steps of the last item
+    for item in tl.range(first, num_items, pairs):
+        _, _, _, _, len_q, _, key = entry(list_ptr, item)
+        _, steps = steps_of(key, len_q, options)
+        if leads:
+            for step in tl.range(0, steps * options.GROUP, num_stages=0):
+                now = count + step
+                zero = opaque_zero(step)
+                last = step + 1 == steps * options.GROUP
+                tlx.barrier_wait(k_own.full[0], phase)
+                tlx.barrier_wait(q.rows.full[0], now & 1)
+                tlx.async_dot(
+                    k_own.buffer[zero], tlx.local_trans(q.rows.buffer[zero]), s.buffer[0],
+                    use_acc=False, mBarriers=[s.full[0]], two_ctas=True,
+                )  # fmt: skip
+                tlx.tcgen05_commit(q.rows.empty[0], two_ctas=True)
+                if last:
+                    tlx.tcgen05_commit(k_own.empty[0], two_ctas=True)
+                if now > 0:
+                    border = step == 0
+                    of = phase ^ tl.where(border, 1, 0)
+                    add = tl.where(border, before, step) > 1
+                    from_ds(q, k, ds, dk, dk_empty, dq, now - 1, of, add, border, zero, options)
+                tlx.barrier_wait(v.full[0], phase)
+                tlx.barrier_wait(g.rows.full[0], now & 1)
+                tlx.barrier_wait(dq.empty[0], (now & 1) ^ 1)
+                tlx.async_dot(
+                    v.buffer[zero], tlx.local_trans(g.rows.buffer[zero]), dp.buffer[0],
+                    use_acc=False, mBarriers=[dp.full[0]], two_ctas=True,
+                )  # fmt: skip
+                tlx.tcgen05_commit(g.rows.empty[0], two_ctas=True)
+                if last:
+                    tlx.tcgen05_commit(v.empty[0], two_ctas=True)
+                tlx.barrier_wait(g.columns.full[0], now & 1)
+                tlx.barrier_wait(p.full[0], now & 1)
+                add_products(p, g.columns, dv.buffer[0], step > 0, WIDTH)
+                if last:
+                    tlx.tcgen05_commit(dv.full[0], two_ctas=True)
+        else:
+            for step in tl.range(0, steps * options.GROUP):
+                tlx.barrier_wait(ds.peer.full[0], (count + step) & 1)
+                tlx.fence("async_shared")
+                tlx.barrier_arrive(ds.rows.full[0], 1, remote_cta_rank=0)
+        count += steps * options.GROUP
+        before = steps * options.GROUP
+        phase ^= 1
+    if leads & (count > 0):
+        last = count - 1
+        from_ds(q, k, ds, dk, dk_empty, dq, last, phase ^ 1, before > 1, True, 0, options)
+
+
+@triton.jit
+def activate(role: tl.constexpr, part: tl.constexpr, s, p, scale, head, row, key, options):
+    """P of a part of a role's rows, [keys, rows], over its S; what dS needs of it."""
+    scores = tlx.local_load(tlx.subslice(s.buffer[0], role * HALF + part * PART, PART))
+    y, slope = value_and_factor(scores, scale, head, options.ACTIVATION, options.FOLD)
+    y = mask_transposed(y, row + part * PART, key, options.CAUSAL, options.WINDOW)
+    tlx.local_store(tlx.subslice(p.buffer[2 * role], part * PART, PART), y.to(options.DTYPE))
+    return mask_slope(slope, row + part * PART, key, options.CAUSAL, options.WINDOW, options.FOLD)
+
+
+@triton.jit
+def differentiate(role: tl.constexpr, part: tl.constexpr, dp, ds, slope, options):
+    """dS of a part of a role's rows, over its dP."""
+    d = tlx.local_load(tlx.subslice(dp.buffer[0], role * HALF + part * PART, PART))
+    d = times_slope(d, slope, options.FOLD).to(options.DTYPE)
+    tlx.local_store(tlx.subslice(ds.keys.buffer[2 * role], part * PART, PART), d)
+    return d
+
+
+@triton.jit
+def share(role: tl.constexpr, part: tl.constexpr, ds, d, rank):
+    """Store dS of a part of a role's rows in the CTA that computes their dQ."""
+    here = tlx.local_slice(ds.rows.buffer[rank], [0, part * PART], [KEYS, PART])
+    if rank == role:
+        tlx.local_store(here, d)
+    else:
+        tlx.async_remote_shmem_store(here, d, role, ds.peer.full[0])
+
+
+@triton.jit
+def put_sum(desc, sums, empty, buffer, factor, start, length, head, key):
+    """Start the store of dV or dK of an item, times factor. It has left TMEM, as `empty` then says,
+    before `buffer` is free."""
+    first = tlx.local_load(tlx.subslice(sums, 0, 64)) * factor
+    first = first.to(tlx.dtype_of(desc))
+    if sums.shape[1] > 64:
+        second = tlx.local_load(tlx.subslice(sums, 64, 64)) * factor
+        second = second.to(tlx.dtype_of(desc))
+    if empty is not None:
+        tlx.barrier_arrive(empty, 1, remote_cta_rank=0)
+    tlx.async_descriptor_store_wait(0)
+    tlx.local_store(tlx.local_slice(buffer, [0, 0], [KEYS, 64]), first)
+    if sums.shape[1] > 64:
+        tlx.local_store(tlx.local_slice(buffer, [0, 64], [KEYS, 64]), second)
+    tlx.fence("async_shared")
+    place = [BOUND, start + length, head, BOUND - length + key, 0]
+    tlx.async_descriptor_store(desc, buffer, place)
+
+
+@triton.jit
+def math(role: tl.constexpr, s, p, dp, ds, list_ptr, scale, options):
+    """A consumer: 64 rows of every step."""
+    rank = tlx.cluster_cta_rank()
+    first, pairs = pair_and_pairs()
+    num_items = count_items(list_ptr)
+    count = 0
+    for item in tl.range(first, num_items, pairs):
+        _, _, _, _, len_q, head_k, key = entry(list_ptr, item)
+        start, steps = steps_of(key, len_q, options)
+        key += rank * KEYS
+        for step in tl.range(0, steps * options.GROUP):
+            head, row = place(step, steps, start, head_k, options.GROUP, ROWS)
+            row += role * HALF
+            tlx.barrier_wait(s.full[0], (count + step) & 1)
+            slope = activate(role, 0, s, p, scale, head, row, key, options)
+            slope_of_second = activate(role, 1, s, p, scale, head, row, key, options)
+            tlx.barrier_arrive(p.full[0], 1, remote_cta_rank=0)
+            tlx.barrier_wait(dp.full[0], (count + step) & 1)
+            d = differentiate(role, 0, dp, ds, slope, options)
+            d_of_second = differentiate(role, 1, dp, ds, slope_of_second, options)
+            tlx.barrier_arrive(ds.keys.full[0], 1, remote_cta_rank=0)
+            if rank == role:
+                tlx.barrier_expect_bytes(ds.peer.full[0], KEYS * HALF * tlx.size_of(options.DTYPE))
+            share(role, 0, ds, d, rank)
+            share(role, 1, ds, d_of_second, rank)
+            if rank == role:
+                tlx.fence("async_shared")
+                tlx.barrier_arrive(ds.rows.full[0], 1, remote_cta_rank=0)
+        count += steps * options.GROUP
+
+
+@triton.jit
+def output(
+    dq, dv, dk, dk_empty, staging, staged, gradients, list_ptr, scale, output_scale, options
+):  # fmt: skip
+    """Adds this CTA's 64 rows of dQ of every step to memory, or writes them; stores dV and dK of
+    its keys."""
+    of_dv = 0.5 * scale * output_scale if options.FOLD else output_scale
+    of_dk = 0.5 * scale * output_scale if options.FOLD else scale * output_scale
+    rank = tlx.cluster_cta_rank()
+    first, pairs = pair_and_pairs()
+    num_items = count_items(list_ptr)
+    phase, count = 0, 0
+    for item in tl.range(first, num_items, pairs):
+        start_k, _, len_k, start_out, len_q, head_k, key = entry(list_ptr, item)
+        start, steps = steps_of(key, len_q, options)
+        key += rank * KEYS
+        for step in tl.range(0, steps * options.GROUP):
+            if step + 1 == steps * options.GROUP:
+                tlx.barrier_wait(dv.full[0], phase)
+                put_sum(
+                    gradients.dv, dv.buffer[0], None, staged, of_dv, start_k, len_k, head_k, key
+                )
+            head, row = place(step, steps, start, head_k, options.GROUP, ROWS)
+            tlx.barrier_wait(dq.full[0], (count + step) & 1)
+            x = tlx.local_load(dq.buffer[0])
+            tlx.barrier_arrive(dq.empty[0], 1, remote_cta_rank=0)
+            tlx.async_descriptor_store_wait(0)
+            at = [BOUND, start_out + len_q, head, BOUND - len_q + row + rank * HALF, 0]
+            if options.ONCE:
+                tlx.local_store(staging, (x * of_dk).to(options.DTYPE))
+                tlx.fence("async_shared")
+                tlx.async_descriptor_store(gradients.dq, staging, at)
+            else:
+                tlx.local_store(staging, x)
+                tlx.fence("async_shared")
+                tlx.async_descriptor_store(gradients.dq, staging, at, store_reduce="add")
+        put_sum(gradients.dk, dk, dk_empty[0], staged, of_dk, start_k, len_k, head_k, key)
+        count += steps * options.GROUP
+        phase ^= 1
+    tlx.async_descriptor_store_wait(0)
+
+
+@triton.aggregate
+class Descriptors:
+    """Of what is loaded: rows whole, or half of the columns."""
+
+    q_rows: tl.tensor_descriptor
+    q_columns: tl.tensor_descriptor
+    k_rows: tl.tensor_descriptor
+    k_columns: tl.tensor_descriptor
+    v: tl.tensor_descriptor
+    g_rows: tl.tensor_descriptor
+    g_columns: tl.tensor_descriptor
+
+
+@triton.jit
+def backward_kernel(
+    q_rows_desc, q_columns_desc, k_rows_desc, k_columns_desc, v_desc, g_rows_desc, g_columns_desc,
+    dq_desc, dk_desc, dv_desc, list_ptr, scale, output_scale,
+    GROUP: tl.constexpr, SHARED_Q: tl.constexpr, ACTIVATION: tl.constexpr, FOLD: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, HEAD_DIM: tl.constexpr, ONCE: tl.constexpr,
+    REGISTERS: tl.constexpr,
+):  # fmt: skip
+    """dK and dV of the listed items of this pair, and what their keys add to dQ."""
+    DTYPE: tl.constexpr = tlx.dtype_of(q_rows_desc)
+    WIDTH: tl.constexpr = HEAD_DIM // CTAS
+    options = Options(GROUP, SHARED_Q, ACTIVATION, FOLD, CAUSAL, WINDOW, HEAD_DIM, DTYPE, ONCE)
+    k_own = tlx.local_alloc((KEYS, HEAD_DIM), DTYPE, 1)
+    k = tlx.local_alloc((KEYS, WIDTH), DTYPE, CTAS)  # of both CTAs
+    v = tlx.local_alloc((KEYS, HEAD_DIM), DTYPE, 1)
+    q_rows = tlx.local_alloc((HALF, HEAD_DIM), DTYPE, 1)
+    q_columns = tlx.local_alloc((ROWS, WIDTH), DTYPE, 1)
+    g_rows = tlx.local_alloc((HALF, HEAD_DIM), DTYPE, 1)
+    g_columns = tlx.local_alloc((ROWS, WIDTH), DTYPE, 1)
+    ds_rows = tlx.local_alloc((KEYS, HALF), DTYPE, CTAS)  # of each CTA's keys
+    staging = tlx.local_alloc((HALF, HEAD_DIM), tl.float32, 1)
+    staged = tlx.local_alloc((KEYS, HEAD_DIM), DTYPE, 1, reuse=staging)  # dV, dK
+    if ONCE:
+        staging = tlx.local_alloc((HALF, HEAD_DIM), DTYPE, 1, reuse=staging)
+    s = tlx.local_alloc((KEYS, ROWS), tl.float32, 1, tlx.storage_kind.tmem)
+    # P and dS are in columns 0-31 and 64-95 of S and dP: a role overwrites no scores but its own.
+    p = tlx.local_alloc((KEYS, HALF), DTYPE, 4, tlx.storage_kind.tmem, reuse=s)
+    dp = tlx.local_alloc((KEYS, ROWS), tl.float32, 1, tlx.storage_kind.tmem)
+    ds = tlx.local_alloc((KEYS, HALF), DTYPE, 4, tlx.storage_kind.tmem, reuse=dp)
+    dq = tlx.local_alloc((HALF, HEAD_DIM), tl.float32, 1, tlx.storage_kind.tmem, reuse=dp)
+    dv = tlx.local_alloc((KEYS, HEAD_DIM), tl.float32, 1, tlx.storage_kind.tmem)
+    dk = tlx.local_alloc((KEYS, HEAD_DIM), tl.float32, 1, tlx.storage_kind.tmem)
+    k_own = Ring(k_own, tlx.alloc_barriers(1), tlx.alloc_barriers(1), 1)
+    k = Ring(k, tlx.alloc_barriers(1), tlx.alloc_barriers(1), 1)
+    v = Ring(v, tlx.alloc_barriers(1), tlx.alloc_barriers(1), 1)
+    q = Halves(
+        Ring(q_rows, tlx.alloc_barriers(1), tlx.alloc_barriers(1), 1),
+        Ring(q_columns, tlx.alloc_barriers(1), tlx.alloc_barriers(1), 1),
+    )
+    g = Halves(
+        Ring(g_rows, tlx.alloc_barriers(1), tlx.alloc_barriers(1), 1),
+        Ring(g_columns, tlx.alloc_barriers(1), tlx.alloc_barriers(1), 1),
+    )
+    s = Handover(s, tlx.alloc_barriers(1))
+    p = Handover(p, tlx.alloc_barriers(1, arrive_count=CTAS * MATH_ROLES))
+    dp = Handover(dp, tlx.alloc_barriers(1))
+    ds = Differences(
+        Handover(ds, tlx.alloc_barriers(1, arrive_count=CTAS * MATH_ROLES)),
+        Handover(ds_rows, tlx.alloc_barriers(1, arrive_count=CTAS + 1)),
+        Handover(ds_rows, tlx.alloc_barriers(1)),
+    )
+    dq = Ring(dq, tlx.alloc_barriers(1), tlx.alloc_barriers(1, arrive_count=CTAS), 1)
+    dv = Handover(dv, tlx.alloc_barriers(1))
+    dk_empty = tlx.alloc_barriers(1, arrive_count=CTAS)
+    gradients = Gradients(dq_desc, dk_desc, dv_desc)
+    descs = Descriptors(
+        q_rows_desc, q_columns_desc, k_rows_desc, k_columns_desc, v_desc, g_rows_desc,
+        g_columns_desc,
+    )  # fmt: skip
+
+    with tlx.async_tasks():
+        with tlx.async_task("default"):
+            output(
+                dq, dv, dk[0], dk_empty, staging[0], staged[0], gradients, list_ptr, scale,
+                output_scale, options,
+            )  # fmt: skip
+        with tlx.async_task(num_warps=4, registers=REGISTERS, replicate=MATH_ROLES):
+            math(tlx.async_task_replica_id(), s, p, dp, ds, list_ptr, scale, options)
+        with tlx.async_task(num_warps=1, registers=64, replicate=PRODUCERS):
+            load(tlx.async_task_replica_id(), descs, k_own, k, v, q, g, list_ptr, options)
+        with tlx.async_task(num_warps=1, registers=64):
+            mma(k_own, k, v, q, g, s, p, dp, ds, dv, dk[0], dk_empty, dq, list_ptr, options)
+
+
+def backward(
+    grad_out: torch.Tensor,
+    batch: Batch,
+    *,
+    config: Config | None = None,
+    schedule: Schedule | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(dq, dk, dv), shaped as q, k and v, contiguous.
+
+    grad_out `[total_q, num_heads, head_dim]` of any strides. `schedule` is `make_schedule`'s for
+    the same sequences; None makes it here.
+    """
+    q, k, v, grad_out = batch.q, batch.k, batch.v, readable(grad_out)
+    config = config or default_config(batch)
+    (entries,) = schedule or make_schedule(batch, config)
+    fold = config.fold and foldable(batch.activation, q.dtype)
+    dq, dk, dv = batch.new_gradients()
+    total = dq if config.once else grad_out.new_zeros(grad_out.shape, dtype=torch.float32)
+    half = batch.head_dim // CTAS.value
+    clusters = min(max(multiprocessors(batch.device) // CTAS.value, 1), len(entries) - 1)
+    launch(
+        backward_kernel, (CTAS.value * clusters,), batch.device,
+        ragged_descriptor(q, HALF.value), ragged_descriptor(q, ROWS.value, width=half),
+        ragged_descriptor(k, KEYS.value), ragged_descriptor(k, KEYS.value, width=half),
+        ragged_descriptor(v, KEYS.value),
+        ragged_descriptor(grad_out, HALF.value),
+        ragged_descriptor(grad_out, ROWS.value, width=half),
+        ragged_descriptor(total, HALF.value),
+        ragged_descriptor(dk, KEYS.value), ragged_descriptor(dv, KEYS.value),
+        entries, batch.scale, batch.output_scale,
+        GROUP=batch.group, SHARED_Q=batch.shared_q,
+        ACTIVATION=batch.names, FOLD=fold, CAUSAL=batch.causal, WINDOW=batch.window,
+        HEAD_DIM=batch.head_dim, ONCE=config.once, REGISTERS=config.registers, num_warps=4,
+        ctas_per_cga=(CTAS.value, 1, 1),
+    )  # fmt: skip
+    if config.once:
+        return dq, dk, dv
+    factor = (0.5 if fold else 1.0) * batch.scale * batch.output_scale
+    return rounded(total, dq, factor, batch), dk, dv

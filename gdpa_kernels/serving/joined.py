@@ -1,0 +1,84 @@
+"""[history; candidates] of each user: keys and values from pages before new ones, in one copy."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+from gdpa_kernels.calling.launch import launch
+from gdpa_kernels.serving.diagonal import ELEMENTS, places
+
+if TYPE_CHECKING:
+    from gdpa_kernels.serving.cache import Pages
+
+
+@triton.jit
+def join_rows(
+    page_ptr, own_ptr, out_ptr, place, is_old, own, is_new, target, head, dim, is_dim,
+    OWN_STRIDES: tl.constexpr, STRIDES: tl.constexpr,
+):  # fmt: skip
+    """Rows of keys or of values, of one head: `place` in the pages where is_old, or `own`."""
+    old = tl.load(places(page_ptr, place, head, dim, STRIDES), mask=is_old[:, None] & is_dim)
+    new = tl.load(places(own_ptr, own, head, dim, OWN_STRIDES), mask=is_new[:, None] & is_dim)
+    at = places(out_ptr, target, head, dim, STRIDES)
+    tl.store(at, tl.where(is_old[:, None], old, new), mask=(is_old | is_new)[:, None] & is_dim)
+
+
+@triton.jit(do_not_specialize=["blocks"])
+def join_kernel(
+    data_ptr, k_ptr, v_ptr, keys_ptr, values_ptr, indptr_ptr, indices_ptr, history_ptr, ends_ptr,
+    blocks, K_STRIDES: tl.constexpr, V_STRIDES: tl.constexpr, PAGE: tl.constexpr,
+    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """ROWS joined rows of one user and one head."""
+    pid = tl.program_id(0)
+    head = pid % NUM_HEADS
+    user = pid // NUM_HEADS // blocks
+    row = pid // NUM_HEADS % blocks * ROWS + tl.arange(0, ROWS)
+    start_old, start_new = tl.load(history_ptr + user), tl.load(ends_ptr + user)
+    length = tl.load(history_ptr + user + 1) - start_old
+    own = row - length
+    is_old = row < length
+    is_new = (own >= 0) & (own < tl.load(ends_ptr + user + 1) - start_new)
+    nth = tl.load(indptr_ptr + user) + (row // PAGE).to(tl.int64)
+    page = tl.load(indices_ptr + nth, mask=is_old, other=0)
+    place = page.to(tl.int64) * (2 * PAGE) + row % PAGE
+    dim = tl.arange(0, WIDTH)
+    is_dim = (dim < HEAD_DIM)[None, :]
+    STRIDES: tl.constexpr = (NUM_HEADS * HEAD_DIM, HEAD_DIM, 1)
+    own += start_new
+    target = row + start_old + start_new
+    join_rows(
+        data_ptr, k_ptr, keys_ptr, place, is_old, own, is_new, target, head, dim, is_dim,
+        K_STRIDES, STRIDES,
+    )  # fmt: skip
+    join_rows(
+        data_ptr, v_ptr, values_ptr, place + PAGE, is_old, own, is_new, target, head, dim, is_dim,
+        V_STRIDES, STRIDES,
+    )  # fmt: skip
+
+
+def join(
+    data: torch.Tensor, at: Pages, k: torch.Tensor, v: torch.Tensor, ends: torch.Tensor, most: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values `[tokens, heads, head_dim]`: of each user those in its pages, then its rows
+    of k and v.
+
+    data: one layer, `[num_pages, 2, page_size, heads, head_dim]`, contiguous. k, v: any strides,
+    with offsets ends `[batch + 1]`, int32, of at most `most` rows a user.
+    """
+    _, _, page, heads, head_dim = data.shape
+    keys, values = (k.new_empty(len(at.slots) + len(k), heads, head_dim) for _ in "kv")
+    width = triton.next_power_of_2(head_dim)
+    rows = max(1, ELEMENTS // width)
+    blocks = triton.cdiv(at.max_seqlen + most, rows)
+    launch(
+        join_kernel, (blocks * (len(ends) - 1) * heads,), data.device,
+        data, k, v, keys, values, at.kv_indptr, at.kv_indices, at.cu_seqlens, ends, blocks,
+        K_STRIDES=k.stride(), V_STRIDES=v.stride(), PAGE=page, NUM_HEADS=heads,
+        HEAD_DIM=head_dim, ROWS=rows, WIDTH=width, num_warps=4,
+    )  # fmt: skip
+    return keys, values

@@ -1,0 +1,96 @@
+"""What the products in plain Triton compile to for GPUs that nobody measured: data/every_gpu.csv.
+
+Compiled without a GPU and run in the emulator, not measured. AMD's run none of them yet: their
+kernels compile, and calls are refused (`rung.Requires`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import pandas as pd
+import torch
+
+from gdpa_kernels.block_attention.batch import Batch as Blocks
+from gdpa_kernels.block_attention.kernels import v1_one_tile
+from gdpa_kernels.calling.launches import Launch, launches
+from gdpa_kernels.gdpa.batch import Batch
+from gdpa_kernels.gdpa.kernels import v1_tiled, v1_tiled_backward
+from gdpa_kernels.serving import diagonal, joined
+from gdpa_lab.measuring import compile_check, manifest
+from gdpa_lab.measuring.record import DATA_DIR
+
+NAME = "every_gpu.csv"
+TARGETS = (80, 86, 89, 120, "gfx942", "gfx950")
+HEAD_DIMS = (64, 128, 256)
+KEY = ["product", "direction", "head_dim", "target", "kernel"]
+CONFIGURED = (v1_tiled_backward, v1_one_tile)  # by the shared memory that there is
+
+
+def calls(head_dim: int) -> dict[tuple[str, str], Callable[[], object]]:
+    """By product and direction: a call in bf16 with 4 heads, GELU, and 1,024 tokens."""
+    x, ends = torch.zeros(1024, 4, head_dim).bfloat16(), torch.tensor([0, 1024]).int()
+    scale = head_dim**-0.5
+    whole = partial(Batch, x, x, x, ends, ends, 1024, 1024, ("gelu_tanh",), scale)
+    blocks, listed = Blocks(x, x, x, ends, scale), (torch.zeros(16, 2).int(),)
+    pages = SimpleNamespace(
+        slots=torch.arange(960), max_seqlen=960, kv_indptr=ends, kv_indices=ends, cu_seqlens=ends
+    )
+    own, targets = x[:64], {"causal": "lower_right", "segments": torch.tensor([[64, 0]]).int()}
+
+    def candidates() -> None:
+        joined.join(x.new_zeros(15, 2, 64, 4, head_dim), pages, own, own, ends, 64)
+        v1_tiled.forward(whole(**targets))
+        diagonal.add_diagonal(own, own, own, own.float())
+
+    return {
+        ("v1_tiled", "forward"): lambda: v1_tiled.forward(whole()),
+        ("v1_tiled_backward", "backward"): lambda: v1_tiled_backward.backward(x, whole()),
+        ("v1_one_tile", "forward"): lambda: v1_one_tile.forward(blocks, schedule=listed),
+        ("v1_one_tile", "backward"): lambda: v1_one_tile.backward(x, blocks, (), schedule=listed),
+        ("score", "forward"): candidates,
+    }
+
+
+def launched(call: Callable[[], object], target: int | str) -> list[Launch]:
+    """What a call launches on a GPU with the shared memory of a target; nothing runs."""
+    most = compile_check.SHARED_BYTES[target]
+    patches = [mock.patch.object(x, "shared_memory", lambda device: most) for x in CONFIGURED]
+    with patches[0], patches[1], launches(run=False) as seen:
+        call()
+    return seen
+
+
+def rows(
+    targets: tuple[int | str, ...] = TARGETS, head_dims: tuple[int, ...] = HEAD_DIMS
+) -> Iterator[dict]:
+    """Of each kernel registers, bytes spilled and bytes of shared memory, of a thread, a thread and
+    a program. Raises OutOfResources for a kernel that does not fit."""
+    for head_dim in head_dims:
+        for (product, direction), call in calls(head_dim).items():
+            for target in targets:
+                for launch in launched(call, target):
+                    made = compile_check.build_launch(launch, capability=target)
+                    found = compile_check.read(made)
+                    name = f"sm_{target}" if isinstance(target, int) else target
+                    place = product, direction, head_dim, name, launch.name
+                    yield dict(zip(KEY, place, strict=True)) | {
+                        "registers": found.registers,
+                        "spill_bytes": found.spill_bytes,
+                        "shared_bytes": found.shared_bytes,
+                    }
+
+
+def table(data_dir: str | Path = DATA_DIR) -> pd.DataFrame:
+    """The table as it is kept."""
+    return pd.read_csv(Path(data_dir) / NAME)
+
+
+def update(data_dir: str | Path = DATA_DIR) -> bool:
+    """Compile all kernels and write the table; whether it changed."""
+    made = pd.DataFrame(rows()).to_csv(index=False, lineterminator="\n")
+    return manifest.rewrite(Path(data_dir) / NAME, made)
