@@ -94,7 +94,7 @@ chapter.figure(drawings.tiles({"": drawings.Tiles((2, 3), cross, strips)}), mode
 # $S$ was never written down, so it is computed again: five matmuls. In code, with a causal mask, in
 # fp64:
 
-# %%
+# %% tags=["hide-input"]
 make = torch.Generator().manual_seed(2025)
 rows, keys, s, c = 40, 30, 0.3, 1 / 50
 sizes = rows, keys, keys, rows
@@ -104,6 +104,7 @@ m = torch.ones(rows, keys, dtype=torch.float64).tril()
 alpha = reference.ACTIVATIONS["gelu_tanh"]
 
 
+# %%
 def by_hand(Q, K, V, dO, m):
     S = s * Q @ K.T
     P = m * alpha.function(S)

@@ -134,7 +134,7 @@ chapter.figure(drawings.tiles(walks), modelled="the loops of keys_kernel and que
 # The loop of the first kernel, where `member` counts the query heads that share a key head:
 
 # %% tags=["remove-input"]
-plain = {"segments_ptr": None, "LOWER_RIGHT": False}
+plain = {"segments_ptr": None, "LOWER_RIGHT": False, "BIAS": None}
 chapter.code(decided(v1_tiled_backward.keys_kernel, **plain), "for member", "dk_ptrs")
 
 # %% [markdown]

@@ -472,8 +472,7 @@ assert parts["v4"] - parts["v4, nothing added"] > max(parts["zero fill"], parts[
 # `scores`, computes S, dP, the activation and dV; the other, `sums`, computes dK and dQ. Only dS
 # crosses between them, and P never leaves its registers. Shared memory moves 448 KiB in a step of
 # 64 keys and 64 rows, at 128 bytes a cycle 3,584 cycles, where the MMAs need 2,560. By this count
-# shared memory is the bound. (Dividing the columns of dV and dK instead moves 464 or 536 KiB; the
-# {doc}`lab notes <../../notes/gdpa_backward>` have the counts.)
+# shared memory is the bound ({doc}`lab notes <../../notes/gdpa_backward>`).
 
 # %% tags=["remove-cell"]
 rows7 = chapter.rows(OF_V7, scope="sustained", direction=None, variant=None,

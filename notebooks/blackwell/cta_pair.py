@@ -103,9 +103,9 @@ chapter.figure(
 #
 # S of 256 keys takes 256 columns of tensor memory, as S of two tiles of queries does in b4. So a
 # math role owns 128 *keys*, for the same rows as the other. Both add to the same O, and a separate
-# role of four warps stores it through a buffer.
+# role of four warps stores it through a buffer. The roles and barriers:
 
-# %% tags=["remove-input"]
+# %% tags=["remove-input", "hide-output"]
 chapter.roles("b5_cta_pair")
 chapter.glue(stay=2 * 2 * TILE / 2)
 
@@ -122,9 +122,9 @@ chapter.glue(stay=2 * 2 * TILE / 2)
 # - *Commits.* A commit with `two_ctas=True` arrives in both CTAs: scores for two math roles, free
 #   buffers for two `load` roles.
 #
-# The loop of the `mma` role:
+# This is the loop of the `mma` role:
 
-# %% tags=["remove-input"]
+# %% tags=["remove-input", "hide-output"]
 chapter.code(b5_cta_pair.mma, "out = tile", "tile += 1")
 
 # %% [markdown]
@@ -154,8 +154,7 @@ for what, change in BROKEN.items():
 #
 # More than 256 keys do not fit. In b6 K and V stream in blocks of 128. To use a block for more than
 # one MMA the CTA has two tiles of queries, as in b4, and a math role owns a tile again. An item of
-# the list has 2 × 2 × 128 rows, and b5's loop over tiles becomes one over blocks. Its roles,
-# with notes:
+# the list has 2 × 2 × 128 rows, and b5's loop over tiles becomes one over blocks.
 
 # %% tags=["remove-input"]
 B6_NOTES = {
@@ -187,7 +186,9 @@ KERNEL_NOTES = {
         "Two arrivals, one of each CTA, complete a slice of P.",
 }  # fmt: skip
 b6 = b6_pair_stream
-chapter.annotated([b6.load, b6.mma, b6.math], B6_NOTES)
+chapter.annotated(
+    [b6.load, b6.mma, b6.math], B6_NOTES, folded="The three roles of the loop, with notes"
+)
 chapter.annotated(
     [b6.output, b6.pair_stream_kernel], KERNEL_NOTES,
     folded="The role that stores, and the kernel that starts all roles",
@@ -283,8 +284,7 @@ chapter.glue(worst=max((one["largest error"] / one["allowed"]).max() for one in 
 # %% [markdown]
 # ## Blackwell forward b6 pays for 512 rows on short sequences
 #
-# b6 computes 512 rows for every item, however few are left. The share of real pairs, with items of
-# 256 rows (b4) and of 512:
+# b6 computes 512 rows for every item, however few are left, and b4 256.
 
 
 # %% tags=["remove-cell"]
@@ -295,35 +295,24 @@ def real(length, rows):
     return 100 * (q * k).sum() / (-(-q // rows) * rows * -(-k // 128) * 128).sum()
 
 
-# %% tags=["remove-input"]
-shares = {n: {f"items of {rows}": real(n, rows) for rows in (256, 512)} for n in (256, 512, 2048)}
-shares = pd.DataFrame(shares).T
-chapter.table(
-    shares.reset_index(names="longest"),
-    caption="**Items of 512 rows compute more that no query needs.** Percent of the computed pairs "
-    "that are real, by the longest sequence.",
-    name="tab-pair-real", modelled="workloads gdpa-self-half-jagged",
-)  # fmt: skip
-kept = shares["items of 512"] / shares["items of 256"]
+kept = {n: real(n, 512) / real(n, 256) for n in (512, 2048)}
 chapter.glue(lost=100 * (1 - kept[512]), net_512=gain * kept[512], net_2048=gain * kept[2048],
              num_pairs=units.B200.sms // 2)  # fmt: skip
 
 # %% [markdown]
-# On half-full batches of 512 b6 loses {glue:text}`lost:.0f` % against b4 before it begins. With the
-# emulated clocks of a tile it runs at {glue:text}`net_512:.2f` times the rate of b4, and at 2,048
-# at {glue:text}`net_2048:.2f` times. Forward b7 has items of 256 rows, whose keys its math roles
-# share, for {glue:text}`split:.0f` KiB a tile.
+# Of the pairs that b6 computes on half-full batches of 512, {glue:text}`lost:.0f` % fewer are real
+# than in b4 (modelled from the lengths). With the emulated clocks of a tile it runs at
+# {glue:text}`net_512:.2f` times the rate of b4, and at 2,048 at {glue:text}`net_2048:.2f` times.
+# Forward b7 has items of 256 rows, whose keys its math roles share, for {glue:text}`split:.0f` KiB
+# a tile.
 #
 # ## What only a B200 can tell
 #
 # No B200 has run these kernels. To be measured first: that the other half of an operand costs
-# neither port anything, which the instruction suggests but no document we found states; that a
-# remote arrival, which the compiler gives the scope of one CTA, orders what the MMA then reads; and
-# that all {glue:text}`num_pairs:.0f` pairs fit at once. If one does not, its items begin when
-# others have ended. A compiler that gave arrivals the cluster's scope made a
-# pair's matmul fail, and only in launches back to back
-# ([#3492](https://github.com/facebookexperimental/triton/pull/3492)): so the tests refuse such
-# code, and a first run on a GPU launches each kernel 10,000 times.
+# neither port anything; that a remote arrival, which the compiler gives the scope of one CTA,
+# orders what the MMA then reads; and that all {glue:text}`num_pairs:.0f` pairs fit at once. A
+# compiler that gave arrivals the cluster's scope made a pair's matmul fail, and only in launches
+# back to back ([#3492](https://github.com/facebookexperimental/triton/pull/3492)).
 
 # %% tags=["remove-input"]
 chapter.predictions()

@@ -138,7 +138,7 @@ chapter.glue(
 # is this also $R^{-1}$, and the operator takes sin and cos as they come, as the published one does
 # {cite}`adsmodelkernellibrary`. In general $R^{\mathsf T} R\,x$ is $(s^2 + c^2)\,x$:
 
-# %%
+# %% tags=["hide-input"]
 make = torch.Generator().manual_seed(2025)
 x, y = torch.randn(2, 50, 3, 16, generator=make, dtype=torch.float64)
 sin, cos = torch.randn(2, 50, 8, generator=make, dtype=torch.float64)

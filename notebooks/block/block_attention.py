@@ -93,7 +93,7 @@ assert (p > 0).sum() == 16**2 + 4**2 + 16**2 + 5**2
 # the same output. Four query heads share two heads of keys and values
 # {cite}`shazeer2019mqa,ainslie2023gqa`:
 
-# %%
+# %% tags=["hide-input"]
 q, k, v = (torch.randn(total, heads, 16, dtype=torch.float64) for heads in (4, 2, 2))
 out = block_attention(q, k, v, offsets, block_size=16)
 parts = [min(16, n - first) for n in lengths for first in range(0, n, 16)]

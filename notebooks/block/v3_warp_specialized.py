@@ -112,7 +112,7 @@ chapter.roles("v3_warp_specialized", "block_attention")
 # `Config` refuses such variants, which failed on the H200 in some of many launches
 # ({doc}`../tools/emulator` has the smallest example).
 #
-# ### The consumer of the backward kernel, with notes
+# ### The backward kernel, with notes
 
 # %% tags=["remove-input"]
 V3_NOTES = {
@@ -145,7 +145,7 @@ OTHER_NOTES = {
         "A consumer is one {term}`warp group`.",
 }  # fmt: skip
 v3 = v3_warp_specialized
-chapter.annotated(v3.math_backward, V3_NOTES)
+chapter.annotated(v3.math_backward, V3_NOTES, folded="The consumer")
 chapter.annotated(
     [v3.load, v3.backward_kernel], OTHER_NOTES,
     folded="The producer, and the kernel that starts the roles",

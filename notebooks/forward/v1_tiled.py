@@ -94,7 +94,7 @@ walk = drawings.Tiles((1, 3), [(1, column) for column in range(3)], strips)
 chapter.figure(drawings.tiles({"": walk}), modelled="drawn from the loop of tiled_kernel")
 
 # %% tags=["remove-input"]
-plain = {"segments_ptr": None, "add_ptr": None, "LOWER_RIGHT": False}
+plain = {"segments_ptr": None, "add_ptr": None, "LOWER_RIGHT": False, "BIAS": None}
 chapter.code(decided(v1_tiled.tiled_kernel, **plain), "q_ptrs, q_mask = tile")
 chapter.roles(V1)
 

@@ -241,22 +241,15 @@ for module in (v7_packed, v8_own_waits):
 #
 # ## The whole kernel
 #
-# This is the lesson in full, with every idea of the ladder in its place: the list (v3), the roles
+# This is the consumer in full, with every idea of the ladder in its place: the list (v3), the roles
 # (v4), the pipelined loop (v5), the walk over the list and resident K and V (v6), pairs (v7) and
-# the one argument of this chapter. The host side stands in {doc}`planning`.
+# the one argument of this chapter. The rest of the lesson is folded below it; the host side stands
+# in {doc}`planning`.
 
 # %% tags=["remove-input"]
 chapter.annotated(
-    [lesson.load, lesson.math],
+    lesson.math,
     {
-        "blocks = tl.where(step == 0, blocks, 0)": "v6: where K and V stay, the producer fetches "
-        "them with the first tile of an entry only.",
-        "stage = k.acquire(kv + block)": "v4: the producer waits with the other parity. The first "
-        "wait on a fresh barrier passes, since buffers start empty.",
-        "k.full[stage], start_k, len_k, head, key)": "v2: one TMA load of a box, clipped at "
-        "the end of the sequence. Its bytes complete `k_full`.",
-        "fetch_q(q_desc, q, tile, 0, 0, 0, 0, options)": "v6: after the last tile comes a dummy "
-        "one of length zero, so that the consumers' loop needs no second copy.",
         "s = tlx.async_dot_wait(0, s)": "v5: the prologue. The first scores have no P V to hide "
         "under; this wait happens once per CTA.",
         "# Prefetched: the loop over blocks hides the latency.": "v6: the list is read one tile "
@@ -274,14 +267,22 @@ chapter.annotated(
     },
 )
 chapter.annotated(
-    [lesson.fetch_q, lesson.release, lesson.own_waits_kernel],
+    [lesson.load, lesson.fetch_q, lesson.release, lesson.own_waits_kernel],
     {
+        "blocks = tl.where(step == 0, blocks, 0)": "v6: where K and V stay, the producer fetches "
+        "them with the first tile of an entry only.",
+        "stage = k.acquire(kv + block)": "v4: the producer waits with the other parity. The first "
+        "wait on a fresh barrier passes, since buffers start empty.",
+        "k.full[stage], start_k, len_k, head, key)": "v2: one TMA load of a box, clipped at "
+        "the end of the sequence. Its bytes complete `k_full`.",
+        "fetch_q(q_desc, q, tile, 0, 0, 0, 0, options)": "v6: after the last tile comes a dummy "
+        "one of length zero, so that the consumers' loop needs no second copy.",
         "tlx.barrier_arrive(empty, pred=last)": "v6: resident buffers are given back after "
         "the last tile of the entry.",
         "k_empty = tlx.alloc_warp_barrier": "v4: the threads of all consumers arrive, 256.",
         'with tlx.async_task("default"):': "v4: the producer. Its registers go to the consumers.",
     },
-    folded="What the roles call, and the kernel that starts them",
+    folded="The producer, what the roles call, and the kernel that starts them",
 )
 
 # %% [markdown]

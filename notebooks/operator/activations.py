@@ -334,3 +334,5 @@ chapter.table(
 # - The chip is {glue:text}`better:.0f` times better than documented. Measure the chip, and rely on
 #   the documentation.
 # - A polynomial has a range. Inside it `gelu_taylor6` is GELU without MUFU; outside, fast nonsense.
+#
+# To register an activation of yours: {doc}`../serving/own_operator`.

@@ -243,7 +243,7 @@ for name in ("identity", "relu", "leaky_relu", "gelu", "silu", "hardswish"):
 # $-\infty \cdot 0$, a NaN. Setting the score to zero works in the forward pass, since all
 # activations here vanish at zero, but fails in the backward pass, where most derivatives at zero
 # are 1/2. So our kernels set masked pairs to zero after the activation, and after its derivative.
-# `gdpa` has two masks, `causal` and `window`.
+# {doc}`../serving/own_operator` lists the masks of `gdpa`.
 #
 # ## Exercises
 #
@@ -273,7 +273,7 @@ for name in ("identity", "relu", "leaky_relu", "gelu", "silu", "hardswish"):
 #
 # `sum(gdpa_in_blocks(q, part) for part in parts)`: one partial output per SM, added. In fixed order
 # the result repeats bit for bit. Softmax also needs each SM's maximum and sum, and rescales each
-# partial output before adding it.
+# partial output before adding it. {doc}`../serving/adds_up` does it with the library.
 # :::
 #
 # :::{exercise} Not zero at zero

@@ -178,7 +178,7 @@ with tritonemu.enabled(schedule=7):
 # both. The rule: two accesses to the same bytes, one of them a write, race if the later side does
 # not know the earlier one. The emulator's own classes say the same:
 
-# %%
+# %% tags=["hide-input"]
 BYTES, AT = 2**16 - 1, ("pipeline.py", 0)
 LOAD, MATH, A, B = 0, 1, 0b01, 0b10
 load, math = clocks.Clock({LOAD: 1}), clocks.Clock({MATH: 1})

@@ -216,13 +216,12 @@ chapter.table(
 chapter.predictions()
 
 # %% [markdown]
-# Two of these miss by a factor of two to three, and for two different reasons. *The unit.* On this
-# host `exp` takes {glue:text}`slower:.1f` times what it took on the other one. In units of `exp`,
-# the forward call was predicted well. The same holds for `Lengths`, which saved up to
-# {glue:text}`saved:.0f` µs. *The model.* For the step the unit explains only a part, since in steps
-# of `exp` the interval was missed too. The sum of parts had no term for two threads that wait for
-# each other, because a script that times one part at a time never sees them. Only the CUDA graph,
-# which has neither Python nor threads, was predicted in microseconds and met its limit.
+# Two of these miss by a factor of two to three, for two reasons. *The unit.* On this host `exp`
+# takes {glue:text}`slower:.1f` times what it took on the other one. In units of `exp`, the forward
+# call was predicted well, and so was `Lengths`, which saved up to {glue:text}`saved:.0f` µs. *The
+# model.* The step was missed in units of `exp` too, because the sum of parts had no term for two
+# threads that wait for each other. Only the CUDA graph, which has neither Python nor threads, met
+# its limit in microseconds.
 #
 # ## `Lengths`: what many layers share
 #

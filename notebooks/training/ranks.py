@@ -224,7 +224,7 @@ chapter.figure(chart, modelled="six SMs, 24 items, two SMs held throughout")
 # all-reduce that starts only when our kernel has ended.
 #
 # There are three ways out: launch fewer programs than SMs; let programs take their next item from a
-# shared counter (Blackwell has hardware for it, {doc}`../blackwell/cta_pair`); or give NCCL fewer
+# shared counter (Blackwell has hardware for it); or give NCCL fewer
 # channels (`NCCL_MAX_CTAS`). Our step needs none of them, because its all-reduce is short, but our
 # kernels do have static shares. Whether they ever took twice their time here was not measured.
 #
@@ -363,3 +363,5 @@ chapter.predictions()
 # - Time each rank without communication before you blame the network.
 # - Deal rows by work, equally many to each rank, once the device is the limit.
 # - A persistent kernel with static shares needs all the SMs that it was divided for.
+#
+# One sequence on several GPUs: {doc}`../serving/adds_up`.

@@ -1,0 +1,461 @@
+# ---
+# jupyter:
+#   kernelspec: {name: python3, display_name: Python 3}
+# ---
+
+# %% [markdown]
+# # Attention that adds up: split it, cache it, delete from it
+#
+# Softmax divides each weight by a sum over all keys. GDPA divides by nothing. What does that buy
+# when you serve a model, or shard it?
+#
+# :::{admonition} In this chapter (30 minutes)
+# You will split a call over its keys and add up the parts, tell when cached keys and values may be
+# used again, say what deleting an event by subtraction can promise, and count the bytes of a
+# sequence that is cut between GPUs. After {glue:text}`updates:,.0f` updates a stored sum is off by
+# {glue:text}`same:.0e` of its size if one kernel both adds and deletes, and by
+# {glue:text}`other:.0e` if a second one, which rounds differently, deletes.
+# :::
+
+# %% tags=["hide-input"]
+import contextlib
+import io
+import math
+import random
+
+import pandas as pd
+import torch
+
+import tritonemu
+from _lib import noted, steps
+from gdpa_kernels import GDPASelfAttention, gdpa
+from gdpa_kernels.gdpa.parallel import predicted_bytes
+from gdpa_kernels.serving.cache import Model, PagedCache, score
+from gdpa_kernels.serving.layers import extend
+from gdpa_kernels.serving.sums import StoredSums
+from gdpa_lab.measuring.inputs import cu_seqlens
+from gdpa_lab.report import charts, results
+from gdpa_lab.report.chapter import Chapter
+
+# %% tags=["parameters"]
+mode = "replay"
+device = "cpu"
+data_dir = "data"
+
+# %% tags=["remove-cell"]
+chapter = Chapter("serving/adds_up", mode=mode, device=device, data_dir=data_dir)
+torch.manual_seed(0)
+EVENTS, SEEDS, UPDATES = 256, 4, 10_000
+MARKS = (10, 100, 1_000, UPDATES)
+SAME, OTHER, LOW = "one kernel", "two kernels", "sum in bf16"
+
+
+def draw(rows: int, heads: int = 1, dim: int = 32, dtype=torch.bfloat16) -> torch.Tensor:
+    return torch.randn(rows, heads, dim).to(dtype)
+
+
+def apart(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    """The relative error."""
+    return float((found.double() - wanted).norm() / wanted.double().norm())
+
+
+def parts(q, k, v, impl: str) -> torch.Tensor:
+    """What each event adds to the queries, by one implementation: fp32 `[events, ...]`."""
+    each = torch.arange(len(k) + 1, dtype=torch.int32)
+    with tritonemu.enabled():
+        out = gdpa(q, k, v, None, each, len(q), 1, impl=impl, out_dtype=torch.float32)
+    return out.view(len(k), *q.shape)
+
+
+q, k, v = draw(SEEDS), draw(EVENTS), draw(EVENTS)
+mine, theirs = (parts(q, k, v, impl) for impl in ("v1_tiled", "reference"))
+# Of each sum: what an event adds, and what its deletion takes away.
+ways = {SAME: (mine, mine), OTHER: (mine, theirs), LOW: (mine.bfloat16(), mine.bfloat16())}
+held, sums = [True] * EVENTS, {}
+for name, (added, _) in ways.items():
+    sums[name] = torch.zeros_like(added[0])
+    for part in added:
+        sums[name] += part
+errors, chosen = {}, random.Random(0)
+for update in range(1, UPDATES + 1):
+    event = chosen.randrange(EVENTS)
+    for name, (added, deleted) in ways.items():
+        sums[name] += -deleted[event] if held[event] else added[event]
+    held[event] = not held[event]
+    if update in MARKS:
+        wanted = mine[torch.tensor(held)].double().sum(0)
+        errors[update] = {name: apart(x, wanted) for name, x in sums.items()}
+errors = pd.DataFrame(errors).T.rename_axis("updates")
+last = errors.loc[UPDATES]
+chapter.glue(updates=UPDATES, same=last[SAME], other=last[OTHER], low=100 * last[LOW])
+assert last[SAME] < 1e-5 < 1e-3 < last[[OTHER, LOW]].min(), "the caption"
+assert 5 < last[OTHER] / errors.loc[1_000, OTHER] < 20, "the text: in proportion"
+
+# %% tags=["remove-input"]
+# | name: fig-sum-rounding
+# | caption: >
+# |   **A stored sum stays right if the kernel that added an event also deletes it.** Relative error
+# |   of a stored sum: four fixed queries over a changing set of 256 events, after so many random
+# |   additions and deletions. One kernel, or two, with a sum in fp32; one with a sum in bf16.
+# | alt: >
+# |   Three lines on logarithmic axes. The fp32 sum with one kernel rises slowly and stays far below
+# |   the other two: the fp32 sum with two kernels, which rises steeply, and the sum in bf16.
+chart = charts.lines(
+    errors, xlabel="updates", ylabel="relative error", log="xy", highlight=[SAME, OTHER],
+    ylim=(1e-8, 1.0),
+)  # fmt: skip
+chapter.figure(chart, data=errors.reset_index(), emulated="v1_tiled on a CPU; sums by PyTorch")
+
+# %% [markdown]
+# ## One step of algebra
+#
+# Take one query $q$ over the keys of two sets, $A$ and $B$. With activation $f$ and the factors of
+# {eq}`eq-gdpa`:
+#
+# $$
+# \begin{aligned}
+# O(A \cup B) &= c \sum_{j \in A \cup B} f(s\, q \cdot k_j)\, v_j \\
+# &= c \sum_{j \in A} f(s\, q \cdot k_j)\, v_j \;+\; c \sum_{j \in B} f(s\, q \cdot k_j)\, v_j \\
+# &= O(A) + O(B) .
+# \end{aligned}
+# $$ (eq-adds-up)
+#
+# The second line holds because the term of one key does not depend on any other key. In softmax
+# attention it does: each exponential is divided by the sum of all of them. A softmax part must
+# therefore return the logarithm of its own sum, and a merge rescales both parts
+# {cite}`milakov2018online,dao2022flashattention`. Here the merge is an addition.
+#
+# What remains is rounding. A kernel adds in fp32 and rounds once, at the end, so two results in
+# bf16 have already been rounded when they meet. `gdpa` therefore returns its fp32 sum if asked
+# (`out_dtype`), and can add to one before it rounds (`add_to`):
+
+
+# %% tags=["remove-cell"]
+def keys_of(first: int, last: int) -> tuple:
+    """Arguments of `gdpa` for 16 queries over keys first to last."""
+    ends = (cu_seqlens([n], "cpu") for n in (16, last - first))
+    return q, k[first:last], v[first:last], *ends, 16, last - first
+
+
+q, k, v = draw(16, 2), draw(1000, 2), draw(1000, 2)
+exact = gdpa(*(x.double() for x in (q, k, v)), *keys_of(0, 1000)[3:], impl="reference")
+
+# %%
+# keys_of: the queries, some of the keys and values, their offsets and lengths
+with tritonemu.enabled():
+    first = gdpa(*keys_of(0, 600), impl="v1_tiled", out_dtype=torch.float32)
+    summed = gdpa(*keys_of(600, 1000), impl="v1_tiled", add_to=first)
+
+# %% tags=["remove-input"]
+with tritonemu.enabled():
+    whole = gdpa(*keys_of(0, 1000), impl="v1_tiled")
+    rest = gdpa(*keys_of(600, 1000), impl="v1_tiled")
+print(f"one call           {apart(whole, exact):.1e} from fp64")
+print(f"two, added in fp32 {apart(summed, exact):.1e}")
+print(f"two, added in bf16 {apart(first.bfloat16() + rest, exact):.1e}")
+
+# %% tags=["remove-cell"]
+assert apart(summed, exact) < 1.05 * apart(whole, exact) < apart(first.bfloat16() + rest, exact)
+
+# %% [markdown]
+# ## Split keys: every SM works for one user
+#
+# One user with 64 rows and four heads is four tiles of work, enough for four of 132 SMs. Forward v8
+# therefore cuts the keys of small batches into pieces. Each SM writes the fp32 sum over its piece,
+# and a second kernel adds the pieces in a fixed order, so every run gives the same bits. The last
+# column of {numref}`tab-sum-split` is a bound for our H200 from counts of bytes and FLOPs; the
+# measured columns are from an H100, whose memory is slower.
+
+# %% tags=["remove-input"]
+limits = results.ceilings(chapter.record("forward/results"))
+
+
+def counts(users: int, rows: int, keys: int, heads: int = 4, dim: int = 128) -> tuple:
+    """FLOPs, bytes read and bytes written of attention in bf16."""
+    held, made = (users * n * heads * dim * 2 for n in (keys, rows))
+    return 4 * users * rows * keys * heads * dim, 2 * held + made, made
+
+
+SIZES = "users, rows, keys"
+split = noted.table("serving", SIZES)
+sizes = [[int(x.replace(",", "")) for x in text.split(", ")] for text in split[SIZES]]
+split["at least on an H200, us"] = [limits.floor_us(*counts(*each)) for each in sizes]
+chapter.table(
+    split.drop(columns=["forward v1", "a copy of the bytes"]).rename(
+        columns={"whole": "whole, us", "split": "split, us"}
+    ),
+    name="tab-sum-split", digits={"pieces": 0, "factor": 1},
+    caption="**Splitting keys pays most where a batch has the fewest tiles.** Time of a call of "
+    "forward v8 in a CUDA graph, sums included; head_dim 128, 4 heads.",
+    measured="NVIDIA H100, 2026-11-26, by a script, no record: lab notes, Serving",
+    modelled="the last column: the larger of FLOPs and bytes, at the ceilings of our H200",
+)  # fmt: skip
+assert split["factor"].idxmax() == 1 and split["factor"].min() > 1, "the caption"
+
+# %% [markdown]
+# With 16 users there are tiles enough, and splitting gains little. Of four predictions that were
+# written down before the run, two were confirmed
+# ({doc}`the lab notes <../../notes/serving>`).
+#
+# ## When a cache of keys and values is valid
+#
+# A server that has read a history once wants to keep the keys and values of every layer and compute
+# only the rows of new events. That is right if no old row changes when an event is appended.
+# `Model` takes the properties that decide this, and says which rows stay:
+
+# %% tags=["hide-input"]
+ROWS, AT = 12, 6
+kinds = {
+    "causal": {}, "causal, window of 2": {"window": 2}, "bidirectional": {"causal": False},
+    "positions counted from the end": {"positions": "from_end"},
+    "time until the query": {"query_time": True},
+    "divided by the present length": {"constant_divisor": False},
+}  # fmt: skip
+kept = {}
+for kind, options in kinds.items():
+    for change, rows, at in (("append", ROWS, ROWS), ("delete", ROWS - 1, AT)):
+        right = [rows - len(wrong) for wrong in Model(3, **options).changed(rows, at)]
+        kept.setdefault(kind, {})[f"{change}: layers 1, 2, 3"] = ", ".join(map(str, right))
+assert kept["causal"]["append: layers 1, 2, 3"] == "12, 12, 12", "the caption"
+assert kept["causal, window of 2"]["delete: layers 1, 2, 3"] == "11, 9, 7", "the second answer"
+
+# %% tags=["remove-input"]
+chapter.table(
+    pd.DataFrame(kept).T.rename_axis("model").reset_index(), name="tab-sum-kept",
+    caption="**A causal model keeps its cache when events are appended; several popular features "
+    "break that.** Rows whose keys and values stay right: of 12 after an append, of 11 others "
+    "after the seventh event is deleted.",
+    computed="serving.validity.Model, whose rules tests compare with models by brute force",
+)  # fmt: skip
+
+# %% [markdown]
+# A bidirectional model cannot use a cache, because the new event is already in the keys of its
+# second layer. The next two rows concern causal models that embed recency, as a public ranking
+# model does {cite}`generativerecommenders`. `PagedCache` follows the same rules. It does not serve
+# wrong rows; it refuses the append and says why:
+
+# %%
+recent = Model(3, positions="from_end")
+cache = PagedCache(recent, num_pages=8, page_size=4, num_kv_heads=2, head_dim=8)
+cache.append(["ann"], [5])
+try:
+    cache.append(["ann"], [1])
+except ValueError as error:
+    print(error)
+
+# %% [markdown]
+# For a model that passes, two layers that read five events and then two more give the same rows as
+# one call over all seven:
+
+# %% tags=["hide-input"]
+layers = [GDPASelfAttention(16, 2, causal=True, dtype=torch.float64) for _ in range(2)]
+cache = PagedCache(Model(2), 8, 4, num_kv_heads=2, head_dim=8, dtype=torch.float64)
+events = torch.randn(7, 16, dtype=torch.float64)
+for x in events.split([5, 2]):
+    new = cache.append(["ann"], [len(x)])
+    for index, layer in enumerate(layers):
+        x = extend(layer, x, cache, index, new, cache.pages(["ann"]))
+whole = events
+for layer in layers:
+    whole, _ = layer((whole, cu_seqlens([7], "cpu")))
+print(f"largest difference {(x - whole[5:]).abs().max().item():.1e}")
+
+# %% tags=["remove-cell"]
+assert (x - whole[5:]).abs().max() < 1e-12
+
+# %% [markdown]
+# A cache must also know *which* history it holds. Pages belong to an epoch, a value of yours that
+# changes whenever the past is edited, so an edited history never finds its old keys.
+#
+# ## Deletion by subtraction: what it can promise
+#
+# The last column of {numref}`tab-sum-kept` shows what a deletion costs: the rows after the event
+# must be computed again. One case is free of that. If the *queries* are fixed, like the seeds of a
+# {term}`PMA` over per-event features, each event is one term of {eq}`eq-adds-up`, and deleting the
+# event means subtracting its term. `StoredSums` keeps such sums:
+
+# %%
+q, k, v = draw(SEEDS), draw(5), draw(5)
+first, user = cu_seqlens([5], "cpu"), torch.tensor([0])
+stored = StoredSums(q, users=2, impl="reference", exact=True)
+stored.add(user, k, v, first)
+stored.delete(user, k[3:], v[3:], cu_seqlens([2], "cpu"))
+stored.add(torch.tensor([1]), k[:3], v[:3], cu_seqlens([3], "cpu"))
+print("the same bits as without the two:", torch.equal(stored.total[0], stored.total[1]))
+
+# %% tags=["remove-cell"]
+assert torch.equal(stored.total[0], stored.total[1])
+
+# %% [markdown]
+# {numref}`fig-sum-rounding` shows the catch. Forward v1 rounds $P$ to bf16 before its second matmul
+# and the definition does not, so their terms differ. If one adds and the other deletes, the
+# difference stays behind each time an event comes and goes, and the error grows in proportion to
+# the updates. If the same kernel does both, a term leaves exactly as it came, and only the fp32
+# sum itself rounds. A sum kept in bf16 is {glue:text}`low:.0f` % off at the end. In other words, a
+# sum belongs to the kernel that made it. `StoredSums` remembers that kernel, and refuses to go on
+# with a sum of another.
+
+# %% tags=["remove-cell"]
+try:
+    StoredSums(q, users=2, impl="v1_tiled", exact=True).load_state_dict(stored.state_dict())
+except ValueError as error:
+    assert "sums must be of" in str(error) and "impl v1_tiled" in str(error), "the text"
+else:
+    raise AssertionError("the text: refused")
+
+# %% [markdown]
+# With `exact=True` each term is rounded once to an integer number of $2^{-30}$. Integers add
+# without error, so nothing of a deleted event remains. If you delete for privacy, use it: an fp32
+# sum keeps a trace in its last digits. Behind a second attention layer no sum helps, because the
+# deleted event is in the keys of later ones. There `PagedCache.edit` keeps the rows before the
+# event, and you compute the others again.
+#
+# ## Candidates over a history
+#
+# A ranking model scores many candidates for each user. A candidate sees the history and itself, so
+# its attention is the sum of two calls, one over the history and one over itself:
+
+# %% tags=["remove-cell"]
+HISTORY, SHOWN = [9, 4], [3, 5]
+old, new = (draw(sum(n), 2, 16, torch.float64) for n in (HISTORY, SHOWN))
+cache = PagedCache(Model(1), 8, 4, num_kv_heads=2, head_dim=16, dtype=torch.float64)
+cache.write(0, cache.append(["ann", "bob"], HISTORY), old, old)
+pages, offsets = cache.pages(["ann", "bob"]), cu_seqlens(SHOWN, "cpu")
+q = k = v = new
+
+# %%
+scores = score(q, k, v, offsets, 5, *cache.read(0, pages), pages, activation="silu")
+
+# %% tags=["remove-cell"]
+both = torch.cat([x for pair in zip(old.split(HISTORY), new.split(SHOWN), strict=True)
+                  for x in pair])  # fmt: skip
+ends = cu_seqlens([a + b for a, b in zip(HISTORY, SHOWN, strict=True)], "cpu")
+one = gdpa(both, both, both, ends, ends, 12, 12, activation="silu", causal=True,
+           num_targets=torch.tensor(SHOWN, dtype=torch.int32))  # fmt: skip
+theirs = torch.cat([x[n:] for x, n in zip(one.split(ends.diff().tolist()), HISTORY, strict=True)])
+assert (scores - theirs).abs().max() < 1e-12
+ridge = limits.tflops / limits.gbytes_per_s(1, 0) * 1e3
+CANDIDATES = "users, history, candidates"
+served = noted.table("serving", CANDIDATES).set_index(CANDIDATES)
+dlrm = served.loc["10, 6,300, 2,048"]
+flops, read, written = counts(10, 2048, 6300)
+chapter.glue(
+    together=float((scores - theirs).abs().max()), ridge=ridge, most=served["factor"].max(),
+    least=served["factor"].min(), floor=limits.floor_us(flops, read, written),
+    history=dlrm["of it the history"],
+)  # fmt: skip
+
+# %% [markdown]
+# One call over history and candidates with the mask `num_targets` gives the same scores, within
+# {glue:text}`together:.0e` in fp64.
+#
+# When is it fast? A key and its value are $4 d$ bytes in bf16. With $m$ candidates they take part
+# in
+# $4 m d$ FLOPs, which is $m$ FLOPs per byte. At the rates of our H200, a request with fewer than
+# {glue:text}`ridge:.0f` candidates per user is limited by memory, and one with more by matmuls
+# (modelled). Take ten users with 6,300 events and 2,048 candidates each, sizes of MLPerf's DLRMv3.
+# The history takes at least {glue:text}`floor:.0f` µs by the count; forward v8 took
+# {glue:text}`history:.0f` µs, measured on an NVIDIA H200 on 2026-11-26. Both calls together were
+# {glue:text}`least:.1f` to {glue:text}`most:.1f` times as fast as one call of forward v1, at four
+# sizes. One call of forward v8, which has learned `num_targets` since, is faster still with many
+# candidates; with few, two calls win, because they split the keys
+# ({doc}`the lab notes <../../notes/serving>`).
+#
+# ## A sequence across GPUs
+#
+# {term}`Context parallelism <context parallelism>` cuts one long sequence between ranks. With
+# softmax, keys and values travel around a ring, and each rank merges what arrives. Here either side
+# may stay where it is: the queries, if keys and values are gathered, or the keys and values, if
+# queries are gathered and the partial outputs reduce-scattered. For 131,072 tokens in bf16, 4 heads
+# of 128 and 8 ranks:
+
+# %% tags=["remove-input"]
+N, RANKS, HEADS, DIM = 131_072, 8, 4, 128
+of_calls = {
+    f"{name} stay": predicted_bytes(name, N // RANKS, RANKS, HEADS, HEADS, DIM, torch.bfloat16)
+    for name in ("queries", "keys")
+}
+hop = 2 * N // RANKS * HEADS * DIM  # numbers of K and V, or of their gradients, that a rank holds
+of_calls["ring, softmax"] = (RANKS - 1) * hop * 2, (RANKS - 1) * hop * 2 + RANKS * hop * 4
+moved = pd.DataFrame(of_calls, index=["forward, MB", "backward, MB"]).T / 1e6
+chapter.table(
+    moved.rename_axis("").reset_index(), name="tab-sum-ranks",
+    digits={"forward, MB": 0, "backward, MB": 0},
+    caption="**Sums move no more bytes than a ring in the forward pass, and fewer in the "
+    "backward pass.** Bytes that each rank receives, gradients in fp32.",
+    modelled="parallel.predicted_bytes; of the ring K and V in bf16, and dK and dV over P hops",
+)  # fmt: skip
+assert moved["forward, MB"].min() == moved.loc["ring, softmax", "forward, MB"], "the caption"
+assert moved["backward, MB"].idxmax() == "ring, softmax", "the caption"
+
+# %% tags=["remove-cell"]
+SMALL = ["--context", "--size", "tiny", "--batch", 3, "--max-seqlen", 64, "--device", "cpu"]
+with contextlib.redirect_stdout(io.StringIO()):
+    found = pd.DataFrame(steps.run("ranks", *SMALL, ranks=2))
+assert (found["received"] == found["predicted"]).all(), "the text"
+worst = max(map(max, found["errors"]))
+busy = found[found["stationary"] == "queries"].set_index("layout")["busiest"]
+assert worst < 1e-14 and busy["zigzag"] < busy["contiguous"], "the text"
+chapter.glue(worst=worst, contiguous=busy["contiguous"], zigzag=busy["zigzag"],
+             ways=len(found), tokens=found["tokens"].iloc[0])  # fmt: skip
+
+# %% [markdown]
+# When this page was built, two processes on a CPU cut a causal batch of {glue:text}`tokens:.0f`
+# tokens in {glue:text}`ways:.0f` ways (`examples/ranks.py --context`). Outputs and gradients were
+# within {glue:text}`worst:.0e` of those of one process, and each rank received the bytes predicted.
+# With contiguous shards the busier rank does {glue:text}`contiguous:.2f` times the mean work, since
+# late rows see more keys. Zigzag shards give each rank an early and a late piece, which makes it
+# {glue:text}`zigzag:.2f`. Times on several GPUs are not part of this chapter.
+#
+# ## Limits
+#
+# - A norm, a gate or a division comes *after* the sum: store the sum, not its result.
+# - `scale` stands inside the activation. If it is one over the present length, every term changes
+#   when an event arrives. Use a constant.
+# - Rows grow with their number of keys ({doc}`../training/layers`), and adding up does not change
+#   that.
+#
+# ## Exercises
+#
+# :::{exercise} When to recompute
+# :label: ex-sum-recompute
+#
+# In {numref}`fig-sum-rounding` the error of the fp32 sum with one kernel grows like the square root
+# of the number of updates. After how many updates does it reach an eighth of a rounding to bf16,
+# about $2 \cdot 10^{-4}$? Use its last point. *(paper, five minutes)*
+# :::
+
+# %% tags=["remove-cell"]
+chapter.glue(after=UPDATES * (2e-4 / last[SAME]) ** 2, law=last[SAME] / math.sqrt(UPDATES))
+
+# %% [markdown]
+# :::{solution} ex-sum-recompute
+# :class: dropdown
+#
+# The error is {glue:text}`law:.0e` times the square root of the updates, so it takes
+# {glue:text}`after:,.0f` of them. `StoredSums.stale` uses such a law, and also the largest size the
+# sum has had, since the rounding of a large sum remains when it has become small.
+# :::
+#
+# :::{exercise} A window
+# :label: ex-sum-window
+#
+# A causal model has three layers and a window of two events, and an event is deleted. How many rows
+# after it have wrong keys in each layer? Why can the deletion not be a subtraction, although so few
+# rows change? *(paper, ten minutes)*
+# :::
+#
+# :::{solution} ex-sum-window
+# :class: dropdown
+#
+# None in layer 1, two in layer 2, four in layer 3 ({numref}`tab-sum-kept`): errors travel two rows
+# a layer. The rows that saw the event in layer 1 have other keys in layer 2. What they add to later
+# rows changes, and subtracting the event's own term cannot undo that.
+# :::
+#
+# ## Takeaways
+#
+# - Without normalisation, attention over a union is the sum of attention over its parts. Keep the
+#   parts in fp32 and round once.
+# - A cache is valid if old rows depend on nothing later. Let code check that.
+# - Delete with the kernel that added, or use integers. Behind a second layer, recompute.
