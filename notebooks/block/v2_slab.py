@@ -105,7 +105,7 @@ chapter.figure(charts.dots(ratio, xlabel="time / time of block v1"), measured=ro
 # four heads, a *slab*, are 64 KiB without a gap. Each of $P$ programs takes every $P$-th slab. The
 # forward loop:
 
-# %% tags=["remove-input"]
+# %% tags=["remove-input", "hide-output"]
 chapter.code(v2_slab.forward_kernel, "    for step in")
 
 # %% [markdown]

@@ -127,8 +127,6 @@ chapter.table(
 # Narrow limits fail at the edge, and a control in {doc}`../forward/v6_short_kv` tells why: two
 # kernels that do the same work differ there by more than many of our limits are wide.
 #
-# Each of these misses is the reason for a kernel, a chapter or an experiment.
-#
 # ## The predictions that were confirmed
 #
 # A chapter shows at most three of its predictions. With the table above, this one has all others:
