@@ -29,8 +29,8 @@ def join_rows(
 
 @triton.jit(do_not_specialize=["blocks"])
 def join_kernel(
-    data_ptr, k_ptr, v_ptr, keys_ptr, values_ptr, indptr_ptr, indices_ptr, history_ptr, ends_ptr,
-    blocks, K_STRIDES: tl.constexpr, V_STRIDES: tl.constexpr, PAGE: tl.constexpr,
+    data_ptr, k_ptr, v_ptr, keys_ptr, values_ptr, slots_ptr, history_ptr, ends_ptr, blocks,
+    K_STRIDES: tl.constexpr, V_STRIDES: tl.constexpr, PAGE: tl.constexpr,
     NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """ROWS joined rows of one user and one head."""
@@ -43,9 +43,8 @@ def join_kernel(
     own = row - length
     is_old = row < length
     is_new = (own >= 0) & (own < tl.load(ends_ptr + user + 1) - start_new)
-    nth = tl.load(indptr_ptr + user) + (row // PAGE).to(tl.int64)
-    page = tl.load(indices_ptr + nth, mask=is_old, other=0)
-    place = page.to(tl.int64) * (2 * PAGE) + row % PAGE
+    slot = tl.load(slots_ptr + (start_old + row).to(tl.int64), mask=is_old, other=0)
+    place = slot + slot // PAGE * PAGE
     dim = tl.arange(0, WIDTH)
     is_dim = (dim < HEAD_DIM)[None, :]
     STRIDES: tl.constexpr = (NUM_HEADS * HEAD_DIM, HEAD_DIM, 1)
@@ -77,7 +76,7 @@ def join(
     blocks = triton.cdiv(at.max_seqlen + most, rows)
     launch(
         join_kernel, (blocks * (len(ends) - 1) * heads,), data.device,
-        data, k, v, keys, values, at.kv_indptr, at.kv_indices, at.cu_seqlens, ends, blocks,
+        data, k, v, keys, values, at.slots, at.cu_seqlens, ends, blocks,
         K_STRIDES=k.stride(), V_STRIDES=v.stride(), PAGE=page, NUM_HEADS=heads,
         HEAD_DIM=head_dim, ROWS=rows, WIDTH=width, num_warps=4,
     )  # fmt: skip

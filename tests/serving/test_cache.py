@@ -1,5 +1,6 @@
 """Histories in pages, found again or not at all; candidates over them are those of one call."""
 
+import copy
 from contextlib import ExitStack, contextmanager
 from unittest import mock
 
@@ -350,13 +351,14 @@ def test_the_kernel_joins_what_pytorch_joins(dim, dtype, rows):
         at = kept.append(USERS[:3], counts)
         shape = sum(counts), 2, dim
         kept.write(1, at, torch.randn(shape).to(dtype), torch.randn(shape).to(dtype))
-    at, both = kept.pages(USERS[:3]), ends(*rows)
     k, v = torch.randn(sum(rows), 2, 2, dim + 3).to(dtype)[..., 3:].unbind(1)
-    wanted = kept.read_before(1, at, k, v, both, max(rows))
-    with tritonemu.enabled(), launches() as seen, full_of_nan():
-        found = kept.read_before(1, at, k, v, both, max(rows))
-    assert [launch.name for launch in seen] == ["join_kernel"]
-    assert_same_bits(found, wanted)
+    for each in (kept.pages(USERS[:3]), at):  # of the whole histories, and of the last tokens
+        given = 1, each, k, v, ends(*rows), max(rows)
+        wanted = kept.read_before(*given)
+        with tritonemu.enabled(), launches() as seen, full_of_nan():
+            found = kept.read_before(*given)
+        assert [launch.name for launch in seen] == ["join_kernel"]
+        assert_same_bits(found, wanted)
 
 
 @pytest.mark.parametrize("head_dim", (64, 128))
@@ -370,3 +372,23 @@ def test_the_kernel_moves_16_bytes_at_once(capability, head_dim):
     assert code.spill_bytes == 0 and code.wide["LDG"] and code.wide["STG"]
     assert code.wide["STG"] == code.instructions["STG"]
     assert 2 * code.wide["STG"] == code.wide["LDG"]
+
+
+def test_queries_may_have_more_heads():
+    kept = cache(num_pages=8, dtype=BF16)
+    filled(kept, USERS, [*LENGTHS])
+    q = torch.cat([draw(sum(SHOWN), seed, BF16) for seed in (50, 51)], 1)
+    k, v = draw(sum(SHOWN), 52, BF16), draw(sum(SHOWN), 53, BF16)
+    given = q, k, v, ends(*SHOWN), 5, kept, 1, kept.pages(USERS)
+    with tritonemu.enabled():
+        one, two = (score(*given, in_one_call=x, precise=True) for x in (True, False))
+    plain = score(*(x.double() for x in (q, k, v)), *given[3:5], doubled(kept), *given[6:])
+    for found in (one, two):
+        assert (found - plain).norm() < 4e-3 * plain.norm()
+
+
+def doubled(kept: PagedCache) -> PagedCache:
+    """The same cache in fp64, for the definition."""
+    wide = copy.copy(kept)
+    wide.data = kept.data.double()
+    return wide

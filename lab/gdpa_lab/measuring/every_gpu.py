@@ -37,9 +37,7 @@ def calls(head_dim: int) -> dict[tuple[str, str], Callable[[], object]]:
     scale = head_dim**-0.5
     whole = partial(Batch, x, x, x, ends, ends, 1024, 1024, ("gelu_tanh",), scale)
     blocks, listed = Blocks(x, x, x, ends, scale), (torch.zeros(16, 2).int(),)
-    pages = SimpleNamespace(
-        slots=torch.arange(960), max_seqlen=960, kv_indptr=ends, kv_indices=ends, cu_seqlens=ends
-    )
+    pages = SimpleNamespace(slots=torch.arange(960), max_seqlen=960, cu_seqlens=ends)
     own, targets = x[:64], {"causal": "lower_right", "segments": torch.tensor([[64, 0]]).int()}
 
     def candidates() -> None:
