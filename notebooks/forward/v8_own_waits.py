@@ -45,25 +45,32 @@ us = chapter.times(whole, direction="forward")
 gain = us[V7] / us[V8]
 FULL = {n: f"gdpa-self-full-{n}" for n in (256, 512, 1024, 2048)}
 sustained = {"direction": "forward", "scope": "sustained"}
-WALL = chapter.record("measuring/power_wall").id  # of v8 as the lesson has it
+WALL = chapter.record("measuring/power_wall").id
 loops_of = {"of": WALL, **sustained}
 roof = chapter.times(value="percent_of_roofline", **loops_of)[[V6, V7, V8]].dropna()
 steady = chapter.times(**loops_of)
 wall = steady.loc[list(FULL.values())[1:]]
 wall = 100 * (wall[V7] / wall[V8] - 1)
-assert (roof[V8] > roof[V7]).all() and (roof[V7] > roof[V6]).all(), "the caption says so"
+over = (roof[V8] / roof[V7]).sort_values()
+assert over.index[0] == FULL[256] and over.iloc[0] > 0.99 and over.iloc[1] > 1, "the caption"
+assert (roof[V7] > roof[V6]).all(), "the caption says so"
+both = chapter.rows(WALL, impl=V8, variant=None, **sustained)
+both = both.pivot(index="workload", columns="variant", values="time_us_p50").dropna()
+ahead = both["behind"] / both[""]
 RESULTS = chapter.record("forward/results").id
 own = chapter.times(RESULTS, "percent_of_roofline", **sustained).loc[us.index, V8]
-chapter.glue(loop_least=wall.min(), loop_most=wall.max(), reached=(own >= 90).sum(), all=len(us))
+chapter.glue(loop_least=wall.min(), loop_most=wall.max(), reached=(own >= 90).sum(), all=len(us),
+             ahead_least=ahead.min(), ahead_most=ahead.max())  # fmt: skip
 
 # %% tags=["remove-input"]
 # | name: fig-v8-rates
 # | caption: >
-# |   **Forward v8 is faster than forward v7 on every workload, and forward v7 than forward v6.**
-# |   Percent of each workload's roofline, back to back. Dashed: 90 %, the aim.
+# |   **Forward v8 is faster than forward v7 on every workload but full 256, where they are level, and
+# |   forward v7 than forward v6.** Percent of each workload's roofline, back to back. Dashed: 90 %,
+# |   the aim.
 # | alt: >
-# |   A dot plot over eight workloads. v8 lies right of v7 and v7 right of v6 on every row. v8
-# |   passes the dashed line at 2,048 tokens; half-full batches stay below it.
+# |   A dot plot over eight workloads. v8 lies right of v7 and v7 right of v6, but v7 and v8 meet on
+# |   full 256. v8 passes the dashed line at 2,048 tokens; half-full batches stay below it.
 chapter.figure(
     charts.dots(
         roof.set_axis(["forward v6", "forward v7", "forward v8"], axis=1).rename(
@@ -86,9 +93,9 @@ chapter.figure(
 # ```
 #
 # The loop under it is the same in both lessons. The kernel that `gdpa` runs adds masks, groups and
-# wider heads, and with blocks of 128 keys it loads the next tile's Q during this one, which came
-# after the records of this chapter: 1.03 times as fast ({doc}`../../notes/at_the_wall`). Without
-# that it compiles to the same machine code on the published form:
+# wider heads, and with blocks of 128 keys it loads the next tile's Q during this one:
+# {glue:text}`ahead_least:.2f` to {glue:text}`ahead_most:.2f` times as fast in this record, 1.03 in
+# the {doc}`lab notes <../../notes/at_the_wall>`. Without that it compiles to the same machine code on the published form:
 
 # %% tags=["remove-input"]
 chapter.code(lesson.math, "for block in", "tlx.barrier_arrive(q.empty")
@@ -177,13 +184,14 @@ rates = chapter.times(value="tflops", **loops_of)
 table = rates.loc[list(FULL.values()), list(NAMES)].round(0).rename(columns=NAMES)
 chapter.table(
     table.set_axis(list(FULL)).rename_axis("tokens").reset_index(),
-    caption="**Forward v8 is the fastest at every length.** TFLOP/s back to back on full batches; "
-    "cuDNN and FA4 (FlashAttention-4) compute softmax.",
+    caption="**Forward v8 is the fastest at every length, level with v7 at 256.** TFLOP/s back to back on "
+    "full batches; cuDNN and FA4 (FlashAttention-4) compute softmax.",
     measured=chapter.rows(WALL, workload=list(FULL.values()), impl=list(NAMES), **sustained),
 )  # fmt: skip
 
 # %% tags=["remove-cell"]
-assert (table["forward v8"] == table.max(axis=1)).all(), "the caption says so"
+best = table.max(axis=1)
+assert (table["forward v8"] >= 0.99 * best).all() and (table["forward v8"] == best)[1:].all()
 steady_gain = 100 * (steady[V7] / steady[V8] - 1)
 half = steady_gain[steady_gain.index.str.contains("half")].dropna()
 peer = (steady["cudnn"] / steady[V8])[list(FULL.values())]
