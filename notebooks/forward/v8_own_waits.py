@@ -184,8 +184,8 @@ rates = chapter.times(value="tflops", **loops_of)
 table = rates.loc[list(FULL.values()), list(NAMES)].round(0).rename(columns=NAMES)
 chapter.table(
     table.set_axis(list(FULL)).rename_axis("tokens").reset_index(),
-    caption="**Forward v8 is the fastest at every length, level with v7 at 256.** TFLOP/s back to back on "
-    "full batches; cuDNN and FA4 (FlashAttention-4) compute softmax.",
+    caption="**Forward v8 is the fastest at every length, level with v7 at 256.** TFLOP/s back to "
+    "back on full batches; cuDNN and FA4 (FlashAttention-4) compute softmax.",
     measured=chapter.rows(WALL, workload=list(FULL.values()), impl=list(NAMES), **sustained),
 )  # fmt: skip
 
