@@ -65,9 +65,9 @@ chapter.glue(loop_least=wall.min(), loop_most=wall.max(), reached=(own >= 90).su
 # %% tags=["remove-input"]
 # | name: fig-v8-rates
 # | caption: >
-# |   **Forward v8 is faster than forward v7 on every workload but full 256, where they are level, and
-# |   forward v7 than forward v6.** Percent of each workload's roofline, back to back. Dashed: 90 %,
-# |   the aim.
+# |   **Forward v8 is faster than forward v7 on every workload but full 256, where they are level;
+# |   forward v7 is faster than forward v6.** Percent of each workload's roofline, back to back.
+# |   Dashed: 90 %, the aim.
 # | alt: >
 # |   A dot plot over eight workloads. v8 lies right of v7 and v7 right of v6, but v7 and v8 meet on
 # |   full 256. v8 passes the dashed line at 2,048 tokens; half-full batches stay below it.
@@ -95,7 +95,8 @@ chapter.figure(
 # The loop under it is the same in both lessons. The kernel that `gdpa` runs adds masks, groups and
 # wider heads, and with blocks of 128 keys it loads the next tile's Q during this one:
 # {glue:text}`ahead_least:.2f` to {glue:text}`ahead_most:.2f` times as fast in this record, 1.03 in
-# the {doc}`lab notes <../../notes/at_the_wall>`. Without that it compiles to the same machine code on the published form:
+# the {doc}`lab notes <../../notes/at_the_wall>`. Without that it compiles to the
+# same machine code on the published form:
 
 # %% tags=["remove-input"]
 chapter.code(lesson.math, "for block in", "tlx.barrier_arrive(q.empty")
