@@ -83,7 +83,7 @@ def numbers(chapter: Chapter) -> dict[str, str]:
         "spread_of": f"{counted.min()} of {len(batches)}",
         "spread_timed": TIMED[table6_timed],
         "gap_many": f"{edits['gdpa-self-ml25m-events-1024']:.2f}",
-        "gap_few": f"{edits['gdpa-edit-batch-8']:.2f}",
+        "gap_few": f"{edits['gdpa-edit-batch-128']:.2f}",
         "unmasked": f"{masked['masks every block'] / masked['']:.2f}",
         "taylor": f"{approximations.within(approximations.taylor6, 4e-3):.2f}",
         "ulp": f"{100 * 2**-8:.2f}",
