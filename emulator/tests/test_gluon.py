@@ -79,6 +79,29 @@ def again():
     return [boxed(normal(128, 32, dtype=F32), 32, 32), boxed(torch.zeros(128, 32), 32, 32)]
 
 
+def rows():
+    layout = gl.NVMMASharedLayout.get_default_for([32, 32], gl.float32)
+    source, target = normal(64, 32, dtype=F32), torch.zeros(64, 32)
+    boxes = [TensorDescriptor.from_tensor(each, [1, 32], layout) for each in (source, target)]
+    return [torch.arange(64).flip(0).int(), *boxes]
+
+
+def factors(scale):
+    return torch.exp2(scale.double() - 127).repeat_interleave(32, 1)
+
+
+def microscaled():
+    operands = [numbers(128, 128).to(torch.float8_e4m3fn) for _ in range(2)]
+    scales = [torch.randint(125, 130, (128, 4), dtype=torch.uint8) for _ in range(2)]
+    scales[1] = scales[1].view(4, 32, 4).transpose(0, 1).contiguous()
+    return [*operands, *scales, torch.zeros(128, 128)]
+
+
+def scaled_product(a, b, a_scale, b_scale, y):
+    b_scale = b_scale.transpose(0, 1).reshape(128, 4)
+    return (a.double() * factors(a_scale)) @ (b.double() * factors(b_scale)).T
+
+
 RIGHT = {
     "cp_async": (vector, lambda x, y: x, {}),
     "tma_copy": (tiles, lambda x, y: x.base, {}),
@@ -88,6 +111,8 @@ RIGHT = {
     "tcgen05": (blackwell, product, B200),
     "used_again": (again, lambda x, y: x.base, {}),
     "invalidated": (lambda: [torch.zeros(1)], lambda y: torch.ones(1), {}),
+    "gathered": (rows, lambda rows, x, y: x.base, B200),
+    "scaled": (microscaled, scaled_product, B200),
     "allocated_in_loop": (loop, lambda x, y: x.base, {}),
 }
 
@@ -141,6 +166,11 @@ MISTAKES = (
     ("wgmma", "operand stored", Race),
     ("wgmma", "no wait", InvalidKernel),
     ("wgmma", "one in flight", InvalidKernel),
+    ("gathered", "no wait", EARLY),
+    ("gathered", "bytes of one row", BarrierMisuse),
+    ("gathered", "no store wait", (Race, EarlyExit)),
+    ("scaled", "commit too early", EARLY),
+    ("scaled", "factors stored", Race),
     ("tcgen05", "commit too early", Race),
     ("tcgen05", "no commit", Deadlock),
     ("tcgen05", "operand stored", Race),
@@ -152,6 +182,16 @@ MISTAKES = (
 def test_mistake(name, bug, error):
     make, _, options = RIGHT.get(name, (sent, None, {}))
     found(error, getattr(kernels, name), (1,), make, BUG=bug, **options)
+
+
+def test_programs_are_taken_over():
+    kernel = kernels.taken_over
+    expected = torch.arange(1, 9).int()
+    everywhere(kernel, (8,), lambda: [torch.zeros(8).int()], expected, BUG="", **B200)
+    for bug, error in (("no wait", EARLY), ("no expect", (Deadlock, BarrierMisuse))):
+        found(error, kernel, (8,), lambda: [torch.zeros(8).int()], BUG=bug, **B200)
+    message = "needs arch sm_100"
+    refused(InvalidKernel, message, kernel, torch.zeros(8).int(), BUG="")
 
 
 def test_no_such_barrier():

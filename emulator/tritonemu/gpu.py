@@ -215,7 +215,21 @@ _SHARE = (
     *(torch.Tensor.untyped_storage, torch.Tensor.storage, torch.Tensor.__dlpack__),
     torch.Tensor.resize_,
 )
+# In half precision PyTorch sums their gradients in it on a CPU, and in fp32 on a GPU.
+_IN_FP32 = (torch.nn.functional.layer_norm, torch.layer_norm)
 _STAY = (torch.Tensor.pin_memory, torch.Tensor.record_stream)
+
+
+def _in_fp32(func: Callable, args: tuple, kwargs: dict[str, Any]) -> torch.Tensor:
+    """What `func` gives for its arguments in fp32, in the dtype of the first tensor."""
+
+    def wide(value: Any) -> Any:
+        half = isinstance(value, torch.Tensor) and value.dtype in (torch.float16, torch.bfloat16)
+        return value.float() if half else value
+
+    first, *_ = tensors_of((args, kwargs))
+    result = func(*map(wide, args), **{name: wide(value) for name, value in kwargs.items()})
+    return result.to(first.dtype)
 
 
 class _CudaIsCpu(TorchFunctionMode):
@@ -297,7 +311,10 @@ class _CudaIsCpu(TorchFunctionMode):
             on_gpu = _is_gpu(device)
         inside, self.inside = self.inside, True
         try:
-            result = func(*args, **kwargs)
+            if func in _IN_FP32 and on_gpu:
+                result = _in_fp32(func, args, kwargs)
+            else:
+                result = func(*args, **kwargs)
         finally:
             self.inside = inside
         if func is torch.Tensor.to and result is args[0] and _on_gpu(result) != on_gpu:

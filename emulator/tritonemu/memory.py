@@ -718,18 +718,20 @@ class Descriptor:
             )
         return x_offsets.data.tolist()
 
-    def gather(self, x_offsets: Tile, y_offset: Any) -> Tile:
+    def gather(self, x_offsets: Tile, y_offset: Any, by: Operation | None = None) -> Tile:
         memory, rows = self.region.memory, self._rows(x_offsets, "gather")
-        boxes = [memory.load_box(self, (row, y_offset)).data for row in rows]
+        boxes = [memory.load_box(self, (row, y_offset), by).data for row in rows]
         return Tile(torch.cat(boxes), self.dtype)
 
-    def scatter(self, value: Tile, x_offsets: Tile, y_offset: Any) -> None:
+    def scatter(
+        self, value: Tile, x_offsets: Tile, y_offset: Any, by: Operation | None = None
+    ) -> None:
         rows = self._rows(x_offsets, "scatter")
         if value.shape != (len(rows), self.block_shape[1]):
             expected = [len(rows), self.block_shape[1]]
             raise InvalidKernel(f"value of descriptor scatter must be {expected}, got {value!r}")
         for row, data in zip(rows, value.data.split(1), strict=True):
-            self.region.memory.store_box(self, (row, y_offset), value.like(data))
+            self.region.memory.store_box(self, (row, y_offset), value.like(data), by=by)
 
     def _stage(self) -> None:
         current().role.stage(math.prod(self.block_shape) * self.region.itemsize)
