@@ -248,3 +248,11 @@ def test_layer_norm_of_halves_sums_its_gradients_in_fp32():
     y.backward(gradient)
     assert y.dtype == bias.grad.dtype == torch.float16
     torch.testing.assert_close(bias.grad, gradient.double().sum(0).half(), rtol=0, atol=0.02)
+
+
+def test_a_generator_has_a_position():
+    (generator,) = torch.cuda.default_generators
+    generator.set_offset(8)
+    assert generator.get_offset() == 8 and torch.Generator("cuda").get_offset() == 0
+    torch.manual_seed(3)
+    assert generator.get_offset() == 0 and generator.initial_seed() == 3

@@ -139,8 +139,22 @@ class _Stream:
 
 
 class _Generator(torch.Generator):
+    """Of the CPU, with the position that those of a GPU have."""
+
+    offset = 0
+
     def __new__(cls, device: Any = "cpu") -> torch.Generator:
         return super().__new__(cls, "cpu")
+
+    def get_offset(self) -> int:
+        return self.offset
+
+    def set_offset(self, offset: int) -> None:
+        self.offset = offset
+
+    def manual_seed(self, seed: int) -> torch.Generator:
+        self.offset = 0
+        return super().manual_seed(seed)
 
 
 def _do_bench(fn: Callable, *args: Any, quantiles: Any = None, **kwargs: Any) -> Any:
@@ -334,7 +348,7 @@ class _CudaIsCpu(TorchFunctionMode):
 
 _DO_NOTHING = (
     *("init", "synchronize", "set_device", "set_stream", "empty_cache", "ipc_collect"),
-    *("manual_seed", "manual_seed_all", "seed", "seed_all", "reset_peak_memory_stats"),
+    *("seed", "seed_all", "reset_peak_memory_stats"),
 )
 _USE_NOTHING = [
     f"{most}memory_{kind}" for most in ("", "max_") for kind in ("allocated", "reserved")
@@ -348,6 +362,7 @@ def _answers(arch: str, multiprocessors: int) -> dict[str, Any]:
         return lambda *args, **kwargs: value
 
     properties = types.SimpleNamespace(**_properties(arch, multiprocessors))
+    generator = _Generator()
     return {
         "is_available": constant(True),
         "is_initialized": constant(True),
@@ -366,6 +381,9 @@ def _answers(arch: str, multiprocessors: int) -> dict[str, Any]:
         "device_of": lambda tensor=None: contextlib.nullcontext(),
         "Stream": _Stream,
         "Event": _Stream,
+        "default_generators": (generator,),
+        "manual_seed": lambda seed: generator.manual_seed(seed) and None,
+        "manual_seed_all": lambda seed: generator.manual_seed(seed) and None,
         "get_rng_state": lambda device=None: torch.get_rng_state(),
         "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
         **{name: constant(None) for name in _DO_NOTHING},
