@@ -14,7 +14,7 @@ MATHJAX := sphinx-mathjax-offline/static/mathjax/tex-svg.js
 # The newest two minor versions of Triton itself, for the emulator.
 UPSTREAM := 3.9.0 3.8.0
 
-.PHONY: book pdf test test-processors test-nightly mutants test-upstream packages measure \
+.PHONY: book pdf test test-processors test-nightly mutants test-upstream test-tutorials packages measure \
   compare lint clean
 
 # The rendered book: replay the chapters that changed, build, check the built site.
@@ -62,6 +62,13 @@ mutants: $(READY)
 test-upstream: $(READY) $(UPSTREAM:%=$(VENV)/upstream/%/triton)
 	for version in $(UPSTREAM); do \
 	  PYTHONPATH=$(VENV)/upstream/$$version $(PYTEST) emulator/tests -m "not tlx" || exit; done
+
+# Triton's tutorials and triton_kernels of these versions, from a clone with its tags: make
+# test-tutorials TRITON=../triton. Of the files in COVERAGE's tables each must end as there.
+test-tutorials: $(READY) $(UPSTREAM:%=$(VENV)/upstream/%/triton)
+	$(if $(TRITON),,@echo "skipped: TRITON must be a clone of triton-lang/triton")
+	$(if $(TRITON),for version in $(UPSTREAM); do PYTHONPATH=$(VENV)/upstream/$$version $(BIN)/python \
+	  emulator/tutorials.py $(TRITON) v$$version --known emulator/COVERAGE.md || exit; done)
 
 $(VENV)/upstream/%/triton: $(READY)
 	test -d $@ || $(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps \
