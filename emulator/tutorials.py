@@ -121,7 +121,10 @@ def as_program(path: Path, arch: str, seconds: int) -> tuple[str, str]:
     command += ["--timeout", str(seconds), path.name]
     done = subprocess.run(command, cwd=path.parent, capture_output=True, text=True)
     said = [line for line in done.stderr.splitlines() if line and not line.startswith("  ")]
-    return ENDED.get(done.returncode, "ended by a signal"), said[-1] if said else ""
+    last = said[-1] if said else ""
+    if last.endswith("launched no kernel"):
+        return "no kernel", (done.stdout.strip().splitlines() or [last])[-1]
+    return ENDED.get(done.returncode, "ended by a signal"), last
 
 
 def as_tests(path: Path, arch: str, seconds: int, cases: int) -> tuple[str, str]:

@@ -1,5 +1,8 @@
 """Gluon: its kernels run right under every schedule, and each mistake in them is found."""
 
+import re
+from collections import Counter
+
 import pytest
 import torch
 
@@ -16,6 +19,7 @@ from tritonemu import (
     Unsupported,
     run,
 )
+from tritonemu.compiling import asm_of
 from tritonemu.gpu import has_gluon
 
 pytestmark = pytest.mark.gluon
@@ -214,3 +218,33 @@ def test_compiles(name):
     """What runs here is a kernel to the compiler, too."""
     make, _, options = RIGHT[name]
     run(getattr(kernels, name), (1,), *make(), BUG="", compile=True, **options)
+
+
+TMA_LOAD = r"cp\.async\.bulk\.tensor\.\dd\.(?:tile::gather4\.)?shared"
+PTX = {
+    "init": r"mbarrier\.init",
+    "arrive": r"mbarrier\.arrive|tcgen05\.commit",
+    "copy": rf"{TMA_LOAD}|cp\.async\.c[ag]|tcgen05\.cp",
+    "TMA load": TMA_LOAD,
+    "store": r"cp\.async\.bulk\.tensor\.\dd\.(?:tile::scatter4\.)?global",
+    "mma": r"wgmma\.mma_async|tcgen05\.mma",
+}
+# Instructions of one MMA of 64 fp16, or 128 fp8, along K; of one gather of 32 rows, 16 by 4 warps.
+INSTRUCTIONS_OF_AN_MMA, INSTRUCTIONS_OF_A_GATHER = 4, 2
+
+
+@pytest.mark.parametrize("name", [name for name in RIGHT if name != "allocated_in_loop"])
+def test_the_compiler_makes_as_many(name):
+    """Barriers, arrivals, copies and MMAs are those of the PTX, whose loops are unrolled."""
+    make, _, options = RIGHT[name]
+    kernel, args = getattr(kernels, name), make()
+    bound = dict(zip(kernel.arg_names, [*args, ""], strict=True))
+    ptx = asm_of(kernel, options.get("arch", "sm_90"), bound, {})["ptx"]
+    made = {kind: len(re.findall(form, ptx)) for kind, form in PTX.items()}
+    times = INSTRUCTIONS_OF_A_GATHER if name == "gathered" else 1
+    report = run(kernel, (1,), *args, BUG="", trace=True, **options)
+    ran = Counter(event.kind for event in report.timeline.events)
+    assert made["init"] == report.barriers
+    assert made["copy"] == times * ran["copy"] and made["store"] == times * ran["store"]
+    assert made["arrive"] + made["TMA load"] // times == ran["arrive"]
+    assert made["mma"] == INSTRUCTIONS_OF_AN_MMA * report.dots
