@@ -8,4 +8,5 @@ exclude_patterns = ["_build"]
 html_theme = "sphinx_book_theme"
 html_title = "tritonemu"
 html_show_sphinx = False
-html_theme_options = {"show_toc_level": 1}
+html_static_path, html_css_files = ["_static"], ["site.css"]
+html_theme_options = {"show_toc_level": 1, "navbar_persistent": []}
