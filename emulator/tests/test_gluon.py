@@ -29,7 +29,10 @@ if not has_gluon():
     )
 
 from triton.experimental.gluon import language as gl  # noqa: E402
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor  # noqa: E402
+from triton.experimental.gluon.nvidia.hopper import (  # noqa: E402
+    TensorDescriptor,
+    TensorDescriptorIm2Col,
+)
 
 from emulator.tests import gluon_kernels as kernels  # noqa: E402
 
@@ -207,6 +210,14 @@ def test_layouts_are_converted_or_refused():
     i = torch.arange(512)
     everywhere(kernels.mixed, (1,), lambda: [torch.zeros(512).int()], 2 * i, CONVERT=True)
     refused(InvalidKernel, "layout", kernels.mixed, torch.zeros(512).int(), CONVERT=False)
+
+
+def test_im2col_is_refused():
+    x, layout = torch.zeros(1, 8, 8, 64).half(), gl.NVMMASharedLayout(128, 16, rank=2)
+    corners = {"pixel_box_lower_corner": [0, 0], "pixel_box_upper_corner": [0, 0]}
+    box = TensorDescriptorIm2Col(x, x.shape, x.stride(), [64, 64], layout, **corners)
+    message = "argument desc, a TensorDescriptorIm2Col"
+    refused(Unsupported, message, kernels.unused, box, torch.zeros(1))
 
 
 def test_several_ctas_are_refused():

@@ -307,6 +307,8 @@ def _argument(launch: Launch, value: Any, param: Any, name: str = "") -> Any:
         base = launch.memory.pointer(name, value.base)
         made = Descriptor(base, value.shape, value.strides, value.block_shape, value.padding)
         return made if isinstance(value, TensorDescriptor) else described(made, value.layout)
+    if type(value).__name__ == "TensorDescriptorIm2Col":
+        raise Unsupported(f"argument {name}, a TensorDescriptorIm2Col")
     if isinstance(value, (tuple, list)):
         return map_tuple(lambda item: _argument(launch, item, param, f"{name}[]"), value)
     if isinstance(value, bool):
