@@ -14,7 +14,7 @@ MATHJAX := sphinx-mathjax-offline/static/mathjax/tex-svg.js
 # The newest two minor versions of Triton itself, for the emulator.
 UPSTREAM := 3.9.0 3.8.0
 
-.PHONY: book pdf test test-processors test-nightly mutants test-upstream packages measure \
+.PHONY: book docs pdf test test-processors test-nightly mutants test-upstream test-tutorials packages measure \
   compare lint clean
 
 # The rendered book: replay the chapters that changed, build, check the built site.
@@ -34,6 +34,10 @@ book: $(READY)
 	$(PYTEST) tests/site
 	$(BIN)/python -I tests/site/recompute.py --seed $$(date +%Y%m%d)
 	@echo "The book is in book/_build/html/index.html"
+
+# The site of the emulator, in emulator/docs/_build.
+docs: $(READY)
+	$(BIN)/sphinx-build -W -n --keep-going -q emulator/docs emulator/docs/_build
 
 # The reading path as book/_build/book.pdf, from the pages that `make book` has built; needs Chromium.
 pdf: $(READY)
@@ -63,6 +67,13 @@ test-upstream: $(READY) $(UPSTREAM:%=$(VENV)/upstream/%/triton)
 	for version in $(UPSTREAM); do \
 	  PYTHONPATH=$(VENV)/upstream/$$version $(PYTEST) emulator/tests -m "not tlx" || exit; done
 
+# Triton's tutorials and triton_kernels of these versions, from a clone with its tags: make
+# test-tutorials TRITON=../triton. Of the files in COVERAGE's tables each must end as there.
+test-tutorials: $(READY) $(UPSTREAM:%=$(VENV)/upstream/%/triton)
+	$(if $(TRITON),,@echo "skipped: TRITON must be a clone of triton-lang/triton")
+	$(if $(TRITON),for version in $(UPSTREAM); do PYTHONPATH=$(VENV)/upstream/$$version $(BIN)/python \
+	  emulator/tutorials.py $(TRITON) v$$version --known emulator/COVERAGE.md || exit; done)
+
 $(VENV)/upstream/%/triton: $(READY)
 	test -d $@ || $(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps \
 	  --target $(@D) triton==$*
@@ -86,7 +97,7 @@ lint: $(READY)
 
 # What was built, and with it what is known of chapters that did not change. The environment stays.
 clean:
-	rm -rf book/_build book/executed book/extra book/assets/mathjax book/notes
+	rm -rf emulator/docs/_build book/_build book/executed book/extra book/assets/mathjax book/notes
 
 # Installed once, and again when a pin changes. With a CUDA build of torch, pip also installs triton,
 # whose files are those of fbtriton; the last line puts fbtriton's back if they were overwritten.

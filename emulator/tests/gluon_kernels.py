@@ -5,9 +5,16 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.blackwell import (
     TensorMemoryLayout,
+    TensorMemoryScalesLayout,
     allocate_tensor_memory,
+    clc,
     tcgen05_commit,
+    tcgen05_copy,
     tcgen05_mma,
+    tcgen05_mma_scaled,
+)
+from triton.experimental.gluon.language.nvidia.blackwell import (
+    tma as blackwell_tma,
 )
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
@@ -304,4 +311,87 @@ def invalidated(y, BUG: gl.constexpr):
     bar = mbarrier.allocate_mbarrier()
     mbarrier.init(bar, count=1)
     gl.warp_specialize([(invalidates, (bar, BUG)), (waits, (bar,))], [1], [24])
+    gl.store(y, 1)
+
+
+@gluon.jit
+def gathered(rows, source, target, BUG: gl.constexpr):
+    """target[rows] = source[rows] of [64, 32], in two tiles of 32 rows, through one buffer."""
+    L: gl.constexpr = gl.SliceLayout(0, gl.BlockedLayout([1, 4], [32, 1], [1, 4], [1, 0]))
+    tile = gl.allocate_shared_memory(source.dtype, [32, 32], source.layout)
+    bar = mbarrier.allocate_mbarrier()
+    mbarrier.init(bar, count=1)
+    for i in range(2):
+        these = gl.load(rows + 32 * i + gl.arange(0, 32, L))
+        mbarrier.expect(bar, source.nbytes_per_cta if BUG == "bytes of one row" else 4096)
+        blackwell_tma.async_gather(source, these, 0, bar, tile)
+        if BUG != "no wait":
+            mbarrier.wait(bar, i & 1)
+        blackwell_tma.async_scatter(target, these, 0, tile)
+        if BUG != "no store wait":
+            tma.store_wait(0)
+
+
+@gluon.jit
+def taken_over(y, BUG: gl.constexpr):
+    """y[i] = i + 1 of 8 programs, by those that have started."""
+    S: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    response = gl.allocate_shared_memory(gl.int64, [2], S)
+    bar = mbarrier.allocate_mbarrier()
+    mbarrier.init(bar, count=1)
+    tile = gl.program_id(0)
+    more = gl.to_tensor(True)
+    phase = gl.to_tensor(0)
+    while more:
+        clc.try_cancel(response, bar)
+        if BUG != "no expect":
+            mbarrier.expect(bar, 16)
+        gl.store(y + tile, tile + 1)
+        if BUG != "no wait":
+            mbarrier.wait(bar, phase)
+        answer = clc.load_result(response)
+        more = answer.is_canceled()
+        tile = answer.program_id(0)
+        phase ^= 1
+
+
+@gluon.jit
+def scaled(a, b, a_scale, b_scale, y, BUG: gl.constexpr):
+    """y = a @ b^T of [128, 128], of fp8 and a factor for each 32 elements.
+
+    The factors of b reach tensor memory by way of shared memory, where they lie permuted.
+    """
+    T: gl.constexpr = TensorMemoryLayout([128, 128], col_stride=1)
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    C: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [4, 1], [1, 0])
+    P: gl.constexpr = gl.NVMMASharedLayout(0, 8, rank=5)
+    S: gl.constexpr = gl.NVMMASharedLayout.get_default_for([128, 128], gl.float8e4nv)
+    left = gl.allocate_shared_memory(gl.float8e4nv, [128, 128], S, gl.load(a + grid2(128, 128, L)))
+    right = gl.allocate_shared_memory(gl.float8e4nv, [128, 128], S, gl.load(b + grid2(128, 128, L)))
+    acc = allocate_tensor_memory(gl.float32, [128, 128], T)
+    left_scale = allocate_tensor_memory(gl.uint8, [128, 4], TensorMemoryScalesLayout())
+    right_scale = allocate_tensor_memory(gl.uint8, [128, 4], TensorMemoryScalesLayout())
+    factors = gl.load(a_scale + grid2(128, 4, C))
+    left_scale.store(gl.convert_layout(factors, left_scale.get_reg_layout()))
+    permuted = gl.load(b_scale + grid2(32, 16, C))
+    stored = gl.allocate_shared_memory(gl.uint8, [1, 1, 32, 4, 4], P)
+    stored.reshape((32, 16)).store(permuted)
+    tcgen05_copy(stored.permute((0, 3, 2, 1, 4)).reshape((128, 4)), right_scale)
+    bar = mbarrier.allocate_mbarrier()
+    mbarrier.init(bar, count=1)
+    if BUG == "commit too early":
+        tcgen05_commit(bar)
+    tcgen05_mma_scaled(
+        left, right.permute((1, 0)), acc, left_scale, right_scale, "e4m3", "e4m3", use_acc=False
+    )
+    if BUG != "commit too early":
+        tcgen05_commit(bar)
+    if BUG == "factors stored":
+        left_scale.store(gl.convert_layout(factors, left_scale.get_reg_layout()))
+    mbarrier.wait(bar, 0)
+    gl.store(y + grid2(128, 128, L), gl.convert_layout(acc.load(), L))
+
+
+@gluon.jit
+def unused(desc, y):
     gl.store(y, 1)

@@ -1,5 +1,8 @@
 """Gluon: its kernels run right under every schedule, and each mistake in them is found."""
 
+import re
+from collections import Counter
+
 import pytest
 import torch
 
@@ -16,6 +19,7 @@ from tritonemu import (
     Unsupported,
     run,
 )
+from tritonemu.compiling import asm_of
 from tritonemu.gpu import has_gluon
 
 pytestmark = pytest.mark.gluon
@@ -25,7 +29,10 @@ if not has_gluon():
     )
 
 from triton.experimental.gluon import language as gl  # noqa: E402
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor  # noqa: E402
+from triton.experimental.gluon.nvidia.hopper import (  # noqa: E402
+    TensorDescriptor,
+    TensorDescriptorIm2Col,
+)
 
 from emulator.tests import gluon_kernels as kernels  # noqa: E402
 
@@ -79,6 +86,29 @@ def again():
     return [boxed(normal(128, 32, dtype=F32), 32, 32), boxed(torch.zeros(128, 32), 32, 32)]
 
 
+def rows():
+    layout = gl.NVMMASharedLayout.get_default_for([32, 32], gl.float32)
+    source, target = normal(64, 32, dtype=F32), torch.zeros(64, 32)
+    boxes = [TensorDescriptor.from_tensor(each, [1, 32], layout) for each in (source, target)]
+    return [torch.arange(64).flip(0).int(), *boxes]
+
+
+def factors(scale):
+    return torch.exp2(scale.double() - 127).repeat_interleave(32, 1)
+
+
+def microscaled():
+    operands = [numbers(128, 128).to(torch.float8_e4m3fn) for _ in range(2)]
+    scales = [torch.randint(125, 130, (128, 4), dtype=torch.uint8) for _ in range(2)]
+    scales[1] = scales[1].view(4, 32, 4).transpose(0, 1).contiguous()
+    return [*operands, *scales, torch.zeros(128, 128)]
+
+
+def scaled_product(a, b, a_scale, b_scale, y):
+    b_scale = b_scale.transpose(0, 1).reshape(128, 4)
+    return (a.double() * factors(a_scale)) @ (b.double() * factors(b_scale)).T
+
+
 RIGHT = {
     "cp_async": (vector, lambda x, y: x, {}),
     "tma_copy": (tiles, lambda x, y: x.base, {}),
@@ -88,6 +118,8 @@ RIGHT = {
     "tcgen05": (blackwell, product, B200),
     "used_again": (again, lambda x, y: x.base, {}),
     "invalidated": (lambda: [torch.zeros(1)], lambda y: torch.ones(1), {}),
+    "gathered": (rows, lambda rows, x, y: x.base, B200),
+    "scaled": (microscaled, scaled_product, B200),
     "allocated_in_loop": (loop, lambda x, y: x.base, {}),
 }
 
@@ -141,6 +173,11 @@ MISTAKES = (
     ("wgmma", "operand stored", Race),
     ("wgmma", "no wait", InvalidKernel),
     ("wgmma", "one in flight", InvalidKernel),
+    ("gathered", "no wait", EARLY),
+    ("gathered", "bytes of one row", BarrierMisuse),
+    ("gathered", "no store wait", (Race, EarlyExit)),
+    ("scaled", "commit too early", EARLY),
+    ("scaled", "factors stored", Race),
     ("tcgen05", "commit too early", Race),
     ("tcgen05", "no commit", Deadlock),
     ("tcgen05", "operand stored", Race),
@@ -154,6 +191,16 @@ def test_mistake(name, bug, error):
     found(error, getattr(kernels, name), (1,), make, BUG=bug, **options)
 
 
+def test_programs_are_taken_over():
+    kernel = kernels.taken_over
+    expected = torch.arange(1, 9).int()
+    everywhere(kernel, (8,), lambda: [torch.zeros(8).int()], expected, BUG="", **B200)
+    for bug, error in (("no wait", EARLY), ("no expect", (Deadlock, BarrierMisuse))):
+        found(error, kernel, (8,), lambda: [torch.zeros(8).int()], BUG=bug, **B200)
+    message = "needs arch sm_100"
+    refused(InvalidKernel, message, kernel, torch.zeros(8).int(), BUG="")
+
+
 def test_no_such_barrier():
     everywhere(kernels.no_such_barrier, (1,), lambda: (0, torch.zeros(1)), 1)
     refused(OutOfBounds, "index -1", kernels.no_such_barrier, 2, torch.zeros(1))
@@ -165,6 +212,14 @@ def test_layouts_are_converted_or_refused():
     refused(InvalidKernel, "layout", kernels.mixed, torch.zeros(512).int(), CONVERT=False)
 
 
+def test_im2col_is_refused():
+    x, layout = torch.zeros(1, 8, 8, 64).half(), gl.NVMMASharedLayout(128, 16, rank=2)
+    corners = {"pixel_box_lower_corner": [0, 0], "pixel_box_upper_corner": [0, 0]}
+    box = TensorDescriptorIm2Col(x, x.shape, x.stride(), [64, 64], layout, **corners)
+    message = "argument desc, a TensorDescriptorIm2Col"
+    refused(Unsupported, message, kernels.unused, box, torch.zeros(1))
+
+
 def test_several_ctas_are_refused():
     refused(Unsupported, "num_ctas=2", kernels.cp_async, *vector(), BUG="", num_ctas=2)
 
@@ -174,3 +229,33 @@ def test_compiles(name):
     """What runs here is a kernel to the compiler, too."""
     make, _, options = RIGHT[name]
     run(getattr(kernels, name), (1,), *make(), BUG="", compile=True, **options)
+
+
+TMA_LOAD = r"cp\.async\.bulk\.tensor\.\dd\.(?:tile::gather4\.)?shared"
+PTX = {
+    "init": r"mbarrier\.init",
+    "arrive": r"mbarrier\.arrive|tcgen05\.commit",
+    "copy": rf"{TMA_LOAD}|cp\.async\.c[ag]|tcgen05\.cp",
+    "TMA load": TMA_LOAD,
+    "store": r"cp\.async\.bulk\.tensor\.\dd\.(?:tile::scatter4\.)?global",
+    "mma": r"wgmma\.mma_async|tcgen05\.mma",
+}
+# Instructions of one MMA of 64 fp16, or 128 fp8, along K; of one gather of 32 rows, 16 by 4 warps.
+INSTRUCTIONS_OF_AN_MMA, INSTRUCTIONS_OF_A_GATHER = 4, 2
+
+
+@pytest.mark.parametrize("name", [name for name in RIGHT if name != "allocated_in_loop"])
+def test_the_compiler_makes_as_many(name):
+    """Barriers, arrivals, copies and MMAs are those of the PTX, whose loops are unrolled."""
+    make, _, options = RIGHT[name]
+    kernel, args = getattr(kernels, name), make()
+    bound = dict(zip(kernel.arg_names, [*args, ""], strict=True))
+    ptx = asm_of(kernel, options.get("arch", "sm_90"), bound, {})["ptx"]
+    made = {kind: len(re.findall(form, ptx)) for kind, form in PTX.items()}
+    times = INSTRUCTIONS_OF_A_GATHER if name == "gathered" else 1
+    report = run(kernel, (1,), *args, BUG="", trace=True, **options)
+    ran = Counter(event.kind for event in report.timeline.events)
+    assert made["init"] == report.barriers
+    assert made["copy"] == times * ran["copy"] and made["store"] == times * ran["store"]
+    assert made["arrive"] + made["TMA load"] // times == ran["arrive"]
+    assert made["mma"] == INSTRUCTIONS_OF_AN_MMA * report.dots

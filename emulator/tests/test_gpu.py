@@ -237,3 +237,22 @@ def test_cublas_is_pytorch():
     torch.testing.assert_close(c, expected)
     with pytest.raises(Unsupported, match="cuBLAS: block_scaled_matmul_mxfp8"):
         cublas.block_scaled_matmul_mxfp8(a, b, c, a, b)
+
+
+def test_layer_norm_of_halves_sums_its_gradients_in_fp32():
+    x = torch.randn(1000, 64, device="cuda", dtype=torch.float16)
+    weight = torch.ones(64, device="cuda", dtype=torch.float16, requires_grad=True)
+    bias = torch.zeros_like(weight, requires_grad=True)
+    gradient = torch.randn_like(x)
+    y = torch.nn.functional.layer_norm(x, (64,), weight, bias)
+    y.backward(gradient)
+    assert y.dtype == bias.grad.dtype == torch.float16
+    torch.testing.assert_close(bias.grad, gradient.double().sum(0).half(), rtol=0, atol=0.02)
+
+
+def test_a_generator_has_a_position():
+    (generator,) = torch.cuda.default_generators
+    generator.set_offset(8)
+    assert generator.get_offset() == 8 and torch.Generator("cuda").get_offset() == 0
+    torch.manual_seed(3)
+    assert generator.get_offset() == 0 and generator.initial_seed() == 3

@@ -194,6 +194,13 @@ def test_a_scalar_is_broadcast_and_nothing_else():
             instructions.execute(text, [(value,)], 1)
 
 
+def test_greatest_magnitude_with_the_product_of_signs():
+    x, y = torch.tensor([1.0, -3, -2, torch.nan]), torch.tensor([-2.0, -1, 0.0, 5])
+    asm = "max.NaN.xorsign.abs.f32 $0, $1, $2;"
+    ((found,),) = instructions.execute(asm, [(x,), (y,)], 1)
+    assert torch.equal(found[:3], torch.tensor([-2.0, 3, -2])) and found[3].isnan()
+
+
 def test_exclusive_or_is_bitwise_and_of_integers_alone():
     asm = "xor.b32 $0, $1, $2;"
     five, three = (torch.tensor([x], dtype=torch.int32) for x in (5, 3))

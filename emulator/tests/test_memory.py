@@ -1,5 +1,7 @@
 """Pointers, bounds, undefined lanes, races, atomics, and tensor descriptors."""
 
+import functools
+
 import pytest
 import torch
 import triton
@@ -155,6 +157,20 @@ def test_strided_view():
     for view, shift in ((v, 1), (k, -1), (k, 1)):
         with pytest.raises(OutOfBounds, match="x_ptr"):
             run(rows_kernel, (1,), view, out, view.stride(0), ROWS=4, COLUMNS=8, SHIFT=shift)
+
+
+def test_memory_around_a_tensor():
+    """A kernel may be made for padded storage, of which its argument is a part."""
+    whole = torch.zeros(8)
+    call = functools.partial(run, copy_kernel, (1,), torch.ones(8), whole[:5], 8)
+    how = {"BLOCK": 8, "MASKED": False, "OTHER": None}
+    with pytest.raises(OutOfBounds, match=r'element 7 .*around it with bounds="storage"'):
+        call(**how)
+    call(**how, bounds="storage")
+    assert whole.sum() == 8
+    with pytest.raises(OutOfBounds, match="element 15 ") as caught:
+        run(copy_kernel, (1,), torch.ones(16), whole, 16, **{**how, "BLOCK": 16}, bounds="storage")
+    assert "around it" not in str(caught.value)
 
 
 @triton.jit
@@ -336,7 +352,6 @@ def wrong_kernel(desc, big, HOW: tl.constexpr):
 @pytest.mark.parametrize(
     "how, error, message",
     (
-        ("another type", InvalidKernel, r"must be fp32\[4, 16\] as the descriptor, got fp16"),
         ("a large coordinate", InvalidKernel, "int32 scalars"),
         ("an unknown operation", Unsupported, "tensor_descriptor.prefetch"),
     ),
@@ -344,6 +359,16 @@ def wrong_kernel(desc, big, HOW: tl.constexpr):
 def test_wrong_uses_of_a_descriptor(how, error, message):
     desc = box(torch.ones(4, 16), 4, 16)
     refused(error, message, wrong_kernel, desc, 2**31, HOW=how)
+
+
+def test_a_store_through_a_descriptor_casts_where_triton_does():
+    desc = box(torch.full((4, 16), 1 + 2**-20), 4, 16)
+    if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 8):
+        message = r"must be fp32\[4, 16\] as the descriptor, got fp16"
+        refused(InvalidKernel, message, wrong_kernel, desc, 0, HOW="another type")
+    else:
+        run(wrong_kernel, (1,), desc, 0, HOW="another type")
+        assert (desc.base == 1).all()
 
 
 @triton.jit

@@ -149,6 +149,31 @@ def test_helpers_of_the_compiler():
     refused(InvalidKernel, "get_int_dtype needs constants", bits_of_value_kernel, y)
 
 
+@triton.constexpr_function
+def element_of(x):
+    return x.dtype if isinstance(x, tl.tensor_descriptor) else x.dtype.element_ty
+
+
+@triton.constexpr_function
+def itself(x):
+    return x
+
+
+@triton.jit
+def elements_kernel(x, desc, y, BUG: tl.constexpr):
+    same: tl.constexpr = element_of(x) == element_of(desc)
+    tl.static_assert(same)
+    tl.store(y, itself(tl.load(y)) if BUG else 1)
+
+
+def test_functions_of_the_compiler_see_types():
+    x, y = torch.zeros(16, 32), torch.zeros(1)
+    box = TensorDescriptor.from_tensor(x, [16, 32])
+    run(elements_kernel, (1,), x, box, y, BUG=False)
+    assert y.item() == 1
+    refused(InvalidKernel, "itself needs constants", elements_kernel, x, box, y, BUG=True)
+
+
 @triton.jit
 def grouped_kernel(ptrs, n, B: tl.constexpr):
     p = tl.load(ptrs + tl.program_id(0)).to(tl.pointer_type(tl.float32))

@@ -147,7 +147,7 @@ def test_one_warp_and_the_option_need_none():
     run(read_back_kernel, (1,), *zeros(B, B + 1), "", B, num_warps=1)
     run(read_back_kernel, (1,), *zeros(B, B + 1), "", B, unguarded="allow")
     run(read_back_kernel, (1,), *zeros(B, B + 1), "", B, races=False)
-    with pytest.raises(ValueError, match='unguarded must be "error" or "allow", got 3'):
+    with pytest.raises(ValueError, match=r"unguarded must be one of .*, got 3"):
         run(read_back_kernel, (1,), *zeros(B, B + 1), "", B, unguarded=3)
 
 

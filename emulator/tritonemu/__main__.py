@@ -49,6 +49,7 @@ from . import (
     several,
 )
 from .errors import COMMAND, flags
+from .execution import BOUNDS
 from .gpu import ARCHITECTURES, FAKE_MULTIPROCESSORS
 from .messages import allowed, cta_of, explain, page, report_of, told
 from .orders import Order, order_of
@@ -69,7 +70,7 @@ _MACHINERY = (
 # Options beside the architecture, the GPU and the schedule that decide what a program does.
 _REPEATED = (
     *("multiprocessors", "all_configs", "allow_uninitialized", "allow_unguarded", "compile"),
-    *("masked", "strict", "resident"),
+    *("masked", "strict", "bounds", "resident"),
 )
 
 
@@ -292,6 +293,8 @@ def _parser() -> _Parser:
     add("--masked", choices=MODES, default="nan", help=lanes)
     values = "stores race that change no bit, too"
     add("--strict", action="store_true", help=values)
+    around = "or the memory around it, too, where a tensor is a part (default tensor)"
+    add("--bounds", choices=BOUNDS, default="tensor", help=around)
     add("--resident", **number, default=1, help="clusters that run together")
     return parser
 
@@ -430,6 +433,7 @@ def _run(
             schedule=schedule,
             trace=trace,
             strict=options.strict,
+            bounds=options.bounds,
             uninitialized="allow" if options.allow_uninitialized else "error",
             unguarded="allow" if options.allow_unguarded else "error",
             masked=options.masked,

@@ -166,6 +166,7 @@ class Buffer:
     `num_bytes` long). placement: that of the allocation, shared by its views.
     halved: whether `units` are those of a pair of CTAs, which has to be known before their first
     use where an alias specification lays them out; it is then taken for granted in a cluster.
+    laid: shape and strides of the elements, if those of `shape` have no strides of their own.
     """
 
     storage: Storage
@@ -178,6 +179,7 @@ class Buffer:
     spec: AliasSpec | None = None
     halved: bool = False
     placement: Placement = field(default_factory=Placement)
+    laid: tuple[tuple[int, ...], tuple[int, ...]] | None = None
 
     @property
     def itemsize(self) -> int:
@@ -194,12 +196,22 @@ class Buffer:
     def units(self) -> int:
         """The size of one buffer: bytes of shared memory, columns of tensor memory."""
         if self.storage.tensor:
-            return -(-self.shape[1] * self.itemsize // (8 if self.halved else 4))
+            return -(-self.width * self.itemsize // (8 if self.halved else 4))
         return self.num_bytes
 
     @property
     def num_bytes(self) -> int:
         return math.prod(self.shape) * self.itemsize
+
+    @property
+    def width(self) -> int:
+        """Elements of tensor memory that a lane holds."""
+        return self.shape[1]
+
+    @property
+    def rows(self) -> int:
+        """Lanes of tensor memory that it takes, 64 or 128; 128 of a pair of CTAs."""
+        return LANES if self.halved else self.shape[0]
 
     @property
     def paired(self) -> bool:
@@ -249,7 +261,7 @@ class Buffer:
                     f"{self.name} must fit the {self.spec.limit} bytes of its storage_alias_spec, "
                     f"got {end * rows}"
                 )
-        self.storage.reserve(end, LANES if self.halved else self.shape[0])
+        self.storage.reserve(end, self.rows)
 
     def __getitem__(self, index: Any) -> "Buffer":
         """`tlx.local_view`: buffer `index`; of a single buffer, the part at `index`."""
@@ -273,7 +285,7 @@ class Buffer:
 
     def window(self, start: tuple[int, ...], shape: tuple[int, ...]) -> "Buffer":
         """`tlx.local_slice`: a box of the buffer."""
-        one = self.single()
+        one = self.single()._strided()
         for at, size, extent in zip(start, shape, one.shape, strict=True):
             if at < 0 or at + size > extent:
                 raise OutOfBounds(f"slice {start} + {shape} leaves {self.label} {list(one.shape)}")
@@ -282,13 +294,19 @@ class Buffer:
         move = sum(at * step for at, step in zip(start, one.strides, strict=True))
         return replace(one, offset=one.offset + move, shape=tuple(shape))
 
+    def _strided(self) -> "Buffer":
+        if self.laid is not None:
+            raise Unsupported(f"a part of {self.name}, reshaped after it was permuted")
+        return self
+
     def permute(self, dims: tuple[int, ...]) -> "Buffer":
+        self._strided()
         shape = tuple(self.shape[d] for d in dims)
         return replace(self, shape=shape, strides=tuple(self.strides[d] for d in dims))
 
     def reinterpret(self, dtype: tl.dtype, shape: tuple[int, ...] | None) -> "Buffer":
         """Other elements on the same bytes."""
-        one = self.single()
+        one = self.single()._strided()
         item = bytes_of(dtype)
         shape = one.shape if shape is None else tuple(shape)
         if one.storage.tensor:
@@ -305,7 +323,7 @@ class Buffer:
     def _view(self) -> torch.Tensor:
         flat = self.storage.data.view(RAW[self.dtype.name])
         if not self.storage.tensor:
-            return flat.as_strided(self.shape, self.strides, self.offset)
+            return flat.as_strided(*(self.laid or (self.shape, self.strides)), self.offset)
         (rows, columns), lane = self.shape, flat.shape[1]
         if self.paired:
             shape, strides = (rows, 2, columns // 2), (lane, 64 * lane, 1)
@@ -318,12 +336,13 @@ class Buffer:
     @property
     def mask(self) -> int:
         """The bytes of the view, as bits; of tensor memory, the bytes of a row."""
-        key = (self.offset, self.shape, self.strides, self.itemsize)
+        shape, strides = self.laid or (self.shape, self.strides)
+        key = (self.offset, shape, strides, self.itemsize)
         masks = self.storage.masks
         if key not in masks:
-            dims = zip(self.shape, self.strides, strict=True)
+            dims = zip(shape, strides, strict=True)
             if self.storage.tensor:
-                dims = [(self.shape[1] // (2 if self.paired else 1), 1)]
+                dims = [(self.width // (2 if self.paired else 1), 1)]
             bits = (1 << self.itemsize) - 1
             for size, stride in dims:
                 bits = _repeat(bits, stride * self.itemsize, size)

@@ -48,6 +48,9 @@ _LAUNCH_OPTIONS = frozenset(CUDAOptions.__dataclass_fields__) | {
 }  # a plugin's, with TLX
 
 
+JUDGED, BOUNDS = ("error", "allow"), ("tensor", "storage")
+
+
 def run(
     kernel: Any,
     grid: tuple[int, ...] | Callable[[dict[str, Any]], tuple[int, ...]],
@@ -87,6 +90,7 @@ def execute(
     config: Any = None,
     reachable: Sequence[torch.Tensor] = (),
     max_steps: int | None = None,
+    bounds: str = "tensor",
     resident: int = 1,
     compile: bool = False,
 ) -> Report:
@@ -100,18 +104,22 @@ def execute(
     what warps of one program do to global memory without a barrier (see `threads`). masked: what
     lanes hold that a mask turns off and no `other` fills, "nan" (and large integers, and
     `UndefinedValue` if they are stored), "zero", as on NVIDIA GPUs, or "random". reachable: tensors
-    to look at first for what addresses in memory name. max_steps: how many operations that other
-    roles can notice the kernel may take, None for any number. resident: how many clusters run at
-    the same time; if all of them spin, the next one starts. compile: whether Triton compiles the
-    launch first, of which `compiling` says what it finds.
+    to look at first for what addresses in memory name. bounds: "tensor", or "storage": of tensors
+    that are parts of one, kernels may use the memory around them. max_steps: how many operations
+    that other roles can notice the kernel may take, None for any number. resident: how many
+    clusters run at the same time; if all of them spin, the next one starts. compile: whether Triton
+    compiles the launch first, of which `compiling` says what it finds.
     """
     check_arch(arch)
     order = order_of(schedule)
-    for name, value in (("uninitialized", uninitialized), ("unguarded", unguarded)):
-        if value not in ("error", "allow"):
-            raise ValueError(f'{name} must be "error" or "allow", got {value!r}')
-    if masked not in MODES:
-        raise ValueError(f"masked must be one of {MODES}, got {masked!r}")
+    for name, value, known in (
+        ("uninitialized", uninitialized, JUDGED),
+        ("unguarded", unguarded, JUDGED),
+        ("masked", masked, MODES),
+        ("bounds", bounds, BOUNDS),
+    ):
+        if value not in known:
+            raise ValueError(f"{name} must be one of {known}, got {value!r}")
     kernel, kwargs, _ = undecorated(kernel, args, kwargs, config, prepare=True)
     signature = _signature(kernel)
     kwargs = dict(kwargs)
@@ -133,6 +141,7 @@ def execute(
         *(arch, sizes, shape, warps, report, races, uninitialized),
         *(lowering, masked),
         strict=strict,
+        whole_storage=bounds == "storage",
     )
     if races and unguarded == "error":
         code = cache(lambda: Code.of(asm_of(kernel, arch, bound.arguments, options)))
@@ -298,6 +307,8 @@ def _argument(launch: Launch, value: Any, param: Any, name: str = "") -> Any:
         base = launch.memory.pointer(name, value.base)
         made = Descriptor(base, value.shape, value.strides, value.block_shape, value.padding)
         return made if isinstance(value, TensorDescriptor) else described(made, value.layout)
+    if type(value).__name__ == "TensorDescriptorIm2Col":
+        raise Unsupported(f"argument {name}, a TensorDescriptorIm2Col")
     if isinstance(value, (tuple, list)):
         return map_tuple(lambda item: _argument(launch, item, param, f"{name}[]"), value)
     if isinstance(value, bool):

@@ -139,8 +139,22 @@ class _Stream:
 
 
 class _Generator(torch.Generator):
+    """Of the CPU, with the position that those of a GPU have."""
+
+    offset = 0
+
     def __new__(cls, device: Any = "cpu") -> torch.Generator:
         return super().__new__(cls, "cpu")
+
+    def get_offset(self) -> int:
+        return self.offset
+
+    def set_offset(self, offset: int) -> None:
+        self.offset = offset
+
+    def manual_seed(self, seed: int) -> torch.Generator:
+        self.offset = 0
+        return super().manual_seed(seed)
 
 
 def _do_bench(fn: Callable, *args: Any, quantiles: Any = None, **kwargs: Any) -> Any:
@@ -215,7 +229,21 @@ _SHARE = (
     *(torch.Tensor.untyped_storage, torch.Tensor.storage, torch.Tensor.__dlpack__),
     torch.Tensor.resize_,
 )
+# In half precision PyTorch sums their gradients in it on a CPU, and in fp32 on a GPU.
+_IN_FP32 = (torch.nn.functional.layer_norm, torch.layer_norm)
 _STAY = (torch.Tensor.pin_memory, torch.Tensor.record_stream)
+
+
+def _in_fp32(func: Callable, args: tuple, kwargs: dict[str, Any]) -> torch.Tensor:
+    """What `func` gives for its arguments in fp32, in the dtype of the first tensor."""
+
+    def wide(value: Any) -> Any:
+        half = isinstance(value, torch.Tensor) and value.dtype in (torch.float16, torch.bfloat16)
+        return value.float() if half else value
+
+    first, *_ = tensors_of((args, kwargs))
+    result = func(*map(wide, args), **{name: wide(value) for name, value in kwargs.items()})
+    return result.to(first.dtype)
 
 
 class _CudaIsCpu(TorchFunctionMode):
@@ -297,7 +325,10 @@ class _CudaIsCpu(TorchFunctionMode):
             on_gpu = _is_gpu(device)
         inside, self.inside = self.inside, True
         try:
-            result = func(*args, **kwargs)
+            if func in _IN_FP32 and on_gpu:
+                result = _in_fp32(func, args, kwargs)
+            else:
+                result = func(*args, **kwargs)
         finally:
             self.inside = inside
         if func is torch.Tensor.to and result is args[0] and _on_gpu(result) != on_gpu:
@@ -317,7 +348,7 @@ class _CudaIsCpu(TorchFunctionMode):
 
 _DO_NOTHING = (
     *("init", "synchronize", "set_device", "set_stream", "empty_cache", "ipc_collect"),
-    *("manual_seed", "manual_seed_all", "seed", "seed_all", "reset_peak_memory_stats"),
+    *("seed", "seed_all", "reset_peak_memory_stats"),
 )
 _USE_NOTHING = [
     f"{most}memory_{kind}" for most in ("", "max_") for kind in ("allocated", "reserved")
@@ -331,6 +362,7 @@ def _answers(arch: str, multiprocessors: int) -> dict[str, Any]:
         return lambda *args, **kwargs: value
 
     properties = types.SimpleNamespace(**_properties(arch, multiprocessors))
+    generator = _Generator()
     return {
         "is_available": constant(True),
         "is_initialized": constant(True),
@@ -349,6 +381,9 @@ def _answers(arch: str, multiprocessors: int) -> dict[str, Any]:
         "device_of": lambda tensor=None: contextlib.nullcontext(),
         "Stream": _Stream,
         "Event": _Stream,
+        "default_generators": (generator,),
+        "manual_seed": lambda seed: generator.manual_seed(seed) and None,
+        "manual_seed_all": lambda seed: generator.manual_seed(seed) and None,
         "get_rng_state": lambda device=None: torch.get_rng_state(),
         "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
         **{name: constant(None) for name in _DO_NOTHING},

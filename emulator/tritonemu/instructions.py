@@ -77,6 +77,11 @@ def _modified(function: Callable, flush: bool, clamp: bool) -> Callable:
     return evaluate
 
 
+def _max_xorsign_abs(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    most = torch.maximum(a.abs(), b.abs())
+    return torch.where(a.signbit() ^ b.signbit(), -most, most)
+
+
 _F32, _F16, _BF16 = torch.float32, torch.float16, torch.bfloat16
 _APPROXIMATE = (
     ("tanh.approx.f32", _F32, torch.tanh, 10),
@@ -111,6 +116,7 @@ INSTRUCTIONS: dict[str, tuple[torch.dtype, Callable]] = {
     "fma.rn.bf16": (_BF16, fused_multiply_add),
     "min.f32": (_F32, torch.fmin),
     "max.f32": (_F32, torch.fmax),
+    "max.NaN.xorsign.abs.f32": (_F32, _max_xorsign_abs),
     "xor.b32": (torch.int32, torch.bitwise_xor),
 }
 

@@ -450,6 +450,12 @@ def _scales(scale: Tile | None, size: int, k: int) -> torch.Tensor | float:
     return factors.repeat_interleave(k // groups, -1)
 
 
+def scaled(x: Tile, scale: Tile, element: str) -> torch.Tensor:
+    """The elements [rows, K] that rows of a microscaling format and their factors stand for."""
+    values = _unscaled(x, element, -1)
+    return values * _scales(scale, *values.shape)
+
+
 @_operation
 def dot_scaled(
     lhs: Tile, lhs_scale: Tile | None, lhs_format: str, rhs: Tile, rhs_scale: Tile | None,

@@ -191,7 +191,8 @@ class Launch:
     loops that each role has made. undecided: whether there is an `if` whose branches may disagree
     about a type. masked: what lanes hold that a mask turns off and no `other` fills. undefined: the
     loads that have left some so, and what else did, each with its name. strict: whether stores of
-    the value that is there may race. start_next: starts a cluster beside those that run.
+    the value that is there may race. whole_storage: whether a kernel may use the memory around
+    a tensor that is a part of some. start_next: starts a cluster beside those that run.
     partition_fences: whether fences are demanded between partitions, and there only. threads: who
     judges what warps of one program do to global memory, None for nobody.
     """
@@ -212,6 +213,7 @@ class Launch:
     undecided: bool = False
     undefined: dict[Location, str] = field(default_factory=dict)
     strict: bool = False
+    whole_storage: bool = False
     start_next: Callable[[], None] | None = None
     partition_fences: bool = False
     threads: Any = None

@@ -32,6 +32,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import triton
 import triton.language as tl
 
 from . import suppressions, unwritten
@@ -53,6 +54,9 @@ from .scheduler import ATOMIC_LATENCY, Operation
 from .threads import Block
 from .tile import FROM_TORCH, RAW, Tile, cast, from_raw, held, scalar, to_raw, to_tile
 from .undefined import MOST, fill, marks
+
+# Whether a descriptor's store casts its value: upstream's does, that of fbtriton 3.7 does not.
+_CASTS = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 8)
 
 
 @dataclass
@@ -171,7 +175,10 @@ class Memory:
         if tensor.numel():
             high += _reach(tensor) // item
         first = low
-        if any(step == 0 and n > 1 for n, step in zip(tensor.shape, tensor.stride(), strict=True)):
+        expanded = any(
+            step == 0 and n > 1 for n, step in zip(tensor.shape, tensor.stride(), strict=True)
+        )
+        if expanded or self._launch.whole_storage:
             # Expanded: a kernel that has its own strides for it may use all of the storage.
             low, high = 0, flat.numel()
         region = Region(self, name, dtype, flat, low, high, shadow)
@@ -196,9 +203,11 @@ class Memory:
         return max(held, key=lambda x: (x.data_ptr() == address, _reach(x)), default=None)
 
     def _out_of_bounds(self, region: Region, what: str, element: int) -> None:
+        around = 0 <= element < region.flat.numel()
+        allow = f"; allow the memory around it with {option('bounds', 'storage')}" * around
         raise OutOfBounds(
             f"{what} of {region.name} must stay in elements [0, {region.high - region.low}), "
-            f"got element {element - region.low} in program {self._launch.program}"
+            f"got element {element - region.low} in program {self._launch.program}{allow}"
         )
 
     def _note(self, region: Region, kind: str, tag: Any) -> None:
@@ -682,6 +691,11 @@ class Descriptor:
                 raise DescriptorError(f"descriptor of {name} needs {expectation}, got {received}")
 
     @property
+    def __class__(self) -> type:
+        """What a `constexpr_function` asks for, which sees Triton's types."""
+        return tl.tensor_descriptor
+
+    @property
     def shape(self) -> tuple[Tile, ...]:
         return tuple(scalar(size, tl.int32 if size < 2**31 else tl.int64) for size in self.sizes)
 
@@ -704,6 +718,8 @@ class Descriptor:
             if store_reduce not in REDUCTIONS or not reduced:
                 raise InvalidKernel(f"TMA has no reduction {store_reduce!r} of {self.dtype}")
             update = REDUCTIONS[store_reduce]
+        elif by is None and _CASTS:
+            value = cast(value, self.dtype)
         if by is None:
             self._stage()
         self.region.memory.store_box(self, offsets, value, update, by)
@@ -718,18 +734,20 @@ class Descriptor:
             )
         return x_offsets.data.tolist()
 
-    def gather(self, x_offsets: Tile, y_offset: Any) -> Tile:
+    def gather(self, x_offsets: Tile, y_offset: Any, by: Operation | None = None) -> Tile:
         memory, rows = self.region.memory, self._rows(x_offsets, "gather")
-        boxes = [memory.load_box(self, (row, y_offset)).data for row in rows]
+        boxes = [memory.load_box(self, (row, y_offset), by).data for row in rows]
         return Tile(torch.cat(boxes), self.dtype)
 
-    def scatter(self, value: Tile, x_offsets: Tile, y_offset: Any) -> None:
+    def scatter(
+        self, value: Tile, x_offsets: Tile, y_offset: Any, by: Operation | None = None
+    ) -> None:
         rows = self._rows(x_offsets, "scatter")
         if value.shape != (len(rows), self.block_shape[1]):
             expected = [len(rows), self.block_shape[1]]
             raise InvalidKernel(f"value of descriptor scatter must be {expected}, got {value!r}")
         for row, data in zip(rows, value.data.split(1), strict=True):
-            self.region.memory.store_box(self, (row, y_offset), value.like(data))
+            self.region.memory.store_box(self, (row, y_offset), value.like(data), by=by)
 
     def _stage(self) -> None:
         current().role.stage(math.prod(self.block_shape) * self.region.itemsize)

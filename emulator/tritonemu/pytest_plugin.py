@@ -14,13 +14,14 @@ import pytest
 
 from . import Unsupported, enabled, fake_gpu, settings
 from .errors import PYTEST, flags
+from .execution import BOUNDS
 from .gpu import ARCHITECTURES
 from .messages import allowed, tested, told
 from .undefined import MODES
 
 _NOTES = pytest.StashKey()  # of all launches, and the first test of each
 _SETTINGS = (
-    *("arch", "schedules", "all-configs", "masked", "strict"),
+    *("arch", "schedules", "all-configs", "masked", "strict", "bounds"),
     *("allow-uninitialized", "allow-unguarded"),
 )
 _ALLOWED = pytest.StashKey()  # how many findings of all launches comments allow
@@ -39,6 +40,8 @@ def pytest_addoption(parser):
     add("--emulated-masked", choices=MODES, default="nan", help="lanes off without `other`")
     values = "stores race that change no bit, too"
     add("--emulated-strict", action="store_true", help=values)
+    around = "or the memory around tensors, too"
+    add("--emulated-bounds", choices=BOUNDS, default="tensor", help=around)
     add("--emulated-allow-uninitialized", action="store_true", help="let pass reads of such memory")
     warps = "warps of a program need no barrier for global memory"
     add("--emulated-allow-unguarded", action="store_true", help=warps)
@@ -61,6 +64,7 @@ def _emulated(config, schedule):
         "all_configs": options.emulated_all_configs,
         "masked": options.emulated_masked,
         "strict": options.emulated_strict,
+        "bounds": options.emulated_bounds,
         "uninitialized": "allow" if options.emulated_allow_uninitialized else "error",
         "unguarded": "allow" if options.emulated_allow_unguarded else "error",
     }

@@ -433,16 +433,32 @@ def map_tuple(function: Callable, values: Any) -> tuple[Any, ...]:
     return type(values)(*items) if hasattr(values, "_fields") else tuple(items)
 
 
+def _type_alone(value: Any) -> Any:
+    """A tile as functions of the compiler's time see it: Triton's own tensor, without a value."""
+    if not isinstance(value, Tile):
+        return value
+    shape = value.shape
+    return tl.tensor(None, tl.block_type(value.dtype, shape) if shape else value.dtype)
+
+
 def on_constants(
     function: Callable, convert: Callable[[Any], Any] = lambda value: value
 ) -> Callable:
-    """A function of the compiler's time, which values of the kernel's do not reach; `convert`: its
-    result as the kernel sees it."""
+    """A function of the compiler's time, which sees types of the kernel's values, and no values;
+    `convert`: its result as the kernel sees it."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        if any(isinstance(value, Tile) for value in (*args, *kwargs.values())):
+        values = any(isinstance(value, Tile) for value in (*args, *kwargs.values()))
+        named = {name: _type_alone(value) for name, value in kwargs.items()}
+        try:
+            result = convert(function(*map(_type_alone, args), **named))
+        except Exception as error:
+            if not values:
+                raise
+            needs = f"{function.__name__} needs constants, got runtime values"
+            raise InvalidKernel(f"{needs} ({type(error).__name__}: {error})") from error
+        if values and isinstance(result, tl.tensor):
             raise InvalidKernel(f"{function.__name__} needs constants, got runtime values")
-        result = convert(function(*args, **kwargs))
         return tuple(result) if isinstance(result, list) else result
 
     return call

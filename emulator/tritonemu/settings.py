@@ -19,7 +19,15 @@ else:
 
 OPTIONS = (
     *("arch", "search", "schedules", "depth", "multiprocessors", "all-configs"),
-    *("allow-uninitialized", "allow-unguarded", "compile", "masked", "strict", "resident"),
+    *(
+        "allow-uninitialized",
+        "allow-unguarded",
+        "compile",
+        "masked",
+        "strict",
+        "bounds",
+        "resident",
+    ),
 )
 
 

@@ -38,7 +38,11 @@ def _part(name: str, table: dict[str, Any]) -> Namespace:
 
 _MBARRIER = {name: _part(f"{name}.mbarrier", barriers.OPERATIONS) for name in ("ampere", "hopper")}
 _COPY = _part("ampere.async_copy", copies.ASYNC_COPY)
-_TMA = {name: _part(f"{name}.tma", copies.TMA) for name in ("hopper", "blackwell")}
+_TMA = {
+    name: _part(f"{name}.tma", table)
+    for name, table in (("hopper", copies.TMA), ("blackwell", copies.BLACKWELL_TMA))
+}
+_CLC = _part("blackwell.clc", copies.CLC)
 _COMMON = {"async_copy": _COPY, "mma_v2": products.mma_v2}
 _SINCE_HOPPER = {**_COMMON, "fence_async_shared": barriers.fence_async_shared}
 _PACKAGES = {
@@ -48,7 +52,8 @@ _PACKAGES = {
     },
     "blackwell": {
         **_SINCE_HOPPER, **products.BLACKWELL, "mbarrier": _MBARRIER["hopper"],
-        "tma": _TMA["blackwell"], "allocate_tensor_memory": memory.allocate_tensor_memory,
+        "tma": _TMA["blackwell"], "clc": _CLC,
+        "allocate_tensor_memory": memory.allocate_tensor_memory,
     },
 }  # fmt: skip
 _NVIDIA = {name: _part(name, table) for name, table in _PACKAGES.items()}
@@ -60,5 +65,6 @@ MODULES: dict[str, Any] = {
     **{f"{_PACKAGE}.nvidia.{name}.mbarrier": part for name, part in _MBARRIER.items()},
     **{f"{_PACKAGE}.nvidia.{name}.tma": part for name, part in _TMA.items()},
     f"{_PACKAGE}.nvidia.ampere.async_copy": _COPY,
+    f"{_PACKAGE}.nvidia.blackwell.clc": _CLC,
 }
 GL.__dict__["nvidia"] = Namespace("gl.nvidia", _NVIDIA, nvidia)

@@ -2,11 +2,15 @@
 
 from typing import Any
 
+import torch
+import triton.language as tl
+
 from ..errors import location
 from ..language import make_tensor_descriptor as make_descriptor
-from ..machine import copies
-from ..machine.table import point
+from ..machine import copies, views
+from ..machine.table import blackwell_only, point
 from ..rewrite import static_int
+from ..tile import Tile, scalar
 from .barriers import barrier_of, performed
 from .memory import described
 
@@ -80,6 +84,48 @@ def mbarrier_arrive(mbarrier: Any, increment_count: bool = True) -> None:
         end = max(end, operation.end)
     role.scheduler.at(end, lambda: barrier.arrive(threads, clock, end, "cp.async", at))
 
+
+def async_gather(
+    tensor_desc: Any, x_offsets: Any, y_offset: Any, barrier: Any, result: Any, pred: Any = True,
+    multicast: bool = False, cache_policy: Any = None,
+) -> None:  # fmt: skip
+    if performed(pred):
+        bar = barrier_of(barrier)
+        copies.async_descriptor_gather(tensor_desc, result, x_offsets, y_offset, bar)
+
+
+def async_scatter(
+    tensor_desc: Any, x_offsets: Any, y_offset: Any, src: Any, cache_policy: Any = None
+) -> None:
+    copies.async_descriptor_scatter(tensor_desc, src, x_offsets, y_offset)
+
+
+BLACKWELL_TMA = {**TMA, "async_gather": async_gather, "async_scatter": async_scatter}
+
+
+class Canceled:
+    """What `clc.load_result` reads: the program that was taken over, if any."""
+
+    def __init__(self, response: list[int]):
+        self.program, self.valid = response[:3], bool(response[3])
+
+    def is_canceled(self) -> Tile:
+        return scalar(self.valid, tl.int1)
+
+    def program_id(self, dim: Any) -> Tile:
+        return scalar(self.program[static_int(dim)], tl.int32)
+
+
+def try_cancel(result: Any, barrier: Any) -> None:
+    blackwell_only("clc.try_cancel")
+    copies.try_cancel(result, barrier_of(barrier))
+
+
+def load_result(src: Any) -> Canceled:
+    return Canceled(views.local_load(src).data.view(torch.int32).tolist())
+
+
+CLC = {"try_cancel": try_cancel, "load_result": load_result}
 
 ASYNC_COPY = {
     "async_load": cp_async,

@@ -13,7 +13,7 @@ from ..launch import current
 from ..machine import views
 from ..machine.table import blackwell_only, point
 from ..rewrite import static_int
-from ..tile import Tile
+from ..tile import RAW, Tile, bytes_of
 from .barriers import MBarriers
 
 
@@ -66,7 +66,15 @@ class View(Buffer):
         return super().permute(tuple(static_int(dim) for dim in order))
 
     def reshape(self, shape: Any) -> "View":
-        return views.local_reshape(self, shape)
+        one = self.single()
+        if one.storage.tensor or one.strides == packed(one.shape):
+            return views.local_reshape(self, shape)
+        point()
+        sizes = tuple(static_int(size) for size in shape)
+        if math.prod(sizes) != math.prod(one.shape):
+            raise InvalidKernel(f"reshape must keep the size of {self.name}, got {[*sizes]}")
+        laid = one._strided().shape, one.strides
+        return replace(one, shape=sizes, strides=packed(sizes), laid=laid)
 
     def reinterpret(self, dtype: Any = None, shape: Any = None, layout: Any = None) -> "View":
         sizes = None if shape is None else tuple(static_int(size) for size in shape)
@@ -82,6 +90,31 @@ class View(Buffer):
     def get_reg_layout(self, num_warps: Any = None, instr_variant: str = "32x32b") -> Any:
         """A name for a layout: values do not depend on it."""
         return ("tensor memory", self.shape, instr_variant)
+
+
+@dataclass(eq=False)
+class Scales(View):
+    """`TensorMemoryScalesLayout`: 8-bit factors [rows, groups]; 32 rows stand in a column."""
+
+    @property
+    def width(self) -> int:
+        return self.shape[0] // 32 * self.shape[1]
+
+    @property
+    def rows(self) -> int:
+        return LANES
+
+    def _strided(self) -> "Scales":
+        raise Unsupported(f"a part of {self.name}, scales in tensor memory")
+
+    def _view(self) -> Any:
+        data = self.storage.data
+        shape = (self.shape[0] // 32, 32, self.shape[1])
+        strides = (self.shape[1], data.shape[1], 1)
+        return data.view(RAW[self.dtype.name]).as_strided(shape, strides, self.offset)
+
+    def settle(self, paired: bool) -> None:
+        self.storage.paired = False
 
 
 def _storage(cta: Any, tensor: bool, num_bytes: int) -> Memory:
@@ -109,6 +142,13 @@ def allocate_tensor_memory(element_ty: Any, shape: Any, layout: Any, value: Any 
     blackwell_only("allocate_tensor_memory")
     sizes, role = tuple(static_int(size) for size in shape), point()
     number, sizes = (sizes[0], sizes[1:]) if len(sizes) == 3 else (0, sizes)
+    if type(layout).__name__ == "TensorMemoryScalesLayout":
+        if len(sizes) != 2 or sizes[0] % 32 or bytes_of(element_ty) != 1:
+            raise InvalidKernel(f"scales must be [32 N, groups] of 8 bits, got {element_ty}{sizes}")
+        row = -(-sizes[0] // 32 * sizes[1] // 4) * 4 * max(1, number)
+        where = _storage(role.cta, True, row)
+        made = Scales(where, element_ty, sizes, packed(sizes), 0, number, "buffer", layout=layout)
+        return _made(made, value)
     if len(sizes) != 2 or sizes[0] not in (64, LANES):
         raise Unsupported(f"tensor memory of shape {[*shape]}")
     row = -(-sizes[1] * element_ty.primitive_bitwidth // 32) * 4 * max(1, number)

@@ -7,6 +7,7 @@ from ..language import OPERATIONS as LANGUAGE
 from ..launch import current
 from ..machine import products
 from .barriers import barrier_of, performed
+from .memory import Scales
 
 
 def mma_v2(a: Any, b: Any, acc: Any, input_precision: Any = None) -> Any:
@@ -60,8 +61,19 @@ def tcgen05_commit(barrier: Any, pred: Any = True, descs: Any = ()) -> None:
         products.tcgen05_commit(barrier_of(barrier))
 
 
+def tcgen05_mma_scaled(
+    a: Any, b: Any, acc: Any, a_scale: Any, b_scale: Any, a_type: str, b_type: str, *,
+    use_acc: Any = True, pred: Any = True, multicast: bool = False, mbarriers: Any = None,
+    mbarrier_preds: Any = None,
+) -> None:  # fmt: skip
+    if performed(pred):
+        chosen = _chosen(mbarriers, mbarrier_preds)
+        types = a_type, b_type
+        products.scaled_mma(a, b, acc, a_scale, b_scale, *types, use_acc, chosen)
+
+
 def tcgen05_copy(src: Any, dst: Any) -> None:
-    products.tmem_copy(src, dst)
+    products.tmem_copy(src, dst, scales=isinstance(dst, Scales))
 
 
-BLACKWELL = {f.__name__: f for f in (tcgen05_mma, tcgen05_commit, tcgen05_copy)}
+BLACKWELL = {f.__name__: f for f in (tcgen05_mma, tcgen05_mma_scaled, tcgen05_commit, tcgen05_copy)}

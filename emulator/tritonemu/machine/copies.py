@@ -15,7 +15,7 @@ from ..launch import current
 from ..memory import Descriptor
 from ..rewrite import static_int
 from ..scheduler import COPY_LATENCY, Operation, Role
-from ..tile import Tile, scalar
+from ..tile import Tile, held, scalar
 from .sync import in_cta, remote, single
 from .table import holds, op, point
 from .views import stored, touch
@@ -78,6 +78,44 @@ def async_descriptor_store(
     operation = copy(role, "store", source, source.num_bytes)
     box = Tile(source.read(operation).reshape(desc.block_shape), source.dtype)
     desc.store(offsets, box, store_reduce, landing(role, operation))
+
+
+@op
+def async_descriptor_gather(
+    desc: Descriptor, result: Buffer, rows: Tile, column: Any, barrier: MBarrier
+) -> None:
+    """Rows of a matrix to shared memory, as many as there are numbers of them."""
+    role, result = point(), result.single()
+    expected = (math.prod(rows.shape), desc.block_shape[-1])
+    if result.shape != expected or result.dtype.name != desc.dtype.name:
+        raise InvalidKernel(f"{result.name} must be {desc.dtype}{[*expected]} as what is gathered")
+    operation = copy(role, "copy", result, result.num_bytes)
+    land(operation, result, desc.gather(rows, column, operation).data, barrier, result.num_bytes)
+
+
+@op
+def async_descriptor_scatter(desc: Descriptor, source: Buffer, rows: Tile, column: Any) -> None:
+    role, source = point(), source.single()
+    operation = copy(role, "store", source, source.num_bytes)
+    value = Tile(source.read(operation), source.dtype)
+    desc.scatter(value, rows, column, landing(role, operation))
+
+
+@op
+def try_cancel(response: Buffer, barrier: MBarrier) -> None:
+    """Take a cluster that has not started, or nothing; all CTAs of this one learn which.
+
+    The response is four int32: its first program, and whether there is one.
+    """
+    role, launch = point(), current()
+    program = launch.steal()
+    answer = torch.tensor([*program, 1] if program else [-1, -1, -1, 0], dtype=torch.int32)
+    answer = answer.view(held(response.dtype))
+    first = copy(role, "copy", response, 16)
+    for rank in range(len(role.cta.cluster.ctas)):
+        own = rank == role.cta.rank
+        operation = first if own else role.scheduler.issue("copy", end=first.end)
+        land(operation, remote(response, rank), answer, in_cta(barrier, rank), 16)
 
 
 @op

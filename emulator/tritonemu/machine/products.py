@@ -10,6 +10,7 @@ from ..buffers import LANES, Buffer
 from ..engines import MMA_FLOPS, SHARED_BYTES
 from ..errors import InvalidKernel, Unsupported, location
 from ..instructions import round_fraction
+from ..language import scaled
 from ..launch import current
 from ..rewrite import static_int
 from ..scheduler import Operation, Role
@@ -172,6 +173,37 @@ def _tensor_memory_dot(
         role.time = max(role.time, operation.end)
 
 
+@op
+def scaled_mma(
+    A: Buffer, B: Buffer, acc: Buffer, A_scale: Buffer, B_scale: Buffer, A_format: str,
+    B_format: str, use_acc: Any = None, barriers: Any = (),
+) -> None:  # fmt: skip
+    """tcgen05.mma of microscaling formats, asynchronous: scales [M, groups] and [N, groups]."""
+    blackwell_only("tcgen05_mma_scaled")
+    role, acc, (M, N) = point(), acc.single(), (A.single().shape[0], B.single().shape[1])
+    if acc.shape != (M, N) or not acc.storage.tensor:
+        raise InvalidKernel(f"acc must be {[M, N]} in tensor memory, got {list(acc.shape)}")
+    operation = _issue_dot(role)
+
+    def operand(values: Buffer, factors: Buffer, form: str, axis: int) -> torch.Tensor:
+        read = Tile(values.single().read(operation), values.dtype)
+        scale = Tile(factors.single().read(operation), factors.dtype)
+        return scaled(read if axis else read.like(read.data.mT), scale, form)
+
+    a, b = operand(A, A_scale, A_format, 1), operand(B, B_scale, B_format, 0)
+    if a.shape[1] != b.shape[1]:
+        raise InvalidKernel(f"operands of {a.shape[1]} and {b.shape[1]} elements along K")
+    result = a @ b.mT
+    if use_acc is None or bool(use_acc):
+        result = result + acc.read(operation)
+    acc.write(result, operation)
+    flops = 2 * M * N * a.shape[1]
+    _mma(role, operation, flops, A.num_bytes + B.num_bytes, f"{A.name} @ {B.name}", [role.cta])
+    role.mma.append(operation)
+    for barrier in barriers:
+        _commit(role, single(barrier), (role.cta.rank,))
+
+
 def _commit(role: Role, barrier: MBarrier, ranks: tuple[int, ...]) -> None:
     """Arrive on the barrier, in each of the CTAs, when all earlier tcgen05 operations are done."""
     clock, end = role.release(), role.time
@@ -191,13 +223,13 @@ def _commit(role: Role, barrier: MBarrier, ranks: tuple[int, ...]) -> None:
 
 
 @op
-def tmem_copy(src: Buffer, dst: Buffer) -> None:
+def tmem_copy(src: Buffer, dst: Buffer, scales: bool = False) -> None:
     """tcgen05.cp: from shared to tensor memory, in order with the MMAs of the role."""
     blackwell_only("tmem_copy")
     role, src, dst = point(), src.single(), dst.single()
     if src.storage.tensor or not dst.storage.tensor:
         raise InvalidKernel("tmem_copy goes from shared to tensor memory")
-    if dst.dtype.primitive_bitwidth == 8:
+    if dst.dtype.primitive_bitwidth == 8 and not scales:
         raise Unsupported("tmem_copy of scales")
     if src.dtype.name != dst.dtype.name or src.shape != dst.shape:
         raise InvalidKernel(

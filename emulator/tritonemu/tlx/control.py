@@ -7,19 +7,16 @@ import torch
 import triton.language as tl
 
 from .. import language
-from ..barriers import MBarrier
 from ..buffers import Buffer
 from ..errors import InvalidKernel, OutOfBounds, Unsupported
 from ..launch import current
-from ..machine.copies import copy, land
+from ..machine.copies import try_cancel
 from ..machine.sync import (
     Barriers,
     alloc_barriers,
     barrier_arrive,
     barrier_expect_bytes,
     barrier_wait,
-    in_cta,
-    remote,
 )
 from ..machine.table import blackwell_only, op, point
 from ..machine.views import local_load
@@ -61,19 +58,7 @@ def clc_producer(
         barrier_wait(context.empty[k], p_producer)
     barrier_expect_bytes(context.full[k], 16)
     if rank == 0 or not multi_ctas:
-        _clc_issue(context.responses[k], context.full[k])
-
-
-def _clc_issue(response: Buffer, barrier: MBarrier) -> None:
-    """try_cancel: take a cluster that has not started, or nothing; all CTAs of this one learn."""
-    role, launch = point(), current()
-    program = launch.steal()
-    answer = torch.tensor([*program, 1] if program else [-1, -1, -1, 0], dtype=torch.int32)
-    first = copy(role, "copy", response, 16)
-    for rank in range(len(role.cta.cluster.ctas)):
-        own = rank == role.cta.rank
-        operation = first if own else role.scheduler.issue("copy", end=first.end)
-        land(operation, remote(response, rank), answer, in_cta(barrier, rank), 16)
+        try_cancel(context.responses[k], context.full[k])
 
 
 @op
