@@ -96,12 +96,12 @@ SHORT = {name: name.removeprefix("gdpa-") for name in EACH}
 # %% tags=["remove-input"]
 # | name: fig-wall-rates
 # | caption: >
-# |   **Back to back forward v8 loses a tenth to a sixth of its burst rate.** Forward v8 and the
-# |   fastest baseline of each workload; marks without "burst" are back to back. Dashed: a matmul of
-# |   8,192.
+# |   **Back to back forward v8 loses between a tenth and a fifth of its burst rate.** Forward v8
+# |   and the fastest baseline of each workload; marks without "burst" are back to back. Dashed: a
+# |   matmul of 8,192.
 # | alt: >
 # |   A dot plot over eight workloads. Each mark back to back lies left of that in bursts, by a
-# |   tenth to a sixth. v8 lies right of the baseline in both. Two dashed lines stand right
+# |   tenth to a fifth. v8 lies right of the baseline in both. Two dashed lines stand right
 # |   of most marks.
 drawn = {"forward v8, burst": rates["kernel"][V8]}
 drawn["forward v8"] = rates["sustained"][V8]
