@@ -192,19 +192,24 @@ json.dump(answers, sys.stdout)
 """
 
 
-@pytest.mark.parametrize("impl", ["v0_eager", "v1_tiled"])
-def test_the_process_its_hash_seed_and_what_makes_arguments_do_not_count(tmp_path, impl):
+@pytest.mark.parametrize(
+    ("impl", "scope"),
+    [("v0_eager", "kernel"), ("v1_tiled", "kernel"), ("v3_persistent", "schedule")],
+)
+def test_the_process_its_hash_seed_and_what_makes_arguments_do_not_count(tmp_path, impl, scope):
+    """Nor what the process was asked before."""
     plain = {name: value for name, value in SMALL.to_dict().items() if name != "name"}
     asked = {
-        "operator": "gdpa", "impl": impl, "direction": "forward", "scope": "kernel",
+        "operator": "gdpa", "impl": impl, "direction": "forward", "scope": scope,
         "config": {}, "workload": plain, "arch": 90,
     }  # fmt: skip
     found = set()
     for seed in ("1", "2"):
         environment = {"PYTHONHASHSEED": seed, "TRITON_CACHE_DIR": str(tmp_path / seed)}
         done = subprocess.run(
-            [sys.executable, "-c", PROGRAM, seed], input=json.dumps([asked]), capture_output=True,
-            text=True, check=True, cwd=record.ROOT, env=os.environ | environment,
+            [sys.executable, "-c", PROGRAM, seed], input=json.dumps([asked] * int(seed)),
+            capture_output=True, text=True, check=True, cwd=record.ROOT,
+            env=os.environ | environment,
         )  # fmt: skip
         found |= {*json.loads(done.stdout)}
     assert len(found) == 1 and machine_code.is_code(*found)

@@ -59,6 +59,9 @@ def test_every_older_row_could_be_compiled():
         ("20261121T134948Z", "v8_own_waits", "", False),
         ("20261121T134948Z", "v7_packed", "", False),
         ("20261121T200132Z", "v3_warp_specialized", "", False),
+        # changed copies, which nobody has today, and lists that launch nothing
+        ("20261127T191938Z", "v8_own_waits", "gdpa-self-full-1024-causal", False),
+        ("20261127T192737Z", "v3_persistent", "gdpa-self-full-1024", False),
     ],
 )
 def test_rows_of_the_repository(stamp, impl, workload, expected):
