@@ -1,5 +1,7 @@
 """Charts of chapters: what each draws, read from the figure."""
 
+from itertools import pairwise
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -185,3 +187,12 @@ def test_a_heat_map_is_more_saturated_for_more_and_frames_holes():
     assert shares[0] < shares[2] < shares[1] <= 0.45 and shares[3] is None
     assert to_hex(cells[0].get_facecolor()) == house.RUNG_COLOURS[1]
     assert cells[3].get_facecolor()[3] == 0
+
+
+def test_long_names_of_rows_do_not_overlap_on_a_phone():
+    names = [f"half-jagged-{n}-d64 of a kind, backward" for n in range(20)]
+    with house.narrowed():
+        chart = charts.dots(pd.DataFrame({"x": range(1, 21)}, names), xlabel="x")
+    chart.draw_without_rendering()
+    boxes = [label.get_window_extent() for label in chart.axes[0].get_yticklabels()]
+    assert all(below.y1 <= above.y0 + 1 for above, below in pairwise(boxes))

@@ -275,8 +275,14 @@ def coloured(names: Sequence[str], among: Collection[str] | None = None) -> dict
 
 
 def list_rows(axis: Axes, names: Sequence[str]) -> None:
-    """Names of rows, from the top, down the left of `axis`; lines of the grid stand upright."""
-    axis.set_yticks(range(len(names)), [house.wrapped(str(name), 18) for name in names])
+    """Names of rows, from the top, down the left of `axis`; lines of the grid stand upright. A
+    figure that is too low for the names on a phone grows."""
+    labels = [house.wrapped(str(name), 18) for name in names]
+    lines, figure = max((label.count("\n") + 1 for label in labels), default=1), axis.get_figure()
+    needed = 1.0 + 0.18 * lines * len(labels)  # inches
+    if lines > 1:
+        figure.set_figheight(max(figure.get_figheight(), needed))
+    axis.set_yticks(range(len(names)), labels)
     axis.set_ylim(len(names) - 0.4, -0.6)
     axis.grid(visible=False, axis="y")
     axis.grid(visible=True, axis="x")
