@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 
 from gdpa_kernels.calling import checks
+from gdpa_kernels.calling.lengths import Lengths
 from gdpa_kernels.gdpa.api import check_causal, gdpa
 
 if TYPE_CHECKING:
@@ -143,22 +144,22 @@ def context_parallel_gdpa(
     shards, rank, ranks = _checked(q, k, v, cu_seqlens, layout, group, options)
     _check_masks(stationary, causal, window)
     _check_rows("q", q, shards.rows(rank), f"rank {rank}")
-    options = options | {"validate": False, "window": window}
+    options = options | {"window": window}
+    if stationary == "sequences" and k.shape[1] % ranks:
+        raise ValueError(
+            f"num_kv_heads must be a multiple of the {ranks} ranks with "
+            f"stationary='sequences', got {k.shape[1]}"
+        )
+    own, others, places = _partners(
+        shards.ends, ranks, layout, rank, stationary, bool(causal), q.device
+    )
     if stationary == "sequences":
-        if k.shape[1] % ranks:
-            raise ValueError(
-                f"num_kv_heads must be a multiple of the {ranks} ranks with "
-                f"stationary='sequences', got {k.shape[1]}"
-            )
-        return _by_heads(q, k, v, shards, causal, group, ranks, options)
-    own, others = shards.parts(rank, stationary, causal)
-    lengths = [end - first for first, end in others]
-    places = shards.places(others, q.device)
+        return _by_heads(q, k, v, shards, own, places, causal, group, ranks, options)
     if stationary == "queries":
         k, v = (_Gather.apply(x, places, shards.size, group) for x in (k, v))
-        return _attend(q, k, v, own, lengths, causal=causal and "lower_right", **options)
-    part = _attend(
-        _Gather.apply(q, places, shards.size, group), k, v, lengths, own,
+        return gdpa(q, k, v, own, others, causal=causal and "lower_right", **options)
+    part = gdpa(
+        _Gather.apply(q, places, shards.size, group), k, v, others, own,
         causal=causal and "upper_left", out_dtype=_sum_dtype(q), **options,
     )  # fmt: skip
     return _Scatter.apply(part, places, shards.size, q.dtype, group)[: q.shape[0]]
@@ -201,8 +202,8 @@ def context_parallel_pooling(
         held[i] += end - first
     lengths = [held[i] for i in range(shards.batch)]
     part = gdpa(
-        _Replicated.apply(q, group), k, v, None, _cumulative(lengths, q.device), None,
-        max(lengths, default=0), out_dtype=_sum_dtype(q), validate=False, **options,
+        _Replicated.apply(q, group), k, v, None, _lengths(lengths, q.device),
+        out_dtype=_sum_dtype(q), **options,
     )  # fmt: skip
     return _Sum.apply(part, group).to(q.dtype)
 
@@ -277,6 +278,9 @@ class _Shards(NamedTuple):
     def parts(self, rank: int, stationary: str, causal: bool) -> tuple[list, list]:
         """(lengths, ranges): of each sequence of the rank's call the number of own rows, and the
         packed rows [first, end) of others that they see or are seen by."""
+        if stationary == "sequences":
+            ranges = list(pairwise(self.ends))
+            return [end - first for first, end in ranges], ranges
         lengths, ranges = [], []
         for i, first, end in self.pieces[rank]:
             begin, last = self.ends[i : i + 2]
@@ -321,6 +325,24 @@ def _shards(ends: tuple[int, ...], ranks: int, layout: str) -> _Shards:
             order[first:last] = torch.arange(place, place + last - first)
             place += last - first
     return _Shards(ends, pieces, size, order)
+
+
+@lru_cache(maxsize=8)
+def _partners(
+    ends: tuple[int, ...], ranks: int, layout: str, rank: int, stationary: str, causal: bool,
+    device: torch.device,
+) -> tuple[Lengths, Lengths, slice | torch.Tensor]:  # fmt: skip
+    """(Lengths of own rows, of their partners, `places` of those) of a rank's call, for all layers:
+    places are a number for each token, which otherwise every call would bring to the device."""
+    shards = _shards(ends, ranks, layout)
+    own, others = shards.parts(rank, stationary, causal)
+    lengths = own, [end - first for first, end in others]
+    with torch.inference_mode(False):  # training may follow an evaluation
+        return *(_lengths(each, device) for each in lengths), shards.places(others, device)
+
+
+def _lengths(lengths: list[int], device: torch.device) -> Lengths:
+    return Lengths(torch.tensor([0, *lengths]).cumsum(0), device=device)
 
 
 def _offsets(cu_seqlens: Sequence[int]) -> tuple[int, ...]:
@@ -397,23 +419,10 @@ def _sum_dtype(x: torch.Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def _cumulative(lengths: list[int], device: torch.device) -> torch.Tensor:
-    return torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
-
-
-def _attend(q, k, v, rows: list[int], keys: list[int], **options) -> torch.Tensor:
-    """`gdpa` of sequences of these lengths; of none, it has no rows."""
-    rows, keys = rows or [0], keys or [0]
-    offsets = [_cumulative(lengths, q.device) for lengths in (rows, keys)]
-    return gdpa(q, k, v, *offsets, max(rows), max(keys), **options)
-
-
-def _by_heads(q, k, v, shards, causal, group, ranks, options) -> torch.Tensor:
+def _by_heads(q, k, v, shards, lengths, places, causal, group, ranks, options) -> torch.Tensor:
     """All rows of a share of the heads on each rank."""
-    places = shards.places([(0, shards.total)], q.device)
     exchanged = [_Exchange.apply(_padded(x, shards.size), True, ranks, group) for x in (q, k, v)]
-    lengths = [end - begin for begin, end in pairwise(shards.ends)]
-    out = _attend(
+    out = gdpa(
         *(_take(x, places) for x in exchanged), lengths, lengths,
         causal=causal and "upper_left", **options,
     )  # fmt: skip

@@ -235,6 +235,27 @@ def test_autocast_is_that_of_gdpa(alone, stationary):
     assert torch.autograd.grad(out.sum(), x)[0].dtype == torch.float32
 
 
+@pytest.mark.parametrize("stationary", parallel.STATIONARY)
+def test_layers_share_what_a_batch_is_cut_into(alone, stationary, monkeypatch):
+    """The first call finds the places, also under inference; a second layer, which trains, does
+    not."""
+    given = [0, 3, 4], stationary, "zigzag"
+    x = torch.randn(4, 2, 8, requires_grad=True)
+
+    def layer():
+        ends, stationary, layout = given
+        return parallel.context_parallel_gdpa(
+            x, x, x, ends, stationary=stationary, layout=layout, causal=True
+        )
+
+    with torch.inference_mode():
+        first = layer()
+    monkeypatch.delattr(parallel._Shards, "places")
+    second = layer()
+    assert torch.equal(first, second)
+    assert torch.autograd.grad(second.sum(), x)[0].shape == x.shape
+
+
 def test_pooling_takes_no_mask(alone):
     with pytest.raises(TypeError, match="options must be of activation, .*, got causal"):
         parallel.context_parallel_pooling(X, X, X, [0, 4], causal=True)
