@@ -53,16 +53,13 @@ def _is_empty(argument: object) -> bool:
 
 
 def _run(kernel, grid: tuple[int, ...], args: tuple, options: dict) -> None:
-    """By position, without options that are Triton's own: its C paths take nothing else
-    (TRITON_ENABLE_C_CACHE, TRITON_USE_C_DISPATCHER)."""
-    names = kernel.arg_names[len(args) :]
-    own = {name: value for name, value in options.items() if name not in names}
+    """All arguments by position, defaults too, without options that are Triton's own: its C paths
+    take nothing else (TRITON_ENABLE_C_CACHE, TRITON_USE_C_DISPATCHER)."""
+    own = dict(options)
     if own.get("num_warps") == 4:
         del own["num_warps"]
-    if all(name in options for name in names):
-        kernel[grid](*args, *(options[name] for name in names), **own)
-    else:  # one has a default
-        kernel[grid](*args, **options)
+    rest = [own.pop(p.name, p.default) for p in kernel.params[len(args) :]]
+    kernel[grid](*args, *rest, **own)
 
 
 def multiprocessors(device: torch.device) -> int:

@@ -83,6 +83,18 @@ def test_the_emulator_runs_what_is_seen(x):
     assert len(seen) == len(reports) == 1 and made_of(x) == 2
 
 
+def test_a_kernel_gets_everything_by_position(x, monkeypatch):
+    """As Triton's paths in C need it: defaults too, and 4 warps unsaid."""
+    got = []
+    monkeypatch.setattr(type(add_kernel), "run", lambda *args, **given: got.append((args, given)))
+    for warps in (2, 4):
+        launching._run(add_kernel, (2,), (x, None, 7), {"VALUE": 5, "num_warps": warps})
+    for (_, *args), given in got:
+        assert args[0] is x and args[1:] == [None, 7, 5, 16]
+        assert not given.keys() & set(add_kernel.arg_names)
+    assert [given.get("num_warps") for _, given in got] == [2, None]
+
+
 def test_contexts_nest(x):
     with tritonemu.enabled(), launches() as outer:
         launch(x)
