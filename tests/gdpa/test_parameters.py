@@ -18,7 +18,7 @@ def launched(tree: ast.Module) -> set[str]:
         name.id
         for call in ast.walk(tree)
         if isinstance(call, ast.Call)
-        and ast.unparse(call.func) in ("launch", "_launch", "launch_slots")
+        and ast.unparse(call.func) in ("launch", "_launch", "launch_slots", "launch_gradients")
         for name in ast.walk(call.args[0])
         if isinstance(name, ast.Name)
     }
