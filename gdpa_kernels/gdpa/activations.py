@@ -208,9 +208,10 @@ FOLDABLE = ("gelu", "gelu_tanh", "silu")
 
 
 def foldable(activation: tuple[str, ...], dtype: torch.dtype) -> bool:
-    """Whether `tanh_of_pairs` computes it: GELU or SiLU for all heads, in bf16.
+    """Whether `tanh_of_pairs`, and `value_and_slope_folded` of derivatives.py, compute it: GELU or
+    SiLU for all heads, in bf16.
 
-    Not in fp16: x + x t may exceed 65504 where the activation does not.
+    Not in fp16: x + x t, or 2 dS, may exceed 65504 where the activation, or dS, does not.
     """
     return dtype == torch.bfloat16 and len(activation) == 1 and activation[0] in FOLDABLE
 

@@ -58,16 +58,6 @@ INSTRUCTIONS = {
 }
 """fp32 and MUFU instructions of one element's value and slope with APPROX, compiled for sm_90a."""
 
-FOLDABLE = ("gelu", "gelu_tanh", "silu")
-
-
-def foldable(activation: tuple[str, ...], dtype: torch.dtype) -> bool:
-    """Whether `value_and_slope_folded` computes it: one of FOLDABLE for all heads, in bf16.
-
-    Not in fp16: y and 2 dS may exceed 65504 where the activation and dS do not.
-    """
-    return dtype == torch.bfloat16 and len(activation) == 1 and activation[0] in FOLDABLE
-
 
 @triton.jit
 def gelu_and_slope(s, scale, NAME: tl.constexpr, APPROX: tl.constexpr):

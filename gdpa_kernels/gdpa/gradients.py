@@ -1,11 +1,16 @@
-"""What the fused backward rungs share: the rows of a step, adding to a sum in fp32, rounding it."""
+"""What the fused backward rungs share: the rows of a step, adding to a sum in fp32, rounding it; of
+the warp-specialized ones the launch."""
+
+from collections.abc import Sequence
 
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from gdpa_kernels.calling.launch import launch
-from gdpa_kernels.device.ragged import BOUND
+from gdpa_kernels.calling.launch import launch, multiprocessors
+from gdpa_kernels.device.ragged import BOUND, ragged_descriptor, readable
+from gdpa_kernels.gdpa.activations import foldable
 from gdpa_kernels.gdpa.batch import Batch
 from gdpa_kernels.gdpa.masks import row_range
 
@@ -99,3 +104,61 @@ def rounded(sums: torch.Tensor, dq: torch.Tensor, factor: float, batch: Batch) -
         WIDTH=dq.shape[1] * dq.shape[2], STRIDE=dq.stride(0),
     )  # fmt: skip
     return dq
+
+
+def loaded(
+    grad_out: torch.Tensor, batch: Batch, rows: int, keys: int
+) -> tuple[TensorDescriptor, ...]:
+    """Descriptors of q, k, v and grad_out, which is copied where TMA cannot read it, in boxes of
+    `rows` rows of q and grad_out and of `keys` rows of k and v."""
+    tensors = (batch.q, rows), (batch.k, keys), (batch.v, keys), (readable(grad_out), rows)
+    return tuple(ragged_descriptor(*each) for each in tensors)
+
+
+def launch_gradients(
+    kernel: triton.JITFunction,
+    batch: Batch,
+    config: object,
+    loads: Sequence[TensorDescriptor],
+    boxes: tuple[tuple[int, int | None], ...],
+    work: tuple[object, ...],
+    items: int,
+    *,
+    ctas: int = 1,
+    adds: bool = True,
+    **constants: object,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(dq, dk, dv) by `kernel`, in clusters of `ctas` programs, one for each multiprocessor but no
+    more clusters than `items`.
+
+    It is given the descriptors `loads`; those of dq, dk and dv, in `boxes` of (rows, width, None
+    for the whole head_dim); `work`; scale and output_scale. Of `batch` and `config` it is given the
+    constants that it has a parameter for, q_stages as Q_STAGES; FOLD also where `foldable` only.
+    adds: dq is a sum in fp32, which starts from zero and is rounded by a kernel after this one.
+    """
+    fold = getattr(config, "fold", True) and foldable(batch.activation, batch.dtype)
+    known = {
+        "GROUP": batch.group, "NUM_HEADS_K": batch.num_heads_k, "SHARED_Q": batch.shared_q,
+        "ACTIVATION": batch.names, "CAUSAL": bool(batch.causal), "WINDOW": batch.window,
+        "LOWER_RIGHT": batch.lower_right, "HEAD_DIM": batch.head_dim, **batch.segment_options,
+        **{name.upper(): value for name, value in vars(config).items()}, "FOLD": fold, **constants,
+    }  # fmt: skip
+    options = {name: known[name] for name in kernel.arg_names if name in known}
+    if ctas > 1:
+        options["ctas_per_cga"] = (ctas, 1, 1)
+    dq, dk, dv = batch.new_gradients()
+    stored = dq
+    if adds:
+        shape = batch.rows, *batch.q.shape[1:]
+        stored = torch.zeros(shape, dtype=torch.float32, device=batch.device)
+    stores = zip((stored, dk, dv), boxes, strict=True)
+    clusters = min(max(multiprocessors(batch.device) // ctas, 1), items)
+    launch(
+        kernel, (ctas * clusters,), batch.device,
+        *loads, *(ragged_descriptor(x, rows, width=width) for x, (rows, width) in stores),
+        *work, batch.scale, batch.output_scale, **options, num_warps=4,
+    )  # fmt: skip
+    if not adds:
+        return dq, dk, dv
+    factor = (0.5 if fold else 1.0) * batch.scale * batch.output_scale
+    return rounded(stored, dq, factor, batch), dk, dv

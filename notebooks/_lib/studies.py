@@ -332,12 +332,21 @@ def piece(module: ModuleType, begin: str, end: str) -> str:
     return text[start : text.index(end, start)]
 
 
-def changed(module: ModuleType, *changes: tuple[str, str]) -> ModuleType:
-    """A copy of `module`, pieces of its source replaced: (old, new), one after the other.
+def changed(
+    module: ModuleType, *changes: tuple[str, str], shared: ModuleType | None = None
+) -> ModuleType:
+    """A copy of `module`, pieces of its source replaced: (old, new), one after the other; in place
+    of its own source that of `shared`, a module that it imports functions of.
 
     `measure.measure`, as the option `module` of a rung, and `compile_check` take it for the rung.
     Raises ValueError unless each `old` occurs once.
     """
+    if shared is not None:
+        made, parts = changed(module), vars(changed(shared, *changes))
+        for name, value in vars(shared).items():
+            if vars(module).get(name) is value:
+                setattr(made, name, parts[name])
+        return made
     text = Path(module.__file__).read_text(encoding="utf-8")
     for old, new in changes:
         if text.count(old) != 1:

@@ -25,6 +25,7 @@ import pandas as pd
 
 from _lib import columns, studies
 from gdpa_kernels.calling.launches import launches
+from gdpa_kernels.gdpa import tensor_memory
 from gdpa_kernels.gdpa.kernels import b1_tensor_memory_backward as b1
 from gdpa_kernels.gdpa.kernels import b2_short_kv_backward as b2
 from gdpa_kernels.gdpa.kernels import b3_dk_first_backward as b3
@@ -341,14 +342,15 @@ chapter.glue(
 forgotten = {
     "dQ still in dP's columns":
         (b1, "            tlx.barrier_wait(dq.empty[0], (now & 1) ^ 1)\n", ""),
-    "P over scores of the other role": (b1, "p.buffer[2 * role]", "p.buffer[role]"),
+    "P over scores of the other role":
+        (b1, "p.buffer[2 * role]", "p.buffer[role]", tensor_memory),
     "inbox not yet free": (b2, "            tlx.barrier_wait(inbox.empty[0], now ^ 1)\n", ""),
     "leaving before the peer is done":
         (b2, "    tlx.barrier_wait(inbox.empty[0], (count & 1) ^ 1)\n", ""),
 }  # fmt: skip
 given = studies.batch((300,), (256,), head_dim=64)
-for what, (module, *change) in forgotten.items():
-    wrong = studies.changed(module, tuple(change))
+for what, (module, old, new, *shared) in forgotten.items():
+    wrong = studies.changed(module, (old, new), shared=next(iter(shared), None))
     call = partial(wrong.backward, studies.gradient(given), given)
     (says,) = studies.findings(call, [0], arch="sm_100")
     assert says, "the text says so"

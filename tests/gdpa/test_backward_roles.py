@@ -1,5 +1,6 @@
 """The warp-specialized backward rungs: any schedule and configuration, and mistakes in them."""
 
+import re
 from functools import partial
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import torch
 import tritonemu
 from emulator.tests.judging import SAMPLED, SCHEDULES, import_file, judge, surviving
 from emulator.tests.mutants import Mutant, enumerate_mutants
+from gdpa_kernels.gdpa import pair_steps, tensor_memory, two_consumers
 from tests.calls import assert_same_bits
 from tests.gdpa.cases import BACKWARD, DEVICE, Case, batch_of, check_gradients
 from tests.gdpa.test_blackwell import mutants_of_a_pair
@@ -189,6 +191,22 @@ SMALL[B4] = (
 SMALL[B5] = (*SMALL[B4], (Case("short", (300, 5), (130, 0), 1, 1), {"once": True}))
 SURVIVORS[V6] = SURVIVORS[V4]
 
+SHARED = (pair_steps, tensor_memory, two_consumers)
+
+
+def whole(impl: str, folder: Path) -> Path:
+    """The file of a rung in `folder`, with what it shares in place of the imports: mistakes in that
+    are its own, too."""
+    text = BACKWARD[impl].path.read_text()
+    for module in SHARED:
+        lines = re.compile(rf"^from {module.__name__} import (?:\([^)]*\)|.*)\n", re.MULTILINE)
+        if found := lines.search(text):
+            rest = lines.sub("", text[found.end() :])
+            text = text[: found.start()] + Path(module.__file__).read_text() + rest
+    path = folder / BACKWARD[impl].path.name
+    path.write_text(text)
+    return path
+
 
 def _launch(
     impl: str, case: Case, config: dict, expected: tuple | None, module, schedule: str | int
@@ -206,22 +224,23 @@ def _launch(
 
 @SAMPLED
 @pytest.mark.parametrize("impl", SMALL)
-def test_every_harmful_mistake_in_synchronisation_is_found(impl, every):
-    module = BACKWARD[impl].module()
+def test_every_harmful_mistake_in_synchronisation_is_found(impl, every, tmp_path):
+    path = whole(impl, tmp_path)
+    module = import_file(path)
     launched = [
         partial(_launch, impl, *small, _launch(impl, *small, None, module, "modelled"))
         for small in SMALL[impl]
     ]
     judged = surviving(module, "backward_kernel", launched, every)
     known = [what for reason in SURVIVORS.get(impl, {}).values() for what in reason]
-    assert judged.executed == len(enumerate_mutants(Path(module.__file__), "backward_kernel")) > 100
+    assert judged.executed == len(enumerate_mutants(path, "backward_kernel")) > 100
     assert judged.survivors == judged.known(known)
 
 
 @pytest.mark.parametrize("impl", (B4, B5))
-def test_every_mistake_of_a_pair_is_found(impl):
+def test_every_mistake_of_a_pair_is_found(impl, tmp_path):
     """A commit, an arrival or bytes in the wrong CTA, the other one's half."""
-    mutants = mutants_of_a_pair(BACKWARD[impl].path)
+    mutants = mutants_of_a_pair(whole(impl, tmp_path))
     masked = Case("masked", (300, 5), (256, 260), 1, 1, options={"causal": True})
     launched = [
         partial(_launch, impl, *small, _launch(impl, *small, None, None, "modelled"))

@@ -11,6 +11,7 @@ import triton.language as tl
 from _lib.activation_sequences import ERF_3
 from gdpa_kernels.calling.launch import launch
 from gdpa_kernels.gdpa import activations, derivatives
+from gdpa_kernels.gdpa.activations import FOLDABLE
 from gdpa_kernels.gdpa.reference import ACTIVATIONS
 from gdpa_lab.measuring.compile_check import build, read
 from tests.gdpa.cases import DEVICE, kernels_run
@@ -73,7 +74,7 @@ def folded_kernel(s_ptr, y_ptr, slope_ptr, scale, NAME: tl.constexpr, BLOCK: tl.
 
 
 @pytest.mark.parametrize("scale", (1.0, 0.088))
-@pytest.mark.parametrize("name", derivatives.FOLDABLE)
+@pytest.mark.parametrize("name", FOLDABLE)
 def test_the_folded_form_is_the_same_function(name, scale):
     s = torch.linspace(-40, 40, 4096, device=DEVICE) / scale
     y, slope = torch.empty_like(s), torch.empty_like(s)

@@ -9,6 +9,8 @@ import torch
 import tritonemu
 from _lib import studies
 from gdpa_kernels.block_attention.kernels import v1_one_tile
+from gdpa_kernels.gdpa import tensor_memory
+from gdpa_kernels.gdpa.kernels import b1_tensor_memory_backward as b1
 from gdpa_kernels.gdpa.kernels import v1_tiled, v4_warp_specialized_backward, v5_short_kv_backward
 from gdpa_kernels.gdpa.ladder import v2_fused_backward
 from gdpa_lab.measuring import measure, timing
@@ -32,6 +34,16 @@ def test_every_change_is_made_and_the_module_stays_as_it_is():
     text = house.__doc__
     made = studies.changed(house, (f'"""{text}"""', '"""One."""'), ('"""One."""', '"""Two."""'))
     assert made.__doc__ == "Two." and house.__doc__ == text
+
+
+def test_what_modules_share_is_changed_for_one_of_them():
+    change = ("p.buffer[2 * role]", "p.buffer[role]")
+    made = studies.changed(b1, change, shared=tensor_memory)
+    assert change[1] in made.activate.src and change[0] in b1.activate.src
+    assert made.math.src == b1.math.src
+    assert made.math.fn.__globals__["activate"] is made.activate
+    with pytest.raises(ValueError, match="old must occur once in .*tensor_memory_backward"):
+        studies.changed(b1, change)
 
 
 @pytest.mark.parametrize("old", ("no such line of it", "\n"))

@@ -23,49 +23,38 @@ peer's K, 16 KB, and there are 3 left.
 The others are b1's. Needs: as b1, a max_seqlen_k of at most 256, a q of every sequence's own.
 """
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 import triton.language.extra.tlx as tlx
 
-from gdpa_kernels.calling.launch import launch, multiprocessors
 from gdpa_kernels.device.groups import Handover, Ring, ring
-from gdpa_kernels.device.ragged import BOUND, ragged_descriptor, readable
+from gdpa_kernels.device.ragged import BOUND
 from gdpa_kernels.device.rows import fetch_rows, opaque_zero
 from gdpa_kernels.gdpa.batch import Batch, Schedule
-from gdpa_kernels.gdpa.derivatives import foldable, mask_slope, times_slope, value_and_factor
-from gdpa_kernels.gdpa.gradients import Gradients, place, requires_few_keys
-from gdpa_kernels.gdpa.masks import mask_transposed
+from gdpa_kernels.gdpa.derivatives import times_slope
+from gdpa_kernels.gdpa.gradients import (
+    Gradients,
+    launch_gradients,
+    loaded,
+    place,
+    requires_few_keys,
+)
+from gdpa_kernels.gdpa.tensor_memory import (
+    HALF,
+    KEYS,
+    MATH_ROLES,
+    PART,
+    ROWS,
+    Config,
+    activate,
+    default_config,
+    put_sum,
+)
 from gdpa_kernels.gdpa.work_list import Items, longest_first, sequence_and_head
 
-KEYS = tl.constexpr(128)  # of a CTA: TMEM lanes
-ROWS = tl.constexpr(128)  # of a step
-MATH_ROLES = tl.constexpr(2)
-HALF = tl.constexpr(ROWS.value // MATH_ROLES.value)  # rows of a math role
-PART = tl.constexpr(HALF.value // 2)  # in registers at a time
 CTAS = tl.constexpr(2)  # of a cluster
 MOST_KEYS = KEYS.value * CTAS.value
-
-
-@dataclass(frozen=True)
-class Config:
-    """Launch constants.
-
-    q_stages, g_stages: steps of Q and of dO in shared memory. fold: leave factors of the activation
-    to the sums where `derivatives.foldable`. registers: of a math thread.
-    """
-
-    q_stages: int = 2
-    g_stages: int = 1
-    fold: bool = True
-    registers: int = 152
-
-
-def default_config(batch: Batch) -> Config:
-    """As many steps as fit in shared memory at head_dim 128."""
-    return Config(q_stages=3, g_stages=2) if batch.head_dim == 64 else Config()
 
 
 def requires(batch: Batch) -> str | None:
@@ -177,36 +166,12 @@ def mma(q, k, v, g, s, p, dp, ds, dv, dk, dq, sums_full, items, options):
 
 
 @triton.jit
-def activate(role: tl.constexpr, part: tl.constexpr, s, p, scale, head, row, key, options):
-    """P of a part of a role's rows, [keys, rows], over its S; what dS needs of it."""
-    scores = tlx.local_load(tlx.subslice(s.buffer[0], role * HALF + part * PART, PART))
-    y, slope = value_and_factor(scores, scale, head, options.ACTIVATION, options.FOLD)
-    y = mask_transposed(y, row + part * PART, key, options.CAUSAL, options.WINDOW)
-    tlx.local_store(tlx.subslice(p.buffer[2 * role], part * PART, PART), y.to(options.DTYPE))
-    return mask_slope(slope, row + part * PART, key, options.CAUSAL, options.WINDOW, options.FOLD)
-
-
-@triton.jit
 def differentiate(role: tl.constexpr, part: tl.constexpr, dp, ds, slope, options):
     """dS of a part of a role's rows."""
     FIRST: tl.constexpr = role * HALF + part * PART
     d = tlx.local_load(tlx.subslice(dp.buffer[0], FIRST, PART))
     d = times_slope(d, slope, options.FOLD).to(options.DTYPE)
     tlx.local_store(tlx.local_slice(ds.buffer[0], [0, FIRST], [KEYS, PART]), d)
-
-
-@triton.jit
-def put_sum(desc, sums, buffer, factor, start, length, head, key):
-    """Store dV or dK of a tile, times factor, from TMEM through `buffer`, and await the store."""
-    WIDTH: tl.constexpr = desc.block_shape[4]
-    for part in tl.static_range(WIDTH // 64):
-        x = tlx.local_load(tlx.subslice(sums, part * 64, 64)) * factor
-        here = tlx.local_slice(buffer, [0, part * 64], [KEYS, 64])
-        tlx.local_store(here, x.to(tlx.dtype_of(desc)))
-    tlx.fence("async_shared")
-    place = [BOUND, start + length, head, BOUND - length + key, 0]
-    tlx.async_descriptor_store(desc, buffer, place)
-    tlx.async_descriptor_store_wait(0)
 
 
 @triton.jit
@@ -350,24 +315,12 @@ def backward(
     grad_out `[total_q, num_heads, head_dim]` of any strides. `schedule` is `make_schedule`'s for
     the same sequences; None makes it here.
     """
-    q, k, v, grad_out = batch.q, batch.k, batch.v, readable(grad_out)
     config = config or default_config(batch)
     (order,) = schedule or make_schedule(batch, config)
     items = batch.sequences * batch.num_heads_k
-    clusters = min(max(multiprocessors(batch.device) // CTAS.value, 1), items)
-    dq, dk, dv = batch.new_gradients()
-    launch(
-        backward_kernel, (CTAS.value * clusters,), batch.device,
-        ragged_descriptor(q, ROWS.value), ragged_descriptor(k, KEYS.value),
-        ragged_descriptor(v, KEYS.value), ragged_descriptor(grad_out, ROWS.value),
-        ragged_descriptor(dq, ROWS.value, width=batch.head_dim // CTAS.value),
-        ragged_descriptor(dk, KEYS.value), ragged_descriptor(dv, KEYS.value),
-        order, batch.cu_seqlens_q, batch.cu_seqlens_k, items, batch.max_seqlen_q,
-        batch.scale, batch.output_scale,
-        NUM_HEADS_K=batch.num_heads_k, GROUP=batch.group,
-        ACTIVATION=batch.names, FOLD=config.fold and foldable(batch.activation, batch.dtype),
-        CAUSAL=batch.causal, WINDOW=batch.window, HEAD_DIM=batch.head_dim,
-        Q_STAGES=config.q_stages, G_STAGES=config.g_stages, REGISTERS=config.registers,
-        num_warps=4, ctas_per_cga=(CTAS.value, 1, 1),
+    boxes = (ROWS.value, batch.head_dim // CTAS.value), (KEYS.value, None), (KEYS.value, None)
+    return launch_gradients(
+        backward_kernel, batch, config, loaded(grad_out, batch, ROWS.value, KEYS.value), boxes,
+        (order, batch.cu_seqlens_q, batch.cu_seqlens_k, items, batch.max_seqlen_q), items,
+        ctas=CTAS.value, adds=False,
     )  # fmt: skip
-    return dq, dk, dv

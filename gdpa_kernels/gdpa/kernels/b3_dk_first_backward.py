@@ -20,48 +20,32 @@ The others are b1's. TMEM: S 0-127, P 0-31 and 64-95; dP 128-255, dS 128-159 and
 128-255; dV, dK. Needs: what b1 needs.
 """
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 import triton.language.extra.tlx as tlx
 
-from gdpa_kernels.calling.launch import launch, multiprocessors
 from gdpa_kernels.device.groups import Handover, Ring, ring
-from gdpa_kernels.device.ragged import BOUND, ragged_descriptor, readable
-from gdpa_kernels.device.rows import fetch_rows, opaque_zero
+from gdpa_kernels.device.rows import opaque_zero
 from gdpa_kernels.gdpa.batch import Batch, Schedule
-from gdpa_kernels.gdpa.derivatives import foldable, mask_slope, times_slope, value_and_factor
-from gdpa_kernels.gdpa.gradients import Gradients, place, rounded, steps_of
-from gdpa_kernels.gdpa.masks import mask_transposed
+from gdpa_kernels.gdpa.gradients import Gradients, launch_gradients, loaded, place, steps_of
+from gdpa_kernels.gdpa.tensor_memory import (
+    COLUMNS,
+    HALF,
+    KEYS,
+    MATH_ROLES,
+    PART,
+    ROWS,
+    Config,
+    Options,
+    activate,
+    default_config,
+    differentiate,
+    load,
+    output,
+    put_sum,
+)
 from gdpa_kernels.gdpa.work_list import count_items, entry, list_of_keys
-
-KEYS = tl.constexpr(128)  # of a tile: TMEM lanes
-ROWS = tl.constexpr(128)  # of a step
-MATH_ROLES = tl.constexpr(2)
-HALF = tl.constexpr(ROWS.value // MATH_ROLES.value)  # rows of a math role
-PART = tl.constexpr(HALF.value // 2)  # in registers at a time
-COLUMNS = tl.constexpr(32)  # of dQ in staging
-
-
-@dataclass(frozen=True)
-class Config:
-    """Launch constants.
-
-    q_stages, g_stages: steps of Q and of dO in shared memory. fold: leave factors of the activation
-    to the sums where `derivatives.foldable`. registers: of a math thread.
-    """
-
-    q_stages: int = 2
-    g_stages: int = 1
-    fold: bool = True
-    registers: int = 152
-
-
-def default_config(batch: Batch) -> Config:
-    """As many steps as fit in shared memory at head_dim 128."""
-    return Config(q_stages=3, g_stages=2) if batch.head_dim == 64 else Config()
 
 
 def is_deterministic(batch: Batch) -> bool:
@@ -72,48 +56,6 @@ def is_deterministic(batch: Batch) -> bool:
 def make_schedule(batch: Batch, config: Config) -> Schedule:
     """The list of tiles of keys, those with the most queries first."""
     return list_of_keys(batch, KEYS.value, ROWS.value)
-
-
-@triton.aggregate
-class Options:
-    """The constants that the roles share."""
-
-    GROUP: tl.constexpr
-    SHARED_Q: tl.constexpr
-    ACTIVATION: tl.constexpr
-    FOLD: tl.constexpr
-    CAUSAL: tl.constexpr
-    WINDOW: tl.constexpr
-    HEAD_DIM: tl.constexpr
-    Q_STAGES: tl.constexpr
-    G_STAGES: tl.constexpr
-    DTYPE: tl.constexpr
-
-
-@triton.jit
-def load(q_desc, k_desc, v_desc, g_desc, q, k, v, g, list_ptr, options):
-    """The producer: of each tile K, the first rows of Q, V, then dO and Q in the order of use."""
-    num_items = count_items(list_ptr)
-    phase, count = 0, 0
-    for item in tl.range(tl.program_id(0), num_items, tl.num_programs(0)):
-        start_k, _, len_k, start_out, len_q, head_k, key = entry(list_ptr, item)
-        start_q = 0 if options.SHARED_Q else start_out
-        start, steps = steps_of(key, len_q, ROWS, KEYS, options)
-        tlx.barrier_wait(k.empty[0], phase ^ 1)
-        fetch_rows(k_desc, k.buffer[0], k.full[0], start_k, len_k, head_k, key)
-        for step in tl.range(0, steps * options.GROUP):
-            head, row = place(step, steps, start, head_k, options.GROUP, ROWS)
-            at = (count + step) % options.Q_STAGES
-            tlx.barrier_wait(q.empty[at], (((count + step) // options.Q_STAGES) & 1) ^ 1)
-            fetch_rows(q_desc, q.buffer[at], q.full[at], start_q, len_q, head, row)
-            if step == 0:
-                tlx.barrier_wait(v.empty[0], phase ^ 1)
-                fetch_rows(v_desc, v.buffer[0], v.full[0], start_k, len_k, head_k, key)
-            at = (count + step) % options.G_STAGES
-            tlx.barrier_wait(g.empty[at], (((count + step) // options.G_STAGES) & 1) ^ 1)
-            fetch_rows(g_desc, g.buffer[at], g.full[at], start_out, len_q, head, row)
-        count += steps * options.GROUP
-        phase ^= 1
 
 
 @triton.jit
@@ -174,43 +116,10 @@ def mma(q, k, v, g, s, p, dp, ds, ds_rows, dv, dk, dq, sums_full, list_ptr, opti
 
 
 @triton.jit
-def activate(role: tl.constexpr, part: tl.constexpr, s, p, scale, head, row, key, options):
-    """P of a part of a role's rows, [keys, rows], over its S; what dS needs of it."""
-    scores = tlx.local_load(tlx.subslice(s.buffer[0], role * HALF + part * PART, PART))
-    y, slope = value_and_factor(scores, scale, head, options.ACTIVATION, options.FOLD)
-    y = mask_transposed(y, row + part * PART, key, options.CAUSAL, options.WINDOW)
-    tlx.local_store(tlx.subslice(p.buffer[2 * role], part * PART, PART), y.to(options.DTYPE))
-    return mask_slope(slope, row + part * PART, key, options.CAUSAL, options.WINDOW, options.FOLD)
-
-
-@triton.jit
-def differentiate(role: tl.constexpr, part: tl.constexpr, dp, ds, slope, options):
-    """dS of a part of a role's rows, over its dP."""
-    d = tlx.local_load(tlx.subslice(dp.buffer[0], role * HALF + part * PART, PART))
-    d = times_slope(d, slope, options.FOLD).to(options.DTYPE)
-    tlx.local_store(tlx.subslice(ds.buffer[2 * role], part * PART, PART), d)
-    return d
-
-
-@triton.jit
 def share(role: tl.constexpr, part: tl.constexpr, ds_rows, d):
     """Store dS of a part of a role's rows where dQ reads it."""
     FIRST: tl.constexpr = role * HALF + part * PART
     tlx.local_store(tlx.local_slice(ds_rows.buffer[0], [0, FIRST], [KEYS, PART]), d)
-
-
-@triton.jit
-def put_sum(desc, sums, buffer, factor, start, length, head, key):
-    """Store dV or dK of a tile, times factor, from TMEM through `buffer`, and await the store."""
-    WIDTH: tl.constexpr = desc.block_shape[4]
-    for part in tl.static_range(WIDTH // 64):
-        x = tlx.local_load(tlx.subslice(sums, part * 64, 64)) * factor
-        here = tlx.local_slice(buffer, [0, part * 64], [KEYS, 64])
-        tlx.local_store(here, x.to(tlx.dtype_of(desc)))
-    tlx.fence("async_shared")
-    place = [BOUND, start + length, head, BOUND - length + key, 0]
-    tlx.async_descriptor_store(desc, buffer, place)
-    tlx.async_descriptor_store_wait(0)
 
 
 @triton.jit
@@ -249,31 +158,6 @@ def math(
             put_sum(gradients.dk, dk, staged, factor, start_k, len_k, head_k, key)
         tlx.barrier_arrive(v.empty[0])
         phase ^= 1
-
-
-@triton.jit
-def output(dq, staging, dq_desc, list_ptr, options):
-    """Adds dQ of every step to memory, 32 columns at a time."""
-    PARTS: tl.constexpr = options.HEAD_DIM // COLUMNS
-    num_items = count_items(list_ptr)
-    count = 0
-    for item in tl.range(tl.program_id(0), num_items, tl.num_programs(0)):
-        _, _, _, start_out, len_q, head_k, key = entry(list_ptr, item)
-        start, steps = steps_of(key, len_q, ROWS, KEYS, options)
-        for step in tl.range(0, steps * options.GROUP):
-            head, row = place(step, steps, start, head_k, options.GROUP, ROWS)
-            tlx.barrier_wait(dq.full[0], (count + step) & 1)
-            for part in tl.static_range(PARTS):
-                x = tlx.local_load(tlx.subslice(dq.buffer[0], part * COLUMNS, COLUMNS))
-                if part == PARTS - 1:
-                    tlx.barrier_arrive(dq.empty[0])
-                tlx.async_descriptor_store_wait(1)
-                tlx.local_store(staging[part % 2], x)
-                tlx.fence("async_shared")
-                at = [BOUND, start_out + len_q, head, BOUND - len_q + row, part * COLUMNS]
-                tlx.async_descriptor_store(dq_desc, staging[part % 2], at, store_reduce="add")
-        count += steps * options.GROUP
-    tlx.async_descriptor_store_wait(0)
 
 
 @triton.jit
@@ -342,23 +226,10 @@ def backward(
     grad_out `[total_q, num_heads, head_dim]` of any strides. `schedule` is `make_schedule`'s for
     the same sequences; None makes it here.
     """
-    q, k, v, grad_out = batch.q, batch.k, batch.v, readable(grad_out)
     config = config or default_config(batch)
     (entries,) = schedule or make_schedule(batch, config)
-    fold = config.fold and foldable(batch.activation, q.dtype)
-    dq, dk, dv = batch.new_gradients()
-    total = torch.zeros(grad_out.shape, dtype=torch.float32, device=batch.device)
-    launch(
-        backward_kernel, (min(multiprocessors(batch.device), len(entries) - 1),), batch.device,
-        ragged_descriptor(q, ROWS.value), ragged_descriptor(k, KEYS.value),
-        ragged_descriptor(v, KEYS.value), ragged_descriptor(grad_out, ROWS.value),
-        ragged_descriptor(total, ROWS.value, width=COLUMNS.value),
-        ragged_descriptor(dk, KEYS.value), ragged_descriptor(dv, KEYS.value),
-        entries, batch.scale, batch.output_scale,
-        GROUP=batch.group, SHARED_Q=batch.shared_q,
-        ACTIVATION=batch.names, FOLD=fold, CAUSAL=batch.causal, WINDOW=batch.window,
-        HEAD_DIM=batch.head_dim, Q_STAGES=config.q_stages, G_STAGES=config.g_stages,
-        REGISTERS=config.registers, num_warps=4,
-    )  # fmt: skip
-    factor = (0.5 if fold else 1.0) * batch.scale * batch.output_scale
-    return rounded(total, dq, factor, batch), dk, dv
+    boxes = (ROWS.value, COLUMNS.value), (KEYS.value, None), (KEYS.value, None)
+    loads = loaded(grad_out, batch, ROWS.value, KEYS.value)
+    return launch_gradients(
+        backward_kernel, batch, config, loads, boxes, (entries,), len(entries) - 1
+    )

@@ -32,30 +32,31 @@ import triton
 import triton.language as tl
 import triton.language.extra.tlx as tlx
 
-from gdpa_kernels.calling.launch import launch, multiprocessors
 from gdpa_kernels.device.groups import Handover, Ring, ring
 from gdpa_kernels.device.pairs import CTAS, fetch_part, pair_and_pairs
-from gdpa_kernels.device.ragged import BOUND, ragged_descriptor, readable
+from gdpa_kernels.device.ragged import BOUND
 from gdpa_kernels.device.rows import opaque_zero
 from gdpa_kernels.gdpa.batch import Batch, Schedule
-from gdpa_kernels.gdpa.derivatives import foldable, mask_slope, times_slope, value_and_factor
-from gdpa_kernels.gdpa.gradients import Gradients, place, rounded, steps_of
-from gdpa_kernels.gdpa.masks import mask_transposed
+from gdpa_kernels.gdpa.gradients import Gradients, launch_gradients, place, steps_of
+from gdpa_kernels.gdpa.pair_steps import (
+    ITEM,
+    Descriptors,
+    Differences,
+    Halves,
+    activate_and_share,
+    add_products,
+    fetch,
+    loaded_in_parts,
+)
+from gdpa_kernels.gdpa.tensor_memory import HALF, KEYS, MATH_ROLES, ROWS, put_sum
 from gdpa_kernels.gdpa.work_list import count_items, entry, list_of_keys
-
-KEYS = tl.constexpr(128)  # of a CTA: TMEM lanes
-ITEM = tl.constexpr(KEYS.value * CTAS.value)
-ROWS = tl.constexpr(128)  # of a step
-MATH_ROLES = tl.constexpr(2)
-HALF = tl.constexpr(ROWS.value // MATH_ROLES.value)  # rows of a math role, of a CTA's dQ
-PART = tl.constexpr(HALF.value // 2)  # in registers at a time
 
 
 @dataclass(frozen=True)
 class Config:
     """Launch constants.
 
-    fold: leave factors of the activation to the sums where `derivatives.foldable`. registers: of a
+    fold: leave factors of the activation to the sums where `activations.foldable`. registers: of a
     math thread.
     """
 
@@ -92,35 +93,6 @@ class Options:
     DTYPE: tl.constexpr
 
 
-@triton.aggregate
-class Halves:
-    """This CTA's half of Q or dO of a step: rows whole, or half of the columns."""
-
-    rows: Ring
-    columns: Ring
-
-
-@triton.aggregate
-class Differences:
-    """dS of a step: of this CTA's keys in TMEM; of its rows, of both CTAs' keys, in shared memory.
-
-    peer.full completes when what the other CTA makes of the latter has come.
-    """
-
-    keys: Handover
-    rows: Handover
-    peer: Handover
-
-
-@triton.jit
-def fetch(desc, ring, free, BYTES, start, length, head, row, column):
-    """This CTA's part of a slot of one stage, once it is free; the leader expects both CTAs'."""
-    rank = tlx.cluster_cta_rank()
-    tlx.barrier_wait(ring.empty[0], free)
-    tlx.barrier_expect_bytes(ring.full[0], BYTES, pred=rank == 0)
-    fetch_part(desc, ring.buffer[0], ring.full[0], start, length, head, row, column)
-
-
 @triton.jit
 def load(descs, k_own, k, v, q, g, list_ptr, options):
     """The producer of a CTA, in the order in which buffers are free again."""
@@ -153,18 +125,6 @@ def load(descs, k_own, k, v, q, g, list_ptr, options):
             fetch(descs.q_columns, q.columns, free, STEP, start_q, len_q, head, row, column)
         count += steps * options.GROUP
         phase ^= 1
-
-
-@triton.jit
-def add_products(weights, columns, sums, use_acc, WIDTH: tl.constexpr):
-    """dV += P dO, or dK += dS Q, of the pair: the rows of a math role after the other's."""
-    for half in tl.static_range(MATH_ROLES):
-        rows = tlx.local_slice(columns.buffer[0], [half * HALF, 0], [HALF, WIDTH])
-        add = use_acc | (half > 0)
-        tlx.async_dot(
-            weights.buffer[2 * half], rows, sums, use_acc=add, force_async=True, two_ctas=True
-        )
-    tlx.tcgen05_commit(columns.empty[0], two_ctas=True)
 
 
 @triton.jit
@@ -237,49 +197,6 @@ def mma(k_own, k, v, q, g, s, p, dp, ds, dv, dk, dq, sums_full, list_ptr, option
 
 
 @triton.jit
-def activate(role: tl.constexpr, part: tl.constexpr, s, p, scale, head, row, key, options):
-    """P of a part of a role's rows, [keys, rows], over its S; what dS needs of it."""
-    scores = tlx.local_load(tlx.subslice(s.buffer[0], role * HALF + part * PART, PART))
-    y, slope = value_and_factor(scores, scale, head, options.ACTIVATION, options.FOLD)
-    y = mask_transposed(y, row + part * PART, key, options.CAUSAL, options.WINDOW)
-    tlx.local_store(tlx.subslice(p.buffer[2 * role], part * PART, PART), y.to(options.DTYPE))
-    return mask_slope(slope, row + part * PART, key, options.CAUSAL, options.WINDOW, options.FOLD)
-
-
-@triton.jit
-def differentiate(role: tl.constexpr, part: tl.constexpr, dp, ds, slope, options):
-    """dS of a part of a role's rows, over its dP."""
-    d = tlx.local_load(tlx.subslice(dp.buffer[0], role * HALF + part * PART, PART))
-    d = times_slope(d, slope, options.FOLD).to(options.DTYPE)
-    tlx.local_store(tlx.subslice(ds.keys.buffer[2 * role], part * PART, PART), d)
-    return d
-
-
-@triton.jit
-def share(role: tl.constexpr, part: tl.constexpr, ds, d, rank):
-    """Store dS of a part of a role's rows in the CTA that computes their dQ."""
-    here = tlx.local_slice(ds.rows.buffer[rank], [0, part * PART], [KEYS, PART])
-    if rank == role:
-        tlx.local_store(here, d)
-    else:
-        tlx.async_remote_shmem_store(here, d, role, ds.peer.full[0])
-
-
-@triton.jit
-def put_sum(desc, sums, buffer, factor, start, length, head, key):
-    """Store dV or dK of a tile, times factor, from TMEM through `buffer`, and await the store."""
-    WIDTH: tl.constexpr = desc.block_shape[4]
-    for part in tl.static_range(WIDTH // 64):
-        x = tlx.local_load(tlx.subslice(sums, part * 64, 64)) * factor
-        here = tlx.local_slice(buffer, [0, part * 64], [KEYS, 64])
-        tlx.local_store(here, x.to(tlx.dtype_of(desc)))
-    tlx.fence("async_shared")
-    place = [BOUND, start + length, head, BOUND - length + key, 0]
-    tlx.async_descriptor_store(desc, buffer, place)
-    tlx.async_descriptor_store_wait(0)
-
-
-@triton.jit
 def math(
     role: tl.constexpr, v, s, p, dp, ds, dv, dk, staged, sums_full, gradients, list_ptr, scale,
     output_scale, options,
@@ -296,21 +213,9 @@ def math(
         for step in tl.range(0, steps * options.GROUP):
             head, row = place(step, steps, start, head_k, options.GROUP, ROWS)
             row += role * HALF
-            tlx.barrier_wait(s.full[0], (count + step) & 1)
-            slope = activate(role, 0, s, p, scale, head, row, key, options)
-            slope_of_second = activate(role, 1, s, p, scale, head, row, key, options)
-            tlx.barrier_arrive(p.full[0], 1, remote_cta_rank=0)
-            tlx.barrier_wait(dp.full[0], (count + step) & 1)
-            d = differentiate(role, 0, dp, ds, slope, options)
-            d_of_second = differentiate(role, 1, dp, ds, slope_of_second, options)
-            tlx.barrier_arrive(ds.keys.full[0], 1, remote_cta_rank=0)
-            if rank == role:
-                tlx.barrier_expect_bytes(ds.peer.full[0], KEYS * HALF * tlx.size_of(options.DTYPE))
-            share(role, 0, ds, d, rank)
-            share(role, 1, ds, d_of_second, rank)
-            if rank == role:
-                tlx.fence("async_shared")
-                tlx.barrier_arrive(ds.rows.full[0], 1, remote_cta_rank=0)
+            activate_and_share(
+                role, s, p, dp, ds, (count + step) & 1, scale, head, row, key, rank, options
+            )
         count += steps * options.GROUP
         tlx.barrier_wait(sums_full[0], phase)
         if role == 0:
@@ -345,19 +250,6 @@ def output(dq, staging, dq_desc, list_ptr, options):
             tlx.async_descriptor_store(dq_desc, staging, at, store_reduce="add")
         count += steps * options.GROUP
     tlx.async_descriptor_store_wait(0)
-
-
-@triton.aggregate
-class Descriptors:
-    """Of what is loaded: rows whole, or half of the columns."""
-
-    q_rows: tl.tensor_descriptor
-    q_columns: tl.tensor_descriptor
-    k_rows: tl.tensor_descriptor
-    k_columns: tl.tensor_descriptor
-    v: tl.tensor_descriptor
-    g_rows: tl.tensor_descriptor
-    g_columns: tl.tensor_descriptor
 
 
 @triton.jit
@@ -441,28 +333,11 @@ def backward(
     grad_out `[total_q, num_heads, head_dim]` of any strides. `schedule` is `make_schedule`'s for
     the same sequences; None makes it here.
     """
-    q, k, v, grad_out = batch.q, batch.k, batch.v, readable(grad_out)
     config = config or default_config(batch)
     (entries,) = schedule or make_schedule(batch, config)
-    fold = config.fold and foldable(batch.activation, q.dtype)
-    dq, dk, dv = batch.new_gradients()
-    total = torch.zeros(grad_out.shape, dtype=torch.float32, device=batch.device)
-    half = batch.head_dim // CTAS.value
-    clusters = min(max(multiprocessors(batch.device) // CTAS.value, 1), len(entries) - 1)
-    launch(
-        backward_kernel, (CTAS.value * clusters,), batch.device,
-        ragged_descriptor(q, HALF.value), ragged_descriptor(q, ROWS.value, width=half),
-        ragged_descriptor(k, KEYS.value), ragged_descriptor(k, KEYS.value, width=half),
-        ragged_descriptor(v, KEYS.value),
-        ragged_descriptor(grad_out, HALF.value),
-        ragged_descriptor(grad_out, ROWS.value, width=half),
-        ragged_descriptor(total, HALF.value),
-        ragged_descriptor(dk, KEYS.value), ragged_descriptor(dv, KEYS.value),
-        entries, batch.scale, batch.output_scale,
-        GROUP=batch.group, SHARED_Q=batch.shared_q,
-        ACTIVATION=batch.names, FOLD=fold, CAUSAL=batch.causal, WINDOW=batch.window,
-        HEAD_DIM=batch.head_dim, REGISTERS=config.registers, num_warps=4,
-        ctas_per_cga=(CTAS.value, 1, 1),
+    boxes = (HALF.value, None), (KEYS.value, None), (KEYS.value, None)
+    loads = loaded_in_parts(grad_out, batch)
+    return launch_gradients(
+        backward_kernel, batch, config, loads, boxes, (entries,), len(entries) - 1,
+        ctas=CTAS.value,
     )  # fmt: skip
-    factor = (0.5 if fold else 1.0) * batch.scale * batch.output_scale
-    return rounded(total, dq, factor, batch), dk, dv

@@ -25,59 +25,39 @@ issue slots for the activation, and one consumer's activation overlaps with the 
 dQ is deterministic up to 256 keys. Needs: as v2, TLX, head_dim 64 or 128.
 """
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 import triton.language.extra.tlx as tlx
 
-from gdpa_kernels.calling.launch import launch, multiprocessors
 from gdpa_kernels.device.groups import Ring, ring
-from gdpa_kernels.device.ragged import BOUND, ragged_descriptor, readable
+from gdpa_kernels.device.ragged import BOUND
 from gdpa_kernels.device.rows import fetch_rows, opaque_zero, put_rows, uniform
 from gdpa_kernels.gdpa.batch import Batch, Schedule
-from gdpa_kernels.gdpa.derivatives import foldable, mask_slope, times_slope, value_and_factor
-from gdpa_kernels.gdpa.gradients import Gradients, place, rounded, steps_of
+from gdpa_kernels.gdpa.derivatives import mask_slope, times_slope, value_and_factor
+from gdpa_kernels.gdpa.gradients import Gradients, launch_gradients, loaded, place, steps_of
 from gdpa_kernels.gdpa.masks import all_visible, mask_transposed
 from gdpa_kernels.gdpa.segments import all_count, counted, parts_of, row_stretches
 from gdpa_kernels.gdpa.segments import place as along
+from gdpa_kernels.gdpa.two_consumers import (
+    KEYS,
+    MATH_ROLES,
+    TILE,
+    Config,
+    default_config,
+    dq_product,
+    fetch_both,
+    put_aside,
+    rows_of,
+    scores,
+    share,
+)
 from gdpa_kernels.gdpa.work_list import count_items, entry, list_of_keys
-
-MATH_ROLES = tl.constexpr(2)
-KEYS = tl.constexpr(64)  # of a consumer
-TILE = tl.constexpr(MATH_ROLES.value * KEYS.value)
-
-
-@dataclass(frozen=True)
-class Config:
-    """Launch constants.
-
-    q_stages, g_stages: steps of Q and of dO in shared memory. k_stages: tiles of K there; 2 loads
-    the next one while a tile is worked on. fold: leave factors of the activation to the sums where
-    `derivatives.foldable`. registers: of a consumer thread.
-    """
-
-    q_stages: int = 2
-    g_stages: int = 2
-    k_stages: int = 2
-    fold: bool = True
-    registers: int = 240
-
-
-def default_config(batch: Batch) -> Config:
-    """The same for every call."""
-    return Config()
 
 
 def is_deterministic(batch: Batch) -> bool:
     """Two additions to zero commute; with a third their order shows. A tile of keys makes one."""
     return batch.max_seqlen_k <= 2 * TILE.value and not batch.shared_q
-
-
-def rows_of(head_dim: int) -> int:
-    """Rows of a step: a consumer's half of their dQ is [64, 64]."""
-    return 2 * 64 * 64 // head_dim
 
 
 def make_schedule(batch: Batch, config: Config) -> Schedule:
@@ -168,26 +148,6 @@ def load(q_desc, k_desc, v_desc, g_desc, q, k, v, g, list_ptr, segments_ptr, opt
 
 
 @triton.jit
-def fetch_both(desc, ring, stage, start, length, head, key):
-    """Start the copies of both consumers' keys; both arrive on the stage's one barrier."""
-    WIDTH: tl.constexpr = desc.block_shape[4]
-    BYTES: tl.constexpr = TILE * WIDTH * 2
-    tlx.barrier_expect_bytes(ring.full[stage], BYTES)
-    for role in tl.static_range(MATH_ROLES):
-        place = [BOUND, start + length, head, BOUND - length + key + role * KEYS, 0]
-        buffer = ring.buffer[stage * MATH_ROLES + role]
-        tlx.async_descriptor_load(desc, buffer, place, ring.full[stage])
-
-
-@triton.jit
-def scores(k, q, count, Q_STAGES: tl.constexpr):
-    """S of a step, transposed, in flight."""
-    at = count % Q_STAGES
-    tlx.barrier_wait(q.full[at], (count // Q_STAGES) & 1)
-    return tlx.async_dot(k, tlx.local_trans(q.buffer[at]))
-
-
-@triton.jit
 def differentiate(s, v, g, dv, count, scale, head, row, key, parts, options):
     """dS of a step, and dv with its MMA in flight. `count` counts steps of all tiles."""
     at = count % options.G_STAGES
@@ -211,38 +171,6 @@ def differentiate(s, v, g, dv, count, scale, head, row, key, parts, options):
     dv = tlx.async_dot(p.to(options.DTYPE), g.buffer[at], dv)
     dp = tlx.async_dot_wait(1, dp)
     return times_slope(dp, slope, options.FOLD).to(options.DTYPE), dv
-
-
-@triton.jit
-def share(ds, own, d, count):
-    """Store dS of a step in `own`, of ds, for both roles to read."""
-    at = count & 1
-    tlx.barrier_wait(ds.empty[at], ((count // 2) & 1) ^ 1)
-    tlx.local_store(own, d)
-    tlx.fence("async_shared")
-    tlx.barrier_arrive(ds.full[at])
-
-
-@triton.jit
-def dq_product(role: tl.constexpr, ds, k, k_at, count, options):
-    """dS K of a step, in flight: the role's half of the columns, at head_dim 64 of the rows."""
-    ROW: tl.constexpr = role * (options.ROWS - 64)
-    COLUMN: tl.constexpr = role * (options.HEAD_DIM - 64)
-    at = count & 1
-    tlx.barrier_wait(ds.full[at], (count // 2) & 1)
-    d = tlx.local_slice(ds.buffer[at * MATH_ROLES], [0, ROW], [KEYS, 64])
-    here = tlx.local_slice(k.buffer[k_at], [0, COLUMN], [KEYS, 64])
-    dq = tlx.async_dot(tlx.local_trans(d), here)
-    d = tlx.local_slice(ds.buffer[at * MATH_ROLES + 1], [0, ROW], [KEYS, 64])
-    here = tlx.local_slice(k.buffer[k_at + 1], [0, COLUMN], [KEYS, 64])
-    return tlx.async_dot(tlx.local_trans(d), here, dq)
-
-
-@triton.jit
-def put_aside(buffer, x):
-    """Write x [64, 64], fp32, into `buffer`, once what it held has been read."""
-    tlx.async_descriptor_store_wait(0)
-    tlx.local_store(buffer, x)
 
 
 @triton.jit
@@ -393,24 +321,10 @@ def backward(
     grad_out `[total_q, num_heads, head_dim]` of any strides. `schedule` is `make_schedule`'s for
     the same sequences; None makes it here.
     """
-    q, k, v, grad_out = batch.q, batch.k, batch.v, readable(grad_out)
-    config = config or default_config(batch)
+    config, rows = config or default_config(batch), rows_of(batch.head_dim)
     (entries,) = schedule or make_schedule(batch, config)
-    fold, rows = config.fold and foldable(batch.activation, q.dtype), rows_of(batch.head_dim)
-    dq, dk, dv = batch.new_gradients()
-    total = torch.zeros(grad_out.shape, dtype=torch.float32, device=batch.device)
-    launch(
-        backward_kernel, (min(multiprocessors(batch.device), len(entries) - 1),), batch.device,
-        ragged_descriptor(q, rows), ragged_descriptor(k, KEYS.value),
-        ragged_descriptor(v, KEYS.value), ragged_descriptor(grad_out, rows),
-        ragged_descriptor(total, 64, width=64),
-        ragged_descriptor(dk, KEYS.value), ragged_descriptor(dv, KEYS.value),
-        entries, batch.scale, batch.output_scale,
-        GROUP=batch.group, ROWS=rows, SHARED_Q=batch.shared_q,
-        ACTIVATION=batch.names, FOLD=fold, CAUSAL=bool(batch.causal), WINDOW=batch.window,
-        HEAD_DIM=batch.head_dim, Q_STAGES=config.q_stages, G_STAGES=config.g_stages,
-        K_STAGES=config.k_stages, REGISTERS=config.registers, LOWER_RIGHT=batch.lower_right,
-        **batch.segment_options, num_warps=4,
-    )  # fmt: skip
-    factor = (0.5 if fold else 1.0) * batch.scale * batch.output_scale
-    return rounded(total, dq, factor, batch), dk, dv
+    boxes = (64, 64), (KEYS.value, None), (KEYS.value, None)
+    loads = loaded(grad_out, batch, rows, KEYS.value)
+    return launch_gradients(
+        backward_kernel, batch, config, loads, boxes, (entries,), len(entries) - 1, ROWS=rows
+    )

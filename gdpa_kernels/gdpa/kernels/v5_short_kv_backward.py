@@ -32,13 +32,12 @@ import triton
 import triton.language as tl
 import triton.language.extra.tlx as tlx
 
-from gdpa_kernels.calling.launch import launch, multiprocessors
 from gdpa_kernels.device.groups import Handover, Ring, ring
 from gdpa_kernels.device.ragged import BOUND, ragged_descriptor, readable
 from gdpa_kernels.device.rows import fetch_rows, opaque_zero, put_rows
 from gdpa_kernels.gdpa.batch import Batch, Schedule
-from gdpa_kernels.gdpa.derivatives import foldable, mask_slope, times_slope, value_and_factor
-from gdpa_kernels.gdpa.gradients import Gradients, place, requires_few_keys
+from gdpa_kernels.gdpa.derivatives import mask_slope, times_slope, value_and_factor
+from gdpa_kernels.gdpa.gradients import Gradients, launch_gradients, place, requires_few_keys
 from gdpa_kernels.gdpa.masks import mask_transposed
 from gdpa_kernels.gdpa.work_list import Items, longest_first, sequence_and_head
 
@@ -54,7 +53,7 @@ MOST_KEYS = TILE.value * PROGRAMS.value
 @dataclass(frozen=True)
 class Config:
     """Launch constants: whether factors of the activation are left to the sums where
-    `derivatives.foldable`; registers of a consumer thread."""
+    `activations.foldable`; registers of a consumer thread."""
 
     fold: bool = True
     registers: int = 240
@@ -323,23 +322,18 @@ def backward(
     grad_out `[total_q, num_heads, head_dim]` of any strides. `schedule` is `make_schedule`'s for
     the same sequences; None makes it here.
     """
-    q, k, v, grad_out = batch.q, batch.k, batch.v, readable(grad_out)
     config = config or default_config(batch)
     (order,) = schedule or make_schedule(batch, config)
     items = batch.sequences * batch.num_heads_k
-    clusters = min(max(multiprocessors(batch.device) // PROGRAMS.value, 1), items)
-    dq, dk, dv = batch.new_gradients()
-    launch(
-        backward_kernel, (PROGRAMS.value * clusters,), batch.device,
-        ragged_descriptor(q, ROWS.value, width=64), ragged_descriptor(k, KEYS.value, width=64),
-        ragged_descriptor(v, KEYS.value), ragged_descriptor(grad_out, ROWS.value),
-        ragged_descriptor(dq, ROWS.value, width=64), ragged_descriptor(dk, KEYS.value, width=64),
-        ragged_descriptor(dv, KEYS.value),
-        order, batch.cu_seqlens_q, batch.cu_seqlens_k, items, batch.max_seqlen_q,
-        batch.scale, batch.output_scale,
-        NUM_HEADS_K=batch.num_heads_k, GROUP=batch.group,
-        ACTIVATION=batch.names, FOLD=config.fold and foldable(batch.activation, batch.dtype),
-        CAUSAL=batch.causal, WINDOW=batch.window, HEAD_DIM=batch.head_dim,
-        REGISTERS=config.registers, num_warps=4, ctas_per_cga=(PROGRAMS.value, 1, 1),
+    loads = (
+        ragged_descriptor(batch.q, ROWS.value, width=64),
+        ragged_descriptor(batch.k, KEYS.value, width=64),
+        ragged_descriptor(batch.v, KEYS.value),
+        ragged_descriptor(readable(grad_out), ROWS.value),
+    )
+    boxes = (ROWS.value, 64), (KEYS.value, 64), (KEYS.value, None)
+    return launch_gradients(
+        backward_kernel, batch, config, loads, boxes,
+        (order, batch.cu_seqlens_q, batch.cu_seqlens_k, items, batch.max_seqlen_q), items,
+        ctas=PROGRAMS.value, adds=False,
     )  # fmt: skip
-    return dq, dk, dv

@@ -32,13 +32,12 @@ import triton
 import triton.language as tl
 import triton.language.extra.tlx as tlx
 
-from gdpa_kernels.calling.launch import launch, multiprocessors
 from gdpa_kernels.device.groups import Ring, ring
-from gdpa_kernels.device.ragged import BOUND, ragged_descriptor, readable
+from gdpa_kernels.device.ragged import BOUND
 from gdpa_kernels.device.rows import fetch_rows, opaque_zero, put_rows, uniform
 from gdpa_kernels.gdpa.batch import Batch, Schedule
-from gdpa_kernels.gdpa.derivatives import foldable, mask_slope, times_slope, value_and_factor
-from gdpa_kernels.gdpa.gradients import Gradients, place, rounded, steps_of
+from gdpa_kernels.gdpa.derivatives import mask_slope, times_slope, value_and_factor
+from gdpa_kernels.gdpa.gradients import Gradients, launch_gradients, loaded, place, steps_of
 from gdpa_kernels.gdpa.masks import mask_transposed
 from gdpa_kernels.gdpa.work_list import count_items, entry, list_of_keys
 
@@ -54,7 +53,7 @@ class Config:
     """Launch constants.
 
     q_stages, g_stages: steps of Q and of dO in shared memory, together at most 3. fold: leave
-    factors of the activation to the sums where `derivatives.foldable`. registers: of a consumer
+    factors of the activation to the sums where `activations.foldable`. registers: of a consumer
     thread.
     """
 
@@ -303,22 +302,10 @@ def backward(
     grad_out `[total_q, num_heads, head_dim]` of any strides. `schedule` is `make_schedule`'s for
     the same sequences; None makes it here.
     """
-    q, k, v, grad_out = batch.q, batch.k, batch.v, readable(grad_out)
     config = config or default_config(batch)
     (entries,) = schedule or make_schedule(batch, config)
-    fold = config.fold and foldable(batch.activation, q.dtype)
-    dq, dk, dv = batch.new_gradients()
-    total = torch.zeros(grad_out.shape, dtype=torch.float32, device=batch.device)
-    launch(
-        backward_kernel, (min(multiprocessors(batch.device), len(entries) - 1),), batch.device,
-        ragged_descriptor(q, ROWS.value), ragged_descriptor(k, KEYS.value),
-        ragged_descriptor(v, KEYS.value), ragged_descriptor(grad_out, ROWS.value),
-        ragged_descriptor(total, ROWS.value, width=PIECE.value),
-        ragged_descriptor(dk, KEYS.value), ragged_descriptor(dv, KEYS.value),
-        entries, batch.scale, batch.output_scale,
-        GROUP=batch.group, SHARED_Q=batch.shared_q,
-        ACTIVATION=batch.names, FOLD=fold, CAUSAL=batch.causal, WINDOW=batch.window,
-        Q_STAGES=config.q_stages, G_STAGES=config.g_stages, REGISTERS=config.registers, num_warps=4,
-    )  # fmt: skip
-    factor = (0.5 if fold else 1.0) * batch.scale * batch.output_scale
-    return rounded(total, dq, factor, batch), dk, dv
+    boxes = (ROWS.value, PIECE.value), (KEYS.value, None), (KEYS.value, None)
+    loads = loaded(grad_out, batch, ROWS.value, KEYS.value)
+    return launch_gradients(
+        backward_kernel, batch, config, loads, boxes, (entries,), len(entries) - 1
+    )

@@ -33,18 +33,22 @@ import triton
 import triton.language as tl
 import triton.language.extra.tlx as tlx
 
-from gdpa_kernels.calling.launch import launch, multiprocessors
 from gdpa_kernels.device.groups import Ring, ring
-from gdpa_kernels.device.ragged import BOUND, ragged_descriptor, readable
+from gdpa_kernels.device.ragged import BOUND
 from gdpa_kernels.device.rows import fetch_rows, opaque_zero, put_rows, uniform
 from gdpa_kernels.gdpa.batch import Batch, Schedule
 from gdpa_kernels.gdpa.derivatives import times_slope, value_and_factor
-from gdpa_kernels.gdpa.gradients import Gradients, rounded
+from gdpa_kernels.gdpa.gradients import Gradients, launch_gradients, loaded
+from gdpa_kernels.gdpa.two_consumers import (
+    KEYS,
+    MATH_ROLES,
+    TILE,
+    fetch_both,
+    put_aside,
+    rows_of,
+    scores,
+)
 from gdpa_kernels.gdpa.work_list import count_items, entry, list_of_keys
-
-MATH_ROLES = tl.constexpr(2)
-KEYS = tl.constexpr(64)  # of a consumer
-TILE = tl.constexpr(MATH_ROLES.value * KEYS.value)
 
 
 @dataclass(frozen=True)
@@ -69,11 +73,6 @@ def default_config(batch: Batch) -> Config:
 def is_deterministic(batch: Batch) -> bool:
     """Two additions to zero commute; with a third their order shows. A tile of keys makes one."""
     return batch.max_seqlen_k <= 2 * TILE.value
-
-
-def rows_of(head_dim: int) -> int:
-    """Rows of a step: a consumer's half of their dQ is [64, 64]."""
-    return 2 * 64 * 64 // head_dim
 
 
 def make_schedule(batch: Batch, config: Config) -> Schedule:
@@ -127,26 +126,6 @@ def load(q_desc, k_desc, v_desc, g_desc, q, k, v, g, list_ptr, options):
 
 
 @triton.jit
-def fetch_both(desc, ring, stage, start, length, head, key):
-    """Start the copies of both consumers' keys; both arrive on the stage's one barrier."""
-    WIDTH: tl.constexpr = desc.block_shape[4]
-    BYTES: tl.constexpr = TILE * WIDTH * 2
-    tlx.barrier_expect_bytes(ring.full[stage], BYTES)
-    for role in tl.static_range(MATH_ROLES):
-        place = [BOUND, start + length, head, BOUND - length + key + role * KEYS, 0]
-        buffer = ring.buffer[stage * MATH_ROLES + role]
-        tlx.async_descriptor_load(desc, buffer, place, ring.full[stage])
-
-
-@triton.jit
-def scores(k, q, count, Q_STAGES: tl.constexpr):
-    """S of a step, transposed, in flight."""
-    at = count % Q_STAGES
-    tlx.barrier_wait(q.full[at], (count // Q_STAGES) & 1)
-    return tlx.async_dot(k, tlx.local_trans(q.buffer[at]))
-
-
-@triton.jit
 def differentiate(s, v, g, dv, count, scale, head, options):
     """dS of a step, and dv with its MMA in flight. `count` counts steps of all tiles."""
     at = count % options.G_STAGES
@@ -181,13 +160,6 @@ def dq_product(role: tl.constexpr, ds, k, k_at, count, options):
     d = tlx.local_slice(ds.buffer[at * MATH_ROLES + 1], [0, ROW], [KEYS, 64])
     here = tlx.local_slice(k.buffer[k_at + 1], [0, COLUMN], [KEYS, 64])
     return tlx.async_dot(tlx.local_trans(d), here, dq)
-
-
-@triton.jit
-def put_aside(buffer, x):
-    """Write x [64, 64], fp32, into `buffer`, once what it held has been read."""
-    tlx.async_descriptor_store_wait(0)
-    tlx.local_store(buffer, x)
 
 
 @triton.jit
@@ -321,22 +293,10 @@ def backward(
     grad_out `[total_q, num_heads, head_dim]` of any strides. `schedule` is `make_schedule`'s for
     the same sequences; None makes it here.
     """
-    q, k, v, grad_out = batch.q, batch.k, batch.v, readable(grad_out)
-    config = config or default_config(batch)
+    config, rows = config or default_config(batch), rows_of(batch.head_dim)
     (entries,) = schedule or make_schedule(batch, config)
-    rows = rows_of(batch.head_dim)
-    dq, dk, dv = batch.new_gradients()
-    total = torch.zeros(grad_out.shape, dtype=torch.float32, device=batch.device)
-    launch(
-        backward_kernel, (min(multiprocessors(batch.device), len(entries) - 1),), batch.device,
-        ragged_descriptor(q, rows), ragged_descriptor(k, KEYS.value),
-        ragged_descriptor(v, KEYS.value), ragged_descriptor(grad_out, rows),
-        ragged_descriptor(total, 64, width=64),
-        ragged_descriptor(dk, KEYS.value), ragged_descriptor(dv, KEYS.value),
-        entries, batch.scale, batch.output_scale,
-        ROWS=rows, ACTIVATION=batch.names, HEAD_DIM=batch.head_dim,
-        Q_STAGES=config.q_stages, G_STAGES=config.g_stages, K_STAGES=config.k_stages,
-        REGISTERS=config.registers, num_warps=4,
-    )  # fmt: skip
-    factor = 0.5 * batch.scale * batch.output_scale
-    return rounded(total, dq, factor, batch), dk, dv
+    boxes = (64, 64), (KEYS.value, None), (KEYS.value, None)
+    loads = loaded(grad_out, batch, rows, KEYS.value)
+    return launch_gradients(
+        backward_kernel, batch, config, loads, boxes, (entries,), len(entries) - 1, ROWS=rows
+    )

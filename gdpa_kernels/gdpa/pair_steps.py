@@ -1,0 +1,128 @@
+"""A step of the backward rungs for CTA pairs: what is loaded of it, P, dS and its exchange, and the
+MMAs that read columns.
+
+Of Q, K and dO each CTA holds half of the rows, or of its own keys all, and half of the columns of
+those of both.
+"""
+
+import torch
+import triton
+import triton.language as tl
+import triton.language.extra.tlx as tlx
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from gdpa_kernels.device.groups import Handover, Ring
+from gdpa_kernels.device.pairs import CTAS, fetch_part
+from gdpa_kernels.device.ragged import ragged_descriptor, readable
+from gdpa_kernels.gdpa.batch import Batch
+from gdpa_kernels.gdpa.tensor_memory import (
+    HALF,
+    KEYS,
+    MATH_ROLES,
+    PART,
+    ROWS,
+    activate,
+    differentiate,
+)
+
+ITEM = tl.constexpr(KEYS.value * CTAS.value)
+
+
+@triton.aggregate
+class Halves:
+    """This CTA's half of Q or dO of a step: rows whole, or half of the columns."""
+
+    rows: Ring
+    columns: Ring
+
+
+@triton.aggregate
+class Differences:
+    """dS of a step: of this CTA's keys in TMEM; of its rows, of both CTAs' keys, in shared memory.
+
+    peer.full completes when what the other CTA makes of the latter has come.
+    """
+
+    keys: Handover
+    rows: Handover
+    peer: Handover
+
+
+@triton.aggregate
+class Descriptors:
+    """Of what is loaded: rows whole, or half of the columns."""
+
+    q_rows: tl.tensor_descriptor
+    q_columns: tl.tensor_descriptor
+    k_rows: tl.tensor_descriptor
+    k_columns: tl.tensor_descriptor
+    v: tl.tensor_descriptor
+    g_rows: tl.tensor_descriptor
+    g_columns: tl.tensor_descriptor
+
+
+@triton.jit
+def fetch(desc, ring, free, BYTES, start, length, head, row, column):
+    """This CTA's part of a slot of one stage, once it is free; the leader expects both CTAs'."""
+    rank = tlx.cluster_cta_rank()
+    tlx.barrier_wait(ring.empty[0], free)
+    tlx.barrier_expect_bytes(ring.full[0], BYTES, pred=rank == 0)
+    fetch_part(desc, ring.buffer[0], ring.full[0], start, length, head, row, column)
+
+
+@triton.jit
+def add_products(weights, columns, sums, use_acc, WIDTH: tl.constexpr):
+    """dV += P dO, or dK += dS Q, of the pair: the rows of a math role after the other's."""
+    for half in tl.static_range(MATH_ROLES):
+        rows = tlx.local_slice(columns.buffer[0], [half * HALF, 0], [HALF, WIDTH])
+        add = use_acc | (half > 0)
+        tlx.async_dot(
+            weights.buffer[2 * half], rows, sums, use_acc=add, force_async=True, two_ctas=True
+        )
+    tlx.tcgen05_commit(columns.empty[0], two_ctas=True)
+
+
+@triton.jit
+def share(role: tl.constexpr, part: tl.constexpr, ds, d, rank):
+    """Store dS of a part of a role's rows in the CTA that computes their dQ."""
+    here = tlx.local_slice(ds.rows.buffer[rank], [0, part * PART], [KEYS, PART])
+    if rank == role:
+        tlx.local_store(here, d)
+    else:
+        tlx.async_remote_shmem_store(here, d, role, ds.peer.full[0])
+
+
+@triton.jit
+def activate_and_share(
+    role: tl.constexpr, s, p, dp, ds, phase, scale, head, row, key, rank, options
+):  # fmt: skip
+    """P and dS of a math role's rows of a step, each for the MMAs that read it."""
+    tlx.barrier_wait(s.full[0], phase)
+    slope = activate(role, 0, s, p, scale, head, row, key, options)
+    slope_of_second = activate(role, 1, s, p, scale, head, row, key, options)
+    tlx.barrier_arrive(p.full[0], 1, remote_cta_rank=0)
+    tlx.barrier_wait(dp.full[0], phase)
+    d = differentiate(role, 0, dp, ds.keys, slope, options)
+    d_of_second = differentiate(role, 1, dp, ds.keys, slope_of_second, options)
+    tlx.barrier_arrive(ds.keys.full[0], 1, remote_cta_rank=0)
+    if rank == role:
+        tlx.barrier_expect_bytes(ds.peer.full[0], KEYS * HALF * tlx.size_of(options.DTYPE))
+    share(role, 0, ds, d, rank)
+    share(role, 1, ds, d_of_second, rank)
+    if rank == role:
+        tlx.fence("async_shared")
+        tlx.barrier_arrive(ds.rows.full[0], 1, remote_cta_rank=0)
+
+
+def loaded_in_parts(grad_out: torch.Tensor, batch: Batch) -> tuple[TensorDescriptor, ...]:
+    """The fields of `Descriptors`; grad_out is copied where TMA cannot read it."""
+    grad_out, columns = readable(grad_out), batch.head_dim // CTAS.value
+    return (
+        ragged_descriptor(batch.q, HALF.value),
+        ragged_descriptor(batch.q, ROWS.value, width=columns),
+        ragged_descriptor(batch.k, KEYS.value),
+        ragged_descriptor(batch.k, KEYS.value, width=columns),
+        ragged_descriptor(batch.v, KEYS.value),
+        ragged_descriptor(grad_out, HALF.value),
+        ragged_descriptor(grad_out, ROWS.value, width=columns),
+    )  # fmt: skip

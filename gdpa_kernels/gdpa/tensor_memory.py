@@ -1,0 +1,146 @@
+"""What backward rungs with accumulators in tensor memory share: P and dS of a part of the rows of a
+step, dV and dK out of it; of those with a CTA for a tile of keys the producer, and dQ out of it.
+
+P is over S, and dS over dP where it is in tensor memory too: a role overwrites no scores but its
+own.
+"""
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+import triton.language.extra.tlx as tlx
+
+from gdpa_kernels.device.ragged import BOUND
+from gdpa_kernels.device.rows import fetch_rows
+from gdpa_kernels.gdpa.batch import Batch
+from gdpa_kernels.gdpa.derivatives import mask_slope, times_slope, value_and_factor
+from gdpa_kernels.gdpa.gradients import place, steps_of
+from gdpa_kernels.gdpa.masks import mask_transposed
+from gdpa_kernels.gdpa.work_list import count_items, entry
+
+KEYS = tl.constexpr(128)  # of a CTA: TMEM lanes
+ROWS = tl.constexpr(128)  # of a step
+MATH_ROLES = tl.constexpr(2)
+HALF = tl.constexpr(ROWS.value // MATH_ROLES.value)  # rows of a math role
+PART = tl.constexpr(HALF.value // 2)  # in registers at a time
+COLUMNS = tl.constexpr(32)  # of dQ in staging
+
+
+@dataclass(frozen=True)
+class Config:
+    """Launch constants.
+
+    q_stages, g_stages: steps of Q and of dO in shared memory. fold: leave factors of the activation
+    to the sums where `activations.foldable`. registers: of a math thread.
+    """
+
+    q_stages: int = 2
+    g_stages: int = 1
+    fold: bool = True
+    registers: int = 152
+
+
+def default_config(batch: Batch) -> Config:
+    """As many steps as fit in shared memory at head_dim 128."""
+    return Config(q_stages=3, g_stages=2) if batch.head_dim == 64 else Config()
+
+
+@triton.aggregate
+class Options:
+    """The constants that the roles share."""
+
+    GROUP: tl.constexpr
+    SHARED_Q: tl.constexpr
+    ACTIVATION: tl.constexpr
+    FOLD: tl.constexpr
+    CAUSAL: tl.constexpr
+    WINDOW: tl.constexpr
+    HEAD_DIM: tl.constexpr
+    Q_STAGES: tl.constexpr
+    G_STAGES: tl.constexpr
+    DTYPE: tl.constexpr
+
+
+@triton.jit
+def load(q_desc, k_desc, v_desc, g_desc, q, k, v, g, list_ptr, options):
+    """The producer: of each tile K, the first rows of Q, V, then dO and Q in the order of use."""
+    num_items = count_items(list_ptr)
+    phase, count = 0, 0
+    for item in tl.range(tl.program_id(0), num_items, tl.num_programs(0)):
+        start_k, _, len_k, start_out, len_q, head_k, key = entry(list_ptr, item)
+        start_q = 0 if options.SHARED_Q else start_out
+        start, steps = steps_of(key, len_q, ROWS, KEYS, options)
+        tlx.barrier_wait(k.empty[0], phase ^ 1)
+        fetch_rows(k_desc, k.buffer[0], k.full[0], start_k, len_k, head_k, key)
+        for step in tl.range(0, steps * options.GROUP):
+            head, row = place(step, steps, start, head_k, options.GROUP, ROWS)
+            at = (count + step) % options.Q_STAGES
+            tlx.barrier_wait(q.empty[at], (((count + step) // options.Q_STAGES) & 1) ^ 1)
+            fetch_rows(q_desc, q.buffer[at], q.full[at], start_q, len_q, head, row)
+            if step == 0:
+                tlx.barrier_wait(v.empty[0], phase ^ 1)
+                fetch_rows(v_desc, v.buffer[0], v.full[0], start_k, len_k, head_k, key)
+            at = (count + step) % options.G_STAGES
+            tlx.barrier_wait(g.empty[at], (((count + step) // options.G_STAGES) & 1) ^ 1)
+            fetch_rows(g_desc, g.buffer[at], g.full[at], start_out, len_q, head, row)
+        count += steps * options.GROUP
+        phase ^= 1
+
+
+@triton.jit
+def activate(role: tl.constexpr, part: tl.constexpr, s, p, scale, head, row, key, options):
+    """P of a part of a role's rows, [keys, rows], over its S; what dS needs of it."""
+    scores = tlx.local_load(tlx.subslice(s.buffer[0], role * HALF + part * PART, PART))
+    y, slope = value_and_factor(scores, scale, head, options.ACTIVATION, options.FOLD)
+    y = mask_transposed(y, row + part * PART, key, options.CAUSAL, options.WINDOW)
+    tlx.local_store(tlx.subslice(p.buffer[2 * role], part * PART, PART), y.to(options.DTYPE))
+    return mask_slope(slope, row + part * PART, key, options.CAUSAL, options.WINDOW, options.FOLD)
+
+
+@triton.jit
+def differentiate(role: tl.constexpr, part: tl.constexpr, dp, ds, slope, options):
+    """dS of a part of a role's rows, over its dP."""
+    d = tlx.local_load(tlx.subslice(dp.buffer[0], role * HALF + part * PART, PART))
+    d = times_slope(d, slope, options.FOLD).to(options.DTYPE)
+    tlx.local_store(tlx.subslice(ds.buffer[2 * role], part * PART, PART), d)
+    return d
+
+
+@triton.jit
+def put_sum(desc, sums, buffer, factor, start, length, head, key):
+    """Store dV or dK of a tile, times factor, from TMEM through `buffer`, and await the store."""
+    WIDTH: tl.constexpr = desc.block_shape[4]
+    for part in tl.static_range(WIDTH // 64):
+        x = tlx.local_load(tlx.subslice(sums, part * 64, 64)) * factor
+        here = tlx.local_slice(buffer, [0, part * 64], [KEYS, 64])
+        tlx.local_store(here, x.to(tlx.dtype_of(desc)))
+    tlx.fence("async_shared")
+    place = [BOUND, start + length, head, BOUND - length + key, 0]
+    tlx.async_descriptor_store(desc, buffer, place)
+    tlx.async_descriptor_store_wait(0)
+
+
+@triton.jit
+def output(dq, staging, dq_desc, list_ptr, options):
+    """Adds dQ of every step to memory, 32 columns at a time."""
+    PARTS: tl.constexpr = options.HEAD_DIM // COLUMNS
+    num_items = count_items(list_ptr)
+    count = 0
+    for item in tl.range(tl.program_id(0), num_items, tl.num_programs(0)):
+        _, _, _, start_out, len_q, head_k, key = entry(list_ptr, item)
+        start, steps = steps_of(key, len_q, ROWS, KEYS, options)
+        for step in tl.range(0, steps * options.GROUP):
+            head, row = place(step, steps, start, head_k, options.GROUP, ROWS)
+            tlx.barrier_wait(dq.full[0], (count + step) & 1)
+            for part in tl.static_range(PARTS):
+                x = tlx.local_load(tlx.subslice(dq.buffer[0], part * COLUMNS, COLUMNS))
+                if part == PARTS - 1:
+                    tlx.barrier_arrive(dq.empty[0])
+                tlx.async_descriptor_store_wait(1)
+                tlx.local_store(staging[part % 2], x)
+                tlx.fence("async_shared")
+                at = [BOUND, start_out + len_q, head, BOUND - len_q + row, part * COLUMNS]
+                tlx.async_descriptor_store(dq_desc, staging[part % 2], at, store_reduce="add")
+        count += steps * options.GROUP
+    tlx.async_descriptor_store_wait(0)

@@ -1,0 +1,96 @@
+"""What backward rungs share whose two consumers own 64 keys of a tile each: loads of the keys of
+both, S, dS in shared memory, a consumer's half of dQ.
+
+The consumer itself is each rung's own.
+"""
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+import triton.language.extra.tlx as tlx
+
+from gdpa_kernels.device.ragged import BOUND
+from gdpa_kernels.gdpa.batch import Batch
+
+MATH_ROLES = tl.constexpr(2)
+KEYS = tl.constexpr(64)  # of a consumer
+TILE = tl.constexpr(MATH_ROLES.value * KEYS.value)
+
+
+@dataclass(frozen=True)
+class Config:
+    """Launch constants.
+
+    q_stages, g_stages: steps of Q and of dO in shared memory. k_stages: tiles of K there; 2 loads
+    the next one while a tile is worked on. fold: leave factors of the activation to the sums where
+    `activations.foldable`. registers: of a consumer thread.
+    """
+
+    q_stages: int = 2
+    g_stages: int = 2
+    k_stages: int = 2
+    fold: bool = True
+    registers: int = 240
+
+
+def default_config(batch: Batch) -> Config:
+    """The same for every call."""
+    return Config()
+
+
+def rows_of(head_dim: int) -> int:
+    """Rows of a step: a consumer's half of their dQ is [64, 64]."""
+    return 2 * 64 * 64 // head_dim
+
+
+@triton.jit
+def fetch_both(desc, ring, stage, start, length, head, key):
+    """Start the copies of both consumers' keys; both arrive on the stage's one barrier."""
+    WIDTH: tl.constexpr = desc.block_shape[4]
+    BYTES: tl.constexpr = TILE * WIDTH * 2
+    tlx.barrier_expect_bytes(ring.full[stage], BYTES)
+    for role in tl.static_range(MATH_ROLES):
+        place = [BOUND, start + length, head, BOUND - length + key + role * KEYS, 0]
+        buffer = ring.buffer[stage * MATH_ROLES + role]
+        tlx.async_descriptor_load(desc, buffer, place, ring.full[stage])
+
+
+@triton.jit
+def scores(k, q, count, Q_STAGES: tl.constexpr):
+    """S of a step, transposed, in flight."""
+    at = count % Q_STAGES
+    tlx.barrier_wait(q.full[at], (count // Q_STAGES) & 1)
+    return tlx.async_dot(k, tlx.local_trans(q.buffer[at]))
+
+
+@triton.jit
+def share(ds, own, d, count):
+    """Store dS of a step in `own`, of ds, for both roles to read."""
+    at = count & 1
+    tlx.barrier_wait(ds.empty[at], ((count // 2) & 1) ^ 1)
+    tlx.local_store(own, d)
+    tlx.fence("async_shared")
+    tlx.barrier_arrive(ds.full[at])
+
+
+@triton.jit
+def dq_product(role: tl.constexpr, ds, k, k_at, count, options):
+    """dS K of a step, in flight: the role's half of the columns, at head_dim 64 of the rows."""
+    ROW: tl.constexpr = role * (options.ROWS - 64)
+    COLUMN: tl.constexpr = role * (options.HEAD_DIM - 64)
+    at = count & 1
+    tlx.barrier_wait(ds.full[at], (count // 2) & 1)
+    d = tlx.local_slice(ds.buffer[at * MATH_ROLES], [0, ROW], [KEYS, 64])
+    here = tlx.local_slice(k.buffer[k_at], [0, COLUMN], [KEYS, 64])
+    dq = tlx.async_dot(tlx.local_trans(d), here)
+    d = tlx.local_slice(ds.buffer[at * MATH_ROLES + 1], [0, ROW], [KEYS, 64])
+    here = tlx.local_slice(k.buffer[k_at + 1], [0, COLUMN], [KEYS, 64])
+    return tlx.async_dot(tlx.local_trans(d), here, dq)
+
+
+@triton.jit
+def put_aside(buffer, x):
+    """Write x [64, 64] into `buffer`, once what it held has been read."""
+    tlx.async_descriptor_store_wait(0)
+    tlx.local_store(buffer, x)
