@@ -13,12 +13,15 @@ import torch.nn.functional as F
 
 import tritonemu
 from emulator.tests.judging import SCHEDULES, import_file
+from gdpa_kernels import GDPASelfAttention
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.calling.launches import launches
 from gdpa_kernels.gdpa import pages, reference, work_list
 from gdpa_kernels.gdpa.batch import Batch
 from gdpa_kernels.gdpa.kernels import v8_own_waits as v8
+from gdpa_kernels.serving import cache as cache_module
 from gdpa_kernels.serving.cache import PagedCache, score
+from gdpa_kernels.serving.layers import candidates
 from gdpa_kernels.serving.validity import Model
 from gdpa_lab.measuring import compile_check
 from tests.budget import within_budget
@@ -230,6 +233,22 @@ def test_one_compiled_kernel_for_all_lists():
     marked = v8.own_waits_kernel.params
     free = {p.name for p in marked if p.do_not_specialize_on_alignment}
     assert free == {"pages_ptr", "indptr_ptr", "ends_ptr"}
+
+
+def test_layers_read_the_pages():
+    layer = GDPASelfAttention(128, 2, causal=True, activation="silu", dtype=BF16)
+    kept, both = PagedCache(Model(1), 4, 64, 2, 64), ends(3, 70)
+    new = kept.append([0, 1], [100, 5])
+    with torch.no_grad():
+        _, k, v = layer.qkv(torch.randn(105, 128).to(BF16)).view(105, 3, 2, 64).unbind(1)
+    kept.write(0, new, k, v)
+    given = layer, torch.randn(73, 128).to(BF16), both, 70, kept, 0, kept.pages([0, 1])
+    with tritonemu.enabled():
+        with mock.patch.object(PagedCache, "read_before"), mock.patch.object(PagedCache, "read"):
+            found = candidates(*given)
+        with mock.patch.object(cache_module, "_by_v8", lambda batch: None):
+            wanted = candidates(*given)
+    assert (found - wanted).norm() < 5e-3 * wanted.norm()
 
 
 def test_a_call_with_wrong_users_is_refused():

@@ -15,8 +15,8 @@ And a block that all rows of a tile see is not masked: half of its instructions 
 Roles and barriers: as v7_packed. With a head_dim over 128 there is room for one tile of Q: it is
 loaded after the next tile's first K, while the last P V is computed; the output leaves in halves.
 
-The same options as v1. Needs: sm_90, TLX, bf16 or fp16, head_dim a multiple of 8 up to 256,
-contiguous rows aligned to 16 bytes.
+The same options as v1, and histories in pages. Needs: sm_90, TLX, bf16 or fp16, head_dim a multiple
+of 8 up to 256, contiguous rows aligned to 16 bytes.
 """
 
 from dataclasses import dataclass, replace
