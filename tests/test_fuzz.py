@@ -4,6 +4,7 @@ A few in each run of the tests; many more at night.
 """
 
 import random
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -21,9 +22,12 @@ from gdpa_kernels import (
     gdpa,
 )
 from gdpa_kernels.calling import ladder
+from gdpa_kernels.gdpa import reference
 from gdpa_kernels.gdpa.bias import hstu_thresholds
+from gdpa_kernels.serving.cache import score
 from gdpa_lab.measuring.inputs import cu_seqlens
 from gdpa_lab.measuring.testing import compare
+from tests.calls import full_of_nan
 from tests.fuzzing import (
     ACTIVATIONS,
     attend,
@@ -35,6 +39,7 @@ from tests.fuzzing import (
     turned,
 )
 from tests.gdpa.test_registration import registered_activations
+from tests.serving.test_pages import gathered, served
 
 FUNCTIONS = ACTIVATIONS | {"sigmoid": torch.sigmoid, "elu": torch.nn.functional.elu}
 LENGTHS = (0, 1, 2, 3, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129)
@@ -143,6 +148,44 @@ def test_gdpa(seed, draw):
             check(partial(call, **chosen), partial(call, impl="reference"), exact, tensors)
         except NotImplementedError as error:
             assert " needs " in str(error) and ", got " in str(error)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_score(seed, draw):
+    """Candidates over histories in pages, read there or gathered."""
+    page = draw.choice((16, 32, 64, 64, 128, 128, 192, 256))
+    edges = (page - 1, page, page + 1, 2 * page, draw.randint(0, 3 * page), 300)
+    users = draw.choice((1, 2, 3))
+    lengths, shown = draw.choices(LENGTHS + edges, k=users), draw.choices(LENGTHS, k=users)
+    heads = draw.choice((1, 2, 4))
+    kv_heads = draw.choice([h for h in (1, 2, 4) if heads % h == 0])
+    given = served(
+        lengths, shown, page, heads=heads, kv_heads=kv_heads, seed=seed,
+        head_dim=draw.choice((16, 40, 64, 64, 128, 128, 256)), dtype=draw.choice(DTYPES[1:]),
+    )  # fmt: skip
+    names = tuple(draw.choices(list(ACTIVATIONS), k=draw.choice((1, heads))))
+    group = draw.choice((1, 1, 1, 2, 7, 64))
+    factors = {"scale": draw.choice((0.1, -0.2)), "output_scale": draw.choice((1.0, -2.0))}
+    batch = replace(gathered(given, target_group_size=group), activation=names, **factors)
+    exact = reference.forward(replace(batch, q=batch.q.double(), k=batch.k.double(),
+                                      v=batch.v.double()))  # fmt: skip
+    low = reference.forward_in_dtype(batch)
+    options = {"in_one_call": draw.choice((None, True, False)), "precise": draw.random() < 0.5}
+    options |= {"impl": draw.choice(("auto", "auto", "v8_own_waits"))}
+    schedule = draw.choice(("modelled", seed))
+    with (
+        tritonemu.enabled(schedule=schedule, multiprocessors=draw.choice((1, 2, 132))),
+        full_of_nan(),
+    ):
+        try:
+            out = score(*given, activation=names, target_group_size=group, **factors, **options)
+        except NotImplementedError as error:
+            assert " needs " in str(error) and ", got " in str(error)
+            return
+    got = compare(name="out", actual=out, expected=exact, baseline=low)
+    unit = torch.finfo(out.dtype).eps * (2 if out.dtype == torch.float32 else 1)
+    largest = exact.abs().max().item() if exact.numel() else 0.0
+    assert got.max_abs <= got.max_abs_budget + 2 * unit * max(largest, 1.0), str(got)
 
 
 def pairs(draw, lengths: list[int]) -> tuple[dict, list[int], list[torch.Tensor]]:

@@ -197,7 +197,7 @@ def gdpa(
     )
     rows = q.shape[0] * (1 if cu_seqlens_q is not None else cu_seqlens_k.shape[0] - 1)
     head_dim, width = (head_dim, width) if width else (q.shape[2], q.shape[2])
-    out_dtype = _check_sum(q, (rows, q.shape[1], width), out_dtype, add_to)
+    out_dtype = check_sum(q, (rows, q.shape[1], width), out_dtype, add_to)
     if add_to is not None and width < q.shape[2]:
         add_to = F.pad(add_to, (0, q.shape[2] - width))
     bias = bias_of_call(
@@ -520,7 +520,7 @@ def _check_alignment(
         )
 
 
-def _check_sum(
+def check_sum(
     q: torch.Tensor, shape: tuple[int, int, int], out_dtype: object, add_to: object
 ) -> torch.dtype | None:
     """The output's dtype, None for q's. Raises TypeError or ValueError unless both are what `gdpa`

@@ -12,6 +12,7 @@ from gdpa_kernels.calling import checks
 from gdpa_kernels.calling.heads import Gradients, Heads
 from gdpa_kernels.gdpa import targets
 from gdpa_kernels.gdpa.bias import NONE, Bias
+from gdpa_kernels.gdpa.history import History
 from gdpa_kernels.gdpa.own import keyed
 
 Schedule = tuple[torch.Tensor, ...]
@@ -30,7 +31,9 @@ class Batch(Heads):
     memory of their own; `out_dtype`: of the output, None for q's; `add_to`: of the output's shape,
     what the sum starts from; `segments`: int32 `[sequences, 2]`, targets and contexts of each
     sequence (targets.py), to which target_group_size, full_rows and own_ranks belong; `bias`: what
-    is added to the scores (bias.py), with a cu_seqlens_q.
+    is added to the scores (bias.py), with a cu_seqlens_q; `history`: tokens in pages (history.py)
+    that each sequence's keys begin with, which cu_seqlens_k and max_seqlen_k count; k and v are
+    then those that follow, with q's offsets, or have no rows.
     """
 
     q: torch.Tensor
@@ -54,6 +57,7 @@ class Batch(Heads):
     full_rows: int = 0
     own_ranks: bool = False
     bias: Bias = NONE
+    history: History | None = None
 
     def __post_init__(self) -> None:
         if self.causal == "upper_left":
@@ -74,7 +78,8 @@ class Batch(Heads):
 
     @property
     def mean_seqlen_k(self) -> float:
-        return self.k.shape[0] / (self.sequences or 1)
+        kept = 0 if self.history is None else self.history.tokens
+        return (self.k.shape[0] + kept) / (self.sequences or 1)
 
     @property
     def shared_q(self) -> bool:
@@ -102,6 +107,8 @@ class Batch(Heads):
             found["targets"] = "num_targets and num_contexts None and full_rows 0, got one of them"
         if self.bias.is_given:
             found["bias"] = "relative_bias None, got a RelativeBias"
+        if self.history is not None:
+            found["history"] = "all keys in k, got a history in pages"
         return found
 
     @property
@@ -110,6 +117,16 @@ class Batch(Heads):
         return {
             "segments_ptr": self.segments, "TARGET_GROUP": self.target_group_size,
             "FULL_ROWS": self.full_rows, "OWN_RANKS": self.own_ranks,
+        }  # fmt: skip
+
+    @property
+    def history_options(self) -> dict[str, object]:
+        """What a kernel takes of a history in pages, beside its descriptor."""
+        kept = self.history
+        return {
+            "pages_ptr": kept and kept.indices, "indptr_ptr": kept and kept.indptr,
+            "ends_ptr": kept and kept.cu_seqlens, "PAGE": kept and kept.page_size,
+            "OWN_KEYS": kept is not None and self.k.shape[0] > 0,
         }  # fmt: skip
 
     @property

@@ -68,12 +68,13 @@ def sequence_and_head(items, item):
 @triton.jit
 def sequences(
     cu_seqlens_q_ptr, cu_seqlens_k_ptr, index, batch, max_seqlen_q,
-    SPLITS: tl.constexpr, piece, rows_out,
+    SPLITS: tl.constexpr, piece, rows_out, PADDED: tl.constexpr = 1,
 ):  # fmt: skip
     """(start_q, start_out, rows, start_k, keys) of the sequences at `index`; none beyond the batch.
 
     cu_seqlens_q_ptr None: one q for all sequences. SPLITS > 1: `index` counts pieces of `piece`
-    keys; part j of the output, of `rows_out` rows, is that of the j-th pieces.
+    keys; part j of the output, of `rows_out` rows, is that of the j-th pieces. PADDED > 1: keys
+    before the last ones, which are as many as rows, count up to the next multiple.
     """
     part = 0
     if SPLITS > 1:
@@ -91,6 +92,8 @@ def sequences(
         rows = tl.load(cu_seqlens_q_ptr + index + 1, mask=inside, other=0) - start_q
         rows = tl.minimum(tl.maximum(rows, 0), max_seqlen_q)
         start_out = start_q
+    if PADDED > 1:
+        keys = tl.cdiv(keys - rows, PADDED) * PADDED + rows
     if SPLITS > 1:
         start_out += part * rows_out
         start_k += part * piece
@@ -105,6 +108,7 @@ def work_list_kernel(
     NUM_HEADS: tl.constexpr, BLOCK_N: tl.constexpr, LEAST: tl.constexpr,
     OWN: tl.constexpr, OTHERS: tl.constexpr, ENTRIES: tl.constexpr,
     SPLITS: tl.constexpr = 1, piece=None, rows_out=None, NUMBERED: tl.constexpr = False,
+    PADDED: tl.constexpr = 1,
 ):  # fmt: skip
     """Entries of OWN sequences, or pieces of some, at their places in the list.
 
@@ -113,8 +117,9 @@ def work_list_kernel(
     """
     mine = tl.program_id(0) * OWN + tl.arange(0, OWN)
     start_q, start_out, rows, start_k, keys = sequences(
-        cu_seqlens_q_ptr, cu_seqlens_k_ptr, mine, batch, max_seqlen_q, SPLITS, piece, rows_out
-    )
+        cu_seqlens_q_ptr, cu_seqlens_k_ptr, mine, batch, max_seqlen_q, SPLITS, piece, rows_out,
+        PADDED,
+    )  # fmt: skip
     cost = tl.cdiv(keys, BLOCK_N)
     tiles = tl.maximum(tl.cdiv(rows, rows_per_item), tl.minimum(cost, LEAST))
     before = tl.zeros([OWN], tl.int32)
@@ -122,8 +127,9 @@ def work_list_kernel(
     for first in tl.range(0, batch * SPLITS, OTHERS):
         others = first + tl.arange(0, OTHERS)
         _, _, their_rows, _, their_keys = sequences(
-            cu_seqlens_q_ptr, cu_seqlens_k_ptr, others, batch, max_seqlen_q, SPLITS, piece, rows_out
-        )
+            cu_seqlens_q_ptr, cu_seqlens_k_ptr, others, batch, max_seqlen_q, SPLITS, piece,
+            rows_out, PADDED,
+        )  # fmt: skip
         their_cost = tl.cdiv(their_keys, BLOCK_N)
         their_tiles = tl.cdiv(their_rows, rows_per_item)
         their_tiles = tl.maximum(their_tiles, tl.minimum(their_cost, LEAST))
@@ -169,6 +175,7 @@ def work_list(
     least: int = 0,
     pieces: tuple[int, int, int] = (1, 0, 0),
     numbered: bool = False,
+    padded: int = 1,
 ) -> torch.Tensor:
     """As `schedule.build_on_device("zigzag", ..., fastest="block")`, without waiting for the
     device.
@@ -176,7 +183,8 @@ def work_list(
     `max_tiles` bounds the entries of one head (`schedule.max_tiles` with block_m=rows_per_item).
     `least`: a sequence with keys has that many entries or more, 0 or 1. `pieces`: (pieces of a
     sequence, keys of one, rows of the output), each piece with entries of its own. `numbered`:
-    entries name their sequence.
+    entries name their sequence. `padded`: keys before the last ones, which are as many as queries,
+    count up to the next multiple.
     """
     device, batch = cu_seqlens_k.device, cu_seqlens_k.numel() - 1
     splits, piece, rows = pieces
@@ -191,7 +199,7 @@ def work_list(
         max(triton.cdiv(max_seqlen_q, rows_per_item), least) * num_heads, num_programs,
         NUM_HEADS=num_heads, BLOCK_N=block_n, LEAST=least, OWN=own, OTHERS=2048, ENTRIES=16,
         SPLITS=splits, piece=piece if splits > 1 else None, rows_out=rows if splits > 1 else None,
-        NUMBERED=numbered, num_warps=4,
+        NUMBERED=numbered, PADDED=padded, num_warps=4,
     )  # fmt: skip
     return entries
 
@@ -249,7 +257,8 @@ def list_of_queries(
             block_n=block_n,
             num_programs=max(programs * multiprocessors(batch.device) // ctas, 1),
             pieces=(splits, piece, batch.rows),
-            numbered=batch.segments is not None,
+            numbered=batch.segments is not None or batch.history is not None,
+            padded=block_n if batch.history is not None and batch.k.shape[0] else 1,
         ),
     )
 

@@ -14,15 +14,20 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
+import torch.nn.functional as F
 
-from gdpa_kernels.calling import checks, jagged
+from gdpa_kernels.calling import checks, jagged, ladder
 from gdpa_kernels.calling.lengths import Lengths
 from gdpa_kernels.gdpa import api
 from gdpa_kernels.gdpa.api import gdpa
 from gdpa_kernels.gdpa.batch import Batch
-from gdpa_kernels.gdpa.registration import check_activation
+from gdpa_kernels.gdpa.history import History
+from gdpa_kernels.gdpa.registration import check_activation, prove
+from gdpa_kernels.gdpa.targets import check_targets
 from gdpa_kernels.serving import diagonal, joined
 from gdpa_kernels.serving.validity import Model
+
+V8 = "v8_own_waits"
 
 
 @dataclass(frozen=True)
@@ -31,7 +36,8 @@ class Pages:
 
     kv_indptr int32 `[batch + 1]`, into kv_indices int32; last_page_len int32 `[batch]`, 1 to
     page_size, and 0 of an empty history; cu_seqlens int32 `[batch + 1]`, tokens; max_seqlen; slots
-    int64 `[tokens]`, page * page_size + place; positions int64 `[tokens]`, of each in its history.
+    int64 `[tokens]`, page * page_size + place; positions int64 `[tokens]`, of each in its history;
+    is_whole: whether the tokens are all of each history.
     On the cache's device. True until an edit, an eviction or another epoch of one of the users,
     which give their pages to others: `read` and `write` then refuse them, by their holders.
     """
@@ -43,6 +49,7 @@ class Pages:
     max_seqlen: int
     slots: torch.Tensor
     positions: torch.Tensor
+    is_whole: bool
     holders: tuple[tuple[Hashable, _History], ...] = field(repr=False, compare=False)
 
 
@@ -180,6 +187,24 @@ class PagedCache:
         k, v: `[tokens, num_kv_heads, head_dim]`, of the same users in the same order, with offsets
         cu_seqlens `[batch + 1]`, int32, and max_seqlen, whose values are not checked.
         """
+        self._check_before(layer, at, k, v, cu_seqlens)
+        if diagonal.takes(k, k, v):
+            return joined.join(self.data[layer], at, k, v, cu_seqlens, max_seqlen)
+        pairs = zip(self.read(layer, at), (k, v), strict=True)
+        k, v = (_joined(*pair, at.cu_seqlens, cu_seqlens) for pair in pairs)
+        return k, v
+
+    def history(
+        self, layer: int, at: Pages, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor
+    ) -> History:
+        """What `read_before` copies, for a kernel that reads it in the pages, if `at.is_whole`."""
+        self._check_before(layer, at, k, v, cu_seqlens)
+        rows, indptr, indices = self.data[layer].flatten(0, 2), at.kv_indptr, at.kv_indices
+        return History(rows, indptr, indices, at.cu_seqlens, self.page_size, len(at.slots))
+
+    def _check_before(
+        self, layer: int, at: Pages, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor
+    ) -> None:
         self._check_use(layer, at)
         self._check_rows(k, v, len(k))
         if cu_seqlens.shape != at.cu_seqlens.shape:
@@ -187,11 +212,6 @@ class PagedCache:
                 f"cu_seqlens must have shape {list(at.cu_seqlens.shape)}, as the histories, got "
                 f"{list(cu_seqlens.shape)}"
             )
-        if diagonal.takes(k, k, v):
-            return joined.join(self.data[layer], at, k, v, cu_seqlens, max_seqlen)
-        pairs = zip(self.read(layer, at), (k, v), strict=True)
-        k, v = (_joined(*pair, at.cu_seqlens, cu_seqlens) for pair in pairs)
-        return k, v
 
     def _check_rows(self, k: torch.Tensor, v: torch.Tensor, count: int) -> None:
         shape = (count, *self.data.shape[-2:])
@@ -281,7 +301,10 @@ class PagedCache:
         slots = kv_indices[kv_indptr[of] + place // size].long() * size + place % size
         longest = max(counts, default=0)
         of_users = tuple(zip(users, found, strict=True))
-        return Pages(kv_indptr, kv_indices, last_page_len, ends, longest, slots, place, of_users)
+        return Pages(
+            kv_indptr, kv_indices, last_page_len, ends, longest, slots, place, not any(begins),
+            of_users,
+        )  # fmt: skip
 
 
 def _ends(counts: Sequence[int]) -> list[int]:
@@ -320,10 +343,15 @@ def score(
     """Attention of candidates, each over its user's history and its own group up to itself.
 
     What one call of `gdpa` over [history; candidates] gives for the candidates' rows, with
-    `num_targets` and "lower_right": in one call, for which pages are gathered straight in front of
-    the candidates; or as the sum of two, over the history, kept in fp32, and over the candidates,
-    added to it before the one rounding. Of candidates that see themselves alone the second is a
-    kernel of its own with impl="auto" (`diagonal`).
+    `num_targets` and "lower_right": in one call, or as the sum of two, over the history, kept in
+    fp32, and over the candidates, added to it before the one rounding. Of candidates that see
+    themselves alone the second is a kernel of its own with impl="auto" (`diagonal`).
+
+    Forward v8 reads the pages where they are, if page_size is a multiple of 64, without gradients,
+    autocast or `torch.compile`; at head_dim 128 it takes tiles of 128 keys if 128 divides
+    page_size, else of 64. Every other call gathers the pages first (`read`, `read_before`): on
+    other devices, of other dtypes and implementations, of smaller pages, and of a `history` that an
+    `append` to what was there gave.
 
     Nothing waits for the device with `Lengths`, or validate=False. Small batches are bound by the
     host: capture the call in a CUDA graph.
@@ -360,27 +388,34 @@ def score(
     checks.check_tensors(q, k, v)
     if k.shape[0] != q.shape[0]:
         raise ValueError(f"k must have q's {q.shape[0]} rows, got {k.shape[0]}")
+    out_dtype = api.check_sum(q, q.shape, options.get("out_dtype"), None)
     ends = _checked_ends(q, cu_seqlens, max_seqlen, options.pop("validate", True))
-    if in_one_call is None:
-        in_one_call = _is_one_call(q, k, v, ends, max_seqlen, cache, history, options)
+    check_targets(ends, None, target_group_size, 0, "shared", True, None)
+    impl, seen = options.get("impl", "auto"), None
+    if impl in ("auto", V8) and diagonal.takes(q, k, v):
+        batch = _over_history(q, k, v, ends, max_seqlen, cache, layer, history, **options)
+        if in_one_call is None:
+            in_one_call = _is_one_call(batch, k, v, out_dtype)
+        if in_one_call:
+            batch = _with_candidates(batch, k, v, target_group_size, out_dtype)
+        seen = _by_v8(batch) if history.is_whole else None
     options["validate"] = False
     targets = {"num_targets": ends.diff(), "target_group_size": target_group_size}
-    if in_one_call:
+    if in_one_call and seen is None:
         keys, values = cache.read_before(layer, history, k, v, ends, max_seqlen)
-        return gdpa(
+        seen = gdpa(
             q, keys, values, ends, history.cu_seqlens + ends, max_seqlen,
             history.max_seqlen + max_seqlen, causal="lower_right", **targets, **options,
         )  # fmt: skip
-    kept = None if q.dtype == torch.float64 else torch.float32
-    seen = gdpa(
-        q, *cache.read(layer, history), cu_seqlens, history.cu_seqlens, max_seqlen,
-        history.max_seqlen, **options | {"out_dtype": kept},
-    )  # fmt: skip
-    if target_group_size == 1 and options.get("impl", "auto") == "auto" and diagonal.takes(q, k, v):
-        if options.get("out_dtype") not in (None, q.dtype, kept):
-            raise TypeError(
-                f"out_dtype must be None, {q.dtype} or {kept}, got {options['out_dtype']!r}"
-            )
+    elif seen is None:
+        kept = None if q.dtype == torch.float64 else torch.float32
+        seen = gdpa(
+            q, *cache.read(layer, history), cu_seqlens, history.cu_seqlens, max_seqlen,
+            history.max_seqlen, **options | {"out_dtype": kept},
+        )  # fmt: skip
+    if in_one_call:
+        return seen
+    if target_group_size == 1 and impl == "auto" and diagonal.takes(q, k, v):
         names = "activation", "scale", "output_scale", "out_dtype"
         given = {name: options[name] for name in names if name in options}
         return diagonal.add_diagonal(q, k, v, seen, **given)
@@ -403,21 +438,51 @@ def _checked_ends(
     return cu_seqlens.to(torch.int32)
 
 
-def _is_one_call(
+def _over_history(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ends: torch.Tensor, max_seqlen: int,
-    cache: PagedCache, history: Pages, options: dict,
-) -> bool:  # fmt: skip
-    """The rule of `score`."""
-    v8 = "v8_own_waits"
-    if options.get("impl", "auto") not in ("auto", v8) or not diagonal.takes(q, k, v):
-        return False
-    names = tuple(check_activation(options.get("activation", "gelu_tanh"), q.shape[1]))
-    whole = Batch(
-        q, k, v, ends, history.cu_seqlens, max_seqlen, history.max_seqlen + max_seqlen, names, 1.0,
-        causal="lower_right", out_dtype=options.get("out_dtype"), segments=ends,
+    cache: PagedCache, layer: int, history: Pages, *,
+    activation: str | tuple[str, ...] | list[str] = "gelu_tanh", scale: float | None = None,
+    output_scale: float = 1.0, precise: bool = False, **_,
+) -> Batch:  # fmt: skip
+    """The call over the histories alone, in their pages, with a result in fp32; checked."""
+    names = tuple(check_activation(activation, q.shape[1]))
+    api.check_scalars(scale, output_scale, None)
+    checks.check_bool(precise=precise)
+    return Batch(
+        q, k[:0], v[:0], ends, history.cu_seqlens, max_seqlen, history.max_seqlen, names,
+        q.shape[2] ** -0.5 if scale is None else float(scale), float(output_scale),
+        precise=precise, out_dtype=torch.float32, history=cache.history(layer, history, k, v, ends),
+    )  # fmt: skip
+
+
+def _with_candidates(
+    batch: Batch, k: torch.Tensor, v: torch.Tensor, group: int, out_dtype: torch.dtype | None
+) -> Batch:
+    """The call over [history; candidates], of that over the histories."""
+    counts = batch.cu_seqlens_q.diff()
+    return replace(
+        batch, k=k, v=v, cu_seqlens_k=batch.cu_seqlens_k + batch.cu_seqlens_q,
+        max_seqlen_k=batch.max_seqlen_k + batch.max_seqlen_q, causal="lower_right",
+        out_dtype=out_dtype, segments=F.pad(counts[:, None], (0, 1)), target_group_size=group,
+    )  # fmt: skip
+
+
+def _is_one_call(
+    batch: Batch, k: torch.Tensor, v: torch.Tensor, out_dtype: torch.dtype | None
+) -> bool:
+    """The rule of `score`, of the call over the histories."""
+    whole = replace(
+        batch, k=k, v=v, max_seqlen_k=batch.max_seqlen_k + batch.max_seqlen_q, causal="lower_right",
+        out_dtype=out_dtype, segments=batch.cu_seqlens_q, history=None,
     )  # fmt: skip
     rung = api.resolve("auto", "forward", whole)
-    over_history = replace(
-        whole, causal=False, segments=None, max_seqlen_k=history.max_seqlen, out_dtype=None
-    )
-    return rung.impl == v8 and rung.config(over_history, "forward").splits == 1
+    return rung.impl == V8 and rung.config(batch, "forward").splits == 1
+
+
+def _by_v8(batch: Batch) -> torch.Tensor | None:
+    """The output of forward v8, which reads the pages; None where it does not take the call."""
+    rung = ladder.rung(V8)
+    if rung.unavailable(batch.device) or rung.problem(batch):
+        return None
+    prove(batch.activation, batch.device)
+    return rung.module().forward(batch)

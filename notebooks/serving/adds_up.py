@@ -359,7 +359,8 @@ chapter.glue(
 # {glue:text}`least:.1f` to {glue:text}`most:.1f` times as fast as one call of forward v1, at four
 # sizes. One call of forward v8, which has learned `num_targets` since, is faster still with many
 # candidates; with few, two calls win, because they split the keys. `score` chooses
-# ({doc}`the lab notes <../../notes/serving>`).
+# ({doc}`the lab notes <../../notes/serving>`). Where forward v8 runs and a page holds a multiple
+# of 64 tokens, its producer reads the pages where they are. Every other call gathers them first.
 #
 # ## A sequence across GPUs
 #

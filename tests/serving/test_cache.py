@@ -309,10 +309,9 @@ def test_many_candidates_are_one_call(sizes, multiprocessors, one):
         with tritonemu.enabled(multiprocessors=multiprocessors), launches(run=False) as seen:
             score(*given, validate=False, activation="silu", **options)
         calls |= {launch.name for launch in seen}
-    kernels = {"own_waits_kernel", "join_kernel"}
     for calls in names:
-        assert kernels <= calls if one else "join_kernel" not in calls
-    assert one != ("diagonal_kernel" in names[0])
+        assert "own_waits_kernel" in calls and "join_kernel" not in calls
+    assert one != ("diagonal_kernel" in names[0]) and one == (len(names[1]) == 2)
 
 
 @contextmanager

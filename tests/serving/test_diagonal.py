@@ -103,7 +103,7 @@ def test_wrong_arguments(kept):
         with pytest.raises(TypeError, match="k must be a tensor, got list"):
             score(q, [0.0], q, ENDS, 3, *kept)
         with pytest.raises(
-            TypeError, match="out_dtype must be None, torch.bfloat16 or torch.float"
+            TypeError, match="out_dtype must be None or torch.bfloat16 or torch.float"
         ):
             score(q, q, q, ENDS, 3, *kept, out_dtype=FP16, in_one_call=False)
 

@@ -15,11 +15,11 @@ And a block that all rows of a tile see is not masked: half of its instructions 
 Roles and barriers: as v7_packed. With a head_dim over 128 there is room for one tile of Q: it is
 loaded after the next tile's first K, while the last P V is computed; the output leaves in halves.
 
-The same options as v1. Needs: sm_90, TLX, bf16 or fp16, head_dim a multiple of 8 up to 256,
-contiguous rows aligned to 16 bytes.
+The same options as v1, and histories in pages. Needs: sm_90, TLX, bf16 or fp16, head_dim a multiple
+of 8 up to 256, contiguous rows aligned to 16 bytes.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -38,6 +38,8 @@ from gdpa_kernels.gdpa.activations import (
 )
 from gdpa_kernels.gdpa.batch import Batch, Schedule
 from gdpa_kernels.gdpa.masks import all_visible, key_range, mask_probabilities
+from gdpa_kernels.gdpa.pages import LEAST as LEAST_PAGE
+from gdpa_kernels.gdpa.pages import fetch_keys, keys_of, page_of
 from gdpa_kernels.gdpa.segments import all_count, counted, key_stretches, parts_of, place
 from gdpa_kernels.gdpa.sums import add_up
 from gdpa_kernels.gdpa.work_list import count_items, entry, list_of_queries
@@ -74,7 +76,15 @@ class Config:
 def default_config(batch: Batch) -> Config:
     """As v7. Of 256 columns two blocks of 64 keys fit beside one tile of Q. Keys are split where
     tiles are too few for the device. One role computes, in each of two programs, if no sequence has
-    over 64 rows, but many keys, and where rows of a tile see different stretches of keys."""
+    over 64 rows, but many keys, and where rows of a tile see different stretches of keys. Pages
+    that 128 does not divide are read in twice as many blocks of 64."""
+    chosen = _of_keys_at_hand(batch)
+    if batch.history is not None and batch.history.page_size % chosen.BLOCK_N:
+        return replace(chosen, BLOCK_N=64, num_stages=2 * chosen.num_stages, ahead=False)
+    return chosen
+
+
+def _of_keys_at_hand(batch: Batch) -> Config:
     if batch.head_dim > WIDE.value:
         return Config(BLOCK_N=64, q_slots=1)
     splits = splits_of(batch)
@@ -136,6 +146,8 @@ class Options:
     FULL_ROWS: tl.constexpr
     OWN_RANKS: tl.constexpr
     AHEAD: tl.constexpr
+    PAGE: tl.constexpr
+    OWN_KEYS: tl.constexpr
 
 
 @triton.jit
@@ -173,7 +185,10 @@ def key_of(walk, block, options):
 
 
 @triton.jit
-def load(q_desc, k_desc, v_desc, q, k, v, list_ptr, segments_ptr, rows_per_item, options):
+def load(
+    q_desc, k_desc, v_desc, history_desc, q, k, v, list_ptr, segments_ptr, pages_ptr, indptr_ptr,
+    ends_ptr, rows_per_item, options,
+):  # fmt: skip
     """The producer: Q, K and V in the order of their use, as far ahead as there are buffers."""
     tl.static_assert(options.Q_SLOTS > 1 or not options.RESIDENT, "one Q comes after K")
     tl.static_assert(not options.AHEAD or options.Q_SLOTS > 1, "the next Q needs a place")
@@ -185,6 +200,9 @@ def load(q_desc, k_desc, v_desc, q, k, v, list_ptr, segments_ptr, rows_per_item,
         start_q, _, len_q, start_k, len_k, head, first = entry(list_ptr, item)
         while item < num_items:
             parts = parts_of(list_ptr, segments_ptr, item, len_q, len_k, options)
+            own, kept = keys_of(
+                list_ptr, item, start_q, len_q, start_k, len_k, indptr_ptr, ends_ptr, options
+            )
             item += tl.num_programs(0)
             following = entry(list_ptr, tl.minimum(item, num_items - 1))
             steps = tl.cdiv(tl.minimum(len_q - first, rows_per_item), options.MATH_ROLES * ROWS)
@@ -199,12 +217,19 @@ def load(q_desc, k_desc, v_desc, q, k, v, list_ptr, segments_ptr, rows_per_item,
                 kv_head = head // options.GROUP
                 for block in tl.range(0, blocks):
                     key = key_of(walk, block, options)
+                    page, left = page_of(pages_ptr, kept, key, options)  # before it waits
                     stage = k.acquire(kv + block)
-                    fetch_rows(k_desc, k.buffer[stage], k.full[stage], start_k, len_k, kv_head, key)
+                    fetch_keys(
+                        k_desc, history_desc, k.buffer[stage], k.full[stage], own, page, left,
+                        kv_head, key, False, options,
+                    )  # fmt: skip
                     if options.Q_SLOTS == 1 and block == 0:  # K's buffer was free long before
                         fetch_q(q_desc, q, tile, start_q, len_q, head, row, options)
                     stage = v.acquire(kv + block)
-                    fetch_rows(v_desc, v.buffer[stage], v.full[stage], start_k, len_k, kv_head, key)
+                    fetch_keys(
+                        v_desc, history_desc, v.buffer[stage], v.full[stage], own, page, left,
+                        kv_head, key, True, options,
+                    )  # fmt: skip
                     # From the third block on, the tile before has been done with its Q.
                     if options.AHEAD and block == tl.minimum(2, blocks - 1):
                         ahead(q_desc, q, tile + 1, item < num_items, following, options)
@@ -398,7 +423,7 @@ def math(
         tlx.async_descriptor_store_wait(0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["pages_ptr", "indptr_ptr", "ends_ptr"])
 def own_waits_kernel(
     q_desc, k_desc, v_desc, out_desc, list_ptr, rows_per_item, scale, output_scale,
     GROUP: tl.constexpr, ACTIVATION: tl.constexpr, PAIRS: tl.constexpr, CAUSAL: tl.constexpr,
@@ -406,14 +431,16 @@ def own_waits_kernel(
     REGISTERS: tl.constexpr, RESIDENT: tl.constexpr, MATH_ROLES: tl.constexpr,
     Q_SLOTS: tl.constexpr, LOWER_RIGHT: tl.constexpr = False, segments_ptr=None,
     TARGET_GROUP: tl.constexpr = 1, FULL_ROWS: tl.constexpr = 0, OWN_RANKS: tl.constexpr = False,
-    AHEAD: tl.constexpr = False,
+    AHEAD: tl.constexpr = False, history_desc=None, pages_ptr=None, indptr_ptr=None, ends_ptr=None,
+    PAGE: tl.constexpr = None, OWN_KEYS: tl.constexpr = False,
 ):  # fmt: skip
     """output_scale * activation(scale * Q K^T) V for the listed work of this program."""
+    tl.static_assert(PAGE is None or PAGE % BLOCK_N == 0, "a tile lies in one page")
     DTYPE: tl.constexpr = tlx.dtype_of(q_desc)
     options = Options(
         GROUP, ACTIVATION, PAIRS, CAUSAL, WINDOW, BLOCK_N, BLOCK_D, NUM_STAGES, RESIDENT,
         MATH_ROLES, Q_SLOTS, DTYPE, LOWER_RIGHT, segments_ptr is not None, TARGET_GROUP, FULL_ROWS,
-        OWN_RANKS, AHEAD,
+        OWN_RANKS, AHEAD, PAGE, OWN_KEYS,
     )  # fmt: skip
     q = tlx.local_alloc((ROWS, BLOCK_D), DTYPE, MATH_ROLES * Q_SLOTS)
     k = tlx.local_alloc((BLOCK_N, BLOCK_D), DTYPE, NUM_STAGES)
@@ -431,7 +458,10 @@ def own_waits_kernel(
 
     with tlx.async_tasks():
         with tlx.async_task("default"):
-            load(q_desc, k_desc, v_desc, q, k, v, list_ptr, segments_ptr, rows_per_item, options)
+            load(
+                q_desc, k_desc, v_desc, history_desc, q, k, v, list_ptr, segments_ptr, pages_ptr,
+                indptr_ptr, ends_ptr, rows_per_item, options,
+            )  # fmt: skip
         with tlx.async_task(num_warps=4, registers=REGISTERS, replicate=MATH_ROLES):
             math(
                 tlx.async_task_replica_id(), q, k, v, out_desc, out, list_ptr, segments_ptr,
@@ -459,11 +489,16 @@ def forward(
     q_desc = ragged_descriptor(batch.q, ROWS.value, min_width=32)
     width = q_desc.block_shape[-1]
     most = WIDE.value * 2 // made.element_size()
+    keys, own = [batch.k, batch.v], batch.history_options["OWN_KEYS"]
+    if batch.history is not None:
+        keys = [*keys, batch.history.rows] if own else [batch.history.rows] * 2
+    k_desc, v_desc, *history_desc = (
+        ragged_descriptor(x, config.BLOCK_N, min_width=32) for x in keys
+    )
     launch(
         own_waits_kernel, (programs,), batch.device,
         q_desc,
-        ragged_descriptor(batch.k, config.BLOCK_N, min_width=32),
-        ragged_descriptor(batch.v, config.BLOCK_N, min_width=32),
+        k_desc, v_desc,
         ragged_descriptor(made, ROWS.value, width=min(width, most)),
         entries, config.rows_per_item(batch.max_seqlen_q), batch.scale,
         batch.output_scale * batch.scale / 2 if pairs else batch.output_scale,
@@ -473,6 +508,7 @@ def forward(
         REGISTERS=config.registers, RESIDENT=config.resident,
         MATH_ROLES=config.math_roles, Q_SLOTS=config.q_slots, **batch.segment_options,
         AHEAD=config.ahead and config.q_slots > 1 and not config.resident,
+        history_desc=history_desc[0] if history_desc else None, **batch.history_options,
         num_warps=4, **shared,
     )  # fmt: skip
     if made is not out:
@@ -485,4 +521,8 @@ def requires(batch: Batch) -> str | None:
     sums = batch.add_to is not None or batch.out_dtype not in (None, batch.dtype)
     if sums and batch.head_dim > WIDE.value:
         return f"needs a head_dim of at most {WIDE.value} for a sum in fp32, got {batch.head_dim}"
+    if batch.history is not None and batch.history.page_size % LEAST_PAGE:
+        return f"needs pages of a multiple of {LEAST_PAGE} tokens, got {batch.history.page_size}"
+    if batch.history is not None and batch.window is not None:
+        return f"needs window None with a history in pages, got {batch.window}"
     return None
