@@ -4,7 +4,6 @@ A few in each run of the tests; many more at night.
 """
 
 import random
-from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -22,9 +21,9 @@ from gdpa_kernels import (
     gdpa,
 )
 from gdpa_kernels.calling import ladder
-from gdpa_kernels.gdpa import reference
 from gdpa_kernels.gdpa.bias import hstu_thresholds
-from gdpa_kernels.serving.cache import score
+from gdpa_kernels.serving.cache import PagedCache, score
+from gdpa_kernels.serving.validity import Model
 from gdpa_lab.measuring.inputs import cu_seqlens
 from gdpa_lab.measuring.testing import compare
 from tests.calls import full_of_nan
@@ -39,11 +38,11 @@ from tests.fuzzing import (
     turned,
 )
 from tests.gdpa.test_registration import registered_activations
-from tests.serving.test_pages import gathered, served
 
 FUNCTIONS = ACTIVATIONS | {"sigmoid": torch.sigmoid, "elu": torch.nn.functional.elu}
 LENGTHS = (0, 1, 2, 3, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129)
 DTYPES = (torch.bfloat16, torch.bfloat16, torch.float16, torch.float32)
+STREAMS = ("b6_pair_stream", "b7_split_stream")
 AT_NIGHT = (pytest.param(seed, marks=pytest.mark.nightly) for seed in range(24, 400))
 SEEDS = [*range(24), *AT_NIGHT]
 
@@ -98,12 +97,15 @@ def check(call, definition, exact, tensors, names=("out", "dq", "dk", "dv")) -> 
     wanted = differentiate(exact, [x.double() for x in tensors], grad.double())
     baseline = differentiate(definition, tensors, grad)
     for name, *three in zip(names, found, wanted, baseline, strict=True):
-        actual, expected, low = three
-        got = compare(name=name, actual=actual, expected=expected, baseline=low)
-        dtype = tensors[0].dtype
-        unit = torch.finfo(dtype).eps * (2 if dtype == torch.float32 else 1)
-        largest = expected.abs().max().item() if expected.numel() else 0.0
-        assert got.max_abs <= got.max_abs_budget + 2 * unit * max(largest, 1.0), str(got)
+        check_one(name, tensors[0].dtype, *three)
+
+
+def check_one(name: str, dtype: torch.dtype, actual, expected, low) -> None:
+    """`check` of one result, of a call in `dtype`."""
+    got = compare(name=name, actual=actual, expected=expected, baseline=low)
+    unit = torch.finfo(dtype).eps * (2 if dtype == torch.float32 else 1)
+    largest = expected.abs().max().item() if expected.numel() else 0.0
+    assert got.max_abs <= got.max_abs_budget + 2 * unit * max(largest, 1.0), str(got)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -148,44 +150,6 @@ def test_gdpa(seed, draw):
             check(partial(call, **chosen), partial(call, impl="reference"), exact, tensors)
         except NotImplementedError as error:
             assert " needs " in str(error) and ", got " in str(error)
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_score(seed, draw):
-    """Candidates over histories in pages, read there or gathered."""
-    page = draw.choice((16, 32, 64, 64, 128, 128, 192, 256))
-    edges = (page - 1, page, page + 1, 2 * page, draw.randint(0, 3 * page), 300)
-    users = draw.choice((1, 2, 3))
-    lengths, shown = draw.choices(LENGTHS + edges, k=users), draw.choices(LENGTHS, k=users)
-    heads = draw.choice((1, 2, 4))
-    kv_heads = draw.choice([h for h in (1, 2, 4) if heads % h == 0])
-    given = served(
-        lengths, shown, page, heads=heads, kv_heads=kv_heads, seed=seed,
-        head_dim=draw.choice((16, 40, 64, 64, 128, 128, 256)), dtype=draw.choice(DTYPES[1:]),
-    )  # fmt: skip
-    names = tuple(draw.choices(list(ACTIVATIONS), k=draw.choice((1, heads))))
-    group = draw.choice((1, 1, 1, 2, 7, 64))
-    factors = {"scale": draw.choice((0.1, -0.2)), "output_scale": draw.choice((1.0, -2.0))}
-    batch = replace(gathered(given, target_group_size=group), activation=names, **factors)
-    exact = reference.forward(replace(batch, q=batch.q.double(), k=batch.k.double(),
-                                      v=batch.v.double()))  # fmt: skip
-    low = reference.forward_in_dtype(batch)
-    options = {"in_one_call": draw.choice((None, True, False)), "precise": draw.random() < 0.5}
-    options |= {"impl": draw.choice(("auto", "auto", "v8_own_waits"))}
-    schedule = draw.choice(("modelled", seed))
-    with (
-        tritonemu.enabled(schedule=schedule, multiprocessors=draw.choice((1, 2, 132))),
-        full_of_nan(),
-    ):
-        try:
-            out = score(*given, activation=names, target_group_size=group, **factors, **options)
-        except NotImplementedError as error:
-            assert " needs " in str(error) and ", got " in str(error)
-            return
-    got = compare(name="out", actual=out, expected=exact, baseline=low)
-    unit = torch.finfo(out.dtype).eps * (2 if out.dtype == torch.float32 else 1)
-    largest = exact.abs().max().item() if exact.numel() else 0.0
-    assert got.max_abs <= got.max_abs_budget + 2 * unit * max(largest, 1.0), str(got)
 
 
 def pairs(draw, lengths: list[int]) -> tuple[dict, list[int], list[torch.Tensor]]:
@@ -326,15 +290,17 @@ def options_of_one_call(draw) -> None:
         given = RelativeBias(**bias, **fields) if bias else None
         return gdpa(q, k, v, *ends, *longest, **options, **found, relative_bias=given, **chosen)
 
-    impls = ("auto", "v1_tiled", "v7_packed", "v8_own_waits", "v8_own_waits", "v0_eager")
+    impls = ("auto", "v1_tiled", "v7_packed", "v8_own_waits", "v8_own_waits", "v0_eager", *STREAMS)
     backward_impls = ("auto", "v1_tiled_backward", "v4_warp_specialized_backward")
     if tables:
         impls, backward_impls = ("auto", "v1_tiled", "v1_tiled", "v0_eager"), backward_impls[:2]
-    chosen = {"impl": draw.choice(impls), "backward_impl": draw.choice(backward_impls)}
+    impl = draw.choice(impls)
+    backward = draw.choice(backward_impls[: 2 if impl in STREAMS else None])
+    chosen = {"impl": impl, "backward_impl": backward}
     multiprocessors = draw.choice((1, 2, 132))
 
     def run(**chosen) -> None:
-        with tritonemu.enabled("sm_90", multiprocessors=multiprocessors):
+        with tritonemu.enabled(arch_of(impl), multiprocessors=multiprocessors):
             each = partial(call, **chosen), partial(call, impl="reference")
             check(*each, exact, [*tensors.values()], ("out", *tensors))
 
@@ -343,6 +309,55 @@ def options_of_one_call(draw) -> None:
     except NotImplementedError as error:
         assert " needs " in str(error) and ", got " in str(error)
         run()
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_score(seed, draw):
+    """Candidates over histories in pages, read there or gathered, in one call or two."""
+    dtype, heads, users = draw.choice(DTYPES), draw.choice((1, 2, 4)), draw.choice((1, 2, 3))
+    kv_heads = draw.choice([h for h in (1, 2, 4) if heads % h == 0])
+    head_dim = draw.choice((16, 40, 64, 64, 128, 128, 256))
+    page = draw.choice((1, 4, 16, 64, 64, 128, 128, 192, 256))
+    edges = (page - 1, page, page + 1, 2 * page, draw.randint(0, 3 * page), 300)
+    old, new = draw.choices(LENGTHS + edges, k=users), draw.choices(LENGTHS, k=users)
+    group = draw.choice((1, 1, 2, 7, 50))
+    names = tuple(draw.choices(list(ACTIVATIONS), k=draw.choice((1, heads))))
+    own = {"scale": draw.choice((head_dim**-0.5, -0.1)), "output_scale": draw.choice((1.0, -2.0))}
+    kept = PagedCache(
+        Model(1), sum(-(-n // page) for n in old) + 1, page, kv_heads, head_dim, dtype=dtype
+    )
+    kept.data.fill_(torch.nan)
+    history = [torch.randn(sum(old), kv_heads, head_dim).to(dtype) for _ in "kv"]
+    kept.write(0, kept.append([*range(users)], old), *history)
+    q, k, v = (tensor(draw, dtype, sum(new), h, head_dim) for h in (heads, kv_heads, kv_heads))
+    ends, at = cu_seqlens(new, "cpu"), kept.pages([*range(users)])
+    offsets = draw.choice((ends, Lengths(ends)))
+    options = {"out_dtype": draw.choice((None, torch.float32)), "precise": draw.random() < 0.2}
+    options["in_one_call"] = draw.choice((None, True, False))
+
+    def call(impl: str) -> torch.Tensor:
+        return score(
+            q, k, v, offsets, max(max(new), 1), kept, 0, at, activation=names, impl=impl,
+            target_group_size=group, **own, **options,
+        )  # fmt: skip
+
+    parts = [[x.double().split(n) for x, n in zip(pair, (old, new), strict=True)]
+             for pair in ((history[0], k), (history[1], v))]  # fmt: skip
+    outs = []
+    for i, (mine, n, m) in enumerate(zip(q.double().split(new), old, new, strict=True)):
+        keys, values = (torch.cat((before[i], now[i])) for before, now in parts)
+        seen = [[nvidia(n + row, j, n + m, m, 0, None, group) for j in range(n + m)]
+                for row in range(m)]  # fmt: skip
+        keep = torch.tensor(seen, dtype=torch.bool).view(m, n + m)
+        outs.append(attend(mine, keys, values, names=names, keep=keep, **own))
+    schedule, programs = draw.choice(("modelled", seed)), draw.choice((1, 2, 132))
+    with tritonemu.enabled("sm_90", schedule=schedule, multiprocessors=programs), full_of_nan():
+        try:
+            found = call(draw.choice(("auto", "auto", "v1_tiled", "v8_own_waits")))
+        except NotImplementedError as error:
+            assert " needs " in str(error) and ", got " in str(error)
+            found = call("auto")
+        check_one("out", dtype, found, torch.cat(outs), call("reference"))
 
 
 @pytest.mark.parametrize("seed", SEEDS)

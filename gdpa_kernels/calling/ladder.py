@@ -21,10 +21,12 @@ _WGMMA = Requires(
     capability=(9, 0), only_major=True, head_dim_multiple=8, head_dim_max=128, aligned=True
 )
 
-_EXTRAS = ("causal", "out_dtype", "add_to", "targets")
+_SUMS = ("out_dtype", "add_to")
+_EXTRAS = ("causal", *_SUMS, "targets")
 _BIASED = (*_EXTRAS, "bias")
 _LESSON = dataclasses.replace(_WGMMA, head_dim_multiple=64)
 _TCGEN05 = dataclasses.replace(_WGMMA, capability=(10, 0))
+_STREAM = dataclasses.replace(_TCGEN05, extras=_SUMS)
 _PAIRED_LESSON = dataclasses.replace(_TCGEN05, dtypes=("bfloat16",), head_dim_multiple=64)
 
 _backward = partial(Rung, directions=("backward",))
@@ -112,7 +114,7 @@ RUNGS: tuple[Rung, ...] = (
         "two scores in one instruction",
         "GELU and SiLU in packed bf16; their factor moves to the epilogue.",
         "v6_short_kv",
-        dataclasses.replace(_WGMMA, extras=("out_dtype", "add_to")),
+        dataclasses.replace(_WGMMA, extras=_SUMS),
     ),
     Rung(
         "v8_own_waits",
@@ -165,14 +167,14 @@ BLACKWELL_RUNGS: tuple[Rung, ...] = (
         "CTA pairs, K and V stream",
         "Any number of keys; a block that is loaded once serves 512 queries.",
         "b5_cta_pair",
-        _TCGEN05,
+        _STREAM,
     ),
     Rung(
         "b7_split_stream",
         "items of 256 queries",
         "The math roles take alternate blocks of keys.",
         "b6_pair_stream",
-        _TCGEN05,
+        _STREAM,
     ),
 )
 """For sm_100: accumulators in tensor memory. They follow `RUNGS` on the ladder "gdpa"."""

@@ -53,9 +53,32 @@ def weighted_sum(role: tl.constexpr, p, v_buffer, o_buffer, step, continued, opt
 
 
 @triton.jit
-def move_columns(source, buffer, factor, COLUMNS: tl.constexpr, DTYPE: tl.constexpr):
-    """factor * source from tensor memory to shared memory in DTYPE, COLUMNS at a time."""
-    for part in tl.static_range(source.shape[1] // COLUMNS):
-        x = tlx.local_load(tlx.subslice(source, part * COLUMNS, COLUMNS)) * factor
+def move_columns(
+    source, buffer, factor, COLUMNS: tl.constexpr, DTYPE: tl.constexpr, FIRST: tl.constexpr = 0
+):
+    """factor * source, as many columns from FIRST on as `buffer` has, from tensor memory to shared
+    memory in DTYPE, COLUMNS at a time."""
+    for part in tl.static_range(buffer.shape[1] // COLUMNS):
+        columns = tlx.subslice(source, FIRST + part * COLUMNS, COLUMNS)
         here = tlx.local_slice(buffer, [0, part * COLUMNS], [source.shape[0], COLUMNS])
-        tlx.local_store(here, x.to(DTYPE))
+        tlx.local_store(here, (tlx.local_load(columns) * factor).to(DTYPE))
+
+
+@triton.jit
+def put_sum(
+    desc, source, buffer, read, factor, start, length, head, first_row, COLUMNS: tl.constexpr
+):  # fmt: skip
+    """Start the store of factor * source, rows in tensor memory, through `buffer`, in halves where
+    that is half as wide; arrive on `read` of the leader when source was read. Rows from `length` on
+    are dropped."""
+    WIDTH: tl.constexpr = desc.block_shape[4]
+    PARTS: tl.constexpr = source.shape[1] // WIDTH
+    for part in tl.static_range(PARTS):
+        if part > 0:
+            tlx.async_descriptor_store_wait(0)
+        move_columns(source, buffer, factor, COLUMNS, tlx.dtype_of(desc), part * WIDTH)
+        if part == PARTS - 1:
+            tlx.barrier_arrive(read, 1, remote_cta_rank=0)
+        tlx.fence("async_shared")
+        place = [BOUND, start + length, head, BOUND - length + first_row, part * WIDTH]
+        tlx.async_descriptor_store(desc, buffer, place)

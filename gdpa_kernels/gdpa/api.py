@@ -116,8 +116,9 @@ def gdpa(
         validate: check the values of cu_seqlens, which waits for the device in each call. False
             trusts the caller. `Lengths` have been checked; compiled calls do not check.
         out_dtype: q's dtype, which None means, or torch.float32 (q in fp64 aside): the sum over
-            these keys as it is, to be added to others. Of the kernels "v1_tiled" gives it, and
-            "v7_packed" and "v8_own_waits" up to head_dim 128. Its gradient is rounded to q's dtype.
+            these keys as it is, to be added to others. Of the kernels "v1_tiled" gives it, and up
+            to head_dim 128 "v7_packed", "v8_own_waits", "b6_pair_stream" and "b7_split_stream". Its
+            gradient is rounded to q's dtype.
         add_to: of the result's shape, in q's dtype or fp32 (of q in fp64 in fp64): added in fp32
             (fp64) before the rounding. Attention over [A; B] is `gdpa` over B added to that over A:
             nothing is normalised. Its gradient is the result's. Taken where out_dtype is.

@@ -178,7 +178,7 @@ B6_NOTES = {
         "*Arrival*: P of this CTA is stored, said to the leader.",
 }  # fmt: skip
 KERNEL_NOTES = {
-    "move_columns(o.buffer[role], q.buffer[slot], output_scale, options.COLUMNS, DTYPE)":
+    "out_desc, o.buffer[role], out[slot], o.empty[role], output_scale, start_out, len_q,":
         "O leaves through the slot of its Q, so that two items fit.",
     "p = tlx.local_alloc((ROWS, BLOCK_N), DTYPE, 2 * ROLES, tlx.storage_kind.tmem, reuse=s)":
         "P lies over S in {term}`tensor memory`.",

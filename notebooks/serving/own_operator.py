@@ -28,6 +28,7 @@ import triton.language as tl
 import tritonemu
 from _lib import block_bytes, noted, studies
 from gdpa_kernels import RelativeBias, gdpa, register_activation
+from gdpa_kernels.calling import ladder
 from gdpa_kernels.gdpa import masks, registration
 from gdpa_kernels.gdpa.kernels import v1_tiled, v1_tiled_backward
 from gdpa_lab.measuring.inputs import cu_seqlens
@@ -297,6 +298,9 @@ except AssertionError:
     pass
 else:
     raise AssertionError("the text: softplus reveals it")
+biased = {rung.impl for rung in ladder.LADDERS["gdpa"] if "bias" in rung.requires.extras}
+plain = {"reference", "v0_eager", "v1_tiled", "v1_tiled_backward"}
+assert biased == plain, "the text: only the plain kernels take a relative bias"
 
 # %% [markdown]
 # GELU hides the error. It is zero at zero, so clearing the score also clears $P$. Softplus is

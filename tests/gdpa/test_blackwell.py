@@ -100,13 +100,22 @@ def launch(
 
 
 PAIRS = Path(pairs.__file__)
+PARTS = ("fetch_part", "scores", "weighted_sum", "put_sum")
+SUM = {"out_dtype": torch.float32}
+
+
+def calls_of(impl: str, *options: dict) -> list:
+    """Launches for `judge`: without options, and of what any number of keys takes with each."""
+    found = ({}, *options) if impl != "b5_cta_pair" else ({},)
+    return [partial(launch, impl, run(impl, RUNGS[impl], **each), **each) for each in found]
 
 
 def with_parts(module: ModuleType, file: Path) -> ModuleType:
     """A copy of a rung with what it shares taken from `file`."""
     made, shared = import_file(Path(module.__file__)), import_file(file)
-    for name in ("fetch_part", "scores", "weighted_sum"):
-        setattr(made, name, getattr(shared, name))
+    for name in PARTS:
+        if hasattr(module, name):
+            setattr(made, name, getattr(shared, name))
     return made
 
 
@@ -115,11 +124,12 @@ def with_parts(module: ModuleType, file: Path) -> ModuleType:
 @pytest.mark.parametrize("impl", RUNGS)
 def test_every_mistake_in_synchronisation_is_found(impl, every):
     module = RUNGS[impl]
-    launches = [partial(launch, impl, run(impl, module))]
+    launches = calls_of(impl, SUM)
     judged = surviving(module, KERNELS[impl], launches, every)
     assert judged.executed == len(enumerate_mutants(Path(module.__file__), KERNELS[impl])) > 80
     assert judged.survivors == []
-    shared = [x for name in ("scores", "weighted_sum") for x in enumerate_mutants(PAIRS, name)]
+    parts = [name for name in PARTS[1:] if hasattr(module, name)]
+    shared = [x for name in parts for x in enumerate_mutants(PAIRS, name)]
     assert len(shared) > 2
     assert [
         x.what for x in shared if not judge(x, partial(with_parts, module), launches).error
@@ -147,14 +157,12 @@ def test_every_mistake_of_a_pair_is_found(impl):
     """A commit, an arrival or bytes in the wrong CTA, the other one's half."""
     module = RUNGS[impl]
     mutants = mutants_of_a_pair(Path(module.__file__))
-    launched = [
-        partial(launch, impl, run(impl, module, **options), **options)
-        for options in ({}, {"causal": True})[: 1 + (impl != "b5_cta_pair")]
-    ]
+    launched = calls_of(impl, {"causal": True}, SUM)
     assert len(mutants) > 10
     assert [m.what for m in mutants if not judge(m, import_file, launched).error] == []
-    shared = mutants_of_a_pair(PAIRS)[1:]  # the first one is its docstring's
-    assert len(shared) == 3
+    # The first one is its docstring's, the last one put_sum's.
+    shared = mutants_of_a_pair(PAIRS)[1 : None if hasattr(module, "put_sum") else -1]
+    assert len(shared) == 3 + hasattr(module, "put_sum")
     assert [
         m.what for m in shared if not judge(m, partial(with_parts, module), launched).error
     ] == []

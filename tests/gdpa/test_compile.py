@@ -87,7 +87,8 @@ MIXED = {"activation": "gelu,silu,relu,gelu_tanh"}
 OF_BLACKWELL = [
     *((impl, options) for impl in (*ALONE, "b5_cta_pair") for options in OF_LESSONS),
     *((impl, options) for impl in STREAMS for options in (
-        {}, {"causal": True}, {"head_dim": 64, "dtype": FP16, "window": 40}, MIXED)),
+        {}, {"causal": True}, {"head_dim": 64, "dtype": FP16, "window": 40}, MIXED,
+        {"out_dtype": torch.float32}, {"out_dtype": torch.float32, "head_dim": 64})),
 ]  # fmt: skip
 # Of 16 keys or columns each, by rung MMAs and commits; more would be the compiler's own pipeline,
 # which waits where the source does not. In a pair a role's first S, S in the loop and P V take 8;
@@ -100,10 +101,10 @@ LOADS = {"b5_cta_pair": 8, "b6_pair_stream": 7, "b7_split_stream": 5}
 
 
 @cache
-def for_blackwell(impl: str, **options):
-    """The kernel of a rung for sm_100a, and what the compiler made of it."""
+def for_blackwell(impl: str, *, capability: int = 100, **options):
+    """The kernel of a rung for sm_100a or sm_103a, and what the compiler made of it."""
     keys = 256 if impl == "b5_cta_pair" else 1024
-    built = compile_check.build_rung(impl, capability=100, max_seqlen_k=keys, **options)
+    built = compile_check.build_rung(impl, capability=capability, max_seqlen_k=keys, **options)
     return built, read_once(built)
 
 
@@ -136,6 +137,16 @@ def test_blackwell_code_of_the_specialized_rungs(impl, options):
         assert counts["UTMALDG"] == LOADS.get(impl, counts["UTMALDG"])
         if impl in ALONE:
             assert (counts["FFMA2"] > 0) == (impl == "b4_mixed")
+
+
+@pytest.mark.parametrize("capability", (100, 103))
+@pytest.mark.parametrize("impl", STREAMS)
+def test_a_sum_leaves_in_halves(impl, capability):
+    """Through the slot of its Q, in fp32: twice as many stores, of as many bytes each."""
+    whole, sums = ({}, {"out_dtype": torch.float32})
+    plain, made = (for_blackwell(impl, capability=capability, **x)[1] for x in (whole, sums))
+    assert made.instructions["UTMASTG"] == 2 * plain.instructions["UTMASTG"]
+    assert made.spill_bytes == 0 and made.shared_bytes == plain.shared_bytes
 
 
 @pytest.mark.parametrize("impl", ALONE)

@@ -36,16 +36,17 @@ from gdpa_kernels.device.groups import Handover, Ring
 from gdpa_kernels.device.pairs import (
     CTAS,
     fetch_part,
-    move_columns,
     pair_and_pairs,
+    put_sum,
     scores,
     weighted_sum,
 )
-from gdpa_kernels.device.ragged import BOUND, ragged_descriptor
+from gdpa_kernels.device.ragged import ragged_descriptor
 from gdpa_kernels.gdpa.activations import foldable
 from gdpa_kernels.gdpa.batch import Batch, Schedule
 from gdpa_kernels.gdpa.masks import key_range
 from gdpa_kernels.gdpa.polynomial import mixed_probabilities
+from gdpa_kernels.gdpa.sums import add_up
 from gdpa_kernels.gdpa.work_list import count_items, entry, list_of_queries
 
 ROWS = tl.constexpr(128)  # of a CTA and item
@@ -215,9 +216,8 @@ def math(role: tl.constexpr, s, p, list_ptr, scale, options):
 
 
 @triton.jit
-def output(out_desc, q, o, list_ptr, output_scale, options):
+def output(out_desc, out, q, o, list_ptr, output_scale, options):
     """O from tensor memory to Q's slot, and from there to memory; then the slot is free."""
-    DTYPE: tl.constexpr = options.DTYPE
     rank = tlx.cluster_cta_rank()
     item, pairs = pair_and_pairs()
     num_items = count_items(list_ptr)
@@ -226,11 +226,11 @@ def output(out_desc, q, o, list_ptr, output_scale, options):
         _, start_out, len_q, _, _, head, first = entry(list_ptr, item)
         slot = tile % Q_SLOTS
         at = o.wait(tile)
-        move_columns(o.buffer[at], q.buffer[slot], output_scale, options.COLUMNS, DTYPE)
-        tlx.barrier_arrive(o.empty[at], 1, remote_cta_rank=0)
-        tlx.fence("async_shared")
-        place = [BOUND, start_out + len_q, head, BOUND - len_q + first + rank * ROWS, 0]
-        tlx.async_descriptor_store(out_desc, q.buffer[slot], place)
+        row = first + rank * ROWS
+        put_sum(
+            out_desc, o.buffer[at], out[slot], o.empty[at], output_scale, start_out, len_q,
+            head, row, options.COLUMNS,
+        )  # fmt: skip
         tlx.async_descriptor_store_wait(0)
         tlx.barrier_arrive(q.empty[slot])
         tile += 1
@@ -250,7 +250,10 @@ def split_stream_kernel(
         GROUP, ACTIVATION, PAIRS, CAUSAL, WINDOW, DTYPE, BLOCK_N, BLOCK_D, NUM_STAGES, SLICES,
         COLUMNS, SHARE,
     )  # fmt: skip
-    q = tlx.local_alloc((ROWS, BLOCK_D), DTYPE, Q_SLOTS)
+    out = tlx.local_alloc((ROWS, out_desc.block_shape[4]), tlx.dtype_of(out_desc), Q_SLOTS)
+    q = out
+    if tlx.dtype_of(out_desc) != DTYPE:  # memory is laid out as the first, in wider elements
+        q = tlx.local_alloc((ROWS, BLOCK_D), DTYPE, Q_SLOTS, reuse=out)
     k = tlx.local_alloc((BLOCK_N // CTAS, BLOCK_D), DTYPE, NUM_STAGES)
     v = tlx.local_alloc((BLOCK_N, BLOCK_D // CTAS), DTYPE, NUM_STAGES)
     s = tlx.local_alloc((ROWS, BLOCK_N), tl.float32, ROLES, tlx.storage_kind.tmem)
@@ -267,7 +270,7 @@ def split_stream_kernel(
 
     with tlx.async_tasks():
         with tlx.async_task("default"):
-            output(out_desc, q, o, list_ptr, output_scale, options)
+            output(out_desc, out, q, o, list_ptr, output_scale, options)
         with tlx.async_task(num_warps=4, registers=REGISTERS, replicate=ROLES):
             math(tlx.async_task_replica_id(), s, p, list_ptr, scale, options)
         with tlx.async_task(num_warps=1, registers=48):
@@ -288,17 +291,24 @@ def forward(
     (entries,) = schedule or make_schedule(batch, config)
     pairs = not batch.precise and foldable(batch.activation, batch.dtype)
     clusters = min(max(multiprocessors(batch.device) // CTAS.value, 1), len(entries) - 1)
-    out_desc = ragged_descriptor(out, ROWS.value, min_width=64)
-    width = out_desc.block_shape[-1]
+    made = out
+    if batch.add_to is not None:
+        made = out.new_empty(1, *out.shape, dtype=torch.float32)
+    q_desc = ragged_descriptor(batch.q, ROWS.value, min_width=64)
+    width = q_desc.block_shape[-1]
+    stored = width * batch.q.element_size() // made.element_size()
     launch(
         split_stream_kernel, (CTAS.value * clusters,), batch.device,
-        ragged_descriptor(batch.q, ROWS.value, min_width=64),
+        q_desc,
         ragged_descriptor(batch.k, config.BLOCK_N // CTAS.value, min_width=64),
-        ragged_descriptor(batch.v, config.BLOCK_N, width=width // CTAS.value), out_desc,
+        ragged_descriptor(batch.v, config.BLOCK_N, width=width // CTAS.value),
+        ragged_descriptor(made.view(out.shape), ROWS.value, width=stored),
         entries, batch.scale, batch.output_scale * batch.scale / 2 if pairs else batch.output_scale,
         GROUP=batch.group, ACTIVATION=batch.names, PAIRS=pairs, CAUSAL=batch.causal,
         WINDOW=batch.window, BLOCK_N=config.BLOCK_N, BLOCK_D=width, NUM_STAGES=config.num_stages,
         SLICES=config.slices, COLUMNS=config.columns, SHARE=config.share,
         REGISTERS=config.registers, num_warps=4, ctas_per_cga=(CTAS.value, 1, 1),
     )  # fmt: skip
+    if made is not out:
+        add_up(made, batch.add_to, out)
     return out
