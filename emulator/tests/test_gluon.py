@@ -220,10 +220,6 @@ def test_im2col_is_refused():
     refused(Unsupported, message, kernels.unused, box, torch.zeros(1))
 
 
-def test_several_ctas_are_refused():
-    refused(Unsupported, "num_ctas=2", kernels.cp_async, *vector(), BUG="", num_ctas=2)
-
-
 @pytest.mark.parametrize("name", RIGHT)
 def test_compiles(name):
     """What runs here is a kernel to the compiler, too."""

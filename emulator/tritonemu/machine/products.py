@@ -1,5 +1,6 @@
 """MMAs: wgmma on sm_90, tcgen05 on sm_100."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -167,7 +168,7 @@ def _tensor_memory_dot(
     _mma(role, operation, flops, num_bytes, f"{A.name} @ {B.name}", ctas)
     role.mma.append(operation)
     for barrier in barriers:
-        _commit(role, single(barrier), ranks)
+        commit(role, [in_cta(single(barrier), r) for r in ranks])
     if not force_async and not barriers:
         role.clock.join(operation.clock)
         role.time = max(role.time, operation.end)
@@ -176,7 +177,7 @@ def _tensor_memory_dot(
 @op
 def scaled_mma(
     A: Buffer, B: Buffer, acc: Buffer, A_scale: Buffer, B_scale: Buffer, A_format: str,
-    B_format: str, use_acc: Any = None, barriers: Any = (),
+    B_format: str, use_acc: Any = None,
 ) -> None:  # fmt: skip
     """tcgen05.mma of microscaling formats, asynchronous: scales [M, groups] and [N, groups]."""
     blackwell_only("tcgen05_mma_scaled")
@@ -200,12 +201,10 @@ def scaled_mma(
     flops = 2 * M * N * a.shape[1]
     _mma(role, operation, flops, A.num_bytes + B.num_bytes, f"{A.name} @ {B.name}", [role.cta])
     role.mma.append(operation)
-    for barrier in barriers:
-        _commit(role, single(barrier), (role.cta.rank,))
 
 
-def _commit(role: Role, barrier: MBarrier, ranks: tuple[int, ...]) -> None:
-    """Arrive on the barrier, in each of the CTAs, when all earlier tcgen05 operations are done."""
+def commit(role: Role, targets: Sequence[MBarrier]) -> None:
+    """Arrive on these barriers when all earlier tcgen05 operations of the role are done."""
     clock, end = role.release(), role.time
     for operation in role.mma:
         clock.join(operation.clock)
@@ -213,8 +212,7 @@ def _commit(role: Role, barrier: MBarrier, ranks: tuple[int, ...]) -> None:
     # Later commits wait for the last one, which follows all others.
     role.mma = role.mma[-1:]
     at = location()
-    for rank in ranks:
-        target = in_cta(barrier, rank)
+    for target in targets:
         role.scheduler.at(
             end,
             lambda target=target: target.arrive(1, clock, end, "tensor core", at),
@@ -223,8 +221,11 @@ def _commit(role: Role, barrier: MBarrier, ranks: tuple[int, ...]) -> None:
 
 
 @op
-def tmem_copy(src: Buffer, dst: Buffer, scales: bool = False) -> None:
-    """tcgen05.cp: from shared to tensor memory, in order with the MMAs of the role."""
+def tmem_copy(src: Buffer, dst: Buffer, scales: bool = False, two_ctas: bool = False) -> None:
+    """tcgen05.cp: from shared to tensor memory, in order with the MMAs of the role.
+
+    two_ctas: in both CTAs of the pair.
+    """
     blackwell_only("tmem_copy")
     role, src, dst = point(), src.single(), dst.single()
     if src.storage.tensor or not dst.storage.tensor:
@@ -241,7 +242,9 @@ def tmem_copy(src: Buffer, dst: Buffer, scales: bool = False) -> None:
     operation.end = port.fit(role.time, src.num_bytes / SHARED_BYTES)
     fields = {"cta": role.cta.number, "target": dst.name, "bytes": src.num_bytes}
     role.scheduler.trace("copy", dst.name, "tensor core", role.time, operation.end, **fields)
-    dst.write(src.read(operation), operation)
+    rank = role.cta.rank
+    for each in (rank, rank + 1) if two_ctas else (rank,):
+        remote(dst, each).write(remote(src, each).read(operation), operation)
     role.mma.append(operation)
 
 
@@ -251,4 +254,5 @@ def tcgen05_commit(mBarrier: Any, two_ctas: bool = False) -> None:
     role, rank = point(), current().role.cta.rank
     if two_ctas and rank % 2:
         return
-    _commit(role, single(mBarrier), (rank, rank + 1) if two_ctas else (rank,))
+    ranks = (rank, rank + 1) if two_ctas else (rank,)
+    commit(role, [in_cta(single(mBarrier), each) for each in ranks])
