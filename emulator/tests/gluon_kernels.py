@@ -393,5 +393,15 @@ def scaled(a, b, a_scale, b_scale, y, BUG: gl.constexpr):
 
 
 @gluon.jit
-def unused(desc, y):
-    gl.store(y, 1)
+def pixels(image, target, ROW: gl.constexpr, COLUMN: gl.constexpr, BUG: gl.constexpr):
+    """The pixels under one element of a filter, from the first one on."""
+    tile = gl.allocate_shared_memory(image.dtype, image.block_type.shape, image.layout)
+    bar = mbarrier.allocate_mbarrier()
+    mbarrier.init(bar, count=1)
+    mbarrier.expect(bar, image.nbytes_per_cta)
+    start: gl.constexpr = -2 if BUG == "starts outside" else -1
+    tma.async_load_im2col(image, [0, -1, start, 0], [ROW, COLUMN], bar, tile)
+    if BUG != "no wait":
+        mbarrier.wait(bar, 0)
+    tma.async_store(target, [0, 0], tile)
+    tma.store_wait(0)

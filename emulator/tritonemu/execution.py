@@ -38,6 +38,7 @@ if find_spec("triton.language.extra.tlx"):  # not in upstream's Triton
 
 if has_gluon():
     from .gluon import MODULES as GLUON_MODULES
+    from .gluon.im2col import Im2Col
     from .gluon.memory import described
 
     MODULES = {**MODULES, **GLUON_MODULES}
@@ -324,10 +325,10 @@ def _argument(launch: Launch, value: Any, param: Any, name: str = "") -> Any:
         if getattr(value, "round_f32_to_tf32", False):
             raise Unsupported("TensorDescriptor(round_f32_to_tf32=True)")
         base = launch.memory.pointer(name, value.base)
+        if type(value).__name__ == "TensorDescriptorIm2Col":
+            return described(Im2Col(base, value), value.layout)
         made = Descriptor(base, value.shape, value.strides, value.block_shape, value.padding)
         return made if isinstance(value, TensorDescriptor) else described(made, value.layout)
-    if type(value).__name__ == "TensorDescriptorIm2Col":
-        raise Unsupported(f"argument {name}, a TensorDescriptorIm2Col")
     if isinstance(value, (tuple, list)):
         return map_tuple(lambda item: _argument(launch, item, param, f"{name}[]"), value)
     if isinstance(value, bool):

@@ -717,6 +717,10 @@ class Descriptor:
         self._stage()
         return self.region.memory.load_box(self, offsets)
 
+    def fetch(self, start: Any, by: Operation | None = None) -> Tile:
+        """What a copy loads."""
+        return self.region.memory.load_box(self, start, by)
+
     def store(
         self, offsets: Any, value: Tile, store_reduce: str = "", by: Operation | None = None
     ) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 import triton.language as tl
 
-from ..errors import location
+from ..errors import Unsupported, location
 from ..language import make_tensor_descriptor as make_descriptor
 from ..machine import copies, views
 from ..machine.table import blackwell_only, point
@@ -54,6 +54,19 @@ def async_load(
         _to_shared(barrier, result, multicast, load)
 
 
+def async_load_im2col(
+    tensor_desc: Any, coord: Any, offsets: Any, barrier: Any, result: Any, pred: Any = True,
+    multicast: bool = False, cache_policy: Any = None,
+) -> None:  # fmt: skip
+    def load(lane: Role, view: Any, targets: Any) -> None:
+        copies.load_box(lane, tensor_desc, view, (coord, offsets), targets)
+
+    if isinstance(result, Sharded):
+        raise Unsupported("async_load_im2col in a program of several CTAs")
+    if performed(pred):
+        _to_shared(barrier, result, multicast, load)
+
+
 def _from_shared(src: Any, store: Any) -> None:
     """Each CTA stores its part; of those that have the same, the first one."""
     in_ctas(lambda lane: lane.cta.rank & free(src) or store(lane.cta, part(src, lane.cta)))
@@ -92,7 +105,8 @@ def make_tensor_descriptor(
 
 
 TMA = {
-    **{f.__name__: f for f in (async_load, async_store, store_wait, make_tensor_descriptor)},
+    **{f.__name__: f for f in (async_load, async_load_im2col, async_store, store_wait)},
+    "make_tensor_descriptor": make_tensor_descriptor,
     **{f"async_atomic_{kind}": _atomic(kind) for kind in ("add", "min", "max", "and", "or", "xor")},
 }
 

@@ -84,8 +84,7 @@ def load_box(
         expected = f"{desc.dtype}{list(desc.block_shape)}"
         raise InvalidKernel(f"{result.name} must be {expected} as the descriptor")
     operation = copy(role, "copy", result, num_bytes)
-    box = current().memory.load_box(desc, offsets, operation)
-    deliver(role, operation, result, box.data, targets)
+    deliver(role, operation, result, desc.fetch(offsets, operation).data, targets)
 
 
 @op
