@@ -8,11 +8,14 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.blackwell import (
     TensorMemoryLayout,
+    TensorMemoryScalesLayout,
     allocate_tensor_memory,
     clc,
     tcgen05_commit,
+    tcgen05_copy,
     tcgen05_mma,
     tcgen05_mma_barrier_count,
+    tcgen05_mma_scaled,
 )
 from triton.experimental.gluon.language.nvidia.hopper import (
     cluster,
@@ -258,6 +261,59 @@ def pairs_of_four(a, b, c, BUG: gl.constexpr):
         mbarrier.wait(done, k)
     out = gl.allocate_shared_memory(c.dtype, [512, 64], c.layout)
     out.store(acc.load())
+    fence_async_shared()
+    tma.async_store(c, [0, 0], out)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def scaled_pair(a, b, a_scale, b_scale, c, BUG: gl.constexpr):
+    """c = a @ b.T of [256, 128] by [64, 128], both in e4m3 with scales, by a pair of CTAs.
+
+    a_scale: as it lies in tensor memory, in halves of [32, 4, 4]; b_scale: [64, 4].
+    """
+    T: gl.constexpr = TensorMemoryLayout([128, 64], 1, cga_layout=((1, 0),), two_ctas=True)
+    S: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0], cga_layout=((1, 0),))
+    R: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [4, 1], [1, 0], cga_layout=((1, 0),))
+    B: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [4, 1], [1, 0], cga_layout=((0, 0),))
+    left = gl.allocate_shared_memory(a.dtype, [256, 128], a.layout)
+    right = gl.allocate_shared_memory(b.dtype, [64, 128], b.layout)
+    packed = gl.allocate_shared_memory(gl.uint8, [2, 512], S)
+    left_scale = allocate_tensor_memory(
+        gl.uint8, [256, 4], TensorMemoryScalesLayout(cga_layout=((1, 0),))
+    )
+    right_scale = allocate_tensor_memory(
+        gl.uint8, [64, 4], TensorMemoryScalesLayout(cga_layout=((0, 0),))
+    )
+    acc = allocate_tensor_memory(gl.float32, [256, 64], T)
+    loaded = mbarrier.allocate_mbarrier(two_ctas=True)
+    done = mbarrier.allocate_mbarrier()
+    mbarrier.init(loaded, count=1)
+    mbarrier.init(done, count=1)
+    if BUG == "stored last":
+        mbarrier.expect(loaded, a.nbytes_per_cta + b.nbytes_per_cta)
+        tma.async_load(a, [0, 0], loaded, left)
+        tma.async_load(b, [0, 0], loaded, right)
+    rows = gl.arange(0, 2, gl.SliceLayout(1, R))[:, None]
+    columns = gl.arange(0, 512, gl.SliceLayout(0, R))[None, :]
+    packed.store(gl.load(a_scale + rows * 512 + columns))
+    rows = gl.arange(0, 64, gl.SliceLayout(1, B))[:, None]
+    columns = gl.arange(0, 4, gl.SliceLayout(0, B))[None, :]
+    factors = gl.load(b_scale + rows * 4 + columns)
+    right_scale.store(gl.convert_layout(factors, right_scale.get_reg_layout()))
+    if BUG != "stored last":
+        mbarrier.expect(loaded, a.nbytes_per_cta + b.nbytes_per_cta)
+        tma.async_load(a, [0, 0], loaded, left)
+        tma.async_load(b, [0, 0], loaded, right)
+    mbarrier.wait(loaded, 0)
+    tcgen05_copy(packed.reshape([2, 32, 4, 4]).permute([0, 2, 1, 3]).reshape([256, 4]), left_scale)
+    tcgen05_mma_scaled(
+        left, right.permute([1, 0]), acc, left_scale, right_scale, "e4m3", "e4m3", use_acc=False
+    )
+    tcgen05_commit(done)
+    mbarrier.wait(done, 0)
+    out = gl.allocate_shared_memory(c.dtype, [256, 64], c.layout)
+    out.store(acc.slice(0, 64).load())
     fence_async_shared()
     tma.async_store(c, [0, 0], out)
     tma.store_wait(0)

@@ -37,7 +37,11 @@ from emulator.tests.gluon_mutants import enumerate_mutants  # noqa: E402
 from tritonemu.gluon import barriers  # noqa: E402
 
 PATH = Path(kernels.__file__)
-DTYPES = {torch.float32: gl.float32, torch.float16: gl.float16}
+DTYPES = {
+    torch.float32: gl.float32,
+    torch.float16: gl.float16,
+    torch.float8_e4m3fn: gl.float8e4nv,
+}
 PAIR = {"num_ctas": 2}
 
 
@@ -64,6 +68,24 @@ def four():
     return [*boxes, boxed(torch.zeros(512, 64), [512, 64], (1, 0), (2, 0))]
 
 
+def scaled():
+    a = normal(256, 128, dtype=torch.float32).to(torch.float8_e4m3fn)
+    b = normal(64, 128, seed=1, dtype=torch.float32).to(torch.float8_e4m3fn)
+    factors = [torch.randint(125, 130, (n, 4), dtype=torch.uint8) for n in (256, 64)]
+    packed = factors[0].view(2, 4, 32, 4).transpose(1, 2).reshape(2, 512)
+    boxes = [boxed(a, [256, 128], (1, 0)), boxed(b, [64, 128], (1, 0))]
+    return [*boxes, packed, factors[1], boxed(torch.zeros(256, 64), [256, 64], (1, 0))]
+
+
+def scaled_product(a, b, a_scale, b_scale, c):
+    own = a_scale.view(2, 32, 4, 4).transpose(1, 2).reshape(256, 4)
+    left, right = (
+        box.base.double() * torch.exp2(scale.double() - 127).repeat_interleave(32, 1)
+        for box, scale in ((a, own), (b, b_scale))
+    )
+    return left @ right.T
+
+
 def shared_b(steps):
     a, b = normal(128, 64 * steps), normal(64 * steps, 64, seed=1)
     boxes = boxed(a, [128, 64], (1, 0)), boxed(b, [64, 64], (0, 0))
@@ -87,6 +109,7 @@ RIGHT = {
     "peers": (matrix, lambda x, y: x, PAIR, 1),
     "pair_once": (pair, product, PAIR | B200, 1),
     "pairs_of_four": (four, product, B200 | {"num_ctas": 4}, 1),
+    "scaled_pair": (scaled, scaled_product, PAIR | B200, 1),
     "persistent": (lambda: [torch.zeros(7)], lambda y: torch.ones(7), PAIR | B200, 7),
     "cp_async": (vector, lambda x, y: x, PAIR, 1),
     "barrier_in_memory": (
@@ -127,6 +150,7 @@ def test_right(name):
         ("pair_once", "no store wait", EarlyExit),
         ("pairs_of_four", "own commit", BarrierMisuse),
         ("pairs_of_four", "commit to own pair", Deadlock),
+        ("scaled_pair", "stored last", Race),
         ("persistent", "no barrier", BarrierMisuse),
         ("persistent", "each expects, no barrier", Race),
         ("persistent", "expected in one", BarrierMisuse),

@@ -187,6 +187,8 @@ class Sharded:
     def slice(self, start: Any, length: Any, dim: int | None = None) -> "Sharded":
         axis = static_int((1 if self.view.storage.tensor else 0) if dim is None else dim)
         if self.sharding.parts(len(self.shape))[axis] > 1:
+            if (static_int(start), static_int(length)) == (0, self.shape[axis]):
+                return self
             raise Unsupported(f"a slice of {self.view.name} along a dimension that CTAs share")
         return self._same(self.view.slice(start, length, axis))
 
@@ -195,13 +197,17 @@ class Sharded:
         return Sharded(self.view.permute(dims), self.sharding.permuted(dims))
 
     def reshape(self, shape: Any) -> "Sharded":
+        """Parts stay parts if they are split along the first dimension that is longer than 1."""
         sizes = tuple(static_int(size) for size in shape)
-        first, *rest = self.sharding.parts(len(self.shape))
-        if max(rest, default=1) > 1 or sizes[0] % first:
+        first = [next((d for d, n in enumerate(s) if n > 1), 0) for s in (self.shape, sizes)]
+        parts = list(self.sharding.parts(len(self.shape)))
+        number = parts.pop(first[0])
+        if max(parts, default=1) > 1 or sizes[first[1]] % number:
             raise Unsupported(f"reshape of {self.view.name}, whose parts would be none of {sizes}")
-        bases = tuple((max(basis), *(0,) * (len(sizes) - 1)) for basis in self.sharding.bases)
-        view = self.view.reshape((sizes[0] // first, *sizes[1:]))
-        return Sharded(view, Sharding(bases))
+        rest = len(sizes) - 1 - first[1]
+        steps = (max(basis, default=0) for basis in self.sharding.bases)
+        sharding = Sharding(tuple((*(0,) * first[1], step, *(0,) * rest) for step in steps))
+        return Sharded(self.view.reshape(sharding.local(sizes)), sharding)
 
     def reinterpret(self, dtype: Any = None, shape: Any = None, layout: Any = None) -> "Sharded":
         sizes = self.shape if shape is None else tuple(static_int(size) for size in shape)

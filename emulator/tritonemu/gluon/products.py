@@ -5,7 +5,7 @@ from typing import Any
 import torch
 import triton.language as tl
 
-from ..errors import InvalidKernel, Unsupported
+from ..errors import InvalidKernel
 from ..language import OPERATIONS as LANGUAGE
 from ..launch import current
 from ..machine import products
@@ -131,13 +131,11 @@ def tcgen05_mma_scaled(
     use_acc: Any = True, pred: Any = True, multicast: bool = False, mbarriers: Any = None,
     mbarrier_preds: Any = None,
 ) -> None:  # fmt: skip
-    if current().pairs:
-        raise Unsupported("tcgen05_mma_scaled of pairs of CTAs")
     commit = _completing(mbarriers, mbarrier_preds, (a, b) if multicast else ())
 
     def act(lane: Any) -> None:
         operands = (part(each, lane.cta) for each in (a, b, acc, a_scale, b_scale))
-        products.scaled_mma(*operands, a_type, b_type, use_acc)
+        products.scaled_mma(*operands, a_type, b_type, use_acc, current().pairs)
         commit(lane)
 
     if performed(pred):

@@ -177,29 +177,38 @@ def _tensor_memory_dot(
 @op
 def scaled_mma(
     A: Buffer, B: Buffer, acc: Buffer, A_scale: Buffer, B_scale: Buffer, A_format: str,
-    B_format: str, use_acc: Any = None,
+    B_format: str, use_acc: Any = None, two_ctas: bool = False,
 ) -> None:  # fmt: skip
-    """tcgen05.mma of microscaling formats, asynchronous: scales [M, groups] and [N, groups]."""
+    """tcgen05.mma of microscaling formats, asynchronous: scales [M, groups] and [N, groups].
+
+    two_ctas: of the pair, of which each has rows of A, columns of B, and all factors of B.
+    """
     blackwell_only("tcgen05_mma_scaled")
-    role, acc, (M, N) = point(), acc.single(), (A.single().shape[0], B.single().shape[1])
+    role, A, B, acc = point(), A.single(), B.single(), acc.single()
+    ranks = (role.cta.rank, role.cta.rank + 1) if two_ctas else (role.cta.rank,)
+    M, N = A.shape[0], B.shape[1] * len(ranks)
     if acc.shape != (M, N) or not acc.storage.tensor:
         raise InvalidKernel(f"acc must be {[M, N]} in tensor memory, got {list(acc.shape)}")
     operation = _issue_dot(role)
+    columns = torch.cat([remote(B, rank).read(operation) for rank in ranks], 1).mT
 
-    def operand(values: Buffer, factors: Buffer, form: str, axis: int) -> torch.Tensor:
-        read = Tile(values.single().read(operation), values.dtype)
-        scale = Tile(factors.single().read(operation), factors.dtype)
-        return scaled(read if axis else read.like(read.data.mT), scale, form)
+    def factors(scale: Buffer, rank: int) -> Tile:
+        one = scale.single()
+        return Tile(remote(one, rank).read(operation), one.dtype)
 
-    a, b = operand(A, A_scale, A_format, 1), operand(B, B_scale, B_format, 0)
-    if a.shape[1] != b.shape[1]:
-        raise InvalidKernel(f"operands of {a.shape[1]} and {b.shape[1]} elements along K")
-    result = a @ b.mT
-    if use_acc is None or bool(use_acc):
-        result = result + acc.read(operation)
-    acc.write(result, operation)
-    flops = 2 * M * N * a.shape[1]
-    _mma(role, operation, flops, A.num_bytes + B.num_bytes, f"{A.name} @ {B.name}", [role.cta])
+    for rank in ranks:
+        rows, target = remote(A, rank).read(operation), remote(acc, rank)
+        a = scaled(Tile(rows, A.dtype), factors(A_scale, rank), A_format)
+        b = scaled(Tile(columns, B.dtype), factors(B_scale, rank), B_format)
+        if a.shape[1] != b.shape[1]:
+            raise InvalidKernel(f"operands of {a.shape[1]} and {b.shape[1]} elements along K")
+        result = a @ b.mT
+        if use_acc is None or bool(use_acc):
+            result = result + target.read(operation)
+        target.write(result, operation)
+    flops, num_bytes = 2 * M * N * a.shape[1], A.num_bytes + B.num_bytes
+    ctas = [role.cta.peer(rank) for rank in ranks]
+    _mma(role, operation, flops, num_bytes, f"{A.name} @ {B.name}", ctas)
     role.mma.append(operation)
 
 
