@@ -211,6 +211,22 @@ def test_layouts_are_converted_or_refused():
     refused(InvalidKernel, "layout", kernels.mixed, torch.zeros(512).int(), CONVERT=False)
 
 
+def read_twice():
+    source = boxed(normal(64, 32, dtype=F32), 32, 32)
+    return [source, torch.zeros(64, 32), torch.zeros(64, 32)]
+
+
+def test_the_fence_of_the_compiler_covers_what_others_did():
+    kernel, source = kernels.read_by_both, lambda *values: values[0].base
+    everywhere(kernel, (1,), read_twice, source, BUG="")
+    found(MissingFence, kernel, (1,), read_twice, BUG="loads only")
+    values = read_twice()
+    bound = dict(zip(kernel.arg_names, values, strict=False))
+    for bug in ("", "loads only"):
+        ptx = asm_of(kernel, "sm_90", bound | {"BUG": bug}, {"num_warps": 4})["ptx"]
+        assert ("fence.proxy.async" in ptx) == (not bug)
+
+
 def image(stride):
     """Two images of [5, 5], a filter of [3, 3] with a padding of 1, and 32 pixels at a time."""
     x, y = normal(2, 5, 5, 32, dtype=F32), torch.zeros(32, 32)

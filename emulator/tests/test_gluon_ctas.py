@@ -164,6 +164,11 @@ def test_mistakes_are_found(name, bug, error):
     found(error, getattr(kernels, name), (programs,), make, BUG=bug, **options)
 
 
+def test_of_a_program_that_ends_too_early_no_barrier_is_asked():
+    message = r"of its out, which ends with it; let it wait for this(\n|$)"
+    refused(EarlyExit, message, kernels.pair_once, *pair(), BUG="no store wait", **PAIR, **B200)
+
+
 def test_without_multicast_each_cta_loads_for_itself():
     values = twice()
     report = run(kernels.multicast_again, (1,), *values, BUG="no multicast", **PAIR)

@@ -83,8 +83,8 @@ def columns_of(blocks: tuple[tuple[int, int, int], ...]) -> int:
 class Cluster:
     """CTAs that run together. `scheduler` runs their roles, `barrier` is their common barrier.
 
-    waits: whether the compiler makes them wait for each other at the end: those of a Gluon program,
-    and for MMAs of pairs of CTAs, unless `async_tasks` says `no_ending_cluster_sync`.
+    waits: whether the compiler makes them wait for each other at the end: for MMAs of pairs of
+    CTAs, unless `async_tasks` says `no_ending_cluster_sync`. It always does in Gluon.
     """
 
     scheduler: Any
@@ -130,9 +130,10 @@ class Cta:
 
     def too_early(self, what: str, who: str, at: Location) -> EarlyExit:
         """This CTA ends, and its buffer or barrier `what` may be used after that."""
+        other = ", or the CTAs of a cluster for each other (tlx.cluster_barrier)"
         return EarlyExit(
             f"CTA {self.number} may end before this use of its {what}, which ends with it; "
-            f"let it wait for this, or the CTAs of a cluster for each other (tlx.cluster_barrier)",
+            f"let it wait for this{'' if self.launch.partition_fences else other}",
             at,
             what=what,
             role=who,
