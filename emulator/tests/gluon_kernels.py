@@ -393,5 +393,54 @@ def scaled(a, b, a_scale, b_scale, y, BUG: gl.constexpr):
 
 
 @gluon.jit
-def unused(desc, y):
-    gl.store(y, 1)
+def read_only(tile, full, empty, y, LAYOUT: gl.constexpr):
+    for i in gl.static_range(2):
+        mbarrier.wait(full, i)
+        gl.store(y + 1024 * i + grid2(32, 32, LAYOUT), tile.load(LAYOUT))
+        mbarrier.arrive(empty)
+
+
+@gluon.jit
+def load_and_read(source, tile, full, empty, y, LAYOUT: gl.constexpr, BUG: gl.constexpr):
+    for i in range(2):
+        mbarrier.wait(empty, (i & 1) ^ 1)
+        mbarrier.expect(full, source.nbytes_per_cta)
+        tma.async_load(source, [32 * i, 0], full, tile)
+        mbarrier.wait(full, i & 1)
+        if BUG != "loads only":
+            gl.store(y + 1024 * i + grid2(32, 32, LAYOUT), tile.load(LAYOUT))
+
+
+@gluon.jit
+def read_by_both(source, y, z, BUG: gl.constexpr):
+    """y = z = source of [64, 32]; who loads the tile reads it, too, and so has a fence."""
+    L: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
+    W: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [1, 1], [1, 0])
+    tile = gl.allocate_shared_memory(source.dtype, [32, 32], source.layout)
+    full = mbarrier.allocate_mbarrier()
+    empty = mbarrier.allocate_mbarrier()
+    mbarrier.init(full, count=1)
+    mbarrier.init(empty, count=1)
+    gl.warp_specialize(
+        [
+            (read_only, (tile, full, empty, y, L)),
+            (load_and_read, (source, tile, full, empty, z, W, BUG)),
+        ],
+        [1],
+        [64],
+    )
+
+
+@gluon.jit
+def pixels(image, target, ROW: gl.constexpr, COLUMN: gl.constexpr, BUG: gl.constexpr):
+    """The pixels under one element of a filter, from the first one on."""
+    tile = gl.allocate_shared_memory(image.dtype, image.block_type.shape, image.layout)
+    bar = mbarrier.allocate_mbarrier()
+    mbarrier.init(bar, count=1)
+    mbarrier.expect(bar, image.nbytes_per_cta)
+    start: gl.constexpr = -2 if BUG == "starts outside" else -1
+    tma.async_load_im2col(image, [0, -1, start, 0], [ROW, COLUMN], bar, tile)
+    if BUG != "no wait":
+        mbarrier.wait(bar, 0)
+    tma.async_store(target, [0, 0], tile)
+    tma.store_wait(0)

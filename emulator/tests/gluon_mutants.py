@@ -9,6 +9,7 @@ the functions of these names:
 - bytes: `expect` announces twice or half of them.
 - early: a wait leaves one operation more in flight; an arrival, a commit or a fence comes before
   the statement above it.
+- ctas: a barrier of a pair of CTAs is one of each; a load is not multicast.
 - swap: `x.index(i)` is the next one of STAGES; not in an `init`, whose loop takes all of them.
 """
 
@@ -42,6 +43,13 @@ def _with(node: ast.Call, position: int, value: ast.expr) -> ast.Call:
     return changed
 
 
+def _with_keyword(node: ast.Call, name: str, value: bool) -> ast.Call:
+    changed = copy.deepcopy(node)
+    others = [keyword for keyword in changed.keywords if keyword.arg != name]
+    changed.keywords = [*others, ast.keyword(name, ast.Constant(value))]
+    return changed
+
+
 def _with_count(node: ast.Call, count: int) -> ast.Call:
     changed = copy.deepcopy(node)
     changed.keywords = [ast.keyword("count", ast.Constant(count))]
@@ -58,6 +66,10 @@ def _replacements(node: ast.AST) -> Iterator[tuple[str, ast.expr]]:
     elif operation == "mbarrier.expect":
         yield "bytes", _with(node, 1, _binary(node.args[1], ast.Mult(), 2))
         yield "bytes", _with(node, 1, _binary(node.args[1], ast.FloorDiv(), 2))
+    elif operation == "mbarrier.allocate_mbarrier" and len(node.keywords) == 2:
+        yield "ctas", _with_keyword(node, "two_ctas", False)
+    elif operation == "tma.async_load" and node.keywords:
+        yield "ctas", _with_keyword(node, "multicast", False)
     elif operation in _IN_FLIGHT:
         yield "early", _with(node, 0, _binary(node.args[0], ast.Add(), 1))
     elif operation.endswith(".index"):

@@ -16,7 +16,6 @@ from tritonemu import (
     OutOfBounds,
     Race,
     UninitializedRead,
-    Unsupported,
     run,
 )
 from tritonemu.compiling import asm_of
@@ -212,16 +211,57 @@ def test_layouts_are_converted_or_refused():
     refused(InvalidKernel, "layout", kernels.mixed, torch.zeros(512).int(), CONVERT=False)
 
 
-def test_im2col_is_refused():
-    x, layout = torch.zeros(1, 8, 8, 64).half(), gl.NVMMASharedLayout(128, 16, rank=2)
-    corners = {"pixel_box_lower_corner": [0, 0], "pixel_box_upper_corner": [0, 0]}
-    box = TensorDescriptorIm2Col(x, x.shape, x.stride(), [64, 64], layout, **corners)
-    message = "argument desc, a TensorDescriptorIm2Col"
-    refused(Unsupported, message, kernels.unused, box, torch.zeros(1))
+def read_twice():
+    source = boxed(normal(64, 32, dtype=F32), 32, 32)
+    return [source, torch.zeros(64, 32), torch.zeros(64, 32)]
 
 
-def test_several_ctas_are_refused():
-    refused(Unsupported, "num_ctas=2", kernels.cp_async, *vector(), BUG="", num_ctas=2)
+def test_the_fence_of_the_compiler_covers_what_others_did():
+    kernel, source = kernels.read_by_both, lambda *values: values[0].base
+    everywhere(kernel, (1,), read_twice, source, BUG="")
+    found(MissingFence, kernel, (1,), read_twice, BUG="loads only")
+    values = read_twice()
+    bound = dict(zip(kernel.arg_names, values, strict=False))
+    for bug in ("", "loads only"):
+        ptx = asm_of(kernel, "sm_90", bound | {"BUG": bug}, {"num_warps": 4})["ptx"]
+        assert ("fence.proxy.async" in ptx) == (not bug)
+
+
+def image(stride):
+    """Two images of [5, 5], a filter of [3, 3] with a padding of 1, and 32 pixels at a time."""
+    x, y = normal(2, 5, 5, 32, dtype=F32), torch.zeros(32, 32)
+    layout = gl.NVMMASharedLayout.get_default_for([32, 32], gl.float32)
+    box = TensorDescriptorIm2Col(
+        *(x, x.shape, x.stride(), [32, 32], layout),
+        element_strides=[1, stride, stride, 1],
+        pixel_box_lower_corner=[-1, -1],
+        pixel_box_upper_corner=[-1, -1],
+    )
+    return [box, boxed(y, 32, 32)]
+
+
+@pytest.mark.parametrize("stride", (1, 2))
+def test_im2col(stride):
+    """As `unfold` has it; behind the last image all is zero."""
+
+    def under(row, column):
+        def expected(box, y):
+            columns = torch.nn.functional.unfold(
+                box.base.permute(0, 3, 1, 2), 3, padding=1, stride=stride
+            )
+            own = columns.view(2, 32, 3, 3, -1)[:, :, row, column]
+            found = own.transpose(1, 2).reshape(-1, 32)[:32]
+            return torch.cat([found, torch.zeros(32 - len(found), 32)])
+
+        return expected
+
+    for row, column in ((0, 0), (1, 2), (2, 2)):
+        place = {"ROW": row, "COLUMN": column}
+        expected = under(row, column)
+        everywhere(kernels.pixels, (1,), lambda: image(stride), expected, BUG="", **place)
+    for bug, error in (("no wait", Race), ("starts outside", OutOfBounds)):
+        found(error, kernels.pixels, (1,), lambda: image(stride), BUG=bug, ROW=0, COLUMN=0)
+    run(kernels.pixels, (1,), *image(stride), BUG="", ROW=0, COLUMN=0, compile=True)
 
 
 @pytest.mark.parametrize("name", RIGHT)

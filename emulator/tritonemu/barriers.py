@@ -176,7 +176,7 @@ class MBarrier:
         for role, parity, place in waiters:
             if self._passes(parity):
                 self.scheduler.wake(role, time)
-                self.scheduler.order.note(self.key, "wait", self.phase, role)
+                self.scheduler.order.note(self.key, "wait", self.phase, role.leader)
                 self._observe(role, place)
                 self.scheduler.trace_release(self.name, self.phase - 1, lane, time, role)
             else:

@@ -382,6 +382,8 @@ class Buffer:
             raise self.storage.cta.too_early(self.name, access.who, access.at)
         if launch.partition_fences and isinstance(actor, Operation) and not actor.generic:
             self._demand_partition_fence(actor, write)
+        elif launch.partition_fences and isinstance(actor, Role):
+            actor.touch(self.storage, mask, write)
         for other in shadow.record(access, actor.clock):
             verb = {True: "writes", False: "reads"}
             alias = f"as {other.name} " if other.name != self.name else ""
@@ -414,18 +416,25 @@ class Buffer:
         """Raise MissingFence if a copy or an MMA meets an access of another partition, one of them
         a write, that it is ordered after without a fence.
 
-        Where the access is of the role that issues it, the compiler inserts the fence.
+        If the role itself has such an access behind it, in any CTA of its program, and no fence
+        since, the compiler inserts one, there and so whenever the role comes there again.
         """
         if self.storage.tensor:
             return
-        inserted = False
-        for old in self.storage.shadow.accesses:
-            generic = not old.operation and (write or old.write) and old.mask & self.mask
-            if not generic or not copy.clock.knows(old) or copy.clock.fences(old):
-                continue
-            if old.role == copy.role.index:
-                inserted = True
-                continue
+        leader = copy.role.leader
+        reads, writes = leader.touched.get(self.storage, (0, 0))
+        if (writes | (reads if write else 0)) & self.mask or copy.at in leader.fences:
+            leader.fences.add(copy.at)
+            for lane in leader.lanes:
+                lane.fence()
+            return
+        unfenced = [
+            old
+            for old in self.storage.shadow.accesses
+            if not old.operation and (write or old.write) and old.mask & self.mask
+            if copy.clock.knows(old) and not copy.clock.fences(old)
+        ]
+        for old in unfenced:
             verb, did = "writes" if write else "reads", "writes" if old.write else "reads"
             finding = MissingFence(
                 f"{copy.kind} issued by {copy.role.label} {verb} {self.label}, which {old.who} "
@@ -434,8 +443,6 @@ class Buffer:
                 buffer=self.name,
             )
             suppressions.judge(finding, current().report)
-        if inserted:
-            copy.role.fence()
 
     def read(self, actor: Role | Operation) -> torch.Tensor:
         """The contents, as a tile holds them, read at the actor's present."""

@@ -38,7 +38,8 @@ if find_spec("triton.language.extra.tlx"):  # not in upstream's Triton
 
 if has_gluon():
     from .gluon import MODULES as GLUON_MODULES
-    from .gluon.memory import check_launch, described
+    from .gluon.im2col import Im2Col
+    from .gluon.memory import described
 
     MODULES = {**MODULES, **GLUON_MODULES}
 
@@ -156,7 +157,7 @@ def execute(
             compile_launch(kernel, arch, bound.arguments, options)
         with torch.no_grad():
             if getattr(kernel, "is_gluon", bool)():
-                _begin_gluon(options.get("num_ctas") or 1)
+                _begin_gluon(launch, options.get("num_ctas") or 1)
                 ask_front_end(kernel, arch, bound.arguments, options)
             body = lowering.function(kernel)
             values = {p.name: _argument(launch, bound.arguments[p.name], p) for p in kernel.params}
@@ -165,7 +166,7 @@ def execute(
                 launch.scheduler = Scheduler(order, numbers, report.timeline, max_steps)
                 together = range(min(resident, len(launch.clusters)))
                 chosen = [launch.clusters.popleft() for _ in together]
-                run_clusters(launch, chosen, lambda: (body(**values), launch.role.cta.end()))
+                run_clusters(launch, chosen, lambda: (body(**values), _end(launch.role)))
             if launch.undecided:
                 ask_front_end(kernel, arch, bound.arguments, options)
     except EmulatorError as error:
@@ -183,10 +184,24 @@ def execute(
     return report
 
 
-def _begin_gluon(num_ctas: int) -> None:
+def _begin_gluon(launch: Launch, num_ctas: int) -> None:
     if not has_gluon():
         raise Unsupported("the Gluon of this Triton; the emulator knows that of 3.9", ("", 0))
-    check_launch(num_ctas)
+    if num_ctas not in (1, 2, 4, 8, 16):
+        raise InvalidKernel(f"num_ctas must be 1, 2, 4, 8 or 16, got {num_ctas}", ("", 0))
+    launch.partition_fences, launch.num_ctas = True, num_ctas
+
+
+def _end(role: Role) -> None:
+    """The kernel of the running role is over."""
+    for lane in role.lanes:
+        lane.retire()
+    if len(role.lanes) > 1:
+        role.joined()
+    elif role.cta.cluster.waits:
+        role.cta.cluster.barrier.wait(role)
+    for lane in role.lanes:
+        lane.cta.end(lane)
 
 
 OPTIONS = frozenset(execute.__kwdefaults__)
@@ -223,15 +238,20 @@ def run_clusters(launch: Launch, numbers: Sequence[int], body: Callable[[], None
     launch.memory.start_clusters()
     ctas = []
 
-    def start(number: int) -> None:
-        cluster = Cluster(scheduler, ClusterBarrier(scheduler, number, count))
+    def start(group: int) -> None:
+        cluster = Cluster(scheduler, ClusterBarrier(scheduler, group, count))
         for rank in range(count):
-            program = launch.place(number, rank)
+            program = launch.place(group, rank)
             x, y, z = program
             linear = x + launch.grid[0] * (y + launch.grid[1] * z)
-            cta = Cta(launch, cluster, linear, rank, program)
-            cluster.ctas.append(cta)
-            scheduler.start(Role(scheduler, cta, "default", launch.num_warps, body))
+            role = None
+            for part in range(launch.num_ctas):
+                number = launch.num_ctas * linear + part
+                cta = Cta(launch, cluster, number, max(rank, part), program)
+                cluster.ctas.append(cta)
+                each = Role(scheduler, cta, "default", launch.num_warps, body, leader=role)
+                role = role or each
+            scheduler.start(role)
         ctas.extend(cluster.ctas)
 
     for number in numbers:
@@ -305,10 +325,10 @@ def _argument(launch: Launch, value: Any, param: Any, name: str = "") -> Any:
         if getattr(value, "round_f32_to_tf32", False):
             raise Unsupported("TensorDescriptor(round_f32_to_tf32=True)")
         base = launch.memory.pointer(name, value.base)
+        if type(value).__name__ == "TensorDescriptorIm2Col":
+            return described(Im2Col(base, value), value.layout)
         made = Descriptor(base, value.shape, value.strides, value.block_shape, value.padding)
         return made if isinstance(value, TensorDescriptor) else described(made, value.layout)
-    if type(value).__name__ == "TensorDescriptorIm2Col":
-        raise Unsupported(f"argument {name}, a TensorDescriptorIm2Col")
     if isinstance(value, (tuple, list)):
         return map_tuple(lambda item: _argument(launch, item, param, f"{name}[]"), value)
     if isinstance(value, bool):

@@ -31,11 +31,15 @@ from .launch import REGISTERS, SHARED_BYTES
 
 try:
     from triton.experimental.gluon import language as _gluon
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as _GluonDescriptor
+    from triton.experimental.gluon.nvidia import hopper as _hopper
 except ImportError:  # Triton without Gluon
-    _gluon, _GluonDescriptor = None, TensorDescriptor
+    _gluon = _hopper = None
 
-HOST_DESCRIPTORS = (TensorDescriptor, _GluonDescriptor)
+_NAMES = ("TensorDescriptor", "TensorDescriptorIm2Col")
+HOST_DESCRIPTORS = (
+    TensorDescriptor,
+    *(getattr(_hopper, name) for name in _NAMES if hasattr(_hopper, name)),
+)
 
 
 def has_gluon() -> bool:

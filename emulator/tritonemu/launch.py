@@ -84,7 +84,7 @@ class Cluster:
     """CTAs that run together. `scheduler` runs their roles, `barrier` is their common barrier.
 
     waits: whether the compiler makes them wait for each other at the end: for MMAs of pairs of
-    CTAs, unless `async_tasks` says `no_ending_cluster_sync`.
+    CTAs, unless `async_tasks` says `no_ending_cluster_sync`. It always does in Gluon.
     """
 
     scheduler: Any
@@ -118,12 +118,8 @@ class Cta:
     engines: dict[str, Engine] = field(default_factory=lambda: {n: Engine() for n in ENGINES})
     ended: Clock | None = None
 
-    def end(self) -> None:
-        """The kernel is over: whatever has used this CTA's memory must be known to be done."""
-        role = self.launch.role
-        role.retire()
-        if self.cluster.waits:
-            self.cluster.barrier.wait(role)
+    def end(self, role: Any) -> None:
+        """Its kernel is over: whatever has used this CTA's memory must be known to be done."""
         self.ended = role.clock
         for allocation in self.allocations:
             for access in getattr(getattr(allocation, "shadow", None), "accesses", ()):
@@ -134,9 +130,10 @@ class Cta:
 
     def too_early(self, what: str, who: str, at: Location) -> EarlyExit:
         """This CTA ends, and its buffer or barrier `what` may be used after that."""
+        other = ", or the CTAs of a cluster for each other (tlx.cluster_barrier)"
         return EarlyExit(
             f"CTA {self.number} may end before this use of its {what}, which ends with it; "
-            f"let it wait for this, or the CTAs of a cluster for each other (tlx.cluster_barrier)",
+            f"let it wait for this{'' if self.launch.partition_fences else other}",
             at,
             what=what,
             role=who,
@@ -187,6 +184,7 @@ class Cta:
 class Launch:
     """One launch.
 
+    num_ctas: how many CTAs a program spans. pairs: whether MMAs are those of pairs of CTAs.
     clusters: numbers of those that have not started, and may be cancelled. loops: turns of while
     loops that each role has made. undecided: whether there is an `if` whose branches may disagree
     about a type. masked: what lanes hold that a mask turns off and no `other` fills. undefined: the
@@ -217,6 +215,8 @@ class Launch:
     start_next: Callable[[], None] | None = None
     partition_fences: bool = False
     threads: Any = None
+    num_ctas: int = 1
+    pairs: bool = False
 
     def steal(self) -> tuple[int, int, int] | None:
         """Cancel a cluster that has not started; the program id of its first CTA, or None.

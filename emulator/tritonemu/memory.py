@@ -239,6 +239,8 @@ class Memory:
 
         self._report.checks["race"] += 1
         actor, write = actor or self._launch.role, changed is not None or reduces
+        # The CTAs of one program count as one here.
+        clock = actor.known()
         self._note(region, "plain", write)
         shadow, access = region.shadow, actor.access(write, 0, name=region.name)
         if not self._accesses or self._accesses[-1][0] != access:
@@ -252,19 +254,19 @@ class Memory:
                 by_element, chosen = numbers.reshape(changed.numel(), -1), changed.reshape(-1)
                 if name == "stores" and not bool(chosen.all()):
                     again = _distinct(by_element[~chosen])
-                    self._note_same(region, again, actor.clock, access)
+                    self._note_same(region, again, clock, access)
                 numbers = by_element[chosen]
             found = _distinct(numbers)
             if name != "reductions":
-                self._check_order(region, found, actor.clock, access)
+                self._check_order(region, found, clock, access)
             elif not reduces:
                 found = sorted({each for group in found for each in self._reductions[group]})
-                self._check_order(region, found, actor.clock, access)
+                self._check_order(region, found, clock, access)
         if reduces:
             before = get(shadow.table("reductions"))
             after = torch.empty_like(before)
             for group in _distinct(before):
-                after[before == group] = self._joined(group, number, actor.clock)
+                after[before == group] = self._joined(group, number, clock)
             put(shadow.table("reductions"), after)
             return
         if write:
@@ -481,11 +483,13 @@ class Memory:
             role, key = self._launch.role, (id(region.shadow), int(where) * region.itemsize)
             shared = self._atomics.setdefault(key, Clock())
             if sem in (None, "acquire", "acq_rel"):
-                role.clock.join(shared)
+                for lane in role.lanes:
+                    lane.clock.join(shared)
             if sem in (None, "release", "acq_rel"):
                 if self._threads is not None:
                     self._threads.release(role)
-                shared.join(role.release(all_warps=self._threads is None))
+                for lane in role.lanes:
+                    shared.join(lane.release(all_warps=self._threads is None))
             role.meet()
         if self._threads is not None:
             self._threads.forget(region.cells, region.shadow, where)
@@ -695,6 +699,12 @@ class Descriptor:
         """What a `constexpr_function` asks for, which sees Triton's types."""
         return tl.tensor_descriptor
 
+    def with_box(self, block_shape: Sequence[int]) -> "Descriptor":
+        """This one with another box."""
+        other = Descriptor.__new__(Descriptor)
+        vars(other).update(vars(self), block_shape=tuple(block_shape))
+        return other
+
     @property
     def shape(self) -> tuple[Tile, ...]:
         return tuple(scalar(size, tl.int32 if size < 2**31 else tl.int64) for size in self.sizes)
@@ -706,6 +716,10 @@ class Descriptor:
     def load(self, offsets: Any, latency: int | None = None) -> Tile:
         self._stage()
         return self.region.memory.load_box(self, offsets)
+
+    def fetch(self, start: Any, by: Operation | None = None) -> Tile:
+        """What a copy loads."""
+        return self.region.memory.load_box(self, start, by)
 
     def store(
         self, offsets: Any, value: Tile, store_reduce: str = "", by: Operation | None = None

@@ -43,9 +43,16 @@ class Role:
     of global memory that it read last. stored: its epoch when it last stored a block there. turn,
     spins, spins_at: of `spinning`: the last test of a loop; after which change, and where, it was
     known to spin.
+    lanes: the role in each CTA of its program, itself first, where one instruction stream (Gluon)
+    stands for all of them; each has a clock, a time and operations in flight of its own. leader:
+    the first one, which has the greenlet. fences: where the compiler has put fences for it.
+    touched: bytes of storages that it, or a lane, has read and written since it last had one.
     """
 
-    def __init__(self, scheduler: "Scheduler", cta: Any, name: str, warps: int, body: Callable):
+    def __init__(
+        self, scheduler: "Scheduler", cta: Any, name: str, warps: int, body: Callable,
+        leader: "Role | None" = None,
+    ):  # fmt: skip
         self.scheduler, self.cta, self.name, self.warps = scheduler, cta, name, warps
         self.index = scheduler.number_role()
         self.epoch, self.stored = 1, 0
@@ -63,6 +70,12 @@ class Role:
         self.turn: Any = None
         self.spins, self.spins_at = -1, ("", 0)
         self.task, self.tiles, self.staged = False, {}, 0
+        self.fences: set[Location] = set()
+        self.touched: dict[Any, tuple[int, int]] = {}
+        self.leader, self.lanes = leader or self, [self]
+        if leader is not None:
+            leader.lanes.append(self)
+            return
         self.greenlet = greenlet(lambda: self._run(body))
         self.greenlet.gr_context = contextvars.copy_context()
 
@@ -116,6 +129,39 @@ class Role:
         self.clock.epochs[self.index] = self.epoch
         return clock
 
+    def in_step(self, act: "Callable[[Role], Any]") -> list[Any]:
+        """Perform `act` as each of the lanes in turn, and return what it gives."""
+        results = []
+        for lane in self.lanes:
+            lane.time = max(lane.time, self.time)
+            self.scheduler.role = lane
+            try:
+                results.append(act(lane))
+            except EmulatorError as error:
+                error.role = error.role or lane.label
+                raise
+        self.scheduler.role = self
+        end = max(lane.time for lane in self.lanes)
+        for lane in self.lanes:
+            lane.time = end
+        return results
+
+    def joined(self) -> None:
+        """The lanes meet: what each knows, all of them know."""
+        clocks = [lane.release() for lane in self.lanes]
+        for lane in self.lanes:
+            for clock in clocks:
+                lane.clock.join(clock)
+
+    def known(self) -> Clock:
+        """What any lane knows."""
+        if len(self.lanes) == 1:
+            return self.clock
+        clock = Clock()
+        for lane in self.lanes:
+            clock.join(lane.clock)
+        return clock
+
     def meet(self) -> None:
         """All warps meet: what each has stored to global memory, all of them know."""
         if self.stored > self.clock.epochs.get(-self.index, 0):
@@ -129,6 +175,13 @@ class Role:
     def fence(self) -> None:
         """What the role knows of shared memory, later copies may rely on."""
         self.clock.fenced = self.release().epochs
+        self.leader.touched.clear()
+
+    def touch(self, storage: Any, mask: int, write: bool) -> None:
+        """The role itself accesses these bytes of shared memory."""
+        reads, writes = self.leader.touched.get(storage, (0, 0))
+        masks = (reads, writes | mask) if write else (reads | mask, writes)
+        self.leader.touched[storage] = masks
 
     def access(self, write: bool, mask: int, at: Location | None = None, name: str = "") -> Access:
         return Access(self.index, self.epoch, 0, write, mask, at or location(), self.label, name)
@@ -152,6 +205,14 @@ class Operation:
     def access(self, write: bool, mask: int, name: str = "") -> Access:
         who, role = f"{self.kind} issued by {self.role.label}", self.role
         return Access(role.index, role.epoch, self.bit, write, mask, self.at, who, name)
+
+    def known(self) -> Clock:
+        """What it follows, and what any lane of its role knows."""
+        if len(self.role.leader.lanes) == 1:
+            return self.clock
+        clock = self.role.leader.known()
+        clock.join(self.clock)
+        return clock
 
 
 @dataclass
@@ -267,8 +328,8 @@ class Scheduler:
         if self.ready or self.queues:
             early = not self.order.modelled or any(r.time < role.time for r in self.ready)
             if early or any(queue[0][0] <= role.time for queue in self.queues.values()):
-                self.ready.append(role)
-                role.greenlet.parent.switch()
+                self.ready.append(role.leader)
+                self._leave(role)
         role.charge(cycles)
         return role
 
@@ -286,12 +347,17 @@ class Scheduler:
         self.changes += 1
         role.waiting = waiting
         self.blocked.append(role)
-        role.greenlet.parent.switch()
+        self._leave(role)
+
+    def _leave(self, role: Role) -> None:
+        """Suspend the running role; another lane may have its greenlet."""
+        role.leader.greenlet.parent.switch()
+        self.role = role
 
     def wake(self, role: Role, time: float) -> None:
         self.changes += 1
         self.blocked.remove(role)
         role.waiting = None
         role.time = max(role.time, time)
-        self.ready.append(role)
-        self.order.enables(role)
+        self.ready.append(role.leader)
+        self.order.enables(role.leader)

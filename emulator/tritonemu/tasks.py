@@ -55,28 +55,32 @@ class Region:
             raise InvalidKernel("async_tasks needs exactly one default task")
         main.charge()
         running: list[Role] = []
-        start = main.release()
+        starts = [lane.release() for lane in main.lanes]
 
         def role_of(name: str, warps: int, replica: int, function: Callable, values: dict) -> Role:
             def body() -> None:
                 function(**values)
                 role.charge()
-                role.retire()
                 running.remove(role)
                 scheduler.order.note(("tasks", main.cta.number), "arrive", (0, False))
-                main.clock.join(role.release())
-                if launch.partition_fences:
-                    main.fence()
-                main.time = max(main.time, role.time)
+                for before, lane in zip(main.lanes, role.lanes, strict=True):
+                    lane.retire()
+                    before.clock.join(lane.release())
+                    if launch.partition_fences:
+                        before.fence()
+                    before.time = max(before.time, lane.time)
                 if not running:
                     scheduler.order.note(("tasks", main.cta.number), "wake", 1, main)
                     scheduler.wake(main, main.time)
 
             role = Role(scheduler, main.cta, name, warps, body)
-            role.clock.join(start)
-            if launch.partition_fences:
-                role.fence()
-            role.time, role.replica, role.task = main.time, replica, True
+            for before in main.lanes[1:]:
+                Role(scheduler, before.cta, name, warps, body, leader=role)
+            for start, lane in zip(starts, role.lanes, strict=True):
+                lane.clock.join(start)
+                if launch.partition_fences:
+                    lane.fence()
+                lane.time, lane.replica, lane.task = main.time, replica, True
             running.append(role)
             scheduler.start(role)
             return role

@@ -10,7 +10,8 @@ TLX. Where Gluon differs from TLX:
   a copy that writes what another one read or stored. Fork and join of `warp_specialize` order.
 - `tcgen05_mma` without barriers is asynchronous. A wgmma is waited for unless `is_async`.
 - Shared and tensor memory that no value names any more is used again, as it stands.
-- One CTA per program: `num_ctas` above 1 is `Unsupported`.
+- A program is a cluster of `num_ctas` CTAs, each with memory, barriers and a clock of its own, and
+  one instruction stream for all of them (see `ctas`).
 """
 
 import importlib
@@ -43,8 +44,11 @@ _TMA = {
     for name, table in (("hopper", copies.TMA), ("blackwell", copies.BLACKWELL_TMA))
 }
 _CLC = _part("blackwell.clc", copies.CLC)
+_CLUSTER = _part("hopper.cluster", {"barrier": barriers.cluster_barrier})
 _COMMON = {"async_copy": _COPY, "mma_v2": products.mma_v2}
-_SINCE_HOPPER = {**_COMMON, "fence_async_shared": barriers.fence_async_shared}
+_SINCE_HOPPER = {
+    **_COMMON, "fence_async_shared": barriers.fence_async_shared, "cluster": _CLUSTER
+}  # fmt: skip
 _PACKAGES = {
     "ampere": {**_COMMON, "mbarrier": _MBARRIER["ampere"]},
     "hopper": {
@@ -66,5 +70,6 @@ MODULES: dict[str, Any] = {
     **{f"{_PACKAGE}.nvidia.{name}.tma": part for name, part in _TMA.items()},
     f"{_PACKAGE}.nvidia.ampere.async_copy": _COPY,
     f"{_PACKAGE}.nvidia.blackwell.clc": _CLC,
+    f"{_PACKAGE}.nvidia.hopper.cluster": _CLUSTER,
 }
 GL.__dict__["nvidia"] = Namespace("gl.nvidia", _NVIDIA, nvidia)

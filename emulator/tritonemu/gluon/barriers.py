@@ -1,29 +1,36 @@
-"""mbarriers of Gluon: memory that `init` makes a barrier and `invalidate` makes memory again."""
+"""mbarriers of Gluon: memory that `init` makes a barrier and `invalidate` makes memory again.
+
+CTAs whose ranks differ only in bits that the layout leaves out have one barrier, which lies in the
+first of them: all of them arrive there, `init` counts for each, and only the first one waits.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from triton.experimental.gluon.language.nvidia.ampere.mbarrier import MBarrierLayout
+
 from ..barriers import MBarrier
-from ..errors import BarrierMisuse, InvalidKernel, OutOfBounds, Unsupported, location
+from ..errors import BarrierMisuse, InvalidKernel, OutOfBounds, location
 from ..launch import current
-from ..machine.sync import cluster_barrier
 from ..machine.table import point
 from ..rewrite import static_int
+from .ctas import in_ctas, others, required
 
 
 @dataclass(eq=False)
 class Cells:
-    """The barriers of one allocation: those that are initialised, and how many there may be.
+    """The barriers of one allocation in one CTA: those initialised, and how many there may be.
 
-    made: index and epoch of the role that initialised each.
+    made: of each, index and epoch of the role that initialised it, in each CTA of the program: the
+    compiler makes these wait for each other before they use it.
     """
 
     cta: Any
     number: int
     name: str = "barriers"
     live: dict[int, MBarrier] = field(default_factory=dict)
-    made: dict[int, tuple[int, int]] = field(default_factory=dict)
+    made: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
 
     @property
     def barriers(self) -> Sequence[MBarrier]:
@@ -32,60 +39,71 @@ class Cells:
 
 @dataclass(eq=False)
 class MBarriers:
-    """A descriptor of one barrier, or of an array of them."""
+    """A descriptor of one barrier for each group of CTAs, or of an array of them.
 
-    cells: Cells
+    cells: of each CTA. group: the bits of the rank in which CTAs with one barrier differ.
+    """
+
+    cells: tuple[Cells, ...]
     shape: tuple[int, ...]
+    group: int = 0
     at: int = 0
 
     @classmethod
-    def allocate(cls, role: Any, shape: tuple[int, ...]) -> "MBarriers":
-        if len(shape) not in (1, 2) or shape[-1] != 1:
-            raise InvalidKernel(f"mbarriers of one CTA have shape [1] or [N, 1], got {[*shape]}")
-        cells = Cells(role.cta, shape[0] if len(shape) == 2 else 1)
-        role.cta.reserve(8 * cells.number)
-        role.cta.allocate(cells)
-        return cls(cells, shape)
+    def allocate(cls, role: Any, shape: tuple[int, ...], layout: Any) -> "MBarriers":
+        group = required(layout, shape).free
+        several = len(role.lanes) >> group.bit_count()
+        if len(shape) not in (1, 2) or shape[-1] != several:
+            raise InvalidKernel(
+                f"mbarriers of {several} CTAs, or groups of them, have shape [{several}] or "
+                f"[N, {several}], got {[*shape]}"
+            )
+        number = shape[0] if len(shape) == 2 else 1
+        cells = tuple(Cells(lane.cta, number) for lane in role.lanes)
+        for each in cells:
+            each.cta.reserve(8 * number)
+            each.cta.allocate(each)
+        return cls(cells, shape, group)
 
     @property
     def type(self) -> "MBarriers":
         return self
 
     def call_it(self, name: str) -> None:
-        if self.cells.name == "barriers":
-            self.cells.name = name
+        for cells in self.cells:
+            if cells.name == "barriers":
+                cells.name = name
 
     def index(self, index: Any) -> "MBarriers":
         """The barrier there; that there is one, its use asks for."""
         number = int(index)
         if len(self.shape) != 2:
-            raise InvalidKernel(f"{self.cells.name} is one barrier, and has no index")
-        return MBarriers(self.cells, (1,), number)
+            raise InvalidKernel(f"{self.cells[0].name} is one barrier, and has no index")
+        return MBarriers(self.cells, self.shape[1:], self.group, number)
 
     @property
     def name(self) -> str:
-        several = self.cells.number > 1
-        return f"{self.cells.name}[{self.at}]" if several else self.cells.name
+        several, name = self.cells[0].number > 1, self.cells[0].name
+        return f"{name}[{self.at}]" if several else name
 
-    @property
-    def barrier(self) -> MBarrier:
-        """The barrier that `init` has made of it; raises BarrierMisuse if none did."""
+    def of(self, rank: int) -> MBarrier:
+        """What `init` has made of it for this CTA; raises BarrierMisuse if it has not."""
+        cells = self.cells[rank & ~self.group]
         if len(self.shape) != 1:
-            raise InvalidKernel(f"{self.cells.name} is {self.cells.number} barriers; index it")
-        if not 0 <= self.at < self.cells.number:
-            raise OutOfBounds(
-                f"{self.cells.name} has {self.cells.number} barriers, got index {self.at}"
-            )
-        if self.at not in self.cells.live:
+            raise InvalidKernel(f"{cells.name} is {cells.number} barriers; index it")
+        if not 0 <= self.at < cells.number:
+            raise OutOfBounds(f"{cells.name} has {cells.number} barriers, got index {self.at}")
+        if self.at not in cells.live:
             raise BarrierMisuse(
                 f"{self.name} is used before init, or after invalidate", barrier=self.name
             )
-        index, epoch = self.cells.made[self.at]
-        if current().role.clock.epochs.get(index, 0) < epoch:
+        role = current().role
+        index, epoch = cells.made[self.at][role.leader.lanes.index(role)]
+        if role.clock.epochs.get(index, 0) < epoch:
             raise BarrierMisuse(
                 f"{self.name} is used, and nothing orders that after its init", barrier=self.name
             )
-        return self.cells.live[self.at]
+        return cells.live[self.at]
 
 
 def performed(pred: Any) -> bool:
@@ -93,84 +111,121 @@ def performed(pred: Any) -> bool:
     return pred is None or bool(pred)
 
 
-def barrier_of(what: Any) -> MBarrier:
+def barriers_of(what: Any) -> MBarriers:
+    """A descriptor of a barrier; that of plain memory may be one, too."""
+    what = what.as_barriers() if hasattr(what, "as_barriers") else what
     if not isinstance(what, MBarriers):
         raise InvalidKernel(f"an mbarrier is needed here, got {what!r}")
-    return what.barrier
+    return what
 
 
 def allocate_mbarrier(batch: Any = None, two_ctas: bool = False) -> MBarriers:
-    if two_ctas:
-        raise Unsupported("allocate_mbarrier(two_ctas=True)")
-    shape = (1,) if batch is None else (static_int(batch), 1)
-    return MBarriers.allocate(point(), shape)
-
-
-def init(mbarrier: MBarriers, count: int) -> None:
     role = point()
-    if mbarrier.at in mbarrier.cells.live:
-        raise BarrierMisuse(
-            f"{mbarrier.name} is initialised again without invalidate", barrier=mbarrier.name
-        )
-    made = MBarrier(role.scheduler, role.cta, mbarrier.name, static_int(count), False)
-    made.key = (role.cta.number, id(mbarrier.cells), mbarrier.at)
-    mbarrier.cells.made[mbarrier.at] = (role.index, role.epoch)
-    made.clock.join(role.release())
-    mbarrier.cells.live[mbarrier.at] = made
-    current().report.barriers += 1
+    number = len(role.lanes) // (2 if two_ctas else 1)
+    shape = (number,) if batch is None else (static_int(batch), number)
+    layout = MBarrierLayout.multicta(len(role.lanes), bool(two_ctas))
+    return MBarriers.allocate(role, shape, layout)
 
 
-def invalidate(mbarrier: MBarriers) -> None:
+def init(mbarrier: Any, count: int) -> None:
+    role, barriers = point(), barriers_of(mbarrier)
+    arrivals = static_int(count) << barriers.group.bit_count()
+    made = [(lane.index, lane.epoch) for lane in role.lanes]
+
+    def make(lane: Any) -> None:
+        clock, cells = lane.release(), barriers.cells[lane.cta.rank]
+        if lane.cta.rank & barriers.group:
+            return
+        if barriers.at in cells.live:
+            raise BarrierMisuse(
+                f"{barriers.name} is initialised again without invalidate", barrier=barriers.name
+            )
+        one = MBarrier(role.scheduler, lane.cta, barriers.name, arrivals, False)
+        one.key = (lane.cta.number, id(cells), barriers.at)
+        one.clock.join(clock)
+        cells.made[barriers.at], cells.live[barriers.at] = made, one
+        current().report.barriers += 1
+
+    in_ctas(make)
+
+
+def invalidate(mbarrier: Any) -> None:
     point()
-    barrier = barrier_of(mbarrier)
-    if barrier.waiters:
-        raise barrier.misuse(f"invalidated while {barrier.waiters[0][0].label} waits for it")
-    barrier.finish()
-    del mbarrier.cells.live[mbarrier.at]
+    barriers = barriers_of(mbarrier)
+
+    def end(lane: Any) -> None:
+        if lane.cta.rank & barriers.group:
+            return
+        barrier = barriers.of(lane.cta.rank)
+        if barrier.waiters:
+            raise barrier.misuse(f"invalidated while {barrier.waiters[0][0].label} waits for it")
+        barrier.finish()
+        del barriers.cells[lane.cta.rank].live[barriers.at]
+
+    in_ctas(end)
 
 
-def _own(from_cta: Any) -> None:
-    if from_cta is not None:
-        raise Unsupported("an mbarrier of another CTA (from_cta)")
+def _arrive(mbarrier: Any, count: int, pred: Any, from_cta: Any, num_bytes: int = 0) -> None:
+    """Each CTA arrives at its own barrier; with from_cta one for all that differ in other bits."""
+    barriers, last = barriers_of(mbarrier), current().num_ctas - 1
+    if from_cta is not None and (barriers.group or not 0 <= static_int(from_cta) <= last):
+        raise InvalidKernel(
+            f"from_cta takes a barrier of each CTA and a mask in [0, {last}], got {from_cta!r}"
+        )
+    sent = 0 if from_cta is None else last & ~static_int(from_cta)
+
+    def act(lane: Any) -> None:
+        point()
+        if performed(pred) and not lane.cta.rank & sent:
+            clock, at = lane.release(), location()
+            for rank in others(lane.cta.rank, sent):
+                one = barriers.of(rank)
+                one.arrive(count, clock, lane.time, lane, at, num_bytes=num_bytes)
+
+    in_ctas(act)
 
 
 def expect(
-    mbarrier: MBarriers, bytes_per_cta: Any = None, pred: Any = True, *, from_cta: Any = None
+    mbarrier: Any, bytes_per_cta: Any = None, pred: Any = True, *, from_cta: Any = None
 ) -> None:
-    role = point()
-    _own(from_cta)
     if bytes_per_cta is None:
         raise InvalidKernel("mbarrier.expect needs bytes_per_cta")
-    if performed(pred):
-        number, barrier = int(bytes_per_cta), barrier_of(mbarrier)
-        barrier.arrive(1, role.release(), role.time, role, location(), num_bytes=number)
+    _arrive(mbarrier, 1, pred, from_cta, int(bytes_per_cta))
 
 
-def arrive(mbarrier: MBarriers, *, count: int = 1, pred: Any = True, from_cta: Any = None) -> None:
-    role = point()
-    _own(from_cta)
-    if performed(pred):
-        barrier = barrier_of(mbarrier)
-        barrier.arrive(static_int(count), role.release(), role.time, role, location())
+def arrive(mbarrier: Any, *, count: int = 1, pred: Any = True, from_cta: Any = None) -> None:
+    _arrive(mbarrier, static_int(count), pred, from_cta)
 
 
-def wait(mbarrier: MBarriers, phase: Any, pred: Any = True, deps: Any = ()) -> None:
-    role = point()
-    if performed(pred):
-        barrier = barrier_of(mbarrier)
-        current().report.checks["barrier"] += 1
-        barrier.wait(role, int(phase))
+def wait(mbarrier: Any, phase: Any, pred: Any = True, deps: Any = ()) -> None:
+    barriers = barriers_of(mbarrier)
+
+    def act(lane: Any) -> None:
+        point()
+        if performed(pred) and not lane.cta.rank & barriers.group:
+            barrier = barriers.of(lane.cta.rank)
+            current().report.checks["barrier"] += 1
+            barrier.wait(lane, int(phase))
+
+    in_ctas(act)
 
 
 def fence_async_shared(cluster: bool = False) -> None:
-    point().fence()
+    in_ctas(lambda lane: point().fence())
 
 
 def barrier(*, cluster: bool = False) -> None:
-    """`gl.barrier`: of the warps of a partition, which run as one here."""
+    """`gl.barrier`: of the warps of a partition, which run as one here; or of all CTAs."""
     point().meet()
     if cluster:
         cluster_barrier()
+
+
+def cluster_barrier(relaxed: bool = False) -> None:
+    """`cluster.barrier`; a relaxed one orders no memory."""
+    role = point()
+    if not relaxed:
+        role.joined()
 
 
 OPERATIONS = {

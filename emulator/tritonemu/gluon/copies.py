@@ -5,40 +5,95 @@ from typing import Any
 import torch
 import triton.language as tl
 
-from ..errors import location
+from ..errors import Unsupported, location
 from ..language import make_tensor_descriptor as make_descriptor
 from ..machine import copies, views
 from ..machine.table import blackwell_only, point
 from ..rewrite import static_int
+from ..scheduler import Role
 from ..tile import Tile, scalar
-from .barriers import barrier_of, performed
-from .memory import described
+from .barriers import barriers_of, performed
+from .ctas import cut, in_ctas, others
+from .memory import Sharded, described, free, part
+
+
+def _box(desc: Any, coord: Any, memory: Any, cta: Any) -> tuple[Any, Any]:
+    """The descriptor of the box that the CTA has of it, and where that begins."""
+    if not isinstance(memory, Sharded):
+        return desc, coord
+    shape, sharding = desc.block_shape, memory.sharding
+    box, local = sharding.box(shape, cta.rank), desc.with_box(sharding.local(shape))
+    return local, tuple(x + start if start else x for x, (start, _) in zip(coord, box, strict=True))
+
+
+def _to_shared(barrier: Any, result: Any, multicast: bool, load: Any) -> None:
+    """Each CTA loads its part; with multicast one does for all that have the same.
+
+    load: called with the role, the part, and the CTAs that get it, each with its barrier.
+    """
+    bars, several = barriers_of(barrier), free(result) if multicast else 0
+
+    def act(lane: Role) -> None:
+        point()
+        if not lane.cta.rank & several:
+            ranks = others(lane.cta.rank, several)
+            load(lane, part(result, lane.cta).single(), [(r, bars.of(r)) for r in ranks])
+
+    in_ctas(act)
 
 
 def async_load(
     tensor_desc: Any, coord: Any, barrier: Any, result: Any, pred: Any = True,
     multicast: bool = False, cache_policy: Any = None,
 ) -> None:  # fmt: skip
+    def load(lane: Role, view: Any, targets: Any) -> None:
+        desc, start = _box(tensor_desc, coord, result, lane.cta)
+        copies.load_box(lane, desc, view, start, targets)
+
     if performed(pred):
-        copies.async_descriptor_load(tensor_desc, result, coord, barrier_of(barrier))
+        _to_shared(barrier, result, multicast, load)
 
 
-def async_store(tensor_desc: Any, coord: Any, src: Any, cache_policy: Any = None) -> None:
-    copies.async_descriptor_store(tensor_desc, src, coord)
+def async_load_im2col(
+    tensor_desc: Any, coord: Any, offsets: Any, barrier: Any, result: Any, pred: Any = True,
+    multicast: bool = False, cache_policy: Any = None,
+) -> None:  # fmt: skip
+    def load(lane: Role, view: Any, targets: Any) -> None:
+        copies.load_box(lane, tensor_desc, view, (coord, offsets), targets)
+
+    if isinstance(result, Sharded):
+        raise Unsupported("async_load_im2col in a program of several CTAs")
+    if performed(pred):
+        _to_shared(barrier, result, multicast, load)
+
+
+def _from_shared(src: Any, store: Any) -> None:
+    """Each CTA stores its part; of those that have the same, the first one."""
+    in_ctas(lambda lane: lane.cta.rank & free(src) or store(lane.cta, part(src, lane.cta)))
+
+
+def async_store(
+    tensor_desc: Any, coord: Any, src: Any, cache_policy: Any = None, kind: str = ""
+) -> None:
+    def store(cta: Any, view: Any) -> None:
+        desc, start = _box(tensor_desc, coord, src, cta)
+        copies.async_descriptor_store(desc, view, start, store_reduce=kind)
+
+    _from_shared(src, store)
 
 
 def _atomic(kind: str) -> Any:
     def store(tensor_desc: Any, coord: Any, src: Any) -> None:
-        copies.async_descriptor_store(tensor_desc, src, coord, store_reduce=kind)
+        async_store(tensor_desc, coord, src, kind=kind)
 
     return store
 
 
 def store_wait(pendings: int, read_only: bool = True) -> None:
     if read_only:
-        copies.async_descriptor_store_wait(pendings)
+        in_ctas(lambda lane: copies.async_descriptor_store_wait(pendings))
     else:
-        copies.wait_for_landings(static_int(pendings))
+        in_ctas(lambda lane: copies.wait_for_landings(static_int(pendings)))
 
 
 def make_tensor_descriptor(
@@ -50,7 +105,8 @@ def make_tensor_descriptor(
 
 
 TMA = {
-    **{f.__name__: f for f in (async_load, async_store, store_wait, make_tensor_descriptor)},
+    **{f.__name__: f for f in (async_load, async_load_im2col, async_store, store_wait)},
+    "make_tensor_descriptor": make_tensor_descriptor,
     **{f"async_atomic_{kind}": _atomic(kind) for kind in ("add", "min", "max", "and", "or", "xor")},
 }
 
@@ -59,15 +115,20 @@ def cp_async(
     smem: Any, pointer: Any, mask: Any = None, cache_modifier: Any = None,
     eviction_policy: Any = None, volatile: bool = False, cache_policy: Any = None,
 ) -> None:  # fmt: skip
-    copies.async_load(pointer, smem, mask)
+    def act(lane: Role) -> None:
+        box = smem.box(lane.cta) if isinstance(smem, Sharded) else None
+        given = (pointer, mask) if box is None else (cut(pointer, box), cut(mask, box))
+        copies.async_load(given[0], part(smem, lane.cta), given[1])
+
+    in_ctas(act)
 
 
 def commit_group() -> None:
-    copies.async_load_commit_group()
+    in_ctas(lambda lane: copies.async_load_commit_group())
 
 
 def wait_group(num_outstanding: int = 0) -> None:
-    copies.async_load_wait_group(num_outstanding)
+    in_ctas(lambda lane: copies.async_load_wait_group(num_outstanding))
 
 
 def mbarrier_arrive(mbarrier: Any, increment_count: bool = True) -> None:
@@ -75,29 +136,50 @@ def mbarrier_arrive(mbarrier: Any, increment_count: bool = True) -> None:
 
     With increment_count the barrier expects as many more arrivals: only those of others count.
     """
-    role, barrier, at = point(), barrier_of(mbarrier), location()
-    threads, clock, end = 32 * role.warps, role.release(), role.time
-    if increment_count:
-        barrier.pending += threads
-    for operation in (operation for group in role.copies for operation in group):
-        clock.join(operation.clock)
-        end = max(end, operation.end)
-    role.scheduler.at(end, lambda: barrier.arrive(threads, clock, end, "cp.async", at))
+    bars, at = barriers_of(mbarrier), location()
+
+    def act(lane: Role) -> None:
+        role, barrier = point(), bars.of(lane.cta.rank)
+        threads, clock, end = 32 * role.warps, role.release(), role.time
+        if increment_count:
+            barrier.pending += threads
+        for operation in (operation for group in role.copies for operation in group):
+            clock.join(operation.clock)
+            end = max(end, operation.end)
+        role.scheduler.at(end, lambda: barrier.arrive(threads, clock, end, "cp.async", at))
+
+    in_ctas(act)
+
+
+def _rows(desc: Any, x_offsets: Any, y_offset: Any, memory: Any, cta: Any) -> tuple[Any, Any, Any]:
+    """The descriptor, rows and column of the part that the CTA has."""
+    if not isinstance(memory, Sharded):
+        return desc, x_offsets, y_offset
+    rows, (column, width) = memory.box(cta)
+    at = y_offset + column if column else y_offset
+    return desc.with_box((1, width)), cut(x_offsets, (rows,)), at
 
 
 def async_gather(
     tensor_desc: Any, x_offsets: Any, y_offset: Any, barrier: Any, result: Any, pred: Any = True,
     multicast: bool = False, cache_policy: Any = None,
 ) -> None:  # fmt: skip
+    def load(lane: Role, view: Any, targets: Any) -> None:
+        desc, rows, column = _rows(tensor_desc, x_offsets, y_offset, result, lane.cta)
+        copies.gather(lane, desc, view, rows, column, targets)
+
     if performed(pred):
-        bar = barrier_of(barrier)
-        copies.async_descriptor_gather(tensor_desc, result, x_offsets, y_offset, bar)
+        _to_shared(barrier, result, multicast, load)
 
 
 def async_scatter(
     tensor_desc: Any, x_offsets: Any, y_offset: Any, src: Any, cache_policy: Any = None
 ) -> None:
-    copies.async_descriptor_scatter(tensor_desc, src, x_offsets, y_offset)
+    def store(cta: Any, view: Any) -> None:
+        desc, rows, column = _rows(tensor_desc, x_offsets, y_offset, src, cta)
+        copies.async_descriptor_scatter(desc, view, rows, column)
+
+    _from_shared(src, store)
 
 
 BLACKWELL_TMA = {**TMA, "async_gather": async_gather, "async_scatter": async_scatter}
@@ -117,12 +199,16 @@ class Canceled:
 
 
 def try_cancel(result: Any, barrier: Any) -> None:
+    """Of the first CTA, for all."""
     blackwell_only("clc.try_cancel")
-    copies.try_cancel(result, barrier_of(barrier))
+    role, bars = point(), barriers_of(barrier)
+    ranks = range(len(role.lanes))
+    copies.try_cancel(part(result, role.cta).single(), [bars.of(rank) for rank in ranks])
 
 
 def load_result(src: Any) -> Canceled:
-    return Canceled(views.local_load(src).data.view(torch.int32).tolist())
+    read = in_ctas(lambda lane: views.local_load(part(src, lane.cta)))
+    return Canceled(read[0].data.view(torch.int32).tolist())
 
 
 CLC = {"try_cancel": try_cancel, "load_result": load_result}

@@ -47,7 +47,7 @@ def num_warps() -> int:
 
 
 def num_ctas() -> int:
-    return 1
+    return current().num_ctas
 
 
 def warp_specialize(

@@ -2,26 +2,35 @@
 
 import math
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 import triton.language as tl
 
 from ..buffers import LANES, Buffer, Storage, packed
 from ..errors import InvalidKernel, Unsupported
 from ..launch import current
 from ..machine import views
+from ..machine.sync import remote
 from ..machine.table import blackwell_only, point
 from ..rewrite import static_int
-from ..tile import RAW, Tile, bytes_of
-from .barriers import MBarriers
+from ..tile import RAW, Tile, bytes_of, to_tile
+from .barriers import Cells, MBarriers
+from .ctas import Box, Sharding, at, common, cut, in_ctas, required, sharding_of
 
 
 @dataclass(eq=False)
 class Memory(Storage):
-    """A storage that knows which values still name it."""
+    """A storage that knows which values still name it. cells: barriers that are made of it."""
 
     views: Any = field(default_factory=weakref.WeakSet)
+    cells: Cells | None = None
+
+    @property
+    def barriers(self) -> Any:
+        return () if self.cells is None else self.cells.barriers
 
 
 @dataclass(eq=False)
@@ -91,6 +100,145 @@ class View(Buffer):
         """A name for a layout: values do not depend on it."""
         return ("tensor memory", self.shape, instr_variant)
 
+    def as_barriers(self) -> MBarriers:
+        return _barriers_in(self, Sharding())
+
+
+@dataclass(eq=False)
+class Sharded:
+    """A descriptor of memory of which each CTA of the program has a part, or all.
+
+    view: the part of the first CTA; those of the others lie at the same place of their memory.
+    """
+
+    view: View
+    sharding: Sharding
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.sharding.whole(self.view.shape)
+
+    @property
+    def type(self) -> "Sharded":
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in ("dtype", "layout", "nbytes_per_cta", "rank", "name", "get_reg_layout"):
+            raise Unsupported(f"{name} of {self.view.name} in a program of several CTAs")
+        return getattr(self.view, name)
+
+    def call_it(self, name: str) -> None:
+        self.view.call_it(name)
+        for cta in self.view.storage.cta.cluster.ctas:
+            remote(self.view, cta.rank).storage.name = self.view.storage.name
+
+    def of(self, cta: Any) -> View:
+        return remote(self.view, cta.rank)
+
+    def box(self, cta: Any) -> Box:
+        """What this CTA has of it."""
+        return self.sharding.box(self.shape, cta.rank)
+
+    def _same(self, view: View) -> "Sharded":
+        if any(len(basis) > len(view.shape) for basis in self.sharding.bases):
+            raise InvalidKernel(f"{self.view.name} has no dimension left to index")
+        return Sharded(view, self.sharding)
+
+    def load(self, layout: Any = None) -> Tile:
+        """What each CTA's registers have by this layout, from the CTAs that have it in memory."""
+        registers = sharding_of(layout, self.shape) or self.sharding
+        found = None
+
+        def act(lane: Any) -> None:
+            nonlocal found
+            wanted = registers.box(self.shape, lane.cta.rank)
+            own = self.box(lane.cta)
+            read = {own: lane.cta} if common(own, wanted) == wanted else {}
+            if not read:
+                for cta in lane.cta.cluster.ctas:
+                    read.setdefault(self.box(cta), cta)
+                read[own] = lane.cta
+            for box, cta in read.items():
+                both = common(box, wanted)
+                if both is None:
+                    continue
+                view = self.of(cta)
+                if both != box:
+                    starts = tuple(x - y for (x, _), (y, _) in zip(both, box, strict=True))
+                    view = view.window(starts, tuple(size for _, size in both))
+                data = views.local_load(view).data
+                if found is None:
+                    found = torch.empty(self.shape, dtype=data.dtype)
+                found[at(both)] = data
+
+        in_ctas(act)
+        return Tile(found, self.view.dtype)
+
+    def store(self, value: Any, pred: Any = True) -> None:
+        value = to_tile(value)
+        if tuple(value.shape) != self.shape:
+            raise InvalidKernel(f"{self.view.name} is {[*self.shape]}, got {value!r}")
+        if bool(pred):
+            in_ctas(lambda lane: self.of(lane.cta).store(cut(value, self.box(lane.cta))))
+
+    def index(self, index: Any) -> "Sharded":
+        return self._same(self.view.index(index))
+
+    def slice(self, start: Any, length: Any, dim: int | None = None) -> "Sharded":
+        axis = static_int((1 if self.view.storage.tensor else 0) if dim is None else dim)
+        if self.sharding.parts(len(self.shape))[axis] > 1:
+            if (static_int(start), static_int(length)) == (0, self.shape[axis]):
+                return self
+            raise Unsupported(f"a slice of {self.view.name} along a dimension that CTAs share")
+        return self._same(self.view.slice(start, length, axis))
+
+    def permute(self, order: Any) -> "Sharded":
+        dims = tuple(static_int(dim) for dim in order)
+        return Sharded(self.view.permute(dims), self.sharding.permuted(dims))
+
+    def reshape(self, shape: Any) -> "Sharded":
+        """Parts stay parts if they are split along the first dimension that is longer than 1."""
+        sizes = tuple(static_int(size) for size in shape)
+        first = [next((d for d, n in enumerate(s) if n > 1), 0) for s in (self.shape, sizes)]
+        parts = list(self.sharding.parts(len(self.shape)))
+        number = parts.pop(first[0])
+        if max(parts, default=1) > 1 or sizes[first[1]] % number:
+            raise Unsupported(f"reshape of {self.view.name}, whose parts would be none of {sizes}")
+        rest = len(sizes) - 1 - first[1]
+        steps = (max(basis, default=0) for basis in self.sharding.bases)
+        sharding = Sharding(tuple((*(0,) * first[1], step, *(0,) * rest) for step in steps))
+        return Sharded(self.view.reshape(sharding.local(sizes)), sharding)
+
+    def reinterpret(self, dtype: Any = None, shape: Any = None, layout: Any = None) -> "Sharded":
+        sizes = self.shape if shape is None else tuple(static_int(size) for size in shape)
+        sharding = self.sharding if layout is None else required(layout, sizes)
+        return Sharded(self.view.reinterpret(dtype, sharding.local(sizes), layout), sharding)
+
+    def as_barriers(self) -> MBarriers:
+        return _barriers_in(self.view, self.sharding)
+
+
+def part(what: Any, cta: Any) -> Any:
+    """What the CTA has of memory; of anything else, all."""
+    return what.of(cta) if isinstance(what, Sharded) else what
+
+
+def free(what: Any) -> int:
+    """The bits of the rank in which CTAs differ that have the same part of this memory."""
+    return what.sharding.free if isinstance(what, Sharded) else 0
+
+
+def _barriers_in(view: View, sharding: Sharding) -> MBarriers:
+    if view.dtype.name != "int64" or view.shape != (1,):
+        raise InvalidKernel(f"an mbarrier is one int64 in each CTA, got {view.name}")
+    cells = []
+    for cta in view.storage.cta.cluster.ctas:
+        storage = remote(view, cta.rank).storage
+        if storage.cells is None:
+            storage.cells = Cells(cta, storage.num_bytes // 8, view.storage.name or view.name)
+        cells.append(storage.cells)
+    return MBarriers(tuple(cells), (1,), sharding.free, view.offset)
+
 
 @dataclass(eq=False)
 class Scales(View):
@@ -117,54 +265,72 @@ class Scales(View):
         self.storage.paired = False
 
 
-def _storage(cta: Any, tensor: bool, num_bytes: int) -> Memory:
-    """New memory, or such of the same size as no value names any more: its accesses remain."""
-    for old in cta.allocations:
-        free = isinstance(old, Memory) and not old.views
-        if free and old.tensor == tensor and old.num_bytes == num_bytes:
-            old.shadow.written = 0
-            return old
-    return Memory(cta, tensor)
+def _allocate(
+    tensor: bool, num_bytes: int, layout: Any, sharding: Sharding, value: Any,
+    make: Callable[[Memory], View],
+) -> Any:  # fmt: skip
+    """New memory in each CTA, or such of the same size as no value names any more: its accesses
+    remain. make: the view of it."""
+    first, *rest = current().role.lanes
+    old = first.cta.allocations
+    free = (
+        i
+        for i, each in enumerate(old)
+        if isinstance(each, Memory) and not each.views
+        if each.tensor == tensor and each.num_bytes == num_bytes
+    )
+    number, made = next(free, len(old)), []
+    for lane in (first, *rest):
+        cta = lane.cta
+        if number < len(cta.allocations):
+            storage = cta.allocations[number]
+            storage.shadow.written = 0
+            made.append(make(storage))
+            made[-1].fit()
+        else:
+            made.append(make(storage := Memory(cta, tensor)))
+            made[-1].fit()
+            cta.allocate(storage)
+    made[0].layout = layout
+    view = Sharded(made[0], sharding) if rest else made[0]
+    if value is not None:
+        view.store(value)
+    return view
 
 
 def allocate_shared_memory(element_ty: Any, shape: Any, layout: Any, value: Any = None) -> Any:
     sizes, role = tuple(static_int(size) for size in shape), point()
     if type(layout).__name__ == "MBarrierLayout":
-        return MBarriers.allocate(role, sizes)
+        return MBarriers.allocate(role, sizes, layout)
+    sharding = required(layout, sizes)
+    sizes = sharding.local(sizes)
     num_bytes = math.prod(sizes) * element_ty.primitive_bitwidth // 8
-    where = _storage(role.cta, False, num_bytes)
-    return _made(
-        View(where, element_ty, sizes, packed(sizes), 0, 0, "buffer", layout=layout), value
+    return _allocate(
+        *(False, num_bytes, layout, sharding, value),
+        lambda where: View(where, element_ty, sizes, packed(sizes), 0, 0, "buffer"),
     )
 
 
-def allocate_tensor_memory(element_ty: Any, shape: Any, layout: Any, value: Any = None) -> View:
+def allocate_tensor_memory(element_ty: Any, shape: Any, layout: Any, value: Any = None) -> Any:
     blackwell_only("allocate_tensor_memory")
-    sizes, role = tuple(static_int(size) for size in shape), point()
+    sizes, _ = tuple(static_int(size) for size in shape), point()
     number, sizes = (sizes[0], sizes[1:]) if len(sizes) == 3 else (0, sizes)
-    if type(layout).__name__ == "TensorMemoryScalesLayout":
+    sharding, scales = required(layout, sizes), type(layout).__name__ == "TensorMemoryScalesLayout"
+    current().pairs |= bool(getattr(layout, "two_ctas", False))
+    sizes = sharding.local(sizes)
+    if scales:
         if len(sizes) != 2 or sizes[0] % 32 or bytes_of(element_ty) != 1:
             raise InvalidKernel(f"scales must be [32 N, groups] of 8 bits, got {element_ty}{sizes}")
         row = -(-sizes[0] // 32 * sizes[1] // 4) * 4 * max(1, number)
-        where = _storage(role.cta, True, row)
-        made = Scales(where, element_ty, sizes, packed(sizes), 0, number, "buffer", layout=layout)
-        return _made(made, value)
-    if len(sizes) != 2 or sizes[0] not in (64, LANES):
-        raise Unsupported(f"tensor memory of shape {[*shape]}")
-    row = -(-sizes[1] * element_ty.primitive_bitwidth // 32) * 4 * max(1, number)
-    where = _storage(role.cta, True, row)
-    return _made(
-        View(where, element_ty, sizes, packed(sizes), 0, number, "buffer", layout=layout), value
+    elif len(sizes) != 2 or sizes[0] not in (64, LANES):
+        raise Unsupported(f"tensor memory of shape {[*sizes]} in a CTA")
+    else:
+        row = -(-sizes[1] * element_ty.primitive_bitwidth // 32) * 4 * max(1, number)
+    kind = Scales if scales else View
+    return _allocate(
+        *(True, row, layout, sharding, value),
+        lambda where: kind(where, element_ty, sizes, packed(sizes), 0, number, "buffer"),
     )
-
-
-def _made(view: View, value: Any) -> View:
-    view.fit()
-    if view.storage not in view.storage.cta.allocations:
-        view.storage.cta.allocate(view.storage)
-    if value is not None:
-        view.store(value)
-    return view
 
 
 @dataclass(frozen=True)
@@ -183,15 +349,8 @@ def described(descriptor: Any, layout: Any) -> Any:
     """A `memory.Descriptor` with the members that Gluon's have."""
     descriptor.layout = layout
     descriptor.block_type = BlockType(descriptor.block_shape, descriptor.dtype)
-    descriptor.nbytes_per_cta = descriptor.block_type.nbytes
+    shape = descriptor.block_shape
+    parts = math.prod((sharding_of(layout, shape) or Sharding()).parts(len(shape)))
+    descriptor.nbytes_per_cta = descriptor.block_type.nbytes // parts
     descriptor.type = descriptor
     return descriptor
-
-
-def check_launch(num_ctas: int) -> None:
-    """Raise Unsupported for a program that spans CTAs."""
-    if num_ctas > 1:
-        raise Unsupported(
-            f"a Gluon program of num_ctas={num_ctas}: only programs of one CTA run here", ("", 0)
-        )
-    current().partition_fences = True

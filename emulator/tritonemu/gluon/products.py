@@ -2,12 +2,18 @@
 
 from typing import Any
 
+import torch
+import triton.language as tl
+
 from ..errors import InvalidKernel
 from ..language import OPERATIONS as LANGUAGE
 from ..launch import current
 from ..machine import products
-from .barriers import barrier_of, performed
-from .memory import Scales
+from ..machine.table import point
+from ..tile import Tile, to_tile
+from .barriers import barriers_of, performed
+from .ctas import at, in_ctas, others
+from .memory import Scales, Sharded, free, part
 
 
 def mma_v2(a: Any, b: Any, acc: Any, input_precision: Any = None) -> Any:
@@ -24,25 +30,72 @@ def warpgroup_mma(
 ) -> Any:  # fmt: skip
     if current().arch != "sm_90":
         raise InvalidKernel(f"warpgroup_mma needs arch sm_90, got {current().arch}")
-    result = products.async_dot(a, b, acc if performed(use_acc) else None)
-    return result if is_async else products.async_dot_wait(0, result)
+    acc = acc if performed(use_acc) else None
+    if isinstance(b, Sharded):
+        result = _warpgroup_mma_of_ctas(a, b, acc)
+    else:
+        result = products.async_dot(a, b, acc)
+    return result if is_async else warpgroup_mma_wait(0, [result])
+
+
+def _warpgroup_mma_of_ctas(a: Any, b: Sharded, acc: Any) -> Any:
+    """The rows of A that a CTA has, all if they are in registers, by the columns of B."""
+    before = acc
+    if acc is not None:
+        before = acc.result if isinstance(acc, products.Pending) else to_tile(acc).data
+    m, n = a.shape[0], b.shape[1]
+    result = torch.empty(m, n)
+
+    def act(lane: Any) -> Any:
+        rows = a.box(lane.cta)[0] if isinstance(a, Sharded) else (0, m)
+        place = rows, b.box(lane.cta)[1]
+        own = None if before is None else Tile(before[at(place)], tl.float32)
+        pending = products.async_dot(part(a, lane.cta), part(b, lane.cta), own)
+        result[at(place)] = pending.result
+        return pending
+
+    first = in_ctas(act)[0]
+    return products.Pending(result, first.dtype, first.operation)
 
 
 def warpgroup_mma_wait(num_outstanding: int = 0, deps: Any = None) -> Any:
     if deps is None:
         raise InvalidKernel("warpgroup_mma_wait needs deps")
-    waited = tuple(products.async_dot_wait(num_outstanding, value) for value in deps)
+
+    def wait(value: Any) -> Any:
+        return in_ctas(lambda _: products.async_dot_wait(num_outstanding, value))[0]
+
+    waited = tuple(map(wait, deps))
     return waited[0] if len(waited) == 1 else waited
 
 
 HOPPER = {f.__name__: f for f in (warpgroup_mma_init, warpgroup_mma, warpgroup_mma_wait)}
 
 
-def _chosen(barriers: Any, preds: Any) -> list[Any]:
-    barriers = tuple(barriers or ())
-    preds = tuple(preds) if preds else (True,) * len(barriers)
-    pairs = zip(barriers, preds, strict=True)
-    return [barrier_of(barrier) for barrier, pred in pairs if performed(pred)]
+def _completing(mbarriers: Any, preds: Any, descs: Any) -> Any:
+    """What commits the MMAs of a CTA to those of the barriers that are chosen."""
+    mbarriers = tuple(mbarriers or ())
+    preds = tuple(preds) if preds else (True,) * len(mbarriers)
+    pairs = zip(mbarriers, preds, strict=True)
+    chosen = [barriers_of(barrier) for barrier, pred in pairs if performed(pred)]
+
+    def commit(lane: Any) -> None:
+        for barriers in chosen:
+            products.commit(lane, [barriers.of(r) for r in _told(lane.cta.rank, descs)])
+
+    return commit
+
+
+def _told(rank: int, descs: Any) -> list[int]:
+    """The CTAs in which a commit of this one arrives: its pair, and all that get these operands."""
+    pair = int(current().pairs)
+    masks = [free(desc) | pair for desc in descs] or [pair]
+    return sorted({each for mask in masks for each in others(rank, mask)})
+
+
+def _issue(act: Any) -> None:
+    """What the tensor core of a CTA does; of pairs of CTAs, the first one issues for both."""
+    in_ctas(lambda lane: lane.cta.rank & int(current().pairs) or act(lane))
 
 
 def tcgen05_mma(
@@ -50,15 +103,27 @@ def tcgen05_mma(
     mbarriers: Any = None, mbarrier_preds: Any = None,
 ) -> None:  # fmt: skip
     """Asynchronous, also without barriers."""
+    commit = _completing(mbarriers, mbarrier_preds, (a, b) if multicast else ())
+
+    def act(lane: Any) -> None:
+        operands = (part(each, lane.cta) for each in (a, b, acc))
+        products.async_dot(*operands, use_acc, two_ctas=current().pairs, force_async=True)
+        commit(lane)
+
+    products.blackwell_only("tcgen05_mma")
     if performed(pred):
-        products.blackwell_only("tcgen05_mma")
-        chosen = _chosen(mbarriers, mbarrier_preds)
-        products.async_dot(a, b, acc, use_acc, mBarriers=chosen, force_async=True)
+        _issue(act)
 
 
 def tcgen05_commit(barrier: Any, pred: Any = True, descs: Any = ()) -> None:
-    if performed(pred):
-        products.tcgen05_commit(barrier_of(barrier))
+    products.blackwell_only("tcgen05_commit")
+    commit = _completing([barrier], [pred], descs)
+
+    def act(lane: Any) -> None:
+        point()
+        commit(lane)
+
+    _issue(act)
 
 
 def tcgen05_mma_scaled(
@@ -66,14 +131,24 @@ def tcgen05_mma_scaled(
     use_acc: Any = True, pred: Any = True, multicast: bool = False, mbarriers: Any = None,
     mbarrier_preds: Any = None,
 ) -> None:  # fmt: skip
+    commit = _completing(mbarriers, mbarrier_preds, (a, b) if multicast else ())
+
+    def act(lane: Any) -> None:
+        operands = (part(each, lane.cta) for each in (a, b, acc, a_scale, b_scale))
+        products.scaled_mma(*operands, a_type, b_type, use_acc, current().pairs)
+        commit(lane)
+
     if performed(pred):
-        chosen = _chosen(mbarriers, mbarrier_preds)
-        types = a_type, b_type
-        products.scaled_mma(a, b, acc, a_scale, b_scale, *types, use_acc, chosen)
+        _issue(act)
 
 
 def tcgen05_copy(src: Any, dst: Any) -> None:
-    products.tmem_copy(src, dst, scales=isinstance(dst, Scales))
+    def act(lane: Any) -> None:
+        target = part(dst, lane.cta)
+        scales = isinstance(target, Scales)
+        products.tmem_copy(part(src, lane.cta), target, scales, two_ctas=current().pairs)
+
+    _issue(act)
 
 
 BLACKWELL = {f.__name__: f for f in (tcgen05_mma, tcgen05_mma_scaled, tcgen05_commit, tcgen05_copy)}

@@ -1,6 +1,7 @@
 """Asynchronous copies: TMA, bulk copies, cp.async, and those between the CTAs of a cluster."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from ..rewrite import static_int
 from ..scheduler import COPY_LATENCY, Operation, Role
 from ..tile import Tile, held, scalar
 from .sync import in_cta, remote, single
-from .table import holds, op, point
+from .table import holds, op, point, uncharged
 from .views import stored, touch
 
 
@@ -31,6 +32,21 @@ def copy(role: Role, kind: str, buffer: Buffer, num_bytes: int) -> Operation:
     fields = {"cta": role.cta.number, "target": buffer.name, "bytes": num_bytes}
     role.scheduler.trace(kind, buffer.name, "TMA", start, operation.end, **fields)
     return operation
+
+
+def deliver(
+    role: Role, first: Operation, result: Buffer, data: torch.Tensor,
+    targets: Sequence[tuple[int, MBarrier]],
+) -> None:  # fmt: skip
+    """Land what the copy `first` brings in these CTAs, each counted on the barrier beside it."""
+    operation, num_bytes = first, result.num_bytes
+    for rank, barrier in targets:
+        target = remote(result, rank)
+        if rank != targets[0][0]:
+            # To know of the copy in one CTA is not to know of it in another.
+            operation = role.scheduler.issue("copy", end=first.end)
+            target.storage.cta.engines["shared memory"].fit(first.end, num_bytes / SHARED_BYTES)
+        land(operation, target, data, barrier, num_bytes)
 
 
 def land(
@@ -49,24 +65,26 @@ def async_descriptor_load(
     two_ctas: bool = False,
 ) -> None:  # fmt: skip
     role = point()
-    result, barrier = result.single(), single(barrier)
-    if not holds(pred):
-        return
+    barrier = single(barrier)
+    if holds(pred):
+        ranks = [int(rank) for rank in multicast_targets] or [role.cta.rank]
+        pair = role.cta.rank & ~1
+        targets = [(rank, in_cta(barrier, pair if two_ctas else rank)) for rank in ranks]
+        load_box(role, desc, result.single(), offsets, targets)
+
+
+@uncharged
+def load_box(
+    role: Role, desc: Descriptor, result: Buffer, offsets: Any,
+    targets: Sequence[tuple[int, MBarrier]],
+) -> None:  # fmt: skip
+    """A TMA load of a box to these CTAs."""
     num_bytes = math.prod(desc.block_shape) * result.itemsize
     if num_bytes != result.num_bytes or desc.dtype.name != result.dtype.name:
         expected = f"{desc.dtype}{list(desc.block_shape)}"
         raise InvalidKernel(f"{result.name} must be {expected} as the descriptor")
-    targets = [int(rank) for rank in multicast_targets] or [role.cta.rank]
-    operation = first = copy(role, "copy", result, num_bytes)
-    box = current().memory.load_box(desc, offsets, first)
-    for rank in targets:
-        target = remote(result, rank)
-        if rank != targets[0]:
-            # To know of the copy in one CTA is not to know of it in another.
-            operation = role.scheduler.issue("copy", end=first.end)
-            target.storage.cta.engines["shared memory"].fit(first.end, num_bytes / SHARED_BYTES)
-        signalled = role.cta.rank & ~1 if two_ctas else rank
-        land(operation, target, box.data, in_cta(barrier, signalled), num_bytes)
+    operation = copy(role, "copy", result, num_bytes)
+    deliver(role, operation, result, desc.fetch(offsets, operation).data, targets)
 
 
 @op
@@ -80,17 +98,17 @@ def async_descriptor_store(
     desc.store(offsets, box, store_reduce, landing(role, operation))
 
 
-@op
-def async_descriptor_gather(
-    desc: Descriptor, result: Buffer, rows: Tile, column: Any, barrier: MBarrier
-) -> None:
+@uncharged
+def gather(
+    role: Role, desc: Descriptor, result: Buffer, rows: Tile, column: Any,
+    targets: Sequence[tuple[int, MBarrier]],
+) -> None:  # fmt: skip
     """Rows of a matrix to shared memory, as many as there are numbers of them."""
-    role, result = point(), result.single()
     expected = (math.prod(rows.shape), desc.block_shape[-1])
     if result.shape != expected or result.dtype.name != desc.dtype.name:
         raise InvalidKernel(f"{result.name} must be {desc.dtype}{[*expected]} as what is gathered")
     operation = copy(role, "copy", result, result.num_bytes)
-    land(operation, result, desc.gather(rows, column, operation).data, barrier, result.num_bytes)
+    deliver(role, operation, result, desc.gather(rows, column, operation).data, targets)
 
 
 @op
@@ -102,20 +120,20 @@ def async_descriptor_scatter(desc: Descriptor, source: Buffer, rows: Tile, colum
 
 
 @op
-def try_cancel(response: Buffer, barrier: MBarrier) -> None:
+def try_cancel(response: Buffer, barriers: Sequence[MBarrier]) -> None:
     """Take a cluster that has not started, or nothing; all CTAs of this one learn which.
 
-    The response is four int32: its first program, and whether there is one.
+    The response is four int32: its first program, and whether there is one. barriers: of each CTA.
     """
     role, launch = point(), current()
     program = launch.steal()
     answer = torch.tensor([*program, 1] if program else [-1, -1, -1, 0], dtype=torch.int32)
     answer = answer.view(held(response.dtype))
     first = copy(role, "copy", response, 16)
-    for rank in range(len(role.cta.cluster.ctas)):
+    for rank, barrier in enumerate(barriers):
         own = rank == role.cta.rank
         operation = first if own else role.scheduler.issue("copy", end=first.end)
-        land(operation, remote(response, rank), answer, in_cta(barrier, rank), 16)
+        land(operation, remote(response, rank), answer, barrier, 16)
 
 
 @op

@@ -1,5 +1,6 @@
 """MMAs: wgmma on sm_90, tcgen05 on sm_100."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -167,7 +168,7 @@ def _tensor_memory_dot(
     _mma(role, operation, flops, num_bytes, f"{A.name} @ {B.name}", ctas)
     role.mma.append(operation)
     for barrier in barriers:
-        _commit(role, single(barrier), ranks)
+        commit(role, [in_cta(single(barrier), r) for r in ranks])
     if not force_async and not barriers:
         role.clock.join(operation.clock)
         role.time = max(role.time, operation.end)
@@ -176,36 +177,43 @@ def _tensor_memory_dot(
 @op
 def scaled_mma(
     A: Buffer, B: Buffer, acc: Buffer, A_scale: Buffer, B_scale: Buffer, A_format: str,
-    B_format: str, use_acc: Any = None, barriers: Any = (),
+    B_format: str, use_acc: Any = None, two_ctas: bool = False,
 ) -> None:  # fmt: skip
-    """tcgen05.mma of microscaling formats, asynchronous: scales [M, groups] and [N, groups]."""
+    """tcgen05.mma of microscaling formats, asynchronous: scales [M, groups] and [N, groups].
+
+    two_ctas: of the pair, of which each has rows of A, columns of B, and all factors of B.
+    """
     blackwell_only("tcgen05_mma_scaled")
-    role, acc, (M, N) = point(), acc.single(), (A.single().shape[0], B.single().shape[1])
+    role, A, B, acc = point(), A.single(), B.single(), acc.single()
+    ranks = (role.cta.rank, role.cta.rank + 1) if two_ctas else (role.cta.rank,)
+    M, N = A.shape[0], B.shape[1] * len(ranks)
     if acc.shape != (M, N) or not acc.storage.tensor:
         raise InvalidKernel(f"acc must be {[M, N]} in tensor memory, got {list(acc.shape)}")
     operation = _issue_dot(role)
+    columns = torch.cat([remote(B, rank).read(operation) for rank in ranks], 1).mT
 
-    def operand(values: Buffer, factors: Buffer, form: str, axis: int) -> torch.Tensor:
-        read = Tile(values.single().read(operation), values.dtype)
-        scale = Tile(factors.single().read(operation), factors.dtype)
-        return scaled(read if axis else read.like(read.data.mT), scale, form)
+    def factors(scale: Buffer, rank: int) -> Tile:
+        one = scale.single()
+        return Tile(remote(one, rank).read(operation), one.dtype)
 
-    a, b = operand(A, A_scale, A_format, 1), operand(B, B_scale, B_format, 0)
-    if a.shape[1] != b.shape[1]:
-        raise InvalidKernel(f"operands of {a.shape[1]} and {b.shape[1]} elements along K")
-    result = a @ b.mT
-    if use_acc is None or bool(use_acc):
-        result = result + acc.read(operation)
-    acc.write(result, operation)
-    flops = 2 * M * N * a.shape[1]
-    _mma(role, operation, flops, A.num_bytes + B.num_bytes, f"{A.name} @ {B.name}", [role.cta])
+    for rank in ranks:
+        rows, target = remote(A, rank).read(operation), remote(acc, rank)
+        a = scaled(Tile(rows, A.dtype), factors(A_scale, rank), A_format)
+        b = scaled(Tile(columns, B.dtype), factors(B_scale, rank), B_format)
+        if a.shape[1] != b.shape[1]:
+            raise InvalidKernel(f"operands of {a.shape[1]} and {b.shape[1]} elements along K")
+        result = a @ b.mT
+        if use_acc is None or bool(use_acc):
+            result = result + target.read(operation)
+        target.write(result, operation)
+    flops, num_bytes = 2 * M * N * a.shape[1], A.num_bytes + B.num_bytes
+    ctas = [role.cta.peer(rank) for rank in ranks]
+    _mma(role, operation, flops, num_bytes, f"{A.name} @ {B.name}", ctas)
     role.mma.append(operation)
-    for barrier in barriers:
-        _commit(role, single(barrier), (role.cta.rank,))
 
 
-def _commit(role: Role, barrier: MBarrier, ranks: tuple[int, ...]) -> None:
-    """Arrive on the barrier, in each of the CTAs, when all earlier tcgen05 operations are done."""
+def commit(role: Role, targets: Sequence[MBarrier]) -> None:
+    """Arrive on these barriers when all earlier tcgen05 operations of the role are done."""
     clock, end = role.release(), role.time
     for operation in role.mma:
         clock.join(operation.clock)
@@ -213,8 +221,7 @@ def _commit(role: Role, barrier: MBarrier, ranks: tuple[int, ...]) -> None:
     # Later commits wait for the last one, which follows all others.
     role.mma = role.mma[-1:]
     at = location()
-    for rank in ranks:
-        target = in_cta(barrier, rank)
+    for target in targets:
         role.scheduler.at(
             end,
             lambda target=target: target.arrive(1, clock, end, "tensor core", at),
@@ -223,8 +230,11 @@ def _commit(role: Role, barrier: MBarrier, ranks: tuple[int, ...]) -> None:
 
 
 @op
-def tmem_copy(src: Buffer, dst: Buffer, scales: bool = False) -> None:
-    """tcgen05.cp: from shared to tensor memory, in order with the MMAs of the role."""
+def tmem_copy(src: Buffer, dst: Buffer, scales: bool = False, two_ctas: bool = False) -> None:
+    """tcgen05.cp: from shared to tensor memory, in order with the MMAs of the role.
+
+    two_ctas: in both CTAs of the pair.
+    """
     blackwell_only("tmem_copy")
     role, src, dst = point(), src.single(), dst.single()
     if src.storage.tensor or not dst.storage.tensor:
@@ -241,7 +251,9 @@ def tmem_copy(src: Buffer, dst: Buffer, scales: bool = False) -> None:
     operation.end = port.fit(role.time, src.num_bytes / SHARED_BYTES)
     fields = {"cta": role.cta.number, "target": dst.name, "bytes": src.num_bytes}
     role.scheduler.trace("copy", dst.name, "tensor core", role.time, operation.end, **fields)
-    dst.write(src.read(operation), operation)
+    rank = role.cta.rank
+    for each in (rank, rank + 1) if two_ctas else (rank,):
+        remote(dst, each).write(remote(src, each).read(operation), operation)
     role.mma.append(operation)
 
 
@@ -251,4 +263,5 @@ def tcgen05_commit(mBarrier: Any, two_ctas: bool = False) -> None:
     role, rank = point(), current().role.cta.rank
     if two_ctas and rank % 2:
         return
-    _commit(role, single(mBarrier), (rank, rank + 1) if two_ctas else (rank,))
+    ranks = (rank, rank + 1) if two_ctas else (rank,)
+    commit(role, [in_cta(single(mBarrier), each) for each in ranks])

@@ -12,12 +12,9 @@ from ..tile import WORK
 OPERATIONS: dict[str, Any] = {}
 
 
-def op(function: Callable) -> Callable:
-    """Make the function what stands for the TLX operation of its name.
-
-    The tiles that the emulator makes to carry it out are no arithmetic of the role: what the
-    operation costs it says itself.
-    """
+def uncharged(function: Callable) -> Callable:
+    """The tiles that the emulator makes to carry it out are no arithmetic of the role: what the
+    operation costs it says itself."""
 
     @functools.wraps(function)
     def apply(*args: Any, **kwargs: Any) -> Any:
@@ -28,7 +25,12 @@ def op(function: Callable) -> Callable:
         WORK[0] = 0 if charged else work
         return result
 
-    OPERATIONS[function.__name__] = apply
+    return apply
+
+
+def op(function: Callable) -> Callable:
+    """Make the function what stands for the TLX operation of its name; `uncharged`, too."""
+    OPERATIONS[function.__name__] = apply = uncharged(function)
     return apply
 
 

@@ -17,6 +17,7 @@ from ..machine.sync import (
     barrier_arrive,
     barrier_expect_bytes,
     barrier_wait,
+    in_cta,
 )
 from ..machine.table import blackwell_only, op, point
 from ..machine.views import local_load
@@ -58,7 +59,8 @@ def clc_producer(
         barrier_wait(context.empty[k], p_producer)
     barrier_expect_bytes(context.full[k], 16)
     if rank == 0 or not multi_ctas:
-        try_cancel(context.responses[k], context.full[k])
+        ranks = range(len(current().role.cta.cluster.ctas))
+        try_cancel(context.responses[k], [in_cta(context.full[k], rank) for rank in ranks])
 
 
 @op

@@ -1,0 +1,390 @@
+"""Programs in Gluon that span CTAs: two pipelines, and small ones with the mistake BUG names.
+
+The pipelines need two CTAs: a matmul by pairs on sm_100, and one on sm_90 whose B is multicast.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.blackwell import (
+    TensorMemoryLayout,
+    TensorMemoryScalesLayout,
+    allocate_tensor_memory,
+    clc,
+    tcgen05_commit,
+    tcgen05_copy,
+    tcgen05_mma,
+    tcgen05_mma_barrier_count,
+    tcgen05_mma_scaled,
+)
+from triton.experimental.gluon.language.nvidia.hopper import (
+    cluster,
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+
+@gluon.jit
+def load_pair(a, b, left, right, full, empty, TILES: gl.constexpr, STEPS: gl.constexpr,
+              STAGES: gl.constexpr):  # fmt: skip
+    for i in range(TILES * STEPS):
+        stage = i % STAGES
+        mbarrier.wait(empty.index(stage), ((i // STAGES) & 1) ^ 1)
+        mbarrier.expect(full.index(stage), a.nbytes_per_cta + b.nbytes_per_cta)
+        tma.async_load(a, [i // STEPS * 256, i % STEPS * 64], full.index(stage), left.index(stage))
+        tma.async_load(b, [i % STEPS * 64, 0], full.index(stage), right.index(stage))
+
+
+@gluon.jit
+def multiply_pair(acc, left, right, full, empty, acc_full, acc_empty, TILES: gl.constexpr,
+                  STEPS: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+    i = 0
+    for tile in range(TILES):
+        slot = tile % STAGES
+        mbarrier.wait(acc_empty.index(slot), ((tile // STAGES) & 1) ^ 1)
+        for step in range(STEPS):
+            stage = i % STAGES
+            mbarrier.wait(full.index(stage), (i // STAGES) & 1)
+            tcgen05_mma(left.index(stage), right.index(stage), acc.index(slot), use_acc=step > 0)
+            tcgen05_commit(empty.index(stage))
+            i += 1
+        tcgen05_commit(acc_full.index(slot))
+
+
+@gluon.jit
+def store_pair(c, acc, acc_full, acc_empty, TILES: gl.constexpr, STAGES: gl.constexpr):
+    out = gl.allocate_shared_memory(c.dtype, [256, 64], c.layout)
+    for tile in range(TILES):
+        slot = tile % STAGES
+        mbarrier.wait(acc_full.index(slot), (tile // STAGES) & 1)
+        value = acc.index(slot).load()
+        mbarrier.arrive(acc_empty.index(slot))
+        tma.store_wait(0)
+        out.store(value)
+        fence_async_shared()
+        tma.async_store(c, [256 * tile, 0], out)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def pair_kernel(a, b, c, TILES: gl.constexpr, STEPS: gl.constexpr, STAGES: gl.constexpr):
+    """c = a @ b in tiles of 256 rows, of which each CTA of a pair has half."""
+    T: gl.constexpr = TensorMemoryLayout([128, 64], 1, cga_layout=((1, 0),), two_ctas=True)
+    left = gl.allocate_shared_memory(a.dtype, [STAGES, 256, 64], a.layout)
+    right = gl.allocate_shared_memory(b.dtype, [STAGES, 64, 64], b.layout)
+    acc = allocate_tensor_memory(gl.float32, [STAGES, 256, 64], T)
+    full = mbarrier.allocate_mbarrier(batch=STAGES, two_ctas=True)
+    empty = mbarrier.allocate_mbarrier(batch=STAGES)
+    acc_full = mbarrier.allocate_mbarrier(batch=STAGES)
+    acc_empty = mbarrier.allocate_mbarrier(batch=STAGES, two_ctas=True)
+    for k in gl.static_range(STAGES):
+        mbarrier.init(full.index(k), count=1)
+        mbarrier.init(empty.index(k), count=1)
+        mbarrier.init(acc_full.index(k), count=1)
+        mbarrier.init(acc_empty.index(k), count=1)
+    gl.warp_specialize(
+        [
+            (store_pair, (c, acc, acc_full, acc_empty, TILES, STAGES)),
+            (load_pair, (a, b, left, right, full, empty, TILES, STEPS, STAGES)),
+            (
+                multiply_pair,
+                (acc, left, right, full, empty, acc_full, acc_empty, TILES, STEPS, STAGES),
+            ),
+        ],
+        [1, 1],
+        [24, 24],
+    )
+
+
+@gluon.jit
+def load_shared_b(a, b, left, right, full, empty, both_empty, STEPS: gl.constexpr,
+                  STAGES: gl.constexpr):  # fmt: skip
+    for i in range(STEPS):
+        stage = i % STAGES
+        mbarrier.wait(empty.index(stage), ((i // STAGES) & 1) ^ 1)
+        mbarrier.wait(both_empty.index(stage), ((i // STAGES) & 1) ^ 1)
+        mbarrier.expect(full.index(stage), a.nbytes_per_cta + b.nbytes_per_cta)
+        tma.async_load(a, [0, i * 64], full.index(stage), left.index(stage))
+        tma.async_load(b, [i * 64, 0], full.index(stage), right.index(stage), multicast=True)
+
+
+@gluon.jit
+def multiply_shared_b(c, left, right, full, empty, both_empty, STEPS: gl.constexpr,
+                      STAGES: gl.constexpr):  # fmt: skip
+    M: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16], ((1, 0),))
+    acc = gl.zeros([128, 64], gl.float32, M)
+    for i in range(STEPS):
+        stage = i % STAGES
+        mbarrier.wait(full.index(stage), (i // STAGES) & 1)
+        acc = warpgroup_mma(left.index(stage), right.index(stage), acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        mbarrier.arrive(empty.index(stage))
+        mbarrier.arrive(both_empty.index(stage))
+    out = gl.allocate_shared_memory(c.dtype, [128, 64], c.layout)
+    out.store(acc)
+    fence_async_shared()
+    tma.async_store(c, [0, 0], out)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def multicast_kernel(a, b, c, STEPS: gl.constexpr, STAGES: gl.constexpr):
+    """c = a @ b of 128 rows, half of them in each CTA; the first CTA loads B for both."""
+    left = gl.allocate_shared_memory(a.dtype, [STAGES, 128, 64], a.layout)
+    right = gl.allocate_shared_memory(b.dtype, [STAGES, 64, 64], b.layout)
+    full = mbarrier.allocate_mbarrier(batch=STAGES)
+    empty = mbarrier.allocate_mbarrier(batch=STAGES)
+    both_empty = mbarrier.allocate_mbarrier(batch=STAGES, two_ctas=True)
+    for k in gl.static_range(STAGES):
+        mbarrier.init(full.index(k), count=1)
+        mbarrier.init(empty.index(k), count=1)
+        mbarrier.init(both_empty.index(k), count=1)
+    gl.warp_specialize(
+        [
+            (multiply_shared_b, (c, left, right, full, empty, both_empty, STEPS, STAGES)),
+            (load_shared_b, (a, b, left, right, full, empty, both_empty, STEPS, STAGES)),
+        ],
+        [1],
+        [24],
+    )
+
+
+@gluon.jit
+def softmax(x, y, COLUMNS: gl.constexpr):
+    """Of a row over all CTAs."""
+    bases: gl.constexpr = ((1,), (2,), (4,))[: gl.num_ctas().bit_length() - 1]
+    L: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0], cga_layout=bases)
+    at = gl.program_id(0) * COLUMNS + gl.arange(0, COLUMNS, L)
+    z = gl.exp(gl.load(x + at) - gl.max(gl.load(x + at), axis=0))
+    gl.store(y + at, z / gl.sum(z, axis=0))
+
+
+@gluon.jit
+def multicast_again(source, y, BUG: gl.constexpr):
+    """y = both halves of `source` [64, 32], one after the other through one multicast buffer."""
+    L: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0], cga_layout=((0, 0),))
+    tile = gl.allocate_shared_memory(source.dtype, [32, 32], source.layout)
+    bar = mbarrier.allocate_mbarrier()
+    mbarrier.init(bar, count=2 if BUG == "count" else 1)
+    rows = gl.arange(0, 32, gl.SliceLayout(1, L))[:, None]
+    at = rows * 32 + gl.arange(0, 32, gl.SliceLayout(0, L))[None, :]
+    for i in gl.static_range(2):
+        if BUG == "bytes of both":
+            mbarrier.expect(bar, 2 * source.nbytes_per_cta)
+        elif BUG != "no expect":
+            mbarrier.expect(bar, source.nbytes_per_cta)
+        tma.async_load(source, [32 * i, 0], bar, tile, multicast=BUG != "no multicast")
+        if BUG != "no wait":
+            mbarrier.wait(bar, i)
+        gl.store(y + 1024 * i + at, tile.load(L))
+        if BUG == "relaxed":
+            cluster.barrier(relaxed=True)
+        elif BUG == "barrier of a CTA":
+            gl.barrier()
+        elif BUG == "one wait for both":
+            mbarrier.wait(bar, i)
+        else:
+            gl.barrier(cluster=True)
+    mbarrier.invalidate(bar)
+
+
+@gluon.jit
+def peers(x, y, BUG: gl.constexpr):
+    """y = x of [4, 32], through rows that the CTAs store and columns that they load."""
+    R: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [1, 4], [1, 0], cga_layout=((1, 0),))
+    C: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [1, 4], [1, 0], cga_layout=((0, 1),))
+    S: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0], cga_layout=((1, 0),))
+    rows = gl.arange(0, 4, gl.SliceLayout(1, R))[:, None]
+    shared = gl.allocate_shared_memory(gl.float32, [4, 32], S)
+    shared.store(gl.load(x + rows * 32 + gl.arange(0, 32, gl.SliceLayout(0, R))[None, :]))
+    if BUG != "stored":
+        gl.barrier(cluster=True)
+    value = shared.load(C)
+    if BUG == "loaded":
+        shared.store(gl.full([4, 32], 0.0, gl.float32, R))
+    rows = gl.arange(0, 4, gl.SliceLayout(1, C))[:, None]
+    gl.store(y + rows * 32 + gl.arange(0, 32, gl.SliceLayout(0, C))[None, :], value)
+
+
+@gluon.jit
+def pair_once(a, b, c, BUG: gl.constexpr):
+    """c = a @ b of [256, 64] by [64, 64]: one MMA of a pair of CTAs."""
+    T: gl.constexpr = TensorMemoryLayout([128, 64], 1, cga_layout=((1, 0),), two_ctas=True)
+    R: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0], cga_layout=((1, 0),))
+    left = gl.allocate_shared_memory(a.dtype, [256, 64], a.layout)
+    right = gl.allocate_shared_memory(b.dtype, [64, 64], b.layout)
+    loaded = mbarrier.allocate_mbarrier(two_ctas=BUG != "barrier of each")
+    done = mbarrier.allocate_mbarrier(two_ctas=BUG == "one to wait")
+    mbarrier.init(loaded, count=2 if BUG == "count of both" else 1)
+    mbarrier.init(done, count=1)
+    bytes: gl.constexpr = a.nbytes_per_cta + b.nbytes_per_cta
+    mbarrier.expect(loaded, 2 * bytes if BUG == "bytes of both" else bytes)
+    tma.async_load(a, [0, 0], loaded, left)
+    tma.async_load(b, [0, 0], loaded, right)
+    mbarrier.wait(loaded, 0)
+    if BUG == "read by both":
+        left.load(R)
+    acc = allocate_tensor_memory(gl.float32, [256, 64], T)
+    tcgen05_mma(left, right, acc, use_acc=False, mbarriers=[done])
+    if BUG != "no wait":
+        mbarrier.wait(done, 0)
+    out = gl.allocate_shared_memory(c.dtype, [256, 64], c.layout)
+    out.store(acc.load())
+    fence_async_shared()
+    tma.async_store(c, [0, 0], out)
+    if BUG != "no store wait":
+        tma.store_wait(0)
+
+
+@gluon.jit
+def pairs_of_four(a, b, c, BUG: gl.constexpr):
+    """c = a @ b of [512, 128] by [128, 64], two pairs of CTAs; B is multicast to both."""
+    T: gl.constexpr = TensorMemoryLayout([128, 64], 1, cga_layout=((1, 0), (2, 0)), two_ctas=True)
+    left = gl.allocate_shared_memory(a.dtype, [512, 64], a.layout)
+    right = gl.allocate_shared_memory(b.dtype, [64, 64], b.layout)
+    acc = allocate_tensor_memory(gl.float32, [512, 64], T)
+    loaded = mbarrier.allocate_mbarrier(two_ctas=True)
+    done = mbarrier.allocate_mbarrier()
+    commits: gl.constexpr = tcgen05_mma_barrier_count([left, right], True, True)
+    mbarrier.init(loaded, count=1)
+    mbarrier.init(done, count=1 if BUG == "own commit" else commits)
+    for k in gl.static_range(2):
+        mbarrier.expect(loaded, a.nbytes_per_cta + b.nbytes_per_cta)
+        tma.async_load(a, [0, k * 64], loaded, left)
+        tma.async_load(b, [k * 64, 0], loaded, right, multicast=True)
+        mbarrier.wait(loaded, k)
+        tcgen05_mma(left, right, acc, use_acc=k > 0, multicast=BUG != "commit to own pair",
+                    mbarriers=[done])  # fmt: skip
+        mbarrier.wait(done, k)
+    out = gl.allocate_shared_memory(c.dtype, [512, 64], c.layout)
+    out.store(acc.load())
+    fence_async_shared()
+    tma.async_store(c, [0, 0], out)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def scaled_pair(a, b, a_scale, b_scale, c, BUG: gl.constexpr):
+    """c = a @ b.T of [256, 128] by [64, 128], both in e4m3 with scales, by a pair of CTAs.
+
+    a_scale: as it lies in tensor memory, in halves of [32, 4, 4]; b_scale: [64, 4].
+    """
+    T: gl.constexpr = TensorMemoryLayout([128, 64], 1, cga_layout=((1, 0),), two_ctas=True)
+    S: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0], cga_layout=((1, 0),))
+    R: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [4, 1], [1, 0], cga_layout=((1, 0),))
+    B: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [4, 1], [1, 0], cga_layout=((0, 0),))
+    left = gl.allocate_shared_memory(a.dtype, [256, 128], a.layout)
+    right = gl.allocate_shared_memory(b.dtype, [64, 128], b.layout)
+    packed = gl.allocate_shared_memory(gl.uint8, [2, 512], S)
+    left_scale = allocate_tensor_memory(
+        gl.uint8, [256, 4], TensorMemoryScalesLayout(cga_layout=((1, 0),))
+    )
+    right_scale = allocate_tensor_memory(
+        gl.uint8, [64, 4], TensorMemoryScalesLayout(cga_layout=((0, 0),))
+    )
+    acc = allocate_tensor_memory(gl.float32, [256, 64], T)
+    loaded = mbarrier.allocate_mbarrier(two_ctas=True)
+    done = mbarrier.allocate_mbarrier()
+    mbarrier.init(loaded, count=1)
+    mbarrier.init(done, count=1)
+    if BUG == "stored last":
+        mbarrier.expect(loaded, a.nbytes_per_cta + b.nbytes_per_cta)
+        tma.async_load(a, [0, 0], loaded, left)
+        tma.async_load(b, [0, 0], loaded, right)
+    rows = gl.arange(0, 2, gl.SliceLayout(1, R))[:, None]
+    columns = gl.arange(0, 512, gl.SliceLayout(0, R))[None, :]
+    packed.store(gl.load(a_scale + rows * 512 + columns))
+    rows = gl.arange(0, 64, gl.SliceLayout(1, B))[:, None]
+    columns = gl.arange(0, 4, gl.SliceLayout(0, B))[None, :]
+    factors = gl.load(b_scale + rows * 4 + columns)
+    right_scale.store(gl.convert_layout(factors, right_scale.get_reg_layout()))
+    if BUG != "stored last":
+        mbarrier.expect(loaded, a.nbytes_per_cta + b.nbytes_per_cta)
+        tma.async_load(a, [0, 0], loaded, left)
+        tma.async_load(b, [0, 0], loaded, right)
+    mbarrier.wait(loaded, 0)
+    tcgen05_copy(packed.reshape([2, 32, 4, 4]).permute([0, 2, 1, 3]).reshape([256, 4]), left_scale)
+    tcgen05_mma_scaled(
+        left, right.permute([1, 0]), acc, left_scale, right_scale, "e4m3", "e4m3", use_acc=False
+    )
+    tcgen05_commit(done)
+    mbarrier.wait(done, 0)
+    out = gl.allocate_shared_memory(c.dtype, [256, 64], c.layout)
+    out.store(acc.slice(0, 64).load())
+    fence_async_shared()
+    tma.async_store(c, [0, 0], out)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def persistent(y, BUG: gl.constexpr):
+    """y[i] = 1 for all programs i, each done by whoever takes it over."""
+    S: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0], cga_layout=((0,),))
+    response = gl.allocate_shared_memory(gl.int64, [2], S)
+    bar = mbarrier.allocate_mbarrier()
+    mbarrier.init(bar, count=1)
+    program, phase, more = gl.program_id(0), 0, True
+    while more:
+        gl.store(y + program, 1.0)
+        if BUG == "no barrier" or BUG == "each expects, no barrier":
+            gl.barrier()
+        else:
+            gl.barrier(cluster=True)
+        if BUG == "each expects, no barrier":
+            mbarrier.expect(bar, 16)
+        elif BUG == "expected in one":
+            mbarrier.expect(bar, 16, from_cta=0)
+            mbarrier.expect(bar, 16, from_cta=1)
+        else:
+            mbarrier.expect(bar, 16, from_cta=0)
+        clc.try_cancel(response, bar)
+        mbarrier.wait(bar, phase)
+        result = clc.load_result(response)
+        more = result.is_canceled()
+        program = result.program_id(0)
+        phase ^= 1
+
+
+@gluon.jit
+def cp_async(x, y, BUG: gl.constexpr):
+    """y = x of 256, half of it in each CTA."""
+    L: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0], cga_layout=((1,),))
+    S: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0], cga_layout=((1,),))
+    shared = gl.allocate_shared_memory(gl.float32, [256], S)
+    at = gl.arange(0, 256, L)
+    async_copy.async_load(shared, x + at)
+    async_copy.commit_group()
+    if BUG != "no wait":
+        async_copy.wait_group(0)
+    gl.store(y + at, shared.load(L))
+
+
+@gluon.jit
+def barrier_in_memory(y, BUG: gl.constexpr):
+    """y[0] = 1: a barrier of four CTAs, in memory that is allocated as any other."""
+    S: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0], cga_layout=((0,), (0,)))
+    bars = gl.allocate_shared_memory(gl.int64, [2, 1], S)
+    if BUG != "no init":
+        mbarrier.init(bars.index(1), count=1)
+    mbarrier.arrive(bars.index(1), count=2 if BUG == "arrives twice" else 1)
+    mbarrier.wait(bars.index(1), 0)
+    mbarrier.invalidate(bars.index(1))
+    gl.store(y, 1.0)
+
+
+@gluon.jit
+def unsupported(x, WHAT: gl.constexpr):
+    L: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [1, 4], [1, 0], cga_layout=((1, 0),))
+    S: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0], cga_layout=((1, 0),))
+    shared = gl.allocate_shared_memory(gl.float32, [4, 32], S, gl.zeros([4, 32], gl.float32, L))
+    if WHAT == "slice":
+        shared.slice(2, 2, dim=0)
+    elif WHAT == "gather":
+        shared.gather(gl.zeros([4, 32], gl.int32, L), 0)
+    elif WHAT == "cluster_ctarank":
+        gl.inline_asm_elementwise(
+            "mov.u32 $0, %cluster_ctarank;", "=r", [], dtype=gl.int32, is_pure=True, pack=1
+        )
