@@ -320,8 +320,9 @@ class Buffer:
         offset = one.offset * one.itemsize // item
         return replace(one, dtype=dtype, shape=shape, strides=strides, offset=offset)
 
-    def _view(self) -> torch.Tensor:
-        flat = self.storage.data.view(RAW[self.dtype.name])
+    def _view(self, data: torch.Tensor | None = None) -> torch.Tensor:
+        """The elements, in the storage's bytes or in others like them."""
+        flat = (self.storage.data if data is None else data).view(RAW[self.dtype.name])
         if not self.storage.tensor:
             return flat.as_strided(*(self.laid or (self.shape, self.strides)), self.offset)
         (rows, columns), lane = self.shape, flat.shape[1]
@@ -374,7 +375,9 @@ class Buffer:
                 suppressions.judge(finding, launch.report)
             else:
                 launch.report.uninitialized += 1
-        access = actor.access(write, mask, name=self.name)
+        if launch.threads is not None:
+            launch.threads.access(self, actor, write)
+        access = actor.access(write, mask, name=self.name, view=self)
         if not launch.races:
             shadow.written |= mask if write else 0
             return
@@ -447,6 +450,16 @@ class Buffer:
         view = self._view()
         current().scheduler.changes += 1
         view.copy_(to_raw(data, self.dtype).reshape(view.shape))
+        if self.storage.tensor and isinstance(actor, Role):
+            actor.meet()  # the compiler puts a barrier there
+
+    def spread(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Of a number below 255 for each element, that of each byte of the storage, 255 outside."""
+        data = torch.full_like(self.storage.data, 255)
+        view = self._view(data)
+        each = numbers.to(torch.uint8).reshape(*view.shape, 1)
+        view.copy_(each.repeat_interleave(self.itemsize, -1).view(view.dtype).squeeze(-1))
+        return data
 
     def on(self, storage: Storage) -> "Buffer":
         return replace(self, storage=storage)

@@ -14,6 +14,7 @@ from triton.backends.nvidia.compiler import CUDAOptions
 from triton.runtime.jit import JITFunction, TensorWrapper
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from .assembly import Code
 from .barriers import ClusterBarrier
 from .compiling import ask_front_end, asm_of, compile_launch
 from .errors import EmulatorError, InvalidKernel, Unsupported, location_of
@@ -26,7 +27,7 @@ from .orders import Order, order_of
 from .rewrite import Lowering, map_tuple
 from .scheduler import Role, Scheduler
 from .tasks import Region
-from .threads import Code, Threads
+from .threads import Threads
 from .tile import FROM_TORCH, cast, scalar
 from .timeline import Timeline
 from .undefined import MODES

@@ -485,7 +485,7 @@ class Memory:
             if sem in (None, "release", "acq_rel"):
                 if self._threads is not None:
                     self._threads.release(role)
-                shared.join(role.release(all_warps=self._threads is None))
+                shared.join(role.release(self._threads is None, met=self._threads is None))
             role.meet()
         if self._threads is not None:
             self._threads.forget(region.cells, region.shadow, where)

@@ -142,8 +142,9 @@ def expect(
     if bytes_per_cta is None:
         raise InvalidKernel("mbarrier.expect needs bytes_per_cta")
     if performed(pred):
-        number, barrier = int(bytes_per_cta), barrier_of(mbarrier)
-        barrier.arrive(1, role.release(), role.time, role, location(), num_bytes=number)
+        number, barrier, at = int(bytes_per_cta), barrier_of(mbarrier), location()
+        clock = role.release_by_one("expect", at)
+        barrier.arrive(1, clock, role.time, role, at, num_bytes=number)
 
 
 def arrive(mbarrier: MBarriers, *, count: int = 1, pred: Any = True, from_cta: Any = None) -> None:

@@ -76,7 +76,7 @@ def mbarrier_arrive(mbarrier: Any, increment_count: bool = True) -> None:
     With increment_count the barrier expects as many more arrivals: only those of others count.
     """
     role, barrier, at = point(), barrier_of(mbarrier), location()
-    threads, clock, end = 32 * role.warps, role.release(), role.time
+    threads, clock, end = 32 * role.warps, role.release_by_each(), role.time
     if increment_count:
         barrier.pending += threads
     for operation in (operation for group in role.copies for operation in group):

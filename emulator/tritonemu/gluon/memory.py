@@ -107,8 +107,8 @@ class Scales(View):
     def _strided(self) -> "Scales":
         raise Unsupported(f"a part of {self.name}, scales in tensor memory")
 
-    def _view(self) -> Any:
-        data = self.storage.data
+    def _view(self, data: Any = None) -> Any:
+        data = self.storage.data if data is None else data
         shape = (self.shape[0] // 32, 32, self.shape[1])
         strides = (self.shape[1], data.shape[1], 1)
         return data.view(RAW[self.dtype.name]).as_strided(shape, strides, self.offset)

@@ -206,13 +206,13 @@ def scaled_mma(
 
 def _commit(role: Role, barrier: MBarrier, ranks: tuple[int, ...]) -> None:
     """Arrive on the barrier, in each of the CTAs, when all earlier tcgen05 operations are done."""
-    clock, end = role.release(), role.time
+    at, end = location(), role.time
+    clock = role.release_by_one("commit", at)
     for operation in role.mma:
         clock.join(operation.clock)
         end = max(end, operation.end)
     # Later commits wait for the last one, which follows all others.
     role.mma = role.mma[-1:]
-    at = location()
     for rank in ranks:
         target = in_cta(barrier, rank)
         role.scheduler.at(
