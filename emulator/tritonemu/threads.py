@@ -24,8 +24,8 @@ a store to tensor memory. It knows nothing else of tensor memory (facebookexperi
 So these are races, unless a barrier lies between:
 
 - warps load from tensor memory, and then store to the same bytes, through an alias or with another
-  layout, so that another warp has them. Four warps have 32 lanes each, and their own alone; of more,
-  the layouts of the compiled launch say who has what.
+  layout, so that another warp has them. Of four warps each has 32 lanes, and no others; of more the
+  layouts of the compiled launch say who has what.
 - warps load from tensor memory, and then one thread issues an MMA, or a copy, that writes there.
 - one thread speaks for itself alone: it issues an MMA or a copy, commits, or announces bytes, and
   who waits for that meets what other warps do before it.
@@ -77,7 +77,6 @@ class _Store:
 
 # Up to so many warps each has lanes of tensor memory of its own.
 _OWN_LANES = 4
-_REMEDY = "; tl.debug_barrier() or tlx.named_barrier_wait() makes warps of a role meet"
 
 
 class Threads:
@@ -125,7 +124,7 @@ class Threads:
         begin = _last(trail[:end], old)
         if begin is not None and trail[end - 1][0] == known:
             file, line = trail[end - 1][1][1]
-            told = f"one of its threads spoke for itself alone at {file}:{line}"
+            told = f"one of its threads speaks for itself alone at {file}:{line}, and "
             self._judge_way(buffer, actor, write, old, [s for _, s in trail[begin:end]], told)
 
     def _judge_own(self, buffer: Any, actor: Role | Operation, write: bool, old: Access) -> None:
@@ -135,13 +134,13 @@ class Threads:
         begin = _last(trail, old)
         if begin is None:
             return
-        way, told = [step for _, step in trail[begin:]], "issued by one thread"
+        way, told = [step for _, step in trail[begin:]], "one thread issues it, and "
         if actor is role:
             here = _kind(True, write), location()
             if role.warps <= _OWN_LANES or self._is_of_one_warp(buffer, here, old):
                 return
-            way, told = [*way, here], "by another warp"
-        self._judge_way(buffer, actor, write, old, way, f"this is {told}")
+            way, told = [*way, here], "they have its bytes otherwise now, and "
+        self._judge_way(buffer, actor, write, old, way, told)
 
     def _is_of_one_warp(self, buffer: Any, here: Step, old: Access) -> bool:
         """Whether one warp makes both accesses of each byte, also if the code does not tell."""
@@ -161,15 +160,16 @@ class Threads:
         """Raise Race if on this way of the old access's role its warps need not meet."""
         if not self._code().is_open(way):
             return
-        who, verb = getattr(actor, "label", ""), {True: "writes", False: "reads"}
+        who = getattr(actor, "label", "")
         if isinstance(actor, Operation):
             who = f"{actor.kind} issued by {actor.role.label}"
+        does, did = "writes" if write else "reads", "written" if old.write else "read"
         alias = f"as {old.name} " if old.name != buffer.name else ""
         file, line = old.at
         finding = Race(
-            f"{who} {verb[write]} {buffer.label}, which a warp of {old.who} {verb[old.write]} "
-            f"{alias}at {file}:{line}, perhaps later: {told}, and the warps do not meet between the "
-            f"two{_REMEDY}; or allow it with {option('unguarded', 'allow')}",
+            f"{who} {does} {buffer.label}, which a warp of {old.who} may not have {did} yet "
+            f"{alias}at {file}:{line}: {told}no barrier makes warps of the role meet before; put "
+            f"tl.debug_barrier() there, or allow it with {option('unguarded', 'allow')}",
             other=old.at,
             buffer=buffer.name,
         )
