@@ -102,7 +102,7 @@ def execute(
     `MissingFence` and `EarlyExit`. strict: whether stores that change no bit race, too; without
     it, one value from several programs is a note of the report. uninitialized: "error", or "allow"
     to let reads of unwritten shared memory yield NaN. unguarded: "error", or "allow" to let pass
-    what warps of one program do to global memory without a barrier (see `threads`). masked: what
+    what warps of one program do to memory without a barrier (see `threads`). masked: what
     lanes hold that a mask turns off and no `other` fills, "nan" (and large integers, and
     `UndefinedValue` if they are stored), "zero", as on NVIDIA GPUs, or "random". reachable: tensors
     to look at first for what addresses in memory name. bounds: "tensor", or "storage": of tensors
