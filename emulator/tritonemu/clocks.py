@@ -83,7 +83,7 @@ class Access:
 
     role, epoch: index of the role and its epoch then. operation: the bit of the asynchronous
     operation, 0 if the role itself touched the bytes. who: for messages. name: of the memory, as
-    the access names it. view: the buffer.
+    the access names it. where: its `Lanes`, of tensor memory.
     """
 
     role: int
@@ -94,7 +94,7 @@ class Access:
     at: Location
     who: str
     name: str = ""
-    view: Any = None
+    where: Any = None
 
 
 @dataclass(eq=False, slots=True)

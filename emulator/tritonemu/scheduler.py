@@ -147,10 +147,10 @@ class Role:
         self.clock.fenced = self.release(met=False).epochs
 
     def access(
-        self, write: bool, mask: int, at: Location | None = None, name: str = "", view: Any = None
+        self, write: bool, mask: int, at: Location | None = None, name: str = "", where: Any = None
     ) -> Access:
         at = at or location()
-        return Access(self.index, self.epoch, 0, write, mask, at, self.label, name, view)
+        return Access(self.index, self.epoch, 0, write, mask, at, self.label, name, where)
 
 
 @dataclass(eq=False)
@@ -168,9 +168,9 @@ class Operation:
     end: float = 0.0
     generic: bool = False
 
-    def access(self, write: bool, mask: int, name: str = "", view: Any = None) -> Access:
+    def access(self, write: bool, mask: int, name: str = "", where: Any = None) -> Access:
         who, role = f"{self.kind} issued by {self.role.label}", self.role
-        return Access(role.index, role.epoch, self.bit, write, mask, self.at, who, name, view)
+        return Access(role.index, role.epoch, self.bit, write, mask, self.at, who, name, where)
 
 
 @dataclass

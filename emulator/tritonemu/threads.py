@@ -37,6 +37,7 @@ memories the way leads along all that the role does between, and a wait for an m
 """
 
 import bisect
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -137,21 +138,21 @@ class Threads:
         way, told = [step for _, step in trail[begin:]], "one thread issues it, and "
         if actor is role:
             here = _kind(True, write), location()
-            if role.warps <= _OWN_LANES or self._is_of_one_warp(buffer, here, old):
+            if role.warps <= _OWN_LANES or self._is_of_one_warp(buffer.lanes, here, old):
                 return
             way, told = [*way, here], "they have its bytes otherwise now, and "
         self._judge_way(buffer, actor, write, old, way, told)
 
-    def _is_of_one_warp(self, buffer: Any, here: Step, old: Access) -> bool:
+    def _is_of_one_warp(self, lanes: Any, here: Step, old: Access) -> bool:
         """Whether one warp makes both accesses of each byte, also if the code does not tell."""
         both = []
-        for view, (kind, at) in ((buffer, here), (old.view, (_kind(True, old.write), old.at))):
-            warps = self._code().warps_of(at, kind, view.shape[0] * view.shape[1])
-            if warps is None:
+        for where, (kind, at) in ((lanes, here), (old.where, (_kind(True, old.write), old.at))):
+            warps = self._code().warps_of(at, kind, math.prod(where.shape))
+            if warps is None or where.num_bytes != lanes.num_bytes:
                 return True
-            both.append(view.spread(warps))
-        outside = torch.stack(both) == 255
-        return bool((outside.any(0) | (both[0] == both[1])).all())
+            both.append(where.spread(warps))
+        mine, before = both
+        return bool(((mine == 255) | (before == 255) | (mine == before)).all())
 
     def _judge_way(
         self, buffer: Any, actor: Role | Operation, write: bool, old: Access, way: list[Step],
@@ -278,7 +279,7 @@ def _kind(tensor: bool, write: bool) -> str:
 
 def _last(trail: list[tuple[int, Step]], access: Access) -> int | None:
     """Where a role made this access last; None if it is not in the trail."""
-    step = access.epoch, (_kind(access.view.storage.tensor, access.write), access.at)
+    step = access.epoch, (_kind(access.where is not None, access.write), access.at)
     return next((i for i in reversed(range(len(trail))) if trail[i] == step), None)
 
 
