@@ -41,9 +41,8 @@ class Role:
     whether it is a task rather than the kernel around it. tiles: those of the kernel around it, by
     name, which it must not use. staged: bytes of shared memory of `stage`. word: region and element
     of global memory that it read last. stored: its epoch when it last stored a block there, or
-    accessed other memory. turn,
-    spins, spins_at: of `spinning`: the last test of a loop; after which change, and where, it was
-    known to spin.
+    accessed other memory. turn, spins, spins_at: of `spinning`: the last test of a loop; after
+    which change, and where, it was known to spin.
     """
 
     def __init__(self, scheduler: "Scheduler", cta: Any, name: str, warps: int, body: Callable):

@@ -96,17 +96,18 @@ class Threads:
 
     def access(self, buffer: Any, actor: Role | Operation, write: bool) -> None:
         """A role, or what it has issued, is about to access shared or tensor memory; raises Race if
-        another warp may still do."""
+        a warp may not have made its earlier access yet."""
         role, own = actor if isinstance(actor, Role) else actor.role, False
         mask, tensor = buffer.mask, buffer.storage.tensor
+        alone = role.warps <= (_OWN_LANES if actor is role else 1)
         for old in buffer.storage.shadow.accesses:
             if old.mask & mask and (write or old.write) and actor.clock.splits(old):
                 if old.role != role.index:
                     self._judge_released(buffer, actor, write, old)
-                elif tensor and role.warps > 1:
-                    self._judge_own(buffer, actor, write, old)
-                else:
+                elif not tensor:
                     own = True
+                elif not alone:
+                    self._judge_own(buffer, actor, write, old)
         if actor is not role:
             if own:  # the compiler has put a barrier before the operation
                 actor.clock.met[role.index] = role.clock.met[role.index] = role.epoch - 1
@@ -138,7 +139,7 @@ class Threads:
         way, told = [step for _, step in trail[begin:]], "one thread issues it, and "
         if actor is role:
             here = _kind(True, write), location()
-            if role.warps <= _OWN_LANES or self._is_of_one_warp(buffer.lanes, here, old):
+            if self._is_of_one_warp(buffer.lanes, here, old):
                 return
             way, told = [*way, here], "they have its bytes otherwise now, and "
         self._judge_way(buffer, actor, write, old, way, told)
