@@ -61,6 +61,26 @@ def test_the_published_gdpa_races_once_its_registers_are_not_refused(tmp_path):
         assert any("FIXME" in line for line in lines[read - 4 : read])
 
 
+@pytest.mark.parametrize("config, rows", ((0, 256), (2, 256)), ids=("one CTA", "two CTAs"))
+def test_the_published_backward_races_without_the_barrier_of_its_warps(config, rows, tmp_path):
+    """As before facebookexperimental/triton#1992: P overwrites scores that a slow warp reads."""
+    meets = "tlx.named_barrier_wait(QK_READ_DONE_BAR, NUM_COMPUTE_THREADS)"
+    text = (cases.FOLDER / blackwell.PERSISTENT).read_text()
+    assert text.count(meets) == 1
+    before = tmp_path / blackwell.PERSISTENT
+    before.write_text(text.replace(meets, "pass"))
+    kernel = cases.load.__wrapped__(str(before))._attn_bwd_ws.fn
+    for schedule in ("modelled", 0, 1):
+        made = blackwell.backward(1, rows, causal=False, config=config)
+        with pytest.raises(tritonemu.Race, match="have its bytes otherwise") as caught:
+            tritonemu.run(
+                kernel, made.grid, *made.args, arch="sm_100", schedule=schedule, **made.kwargs
+            )
+        lines = before.read_text().splitlines()
+        assert "tlx.local_store(p_tiles" in lines[caught.value.line - 1]
+        assert "tlx.local_load(qk_tiles" in lines[caught.value.other[1] - 1]
+
+
 @pytest.mark.parametrize(
     "arch, build, seconds",
     (

@@ -285,7 +285,7 @@ def _parser() -> _Parser:
     add("--trace", metavar="FILE", help="write a Chrome trace of the first launch")
     add("--svg", metavar="FILE", help="draw the first CTA of the first launch")
     add("--allow-uninitialized", action="store_true", help="reads of unwritten memory yield NaN")
-    warps = "warps of a program need no barrier for global memory"
+    warps = "warps of a program need no barrier of their own"
     add("--allow-unguarded", action="store_true", help=warps)
     refused = "compile each launch, too, and say what is refused"
     add("--compile", action="store_true", help=refused)

@@ -261,7 +261,7 @@ class Rendezvous:
         completes = self.arrived == self.expected
         self.scheduler.changes += 1
         self.scheduler.order.note(self.key, "arrive", (self.generation, completes))
-        self.clock.join(role.release())
+        self.clock.join(role.release() if wait else role.release_by_each())
         if wait:
             self.waiters.append(role)
         if not completes:

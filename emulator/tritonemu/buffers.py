@@ -158,6 +158,25 @@ class Placement:
         return self.scale * index + self.first + index % self.group
 
 
+@dataclass(frozen=True)
+class Lanes:
+    """Where the elements of a view lie in the lanes of tensor memory, `num_bytes` each."""
+
+    num_bytes: int
+    itemsize: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+
+    def spread(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Of a number below 255 for each element, that of each byte of the lanes, 255 outside."""
+        data = torch.full((LANES, self.num_bytes // self.itemsize, self.itemsize), 255)
+        steps = *(step * self.itemsize for step in self.strides), 1
+        view = data.as_strided((*self.shape, self.itemsize), steps, self.offset * self.itemsize)
+        view.copy_(numbers.reshape(*self.shape, 1))
+        return data.reshape(LANES, -1)
+
+
 @dataclass(eq=False)
 class Buffer:
     """A view of shared or tensor memory: `num` buffers of one shape, or a single one (num 0).
@@ -320,18 +339,25 @@ class Buffer:
         offset = one.offset * one.itemsize // item
         return replace(one, dtype=dtype, shape=shape, strides=strides, offset=offset)
 
-    def _view(self) -> torch.Tensor:
-        flat = self.storage.data.view(RAW[self.dtype.name])
+    def _strided_as(self) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+        """Shape, strides and offset of the view in all elements of the storage."""
         if not self.storage.tensor:
-            return flat.as_strided(*(self.laid or (self.shape, self.strides)), self.offset)
-        (rows, columns), lane = self.shape, flat.shape[1]
+            return *(self.laid or (self.shape, self.strides)), self.offset
+        (rows, columns), lane = self.shape, self.storage.num_bytes // self.itemsize
         if self.paired:
-            shape, strides = (rows, 2, columns // 2), (lane, 64 * lane, 1)
-        elif rows == 64:
-            shape, strides = (4, 16, columns), (32 * lane, lane, 1)
-        else:
-            shape, strides = self.shape, (lane, 1)
-        return flat.as_strided(shape, strides, self.offset)
+            return (rows, 2, columns // 2), (lane, 64 * lane, 1), self.offset
+        if rows == 64:
+            return (4, 16, columns), (32 * lane, lane, 1), self.offset
+        return self.shape, (lane, 1), self.offset
+
+    @property
+    def lanes(self) -> Lanes | None:
+        if not self.storage.tensor:
+            return None
+        return Lanes(self.storage.num_bytes, self.itemsize, *self._strided_as())
+
+    def _view(self) -> torch.Tensor:
+        return self.storage.data.view(RAW[self.dtype.name]).as_strided(*self._strided_as())
 
     @property
     def mask(self) -> int:
@@ -374,7 +400,9 @@ class Buffer:
                 suppressions.judge(finding, launch.report)
             else:
                 launch.report.uninitialized += 1
-        access = actor.access(write, mask, name=self.name)
+        if launch.threads is not None:
+            launch.threads.access(self, actor, write)
+        access = actor.access(write, mask, name=self.name, where=self.lanes)
         if not launch.races:
             shadow.written |= mask if write else 0
             return
@@ -454,6 +482,8 @@ class Buffer:
         view = self._view()
         current().scheduler.changes += 1
         view.copy_(to_raw(data, self.dtype).reshape(view.shape))
+        if self.storage.tensor and isinstance(actor, Role):
+            actor.meet()  # the compiler puts a barrier there
 
     def on(self, storage: Storage) -> "Buffer":
         return replace(self, storage=storage)

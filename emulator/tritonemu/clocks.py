@@ -17,6 +17,7 @@ stands for it.
 """
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from .errors import Location
 
@@ -28,19 +29,22 @@ class Clock:
     epochs: under the index of a role those of any of its warps, under the negative index those that
     all of its warps have passed (see `threads`).
     fenced: the epochs behind a fence, whose stores to shared memory a copy of it may rely on.
+    met: as negative indices, but of shared and tensor memory, and for fewer reasons.
     """
 
     epochs: dict[int, int] = field(default_factory=dict)
     operations: int = 0
     fenced: dict[int, int] = field(default_factory=dict)
+    met: dict[int, int] = field(default_factory=dict)
 
     def copy(self) -> "Clock":
-        return Clock(dict(self.epochs), self.operations, dict(self.fenced))
+        return Clock(dict(self.epochs), self.operations, dict(self.fenced), dict(self.met))
 
     def join(self, other: "Clock") -> None:
         """Learn everything the other knows."""
         self.operations |= other.operations
         _raise(self.epochs, other.epochs)
+        _raise(self.met, other.met)
         if other.fenced:
             _raise(self.fenced, other.fenced)
 
@@ -56,6 +60,11 @@ class Clock:
         if access.operation:
             return bool(self.operations & access.operation)
         return self.epochs.get(access.role, 0) >= access.epoch
+
+    def splits(self, access: "Access") -> bool:
+        """Whether it happens before this clock's moment for one warp of its role only."""
+        met, known = self.met.get(access.role, 0), self.epochs.get(access.role, 0)
+        return not access.operation and met < access.epoch <= known
 
     def fences(self, access: "Access") -> bool:
         """Whether a fence lies between this access of a role and the clock's moment."""
@@ -74,7 +83,7 @@ class Access:
 
     role, epoch: index of the role and its epoch then. operation: the bit of the asynchronous
     operation, 0 if the role itself touched the bytes. who: for messages. name: of the memory, as
-    the access names it.
+    the access names it. where: its `Lanes`, of tensor memory.
     """
 
     role: int
@@ -85,6 +94,7 @@ class Access:
     at: Location
     who: str
     name: str = ""
+    where: Any = None
 
 
 @dataclass(eq=False, slots=True)

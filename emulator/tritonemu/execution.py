@@ -14,6 +14,7 @@ from triton.backends.nvidia.compiler import CUDAOptions
 from triton.runtime.jit import JITFunction, TensorWrapper
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from .assembly import Code
 from .barriers import ClusterBarrier
 from .compiling import ask_front_end, asm_of, compile_launch
 from .errors import EmulatorError, InvalidKernel, Unsupported, location_of
@@ -26,7 +27,7 @@ from .orders import Order, order_of
 from .rewrite import Lowering, map_tuple
 from .scheduler import Role, Scheduler
 from .tasks import Region
-from .threads import Code, Threads
+from .threads import Threads
 from .tile import FROM_TORCH, cast, scalar
 from .timeline import Timeline
 from .undefined import MODES
@@ -102,7 +103,7 @@ def execute(
     `MissingFence` and `EarlyExit`. strict: whether stores that change no bit race, too; without
     it, one value from several programs is a note of the report. uninitialized: "error", or "allow"
     to let reads of unwritten shared memory yield NaN. unguarded: "error", or "allow" to let pass
-    what warps of one program do to global memory without a barrier (see `threads`). masked: what
+    what warps of one program do to memory without a barrier (see `threads`). masked: what
     lanes hold that a mask turns off and no `other` fills, "nan" (and large integers, and
     `UndefinedValue` if they are stored), "zero", as on NVIDIA GPUs, or "random". reachable: tensors
     to look at first for what addresses in memory name. bounds: "tensor", or "storage": of tensors

@@ -192,7 +192,7 @@ class Launch:
     the value that is there may race. whole_storage: whether a kernel may use the memory around
     a tensor that is a part of some. start_next: starts a cluster beside those that run.
     partition_fences: whether fences are demanded between partitions, and there only. threads: who
-    judges what warps of one program do to global memory, None for nobody.
+    judges what warps of one program do to memory, None for nobody.
     """
 
     arch: str

@@ -489,7 +489,7 @@ class Memory:
                 if self._threads is not None:
                     self._threads.release(role)
                 for lane in role.lanes:
-                    shared.join(lane.release(all_warps=self._threads is None))
+                    shared.join(lane.release(self._threads is None, met=self._threads is None))
             role.meet()
         if self._threads is not None:
             self._threads.forget(region.cells, region.shadow, where)

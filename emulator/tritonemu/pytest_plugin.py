@@ -43,7 +43,7 @@ def pytest_addoption(parser):
     around = "or the memory around tensors, too"
     add("--emulated-bounds", choices=BOUNDS, default="tensor", help=around)
     add("--emulated-allow-uninitialized", action="store_true", help="let pass reads of such memory")
-    warps = "warps of a program need no barrier for global memory"
+    warps = "warps of a program need no barrier of their own"
     add("--emulated-allow-unguarded", action="store_true", help=warps)
     unknown = "skip tests whose kernels use an operation that the emulator does not know"
     add("--skip-unsupported", action="store_true", help=unknown)

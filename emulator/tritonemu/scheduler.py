@@ -40,9 +40,9 @@ class Role:
     operations to be committed. dots_issued: the bits of all its MMAs; they execute in order. task:
     whether it is a task rather than the kernel around it. tiles: those of the kernel around it, by
     name, which it must not use. staged: bytes of shared memory of `stage`. word: region and element
-    of global memory that it read last. stored: its epoch when it last stored a block there. turn,
-    spins, spins_at: of `spinning`: the last test of a loop; after which change, and where, it was
-    known to spin.
+    of global memory that it read last. stored: its epoch when it last stored a block there, or
+    accessed other memory. turn, spins, spins_at: of `spinning`: the last test of a loop; after
+    which change, and where, it was known to spin.
     lanes: the role in each CTA of its program, itself first, where one instruction stream (Gluon)
     stands for all of them; each has a clock, a time and operations in flight of its own. leader:
     the first one, which has the greenlet. fences: where the compiler has put fences for it.
@@ -117,13 +117,16 @@ class Role:
             self.cta.reserve(num_bytes - self.staged)
             self.staged = num_bytes
 
-    def release(self, all_warps: bool = True) -> Clock:
+    def release(self, all_warps: bool = True, met: bool = True) -> Clock:
         """The clock to hand over; what the role does from now on is not in it.
 
         all_warps: not so if one thread hands it over, before which the others need not have come.
+        met: the same of shared and tensor memory.
         """
         if all_warps:
             self.clock.epochs[-self.index] = self.epoch
+        if met or self.warps == 1:
+            self.clock.met[self.index] = self.epoch
         clock = self.clock.copy()
         self.epoch += 1
         self.clock.epochs[self.index] = self.epoch
@@ -162,9 +165,21 @@ class Role:
             clock.join(lane.clock)
         return clock
 
+    def release_by_one(self, kind: str, at: Location) -> Clock:
+        """`release` by one thread, with an instruction of this kind (see `assembly`)."""
+        if self.warps > 1 and self.cta.launch.threads is not None:
+            self.cta.launch.threads.note(self, kind, at)
+        return self.release(met=False)
+
+    def release_by_each(self) -> Clock:
+        """`release` by every thread for itself: they need not have met."""
+        clock = self.release(met=False)
+        clock.met[self.index] = self.epoch - 1
+        return clock
+
     def meet(self) -> None:
-        """All warps meet: what each has stored to global memory, all of them know."""
-        if self.stored > self.clock.epochs.get(-self.index, 0):
+        """All warps meet: what each has done to memory, all of them know."""
+        if self.stored > self.clock.met.get(self.index, 0):
             self.release()
 
     def retire(self) -> None:
@@ -174,7 +189,7 @@ class Role:
 
     def fence(self) -> None:
         """What the role knows of shared memory, later copies may rely on."""
-        self.clock.fenced = self.release().epochs
+        self.clock.fenced = self.release(met=False).epochs
         self.leader.touched.clear()
 
     def touch(self, storage: Any, mask: int, write: bool) -> None:
@@ -183,8 +198,11 @@ class Role:
         masks = (reads, writes | mask) if write else (reads | mask, writes)
         self.leader.touched[storage] = masks
 
-    def access(self, write: bool, mask: int, at: Location | None = None, name: str = "") -> Access:
-        return Access(self.index, self.epoch, 0, write, mask, at or location(), self.label, name)
+    def access(
+        self, write: bool, mask: int, at: Location | None = None, name: str = "", where: Any = None
+    ) -> Access:
+        at = at or location()
+        return Access(self.index, self.epoch, 0, write, mask, at, self.label, name, where)
 
 
 @dataclass(eq=False)
@@ -202,9 +220,9 @@ class Operation:
     end: float = 0.0
     generic: bool = False
 
-    def access(self, write: bool, mask: int, name: str = "") -> Access:
+    def access(self, write: bool, mask: int, name: str = "", where: Any = None) -> Access:
         who, role = f"{self.kind} issued by {self.role.label}", self.role
-        return Access(role.index, role.epoch, self.bit, write, mask, self.at, who, name)
+        return Access(role.index, role.epoch, self.bit, write, mask, self.at, who, name, where)
 
     def known(self) -> Clock:
         """What it follows, and what any lane of its role knows."""
@@ -266,9 +284,10 @@ class Scheduler:
         role = self.role
         bit = 1 << self.numbers["operations"]
         self.numbers["operations"] += 1
-        clock = role.release()
+        at = location()
+        clock = role.release_by_one("mma" if kind == "async_dot" else "copy", at)
         clock.operations |= bit | after
-        return Operation(role, kind, bit, clock, location(), end)
+        return Operation(role, kind, bit, clock, at, end)
 
     def at(self, time: float, action: Callable[[], None], queue: Any = None) -> None:
         """Perform `action` at a modelled time; those of one queue are performed in order."""

@@ -1,10 +1,12 @@
-"""Threads of a program: whether its warps have met between two accesses to global memory.
+"""Threads of a program: whether its warps have met between two accesses to memory.
 
 A program of several warps is one instruction stream here. On a GPU each thread has some elements of
 a block, which ones the compiler decides anew at every load and store, and nothing orders what two
-warps do to global memory but a barrier. The compiler puts barriers where values go through shared
-memory (reductions, conversions of layouts, results of scalar atomics), and none for global memory:
-that is what `tl.debug_barrier` is for. So two things are races, unless a barrier lies between:
+warps do but a barrier.
+
+Global memory. The compiler puts barriers where values go through shared memory (reductions,
+conversions of layouts, results of scalar atomics), and none for global memory: that is what
+`tl.debug_barrier` is for. So two things are races, unless a barrier lies between:
 
 - a role loads an element, or changes it, at another place of a block than it stored it at: another
   thread may have stored it. At the same place of blocks of one size it is usually one thread, which
@@ -16,24 +18,37 @@ that is what `tl.debug_barrier` is for. So two things are races, unless a barrie
 Stores after loads of the same program are not judged: values that only change places within a
 thread, as those of `tl.join`, would be alarms.
 
+Shared and tensor memory. What a role does to shared memory, aliases included, the compiler puts a
+barrier between, if bytes overlap; and one before an arrival, unless every thread arrives, and after
+a store to tensor memory. It knows nothing else of tensor memory (facebookexperimental/triton#1993).
+So these are races, unless a barrier lies between:
+
+- warps load from tensor memory, and then store to the same bytes, through an alias or with another
+  layout, so that another warp has them. Of four warps each has 32 lanes, and no others; of more the
+  layouts of the compiled launch say who has what.
+- warps load from tensor memory, and then one thread issues an MMA, or a copy, that writes there.
+- one thread speaks for itself alone: it issues an MMA or a copy, commits, or announces bytes, and
+  who waits for that meets what other warps do before it.
+
 Whether a barrier lies between says the machine code of this launch: a finding needs a way from the
-store to the load, or to the release, on which there is none (`Code`). What may meet in shared
-memory counts as a barrier, too, when it is carried out.
+first access to the second, or to the release, on which there is none (`assembly`). Of global memory
+what may meet in shared memory counts as a barrier, too, when it is carried out. Of the other
+memories the way leads along all that the role does between, and a wait for an mbarrier is none.
 """
 
 import bisect
 import math
-import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from . import suppressions
+from .assembly import Code, Step
 from .clocks import Access
 from .errors import Location, Race, location, option
-from .scheduler import Role
+from .scheduler import Operation, Role
 
 _STORES, _POSITIONS = "stores of blocks", "positions in blocks"
 
@@ -61,17 +76,112 @@ class _Store:
     size: int
 
 
-class Threads:
-    """Who stored the elements of blocks in one launch. code: its machine code."""
+# Up to so many warps each has lanes of tensor memory of its own.
+_OWN_LANES = 4
 
-    def __init__(self, launch: Any, code: Callable[[], "Code"]):
+
+class Threads:
+    """Which threads did what in one launch. code: its machine code."""
+
+    def __init__(self, launch: Any, code: Callable[[], Code]):
         self._launch, self._code = launch, code
         self._stores: list[_Store] = []
         self._released: dict[int, list[tuple[int, Location]]] = {}
+        # Of roles of several warps: epochs, and what was done to shared and tensor memory then.
+        self._trails: dict[int, list[tuple[int, Step]]] = {}
+
+    def note(self, role: Role, kind: str, at: Location) -> None:
+        """The role, or one thread of it, is about to do something of this kind (see `assembly`)."""
+        self._trails.setdefault(role.index, []).append((role.epoch, (kind, at)))
+
+    def access(self, buffer: Any, actor: Role | Operation, write: bool) -> None:
+        """A role, or what it has issued, is about to access shared or tensor memory; raises Race if
+        a warp may not have made its earlier access yet."""
+        role, own = actor if isinstance(actor, Role) else actor.role, False
+        mask, tensor = buffer.mask, buffer.storage.tensor
+        alone = role.warps <= (_OWN_LANES if actor is role else 1)
+        for old in buffer.storage.shadow.accesses:
+            if old.mask & mask and (write or old.write) and actor.clock.splits(old):
+                if old.role != role.index:
+                    self._judge_released(buffer, actor, write, old)
+                elif not tensor:
+                    own = True
+                elif not alone:
+                    self._judge_own(buffer, actor, write, old)
+        if actor is not role:
+            if own:  # the compiler has put a barrier before the operation
+                actor.clock.met[role.index] = role.clock.met[role.index] = role.epoch - 1
+        elif role.warps > 1:
+            if own:
+                role.release()
+            role.stored = role.epoch
+            self.note(role, _kind(tensor, write), location())
+
+    def _judge_released(
+        self, buffer: Any, actor: Role | Operation, write: bool, old: Access
+    ) -> None:
+        """Of another role, one thread of which has released the access."""
+        trail, known = self._trails[old.role], actor.clock.epochs[old.role]
+        end = bisect.bisect_right(trail, known, key=lambda each: each[0])
+        begin = _last(trail[:end], old)
+        if begin is not None and trail[end - 1][0] == known:
+            file, line = trail[end - 1][1][1]
+            told = f"one of its threads speaks for itself alone at {file}:{line}, and "
+            self._judge_way(buffer, actor, write, old, [s for _, s in trail[begin:end]], told)
+
+    def _judge_own(self, buffer: Any, actor: Role | Operation, write: bool, old: Access) -> None:
+        """Of the same role: by its warps, and by them again or by one thread."""
+        role = actor if isinstance(actor, Role) else actor.role
+        trail = self._trails[role.index]
+        begin = _last(trail, old)
+        if begin is None:
+            return
+        way, told = [step for _, step in trail[begin:]], "one thread issues it, and "
+        if actor is role:
+            here = _kind(True, write), location()
+            if self._is_of_one_warp(buffer.lanes, here, old):
+                return
+            way, told = [*way, here], "they have its bytes otherwise now, and "
+        self._judge_way(buffer, actor, write, old, way, told)
+
+    def _is_of_one_warp(self, lanes: Any, here: Step, old: Access) -> bool:
+        """Whether one warp makes both accesses of each byte, also if the code does not tell."""
+        both = []
+        for where, (kind, at) in ((lanes, here), (old.where, (_kind(True, old.write), old.at))):
+            warps = self._code().warps_of(at, kind, math.prod(where.shape))
+            if warps is None or where.num_bytes != lanes.num_bytes:
+                return True
+            both.append(where.spread(warps))
+        mine, before = both
+        return bool(((mine == 255) | (before == 255) | (mine == before)).all())
+
+    def _judge_way(
+        self, buffer: Any, actor: Role | Operation, write: bool, old: Access, way: list[Step],
+        told: str,
+    ) -> None:  # fmt: skip
+        """Raise Race if on this way of the old access's role its warps need not meet."""
+        if not self._code().is_open(way):
+            return
+        who = getattr(actor, "label", "")
+        if isinstance(actor, Operation):
+            who = f"{actor.kind} issued by {actor.role.label}"
+        does, did = "writes" if write else "reads", "written" if old.write else "read"
+        alias = f"as {old.name} " if old.name != buffer.name else ""
+        file, line = old.at
+        finding = Race(
+            f"{who} {does} {buffer.label}, which a warp of {old.who} may not have {did} yet "
+            f"{alias}at {file}:{line}: {told}no barrier makes warps of the role meet before; put "
+            f"tl.debug_barrier() there, or allow it with {option('unguarded', 'allow')}",
+            other=old.at,
+            buffer=buffer.name,
+        )
+        suppressions.judge(finding, self._launch.report)
 
     def release(self, role: Role) -> None:
-        """One thread of the role is about to release."""
-        self._released.setdefault(role.index, []).append((role.epoch, location()))
+        """One thread of the role is about to release by an atomic."""
+        at = location()
+        self._released.setdefault(role.index, []).append((role.epoch, at))
+        self.note(role, "atomic", at)
 
     def store(self, region: Any, block: Block, raw: torch.Tensor) -> None:
         """The running role is about to store these values; raises Race as `load` does."""
@@ -164,6 +274,16 @@ class Threads:
         return released[bisect.bisect_left(released, access.epoch, key=lambda each: each[0])][1]
 
 
+def _kind(tensor: bool, write: bool) -> str:
+    return f"{'tensor' if tensor else 'shared'} {'store' if write else 'load'}"
+
+
+def _last(trail: list[tuple[int, Step]], access: Access) -> int | None:
+    """Where a role made this access last; None if it is not in the trail."""
+    step = access.epoch, (_kind(access.where is not None, access.write), access.at)
+    return next((i for i in reversed(range(len(trail))) if trail[i] == step), None)
+
+
 def _distinct(numbers: torch.Tensor) -> list[int]:
     if not numbers.numel():
         return []
@@ -178,174 +298,3 @@ def _first(cells: torch.Tensor) -> torch.Tensor:
 
 def _rows(values: Any, cells: torch.Tensor) -> Any:
     return values[:, None] if cells.ndim > 1 and isinstance(values, torch.Tensor) else values
-
-
-@dataclass
-class _Step:
-    """What counts of an instruction. kind: "store", "load", "atomic", "barrier" or ""."""
-
-    kind: str
-    place: tuple[str, int]
-    next: tuple[str, ...] = ()
-    ends: bool = False
-
-
-_BARRIER = re.compile(
-    r"(?:bar(?:\.cta)?\.(?:sync|red)|barrier(?:\.cta)?\.(?:sync|red)|barrier\.cluster\.wait"
-    r"|mbarrier\.(?:try|test)_wait|call|brx)\b"
-)
-_KINDS = {
-    "store": re.compile(r"st\.(?!shared|param|local|async)"),
-    "load": re.compile(r"(?:ld\.(?!shared|param|local|const)|cp\.async\.c[ag])"),
-    "atomic": re.compile(r"(?:atom|red)\.(?!shared|async)"),
-}
-
-
-@dataclass(frozen=True)
-class _Blocked:
-    """A blocked layout of a block of this shape: which warp has which element."""
-
-    shape: tuple[int, ...]
-    spans: tuple[int, ...]
-    warps: tuple[int, ...]
-    order: tuple[int, ...]
-
-    def warps_of(self, positions: torch.Tensor) -> torch.Tensor:
-        """Of several that have an element the first, which is the one that stores it."""
-        at = torch.unravel_index(positions, self.shape)
-        number, step = torch.zeros_like(positions), 1
-        for dim in self.order:
-            number = number + at[dim] // self.spans[dim] % self.warps[dim] * step
-            step *= self.warps[dim]
-        return number
-
-
-def _blocked(shape: str, text: str) -> _Blocked:
-    """Of a shape such as "8x256" and the text of `#ttg.blocked`."""
-    lists = {
-        name: tuple(map(int, numbers.split(",")))
-        for name, numbers in re.findall(r"(\w+) = \[([\d, ]+)\]", text)
-    }
-    spans = zip(lists["sizePerThread"], lists["threadsPerWarp"], strict=True)
-    sizes = tuple(map(int, shape.split("x")))
-    return _Blocked(sizes, tuple(a * b for a, b in spans), lists["warpsPerCTA"], lists["order"])
-
-
-def _layouts(text: str) -> dict[tuple[str, tuple[str, int]], set[_Blocked | None]]:
-    """Of TTGIR: the layouts of the blocks that each line stores or loads, None for others."""
-    known = dict(re.findall(r"^(#\w+) = #ttg\.blocked<(.*)>$", text, re.MULTILINE))
-    places = dict(re.findall(r"^(#loc\d*) = loc\((.*)\)$", text, re.MULTILINE))
-    found: dict[tuple[str, tuple[str, int]], set[_Blocked | None]] = {}
-    form = r"tt\.(store|load) .*: tensor<([\dx]+)x!tt\.ptr<[^>]*>, (.*)> loc\((.*)\)$"
-    for kind, shape, layout, place in re.findall(form, text, re.MULTILINE):
-        for _ in range(8):  # a name, or the call of a helper: what is in it comes first
-            inner = re.search(r"#loc\d*", place)
-            place = places.get(inner[0], "") if inner else place
-        line = re.match(r'"(.*)":(\d+)', place)
-        if line:
-            key = kind, (line[1].rpartition("/")[2], int(line[2]))
-            text_ = known.get(layout)
-            found.setdefault(key, set()).add(_blocked(shape, text_) if text_ else None)
-    return found
-
-
-class Code:
-    """PTX: which ways lead from one line of the source to another; TTGIR: which warps have what.
-
-    Lines of inline assembly count on from that of the statement, so that of the first counts.
-    """
-
-    @classmethod
-    def of(cls, asm: Mapping[str, Any]) -> "Code":
-        return cls(asm.get("ptx", ""), asm.get("ttgir", ""))
-
-    def __init__(self, text: str, layouts: str = ""):
-        self._layouts = _layouts(layouts)
-        self._steps: list[_Step] = []
-        self._labels: dict[str, int] = {}
-        self._known: dict[tuple[Any, ...], bool] = {}
-        for line, place in _placed(text):
-            label = re.match(r"(\$?[\w$]+):", line)
-            if label:
-                self._labels[label[1]] = len(self._steps)
-                continue
-            said = re.sub(r"^@!?%\w+\s+", "", line)
-            target = re.match(r"bra(?:\.uni)?\s+(\$?[\w$]+)", said)
-            always = said == line
-            ends = always and (bool(target) or said.startswith(("ret", "exit", "trap", "}")))
-            kinds = (kind for kind, form in _KINDS.items() if form.match(said))
-            kind = "barrier" if _BARRIER.match(said) else next(kinds, "")
-            if kind or target or ends:
-                next_ = (target[1],) if target else ()
-                self._steps.append(_Step(kind, place, next_, ends))
-
-    def meets(
-        self, first: Location, second: Location, kinds: tuple[str, ...] = ("load", "atomic")
-    ) -> bool:
-        """Whether the warps meet on every way from a store of the first line to an access of the
-        second; also if the code tells of no such accesses."""
-        key = tuple(first), tuple(second), kinds
-        if key not in self._known:
-            self._known[key] = not self._leads(*key)
-        return self._known[key]
-
-    def is_of_one_warp(
-        self, first: tuple[Location, str], second: tuple[Location, str], size: int,
-        positions: torch.Tensor,
-    ) -> bool:  # fmt: skip
-        """Whether one warp makes both accesses of the elements at these positions of blocks of this
-        size; also if the code does not tell. first, second: place and kind of an access."""
-        both = []
-        for (file, line), kind in (first, second):
-            layouts = self._layouts.get((kind, (file.rpartition("/")[2], line)), set())
-            if len(layouts) != 1 or None in layouts:
-                return True
-            (layout,) = layouts
-            if math.prod(layout.shape) != size:
-                return True
-            both.append(layout)
-        return both[0] == both[1] or torch.equal(*(each.warps_of(positions) for each in both))
-
-    def _leads(self, first: Location, second: Location, kinds: tuple[str, ...]) -> bool:
-        """Whether there is a way without a barrier."""
-        begin, end = ((file.rpartition("/")[2], line) for file, line in (first, second))
-        todo = [
-            i for i, step in enumerate(self._steps) if (step.kind, step.place) == ("store", begin)
-        ]
-        seen: set[int] = set()
-        while todo:
-            for at in self._after(todo.pop()):
-                step = self._steps[at]
-                if step.kind in kinds and step.place == end:
-                    return True
-                if at not in seen and step.kind != "barrier":
-                    seen.add(at)
-                    todo.append(at)
-        return False
-
-    def _after(self, at: int) -> Iterator[int]:
-        step = self._steps[at]
-        following = [self._labels[label] for label in step.next if label in self._labels]
-        for each in [*following, *([] if step.ends else [at + 1])]:
-            if each < len(self._steps):
-                yield each
-
-
-def _placed(text: str) -> Iterator[tuple[str, tuple[str, int]]]:
-    """Lines of PTX without comments, and the file and line of the source of each."""
-    files: dict[str, str] = {}
-    for name in re.finditer(r'^\s*\.file\s+(\d+)\s+"([^"]*)"(?:\s+"([^"]*)")?', text, re.MULTILINE):
-        files[name[1]] = (name[3] or name[2]).rpartition("/")[2]
-    place, inline, fixed = ("", 0), False, False
-    for raw in text.splitlines():
-        line = raw.strip()
-        if line.startswith("// begin inline asm"):
-            inline, fixed = True, False
-        elif line.startswith("// end inline asm"):
-            inline = False
-        told = re.match(r"\.loc\s+(\d+)\s+(\d+)", line)
-        if told and not (inline and fixed):
-            place, fixed = (files.get(told[1], ""), int(told[2])), True
-        line = line.partition("//")[0].strip()
-        if line and not line.startswith("."):
-            yield line, place

@@ -165,7 +165,9 @@ def invalidate(mbarrier: Any) -> None:
     in_ctas(end)
 
 
-def _arrive(mbarrier: Any, count: int, pred: Any, from_cta: Any, num_bytes: int = 0) -> None:
+def _arrive(
+    mbarrier: Any, count: int, pred: Any, from_cta: Any, num_bytes: int | None = None
+) -> None:
     """Each CTA arrives at its own barrier; with from_cta one for all that differ in other bits."""
     barriers, last = barriers_of(mbarrier), current().num_ctas - 1
     if from_cta is not None and (barriers.group or not 0 <= static_int(from_cta) <= last):
@@ -177,10 +179,11 @@ def _arrive(mbarrier: Any, count: int, pred: Any, from_cta: Any, num_bytes: int 
     def act(lane: Any) -> None:
         point()
         if performed(pred) and not lane.cta.rank & sent:
-            clock, at = lane.release(), location()
+            at = location()
+            clock = lane.release() if num_bytes is None else lane.release_by_one("expect", at)
             for rank in others(lane.cta.rank, sent):
                 one = barriers.of(rank)
-                one.arrive(count, clock, lane.time, lane, at, num_bytes=num_bytes)
+                one.arrive(count, clock, lane.time, lane, at, num_bytes=num_bytes or 0)
 
     in_ctas(act)
 

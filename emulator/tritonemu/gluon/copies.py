@@ -140,7 +140,7 @@ def mbarrier_arrive(mbarrier: Any, increment_count: bool = True) -> None:
 
     def act(lane: Role) -> None:
         role, barrier = point(), bars.of(lane.cta.rank)
-        threads, clock, end = 32 * role.warps, role.release(), role.time
+        threads, clock, end = 32 * role.warps, role.release_by_each(), role.time
         if increment_count:
             barrier.pending += threads
         for operation in (operation for group in role.copies for operation in group):

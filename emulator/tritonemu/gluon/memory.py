@@ -16,7 +16,7 @@ from ..machine import views
 from ..machine.sync import remote
 from ..machine.table import blackwell_only, point
 from ..rewrite import static_int
-from ..tile import RAW, Tile, bytes_of, to_tile
+from ..tile import Tile, bytes_of, to_tile
 from .barriers import Cells, MBarriers
 from .ctas import Box, Sharding, at, common, cut, in_ctas, required, sharding_of
 
@@ -255,11 +255,9 @@ class Scales(View):
     def _strided(self) -> "Scales":
         raise Unsupported(f"a part of {self.name}, scales in tensor memory")
 
-    def _view(self) -> Any:
-        data = self.storage.data
+    def _strided_as(self) -> Any:
         shape = (self.shape[0] // 32, 32, self.shape[1])
-        strides = (self.shape[1], data.shape[1], 1)
-        return data.view(RAW[self.dtype.name]).as_strided(shape, strides, self.offset)
+        return shape, (self.shape[1], self.storage.num_bytes, 1), self.offset
 
     def settle(self, paired: bool) -> None:
         self.storage.paired = False

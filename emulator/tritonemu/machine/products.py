@@ -214,13 +214,13 @@ def scaled_mma(
 
 def commit(role: Role, targets: Sequence[MBarrier]) -> None:
     """Arrive on these barriers when all earlier tcgen05 operations of the role are done."""
-    clock, end = role.release(), role.time
+    at, end = location(), role.time
+    clock = role.release_by_one("commit", at)
     for operation in role.mma:
         clock.join(operation.clock)
         end = max(end, operation.end)
     # Later commits wait for the last one, which follows all others.
     role.mma = role.mma[-1:]
-    at = location()
     for target in targets:
         role.scheduler.at(
             end,

@@ -111,7 +111,9 @@ def remote(buffer: Buffer, rank: int) -> Buffer:
 def barrier_expect_bytes(bar: Any, size: int, pred: Any = None) -> None:
     role, bar = point(), single(bar)
     if holds(pred):
-        bar.arrive(1, role.release(), role.time, role, location(), num_bytes=int(size))
+        at = location()
+        clock = role.release_by_one("expect", at)
+        bar.arrive(1, clock, role.time, role, at, num_bytes=int(size))
 
 
 @op
@@ -133,7 +135,8 @@ def barrier_arrive(
         bar = in_cta(bar, int(remote_cta_rank))
     if holds(pred):
         count = arrive_count * (32 * role.warps if bar.threads else 1)
-        bar.arrive(count, role.release(), role.time, role, location())
+        clock = role.release_by_each() if bar.threads else role.release()
+        bar.arrive(count, clock, role.time, role, location())
 
 
 @op
