@@ -265,7 +265,7 @@ def test_init_counts_for_every_cta_as_the_ptx_does(monkeypatch):
         make, _, options, _ = RIGHT[name]
         kernel, values = getattr(kernels, name), make()
         counts.clear()
-        run(kernel, (1,), *values, BUG="", **options)
+        report = run(kernel, (1,), *values, BUG="", **options)
         options = dict(options)
         arch, bound = (
             options.pop("arch", "sm_90"),
@@ -273,7 +273,8 @@ def test_init_counts_for_every_cta_as_the_ptx_does(monkeypatch):
         )
         ptx = asm_of(kernel, arch, bound | {"BUG": ""}, {"num_warps": 4, **options})["ptx"]
         written = re.findall(r"mbarrier\.init\S+ \[\S+\], (\d+);", ptx)
-        assert sorted({*counts}) == sorted({*map(int, written)})
+        assert {*counts} == {*map(int, written)}
+        assert report.barriers == len(written)
 
 
 @pytest.mark.parametrize("what", ("slice", "gather", "async_store", "cluster_ctarank"))
