@@ -5,6 +5,7 @@ The pipelines need two CTAs: a matmul by pairs on sm_100, and one on sm_90 whose
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.blackwell import (
     TensorMemoryLayout,
@@ -192,10 +193,9 @@ def multicast_again(source, y, BUG: gl.constexpr):
 
 
 @gluon.jit
-def peers(x, y, BUG: gl.constexpr):
-    """y = x of [4, 32], through rows that the CTAs store and columns that they load."""
+def peers(x, y, C: gl.constexpr, BUG: gl.constexpr):
+    """y = x of [4, 32], through rows that the CTAs store, and columns that they load."""
     R: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [1, 4], [1, 0], cga_layout=((1, 0),))
-    C: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [1, 4], [1, 0], cga_layout=((0, 1),))
     S: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0], cga_layout=((1, 0),))
     rows = gl.arange(0, 4, gl.SliceLayout(1, R))[:, None]
     shared = gl.allocate_shared_memory(gl.float32, [4, 32], S)
@@ -382,6 +382,12 @@ def unsupported(x, WHAT: gl.constexpr):
     shared = gl.allocate_shared_memory(gl.float32, [4, 32], S, gl.zeros([4, 32], gl.float32, L))
     if WHAT == "slice":
         shared.slice(2, 2, dim=0)
+    elif WHAT == "async_store":
+        bar = mbarrier.allocate_mbarrier()
+        mbarrier.init(bar, count=1)
+        mbarrier.expect(bar, shared.nbytes_per_cta)
+        hopper.async_store(shared, gl.zeros([4, 32], gl.float32, L), bar)
+        mbarrier.wait(bar, 0)
     elif WHAT == "gather":
         shared.gather(gl.zeros([4, 32], gl.int32, L), 0)
     elif WHAT == "cluster_ctarank":

@@ -30,9 +30,13 @@ if not has_gluon():
     )
 
 from triton.experimental.gluon import language as gl  # noqa: E402
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor  # noqa: E402
+from triton.experimental.gluon.nvidia.hopper import (  # noqa: E402
+    TensorDescriptor,
+    TensorDescriptorIm2Col,
+)
 
 from emulator.tests import gluon_ctas as kernels  # noqa: E402
+from emulator.tests import gluon_kernels  # noqa: E402
 from emulator.tests.gluon_mutants import enumerate_mutants  # noqa: E402
 from tritonemu.gluon import barriers  # noqa: E402
 
@@ -104,9 +108,17 @@ def vector():
     return [normal(256, dtype=torch.float32), torch.zeros(256)]
 
 
+COLUMNS = gl.BlockedLayout([1, 1], [1, 32], [1, 4], [1, 0], cga_layout=[[0, 1]])
+LINEAR = gl.DistributedLinearLayout(
+    reg_bases=[],
+    lane_bases=[[0, 1], [0, 2], [0, 4], [0, 8], [1, 0]],
+    warp_bases=[[2, 0], [0, 0]],
+    block_bases=[[0, 16]],
+    shape=[4, 32],
+)
 RIGHT = {
     "multicast_again": (twice, lambda x, y: x.base, PAIR, 1),
-    "peers": (matrix, lambda x, y: x, PAIR, 1),
+    "peers": (matrix, lambda x, y: x, PAIR | {"C": COLUMNS}, 1),
     "pair_once": (pair, product, PAIR | B200, 1),
     "pairs_of_four": (four, product, B200 | {"num_ctas": 4}, 1),
     "scaled_pair": (scaled, scaled_product, PAIR | B200, 1),
@@ -162,6 +174,12 @@ def test_right(name):
 def test_mistakes_are_found(name, bug, error):
     make, _, options, programs = RIGHT[name]
     found(error, getattr(kernels, name), (programs,), make, BUG=bug, **options)
+
+
+def test_a_linear_layout_says_which_cta_loads():
+    options = PAIR | {"C": LINEAR}
+    everywhere(kernels.peers, (1,), matrix, lambda x, y: x, BUG="", **options)
+    found(Race, kernels.peers, (1,), matrix, BUG="stored", **options)
 
 
 def test_of_a_program_that_ends_too_early_no_barrier_is_asked():
@@ -247,7 +265,7 @@ def test_init_counts_for_every_cta_as_the_ptx_does(monkeypatch):
         make, _, options, _ = RIGHT[name]
         kernel, values = getattr(kernels, name), make()
         counts.clear()
-        run(kernel, (1,), *values, BUG="", **options)
+        report = run(kernel, (1,), *values, BUG="", **options)
         options = dict(options)
         arch, bound = (
             options.pop("arch", "sm_90"),
@@ -255,12 +273,22 @@ def test_init_counts_for_every_cta_as_the_ptx_does(monkeypatch):
         )
         ptx = asm_of(kernel, arch, bound | {"BUG": ""}, {"num_warps": 4, **options})["ptx"]
         written = re.findall(r"mbarrier\.init\S+ \[\S+\], (\d+);", ptx)
-        assert sorted({*counts}) == sorted({*map(int, written)})
+        assert {*counts} == {*map(int, written)}
+        assert report.barriers == len(written)
 
 
-@pytest.mark.parametrize("what", ("slice", "gather", "cluster_ctarank"))
+@pytest.mark.parametrize("what", ("slice", "gather", "async_store", "cluster_ctarank"))
 def test_not_known(what):
     refused(Unsupported, what, kernels.unsupported, torch.zeros(1), WHAT=what, **PAIR)
+
+
+def test_pixels_of_several_ctas_are_not_known():
+    x, layout = torch.zeros(1, 8, 8, 32), boxed(torch.zeros(32, 32), [32, 32], (0, 0)).layout
+    corners = {"pixel_box_lower_corner": [-1, -1], "pixel_box_upper_corner": [0, 0]}
+    image = TensorDescriptorIm2Col(x, x.shape, x.stride(), [32, 32], layout, **corners)
+    target = boxed(torch.zeros(32, 32), [32, 32], (0, 0))
+    options = {"ROW": 0, "COLUMN": 0, "BUG": "", **PAIR}
+    refused(Unsupported, "async_load_im2col", gluon_kernels.pixels, image, target, **options)
 
 
 def test_num_ctas_is_a_power_of_two():

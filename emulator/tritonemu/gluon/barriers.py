@@ -144,7 +144,7 @@ def init(mbarrier: Any, count: int) -> None:
         one.key = (lane.cta.number, id(cells), barriers.at)
         one.clock.join(clock)
         cells.made[barriers.at], cells.live[barriers.at] = made, one
-        current().report.barriers += 1
+        current().report.barriers += lane is role
 
     in_ctas(make)
 

@@ -123,6 +123,8 @@ class Sharded:
         return self
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
         if name not in ("dtype", "layout", "nbytes_per_cta", "rank", "name", "get_reg_layout"):
             raise Unsupported(f"{name} of {self.view.name} in a program of several CTAs")
         return getattr(self.view, name)
