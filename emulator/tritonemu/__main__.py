@@ -51,7 +51,7 @@ from . import (
 from .errors import COMMAND, flags
 from .execution import BOUNDS
 from .gpu import ARCHITECTURES, FAKE_MULTIPROCESSORS
-from .messages import allowed, cta_of, explain, page, report_of, told
+from .messages import allowed, explain, page, report_of, told
 from .orders import Order, order_of
 from .sarif import as_sarif
 from .search import KINDS, Search
@@ -185,12 +185,12 @@ def _draw(options: argparse.Namespace, report: Report, error: EmulatorError | No
     """Write what was asked for of a launch, which may have ended with a finding."""
     timeline = report.timeline
     if timeline is None or not timeline.events:
+        print("tritonemu: nothing is drawn of a launch that did nothing", file=sys.stderr)
         return
     if options.trace:
         timeline.save_chrome_trace(options.trace)
     if options.svg:
-        cta = cta_of(error) if error else min(event.cta for event in timeline.events)
-        Path(options.svg).write_text(timeline.svg(cta), encoding="utf-8")
+        Path(options.svg).write_text(timeline.finding(), encoding="utf-8")
     if options.html:
         Path(options.html).write_text(page(report, error), encoding="utf-8")
 
@@ -283,7 +283,7 @@ def _parser() -> _Parser:
     add("--sarif", metavar="FILE", help="write what was found, for code hosts")
     add("--html", metavar="FILE", help="write a page that steps through a launch")
     add("--trace", metavar="FILE", help="write a Chrome trace of the first launch")
-    add("--svg", metavar="FILE", help="draw the first CTA of the first launch")
+    add("--svg", metavar="FILE", help="draw the finding, or the first CTA of the first launch")
     add("--allow-uninitialized", action="store_true", help="reads of unwritten memory yield NaN")
     warps = "warps of a program need no barrier for global memory"
     add("--allow-unguarded", action="store_true", help=warps)

@@ -379,7 +379,7 @@ class Buffer:
             shadow.written |= mask if write else 0
             return
         if self.storage.cta.ended is not None:
-            raise self.storage.cta.too_early(self.name, access.who, access.at)
+            raise self.storage.cta.too_early(self.name, access.who, access.at, access.mark)
         if launch.partition_fences and isinstance(actor, Operation) and not actor.generic:
             self._demand_partition_fence(actor, write)
         for other in shadow.record(access, actor.clock):
@@ -390,6 +390,7 @@ class Buffer:
                 f"{alias}at {other.at[0]}:{other.at[1]}; nothing orders the two",
                 other=other.at,
                 buffer=self.name,
+                marks=(other.mark, access.mark),
             )
             suppressions.judge(finding, launch.report)
 
@@ -402,11 +403,13 @@ class Buffer:
         for old in self.storage.shadow.accesses:
             stored = old.write and not old.operation
             if stored and old.mask & self.mask and not copy.clock.fences(old):
+                read = copy.access(False, self.mask, self.name)
                 finding = MissingFence(
                     f"a copy reads {self.label}, which {old.who} writes at {old.at[0]}:"
                     f'{old.at[1]}; tlx.fence("async_shared") must lie between the two',
                     other=old.at,
                     buffer=self.name,
+                    marks=(old.mark, read.mark),
                 )
                 suppressions.judge(finding, current().report)
 
@@ -432,6 +435,7 @@ class Buffer:
                 f"{did} at {old.at[0]}:{old.at[1]}; fence_async_shared must lie between the two",
                 other=old.at,
                 buffer=self.name,
+                marks=(old.mark, copy.access(write, self.mask, self.name).mark),
             )
             suppressions.judge(finding, current().report)
         if inserted:

@@ -18,6 +18,7 @@ stands for it.
 
 from dataclasses import dataclass, field, replace
 
+from .drawing import Mark, Spot
 from .errors import Location
 
 
@@ -74,7 +75,7 @@ class Access:
 
     role, epoch: index of the role and its epoch then. operation: the bit of the asynchronous
     operation, 0 if the role itself touched the bytes. who: for messages. name: of the memory, as
-    the access names it.
+    the access names it. spot: CTA, lane and time of the timeline.
     """
 
     role: int
@@ -85,6 +86,12 @@ class Access:
     at: Location
     who: str
     name: str = ""
+    spot: Spot = field(default=(0, "", 0.0), compare=False)
+
+    @property
+    def mark(self) -> Mark:
+        does = "writes" if self.write else "reads"
+        return Mark(*self.spot, self.at[1], f"{self.who} {does} {self.name}")
 
 
 @dataclass(eq=False, slots=True)

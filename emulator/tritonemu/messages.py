@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from .errors import PYTEST, EmulatorError, Location, flags_begin
+from .errors import PYTEST, EmulatorError, Location, flags_begin, pytest_command
 from .timeline import interactive
 
 
@@ -49,7 +49,7 @@ def explain(error: EmulatorError) -> str:
             lines.append(f"{start}{file}:{line}{f' in {function}' if function else ''}")
             lines.append(f"      {_line(file, line)}")
     if test := tested():
-        lines.append(f"  again with pytest {shlex.quote(test)}")
+        lines.append(f"  again with {pytest_command()}{shlex.quote(test)}")
     elif error.schedule:
         lines.append(f'  again with schedule="{error.schedule}"')
     return "\n".join(lines)
@@ -77,11 +77,9 @@ def as_json(error: EmulatorError, replay: str = "") -> dict[str, Any]:
 
 
 def cta_of(error: EmulatorError) -> int:
-    """The CTA whose timeline shows a finding: the one of its role, or else the first traced."""
-    events = error.report.timeline.events
-    last = error.role.rpartition(" ")[2]
-    traced = {event.cta for event in events}
-    return int(last) if last.isdecimal() and int(last) in traced else min(traced)
+    """The CTA whose timeline shows a finding: that of its last mark, or else the first traced."""
+    traced = {event.cta for event in error.report.timeline.events}
+    return next((mark.cta for mark in reversed(error.marks) if mark.cta in traced), min(traced))
 
 
 def page(report: Any, error: EmulatorError | None = None) -> str:

@@ -22,6 +22,7 @@ from typing import Any
 from greenlet import greenlet
 
 from .clocks import Access, Clock
+from .drawing import Mark, Spot
 from .engines import ISSUED_RESULTS, MUFU_RESULTS, SCHEDULERS
 from .errors import Deadlock, EmulatorError, Location, Wait, location
 from .orders import Order
@@ -70,12 +71,25 @@ class Role:
     def label(self) -> str:
         return f"{self.name} of CTA {self.cta.number}"
 
+    @property
+    def spot(self) -> Spot:
+        """CTA, lane and present time, which counts tile arithmetic that is not charged yet."""
+        (results, special), share = WORK, min(self.warps / SCHEDULERS, 1)
+        work = max(results / ISSUED_RESULTS, special / MUFU_RESULTS) / share
+        return self.cta.number, self.name, self.time + work
+
+    def mark(self, line: int, what: str, lasts: bool = False) -> Mark:
+        """A mark at the role's present."""
+        return Mark(*self.spot, line, f"{self.label} {what}", lasts)
+
     def _run(self, body: Callable) -> None:
         try:
             body()
             self.charge()
         except EmulatorError as error:
+            self.charge()
             error.role = error.role or self.label
+            error.marks = error.marks or (self.mark(error.line, f"ends: {type(error).__name__}"),)
             raise
 
     def charge(self, cycles: float = 0.0) -> None:
@@ -131,7 +145,8 @@ class Role:
         self.clock.fenced = self.release().epochs
 
     def access(self, write: bool, mask: int, at: Location | None = None, name: str = "") -> Access:
-        return Access(self.index, self.epoch, 0, write, mask, at or location(), self.label, name)
+        who, spot = self.label, self.spot
+        return Access(self.index, self.epoch, 0, write, mask, at or location(), who, name, spot)
 
 
 @dataclass(eq=False)
@@ -151,7 +166,8 @@ class Operation:
 
     def access(self, write: bool, mask: int, name: str = "") -> Access:
         who, role = f"{self.kind} issued by {self.role.label}", self.role
-        return Access(role.index, role.epoch, self.bit, write, mask, self.at, who, name)
+        spot = role.cta.number, "tensor core" if self.kind == "async_dot" else "TMA", role.time
+        return Access(role.index, role.epoch, self.bit, write, mask, self.at, who, name, spot)
 
 
 @dataclass
@@ -245,7 +261,11 @@ class Scheduler:
                     del self.queues[chosen]
                 action()
         if self.blocked:
-            raise Deadlock([role.waiting() for role in self.blocked if role.waiting])
+            raise Deadlock(self.stuck())
+
+    def stuck(self) -> list[tuple[Role, Wait]]:
+        """The roles that wait for more than others to end, and what for."""
+        return [(role, role.waiting()) for role in self.blocked if role.waiting]
 
     def _choose(self) -> Any:
         if not self.order.modelled:
