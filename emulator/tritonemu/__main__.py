@@ -50,7 +50,7 @@ from . import (
 )
 from .errors import COMMAND, flags
 from .execution import BOUNDS
-from .gpu import ARCHITECTURES, FAKE_MULTIPROCESSORS
+from .gpu import ARCHITECTURES, BENCHMARKS, FAKE_MULTIPROCESSORS
 from .messages import allowed, explain, page, report_of, told
 from .orders import Order, order_of
 from .sarif import as_sarif
@@ -70,7 +70,7 @@ _MACHINERY = (
 # Options beside the architecture, the GPU and the schedule that decide what a program does.
 _REPEATED = (
     *("multiprocessors", "all_configs", "allow_uninitialized", "allow_unguarded", "compile"),
-    *("masked", "strict", "bounds", "resident"),
+    *("masked", "strict", "bounds", "resident", "benchmarks"),
 )
 
 
@@ -276,6 +276,8 @@ def _parser() -> _Parser:
     add("--fake-gpu", action=argparse.BooleanOptionalAction, default=True, help=there)
     few = f"of that GPU, for persistent programs (default {FAKE_MULTIPROCESSORS})"
     add("--multiprocessors", **number, default=FAKE_MULTIPROCESSORS, help=few)
+    short = "of triton.testing: none, or every line at its smallest size (default skip)"
+    add("--benchmarks", choices=BENCHMARKS, default="skip", help=short)
     every = "run every configuration of an autotuned kernel, not the first that fits"
     add("--all-configs", action="store_true", help=every)
     add("--timeout", type=_seconds, metavar="SECONDS", help="end then, with exit status 4")
@@ -367,7 +369,8 @@ def main(arguments: list[str] | None = None) -> int:
         _end_after(options.timeout, options.json)
     device = contextlib.nullcontext()
     if options.fake_gpu:
-        device = fake_gpu(options.arch, multiprocessors=options.multiprocessors)
+        how = {"multiprocessors": options.multiprocessors, "benchmarks": options.benchmarks}
+        device = fake_gpu(options.arch, **how)
     with device, _as_program(options.path, options.arguments), flags(COMMAND):
         try:
             return _check(options)

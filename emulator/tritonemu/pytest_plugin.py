@@ -17,13 +17,14 @@ import pytest
 from . import Unsupported, enabled, fake_gpu, settings
 from .errors import PYTEST, flags
 from .execution import BOUNDS
-from .gpu import ARCHITECTURES
+from .gpu import ARCHITECTURES, BENCHMARKS
 from .messages import allowed, tested, told
 from .undefined import MODES
 
 _DEFAULTS = {
     **{"--emulated-arch": "sm_90", "--emulated-schedules": 2, "--emulated-masked": "nan"},
     **{"--emulated-all-configs": False, "--emulated-strict": False, "--emulated-bounds": "tensor"},
+    **{"--emulated-benchmarks": "skip"},
     **{"--emulated-allow-uninitialized": False, "--emulated-allow-unguarded": False},
 }
 _NOTES = pytest.StashKey()  # of all launches, and the first test of each
@@ -45,6 +46,7 @@ def pytest_addoption(parser):
     add("schedules", "random schedules for each test (default 2)", type=int, metavar="N")
     add("all-configs", "run every configuration of autotuned kernels, not the first that fits")
     add("masked", "lanes off without `other`", choices=MODES)
+    add("benchmarks", "of triton.testing: none, or the smallest size", choices=BENCHMARKS)
     add("strict", "stores race that change no bit, too")
     add("bounds", "or the memory around tensors, too", choices=BOUNDS)
     add("allow-uninitialized", "let pass reads of such memory")
@@ -83,7 +85,8 @@ def _emulated(config, schedule):
         "uninitialized": "allow" if options.emulated_allow_uninitialized else "error",
         "unguarded": "allow" if options.emulated_allow_unguarded else "error",
     }
-    named, gpu = flags(PYTEST, _command(config)), fake_gpu(arch)
+    named = flags(PYTEST, _command(config))
+    gpu = fake_gpu(arch, benchmarks=options.emulated_benchmarks)
     with named, gpu, enabled(arch, schedule=schedule, **how) as reports:
         yield reports
         test, passed = tested(), allowed(reports)
