@@ -105,12 +105,21 @@ class MBarrier:
     def label(self) -> str:
         return f"{self.name} of CTA {self.cta.number}"
 
+    @property
+    def known(self) -> tuple[str, Location, int]:
+        """The name of the allocation, where it is, and the arrivals that a phase takes."""
+        return self.name.partition("[")[0], self.made, self.count
+
     def misuse(
         self, what: str, at: Location | None = None, related: Iterable[tuple[str, Location]] = (),
         **facts: Any,
     ) -> BarrierMisuse:  # fmt: skip
         """The finding, with the other places that have to do with it, and where it was made."""
-        facts |= {"barrier": self.name, "related": (*related, ("barrier", self.made))}
+        facts |= {
+            "barrier": self.name,
+            "related": (*related,),
+            "barriers": (self.known,),
+        }
         return BarrierMisuse(f"{self.label}: {what}", at, **facts)
 
     def _arrived(self) -> list[tuple[str, Location]]:
@@ -132,6 +141,8 @@ class MBarrier:
         if self.pending == self.count and not self.missing_bytes:
             self.arrivals = []
         self.arrivals.append(Arrival(clock, lane, at, time))
+        if isinstance(lane, Role):
+            self.scheduler.synchronises("arrival", lane, self, at)
         if self.cta.ended is not None:
             self.check_end()
         self.missing_bytes += num_bytes
@@ -146,8 +157,8 @@ class MBarrier:
             )
         if count > self.pending:
             raise self.misuse(
-                f"{count} arrivals in phase {self.phase}, which expects {self.pending} more of "
-                f"{self.count}",
+                f"{count} arrival{'s' * (count != 1)} in phase {self.phase}, which expects "
+                f"{self.pending} more of {self.count}",
                 at,
                 self._arrived(),
                 marks=self._marks(),
@@ -227,6 +238,7 @@ class MBarrier:
                 barrier=self.name,
                 phase=phase,
                 role=role.label,
+                barriers=(self.known,),
             )
         role.clock.join(self.released)
         self.observers[role] = role.epoch, at, role.spot
@@ -236,6 +248,7 @@ class MBarrier:
         if parity not in (0, 1):
             raise self.misuse(f"a wait takes phase 0 or 1, got {parity}")
         start, at = role.time, location()
+        self.scheduler.synchronises("wait", role, self, at)
         if self._passes(parity):
             self.scheduler.order.note(self.key, "wait", self.phase)
             self._observe(role, at)
@@ -251,8 +264,9 @@ class MBarrier:
             note = f"phase {self.phase - 2} of that parity is over, and {self.phase - 1} too"
         missing = (self.phase, self.pending, self.missing_bytes)
         begun = self.pending < self.count or self.missing_bytes
-        related = (*(self._arrived() if begun else ()), ("barrier", self.made))
-        return Wait(role.label, at, self.label, *missing, note, related)
+        related = (*(self._arrived() if begun else ()),)
+        barriers = (self.known,)
+        return Wait(role.label, at, self.label, *missing, note, related, barriers)
 
     def finish(self) -> None:
         """At the end of the kernel: bytes must not be left over."""

@@ -368,8 +368,11 @@ class Buffer:
         launch.report.checks["shared"] += 1
         if not write and mask & ~shadow.written:
             if launch.uninitialized == "error":
+                read = actor.access(write, mask, name=self.name)
                 finding = UninitializedRead(
-                    f"{self.label} is read before it has been written", buffer=self.name
+                    f"{self.label} is read before it has been written",
+                    buffer=self.name,
+                    **launch.scheduler.around(read),
                 )
                 suppressions.judge(finding, launch.report)
             else:
@@ -391,6 +394,7 @@ class Buffer:
                 other=other.at,
                 buffer=self.name,
                 marks=(other.mark, access.mark),
+                **launch.scheduler.around(access, other),
             )
             suppressions.judge(finding, launch.report)
 

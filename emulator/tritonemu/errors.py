@@ -101,8 +101,10 @@ class EmulatorError(Exception):
     at: the same, a `Place` if the call chain is known. role: the role that failed, with its CTA;
     empty outside of roles. report: what the launch had done by then, with its timeline if it was
     traced. schedule: the order that shows it, for `run(schedule=...)`. marks: `drawing.Mark`s of
-    it, the earlier of two accesses first. missing: what there should be between those two. What
-    else a subclass names is given by keyword.
+    it, the earlier of two accesses first. missing: what there should be between those two.
+    related: what else has to do with it, and where, such as the other arrivals of a phase.
+    barriers: those that it is about, or that might have ordered two accesses: name, where it was
+    made, and the arrivals of a phase. What else a subclass names is given by keyword.
     """
 
     report: Any = None
@@ -110,6 +112,8 @@ class EmulatorError(Exception):
     role: str = ""
     marks: tuple[Any, ...] = ()
     missing: str = ""
+    related: tuple[tuple[str, Location], ...] = ()
+    barriers: tuple[tuple[str, Location, int], ...] = ()
 
     def __init__(self, message: str, at: Location | None = None, **facts: Any):
         self.file, self.line = self.at = at or location()
@@ -188,11 +192,8 @@ class UndefinedValue(EmulatorError):
 class BarrierMisuse(EmulatorError):
     """A barrier gets more arrivals or other bytes than it waits for, or runs ahead of a waiter.
 
-    `barrier` names it. related: what else has to do with it, and where, such as the other arrivals
-    of the phase, and where the barrier was made.
+    `barrier` names it.
     """
-
-    related: tuple[tuple[str, Location], ...] = ()
 
 
 class AliasedWait(EmulatorError):
@@ -209,7 +210,7 @@ class ResourceLimit(EmulatorError):
 @dataclass(frozen=True)
 class Wait:
     """Where a role waits. phase, arrivals, bytes: of the barrier, what is missing in it. related:
-    who arrived in that phase, and where the barrier was made."""
+    who arrived in that phase. barriers: of `EmulatorError`, this one."""
 
     role: str
     at: Location
@@ -219,10 +220,11 @@ class Wait:
     bytes: int
     note: str = ""
     related: tuple[tuple[str, Location], ...] = ()
+    barriers: tuple[tuple[str, Location, int], ...] = ()
 
     @property
     def what(self) -> str:
-        missing = f"{self.arrivals} arrivals"
+        missing = f"{self.arrivals} arrival{'s' * (self.arrivals != 1)}"
         if self.bytes > 0:
             missing += f" and {self.bytes} bytes"
         if self.bytes < 0:
@@ -267,6 +269,8 @@ class Deadlock(EmulatorError):
 
     def __init__(self, stuck: list[tuple[Any, Wait | Spin]]):
         waits = self.waits = [wait for _, wait in stuck]
+        barriers = (each for wait in waits for each in getattr(wait, "barriers", ()))
+        self.barriers = tuple(dict.fromkeys(barriers))
         self.marks = tuple(role.mark(wait.at[1], wait.what, True) for role, wait in stuck)
         super().__init__("deadlock:\n" + "\n".join(f"  {wait}" for wait in waits), waits[0].at)
 

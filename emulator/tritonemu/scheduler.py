@@ -15,7 +15,7 @@ TMA copy on an idle machine, to the nearest hundred cycles.
 
 import contextvars
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +29,7 @@ from .orders import Order
 from .tile import WORK
 from .timeline import Arrow, Event, Timeline
 
+REMEMBERED = 64  # waits and arrivals of a role, for findings
 COPY_LATENCY = 600
 ATOMIC_LATENCY = 700
 
@@ -170,13 +171,32 @@ class Operation:
         return Access(role.index, role.epoch, self.bit, write, mask, self.at, who, name, spot)
 
 
+@dataclass(frozen=True)
+class Synced:
+    """A wait or an arrival of a role, who it is, and its epoch then."""
+
+    kind: str
+    epoch: int
+    who: str
+    barrier: Any
+    at: Location
+
+
+def _several(synced: Iterable[Synced]) -> list[Synced]:
+    """The first two of them at different arrays of barriers."""
+    by_array: dict[Any, Synced] = {}
+    for each in synced:
+        by_array.setdefault(each.barrier.known, each)
+    return list(by_array.values())[:2]
+
+
 @dataclass
 class Scheduler:
     """Runs the roles of the clusters of CTAs that run together to the end.
 
     order: who runs next. numbers: counters of roles, operations and steps, shared by all clusters
     of a launch. timeline: to be filled, or None. changes: how often anything changed that a loop
-    may wait for.
+    may wait for. synced: of each role, by its index, the last waits and arrivals on mbarriers.
     """
 
     order: Order
@@ -188,6 +208,7 @@ class Scheduler:
     blocked: list[Role] = field(default_factory=list)
     queues: dict[Any, deque] = field(default_factory=dict)
     role: Role | None = None
+    synced: dict[int, deque[Synced]] = field(default_factory=dict)
     _known: set[Any] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -291,6 +312,30 @@ class Scheduler:
                 role.greenlet.parent.switch()
         role.charge(cycles)
         return role
+
+    def synchronises(self, kind: str, role: Role, barrier: Any, at: Location) -> None:
+        """A role waits for, or arrives at, an mbarrier, or asks for something that will."""
+        log = self.synced.setdefault(role.index, deque(maxlen=REMEMBERED))
+        log.append(Synced(kind, role.epoch, role.label, barrier, at))
+
+    def around(self, new: Access, old: Access | None = None) -> dict[str, Any]:
+        """What might have ordered two accesses, for a finding: the last waits before `new`, the
+        arrivals about `old`, and their barriers."""
+        waits = [s for s in self.synced.get(new.role, ()) if s.kind == "wait"]
+        near = [(f"wait of {s.who} before", s) for s in _several(reversed(waits))]
+        if old is not None:
+            arrivals = [s for s in self.synced.get(old.role, ()) if s.kind == "arrival"]
+            # A role's own accesses come before what it hands over in a later epoch.
+            first = old.epoch + (not old.operation)
+            later = [s for s in arrivals if s.epoch >= first]
+            earlier = [s for s in arrivals if s.epoch < first]
+            near += [(f"arrival of {s.who} after", s) for s in _several(later)]
+            near += [(f"arrival of {s.who} before", s) for s in earlier[-1:]]
+        if new.operation:
+            own = [s for s in self.synced.get(new.role, ()) if s.kind == "arrival"]
+            near += [(f"arrival of {s.who} after", s) for s in own[-1:] if s.epoch >= new.epoch]
+        barriers = dict.fromkeys(s.barrier.known for _, s in near)
+        return {"related": tuple((what, s.at) for what, s in near), "barriers": tuple(barriers)}
 
     def tell_time(self) -> float:
         """The modelled time of the running role, which is another one at each call."""

@@ -215,6 +215,7 @@ def _commit(role: Role, barrier: MBarrier, ranks: tuple[int, ...]) -> None:
     at = location()
     for rank in ranks:
         target = in_cta(barrier, rank)
+        role.scheduler.synchronises("arrival", role, target, at)
         role.scheduler.at(
             end,
             lambda target=target: target.arrive(1, clock, end, "tensor core", at),
