@@ -8,20 +8,26 @@ from typing import Any
 import triton.language as tl
 
 from ..buffers import LANES, Buffer, Storage, packed
-from ..errors import InvalidKernel, Unsupported
+from ..errors import InvalidKernel, Race, Unsupported
 from ..launch import current
 from ..machine import views
 from ..machine.table import blackwell_only, point
 from ..rewrite import static_int
+from ..scheduler import Operation, Role
 from ..tile import RAW, Tile, bytes_of
 from .barriers import MBarriers
+from .liveness import dying
 
 
 @dataclass(eq=False)
 class Memory(Storage):
-    """A storage that knows which values still name it."""
+    """A storage that knows which values still name it.
+
+    before: shared memory that was dead when this was allocated, of which it may be a part.
+    """
 
     views: Any = field(default_factory=weakref.WeakSet)
+    before: list["Memory"] = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -32,6 +38,26 @@ class View(Buffer):
 
     def __post_init__(self) -> None:
         self.storage.views.add(self)
+
+    def _access(self, actor: Role | Operation, write: bool) -> None:
+        """Raise Race, too, if what is in flight on dead memory may meet this write."""
+        super()._access(actor, write)
+        while write and current().races and self.storage.before:
+            old, access = self.storage.before[-1], actor.access(True, 0, name=self.name)
+            for other in old.shadow.accesses:
+                if not actor.clock.knows(other):
+                    does, (file, line) = "writes" if other.write else "reads", other.at
+                    raise Race(
+                        f"{access.who} writes {self.label}, which may be the memory of "
+                        f"{other.name}, that no operation uses any more; {other.who} {does} that "
+                        f"at {file}:{line}, and nothing orders the two",
+                        access.at,
+                        other=other.at,
+                        buffer=self.name,
+                        marks=(other.mark, access.mark),
+                        **current().scheduler.around(access, other),
+                    )
+            self.storage.before.pop()
 
     @property
     def nbytes_per_cta(self) -> int:
@@ -81,6 +107,9 @@ class View(Buffer):
         kept = self.layout if layout is None else layout
         return replace(super().reinterpret(dtype or self.dtype, sizes), layout=kept)
 
+    def _keep_alive(self) -> None:
+        """A use of the buffer, up to which it is alive."""
+
     def gather(self, indices: Any, axis: int) -> Tile:
         return views.local_gather(self, indices, axis)
 
@@ -124,7 +153,14 @@ def _storage(cta: Any, tensor: bool, num_bytes: int) -> Memory:
         if free and old.tensor == tensor and old.num_bytes == num_bytes:
             old.shadow.written = 0
             return old
-    return Memory(cta, tensor)
+    return Memory(cta, tensor, before=[] if tensor else _dead(cta))
+
+
+def _dead(cta: Any) -> list[Memory]:
+    """Shared memory of the CTA that no operation to come uses."""
+    gone = dying(View, current().role.task)
+    every = (each for each in cta.allocations if isinstance(each, Memory) and not each.tensor)
+    return [each for each in every if {id(view) for view in each.views} <= gone]
 
 
 def allocate_shared_memory(element_ty: Any, shape: Any, layout: Any, value: Any = None) -> Any:
