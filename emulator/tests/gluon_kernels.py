@@ -444,3 +444,75 @@ def pixels(image, target, ROW: gl.constexpr, COLUMN: gl.constexpr, BUG: gl.const
         mbarrier.wait(bar, 0)
     tma.async_store(target, [0, 0], tile)
     tma.store_wait(0)
+
+
+@gluon.jit
+def unused(desc, y):
+    gl.store(y, 1)
+
+
+@gluon.jit
+def of_two(view):
+    return view.index(1)
+
+
+@gluon.jit
+def sends_ones(target, first):
+    L: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
+    first.store(gl.full([32, 32], 1.0, gl.float32, L))
+    fence_async_shared()
+    tma.async_store(target, [0, 0], first)
+
+
+@gluon.jit
+def stores_twos(y, second):
+    L: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
+    second.store(gl.full([64, 32], 2.0, gl.float32, L))
+    tma.store_wait(0)
+    gl.store(y + grid2(64, 32, L), second.load(L))
+
+
+@gluon.jit
+def dead_memory(target, y, BUG: gl.constexpr):
+    """target = 1 of [32, 32], y = 2 of [64, 32]: the memory of the first may be the second's."""
+    S: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    both = gl.allocate_shared_memory(gl.float32, [2, 32, 32], target.layout)
+    first = of_two(both)
+    sends_ones(target, first)
+    if BUG == "":
+        tma.store_wait(0)
+    second = gl.allocate_shared_memory(gl.float32, [64, 32], S)
+    if BUG == "waits before it stores":
+        tma.store_wait(0)
+    stores_twos(y, second)
+
+
+@gluon.jit
+def kept_memory(target, y):
+    S: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    first = gl.allocate_shared_memory(gl.float32, [32, 32], target.layout)
+    sends_ones(target, first)
+    second = gl.allocate_shared_memory(gl.float32, [64, 32], S)
+    stores_twos(y, second)
+    first._keep_alive()
+
+
+@gluon.jit
+def dead_in_loop(target, y):
+    S: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    first = gl.allocate_shared_memory(gl.float32, [32, 32], target.layout)
+    sends_ones(target, first)
+    for _ in range(2):
+        second = gl.allocate_shared_memory(gl.float32, [64, 32], S)
+        stores_twos(y, second)
+
+
+@gluon.jit
+def kept_by_loop(target, y):
+    """The next turn uses the first buffer again."""
+    S: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    first = gl.allocate_shared_memory(gl.float32, [32, 32], target.layout)
+    for _ in range(2):
+        sends_ones(target, first)
+        second = gl.allocate_shared_memory(gl.float32, [64, 32], S)
+        stores_twos(y, second)

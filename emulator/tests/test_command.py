@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from tritonemu import fake_gpu
 from tritonemu.__main__ import _parser, main
 from tritonemu.settings import OPTIONS
 
@@ -279,3 +280,56 @@ def test_a_project_sets_options(table, flags, status, said, tmp_path, capsys):
 
 def test_every_setting_is_an_option():
     assert set(OPTIONS) < {name.replace("_", "-") for name in vars(_parser().parse_args(["x"]))}
+
+
+BENCHMARKED = """
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def fill_kernel(y, n, RACE: tl.constexpr):
+    tl.store(y + (0 if RACE else tl.program_id(0)), tl.program_id(0))
+
+
+sizes = {"x_names": ["m", "n"], "line_arg": "provider", "line_names": ["a", "b"]}
+by_size = triton.testing.Benchmark(
+    **sizes, x_vals=[(64, 32), (4, 3), 2048], line_vals=["right", "racy"], plot_name="fill",
+    args={"twice": 2},
+)
+
+
+@triton.testing.perf_report(by_size)
+def bench(m, n, provider, twice, quiet):
+    assert twice == 2 and quiet
+    y = torch.zeros(m * n, device="cuda")
+    run = lambda: fill_kernel[(m * n,)](y, n, RACE=provider == "racy")
+    return triton.testing.do_bench(run, quantiles=[0.5, 0.2, 0.8])
+
+
+fill_kernel[(2,)](torch.zeros(2, device="cuda"), 2, RACE=False)
+bench.run(print_data=True, quiet=True)
+"""
+
+
+def test_benchmarks_are_skipped_or_run_once_at_their_smallest_size(tmp_path, capsys):
+    path, report = tmp_path / "benchmarked.py", tmp_path / "report.json"
+    path.write_text(BENCHMARKED)
+    assert main([str(path)]) == 0
+    told = capsys.readouterr().out
+    assert "a triton.testing benchmark is skipped; --benchmarks once runs its smallest size" in told
+    assert main(["--benchmarks", "once", "--json", str(report), str(path)]) == 1
+    captured = capsys.readouterr()
+    assert "tritonemu: benchmark fill once, with m=4, n=3" in captured.out
+    assert captured.err.startswith("Race (schedule modelled): ")
+    found = json.loads(report.read_text())["found"]
+    assert found["replay"].count("--benchmarks once") == 1
+
+
+def test_benchmarks_must_be_skip_or_once():
+    with (
+        pytest.raises(ValueError, match=r"benchmarks must be one of .*, got 'all'"),
+        fake_gpu(benchmarks="all"),
+    ):
+        pass

@@ -5,6 +5,7 @@ from collections import Counter
 
 import pytest
 import torch
+import triton
 
 from emulator.tests.checking import B200, everywhere, found, normal, refused
 from tritonemu import (
@@ -18,7 +19,8 @@ from tritonemu import (
     UninitializedRead,
     run,
 )
-from tritonemu.compiling import asm_of
+from tritonemu.compiling import _source as source_of
+from tritonemu.compiling import asm_of, target_of
 from tritonemu.gpu import has_gluon
 
 pytestmark = pytest.mark.gluon
@@ -127,6 +129,44 @@ RIGHT = {
 def test_right(name):
     make, gives, options = RIGHT[name]
     everywhere(getattr(kernels, name), (1,), make, gives, BUG="", **options)
+
+
+def one_and_two():
+    return [boxed(torch.zeros(32, 32), 32, 32), torch.zeros(64, 32)]
+
+
+def twos(x, y):
+    return torch.full((64, 32), 2.0)
+
+
+@pytest.mark.parametrize("bug", ("", "waits before it stores"))
+def test_dead_memory_is_free_once_its_copies_are_known_to_be_done(bug):
+    everywhere(kernels.dead_memory, (1,), one_and_two, twos, BUG=bug)
+
+
+@pytest.mark.parametrize("kernel", (kernels.kept_memory, kernels.kept_by_loop))
+def test_memory_that_is_used_later_is_not_dead(kernel):
+    everywhere(kernel, (1,), one_and_two, twos)
+
+
+def test_a_copy_of_dead_memory_races_with_a_later_allocation():
+    """Though a variable still names it."""
+    match = "may be the memory of both, that no operation uses any more"
+    found(Race, kernels.dead_memory, (1,), one_and_two, match, BUG="no wait")
+    found(Race, kernels.dead_in_loop, (1,), one_and_two, "may be the memory of first")
+
+
+def test_the_compiler_puts_a_buffer_where_a_dead_one_was():
+    """And only there: the bytes of shared memory are those of the larger one, or of both."""
+    tile = 32 * 32 * 4
+    for kernel, options, least in (
+        (kernels.dead_memory, {"BUG": ""}, 2 * tile),
+        (kernels.kept_memory, {}, 3 * tile),
+    ):
+        bound = dict(zip(kernel.arg_names, one_and_two(), strict=False)) | options
+        made = triton.compile(source_of(kernel, bound), target=target_of("sm_90"))
+        shared = made.metadata.shared
+        assert least <= shared < least + tile, kernel
 
 
 @pytest.mark.parametrize("bug", ("", "fence of consumer"))

@@ -1,6 +1,7 @@
 """What findings tell: source, calls, names, and how to see them again; reports of the command."""
 
 import json
+import re
 import shlex
 import textwrap
 
@@ -273,3 +274,98 @@ def test_a_kernel_that_fails_names_its_schedule_too(tmp_path, capsys):
     found = json.loads(report.read_text())["found"]
     assert (found["kind"], found["schedule"]) == ("InvalidKernel", "modelled")
     assert found["places"][0]["calls"][-1]["source"] == "tl.store(sum_ptr, undefined_name)"
+
+
+DRAWN = """
+    import torch, triton
+    import triton.language as tl
+    import triton.language.extra.tlx as tlx
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    @triton.jit
+    def kernel(desc, y, EARLY: tl.constexpr, COUNT: tl.constexpr):
+        tiles = tlx.local_alloc((64,), tl.float32, 2)
+        full = tlx.alloc_barriers(2, arrive_count=COUNT)
+        empty = tlx.alloc_barriers(2)
+        with tlx.async_tasks():
+            with tlx.async_task("default"):
+                for i in tl.range(12):
+                    tlx.barrier_wait(empty[i % 2], (i // 2 + 1) % 2)
+                    tlx.barrier_expect_bytes(full[i % 2], 4 * 64)
+                    tlx.async_descriptor_load(desc, tiles[i % 2], [i * 64], full[i % 2])
+            with tlx.async_task(num_warps=4):
+                for i in tl.range(12):
+                    tlx.barrier_wait(full[i % 2], i // 2 % 2)
+                    if EARLY:
+                        tlx.barrier_arrive(empty[i % 2])
+                    tile = tlx.local_load(tiles[i % 2])
+                    if not EARLY:
+                        tlx.barrier_arrive(empty[i % 2])
+                    tl.store(y + i * 64 + tl.arange(0, 64), tile)
+
+    def launch(early, count):
+        x = TensorDescriptor.from_tensor(torch.ones(64 * 12), [64])
+        kernel[(1,)](x, torch.zeros(64 * 12), early, count)
+
+    def early():
+        launch(True, 1)
+
+    def count():
+        launch(False, 2)
+
+    @triton.jit
+    def last(y):
+        tl.store(y + tl.arange(0, 4), tl.program_id(0))
+
+    def last_one():
+        last[(3,)](torch.zeros(4))
+"""
+
+
+def _figure(tmp_path, function):
+    """(description, what its pins are at, the drawing) of the finding of a function."""
+    path, drawing = tmp_path / "drawn.py", tmp_path / "drawn.svg"
+    path.write_text(textwrap.dedent(DRAWN), encoding="utf-8")
+    assert main([f"{path}:{function}", "--svg", str(drawing)]) == 1
+    svg = drawing.read_text()
+    told = re.search(r"<desc>(.*)</desc>", svg)[1]
+    return told, re.findall(r'<circle class="mark" cx="([\d.]+)" cy="([\d.]+)"', svg), svg
+
+
+@pytest.mark.tlx
+def test_the_figure_of_a_race_marks_both_accesses_and_what_is_missing(tmp_path):
+    told, pins, svg = _figure(tmp_path, "early")
+    lines = DRAWN.splitlines()
+    load, read = (
+        next(i for i, line in enumerate(lines, 1) if text in line)
+        for text in ("async_descriptor_load(", "local_load(")
+    )
+    assert f"1: task0 of CTA 0 reads tiles[0], line {read}." in told
+    assert f"2: copy issued by default of CTA 0 writes tiles[0], line {load}." in told
+    assert told.endswith("Nothing orders 1 and 2.") and svg.count('class="unordered"') == 1
+    lanes = dict(re.findall(r'<text x="0" y="([\d.]+)">([\w ]+)</text>', svg))
+    lanes = {name: float(y) for y, name in lanes.items()}
+    (x1, y1), (x2, y2), *legend = [tuple(map(float, pin)) for pin in pins]
+    assert len(legend) == 2 and all(x == 9 for x, _ in legend)
+    assert abs(y1 - lanes["task0"]) < 6 and y2 > lanes["TMA"] - 6
+    copy = re.findall(r"<title>tiles\[0\]: cycles ([\d.]+) to ([\d.]+)", svg)[-1]
+    start, scale = (float(re.search(rf'data-{x}="([\d.]+)"', svg)[1]) for x in ("start", "scale"))
+    origin = float(re.search(r'data-x="([\d.]+)"', svg)[1])
+    left, right = (origin + (float(cycle) - start) * scale for cycle in copy)
+    assert left <= x2 <= right, "the second pin is in the copy that overwrites the buffer"
+
+
+def test_the_figure_of_a_race_of_two_programs_shows_both(tmp_path):
+    told, pins, svg = _figure(tmp_path, "last_one")
+    assert told.startswith("CTAs 0 and 1, modelled cycles")
+    assert "Lanes: CTA 0 default, CTA 1 default." in told
+    assert "1: default of CTA 0 writes y" in told and "2: default of CTA 1 writes y" in told
+    assert len({y for _, y in pins[:2]}) == 2 and "nothing orders 1 and 2</title>" in svg
+
+
+@pytest.mark.tlx
+def test_the_figure_of_a_deadlock_marks_each_wait(tmp_path):
+    told, pins, svg = _figure(tmp_path, "count")
+    assert "1: default of CTA 0 waits for phase 0 of empty[0]" in told
+    assert "2: task0 of CTA 0 waits for phase 0 of full[0] of CTA 0, which misses 1 arr" in told
+    assert len(pins) == 4 and svg.count('<rect class="missing"') == 2

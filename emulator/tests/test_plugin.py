@@ -1,5 +1,7 @@
 """The pytest plugin: tests that need a GPU, on a CPU."""
 
+import shlex
+
 import pytest
 
 import tritonemu.pytest_plugin  # noqa: F401 (pytester forgets what is imported during its runs)
@@ -129,7 +131,8 @@ def test_messages_name_flags_of_pytest_and_the_test(pytester):
     result.stdout.fnmatch_lines(
         [
             "*allow it with --emulated-masked zero*",
-            "*again with pytest 'test_masked.py::test_masked[[]modelled]'*",
+            "*again with pytest -p tritonemu.pytest_plugin --fake-gpu --emulated-schedules 0 "
+            "'test_masked.py::test_masked[[]modelled]'*",
             "note: programs (0, 0, 0), *--emulated-strict* (first in *::test_same?modelled?)",
         ]
     )
@@ -137,3 +140,47 @@ def test_messages_name_flags_of_pytest_and_the_test(pytester):
     result = pytester.runpytest_inprocess(*options, *strict)
     result.assert_outcomes(passed=1, failed=1)
     result.stdout.fnmatch_lines(["E*Race: *nothing orders the two*"])
+
+
+def test_a_finding_names_the_command_that_repeats_it(pytester, monkeypatch):
+    """Also from another folder than that of the settings, and with the options of this run."""
+    folder = pytester.mkdir("a folder")
+    (folder / "test_masked.py").write_text(MASKED)
+    pytester.makepyprojecttoml("")
+    monkeypatch.chdir(folder)
+    options = ("-p", "tritonemu.pytest_plugin", "-p", "no:cacheprovider", "--fake-gpu")
+    strict = ("--emulated-strict", "--emulated-masked=zero", "--emulated-schedules=9")
+    result = pytester.runpytest_inprocess(*options, *strict, "-k", "same")
+    result.assert_outcomes(failed=10, deselected=10)
+    told = (line for line in result.outlines if "again with pytest" in line and "[8]" in line)
+    name, *arguments = shlex.split(next(told).partition("again with ")[2])
+    assert name == "pytest" and "--emulated-strict" in arguments
+    again = pytester.runpytest_inprocess("-p", "no:cacheprovider", *arguments)
+    again.assert_outcomes(failed=1)
+    again.stdout.fnmatch_lines(["E*Race: *nothing orders the two*"])
+
+
+def test_benchmarks_of_tests(pytester):
+    pytester.makepyfile(test_bench=BENCHED)
+    options = ("-p", "tritonemu.pytest_plugin", "-p", "no:cacheprovider", "--fake-gpu", "-s")
+    result = pytester.runpytest_inprocess(*options)
+    result.stdout.fnmatch_lines(["*is skipped; --emulated-benchmarks once runs its smallest size"])
+    result.assert_outcomes(passed=3)
+    result = pytester.runpytest_inprocess(*options, "--emulated-benchmarks", "once")
+    result.assert_outcomes(failed=3)
+
+
+BENCHED = """
+import triton
+
+
+def test_bench():
+    size = {"x_names": ["n"], "x_vals": [4, 2], "line_arg": "p", "line_vals": [1]}
+    bench = triton.testing.Benchmark(**size, line_names=["1"], plot_name="", args={})
+
+    @triton.testing.perf_report(bench)
+    def fails(n, p):
+        assert n != 2
+
+    fails.run()
+"""

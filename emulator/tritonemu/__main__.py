@@ -50,8 +50,8 @@ from . import (
 )
 from .errors import COMMAND, flags
 from .execution import BOUNDS
-from .gpu import ARCHITECTURES, FAKE_MULTIPROCESSORS
-from .messages import allowed, cta_of, explain, page, report_of, told
+from .gpu import ARCHITECTURES, BENCHMARKS, FAKE_MULTIPROCESSORS
+from .messages import allowed, explain, page, report_of, told
 from .orders import Order, order_of
 from .sarif import as_sarif
 from .search import KINDS, Search
@@ -70,7 +70,7 @@ _MACHINERY = (
 # Options beside the architecture, the GPU and the schedule that decide what a program does.
 _REPEATED = (
     *("multiprocessors", "all_configs", "allow_uninitialized", "allow_unguarded", "compile"),
-    *("masked", "strict", "bounds", "resident"),
+    *("masked", "strict", "bounds", "resident", "benchmarks"),
 )
 
 
@@ -185,12 +185,12 @@ def _draw(options: argparse.Namespace, report: Report, error: EmulatorError | No
     """Write what was asked for of a launch, which may have ended with a finding."""
     timeline = report.timeline
     if timeline is None or not timeline.events:
+        print("tritonemu: nothing is drawn of a launch that did nothing", file=sys.stderr)
         return
     if options.trace:
         timeline.save_chrome_trace(options.trace)
     if options.svg:
-        cta = cta_of(error) if error else min(event.cta for event in timeline.events)
-        Path(options.svg).write_text(timeline.svg(cta), encoding="utf-8")
+        Path(options.svg).write_text(timeline.finding(), encoding="utf-8")
     if options.html:
         Path(options.html).write_text(page(report, error), encoding="utf-8")
 
@@ -276,6 +276,8 @@ def _parser() -> _Parser:
     add("--fake-gpu", action=argparse.BooleanOptionalAction, default=True, help=there)
     few = f"of that GPU, for persistent programs (default {FAKE_MULTIPROCESSORS})"
     add("--multiprocessors", **number, default=FAKE_MULTIPROCESSORS, help=few)
+    short = "of triton.testing: none, or every line at its smallest size (default skip)"
+    add("--benchmarks", choices=BENCHMARKS, default="skip", help=short)
     every = "run every configuration of an autotuned kernel, not the first that fits"
     add("--all-configs", action="store_true", help=every)
     add("--timeout", type=_seconds, metavar="SECONDS", help="end then, with exit status 4")
@@ -283,7 +285,7 @@ def _parser() -> _Parser:
     add("--sarif", metavar="FILE", help="write what was found, for code hosts")
     add("--html", metavar="FILE", help="write a page that steps through a launch")
     add("--trace", metavar="FILE", help="write a Chrome trace of the first launch")
-    add("--svg", metavar="FILE", help="draw the first CTA of the first launch")
+    add("--svg", metavar="FILE", help="draw the finding, or the first CTA of the first launch")
     add("--allow-uninitialized", action="store_true", help="reads of unwritten memory yield NaN")
     warps = "warps of a program need no barrier of their own"
     add("--allow-unguarded", action="store_true", help=warps)
@@ -367,7 +369,8 @@ def main(arguments: list[str] | None = None) -> int:
         _end_after(options.timeout, options.json)
     device = contextlib.nullcontext()
     if options.fake_gpu:
-        device = fake_gpu(options.arch, multiprocessors=options.multiprocessors)
+        how = {"multiprocessors": options.multiprocessors, "benchmarks": options.benchmarks}
+        device = fake_gpu(options.arch, **how)
     with device, _as_program(options.path, options.arguments), flags(COMMAND):
         try:
             return _check(options)

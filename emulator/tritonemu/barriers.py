@@ -32,6 +32,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .clocks import Clock
+from .drawing import Mark, Spot
 from .errors import (
     AliasedWait,
     BarrierMisuse,
@@ -51,6 +52,21 @@ def _name(lane: Any) -> str:
     return getattr(lane, "label", f"the {lane}")
 
 
+@dataclass(frozen=True)
+class Arrival:
+    """Arrivals, or bytes, of somebody: what it knows, whose it is, where and when."""
+
+    clock: Clock
+    lane: Any
+    at: Location
+    time: float
+
+    def mark(self, barrier: "MBarrier") -> Mark:
+        where = getattr(self.lane, "cta", barrier.cta).number, getattr(self.lane, "name", self.lane)
+        what = f"{_name(self.lane)} arrives at {barrier.name}"
+        return Mark(*where, self.time, self.at[1], what)
+
+
 @dataclass(eq=False)
 class MBarrier:
     """One mbarrier of a CTA; `phase` is the number of completed phases.
@@ -58,9 +74,9 @@ class MBarrier:
     clock: gathers the clocks of the arrivals; phases are ordered, so it only grows. released: the
     clock at the end of the last completed phase, which a role learns that passes a wait for it;
     before: at the end of the phase before that one. observers: roles that passed a wait for the
-    last completed phase, since when and where. waiters: roles that wait, for which parity, and
-    where. key: what `search` knows it by. arrivals: of the last phase that has any; what each
-    knows, whose it is, and where. made: where it was made.
+    last completed phase, since when, where, and its spot. waiters: roles that wait, for which
+    parity, and where. key: what `search` knows it by. arrivals: of the last phase that has any.
+    made: where it was made.
     """
 
     scheduler: Scheduler
@@ -74,10 +90,10 @@ class MBarrier:
     clock: Clock = field(default_factory=Clock)
     released: Clock = field(default_factory=Clock)
     before: Clock = field(default_factory=Clock)
-    observers: dict[Role, tuple[int, Location]] = field(default_factory=dict)
+    observers: dict[Role, tuple[int, Location, Spot]] = field(default_factory=dict)
     waiters: list[tuple[Role, int, Location]] = field(default_factory=list)
     key: Hashable = None
-    arrivals: list[tuple[Clock, Any, Location]] = field(default_factory=list)
+    arrivals: list[Arrival] = field(default_factory=list)
     made: Location = field(default_factory=location)
 
     def __post_init__(self) -> None:
@@ -89,17 +105,31 @@ class MBarrier:
     def label(self) -> str:
         return f"{self.name} of CTA {self.cta.number}"
 
+    @property
+    def known(self) -> tuple[str, Location, int]:
+        """The name of the allocation, where it is, and the arrivals that a phase takes."""
+        return self.name.partition("[")[0], self.made, self.count
+
     def misuse(
-        self, what: str, at: Location | None = None, related: Iterable[tuple[str, Location]] = ()
-    ) -> BarrierMisuse:
+        self, what: str, at: Location | None = None, related: Iterable[tuple[str, Location]] = (),
+        **facts: Any,
+    ) -> BarrierMisuse:  # fmt: skip
         """The finding, with the other places that have to do with it, and where it was made."""
-        related = (*related, ("barrier", self.made))
-        return BarrierMisuse(f"{self.label}: {what}", at, barrier=self.name, related=related)
+        facts |= {
+            "barrier": self.name,
+            "related": (*related,),
+            "barriers": (self.known,),
+        }
+        return BarrierMisuse(f"{self.label}: {what}", at, **facts)
 
     def _arrived(self) -> list[tuple[str, Location]]:
         """Who arrived in the last phase that has arrivals, and where, each place once."""
-        named = ((f"arrival of {_name(lane)}", at) for _, lane, at in self.arrivals)
+        named = ((f"arrival of {_name(each.lane)}", each.at) for each in self.arrivals)
         return list(dict.fromkeys(named))
+
+    def _marks(self) -> tuple[Mark, ...]:
+        """Those arrivals, in a timeline."""
+        return tuple(each.mark(self) for each in self.arrivals)
 
     def arrive(
         self, count: int, clock: Clock, time: float, lane: Any, at: Location, num_bytes: int = 0
@@ -110,7 +140,9 @@ class MBarrier:
         """
         if self.pending == self.count and not self.missing_bytes:
             self.arrivals = []
-        self.arrivals.append((clock, lane, at))
+        self.arrivals.append(Arrival(clock, lane, at, time))
+        if isinstance(lane, Role):
+            self.scheduler.synchronises("arrival", lane, self, at)
         if self.cta.ended is not None:
             self.check_end()
         self.missing_bytes += num_bytes
@@ -125,10 +157,11 @@ class MBarrier:
             )
         if count > self.pending:
             raise self.misuse(
-                f"{count} arrivals in phase {self.phase}, which expects {self.pending} more of "
-                f"{self.count}",
+                f"{count} arrival{'s' * (count != 1)} in phase {self.phase}, which expects "
+                f"{self.pending} more of {self.count}",
                 at,
                 self._arrived(),
+                marks=self._marks(),
             )
         self.pending -= count
         self.clock.join(clock)
@@ -138,6 +171,7 @@ class MBarrier:
                 f"phase {self.phase} receives {-self.missing_bytes} bytes more than expected",
                 at,
                 self._arrived(),
+                marks=self._marks(),
             )
         missing = {"pending": self.pending, "bytes": self.missing_bytes}
         self._trace("arrive", lane, time, time, at, phase=self.phase, **missing)
@@ -155,18 +189,21 @@ class MBarrier:
 
         An earlier phase ends before arrivals of the last one, so they stand for all.
         """
-        for clock, lane, at in self.arrivals:
-            if self.cta.launch.races and not self.cta.ended.includes(clock):
-                raise self.cta.too_early(self.name, _name(lane), at)
+        for each in self.arrivals:
+            if self.cta.launch.races and not self.cta.ended.includes(each.clock):
+                raise self.cta.too_early(self.name, _name(each.lane), each.at, each.mark(self))
 
     def _complete(self, time: float, lane: Any, at: Location) -> None:
-        for role, (epoch, place) in self.observers.items():
+        for role, (epoch, place, spot) in self.observers.items():
             if self.clock.epochs.get(role.index, 0) < epoch:
+                waits = f"{role.label} waits for phase {self.phase - 1} of {self.name}"
                 raise self.misuse(
                     f"phase {self.phase} can complete before {role.label}, which waits for phase "
                     f"{self.phase - 1}, has noticed that one: a missed phase",
                     at,
                     [(f"wait of {role.label}", place)],
+                    marks=(Mark(*spot, place[1], waits), self.arrivals[-1].mark(self)),
+                    missing="1 and 2 are not ordered: the wait may pass too late",
                 )
         self.phase += 1
         self.pending = self.count
@@ -201,15 +238,17 @@ class MBarrier:
                 barrier=self.name,
                 phase=phase,
                 role=role.label,
+                barriers=(self.known,),
             )
         role.clock.join(self.released)
-        self.observers[role] = role.epoch, at
+        self.observers[role] = role.epoch, at, role.spot
 
     def wait(self, role: Role, parity: int) -> None:
         """Suspend the role until the phase of this parity is the last completed one."""
         if parity not in (0, 1):
             raise self.misuse(f"a wait takes phase 0 or 1, got {parity}")
         start, at = role.time, location()
+        self.scheduler.synchronises("wait", role, self, at)
         if self._passes(parity):
             self.scheduler.order.note(self.key, "wait", self.phase)
             self._observe(role, at)
@@ -225,8 +264,9 @@ class MBarrier:
             note = f"phase {self.phase - 2} of that parity is over, and {self.phase - 1} too"
         missing = (self.phase, self.pending, self.missing_bytes)
         begun = self.pending < self.count or self.missing_bytes
-        related = (*(self._arrived() if begun else ()), ("barrier", self.made))
-        return Wait(role.label, at, self.label, *missing, note, related)
+        related = (*(self._arrived() if begun else ()),)
+        barriers = (self.known,)
+        return Wait(role.label, at, self.label, *missing, note, related, barriers)
 
     def finish(self) -> None:
         """At the end of the kernel: bytes must not be left over."""

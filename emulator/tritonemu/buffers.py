@@ -394,8 +394,11 @@ class Buffer:
         launch.report.checks["shared"] += 1
         if not write and mask & ~shadow.written:
             if launch.uninitialized == "error":
+                read = actor.access(write, mask, name=self.name)
                 finding = UninitializedRead(
-                    f"{self.label} is read before it has been written", buffer=self.name
+                    f"{self.label} is read before it has been written",
+                    buffer=self.name,
+                    **launch.scheduler.around(read),
                 )
                 suppressions.judge(finding, launch.report)
             else:
@@ -407,7 +410,7 @@ class Buffer:
             shadow.written |= mask if write else 0
             return
         if self.storage.cta.ended is not None:
-            raise self.storage.cta.too_early(self.name, access.who, access.at)
+            raise self.storage.cta.too_early(self.name, access.who, access.at, access.mark)
         if launch.partition_fences and isinstance(actor, Operation) and not actor.generic:
             self._demand_partition_fence(actor, write)
         elif launch.partition_fences and isinstance(actor, Role):
@@ -420,6 +423,8 @@ class Buffer:
                 f"{alias}at {other.at[0]}:{other.at[1]}; nothing orders the two",
                 other=other.at,
                 buffer=self.name,
+                marks=(other.mark, access.mark),
+                **launch.scheduler.around(access, other),
             )
             suppressions.judge(finding, launch.report)
 
@@ -432,11 +437,13 @@ class Buffer:
         for old in self.storage.shadow.accesses:
             stored = old.write and not old.operation
             if stored and old.mask & self.mask and not copy.clock.fences(old):
+                read = copy.access(False, self.mask, self.name)
                 finding = MissingFence(
                     f"a copy reads {self.label}, which {old.who} writes at {old.at[0]}:"
                     f'{old.at[1]}; tlx.fence("async_shared") must lie between the two',
                     other=old.at,
                     buffer=self.name,
+                    marks=(old.mark, read.mark),
                 )
                 suppressions.judge(finding, current().report)
 
@@ -469,6 +476,7 @@ class Buffer:
                 f"{did} at {old.at[0]}:{old.at[1]}; fence_async_shared must lie between the two",
                 other=old.at,
                 buffer=self.name,
+                marks=(old.mark, copy.access(write, self.mask, self.name).mark),
             )
             suppressions.judge(finding, current().report)
 

@@ -19,6 +19,7 @@ stands for it.
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from .drawing import Mark, Spot
 from .errors import Location
 
 
@@ -83,7 +84,8 @@ class Access:
 
     role, epoch: index of the role and its epoch then. operation: the bit of the asynchronous
     operation, 0 if the role itself touched the bytes. who: for messages. name: of the memory, as
-    the access names it. where: its `Lanes`, of tensor memory.
+    the access names it. where: its `Lanes`, of tensor memory. spot: CTA, lane and time of the
+    timeline.
     """
 
     role: int
@@ -95,6 +97,12 @@ class Access:
     who: str
     name: str = ""
     where: Any = None
+    spot: Spot = field(default=(0, "", 0.0), compare=False)
+
+    @property
+    def mark(self) -> Mark:
+        does = "writes" if self.write else "reads"
+        return Mark(*self.spot, self.at[1], f"{self.who} {does} {self.name}")
 
 
 @dataclass(eq=False, slots=True)

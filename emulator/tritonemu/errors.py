@@ -61,13 +61,16 @@ def location_of(error: BaseException) -> Location:
 
 # What flags of the tool in use begin with; that of Python is empty: it takes keywords.
 COMMAND, PYTEST = "--", "--emulated-"
-_FLAGS: contextvars.ContextVar[str] = contextvars.ContextVar("flags", default="")
+_FLAGS: contextvars.ContextVar[tuple[str, str]] = contextvars.ContextVar("flags", default=("", ""))
 
 
 @contextlib.contextmanager
-def flags(begin: str) -> Iterator[None]:
-    """Messages within this context name options as flags that begin so."""
-    token = _FLAGS.set(begin)
+def flags(begin: str, command: str = "") -> Iterator[None]:
+    """Messages within this context name options as flags that begin so.
+
+    command: of pytest, up to the name of a test and the folder that it is in.
+    """
+    token = _FLAGS.set((begin, command))
     try:
         yield
     finally:
@@ -75,7 +78,11 @@ def flags(begin: str) -> Iterator[None]:
 
 
 def flags_begin() -> str:
-    return _FLAGS.get()
+    return _FLAGS.get()[0]
+
+
+def pytest_command() -> str:
+    return _FLAGS.get()[1]
 
 
 def option(name: str, value: str | int) -> str:
@@ -93,13 +100,20 @@ class EmulatorError(Exception):
 
     at: the same, a `Place` if the call chain is known. role: the role that failed, with its CTA;
     empty outside of roles. report: what the launch had done by then, with its timeline if it was
-    traced. schedule: the order that shows it, for `run(schedule=...)`. What else a subclass names
-    is given by keyword.
+    traced. schedule: the order that shows it, for `run(schedule=...)`. marks: `drawing.Mark`s of
+    it, the earlier of two accesses first. missing: what there should be between those two.
+    related: what else has to do with it, and where, such as the other arrivals of a phase.
+    barriers: those that it is about, or that might have ordered two accesses: name, where it was
+    made, and the arrivals of a phase. What else a subclass names is given by keyword.
     """
 
     report: Any = None
     schedule: str = ""
     role: str = ""
+    marks: tuple[Any, ...] = ()
+    missing: str = ""
+    related: tuple[tuple[str, Location], ...] = ()
+    barriers: tuple[tuple[str, Location, int], ...] = ()
 
     def __init__(self, message: str, at: Location | None = None, **facts: Any):
         self.file, self.line = self.at = at or location()
@@ -138,6 +152,7 @@ class Race(EmulatorError):
     the program ids of both, earlier first.
     """
 
+    missing = "nothing orders 1 and 2"
     programs: tuple[tuple[int, ...], ...] = ()
 
 
@@ -147,12 +162,16 @@ class MissingFence(EmulatorError):
     buffer: the memory. other: file and line of the store.
     """
 
+    missing = "no fence lies between 1 and 2"
+
 
 class EarlyExit(EmulatorError):
     """A CTA may end before the last use of its shared or tensor memory, or of its barriers.
 
     what: the buffer or the barrier. `file` and `line` are those of its use.
     """
+
+    missing = "2 does not wait for 1"
 
 
 class UninitializedRead(EmulatorError):
@@ -173,11 +192,8 @@ class UndefinedValue(EmulatorError):
 class BarrierMisuse(EmulatorError):
     """A barrier gets more arrivals or other bytes than it waits for, or runs ahead of a waiter.
 
-    `barrier` names it. related: what else has to do with it, and where, such as the other arrivals
-    of the phase, and where the barrier was made.
+    `barrier` names it.
     """
-
-    related: tuple[tuple[str, Location], ...] = ()
 
 
 class AliasedWait(EmulatorError):
@@ -194,7 +210,7 @@ class ResourceLimit(EmulatorError):
 @dataclass(frozen=True)
 class Wait:
     """Where a role waits. phase, arrivals, bytes: of the barrier, what is missing in it. related:
-    who arrived in that phase, and where the barrier was made."""
+    who arrived in that phase. barriers: of `EmulatorError`, this one."""
 
     role: str
     at: Location
@@ -204,18 +220,20 @@ class Wait:
     bytes: int
     note: str = ""
     related: tuple[tuple[str, Location], ...] = ()
+    barriers: tuple[tuple[str, Location, int], ...] = ()
 
-    def __str__(self) -> str:
-        missing = f"{self.arrivals} arrivals"
+    @property
+    def what(self) -> str:
+        missing = f"{self.arrivals} arrival{'s' * (self.arrivals != 1)}"
         if self.bytes > 0:
             missing += f" and {self.bytes} bytes"
         if self.bytes < 0:
             missing += f", and got {-self.bytes} bytes that nobody announced"
         note = f"; {self.note}" if self.note else ""
-        return (
-            f"{self.role} at {self.at[0]}:{self.at[1]} waits for phase {self.phase} of "
-            f"{self.barrier}, which misses {missing}{note}"
-        )
+        return f"waits for phase {self.phase} of {self.barrier}, which misses {missing}{note}"
+
+    def __str__(self) -> str:
+        return f"{self.role} at {self.at[0]}:{self.at[1]} {self.what}"
 
 
 @dataclass(frozen=True)
@@ -229,25 +247,31 @@ class Spin:
     value: Any = None
     writer: tuple[str, Location] | None = None
 
-    def __str__(self) -> str:
-        start = f"{self.role} at {self.at[0]}:{self.at[1]} spins"
+    @property
+    def what(self) -> str:
         if not self.buffer:
-            return f"{start} in a loop that reads no memory"
-        start = f"{start} on element {self.element} of {self.buffer}, which holds {self.value}"
+            return "spins in a loop that reads no memory"
+        start = f"spins on element {self.element} of {self.buffer}, which holds {self.value}"
         if self.writer is None:
             return f"{start}; no program wrote it"
         who, (file, line) = self.writer
         return f"{start}, last written by {who} at {file}:{line}"
 
+    def __str__(self) -> str:
+        return f"{self.role} at {self.at[0]}:{self.at[1]} {self.what}"
+
 
 class Deadlock(EmulatorError):
     """No role can continue: each is blocked, or spins on memory that nobody will change.
 
-    `waits` says of each where it waits and for what.
+    `waits` says of each where it waits and for what. stuck: roles, and theirs.
     """
 
-    def __init__(self, waits: list[Wait | Spin]):
-        self.waits = waits
+    def __init__(self, stuck: list[tuple[Any, Wait | Spin]]):
+        waits = self.waits = [wait for _, wait in stuck]
+        barriers = (each for wait in waits for each in getattr(wait, "barriers", ()))
+        self.barriers = tuple(dict.fromkeys(barriers))
+        self.marks = tuple(role.mark(wait.at[1], wait.what, True) for role, wait in stuck)
         super().__init__("deadlock:\n" + "\n".join(f"  {wait}" for wait in waits), waits[0].at)
 
 

@@ -210,6 +210,8 @@ OPTIONS = frozenset(execute.__kwdefaults__)
 
 def _told(error: EmulatorError, report: Report, order: Order) -> EmulatorError:
     error.report, error.schedule = report, str(order)
+    if report.timeline is not None:
+        report.timeline.marks, report.timeline.missing = error.marks, error.missing
     if hasattr(error, "add_note"):
         error.add_note(explain(error))
     return error

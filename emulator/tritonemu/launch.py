@@ -9,6 +9,7 @@ from itertools import product
 from typing import Any
 
 from .clocks import Clock
+from .drawing import Mark
 from .engines import NAMES as ENGINES
 from .engines import Engine
 from .errors import EarlyExit, EmulatorError, Location, ResourceLimit
@@ -100,7 +101,7 @@ class Cta:
     allocations: storages and barriers in the order of allocation, so that a peer's counterpart is
     the one with the same number. tensor: its storages of tensor memory. compilers_barriers: named
     barriers that are not the kernel's. engines: those of its multiprocessor. ended: what it knew at
-    its end, None before.
+    its end, None before; ended_at: when, in modelled cycles.
     """
 
     launch: "Launch"
@@ -117,26 +118,29 @@ class Cta:
     compilers_barriers: dict[int, str] = field(default_factory=lambda: dict(_COMPILERS_BARRIERS))
     engines: dict[str, Engine] = field(default_factory=lambda: {n: Engine() for n in ENGINES})
     ended: Clock | None = None
+    ended_at: float = 0.0
 
     def end(self, role: Any) -> None:
         """Its kernel is over: whatever has used this CTA's memory must be known to be done."""
-        self.ended = role.clock
+        self.ended, self.ended_at = role.clock, role.time
         for allocation in self.allocations:
             for access in getattr(getattr(allocation, "shadow", None), "accesses", ()):
                 if not self.ended.knows(access):
-                    raise self.too_early(allocation.name, access.who, access.at)
+                    raise self.too_early(allocation.name, access.who, access.at, access.mark)
             for barrier in getattr(allocation, "barriers", ()):
                 barrier.check_end()
 
-    def too_early(self, what: str, who: str, at: Location) -> EarlyExit:
+    def too_early(self, what: str, who: str, at: Location, use: Mark) -> EarlyExit:
         """This CTA ends, and its buffer or barrier `what` may be used after that."""
         other = ", or the CTAs of a cluster for each other (tlx.cluster_barrier)"
+        last = Mark(self.number, "default", self.ended_at, 0, f"the end of CTA {self.number}")
         return EarlyExit(
             f"CTA {self.number} may end before this use of its {what}, which ends with it; "
             f"let it wait for this{'' if self.launch.partition_fences else other}",
             at,
             what=what,
             role=who,
+            marks=(use, last),
         )
 
     def reserve(self, num_bytes: int) -> None:

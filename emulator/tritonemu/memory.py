@@ -354,6 +354,7 @@ class Memory:
                 other=old.at,
                 programs=(before, program),
                 buffer=region.name,
+                marks=(old.mark, access.mark),
             )
             suppressions.judge(finding, self._report)
 

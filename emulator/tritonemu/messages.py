@@ -2,13 +2,14 @@
 
 import linecache
 import os
+import re
 import shlex
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from .errors import PYTEST, EmulatorError, Location, flags_begin
+from .errors import PYTEST, EmulatorError, Location, flags_begin, pytest_command
 from .timeline import interactive
 
 
@@ -19,9 +20,44 @@ def _places(error: EmulatorError) -> list[tuple[str, Location]]:
         found.append(("earlier", error.other))
     waits = getattr(error, "waits", ())
     found += [(wait.role, wait.at) for wait in waits]
-    found += getattr(error, "related", ())
+    found += error.related
     found += [place for wait in waits for place in getattr(wait, "related", ())]
+    found += [("barrier", at) for _, at, _ in error.barriers]
     return [(what, at) for what, at in dict.fromkeys(found) if at[1]]
+
+
+def _functions(lines: list[str]) -> dict[str, range]:
+    """The functions at the top of a file, by name, and their lines."""
+    found: dict[str, range] = {}
+    for begin, text in enumerate(lines, 1):
+        if name := re.match(r"(?:async )?def (\w+)", text):
+            end = begin
+            while end < len(lines) and re.match(r"\s|\)|$", lines[end]):
+                end += 1
+            found[name[1]] = range(begin, end + 1)
+    return found
+
+
+def uses(name: str, made: Location) -> list[int]:
+    """Lines that name a barrier, or a view of it: of the function that makes it, and of those that
+    this calls in the same file."""
+    file, line = made
+    lines = ["", *linecache.getlines(file)]
+    functions = _functions(lines[1:])
+    todo = [each for each, where in functions.items() if line in where]
+    reached: dict[str, dict[int, str]] = {}
+    while todo:
+        each = todo.pop()
+        reached[each] = {i: lines[i].partition("#")[0] for i in functions[each][1:]}
+        called = set(re.findall(r"(\w+)\(", "".join(reached[each].values())))
+        todo += sorted((called & functions.keys()) - reached.keys() - set(todo))
+    found = []
+    view = re.compile(rf"\s*(\w+) = (?:\w+\.)?(?:local_view\()?{re.escape(name)}\b")
+    for numbered in reached.values():
+        names = {name, *(of[1] for text in numbered.values() if (of := view.match(text)))}
+        named = re.compile(rf"\b(?:{'|'.join(map(re.escape, sorted(names)))})\b")
+        found += [i for i, text in numbered.items() if i != line and named.search(text)]
+    return sorted(found)
 
 
 def _calls(at: Location) -> tuple[tuple[str, int, str], ...]:
@@ -48,8 +84,12 @@ def explain(error: EmulatorError) -> str:
             start = f"  {what}: " if i == 0 else "    called from "
             lines.append(f"{start}{file}:{line}{f' in {function}' if function else ''}")
             lines.append(f"      {_line(file, line)}")
+    for name, made, count in error.barriers:
+        used = ", ".join(map(str, uses(name, made)))
+        takes = f"{count} arrival{'s' * (count != 1)}"
+        lines.append(f"  {name}: {takes} a phase; used in lines {used or 'of other functions'}")
     if test := tested():
-        lines.append(f"  again with pytest {shlex.quote(test)}")
+        lines.append(f"  again with {pytest_command()}{shlex.quote(test)}")
     elif error.schedule:
         lines.append(f'  again with schedule="{error.schedule}"')
     return "\n".join(lines)
@@ -65,11 +105,16 @@ def as_json(error: EmulatorError, replay: str = "") -> dict[str, Any]:
         ]
         places.append({"what": what, "calls": calls})
     named = {name: getattr(error, name, "") for name in ("role", "buffer", "barrier")}
+    barriers = [
+        {"name": name, "count": count, "lines": uses(name, made)}
+        for name, made, count in error.barriers
+    ]
     return {
         "kind": type(error).__name__,
         "message": str(error.args[0]),
         **named,
         "places": places,
+        "barriers": barriers,
         "kernel": error.report.kernel if error.report else "",
         "schedule": error.schedule,
         "replay": replay,
@@ -77,11 +122,9 @@ def as_json(error: EmulatorError, replay: str = "") -> dict[str, Any]:
 
 
 def cta_of(error: EmulatorError) -> int:
-    """The CTA whose timeline shows a finding: the one of its role, or else the first traced."""
-    events = error.report.timeline.events
-    last = error.role.rpartition(" ")[2]
-    traced = {event.cta for event in events}
-    return int(last) if last.isdecimal() and int(last) in traced else min(traced)
+    """The CTA whose timeline shows a finding: that of its last mark, or else the first traced."""
+    traced = {event.cta for event in error.report.timeline.events}
+    return next((mark.cta for mark in reversed(error.marks) if mark.cta in traced), min(traced))
 
 
 def page(report: Any, error: EmulatorError | None = None) -> str:

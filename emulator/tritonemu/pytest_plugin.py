@@ -8,6 +8,8 @@ fails with it; what is launched in fixtures of modules and sessions runs as mode
 """
 
 import contextlib
+import os
+import shlex
 import sys
 
 import pytest
@@ -15,38 +17,42 @@ import pytest
 from . import Unsupported, enabled, fake_gpu, settings
 from .errors import PYTEST, flags
 from .execution import BOUNDS
-from .gpu import ARCHITECTURES
+from .gpu import ARCHITECTURES, BENCHMARKS
 from .messages import allowed, tested, told
 from .undefined import MODES
 
+_DEFAULTS = {
+    **{"--emulated-arch": "sm_90", "--emulated-schedules": 2, "--emulated-masked": "nan"},
+    **{"--emulated-all-configs": False, "--emulated-strict": False, "--emulated-bounds": "tensor"},
+    **{"--emulated-benchmarks": "skip"},
+    **{"--emulated-allow-uninitialized": False, "--emulated-allow-unguarded": False},
+}
 _NOTES = pytest.StashKey()  # of all launches, and the first test of each
-_SETTINGS = (
-    *("arch", "schedules", "all-configs", "masked", "strict", "bounds"),
-    *("allow-uninitialized", "allow-unguarded"),
-)
+_SETTINGS = [flag.removeprefix(PYTEST) for flag in _DEFAULTS]
 _ALLOWED = pytest.StashKey()  # how many findings of all launches comments allow
 _TESTS = pytest.StashKey()  # of each of those the first test
 
 
 def pytest_addoption(parser):
     group = parser.getgroup("tritonemu", "Triton kernels in the emulator")
-    add = group.addoption
-    add("--fake-gpu", action="store_true", help="run all tests without a GPU")
-    add("--emulated-arch", choices=ARCHITECTURES, default="sm_90")
-    several = "random schedules for each test (default 2)"
-    add("--emulated-schedules", type=int, default=2, metavar="N", help=several)
-    every = "run every configuration of autotuned kernels, not the first that fits"
-    add("--emulated-all-configs", action="store_true", help=every)
-    add("--emulated-masked", choices=MODES, default="nan", help="lanes off without `other`")
-    values = "stores race that change no bit, too"
-    add("--emulated-strict", action="store_true", help=values)
-    around = "or the memory around tensors, too"
-    add("--emulated-bounds", choices=BOUNDS, default="tensor", help=around)
-    add("--emulated-allow-uninitialized", action="store_true", help="let pass reads of such memory")
-    warps = "warps of a program need no barrier of their own"
-    add("--emulated-allow-unguarded", action="store_true", help=warps)
+
+    def add(name, help, **how):
+        flag = f"{PYTEST}{name}"
+        how |= {"default": _DEFAULTS[flag]} if how else {"action": "store_true"}
+        group.addoption(flag, help=help, **how)
+
+    group.addoption("--fake-gpu", action="store_true", help="run all tests without a GPU")
+    add("arch", "architecture of that GPU", choices=ARCHITECTURES)
+    add("schedules", "random schedules for each test (default 2)", type=int, metavar="N")
+    add("all-configs", "run every configuration of autotuned kernels, not the first that fits")
+    add("masked", "lanes off without `other`", choices=MODES)
+    add("benchmarks", "of triton.testing: none, or the smallest size", choices=BENCHMARKS)
+    add("strict", "stores race that change no bit, too")
+    add("bounds", "or the memory around tensors, too", choices=BOUNDS)
+    add("allow-uninitialized", "let pass reads of such memory")
+    add("allow-unguarded", "warps of a program need no barrier of their own")
     unknown = "skip tests whose kernels use an operation that the emulator does not know"
-    add("--skip-unsupported", action="store_true", help=unknown)
+    group.addoption("--skip-unsupported", action="store_true", help=unknown)
 
 
 def pytest_load_initial_conftests(early_config, args):
@@ -54,6 +60,17 @@ def pytest_load_initial_conftests(early_config, args):
         args[:] = [*settings.flags(early_config.rootpath, PYTEST, _SETTINGS), *args]
     except ValueError as error:
         raise pytest.UsageError(str(error)) from None
+
+
+def _command(config):
+    """The command that runs one test as it runs now, up to its name."""
+    command = ["pytest", "-p", __name__, *["--fake-gpu"] * config.option.fake_gpu]
+    for flag, default in _DEFAULTS.items():
+        value = getattr(config.option, flag[2:].replace("-", "_"))
+        if value != default:
+            command += [flag] if value is True else [flag, str(value)]
+    folder = os.path.relpath(config.rootpath, config.invocation_params.dir)
+    return f"{shlex.join(command)} {'' if folder == '.' else shlex.quote(folder + os.sep)}"
 
 
 @contextlib.contextmanager
@@ -68,7 +85,9 @@ def _emulated(config, schedule):
         "uninitialized": "allow" if options.emulated_allow_uninitialized else "error",
         "unguarded": "allow" if options.emulated_allow_unguarded else "error",
     }
-    with flags(PYTEST), fake_gpu(arch), enabled(arch, schedule=schedule, **how) as reports:
+    named = flags(PYTEST, _command(config))
+    gpu = fake_gpu(arch, benchmarks=options.emulated_benchmarks)
+    with named, gpu, enabled(arch, schedule=schedule, **how) as reports:
         yield reports
         test, passed = tested(), allowed(reports)
         for note in (note for report in reports for note in report.notes):

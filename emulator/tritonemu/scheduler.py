@@ -15,19 +15,21 @@ TMA copy on an idle machine, to the nearest hundred cycles.
 
 import contextvars
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from greenlet import greenlet
 
 from .clocks import Access, Clock
+from .drawing import Mark, Spot
 from .engines import ISSUED_RESULTS, MUFU_RESULTS, SCHEDULERS
 from .errors import Deadlock, EmulatorError, Location, Wait, location
 from .orders import Order
 from .tile import WORK
 from .timeline import Arrow, Event, Timeline
 
+REMEMBERED = 64  # waits and arrivals of a role, for findings
 COPY_LATENCY = 600
 ATOMIC_LATENCY = 700
 
@@ -83,12 +85,25 @@ class Role:
     def label(self) -> str:
         return f"{self.name} of CTA {self.cta.number}"
 
+    @property
+    def spot(self) -> Spot:
+        """CTA, lane and present time, which counts tile arithmetic that is not charged yet."""
+        (results, special), share = WORK, min(self.warps / SCHEDULERS, 1)
+        work = max(results / ISSUED_RESULTS, special / MUFU_RESULTS) / share
+        return self.cta.number, self.name, self.time + work
+
+    def mark(self, line: int, what: str, lasts: bool = False) -> Mark:
+        """A mark at the role's present."""
+        return Mark(*self.spot, line, f"{self.label} {what}", lasts)
+
     def _run(self, body: Callable) -> None:
         try:
             body()
             self.charge()
         except EmulatorError as error:
+            self.charge()
             error.role = error.role or self.label
+            error.marks = error.marks or (self.mark(error.line, f"ends: {type(error).__name__}"),)
             raise
 
     def charge(self, cycles: float = 0.0) -> None:
@@ -201,8 +216,8 @@ class Role:
     def access(
         self, write: bool, mask: int, at: Location | None = None, name: str = "", where: Any = None
     ) -> Access:
-        at = at or location()
-        return Access(self.index, self.epoch, 0, write, mask, at, self.label, name, where)
+        at, who = at or location(), self.label
+        return Access(self.index, self.epoch, 0, write, mask, at, who, name, where, self.spot)
 
 
 @dataclass(eq=False)
@@ -222,7 +237,10 @@ class Operation:
 
     def access(self, write: bool, mask: int, name: str = "", where: Any = None) -> Access:
         who, role = f"{self.kind} issued by {self.role.label}", self.role
-        return Access(role.index, role.epoch, self.bit, write, mask, self.at, who, name, where)
+        spot = role.cta.number, "tensor core" if self.kind == "async_dot" else "TMA", role.time
+        return Access(
+            role.index, role.epoch, self.bit, write, mask, self.at, who, name, where, spot
+        )
 
     def known(self) -> Clock:
         """What it follows, and what any lane of its role knows."""
@@ -233,13 +251,32 @@ class Operation:
         return clock
 
 
+@dataclass(frozen=True)
+class Synced:
+    """A wait or an arrival of a role, who it is, and its epoch then."""
+
+    kind: str
+    epoch: int
+    who: str
+    barrier: Any
+    at: Location
+
+
+def _several(synced: Iterable[Synced]) -> list[Synced]:
+    """The first two of them at different arrays of barriers."""
+    by_array: dict[Any, Synced] = {}
+    for each in synced:
+        by_array.setdefault(each.barrier.known, each)
+    return list(by_array.values())[:2]
+
+
 @dataclass
 class Scheduler:
     """Runs the roles of the clusters of CTAs that run together to the end.
 
     order: who runs next. numbers: counters of roles, operations and steps, shared by all clusters
     of a launch. timeline: to be filled, or None. changes: how often anything changed that a loop
-    may wait for.
+    may wait for. synced: of each role, by its index, the last waits and arrivals on mbarriers.
     """
 
     order: Order
@@ -251,6 +288,7 @@ class Scheduler:
     blocked: list[Role] = field(default_factory=list)
     queues: dict[Any, deque] = field(default_factory=dict)
     role: Role | None = None
+    synced: dict[int, deque[Synced]] = field(default_factory=dict)
     _known: set[Any] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -325,7 +363,11 @@ class Scheduler:
                     del self.queues[chosen]
                 action()
         if self.blocked:
-            raise Deadlock([role.waiting() for role in self.blocked if role.waiting])
+            raise Deadlock(self.stuck())
+
+    def stuck(self) -> list[tuple[Role, Wait]]:
+        """The roles that wait for more than others to end, and what for."""
+        return [(role, role.waiting()) for role in self.blocked if role.waiting]
 
     def _choose(self) -> Any:
         if not self.order.modelled:
@@ -351,6 +393,30 @@ class Scheduler:
                 self._leave(role)
         role.charge(cycles)
         return role
+
+    def synchronises(self, kind: str, role: Role, barrier: Any, at: Location) -> None:
+        """A role waits for, or arrives at, an mbarrier, or asks for something that will."""
+        log = self.synced.setdefault(role.index, deque(maxlen=REMEMBERED))
+        log.append(Synced(kind, role.epoch, role.label, barrier, at))
+
+    def around(self, new: Access, old: Access | None = None) -> dict[str, Any]:
+        """What might have ordered two accesses, for a finding: the last waits before `new`, the
+        arrivals about `old`, and their barriers."""
+        waits = [s for s in self.synced.get(new.role, ()) if s.kind == "wait"]
+        near = [(f"wait of {s.who} before", s) for s in _several(reversed(waits))]
+        if old is not None:
+            arrivals = [s for s in self.synced.get(old.role, ()) if s.kind == "arrival"]
+            # A role's own accesses come before what it hands over in a later epoch.
+            first = old.epoch + (not old.operation)
+            later = [s for s in arrivals if s.epoch >= first]
+            earlier = [s for s in arrivals if s.epoch < first]
+            near += [(f"arrival of {s.who} after", s) for s in _several(later)]
+            near += [(f"arrival of {s.who} before", s) for s in earlier[-1:]]
+        if new.operation:
+            own = [s for s in self.synced.get(new.role, ()) if s.kind == "arrival"]
+            near += [(f"arrival of {s.who} after", s) for s in own[-1:] if s.epoch >= new.epoch]
+        barriers = dict.fromkeys(s.barrier.known for _, s in near)
+        return {"related": tuple((what, s.at) for what, s in near), "barriers": tuple(barriers)}
 
     def tell_time(self) -> float:
         """The modelled time of the running role, which is another one at each call."""

@@ -27,6 +27,7 @@ OPTIONS = (
         "strict",
         "bounds",
         "resident",
+        "benchmarks",
     ),
 )
 

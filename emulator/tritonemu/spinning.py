@@ -66,8 +66,8 @@ def turned(launch: Launch, depth: int) -> None:
     if launch.clusters:
         launch.start_next()
         return
-    words = [_spin(launch, each) for each in sorted(spinning, key=lambda each: each.index)]
-    raise Deadlock([*words, *(r.waiting() for r in scheduler.blocked if r.waiting)])
+    spins = [(r, _spin(launch, r)) for r in sorted(spinning, key=lambda each: each.index)]
+    raise Deadlock([*spins, *scheduler.stuck()])
 
 
 def _spin(launch: Launch, role: Any) -> Spin:

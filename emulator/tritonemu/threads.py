@@ -258,6 +258,8 @@ class Threads:
                 other=old.at,
                 programs=(store.program, self._launch.program),
                 buffer=region.name,
+                marks=(old.mark, role.access(kind == "store", 0, name=region.name).mark),
+                missing="no barrier of the warps lies between 1 and 2",
             )
             suppressions.judge(finding, self._launch.report)
 

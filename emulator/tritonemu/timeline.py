@@ -8,32 +8,40 @@ import json
 import math
 import re
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from .drawing import Arrow, Event, box_at, draw, placed
+from .drawing import Arrow, Event, Mark, box_at, draw, placed
 
 ENGINES = ("TMA", "tensor core")
 """Lanes that are no role, drawn below the roles in this order."""
+
+MOST_MARKS = 6  # of a finding that one figure shows
+MOST_ZOOM = 8  # how much a figure of a finding enlarges,
+LEAST_CYCLES = 1000  # and how many cycles it shows at least
 
 
 @dataclass
 class Timeline:
     """The trace of one launch. `file` holds the kernel.
 
-    busy: of each CTA, the cycles that each of its engines worked; more than the lanes show.
+    busy: of each CTA, the cycles that each of its engines worked; more than the lanes show. marks,
+    missing: of a finding that ended the launch, where it shows, and what there should have been
+    between two marks.
     """
 
     file: str
     events: list[Event] = field(default_factory=list)
     arrows: list[Arrow] = field(default_factory=list)
     busy: dict[int, dict[str, float]] = field(default_factory=dict)
+    marks: tuple[Mark, ...] = ()
+    missing: str = ""
 
     def lanes(self, cta: int = 0) -> list[str]:
         """Roles in order of appearance, then the engines that did something."""
-        found = dict.fromkeys(event.lane for event in self.events if event.cta == cta)
+        found = dict.fromkeys(e.lane for e in (*self.events, *self.marks) if e.cta == cta)
         roles = [lane for lane in found if lane not in ENGINES]
         return roles + [lane for lane in ENGINES if lane in found]
 
@@ -96,15 +104,63 @@ class Timeline:
         The same text for the same timeline; readable on white and on black. ValueError if the CTA
         did nothing between start and end.
         """
-        events = [event for event in self.events if event.cta == cta]
-        left = min((e.start for e in events), default=0.0) if start is None else start
-        right = max((e.end for e in events), default=0.0) if end is None else end
-        arrows = [a for a in self.arrows if a.cta == cta and left <= a.left <= a.right <= right]
+        marks = [self._placed(mark) for mark in self.marks]
+        marks = marks if any(mark.cta == cta for mark in marks) else []
+        return self._drawn([cta], marks, start, end, width)
+
+    def finding(self, width: float = 720) -> str:
+        """A figure of the first marks: the CTAs that they are in, at about that time.
+
+        All of the first CTA if there are no marks.
+        """
+        marks = [self._placed(mark) for mark in self.marks[:MOST_MARKS]]
+        if not marks:
+            return self.svg(min((event.cta for event in self.events), default=0), width=width)
+        ctas = sorted({mark.cta for mark in marks})
+        times = [t for e in self.events if e.cta in ctas for t in (e.start, e.end)]
+        times += [mark.time for mark in marks]
+        first, last = min(mark.time for mark in marks), max(mark.time for mark in marks)
+        around = max(last - first, (max(times) - min(times)) / MOST_ZOOM, LEAST_CYCLES)
+        start, end = max(first - around / 2, min(times)), min(last + around / 2, max(times))
+        return self._drawn(ctas, marks, start, max(end, start + 1), width)
+
+    def _placed(self, mark: Mark) -> Mark:
+        """A mark in an engine in the middle of the work that the same line asked for."""
+        if mark.lane not in ENGINES:
+            return mark
+        there = mark.cta, mark.lane, mark.line
+        work = (e for e in self.events if (e.cta, e.lane, e.line) == there and e.kind != "arrive")
+        own = next((e for e in work if e.start >= mark.time), None)
+        return mark if own is None else replace(mark, time=(own.start + own.end) / 2)
+
+    def _drawn(
+        self, ctas: list[int], marks: list[Mark], start: float | None, end: float | None,
+        width: float,
+    ) -> str:  # fmt: skip
+        name = f"CTA {ctas[0]}"
+        if len(ctas) > 1:
+            name = f"CTAs {', '.join(map(str, ctas[:-1]))} and {ctas[-1]}"
+
+        def lane(cta: int, lane: str) -> str:
+            return lane if len(ctas) == 1 else f"CTA {cta} {lane}"
+
+        events = [replace(e, lane=lane(e.cta, e.lane)) for e in self.events if e.cta in ctas]
+        times = [t for e in events for t in (e.start, e.end)]
+        times += [mark.time for mark in marks if mark.cta in ctas]
+        left = min(times, default=0.0) if start is None else start
+        right = max(times, default=0.0) if end is None else end
+        arrows = [
+            replace(a, source=lane(a.cta, a.source), target=lane(a.cta, a.target))
+            for a in self.arrows
+            if a.cta in ctas and left <= a.left <= a.right <= right
+        ]
         shown = [e for e in events if e.end >= left and e.start <= right]
-        if not shown or right <= left:
-            raise ValueError(f"CTA {cta} must do something in [{left}, {right}], got no event")
-        span = {"cta": cta, "left": left, "right": right}
-        return draw(shown, arrows, self.lanes(cta), **span, width=width)
+        if not (shown or marks) or right <= left:
+            raise ValueError(f"{name} must do something in [{left}, {right}], got no event")
+        lanes = [lane(cta, each) for cta in ctas for each in self.lanes(cta)]
+        here = [replace(m, lane=lane(m.cta, m.lane) if m.cta in ctas else "") for m in marks]
+        span = {"name": name, "missing": self.missing, "left": left, "right": right}
+        return draw(shown, arrows, lanes, here, **span, width=width)
 
 
 def _metadata(kind: str, pid: int, tid: int, /, **args: Any) -> dict[str, Any]:

@@ -4,12 +4,12 @@
 # ---
 
 # %% [markdown]
-# # Found bugs: six mistakes in published kernels, and which tools notice such mistakes
+# # Found bugs: seven mistakes in published kernels, and which tools notice such mistakes
 #
 # What does a race look like in kernels that people use, and which tool would have told?
 #
 # :::{admonition} In this chapter (30 minutes)
-# You will see six mistakes that the emulator found in published kernels, each in a few lines of
+# You will see seven mistakes that the emulator found in published kernels, each in a few lines of
 # our own with the wrong number it leads to, and its fix. On ten mistakes put into two kernels, the
 # emulator finds {glue:text}`emulator:.0f`; of the {glue:text}`plain:.0f` that they can run,
 # Triton's interpreter finds {glue:text}`interpreter:.0f` and TileLens {glue:text}`tilelens:.0f`.
@@ -104,14 +104,13 @@ chapter.figure(
 )  # fmt: skip
 
 # %% [markdown]
-# ## Six mistakes, and where they are
+# ## Seven mistakes, and where they are
 #
 # Five are in the published kernels of this book's operators, at commit
 # [2c128ab](https://github.com/facebookresearch/ads_model_kernel_library/tree/2c128ab68cc82365c2b8a7db9366b54217b083fe)
 # of their repository. Most of what they publish ran in the emulator without a finding. We quote
-# lines by number and copy none; to read them, `git clone
-# https://github.com/facebookresearch/ads_model_kernel_library` and `git checkout 2c128ab`. We saw
-# the mistakes in the emulator and by reading, not on a B200.
+# lines by number and copy none. We saw the mistakes in the emulator and by reading, not on a B200.
+# Findings in other public code: `emulator/COVERAGE.md`.
 #
 # ## One slot, and no signal that it is free
 #
@@ -123,8 +122,7 @@ chapter.figure(
 # [`tlx_matmul_rmsnorm_bwd.py`](https://github.com/facebookresearch/ads_model_kernel_library/blob/2c128ab68cc82365c2b8a7db9366b54217b083fe/multi_cta_norm_fusion/src/tlx_matmul_rmsnorm_bwd.py#L757-L790),
 # lines 757 to 790). The next tile uses the same slot. The barrier says that a sum has come; nothing
 # says that it has been read. A CTA that is a tile ahead overwrites what its neighbour has not added
-# yet. The layer norm beside it has two slots and returns them, and has no such finding. The same in
-# as few lines as possible:
+# yet. The layer norm beside it has two slots and returns them, and has no such finding. In short:
 
 # %% tags=["remove-input"]
 chapter.code(published.slot_kernel, "    for i in")
@@ -134,8 +132,7 @@ show(published.slot)
 
 # %% [markdown]
 # The first sum of one CTA contains the other's second part. The fix (`MENDED`) is a second barrier:
-# the reader signals the sender, which waits for it before overwriting. One more arrival for each
-# tile travels through the cluster, hidden behind the next matmul.
+# the reader signals the sender, which waits for it before overwriting.
 #
 # ## A sum on top of what was in memory
 #
@@ -151,7 +148,9 @@ show(published.add)
 # %% [markdown]
 # No order is wrong here, so no race detector can help, but poisoned memory tells. The tests of this
 # repository fill every output with NaN first. The fix is `torch.zeros`, or a plain store, since
-# each block of dQ has one program here.
+# each block of dQ has one program here. A test of OpenAI's `triton_kernels` takes an atomic maximum
+# with `torch.empty` likewise (`test_reduce.py`, line 89, at commit 1d2da15d2b1f of
+# triton-lang/triton).
 #
 # ## A store where an addition was meant: the last one wins
 #
@@ -194,7 +193,7 @@ print(*found, search, sep="\n")
 #
 # Block attention walks over tiles of 64 rows, sequence after sequence
 # ([`tlx_block_attention.py`](https://github.com/facebookresearch/ads_model_kernel_library/blob/2c128ab68cc82365c2b8a7db9366b54217b083fe/block_attention/triton/tlx_block_attention.py#L223-L230),
-# lines 223 to 230, and the same in each {term}`role`). The number of tiles is counted on the host,
+# lines 223 to 230). The number of tiles is counted on the host,
 # where an empty sequence has none; the walk goes on to the next sequence once for each tile, and
 # spends one on the empty sequence. The last tile is then never reached:
 
@@ -203,21 +202,34 @@ show(published.walk)
 
 # %% [markdown]
 # Those rows keep what `torch.empty` found. The fix skips sequences that end where they begin, as
-# `MENDED` does; {doc}`../block/block_attention` gives programs a list of blocks instead, and has
-# nothing to walk over.
+# `MENDED` does.
 #
 # ## A wait still to be written
 #
 # fbtriton's tutorial on this operator {cite}`fbtriton`, `tlx/tutorials/blackwell-gdpa.py` in the
 # wheel of 3.7.4, reads the accumulator of the output when the last activation has been handed over
 # (lines 432 to 435), without waiting for the matmul that uses it. A comment at that line says that
-# the wait is missing, so its authors know. With two steps instead of all keys:
+# the wait is missing, so its authors know. With two steps:
 
 # %%
 show(published.early, arch="sm_100")
 
 # %% [markdown]
 # One of two products is in the sum. The fix waits for the last `mBarriers`.
+#
+# ## A load too many
+#
+# The persistent matmul of Triton's Gluon tutorials starts to load its next tile while it ends this
+# one, under a predicate that is false after the last. The last of these loads lacks it
+# (`python/tutorials/gluon/07-persistence.py`, line 692, at the commit above; `09`, line 560): a
+# program ends while a copy writes to its shared memory, which may be another CTA's by then. In
+# `11`, line 1144, it is the copy of the scales. With one load for each tile:
+
+# %%
+show(published.ahead)
+
+# %% [markdown]
+# The fix is the predicate.
 #
 # ## Ten mistakes, and who notices
 #
@@ -228,36 +240,30 @@ show(published.early, arch="sm_100")
 # interpreter; [TileLens](https://github.com/Deep-Learning-Profiling-Tools/triton-viz), formerly
 # triton-viz; on an H200 the program itself, NVIDIA's compute-sanitizer and Triton's ConSan. None
 # raises a false alarm where no mistake was put in.
-# `python -m notebooks.tools.kernels.compare` asks those that a machine has, and keeps the answers.
 
 # %% [markdown]
 # The interpreter knows no TLX, so it cannot run the {glue:text}`roles:.0f` mistakes of the
 # pipeline. The {glue:text}`plain:.0f` others it runs in numpy, one program after the other, where
-# neither a race nor a lost update can happen, and a store behind the end of a tensor lands in the
-# memory of Python. The emulator took {glue:text}`slow:.1f` s at most for a mistake, the import of
-# PyTorch included.
+# neither a race nor a lost update can happen. The emulator took {glue:text}`slow:.1f` s at most for
+# a mistake, the import of PyTorch included.
 #
 # TileLens is a visualizer that has grown a memory sanitizer and, on
 # [a branch](https://github.com/Deep-Learning-Profiling-Tools/triton-viz/commit/4e2af488e91ac71e2672094d48cc339a1634bca5)
-# not yet released, a race detector; the figure is of that branch. Both reason about addresses with
-# a solver, for every program of the grid at once, and need no luck either. In the sum they find
+# not yet released, a race detector; the figure is of that branch. In the sum they find
 # {glue:text}`tilelens:.0f` of {glue:text}`plain:.0f`: the store behind the end and the plain
-# addition. It cannot run the pipeline, for it takes no TMA descriptors yet and knows no TLX.
+# addition. It takes no TMA descriptors yet and knows no TLX.
 #
 # On the H200 the program tells most: {glue:text}`seen:.0f` of the ten make it hang, crash or fail
 # its own test. ConSan names {glue:text}`consan:.0f`, all in the pipeline's barriers and buffers; it
 # does not watch plain memory. Racecheck does not follow TMA's barriers, and its answers change from
-# run to run ({doc}`lab notes <../../notes/emulator>`). Synccheck and memcheck, in the data of
-# the figure, say no more than that the program crashed or hung.
+# run to run ({doc}`lab notes <../../notes/emulator>`).
 #
-# Read the figure with this in mind: the ten were chosen by the authors of one of the tools, and
-# each breaks something that this tool models. A tool on a GPU sees what none on a CPU does: the
-# code that the compiler made, and the caches.
+# Each of the ten breaks something that the emulator models. A tool on a GPU sees what none on a CPU
+# does: the code that the compiler made, and the caches.
 #
 # Nine of the ten need no luck: the modelled schedule finds them. The tenth, an addition in two
-# atomics, is no race of accesses. Only a wrong sum tells, under an order that loses a part.
-# {doc}`emulator` says why; the README of `emulator/` says what random, PCT and exhaustive search
-# find of such mistakes.
+# atomics, is no race of accesses: only a wrong sum tells, under an order that loses a part
+# ({doc}`emulator`).
 #
 # ## Exercises
 #

@@ -12,7 +12,7 @@ from tritonemu.search import Search
 
 MISTAKES = {
     "slot": "Race", "add": "AssertionError", "last": "Race", "threads": "BarrierMisuse",
-    "walk": "AssertionError", "early": "Race",
+    "walk": "AssertionError", "early": "Race", "ahead": "EarlyExit",
 }  # fmt: skip
 
 

@@ -10,23 +10,30 @@ import torch
 import triton.language as tl
 
 from ..buffers import LANES, Buffer, Storage, packed
-from ..errors import InvalidKernel, Unsupported
+from ..errors import InvalidKernel, Race, Unsupported
 from ..launch import current
 from ..machine import views
 from ..machine.sync import remote
 from ..machine.table import blackwell_only, point
 from ..rewrite import static_int
+from ..scheduler import Operation, Role
 from ..tile import Tile, bytes_of, to_tile
 from .barriers import Cells, MBarriers
 from .ctas import Box, Sharding, at, common, cut, in_ctas, required, sharding_of
+from .liveness import dying
 
 
 @dataclass(eq=False)
 class Memory(Storage):
-    """A storage that knows which values still name it. cells: barriers that are made of it."""
+    """A storage that knows which values still name it.
+
+    cells: barriers that are made of it. before: shared memory that was dead when this was
+    allocated, of which it may be a part.
+    """
 
     views: Any = field(default_factory=weakref.WeakSet)
     cells: Cells | None = None
+    before: list["Memory"] = field(default_factory=list)
 
     @property
     def barriers(self) -> Any:
@@ -41,6 +48,26 @@ class View(Buffer):
 
     def __post_init__(self) -> None:
         self.storage.views.add(self)
+
+    def _access(self, actor: Role | Operation, write: bool) -> None:
+        """Raise Race, too, if what is in flight on dead memory may meet this write."""
+        super()._access(actor, write)
+        while write and current().races and self.storage.before:
+            old, access = self.storage.before[-1], actor.access(True, 0, name=self.name)
+            for other in old.shadow.accesses:
+                if not actor.clock.knows(other):
+                    does, (file, line) = "writes" if other.write else "reads", other.at
+                    raise Race(
+                        f"{access.who} writes {self.label}, which may be the memory of "
+                        f"{other.name}, that no operation uses any more; {other.who} {does} that "
+                        f"at {file}:{line}, and nothing orders the two",
+                        access.at,
+                        other=other.at,
+                        buffer=self.name,
+                        marks=(other.mark, access.mark),
+                        **current().scheduler.around(access, other),
+                    )
+            self.storage.before.pop()
 
     @property
     def nbytes_per_cta(self) -> int:
@@ -89,6 +116,9 @@ class View(Buffer):
         sizes = None if shape is None else tuple(static_int(size) for size in shape)
         kept = self.layout if layout is None else layout
         return replace(super().reinterpret(dtype or self.dtype, sizes), layout=kept)
+
+    def _keep_alive(self) -> None:
+        """A use of the buffer, up to which it is alive."""
 
     def gather(self, indices: Any, axis: int) -> Tile:
         return views.local_gather(self, indices, axis)
@@ -288,7 +318,8 @@ def _allocate(
             made.append(make(storage))
             made[-1].fit()
         else:
-            made.append(make(storage := Memory(cta, tensor)))
+            before = [] if tensor else _dead(cta)
+            made.append(make(storage := Memory(cta, tensor, before=before)))
             made[-1].fit()
             cta.allocate(storage)
     made[0].layout = layout
@@ -296,6 +327,13 @@ def _allocate(
     if value is not None:
         view.store(value)
     return view
+
+
+def _dead(cta: Any) -> list[Memory]:
+    """Shared memory of the CTA that no operation to come uses."""
+    gone = dying(View, current().role.task)
+    every = (each for each in cta.allocations if isinstance(each, Memory) and not each.tensor)
+    return [each for each in every if {id(view) for view in each.views} <= gone]
 
 
 def allocate_shared_memory(element_ty: Any, shape: Any, layout: Any, value: Any = None) -> Any:

@@ -53,6 +53,7 @@ def land(
     operation: Operation, target: Buffer, data: torch.Tensor, barrier: MBarrier, num_bytes: int
 ) -> None:
     """Write what a copy brings, and count it on the barrier when the copy completes."""
+    operation.role.scheduler.synchronises("arrival", operation.role, barrier, operation.at)
     target.write(data, operation)
     done = operation.clock, operation.end, "TMA", operation.at
     operation.role.scheduler.at(operation.end, lambda: barrier.arrive(0, *done, -num_bytes))

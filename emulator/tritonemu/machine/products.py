@@ -222,6 +222,7 @@ def commit(role: Role, targets: Sequence[MBarrier]) -> None:
     # Later commits wait for the last one, which follows all others.
     role.mma = role.mma[-1:]
     for target in targets:
+        role.scheduler.synchronises("arrival", role, target, at)
         role.scheduler.at(
             end,
             lambda target=target: target.arrive(1, clock, end, "tensor core", at),

@@ -1,4 +1,4 @@
-"""Six mistakes of published kernels, each in a kernel of our own as small as it can be.
+"""Seven mistakes of published kernels, each in a kernel of our own as small as it can be.
 
 Each function launches its kernel on CPU tensors, as it was with `mended=False`, and checks the
 result. `python -m tritonemu notebooks/tools/kernels/published.py:slot` says what is found.
@@ -145,6 +145,27 @@ def early(mended: bool = False) -> None:
     b_desc = TensorDescriptor.from_tensor(b.bfloat16(), [64, 64])
     early_kernel[(1,)](a_desc, b_desc, out, MENDED=mended)
     assert torch.equal(out, a @ b), _told(out, a @ b)
+
+
+@triton.jit
+def ahead_kernel(x_desc, out_ptr, TILES: tl.constexpr, MENDED: tl.constexpr):
+    tiles, full = tlx.local_alloc((16,), tl.float32, 2), tlx.alloc_barriers(2)
+    for i in tl.static_range(TILES + 1):
+        if i < TILES or not MENDED:
+            tlx.barrier_expect_bytes(full[i % 2], 64)
+            tlx.async_descriptor_load(x_desc, tiles[i % 2], [i * 16], full[i % 2])
+        if i > 0:
+            tlx.barrier_wait(full[(i - 1) % 2], (i - 1) // 2 % 2)
+            tile = tlx.local_load(tiles[(i - 1) % 2])
+            tl.store(out_ptr + (i - 1) * 16 + tl.arange(0, 16), tile)
+
+
+def ahead(mended: bool = False, tiles: int = 3) -> None:
+    """A program loads the tile after the one that it reads, and one more than there are."""
+    x, out = torch.arange(16.0 * tiles), torch.zeros(16 * tiles)
+    x_desc = TensorDescriptor.from_tensor(x, [16])
+    ahead_kernel[(1,)](x_desc, out, TILES=tiles, MENDED=mended)
+    assert torch.equal(out, x), _told(out, x)
 
 
 def _told(got: torch.Tensor, expected: torch.Tensor) -> str:
