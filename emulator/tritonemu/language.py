@@ -142,7 +142,7 @@ def broadcast_to(input: Tile, *shape: Any) -> Tile:
     sizes = check_shape(_sizes(shape))
     if len(input.shape) not in (0, len(sizes)):
         raise InvalidKernel(f"broadcast must keep the rank, got {input!r} to {sizes}")
-    return input.like(input.data.expand(sizes))
+    return input.shaped(lambda data: data.expand(sizes))
 
 
 @_operation

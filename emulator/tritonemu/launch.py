@@ -192,9 +192,10 @@ class Launch:
     about a type. masked: what lanes hold that a mask turns off and no `other` fills. undefined: the
     loads that have left some so, and what else did, each with its name. strict: whether stores of
     the value that is there may race. whole_storage: whether a kernel may use the memory around
-    a tensor that is a part of some. start_next: starts a cluster beside those that run.
-    partition_fences: whether fences are demanded between partitions, and there only. threads: who
-    judges what warps of one program do to global memory, None for nobody.
+    a tensor that is a part of some. wide: whether a tensor has elements that an int32 cannot count.
+    start_next: starts a cluster beside those that run. partition_fences: whether fences are
+    demanded between partitions, and there only. threads: who judges what warps of one program do to
+    global memory, None for nobody.
     """
 
     arch: str
@@ -214,6 +215,7 @@ class Launch:
     undefined: dict[Location, str] = field(default_factory=dict)
     strict: bool = False
     whole_storage: bool = False
+    wide: bool = False
     start_next: Callable[[], None] | None = None
     partition_fences: bool = False
     threads: Any = None
@@ -249,6 +251,12 @@ class Launch:
 
 
 CURRENT: contextvars.ContextVar[Launch] = contextvars.ContextVar("emulator_launch")
+
+
+def is_wide() -> bool:
+    """Whether there is a launch, and it is `wide`."""
+    launch = CURRENT.get(None)
+    return launch is not None and launch.wide
 
 
 def current() -> Launch:

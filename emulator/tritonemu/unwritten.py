@@ -5,6 +5,7 @@ PyTorch's, of which its version tells, is taken for one of all of the storage, a
 others write unseen (`x.data`, `x.numpy()`). Tensors of inference mode have no version: not known.
 """
 
+import mmap
 import os
 import sys
 from dataclasses import dataclass, field
@@ -20,6 +21,21 @@ _SKIPPED = tuple(os.path.join(os.path.dirname(file), "") for file in (__file__, 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
+_NO_RESERVE = 0x4000 if sys.platform == "linux" else 0  # that of Linux
+
+
+def zeros(size: int, dtype: Any) -> torch.Tensor:
+    """A one-dimensional tensor of a NumPy dtype; the system makes its pages once they are touched.
+
+    torch.zeros writes them, and NumPy's are counted against the memory of the machine.
+    """
+    num_bytes = size * np.dtype(dtype).itemsize
+    if num_bytes < 2**30 or not _NO_RESERVE:
+        return torch.from_numpy(np.zeros(size, dtype))
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
+    return torch.from_numpy(np.frombuffer(mmap.mmap(-1, num_bytes, flags=flags), dtype))
+
+
 @dataclass(eq=False)
 class Fresh:
     """Of a storage: where it was made, the version of its tensors then, its size in bytes."""
@@ -33,8 +49,7 @@ class Fresh:
     def written(self, itemsize: int) -> torch.Tensor:
         """An integer for each element of that size: -1 once all of it is written."""
         if not self._bytes:
-            # Of NumPy, which leaves pages that nobody touches to the system: torch writes them.
-            self._bytes.append(torch.from_numpy(np.zeros(self.num_bytes, np.int8)))
+            self._bytes.append(zeros(self.num_bytes, np.int8))
         whole = self.num_bytes // itemsize * itemsize
         return self._bytes[0][:whole].view(_INTEGERS[itemsize])
 
