@@ -93,13 +93,14 @@ class EmulatorError(Exception):
 
     at: the same, a `Place` if the call chain is known. role: the role that failed, with its CTA;
     empty outside of roles. report: what the launch had done by then, with its timeline if it was
-    traced. schedule: the order that shows it, for `run(schedule=...)`. What else a subclass names
-    is given by keyword.
+    traced. schedule: the order that shows it, for `run(schedule=...)`. unfit: autotuning goes on
+    with the next configuration. What else a subclass names is given by keyword.
     """
 
     report: Any = None
     schedule: str = ""
     role: str = ""
+    unfit: bool = False
 
     def __init__(self, message: str, at: Location | None = None, **facts: Any):
         self.file, self.line = self.at = at or location()
@@ -189,6 +190,8 @@ class AliasedWait(EmulatorError):
 
 class ResourceLimit(EmulatorError):
     """More shared or tensor memory, named barriers or warps than the hardware has."""
+
+    unfit = True
 
 
 @dataclass(frozen=True)

@@ -661,7 +661,8 @@ def device_assert(cond: Any, msg: str = "", mask: Any = None) -> None:
 @_operation
 def static_assert(cond: Any, msg: str = "") -> None:
     if not constant(cond):
-        raise InvalidKernel(f"tl.static_assert must hold, got a false constant: {msg}")
+        message = f"tl.static_assert must hold, got a false constant: {msg}"
+        raise InvalidKernel(message, unfit=True)
 
 
 @_operation

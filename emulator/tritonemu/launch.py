@@ -34,8 +34,9 @@ class Report:
     shared_bytes, tensor_columns, barriers: the most that one CTA allocated, without what the
     compiler adds for the values that tasks capture, some hundred bytes. warps: of each role of
     a CTA, default first. checks: accesses examined, by kind. uninitialized: reads of unwritten
-    memory that were let pass. notes: what may be meant so, such as one value that several programs
-    store to one place. allowed: findings that a comment allows, how many of each (kind, file, line,
+    memory that were let pass. updated: the tensors of which it changed what it had read, or did so
+    by atomics. notes: what may be meant so, such as one value that several programs store to one
+    place. allowed: findings that a comment allows, how many of each (kind, file, line,
     reason). timeline: with `trace=True`.
     """
 
@@ -51,6 +52,7 @@ class Report:
     warps: dict[str, int] = field(default_factory=dict)
     checks: dict[str, int] = field(default_factory=lambda: dict.fromkeys(CHECKS, 0))
     uninitialized: int = 0
+    updated: set[str] = field(default_factory=set)
     notes: list[str] = field(default_factory=list)
     allowed: dict[tuple[str, str, int, str], int] = field(default_factory=dict)
     timeline: Timeline | None = None

@@ -256,6 +256,8 @@ class Memory:
                     self._note_same(region, again, actor.clock, access)
                 numbers = by_element[chosen]
             found = _distinct(numbers)
+            if "loads" in name and any(found):
+                self._report.updated.add(region.name)
             if name != "reductions":
                 self._check_order(region, found, actor.clock, access)
             elif not reduces:
@@ -521,6 +523,7 @@ class Memory:
             self._launch.role.word = region, int(where[-1])
         if any(changed):
             self._launch.scheduler.changes += 1
+            self._report.updated.add(region.name)
             if element is not None:
                 key, label = (id(region.shadow), element), self._launch.role.label
                 self._writers[key] = len(self._accesses), label, location()
@@ -586,6 +589,7 @@ class Memory:
         num_bytes = data.numel() * region.itemsize
         if update is not None:
             self._check_written(region, "descriptor reduction", window.of, ...)
+            self._report.updated.add(region.name)
             data = update(from_raw(target, dtype), data)
             self._report.bytes_loaded += num_bytes
         raw = to_raw(data, dtype)
