@@ -170,6 +170,11 @@ def test_warming_up_launches_nothing():
     assert warm.n_regs > 0 and warm.metadata.shared > 0 and not reports
 
 
+def test_clocks():
+    assert triton.testing.nvsmi(["clocks.max.sm", "clocks.current.memory"]) == [1980, 3201]
+    assert triton.testing.get_max_tensorcore_tflops(torch.float16, 1_980_000, 0) > 0
+
+
 # Autotuned kernels.
 
 

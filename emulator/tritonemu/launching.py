@@ -11,6 +11,7 @@ import torch
 from triton.runtime.autotuner import Autotuner, Heuristics
 from triton.runtime.jit import JITFunction
 
+from . import unwritten
 from .compiled import Compiled
 from .errors import EmulatorError
 from .execution import OPTIONS, execute, undecorated
@@ -67,10 +68,12 @@ def enabled(
     options["schedule"] = order_of(options.get("schedule", "modelled"))  # one for all launches
     opened = _Enabled(arch, multiprocessors, all_configs, options, Reports())
     token = _ENABLED.set(opened)
+    judged = unwritten.JUDGED.set(options.get("uninitialized", "error") == "error")
     try:
         yield opened.reports
     finally:
         _ENABLED.reset(token)
+        unwritten.JUDGED.reset(judged)
 
 
 @functools.cache

@@ -163,6 +163,8 @@ class Memory:
                 f"got {tensor.dtype} on {tensor.device}"
             )
         fresh = unwritten.of(tensor)
+        if fresh is not None:
+            fresh.report = self._report
         # `data`, whose version is its own: as on a GPU a kernel's stores change none.
         dtype, tensor = FROM_TORCH[tensor.dtype], tensor.data
         storage = tensor.untyped_storage()
