@@ -333,3 +333,22 @@ def test_benchmarks_must_be_skip_or_once():
         fake_gpu(benchmarks="all"),
     ):
         pass
+
+
+def test_what_pytorch_reads_is_a_finding_of_the_command(tmp_path, capsys):
+    program = tmp_path / "half.py"
+    program.write_text(
+        "import torch\n"
+        "from emulator.tests.test_unwritten import write_kernel\n"
+        "x = torch.empty(8, device='cuda')  # made\n"
+        "write_kernel[(1,)](x, 5, 8)\n"
+        "assert x.sum() == 10\n"
+    )
+    assert main(["--schedule", "modelled", str(program)]) == 1
+    said = capsys.readouterr().err
+    assert "UninitializedRead (schedule modelled)" in said and "half.py:5: sum of PyTorch" in said
+    assert "earlier: " in said and "half.py:3" in said
+    assert main(["--schedule", "modelled", "--allow-uninitialized", str(program)]) in (0, 3)
+    allowed = program.read_text().replace("# made", "# tritonemu: allow(UninitializedRead) padding")
+    (other := tmp_path / "allowed.py").write_text(allowed)
+    assert main(["--schedule", "modelled", str(other)]) in (0, 3)

@@ -170,6 +170,11 @@ def test_warming_up_launches_nothing():
     assert warm.n_regs > 0 and warm.metadata.shared > 0 and not reports
 
 
+def test_clocks():
+    assert triton.testing.nvsmi(["clocks.max.sm", "clocks.current.memory"]) == [1980, 3201]
+    assert triton.testing.get_max_tensorcore_tflops(torch.float16, 1_980_000, 0) > 0
+
+
 # Autotuned kernels.
 
 
@@ -209,7 +214,24 @@ def test_every_configuration_gets_the_same_input_and_the_first_one_stays():
     calls.clear()
     with enabled():
         kernel[(5,)](x, 40)
-    assert [given["BLOCK"] for given in calls] == [8]
+    # Two more to see what a launch after another one leaves (test_tuning.py).
+    assert [given["BLOCK"] for given in calls] == [8] * 3
+
+
+@triton.autotune([triton.Config({"BLOCK": n}) for n in (8, 16, 32)], key=[])
+@triton.jit
+def asserting_kernel(x_ptr, least, BLOCK: tl.constexpr, LEAST: tl.constexpr):
+    tl.static_assert(BLOCK >= LEAST, "too small")
+    tl.store(x_ptr + tl.arange(0, BLOCK), BLOCK)
+
+
+def test_configurations_in_which_a_static_assertion_fails_are_passed_over():
+    x = torch.zeros(40, device="cuda")
+    with enabled() as reports:
+        asserting_kernel[(1,)](x, 0, LEAST=16)
+        with pytest.raises(InvalidKernel, match="too small"):
+            asserting_kernel[(1,)](x, 0, LEAST=64)
+    assert len(reports) == 1 and x.eq(16).sum() == 16
 
 
 def test_findings_are_kept_although_the_program_goes_on():

@@ -227,6 +227,24 @@ def break_kernel(out_ptr):
 
 
 @triton.jit
+def three_of(x, SIZES: tl.constexpr):
+    a, b = SIZES
+    return x, x + a, x + b
+
+
+@triton.jit
+def unpack_kernel(out_ptr):
+    a, b = three_of(tl.program_id(0) + 10, (3, 4, 5))
+    tl.store(out_ptr, a * 100 + b)
+
+
+def test_of_more_values_than_names_the_rest_is_dropped():
+    out = zeros()
+    run(unpack_kernel, (1,), out, compile=True)
+    assert out[0] == 1013
+
+
+@triton.jit
 def chain_kernel(out_ptr):
     x = tl.program_id(0)
     if 0 < x < 2:

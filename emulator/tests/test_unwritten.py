@@ -1,5 +1,7 @@
 """Memory of `torch.empty` is unwritten until somebody writes to it."""
 
+import contextlib
+
 import pytest
 import torch
 import triton
@@ -170,3 +172,46 @@ def test_the_versions_of_tensors_do_not_tell_of_kernels():
     with enabled():
         write_kernel[(1,)](x, 8, 8)
     assert x._version == 0
+
+
+def as_halves(n=8):
+    """Of what `torch.empty` made a kernel writes the first n of 8 elements."""
+    x = empty()
+    write_kernel[(1,)](x, n, 8)
+    return x
+
+
+READS = {
+    "sum": lambda x: x.sum(),
+    "function": lambda x: torch.sum(x),
+    "max": lambda x: x.max(dim=0),
+    "equal": lambda x: torch.equal(x, torch.zeros(8, device="cuda")),
+    "close": lambda x: torch.testing.assert_close(x, torch.arange(8.0, device="cuda")),
+    "copy": lambda x: x.double().norm(),
+    "host": lambda x: x.cpu().sum(),
+    "clone": lambda x: x.view(2, 4).clone().t().contiguous().sum(),
+    "view": lambda x: x[3:].sum(),
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_pytorch_reads_it(name):
+    with enabled():
+        x = as_halves(5)
+        with pytest.raises(UninitializedRead, match=r"of PyTorch reads 3 of \d elements that no"):
+            READS[name](x)
+    with enabled():
+        READS[name](as_halves())
+    with enabled(uninitialized="allow"), contextlib.suppress(AssertionError):
+        READS[name](as_halves(5))
+
+
+def test_what_pytorch_may_do():
+    """It may read what is written, compute with all of it, and write to it."""
+    with enabled():
+        x = as_halves(5)
+        assert x[:5].sum() == 10 and (x * 2)[:5].sum() == 20 and x.cpu()[:5].sum() == 10
+        x[5:] = 0
+        assert x.sum() == 10
+        empty().sum()
+    x.sum()

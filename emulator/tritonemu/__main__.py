@@ -456,6 +456,11 @@ def _run(
         except SystemExit as error:
             if error.code not in (None, 0):
                 failed = f"{options.target} ended with exit status {error.code}"
+        except EmulatorError as error:
+            if error.report is not None and error not in reports.findings:
+                error.schedule = str(schedule)
+                reports.findings.append(error)  # what PyTorch reads after a launch
+            failed = _failure(error)
         except Exception as error:
             failed = _failure(error)
     if not failed and not reports:

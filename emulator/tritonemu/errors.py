@@ -104,7 +104,8 @@ class EmulatorError(Exception):
     it, the earlier of two accesses first. missing: what there should be between those two.
     related: what else has to do with it, and where, such as the other arrivals of a phase.
     barriers: those that it is about, or that might have ordered two accesses: name, where it was
-    made, and the arrivals of a phase. What else a subclass names is given by keyword.
+    made, and the arrivals of a phase. unfit: autotuning goes on with the next configuration. What
+    else a subclass names is given by keyword.
     """
 
     report: Any = None
@@ -114,6 +115,7 @@ class EmulatorError(Exception):
     missing: str = ""
     related: tuple[tuple[str, Location], ...] = ()
     barriers: tuple[tuple[str, Location, int], ...] = ()
+    unfit: bool = False
 
     def __init__(self, message: str, at: Location | None = None, **facts: Any):
         self.file, self.line = self.at = at or location()
@@ -205,6 +207,8 @@ class AliasedWait(EmulatorError):
 
 class ResourceLimit(EmulatorError):
     """More shared or tensor memory, named barriers or warps than the hardware has."""
+
+    unfit = True
 
 
 @dataclass(frozen=True)

@@ -85,6 +85,16 @@ def _properties(arch: str, multiprocessors: int) -> dict[str, Any]:
     }
 
 
+_CLOCKS = {"sm_clock_rate": 1_980_000, "mem_clock_rate": 3_201_000}  # kHz
+
+
+def _nvidia_smi(attributes: list[str]) -> list[int]:
+    """What Triton's models of performance ask `nvidia-smi`: clocks, in MHz."""
+    kinds = {"sm": "sm", "graphics": "sm", "memory": "mem", "mem": "mem"}
+    names = [kinds.get(each.rpartition(".")[2], "") for each in attributes]
+    return [_CLOCKS.get(f"{name}_clock_rate", 0) // 1000 for name in names]
+
+
 def _driver(arch: str, multiprocessors: int) -> types.SimpleNamespace:
     """What Triton's driver answers on such a device."""
     target = target_of(arch)
@@ -93,8 +103,7 @@ def _driver(arch: str, multiprocessors: int) -> types.SimpleNamespace:
         "max_shared_mem": SHARED_BYTES,
         "max_num_regs": REGISTERS,
         "warpSize": 32,
-        "sm_clock_rate": 1_980_000,
-        "mem_clock_rate": 3_201_000,
+        **_CLOCKS,
         "mem_bus_width": 6144,
     }
     return types.SimpleNamespace(
@@ -226,6 +235,19 @@ def _report_once(
             self.fn(**at, **{bench.line_arg: line}, **bench.args, **kwargs)
 
 
+def _reading(function: Callable) -> Callable:
+    """An assertion of PyTorch's, which wraps errors of what it calls: its tensors are read here."""
+
+    @functools.wraps(function)
+    def read(*args: Any, **kwargs: Any) -> Any:
+        with torch._C.DisableTorchFunction():
+            for tensor in tensors_of((args, kwargs)):
+                unwritten.read(function, tensor)
+        return function(*args, **kwargs)
+
+    return read
+
+
 def _is_gpu(device: Any) -> bool:
     return isinstance(device, int) or str(device).partition(":")[0] == "cuda"
 
@@ -355,6 +377,9 @@ class _CudaIsCpu(TorchFunctionMode):
             device = _device.CURRENT_DEVICE
         if device is not None:
             on_gpu = _is_gpu(device)
+        if func in unwritten.READS:
+            for tensor in given:
+                unwritten.read(func, tensor)
         inside, self.inside = self.inside, True
         try:
             if func in _IN_FP32 and on_gpu:
@@ -375,6 +400,8 @@ class _CudaIsCpu(TorchFunctionMode):
             unwritten.note(result)
         elif func in _SHARE:
             unwritten.forget(args[0])
+        elif func in unwritten.COPIES and result is not args[0]:
+            unwritten.copied(args[0], result)
         return result
 
 
@@ -465,6 +492,8 @@ def fake_gpu(
         replace(triton.testing, "do_bench_cudagraph", _do_bench)
         run = _no_report if benchmarks == "skip" else _report_once
         replace(triton.testing.Mark, "run", run)
+        replace(triton.testing, "nvsmi", _nvidia_smi)
+        replace(torch.testing, "assert_close", _reading(torch.testing.assert_close))
         mode, backward = _CudaIsCpu(), torch.autograd.function.BackwardCFunction
         replace(backward, "apply", mode.on_again(backward.apply))
         replace(torch.library.Library, "impl", mode.registering(torch.library.Library.impl))

@@ -142,7 +142,7 @@ def broadcast_to(input: Tile, *shape: Any) -> Tile:
     sizes = check_shape(_sizes(shape))
     if len(input.shape) not in (0, len(sizes)):
         raise InvalidKernel(f"broadcast must keep the rank, got {input!r} to {sizes}")
-    return input.like(input.data.expand(sizes))
+    return input.shaped(lambda data: data.expand(sizes))
 
 
 @_operation
@@ -661,7 +661,8 @@ def device_assert(cond: Any, msg: str = "", mask: Any = None) -> None:
 @_operation
 def static_assert(cond: Any, msg: str = "") -> None:
     if not constant(cond):
-        raise InvalidKernel(f"tl.static_assert must hold, got a false constant: {msg}")
+        message = f"tl.static_assert must hold, got a false constant: {msg}"
+        raise InvalidKernel(message, unfit=True)
 
 
 @_operation

@@ -35,8 +35,9 @@ class Report:
     shared_bytes, tensor_columns, barriers: the most that one CTA allocated, without what the
     compiler adds for the values that tasks capture, some hundred bytes. warps: of each role of
     a CTA, default first. checks: accesses examined, by kind. uninitialized: reads of unwritten
-    memory that were let pass. notes: what may be meant so, such as one value that several programs
-    store to one place. allowed: findings that a comment allows, how many of each (kind, file, line,
+    memory that were let pass. updated: the tensors of which it changed what it had read, or did so
+    by atomics. notes: what may be meant so, such as one value that several programs store to one
+    place. allowed: findings that a comment allows, how many of each (kind, file, line,
     reason). timeline: with `trace=True`.
     """
 
@@ -52,6 +53,7 @@ class Report:
     warps: dict[str, int] = field(default_factory=dict)
     checks: dict[str, int] = field(default_factory=lambda: dict.fromkeys(CHECKS, 0))
     uninitialized: int = 0
+    updated: set[str] = field(default_factory=set)
     notes: list[str] = field(default_factory=list)
     allowed: dict[tuple[str, str, int, str], int] = field(default_factory=dict)
     timeline: Timeline | None = None
@@ -194,9 +196,10 @@ class Launch:
     about a type. masked: what lanes hold that a mask turns off and no `other` fills. undefined: the
     loads that have left some so, and what else did, each with its name. strict: whether stores of
     the value that is there may race. whole_storage: whether a kernel may use the memory around
-    a tensor that is a part of some. start_next: starts a cluster beside those that run.
-    partition_fences: whether fences are demanded between partitions, and there only. threads: who
-    judges what warps of one program do to memory, None for nobody.
+    a tensor that is a part of some. wide: whether a tensor has elements that an int32 cannot count.
+    start_next: starts a cluster beside those that run. partition_fences: whether fences are
+    demanded between partitions, and there only. threads: who judges what warps of one program do to
+    memory, None for nobody.
     """
 
     arch: str
@@ -216,6 +219,7 @@ class Launch:
     undefined: dict[Location, str] = field(default_factory=dict)
     strict: bool = False
     whole_storage: bool = False
+    wide: bool = False
     start_next: Callable[[], None] | None = None
     partition_fences: bool = False
     threads: Any = None
@@ -253,6 +257,12 @@ class Launch:
 
 
 CURRENT: contextvars.ContextVar[Launch] = contextvars.ContextVar("emulator_launch")
+
+
+def is_wide() -> bool:
+    """Whether there is a launch, and it is `wide`."""
+    launch = CURRENT.get(None)
+    return launch is not None and launch.wide
 
 
 def current() -> Launch:

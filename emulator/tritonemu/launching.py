@@ -4,15 +4,16 @@ import contextlib
 import contextvars
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from triton.runtime.autotuner import Autotuner, Heuristics
 from triton.runtime.jit import JITFunction
 
+from . import unwritten
 from .compiled import Compiled
-from .errors import EmulatorError, ResourceLimit
+from .errors import EmulatorError
 from .execution import OPTIONS, execute, undecorated
 from .gpu import check_arch, tensors_of
 from .launch import Report
@@ -36,6 +37,7 @@ class _Enabled:
     all_configs: bool
     options: dict[str, Any]
     reports: Reports
+    tuned: set[int] = field(default_factory=set)
 
 
 _ENABLED: contextvars.ContextVar[_Enabled | None] = contextvars.ContextVar("emulator", default=None)
@@ -66,10 +68,12 @@ def enabled(
     options["schedule"] = order_of(options.get("schedule", "modelled"))  # one for all launches
     opened = _Enabled(arch, multiprocessors, all_configs, options, Reports())
     token = _ENABLED.set(opened)
+    judged = unwritten.JUDGED.set(options.get("uninitialized", "error") == "error")
     try:
         yield opened.reports
     finally:
         _ENABLED.reset(token)
+        unwritten.JUDGED.reset(judged)
 
 
 @functools.cache
@@ -126,19 +130,29 @@ def _run_configurations(
         (x.untyped_storage(), x.untyped_storage().clone()) for x in tensors_of((args, kwargs))
     ]
 
-    def launch_afresh(config: Any) -> Report:
+    def restore() -> None:
         for storage, content in before:
             storage.copy_(content)
+
+    def launch_afresh(config: Any) -> Report:
+        restore()
         return launch(config=config)
+
+    def launch_as_tuned(config: Any) -> Report:
+        report = launch_afresh(config)
+        if id(kernel) not in opened.tuned and str(opened.options["schedule"]) == "modelled":
+            opened.tuned.add(id(kernel))
+            _note_tuning(opened, kernel, grid, args, kwargs, config, len(configs), report, restore)
+        return report
 
     fitting, refused = [], None
     for config in reversed(configs) if opened.all_configs else configs:
         try:
-            report = launch_afresh(config)
-        except ResourceLimit as error:
-            refused = error
-            continue
+            report = launch_as_tuned(config)
         except EmulatorError as error:
+            if error.unfit:
+                refused = error
+                continue
             chosen = {**config.kwargs, "num_warps": config.num_warps}
             named = ", ".join(f"{name}={value}" for name, value in chosen.items())
             error.args = (f"{error.args[0]} (configuration {named})", *error.args[1:])
@@ -149,6 +163,52 @@ def _run_configurations(
     if not fitting:
         raise refused
     return report if config is fitting[-1] else launch_afresh(fitting[-1])
+
+
+def _note_tuning(
+    opened: _Enabled, kernel: Any, grid: Any, args: tuple, kwargs: dict[str, Any], config: Any,
+    count: int, report: Report, restore: Callable[[], None],
+) -> None:  # fmt: skip
+    """Note if a launch ends otherwise after one on the same memory, as autotuning makes many."""
+    tuner = kernel
+    while not hasattr(tuner, "configs"):
+        tuner = tuner.fn
+    named = {**dict(zip(tuner.arg_names, args, strict=False)), **kwargs}
+    updated = {
+        name: [(each, each.clone()) for each in (x.untyped_storage() for x in tensors_of(value))]
+        for name, value in named.items()
+        if name in report.updated
+    }
+    if not updated:
+        return
+    what, held = "", {**named, **config.all_kwargs()}
+    options = {**opened.options, "trace": False, "compile": False, "config": config}
+    restore()
+    try:
+        tuner.pre_hook(held)
+        execute(kernel, grid, args, kwargs, arch=opened.arch, **options)
+        tuner.post_hook(held, exception=None)
+        tuner.pre_hook(held, reset_only=True)
+        execute(kernel, grid, args, kwargs, arch=opened.arch, **options)
+        changed = [
+            name for name, kept in updated.items()
+            if not all(torch.equal(_bytes(now), _bytes(then)) for now, then in kept)
+        ]  # fmt: skip
+        what = f"leaves something else in {', '.join(changed)}" if changed else ""
+    except EmulatorError as error:
+        what = f"ends with {type(error).__name__} ({error})"
+    for now, then in (pair for kept in updated.values() for pair in kept):
+        now.copy_(then)
+    if what:
+        report.notes.append(
+            f"autotuning runs {report.kernel} many times on the same memory, for {count} "
+            f"configurations, before it runs as asked, and a run after another one {what}: "
+            f"reset_to_zero or restore_value of triton.autotune is missing"
+        )
+
+
+def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8).set_(storage)
 
 
 def is_enabled() -> bool:

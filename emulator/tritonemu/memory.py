@@ -5,7 +5,8 @@ the order of accesses is judged.
 
 Bounds: a pointer remembers the tensor argument it was made from, and may touch what lies between
 the first and the last element that this tensor (view) reaches, or of its storage if it is expanded.
-Masked-off lanes may point anywhere.
+Masked-off lanes may point anywhere. If int32 cannot count the elements of a tensor, an offset in
+which one has overflowed is `OutOfBounds`, too, wherever it points.
 
 Undefined values: a masked-off lane of a load without `other` reads what `undefined` says. To store
 one, or a NaN that grew out of one, is an `UndefinedValue`.
@@ -75,9 +76,8 @@ class _Shadow:
 
     def table(self, name: str) -> torch.Tensor:
         if name not in self.tables:
-            # Of NumPy, which leaves pages that nobody touches to the system: torch writes them.
-            zeros = np.zeros(-(-self.num_bytes // self.granule), np.int32)
-            self.tables[name] = torch.from_numpy(zeros)
+            size = -(-self.num_bytes // self.granule)
+            self.tables[name] = unwritten.zeros(size, np.int32)
         return self.tables[name]
 
 
@@ -163,6 +163,8 @@ class Memory:
                 f"got {tensor.dtype} on {tensor.device}"
             )
         fresh = unwritten.of(tensor)
+        if fresh is not None:
+            fresh.report = self._report
         # `data`, whose version is its own: as on a GPU a kernel's stores change none.
         dtype, tensor = FROM_TORCH[tensor.dtype], tensor.data
         storage = tensor.untyped_storage()
@@ -181,6 +183,7 @@ class Memory:
         if expanded or self._launch.whole_storage:
             # Expanded: a kernel that has its own strides for it may use all of the storage.
             low, high = 0, flat.numel()
+        self._launch.wide |= high - low > 2**31
         region = Region(self, name, dtype, flat, low, high, shadow)
         return Tile(torch.tensor(first), tl.pointer_type(dtype), region)
 
@@ -257,6 +260,8 @@ class Memory:
                     self._note_same(region, again, clock, access)
                 numbers = by_element[chosen]
             found = _distinct(numbers)
+            if "loads" in name and any(found):
+                self._report.updated.add(region.name)
             if name != "reductions":
                 self._check_order(region, found, clock, access)
             elif not reduces:
@@ -373,11 +378,30 @@ class Memory:
             active = None if bool(mask.data.all()) else active
         self._report.checks["bounds"] += 1
         used = index if active is None else index[active]
+        if pointer.exact is not None:
+            self._check_exact(region, what, pointer, index, active)
         if used.numel():
             for element in map(int, torch.aminmax(used)):
                 if not region.low <= element < region.high:
                     self._out_of_bounds(region, what, element)
         return region, index, active
+
+    def _check_exact(
+        self, region: Region, what: str, pointer: Tile, index: torch.Tensor, active: Any
+    ) -> None:
+        """Raise OutOfBounds if an active lane points elsewhere because an int32 wrapped around."""
+        exact, at = pointer.exact
+        wrong = exact.expand(index.shape) != index
+        wrong = wrong if active is None else wrong & active
+        if bool(wrong.any()):
+            meant, got = (int(x.expand(index.shape)[wrong][0]) for x in (exact, index))
+            raise OutOfBounds(
+                f"{what} of {region.name} must be at element {meant - region.low}, got element "
+                f"{got - region.low} in program {self._launch.program}: an int32 overflows at "
+                f"{at[0]}:{at[1]}; compute it in int64, say from tl.program_id(0).to(tl.int64)",
+                other=at,
+                buffer=region.name,
+            )
 
     def undefined(
         self, dtype: tl.dtype, shape: torch.Size,
@@ -506,6 +530,7 @@ class Memory:
             self._launch.role.word = region, int(where[-1])
         if any(changed):
             self._launch.scheduler.changes += 1
+            self._report.updated.add(region.name)
             if element is not None:
                 key, label = (id(region.shadow), element), self._launch.role.label
                 self._writers[key] = len(self._accesses), label, location()
@@ -571,6 +596,7 @@ class Memory:
         num_bytes = data.numel() * region.itemsize
         if update is not None:
             self._check_written(region, "descriptor reduction", window.of, ...)
+            self._report.updated.add(region.name)
             data = update(from_raw(target, dtype), data)
             self._report.bytes_loaded += num_bytes
         raw = to_raw(data, dtype)

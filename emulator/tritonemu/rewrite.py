@@ -522,11 +522,14 @@ def again(condition: Any) -> bool:
 
 
 def _assign(value: Any, called: str | tuple[str, ...] = "") -> Any:
-    """A value as a variable holds it; `called` is the name, or the names, it is assigned to."""
+    """A value as a variable holds it; `called` is the name, or the names, it is assigned to.
+
+    Of a longer tuple what has no name is dropped, as Triton does.
+    """
     if isinstance(value, (bool, int, float, Unbound)):
         return to_tile(value)
-    if isinstance(called, tuple) and isinstance(value, tuple) and len(called) == len(value):
-        return tuple(map(_assign, value, called))
+    if isinstance(called, tuple) and isinstance(value, tuple) and len(called) <= len(value):
+        return tuple(_assign(each, name) for each, name in zip(value, called, strict=False))
     if isinstance(called, str) and called and hasattr(type(value), "call_it"):
         value.call_it(called)
     return map_tuple(_assign, value) if isinstance(value, tuple) else value

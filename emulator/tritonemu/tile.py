@@ -23,8 +23,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .errors import InvalidKernel, Unsupported
-from .launch import current
+from .errors import InvalidKernel, Unsupported, location
+from .launch import current, is_wide
 
 _INTEGERS = {f"int{width}": getattr(torch, f"int{width}") for width in (8, 16, 32, 64)}
 _UNSIGNED = {"uint8": 8, "uint16": 16, "uint32": 32}
@@ -162,19 +162,27 @@ class Tile:
     """A value: `data` (torch, rank 0 for scalars), `dtype` (Triton's), and for pointers `base`.
 
     The data of pointers are int64 offsets, in elements, from the start of the storage that the
-    `memory.Region` in `base` describes.
+    `memory.Region` in `base` describes. exact: what they would be had no int32 wrapped around, and
+    where the first did; None if they are that, or if nobody needs to know (`Launch.wide`).
     """
 
-    __slots__ = ("base", "data", "dtype")
+    __slots__ = ("base", "data", "dtype", "exact")
 
     def __init__(self, data: torch.Tensor, dtype: tl.dtype, base: Any = None):
-        self.data, self.dtype, self.base = data, dtype, base
+        self.data, self.dtype, self.base, self.exact = data, dtype, base, None
         if data.ndim:
             WORK[0] += data.numel()
 
     def like(self, data: torch.Tensor) -> "Tile":
         """The same kind of value with other data."""
         return Tile(data, self.dtype, self.base)
+
+    def shaped(self, view: Callable[[torch.Tensor], torch.Tensor]) -> "Tile":
+        """The same elements in another shape."""
+        result = self.like(view(self.data))
+        if self.exact is not None:
+            result.exact = view(self.exact[0]), self.exact[1]
+        return result
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -205,14 +213,16 @@ class Tile:
         return int(self.data.item())
 
     def __getitem__(self, index: Any) -> "Tile":
-        data = self.data
-        for dim, item in enumerate(index if isinstance(index, tuple) else (index,)):
-            if item is None:
-                # `scalar[:, None]` is a tile of one element.
-                data = data.unsqueeze(dim if self.shape else min(dim, data.ndim))
-            elif not (isinstance(item, slice) and item == slice(None)):
-                raise InvalidKernel(f"index of a tile must be None or ':', got {item!r}")
-        return self.like(data)
+        def view(data: torch.Tensor) -> torch.Tensor:
+            for dim, item in enumerate(index if isinstance(index, tuple) else (index,)):
+                if item is None:
+                    # `scalar[:, None]` is a tile of one element.
+                    data = data.unsqueeze(dim if self.shape else min(dim, data.ndim))
+                elif not (isinstance(item, slice) and item == slice(None)):
+                    raise InvalidKernel(f"index of a tile must be None or ':', got {item!r}")
+            return data
+
+        return self.shaped(view)
 
     def to(
         self,
@@ -314,7 +324,10 @@ def cast(value: Any, dtype: tl.dtype) -> Tile:
         data = _round_with_marks(data)
     else:
         data = _wrap(data.to(held(dtype)), dtype)
-    return Tile(data, dtype)
+    result = Tile(data, dtype)
+    if tile.exact is not None and dtype.name == "int64":
+        result.exact = tile.exact
+    return result
 
 
 def _flip(data: torch.Tensor) -> torch.Tensor:
@@ -389,7 +402,24 @@ def _arithmetic(op: Callable, a: Any, b: Any) -> Tile:
     x, y, dtype = operands(a, b)
     if dtype.name == "int1":
         return Tile((op(x.to(torch.int64), y.to(torch.int64)) & 1).bool(), dtype)
-    return Tile(_wrap(op(x, y), dtype), dtype)
+    result = Tile(_wrap(op(x, y), dtype), dtype)
+    if dtype.name in ("int32", "int64") and is_wide():
+        _note_wrapped(op, result, (a, x), (b, y))
+    return result
+
+
+def _note_wrapped(op: Callable, result: Tile, *operands: tuple[Any, torch.Tensor]) -> None:
+    """Let a result that has wrapped around, or comes from one, know what it is in integers."""
+    known = [value.exact for value, _ in operands if isinstance(value, Tile) and value.exact]
+    if not known and result.dtype.name != "int32":
+        return
+    x, y = (
+        value.exact[0] if isinstance(value, Tile) and value.exact else data.to(torch.int64)
+        for value, data in operands
+    )
+    exact = op(x, y)
+    if not torch.equal(exact, result.data.to(torch.int64)):
+        result.exact = exact, known[0][1] if known else location()
 
 
 def common_shape(tiles: Sequence[Tile]) -> torch.Size:
@@ -406,7 +436,10 @@ def _advance(op: Callable, pointer: Tile, offset: Any) -> Tile:
     offset = to_tile(offset)
     if not offset.dtype.is_int():
         raise InvalidKernel(f"pointer offset must be an integer, got {offset!r}")
-    return pointer.like(op(pointer.data, offset.data.to(torch.int64)))
+    result = pointer.like(op(pointer.data, offset.data.to(torch.int64)))
+    if pointer.exact or offset.exact:
+        _note_wrapped(op, result, (pointer, pointer.data), (offset, offset.data))
+    return result
 
 
 def add(a: Any, b: Any) -> Tile:

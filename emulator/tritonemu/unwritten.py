@@ -3,8 +3,13 @@
 `fake_gpu` names what they make; kernels note, byte by byte, what they write to it. A write of
 PyTorch's, of which its version tells, is taken for one of all of the storage, and so is what lets
 others write unseen (`x.data`, `x.numpy()`). Tensors of inference mode have no version: not known.
+
+PyTorch reads it, too: to compare or to sum up what kernels have written in part is a finding, also
+after a copy. Other operations may well have results that nobody looks at, in padding.
 """
 
+import contextvars
+import mmap
 import os
 import sys
 from dataclasses import dataclass, field
@@ -14,27 +19,47 @@ import numpy as np
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from .errors import Location
+from . import suppressions
+from .errors import Location, UninitializedRead, option
+from .launch import Report
 
 _SKIPPED = tuple(os.path.join(os.path.dirname(file), "") for file in (__file__, torch.__file__))
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
+_NO_RESERVE = 0x4000 if sys.platform == "linux" else 0  # that of Linux
+
+
+def zeros(size: int, dtype: Any) -> torch.Tensor:
+    """A one-dimensional tensor of a NumPy dtype; the system makes its pages once they are touched.
+
+    torch.zeros writes them, and NumPy's are counted against the memory of the machine.
+    """
+    num_bytes = size * np.dtype(dtype).itemsize
+    if num_bytes < 2**30 or not _NO_RESERVE:
+        return torch.from_numpy(np.zeros(size, dtype))
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
+    return torch.from_numpy(np.frombuffer(mmap.mmap(-1, num_bytes, flags=flags), dtype))
+
+
 @dataclass(eq=False)
 class Fresh:
-    """Of a storage: where it was made, the version of its tensors then, its size in bytes."""
+    """Of a storage: where it was made, the version of its tensors then, its size in bytes.
+
+    report: of the last launch that got it, None before one has.
+    """
 
     storage: StorageWeakRef
     at: Location
     version: int
     num_bytes: int
+    report: Report | None = None
     _bytes: list[torch.Tensor] = field(default_factory=list)
 
     def written(self, itemsize: int) -> torch.Tensor:
         """An integer for each element of that size: -1 once all of it is written."""
         if not self._bytes:
-            # Of NumPy, which leaves pages that nobody touches to the system: torch writes them.
-            self._bytes.append(torch.from_numpy(np.zeros(self.num_bytes, np.int8)))
+            self._bytes.append(zeros(self.num_bytes, np.int8))
         whole = self.num_bytes // itemsize * itemsize
         return self._bytes[0][:whole].view(_INTEGERS[itemsize])
 
@@ -43,20 +68,81 @@ _KNOWN: dict[int, Fresh] = {}  # by the address of the storage, which a weak ref
 _SWEEP = [64]  # at how many of them those that are gone are looked for
 
 
-def note(tensor: torch.Tensor) -> None:
-    """This tensor is fresh."""
+# What depends on every element, and what has the same ones.
+READS = {
+    *(torch.allclose, torch.equal, torch.isclose, torch.sum, torch.mean, torch.amax, torch.amin),
+    *(torch.max, torch.min, torch.argmax, torch.argmin, torch.any, torch.all, torch.norm),
+    *(torch.Tensor.allclose, torch.Tensor.equal, torch.Tensor.isclose, torch.Tensor.sum),
+    *(torch.Tensor.mean, torch.Tensor.amax, torch.Tensor.amin, torch.Tensor.max, torch.Tensor.min),
+    *(torch.Tensor.argmax, torch.Tensor.argmin, torch.Tensor.any, torch.Tensor.all),
+    *(torch.Tensor.norm, torch.Tensor.item),
+}
+COPIES = {
+    *(torch.Tensor.to, torch.Tensor.float, torch.Tensor.double, torch.Tensor.half, torch.clone),
+    *(torch.Tensor.bfloat16, torch.Tensor.int, torch.Tensor.long, torch.Tensor.clone),
+    *(torch.Tensor.contiguous,),
+}
+JUDGED: contextvars.ContextVar[bool] = contextvars.ContextVar("judged", default=False)
+
+
+def read(func: Any, tensor: torch.Tensor) -> None:
+    """Raise UninitializedRead if PyTorch reads what kernels have left out, and it is judged."""
+    written = _elements(tensor) if _KNOWN and JUDGED.get() else None
+    if written is None or bool(written.all()):
+        return
+    fresh, missing = of(tensor), int((~written).sum())
+    finding = UninitializedRead(
+        f"{func.__name__} of PyTorch reads {missing} of {written.numel()} elements that no kernel "
+        f"has written; the memory is made, without values, at {fresh.at[0]}:{fresh.at[1]}; write "
+        f"to it first, or allow it with {option('uninitialized', 'allow')}",
+        _caller(),
+        other=fresh.at,
+        report=fresh.report,
+    )
+    suppressions.judge(finding, fresh.report)
+
+
+def copied(tensor: torch.Tensor, copy: torch.Tensor) -> None:
+    """This copy has the elements of the tensor, unwritten ones, too."""
+    written = _elements(tensor) if _KNOWN else None
+    if written is None or copy.shape != tensor.shape or bool(written.all()):
+        return
+    if of(copy) is None:
+        note(copy, of(tensor).at)
+        if (fresh := of(copy)) is not None:
+            fresh.report = of(tensor).report
+            _marks(fresh, copy).copy_(-written.to(torch.int8))
+
+
+def _elements(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Which elements are written; None if that is not known, or no kernel got it yet."""
+    fresh = of(tensor) if tensor.layout == torch.strided else None
+    return None if fresh is None or fresh.report is None else _marks(fresh, tensor) == -1
+
+
+def _marks(fresh: Fresh, tensor: torch.Tensor) -> torch.Tensor:
+    table = fresh.written(tensor.itemsize)
+    return table.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+def _caller() -> Location:
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_SKIPPED):
+        frame = frame.f_back
+    return frame.f_code.co_filename, frame.f_lineno
+
+
+def note(tensor: torch.Tensor, at: Location | None = None) -> None:
+    """This tensor is fresh; at: where it was made, None for here."""
     if tensor.is_inference() or tensor.layout != torch.strided or tensor.device.type != "cpu":
         return
     if len(_KNOWN) >= _SWEEP[0]:
         for address in [a for a, fresh in _KNOWN.items() if fresh.storage.expired()]:
             del _KNOWN[address]
         _SWEEP[0] = 64 + 2 * len(_KNOWN)
-    storage, frame = tensor.untyped_storage(), sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_SKIPPED):
-        frame = frame.f_back
-    at = frame.f_code.co_filename, frame.f_lineno
+    storage = tensor.untyped_storage()
     reference = StorageWeakRef(storage)
-    _KNOWN[reference.cdata] = Fresh(reference, at, tensor._version, storage.nbytes())
+    _KNOWN[reference.cdata] = Fresh(reference, at or _caller(), tensor._version, storage.nbytes())
 
 
 def forget(tensor: torch.Tensor) -> None:

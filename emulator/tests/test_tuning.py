@@ -1,0 +1,89 @@
+"""Autotuning runs a kernel many times on the same memory: what a second run changes is noted."""
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from tritonemu import enabled
+
+CONFIGS = [triton.Config({"B": size}) for size in (16, 32)]
+
+
+def zero_out(arguments):
+    arguments["out"].zero_()
+
+
+@triton.jit
+def update_kernel(x, out, n, B: tl.constexpr, KIND: tl.constexpr):
+    i = tl.program_id(0) * B + tl.arange(0, B)
+    value = tl.load(x + i, mask=i < n, other=0.0)
+    if KIND == "atomic":
+        tl.atomic_add(out + i % 4, value, mask=i < n)
+    elif KIND == "lock":
+        while tl.atomic_cas(out + n, 0, 1) == 1:
+            pass
+        tl.store(out + i, value, mask=i < n)
+    elif KIND == "maximum":
+        tl.atomic_max(out + i % 4, value, mask=i < n)
+    elif KIND == "twice":
+        tl.store(x + i, value * 2, mask=i < n)
+    elif KIND == "relu":
+        tl.store(x + i, tl.maximum(value, 0.0), mask=i < n)
+    else:
+        tl.store(out + i, value, mask=i < n)
+
+
+def notes(kind, configs=CONFIGS, dtype=torch.float32, schedule="modelled", **options):
+    kernel = triton.autotune(configs, key=["n"], **options)(update_kernel)
+    x, out = torch.arange(-8.0, 8.0).to(dtype), torch.zeros(32, dtype=dtype)
+    before = x.clone()
+    with enabled(schedule=schedule) as reports:
+        for _ in range(2):
+            kernel[lambda meta: (triton.cdiv(16, meta["B"]),)](x, out, 16, KIND=kind)
+            if kind == "lock":
+                out.zero_()
+    expected = {"twice": 4 * before, "relu": before.clamp(min=0)}
+    assert torch.equal(x, expected.get(kind, before))
+    if kind == "atomic":
+        assert torch.equal(out[:4], 2 * before.view(4, 4).sum(0))
+    assert all(not report.notes for report in reports[1:])
+    return reports[0].notes
+
+
+@pytest.mark.parametrize("kind, what", [("atomic", "out"), ("twice", "x")])
+def test_what_a_second_run_changes(kind, what):
+    (note,) = notes(kind)
+    assert "for 2 configurations, before it runs as asked, and a run after another one" in note
+    assert f"leaves something else in {what}: reset_to_zero or restore_value" in note
+
+
+def test_a_second_run_that_ends_otherwise():
+    (note,) = notes("lock", CONFIGS[:1] * 2, torch.int32)
+    assert "a run after another one ends with Deadlock" in note
+
+
+@pytest.mark.parametrize("kind", ["plain", "relu", "maximum"])
+def test_what_a_second_run_leaves(kind):
+    assert not notes(kind)
+
+
+def test_what_is_reset_or_restored():
+    assert not notes("atomic", restore_value=["out"])
+    assert not notes("twice", restore_value=["x"])
+    assert not notes("lock", CONFIGS[:1] * 2, torch.int32, restore_value=["out"])
+
+
+def test_what_a_hook_makes_zero():
+    hooked = [triton.Config({"B": size}, pre_hook=zero_out) for size in (16, 32)]
+    x, out = torch.arange(16.0), torch.zeros(32)
+    for options, configs in (({"reset_to_zero": ["out"]}, CONFIGS), ({}, hooked)):
+        kernel = triton.autotune(configs, key=["n"], **options)(update_kernel)
+        with enabled() as reports:
+            kernel[(1,)](x, out.zero_(), 16, KIND="atomic")
+        assert torch.equal(out[:4], x.view(4, 4).sum(0)) and not reports[0].notes
+
+
+def test_when_nobody_tunes():
+    assert not notes("atomic", CONFIGS[:1])
+    assert not notes("atomic", schedule=3)
