@@ -176,8 +176,9 @@ chapter.table(
 #
 # ### Check it in the emulator
 #
-# The emulator has the same units with the same rates ({doc}`../tools/emulator`). For SiLU MUFU alone
-# sets $A = 512$. In the difference between 2,048 and 1,024 keys the ends of the tile drop out:
+# The emulator has the same units with the same rates ({doc}`../tools/emulator`). For SiLU MUFU
+# alone sets $A = 512$. In the difference between 2,048 and 1,024 keys the ends of the tile drop
+# out:
 
 
 # %%
@@ -420,19 +421,6 @@ chapter.table(
 # two slots; take four, since a real latency is longer and there is room. Q: $2 \cdot 64 \cdot 64
 # \cdot 4 \cdot 2$ bytes = 64 KiB; K and V: $4 \cdot 64 \cdot 64 \cdot 4$ = 64 KiB; O: 32 KiB.
 # Together 160 of 227 KiB.
-# :::
-#
-# :::{exercise} Step 4: the barrier form
-# :label: ex-plan-barriers
-#
-# Fill in `q_full`, `k_full` and `v_empty`: arrivals and bytes. *(paper)*
-# :::
-#
-# :::{solution} ex-plan-barriers
-# :class: dropdown
-#
-# `q_full`: one arrival and $64 \cdot 64 \cdot 2$ bytes = 8 KiB, one barrier for each consumer and
-# slot. `k_full`: one arrival and 8 KiB. `v_empty`: four consumers of 128 threads, 512 arrivals.
 # :::
 #
 # ### The plan against emulator and compiler

@@ -264,9 +264,9 @@ for name in ("identity", "relu", "leaky_relu", "gelu", "silu", "hardswish"):
 # :::{exercise} Split the keys
 # :label: ex-gdpa-split
 #
-# One query row, a million keys, a GPU with 132 processors ({term}`SMs <SM>`). Write GDPA so that each
-# works on its own keys, and say what they exchange at the end. What would softmax add? *(PyTorch,
-# ten lines)*
+# One query row, a million keys, a GPU with 132 processors ({term}`SMs <SM>`). Write GDPA so that
+# each works on its own keys, and say what they exchange at the end. What would softmax add?
+# *(PyTorch, ten lines)*
 # :::
 #
 # :::{solution} ex-gdpa-split

@@ -118,9 +118,10 @@ chapter.figure(
 # comes back, and it usually ruins a loop.
 #
 # Accumulators are what fills registers. The result of a matmul for 64 rows and 128 columns is 8,192
-# numbers in fp32: in the 128 threads of a warp group, 64 registers each. A consumer of {doc}`forward v4 <../forward/v4_warp_specialized>` holds two of them, S and
-# O, and P in bf16 takes another 32 registers. That is 160 before the first address, and the reason
-# why its consumers ask for {glue:text}`consumer:.0f`.
+# numbers in fp32: in the 128 threads of a warp group, 64 registers each. A consumer of
+# {doc}`forward v4 <../forward/v4_warp_specialized>` holds two of them, S and O, and P in bf16 takes
+# another 32 registers. That is 160 before the first address, and the reason why its consumers ask
+# for {glue:text}`consumer:.0f`.
 
 # %% tags=["remove-cell"]
 built = compile_check.build_rung("v8_own_waits")

@@ -173,7 +173,8 @@ chapter.code(hosts.batches)
 # *A unit for host time.* Hosts of the same kind differ by a factor of three, and one host changes
 # from minute to minute, so microseconds of one host say little about another. We therefore also
 # time `exp` of q, the cheapest call there is, one kernel that PyTorch launches. A *step of `exp`*
-# is its forward and backward pass, by autograd. On this host `exp` takes {glue:text}`exp_forward:.0f` µs and a step of `exp` {glue:text}`exp_step:.0f` µs.
+# is its forward and backward pass, by autograd. On this host `exp` takes
+# {glue:text}`exp_forward:.0f` µs and a step of `exp` {glue:text}`exp_step:.0f` µs.
 #
 # ## What was found
 
@@ -190,14 +191,14 @@ chapter.table(
 )  # fmt: skip
 
 # %% [markdown]
-# A forward call takes as long as {glue:text}`exp_least:.0f` to {glue:text}`exp_most:.0f` `exp`, which
-# is what its parts add up to. A step takes {glue:text}`steps_least:.0f` to
+# A forward call takes as long as {glue:text}`exp_least:.0f` to {glue:text}`exp_most:.0f` `exp`,
+# which is what its parts add up to. A step takes {glue:text}`steps_least:.0f` to
 # {glue:text}`steps_most:.0f` steps of `exp`; we expected three to five. Autograd is part of the
 # reason: it runs the backward pass of tensors on a GPU in a thread of its own. Before the
 # operator's backward begins there, and after its end, {glue:text}`around:.0f` µs pass (median of
 # the workloads): two threads wake each other, and each takes Python's lock. The backward pass
-# itself takes {glue:text}`itself:.0f` µs, also a median, with seven
-# {term}`descriptors <descriptor>` where the forward pass has four.
+# itself takes {glue:text}`itself:.0f` µs, also a median, with seven {term}`descriptors
+# <descriptor>` where the forward pass has four.
 #
 # *Launching in C.* With `TRITON_ENABLE_C_CACHE=1` and `TRITON_USE_C_DISPATCHER=1`, Triton launches
 # in C where a kernel allows it. A forward call then takes {glue:text}`in_c_least:.0f` to
@@ -279,7 +280,8 @@ chapter.glue(reads=counts["offsets"])
 # |:--|:--|
 # | longest sequences as numbers, and `validate=False` | to read them is to wait |
 # | fixed rows, batch, longest sequence | they are recorded; *lengths* may change between replays |
-# | offsets that are written in place, no `Lengths` | the recorded kernels read that address |
+# | offsets that are written in place, no `Lengths`, a copy | the recorded kernels read that address
+# |
 # | offsets that are right | a replay cannot check them: an ordinary call before can |
 # | an ordinary call or two before | kernels are compiled and loaded at the first of their kind |
 #
@@ -362,19 +364,6 @@ chapter.table(
 # Batch and rows are recorded, lengths are not. The 64th user becomes the owner of the 50 rows that
 # are left over: the last offset stays 8,000, every row has an owner, and the loss leaves that user
 # out. Its length must not exceed the longest sequence of the capture.
-# :::
-#
-# :::{exercise} `Lengths` in a graph
-# :label: ex-host-lengths
-#
-# Why must a captured step not use `Lengths` if lengths change? *(paper, five minutes)*
-# :::
-#
-# :::{solution} ex-host-lengths
-# :class: dropdown
-#
-# `Lengths` holds a copy of the offsets: new ones written into the original tensor do not reach it,
-# and the recorded kernels read the old list. With plain offsets the list is made in each replay.
 # :::
 #
 # :::{exercise} Draw the two timelines

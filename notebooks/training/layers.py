@@ -266,8 +266,8 @@ chapter.predict(
 # |   bf16.** Relative difference between a layer's loss and plain PyTorch's at the same step; below
 # |   1e-8 it is drawn at 1e-8.
 # | alt: >
-# |   Curves on a logarithmic axis. Those in bf16 stay between a ten-thousandth and a few thousandths; those in fp32 are grey
-# |   and lie several powers of ten below.
+# |   Curves on a logarithmic axis. Those in bf16 stay between a ten-thousandth and a few
+# |   thousandths; those in fp32 are grey and lie several powers of ten below.
 bf16, fp32 = ([f"{kind}, {dtype}" for kind in MADE] for dtype in ("bf16", "fp32"))
 chart = charts.lines(apart.clip(lower=1e-8), xlabel="step", ylabel="relative difference",
                       highlight=bf16, log="y", ylim=(1e-8, 1e-2))  # fmt: skip
@@ -404,8 +404,8 @@ chapter.glue(**{name: share.item() for name, share in dead.items()})
 # :::{solution} ex-train-fp16
 # :class: dropdown
 #
-# GELU of a large score is the score: from 65,520 on, which rounds up to infinity. Squared ReLU: from
-# its root on, just below 256.
+# GELU of a large score is the score: from 65,520 on, which rounds up to infinity. Squared ReLU:
+# from its root on, just below 256.
 # :::
 #
 # ## Takeaways

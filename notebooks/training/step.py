@@ -239,17 +239,17 @@ chapter.table(
 #
 # ## A step that is not at the power limit
 #
-# {doc}`../measuring/power_wall` measures kernels back to back, at the limit of 700 W. A step is more
-# mixed. In the compiled step, {glue:text}`cool_v1:.0f` % of the device time with v1's attention,
-# and {glue:text}`cool:.0f` % with ours, is neither matmul nor attention: norms, copies and
-# embeddings, which wait for memory and draw less. The regulator averages power over tens of
+# {doc}`../measuring/power_wall` measures kernels back to back, at the limit of 700 W. A step is
+# more mixed. In the compiled step, {glue:text}`cool_v1:.0f` % of the device time with v1's
+# attention, and {glue:text}`cool:.0f` % with ours, is neither matmul nor attention: norms, copies
+# and embeddings, which wait for memory and draw less. The regulator averages power over tens of
 # milliseconds, about one step. So a hot kernel in a cool step may run at a higher clock than back
 # to back.
 #
 # How much does this matter? Back to back, time follows cycles to the two thirds
-# ({eq}`eq-two-thirds`): 10 % fewer cycles save 7 % of time. Below the limit the clock is free, and they save 10 %. A kernel inside a step
-# lies between the two, and where shifts as the rest of the step shrinks. (A model; the record has
-# no power of whole steps.)
+# ({eq}`eq-two-thirds`): 10 % fewer cycles save 7 % of time. Below the limit the clock is free, and
+# they save 10 %. A kernel inside a step lies between the two, and where shifts as the rest of the
+# step shrinks. (A model; the record has no power of whole steps.)
 #
 # ## Thirty per cent
 #

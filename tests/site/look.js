@@ -100,6 +100,7 @@
     tables: all("table").filter((e) => within(e.parentElement).some(tooWide)).map(said),
     code: all("pre").filter(tooWide).map(said),
     contrasts,
+    broken: all("td:first-child code .pre").filter((e) => e.getClientRects().length > 1).map(said),
     texts: all("svg").filter((e) => !e.parentElement.closest("svg, mjx-container")).flatMap(crossing),
   };
 }
