@@ -257,9 +257,9 @@ chapter.predict(
 # ceiling itself. Either an attention kernel, with its pauses, runs at a higher clock than a matmul,
 # or the ceiling was higher that day. Only a record with both in one run can decide.
 #
-# *The backward.* The same count, 448 KiB per tile of pairs, is within a quarter for long sequences
-# and misses many microseconds for each 128 keys. *Other people's kernels*, whose tiles we cannot
-# count, need a weaker tool.
+# *The backward pass.* The same count, 448 KiB per tile of pairs, is within a quarter for long
+# sequences and misses many microseconds for each 128 keys. *Other people's kernels*, whose tiles we
+# cannot count, need a weaker tool.
 #
 # ## Three constants show where a kernel spends its time
 #
