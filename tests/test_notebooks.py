@@ -35,6 +35,15 @@ def test_glued_numbers_have_formats_that_format(page):
             assert spec[-1] in "ds" or format(1.0, spec)
 
 
+def test_reproduce_lists_every_chapter_that_measures_in_the_order_of_the_book():
+    said = (record.ROOT / "book" / "reproduce.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^\| \{doc\}`(\S+) <", said, flags=re.MULTILINE)
+    toc = (record.ROOT / "_toc.yml").read_text(encoding="utf-8")
+    every = re.findall(r"file: executed/(\S+)", toc)
+    header = "\n# measures: true\n"
+    assert listed == [x for x in every if header in (record.ROOT / f"notebooks/{x}.py").read_text()]
+
+
 @pytest.mark.parametrize("page", PAGES, ids=str)
 def test_glued_values_are_not_quoted_as_code(page):
     """Between backticks a role is text, and the reader sees it."""

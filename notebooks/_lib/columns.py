@@ -33,8 +33,8 @@ def over_time(
                     Rectangle((first, row - 0.38), last - first, 0.76, facecolor=shades[kind],
                               edgecolor=INK, linewidth=0.6)
                 )  # fmt: skip
-                axis.text((first + last) / 2, row, text, ha="center", va="center",
-                          color=PAGE)  # fmt: skip
+                axis.text((first + last) / 2, row, house.wrapped(text, 9), ha="center",
+                          va="center", color=PAGE)  # fmt: skip
         axis.set_yticks(range(len(steps)), [house.wrapped(name, 14) for name in steps])
         axis.tick_params(length=0)
         axis.set_ylim(len(steps) - 0.5, -0.5)
@@ -44,7 +44,6 @@ def over_time(
         axis.grid(visible=False)
         for side in axis.spines.values():
             side.set_visible(False)
-        axis.legend(handles=[Patch(color=shades[kind], label=kind) for kind in kinds],
-                    loc="lower left", bbox_to_anchor=(0, 1),
-                    ncols=house.columns(len(kinds)))  # fmt: skip
+        chart.legend(handles=[Patch(color=shades[kind], label=kind) for kind in kinds],
+                     loc="outside upper left", ncols=house.columns(len(kinds)))  # fmt: skip
         return chart

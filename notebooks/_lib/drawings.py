@@ -4,8 +4,8 @@ a roof, and what a kernel does in order, as lanes or strips.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from itertools import accumulate
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import accumulate, groupby
 from typing import NamedTuple
 
 import numpy as np
@@ -97,8 +97,8 @@ def laws(workloads: Mapping[str, Workload]) -> Figure:
             axis.grid(visible=False)
             axis.set_xticks([0, 0.5, 1], ["0", "50 %", "100 %"])
             axis.set_yticks([0, 1], ["0", "N"])
-        for axis in axes.flat[-3:]:
             axis.set_xlabel("sequences")
+            axis.label_outer()
         return chart
 
 
@@ -183,13 +183,16 @@ def strips(rows: Mapping[str, Sequence[str]], *, xlabel: str, highlight: Sequenc
     shades = coloured(highlight)
     with canvas(width=8.2, height=0.9 + 0.55 * len(rows)) as (chart, axis):
         for place, steps in enumerate(rows.values()):
+            labels = [""] * len(steps)
             for number, step in enumerate(steps):
                 kind, _, label = step.partition(" ")
                 strong = kind in shades
                 axis.barh(place, 0.86, 0.44 if strong else 0.66, left=number, linewidth=0,
                           color=shades.get(kind, INK))  # fmt: skip
-                axis.annotate(label, (number + 0.43, place - 0.34), ha="center", va="bottom",
-                              fontsize=8)  # fmt: skip
+                labels[number] = label
+            for first, last, text in _runs(labels):
+                axis.annotate(text, ((first + last) / 2 + 0.43, place - 0.34), ha="center",
+                              va="bottom", fontsize=8)  # fmt: skip
         others = {step.split()[0] for steps in rows.values() for step in steps} - set(shades)
         for kind in (*shades, *sorted(others)):
             axis.barh(0, 0, color=shades.get(kind, INK), label=kind)
@@ -199,6 +202,14 @@ def strips(rows: Mapping[str, Sequence[str]], *, xlabel: str, highlight: Sequenc
         axis.set_xlabel(xlabel)
         legend(axis, None, ncols=4)
         return chart
+
+
+def _runs(labels: Sequence[str]) -> Iterator[tuple[int, int, str]]:
+    """Of labels beside one another: where they begin and end, and all of them as one text."""
+    for has, run in groupby(enumerate(labels), key=lambda numbered: bool(numbered[1])):
+        places, texts = zip(*run, strict=True)
+        if has:
+            yield places[0], places[-1], " ".join(texts)
 
 
 @house.drawn
@@ -219,10 +230,9 @@ def gantt(panels: Mapping[str, pd.DataFrame], *, xlabel: str, hue: str) -> Figur
                 )  # fmt: skip
                 axis.text(bar.start + bar.time / 2, bar.lane, bar.label, color=PAGE, ha="center",
                           va="center", fontsize=8)  # fmt: skip
-            axis.set_title(title)
+            axis.set(title=title, xlabel=xlabel)
             list_rows(axis, list(range(lanes)))
-        for axis in axes[-1]:
-            axis.set_xlabel(xlabel)
+            axis.label_outer()
         return chart
 
 

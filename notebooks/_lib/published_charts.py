@@ -199,8 +199,11 @@ def _draw_published(axis: Axes, rows: pd.DataFrame, lengths: Sequence[int]) -> f
         for bar, suspect in zip(drawn, bars["suspect"], strict=True):
             if suspect:
                 bar.set(facecolor="none", edgecolor=PUBLISHED_COLOURS[kernel], hatch="////")
-        note(axis, kernel, (positions[-1], 0), (0, 5), rotation=90, ha="center", va="bottom",
-             color=INK if bars["suspect"].iloc[-1] else house.PAGE, fontsize=SMALL)  # fmt: skip
+        if not house.is_narrow():
+            note(axis, kernel, (positions[-1], 0), (0, 5), rotation=90, ha="center", va="bottom",
+                 color=INK if bars["suspect"].iloc[-1] else house.PAGE, fontsize=SMALL)  # fmt: skip
+    if house.is_narrow():
+        axis.legend(loc="upper left", bbox_to_anchor=(0, -0.28), ncols=2)
     _below(axis, "hatched: doubtful in the original" if rows["suspect"].any() else "")
     return float((rows["tflops"] + rows["tflops_error"]).max())
 

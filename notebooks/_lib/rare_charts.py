@@ -169,16 +169,19 @@ def verdicts(frame: pd.DataFrame) -> Figure:
     ValueError for another word."""
     if unknown := set(frame.to_numpy().ravel()) - set(VERDICTS):
         raise ValueError(f"verdicts must be of {', '.join(VERDICTS)}, got {sorted(unknown)}")
-    codes = frame.map(list(VERDICTS).index)
+    codes, words = frame.map(list(VERDICTS).index), frame.map(lambda x: house.wrapped(x, 7))
+    look = {"color": PAGE} | ({"fontsize": 8} if house.is_narrow() else {})
     width = 2.9 + 0.92 * frame.shape[1]
     with canvas(width=width, height=0.9 + 0.33 * len(frame)) as (chart, axis):
         sns.heatmap(
-            codes, annot=frame, fmt="", cmap=list(VERDICTS.values()), vmin=0,
+            codes, annot=words, fmt="", cmap=list(VERDICTS.values()), vmin=0,
             vmax=len(VERDICTS) - 1, linewidths=1.5, linecolor="none", cbar=False, ax=axis,
-            annot_kws={"color": PAGE},
+            annot_kws=look,
         )  # fmt: skip
         axis.set(xlabel="", ylabel="")
+        axis.set_yticklabels([house.wrapped(str(name), 16) for name in frame.index])
         axis.tick_params(length=0)
+        axis.tick_params(axis="x", rotation=90 if house.is_narrow() else 0)
         axis.tick_params(axis="y", rotation=0)
         axis.xaxis.tick_top()
         axis.grid(visible=False)
@@ -199,8 +202,9 @@ def stacked(
     """A horizontal bar for each row of `frame`, its columns end to end.
 
     `looks`: "filled", "pale", "hollow" or "hatched" for each column; `inside`: names and values in
-    the parts, instead of a legend. `marks`: a point for each row, named in the legend. `hue`: the
-    implementation whose colour the marks have, or the bars if there are none.
+    the parts, instead of a legend; on a phone the names in the first bar alone. `marks`: a point
+    for each row, named in the legend. `hue`: the implementation whose colour the marks have, or the
+    bars if there are none.
     """
     if missing := [name for name in frame if looks.get(name) not in _LOOKS]:
         raise ValueError(f"looks must be {', '.join(_LOOKS)} for each column, not so {missing}")
@@ -217,9 +221,14 @@ def stacked(
                 color=shown if fill else "none", **options,
             )  # fmt: skip
             for place, (start, width) in enumerate(zip(left, frame[name], strict=True)):
-                if inside and 100 * width > len(name) * frame.sum(axis=1).max():
+                value, most = f"{width:.1f}", frame.sum(axis=1).max()
+                if house.is_narrow():  # one row is enough to tell the names
+                    text, needed = f"{name}\n{value}" if place == 0 else value, 2.2 * len(value)
+                else:
+                    text, needed = f"{name}\n{value}", len(name)
+                if inside and 100 * width > needed * most:
                     axis.text(
-                        start + width / 2, place, f"{name}\n{width:.1f}", fontsize=8, ha="center",
+                        start + width / 2, place, text, fontsize=8, ha="center",
                         va="center", color=_ON.get(looks[name], shown),
                     )  # fmt: skip
             left = left + frame[name]

@@ -260,14 +260,13 @@ chapter.table(
 #
 # ## The kernel with notes
 #
-# Producer and consumer of backward v4's lesson, for GELU or SiLU without masks and grouped heads:
+# The consumer of backward v4's lesson, for GELU or SiLU without masks and grouped heads. The rest
+# is folded below it.
 
 # %% tags=["remove-input"]
-CALLED = ("fetch_both", "scores", "differentiate", "share", "dq_product", "put_aside", "add_rows",
-          "backward_kernel")  # fmt: skip
+CALLED = ("load", "fetch_both", "scores", "differentiate", "share", "dq_product", "put_aside",
+          "add_rows", "backward_kernel")  # fmt: skip
 ROLES_NOTES = {
-    "tlx.barrier_wait(v.empty[0], (tile & 1) ^ 1)": "V comes after the first rows of Q: S needs "
-    "only K and Q, so the consumers begin earlier.",
     "steps = uniform(steps_of(len_q, options))": "*Uniform*: a shuffle from lane 0 leaves the "
     "value and tells the compiler that all threads have the same.",
     "zero = opaque_zero(step)": "*Late addresses*: added to buffer numbers below.",
@@ -281,6 +280,8 @@ ROLES_NOTES = {
     "own = staged[role * (128 // HEAD_DIM)]": "dK leaves through the memory that staged dQ.",
 }
 CALLED_NOTES = {
+    "tlx.barrier_wait(v.empty[0], (tile & 1) ^ 1)": "V comes after the first rows of Q: S needs "
+    "only K and Q, so the consumers begin earlier.",
     "tlx.barrier_expect_bytes(ring.full[stage], BYTES)": "One barrier for both halves of a tile: "
     "it completes when all bytes are there.",
     "return tlx.async_dot(k, tlx.local_trans(q.buffer[at]))": "S transposed: keys are the rows of "
@@ -297,10 +298,12 @@ CALLED_NOTES = {
     "with tlx.async_task(num_warps=4, registers=REGISTERS": "The two consumers: one function, "
     "compiled for each role.",
 }
-chapter.annotated([lesson.load, lesson.math], ROLES_NOTES)
+chapter.annotated(lesson.math, ROLES_NOTES)
 called = [getattr(lesson, name) for name in CALLED]
 chapter.annotated(
-    called, CALLED_NOTES, folded="What the roles call, and the kernel that starts them"
+    called,
+    CALLED_NOTES,
+    folded="The producer, what the roles call, and the kernel that starts them",
 )
 
 # %% [markdown]
@@ -329,10 +332,10 @@ chapter.predictions()
 # With the six ideas a step takes {glue:text}`step_all:,.0f` cycles, and 2,048 tokens run at
 # {glue:text}`all_2048:.0f` TFLOP/s (in bursts).
 #
-# The prediction counted MMAs, instructions and bytes and took the largest, a {term}`roofline` of
-# units. Such a count holds when enough independent chains feed the units, and two do not. Inside a
-# chain the terms *add*. By the measured times the matmuls take {glue:text}`tensor_none:.0f` % of a
-# step without the ideas and {glue:text}`tensor_all:.0f` % with them. A third chain would be a third
+# The prediction took the largest of MMAs, instructions and bytes, a {term}`roofline` of units. Such
+# a count holds when enough independent chains feed the units, and two do not. Inside a chain the
+# terms *add*. By the measured times the matmuls take {glue:text}`tensor_none:.0f` % of a step
+# without the ideas and {glue:text}`tensor_all:.0f` % with them. A third chain would be a third
 # consumer, which does not fit (second exercise). {doc}`v5_short_kv_backward` pays less for dQ.
 #
 # ## Exercises

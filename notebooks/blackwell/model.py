@@ -129,11 +129,10 @@ chapter.table(
 )  # fmt: skip
 
 # %% [markdown]
-# Blackwell doubled the tensor cores and left the rest as it was. In other words, the
-# wall moved. On Hopper the MMAs take longest. In the published design shared memory takes as long
-# as they do, *and then* come Q and O. With 256 keys that is 2 × 1,024 + 768 clocks of the port
-# against 2,048 of the tensor cores. The roofline, which counts only matmuls and memory, is
-# {glue:text}`cross_roof:.0f` % too high there.
+# Blackwell doubled the tensor cores and left the rest as it was. On Hopper the MMAs take longest.
+# In the published design shared memory takes as long as they do, *and then* come Q and O. With 256
+# keys that is 2 × 1,024 + 768 clocks of the port against 2,048 of the tensor cores. The roofline,
+# which counts only matmuls and memory, is {glue:text}`cross_roof:.0f` % too high there.
 #
 # ## Clocks are not seconds
 #
@@ -258,9 +257,9 @@ chapter.predict(
 # ceiling itself. Either an attention kernel, with its pauses, runs at a higher clock than a matmul,
 # or the ceiling was higher that day. Only a record with both in one run can decide.
 #
-# *The backward.* The same count, 448 KiB per tile of pairs, is within a quarter for long sequences
-# and misses many microseconds for each 128 keys. *Other people's kernels*, whose tiles we cannot
-# count, need a weaker tool.
+# *The backward pass.* The same count, 448 KiB per tile of pairs, is within a quarter for long
+# sequences and misses many microseconds for each 128 keys. *Other people's kernels*, whose tiles we
+# cannot count, need a weaker tool.
 #
 # ## Three constants show where a kernel spends its time
 #
@@ -394,10 +393,9 @@ assert pairs["published"].iloc[1] - 1 < 0.26 * (pairs["ledger"].iloc[1] - 1), "t
 #
 # ## Surprise: a faster tensor core made shared memory the bound
 #
-# Three of the four units did not change from Hopper to Blackwell. A kernel bound by its MMAs there
-# is bound by shared memory here, and the cure is reading less. The published bars show it: with 256
-# keys the rate does not rise from 512 to 2,048 queries. Overheads of launches and tails would
-# shrink; a cost per query does not.
+# A kernel bound by its MMAs on Hopper is bound by shared memory here, and the cure is reading less.
+# The published bars show it: with 256 keys the rate does not rise from 512 to 2,048 queries.
+# Overheads of launches and tails would shrink; a cost per query does not.
 
 # %% tags=["remove-input"]
 chapter.predictions()

@@ -79,10 +79,8 @@ chapter.figure(
 # | completion | `wait_group`, in order | a *commit* arrives on an mbarrier |
 # | `tanh` | 16 a clock | 16 a clock |
 #
-# Tensor memory is 128 lanes (rows) of 512 columns, 4 bytes each, 256 KiB in every {term}`SM`. Only
-# MMAs compute there. A warp copies columns to registers and back (the instructions `tcgen05.ld` and
-# `tcgen05.st`), and reaches the 32 lanes of its place in the {term}`warp group`. So a thread holds
-# a row. P in bf16 needs half the columns of S in fp32. It may overwrite its own S
+# Tensor memory is 128 lanes of 512 columns ({doc}`../operator/machine`), and a thread of `math`
+# holds one lane, a row. P in bf16 needs half the columns of S in fp32. It may overwrite its own S
 # ({numref}`fig-tm-columns`), since a row of S is read before the same row of P is stored.
 #
 # The hard part is the last row of the table. The MMAs of 128 x 128 pairs take 1,024 clocks at

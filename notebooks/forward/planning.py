@@ -106,10 +106,9 @@ chapter.figure(
 # \frac{\text{port}}{\text{tensor cores}} = \frac{1}{2} + \frac{16}{n} + \frac{1}{2c}.
 # $$
 #
-# Half of the port goes to K and V as operands, whatever one does. The second term is Q, and larger
-# blocks of keys make it smaller. The third is the copies, and more consumers make it smaller. With
-# two consumers and 128 keys the port is busy 88 % of the time; with blocks of 64 keys, 100 %, and
-# then the slightest collision costs time.
+# Half of the port goes to K and V as operands, whatever one does. Larger blocks of keys shrink the
+# second term, Q, and more consumers shrink the third, the copies. With two consumers and 128 keys
+# the port is busy 88 % of the time; with 64 keys, 100 %, and the slightest collision costs time.
 
 
 # %% tags=["remove-cell"]
@@ -139,8 +138,7 @@ chapter.table(
 )
 
 # %% [markdown]
-# The largest number of a column is the *bound*, and the distance to the second largest says how
-# much can go wrong. Three rules follow from the formulas:
+# The largest number of a column is the *bound*. Three rules follow from the formulas:
 #
 # - Tensor cores against MUFU: $d$ against $64u$. With one tanh per score they meet at head_dim 64.
 # - Tensor cores against issue slots: $d$ against $8i$. At head_dim 128 an activation may take 16
@@ -161,9 +159,8 @@ chapter.table(
 #
 # *Serial* is S, activation, P V, each awaited. A consumer's three steps depend on each other, so
 # its chain is $2M + A = 1{,}536$ cycles and the tensor core idles for $A$ of them. A second
-# consumer can fill that gap, but only by chance. If the two drift out of step, the period
-# is $\max(4M, 2M + A) = 2{,}048$. If they stay in step, both multiply and both evaluate, and it is
-# $2(2M + A) = 3{,}072$.
+# consumer fills that gap only by chance. Out of step with the first, it makes the period
+# $\max(4M, 2M + A) = 2{,}048$; in step, both multiply and both evaluate: $2(2M + A) = 3{,}072$.
 #
 # *Software pipelining.* S of the next block and P V of this one are issued together. The consumer
 # waits for S only, and evaluates while P V runs. Its chain is $M + \max(M, A) = 1{,}024$, so even
@@ -179,9 +176,9 @@ chapter.table(
 #
 # ### Check it in the emulator
 #
-# The emulator has the same units with the same rates ({doc}`../tools/emulator`). We use SiLU, whose
-# activation is bound by MUFU alone ($A = 512$), and take the difference between 2,048 and 1,024
-# keys, so that the ends of the tile drop out:
+# The emulator has the same units with the same rates ({doc}`../tools/emulator`). For SiLU MUFU
+# alone sets $A = 512$. In the difference between 2,048 and 1,024 keys the ends of the tile drop
+# out:
 
 
 # %%
@@ -233,9 +230,9 @@ chapter.table(
 
 # %% [markdown]
 # The column "at most" adds the port phase by phase: while S runs it needs 384 of 512 cycles for
-# operands, and a copy that arrives in the same moment (64 bytes a cycle in the emulator) wants
-# another 256. S then takes 640 cycles. **An average below 100 % does not mean that a phase is.**
-# That is why two pipelined consumers take a little more than 2,048 cycles.
+# operands, and a copy that arrives just then (64 bytes a cycle in the emulator) wants another 256.
+# S then takes 640 cycles, and two pipelined consumers a little more than 2,048. **An average below
+# 100 % does not mean that a phase is.**
 #
 # One row lies outside its plan: one pipelined consumer, {glue:text}`single:,.0f` cycles where the
 # plan allows 1,152. It runs out of buffers (sum 3).
@@ -291,8 +288,8 @@ chapter.table(
 # %% [markdown]
 # This explains the row that failed. With one pipelined consumer $T$ should be 1,024, and V is taken
 # for $600 + 512 + 1{,}024 = 2{,}136$ cycles: three slots, not two. With three the emulator reports
-# {glue:text}`three:,.0f` cycles. The rest has another cause: K and V of one block take the copy
-# engine 1,024 cycles, so tensor core and copies are both at their limit.
+# {glue:text}`three:,.0f` cycles. K and V of one block take the copy engine 1,024 cycles, so tensor
+# core and copies are then both at their limit.
 #
 # On a real GPU $L$ grows under load, so plan one slot more than the sum.
 #
@@ -372,19 +369,6 @@ chapter.table(
 # 5. *With multicast,* each receiver must expect its bytes, and the sender must wait for all their
 #    empty barriers.
 #
-# ## The host side
-#
-# The host makes a {term}`descriptor` for each tensor, with the box that one copy moves, and a list
-# of work on the device ({doc}`v3_persistent`, {doc}`v6_short_kv`). It launches one CTA per SM, or
-# fewer if the list is shorter:
-
-# %% tags=["remove-input"]
-chapter.code(lesson.forward, "out = batch.new_out()")
-
-# %% [markdown]
-# Constants in capitals become part of the compiled kernel. {doc}`v8_own_waits` shows how roles
-# consume the list.
-#
 # ## Your turn: head_dim 64
 #
 # Plan the forward kernel for head_dim 64, with tanh GELU as forward v7 computes it, one tanh and
@@ -437,19 +421,6 @@ chapter.code(lesson.forward, "out = batch.new_out()")
 # two slots; take four, since a real latency is longer and there is room. Q: $2 \cdot 64 \cdot 64
 # \cdot 4 \cdot 2$ bytes = 64 KiB; K and V: $4 \cdot 64 \cdot 64 \cdot 4$ = 64 KiB; O: 32 KiB.
 # Together 160 of 227 KiB.
-# :::
-#
-# :::{exercise} Step 4: the barrier form
-# :label: ex-plan-barriers
-#
-# Fill in `q_full`, `k_full` and `v_empty`: arrivals and bytes. *(paper)*
-# :::
-#
-# :::{solution} ex-plan-barriers
-# :class: dropdown
-#
-# `q_full`: one arrival and $64 \cdot 64 \cdot 2$ bytes = 8 KiB, one barrier for each consumer and
-# slot. `k_full`: one arrival and 8 KiB. `v_empty`: four consumers of 128 threads, 512 arrivals.
 # :::
 #
 # ### The plan against emulator and compiler

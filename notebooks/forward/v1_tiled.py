@@ -72,10 +72,9 @@ chapter.ladder(V1)
 # | data path | scores through memory, six times | scores stay in registers |
 # | synchronisation | between kernels | `cp.async` copies, awaited in groups |
 #
-# `cp.async` is the copy instruction of GPUs since Ampere: a thread asks for 16 bytes from memory to
-# {term}`shared memory` and goes on. Its copies are collected in *commit groups*, and `wait_group`
-# waits until at most so many groups are under way. Triton generates both from a loop with
-# `num_stages` blocks in flight.
+# With {term}`cp.async` a thread asks for 16 bytes from memory to {term}`shared memory` and goes on;
+# later it waits until at most so many *commit groups* of copies are under way. Triton generates
+# both from a loop with `num_stages` blocks in flight.
 #
 # A program holds its rows of Q and walks over the keys. For each block of keys it computes a tile
 # of scores, applies the activation, and accumulates P V:

@@ -72,10 +72,9 @@ chapter.figure(
 # | data path | every thread computes pointers and predicates | one thread asks for a tile |
 # | synchronisation | `cp.async` groups, then block-wide barriers | barriers that count bytes |
 #
-# A TMA descriptor of 128 bytes, which the host makes before the launch, holds the address, up to
-# five sizes and strides, and the shape of the box {cite}`nvidiaptx`. One thread issues one
-# instruction with the coordinates of a box; the unit computes all addresses. Elements out of bounds
-# read as zero and are not written, without a predicate.
+# A TMA descriptor has 128 bytes, with up to five sizes and strides {cite}`nvidiaptx`. One thread
+# issues one instruction with the coordinates of a box. Elements out of bounds read as zero and are
+# not written, without a predicate.
 #
 # ## The tail of a sequence
 #

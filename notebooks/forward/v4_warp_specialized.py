@@ -139,11 +139,9 @@ chapter.glue(mma=mma, tanh=tanh, in_step=mma + tanh, in_step_share=100 * mma / (
 # two CTAs that v2 has on an SM have the same limits. So long tiles gain nothing and short ones
 # lose, since the SM stands still at both ends of a tile. (Prototypes had shown both.)
 #
-# The third prediction is about registers. An SM has 65,536; an even share for the 384 threads of a
-# CTA is 168. The instruction {term}`setmaxnreg` moves registers from one warp group to another at
-# run time: the producer, which needs few, keeps 24, and each consumer gets 240. A consumer thread
-# keeps 64 values of S, 64 of the {term}`accumulator` and 32 registers of bf16 P, which makes 160.
-# So moving registers should not help yet.
+# The third prediction is about registers. By {term}`setmaxnreg` the producer keeps 24 and each
+# consumer gets 240, where an even share is 168 ({doc}`../operator/machine`). S, the
+# {term}`accumulator` and P take 160, so moving registers should not help yet.
 
 # %% tags=["remove-cell"]
 EMPTY = "gdpa-self-half-dense-512"

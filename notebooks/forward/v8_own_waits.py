@@ -252,8 +252,7 @@ for module in (v7_packed, v8_own_waits):
 #
 # This is the consumer in full, with every idea of the ladder in its place: the list (v3), the roles
 # (v4), the pipelined loop (v5), the walk over the list and resident K and V (v6), pairs (v7) and
-# the one argument of this chapter. The rest of the lesson is folded below it; the host side stands
-# in {doc}`planning`.
+# the one argument of this chapter. The rest of the lesson is folded below it.
 
 # %% tags=["remove-input"]
 chapter.annotated(
@@ -276,7 +275,7 @@ chapter.annotated(
     },
 )
 chapter.annotated(
-    [lesson.load, lesson.fetch_q, lesson.release, lesson.own_waits_kernel],
+    [lesson.load, lesson.fetch_q, lesson.release, lesson.own_waits_kernel, lesson.forward],
     {
         "blocks = tl.where(step == 0, blocks, 0)": "v6: where K and V stay, the producer fetches "
         "them with the first tile of an entry only.",
@@ -290,8 +289,10 @@ chapter.annotated(
         "the last tile of the entry.",
         "k_empty = tlx.alloc_warp_barrier": "v4: the threads of all consumers arrive, 256.",
         'with tlx.async_task("default"):': "v4: the producer. Its registers go to the consumers.",
+        "out = batch.new_out()": "The host makes a descriptor for each tensor and a list of "
+        "work on the device, and launches one CTA per SM, or fewer if the list is shorter.",
     },
-    folded="The producer, what the roles call, and the kernel that starts them",
+    folded="The producer, what the roles call, the kernel that starts them, and the host side",
 )
 
 # %% [markdown]
@@ -300,10 +301,9 @@ chapter.annotated(
 # From v5 to v7 the source asked for one order, the compiler's waits for another, and SASS had
 # neither. We explained every measurement all the same, by the ends of tiles, the list, or power.
 #
-# {doc}`v5_pingpong` saw the waits and tested them with the wrong instrument. Its `while` loop has
-# no added waits either, but it also converts its {term}`accumulator` through {term}`shared memory`,
-# and was slower. That experiment changed two things and closed the question; `num_stages=0` changes
-# one.
+# {doc}`v5_pingpong` saw the waits and tested them with the wrong instrument: a `while` loop has no
+# added waits either, but it also converts its {term}`accumulator` through {term}`shared memory`.
+# That experiment changed two things; `num_stages=0` changes one.
 #
 # Nor does counting explain the gain, because v7 overlaps more `tanh` with P V. What the count
 # misses is the queue of MMAs. In v7 it runs empty twice a block, after S and after P V; in v8 once.

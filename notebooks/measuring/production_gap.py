@@ -384,13 +384,12 @@ chapter.table(
 #
 # A fair share is the average over all orders. On a logarithmic scale the averages add up to the
 # whole, so the averaged factors multiply to the gap: {glue:text}`lengths_mean:.2f` for the lengths
-# and {glue:text}`keys_mean:.2f` for the keys. With three edits there are six orders and eight
-# corners to measure; with more, report "added first" and "removed first" of each edit. They need
-# two runs an edit and show at once whether edits overlap.
+# and {glue:text}`keys_mean:.2f` for the keys. With many edits, report "added first" and "removed
+# first" of each: two runs an edit, which show whether edits overlap.
 #
-# Four experiments work on a logged batch without touching a model: sort its sequences (order),
-# round its lengths up to whole tiles (partial tiles), join two batches into one (batch size), or
-# run another kernel on the same offsets (start of a tile). Each changes one thing.
+# Four experiments on a logged batch change one thing each: sort its sequences (order), round its
+# lengths up to whole tiles (partial tiles), join two batches into one (batch size), or run another
+# kernel on the same offsets (start of a tile).
 #
 # ## The verdict
 #

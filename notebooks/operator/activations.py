@@ -284,16 +284,17 @@ chapter.table(
 # :::{exercise} Half the head_dim
 # :label: ex-activations-64
 #
-# Redo the last table for head_dim 64, and for a SiLU written as $x / (1 + e^{-x})$, an exponential
-# and a reciprocal. Which one still hides behind the tensor cores? *(paper, five minutes)*
+# Take a SiLU written as $x / (1 + e^{-x})$, an exponential and a reciprocal. Which share of the
+# tensor cores' time does it ask of the MUFU at head_dim 128, and at 64? Which activations of the
+# table still hide at 64? *(paper, five minutes)*
 # :::
 #
 # :::{solution} ex-activations-64
 # :class: dropdown
 #
-# The FLOPs per score halve, the instructions do not: all percentages double. One MUFU takes as long
-# as both MMAs, two take twice as long, and already all of the MMAs' time at head_dim 128. Only the
-# polynomial and the piecewise activations still hide.
+# Two MUFU per score are 100 % at head_dim 128. At 64 the FLOPs per score halve and the instructions
+# do not, so it is 200 %, and one MUFU already takes as long as both MMAs. Only the polynomial and
+# the piecewise activations still hide.
 # :::
 #
 # :::{exercise} Two more terms

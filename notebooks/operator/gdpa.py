@@ -153,10 +153,10 @@ for some in (blocks, blocks[::-1]):
 # | per score | an exponential | an activation |
 # | running maximum, running sum, rescaling of the accumulator | yes | no |
 # | row statistics saved for the backward pass | yes | no |
-# | blocks of keys on different SMs | merged by their statistics | added |
+# | blocks of keys on different processors of a GPU | merged by their statistics | added |
 # | a query without keys | 0/0 | 0 |
 #
-# FlashAttention-4 keeps one group of four warps only for rescaling the output
+# FlashAttention-4 keeps a group of 128 threads only for rescaling the output
 # {cite}`zadouri2026flashattention4`. GDPA has nothing to rescale, so the published kernel does
 # without this group {cite}`meta2026gem`. There is a price: a GDPA row sums its values, so it grows
 # with the number of keys unless a scale prevents it.
@@ -264,8 +264,9 @@ for name in ("identity", "relu", "leaky_relu", "gelu", "silu", "hardswish"):
 # :::{exercise} Split the keys
 # :label: ex-gdpa-split
 #
-# One query row, a million keys, 132 SMs. Write GDPA so that each SM works on its own keys, and say
-# what the SMs exchange at the end. What would softmax add? *(PyTorch, ten lines)*
+# One query row, a million keys, a GPU with 132 processors ({term}`SMs <SM>`). Write GDPA so that
+# each works on its own keys, and say what they exchange at the end. What would softmax add?
+# *(PyTorch, ten lines)*
 # :::
 #
 # :::{solution} ex-gdpa-split

@@ -94,16 +94,15 @@ chapter.figure(
 # %% [markdown]
 # ## Threads come in warps of 32
 #
-# A kernel is launched as many *programs*; Triton says program where CUDA says {term}`CTA` or thread
-# block. A program runs on one SM from beginning to end. Its threads come in **warps** of 32 that
-# execute the same instruction together. Each of the four schedulers of an SM picks one of its
-# warps in every cycle and issues one instruction for its 32 threads. So an SM issues at most four
-# warp instructions a cycle, 128 threads' worth.
+# A GPU is a hundred or more processors, *streaming multiprocessors* or **SMs**, and a *kernel* is a
+# function that runs on all of them. It is launched as many *programs*; Triton says program where
+# CUDA says {term}`CTA` or thread block. A program runs on one SM from beginning to end. Its threads
+# come in **warps** of 32 that execute the same instruction together. In every cycle each of an SM's
+# four schedulers issues one instruction for one of its warps: four at most, 128 threads' worth.
 #
 # A warp that waits costs nothing as long as its scheduler has another one that is ready: most
 # kernels hide latency by many warps on an SM, or high {term}`occupancy`. The fast kernels of this
-# book have few warps with many registers; copies and matmuls run *asynchronously*, and a warp does
-# something else after it has asked for them.
+# book have few warps with many registers, and their copies and matmuls run *asynchronously*.
 #
 # Four neighbouring warps, 128 threads, form a **{term}`warp group`**, one warp on each scheduler.
 # Hopper's tensor cores take their orders from a whole warp group. In a warp-specialized kernel each
@@ -118,11 +117,11 @@ chapter.figure(
 # multiples of 8. A value that does not fit is a **{term}`spill`**: it goes to local memory and
 # comes back, and it usually ruins a loop.
 #
-# Accumulators are what fills registers. The result of a matmul for 64 rows and 128 columns has
-# 8,192 numbers in fp32. A warp group holds it in 128 threads, which makes 64 registers in each
-# thread. A consumer of {doc}`forward v4 <../forward/v4_warp_specialized>` holds two of them, S and
-# O, and P in bf16 takes another 32 registers. That is 160 before the first address, and the reason
-# why its consumers ask for {glue:text}`consumer:.0f`.
+# Accumulators are what fills registers. The result of a matmul for 64 rows and 128 columns is 8,192
+# numbers in fp32: in the 128 threads of a warp group, 64 registers each. A consumer of
+# {doc}`forward v4 <../forward/v4_warp_specialized>` holds two of them, S and O, and P in bf16 takes
+# another 32 registers. That is 160 before the first address, and the reason why its consumers ask
+# for {glue:text}`consumer:.0f`.
 
 # %% tags=["remove-cell"]
 built = compile_check.build_rung("v8_own_waits")
@@ -168,10 +167,9 @@ chapter.figure(
 # %% [markdown]
 # Equal shares would be wasted on a role that only asks for copies. The instruction
 # **{term}`setmaxnreg`** moves registers between roles. Forward v8 starts its 12 warps with
-# {glue:text}`launched:.0f` registers a thread. Its producer then gives all but
-# {glue:text}`producer:.0f` back, which puts {glue:text}`freed:,.0f` registers into the program's
-# pool, and its two consumers take {glue:text}`wanted:,.0f` out of it to have
-# {glue:text}`consumer:.0f` each.
+# {glue:text}`launched:.0f` registers a thread. Its producer puts all but {glue:text}`producer:.0f`,
+# {glue:text}`freed:,.0f` in all, into the program's pool. Its two consumers take
+# {glue:text}`wanted:,.0f` out of it, to have {glue:text}`consumer:.0f` a thread.
 #
 # ## Shared memory and its port
 #
@@ -259,9 +257,8 @@ chapter.table(
 #
 # What TMA reads comes through the **L2 cache**, {glue:text}`l2:.0f` MiB for the whole H200, from
 # **HBM**, the memory. Our copies reach {glue:text}`copy:,.0f` GB/s ({doc}`../measuring/roofline`).
-# At the clock at which the fastest matmul runs, {glue:text}`clock:.2f` GHz, this is only
-# {glue:text}`hbm:.0f` bytes per SM and cycle. Each byte that comes from HBM should therefore be
-# used many times.
+# At the clock of the fastest matmul, {glue:text}`clock:.2f` GHz, this is only {glue:text}`hbm:.0f`
+# bytes per SM and cycle, so each byte should be used many times.
 #
 # ## An mbarrier in words
 #
@@ -322,7 +319,7 @@ chapter.figure(drawn.barrier(moments), modelled="counted by the rules of the tex
 #    the arrival, so it cannot end early.
 # 2. **A clipped box reports the full box.** At the end of a tensor TMA fills the missing rows with
 #    zeros, and it reports these bytes as well. Announce the bytes of the box, never those of the
-#    rows that exist: the wait would hang, or the next phase would be wrong.
+#    rows that exist.
 # 3. **A wrong count carries into the next phase.** Announce one box where two come: the first one
 #    completes the phase, and the second is subtracted from the next phase, which then completes
 #    before its own data are there. Announce too many bytes, and the wait hangs.
@@ -345,9 +342,9 @@ chapter.figure(drawn.barrier(moments), modelled="counted by the rules of the tex
 # | `tcgen05.alloc` | columns of tensor memory | their owner waits for this program |
 # | a wait for another program | that it runs at all | it does not fit on the GPU beside this one |
 #
-# The last one is called *residency*. A program that waits for its neighbour relies on both being
-# **resident**, which a launch promises only within a cluster. If the grid has more programs than
-# fit, the first ones may occupy all SMs and wait for those that cannot start.
+# A program that waits for its neighbour relies on both being **resident**, which a launch promises
+# only within a cluster. If the grid has more programs than fit, the first ones may occupy all SMs
+# and wait for those that cannot start.
 #
 # ## Tensor memory
 #
@@ -428,11 +425,10 @@ assert hgmma * 16 == constants["HEAD_DIM"], "the text: 16 columns of head_dim ea
 chapter.figure(drawn.stages(STAGES), compiled="notebooks/tools/kernels/pipeline.py for sm_90a")
 
 # %% [markdown]
-# - TTIR and TTGIR are Triton's intermediate representations (**IR**). The second one assigns data
-#   to threads and may move or *add* waits ({doc}`../forward/v8_own_waits`).
-# - **PTX** is NVIDIA's portable assembly. **ptxas**, the last compiler, makes **{term}`SASS`** of
-#   it, allots registers and reorders instructions. Only SASS shows what runs. The matmul above
-#   became {glue:text}`hgmma:.0f` HGMMA, each for 16 of the 64 columns of head_dim.
+# In TTGIR, the second intermediate representation (**IR**), Triton may move or *add* waits
+# ({doc}`../forward/v8_own_waits`). **PTX** is NVIDIA's portable assembly, and **ptxas** makes
+# **{term}`SASS`** of it. Only SASS shows what runs: {glue:text}`hgmma:.0f` HGMMA, each for 16 of
+# the 64 columns of head_dim.
 #
 # ## What TLX adds
 #

@@ -121,8 +121,8 @@ chapter.figure(chart, data=errors.reset_index(), emulated="v1_tiled on a CPU; su
 # $$ (eq-adds-up)
 #
 # The second line holds because the term of one key does not depend on any other key. In softmax
-# attention it does: each exponential is divided by the sum of all of them. A softmax part must
-# therefore return the logarithm of its own sum, and a merge rescales both parts
+# attention each exponential is divided by the sum of all of them, so a part must return the
+# logarithm of its own sum, and a merge rescales both parts
 # {cite}`milakov2018online,dao2022flashattention`. Here the merge is an addition.
 #
 # What remains is rounding. A kernel adds in fp32 and rounds once, at the end, so two results in
@@ -193,9 +193,8 @@ chapter.table(
 assert split["factor"].idxmax() == 1 and split["factor"].min() > 1, "the caption"
 
 # %% [markdown]
-# With 16 users there are tiles enough, and splitting gains little. Of four predictions that were
-# written down before the run, two were confirmed
-# ({doc}`the lab notes <../../notes/serving>`).
+# With 16 users there are tiles enough, and splitting gains little. Of four predictions written down
+# before the run, two were confirmed ({doc}`the lab notes <../../notes/serving>`).
 #
 # ## When a cache of keys and values is valid
 #
@@ -231,8 +230,8 @@ chapter.table(
 # %% [markdown]
 # A bidirectional model cannot use a cache, because the new event is already in the keys of its
 # second layer. The next two rows concern causal models that embed recency, as a public ranking
-# model does {cite}`generativerecommenders`. `PagedCache` follows the same rules. It does not serve
-# wrong rows; it refuses the append and says why:
+# model does {cite}`generativerecommenders`. `PagedCache` refuses an append that would make rows
+# wrong, and says why:
 
 # %%
 recent = Model(3, positions="from_end")
@@ -291,9 +290,8 @@ assert torch.equal(stored.total[0], stored.total[1])
 # and the definition does not, so their terms differ. If one adds and the other deletes, the
 # difference stays behind each time an event comes and goes, and the error grows in proportion to
 # the updates. If the same kernel does both, a term leaves exactly as it came, and only the fp32
-# sum itself rounds. A sum kept in bf16 is {glue:text}`low:.0f` % off at the end. In other words, a
-# sum belongs to the kernel that made it. `StoredSums` remembers that kernel, and refuses to go on
-# with a sum of another.
+# sum itself rounds. A sum kept in bf16 is {glue:text}`low:.0f` % off at the end. So a sum belongs
+# to the kernel that made it; `StoredSums` refuses to go on with a sum of another.
 
 # %% tags=["remove-cell"]
 try:
@@ -349,18 +347,17 @@ chapter.glue(
 # One call over history and candidates with the mask `num_targets` gives the same scores, within
 # {glue:text}`together:.0e` in fp64.
 #
-# When is it fast? A key and its value are $4 d$ bytes in bf16. With $m$ candidates they take part
-# in
-# $4 m d$ FLOPs, which is $m$ FLOPs per byte. At the rates of our H200, a request with fewer than
-# {glue:text}`ridge:.0f` candidates per user is limited by memory, and one with more by matmuls
+# When is it fast? A key and its value are $4 d$ bytes in bf16. With $m$ candidates they
+# take part in $4 m d$ FLOPs, which is $m$ FLOPs per byte. At the rates of our H200, a request is
+# limited by memory below {glue:text}`ridge:.0f` candidates per user, and by matmuls above
 # (modelled). Take ten users with 6,300 events and 2,048 candidates each, sizes of MLPerf's DLRMv3.
 # The history takes at least {glue:text}`floor:.0f` µs by the count; forward v8 took
 # {glue:text}`history:.0f` µs, measured on an NVIDIA H200 on 2026-11-26. Both calls together were
 # {glue:text}`least:.1f` to {glue:text}`most:.1f` times as fast as one call of forward v1, at four
 # sizes. One call of forward v8, which has learned `num_targets` since, is faster still with many
-# candidates; with few, two calls win, because they split the keys. `score` chooses
-# ({doc}`the lab notes <../../notes/serving>`). Where forward v8 runs and a page holds a multiple
-# of 64 tokens, its producer reads the pages where they are. Every other call gathers them first.
+# candidates; with few, two calls win, because they split the keys. `score` chooses. Where forward
+# v8 runs and a page holds a multiple of 64 tokens, its producer reads the pages where they are.
+# Every other call gathers them first.
 #
 # ## A sequence across GPUs
 #
@@ -409,11 +406,11 @@ chapter.glue(worst=worst, contiguous=busy["contiguous"], zigzag=busy["zigzag"],
 # tokens in {glue:text}`ways:.0f` ways (`examples/ranks.py --context`). Outputs and gradients were
 # within {glue:text}`worst:.0e` of those of one process, and each rank received the bytes predicted.
 # With contiguous shards the busier rank does {glue:text}`contiguous:.2f` times the mean work, since
-# late rows see more keys. Zigzag shards give each rank an early and a late piece, which makes it
-# {glue:text}`zigzag:.2f`. Balance is not speed, though: with queries that stay on four H200s,
-# contiguous shards were {glue:text}`in_order:.2f` times as fast as one GPU, and zigzag shards only
-# {glue:text}`zigzagged:.2f` times (measured on 2026-11-27,
-# {doc}`the lab notes <../../notes/serving>`). We had predicted the opposite.
+# late rows see more keys; with zigzag shards, an early and a late piece for each rank,
+# {glue:text}`zigzag:.2f` times. Balance is not speed: against the prediction, with queries that
+# stay on four H200s, contiguous shards were {glue:text}`in_order:.2f` times as fast as one GPU, and
+# zigzag shards only {glue:text}`zigzagged:.2f` times (measured on 2026-11-27,
+# {doc}`the lab notes <../../notes/serving>`).
 #
 # ## Limits
 #

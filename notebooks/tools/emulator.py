@@ -194,8 +194,7 @@ load.join(math)  # passes k_empty[0]
 print("copy B, after the wait: races with", k0.record(copy_b, load))
 
 # %% [markdown]
-# Nothing here asks *when* something happened. The program decides whether a chain of arrivals and
-# waits leads from one access to another, so any schedule that performs both accesses shows the
+# Nothing here asks *when* something happened, so any schedule that performs both accesses shows the
 # race. In the variant "released too early" above, `math` releases its buffer before it multiplies:
 
 # %% tags=["remove-input"]
@@ -207,13 +206,12 @@ print(f"of {len(found)} schedules: a race under {races}, a wrong result under {w
 # %% [markdown]
 # ## Proxies and fences
 #
-# Knowing that a role has stored is not enough for TMA. Threads reach shared memory through the
-# generic **proxy**, TMA and tensor cores through the asynchronous one, and the two paths do not see
-# each other's writes by themselves. A **fence**, `tlx.fence("async_shared")` after the stores and
-# before the arrival, makes them visible {cite}`nvidiaptx`. In the emulator a fence is a second list
-# beside the first: up to which step each role's stores lie behind a fence. A copy that reads what a
-# role stored without one raises `MissingFence`. Before TMA stores and MMAs the compiler inserts the
-# fence itself, so there the emulator does not ask for it.
+# Threads reach shared memory through the generic **proxy**, TMA and tensor cores through the
+# asynchronous one, and the two do not see each other's writes by themselves. A **fence**,
+# `tlx.fence("async_shared")` after the stores and before the arrival, makes them visible
+# {cite}`nvidiaptx`. A second list holds up to which step each role's stores lie behind a fence. A
+# copy that reads what a role stored without one raises `MissingFence`. Before TMA stores and MMAs
+# the compiler inserts the fence itself, so there the emulator does not ask for it.
 #
 # ## A parity knows only even and odd
 #

@@ -71,7 +71,8 @@ chapter.glue(
     in_c_least=in_c["ours", FORWARD].min(), in_c_most=in_c["ours", FORWARD].max(),
     step_c_least=in_c["ours", STEP_OF].min(), step_c_most=in_c["ours", STEP_OF].max(),
     around=(begins + returns).median(), itself=itself.median(), graph_most=graph.max(),
-    in_exp=in_exp.max(), in_steps=(step / exp[STEP_OF]).max(),
+    exp_least=in_exp.min(), exp_most=in_exp.max(), steps_least=(step / exp[STEP_OF]).min(),
+    steps_most=(step / exp[STEP_OF]).max(),
     exp_forward=exp[FORWARD].median(), exp_step=exp[STEP_OF].median(),
     eight_new=8 * step.min() / 1e3, eight_shared=8 * shared.min() / 1e3,
     slower=exp[FORWARD].median() / 6, saved=(step - shared).max(),
@@ -156,9 +157,8 @@ chart = drawings.gantt(panels, xlabel="µs", hue="v1_tiled")
 chapter.figure(chart, modelled="a queue between host and device")
 
 # %% [markdown]
-# The host enqueues kernels and goes on. As long as it is ahead, its time costs nothing. If kernels
-# are shorter than calls, the queue runs dry: the step is *host-bound*, and a faster kernel gains
-# nothing.
+# As long as the host is ahead, its time costs nothing. If kernels are shorter than calls, the queue
+# runs dry: the step is *host-bound*, and a faster kernel gains nothing.
 #
 # ## How host time is measured
 #
@@ -172,9 +172,9 @@ chapter.code(hosts.batches)
 # %% [markdown]
 # *A unit for host time.* Hosts of the same kind differ by a factor of three, and one host changes
 # from minute to minute, so microseconds of one host say little about another. We therefore also
-# time `exp` of q in place of the operator: the cheapest call there is, one kernel that PyTorch
-# launches. A *step of `exp`* is its forward and backward pass, by autograd. On this host `exp`
-# takes {glue:text}`exp_forward:.0f` µs and a step of `exp` {glue:text}`exp_step:.0f` µs.
+# time `exp` of q, the cheapest call there is, one kernel that PyTorch launches. A *step of `exp`*
+# is its forward and backward pass, by autograd. On this host `exp` takes
+# {glue:text}`exp_forward:.0f` µs and a step of `exp` {glue:text}`exp_step:.0f` µs.
 #
 # ## What was found
 
@@ -191,20 +191,21 @@ chapter.table(
 )  # fmt: skip
 
 # %% [markdown]
-# A forward call takes as long as {glue:text}`in_exp:.0f` `exp`, which is what its parts add up to.
-# One step costs as much host time as {glue:text}`in_steps:.0f` steps of `exp`; we expected three to
-# five. A part of the reason is autograd. It runs the backward pass of tensors on a GPU in a thread
-# of its own. Before the operator's backward begins there, and after its end,
-# {glue:text}`around:.0f` µs pass (median of the workloads): two threads wake each other, and each
-# takes Python's lock. The backward pass itself takes {glue:text}`itself:.0f` µs, with seven
-# {term}`descriptors <descriptor>` where the forward pass has four.
+# A forward call takes as long as {glue:text}`exp_least:.0f` to {glue:text}`exp_most:.0f` `exp`,
+# which is what its parts add up to. A step takes {glue:text}`steps_least:.0f` to
+# {glue:text}`steps_most:.0f` steps of `exp`; we expected three to five. Autograd is part of the
+# reason: it runs the backward pass of tensors on a GPU in a thread of its own. Before the
+# operator's backward begins there, and after its end, {glue:text}`around:.0f` µs pass (median of
+# the workloads): two threads wake each other, and each takes Python's lock. The backward pass
+# itself takes {glue:text}`itself:.0f` µs, also a median, with seven {term}`descriptors
+# <descriptor>` where the forward pass has four.
 #
 # *Launching in C.* With `TRITON_ENABLE_C_CACHE=1` and `TRITON_USE_C_DISPATCHER=1`, Triton launches
 # in C where a kernel allows it. A forward call then takes {glue:text}`in_c_least:.0f` to
 # {glue:text}`in_c_most:.0f` µs and a step {glue:text}`step_c_least:,.0f` to
-# {glue:text}`step_c_most:,.0f` µs. (Backward v5 gains nothing, since the C dispatcher takes at most
-# 62 arguments, and seven descriptors are 77.) Both are off by default, because the C cache compares
-# the globals of a kernel after it has launched it.
+# {glue:text}`step_c_most:,.0f` µs. (Backward v5 gains nothing: seven descriptors are 77 arguments,
+# and the C dispatcher takes 62.) Both are off by default, because the C cache compares the globals
+# of a kernel after it has launched it.
 #
 # ## What we predicted
 #
@@ -218,10 +219,10 @@ chapter.predictions()
 # %% [markdown]
 # Two of these miss by a factor of two to three, for two reasons. *The unit.* On this host `exp`
 # takes {glue:text}`slower:.1f` times what it took on the other one. In units of `exp`, the forward
-# call was predicted well, and so was `Lengths`, which saved up to {glue:text}`saved:.0f` µs. *The
-# model.* The step was missed in units of `exp` too, because the sum of parts had no term for two
-# threads that wait for each other. Only the CUDA graph, which has neither Python nor threads, met
-# its limit in microseconds.
+# call was predicted well, and so was `Lengths`, which saves a step up to {glue:text}`saved:.0f` µs.
+# *The model.* The step was missed in units of `exp` too: the sum had no term for two threads that
+# wait for each other. Only the CUDA graph, without Python and threads, met its limit in
+# microseconds.
 #
 # ## `Lengths`: what many layers share
 #
@@ -279,7 +280,8 @@ chapter.glue(reads=counts["offsets"])
 # |:--|:--|
 # | longest sequences as numbers, and `validate=False` | to read them is to wait |
 # | fixed rows, batch, longest sequence | they are recorded; *lengths* may change between replays |
-# | offsets that are written in place, no `Lengths` | the recorded kernels read that address |
+# | offsets that are written in place, no `Lengths`, a copy | the recorded kernels read that address
+# |
 # | offsets that are right | a replay cannot check them: an ordinary call before can |
 # | an ordinary call or two before | kernels are compiled and loaded at the first of their kind |
 #
@@ -325,7 +327,7 @@ chapter.table(
 
 # %% [markdown]
 # Only the first recurs in a training loop, and only where the host is behind. The others begin on
-# an idle device, where the host's time is seen in full.
+# an idle device, which sees all of the host's time.
 #
 # `backward_impl="auto"` decides which backward kernel a call gets: the first one that can compute
 # it, in the order measured at the nearest shape on this kind of device. Name a kernel to compare,
@@ -362,19 +364,6 @@ chapter.table(
 # Batch and rows are recorded, lengths are not. The 64th user becomes the owner of the 50 rows that
 # are left over: the last offset stays 8,000, every row has an owner, and the loss leaves that user
 # out. Its length must not exceed the longest sequence of the capture.
-# :::
-#
-# :::{exercise} `Lengths` in a graph
-# :label: ex-host-lengths
-#
-# Why must a captured step not use `Lengths` if lengths change? *(paper, five minutes)*
-# :::
-#
-# :::{solution} ex-host-lengths
-# :class: dropdown
-#
-# `Lengths` holds a copy of the offsets: new ones written into the original tensor do not reach it,
-# and the recorded kernels read the old list. With plain offsets the list is made in each replay.
 # :::
 #
 # :::{exercise} Draw the two timelines

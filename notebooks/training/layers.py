@@ -262,12 +262,12 @@ chapter.predict(
 # %% tags=["remove-input"]
 # | name: fig-train-layers
 # | caption: >
-# |   **Layers follow plain PyTorch step by step, to rounding in fp32 and to about a thousandth in
+# |   **Layers follow plain PyTorch step by step, to rounding in fp32 and to a few thousandths in
 # |   bf16.** Relative difference between a layer's loss and plain PyTorch's at the same step; below
 # |   1e-8 it is drawn at 1e-8.
 # | alt: >
-# |   Curves on a logarithmic axis. Those in bf16 stay near one thousandth; those in fp32 are grey
-# |   and lie several powers of ten below.
+# |   Curves on a logarithmic axis. Those in bf16 stay between a ten-thousandth and a few
+# |   thousandths; those in fp32 are grey and lie several powers of ten below.
 bf16, fp32 = ([f"{kind}, {dtype}" for kind in MADE] for dtype in ("bf16", "fp32"))
 chart = charts.lines(apart.clip(lower=1e-8), xlabel="step", ylabel="relative difference",
                       highlight=bf16, log="y", ylim=(1e-8, 1e-2))  # fmt: skip
@@ -349,8 +349,8 @@ assert all("NaN" in naive[way] for way in ("score = -inf", "softmax, score = -in
 #
 # **The scores.** A scale of $1/\sqrt d$ gives scores of about 1, where GELU bends. With
 # `scale=1/2048` GELU is $x/2$, which makes linear attention at the cost of attention. Large scores
-# learn little, because GELU's slope is below 0.01 for {glue:text}`dead_1:.1f` % of scores of
-# standard deviation 1 and for {glue:text}`dead_8:.0f` % at 8. `qk_norm=True` bounds them, with a
+# learn little, because GELU's slope is within 0.01 of zero for {glue:text}`dead_1:.1f` % of scores
+# of standard deviation 1 and for {glue:text}`dead_8:.0f` % at 8. `qk_norm=True` bounds them, with a
 # learned weight.
 #
 # ## Exercises
@@ -404,7 +404,8 @@ chapter.glue(**{name: share.item() for name, share in dead.items()})
 # :::{solution} ex-train-fp16
 # :class: dropdown
 #
-# GELU of a large score is the score: above 65,504. Squared ReLU: from 256 on.
+# GELU of a large score is the score: from 65,520 on, which rounds up to infinity. Squared ReLU:
+# from its root on, just below 256.
 # :::
 #
 # ## Takeaways

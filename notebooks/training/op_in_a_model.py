@@ -186,10 +186,10 @@ chapter.glue(checks=len(verdicts))
 
 # %% [markdown]
 # All {glue:text}`checks:.0f` of its tests pass. `torch.compile(fullgraph=True)` refuses any break
-# in the graph. We gave it a backend that compiles nothing and records what it is given, and three
-# batches of different sizes. It got one graph for the forward and one for the backward pass, each
-# with the operator as a single node. New lengths do not compile anything again. A compiled program
-# checks shapes and types, but not the values of the offsets, which it never reads.
+# in the graph. With a backend that only records what it is given, three batches of different sizes
+# made one graph for the forward and one for the backward pass, each with the operator as a single
+# node: new lengths compile nothing again. A compiled program checks shapes and types, but not the
+# values of the offsets, which it never reads.
 #
 # ## Only what is asked for
 #
@@ -214,7 +214,8 @@ MATMULS = {"q": "S, dP, dQ", "k": "S, dP, dK", "v": "S, dV", "qkv": "S, dP, dV, 
 SHOWN = ("v1_tiled_backward", "v2_fused_backward", "v4_warp_specialized_backward")
 found = {needs: [launched(impl, needs) for impl in SHOWN] for needs in MATMULS}
 takes = [impl for impl in BACKWARD if ladder.rung(impl).takes("backward", "needs")]
-chapter.glue(thrifty=" and ".join(f"backward {impl.split('_')[0]}" for impl in takes))
+*first, last = (impl.split("_")[0] for impl in takes)
+chapter.glue(thrifty=f"backward {', '.join(first)} and {last}")
 assert found["q"][0] == "queries" and found["v"][0] == "keys", "the text says so"
 
 # %% tags=["remove-input"]

@@ -139,10 +139,10 @@ chapter.figure(chart, data=ranks.reset_index(), measured=[chapter.record().id])
 # `examples/ranks.py` runs KunlunLite ({doc}`step`) on PyTorch's own engines, one process per GPU.
 # *DDP* keeps the whole model on every rank and averages gradients while the backward pass is still
 # running. *FSDP2* also shards the weights, so each rank holds a part of them and gathers the rest
-# when it needs them. A rank that waits for a slower one and a rank that waits for gradients look
-# alike in the time of a step. Timed twice, they can be told apart: once as usual, then without any
-# communication (`no_sync`), each rank on its own. The slowest rank alone is what the step *must*
-# wait for; the remainder is {term}`exposed communication`.
+# when it needs them. Waiting for a slower rank and waiting for gradients look alike in the time of
+# a step. To tell them apart, time it twice: as usual, then without any communication (`no_sync`),
+# each rank on its own. The slowest rank alone is what the step *must* wait for; the remainder is
+# {term}`exposed communication`.
 
 # %% tags=["remove-input"]
 names = {"step_ms": "step, ms", "own_ms": "slowest alone, ms", "exposed": "exposed, ms",
@@ -183,9 +183,9 @@ chapter.lacks("samples", "This record keeps medians of steps, not the steps. Its
 #
 # The columns are for our model with about 200 MB of gradients. The H200s are joined by
 # {glue:text}`link`, eighteen links with 450 GB/s in each direction, so DDP's bytes take
-# {glue:text}`moving:.2f` ms at the least (modelled). We exposed {glue:text}`exposed:.1f` ms, mainly
-# that of the last gradients, which no computation is left to hide. Between machines, with a tenth
-# of that rate per GPU, the same bytes would take as many times longer.
+# {glue:text}`moving:.2f` ms at the least (modelled). We exposed {glue:text}`exposed:.1f` ms: no
+# computation is left to hide the last gradients. Between machines, with a tenth of that rate per
+# GPU, the same bytes would take ten times as long.
 #
 # ## Communication beside a persistent kernel
 #
@@ -218,15 +218,13 @@ chart = drawings.gantt(panels, xlabel="time of an item", hue="v1_tiled")
 chapter.figure(chart, modelled="six SMs, 24 items, two SMs held throughout")
 
 # %% [markdown]
-# The other order is no better. If the persistent kernel comes first, it fills every SM, NCCL's
-# programs find no room until it ends, and communication is not hidden at all. A profile shows
-# either case at once: our kernel with twice its usual time while an all-reduce runs, or an
-# all-reduce that starts only when our kernel has ended.
+# The other order is no better. If the persistent kernel comes first, NCCL's programs find no room
+# until it ends, and communication is not hidden at all. A profile shows either case.
 #
 # There are three ways out: launch fewer programs than SMs; let programs take their next item from a
-# shared counter (Blackwell has hardware for it); or give NCCL fewer
-# channels (`NCCL_MAX_CTAS`). Our step needs none of them, because its all-reduce is short, but our
-# kernels do have static shares. Whether they ever took twice their time here was not measured.
+# shared counter (Blackwell has hardware for it); or give NCCL fewer channels (`NCCL_MAX_CTAS`). Our
+# kernels do have static shares; whether one ever took twice its time here was not measured. The
+# all-reduce of our step is too short to need a way out.
 #
 # ## Dealing rows
 #
@@ -269,8 +267,8 @@ chapter.table(
 # The host also explains an impossible number in {numref}`tab-ranks-deals`, *negative* exposed
 # communication, down to {glue:text}`lowest:.1f` ms. It is the difference of two medians from two
 # runs. Where the host is the limit, a step varies by milliseconds from one run to the next, and the
-# values of the four deals scatter over {glue:text}`spread:.1f` ms. A difference of that size says
-# nothing about communication. Only the rows with 128 and more, where the device is the limit, do.
+# values of the four deals scatter over {glue:text}`spread:.1f` ms. Exposed communication can be
+# read only where the device is the limit, with 128 rows per rank or more.
 #
 # ## What we predicted
 #

@@ -201,11 +201,11 @@ chapter.table(
 # ```
 #
 # The norm in its name is a small part of it. The rest is its last word, the gradient of embedding
-# lookups. A lookup copies a row of a table to a token, so its gradient adds the gradient of every
-# token to the row that it came from. Inductor does this with atomic additions, one for each token
-# and each of 512 columns. That is cheap as long as tokens are spread over many rows. Here topic,
-# like and age have 51 rows *together*: half of {glue:text}`tokens:,.0f` tokens were liked, and all
-# of those add to the same 512 numbers, one after another.
+# lookups: the gradient of every token is added to the row that the token came from. Inductor does
+# this with atomic additions, one for each token and each of 512 columns. That is cheap as long as
+# tokens are spread over many rows. Here topic, like and age have 51 rows *together*: half of
+# {glue:text}`tokens:,.0f` tokens were liked, and all of those add to the same 512 numbers, one
+# after another.
 #
 # | way to the gradient | who adds | cost |
 # |:--|:--|:--|
@@ -213,13 +213,13 @@ chapter.table(
 # | `nn.EmbeddingBag` | sorts tokens by row, then adds | a sort, and short runs per row |
 # | zeros and ones times the table | a matmul, in registers | $2 \cdot 51 \cdot 512$ FLOPs a token |
 #
-# The last line turns the lookup into arithmetic. The sum of the three rows of a token is the
-# product of a vector of zeros and ones with the 51 rows. For all tokens that is a matmul, and its
-# gradient is a matmul too, which adds in registers. With it the step takes
+# The last line turns the lookup into arithmetic: the sum of a token's three rows is a vector of
+# zeros and ones times the 51 rows. For all tokens that is a matmul, and its gradient is a matmul
+# too, which adds in registers. With it the step takes
 # {glue:text}`matmul:.0f` ms instead of {glue:text}`lookups:.0f`, {glue:text}`embedding_gain:.2f`
 # times as fast, more than fused norms will gain below. Every other number of this chapter has it.
-# (The bag, which sorts, gained nothing: {doc}`lab notes <../../notes/norms>`. The table of 20,000
-# items is still looked up. It has rows enough.)
+# (The bag gained nothing: {doc}`lab notes <../../notes/norms>`. The table of 20,000 items has rows
+# enough and is still looked up.)
 #
 # ## Fused norms
 #
@@ -239,21 +239,17 @@ chapter.table(
 #
 # ## A step that is not at the power limit
 #
-# {doc}`../measuring/power_wall` measures kernels back to back, at the limit of 700 W, and says that
-# a training loop does not rest. A step is more mixed than that. In the compiled step,
-# {glue:text}`cool_v1:.0f` % of the device time with v1's attention, and {glue:text}`cool:.0f` %
-# with ours, is neither matmul nor attention: norms, copies and embeddings, which wait for memory
-# and draw less. The regulator averages power over tens of milliseconds, about one step. So a hot
-# kernel in a cool step may run at a higher clock than back to back.
+# {doc}`../measuring/power_wall` measures kernels back to back, at the limit of 700 W. A step is
+# more mixed. In the compiled step, {glue:text}`cool_v1:.0f` % of the device time with v1's
+# attention, and {glue:text}`cool:.0f` % with ours, is neither matmul nor attention: norms, copies
+# and embeddings, which wait for memory and draw less. The regulator averages power over tens of
+# milliseconds, about one step. So a hot kernel in a cool step may run at a higher clock than back
+# to back.
 #
-# How much does this matter? At the limit, a rate is watts over joules per FLOP, and a kernel that
-# saves cycles but not joules gains nothing. Below the limit the clock is free, and cycles saved are
-# time saved. As an approximation, let dynamic power be the share of busy cycles times $f^3$ of the
-# clock $f$ (voltage falls with the clock). If a kernel needs $c$ cycles for the same switching, its
-# power at clock $f$ goes as $f^3 / c$. At a fixed limit $f \propto c^{1/3}$, and the time $c / f$
-# goes as $c^{2/3}$: 10 % fewer cycles save 7 % of time at the limit, and 10 % below it. The truth
-# for a kernel inside a step lies between the two, and it shifts as the rest of the step shrinks. (A
-# model; the record has no power of whole steps.)
+# How much does this matter? Back to back, time follows cycles to the two thirds
+# ({eq}`eq-two-thirds`): 10 % fewer cycles save 7 % of time. Below the limit the clock is free, and
+# they save 10 %. A kernel inside a step lies between the two, and where shifts as the rest of the
+# step shrinks. (A model; the record has no power of whole steps.)
 #
 # ## Thirty per cent
 #

@@ -1,13 +1,14 @@
 """Charts of chapters: what each draws, read from the figure."""
 
-from itertools import pairwise
+from itertools import combinations, pairwise
 
 import numpy as np
 import pandas as pd
 import pytest
 from matplotlib.colors import to_hex
+from matplotlib.text import Text
 
-from _lib import rare_charts
+from _lib import columns, drawings, rare_charts
 from gdpa_lab.report import charts, house
 
 
@@ -196,3 +197,63 @@ def test_long_names_of_rows_do_not_overlap_on_a_phone():
     chart.draw_without_rendering()
     boxes = [label.get_window_extent() for label in chart.axes[0].get_yticklabels()]
     assert all(below.y1 <= above.y0 + 1 for above, below in pairwise(boxes))
+
+
+KINDS = ["attention", "norm", "matmul", "rest"]
+PARTS = pd.DataFrame(
+    [[37.7, 44.3, 22.2, 41.1], [19.3, 13.9, 23.4, 6.1]], ["v1, eager", "ours, fused, bf16"], KINDS
+)
+NAMED = {
+    "names at the ends of lines": lambda: charts.lines(
+        pd.DataFrame({f"backward, fill {x}": [2.4, 2.5 + x / 100] for x in (0.7, 1.0, 1.3)}),
+        xlabel="x", ylabel="y", highlight=["backward, fill 0.7"],
+    ),
+    "columns": lambda: columns.over_time(
+        {"dQ of step i+1": [(0, 128, "S → P(i+1)", "with math"),
+                            (128, 256, "dP(i) → dS(i)", "kept"), (256, 384, "dV", "kept"),
+                            (384, 512, "dK +=", "written by the MMA")]},
+        ["kept", "with math", "written by the MMA", "kept or read by an MMA"],
+    ),
+    "verdicts": lambda: rare_charts.verdicts(pd.DataFrame(
+        {name: ["cannot run", "crashes", "missed"] for name in
+         ("emulator", "interpreter", "TileLens", "program", "racecheck", "ConSan")},
+        ["one arrival too many expected", "no wait before the next copy", "no mask"],
+    )),
+    "parts": lambda: rare_charts.stacked(
+        PARTS, xlabel="ms", looks=dict.fromkeys(KINDS, "hollow"), inside=True
+    ),
+    "strips": lambda: drawings.strips(
+        {"v7": ["S", *["tanh"] * 80, "wait 1", "wait 0"]}, xlabel="x", highlight=["S", "tanh"]
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("draw", NAMED.values(), ids=NAMED)
+def test_texts_do_not_cover_one_another_on_a_phone(draw):
+    with house.narrowed():
+        chart = draw()
+    chart.draw_without_rendering()
+    texts = [text for text in chart.findobj(Text) if text.get_visible() and text.get_text()]
+    inside = [(x.get_text(), Text.get_window_extent(x)) for x in texts]  # without arrows
+    assert not [(a, b) for (a, one), (b, other) in combinations(inside, 2) if _covers(one, other)]
+
+
+def _covers(one, other) -> bool:
+    across = min(one.x1, other.x1) - max(one.x0, other.x0)
+    down = min(one.y1, other.y1) - max(one.y0, other.y0)
+    return min(across, down) > 0.2 * min(one.width, one.height, other.width, other.height)
+
+
+def test_only_panels_with_ticks_name_the_axis_on_a_phone():
+    bar = pd.DataFrame([(0, 0, 1, "a")], columns=["lane", "start", "time", "label"])
+    with house.narrowed():
+        chart = drawings.gantt({"one": bar, "two": bar}, xlabel="ms", hue="v1_tiled")
+    assert [axis.get_xlabel() for axis in chart.axes] == ["", "ms"]
+
+
+def test_long_ticks_keep_their_distance_on_a_phone():
+    rates = pd.DataFrame({"a": range(7)}, [36, 144, 288, 576, 1152, 2304, 4608])
+    with house.narrowed():
+        chart = charts.lines(rates, xlabel="x", ylabel="y", highlight=["a"], log="x")
+    labels = [label.get_text() for label in chart.axes[0].get_xticklabels()]
+    assert labels == ["36", "", "288", "", "1,152", "", "4,608"]

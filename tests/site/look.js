@@ -1,5 +1,5 @@
 // What is wrong with the page as it is shown: wider than it may be, or hard to read. Text has at least
-// the contrast of WCAG 2.2, level AA, with what is behind it.
+// the contrast of WCAG 2.2, level AA, with what is behind it, and no text of a drawing lies on another.
 () => {
   const article = document.querySelector("article");
   const hidden = { visibilityProperty: true, opacityProperty: true };
@@ -81,11 +81,26 @@
     }
   }
 
+  // Texts of a drawing that cover one another by more than the room that a line has around its letters.
+  function crossing(svg) {
+    const boxes = [...svg.querySelectorAll("text")]
+      .filter((e) => e.textContent.trim() && e.checkVisibility(hidden))
+      .map((e) => [e, e.getBoundingClientRect()]);
+    return boxes.flatMap(([one, a], i) => boxes.slice(i + 1).flatMap(([other, b]) => {
+      const across = Math.min(a.right, b.right) - Math.max(a.left, b.left);
+      const down = Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top);
+      const line = Math.min(a.width, a.height, b.width, b.height);
+      return Math.min(across, down) > Math.max(2, 0.3 * line) ? [`${said(one)} on ${said(other)}`] : [];
+    }));
+  }
+
   const within = (e) => (e === article ? [] : [e, ...within(e.parentElement)]);
   return {
     page: document.documentElement.scrollWidth > innerWidth ? [document.documentElement.scrollWidth] : [],
     tables: all("table").filter((e) => within(e.parentElement).some(tooWide)).map(said),
     code: all("pre").filter(tooWide).map(said),
     contrasts,
+    broken: all("td:first-child code .pre").filter((e) => e.getClientRects().length > 1).map(said),
+    texts: all("svg").filter((e) => !e.parentElement.closest("svg, mjx-container")).flatMap(crossing),
   };
 }

@@ -11,9 +11,9 @@ LOOK = Path(__file__).with_name("look.js").read_text(encoding="utf-8")
 SHEET = {"width": 700, "height": 990}
 """What is left of a sheet of A4 between its margins."""
 WALK = {
-    "wide-light": (WIDE, "light", ("page", "tables", "code", "contrasts")),
+    "wide-light": (WIDE, "light", ("page", "tables", "code", "contrasts", "texts")),
     "wide-dark": (WIDE, "dark", ("page", "contrasts")),
-    "phone": (PHONE, "light", ("page", "contrasts")),
+    "phone": (PHONE, "light", ("page", "contrasts", "texts", "broken")),
 }
 
 
@@ -105,7 +105,7 @@ def test_origins_and_warnings_can_be_read(site, tab, tmp_path, scheme):
     assert tab.evaluate(LOOK)["contrasts"] == []
 
 
-def test_a_faint_text_and_a_wide_block_are_found(tab, tmp_path):
+def test_a_faint_text_a_wide_block_and_texts_on_one_another_are_found(tab, tmp_path):
     """The look itself: what it must find, and what it must leave alone."""
     page = tmp_path / "page.html"
     page.write_text(
@@ -113,12 +113,18 @@ def test_a_faint_text_and_a_wide_block_are_found(tab, tmp_path):
         "<p>dark</p><p style='color: #888; font-size: 24px'>large</p>"
         f"<pre style='overflow: auto'>{'x' * 99}</pre><pre>short</pre>"
         f"<div style='overflow: auto'><table><tr><td>{'y' * 99}</td></tr></table></div>"
+        "<table><tr><td><code><span class=pre style='overflow-wrap: anywhere; display: inline'>"
+        "a_name</span></code></td></tr></table><style>table:last-of-type td { max-width: 2em }"
+        "</style>"
         "<svg width=200 height=60><rect width=100 height=60 fill='#007a63'/>"
         "<text x=20 y=30 fill='#fff'>on green</text><text x=120 y=30 fill='#fff'>on white</text>"
-        "</svg><details><summary>more</summary><p style='color: #eee'>folded</p></details>"
+        "<text x=0 y=50 fill='#fff'>below</text><text x=9 y=52 fill='#fff'>under</text></svg>"
+        "<details><summary>more</summary><p style='color: #eee'>folded</p></details>"
         "</article>"
     )
     tab.goto(page.as_uri())
     found = tab.evaluate(LOOK)
     assert [text.split(":")[0] for text in found["contrasts"]] == ["<p> faint", "<text> on white"]
     assert [len(found["code"]), len(found["tables"])] == [1, 1]
+    assert found["broken"] == ["<span> a_name"]
+    assert found["texts"] == ["<text> below on <text> under"]

@@ -20,6 +20,7 @@ LOADED = {
     **dict.fromkeys(("script", "img", "source", "iframe", "embed", "video", "audio"), "src"),
 }  # fmt: skip
 FETCHED_RELATIONS = {"stylesheet", "preload", "modulepreload", "icon", "shortcut", "manifest"}
+POINTS = re.compile(r"(?<![\d.,\u2212-])(\d[\d,]*(?:\.\d+)?) to \1(?![\d]|[.,]\d)")
 UNRENDERED = re.compile(r"\{(glue|numref|eq|ref|cite|doc)\b[^}]*\}|\[\[|undefined reference")
 
 
@@ -128,6 +129,14 @@ def test_no_role_is_left_unrendered(site, page_name):
     for tag in text.find_all(["pre", "code"]):
         tag.decompose()
     assert UNRENDERED.findall(text.get_text()) == []
+
+
+def test_no_range_ends_where_it_begins(site, page_name):
+    """Such as "1.7 to 1.7 times": it needs another digit, or one number."""
+    text = BeautifulSoup(str(article(site / page_name)), "lxml")
+    for tag in text.find_all(["pre", "svg", "script", "style"]):
+        tag.decompose()
+    assert POINTS.findall(" ".join(text.get_text(" ").split())) == []
 
 
 def test_no_parameters_cell_and_no_error_is_shown(site, page_name):

@@ -23,6 +23,8 @@ MOST_MARKED = 12
 """Points of a line that have a mark and a tick each; a line of more is smooth."""
 NOT_TIMED = "not timed"
 MARKS = "os^Dv"
+_PHONE_TICKS = 24
+"""Letters of an axis's ticks beside one another on a phone; of more, every second tick has none."""
 
 
 @house.drawn
@@ -78,7 +80,10 @@ def lines(
                 }, **({"marker": "o", "markeredgewidth": 0} if short else {}),
             )  # fmt: skip
             if short:
-                axis.set_xticks(list(frame.index), [f"{x:,}" for x in frame.index])
+                ticks = [f"{x:,}" for x in frame.index]
+                if house.is_narrow() and sum(map(len, ticks)) > _PHONE_TICKS:
+                    ticks[-2::-2] = [""] * (len(ticks) // 2)
+                axis.set_xticks(list(frame.index), ticks)
                 axis.minorticks_off()
                 _not_timed_below(axis, frame, names or {})
             left = parting == "left"
@@ -177,12 +182,13 @@ def dots(
     colours: Sequence[str] = house.RUNG_COLOURS[1:4],
     log: bool = False,
     form: str = "#.3g",
+    missing: str = NOT_TIMED,
 ) -> Figure:
     """A row for each index entry of `frame`, a mark with its value for each column.
 
     `low` and `high`: ends of error bars, shaped as `frame`. `levels`: dashed lines by name; None: 1
     without a name. `colours`: of columns, in turn. `log`: powers of
-    two to the right. `form`: of the values. "not timed" stands where a column has no value.
+    two to the right. `form`: of the values. `missing` stands where a column has no value.
     """
     columns, pitch = list(frame), 0.17  # inches between the marks of a row
     count = len(columns)
@@ -208,7 +214,7 @@ def dots(
             ends = frame[name] if high is None else high[name]
             for place, (value, end) in enumerate(zip(frame[name], ends, strict=True)):
                 if np.isnan(value):
-                    note(axis, NOT_TIMED, (0, place + shift), (3, 0), va="center", fontsize=8,
+                    note(axis, missing, (0, place + shift), (3, 0), va="center", fontsize=8,
                          color=shades[name], xycoords=("axes fraction", "data"))  # fmt: skip
                 else:
                     note(axis, f"{value:{form}}", (end, place + shift), (6, 0), va="center",

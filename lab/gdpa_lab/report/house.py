@@ -187,6 +187,11 @@ def canvas(
             axis.set_title(wrapped(axis.get_title("left"), 44), loc="left")
 
 
+def is_narrow() -> bool:
+    """Whether what is drawn now is for a phone."""
+    return _narrow.get()
+
+
 def columns(most: int) -> int:
     """Columns of a legend: at most two on a phone."""
     return min(most, 2) if _narrow.get() else most
@@ -212,15 +217,17 @@ def label_ends(axis: Axes, ends: Mapping[str, tuple[float, str]], *, left: bool 
     x = axis.get_xlim()[edge]
     found = sorted((to_axes.transform((x, y))[1], n) for n, (y, _) in ends.items())
     inches = axis.get_position().height * axis.get_figure().get_figheight()
-    levels, step = [end for end, _ in found], 12 / (72 * inches)
+    texts = [wrapped(name, 14) for _, name in found]
+    high = [12 * (1 + text.count("\n")) / (72 * inches) for text in texts]
+    levels = [end for end, _ in found]
     for _ in range(100):
         for n in range(1, len(levels)):
-            near = max(0.0, step - (levels[n] - levels[n - 1])) / 2
+            near = max(0.0, (high[n - 1] + high[n]) / 2 - (levels[n] - levels[n - 1])) / 2
             levels[n - 1 : n + 1] = max(0.0, levels[n - 1] - near), levels[n] + near
-    for level, (end, name) in zip(levels, found, strict=True):
+    for level, text, (end, name) in zip(levels, texts, found, strict=True):
         arrow = {"arrowstyle": "-", "color": ends[name][1], "linewidth": 0.5, "shrinkA": 0}
         axis.annotate(
-            wrapped(name, 14), (edge, end), xytext=(out, level), xycoords="axes fraction",
+            text, (edge, end), xytext=(out, level), xycoords="axes fraction",
             textcoords="axes fraction", va="center", ha=ha, fontsize=SMALL, color=ends[name][1],
             arrowprops=arrow, annotation_clip=False,
         )  # fmt: skip
