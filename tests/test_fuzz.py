@@ -39,7 +39,7 @@ from tests.fuzzing import (
     turned,
 )
 from tests.gdpa.test_registration import registered_activations
-from tests.serving.test_pages import gathered, served
+from tests.serving.test_pages import double, gathered, served
 
 FUNCTIONS = ACTIVATIONS | {"sigmoid": torch.sigmoid, "elu": torch.nn.functional.elu}
 LENGTHS = (0, 1, 2, 3, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129)
@@ -167,9 +167,7 @@ def test_score(seed, draw):
     group = draw.choice((1, 1, 1, 2, 7, 64))
     factors = {"scale": draw.choice((0.1, -0.2)), "output_scale": draw.choice((1.0, -2.0))}
     batch = replace(gathered(given, target_group_size=group), activation=names, **factors)
-    exact = reference.forward(replace(batch, q=batch.q.double(), k=batch.k.double(),
-                                      v=batch.v.double()))  # fmt: skip
-    low = reference.forward_in_dtype(batch)
+    exact, low = double(batch), reference.forward_in_dtype(batch)
     options = {"in_one_call": draw.choice((None, True, False)), "precise": draw.random() < 0.5}
     options |= {"impl": draw.choice(("auto", "auto", "v8_own_waits"))}
     schedule = draw.choice(("modelled", seed))
