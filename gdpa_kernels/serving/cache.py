@@ -66,7 +66,8 @@ class PagedCache:
 
     Args:
         model: what its layers do (`validity.Model`): decides which changes keep which rows.
-        num_pages, page_size: pages of each layer, and tokens of a page.
+        num_pages, page_size: pages of each layer, and tokens of a page; `score` may read pages of a
+            multiple of 64 in place.
         num_kv_heads, head_dim, dtype, device: of keys and values.
 
     Attributes: data `[num_layers, num_pages, 2, page_size, num_kv_heads, head_dim]`.
@@ -400,12 +401,12 @@ def score(
             batch = _with_candidates(batch, k, v, target_group_size, out_dtype)
         seen = _by_v8(batch) if history.is_whole else None
     options["validate"] = False
-    targets = {"num_targets": ends.diff(), "target_group_size": target_group_size}
     if in_one_call and seen is None:
         keys, values = cache.read_before(layer, history, k, v, ends, max_seqlen)
         seen = gdpa(
             q, keys, values, ends, history.cu_seqlens + ends, max_seqlen,
-            history.max_seqlen + max_seqlen, causal="lower_right", **targets, **options,
+            history.max_seqlen + max_seqlen, causal="lower_right", num_targets=ends.diff(),
+            target_group_size=target_group_size, **options,
         )  # fmt: skip
     elif seen is None:
         kept = None if q.dtype == torch.float64 else torch.float32
@@ -419,7 +420,9 @@ def score(
         names = "activation", "scale", "output_scale", "out_dtype"
         given = {name: options[name] for name in names if name in options}
         return diagonal.add_diagonal(q, k, v, seen, **given)
-    own = {"window": 0} if target_group_size == 1 else targets
+    own = {"window": 0}
+    if target_group_size > 1:
+        own = {"num_targets": ends.diff(), "target_group_size": target_group_size}
     both = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
     return gdpa(q, k, v, *both, causal="upper_left", add_to=seen, **own, **options)
 

@@ -41,20 +41,23 @@ def served(
     lengths: Sequence[int], shown: Sequence[int], page: int, *, heads: int = 2, kv_heads: int = 1,
     head_dim: int = 64, dtype: torch.dtype = BF16, seed: int = 0,
 ) -> tuple:  # fmt: skip
-    """q, k, v and the other arguments of `score`. Users' pages lie apart, in no order, and what no
-    token fills is NaN."""
+    """q, k, v and the other arguments of `score`. Users' pages lie anywhere, and what no token
+    fills is NaN."""
     make = torch.Generator().manual_seed(seed)
 
     def draw(rows: int, heads: int) -> torch.Tensor:
         return torch.randn(rows, heads, head_dim, generator=make).to(dtype)
 
     users = [*range(len(lengths))]
-    kept = PagedCache(
-        Model(2), sum(n // page + 2 for n in lengths), page, kv_heads, head_dim, dtype=dtype
-    )
+    number = sum(n // page + 2 for n in lengths)
+    kept = PagedCache(Model(2), number, page, kv_heads, head_dim, dtype=dtype)
     kept.data.fill_(float("nan"))
+    for each in range(number):
+        kept.append([f"before {each}"], [1])
+    for each in torch.randperm(number, generator=make).tolist():  # its page is the next to go
+        kept.evict(f"before {each}")
     left = list(lengths)
-    while any(left):  # a user's next page is not beside the last
+    while any(left):
         some = [min(n, 1 + int(torch.randint(page, (), generator=make))) for n in left]
         order = torch.randperm(len(users), generator=make).tolist()
         at = kept.append(order, [some[user] for user in order])
@@ -74,6 +77,12 @@ def gathered(given: tuple, **options) -> Batch:
         q.shape[2] ** -0.5, causal="lower_right", segments=F.pad(both.diff()[:, None], (0, 1)),
         **options,
     )  # fmt: skip
+
+
+def double(batch: Batch) -> torch.Tensor:
+    """The definition in fp64."""
+    wide = {name: getattr(batch, name).double() for name in "qkv"}
+    return reference.forward(replace(batch, **wide))
 
 
 def call(given: tuple, reads: bool, **options) -> tuple[torch.Tensor, list]:
@@ -96,10 +105,9 @@ def check(make, group: int = 1, reads: bool = True, **options) -> list:
     def draw(seed: int) -> tuple:
         given = make(seed=seed)
         batch = gathered(given, target_group_size=group, output_scale=0.5)
-        exact = replace(batch, **{name: getattr(batch, name).double() for name in "qkv"})
         own = {"target_group_size": group, "activation": "silu", "output_scale": 0.5}
         out, seen[:] = call(given, reads, **own, **options)
-        return [out], [reference.forward(exact)], [reference.forward_in_dtype(batch)]
+        return [out], [double(batch)], [reference.forward_in_dtype(batch)]
 
     within_budget(draw, ["out"])
     return seen
@@ -151,10 +159,7 @@ def test_other_heads(head_dim):
 def test_a_sum_in_fp32(precise):
     given = served(lengths_of(64), SHOWN, 64)
     options = {"activation": "silu", "precise": precise}
-    exact = gathered(given)
-    exact = reference.forward(
-        replace(exact, **{name: getattr(exact, name).double() for name in "qkv"})
-    )
+    exact = double(gathered(given))
     for in_one_call in (True, False):
         (wide, _), (out, _) = (
             call(given, True, in_one_call=in_one_call, out_dtype=dtype, **options)
@@ -222,9 +227,7 @@ def test_the_last_tokens_of_a_history_are_gathered():
             for x, reads in ((at, False), (kept.pages([0]), True))
         )
         assert not torch.equal(last, whole)
-        exact = gathered((*some, at))
-        exact = replace(exact, **{name: getattr(exact, name).double() for name in "qkv"})
-        exact = reference.forward(replace(exact, activation=("gelu_tanh",)))
+        exact = double(replace(gathered((*some, at)), activation=("gelu_tanh",)))
         assert (last - exact).norm() < 5e-3 * exact.norm()
 
 
