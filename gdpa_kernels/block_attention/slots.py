@@ -16,7 +16,7 @@ import triton.language.extra.tlx as tlx
 from gdpa_kernels.block_attention.batch import Batch
 from gdpa_kernels.block_attention.block_list import block_entry, count_blocks
 from gdpa_kernels.calling.launch import launch, multiprocessors
-from gdpa_kernels.device.ragged import BOUND, ragged_descriptor
+from gdpa_kernels.device.ragged import BOUND, ragged_descriptor, readable
 from gdpa_kernels.device.rows import opaque_zero
 
 
@@ -91,21 +91,47 @@ def split(config: WideSlots, batch: Batch) -> tuple[int, int]:
 
 def launch_slots(
     kernel: triton.JITFunction, batch: Batch, config: WideSlots, blocks: torch.Tensor,
-    tensors: Sequence[torch.Tensor], **constants: int,
+    tensors: Sequence[torch.Tensor],
 ) -> None:  # fmt: skip
     """Launch a kernel on `tensors`, and on sin and cos if the call has them: a program on every SM,
-    which takes every grid-th of the listed blocks. constants: the rung's own."""
+    which takes every grid-th of the listed blocks. Of `batch` and `config` it is given the
+    constants that it has a parameter for, num_turns as NUM_TURNS."""
     width, pieces = split(config, batch)
     turns = [x[:, None] for x in batch.rotary or ()]
+    known = {
+        **{name.upper(): value for name, value in vars(config).items()},
+        "NUM_HEADS": batch.num_heads, "NUM_HEADS_K": batch.num_heads_k, "GROUP": batch.group,
+        "ROTATE_V": batch.rotate_v, "BLOCK": batch.block_size, "WIDTH": width, "PIECES": pieces,
+        "TOGETHER": heads_together(config, batch.num_heads),
+    }  # fmt: skip
     launch(
         kernel, (min(multiprocessors(batch.device), len(blocks) - 1),), batch.device,
         *(ragged_descriptor(x, batch.block_size, width=width) for x in tensors),
         *(ragged_descriptor(x, batch.block_size, width=width // 2) for x in turns),
-        blocks, batch.scale, GROUP=batch.group, BLOCK=batch.block_size, WIDTH=width, PIECES=pieces,
-        MATH_ROLES=config.math_roles, NUM_STAGES=config.num_stages,
-        TOGETHER=heads_together(config, batch.num_heads), REGISTERS=config.registers,
-        num_warps=4, **constants,
+        blocks, batch.scale, num_warps=4,
+        **{name: known[name] for name in kernel.arg_names if name in known},
     )  # fmt: skip
+
+
+def forward_slots(
+    kernel: triton.JITFunction, batch: Batch, config: WideSlots, blocks: torch.Tensor
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    """The output, `[total, num_heads_q, head_dim]`, and what backward needs besides q, k, v:
+    nothing."""
+    out = batch.q.new_empty(batch.q.shape)
+    launch_slots(kernel, batch, config, blocks, (batch.q, batch.k, batch.v, out))
+    return out, ()
+
+
+def backward_slots(
+    kernel: triton.JITFunction, grad_out: torch.Tensor, batch: Batch, config: WideSlots,
+    blocks: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """(dq, dk, dv), shaped as q, k, v."""
+    gradients = batch.new_gradients()
+    tensors = readable(grad_out), batch.q, batch.k, batch.v, *gradients
+    launch_slots(kernel, batch, config, blocks, tensors)
+    return gradients
 
 
 @triton.aggregate

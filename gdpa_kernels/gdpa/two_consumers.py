@@ -4,15 +4,39 @@ both, S, dS in shared memory, a consumer's half of dQ.
 The consumer itself is each rung's own.
 """
 
+from dataclasses import dataclass
+
 import triton
 import triton.language as tl
 import triton.language.extra.tlx as tlx
 
 from gdpa_kernels.device.ragged import BOUND
+from gdpa_kernels.gdpa.batch import Batch
 
 MATH_ROLES = tl.constexpr(2)
 KEYS = tl.constexpr(64)  # of a consumer
 TILE = tl.constexpr(MATH_ROLES.value * KEYS.value)
+
+
+@dataclass(frozen=True)
+class Config:
+    """Launch constants.
+
+    q_stages, g_stages: steps of Q and of dO in shared memory. k_stages: tiles of K there; 2 loads
+    the next one while a tile is worked on. fold: leave factors of the activation to the sums where
+    `activations.foldable`. registers: of a consumer thread.
+    """
+
+    q_stages: int = 2
+    g_stages: int = 2
+    k_stages: int = 2
+    fold: bool = True
+    registers: int = 240
+
+
+def default_config(batch: Batch) -> Config:
+    """The same for every call."""
+    return Config()
 
 
 def rows_of(head_dim: int) -> int:

@@ -10,6 +10,7 @@ import gdpa_kernels
 
 PACKAGE = Path(gdpa_kernels.__file__).parent
 MOST = 16
+LAUNCHERS = ("launch", "_launch", "forward_slots", "backward_slots", "launch_gradients")
 
 
 def launched(tree: ast.Module) -> set[str]:
@@ -17,8 +18,7 @@ def launched(tree: ast.Module) -> set[str]:
     return {
         name.id
         for call in ast.walk(tree)
-        if isinstance(call, ast.Call)
-        and ast.unparse(call.func) in ("launch", "_launch", "launch_slots", "launch_gradients")
+        if isinstance(call, ast.Call) and ast.unparse(call.func) in LAUNCHERS
         for name in ast.walk(call.args[0])
         if isinstance(name, ast.Name)
     }

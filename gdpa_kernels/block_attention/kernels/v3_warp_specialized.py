@@ -38,17 +38,17 @@ from gdpa_kernels.block_attention.block_list import make_schedule
 from gdpa_kernels.block_attention.requires import requires_tiles
 from gdpa_kernels.block_attention.slots import (
     Tiles,
+    backward_slots,
     check_slots,
     count_units,
     fetch,
-    launch_slots,
+    forward_slots,
     place,
     put,
     release,
     slot_of,
 )
 from gdpa_kernels.block_attention.tiles import softmax_parts
-from gdpa_kernels.device.ragged import readable
 
 
 @dataclass(frozen=True)
@@ -294,14 +294,9 @@ def forward(
 
     `schedule` is `make_schedule`'s for the same sequences; None makes it here.
     """
-    q, k, v = batch.q, batch.k, batch.v
-    out = q.new_empty(q.shape)
     config = config or default_config("forward", batch)
     (blocks,) = schedule or make_schedule(batch, config)
-    launch_slots(
-        forward_kernel, batch, config, blocks, (q, k, v, out), NUM_HEADS=batch.num_heads,
-    )  # fmt: skip
-    return out, ()
+    return forward_slots(forward_kernel, batch, config, blocks)
 
 
 def backward(
@@ -313,11 +308,6 @@ def backward(
     schedule: Schedule | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dq, dk, dv), shaped as q, k, v and contiguous."""
-    dq, dk, dv = batch.new_gradients()
     config = config or default_config("backward", batch)
     (blocks,) = schedule or make_schedule(batch, config)
-    tensors = readable(grad_out), batch.q, batch.k, batch.v, dq, dk, dv
-    launch_slots(
-        backward_kernel, batch, config, blocks, tensors, NUM_HEADS_K=batch.num_heads_k,
-    )  # fmt: skip
-    return dq, dk, dv
+    return backward_slots(backward_kernel, grad_out, batch, config, blocks)

@@ -38,9 +38,10 @@ from gdpa_kernels.block_attention.requires import requires_sin_cos, requires_til
 from gdpa_kernels.block_attention.slots import (
     Tiles,
     Turns,
+    backward_slots,
     check_slots,
     count_units,
-    launch_slots,
+    forward_slots,
     load,
     place,
     put,
@@ -48,7 +49,6 @@ from gdpa_kernels.block_attention.slots import (
     slot_of,
 )
 from gdpa_kernels.block_attention.tiles import softmax_parts
-from gdpa_kernels.device.ragged import readable
 from gdpa_kernels.device.rotation import rotate, rotate_back
 
 LOAD_REGISTERS = 24
@@ -409,16 +409,9 @@ def forward(
 
     `schedule` is `make_schedule`'s for the same sequences; None makes it here.
     """
-    q, k, v = batch.q, batch.k, batch.v
-    out = q.new_empty(q.shape)
     config = config or default_config("forward", batch)
     (blocks,) = schedule or make_schedule(batch, config)
-    launch_slots(
-        forward_kernel, batch, config, blocks, (q, k, v, out), NUM_HEADS=batch.num_heads,
-        ROTATE_V=batch.rotate_v, NUM_TURNS=config.num_turns,
-        TURN_REGISTERS=config.turn_registers,
-    )  # fmt: skip
-    return out, ()
+    return forward_slots(forward_kernel, batch, config, blocks)
 
 
 def backward(
@@ -430,13 +423,6 @@ def backward(
     schedule: Schedule | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dq, dk, dv), shaped as q, k, v and contiguous."""
-    dq, dk, dv = batch.new_gradients()
     config = config or default_config("backward", batch)
     (blocks,) = schedule or make_schedule(batch, config)
-    tensors = readable(grad_out), batch.q, batch.k, batch.v, dq, dk, dv
-    launch_slots(
-        backward_kernel, batch, config, blocks, tensors, NUM_HEADS_K=batch.num_heads_k,
-        ROTATE_V=batch.rotate_v, NUM_TURNS=config.num_turns,
-        TURN_REGISTERS=config.turn_registers,
-    )  # fmt: skip
-    return dq, dk, dv
+    return backward_slots(backward_kernel, grad_out, batch, config, blocks)

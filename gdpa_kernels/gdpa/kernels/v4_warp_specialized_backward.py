@@ -25,8 +25,6 @@ issue slots for the activation, and one consumer's activation overlaps with the 
 dQ is deterministic up to 256 keys. Needs: as v2, TLX, head_dim 64 or 128.
 """
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -45,6 +43,8 @@ from gdpa_kernels.gdpa.two_consumers import (
     KEYS,
     MATH_ROLES,
     TILE,
+    Config,
+    default_config,
     dq_product,
     fetch_both,
     put_aside,
@@ -53,27 +53,6 @@ from gdpa_kernels.gdpa.two_consumers import (
     share,
 )
 from gdpa_kernels.gdpa.work_list import count_items, entry, list_of_keys
-
-
-@dataclass(frozen=True)
-class Config:
-    """Launch constants.
-
-    q_stages, g_stages: steps of Q and of dO in shared memory. k_stages: tiles of K there; 2 loads
-    the next one while a tile is worked on. fold: leave factors of the activation to the sums where
-    `activations.foldable`. registers: of a consumer thread.
-    """
-
-    q_stages: int = 2
-    g_stages: int = 2
-    k_stages: int = 2
-    fold: bool = True
-    registers: int = 240
-
-
-def default_config(batch: Batch) -> Config:
-    """The same for every call."""
-    return Config()
 
 
 def is_deterministic(batch: Batch) -> bool:

@@ -25,8 +25,6 @@ programs, of which the second has no keys.
 Needs: as v4, a max_seqlen_k of at most 128, a q of every sequence's own.
 """
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -49,6 +47,8 @@ from gdpa_kernels.gdpa.two_consumers import (
     KEYS,
     MATH_ROLES,
     TILE,
+    Config,
+    default_config,
     dq_product,
     fetch_both,
     put_aside,
@@ -57,27 +57,6 @@ from gdpa_kernels.gdpa.two_consumers import (
     share,
 )
 from gdpa_kernels.gdpa.work_list import count_items, entry, list_of_keys
-
-
-@dataclass(frozen=True)
-class Config:
-    """Launch constants.
-
-    q_stages, g_stages: steps of Q and of dO in shared memory. k_stages: tiles of K there; 2 loads
-    the next one while a tile is worked on. fold: leave factors of the activation to the sums where
-    `activations.foldable`. registers: of a consumer thread.
-    """
-
-    q_stages: int = 2
-    g_stages: int = 2
-    k_stages: int = 2
-    fold: bool = True
-    registers: int = 240
-
-
-def default_config(batch: Batch) -> Config:
-    """The same for every call."""
-    return Config()
 
 
 def requires(batch: Batch) -> str | None:
