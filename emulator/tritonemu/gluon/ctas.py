@@ -68,7 +68,8 @@ class Sharding:
         return tuple((each * size, size) for each, size in zip(at, self.local(shape), strict=True))
 
     def permuted(self, order: Sequence[int]) -> "Sharding":
-        return Sharding(tuple(tuple(basis[d] for d in order) for basis in self.bases))
+        full = ((*(0,) * (len(order) - len(basis)), *basis) for basis in self.bases)
+        return Sharding(tuple(tuple(basis[d] for d in order) for basis in full))
 
 
 def sharding_of(layout: Any, shape: Sequence[int]) -> Sharding | None:
@@ -82,7 +83,8 @@ def sharding_of(layout: Any, shape: Sequence[int]) -> Sharding | None:
             return None
         # Steps in elements; a part must be one piece.
         columns = list(zip(*bases, strict=True))
-        sizes = [n >> sum(map(bool, c)) for n, c in zip(shape, columns, strict=False)]
+        last = shape[len(shape) - len(columns) :]
+        sizes = [n >> sum(map(bool, c)) for n, c in zip(last, columns, strict=True)]
         if any(step % size for c, size in zip(columns, sizes, strict=True) for step in c):
             return None
         bases = [[step // size for step, size in zip(b, sizes, strict=True)] for b in bases]
