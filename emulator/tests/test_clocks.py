@@ -27,7 +27,7 @@ class Trace:
 
     def __init__(self):
         self.scheduler = Scheduler(Order(), {"roles": 0, "operations": 0})
-        self.cta = SimpleNamespace(number=0)
+        self.cta = SimpleNamespace(number=0, launch=SimpleNamespace(threads=None))
         self.before: list[int] = []
         self.roles, self.last = [], {}
         self.barriers = [(Clock(), []) for _ in range(self.BARRIERS)]
