@@ -39,6 +39,7 @@ if find_spec("triton.language.extra.tlx"):  # not in upstream's Triton
 if has_gluon():
     from .gluon import MODULES as GLUON_MODULES
     from .gluon.memory import check_launch, described
+    from .gluon.placing import places
 
     MODULES = {**MODULES, **GLUON_MODULES}
 
@@ -158,6 +159,9 @@ def execute(
             if getattr(kernel, "is_gluon", bool)():
                 _begin_gluon(options.get("num_ctas") or 1)
                 ask_front_end(kernel, arch, bound.arguments, options)
+                launch.placed = cache(
+                    lambda: places(asm_of(kernel, arch, bound.arguments, options), arch)
+                )
             body = lowering.function(kernel)
             values = {p.name: _argument(launch, bound.arguments[p.name], p) for p in kernel.params}
             launch.clusters.extend(range(math.prod(sizes) // math.prod(shape)))

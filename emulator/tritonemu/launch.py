@@ -198,7 +198,8 @@ class Launch:
     the value that is there may race. whole_storage: whether a kernel may use the memory around
     a tensor that is a part of some. start_next: starts a cluster beside those that run.
     partition_fences: whether fences are demanded between partitions, and there only. threads: who
-    judges what warps of one program do to global memory, None for nobody.
+    judges what warps of one program do to global memory, None for nobody. placed: where the
+    compiler puts the shared memory of Gluon, see `gluon.placing`.
     """
 
     arch: str
@@ -221,6 +222,7 @@ class Launch:
     start_next: Callable[[], None] | None = None
     partition_fences: bool = False
     threads: Any = None
+    placed: Callable[[], list[Any]] = list
 
     def steal(self) -> tuple[int, int, int] | None:
         """Cancel a cluster that has not started; the program id of its first CTA, or None.

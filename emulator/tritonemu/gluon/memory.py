@@ -8,7 +8,7 @@ from typing import Any
 import triton.language as tl
 
 from ..buffers import LANES, Buffer, Storage, packed
-from ..errors import InvalidKernel, Race, Unsupported
+from ..errors import InvalidKernel, Race, Unsupported, location
 from ..launch import current
 from ..machine import views
 from ..machine.table import blackwell_only, point
@@ -16,18 +16,31 @@ from ..rewrite import static_int
 from ..scheduler import Operation, Role
 from ..tile import RAW, Tile, bytes_of
 from .barriers import MBarriers
-from .liveness import dying
 
 
 @dataclass(eq=False)
 class Memory(Storage):
     """A storage that knows which values still name it.
 
-    before: shared memory that was dead when this was allocated, of which it may be a part.
+    made: where it was allocated. before: shared memory that was allocated before, with which it may
+    share bytes.
     """
 
     views: Any = field(default_factory=weakref.WeakSet)
+    made: Any = field(default_factory=location)
     before: list["Memory"] = field(default_factory=list)
+
+    def shares_with(self, other: "Memory") -> bool:
+        """Whether the compiler gives bytes to both."""
+
+        def spans(memory: "Memory") -> list[range]:
+            calls = tuple((file, line) for file, line, _ in reversed(memory.made.chain))
+            every = current().placed()
+            mine = (at for where, at in every if where[: len(calls)] == calls)
+            return [range(at, at + memory.num_bytes) for at in mine]
+
+        pairs = [(a, b) for a in spans(self) for b in spans(other)]
+        return bool(pairs) and all(a.start < b.stop and b.start < a.stop for a, b in pairs)
 
 
 @dataclass(eq=False)
@@ -40,23 +53,24 @@ class View(Buffer):
         self.storage.views.add(self)
 
     def _access(self, actor: Role | Operation, write: bool) -> None:
-        """Raise Race, too, if what is in flight on dead memory may meet this write."""
+        """Raise Race, too, if this write meets what is in flight on memory of the same bytes."""
         super()._access(actor, write)
         while write and current().races and self.storage.before:
             old, access = self.storage.before[-1], actor.access(True, 0, name=self.name)
-            for other in old.shadow.accesses:
-                if not actor.clock.knows(other):
-                    does, (file, line) = "writes" if other.write else "reads", other.at
-                    raise Race(
-                        f"{access.who} writes {self.label}, which may be the memory of "
-                        f"{other.name}, that no operation uses any more; {other.who} {does} that "
-                        f"at {file}:{line}, and nothing orders the two",
-                        access.at,
-                        other=other.at,
-                        buffer=self.name,
-                        marks=(other.mark, access.mark),
-                        **current().scheduler.around(access, other),
-                    )
+            pending = [each for each in old.shadow.accesses if not actor.clock.knows(each)]
+            if pending and self.storage.shares_with(old):
+                other = pending[0]
+                does, (file, line) = "writes" if other.write else "reads", other.at
+                raise Race(
+                    f"{access.who} writes {self.label}, which the compiler puts where {other.name} "
+                    f"was, as no operation comes that uses that; {other.who} {does} it at "
+                    f"{file}:{line}, and nothing orders the two",
+                    access.at,
+                    other=other.at,
+                    buffer=self.name,
+                    marks=(other.mark, access.mark),
+                    **current().scheduler.around(access, other),
+                )
             self.storage.before.pop()
 
     @property
@@ -151,16 +165,18 @@ def _storage(cta: Any, tensor: bool, num_bytes: int) -> Memory:
     for old in cta.allocations:
         free = isinstance(old, Memory) and not old.views
         if free and old.tensor == tensor and old.num_bytes == num_bytes:
-            old.shadow.written = 0
+            old.shadow.written, old.made = 0, location()
+            old.before = _others(old)
             return old
-    return Memory(cta, tensor, before=[] if tensor else _dead(cta))
+    made = Memory(cta, tensor)
+    made.before = _others(made)
+    return made
 
 
-def _dead(cta: Any) -> list[Memory]:
-    """Shared memory of the CTA that no operation to come uses."""
-    gone = dying(View, current().role.task)
-    every = (each for each in cta.allocations if isinstance(each, Memory) and not each.tensor)
-    return [each for each in every if {id(view) for view in each.views} <= gone]
+def _others(memory: Memory) -> list[Memory]:
+    """The other shared memory of its CTA so far; none for tensor memory."""
+    every = (each for each in memory.cta.allocations if isinstance(each, Memory))
+    return [each for each in every if each is not memory and not (memory.tensor or each.tensor)]
 
 
 def allocate_shared_memory(element_ty: Any, shape: Any, layout: Any, value: Any = None) -> Any:
