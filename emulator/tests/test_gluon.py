@@ -5,7 +5,6 @@ from collections import Counter
 
 import pytest
 import torch
-import triton
 
 from emulator.tests.checking import B200, everywhere, found, normal, refused
 from tritonemu import (
@@ -19,8 +18,7 @@ from tritonemu import (
     UninitializedRead,
     run,
 )
-from tritonemu.compiling import _source as source_of
-from tritonemu.compiling import asm_of, target_of
+from tritonemu.compiling import asm_of
 from tritonemu.gpu import has_gluon
 
 pytestmark = pytest.mark.gluon
@@ -36,6 +34,7 @@ from triton.experimental.gluon.nvidia.hopper import (  # noqa: E402
 )
 
 from emulator.tests import gluon_kernels as kernels  # noqa: E402
+from tritonemu.gluon.placing import places  # noqa: E402
 
 
 def boxed(tensor, *shape):
@@ -151,22 +150,20 @@ def test_memory_that_is_used_later_is_not_dead(kernel):
 
 def test_a_copy_of_dead_memory_races_with_a_later_allocation():
     """Though a variable still names it."""
-    match = "may be the memory of both, that no operation uses any more"
-    found(Race, kernels.dead_memory, (1,), one_and_two, match, BUG="no wait")
-    found(Race, kernels.dead_in_loop, (1,), one_and_two, "may be the memory of first")
+    match = "which the compiler puts where {} was, as no operation comes that uses that"
+    found(Race, kernels.dead_memory, (1,), one_and_two, match.format("both"), BUG="no wait")
+    found(Race, kernels.dead_in_loop, (1,), one_and_two, match.format("first"))
 
 
-def test_the_compiler_puts_a_buffer_where_a_dead_one_was():
-    """And only there: the bytes of shared memory are those of the larger one, or of both."""
-    tile = 32 * 32 * 4
-    for kernel, options, least in (
-        (kernels.dead_memory, {"BUG": ""}, 2 * tile),
-        (kernels.kept_memory, {}, 3 * tile),
+def test_where_the_compiler_puts_buffers():
+    for kernel, options, apart in (
+        (kernels.dead_memory, {"BUG": ""}, False),
+        (kernels.kept_memory, {}, True),
     ):
         bound = dict(zip(kernel.arg_names, one_and_two(), strict=False)) | options
-        made = triton.compile(source_of(kernel, bound), target=target_of("sm_90"))
-        shared = made.metadata.shared
-        assert least <= shared < least + tile, kernel
+        (_, first), (_, second) = places(asm_of(kernel, "sm_90", bound, {}), "sm_90")
+        assert (first != second) == apart
+    assert places({}, "sm_90") == []
 
 
 @pytest.mark.parametrize("bug", ("", "fence of consumer"))

@@ -360,7 +360,8 @@ def draw(
     places: dict[int, tuple[float, float]] = {}
     for number, mark in enumerate(marks, 1):
         if mark.lane in tops and left <= mark.time <= right:
-            box = box_at(boxes, mark.lane, mark.time)
+            own = (b for b in boxes if mark.line in {event.line for event in b.events})
+            box = box_at(own, mark.lane, mark.time) or box_at(boxes, mark.lane, mark.time)
             at, top = x(mark.time), tops[mark.lane] + _ROW * (box.row if box else 0)
             if mark.lasts:
                 shapes.append(

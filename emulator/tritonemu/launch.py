@@ -199,7 +199,8 @@ class Launch:
     a tensor that is a part of some. wide: whether a tensor has elements that an int32 cannot count.
     start_next: starts a cluster beside those that run. partition_fences: whether fences are
     demanded between partitions, and there only. threads: who judges what warps of one program do to
-    memory, None for nobody.
+    memory, None for nobody. placed: where the compiler puts the shared memory of Gluon, see
+    `gluon.placing`.
     """
 
     arch: str
@@ -225,6 +226,7 @@ class Launch:
     threads: Any = None
     num_ctas: int = 1
     pairs: bool = False
+    placed: Callable[[], list[Any]] = list
 
     def steal(self) -> tuple[int, int, int] | None:
         """Cancel a cluster that has not started; the program id of its first CTA, or None.

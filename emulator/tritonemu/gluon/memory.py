@@ -10,7 +10,7 @@ import torch
 import triton.language as tl
 
 from ..buffers import LANES, Buffer, Storage, packed
-from ..errors import InvalidKernel, Race, Unsupported
+from ..errors import InvalidKernel, Race, Unsupported, location
 from ..launch import current
 from ..machine import views
 from ..machine.sync import remote
@@ -20,24 +20,36 @@ from ..scheduler import Operation, Role
 from ..tile import Tile, bytes_of, to_tile
 from .barriers import Cells, MBarriers
 from .ctas import Box, Sharding, at, common, cut, in_ctas, required, sharding_of
-from .liveness import dying
 
 
 @dataclass(eq=False)
 class Memory(Storage):
     """A storage that knows which values still name it.
 
-    cells: barriers that are made of it. before: shared memory that was dead when this was
-    allocated, of which it may be a part.
+    cells: barriers that are made of it. made: where it was allocated. before: shared memory that
+    was allocated before, with which it may share bytes.
     """
 
     views: Any = field(default_factory=weakref.WeakSet)
     cells: Cells | None = None
+    made: Any = field(default_factory=location)
     before: list["Memory"] = field(default_factory=list)
 
     @property
     def barriers(self) -> Any:
         return () if self.cells is None else self.cells.barriers
+
+    def shares_with(self, other: "Memory") -> bool:
+        """Whether the compiler gives bytes to both."""
+
+        def spans(memory: "Memory") -> list[range]:
+            calls = tuple((file, line) for file, line, _ in reversed(memory.made.chain))
+            every = current().placed()
+            mine = (at for where, at in every if where[: len(calls)] == calls)
+            return [range(at, at + memory.num_bytes) for at in mine]
+
+        pairs = [(a, b) for a in spans(self) for b in spans(other)]
+        return bool(pairs) and all(a.start < b.stop and b.start < a.stop for a, b in pairs)
 
 
 @dataclass(eq=False)
@@ -50,23 +62,24 @@ class View(Buffer):
         self.storage.views.add(self)
 
     def _access(self, actor: Role | Operation, write: bool) -> None:
-        """Raise Race, too, if what is in flight on dead memory may meet this write."""
+        """Raise Race, too, if this write meets what is in flight on memory of the same bytes."""
         super()._access(actor, write)
         while write and current().races and self.storage.before:
             old, access = self.storage.before[-1], actor.access(True, 0, name=self.name)
-            for other in old.shadow.accesses:
-                if not actor.clock.knows(other):
-                    does, (file, line) = "writes" if other.write else "reads", other.at
-                    raise Race(
-                        f"{access.who} writes {self.label}, which may be the memory of "
-                        f"{other.name}, that no operation uses any more; {other.who} {does} that "
-                        f"at {file}:{line}, and nothing orders the two",
-                        access.at,
-                        other=other.at,
-                        buffer=self.name,
-                        marks=(other.mark, access.mark),
-                        **current().scheduler.around(access, other),
-                    )
+            pending = [each for each in old.shadow.accesses if not actor.clock.knows(each)]
+            if pending and self.storage.shares_with(old):
+                other = pending[0]
+                does, (file, line) = "writes" if other.write else "reads", other.at
+                raise Race(
+                    f"{access.who} writes {self.label}, which the compiler puts where {other.name} "
+                    f"was, as no operation comes that uses that; {other.who} {does} it at "
+                    f"{file}:{line}, and nothing orders the two",
+                    access.at,
+                    other=other.at,
+                    buffer=self.name,
+                    marks=(other.mark, access.mark),
+                    **current().scheduler.around(access, other),
+                )
             self.storage.before.pop()
 
     @property
@@ -314,14 +327,14 @@ def _allocate(
         cta = lane.cta
         if number < len(cta.allocations):
             storage = cta.allocations[number]
-            storage.shadow.written = 0
+            storage.shadow.written, storage.made = 0, location()
             made.append(make(storage))
             made[-1].fit()
         else:
-            before = [] if tensor else _dead(cta)
-            made.append(make(storage := Memory(cta, tensor, before=before)))
+            made.append(make(storage := Memory(cta, tensor)))
             made[-1].fit()
             cta.allocate(storage)
+        storage.before = _others(storage)
     made[0].layout = layout
     view = Sharded(made[0], sharding) if rest else made[0]
     if value is not None:
@@ -329,11 +342,10 @@ def _allocate(
     return view
 
 
-def _dead(cta: Any) -> list[Memory]:
-    """Shared memory of the CTA that no operation to come uses."""
-    gone = dying(View, current().role.task)
-    every = (each for each in cta.allocations if isinstance(each, Memory) and not each.tensor)
-    return [each for each in every if {id(view) for view in each.views} <= gone]
+def _others(memory: Memory) -> list[Memory]:
+    """The other shared memory of its CTA so far; none for tensor memory."""
+    every = (each for each in memory.cta.allocations if isinstance(each, Memory))
+    return [each for each in every if each is not memory and not (memory.tensor or each.tensor)]
 
 
 def allocate_shared_memory(element_ty: Any, shape: Any, layout: Any, value: Any = None) -> Any:
