@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from emulator.tests.checking import everywhere, found, place, refused, tlx
-from tritonemu import Deadlock, Unsupported
+from tritonemu import Deadlock, Unsupported, run
 from tritonemu.messages import explain
 
 
@@ -62,6 +62,19 @@ def counted():
 
 def test_programs_that_have_not_started_do_so_when_all_others_spin():
     everywhere(barrier_kernel, (4,), counted, [0, 1, 2, 3, 6, 6, 6, 6], EXTRA=0, PLAIN=False)
+
+
+def test_how_many_must_run_together_is_noted():
+    def notes(kernel, made, **options):
+        return run(kernel, (4,), *made(), **options).notes
+
+    barrier = {"EXTRA": 0, "PLAIN": False}
+    (note,) = notes(barrier_kernel, counted, **barrier)
+    assert note.startswith("4 of 4 programs must run at the same time")
+    assert len(notes(barrier_kernel, counted, resident=2, **barrier)) == 1
+    assert not notes(barrier_kernel, counted, resident=4, **barrier)
+    assert not notes(barrier_kernel, counted, launch_cooperative_grid=True, **barrier)
+    assert not notes(lock_kernel, locks, RELEASES=True)
 
 
 @pytest.mark.parametrize("plain", (False, True))

@@ -186,6 +186,14 @@ def execute(
     finally:
         CURRENT.reset(token)
         torch.set_num_threads(threads)
+    if launch.together > resident and not options.get("launch_cooperative_grid"):
+        count = math.prod(shape)
+        report.notes.append(
+            f"{launch.together} of {math.prod(sizes) // count} "
+            f"{'programs' if count == 1 else 'clusters'} must run at the same time, as those "
+            f"before them wait for later ones: if they do not fit on a GPU it hangs "
+            f"(launch_cooperative_grid=True makes that an error)"
+        )
     return report
 
 
@@ -265,6 +273,7 @@ def run_clusters(launch: Launch, numbers: Sequence[int], body: Callable[[], None
         start(number)
     launch.start_next = lambda: start(launch.clusters.popleft())
     scheduler.run()
+    launch.together = max(launch.together, len(ctas) // count)
     for cta in ctas:
         if launch.report.timeline is not None:
             busy = {name: engine.total for name, engine in cta.engines.items()}

@@ -197,6 +197,7 @@ class Launch:
     loads that have left some so, and what else did, each with its name. strict: whether stores of
     the value that is there may race. whole_storage: whether a kernel may use the memory around
     a tensor that is a part of some. wide: whether a tensor has elements that an int32 cannot count.
+    together: the most clusters that ran at the same time.
     start_next: starts a cluster beside those that run. partition_fences: whether fences are
     demanded between partitions, and there only. threads: who judges what warps of one program do to
     memory, None for nobody. placed: where the compiler puts the shared memory of Gluon, see
@@ -221,6 +222,7 @@ class Launch:
     strict: bool = False
     whole_storage: bool = False
     wide: bool = False
+    together: int = 0
     start_next: Callable[[], None] | None = None
     partition_fences: bool = False
     threads: Any = None
