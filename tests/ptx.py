@@ -7,6 +7,7 @@ from pathlib import Path
 from types import ModuleType
 
 from _lib import studies
+from gdpa_kernels.device import pairs
 
 STORED = re.compile(r"\bst\.shared\.v4\.b32\s+\[%r")  # not the constants that roles are handed
 FENCE = re.compile(r"\bfence\.proxy\.async\b")
@@ -137,10 +138,15 @@ def check_stores(
 
 
 def without_fence(module: ModuleType) -> Iterator[ModuleType]:
-    """Copies of a rung, each without one of its `tlx.fence("async_shared")`."""
+    """Copies of a rung, each without one `tlx.fence("async_shared")` of its own or of `put_sum`."""
     lines = Path(module.__file__).read_text().splitlines(keepends=True)
     for number, line in enumerate(lines):
         if 'tlx.fence("async_shared")' in line:
             around = lines[number - 6 : number], lines[number + 1 : number + 6]
             before, after = map("".join, around)
             yield studies.changed(module, (before + line + after, before + after))
+    if module is not pairs and hasattr(module, "put_sum"):
+        for shared in without_fence(pairs):
+            made = studies.changed(module)
+            made.put_sum = shared.put_sum
+            yield made
