@@ -352,3 +352,49 @@ def test_what_pytorch_reads_is_a_finding_of_the_command(tmp_path, capsys):
     allowed = program.read_text().replace("# made", "# tritonemu: allow(UninitializedRead) padding")
     (other := tmp_path / "allowed.py").write_text(allowed)
     assert main(["--schedule", "modelled", str(other)]) in (0, 3)
+
+
+SPREAD = """
+import os
+import sys
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def last_kernel(count, last):
+    mine = tl.program_id(0)
+    if tl.atomic_add(count, 1) == 3:
+        tl.store(last, mine)
+
+
+def run():
+    with open(sys.argv[1], "a") as log:
+        log.write(f"{os.getpid()}\\n")
+    count, last = torch.zeros(2, 1, dtype=torch.int32, device="cuda")
+    last_kernel[(4,)](count, last)
+    return last.item()
+
+
+assert sys.argv[2] == "any" or run() == 3
+run()
+"""
+
+
+@pytest.mark.parametrize("jobs", [1, 3])
+def test_schedules_run_in_other_processes(tmp_path, capsys, jobs):
+    """Those that find nothing there are not run again; what is found is that of one process."""
+    path, log = tmp_path / "spread.py", tmp_path / "processes"
+    path.write_text(SPREAD)
+    shared = ["--resident", "4", str(path), str(log)]
+    assert main(["--jobs", str(jobs), *shared, "any"]) == 0
+    assert "nothing found under the modelled and 4 random schedules" in capsys.readouterr().out
+    assert len(set(log.read_text().split())) == 5
+    assert main([*shared, "three"]) == 1
+    alone = capsys.readouterr()
+    log.unlink()
+    assert main(["--jobs", str(jobs), *shared, "three"]) == 1
+    assert capsys.readouterr() == alone
+    assert len(set(log.read_text().split())) > 1

@@ -220,6 +220,17 @@ def _command(options: argparse.Namespace, schedule: str) -> str:
     return shlex.join([*command, "--schedule", schedule, options.target, *options.arguments])
 
 
+def _scouts(options: argparse.Namespace) -> dict[str, list[str]]:
+    """With `--jobs`: the commands that try the random schedules, by the names of these."""
+    if not options.jobs or options.schedule or options.search != "random":
+        return {}
+    own = argparse.Namespace(**vars(options) | {"compile": False})
+    limit = ["--timeout", str(options.timeout)] if options.timeout else []
+    names = [str(order) for order in Search("random", options.schedules)][1:]
+    begin = [sys.executable, "-m", __package__, *limit]
+    return {name: [*begin, *shlex.split(_command(own, name))[3:]] for name in names}
+
+
 def _place(frames: list[tuple[FrameType, int]]) -> str:
     """File and line of the innermost frame, outermost first, that is the program's."""
     places = [(frame.f_code.co_filename, line) for frame, line in frames]
@@ -272,6 +283,7 @@ def _parser() -> _Parser:
     add("--schedules", **number, help=several)
     add("--depth", type=_positive, default=3, help="of --search pct (default 3)")
     add("--schedule", type=_schedule, metavar="NAME", help="this one only")
+    add("--jobs", **number, help="try random schedules in N processes beside this one")
     there = "let there seem to be a GPU (default), or leave torch.cuda as it is"
     add("--fake-gpu", action=argparse.BooleanOptionalAction, default=True, help=there)
     few = f"of that GPU, for persistent programs (default {FAKE_MULTIPROCESSORS})"
@@ -373,7 +385,8 @@ def main(arguments: list[str] | None = None) -> int:
         device = fake_gpu(options.arch, **how)
     with device, _as_program(options.path, options.arguments), flags(COMMAND):
         try:
-            return _check(options)
+            with several.ahead(_scouts(options), options.jobs or 1) as is_clean:
+                return _check(options, is_clean)
         except argparse.ArgumentTypeError as error:
             _parser().error(str(error))
         finally:
@@ -381,13 +394,15 @@ def main(arguments: list[str] | None = None) -> int:
                 signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-def _check(options: argparse.Namespace) -> int:
-    """Run the program under each schedule; the exit status."""
+def _check(options: argparse.Namespace, is_clean: Callable[[str], bool]) -> int:
+    """Run the program under each schedule but those that are known to be clean; the exit status."""
     wanted = bool(options.trace or options.svg or options.html)
     search = Search(options.search, options.schedules, options.depth, only=options.schedule)
     notes: list[str] = []
     passed = allowed([])
     for order in search:
+        if is_clean(str(order)):
+            continue
         first = search.tried == 1
         reports, failed = _run(options, order, trace=wanted and first, quiet=not first)
         if failed and not reports.findings and str(order) != "modelled":

@@ -28,6 +28,7 @@ OPTIONS = (
         "bounds",
         "resident",
         "benchmarks",
+        "jobs",
     ),
 )
 

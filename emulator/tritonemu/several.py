@@ -1,11 +1,13 @@
-"""Several programs, each in a process of its own; one report of all."""
+"""Several programs, or schedules of one, each in a process of its own."""
 
+import contextlib
 import json
 import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -49,3 +51,26 @@ def summary(ran: Sequence[dict[str, Any]]) -> str:
     told = ", ".join(f"{count} {how}" for how, count in counts.items())
     bad = [f"  {one['program']}: {ended(one)}" for one in ran if one["status"]]
     return "\n".join([f"{len(ran)} programs: {told}", *bad])
+
+
+@contextlib.contextmanager
+def ahead(commands: Mapping[str, Sequence[str]], processes: int) -> Iterator[Callable[[str], bool]]:
+    """Run these commands, so many at a time, unseen; yields whether the one of a name has ended
+    with status 0, which waits for it. At the end none is left."""
+    alive: list[subprocess.Popen] = []
+
+    def status(command: Sequence[str]) -> int:
+        quiet = subprocess.DEVNULL
+        process = subprocess.Popen(command, stdin=quiet, stdout=quiet, stderr=quiet)
+        alive.append(process)
+        return process.wait()
+
+    with ThreadPoolExecutor(processes) as pool:
+        ended = {name: pool.submit(status, command) for name, command in commands.items()}
+        try:
+            yield lambda name: name in ended and ended[name].result() == 0
+        finally:
+            for each in ended.values():
+                each.cancel()
+            for process in alive:
+                process.kill()
