@@ -8,6 +8,9 @@ from types import ModuleType
 
 from _lib import studies
 from gdpa_kernels.device import pairs
+from gdpa_kernels.gdpa import tensor_memory
+
+SHARED = pairs, tensor_memory
 
 STORED = re.compile(r"\bst\.shared\.v4\.b32\s+\[%r")  # not the constants that roles are handed
 FENCE = re.compile(r"\bfence\.proxy\.async\b")
@@ -138,15 +141,16 @@ def check_stores(
 
 
 def without_fence(module: ModuleType) -> Iterator[ModuleType]:
-    """Copies of a rung, each without one `tlx.fence("async_shared")` of its own or of `put_sum`."""
-    lines = Path(module.__file__).read_text().splitlines(keepends=True)
-    for number, line in enumerate(lines):
-        if 'tlx.fence("async_shared")' in line:
-            around = lines[number - 6 : number], lines[number + 1 : number + 6]
-            before, after = map("".join, around)
-            yield studies.changed(module, (before + line + after, before + after))
-    if module is not pairs and hasattr(module, "put_sum"):
-        for shared in without_fence(pairs):
-            made = studies.changed(module)
-            made.put_sum = shared.put_sum
-            yield made
+    """Copies of a rung, each without one `tlx.fence("async_shared")` of its own, or of a function
+    that it has of a module in SHARED."""
+    for home in (module, *SHARED):
+        lines = Path(home.__file__).read_text().splitlines(keepends=True)
+        function = ""
+        for number, line in enumerate(lines):
+            function = line[4 : line.index("(")] if line.startswith("def ") else function
+            used = vars(module).get(function) is vars(home).get(function)
+            if used and 'tlx.fence("async_shared")' in line:
+                around = lines[number - 6 : number], lines[number + 1 : number + 6]
+                before, after = map("".join, around)
+                change = before + line + after, before + after
+                yield studies.changed(module, change, shared=None if home is module else home)
