@@ -376,21 +376,248 @@ def barrier_in_memory(y, BUG: gl.constexpr):
 
 
 @gluon.jit
-def unsupported(x, WHAT: gl.constexpr):
-    L: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [1, 4], [1, 0], cga_layout=((1, 0),))
-    S: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0], cga_layout=((1, 0),))
-    shared = gl.allocate_shared_memory(gl.float32, [4, 32], S, gl.zeros([4, 32], gl.float32, L))
-    if WHAT == "slice":
-        shared.slice(2, 2, dim=0)
-    elif WHAT == "async_store":
-        bar = mbarrier.allocate_mbarrier()
-        mbarrier.init(bar, count=1)
+def cta_rank():
+    return gl.inline_asm_elementwise(
+        "mov.u32 $0, %cluster_ctarank;", "=r", [], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def first_of(x, y):
+    if cta_rank() == 0:
+        gl.store(y, gl.load(x))
+
+
+@gluon.jit
+def sent(x, y, HAS: gl.constexpr, GETS: gl.constexpr, BUG: gl.constexpr):
+    """y = x of 512, from registers of the CTAs by HAS to their shared memory by GETS.
+
+    If each has all of it, and gets a part, the first one sends.
+    """
+    R: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0], cga_layout=HAS)
+    L: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0], cga_layout=GETS)
+    S: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0], cga_layout=GETS)
+    shared = gl.allocate_shared_memory(gl.float32, [512], S)
+    bar = mbarrier.allocate_mbarrier()
+    mbarrier.init(bar, count=1)
+    if BUG == "4 bytes more":
+        mbarrier.expect(bar, shared.nbytes_per_cta + 4)
+    elif BUG == "4 bytes fewer":
+        mbarrier.expect(bar, shared.nbytes_per_cta - 4)
+    else:
         mbarrier.expect(bar, shared.nbytes_per_cta)
-        hopper.async_store(shared, gl.zeros([4, 32], gl.float32, L), bar)
+    value = gl.load(x + gl.arange(0, 512, R))
+    if HAS == GETS or BUG == "from all":
+        hopper.async_store(shared, value, bar)
+    else:
+        if cta_rank() == 0:
+            hopper.async_store(shared, value, bar)
+    if BUG != "no wait":
         mbarrier.wait(bar, 0)
-    elif WHAT == "gather":
-        shared.gather(gl.zeros([4, 32], gl.int32, L), 0)
-    elif WHAT == "cluster_ctarank":
-        gl.inline_asm_elementwise(
-            "mov.u32 $0, %cluster_ctarank;", "=r", [], dtype=gl.int32, is_pure=True, pack=1
-        )
+    gl.store(y + gl.arange(0, 512, L), shared.load(L))
+    if BUG == "no wait":
+        mbarrier.wait(bar, 0)
+
+
+@gluon.jit
+def send_sevens(shared, bar, R: gl.constexpr):
+    mbarrier.expect(bar, shared.nbytes_per_cta)
+    hopper.async_store(shared, gl.full([64, 32], 7.0, gl.float32, R), bar)
+
+
+@gluon.jit
+def take_sevens(target, shared, bar, BUG: gl.constexpr):
+    if BUG == "fence too early":
+        fence_async_shared()
+    mbarrier.wait(bar, 0)
+    if BUG == "":
+        fence_async_shared()
+    tma.async_store(target, [0, 0], shared)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def sevens(target, BUG: gl.constexpr):
+    """target = 7 of [64, 32], which one partition stores asynchronously, and another one copies."""
+    R: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [4, 1], [0, 1], cga_layout=((1, 0),))
+    shared = gl.allocate_shared_memory(gl.float32, [64, 32], target.layout)
+    bar = mbarrier.allocate_mbarrier()
+    mbarrier.init(bar, count=1)
+    gl.warp_specialize(
+        [(send_sevens, (shared, bar, R)), (take_sevens, (target, shared, bar, BUG))], [4], [24]
+    )
+
+
+@gluon.jit
+def last_rows(x, y, WRITER: gl.constexpr, BUG: gl.constexpr):
+    """y = x[2:] of [4, 32], rows of the second CTA, which the first one loads; then WRITER stores
+    other values there."""
+    R: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [1, 4], [1, 0], cga_layout=((1, 0),))
+    A: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [1, 4], [1, 0], cga_layout=((0, 0),))
+    S: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0], cga_layout=((1, 0),))
+    at = gl.arange(0, 4, gl.SliceLayout(1, R))[:, None] * 32
+    shared = gl.allocate_shared_memory(gl.float32, [4, 32], S)
+    shared.store(gl.load(x + at + gl.arange(0, 32, gl.SliceLayout(0, R))[None, :]))
+    rows = shared.slice(2, 2, dim=0)
+    if BUG != "read early":
+        gl.barrier(cluster=True)
+    rank = cta_rank()
+    at = gl.arange(0, 2, gl.SliceLayout(1, A))[:, None] * 32
+    at += gl.arange(0, 32, gl.SliceLayout(0, A))[None, :]
+    if rank == 0:
+        gl.store(y + at, rows.load(A))
+    if WRITER == 0 and BUG != "nobody else reads":
+        gl.barrier(cluster=True)
+        if rank == 1:
+            gl.store(y + rank * 0 + at, rows.load(A))
+    if BUG == "relaxed":
+        cluster.barrier(relaxed=True)
+    elif BUG != "no barrier":
+        gl.barrier(cluster=True)
+    if rank == WRITER:
+        rows.store(gl.full([2, 32], 0.0, gl.float32, A))
+    gl.barrier(cluster=True)
+
+
+@gluon.jit
+def halves_swapped(x, y, OP: gl.constexpr, BUG: gl.constexpr):
+    """y = x of [2, 32] with its halves swapped, of which each CTA has one."""
+    R: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [1, 4], [1, 0], cga_layout=((0, 1),))
+    S: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0], cga_layout=((0, 1),))
+    rows = gl.arange(0, 2, gl.SliceLayout(1, R))[:, None]
+    columns = gl.arange(0, 32, gl.SliceLayout(0, R))[None, :]
+    other = (columns ^ 16) + rows * 0
+    value = gl.load(x + rows * 32 + columns)
+    shared = gl.allocate_shared_memory(gl.float32, [2, 32], S)
+    if OP == "gather":
+        shared.store(value)
+        if BUG != "stored":
+            gl.barrier(cluster=True)
+        found = shared.gather(other, axis=1)
+        if BUG == "gathered":
+            shared.store(value)
+    else:
+        if BUG == "stored":
+            shared.store(value)
+        shared.scatter(value, other, axis=1)
+        if BUG != "scattered":
+            gl.barrier(cluster=True)
+        found = shared.load(R)
+    gl.barrier(cluster=True)
+    gl.store(y + rows * 32 + columns, found)
+
+
+@gluon.jit
+def use_slot(slot, used, L: gl.constexpr):
+    value = slot.load(L)
+    slot.store(value + 1)
+    mbarrier.arrive(used)
+
+
+@gluon.jit
+def fill_slot(y, slot, response, bar, used, L: gl.constexpr, BUG: gl.constexpr):
+    mbarrier.wait(used, 0)
+    if BUG == "each expects":
+        mbarrier.expect(bar, 16)
+    else:
+        mbarrier.expect(bar, 16, from_cta=0)
+    clc.try_cancel(response, bar)
+    mbarrier.wait(bar, 0)
+    slot.store(gl.full([1], 1, gl.int64, L))
+    gl.store(y, 1.0)
+
+
+@gluon.jit
+def slot_again(y, BUG: gl.constexpr):
+    """y = 1. Only the first CTA waits until the slots of both are used; the second one hears of
+    that from the first one, which expects the bytes for both."""
+    L: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0], cga_layout=((0,),))
+    S: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0], cga_layout=((0,),))
+    slot = gl.allocate_shared_memory(gl.int64, [1], S)
+    response = gl.allocate_shared_memory(gl.int64, [2], S)
+    bar = mbarrier.allocate_mbarrier()
+    used = mbarrier.allocate_mbarrier(two_ctas=True)
+    mbarrier.init(bar, count=1)
+    mbarrier.init(used, count=1)
+    slot.store(gl.full([1], 0, gl.int64, L))
+    gl.warp_specialize(
+        [(use_slot, (slot, used, L)), (fill_slot, (y, slot, response, bar, used, L, BUG))],
+        [4],
+        [24],
+    )
+
+
+@gluon.jit
+def use_answers(bar, used):
+    for i in range(3):
+        mbarrier.arrive(used)
+        mbarrier.wait(bar, i & 1)
+
+
+@gluon.jit
+def ask_again(y, response, bar, used):
+    for i in range(3):
+        mbarrier.wait(used, i & 1)
+        mbarrier.expect(bar, 16)
+        clc.try_cancel(response, bar)
+        mbarrier.wait(bar, i & 1)
+    gl.store(y, 1.0)
+
+
+@gluon.jit
+def answers(y):
+    """y = 1, after three requests, each made when both CTAs have got the one before."""
+    S: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0], cga_layout=((0,),))
+    response = gl.allocate_shared_memory(gl.int64, [2], S)
+    bar = mbarrier.allocate_mbarrier()
+    used = mbarrier.allocate_mbarrier(two_ctas=True)
+    mbarrier.init(bar, count=1)
+    mbarrier.init(used, count=1)
+    gl.warp_specialize(
+        [(use_answers, (bar, used)), (ask_again, (y, response, bar, used))], [4], [24]
+    )
+
+
+@gluon.jit
+def send(shared, value, bar):
+    hopper.async_store(shared, value, bar)
+
+
+@gluon.jit
+def some_ctas(x, y, WHAT: gl.constexpr):
+    """What is refused where CTAs part, or have not parted."""
+    L: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0], cga_layout=((1,),))
+    S: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0], cga_layout=((1,),))
+    shared = gl.allocate_shared_memory(gl.float32, [256], S)
+    bar = mbarrier.allocate_mbarrier()
+    mbarrier.init(bar, count=1)
+    rank, value = cta_rank(), 0
+    if WHAT == "atomic_scatter_add":
+        shared.store(gl.full([256], 0.0, gl.float32, L))
+        shared.atomic_scatter_add(gl.full([256], 1.0, gl.float32, L), gl.arange(0, 256, L), 0)
+    elif WHAT == "registers of 2 layouts":
+        send(shared, gl.full([256], 0.0, gl.float32, L), bar)
+        R: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0], cga_layout=((0,),))
+        send(shared, gl.full([256], 0.0, gl.float32, R), bar)
+    elif WHAT == "this use of a slice":
+        shared.slice(128, 128).permute([0])
+    elif WHAT == "a value that CTAs have several of":
+        gl.store(x + rank, 1.0)
+    elif WHAT == "`else`":
+        if rank == 1:
+            gl.store(x, 1.0)
+        else:
+            gl.store(x, 2.0)
+    elif WHAT == "a return in a branch":
+        if rank == 1:
+            return
+    elif rank != 0:
+        if WHAT == "a wait for bar":
+            mbarrier.wait(bar, 0)
+        elif WHAT == "a cluster barrier":
+            gl.barrier(cluster=True)
+        elif WHAT == "an allocation":
+            gl.allocate_shared_memory(gl.float32, [256], S)
+        elif WHAT == "value of CTAs":
+            value = 1
+    gl.store(x, value)

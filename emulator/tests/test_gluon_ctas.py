@@ -16,7 +16,9 @@ from tritonemu import (
     Deadlock,
     EarlyExit,
     InvalidKernel,
+    MissingFence,
     Race,
+    UninitializedRead,
     Unsupported,
     run,
 )
@@ -47,6 +49,7 @@ DTYPES = {
     torch.float8_e4m3fn: gl.float8e4nv,
 }
 PAIR = {"num_ctas": 2}
+EARLY = (Race, UninitializedRead)
 
 
 def boxed(tensor, shape, *cga_layout):
@@ -124,6 +127,13 @@ RIGHT = {
     "scaled_pair": (scaled, scaled_product, PAIR | B200, 1),
     "persistent": (lambda: [torch.zeros(7)], lambda y: torch.ones(7), PAIR | B200, 7),
     "cp_async": (vector, lambda x, y: x, PAIR, 1),
+    "sevens": (
+        lambda: [boxed(torch.zeros(64, 32), [64, 32], (1, 0))],
+        lambda y: torch.full((64, 32), 7.0),
+        PAIR,
+        1,
+    ),
+    "slot_again": (lambda: [torch.zeros(1)], lambda y: torch.ones(1), PAIR | B200, 1),
     "barrier_in_memory": (
         lambda: [torch.zeros(1)],
         lambda y: torch.ones(1),
@@ -167,6 +177,9 @@ def test_right(name):
         ("persistent", "each expects, no barrier", Race),
         ("persistent", "expected in one", BarrierMisuse),
         ("cp_async", "no wait", Race),
+        ("sevens", "no fence", MissingFence),
+        ("sevens", "fence too early", MissingFence),
+        ("slot_again", "each expects", Race),
         ("barrier_in_memory", "no init", BarrierMisuse),
         ("barrier_in_memory", "arrives twice", BarrierMisuse),
     ),
@@ -174,6 +187,52 @@ def test_right(name):
 def test_mistakes_are_found(name, bug, error):
     make, _, options, programs = RIGHT[name]
     found(error, getattr(kernels, name), (programs,), make, BUG=bug, **options)
+
+
+SPREAD = {
+    "to oneself": {"HAS": ((0,),), "GETS": ((0,),)},
+    "to oneself of 4": {"HAS": ((0,), (0,)), "GETS": ((0,), (0,))},
+    "from the first": {"HAS": ((0,),), "GETS": ((1,),)},
+    "from the first of 4": {"HAS": ((0,), (0,)), "GETS": ((1,), (2,))},
+}
+
+
+def row():
+    return [normal(512, dtype=torch.float32), torch.zeros(512)]
+
+
+@pytest.mark.parametrize("how", SPREAD)
+def test_an_asynchronous_store(how):
+    options = SPREAD[how] | {"num_ctas": 2 ** len(SPREAD[how]["HAS"])}
+    everywhere(kernels.sent, (1,), row, lambda x, y: x, BUG="", **options)
+    wrong = {"4 bytes more": Deadlock, "4 bytes fewer": BarrierMisuse, "no wait": EARLY}
+    if options["HAS"] != options["GETS"]:
+        wrong["from all"] = Race
+    for bug, error in wrong.items():
+        found(error, kernels.sent, (1,), row, BUG=bug, **options)
+
+
+@pytest.mark.parametrize("writer", (0, 1))
+def test_a_slice_of_the_second_cta(writer):
+    options = PAIR | {"WRITER": writer}
+    make = lambda: [normal(4, 32, dtype=torch.float32), torch.zeros(2, 32)]  # noqa: E731
+    everywhere(kernels.last_rows, (1,), make, lambda x, y: x[2:], BUG="", **options)
+    for bug in ("read early", "relaxed", "no barrier"):
+        found(Race, kernels.last_rows, (1,), make, BUG=bug, **options)
+    if writer == 0:
+        everywhere(kernels.last_rows, (1,), make, BUG="nobody else reads", **options)
+
+
+@pytest.mark.parametrize(
+    ("op", "bugs"),
+    (("gather", ("stored", "gathered")), ("scatter", ("stored", "scattered"))),
+)
+def test_elements_of_other_ctas(op, bugs):
+    make = lambda: [normal(2, 32, dtype=torch.float32), torch.zeros(2, 32)]  # noqa: E731
+    options, halves = PAIR | {"OP": op}, [*range(16, 32), *range(16)]
+    everywhere(kernels.halves_swapped, (1,), make, lambda x, y: x[:, halves], BUG="", **options)
+    for bug in bugs:
+        found(EARLY, kernels.halves_swapped, (1,), make, BUG=bug, **options)
 
 
 def test_a_linear_layout_says_which_cta_loads():
@@ -277,9 +336,30 @@ def test_init_counts_for_every_cta_as_the_ptx_does(monkeypatch):
         assert report.barriers == len(written)
 
 
-@pytest.mark.parametrize("what", ("slice", "gather", "async_store", "cluster_ctarank"))
+@pytest.mark.parametrize(
+    "what",
+    (
+        *("atomic_scatter_add", "this use of a slice", "a value that CTAs have several of"),
+        *("`else`", "a wait for bar", "a cluster barrier", "an allocation", "value of CTAs"),
+        *("a return in a branch", "registers of 2 layouts"),
+    ),
+)
 def test_not_known(what):
-    refused(Unsupported, what, kernels.unsupported, torch.zeros(1), WHAT=what, **PAIR)
+    x = torch.zeros(2)
+    refused(Unsupported, what, kernels.some_ctas, x, x, WHAT=what, **PAIR)
+
+
+def test_an_answer_proves_that_what_came_before_the_request_is_over():
+    make, options = lambda: [torch.zeros(1)], PAIR | B200
+    everywhere(kernels.answers, (1,), make, lambda y: torch.ones(1), **options)
+
+
+def test_one_cta_has_rank_0_and_nobody_to_send_to():
+    x, y = torch.ones(1), torch.zeros(1)
+    run(kernels.first_of, (1,), x, y)
+    assert torch.equal(x, y)
+    one = {"HAS": (), "GETS": (), "BUG": "from all"}
+    refused(InvalidKernel, "Triton refuses this kernel", kernels.sent, *row(), **one)
 
 
 def test_pixels_of_several_ctas_are_not_known():

@@ -195,7 +195,7 @@ class MBarrier:
 
     def _complete(self, time: float, lane: Any, at: Location) -> None:
         for role, (epoch, place, spot) in self.observers.items():
-            if self.clock.epochs.get(role.index, 0) < epoch:
+            if not self.clock.reaches(role.index, epoch):
                 waits = f"{role.label} waits for phase {self.phase - 1} of {self.name}"
                 raise self.misuse(
                     f"phase {self.phase} can complete before {role.label}, which waits for phase "
@@ -211,7 +211,7 @@ class MBarrier:
         self.observers = {}
         waiters, self.waiters = self.waiters, []
         for role, parity, place in waiters:
-            if self._passes(parity):
+            if self.passes(parity):
                 self.scheduler.wake(role, time)
                 self.scheduler.order.note(self.key, "wait", self.phase, role.leader)
                 self._observe(role, place)
@@ -219,7 +219,7 @@ class MBarrier:
             else:
                 self.waiters.append((role, parity, place))
 
-    def _passes(self, parity: int) -> bool:
+    def passes(self, parity: int) -> bool:
         return self.phase % 2 != parity
 
     def _observe(self, role: Role, at: Location) -> None:
@@ -249,7 +249,7 @@ class MBarrier:
             raise self.misuse(f"a wait takes phase 0 or 1, got {parity}")
         start, at = role.time, location()
         self.scheduler.synchronises("wait", role, self, at)
-        if self._passes(parity):
+        if self.passes(parity):
             self.scheduler.order.note(self.key, "wait", self.phase)
             self._observe(role, at)
         else:

@@ -466,7 +466,7 @@ class Buffer:
         unfenced = [
             old
             for old in self.storage.shadow.accesses
-            if not old.operation and (write or old.write) and old.mask & self.mask
+            if old.generic and (write or old.write) and old.mask & self.mask
             if copy.clock.knows(old) and not copy.clock.fences(old)
         ]
         for old in unfenced:

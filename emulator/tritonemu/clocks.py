@@ -29,7 +29,10 @@ class Clock:
 
     epochs: under the index of a role those of any of its warps, under the negative index those that
     all of its warps have passed (see `threads`).
-    fenced: the epochs behind a fence, whose stores to shared memory a copy of it may rely on.
+    fenced: the epochs behind a fence, whose stores to shared memory a copy of it may rely on;
+    settled: the operations behind one.
+    past: the epochs, and past_operations the operations, that are over at that moment, as the role
+    of a request knew them when it made it: nobody has released what they did to memory.
     met: as negative indices, but of shared and tensor memory, and for fewer reasons.
     """
 
@@ -37,24 +40,46 @@ class Clock:
     operations: int = 0
     fenced: dict[int, int] = field(default_factory=dict)
     met: dict[int, int] = field(default_factory=dict)
+    settled: int = 0
+    past: dict[int, int] = field(default_factory=dict)
+    past_operations: int = 0
 
     def copy(self) -> "Clock":
-        return Clock(dict(self.epochs), self.operations, dict(self.fenced), dict(self.met))
+        fenced, met = dict(self.fenced), dict(self.met)
+        past = self.past, self.past_operations  # never changed in place
+        return Clock(dict(self.epochs), self.operations, fenced, met, self.settled, *past)
+
+    def landed(self, operation: int) -> "Clock":
+        """That of whoever learns that an operation is complete which was issued at this one."""
+        past = dict(self.epochs)
+        _raise(past, self.past)
+        operations = self.operations | self.past_operations
+        return Clock(operations=operation, past=past, past_operations=operations)
 
     def join(self, other: "Clock") -> None:
         """Learn everything the other knows."""
         self.operations |= other.operations
+        self.settled |= other.settled
+        self.past_operations |= other.past_operations
+        if other.past and other.past is not self.past:
+            self.past = past = dict(self.past)
+            _raise(past, other.past)
         _raise(self.epochs, other.epochs)
         _raise(self.met, other.met)
         if other.fenced:
             _raise(self.fenced, other.fenced)
 
     def includes(self, other: "Clock") -> bool:
-        """Whether everything the other knows happens before this clock's moment."""
-        mine = self.epochs
-        return not other.operations & ~self.operations and all(
-            mine.get(role, 0) >= epoch for role, epoch in other.epochs.items()
+        """Whether everything the other knows is over at this clock's moment."""
+        mine, past = self.epochs, self.past
+        return not other.operations & ~(self.operations | self.past_operations) and all(
+            mine.get(role, 0) >= epoch or past.get(role, 0) >= epoch
+            for role, epoch in other.epochs.items()
         )
+
+    def reaches(self, role: int, epoch: int) -> bool:
+        """Whether this epoch of a role has begun at this clock's moment."""
+        return max(self.epochs.get(role, 0), self.past.get(role, 0)) >= epoch
 
     def knows(self, access: "Access") -> bool:
         """Whether the access happens before this clock's moment."""
@@ -68,7 +93,9 @@ class Clock:
         return not access.operation and met < access.epoch <= known
 
     def fences(self, access: "Access") -> bool:
-        """Whether a fence lies between this access of a role and the clock's moment."""
+        """Whether a fence lies between this access and the clock's moment."""
+        if access.operation:
+            return bool(self.settled & access.operation)
         return self.fenced.get(access.role, 0) >= access.epoch
 
 
@@ -85,7 +112,7 @@ class Access:
     role, epoch: index of the role and its epoch then. operation: the bit of the asynchronous
     operation, 0 if the role itself touched the bytes. who: for messages. name: of the memory, as
     the access names it. where: its `Lanes`, of tensor memory. spot: CTA, lane and time of the
-    timeline.
+    timeline. generic: whether it is of registers, by the role or by an operation.
     """
 
     role: int
@@ -98,6 +125,7 @@ class Access:
     name: str = ""
     where: Any = None
     spot: Spot = field(default=(0, "", 0.0), compare=False)
+    generic: bool = True
 
     @property
     def mark(self) -> Mark:

@@ -4,7 +4,7 @@ import inspect
 import math
 import operator
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -41,7 +41,7 @@ if has_gluon():
     from .gluon import MODULES as GLUON_MODULES
     from .gluon.im2col import Im2Col
     from .gluon.memory import described
-    from .gluon.placing import places
+    from .gluon.placing import places, registers
 
     MODULES = {**MODULES, **GLUON_MODULES}
 
@@ -161,9 +161,9 @@ def execute(
             if getattr(kernel, "is_gluon", bool)():
                 _begin_gluon(launch, options.get("num_ctas") or 1)
                 ask_front_end(kernel, arch, bound.arguments, options)
-                launch.placed = cache(
-                    lambda: places(asm_of(kernel, arch, bound.arguments, options), arch)
-                )
+                asm = partial(asm_of, kernel, arch, bound.arguments, options)
+                launch.placed = cache(lambda: places(asm(), arch))
+                launch.registers = cache(lambda: registers(asm()))
             body = lowering.function(kernel)
             values = {p.name: _argument(launch, bound.arguments[p.name], p) for p in kernel.params}
             launch.clusters.extend(range(math.prod(sizes) // math.prod(shape)))

@@ -201,7 +201,7 @@ class Launch:
     start_next: starts a cluster beside those that run. partition_fences: whether fences are
     demanded between partitions, and there only. threads: who judges what warps of one program do to
     memory, None for nobody. placed: where the compiler puts the shared memory of Gluon, see
-    `gluon.placing`.
+    `gluon.placing`; registers: how their operands in registers lie, see there.
     """
 
     arch: str
@@ -229,6 +229,7 @@ class Launch:
     num_ctas: int = 1
     pairs: bool = False
     placed: Callable[[], list[Any]] = list
+    registers: Callable[[], dict[Any, Any]] = dict
 
     def steal(self) -> tuple[int, int, int] | None:
         """Cancel a cluster that has not started; the program id of its first CTA, or None.

@@ -63,6 +63,7 @@ class _Rewriter(ast.NodeTransformer):
     def __init__(self) -> None:
         self.local, self.in_task = set(), False
         self.regions, self.scopes, self.loops, self.scoped = 0, 0, [], set()
+        self.tests: list[str] = []
 
     def refuse(self, node: ast.AST, what: str) -> None:
         raise Unsupported(what, ("", getattr(node, "lineno", 0)))
@@ -196,17 +197,20 @@ class _Rewriter(ast.NodeTransformer):
 
     def visit_If(self, node: ast.If) -> list[ast.stmt]:
         first, second = _assigned(node.body), _assigned(node.orelse)
-        node.test, before, after = self.visit(node.test), [], []
+        self.scopes += 1
+        test = f"__test_{self.scopes}__"
+        assign, enter, leave = self.code(
+            node, f"{test} = 0\n__enter__({test}, {bool(node.orelse)})\n__leave__({test})"
+        )
+        assign.value, before, after = self.visit(node.test), [], []
+        node.test = enter.value
         if first | second:
-            test = f"__test_{self.scopes + 1}__"
-            (assign,) = self.code(node, f"{test} = 0")
-            assign.value = node.test
-            node.test = ast.copy_location(ast.Name(id=test, ctx=ast.Load()), assign.value)
             runtime = f"__is_value__({test})"
-            enter, _, after = self.scope(node, runtime, "if", first | second, first & second)
-            before = [assign, *enter]
+            before, _, after = self.scope(node, runtime, "if", first | second, first & second)
+        self.tests = [*self.tests, test]
         node.body, node.orelse = self.block(node.body), self.block(node.orelse)
-        return [*before, node, *after]
+        self.tests = self.tests[:-1]
+        return [assign, *before, node, *after, leave]
 
     def scope(
         self, node: ast.stmt, runtime: str, what: str, names: set[str], both: set[str]
@@ -221,7 +225,8 @@ class _Rewriter(ast.NodeTransformer):
         return enter, scope, self.code(node, leave)
 
     def visit_Return(self, node: ast.Return) -> list[ast.stmt]:
-        check = self.code(node, f"__return__([{', '.join(self.loops)}])") if self.loops else []
+        around = f"[{', '.join(self.loops)}], [{', '.join(self.tests)}]"
+        check = self.code(node, f"__return__({around})") if self.loops or self.tests else []
         return [*check, self.generic_visit(node)]
 
     def visit_Raise(self, node: ast.Raise) -> list[ast.stmt]:
@@ -572,7 +577,10 @@ def _captured(value: Any, name: str) -> Any:
     return value
 
 
-def _return(loops: list[Scope | None]) -> None:
+def _return(loops: list[Scope | None], tests: list[Any]) -> None:
+    for condition in tests:
+        if hasattr(condition, "end"):
+            condition.end()
     if any(loops):
         raise InvalidKernel("a loop on runtime values must run to its end, got a return in it")
 
@@ -588,7 +596,19 @@ def _raise(what: str) -> None:
     raise InvalidKernel(f"a kernel must not raise, got {what}")
 
 
+def _enter(condition: Any, otherwise: bool) -> Any:
+    """The condition of an `if` as it begins; some CTAs of a program alone may take that."""
+    return condition.enter(otherwise) if hasattr(condition, "enter") else condition
+
+
+def _leave(condition: Any) -> None:
+    if hasattr(condition, "leave"):
+        condition.leave()
+
+
 HELPERS: dict[str, Callable] = {
+    "__enter__": _enter,
+    "__leave__": _leave,
     "__raise__": _raise,
     "__assign__": _assign,
     "__constant__": lambda value, called: value,

@@ -47,7 +47,8 @@ class Role:
     which change, and where, it was known to spin.
     lanes: the role in each CTA of its program, itself first, where one instruction stream (Gluon)
     stands for all of them; each has a clock, a time and operations in flight of its own. leader:
-    the first one, which has the greenlet. fences: where the compiler has put fences for it.
+    the first one, which has the greenlet. branch: the lanes that take the branch it is in. fences:
+    where the compiler has put fences for it.
     touched: bytes of storages that it, or a lane, has read and written since it last had one.
     """
 
@@ -75,6 +76,7 @@ class Role:
         self.fences: set[Location] = set()
         self.touched: dict[Any, tuple[int, int]] = {}
         self.leader, self.lanes = leader or self, [self]
+        self.branch = self.lanes
         if leader is not None:
             leader.lanes.append(self)
             return
@@ -148,9 +150,9 @@ class Role:
         return clock
 
     def in_step(self, act: "Callable[[Role], Any]") -> list[Any]:
-        """Perform `act` as each of the lanes in turn, and return what it gives."""
+        """Perform `act` as each of the lanes here in turn, and return what it gives."""
         results = []
-        for lane in self.lanes:
+        for lane in self.branch:
             lane.time = max(lane.time, self.time)
             self.scheduler.role = lane
             try:
@@ -204,7 +206,8 @@ class Role:
 
     def fence(self) -> None:
         """What the role knows of shared memory, later copies may rely on."""
-        self.clock.fenced = self.release(met=False).epochs
+        released = self.release(met=False)
+        self.clock.fenced, self.clock.settled = released.epochs, released.operations
         self.leader.touched.clear()
 
     def touch(self, storage: Any, mask: int, write: bool) -> None:
@@ -224,7 +227,8 @@ class Role:
 class Operation:
     """An asynchronous operation: its bit, and the clock of whoever learns that it completed.
 
-    generic: whether it accesses shared memory as its role does, as cp.async.
+    generic: whether it accesses shared memory as its role does, as cp.async. stores: whether it
+    stores registers there, as st.async.
     """
 
     role: Role
@@ -234,12 +238,14 @@ class Operation:
     at: Location
     end: float = 0.0
     generic: bool = False
+    stores: bool = False
 
     def access(self, write: bool, mask: int, name: str = "", where: Any = None) -> Access:
         who, role = f"{self.kind} issued by {self.role.label}", self.role
         spot = role.cta.number, "tensor core" if self.kind == "async_dot" else "TMA", role.time
         return Access(
-            role.index, role.epoch, self.bit, write, mask, self.at, who, name, where, spot
+            *(role.index, role.epoch, self.bit, write, mask, self.at, who, name, where, spot),
+            generic=self.stores,
         )
 
     def known(self) -> Clock:

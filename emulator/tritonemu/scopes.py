@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from .aggregates import Aggregate
-from .errors import InvalidKernel
+from .errors import InvalidKernel, Unsupported
 from .launch import current
 from .tile import Tile, Unbound
 
@@ -29,6 +29,7 @@ class Scope:
         self, what: str, names: Sequence[str], both: Sequence[str], before: tuple[Any, ...]
     ):
         self.what, self.names, self.both, self.before = what, names, both, before
+        self.branch = current().role.leader.branch
         values = zip(names, before, strict=True)
         if both and any(name in both and isinstance(value, Unbound) for name, value in values):
             current().undecided = True
@@ -41,6 +42,8 @@ class Scope:
                 after.append(new if name in self.both else old)
                 continue
             after.append(new)
+            if new is not old and current().role.leader.branch is not self.branch:
+                raise Unsupported(f"{name} of CTAs that take a branch, and of others that do not")
             if new is old or (self.what == "if" and old is None):
                 continue
             if isinstance(old, Tile) and isinstance(new, Tile):

@@ -52,7 +52,8 @@ _SINCE_HOPPER = {
 _PACKAGES = {
     "ampere": {**_COMMON, "mbarrier": _MBARRIER["ampere"]},
     "hopper": {
-        **_SINCE_HOPPER, **products.HOPPER, "mbarrier": _MBARRIER["hopper"], "tma": _TMA["hopper"]
+        **_SINCE_HOPPER, **products.HOPPER, "mbarrier": _MBARRIER["hopper"],
+        "tma": _TMA["hopper"], "async_store": copies.store_async,
     },
     "blackwell": {
         **_SINCE_HOPPER, **products.BLACKWELL, "mbarrier": _MBARRIER["hopper"],

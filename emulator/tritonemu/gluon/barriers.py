@@ -15,7 +15,7 @@ from ..errors import BarrierMisuse, InvalidKernel, OutOfBounds, location
 from ..launch import current
 from ..machine.table import point
 from ..rewrite import static_int
-from .ctas import in_ctas, others, required
+from .ctas import all_here, in_ctas, others, required
 
 
 @dataclass(eq=False)
@@ -98,7 +98,7 @@ class MBarriers:
                 f"{self.name} is used before init, or after invalidate", barrier=self.name
             )
         role = current().role
-        index, epoch = cells.made[self.at][role.leader.lanes.index(role)]
+        index, epoch = cells.made[self.at][role.cta.rank]
         if role.clock.epochs.get(index, 0) < epoch:
             raise BarrierMisuse(
                 f"{self.name} is used, and nothing orders that after its init", barrier=self.name
@@ -120,7 +120,8 @@ def barriers_of(what: Any) -> MBarriers:
 
 
 def allocate_mbarrier(batch: Any = None, two_ctas: bool = False) -> MBarriers:
-    role = point()
+    point()
+    role = all_here("allocate_mbarrier")
     number = len(role.lanes) // (2 if two_ctas else 1)
     shape = (number,) if batch is None else (static_int(batch), number)
     layout = MBarrierLayout.multicta(len(role.lanes), bool(two_ctas))
@@ -128,7 +129,8 @@ def allocate_mbarrier(batch: Any = None, two_ctas: bool = False) -> MBarriers:
 
 
 def init(mbarrier: Any, count: int) -> None:
-    role, barriers = point(), barriers_of(mbarrier)
+    point()
+    role, barriers = all_here("init"), barriers_of(mbarrier)
     arrivals = static_int(count) << barriers.group.bit_count()
     made = [(lane.index, lane.epoch) for lane in role.lanes]
 
@@ -151,6 +153,7 @@ def init(mbarrier: Any, count: int) -> None:
 
 def invalidate(mbarrier: Any) -> None:
     point()
+    all_here("invalidate")
     barriers = barriers_of(mbarrier)
 
     def end(lane: Any) -> None:
@@ -207,6 +210,8 @@ def wait(mbarrier: Any, phase: Any, pred: Any = True, deps: Any = ()) -> None:
         point()
         if performed(pred) and not lane.cta.rank & barriers.group:
             barrier = barriers.of(lane.cta.rank)
+            if not barrier.passes(int(phase)):
+                all_here(f"a wait for {barriers.name}")
             current().report.checks["barrier"] += 1
             barrier.wait(lane, int(phase))
 
@@ -226,7 +231,8 @@ def barrier(*, cluster: bool = False) -> None:
 
 def cluster_barrier(relaxed: bool = False) -> None:
     """`cluster.barrier`; a relaxed one orders no memory."""
-    role = point()
+    point()
+    role = all_here("a cluster barrier")
     if not relaxed:
         role.joined()
 

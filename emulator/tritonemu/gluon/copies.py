@@ -13,7 +13,7 @@ from ..rewrite import static_int
 from ..scheduler import Role
 from ..tile import Tile, scalar
 from .barriers import barriers_of, performed
-from .ctas import cut, in_ctas, others
+from .ctas import all_here, cut, in_ctas, others
 from .memory import Sharded, described, free, part
 
 
@@ -201,7 +201,8 @@ class Canceled:
 def try_cancel(result: Any, barrier: Any) -> None:
     """Of the first CTA, for all."""
     blackwell_only("clc.try_cancel")
-    role, bars = point(), barriers_of(barrier)
+    point()
+    role, bars = all_here("try_cancel"), barriers_of(barrier)
     ranks = range(len(role.lanes))
     copies.try_cancel(part(result, role.cta).single(), [bars.of(rank) for rank in ranks])
 
@@ -212,6 +213,12 @@ def load_result(src: Any) -> Canceled:
 
 
 CLC = {"try_cancel": try_cancel, "load_result": load_result}
+
+
+def store_async(dst: Any, value: Any, mbarrier: Any) -> None:
+    """`hopper.async_store`, which Triton refuses in a program of one CTA."""
+    dst.async_store(value, mbarrier)
+
 
 ASYNC_COPY = {
     "async_load": cp_async,

@@ -2,22 +2,103 @@
 
 One instruction stream stands for all CTAs: they take each operation in turn, as the lanes of a role
 (`scheduler.Role.lanes`), each with a clock, barriers and memory of its own. So what orders them is
-known exactly, while the order in which they get there is not varied.
+known exactly, while the order in which they get there is not varied. Of an `if` whose condition
+differs between CTAs (`ByCta`), those take the branch for which it holds, and the others wait.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
-from ..errors import Unsupported
+from ..errors import Unsupported, location
 from ..launch import current
 from ..scheduler import Role
-from ..tile import Tile
+from ..tile import Tile, scalar
 
 
 def in_ctas(act: Callable[[Role], Any]) -> list[Any]:
-    """Perform `act` as the running role of each CTA of the program."""
+    """Perform `act` as the running role of each CTA that takes this branch of the program."""
     return current().role.in_step(act)
+
+
+def all_here(what: str) -> Role:
+    """The running role; raises Unsupported in a branch that only some CTAs take."""
+    role = current().role
+    if role.leader.branch is not role.leader.lanes:
+        raise Unsupported(f"{what} in a branch that only some CTAs take")
+    return role
+
+
+class ByCta(Tile):
+    """A scalar that CTAs may have different values of: `values`, by rank.
+
+    Where all CTAs agree that take the branch, it is that one. Elsewhere it can be compared,
+    computed with, and be the condition of an `if`. entered: the branches around those.
+    """
+
+    __slots__ = ("entered", "values")
+
+    def __init__(self, values: Sequence[Tile]):
+        self.values, self.entered, self.exact = tuple(values), [], None
+
+    @property
+    def one(self) -> Tile:
+        first, *rest = (self.values[lane.cta.rank] for lane in current().role.leader.branch)
+        if any(each.base is not first.base or each.data != first.data for each in rest):
+            raise Unsupported("a value that CTAs have several of, but for the condition of an `if`")
+        return first
+
+    @property
+    def data(self) -> Any:
+        return self.one.data
+
+    @property
+    def dtype(self) -> Any:
+        return self.values[0].dtype
+
+    @property
+    def base(self) -> Any:
+        return self.one.base
+
+    def enter(self, otherwise: bool) -> bool:
+        """Begin the branch of the CTAs for which it holds; False if it holds for none."""
+        leader = current().role.leader
+        self.entered.append(leader.branch)
+        here = [lane for lane in leader.branch if bool(self.values[lane.cta.rank])]
+        if here and len(here) < len(leader.branch):
+            if otherwise:
+                raise Unsupported("`else` of a condition that CTAs have several values of")
+            leader.branch = here
+        return bool(here)
+
+    def end(self) -> None:
+        """The branch returns; raises Unsupported if some CTAs do not take it."""
+        if self.entered[-1] is not current().role.leader.branch:
+            raise Unsupported("a return in a branch that only some CTAs take")
+
+    def leave(self) -> None:
+        current().role.leader.branch = self.entered.pop()
+
+
+def _each(name: str) -> Any:
+    def apply(self: ByCta, other: Any) -> Any:
+        pairs = zip(self.values, getattr(other, "values", (other,) * len(self.values)), strict=True)
+        return ByCta([getattr(Tile, name)(a, b) for a, b in pairs])
+
+    return apply
+
+
+for _name in ("add", "sub", "mul", "floordiv", "mod", "and", "or", "xor", "lshift", "rshift"):
+    setattr(ByCta, f"__{_name}__", _each(f"__{_name}__"))
+    setattr(ByCta, f"__r{_name}__", _each(f"__r{_name}__"))
+for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
+    setattr(ByCta, f"__{_name}__", _each(f"__{_name}__"))
+
+
+def cta_rank(dtype: Any) -> Tile:
+    """%cluster_ctarank."""
+    return ByCta([scalar(rank, dtype) for rank in range(current().num_ctas)])
 
 
 def others(rank: int, bits: int) -> list[int]:
@@ -91,6 +172,18 @@ def sharding_of(layout: Any, shape: Sequence[int]) -> Sharding | None:
     if len(bases) != current().num_ctas.bit_length() - 1:
         return None
     return Sharding(tuple(tuple(int(step) for step in basis) for basis in bases))
+
+
+def registers(shape: Sequence[int]) -> Sharding:
+    """Which CTA has what of the operand in registers of the operation on memory at this place.
+
+    The compiler knows; raises Unsupported if it says nothing, or several things.
+    """
+    layouts = current().registers().get(tuple(location()), ())
+    found = {sharding_of(SimpleNamespace(**dict(each)), shape) for each in layouts}
+    if len(found) != 1 or None in found:
+        raise Unsupported(f"registers of {len(layouts)} layouts in one line, or none that is known")
+    return found.pop()
 
 
 def required(layout: Any, shape: Sequence[int]) -> Sharding:

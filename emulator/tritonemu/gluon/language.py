@@ -1,5 +1,6 @@
 """The operations of `gl` that `tl` has not, or has without a layout."""
 
+import re
 from typing import Any
 
 import triton.experimental.gluon.language as gl
@@ -10,6 +11,7 @@ from ..launch import current
 from ..tasks import Region
 from ..tile import Tile
 from .barriers import barrier
+from .ctas import all_here, cta_rank
 from .memory import allocate_shared_memory
 from .products import mma_v2
 
@@ -50,11 +52,21 @@ def num_ctas() -> int:
     return current().num_ctas
 
 
+def inline_asm_elementwise(
+    asm: str, constraints: str, args: Any, dtype: Any, **options: Any
+) -> Any:
+    """As of `tl`; and the rank of the CTA."""
+    if re.fullmatch(r"\s*mov\.[bsu]32\s+\$0,\s*%cluster_ctarank;\s*", asm):
+        return cta_rank(dtype)
+    return LANGUAGE["inline_asm_elementwise"](asm, constraints, args, dtype, **options)
+
+
 def warp_specialize(
     functions_and_args: Any, worker_num_warps: Any, worker_num_regs: Any = None
 ) -> Any:
     """The first function is the default partition, whose results are given; the others work."""
     workers, warps = functions_and_args[1:], tuple(worker_num_warps)
+    all_here("warp_specialize")
     registers = (None,) * len(warps) if worker_num_regs is None else tuple(worker_num_regs)
     if not len(workers) == len(warps) == len(registers):
         raise InvalidKernel(
@@ -92,7 +104,7 @@ def warp_specialize(
 
 _OWN = (
     *(arange, full, convert_layout, set_auto_layout, num_warps, num_ctas, warp_specialize),
-    *(barrier, allocate_shared_memory),
+    *(barrier, allocate_shared_memory, inline_asm_elementwise),
 )
 OPERATIONS = {
     **{name: value for name, value in LANGUAGE.items() if hasattr(gl, name)},

@@ -2,7 +2,7 @@
 
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -10,16 +10,27 @@ import torch
 import triton.language as tl
 
 from ..buffers import LANES, Buffer, Storage, packed
-from ..errors import InvalidKernel, Race, Unsupported, location
+from ..errors import InvalidKernel, OutOfBounds, Race, Unsupported, location
 from ..launch import current
-from ..machine import views
+from ..machine import copies, views
 from ..machine.sync import remote
 from ..machine.table import blackwell_only, point
 from ..rewrite import static_int
 from ..scheduler import Operation, Role
-from ..tile import Tile, bytes_of, to_tile
-from .barriers import Cells, MBarriers
-from .ctas import Box, Sharding, at, common, cut, in_ctas, required, sharding_of
+from ..tile import Tile, bytes_of, from_raw, held, to_tile
+from .barriers import Cells, MBarriers, barriers_of
+from .ctas import (
+    Box,
+    Sharding,
+    all_here,
+    at,
+    common,
+    cut,
+    in_ctas,
+    registers,
+    required,
+    sharding_of,
+)
 
 
 @dataclass(eq=False)
@@ -133,6 +144,10 @@ class View(Buffer):
     def _keep_alive(self) -> None:
         """A use of the buffer, up to which it is alive."""
 
+    def contents(self) -> torch.Tensor:
+        """As they are, which is no access."""
+        return from_raw(self._view().clone(), self.dtype).reshape(self.shape)
+
     def gather(self, indices: Any, axis: int) -> Tile:
         return views.local_gather(self, indices, axis)
 
@@ -152,13 +167,17 @@ class Sharded:
     """A descriptor of memory of which each CTA of the program has a part, or all.
 
     view: the part of the first CTA; those of the others lie at the same place of their memory.
+    slices: start and size of what is left of it, along each dimension, if a slice crosses parts.
     """
 
     view: View
     sharding: Sharding
+    slices: Box | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
+        if self.slices is not None:
+            return tuple(size for _, size in self.slices)
         return self.sharding.whole(self.view.shape)
 
     @property
@@ -177,73 +196,164 @@ class Sharded:
         for cta in self.view.storage.cta.cluster.ctas:
             remote(self.view, cta.rank).storage.name = self.view.storage.name
 
+    def _whole(self) -> "Sharded":
+        if self.slices is not None:
+            raise Unsupported(f"this use of a slice of {self.view.name} over the parts of CTAs")
+        return self
+
     def of(self, cta: Any) -> View:
-        return remote(self.view, cta.rank)
+        return remote(self._whole().view, cta.rank)
 
     def box(self, cta: Any) -> Box:
         """What this CTA has of it."""
-        return self.sharding.box(self.shape, cta.rank)
+        return self._whole().sharding.box(self.shape, cta.rank)
+
+    def _pieces(self, lane: Any) -> list[tuple[Box, Box, Any]]:
+        """What the CTAs have of it, where that lies in the part, and who has it: of several with
+        the same part this CTA, or the first one."""
+        found: dict[Box, Any] = {}
+        full = self.sharding.whole(self.view.shape)
+        for cta in (lane.cta, *lane.cta.cluster.ctas):
+            found.setdefault(self.sharding.box(full, cta.rank), cta)
+        pieces = []
+        for box, cta in found.items():
+            both = box if self.slices is None else common(box, self.slices)
+            if both is not None:
+                inner = tuple((x - y, n) for (x, n), (y, _) in zip(both, box, strict=True))
+                starts = [0] * len(full) if self.slices is None else [x for x, _ in self.slices]
+                outer = tuple((x - y, n) for (x, n), y in zip(both, starts, strict=True))
+                pieces.append((outer, inner, cta))
+        return pieces
+
+    def _parts(self, lane: Any, wanted: Box) -> Iterator[tuple[Box, View]]:
+        """The parts of a box, from the CTAs that have them: from this one alone, if it can be."""
+        pieces = self._pieces(lane)
+        own = [each for each in pieces if each[2] is lane.cta and common(each[0], wanted) == wanted]
+        for outer, inner, cta in own or pieces:
+            both = common(outer, wanted)
+            if both is not None:
+                moves = zip(both, outer, inner, strict=True)
+                starts = tuple(x - y + z for (x, _), (y, _), (z, _) in moves)
+                view, sizes = remote(self.view, cta.rank), tuple(n for _, n in both)
+                yield both, view if sizes == view.shape else view.window(starts, sizes)
 
     def _same(self, view: View) -> "Sharded":
+        self._whole()
         if any(len(basis) > len(view.shape) for basis in self.sharding.bases):
             raise InvalidKernel(f"{self.view.name} has no dimension left to index")
         return Sharded(view, self.sharding)
 
     def load(self, layout: Any = None) -> Tile:
         """What each CTA's registers have by this layout, from the CTAs that have it in memory."""
-        registers = sharding_of(layout, self.shape) or self.sharding
-        found = None
+        has = sharding_of(layout, self.shape) or self._whole().sharding
+        found = torch.zeros(self.shape, dtype=held(self.view.dtype))
 
         def act(lane: Any) -> None:
-            nonlocal found
-            wanted = registers.box(self.shape, lane.cta.rank)
-            own = self.box(lane.cta)
-            read = {own: lane.cta} if common(own, wanted) == wanted else {}
-            if not read:
-                for cta in lane.cta.cluster.ctas:
-                    read.setdefault(self.box(cta), cta)
-                read[own] = lane.cta
-            for box, cta in read.items():
-                both = common(box, wanted)
-                if both is None:
-                    continue
-                view = self.of(cta)
-                if both != box:
-                    starts = tuple(x - y for (x, _), (y, _) in zip(both, box, strict=True))
-                    view = view.window(starts, tuple(size for _, size in both))
-                data = views.local_load(view).data
-                if found is None:
-                    found = torch.empty(self.shape, dtype=data.dtype)
-                found[at(both)] = data
+            for box, view in self._parts(lane, has.box(self.shape, lane.cta.rank)):
+                found[at(box)] = views.local_load(view).data
 
         in_ctas(act)
         return Tile(found, self.view.dtype)
 
-    def store(self, value: Any, pred: Any = True) -> None:
+    def _fits(self, value: Any) -> Tile:
         value = to_tile(value)
         if tuple(value.shape) != self.shape:
             raise InvalidKernel(f"{self.view.name} is {[*self.shape]}, got {value!r}")
+        return value
+
+    def store(self, value: Any, pred: Any = True) -> None:
+        value = self._fits(value)
+        layout = self.sharding if self.slices is None else registers(self.shape)
+
+        def act(lane: Any) -> None:
+            for box, view in self._parts(lane, layout.box(self.shape, lane.cta.rank)):
+                view.store(cut(value, box))
+
         if bool(pred):
-            in_ctas(lambda lane: self.of(lane.cta).store(cut(value, self.box(lane.cta))))
+            in_ctas(act)
+
+    def async_store(self, value: Any, barrier: Any) -> None:
+        """Of registers, by whoever has them, each counted on the barrier of who gets them."""
+        value, bars, layout = self._fits(value), barriers_of(barrier), registers(self.shape)
+
+        def act(lane: Any) -> None:
+            for box, view in self._parts(lane, layout.box(self.shape, lane.cta.rank)):
+                target = bars.of(view.storage.cta.rank)
+                copies.store_shared(point(), view, cut(value, box), target)
+
+        in_ctas(act)
+
+    def _boxes(self, lane: Any, indices: Tile, axis: int) -> Iterator[tuple[Any, Any, View]]:
+        """What this CTA's indices along `axis` name: of each part of the memory which of them, and
+        where these elements are in the view of the box around them."""
+        index = indices.data.to(torch.int64)
+        mine = torch.zeros(index.shape, dtype=torch.bool)
+        mine[at(registers(index.shape).box(index.shape, lane.cta.rank))] = True
+        if bool(((index < 0) | (index >= self.shape[axis]))[mine].any()):
+            raise OutOfBounds(f"an index of {self.view.name}, which has {self.shape[axis]} there")
+        for piece, _, _ in self._pieces(lane):
+            start, size = piece[axis]
+            here = mine & (index >= start) & (index < start + size)
+            for d, (first, number) in enumerate(piece):
+                if d != axis:
+                    places = torch.arange(index.shape[d]).view(
+                        *(-1 if e == d else 1 for e in range(index.ndim))
+                    )
+                    here = here & (places >= first) & (places < first + number)
+            if bool(here.any()):
+                places = [*here.nonzero(as_tuple=True)]
+                places[axis] = index[here]
+                box = tuple((int(p.min()), int(p.max() - p.min()) + 1) for p in places)
+                inside = tuple(p - first for p, (first, _) in zip(places, box, strict=True))
+                ((_, view),) = self._parts(lane, box)
+                yield here, inside, view
+
+    def gather(self, indices: Tile, axis: int) -> Tile:
+        found = torch.zeros(indices.shape, dtype=held(self.view.dtype))
+
+        def act(lane: Any) -> None:
+            for here, inside, view in self._boxes(lane, indices, axis):
+                found[here] = views.local_load(view).data[inside]
+
+        in_ctas(act)
+        return Tile(found, self.view.dtype)
+
+    def scatter(self, values: Tile, indices: Tile, axis: int) -> None:
+        value, index = torch.broadcast_tensors(to_tile(values).data, indices.data)
+
+        def act(lane: Any) -> None:
+            for here, inside, view in self._boxes(lane, indices.like(index), axis):
+                data = view.contents()
+                data[inside] = value[here]
+                views.local_store(view, Tile(data, self.view.dtype))
+
+        in_ctas(act)
 
     def index(self, index: Any) -> "Sharded":
         return self._same(self.view.index(index))
 
     def slice(self, start: Any, length: Any, dim: int | None = None) -> "Sharded":
         axis = static_int((1 if self.view.storage.tensor else 0) if dim is None else dim)
-        if self.sharding.parts(len(self.shape))[axis] > 1:
-            if (static_int(start), static_int(length)) == (0, self.shape[axis]):
+        if self.slices is not None or self.sharding.parts(len(self.shape))[axis] > 1:
+            begin, size = static_int(start), static_int(length)
+            if (begin, size) == (0, self.shape[axis]):
                 return self
-            raise Unsupported(f"a slice of {self.view.name} along a dimension that CTAs share")
+            if begin < 0 or size < 1 or begin + size > self.shape[axis]:
+                raise OutOfBounds(f"slice {begin} + {size} leaves {self.view.name} {[*self.shape]}")
+            left = [*(self.slices or ((0, n) for n in self.shape))]
+            left[axis] = left[axis][0] + begin, size
+            return replace(self, slices=tuple(left))
         return self._same(self.view.slice(start, length, axis))
 
     def permute(self, order: Any) -> "Sharded":
         dims = tuple(static_int(dim) for dim in order)
+        self._whole()
         return Sharded(self.view.permute(dims), self.sharding.permuted(dims))
 
     def reshape(self, shape: Any) -> "Sharded":
         """Parts stay parts if they are split along the first dimension that is longer than 1."""
         sizes = tuple(static_int(size) for size in shape)
+        self._whole()
         first = [next((d for d, n in enumerate(s) if n > 1), 0) for s in (self.shape, sizes)]
         parts = list(self.sharding.parts(len(self.shape)))
         number = parts.pop(first[0])
@@ -256,11 +366,12 @@ class Sharded:
 
     def reinterpret(self, dtype: Any = None, shape: Any = None, layout: Any = None) -> "Sharded":
         sizes = self.shape if shape is None else tuple(static_int(size) for size in shape)
+        self._whole()
         sharding = self.sharding if layout is None else required(layout, sizes)
         return Sharded(self.view.reinterpret(dtype, sharding.local(sizes), layout), sharding)
 
     def as_barriers(self) -> MBarriers:
-        return _barriers_in(self.view, self.sharding)
+        return _barriers_in(self._whole().view, self.sharding)
 
 
 def part(what: Any, cta: Any) -> Any:
@@ -270,7 +381,7 @@ def part(what: Any, cta: Any) -> Any:
 
 def free(what: Any) -> int:
     """The bits of the rank in which CTAs differ that have the same part of this memory."""
-    return what.sharding.free if isinstance(what, Sharded) else 0
+    return what._whole().sharding.free if isinstance(what, Sharded) else 0
 
 
 def _barriers_in(view: View, sharding: Sharding) -> MBarriers:
@@ -314,7 +425,7 @@ def _allocate(
 ) -> Any:  # fmt: skip
     """New memory in each CTA, or such of the same size as no value names any more: its accesses
     remain. make: the view of it."""
-    first, *rest = current().role.lanes
+    first, *rest = all_here("an allocation").lanes
     old = first.cta.allocations
     free = (
         i

@@ -36,6 +36,38 @@ def places(asm: Mapping[str, Any], arch: str) -> list[tuple[Calls, int]]:
     return [(tuple(_calls(loc, known)), int(offset)) for offset, loc in found]
 
 
+Bases = tuple[tuple[str, tuple[tuple[int, ...], ...]], ...]
+"""`cga_layout` or `block_bases` of a layout, by that name; nothing of one that has neither."""
+
+
+def registers(asm: Mapping[str, Any]) -> dict[tuple[str, int], set[Bases]]:
+    """How registers lie over CTAs, of each line that brings some to or from shared memory."""
+    text = asm.get("ttgir", "")
+    known = dict(re.findall(r"^(#\w+) = (?:loc\()?(.*?)\)?$", text, re.MULTILINE))
+    found: dict[tuple[str, int], set[Bases]] = {}
+    operation = r" t\w+\.(?:async_shared_store|local_store|local_gather|local_scatter) "
+    for types, loc in re.findall(operation + r"(.*) loc\((.*)\)$", text, re.MULTILINE):
+        for layout in re.findall(r"tensor<[^,>]*, (#[\w.]+(?:<\{.*?\}>)?)>", types):
+            at = next(_calls(loc, known), ("", 0))
+            found.setdefault(at, set()).add(_bases(layout, known))
+    return found
+
+
+def _bases(layout: str, known: Mapping[str, str]) -> Bases:
+    text = known.get(layout, layout)
+    if part := re.match(r"#ttg\.slice<\{dim = (\d+), parent = (.*)\}>$", text):
+        dim = int(part[1])
+        return tuple(
+            (name, tuple(basis[:dim] + basis[dim + 1 :] for basis in bases))
+            for name, bases in _bases(part[2], known)
+        )
+    for written, name in (("CGALayout", "cga_layout"), ("block", "block_bases")):
+        if said := re.search(written + r" = \[((?:\[[\d, ]*\](?:, )?)*)\]", text):
+            bases = re.findall(r"\[([\d, ]*)\]", said[1])
+            return ((name, tuple(tuple(map(int, basis.split(","))) for basis in bases)),)
+    return ()
+
+
 def _calls(loc: str, known: Mapping[str, str]) -> Iterator[tuple[str, int]]:
     """What a location of MLIR stands for."""
     text = known.get(loc, loc)

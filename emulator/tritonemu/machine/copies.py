@@ -50,12 +50,17 @@ def deliver(
 
 
 def land(
-    operation: Operation, target: Buffer, data: torch.Tensor, barrier: MBarrier, num_bytes: int
-) -> None:
-    """Write what a copy brings, and count it on the barrier when the copy completes."""
+    operation: Operation, target: Buffer, data: torch.Tensor, barrier: MBarrier, num_bytes: int,
+    alone: bool = False,
+) -> None:  # fmt: skip
+    """Write what a copy brings, and count it on the barrier when the copy completes.
+
+    alone: whoever waits for that learns of the copy, not of what its role did to memory before.
+    """
     operation.role.scheduler.synchronises("arrival", operation.role, barrier, operation.at)
     target.write(data, operation)
-    done = operation.clock, operation.end, "TMA", operation.at
+    clock = operation.clock.landed(operation.bit) if alone else operation.clock
+    done = clock, operation.end, "TMA", operation.at
     operation.role.scheduler.at(operation.end, lambda: barrier.arrive(0, *done, -num_bytes))
 
 
@@ -134,7 +139,7 @@ def try_cancel(response: Buffer, barriers: Sequence[MBarrier]) -> None:
     for rank, barrier in enumerate(barriers):
         own = rank == role.cta.rank
         operation = first if own else role.scheduler.issue("copy", end=first.end)
-        land(operation, remote(response, rank), answer, barrier, 16)
+        land(operation, remote(response, rank), answer, barrier, 16, alone=True)
 
 
 @op
@@ -241,10 +246,17 @@ def remote_shmem_store(dst: Buffer, src: Tile, remote_cta_rank: Any) -> None:
 def async_remote_shmem_store(dst: Buffer, src: Tile, remote_cta_rank: Any, barrier: Any) -> None:
     """Registers to a peer's shared memory; the bytes are counted on the peer's barrier."""
     role, rank = point(), int(remote_cta_rank)
-    target = remote(dst.single(), rank)
-    data = stored(target, src, "async_remote_shmem_store")
+    store_shared(role, remote(dst.single(), rank), src, in_cta(single(barrier), rank))
+
+
+@uncharged
+def store_shared(role: Role, target: Buffer, value: Tile, barrier: MBarrier) -> None:
+    """Registers to shared memory of any CTA, asynchronously, which takes no part in the proxy of
+    other copies."""
+    data = stored(target, value, "an asynchronous store")
     operation = copy(role, "copy", target, target.num_bytes)
-    land(operation, target, data, in_cta(single(barrier), rank), target.num_bytes)
+    operation.generic = operation.stores = True
+    land(operation, target, data, barrier, target.num_bytes)
 
 
 @op
