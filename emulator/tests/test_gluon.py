@@ -161,8 +161,9 @@ def test_where_the_compiler_puts_buffers():
         (kernels.kept_memory, {}, True),
     ):
         bound = dict(zip(kernel.arg_names, one_and_two(), strict=False)) | options
-        (_, first), (_, second) = places(asm_of(kernel, "sm_90", bound, {}), "sm_90")
+        (calls, first), (_, second) = places(asm_of(kernel, "sm_90", bound, {}), "sm_90")
         assert (first != second) == apart
+        assert calls[0][0] == "gluon_kernels.py"  # of another folder, if that compiled it first
     assert places({}, "sm_90") == []
 
 

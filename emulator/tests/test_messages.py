@@ -333,6 +333,7 @@ def _figure(tmp_path, function):
 
 
 @pytest.mark.tlx
+@pytest.mark.tlx
 def test_the_figure_of_a_race_marks_both_accesses_and_what_is_missing(tmp_path):
     told, pins, svg = _figure(tmp_path, "early")
     lines = DRAWN.splitlines()
@@ -355,6 +356,7 @@ def test_the_figure_of_a_race_marks_both_accesses_and_what_is_missing(tmp_path):
     assert left <= x2 <= right, "the second pin is in the copy that overwrites the buffer"
 
 
+@pytest.mark.tlx
 def test_the_figure_of_a_race_of_two_programs_shows_both(tmp_path):
     told, pins, svg = _figure(tmp_path, "last_one")
     assert told.startswith("CTAs 0 and 1, modelled cycles")

@@ -188,7 +188,7 @@ class Code:
 
     def _layout(self, at: Location, kind: str, size: int) -> _Blocked | _Linear | None:
         """That of the blocks of this size that a line accesses, None if it is not known."""
-        layouts = self._layouts.get((kind, _short(at)), {None})
+        layouts = self._layouts.get((kind, short(at)), {None})
         layout = next(iter(layouts)) if len(layouts) == 1 else None
         return layout if layout and math.prod(layout.shape) == size else None
 
@@ -217,7 +217,7 @@ class Code:
         return True
 
     def _at(self, step: Step) -> list[int]:
-        kind, place = step[0], _short(step[1])
+        kind, place = step[0], short(step[1])
         return [i for i, each in enumerate(self._steps) if (each.kind, each.place) == (kind, place)]
 
     def _reached(self, begin: Iterable[int], barriers: tuple[str, ...]) -> set[int]:
@@ -235,7 +235,7 @@ class Code:
         """Whether there is a way without a barrier."""
         reached = self._reached(self._at(("store", first)), ("barrier", "wait"))
         ends = (self._steps[at] for at in reached)
-        return any(step.kind in kinds and step.place == _short(second) for step in ends)
+        return any(step.kind in kinds and step.place == short(second) for step in ends)
 
     def _after(self, at: int) -> Iterator[int]:
         step = self._steps[at]
@@ -245,7 +245,8 @@ class Code:
                 yield each
 
 
-def _short(at: Location) -> tuple[str, int]:
+def short(at: Sequence[Any]) -> tuple[str, int]:
+    """File name, without folders, and line of a place."""
     return at[0].rpartition("/")[2], at[1]
 
 

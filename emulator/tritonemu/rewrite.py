@@ -33,6 +33,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import triton.language as tl
+from triton.compiler.code_generator import CodeGenerator
 from triton.runtime import jit
 from triton.runtime.jit import JITFunction
 
@@ -526,14 +527,18 @@ def again(condition: Any) -> bool:
     return holds
 
 
+_DROPS = not hasattr(CodeGenerator, "_sanitize_target_value")
+
+
 def _assign(value: Any, called: str | tuple[str, ...] = "") -> Any:
     """A value as a variable holds it; `called` is the name, or the names, it is assigned to.
 
-    Of a longer tuple what has no name is dropped, as Triton does.
+    Of a longer tuple what has no name is dropped, where Triton does (before 3.9).
     """
     if isinstance(value, (bool, int, float, Unbound)):
         return to_tile(value)
-    if isinstance(called, tuple) and isinstance(value, tuple) and len(called) <= len(value):
+    both = isinstance(called, tuple) and isinstance(value, tuple)
+    if both and (len(called) == len(value) or (_DROPS and len(called) < len(value))):
         return tuple(_assign(each, name) for each, name in zip(value, called, strict=False))
     if isinstance(called, str) and called and hasattr(type(value), "call_it"):
         value.call_it(called)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+from ..assembly import short
 from ..errors import Unsupported, location
 from ..launch import current
 from ..scheduler import Role
@@ -179,7 +180,7 @@ def registers(shape: Sequence[int]) -> Sharding:
 
     The compiler knows; raises Unsupported if it says nothing, or several things.
     """
-    layouts = current().registers().get(tuple(location()), ())
+    layouts = current().registers().get(short(location()), ())
     found = {sharding_of(SimpleNamespace(**dict(each)), shape) for each in layouts}
     if len(found) != 1 or None in found:
         raise Unsupported(f"registers of {len(layouts)} layouts in one line, or none that is known")

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import triton.language as tl
 
+from ..assembly import short
 from ..buffers import LANES, Buffer, Storage, packed
 from ..errors import InvalidKernel, OutOfBounds, Race, Unsupported, location
 from ..launch import current
@@ -54,7 +55,7 @@ class Memory(Storage):
         """Whether the compiler gives bytes to both."""
 
         def spans(memory: "Memory") -> list[range]:
-            calls = tuple((file, line) for file, line, _ in reversed(memory.made.chain))
+            calls = tuple(map(short, reversed(memory.made.chain)))
             every = current().placed()
             mine = (at for where, at in every if where[: len(calls)] == calls)
             return [range(at, at + memory.num_bytes) for at in mine]

@@ -7,11 +7,13 @@ from typing import Any
 
 from triton._C.libtriton import ir, nvidia
 
+from ..assembly import short
 from ..compiling import target_of
 
 _PTX_VERSION = 80  # the allocator's alone, whose result does not depend on it
 Calls = tuple[tuple[str, int], ...]
-"""File and line of an allocation and of the calls that lead there, innermost first."""
+"""File name and line of an allocation and of the calls that lead there, innermost first. Without
+folders: Triton's cache gives what was compiled of the same source elsewhere."""
 
 
 def places(asm: Mapping[str, Any], arch: str) -> list[tuple[Calls, int]]:
@@ -72,6 +74,6 @@ def _calls(loc: str, known: Mapping[str, str]) -> Iterator[tuple[str, int]]:
     """What a location of MLIR stands for."""
     text = known.get(loc, loc)
     if place := re.match(r'"([^"]*)":(\d+):\d+$', text):
-        yield place[1], int(place[2])
+        yield short((place[1], int(place[2])))
     for inner in re.findall(r"#loc\d*", text):
         yield from _calls(inner, known)
