@@ -30,6 +30,7 @@ import torch.distributed as dist
 
 from gdpa_kernels.calling import checks
 from gdpa_kernels.calling.lengths import Lengths
+from gdpa_kernels.calling.private import unseen
 from gdpa_kernels.gdpa.api import check_causal, gdpa
 
 if TYPE_CHECKING:
@@ -150,8 +151,9 @@ def context_parallel_gdpa(
             f"num_kv_heads must be a multiple of the {ranks} ranks with "
             f"stationary='sequences', got {k.shape[1]}"
         )
+    stream = torch.cuda.current_stream(q.device).cuda_stream if q.is_cuda else 0
     own, others, places = _partners(
-        shards.ends, ranks, layout, rank, stationary, bool(causal), q.device
+        shards.ends, ranks, layout, rank, stationary, bool(causal), q.device, stream
     )
     if stationary == "sequences":
         return _by_heads(q, k, v, shards, own, places, causal, group, ranks, options)
@@ -330,14 +332,15 @@ def _shards(ends: tuple[int, ...], ranks: int, layout: str) -> _Shards:
 @lru_cache(maxsize=8)
 def _partners(
     ends: tuple[int, ...], ranks: int, layout: str, rank: int, stationary: str, causal: bool,
-    device: torch.device,
+    device: torch.device, stream: int,
 ) -> tuple[Lengths, Lengths, slice | torch.Tensor]:  # fmt: skip
-    """(Lengths of own rows, of their partners, `places` of those) of a rank's call, for all layers:
-    places are a number for each token, which otherwise every call would bring to the device."""
+    """(Lengths of own rows, of their partners, `places` of those) of a rank's call, for all layers
+    on a stream, which brings them to the device: places are a number for each token."""
     shards = _shards(ends, ranks, layout)
     own, others = shards.parts(rank, stationary, causal)
     lengths = own, [end - first for first, end in others]
-    with torch.inference_mode(False):  # training may follow an evaluation
+    # Training may follow an evaluation; a mode that counts operators must not see the first call's.
+    with torch.inference_mode(False), unseen():
         return *(_lengths(each, device) for each in lengths), shards.places(others, device)
 
 
