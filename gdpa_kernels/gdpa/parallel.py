@@ -11,8 +11,10 @@ N tokens on P ranks, f = (P - 1) / P, H query and K key heads of d numbers of e 
 | "keys"      | N H d (e + 4) f       | N H d (e + 4) f    | few query heads                     |
 | "sequences" | 2 N (H + K) d e f / P | the same           | as many ranks as key heads, or less |
 
-What was gathered is kept for the backward pass. Under a causal mask the last contiguous shard has
-about twice the mean work, but for "sequences"; zigzag shards have equal work.
+What was gathered is kept for the backward pass. Contiguous shards may end inside a sequence: if one
+is cut between all ranks, the last has under a causal mask about twice the mean work, but for
+"sequences". Zigzag shards have equal work, and rows that are gathered by an index: they pay where
+there are about as many long sequences as ranks, or fewer.
 """
 
 from __future__ import annotations
@@ -441,6 +443,8 @@ def _put(
     x: torch.Tensor, places: slice | torch.Tensor, rows: int, dtype: torch.dtype
 ) -> torch.Tensor:
     """The transpose of `_take`: rows at their places among zeros, added where two meet."""
+    if isinstance(places, slice) and places == slice(0, rows):  # all of them
+        return x.to(dtype)
     out = x.new_zeros(rows, *x.shape[1:], dtype=dtype)
     if isinstance(places, slice):
         out[places] = x
@@ -449,6 +453,8 @@ def _put(
 
 
 def _padded(x: torch.Tensor, rows: int) -> torch.Tensor:
+    if x.shape[0] == rows:
+        return x
     return torch.nn.functional.pad(x, (0, 0) * (x.dim() - 1) + (0, rows - x.shape[0]))
 
 
