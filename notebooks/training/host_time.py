@@ -64,8 +64,11 @@ new, step, shared = ours[FORWARD], ours[STEP_OF], ours[f"{hosts.STEP}, {hosts.SH
 graph, exp = ours[f"{hosts.STEP}, {hosts.GRAPH}"], default["exp"]
 begins, itself, returns = (ours[part] for part in hosts.PARTS)
 in_exp = new / exp[FORWARD]
-assert in_exp.between(75 / 6, 120 / 6).all(), "the text: predicted well in units of exp"
-assert (in_exp > 10).all() and (step / exp[STEP_OF] > 350 / 65).all(), "the text, the caption"
+assert (in_exp > 120 / 6).all(), "the text: missed in units of exp too; the caption"
+assert (step / exp[STEP_OF] > 350 / 65).all(), "the text"
+python = default["Python", "a loop"]
+early = host[host["call"].eq("Python") & host["launcher"].eq("default")]["p20_us"]
+assert 1.5 * early.max() < python.min(), "the text: the host has two speeds"
 chapter.glue(
     new_least=new.min(), new_most=new.max(), step_least=step.min(), step_most=step.max(),
     in_c_least=in_c["ours", FORWARD].min(), in_c_most=in_c["ours", FORWARD].max(),
@@ -76,6 +79,7 @@ chapter.glue(
     exp_forward=exp[FORWARD].median(), exp_step=exp[STEP_OF].median(),
     eight_new=8 * step.min() / 1e3, eight_shared=8 * shared.min() / 1e3,
     slower=exp[FORWARD].median() / 6, saved=(step - shared).max(),
+    loop=python.median(), early=early.median(),
 )  # fmt: skip
 US = {"form": ",.0f", "unit": " µs"}
 chapter.predict(
@@ -115,8 +119,8 @@ costs, ids = calls.costs(chapter, new)
 # |   CUDA graph next to nothing.** Host time of a call on gdpa-cross-full-512, in µs: median of
 # |   calls in a row. "Step" is a forward and a backward pass of the operator.
 # | alt: >
-# |   Bars in microseconds. A forward call takes a few hundred, a step nearly a thousand; exp takes
-# |   about a tenth of that, the replay of a CUDA graph next to nothing.
+# |   Bars in microseconds. A forward call takes a few hundred, a step more than a thousand; exp
+# |   takes less than a tenth of that, the replay of a CUDA graph next to nothing.
 one = us.xs("gdpa-cross-full-512", level="workload")
 bars = {"exp, forward": one.loc["default", ("exp", FORWARD)], "CUDA graph of a step": graph.max()}
 for what, name in ((FORWARD, "forward"), (STEP_OF, "step")):
@@ -191,10 +195,13 @@ chapter.table(
 )  # fmt: skip
 
 # %% [markdown]
-# A forward call takes as long as {glue:text}`exp_least:.0f` to {glue:text}`exp_most:.0f` `exp`,
-# which is what its parts add up to. A step takes {glue:text}`steps_least:.0f` to
-# {glue:text}`steps_most:.0f` steps of `exp`; we expected three to five. Autograd is part of the
-# reason: it runs the backward pass of tensors on a GPU in a thread of its own. Before the
+# A forward call takes as long as {glue:text}`exp_least:.0f` to {glue:text}`exp_most:.0f` `exp`;
+# its parts add up to 12 to 20. A step takes {glue:text}`steps_least:.0f` to
+# {glue:text}`steps_most:.0f` steps of `exp`; we expected three to five. Of the forward call the
+# host is part of the reason: a loop of plain Python takes {glue:text}`early:.0f` µs in a fast fifth
+# of its runs and {glue:text}`loop:.0f` in the middle, and while it is slow, Python is slowed down
+# more than PyTorch. Of the step autograd is another, which
+# runs the backward pass of tensors on a GPU in a thread of its own. Before the
 # operator's backward begins there, and after its end, {glue:text}`around:.0f` µs pass (median of
 # the workloads): two threads wake each other, and each takes Python's lock. The backward pass
 # itself takes {glue:text}`itself:.0f` µs, also a median, with seven {term}`descriptors
@@ -217,12 +224,11 @@ chapter.table(
 chapter.predictions()
 
 # %% [markdown]
-# Two of these miss by a factor of two to three, for two reasons. *The unit.* On this host `exp`
-# takes {glue:text}`slower:.1f` times what it took on the other one. In units of `exp`, the forward
-# call was predicted well, and so was `Lengths`, which saves a step up to {glue:text}`saved:.0f` µs.
-# *The model.* The step was missed in units of `exp` too: the sum had no term for two threads that
-# wait for each other. Only the CUDA graph, without Python and threads, met its limit in
-# microseconds.
+# The forward call and the step miss by a factor of five, for two reasons. *The unit.* On this host
+# `exp` takes {glue:text}`slower:.1f` times what it took on the other one, and Python has two speeds.
+# *The model.* Both were missed in units of `exp` too; for the step, the sum had no term for two
+# threads that wait for each other. Of the microseconds, only those of the CUDA graph, without
+# Python and threads, met their limit.
 #
 # ## `Lengths`: what many layers share
 #

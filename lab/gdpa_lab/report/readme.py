@@ -60,6 +60,7 @@ LINES = (
     Line("with rotary fused", "block-rotary-1735537", "forward", "block/results"),
     Line("with rotary fused", "block-rotary-1735537", "backward", "block/results"),
 )
+CHAPTERS = [f"notebooks/{chapter}.py" for chapter in dict.fromkeys(x.chapter for x in LINES)]
 
 
 def block(data_dir: Path = record.DATA_DIR) -> str:
@@ -84,11 +85,13 @@ def block(data_dir: Path = record.DATA_DIR) -> str:
     places = (f"[{name[:16]}](data/records/{name}.json)" for name in quoted)
     machines = "; ".join(dict.fromkeys(quoted.values()))
     table = results.table(data_dir, gpu=GPU, latest=False)
-    missing = "; ".join(peers.missing_peers(table[table["record"].isin(quoted)])) or "none"
+    runs = (results.run_of(data_dir, notebook=x, gpu=GPU) for x in CHAPTERS)
+    of_chapters = table["record"].isin([run.id for each in runs for run in each.records])
+    missing = "; ".join(peers.missing_peers(table[of_chapters])) or "none"
     lines += [
         "",
         f"Times back to back; {machines}; records {', '.join(places)}. "
-        f"Peers without a time in them: {missing}.",
+        f"Peers without a time in their chapters: {missing}.",
     ]
     return "\n".join(lines)
 
