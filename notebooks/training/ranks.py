@@ -75,7 +75,8 @@ chapter.glue(
     balanced_many=many.loc["balanced", "skew"], most=many.loc["sorted", "tokens_most_over_mean"],
     quarter=250 * many.loc["balanced", "step_s"], least=1e3 * few["step_s"].min(),
     longest=1e3 * few["step_s"].max(), exposed=exposed["DDP, twice the rows", "balanced"],
-    lowest=exposed["32 rows a rank"].min(), highest=exposed["32 rows a rank"].max(), moving=GRADIENTS / LINK_GBYTES,
+    lowest=exposed["32 rows a rank"].min(), highest=exposed["32 rows a rank"].max(),
+    moving=GRADIENTS / LINK_GBYTES,
     fsdp=100 * (ranks.loc[("FSDP2, twice the rows", "balanced"), "step_s"] / twice["step_s"] - 1),
 )  # fmt: skip
 long = exposed["128 rows a rank"]
@@ -183,8 +184,8 @@ assert exposed["DDP, twice the rows", "balanced"] < 0.04 * 1e3 * twice["step_s"]
 # The columns are for our model with about 200 MB of gradients. The H200s are joined by
 # {glue:text}`link`, eighteen links with 450 GB/s in each direction, so DDP's bytes take
 # {glue:text}`moving:.2f` ms at the least (modelled). We exposed {glue:text}`exposed:.1f` ms, more
-# than the bytes explain: the host has DDP's hooks to run as well. Between machines, with a tenth of that rate per
-# GPU, the same bytes would take ten times as long.
+# than the bytes explain, and about as much as a step varies. Between machines, with a tenth of that
+# rate per GPU, the same bytes would take ten times as long.
 #
 # ## Communication beside a persistent kernel
 #
