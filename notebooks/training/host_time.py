@@ -226,8 +226,8 @@ chapter.predictions()
 # %% [markdown]
 # The forward call and the step miss by a factor of five, for two reasons. *The unit.* On this host
 # `exp` takes {glue:text}`slower:.1f` times what it took on the other one, and Python has two
-# speeds. *The model.* Both were missed in units of `exp` too; for the step, the sum had no term for two
-# threads that wait for each other. Of the microseconds, only those of the CUDA graph, without
+# speeds. *The model.* Both were missed in units of `exp` too; for the step, the sum had no term for
+# two threads that wait for each other. Of the microseconds, only those of the CUDA graph, without
 # Python and threads, met their limit.
 #
 # ## `Lengths`: what many layers share
