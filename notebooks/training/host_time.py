@@ -200,7 +200,9 @@ chapter.table(
 # {glue:text}`steps_most:.0f` steps of `exp`; we expected three to five. Of the forward call the
 # host is part of the reason: a loop of plain Python takes {glue:text}`early:.0f` µs in a fast fifth
 # of its runs and {glue:text}`loop:.0f` in the middle, and while it is slow, Python is slowed down
-# more than PyTorch. Of the step autograd is another, which
+# more than PyTorch. The library is the other part: its own path, launches left out, takes twice as
+# long as when we predicted, for the options it has learnt since ({doc}`the lab notes
+# <../../notes/host>`). Of the step autograd is a part as well, which
 # runs the backward pass of tensors on a GPU in a thread of its own. Before the
 # operator's backward begins there, and after its end, {glue:text}`around:.0f` µs pass (median of
 # the workloads): two threads wake each other, and each takes Python's lock. The backward pass
