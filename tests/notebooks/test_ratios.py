@@ -141,7 +141,8 @@ def test_a_session_is_shown_beside_the_record_and_nothing_is_kept(chapter, shown
     run = results.run_of(record.DATA_DIR, **at)
     place = attrgetter("workload", "direction", "scope")
     rows = [x for made in run.records for x in made.rows if run.of(place(x)) == made]
-    session = Again(replace(run.whole, rows=tuple(rows), plan=None))
+    works = {name: work for made in run.records for name, work in made.workloads.items()}
+    session = Again(replace(run.whole, rows=tuple(rows), workloads=works, plan=None))
     ratios.others(chapter, session, "backward", scope="kernel")
     title, printed = shown
     assert title == "**This machine**, TFLOP/s in bursts, next to those of the record."

@@ -60,7 +60,6 @@ LINES = (
     Line("with rotary fused", "block-rotary-1735537", "forward", "block/results"),
     Line("with rotary fused", "block-rotary-1735537", "backward", "block/results"),
 )
-CHAPTERS = [f"notebooks/{chapter}.py" for chapter in dict.fromkeys(x.chapter for x in LINES)]
 
 
 def block(data_dir: Path = record.DATA_DIR) -> str:
@@ -85,7 +84,10 @@ def block(data_dir: Path = record.DATA_DIR) -> str:
     places = (f"[{name[:16]}](data/records/{name}.json)" for name in quoted)
     machines = "; ".join(dict.fromkeys(quoted.values()))
     table = results.table(data_dir, gpu=GPU, latest=False)
-    runs = (results.run_of(data_dir, notebook=x, gpu=GPU) for x in CHAPTERS)
+    runs = [
+        results.run_of(data_dir, notebook=f"notebooks/{chapter}.py", gpu=GPU)
+        for chapter in dict.fromkeys(line.chapter for line in LINES)
+    ]
     of_chapters = table["record"].isin([run.id for each in runs for run in each.records])
     missing = "; ".join(peers.missing_peers(table[of_chapters])) or "none"
     lines += [
