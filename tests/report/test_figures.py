@@ -265,6 +265,16 @@ def data_dir(add, tmp_path):
     return tmp_path, add(a_row(), package=package)
 
 
+@pytest.mark.parametrize(
+    ("last", "period"),
+    [("2026-11-27", "2026-11-27"), ("2026-11-28", "2026-11-27 to 28"),
+     ("2026-12-01", "2026-11-27 to 2026-12-01"), ("2027-11-28", "2026-11-27 to 2027-11-28")],
+)  # fmt: skip
+def test_dates_of_a_month_are_short_in_a_title(last, period):
+    rows = pd.DataFrame({"gpu": "NVIDIA H200", "system": "", "date": ["2026-11-27", last]})
+    assert rates.machine(rows) == f"NVIDIA H200, {period}"
+
+
 def test_provenance_names_machine_date_commit_record_and_data(data_dir, tmp_path, monkeypatch):
     folder, run = data_dir
     monkeypatch.setattr(page, "CSV_DIR", tmp_path / "figures")

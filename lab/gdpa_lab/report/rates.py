@@ -85,7 +85,9 @@ def only(rows: pd.DataFrame, column: str) -> str:
 
 def machine(rows: pd.DataFrame) -> str:
     dates = sorted(set(rows["date"]))
-    period = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
+    first, last = dates[0], dates[-1]
+    of_a_month = last[:8] == first[:8]  # the title of a chart has no room for two whole dates
+    period = first if first == last else f"{first} to {last[8:] if of_a_month else last}"
     return f"{only(rows, 'gpu') or only(rows, 'system')}, {period}"
 
 
