@@ -333,7 +333,6 @@ def _figure(tmp_path, function):
 
 
 @pytest.mark.tlx
-@pytest.mark.tlx
 def test_the_figure_of_a_race_marks_both_accesses_and_what_is_missing(tmp_path):
     told, pins, svg = _figure(tmp_path, "early")
     lines = DRAWN.splitlines()

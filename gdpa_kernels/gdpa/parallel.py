@@ -14,7 +14,7 @@ N tokens on P ranks, f = (P - 1) / P, H query and K key heads of d numbers of e 
 What was gathered is kept for the backward pass. Contiguous shards may end inside a sequence: if one
 is cut between all ranks, the last has under a causal mask about twice the mean work, but for
 "sequences". Zigzag shards have equal work, and rows that are gathered by an index: they pay where
-there are about as many long sequences as ranks, or fewer.
+long sequences are cut between ranks.
 """
 
 from __future__ import annotations

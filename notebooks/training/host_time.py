@@ -78,8 +78,7 @@ chapter.glue(
     steps_most=(step / exp[STEP_OF]).max(),
     exp_forward=exp[FORWARD].median(), exp_step=exp[STEP_OF].median(),
     eight_new=8 * step.min() / 1e3, eight_shared=8 * shared.min() / 1e3,
-    slower=exp[FORWARD].median() / 6, saved=(step - shared).max(),
-    loop=python.median(), early=early.median(),
+    slower=exp[FORWARD].median() / 6, loop=python.median(), early=early.median(),
 )  # fmt: skip
 US = {"form": ",.0f", "unit": " µs"}
 chapter.predict(
@@ -200,11 +199,10 @@ chapter.table(
 # {glue:text}`steps_most:.0f` steps of `exp`; we expected three to five. Of the forward call the
 # host is part of the reason: a loop of plain Python takes {glue:text}`early:.0f` µs in a fast fifth
 # of its runs and {glue:text}`loop:.0f` in the middle, and while it is slow, Python is slowed down
-# more than PyTorch. The library is the other part: its own path, launches left out, takes twice as
-# long as when we predicted, for the options it has learnt since ({doc}`the lab notes
-# <../../notes/host>`). Of the step autograd is a part as well, which
-# runs the backward pass of tensors on a GPU in a thread of its own. Before the
-# operator's backward begins there, and after its end, {glue:text}`around:.0f` µs pass (median of
+# more than PyTorch. The library is the other part: its own path, timed on a CPU with launches left
+# out, takes twice as long as when we predicted ({doc}`the lab notes <../../notes/host>`). The step
+# pays for autograd too, which runs the backward pass of tensors on a GPU in its own thread. Before
+# the operator's backward begins there, and after its end, {glue:text}`around:.0f` µs pass (median of
 # the workloads): two threads wake each other, and each takes Python's lock. The backward pass
 # itself takes {glue:text}`itself:.0f` µs, also a median, with seven {term}`descriptors
 # <descriptor>` where the forward pass has four.

@@ -81,7 +81,7 @@ chapter.glue(
 )  # fmt: skip
 long = exposed["128 rows a rank"]
 chapter.glue(long_least=long.min(), long_most=long.max())
-assert exposed["32 rows a rank"].max() > 3 * long.max() > 0 < long.min(), "the text says so"
+assert exposed["32 rows a rank"].max() > 3 * long.max() and long.min() > 0, "the text says so"
 chapter.predict(
     "Two GPUs with twice the rows train 1.9 to 2.0 times the samples of one.",
     weak, least=1.9, most=2.0,
