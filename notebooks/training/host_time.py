@@ -202,8 +202,8 @@ chapter.table(
 # more than PyTorch. The library is the other part: its own path, timed on a CPU with launches left
 # out, takes twice as long as when we predicted ({doc}`the lab notes <../../notes/host>`). The step
 # pays for autograd too, which runs the backward pass of tensors on a GPU in its own thread. Before
-# the operator's backward begins there, and after its end, {glue:text}`around:.0f` µs pass (median of
-# the workloads): two threads wake each other, and each takes Python's lock. The backward pass
+# the operator's backward begins there, and after its end, {glue:text}`around:.0f` µs pass (median
+# of the workloads): two threads wake each other, and each takes Python's lock. The backward pass
 # itself takes {glue:text}`itself:.0f` µs, also a median, with seven {term}`descriptors
 # <descriptor>` where the forward pass has four.
 #
