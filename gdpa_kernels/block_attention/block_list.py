@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from gdpa_kernels.block_attention.batch import Batch, Schedule
-from gdpa_kernels.calling.launch import launch
+from gdpa_kernels.calling.launch import cdiv, launch
 
 
 @triton.jit
@@ -73,7 +73,7 @@ def make_block_list(cu_seqlens: torch.Tensor, total: int, block_size: int) -> to
     entries = torch.empty(1 + max_blocks, 2, dtype=torch.int32, device=device)
     own = 16
     launch(
-        block_list_kernel, (triton.cdiv(batch, own),), device,
+        block_list_kernel, (cdiv(batch, own),), device,
         cu_seqlens, entries, batch, block_size,
         OWN=own, OTHERS=1024, ENTRIES=64, num_warps=4,
     )  # fmt: skip

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from gdpa_kernels.calling.launch import launch
+from gdpa_kernels.calling.launch import cdiv, launch
 from gdpa_kernels.device.rotation import rotate
 
 
@@ -112,7 +112,7 @@ def rotary(
     strides = [(0, 0, 0) if x is None else x.stride() for x in (*tensors, *outs)]
     rows = 32
     launch(
-        rotary_kernel, (triton.cdiv(total, rows),), q.device,
+        rotary_kernel, (cdiv(total, rows),), q.device,
         *tensors, *outs, *turns, total,
         Q_STRIDES=strides[0], K_STRIDES=strides[1], V_STRIDES=strides[2],
         Q_OUT_STRIDES=strides[3], K_OUT_STRIDES=strides[4], V_OUT_STRIDES=strides[5],

@@ -3,12 +3,31 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+from collections.abc import Callable
 
 import torch
 
 from gdpa_kernels.calling import private
 
 LARGEST = torch.finfo(torch.float32).max
+_UNCHANGED = contextlib.nullcontext()
+
+
+def remembered(check: Callable[..., None]) -> Callable[..., None]:
+    """`check`, which raises or returns nothing and looks at nothing but its arguments, made once
+    for arguments that are equal and of equal types."""
+    passed = functools.lru_cache(maxsize=256, typed=True)(check)
+
+    @functools.wraps(check)
+    def checked(*arguments: object) -> None:
+        try:
+            seen = None if torch.compiler.is_compiling() else hash(arguments)
+        except TypeError:  # what has no hash may still be what the check must refuse by name
+            seen = None
+        (check if seen is None else passed)(*arguments)
+
+    return checked
 
 
 def autocast(*tensors: object) -> tuple:
@@ -27,7 +46,7 @@ def autocast(*tensors: object) -> tuple:
 def without_autocast(x: torch.Tensor) -> contextlib.AbstractContextManager:
     """A context in which operators of PyTorch compute in the dtypes of their arguments."""
     if _autocast_dtype(x) is None:
-        return contextlib.nullcontext()
+        return _UNCHANGED
     return torch.autocast(x.device.type, enabled=False)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
+
 import torch
 
 Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
@@ -15,6 +17,8 @@ class Heads:
     k: torch.Tensor
     v: torch.Tensor
     gradients: Gradients
+    device = property(attrgetter("q.device"))  # asked for so often that a function would count
+    dtype = property(attrgetter("q.dtype"))
 
     def new_gradients(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Memory for dq, dk and dv: where the call wants them, else contiguous."""
@@ -26,14 +30,6 @@ class Heads:
         """What the call asks for that few implementations do: options of the operator, each with
         what the others need of it and get."""
         return {}
-
-    @property
-    def device(self) -> torch.device:
-        return self.q.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.q.dtype
 
     @property
     def num_heads(self) -> int:

@@ -166,6 +166,11 @@ def _parts_of_nested(name: str, x: torch.Tensor) -> tuple[torch.Tensor, torch.Te
     return x.values(), x.offsets(), private.known_lengths(x)["max_seqlen"]
 
 
+def is_nested(*arguments: object) -> bool:
+    """Whether one of the arguments of an operator is a nested tensor."""
+    return any(isinstance(x, torch.Tensor) and x.is_nested for x in arguments)
+
+
 def dense(
     tensors: dict[str, object], ends: object, longest: int | None, letter: str
 ) -> tuple[list, object, int | None]:

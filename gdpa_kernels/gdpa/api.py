@@ -159,28 +159,27 @@ def gdpa(
             f"dropout_p must be 0.0, got {dropout_p!r}: no pair is dropped here; apply "
             "torch.nn.functional.dropout to the result or to v"
         )
-    nested = q if isinstance(q, torch.Tensor) and q.is_nested else None
-    (q, add_to), cu_seqlens_q, max_seqlen_q = jagged.dense(
-        {"q": q, "add_to": add_to}, cu_seqlens_q, max_seqlen_q, "q"
-    )
-    if nested is not None and k is None and v is None and cu_seqlens_k is None:
-        cu_seqlens_k, max_seqlen_k = cu_seqlens_q, max_seqlen_q
-    (k, v), cu_seqlens_k, max_seqlen_k = jagged.dense(
-        {"k": k, "v": v}, cu_seqlens_k, max_seqlen_k, "k"
-    )
+    nested = None
+    if jagged.is_nested(q, k, v, add_to):
+        nested = q if jagged.is_nested(q) else None
+        (q, add_to), cu_seqlens_q, max_seqlen_q = jagged.dense(
+            {"q": q, "add_to": add_to}, cu_seqlens_q, max_seqlen_q, "q"
+        )
+        if nested is not None and k is None and v is None and cu_seqlens_k is None:
+            cu_seqlens_k, max_seqlen_k = cu_seqlens_q, max_seqlen_q
+        (k, v), cu_seqlens_k, max_seqlen_k = jagged.dense(
+            {"k": k, "v": v}, cu_seqlens_k, max_seqlen_k, "k"
+        )
     held, num_kv_heads = packed.flat(*checks.autocast(q, k, v), num_kv_heads)
     held, head_dim, width = _of_one_width(*held)
     q, k, v = packed.unpack(*held, num_kv_heads)
     checks.check_tensors(q, k, v)
     names = check_activation(activation, q.shape[1])
-    check_scalars(scale, output_scale, window)
-    check_causal(causal)
-    check_targets(
-        num_targets, num_contexts, target_group_size, full_rows, target_ranks, causal, window
-    )
-    checks.check_bool(precise=precise, validate=validate)
-    checks.check_impl(impl, IMPLS)
-    checks.check_impl(backward_impl, BACKWARD_IMPLS, "backward_impl")
+    _check_options(
+        scale, output_scale, window, causal, precise, validate, impl, backward_impl,
+        num_targets is not None, num_contexts is not None, target_group_size, full_rows,
+        target_ranks,
+    )  # fmt: skip
     given = cu_seqlens_q, cu_seqlens_k
     cu_seqlens_q, max_seqlen_q = _read("q", q, cu_seqlens_q, max_seqlen_q, q.device, validate)
     cu_seqlens_k, max_seqlen_k = _read("k", k, cu_seqlens_k, max_seqlen_k, q.device, validate)
@@ -205,6 +204,7 @@ def gdpa(
         relative_bias, q.shape[1], q.shape[0], k.shape[0], cu_seqlens_q, cu_seqlens_k,
         given[0] is given[1], lower_right, validate,
     )  # fmt: skip
+    bias = bias if bias.is_given else ()
     tensors = distinct(*held, cu_seqlens_q, cu_seqlens_k, add_to, counted, *bias)
     scale = head_dim**-0.5 if scale is None else float(scale)
     options = Options(
@@ -212,7 +212,10 @@ def gdpa(
         causal is not False, window, precise, impl, backward_impl, lower_right,
         out_dtype, target_group_size, full_rows, target_ranks == "own",
     )  # fmt: skip
-    out = _Gdpa.apply(None if checks.is_fake(q) else _shared(given), *tensors, options)
+    lengths = _shared(given)
+    if lengths is not None and checks.is_fake(q):
+        lengths = None
+    out = _Gdpa.apply(lengths, *tensors, options)
     out = out if width == q.shape[2] else out[..., :width].contiguous()
     return out if nested is None else jagged.like(nested, out, None)
 
@@ -313,11 +316,11 @@ class _Gdpa(torch.autograd.Function):
 def _of_one_width(q: object, k: object, v: object) -> tuple[tuple, int, int]:
     """((q, k, v), head_dim, width): where v has another head_dim, `width`, than q and k, what is
     narrower is filled with zeros, which add nothing; elsewhere as given, and (0, 0)."""
-    dense = all(isinstance(x, torch.Tensor) and not x.is_nested and x.dim() == 3 for x in (q, k, v))
-    if not dense or k.shape[2] != q.shape[2] or v.shape[:2] != k.shape[:2]:
+    dense = all(isinstance(x, torch.Tensor) and x.dim() == 3 for x in (q, k, v))
+    if not dense or jagged.is_nested(q, k, v) or v.shape[2] == k.shape[2]:
         return (q, k, v), 0, 0
     head_dim, width = k.shape[2], v.shape[2]
-    if head_dim == width or 0 in (head_dim, width):
+    if head_dim != q.shape[2] or v.shape[:2] != k.shape[:2] or 0 in (head_dim, width):
         return (q, k, v), 0, 0
     most = max(head_dim, width)
     filled = tuple(F.pad(x, (0, most - x.shape[2])) if x.shape[2] < most else x for x in (q, k, v))
@@ -365,7 +368,7 @@ def _forward(
 ) -> torch.Tensor:
     options = Options(*options)
     tensors = q, k, v, cu_seqlens_q, cu_seqlens_k
-    both = {"segments": segments, "bias": NONE._replace(**bias)}
+    both = {"segments": segments, "bias": Bias(**bias)}
     batch = _batch(*tensors, options, out_dtype=options.out_dtype, add_to=add_to, **both)
     rung = options.rung("forward", batch)
     if options.backward_impl != "auto":  # an explicit one that cannot take the call says so here
@@ -389,7 +392,7 @@ def _backward(
     needs, options = (need_q, need_k, need_v), Options(*options)
 
     def backward(places, needs):
-        more = {"gradients": places, "segments": segments, "bias": NONE._replace(**bias)}
+        more = {"gradients": places, "segments": segments, "bias": Bias(**bias)}
         batch = _batch(q, k, v, cu_seqlens_q, cu_seqlens_k, options, **more)
         rung = options.rung("backward", batch)
         given = {"schedule": tuple(schedule)} if schedule else {}
@@ -414,7 +417,7 @@ def _bias_backward(
     segments=None, **bias,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     needs, options = (need_position, need_time), Options(*options)
-    more = {"segments": segments, "bias": NONE._replace(**bias)}
+    more = {"segments": segments, "bias": Bias(**bias)}
     batch = _batch(q, k, v, cu_seqlens_q, cu_seqlens_k, options, **more)
     rung = options.rung("backward", batch)
     with checks.without_autocast(q):
@@ -488,6 +491,24 @@ _BIAS_BACKWARD = define(
 )
 
 
+@checks.remembered
+def _check_options(
+    scale: object, output_scale: object, window: object, causal: object, precise: object,
+    validate: object, impl: object, backward_impl: object, has_targets: bool, has_contexts: bool,
+    target_group_size: object, full_rows: object, target_ranks: object,
+) -> None:  # fmt: skip
+    """Raises TypeError or ValueError unless each is what `gdpa` takes, and all go together."""
+    check_scalars(scale, output_scale, window)
+    check_causal(causal)
+    check_targets(
+        has_targets or None, has_contexts or None, target_group_size, full_rows, target_ranks,
+        causal, window,
+    )  # fmt: skip
+    checks.check_bool(precise=precise, validate=validate)
+    checks.check_impl(impl, IMPLS)
+    checks.check_impl(backward_impl, BACKWARD_IMPLS, "backward_impl")
+
+
 def check_causal(causal: object) -> None:
     """Raises TypeError or ValueError unless it is what `gdpa` takes."""
     if isinstance(causal, str) and causal not in ("upper_left", "lower_right"):
@@ -526,6 +547,8 @@ def check_sum(
 ) -> torch.dtype | None:
     """The output's dtype, None for q's. Raises TypeError or ValueError unless both are what `gdpa`
     takes of this q for an output of this shape."""
+    if out_dtype is None and add_to is None:
+        return None
     known = tuple(dict.fromkeys((q.dtype, torch.promote_types(q.dtype, torch.float32))))
     names = " or ".join(map(str, known))
     if out_dtype is not None and out_dtype not in known:
@@ -580,7 +603,7 @@ def _read(
     if isinstance(cu_seqlens, Lengths):
         return cu_seqlens.of(name, rows, device, max_seqlen)
     checks.check_offsets(name, cu_seqlens, device)
-    readable = checks.is_readable(cu_seqlens)
+    readable = (validate or max_seqlen is None) and checks.is_readable(cu_seqlens)
     if max_seqlen is None and not (readable or torch.compiler.is_compiling()):
         raise TypeError(
             f"{maximum} must be given where {name} cannot be read, of a fake tensor or in the "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 import torch
@@ -66,11 +65,11 @@ class Batch(Heads):
         if self.window is not None and self.window >= max(self.q.shape[0], self.k.shape[0]):
             object.__setattr__(self, "window", None)
 
-    @cached_property
+    @property
     def sequences(self) -> int:
         return self.cu_seqlens_k.shape[0] - 1
 
-    @cached_property
+    @property
     def rows(self) -> int:
         """Rows of the output."""
         rows = self.q.shape[0]

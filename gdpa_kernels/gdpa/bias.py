@@ -79,11 +79,11 @@ class Bias(NamedTuple):
     """A bias as implementations take it, contiguous: tables `[1 or num_heads, entries]`, int64
     times `[total_q]` and `[total_k]`, int64 thresholds `[buckets - 1]`; None for what is absent."""
 
-    position_table: torch.Tensor | None
-    time_table: torch.Tensor | None
-    times_q: torch.Tensor | None
-    times_k: torch.Tensor | None
-    thresholds: torch.Tensor | None
+    position_table: torch.Tensor | None = None
+    time_table: torch.Tensor | None = None
+    times_q: torch.Tensor | None = None
+    times_k: torch.Tensor | None = None
+    thresholds: torch.Tensor | None = None
 
     @property
     def is_given(self) -> bool:
@@ -91,10 +91,10 @@ class Bias(NamedTuple):
 
     def named(self) -> dict[str, torch.Tensor]:
         """What is not absent, as arguments of the operators."""
-        return {name: x for name, x in self._asdict().items() if x is not None}
+        return {name: x for name, x in zip(self._fields, self, strict=True) if x is not None}
 
 
-NONE = Bias(None, None, None, None, None)
+NONE = Bias()
 
 
 def hstu_thresholds(buckets: int, device: torch.device | str | None = None) -> torch.Tensor:

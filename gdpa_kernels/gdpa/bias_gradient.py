@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from gdpa_kernels.calling.launch import launch
+from gdpa_kernels.calling.launch import cdiv, launch
 from gdpa_kernels.device.sequences import sequence
 from gdpa_kernels.device.vendor import precision
 from gdpa_kernels.gdpa import bias
@@ -151,7 +151,7 @@ def stripes_of(batch: Batch, block: int) -> tuple[int, int]:
     before, after = batch.max_seqlen_q, batch.max_seqlen_k
     if batch.lower_right:
         before, after = after, before
-    first, last = -triton.cdiv(max(before - 1, 0), block), triton.cdiv(max(after - 1, 0), block)
+    first, last = -cdiv(max(before - 1, 0), block), cdiv(max(after - 1, 0), block)
     if batch.segments is None:  # contexts see ahead, and a window counts their ranks
         if batch.causal:
             last = 0
@@ -174,9 +174,9 @@ def gradients(
     q, k, v, block = batch.q, batch.k, batch.v, config.BLOCK
     first, last = stripes_of(batch, block)
     stripes = last - first + 1
-    chunks = min(triton.cdiv(PROGRAMS, stripes * batch.num_heads), max(batch.sequences, 1))
-    chunk = triton.next_power_of_2(max(triton.cdiv(batch.sequences, chunks), 1))
-    chunks = triton.cdiv(batch.sequences, chunk)
+    chunks = min(cdiv(PROGRAMS, stripes * batch.num_heads), max(batch.sequences, 1))
+    chunk = triton.next_power_of_2(max(cdiv(batch.sequences, chunks), 1))
+    chunks = cdiv(batch.sequences, chunk)
     programs, distances, buckets = chunks * batch.num_heads * stripes, None, None
     width = 16 if tables[1] is None else max(16, triton.next_power_of_2(tables[1].shape[1]))
     if wanted[0] is not None:

@@ -32,7 +32,7 @@ import torch
 import triton
 import triton.language as tl
 
-from gdpa_kernels.calling.launch import launch
+from gdpa_kernels.calling.launch import cdiv, launch
 from gdpa_kernels.gdpa.activations import (
     activate,
     count,
@@ -207,7 +207,7 @@ def evaluate(x: torch.Tensor, name: str) -> torch.Tensor:
     backward kernels do."""
     found = torch.empty(3, x.numel(), device=x.device)
     launch(
-        evaluate_kernel, (triton.cdiv(x.numel(), 1024),), x.device, x, found, x.numel(),
+        evaluate_kernel, (cdiv(x.numel(), 1024),), x.device, x, found, x.numel(),
         NAME=name, BLOCK=1024,
     )  # fmt: skip
     return found

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from gdpa_kernels.calling.launch import launch, multiprocessors
+from gdpa_kernels.calling.launch import cdiv, launch, multiprocessors
 from gdpa_kernels.device.ragged import BOUND, ragged_descriptor, readable
 from gdpa_kernels.gdpa.activations import foldable
 from gdpa_kernels.gdpa.batch import Batch
@@ -99,7 +99,7 @@ def rounded(sums: torch.Tensor, dq: torch.Tensor, factor: float, batch: Batch) -
     if batch.shared_q:
         return (sums.view(batch.sequences, *dq.shape).sum(0) * factor).to(dq.dtype)
     launch(
-        round_kernel, (triton.cdiv(dq.numel(), 4096),), batch.device,
+        round_kernel, (cdiv(dq.numel(), 4096),), batch.device,
         sums, dq, factor, dq.numel(), BLOCK=4096,
         WIDTH=dq.shape[1] * dq.shape[2], STRIDE=dq.stride(0),
     )  # fmt: skip

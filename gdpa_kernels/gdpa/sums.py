@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from gdpa_kernels.calling.launch import launch
+from gdpa_kernels.calling.launch import cdiv, launch
 
 
 @triton.jit
@@ -27,7 +27,7 @@ def add_up(parts: torch.Tensor, add_to: torch.Tensor | None, out: torch.Tensor) 
     and of `add_to`, of out's shape or None; rounded once."""
     size, block = out.numel(), 1024
     launch(
-        sum_kernel, (triton.cdiv(size, block),), out.device,
+        sum_kernel, (cdiv(size, block),), out.device,
         parts, None if add_to is None else add_to.contiguous(), out, size,
         PARTS=parts.shape[0], BLOCK=block, num_warps=4,
     )  # fmt: skip

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from gdpa_kernels.calling.launch import launch, multiprocessors
+from gdpa_kernels.calling.launch import cdiv, launch, multiprocessors
 from gdpa_kernels.device.sequences import sequence
 from gdpa_kernels.gdpa import schedule
 from gdpa_kernels.gdpa.batch import Batch, Schedule
@@ -194,9 +194,9 @@ def work_list(
     entries = torch.empty(1 + capacity, WIDTH.value, dtype=torch.int32, device=device)
     own = 4
     launch(
-        work_list_kernel, (triton.cdiv(batch * splits, own),), device,
+        work_list_kernel, (cdiv(batch * splits, own),), device,
         cu_seqlens_q, cu_seqlens_k, entries, batch, max_seqlen_q, rows_per_item,
-        max(triton.cdiv(max_seqlen_q, rows_per_item), least) * num_heads, num_programs,
+        max(cdiv(max_seqlen_q, rows_per_item), least) * num_heads, num_programs,
         NUM_HEADS=num_heads, BLOCK_N=block_n, LEAST=least, OWN=own, OTHERS=2048, ENTRIES=16,
         SPLITS=splits, piece=piece if splits > 1 else None, rows_out=rows if splits > 1 else None,
         NUMBERED=numbered, PADDED=padded, num_warps=4,
@@ -230,7 +230,7 @@ def longest_first(cu_seqlens: torch.Tensor) -> torch.Tensor:
     order = torch.empty(sequences, dtype=torch.int32, device=cu_seqlens.device)
     own = 4
     launch(
-        order_kernel, (triton.cdiv(sequences, own),), cu_seqlens.device,
+        order_kernel, (cdiv(sequences, own),), cu_seqlens.device,
         cu_seqlens, order, sequences, OWN=own, OTHERS=2048, num_warps=4,
     )  # fmt: skip
     return order
@@ -243,7 +243,7 @@ def list_of_queries(
     """The list of tiles of queries, those with the most keys first, for clusters of `ctas`, of
     which a multiprocessor holds `programs`. The keys of a sequence are work of `splits` entries:
     row i of part j of the output, `[splits * rows, ...]`, is row j * rows + i."""
-    piece = triton.cdiv(triton.cdiv(batch.max_seqlen_k, block_n), splits) * block_n
+    piece = cdiv(cdiv(batch.max_seqlen_k, block_n), splits) * block_n
     return (
         work_list(
             batch.cu_seqlens_q,

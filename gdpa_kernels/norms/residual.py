@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from gdpa_kernels.calling.launch import launch, multiprocessors
+from gdpa_kernels.calling.launch import cdiv, launch, multiprocessors
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def forward(
     stream = None if residual is None else torch.empty_like(residual)
     rstd = torch.empty(total, dtype=torch.float32, device=x.device)
     launch(
-        add_rms_norm_kernel, (triton.cdiv(total, config.rows),), x.device,
+        add_rms_norm_kernel, (cdiv(total, config.rows),), x.device,
         x, residual, weight, y, stream, rstd, total, eps,
         WIDTH=width, BLOCK=triton.next_power_of_2(width), ROWS=config.rows,
         num_warps=config.num_warps,
@@ -143,7 +143,7 @@ def backward(
     config = config or config_of(width, programs=8 if stream.dtype == torch.float32 else 5)
     grad = torch.empty_like(stream)
     grad_x = None if x_dtype is None else torch.empty_like(stream, dtype=x_dtype)
-    tiles = triton.cdiv(total, config.rows)
+    tiles = cdiv(total, config.rows)
     programs = min(tiles, config.programs * multiprocessors(stream.device))
     partial = None
     if weight is not None:

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from gdpa_kernels.calling.launch import launch
+from gdpa_kernels.calling.launch import cdiv, launch
 from gdpa_kernels.calling.rung import capability
 from gdpa_kernels.gdpa.activations import activate_per_head
 from gdpa_kernels.gdpa.own import keyed
@@ -92,7 +92,7 @@ def add_diagonal(
     width = triton.next_power_of_2(head_dim)
     rows = max(1, ELEMENTS // width)
     launch(
-        diagonal_kernel, (triton.cdiv(tokens, rows) * heads,), q.device,
+        diagonal_kernel, (cdiv(tokens, rows) * heads,), q.device,
         q, k, v, add_to, out, tokens, head_dim**-0.5 if scale is None else float(scale),
         float(output_scale),
         Q_STRIDES=q.stride(), K_STRIDES=k.stride(), V_STRIDES=v.stride(),

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from gdpa_kernels.calling.launch import launch
+from gdpa_kernels.calling.launch import cdiv, launch
 from gdpa_kernels.serving.diagonal import ELEMENTS, places
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def join(
     keys, values = (k.new_empty(len(at.slots) + len(k), heads, head_dim) for _ in "kv")
     width = triton.next_power_of_2(head_dim)
     rows = max(1, ELEMENTS // width)
-    blocks = triton.cdiv(at.max_seqlen + most, rows)
+    blocks = cdiv(at.max_seqlen + most, rows)
     launch(
         join_kernel, (blocks * (len(ends) - 1) * heads,), data.device,
         data, k, v, keys, values, at.slots, at.cu_seqlens, ends, blocks,

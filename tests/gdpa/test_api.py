@@ -39,8 +39,9 @@ WRONG = (
     (ValueError, "q must have a head_dim of at least 1, got 0",
      {name: torch.randn(9, 4, 0) for name in "qkv"}),
     (TypeError, "k must be a dense tensor, got", {"k": torch.randn(9, 4, 16).to_sparse()}),
-    (TypeError, "q must be a dense tensor, got a nested one",
-     {"q": torch.nested.nested_tensor([torch.randn(9, 4, 16)], layout=torch.strided)}),
+    *((TypeError, f"{name} must be a dense tensor, got a nested one",
+       {name: torch.nested.nested_tensor([torch.randn(9, 4, 16)], layout=torch.strided)})
+      for name in "qkv"),
     (ValueError, "cu_seqlens_q must be None where q is a nested tensor", {"q": NESTED}),
     (ValueError, "v must be nested with the offsets of k, got a Tensor that is not nested",
      {"k": NESTED, "cu_seqlens_k": None}),
@@ -84,6 +85,17 @@ def test_wrong_arguments_say_what_is_wrong(error, message, changes):
 
 def resolved(impl: str, **call) -> str:
     return api.resolve(impl, "forward", Batch(**call, activation=("gelu_tanh",), scale=1.0)).impl
+
+
+@pytest.mark.parametrize(
+    ("allowed", "refused"), [({"precise": True}, {"precise": 1}), ({"window": 1}, {"window": True}),
+                             ({"window": 1}, {"window": [1]}), ({"scale": 1.0}, {"scale": "1.0"})]
+)  # fmt: skip
+def test_what_was_allowed_once_allows_nothing_that_equals_it(allowed, refused):
+    for _ in range(2):
+        gdpa(**arguments(**allowed))
+        with pytest.raises((TypeError, ValueError), match=f"{next(iter(refused))} must be"):
+            gdpa(**arguments(**refused))
 
 
 def test_auto_on_a_cpu_is_pytorch_and_an_explicit_kernel_is_refused():

@@ -31,7 +31,7 @@ from gdpa_kernels.block_attention.block_list import (
 )
 from gdpa_kernels.block_attention.rotary import rotary as rotate_tensors
 from gdpa_kernels.block_attention.tiles import LOG2_E, load_tile, store_tile
-from gdpa_kernels.calling.launch import launch
+from gdpa_kernels.calling.launch import cdiv, launch
 
 
 @dataclass(frozen=True)
@@ -220,7 +220,7 @@ def forward(
     lse = q.new_empty(batch.num_heads, batch.total, dtype=torch.float32)
     config = config or default_config("forward", batch)
     (blocks,) = schedule or make_schedule(batch, config)
-    tiles = triton.cdiv(batch.block_size, config.BLOCK_M)
+    tiles = cdiv(batch.block_size, config.BLOCK_M)
     launch(
         forward_kernel, ((len(blocks) - 1) * tiles, batch.num_heads), batch.device,
         q, k, v, out, lse, blocks, batch.scale, batch.total,
@@ -258,7 +258,7 @@ def backward(
     delta = torch.empty_like(lse)
     config = config or default_config("backward", batch)
     (blocks,) = schedule or make_schedule(batch, config)
-    tiles = triton.cdiv(batch.block_size, config.BLOCK_M)
+    tiles = cdiv(batch.block_size, config.BLOCK_M)
     programs = (len(blocks) - 1) * tiles
     width = triton.next_power_of_2(batch.head_dim)
     launch(

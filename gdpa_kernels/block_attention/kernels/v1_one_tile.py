@@ -39,7 +39,7 @@ from gdpa_kernels.block_attention.block_list import (
 )
 from gdpa_kernels.block_attention.rotary import load_sin_cos, sin_cos_strides
 from gdpa_kernels.block_attention.tiles import load_tile, softmax_parts, store_tile
-from gdpa_kernels.calling.launch import launch, shared_memory
+from gdpa_kernels.calling.launch import cdiv, launch, shared_memory
 from gdpa_kernels.device.rotation import rotate, rotate_transposed
 from gdpa_kernels.device.vendor import precision
 
@@ -253,7 +253,7 @@ def forward(
     sin, cos = batch.rotary or (None, None)
     launch(
         forward_kernel,
-        ((len(blocks) - 1) * batch.num_heads, triton.cdiv(batch.head_dim, config.WIDTH)),
+        ((len(blocks) - 1) * batch.num_heads, cdiv(batch.head_dim, config.WIDTH)),
         batch.device, q, k, v, out, sin, cos, blocks, batch.scale,
         Q_STRIDES=q.stride(), K_STRIDES=k.stride(), V_STRIDES=v.stride(), OUT_STRIDES=out.stride(),
         TURN_STRIDES=sin_cos_strides(batch.rotary),
@@ -281,7 +281,7 @@ def backward(
     sin, cos = batch.rotary or (None, None)
     launch(
         backward_kernel,
-        ((len(blocks) - 1) * batch.num_heads_k, triton.cdiv(batch.head_dim, config.WIDTH)),
+        ((len(blocks) - 1) * batch.num_heads_k, cdiv(batch.head_dim, config.WIDTH)),
         batch.device, grad_out, q, k, v, dq, dk, dv, sin, cos, blocks, batch.scale,
         GRAD_STRIDES=grad_out.stride(), Q_STRIDES=q.stride(), K_STRIDES=k.stride(),
         V_STRIDES=v.stride(), DQ_STRIDES=dq.stride(), DK_STRIDES=dk.stride(),

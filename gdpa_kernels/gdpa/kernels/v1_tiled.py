@@ -30,7 +30,7 @@ import torch
 import triton
 import triton.language as tl
 
-from gdpa_kernels.calling.launch import launch
+from gdpa_kernels.calling.launch import cdiv, launch
 from gdpa_kernels.device.sequences import sequence
 from gdpa_kernels.device.vendor import precision
 from gdpa_kernels.gdpa.activations import activate_per_head
@@ -175,7 +175,7 @@ def forward(batch: Batch, *, config: Config | None = None) -> torch.Tensor:
     out = batch.new_out()
     q, k, v = batch.q, batch.k, batch.v
     config = config or default_config(batch)
-    tiles = triton.cdiv(batch.max_seqlen_q, config.BLOCK_M)
+    tiles = cdiv(batch.max_seqlen_q, config.BLOCK_M)
     launch(
         tiled_kernel, (tiles * batch.num_heads * batch.sequences,), batch.device,
         q, k, v, out, batch.cu_seqlens_q, batch.cu_seqlens_k,

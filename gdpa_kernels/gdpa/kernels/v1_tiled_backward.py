@@ -30,7 +30,7 @@ import torch
 import triton
 import triton.language as tl
 
-from gdpa_kernels.calling.launch import launch, shared_memory
+from gdpa_kernels.calling.launch import cdiv, launch, shared_memory
 from gdpa_kernels.device.sequences import sequence
 from gdpa_kernels.device.vendor import precision
 from gdpa_kernels.gdpa import bias_gradient
@@ -302,7 +302,7 @@ def backward(
     dq = dk = dv = None
     if needs[1] or needs[2]:
         dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
-        tiles = triton.cdiv(batch.max_seqlen_k, config.keys.BLOCK_N)
+        tiles = cdiv(batch.max_seqlen_k, config.keys.BLOCK_N)
         launch(
             keys_kernel, (tiles * batch.num_heads_k * batch.sequences,), batch.device,
             grad_out, q, k, v, dk, dv, batch.cu_seqlens_q, batch.cu_seqlens_k,
@@ -312,7 +312,7 @@ def backward(
     if needs[0]:
         dtype = torch.float32 if batch.shared_q else q.dtype
         dq = q.new_empty(batch.rows, *q.shape[1:], dtype=dtype)
-        tiles = triton.cdiv(batch.max_seqlen_q, config.queries.BLOCK_M)
+        tiles = cdiv(batch.max_seqlen_q, config.queries.BLOCK_M)
         launch(
             queries_kernel, (tiles * batch.num_heads * batch.sequences,), batch.device,
             grad_out, q, k, v, dq, batch.cu_seqlens_q, batch.cu_seqlens_k,

@@ -29,7 +29,7 @@ import torch
 import triton
 import triton.language as tl
 
-from gdpa_kernels.calling.launch import launch
+from gdpa_kernels.calling.launch import cdiv, launch
 from gdpa_kernels.device.ragged import load_rows, ragged_descriptor, readable, store_rows
 from gdpa_kernels.device.sequences import sequence
 from gdpa_kernels.gdpa.batch import Batch
@@ -62,7 +62,7 @@ def default_config(batch: Batch) -> Config:
 def count_slices(programs: int, blocks: int, dq_bytes: int) -> int:
     """How many of `blocks` blocks of keys a launch takes, each with `programs` programs and an fp32
     dQ of `dq_bytes` of its own."""
-    wanted = triton.cdiv(PROGRAMS, max(programs, 1))
+    wanted = cdiv(PROGRAMS, max(programs, 1))
     return max(1, min(blocks, wanted, 1 + MOST_BYTES // max(dq_bytes, 1)))
 
 
@@ -142,7 +142,7 @@ def backward(
     q, k, v = batch.q, batch.k, batch.v
     config = config or default_config(batch)
     dk, dv = (k.new_empty(k.shape) if need else None for need in needs[1:])
-    blocks = slices = triton.cdiv(batch.max_seqlen_k, config.BLOCK_N)
+    blocks = slices = cdiv(batch.max_seqlen_k, config.BLOCK_N)
     sums = None
     if needs[0]:
         slices = config.slices or count_slices(
@@ -178,7 +178,7 @@ def backward(
         sums = sums.view(parts, *q.shape).sum(0)
     dq = q.new_empty(q.shape)
     launch(
-        round_kernel, (triton.cdiv(dq.numel(), 4096),), batch.device,
+        round_kernel, (cdiv(dq.numel(), 4096),), batch.device,
         sums, dq, batch.scale * batch.output_scale, dq.numel(), BLOCK=4096,
     )  # fmt: skip
     return dq, dk, dv

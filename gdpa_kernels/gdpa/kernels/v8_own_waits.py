@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 import triton.language.extra.tlx as tlx
 
-from gdpa_kernels.calling.launch import launch, multiprocessors
+from gdpa_kernels.calling.launch import cdiv, launch, multiprocessors
 from gdpa_kernels.device.groups import Ring
 from gdpa_kernels.device.ragged import ragged_descriptor
 from gdpa_kernels.device.rows import fetch_rows, put_out
@@ -112,7 +112,7 @@ def one_role(splits: int = 1) -> Config:
 
 def splits_of(batch: Batch) -> int:
     """Pieces of keys that let all multiprocessors work, of LEAST keys at least; 1 under a mask."""
-    tiles = triton.cdiv(batch.max_seqlen_q, 2 * ROWS.value) * batch.num_heads * batch.sequences
+    tiles = cdiv(batch.max_seqlen_q, 2 * ROWS.value) * batch.num_heads * batch.sequences
     if batch.masked or not tiles:
         return 1
     return max(min(multiprocessors(batch.device) // tiles, batch.max_seqlen_k // LEAST), 1)
@@ -489,12 +489,12 @@ def forward(
     q_desc = ragged_descriptor(batch.q, ROWS.value, min_width=32)
     width = q_desc.block_shape[-1]
     most = WIDE.value * 2 // made.element_size()
-    keys, own = [batch.k, batch.v], batch.history_options["OWN_KEYS"]
+    keys, history = [batch.k, batch.v], batch.history_options
     if batch.history is not None:
-        keys = [*keys, batch.history.rows] if own else [batch.history.rows] * 2
-    k_desc, v_desc, *history_desc = (
+        keys = [*keys, batch.history.rows] if history["OWN_KEYS"] else [batch.history.rows] * 2
+    k_desc, v_desc, *history_desc = [
         ragged_descriptor(x, config.BLOCK_N, min_width=32) for x in keys
-    )
+    ]
     launch(
         own_waits_kernel, (programs,), batch.device,
         q_desc,
@@ -508,7 +508,7 @@ def forward(
         REGISTERS=config.registers, RESIDENT=config.resident,
         MATH_ROLES=config.math_roles, Q_SLOTS=config.q_slots, **batch.segment_options,
         AHEAD=config.ahead and config.q_slots > 1 and not config.resident,
-        history_desc=history_desc[0] if history_desc else None, **batch.history_options,
+        history_desc=history_desc[0] if history_desc else None, **history,
         num_warps=4, **shared,
     )  # fmt: skip
     if made is not out:
