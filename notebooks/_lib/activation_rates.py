@@ -93,7 +93,8 @@ def _kernels(session: Session, head_dim: int) -> None:
             work = replace(base, name=f"activation-{name}-{head_dim}", activation=name)
             operator = operators.of(replace(tensors, workload=work), "forward")
             tried = measure.attempt("v6_short_kv", operator)
-            common = {"impl": "v6_short_kv", "math": "activation", "error": tried.error}
+            common = {"impl": "v6_short_kv", "math": "activation", "scope": "kernel"}
+            common["error"] = tried.error
             if tried.failure is None:
                 common |= {"config": dict(tried.made.config), "peak_bytes": tried.peak}
                 ready[name], calls[name] = (work, common), tried.made.call

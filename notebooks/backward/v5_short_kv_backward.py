@@ -282,12 +282,6 @@ def _(session):
     session.launch("parts", WIDE, [V7], time_parts, direction="backward")
 
 
-def holding(table: str, old: str) -> str | None:
-    """This chapter if its record has the table, otherwise the chapter that measured it before."""
-    return None if table in chapter.record().tables else f"backward/{old}"
-
-
-OF_V6, OF_V7 = holding("pieces", V6), holding("parts", V7)
 tflops = chapter.times("", "tflops", impl=[V4, V5], variant="default")
 us = chapter.times(columns="variant", variant=None, impl=V5, scope="kernel")
 RATE = {"form": ".0f", "unit": " TFLOP/s"}
@@ -356,14 +350,14 @@ chapter.table(
 # cluster: its consumers exchange dS inside one CTA, as in v4, and store dQ in bf16, as in v5.
 
 # %% tags=["remove-cell"]
-rows = chapter.rows(OF_V6, scope="sustained", direction="backward",
-                    workload=[x.name for x in ONE_TILE])  # fmt: skip
+listed = [x.name for x in ONE_TILE]
+rows = chapter.rows(scope="sustained", direction="backward", workload=listed)
 time = rows.pivot(index="workload", columns="impl", values="time_us_p50")
-over = time.loc[[x.name for x in ONE_TILE]].pipe(lambda x: x.div(x[V6], axis=0))
+over = time.loc[listed].pipe(lambda x: x.div(x[V6], axis=0))
 rate = rows.pivot(index="workload", columns="impl", values="tflops")
 row_ns = 1e3 * time.loc[FEW.name] / (FEW.total_q * FEW.num_heads_q)
 saved = row_ns[V4] - row_ns[V6]
-parts = chapter.recorded("pieces", OF_V6).groupby("piece")["time_us"].median()
+parts = chapter.recorded("pieces").groupby("piece")["time_us"].median()
 around = parts["zero fill"] + parts["rounding"]
 fewer = ns[128, "v4"] - ns[128, "v6"]
 chapter.glue(
@@ -453,7 +447,7 @@ chapter.table(
     name="tab-bw6-pieces",
     caption="**The additions are the largest part of what backward v4 takes longer than v6.** "
     "2,048 queries on 128 keys, in bursts.",
-    measured=[chapter.record(OF_V6).id],
+    measured=[chapter.record().id],
 )  # fmt: skip
 assert parts["v4"] - parts["v4, nothing added"] > max(parts["zero fill"], parts["rounding"])
 
@@ -476,7 +470,7 @@ assert parts["v4"] - parts["v4, nothing added"] > max(parts["zero fill"], parts[
 # shared memory is the bound ({doc}`lab notes <../../notes/gdpa_backward>`).
 
 # %% tags=["remove-cell"]
-rows7 = chapter.rows(OF_V7, scope="sustained", direction=None, variant=None,
+rows7 = chapter.rows(scope="sustained", direction=None, variant=None,
                      workload=[WIDE.name, LONG.name])  # fmt: skip
 found = rows7.set_index(["direction", "workload", "impl", "variant"]).sort_index()
 rate7, forward = found["tflops"]["backward"], found["tflops"]["forward", WIDE.name]
@@ -485,9 +479,9 @@ steps = {x.name: x.batch * x.num_heads_k * (x.max_seqlen_k // 64) ** 2 for x in 
 wide, long = (us7[x, V7, ""] * found.loc[("backward", x, V7, ""), "sm_clock_mhz"] for x in steps)
 more = steps[LONG.name] - steps[WIDE.name]
 step = 132 * (long - wide) / more  # on 132 SMs
-knocked = chapter.recorded("parts", OF_V7).groupby("part", sort=False)["time_us"].median()
+knocked = chapter.recorded("parts").groupby("part", sort=False)["time_us"].median()
 share = 100 * knocked / knocked["v7"]
-assert share["identity"] > 97 and share["not sent"] < 85, "the text says what saves nothing"
+assert share["identity"] > 97 and share["not sent"] < 80, "the text says what saves nothing"
 chapter.glue(
     over_v1=rate7[WIDE.name, V7, ""] / rate7[WIDE.name, V1, ""], step=step,
     over_peer7=rate7[WIDE.name, V7, ""] / max(rate7[WIDE.name, peer, ""] for peer in PEERS),
@@ -533,8 +527,9 @@ names = {"v7": "backward v7", "identity": "identity instead of GELU", "not sent"
 chapter.table(
     share.rename(index=names).rename("time, %").rename_axis("kernel").reset_index(),
     digits={"time, %": 0}, name="tab-bw7-knocked",
-    caption="**The activation costs backward v7 nothing, sending dQ a fifth of its time.** Parts "
-    "knocked out, in bursts, in percent of v7's time.", measured=[chapter.record(OF_V7).id],
+    caption="**The activation costs backward v7 nothing, sending dQ more than a fifth of its "
+    "time.** Parts knocked out, in bursts, in percent of v7's time.",
+    measured=[chapter.record().id],
 )  # fmt: skip
 
 # %% [markdown]

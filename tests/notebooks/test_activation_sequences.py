@@ -3,6 +3,8 @@ the chapter reads of it."""
 
 import math
 from collections import Counter
+from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,7 +14,8 @@ import tritonemu
 from _lib import activation_rates as rates
 from _lib import activation_sequences as sequences
 from gdpa_kernels.gdpa.reference import ACTIVATIONS
-from gdpa_lab.measuring import compile_check
+from gdpa_lab.measuring import compile_check, measure, timing
+from gdpa_lab.measuring.inputs import make_inputs
 from gdpa_lab.report.chapter import Chapter
 from tests.report import gates
 
@@ -229,3 +232,20 @@ def test_speeds_hold_every_sequence_of_the_record():
     assert set(rates.NAMES) <= set(found.index)
     assert (found["rate"] * found["clocks"] - 1).abs().max() < 1e-12
     assert found.loc["gelu_taylor6", "error"] > 1e3 > found.loc["gelu.poly5", "error"]
+
+
+def test_every_activation_in_the_kernel_has_a_row_of_times(monkeypatch):
+    tile = {"batch": 1, "num_heads_q": 1, "num_heads_k": 1, "max_seqlen_q": 64, "max_seqlen_k": 64}
+    small = replace(rates.workload("gdpa-self-full-1024"), **tile)
+    monkeypatch.setattr(rates, "workload", lambda name: small)
+    monkeypatch.setattr(measure, "run_once", lambda made: (made.call(), 0))
+    monkeypatch.setattr(timing, "sample_kernels", lambda calls, *how: dict.fromkeys(calls, [2.0]))
+    rows = []
+    session = SimpleNamespace(
+        device="cpu", protocol=None, add=lambda work, row: rows.append(row),
+        launch=lambda name, work, rungs, run: run(make_inputs(work, device="cpu")),
+    )  # fmt: skip
+    with tritonemu.enabled():
+        rates._kernels(session, 64)
+    assert [row.workload for row in rows] == [f"activation-{name}-64" for name in rates.IN_KERNEL]
+    assert {(row.scope, row.samples_us, row.passed) for row in rows} == {("kernel", (2.0,), True)}

@@ -259,6 +259,24 @@ def test_pieces_stand_in_for_what_they_measured_whole(add, tmp_path):
         results.run_of(tmp_path, notebook="notebooks/06_v3.py", gpu="NVIDIA H200")
 
 
+def test_a_chapter_that_moved_was_planned_anew(add, tmp_path):
+    at = {"notebook": "notebooks/forward/results.py", "plan": (a_row().key,)}
+    run_of = partial(results.run_of, tmp_path, notebook=at["notebook"], gpu="NVIDIA H200")
+    before = add(a_row(), a_row(SHORT), day=1, notebook="notebooks/10_figures.py")
+    asked = {"command": "GDPA_KERNELS_ONLY=1024 make measure"}
+    piece = add(a_row(samples_us=(9001.0,)), day=2, **at | asked)
+    assert run_of().records == [before, piece]
+    lacking = a_row(impl="fa4", **LEFT_OUT)
+    add(a_row(), lacking, day=3, **at | {"plan": (a_row().key, lacking.key)})
+    older = add(a_row(), day=4, **at | {"plan": None})
+    assert run_of().records == [before, older], "nobody knows what it lacks"
+    whole = add(a_row(), day=5, **at)
+    assert run_of().records == [whole]
+    larger = add(a_row(), a_row(SHORT), day=6, **at)
+    smaller = add(a_row(), day=7, **at)
+    assert run_of().records == [larger, smaller], "under one path the most to show is whole"
+
+
 def test_command_line(add, tmp_path, capsys):
     add(a_row(samples_us=(5200.0,)), a_row(SHORT, direction="backward"), day=1)
     add(a_row(samples_us=(5000.0,)), day=2)

@@ -149,7 +149,11 @@ class Run(NamedTuple):
 
 def run_of(data_dir: str | Path, *, notebook: str, gpu: str) -> Run:
     """What the records of a chapter on a GPU of exactly this name add up to; LookupError as
-    `latest_record` if there is none."""
+    `latest_record` if there is none.
+
+    Chapters that got their present path were planned anew: a record under a former one gives way to
+    the first of a run under this path that was not of a piece and lacks nothing of its plan.
+    """
     whole = latest_record(data_dir, notebook=notebook, gpu=gpu)
     pieces: dict[tuple[str, str, str], Record] = {}
     most = 0
@@ -157,9 +161,12 @@ def run_of(data_dir: str | Path, *, notebook: str, gpu: str) -> Run:
         if run.chapter != notebook or gpu_of(run, data_dir) != gpu:
             continue
         places = {(row.workload, row.direction, row.scope) for row in run.rows}
-        places -= {(x.workload, x.direction, x.scope) for x in run.rows if x.is_left_out}
+        left = {(x.workload, x.direction, x.scope) for x in run.rows if x.is_left_out}
+        places -= left
         pieces |= dict.fromkeys(places, run)
-        if len(places) >= most:
+        full = run.plan and not left and run.command.startswith("make ")  # a piece says of what
+        anew = whole.notebook != notebook and run.notebook == notebook and full
+        if len(places) >= most or anew:
             most, whole = len(places), run
     return Run(whole, {place: x for place, x in pieces.items() if x.id >= whole.id})
 
