@@ -801,6 +801,7 @@ def test_what_has_not_been_right_is_not_launched(session):
         f"  no accuracy: {wrong}",
         "  no parts: ZeroDivisionError: division by zero",
     ]
+    assert session.broken == ["parts: ZeroDivisionError: division by zero"]
 
 
 def test_what_begins_too_late_is_left_out_aloud(session):
@@ -891,5 +892,21 @@ def test_a_chapter_that_fails_leaves_a_record(run_of, tmp_path, monkeypatch):
 
     with pytest.raises(AssertionError, match="does not hold here"):
         chapter.measure(fails)
+    (made,) = record.load_all(tmp_path)
+    assert [row.impl for row in made.rows] == ["v1_tiled"]
+
+
+def test_a_part_that_breaks_fails_the_chapter_once_the_rest_is_recorded(
+    run_of, tmp_path, monkeypatch
+):
+    chapter = Chapter("forward/results", mode="measure", data_dir=tmp_path)
+    monkeypatch.setattr(chapter, "_session", lambda: run_of)
+
+    def breaks(session):
+        session.launch("parts", SMALL, [], lambda inputs: 1 / 0)
+        session.measure(SMALL, ["v1_tiled"])
+
+    with pytest.raises(RuntimeError, match="the record lacks parts: ZeroDivisionError"):
+        chapter.measure(breaks)
     (made,) = record.load_all(tmp_path)
     assert [row.impl for row in made.rows] == ["v1_tiled"]

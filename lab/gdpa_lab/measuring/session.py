@@ -69,6 +69,7 @@ class Session:
         self._plan: dict[tuple[str, ...], tuple[Workload, str]] = {}
         self._partial: Path | None = None
         self.tables: dict[str, record.Table] = {}
+        self.broken: list[str] = []
         self.workloads: dict[str, Workload] = {}
 
     def measure(
@@ -142,7 +143,8 @@ class Session:
         it finds, called `name`.
 
         Only if all of them run on this GPU and a record or this session has a correct row of each;
-        otherwise, or if it raises, the log says why there is no `name`.
+        otherwise, or if it raises, the log says why there is no `name`. What raises anything but
+        NotImplementedError is `broken`, and the chapter fails once its record is written.
         """
         if not self.asks(workload) or not self._begins(f"{workload.name}, {name}"):
             return
@@ -153,6 +155,8 @@ class Session:
             run(make_inputs(workload, device=self.device))
         except Exception as error:  # what was measured before must reach the record
             self.log(f"  no {name}: {measuring.reason(error)}")
+            if not isinstance(error, NotImplementedError):
+                self.broken.append(f"{name}: {measuring.reason(error)}")
         measuring.free()
 
     def _begins(self, what: str) -> bool:

@@ -69,7 +69,7 @@ class Chapter:
 
     def measure(self, run: Callable[[Any], None]) -> None:
         """In mode "measure": `run(session)`, then write the record, also if that raises. Otherwise
-        nothing.
+        nothing. RuntimeError if a part of the run broke, so that no record lacks it in silence.
 
         >>> @chapter.measure                                            # doctest: +SKIP
         ... def _(session):
@@ -83,6 +83,8 @@ class Chapter:
             finally:
                 print(session.write(self.data_dir))
                 self._runs.clear()
+            if session.broken:
+                raise RuntimeError(f"the record lacks {'; '.join(session.broken)}")
 
     def compare(self, run: Callable[[Any], None]) -> Any:
         """In mode "compare": the session after `run(session)`, of which nothing is kept. Otherwise
