@@ -693,7 +693,8 @@ def session(monkeypatch):
     made = object.__new__(Session)
     made.__dict__.update(
         device=torch.device("cpu"), protocol=timing.DEFAULT, ceilings=[], rows=[], tables={},
-        workloads={}, said=[], _limits=set(), _deadline=float("inf"), _plan={}, _partial=None,
+        workloads={}, said=[], broken=[], _limits=set(), _deadline=float("inf"), _plan={},
+        _partial=None,
         _probe=SimpleNamespace(measure=lambda *_, **__: {}, problem=lambda *_: None),
     )  # fmt: skip
     made.log = made.said.append
