@@ -30,7 +30,7 @@ from gdpa_kernels.block_attention.block_list import (
 )
 from gdpa_kernels.block_attention.kernels.v0_flash import delta_kernel, load_lane, store_lane
 from gdpa_kernels.block_attention.tiles import LOG2_E, load_tile, softmax_parts, store_tile
-from gdpa_kernels.calling.launch import launch
+from gdpa_kernels.calling.launch import launch, next_power_of_2
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,7 @@ def forward(
         q, k, v, out, lse, blocks, batch.scale, batch.total,
         Q_STRIDES=q.stride(), K_STRIDES=k.stride(), V_STRIDES=v.stride(), OUT_STRIDES=out.stride(),
         NUM_HEADS=batch.num_heads, HEAD_DIM=batch.head_dim, BLOCK=batch.block_size,
-        WIDTH=triton.next_power_of_2(batch.head_dim),
+        WIDTH=next_power_of_2(batch.head_dim),
         KEY_LOOP=config.key_loop or config.accumulate, RESCALE=config.rescale,
         ACCUMULATE=config.accumulate, num_warps=config.num_warps,
     )  # fmt: skip
@@ -191,7 +191,7 @@ def backward(
     q, k, v = batch.q, batch.k, batch.v
     config = config or default_config("", batch)
     (blocks,) = schedule or make_schedule(batch, config)
-    width = triton.next_power_of_2(batch.head_dim)
+    width = next_power_of_2(batch.head_dim)
     dq, dk, dv = batch.new_gradients()
     lse, delta = saved[-1] if config.lse else None, None
     if config.delta:

@@ -9,14 +9,12 @@ BLOCK = 64
 
 
 def requires_tiles(batch: Batch, splits: bool = False) -> str | None:
-    """What loading the tiles of a call by TMA needs and does not get, or None.
+    """What loading the tiles of a call by TMA needs beyond the fields of a rung, and does not get.
 
     splits: of a rung that pads tiles and splits heads, as `split` says.
     """
     if batch.block_size != BLOCK:
         return f"needs block_size {BLOCK}, got {batch.block_size}"
-    if batch.dtype not in (torch.bfloat16, torch.float16):
-        return f"needs dtype bfloat16 or float16, got {str(batch.dtype).removeprefix('torch.')}"
     if not splits and batch.head_dim not in (64, 128):
         return f"needs a head_dim of 64 or 128, got {batch.head_dim}"
     if splits and batch.head_dim not in range(64, 257, 8):
@@ -26,12 +24,6 @@ def requires_tiles(batch: Batch, splits: bool = False) -> str | None:
             f"needs a key head for each query head where head_dim is above 128, got {batch.group} "
             f"query heads for one at head_dim {batch.head_dim}"
         )
-    for name, tensor in (("q", batch.q), ("k", batch.k), ("v", batch.v)):
-        if not is_readable(tensor):
-            return (
-                f"needs {name} with contiguous rows whose address and strides are multiples of 16 "
-                f"bytes, got strides {tensor.stride()}"
-            )
     return None
 
 

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from gdpa_kernels.calling.launch import cdiv, launch
+from gdpa_kernels.calling.launch import cdiv, launch, next_power_of_2
 from gdpa_kernels.device.rotation import rotate
 
 
@@ -117,7 +117,7 @@ def rotary(
         Q_STRIDES=strides[0], K_STRIDES=strides[1], V_STRIDES=strides[2],
         Q_OUT_STRIDES=strides[3], K_OUT_STRIDES=strides[4], V_OUT_STRIDES=strides[5],
         TURN_STRIDES=sin_cos_strides(turns), NUM_HEADS_Q=num_heads_q, NUM_HEADS_K=k.shape[1],
-        HEAD_DIM=head_dim, WIDTH=triton.next_power_of_2(head_dim), ROWS=rows,
+        HEAD_DIM=head_dim, WIDTH=next_power_of_2(head_dim), ROWS=rows,
         TRANSPOSED=transposed, num_warps=4,
     )  # fmt: skip
     return outs

@@ -15,7 +15,7 @@ import triton.language.extra.tlx as tlx
 
 from gdpa_kernels.block_attention.batch import Batch
 from gdpa_kernels.block_attention.block_list import block_entry, count_blocks
-from gdpa_kernels.calling.launch import cdiv, launch, multiprocessors
+from gdpa_kernels.calling.launch import cdiv, launch, multiprocessors, next_power_of_2
 from gdpa_kernels.device.ragged import BOUND, ragged_descriptor, readable
 from gdpa_kernels.device.rows import opaque_zero
 
@@ -77,7 +77,7 @@ def split(config: WideSlots, batch: Batch) -> tuple[int, int]:
     """
     if config.width not in (64, 128):
         raise ValueError(f"width must be 64 or 128, got {config.width}")
-    width = min(config.width, triton.next_power_of_2(batch.head_dim))
+    width = min(config.width, next_power_of_2(batch.head_dim))
     pieces = cdiv(batch.head_dim, width)
     own = config.num_stages // config.math_roles
     if pieces > 1 and (own < pieces or config.heads_together > 1 or batch.group > 1):

@@ -67,6 +67,11 @@ def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
+def next_power_of_2(n: int) -> int:
+    """The least power of two that is at least n, of n >= 1; see `cdiv`."""
+    return 1 << (n - 1).bit_length()
+
+
 def multiprocessors(device: torch.device) -> int:
     """Multiprocessors of `device`, or of the one emulated."""
     if device.type != "cuda":

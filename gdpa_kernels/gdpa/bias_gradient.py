@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from gdpa_kernels.calling.launch import cdiv, launch
+from gdpa_kernels.calling.launch import cdiv, launch, next_power_of_2
 from gdpa_kernels.device.sequences import sequence
 from gdpa_kernels.device.vendor import precision
 from gdpa_kernels.gdpa import bias
@@ -175,10 +175,10 @@ def gradients(
     first, last = stripes_of(batch, block)
     stripes = last - first + 1
     chunks = min(cdiv(PROGRAMS, stripes * batch.num_heads), max(batch.sequences, 1))
-    chunk = triton.next_power_of_2(max(cdiv(batch.sequences, chunks), 1))
+    chunk = next_power_of_2(max(cdiv(batch.sequences, chunks), 1))
     chunks = cdiv(batch.sequences, chunk)
     programs, distances, buckets = chunks * batch.num_heads * stripes, None, None
-    width = 16 if tables[1] is None else max(16, triton.next_power_of_2(tables[1].shape[1]))
+    width = 16 if tables[1] is None else max(16, next_power_of_2(tables[1].shape[1]))
     if wanted[0] is not None:
         distances = q.new_empty(chunks, batch.num_heads, stripes, 2, block, dtype=torch.float32)
     if wanted[1] is not None:
@@ -191,7 +191,7 @@ def gradients(
         V_STRIDES=v.stride(), NUM_HEADS=batch.num_heads, GROUP=batch.group,
         HEAD_DIM=batch.head_dim, ACTIVATION=batch.names, CAUSAL=bool(batch.causal),
         WINDOW=batch.window, CHUNK=chunk, WIDTH=width, LOWER_RIGHT=batch.lower_right,
-        BLOCK_D=max(16, triton.next_power_of_2(batch.head_dim)), **asdict(config), num_stages=1,
+        BLOCK_D=max(16, next_power_of_2(batch.head_dim)), **asdict(config), num_stages=1,
         **batch.segment_options, **batch.bias_options,
     )  # fmt: skip
     found = [None, None]

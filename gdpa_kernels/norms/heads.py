@@ -22,7 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
-from gdpa_kernels.calling.launch import cdiv, launch, multiprocessors
+from gdpa_kernels.calling.launch import cdiv, launch, multiprocessors, next_power_of_2
 from gdpa_kernels.device.rotation import rotate
 
 
@@ -37,7 +37,7 @@ class Config:
 
 def config_of(heads: int, head_dim: int, per_thread: int = 16) -> Config:
     """Tiles of about 2048 elements, `per_thread` of them in each thread; 32 warps on an SM."""
-    elements = triton.next_power_of_2(heads) * triton.next_power_of_2(head_dim)
+    elements = next_power_of_2(heads) * next_power_of_2(head_dim)
     tokens = max(1, 2048 // elements)
     num_warps = min(16, max(4, tokens * elements // (32 * per_thread)))
     return Config(tokens, num_warps, 32 // num_warps)
@@ -150,8 +150,8 @@ def head_norm_backward_kernel(
 def _options(counts: tuple[int, int], x: torch.Tensor, floor: float, config: Config) -> dict:
     heads, head_dim = sum(counts), x.shape[2]
     return {
-        "FIRST": counts[0], "HEADS": heads, "SLOTS": triton.next_power_of_2(heads),
-        "TOKENS": config.tokens, "HEAD_DIM": head_dim, "WIDTH": triton.next_power_of_2(head_dim),
+        "FIRST": counts[0], "HEADS": heads, "SLOTS": next_power_of_2(heads),
+        "TOKENS": config.tokens, "HEAD_DIM": head_dim, "WIDTH": next_power_of_2(head_dim),
         "FLOOR": floor, "num_warps": config.num_warps,
     }  # fmt: skip
 

@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from gdpa_kernels.calling.launch import cdiv, launch, multiprocessors
+from gdpa_kernels.calling.launch import cdiv, launch, multiprocessors, next_power_of_2
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Config:
 
 def config_of(width: int, programs: int = 1) -> Config:
     """About 16 elements per thread; `programs` of 4 warps."""
-    block = triton.next_power_of_2(width)
+    block = next_power_of_2(width)
     num_warps = min(16, max(4, block // 512))
     return Config(max(1, 2048 // block), num_warps, max(1, 4 * programs // num_warps))
 
@@ -121,7 +121,7 @@ def forward(
     launch(
         add_rms_norm_kernel, (cdiv(total, config.rows),), x.device,
         x, residual, weight, y, stream, rstd, total, eps,
-        WIDTH=width, BLOCK=triton.next_power_of_2(width), ROWS=config.rows,
+        WIDTH=width, BLOCK=next_power_of_2(width), ROWS=config.rows,
         num_warps=config.num_warps,
     )  # fmt: skip
     return y, stream, rstd
@@ -151,7 +151,7 @@ def backward(
     launch(
         add_rms_norm_backward_kernel, (programs,), stream.device,
         grad_y, grad_stream, stream, rstd, weight, grad, grad_x, partial, total, tiles,
-        WIDTH=width, BLOCK=triton.next_power_of_2(width), ROWS=config.rows,
+        WIDTH=width, BLOCK=next_power_of_2(width), ROWS=config.rows,
         num_warps=config.num_warps,
     )  # fmt: skip
     return grad, grad_x, None if partial is None else partial.sum(0).to(weight.dtype)

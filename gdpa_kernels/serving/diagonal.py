@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from gdpa_kernels.calling.launch import cdiv, launch
+from gdpa_kernels.calling.launch import cdiv, launch, next_power_of_2
 from gdpa_kernels.calling.rung import capability
 from gdpa_kernels.gdpa.activations import activate_per_head
 from gdpa_kernels.gdpa.own import keyed
@@ -89,7 +89,7 @@ def add_diagonal(
     names = tuple(check_activation(activation, heads))
     prove(names, q.device)
     out = torch.empty(q.shape, dtype=out_dtype or q.dtype, device=q.device)
-    width = triton.next_power_of_2(head_dim)
+    width = next_power_of_2(head_dim)
     rows = max(1, ELEMENTS // width)
     launch(
         diagonal_kernel, (cdiv(tokens, rows) * heads,), q.device,

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from gdpa_kernels.calling.launch import cdiv, launch
+from gdpa_kernels.calling.launch import cdiv, launch, next_power_of_2
 from gdpa_kernels.serving.diagonal import ELEMENTS, places
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def join(
     """
     _, _, page, heads, head_dim = data.shape
     keys, values = (k.new_empty(len(at.slots) + len(k), heads, head_dim) for _ in "kv")
-    width = triton.next_power_of_2(head_dim)
+    width = next_power_of_2(head_dim)
     rows = max(1, ELEMENTS // width)
     blocks = cdiv(at.max_seqlen + most, rows)
     launch(

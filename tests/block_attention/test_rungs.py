@@ -11,6 +11,7 @@ from gdpa_kernels.block_attention import eliminations
 from gdpa_kernels.block_attention.batch import Batch
 from gdpa_kernels.block_attention.kernels import v1_one_tile
 from gdpa_kernels.block_attention.ladder import v2_slab
+from gdpa_kernels.calling import ladder
 from tests.block_attention.cases import (
     BLACKWELL,
     BLOCKS,
@@ -79,7 +80,8 @@ def test_says_what_it_needs(rung, change, text):
     q = torch.zeros(3, 2, head_dim, dtype=change.get("dtype", BF16))
     turns = turns_of(rung, 3, head_dim // 2)
     text = text and text.format("to 256, a multiple of 8" if rung in ROLES else "or 128")
-    assert RUNGS[rung].requires(Batch(q, q, q, None, 1.0, block_size, turns)) == text
+    batch = Batch(q, q, q, None, 1.0, block_size, turns)
+    assert ladder.rung(rung, "block_attention").problem(batch) == text
 
 
 @pytest.mark.parametrize(
@@ -105,9 +107,9 @@ def test_says_which_tensor_it_cannot_read(rung):
     crossed = torch.zeros(3, 64, 2, dtype=BF16).transpose(1, 2)
 
     def needs(k, v):
-        return RUNGS[rung].requires(Batch(q, k, v, None, 1.0, 64, turns))
+        return ladder.rung(rung, "block_attention").problem(Batch(q, k, v, None, 1.0, 64, turns))
 
-    assert needs(shifted, q).startswith("needs k with contiguous rows")
+    assert needs(shifted, q).startswith("needs k at a multiple of 16 bytes")
     assert needs(q, crossed).startswith("needs v with contiguous rows")
 
 

@@ -31,7 +31,7 @@ from gdpa_kernels.block_attention.block_list import (
 )
 from gdpa_kernels.block_attention.rotary import rotary as rotate_tensors
 from gdpa_kernels.block_attention.tiles import LOG2_E, load_tile, store_tile
-from gdpa_kernels.calling.launch import cdiv, launch
+from gdpa_kernels.calling.launch import cdiv, launch, next_power_of_2
 
 
 @dataclass(frozen=True)
@@ -227,7 +227,7 @@ def forward(
         Q_STRIDES=q.stride(), K_STRIDES=k.stride(), V_STRIDES=v.stride(), OUT_STRIDES=out.stride(),
         GROUP=batch.group, HEAD_DIM=batch.head_dim,
         BLOCK_M=config.BLOCK_M, BLOCK_N=config.BLOCK_N,
-        BLOCK_D=triton.next_power_of_2(batch.head_dim), TILES=tiles,
+        BLOCK_D=next_power_of_2(batch.head_dim), TILES=tiles,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     return out, (out, lse, *rotated)
@@ -260,7 +260,7 @@ def backward(
     (blocks,) = schedule or make_schedule(batch, config)
     tiles = cdiv(batch.block_size, config.BLOCK_M)
     programs = (len(blocks) - 1) * tiles
-    width = triton.next_power_of_2(batch.head_dim)
+    width = next_power_of_2(batch.head_dim)
     launch(
         delta_kernel, (programs, batch.num_heads), batch.device,
         out, grad_out, delta, blocks, batch.total,

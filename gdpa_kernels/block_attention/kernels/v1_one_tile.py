@@ -39,7 +39,7 @@ from gdpa_kernels.block_attention.block_list import (
 )
 from gdpa_kernels.block_attention.rotary import load_sin_cos, sin_cos_strides
 from gdpa_kernels.block_attention.tiles import load_tile, softmax_parts, store_tile
-from gdpa_kernels.calling.launch import cdiv, launch, shared_memory
+from gdpa_kernels.calling.launch import cdiv, launch, next_power_of_2, shared_memory
 from gdpa_kernels.device.rotation import rotate, rotate_transposed
 from gdpa_kernels.device.vendor import precision
 
@@ -66,7 +66,7 @@ def default_config(direction: str, batch: Batch) -> Config:
     Chosen in runs without a record, for blocks of 64 in bf16. Backward with rotary spills at
     head_dim 128 and was faster than with more warps all the same.
     """
-    width = triton.next_power_of_2(batch.head_dim)
+    width = next_power_of_2(batch.head_dim)
     if batch.dtype == torch.float32:
         fits = batch.block_size < 128 or shared_memory(batch.device) >= 114_688
         num_warps = {64: 8, 128: 16}.get(batch.block_size, 4)

@@ -30,7 +30,7 @@ import torch
 import triton
 import triton.language as tl
 
-from gdpa_kernels.calling.launch import cdiv, launch
+from gdpa_kernels.calling.launch import cdiv, launch, next_power_of_2
 from gdpa_kernels.device.sequences import sequence
 from gdpa_kernels.device.vendor import precision
 from gdpa_kernels.gdpa.activations import activate_per_head
@@ -184,7 +184,7 @@ def forward(batch: Batch, *, config: Config | None = None) -> torch.Tensor:
         NUM_HEADS=batch.num_heads, GROUP=batch.group, HEAD_DIM=batch.head_dim,
         ACTIVATION=batch.names, CAUSAL=bool(batch.causal), WINDOW=batch.window,
         BLOCK_M=config.BLOCK_M, BLOCK_N=config.BLOCK_N,
-        BLOCK_D=max(16, triton.next_power_of_2(batch.head_dim)),
+        BLOCK_D=max(16, next_power_of_2(batch.head_dim)),
         LOWER_RIGHT=batch.lower_right,
         add_ptr=None if batch.add_to is None else batch.add_to.contiguous(),
         **batch.segment_options, **batch.bias_options,

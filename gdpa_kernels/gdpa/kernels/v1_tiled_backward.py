@@ -30,7 +30,7 @@ import torch
 import triton
 import triton.language as tl
 
-from gdpa_kernels.calling.launch import cdiv, launch, shared_memory
+from gdpa_kernels.calling.launch import cdiv, launch, next_power_of_2, shared_memory
 from gdpa_kernels.device.sequences import sequence
 from gdpa_kernels.device.vendor import precision
 from gdpa_kernels.gdpa import bias_gradient
@@ -297,7 +297,7 @@ def backward(
         "V_STRIDES": v.stride(), "GROUP": batch.group, "HEAD_DIM": batch.head_dim,
         "ACTIVATION": batch.names, "CAUSAL": bool(batch.causal), "WINDOW": batch.window,
         "LOWER_RIGHT": batch.lower_right, **batch.segment_options,
-        **batch.bias_options, "BLOCK_D": max(16, triton.next_power_of_2(batch.head_dim)),
+        **batch.bias_options, "BLOCK_D": max(16, next_power_of_2(batch.head_dim)),
     }  # fmt: skip
     dq = dk = dv = None
     if needs[1] or needs[2]:
