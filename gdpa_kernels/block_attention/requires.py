@@ -9,7 +9,8 @@ BLOCK = 64
 
 
 def requires_tiles(batch: Batch, splits: bool = False) -> str | None:
-    """What loading the tiles of a call by TMA needs beyond the fields of a rung, and does not get.
+    """What loading the tiles of a call by TMA needs beyond the fields of a rung and does not get,
+    or None.
 
     splits: of a rung that pads tiles and splits heads, as `split` says.
     """
