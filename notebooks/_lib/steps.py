@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -20,10 +24,38 @@ ENVIRONMENT = {
 }  # fmt: skip
 
 
-def run(script: str, *options: object, ranks: int = 1, timeout: float = 300) -> list[dict]:
+def gpus() -> list[str]:
+    """What CUDA_VISIBLE_DEVICES calls each GPU of this process."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
+
+
+def one_a_gpu(
+    work: Callable[[Any, str], Any], items: Iterable[Any], names: Sequence[str]
+) -> list[Any]:
+    """`work(item, name)` of each item, in their order, as many at once as there are `names`."""
+    free: queue.SimpleQueue[str] = queue.SimpleQueue()
+    for name in names:
+        free.put(name)
+
+    def begin(item: Any) -> Any:
+        name = free.get()
+        try:
+            return work(item, name)
+        finally:
+            free.put(name)
+
+    with ThreadPoolExecutor(len(names)) as pool:
+        return list(pool.map(begin, items))
+
+
+def run(
+    script: str, *options: object, ranks: int = 1, gpu: str | None = None, timeout: float = 300
+) -> list[dict]:
     """The rows that a script of `examples/` writes; what it prints goes to our output.
 
-    `ranks`: processes under torchrun, one a GPU; one: a process without it. FileNotFoundError
+    `ranks`: processes under torchrun, one a GPU; one: a process without it. `gpu`: the one that it
+    sees, as `gpus` names it; default: all. FileNotFoundError
     outside a checkout, RuntimeError with the end of its output if the script fails or takes longer
     than `timeout` seconds.
     """
@@ -31,13 +63,14 @@ def run(script: str, *options: object, ranks: int = 1, timeout: float = 300) -> 
     if not path.exists():
         raise FileNotFoundError(f"script must be one of a checkout's examples/, got {path}")
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    seen = {} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu}
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "rows.json"
         command = [sys.executable, *launcher * (ranks > 1), str(path), *map(str, options)]
         command += ["--out", str(out)]
         try:
             done = subprocess.run(
-                command, env=os.environ | ENVIRONMENT, timeout=timeout, text=True,
+                command, env=os.environ | ENVIRONMENT | seen, timeout=timeout, text=True,
                 stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             )  # fmt: skip
         except subprocess.TimeoutExpired as error:

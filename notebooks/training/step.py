@@ -18,6 +18,8 @@
 # :::
 
 # %% tags=["hide-input"]
+from itertools import chain
+
 from _lib import rare_charts, steps
 from _lib.ratios import spread
 from gdpa_lab.measuring import record
@@ -63,14 +65,20 @@ KINDS = ("attention", "norm", "matmul", "embedding", "optimizer", "compiled", "o
 @chapter.measure
 def _(session):
     found, samples = [], []
-    for (law, way), attentions in PLAN.items():
-        options = [*LAWS[law], *WAYS[way], "--warmup", 3, "--repeats", 8]
-        for row in steps.run("step", *options, "--attentions", *attentions):
-            kinds = [row["kinds_s"].get(kind, 0.0) for kind in KINDS]
-            what = law, way, row["attention"]
-            found.append((*what, *(row[part] for part in PARTS), *kinds))
-            samples += [(*what, part, i, s) for part, each in row["samples_s"].items()
-                        for i, s in enumerate(each)]  # fmt: skip
+
+    def of(law, gpu):  # all on one board: boards differ
+        for way in [way for way in WAYS if (law, way) in PLAN]:
+            options = [*LAWS[law], *WAYS[way], "--warmup", 3, "--repeats", 8]
+            options += ["--attentions", *PLAN[law, way]]
+            for row in steps.run("step", *options, gpu=gpu, timeout=600):
+                yield law, way, row
+
+    for law, way, row in chain(*steps.one_a_gpu(lambda *x: [*of(*x)], LAWS, steps.gpus())):
+        kinds = [row["kinds_s"].get(kind, 0.0) for kind in KINDS]
+        what = law, way, row["attention"]
+        found.append((*what, *(row[part] for part in PARTS), *kinds))
+        samples += [(*what, part, i, s) for part, each in row["samples_s"].items()
+                    for i, s in enumerate(each)]  # fmt: skip
     ids, kinds = ("law", "way", "kernel"), (f"{kind}_kind_s" for kind in KINDS)
     session.tables["steps"] = record.Table((*ids, *PARTS, *kinds), tuple(found))
     session.tables["samples"] = record.Table((*ids, "part", "sample", "time_s"), tuple(samples))
