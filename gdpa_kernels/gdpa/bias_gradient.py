@@ -55,7 +55,7 @@ def load_rows(
     return tl.load(ptrs, mask=exists[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["sequences", "first_stripe", "stripes"])
 def bias_kernel(
     grad_ptr, q_ptr, k_ptr, v_ptr, distances_ptr, buckets_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
     sequences, first_stripe, stripes, scale,

@@ -101,7 +101,7 @@ def sequences(
     return start_q, start_out, rows, start_k, keys
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["max_seqlen_q", "max_entries", "piece", "rows_out"])
 def work_list_kernel(
     cu_seqlens_q_ptr, cu_seqlens_k_ptr, list_ptr,
     batch, max_seqlen_q, rows_per_item, max_entries, num_programs,

@@ -81,7 +81,7 @@ def tile(
     return ptrs, mask
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["max_seqlen_q"])
 def tiled_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
     max_seqlen_q, scale, output_scale,

@@ -107,7 +107,7 @@ def rows_of(ptr, start, head, STRIDES: tl.constexpr):
     return ptr + tl.cast(start, tl.int64) * STRIDES[0] + tl.cast(head, tl.int64) * STRIDES[1]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["max_seqlen_q", "max_seqlen_k"])
 def keys_kernel(
     grad_ptr, q_ptr, k_ptr, v_ptr, dk_ptr, dv_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
     max_seqlen_q, max_seqlen_k, scale, output_scale,
@@ -199,7 +199,7 @@ def keys_kernel(
     tl.store(dv_ptrs, (dv * output_scale).to(v.dtype), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["max_seqlen_q"])
 def queries_kernel(
     grad_ptr, q_ptr, k_ptr, v_ptr, dq_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
     max_seqlen_q, scale, output_scale,

@@ -66,7 +66,7 @@ def count_slices(programs: int, blocks: int, dq_bytes: int) -> int:
     return max(1, min(blocks, wanted, 1 + MOST_BYTES // max(dq_bytes, 1)))
 
 
-@triton.jit(do_not_specialize=["first_block"])
+@triton.jit(do_not_specialize=["first_block", "rows", "max_seqlen_q"])
 def ordered_kernel(
     grad_desc, q_desc, k_desc, v_desc, dq_desc, dk_desc, dv_desc,
     cu_seqlens_q_ptr, cu_seqlens_k_ptr, first_block, slices, rows, max_seqlen_q,

@@ -270,7 +270,7 @@ def math(
         tlx.barrier_wait(ds.empty[at], (count & 1) ^ 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_items", "max_seqlen_q"])
 def backward_kernel(
     q_desc, k_desc, v_desc, g_desc, dq_desc, dk_desc, dv_desc,
     order_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, num_items, max_seqlen_q, scale, output_scale,

@@ -142,7 +142,7 @@ def math(s, p, o, out_desc, tile, scale, output_scale, options):
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["max_seqlen_q"])
 def tensor_memory_kernel(
     q_desc, k_desc, v_desc, out_desc, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
     max_seqlen_q, scale, output_scale,

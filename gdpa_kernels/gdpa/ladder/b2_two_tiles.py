@@ -172,7 +172,7 @@ def math(role: tl.constexpr, s, p, o, out_desc, tile, scale, output_scale, optio
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["max_seqlen_q"])
 def two_tiles_kernel(
     q_desc, k_desc, v_desc, out_desc, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
     max_seqlen_q, scale, output_scale,

@@ -62,7 +62,7 @@ def is_deterministic(batch: Batch) -> bool:
     return batch.max_seqlen_k <= 2 * Config.BLOCK_N and not batch.shared_q
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["max_seqlen_q", "max_seqlen_k"])
 def fused_kernel(
     grad_desc, q_desc, k_desc, v_desc, dq_desc, dq_ptr, dk_desc, dv_desc,
     cu_seqlens_q_ptr, cu_seqlens_k_ptr, max_seqlen_q, max_seqlen_k, scale, output_scale,

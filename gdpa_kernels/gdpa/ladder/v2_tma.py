@@ -54,7 +54,7 @@ def default_config(batch: Batch) -> Config:
     return Config()
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["max_seqlen_q"])
 def tma_kernel(
     q_desc, k_desc, v_desc, out_desc, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
     max_seqlen_q, scale, output_scale,

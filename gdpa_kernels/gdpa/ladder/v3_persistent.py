@@ -89,7 +89,7 @@ def make_schedule(batch: Batch, config: Config) -> Schedule:
     return made.tile_batch, made.tile_head, made.tile_block, made.num_tiles
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["max_seqlen_q"])
 def persistent_kernel(
     q_desc, k_desc, v_desc, out_desc, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
     tile_batch_ptr, tile_head_ptr, tile_block_ptr, num_tiles_ptr,

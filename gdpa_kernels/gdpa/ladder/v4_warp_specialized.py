@@ -110,7 +110,7 @@ def math(role: tl.constexpr, q, q_full, k, v, out_desc, tile, scale, output_scal
     store_rows(out_desc, start_out, len_q, head, first_row, (acc * output_scale).to(DTYPE))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["max_seqlen_q"])
 def specialized_kernel(
     q_desc, k_desc, v_desc, out_desc, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
     max_seqlen_q, scale, output_scale,

@@ -117,8 +117,9 @@ def _imported(module: str) -> ModuleType:
 def compile_again(launch: Mapping[str, Any]) -> CompiledKernel:
     """The kernel of now, compiled as `describe` says that it was.
 
-    Constants that it no longer takes are left out, and arguments that it takes since then have
-    their defaults: its code says whether they matter. LookupError if there is no such kernel,
+    Constants that it no longer takes are left out, and so is what Triton knew of an argument that
+    it no longer specializes; arguments that it takes since then have their defaults: its code says
+    whether they matter. LookupError if there is no such kernel,
     ValueError if it takes other arguments.
     """
     import triton
@@ -143,13 +144,21 @@ def compile_again(launch: Mapping[str, Any]) -> CompiledKernel:
     signature |= dict.fromkeys(defaults, "constexpr")
     if set(kernel.arg_names) != set(signature):
         raise ValueError(f"{name} must take {list(launch['signature'])}, got {kernel.arg_names}")
+    constants = defaults | launch["constants"]
+    for parameter in kernel.params:  # 1 was a constant where Triton specializes it
+        if parameter.do_not_specialize and type(constants.get(parameter.name)) is int:
+            signature[parameter.name] = "i32"
+            del constants[parameter.name]
     signature = {argument: signature[argument] for argument in kernel.arg_names}
     values = {
         place[key]: tuple(value) if isinstance(value, list) else value
-        for key, value in (defaults | launch["constants"]).items()
+        for key, value in constants.items()
         if key in place
     }
-    attributes = {place[key]: value for key, value in launch["attributes"].items()}
+    specialized = {p.name for p in kernel.params if not p.do_not_specialize}
+    attributes = {
+        place[key]: value for key, value in launch["attributes"].items() if key in specialized
+    }
     source = triton.compiler.ASTSource(kernel, signature, values, attributes)
     target = GPUTarget("cuda", launch["arch"], 32)
     options = {k: tuple(v) if isinstance(v, list) else v for k, v in launch["options"].items()}
