@@ -229,12 +229,18 @@ def ranges(quotients: pd.DataFrame, of: str) -> pd.DataFrame:
     return pd.DataFrame(found).rename_axis(of).reset_index()
 
 
+def of_today(rows: pd.DataFrame) -> pd.DataFrame:
+    """The `rows` of workloads on which none of a GPU's is of a kernel that has changed since."""
+    by = rows.columns.intersection(["gpu", "handle", "workload", "direction", "scope"]).tolist()
+    return rows[~rows.groupby(by)["stale"].transform("any")]
+
+
 def others(
     chapter: Chapter, session: Session | None, direction: str, scope: str = "sustained"
 ) -> None:
     """Show another GPU: rates of the session of `Chapter.compare`, of which nothing is kept, beside
-    those of the chapter's record; without one the best kernel against the best baseline on each
-    other GPU of the records and of data/community."""
+    those of the chapter's record; without one the best kernel of today against the best baseline on
+    each other GPU of the records and of data/community."""
     if session is not None:
         ours = chapter.rows(direction=direction, scope=scope)
         rows = _of(_measured(session), direction, scope)
@@ -245,7 +251,7 @@ def others(
     everything = results.table(chapter.data_dir, per="gpu").assign(handle="")
     guests = results.community(chapter.data_dir, per="gpu")
     found = _of(pd.concat([everything, guests]).query("figure != ''"), direction, scope)
-    found = found[(found["handle"] != "") | (found["gpu"] != chapter.gpu)]
+    found = of_today(found[(found["handle"] != "") | (found["gpu"] != chapter.gpu)])
     for (gpu, handle), rows in found.groupby(["gpu", "handle"]):
         kinds = rows[rows["time_us_p50"].notna()].groupby("workload")["impl"]
         both = kinds.agg(lambda impls: impls.map(is_rung).nunique() == 2)
@@ -260,7 +266,7 @@ def others(
         if not handle:
             display(page.provenance(rows, data_dir=chapter.data_dir))
     if found.empty:
-        display(Markdown("No other GPU has been measured yet."))
+        display(Markdown("No other GPU has been measured with today's kernels."))
 
 
 def _of(rows: pd.DataFrame, direction: str, scope: str) -> pd.DataFrame:

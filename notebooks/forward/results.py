@@ -241,7 +241,7 @@ chapter.figure(chart, measured=measured)
 # %% tags=["remove-cell"]
 H100 = "NVIDIA H100 80GB HBM3"
 there = Chapter("forward/results", data_dir=data_dir, gpu=H100)
-theirs = there.rows(direction="forward", scope="sustained")
+theirs = ratios.of_today(there.rows(direction="forward", scope="sustained"))
 board, at_256 = ratios.best(theirs), "gdpa-self-full-256"
 copies = [results.ceilings(each.record(), "sustained").copies for each in (chapter, there)]
 matmuls = [results.ceilings(each.record(), "sustained").tflops for each in (chapter, there)]

@@ -169,7 +169,6 @@ chart = rare_charts.stacked(bars[["attention", "norm", "matmul", "rest"]], xlabe
                        looks={"attention": "filled", "norm": "pale", "matmul": "hollow",
                               "rest": "hollow"}, hue="v8_own_waits")  # fmt: skip
 chapter.figure(chart, data=bars.reset_index(names="step"), measured=[chapter.record().id])
-chapter.lacks("samples", "This record keeps medians of eight steps, not the steps.")
 
 # %% [markdown]
 # ## A model to measure
@@ -258,6 +257,41 @@ chapter.table(
 # ({eq}`eq-two-thirds`): 10 % fewer cycles save 7 % of time. Below the limit the clock is free, and
 # they save 10 %. A kernel inside a step lies between the two, and where shifts as the rest of the
 # step shrinks. (A model; the record has no power of whole steps.)
+#
+# ## The step that waited for the compiler
+
+# %% tags=["remove-cell"]
+STALLED = "20261128T082621Z-training-step-nvidia-h200-62ac9e84"
+each = chapter.recorded("samples", STALLED).query("part == 'step' and way == 'eager'")
+each = each[each["law"] == HALF].pivot(index="sample", columns="kernel", values="time_s")
+longest, usual = each.max(), each.median()
+waited = longest / usual
+assert (waited[["gdpa", "v1"]] > 15).all(), "the text: two steps stalled"
+assert (waited[["fa2_varlen", "padded_sdpa"]] < 1.1).all(), "the text: no others did"
+chapter.glue(stall=longest["gdpa"], stall_v1=longest["v1"], usual=1e3 * usual["gdpa"])
+
+# %% [markdown]
+# A median hides what a trainer sees. When this record was made, an eager step on half-full batches
+# took {glue:text}`usual:.0f` ms with our attention, but one of the eight took
+# {glue:text}`stall:.1f` s, and with v1's {glue:text}`stall_v1:.1f` s. FlashAttention-2 and padded
+# PyTorch had no such step. Nothing was special about that batch but its longest history: 1,022
+# events, where those before had 1,024.
+#
+# Triton compiles a kernel anew for each *kind* of integer that it is given: one that is 1, one that
+# is a multiple of 16, or any other. A stride must be known to be such a multiple, or a vector of
+# bytes is loaded byte by byte. `max_seqlen` need not be, but Triton cannot know that, and 1,022 was
+# the first of another kind.
+#
+# ```python
+# @triton.jit(do_not_specialize=["max_seqlen_q"])
+# def tiled_kernel(...
+# ```
+#
+# takes the integer as it comes. All kernels do so now with every number that follows from lengths,
+# with the same machine code as before on all but one call that this book times. In a run of the
+# same steps after that, the longest took 1.05 times the median
+# ({doc}`lab notes <../../notes/norms>`), and a test sends random batches through every kernel and
+# fails if one of them compiles twice.
 #
 # ## Thirty per cent
 #

@@ -159,6 +159,15 @@ def test_without_a_session_the_best_kernels_of_other_boards_are_shown(shown):
     assert not any("**NVIDIA H200:" in text for text in titles)
 
 
+def test_boards_show_no_workload_on_which_a_kernel_has_changed_since():
+    each = pd.concat([rows(), rows(name="gdpa-self-full-512")], ignore_index=True)
+    each = each.assign(gpu="a board", direction="forward", scope="sustained", stale=False)
+    each.loc[5, "stale"] = True  # v2_tma at 512
+    assert set(ratios.of_today(each)["workload"]) == {NAME}
+    each.loc[each["workload"] != NAME, "gpu"] = "another"
+    assert set(ratios.of_today(each)["gpu"]) == {"a board"}
+
+
 def test_published_quotients_stand_beside_measured_ones():
     chapter = Chapter("backward/results")
     found = ratios.best(chapter.rows(scope="sustained", direction="backward"))
