@@ -230,17 +230,20 @@ def ranges(quotients: pd.DataFrame, of: str) -> pd.DataFrame:
 
 
 def of_today(rows: pd.DataFrame) -> pd.DataFrame:
-    """The `rows` of workloads on which none of a GPU's is of a kernel that has changed since."""
-    by = rows.columns.intersection(["gpu", "handle", "workload", "direction", "scope"]).tolist()
-    return rows[~rows.groupby(by)["stale"].transform("any")]
+    """Of each GPU's `rows` those of workloads on which no kernel has changed since, if there are
+    any; otherwise all of them."""
+    board = rows.columns.intersection(["gpu", "handle"]).tolist()
+    run = [*board, *rows.columns.intersection(["workload", "direction", "scope"])]
+    same = ~rows.groupby(run)["stale"].transform("any")
+    return rows[same | ~same.groupby([rows[name] for name in board]).transform("any")]
 
 
 def others(
     chapter: Chapter, session: Session | None, direction: str, scope: str = "sustained"
 ) -> None:
     """Show another GPU: rates of the session of `Chapter.compare`, of which nothing is kept, beside
-    those of the chapter's record; without one the best kernel of today against the best baseline on
-    each other GPU of the records and of data/community."""
+    those of the chapter's record; without one the best kernel against the best baseline on each
+    other GPU of the records and of data/community."""
     if session is not None:
         ours = chapter.rows(direction=direction, scope=scope)
         rows = _of(_measured(session), direction, scope)
@@ -266,7 +269,7 @@ def others(
         if not handle:
             display(page.provenance(rows, data_dir=chapter.data_dir))
     if found.empty:
-        display(Markdown("No other GPU has been measured with today's kernels."))
+        display(Markdown("No other GPU has been measured yet."))
 
 
 def _of(rows: pd.DataFrame, direction: str, scope: str) -> pd.DataFrame:
