@@ -258,7 +258,8 @@ def others(
     for (gpu, handle), rows in found.groupby(["gpu", "handle"]):
         kinds = rows[rows["time_us_p50"].notna()].groupby("workload")["impl"]
         both = kinds.agg(lambda impls: impls.map(is_rung).nunique() == 2)
-        standing = best(rows[rows["workload"].isin(both.index[both])])
+        rows = rows[rows["workload"].isin(both.index[both])]
+        standing = best(rows)
         machine = f"{gpu}, data/community/{handle}" if handle else gpu
         over = spread(standing["peer / rung (time)"])
         caption = (

@@ -277,10 +277,9 @@ ratios.others(chapter, here, "forward")
 # same rate, and at {glue:text}`h100_share:.0f` % of the roofline little is left to win.
 #
 # The published Triton kernel computes GDPA itself, so here the function is the same. On the H200
-# forward v8 is {glue:text}`over_triton` times as fast, and on {glue:text}`by_triton:.0f` half-full
-# batches that kernel is the best baseline. `make compare NOTEBOOKS=forward/results` shows your GPU
-# beside ours,
-# and `make measure` appends a record.
+# forward v8 is {glue:text}`over_triton` times as fast, and of {glue:text}`count:.0f` batches it has
+# that kernel for its best baseline on {glue:text}`by_triton:.0f`. `make compare
+# NOTEBOOKS=forward/results` shows your GPU beside ours, and `make measure` appends a record.
 #
 # ## What a call costs beyond the kernel
 

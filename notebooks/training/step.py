@@ -278,20 +278,20 @@ chapter.glue(stall=longest["gdpa"], stall_v1=longest["v1"], usual=1e3 * usual["g
 # events, where those before had 1,024.
 #
 # Triton compiles a kernel anew for each *kind* of integer that it is given: one that is 1, one that
-# is a multiple of 16, or any other. A stride must be known to be such a multiple, or a vector of
-# bytes is loaded byte by byte. `max_seqlen` need not be, but Triton cannot know that, and 1,022 was
-# the first of another kind.
+# is a multiple of 16, or any other. A stride must be known to be such a multiple, or no thread may
+# load 16 bytes at a time. `max_seqlen` need not be, but Triton cannot know that, and 1,022 was the
+# first of another kind.
 #
 # ```python
 # @triton.jit(do_not_specialize=["max_seqlen_q"])
 # def tiled_kernel(...
 # ```
 #
-# takes the integer as it comes. All kernels do so now with every number that follows from lengths,
-# with the same machine code as before on all but one call that this book times. In a run of the
-# same steps after that, the longest took 1.05 times the median
-# ({doc}`lab notes <../../notes/norms>`), and a test sends random batches through every kernel and
-# fails if one of them compiles twice.
+# takes the integer as it comes. The kernels do so now with what follows from lengths, and their
+# machine code is the same as before in all but one of the calls that this book times. In a run of
+# the same steps after that, the longest took 1.05 times the median
+# ({doc}`lab notes <../../notes/norms>`). A test sends batches of random lengths through the kernels
+# and fails if one compiles twice.
 #
 # ## Thirty per cent
 #
