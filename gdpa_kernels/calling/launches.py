@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 class Launch:
     """A launch of a kernel.
 
-    arguments: what it was given to compute on, by name: tensors, descriptors, numbers, None.
-    constants: its constexprs by name, defaults included. options: num_warps and the like.
+    arguments: what it computes on, by name: tensors, descriptors, numbers, None. constants: its
+    constexprs by name. Both with what it has by default. options: num_warps and the like.
     """
 
     kernel: JITFunction
@@ -72,14 +72,14 @@ def launches(*, run: bool = True) -> Iterator[list[Launch]]:
 def note(kernel: JITFunction, grid: tuple[int, ...], args: tuple, options: dict) -> bool:
     """Tell the open contexts of a launch; whether it is to be made."""
     now = recorders
-    given = dict(zip(kernel.arg_names, args, strict=False)) | options
     defaults = {p.name: p.default for p in kernel.params if p.has_default}
+    given = defaults | dict(zip(kernel.arg_names, args, strict=False)) | options
     constants = {p.name for p in kernel.params if p.is_constexpr}
     launch = Launch(
         kernel,
         grid,
         {name: given[name] for name in kernel.arg_names if name in given.keys() - constants},
-        {name: value for name, value in (defaults | given).items() if name in constants},
+        {name: value for name, value in given.items() if name in constants},
         {name: value for name, value in options.items() if name not in kernel.arg_names},
     )
     for recorder in now:

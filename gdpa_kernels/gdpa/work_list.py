@@ -68,18 +68,18 @@ def sequence_and_head(items, item):
 @triton.jit
 def sequences(
     cu_seqlens_q_ptr, cu_seqlens_k_ptr, index, batch, max_seqlen_q,
-    SPLITS: tl.constexpr, piece, rows_out, PADDED: tl.constexpr = 1,
+    splits, piece, rows_out, PADDED: tl.constexpr = 1,
 ):  # fmt: skip
     """(start_q, start_out, rows, start_k, keys) of the sequences at `index`; none beyond the batch.
 
-    cu_seqlens_q_ptr None: one q for all sequences. SPLITS > 1: `index` counts pieces of `piece`
-    keys; part j of the output, of `rows_out` rows, is that of the j-th pieces. PADDED > 1: keys
-    before the last ones, which are as many as rows, count up to the next multiple.
+    cu_seqlens_q_ptr None: one q for all sequences. Unless splits is None `index` counts pieces of
+    `piece` keys; part j of the output, of `rows_out` rows, is that of the j-th pieces. PADDED > 1:
+    keys before the last ones, which are as many as rows, count up to the next multiple.
     """
     part = 0
-    if SPLITS > 1:
-        part = index % SPLITS
-        index = index // SPLITS
+    if splits is not None:
+        part = index % splits
+        index = index // splits
     inside = index < batch
     start_k = tl.load(cu_seqlens_k_ptr + index, mask=inside, other=0)
     keys = tl.load(cu_seqlens_k_ptr + index + 1, mask=inside, other=0) - start_k
@@ -94,20 +94,20 @@ def sequences(
         start_out = start_q
     if PADDED > 1:
         keys = tl.cdiv(keys - rows, PADDED) * PADDED + rows
-    if SPLITS > 1:
+    if splits is not None:
         start_out += part * rows_out
         start_k += part * piece
         keys = tl.minimum(tl.maximum(keys - part * piece, 0), piece)
     return start_q, start_out, rows, start_k, keys
 
 
-@triton.jit(do_not_specialize=["max_seqlen_q", "max_entries", "piece", "rows_out"])
+@triton.jit(do_not_specialize=["max_seqlen_q", "max_entries", "splits", "piece", "rows_out"])
 def work_list_kernel(
     cu_seqlens_q_ptr, cu_seqlens_k_ptr, list_ptr,
     batch, max_seqlen_q, rows_per_item, max_entries, num_programs,
     NUM_HEADS: tl.constexpr, BLOCK_N: tl.constexpr, LEAST: tl.constexpr,
     OWN: tl.constexpr, OTHERS: tl.constexpr, ENTRIES: tl.constexpr,
-    SPLITS: tl.constexpr = 1, piece=None, rows_out=None, NUMBERED: tl.constexpr = False,
+    splits=None, piece=None, rows_out=None, NUMBERED: tl.constexpr = False,
     PADDED: tl.constexpr = 1,
 ):  # fmt: skip
     """Entries of OWN sequences, or pieces of some, at their places in the list.
@@ -117,17 +117,20 @@ def work_list_kernel(
     """
     mine = tl.program_id(0) * OWN + tl.arange(0, OWN)
     start_q, start_out, rows, start_k, keys = sequences(
-        cu_seqlens_q_ptr, cu_seqlens_k_ptr, mine, batch, max_seqlen_q, SPLITS, piece, rows_out,
+        cu_seqlens_q_ptr, cu_seqlens_k_ptr, mine, batch, max_seqlen_q, splits, piece, rows_out,
         PADDED,
     )  # fmt: skip
     cost = tl.cdiv(keys, BLOCK_N)
     tiles = tl.maximum(tl.cdiv(rows, rows_per_item), tl.minimum(cost, LEAST))
     before = tl.zeros([OWN], tl.int32)
     total = 0
-    for first in tl.range(0, batch * SPLITS, OTHERS):
+    every, sequence_of = batch, mine
+    if splits is not None:
+        every, sequence_of = batch * splits, mine // splits
+    for first in tl.range(0, every, OTHERS):
         others = first + tl.arange(0, OTHERS)
         _, _, their_rows, _, their_keys = sequences(
-            cu_seqlens_q_ptr, cu_seqlens_k_ptr, others, batch, max_seqlen_q, SPLITS, piece,
+            cu_seqlens_q_ptr, cu_seqlens_k_ptr, others, batch, max_seqlen_q, splits, piece,
             rows_out, PADDED,
         )  # fmt: skip
         their_cost = tl.cdiv(their_keys, BLOCK_N)
@@ -159,7 +162,7 @@ def work_list_kernel(
         tl.store(at + 5, local // own, mask=valid)
         tl.store(at + 6, local % own * rows_per_item, mask=valid)
         if NUMBERED:
-            tl.store(at + 7, tl.broadcast_to((mine // SPLITS)[:, None], at.shape), mask=valid)
+            tl.store(at + 7, tl.broadcast_to(sequence_of[:, None], at.shape), mask=valid)
 
 
 def work_list(
@@ -193,13 +196,13 @@ def work_list(
         return cu_seqlens_k.new_zeros(1, WIDTH.value)
     entries = torch.empty(1 + capacity, WIDTH.value, dtype=torch.int32, device=device)
     own = 4
+    cut = {"splits": splits, "piece": piece, "rows_out": rows} if splits > 1 else {}
     launch(
         work_list_kernel, (cdiv(batch * splits, own),), device,
         cu_seqlens_q, cu_seqlens_k, entries, batch, max_seqlen_q, rows_per_item,
         max(cdiv(max_seqlen_q, rows_per_item), least) * num_heads, num_programs,
         NUM_HEADS=num_heads, BLOCK_N=block_n, LEAST=least, OWN=own, OTHERS=2048, ENTRIES=16,
-        SPLITS=splits, piece=piece if splits > 1 else None, rows_out=rows if splits > 1 else None,
-        NUMBERED=numbered, PADDED=padded, num_warps=4,
+        **cut, NUMBERED=numbered, PADDED=padded, num_warps=4,
     )  # fmt: skip
     return entries
 

@@ -291,10 +291,14 @@ class PagedCache:
         last = [(h.length - 1) % self.page_size + 1 if h.length else 0 for h in found]
         indptr, indices = _ends([len(h.pages) for h in found]), [x for h in found for x in h.pages]
         lists, size = (indptr, indices, last, _ends(counts), begins), self.page_size
-        packed = torch.tensor([x for each in lists for x in each], dtype=torch.int32)
+        # Each at a multiple of 16 bytes: kernels are compiled once for all numbers of pages.
+        room = [len(each) + -len(each) % 4 for each in lists]
+        filled = [x for each in lists for x in [*each, *[0] * (-len(each) % 4)]]
+        packed = torch.tensor(filled, dtype=torch.int32)
         if self.data.is_cuda:  # from pinned memory, so that the host does not wait
             packed = packed.pin_memory().to(self.data.device, non_blocking=True)
-        kv_indptr, kv_indices, last_page_len, ends, starts = packed.split([*map(len, lists)])
+        split = zip(packed.split(room), lists, strict=True)
+        kv_indptr, kv_indices, last_page_len, ends, starts = (x[: len(y)] for x, y in split)
         # The slots are counted on the device: lists of all tokens would cost more than the model.
         tokens = torch.arange(sum(counts), device=self.data.device)
         of = torch.searchsorted(ends[1:], tokens, right=True)

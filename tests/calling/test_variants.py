@@ -15,7 +15,9 @@ import tritonemu
 from gdpa_kernels import block_attention, gdpa
 from gdpa_kernels.calling.launches import Launch, launches
 from gdpa_kernels.norms.api import add_rms_norm
+from gdpa_kernels.serving.cache import score
 from gdpa_lab.measuring import machine_code
+from tests.serving import test_pages
 
 BATCHES, SEQUENCES, HEADS, DIM = 24, 64, 2, 128
 Call = Callable[[np.random.Generator], torch.Tensor]
@@ -36,8 +38,7 @@ def specialized(launch: Launch, binders: dict) -> dict[str, str]:
     if kernel not in binders:
         binders[kernel] = kernel.create_binder()[-1]
     given = launch.arguments | launch.constants | launch.options
-    first = [given.pop(name) for name in kernel.arg_names if name in given]
-    _, found, options = binders[kernel](*first, **given)
+    _, found, options = binders[kernel](**given)
     return dict(zip(kernel.arg_names, map(str, found), strict=True)) | {"options": str(options)}
 
 
@@ -46,8 +47,10 @@ def apart(call: Call, arch: str = "sm_90") -> dict[str, set[str]]:
     that a call launches twice, those of the first launches and those of the second."""
     random, binders, seen = np.random.default_rng(5), {}, defaultdict(list)
     for _ in range(BATCHES):
-        with tritonemu.enabled(arch), launches(run=False) as made:
-            call(random).sum().backward()
+        with tritonemu.enabled(arch, multiprocessors=132), launches(run=False) as made:
+            out = call(random)
+            if out.requires_grad:
+                out.sum().backward()
         for place, launch in enumerate(made):
             seen[place, launch.name].append(specialized(launch, binders))
     assert seen and all(len(each) == BATCHES for each in seen.values())
@@ -105,6 +108,19 @@ def norms(random: np.random.Generator) -> torch.Tensor:
     return y + stream
 
 
+def served(shown: int, page: int, group: int = 1) -> Call:
+    """`score` of up to `shown` groups of candidates for eight users."""
+
+    def call(random: np.random.Generator) -> torch.Tensor:
+        histories, groups = (random.integers(1, most, 8) for most in (2_000, shown))
+        kept = test_pages.served(
+            histories.tolist(), (group * groups).tolist(), page, kv_heads=HEADS, head_dim=DIM
+        )
+        return score(*kept, target_group_size=group)
+
+    return call
+
+
 HOPPER = {
     "v8, v4": attention("v8_own_waits", "v4_warp_specialized_backward"),
     "v8, v4, causal": attention("v8_own_waits", "v4_warp_specialized_backward", causal=True),
@@ -142,6 +158,14 @@ def test_lengths_compile_nothing_on_hopper(gpu, what):
 @pytest.mark.parametrize("what", BLACKWELL)
 def test_lengths_compile_nothing_on_blackwell(gpu, what):
     assert apart(BLACKWELL[what], "sm_100") == {}
+
+
+@pytest.mark.parametrize("gpu", [90], indirect=True)
+@pytest.mark.parametrize("page", [128, 16])
+@pytest.mark.parametrize(("shown", "group"), [(200, 1), (3_000, 1), (15, 8)])
+def test_requests_compile_a_sum_for_each_power_of_two_alone(gpu, shown, group, page):
+    """Of the parts in which the keys of few rows are added up."""
+    assert apart(served(shown, page, group)) in ({}, {"sum_kernel": {"MOST"}})
 
 
 @pytest.mark.parametrize("gpu", [90], indirect=True)
