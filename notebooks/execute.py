@@ -245,6 +245,7 @@ def execute(path: Path, parameters: dict[str, str]) -> tuple[str, float, str]:
                 parameters=parameters,
                 cwd=ROOT,
                 progress_bar=False,
+                stderr_file=None if parameters["mode"] == "replay" else sys.stderr,  # as it comes
                 config=Config({"KernelManager": sockets}),
             )
             notebook = nbformat.read(output, as_version=4)

@@ -205,3 +205,12 @@ def test_a_failed_notebook_leaves_no_page(runner, monkeypatch, capfd):
     assert "b.py: the parameters cell must assign mode, device, data_dir, got no device" in out
     assert list(runner.EXECUTED.glob("*/*.ipynb")) == []
     assert [p.name for p in (runner.EXECUTED / "failed" / "part").iterdir()] == ["a.ipynb"]
+
+
+def test_what_a_measuring_run_logs_is_seen_while_it_runs(runner, monkeypatch, capfd):
+    logs = "# %%\nimport sys\nprint('so far', file=sys.stderr)\n1 / 0\n"
+    write(runner, "a.py", HEADER + logs)
+    for mode, seen in (("replay", False), ("measure", True)):
+        monkeypatch.setattr(sys, "argv", ["execute", "--mode", mode])
+        assert runner.main() == 1
+        assert ("so far" in capfd.readouterr().err) is seen
