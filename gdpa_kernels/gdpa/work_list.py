@@ -50,8 +50,8 @@ class Items:
     order_ptr: tl.tensor
     cu_seqlens_q_ptr: tl.tensor
     cu_seqlens_k_ptr: tl.tensor
-    count: tl.tensor | tl.constexpr  # a constant if it is 1
-    max_seqlen_q: tl.tensor | tl.constexpr
+    count: tl.tensor
+    max_seqlen_q: tl.tensor
     NUM_HEADS_K: tl.constexpr
 
 
@@ -124,10 +124,10 @@ def work_list_kernel(
     tiles = tl.maximum(tl.cdiv(rows, rows_per_item), tl.minimum(cost, LEAST))
     before = tl.zeros([OWN], tl.int32)
     total = 0
-    every, sequence_of = batch, mine
+    listed, whose = batch, mine
     if splits is not None:
-        every, sequence_of = batch * splits, mine // splits
-    for first in tl.range(0, every, OTHERS):
+        listed, whose = batch * splits, mine // splits
+    for first in tl.range(0, listed, OTHERS):
         others = first + tl.arange(0, OTHERS)
         _, _, their_rows, _, their_keys = sequences(
             cu_seqlens_q_ptr, cu_seqlens_k_ptr, others, batch, max_seqlen_q, splits, piece,
@@ -162,7 +162,7 @@ def work_list_kernel(
         tl.store(at + 5, local // own, mask=valid)
         tl.store(at + 6, local % own * rows_per_item, mask=valid)
         if NUMBERED:
-            tl.store(at + 7, tl.broadcast_to(sequence_of[:, None], at.shape), mask=valid)
+            tl.store(at + 7, tl.broadcast_to(whose[:, None], at.shape), mask=valid)
 
 
 def work_list(

@@ -18,7 +18,7 @@ from triton.runtime import driver
 
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.calling.launches import launches
-from gdpa_kernels.gdpa.kernels import v1_tiled, v8_own_waits
+from gdpa_kernels.gdpa.kernels import v1_tiled, v1_tiled_backward, v8_own_waits
 from gdpa_kernels.gdpa.ladder import v2_fused_backward
 from gdpa_lab.measuring import compile_check, machine_code, measure, record
 from gdpa_lab.measuring.inputs import make_inputs
@@ -121,6 +121,17 @@ CALLS = {
 def test_a_launch_compiles_again_to_its_code(gpu, name):
     for launch in launched(CALLS[name]):
         assert code_again(launch) == launch["code"]
+
+
+def test_what_a_kernel_no_longer_specializes_is_no_part_of_its_code(gpu, monkeypatch):
+    seeds = replace(SMALL, shared_q=True, lengths_k=SMALL.lengths_q)
+    inputs = make_inputs(seeds, device="cpu")
+    kept = launched(lambda: v1_tiled_backward.backward(inputs.grad_out, inputs.batch()))[-1]
+    then = kept | {"attributes": kept["attributes"] | {"max_seqlen_q": [["tt.divisibility", 16]]}}
+    assert code_again(then) == kept["code"]
+    marked = next(p for p in v1_tiled_backward.queries_kernel.params if p.name == "max_seqlen_q")
+    monkeypatch.setitem(marked.__dict__, "do_not_specialize", False)
+    assert code_again(then) != kept["code"], "here it matters"
 
 
 def test_what_a_launch_knows_of_its_numbers_counts(gpu):
