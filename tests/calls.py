@@ -5,8 +5,10 @@ from collections.abc import Callable, Iterable, Iterator
 from unittest import mock
 
 import torch
+from triton.runtime import driver
 
 import tritonemu
+from gdpa_lab.measuring import machine_code
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TENSORS = ("grad_out", "q", "k", "v")
@@ -15,6 +17,17 @@ TENSORS = ("grad_out", "q", "k", "v")
 def emulated(impl: str, **options):
     """The context in which an implementation runs on the CPU; those of Blackwell begin with b."""
     return tritonemu.enabled("sm_100" if impl.startswith("b") else "sm_90", **options)
+
+
+@contextlib.contextmanager
+def pretended(arch: int) -> Iterator[None]:
+    """Within it Triton compiles what it is told to run, for sm_<arch>."""
+    before = driver._active
+    machine_code.pretend(arch)
+    try:
+        yield
+    finally:
+        driver._active = before
 
 
 def kernels_run(impl: str = ""):

@@ -113,7 +113,8 @@ def work_list_kernel(
     """Entries of OWN sequences, or pieces of some, at their places in the list.
 
     Before a sequence come those with more key blocks, and those with as many and a smaller number.
-    One with keys has LEAST tiles or more.
+    One with keys has LEAST tiles or more. A `batch` that is a multiple of 16 makes loads wide, so
+    it is specialized.
     """
     mine = tl.program_id(0) * OWN + tl.arange(0, OWN)
     start_q, start_out, rows, start_k, keys = sequences(

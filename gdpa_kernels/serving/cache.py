@@ -292,12 +292,11 @@ class PagedCache:
         indptr, indices = _ends([len(h.pages) for h in found]), [x for h in found for x in h.pages]
         lists, size = (indptr, indices, last, _ends(counts), begins), self.page_size
         # Each at a multiple of 16 bytes: kernels are compiled once for all numbers of pages.
-        room = [len(each) + -len(each) % 4 for each in lists]
-        filled = [x for each in lists for x in [*each, *[0] * (-len(each) % 4)]]
-        packed = torch.tensor(filled, dtype=torch.int32)
+        padded = [[*each, *[0] * (-len(each) % 4)] for each in lists]
+        packed = torch.tensor([x for each in padded for x in each], dtype=torch.int32)
         if self.data.is_cuda:  # from pinned memory, so that the host does not wait
             packed = packed.pin_memory().to(self.data.device, non_blocking=True)
-        split = zip(packed.split(room), lists, strict=True)
+        split = zip(packed.split([*map(len, padded)]), lists, strict=True)
         kv_indptr, kv_indices, last_page_len, ends, starts = (x[: len(y)] for x, y in split)
         # The slots are counted on the device: lists of all tokens would cost more than the model.
         tokens = torch.arange(sum(counts), device=self.data.device)

@@ -55,9 +55,8 @@ def run(
     """The rows that a script of `examples/` writes; what it prints goes to our output.
 
     `ranks`: processes under torchrun, one a GPU; one: a process without it. `gpu`: the one that it
-    sees, as `gpus` names it; default: all. FileNotFoundError
-    outside a checkout, RuntimeError with the end of its output if the script fails or takes longer
-    than `timeout` seconds.
+    sees, as `gpus` names it; default: all. FileNotFoundError outside a checkout, RuntimeError with
+    the end of its output if the script fails or takes longer than `timeout` seconds.
     """
     path = EXAMPLES / f"{script}.py"
     if not path.exists():

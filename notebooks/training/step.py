@@ -67,13 +67,15 @@ def _(session):
     found, samples = [], []
 
     def of(law, gpu):  # all on one board: boards differ
+        made = []
         for way in [way for way in WAYS if (law, way) in PLAN]:
             options = [*LAWS[law], *WAYS[way], "--warmup", 3, "--repeats", 8]
             options += ["--attentions", *PLAN[law, way]]
-            for row in steps.run("step", *options, gpu=gpu, timeout=600):
-                yield law, way, row
+            rows = steps.run("step", *options, gpu=gpu, timeout=600)
+            made += [(law, way, row) for row in rows]
+        return made
 
-    for law, way, row in chain(*steps.one_a_gpu(lambda *x: [*of(*x)], LAWS, steps.gpus())):
+    for law, way, row in chain(*steps.one_a_gpu(of, LAWS, steps.gpus())):
         kinds = [row["kinds_s"].get(kind, 0.0) for kind in KINDS]
         what = law, way, row["attention"]
         found.append((*what, *(row[part] for part in PARTS), *kinds))
@@ -271,8 +273,8 @@ assert (waited[["fa2_varlen", "padded_sdpa"]] < 1.1).all(), "the text: no others
 chapter.glue(stall=longest["gdpa"], stall_v1=longest["v1"], usual=1e3 * usual["gdpa"])
 
 # %% [markdown]
-# A median hides what a trainer sees. When this record was made, an eager step on half-full batches
-# took {glue:text}`usual:.0f` ms with our attention, but one of the eight took
+# A median hides what a trainer sees. In the record of 28 November 2026, of an H200, an eager step
+# on half-full batches took {glue:text}`usual:.0f` ms with our attention, but one of the eight took
 # {glue:text}`stall:.1f` s, and with v1's {glue:text}`stall_v1:.1f` s. FlashAttention-2 and padded
 # PyTorch had no such step. Nothing was special about that batch but its longest history: 1,022
 # events, where those before had 1,024.
@@ -287,11 +289,11 @@ chapter.glue(stall=longest["gdpa"], stall_v1=longest["v1"], usual=1e3 * usual["g
 # def tiled_kernel(...
 # ```
 #
-# takes the integer as it comes. The kernels do so now with what follows from lengths, and their
-# machine code is the same as before in all but one of the calls that this book times. In a run of
-# the same steps after that, the longest took 1.05 times the median
-# ({doc}`lab notes <../../notes/norms>`). A test sends batches of random lengths through the kernels
-# and fails if one compiles twice.
+# takes the integer as it comes. All kernels but backward v2a do so now with what follows from
+# lengths, and the machine code is the same as before in all but one of the calls that this book
+# times. In a run of the same steps after that, on another H200 the same day, the longest took 1.05
+# times the median ({doc}`lab notes <../../notes/norms>`). A test sends batches of random lengths
+# through the kernels and fails if one compiles twice.
 #
 # ## Thirty per cent
 #

@@ -9,27 +9,17 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from triton.runtime import driver
 
 import tritonemu
 from gdpa_kernels import block_attention, gdpa
 from gdpa_kernels.calling.launches import Launch, launches
 from gdpa_kernels.norms.api import add_rms_norm
 from gdpa_kernels.serving.cache import score
-from gdpa_lab.measuring import machine_code
+from tests.calls import pretended
 from tests.serving import test_pages
 
 BATCHES, SEQUENCES, HEADS, DIM = 24, 64, 2, 128
 Call = Callable[[np.random.Generator], torch.Tensor]
-
-
-@pytest.fixture
-def gpu(request):
-    """Triton specializes arguments as for a GPU of sm_<request.param>."""
-    before = driver._active
-    machine_code.pretend(request.param)
-    yield
-    driver._active = before
 
 
 def specialized(launch: Launch, binders: dict) -> dict[str, str]:
@@ -42,17 +32,19 @@ def specialized(launch: Launch, binders: dict) -> dict[str, str]:
     return dict(zip(kernel.arg_names, map(str, found), strict=True)) | {"options": str(options)}
 
 
-def apart(call: Call, arch: str = "sm_90") -> dict[str, set[str]]:
-    """By kernel, the arguments in which its launches for a stream of batches differ; of a kernel
-    that a call launches twice, those of the first launches and those of the second."""
+def apart(call: Call, arch: int = 90) -> dict[str, set[str]]:
+    """By kernel, the arguments in which its launches for a stream of batches on an sm_<arch>
+    differ; of a kernel that a call launches twice, those of the first launches and those of the
+    second."""
     random, binders, seen = np.random.default_rng(5), {}, defaultdict(list)
-    for _ in range(BATCHES):
-        with tritonemu.enabled(arch, multiprocessors=132), launches(run=False) as made:
-            out = call(random)
-            if out.requires_grad:
-                out.sum().backward()
-        for place, launch in enumerate(made):
-            seen[place, launch.name].append(specialized(launch, binders))
+    with pretended(arch):
+        for _ in range(BATCHES):
+            with tritonemu.enabled(f"sm_{arch}", multiprocessors=132), launches(run=False) as made:
+                out = call(random)
+                if out.requires_grad:
+                    out.sum().backward()
+            for place, launch in enumerate(made):
+                seen[place, launch.name].append(specialized(launch, binders))
     assert seen and all(len(each) == BATCHES for each in seen.values())
     found = defaultdict(set)
     for (_, kernel), each in seen.items():
@@ -60,9 +52,9 @@ def apart(call: Call, arch: str = "sm_90") -> dict[str, set[str]]:
     return {kernel: names for kernel, names in found.items() if names}
 
 
-def offsets(random: np.random.Generator, longest: int, sequences: int) -> tuple[torch.Tensor, int]:
+def offsets(random: np.random.Generator, sequences: int) -> tuple[torch.Tensor, int]:
     """Those of a batch, and its longest sequence."""
-    lengths = random.integers(1, longest + 1, sequences)
+    lengths = random.integers(1, 1025, sequences)
     ends = np.concatenate([[0], lengths.cumsum()])
     return torch.tensor(ends, dtype=torch.int32), int(lengths.max())
 
@@ -72,13 +64,13 @@ def rows(count: int, dim: int = DIM) -> torch.Tensor:
 
 
 def attention(
-    impl: str, backward_impl: str, *, longest: int = 1024, seeds: int = 0, dim: int = DIM,
-    keys: int = 0, sequences: tuple[int, int] = (SEQUENCES, SEQUENCES + 1), **options: object,
+    impl: str, backward_impl: str, *, seeds: int = 0, keys: int = 0, dim: int = DIM,
+    sequences: tuple[int, int] = (SEQUENCES, SEQUENCES + 1), **options: object,
 ) -> Call:  # fmt: skip
     """`gdpa` on self-attention; on `seeds` shared queries; on `keys` keys of every sequence."""
 
     def call(random: np.random.Generator) -> torch.Tensor:
-        ends, most = offsets(random, longest, int(random.integers(*sequences)))
+        ends, most = offsets(random, int(random.integers(*sequences)))
         q = k = rows(int(ends[-1]), dim)
         sides = ends, ends, most, most
         if seeds:
@@ -93,7 +85,7 @@ def attention(
 
 def blocks(impl: str, turned: bool) -> Call:
     def call(random: np.random.Generator) -> torch.Tensor:
-        ends, _ = offsets(random, 1024, SEQUENCES)
+        ends, _ = offsets(random, SEQUENCES)
         q = rows(int(ends[-1]))
         turns = torch.zeros(int(ends[-1]), DIM // 2)
         return block_attention(q, q, q, ends, impl=impl, rotary=(turns, turns) if turned else None)
@@ -148,28 +140,24 @@ BLACKWELL = {
 }
 
 
-@pytest.mark.parametrize("gpu", [90], indirect=True)
 @pytest.mark.parametrize("what", HOPPER)
-def test_lengths_compile_nothing_on_hopper(gpu, what):
+def test_lengths_compile_nothing_on_hopper(what):
     assert apart(HOPPER[what]) == {}
 
 
-@pytest.mark.parametrize("gpu", [100], indirect=True)
 @pytest.mark.parametrize("what", BLACKWELL)
-def test_lengths_compile_nothing_on_blackwell(gpu, what):
-    assert apart(BLACKWELL[what], "sm_100") == {}
+def test_lengths_compile_nothing_on_blackwell(what):
+    assert apart(BLACKWELL[what], 100) == {}
 
 
-@pytest.mark.parametrize("gpu", [90], indirect=True)
 @pytest.mark.parametrize("page", [128, 16])
 @pytest.mark.parametrize(("shown", "group"), [(200, 1), (3_000, 1), (15, 8)])
-def test_requests_compile_a_sum_for_each_power_of_two_alone(gpu, shown, group, page):
+def test_requests_compile_a_sum_for_each_power_of_two_alone(shown, group, page):
     """Of the parts in which the keys of few rows are added up."""
     assert apart(served(shown, page, group)) in ({}, {"sum_kernel": {"MOST"}})
 
 
-@pytest.mark.parametrize("gpu", [90], indirect=True)
-def test_the_number_of_sequences_compiles_lists_alone(gpu):
+def test_the_number_of_sequences_compiles_lists_alone():
     """Whether it is a multiple of 16 makes the loads of a list wide or not: two small kernels."""
     several = {"sequences": (63, 66), "keys": 256}
     found = apart(attention("v8_own_waits", "v5_short_kv_backward", **several))

@@ -14,7 +14,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from triton.runtime import driver
 
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.calling.launches import launches
@@ -23,6 +22,7 @@ from gdpa_kernels.gdpa.ladder import v2_fused_backward
 from gdpa_lab.measuring import compile_check, machine_code, measure, record
 from gdpa_lab.measuring.inputs import make_inputs
 from gdpa_lab.measuring.workloads import workload
+from tests.calls import pretended
 
 SMALL = replace(workload("gdpa-self-full-256"), batch=2, max_seqlen_q=64, max_seqlen_k=64)
 
@@ -88,10 +88,8 @@ def test_a_hash_is_of_what_runs(tmp_path, name):
 @pytest.fixture
 def gpu():
     """Triton compiles what it is told to run for an H200."""
-    before = driver._active
-    machine_code.pretend(90)
-    yield
-    driver._active = before
+    with pretended(90):
+        yield
 
 
 def launched(call) -> list[dict]:
@@ -128,7 +126,9 @@ def test_what_a_kernel_no_longer_specializes_is_no_part_of_its_code(gpu, monkeyp
     inputs = make_inputs(seeds, device="cpu")
     kept = launched(lambda: v1_tiled_backward.backward(inputs.grad_out, inputs.batch()))[-1]
     then = kept | {"attributes": kept["attributes"] | {"max_seqlen_q": [["tt.divisibility", 16]]}}
-    assert code_again(then) == kept["code"]
+    one = {"constants": kept["constants"] | {"max_seqlen_q": 1},
+           "signature": kept["signature"] | {"max_seqlen_q": "constexpr"}}  # fmt: skip
+    assert code_again(then) == code_again(kept | one) == kept["code"]
     marked = next(p for p in v1_tiled_backward.queries_kernel.params if p.name == "max_seqlen_q")
     monkeypatch.setitem(marked.__dict__, "do_not_specialize", False)
     assert code_again(then) != kept["code"], "here it matters"

@@ -1,4 +1,4 @@
-"""Whole training steps: the scripts that chapters run are found."""
+"""Whole training steps: which scripts run, and on which GPU."""
 
 import threading
 

@@ -4,7 +4,6 @@ import shutil
 from dataclasses import replace
 
 import pytest
-from triton.runtime import driver
 
 from gdpa_kernels.calling.launches import launches
 from gdpa_kernels.gdpa.kernels import v1_tiled, v7_packed
@@ -13,6 +12,7 @@ from gdpa_lab.measuring import machine_code, record, system
 from gdpa_lab.measuring.inputs import make_inputs
 from gdpa_lab.measuring.workloads import workload
 from gdpa_lab.report import staleness
+from tests.calls import pretended
 from tests.records import PROTOCOL, STATE, a_row
 
 SELF = replace(workload("gdpa-self-full-256"), name="self", batch=2)
@@ -87,15 +87,13 @@ MACHINE = replace(system.describe(), compute_capability="9.0")
 def measured(tmp_path):
     """A record of the package as it is, of kernels with activations and without: of v7 and v1 with
     what they launched, and of block attention's v1 without."""
-    before = driver._active
-    machine_code.pretend(90)
     rows = [a_row(BLOCK, impl="v1_one_tile", math="softmax", samples_us=[9e6])]
     for impl, module in (("v7_packed", v7_packed), ("v1_tiled", v1_tiled)):
         with launches(run=False) as seen:
             module.forward(make_inputs(SELF, device="cpu").batch())
-        own = [machine_code.describe(x) for x in seen if x.kernel.__module__ == module.__name__]
+        with pretended(90):
+            own = [machine_code.describe(x) for x in seen if x.kernel.__module__ == module.__name__]
         rows.append(a_row(SELF, impl=impl, samples_us=[9e6], launches=own))
-    driver._active = before
     run = record.new_record(
         command="make measure", notebook=None, system=MACHINE, state_before=STATE,
         state_after=STATE, protocol=PROTOCOL, workloads=[SELF, BLOCK], rows=rows,

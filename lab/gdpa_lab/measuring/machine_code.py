@@ -119,8 +119,8 @@ def compile_again(launch: Mapping[str, Any]) -> CompiledKernel:
 
     Constants that it no longer takes are left out, and so is what Triton knew of an argument that
     it no longer specializes; arguments that it takes since then have their defaults: its code says
-    whether they matter. LookupError if there is no such kernel,
-    ValueError if it takes other arguments.
+    whether they matter. LookupError if there is no such kernel, ValueError if it takes other
+    arguments.
     """
     import triton
     from triton.backends.compiler import GPUTarget
@@ -145,19 +145,17 @@ def compile_again(launch: Mapping[str, Any]) -> CompiledKernel:
     if set(kernel.arg_names) != set(signature):
         raise ValueError(f"{name} must take {list(launch['signature'])}, got {kernel.arg_names}")
     constants = defaults | launch["constants"]
-    for parameter in kernel.params:  # 1 was a constant where Triton specializes it
-        if parameter.do_not_specialize and type(constants.get(parameter.name)) is int:
-            signature[parameter.name] = "i32"
-            del constants[parameter.name]
+    plain = {p.name for p in kernel.params if p.do_not_specialize}
+    ones = {name for name in plain & constants.keys() if constants[name] == 1}
+    signature |= dict.fromkeys(ones, "i32")  # a constant where Triton specializes
     signature = {argument: signature[argument] for argument in kernel.arg_names}
     values = {
         place[key]: tuple(value) if isinstance(value, list) else value
         for key, value in constants.items()
-        if key in place
+        if key in place.keys() - ones
     }
-    specialized = {p.name for p in kernel.params if not p.do_not_specialize}
     attributes = {
-        place[key]: value for key, value in launch["attributes"].items() if key in specialized
+        place[key]: value for key, value in launch["attributes"].items() if key not in plain
     }
     source = triton.compiler.ASTSource(kernel, signature, values, attributes)
     target = GPUTarget("cuda", launch["arch"], 32)
