@@ -64,13 +64,13 @@ chapter.glue(
 # %% tags=["remove-input"]
 # | name: fig-plan-found
 # | caption: >
-# |   **The plan brackets the measured kernels: forward v4 overlaps nothing, forward v8 most of its
+# |   **The plan says what was measured: forward v4 overlaps nothing, forward v8 most of its
 # |   activation.** Cycles of an SM that 128 keys more cost a tile of 128 rows, from the lines
 # |   through 1,024 and 2,048 tokens, back to back. Dashed: the tensor cores alone, and tensor cores
 # |   and tanh one after the other (both on paper).
 # | alt: >
-# |   A dot for each of four forward kernels between two dashed lines. v4 and v6 lie at the right
-# |   line, where nothing overlaps. v7 and v8 lie nearer to the left line, the tensor cores alone.
+# |   A dot for each of four forward kernels, and two dashed lines. v4 and v6 lie at the right line,
+# |   where nothing overlaps. v7 and v8 lie nearer to the left line, the tensor cores alone.
 chapter.figure(
     charts.dots(
         found, xlabel="cycles of an SM per block of 128 keys", form=",.0f",
@@ -197,20 +197,15 @@ ALONE = ("MATH_ROLES = tl.constexpr(2)", "MATH_ROLES = tl.constexpr(1)")
 one_v4, one_v5 = (studies.changed(module, ALONE) for module in (v4_warp_specialized, v5_pingpong))
 V4, V5 = v4_warp_specialized.Config, v5_pingpong.Config
 slow_s = 384 + 256  # the port while S runs and a copy arrives
-ORDERS = {
-    "serial, one": (one_v4, V4(), 64, 1536, slow_s + 512 + 512),
-    "serial, two": (v4_warp_specialized, V4(), 128, 2048, 2 * (slow_s + 1024)),
-    "pipelined, one": (one_v5, V5(), 64, 1024, slow_s + 512),
-    "pipelined, two": (v5_pingpong, V5(), 128, 2048, 2 * (slow_s + 512)),
-    "ping-pong, two": (
-        v5_pingpong, V5(turns=True), 128, 2048, 2 * (slow_s + 512)
-    ),
-}  # fmt: skip
+ORDERS = [
+    ("serial, one", one_v4, V4(), 64, 1536, slow_s + 1024),
+    ("serial, two", v4_warp_specialized, V4(), 128, 2048, 2 * (slow_s + 1024)),
+    ("pipelined, one", one_v5, V5(), 64, 1024, slow_s + 512),
+    ("pipelined, two", v5_pingpong, V5(), 128, 2048, 2 * (slow_s + 512)),
+    ("ping-pong, two", v5_pingpong, V5(turns=True), 128, 2048, 2 * (slow_s + 512)),
+]
 orders = pd.DataFrame(
-    [
-        (name, low, high, period(module, config, rows))
-        for name, (module, config, rows, low, high) in ORDERS.items()
-    ],
+    [(name, low, high, period(*how)) for name, *how, low, high in ORDERS],
     columns=["order, consumers", "at least", "at most", "emulated"],
 ).set_index("order, consumers")
 inside = orders["emulated"].between(orders["at least"], orders["at most"])
@@ -259,8 +254,8 @@ chapter.table(
 # The emulator has $L = 600$, and a block of 32 KiB takes $C = 512$ cycles. In the serial order two
 # consumers hold K for two S at least: $H = 2M = 1{,}024$ and $2{,}136 / 2{,}048 = 1.04$. So one
 # slot is just too few and two are plenty. In the pipelined order V is held while both consumers
-# issue the next S *and* P V: $H = 4M = 2{,}048$ and $3{,}160 / 2{,}048 = 1.5$. With one slot more
-# than a third of the speed would be lost:
+# issue the next S *and* P V: $H = 4M = 2{,}048$ and $3{,}160 / 2{,}048 = 1.5$. A single slot would
+# cost more than a third of the speed:
 
 # %% tags=["remove-cell"]
 slots = pd.DataFrame(
@@ -476,37 +471,6 @@ chapter.glue(gain=gain)
 # 20261121T155119Z). Forward v7 and v8 therefore take four.
 #
 # ## Exercises
-#
-# :::{exercise} Three consumers
-# :label: ex-plan-three
-#
-# Take three consumers of 64 rows at head_dim 128, to lower the share of the copies. (a) How many
-# registers can each have, and which $n$ fits in the manner of forward v8? (b) What is the port's
-# share? (c) Which slots of Q, K and V, and O fit? (d) What else could go wrong? *(paper, 30
-# minutes)*
-# :::
-
-# %% tags=["remove-cell"]
-three_math = lesson.Config(64, 2, 160, math_roles=3)
-shared = 2 * 3 * 2 * 64 * 128 + 4 * 64 * 128 * 2 + 2 * 64 * 128 * 3
-assert shared == 208 * 1024 and shared + 32 * 1024 > 227 * 1024, "the answer"
-tile = studies.batch((192,), (512,))
-cycles = period(lesson, three_math, 192, 128, "gelu_tanh") * 2 / 3
-chapter.glue(cycles_three=cycles)
-
-# %% [markdown]
-# :::{solution} ex-plan-three
-# :class: dropdown
-#
-# (a) Four groups: 128 registers at launch, 512 in all. $3 \cdot 160 + 32 = 512$. With 128 keys 192
-# are alive: too many. With 64 keys it is 64 + 32 + 32 = 128, which fits. (b) $1/2 + 1/4 + 1/6$, a
-# share of 92 %, is better than two consumers with 64 keys, worse than two with 128. (c) Q with two
-# slots 96, O 48, and K and V 32 KiB for each slot of 64 keys: two slots make 208 KiB, three do not
-# fit. With one slot of Q there is room for four, but then the next tile's Q is late. (d) Tiles of
-# 192 rows waste more of a sequence's last rows, and the list gets fewer, larger entries. The
-# emulator says {glue:text}`cycles_three:,.0f` cycles per 128 rows and 128 keys, but a prototype
-# lost against two consumers (lab notes, {doc}`../../notes/v4_to_v6`).
-# :::
 #
 # :::{exercise} P through shared memory
 # :label: ex-plan-port
