@@ -107,14 +107,14 @@ chapter.figure(chart, measured=ladder)
 
 # %% tags=["remove-cell"]
 limits = results.ceilings(chapter.record("backward/results"), "sustained")
-moved = {(256, "v4"): 512 + 512 + 2 * 512 + 512 + 256, (256, "v5"): 512 + 256,
-         (128, "v4"): 512 + 512 + 512 + 512 + 256, (128, "v6"): 512 + 256}  # fmt: skip
-ns = {at: count / limits.gbytes_per_s(2, 1) for at, count in moved.items()}
-bytes_of_rows = pd.DataFrame({
-    "keys": [keys for keys, _ in moved], "kernel": [f"backward {name}" for _, name in moved],
-    "bytes of a row": list(moved.values()), "ns of its bytes": list(ns.values()),
-    "ns of its matmuls": [5 * 2 * keys * 128 / limits.tflops / 1e3 for keys, _ in moved],
-})  # fmt: skip
+ns = 1 / limits.gbytes_per_s(2, 1)  # of a byte
+bytes_of_rows = pd.DataFrame(
+    [(256, "backward v4", 512 + 512 + 2 * 512 + 512 + 256), (256, "backward v5", 512 + 256),
+     (128, "backward v4", 512 + 512 + 512 + 512 + 256), (128, "backward v6", 512 + 256)],
+    columns=["keys", "kernel", "bytes of a row"],
+)  # fmt: skip
+bytes_of_rows["ns of its bytes"] = bytes_of_rows["bytes of a row"] * ns
+bytes_of_rows["ns of its matmuls"] = 5 * 2 * bytes_of_rows["keys"] * 128 / limits.tflops / 1e3
 longer = bytes_of_rows["ns of its bytes"] > bytes_of_rows["ns of its matmuls"]
 assert [*longer] == [True, False, True, False], "the caption says so"
 
@@ -339,11 +339,11 @@ over = time.div(time[V6], axis=0)
 saved = (time[V4] - time[V6])[FEW.name] * 1e3 / (FEW.total_q * FEW.num_heads_q)  # ns of a row
 parts = chapter.recorded("pieces").groupby("piece")["time_us"].median()
 around = parts["zero fill"] + parts["rounding"]
-fewer = ns[128, "v4"] - ns[128, "v6"]
+fewer = 1536 * ns
 chapter.glue(
     over_v4=spread(over[V4]), over_v5=spread(over[V5].dropna()), saved=saved, bytes=fewer,
     over_peer=spread(over[PEERS].min(axis=1).dropna()), around=100 * around / parts["v4"],
-    twice=512 * 4 / limits.gbytes_per_s(2, 1), v6=parts["v6"],
+    twice=2048 * ns, v6=parts["v6"],
     added=parts["v4"] - parts["v4, nothing added"], left=parts["v4, nothing added"] - around,
 )  # fmt: skip
 

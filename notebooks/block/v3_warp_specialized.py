@@ -12,10 +12,10 @@
 # :::{admonition} In this chapter (35 minutes)
 # You will be able to decide by Little's law how many slots a kernel needs, to store results in
 # tiles that are no longer needed, and to say what a producer is for where no unit is
-# compute-bound. In the backward pass at head_dim 128, where one program fills an SM, block v3 is
+# compute-bound. At head_dim 128 one program fills an SM in the backward pass, and block v3 is
 # {glue:text}`faster_v1:.0f` % faster than block v1 back to back and {glue:text}`faster_v2:.0f` %
 # faster than block v2 with its defaults. In the forward pass it is {glue:text}`forward_more:.1f` %
-# slower than block v1, which has no warp roles at all.
+# slower there than block v1, which has no warp roles at all.
 # :::
 
 # %% tags=["hide-input"]
@@ -60,8 +60,7 @@ chapter.glue(
 # |   back; block v1 to block v3 with their defaults.
 # | alt: >
 # |   A dot plot with four rows, forward and backward at head_dim 128 and 64. Forward the three
-# |   rungs lie close together, v1 furthest right. Backward v3 is furthest right, at head_dim 128 by
-# |   a wide margin.
+# |   rungs lie close together. Backward v3 is furthest right, at head_dim 128 by a wide margin.
 defaults = rows.pivot(index="shape", columns="impl", values="percent_of_roofline").loc[SHAPES]
 chapter.figure(
     charts.dots(
@@ -331,12 +330,13 @@ chapter.predict(
 five = chapter.times("block/v2_slab", "percent_of_roofline", "variant", variant=None,
                      direction="backward")["1 per SM, 5 stages"]  # fmt: skip
 chapter.glue(
-    alone_64=by_slots["backward 64"].max(), narrow_64=narrow.min(),
+    alone_64=share.loc[[label(*c) for c in FITS["backward 64"] if c[2] == 1], "backward 64"].max(),
+    narrow_64=narrow.min(),
     best_64=defaults[V3]["backward 64"],
     best_128=defaults[V3]["backward 128"], wide_128=wide.max(),
     v2_five=five["block-fill70-2000"],
     of_peak=100 * workload("block-fill70-2000").flops("backward") / us[V3]["backward 128"] / 1e6
-    / results.ceilings(run).tflops,
+    / results.ceilings(run, "sustained").tflops,
 )  # fmt: skip
 
 # %% [markdown]

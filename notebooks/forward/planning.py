@@ -254,31 +254,20 @@ chapter.table(
 # The emulator has $L = 600$, and a block of 32 KiB takes $C = 512$ cycles. In the serial order two
 # consumers hold K for two S at least: $H = 2M = 1{,}024$ and $2{,}136 / 2{,}048 = 1.04$. So one
 # slot is just too few and two are plenty. In the pipelined order V is held while both consumers
-# issue the next S *and* P V: $H = 4M = 2{,}048$ and $3{,}160 / 2{,}048 = 1.5$. A single slot would
-# cost more than a third of the speed:
+# issue the next S *and* P V: $H = 4M = 2{,}048$ and $3{,}160 / 2{,}048 = 1.5$. So a single slot
+# costs more than a third of the speed. In the emulator a block takes the two orders
+# {glue:text}`serial_one:,.0f` and {glue:text}`pipelined_one:,.0f` cycles with one slot,
+# {glue:text}`serial_two:,.0f` and {glue:text}`pipelined_two:,.0f` with two (SiLU).
 
 # %% tags=["remove-cell"]
-slots = pd.DataFrame(
-    [
-        ("serial: K", 2136, 2136 / 2048,
-         *(period(v4_warp_specialized, V4(num_stages=s), 128) for s in (1, 2))),
-        ("pipelined: V", 3160, 3160 / 2048,
-         *(period(v5_pingpong, V5(num_stages=s), 128) for s in (1, 2))),
-    ],
-    columns=["order: buffer", "taken", "slots", "one slot", "two slots"],
-)  # fmt: skip
-assert (slots["one slot"] > slots["taken"]).all(), "the text: a bound"
-assert (slots["two slots"] < 1.1 * 2048).all()
-lost = 1 - slots["two slots"] / slots["one slot"]
-assert lost.iloc[1] > 1 / 3 > lost.iloc[0], "the text: more than a third"
-
-# %% tags=["remove-input"]
-chapter.table(
-    slots.round({"slots": 2, "one slot": 0, "two slots": 0}),
-    caption="**One slot is too few, and more so for software pipelining.** `taken`: cycles for "
-    "which a slot is taken at least, so with one slot the period cannot be shorter.",
-    modelled="Little's law", emulated="two consumers, SiLU",
-)  # fmt: skip
+TAKEN = {"serial": (v4_warp_specialized, V4, 2136), "pipelined": (v5_pingpong, V5, 3160)}
+lost = {}
+for order, (module, config, taken) in TAKEN.items():
+    one, two = (period(module, config(num_stages=n), 128) for n in (1, 2))
+    assert one > taken and two < 1.1 * 2048, "the text: a bound"
+    chapter.glue(**{f"{order}_one": one, f"{order}_two": two})
+    lost[order] = 1 - two / one
+assert lost["pipelined"] > 1 / 3 > lost["serial"], "the text: more than a third"
 
 # %% [markdown]
 # This explains the row that failed. With one pipelined consumer $T$ should be 1,024, and V is taken
@@ -290,17 +279,17 @@ chapter.table(
 #
 # ## Sum 4: registers per role
 #
-# An SM has 65,536 registers. One {term}`CTA` with $g$ warp groups of 128 threads can give each
+# Of an SM's 65,536 registers one {term}`CTA` with $g$ warp groups of 128 threads can give each
 # thread $65{,}536 / (128 g)$, rounded down to a multiple of 8: 168 for a producer and two
-# consumers. `setmaxnreg` moves them between groups ({doc}`../operator/machine`), in steps of 8,
-# between 24 and 256 per thread. The sum over groups must not exceed what the launch allocated:
+# consumers. `setmaxnreg` moves them between groups in steps of 8 ({doc}`../operator/machine`). The
+# sum over groups must not exceed what the launch allocated:
 #
 # $$
 # r_\text{producer} + c\, r_\text{consumer} \le g \cdot r_\text{launch},
 # \qquad\text{e.g. } 24 + 2 \cdot 240 = 3 \cdot 168 = 504.
 # $$
 #
-# If it does, the last group waits for ever, and the emulator, which has no pool, cannot find it.
+# If it does, the last group waits for ever; the emulator, which has no pool, cannot find that.
 #
 # What a consumer thread needs is a sum over what is alive at the same time. A tile of 64 × $x$
 # values has $x/2$ per thread in fp32 and $x/4$ in bf16:
@@ -317,7 +306,7 @@ chapter.table(
 # 240 here. Then let the compiler confirm it: no {term}`spills <spill>`, and MMAs that are not
 # {term}`serialised <serialised wgmma>`.
 #
-# ## Sum 5: shared memory and tensor memory
+# ## Sum 5: shared memory
 #
 # A CTA may use 227 KiB of shared memory on Hopper and Blackwell. With $s$ slots, $q$ slots of Q for
 # each consumer and bf16, in bytes:
@@ -330,9 +319,8 @@ chapter.table(
 # Forward v8 has $q = s = 2$: 64 + 128 + 32 = 224 KiB. A third slot of 128 keys needs 64 KiB more
 # and does not fit; the emulator refuses such a kernel as a GPU would.
 #
-# Blackwell adds the 512 columns of {term}`tensor memory`. Two tiles in flight at $n = d = 128$ need
-# $2 (128 + 128) = 512$ columns for S and O, so P must lie inside the columns of S
-# ({doc}`../blackwell/tensor_memory`). Allocation *blocks* like `setmaxnreg`.
+# Blackwell adds a sixth sum, over the 512 columns of {term}`tensor memory`
+# ({doc}`../blackwell/tensor_memory`).
 #
 # ## The barrier form
 #
@@ -357,8 +345,8 @@ chapter.table(
 #    $\lfloor j / s \rfloor \bmod 2$. A consumer waits with this phase, a producer with the other.
 # 2. *Do the arrivals add up?* Every thread arrives, so two consumers are 256. With a count of 128
 #    the faster consumer alone would free the buffer.
-# 3. *Do the bytes add up?* A clipped box reports its full size; a wrong count hangs the phase or
-#    spoils the *next* one ({doc}`../operator/machine`).
+# 3. *Do the bytes add up?* A wrong count hangs the phase or spoils the *next* one
+#    ({doc}`../operator/machine`).
 # 4. *Who is last?* A buffer is free when the MMA that reads it has completed, not when it was
 #    issued.
 # 5. *With multicast,* each receiver must expect its bytes, and the sender must wait for all their
