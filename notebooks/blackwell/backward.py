@@ -307,7 +307,7 @@ for what, (module, old, new, *shared) in forgotten.items():
     call = partial(wrong.backward, studies.gradient(given), given)
     (says,) = studies.findings(call, [0], arch="sm_100")
     assert says, "the text says so"
-    print(f"{what}: {says.splitlines()[0][:70]}")
+    print(f"{what}: {says.partition(':')[0]}")
 assert "EarlyExit" in says, "the last one"
 
 # %% [markdown]

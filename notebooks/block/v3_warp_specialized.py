@@ -113,7 +113,7 @@ chapter.roles("v3_warp_specialized", "block_attention")
 # ### The backward kernel, with notes
 
 # %% tags=["remove-input"]
-V3_NOTES = {
+NOTES = {
     "LATER: tl.constexpr":
         "With another slot to work on, a slot is given back one item later, so that its stores "
         "overlap with the next item.",
@@ -124,8 +124,6 @@ V3_NOTES = {
     "p_tile = p[stage * (WIDTH // BLOCK)]": "V is dead from here on, and P takes its place.",
     'tlx.fence("async_shared")':
         "Makes what threads have written to shared memory visible to MMAs and TMA.",
-}  # fmt: skip
-OTHER_NOTES = {
     "tlx.barrier_wait(tiles.empty[stage], phase ^ 1)":
         "The only wait of the producer: is the slot free? The first time it passes at once.",
     "for tile in tl.static_range(TILES):":
@@ -133,11 +131,8 @@ OTHER_NOTES = {
         "asked.",
     'with tlx.async_task("default"):': "The producer's four warps, of which one thread works.",
 }  # fmt: skip
-chapter.annotated(v3.math_backward, V3_NOTES, folded="The consumer")
-chapter.annotated(
-    [v3.load, v3.backward_kernel], OTHER_NOTES,
-    folded="The producer, and the kernel that starts the roles",
-)  # fmt: skip
+chapter.annotated([v3.math_backward, v3.load, v3.backward_kernel], NOTES,
+                  folded="The consumer, the producer, and the kernel that starts them")  # fmt: skip
 
 # %% [markdown]
 # ## Little's law counts the slots, and one more pays
@@ -331,9 +326,8 @@ five = chapter.times("block/v2_slab", "percent_of_roofline", "variant", variant=
                      direction="backward")["1 per SM, 5 stages"]  # fmt: skip
 chapter.glue(
     alone_64=share.loc[[label(*c) for c in FITS["backward 64"] if c[2] == 1], "backward 64"].max(),
-    narrow_64=narrow.min(),
-    best_64=defaults[V3]["backward 64"],
-    best_128=defaults[V3]["backward 128"], wide_128=wide.max(),
+    narrow_64=narrow.min(), wide_128=wide.max(), best_64=defaults[V3]["backward 64"],
+    best_128=defaults[V3]["backward 128"],
     v2_five=five["block-fill70-2000"],
     of_peak=100 * workload("block-fill70-2000").flops("backward") / us[V3]["backward 128"] / 1e6
     / results.ceilings(run, "sustained").tflops,

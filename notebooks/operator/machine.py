@@ -295,17 +295,15 @@ moments = [
 chapter.figure(drawn.barrier(moments), modelled="counted by the rules of the text")
 
 # %% [markdown]
-# Four rules about bytes follow:
+# {numref}`fig-machine-barrier` shows one rule about bytes. Three more follow:
 #
-# 1. **A copy may precede its `expect_tx`** ({numref}`fig-machine-barrier`). The phase still lacks
-#    the arrival, so it cannot end early.
-# 2. **A clipped box reports the full box.** At the end of a tensor TMA fills the missing rows with
+# 1. **A clipped box reports the full box.** At the end of a tensor TMA fills the missing rows with
 #    zeros, and it reports these bytes as well. Announce the bytes of the box, never those of the
 #    rows that exist.
-# 3. **A wrong count carries into the next phase.** Announce one box where two come: the first one
+# 2. **A wrong count carries into the next phase.** Announce one box where two come: the first one
 #    completes the phase, and the second is subtracted from the next phase, which then completes
 #    before its own data are there. Announce too many bytes, and the wait hangs.
-# 4. **Multicast reports to each receiver.** A copy that TMA writes into several SMs of a
+# 3. **Multicast reports to each receiver.** A copy that TMA writes into several SMs of a
 #    {term}`cluster` subtracts its bytes from each one's barrier, and each must announce them.
 #
 # {doc}`../tools/emulator` builds such a barrier in ten lines. A *named barrier* is something else:
@@ -411,6 +409,8 @@ chapter.figure(drawn.stages(STAGES), compiled="notebooks/tools/kernels/pipeline.
 # | `local_load(x)`, `local_store(x, y)` | buffer to registers and back | LDS, STS, LDTM, STTM |
 #
 # ## The table of facts
+#
+# *guide* is the [CUDA programming guide](https://docs.nvidia.com/cuda/cuda-c-programming-guide/).
 
 # %% tags=["remove-input"]
 GUIDE, ISA = "guide", "PTX ISA"
@@ -445,10 +445,6 @@ chapter.glue(
 )  # fmt: skip
 
 # %% [markdown]
-# Sources: {cite}`nvidiaptx`, the [CUDA programming
-# guide](https://docs.nvidia.com/cuda/cuda-c-programming-guide/) and the FlashAttention-4 paper
-# {cite}`zadouri2026flashattention4`.
-#
 # ## Exercise
 #
 # :::{exercise} Plan the registers and the columns
