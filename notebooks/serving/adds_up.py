@@ -21,7 +21,6 @@
 import contextlib
 import functools
 import io
-import math
 import random
 
 import pandas as pd
@@ -417,7 +416,7 @@ chapter.glue(
 # :::
 
 # %% tags=["remove-cell"]
-chapter.glue(after=UPDATES * (2e-4 / last[SAME]) ** 2 / 1e6, law=last[SAME] / math.sqrt(UPDATES))
+chapter.glue(after=UPDATES * (2e-4 / last[SAME]) ** 2 / 1e6, law=last[SAME] / UPDATES**0.5)
 
 # %% [markdown]
 # :::{solution} ex-sum-recompute
