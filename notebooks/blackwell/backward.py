@@ -185,7 +185,7 @@ took = pd.Series(took)
 assert (took / clocks).between(1, 1.1).all(), "the caption"
 
 # %% tags=["remove-input"]
-sums = {"KiB": count.sum(), "clocks of the port": clocks, "clocks of a step, emulated": took,
+sums = {"together": count.sum(), "clocks of the port": clocks, "clocks of a step, emulated": took,
         "of these with an MMA, %": 100 * 5 * MMA / took}  # fmt: skip
 table = pd.concat([count, pd.DataFrame(sums).T]).rename(columns=lambda impl: impl[:2])
 chapter.table(

@@ -72,7 +72,7 @@ chapter.glue(
     flop=2 * units.TILE**3, rate_h200=units.H200.flops, rate_b200=units.B200.flops,
     mufu=mufu, mufu_h200=100 * mufu / units.mma(units.H200, 2),
     mufu_b200=100 * mufu / units.mma(units.B200, 2),
-    matmul=ceilings.tflops, copy=ceilings.copies[0][1], clock=clock,
+    copy=ceilings.copies[0][1], clock=clock,
     hbm=ceilings.copies[0][1] / clock / units.H200.sms,
 )  # fmt: skip
 assert matmul["port, %"].max() == 100, "the text: no room for anything else"
