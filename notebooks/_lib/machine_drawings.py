@@ -1,5 +1,5 @@
 """Pictures of the machine as SVG: an SM, its registers, where operands lie, the stages of a
-compilation, an mbarrier, tensor memory.
+compilation, an mbarrier.
 
 Texts stay texts. Alone a picture is mid-grey; inlined in a page its texts take the page's colour.
 """
@@ -208,26 +208,4 @@ def barrier(moments: Sequence[Moment]) -> str:
                   filled=0.25 if begins else 0.12, small=True)  # fmt: skip
         if place:
             drawn.arrow((x - 11, 90), (x - 1, 90))
-    return drawn.svg()
-
-
-def tensor_memory(plans: Mapping[str, Sequence[tuple[str, int, int]]], columns: int) -> str:
-    """Tensor memory, 128 lanes down and `columns` to the right, for each title: parts of (name,
-    first column, columns), to scale."""
-    high = 84
-    drawn = Picture(height=26 + (high + 40) * len(plans))
-    left, wide = 56, WIDTH - 76
-    for place, (title, parts) in enumerate(plans.items()):
-        y = 16 + (high + 40) * place
-        drawn.text(left, y - 2, title, ["small", "strong"])
-        drawn.box(left, y + 4, wide, high, filled=0.03)
-        drawn.text(left - 6, y + 16, "lane 0", ["small"], anchor="end")
-        drawn.text(left - 6, y + high + 2, "127", ["small"], anchor="end")
-        for number, (name, first, size) in enumerate(parts):
-            shade = (BLUE, GREEN, ORANGE, VIOLET)[number % 4]
-            drawn.box(left + wide * first / columns, y + 4, wide * size / columns, high,
-                      *name.split("\n"), shade=shade, filled=0.2, small=True)  # fmt: skip
-        for column in range(0, columns + 1, columns // 4):
-            drawn.text(left + wide * column / columns, y + high + 18, f"{column}", ["small"],
-                       anchor="middle")  # fmt: skip
     return drawn.svg()

@@ -246,7 +246,7 @@ print("softmax:", kept_by(lambda: F.scaled_dot_product_attention(*wide), wide))
 # | {doc}`backward v1 <v1_tiled_backward>` | two kernels, one for each direction; T and dP twice |
 # | {doc}`backward v2 <v2_fused_backward>` | one kernel walks columns and adds dQ up in memory |
 # | {doc}`backward v4 <v4_warp_specialized_backward>` | the same, with warp roles |
-# | {doc}`backward v5 to v7 <v5_short_kv_backward>` | all keys of a sequence are in one place |
+# | {doc}`backward v5 and v6 <v5_short_kv_backward>` | all keys of a sequence are in one place |
 #
 # *Which way round.* What a Hopper tensor core leaves in registers can be the first operand of the
 # next MMA as it is, but not transposed. With scores as $Q K^{\mathsf T}$, dV and dK need a

@@ -85,10 +85,9 @@ chapter.predict(
 # | caption: >
 # |   **Two matmuls too many cost backward v1 less than they seem to: it keeps up with
 # |   FlashAttention-2.** TFLOP/s back to back; the two repeated matmuls do not count as useful.
-# |   The baselines compute softmax attention.
 # | alt: >
-# |   Bars of TFLOP/s. Backward v1 and FlashAttention-2 have nearly the same length;
-# |   FlashAttention-4 and cuDNN are longer. All end well below the dashed line of the roofline.
+# |   Bars of TFLOP/s. Backward v1 and FlashAttention-2 have nearly the same length; cuDNN and two
+# |   newer FlashAttentions are longer. All end well below the dashed line of the roofline.
 chapter.ladder(V1, "backward")
 
 # %% [markdown]

@@ -40,7 +40,7 @@ data_dir = "data"
 chapter = Chapter("backward/v2_fused_backward", mode=mode, device=device, data_dir=data_dir)
 V1, V2, V2A = "v1_tiled_backward", "v2_fused_backward", "v2a_ordered_backward"
 LONG, CROSS = "gdpa-self-full-1024", "gdpa-cross-full-2048"
-loops = chapter.times("measuring/power_wall", scope="sustained", direction="backward").loc[LONG]
+loops = chapter.times("backward/results", scope="sustained", direction="backward").loc[LONG]
 assert loops[V1] / loops[V2] < 7 / 5, "the text: MMAs alone would give more"
 chapter.glue(loops=loops[V1] / loops[V2])
 
@@ -48,10 +48,10 @@ chapter.glue(loops=loops[V1] / loops[V2])
 # | name: fig-five-ladder
 # | caption: >
 # |   **Backward v2 gains less than two saved matmuls promise.** The backward ladder up to v2 on
-# |   full batches of 1,024 tokens, back to back. The baselines compute softmax attention.
+# |   full batches of 1,024 tokens, back to back.
 # | alt: >
-# |   Bars of TFLOP/s. v2 is about a quarter longer than v1 and FlashAttention-2; FlashAttention-4
-# |   and cuDNN are longer still. All end below the dashed line of the roofline.
+# |   Bars of TFLOP/s. v2 is about a quarter longer than v1 and FlashAttention-2; cuDNN and two
+# |   newer FlashAttentions are longer still. All end below the dashed line of the roofline.
 chapter.ladder(V2, "backward")
 
 # %% [markdown]

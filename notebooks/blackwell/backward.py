@@ -5,7 +5,7 @@
 # ---
 
 # %% [markdown]
-# # Blackwell backward b1 and b2: five accumulators in four places, bound by shared memory
+# # Backward on Blackwell: five accumulators in four places, bound by shared memory
 #
 # The backward pass has five accumulators, and {term}`tensor memory` holds four. Which two can share
 # their columns, and what becomes the bound when the accumulators have left the registers?
@@ -70,30 +70,19 @@ chapter.glue(halves=halves, whole=whole, first=first)
 # |   255 hold dP, then dQ, then the next dP; the right half holds the sums dV and dK throughout.
 KEPT, MATH, WRITTEN = "kept or read by an MMA", "with math or output", "written by the MMA"
 dv, dk = (256, 384, "dV", KEPT), (384, 512, "dK", KEPT)
+ROWS = {
+    "S of step i+1": [(0, 128, "S(i+1)", WRITTEN), (128, 256, "dP(i) → dS(i)", MATH), dv, dk],
+    "dQ of step i": [(0, 128, "S → P(i+1)", MATH), (128, 256, "dQ(i)", WRITTEN), dv, dk],
+    "dK of step i": [(0, 128, "S → P(i+1)", MATH), (128, 256, "dQ(i) leaves", MATH), dv,
+                     (384, 512, "dK +=", WRITTEN)],
+    "dP of step i+1": [(0, 128, "P(i+1)", KEPT), (128, 256, "dP(i+1)", WRITTEN), dv, dk],
+    "dV of step i+1": [(0, 128, "P(i+1)", KEPT), (128, 256, "dP → dS(i+1)", MATH),
+                       (256, 384, "dV +=", WRITTEN), dk],
+}  # fmt: skip
 chapter.figure(
-    columns.over_time(
-        {
-            "S of step i+1": [
-                (0, 128, "S(i+1)", WRITTEN), (128, 256, "dP(i) → dS(i)", MATH), dv, dk,
-            ],
-            "dQ of step i": [(0, 128, "S → P(i+1)", MATH), (128, 256, "dQ(i)", WRITTEN), dv, dk],
-            "dK of step i": [
-                (0, 128, "S → P(i+1)", MATH), (128, 256, "dQ(i) leaves", MATH), dv,
-                (384, 512, "dK +=", WRITTEN),
-            ],
-            "dP of step i+1": [
-                (0, 128, "P(i+1)", KEPT), (128, 256, "dP(i+1)", WRITTEN), dv, dk,
-            ],
-            "dV of step i+1": [
-                (0, 128, "P(i+1)", KEPT), (128, 256, "dP → dS(i+1)", MATH),
-                (256, 384, "dV +=", WRITTEN), dk,
-            ],
-        },
-        [KEPT, MATH, WRITTEN],
-    ),
+    columns.over_time(ROWS, [KEPT, MATH, WRITTEN]),
     computed="the order of MMAs in the source of b1, head_dim 128",
-)  # fmt: skip
-
+)
 
 # %% [markdown]
 # ## Five accumulators need 640 columns, and there are 512
@@ -166,79 +155,63 @@ same = {
     "dQ": 2 * TILE, "dS stored": TILE, "Q, dO by TMA": 2 * TILE,
 }  # fmt: skip
 # b1: 128 columns of fp32 are written and read. b2: 64 arrive and are read, and leave in bf16.
-count = pd.DataFrame(
-    {
-        B1: same | {"dQ out": 4 * TILE},
-        B2: same | {"dQ out": 3 * TILE},
-        B3: same | {"dK": TILE, "dQ out": 4 * TILE},
-    }
-)
+count = pd.DataFrame({
+    B1: same | {"dQ out": 4 * TILE},
+    B2: same | {"dQ out": 3 * TILE},
+    B3: same | {"dK": TILE, "dQ out": 4 * TILE},
+})  # fmt: skip
 clocks = count.sum().map(units.kibibytes)
+assert clocks[B1] - clocks[B3] == units.kibibytes(whole - first), "the plans say so"
+STEPS = 4
+ONCE = 2 * TILE + 4 * TILE  # of a tile: K and V in, dV and dK through
+
+
+def emulated(module, keys: int) -> tuple:
+    """A tile's timeline, the KiB that its port moves, and the clocks of a step: from dP to dP."""
+    given = studies.batch((STEPS * 128,), (keys,))
+    run = studies.backward(module, given, arch="sm_100", trace=True)
+    line = run.reports["backward_kernel"].timeline
+    mmas = (e for e in line.events if e.cta == 0 and e.kind == "mma")
+    of_dp = [e.start for e in mmas if e.name.startswith("v[0]")]
+    return line, line.busy[0]["shared memory"], (of_dp[-1] - of_dp[1]) / (STEPS - 2)
+
+
+took, picture = {}, None
+for impl, module, keys in ((B1, b1, 128), (B2, b2, 256), (B3, b3, 128)):
+    line, port, took[impl] = emulated(module, keys)
+    picture = picture or line
+    assert port == STEPS * clocks[impl] + units.kibibytes(ONCE), "the text: to the clock"
+took = pd.Series(took)
+assert (took / clocks).between(1, 1.1).all(), "the caption"
 
 # %% tags=["remove-input"]
-table = pd.concat([count, count.sum().to_frame("KiB").T, clocks.to_frame("clocks").T])
-table = table.rename(columns=lambda impl: impl[:2])
+sums = {"together": count.sum(), "clocks of the port": clocks, "clocks of a step, emulated": took,
+        "of these with an MMA, %": 100 * 5 * MMA / took}  # fmt: skip
+table = pd.concat([count, pd.DataFrame(sums).T]).rename(columns=lambda impl: impl[:2])
 chapter.table(
-    table.add_prefix("backward ").rename_axis("of a step").reset_index(),
-    caption="**The port needs more clocks than the MMAs.** KiB through the port of shared memory "
-    "in a step of Blackwell backward b1 to b3, and its clocks at 128 bytes a clock.",
+    table.round(0).add_prefix("backward ").rename_axis("of a step").reset_index(),
+    caption="**The port needs more clocks than the MMAs, and a step takes little longer than it.** "
+    "KiB through the port of shared memory in a step of Blackwell backward b1 to b3, and clocks.",
     name="tab-b200b-port",
     modelled="128 rows by 128 keys, head_dim 128; 128 bytes a clock",
+    emulated=f"{STEPS} steps, without what a tile moves once; modelled schedule, sm_100",
 )
-shares = {f"{impl[:2]}_share": 100 * 5 * MMA / clocks[impl] for impl in (B1, B2)}
-assert clocks[B1] - clocks[B3] == units.kibibytes(whole - first), "the plans say so"
 chapter.glue(
-    b1_smem=clocks[B1],
-    first_smem=clocks[B3],
-    mma=5 * MMA,
-    one=MMA,
-    flops=units.B200.flops,
-    **shares,
-)
+    b1_smem=clocks[B1], first_smem=clocks[B3], mma=5 * MMA, one=MMA, flops=units.B200.flops,
+    b1_step=took[B1], b3_step=took[B3],
+    b1_share=500 * MMA / clocks[B1], b2_share=500 * MMA / clocks[B2],
+)  # fmt: skip
 
 # %% [markdown]
 # The MMAs take {glue:text}`mma:,.0f` clocks. So b1 can keep the tensor cores busy at most
 # {glue:text}`b1_share:.0f` % of the time, b2 {glue:text}`b2_share:.0f` %. This is a bound from
 # counting, and a measurement above it would refute it. (The ledger of {doc}`model` counts 448 KiB
 # for such a design: it counts dQ's way out once.) The emulator counts independently, access by
-# access:
-
-# %% tags=["remove-cell"]
-STEPS, lines = 4, {}
-for impl, module, keys in ((B1, b1, 128), (B2, b2, 256), (B3, b3, 128)):
-    given = studies.batch((STEPS * 128,), (keys,))
-    run = studies.backward(module, given, arch="sm_100", trace=True)
-    lines[impl] = run.reports["backward_kernel"].timeline
-
-# %% tags=["remove-input"]
-ONCE = 2 * TILE + 4 * TILE  # of a tile: K and V in, dV and dK through
-books = []
-for impl, line in lines.items():
-    port = line.busy[0]["shared memory"]
-    mmas = [e for e in line.events if e.kind == "mma" and e.cta == 0]
-    of_dp = [e.start for e in mmas if e.name.startswith("v[0]")]
-    step = (of_dp[-1] - of_dp[1]) / (STEPS - 2)
-    port = (port - units.kibibytes(ONCE)) / STEPS
-    books.append((f"backward {impl[:2]}", port, step, 5 * MMA / step * 100))
-    assert port == clocks[impl], "the text says so"
-books = pd.DataFrame(books, columns=["kernel", "port busy", "a step takes", "MMAs (%)"])
-how = f"clocks of a step, {STEPS} steps, without what a tile moves once; modelled schedule, sm_100"
-chapter.table(
-    books,
-    caption="**A step takes little longer than its port is busy.** Emulated clocks of a step, and "
-    "the share of them with an MMA running.",
-    name="tab-b200b-books", digits={"port busy": 0, "a step takes": 0, "MMAs (%)": 0}, emulated=how,
-)  # fmt: skip
-
-# %% tags=["remove-cell"]
-chapter.glue(b1_step=books["a step takes"][0], b3_step=books["a step takes"][2])
-assert (books["a step takes"] / books["port busy"]).between(1, 1.1).all(), "the text says so"
-
-# %% [markdown]
-# Count and emulator agree to the clock; only a B200 can say whether it counts the same way. A step
-# of b1 takes {glue:text}`b1_step:,.0f` clocks, little more than its port is busy: the schedule
-# hides the chain of S, activation, dS and dQ. Better overlap would gain nothing. Backward b3 takes
-# the plan *dK first*, with {glue:text}`first_smem:,.0f` clocks of the port and
+# access, and agrees to the clock; only a B200 can say whether it counts the same way.
+#
+# A step of b1 takes {glue:text}`b1_step:,.0f` clocks, little more than its port is busy: the
+# schedule hides the chain of S, activation, dS and dQ. Better overlap would gain nothing. Backward
+# b3 takes the plan *dK first*, with {glue:text}`first_smem:,.0f` clocks of the port and
 # {glue:text}`b3_step:,.0f` a step.
 
 # %% tags=["remove-input"]
@@ -249,11 +222,11 @@ assert (books["a step takes"] / books["port busy"]).between(1, 1.1).all(), "the 
 # | alt: >
 # |   A timeline with lanes for load, mma, two math roles, output, TMA and the tensor core. From the
 # |   second step on the tensor core has one gap a step, before dP; math works under dQ and dK.
-chapter.figure(lines[B1], emulated=f"{B1}, modelled schedule, sm_100")
+chapter.figure(picture, emulated=f"{B1}, modelled schedule, sm_100")
 
 # %% tags=["remove-input"]
 studies.stepper(
-    {"Blackwell backward b1": lines[B1]},
+    {"Blackwell backward b1": picture},
     "blackwell-backward-steps",
     title="Blackwell backward b1, step by step",
 )
@@ -262,37 +235,17 @@ studies.stepper(
 # ## Blackwell backward b2: halves of dQ change hands
 #
 # With at most 256 keys two CTAs of a {term}`cluster` own all of them, as in {doc}`backward v5
-# <../backward/v5_short_kv_backward>`. There the CTAs exchange dS. Count here what a CTA sends in a
-# step of 128 rows, and what has to fit into {glue:text}`most:.0f` KiB of shared memory:
-
-# %% tags=["remove-input"]
-ROOM = {"K": TILE, "V": TILE, "Q, two steps": 2 * TILE, "dO": TILE, "dS": TILE}
-designs = pd.DataFrame(
-    {
-        "dS": {"sent": TILE, **ROOM, "half of the peer's K": TILE / 2, "inbox": TILE},
-        "half of dQ": {"sent": 128 * 64 * 4 / 1024, **ROOM, "inbox": 128 * 64 * 4 / 1024},
-    }
-).fillna(0)
-designs.loc["together"] = designs.iloc[1:].sum()
-chapter.table(
-    designs.rename_axis("KiB").reset_index(),
-    caption="**Exchanging dS does not fit, exchanging halves of dQ does.** KiB that a CTA sends in "
-    "a step, and what must be in its shared memory.",
-    name="tab-b200b-exchange",
-    digits={"dS": 0, "half of dQ": 0},
-    modelled="128 rows a step, 128 keys a CTA, head_dim 128",
-)
+# <../backward/v5_short_kv_backward>`. There the CTAs exchange dS, and each computes half of the
+# columns of dQ from all keys. Here, in steps of 128 rows, a CTA would send 32 KiB of dS. But K, V,
+# two steps of Q, dO and dS, half of the other CTA's K and an inbox for its dS take
+# {glue:text}`of_ds:.0f` KiB of shared memory, of which there are {glue:text}`most:.0f`. So b2
+# leaves b1's MMAs as they are and exchanges results: 64 columns of dQ in fp32 are 32 KiB as well,
+# and without the other CTA's K {glue:text}`of_dq:.0f` KiB suffice. Only the role `output` changes:
 
 # %% tags=["remove-cell"]
-most, together = compile_check.SHARED_BYTES[100] / 1024, designs.loc["together"]
-chapter.glue(most=most, ds_together=together["dS"])
-assert together["dS"] > most > together["half of dQ"], "the text says so"
-
-# %% [markdown]
-# Either design sends 32 KiB: dS of 128 keys in bf16 is as large as 64 columns of dQ
-# in fp32. Backward v5 computed half of the columns from all keys and thus needed half of the other
-# CTA's K; that does not fit, {glue:text}`ds_together:.0f` KiB. So b2 leaves b1's MMAs as they are
-# and adds results. Only the role `output` changes:
+most, of_dq = compile_check.SHARED_BYTES[100] / 1024, 7 * TILE
+chapter.glue(most=most, of_ds=of_dq + TILE / 2, of_dq=of_dq)
+assert of_dq + TILE / 2 > most > of_dq, "the text says so"
 
 # %% tags=["remove-input"]
 chapter.code(b2.output, "tlx.barrier_wait(inbox.empty", "at = [BOUND")
@@ -354,7 +307,7 @@ for what, (module, old, new, *shared) in forgotten.items():
     call = partial(wrong.backward, studies.gradient(given), given)
     (says,) = studies.findings(call, [0], arch="sm_100")
     assert says, "the text says so"
-    print(f"{what}: {says.splitlines()[0][:70]}")
+    print(f"{what}: {says.partition(':')[0]}")
 assert "EarlyExit" in says, "the last one"
 
 # %% [markdown]
@@ -375,16 +328,9 @@ pair = {
     "dS here and in": TILE, "Q, dO by TMA": 2 * TILE, "dQ out": 2 * TILE,
 }  # fmt: skip
 pair_clocks = units.kibibytes(sum(pair.values()))
-given = studies.batch((STEPS * 128,), (256,))
-line = studies.backward(b4, given, arch="sm_100", trace=True).reports["backward_kernel"].timeline
-port = line.busy[0]["shared memory"] - units.kibibytes(ONCE + TILE)  # K in two forms
-assert port == STEPS * pair_clocks, "count and emulator agree"
-of_dp = [e.start for e in line.events if e.cta == 0 and e.kind == "mma" and e.name[:4] == "v[0]"]
-chapter.glue(
-    gain=100 * (1 - pair_clocks / clocks[B3]),
-    pair_smem=pair_clocks,
-    pair_step=(of_dp[-1] - of_dp[1]) / (STEPS - 2),
-)
+_, port, pair_step = emulated(b4, 256)
+assert port - units.kibibytes(ONCE + TILE) == STEPS * pair_clocks, "K in two forms; they agree"
+chapter.glue(gain=100 * (1 - pair_clocks / clocks[B3]), pair_smem=pair_clocks, pair_step=pair_step)
 ends = {}
 for module in (b4, b5, b6):
     both = []
@@ -424,19 +370,6 @@ assert ends[b5][0] < 1.05 * ends[b5][1], "the text says so"
 #
 # S and dP have 128 each, dV, dK and dQ 64: 448. dQ could have columns of its own, and dP of the
 # next step would not have to wait. `dq.empty` would guard the next dQ, a step later.
-# :::
-#
-# :::{exercise} P in shared memory
-# :label: ex-b200b-p
-#
-# If P had to go through shared memory, how many KiB would a step of b1 move, and how busy could
-# MMAs be at most? *(paper, five minutes)*
-# :::
-#
-# :::{solution} ex-b200b-p
-# :class: dropdown
-#
-# 32 KiB to store it and 32 more to read it as operand A: 576 KiB, 4,608 clocks, 56 %.
 # :::
 #
 # :::{exercise} Early release

@@ -12,10 +12,10 @@
 # :::{admonition} In this chapter (35 minutes)
 # You will be able to decide by Little's law how many slots a kernel needs, to store results in
 # tiles that are no longer needed, and to say what a producer is for where no unit is
-# compute-bound. In the backward pass at head_dim 128, where one program fills an SM, block v3 is
+# compute-bound. At head_dim 128 one program fills an SM in the backward pass, and block v3 is
 # {glue:text}`faster_v1:.0f` % faster than block v1 back to back and {glue:text}`faster_v2:.0f` %
 # faster than block v2 with its defaults. In the forward pass it is {glue:text}`forward_more:.1f` %
-# slower than block v1, which has no warp roles at all.
+# slower there than block v1, which has no warp roles at all.
 # :::
 
 # %% tags=["hide-input"]
@@ -25,7 +25,7 @@ import pandas as pd
 
 from _lib import block_studies, studies
 from gdpa_kernels.block_attention import slots
-from gdpa_kernels.block_attention.kernels import v3_warp_specialized
+from gdpa_kernels.block_attention.kernels import v3_warp_specialized as v3
 from gdpa_kernels.block_attention.kernels.v3_warp_specialized import Config
 from gdpa_lab.measuring import system
 from gdpa_lab.measuring.workloads import workload
@@ -60,8 +60,7 @@ chapter.glue(
 # |   back; block v1 to block v3 with their defaults.
 # | alt: >
 # |   A dot plot with four rows, forward and backward at head_dim 128 and 64. Forward the three
-# |   rungs lie close together, v1 furthest right. Backward v3 is furthest right, at head_dim 128 by
-# |   a wide margin.
+# |   rungs lie close together. Backward v3 is furthest right, at head_dim 128 by a wide margin.
 defaults = rows.pivot(index="shape", columns="impl", values="percent_of_roofline").loc[SHAPES]
 chapter.figure(
     charts.dots(
@@ -74,9 +73,8 @@ chapter.figure(
 # %% [markdown]
 # ## A producer loads, consumers compute, and results leave by the slots they came in
 #
-# In block v3 the warps of a program have different jobs. A *warp role* is such a job. The role
-# `load` (the producer) copies tiles into shared memory, and the role `math` (the consumer)
-# computes on them.
+# In block v3 the warps of a program have different {term}`roles <role>`: `load`, the producer,
+# copies tiles into shared memory, and `math`, the consumer, computes on them.
 #
 # | | {doc}`block v2 <v2_slab>` | block v3 |
 # |:--|:--|:--|
@@ -115,7 +113,7 @@ chapter.roles("v3_warp_specialized", "block_attention")
 # ### The backward kernel, with notes
 
 # %% tags=["remove-input"]
-V3_NOTES = {
+NOTES = {
     "LATER: tl.constexpr":
         "With another slot to work on, a slot is given back one item later, so that its stores "
         "overlap with the next item.",
@@ -124,32 +122,17 @@ V3_NOTES = {
     "s = tlx.async_dot_wait(1, s)":
         "Wait until at most one MMA is in flight: S is there, and dP may still run.",
     "p_tile = p[stage * (WIDTH // BLOCK)]": "V is dead from here on, and P takes its place.",
-    "ds = weights * (dp - tl.sum(weights * dp, 1)[:, None]) * scale":
-        "$D_i$ from P and dP, in registers.",
     'tlx.fence("async_shared")':
         "Makes what threads have written to shared memory visible to MMAs and TMA.",
-    "put(dv_desc, tiles.v[stage], block, head_k, dv, column)":
-        "dV leaves through the tile that held V and then P.",
-    "dead = grad[stage] if GROUP == 1 else tiles.v[stage]": "grad_out is dead once dV is done.",
-}  # fmt: skip
-OTHER_NOTES = {
     "tlx.barrier_wait(tiles.empty[stage], phase ^ 1)":
         "The only wait of the producer: is the slot free? The first time it passes at once.",
     "for tile in tl.static_range(TILES):":
         "Tensor by tensor, for several heads if `TOGETHER` says so: the order in which memory is "
         "asked.",
-    "p = tlx.local_alloc((BLOCK, BLOCK), DTYPE, NUM_STAGES * (WIDTH // BLOCK), reuse=v)":
-        "P has no memory of its own.",
     'with tlx.async_task("default"):': "The producer's four warps, of which one thread works.",
-    "with tlx.async_task(num_warps=4, registers=REGISTERS, replicate=MATH_ROLES):":
-        "A consumer is one {term}`warp group`.",
 }  # fmt: skip
-v3 = v3_warp_specialized
-chapter.annotated(v3.math_backward, V3_NOTES, folded="The consumer")
-chapter.annotated(
-    [v3.load, v3.backward_kernel], OTHER_NOTES,
-    folded="The producer, and the kernel that starts the roles",
-)  # fmt: skip
+chapter.annotated([v3.math_backward, v3.load, v3.backward_kernel], NOTES,
+                  folded="The consumer, the producer, and the kernel that starts them")  # fmt: skip
 
 # %% [markdown]
 # ## Little's law counts the slots, and one more pays
@@ -160,23 +143,20 @@ chapter.annotated(
 # %% tags=["remove-cell"]
 run = chapter.record("block/results")
 sms = system.load(chapter.data_dir / "systems" / f"{run.system}.json").num_sms
-little = {}
+dims, little = {dim: name for name, dim in NAMES.items()}, {}
 for shape in SHAPES:
     direction, dim = shape.split()
-    work = workload(next(name for name in NAMES if NAMES[name] == dim))
+    work = workload(dims[dim])
     read, written = work.bytes_read(direction), work.bytes_written(direction)
     rate = results.ceilings(run).gbytes_per_s(read, written) * read / (read + written)
-    slot = (3 if direction == "forward" else 4) * 64 * int(dim) * 2 / 1024
     needed = rate * 1e9 * 1e-6 / sms / 1024
-    slots_needed = 1 + math.ceil(needed / slot)
-    count = {"needed (KiB)": needed, "slot (KiB)": slot, "slots, by the count": slots_needed}
-    little[shape] = count
-little = pd.DataFrame(little).T
+    slot = (3 if direction == "forward" else 4) * 64 * int(dim) * 2 / 1024
+    little[shape] = needed, slot, 1 + math.ceil(needed / slot)
+little = pd.DataFrame(little, index=["needed (KiB)", "slot (KiB)", "slots, by the count"]).T
 
 # %% tags=["remove-input"]
-shown = little.round(1).rename_axis("shape").reset_index()
 chapter.table(
-    shown,
+    little.round(1).rename_axis("shape").reset_index(),
     caption="**By the count, two slots are enough at head_dim 128.** KiB that must be in flight to "
     "an SM, the size of a slot, and the slots that hold them, with the one in use.",
     name="tab-roles-little", modelled="Little's law; tiles of bf16",
@@ -261,8 +241,10 @@ chapter.predict(
     "Two slots are enough: a third changes the time by at most 5 % (the largest change).",
     third.abs(), most=5, form=".0f", unit=" %",
 )  # fmt: skip
-text = "One consumer is enough: a second is nowhere more than 3 % faster (the smallest ratio)."
-chapter.predict(text, second, least=0.97)
+chapter.predict(
+    "One consumer is enough: a second is nowhere more than 3 % faster (the smallest ratio).",
+    second, least=0.97,
+)  # fmt: skip
 assert second.min() > 0.99, "the text: a second one gains nowhere"
 
 # %% [markdown]
@@ -274,14 +256,13 @@ assert second.min() > 0.99, "the text: a second one gains nowhere"
 # ## With two slots the stores of one item overlap with the MMAs of the next
 #
 # The backward pass in the emulator: one consumer, two blocks of two heads, hence four items. With
-# one slot it takes {glue:text}`cycles:.2f` times the modelled cycles that it takes with two.
+# one slot, loads, MMAs and stores follow each other, and it takes {glue:text}`cycles:.2f` times the
+# modelled cycles.
 
 # %% tags=["remove-cell"]
 two_blocks = block_studies.batch((5 * 64,), head_dim=128)  # of five, for one of three programs
 timelines = {
-    n: block_studies.timeline(
-        v3_warp_specialized, two_blocks, "backward", Config(1, n), lanes={"task0": "math"}
-    )
+    n: block_studies.timeline(v3, two_blocks, "backward", Config(1, n), lanes={"task0": "math"})
     for n in (1, 2)
 }
 cycles = {n: max(event.end for event in line.events) for n, line in timelines.items()}
@@ -297,23 +278,7 @@ chapter.glue(cycles=cycles[1] / cycles[2])
 # |   Four lanes. load asks for two slots at once and then waits. TMA loads the second slot while
 # |   math computes on the first; the three stores of the first item overlap with the first MMAs of
 # |   the second, and the loads of the third item begin as soon as they have ended.
-chapter.figure(
-    timelines[2].svg(width=760, end=cycles[1]),
-    emulated="v3_warp_specialized backward, modelled schedule",
-)
-
-# %% tags=["remove-input"]
-# | name: fig-roles-one-slot
-# | caption: >
-# |   **With one slot loads, MMAs and stores follow each other.** The same four items on the same
-# |   scale.
-# | alt: >
-# |   The same four lanes. Loads, then computation, then stores follow each other four times, and
-# |   nothing overlaps.
-chapter.figure(
-    timelines[1].svg(width=760, end=cycles[1]),
-    emulated="v3_warp_specialized backward, modelled schedule",
-)
+chapter.figure(timelines[2], emulated="v3_warp_specialized backward, modelled schedule")
 
 # %% tags=["remove-input"]
 studies.stepper(
@@ -332,10 +297,10 @@ studies.stepper(
 # %% tags=["remove-cell"]
 ragged = block_studies.batch((0, 1, 63, 64, 65, 130))
 for config in (Config(1, 1), Config(1, 3, 2), Config(2, 4)):
-    block_studies.comparison(v3_warp_specialized, ragged, config, schedule=0)
+    block_studies.comparison(v3, ragged, config, schedule=0)
 
 # %% tags=["remove-input"]
-hasty = studies.changed(v3_warp_specialized)
+hasty = studies.changed(v3)
 hasty.release = studies.changed(slots, ("    tlx.async_descriptor_store_wait(0)\n", "")).release
 grad_out = block_studies.gradient(two_blocks)
 said = studies.findings(lambda: hasty.backward(grad_out, two_blocks, config=Config(1, 2)))
@@ -360,12 +325,12 @@ chapter.predict(
 five = chapter.times("block/v2_slab", "percent_of_roofline", "variant", variant=None,
                      direction="backward")["1 per SM, 5 stages"]  # fmt: skip
 chapter.glue(
-    alone_64=by_slots["backward 64"].max(), narrow_64=narrow.min(),
-    best_64=defaults[V3]["backward 64"],
-    best_128=defaults[V3]["backward 128"], wide_128=wide.max(),
+    alone_64=share.loc[[label(*c) for c in FITS["backward 64"] if c[2] == 1], "backward 64"].max(),
+    narrow_64=narrow.min(), wide_128=wide.max(), best_64=defaults[V3]["backward 64"],
+    best_128=defaults[V3]["backward 128"],
     v2_five=five["block-fill70-2000"],
     of_peak=100 * workload("block-fill70-2000").flops("backward") / us[V3]["backward 128"] / 1e6
-    / results.ceilings(run).tflops,
+    / results.ceilings(run, "sustained").tflops,
 )  # fmt: skip
 
 # %% [markdown]
@@ -396,9 +361,8 @@ chapter.predictions()
 # :label: ex-roles-own
 #
 # Give the results tiles of their own in each slot: O in the forward pass, dQ, dK, dV and P in the
-# backward pass. How many
-# slots fit into 227 KiB at head_dim 128? Where would such a kernel be in the figures above?
-# *(paper, ten minutes)*
+# backward pass. How many slots fit into 227 KiB at head_dim 128? Where would such a kernel be in
+# {numref}`fig-roles-slots`? *(paper, ten minutes)*
 # :::
 #
 # :::{solution} ex-roles-own

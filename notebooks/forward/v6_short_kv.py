@@ -15,7 +15,7 @@
 # {glue:text}`stay_loop:.0f` % faster than forward v5. In bursts they are
 # {glue:text}`stay_min:.2f` to {glue:text}`stay_max:.2f` times as fast on full batches and up to
 # {glue:text}`stay_half:.1f` times on half-full ones. Two further steps, `v6b_stream` and
-# `v6_short_kv`, stay within noise.
+# `v6_short_kv`, gain nothing beyond noise.
 # :::
 
 # %% tags=["hide-input"]

@@ -11,9 +11,9 @@
 # :::{admonition} In this chapter (45 minutes)
 # You will draw an {term}`SM`, share out its registers, count the cycles that one matmul costs each
 # of its units, and follow a line of Python down to machine code. A matmul of 128 × 128 × 128 takes
-# {glue:text}`mma_h200:,.0f` cycles of a Hopper SM and {glue:text}`mma_b200:,.0f` of a Blackwell SM,
-# and the port of shared memory is busy for {glue:text}`port_h200:,.0f` or
-# {glue:text}`port_b200:,.0f` of them.
+# {glue:text}`mma_h200:,.0f` cycles of an SM of an H200 (*Hopper*) and {glue:text}`mma_b200:,.0f` of
+# one of a B200 (*Blackwell*, the next generation), and the port of shared memory is busy for
+# {glue:text}`port_h200:,.0f` or {glue:text}`port_b200:,.0f` of them.
 # :::
 
 # %% tags=["hide-input"]
@@ -38,7 +38,7 @@ run = chapter.record("measuring/roofline")
 machine = systems.load(chapter.data_dir / "systems" / f"{run.system}.json")
 ceilings = roofline.Ceilings.measured(run.ceilings)
 FILE, THREAD = 64 * 1024, 255
-SHARED = compile_check.SHARED_BYTES[90]
+SHARED, COLUMNS = compile_check.SHARED_BYTES[90], compile_check.TENSOR_COLUMNS
 UNIT = drawn.Unit(
     registers=FILE, shared_kib=SHARED / 1024, port_bytes=units.SMEM_BYTES,
     mufu=units.MUFU_LANES, flops=units.H200.flops, lanes=128,
@@ -72,7 +72,7 @@ chapter.glue(
     flop=2 * units.TILE**3, rate_h200=units.H200.flops, rate_b200=units.B200.flops,
     mufu=mufu, mufu_h200=100 * mufu / units.mma(units.H200, 2),
     mufu_b200=100 * mufu / units.mma(units.B200, 2),
-    matmul=ceilings.tflops, copy=ceilings.copies[0][1], clock=clock,
+    copy=ceilings.copies[0][1], clock=clock,
     hbm=ceilings.copies[0][1] / clock / units.H200.sms,
 )  # fmt: skip
 assert matmul["port, %"].max() == 100, "the text: no room for anything else"
@@ -257,8 +257,8 @@ chapter.table(
 #
 # What TMA reads comes through the **L2 cache**, {glue:text}`l2:.0f` MiB for the whole H200, from
 # **HBM**, the memory. Our copies reach {glue:text}`copy:,.0f` GB/s ({doc}`../measuring/roofline`).
-# At the clock of the fastest matmul, {glue:text}`clock:.2f` GHz, this is only {glue:text}`hbm:.0f`
-# bytes per SM and cycle, so each byte should be used many times.
+# At {glue:text}`clock:.2f` GHz, where all tensor cores together do as much as the fastest matmul,
+# this is only {glue:text}`hbm:.0f` bytes per SM and cycle, so each byte should be used many times.
 #
 # ## An mbarrier in words
 #
@@ -275,30 +275,12 @@ chapter.table(
 
 # %% tags=["remove-cell"]
 BOX = 2 * 128 * 64
-
-
-class Barrier:
-    """The rules above: one arrival a phase."""
-
-    def __init__(self):
-        self.pending, self.bytes, self.phase = 1, 0, 0
-
-    def step(self, event, arrivals=0, bytes=0):
-        self.pending, self.bytes = self.pending - arrivals, self.bytes + bytes
-        if self.pending == self.bytes == 0:
-            self.pending, self.phase = 1, self.phase + 1
-        return drawn.Moment(event, self.pending, self.bytes, self.phase)
-
-
-full = Barrier()
 moments = [
-    full.step("created for\none arrival"),
-    full.step("K's box lands\nearly", bytes=-BOX),
-    full.step("load announces\nboth boxes", arrivals=1, bytes=2 * BOX),
-    full.step("V's box lands:\nphase complete", bytes=-BOX),
+    drawn.Moment("created for\none arrival", 1, 0, 0),
+    drawn.Moment("K's box lands\nearly", 1, -BOX, 0),
+    drawn.Moment("load announces\nboth boxes", 0, 2 * BOX - BOX, 0),
+    drawn.Moment("V's box lands:\nphase complete", 1, 0, 1),
 ]
-assert [m.phase for m in moments] == [0, 0, 0, 1], "the caption says so"
-chapter.glue(box=BOX)
 
 # %% tags=["remove-input"]
 # | name: fig-machine-barrier
@@ -313,17 +295,15 @@ chapter.glue(box=BOX)
 chapter.figure(drawn.barrier(moments), modelled="counted by the rules of the text")
 
 # %% [markdown]
-# Four rules about bytes follow:
+# {numref}`fig-machine-barrier` shows one rule about bytes. Three more follow:
 #
-# 1. **A copy may precede its `expect_tx`** ({numref}`fig-machine-barrier`). The phase still lacks
-#    the arrival, so it cannot end early.
-# 2. **A clipped box reports the full box.** At the end of a tensor TMA fills the missing rows with
+# 1. **A clipped box reports the full box.** At the end of a tensor TMA fills the missing rows with
 #    zeros, and it reports these bytes as well. Announce the bytes of the box, never those of the
 #    rows that exist.
-# 3. **A wrong count carries into the next phase.** Announce one box where two come: the first one
+# 2. **A wrong count carries into the next phase.** Announce one box where two come: the first one
 #    completes the phase, and the second is subtracted from the next phase, which then completes
 #    before its own data are there. Announce too many bytes, and the wait hangs.
-# 4. **Multicast reports to each receiver.** A copy that TMA writes into several SMs of a
+# 3. **Multicast reports to each receiver.** A copy that TMA writes into several SMs of a
 #    {term}`cluster` subtracts its bytes from each one's barrier, and each must announce them.
 #
 # {doc}`../tools/emulator` builds such a barrier in ten lines. A *named barrier* is something else:
@@ -351,31 +331,9 @@ chapter.figure(drawn.barrier(moments), modelled="counted by the rules of the tex
 # A Blackwell SM has {glue:text}`columns:.0f` columns of tensor memory with 128 lanes of 4 bytes
 # each, {glue:text}`tmem:.0f` KiB. A program allocates columns in powers of two, at least 32. A
 # thread cannot compute on them: a warp copies columns to registers (`tcgen05.ld`) and back
-# (`tcgen05.st`), and a warp reaches only the 32 lanes of its place in its warp group. The plan of a
-# Blackwell kernel:
-
-# %% tags=["remove-input"]
-# | name: fig-machine-tensor-memory
-# | caption: >
-# |   **Two tiles of 128 queries fill tensor memory.** Lanes downwards, columns to the right. S and
-# |   O have 128 columns in fp32 each; P in bf16 takes half of the columns of its own S.
-# | alt: >
-# |   Two rectangles, 128 lanes high and 512 columns wide. In the first, S with P over it and O fill
-# |   the left half. In the second S 0, S 1, O 0 and O 1 fill all four quarters.
-PLANS = {
-    "Blackwell forward b1: one tile": [("S,\nthen P in half of it", 0, 128), ("O", 128, 128)],
-    "Blackwell forward b2 to b4: two tiles": [
-        ("S 0,\nthen P 0", 0, 128), ("S 1,\nthen P 1", 128, 128),
-        ("O 0", 256, 128), ("O 1", 384, 128),
-    ],
-}  # fmt: skip
-columns = compile_check.TENSOR_COLUMNS
-chapter.figure(
-    drawn.tensor_memory(PLANS, columns), modelled="drawn from the docstrings of b1 and b2"
-)
-chapter.glue(columns=columns, tmem=128 * columns * 4 / 1024)
-
-# %% [markdown]
+# (`tcgen05.st`), and a warp reaches only the 32 lanes of its place in its warp group.
+# {doc}`../blackwell/tensor_memory` shares out the columns.
+#
 # ## From Python to machine code
 #
 # A Triton kernel passes through five forms. Here is one line of a small kernel in each, compiled
@@ -451,6 +409,8 @@ chapter.figure(drawn.stages(STAGES), compiled="notebooks/tools/kernels/pipeline.
 # | `local_load(x)`, `local_store(x, y)` | buffer to registers and back | LDS, STS, LDTM, STTM |
 #
 # ## The table of facts
+#
+# *guide* is the [CUDA programming guide](https://docs.nvidia.com/cuda/cuda-c-programming-guide/).
 
 # %% tags=["remove-input"]
 GUIDE, ISA = "guide", "PTX ISA"
@@ -464,7 +424,7 @@ FACTS = [
     ("bf16 MMA, FLOPs a cycle", units.H200.flops, units.B200.flops, "FA4 paper"),
     ("MUFU results a cycle", units.MUFU_LANES, units.MUFU_LANES, GUIDE),
     ("rows M of an MMA", "64", "64, 128", ISA),
-    ("tensor memory, columns", "none", f"{columns}", ISA),
+    ("tensor memory, columns", "none", f"{COLUMNS}", ISA),
     ("L2 cache, MiB", f"{machine.l2_bytes / 2**20:.0f}", "not measured", "device query"),
     ("matmul, TFLOP/s (burst)", f"{ceilings.tflops:.0f}", "not measured", "our record"),
     ("copy 1:1, GB/s", f"{ceilings.copies[0][1]:,.0f}", "not measured", "our record"),
@@ -475,18 +435,17 @@ for name in ("H200", "B200"):
 chapter.table(
     facts,
     caption="**What this book counts with.** The sizes and rates of the two chips.",
-    published="NVIDIA's CUDA programming guide and PTX ISA; FlashAttention-4 paper",
+    published="NVIDIA's CUDA programming guide and PTX ISA; FlashAttention-4 paper; the SMs of a "
+    "B200: github.com/pytorch/ao/issues/4002",
     measured=[run.id],
 )
-chapter.glue(shared=SHARED / 1024, port=units.SMEM_BYTES, mufu_rate=units.MUFU_LANES,
-             l2=machine.l2_bytes / 2**20)  # fmt: skip
+chapter.glue(
+    shared=SHARED / 1024, port=units.SMEM_BYTES, mufu_rate=units.MUFU_LANES,
+    l2=machine.l2_bytes / 2**20, columns=COLUMNS, tmem=128 * COLUMNS * 4 / 1024,
+)  # fmt: skip
 
 # %% [markdown]
-# Sources: {cite}`nvidiaptx`, the [CUDA programming
-# guide](https://docs.nvidia.com/cuda/cuda-c-programming-guide/) and the FlashAttention-4 paper
-# {cite}`zadouri2026flashattention4`.
-#
-# ## Exercises
+# ## Exercise
 #
 # :::{exercise} Plan the registers and the columns
 # :label: ex-machine-plan
@@ -507,26 +466,6 @@ chapter.glue(shared=SHARED / 1024, port=units.SMEM_BYTES, mufu_rate=units.MUFU_L
 # 16: 112, which fits. *(c)* S of 256 keys has 256 columns a tile, O 128: 768 for two tiles, where
 # 512 exist. Share one S between the tiles (256 + 2 · 128 = 512), at the price that one tile's MMAs
 # no longer run beside the other's activation; or stay with 128 keys.
-# :::
-#
-# :::{exercise} Count the port
-# :label: ex-machine-port
-#
-# A consumer of a Hopper kernel multiplies 64 rows of Q by blocks of 64 keys at head_dim 128, then P
-# by V. Both Q and K come from shared memory, P from registers, and two consumers work side by side.
-# *(a)* Per block of 64 keys: how many cycles of tensor cores and of the port do both consumers
-# need, if TMA also fills K and V? *(b)* What changes if Q is kept in registers? *(c)* And with 128
-# keys a block? *(paper, twenty minutes)*
-# :::
-#
-# :::{solution} ex-machine-port
-# :class: dropdown
-#
-# *(a)* Two products of 128 × 64 × 128: 2 · 2 · 128 · 64 · 128 / 4,096 = 1,024 cycles. Through the
-# port for S: Q 2 · 16 KiB, K 2 · 16 KiB; for P V: V 2 · 16 KiB; TMA writes 32 KiB. That is 128 KiB
-# or 1,024 cycles, 100 %. *(b)* Q's 32 KiB are gone: 96 KiB, 768 cycles, 75 %. *(c)* Tensor cores
-# 2,048 cycles. Q 32, K 64, V 64 and TMA 64 KiB: 224 KiB or 1,792 cycles, 88 %. Q is read once per
-# block, so longer blocks read it less often.
 # :::
 #
 # ## Takeaways

@@ -31,11 +31,6 @@ def test_registers_that_do_not_fit_are_refused():
         drawn.registers({"too many": [("all", 16, 160)]}, 65536)
 
 
-def test_tensor_memory_places_columns():
-    _, first, second = boxes(drawn.tensor_memory({"b1": [("S", 0, 128), ("O", 256, 128)]}, 512))
-    assert first[1] == second[1] and second[0] - first[0] == pytest.approx(2 * first[1])
-
-
 def test_a_phase_that_begins_is_coloured():
     before, after = drawn.Moment("full", 0, 64, 0), drawn.Moment("landed", 1, 0, 1)
     svg = drawn.barrier([before, after])

@@ -39,6 +39,12 @@ def chapter(read) -> Chapter:
     return copy.copy(read)
 
 
+def test_a_ladder_stands_beside_every_baseline_of_the_results():
+    assert {way: of for way, (of, _) in chapters.LADDERS.items()} == {
+        way: f"{way}/results" for way in ("forward", "backward")
+    }
+
+
 def test_rows_are_those_of_the_run(chapter):
     whole = chapter.record("forward/results").id
     assert set(chapter.rows(whole, direction="forward")["record"]) == {whole}

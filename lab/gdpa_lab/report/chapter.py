@@ -31,7 +31,7 @@ CHANGES_DIR = records.ROOT / "book" / "extra" / "changes"
 LADDER = "gdpa-self-full-1024"
 LADDERS = {
     "forward": ("forward/results", ladder.RUNGS),
-    "backward": ("measuring/power_wall", ladder.BACKWARD_RUNGS),
+    "backward": ("backward/results", ladder.BACKWARD_RUNGS),
 }
 """By direction: the chapter whose record has the rungs back to back on `LADDER`, and the rungs."""
 _CALL = ["record", "workload", "direction", "impl", "variant"]
