@@ -72,6 +72,8 @@ us, rates = (
     for value in ("time_us_p50", "tflops")
 )
 short = rates.loc[[of_batch(SHORT, batch).name for batch in BATCHES]].set_axis(BATCHES)
+ends = short.iloc[-1] / short.iloc[0]
+assert ends[WALK] < 1 < ends.drop(WALK).min(), "the caption: the walk alone slows down"
 
 # %% tags=["remove-input"]
 # | name: fig-fa4-batch

@@ -152,9 +152,9 @@ ratios.against(
 # {glue:text}`share_self-full_512:.0f` %. At 2,048 tokens it is
 # {glue:text}`share_self-full_2048:.0f` %.
 #
-# Half-full batches are slower because only real tokens count as useful FLOPs. With jagged keys and
-# 256 tokens a sequence has 128 rows on average, so many {term}`tiles <tile>` of 128 rows are far
-# from full.
+# Half-full batches have lower rates: empty rows of a tile take time and do not count. With jagged
+# keys and 256 tokens a sequence has 128 rows on average, so many {term}`tiles <tile>` of 128 rows
+# are far from full.
 #
 # ## Two published charts, redrawn
 

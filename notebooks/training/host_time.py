@@ -67,6 +67,8 @@ in_exp = new / exp[FORWARD]
 assert in_exp.max() > 120 / 6 and in_exp.min() > 10, "the text: missed in units of exp too"
 assert min(new.max() / 120, step.max() / 350) > 4 > new.max() / 120 - 1, "the text"
 assert (step / exp[STEP_OF] > 350 / 65).all(), "the text"
+v5_in_c = (in_c["ours", hosts.PARTS[1]] / itself).filter(like="gdpa")
+assert v5_in_c.min() > 0.9, "the text: backward v5 gains nothing in C"
 python = default["Python", "a loop"]
 early = host[host["call"].eq("Python") & host["launcher"].eq("default")]["p20_us"]
 slows, exps = python.median() / early.median(), host[host["call"].eq("exp")]
