@@ -120,3 +120,22 @@ def test_inputs_on_the_device_are_found():
 def test_rungs_run_on_the_device_through_the_session_alone(page):
     """`Session.launch` hands inputs over where its rungs may run; `Session.measure` runs them."""
     assert _on_the_device(ast.parse(page.read_text(encoding="utf-8"))) == []
+
+
+def test_code_names_chapters_by_the_titles_that_they_have():
+    titles = set(re.findall(r'title: "?([^"\n]+)', (record.ROOT / "_toc.yml").read_text()))
+    named = set()
+    for house in ("gdpa_kernels", "lab", "emulator"):
+        for source in (record.ROOT / house).rglob("*.py"):
+            said = " ".join(source.read_text(encoding="utf-8").split())
+            named |= set(re.findall(r'the chapter "([^"]+)"', said))
+    assert named and named <= titles
+
+
+def test_the_chapter_that_the_book_shows_as_an_example_runs(monkeypatch, tmp_path):
+    text = (record.ROOT / "book" / "built.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    monkeypatch.setattr("gdpa_lab.report.page.CSV_DIR", tmp_path)
+    monkeypatch.chdir(record.ROOT)
+    exec(compile(example, "built.md", "exec"), {})
+    assert (tmp_path / "forward-v1_tiled-1.csv").exists()

@@ -89,8 +89,8 @@ def block_attention(
         RuntimeError: a second derivative, or a forward-mode derivative, is asked for; or inside a
             transform of `torch.func` (vmap, grad, jvp).
 
-    Source: the block attention of the published TLX kernels; see the chapter "What is block
-    attention".
+    Source: the block attention of the published TLX kernels; see the chapter "What block
+    attention computes".
     """
     check_transforms("block_attention")
     held, num_kv_heads = packed.flat(*checks.autocast(q, k, v), num_kv_heads)

@@ -186,8 +186,8 @@ class GDPASelfAttention(_Layer):
     Raises:
         TypeError, ValueError: an argument is wrong: its name, what is expected, what was received.
 
-    Source: GDPA of Kunlun (arXiv 2602.10016); see the chapter "What is GDPA". That its q and k are
-    normalised is published, in which way is not: RMSNorm per head is this layer's choice.
+    Source: GDPA of Kunlun (arXiv 2602.10016); see the chapter "What GDPA computes". That its
+    q and k are normalised is published, in which way is not: RMSNorm per head is our choice.
     """
 
     def __init__(
@@ -327,7 +327,7 @@ class PMA(_Layer):
         TypeError, ValueError: an argument is wrong: its name, what is expected, what was received.
 
     Source: Set Transformer (arXiv 1810.00825), which has softmax; with GDPA in Kunlun
-    (arXiv 2602.10016). See the chapter "What is GDPA".
+    (arXiv 2602.10016). See the chapter "What GDPA computes".
     """
 
     def __init__(
@@ -408,7 +408,7 @@ class PFFN(_Layer):
         TypeError, ValueError: an argument is wrong: its name, what is expected, what was received.
 
     Source: InterFormer (arXiv 2411.09852), which has no activation; with one in Kunlun
-    (arXiv 2602.10016). See the chapter "What is GDPA".
+    (arXiv 2602.10016). See the chapter "What GDPA computes".
     """
 
     def __init__(

@@ -129,8 +129,8 @@ def context_parallel_gdpa(
         TypeError, ValueError: an argument is wrong: its name, what is expected, what was received.
             Wrong on one rank alone, it leaves the others waiting.
 
-    Source: sums of partial results, as in the chapter "What is GDPA"; the split of queries, and the
-    zigzag layout, are those of all-gather context parallelism (arXiv 2407.21783, section 3.3.2).
+    Source: sums of partial results, as in the chapter "What GDPA computes"; the split of queries
+    and the zigzag layout are of all-gather context parallelism (arXiv 2407.21783, section 3.3.2).
     """
     mesh = _mesh_of(q, k, v, layout, group)
     if mesh is not None:

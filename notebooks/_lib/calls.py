@@ -17,8 +17,9 @@ def costs(chapter: Chapter, host_us: pd.Series) -> tuple[pd.DataFrame, list[str]
     `host_us`: host time of calls in a row, by workload. The others are times to the result on an
     idle device (scope "op"), less or over those of the kernel.
     """
-    calls = _beside(chapter, "forward/results", "kernel")
-    events = _beside(chapter, "measuring/production_gap", "sustained").loc[EVENTS]
+    calls, ids = _beside(chapter, "forward/results", "kernel")
+    events, more_ids = _beside(chapter, "measuring/production_gap", "sustained")
+    events = events.loc[EVENTS]
     rows = [
         (
             "host, until the call returns, in a row",
@@ -36,13 +37,14 @@ def costs(chapter: Chapter, host_us: pd.Series) -> tuple[pd.DataFrame, list[str]
             f"{events['times']:.2f} ({events['more']:.0f} µs)",
         ),
     ]
-    ids = [chapter.record(of).id for of in (None, "forward/results", "measuring/production_gap")]
-    return pd.DataFrame(rows, columns=["cost", "includes", "found"]).set_index("cost"), ids
+    made = pd.DataFrame(rows, columns=["cost", "includes", "found"]).set_index("cost")
+    return made, [*chapter.holders("host"), *ids, *more_ids]
 
 
-def _beside(chapter: Chapter, of: str, scope: str) -> pd.DataFrame:
-    """Of each workload the time of a call less that of the kernel, and over it."""
-    op, kernel = (
-        chapter.times(of, direction="forward", impl=IMPL, scope=x)[IMPL] for x in ("op", scope)
-    )
-    return pd.DataFrame({"more": op - kernel, "times": op / kernel}).dropna()
+def _beside(chapter: Chapter, of: str, scope: str) -> tuple[pd.DataFrame, list[str]]:
+    """Of each workload the time of a call less that of the kernel, and over it; their records."""
+    rows = chapter.rows(of, direction="forward", impl=IMPL, scope=["op", scope])
+    us = rows.pivot(index="workload", columns="scope", values="time_us_p50").dropna()
+    records = rows[rows["workload"].isin(us.index)]["record"].unique()
+    made = {"more": us["op"] - us[scope], "times": us["op"] / us[scope]}
+    return pd.DataFrame(made), [*records]

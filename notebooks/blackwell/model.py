@@ -200,6 +200,7 @@ chapter.table(
     measured=v8_rows,
 )
 share = own["measured / ledger"]
+assert share.max() < 1, "the caption: on every full batch"
 chapter.predict(
     "No forward kernel is faster than its modelled bound (the largest measured / ledger).", share,
     most=1,
@@ -341,10 +342,10 @@ chapter.glue(pairs_share=b5.centre, two_share=b3.centre, rows=len(table))
 #
 # ## The second registration: ratios, at the clock of the row
 #
-# The first has three faults: that clock, intervals typed by hand, and 142 rows that share a dozen
-# causes. `data/predictions/b200_2.csv` stands beside it. A row is judged back to back at the clock
-# that NVML shows for it, so a power limit drops out. The intervals come from all our kernels with
-# warp roles on an H200, and ratios of two kernels are registered too:
+# The first has three faults: that clock, intervals typed by hand, and {glue:text}`rows:.0f` rows
+# that share a dozen causes. `data/predictions/b200_2.csv` stands beside it. A row is judged back to
+# back at the clock that NVML shows for it, so a power limit drops out. The intervals come from all
+# our kernels with warp roles on an H200, and ratios of two kernels are registered too:
 
 # %% tags=["remove-cell"]
 second = clock_free.judged(data_dir)

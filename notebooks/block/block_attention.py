@@ -15,9 +15,7 @@
 # blocks leave out {glue:text}`left_out:.1f` % of the pairs of full attention.
 # :::
 #
-# A recommendation model attends over the history of every user of a batch, at thousands of users
-# and thousands of events each, and full attention does not fit into the time that a request or a
-# training step has. Cut the history into blocks of 64 events and attend inside each block: the work
+# Cut the history into blocks of 64 events and attend inside each block: the work
 # then grows with the length and no longer with its square.
 
 # %% tags=["hide-input"]

@@ -215,6 +215,7 @@ allowed = {
     "backward": size["backward, general (block v0)"] / size["backward, one tile"],
 }
 held = {way: least[way, OLD] * allowed[way] for way in rate}  # GB/s if it moves what v0 moves
+assert all(smallest[way] > allowed[way] for way in rate), "the caption: every speedup"
 
 # %% tags=["remove-input"]
 # | name: fig-bytes-speedups

@@ -79,12 +79,16 @@ names = {"tritonemu": "emulator", "TRITON_INTERPRET": "interpreter",
          "result on the GPU": "program"}  # fmt: skip
 counts = ten.eq("found").sum()
 assert (ten["tritonemu"] == "found").all(), "the caption: the emulator finds all"
+assert (counts.drop("tritonemu") < len(ten)).all(), "the caption: each other tool"
+caught = ten.isin(["found", "hangs", "crashes"]).sum()
+assert caught.drop("tritonemu").idxmax() == "result on the GPU", "the text: the program tells most"
+assert set(ten.index[ten["TileLens"] == "found"]) == {"no mask", "plain addition"}, "the text"
 slow = max(each["seconds"] for each in asked["tritonemu"]["found"].values())
 chapter.glue(
     emulator=int(counts["tritonemu"]), interpreter=int(counts["TRITON_INTERPRET"]),
     tilelens=int(counts["TileLens"]), consan=int(counts["ConSan"]), slow=slow,
     plain=len(seeded.SUM), roles=len(seeded.PIPELINE),
-    seen=int(ten["result on the GPU"].isin(["found", "hangs", "crashes"]).sum()),
+    seen=int(caught["result on the GPU"]),
 )  # fmt: skip
 
 # %% tags=["remove-input"]

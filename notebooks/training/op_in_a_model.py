@@ -217,6 +217,7 @@ takes = [impl for impl in BACKWARD if ladder.rung(impl).takes("backward", "needs
 *first, last = (impl.split("_")[0] for impl in takes)
 chapter.glue(thrifty=f"backward {', '.join(first)} and {last}")
 assert found["q"][0] == "queries" and found["v"][0] == "keys", "the text says so"
+assert len({kernels[-1] for kernels in found.values()}) == 1, "the caption: v4 nothing"
 
 # %% tags=["remove-input"]
 frame = pd.DataFrame(found, index=[f"backward {impl.split('_')[0]}" for impl in SHOWN]).T

@@ -95,6 +95,8 @@ both = v1["compiled"] / ours["fused, bf16"]
 kinds = found[[f"{kind}_kind_s" for kind in KINDS]].mul(1e3)
 kinds.columns = list(KINDS)
 share = kinds["norm"] / kinds.sum(axis=1)
+passes = 1 - (kinds["matmul"] + kinds["attention"]) / kinds.sum(axis=1)
+assert passes[HALF, "eager", "v1"] > 0.5, "the text: most of an eager step"
 eager_norm = 100 * share[HALF, "eager", "gdpa"]
 attention, fused = kinds["attention"] / kinds.sum(axis=1), ours["fused, bf16"][HALF]
 WAY = "compiled, lookups", "compiled", "fused, bf16"
@@ -102,6 +104,8 @@ LOOKUPS, COMPILED, FUSED_AT = ((HALF, way, "gdpa") for way in WAY)
 cool = 100 * (1 - attention - kinds["matmul"] / kinds.sum(axis=1))
 saves = ours["compiled, lookups"] - ours["compiled"], ours["compiled"] - ours["fused norms"]
 assert saves[0][HALF] > saves[1][HALF], "the text: tables were worth more than fused norms"
+over = gain["eager"][HALF] > 1.13 < gain["eager"][EVENTS] and gain["compiled"][HALF] > 1.20
+assert over and gain["compiled"][LONG] <= 1.36 and both.min() < 1.45, "the text under the verdicts"
 assert gain["compiled"].idxmax() == LONG, "the text: most with the longest histories"
 chapter.glue(
     attention=spread(gain.loc[list(LAWS), "compiled"]),
@@ -156,9 +160,8 @@ chapter.predict(
 # |   stay.** Time on the device of a step on half-full batches of 1,024 tokens, in ms, by kind of
 # |   operator. "Ours" uses our fastest kernels, v1 our first ones.
 # | alt: >
-# |   Seven stacked bars, from top to bottom shorter. From the first to the second attention halves;
-# |   compiled, everything that is neither matmul nor norm shrinks; at the bottom norms are
-# |   smallest.
+# |   Seven stacked bars. From the first to the second attention halves; compiled, norms halve and
+# |   the rest shrinks; at the bottom norms are smallest.
 shown = {
     "v1, eager": ("eager", "v1"), "ours, eager": ("eager", "gdpa"),
     "v1, compiled": ("compiled", "v1"), "ours, lookups": ("compiled, lookups", "gdpa"),
@@ -170,7 +173,7 @@ bars["rest"] = bars[["embedding", "optimizer", "compiled", "other"]].sum(axis=1)
 chart = rare_charts.stacked(bars[["attention", "norm", "matmul", "rest"]], xlabel="ms", inside=True,
                        looks={"attention": "filled", "norm": "pale", "matmul": "hollow",
                               "rest": "hollow"}, hue="v8_own_waits")  # fmt: skip
-chapter.figure(chart, data=bars.reset_index(names="step"), measured=[chapter.record().id])
+chapter.figure(chart, data=bars.reset_index(names="step"), measured=chapter.holders("steps"))
 
 # %% [markdown]
 # ## A model to measure
@@ -183,7 +186,7 @@ chapter.figure(chart, data=bars.reset_index(names="step"), measured=[chapter.rec
 #
 # The bars show Amdahl's law. Compiled, v1's attention is {glue:text}`share_v1:.0f` % of a step, so
 # even a kernel that cost nothing could make the step only {glue:text}`most:.2f` times as fast. In
-# eager mode the share is smaller, because most of the step is passes over tokens without a matmul:
+# eager mode the share is smaller, since passes over tokens without a matmul take most of the step:
 # every improvement elsewhere raises the value of the next kernel.
 
 # %% tags=["remove-input"]
@@ -195,7 +198,7 @@ chapter.table(
     digits=dict.fromkeys(LABELS.values(), 1),
     caption="**Attention is worth most with the longest histories.** Time of a step in ms, by "
     "attention: ours, v1, FlashAttention-2 (FA2), padded PyTorch. Blank: not timed.",
-    data=found.reset_index(), measured=[chapter.record().id],
+    data=found.reset_index(), measured=chapter.holders("steps"),
 )  # fmt: skip
 
 # %% [markdown]
@@ -232,9 +235,10 @@ chapter.table(
 #
 # ## Fused norms
 #
-# Norms are bound by bytes, so counting predicts them. `gdpa_kernels.norms` has two: the residual
-# addition and RMSNorm in one kernel in each direction, and the norm of q and k in place on packed
-# q, k and v. They run near the rate of a copy and bring the step to {glue:text}`fused_only:.1f` ms.
+# `gdpa_kernels.norms` has two that run near the rate of a copy ({doc}`lab notes
+# <../../notes/norms>`): the residual addition and RMSNorm in one kernel in each direction, and the
+# norm of q and k in place on packed q, k and v. They bring the step to {glue:text}`fused_only:.1f`
+# ms.
 # A residual stream in bf16, which is a change of precision and not of kernels, brings it to
 # {glue:text}`bf16_only:.1f` ms, and both together to {glue:text}`fused:.1f` ms. Norms then take
 # {glue:text}`fused_norms:.0f` instead of {glue:text}`norms:.0f` ms, and memory
@@ -290,10 +294,9 @@ chapter.glue(stall=longest["gdpa"], stall_v1=longest["v1"], usual=1e3 * usual["g
 # ```
 #
 # takes the integer as it comes. All kernels but backward v2a do so now with what follows from
-# lengths, and the machine code is the same as before in all but one of the calls that this book
-# times. In a run of the same steps after that, on another H200 the same day, the longest took 1.05
-# times the median ({doc}`lab notes <../../notes/norms>`). A test sends batches of random lengths
-# through the kernels and fails if one compiles twice.
+# lengths. In a run of the same steps after that, on another H200 the same day, the longest took
+# 1.05 times the median ({doc}`lab notes <../../notes/norms>`). A test sends batches of random
+# lengths through the kernels and fails if one compiles twice.
 #
 # ## Thirty per cent
 #
