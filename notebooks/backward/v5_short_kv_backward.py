@@ -426,7 +426,7 @@ chapter.table(
     name="tab-bw6-pieces",
     caption="**The additions are the largest part of what backward v4 takes longer than v6.** "
     "2,048 queries on 128 keys, in bursts.",
-    measured=[chapter.record().id],
+    measured=chapter.holders("pieces"),
 )  # fmt: skip
 assert parts["v4"] - parts["v4, nothing added"] > max(parts["zero fill"], parts["rounding"])
 
@@ -507,7 +507,7 @@ chapter.table(
     digits={"time, %": 0}, name="tab-bw7-knocked",
     caption="**The activation costs backward v7 nothing, sending dQ more than a fifth of its "
     "time.** Parts knocked out, in bursts, in percent of v7's time.",
-    measured=[chapter.record().id],
+    measured=chapter.holders("parts"),
 )  # fmt: skip
 
 # %% [markdown]

@@ -179,7 +179,7 @@ chapter.figure(
         kinds, xlabel="largest error / |x|", ylabel="elements per clock and SM",
         levels={"head_dim 128": 8, "head_dim 64": 16}, limits={"2⁻¹⁰": 2.0**-10, "2⁻¹²": 2.0**-12},
     ),
-    measured=[chapter.record().id],
+    measured=chapter.holders("repeat"),
 )  # fmt: skip
 
 # %% tags=["remove-cell"]

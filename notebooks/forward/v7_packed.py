@@ -250,7 +250,7 @@ named = state.index.map(lambda at: f"forward {at[0][:2]}, {at[1]}")
 chapter.table(
     state[["SM clock (MHz)", "power (W)"]].set_axis(named).rename_axis("kernel").reset_index(),
     caption="**At nearly the same power, forward v7 runs at the lower clock.** Medians of "
-    "snapshots while each kernel repeats gdpa-self-full-2048.", measured=[chapter.record().id],
+    "snapshots while each kernel repeats gdpa-self-full-2048.", measured=chapter.holders("power"),
 )  # fmt: skip
 assert (state["at the power limit"] == state["snapshots"]).all(), "the text says: all of them"
 assert work > energy > 1, "the text explains a lower clock"
