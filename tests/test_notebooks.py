@@ -1,7 +1,9 @@
 """The sources of the chapters: what the build would let pass in silence."""
 
 import ast
+import json
 import re
+from pathlib import Path
 
 import pytest
 
@@ -17,6 +19,7 @@ for house in record.HOUSES:
     TEXTS += sorted((record.ROOT / house).rglob("*.py"))
 TEXTS += [record.ROOT / name for name in ("README.md", "data/README.md", "data/claims.yml")]
 ROLE = re.compile(r"\{glue:text\}`([^`]*)`")
+READ = re.compile(r"\{glue:\w*\}\s*`([^`]*)`|\{glue\} (\w+)(?:\s+:doc: (\S+)\.ipynb)?")
 TYPED_NUMBER = re.compile(r"\b(?:chapter|notebook)s?[\s`]+\d+|\{doc\}`\d+\b|\b\d\d_[a-z]\w*", re.I)
 
 
@@ -48,6 +51,28 @@ def test_reproduce_lists_every_chapter_that_measures_in_the_order_of_the_book():
 def test_glued_values_are_not_quoted_as_code(page):
     """Between backticks a role is text, and the reader sees it."""
     assert "`{glue:" not in page.read_text(encoding="utf-8")
+
+
+def read_by(page: Path) -> set[tuple[str, str]]:
+    """(chapter, name) of the glued values that a page shows."""
+    own = page.relative_to(page.parents[1]).with_suffix("").as_posix()
+    found = set()
+    for role, directive, doc in READ.findall(re.sub(r"\n#[ |]*", "\n", page.read_text())):
+        of, _, key = (role or directive).rpartition("::")
+        chapter = (of or doc or own).removesuffix(".ipynb").removeprefix("executed/")
+        found.add((chapter, key.partition(":")[0]))
+    return found
+
+
+def test_each_number_that_a_chapter_glues_is_read():
+    checked = json.loads((record.ROOT / "tests/site/formulas.json").read_text())["glued"]
+    read = set().union(*map(read_by, PAGES)) | {(chapter, name) for chapter, name, *_ in checked}
+    for page in LAUNCHING:
+        chapter = page.relative_to(record.ROOT / "notebooks").with_suffix("").as_posix()
+        calls = [x for x in ast.walk(ast.parse(page.read_text())) if isinstance(x, ast.Call)]
+        glued = [x for x in calls if ast.unparse(x.func) == "chapter.glue"]
+        names = {each.arg for x in glued for each in x.keywords if each.arg}
+        assert {name for name in names if (chapter, name) not in read} == set(), chapter
 
 
 @pytest.mark.parametrize("page", TEXTS, ids=str)

@@ -147,14 +147,13 @@ chapter.table(
     digits=dict.fromkeys(columns, 2),
     modelled="published: GDPA over FA4, B200, 750 W; the factors by the laws of both kernels",
 )
-step_ns, pairs = 1e3 * laws.loc["FA4", "steps"], laws["pairs alone, TFLOP/s"]
+step_ns = 1e3 * laws.loc["FA4", "steps"]
 short_keys = shares.index.str.contains("cross|256")
 chapter.glue(
     step_ns=step_ns, walk_256=published.loc[SHORT.name, "walk"],
     ends_256=published.loc[SHORT.name, "begin and end"], loop=published["the loop"].min(),
     loop_most=published["the loop"].max(), published_256=published.loc[SHORT.name, "published"],
-    pairs_fa4=pairs["FA4"], pairs_gdpa=pairs["GDPA"], share_low=shares[short_keys].min(),
-    share_high=shares[short_keys].max(),
+    share_low=shares[short_keys].min(), share_high=shares[short_keys].max(),
 )  # fmt: skip
 assert published["the loop"].between(0.9, 1.1).all(), "the text: the loop is about nothing"
 assert shares[short_keys].between(35, 60).all(), "the titles: about half"

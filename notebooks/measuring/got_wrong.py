@@ -52,7 +52,6 @@ chapter.figure(chart, data=found.reset_index(), computed="the verdicts of all ch
 
 # %% tags=["remove-cell"]
 by = found.groupby("standing")["word"].value_counts().unstack(fill_value=0)
-far = wrong["margin"].astype(float).idxmin()
 assert [*causes.index[:2]] == ["L2 and memory", "instructions"], "the text says so of both"
 assert (away[wrong.index] < 25).mean() > 0.5, "the caption: near misses"
 chapter.glue(
@@ -60,7 +59,7 @@ chapter.glue(
     predicted=by.loc["predicted"].sum(), first=causes.index[0], most=causes.iloc[0],
     predicted_refuted=100 * by.loc["predicted", "refuted"] / by.loc["predicted"].sum(),
     other_refuted=100 * by["refuted"].drop("predicted").sum() / by.drop("predicted").sum().sum(),
-    median=away[wrong.index].median(), factor=1 + away[far] / 100, zero=len(away) - len(on_axis),
+    median=away[wrong.index].median(), zero=len(away) - len(on_axis),
 )  # fmt: skip
 
 # %% [markdown]

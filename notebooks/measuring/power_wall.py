@@ -221,7 +221,7 @@ chapter.glue(
     capped=len(capped), base=wall.base, full=wall.full, byte=1e3 * wall.byte, rms=wall.rms_percent,
     slope=slope, slope_low=slopes.min(), slope_high=slopes.max(), by_model=by_model,
     gain_10=100 * ((1 / 0.9) ** (2 / 3) - 1), fewer=100 * (1 - (120 / 132) ** slope),
-    free_w=hot, mixed=100 * (limit - COOL) / (hot - COOL), mhz=mhz,
+    free_w=hot, mixed=100 * (limit - COOL) / (hot - COOL),
 )  # fmt: skip
 assert wall.byte * 1e3 < 200 and hot > limit > COOL, "the text says so"
 

@@ -121,7 +121,7 @@ chapter.glue(
     lookups=ours["compiled, lookups"][HALF], tokens=found["tokens"][LOOKUPS],
     atomics=kinds["embedding"][LOOKUPS], norms=kinds["norm"][COMPILED],
     fused_norms=kinds["norm"][FUSED_AT], blocks=gain["blocks of 64"][HALF],
-    left=100 - cool[FUSED_AT], least_both=both.min(),
+    left=100 - cool[FUSED_AT],
     embedding_gain=ours["compiled, lookups"][HALF] / ours["compiled"][HALF],
 )  # fmt: skip
 chapter.predict(
