@@ -86,6 +86,8 @@ class Lengths:
     @classmethod
     def uniform(cls, batch: int, length: int, device: torch.device | str) -> Lengths:
         """`batch` sequences of `length` rows on `device`; waits for nothing."""
+        checks.check_max_seqlen("batch", batch)
+        checks.check_max_seqlen("length", length)
         total = _checked_total(batch * length)
         with torch.inference_mode(False):
             own = torch.arange(batch + 1, dtype=torch.int32, device=device) * length
@@ -94,6 +96,8 @@ class Lengths:
     def extended(self, count: int) -> Lengths:
         """The Lengths of the same sequences, `count` rows longer each; made once, without waiting
         for the device."""
+
+        checks.check_max_seqlen("count", count)
 
         def make() -> Lengths:
             total = _checked_total(self.total + count * self.batch)
@@ -105,6 +109,8 @@ class Lengths:
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Lengths:
         """These Lengths on a device, themselves if they are there; work lists are made anew there.
         `non_blocking`: as for a tensor, from the memory of `pin_memory`."""
+        if not isinstance(device, torch.device | str | int):
+            raise TypeError(f"device must be a torch.device, its name or index, got {device!r}")
         with torch.inference_mode(False):
             return self._moved(self.cu_seqlens.to(device, non_blocking=non_blocking))
 

@@ -16,6 +16,7 @@ import torch
 
 import gdpa_kernels
 from gdpa_kernels.calling import checks
+from gdpa_kernels.calling.lengths import Lengths
 from gdpa_kernels.gdpa.api import IMPLS, gdpa
 from gdpa_kernels.gdpa.registration import check_activation
 
@@ -89,24 +90,24 @@ class StoredSums:
 
     @torch.no_grad()
     def add(
-        self, users: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor,
-        max_seqlen: int | None = None,
+        self, users: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+        cu_seqlens: torch.Tensor | Lengths, max_seqlen: int | None = None,
     ) -> None:  # fmt: skip
         """Add events: sequence i of k and v, `[events, num_kv_heads, head_dim]` with offsets
-        `cu_seqlens` `[n + 1]`, to the sum of users[i], int64 `[n]`, each user once."""
+        `cu_seqlens` `[n + 1]` or `Lengths`, to the sum of users[i], int64 `[n]`, each once."""
         self._change(1, users, k, v, cu_seqlens, max_seqlen)
 
     @torch.no_grad()
     def delete(
-        self, users: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor,
-        max_seqlen: int | None = None,
+        self, users: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+        cu_seqlens: torch.Tensor | Lengths, max_seqlen: int | None = None,
     ) -> None:  # fmt: skip
         """Take events away again that were added: their keys and values as they were."""
         self._change(-1, users, k, v, cu_seqlens, max_seqlen)
 
     def value(self, users: torch.Tensor | None = None) -> torch.Tensor:
         """The sums of these users, `[n, rows, num_heads, head_dim]`, in q's dtype, rounded once."""
-        total = self.total if users is None else self.total[users]
+        total = self.total if users is None else self.total.index_select(0, users)
         return (total.double() * UNIT if self.exact else total).to(self.q.dtype)
 
     def stale(self) -> torch.Tensor:
@@ -154,10 +155,15 @@ class StoredSums:
                 raise TypeError(f"{name} must be a tensor of {self.q.dtype}, got {_told(x)}")
         if not isinstance(users, torch.Tensor) or users.dtype != torch.int64:
             raise TypeError(f"users must be an int64 tensor, got {_told(users)}")
-        lengths = cu_seqlens.diff().to(torch.int64)
-        if users.shape != lengths.shape or users.unique().numel() != users.numel():
+        if not isinstance(cu_seqlens, Lengths):
+            cu_seqlens = Lengths(cu_seqlens, max_seqlen)
+        ends, _ = cu_seqlens.of("cu_seqlens", k.shape[0], k.device, max_seqlen)
+        lengths, known = ends.diff().to(torch.int64), self.count.numel()
+        once = users.shape == lengths.shape and users.unique().numel() == users.numel()
+        if not once or not ((users >= 0) & (users < known)).all():
             raise ValueError(
-                f"users must name each of {lengths.numel()} users once, got {users.tolist()}"
+                f"users must name each of {lengths.numel()} users once, from 0 to {known - 1}, "
+                f"got {users.tolist()}"
             )
         left = self.count[users] + sign * lengths
         if (left < 0).any():

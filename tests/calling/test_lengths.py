@@ -91,6 +91,14 @@ def test_wrong_uses_say_what_is_wrong():
         block_attention(q, k, v, short)
     with pytest.raises(ValueError, match="max_seqlen_k must be at least 40, got 39"):
         gdpa(q, k, v, lengths, lengths, None, 39)
+    with pytest.raises(TypeError, match="device must be a torch.device, .* got torch.int64"):
+        lengths.to(torch.int64)
+    with pytest.raises(ValueError, match="count must be an integer of at least 0, got -2"):
+        lengths.extended(-2)
+    with pytest.raises(ValueError, match="batch must be an integer of at least 0, got 2.5"):
+        Lengths.uniform(2.5, 2, "cpu")
+    with pytest.raises(ValueError, match="length must be an integer of at least 0, got -3"):
+        Lengths.uniform(2, -3, "cpu")
     with pytest.raises(ValueError, match="cu_seqlens_q must be on q's device cpu"):
         gdpa(q, k, v, Lengths(offsets(FIRST), device="meta"), lengths)
 

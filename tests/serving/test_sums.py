@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import tritonemu
-from gdpa_kernels import gdpa
+from gdpa_kernels import Lengths, gdpa
 from gdpa_kernels.serving.sums import TOLERATED, StoredSums
 
 ROWS, HEADS, DIM = 3, 2, 16
@@ -120,8 +120,19 @@ WRONG = (
      lambda: stored().add(USER, KV.bfloat16(), KV, ends(5))),
     (TypeError, r"users must be an int64 tensor, got \[0\]",
      lambda: stored().add([0], KV, KV, ends(5))),
-    (ValueError, r"users must name each of 2 users once, got \[0, 0\]",
+    (ValueError, r"users must name each of 2 users once, from 0 to 3, got \[0, 0\]",
      lambda: stored().add(torch.tensor([0, 0]), KV, KV, ends(2, 3))),
+    (ValueError, r"users must name .*, from 0 to 3, got \[-1, 3\]",  # one and the same row
+     lambda: stored().add(torch.tensor([-1, 3]), KV, KV, ends(2, 3))),
+    (ValueError, r"users must name .*, got \[4\]",
+     lambda: stored().add(USER + 4, KV, KV, ends(5))),
+    (IndexError, "out of range", lambda: stored().value(USER - 1)),
+    (ValueError, "cu_seqlens must run from 0 to the 9 rows .*, got 4 to 9",
+     lambda: stored(exact=True).add(USER, KV, KV, ends(5) + 4)),
+    (TypeError, "cu_seqlens must be a tensor, got list",
+     lambda: stored().add(USER, KV, KV, [0, 5])),
+    (ValueError, "cu_seqlens must be of 5 rows .*, got Lengths.1 sequences of 4 rows",
+     lambda: stored().add(USER, KV, KV, Lengths(ends(4)))),
     (ValueError, r"added before they are deleted, got \[5\] of \[0\] held",
      lambda: stored().delete(USER, KV, KV, ends(5))),
 )  # fmt: skip
