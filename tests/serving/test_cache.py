@@ -122,6 +122,12 @@ def test_after_an_edit_other_appends_are_checked_as_before():
             filled(kept, ["a"], [4], epochs=[1])
         with pytest.raises(ValueError, match="the time until the query changes"):
             kept.append(["a"], [counts[whole]], [1])
+    kept = cache(causal=False)
+    filled(kept, ["a"], [5])
+    assert kept.edit("a", 4, epoch=1, added=True) == 0
+    with pytest.raises(ValueError, match="with causal=False old rows see the new ones"):
+        kept.append(["a"], [2], [1])  # rows that have not seen the other four
+    filled(kept, ["a"], [6], epochs=[1])
 
 
 def test_a_second_edit_before_the_rows_are_there_again():
@@ -193,6 +199,11 @@ WRONG = (
     (TypeError, "model must be a validity.Model, got int", lambda: PagedCache(2, 1, 1, 1, 1)),
     (ValueError, "page_size must be an integer of at least 1, got 0",
      lambda: PagedCache(Model(1), 1, 0, 1, 1)),
+    *((TypeError, r"users must be .*, not tensors .use tolist., got tensor.7.", call) for call in (
+        lambda: cache().append(torch.tensor([7]), [1]), lambda: cache().pages(torch.tensor([7])),
+        lambda: cache().edit(torch.tensor(7), 0, 1, added=True),
+        lambda: cache().evict(torch.tensor(7)),
+    )),
     (ValueError, "users must be distinct", lambda: cache().append(["a", "a"], [1, 1])),
     (ValueError, "counts must have one entry a user, 1, got 0", lambda: cache().append("a", [])),
     (ValueError, "epochs must have one entry a user, 1, got 0", lambda: cache().pages("a", [])),
