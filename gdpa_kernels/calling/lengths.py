@@ -23,11 +23,12 @@ class Lengths:
     >>> for layer in layers:
     ...     x = layer((x, lengths))[0]
 
-    Making one waits for the device, once; calls that are given it do not wait. The offsets are
-    copied: a later write to `cu_seqlens` changes nothing here. A work list is made by the first
-    call that needs it, on the stream of that call, and serves all later ones there. In the capture
-    of a CUDA graph none is kept; the graph repeats these lengths, which must live as long as it. A
-    graph that is to read new offsets takes a tensor.
+    Making one waits for the device, once; calls that are given it wait only to check values of
+    other arguments, as of num_targets. The offsets are copied: a later write to `cu_seqlens`
+    changes nothing here. A work list is made by the first call that needs it, on the stream of that
+    call, and serves all later ones there. In the capture of a CUDA graph none is kept; the graph
+    repeats these lengths, which must live as long as it. A graph that is to read new offsets takes
+    a tensor.
 
     Args:
         cu_seqlens: int32 or int64 `[batch + 1]`: sequence i holds the rows cu_seqlens[i] up to, not

@@ -113,8 +113,9 @@ def gdpa(
             "b3_dk_first_backward", with more than 128 by "v7_wide_backward", with more than 512 by
             "b4_pair_backward" and "b5_stream_backward"; everything else is deterministic. Under
             `torch.use_deterministic_algorithms` "auto" leaves those out.
-        validate: check the values of cu_seqlens, which waits for the device in each call. False
-            trusts the caller. `Lengths` have been checked; compiled calls do not check.
+        validate: check the values of cu_seqlens, num_targets, num_contexts and time_thresholds,
+            which waits for the device in each call. False trusts the caller. `Lengths` have been
+            checked; compiled calls do not check.
         out_dtype: q's dtype, which None means, or torch.float32 (q in fp64 aside): the sum over
             these keys as it is, to be added to others. Of the kernels "v1_tiled" gives it, and up
             to head_dim 128 "v7_packed", "v8_own_waits", "b6_pair_stream" and "b7_split_stream". Its

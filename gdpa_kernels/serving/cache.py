@@ -216,10 +216,13 @@ class PagedCache:
     def _check_rows(self, k: torch.Tensor, v: torch.Tensor, count: int) -> None:
         shape = (count, *self.data.shape[-2:])
         for name, x in (("k", k), ("v", v)):
-            if x.shape != shape or x.dtype != self.data.dtype:
+            if not isinstance(x, torch.Tensor):
+                raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+            found = x.shape, x.dtype, x.device
+            if found != (shape, self.data.dtype, self.data.device):
                 raise ValueError(
-                    f"{name} must be {list(shape)} in {self.data.dtype}, got {list(x.shape)} in "
-                    f"{x.dtype}"
+                    f"{name} must be {list(shape)} in {self.data.dtype} on {self.data.device}, got "
+                    f"{list(x.shape)} in {x.dtype} on {x.device}"
                 )
 
     def _rows(self, at: Pages) -> tuple[torch.Tensor, torch.Tensor]:

@@ -239,6 +239,21 @@ def test_summary_tokens_take_few_weights():
     assert made == 512 * 1024 + 1024 + 256 * 32
 
 
+def test_parameters_are_drawn_after_to_empty():
+    """As a model is made that is sharded before it has memory."""
+    for kind, options in (("pma", {}), ("self", {"position_bias": 400, "time_bias": 99})):
+        with torch.device("meta"):
+            layer = make(kind, qk_norm=True, dtype=torch.float32, **options)
+        for x in (layer := layer.to_empty(device="cpu")).parameters():
+            x.data.fill_(math.nan)
+        for part in layer.modules():
+            if hasattr(part, "reset_parameters"):
+                part.reset_parameters()
+        assert all(x.isfinite().all() for x in layer.parameters())
+        drawn = {"pma": ("seeds", 1)}.get(kind, ("position_bias", 0.02))
+        assert 0.8 < getattr(layer, drawn[0]).std() / drawn[1] < 1.2
+
+
 def test_seeds_of_pma_are_a_summary():
     pool, layer = make("pma", dtype=torch.float32), PFFN(32, 4, 32, 6, summary_tokens=3)
     x = batch(dtype=torch.float32)[:2]
