@@ -96,10 +96,10 @@ def gdpa(
         output_scale: multiplies the result after the activation; applied once, to the fp32 sum.
         causal: keep keys at or before the query's position. "upper_left": positions start with
             their sequence. "lower_right": they end with it, so that the last query sees every key,
-            as new tokens over a cache do; of the kernels only the v1 take it. True: where no
-            sequence has fewer queries than keys, "upper_left"; where one has, an error, whose
-            check waits for the device: in each call that has two tensors of offsets, once for
-            `Lengths`. It is left out where `validate` is.
+            as new tokens over a cache do; of the kernels v8, backward v4 and the v1 take it. True:
+            where no sequence has fewer queries than keys, "upper_left"; where one has, an error,
+            whose check waits for the device: in each call that has two tensors of offsets, once
+            for `Lengths`. It is left out where `validate` is.
         window: keep keys at most this many positions from the query, as `causal` counts them.
         precise: compute the activation in fp32. By default GELU and SiLU of bf16 inputs are
             computed in packed bf16, from rounded scores, where the implementation can: for inputs
