@@ -400,6 +400,11 @@ def score(
     checks.check_tensors(q, k, v)
     if k.shape[0] != q.shape[0]:
         raise ValueError(f"k must have q's {q.shape[0]} rows, got {k.shape[0]}")
+    if k.shape[1:] != cache.data.shape[-2:]:
+        raise ValueError(
+            f"k must have the cache's {list(cache.data.shape[-2:])} heads and head_dim, got "
+            f"{list(k.shape[1:])}"
+        )
     out_dtype = api.check_sum(q, q.shape, options.get("out_dtype"), None)
     ends = checked_ends(q, cu_seqlens, max_seqlen, history, options.pop("validate", True))
     check_targets(ends, None, target_group_size, 0, "shared", True, None)

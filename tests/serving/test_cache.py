@@ -230,6 +230,9 @@ WRONG = (
      lambda: score(*[draw(1, 0)] * 3, ends(1), 1, c := cache(), 0, c.pages(["a"]), in_one_call=1)),
     (ValueError, "k must have q's 1 rows, got 2", lambda: score(
         draw(1, 0), *[draw(2, 0)] * 2, ends(1), 1, c := cache(), 0, c.pages(["a"]))),
+    (ValueError, r"k must have the cache's \[2, 16\] heads and head_dim, got \[1, 16\]",
+     lambda: score(draw(1, 0), *[draw(1, 0)[:, :1]] * 2, ends(1), 1, c := cache(), 0,
+                   c.pages(["a"]))),
     (ValueError, "cu_seqlens must run from 0 to the 1 rows .*, got 0 to 2", lambda: score(
         *[draw(1, 0)] * 3, ends(2), 2, c := cache(), 0, c.pages(["a"]))),
     (ValueError, "max_seqlen must be at least 1, got 0", lambda: score(
