@@ -288,12 +288,18 @@ class GDPASelfAttention(_Layer):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw the tables of the relative bias and make its thresholds, as after `to_empty`."""
+        """Draw the tables of the relative bias, as after `to_empty`."""
         for table in (self.position_bias, self.time_bias):
             if table is not None:
                 table.normal_(std=0.02)
+
+    def _apply(self, fn, recurse=True):
+        """As a module's own; `to_empty` would leave thresholds that no state dict brings back."""
+        super()._apply(fn, recurse)
         if self.time_thresholds is not None:
-            self.time_thresholds.copy_(hstu_thresholds(len(self.time_bias)))
+            device = self.time_thresholds.device
+            self.time_thresholds = hstu_thresholds(len(self.time_bias), device)
+        return self
 
     def _bias(self, timestamps: torch.Tensor | None) -> dict[str, RelativeBias]:
         """The relative bias as `gdpa` takes it."""

@@ -16,6 +16,7 @@ from gdpa_kernels.block_attention import modules as block_modules
 from gdpa_kernels.calling import jagged, layers, packed
 from gdpa_kernels.calling.launches import launches
 from gdpa_kernels.gdpa import modules
+from gdpa_kernels.gdpa.bias import hstu_thresholds
 from gdpa_lab.measuring.inputs import cu_seqlens
 from tests.fuzzing import composed
 
@@ -246,6 +247,8 @@ def test_parameters_are_drawn_after_to_empty():
             layer = make(kind, qk_norm=True, dtype=torch.float32, **options)
         for x in (layer := layer.to_empty(device="cpu")).parameters():
             x.data.fill_(math.nan)
+        if kind == "self":
+            assert torch.equal(layer.time_thresholds, hstu_thresholds(99))
         for part in layer.modules():
             if hasattr(part, "reset_parameters"):
                 part.reset_parameters()
