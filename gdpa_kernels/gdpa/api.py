@@ -296,7 +296,7 @@ class _Gdpa(torch.autograd.Function):
         needs_of_tables = ctx.needs_input_grad[8:10]
         saved = ctx.saved_tensors  # read once: checkpointing allows no more
         saved, segments, bias = saved[:5], saved[5], Bias(*saved[6:])
-        if ctx.lengths is not None:
+        if ctx.lengths is not None and not checks.is_fake(saved[0]):  # as compiled autograd has it
             more = {"segments": segments, "bias": bias}
             rung, schedule = _planned("backward", ctx.lengths, saved, options, **more)
             options = options._replace(backward_impl=rung.impl, resolved=True)

@@ -193,6 +193,20 @@ def test_compiled_calls_take_lengths():
         assert_same_bits(gradients(compiled(*tensors, *arguments), tensors), expected)
 
 
+def test_compiled_autograd_takes_lengths():
+    """It compiles what an eager forward recorded; a list is then made inside the operator."""
+    tensors, lengths = leaves(head_dim=128), Lengths(offsets(FIRST))
+    options = {"impl": "reference", "backward_impl": "v4_warp_specialized_backward"}
+    torch._dynamo.reset()
+    compiled = torch.compile(backend="aot_eager")
+    with tritonemu.enabled():
+        expected = gradients(gdpa(*tensors, lengths, lengths, **options), tensors)
+        with torch._dynamo.compiled_autograd._enable(compiled):
+            out = gdpa(*tensors, lengths, lengths, **options)
+            out.backward(torch.ones_like(out))
+    assert_same_bits((out, *(x.grad for x in tensors)), expected)
+
+
 def test_one_tensor_for_several_arguments_compiles():
     torch._dynamo.reset()  # it explains a recompilation by arguments that only Lengths have
     x, ends = torch.randn(47, 2, 16, requires_grad=True), offsets(FIRST)
