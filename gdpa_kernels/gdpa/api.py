@@ -167,7 +167,8 @@ def gdpa(
             {"q": q, "add_to": add_to}, cu_seqlens_q, max_seqlen_q, "q"
         )
         if nested is not None and k is None and v is None and cu_seqlens_k is None:
-            cu_seqlens_k, max_seqlen_k = cu_seqlens_q, max_seqlen_q
+            cu_seqlens_k = cu_seqlens_q
+            max_seqlen_k = max_seqlen_q if max_seqlen_k is None else max_seqlen_k
         (k, v), cu_seqlens_k, max_seqlen_k = jagged.dense(
             {"k": k, "v": v}, cu_seqlens_k, max_seqlen_k, "k"
         )
