@@ -397,6 +397,7 @@ def score(
         raise TypeError(f"options must be among {sorted(known)}, got {sorted(unknown)}")
     if in_one_call is not None:
         checks.check_bool(in_one_call=in_one_call)
+    q, k, v = checks.autocast(q, k, v)
     checks.check_tensors(q, k, v)
     if k.shape[0] != q.shape[0]:
         raise ValueError(f"k must have q's {q.shape[0]} rows, got {k.shape[0]}")

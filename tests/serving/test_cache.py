@@ -391,6 +391,18 @@ def test_the_kernel_moves_16_bytes_at_once(capability, head_dim):
     assert 2 * code.wide["STG"] == code.wide["LDG"]
 
 
+@pytest.mark.parametrize("in_one_call", (True, False))
+def test_autocast_is_that_of_gdpa(in_one_call):
+    kept = cache(dtype=BF16)
+    filled(kept, ["a"], [7])
+    x = draw(5, 1, FP32)
+    some = ends(5), 5, kept, 0, kept.pages(["a"])
+    with torch.autocast("cpu", BF16):
+        found = score(x, x, x, *some, in_one_call=in_one_call)
+    x = x.to(BF16)
+    assert torch.equal(found, score(x, x, x, *some, in_one_call=in_one_call))
+
+
 def test_queries_may_have_more_heads():
     kept = cache(num_pages=8, dtype=BF16)
     filled(kept, USERS, [*LENGTHS])
