@@ -88,7 +88,7 @@ def append(
     if (tokens.shape[0], *tokens.shape[2:]) != (batch, *rest):
         shape = ", ".join(map(str, (batch, "count", *rest)))
         raise ValueError(f"tokens must have shape [{shape}], got {list(tokens.shape)}")
-    if not torch.can_cast(tokens.dtype, values.dtype):
+    if tokens.is_floating_point() and not values.is_floating_point():
         raise TypeError(f"tokens must be of a kind with x's {values.dtype}, got {tokens.dtype}")
     count, (own, position) = tokens.shape[1], places(total, offsets)
     longer = offsets.extended(count) if isinstance(offsets, Lengths) else extended(offsets, count)

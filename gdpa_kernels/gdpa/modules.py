@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from gdpa_kernels.calling import checks, jagged, layers, packed
+from gdpa_kernels.calling import checks, jagged, layers, packed, private
 from gdpa_kernels.calling.jagged import Jagged, Offsets
 from gdpa_kernels.calling.lengths import Lengths
 from gdpa_kernels.gdpa import api
@@ -137,7 +137,7 @@ class _Layer(nn.Module):
         )
 
 
-class GDPASelfAttention(_Layer):
+class GDPASelfAttention(private.Constants, _Layer):
     """Self-attention with an element-wise activation for softmax, on a jagged batch.
 
     One linear layer makes q, k and v, which the kernels read where they lie; another one mixes the
@@ -293,13 +293,11 @@ class GDPASelfAttention(_Layer):
             if table is not None:
                 table.normal_(std=0.02)
 
-    def _apply(self, fn, recurse=True):
-        """As a module's own; `to_empty` would leave thresholds that no state dict brings back."""
-        super()._apply(fn, recurse)
+    def make_constants(self) -> None:
+        """The thresholds, which no state dict brings back."""
         if self.time_thresholds is not None:
             device = self.time_thresholds.device
             self.time_thresholds = hstu_thresholds(len(self.time_bias), device)
-        return self
 
     def _bias(self, timestamps: torch.Tensor | None) -> dict[str, RelativeBias]:
         """The relative bias as `gdpa` takes it."""
