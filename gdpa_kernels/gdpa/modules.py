@@ -288,10 +288,11 @@ class GDPASelfAttention(private.Constants, _Layer):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw the tables of the relative bias, as after `to_empty`."""
+        """Draw the tables of the relative bias and make its thresholds, as after `to_empty`."""
         for table in (self.position_bias, self.time_bias):
             if table is not None:
                 table.normal_(std=0.02)
+        self.make_constants()
 
     def make_constants(self) -> None:
         """The thresholds, which no state dict brings back."""
