@@ -23,7 +23,7 @@ from options import Parser, positive
 from torch import nn
 from torch.nn import functional as F
 
-from gdpa_kernels import GDPASelfAttention
+from gdpa_kernels import GDPASelfAttention, Lengths
 from gdpa_kernels.serving.cache import Model, PagedCache
 from gdpa_kernels.serving.layers import candidates, extend
 
@@ -70,7 +70,7 @@ class Server:
         """Scores `[users, candidates]` of ids, of the same shape."""
         batch, count = ids.shape
         whole = self.cache.pages(users)
-        ends = torch.arange(0, batch * count + 1, count, dtype=torch.int32, device=ids.device)
+        ends = Lengths.uniform(batch, count, ids.device)
         x = self.model.run(
             ids.flatten(),
             lambda layer, x, i: candidates(layer, x, ends, count, self.cache, i, whole),

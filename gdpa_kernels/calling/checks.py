@@ -139,6 +139,7 @@ def check_offsets(name: str, cu_seqlens: object, device: torch.device) -> None:
         raise ValueError(
             f"{name} must be a contiguous int32 or int64 tensor of shape [batch + 1] on {device}, "
             f"got {cu_seqlens.dtype} of shape {list(cu_seqlens.shape)} on {cu_seqlens.device}"
+            + ("" if cu_seqlens.is_contiguous() else ", not contiguous")
         )
 
 

@@ -47,7 +47,10 @@ def from_padded_tensor(
 
     Raises TypeError, ValueError: as `to_padded_tensor`.
     """
+    _check_padded("padded", "[batch, max_seqlen, ...]", padded)
     batch, most = padded.shape[:2]
+    if not isinstance(offsets, Lengths):
+        _check_offsets(offsets, padded.device)
     total = offsets.total if isinstance(offsets, Lengths) else int(offsets[-1])
     _, offsets, _ = read((padded.new_empty(total, 0), offsets), None, most, validate)
     if batch != batch_size(offsets):
@@ -73,16 +76,20 @@ def mean(x: torch.Tensor | Jagged, *, validate: bool = True) -> torch.Tensor:
 def append(
     x: torch.Tensor | Jagged, tokens: torch.Tensor, *, validate: bool = True
 ) -> torch.Tensor | Jagged:
-    """A batch of x's kind, `tokens` `[batch, count, ...]` at the ends of its sequences.
+    """A batch of x's kind, `tokens` `[batch, count, ...]`, in x's dtype, at the ends of its
+    sequences.
 
     The other arguments, and errors: as `to_padded_tensor`. The offsets of a pair come back as
     int32; from `Lengths` come `Lengths`, the same ones in each call.
     """
     values, offsets, _ = read(x, validate=validate)
     batch, total, rest = batch_size(offsets), values.shape[0], values.shape[1:]
-    if tokens.dim() < 2 or (tokens.shape[0], *tokens.shape[2:]) != (batch, *rest):
+    _check_padded("tokens", "[batch, count, ...]", tokens)
+    if (tokens.shape[0], *tokens.shape[2:]) != (batch, *rest):
         shape = ", ".join(map(str, (batch, "count", *rest)))
         raise ValueError(f"tokens must have shape [{shape}], got {list(tokens.shape)}")
+    if tokens.is_floating_point() and not values.is_floating_point():
+        raise TypeError(f"tokens must be of a kind with x's {values.dtype}, got {tokens.dtype}")
     count, (own, position) = tokens.shape[1], places(total, offsets)
     longer = offsets.extended(count) if isinstance(offsets, Lengths) else extended(offsets, count)
     ends = cu_seqlens(longer)
@@ -93,6 +100,26 @@ def append(
     if isinstance(x, torch.Tensor):
         return torch.nested.nested_tensor_from_jagged(y, extended(x.offsets(), count))
     return y, longer
+
+
+def _check_offsets(offsets: object, device: torch.device) -> None:
+    if not isinstance(offsets, torch.Tensor):
+        raise TypeError(f"offsets must be a tensor or Lengths, got {type(offsets).__name__}")
+    if offsets.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"offsets must be int32 or int64, got {offsets.dtype}")
+    if offsets.dim() != 1 or offsets.numel() < 1 or offsets.device != device:
+        raise ValueError(
+            f"offsets must have shape [batch + 1] on {device}, "
+            f"got {list(offsets.shape)} on {offsets.device}"
+        )
+
+
+def _check_padded(name: str, shape: str, x: object) -> None:
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+    if x.is_nested or x.dim() < 2:
+        got = "a nested tensor" if x.is_nested else list(x.shape)
+        raise ValueError(f"{name} must have shape {shape}, got {got}")
 
 
 def read(
@@ -121,15 +148,7 @@ def read(
         checks.check_max_seqlen("max_seqlen", max_seqlen)
     if isinstance(offsets, Lengths):
         return values, offsets, offsets.of("cu_seqlens", shape[0], values.device, max_seqlen)[1]
-    if not isinstance(offsets, torch.Tensor):
-        raise TypeError(f"offsets must be a tensor or Lengths, got {type(offsets).__name__}")
-    if offsets.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"offsets must be int32 or int64, got {offsets.dtype}")
-    if offsets.dim() != 1 or offsets.numel() < 1 or offsets.device != values.device:
-        raise ValueError(
-            f"offsets must have shape [batch + 1] on {values.device}, "
-            f"got {list(offsets.shape)} on {offsets.device}"
-        )
+    _check_offsets(offsets, values.device)
     most = known if max_seqlen is None else max_seqlen
     if validate and checks.is_readable(offsets):
         longest = checks.check_lengths("cu_seqlens", offsets, shape[0], most)

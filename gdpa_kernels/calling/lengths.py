@@ -23,11 +23,12 @@ class Lengths:
     >>> for layer in layers:
     ...     x = layer((x, lengths))[0]
 
-    Making one waits for the device, once; calls that are given it do not wait. The offsets are
-    copied: a later write to `cu_seqlens` changes nothing here. A work list is made by the first
-    call that needs it, on the stream of that call, and serves all later ones there. In the capture
-    of a CUDA graph none is kept; the graph repeats these lengths, which must live as long as it. A
-    graph that is to read new offsets takes a tensor.
+    Making one waits for the device, once; calls that are given it wait only to check values of
+    other arguments, as of num_targets. The offsets are copied: a later write to `cu_seqlens`
+    changes nothing here. A work list is made by the first call that needs it, on the stream of that
+    call, and serves all later ones there. In the capture of a CUDA graph none is kept; the graph
+    repeats these lengths, which must live as long as it. A graph that is to read new offsets takes
+    a tensor.
 
     Args:
         cu_seqlens: int32 or int64 `[batch + 1]`: sequence i holds the rows cu_seqlens[i] up to, not
@@ -86,6 +87,8 @@ class Lengths:
     @classmethod
     def uniform(cls, batch: int, length: int, device: torch.device | str) -> Lengths:
         """`batch` sequences of `length` rows on `device`; waits for nothing."""
+        checks.check_max_seqlen("batch", batch)
+        checks.check_max_seqlen("length", length)
         total = _checked_total(batch * length)
         with torch.inference_mode(False):
             own = torch.arange(batch + 1, dtype=torch.int32, device=device) * length
@@ -94,6 +97,8 @@ class Lengths:
     def extended(self, count: int) -> Lengths:
         """The Lengths of the same sequences, `count` rows longer each; made once, without waiting
         for the device."""
+
+        checks.check_max_seqlen("count", count)
 
         def make() -> Lengths:
             total = _checked_total(self.total + count * self.batch)
@@ -105,6 +110,8 @@ class Lengths:
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Lengths:
         """These Lengths on a device, themselves if they are there; work lists are made anew there.
         `non_blocking`: as for a tensor, from the memory of `pin_memory`."""
+        if not isinstance(device, torch.device | str | int):
+            raise TypeError(f"device must be a torch.device, its name or index, got {device!r}")
         with torch.inference_mode(False):
             return self._moved(self.cu_seqlens.to(device, non_blocking=non_blocking))
 

@@ -29,6 +29,11 @@ def flat(
     if v is not None or not isinstance(whole, torch.Tensor):
         return (q, k, v), None
     if whole.dim() == 4 and whole.shape[1] == count:
+        if num_kv_heads not in (None, whole.shape[2]):
+            raise ValueError(
+                f"num_kv_heads must be None or {whole.shape[2]} with a q of shape "
+                f"{list(whole.shape)}, got {num_kv_heads!r}"
+            )
         whole = whole.flatten(1, 2)
     heads = whole.shape[1] if whole.dim() == 3 else 0
     if heads == 0 or (heads % count and num_kv_heads is None):

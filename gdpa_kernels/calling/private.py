@@ -40,6 +40,15 @@ def are_fake(*tensors: torch.Tensor) -> bool:
     return any(isinstance(x, torch._subclasses.FakeTensor) for x in tensors)
 
 
+class Constants(torch.nn.Module):
+    """A module that makes its constants again after what moves or empties its tensors."""
+
+    def _apply(self, fn: Callable, recurse: bool = True) -> torch.nn.Module:
+        super()._apply(fn, recurse)
+        self.make_constants()
+        return self
+
+
 def jagged_dim(x: torch.Tensor) -> int:
     """The dimension of a nested tensor whose sizes differ."""
     return x._ragged_idx

@@ -113,8 +113,9 @@ def gdpa(
             "b3_dk_first_backward", with more than 128 by "v7_wide_backward", with more than 512 by
             "b4_pair_backward" and "b5_stream_backward"; everything else is deterministic. Under
             `torch.use_deterministic_algorithms` "auto" leaves those out.
-        validate: check the values of cu_seqlens, which waits for the device in each call. False
-            trusts the caller. `Lengths` have been checked; compiled calls do not check.
+        validate: check the values of cu_seqlens, num_targets, num_contexts and time_thresholds,
+            which waits for the device in each call. False trusts the caller. `Lengths` have been
+            checked; compiled calls do not check.
         out_dtype: q's dtype, which None means, or torch.float32 (q in fp64 aside): the sum over
             these keys as it is, to be added to others. Of the kernels "v1_tiled" gives it, and up
             to head_dim 128 "v7_packed", "v8_own_waits", "b6_pair_stream" and "b7_split_stream". Its
@@ -166,7 +167,8 @@ def gdpa(
             {"q": q, "add_to": add_to}, cu_seqlens_q, max_seqlen_q, "q"
         )
         if nested is not None and k is None and v is None and cu_seqlens_k is None:
-            cu_seqlens_k, max_seqlen_k = cu_seqlens_q, max_seqlen_q
+            cu_seqlens_k = cu_seqlens_q
+            max_seqlen_k = max_seqlen_q if max_seqlen_k is None else max_seqlen_k
         (k, v), cu_seqlens_k, max_seqlen_k = jagged.dense(
             {"k": k, "v": v}, cu_seqlens_k, max_seqlen_k, "k"
         )
@@ -295,7 +297,7 @@ class _Gdpa(torch.autograd.Function):
         needs_of_tables = ctx.needs_input_grad[8:10]
         saved = ctx.saved_tensors  # read once: checkpointing allows no more
         saved, segments, bias = saved[:5], saved[5], Bias(*saved[6:])
-        if ctx.lengths is not None:
+        if ctx.lengths is not None and not checks.is_fake(saved[0]):  # as compiled autograd has it
             more = {"segments": segments, "bias": bias}
             rung, schedule = _planned("backward", ctx.lengths, saved, options, **more)
             options = options._replace(backward_impl=rung.impl, resolved=True)

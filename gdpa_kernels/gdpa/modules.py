@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from gdpa_kernels.calling import checks, jagged, layers, packed
+from gdpa_kernels.calling import checks, jagged, layers, packed, private
 from gdpa_kernels.calling.jagged import Jagged, Offsets
 from gdpa_kernels.calling.lengths import Lengths
 from gdpa_kernels.gdpa import api
@@ -85,6 +85,7 @@ class _Layer(nn.Module):
         max_seqlen_q: int,
         max_seqlen_k: int,
         turns: tuple[torch.Tensor, torch.Tensor] | None = None,
+        validate: bool = False,
         **mask,
     ) -> torch.Tensor:
         """W_out gdpa(q, k, v), `[rows, embed_dim]`; the offsets are those that `_read` checked.
@@ -113,7 +114,7 @@ class _Layer(nn.Module):
             num_kv_heads=self.num_kv_heads if k is None else None,
             activation=self.activation, scale=self.scale, output_scale=self.output_scale,
             precise=self.precise, impl=self.impl, backward_impl=self.backward_impl,
-            validate=False, **mask,
+            validate=validate, **mask,
         )  # fmt: skip
         return self.out(out.flatten(1))
 
@@ -136,7 +137,7 @@ class _Layer(nn.Module):
         )
 
 
-class GDPASelfAttention(_Layer):
+class GDPASelfAttention(private.Constants, _Layer):
     """Self-attention with an element-wise activation for softmax, on a jagged batch.
 
     One linear layer makes q, k and v, which the kernels read where they lie; another one mixes the
@@ -180,7 +181,7 @@ class GDPASelfAttention(_Layer):
             `Lengths` or of a nested tensor that knows its own, or reads it from the offsets in each
             call, which waits for the device; a CUDA graph's capture needs one of the others.
         precise, impl, backward_impl: as `gdpa`.
-        validate: check the values of the offsets; as `gdpa`.
+        validate: check the values of the offsets, and of num_targets and num_contexts; as `gdpa`.
         device, dtype: of the parameters.
 
     Raises:
@@ -275,10 +276,11 @@ class GDPASelfAttention(_Layer):
         """
         values, offsets, longest = self._read(x, max_seqlen)
         given = num_targets is not None or num_contexts is not None or self.targets["full_rows"]
+        counted = any(isinstance(x, torch.Tensor) for x in (num_targets, num_contexts))
         targets = self.targets | {"num_targets": num_targets, "num_contexts": num_contexts}
         y = self._attend(
             self.qkv(values), None, None, offsets, offsets, longest, longest,
-            layers.turns(self.rotary, self.head_dim, values, offsets),
+            layers.turns(self.rotary, self.head_dim, values, offsets), self.validate and counted,
             causal=self.causal, window=self.window, **(targets if given else {}),
             **self._bias(timestamps),
         )  # fmt: skip
@@ -290,8 +292,13 @@ class GDPASelfAttention(_Layer):
         for table in (self.position_bias, self.time_bias):
             if table is not None:
                 table.normal_(std=0.02)
+        self.make_constants()
+
+    def make_constants(self) -> None:
+        """The thresholds, which no state dict brings back."""
         if self.time_thresholds is not None:
-            self.time_thresholds.copy_(hstu_thresholds(len(self.time_bias)))
+            device = self.time_thresholds.device
+            self.time_thresholds = hstu_thresholds(len(self.time_bias), device)
 
     def _bias(self, timestamps: torch.Tensor | None) -> dict[str, RelativeBias]:
         """The relative bias as `gdpa` takes it."""
@@ -361,7 +368,8 @@ class PMA(_Layer):
         layers.check_positive(num_seeds=num_seeds)
         checks.check_bool(bias=bias)
         self.num_seeds = num_seeds
-        self.seeds = nn.Parameter(torch.randn(num_seeds, embed_dim, **factory_kwargs))
+        self.seeds = nn.Parameter(torch.empty(num_seeds, embed_dim, **factory_kwargs))
+        self.reset_parameters()
         self.kv = nn.Linear(
             embed_dim, 2 * self.num_kv_heads * self.head_dim, bias, **factory_kwargs
         )
@@ -375,6 +383,11 @@ class PMA(_Layer):
         values, offsets, longest = self._read(x, max_seqlen)
         y = self._attend(self.seeds, self.kv(values), None, None, offsets, self.num_seeds, longest)
         return y.unflatten(0, (jagged.batch_size(offsets), self.num_seeds))
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw the seeds, as after `to_empty`."""
+        self.seeds.normal_()
 
     def extra_repr(self) -> str:
         return f"num_seeds={self.num_seeds}, {super().extra_repr()}"

@@ -20,6 +20,7 @@ long sequences are cut between ranks.
 from __future__ import annotations
 
 import contextlib
+import operator
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -67,9 +68,11 @@ def shard(
     Raises:
         TypeError, ValueError: an argument is wrong: its name, what is expected, what was received.
     """
+    checks.check_count("ranks", ranks, least=1)
+    checks.check_count("rank", rank)
     shards = _shards(_offsets(cu_seqlens), ranks, _layout(layout))
-    if not 0 <= rank < ranks:
-        raise ValueError(f"rank must be at least 0 and less than the {ranks} ranks, got {rank}")
+    if rank >= ranks:
+        raise ValueError(f"rank must be less than the {ranks} ranks, got {rank}")
     _check_rows("x", x, shards.total, "the batch")
     rows = [torch.arange(first, end) for _, first, end in shards.pieces[rank]]
     index = torch.cat([torch.empty(0, dtype=torch.int64), *rows])
@@ -82,6 +85,7 @@ def unshard(
     """The packed batch `[total, ...]` of all ranks' shards, in order of the ranks: the inverse of
     `shard`, whose arguments and errors it has; differentiable. No collective: of what was gathered.
     """
+    checks.check_count("the number of shards", len(shards), least=1)
     known = _shards(_offsets(cu_seqlens), len(shards), _layout(layout))
     for rank, x in enumerate(shards):
         _check_rows(f"shards[{rank}]", x, known.rows(rank), f"rank {rank}")
@@ -353,7 +357,10 @@ def _lengths(lengths: list[int], device: torch.device) -> Lengths:
 def _offsets(cu_seqlens: Sequence[int]) -> tuple[int, ...]:
     if isinstance(cu_seqlens, torch.Tensor):
         raise TypeError("cu_seqlens must be numbers of the host, got a tensor: cu_seqlens.tolist()")
-    ends = tuple(int(end) for end in cu_seqlens)
+    try:
+        ends = tuple(map(operator.index, cu_seqlens))
+    except TypeError:
+        raise TypeError(f"cu_seqlens must be integers of the host, got {cu_seqlens!r}") from None
     if not ends or ends[0] != 0 or list(ends) != sorted(ends):
         raise ValueError(f"cu_seqlens must rise from 0, got {list(cu_seqlens)}")
     return ends
@@ -366,6 +373,9 @@ def _layout(layout: object) -> str:
 
 
 def _check_rows(name: str, x: torch.Tensor, rows: int, whose: str) -> None:
+    if not isinstance(x, torch.Tensor) or x.dim() < 1:
+        got = f"one of shape {list(x.shape)}" if isinstance(x, torch.Tensor) else repr(x)
+        raise TypeError(f"{name} must be a tensor of rows, got {got}")
     if x.shape[0] != rows:
         raise ValueError(f"{name} must have the {rows} rows of {whose}, got {x.shape[0]} rows")
 

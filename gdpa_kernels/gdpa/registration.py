@@ -75,11 +75,19 @@ def register_activation(
             raise ValueError(f"name must be new, got {name!r}, which is registered differently")
         return
     slope = _derivative(reference)
-    zero = torch.zeros(3, dtype=torch.float64)
+    x = torch.tensor([0.0, 1.0, -1.0], dtype=torch.float64)
     for what, function in (("reference", reference), ("its derivative", slope)):
-        found = function(zero)
-        if found.shape != zero.shape or found.dtype != zero.dtype or not found.isfinite().all():
+        try:
+            found, alone = function(x), torch.cat([function(one) for one in x.split(1)])
+        except Exception as error:
+            raise ValueError(f"{what} must be a differentiable function, got {error}") from error
+        if found.shape != x.shape or found.dtype != x.dtype or not found[0].isfinite():
             raise ValueError(f"{what} must be finite at 0 in the dtype of x, got {found}")
+        if not torch.allclose(found, alone, equal_nan=True):
+            raise ValueError(
+                f"{what} must be computed element by element, got {found.tolist()} of "
+                f"{x.tolist()} and {alone.tolist()} one by one"
+            )
     OWN[name] = own
     ACTIVATIONS[name] = Activation(name, reference, slope)
 

@@ -94,7 +94,8 @@ def head_norm(
             more.
         weights: one or two of `[head_dim]`.
         counts: heads of each weight, at most x's together.
-        turns: (sin, cos), each contiguous `[total, head_dim // 2]`. None: no rotation.
+        turns: (sin, cos), each contiguous `[total, head_dim // 2]`, which get no gradient. None: no
+            rotation.
         eps: added to the mean square.
         overwrite_gradient: backward may write over the gradient that it is given. Only for an x
             whose gradient comes from one operator that hands out memory of its own, as `gdpa` does;
@@ -375,7 +376,7 @@ def _check_like(name: str, x: object, shape: tuple[int, ...], device: torch.devi
 
 def _check_rows(x: object, residual: object, weight: object) -> None:
     _check_tensor("x", x)
-    if x.dim() < 2 or x.shape[-1] < 1:
+    if x.dim() < 1 or x.shape[-1] < 1:
         raise ValueError(f"x must have shape [..., width], got {list(x.shape)}")
     if residual is not None:
         _check_like("residual", residual, x.shape, x.device)
@@ -444,3 +445,8 @@ def _check_heads(x: object, weights: object, counts: object, turns: object) -> N
         _check_like(name, turn, (total, head_dim // 2), x.device)
         if not turn.is_contiguous():
             raise ValueError(f"{name} must be contiguous, got strides {turn.stride()}")
+        if turn.requires_grad and torch.is_grad_enabled():
+            raise ValueError(
+                f"turns must not require gradients, which they do not get; got a {name} that does: "
+                f"use {name}.detach()"
+            )

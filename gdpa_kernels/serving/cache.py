@@ -100,7 +100,7 @@ class PagedCache:
 
     def length(self, user: Hashable, epoch: Hashable = 0) -> int:
         """Tokens that are kept of this user's history: 0 if none are, or of another epoch."""
-        kept = self._users.get(user)
+        kept = self._users.get(_checked_user(user))
         return kept.length if kept is not None and kept.epoch == epoch else 0
 
     def append(
@@ -117,8 +117,9 @@ class PagedCache:
         are evicted, the least recently used first.
 
         Raises:
-            ValueError: an argument is wrong; or a history that is not empty grows, and not by what
-                an edit dropped, and the model does not keep its rows right (`Model.check_append`).
+            TypeError, ValueError: an argument is wrong; or a history that is not empty, or was not
+                before an edit, grows, and not by what the edit dropped, and the model does not keep
+                its rows right (`Model.check_append`).
             MemoryError: the batch alone needs more pages than there are. Nothing has changed.
         """
         epochs = self._check(users, epochs)
@@ -127,8 +128,10 @@ class PagedCache:
         for count in counts:
             checks.check_count("counts", count)
         lengths = [self.length(*key) for key in zip(users, epochs, strict=True)]
-        for user, length, count in zip(users, lengths, counts, strict=True):
-            if length and count and length + count != self._users[user].expected:
+        for user, epoch, length, count in zip(users, epochs, lengths, counts, strict=True):
+            kept = self._users.get(user)
+            expected = kept.expected if kept is not None and kept.epoch == epoch else None
+            if count and (length or expected) and length + count != expected:
                 self.model.check_append()
         pages = [-(-(x + n) // self.page_size) for x, n in zip(lengths, counts, strict=True)]
         if sum(pages) > self.data.shape[1]:
@@ -208,19 +211,18 @@ class PagedCache:
     ) -> None:
         self._check_use(layer, at)
         self._check_rows(k, v, len(k))
-        if cu_seqlens.shape != at.cu_seqlens.shape:
-            raise ValueError(
-                f"cu_seqlens must have shape {list(at.cu_seqlens.shape)}, as the histories, got "
-                f"{list(cu_seqlens.shape)}"
-            )
+        _check_batch(cu_seqlens, at)
 
     def _check_rows(self, k: torch.Tensor, v: torch.Tensor, count: int) -> None:
         shape = (count, *self.data.shape[-2:])
         for name, x in (("k", k), ("v", v)):
-            if x.shape != shape or x.dtype != self.data.dtype:
+            if not isinstance(x, torch.Tensor):
+                raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+            found = x.shape, x.dtype, x.device
+            if found != (shape, self.data.dtype, self.data.device):
                 raise ValueError(
-                    f"{name} must be {list(shape)} in {self.data.dtype}, got {list(x.shape)} in "
-                    f"{x.dtype}"
+                    f"{name} must be {list(shape)} in {self.data.dtype} on {self.data.device}, got "
+                    f"{list(x.shape)} in {x.dtype} on {x.device}"
                 )
 
     def _rows(self, at: Pages) -> tuple[torch.Tensor, torch.Tensor]:
@@ -260,7 +262,7 @@ class PagedCache:
 
     def evict(self, user: Hashable) -> None:
         """Forget a user's history; one that is not kept is no error."""
-        history = self._users.pop(user, None)
+        history = self._users.pop(_checked_user(user), None)
         if history is not None:
             self._free += history.pages
 
@@ -309,6 +311,12 @@ class PagedCache:
             kv_indptr, kv_indices, last_page_len, ends, longest, slots, place, not any(begins),
             of_users,
         )  # fmt: skip
+
+
+def _checked_user(user: Hashable) -> Hashable:
+    if isinstance(user, torch.Tensor):  # equal ones are two keys: nothing would be found again
+        raise TypeError(f"users must be numbers or names, not tensors (use tolist), got {user!r}")
+    return user
 
 
 def _ends(counts: Sequence[int]) -> list[int]:
@@ -389,11 +397,17 @@ def score(
         raise TypeError(f"options must be among {sorted(known)}, got {sorted(unknown)}")
     if in_one_call is not None:
         checks.check_bool(in_one_call=in_one_call)
+    q, k, v = checks.autocast(q, k, v)
     checks.check_tensors(q, k, v)
     if k.shape[0] != q.shape[0]:
         raise ValueError(f"k must have q's {q.shape[0]} rows, got {k.shape[0]}")
+    if k.shape[1:] != cache.data.shape[-2:]:
+        raise ValueError(
+            f"k must have the cache's {list(cache.data.shape[-2:])} heads and head_dim, got "
+            f"{list(k.shape[1:])}"
+        )
     out_dtype = api.check_sum(q, q.shape, options.get("out_dtype"), None)
-    ends = _checked_ends(q, cu_seqlens, max_seqlen, options.pop("validate", True))
+    ends = checked_ends(q, cu_seqlens, max_seqlen, history, options.pop("validate", True))
     check_targets(ends, None, target_group_size, 0, "shared", True, None)
     impl, seen = options.get("impl", "auto"), None
     if impl in ("auto", V8) and diagonal.takes(q, k, v):
@@ -430,18 +444,30 @@ def score(
     return gdpa(q, k, v, *both, causal="upper_left", add_to=seen, **own, **options)
 
 
-def _checked_ends(
-    q: torch.Tensor, cu_seqlens: torch.Tensor | Lengths, max_seqlen: int, validate: bool
-) -> torch.Tensor:
-    """The candidates' offsets as a tensor; waits for the device if they are one and `validate`."""
+def checked_ends(
+    x: torch.Tensor, cu_seqlens: torch.Tensor | Lengths, max_seqlen: int, history: Pages,
+    validate: bool,
+) -> torch.Tensor:  # fmt: skip
+    """The offsets of candidates x as a tensor; waits for the device if they are one and
+    `validate`."""
     checks.check_max_seqlen("max_seqlen", max_seqlen)
     checks.check_bool(validate=validate)
     if isinstance(cu_seqlens, Lengths):
-        return cu_seqlens.of("cu_seqlens", q.shape[0], q.device, max_seqlen)[0]
-    checks.check_offsets("cu_seqlens", cu_seqlens, q.device)
-    if validate and checks.is_readable(cu_seqlens):
-        checks.check_lengths("cu_seqlens", cu_seqlens, q.shape[0], max_seqlen)
+        cu_seqlens, _ = cu_seqlens.of("cu_seqlens", x.shape[0], x.device, max_seqlen)
+    else:
+        checks.check_offsets("cu_seqlens", cu_seqlens, x.device)
+        if validate and checks.is_readable(cu_seqlens):
+            checks.check_lengths("cu_seqlens", cu_seqlens, x.shape[0], max_seqlen)
+    _check_batch(cu_seqlens, history)
     return cu_seqlens.to(torch.int32)
+
+
+def _check_batch(cu_seqlens: torch.Tensor, history: Pages) -> None:
+    if cu_seqlens.shape != history.cu_seqlens.shape:
+        raise ValueError(
+            f"cu_seqlens must have shape {list(history.cu_seqlens.shape)}, as the histories, got "
+            f"{list(cu_seqlens.shape)}"
+        )
 
 
 def _over_history(

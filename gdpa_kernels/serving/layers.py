@@ -6,9 +6,10 @@ import torch
 
 from gdpa_kernels.calling import jagged, packed
 from gdpa_kernels.calling.layers import rotate, turns_at
+from gdpa_kernels.calling.lengths import Lengths
 from gdpa_kernels.gdpa.api import gdpa
 from gdpa_kernels.gdpa.modules import GDPASelfAttention
-from gdpa_kernels.serving.cache import PagedCache, Pages, score
+from gdpa_kernels.serving.cache import PagedCache, Pages, checked_ends, score
 
 
 @torch.no_grad()
@@ -34,9 +35,17 @@ def extend(
         with the num_contexts of cache.model.
 
     Raises:
-        NotImplementedError, ValueError: the layer cannot be served so, or is not as cache.model.
+        NotImplementedError, ValueError: the layer cannot be served so, or is not as cache.model;
+            or an argument is wrong.
     """
     _check(layer, cache)
+    asked, given = ([(user, kept.epoch) for user, kept in at.holders] for at in (new, whole))
+    tokens = sum(kept.length for _, kept in whole.holders)
+    if asked != given or len(whole.slots) != tokens:
+        raise ValueError(
+            f"whole must be the pages of users and epochs {asked} after the append, got "
+            f"{len(whole.slots)} of {tokens} tokens of {given}"
+        )
     q, k, v = _project(layer, x, new.positions)
     cache.write(index, new, k, v)
     out = gdpa(
@@ -51,7 +60,7 @@ def extend(
 def candidates(
     layer: GDPASelfAttention,
     x: torch.Tensor,
-    cu_seqlens: torch.Tensor,
+    cu_seqlens: torch.Tensor | Lengths,
     max_seqlen: int,
     cache: PagedCache,
     index: int,
@@ -61,14 +70,18 @@ def candidates(
 
     These are the rows that `layer` gives for them behind their histories, with `num_targets`.
     Nothing is stored. With a window they are one call over [history; candidates]; else `score`. The
-    other arguments, and the errors: as `extend`; and a model whose history depends on its
-    candidates is refused (`Model.check_candidates`).
+    offsets are checked, which waits for the device, unless they are `Lengths` or the layer does not
+    validate. The other arguments, and the errors: as `extend`; and a model whose history depends on
+    its candidates is refused (`Model.check_candidates`).
     """
     _check(layer, cache)
     cache.model.check_candidates()
+    ends = checked_ends(x, cu_seqlens, max_seqlen, whole, layer.validate)
+    if not whole.is_whole:
+        raise ValueError("whole must be PagedCache.pages of whole histories, got an append's")
     positions = None
     if layer.rotary is not None:  # the only one that asks for them
-        of, place = jagged.places(x.shape[0], cu_seqlens)
+        of, place = jagged.places(x.shape[0], ends)
         positions = place + whole.cu_seqlens.diff()[of]
     q, k, v = _project(layer, x, positions)
     options = _options(layer)
@@ -78,11 +91,11 @@ def candidates(
             q, k, v, cu_seqlens, max_seqlen, cache, index, whole, target_group_size=group, **options
         )
     else:
-        keys, values = cache.read_before(index, whole, k, v, cu_seqlens, max_seqlen)
+        keys, values = cache.read_before(index, whole, k, v, ends, max_seqlen)
         out = gdpa(
-            q, keys, values, cu_seqlens, whole.cu_seqlens + cu_seqlens, max_seqlen,
+            q, keys, values, ends, whole.cu_seqlens + ends, max_seqlen,
             whole.max_seqlen + max_seqlen, causal="lower_right", window=layer.window,
-            num_targets=cu_seqlens.diff(), num_contexts=cache.model.num_contexts or None,
+            num_targets=ends.diff(), num_contexts=cache.model.num_contexts or None,
             **layer.targets, **options,
         )  # fmt: skip
     return layer.out(out.flatten(1))

@@ -16,9 +16,12 @@ import torch
 
 import gdpa_kernels
 from gdpa_kernels.calling import checks
+from gdpa_kernels.calling.lengths import Lengths
+from gdpa_kernels.gdpa import api
 from gdpa_kernels.gdpa.api import IMPLS, gdpa
 from gdpa_kernels.gdpa.registration import check_activation
 
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 UNIT = 2.0**-30
 """What the integers of an exact sum count."""
 LARGEST = 2.0**62
@@ -61,7 +64,7 @@ class StoredSums:
         impl: str = "v1_tiled",
         exact: bool = False,
     ):
-        if not isinstance(q, torch.Tensor) or q.dim() != 3 or q.dtype == torch.float64:
+        if not isinstance(q, torch.Tensor) or q.dim() != 3 or q.dtype not in DTYPES:
             raise ValueError(f"q must be [rows, num_heads, head_dim] up to fp32, got {_told(q)}")
         if isinstance(users, bool) or not isinstance(users, int) or users < 1:
             raise ValueError(f"users must be a positive integer, got {users!r}")
@@ -69,6 +72,7 @@ class StoredSums:
         checks.check_impl(impl, IMPLS)
         if impl == "auto":
             raise ValueError("impl must be the name of one implementation, got 'auto'")
+        api.check_scalars(scale, output_scale, None)
         self.q, self.exact = q.detach(), exact
         names = check_activation(activation, q.shape[1])
         self._options = {
@@ -89,24 +93,24 @@ class StoredSums:
 
     @torch.no_grad()
     def add(
-        self, users: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor,
-        max_seqlen: int | None = None,
+        self, users: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+        cu_seqlens: torch.Tensor | Lengths, max_seqlen: int | None = None,
     ) -> None:  # fmt: skip
         """Add events: sequence i of k and v, `[events, num_kv_heads, head_dim]` with offsets
-        `cu_seqlens` `[n + 1]`, to the sum of users[i], int64 `[n]`, each user once."""
+        `cu_seqlens` `[n + 1]` or `Lengths`, to the sum of users[i], int64 `[n]`, each once."""
         self._change(1, users, k, v, cu_seqlens, max_seqlen)
 
     @torch.no_grad()
     def delete(
-        self, users: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor,
-        max_seqlen: int | None = None,
+        self, users: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+        cu_seqlens: torch.Tensor | Lengths, max_seqlen: int | None = None,
     ) -> None:  # fmt: skip
         """Take events away again that were added: their keys and values as they were."""
         self._change(-1, users, k, v, cu_seqlens, max_seqlen)
 
     def value(self, users: torch.Tensor | None = None) -> torch.Tensor:
         """The sums of these users, `[n, rows, num_heads, head_dim]`, in q's dtype, rounded once."""
-        total = self.total if users is None else self.total[users]
+        total = self.total if users is None else self.total.index_select(0, users)
         return (total.double() * UNIT if self.exact else total).to(self.q.dtype)
 
     def stale(self) -> torch.Tensor:
@@ -119,7 +123,9 @@ class StoredSums:
         return ~((error <= TOLERATED * present) & present.isfinite())
 
     def clear(self, users: torch.Tensor) -> None:
-        """Empty the sums of these users, before they are computed again."""
+        """Empty the sums of these users, int64 `[n]` or bool `[users]`, before they are computed
+        again."""
+        self._check_users(users)
         for x in (self.total, self.count, self.updates, self.peak):
             x[users] = 0
 
@@ -154,11 +160,15 @@ class StoredSums:
                 raise TypeError(f"{name} must be a tensor of {self.q.dtype}, got {_told(x)}")
         if not isinstance(users, torch.Tensor) or users.dtype != torch.int64:
             raise TypeError(f"users must be an int64 tensor, got {_told(users)}")
-        lengths = cu_seqlens.diff().to(torch.int64)
+        if not isinstance(cu_seqlens, Lengths):
+            cu_seqlens = Lengths(cu_seqlens, max_seqlen)
+        ends, _ = cu_seqlens.of("cu_seqlens", k.shape[0], k.device, max_seqlen)
+        lengths = ends.diff().to(torch.int64)
         if users.shape != lengths.shape or users.unique().numel() != users.numel():
             raise ValueError(
                 f"users must name each of {lengths.numel()} users once, got {users.tolist()}"
             )
+        self._check_users(users)
         left = self.count[users] + sign * lengths
         if (left < 0).any():
             raise ValueError(
@@ -185,6 +195,12 @@ class StoredSums:
         if not self.exact:
             norms = self.total[users].flatten(1).norm(dim=1)
             self.peak[users] = torch.maximum(self.peak[users], norms)
+
+    def _check_users(self, users: torch.Tensor) -> None:
+        """Waits for the device: what is negative would count from the end."""
+        known = self.count.numel()
+        if users.dtype != torch.bool and not ((users >= 0) & (users < known)).all():
+            raise ValueError(f"users must be from 0 to {known - 1}, got {users.tolist()}")
 
     def _parts(self, k, v, cu_seqlens, max_seqlen) -> torch.Tensor:
         """fp32 `[sequences, rows, num_heads, head_dim]`."""

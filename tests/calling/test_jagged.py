@@ -145,9 +145,24 @@ def test_wrong_arguments_say_what_is_wrong():
         jagged.from_padded_tensor(torch.ones(5, 8, 3), ends)
     with pytest.raises(ValueError, match="padded must be of 5 sequences, got 4"):
         jagged.from_padded_tensor(torch.ones(4, 9, 3), Lengths(ends))
-    for wrong in (torch.ones(4, 1, 3), torch.ones(5, 1, 2), torch.ones(5)):
+    for wrong in (torch.ones(4, 1, 3), torch.ones(5, 1, 2)):
         with pytest.raises(ValueError, match=r"tokens must have shape \[5, count, 3\], got \["):
             jagged.append(x, wrong)
+    nested = torch.nested.nested_tensor_from_jagged(values, ends.long())
+    for call, name in (
+        (lambda y: jagged.append(x, y), "tokens"),
+        (lambda y: jagged.from_padded_tensor(y, ends), "padded"),
+    ):
+        with pytest.raises(TypeError, match=f"{name} must be a tensor, got NoneType"):
+            call(None)
+        for wrong in (torch.ones(5), nested):
+            with pytest.raises(ValueError, match=rf"{name} must have shape \[batch, .*, got"):
+                call(wrong)
+    with pytest.raises(TypeError, match="tokens must be of a kind with x's torch.int64, got torch"):
+        jagged.append((values.long(), ends), torch.ones(5, 1, 3))
+    for wrong in ([0, 15], ends[:0], ends.float(), None):
+        with pytest.raises((TypeError, ValueError), match="offsets must (be|have) .* got"):
+            jagged.from_padded_tensor(torch.ones(5, 9, 3), wrong)
 
 
 def test_integers_have_no_mean():

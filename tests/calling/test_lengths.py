@@ -91,6 +91,14 @@ def test_wrong_uses_say_what_is_wrong():
         block_attention(q, k, v, short)
     with pytest.raises(ValueError, match="max_seqlen_k must be at least 40, got 39"):
         gdpa(q, k, v, lengths, lengths, None, 39)
+    with pytest.raises(TypeError, match="device must be a torch.device, .* got torch.int64"):
+        lengths.to(torch.int64)
+    with pytest.raises(ValueError, match="count must be an integer of at least 0, got -2"):
+        lengths.extended(-2)
+    with pytest.raises(ValueError, match="batch must be an integer of at least 0, got 2.5"):
+        Lengths.uniform(2.5, 2, "cpu")
+    with pytest.raises(ValueError, match="length must be an integer of at least 0, got -3"):
+        Lengths.uniform(2, -3, "cpu")
     with pytest.raises(ValueError, match="cu_seqlens_q must be on q's device cpu"):
         gdpa(q, k, v, Lengths(offsets(FIRST), device="meta"), lengths)
 
@@ -183,6 +191,20 @@ def test_compiled_calls_take_lengths():
         compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
         expected = gradients(function(*tensors, *arguments), tensors)
         assert_same_bits(gradients(compiled(*tensors, *arguments), tensors), expected)
+
+
+def test_compiled_autograd_takes_lengths():
+    """It compiles what an eager forward recorded; a list is then made inside the operator."""
+    tensors, lengths = leaves(head_dim=128), Lengths(offsets(FIRST))
+    options = {"impl": "reference", "backward_impl": "v4_warp_specialized_backward"}
+    torch._dynamo.reset()
+    compiled = torch.compile(backend="aot_eager")
+    with tritonemu.enabled():
+        expected = gradients(gdpa(*tensors, lengths, lengths, **options), tensors)
+        with torch._dynamo.compiled_autograd._enable(compiled):
+            out = gdpa(*tensors, lengths, lengths, **options)
+            out.backward(torch.ones_like(out))
+    assert_same_bits((out, *(x.grad for x in tensors)), expected)
 
 
 def test_one_tensor_for_several_arguments_compiles():

@@ -16,6 +16,7 @@ from gdpa_kernels.block_attention import modules as block_modules
 from gdpa_kernels.calling import jagged, layers, packed
 from gdpa_kernels.calling.launches import launches
 from gdpa_kernels.gdpa import modules
+from gdpa_kernels.gdpa.bias import hstu_thresholds
 from gdpa_lab.measuring.inputs import cu_seqlens
 from tests.fuzzing import composed
 
@@ -237,6 +238,23 @@ def test_summary_tokens_take_few_weights():
         layer = PFFN(512, 4, 512, 256, summary_tokens=32)
     made = sum(p.numel() for part in (layer.kv, layer.mix) for p in part.parameters())
     assert made == 512 * 1024 + 1024 + 256 * 32
+
+
+def test_parameters_are_drawn_after_to_empty():
+    """As a model is made that is sharded before it has memory."""
+    for kind, options in (("pma", {}), ("self", {"position_bias": 400, "time_bias": 99})):
+        with torch.device("meta"):
+            layer = make(kind, qk_norm=True, dtype=torch.float32, **options)
+        for x in (layer := layer.to_empty(device="cpu")).parameters():
+            x.data.fill_(math.nan)
+        if kind == "self":
+            assert torch.equal(layer.time_thresholds, hstu_thresholds(99))
+        for part in layer.modules():
+            if hasattr(part, "reset_parameters"):
+                part.reset_parameters()
+        assert all(x.isfinite().all() for x in layer.parameters())
+        drawn = {"pma": ("seeds", 1)}.get(kind, ("position_bias", 0.02))
+        assert 0.8 < getattr(layer, drawn[0]).std() / drawn[1] < 1.2
 
 
 def test_seeds_of_pma_are_a_summary():

@@ -173,6 +173,7 @@ def test_kernels_that_write_gradients_of_their_own(count):
         (((9, 6, 16), None, None), {"num_kv_heads": 3}, "from 1 to a third of q's 6 heads, got 3"),
         (((9, 6, 16), None, None), {"num_kv_heads": 0}, "from 1 to a third of q's 6 heads, got 0"),
         (((9, 6, 16), None, None), {"num_kv_heads": True}, "must be an integer .*, got True"),
+        (((9, 3, 4, 16), None, None), {"num_kv_heads": 2}, "num_kv_heads must be None or 4 with"),
         (((9, 7, 16), None, None), {"num_kv_heads": 2}, "q must have a multiple of k's 2 heads"),
         (((9, 4, 16),) * 3, {"num_kv_heads": 4}, "num_kv_heads must be None unless .*, got 4"),
         (((9, 4, 16), None, (9, 4, 16)), {}, "k must be a tensor, got NoneType"),

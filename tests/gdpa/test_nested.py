@@ -61,3 +61,11 @@ def test_a_nested_sum_is_added_to():
     assert torch.equal(gdpa(**nested, add_to=part).values(), expected)
     with pytest.raises(ValueError, match="add_to must be nested with the offsets of q, got a Ten"):
         gdpa(**nested, add_to=part.values())
+
+
+@pytest.mark.parametrize("letter", "qk")
+def test_a_longest_sequence_that_is_too_short_is_refused(letter):
+    *_, nested = call_of("packed")
+    name = f"max_seqlen_{letter}"
+    with pytest.raises(ValueError, match=f"{name} must be at least the longest .*, 5 .*, got 1"):
+        gdpa(**nested, **{name: 1})

@@ -8,7 +8,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from gdpa_kernels import gdpa
+from gdpa_kernels import Lengths, gdpa
 from gdpa_kernels.gdpa import parallel
 from tests.examples.ranks import printed
 
@@ -262,20 +262,27 @@ def test_pooling_takes_no_mask(alone):
 
 
 @pytest.mark.parametrize("wrong, message", [
-    ({"rank": 2}, "rank must be at least 0 and less than the 2 ranks, got 2"),
+    ({"rank": 2}, "rank must be less than the 2 ranks, got 2"),
+    ({"rank": 0.0}, "rank must be an integer of at least 0, got 0.0"),
+    ({"ranks": 0}, "ranks must be an integer of at least 1, got 0"),
+    ({"x": None}, "x must be a tensor of rows, got None"),
+    ({"cu_seqlens": [0, 3.7, 4]}, r"cu_seqlens must be integers of the host, got \[0, 3.7, 4\]"),
+    ({"cu_seqlens": Lengths(torch.tensor([0, 4]))}, "cu_seqlens must be integers .*, got Lengths"),
     ({"x": X[:3]}, "x must have the 4 rows of the batch, got 3 rows"),
     ({"layout": None}, "layout must be one of contiguous, zigzag, got None"),
     ({"cu_seqlens": [1, 4]}, "cu_seqlens must rise from 0"),
 ])  # fmt: skip
 def test_a_wrong_shard_is_said(wrong, message):
     given = {"x": X, "cu_seqlens": [0, 4], "rank": 0, "ranks": 2} | wrong
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         parallel.shard(**given)
 
 
 def test_a_missing_shard_is_said():
     with pytest.raises(ValueError, match=r"shards\[1\] must have the 2 rows of rank 1, got 1 rows"):
         parallel.unshard([X[:2], X[:1]], [0, 4])
+    with pytest.raises(ValueError, match="the number of shards must be .* at least 1, got 0"):
+        parallel.unshard([], [0, 4])
 
 
 def test_there_must_be_ranks():

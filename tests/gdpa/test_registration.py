@@ -161,6 +161,12 @@ WRONG = (
      ("mine", sigmoid, two_arguments, torch.sigmoid)),
     (TypeError, "reference must be callable, got str", ("mine", *SIGMOID[:2], "sigmoid")),
     (ValueError, "reference must be finite at 0", ("mine", *SIGMOID[:2], not_finite)),
+    (ValueError, r"reference must be computed element by element, got .0.24, .* and .1.0, 1.0, 1.0",
+     ("mine", *SIGMOID[:2], lambda x: x.softmax(-1).round(decimals=2))),
+    (ValueError, "reference must be a differentiable function, got 'NoneType' object",
+     ("mine", *SIGMOID[:2], lambda x: x.grad.sum())),
+    (ValueError, "its derivative must be a differentiable function, got element 0 of tensors does",
+     ("mine", *SIGMOID[:2], lambda x: x.detach())),
     (ValueError, "its derivative must be finite at 0", ("mine", *SIGMOID[:2], torch.sqrt)),
 )  # fmt: skip
 

@@ -7,8 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from gdpa_kernels import GDPASelfAttention, gdpa
-from gdpa_kernels.calling.lengths import Lengths
+from gdpa_kernels import GDPASelfAttention, Lengths, gdpa
 from gdpa_kernels.gdpa import api, reference, targets
 from gdpa_kernels.gdpa.batch import Batch
 from gdpa_lab.measuring.inputs import cu_seqlens
@@ -200,6 +199,11 @@ def test_a_layer_scores_each_candidate_as_if_it_were_alone():
     torch.testing.assert_close(scored(0, 1, 2), alone, rtol=0, atol=1e-14)
     with pytest.raises(ValueError, match="causal must be True, .* got False"):
         GDPASelfAttention(16, 2, target_group_size=2)
+    for ends in (torch.tensor([0, 20]), Lengths(torch.tensor([0, 20]))):
+        with pytest.raises(ValueError, match="together at most the length, got 21 and 0 of 20"):
+            layer((history, ends), num_targets=int32(21))
+        with pytest.raises(ValueError, match="at least 0 and .*, got 0 and -1 of 20"):
+            layer((history, ends), num_contexts=int32(-1))
 
 
 WRONG = (

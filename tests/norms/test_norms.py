@@ -17,6 +17,7 @@ from gdpa_kernels.norms import heads, residual
 from gdpa_kernels.norms.api import add_rms_norm, head_norm
 from gdpa_lab.measuring.compile_check import build_launch, read
 from tests.budget import within_budget
+from tests.calls import assert_same_bits
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -303,6 +304,12 @@ def test_opcheck():
         torch.library.opcheck(op.default, arguments)
 
 
+def test_one_row_alone():
+    x, weight = draw(64), torch.rand(64, device=DEVICE)
+    found, wanted = add_rms_norm(x, x, weight), add_rms_norm(x[None], x[None], weight)
+    assert_same_bits(found, [y[0] for y in wanted])
+
+
 def test_a_second_derivative_is_refused():
     x, weight = draw(3, 64).requires_grad_(), torch.ones(64, device=DEVICE)
     for y in (add_rms_norm(x, None, weight)[0], head_norm(x * 1, (weight,), (1,))):
@@ -315,7 +322,7 @@ X, W = torch.zeros(3, 64), torch.zeros(16)
 ADD_ERRORS = (
     (TypeError, "x must be a tensor, got list", ([1], None)),
     (TypeError, "x must have a floating-point dtype, got torch.int64", (X.long(), None)),
-    (ValueError, "x must have shape [..., width], got [64]", (X[0], None)),
+    (ValueError, "x must have shape [..., width], got []", (X[0, 0], None)),
     (ValueError, "residual must have shape [3, 64], got [2, 64]", (X, X[:2])),
     (TypeError, "residual must be float64 like x or neither, got torch.float64", (X, X.double())),
     (ValueError, "weight must have shape [64], got [16]", (X, None, W)),
@@ -330,6 +337,8 @@ HEAD_ERRORS = (
     (ValueError, "weights[1] must have shape [16], got [8]", (X, (W, W[:8]), (1, 1))),
     (ValueError, "sin must have shape [3, 8], got [2, 8]",
      (X, (W,), (1,), (torch.zeros(2, 8), torch.zeros(3, 8)))),
+    (ValueError, "turns must not require gradients, which they do not get; got a cos that does: "
+     "use cos.detach()", (X, (W,), (1,), (torch.zeros(3, 8), torch.zeros(3, 8).requires_grad_()))),
     (ValueError, "weights[0] must have an even head_dim for turns, got 1",
      (X, (W[:1],), (1,), (X, X))),
 )  # fmt: skip

@@ -122,6 +122,12 @@ def test_after_an_edit_other_appends_are_checked_as_before():
             filled(kept, ["a"], [4], epochs=[1])
         with pytest.raises(ValueError, match="the time until the query changes"):
             kept.append(["a"], [counts[whole]], [1])
+    kept = cache(causal=False)
+    filled(kept, ["a"], [5])
+    assert kept.edit("a", 4, epoch=1, added=True) == 0
+    with pytest.raises(ValueError, match="with causal=False old rows see the new ones"):
+        kept.append(["a"], [2], [1])  # rows that have not seen the other four
+    filled(kept, ["a"], [6], epochs=[1])
 
 
 def test_a_second_edit_before_the_rows_are_there_again():
@@ -193,11 +199,20 @@ WRONG = (
     (TypeError, "model must be a validity.Model, got int", lambda: PagedCache(2, 1, 1, 1, 1)),
     (ValueError, "page_size must be an integer of at least 1, got 0",
      lambda: PagedCache(Model(1), 1, 0, 1, 1)),
+    *((TypeError, r"users must be .*, not tensors .use tolist., got tensor.7.", call) for call in (
+        lambda: cache().append(torch.tensor([7]), [1]), lambda: cache().pages(torch.tensor([7])),
+        lambda: cache().edit(torch.tensor(7), 0, 1, added=True),
+        lambda: cache().evict(torch.tensor(7)),
+    )),
     (ValueError, "users must be distinct", lambda: cache().append(["a", "a"], [1, 1])),
     (ValueError, "counts must have one entry a user, 1, got 0", lambda: cache().append("a", [])),
     (ValueError, "epochs must have one entry a user, 1, got 0", lambda: cache().pages("a", [])),
-    (ValueError, r"k must be \[3, 2, 16\] in torch.float64, got \[2, 2, 16\]",
+    (ValueError, r"k must be \[3, 2, 16\] in torch.float64 on cpu, got \[2, 2, 16\]",
      lambda: (c := cache()).write(0, c.append("a", [3]), draw(2, 0), draw(3, 0))),
+    (TypeError, "v must be a tensor, got NoneType",
+     lambda: (c := cache()).write(0, c.append("a", [3]), draw(3, 0), None)),
+    (ValueError, "v must be .* in torch.float64 on cpu, got .* in torch.float64 on meta",
+     lambda: (c := cache()).write(0, c.append("a", [3]), draw(3, 0), draw(3, 0).to("meta"))),
     (ValueError, "layer must be below num_layers, 2, got 2",
      lambda: (c := cache()).read(2, c.pages(["a"]))),
     (ValueError, "layer must be an integer of at least 0, got -1",
@@ -215,13 +230,16 @@ WRONG = (
      lambda: score(*[draw(1, 0)] * 3, ends(1), 1, c := cache(), 0, c.pages(["a"]), in_one_call=1)),
     (ValueError, "k must have q's 1 rows, got 2", lambda: score(
         draw(1, 0), *[draw(2, 0)] * 2, ends(1), 1, c := cache(), 0, c.pages(["a"]))),
+    (ValueError, r"k must have the cache's \[2, 16\] heads and head_dim, got \[1, 16\]",
+     lambda: score(draw(1, 0), *[draw(1, 0)[:, :1]] * 2, ends(1), 1, c := cache(), 0,
+                   c.pages(["a"]))),
     (ValueError, "cu_seqlens must run from 0 to the 1 rows .*, got 0 to 2", lambda: score(
         *[draw(1, 0)] * 3, ends(2), 2, c := cache(), 0, c.pages(["a"]))),
     (ValueError, "max_seqlen must be at least 1, got 0", lambda: score(
         *[draw(1, 0)] * 3, Lengths(ends(1)), 0, c := cache(), 0, c.pages(["a"]))),
     (ValueError, r"cu_seqlens must have shape .2., as the histories, got .3.",
      lambda: (c := cache()).read_before(0, c.pages(["a"]), *[draw(2, 0)] * 2, ends(1, 1), 1)),
-    (ValueError, r"v must be \[1, 2, 16\] in torch.float64, got \[1, 2, 16\] in torch.bfloat16",
+    (ValueError, r"v must be \[1, 2, 16\] in torch.float64 on cpu, got \[1, .* in torch.bfloat16",
      lambda: (c := cache()).read_before(0, c.pages(["a"]), draw(1, 0), draw(1, 0, BF16), ends(1),
                                         1)),
 )  # fmt: skip
@@ -371,6 +389,18 @@ def test_the_kernel_moves_16_bytes_at_once(capability, head_dim):
     assert code.spill_bytes == 0 and code.wide["LDG"] and code.wide["STG"]
     assert code.wide["STG"] == code.instructions["STG"]
     assert 2 * code.wide["STG"] == code.wide["LDG"]
+
+
+@pytest.mark.parametrize("in_one_call", (True, False))
+def test_autocast_is_that_of_gdpa(in_one_call):
+    kept = cache(dtype=BF16)
+    filled(kept, ["a"], [7])
+    x = draw(5, 1, FP32)
+    some = ends(5), 5, kept, 0, kept.pages(["a"])
+    with torch.autocast("cpu", BF16):
+        found = score(x, x, x, *some, in_one_call=in_one_call)
+    x = x.to(BF16)
+    assert torch.equal(found, score(x, x, x, *some, in_one_call=in_one_call))
 
 
 def test_queries_may_have_more_heads():

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from gdpa_kernels import GDPASelfAttention
+from gdpa_kernels import GDPASelfAttention, Lengths
 from gdpa_kernels.serving.cache import Model, PagedCache
 from gdpa_kernels.serving.layers import candidates, extend
 
@@ -154,3 +154,39 @@ def test_a_layer_that_cannot_be_served_is_refused(error, told, options):
     with pytest.raises(ValueError, match="but the last row's bias takes the time of the first"):
         candidates(stack()[0], torch.zeros(1, WIDTH, dtype=FP64), ends([1]), 1, kept, 0,
                    kept.pages(["a"]))  # fmt: skip
+
+
+def test_pages_of_others_or_of_before_are_refused():
+    layer, kept = stack()[0], cache()
+    served([layer], kept, torch.zeros(sum(HISTORY), WIDTH, dtype=FP64), HISTORY)
+    before, new = kept.pages(USERS), kept.append(USERS, (1, 0, 2))
+    for whole in (before, new, kept.pages(USERS[::-1]), kept.pages(USERS, [1, 0, 0])):
+        with pytest.raises(ValueError, match="whole must be the pages of users and epochs .* got"):
+            extend(layer, torch.zeros(3, WIDTH, dtype=FP64), kept, 0, new, whole)
+    with pytest.raises(ValueError, match="whole must be PagedCache.pages of whole histories"):
+        candidates(layer, torch.zeros(3, WIDTH, dtype=FP64), ends((1, 1, 1)), 1, kept, 0, new)
+
+
+@pytest.mark.parametrize("options", [{}, {"rotary": 100.0}, {"window": 2}], ids=str)
+def test_offsets_of_candidates_are_checked(options):
+    layers, kept = stack(**options), cache(**modelled(options))
+    served(layers, kept, torch.randn(sum(HISTORY), WIDTH, dtype=FP64), HISTORY)
+    shown, whole = torch.randn(sum(TARGETS), WIDTH, dtype=FP64), kept.pages(USERS)
+
+    def call(offsets, longest=3, layer=layers[0]):
+        return candidates(layer, shown, offsets, longest, kept, 0, whole)
+
+    for given in (ends(TARGETS).long(), Lengths(ends(TARGETS))):
+        assert torch.equal(call(given), call(ends(TARGETS)))
+    for wrong, told in (
+        ((ends((2, 3, 0)),), "cu_seqlens must run from 0 to the 6 rows .* got 0 to 5"),
+        ((ends((2, 3, 1)) + 1,), "cu_seqlens must run from 0 .* got 1 to 7"),
+        ((ends((3, 4, -1)), 4), "cu_seqlens must not decrease, got 7 followed by 6"),
+        ((ends(TARGETS), 2), "max_seqlen must be at least the longest sequence, 3 .*, got 2"),
+        ((ends(TARGETS), None), "max_seqlen must be an integer of at least 0, got None"),
+        ((ends((3, 3)),), r"cu_seqlens must have shape \[4\], as the histories, got \[3\]"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            call(*wrong)
+    trusting = stack(**options, validate=False)[0]
+    assert call(ends(TARGETS), 3, trusting).shape == shown.shape

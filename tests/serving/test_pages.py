@@ -263,7 +263,9 @@ def test_a_call_with_wrong_users_is_refused():
         score(q, k, v, ends(8), 8, *rest)
     with (
         tritonemu.enabled(),
-        pytest.raises(ValueError, match="k must be .* in torch.bfloat16, got .* in torch.float16"),
+        pytest.raises(
+            ValueError, match="k must be .* in torch.bfloat16 on .*, got .* in torch.float16"
+        ),
     ):
         score(q.half(), k.half(), v.half(), ends(3, 5), longest, *rest)
 

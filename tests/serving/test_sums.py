@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import tritonemu
-from gdpa_kernels import gdpa
+from gdpa_kernels import Lengths, gdpa
 from gdpa_kernels.serving.sums import TOLERATED, StoredSums
 
 ROWS, HEADS, DIM = 3, 2, 16
@@ -113,6 +113,8 @@ USER = torch.tensor([0])
 WRONG = (
     (ValueError, r"q must be \[rows, num_heads, head_dim\] up to fp32, got \[2, 16\] of",
      lambda: StoredSums(Q[0], 2)),
+    (ValueError, "q must be .* up to fp32, got .* of torch.int32", lambda: StoredSums(Q.int(), 2)),
+    (TypeError, "output_scale must be a float, got str", lambda: stored(output_scale="1")),
     (ValueError, "users must be a positive integer, got 0", lambda: StoredSums(Q, 0)),
     (ValueError, "impl must be the name of one implementation, got 'auto'",
      lambda: StoredSums(Q, 2, impl="auto")),
@@ -122,6 +124,18 @@ WRONG = (
      lambda: stored().add([0], KV, KV, ends(5))),
     (ValueError, r"users must name each of 2 users once, got \[0, 0\]",
      lambda: stored().add(torch.tensor([0, 0]), KV, KV, ends(2, 3))),
+    (ValueError, r"users must be from 0 to 3, got \[-1, 3\]",  # one and the same row
+     lambda: stored().add(torch.tensor([-1, 3]), KV, KV, ends(2, 3))),
+    (ValueError, r"users must be from 0 to 3, got \[4\]",
+     lambda: stored().add(USER + 4, KV, KV, ends(5))),
+    (ValueError, r"users must be from 0 to 3, got \[-1\]", lambda: stored().clear(USER - 1)),
+    (IndexError, "out of range", lambda: stored().value(USER - 1)),
+    (ValueError, "cu_seqlens must run from 0 to the 9 rows .*, got 4 to 9",
+     lambda: stored(exact=True).add(USER, KV, KV, ends(5) + 4)),
+    (TypeError, "cu_seqlens must be a tensor, got list",
+     lambda: stored().add(USER, KV, KV, [0, 5])),
+    (ValueError, "cu_seqlens must be of 5 rows .*, got Lengths.1 sequences of 4 rows",
+     lambda: stored().add(USER, KV, KV, Lengths(ends(4)))),
     (ValueError, r"added before they are deleted, got \[5\] of \[0\] held",
      lambda: stored().delete(USER, KV, KV, ends(5))),
 )  # fmt: skip
