@@ -330,21 +330,6 @@ def test_new_queries_over_a_cache_are_the_last_rows_of_self_attention():
         torch.testing.assert_close(one.double(), wanted, rtol=1e-5, atol=1e-5)
 
 
-def test_auto_takes_what_aligns_to_the_right_and_others_say_what_they_need():
-    call = cast(crossed([3, 4], [30, 70], causal="lower_right"), BF16)
-    with tritonemu.enabled():
-        assert resolved("auto", **call) == "v8_own_waits"
-        for impl in ladder.impls()[1:]:
-            rung = ladder.rung(impl)
-            if "causal" not in rung.requires.extras and not impl.startswith("b"):
-                with pytest.raises(NotImplementedError, match="needs .*, got"):
-                    gdpa(**call, impl=impl)
-        message = "impl 'v7_packed' needs causal False, True or 'upper_left', got 'lower_right'"
-        with pytest.raises(NotImplementedError, match=message):
-            gdpa(**call, impl="v7_packed")
-    assert resolved("auto", **cast(call, FP32)) == "reference"
-
-
 def test_where_q_and_k_have_the_same_offsets_there_is_one_alignment():
     call = wide()
     call["cu_seqlens_k"] = call["cu_seqlens_q"]
