@@ -415,17 +415,6 @@ def test_only_what_needs_a_gradient_is_computed(names):
     assert len(launched) == len(set(launched))
 
 
-@pytest.mark.parametrize("impl", ("v1_tiled_backward", "v4_warp_specialized_backward"))
-def test_a_gradient_asked_for_alone(impl):
-    """Of a rung that computes them all, the others are dropped."""
-    call = required(wide(64))
-    with tritonemu.enabled():
-        out = gdpa(**call, backward_impl=impl)
-        (dk,) = torch.autograd.grad(out.sum(), call["k"], retain_graph=True)
-        out.sum().backward()
-    assert torch.equal(call["k"].grad, dk)
-
-
 UNSUITED = {
     "no GPU": (wide(), "v1_tiled_backward", "needs tensors on a CUDA device of sm_80 .* got .*CPU"),
     "dtype": (wide(dtype=torch.float64), "v1_tiled_backward", "needs dtype .*, got float64"),

@@ -44,9 +44,7 @@ def times_of(rows: int, seed: int = 7) -> torch.Tensor:
     return torch.randint(0, 10**6, (rows,), generator=make).sort().values.roll(3).to(DEVICE)
 
 
-def by_loops(
-    call: dict, position_table, time_table, times_q, times_k, sees, name="silu"
-) -> torch.Tensor:
+def by_loops(call: dict, position_table, time_table, times_q, times_k, sees) -> torch.Tensor:
     """The output, pair by pair in the order of the formula; autograd gives the gradients."""
     q, k, v = (call[n] for n in "qkv")
     outs, group = [], q.shape[1] // k.shape[1]
@@ -73,7 +71,7 @@ def by_loops(
                         table = time_table[head] if time_table.dim() == 2 else time_table
                         apart = int(times_q[mine]) - int(times_k[theirs])
                         s = s + table[hstu(apart, table.numel())]
-                    total = total + ACTIVATIONS[name](s) * v[theirs, head // group]
+                    total = total + ACTIVATIONS["silu"](s) * v[theirs, head // group]
                 heads.append(call["output_scale"] * total)
             outs.append(torch.stack(heads))
     return torch.stack(outs)

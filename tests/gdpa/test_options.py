@@ -16,7 +16,7 @@ from tests.calls import assert_same_bits, emulated, opcheck
 from tests.gdpa.test_registration import registered_activations
 from tests.test_fuzz import check_one
 
-FP64, LENGTHS, LAST = torch.float64, (70, 0, 33), (40, 0, 33)
+FP64, LENGTHS, SHORT = torch.float64, (70, 0, 33), (12, 0, 5)
 TARGETS = {"causal": True, "num_targets": torch.tensor((9, 0, 3), dtype=torch.int32)}
 CALLS = {
     "forms": ((), {"activation": ("sigmoid", "gelu_tanh"), "scale": 0.1, "output_scale": 0.5,
@@ -59,22 +59,25 @@ def registered():
 
 
 def attention(
-    name: str, dtype: torch.dtype, kind: torch.dtype = FP64, dim: int = 24, **impls
-) -> tuple[Callable[..., torch.Tensor], list[torch.Tensor]]:
+    name: str, dtype: torch.dtype, kind: torch.dtype = FP64, dim: int = 24,
+    keys: tuple[int, ...] = LENGTHS, **impls,
+) -> tuple[Callable[..., torch.Tensor], list[torch.Tensor]]:  # fmt: skip
     """A call as a function of its leaves, and these: numbers of dtype `kind`, in `dtype`."""
     make, options = torch.Generator().manual_seed(1), dict(CALLS[name][1])
-    lengths = LAST if name == "last rows" else LENGTHS
-    rows, keys = 40 if name == "shared" else sum(lengths), sum(LENGTHS)
-    sizes = [(rows, 2, dim), (keys, 1, dim), (keys, 1, 40 if name == "forms" else dim)]
+    lengths = (keys[0] // 2, *keys[1:]) if name == "last rows" else keys
+    rows, total = min(40, keys[0]) if name == "shared" else sum(lengths), sum(keys)
+    sizes = [(rows, 2, dim), (total, 1, dim), (total, 1, 40 if name == "forms" else dim)]
     sizes += [(sum(lengths), 2, dim), (2, 39), (9,)]
     drawn = [torch.randn(*n, generator=make).to(kind).to(dtype) for n in sizes]
     leaves = {n: x.requires_grad_() for n, x in zip("qkv", drawn, strict=False)}
-    ends = [cu_seqlens(n, "cpu").long() for n in (lengths, LENGTHS)]
+    ends = [cu_seqlens(n, "cpu").long() for n in (lengths, keys)]
     if name in ("full rows", "bias"):
         ends = [Lengths(ends[1])] * 2
     given = {"cu_seqlens_q": ends[0], "cu_seqlens_k": ends[1]} | options | impls
     if name == "nested":
         leaves, given = {"q": torch.cat(drawn[:3], 1).detach().requires_grad_()}, options | impls
+    if name == "shared":
+        given["max_seqlen_q"] = rows
     if name == "sums":
         leaves["add_to"] = drawn[3].requires_grad_()
         given["out_dtype"] = None if dtype == FP64 else torch.float32
@@ -87,7 +90,7 @@ def attention(
             call["q"] = torch.nested.nested_tensor_from_jagged(call["q"], ends[0])
         if name == "bias":
             tables = call.pop("position"), call.pop("time")
-            call["relative_bias"] = RelativeBias(*tables, torch.arange(keys) * 7)
+            call["relative_bias"] = RelativeBias(*tables, torch.arange(total) * 7)
         out = gdpa(**call)
         return out.values() if out.is_nested else out
 
@@ -145,21 +148,22 @@ def test_auto_takes_a_product_and_lessons_say_what_they_need(name, monkeypatch):
 
 @pytest.mark.parametrize("name", CALLS)
 def test_gradients_are_those_of_finite_differences(name):
-    attend, leaves = attention(name, FP64, dim=3)
+    attend, leaves = attention(name, FP64, dim=3, keys=SHORT)
     assert torch.autograd.gradcheck(attend, leaves, fast_mode=True)
 
 
 @pytest.mark.parametrize("name", CALLS)
 def test_opcheck(name):
-    attend, leaves = attention(name, torch.float32, **OF_THE_DEFINITION)
+    attend, leaves = attention(name, torch.bfloat16, **OF_THE_DEFINITION)
     operators = ["gdpa_forward", "gdpa_backward"] + ["gdpa_bias_backward"] * (name == "bias")
-    for some in (leaves, leaves[-1:]):
-        opcheck(lambda some=some: torch.autograd.grad(attend(*leaves).sum(), some), operators)
+    for first in (0, len(leaves) - 1):
+        given = [x.detach() for x in leaves[:first]] + leaves[first:]
+        opcheck(lambda given=given: attend(*given).sum().backward(), operators)
 
 
 @pytest.mark.parametrize("name", CALLS)
 def test_one_graph_is_compiled(name):
-    attend, leaves = attention(name, torch.float32, **OF_THE_DEFINITION)
+    attend, leaves = attention(name, torch.bfloat16, **OF_THE_DEFINITION)
     torch._dynamo.reset()
     found = []
     with torch._dynamo.config.patch(capture_scalar_outputs=True):
