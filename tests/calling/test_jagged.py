@@ -126,6 +126,8 @@ def test_wrong_arguments_say_what_is_wrong():
     x = values, ends
     append = partial(jagged.append, tokens=values[:5, None])
     for call in (jagged.to_padded_tensor, jagged.mean, append):
+        with pytest.raises(ValueError, match="must run from 0 to the 15 rows .* got 0 to 14"):
+            call((values, ends[:-1]))
         with pytest.raises(ValueError, match="cu_seqlens must be of 15 rows .* got Lengths"):
             call((values, Lengths(ends[:-1])))
     with pytest.raises(TypeError, match="validate must be a bool, got 1"):
