@@ -1,4 +1,4 @@
-"""The front door: arguments, errors, the choice of implementation, torch.compile, opcheck."""
+"""The front door: arguments, errors, the choice of implementation, torch.compile."""
 
 import contextlib
 
@@ -16,7 +16,7 @@ from gdpa_kernels.calling.lengths import Lengths
 from gdpa_kernels.gdpa import api, choices
 from gdpa_kernels.gdpa.batch import Batch
 from gdpa_lab.measuring.inputs import cu_seqlens
-from tests.calls import cast, emulated, ends, required, saved_by
+from tests.calls import cast, ends, required, saved_by
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -378,27 +378,6 @@ def wide(head_dim: int = 128, dtype: torch.dtype = torch.bfloat16, longest: int 
     q, k, v = (torch.randn(4 + longest, heads, head_dim, generator=make) for heads in (4, 2, 2))
     call = arguments(q=q, k=k, v=v, cu_seqlens_q=lengths, cu_seqlens_k=lengths.clone())
     return cast(call, dtype) | {"max_seqlen_q": longest, "max_seqlen_k": longest}
-
-
-def head_dim_of(impl: str) -> int:
-    """One that a backward rung can take."""
-    return 256 if impl == "v7_wide_backward" else 128
-
-
-@pytest.mark.parametrize("impl", api.BACKWARD_IMPLS)
-def test_gradients_are_those_of_the_rung(impl):
-    call = required(wide(head_dim_of(impl)))
-    options = {"scale": 0.3, "output_scale": 0.5, "causal": True, "window": 2, "precise": True}
-    grad_out = torch.randn(9, 4, head_dim_of(impl)).bfloat16()
-    with emulated(impl):
-        out = gdpa(**call, **options, activation="silu", impl="v1_tiled", backward_impl=impl)
-        out.backward(grad_out)
-        plain = {n: t.detach() if n in "qkv" else t for n, t in call.items()}
-        module = ladder.rung(impl).module()
-        batch = Batch(**plain, **options, activation=("silu",))
-        expected = module.backward(grad_out, batch)
-    for name, gradient in zip("qkv", expected, strict=True):
-        assert torch.equal(call[name].grad, gradient) and gradient.any(), name
 
 
 NEEDS = {"q": ["queries_kernel"], "k": ["keys_kernel"], "v": ["keys_kernel"]}
