@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterable, Iterator
 from unittest import mock
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 from triton.runtime import driver
 
 import tritonemu
@@ -63,6 +65,33 @@ def assert_same_bits(
 ) -> None:
     for i, (one, other) in enumerate(zip(found, expected, strict=True)):
         assert torch.equal(one, other), (i, note)
+
+
+class Seen(TorchDispatchMode):
+    """The operators that are called, with their arguments."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls: list[tuple[torch._ops.OpOverload, tuple, dict]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls.append((func, args, kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def names(self, namespace: str = "gdpa_kernels") -> list[str]:
+        return [op._opname for op, *_ in self.calls if op.namespace == namespace]
+
+
+def opcheck(call: Callable[[], object], expected: Iterable[str], **options) -> None:
+    """`torch.library.opcheck` of our operators, `expected`, in the order in which a call calls
+    them, on its arguments."""
+    with Seen() as seen:
+        call()
+    assert seen.names() == [*expected]
+    for op, args, kwargs in seen.calls:
+        if op.namespace == "gdpa_kernels":
+            args, kwargs = tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs))
+            torch.library.opcheck(op, args, kwargs, **options)
 
 
 @contextlib.contextmanager

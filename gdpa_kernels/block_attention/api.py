@@ -99,8 +99,9 @@ def block_attention(
     if k.shape[0] != q.shape[0]:
         raise ValueError(f"k must have q's {q.shape[0]} tokens, got {k.shape[0]}")
     _check_rotary_type(rotary)
-    _check_options(q, rotary, block_size, rotate_v)
-    checks.check_bool(validate=validate)
+    checks.check_bool(rotate_v=rotate_v, validate=validate)
+    check_block_size(block_size)
+    _check_rotary(q, rotary, rotate_v)
     backward_impl = check_impls(impl, backward_impl)
     if scale is not None:
         checks.check_float("scale", scale)
@@ -143,6 +144,14 @@ def check_impls(impl: object, backward_impl: object) -> str:
             f"backward_impl {backward_impl!r} needs what impl {backward_impl!r} saves, got {impl!r}"
         )
     return backward_impl
+
+
+def check_block_size(block_size: object) -> None:
+    """Raises ValueError unless it is one of BLOCK_SIZES."""
+    if not isinstance(block_size, int) or block_size not in BLOCK_SIZES:
+        raise ValueError(
+            f"block_size must be one of {', '.join(map(str, BLOCK_SIZES))}, got {block_size!r}"
+        )
 
 
 class Options(NamedTuple):
@@ -304,13 +313,7 @@ def _check_rotary_type(rotary) -> None:
             raise TypeError(f"{name} of rotary must be a tensor, got {type(tensor).__name__}")
 
 
-def _check_options(q: torch.Tensor, rotary, block_size, rotate_v) -> None:
-    whole = isinstance(block_size, int) and not isinstance(block_size, bool)
-    if not whole or block_size not in BLOCK_SIZES:
-        raise ValueError(
-            f"block_size must be one of {', '.join(map(str, BLOCK_SIZES))}, got {block_size!r}"
-        )
-    checks.check_bool(rotate_v=rotate_v)
+def _check_rotary(q: torch.Tensor, rotary, rotate_v: bool) -> None:
     if rotary is None:
         if rotate_v:
             raise ValueError(f"rotate_v must be False without rotary, got {rotate_v!r}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from gdpa_kernels.block_attention.api import BLOCK_SIZES, block_attention, check_impls
+from gdpa_kernels.block_attention.api import block_attention, check_block_size, check_impls
 from gdpa_kernels.calling import checks, jagged, layers, packed
 from gdpa_kernels.calling.jagged import Jagged, Offsets
 from gdpa_kernels.norms.api import head_norm
@@ -62,10 +62,7 @@ class BlockAttention(nn.Module):
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         layers.check_heads(embed_dim, num_heads, num_kv_heads)
-        if not isinstance(block_size, int) or block_size not in BLOCK_SIZES:
-            raise ValueError(
-                f"block_size must be one of {', '.join(map(str, BLOCK_SIZES))}, got {block_size!r}"
-            )
+        check_block_size(block_size)
         head_dim = embed_dim // num_heads
         layers.check_rotary(rotary, head_dim)
         checks.check_bool(rotate_v=rotate_v, bias=bias, validate=validate)

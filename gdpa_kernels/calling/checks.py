@@ -79,9 +79,20 @@ def check_bool(**flags: object) -> None:
             raise TypeError(f"{name} must be a bool, got {value!r}")
 
 
-def check_count(name: str, value: object, least: int = 0) -> None:
+def check_count(name: str, value: object, least: int = 0, *, optional: bool = False) -> None:
+    """Raises ValueError unless `value` is an integer of at least `least`, or `optional` and
+    None."""
+    if optional and value is None:
+        return
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
+        kind = f"{'None or ' * optional}an integer of at least {least}"
+        raise ValueError(f"{name} must be {kind}, got {value!r}")
+
+
+def check_positive(**sizes: object) -> None:
+    """Raises ValueError unless every size is an integer of at least 1."""
+    for name, value in sizes.items():
+        check_count(name, value, least=1)
 
 
 def check_max_seqlen(name: str, value: object) -> None:

@@ -439,7 +439,7 @@ def resolve(
     return found
 
 
-def diff(impl: str, context: int = 2, operator: str = "gdpa") -> str:
+def diff(impl: str, operator: str = "gdpa") -> str:
     """What changed from the predecessor's file to this rung's, as a unified diff."""
     current = rung(impl, operator)
     if current.predecessor is None:
@@ -451,6 +451,6 @@ def diff(impl: str, context: int = 2, operator: str = "gdpa") -> str:
             current.lesson.read_text().splitlines(keepends=True),
             fromfile=before.lesson.relative_to(PACKAGE).as_posix(),
             tofile=current.lesson.relative_to(PACKAGE).as_posix(),
-            n=context,
+            n=2,
         )
     )

@@ -105,22 +105,12 @@ def check_rotary(rotary: object, head_dim: int) -> None:
         )
 
 
-def check_positive(**sizes: object) -> None:
-    """Raises ValueError unless every size is an integer of at least 1."""
-    for name, value in sizes.items():
-        if not _is_positive(value):
-            raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
-
-
 def check_heads(embed_dim: object, num_heads: object, num_kv_heads: object) -> None:
     """Raises ValueError unless they are positive integers, each a divisor of the one before."""
-    check_positive(embed_dim=embed_dim)
+    checks.check_positive(embed_dim=embed_dim)
     whole, of = embed_dim, "embed_dim"
     for name, value in (("num_heads", num_heads), ("num_kv_heads", num_kv_heads)):
-        if not _is_positive(value) or whole % value:
+        positive = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+        if not positive or whole % value:
             raise ValueError(f"{name} must be a positive divisor of {of} {whole}, got {value!r}")
         whole, of = value, name
-
-
-def _is_positive(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

@@ -573,10 +573,7 @@ def check_scalars(scale: object, output_scale: object, window: object) -> None:
     for name, value in (("scale", scale), ("output_scale", output_scale)):
         if value is not None or name == "output_scale":
             checks.check_float(name, value)
-    if window is not None and (
-        isinstance(window, bool) or not isinstance(window, int) or window < 0
-    ):
-        raise ValueError(f"window must be None or an integer of at least 0, got {window!r}")
+    checks.check_count("window", window, optional=True)
 
 
 def _read(

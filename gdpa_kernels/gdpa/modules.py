@@ -47,12 +47,7 @@ class _Layer(nn.Module):
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         layers.check_heads(embed_dim, num_heads, num_kv_heads)
-        if max_seqlen is not None and (
-            isinstance(max_seqlen, bool) or not isinstance(max_seqlen, int) or max_seqlen < 0
-        ):
-            raise ValueError(
-                f"max_seqlen must be None or an integer of at least 0, got {max_seqlen!r}"
-            )
+        checks.check_count("max_seqlen", max_seqlen, optional=True)
         checks.check_impl(impl, api.IMPLS)
         checks.check_impl(backward_impl, api.BACKWARD_IMPLS, "backward_impl")
         self.embed_dim, self.head_dim = embed_dim, embed_dim // num_heads
@@ -241,7 +236,7 @@ class GDPASelfAttention(private.Constants, _Layer):
         }  # fmt: skip
         for name, size in (("position_bias", position_bias), ("time_bias", time_bias)):
             if size is not None:
-                layers.check_positive(**{name: size})
+                checks.check_positive(**{name: size})
         self.next_time, self.position_bias, self.time_bias = next_time, None, None
         if position_bias is not None:
             table = torch.empty(2 * position_bias - 1, **factory_kwargs)
@@ -365,7 +360,7 @@ class PMA(_Layer):
             max_seqlen=max_seqlen, precise=precise, impl=impl, backward_impl=backward_impl,
             validate=validate, factory_kwargs=factory_kwargs,
         )  # fmt: skip
-        layers.check_positive(num_seeds=num_seeds)
+        checks.check_positive(num_seeds=num_seeds)
         checks.check_bool(bias=bias)
         self.num_seeds = num_seeds
         self.seeds = nn.Parameter(torch.empty(num_seeds, embed_dim, **factory_kwargs))
@@ -454,7 +449,7 @@ class PFFN(_Layer):
             max_seqlen=max_seqlen, precise=precise, impl=impl, backward_impl=backward_impl,
             validate=validate, factory_kwargs=factory_kwargs,
         )  # fmt: skip
-        layers.check_positive(summary_dim=summary_dim, num_keys=num_keys)
+        checks.check_positive(summary_dim=summary_dim, num_keys=num_keys)
         checks.check_bool(bias=bias)
         self.summary_dim, self.num_keys = summary_dim, num_keys
         self.summary_tokens, self.mix = summary_tokens, None
@@ -463,7 +458,7 @@ class PFFN(_Layer):
         if summary_tokens is None:
             features *= num_keys
         else:
-            layers.check_positive(summary_tokens=summary_tokens)
+            checks.check_positive(summary_tokens=summary_tokens)
             self.mix = nn.Linear(summary_tokens, num_keys, bias=False, **factory_kwargs)
         self.kv = nn.Linear(summary_dim, features, bias, **factory_kwargs)
         self.out = nn.Linear(embed_dim, embed_dim, bias, **factory_kwargs)

@@ -32,6 +32,7 @@ import torch
 import torch.distributed as dist
 
 from gdpa_kernels.calling import checks
+from gdpa_kernels.calling.launch import cdiv
 from gdpa_kernels.calling.lengths import Lengths
 from gdpa_kernels.calling.private import unseen
 from gdpa_kernels.gdpa.api import check_causal, gdpa
@@ -48,7 +49,7 @@ OPTIONS = ("activation", "scale", "output_scale", "precise", "impl", "backward_i
 def rows_of_rank(total: int, rank: int, ranks: int) -> tuple[int, int]:
     """The rows [first, end) of `total` packed tokens in a contiguous shard: all have as many, but
     the last ones, which may have fewer or none."""
-    size = -(-total // ranks)
+    size = cdiv(total, ranks)
     return min(rank * size, total), min((rank + 1) * size, total)
 
 

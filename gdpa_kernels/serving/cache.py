@@ -12,11 +12,13 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
 
 from gdpa_kernels.calling import checks, jagged, ladder
+from gdpa_kernels.calling.launch import cdiv
 from gdpa_kernels.calling.lengths import Lengths
 from gdpa_kernels.gdpa import api
 from gdpa_kernels.gdpa.api import gdpa
@@ -89,9 +91,9 @@ class PagedCache:
     ):
         if not isinstance(model, Model):
             raise TypeError(f"model must be a validity.Model, got {type(model).__name__}")
-        sizes = {"num_pages": num_pages, "page_size": page_size, "num_kv_heads": num_kv_heads}
-        for name, value in (sizes | {"head_dim": head_dim}).items():
-            checks.check_count(name, value, least=1)
+        checks.check_positive(
+            num_pages=num_pages, page_size=page_size, num_kv_heads=num_kv_heads, head_dim=head_dim
+        )
         self.model, self.page_size = model, page_size
         shape = (model.num_layers, num_pages, 2, page_size, num_kv_heads, head_dim)
         self.data = torch.zeros(shape, dtype=dtype, device=device)
@@ -133,7 +135,7 @@ class PagedCache:
             expected = kept.expected if kept is not None and kept.epoch == epoch else None
             if count and (length or expected) and length + count != expected:
                 self.model.check_append()
-        pages = [-(-(x + n) // self.page_size) for x, n in zip(lengths, counts, strict=True)]
+        pages = [cdiv(x + n, self.page_size) for x, n in zip(lengths, counts, strict=True)]
         if sum(pages) > self.data.shape[1]:
             raise MemoryError(
                 f"the batch must fit {self.data.shape[1]} pages of {self.page_size} tokens, got "
@@ -255,7 +257,7 @@ class PagedCache:
                 f"{'added' if added else 'deleted'}, got {at}"
             )
         kept = min(at, history.length, self.model.kept(beside, at))  # rows behind would move
-        held = -(-kept // self.page_size)
+        held = cdiv(kept, self.page_size)
         self._free += history.pages[held:]
         self._users[user] = _History(epoch, kept, history.pages[:held], beside + added)
         return kept
@@ -320,10 +322,7 @@ def _checked_user(user: Hashable) -> Hashable:
 
 
 def _ends(counts: Sequence[int]) -> list[int]:
-    ends = [0]
-    for count in counts:
-        ends.append(ends[-1] + count)
-    return ends
+    return [0, *accumulate(counts)]
 
 
 def _joined(

@@ -82,8 +82,7 @@ class Model:
     def __post_init__(self) -> None:
         checks.check_count("num_layers", self.num_layers, least=1)
         checks.check_count("num_contexts", self.num_contexts)
-        if self.window is not None:
-            checks.check_count("window", self.window)
+        checks.check_count("window", self.window, optional=True)
         if self.positions not in POSITIONS:
             raise ValueError(f"positions must be one of {POSITIONS}, got {self.positions!r}")
         checks.check_bool(
@@ -100,7 +99,7 @@ class Model:
             raise ValueError(f"at must be at most rows, {rows}, got {at}")
         ranges = [self._inputs(rows, at)]
         for _ in range(self.num_layers - 1):
-            ranges.append(self._behind(ranges[-1], len(ranges), rows, at))
+            ranges.append(self._behind(ranges[-1], rows, at))
         return ranges
 
     def kept(self, rows: int, at: int) -> int:
@@ -160,8 +159,8 @@ class Model:
             return range(at)
         return range(at if self.positions == "index" else rows, rows)
 
-    def _behind(self, before: range, layers: int, rows: int, at: int) -> range:
-        """Rows that changed behind so many layers, the last of which took `before` changed."""
+    def _behind(self, before: range, rows: int, at: int) -> range:
+        """Rows that changed behind a layer that took `before` changed."""
         if self.token_statistics or not self.constant_divisor:
             return range(rows)
         reach = rows if self.window is None else self.window

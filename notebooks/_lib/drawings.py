@@ -241,14 +241,14 @@ _BOXES = {"compute": 2, "mma": 3, "copy": 1, "store": 4}
 
 
 @house.drawn
-def timelines(lines: Mapping[str, Timeline], *, cta: int = 0) -> Figure:
-    """Timelines of one CTA below one another on one axis of modelled cycles, by title, the tensor
+def timelines(lines: Mapping[str, Timeline]) -> Figure:
+    """Timelines of CTA 0 below one another on one axis of modelled cycles, by title, the tensor
     core shaded where it is idle; at each end, how many cycles fewer or more than the first."""
-    shown = {title: [e for e in line.events if e.cta == cta and e.kind in _BOXES]
+    shown = {title: [e for e in line.events if e.cta == 0 and e.kind in _BOXES]
              for title, line in lines.items()}  # fmt: skip
-    lanes = {title: [lane for lane in line.lanes(cta) if any(e.lane == lane for e in shown[title])]
+    lanes = {title: [lane for lane in line.lanes(0) if any(e.lane == lane for e in shown[title])]
              for title, line in lines.items()}  # fmt: skip
-    ends = {title: max(e.end for e in line.events if e.cta == cta) for title, line in lines.items()}
+    ends = {title: max(e.end for e in line.events if e.cta == 0) for title, line in lines.items()}
     (_, base), *_ = ends.items()
     rows = max(map(len, lanes.values()))
     with canvas(len(lines), 1, width=7.4, height=0.6 + len(lines) * (0.5 + 0.27 * rows),

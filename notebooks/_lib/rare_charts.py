@@ -127,7 +127,7 @@ def swarm(
 
 
 @house.drawn
-def heat(frame: pd.DataFrame, *, label: str, form: str = ".0f") -> Figure:
+def heat(frame: pd.DataFrame, *, label: str) -> Figure:
     """A cell with its value for each entry of `frame`, more saturated for more; "not timed" stands
     in a framed one without. `label`: what the values are."""
     width = 1.9 + 0.72 * frame.shape[1]
@@ -142,7 +142,7 @@ def heat(frame: pd.DataFrame, *, label: str, form: str = ".0f") -> Figure:
             axis.add_patch(
                 Rectangle((column + 0.02, row + 0.03), 0.96, 0.94, linewidth=0.8, **look)
             )
-            axis.text(column + 0.5, row + 0.5, "not\ntimed" if hole else f"{value:{form}}",
+            axis.text(column + 0.5, row + 0.5, "not\ntimed" if hole else f"{value:.0f}",
                       ha="center", va="center", fontsize=8)  # fmt: skip
         axis.set(xlim=(0, frame.shape[1]), ylim=(len(frame), 0))
         axis.set_xticks(np.arange(frame.shape[1]) + 0.5, [house.wrapped(str(x), 9) for x in frame])

@@ -111,13 +111,13 @@ def ratios(found: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=[*columns, "deviation (%)"])
 
 
-def students_t(runs: int, confidence: float = 0.95) -> float:
-    """How many standard errors either side of a mean of `runs` values hold the true mean with this
-    confidence. ValueError for fewer than two runs."""
+def students_t(runs: int) -> float:
+    """How many standard errors either side of a mean of `runs` values hold the true mean with a
+    confidence of 95 %. ValueError for fewer than two runs."""
     if runs < 2:
         raise ValueError(f"runs must be at least 2, got {runs}")
     freedom, x = runs - 1, np.linspace(0, 700, 700_001)
     scale = math.gamma((freedom + 1) / 2) / math.sqrt(freedom * math.pi) / math.gamma(freedom / 2)
     density = scale * (1 + x**2 / freedom) ** (-(freedom + 1) / 2)
     inside = (2 * np.cumsum(density) - density[0]) * (x[1] - x[0])
-    return float(x[np.searchsorted(inside, confidence)])
+    return float(x[np.searchsorted(inside, 0.95)])

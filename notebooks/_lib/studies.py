@@ -234,7 +234,6 @@ def repeat_backward(
 def build_backward(
     module: ModuleType,
     kernel: str = "backward_kernel",
-    config: object = None,
     *,
     given: Batch | None = None,
     needs: tuple[bool, bool, bool] | None = None,
@@ -244,7 +243,7 @@ def build_backward(
     given = batch((130,), heads=4) if given is None else given
     asked = {} if needs is None else {"needs": needs}
     with launches(run=False) as seen:
-        module.backward(gradient(given), given, config=config, **asked)
+        module.backward(gradient(given), given, **asked)
     found = [launch for launch in seen if launch.name == kernel]
     if not found:
         raise ValueError(f"kernel must be one of {[x.name for x in seen]}, got {kernel!r}")
@@ -405,21 +404,18 @@ def step_page(
     return found
 
 
-def stepper(
-    timelines: Mapping[str, tritonemu.Timeline], name: str, *, title: str, cta: int = 0
-) -> HTML:
+def stepper(timelines: Mapping[str, tritonemu.Timeline], name: str, *, title: str) -> HTML:
     """A button under a figure that opens a page to step through `timelines`, by label, the kernel
     of each beside it; several share one axis and are toggled.
 
     `name`: of the page, the chapter's slug with a hyphen for the slash and a word:
     "forward-v5_pingpong-steps".
     """
-    ends = {label: max(e.end for e in of.events if e.cta == cta) for label, of in timelines.items()}
+    ends = {label: max(e.end for e in of.events if e.cta == 0) for label, of in timelines.items()}
     outcomes = {
-        label: f"CTA {cta} has ended after {end:,.0f} modelled cycles."
-        for label, end in ends.items()
+        label: f"CTA 0 has ended after {end:,.0f} modelled cycles." for label, end in ends.items()
     }
-    _write_steps(timelines, f"{name}.html", title, outcomes, cta)
+    _write_steps(timelines, f"{name}.html", title, outcomes)
     return framed(f"{name}.html", title)
 
 
@@ -438,9 +434,8 @@ def _write_steps(
     file: str,
     title: str,
     outcomes: dict[str, str],
-    cta: int = 0,
 ) -> None:
     sources = {name: Path(of.file).read_text(encoding="utf-8") for name, of in timelines.items()}
-    made = interactive(dict(timelines), sources, title=title, outcomes=outcomes, cta=cta)
+    made = interactive(dict(timelines), sources, title=title, outcomes=outcomes)
     page.CSV_DIR.mkdir(parents=True, exist_ok=True)
     (page.CSV_DIR / file).write_text(made, encoding="utf-8")

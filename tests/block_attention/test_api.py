@@ -11,7 +11,7 @@ from gdpa_kernels.block_attention.batch import Batch
 from gdpa_kernels.calling import ladder
 from gdpa_lab.measuring.inputs import cu_seqlens
 from tests.block_attention.cases import RUNGS, Case, kernels_run, results, suited
-from tests.calls import assert_same_bits, ends, required, saved_by
+from tests.calls import assert_same_bits, ends, opcheck, required, saved_by
 
 PLAIN = ("v0_flash", "v1_one_tile", "v2_slab")
 DIRECTIONS = ("forward", "backward")
@@ -182,19 +182,14 @@ def test_what_is_saved(impl, rotary, rotate_v):
 
 @ROTARY
 def test_opcheck_of_what_v0_saves(rotary, rotate_v):
-    call = arguments(torch.bfloat16)
-    inputs = [call[n] for n in ("q", "k", "v", "cu_seqlens")]
-    pair = turns() if rotary else (None, None)
-    options = api.Options(None, 0.25, 16, rotate_v, "v0_flash", "v0_flash")
-    tests = ("test_schema", "test_faketensor")
+    options = {"impl": "v0_flash", "rotary": turns() if rotary else None, "rotate_v": rotate_v}
+    call = required(arguments(torch.bfloat16)) | options
+    operators = ["block_attention_forward", "block_attention_backward"]
     with tritonemu.enabled():
-        call = *inputs, *pair, None, *options
-        torch.library.opcheck(api._FORWARD, call, test_utils=tests)
-        out, own = api._FORWARD(*call)
-        saved = [out, *own]
-        torch.library.opcheck(
-            api._BACKWARD, (out.clone(), *inputs, *pair, None, saved, *options), test_utils=tests
-        )
+        opcheck(
+            lambda: block_attention(**call).sum().backward(), operators,
+            test_utils=("test_schema", "test_faketensor"),
+        )  # fmt: skip
 
 
 def test_another_batch_is_not_another_program():

@@ -295,10 +295,10 @@ FUSED = {
 }
 
 
-def with_gradients(layer, lengths, tokens=None, call=None) -> dict[str, torch.Tensor]:
-    """What the layer, or `call` in its stead, gives back, and all gradients by name."""
-    values, offsets, summary = batch(lengths, layer.out.weight.dtype, tokens)
-    y = run(layer, values.requires_grad_(), offsets, summary, call=call)
+def with_gradients(layer, lengths, tokens=None) -> dict[str, torch.Tensor]:
+    """What the layer gives back, and all gradients by name."""
+    values, offsets, summary = batch(lengths, tokens=tokens)
+    y = run(layer, values.requires_grad_(), offsets, summary)
     found = gradients(layer, y.square().sum(), values)
     return {"y": y, **dict(zip([*dict(layer.named_parameters()), "values"], found, strict=True))}
 
@@ -317,19 +317,6 @@ def test_fused_norms_are_the_same_function(name, lengths):
     )
     for key, expected in eager.items():
         torch.testing.assert_close(fused[key], expected, atol=1e-12, rtol=1e-10, msg=key)
-
-
-@pytest.mark.parametrize("name", FUSED)
-def test_fused_norms_compile_to_one_graph(name):
-    kind, options = FUSED[name]
-    layer = make(kind, qk_norm=True, fused_qk_norm=True, dtype=torch.float32, **options)
-    layer.max_seqlen = 20
-    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=True)
-    for lengths in ([0, 5, 19, 0, 1], [9, 3, 5]):
-        tokens = options.get("summary_tokens")
-        expected = with_gradients(layer, lengths, tokens)
-        for key, found in with_gradients(layer, lengths, tokens, compiled).items():
-            torch.testing.assert_close(found, expected[key], msg=key)
 
 
 @pytest.mark.parametrize("kind", ("self", "block"))
@@ -387,22 +374,22 @@ def test_nothing_becomes_fp32_on_the_way_to_the_kernels(kind, norms_of_a_gpu, ca
     assert q.dtype == (torch.float32 if kind == "pma" else torch.bfloat16)  # the seeds are weights
 
 
-@pytest.mark.parametrize("nested", (False, True))
+@pytest.mark.parametrize("form", ("pair", "nested", "fused"))
 @each
-def test_torch_compile_sees_one_graph(kind, nested):
+def test_torch_compile_sees_one_graph(kind, form):
+    nested, fused = form == "nested", form == "fused"
     # The nested one reads its longest sequence in the graph.
     longest = {"rotary": 1e4} if kind == "block" else {"max_seqlen": None if nested else 12}
-    layer = make(kind, qk_norm=True, **longest)
+    layer = make(kind, qk_norm=True, fused_qk_norm=fused, **longest)
     torch._dynamo.reset()
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    values, offsets, summary = batch()
-    offsets = offsets.long() if nested else offsets
-    y = run(layer, values, offsets, summary, nested, compiled)
-    expected = run(layer, values, offsets, summary, nested)
-    torch.testing.assert_close(y, expected)
-    actual = gradients(layer, y.square().sum())
-    for a, b in zip(actual, gradients(layer, expected.square().sum()), strict=True):
-        torch.testing.assert_close(a, b)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=fused or None)
+    for lengths in (LENGTHS, [9, 3, 5]) if fused else (LENGTHS,):
+        values, offsets, summary = batch(lengths)
+        offsets = offsets.long() if nested else offsets
+        y, expected = (run(layer, values, offsets, summary, nested, f) for f in (compiled, layer))
+        torch.testing.assert_close(y, expected)
+        found, wanted = (gradients(layer, x.square().sum()) for x in (y, expected))
+        torch.testing.assert_close(found, wanted)
 
 
 @each

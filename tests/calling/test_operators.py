@@ -6,17 +6,15 @@ import pytest
 import torch
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.autograd import forward_ad
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import tritonemu
 from gdpa_kernels import block_attention, gdpa
-from gdpa_kernels.block_attention import api as block_api
 from gdpa_kernels.block_attention import reference as block_reference
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.calling.lengths import Lengths
-from gdpa_kernels.gdpa import api, reference
+from gdpa_kernels.gdpa import reference
 from gdpa_lab.measuring.inputs import cu_seqlens
-from tests.calls import GRADIENTS, assert_same_bits, cast, ends, required
+from tests.calls import GRADIENTS, Seen, assert_same_bits, cast, ends, opcheck, required
 
 OPERATORS = {"gdpa": gdpa, "block_attention": block_attention}
 TOTAL = 21
@@ -330,40 +328,18 @@ def test_torch_compile_under_autocast(operator):
         assert torch.equal(compiled(function)(**call), function(**call))
 
 
-def forms() -> dict[str, tuple]:
-    """q, k, v and num_kv_heads: tensors of their own and side by side."""
-    q, k, v = (torch.randn(TOTAL, heads, 16) for heads in (4, 2, 2))
-    kv = torch.cat((k, v), 1)
-    together = torch.cat((q, kv), 1), None, None, 2
-    return {"three": (q, k, v, None), "two": (q, kv, None, None), "one": together}
-
-
-@pytest.mark.parametrize("form", (*forms(), "shared q"))
-def test_opcheck_of_gdpa(form):
-    *tensors, number = forms().get(form, forms()["three"])
-    lengths, shared = ends(0, 4, 4, 21), form == "shared q"
-    if shared:
-        tensors[0] = tensors[0][:4]
-    call = *tensors, None if shared else lengths, lengths, []
-    options = api.Options(
-        number, 4 if shared else 17, 17, "gelu_tanh", 0.25, 1.0, False, None, shared, "v0_eager",
-        "reference",
-    )  # fmt: skip
-    torch.library.opcheck(api._FORWARD, (*call, *options))
-    grad_out = torch.randn(12 if shared else TOTAL, 4, 16)
-    for needs in ((True, True, True), (False, True, False)):
-        torch.library.opcheck(api._BACKWARD, (grad_out, *call, *needs, *options))
-
-
-@pytest.mark.parametrize("rotary", (False, True))
-@pytest.mark.parametrize("form", forms())
-def test_opcheck_of_block_attention(form, rotary):
-    *tensors, number = forms()[form]
-    turns = turned("block_attention")["rotary"] if rotary else (None, None)
-    call = *tensors, ends(0, 4, 4, 21), *turns, None
-    options = block_api.Options(number, 0.25, 16, rotary, "reference", "reference")
-    torch.library.opcheck(block_api._FORWARD, (*call, *options))
-    torch.library.opcheck(block_api._BACKWARD, (of(4), *call, [], *options))
+@both
+@pytest.mark.parametrize("count", (1, 2, 3))
+def test_opcheck(operator, count):
+    """Of q, k and v in so many tensors, these with rotary unless they are three."""
+    call = arguments(operator) | (turned(operator) if count < 3 else {})
+    if count < 3:
+        rest = "kv" if count == 2 else "qkv"
+        call |= {rest[0]: torch.cat([call[name] for name in rest], 1), **dict.fromkeys(rest[1:])}
+    call |= {"num_kv_heads": 2} if count == 1 else {}
+    call = required(call, "qkv"[:count] if count > 1 else "q")
+    expected = [f"{operator}_{way}" for way in ("forward", "backward")]
+    opcheck(lambda: OPERATORS[operator](**call).sum().backward(), expected)
 
 
 @both
@@ -386,18 +362,6 @@ def test_a_fake_call_has_a_shape_and_no_values(operator):
             assert [call[name].grad.shape[0] for name in "qkv"] == [4, TOTAL, TOTAL]
 
 
-class Seen(TorchDispatchMode):
-    """The operators that are called."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(func.name())
-        return func(*args, **(kwargs or {}))
-
-
 @both
 @pytest.mark.parametrize("grad", (False, True))
 def test_modes_and_profilers_see_the_operators(operator, grad):
@@ -408,14 +372,14 @@ def test_modes_and_profilers_see_the_operators(operator, grad):
         if grad:
             out.sum().backward()
 
-    expected = [f"gdpa_kernels::{operator}_{way}" for way in ("forward", "backward")][: 1 + grad]
+    expected = [f"{operator}_{way}" for way in ("forward", "backward")][: 1 + grad]
     with Seen() as seen:
         run()
-    assert [name for name in seen.names if name.startswith("gdpa_kernels::")] == expected
+    assert seen.names() == expected
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         run()
     events = [event.name for event in profile.events()]
-    assert [events.count(name) for name in expected] == [1] * len(expected)
+    assert [events.count(f"gdpa_kernels::{name}") for name in expected] == [1] * len(expected)
 
 
 @both

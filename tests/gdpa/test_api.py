@@ -1,4 +1,4 @@
-"""The front door: arguments, errors, the choice of implementation, torch.compile, opcheck."""
+"""The front door: arguments, errors, the choice of implementation, torch.compile."""
 
 import contextlib
 
@@ -16,7 +16,7 @@ from gdpa_kernels.calling.lengths import Lengths
 from gdpa_kernels.gdpa import api, choices
 from gdpa_kernels.gdpa.batch import Batch
 from gdpa_lab.measuring.inputs import cu_seqlens
-from tests.calls import cast, emulated, ends, required, saved_by
+from tests.calls import cast, ends, required, saved_by
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -330,21 +330,6 @@ def test_new_queries_over_a_cache_are_the_last_rows_of_self_attention():
         torch.testing.assert_close(one.double(), wanted, rtol=1e-5, atol=1e-5)
 
 
-def test_auto_takes_what_aligns_to_the_right_and_others_say_what_they_need():
-    call = cast(crossed([3, 4], [30, 70], causal="lower_right"), BF16)
-    with tritonemu.enabled():
-        assert resolved("auto", **call) == "v8_own_waits"
-        for impl in ladder.impls()[1:]:
-            rung = ladder.rung(impl)
-            if "causal" not in rung.requires.extras and not impl.startswith("b"):
-                with pytest.raises(NotImplementedError, match="needs .*, got"):
-                    gdpa(**call, impl=impl)
-        message = "impl 'v7_packed' needs causal False, True or 'upper_left', got 'lower_right'"
-        with pytest.raises(NotImplementedError, match=message):
-            gdpa(**call, impl="v7_packed")
-    assert resolved("auto", **cast(call, FP32)) == "reference"
-
-
 def test_where_q_and_k_have_the_same_offsets_there_is_one_alignment():
     call = wide()
     call["cu_seqlens_k"] = call["cu_seqlens_q"]
@@ -395,27 +380,6 @@ def wide(head_dim: int = 128, dtype: torch.dtype = torch.bfloat16, longest: int 
     return cast(call, dtype) | {"max_seqlen_q": longest, "max_seqlen_k": longest}
 
 
-def head_dim_of(impl: str) -> int:
-    """One that a backward rung can take."""
-    return 256 if impl == "v7_wide_backward" else 128
-
-
-@pytest.mark.parametrize("impl", api.BACKWARD_IMPLS)
-def test_gradients_are_those_of_the_rung(impl):
-    call = required(wide(head_dim_of(impl)))
-    options = {"scale": 0.3, "output_scale": 0.5, "causal": True, "window": 2, "precise": True}
-    grad_out = torch.randn(9, 4, head_dim_of(impl)).bfloat16()
-    with emulated(impl):
-        out = gdpa(**call, **options, activation="silu", impl="v1_tiled", backward_impl=impl)
-        out.backward(grad_out)
-        plain = {n: t.detach() if n in "qkv" else t for n, t in call.items()}
-        module = ladder.rung(impl).module()
-        batch = Batch(**plain, **options, activation=("silu",))
-        expected = module.backward(grad_out, batch)
-    for name, gradient in zip("qkv", expected, strict=True):
-        assert torch.equal(call[name].grad, gradient) and gradient.any(), name
-
-
 NEEDS = {"q": ["queries_kernel"], "k": ["keys_kernel"], "v": ["keys_kernel"]}
 
 
@@ -428,17 +392,6 @@ def test_only_what_needs_a_gradient_is_computed(names):
     launched = [launch.name for launch in seen]
     assert set(launched) == {kernel for name in names for kernel in NEEDS[name]}
     assert len(launched) == len(set(launched))
-
-
-@pytest.mark.parametrize("impl", ("v1_tiled_backward", "v4_warp_specialized_backward"))
-def test_a_gradient_asked_for_alone(impl):
-    """Of a rung that computes them all, the others are dropped."""
-    call = required(wide(64))
-    with tritonemu.enabled():
-        out = gdpa(**call, backward_impl=impl)
-        (dk,) = torch.autograd.grad(out.sum(), call["k"], retain_graph=True)
-        out.sum().backward()
-    assert torch.equal(call["k"].grad, dk)
 
 
 UNSUITED = {

@@ -9,8 +9,7 @@ import torch
 from gdpa_kernels import GDPASelfAttention, RelativeBias, gdpa
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.calling.launches import launches
-from gdpa_kernels.calling.lengths import Lengths
-from gdpa_kernels.gdpa import api, bias, bias_gradient, reference, targets
+from gdpa_kernels.gdpa import bias, bias_gradient, reference, targets
 from gdpa_lab.measuring.compile_check import build_launch, read
 from gdpa_lab.measuring.inputs import cu_seqlens
 from tests.budget import within_budget
@@ -45,9 +44,7 @@ def times_of(rows: int, seed: int = 7) -> torch.Tensor:
     return torch.randint(0, 10**6, (rows,), generator=make).sort().values.roll(3).to(DEVICE)
 
 
-def by_loops(
-    call: dict, position_table, time_table, times_q, times_k, sees, name="silu"
-) -> torch.Tensor:
+def by_loops(call: dict, position_table, time_table, times_q, times_k, sees) -> torch.Tensor:
     """The output, pair by pair in the order of the formula; autograd gives the gradients."""
     q, k, v = (call[n] for n in "qkv")
     outs, group = [], q.shape[1] // k.shape[1]
@@ -74,7 +71,7 @@ def by_loops(
                         table = time_table[head] if time_table.dim() == 2 else time_table
                         apart = int(times_q[mine]) - int(times_k[theirs])
                         s = s + table[hstu(apart, table.numel())]
-                    total = total + ACTIVATIONS[name](s) * v[theirs, head // group]
+                    total = total + ACTIVATIONS["silu"](s) * v[theirs, head // group]
                 heads.append(call["output_scale"] * total)
             outs.append(torch.stack(heads))
     return torch.stack(outs)
@@ -303,15 +300,6 @@ def test_the_kernels_keep_the_budget(name, dtype, per_head):
     within_budget(draw, NAMES, least=2**20, most=3)  # the tables are small
 
 
-def test_eager_keeps_the_budget():
-    def draw(i: int) -> tuple:
-        call, fields = biased(KERNEL_CASES["causal"], BF16, True, i)
-        found = results(call, fields, "v0_eager", "reference")
-        return found[:1], defined(call, fields, FP64)[:1], defined(call, fields, BF16)[:1]
-
-    within_budget(draw, NAMES[:1])
-
-
 @pytest.mark.parametrize("name", ("causal", "targets"))
 def test_the_same_bits_in_every_run(name):
     call, fields = biased(KERNEL_CASES[name], BF16, False)
@@ -379,90 +367,6 @@ def test_only_what_needs_a_gradient_gets_one():
 
 
 # -- The operator ----------------------------------------------------------------------------------
-
-
-def test_auto_takes_what_can_and_others_say_what_they_need():
-    call, fields = biased(KERNEL_CASES["causal"], BF16, False)
-    given = RelativeBias(**fields)
-    with kernels_run():
-        assert torch.equal(
-            gdpa(**call, relative_bias=given), gdpa(**call, relative_bias=given, impl="v1_tiled")
-        )
-        for direction, name in (("forward", "impl"), ("backward", "backward_impl")):
-            for impl in ladder.impls(direction=direction):
-                rung = ladder.rung(impl)
-                if "bias" in rung.requires.extras:
-                    continue
-                with pytest.raises(NotImplementedError, match="needs .*, got"):
-                    gdpa(**call, relative_bias=given, **{name: impl})
-        message = "'v8_own_waits' needs relative_bias None, got a RelativeBias"
-        with pytest.raises(NotImplementedError, match=message):
-            gdpa(**call, relative_bias=given, impl="v8_own_waits")
-
-
-@pytest.mark.parametrize("with_lengths", (False, True))
-def test_one_graph_is_compiled(with_lengths):
-    call, fields = biased(KERNEL_CASES["causal"], FP32, False)
-    call |= {"impl": "reference", "backward_impl": "reference"}
-    if with_lengths:
-        call["cu_seqlens_q"] = call["cu_seqlens_k"] = Lengths(call["cu_seqlens_k"])
-    leaves = [call[n] for n in "qkv"] + [fields["position_table"], fields["time_table"]]
-
-    def attend(position, time):
-        made = RelativeBias(position, time, fields["timestamps"])
-        return gdpa(**call, relative_bias=made)
-
-    torch._dynamo.reset()
-    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
-    found = []
-    for function in (attend, compiled):
-        out = function(*leaves[3:])
-        found.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
-    assert_same_bits(*found)
-
-
-@pytest.mark.parametrize("both", (False, True))
-def test_opcheck(both):
-    call, fields = biased(KERNEL_CASES["causal"], FP32, True)
-    ends = call["cu_seqlens_q"], call["cu_seqlens_k"]
-    if not both:
-        fields = {"position_table": fields["position_table"]}
-    made = bias.bias_of_call(
-        RelativeBias(**fields), 4, len(call["q"]), len(call["k"]), *ends, True, False, True
-    )
-    given = {n: x.detach() for n, x in made._asdict().items() if x is not None}
-    tensors = *(call[n].detach() for n in "qkv"), *ends
-    options = api.Options(
-        None, 150, 150, "silu", 0.125, 1.0, True, None, False, "reference", "reference"
-    )
-    grad = torch.randn(call["q"].shape)
-    torch.library.opcheck(api._FORWARD, (*tensors, [], *options), given)
-    needs = True, True, True
-    torch.library.opcheck(api._BACKWARD, (grad, *tensors, [], *needs, *options), given)
-    for needs in ((True, both), (False, False)):
-        torch.library.opcheck(api._BIAS_BACKWARD, (grad, *tensors, *needs, *options), given)
-
-
-def test_a_second_derivative_is_refused():
-    call, fields = biased(KERNEL_CASES["no_tokens"], FP64, False)
-    call, fields = biased(Case("call", (4,), head_dim=3), FP64, False)
-    out = gdpa(**call, relative_bias=RelativeBias(**fields))
-    (found,) = torch.autograd.grad(out.square().sum(), fields["time_table"], create_graph=True)
-    with pytest.raises(RuntimeError, match="gdpa has no second derivative"):
-        torch.autograd.grad(found.sum(), fields["time_table"])
-
-
-def test_gradcheck():
-    call, fields = biased(Case("call", (5, 0, 7), head_dim=3, options={"causal": True}), FP64, True)
-    rest = {n: x for n, x in fields.items() if "table" not in n}
-    leaves = [
-        fields[n].detach().double().requires_grad_() for n in ("position_table", "time_table")
-    ]
-
-    def attend(position, time):
-        return gdpa(**call, relative_bias=RelativeBias(position, time, **rest))
-
-    assert torch.autograd.gradcheck(attend, leaves)
 
 
 P, T, TIMES = torch.zeros(9), torch.zeros(5), torch.zeros(9, dtype=torch.int64)

@@ -10,7 +10,7 @@ from gdpa_kernels import gdpa
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.calling.launches import launches
 from gdpa_kernels.calling.lengths import Lengths
-from gdpa_kernels.gdpa import api, reference
+from gdpa_kernels.gdpa import reference
 from gdpa_kernels.gdpa.kernels import v8_own_waits as v8
 from gdpa_lab.measuring.inputs import cu_seqlens
 from tests.budget import within_budget
@@ -74,17 +74,6 @@ def test_there_is_one_rounding(case, impl, dtype):
             assert torch.equal(out, partial + made.float())
 
 
-def test_gradients_are_those_of_finite_differences():
-    call = replace(SPLIT, seqlens_q=(2, 0, 1), seqlens_k=(3, 1, 0), head_dim=3).arguments(FP64)
-    call = required(call | {"add_to": torch.randn(3, 4, 3, dtype=FP64, requires_grad=True)})
-    names = ("q", "k", "v", "add_to")
-
-    def attend(*tensors):
-        return gdpa(**call | dict(zip(names, tensors, strict=True)))
-
-    assert torch.autograd.gradcheck(attend, [call[name] for name in names])
-
-
 @pytest.mark.parametrize("kind", (BF16, FP32))
 @pytest.mark.parametrize("with_lengths", (False, True))
 def test_the_gradient_of_what_is_added_is_that_of_the_result(kind, with_lengths):
@@ -106,27 +95,6 @@ def test_the_gradient_of_what_is_added_is_that_of_the_result(kind, with_lengths)
     for one, other in zip(found, (*expected, grad.to(kind)), strict=True):
         assert one.dtype == other.dtype and torch.equal(one, other)
     assert torch.equal(alone, grad.bfloat16().to(kind))
-
-
-@pytest.mark.parametrize("option", ({"out_dtype": FP32}, {"add_to": torch.zeros(9, 2, 64)}))
-def test_auto_takes_what_adds_and_others_say_what_they_need(option):
-    call = Case("call", (9,)).arguments(BF16)
-    (name,) = option
-
-    def resolved(impl: str) -> str:
-        return api.resolve(impl, "forward", batch_of(call | option)).impl
-
-    with tritonemu.enabled():
-        assert resolved("auto") == "v8_own_waits"
-        for impl in ladder.impls()[1:]:
-            if impl not in SUMS and not impl.startswith("b"):
-                with pytest.raises(NotImplementedError, match=f"'{impl}' needs {name} None.*, got"):
-                    resolved(impl)
-        # Gradients are those of an ordinary call, by any rung.
-        leaves = required(call | {"impl": "v1_tiled"})
-        gdpa(**leaves, **option, backward_impl="v4_warp_specialized_backward").sum().backward()
-        assert leaves["q"].grad.any()
-    assert resolved("auto") == "reference"
 
 
 FEW = (
@@ -252,26 +220,3 @@ WRONG = (
 def test_wrong_arguments_say_what_is_wrong(error, message, dtype, option):
     with pytest.raises(error, match=message):
         gdpa(**Case("call", (4, 5)).arguments(dtype), **option)
-
-
-@pytest.mark.parametrize("shared", (False, True))
-def test_opcheck_and_one_compiled_graph(shared):
-    call = Case("call", (5, 5), (3, 9), shared_q=shared).arguments(BF16)
-    made = torch.randn(10, 2, 64)
-    tensors = *(call[n] for n in ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k")), []
-    options = api.Options(
-        None, 5, 9, "gelu_tanh", 0.125, 1.0, False, None, False, "reference", "reference",
-        out_dtype=FP32,
-    )  # fmt: skip
-    torch.library.opcheck(api._FORWARD, (*tensors, *options), {"add_to": made})
-
-    torch._dynamo.reset()
-    compiled = torch.compile(gdpa, backend="aot_eager", fullgraph=True)
-    found = {}
-    for function in (gdpa, compiled):
-        leaves, leaf = required(call), made.clone().requires_grad_()
-        out = function(**leaves, add_to=leaf, out_dtype=FP32)
-        (out * made).sum().backward()
-        found[function] = out, leaf.grad, *(leaves[n].grad for n in "qkv")
-    for one, other in zip(*found.values(), strict=True):
-        torch.testing.assert_close(one, other)

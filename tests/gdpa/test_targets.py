@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gdpa_kernels import GDPASelfAttention, Lengths, gdpa
-from gdpa_kernels.gdpa import api, reference, targets
+from gdpa_kernels.gdpa import reference, targets
 from gdpa_kernels.gdpa.batch import Batch
 from gdpa_lab.measuring.inputs import cu_seqlens
 from tests.budget import within_budget
@@ -148,41 +148,6 @@ def test_three_calls_are_one():
     across = gdpa(q[h:], k[:h], v[:h], new, old, m, h, **options)
     themselves = gdpa(q[h:], k[h:], v[h:], new, new, m, m, window=0, add_to=across, **options)
     torch.testing.assert_close(out, torch.cat((history, themselves)), rtol=0, atol=1e-14)
-
-
-def test_autograd_of_the_definition():
-    call = required(Case("call", (5, 0, 9), head_dim=3, options={
-        "causal": True, "num_targets": int32(2, 0, 4), "num_contexts": 1, "window": 2,
-        "target_group_size": 2, "target_ranks": "own"}).arguments(FP64))  # fmt: skip
-
-    def attend(*given):
-        return gdpa(**call | dict(zip("qkv", given, strict=True)))
-
-    assert torch.autograd.gradcheck(attend, [call[n] for n in "qkv"])
-
-
-@pytest.mark.parametrize("with_lengths", (False, True))
-def test_auto_takes_what_can_and_one_graph_is_compiled(with_lengths):
-    call = case_of("groups").arguments(BF16)
-    if with_lengths:
-        call["cu_seqlens_q"] = call["cu_seqlens_k"] = Lengths(call["cu_seqlens_k"])
-    with kernels_run():
-        assert torch.equal(gdpa(**call), gdpa(**call, impl="v8_own_waits"))
-        with pytest.raises(NotImplementedError, match="'v7_packed' needs num_targets and"):
-            gdpa(**call, impl="v7_packed")
-    compiled = torch.compile(gdpa, backend="aot_eager", fullgraph=True)
-    assert torch.equal(compiled(**call, impl="reference"), gdpa(**call, impl="reference"))
-
-
-def test_opcheck():
-    call = case_of("groups", num_heads_k=1).arguments(FP32)
-    tensors = *(call[n] for n in ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k")), []
-    options = api.Options(
-        None, 200, 200, "silu", 0.125, 1.0, True, 20, False, "reference", "reference",
-        target_group_size=7,
-    )  # fmt: skip
-    segments = prepared(call).segments
-    torch.library.opcheck(api._FORWARD, (*tensors, *options), {"segments": segments})
 
 
 def test_a_layer_scores_each_candidate_as_if_it_were_alone():

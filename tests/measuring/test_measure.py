@@ -132,9 +132,8 @@ def test_a_right_result_is_timed_and_recorded_raw(cpu, small_parts, work, impls,
     elif direction == "backward":
         tiles = configs["v1_tiled_backward"]
         assert (tiles["keys"]["BLOCK_N"], tiles["queries"]["BLOCK_N"]) == (128, 64)
-        assert {configs[impl]["registers"] for impl in WALKS} == {240} and configs[
-            "reference"
-        ] == {}
+        assert {configs[impl]["registers"] for impl in WALKS} == {240}
+        assert configs["reference"] == {}
 
 
 @pytest.mark.parametrize("damage", ("one element", "nan", "not finite", "shape", "dtype"))
@@ -238,23 +237,6 @@ def test_each_scope_times_whom_it_was_given_and_failures_stand_in_it(cpu, monkey
 def test_a_session_needs_a_gpu():
     with pytest.raises(ValueError, match="device must be a CUDA device to measure, got 'cpu'"):
         Session("notebooks/forward/results.py", "cpu")
-
-
-def test_softmax_reference_is_attention():
-    inputs = make_inputs(replace(SMALL, dtype="float32"), device="cpu")
-    out = baselines.softmax_reference(inputs, torch.float64)
-    ends = inputs.cu_seqlens_q.tolist()
-    for start, end in zip(ends, ends[1:], strict=False):
-        parts = (t[start:end].double().transpose(0, 1) for t in (inputs.q, inputs.k, inputs.v))
-        expected = torch.nn.functional.scaled_dot_product_attention(*parts)
-        torch.testing.assert_close(out[start:end], expected.transpose(0, 1))
-
-
-def test_every_baseline_says_what_it_computes_and_what_it_needs():
-    for name, baseline in baselines.BASELINES.items():
-        assert baseline.impl == name and baseline.math in ("activation", "softmax")
-        available = baseline.availability()
-        assert available.ok or "needs" in available.reason
 
 
 MASKED = replace(SMALL, num_heads_k=2, causal=True, window=3)
@@ -366,6 +348,8 @@ def test_peers_of_block_attention_are_right(cpu, peers, monkeypatch, direction):
     monkeypatch.setattr(torch, "compile", trace)
     plain = {r.impl: r for r in emulated(BLOCKS, ["fa2_varlen", "torch_compile"], direction)}
     assert {impl: row.failure for impl, row in plain.items()} == dict.fromkeys(plain)
+    whole = replace(BLOCKS, lengths_q=Full(), max_seqlen_q=32, max_seqlen_k=32)  # two blocks each
+    assert emulated(whole, ["fa2_varlen"], direction)[0].failure is None
     turned = [
         "torch_compile",
         ("eager_rotary", "", {"attention": "v1_one_tile"}),
@@ -393,15 +377,6 @@ def test_a_compiled_backward_runs_again(peers):
     made = measure.candidate("torch_compile", inputs, direction="backward")
     for first, second in zip(made.call(), made.call(), strict=True):
         assert torch.equal(first, second)
-
-
-def test_block_offsets_are_the_blocks():
-    inputs = make_inputs(BLOCKS, device="cpu")
-    tokens = block_reference.tokens_of_blocks(inputs.cu_seqlens, 16)
-    offsets = baselines.block_offsets(inputs)
-    assert offsets.dtype == torch.int32 and len(offsets) == BLOCKS.blocks + 1
-    assert offsets[:-1].tolist() == tokens[:, 0].tolist()
-    assert offsets.diff().tolist() == (tokens >= 0).sum(1).tolist()
 
 
 @pytest.fixture
@@ -488,11 +463,6 @@ def test_the_error_of_a_part_is_that_of_the_whole(small_parts, work, direction):
             assert getattr(found, name) == pytest.approx(value), name
 
 
-def test_runs_hold_every_sequence_once():
-    assert list(operators._runs([3, 4, 2, 9, 1, 1], 7)) == [(0, 2), (2, 3), (3, 4), (4, 6)]
-    assert list(operators._runs([8], 7)) == [(0, 1)] and list(operators._runs([], 7)) == []
-
-
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_peers_of_gdpa_are_right(cpu, peers, small_parts, direction):
     torch._dynamo.reset()
@@ -574,18 +544,18 @@ def counted(monkeypatch):
     monkeypatch.setattr(measure, "run_once", run_once)
 
 
-def test_memory_of_a_step(session, counted, peers):
+def test_memory_of_steps_gathers_in_one_table(session, counted, peers):
     work = replace(JAGGED, batch=1, max_seqlen_q=20, max_seqlen_k=20)
-    impls = ["v1_tiled_backward", "fa2_varlen", "cudnn_varlen", "v1_tiled"]
     with tritonemu.enabled():
-        gradients.memory(session, work, impls)
-    table = session.tables["memory"]
+        gradients.memory(session, work, ["v1_tiled_backward", "fa2_varlen"])
+        gradients.memory(session, replace(work, name="other"), ["cudnn_varlen", "v1_tiled"])
+    table, size = session.tables["memory"], (work.total_q + 2 * work.total_k) * 256
     assert table.columns == ("workload", "impl", "bytes")
-    size = (work.total_q + 2 * work.total_k) * 256
-    assert table.rows[:2] == (
+    assert table.rows == (
         ("jagged", "v1_tiled_backward", size), ("jagged", "fa2_varlen", size),
+        ("other", "cudnn_varlen", None), ("other", "v1_tiled", None),
     )  # fmt: skip
-    assert table.rows[2:] == (("jagged", "cudnn_varlen", None), ("jagged", "v1_tiled", None))
+    assert set(session.workloads) == {"jagged", "other"}
     assert "backward_impl must be" in session.said[-1]
     with pytest.raises(ValueError, match="workload must be of operator 'gdpa', got 'block_att"):
         gradients.memory(session, BLOCKS, [])
@@ -650,9 +620,6 @@ def test_rotary_alone_is_timed_back_to_back_too(session, cpu, monkeypatch):
         ("rotary", "sustained", (4.0,)), ("rotary_eager", "sustained", ()),
     ]  # fmt: skip
     assert rows[2].load == LOAD and rows[3].failure == "HostTooSlow: one in 4012 us"
-
-
-def test_rotary_alone_needs_rotary(session):
     with pytest.raises(ValueError, match="workload must have rotary, got 'blocks' without"):
         turn_alone(session, BLOCKS, "forward")
 
@@ -748,16 +715,6 @@ def test_a_backward_needs_copies_of_its_mixes_and_each_scope_ceilings_of_its_own
         session.measure(SMALL, ["v1_tiled"], scopes={"sustained": ["v1_tiled"]}, seconds=1.0)
         session.measure(BLOCKS, ["v1_one_tile"], scopes=("kernel", "sustained"))
     assert session.ceilings[2:] == [("sustained", "limits"), ("sustained", "attention_copies")]
-
-
-def test_memory_gathers_in_one_table(session):
-    gradients.memory(session, SMALL, ["v1_tiled_backward", "fa2_varlen"])
-    gradients.memory(session, JAGGED, ["v1_tiled_backward"])
-    table = session.tables["memory"]
-    assert table.columns == gradients.MEMORY and set(session.workloads) == {"small", "jagged"}
-    assert [row[:2] for row in table.rows] == [
-        ("small", "v1_tiled_backward"), ("small", "fa2_varlen"), ("jagged", "v1_tiled_backward"),
-    ]  # fmt: skip
 
 
 def test_what_a_child_process_measured_is_not_measured_here(session, monkeypatch):
@@ -883,31 +840,25 @@ def test_records_of_other_machines_go_to_their_own_folder(run_of, tmp_path, monk
     assert run_of.write(tmp_path).parent == tmp_path / "records"
 
 
-def test_a_chapter_that_fails_leaves_a_record(run_of, tmp_path, monkeypatch):
+def fails(session):
+    session.measure(SMALL, ["v1_tiled"])
+    raise AssertionError("a sentence does not hold here")
+
+
+def breaks(session):
+    session.launch("parts", SMALL, [], lambda inputs: 1 / 0)
+    session.measure(SMALL, ["v1_tiled"])
+
+
+@pytest.mark.parametrize(
+    "run, error, message",
+    ((fails, AssertionError, "does not hold here"),
+     (breaks, RuntimeError, "the record lacks parts: ZeroDivisionError")),
+)  # fmt: skip
+def test_a_chapter_that_fails_leaves_a_record(run_of, tmp_path, monkeypatch, run, error, message):
     chapter = Chapter("forward/results", mode="measure", data_dir=tmp_path)
     monkeypatch.setattr(chapter, "_session", lambda: run_of)
-
-    def fails(session):
-        session.measure(SMALL, ["v1_tiled"])
-        raise AssertionError("a sentence does not hold here")
-
-    with pytest.raises(AssertionError, match="does not hold here"):
-        chapter.measure(fails)
-    (made,) = record.load_all(tmp_path)
-    assert [row.impl for row in made.rows] == ["v1_tiled"]
-
-
-def test_a_part_that_breaks_fails_the_chapter_once_the_rest_is_recorded(
-    run_of, tmp_path, monkeypatch
-):
-    chapter = Chapter("forward/results", mode="measure", data_dir=tmp_path)
-    monkeypatch.setattr(chapter, "_session", lambda: run_of)
-
-    def breaks(session):
-        session.launch("parts", SMALL, [], lambda inputs: 1 / 0)
-        session.measure(SMALL, ["v1_tiled"])
-
-    with pytest.raises(RuntimeError, match="the record lacks parts: ZeroDivisionError"):
-        chapter.measure(breaks)
+    with pytest.raises(error, match=message):
+        chapter.measure(run)
     (made,) = record.load_all(tmp_path)
     assert [row.impl for row in made.rows] == ["v1_tiled"]

@@ -273,11 +273,11 @@ def test_a_call_with_wrong_users_is_refused():
 PAGED = {"in one call": True, "history alone": False}
 
 
-def paged(given: tuple, in_one_call: bool, activation: str = "relu") -> Batch:
+def paged(given: tuple, in_one_call: bool) -> Batch:
     """What v8 is called with."""
     q, k, v, both, longest, kept, layer, at = given
     whole = replace(
-        gathered(given), k=k, v=v, activation=(activation,),
+        gathered(given), k=k, v=v, activation=("relu",),
         history=kept.history(layer, at, k, v, both),
     )  # fmt: skip
     if in_one_call:

@@ -188,7 +188,7 @@ def test_a_window_lets_a_deletion_go_only_so_far():
     "options, told",
     [
         ({"num_layers": 0}, "num_layers must be an integer of at least 1, got 0"),
-        ({"window": -1}, "window must be an integer of at least 0, got -1"),
+        ({"window": -1}, "window must be None or an integer of at least 0, got -1"),
         ({"positions": "end"}, "positions must be one of .*, got 'end'"),
         ({"causal": 1}, "causal must be"),
     ],

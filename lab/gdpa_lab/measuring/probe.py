@@ -50,7 +50,7 @@ def proven(data_dir: str | Path, capability: str | None) -> Proven:
     capability, "10.0". A refused record proves nothing."""
     found: Proven = set()
     for run in record.survey(data_dir)[0]:
-        machine = system.load(Path(data_dir) / "systems" / f"{run.system}.json")
+        machine = system.named(run.system, data_dir)
         if machine.compute_capability == capability:
             found |= _right(run.rows)
     return found

@@ -181,14 +181,11 @@ def new_record(
     ceilings: Iterable[Ceiling] = (),
     tables: Mapping[str, Table] | None = None,
     plan: Iterable[Sequence[str]] | None = None,
-    commit: str | None = None,
 ) -> Record:
     """A record of a run that ends now.
 
     `command` reproduces the run. `notebook` is its path relative to the repository, None if a
-    command measured. `commit` is needed only where there is no git checkout; None then means the
-    environment variable GDPA_KERNELS_COMMIT, read now, and if that is not set the commit is
-    unknown. `write` checks the record.
+    command measured. Its commit: see `package_state`. `write` checks the record.
     """
     now = datetime.now(timezone.utc)
     name = Path(notebook or "run").with_suffix("").as_posix().removeprefix("notebooks/")
@@ -198,7 +195,7 @@ def new_record(
         created=now.strftime(refusals.CREATED),
         command=command,
         notebook=notebook,
-        package=package_state(notebook=notebook, commit=commit),
+        package=package_state(notebook=notebook),
         system=system.id,
         state={"before": dict(state_before), "after": dict(state_after)},
         protocol=protocol,

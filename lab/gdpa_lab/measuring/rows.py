@@ -86,11 +86,11 @@ class Error:
     rounding: float | None = None
 
     @staticmethod
-    def judge(max_abs: float, budget: float, *, elements: int, reference: str = "fp64") -> Error:
+    def judge(max_abs: float, budget: float, *, elements: int) -> Error:
         """The error of a measured `max_abs`, which passes if it is finite and within `budget`."""
         found = float(max_abs) if math.isfinite(max_abs) else None
         passed = found is not None and found <= budget
-        return Error(found, float(budget), passed, elements, reference)
+        return Error(found, float(budget), passed, elements)
 
 
 LEFT_OUT = "not measured: "

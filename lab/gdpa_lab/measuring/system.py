@@ -204,6 +204,11 @@ def load(path: str | Path) -> System:
     return system
 
 
+def named(name: str, data_dir: str | Path) -> System:
+    """The system of this id in a folder of data, as `load` reads it."""
+    return load(Path(data_dir) / "systems" / f"{name}.json")
+
+
 def promoted(data_dir: str | Path) -> dict[str, list[str]] | None:
     """The systems whose records a folder may hold: ids by name of the GPU. None: any.
 

@@ -78,13 +78,12 @@ def sample_kernels(
     functions: Mapping[str, Callable[[], object]],
     device: torch.device,
     protocol: Protocol = DEFAULT,
-    seed: int = 0,
 ) -> dict[str, list[float]]:
     """Device time of each function's calls, in microseconds, `protocol.samples` each.
 
     WaitsForDevice if a call waits for the device."""
     flush = torch.empty(max(protocol.l2_flush_bytes, 1), dtype=torch.int8, device=device)
-    shuffle = random.Random(seed).shuffle
+    shuffle = random.Random(0).shuffle
     events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {n: [] for n in functions}
     with torch.cuda.device(device):
         pauses = {}

@@ -141,7 +141,7 @@ def bars(
 
 
 @house.drawn
-def waterfall(steps: pd.Series, peers: pd.Series, *, xlabel: str, form: str = ".2f") -> Figure:
+def waterfall(steps: pd.Series, peers: pd.Series, *, xlabel: str) -> Figure:
     """Times on a logarithmic axis: at the top, in colour, the way from the first of `steps` to the
     last; then each of them from the one before; then `peers`, each from the last of `steps`.
 
@@ -159,7 +159,7 @@ def waterfall(steps: pd.Series, peers: pd.Series, *, xlabel: str, form: str = ".
             axis.barh(place, end - start, 0.63 if strong else 0.25, left=start, color=shade,
                       linewidth=0)  # fmt: skip
             axis.plot(end, place, "o", color=shade, markersize=7)
-            note(axis, f"{end:{form}}", (1, place), (4, 0), va="center", color=shade,
+            note(axis, f"{end:.2f}", (1, place), (4, 0), va="center", color=shade,
                  fontweight="bold" if strong else "normal",
                  xycoords=("axes fraction", "data"))  # fmt: skip
         note(axis, f"{first / last:.1f} times as fast", ((first * last) ** 0.5, 0), (0, 0),

@@ -17,6 +17,7 @@ import pandas as pd
 
 from gdpa_lab.measuring import manifest, units
 from gdpa_lab.measuring import record as records
+from gdpa_lab.measuring import system as systems
 from gdpa_lab.measuring.roofline import Ceilings
 from gdpa_lab.measuring.units import B200, backward, forward
 from gdpa_lab.measuring.workload import Workload
@@ -202,7 +203,7 @@ def basis(data_dir: str | Path = records.DATA_DIR, record: str | None = None) ->
     if record not in known:
         raise LookupError(f"record must be the id of a record, got {record!r}")
     on, found = (
-        results.machine_of(known[record], data_dir),
+        systems.named(known[record].system, data_dir),
         results.ceilings(known[record], "sustained"),
     )
     if on.compute_capability != CAPABILITY:
@@ -217,7 +218,7 @@ def basis(data_dir: str | Path = records.DATA_DIR, record: str | None = None) ->
 
 def _is_ours(record: records.Record, data_dir: str | Path) -> bool:
     """Whether a record is of a B200 and has the ceilings that predictions are scaled by."""
-    capability = results.machine_of(record, data_dir).compute_capability
+    capability = systems.named(record.system, data_dir).compute_capability
     return capability == CAPABILITY and results.ceilings(record, "sustained") is not None
 
 
@@ -229,7 +230,7 @@ def timed(data_dir: str | Path, capability: str) -> Iterator[tuple[records.Recor
     rows = rows.drop_duplicates(["record", "workload", "direction", "impl"])
     known = {found.id: found for found in records.load_all(data_dir)}
     for name, group in rows.groupby("record", sort=True):
-        if results.machine_of(known[name], data_dir).compute_capability == capability:
+        if systems.named(known[name].system, data_dir).compute_capability == capability:
             yield known[name], group
 
 

@@ -93,7 +93,7 @@ def from_records(data_dir: str | Path, operator: str) -> list[Ranking]:
         ["record", "workload", "direction", "scope"], sort=True
     ):
         workload = workloads[run, name]
-        machine = system.load(Path(data_dir) / "systems" / f"{group['system'].iloc[0]}.json")
+        machine = system.named(group["system"].iloc[0], data_dir)
         shape = shape_of(capability(machine.compute_capability), direction, workload)
         if workload["operator"] == operator and shape is not None and len(group) > 1:
             times = group.set_index("impl")["time_us_p50"]

@@ -98,18 +98,8 @@ def collected(executed: Path = EXECUTED) -> pd.DataFrame:
         for output in cell.get("outputs", [])
         if "prediction" in output.get("metadata", {})
     ]
-    columns = [
-        "id",
-        "text",
-        "limits",
-        "found",
-        "word",
-        "margin",
-        "value",
-        "least",
-        "most",
-        "chapter",
-    ]
+    numbers = ["value", "least", "most"]
+    columns = ["id", "text", "limits", "found", "word", "margin", *numbers, "chapter"]
     return pd.DataFrame(found, columns=columns)
 
 

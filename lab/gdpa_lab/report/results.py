@@ -68,7 +68,7 @@ def table(
     require(per in ("system", "gpu"), "per", "'system' or 'gpu'", per)
     rows: list[dict[str, Any]] = []
     for run in load_all(data_dir):
-        machine = machine_of(run, data_dir)
+        machine = systems.named(run.system, data_dir)
         if gpu not in (None, machine.gpu or "") or record not in (None, run.id):
             continue
         limits = {scope: ceilings(run, scope) for scope in ("kernel", "sustained")}
@@ -173,12 +173,7 @@ def run_of(data_dir: str | Path, *, notebook: str, gpu: str) -> Run:
 
 def gpu_of(record: Record, data_dir: str | Path = DATA_DIR) -> str:
     """The name of the GPU that made a record, "" without one."""
-    return machine_of(record, data_dir).gpu or ""
-
-
-def machine_of(record: Record, data_dir: str | Path = DATA_DIR) -> systems.System:
-    """The system that made a record."""
-    return systems.load(Path(data_dir) / "systems" / f"{record.system}.json")
+    return systems.named(record.system, data_dir).gpu or ""
 
 
 def ceilings(record: Record, scope: str = "kernel") -> Ceilings | None:

@@ -101,7 +101,7 @@ def wanted(data_dir: Path = DATA_DIR, root: Path = ROOT) -> Iterator[Wanted]:
     and the sources in `root`."""
     for folder in (Path(data_dir), *record.communities(data_dir).values()):
         for run in record.load_all(folder):
-            machine = system.load(folder / "systems" / f"{run.system}.json")
+            machine = system.named(run.system, folder)
             for row in run.rows:
                 files = _files(row, root)
                 if not files or not row.samples_us:
