@@ -157,6 +157,13 @@ def test_operators_of_the_program(device_types):
     assert y.is_cuda and y.eq(2).all() and x.grad.eq(2).all() and len(reports) == 2
 
 
+def test_a_kernel_of_a_library_for_the_gpu():
+    library = torch.library.Library("tritonemu_tests_library", "DEF")
+    library.define("twice(Tensor x) -> Tensor")
+    library.impl(op_name="twice", fn=lambda x: 2 * x, dispatch_key="CUDA")
+    assert torch.ops.tritonemu_tests_library.twice(torch.ones(3, device="cuda")).eq(2).all()
+
+
 def test_a_benchmark_is_one_call():
     calls = []
     assert triton.testing.do_bench(lambda: calls.append(1)) >= 0

@@ -324,18 +324,22 @@ class _CudaIsCpu(TorchFunctionMode):
         known: set[tuple[Any, ...]] = set()
 
         @functools.wraps(impl)
-        def register(library: Any, name: Any, fn: Any, key: Any = "", **how: Any) -> None:
+        def register(
+            library: Any, op_name: Any, fn: Any, dispatch_key: Any = "", **how: Any
+        ) -> None:
             if fn is not torch.library.fallthrough_kernel:
                 fn = self.on_again(fn)
-            cpu = key.replace("CUDA", "CPU") if isinstance(key, str) else key
-            place = library.ns, str(name), cpu
-            if cpu != key and place in known:
+            key = dispatch_key
+            if isinstance(key, str):
+                key = key.replace("CUDA", "CPU")
+            place = library.ns, str(op_name), key
+            if key != dispatch_key and place in known:
                 return
             with warnings.catch_warnings():
                 if place in known:
                     how["allow_override"] = True
                     warnings.simplefilter("ignore", UserWarning)
-                impl(library, name, fn, cpu, **how)
+                impl(library, op_name, fn, key, **how)
             known.add(place)
 
         return register
