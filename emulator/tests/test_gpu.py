@@ -24,6 +24,9 @@ def test_it_is_there_while_the_context_is_open():
     assert torch.cuda.is_available() and torch.cuda.device_count() == 1
     assert torch.cuda.get_device_capability() == (9, 0)
     assert torch.cuda.get_device_properties("cuda").multi_processor_count == 4
+    with torch.accelerator.device_index(torch.ones(1, device="cuda").device.index):
+        assert torch.accelerator.get_memory_info() == torch.cuda.mem_get_info()
+        assert torch.accelerator.current_stream().query()
     assert triton.runtime.driver.active.get_current_target().arch == 90
     with fake_gpu("sm_100", multiprocessors=6):
         assert torch.cuda.get_device_capability(0) == (10, 0)

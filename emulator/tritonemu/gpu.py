@@ -454,6 +454,18 @@ def _answers(arch: str, multiprocessors: int) -> dict[str, Any]:
     }
 
 
+def _of_accelerator(answers: dict[str, Any]) -> dict[str, Any]:
+    """What stands for functions of `torch.accelerator`: most have the names of `torch.cuda`."""
+    return {
+        **{name: value for name, value in answers.items() if name != "get_device_capability"},
+        "current_accelerator": lambda *args, **kwargs: torch.device("cuda"),
+        **dict.fromkeys(("current_device_index", "current_device_idx"), answers["current_device"]),
+        **dict.fromkeys(("set_device_index", "set_device_idx"), answers["set_device"]),
+        "device_index": answers["device"],
+        "get_memory_info": answers["mem_get_info"],
+    }
+
+
 @contextlib.contextmanager
 def fake_gpu(
     arch: str = "sm_90", *, multiprocessors: int = FAKE_MULTIPROCESSORS, benchmarks: str = "skip"
@@ -475,18 +487,12 @@ def fake_gpu(
                 stack.enter_context(mock.patch.object(target, name, value))
 
         replace(triton.runtime.driver, "_active", _driver(arch, multiprocessors))
-        for name, value in _answers(arch, multiprocessors).items():
+        answers = _answers(arch, multiprocessors)
+        for name, value in answers.items():
             replace(torch.cuda, name, value)
         for name in ("range_push", "range_pop", "mark"):
             replace(torch.cuda.nvtx, name, lambda *args, **kwargs: None)
-        there = {
-            "is_available": lambda: True,
-            "device_count": lambda: 1,
-            "current_accelerator": lambda *args, **kwargs: torch.device("cuda"),
-            "current_device_index": lambda: 0,
-            "synchronize": lambda *args: None,
-        }
-        for name, value in there.items():
+        for name, value in _of_accelerator(answers).items():
             replace(accelerator, name, value)
         replace(getattr(libtriton.nvidia, "cublas", None), "CublasLt", _CublasLt)
         replace(torch.version, "cuda", torch.version.cuda or "12.8")
