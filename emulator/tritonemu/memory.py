@@ -504,8 +504,24 @@ class Memory:
             self._threads.forget(region.cells, region.shadow, index)
         self._launch.scheduler.changes += 1
         region.flat[index] = raw
+        self._check_kept(region, index, raw)
         self._mark_written(region, _rows, index)
         self._report.bytes_stored += index.numel() * region.itemsize
+
+    def _check_kept(self, region: Region, index: torch.Tensor, raw: torch.Tensor) -> None:
+        """Raise Race if lanes of a store, just done, gave an element several values."""
+        if not self._launch.races:
+            return
+        lost = region.flat[index].view(torch.uint8) != raw.contiguous().view(torch.uint8)
+        if bool(lost.any()):
+            element = int(index[lost.reshape(len(index), -1).any(1)][0]) - region.low
+            finding = Race(
+                f"lanes of this store give element {element} of {region.name} several values in "
+                f"program {self._launch.program}, and nothing says which of them stays; name each "
+                "element once, or use an atomic",
+                buffer=region.name,
+            )
+            suppressions.judge(finding, self._report)
 
     def atomic(
         self, pointer: Tile, update: Callable, values: list[Any], mask: Any = None,
