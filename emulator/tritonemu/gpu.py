@@ -382,8 +382,9 @@ class _CudaIsCpu(TorchFunctionMode):
         if device is not None:
             on_gpu = _is_gpu(device)
         if func in unwritten.READS:
-            for tensor in given:
-                unwritten.read(func, tensor)
+            with torch._C.DisableTorchFunction():
+                for tensor in given:
+                    unwritten.read(func, tensor)
         inside, self.inside = self.inside, True
         try:
             if func in _IN_FP32 and on_gpu:
@@ -392,6 +393,14 @@ class _CudaIsCpu(TorchFunctionMode):
                 result = func(*args, **kwargs)
         finally:
             self.inside = inside
+        with torch._C.DisableTorchFunction():  # that of a `fake_gpu` around this one
+            return self._noted(func, args, kwargs, given, on_gpu, result)
+
+    @staticmethod
+    def _noted(
+        func: Any, args: Any, kwargs: Any, given: list[torch.Tensor], on_gpu: bool, result: Any
+    ) -> Any:
+        """The result; who of it is on the GPU, and what is unwritten."""
         if func is torch.Tensor.to and result is args[0] and _on_gpu(result) != on_gpu:
             result = result.clone()
         for tensor in tensors_of(result):
