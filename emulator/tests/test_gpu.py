@@ -24,6 +24,9 @@ def test_it_is_there_while_the_context_is_open():
     assert torch.cuda.is_available() and torch.cuda.device_count() == 1
     assert torch.cuda.get_device_capability() == (9, 0)
     assert torch.cuda.get_device_properties("cuda").multi_processor_count == 4
+    with torch.accelerator.device_index(torch.ones(1, device="cuda").device.index):
+        assert torch.accelerator.get_memory_info() == torch.cuda.mem_get_info()
+        assert torch.accelerator.current_stream().query()
     assert triton.runtime.driver.active.get_current_target().arch == 90
     with fake_gpu("sm_100", multiprocessors=6):
         assert torch.cuda.get_device_capability(0) == (10, 0)
@@ -155,6 +158,13 @@ def test_operators_of_the_program(device_types):
         y = torch.compile(double)(x)
         y.sum().backward()
     assert y.is_cuda and y.eq(2).all() and x.grad.eq(2).all() and len(reports) == 2
+
+
+def test_a_kernel_of_a_library_for_the_gpu():
+    library = torch.library.Library("tritonemu_tests_library", "DEF")
+    library.define("twice(Tensor x) -> Tensor")
+    library.impl(op_name="twice", fn=lambda x: 2 * x, dispatch_key="CUDA")
+    assert torch.ops.tritonemu_tests_library.twice(torch.ones(3, device="cuda")).eq(2).all()
 
 
 def test_a_benchmark_is_one_call():

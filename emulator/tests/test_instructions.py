@@ -235,3 +235,56 @@ def test_two_numbers_become_a_pair_and_are_multiplied_as_one():
         "mul.rn.bf16x2 $0, $1, $1;", [(torch.tensor([1.0625]).bfloat16(),) * 2], 1
     )
     assert float(first) == float(second) == 1.125  # 1.12890625 lies half way; to even
+
+
+@triton.jit
+def short_kernel(x_ptr, bytes_ptr, fours_ptr, FP4: tl.constexpr, N: tl.constexpr):
+    """As SGLang stores fp8 and vLLM fp4, each pair in one conversion."""
+    x = tl.load(x_ptr + tl.arange(0, N))
+    pairs = tl.inline_asm_elementwise(
+        "{ .reg .b16 p; cvt.rn.satfinite.e4m3x2.f32 p, $3, $2; cvt.u32.u16 $0, p;"
+        "shr.b32 $1, $0, 8; }", "=r,=r,f,f", [x], tl.int32, True, 2,
+    )  # fmt: skip
+    tl.store(bytes_ptr + tl.arange(0, N), pairs.to(tl.uint8))
+    if FP4:
+        lower, upper = tl.split(tl.reshape(x, [N // 2, 2]))
+        fours = tl.inline_asm_elementwise(
+            "{ .reg .b8 t; .reg .b32 w; cvt.rn.satfinite.e2m1x2.f32 t, $2, $1;"
+            "mov.b32 w, {t, t, t, t}; and.b32 $0, w, 0xff; }",
+            "=r,f,f", [lower, upper], tl.uint32, True, 1,
+        )  # fmt: skip
+        tl.store(fours_ptr + tl.arange(0, N // 2), fours.to(tl.uint8))
+
+
+def test_conversions_to_8_and_4_bits():
+    x = torch.cat((torch.linspace(-7, 7, 113), torch.tensor([500.0, -500, -0.0, torch.nan])))
+    x = torch.cat((x, torch.randn(11) * 2))
+    eights, fours = torch.zeros(128, dtype=torch.uint8), torch.zeros(64, dtype=torch.uint8)
+    run(short_kernel, (1,), x, eights, fours, FP4=True, N=128, arch="sm_100")
+    expected = x.clamp(-448, 448).to(torch.float8_e4m3fn)
+    assert torch.equal(eights[:116], expected.view(torch.uint8)[:116]) and eights[116] == 0x7F
+    found = torch.stack((fours & 15, fours >> 4), -1).flatten()
+    numbers = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    values = numbers[(found & 7).long()] * torch.where(found >= 8, -1.0, 1.0)
+    nearest = (x.abs()[:, None] - numbers).abs().amin(1)
+    inside = x.abs() <= 6
+    torch.testing.assert_close((values - x).abs()[inside], nearest[inside], rtol=0, atol=0)
+    at = {each: int(code) for each, code in zip(x[:113].tolist(), found, strict=False)}
+    assert [at[each] for each in (0.25, 0.75, 1.75, 2.5, 5.0, -5.0, 7.0)] == [0, 2, 4, 4, 6, 14, 7]
+    assert found[113:117].tolist() == [7, 15, 8, 7]
+    with pytest.raises(InvalidKernel, match="e2m1x2.f32 needs sm_100"):
+        run(short_kernel, (1,), x, eights, fours, FP4=True, N=128)
+
+
+def test_words():
+    word = torch.tensor([-0x7FFFFF0F], dtype=torch.int32)  # 0x800000F1
+    for asm, expected in (
+        ("and.b32 $0, $1, 0xFF;", 0xF1), ("or.b32 $0, $1, 2;", 0x800000F3 - 2**32),
+        ("not.b32 $0, $1;", 0x7FFFFF0E), ("shr.u32 $0, $1, 4;", 0x0800000F),
+        ("shl.b32 $0, $1, 4;", 0xF10), ("shl.b32 $0, $1, 32;", 0), ("shr.b32 $0, $1, 33;", 0),
+    ):  # fmt: skip
+        ((found,),) = instructions.execute(asm, [(word,)], 1)
+        assert found.dtype == torch.int32 and int(found) == expected, asm
+    for asm in ("shr.s32 $0, $1, 4;", "cvt.u32.u16 $0, $1;", "and.b32 $0, $1, x;"):
+        with pytest.raises(Unsupported, match="inline assembly"):
+            instructions.execute(asm, [(word,)], 1)

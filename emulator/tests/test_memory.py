@@ -186,6 +186,41 @@ def test_pointer_cast():
 
 
 @triton.jit
+def bytes_kernel(x_ptr, STEP: tl.constexpr):
+    pid = tl.program_id(0)
+    if pid == 0:
+        tl.store(x_ptr + tl.arange(0, 2), 1)
+    else:
+        p = x_ptr.to(tl.pointer_type(tl.uint8)) + STEP
+        tl.store(p + tl.arange(0, 4), tl.load(p + tl.arange(0, 4)) + 1)
+
+
+def test_a_pointer_to_parts_of_elements():
+    x = torch.zeros(4, dtype=torch.int32)
+    run(bytes_kernel, (2,), x, STEP=8)
+    assert x.tolist() == [1, 1, 0x01010101, 0]
+    refused(Race, "x_ptr", bytes_kernel, x, STEP=7, grid=(2,))
+    refused(OutOfBounds, "element 16", bytes_kernel, x, STEP=13, grid=(2,))
+
+
+@triton.jit
+def scatter_kernel(index_ptr, value_ptr, out_ptr, N: tl.constexpr):
+    i = tl.arange(0, N)
+    tl.store(out_ptr + tl.load(index_ptr + i), tl.load(value_ptr + i))
+
+
+def test_an_index_that_is_repeated_in_one_store():
+    index, out = torch.tensor([3, 0, 3, 1]), torch.zeros(4)
+    same = torch.tensor([torch.nan, 1.0, torch.nan, 2.0])
+    run(scatter_kernel, (1,), index, same, out, N=4)
+    what = "give element 3 of out_ptr several values"
+    other = torch.arange(4.0)
+    error = refused(Race, what, scatter_kernel, index, other, out, N=4, at="tl.store(out_ptr")
+    assert error.buffer == "out_ptr"
+    run(scatter_kernel, (1,), index, other, out, N=4, races=False)
+
+
+@triton.jit
 def overlap_kernel(out_ptr, STEP: tl.constexpr):
     pid = tl.program_id(0)
     tl.store(out_ptr + pid * STEP + tl.arange(0, 8), pid)

@@ -9,7 +9,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from emulator.tests.checking import refused
-from tritonemu import InvalidKernel, OutOfBounds, enabled, fake_gpu, run
+from tritonemu import InvalidKernel, OutOfBounds, Unsupported, enabled, fake_gpu, run
 from tritonemu.execution import OPTIONS
 from tritonemu.messages import explain
 
@@ -189,7 +189,38 @@ def test_addresses_in_memory_reach_every_tensor_that_lives():
     assert xs[0].eq(1).all() and whole[:20].eq(1).all() and whole[20:].eq(0).all()
     # A view that begins at the address bounds what it points to; the storage does not.
     refused(OutOfBounds, "elements", grouped_kernel, pointers[2:], 11, 16)
-    refused(OutOfBounds, "must lie in a tensor", grouped_kernel, torch.tensor([8]), 10, 16)
+    refused(OutOfBounds, "lies in no tensor", grouped_kernel, torch.tensor([8]), 10, 16)
+    refused(InvalidKernel, "aligned to 4 bytes", grouped_kernel, pointers + 2, 10, 16)
+    run(grouped_kernel, (1,), torch.tensor([0]), 0, 16)  # a null pointer that nobody follows
+    run(grouped_kernel, (3,), pointers.to(torch.uint64), 10, 16)
+    assert xs[0].eq(2).all() and whole[:20].eq(2).all()
+
+
+@triton.jit
+def bytes_kernel(sources, target, n, B: tl.constexpr):
+    i = tl.arange(0, B)
+    p = (tl.load(sources) + i).to(tl.pointer_type(tl.uint8))
+    q = (target.to(tl.int64) + i).to(tl.pointer_type(tl.uint8))
+    tl.store(q, tl.load(p, mask=i < n), mask=i < 36)
+
+
+@triton.jit
+def several_kernel(sources, y, B: tl.constexpr):
+    i = tl.arange(0, B)
+    tl.store(y + i, tl.load(tl.load(sources + i).to(tl.pointer_type(tl.float32))))
+
+
+def test_blocks_of_addresses():
+    """As vLLM and SGLang copy their caches."""
+    x, y = torch.randn(10), torch.zeros(10)
+    run(bytes_kernel, (1,), torch.tensor([x.data_ptr()]), y, 36, 64)
+    assert y[:9].equal(x[:9]) and y[9] == 0
+    refused(OutOfBounds, "element 40", bytes_kernel, torch.tensor([x.data_ptr()]), y, 41, 64)
+    within = x.data_ptr() + torch.tensor([36, 0])
+    run(several_kernel, (1,), within, y, 2)
+    assert y[0] == x[9] and y[1] == x[0]
+    both = torch.tensor([x.data_ptr(), y.data_ptr()])
+    refused(Unsupported, "into several tensors", several_kernel, both, y, 2)
 
 
 @triton.jit

@@ -206,6 +206,12 @@ def test_pytorch_reads_it(name):
         READS[name](as_halves(5))
 
 
+def test_pytorch_reads_it_under_two_pretended_gpus():
+    """As under the pytest plugin: one for modules that are imported, one for the test."""
+    with fake_gpu(), enabled(), pytest.raises(UninitializedRead, match="reads 3 of 8"):
+        READS["equal"](as_halves(5))
+
+
 def test_what_pytorch_may_do():
     """It may read what is written, compute with all of it, and write to it."""
     with enabled():

@@ -324,18 +324,22 @@ class _CudaIsCpu(TorchFunctionMode):
         known: set[tuple[Any, ...]] = set()
 
         @functools.wraps(impl)
-        def register(library: Any, name: Any, fn: Any, key: Any = "", **how: Any) -> None:
+        def register(
+            library: Any, op_name: Any, fn: Any, dispatch_key: Any = "", **how: Any
+        ) -> None:
             if fn is not torch.library.fallthrough_kernel:
                 fn = self.on_again(fn)
-            cpu = key.replace("CUDA", "CPU") if isinstance(key, str) else key
-            place = library.ns, str(name), cpu
-            if cpu != key and place in known:
+            key = dispatch_key
+            if isinstance(key, str):
+                key = key.replace("CUDA", "CPU")
+            place = library.ns, str(op_name), key
+            if key != dispatch_key and place in known:
                 return
             with warnings.catch_warnings():
                 if place in known:
                     how["allow_override"] = True
                     warnings.simplefilter("ignore", UserWarning)
-                impl(library, name, fn, cpu, **how)
+                impl(library, op_name, fn, key, **how)
             known.add(place)
 
         return register
@@ -378,8 +382,9 @@ class _CudaIsCpu(TorchFunctionMode):
         if device is not None:
             on_gpu = _is_gpu(device)
         if func in unwritten.READS:
-            for tensor in given:
-                unwritten.read(func, tensor)
+            with torch._C.DisableTorchFunction():
+                for tensor in given:
+                    unwritten.read(func, tensor)
         inside, self.inside = self.inside, True
         try:
             if func in _IN_FP32 and on_gpu:
@@ -388,6 +393,14 @@ class _CudaIsCpu(TorchFunctionMode):
                 result = func(*args, **kwargs)
         finally:
             self.inside = inside
+        with torch._C.DisableTorchFunction():  # that of a `fake_gpu` around this one
+            return self._noted(func, args, kwargs, given, on_gpu, result)
+
+    @staticmethod
+    def _noted(
+        func: Any, args: Any, kwargs: Any, given: list[torch.Tensor], on_gpu: bool, result: Any
+    ) -> Any:
+        """The result; who of it is on the GPU, and what is unwritten."""
         if func is torch.Tensor.to and result is args[0] and _on_gpu(result) != on_gpu:
             result = result.clone()
         for tensor in tensors_of(result):
@@ -450,6 +463,18 @@ def _answers(arch: str, multiprocessors: int) -> dict[str, Any]:
     }
 
 
+def _of_accelerator(answers: dict[str, Any]) -> dict[str, Any]:
+    """What stands for functions of `torch.accelerator`: most have the names of `torch.cuda`."""
+    return {
+        **{name: value for name, value in answers.items() if name != "get_device_capability"},
+        "current_accelerator": lambda *args, **kwargs: torch.device("cuda"),
+        **dict.fromkeys(("current_device_index", "current_device_idx"), answers["current_device"]),
+        **dict.fromkeys(("set_device_index", "set_device_idx"), answers["set_device"]),
+        "device_index": answers["device"],
+        "get_memory_info": answers["mem_get_info"],
+    }
+
+
 @contextlib.contextmanager
 def fake_gpu(
     arch: str = "sm_90", *, multiprocessors: int = FAKE_MULTIPROCESSORS, benchmarks: str = "skip"
@@ -471,18 +496,12 @@ def fake_gpu(
                 stack.enter_context(mock.patch.object(target, name, value))
 
         replace(triton.runtime.driver, "_active", _driver(arch, multiprocessors))
-        for name, value in _answers(arch, multiprocessors).items():
+        answers = _answers(arch, multiprocessors)
+        for name, value in answers.items():
             replace(torch.cuda, name, value)
         for name in ("range_push", "range_pop", "mark"):
             replace(torch.cuda.nvtx, name, lambda *args, **kwargs: None)
-        there = {
-            "is_available": lambda: True,
-            "device_count": lambda: 1,
-            "current_accelerator": lambda *args, **kwargs: torch.device("cuda"),
-            "current_device_index": lambda: 0,
-            "synchronize": lambda *args: None,
-        }
-        for name, value in there.items():
+        for name, value in _of_accelerator(answers).items():
             replace(accelerator, name, value)
         replace(getattr(libtriton.nvidia, "cublas", None), "CublasLt", _CublasLt)
         replace(torch.version, "cuda", torch.version.cuda or "12.8")

@@ -19,7 +19,8 @@ A kernel that needs more accuracy than the device promises then fails its tests 
 
 Rounding to b fraction bits has a relative error of at most 2^-(b + 1). `.ftz` flushes subnormal
 inputs and results to zero. fma, add, sub, mul, min and max round once; `.sat` then clamps to
-0 .. 1 and makes NaN zero. `x2` forms work on pairs; in fp32 they are four, and need sm_100.
+0 .. 1 and makes NaN zero. `x2` forms work on pairs; in fp32 they are four, and need sm_100, as
+conversions to e2m1 do.
 """
 
 import re
@@ -82,7 +83,7 @@ def _max_xorsign_abs(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return torch.where(a.signbit() ^ b.signbit(), -most, most)
 
 
-_F32, _F16, _BF16 = torch.float32, torch.float16, torch.bfloat16
+_F32, _F16, _BF16, _I32 = torch.float32, torch.float16, torch.bfloat16, torch.int32
 _APPROXIMATE = (
     ("tanh.approx.f32", _F32, torch.tanh, 10),
     ("tanh.approx.f16", _F16, torch.tanh, 9),
@@ -117,14 +118,44 @@ INSTRUCTIONS: dict[str, tuple[torch.dtype, Callable]] = {
     "min.f32": (_F32, torch.fmin),
     "max.f32": (_F32, torch.fmax),
     "max.NaN.xorsign.abs.f32": (_F32, _max_xorsign_abs),
-    "xor.b32": (torch.int32, torch.bitwise_xor),
 }
 
 # Those of INSTRUCTIONS that exist for a pair of fp32, in a 64-bit register.
 PAIRS_OF_FP32 = {f"{name}{ftz}.f32" for name, ftz in product(_FP32, ("", ".ftz"))}
 
+
+def _to_fp8(dtype: torch.dtype) -> Callable:
+    def convert(x: torch.Tensor) -> torch.Tensor:
+        limit = torch.finfo(dtype).max
+        return torch.where(x.isnan(), torch.nan, x.clamp(-limit, limit)).to(dtype).view(torch.int8)
+
+    return convert
+
+
+def _to_e2m1(x: torch.Tensor) -> torch.Tensor:
+    """Four bits, to nearest even; NaN becomes the greatest number."""
+    size, code = x.abs().nan_to_num(6.0), torch.zeros_like(x, dtype=torch.int8)
+    for below, middle in enumerate((0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)):
+        code += size >= middle if below % 2 else size > middle
+    return code | (x.signbit() & ~x.isnan()).to(torch.int8) << 3
+
+
 # d = {low half: b, high half: a}, each rounded to nearest.
-PACKING = {"cvt.rn.bf16x2.f32": _BF16, "cvt.rn.f16x2.f32": _F16}
+PACKING: dict[str, Callable] = {
+    "cvt.rn.bf16x2.f32": lambda x: x.to(_BF16),
+    "cvt.rn.f16x2.f32": lambda x: x.to(_F16),
+    "cvt.rn.satfinite.e4m3x2.f32": _to_fp8(torch.float8_e4m3fn),
+    "cvt.rn.satfinite.e5m2x2.f32": _to_fp8(torch.float8_e5m2),
+    "cvt.rn.satfinite.e2m1x2.f32": _to_e2m1,
+}
+
+# Of bits, as int64 that are not negative.
+WORDS: dict[str, Callable] = {
+    **{f"{name}.b32": getattr(torch, f"bitwise_{name}") for name in ("and", "or", "xor", "not")},
+    "shl.b32": lambda x, by: x << by.clamp(max=32),
+    **dict.fromkeys(("shr.b32", "shr.u32"), lambda x, by: x >> by.clamp(max=32)),
+    **dict.fromkeys(("cvt.u32.u16", "cvt.u32.u8"), lambda x: x),
+}
 
 # Instructions without a result -> what the role does, given their operands.
 EFFECTS: dict[str, Callable[[str], None]] = {}
@@ -144,6 +175,7 @@ def execute(
     `mov` joins and splits pairs: `mov.b64 r, {a, b}` and `mov.b64 {a, b}, r`. `0f3F800000` is the
     fp32 number of that pattern. A `shfl` that gives all threads the value of thread 0 is known for
     scalars, which are the same in all.
+    Integers are known as sources of those in WORDS alone.
     Raises Unsupported for anything else that is not in INSTRUCTIONS, and InvalidKernel for pairs of
     fp32 before sm_100.
     """
@@ -162,6 +194,8 @@ def execute(
                 if sources != FROM_THREAD_0 or registers[source[0]][0].numel() != 1:
                     raise ValueError("not a broadcast of a scalar")
                 sources = [source]
+            if mnemonic in WORDS:
+                sources = [[_known(registers, name) for name in names] for names in sources]
             values = [sum((registers[name] for name in names), ()) for names in sources]
             if mnemonic in ("mov.b32", "mov.b64", "shfl.sync.idx.b32"):
                 (result,) = values
@@ -169,7 +203,14 @@ def execute(
                 ((high,), (low,)) = values
                 if high.dtype != _F32 or low.dtype != _F32:
                     raise ValueError("operands of another type")
-                result = (low.to(PACKING[mnemonic]), high.to(PACKING[mnemonic]))
+                result = tuple(map(PACKING[mnemonic], (low, high)))
+                if "e2m1" in mnemonic:
+                    if arch == "sm_90":
+                        raise InvalidKernel(f"{mnemonic} needs sm_100, got {arch}")
+                    result = (result[0] | result[1] << 4,)
+            elif mnemonic in WORDS:
+                width = {"u16": 16, "u8": 8}.get(mnemonic.rpartition(".")[2], 32)
+                result = (WORDS[mnemonic](*(bits(value, width) for value in values)).to(_I32),)
             else:
                 name = mnemonic.removesuffix("x2")
                 lanes, (dtype, function) = 1 + (name != mnemonic), INSTRUCTIONS[name]
@@ -194,7 +235,26 @@ def execute(
     return [registers[f"${i}"] for i in range(num_outputs)]
 
 
-@cache
+def bits(register: Register, width: int) -> torch.Tensor:
+    """Those of a register of integers of this width in all, the first lane being the lowest."""
+    word, at = torch.zeros((), dtype=torch.int64), 0
+    for lane in register:
+        size = 8 * lane.itemsize
+        if lane.dtype.is_floating_point:
+            raise ValueError("a float")
+        word, at = word | (lane.to(torch.int64) & (1 << size) - 1) << at, at + size
+    if at != width:
+        raise ValueError("another width")
+    return word
+
+
+def _known(registers: dict[str, Register], name: str) -> str:
+    """The name of a register; an integer becomes one."""
+    if re.fullmatch(r"0[xX][0-9a-fA-F]+|\d+", name):
+        registers[name] = (torch.tensor(int(name, 0)).to(_I32),)
+    return name
+
+
 @cache
 def _literals(asm: str) -> set[str]:
     return set(re.findall(r"\b0[fF][0-9a-fA-F]{8}\b", asm))

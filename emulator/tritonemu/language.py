@@ -38,15 +38,18 @@ from .rewrite import (
     static_int,
 )
 from .tile import (
+    RAW,
     Tile,
     cast,
     check_shape,
     common_shape,
+    from_raw,
     held,
     maximum,
     minimum,
     operands,
     scalar,
+    to_raw,
     to_tile,
     where,
 )
@@ -552,7 +555,8 @@ def inline_asm_elementwise(
 
     inputs = []
     for t in tiles:
-        columns = t.data.expand(shape).reshape(-1, pack).unbind(-1)
+        data = t.data if tile.is_pointer(t) else to_raw(t.data, t.dtype)
+        columns = data.expand(shape).reshape(-1, pack).unbind(-1)
         step = lanes(t.dtype)
         inputs += [columns[i : i + step] for i in range(0, pack, step)]
     counts, before = [pack // lanes(element) for element in dtypes], tile.WORK[0]
@@ -563,9 +567,11 @@ def inline_asm_elementwise(
     for element, count in zip(dtypes, counts, strict=True):
         columns = [lane for register in registers[:count] for lane in register]
         registers = registers[count:]
-        if len(columns) != pack or columns[0].dtype != held(element):
+        if len(columns) != pack or columns[0].dtype != RAW[element.name]:
             raise InvalidKernel(f"inline assembly must return {pack} values of {element}")
-        results.append(Tile(torch.stack(columns, -1).reshape(shape), element))
+        raw = torch.stack(torch.broadcast_tensors(*columns), -1)
+        raw = raw.expand(math.prod(shape) // pack, pack).reshape(shape)
+        results.append(Tile(from_raw(raw, element), element))
     tile.WORK[:] = before + issued * packs, tile.WORK[1] + results_of_mufu * packs
     return tuple(results) if several else results[0]
 

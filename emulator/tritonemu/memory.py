@@ -64,8 +64,8 @@ _CASTS = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 8)
 class _Shadow:
     """Who touched each granule of a storage last, as numbers in `Memory._accesses`; 0: nobody.
 
-    The granule is the smallest element of the tensors that share the storage, in bytes. number: of
-    the storage, in order of appearance. fresh: which of it is written, if not all.
+    The granule is the smallest element of the pointers into the storage so far, in bytes. number:
+    of the storage, in order of appearance. fresh: which of it is written, if not all.
     """
 
     num_bytes: int
@@ -79,6 +79,15 @@ class _Shadow:
             size = -(-self.num_bytes // self.granule)
             self.tables[name] = unwritten.zeros(size, np.int32)
         return self.tables[name]
+
+    def refine(self, size: int) -> None:
+        """From now on a granule has no more bytes than this."""
+        if size < self.granule:
+            self.tables = {
+                name: table.repeat_interleave(self.granule // size)
+                for name, table in self.tables.items()
+            }
+            self.granule = size
 
 
 @dataclass(eq=False)
@@ -116,6 +125,7 @@ class Region:
         old, new = self.itemsize, flat.itemsize
         if bool((offsets * old % new).any()):
             raise InvalidKernel(f"pointer to {dtype} must be aligned to {new} bytes")
+        self.shadow.refine(new)
         low, high = -(-self.low * old // new), self.high * old // new
         return replace(self, dtype=dtype, flat=flat, low=low, high=high), offsets * old // new
 
@@ -172,7 +182,7 @@ class Memory:
         flat = tensor.as_strided((num_bytes // item,), (1,), 0).view(RAW[dtype.name])
         key = (storage.data_ptr(), num_bytes)
         shadow = self._shadows.setdefault(key, _Shadow(num_bytes, item, len(self._shadows), fresh))
-        shadow.granule = min(shadow.granule, item)
+        shadow.refine(item)
         low = high = tensor.storage_offset()
         if tensor.numel():
             high += _reach(tensor) // item
@@ -187,23 +197,38 @@ class Memory:
         region = Region(self, name, dtype, flat, low, high, shadow)
         return Tile(torch.tensor(first), tl.pointer_type(dtype), region)
 
-    def at_address(self, address: int, dtype: tl.dtype) -> Tile:
-        """The pointer that an integer names: into a reachable tensor, or any that is alive.
+    def at_addresses(self, addresses: torch.Tensor, dtype: tl.dtype) -> Tile:
+        """The pointers that integers name: into a reachable tensor, or any that is alive.
 
-        Of several the one that begins there counts, and of such the one that reaches farthest.
+        Of several the one that begins there counts, and of such the one that reaches farthest. One
+        tensor has all: lanes outside of it must be off, as all must be if no tensor has any.
         """
-        tensor = self._holding(address)
+        lanes = dict.fromkeys(addresses.flatten().tolist())
+        tensor = self._holding(*lanes)
         if tensor is None:
             self._reachable = (*self._named, *_live_tensors())
-            tensor = self._holding(address)
+            tensor = self._holding(*lanes)
         if tensor is None:
-            raise OutOfBounds(f"address {address:#x} must lie in a tensor, got none that holds it")
+            name = f"memory at {next(iter(lanes)):#x}, which lies in no tensor,"
+            pointer = cast(self.pointer(name, torch.empty(0, dtype=torch.uint8)), dtype)
+            return pointer.like(addresses // pointer.base.itemsize)
         pointer = cast(self.pointer("memory", tensor), dtype)
-        return pointer.like(pointer.data + (address - tensor.data_ptr()) // pointer.base.itemsize)
+        begin, size = tensor.data_ptr(), pointer.base.itemsize
+        if any(address % size and 0 <= address - begin < _reach(tensor) for address in lanes):
+            raise InvalidKernel(f"pointer to {dtype.element_ty} must be aligned to {size} bytes")
+        if bool((addresses.flatten().diff() != size).any()):
+            beside = (x for x in lanes if not 0 <= x - begin < _reach(tensor))
+            if self._holding(*beside) is not None:
+                raise Unsupported("a block of pointers into several tensors")
+        return pointer.like(pointer.data + (addresses - begin) // size)
 
-    def _holding(self, address: int) -> torch.Tensor | None:
-        held = [x for x in self._reachable if 0 <= address - x.data_ptr() < _reach(x)]
-        return max(held, key=lambda x: (x.data_ptr() == address, _reach(x)), default=None)
+    def _holding(self, *addresses: int) -> torch.Tensor | None:
+        """That which holds the first of these that one holds."""
+        for address in addresses:
+            held = [x for x in self._reachable if 0 <= address - x.data_ptr() < _reach(x)]
+            if held:
+                return max(held, key=lambda x: (x.data_ptr() == address, _reach(x)))
+        return None
 
     def _out_of_bounds(self, region: Region, what: str, element: int) -> None:
         around = 0 <= element < region.flat.numel()
@@ -479,8 +504,24 @@ class Memory:
             self._threads.forget(region.cells, region.shadow, index)
         self._launch.scheduler.changes += 1
         region.flat[index] = raw
+        self._check_kept(region, index, raw)
         self._mark_written(region, _rows, index)
         self._report.bytes_stored += index.numel() * region.itemsize
+
+    def _check_kept(self, region: Region, index: torch.Tensor, raw: torch.Tensor) -> None:
+        """Raise Race if lanes of a store, just done, gave an element several values."""
+        if not self._launch.races:
+            return
+        lost = region.flat[index].view(torch.uint8) != raw.contiguous().view(torch.uint8)
+        if bool(lost.any()):
+            element = int(index[lost.reshape(len(index), -1).any(1)][0]) - region.low
+            finding = Race(
+                f"lanes of this store give element {element} of {region.name} several values in "
+                f"program {self._launch.program}, and nothing says which of them stays; name each "
+                "element once, or use an atomic",
+                buffer=region.name,
+            )
+            suppressions.judge(finding, self._report)
 
     def atomic(
         self, pointer: Tile, update: Callable, values: list[Any], mask: Any = None,

@@ -294,8 +294,11 @@ def cast(value: Any, dtype: tl.dtype) -> Tile:
     if source.is_ptr() and dtype.is_ptr():
         region, offsets = tile.base.reinterpret(dtype.element_ty, data)
         return Tile(offsets, dtype, region)
-    if dtype.is_ptr() and source.name == "int64":
-        return current().memory.at_address(int(tile), dtype)
+    if dtype.is_ptr() and source.name in ("int64", "uint64"):
+        return current().memory.at_addresses(data, dtype)
+    if source.is_ptr() and dtype.name in ("int1", "int64", "uint64"):
+        address = data * tile.base.itemsize + tile.base.flat.data_ptr()
+        return Tile(address != 0 if dtype.name == "int1" else address, dtype)
     if source.is_ptr() or dtype.is_ptr():
         raise Unsupported(f"cast of {source} to {dtype}")
     if source.name == dtype.name:
