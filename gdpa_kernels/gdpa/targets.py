@@ -88,8 +88,7 @@ def segments_of_call(
                     "num_targets and num_contexts must be at least 0 and together at most the "
                     f"length, got {pair[0]} and {pair[1]} of {length} in sequence {i}"
                 )
-        same = lower_right or cu_seqlens_q is cu_seqlens_k
-        if not same and cu_seqlens_q.tolist() != cu_seqlens_k.tolist():
+        if not lower_right and cu_seqlens_q.tolist() != cu_seqlens_k.tolist():
             raise ValueError(
                 "causal must be 'lower_right' with num_targets, num_contexts or full_rows where "
                 "queries are the last of their sequence, got other offsets for q than for k"

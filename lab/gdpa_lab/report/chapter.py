@@ -144,9 +144,9 @@ class Chapter:
                 made = pd.concat([made[~made["workload"].isin(newer["workload"])], newer])
         return made.reset_index(drop=True)
 
-    def holders(self, table: str) -> list[str]:
+    def holders(self, table: str, of: str | None = None) -> list[str]:
         """Ids of the records that `recorded` takes a table from."""
-        return [made.id for made in self._run(None).records if table in made.tables]
+        return [made.id for made in self._run(of).records if table in made.tables]
 
     def lacks(self, table: str, instead: str) -> None:
         """Say `instead` on the page if the chapter's record is from before it kept `table`."""
