@@ -10,6 +10,7 @@ import torch
 
 from gdpa_kernels.calling import private
 
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LARGEST = torch.finfo(torch.float32).max
 _UNCHANGED = contextlib.nullcontext()
 

@@ -11,7 +11,6 @@ from gdpa_kernels.calling.rung import capability
 from gdpa_kernels.norms import reference
 
 EPSILON = 1e-6
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 WIDTHS = 64, 8192
 """Of the rows that the kernel of `add_rms_norm` takes."""
 MAX_HEAD_DIM = 256
@@ -194,7 +193,7 @@ def _kernels_take(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
     return (
         found is not None
         and found >= (8, 0)
-        and all(t.dtype in DTYPES for t in (x, *others) if t is not None)
+        and all(t.dtype in checks.DTYPES for t in (x, *others) if t is not None)
     )
 
 

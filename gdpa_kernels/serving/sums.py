@@ -21,7 +21,6 @@ from gdpa_kernels.gdpa import api
 from gdpa_kernels.gdpa.api import IMPLS, gdpa
 from gdpa_kernels.gdpa.registration import check_activation
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 UNIT = 2.0**-30
 """What the integers of an exact sum count."""
 LARGEST = 2.0**62
@@ -64,7 +63,7 @@ class StoredSums:
         impl: str = "v1_tiled",
         exact: bool = False,
     ):
-        if not isinstance(q, torch.Tensor) or q.dim() != 3 or q.dtype not in DTYPES:
+        if not isinstance(q, torch.Tensor) or q.dim() != 3 or q.dtype not in checks.DTYPES:
             raise ValueError(f"q must be [rows, num_heads, head_dim] up to fp32, got {_told(q)}")
         if isinstance(users, bool) or not isinstance(users, int) or users < 1:
             raise ValueError(f"users must be a positive integer, got {users!r}")
@@ -109,8 +108,11 @@ class StoredSums:
         self._change(-1, users, k, v, cu_seqlens, max_seqlen)
 
     def value(self, users: torch.Tensor | None = None) -> torch.Tensor:
-        """The sums of these users, `[n, rows, num_heads, head_dim]`, in q's dtype, rounded once."""
-        total = self.total if users is None else self.total.index_select(0, users)
+        """The sums of these users, int64 `[n]` or bool `[users]`, None for all: `[n, rows,
+        num_heads, head_dim]`, in q's dtype, rounded once."""
+        total = self.total
+        if users is not None:  # by index_select, for which a negative number is no user
+            total = total[users] if users.dtype == torch.bool else total.index_select(0, users)
         return (total.double() * UNIT if self.exact else total).to(self.q.dtype)
 
     def stale(self) -> torch.Tensor:

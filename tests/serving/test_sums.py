@@ -47,6 +47,7 @@ def test_a_sum_is_the_attention_over_what_it_holds(impl, dtype, exact):
         wanted = whole(sums, keys, values)
         found = sums.value(torch.tensor([user]))[0].double()
         assert (found - wanted).norm() < (1e-2 if dtype == BF16 else 1e-6) * wanted.norm()
+    assert torch.equal(sums.value(sums.count > 0), sums.value(torch.tensor([0, 2])))
     assert not sums.value()[[1, 3]].any() and sums.value().dtype == dtype
 
 
