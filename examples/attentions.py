@@ -7,6 +7,7 @@ and output_scale say: their times can be compared, their functions are others.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -14,6 +15,7 @@ from torch.nn import functional as F
 
 from gdpa_kernels import PFFN, PMA, BlockAttention, GDPASelfAttention, Lengths, gdpa, jagged
 from gdpa_kernels.calling.layers import rotate, turns
+from gdpa_kernels.calling.lengths import Recipe
 from gdpa_kernels.gdpa.reference import ACTIVATIONS
 
 OURS = {
@@ -159,21 +161,30 @@ def make(attention: str, layer: type, *arguments, **options) -> torch.nn.Module:
 @torch.compiler.disable
 def equal(lengths: Lengths, rows: int) -> Lengths:
     """As many sequences, of `rows` rows each; made once for each batch."""
-    make = partial(Lengths.uniform, lengths.batch, rows, lengths.device)
-    return lengths.once(("equal", rows), make)
+    return lengths.once(Equal(rows))
+
+
+@dataclass(frozen=True)
+class Equal(Recipe[Lengths]):
+    rows: int
+
+    def make(self, cu_seqlens, beside=None):
+        return Lengths.uniform(len(cu_seqlens) - 1, self.rows, cu_seqlens.device)
 
 
 @torch.compiler.disable
 def blocks(lengths: Lengths, size: int) -> Lengths:
     """Every block as a sequence of its own; waits for the device, once for each batch."""
+    return lengths.once(Blocks(size))
 
-    def cut() -> Lengths:
-        ends = lengths.cu_seqlens.cpu().long()
+
+@dataclass(frozen=True)
+class Blocks(Recipe[Lengths]):
+    size: int
+
+    def make(self, cu_seqlens, beside=None):
+        ends, size = cu_seqlens.cpu().long(), self.size
         count = (ends.diff() + size - 1) // size
         first = (ends[:-1] - (count.cumsum(0) - count) * size).repeat_interleave(count)
-        return Lengths(
-            torch.cat((first + torch.arange(len(first)) * size, ends[-1:])), size,
-            device=lengths.device,
-        )  # fmt: skip
-
-    return lengths.once(("blocks", size), cut)
+        starts = first + torch.arange(len(first)) * size
+        return Lengths(torch.cat((starts, ends[-1:])), size, device=cu_seqlens.device)

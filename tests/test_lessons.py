@@ -96,7 +96,7 @@ def test_a_view_is_its_product(rung):
 @pytest.mark.parametrize("rung", VIEWS, ids=lambda rung: rung.impl)
 def test_a_view_has_the_functions_of_its_product(rung):
     view, product = view_of(rung), rung.module()
-    for name in ("default_config", "make_schedule", "forward", "backward"):
+    for name in ("default_config", "plan_schedule", "forward", "backward"):
         assert hasattr(view, name) == hasattr(product, name), name
         if hasattr(view, name):
             view_takes, takes = (inspect.signature(getattr(x, name)) for x in (view, product))

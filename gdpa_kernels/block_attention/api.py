@@ -208,13 +208,11 @@ class _BlockAttention(torch.autograd.Function):
 
 def _blocks(lengths: Lengths | None, rung: Rung, batch: Batch) -> torch.Tensor | None:
     """The list of blocks that a rung walks, for both directions; None if it needs none."""
-    if not rung.takes("forward", "schedule"):
+    plan = rung.plan(batch, None)
+    if plan is None:
         return None
-
-    def make() -> torch.Tensor:
-        return rung.schedule(batch, None)[0]
-
-    return make() if lengths is None else lengths.once((OPERATOR, batch.block_size), make)
+    (blocks,) = plan.make(batch.cu_seqlens) if lengths is None else lengths.once(plan)
+    return blocks
 
 
 def _batch(q, k, v, cu_seqlens, sin, cos, options: Options, **gradients) -> Batch:

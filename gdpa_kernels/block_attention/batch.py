@@ -11,7 +11,7 @@ from gdpa_kernels.calling.heads import Gradients, Heads
 
 Rotary = tuple[torch.Tensor, torch.Tensor]
 Schedule = tuple[torch.Tensor, ...]
-"""A list of work on a device: what `block_list.make_schedule` returns."""
+"""A list of work on a device: what a `block_list.BlockList` makes."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,11 @@ class Batch(Heads):
     rotary: Rotary | None = None
     rotate_v: bool = False
     gradients: Gradients = (None, None, None)
+
+    @property
+    def offsets(self) -> tuple[torch.Tensor]:
+        """What a list of work is made from beside its record."""
+        return (self.cu_seqlens,)
 
     @property
     def total(self) -> int:

@@ -5,12 +5,15 @@ rows) of a block, in the order of the tokens; rows beyond the count are undefine
 only the bound `max_blocks`, and does not wait for the device.
 """
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
 
 from gdpa_kernels.block_attention.batch import Batch, Schedule
 from gdpa_kernels.calling.launch import cdiv, launch
+from gdpa_kernels.calling.lengths import Recipe
 
 
 @triton.jit
@@ -61,25 +64,33 @@ def block_list_kernel(
         tl.store(at + 1, tl.minimum(length[:, None] - local * block_size, block_size), mask=valid)
 
 
-def make_block_list(cu_seqlens: torch.Tensor, total: int, block_size: int) -> torch.Tensor:
-    """The list for sequences of `total` tokens, on the device of cu_seqlens int32 `[batch + 1]`.
+@dataclass(frozen=True)
+class BlockList(Recipe):
+    """What the list is made from beside the offsets: at least the tokens of all sequences, and
+    those of a block."""
 
-    Every full block has block_size tokens, and every sequence at most one shorter block.
-    """
-    batch, device = cu_seqlens.numel() - 1, cu_seqlens.device
-    max_blocks = min(total, total // block_size + batch)
-    if max_blocks == 0:
-        return torch.zeros(1, 2, dtype=torch.int32, device=device)
-    entries = torch.empty(1 + max_blocks, 2, dtype=torch.int32, device=device)
-    own = 16
-    launch(
-        block_list_kernel, (cdiv(batch, own),), device,
-        cu_seqlens, entries, batch, block_size,
-        OWN=own, OTHERS=1024, ENTRIES=64, num_warps=4,
-    )  # fmt: skip
-    return entries
+    total: int
+    block_size: int
+
+    def make(self, cu_seqlens: torch.Tensor, _: None = None) -> Schedule:
+        """(blocks,), on the device of cu_seqlens int32 `[batch + 1]`.
+
+        Every full block has block_size tokens, and every sequence at most one shorter block.
+        """
+        batch, device = cu_seqlens.numel() - 1, cu_seqlens.device
+        max_blocks = min(self.total, self.total // self.block_size + batch)
+        if max_blocks == 0:
+            return (torch.zeros(1, 2, dtype=torch.int32, device=device),)
+        entries = torch.empty(1 + max_blocks, 2, dtype=torch.int32, device=device)
+        own = 16
+        launch(
+            block_list_kernel, (cdiv(batch, own),), device,
+            cu_seqlens, entries, batch, self.block_size,
+            OWN=own, OTHERS=1024, ENTRIES=64, num_warps=4,
+        )  # fmt: skip
+        return (entries,)
 
 
-def make_schedule(batch: Batch, config: object) -> Schedule:
-    """(blocks,), the list of a call, whatever the launch constants of its rung."""
-    return (make_block_list(batch.cu_seqlens, batch.total, batch.block_size),)
+def plan_schedule(batch: Batch, config: object) -> BlockList:
+    """The list of a call, whatever the launch constants of its rung."""
+    return BlockList(batch.total, batch.block_size)

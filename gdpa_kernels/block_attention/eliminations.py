@@ -26,7 +26,7 @@ from gdpa_kernels.block_attention.batch import Batch, Schedule
 from gdpa_kernels.block_attention.block_list import (
     block_entry,
     count_blocks,
-    make_schedule,
+    plan_schedule,
 )
 from gdpa_kernels.block_attention.kernels.v0_flash import delta_kernel, load_lane, store_lane
 from gdpa_kernels.block_attention.tiles import LOG2_E, load_tile, softmax_parts, store_tile
@@ -164,7 +164,7 @@ def forward(
     """As v1's; with `delta` the output and with `lse` the log-sum-exp are kept for backward."""
     q, k, v = batch.q, batch.k, batch.v
     config = config or default_config("", batch)
-    (blocks,) = schedule or make_schedule(batch, config)
+    (blocks,) = schedule or plan_schedule(batch, config).make(*batch.offsets)
     out = q.new_empty(q.shape)
     lse = q.new_empty(batch.num_heads, batch.total, dtype=torch.float32) if config.lse else None
     launch(
@@ -190,7 +190,7 @@ def backward(
     """As v1's, from what `forward` kept with the same config."""
     q, k, v = batch.q, batch.k, batch.v
     config = config or default_config("", batch)
-    (blocks,) = schedule or make_schedule(batch, config)
+    (blocks,) = schedule or plan_schedule(batch, config).make(*batch.offsets)
     width = next_power_of_2(batch.head_dim)
     dq, dk, dv = batch.new_gradients()
     lse, delta = saved[-1] if config.lse else None, None

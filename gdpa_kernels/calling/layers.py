@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from gdpa_kernels.calling import checks, jagged
 from gdpa_kernels.calling.jagged import Jagged, Offsets
-from gdpa_kernels.calling.lengths import Lengths
+from gdpa_kernels.calling.lengths import Lengths, Recipe
 
 EPSILON = 1e-6
 """Added to the mean square of a row of q or k before it is normalised."""
@@ -63,17 +65,23 @@ def turns(
     """(sin, cos) of the rotary embedding of every row of `values`, `[total_tokens, head_dim // 2]`,
     fp32, of fp64 values fp64; of `Lengths` made once for all layers. Waits for no device. None of
     base None."""
-    dtype = torch.promote_types(values.dtype, torch.float32)
-
-    def make() -> tuple[torch.Tensor, torch.Tensor]:
-        _, positions = jagged.places(values.shape[0], offsets)
-        return turns_at(base, head_dim, positions, dtype)
-
     if base is None:
         return None
-    if not isinstance(offsets, Lengths):
-        return make()
-    return offsets.once(("turns", base, head_dim, dtype), make)
+    dtype = torch.promote_types(values.dtype, torch.float32)
+    recipe = _Turns(base, head_dim, dtype, values.shape[0])
+    return offsets.once(recipe) if isinstance(offsets, Lengths) else recipe.make(offsets)
+
+
+@dataclass(frozen=True)
+class _Turns(Recipe[tuple[torch.Tensor, torch.Tensor]]):
+    base: float
+    head_dim: int
+    dtype: torch.dtype
+    total: int
+
+    def make(self, cu_seqlens, beside=None):
+        _, positions = jagged.places(self.total, cu_seqlens)
+        return turns_at(self.base, self.head_dim, positions, self.dtype)
 
 
 def turns_at(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from typing import TypeVar
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -12,6 +13,18 @@ from gdpa_kernels.calling import checks
 from gdpa_kernels.calling.private import unseen
 
 T = TypeVar("T")
+
+
+class Recipe(Generic[T]):
+    """All that something is made from beside the offsets of a batch, and how: what `Lengths` keeps.
+
+    A subclass is a frozen dataclass of plain values, and `make` reads nothing but these and its
+    arguments. So what is kept under a record is what any call with an equal record would make.
+    """
+
+    def make(self, cu_seqlens: torch.Tensor, beside: torch.Tensor | None = None) -> T:
+        """What is made for these offsets, and those of other sequences of the same batch."""
+        raise NotImplementedError
 
 
 class Lengths:
@@ -78,7 +91,7 @@ class Lengths:
         """Itself, of offsets that are right."""
         self.cu_seqlens, self.total, self.max_seqlen = cu_seqlens, total, max_seqlen
         # By the Lengths that it was made with, itself or others, which it does not keep alive.
-        self._made: WeakKeyDictionary[Lengths, dict[Hashable, object]] = WeakKeyDictionary()
+        self._cached: WeakKeyDictionary[Lengths, dict[Hashable, object]] = WeakKeyDictionary()
         return self
 
     def __reduce__(self):
@@ -99,13 +112,8 @@ class Lengths:
         for the device."""
 
         checks.check_max_seqlen("count", count)
-
-        def make() -> Lengths:
-            total = _checked_total(self.total + count * self.batch)
-            own = extended(self.cu_seqlens, count)
-            return _held(type(self), own, total, self.max_seqlen + count)
-
-        return self.once(("extended", count), make)
+        total = _checked_total(self.total + count * self.batch)
+        return self.once(_Extended(type(self), total, self.max_seqlen + count, count))
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Lengths:
         """These Lengths on a device, themselves if they are there; work lists are made anew there.
@@ -148,32 +156,43 @@ class Lengths:
             raise ValueError(f"{maximum} must be at least {self.max_seqlen}, got {max_seqlen}")
         return self.cu_seqlens, self.max_seqlen if max_seqlen is None else max_seqlen
 
-    def once(self, key: Hashable, make: Callable[[], T], beside: Lengths | None = None) -> T:
-        """What `make` returns, made once for each key and stream, and kept as long as `beside`.
-
-        It must depend on nothing that changes but the key, this and the Lengths `beside`, and must
-        hold neither of them. A compiled program makes it each time; what the capture of a CUDA
-        graph makes is not kept.
+    def once(self, recipe: Recipe[T], beside: Lengths | None = None) -> T:
+        """What `recipe` makes of these offsets and of those `beside`, made once for equal recipes
+        and each stream, and kept as long as both. A compiled program makes it each time; what the
+        capture of a CUDA graph makes is not kept.
         """
+        offsets = self.cu_seqlens, None if beside is None else beside.cu_seqlens
         if torch.compiler.is_compiling():
-            return make()
-        capturing = False
+            return recipe.make(*offsets)
+        capturing, stream = False, None
         if self.device.type == "cuda":
             capturing = torch.cuda.is_current_stream_capturing()
-            key = key, torch.cuda.current_stream(self.device).cuda_stream
-        kept = self._made.setdefault(self if beside is None else beside, {})
-        if key in kept:
-            return kept[key]
+            stream = torch.cuda.current_stream(self.device).cuda_stream
+        cached = self._cached.setdefault(self if beside is None else beside, {})
+        key = recipe, beside is None, stream
+        if key in cached:
+            return cached[key]
         # Training may follow an evaluation. A mode that counts or replays operators must not see
         # what is made the first time alone, and a fake one would make it fake.
         with torch.inference_mode(False), unseen():
-            made = make()
+            result = recipe.make(*offsets)
         if not capturing:
-            kept[key] = made
-        return made
+            cached[key] = result
+        return result
 
     def __repr__(self) -> str:
         return f"Lengths({self.batch} sequences of {self.total} rows on {self.device})"
+
+
+@dataclass(frozen=True)
+class _Extended(Recipe[Lengths]):
+    kind: type[Lengths]
+    total: int
+    max_seqlen: int
+    count: int
+
+    def make(self, cu_seqlens, beside=None):
+        return _held(self.kind, extended(cu_seqlens, self.count), self.total, self.max_seqlen)
 
 
 def _held(cls: type[Lengths], cu_seqlens: torch.Tensor, total: int, max_seqlen: int) -> Lengths:

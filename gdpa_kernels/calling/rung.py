@@ -18,7 +18,7 @@ PACKAGE = Path(__file__).parents[1]
 DIRECTIONS = ("forward", "backward")
 _DEFAULTS: dict[str, Callable] = {
     "default_config": lambda *_: None,
-    "make_schedule": lambda *_: (),
+    "plan_schedule": lambda *_: None,
     "requires": lambda _: None,
     "is_deterministic": lambda _: True,
 }
@@ -161,7 +161,7 @@ class Rung:
 
     - `default_config(batch)`: launch constants that a direction takes as `config=`; of a rung of
       both directions `default_config(direction, batch)`;
-    - `make_schedule(batch, config)`: a work list that it takes as `schedule=`;
+    - `plan_schedule(batch, config)`: the `Recipe` of a work list that it takes as `schedule=`;
     - `requires(batch)`: what a call must meet that the field `requires` cannot say;
     - `is_deterministic(batch)`: without it the rung always is.
 
@@ -214,7 +214,12 @@ class Rung:
         self, batch: Any, config: Any, module: ModuleType | None = None
     ) -> tuple[torch.Tensor, ...]:
         """Its work list for a call, made on the device; empty if it needs none."""
-        return self._hook("make_schedule", module)(batch, config)
+        plan = self._hook("plan_schedule", module)(batch, config)
+        return () if plan is None else plan.make(*batch.offsets)
+
+    def plan(self, batch: Any, config: Any) -> Any:
+        """The `Recipe` of its work list for a call; None if it needs none."""
+        return self._hook("plan_schedule")(batch, config)
 
     def unavailable(self, device: torch.device) -> str | None:
         """Why `device` cannot run it, or None; a module that cannot be imported included."""

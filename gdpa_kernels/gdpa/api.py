@@ -3,13 +3,14 @@ for each direction."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from gdpa_kernels.calling import checks, jagged, ladder, packed
-from gdpa_kernels.calling.lengths import Lengths
+from gdpa_kernels.calling.lengths import Lengths, Recipe
 from gdpa_kernels.calling.operators import (
     Size,
     check_transforms,
@@ -347,10 +348,8 @@ def _planned(
     batch = _batch(*tensors, options, out_dtype=out_dtype, **more)
     rung = options.rung(direction, batch)
     config = rung.config(batch, direction)
-    sizes = batch.num_heads, batch.num_heads_k, batch.max_seqlen_q, batch.max_seqlen_k
-    key = rung.operator, rung.impl, config, sizes, batch.shared_q
-    made = lengths[1].once(key, lambda: rung.schedule(batch, config), lengths[0])
-    return rung, list(made)
+    plan = rung.plan(batch, config)
+    return rung, [] if plan is None else list(lengths[1].once(plan, lengths[0]))
 
 
 def _batch(q, k, v, cu_seqlens_q, cu_seqlens_k, options: Options, **more) -> Batch:
@@ -519,28 +518,34 @@ def check_causal(causal: object) -> None:
         raise TypeError(f"causal must be a bool, 'upper_left' or 'lower_right', got {causal!r}")
 
 
+@dataclass(frozen=True)
+class _FewerQueries(Recipe[tuple[int, int] | None]):
+    """(queries, keys) of a sequence that has fewer queries than keys; rows_of_q: of a shared q."""
+
+    rows_of_q: int
+
+    def make(self, cu_seqlens_k, cu_seqlens_q=None):
+        keys = cu_seqlens_k.diff().tolist()
+        shared = [self.rows_of_q] * len(keys)
+        queries = shared if cu_seqlens_q is None else cu_seqlens_q.diff().tolist()
+        pairs = zip(queries, keys, strict=True)
+        return next((pair for pair in pairs if pair[0] < pair[1]), None)
+
+
 def _check_alignment(
     given: tuple, ends_q: torch.Tensor | None, ends_k: torch.Tensor, rows: int
 ) -> None:
     """Raises ValueError if a sequence has fewer queries than keys; `rows` are those of a shared q.
     Waits for the device, once if both offsets are Lengths."""
-
-    def compare() -> tuple[int, int] | None:
-        keys = ends_k.diff().tolist()
-        queries = [rows] * len(keys) if ends_q is None else ends_q.diff().tolist()
-        pairs = zip(queries, keys, strict=True)
-        return next((pair for pair in pairs if pair[0] < pair[1]), None)
-
     if given[0] is given[1]:
         return
-    lengths = _shared(given)
-    key = "fewer queries", rows if ends_q is None else None
-    found = compare() if lengths is None else lengths[1].once(key, compare, lengths[0])
-    if found is not None:
+    lengths, recipe = _shared(given), _FewerQueries(rows if ends_q is None else 0)
+    pair = lengths[1].once(recipe, lengths[0]) if lengths else recipe.make(ends_k, ends_q)
+    if pair is not None:
         raise ValueError(
             "causal must be 'upper_left' (positions start with their sequence) or 'lower_right' "
             "(they end with it) where a sequence has fewer queries than keys, got True with "
-            f"{found[0]} queries and {found[1]} keys"
+            f"{pair[0]} queries and {pair[1]} keys"
         )
 
 

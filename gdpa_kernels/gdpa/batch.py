@@ -15,7 +15,7 @@ from gdpa_kernels.gdpa.history import History
 from gdpa_kernels.gdpa.own import keyed
 
 Schedule = tuple[torch.Tensor, ...]
-"""A list of work on a device: what `make_schedule` of a rung returns."""
+"""A list of work on a device: what is made from what `plan_schedule` of a rung returns."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,11 @@ class Batch(Heads):
         # A window that every pair is inside of masks nothing; kernels add to it in 32 bits.
         if self.window is not None and self.window >= max(self.q.shape[0], self.k.shape[0]):
             object.__setattr__(self, "window", None)
+
+    @property
+    def offsets(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What a list of work is made from beside its record: cu_seqlens_k and cu_seqlens_q."""
+        return self.cu_seqlens_k, self.cu_seqlens_q
 
     @property
     def sequences(self) -> int:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import nn
 
 from gdpa_kernels.calling import checks, jagged, layers, packed, private
 from gdpa_kernels.calling.jagged import Jagged, Offsets
-from gdpa_kernels.calling.lengths import Lengths
+from gdpa_kernels.calling.lengths import Lengths, Recipe
 from gdpa_kernels.gdpa import api
 from gdpa_kernels.gdpa.api import gdpa
 from gdpa_kernels.gdpa.bias import RelativeBias, hstu_thresholds
@@ -495,7 +497,7 @@ class PFFN(_Layer):
         """The offsets of the keys; with `Lengths` made once for all layers."""
         batch, length = jagged.batch_size(offsets), self.num_keys
         if isinstance(offsets, Lengths) and not torch.compiler.is_compiling():
-            return offsets.once(("keys", length), lambda: Lengths.uniform(batch, length, device))
+            return offsets.once(_Keys(length))
         return torch.arange(batch + 1, dtype=torch.int32, device=device) * length
 
     def extra_repr(self) -> str:
@@ -503,3 +505,13 @@ class PFFN(_Layer):
             f"summary_dim={self.summary_dim}, num_keys={self.num_keys}, "
             f"summary_tokens={self.summary_tokens}, {super().extra_repr()}"
         )
+
+
+@dataclass(frozen=True)
+class _Keys(Recipe[Lengths]):
+    """Offsets of as many sequences, of `length` keys each."""
+
+    length: int
+
+    def make(self, cu_seqlens, beside=None):
+        return Lengths.uniform(cu_seqlens.shape[0] - 1, self.length, cu_seqlens.device)

@@ -9,11 +9,14 @@ start_q, start_out, len_q, start_k, len_k (rows of the packed tensors), head, fi
 number of its sequence where a rung asks for it (`numbered`).
 """
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
 
 from gdpa_kernels.calling.launch import cdiv, launch, multiprocessors
+from gdpa_kernels.calling.lengths import Recipe
 from gdpa_kernels.device.sequences import sequence
 from gdpa_kernels.gdpa import schedule
 from gdpa_kernels.gdpa.batch import Batch, Schedule
@@ -166,46 +169,57 @@ def work_list_kernel(
             tl.store(at + 7, tl.broadcast_to(whose[:, None], at.shape), mask=valid)
 
 
-def work_list(
-    cu_seqlens_q: torch.Tensor | None,
-    cu_seqlens_k: torch.Tensor,
-    *,
-    max_tiles: int,
-    max_seqlen_q: int,
-    num_heads: int,
-    rows_per_item: int,
-    block_n: int,
-    num_programs: int,
-    least: int = 0,
-    pieces: tuple[int, int, int] = (1, 0, 0),
-    numbered: bool = False,
-    padded: int = 1,
-) -> torch.Tensor:
-    """As `schedule.build_on_device("zigzag", ..., fastest="block")`, without waiting for the
-    device.
+@dataclass(frozen=True)
+class WorkList(Recipe):
+    """What a list is made from beside the offsets.
 
-    `max_tiles` bounds the entries of one head (`schedule.max_tiles` with block_m=rows_per_item).
-    `least`: a sequence with keys has that many entries or more, 0 or 1. `pieces`: (pieces of a
-    sequence, keys of one, rows of the output), each piece with entries of its own. `numbered`:
-    entries name their sequence. `padded`: keys before the last ones, which are as many as queries,
-    count up to the next multiple.
+    max_tiles: a bound of the entries of one head (`schedule.max_tiles` with
+    block_m=rows_per_item). max_seqlen: of the rows that are listed. least: a sequence with keys has
+    that many entries or more, 0 or 1. pieces: (pieces of a sequence, keys of one, rows of the
+    output), each piece with entries of its own. numbered: entries name their sequence. padded: keys
+    before the last ones, which are as many as queries, count up to the next multiple. transposed:
+    tiles of keys, whose entries name keys where others name queries; rows_of_q: of a shared q then.
     """
-    device, batch = cu_seqlens_k.device, cu_seqlens_k.numel() - 1
-    splits, piece, rows = pieces
-    capacity = max_tiles * num_heads * splits
-    if capacity == 0:
-        return cu_seqlens_k.new_zeros(1, WIDTH.value)
-    entries = torch.empty(1 + capacity, WIDTH.value, dtype=torch.int32, device=device)
-    own = 4
-    cut = {"splits": splits, "piece": piece, "rows_out": rows} if splits > 1 else {}
-    launch(
-        work_list_kernel, (cdiv(batch * splits, own),), device,
-        cu_seqlens_q, cu_seqlens_k, entries, batch, max_seqlen_q, rows_per_item,
-        max(cdiv(max_seqlen_q, rows_per_item), least) * num_heads, num_programs,
-        NUM_HEADS=num_heads, BLOCK_N=block_n, LEAST=least, OWN=own, OTHERS=2048, ENTRIES=16,
-        **cut, NUMBERED=numbered, PADDED=padded, num_warps=4,
-    )  # fmt: skip
-    return entries
+
+    max_tiles: int
+    max_seqlen: int
+    num_heads: int
+    rows_per_item: int
+    block_n: int
+    num_programs: int
+    least: int = 0
+    pieces: tuple[int, int, int] = (1, 0, 0)
+    numbered: bool = False
+    padded: int = 1
+    transposed: bool = False
+    rows_of_q: int = 0
+
+    def make(self, cu_seqlens_k: torch.Tensor, cu_seqlens_q: torch.Tensor | None) -> Schedule:
+        """(entries,), as `schedule.build_on_device("zigzag", ..., fastest="block")`, without
+        waiting for the device."""
+        device, batch = cu_seqlens_k.device, cu_seqlens_k.numel() - 1
+        splits, piece, rows = self.pieces
+        capacity = self.max_tiles * self.num_heads * splits
+        if capacity == 0:
+            return (cu_seqlens_k.new_zeros(1, WIDTH.value),)
+        offsets = cu_seqlens_q, cu_seqlens_k
+        if self.transposed:
+            if cu_seqlens_q is None:
+                starts = torch.arange(batch + 1, dtype=torch.int32, device=device)
+                cu_seqlens_q = starts * self.rows_of_q
+            offsets = cu_seqlens_k, cu_seqlens_q
+        entries = torch.empty(1 + capacity, WIDTH.value, dtype=torch.int32, device=device)
+        own = 4
+        cut = {"splits": splits, "piece": piece, "rows_out": rows} if splits > 1 else {}
+        most = max(cdiv(self.max_seqlen, self.rows_per_item), self.least) * self.num_heads
+        launch(
+            work_list_kernel, (cdiv(batch * splits, own),), device,
+            *offsets, entries, batch, self.max_seqlen, self.rows_per_item,
+            most, self.num_programs, NUM_HEADS=self.num_heads, BLOCK_N=self.block_n,
+            LEAST=self.least, OWN=own, OTHERS=2048, ENTRIES=16, **cut, NUMBERED=self.numbered,
+            PADDED=self.padded, num_warps=4,
+        )  # fmt: skip
+        return (entries,)
 
 
 @triton.jit
@@ -228,65 +242,56 @@ def order_kernel(cu_seqlens_ptr, order_ptr, batch, OWN: tl.constexpr, OTHERS: tl
     tl.store(order_ptr + place, mine, mask=mine < batch)
 
 
-def longest_first(cu_seqlens: torch.Tensor) -> torch.Tensor:
-    """The sequences of `cu_seqlens`, int32 `[sequences]`, those with the most rows first."""
-    sequences = cu_seqlens.numel() - 1
-    order = torch.empty(sequences, dtype=torch.int32, device=cu_seqlens.device)
-    own = 4
-    launch(
-        order_kernel, (cdiv(sequences, own),), cu_seqlens.device,
-        cu_seqlens, order, sequences, OWN=own, OTHERS=2048, num_warps=4,
-    )  # fmt: skip
-    return order
+@dataclass(frozen=True)
+class LongestFirst(Recipe):
+    """The sequences, those with the most queries first."""
+
+    def make(self, cu_seqlens_k: torch.Tensor, cu_seqlens_q: torch.Tensor) -> Schedule:
+        """(order,), int32 `[sequences]`."""
+        sequences, device = cu_seqlens_q.numel() - 1, cu_seqlens_q.device
+        order = torch.empty(sequences, dtype=torch.int32, device=device)
+        own = 4
+        launch(
+            order_kernel, (cdiv(sequences, own),), device,
+            cu_seqlens_q, order, sequences, OWN=own, OTHERS=2048, num_warps=4,
+        )  # fmt: skip
+        return (order,)
 
 
 def list_of_queries(
     batch: Batch, rows_per_item: int, block_n: int, ctas: int = 1, programs: int = 1,
     splits: int = 1,
-) -> Schedule:  # fmt: skip
+) -> WorkList:  # fmt: skip
     """The list of tiles of queries, those with the most keys first, for clusters of `ctas`, of
     which a multiprocessor holds `programs`. The keys of a sequence are work of `splits` entries:
     row i of part j of the output, `[splits * rows, ...]`, is row j * rows + i."""
     piece = cdiv(cdiv(batch.max_seqlen_k, block_n), splits) * block_n
-    return (
-        work_list(
-            batch.cu_seqlens_q,
-            batch.cu_seqlens_k,
-            max_tiles=schedule.max_tiles(
-                batch.rows, batch.sequences, batch.max_seqlen_q, rows_per_item
-            ),
-            max_seqlen_q=batch.max_seqlen_q,
-            num_heads=batch.num_heads,
-            rows_per_item=rows_per_item,
-            block_n=block_n,
-            num_programs=max(programs * multiprocessors(batch.device) // ctas, 1),
-            pieces=(splits, piece, batch.rows),
-            numbered=batch.segments is not None or batch.history is not None,
-            padded=block_n if batch.history is not None and batch.k.shape[0] else 1,
-        ),
+    return WorkList(
+        schedule.max_tiles(batch.rows, batch.sequences, batch.max_seqlen_q, rows_per_item),
+        batch.max_seqlen_q,
+        batch.num_heads,
+        rows_per_item,
+        block_n,
+        max(programs * multiprocessors(batch.device) // ctas, 1),
+        pieces=(splits, piece, batch.rows) if splits > 1 else (1, 0, 0),
+        numbered=batch.segments is not None or batch.history is not None,
+        padded=block_n if batch.history is not None and batch.k.shape[0] else 1,
     )
 
 
-def list_of_keys(batch: Batch, keys_per_item: int, block_m: int, least: int = 0) -> Schedule:
+def list_of_keys(batch: Batch, keys_per_item: int, block_m: int, least: int = 0) -> WorkList:
     """The list of tiles of keys, those with the most queries first: an entry's queries are keys
     and its keys are queries. `least`: tiles of a sequence with queries."""
-    ends = batch.cu_seqlens_q
-    if ends is None:
-        starts = torch.arange(batch.sequences + 1, dtype=torch.int32, device=batch.device)
-        ends = starts * batch.max_seqlen_q
-    return (
-        work_list(
-            batch.cu_seqlens_k,
-            ends,
-            max_tiles=schedule.max_tiles(
-                batch.k.shape[0], batch.sequences, max(batch.max_seqlen_k, least), keys_per_item
-            ),
-            max_seqlen_q=batch.max_seqlen_k,
-            num_heads=batch.num_heads_k,
-            rows_per_item=keys_per_item,
-            block_n=block_m,
-            num_programs=multiprocessors(batch.device),
-            least=least,
-            numbered=batch.segments is not None,
-        ),
+    most = max(batch.max_seqlen_k, least)
+    return WorkList(
+        schedule.max_tiles(batch.k.shape[0], batch.sequences, most, keys_per_item),
+        batch.max_seqlen_k,
+        batch.num_heads_k,
+        keys_per_item,
+        block_m,
+        multiprocessors(batch.device),
+        least=least,
+        numbered=batch.segments is not None,
+        transposed=True,
+        rows_of_q=batch.max_seqlen_q if batch.shared_q else 0,
     )

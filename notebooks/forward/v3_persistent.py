@@ -57,9 +57,9 @@ def _(session):
     listed += [("v3_persistent", name, {"config": c}) for name, c in (orders | fewer).items()]
     for work in (workload(f"gdpa-self-{name}") for name in NAMES):
         session.measure(work, listed)
-        make = v3_persistent.make_schedule
-        makers = {order: partial(make, config=config) for order, config in orders.items()}
-        studies.measure_lists(session, work, "v3_persistent", makers)
+        plan = v3_persistent.plan_schedule
+        plans = {order: partial(plan, config=config) for order, config in orders.items()}
+        studies.measure_lists(session, work, "v3_persistent", plans)
 
 
 # %% tags=["remove-input"]

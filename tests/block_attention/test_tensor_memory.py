@@ -12,7 +12,7 @@ import torch
 import tritonemu
 from emulator.tests.judging import SAMPLED, SCHEDULES, surviving
 from gdpa_kernels.block_attention.batch import Batch
-from gdpa_kernels.block_attention.block_list import make_block_list
+from gdpa_kernels.block_attention.block_list import BlockList
 from gdpa_kernels.block_attention.kernels import b1_warp_specialized as b1
 from gdpa_kernels.calling import ladder
 from gdpa_lab.measuring.compile_check import SHARED_BYTES
@@ -40,7 +40,7 @@ def expected(case: Case) -> tuple[torch.Tensor, ...]:
 def schedule_of(case: Case) -> tuple[torch.Tensor]:
     ends = case.tensors(BF16)["cu_seqlens"]
     with tritonemu.enabled():
-        return (make_block_list(ends, sum(case.seqlens), 64),)
+        return BlockList(sum(case.seqlens), 64).make(ends)
 
 
 def run(module, case: Case, direction: str, config, schedule: str | int) -> None:

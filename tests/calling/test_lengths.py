@@ -3,10 +3,15 @@
 import contextlib
 import copy
 import gc
+import importlib
+import inspect
 import pickle
+import typing
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -15,6 +20,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+import gdpa_kernels
 import tritonemu
 from gdpa_kernels import (
     PFFN,
@@ -28,10 +34,12 @@ from gdpa_kernels import (
 )
 from gdpa_kernels.block_attention import block_list
 from gdpa_kernels.calling.layers import turns
+from gdpa_kernels.calling.lengths import Recipe
 from gdpa_kernels.gdpa import api as gdpa_api
 from gdpa_kernels.gdpa import reference, work_list
 from tests.calls import Seen, assert_same_bits
 
+PACKAGE = Path(gdpa_kernels.__file__).parent
 FIRST, SECOND = [0, 40, 40, 47], [0, 7, 20, 47]
 
 
@@ -45,6 +53,14 @@ def leaves(dtype: torch.dtype = torch.bfloat16, head_dim: int = 64) -> list[torc
 
 def gradients(out: torch.Tensor, tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     return out, *torch.autograd.grad(out, tensors, torch.ones_like(out))
+
+
+@dataclass(frozen=True)
+class Ones(Recipe[torch.Tensor]):
+    count: int
+
+    def make(self, cu_seqlens, beside=None):
+        return torch.ones(self.count)
 
 
 # -- What it holds -----------------------------------------------------------------------------
@@ -160,6 +176,29 @@ def test_lists_are_told_apart(made):
                 ends = of_q.cu_seqlens, lengths.cu_seqlens
                 assert torch.equal(found, gdpa(*call, *ends, 40, 40, impl="v8_own_waits"))
     assert len(made) == 8
+
+
+PLAIN = (int, float, str, bool, torch.dtype)
+
+
+def recipes() -> Iterator[type]:
+    """Every `Recipe` of the package."""
+    for path in PACKAGE.rglob("*.py"):
+        if "(Recipe" in path.read_text():
+            name = ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
+            module = vars(importlib.import_module(name)).values()
+            yield from (x for x in module if isinstance(x, type) and x.__module__ == name)
+
+
+@pytest.mark.parametrize("kind", [x for x in recipes() if Recipe in x.__mro__[1:]])
+def test_what_lengths_keep_is_made_from_a_record_of_plain_values(kind):
+    """There is no key beside what makes it: the record is both, and no `Batch` reaches it."""
+    assert kind.__dataclass_params__.frozen and kind.__dataclass_params__.eq
+    for annotation in typing.get_type_hints(kind).values():
+        types = typing.get_args(annotation) or (annotation,)
+        assert typing.get_origin(annotation) is type or all(issubclass(x, PLAIN) for x in types)
+    made = inspect.getclosurevars(kind.make)
+    assert not made.nonlocals and len(inspect.signature(kind.make).parameters) == 3
 
 
 def test_layers_share_the_turns_of_rotary(monkeypatch):
@@ -311,7 +350,7 @@ def listed(monkeypatch) -> None:
     )
     rung = SimpleNamespace(
         operator="gdpa", impl="listed", config=lambda batch, direction: None,
-        schedule=lambda batch, config: (torch.zeros(3),), module=lambda: module,
+        plan=lambda batch, config: Ones(3), module=lambda: module,
         takes=lambda direction, name: name == "schedule",
     )  # fmt: skip
     monkeypatch.setattr(gdpa_api.Options, "rung", lambda *call: rung)
@@ -333,11 +372,11 @@ def test_lengths_go_with_their_last_reference(listed):
         jagged.append((x, first), torch.randn(3, 2, 32))
         for pair in ((first, first), (first, second), (second, first)):
             gradients(gdpa(*tensors, *pair), tensors)
-        assert set(first._made) == {first, second} and set(second._made) == {first}
+        assert set(first._cached) == {first, second} and set(second._cached) == {first}
         gone = [weakref.ref(lengths) for lengths in (first, second, first.extended(2))]
         del first, pair
         assert [ref() for ref in gone] == [None, second, None]
-        assert not second._made, "lists that were made with others go with them"
+        assert not second._cached, "lists that were made with others go with them"
         del second
         assert gone[1]() is None
     finally:
@@ -348,10 +387,10 @@ def test_lengths_go_with_their_last_reference(listed):
 @pytest.mark.parametrize("copied", (copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))))
 def test_a_copy_holds_the_same_offsets_and_makes_its_own_lists(copied):
     lengths = Lengths(offsets(FIRST), 64)
-    lengths.once("list", lambda: torch.zeros(3))
+    lengths.once(Ones(3))
     found = copied(lengths)
     assert found.cu_seqlens.tolist() == FIRST and found.cu_seqlens is not lengths.cu_seqlens
-    assert (found.max_seqlen, found.total, len(found._made)) == (64, 47, 0)
+    assert (found.max_seqlen, found.total, len(found._cached)) == (64, 47, 0)
 
 
 @pytest.mark.parametrize("dtype", (torch.int32, torch.int64))
@@ -374,11 +413,11 @@ def test_what_goes_to_a_device_is_a_copy(dtype, monkeypatch):
 
 def test_lengths_move_as_tensors_do(monkeypatch):
     lengths = Lengths(offsets(FIRST), 64)
-    lengths.once("list", lambda: torch.zeros(3))
+    lengths.once(Ones(3))
     assert lengths.to("cpu") is lengths
     found = lengths.to("meta", non_blocking=True)
     assert (found.device.type, found.max_seqlen, found.total) == ("meta", 64, 47)
-    assert len(found._made) == 0 and len(lengths._made) == 1
+    assert len(found._cached) == 0 and len(lengths._cached) == 1
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x, *_: x + 0)
     pinned = torch.utils.data._utils.pin_memory.pin_memory([lengths])[0]
     assert isinstance(pinned, Lengths) and pinned is not lengths
@@ -456,11 +495,11 @@ def capturing(monkeypatch):
 
 
 def test_a_capture_finds_what_was_made_before_and_keeps_nothing(capturing):
-    lengths, made = Lengths(offsets(FIRST)), []
-    assert lengths.once("list", lambda: 1) == 1
+    lengths = Lengths(offsets(FIRST))
+    before = lengths.once(Ones(2))
     capturing()
-    assert lengths.once("list", lambda: made.append("again")) == 1 and not made
-    assert [lengths.once("other", lambda n=n: n) for n in (2, 3)] == [2, 3]
+    assert lengths.once(Ones(2)) is before
+    assert lengths.once(Ones(3)) is not lengths.once(Ones(3))
 
 
 def test_the_offsets_of_keys_can_be_made_in_a_capture(capturing):
@@ -472,7 +511,8 @@ def test_the_offsets_of_keys_can_be_made_in_a_capture(capturing):
         longer = lengths.extended(2)
     assert not {*seen.names("aten")} & {"_to_copy", "copy_"}
     assert (keys.device.type, keys.total, keys.max_seqlen) == ("cuda", 15, 5)
-    assert keys.cu_seqlens.is_meta and longer.cu_seqlens.tolist() == [0, 42, 44, 53]
+    assert keys.cu_seqlens.tolist() == [0, 5, 10, 15]
+    assert longer.cu_seqlens.tolist() == [0, 42, 44, 53]
 
 
 # -- A default dtype ---------------------------------------------------------------------------

@@ -28,12 +28,13 @@ def check(
     )  # fmt: skip
     bound = schedule.max_tiles(sum(lengths_q), len(lengths_q), max(longest, least), rows_per_item)
     with tritonemu.enabled():
-        made = lists.work_list(
-            None if shared else cu_seqlens(list(lengths_q), DEVICE),
+        plan = lists.WorkList(
+            bound, longest, num_heads, rows_per_item, block_n, num_programs, least
+        )
+        (made,) = plan.make(
             cu_seqlens(list(lengths_k), DEVICE),
-            max_tiles=bound, max_seqlen_q=longest, num_heads=num_heads,
-            rows_per_item=rows_per_item, block_n=block_n, num_programs=num_programs, least=least,
-        )  # fmt: skip
+            None if shared else cu_seqlens(list(lengths_q), DEVICE),
+        )
     entries = made.tolist()
     count = entries[0][0]
     assert count == len(expected) <= len(made) - 1
@@ -88,10 +89,7 @@ def test_batches_of_many_programs(batch):
 
 def test_an_empty_batch_has_an_empty_list():
     none = torch.zeros(1, dtype=torch.int32, device=DEVICE)
-    made = lists.work_list(
-        none, none, max_tiles=0, max_seqlen_q=0, num_heads=2, rows_per_item=128, block_n=128,
-        num_programs=3,
-    )  # fmt: skip
+    (made,) = lists.WorkList(0, 0, 2, 128, 128, 3).make(none, none)
     assert int(made[0, 0]) == 0 and len(made) == 1
 
 
@@ -99,7 +97,8 @@ def test_an_empty_batch_has_an_empty_list():
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=40))
 def test_longest_first_is_a_stable_sort(lengths):
     with tritonemu.enabled():
-        order = lists.longest_first(cu_seqlens(lengths, DEVICE))
+        ends = cu_seqlens(lengths, DEVICE)
+        (order,) = lists.LongestFirst().make(ends, ends)
     expected = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     assert order.tolist() == expected and order.dtype == torch.int32
 
@@ -107,19 +106,15 @@ def test_longest_first_is_a_stable_sort(lengths):
 def test_longest_first_of_more_sequences_than_one_pass_compares():
     lengths = torch.randint(0, 50, (2500,), generator=torch.Generator().manual_seed(0))
     with tritonemu.enabled():
-        order = lists.longest_first(cu_seqlens(lengths.tolist(), DEVICE))
+        ends = cu_seqlens(lengths.tolist(), DEVICE)
+        (order,) = lists.LongestFirst().make(ends, ends)
     assert torch.equal(order.cpu().long(), lengths.argsort(descending=True, stable=True))
 
 
-@pytest.mark.parametrize("make", (
-    lambda ends: lists.longest_first(ends),
-    lambda ends: lists.work_list(
-        ends, ends, max_tiles=8, max_seqlen_q=8, num_heads=2, rows_per_item=4, block_n=4,
-        num_programs=2,
-    ),
-))  # fmt: skip
-def test_the_kernels_that_make_lists_compile(make):
+@pytest.mark.parametrize("plan", (lists.LongestFirst(), lists.WorkList(8, 8, 2, 4, 4, 2)))
+def test_the_kernels_that_make_lists_compile(plan):
     """The emulator takes what the compiler refuses, such as a name of two shapes in a loop."""
+    ends = torch.tensor([0, 3, 8], dtype=torch.int32)
     with launches(run=False) as seen:
-        make(torch.tensor([0, 3, 8], dtype=torch.int32))
+        plan.make(ends, ends)
     assert compile_check.read(compile_check.build_launch(seen[-1])).spill_bytes == 0

@@ -85,11 +85,11 @@ def test_a_changed_backward_gets_a_schedule_of_its_own(rung):
     def backward(grad_out, batch, **given):
         return grad_out, batch, given
 
-    def make_schedule(batch, config):
+    def plan_schedule(batch, config):
         made_for.append((batch, config))
-        return ("its own",)
+        return SimpleNamespace(make=lambda *offsets: ("its own",))
 
-    module = SimpleNamespace(backward=backward, make_schedule=make_schedule)
+    module = SimpleNamespace(backward=backward, plan_schedule=plan_schedule)
     inputs, config = make_inputs(SMALL, device="cpu"), rung.Config()
     impl, options = rung.__name__.split(".")[-1], {"direction": "backward", "config": config}
     with tritonemu.enabled():

@@ -33,7 +33,7 @@ import triton.language as tl
 import triton.language.extra.tlx as tlx
 
 from gdpa_kernels.block_attention.batch import Batch, Schedule
-from gdpa_kernels.block_attention.block_list import make_schedule
+from gdpa_kernels.block_attention.block_list import plan_schedule
 from gdpa_kernels.block_attention.requires import BLOCK, requires_sin_cos, requires_tiles
 from gdpa_kernels.block_attention.slots import (
     Tiles,
@@ -478,7 +478,7 @@ def backward_kernel(
 def _launch(kernel, direction: str, batch: Batch, tensors, config, schedule) -> None:
     """Over `tensors`; of the list of blocks each program takes every grid-th one."""
     config = config or default_config(direction, batch)
-    (blocks,) = schedule or make_schedule(batch, config)
+    (blocks,) = schedule or plan_schedule(batch, config).make(*batch.offsets)
     turns = (None, None)
     if batch.rotary is not None:
         turns = [ragged_descriptor(t[:, None], batch.block_size) for t in batch.rotary]
@@ -499,7 +499,7 @@ def forward(
     """The output, `[total, num_heads_q, head_dim]`, and what backward needs besides q, k, v:
     nothing.
 
-    `schedule` is `make_schedule`'s for the same sequences; None makes it here.
+    `schedule` is that of `plan_schedule` for the same sequences; None makes it here.
     """
     out = batch.q.new_empty(batch.q.shape)
     tensors = batch.q, batch.k, batch.v, out

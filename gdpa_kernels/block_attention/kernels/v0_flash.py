@@ -27,7 +27,7 @@ from gdpa_kernels.block_attention.batch import Batch, Schedule
 from gdpa_kernels.block_attention.block_list import (
     block_entry,
     count_blocks,
-    make_schedule,
+    plan_schedule,
 )
 from gdpa_kernels.block_attention.rotary import rotary as rotate_tensors
 from gdpa_kernels.block_attention.tiles import LOG2_E, load_tile, store_tile
@@ -208,7 +208,7 @@ def forward(
     """The output, `[total, num_heads_q, head_dim]`, and what backward needs besides q, k, v: the
     output, the log-sum-exp fp32 `[num_heads_q, total]`, and what was rotated of q, k and v.
 
-    `schedule` is `make_schedule`'s for the same sequences; None makes it here.
+    `schedule` is that of `plan_schedule` for the same sequences; None makes it here.
     """
     q, k, v = batch.q, batch.k, batch.v
     rotated = ()
@@ -219,7 +219,7 @@ def forward(
     out = q.new_empty(q.shape)
     lse = q.new_empty(batch.num_heads, batch.total, dtype=torch.float32)
     config = config or default_config("forward", batch)
-    (blocks,) = schedule or make_schedule(batch, config)
+    (blocks,) = schedule or plan_schedule(batch, config).make(*batch.offsets)
     tiles = cdiv(batch.block_size, config.BLOCK_M)
     launch(
         forward_kernel, ((len(blocks) - 1) * tiles, batch.num_heads), batch.device,
@@ -257,7 +257,7 @@ def backward(
     dq, dk, dv = batch.new_gradients()
     delta = torch.empty_like(lse)
     config = config or default_config("backward", batch)
-    (blocks,) = schedule or make_schedule(batch, config)
+    (blocks,) = schedule or plan_schedule(batch, config).make(*batch.offsets)
     tiles = cdiv(batch.block_size, config.BLOCK_M)
     programs = (len(blocks) - 1) * tiles
     width = next_power_of_2(batch.head_dim)

@@ -35,7 +35,7 @@ from gdpa_kernels.block_attention.batch import Batch, Schedule
 from gdpa_kernels.block_attention.block_list import (
     block_entry,
     count_blocks,
-    make_schedule,
+    plan_schedule,
 )
 from gdpa_kernels.block_attention.rotary import load_sin_cos, sin_cos_strides
 from gdpa_kernels.block_attention.tiles import load_tile, softmax_parts, store_tile
@@ -244,12 +244,12 @@ def forward(
     """The output, `[total, num_heads_q, head_dim]`, and what backward needs besides q, k, v:
     nothing.
 
-    `schedule` is `make_schedule`'s for the same sequences; None makes it here.
+    `schedule` is that of `plan_schedule` for the same sequences; None makes it here.
     """
     q, k, v = batch.q, batch.k, batch.v
     out = q.new_empty(q.shape)
     config = config or default_config("forward", batch)
-    (blocks,) = schedule or make_schedule(batch, config)
+    (blocks,) = schedule or plan_schedule(batch, config).make(*batch.offsets)
     sin, cos = batch.rotary or (None, None)
     launch(
         forward_kernel,
@@ -277,7 +277,7 @@ def backward(
     q, k, v = batch.q, batch.k, batch.v
     dq, dk, dv = batch.new_gradients()
     config = config or default_config("backward", batch)
-    (blocks,) = schedule or make_schedule(batch, config)
+    (blocks,) = schedule or plan_schedule(batch, config).make(*batch.offsets)
     sin, cos = batch.rotary or (None, None)
     launch(
         backward_kernel,

@@ -33,7 +33,7 @@ import triton.language as tl
 import triton.language.extra.tlx as tlx
 
 from gdpa_kernels.block_attention.batch import Batch, Schedule
-from gdpa_kernels.block_attention.block_list import make_schedule
+from gdpa_kernels.block_attention.block_list import plan_schedule
 from gdpa_kernels.block_attention.requires import requires_sin_cos, requires_tiles
 from gdpa_kernels.block_attention.slots import (
     Tiles,
@@ -407,10 +407,10 @@ def forward(
     """The output, `[total, num_heads_q, head_dim]`, and what backward needs besides q, k, v:
     nothing.
 
-    `schedule` is `make_schedule`'s for the same sequences; None makes it here.
+    `schedule` is that of `plan_schedule` for the same sequences; None makes it here.
     """
     config = config or default_config("forward", batch)
-    (blocks,) = schedule or make_schedule(batch, config)
+    (blocks,) = schedule or plan_schedule(batch, config).make(*batch.offsets)
     return forward_slots(forward_kernel, batch, config, blocks)
 
 
@@ -424,5 +424,5 @@ def backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dq, dk, dv), shaped as q, k, v and contiguous."""
     config = config or default_config("backward", batch)
-    (blocks,) = schedule or make_schedule(batch, config)
+    (blocks,) = schedule or plan_schedule(batch, config).make(*batch.offsets)
     return backward_slots(backward_kernel, grad_out, batch, config, blocks)

@@ -32,7 +32,7 @@ from gdpa_kernels.block_attention.batch import Batch, Schedule
 from gdpa_kernels.block_attention.block_list import (
     block_entry,
     count_blocks,
-    make_schedule,
+    plan_schedule,
 )
 from gdpa_kernels.block_attention.requires import requires_tiles
 from gdpa_kernels.block_attention.rotary import load_sin_cos, sin_cos_strides
@@ -180,12 +180,12 @@ def forward(
     """The output, `[total, num_heads_q, head_dim]`, and what backward needs besides q, k, v:
     nothing.
 
-    `schedule` is `make_schedule`'s for the same sequences; None makes it here.
+    `schedule` is that of `plan_schedule` for the same sequences; None makes it here.
     """
     q, k, v = batch.q, batch.k, batch.v
     out = q.new_empty(q.shape)
     config = config or default_config("forward", batch)
-    (blocks,) = schedule or make_schedule(batch, config)
+    (blocks,) = schedule or plan_schedule(batch, config).make(*batch.offsets)
     heads = config.heads_per_program or batch.num_heads
     slabs = (len(blocks) - 1) * (batch.num_heads // heads)
     sin, cos = batch.rotary or (None, None)
@@ -214,7 +214,7 @@ def backward(
     grad_out = readable(grad_out)
     dq, dk, dv = batch.new_gradients()
     config = config or default_config("backward", batch)
-    (blocks,) = schedule or make_schedule(batch, config)
+    (blocks,) = schedule or plan_schedule(batch, config).make(*batch.offsets)
     heads = config.heads_per_program or batch.num_heads
     slabs = (len(blocks) - 1) * (batch.num_heads // heads)
     sin, cos = batch.rotary or (None, None)

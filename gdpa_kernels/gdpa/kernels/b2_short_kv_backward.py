@@ -51,7 +51,7 @@ from gdpa_kernels.gdpa.tensor_memory import (
     default_config,
     put_sum,
 )
-from gdpa_kernels.gdpa.work_list import Items, longest_first, sequence_and_head
+from gdpa_kernels.gdpa.work_list import Items, LongestFirst, sequence_and_head
 
 CTAS = tl.constexpr(2)  # of a cluster
 MOST_KEYS = KEYS.value * CTAS.value
@@ -62,9 +62,9 @@ def requires(batch: Batch) -> str | None:
     return requires_few_keys(batch, MOST_KEYS)
 
 
-def make_schedule(batch: Batch, config: Config) -> Schedule:
+def plan_schedule(batch: Batch, config: Config) -> LongestFirst:
     """(order,): the sequences, int32 `[sequences]`, those with the most queries first."""
-    return (longest_first(batch.cu_seqlens_q),)
+    return LongestFirst()
 
 
 @triton.aggregate
@@ -312,11 +312,11 @@ def backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dq, dk, dv), shaped as q, k and v, contiguous.
 
-    grad_out `[total_q, num_heads, head_dim]` of any strides. `schedule` is `make_schedule`'s for
-    the same sequences; None makes it here.
+    grad_out `[total_q, num_heads, head_dim]` of any strides. `schedule` is that of
+    `plan_schedule` for the same sequences; None makes it here.
     """
     config = config or default_config(batch)
-    (order,) = schedule or make_schedule(batch, config)
+    (order,) = schedule or plan_schedule(batch, config).make(*batch.offsets)
     items = batch.sequences * batch.num_heads_k
     boxes = (ROWS.value, batch.head_dim // CTAS.value), (KEYS.value, None), (KEYS.value, None)
     return launch_gradients(

@@ -49,7 +49,7 @@ from gdpa_kernels.gdpa.pair_steps import (
     loaded_in_parts,
 )
 from gdpa_kernels.gdpa.tensor_memory import HALF, KEYS, MATH_ROLES, ROWS
-from gdpa_kernels.gdpa.work_list import count_items, entry, list_of_keys
+from gdpa_kernels.gdpa.work_list import WorkList, count_items, entry, list_of_keys
 
 PRODUCERS = tl.constexpr(2)
 
@@ -78,7 +78,7 @@ def is_deterministic(batch: Batch) -> bool:
     return batch.max_seqlen_k <= 2 * ITEM.value and not batch.shared_q
 
 
-def make_schedule(batch: Batch, config: Config) -> Schedule:
+def plan_schedule(batch: Batch, config: Config) -> WorkList:
     """The list of tiles of keys, those with the most queries first."""
     return list_of_keys(batch, ITEM.value, ROWS.value, least=int(config.once))
 
@@ -394,11 +394,11 @@ def backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dq, dk, dv), shaped as q, k and v, contiguous.
 
-    grad_out `[total_q, num_heads, head_dim]` of any strides. `schedule` is `make_schedule`'s for
-    the same sequences; None makes it here.
+    grad_out `[total_q, num_heads, head_dim]` of any strides. `schedule` is that of
+    `plan_schedule` for the same sequences; None makes it here.
     """
     config = config or default_config(batch)
-    (entries,) = schedule or make_schedule(batch, config)
+    (entries,) = schedule or plan_schedule(batch, config).make(*batch.offsets)
     boxes = (HALF.value, None), (KEYS.value, None), (KEYS.value, None)
     loads = loaded_in_parts(grad_out, batch)
     return launch_gradients(

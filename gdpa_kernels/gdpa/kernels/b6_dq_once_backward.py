@@ -20,9 +20,9 @@ import torch
 from gdpa_kernels.gdpa.batch import Batch, Schedule
 from gdpa_kernels.gdpa.gradients import requires_few_keys
 from gdpa_kernels.gdpa.kernels import b5_stream_backward as b5
-from gdpa_kernels.gdpa.kernels.b5_stream_backward import Config, make_schedule
+from gdpa_kernels.gdpa.kernels.b5_stream_backward import Config, plan_schedule
 
-__all__ = ["Config", "backward", "default_config", "make_schedule", "requires"]
+__all__ = ["Config", "backward", "default_config", "plan_schedule", "requires"]
 
 
 def default_config(batch: Batch) -> Config:

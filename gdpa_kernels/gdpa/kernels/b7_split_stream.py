@@ -47,7 +47,7 @@ from gdpa_kernels.gdpa.batch import Batch, Schedule
 from gdpa_kernels.gdpa.masks import key_range
 from gdpa_kernels.gdpa.polynomial import mixed_probabilities
 from gdpa_kernels.gdpa.sums import add_up
-from gdpa_kernels.gdpa.work_list import count_items, entry, list_of_queries
+from gdpa_kernels.gdpa.work_list import WorkList, count_items, entry, list_of_queries
 
 ROWS = tl.constexpr(128)  # of a CTA and item
 ROLES = tl.constexpr(2)  # of math, a block of keys each
@@ -75,8 +75,8 @@ def default_config(batch: Batch) -> Config:
     return Config(slices=4 if batch.masked or len(batch.activation) > 1 else 2)
 
 
-def make_schedule(batch: Batch, config: Config) -> Schedule:
-    """The work list of these sequences, made on their device without waiting for it."""
+def plan_schedule(batch: Batch, config: Config) -> WorkList:
+    """The work list of these sequences."""
     return list_of_queries(batch, ITEM.value, config.BLOCK_N, CTAS.value)
 
 
@@ -284,11 +284,11 @@ def forward(
 ) -> torch.Tensor:
     """The output, `[total_q, num_heads, head_dim]`.
 
-    `schedule` is `make_schedule`'s for the same sequences and config; None makes it here.
+    `schedule` is that of `plan_schedule` for the same sequences and config; None makes it here.
     """
     out = batch.new_out()
     config = config or default_config(batch)
-    (entries,) = schedule or make_schedule(batch, config)
+    (entries,) = schedule or plan_schedule(batch, config).make(*batch.offsets)
     pairs = not batch.precise and foldable(batch.activation, batch.dtype)
     clusters = min(max(multiprocessors(batch.device) // CTAS.value, 1), len(entries) - 1)
     made = out

@@ -52,7 +52,7 @@ from gdpa_kernels.gdpa.two_consumers import (
     scores,
     share,
 )
-from gdpa_kernels.gdpa.work_list import count_items, entry, list_of_keys
+from gdpa_kernels.gdpa.work_list import WorkList, count_items, entry, list_of_keys
 
 
 def is_deterministic(batch: Batch) -> bool:
@@ -60,7 +60,7 @@ def is_deterministic(batch: Batch) -> bool:
     return batch.max_seqlen_k <= 2 * TILE.value and not batch.shared_q
 
 
-def make_schedule(batch: Batch, config: Config) -> Schedule:
+def plan_schedule(batch: Batch, config: Config) -> WorkList:
     """The list of tiles of keys, those with the most queries first."""
     return list_of_keys(batch, TILE.value, rows_of(batch.head_dim))
 
@@ -318,11 +318,11 @@ def backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dq, dk, dv), shaped as q, k and v, contiguous.
 
-    grad_out `[total_q, num_heads, head_dim]` of any strides. `schedule` is `make_schedule`'s for
-    the same sequences; None makes it here.
+    grad_out `[total_q, num_heads, head_dim]` of any strides. `schedule` is that of
+    `plan_schedule` for the same sequences; None makes it here.
     """
     config, rows = config or default_config(batch), rows_of(batch.head_dim)
-    (entries,) = schedule or make_schedule(batch, config)
+    (entries,) = schedule or plan_schedule(batch, config).make(*batch.offsets)
     boxes = (64, 64), (KEYS.value, None), (KEYS.value, None)
     loads = loaded(grad_out, batch, rows, KEYS.value)
     return launch_gradients(

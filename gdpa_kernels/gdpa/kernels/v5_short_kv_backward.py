@@ -39,7 +39,7 @@ from gdpa_kernels.gdpa.batch import Batch, Schedule
 from gdpa_kernels.gdpa.derivatives import mask_slope, times_slope, value_and_factor
 from gdpa_kernels.gdpa.gradients import Gradients, launch_gradients, place, requires_few_keys
 from gdpa_kernels.gdpa.masks import mask_transposed
-from gdpa_kernels.gdpa.work_list import Items, longest_first, sequence_and_head
+from gdpa_kernels.gdpa.work_list import Items, LongestFirst, sequence_and_head
 
 MATH_ROLES = tl.constexpr(2)
 KEYS = tl.constexpr(64)  # of a consumer
@@ -69,9 +69,9 @@ def default_config(batch: Batch) -> Config:
     return Config()
 
 
-def make_schedule(batch: Batch, config: Config) -> Schedule:
+def plan_schedule(batch: Batch, config: Config) -> LongestFirst:
     """(order,): the sequences, int32 `[sequences]`, those with the most queries first."""
-    return (longest_first(batch.cu_seqlens_q),)
+    return LongestFirst()
 
 
 @triton.aggregate
@@ -319,11 +319,11 @@ def backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dq, dk, dv), shaped as q, k and v, contiguous.
 
-    grad_out `[total_q, num_heads, head_dim]` of any strides. `schedule` is `make_schedule`'s for
-    the same sequences; None makes it here.
+    grad_out `[total_q, num_heads, head_dim]` of any strides. `schedule` is that of
+    `plan_schedule` for the same sequences; None makes it here.
     """
     config = config or default_config(batch)
-    (order,) = schedule or make_schedule(batch, config)
+    (order,) = schedule or plan_schedule(batch, config).make(*batch.offsets)
     items = batch.sequences * batch.num_heads_k
     loads = (
         ragged_descriptor(batch.q, ROWS.value, width=64),

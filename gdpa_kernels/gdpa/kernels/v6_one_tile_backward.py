@@ -56,7 +56,7 @@ from gdpa_kernels.gdpa.two_consumers import (
     scores,
     share,
 )
-from gdpa_kernels.gdpa.work_list import count_items, entry, list_of_keys
+from gdpa_kernels.gdpa.work_list import WorkList, count_items, entry, list_of_keys
 
 
 def requires(batch: Batch) -> str | None:
@@ -64,7 +64,7 @@ def requires(batch: Batch) -> str | None:
     return requires_few_keys(batch, TILE.value)
 
 
-def make_schedule(batch: Batch, config: Config) -> Schedule:
+def plan_schedule(batch: Batch, config: Config) -> WorkList:
     """A tile for each sequence and key head, those with the most queries first."""
     return list_of_keys(batch, TILE.value, rows_of(batch.head_dim), least=1)
 
@@ -274,11 +274,11 @@ def backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dq, dk, dv), shaped as q, k and v, contiguous.
 
-    grad_out `[total_q, num_heads, head_dim]` of any strides. `schedule` is `make_schedule`'s for
-    the same sequences; None makes it here.
+    grad_out `[total_q, num_heads, head_dim]` of any strides. `schedule` is that of
+    `plan_schedule` for the same sequences; None makes it here.
     """
     config, rows = config or default_config(batch), rows_of(batch.head_dim)
-    (entries,) = schedule or make_schedule(batch, config)
+    (entries,) = schedule or plan_schedule(batch, config).make(*batch.offsets)
     boxes = (64, 64), (KEYS.value, None), (KEYS.value, None)
     loads = loaded(grad_out, batch, rows, KEYS.value)
     return launch_gradients(

@@ -39,7 +39,7 @@ from gdpa_kernels.gdpa.batch import Batch, Schedule
 from gdpa_kernels.gdpa.derivatives import mask_slope, times_slope, value_and_factor
 from gdpa_kernels.gdpa.gradients import Gradients, launch_gradients, loaded, place, steps_of
 from gdpa_kernels.gdpa.masks import mask_transposed
-from gdpa_kernels.gdpa.work_list import count_items, entry, list_of_keys
+from gdpa_kernels.gdpa.work_list import WorkList, count_items, entry, list_of_keys
 
 KEYS = tl.constexpr(64)  # of a tile
 ROWS = tl.constexpr(64)  # of a step
@@ -80,7 +80,7 @@ def is_deterministic(batch: Batch) -> bool:
     return batch.max_seqlen_k <= 2 * KEYS.value and not batch.shared_q
 
 
-def make_schedule(batch: Batch, config: Config) -> Schedule:
+def plan_schedule(batch: Batch, config: Config) -> WorkList:
     """The list of tiles of keys, those with the most queries first."""
     return list_of_keys(batch, KEYS.value, ROWS.value)
 
@@ -299,11 +299,11 @@ def backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dq, dk, dv), shaped as q, k and v, contiguous.
 
-    grad_out `[total_q, num_heads, head_dim]` of any strides. `schedule` is `make_schedule`'s for
-    the same sequences; None makes it here.
+    grad_out `[total_q, num_heads, head_dim]` of any strides. `schedule` is that of
+    `plan_schedule` for the same sequences; None makes it here.
     """
     config = config or default_config(batch)
-    (entries,) = schedule or make_schedule(batch, config)
+    (entries,) = schedule or plan_schedule(batch, config).make(*batch.offsets)
     boxes = (ROWS.value, PIECE.value), (KEYS.value, None), (KEYS.value, None)
     loads = loaded(grad_out, batch, ROWS.value, KEYS.value)
     return launch_gradients(

@@ -42,7 +42,7 @@ from gdpa_kernels.gdpa.pages import LEAST as LEAST_PAGE
 from gdpa_kernels.gdpa.pages import fetch_keys, keys_of, page_of
 from gdpa_kernels.gdpa.segments import all_count, counted, key_stretches, parts_of, place
 from gdpa_kernels.gdpa.sums import add_up
-from gdpa_kernels.gdpa.work_list import count_items, entry, list_of_queries
+from gdpa_kernels.gdpa.work_list import WorkList, count_items, entry, list_of_queries
 
 ROWS = tl.constexpr(64)
 WIDE = tl.constexpr(128)  # columns that leave at once, at most
@@ -118,8 +118,8 @@ def splits_of(batch: Batch) -> int:
     return max(min(multiprocessors(batch.device) // tiles, batch.max_seqlen_k // LEAST), 1)
 
 
-def make_schedule(batch: Batch, config: Config) -> Schedule:
-    """The work list of these sequences, made on their device without waiting for it."""
+def plan_schedule(batch: Batch, config: Config) -> WorkList:
+    """The work list of these sequences."""
     rows = config.rows_per_item(batch.max_seqlen_q)
     return list_of_queries(batch, rows, config.BLOCK_N, 1, config.programs, config.splits)
 
@@ -474,14 +474,14 @@ def forward(
 ) -> torch.Tensor:
     """The output, `[total_q, num_heads, head_dim]`.
 
-    `schedule` is `make_schedule`'s for the same sequences and config; None makes it here.
+    `schedule` is that of `plan_schedule` for the same sequences and config; None makes it here.
     """
     out = batch.new_out()
     config = config or default_config(batch)
     made = out
     if config.splits > 1 or batch.add_to is not None:
         made = out.new_empty(config.splits * batch.rows, *out.shape[1:], dtype=torch.float32)
-    (entries,) = schedule or make_schedule(batch, config)
+    (entries,) = schedule or plan_schedule(batch, config).make(*batch.offsets)
     pairs = config.pairs and not batch.precise and foldable(batch.activation, batch.dtype)
     programs = min(config.programs * multiprocessors(batch.device), len(entries) - 1)
     threads = (1 + config.math_roles) * 128

@@ -39,7 +39,7 @@ from gdpa_kernels.gdpa.activations import multiply_add_pairs
 from gdpa_kernels.gdpa.batch import Batch, Schedule
 from gdpa_kernels.gdpa.lesson import requires_pairs
 from gdpa_kernels.gdpa.polynomial import mixed_pairs
-from gdpa_kernels.gdpa.work_list import count_items, entry, list_of_queries
+from gdpa_kernels.gdpa.work_list import WorkList, count_items, entry, list_of_queries
 
 requires = requires_pairs
 
@@ -64,8 +64,8 @@ def default_config(batch: Batch) -> Config:
     return Config()
 
 
-def make_schedule(batch: Batch, config: Config) -> Schedule:
-    """The work list of these sequences, made on their device without waiting for it."""
+def plan_schedule(batch: Batch, config: Config) -> WorkList:
+    """The work list of these sequences."""
     return list_of_queries(batch, BLOCK_M.value, config.BLOCK_N)
 
 
@@ -261,11 +261,11 @@ def forward(
 ) -> torch.Tensor:
     """The output, `[total_q, num_heads, head_dim]`.
 
-    `schedule` is `make_schedule`'s for the same sequences and config; None makes it here.
+    `schedule` is that of `plan_schedule` for the same sequences and config; None makes it here.
     """
     out = batch.new_out()
     config = config or default_config(batch)
-    (entries,) = schedule or make_schedule(batch, config)
+    (entries,) = schedule or plan_schedule(batch, config).make(*batch.offsets)
     programs = min(multiprocessors(batch.device), len(entries) - 1)
     launch(
         stream_kernel, (programs,), batch.device,

@@ -22,9 +22,9 @@ import torch
 
 from gdpa_kernels.gdpa.batch import Batch, Schedule
 from gdpa_kernels.gdpa.ladder import b3_stream
-from gdpa_kernels.gdpa.ladder.b3_stream import Config, make_schedule, requires
+from gdpa_kernels.gdpa.ladder.b3_stream import Config, plan_schedule, requires
 
-__all__ = ["Config", "default_config", "forward", "make_schedule", "requires"]
+__all__ = ["Config", "default_config", "forward", "plan_schedule", "requires"]
 
 
 def default_config(batch: Batch) -> Config:

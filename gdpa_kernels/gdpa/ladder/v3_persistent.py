@@ -31,6 +31,7 @@ import triton
 import triton.language as tl
 
 from gdpa_kernels.calling.launch import launch, multiprocessors
+from gdpa_kernels.calling.lengths import Recipe
 from gdpa_kernels.device.ragged import load_rows, ragged_descriptor, store_rows
 from gdpa_kernels.device.sequences import sequence
 from gdpa_kernels.gdpa import schedule as schedules
@@ -68,25 +69,36 @@ def default_config(batch: Batch) -> Config:
     return Config()
 
 
-def make_schedule(batch: Batch, config: Config) -> Schedule:
-    """(tile_batch, tile_head, tile_block, num_tiles), the list of tiles for these sequences, made
-    on their device without waiting for it."""
-    made = schedules.build_on_device(
-        config.order,
-        batch.cu_seqlens_q,
-        batch.cu_seqlens_k,
-        batch=batch.sequences,
-        max_tiles=schedules.max_tiles(
-            batch.rows, batch.sequences, batch.max_seqlen_q, config.BLOCK_M
-        ),
-        max_seqlen_q=batch.max_seqlen_q,
-        num_heads=batch.num_heads,
-        block_m=config.BLOCK_M,
-        block_n=config.BLOCK_N,
-        num_programs=config.programs(batch.device),
-        fastest="block",
-    )
-    return made.tile_batch, made.tile_head, made.tile_block, made.num_tiles
+@dataclass(frozen=True)
+class TileOrder(Recipe):
+    """What the list of tiles is made from beside the offsets: arguments of `build_on_device`."""
+
+    order: str
+    batch: int
+    max_tiles: int
+    max_seqlen_q: int
+    num_heads: int
+    block_m: int
+    block_n: int
+    num_programs: int
+    fastest: str = "block"
+
+    def make(self, cu_seqlens_k: torch.Tensor, cu_seqlens_q: torch.Tensor | None) -> Schedule:
+        """(tile_batch, tile_head, tile_block, num_tiles), made on the device of the offsets without
+        waiting for it."""
+        tiles = schedules.build_on_device(
+            cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, **vars(self)
+        )
+        return tiles.tile_batch, tiles.tile_head, tiles.tile_block, tiles.num_tiles
+
+
+def plan_schedule(batch: Batch, config: Config) -> TileOrder:
+    """The list of tiles of these sequences."""
+    bound = schedules.max_tiles(batch.rows, batch.sequences, batch.max_seqlen_q, config.BLOCK_M)
+    return TileOrder(
+        config.order, batch.sequences, bound, batch.max_seqlen_q, batch.num_heads,
+        config.BLOCK_M, config.BLOCK_N, config.programs(batch.device),
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["max_seqlen_q"])
@@ -127,11 +139,11 @@ def forward(
 ) -> torch.Tensor:
     """The output, `[total_q, num_heads, head_dim]`.
 
-    `schedule` is `make_schedule`'s for the same sequences and config; None makes it here.
+    `schedule` is that of `plan_schedule` for the same sequences and config; None makes it here.
     """
     out = batch.new_out()
     config = config or default_config(batch)
-    tiles = schedule or make_schedule(batch, config)
+    tiles = schedule or plan_schedule(batch, config).make(*batch.offsets)
     programs = min(config.programs(batch.device), len(tiles[0]))
     launch(
         persistent_kernel, (programs,), batch.device,

@@ -38,7 +38,7 @@ from gdpa_kernels.device.rows import fetch_rows, put_rows
 from gdpa_kernels.gdpa.activations import activate
 from gdpa_kernels.gdpa.batch import Batch, Schedule
 from gdpa_kernels.gdpa.lesson import requires as requires
-from gdpa_kernels.gdpa.work_list import count_items, entry, list_of_queries
+from gdpa_kernels.gdpa.work_list import WorkList, count_items, entry, list_of_queries
 
 MATH_ROLES = tl.constexpr(2)
 ROWS = tl.constexpr(64)
@@ -67,8 +67,8 @@ def default_config(batch: Batch) -> Config:
     return Config(BLOCK_N=64, num_stages=4) if batch.mean_seqlen_k <= 640 else Config()
 
 
-def make_schedule(batch: Batch, config: Config) -> Schedule:
-    """The work list of these sequences, made on their device without waiting for it."""
+def plan_schedule(batch: Batch, config: Config) -> WorkList:
+    """The work list of these sequences."""
     return list_of_queries(batch, config.rows_per_item(batch.max_seqlen_q), config.BLOCK_N)
 
 
@@ -260,11 +260,11 @@ def forward(
 ) -> torch.Tensor:
     """The output, `[total_q, num_heads, head_dim]`.
 
-    `schedule` is `make_schedule`'s for the same sequences and config; None makes it here.
+    `schedule` is that of `plan_schedule` for the same sequences and config; None makes it here.
     """
     out = batch.new_out()
     config = config or default_config(batch)
-    (entries,) = schedule or make_schedule(batch, config)
+    (entries,) = schedule or plan_schedule(batch, config).make(*batch.offsets)
     programs = min(multiprocessors(batch.device), len(entries) - 1)
     launch(
         short_kv_kernel, (programs,), batch.device,

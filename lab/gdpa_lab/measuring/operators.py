@@ -12,7 +12,7 @@ import torch
 
 from gdpa_kernels.block_attention import api as block_api
 from gdpa_kernels.block_attention import reference as block_reference
-from gdpa_kernels.block_attention.block_list import make_schedule
+from gdpa_kernels.block_attention.block_list import plan_schedule
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.calling.rung import Rung
 from gdpa_kernels.gdpa import api as gdpa_api
@@ -293,7 +293,10 @@ class BlockAttention(_Checked):
         if impl in self.peers:
             make = self.peers[impl].metadata
             return None if make is None else partial(make, self._inputs)
-        return None if impl == "reference" else partial(make_schedule, self._inputs.batch(), None)
+        if impl == "reference":
+            return None
+        batch = self._inputs.batch()
+        return lambda: plan_schedule(batch, None).make(*batch.offsets)
 
 
 def _runs(lengths: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
