@@ -21,6 +21,7 @@ from gdpa_kernels.calling.operators import (
     schema,
 )
 from gdpa_kernels.calling.rung import Rung, capability, dtype_name
+from gdpa_kernels.device.padding import check_offsets, clear_padding
 
 OPERATOR = "block_attention"
 IMPLS = ladder.impls(OPERATOR)
@@ -105,19 +106,23 @@ def block_attention(
     backward_impl = check_impls(impl, backward_impl)
     if scale is not None:
         checks.check_float("scale", scale)
-    lengths = None
+    lengths, rows, unread, padding = None, q.shape[0], False, True
     if isinstance(cu_seqlens, Lengths):
-        lengths, rows = cu_seqlens, q.shape[0]
-        cu_seqlens, _ = lengths.of("cu_seqlens", rows, q.device)
+        lengths, padding = cu_seqlens, cu_seqlens.total < rows
+        cu_seqlens, _ = lengths.of("cu_seqlens", rows, q.device, padding=True)
     else:
         checks.check_offsets("cu_seqlens", cu_seqlens, q.device)
-        if validate and checks.is_readable(cu_seqlens):
-            checks.check_lengths("cu_seqlens", cu_seqlens, q.shape[0], None)
-        cu_seqlens = cu_seqlens.to(torch.int32)
+        unread = validate and not checks.is_readable(cu_seqlens)
+        if validate and not unread:
+            _, end = checks.check_lengths("cu_seqlens", cu_seqlens, rows, None, padding=True)
+            padding = end < rows
+        cu_seqlens = checks.to_int32(cu_seqlens, unread)
     sin, cos = (None, None) if rotary is None else rotary
     tensors = distinct(*held, cu_seqlens, sin, cos)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    options = Options(num_kv_heads, scale, block_size, rotate_v, impl, backward_impl)
+    options = Options(
+        num_kv_heads, scale, block_size, rotate_v, impl, backward_impl, unread, padding
+    )
     return _BlockAttention.apply(lengths, *tensors, options)
 
 
@@ -157,8 +162,8 @@ def check_block_size(block_size: object) -> None:
 class Options(NamedTuple):
     """What a call asks for beside its tensors: arguments of the operators, in this order.
 
-    resolved: the implementation of the direction was chosen for this call, and is not checked
-    again.
+    check_values: nobody has read the offsets. padding: rows may follow the last sequence. resolved:
+    the implementation of the direction was chosen for this call, and is not checked again.
     """
 
     num_kv_heads: Size | None
@@ -167,6 +172,8 @@ class Options(NamedTuple):
     rotate_v: bool
     impl: str
     backward_impl: str
+    check_values: bool = False
+    padding: bool = False
     resolved: bool = False
 
     def rung(self, direction: str, batch: Batch) -> Rung:
@@ -228,13 +235,25 @@ def _forward(
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     options = Options(*options)
     batch = _batch(q, k, v, cu_seqlens, sin, cos, options)
+    if options.check_values:
+        _check_values(cu_seqlens, q.shape[0])
     rung = options.rung("forward", batch)
     if options.backward_impl not in ("auto", rung.impl):  # one that cannot take the call says so
         resolve(options.backward_impl, "backward", batch)
     given = {} if blocks is None else {"schedule": (blocks,)}
     with checks.without_autocast(q):  # the definition is made of operators that it would change
         out, saved = rung.module().forward(batch, **given)
+    if options.padding:
+        clear_padding(out, cu_seqlens)
     return out, list(saved[1:])  # the first is the output
+
+
+def _check_values(cu_seqlens: torch.Tensor, rows: int) -> None:
+    """Raises ValueError unless the offsets fit; on a GPU asserts it, without waiting."""
+    if cu_seqlens.device.type == "cuda":
+        check_offsets(None, cu_seqlens, None, (rows, rows), (rows, rows))
+    else:
+        checks.check_lengths("cu_seqlens", cu_seqlens, rows, None, padding=True)
 
 
 def _fake_forward(q, k, v, cu_seqlens, sin, cos, blocks, *options):
@@ -259,6 +278,8 @@ def _backward(
             return rung.module().backward(grad_out, batch, tuple(saved), **given)
 
     gradients = packed.gradients(backward, q, k, v, options.num_kv_heads, (True, True, True))
+    if options.padding:
+        clear_padding(gradients[0], cu_seqlens, gradients[1:], cu_seqlens)
     return tuple(q.new_empty(0) if x is None else x for x in gradients)
 
 

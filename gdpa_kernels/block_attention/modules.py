@@ -88,7 +88,7 @@ class BlockAttention(nn.Module):
         nested tensor `[batch, jagged, embed_dim]` of layout torch.jagged. A pair's int64 offsets
         come back as int32; a nested tensor's are converted in each call, `Lengths` once.
         """
-        values, offsets, _ = jagged.read(x, self.embed_dim, validate=self.validate)
+        values, offsets, _ = jagged.read(x, self.embed_dim, validate=self.validate, padding=True)
         return jagged.like(x, self._attend(values, offsets), offsets)
 
     def _attend(self, values: torch.Tensor, offsets: Offsets) -> torch.Tensor:
@@ -107,7 +107,8 @@ class BlockAttention(nn.Module):
         out = block_attention(
             q, k, v, offsets, num_kv_heads=self.num_kv_heads if k is None else None,
             block_size=self.block_size, rotary=turns, rotate_v=self.rotate_v,
-            impl=self.impl, backward_impl=self.backward_impl, validate=False,
+            impl=self.impl, backward_impl=self.backward_impl,
+            validate=self.validate and not checks.is_readable(q),
         )  # fmt: skip
         return self.out(out.flatten(1))
 

@@ -72,10 +72,10 @@ def _gather(x: torch.Tensor, tokens: torch.Tensor, group: int = 1) -> torch.Tens
 
 
 def _scatter(blocks: torch.Tensor, tokens: torch.Tensor, total: int) -> torch.Tensor:
-    """The inverse of `_gather` for group 1: `[total, num_heads, head_dim]`."""
+    """The inverse of `_gather` for group 1: `[total, num_heads, head_dim]`, zero behind the last
+    sequence."""
     rows = blocks.transpose(1, 2)[tokens >= 0]
-    assert len(rows) == total, f"cu_seqlens must end at {total}, got {len(rows)}"
-    return rows.contiguous()
+    return torch.nn.functional.pad(rows, (0, 0, 0, 0, 0, total - len(rows))).contiguous()
 
 
 def _probabilities(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable
+from numbers import Integral
 
 import torch
 
@@ -12,6 +13,7 @@ from gdpa_kernels.calling import private
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LARGEST = torch.finfo(torch.float32).max
+INT32_MAX = torch.iinfo(torch.int32).max
 _UNCHANGED = contextlib.nullcontext()
 
 
@@ -81,25 +83,42 @@ def check_bool(**flags: object) -> None:
 
 
 def check_count(name: str, value: object, least: int = 0, *, optional: bool = False) -> None:
-    """Raises ValueError unless `value` is an integer of at least `least`, or `optional` and
-    None."""
+    """Raises TypeError unless `value` is an integer, of Python or of NumPy, or `optional` and None;
+    ValueError unless it is at least `least`."""
     if optional and value is None:
         return
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+    integer = isinstance(value, int | Integral) and not isinstance(value, bool)
+    if not integer or value < least:
         kind = f"{'None or ' * optional}an integer of at least {least}"
-        raise ValueError(f"{name} must be {kind}, got {value!r}")
+        error = ValueError if integer else TypeError
+        raise error(f"{name} must be {kind}, got {value!r}")
+
+
+def int32(value: int | None) -> int | None:
+    """An integer of at least 0 as kernels take it: the largest one stands for what is above."""
+    if value is None or torch.compiler.is_compiling():
+        return value
+    return min(int(value), INT32_MAX)
 
 
 def check_positive(**sizes: object) -> None:
-    """Raises ValueError unless every size is an integer of at least 1."""
+    """Raises TypeError or ValueError unless every size is an integer of at least 1."""
     for name, value in sizes.items():
         check_count(name, value, least=1)
 
 
-def check_max_seqlen(name: str, value: object) -> None:
-    """Raises ValueError unless `value` is an integer of at least 0."""
-    if isinstance(value, bool) or not isinstance(value, int | torch.SymInt) or value < 0:
-        raise ValueError(f"{name} must be an integer of at least 0, got {value!r}")
+def check_max_seqlen(name: str, value: object) -> int:
+    """The value as a Python integer, or symbolic. Raises TypeError or ValueError unless it is one
+    from 0 to INT32_MAX."""
+    if isinstance(value, torch.SymInt) or torch.compiler.is_compiling():
+        if value < 0:
+            raise ValueError(f"{name} must be an integer of at least 0, got {value!r}")
+        return value
+    if type(value) is not int or value < 0:
+        check_count(name, value)
+    if value > INT32_MAX:
+        raise ValueError(f"{name} must be at most {INT32_MAX}, got {value!r}")
+    return int(value)
 
 
 def check_tensors(q: object, k: object, v: object) -> None:
@@ -136,23 +155,29 @@ def check_tensors(q: object, k: object, v: object) -> None:
         )
 
 
-def check_offsets(name: str, cu_seqlens: object, device: torch.device) -> None:
-    """Raises TypeError or ValueError unless cu_seqlens is a contiguous int32 or int64 tensor
-    `[batch + 1]` on `device`. Its values are not read."""
+def check_offsets(name: str, cu_seqlens: object, device: torch.device | None = None) -> None:
+    """Raises TypeError or ValueError unless cu_seqlens is an int32 or int64 tensor `[batch + 1]`,
+    on `device` if that is given. Its values are not read."""
     if not isinstance(cu_seqlens, torch.Tensor):
-        raise TypeError(f"{name} must be a tensor or Lengths, got {type(cu_seqlens).__name__}")
-    if (
-        cu_seqlens.dtype not in (torch.int32, torch.int64)
-        or cu_seqlens.dim() != 1
-        or cu_seqlens.numel() < 1
-        or cu_seqlens.device != device
-        or not cu_seqlens.is_contiguous()
-    ):
+        kind = "a tensor" if device is None else "a tensor or Lengths"
+        raise TypeError(f"{name} must be {kind}, got {type(cu_seqlens).__name__}")
+    if cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{name} must be int32 or int64, got {cu_seqlens.dtype}")
+    elsewhere = device is not None and cu_seqlens.device != device
+    if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1 or elsewhere:
+        where = "" if device is None else f" on {device}"
+        got = "" if device is None else f" on {cu_seqlens.device}"
         raise ValueError(
-            f"{name} must be a contiguous int32 or int64 tensor of shape [batch + 1] on {device}, "
-            f"got {cu_seqlens.dtype} of shape {list(cu_seqlens.shape)} on {cu_seqlens.device}"
-            + ("" if cu_seqlens.is_contiguous() else ", not contiguous")
+            f"{name} must have shape [batch + 1]{where}, got {list(cu_seqlens.shape)}{got}"
         )
+
+
+def to_int32(values: torch.Tensor, unread: bool = False) -> torch.Tensor:
+    """Offsets or counts as kernels read them, contiguous int32. `unread`: nobody has seen that
+    those of 64 bits fit; what does not becomes what fits no tensor."""
+    if unread and values.dtype == torch.int64:
+        values = values.clamp(-1, INT32_MAX)
+    return values.to(torch.int32).contiguous()
 
 
 def is_fake(*tensors: torch.Tensor) -> bool:
@@ -171,15 +196,24 @@ def is_readable(cu_seqlens: torch.Tensor) -> bool:
     return not (cu_seqlens.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
-def check_lengths(name: str, cu_seqlens: torch.Tensor, total: int, max_seqlen: int | None) -> int:
-    """The longest sequence, in tokens. Raises ValueError unless cu_seqlens rises from 0 to `total`
-    in steps of at most `max_seqlen`, if that is given. Waits for the device."""
+def check_lengths(
+    name: str,
+    cu_seqlens: torch.Tensor,
+    total: int,
+    max_seqlen: int | None,
+    *,
+    padding: bool = False,
+) -> tuple[int, int]:
+    """(longest sequence, end of the last one), in tokens. Raises ValueError unless cu_seqlens rises
+    from 0 to `total`, or with `padding` to less, in steps of at most `max_seqlen`, if that is
+    given. Waits for the device."""
     values = cu_seqlens.tolist()
     lengths = [after - before for before, after in zip(values, values[1:], strict=False)]
-    if values[0] != 0 or values[-1] != total:
+    if values[0] != 0 or values[-1] > total or (values[-1] < total and not padding):
+        hint = ": offsets, not lengths, are wanted" if values[0] else ""
         raise ValueError(
-            f"{name} must run from 0 to the {total} rows of its tensor, "
-            f"got {values[0]} to {values[-1]}"
+            f"{name} must run from 0 to {'at most ' * padding}the {total} rows of its tensor, "
+            f"got {values[0]} to {values[-1]}{hint}"
         )
     if lengths and min(lengths) < 0:
         at = lengths.index(min(lengths))
@@ -192,4 +226,4 @@ def check_lengths(name: str, cu_seqlens: torch.Tensor, total: int, max_seqlen: i
             f"{name.replace('cu_seqlens', 'max_seqlen')} must be at least the longest sequence, "
             f"{longest} tokens, got {max_seqlen}"
         )
-    return longest
+    return longest, values[-1]

@@ -50,7 +50,7 @@ def from_padded_tensor(
     _check_padded("padded", "[batch, max_seqlen, ...]", padded)
     batch, most = padded.shape[:2]
     if not isinstance(offsets, Lengths):
-        _check_offsets(offsets, padded.device)
+        checks.check_offsets("offsets", offsets, padded.device)
     total = offsets.total if isinstance(offsets, Lengths) else int(offsets[-1])
     _, offsets, _ = read((padded.new_empty(total, 0), offsets), None, most, validate)
     if batch != batch_size(offsets):
@@ -102,18 +102,6 @@ def append(
     return y, longer
 
 
-def _check_offsets(offsets: object, device: torch.device) -> None:
-    if not isinstance(offsets, torch.Tensor):
-        raise TypeError(f"offsets must be a tensor or Lengths, got {type(offsets).__name__}")
-    if offsets.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"offsets must be int32 or int64, got {offsets.dtype}")
-    if offsets.dim() != 1 or offsets.numel() < 1 or offsets.device != device:
-        raise ValueError(
-            f"offsets must have shape [batch + 1] on {device}, "
-            f"got {list(offsets.shape)} on {offsets.device}"
-        )
-
-
 def _check_padded(name: str, shape: str, x: object) -> None:
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
@@ -127,10 +115,13 @@ def read(
     embed_dim: int | None = None,
     max_seqlen: int | None = None,
     validate: bool = True,
+    *,
+    padding: bool = False,
 ) -> tuple[torch.Tensor, Offsets, int | None]:
     """(values, offsets, longest) of a batch of any kind: values `[total_tokens, embed_dim]`, or of
     any trailing shape; offsets int32 `[batch + 1]`, the same tensor if it is that, or Lengths; at
-    least the longest sequence, None if neither `max_seqlen` nor x nor a check says it.
+    least the longest sequence, None if neither `max_seqlen` nor x nor a check says it. padding:
+    rows may follow the last sequence.
 
     Raises TypeError, ValueError: x is wrong: what is expected, what was received.
     """
@@ -147,13 +138,15 @@ def read(
     if max_seqlen is not None:
         checks.check_max_seqlen("max_seqlen", max_seqlen)
     if isinstance(offsets, Lengths):
-        return values, offsets, offsets.of("cu_seqlens", shape[0], values.device, max_seqlen)[1]
-    _check_offsets(offsets, values.device)
+        most = offsets.of("cu_seqlens", shape[0], values.device, max_seqlen, padding=padding)[1]
+        return values, offsets, most
+    checks.check_offsets("offsets", offsets, values.device)
     most = known if max_seqlen is None else max_seqlen
-    if validate and checks.is_readable(offsets):
-        longest = checks.check_lengths("cu_seqlens", offsets, shape[0], most)
+    unread = validate and not checks.is_readable(offsets)
+    if validate and not unread:
+        longest, _ = checks.check_lengths("cu_seqlens", offsets, shape[0], most, padding=padding)
         most = longest if most is None else most
-    return values, offsets.to(torch.int32).contiguous(), most
+    return values, checks.to_int32(offsets, unread), most
 
 
 def _parts(x: torch.Tensor | Jagged) -> tuple[object, object, int | None]:

@@ -64,14 +64,7 @@ class Lengths:
         *,
         device: torch.device | str | None = None,
     ):
-        if not isinstance(cu_seqlens, torch.Tensor):
-            raise TypeError(f"cu_seqlens must be a tensor, got {type(cu_seqlens).__name__}")
-        if cu_seqlens.dtype not in (torch.int32, torch.int64):
-            raise TypeError(f"cu_seqlens must be int32 or int64, got {cu_seqlens.dtype}")
-        if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1:
-            raise ValueError(
-                f"cu_seqlens must have shape [batch + 1], got {list(cu_seqlens.shape)}"
-            )
+        checks.check_offsets("cu_seqlens", cu_seqlens)
         if not checks.is_readable(cu_seqlens):
             raise ValueError(
                 "cu_seqlens must have values to read, got a fake tensor, one that is being traced "
@@ -80,7 +73,7 @@ class Lengths:
         if max_seqlen is not None:
             checks.check_max_seqlen("max_seqlen", max_seqlen)
         total = _checked_total(int(cu_seqlens[-1]))
-        longest = checks.check_lengths("cu_seqlens", cu_seqlens, total, max_seqlen)
+        longest, _ = checks.check_lengths("cu_seqlens", cu_seqlens, total, max_seqlen)
         with torch.inference_mode(False):  # training may follow an evaluation
             # Copied before it goes to a device: a copy from pinned memory only joins the queue.
             own = cu_seqlens.to(torch.int32, copy=True)
@@ -89,7 +82,7 @@ class Lengths:
 
     def _hold(self, cu_seqlens: torch.Tensor, total: int, max_seqlen: int) -> Lengths:
         """Itself, of offsets that are right."""
-        self.cu_seqlens, self.total, self.max_seqlen = cu_seqlens, total, max_seqlen
+        self.cu_seqlens, self.total, self.max_seqlen = cu_seqlens, total, int(max_seqlen)
         # By the Lengths that it was made with, itself or others, which it does not keep alive.
         self._cached: WeakKeyDictionary[Lengths, dict[Hashable, object]] = WeakKeyDictionary()
         return self
@@ -143,12 +136,20 @@ class Lengths:
         return self.cu_seqlens.device
 
     def of(
-        self, name: str, rows: int, device: torch.device, max_seqlen: int | None = None
+        self,
+        name: str,
+        rows: int,
+        device: torch.device,
+        max_seqlen: int | None = None,
+        *,
+        padding: bool = False,
     ) -> tuple[torch.Tensor, int]:
         """(cu_seqlens, max_seqlen) for a tensor of `rows` rows on `device`, given as the argument
-        `name`. Raises ValueError if they are not its."""
-        if self.total != rows:
-            raise ValueError(f"{name} must be of {rows} rows as its tensor, got {self!r}")
+        `name`. Raises ValueError if they are not its; with `padding` rows may follow the last
+        sequence."""
+        if self.total != rows and not (padding and self.total < rows):
+            most = "at most " * padding
+            raise ValueError(f"{name} must be of {most}{rows} rows as its tensor, got {self!r}")
         if self.device != device:
             raise ValueError(f"{name} must be on q's device {device}, got {self!r}")
         if max_seqlen is not None and max_seqlen < self.max_seqlen:

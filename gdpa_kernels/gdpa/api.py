@@ -21,11 +21,12 @@ from gdpa_kernels.calling.operators import (
     schema,
 )
 from gdpa_kernels.calling.rung import Rung, capability, dtype_name
+from gdpa_kernels.device.padding import check_offsets, clear_padding
 from gdpa_kernels.gdpa import choices
 from gdpa_kernels.gdpa.batch import Batch
 from gdpa_kernels.gdpa.bias import NONE, Bias, RelativeBias, bias_of_call
 from gdpa_kernels.gdpa.registration import check_activation, prove
-from gdpa_kernels.gdpa.targets import check_targets, segments_of_call
+from gdpa_kernels.gdpa.targets import check_counts, check_targets, segments_of_call
 
 IMPLS = ladder.impls()
 BACKWARD_IMPLS = ladder.impls(direction="backward")
@@ -184,8 +185,9 @@ def gdpa(
         target_ranks,
     )  # fmt: skip
     given = cu_seqlens_q, cu_seqlens_k
-    cu_seqlens_q, max_seqlen_q = _read("q", q, cu_seqlens_q, max_seqlen_q, q.device, validate)
-    cu_seqlens_k, max_seqlen_k = _read("k", k, cu_seqlens_k, max_seqlen_k, q.device, validate)
+    cu_seqlens_q, max_seqlen_q, *of_q = _read("q", q, cu_seqlens_q, max_seqlen_q, validate)
+    cu_seqlens_k, max_seqlen_k, *of_k = _read("k", k, cu_seqlens_k, max_seqlen_k, validate)
+    unread, padding = of_q[0] or of_k[0], of_q[1] or of_k[1]
     if cu_seqlens_q is not None and cu_seqlens_q.shape != cu_seqlens_k.shape:
         raise ValueError(
             f"cu_seqlens_q must have cu_seqlens_k's shape {list(cu_seqlens_k.shape)}, "
@@ -195,6 +197,9 @@ def gdpa(
     lower_right = causal == "lower_right" and given[0] is not given[1]
     if causal is True and validate and checks.is_readable(cu_seqlens_k):
         _check_alignment(given, cu_seqlens_q, cu_seqlens_k, q.shape[0])
+    if (window, full_rows, target_group_size) != (None, 0, 1):
+        window, full_rows = checks.int32(window), checks.int32(full_rows)
+        target_group_size = checks.int32(target_group_size)
     counted = segments_of_call(
         num_targets, num_contexts, full_rows, cu_seqlens_q, cu_seqlens_k, lower_right, validate
     )
@@ -214,6 +219,8 @@ def gdpa(
         num_kv_heads, max_seqlen_q, max_seqlen_k, ",".join(names), scale, float(output_scale),
         causal is not False, window, precise, impl, backward_impl, lower_right,
         out_dtype, target_group_size, full_rows, target_ranks == "own",
+        check_values=unread, padding=padding,
+        check_alignment=unread and causal is True and given[0] is not given[1],
     )  # fmt: skip
     lengths = _shared(given)
     if lengths is not None and checks.is_fake(q):
@@ -239,7 +246,9 @@ class Options(NamedTuple):
     """What a call asks for beside its tensors: arguments of the operators, in this order.
 
     activation: its names with commas between them. lower_right: where positions of `causal` end
-    with their sequence. resolved: the implementation of the direction was chosen for this call, and
+    with their sequence. check_values: nobody has read the offsets, nor what counts tokens;
+    check_alignment: nor whether a sequence has fewer queries than keys. padding: rows may follow
+    the last sequence. resolved: the implementation of the direction was chosen for this call, and
     is not checked again.
     """
 
@@ -259,6 +268,9 @@ class Options(NamedTuple):
     target_group_size: Size = 1
     full_rows: Size = 0
     own_ranks: bool = False
+    check_values: bool = False
+    check_alignment: bool = False
+    padding: bool = False
     resolved: bool = False
 
     def rung(self, direction: str, batch: Batch) -> Rung:
@@ -360,7 +372,7 @@ def _batch(q, k, v, cu_seqlens_q, cu_seqlens_k, options: Options, **more) -> Bat
         options.max_seqlen_q, options.max_seqlen_k, tuple(options.activation.split(",")),
         options.scale, options.output_scale, causal, options.window, options.precise,
         target_group_size=options.target_group_size, full_rows=options.full_rows,
-        own_ranks=options.own_ranks, **more,
+        own_ranks=options.own_ranks, padding=options.padding, **more,
     )  # fmt: skip
 
 
@@ -371,12 +383,37 @@ def _forward(
     tensors = q, k, v, cu_seqlens_q, cu_seqlens_k
     both = {"segments": segments, "bias": Bias(**bias)}
     batch = _batch(*tensors, options, out_dtype=options.out_dtype, add_to=add_to, **both)
+    if options.check_values:
+        _check_values(batch, options.check_alignment)
     rung = options.rung("forward", batch)
     if options.backward_impl != "auto":  # an explicit one that cannot take the call says so here
         resolve(options.backward_impl, "backward", _batch(*tensors, options, **both))
     given = {"schedule": tuple(schedule)} if schedule else {}
     with checks.without_autocast(q):  # the definition is made of operators that it would change
-        return rung.module().forward(batch, **given).contiguous()
+        out = rung.module().forward(batch, **given).contiguous()
+    if options.padding:
+        clear_padding(out, cu_seqlens_q, add_to=add_to)
+    return out
+
+
+def _check_values(batch: Batch, alignment: bool) -> None:
+    """Raises ValueError unless offsets and counts fit; on a GPU asserts it, without waiting.
+
+    alignment: no sequence may have fewer queries than keys either.
+    """
+    ends_q, ends_k, segments = batch.cu_seqlens_q, batch.cu_seqlens_k, batch.segments
+    rows, longest = (batch.q.shape[0], batch.k.shape[0]), (batch.max_seqlen_q, batch.max_seqlen_k)
+    if batch.device.type == "cuda":
+        equal = segments is not None and not batch.lower_right
+        check_offsets(ends_q, ends_k, segments, rows, longest, aligned=alignment, equal=equal)
+        return
+    for letter, ends, total, most in zip("qk", (ends_q, ends_k), rows, longest, strict=True):
+        if ends is not None:
+            checks.check_lengths(f"cu_seqlens_{letter}", ends, total, most, padding=True)
+    if alignment:
+        _check_alignment((ends_q, ends_k), ends_q, ends_k, rows[0])
+    if segments is not None:
+        check_counts(segments, ends_q, ends_k, batch.lower_right)
 
 
 def _fake_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, schedule, *options, **_):
@@ -403,6 +440,8 @@ def _backward(
             return needed(rung.module().backward(grad_out, batch, **given), needs)
 
     gradients = needed(packed.gradients(backward, q, k, v, options.num_kv_heads, needs), needs)
+    if options.padding:
+        clear_padding(gradients[0], cu_seqlens_q, gradients[1:], cu_seqlens_k)
     return tuple(q.new_empty(0) if x is None else x for x in gradients)
 
 
@@ -586,36 +625,39 @@ def _read(
     tensor: torch.Tensor,
     cu_seqlens: torch.Tensor | Lengths | None,
     max_seqlen: int | None,
-    device: torch.device,
     validate: bool,
-) -> tuple[torch.Tensor | None, int]:
-    """(cu_seqlens, max_seqlen) of q or k, checked."""
+) -> tuple[torch.Tensor | None, int, bool, bool]:
+    """(cu_seqlens, max_seqlen, whether their values are still to be checked, whether rows may
+    follow the last sequence) of q or k."""
     name, maximum, rows = f"cu_seqlens_{letter}", f"max_seqlen_{letter}", tensor.shape[0]
     if max_seqlen is not None:
-        checks.check_max_seqlen(maximum, max_seqlen)
+        max_seqlen = checks.check_max_seqlen(maximum, max_seqlen)
     if cu_seqlens is None and letter == "q":
         if max_seqlen is not None and rows != max_seqlen:
             raise ValueError(
                 f"{maximum} must equal the {rows} rows of a shared q, got {max_seqlen}"
             )
-        return None, rows
+        return None, rows, False, False
     if cu_seqlens is None:
         raise TypeError(
             f"{name} must be the offsets [batch + 1] of k's {rows} rows, a tensor or Lengths, "
             "unless k is nested, got None"
         )
     if isinstance(cu_seqlens, Lengths):
-        return cu_seqlens.of(name, rows, device, max_seqlen)
-    checks.check_offsets(name, cu_seqlens, device)
+        read = cu_seqlens.of(name, rows, tensor.device, max_seqlen, padding=True)
+        return *read, False, cu_seqlens.total < rows
+    checks.check_offsets(name, cu_seqlens, tensor.device)
     readable = (validate or max_seqlen is None) and checks.is_readable(cu_seqlens)
     if max_seqlen is None and not (readable or torch.compiler.is_compiling()):
         raise TypeError(
             f"{maximum} must be given where {name} cannot be read, of a fake tensor or in the "
             "capture of a CUDA graph, got None"
         )
-    longest = None
+    longest, padding = None, True
     if validate and readable:
-        longest = checks.check_lengths(name, cu_seqlens, rows, max_seqlen)
+        longest, end = checks.check_lengths(name, cu_seqlens, rows, max_seqlen, padding=True)
+        padding = end < rows
     if max_seqlen is None:
         max_seqlen = jagged.longest_of(cu_seqlens) if longest is None else longest
-    return cu_seqlens.to(torch.int32), max_seqlen
+    unread = validate and not readable
+    return checks.to_int32(cu_seqlens, unread), max_seqlen, unread, padding

@@ -9,6 +9,7 @@ import torch
 
 from gdpa_kernels.calling import checks
 from gdpa_kernels.calling.heads import Gradients, Heads
+from gdpa_kernels.calling.launch import next_power_of_2
 from gdpa_kernels.gdpa import targets
 from gdpa_kernels.gdpa.bias import NONE, Bias
 from gdpa_kernels.gdpa.history import History
@@ -32,7 +33,8 @@ class Batch(Heads):
     sequence (targets.py), to which target_group_size, full_rows and own_ranks belong; `bias`: what
     is added to the scores (bias.py), with a cu_seqlens_q; `history`: tokens in pages (history.py)
     that each sequence's keys begin with, which cu_seqlens_k and max_seqlen_k count; k and v are
-    then those that follow, with q's offsets, or have no rows.
+    then those that follow, with q's offsets, or have no rows; `padding`: rows may follow the last
+    sequence, of which the output needs no value.
     """
 
     q: torch.Tensor
@@ -57,6 +59,7 @@ class Batch(Heads):
     own_ranks: bool = False
     bias: Bias = NONE
     history: History | None = None
+    padding: bool = False
 
     def __post_init__(self) -> None:
         if self.causal == "upper_left":
@@ -64,6 +67,10 @@ class Batch(Heads):
         # A window that every pair is inside of masks nothing; kernels add to it in 32 bits.
         if self.window is not None and self.window >= max(self.q.shape[0], self.k.shape[0]):
             object.__setattr__(self, "window", None)
+        if self.segments is not None:  # likewise
+            most = min(next_power_of_2(max(self.max_seqlen_k, 1)), 2**30)
+            object.__setattr__(self, "full_rows", min(self.full_rows, most))
+            object.__setattr__(self, "target_group_size", min(self.target_group_size, most))
 
     @property
     def offsets(self) -> tuple[torch.Tensor, torch.Tensor | None]:

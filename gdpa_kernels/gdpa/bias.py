@@ -215,9 +215,10 @@ def _times_of_queries(
     lower_right: bool, next_time: bool,
 ) -> torch.Tensor:  # fmt: skip
     """Of queries at the positions of keys; waits for no device."""
-    if rows == 0 or times.shape[0] == 0:  # without keys nothing looks at them
+    if rows == 0 or times.shape[0] == 0 or len(cu_seqlens_k) == 1:  # nothing looks at them
         return times.new_zeros(rows)
     of, place = jagged.places(rows, cu_seqlens_q)
+    of = of.clamp(max=len(cu_seqlens_k) - 2)  # of rows behind the last sequence
     lengths = cu_seqlens_k.diff()[of]
     if lower_right:
         place = place + lengths - cu_seqlens_q.diff()[of]

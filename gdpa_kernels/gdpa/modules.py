@@ -69,7 +69,7 @@ class _Layer(nn.Module):
     ) -> tuple[torch.Tensor, Offsets, int]:
         """values, offsets and max_seqlen of a jagged batch, all checked."""
         most = self.max_seqlen if max_seqlen is None else max_seqlen
-        values, offsets, longest = jagged.read(x, self.embed_dim, most, self.validate)
+        values, offsets, longest = jagged.read(x, self.embed_dim, most, self.validate, padding=True)
         return values, offsets, jagged.longest_of(offsets) if longest is None else longest
 
     def _attend(
@@ -111,7 +111,7 @@ class _Layer(nn.Module):
             num_kv_heads=self.num_kv_heads if k is None else None,
             activation=self.activation, scale=self.scale, output_scale=self.output_scale,
             precise=self.precise, impl=self.impl, backward_impl=self.backward_impl,
-            validate=validate, **mask,
+            validate=validate or (self.validate and not checks.is_readable(q)), **mask,
         )  # fmt: skip
         return self.out(out.flatten(1))
 

@@ -231,7 +231,8 @@ def forward_in_dtype(batch: Batch) -> torch.Tensor:
             keep = _counts(batch, i, p.shape[1], p.shape[2])
             p = p.masked_fill(~keep, 0)
         outputs.append((p @ v_b * batch.output_scale).transpose(0, 1))
-    return torch.cat(outputs) if outputs else q.new_empty(0, *q.shape[1:])
+    rows = batch.rows - sum(map(len, outputs))  # behind the last sequence
+    return torch.cat((*outputs, q.new_zeros(rows, *q.shape[1:])))
 
 
 def backward_in_dtype(

@@ -24,8 +24,7 @@ def check_targets(
         ("target_group_size", target_group_size, 1),
         ("full_rows", full_rows, 0),
     ):
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
+        checks.check_count(name, value, least)
     if target_ranks not in RANKS:
         raise ValueError(f"target_ranks must be 'shared' or 'own', got {target_ranks!r}")
     if full_rows and (window is None or target_ranks == "own"):
@@ -60,40 +59,56 @@ def segments_of_call(
         return None
     if cu_seqlens_q is None:
         raise ValueError("cu_seqlens_q must be given with num_targets, num_contexts or full_rows")
-    sequences = cu_seqlens_k.numel() - 1
-    none = cu_seqlens_k.new_zeros(sequences)
-    for name, value in (("num_targets", num_targets), ("num_contexts", num_contexts)):
-        is_count = name == "num_contexts" and isinstance(value, int) and not isinstance(value, bool)
-        if value is None or (is_count and value >= 0):
-            continue
-        if not isinstance(value, torch.Tensor) or value.dtype != torch.int32:
-            also = ", an integer of at least 0" if name == "num_contexts" else ""
-            what = value.dtype if isinstance(value, torch.Tensor) else repr(value)
-            raise TypeError(f"{name} must be an int32 tensor{also} or None, got {what}")
-        if value.shape != (sequences,) or value.device != cu_seqlens_k.device:
-            raise ValueError(
-                f"{name} must have shape [{sequences}] on {cu_seqlens_k.device}, "
-                f"got {list(value.shape)} on {value.device}"
-            )
-    targets = none if num_targets is None else num_targets
-    contexts = none if num_contexts is None else num_contexts
-    if isinstance(contexts, int):
-        contexts = (cu_seqlens_k.diff() - targets).clamp(max=contexts).to(torch.int32)
-    made = torch.stack((targets, contexts), dim=1)
+    lengths = cu_seqlens_k.diff()
+    targets = lengths.new_zeros(lengths.shape)
+    if num_targets is not None:
+        targets = _counts("num_targets", num_targets, lengths)
+    if num_contexts is None:
+        contexts = lengths.new_zeros(lengths.shape)
+    elif isinstance(num_contexts, torch.Tensor):
+        contexts = _counts("num_contexts", num_contexts, lengths)
+    else:
+        checks.check_count("num_contexts", num_contexts)
+        contexts = (lengths - targets).clamp(max=checks.int32(num_contexts))
+    segments = torch.stack((targets, contexts), dim=1)
     if validate and checks.is_readable(cu_seqlens_k):
-        keys = cu_seqlens_k.diff().tolist()
-        for i, (pair, length) in enumerate(zip(made.tolist(), keys, strict=True)):
-            if min(pair) < 0 or sum(pair) > length:
-                raise ValueError(
-                    "num_targets and num_contexts must be at least 0 and together at most the "
-                    f"length, got {pair[0]} and {pair[1]} of {length} in sequence {i}"
-                )
-        if not lower_right and cu_seqlens_q.tolist() != cu_seqlens_k.tolist():
+        check_counts(segments, cu_seqlens_q, cu_seqlens_k, lower_right)
+    return segments
+
+
+def _counts(name: str, counts: object, lengths: torch.Tensor) -> torch.Tensor:
+    """An argument of counts as int32 `[sequences]`; those of 64 bits that int32 does not hold, as
+    others that fit no sequence."""
+    if not isinstance(counts, torch.Tensor) or counts.dtype not in (torch.int32, torch.int64):
+        got = counts.dtype if isinstance(counts, torch.Tensor) else repr(counts)
+        also = ", an integer of at least 0" if name == "num_contexts" else ""
+        raise TypeError(f"{name} must be an int32 or int64 tensor{also} or None, got {got}")
+    if counts.shape != lengths.shape or counts.device != lengths.device:
+        raise ValueError(
+            f"{name} must have shape {list(lengths.shape)} on {lengths.device}, "
+            f"got {list(counts.shape)} on {counts.device}"
+        )
+    return checks.to_int32(counts, unread=True)
+
+
+def check_counts(
+    segments: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor,
+    lower_right: bool,
+) -> None:  # fmt: skip
+    """Raises ValueError unless the counts fit the sequences, and with positions that start with
+    their sequence queries are all of its tokens. Waits for the device."""
+    keys = cu_seqlens_k.diff().tolist()
+    for i, (pair, length) in enumerate(zip(segments.tolist(), keys, strict=True)):
+        if min(pair) < 0 or sum(pair) > length:
             raise ValueError(
-                "causal must be 'lower_right' with num_targets, num_contexts or full_rows where "
-                "queries are the last of their sequence, got other offsets for q than for k"
+                "num_targets and num_contexts must be at least 0 and together at most the "
+                f"length, got {pair[0]} and {pair[1]} of {length} in sequence {i}"
             )
-    return made
+    if not lower_right and cu_seqlens_q.tolist() != cu_seqlens_k.tolist():
+        raise ValueError(
+            "causal must be 'lower_right' with num_targets, num_contexts or full_rows where "
+            "queries are the last of their sequence, got other offsets for q than for k"
+        )
 
 
 def visible(

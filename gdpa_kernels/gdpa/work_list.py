@@ -173,15 +173,14 @@ def work_list_kernel(
 class WorkList(Recipe):
     """What a list is made from beside the offsets.
 
-    max_tiles: a bound of the entries of one head (`schedule.max_tiles` with
-    block_m=rows_per_item). max_seqlen: of the rows that are listed. least: a sequence with keys has
-    that many entries or more, 0 or 1. pieces: (pieces of a sequence, keys of one, rows of the
-    output), each piece with entries of its own. numbered: entries name their sequence. padded: keys
-    before the last ones, which are as many as queries, count up to the next multiple. transposed:
-    tiles of keys, whose entries name keys where others name queries; rows_of_q: of a shared q then.
+    rows, max_seqlen: of what is listed. least: a sequence with keys has that many entries or more,
+    0 or 1. pieces: (pieces of a sequence, keys of one, rows of the output), each piece with entries
+    of its own. numbered: entries name their sequence. padded: keys before the last ones, which are
+    as many as queries, count up to the next multiple. transposed: tiles of keys, whose entries name
+    keys where others name queries; rows_of_q: of a shared q then.
     """
 
-    max_tiles: int
+    rows: int
     max_seqlen: int
     num_heads: int
     rows_per_item: int
@@ -199,7 +198,9 @@ class WorkList(Recipe):
         waiting for the device."""
         device, batch = cu_seqlens_k.device, cu_seqlens_k.numel() - 1
         splits, piece, rows = self.pieces
-        capacity = self.max_tiles * self.num_heads * splits
+        most = max(self.max_seqlen, self.least)
+        tiles = schedule.max_tiles(self.rows, batch, most, self.rows_per_item)
+        capacity = tiles * self.num_heads * splits
         if capacity == 0:
             return (cu_seqlens_k.new_zeros(1, WIDTH.value),)
         offsets = cu_seqlens_q, cu_seqlens_k
@@ -265,15 +266,17 @@ def list_of_queries(
     """The list of tiles of queries, those with the most keys first, for clusters of `ctas`, of
     which a multiprocessor holds `programs`. The keys of a sequence are work of `splits` entries:
     row i of part j of the output, `[splits * rows, ...]`, is row j * rows + i."""
-    piece = cdiv(cdiv(batch.max_seqlen_k, block_n), splits) * block_n
+    rows, pieces = batch.rows, (1, 0, 0)
+    if splits > 1:
+        pieces = splits, cdiv(cdiv(batch.max_seqlen_k, block_n), splits) * block_n, rows
     return WorkList(
-        schedule.max_tiles(batch.rows, batch.sequences, batch.max_seqlen_q, rows_per_item),
+        rows,
         batch.max_seqlen_q,
         batch.num_heads,
         rows_per_item,
         block_n,
         max(programs * multiprocessors(batch.device) // ctas, 1),
-        pieces=(splits, piece, batch.rows) if splits > 1 else (1, 0, 0),
+        pieces=pieces,
         numbered=batch.segments is not None or batch.history is not None,
         padded=block_n if batch.history is not None and batch.k.shape[0] else 1,
     )
@@ -282,9 +285,8 @@ def list_of_queries(
 def list_of_keys(batch: Batch, keys_per_item: int, block_m: int, least: int = 0) -> WorkList:
     """The list of tiles of keys, those with the most queries first: an entry's queries are keys
     and its keys are queries. `least`: tiles of a sequence with queries."""
-    most = max(batch.max_seqlen_k, least)
     return WorkList(
-        schedule.max_tiles(batch.k.shape[0], batch.sequences, most, keys_per_item),
+        batch.k.shape[0],
         batch.max_seqlen_k,
         batch.num_heads_k,
         keys_per_item,

@@ -97,20 +97,20 @@ def test_wrong_offsets_say_what_is_wrong(given, error, text):
 
 def test_wrong_uses_say_what_is_wrong():
     q, k, v = leaves()
-    lengths, short = Lengths(offsets(FIRST)), Lengths(offsets([0, 40, 46]))
+    lengths, long = Lengths(offsets(FIRST)), Lengths(offsets([0, 40, 48]))
     with pytest.raises(ValueError, match="max_seqlen must be at least the longest .* 40 .*got 8"):
         Lengths(offsets(FIRST), 8)
-    with pytest.raises(ValueError, match="cu_seqlens_q must be of 47 rows .*got Lengths.*46 rows"):
-        gdpa(q, k, v, short, lengths)
-    with pytest.raises(ValueError, match="cu_seqlens must be of 47 rows .*got Lengths.*46 rows"):
-        block_attention(q, k, v, short)
+    with pytest.raises(ValueError, match="cu_seqlens_q must be of at most 47 rows .*got .*48 rows"):
+        gdpa(q, k, v, long, lengths)
+    with pytest.raises(ValueError, match="cu_seqlens must be of at most 47 rows .*got .*48 rows"):
+        block_attention(q, k, v, long)
     with pytest.raises(ValueError, match="max_seqlen_k must be at least 40, got 39"):
         gdpa(q, k, v, lengths, lengths, None, 39)
     with pytest.raises(TypeError, match="device must be a torch.device, .* got torch.int64"):
         lengths.to(torch.int64)
     with pytest.raises(ValueError, match="count must be an integer of at least 0, got -2"):
         lengths.extended(-2)
-    with pytest.raises(ValueError, match="batch must be an integer of at least 0, got 2.5"):
+    with pytest.raises(TypeError, match="batch must be an integer of at least 0, got 2.5"):
         Lengths.uniform(2.5, 2, "cpu")
     with pytest.raises(ValueError, match="length must be an integer of at least 0, got -3"):
         Lengths.uniform(2, -3, "cpu")

@@ -1,6 +1,5 @@
 """What both operators promise PyTorch: gradients of any layout, autocast, torch.compile, modes."""
 
-import contextlib
 
 import pytest
 import torch
@@ -69,9 +68,8 @@ WRONG = (
     ({"scale": "1"}, TypeError, "scale must be a float, got str"),
 )
 WRONG_LENGTHS = (
-    ([0, 4, 4, 21], torch.int16, "must be a contiguous int32 .*got torch.int16 of shape .4."),
     ([0, 4, 4, 2**32 + 21], torch.int64, "got 0 to 4294967317"),
-    ([1, 4, 4, 21], torch.int32, "must run from 0 to the 21 rows"),
+    ([1, 4, 4, 21], torch.int32, "must run from 0 to at most the 21 rows"),
     ([0, 4, 4, 22], torch.int32, "got 0 to 22"),
     ([0, 6, 4, 21], torch.int32, "must not decrease, got 6 followed by 4 at index 1"),
 )
@@ -92,30 +90,30 @@ def test_wrong_lengths_say_what_is_wrong(operator, offsets, dtype, message):
         wrong = torch.tensor(offsets, dtype=dtype)
         with pytest.raises(ValueError, match=f"{name} .*{message}"):
             OPERATORS[operator](**arguments(operator, **{name: wrong}))
-        strided = ends(0, 4, 4, 21).repeat_interleave(2)[::2]
-        with pytest.raises(ValueError, match=f"{name} must be a contiguous .*, not contiguous"):
-            OPERATORS[operator](**arguments(operator, **{name: strided}))
+        with pytest.raises(TypeError, match=f"{name} must be int32 or int64, got torch.int16"):
+            OPERATORS[operator](**arguments(operator, **{name: wrong.to(torch.int16)}))
 
 
 @both
-def test_offsets_of_64_bits_are_those_of_32(operator):
+def test_offsets_of_64_bits_or_other_strides_are_those_of_32(operator):
     call = required(arguments(operator))
     wide = {name: x.long() for name, x in call.items() if name.startswith("cu_seqlens")}
+    strided = {name: x.repeat_interleave(2)[::2] for name, x in wide.items()}
     found = {}
-    for name, changes in (("int32", {}), ("int64", wide)):
+    for name, changes in (("int32", {}), ("int64", wide), ("strided", strided)):
         out = OPERATORS[operator](**call | changes)
         found[name] = out, *torch.autograd.grad(out.square().sum(), [call[n] for n in "qkv"])
     assert_same_bits(found["int64"], found["int32"])
+    assert_same_bits(found["strided"], found["int32"])
 
 
 @both
 def test_lengths_are_trusted_when_told_to_and_checked_in_each_call(operator):
     function, name = OPERATORS[operator], "cu_seqlens_k" if operator == "gdpa" else "cu_seqlens"
-    wrong = arguments(operator, **{name: ends(0, 4, 4, 20)})
-    with pytest.raises(ValueError, match=f"{name} must run from 0 to the 21 rows"):
+    wrong = arguments(operator, **{name: ends(0, 4, 4, 22)})
+    with pytest.raises(ValueError, match=f"{name} must run from 0 to at most the 21 rows"):
         function(**wrong)
-    refused = pytest.raises(AssertionError, match="must end at 21")  # by the definition alone
-    with contextlib.nullcontext() if operator == "gdpa" else refused:
+    if operator == "gdpa":
         assert function(**wrong, validate=False).shape == (TOTAL, 4, 16)
     call = arguments(operator)
     function(**call)

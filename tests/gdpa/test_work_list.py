@@ -26,10 +26,9 @@ def check(
         "zigzag", rows, lengths_k, num_programs=num_programs, fastest="block",
         num_heads=num_heads, block_m=rows_per_item, block_n=block_n,
     )  # fmt: skip
-    bound = schedule.max_tiles(sum(lengths_q), len(lengths_q), max(longest, least), rows_per_item)
     with tritonemu.enabled():
         plan = lists.WorkList(
-            bound, longest, num_heads, rows_per_item, block_n, num_programs, least
+            sum(lengths_q), longest, num_heads, rows_per_item, block_n, num_programs, least
         )
         (made,) = plan.make(
             cu_seqlens(list(lengths_k), DEVICE),

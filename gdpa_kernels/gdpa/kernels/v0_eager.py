@@ -47,11 +47,20 @@ def pad(packed: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int) -> torc
     return packed[rows].masked_fill(~exists[..., None, None], 0).transpose(1, 2)
 
 
-def unpad(padded: torch.Tensor, cu_seqlens: torch.Tensor, total: int) -> torch.Tensor:
-    """[batch, heads, max_seqlen, dim] -> [total, heads, dim], without waiting for the device."""
+def unpad(
+    padded: torch.Tensor, cu_seqlens: torch.Tensor, total: int, padding: bool = False
+) -> torch.Tensor:
+    """[batch, heads, max_seqlen, dim] -> [total, heads, dim], without waiting for the device;
+    anything in rows of `padding` behind the last sequence."""
     row = torch.arange(total, device=padded.device, dtype=cu_seqlens.dtype)
     batch = torch.searchsorted(cu_seqlens[1:], row, right=True)
-    return padded[batch, :, row - cu_seqlens[batch]]
+    position = row - cu_seqlens[batch]
+    if padding:
+        if 0 in padded.shape:
+            return padded.new_zeros(total, padded.shape[1], padded.shape[3])
+        batch = batch.clamp(max=padded.shape[0] - 1)
+        position = position.clamp(max=padded.shape[2] - 1)
+    return padded[batch, :, position]
 
 
 def _function(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -127,4 +136,4 @@ def forward(batch: Batch) -> torch.Tensor:
     )
     if batch.shared_q:
         return out.transpose(1, 2).reshape(-1, *batch.q.shape[1:])
-    return unpad(out, batch.cu_seqlens_q, batch.q.shape[0])
+    return unpad(out, batch.cu_seqlens_q, batch.q.shape[0], batch.padding)

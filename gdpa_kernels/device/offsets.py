@@ -1,0 +1,82 @@
+"""Kernels that check offsets, and clear what lies behind the last sequence; see padding.py."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _check_offsets(ends_ptr, sequences, rows, most, NAME: tl.constexpr, BLOCK: tl.constexpr):
+    """Assert that offsets rise from 0 to at most `rows`, in steps of at most `most`."""
+    tl.device_assert(tl.load(ends_ptr) == 0, NAME + " must start at 0")
+    last = tl.load(ends_ptr + sequences)
+    tl.device_assert(last <= rows, NAME + " must end at or before the rows of its tensor")
+    for first in tl.range(0, sequences, BLOCK):
+        i = first + tl.arange(0, BLOCK)
+        start = tl.load(ends_ptr + i, mask=i < sequences, other=0)
+        end = tl.load(ends_ptr + i + 1, mask=i < sequences, other=0)
+        tl.device_assert(start <= end, NAME + " must not decrease")
+        tl.device_assert(end - start <= most, NAME + " must have no sequence beyond its max_seqlen")
+
+
+@triton.jit(
+    debug=True,
+    do_not_specialize=["sequences", "rows_q", "rows_k", "max_seqlen_q", "max_seqlen_k"],
+)
+def check_kernel(
+    ends_q_ptr, ends_k_ptr, segments_ptr, sequences, rows_q, rows_k, max_seqlen_q, max_seqlen_k,
+    NAME: tl.constexpr, ALIGNED: tl.constexpr, EQUAL: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """`padding.check_offsets` in one program."""
+    if ends_q_ptr is not None:
+        _check_offsets(ends_q_ptr, sequences, rows_q, max_seqlen_q, NAME + "_q", BLOCK)
+        _check_offsets(ends_k_ptr, sequences, rows_k, max_seqlen_k, NAME + "_k", BLOCK)
+    else:
+        _check_offsets(ends_k_ptr, sequences, rows_k, max_seqlen_k, NAME, BLOCK)
+    for first in tl.range(0, sequences, BLOCK):
+        i = first + tl.arange(0, BLOCK)
+        inside = i < sequences
+        start_k = tl.load(ends_k_ptr + i, mask=inside, other=0)
+        keys = tl.load(ends_k_ptr + i + 1, mask=inside, other=0) - start_k
+        if segments_ptr is not None:
+            targets = tl.load(segments_ptr + 2 * i, mask=inside, other=0)
+            contexts = tl.load(segments_ptr + 2 * i + 1, mask=inside, other=0)
+            fits = (targets >= 0) & (contexts >= 0) & (targets <= keys) & (contexts <= keys)
+            fits = fits & (contexts <= keys - targets)
+            tl.device_assert(fits, "num_targets and num_contexts must fit their sequence")
+        if ALIGNED or EQUAL:
+            rows = max_seqlen_q
+            if ends_q_ptr is not None:
+                start_q = tl.load(ends_q_ptr + i, mask=inside, other=0)
+                rows = tl.load(ends_q_ptr + i + 1, mask=inside, other=0) - start_q
+            if ALIGNED:
+                enough = (rows >= keys) | ~inside
+                tl.device_assert(enough, "causal must name an alignment with fewer queries")
+            if EQUAL:
+                tl.device_assert(rows == keys, "causal must be 'lower_right' for last queries")
+
+
+@triton.jit
+def _clear(x_ptr, add_ptr, ends_ptr, sequences, numel, width, BLOCK: tl.constexpr):
+    """x `[rows, width]` from the end of the last sequence on: what is at add_ptr, or zero."""
+    start = tl.load(ends_ptr + sequences).to(tl.int64) * width
+    step = tl.num_programs(0).to(tl.int64) * BLOCK
+    for first in tl.range(start + tl.program_id(0).to(tl.int64) * BLOCK, numel, step):
+        at = first + tl.arange(0, BLOCK)
+        value = tl.zeros([BLOCK], x_ptr.dtype.element_ty)
+        if add_ptr is not None:
+            value = tl.load(add_ptr + at, mask=at < numel, other=0).to(x_ptr.dtype.element_ty)
+        tl.store(x_ptr + at, value, mask=at < numel)
+
+
+@triton.jit(do_not_specialize=["sequences", "numel", "numel_k", "numel_v"])
+def clear_kernel(
+    x_ptr, add_ptr, k_ptr, v_ptr, ends_ptr, ends_k_ptr, sequences, numel, numel_k, numel_v,
+    WIDTH: tl.constexpr, WIDTH_K: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """`padding.clear_padding` of what is not None."""
+    if x_ptr is not None:
+        _clear(x_ptr, add_ptr, ends_ptr, sequences, numel, WIDTH, BLOCK)
+    if k_ptr is not None:
+        _clear(k_ptr, None, ends_k_ptr, sequences, numel_k, WIDTH_K, BLOCK)
+    if v_ptr is not None:
+        _clear(v_ptr, None, ends_k_ptr, sequences, numel_v, WIDTH_K, BLOCK)
