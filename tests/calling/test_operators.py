@@ -1,6 +1,5 @@
 """What both operators promise PyTorch: gradients of any layout, autocast, torch.compile, modes."""
 
-
 import pytest
 import torch
 from torch._subclasses import FakeTensor, FakeTensorMode
