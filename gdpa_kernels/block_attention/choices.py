@@ -3,8 +3,9 @@
 The table, choices.csv, is made from the records (report/rankings.py): for each direction, with and
 without rotary, at each measured head_dim, the implementations, fastest first. A call takes the row
 of its device's compute capability, major and minor, with the nearest head_dim, of its own dtype if
-there is one. Where nothing was measured, and after what was, come the implementations that run
-anywhere (`UNMEASURED`). What saves something for backward is left out, so that the directions
+there is one; what that row did not compare has the place that the next nearest rows give it
+(`rankings.merged`). Where nothing was measured, and after what was, come the implementations that
+run anywhere (`UNMEASURED`). What saves something for backward is left out, so that the directions
 choose freely.
 """
 
@@ -36,14 +37,12 @@ def order(
         for row in load()
         if (row.shape[0], row.shape[2], row.shape[3]) == (capability, direction, int(rotary))
     ]
-    if not rows:
-        return UNMEASURED
 
     def distance(row: Ranking) -> tuple[bool, float]:
         return row.shape[1] != dtype, abs(math.log2(row.shape[4] / head_dim))
 
-    measured = (impl for impl in min(rows, key=distance).impls if impl not in SAVES)
-    return tuple(dict.fromkeys((*measured, *UNMEASURED)))
+    measured = rankings.merged([row.impls for row in sorted(rows, key=distance)])
+    return tuple(dict.fromkeys((*(x for x in measured if x not in SAVES), *UNMEASURED)))
 
 
 @cache

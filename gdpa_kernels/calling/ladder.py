@@ -421,6 +421,8 @@ def resolve(
             found = rung(candidate, operator)
             if found.unavailable(batch.device) or found.problem(batch):
                 continue
+            if found.needs_much_memory(batch):
+                continue
             if not strict or found.is_deterministic(batch):
                 return found
         raise NotImplementedError(

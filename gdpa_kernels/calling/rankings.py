@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 Shape = tuple[object, ...]
@@ -28,6 +28,25 @@ class Ranking(NamedTuple):
     shape: Shape
     impls: tuple[str, ...]
     record: str
+
+
+def merged(orders: Sequence[Sequence[str]]) -> tuple[str, ...]:
+    """Every implementation of some rankings, of which the first ones count most: what a ranking
+    lacks has its place among those with which the first of the others compared it, before what it
+    was faster than.
+
+    So one that was not compared is not taken for one that lost.
+    """
+    ranked: list[str] = []
+    left = [*orders]
+    while left:
+        order = next((x for x in left if not ranked or {*x} & {*ranked}), left[0])
+        left.remove(order)
+        for i, impl in enumerate(order):
+            if impl not in ranked:
+                slower = [ranked.index(x) for x in order[i + 1 :] if x in ranked]
+                ranked.insert(min(slower, default=len(ranked)), impl)
+    return tuple(ranked)
 
 
 def parse(text: str, columns: Mapping[str, Callable]) -> list[Ranking]:

@@ -21,9 +21,14 @@ _DEFAULTS: dict[str, Callable] = {
     "plan_schedule": lambda *_: None,
     "requires": lambda _: None,
     "is_deterministic": lambda _: True,
+    "workspace": lambda _: 0,
 }
 """What stands in for a function that a rung's module lacks."""
 
+
+MUCH = 16
+"""Times the arguments' bytes: a padded batch of head_dim 128 takes them from 2,800 tokens a
+sequence on, if all are as long."""
 
 AMD = (0, 0)
 """Stands for the capability of AMD's GPUs, whose own, 9.4, would read as one of NVIDIA's."""
@@ -163,7 +168,9 @@ class Rung:
       both directions `default_config(direction, batch)`;
     - `plan_schedule(batch, config)`: the `Recipe` of a work list that it takes as `schedule=`;
     - `requires(batch)`: what a call must meet that the field `requires` cannot say;
-    - `is_deterministic(batch)`: without it the rung always is.
+    - `is_deterministic(batch)`: without it the rung always is;
+    - `workspace(batch)`: bytes that a call takes beside its arguments and results; without it they
+      are at most a few times those.
 
     A backward that takes `needs=` computes only what it asks for of dq, dk and dv. saves: forward
     keeps tensors for backward, `empty_saved(batch)` in shape and dtype. is_rewrite: it has a new
@@ -238,6 +245,11 @@ class Rung:
             if found is None and option not in self.requires.extras:
                 found = f"needs {problem}"
         return self._hook("requires")(batch) if found is None else found
+
+    def needs_much_memory(self, batch: Any) -> bool:
+        """Whether a call takes far more memory than its arguments have: `auto` passes it by."""
+        arguments = sum(x.numel() for x in (batch.q, batch.k, batch.v)) * batch.q.element_size()
+        return self._hook("workspace")(batch) > MUCH * arguments
 
     def is_deterministic(self, batch: Any) -> bool:
         """Whether its results for a call are the same, bit for bit, in every run."""

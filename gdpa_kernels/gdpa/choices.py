@@ -4,9 +4,10 @@ The table, choices.csv, is made from the records (report/rankings.py): for each 
 measured workload with GELU the implementations, fastest first, without lessons. A call takes the
 row of its direction and of its device's compute capability whose head_dim and longest sequences are
 nearest, by their ratios; rows of a head_dim on the same side of 128 come first, since other rungs
-take those over it, then rows of the call's own dtype. Another minor version does not count. Where
+take those over it, then rows of the call's own dtype. What that row did not compare has the place
+that the next nearest rows give it (`rankings.merged`). Another minor version does not count. Where
 nothing was measured, and after what was, come the implementations that run anywhere (`UNMEASURED`).
-"v0_eager", which rounds in every step, takes no call in 16 bits.
+"v0_eager", which rounds in every step, takes no call in 16 bits. A CPU takes the definition.
 """
 
 from __future__ import annotations
@@ -44,13 +45,15 @@ def order(
     max_seqlen_q: int, max_seqlen_k: int,
 ) -> tuple[str, ...]:  # fmt: skip
     """Implementations to try for a call, fastest first; capability None: no GPU."""
+    if capability is None:
+        return ("reference",)
     rows = [row for row in load() if row.shape[:2] == (capability, direction)]
     call = dtype, head_dim, max_seqlen_q, max_seqlen_k
-    ranked = min(rows, key=lambda row: distance(row.shape, *call)).impls if rows else ()
-    found = dict.fromkeys((*ranked, *UNMEASURED[direction]))
+    rows.sort(key=lambda row: distance(row.shape, *call))
+    ranked = dict.fromkeys((*rankings.merged([row.impls for row in rows]), *UNMEASURED[direction]))
     if dtype in ("bfloat16", "float16"):
-        found.pop("v0_eager", None)
-    return tuple(found)
+        ranked.pop("v0_eager", None)
+    return tuple(ranked)
 
 
 @cache

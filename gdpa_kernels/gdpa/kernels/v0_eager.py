@@ -113,6 +113,14 @@ def relative_bias(batch: Batch) -> torch.Tensor:
     return total
 
 
+def workspace(batch: Batch) -> int:
+    """Bytes of the padded scores, which are written twice, and of the padded tensors."""
+    scores = batch.max_seqlen_q * batch.max_seqlen_k
+    tokens = batch.max_seqlen_q + batch.max_seqlen_k
+    padded = batch.sequences * batch.num_heads * 2 * (scores + tokens * batch.head_dim)
+    return padded * batch.q.element_size()
+
+
 def forward(batch: Batch) -> torch.Tensor:
     """The output, `[total_q, num_heads, head_dim]`."""
     if batch.shared_q:

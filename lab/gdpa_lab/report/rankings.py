@@ -95,7 +95,8 @@ def from_records(data_dir: str | Path, operator: str) -> list[Ranking]:
         workload = workloads[run, name]
         machine = system.named(group["system"].iloc[0], data_dir)
         shape = shape_of(capability(machine.compute_capability), direction, workload)
-        if workload["operator"] == operator and shape is not None and len(group) > 1:
+        compared = sum(not rungs[impl].is_lesson for impl in group["impl"])
+        if workload["operator"] == operator and shape is not None and compared > 1:
             times = group.set_index("impl")["time_us_p50"]
             found[shape][run].setdefault(scope, []).append(times)
     first = list(system.promoted(data_dir) or ())
