@@ -5,17 +5,16 @@ import triton.language as tl
 
 
 @triton.jit
-def _check_offsets(ends_ptr, sequences, rows, most, NAME: tl.constexpr, BLOCK: tl.constexpr):
-    """Assert that offsets rise from 0 to at most `rows`, in steps of at most `most`."""
+def _check_offsets(ends_ptr, i, sequences, rows, most, NAME: tl.constexpr):
+    """Assert that offsets rise from 0 to at most `rows`, in steps of at most `most`; of the
+    sequences at i."""
     tl.device_assert(tl.load(ends_ptr) == 0, NAME + " must start at 0")
     last = tl.load(ends_ptr + sequences)
     tl.device_assert(last <= rows, NAME + " must end at or before the rows of its tensor")
-    for first in tl.range(0, sequences, BLOCK):
-        i = first + tl.arange(0, BLOCK)
-        start = tl.load(ends_ptr + i, mask=i < sequences, other=0)
-        end = tl.load(ends_ptr + i + 1, mask=i < sequences, other=0)
-        tl.device_assert(start <= end, NAME + " must not decrease")
-        tl.device_assert(end - start <= most, NAME + " must have no sequence beyond its max_seqlen")
+    start = tl.load(ends_ptr + i, mask=i < sequences, other=0)
+    end = tl.load(ends_ptr + i + 1, mask=i < sequences, other=0)
+    tl.device_assert(start <= end, NAME + " must not decrease")
+    tl.device_assert(end - start <= most, NAME + " must have no sequence beyond its max_seqlen")
 
 
 @triton.jit(
@@ -26,33 +25,33 @@ def check_kernel(
     ends_q_ptr, ends_k_ptr, segments_ptr, sequences, rows_q, rows_k, max_seqlen_q, max_seqlen_k,
     NAME: tl.constexpr, ALIGNED: tl.constexpr, EQUAL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """`padding.check_offsets` in one program."""
-    if ends_q_ptr is not None:
-        _check_offsets(ends_q_ptr, sequences, rows_q, max_seqlen_q, NAME + "_q", BLOCK)
-        _check_offsets(ends_k_ptr, sequences, rows_k, max_seqlen_k, NAME + "_k", BLOCK)
+    """`padding.check_offsets` of BLOCK sequences a program."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < sequences
+    if ends_q_ptr is None:
+        _check_offsets(ends_k_ptr, i, sequences, rows_k, max_seqlen_k, NAME)
     else:
-        _check_offsets(ends_k_ptr, sequences, rows_k, max_seqlen_k, NAME, BLOCK)
-    for first in tl.range(0, sequences, BLOCK):
-        i = first + tl.arange(0, BLOCK)
-        inside = i < sequences
+        _check_offsets(ends_q_ptr, i, sequences, rows_q, max_seqlen_q, NAME + "_q")
+        _check_offsets(ends_k_ptr, i, sequences, rows_k, max_seqlen_k, NAME + "_k")
+    if ALIGNED or EQUAL or segments_ptr is not None:
         start_k = tl.load(ends_k_ptr + i, mask=inside, other=0)
         keys = tl.load(ends_k_ptr + i + 1, mask=inside, other=0) - start_k
-        if segments_ptr is not None:
-            targets = tl.load(segments_ptr + 2 * i, mask=inside, other=0)
-            contexts = tl.load(segments_ptr + 2 * i + 1, mask=inside, other=0)
-            fits = (targets >= 0) & (contexts >= 0) & (targets <= keys) & (contexts <= keys)
-            fits = fits & (contexts <= keys - targets)
-            tl.device_assert(fits, "num_targets and num_contexts must fit their sequence")
-        if ALIGNED or EQUAL:
-            rows = max_seqlen_q
-            if ends_q_ptr is not None:
-                start_q = tl.load(ends_q_ptr + i, mask=inside, other=0)
-                rows = tl.load(ends_q_ptr + i + 1, mask=inside, other=0) - start_q
-            if ALIGNED:
-                enough = (rows >= keys) | ~inside
-                tl.device_assert(enough, "causal must name an alignment with fewer queries")
-            if EQUAL:
-                tl.device_assert(rows == keys, "causal must be 'lower_right' for last queries")
+    if segments_ptr is not None:
+        targets = tl.load(segments_ptr + 2 * i, mask=inside, other=0)
+        contexts = tl.load(segments_ptr + 2 * i + 1, mask=inside, other=0)
+        fits = (targets >= 0) & (contexts >= 0) & (targets <= keys) & (contexts <= keys - targets)
+        tl.device_assert(fits, "num_targets and num_contexts must fit their sequence")
+    if ALIGNED or EQUAL:
+        rows = max_seqlen_q
+        if ends_q_ptr is not None:
+            start_q = tl.load(ends_q_ptr + i, mask=inside, other=0)
+            rows = tl.load(ends_q_ptr + i + 1, mask=inside, other=0) - start_q
+        if ALIGNED:
+            enough = (rows >= keys) | ~inside
+            tl.device_assert(enough, "causal must name an alignment with fewer queries")
+        if EQUAL:
+            equal = (rows == keys) | ~inside
+            tl.device_assert(equal, "causal must be 'lower_right' for last queries")
 
 
 @triton.jit

@@ -7,7 +7,7 @@ prints the sentence, and the next call that waits for it raises RuntimeError.
 
 import torch
 
-from gdpa_kernels.calling.launch import launch, multiprocessors
+from gdpa_kernels.calling.launch import cdiv, launch, multiprocessors
 
 
 def check_offsets(
@@ -29,10 +29,11 @@ def check_offsets(
     """
     from gdpa_kernels.device.offsets import check_kernel  # only here Triton is needed
 
+    sequences, block = ends_k.numel() - 1, 512
     launch(
-        check_kernel, (1,), ends_k.device,
-        ends_q, ends_k, segments, ends_k.numel() - 1, *rows, *max_seqlens,
-        NAME=name, ALIGNED=aligned, EQUAL=equal, BLOCK=1024, num_warps=4,
+        check_kernel, (cdiv(max(sequences, 1), block),), ends_k.device,
+        ends_q, ends_k, segments, sequences, *rows, *max_seqlens,
+        NAME=name, ALIGNED=aligned, EQUAL=equal, BLOCK=block, num_warps=4,
     )  # fmt: skip
 
 

@@ -159,9 +159,9 @@ def on_the_device(**changes) -> None:
     rows, most = (given["rows"],) * 2, (given["most"],) * 2
     with tritonemu.enabled():
         launch(
-            check_kernel, (1,), torch.device("cpu"),
+            check_kernel, (2,), torch.device("cpu"),
             given["ends_q"], given["ends_k"], given["segments"], given["sequences"], *rows, *most,
-            NAME="cu_seqlens", ALIGNED=given["aligned"], EQUAL=given["equal"], BLOCK=2,
+            NAME="cu_seqlens", ALIGNED=given["aligned"], EQUAL=given["equal"], BLOCK=1,
         )  # fmt: skip
 
 
