@@ -10,7 +10,7 @@ from gdpa_kernels.calling.jagged import Jagged, Offsets
 from gdpa_kernels.calling.lengths import Lengths
 from gdpa_kernels.gdpa import api
 from gdpa_kernels.gdpa.api import gdpa
-from gdpa_kernels.gdpa.bias import RelativeBias, hstu_thresholds
+from gdpa_kernels.gdpa.bias import MOST_BUCKETS, RelativeBias, check_times, hstu_thresholds
 from gdpa_kernels.gdpa.registration import check_activation
 from gdpa_kernels.gdpa.targets import check_targets
 from gdpa_kernels.norms.api import head_norm
@@ -237,6 +237,8 @@ class GDPASelfAttention(private.Constants, _Layer):
         for name, size in (("position_bias", position_bias), ("time_bias", time_bias)):
             if size is not None:
                 checks.check_positive(**{name: size})
+        if time_bias is not None and time_bias > MOST_BUCKETS:
+            raise ValueError(f"time_bias must be at most {MOST_BUCKETS}, got {time_bias}")
         self.next_time, self.position_bias, self.time_bias = next_time, None, None
         if position_bias is not None:
             table = torch.empty(2 * position_bias - 1, **factory_kwargs)
@@ -301,6 +303,8 @@ class GDPASelfAttention(private.Constants, _Layer):
             raise ValueError("timestamps must be None without time_bias, got a value")
         if self.position_bias is None and self.time_bias is None:
             return {}
+        if self.time_bias is not None:
+            check_times("timestamps", timestamps, "time_bias")
         tables = self.position_bias, self.time_bias
         rest = {"time_thresholds": self.time_thresholds, "next_time": self.next_time}
         return {"relative_bias": RelativeBias(*tables, timestamps, **rest)}

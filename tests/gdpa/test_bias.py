@@ -411,6 +411,28 @@ def test_what_does_not_fit_is_refused(error, message, given):
         gdpa(**Case("call", (9,)).arguments(FP32), relative_bias=given)
 
 
+@pytest.mark.parametrize("given", ("keys", "queries"))
+def test_times_differ_by_what_int64_holds(given):
+    """Within a sequence; at 2**63 a difference would be the size of a small one."""
+    call = {**Case("call", (4, 5)).arguments(FP32), "causal": True}
+    least, most = torch.iinfo(torch.int64).min, torch.iinfo(torch.int64).max
+    _, table = tables(0)
+
+    def called(rows: list[int], **options) -> torch.Tensor:
+        times = torch.tensor(rows, device=DEVICE)
+        times = (times,) if given == "keys" else (torch.zeros_like(times), times)
+        return gdpa(**call, relative_bias=RelativeBias(None, table, *times), **options)
+
+    apart = [most] * 4 + [least + 1] * 5
+    out = called(apart) if given == "keys" else called([most] * 4 + [-most] * 5)
+    assert out.isfinite().all(), "two sequences may be far from each other"
+    wrong = [0] * 4 + [most, 0, 0, -1, 0] if given == "keys" else [0] * 8 + [least]
+    with pytest.raises(ValueError, match=r"timestamps must .* got a .* of 9223372036854775808 in "
+                       "sequence 1"):  # fmt: skip
+        called(wrong)
+    called(wrong, validate=False)
+
+
 def test_queries_without_times_or_positions_are_refused():
     call = Case("call", (5, 5), (9, 4)).arguments(FP32)
     times = times_of(13)
@@ -461,10 +483,13 @@ def test_what_a_layer_does_not_take_is_refused():
     x = torch.randn(5, 16), cu_seqlens((5,), "cpu")
     with pytest.raises(ValueError, match="timestamps must be None without time_bias, got a value"):
         GDPASelfAttention(16, 2, position_bias=9)(x, timestamps=times_of(5).cpu())
-    with pytest.raises(TypeError, match="timestamps must be an int32 or int64 tensor .* NoneType"):
-        GDPASelfAttention(16, 2, time_bias=9)(x)
+    layer = GDPASelfAttention(16, 2, time_bias=9)
+    for wrong, what in ((None, "NoneType"), (torch.zeros(5), "torch.float32")):
+        says = f"timestamps must be an int32 or int64 tensor with time_bias, got {what}"
+        with pytest.raises(TypeError, match=says):
+            layer(x, timestamps=wrong)
     for name in ("position_bias", "time_bias"):
         with pytest.raises(ValueError, match=f"{name} must be an integer of at least 1, got 0"):
             GDPASelfAttention(16, 2, **{name: 0})
-    with pytest.raises(ValueError, match="buckets must be at most 146, got 147"):
+    with pytest.raises(ValueError, match="time_bias must be at most 146, got 147"):
         GDPASelfAttention(16, 2, time_bias=147)
