@@ -247,6 +247,7 @@ class GDPASelfAttention(private.Constants, _Layer):
             self.time_bias = nn.Parameter(torch.empty(time_bias, **factory_kwargs))
         thresholds = None if time_bias is None else hstu_thresholds(time_bias, device)
         self.register_buffer("time_thresholds", thresholds, persistent=False)
+        self.register_load_state_dict_post_hook(_follow_table)
         self.reset_parameters()
         heads = num_heads + 2 * self.num_kv_heads
         self.qkv = nn.Linear(embed_dim, heads * self.head_dim, bias, **factory_kwargs)
@@ -291,11 +292,12 @@ class GDPASelfAttention(private.Constants, _Layer):
                 table.normal_(std=0.02)
         self.make_constants()
 
-    def make_constants(self) -> None:
-        """The thresholds, which no state dict brings back."""
+    def make_constants(self, device: torch.device | None = None) -> None:
+        """The thresholds, which no state dict brings back; on `device`, None for where they are."""
         if self.time_thresholds is not None:
-            device = self.time_thresholds.device
-            self.time_thresholds = hstu_thresholds(len(self.time_bias), device)
+            device = self.time_thresholds.device if device is None else device
+            with torch.inference_mode(False):  # training may follow
+                self.time_thresholds = hstu_thresholds(len(self.time_bias), device)
 
     def _bias(self, timestamps: torch.Tensor | None) -> dict[str, RelativeBias]:
         """The relative bias as `gdpa` takes it."""
@@ -314,6 +316,16 @@ class GDPASelfAttention(private.Constants, _Layer):
             f"{super().extra_repr()}, causal={self.causal}, window={self.window}, "
             f"rotary={self.rotary}"
         )
+
+
+def _follow_table(layer: GDPASelfAttention, _: object) -> None:
+    """Makes the thresholds where `load_state_dict(assign=True)` has brought their table; the CPU
+    may only be where a table waits for its use."""
+    if layer.time_thresholds is None:
+        return
+    there, here = layer.time_bias.device, layer.time_thresholds.device
+    if there != here and (here.type == "meta" or there.type != "cpu"):
+        layer.make_constants(there)
 
 
 class PMA(_Layer):

@@ -76,8 +76,8 @@ def shard(
     if rank >= ranks:
         raise ValueError(f"rank must be less than the {ranks} ranks, got {rank}")
     _check_rows("x", x, shards.total, "the batch")
-    rows = [torch.arange(first, end) for _, first, end in shards.pieces[rank]]
-    index = torch.cat([torch.empty(0, dtype=torch.int64), *rows])
+    rows = [torch.arange(first, end, device="cpu") for _, first, end in shards.pieces[rank]]
+    index = torch.cat([torch.empty(0, dtype=torch.int64, device="cpu"), *rows])
     return x.index_select(0, index.to(x.device))
 
 
@@ -329,12 +329,14 @@ def _shards(ends: tuple[int, ...], ranks: int, layout: str) -> _Shards:
     size = max(sum(last - first for _, first, last in mine) for mine in pieces)
     if layout == "contiguous":
         return _Shards(ends, pieces, size, None)
-    order = torch.empty(ends[-1], dtype=torch.int64)
-    for rank, mine in enumerate(pieces):
-        place = rank * size
-        for _, first, last in mine:
-            order[first:last] = torch.arange(place, place + last - first)
-            place += last - first
+    # Dynamo looks into neither a cache nor into what is unseen.
+    with contextlib.nullcontext() if torch.compiler.is_compiling() else _lasting():
+        order = torch.empty(ends[-1], dtype=torch.int64, device="cpu")
+        for rank, mine in enumerate(pieces):
+            place = rank * size
+            for _, first, last in mine:
+                order[first:last] = torch.arange(place, place + last - first, device="cpu")
+                place += last - first
     return _Shards(ends, pieces, size, order)
 
 
@@ -348,13 +350,20 @@ def _partners(
     shards = _shards(ends, ranks, layout)
     own, others = shards.parts(rank, stationary, causal)
     lengths = own, [end - first for first, end in others]
-    # Training may follow an evaluation; a mode that counts operators must not see the first call's.
-    with torch.inference_mode(False), unseen():
+    with _lasting():
         return *(_lengths(each, device) for each in lengths), shards.places(others, device)
 
 
+@contextlib.contextmanager
+def _lasting() -> Iterator[None]:
+    """What is made inside serves calls of any kind: training may follow an evaluation, and a mode
+    that counts or fakes operators must not see the first call's."""
+    with torch.inference_mode(False), unseen():
+        yield
+
+
 def _lengths(lengths: list[int], device: torch.device) -> Lengths:
-    return Lengths(torch.tensor([0, *lengths]).cumsum(0), device=device)
+    return Lengths(torch.tensor([0, *lengths], device="cpu").cumsum(0), device=device)
 
 
 def _offsets(cu_seqlens: Sequence[int]) -> tuple[int, ...]:

@@ -1,10 +1,13 @@
 """Relative bias: as HSTU's code states it, in every implementation that takes it; its gradients."""
 
+import copy
+import pickle
 from dataclasses import replace
 from decimal import Decimal
 
 import pytest
 import torch
+from torch import nn
 
 from gdpa_kernels import GDPASelfAttention, RelativeBias, gdpa
 from gdpa_kernels.calling import ladder
@@ -477,6 +480,38 @@ def test_a_layer_that_was_made_nowhere_has_its_thresholds():
     layer.reset_parameters()
     assert torch.equal(layer.time_thresholds, bias.hstu_thresholds(9))
     assert layer.time_bias.abs().max() < 1
+
+
+def test_a_layer_that_was_loaded_where_it_was_made_nowhere_has_its_thresholds():
+    saved = GDPASelfAttention(16, 2, time_bias=9)
+    layer = nn.Sequential(GDPASelfAttention(16, 2, time_bias=9, device="meta"))
+    layer.load_state_dict(nn.Sequential(saved).state_dict(), assign=True)
+    x, times = (torch.randn(5, 16), cu_seqlens((5,), "cpu")), times_of(5).cpu()
+    for each in (layer[0], copy.deepcopy(layer)[0], pickle.loads(pickle.dumps(layer))[0]):
+        assert torch.equal(each(x, timestamps=times)[0], saved(x, timestamps=times)[0])
+    saved.load_state_dict(GDPASelfAttention(16, 2, time_bias=9, device="meta").state_dict(),
+                          assign=True)  # fmt: skip
+    assert saved.time_thresholds.is_meta
+
+
+@pytest.mark.parametrize("move", (
+    lambda layer: layer.to("cpu"), nn.Module.float, GDPASelfAttention.reset_parameters,
+), ids=("to", "float", "reset"))  # fmt: skip
+def test_a_layer_that_was_moved_under_inference_still_trains(move):
+    layer, times = GDPASelfAttention(16, 2, time_bias=9), times_of(5).cpu()
+    with torch.inference_mode():
+        move(layer)
+    y, _ = layer((torch.randn(5, 16), cu_seqlens((5,), "cpu")), timestamps=times)
+    y.sum().backward()
+    assert layer.time_bias.grad.any()
+
+
+def test_what_moves_nothing_leaves_the_thresholds():
+    """A captured graph reads them where they are; what converts integers, too, is undone."""
+    layer = GDPASelfAttention(16, 2, time_bias=9)
+    before = layer.time_thresholds
+    assert layer.to("cpu").float().double().time_thresholds is before
+    assert torch.equal(layer.type(torch.float16).time_thresholds, before)
 
 
 def test_what_a_layer_does_not_take_is_refused():

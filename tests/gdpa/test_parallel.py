@@ -2,11 +2,13 @@
 
 import json
 import warnings
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -259,6 +261,31 @@ def test_layers_share_what_a_batch_is_cut_into(alone, stationary, monkeypatch):
     second = layer()
     assert torch.equal(first, second)
     assert torch.autograd.grad(second.sum(), x)[0].shape == x.shape
+
+
+@pytest.mark.parametrize(
+    "first", (FakeTensorMode, torch.inference_mode, partial(torch.device, "meta"))
+)
+def test_a_first_call_of_another_kind_leaves_nothing(alone, first):
+    """A mode that fakes operators, one without gradients, another default device."""
+    x, ends = torch.randn(7, 2, 8, requires_grad=True), [0, 3, 7]
+
+    def both() -> list[torch.Tensor]:
+        parts = [parallel.shard(x, ends, rank, 2, "zigzag") for rank in range(2)]
+        again = parallel.unshard(parts, ends, "zigzag")
+        out = parallel.context_parallel_gdpa(x, x, x, ends, layout="zigzag")
+        return [again, out, *torch.autograd.grad(again.sum() + out.sum(), x)]
+
+    wanted = both()
+    parallel._shards.cache_clear()
+    parallel._partners.cache_clear()
+    with first():
+        parallel.shard(torch.zeros(7, 1), ends, 0, 2, "zigzag")
+        if first is not FakeTensorMode:  # refused there: offsets have no values
+            parallel.context_parallel_gdpa(
+                x.detach(), x.detach(), x.detach(), ends, layout="zigzag"
+            )
+    assert all(map(torch.equal, both(), wanted))
 
 
 def test_pooling_takes_no_mask(alone):
