@@ -354,7 +354,7 @@ with tritonemu.enabled():
 #
 # After `y, slope = softplus_and_slope(x)` return `y * y, 2 * y * slope`, so the exponential is
 # computed once. At 20 the slope is about 40, without the factor about 20. The tolerance there is
-# about 0.02, so it is refused, and the message names the point where the two are farthest apart.
+# about 0.02, so it is refused. The message names the wrong point nearest to 0, which is 0 itself.
 # :::
 #
 # :::{exercise} Three calls
