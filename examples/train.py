@@ -128,15 +128,15 @@ def check_checkpoint(parser: options.Parser, o: argparse.Namespace) -> Path | No
         return None
     if not files:
         parser.error(f"--resume needs a complete checkpoint in --checkpoint, got {o.checkpoint}")
-    newest, given = checkpoints.newest(o.checkpoint, say), trained(o)
+    newest, asked = checkpoints.newest(o.checkpoint, say), trained(o)
     if newest is None:
         sys.exit(f"--resume needs a checkpoint that can be read, and {o.checkpoint} has none")
     saved = options_of(newest)
-    differ = [name for name in given if name != "steps" and given[name] != saved.get(name)]
+    differ = [name for name in asked if name != "steps" and asked[name] != saved.get(name)]
     if differ:
         was, got = (
             ", ".join(f"--{name.replace('_', '-')} {values.get(name)}" for name in differ)
-            for values in (saved, given)
+            for values in (saved, asked)
         )
         parser.error(f"--resume needs the options of {newest}, {was}, got {got}")
     step = checkpoints.step_of(newest)
@@ -170,8 +170,8 @@ class Loader:
 
 def trained(o: argparse.Namespace) -> dict:
     """The options that decide what is trained, with what is in the file of --ratings."""
-    found = {name: value for name, value in vars(o).items() if name not in FREE}
-    return found if o.ratings is None else found | {"ratings": f"{o.ratings} ({o.content})"}
+    chosen = {name: value for name, value in vars(o).items() if name not in FREE}
+    return chosen if o.ratings is None else chosen | {"ratings": f"{o.ratings} ({o.content})"}
 
 
 def options_of(checkpoint: Path) -> dict:

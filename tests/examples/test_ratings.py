@@ -121,12 +121,12 @@ def test_a_name_is_what_it_spells(users, tmp_path):
     """Of a user and of an item; a word among them changes nothing."""
     path = tmp_path / "ratings.csv"
     for more in ((), ("word",)):
-        given = (*users, *more, users[0])
-        path.write_text(rows_of(*given, items=given))
+        names = (*users, *more, users[0])
+        path.write_text(rows_of(*names, items=names))
         read = ratings.read(str(path))
-        assert len(read) == len(given)
-        for name in ratings.COLUMNS[:2]:
-            assert set(map(str, read[name])) == {*users, *more}
+        assert len(read) == len(names)
+        for column in ratings.COLUMNS[:2]:
+            assert set(map(str, read[column])) == {*users, *more}
 
 
 def test_integers_sort_as_numbers(tmp_path):

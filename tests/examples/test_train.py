@@ -164,8 +164,8 @@ def test_a_folder_that_is_no_checkpoint_is_named(run_of_six, tmp_path, capsys):
     whole, saved = run_of_six
     shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
     shutil.copytree(saved / "step-6", tmp_path / "step-best")
-    given = [*FEW, "--checkpoint", str(tmp_path), "--resume"]
-    assert train.main(given)["ne"] == whole["ne"]
+    options = [*FEW, "--checkpoint", str(tmp_path), "--resume"]
+    assert train.main(options)["ne"] == whole["ne"]
     said = capsys.readouterr().out
     assert f"{tmp_path}/step-best cannot be read, so an older one is looked for: its name" in said
     assert f"resumes from {tmp_path}/step-6\n" in said
@@ -186,7 +186,7 @@ def test_other_ratings_in_the_same_file_are_refused(tmp_path, capsys):
                "--checkpoint", str(tmp_path / "saved"), "--steps", "2"]  # fmt: skip
     save = train.save
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train, "save", lambda *given: (write(2), save(*given)))
+        patch.setattr(train, "save", lambda *arguments: (write(2), save(*arguments)))
         train.main(options)
     with pytest.raises(SystemExit):
         train.main([*options, "--resume"])

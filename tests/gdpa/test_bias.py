@@ -414,8 +414,8 @@ def test_what_does_not_fit_is_refused(error, message, given):
         gdpa(**Case("call", (9,)).arguments(FP32), relative_bias=given)
 
 
-@pytest.mark.parametrize("given", ("keys", "queries"))
-def test_times_differ_by_what_int64_holds(given):
+@pytest.mark.parametrize("whose", ("keys", "queries"))
+def test_times_differ_by_what_int64_holds(whose):
     """Within a sequence; at 2**63 a difference would be the size of a small one."""
     call = {**Case("call", (4, 5)).arguments(FP32), "causal": True}
     least, most = torch.iinfo(torch.int64).min, torch.iinfo(torch.int64).max
@@ -423,13 +423,13 @@ def test_times_differ_by_what_int64_holds(given):
 
     def called(rows: list[int], **options) -> torch.Tensor:
         times = torch.tensor(rows, device=DEVICE)
-        times = (times,) if given == "keys" else (torch.zeros_like(times), times)
+        times = (times,) if whose == "keys" else (torch.zeros_like(times), times)
         return gdpa(**call, relative_bias=RelativeBias(None, table, *times), **options)
 
     apart = [most] * 4 + [least + 1] * 5
-    out = called(apart) if given == "keys" else called([most] * 4 + [-most] * 5)
+    out = called(apart) if whose == "keys" else called([most] * 4 + [-most] * 5)
     assert out.isfinite().all(), "two sequences may be far from each other"
-    wrong = [0] * 4 + [most, 0, 0, -1, 0] if given == "keys" else [0] * 8 + [least]
+    wrong = [0] * 4 + [most, 0, 0, -1, 0] if whose == "keys" else [0] * 8 + [least]
     with pytest.raises(ValueError, match=r"timestamps must .* got a .* of 9223372036854775808 in "
                        "sequence 1"):  # fmt: skip
         called(wrong)

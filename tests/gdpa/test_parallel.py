@@ -318,8 +318,7 @@ def test_a_missing_shard_is_said():
 
 
 def test_a_rank_outside_is_told(results):
-    _, found = results
-    members, *others = found["outside"]
+    members, *others = results[1]["outside"]
     assert members == []
     for rank, (group, pooled, mesh) in enumerate(others, 1):
         assert group == pooled == f"group must have rank {rank} in it, got one of other ranks"
