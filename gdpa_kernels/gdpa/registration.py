@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from gdpa_kernels.calling import checks
-from gdpa_kernels.gdpa.own import OWN, Own, keyed
+from gdpa_kernels.gdpa.own import OWN, Own, frozen, keyed
 from gdpa_kernels.gdpa.reference import ACTIVATIONS, Activation
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def register_activation(
     and closer to each other near 20, within 2**-10 (1 + abs(y) + 2**-10 abs(x)) of a y that fp32
     can hold. A name goes through `torch.compile` and may stand for one head among others. Lessons
     compute the package's own activations alone; constants belong into the functions, which take no
-    other parameter.
+    other parameter. Names in them keep what they stand for now, whatever is defined later.
 
     The same again is fine, as of a cell of a notebook that is run again or of a module that is
     reloaded: jit functions of the same source, in the same line of their file or cell, and a
@@ -79,6 +79,7 @@ def register_activation(
             raise TypeError(f"{given} must be a @triton.jit function of x alone, got {function!r}")
     if not callable(reference):
         raise TypeError(f"reference must be callable, got {type(reference).__name__}")
+    value, value_and_slope = frozen(value), frozen(value_and_slope)
     source = value.cache_key + value_and_slope.cache_key
     own = Own(name, value, value_and_slope, reference, hashlib.sha256(source.encode()).hexdigest())
     slope = _derivative(reference)

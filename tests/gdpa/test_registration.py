@@ -14,6 +14,7 @@ from gdpa_kernels.calling import ladder
 from gdpa_kernels.calling.launches import launches
 from gdpa_kernels.gdpa import own, registration
 from gdpa_kernels.gdpa.reference import ACTIVATIONS
+from gdpa_lab.measuring.compile_check import build_launch
 from tests.budget import within_budget
 from tests.calls import DEVICE, kernels_run
 from tests.gdpa.cases import Case, batch_of, check_gradients, gradients, of_pytorch
@@ -196,6 +197,47 @@ def test_a_cell_that_is_run_again_is_the_same(tmp_path):
                     "(x / (1 + x.abs())).detach() + x - x.detach()"):  # fmt: skip
         with pytest.raises(ValueError, match="name must be new, got 'bounded', which is"):
             run(another)
+
+
+def with_closure():
+    """The same functions, whose helper is no global."""
+
+    @triton.jit
+    def helper(x):
+        return 1.0 / (1.0 + tl.exp(-x))
+
+    @triton.jit
+    def value(x):
+        return helper(x)
+
+    @triton.jit
+    def value_and_slope(x):
+        y = helper(x)
+        return y, y * (1.0 - y)
+
+    def redefine() -> None:
+        nonlocal helper
+        helper = two_arguments
+
+    return (value, value_and_slope, torch.sigmoid), redefine
+
+
+@pytest.mark.parametrize("where", ("globals", "closure"))
+def test_a_helper_that_is_defined_anew_changes_nothing(where, monkeypatch):
+    """As by a later cell of a notebook: what was proved is what is compiled."""
+    functions, redefine = with_closure() if where == "closure" else (SIGMOID, None)
+    register_activation("mine", *functions)
+    if redefine is None:
+        monkeypatch.setitem(globals(), "sigmoid", two_arguments)
+    else:
+        redefine()
+    for dtype in (BF16, FP32):
+        call = Case("call", (9,), options={"activation": "mine"}).arguments(dtype)
+        with kernels_run(), launches() as seen:
+            out = gdpa(**call, impl="v1_tiled")
+        wanted = gdpa(**call, impl="reference")
+        torch.testing.assert_close(out, wanted, rtol=2e-2, atol=2e-2)
+        assert build_launch(seen[-1]).asm["ptx"]
 
 
 def not_finite(x):
