@@ -3,7 +3,8 @@
     userId,movieId,rating,timestamp
     1,296,5.0,1147880044
 
-Other columns are not read; ml-1m and ml-100k need this header and commas first. A user's events are
+A user or an item is what its name spells: "01", "1" and "1.0" are three, and "NA" is one. Other
+columns are not read; ml-1m and ml-100k need this header and commas first. A user's events are
 in the order of their timestamps, equal ones in that of the file. A row is an event, whose history
 are the events before it; it is clicked if it was rated `like` or better. In the share `negatives`
 of the rows another item is shown, any of the file, and not clicked, though the user may like it.
@@ -14,6 +15,7 @@ history has an event from a trained model's future.
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -32,7 +34,16 @@ def read(path: str) -> pd.DataFrame:
     if not Path(path).is_file():
         raise ValueError(f"must be a CSV file, got {path}")
     try:
-        found = pd.read_csv(path, low_memory=False)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", pd.errors.ParserWarning)  # a loss of data
+            found = pd.read_csv(
+                path, dtype=dict.fromkeys(COLUMNS[:2], str), index_col=False, low_memory=False,
+                keep_default_na=False, na_values=[""],
+            )  # fmt: skip
+    except pd.errors.ParserWarning as error:
+        raise ValueError(
+            f"must have a name for each column, got fewer than values in {path}"
+        ) from error
     except ValueError as error:  # of pandas: no columns, other encodings, rows that are too long
         raise ValueError(f"must be a CSV file, got {path}: {error}") from error
     if found.empty:
@@ -40,8 +51,6 @@ def read(path: str) -> pd.DataFrame:
     missing = [name for name in COLUMNS if name not in found]
     if missing:
         raise ValueError(f"must have the columns {', '.join(COLUMNS)}, got {', '.join(found)}")
-    if not isinstance(found.index, pd.RangeIndex):  # pandas would take the first for names
-        raise ValueError(f"must have a name for each column, got fewer than values in {path}")
     low, high = STARS
     numbers = {name: pd.to_numeric(found[name], errors="coerce") for name in COLUMNS[2:]}
     rating, time = numbers["rating"], numbers["timestamp"]
@@ -56,8 +65,16 @@ def read(path: str) -> pd.DataFrame:
             line = int(np.argmin(right))
             got = found[name].iloc[line]
             raise ValueError(f"{name} must be {wanted}, got {got} in row {line + 1}")
-    found = found[list(COLUMNS)].assign(**numbers)
+    names = {name: _names(found[name]) for name in COLUMNS[:2]}
+    found = found[list(COLUMNS)].assign(**numbers, **names)
     return found.sort_values(["userId", "timestamp"], kind="stable", ignore_index=True)
+
+
+def _names(column: pd.Series) -> pd.Series:
+    """Names as they stand in the file; integers, which sort as such, where no two spell the same
+    one."""
+    integers = pd.Series(column.unique()).str.fullmatch(r"0|-?[1-9]\d{0,17}").all()
+    return column.astype(np.int64) if integers else column
 
 
 class Ratings:

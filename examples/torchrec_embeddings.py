@@ -107,7 +107,7 @@ def train(steps: int, rows: int, dtype: torch.dtype = torch.int64, log=print) ->
         mean = torch.stack((loss.detach(), bayes_loss(batch.logit)))
         dist.all_reduce(mean)
         losses.append(mean[0].item() / ranks)
-        if rank == 0 and (step + 1) % 10 == 0:
+        if rank == 0 and ((step + 1) % 10 == 0 or step + 1 == steps):
             log(f"step {step + 1}: loss {losses[-1]:.4f}, Bayes {mean[1] / ranks:.4f}")
     return losses
 

@@ -23,6 +23,7 @@ import traceback
 from datetime import timedelta
 from pathlib import Path
 
+import checkpoints
 import logs
 import numpy as np
 import options
@@ -40,11 +41,12 @@ from torch.nn.parallel import DistributedDataParallel
 from data import DEALS, HELD_OUT, Batch, deal
 
 FREE = frozenset((
-    "candidates", "checkpoint", "compile", "deal", "device", "engine", "eval_batches", "eval_every",
-    "k", "log_csv", "log_every", "out", "peak_tflops", "recompute", "resume", "save_every",
-    "tensorboard", "threads", "timeout",
+    "candidates", "checkpoint", "compile", "content", "deal", "device", "engine", "eval_batches",
+    "eval_every", "k", "log_csv", "log_every", "out", "peak_tflops", "recompute", "resume",
+    "save_every", "start", "tensorboard", "threads", "timeout",
 ))  # fmt: skip
-"""Options that change no result, but for roundings. The others are saved with a checkpoint."""
+"""Options that change no result, but for roundings, and what is made of others. The rest is saved
+with a checkpoint."""
 
 
 def arguments(given: list[str] | None) -> argparse.Namespace:
@@ -85,7 +87,8 @@ def arguments(given: list[str] | None) -> argparse.Namespace:
     o = found.parse_args(given)
     check_ranks(found, o)
     check_ratings(found, o)
-    check_checkpoint(found, o)
+    o.content = content_of(o)
+    o.start = check_checkpoint(found, o)
     logs.check(found, o)
     return o
 
@@ -108,26 +111,44 @@ def check_ranks(parser: options.Parser, o: argparse.Namespace) -> None:
         parser.error(f"--batch must be a multiple of the {ranks} ranks, got {o.batch}")
 
 
-def check_checkpoint(parser: options.Parser, o: argparse.Namespace) -> None:
-    """Refuses to mix two runs in one folder."""
-    found = [] if o.checkpoint is None else complete(o.checkpoint)
+def content_of(o: argparse.Namespace) -> str | None:
+    """What --ratings holds now; None where no checkpoint needs it, or there is no such file."""
+    if o.checkpoint is None or o.ratings is None or not Path(o.ratings).is_file():
+        return None
+    file = Path(o.ratings)
+    return f"{file.stat().st_size} bytes, SHA-256 {checkpoints.sha256(file)}"
+
+
+def check_checkpoint(parser: options.Parser, o: argparse.Namespace) -> Path | None:
+    """The checkpoint to resume from. Refuses to mix two runs in one folder."""
+    files = [] if o.checkpoint is None or not o.checkpoint.exists() else [*o.checkpoint.iterdir()]
     if not o.resume:
-        if o.checkpoint is not None and o.checkpoint.exists() and any(o.checkpoint.iterdir()):
+        if files:
             parser.error(f"--checkpoint must be empty without --resume, got {o.checkpoint}")
-        return
-    if not found:
+        return None
+    if not files:
         parser.error(f"--resume needs a complete checkpoint in --checkpoint, got {o.checkpoint}")
-    newest, given = found[0], trained(o)
+    newest, asked = checkpoints.newest(o.checkpoint, say), trained(o)
+    if newest is None:
+        sys.exit(f"--resume needs a checkpoint that can be read, and {o.checkpoint} has none")
     saved = options_of(newest)
-    differ = [name for name in given if name != "steps" and given[name] != saved.get(name)]
+    differ = [name for name in asked if name != "steps" and asked[name] != saved.get(name)]
     if differ:
         was, got = (
             ", ".join(f"--{name.replace('_', '-')} {values.get(name)}" for name in differ)
-            for values in (saved, given)
+            for values in (saved, asked)
         )
         parser.error(f"--resume needs the options of {newest}, {was}, got {got}")
-    if o.steps < step_of(newest):
-        parser.error(f"--steps must be at least the {step_of(newest)} of {newest}, got {o.steps}")
+    step = checkpoints.step_of(newest)
+    if o.steps < step:
+        parser.error(f"--steps must be at least the {step} of {newest}, got {o.steps}")
+    return newest
+
+
+def say(text: str) -> None:
+    """Prints it once, whatever the number of ranks."""
+    if int(os.environ.get("RANK", 0)) == 0:
+        print(text, flush=True)
 
 
 class Loader:
@@ -147,19 +168,10 @@ class Loader:
         return self.source.make_batch(lengths, rows, step, self.device, longest), lengths
 
 
-def complete(folder: Path) -> list[Path]:
-    """The checkpoints that were written to their ends, the newest first."""
-    found = [path.parent for path in folder.glob("step-*/.metadata")]
-    return sorted(found, key=step_of, reverse=True)
-
-
-def step_of(checkpoint: Path) -> int:
-    return int(checkpoint.name.removeprefix("step-"))
-
-
 def trained(o: argparse.Namespace) -> dict:
-    """The options that decide what is trained."""
-    return {name: value for name, value in vars(o).items() if name not in FREE}
+    """The options that decide what is trained, with what is in the file of --ratings."""
+    chosen = {name: value for name, value in vars(o).items() if name not in FREE}
+    return chosen if o.ratings is None else chosen | {"ratings": f"{o.ratings} ({o.content})"}
 
 
 def options_of(checkpoint: Path) -> dict:
@@ -175,38 +187,31 @@ def state_of(model, optimizer) -> dict:
 def save(o: argparse.Namespace, step: int, rank: int, model, optimizer) -> None:
     folder = o.checkpoint / f"step-{step}"
     if rank == 0:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / ".metadata").unlink(missing_ok=True)  # until its end it is not complete
+        checkpoints.unseal(folder)
         (folder / "options.json").write_text(json.dumps(trained(o)))
     dcp.save(state_of(model, optimizer), checkpoint_id=folder)
+    if rank == 0:  # after the files of all ranks
+        checkpoints.seal(folder)
 
 
-def restore(o: argparse.Namespace, rank: int, model, optimizer, schedule) -> int:
-    """Loads the newest checkpoint that can be read, of any engine and number of ranks; its step."""
-
-    def say(text: str) -> None:
-        if rank == 0:
-            print(text, flush=True)
-
-    for folder in complete(o.checkpoint):
-        state = state_of(model, optimizer)
-        try:
-            dcp.load(state, checkpoint_id=folder)
-        except dcp.api.CheckpointException as error:
-            problem, _ = next(iter(error.failures.values()))
-            say(f"{folder} cannot be read, so an older one is looked for: {problem!r}")
-            continue
-        set_state_dict(
-            model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
-        )
-        step, planned = step_of(folder), options_of(folder)["steps"]
-        say(f"resumes from {folder}")
-        if planned != o.steps:
-            say(f"the learning rate, planned for {planned} steps, goes on as planned for {o.steps}")
-        schedule.last_epoch = step - 1
-        schedule.step()
-        return step
-    sys.exit(f"--resume needs a checkpoint that can be read, and {o.checkpoint} has none")
+def restore(o: argparse.Namespace, model, optimizer, schedule) -> int:
+    """Loads the checkpoint `start`, of any engine and number of ranks; its step."""
+    chosen = [o.start]
+    if dist.is_initialized():  # rank 0 chooses for all
+        dist.broadcast_object_list(chosen)
+    (folder,) = chosen
+    state = state_of(model, optimizer)
+    dcp.load(state, checkpoint_id=folder)
+    set_state_dict(
+        model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+    )
+    step, planned = checkpoints.step_of(folder), options_of(folder)["steps"]
+    say(f"resumes from {folder}")
+    if planned != o.steps:
+        say(f"the learning rate, planned for {planned} steps, goes on as planned for {o.steps}")
+    schedule.last_epoch = step - 1
+    schedule.step()
+    return step
 
 
 def gathered(x: torch.Tensor) -> torch.Tensor:
@@ -291,7 +296,7 @@ def train(o: argparse.Namespace, rank: int, ranks: int, device: torch.device) ->
     fused = device.type == "cuda"
     optimizer = torch.optim.AdamW(net.parameters(), lr=o.lr, weight_decay=1e-4, fused=fused)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, o.lr, o.steps)
-    first = restore(o, rank, net, optimizer, schedule) if o.resume else 0
+    first = restore(o, net, optimizer, schedule) if o.resume else 0
     losses, curve, samples, work, clock = {}, {}, 0, 0.0, time.perf_counter()
 
     def judge(step: int) -> None:

@@ -41,11 +41,14 @@ def are_fake(*tensors: torch.Tensor) -> bool:
 
 
 class Constants(torch.nn.Module):
-    """A module that makes its constants again after what moves or empties its tensors."""
+    """A module that makes its constants, which are buffers, again after what moves, converts or
+    empties them; what leaves them, leaves their memory, which a captured graph may read."""
 
     def _apply(self, fn: Callable, recurse: bool = True) -> torch.nn.Module:
+        before = dict(self._buffers)
         super()._apply(fn, recurse)
-        self.make_constants()
+        if any(after is not before[name] for name, after in self._buffers.items()):
+            self.make_constants()
         return self
 
 

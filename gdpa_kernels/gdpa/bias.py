@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from decimal import ROUND_CEILING, Decimal, localcontext
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -23,6 +24,7 @@ from gdpa_kernels.calling import checks, jagged
 
 MOST_BUCKETS = 146
 """Beyond, HSTU's thresholds exceed int64."""
+_LARGEST = torch.iinfo(torch.int64).max
 
 
 def _least() -> tuple[int, ...]:
@@ -48,7 +50,8 @@ class RelativeBias:
         time_table: `[buckets]` or `[num_heads_q, buckets]`, by the time between query and key; a
             later time than the last threshold takes the last entry. None: no such term.
         timestamps: int32 or int64 `[total_k]`, of the keys; given with time_table. In any unit:
-            HSTU's are seconds. Their differences must fit in int64.
+            HSTU's are seconds. Differences within a sequence must be less than 2**63 in size, which
+            a call that reads values checks.
         query_timestamps: int32 or int64 `[total_q]`, of the queries as they are to be compared.
             None: queries stand at the positions of keys, and take their times.
         time_thresholds: int64 `[buckets - 1]`, rising: a difference, whatever its sign, lies in the
@@ -154,6 +157,8 @@ def bias_of_call(
         times_q = _times_of_queries(
             times_k, rows, cu_seqlens_q, cu_seqlens_k, lower_right, given.next_time
         )
+    if readable:
+        _check_differences(times_q, times_k, cu_seqlens_q, cu_seqlens_k)
     thresholds = given.time_thresholds
     if thresholds is None:
         if time.shape[1] > MOST_BUCKETS:
@@ -183,16 +188,48 @@ def _table(name: str, table: object, num_heads: int, device: torch.device) -> to
     return (table[None] if table.dim() == 1 else table).contiguous()
 
 
-def _times(name: str, times: object, rows: int, device: torch.device) -> torch.Tensor:
+def check_times(name: str, times: object, table: str) -> None:
+    """Raises TypeError unless times are a tensor of integers, as `table` needs them."""
     if not isinstance(times, torch.Tensor) or times.dtype not in (torch.int32, torch.int64):
         what = times.dtype if isinstance(times, torch.Tensor) else type(times).__name__
-        raise TypeError(f"{name} must be an int32 or int64 tensor with time_table, got {what}")
+        raise TypeError(f"{name} must be an int32 or int64 tensor with {table}, got {what}")
+
+
+def _times(name: str, times: object, rows: int, device: torch.device) -> torch.Tensor:
+    check_times(name, times, "time_table")
     if times.shape != (rows,) or times.device != device:
         raise ValueError(
             f"{name} must have shape [{rows}] on {device}, "
             f"got {list(times.shape)} on {times.device}"
         )
     return times.to(torch.int64).contiguous()
+
+
+def _check_differences(
+    times_q: torch.Tensor, times_k: torch.Tensor,
+    cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor,
+) -> None:  # fmt: skip
+    """Raises ValueError unless int64 holds each difference of a query's and a key's time of one
+    sequence. Waits for the device."""
+    if _largest_difference(times_q, times_k) <= _LARGEST:
+        return
+    sequences = zip(pairwise(cu_seqlens_q.tolist()), pairwise(cu_seqlens_k.tolist()), strict=True)
+    for i, (rows, keys) in enumerate(sequences):
+        difference = _largest_difference(times_q[slice(*rows)], times_k[slice(*keys)])
+        if difference > _LARGEST:
+            raise ValueError(
+                "timestamps must differ by less than 2**63 within a sequence, "
+                f"got a difference of {difference} in sequence {i}"
+            )
+
+
+def _largest_difference(times_q: torch.Tensor, times_k: torch.Tensor) -> int:
+    """The size, exactly, of the largest; 0 where there is none."""
+    if not times_q.numel() or not times_k.numel():
+        return 0
+    extremes = torch.stack((*times_q.aminmax(), *times_k.aminmax()))
+    first_q, last_q, first_k, last_k = extremes.tolist()
+    return max(last_q - first_k, last_k - first_q)
 
 
 def _check_thresholds(

@@ -12,7 +12,7 @@ from gdpa_kernels.calling.jagged import Jagged, Offsets
 from gdpa_kernels.calling.lengths import Lengths, Recipe
 from gdpa_kernels.gdpa import api
 from gdpa_kernels.gdpa.api import gdpa
-from gdpa_kernels.gdpa.bias import RelativeBias, hstu_thresholds
+from gdpa_kernels.gdpa.bias import MOST_BUCKETS, RelativeBias, check_times, hstu_thresholds
 from gdpa_kernels.gdpa.registration import check_activation
 from gdpa_kernels.gdpa.targets import check_targets
 from gdpa_kernels.norms.api import head_norm
@@ -239,6 +239,8 @@ class GDPASelfAttention(private.Constants, _Layer):
         for name, size in (("position_bias", position_bias), ("time_bias", time_bias)):
             if size is not None:
                 checks.check_positive(**{name: size})
+        if time_bias is not None and time_bias > MOST_BUCKETS:
+            raise ValueError(f"time_bias must be at most {MOST_BUCKETS}, got {time_bias}")
         self.next_time, self.position_bias, self.time_bias = next_time, None, None
         if position_bias is not None:
             table = torch.empty(2 * position_bias - 1, **factory_kwargs)
@@ -247,6 +249,7 @@ class GDPASelfAttention(private.Constants, _Layer):
             self.time_bias = nn.Parameter(torch.empty(time_bias, **factory_kwargs))
         thresholds = None if time_bias is None else hstu_thresholds(time_bias, device)
         self.register_buffer("time_thresholds", thresholds, persistent=False)
+        self.register_load_state_dict_post_hook(_follow_table)
         self.reset_parameters()
         heads = num_heads + 2 * self.num_kv_heads
         self.qkv = nn.Linear(embed_dim, heads * self.head_dim, bias, **factory_kwargs)
@@ -291,11 +294,12 @@ class GDPASelfAttention(private.Constants, _Layer):
                 table.normal_(std=0.02)
         self.make_constants()
 
-    def make_constants(self) -> None:
-        """The thresholds, which no state dict brings back."""
+    def make_constants(self, device: torch.device | None = None) -> None:
+        """The thresholds, which no state dict brings back; on `device`, None for where they are."""
         if self.time_thresholds is not None:
-            device = self.time_thresholds.device
-            self.time_thresholds = hstu_thresholds(len(self.time_bias), device)
+            device = self.time_thresholds.device if device is None else device
+            with torch.inference_mode(False):  # training may follow
+                self.time_thresholds = hstu_thresholds(len(self.time_bias), device)
 
     def _bias(self, timestamps: torch.Tensor | None) -> dict[str, RelativeBias]:
         """The relative bias as `gdpa` takes it."""
@@ -303,6 +307,8 @@ class GDPASelfAttention(private.Constants, _Layer):
             raise ValueError("timestamps must be None without time_bias, got a value")
         if self.position_bias is None and self.time_bias is None:
             return {}
+        if self.time_bias is not None:
+            check_times("timestamps", timestamps, "time_bias")
         tables = self.position_bias, self.time_bias
         rest = {"time_thresholds": self.time_thresholds, "next_time": self.next_time}
         return {"relative_bias": RelativeBias(*tables, timestamps, **rest)}
@@ -312,6 +318,16 @@ class GDPASelfAttention(private.Constants, _Layer):
             f"{super().extra_repr()}, causal={self.causal}, window={self.window}, "
             f"rotary={self.rotary}"
         )
+
+
+def _follow_table(layer: GDPASelfAttention, _: object) -> None:
+    """Makes the thresholds where `load_state_dict(assign=True)` has brought their table; the CPU
+    may only be where a table waits for its use."""
+    if layer.time_thresholds is None:
+        return
+    there, here = layer.time_bias.device, layer.time_thresholds.device
+    if there != here and (here.type == "meta" or there.type != "cpu"):
+        layer.make_constants(there)
 
 
 class PMA(_Layer):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import CellType, FunctionType
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,6 +30,35 @@ class Own:
 
 
 OWN: dict[str, Own] = {}
+
+
+def frozen(
+    function: triton.JITFunction, copies: dict[int, triton.JITFunction] | None = None
+) -> triton.JITFunction:
+    """The function as it is now, and all that it calls by name. Triton looks up names when it
+    compiles, for one kernel today and for another tomorrow; a notebook may have defined a helper
+    anew by then."""
+    from triton import JITFunction
+
+    copies = {} if copies is None else copies
+    if id(function) in copies:
+        return copies[id(function)]
+    result = copies[id(function)] = copy.copy(function)
+
+    def now(value: object) -> object:
+        return frozen(value, copies) if isinstance(value, JITFunction) else value
+
+    raw = function.fn
+    names = {node.id for node in ast.walk(function.parse()) if isinstance(node, ast.Name)}
+    scope = {
+        name: now(raw.__globals__[name])
+        for name in names | {"__builtins__", "__name__"} if name in raw.__globals__
+    }  # fmt: skip
+    cells = tuple(CellType(now(cell.cell_contents)) for cell in raw.__closure__ or ())
+    result.fn = FunctionType(raw.__code__, scope, raw.__name__, raw.__defaults__, cells or None)
+    result.fn.__qualname__, result.fn.__kwdefaults__ = raw.__qualname__, raw.__kwdefaults__
+    result.__globals__, result.hash = scope, None
+    return result
 
 
 def keyed(name: str) -> str:

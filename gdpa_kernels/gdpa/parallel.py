@@ -36,6 +36,7 @@ from gdpa_kernels.calling.launch import cdiv
 from gdpa_kernels.calling.lengths import Lengths
 from gdpa_kernels.calling.private import unseen
 from gdpa_kernels.gdpa.api import check_causal, gdpa
+from gdpa_kernels.gdpa.registration import check_activation
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -75,8 +76,8 @@ def shard(
     if rank >= ranks:
         raise ValueError(f"rank must be less than the {ranks} ranks, got {rank}")
     _check_rows("x", x, shards.total, "the batch")
-    rows = [torch.arange(first, end) for _, first, end in shards.pieces[rank]]
-    index = torch.cat([torch.empty(0, dtype=torch.int64), *rows])
+    rows = [torch.arange(first, end, device="cpu") for _, first, end in shards.pieces[rank]]
+    index = torch.cat([torch.empty(0, dtype=torch.int64, device="cpu"), *rows])
     return x.index_select(0, index.to(x.device))
 
 
@@ -121,7 +122,8 @@ def context_parallel_gdpa(
             "zigzag".
         causal, window: as `gdpa`; a window needs causal, but for "sequences".
         group: of the ranks; None for all.
-        options: of `gdpa` (activation, scale, output_scale, precise, impl, backward_impl).
+        options: of `gdpa` (activation, scale, output_scale, precise, impl, backward_impl); names of
+            activations are of all heads, whatever stays.
 
     q, k and v may be `DTensor`s of the whole batch, sharded by tokens on a mesh of one dimension,
     as `distribute_tensor(x, mesh, [Shard(0)])` makes them: shards are contiguous, the group is the
@@ -149,7 +151,7 @@ def context_parallel_gdpa(
             stride=(shape[1] * shape[2], shape[2], 1),
         )  # fmt: skip
     q, k, v = checks.autocast(q, k, v)
-    shards, rank, ranks = _checked(q, k, v, cu_seqlens, layout, group, options)
+    shards, rank, ranks, options = _checked(q, k, v, cu_seqlens, layout, group, options)
     _check_masks(stationary, causal, window)
     _check_rows("q", q, shards.rows(rank), f"rank {rank}")
     options = options | {"window": window}
@@ -163,7 +165,7 @@ def context_parallel_gdpa(
         shards.ends, ranks, layout, rank, stationary, bool(causal), q.device, stream
     )
     if stationary == "sequences":
-        return _by_heads(q, k, v, shards, own, places, causal, group, ranks, options)
+        return _by_heads(q, k, v, shards, own, places, causal, group, rank, ranks, options)
     if stationary == "queries":
         k, v = (_Gather.apply(x, places, shards.size, group) for x in (k, v))
         return gdpa(q, k, v, own, others, causal=causal and "lower_right", **options)
@@ -205,7 +207,7 @@ def context_parallel_pooling(
         TypeError, ValueError: as `context_parallel_gdpa`.
     """
     q, k, v = checks.autocast(q, k, v)
-    shards, rank, _ = _checked(q, k, v, cu_seqlens, layout, group, options)
+    shards, rank, _, options = _checked(q, k, v, cu_seqlens, layout, group, options)
     held = Counter()
     for i, first, end in shards.pieces[rank]:
         held[i] += end - first
@@ -327,12 +329,14 @@ def _shards(ends: tuple[int, ...], ranks: int, layout: str) -> _Shards:
     size = max(sum(last - first for _, first, last in mine) for mine in pieces)
     if layout == "contiguous":
         return _Shards(ends, pieces, size, None)
-    order = torch.empty(ends[-1], dtype=torch.int64)
-    for rank, mine in enumerate(pieces):
-        place = rank * size
-        for _, first, last in mine:
-            order[first:last] = torch.arange(place, place + last - first)
-            place += last - first
+    # Dynamo looks into neither a cache nor into what is unseen.
+    with contextlib.nullcontext() if torch.compiler.is_compiling() else _lasting():
+        order = torch.empty(ends[-1], dtype=torch.int64, device="cpu")
+        for rank, mine in enumerate(pieces):
+            place = rank * size
+            for _, first, last in mine:
+                order[first:last] = torch.arange(place, place + last - first, device="cpu")
+                place += last - first
     return _Shards(ends, pieces, size, order)
 
 
@@ -346,13 +350,20 @@ def _partners(
     shards = _shards(ends, ranks, layout)
     own, others = shards.parts(rank, stationary, causal)
     lengths = own, [end - first for first, end in others]
-    # Training may follow an evaluation; a mode that counts operators must not see the first call's.
-    with torch.inference_mode(False), unseen():
+    with _lasting():
         return *(_lengths(each, device) for each in lengths), shards.places(others, device)
 
 
+@contextlib.contextmanager
+def _lasting() -> Iterator[None]:
+    """What is made inside serves calls of any kind: training may follow an evaluation, and a mode
+    that counts or fakes operators must not see the first call's."""
+    with torch.inference_mode(False), unseen():
+        yield
+
+
 def _lengths(lengths: list[int], device: torch.device) -> Lengths:
-    return Lengths(torch.tensor([0, *lengths]).cumsum(0), device=device)
+    return Lengths(torch.tensor([0, *lengths], device="cpu").cumsum(0), device=device)
 
 
 def _offsets(cu_seqlens: Sequence[int]) -> tuple[int, ...]:
@@ -395,18 +406,22 @@ def _check_masks(stationary: object, causal: object, window: object) -> None:
         raise ValueError(f"window must be None without causal, got {window}")
 
 
-def _checked(q, k, v, cu_seqlens, layout, group, options) -> tuple[_Shards, int, int]:
-    """(shards, rank, ranks), of arguments that both calls have."""
+def _checked(q, k, v, cu_seqlens, layout, group, options) -> tuple[_Shards, int, int, dict]:
+    """(shards, rank, ranks, options), of arguments that both calls have."""
     if not dist.is_available() or not dist.is_initialized():
         raise ValueError("group must be one of torch.distributed, which is not initialized")
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    if rank < 0:
+        raise ValueError(f"group must have rank {dist.get_rank()} in it, got one of other ranks")
     shards = _shards(_offsets(cu_seqlens), ranks, _layout(layout))
     for name in options:
         if name not in OPTIONS:
             raise TypeError(f"options must be of {', '.join(OPTIONS)}, got {name}")
     checks.check_tensors(q, k, v)
     _check_rows("k", k, shards.rows(rank), f"rank {rank}")
-    return shards, rank, ranks
+    if "activation" in options:
+        options = options | {"activation": check_activation(options["activation"], q.shape[1])}
+    return shards, rank, ranks, options
 
 
 def _mesh_of(q, k, v, layout: str, group: dist.ProcessGroup | None) -> DeviceMesh | None:
@@ -428,6 +443,8 @@ def _mesh_of(q, k, v, layout: str, group: dist.ProcessGroup | None) -> DeviceMes
                 f"{name} must be sharded by tokens, (Shard(dim=0),), on one mesh, got "
                 f"{x.placements} on {x.device_mesh}"
             )
+    if q.device_mesh.get_coordinate() is None:
+        raise ValueError(f"q must have rank {dist.get_rank()} in its mesh, got {q.device_mesh}")
     return q.device_mesh
 
 
@@ -435,8 +452,14 @@ def _sum_dtype(x: torch.Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def _by_heads(q, k, v, shards, lengths, places, causal, group, ranks, options) -> torch.Tensor:
+def _by_heads(
+    q, k, v, shards, lengths, places, causal, group, rank, ranks, options
+) -> torch.Tensor:
     """All rows of a share of the heads on each rank."""
+    names = options.get("activation", ())
+    if len(names) > 1:
+        heads = len(names) // ranks
+        options = options | {"activation": names[rank * heads : (rank + 1) * heads]}
     exchanged = [_Exchange.apply(_padded(x, shards.size), True, ranks, group) for x in (q, k, v)]
     out = gdpa(
         *(_take(x, places) for x in exchanged), lengths, lengths,
@@ -479,14 +502,16 @@ def _count(name: str, x: torch.Tensor, group, times: int = 1) -> None:
 def _gathered(x: torch.Tensor, size: int, group) -> torch.Tensor:
     out = x.new_empty(size * dist.get_world_size(group), *x.shape[1:])
     _count("all_gather", out, group)
-    dist.all_gather_into_tensor(out, _padded(x, size).contiguous(), group=group)
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # before 2.13
+    gather(out, _padded(x, size).contiguous(), group=group)
     return out
 
 
 def _scattered(x: torch.Tensor, size: int, group) -> torch.Tensor:
     out = x.new_empty(size, *x.shape[1:])
     _count("reduce_scatter", x, group)
-    dist.reduce_scatter_tensor(out, x.contiguous(), group=group)
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    scatter(out, x.contiguous(), group=group)
     return out
 
 

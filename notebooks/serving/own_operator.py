@@ -125,8 +125,9 @@ register_activation("softplus", softplus, softplus_and_slope, F.softplus)
 # The last argument is the definition in PyTorch. Autograd differentiates it, and the slope is
 # compared with the result. Before the first kernel runs, both jit functions are evaluated at 4,097
 # points from −20 to 20. They must be within $2^{-10}(1 + |x|)$ of the definition and of its
-# derivative, which is half of the rounding to bf16 that follows. From then on the name works in
-# every product, in layers, under `torch.compile`, and for one head among others.
+# derivative, which is half of the rounding to bf16 that follows. Scores have no bound, so 1,000
+# more points, out to $2^{43}$, are compared as well. From then on the name works in every product,
+# in layers, under `torch.compile`, and for one head among others.
 #
 # What if the slope is wrong? In this copy someone pasted the slope of the sigmoid, `y * (1 - y)`:
 
@@ -353,7 +354,7 @@ with tritonemu.enabled():
 #
 # After `y, slope = softplus_and_slope(x)` return `y * y, 2 * y * slope`, so the exponential is
 # computed once. At 20 the slope is about 40, without the factor about 20. The tolerance there is
-# about 0.02, so it is refused, and the message names the point where the two are farthest apart.
+# about 0.02, so it is refused. The message names the wrong point nearest to 0, which is 0 itself.
 # :::
 #
 # :::{exercise} Three calls

@@ -89,6 +89,8 @@ WRONG = {
                 "userId, movieId, rating, timestamp, got userId, movieId, timestamp"),
     "names": (HEAD + "9,1,1,5,100\n9,1,2,1,200\n",
               r"--ratings: must have a name for each column, got fewer than values in \S+"),
+    "names over a count": (HEAD + "0,1,1,5,100\n1,1,2,1,200\n2,1,3,1,200\n",
+                           r"--ratings: must have a name for each column, got fewer .* \S+"),
     "long row": (HEAD + GOOD + "1,1,5,100,2\n", r"--ratings: must be a CSV file, got .* line 4.*"),
     "user": (HEAD + GOOD + ",1,5,100\n", "--ratings: userId must be given, got nan in row 3"),
     "item": (HEAD + "1,,5,100\n" + GOOD, "--ratings: movieId must be given, got nan in row 1"),
@@ -103,6 +105,34 @@ WRONG = {
     "all liked": (HEAD + "1,1,5,100\n1,2,5,200\n", "--ratings: must have ratings below and from "
                   r"4.0 on among those trained on, got 1 of 1 from 4.0 on in \S+"),
 }  # fmt: skip
+
+
+def rows_of(*users: str, items: tuple[str, ...] = ("7",)) -> str:
+    """Ratings of a file, a user each."""
+    rows = enumerate(zip(users, items * len(users), strict=False))
+    return HEAD + "".join(f"{user},{item},5,{100 + i}\n" for i, (user, item) in rows)
+
+
+@pytest.mark.parametrize("users", (
+    ("NA", "null", "None", "nan"), ("01", "1", "1.0", "1e0"), ("99999999999999999999", "1"),
+    ("10", "9", "-1"),
+), ids=",".join)  # fmt: skip
+def test_a_name_is_what_it_spells(users, tmp_path):
+    """Of a user and of an item; a word among them changes nothing."""
+    path = tmp_path / "ratings.csv"
+    for more in ((), ("word",)):
+        names = (*users, *more, users[0])
+        path.write_text(rows_of(*names, items=names))
+        read = ratings.read(str(path))
+        assert len(read) == len(names)
+        for column in ratings.COLUMNS[:2]:
+            assert set(map(str, read[column])) == {*users, *more}
+
+
+def test_integers_sort_as_numbers(tmp_path):
+    path = tmp_path / "ratings.csv"
+    path.write_text(rows_of("10", "9"))
+    assert ratings.read(str(path))["userId"].tolist() == [9, 10]
 
 
 @pytest.mark.parametrize("case", WRONG)

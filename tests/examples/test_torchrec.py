@@ -59,3 +59,4 @@ def test_two_ranks_learn_what_one_learns():
     one, two = (run(ranks, "--steps", "20", "--batch", "16") for ranks in (1, 2))
     assert len(one) == 2 and one == pytest.approx(two, abs=3e-4)
     assert run(2, "--steps", "10", "--batch", "16", "--offsets", "int32") == two[:1]
+    assert len(run(1, "--steps", "3", "--batch", "16")) == 1, "the last step is printed"

@@ -8,6 +8,7 @@ import signal
 import time
 from pathlib import Path
 
+import checkpoints
 import pytest
 import ranks
 import step
@@ -119,13 +120,27 @@ def test_a_longer_run_goes_on_as_if_it_had_been_planned_so(tmp_path, capsys):
     assert set(state.values()) == {plan.get_last_lr()[0]}
 
 
-@pytest.mark.parametrize("damage", ("weights", ".metadata"))
-def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(damage, tmp_path, capsys):
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def flip_a_bit(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 0x40
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("damage", (cut, flip_a_bit, Path.unlink))
+@pytest.mark.parametrize("files", ("*.distcp", ".metadata", "options.json", checkpoints.SUMS))
+def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(
+    files, damage, run_of_six, tmp_path, capsys
+):
+    whole, saved = run_of_six
+    shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
     options = [*FEW, "--checkpoint", str(tmp_path), "--save-every", "2"]
-    whole = train.main(options)
     newest = tmp_path / "step-6"
-    for path in newest.glob("*.distcp") if damage == "weights" else [newest / damage]:
-        path.write_bytes(path.read_bytes()[:-100])
+    for path in newest.glob(files):
+        damage(path)
     capsys.readouterr()
     rest = train.main([*options, "--resume"])
     assert rest["losses"] == {step: whole["losses"][step] for step in (5, 6)}
@@ -136,6 +151,53 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(damage, tmp_path
         path.write_bytes(b"")
     with pytest.raises(SystemExit, match=f"can be read, and {tmp_path} has none"):
         train.main([*options, "--resume"])
+
+
+@pytest.fixture(scope="module")
+def run_of_six(tmp_path_factory) -> tuple[dict, Path]:
+    """What six steps found, and their checkpoints after 2, 4 and 6."""
+    folder = tmp_path_factory.mktemp("six")
+    return train.main([*FEW, "--checkpoint", str(folder), "--save-every", "2"]), folder
+
+
+def test_a_folder_that_is_no_checkpoint_is_named(run_of_six, tmp_path, capsys):
+    whole, saved = run_of_six
+    shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
+    shutil.copytree(saved / "step-6", tmp_path / "step-best")
+    options = [*FEW, "--checkpoint", str(tmp_path), "--resume"]
+    assert train.main(options)["ne"] == whole["ne"]
+    said = capsys.readouterr().out
+    assert f"{tmp_path}/step-best cannot be read, so an older one is looked for: its name" in said
+    assert f"resumes from {tmp_path}/step-6\n" in said
+
+
+def test_other_ratings_in_the_same_file_are_refused(tmp_path, capsys):
+    """Also those that came while it ran: the file is that of the start."""
+    path = tmp_path / "ratings.csv"
+
+    def write(last: int) -> None:
+        rows = [f"{i % 3},{i % 5},{1 + 4 * (i % 2)},{100 + i}\n" for i in range(40)]
+        rows.append(f"9,{last},5,100\n")
+        path.write_text("userId,movieId,rating,timestamp\n" + "".join(rows))
+
+    write(1)
+    options = ["--size", "tiny", "--layers", "1", "--max-seqlen", "4", "--batch", "64", "--device",
+               "cpu", "--attention", "eager", "--eval-batches", "1", "--ratings", str(path),
+               "--checkpoint", str(tmp_path / "saved"), "--steps", "2"]  # fmt: skip
+    save = train.save
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "save", lambda *arguments: (write(2), save(*arguments)))
+        train.main(options)
+    with pytest.raises(SystemExit):
+        train.main([*options, "--resume"])
+    of = rf"--ratings {path} \(\d+ bytes, SHA-256 (\w+)\)"
+    refused = re.search(
+        f"--resume needs the options of {tmp_path}/saved/step-2, {of}, got {of}\n",
+        capsys.readouterr().err,
+    )
+    assert refused[1] != refused[2]
+    write(1)
+    assert train.main([*options, "--resume"])["losses"] == {}
 
 
 OTHERS = {

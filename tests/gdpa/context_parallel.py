@@ -2,10 +2,11 @@
 
 import json
 import sys
+from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -13,9 +14,12 @@ import tritonemu
 from gdpa_kernels import gdpa
 from gdpa_kernels.gdpa import parallel
 
-RECEIVED = dict.fromkeys(
-    ("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "all_reduce"), 0
-)
+NEW = hasattr(dist, "all_gather_single")  # since PyTorch 2.13
+RECEIVED = dict.fromkeys((
+    "all_gather_single" if NEW else "all_gather_into_tensor",
+    "reduce_scatter_single" if NEW else "reduce_scatter_tensor",
+    "all_to_all_single", "all_reduce",
+), 0)  # fmt: skip
 
 
 def count_bytes(ranks: int) -> None:
@@ -94,7 +98,7 @@ def found(case: dict, rank: int, ranks: int) -> dict:
     offsets = torch.tensor(ends, dtype=torch.int32)
     longest = max((b - a for a, b in zip(ends, ends[1:], strict=False)), default=0)
     wanted = gdpa(*whole, None if seeds else offsets, offsets, None, longest, **masks,
-                  impl="reference")  # fmt: skip
+                  **case["options"] | {"impl": "reference", "backward_impl": "auto"})  # fmt: skip
     exact = torch.autograd.grad(wanted, whole, grad.double())
     errors = []
     own_tokens = own(torch.arange(ends[-1]))
@@ -115,12 +119,33 @@ def found(case: dict, rank: int, ranks: int) -> dict:
     }
 
 
+def outside() -> list[list[str]]:
+    """What a rank that is not among those of a call is told, by its group and by its mesh."""
+    x = torch.zeros(1, 2, 4)
+    group, mesh = dist.new_group([0]), DeviceMesh("cpu", [0])
+    sharded = DTensor.from_local(x, mesh, [Shard(0)], run_check=False)
+    messages = []
+    for call in (
+        partial(parallel.context_parallel_gdpa, x, x, x, [0, 1], group=group),
+        partial(parallel.context_parallel_pooling, x, x, x, [0, 1], group=group),
+        partial(parallel.context_parallel_gdpa, sharded, sharded, sharded, [0, 1]),
+    ):
+        try:
+            call()
+        except ValueError as error:
+            messages.append(str(error))
+    gathered = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, messages)
+    return gathered
+
+
 def main() -> None:
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
     count_bytes(ranks)
     cases = json.loads(sys.argv[1])
     results = {name: found(case, rank, ranks) for name, case in cases.items()}
+    results["outside"] = outside()
     if rank == 0:
         print(json.dumps(results))
     dist.destroy_process_group()

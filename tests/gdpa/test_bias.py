@@ -1,10 +1,13 @@
 """Relative bias: as HSTU's code states it, in every implementation that takes it; its gradients."""
 
+import copy
+import pickle
 from dataclasses import replace
 from decimal import Decimal
 
 import pytest
 import torch
+from torch import nn
 
 from gdpa_kernels import GDPASelfAttention, RelativeBias, gdpa
 from gdpa_kernels.calling import ladder
@@ -411,6 +414,28 @@ def test_what_does_not_fit_is_refused(error, message, given):
         gdpa(**Case("call", (9,)).arguments(FP32), relative_bias=given)
 
 
+@pytest.mark.parametrize("whose", ("keys", "queries"))
+def test_times_differ_by_what_int64_holds(whose):
+    """Within a sequence; at 2**63 a difference would be the size of a small one."""
+    call = {**Case("call", (4, 5)).arguments(FP32), "causal": True}
+    least, most = torch.iinfo(torch.int64).min, torch.iinfo(torch.int64).max
+    _, table = tables(0)
+
+    def called(rows: list[int], **options) -> torch.Tensor:
+        times = torch.tensor(rows, device=DEVICE)
+        times = (times,) if whose == "keys" else (torch.zeros_like(times), times)
+        return gdpa(**call, relative_bias=RelativeBias(None, table, *times), **options)
+
+    apart = [most] * 4 + [least + 1] * 5
+    out = called(apart) if whose == "keys" else called([most] * 4 + [-most] * 5)
+    assert out.isfinite().all(), "two sequences may be far from each other"
+    wrong = [0] * 4 + [most, 0, 0, -1, 0] if whose == "keys" else [0] * 8 + [least]
+    with pytest.raises(ValueError, match=r"timestamps must .* got a .* of 9223372036854775808 in "
+                       "sequence 1"):  # fmt: skip
+        called(wrong)
+    called(wrong, validate=False)
+
+
 def test_queries_without_times_or_positions_are_refused():
     call = Case("call", (5, 5), (9, 4)).arguments(FP32)
     times = times_of(13)
@@ -457,14 +482,49 @@ def test_a_layer_that_was_made_nowhere_has_its_thresholds():
     assert layer.time_bias.abs().max() < 1
 
 
+def test_a_layer_that_was_loaded_where_it_was_made_nowhere_has_its_thresholds():
+    saved = GDPASelfAttention(16, 2, time_bias=9)
+    layer = nn.Sequential(GDPASelfAttention(16, 2, time_bias=9, device="meta"))
+    layer.load_state_dict(nn.Sequential(saved).state_dict(), assign=True)
+    x, times = (torch.randn(5, 16), cu_seqlens((5,), "cpu")), times_of(5).cpu()
+    for each in (layer[0], copy.deepcopy(layer)[0], pickle.loads(pickle.dumps(layer))[0]):
+        assert torch.equal(each(x, timestamps=times)[0], saved(x, timestamps=times)[0])
+    saved.load_state_dict(GDPASelfAttention(16, 2, time_bias=9, device="meta").state_dict(),
+                          assign=True)  # fmt: skip
+    assert saved.time_thresholds.is_meta
+
+
+@pytest.mark.parametrize("move", (
+    lambda layer: layer.to("cpu"), nn.Module.float, GDPASelfAttention.reset_parameters,
+), ids=("to", "float", "reset"))  # fmt: skip
+def test_a_layer_that_was_moved_under_inference_still_trains(move):
+    layer, times = GDPASelfAttention(16, 2, time_bias=9), times_of(5).cpu()
+    with torch.inference_mode():
+        move(layer)
+    y, _ = layer((torch.randn(5, 16), cu_seqlens((5,), "cpu")), timestamps=times)
+    y.sum().backward()
+    assert layer.time_bias.grad.any()
+
+
+def test_what_moves_nothing_leaves_the_thresholds():
+    """A captured graph reads them where they are; what converts integers, too, is undone."""
+    layer = GDPASelfAttention(16, 2, time_bias=9)
+    before = layer.time_thresholds
+    assert layer.to("cpu").float().double().time_thresholds is before
+    assert torch.equal(layer.type(torch.float16).time_thresholds, before)
+
+
 def test_what_a_layer_does_not_take_is_refused():
     x = torch.randn(5, 16), cu_seqlens((5,), "cpu")
     with pytest.raises(ValueError, match="timestamps must be None without time_bias, got a value"):
         GDPASelfAttention(16, 2, position_bias=9)(x, timestamps=times_of(5).cpu())
-    with pytest.raises(TypeError, match="timestamps must be an int32 or int64 tensor .* NoneType"):
-        GDPASelfAttention(16, 2, time_bias=9)(x)
+    layer = GDPASelfAttention(16, 2, time_bias=9)
+    for wrong, what in ((None, "NoneType"), (torch.zeros(5), "torch.float32")):
+        says = f"timestamps must be an int32 or int64 tensor with time_bias, got {what}"
+        with pytest.raises(TypeError, match=says):
+            layer(x, timestamps=wrong)
     for name in ("position_bias", "time_bias"):
         with pytest.raises(ValueError, match=f"{name} must be an integer of at least 1, got 0"):
             GDPASelfAttention(16, 2, **{name: 0})
-    with pytest.raises(ValueError, match="buckets must be at most 146, got 147"):
+    with pytest.raises(ValueError, match="time_bias must be at most 146, got 147"):
         GDPASelfAttention(16, 2, time_bias=147)

@@ -1,10 +1,14 @@
 """A batch that is cut between ranks gives what one process gives, and receives what was counted."""
 
 import json
+import warnings
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -30,11 +34,13 @@ KERNELS = {
     "dtype": "bfloat16", "shape": (4, 4, 16), "causal": True,
     "options": {"impl": "v1_tiled", "backward_impl": "v1_tiled_backward"},
 }  # fmt: skip
+NAMES = ["relu", "silu", "gelu", "silu", "identity", "relu", "gelu", "relu_squared"]
 CASES = {
     **MASKS,
     **{name: {"causal": True, "ends": ends} for name, ends in ENDS.items() if name != "cut"},
     "nan": {"causal": True, "ends": ENDS["few"], "nan": True},
     "kernels": KERNELS,
+    "per head": {"causal": True, "options": {"impl": "reference", "activation": NAMES}},
 }
 
 
@@ -45,6 +51,7 @@ POOLING = {
     for name, case in {
         "cut": {}, "one": {"ends": ENDS["one"]}, "none": {"ends": ENDS["none"]},
         "few": {"ends": ENDS["few"]}, "zigzag": ZIGZAG, "kernels": KERNELS,
+        "per head": {"options": CASES["per head"]["options"]},
     }.items()
 }  # fmt: skip
 
@@ -256,6 +263,31 @@ def test_layers_share_what_a_batch_is_cut_into(alone, stationary, monkeypatch):
     assert torch.autograd.grad(second.sum(), x)[0].shape == x.shape
 
 
+@pytest.mark.parametrize(
+    "first", (FakeTensorMode, torch.inference_mode, partial(torch.device, "meta"))
+)
+def test_a_first_call_of_another_kind_leaves_nothing(alone, first):
+    """A mode that fakes operators, one without gradients, another default device."""
+    x, ends = torch.randn(7, 2, 8, requires_grad=True), [0, 3, 7]
+
+    def both() -> list[torch.Tensor]:
+        parts = [parallel.shard(x, ends, rank, 2, "zigzag") for rank in range(2)]
+        again = parallel.unshard(parts, ends, "zigzag")
+        out = parallel.context_parallel_gdpa(x, x, x, ends, layout="zigzag")
+        return [again, out, *torch.autograd.grad(again.sum() + out.sum(), x)]
+
+    wanted = both()
+    parallel._shards.cache_clear()
+    parallel._partners.cache_clear()
+    with first():
+        parallel.shard(torch.zeros(7, 1), ends, 0, 2, "zigzag")
+        if first is not FakeTensorMode:  # refused there: offsets have no values
+            parallel.context_parallel_gdpa(
+                x.detach(), x.detach(), x.detach(), ends, layout="zigzag"
+            )
+    assert all(map(torch.equal, both(), wanted))
+
+
 def test_pooling_takes_no_mask(alone):
     with pytest.raises(TypeError, match="options must be of activation, .*, got causal"):
         parallel.context_parallel_pooling(X, X, X, [0, 4], causal=True)
@@ -283,6 +315,43 @@ def test_a_missing_shard_is_said():
         parallel.unshard([X[:2], X[:1]], [0, 4])
     with pytest.raises(ValueError, match="the number of shards must be .* at least 1, got 0"):
         parallel.unshard([], [0, 4])
+
+
+def test_a_rank_outside_is_told(results):
+    members, *others = results[1]["outside"]
+    assert members == []
+    for rank, (group, pooled, mesh) in enumerate(others, 1):
+        assert group == pooled == f"group must have rank {rank} in it, got one of other ranks"
+        assert mesh.startswith(f"q must have rank {rank} in its mesh, got DeviceMesh")
+
+
+@pytest.mark.parametrize("stationary", parallel.STATIONARY)
+def test_names_are_of_all_heads(alone, stationary):
+    """Refused before anything is moved."""
+    says = r"activation must be one name or one per query head \(2\), got 3"
+    with parallel.counted_bytes() as counted, pytest.raises(ValueError, match=says):
+        parallel.context_parallel_gdpa(
+            X, X, X, [0, 4], stationary=stationary, activation=("relu", "silu", "relu")
+        )
+    assert not counted
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("stationary", parallel.STATIONARY)
+def test_no_collective_is_deprecated(alone, stationary, monkeypatch):
+    """Those of before PyTorch 2.13, which is to warn of them, give the same."""
+    x = torch.randn(4, 2, 8, requires_grad=True)
+
+    def both() -> tuple[torch.Tensor, torch.Tensor]:
+        out = parallel.context_parallel_gdpa(x, x, x, [0, 4], stationary=stationary)
+        return out, *torch.autograd.grad(out.sum(), x)
+
+    current = both()
+    for name in ("all_gather_single", "reduce_scatter_single"):
+        monkeypatch.delattr(dist, name, raising=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert all(map(torch.equal, both(), current))
 
 
 def test_there_must_be_ranks():

@@ -1,5 +1,6 @@
 """Activations of one's own: right in every product, in both directions, or refused in words."""
 
+import runpy
 from contextlib import contextmanager
 from functools import partial
 
@@ -13,6 +14,7 @@ from gdpa_kernels.calling import ladder
 from gdpa_kernels.calling.launches import launches
 from gdpa_kernels.gdpa import own, registration
 from gdpa_kernels.gdpa.reference import ACTIVATIONS
+from gdpa_lab.measuring.compile_check import build_launch
 from tests.budget import within_budget
 from tests.calls import DEVICE, kernels_run
 from tests.gdpa.cases import Case, batch_of, check_gradients, gradients, of_pytorch
@@ -44,6 +46,36 @@ def elu_and_slope(x):
 @triton.jit
 def half_slope(x):
     return sigmoid(x), 0.5 * sigmoid(x) * (1.0 - sigmoid(x))
+
+
+@triton.jit
+def short(x):
+    return tl.where(tl.abs(x) > 24.0, 0.0, x)
+
+
+@triton.jit
+def short_and_slope(x):
+    return x, tl.where(tl.abs(x) > 24.0, 0.0, 1.0)
+
+
+@triton.jit
+def overflowing(x):
+    return tl.log(1.0 + tl.exp(x))
+
+
+@triton.jit
+def identity(x):
+    return x
+
+
+@triton.jit
+def fourth(x):
+    return x * x * (x * x)
+
+
+@triton.jit
+def fourth_and_slope(x):
+    return fourth(x), 4.0 * x * x * x
 
 
 @triton.jit
@@ -132,6 +164,82 @@ def test_the_same_again_is_fine_and_another_source_is_refused():
         register_activation("sigmoid", *ELU)
 
 
+MODULE = """
+import torch, triton, triton.language as tl
+from gdpa_kernels import register_activation
+
+@triton.jit
+def bounded(x):
+    return x / (1.0 + tl.abs(x))
+
+@triton.jit
+def bounded_and_slope(x):
+    y = 1.0 / (1.0 + tl.abs(x))
+    return x * y, y * y
+
+register_activation("bounded", bounded, bounded_and_slope, lambda x: {})
+"""
+
+
+def test_a_cell_that_is_run_again_is_the_same(tmp_path):
+    """Its functions are other objects; what they compute is compared, in both directions."""
+    path = tmp_path / "cell.py"
+
+    def run(definition: str) -> None:
+        path.write_text(MODULE.format(definition))
+        runpy.run_path(str(path))
+
+    run("x / (1 + x.abs())")
+    first = own.OWN["bounded"]
+    run("x / (x.abs() + 1)")
+    assert own.OWN["bounded"] is first
+    for another in ("x / (1.001 + x.abs())", "torch.where(x.abs() > 24, 0, x / (1 + x.abs()))",
+                    "(x / (1 + x.abs())).detach() + x - x.detach()"):  # fmt: skip
+        with pytest.raises(ValueError, match="name must be new, got 'bounded', which is"):
+            run(another)
+
+
+def with_closure():
+    """The same functions, whose helper is no global."""
+
+    @triton.jit
+    def helper(x):
+        return 1.0 / (1.0 + tl.exp(-x))
+
+    @triton.jit
+    def value(x):
+        return helper(x)
+
+    @triton.jit
+    def value_and_slope(x):
+        y = helper(x)
+        return y, y * (1.0 - y)
+
+    def redefine() -> None:
+        nonlocal helper
+        helper = two_arguments
+
+    return (value, value_and_slope, torch.sigmoid), redefine
+
+
+@pytest.mark.parametrize("where", ("globals", "closure"))
+def test_a_helper_that_is_defined_anew_changes_nothing(where, monkeypatch):
+    """As by a later cell of a notebook: what was proved is what is compiled."""
+    functions, redefine = with_closure() if where == "closure" else (SIGMOID, None)
+    register_activation("mine", *functions)
+    if redefine is None:
+        monkeypatch.setitem(globals(), "sigmoid", two_arguments)
+    else:
+        redefine()
+    for dtype in (BF16, FP32):
+        call = Case("call", (9,), options={"activation": "mine"}).arguments(dtype)
+        with kernels_run(), launches() as seen:
+            out = gdpa(**call, impl="v1_tiled")
+        wanted = gdpa(**call, impl="reference")
+        torch.testing.assert_close(out, wanted, rtol=2e-2, atol=2e-2)
+        assert build_launch(seen[-1]).asm["ptx"]
+
+
 def not_finite(x):
     return 1 / x
 
@@ -167,6 +275,9 @@ FALSE = (
     ("value", (elu, sigmoid_and_slope, torch.sigmoid)),
     ("value_and_slope's value", (sigmoid, elu_and_slope, torch.sigmoid)),
     ("slope", (sigmoid, half_slope, torch.sigmoid)),
+    ("value", (short, short_and_slope, torch.clone)),
+    ("slope", (identity, short_and_slope, torch.clone)),
+    ("value", (overflowing, sigmoid_and_slope, torch.nn.functional.softplus)),
 )
 
 
@@ -175,10 +286,17 @@ FALSE = (
 def test_a_function_that_is_not_its_reference_computes_nothing(part, given, impl):
     register_activation("mine", *given)
     call = Case("call", (9,), options={"activation": "mine"}).arguments(BF16)
-    says = rf"the {part} of activation 'mine' must be within 0.00098 .* got .* at x = "
+    says = rf"the {part} of activation 'mine' must be within 0.00098 .* got .* at x = -?[\d.e+]+$"
     for _ in range(2):  # it is not taken for proved
         with kernels_run(), pytest.raises(ValueError, match=says):
             gdpa(**call, impl=impl)
+
+
+def test_what_exceeds_fp32_is_compared_where_it_does_not():
+    """x ** 4 beyond 2 ** 32."""
+    register_activation("mine", fourth, fourth_and_slope, lambda x: x**4)
+    with kernels_run():
+        registration.prove(("mine",), torch.device(DEVICE))
 
 
 def test_an_unknown_name_is_told_how_to_become_known():
