@@ -152,9 +152,11 @@ def check_impls(impl: object, backward_impl: object) -> str:
 
 
 def check_block_size(block_size: object) -> None:
-    """Raises ValueError unless it is one of BLOCK_SIZES."""
-    if not isinstance(block_size, int) or block_size not in BLOCK_SIZES:
-        raise ValueError(
+    """Raises TypeError unless it is an integer, ValueError unless it is one of BLOCK_SIZES."""
+    integer = checks.is_integer(block_size)
+    if not integer or block_size not in BLOCK_SIZES:
+        error = ValueError if integer else TypeError
+        raise error(
             f"block_size must be one of {', '.join(map(str, BLOCK_SIZES))}, got {block_size!r}"
         )
 

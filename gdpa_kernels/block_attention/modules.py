@@ -61,7 +61,7 @@ class BlockAttention(nn.Module):
     ):
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        layers.check_heads(embed_dim, num_heads, num_kv_heads)
+        embed_dim, num_heads, num_kv_heads = layers.check_heads(embed_dim, num_heads, num_kv_heads)
         check_block_size(block_size)
         head_dim = embed_dim // num_heads
         layers.check_rotary(rotary, head_dim)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable
-from numbers import Integral
+from numbers import Integral, Real
 
 import torch
 
@@ -61,15 +61,17 @@ def _autocast_dtype(x: object) -> torch.dtype | None:
 
 
 def check_impl(impl: object, impls: tuple[str, ...], name: str = "impl") -> None:
-    """Raises ValueError unless `impl` is "auto" or one of `impls`."""
-    if impl != "auto" and impl not in impls:
-        raise ValueError(f"{name} must be 'auto' or one of {', '.join(impls)}, got {impl!r}")
+    """Raises TypeError unless `impl` is a string, ValueError unless it is "auto" or one of
+    `impls`."""
+    if not isinstance(impl, str) or (impl != "auto" and impl not in impls):
+        error = ValueError if isinstance(impl, str) else TypeError
+        raise error(f"{name} must be 'auto' or one of {', '.join(impls)}, got {impl!r}")
 
 
 def check_float(name: str, value: object) -> None:
     """Raises TypeError or ValueError unless `value` is a number, finite in fp32, as which kernels
     take it, and no bool."""
-    if isinstance(value, bool) or not isinstance(value, float | int):
+    if isinstance(value, bool) or not isinstance(value, float | Real):
         raise TypeError(f"{name} must be a float, got {type(value).__name__}")
     if not torch.compiler.is_compiling() and not abs(value) <= LARGEST:
         raise ValueError(f"{name} must be a finite number in fp32, got {value!r}")
@@ -87,11 +89,16 @@ def check_count(name: str, value: object, least: int = 0, *, optional: bool = Fa
     ValueError unless it is at least `least`."""
     if optional and value is None:
         return
-    integer = isinstance(value, int | Integral) and not isinstance(value, bool)
+    integer = is_integer(value)
     if not integer or value < least:
         kind = f"{'None or ' * optional}an integer of at least {least}"
         error = ValueError if integer else TypeError
         raise error(f"{name} must be {kind}, got {value!r}")
+
+
+def is_integer(value: object) -> bool:
+    """Whether it is an integer of Python or of NumPy, which may be symbolic, and no bool."""
+    return isinstance(value, int | Integral | torch.SymInt) and not isinstance(value, bool)
 
 
 def int32(value: int | None) -> int | None:

@@ -102,23 +102,29 @@ def rotate(x: torch.Tensor, sin: torch.Tensor, cos: torch.Tensor) -> torch.Tenso
 
 
 def check_rotary(rotary: object, head_dim: int) -> None:
-    """Raises ValueError unless rotary is None, or a positive number and head_dim even."""
+    """Raises TypeError or ValueError unless rotary is None, or a positive number and head_dim
+    even."""
     if rotary is None:
         return
-    if isinstance(rotary, bool) or not isinstance(rotary, int | float) or not rotary > 0:
-        raise ValueError(f"rotary must be None or a base above 0, got {rotary!r}")
+    number = isinstance(rotary, int | float) and not isinstance(rotary, bool)
+    if not number or not rotary > 0:
+        error = ValueError if number else TypeError
+        raise error(f"rotary must be None or a base above 0, got {rotary!r}")
     if head_dim % 2:
         raise ValueError(
             f"embed_dim // num_heads must be even for a rotary embedding, got {head_dim}"
         )
 
 
-def check_heads(embed_dim: object, num_heads: object, num_kv_heads: object) -> None:
-    """Raises ValueError unless they are positive integers, each a divisor of the one before."""
+def check_heads(embed_dim: object, num_heads: object, num_kv_heads: object) -> tuple[int, int, int]:
+    """The three as integers of Python. Raises TypeError or ValueError unless they are positive
+    integers, each a divisor of the one before."""
     checks.check_positive(embed_dim=embed_dim)
     whole, of = embed_dim, "embed_dim"
     for name, value in (("num_heads", num_heads), ("num_kv_heads", num_kv_heads)):
-        positive = isinstance(value, int) and not isinstance(value, bool) and value >= 1
-        if not positive or whole % value:
-            raise ValueError(f"{name} must be a positive divisor of {of} {whole}, got {value!r}")
+        integer = checks.is_integer(value)
+        if not integer or value < 1 or whole % value:
+            error = ValueError if integer else TypeError
+            raise error(f"{name} must be a positive divisor of {of} {whole}, got {value!r}")
         whole, of = value, name
+    return int(embed_dim), int(num_heads), int(num_kv_heads)

@@ -93,8 +93,8 @@ class Lengths:
     @classmethod
     def uniform(cls, batch: int, length: int, device: torch.device | str) -> Lengths:
         """`batch` sequences of `length` rows on `device`; waits for nothing."""
-        checks.check_max_seqlen("batch", batch)
-        checks.check_max_seqlen("length", length)
+        batch = checks.check_max_seqlen("batch", batch)
+        length = checks.check_max_seqlen("length", length)
         total = _checked_total(batch * length)
         with torch.inference_mode(False):
             own = torch.arange(batch + 1, dtype=torch.int32, device=device) * length
@@ -104,7 +104,7 @@ class Lengths:
         """The Lengths of the same sequences, `count` rows longer each; made once, without waiting
         for the device."""
 
-        checks.check_max_seqlen("count", count)
+        count = checks.check_max_seqlen("count", count)
         total = _checked_total(self.total + count * self.batch)
         return self.once(_Extended(type(self), total, self.max_seqlen + count, count))
 

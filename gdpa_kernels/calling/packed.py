@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import torch
 
+from gdpa_kernels.calling import checks
 from gdpa_kernels.calling.heads import Gradients
 
 
@@ -45,9 +46,10 @@ def flat(
     if k is not None:
         return (q, whole, None), None
     num_kv_heads = heads // 3 if num_kv_heads is None else num_kv_heads
-    integer = isinstance(num_kv_heads, int | torch.SymInt) and not isinstance(num_kv_heads, bool)
+    integer = checks.is_integer(num_kv_heads)
     if not integer or not 0 < 3 * num_kv_heads <= heads:
-        raise ValueError(
+        error = ValueError if integer else TypeError
+        raise error(
             f"num_kv_heads must be an integer from 1 to a third of q's {heads} heads, "
             f"got {num_kv_heads!r}"
         )

@@ -405,7 +405,9 @@ def _check_values(batch: Batch, alignment: bool) -> None:
     rows, longest = (batch.q.shape[0], batch.k.shape[0]), (batch.max_seqlen_q, batch.max_seqlen_k)
     if batch.device.type == "cuda":
         equal = segments is not None and not batch.lower_right
-        check_offsets(ends_q, ends_k, segments, rows, longest, aligned=alignment, equal=equal)
+        name = "cu_seqlens_k" if ends_q is None else "cu_seqlens"
+        options = {"name": name, "aligned": alignment, "equal": equal}
+        check_offsets(ends_q, ends_k, segments, rows, longest, **options)
         return
     for letter, ends, total, most in zip("qk", (ends_q, ends_k), rows, longest, strict=True):
         if ends is not None:

@@ -48,7 +48,7 @@ class _Layer(nn.Module):
     ):
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        layers.check_heads(embed_dim, num_heads, num_kv_heads)
+        embed_dim, num_heads, num_kv_heads = layers.check_heads(embed_dim, num_heads, num_kv_heads)
         checks.check_count("max_seqlen", max_seqlen, optional=True)
         checks.check_impl(impl, api.IMPLS)
         checks.check_impl(backward_impl, api.BACKWARD_IMPLS, "backward_impl")
@@ -58,7 +58,7 @@ class _Layer(nn.Module):
         self.activation = activation if isinstance(activation, str) else tuple(activation)
         self.scale, self.output_scale = scale, output_scale
         api.check_scalars(scale, output_scale, None)
-        self.max_seqlen, self.validate = max_seqlen, validate
+        self.max_seqlen, self.validate = checks.int32(max_seqlen), validate
         checks.check_bool(precise=precise, validate=validate)
         self.precise, self.impl, self.backward_impl = precise, impl, backward_impl
         self.q_norm, self.k_norm = layers.head_norms(qk_norm, self.head_dim, factory_kwargs)
@@ -380,7 +380,7 @@ class PMA(_Layer):
         )  # fmt: skip
         checks.check_positive(num_seeds=num_seeds)
         checks.check_bool(bias=bias)
-        self.num_seeds = num_seeds
+        self.num_seeds = num_seeds = int(num_seeds)
         self.seeds = nn.Parameter(torch.empty(num_seeds, embed_dim, **factory_kwargs))
         self.reset_parameters()
         self.kv = nn.Linear(
@@ -469,7 +469,7 @@ class PFFN(_Layer):
         )  # fmt: skip
         checks.check_positive(summary_dim=summary_dim, num_keys=num_keys)
         checks.check_bool(bias=bias)
-        self.summary_dim, self.num_keys = summary_dim, num_keys
+        self.summary_dim, self.num_keys = int(summary_dim), int(num_keys)
         self.summary_tokens, self.mix = summary_tokens, None
         self.q = nn.Linear(embed_dim, embed_dim, bias, **factory_kwargs)
         features = 2 * self.num_kv_heads * self.head_dim

@@ -423,8 +423,10 @@ def _check_heads(x: object, weights: object, counts: object, turns: object) -> N
     if not isinstance(counts, tuple | list) or len(counts) != len(weights):
         raise TypeError(f"counts must be a tuple of {len(weights)} integers, got {counts!r}")
     for count in counts:
-        if isinstance(count, bool) or not isinstance(count, int | torch.SymInt) or count < 1:
-            raise ValueError(f"counts must be integers of at least 1, got {counts!r}")
+        integer = checks.is_integer(count)
+        if not integer or count < 1:
+            error = ValueError if integer else TypeError
+            raise error(f"counts must be integers of at least 1, got {counts!r}")
     heads = x.shape[1] if of_heads else x.shape[-1] // head_dim
     if sum(counts) > heads:
         raise ValueError(f"counts must sum to at most x's {heads} heads, got {counts!r}")

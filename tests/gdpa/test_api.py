@@ -98,9 +98,9 @@ def test_what_was_allowed_once_allows_nothing_that_equals_it(allowed, refused):
             gdpa(**arguments(**refused))
 
 
-def test_auto_on_a_cpu_is_pytorch_and_an_explicit_kernel_is_refused():
+def test_auto_on_a_cpu_is_the_definition_and_an_explicit_kernel_is_refused():
     call = arguments()
-    assert resolved("auto", **call) == "v0_eager"
+    assert resolved("auto", **call) == "reference"
     for impl in ("v1_tiled", "v2_tma", "v7_packed"):
         with pytest.raises(NotImplementedError, match=f"impl '{impl}' needs .*CUDA.*got .*CPU"):
             gdpa(**call, impl=impl)
