@@ -64,8 +64,9 @@ def block_attention(
             one gradient, written by the kernels where it lies; those of three slices PyTorch
             concatenates.
         cu_seqlens: int32 `[batch + 1]` on q's device: sequence i holds the tokens cu_seqlens[i] up
-            to, not including, cu_seqlens[i + 1]. Lengths of 0 are ordinary, and so is batch 0.
-            int64 is converted in each call. Or `Lengths`, checked once for many calls.
+            to, not including, cu_seqlens[i + 1]. Lengths of 0 are ordinary, and so is batch 0. Rows
+            may follow the last sequence, as padding: their results and gradients are 0. int64 is
+            converted in each call. Or `Lengths`, checked once for many calls.
         num_kv_heads: num_heads_k of a q that holds all three; None for a third of its heads.
         block_size: 16, 32, 64 or 128 tokens.
         scale: multiplies Q K^T before the softmax; None means head_dim ** -0.5.
@@ -78,8 +79,9 @@ def block_attention(
             call and was fastest where such calls were measured (choices.py).
         backward_impl: the same for the gradients; None for impl. What "v0_flash" saves in forward
             its own backward needs, and no other.
-        validate: check the values of cu_seqlens, which waits for the device in each call. False
-            trusts the caller. `Lengths` have been checked; compiled calls do not check.
+        validate: check the values of cu_seqlens, which waits for the device in each call; in
+            compiled calls, and in the capture of a CUDA graph, a kernel checks them without
+            waiting. False trusts the caller. `Lengths` have been checked.
 
     Returns:
         `[total_tokens, num_heads_q, head_dim]`, in q's dtype, rounded once from fp32.

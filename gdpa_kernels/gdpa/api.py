@@ -71,7 +71,8 @@ def gdpa(
     again.
 
     Under autocast q, k and v are cast to its dtype, fp64 excepted, as for PyTorch's
-    scaled_dot_product_attention.
+    scaled_dot_product_attention. Kernels round activation(S) to the dtype of v: in float16 one
+    above 65,504 becomes infinite.
 
     Args:
         q: `[total_q, num_heads_q, head_dim]`, or `[max_seqlen_q, num_heads_q, head_dim]` with
@@ -84,10 +85,11 @@ def gdpa(
             have another head_dim than q and k: what is narrower is copied and filled with zeros,
             and the call costs as much as if all had the wider one.
         cu_seqlens_q, cu_seqlens_k: int32 `[batch + 1]` on q's device: sequence i holds the rows
-            cu_seqlens[i] up to, not including, cu_seqlens[i + 1]. Lengths of 0 are ordinary. int64
-            is converted in each call. Or `Lengths`, checked once for many calls. Or None for what
-            is nested `[batch, jagged, heads, head_dim]`, of layout torch.jagged: k and v with the
-            same offsets, q, and add_to with it, with its own; the result is then nested as q is.
+            cu_seqlens[i] up to, not including, cu_seqlens[i + 1]. Lengths of 0 are ordinary. Rows
+            may follow the last sequence, as padding: their results and gradients are 0. int64 is
+            converted in each call. Or `Lengths`, checked once for many calls. Or None for what is
+            nested `[batch, jagged, heads, head_dim]`, of layout torch.jagged: k and v with the same
+            offsets, q, and add_to with it, with its own; the result is then nested as q is.
         max_seqlen_q, max_seqlen_k: at least the longest sequence, in tokens. None: that of
             `Lengths`, the rows of a shared q, or the longest itself, which is read from the offsets
             in each call and waits for the device; not in the capture of a CUDA graph.
@@ -115,9 +117,10 @@ def gdpa(
             "b3_dk_first_backward", with more than 128 by "v7_wide_backward", with more than 512 by
             "b4_pair_backward" and "b5_stream_backward"; everything else is deterministic. Under
             `torch.use_deterministic_algorithms` "auto" leaves those out.
-        validate: check the values of cu_seqlens, num_targets, num_contexts and time_thresholds,
-            which waits for the device in each call. False trusts the caller. `Lengths` have been
-            checked; compiled calls do not check.
+        validate: check the values of cu_seqlens, num_targets and num_contexts, which waits for the
+            device in each call, and of time_thresholds. In compiled calls, and in the capture of a
+            CUDA graph, a kernel checks them without waiting: it stops the GPU with the name of the
+            argument. False trusts the caller. `Lengths` have been checked.
         out_dtype: q's dtype, which None means, or torch.float32 (q in fp64 aside): the sum over
             these keys as it is, to be added to others. Of the kernels "v1_tiled" gives it, and up
             to head_dim 128 "v7_packed", "v8_own_waits", "b6_pair_stream" and "b7_split_stream". Its
@@ -126,13 +129,13 @@ def gdpa(
             (fp64) before the rounding. Attention over [A; B] is `gdpa` over B added to that over A:
             nothing is normalised. Its gradient is the result's. Taken where out_dtype is.
         dropout_p: 0.0; anything else is refused, and the error says what to do in its place.
-        num_targets: int32 `[batch]`: so many last tokens of each sequence are candidates, which see
+        num_targets: int32 or int64 `[batch]`: so many last tokens of each sequence are candidates, which see
             the history and the members of their own group up to themselves, and which nothing of
             the history sees. With `causal`; queries are all of their sequence's tokens, or with
             "lower_right" its last ones. Of the kernels v8, backward v4 and the v1 take it and
             the next four.
         target_group_size: targets of a group, counted from the first.
-        num_contexts: int32 `[batch]`, or one integer for all (less where a sequence is shorter): so
+        num_contexts: int32 or int64 `[batch]`, or one integer for all (less where a sequence is shorter): so
             many first tokens see all of the history, and later tokens see them.
         full_rows: the last tokens of the history that `window` does not limit, nor the targets;
             min_full_attn_seq_len of generative-recommenders.
