@@ -129,14 +129,14 @@ def gdpa(
             (fp64) before the rounding. Attention over [A; B] is `gdpa` over B added to that over A:
             nothing is normalised. Its gradient is the result's. Taken where out_dtype is.
         dropout_p: 0.0; anything else is refused, and the error says what to do in its place.
-        num_targets: int32 or int64 `[batch]`: so many last tokens of each sequence are candidates, which see
-            the history and the members of their own group up to themselves, and which nothing of
-            the history sees. With `causal`; queries are all of their sequence's tokens, or with
-            "lower_right" its last ones. Of the kernels v8, backward v4 and the v1 take it and
-            the next four.
+        num_targets: int32 or int64 `[batch]`: so many last tokens of each sequence are candidates,
+            which see the history and the members of their own group up to themselves, and which
+            nothing of the history sees. With `causal`; queries are all of their sequence's tokens,
+            or with "lower_right" its last ones. Of the kernels v8, backward v4 and the v1 take it
+            and the next four.
         target_group_size: targets of a group, counted from the first.
-        num_contexts: int32 or int64 `[batch]`, or one integer for all (less where a sequence is shorter): so
-            many first tokens see all of the history, and later tokens see them.
+        num_contexts: int32 or int64 `[batch]`, or one integer for all (less where a sequence is
+            shorter): so many first tokens see all of the history, and later tokens see them.
         full_rows: the last tokens of the history that `window` does not limit, nor the targets;
             min_full_attn_seq_len of generative-recommenders.
         target_ranks: how a window counts targets. "shared": all stand right after the history, as

@@ -188,8 +188,9 @@ chapter.glue(checks=len(verdicts))
 # All {glue:text}`checks:.0f` of its tests pass. `torch.compile(fullgraph=True)` refuses any break
 # in the graph. With a backend that only records what it is given, three batches of different sizes
 # made one graph for the forward and one for the backward pass, each with the operator as a single
-# node: new lengths compile nothing again. A compiled program checks shapes and types, but not the
-# values of the offsets, which it never reads.
+# node: new lengths compile nothing again. The host of a compiled program checks shapes and types;
+# it never reads the values of the offsets. A small kernel does, on the device and without waiting:
+# offsets that do not fit stop the GPU with a sentence that names the argument.
 #
 # ## Only what is asked for
 #
@@ -355,8 +356,9 @@ assert size == sum(LENGTHS) * (1536 + 512) * 2, "the answer says so"
 # :::{exercise} Offsets in a compiled program
 # :label: ex-train-offsets
 #
-# A compiled program does not check the values of the offsets. Name two places where they can be
-# checked instead. *(paper, five minutes)*
+# The kernel that checks the offsets of a compiled program ends the process, since a GPU that has
+# stopped cannot go on. Name two places where wrong offsets can be refused by an exception that a
+# program survives. *(paper, five minutes)*
 # :::
 #
 # :::{solution} ex-train-offsets
