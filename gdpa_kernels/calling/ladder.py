@@ -419,11 +419,7 @@ def resolve(
     if impl == "auto":
         for candidate in order():
             found = rung(candidate, operator)
-            if found.unavailable(batch.device) or found.problem(batch):
-                continue
-            if found.needs_much_memory(batch):
-                continue
-            if not strict or found.is_deterministic(batch):
+            if found.suits(batch) and (not strict or found.is_deterministic(batch)):
                 return found
         raise NotImplementedError(
             f"{name} 'auto' needs dtype bfloat16, float16, float32 or float64, "

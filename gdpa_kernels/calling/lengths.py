@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from gdpa_kernels.calling import checks
-from gdpa_kernels.calling.private import unseen
+from gdpa_kernels.calling.private import unseen, version
 
 T = TypeVar("T")
 
@@ -83,6 +83,7 @@ class Lengths:
     def _hold(self, cu_seqlens: torch.Tensor, total: int, max_seqlen: int) -> Lengths:
         """Itself, of offsets that are right."""
         self.cu_seqlens, self.total, self.max_seqlen = cu_seqlens, total, int(max_seqlen)
+        self._version = version(cu_seqlens)
         # By the Lengths that it was made with, itself or others, which it does not keep alive.
         self._cached: WeakKeyDictionary[Lengths, dict[Hashable, object]] = WeakKeyDictionary()
         return self
@@ -147,6 +148,11 @@ class Lengths:
         """(cu_seqlens, max_seqlen) for a tensor of `rows` rows on `device`, given as the argument
         `name`. Raises ValueError if they are not its; with `padding` rows may follow the last
         sequence."""
+        if not torch.compiler.is_compiling() and version(self.cu_seqlens) != self._version:
+            raise ValueError(
+                f"{name} must be as it was checked, got Lengths whose cu_seqlens were written to: "
+                "make new ones"
+            )
         if self.total != rows and not (padding and self.total < rows):
             most = "at most " * padding
             raise ValueError(f"{name} must be of {most}{rows} rows as its tensor, got {self!r}")

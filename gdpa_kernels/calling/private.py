@@ -52,6 +52,11 @@ class Constants(torch.nn.Module):
         return self
 
 
+def version(x: torch.Tensor) -> int:
+    """How often a tensor has been written to."""
+    return x._version
+
+
 def jagged_dim(x: torch.Tensor) -> int:
     """The dimension of a nested tensor whose sizes differ."""
     return x._ragged_idx

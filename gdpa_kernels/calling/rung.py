@@ -240,14 +240,33 @@ class Rung:
 
     def problem(self, batch: Any) -> str | None:
         """Why it cannot take a call, or None; the device aside."""
-        found = self.requires.of_call(batch.q, batch.k, batch.v)
-        for option, problem in batch.extras.items():
-            if found is None and option not in self.requires.extras:
-                found = f"needs {problem}"
-        return self._hook("requires")(batch) if found is None else found
+        problem = self._problem(batch)
+        return self._hook("requires")(batch) if problem is None else problem
+
+    def _problem(self, batch: Any) -> str | None:
+        """`problem`, but for what only its module can say."""
+        problem = self.requires.of_call(batch.q, batch.k, batch.v)
+        for option, needed in batch.extras.items():
+            if problem is None and option not in self.requires.extras:
+                problem = f"needs {needed}"
+        return problem
+
+    def suits(self, batch: Any) -> bool:
+        """Whether it runs a call, and needs no memory that is out of proportion: `auto` asks all
+        rungs that may be faster, so the questions that are quickly answered come first."""
+        if self.requires.of_device(batch.device) is not None:
+            return False
+        try:
+            module = self.module()
+        except Exception:
+            return False
+        requires = getattr(module, "requires", None)
+        if (requires is not None and requires(batch)) or self._problem(batch):
+            return False
+        return not hasattr(module, "workspace") or not self.needs_much_memory(batch)
 
     def needs_much_memory(self, batch: Any) -> bool:
-        """Whether a call takes far more memory than its arguments have: `auto` passes it by."""
+        """Whether a call takes far more memory than its arguments have."""
         arguments = sum(x.numel() for x in (batch.q, batch.k, batch.v)) * batch.q.element_size()
         return self._hook("workspace")(batch) > MUCH * arguments
 

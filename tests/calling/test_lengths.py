@@ -118,6 +118,17 @@ def test_wrong_uses_say_what_is_wrong():
         gdpa(q, k, v, Lengths(offsets(FIRST), device="meta"), lengths)
 
 
+@pytest.mark.parametrize("copied", (lambda x: x, copy.deepcopy, lambda x: x.extended(0)))
+def test_a_write_to_the_offsets_is_noticed(copied):
+    """Lists were made of them as they were."""
+    tensors, lengths = leaves(), copied(Lengths(offsets(FIRST)))
+    gdpa(*tensors, lengths, lengths)
+    lengths.cu_seqlens[1] = 3
+    for call in (gdpa, block_attention):
+        with pytest.raises(ValueError, match="must be as it was checked, got Lengths whose"):
+            call(*tensors, *(lengths,) * (2 if call is gdpa else 1))
+
+
 # -- Calls -------------------------------------------------------------------------------------
 
 
