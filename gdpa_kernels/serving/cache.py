@@ -211,13 +211,14 @@ class PagedCache:
         without gradients. Rows of an earlier append must have been written before."""
         layer = self._checked_layer(layer, at)
         self._check_rows(k, v, len(at.slots))
-        written = [rows for rows in at.holders if rows.end > rows.begin]
-        for user, history, begin, end, _ in written:
+        for user, history, begin, end, _ in at.holders:
             if history.written[layer] < begin:
                 raise ValueError(
-                    f"at must follow rows that are written, got rows {begin} to {end - 1} of "
-                    f"{user!r}, of whom layer {layer} has {history.written[layer]}"
+                    f"at must follow rows that are written, got rows {begin} up to {end} of "
+                    f"{user!r}, of whom layer {layer} has {history.written[layer]}: write the "
+                    "others first, or evict the user"
                 )
+        written = [rows for rows in at.holders if rows.end > rows.begin]
         before = [rows.history.written[layer] for rows in written]
         for rows in written:  # until both copies are made
             rows.history.written[layer] = rows.begin
@@ -344,16 +345,16 @@ class PagedCache:
             )
         kept = min(at, *history.written, self.model.kept(beside, at))  # rows behind would move
         held, written = cdiv(kept, self.page_size), [kept] * self.model.num_layers
-        self._users[user] = _History(epoch, written, kept, history.pages[:held], beside + added)
-        self._free += history.pages[held:]
+        rest = _History(epoch, written, kept, history.pages[:held], beside + added)
+        free = self._free + history.pages[held:]
+        self._users[user], self._free = rest, free  # together: a page has one holder, or is free
         return kept
 
     @exclusively
     def evict(self, user: Hashable) -> None:
         """Forget a user's history; one that is not kept is no error."""
-        history = self._users.pop(key("users", user), None)
-        if history is not None:
-            self._free += history.pages
+        if key("users", user) in self._users:
+            self._free += self._users.pop(user).pages
 
     def _empty(self, epoch: Hashable) -> _History:
         return _History(epoch, [0] * self.model.num_layers)
@@ -386,7 +387,7 @@ class PagedCache:
         for user, history, begin, end, _ in at.holders:
             if begin < end > history.written[layer]:
                 raise ValueError(
-                    f"at must be rows that are written, got rows {begin} to {end - 1} of {user!r}, "
+                    f"at must be rows that are written, got rows {begin} up to {end} of {user!r}, "
                     f"of whom layer {layer} has {history.written[layer]}: write the others first, "
                     "or evict the user"
                 )

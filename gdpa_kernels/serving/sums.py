@@ -27,6 +27,8 @@ UNIT = 2.0**-30
 """What the integers of an exact sum count."""
 LARGEST = 2.0**62
 """Of these integers: below it none is out of range."""
+KEPT = "total", "count", "updates", "peak"
+"""The tensors of the sums, by users."""
 ROUNDING, TOLERATED = 1.3e-8, 2e-4
 """The relative error of an fp32 sum grows as ROUNDING sqrt(updates) (largest norm / present norm),
 fitted; an eighth of a rounding to bf16 is tolerated."""
@@ -152,15 +154,13 @@ class StoredSums:
         again."""
         self.exclusive.order()
         self._check_users(self._check_index(users))
-        for x in (self.total, self.count, self.updates, self.peak):
-            x[users] = 0
+        self._store(users, **dict.fromkeys(KEPT, 0))
 
     @exclusively
     def state_dict(self) -> dict[str, Any]:
         """The sums, of which queries they are, and what computed them; of a module's kind, whose
         tensors are not copied."""
-        names = "total", "count", "updates", "peak", "q", "arithmetic"
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in (*KEPT, "q", "arithmetic")}
 
     @exclusively
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -173,8 +173,7 @@ class StoredSums:
                 "them again"
             )
         self.exclusive.order()
-        names = "total", "count", "updates", "peak"
-        for name in names:
+        for name in KEPT:
             shape, received = getattr(self, name).shape, state[name].shape
             if received != shape:
                 raise ValueError(f"{name} must have shape {list(shape)}, got {list(received)}")
@@ -182,8 +181,7 @@ class StoredSums:
             raise ValueError(
                 "q must be the queries of the stored sums, got others: compute the sums again"
             )
-        for name in names:
-            getattr(self, name).copy_(state[name])
+        self._store(slice(None), **{name: state[name] for name in KEPT})
 
     def _change(self, sign: int, users, k, v, cu_seqlens, max_seqlen) -> None:
         self.exclusive.order()
@@ -227,9 +225,18 @@ class StoredSums:
         total[empty], updates[empty], peak[empty] = 0, 0, 0
         if not self.exact:
             peak = torch.maximum(peak, total.flatten(1).norm(dim=1))
-        # Last, and together: a call that fails before has changed nothing.
-        self.total[users], self.count[users] = total, count
-        self.updates[users], self.peak[users] = updates, peak
+        self._store(users, total=total, count=count, updates=updates, peak=peak)
+
+    def _store(self, users: torch.Tensor | slice, **rows: torch.Tensor | int) -> None:
+        """Store rows of these users in all tensors, or in none if that fails."""
+        before = {name: getattr(self, name)[users].clone() for name in rows}
+        try:
+            for name, x in rows.items():
+                getattr(self, name)[users] = x
+        except BaseException:
+            for name, x in before.items():
+                getattr(self, name)[users] = x
+            raise
 
     def _check_index(self, users: torch.Tensor) -> torch.Tensor:
         """`users`. Raises TypeError or ValueError unless they are int64 `[n]` or bool `[users]`."""

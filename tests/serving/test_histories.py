@@ -76,7 +76,7 @@ def test_pages_of_two_appends_serve_the_last_alone(layer, events):
         ValueError, match=r"up to their new rows, \[\('u', 0, 6\)\], from the start"
     ):
         extend(layer, events[:6], kept, 0, first, at)
-    told = "at must follow rows that are written, got rows 6 to 9 of 'u', of whom layer 0 has 0"
+    told = "at must follow rows that are written, got rows 6 up to 10 of 'u', of whom layer 0 has 0"
     with pytest.raises(ValueError, match=told):
         extend(layer, events[6:], kept, 0, second, at)
 
@@ -139,17 +139,28 @@ def test_rows_that_were_never_written_are_refused(layer, events):
     kept.write(0, kept.append(["u"], [4]), rows(4), rows(4))
     at, x = kept.pages(["u"]), rows(1)
     kept.read(0, at)
-    told = "at must be rows that are written, got rows 0 to 3 of 'u', of whom layer 1 has 0"
+    told = "at must be rows that are written, got rows 0 up to 4 of 'u', of whom layer 1 has 0"
     for call in (
         lambda: kept.read(1, at),
         lambda: kept.read_before(1, at, x, x, ends(0, 1), 1),
         lambda: kept.history(1, at, x, x, ends(0, 1)),
         lambda: score(x, x, x, ends(0, 1), 1, kept, 1, at),
         lambda: candidates(layer, events[:1], ends(0, 1), 1, kept, 1, at),
-        lambda: extend(layer, events[:0], kept, 1, kept.append(["u"], [0]), at),
     ):
         with pytest.raises(ValueError, match=told):
             call()
+
+
+def test_an_extension_that_is_refused_has_written_nothing(layer, events):
+    """Of two users, of one of whom there is nothing new, and rows that were never written."""
+    kept = cache()
+    kept.append(["u"], [4])
+    new, at = kept.append(["u", "w"], [0, 1]), kept.pages(["u", "w"])
+    told = "got rows 4 up to 4 of 'u', of whom layer 0 has 0: write the others first, or evict"
+    with pytest.raises(ValueError, match=told):
+        extend(layer, events[:1], kept, 0, new, at)
+    with pytest.raises(ValueError, match="got rows 0 up to 1 of 'w', of whom layer 0 has 0"):
+        kept.read(0, kept.pages(["w"]))
 
 
 def test_a_write_that_fails_has_written_nothing():
@@ -163,7 +174,7 @@ def test_a_write_that_fails_has_written_nothing():
 
     with mock.patch.object(torch.Tensor, "index_copy_", copied), pytest.raises(TypeError):
         kept.write(0, at, new, new)
-    with pytest.raises(ValueError, match="got rows 0 to 4 of 'u', of whom layer 0 has 3: write"):
+    with pytest.raises(ValueError, match="got rows 0 up to 5 of 'u', of whom layer 0 has 3: write"):
         kept.read(0, kept.pages(["u"]))
     kept.write(0, at, new, new)
     for y in kept.read(0, kept.pages(["u"])):
