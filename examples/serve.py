@@ -57,13 +57,22 @@ class Server:
         self.model, self.cache = model, cache
 
     @torch.no_grad()
-    def read(self, users: list[int], ids: list[torch.Tensor]) -> None:
-        """Read the events of these users that follow what is kept of them."""
-        new = self.cache.append(users, [len(x) for x in ids])
-        whole = self.cache.pages(users)
-        self.model.run(
-            torch.cat(ids), lambda layer, x, i: extend(layer, x, self.cache, i, new, whole)
-        )
+    def read(
+        self, users: list[int], ids: list[torch.Tensor], begins: list[int] | None = None
+    ) -> None:
+        """Read the events of these users that follow what is kept of them, `begins` by then.
+
+        Who is not read to the end is evicted, and computed again by the next request."""
+        try:
+            new = self.cache.append(users, [len(x) for x in ids], begins=begins)
+            whole = self.cache.pages(users)
+            self.model.run(
+                torch.cat(ids), lambda layer, x, i: extend(layer, x, self.cache, i, new, whole)
+            )
+        except BaseException:
+            for user in users:
+                self.cache.evict(user)
+            raise
 
     @torch.no_grad()
     def scores(self, users: list[int], ids: torch.Tensor) -> torch.Tensor:
@@ -107,7 +116,8 @@ def main(arguments: list[str] | None = None) -> None:
         kept = [cache.length(user) for user in users]
         for user in users:
             lengths[user] = min(lengths[user] + given.events, longest)
-        server.read(users, [histories[u][k : lengths[u]] for u, k in zip(users, kept, strict=True)])
+        new = [histories[u][k : lengths[u]] for u, k in zip(users, kept, strict=True)]
+        server.read(users, new, kept)
         shown = torch.randint(ITEMS, (given.batch, given.candidates), generator=draw).to(device)
         server.scores(users, shown).cpu()  # waits for the device
         return sum(kept), sum(lengths[user] - given.events for user in users)

@@ -43,6 +43,7 @@ REFERENCE = Rung(
         extras=_BIASED,
     ),
     directions=DIRECTIONS,
+    batch_invariant=True,
 )
 
 RUNGS: tuple[Rung, ...] = (
@@ -59,6 +60,7 @@ RUNGS: tuple[Rung, ...] = (
         "Scores stay in registers; the batch stays jagged.",
         "v0_eager",
         Requires(capability=(8, 0), dtypes=_ALL_DTYPES, extras=_BIASED),
+        batch_invariant=True,
     ),
     Rung(
         "v2_tma",
@@ -115,6 +117,7 @@ RUNGS: tuple[Rung, ...] = (
         "GELU and SiLU in packed bf16; their factor moves to the epilogue.",
         "v6_short_kv",
         dataclasses.replace(_WGMMA, extras=_SUMS),
+        batch_invariant=True,
     ),
     Rung(
         "v8_own_waits",
@@ -122,6 +125,7 @@ RUNGS: tuple[Rung, ...] = (
         "The compiler adds no wait of its own to the loop.",
         "v7_packed",
         dataclasses.replace(_WGMMA, head_dim_max=256, extras=(*_EXTRAS, "history")),
+        batch_invariant=True,
     ),
 )
 
@@ -168,6 +172,7 @@ BLACKWELL_RUNGS: tuple[Rung, ...] = (
         "Any number of keys; a block that is loaded once serves 512 queries.",
         "b5_cta_pair",
         _STREAM,
+        batch_invariant=True,
     ),
     Rung(
         "b7_split_stream",
@@ -175,6 +180,7 @@ BLACKWELL_RUNGS: tuple[Rung, ...] = (
         "The math roles take alternate blocks of keys.",
         "b6_pair_stream",
         _STREAM,
+        batch_invariant=True,
     ),
 )
 """For sm_100: accumulators in tensor memory. They follow `RUNGS` on the ladder "gdpa"."""

@@ -174,7 +174,8 @@ class Rung:
 
     A backward that takes `needs=` computes only what it asks for of dq, dk and dv. saves: forward
     keeps tensors for backward, `empty_saved(batch)` in shape and dtype. is_rewrite: it has a new
-    structure, and its step from its predecessor may be larger than others.
+    structure, and its step from its predecessor may be larger than others. batch_invariant: what
+    one key gives to the shared queries has the same bits alone and beside any others.
     """
 
     impl: str
@@ -186,6 +187,7 @@ class Rung:
     directions: tuple[str, ...] = ("forward",)
     saves: bool = False
     is_rewrite: bool = False
+    batch_invariant: bool = False
 
     @property
     def path(self) -> Path:

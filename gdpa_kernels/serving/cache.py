@@ -13,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +28,8 @@ from gdpa_kernels.gdpa.history import History
 from gdpa_kernels.gdpa.registration import check_activation, prove
 from gdpa_kernels.gdpa.targets import check_targets
 from gdpa_kernels.serving import diagonal, joined
+from gdpa_kernels.serving.arguments import integer, key, listed, users_and_epochs
+from gdpa_kernels.serving.exclusive import Exclusive, exclusively
 from gdpa_kernels.serving.validity import Model
 
 V8 = "v8_own_waits"
@@ -39,9 +42,10 @@ class Pages:
     kv_indptr int32 `[batch + 1]`, into kv_indices int32; last_page_len int32 `[batch]`, 1 to
     page_size, and 0 of an empty history; cu_seqlens int32 `[batch + 1]`, tokens; max_seqlen; slots
     int64 `[tokens]`, page * page_size + place; positions int64 `[tokens]`, of each in its history;
-    is_whole: whether the tokens are all of each history.
+    is_whole: whether the tokens are all of each history, which lacks none that an edit dropped.
     On the cache's device. True until an edit, an eviction or another epoch of one of the users,
-    which give their pages to others: `read` and `write` then refuse them, by their holders.
+    which give their pages to others: every use then refuses them, by their holders. An append that
+    follows is not seen: these are the histories as they were.
     """
 
     kv_indptr: torch.Tensor
@@ -51,20 +55,47 @@ class Pages:
     max_seqlen: int
     slots: torch.Tensor
     positions: torch.Tensor
-    is_whole: bool
-    holders: tuple[tuple[Hashable, _History], ...] = field(repr=False, compare=False)
+    holders: tuple[_Rows, ...] = field(repr=False, compare=False)
+
+    @property
+    def is_whole(self) -> bool:
+        return all(rows.is_whole for rows in self.holders)
 
 
-@dataclass
+class _Rows(NamedTuple):
+    """Rows begin up to, not including, end of a history, which then had so many events."""
+
+    user: Hashable
+    history: _History
+    begin: int
+    end: int
+    events: int
+
+    @property
+    def is_whole(self) -> bool:
+        return self.begin == 0 and self.end == self.events
+
+
+@dataclass(eq=False)
 class _History:
     epoch: Hashable
+    written: list[int]  # of each layer the rows from the start that hold keys and values
     length: int = 0
     pages: list[int] = field(default_factory=list)
     expected: int | None = None  # events after an edit, until their rows are there again
 
+    @property
+    def events(self) -> int:
+        return self.length if self.expected is None else self.expected
+
 
 class PagedCache:
     """Keys and values of the histories of many users, for every layer of a model.
+
+    Threads may share it, each on a stream of its own: an answer is that of the calls one after
+    another, or the pages are refused that another thread's call gave away. Who asks for a `length`
+    and appends behind it says so by `begins`, or is in `exclusive` for both. Replays of CUDA graphs
+    are not ordered, and what the capture of one writes counts as written.
 
     Args:
         model: what its layers do (`validity.Model`): decides which changes keep which rows.
@@ -72,7 +103,8 @@ class PagedCache:
             multiple of 64 in place.
         num_kv_heads, head_dim, dtype, device: of keys and values.
 
-    Attributes: data `[num_layers, num_pages, 2, page_size, num_kv_heads, head_dim]`.
+    Attributes: data `[num_layers, num_pages, 2, page_size, num_kv_heads, head_dim]`; exclusive, a
+    context in which no other thread uses the cache.
 
     Raises:
         TypeError, ValueError: an argument is wrong: its name, what is expected, what was received.
@@ -91,48 +123,63 @@ class PagedCache:
     ):
         if not isinstance(model, Model):
             raise TypeError(f"model must be a validity.Model, got {type(model).__name__}")
-        checks.check_positive(
-            num_pages=num_pages, page_size=page_size, num_kv_heads=num_kv_heads, head_dim=head_dim
-        )
+        names = "num_pages", "page_size", "num_kv_heads", "head_dim"
+        sizes = zip(names, (num_pages, page_size, num_kv_heads, head_dim), strict=True)
+        num_pages, page_size, *row = (integer(name, size, least=1) for name, size in sizes)
         self.model, self.page_size = model, page_size
-        shape = (model.num_layers, num_pages, 2, page_size, num_kv_heads, head_dim)
-        self.data = torch.zeros(shape, dtype=dtype, device=device)
+        shape = (model.num_layers, num_pages, 2, page_size, *row)
+        with torch.inference_mode(False):  # gradients may follow an evaluation
+            self.data = torch.zeros(shape, dtype=dtype, device=device)
+        self.exclusive = Exclusive(self.data.device)
         self._free = list(range(num_pages))[::-1]
         self._users: OrderedDict[Hashable, _History] = OrderedDict()  # least recently used first
 
+    @exclusively
     def length(self, user: Hashable, epoch: Hashable = 0) -> int:
         """Tokens that are kept of this user's history: 0 if none are, or of another epoch."""
-        kept = self._users.get(_checked_user(user))
-        return kept.length if kept is not None and kept.epoch == epoch else 0
+        history = self._find(key("users", user), key("epochs", epoch))
+        return 0 if history is None else history.length
 
+    @exclusively
     def append(
         self,
         users: Sequence[Hashable],
         counts: Sequence[int],
         epochs: Sequence[Hashable] | None = None,
+        *,
+        begins: Sequence[int] | None = None,
     ) -> Pages:
         """Make room for counts[i] more tokens of users[i], and say where it is: slots, cu_seqlens
         and max_seqlen are of the new tokens alone. `write` fills it, layer by layer; if that fails,
-        `evict` these users, since the room counts as filled.
+        `evict` these users, whose unwritten rows are refused.
 
         A history of another epoch is dropped first. If pages are short, users outside of this batch
         are evicted, the least recently used first.
 
+        Args:
+            begins: the positions of the first new tokens, for who has them from an earlier
+                `length`; None for where each history ends.
+
         Raises:
-            TypeError, ValueError: an argument is wrong; or a history that is not empty, or was not
-                before an edit, grows, and not by what the edit dropped, and the model does not keep
-                its rows right (`Model.check_append`).
+            TypeError, ValueError: an argument is wrong, or a history does not end at its begins;
+                or one that is not empty, or was not before an edit, grows, and not by what the edit
+                dropped, and the model does not keep its rows right (`Model.check_append`).
             MemoryError: the batch alone needs more pages than there are. Nothing has changed.
         """
-        epochs = self._check(users, epochs)
-        if len(counts) != len(users):
-            raise ValueError(f"counts must have one entry a user, {len(users)}, got {len(counts)}")
-        for count in counts:
-            checks.check_count("counts", count)
-        lengths = [self.length(*key) for key in zip(users, epochs, strict=True)]
-        for user, epoch, length, count in zip(users, epochs, lengths, counts, strict=True):
-            kept = self._users.get(user)
-            expected = kept.expected if kept is not None and kept.epoch == epoch else None
+        users, epochs = users_and_epochs(users, epochs)
+        counts = [integer("counts", count) for count in listed("counts", counts, len(users))]
+        histories = [self._find(*each) for each in zip(users, epochs, strict=True)]
+        lengths = [0 if history is None else history.length for history in histories]
+        if begins is not None:
+            for user, begin, length in zip(
+                users, listed("begins", begins, len(users)), lengths, strict=True
+            ):
+                if integer("begins", begin) != length:
+                    raise ValueError(
+                        f"begins must be where the histories end, {length} of {user!r}, got {begin}"
+                    )
+        for history, length, count in zip(histories, lengths, counts, strict=True):
+            expected = None if history is None else history.expected
             if count and (length or expected) and length + count != expected:
                 self.model.check_append()
         pages = [cdiv(x + n, self.page_size) for x, n in zip(lengths, counts, strict=True)]
@@ -144,7 +191,7 @@ class PagedCache:
         for user, epoch in zip(users, epochs, strict=True):
             if user in self._users and self._users[user].epoch != epoch:
                 self.evict(user)
-            self._users.setdefault(user, _History(epoch))
+            self._users.setdefault(user, self._empty(epoch))
             self._users.move_to_end(user)
         for user, needed, count in zip(users, pages, counts, strict=True):
             history = self._users[user]
@@ -157,32 +204,68 @@ class PagedCache:
                 history.expected = None
         return self._pages(users, [self._users[user] for user in users], lengths)
 
+    @exclusively
+    @torch.no_grad()
     def write(self, layer: int, at: Pages, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Store k and v `[tokens, num_kv_heads, head_dim]` of a layer in the slots of `append`."""
-        self._check_use(layer, at)
+        """Store k and v `[tokens, num_kv_heads, head_dim]` of a layer in the slots of `append`,
+        without gradients. Rows of an earlier append must have been written before."""
+        layer = self._checked_layer(layer, at)
         self._check_rows(k, v, len(at.slots))
-        for rows, x in zip(self._rows(at), (k, v), strict=True):
-            self.data[layer].view(-1, *self.data.shape[-2:]).index_copy_(0, rows, x)
+        for user, history, begin, end, _ in at.holders:
+            if history.written[layer] < begin:
+                raise ValueError(
+                    f"at must follow rows that are written, got rows {begin} up to {end} of "
+                    f"{user!r}, of whom layer {layer} has {history.written[layer]}: write the "
+                    "others first, or evict the user"
+                )
+        written = [rows for rows in at.holders if rows.end > rows.begin]
+        before = [rows.history.written[layer] for rows in written]
+        for rows in written:  # until both copies are made
+            rows.history.written[layer] = rows.begin
+        for slots, x in zip(self._slots(at), (k, v), strict=True):
+            self.data[layer].view(-1, *self.data.shape[-2:]).index_copy_(0, slots, x)
+        for rows, most in zip(written, before, strict=True):
+            rows.history.written[layer] = max(most, rows.end)
 
-    def pages(self, users: Sequence[Hashable], epochs: Sequence[Hashable] | None = None) -> Pages:
-        """Where these users' histories lie; an empty one where nothing is kept of the epoch."""
-        epochs = self._check(users, epochs)
-        found = []
-        for user, epoch in zip(users, epochs, strict=True):
-            is_kept = self.length(user, epoch) > 0
-            found.append(self._users[user] if is_kept else _History(epoch))
-            if is_kept:
+    @exclusively
+    def pages(
+        self,
+        users: Sequence[Hashable],
+        epochs: Sequence[Hashable] | None = None,
+        *,
+        missing: str = "raise",
+    ) -> Pages:
+        """Where these users' histories lie. Of a user of whom nothing is kept, or nothing of the
+        epoch, `missing` raises LookupError, or gives an "empty" history."""
+        users, epochs = users_and_epochs(users, epochs)
+        if missing not in ("raise", "empty"):
+            raise ValueError(f"missing must be 'raise' or 'empty', got {missing!r}")
+        histories = [self._find(*each) for each in zip(users, epochs, strict=True)]
+        absent = [user for user, x in zip(users, histories, strict=True) if x is None]
+        if absent and missing == "raise":
+            raise LookupError(
+                "users must have a history of their epoch in the cache, or missing be 'empty', got "
+                f"none of {absent}"
+            )
+        for user, history in zip(users, histories, strict=True):
+            if history is not None:
                 self._users.move_to_end(user)
-        return self._pages(users, found, [0] * len(found))
+        filled = [
+            self._empty(epoch) if history is None else history
+            for history, epoch in zip(histories, epochs, strict=True)
+        ]
+        return self._pages(users, filled, [0] * len(filled))
 
+    @exclusively
     def read(self, layer: int, at: Pages) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values `[tokens, num_kv_heads, head_dim]` of a layer, copied out of the pages in
         order; `at.cu_seqlens` are their offsets."""
-        self._check_use(layer, at)
+        layer = self._checked_reading(layer, at)
         flat = self.data[layer].view(-1, *self.data.shape[-2:])
-        k, v = (flat.index_select(0, rows) for rows in self._rows(at))
+        k, v = (flat.index_select(0, slots) for slots in self._slots(at))
         return k, v
 
+    @exclusively
     def read_before(
         self, layer: int, at: Pages, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor,
         max_seqlen: int,
@@ -193,7 +276,7 @@ class PagedCache:
         k, v: `[tokens, num_kv_heads, head_dim]`, of the same users in the same order, with offsets
         cu_seqlens `[batch + 1]`, int32, and max_seqlen, whose values are not checked.
         """
-        self._check_before(layer, at, k, v, cu_seqlens)
+        layer = self._checked_before(layer, at, k, v, cu_seqlens)
         if diagonal.takes(k, k, v):
             return joined.join(self.data[layer], at, k, v, cu_seqlens, max_seqlen)
         pairs = zip(self.read(layer, at), (k, v), strict=True)
@@ -203,17 +286,20 @@ class PagedCache:
     def history(
         self, layer: int, at: Pages, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor
     ) -> History:
-        """What `read_before` copies, for a kernel that reads it in the pages, if `at.is_whole`."""
-        self._check_before(layer, at, k, v, cu_seqlens)
+        """What `read_before` copies of whole histories, for a kernel that reads it in the pages,
+        and is launched inside of `exclusive`."""
+        layer = self._checked_before(layer, at, k, v, cu_seqlens)
+        check_whole("at", at)
         rows, indptr, indices = self.data[layer].flatten(0, 2), at.kv_indptr, at.kv_indices
         return History(rows, indptr, indices, at.cu_seqlens, self.page_size, len(at.slots))
 
-    def _check_before(
+    def _checked_before(
         self, layer: int, at: Pages, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor
-    ) -> None:
-        self._check_use(layer, at)
+    ) -> int:
+        layer = self._checked_reading(layer, at)
         self._check_rows(k, v, len(k))
         _check_batch(cu_seqlens, at)
+        return layer
 
     def _check_rows(self, k: torch.Tensor, v: torch.Tensor, count: int) -> None:
         shape = (count, *self.data.shape[-2:])
@@ -227,70 +313,90 @@ class PagedCache:
                     f"{list(x.shape)} in {x.dtype} on {x.device}"
                 )
 
-    def _rows(self, at: Pages) -> tuple[torch.Tensor, torch.Tensor]:
+    def _slots(self, at: Pages) -> tuple[torch.Tensor, torch.Tensor]:
         """Where keys and values lie in a layer, int64 `[tokens]` each, counted in tokens."""
         keys = at.slots + at.slots // self.page_size * self.page_size
         return keys, keys + self.page_size
 
+    @exclusively
     def edit(
         self, user: Hashable, at: int, epoch: Hashable, was: Hashable = 0, *, added: bool
     ) -> int:
         """An event of a history of epoch `was` was added at place `at`, or the one there deleted:
-        keep the rows from the start that stay right, drop the others, and call the rest `epoch`.
+        keep the rows from the start that are written and stay right, drop the others, and call the
+        rest `epoch`.
 
         Returns how many rows are kept. The caller computes the following ones again: an append of
-        all of them at once is refused for no model.
+        all of them at once is refused for no model. Until they are there the history is not whole.
         """
-        checks.check_count("at", at)
+        at, user = integer("at", at), key("users", user)
         checks.check_bool(added=added)
-        if epoch == was:
+        if key("epochs", epoch) == key("epochs", was):
             raise ValueError(f"epoch must differ from that before the edit, got {epoch!r} for both")
-        if not self.length(user, was):
+        history = self._find(user, was)
+        if history is None:
             self.evict(user)
             return 0
-        history = self._users[user]
-        events = history.length if history.expected is None else history.expected
-        beside = events - (not added)  # events that are there before and after
+        beside = history.events - (not added)  # events that are there before and after
         if at > beside:
             raise ValueError(
-                f"at must be at most {beside} in a history of {events} events where one is "
+                f"at must be at most {beside} in a history of {history.events} events where one is "
                 f"{'added' if added else 'deleted'}, got {at}"
             )
-        kept = min(at, history.length, self.model.kept(beside, at))  # rows behind would move
-        held = cdiv(kept, self.page_size)
-        self._free += history.pages[held:]
-        self._users[user] = _History(epoch, kept, history.pages[:held], beside + added)
+        kept = min(at, *history.written, self.model.kept(beside, at))  # rows behind would move
+        held, written = cdiv(kept, self.page_size), [kept] * self.model.num_layers
+        rest = _History(epoch, written, kept, history.pages[:held], beside + added)
+        free = self._free + history.pages[held:]
+        self._users[user], self._free = rest, free  # together: a page has one holder, or is free
         return kept
 
+    @exclusively
     def evict(self, user: Hashable) -> None:
         """Forget a user's history; one that is not kept is no error."""
-        history = self._users.pop(_checked_user(user), None)
-        if history is not None:
-            self._free += history.pages
+        if key("users", user) in self._users:
+            self._free += self._users.pop(user).pages
 
-    def _check_use(self, layer: int, at: Pages) -> None:
-        checks.check_count("layer", layer)
+    def _empty(self, epoch: Hashable) -> _History:
+        return _History(epoch, [0] * self.model.num_layers)
+
+    def _find(self, user: Hashable, epoch: Hashable) -> _History | None:
+        """What is kept of this user's history, if it is of this epoch."""
+        history = self._users.get(user)
+        return history if history is not None and history.epoch == epoch else None
+
+    def _checked_layer(self, layer: int, at: Pages) -> int:
+        """`layer` as an int, where users still have these pages; the stream may use them then."""
+        if not isinstance(at, Pages):
+            raise TypeError(f"at must be Pages, got {type(at).__name__}")
+        layer = integer("layer", layer)
         if layer >= self.model.num_layers:
             raise ValueError(
                 f"layer must be below num_layers, {self.model.num_layers}, got {layer}"
             )
-        for user, history in at.holders:
-            if history.pages and self._users.get(user) is not history:
+        for rows in at.holders:
+            if rows.end and self._users.get(rows.user) is not rows.history:
                 raise ValueError(
-                    f"at must be pages that their users still have, got those of {user!r} before "
-                    "an edit or an eviction"
+                    f"at must be pages that their users still have, got those of {rows.user!r} "
+                    "before an edit or an eviction"
                 )
+        self.exclusive.order()
+        return layer
 
-    def _check(self, users: Sequence[Hashable], epochs: Sequence[Hashable] | None) -> list:
-        if len(set(users)) != len(users):
-            raise ValueError(f"users must be distinct, got {list(users)}")
-        epochs = [0] * len(users) if epochs is None else list(epochs)
-        if len(epochs) != len(users):
-            raise ValueError(f"epochs must have one entry a user, {len(users)}, got {len(epochs)}")
-        return epochs
+    def _checked_reading(self, layer: int, at: Pages) -> int:
+        layer = self._checked_layer(layer, at)
+        for user, history, begin, end, _ in at.holders:
+            if begin < end > history.written[layer]:
+                raise ValueError(
+                    f"at must be rows that are written, got rows {begin} up to {end} of {user!r}, "
+                    f"of whom layer {layer} has {history.written[layer]}: write the others first, "
+                    "or evict the user"
+                )
+        return layer
 
+    @torch.inference_mode(False)  # gradients may follow an evaluation
     def _pages(self, users: Sequence[Hashable], found: list[_History], begins: list[int]) -> Pages:
         """Where histories lie; slots are those of the tokens from begins[i]."""
+        self.exclusive.order()
         counts = [history.length - begin for history, begin in zip(found, begins, strict=True)]
         last = [(h.length - 1) % self.page_size + 1 if h.length else 0 for h in found]
         indptr, indices = _ends([len(h.pages) for h in found]), [x for h in found for x in h.pages]
@@ -308,17 +414,23 @@ class PagedCache:
         place = tokens - ends[of] + starts[of]
         slots = kv_indices[kv_indptr[of] + place // size].long() * size + place % size
         longest = max(counts, default=0)
-        of_users = tuple(zip(users, found, strict=True))
-        return Pages(
-            kv_indptr, kv_indices, last_page_len, ends, longest, slots, place, not any(begins),
-            of_users,
-        )  # fmt: skip
+        holders = tuple(
+            _Rows(user, history, begin, history.length, history.events)
+            for user, history, begin in zip(users, found, begins, strict=True)
+        )
+        return Pages(kv_indptr, kv_indices, last_page_len, ends, longest, slots, place, holders)
 
 
-def _checked_user(user: Hashable) -> Hashable:
-    if isinstance(user, torch.Tensor):  # equal ones are two keys: nothing would be found again
-        raise TypeError(f"users must be numbers or names, not tensors (use tolist), got {user!r}")
-    return user
+def check_whole(name: str, at: Pages) -> None:
+    """Raises ValueError unless these are whole histories, by the first that is not."""
+    if not isinstance(at, Pages):
+        raise TypeError(f"{name} must be Pages, got {type(at).__name__}")
+    for rows in at.holders:
+        if not rows.is_whole:
+            raise ValueError(
+                f"{name} must be PagedCache.pages of whole histories, got rows {rows.begin} up to "
+                f"{rows.end} of {rows.user!r}, who has {rows.events}"
+            )
 
 
 def _ends(counts: Sequence[int]) -> list[int]:
@@ -361,8 +473,7 @@ def score(
     Forward v8 reads the pages where they are, if page_size is a multiple of 64, without gradients,
     autocast or `torch.compile`; at head_dim 128 it takes tiles of 128 keys if 128 divides
     page_size, else of 64. Every other call gathers the pages first (`read`, `read_before`): on
-    other devices, of other dtypes and implementations, of smaller pages, and of a `history` that an
-    `append` to what was there gave.
+    other devices, of other dtypes and implementations, and of smaller pages.
 
     Nothing waits for the device with `Lengths`, or validate=False. Small batches are bound by the
     host: capture the call in a CUDA graph.
@@ -371,7 +482,7 @@ def score(
         q, k, v: of the candidates, `[tokens, heads, head_dim]`, with offsets cu_seqlens
             `[batch + 1]`, int32 or `Lengths`, and max_seqlen.
         cache, layer, history: what keeps the histories, of which layer, and where they lie, of the
-            same users in the same order (`PagedCache.pages`).
+            same users in the same order (`PagedCache.pages`), whole.
         target_group_size: candidates of a group, as `gdpa`.
         in_one_call: True or False; None for one call where forward v8 computes it and the
             candidates' tiles of 128 rows, one for each user and head, are so many that it would not
@@ -396,6 +507,9 @@ def score(
         raise TypeError(f"options must be among {sorted(known)}, got {sorted(unknown)}")
     if in_one_call is not None:
         checks.check_bool(in_one_call=in_one_call)
+    check_whole("history", history)
+    max_seqlen = integer("max_seqlen", max_seqlen)
+    target_group_size = integer("target_group_size", target_group_size, least=1)
     q, k, v = checks.autocast(q, k, v)
     checks.check_tensors(q, k, v)
     if k.shape[0] != q.shape[0]:
@@ -410,12 +524,13 @@ def score(
     check_targets(ends, None, target_group_size, 0, "shared", True, None)
     impl, seen = options.get("impl", "auto"), None
     if impl in ("auto", V8) and diagonal.takes(q, k, v):
-        batch = _over_history(q, k, v, ends, max_seqlen, cache, layer, history, **options)
-        if in_one_call is None:
-            in_one_call = _is_one_call(batch, k, v, out_dtype)
-        if in_one_call:
-            batch = _with_candidates(batch, k, v, target_group_size, out_dtype)
-        seen = _by_v8(batch) if history.is_whole else None
+        with cache.exclusive:  # from the check of the pages until what reads them is launched
+            batch = _over_history(q, k, v, ends, max_seqlen, cache, layer, history, **options)
+            if in_one_call is None:
+                in_one_call = _is_one_call(batch, k, v, out_dtype)
+            if in_one_call:
+                batch = _with_candidates(batch, k, v, target_group_size, out_dtype)
+            seen = _by_v8(batch)
     options["validate"] = False
     if in_one_call and seen is None:
         keys, values = cache.read_before(layer, history, k, v, ends, max_seqlen)
@@ -449,7 +564,6 @@ def checked_ends(
 ) -> torch.Tensor:  # fmt: skip
     """The offsets of candidates x as a tensor; waits for the device if they are one and
     `validate`."""
-    checks.check_max_seqlen("max_seqlen", max_seqlen)
     checks.check_bool(validate=validate)
     if isinstance(cu_seqlens, Lengths):
         cu_seqlens, _ = cu_seqlens.of("cu_seqlens", x.shape[0], x.device, max_seqlen)

@@ -9,7 +9,8 @@ from gdpa_kernels.calling.layers import rotate, turns_at
 from gdpa_kernels.calling.lengths import Lengths
 from gdpa_kernels.gdpa.api import gdpa
 from gdpa_kernels.gdpa.modules import GDPASelfAttention
-from gdpa_kernels.serving.cache import PagedCache, Pages, checked_ends, score
+from gdpa_kernels.serving.arguments import integer
+from gdpa_kernels.serving.cache import PagedCache, Pages, check_whole, checked_ends, score
 
 
 @torch.no_grad()
@@ -28,7 +29,7 @@ def extend(
         x: the new tokens, `[tokens, embed_dim]`.
         index: which layer of the cache this is.
         new: what `cache.append` gave for them. whole: `cache.pages` of the same users, in the same
-            order, after the append.
+            order, after this append and before the next one.
 
     Returns:
         `[tokens, embed_dim]`: the rows that `layer` gives for them in a call on whole histories,
@@ -39,12 +40,14 @@ def extend(
             or an argument is wrong.
     """
     _check(layer, cache)
-    asked, given = ([(user, kept.epoch) for user, kept in at.holders] for at in (new, whole))
-    tokens = sum(kept.length for _, kept in whole.holders)
-    if asked != given or len(whole.slots) != tokens:
+    asked, received = (
+        [(x.user, x.history.epoch, x.end) for x in at.holders] for at in (new, whole)
+    )
+    begins = [x.begin for x in whole.holders]
+    if asked != received or any(begins):
         raise ValueError(
-            f"whole must be the pages of users and epochs {asked} after the append, got "
-            f"{len(whole.slots)} of {tokens} tokens of {given}"
+            "whole must be the pages of users and epochs up to their new rows, "
+            f"{asked}, from the start, got {received} from {begins}"
         )
     q, k, v = _project(layer, x, new.positions)
     cache.write(index, new, k, v)
@@ -76,9 +79,9 @@ def candidates(
     """
     _check(layer, cache)
     cache.model.check_candidates()
+    check_whole("whole", whole)
+    max_seqlen = integer("max_seqlen", max_seqlen)
     ends = checked_ends(x, cu_seqlens, max_seqlen, whole, layer.validate)
-    if not whole.is_whole:
-        raise ValueError("whole must be PagedCache.pages of whole histories, got an append's")
     positions = None
     if layer.rotary is not None:  # the only one that asks for them
         of, place = jagged.places(x.shape[0], ends)

@@ -15,16 +15,20 @@ from typing import Any
 import torch
 
 import gdpa_kernels
-from gdpa_kernels.calling import checks
+from gdpa_kernels.calling import checks, ladder
 from gdpa_kernels.calling.lengths import Lengths
 from gdpa_kernels.gdpa import api
 from gdpa_kernels.gdpa.api import IMPLS, gdpa
 from gdpa_kernels.gdpa.registration import check_activation
+from gdpa_kernels.serving.arguments import integer
+from gdpa_kernels.serving.exclusive import Exclusive, exclusively
 
 UNIT = 2.0**-30
 """What the integers of an exact sum count."""
 LARGEST = 2.0**62
 """Of these integers: below it none is out of range."""
+KEPT = "total", "count", "updates", "peak"
+"""The tensors of the sums, by users."""
 ROUNDING, TOLERATED = 1.3e-8, 2e-4
 """The relative error of an fp32 sum grows as ROUNDING sqrt(updates) (largest norm / present norm),
 fitted; an eighth of a rounding to bf16 is tolerated."""
@@ -34,17 +38,18 @@ class StoredSums:
     """A sum `[rows, num_heads, head_dim]` for each of `users`, empty at first.
 
     Args:
-        q: the queries of all users, `[rows, num_heads, head_dim]`.
+        q: the queries of all users, `[rows, num_heads, head_dim]`; copied.
         users: how many sums.
         activation, scale, output_scale, precise: as `gdpa`.
         impl: the kernel that computes every part, by name: "auto" may change with a batch's shape.
         exact: sums of integers, in units of 2**-30: what is deleted leaves nothing, in whatever
-            order. Each event is computed alone, and the partial results take `8 * q.numel()` bytes
-            an event while they are added. False: fp32, 1.3e-6 after 10,000 updates.
+            order, by an implementation that is batch invariant (`Rung.batch_invariant`): others are
+            refused. Each event is computed alone, and the partial results take `8 * q.numel()`
+            bytes an event while they are added. False: fp32, 1.3e-6 after 10,000 updates.
 
     Attributes: total (fp32, or int64 with exact) `[users, rows, num_heads, head_dim]`; count and
     updates int64 `[users]`, events held and added or deleted; peak fp32 `[users]`, the largest
-    norm.
+    norm. Threads may share the sums.
 
     Raises:
         TypeError, ValueError: an argument is wrong: its name, what is expected, what was received;
@@ -65,31 +70,41 @@ class StoredSums:
     ):
         if not isinstance(q, torch.Tensor) or q.dim() != 3 or q.dtype not in checks.DTYPES:
             raise ValueError(f"q must be [rows, num_heads, head_dim] up to fp32, got {_told(q)}")
-        if isinstance(users, bool) or not isinstance(users, int) or users < 1:
-            raise ValueError(f"users must be a positive integer, got {users!r}")
+        users = integer("users", users, least=1)
         checks.check_bool(precise=precise, exact=exact)
         checks.check_impl(impl, IMPLS)
         if impl == "auto":
             raise ValueError("impl must be the name of one implementation, got 'auto'")
+        if exact and not ladder.rung(impl).batch_invariant:
+            raise ValueError(
+                "impl must be batch invariant for an exact sum, one of "
+                f"{', '.join(x for x in IMPLS if ladder.rung(x).batch_invariant)}, got {impl!r}"
+            )
         api.check_scalars(scale, output_scale, None)
-        self.q, self.exact = q.detach(), exact
         names = check_activation(activation, q.shape[1])
         self._options = {
             "activation": names, "scale": scale, "output_scale": output_scale,
             "precise": precise, "impl": impl, "out_dtype": torch.float32,
         }  # fmt: skip
         kind = torch.int64 if exact else torch.float32
-        self.total = q.new_zeros(users, *q.shape, dtype=kind)
-        self.count, self.updates = (q.new_zeros(users, dtype=torch.int64) for _ in range(2))
-        self.peak = q.new_zeros(users, dtype=torch.float32)
+        self.exact, self.exclusive = exact, Exclusive(q.device)
+        with torch.inference_mode(False):  # what is added may follow an evaluation
+            self.q = q.detach().clone()
+            self.total = self.q.new_zeros(users, *q.shape, dtype=kind)
+            self.count, self.updates = (self.q.new_zeros(users).long() for _ in range(2))
+            self.peak = self.q.new_zeros(users, dtype=torch.float32)
 
     @property
     def arithmetic(self) -> str:
         """What computed the parts, in words: sums of another one cannot go on."""
         told = ", ".join(f"{name} {x}" for name, x in self._options.items() if name != "out_dtype")
         kind = "int64" if self.exact else "fp32"
-        return f"gdpa_kernels {gdpa_kernels.__version__}, {told}, {self.q.dtype} into {kind}"
+        return (
+            f"gdpa_kernels {gdpa_kernels.__version__}, {told}, {self.q.dtype} into {kind} on "
+            f"{self.q.device.type}"
+        )
 
+    @exclusively
     @torch.no_grad()
     def add(
         self, users: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
@@ -99,6 +114,7 @@ class StoredSums:
         `cu_seqlens` `[n + 1]` or `Lengths`, to the sum of users[i], int64 `[n]`, each once."""
         self._change(1, users, k, v, cu_seqlens, max_seqlen)
 
+    @exclusively
     @torch.no_grad()
     def delete(
         self, users: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
@@ -107,35 +123,46 @@ class StoredSums:
         """Take events away again that were added: their keys and values as they were."""
         self._change(-1, users, k, v, cu_seqlens, max_seqlen)
 
+    @exclusively
     def value(self, users: torch.Tensor | None = None) -> torch.Tensor:
         """The sums of these users, int64 `[n]` or bool `[users]`, None for all: `[n, rows,
         num_heads, head_dim]`, in q's dtype, rounded once."""
-        total = self.total
-        if users is not None:  # by index_select, for which a negative number is no user
-            total = total[users] if users.dtype == torch.bool else total.index_select(0, users)
-        return (total.double() * UNIT if self.exact else total).to(self.q.dtype)
+        self.exclusive.order()
+        if users is None:
+            total = self.total
+        elif self._check_index(users).dtype == torch.bool:
+            total = self.total[users]
+        else:  # index_select, for which a negative number is no user
+            total = self.total.index_select(0, users)
+        total = total.double() * UNIT if self.exact else total
+        return total.to(self.q.dtype, copy=users is None)
 
+    @exclusively
     def stale(self) -> torch.Tensor:
         """Bool `[users]`: whose sum should be computed again from its events, since its rounding
         may reach an eighth of bf16's, or it is not finite; none with `exact`."""
+        self.exclusive.order()
         if self.exact:
             return torch.zeros_like(self.count, dtype=torch.bool)
         present = self.total.flatten(1).norm(dim=1)
         error = ROUNDING * self.updates.sqrt() * self.peak
         return ~((error <= TOLERATED * present) & present.isfinite())
 
+    @exclusively
     def clear(self, users: torch.Tensor) -> None:
         """Empty the sums of these users, int64 `[n]` or bool `[users]`, before they are computed
         again."""
-        self._check_users(users)
-        for x in (self.total, self.count, self.updates, self.peak):
-            x[users] = 0
+        self.exclusive.order()
+        self._check_users(self._check_index(users))
+        self._store(users, **dict.fromkeys(KEPT, 0))
 
+    @exclusively
     def state_dict(self) -> dict[str, Any]:
-        """The sums, of which queries they are, and what computed them."""
-        names = "total", "count", "updates", "peak", "q", "arithmetic"
-        return {name: getattr(self, name) for name in names}
+        """The sums, of which queries they are, and what computed them; of a module's kind, whose
+        tensors are not copied."""
+        return {name: getattr(self, name) for name in (*KEPT, "q", "arithmetic")}
 
+    @exclusively
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with sums that were stored. Raises ValueError if another arithmetic made them, for
         another number of users, and for other queries. That keys and values are still made by the
@@ -145,18 +172,19 @@ class StoredSums:
                 f"sums must be of {self.arithmetic}, got those of {state['arithmetic']}: compute "
                 "them again"
             )
-        if state["total"].shape != self.total.shape:
-            raise ValueError(
-                f"total must have shape {list(self.total.shape)}, got {list(state['total'].shape)}"
-            )
+        self.exclusive.order()
+        for name in KEPT:
+            shape, received = getattr(self, name).shape, state[name].shape
+            if received != shape:
+                raise ValueError(f"{name} must have shape {list(shape)}, got {list(received)}")
         if not torch.equal(state["q"].to(self.q), self.q):
             raise ValueError(
                 "q must be the queries of the stored sums, got others: compute the sums again"
             )
-        for name in ("total", "count", "updates", "peak"):
-            getattr(self, name).copy_(state[name])
+        self._store(slice(None), **{name: state[name] for name in KEPT})
 
     def _change(self, sign: int, users, k, v, cu_seqlens, max_seqlen) -> None:
+        self.exclusive.order()
         for name, x in (("k", k), ("v", v)):
             if not isinstance(x, torch.Tensor) or x.dtype != self.q.dtype:
                 raise TypeError(f"{name} must be a tensor of {self.q.dtype}, got {_told(x)}")
@@ -171,32 +199,53 @@ class StoredSums:
                 f"users must name each of {lengths.numel()} users once, got {users.tolist()}"
             )
         self._check_users(users)
-        left = self.count[users] + sign * lengths
-        if (left < 0).any():
+        count, updates = self.count[users] + sign * lengths, self.updates[users] + lengths
+        if (count < 0).any():
             raise ValueError(
                 "events must have been added before they are deleted, got "
                 f"{lengths.tolist()} of {self.count[users].tolist()} held"
             )
+        total, peak = self.total[users], self.peak[users]
         if self.exact:  # one event at a time, so that its part does not depend on the others
-            owners, n = users.repeat_interleave(lengths), k.shape[0]
+            n = k.shape[0]
+            owners = torch.arange(len(users), device=k.device).repeat_interleave(lengths)
             offsets = torch.arange(n + 1, dtype=torch.int32, device=k.device)
             parts = (self._parts(k, v, offsets, 1).double() / UNIT).round()
-            reached = self.total.double().index_add_(0, owners, parts, alpha=sign)
+            reached = total.double().index_add_(0, owners, parts, alpha=sign)
             for x in (parts, reached):
                 if not (x.abs() < LARGEST).all():
                     raise ValueError(
                         "parts of an exact sum, and the sum, must be below "
                         f"{LARGEST * UNIT:.3g}, got {x.abs().max() * UNIT:.3g}"
                     )
-            self.total.index_add_(0, owners, parts.to(torch.int64), alpha=sign)
+            total.index_add_(0, owners, parts.to(torch.int64), alpha=sign)
         else:
-            self.total[users] += sign * self._parts(k, v, cu_seqlens, max_seqlen)
-        self.count[users], self.updates[users] = left, self.updates[users] + lengths
-        empty = users[left == 0]
-        self.total[empty], self.updates[empty], self.peak[empty] = 0, 0, 0
+            total += sign * self._parts(k, v, cu_seqlens, max_seqlen)
+        empty = count == 0
+        total[empty], updates[empty], peak[empty] = 0, 0, 0
         if not self.exact:
-            norms = self.total[users].flatten(1).norm(dim=1)
-            self.peak[users] = torch.maximum(self.peak[users], norms)
+            peak = torch.maximum(peak, total.flatten(1).norm(dim=1))
+        self._store(users, total=total, count=count, updates=updates, peak=peak)
+
+    def _store(self, users: torch.Tensor | slice, **rows: torch.Tensor | int) -> None:
+        """Store rows of these users in all tensors, or in none if that fails."""
+        before = {name: getattr(self, name)[users].clone() for name in rows}
+        try:
+            for name, x in rows.items():
+                getattr(self, name)[users] = x
+        except BaseException:
+            for name, x in before.items():
+                getattr(self, name)[users] = x
+            raise
+
+    def _check_index(self, users: torch.Tensor) -> torch.Tensor:
+        """`users`. Raises TypeError or ValueError unless they are int64 `[n]` or bool `[users]`."""
+        if not isinstance(users, torch.Tensor) or users.dtype not in (torch.int64, torch.bool):
+            raise TypeError(f"users must be an int64 or bool tensor, got {_told(users)}")
+        known = self.count.shape
+        if users.dim() != 1 or (users.dtype == torch.bool and users.shape != known):
+            raise ValueError(f"users must be int64 [n] or bool {list(known)}, got {_told(users)}")
+        return users
 
     def _check_users(self, users: torch.Tensor) -> None:
         """Waits for the device: what is negative would count from the end."""
@@ -205,9 +254,10 @@ class StoredSums:
             raise ValueError(f"users must be from 0 to {known - 1}, got {users.tolist()}")
 
     def _parts(self, k, v, cu_seqlens, max_seqlen) -> torch.Tensor:
-        """fp32 `[sequences, rows, num_heads, head_dim]`."""
+        """fp32 `[sequences, rows, num_heads, head_dim]`, under autocast, too, in q's dtype."""
         rows = self.q.shape[0]
-        out = gdpa(self.q, k, v, None, cu_seqlens, rows, max_seqlen, **self._options)
+        with checks.without_autocast(self.q):
+            out = gdpa(self.q, k, v, None, cu_seqlens, rows, max_seqlen, **self._options)
         return out.view(-1, *self.q.shape)
 
 

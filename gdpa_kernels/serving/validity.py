@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gdpa_kernels.calling import checks
+from gdpa_kernels.serving.arguments import integer
 
 POSITIONS = (None, "kept", "index", "from_end")
 _BREAKS_APPEND = {
@@ -80,9 +81,9 @@ class Model:
     token_statistics: bool = False
 
     def __post_init__(self) -> None:
-        checks.check_count("num_layers", self.num_layers, least=1)
-        checks.check_count("num_contexts", self.num_contexts)
-        checks.check_count("window", self.window, optional=True)
+        for name, least in (("num_layers", 1), ("num_contexts", 0), ("window", 0)):
+            value = integer(name, getattr(self, name), least, optional=name == "window")
+            object.__setattr__(self, name, value)
         if self.positions not in POSITIONS:
             raise ValueError(f"positions must be one of {POSITIONS}, got {self.positions!r}")
         checks.check_bool(
@@ -93,8 +94,7 @@ class Model:
     def changed(self, rows: int, at: int) -> list[range]:
         """Of each layer a range that holds all rows whose keys and values a change at `at` makes
         wrong, of `rows` rows beside it."""
-        checks.check_count("rows", rows)
-        checks.check_count("at", at)
+        rows, at = integer("rows", rows), integer("at", at)
         if at > rows:
             raise ValueError(f"at must be at most rows, {rows}, got {at}")
         ranges = [self._inputs(rows, at)]

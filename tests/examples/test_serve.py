@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 import serve
 import torch
 
@@ -37,3 +38,29 @@ def test_scores_are_those_of_whole_histories():
         x = model.run(whole, lambda layer, x, i: layer((x, ends), num_targets=targets)[0])
         wanted = model.score(torch.nn.functional.normalize(x[9:], dim=-1)).T
     torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("layer, part", ((0, "qkv"), (1, "out")))
+def test_who_was_not_read_to_the_end_is_read_again(layer, part):
+    """A layer runs out of memory before, or after, it has stored its keys and values."""
+    torch.manual_seed(0)
+    model = serve.Stack(2, 16, 2, 30).double()
+    events, shown = [torch.arange(10), torch.arange(10, 22)], torch.arange(6).view(2, 3)
+    found = []
+    for fails in (False, True):
+        server = serve.Server(model, PagedCache(Model(2), 16, 4, 2, 8, dtype=torch.float64))
+        if fails:
+            module = getattr(model.attentions[layer], part)
+            handle = module.register_forward_pre_hook(out_of_memory)
+            with pytest.raises(torch.OutOfMemoryError):
+                server.read(["a", "b"], events)
+            handle.remove()
+        begins = [server.cache.length(user) for user in "ab"]
+        assert begins == [0, 0]
+        server.read(["a", "b"], events, begins)
+        found.append(server.scores(["a", "b"], shown))
+    assert torch.equal(*found)
+
+
+def out_of_memory(*_) -> None:
+    raise torch.OutOfMemoryError

@@ -10,7 +10,7 @@ import torch
 import tritonemu
 from gdpa_kernels import Lengths, gdpa
 from gdpa_kernels.calling.launches import launches
-from gdpa_kernels.serving.cache import PagedCache, score
+from gdpa_kernels.serving.cache import PagedCache, Pages, score
 from gdpa_kernels.serving.validity import Model
 from gdpa_lab.measuring.compile_check import build_launch, read
 from tests.calls import assert_same_bits, full_of_nan
@@ -45,7 +45,7 @@ def filled(kept: PagedCache, users: list, counts: list[int], seed: int = 0, epoc
 def test_what_was_appended_is_read_in_order():
     kept = cache()
     first, second = filled(kept, ["a", "b"], [5, 2]), filled(kept, ["b", "a"], [3, 4], 1)
-    at = kept.pages(["b", "nobody", "a"])
+    at = kept.pages(["b", "nobody", "a"], missing="empty")
     assert at.cu_seqlens.tolist() == [0, 5, 5, 14] and at.max_seqlen == 9
     for x, y, found in zip(first, second, kept.read(1, at), strict=True):
         assert torch.equal(found, torch.cat((x[5:], y[:3], x[:5], y[3:])))
@@ -55,7 +55,7 @@ def test_the_pages_are_those_of_the_field():
     """A page of keys and values, found as FlashInfer's documentation describes it."""
     kept = cache()
     k, v = filled(kept, ["a", "b"], [9, 4])
-    at = kept.pages(["a", "nobody", "b"])
+    at = kept.pages(["a", "nobody", "b"], missing="empty")
     assert at.last_page_len.tolist() == [1, 0, 4] and at.kv_indptr.tolist() == [0, 3, 3, 4]
     tokens = []
     for i, last in enumerate(at.last_page_len.tolist()):
@@ -69,7 +69,11 @@ def test_an_edited_history_is_never_found():
     kept = cache()
     filled(kept, ["a"], [7], epochs=["before"])
     assert [kept.length("a", x) for x in ("before", "after")] == [7, 0]
-    assert kept.pages(["a"], ["after"]).slots.numel() == 0
+    assert kept.pages(["a"], ["after"], missing="empty").slots.numel() == 0
+    with pytest.raises(
+        LookupError, match="users must have a history of their epoch .* none of .'a"
+    ):
+        kept.pages(["a"], ["after"])
     k, _ = filled(kept, ["a"], [3], 1, epochs=["after"])
     assert kept.length("a", "before") == 0
     assert torch.equal(kept.read(1, kept.pages(["a"], ["after"]))[0], k)
@@ -195,6 +199,11 @@ def test_pages_that_others_may_have_are_refused(change):
         kept.write(0, at, draw(3, 0), draw(3, 0))
 
 
+def nobody(kept: PagedCache) -> Pages:
+    """An empty history."""
+    return kept.pages(["a"], missing="empty")
+
+
 WRONG = (
     (TypeError, "model must be a validity.Model, got int", lambda: PagedCache(2, 1, 1, 1, 1)),
     (ValueError, "page_size must be an integer of at least 1, got 0",
@@ -205,18 +214,18 @@ WRONG = (
         lambda: cache().evict(torch.tensor(7)),
     )),
     (ValueError, "users must be distinct", lambda: cache().append(["a", "a"], [1, 1])),
-    (ValueError, "counts must have one entry a user, 1, got 0", lambda: cache().append("a", [])),
-    (ValueError, "epochs must have one entry a user, 1, got 0", lambda: cache().pages("a", [])),
+    (ValueError, "counts must have one entry a user, 1, got 0", lambda: cache().append(["a"], [])),
+    (ValueError, "epochs must have one entry a user, 1, got 0", lambda: cache().pages(["a"], [])),
     (ValueError, r"k must be \[3, 2, 16\] in torch.float64 on cpu, got \[2, 2, 16\]",
-     lambda: (c := cache()).write(0, c.append("a", [3]), draw(2, 0), draw(3, 0))),
+     lambda: (c := cache()).write(0, c.append(["a"], [3]), draw(2, 0), draw(3, 0))),
     (TypeError, "v must be a tensor, got NoneType",
-     lambda: (c := cache()).write(0, c.append("a", [3]), draw(3, 0), None)),
+     lambda: (c := cache()).write(0, c.append(["a"], [3]), draw(3, 0), None)),
     (ValueError, "v must be .* in torch.float64 on cpu, got .* in torch.float64 on meta",
-     lambda: (c := cache()).write(0, c.append("a", [3]), draw(3, 0), draw(3, 0).to("meta"))),
+     lambda: (c := cache()).write(0, c.append(["a"], [3]), draw(3, 0), draw(3, 0).to("meta"))),
     (ValueError, "layer must be below num_layers, 2, got 2",
-     lambda: (c := cache()).read(2, c.pages(["a"]))),
+     lambda: (c := cache()).read(2, nobody(c))),
     (ValueError, "layer must be an integer of at least 0, got -1",
-     lambda: (c := cache()).write(-1, c.append("a", [1]), draw(1, 0), draw(1, 0))),
+     lambda: (c := cache()).write(-1, c.append(["a"], [1]), draw(1, 0), draw(1, 0))),
     (ValueError, "epoch must differ from that before the edit, got 0",
      lambda: cache().edit("a", 0, epoch=0, added=True)),
     (ValueError, "at must be at most 2 in a history of 3 events where one is deleted, got 3",
@@ -225,23 +234,21 @@ WRONG = (
      lambda: (filled(c := cache(), ["a"], [3]), c.edit("a", 4, 1, added=True))),
     (TypeError, "added must be a bool", lambda: cache().edit("a", 0, 1, added=1)),
     (TypeError, "options must be among .*, got .'causal'.",
-     lambda: score(*[draw(1, 0)] * 3, ends(1), 1, c := cache(), 0, c.pages(["a"]), causal=True)),
+     lambda: score(*[draw(1, 0)] * 3, ends(1), 1, c := cache(), 0, nobody(c), causal=True)),
     (TypeError, "in_one_call must be a bool, got 1",
-     lambda: score(*[draw(1, 0)] * 3, ends(1), 1, c := cache(), 0, c.pages(["a"]), in_one_call=1)),
+     lambda: score(*[draw(1, 0)] * 3, ends(1), 1, c := cache(), 0, nobody(c), in_one_call=1)),
     (ValueError, "k must have q's 1 rows, got 2", lambda: score(
-        draw(1, 0), *[draw(2, 0)] * 2, ends(1), 1, c := cache(), 0, c.pages(["a"]))),
+        draw(1, 0), *[draw(2, 0)] * 2, ends(1), 1, c := cache(), 0, nobody(c))),
     (ValueError, r"k must have the cache's \[2, 16\] heads and head_dim, got \[1, 16\]",
-     lambda: score(draw(1, 0), *[draw(1, 0)[:, :1]] * 2, ends(1), 1, c := cache(), 0,
-                   c.pages(["a"]))),
+     lambda: score(draw(1, 0), *[draw(1, 0)[:, :1]] * 2, ends(1), 1, c := cache(), 0, nobody(c))),
     (ValueError, "cu_seqlens must run from 0 to the 1 rows .*, got 0 to 2", lambda: score(
-        *[draw(1, 0)] * 3, ends(2), 2, c := cache(), 0, c.pages(["a"]))),
+        *[draw(1, 0)] * 3, ends(2), 2, c := cache(), 0, nobody(c))),
     (ValueError, "max_seqlen must be at least 1, got 0", lambda: score(
-        *[draw(1, 0)] * 3, Lengths(ends(1)), 0, c := cache(), 0, c.pages(["a"]))),
+        *[draw(1, 0)] * 3, Lengths(ends(1)), 0, c := cache(), 0, nobody(c))),
     (ValueError, r"cu_seqlens must have shape .2., as the histories, got .3.",
-     lambda: (c := cache()).read_before(0, c.pages(["a"]), *[draw(2, 0)] * 2, ends(1, 1), 1)),
+     lambda: (c := cache()).read_before(0, nobody(c), *[draw(2, 0)] * 2, ends(1, 1), 1)),
     (ValueError, r"v must be \[1, 2, 16\] in torch.float64 on cpu, got \[1, .* in torch.bfloat16",
-     lambda: (c := cache()).read_before(0, c.pages(["a"]), draw(1, 0), draw(1, 0, BF16), ends(1),
-                                        1)),
+     lambda: (c := cache()).read_before(0, nobody(c), draw(1, 0), draw(1, 0, BF16), ends(1), 1)),
 )  # fmt: skip
 
 
@@ -306,7 +313,8 @@ def test_a_sum_in_fp32_of_one_call():
 def of_sizes(users: int, heads: int, head_dim: int, history: int, shown: int) -> tuple:
     """q, k, v and the other arguments of `score`: as many events, and as many candidates, each."""
     kept = PagedCache(Model(1), users * -(-history // 64), 64, heads, head_dim)
-    kept.append([*range(users)], [history] * users)
+    none = torch.zeros(users * history, heads, head_dim, dtype=BF16)
+    kept.write(0, kept.append([*range(users)], [history] * users), none, none)
     x = torch.zeros(users * shown, heads, head_dim, dtype=BF16)
     both = torch.arange(users + 1, dtype=torch.int32) * shown
     return x, x, x, both, shown, kept, 0, kept.pages([*range(users)])

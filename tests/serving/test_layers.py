@@ -151,6 +151,7 @@ def test_a_layer_that_cannot_be_served_is_refused(error, told, options):
             stack(**options)[0], torch.zeros(1, WIDTH, dtype=FP64), kept, 0, new, kept.pages(["a"])
         )
     kept = cache(next_time=True)
+    kept.append(["a"], [0])
     with pytest.raises(ValueError, match="but the last row's bias takes the time of the first"):
         candidates(stack()[0], torch.zeros(1, WIDTH, dtype=FP64), ends([1]), 1, kept, 0,
                    kept.pages(["a"]))  # fmt: skip
@@ -160,7 +161,8 @@ def test_pages_of_others_or_of_before_are_refused():
     layer, kept = stack()[0], cache()
     served([layer], kept, torch.zeros(sum(HISTORY), WIDTH, dtype=FP64), HISTORY)
     before, new = kept.pages(USERS), kept.append(USERS, (1, 0, 2))
-    for whole in (before, new, kept.pages(USERS[::-1]), kept.pages(USERS, [1, 0, 0])):
+    other = kept.pages(USERS, [1, 0, 0], missing="empty")
+    for whole in (before, new, kept.pages(USERS[::-1]), other):
         with pytest.raises(ValueError, match="whole must be the pages of users and epochs .* got"):
             extend(layer, torch.zeros(3, WIDTH, dtype=FP64), kept, 0, new, whole)
     with pytest.raises(ValueError, match="whole must be PagedCache.pages of whole histories"):
@@ -186,7 +188,8 @@ def test_offsets_of_candidates_are_checked(options):
         ((ends(TARGETS), None), "max_seqlen must be an integer of at least 0, got None"),
         ((ends((3, 3)),), r"cu_seqlens must have shape \[4\], as the histories, got \[3\]"),
     ):
-        with pytest.raises(ValueError, match=told):
+        error = TypeError if None in wrong else ValueError
+        with pytest.raises(error, match=told):
             call(*wrong)
     trusting = stack(**options, validate=False)[0]
     assert call(ends(TARGETS), 3, trusting).shape == shown.shape

@@ -1,11 +1,18 @@
 """Stored sums: what comes and goes leaves what stayed, by one arithmetic or not at all."""
 
+import copy
+import sys
+import threading
+from unittest import mock
+
+import numpy as np
 import pytest
 import torch
 
-import tritonemu
 from gdpa_kernels import Lengths, gdpa
+from gdpa_kernels.calling import ladder
 from gdpa_kernels.serving.sums import TOLERATED, StoredSums
+from tests.calls import emulated
 
 ROWS, HEADS, DIM = 3, 2, 16
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -37,7 +44,7 @@ def whole(sums: StoredSums, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 def test_a_sum_is_the_attention_over_what_it_holds(impl, dtype, exact):
     sums = stored(dtype, impl=impl, exact=exact)
     k, v = draw(9, dtype, 1), draw(9, dtype, 2)
-    with tritonemu.enabled():
+    with emulated(impl):
         sums.add(torch.tensor([2, 0]), k, v, ends(4, 5))
         sums.add(torch.tensor([0]), k[:3], v[:3], ends(3))
         sums.delete(torch.tensor([0, 2]), k[4:8], v[4:8], ends(4, 0))
@@ -116,11 +123,23 @@ WRONG = (
      lambda: StoredSums(Q[0], 2)),
     (ValueError, "q must be .* up to fp32, got .* of torch.int32", lambda: StoredSums(Q.int(), 2)),
     (TypeError, "output_scale must be a float, got str", lambda: stored(output_scale="1")),
-    (ValueError, "users must be a positive integer, got 0", lambda: StoredSums(Q, 0)),
+    (ValueError, "users must be an integer of at least 1, got 0", lambda: StoredSums(Q, 0)),
     (ValueError, "impl must be the name of one implementation, got 'auto'",
      lambda: StoredSums(Q, 2, impl="auto")),
     (TypeError, r"k must be a tensor of torch.float32, got \[5, 2, 16\] of torch.bfloat16",
      lambda: stored().add(USER, KV.bfloat16(), KV, ends(5))),
+    *((TypeError, f"users must be an int64 or bool tensor, got {told}", call) for told, call in (
+        (r"\[0\]", lambda: stored().value([0])), (r"\[0\]", lambda: stored().clear([0])),
+        (r"\[1\] of torch.float32", lambda: stored().clear(USER.float())),
+        (r"\[4\] of torch.uint8", lambda: stored().clear(torch.ones(4, dtype=torch.uint8))),
+    )),
+    (ValueError, r"users must be int64 .n. or bool \[4\], got \[1\] of torch.bool",
+     lambda: stored().value(USER > 0)),
+    (ValueError, r"users must be int64 .n. or bool .*, got \[1, 1\] of torch.int64",
+     lambda: stored().clear(USER[None])),
+    (TypeError, "users must be an integer of at least 1, got '2'", lambda: StoredSums(Q, "2")),
+    (ValueError, "impl must be batch invariant for an exact sum, .*v1_tiled.*, got 'v0_eager'",
+     lambda: stored(impl="v0_eager", exact=True)),
     (TypeError, r"users must be an int64 tensor, got \[0\]",
      lambda: stored().add([0], KV, KV, ends(5))),
     (ValueError, r"users must name each of 2 users once, got \[0, 0\]",
@@ -186,3 +205,109 @@ def test_an_exact_sum_of_parts_that_fit_may_not_fit():
     sums.add(USER, k, large[:1], ends(1))
     with pytest.raises(ValueError, match="and the sum, must be below"):
         sums.add(USER, k, large[:1], ends(1))
+
+
+INVARIANT = [rung for rung in (ladder.REFERENCE, *ladder.LADDERS["gdpa"]) if rung.batch_invariant]
+SIZES = [
+    (rung, head_dim, rows)
+    for rung in INVARIANT
+    for head_dim, rows in ((64, 3), (128, 70), (33, 5))
+    if head_dim % rung.requires.head_dim_multiple == 0
+]
+
+
+@pytest.mark.parametrize("rung, head_dim, rows", SIZES, ids=lambda x: getattr(x, "impl", x))
+def test_an_event_has_the_same_bits_alone_and_in_any_batch(rung, head_dim, rows):
+    """Of every rung that says so; of 33 columns at addresses that are no multiple of 16 bytes."""
+    dtype = BF16 if rung.requires.aligned else FP32
+    q, k, v = (torch.randn(n, 1, head_dim).to(dtype) for n in (rows, 9, 9))
+
+    def parts(events: list[int], multiprocessors: int) -> torch.Tensor:
+        each = torch.arange(len(events) + 1, dtype=torch.int32)
+        with emulated(rung.impl, multiprocessors=multiprocessors):
+            out = gdpa(q, k[events], v[events], None, each, rows, 1, activation="silu",
+                       impl=rung.impl, out_dtype=FP32)  # fmt: skip
+        return out.view(len(events), *q.shape)
+
+    alone = parts([4], 132)[0]
+    assert alone.any() and alone.isfinite().all()
+    for events, multiprocessors in (([0, 4], 132), ([8, 3, 1, 0, 7, 2, 4, 5, 6], 2)):
+        assert torch.equal(parts(events, multiprocessors)[events.index(4)], alone)
+
+
+def test_sums_are_those_of_the_queries_that_they_were_made_with():
+    """An optimizer's step changes the parameter in place."""
+    q = torch.nn.Parameter(Q.clone())
+    sums = StoredSums(q, 4, impl="reference", activation="silu")
+    sums.add(USER, KV, KV, ends(5))
+    with torch.no_grad():
+        q.mul_(1.5)
+    assert torch.equal(sums.q, Q)
+    other = StoredSums(q, 4, impl="reference", activation="silu")
+    with pytest.raises(ValueError, match="q must be the queries of the stored sums"):
+        other.load_state_dict(sums.state_dict())
+    sums.delete(USER, KV[:2], KV[:2], ends(2))
+    wanted = whole(sums, KV[2:], KV[2:])
+    assert (sums.value(USER)[0] - wanted).norm() < 1e-6 * wanted.norm()
+
+
+def test_autocast_is_no_other_arithmetic():
+    sums = stored()
+    with torch.autocast("cpu", BF16):
+        sums.add(USER, KV, KV, ends(5))
+    sums.add(USER + 1, KV, KV, ends(5))
+    assert torch.equal(sums.total[0], sums.total[1])
+
+
+def test_a_value_stays():
+    sums = stored()
+    sums.add(USER, KV, KV, ends(5))
+    value = sums.value()
+    before = value.clone()
+    sums.add(USER, KV, KV, ends(5))
+    assert torch.equal(value, before)
+
+
+def test_a_change_that_fails_has_changed_nothing():
+    sums = stored()
+    sums.add(USER, KV, KV, ends(5))
+    before = copy.deepcopy(sums)
+    with (
+        mock.patch.object(torch.Tensor, "norm", side_effect=MemoryError),
+        pytest.raises(MemoryError),
+    ):
+        sums.add(USER, KV[:2], KV[:2], ends(2))
+    for name in ("total", "count", "updates", "peak"):
+        assert torch.equal(getattr(sums, name), getattr(before, name))
+
+
+def test_threads_share_sums():
+    sums, parts = stored(exact=True), KV.split(1)
+    before = sys.getswitchinterval()
+
+    def add(mine) -> None:
+        for _ in range(40):
+            sums.add(USER, mine, mine, ends(1))
+
+    threads = [threading.Thread(target=add, args=(x,)) for x in parts[:3]]
+    try:
+        sys.setswitchinterval(1e-6)
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    one = stored(exact=True)
+    one.add(USER, KV[:3], KV[:3], ends(3))
+    assert torch.equal(sums.total, 40 * one.total) and sums.count.tolist() == [120, 0, 0, 0]
+
+
+def test_sums_made_in_inference_mode_go_on():
+    with torch.inference_mode():
+        sums = StoredSums(Q.clone(), np.int64(4), impl="reference", activation="silu")
+        sums.add(USER, KV, KV, ends(5))
+    sums.add(USER + 1, KV, KV, ends(5))
+    assert torch.equal(*sums.value(torch.tensor([0, 1])))
+    sums.clear(sums.count > 0)
+    assert not sums.total.any()

@@ -1,0 +1,61 @@
+"""Checks of what serving's calls are given: lists of users, and whole numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from numbers import Integral
+
+import torch
+
+
+def integer(name: str, value: object, least: int = 0, *, optional: bool = False) -> int | None:
+    """`value` as an int; numpy's integers are taken, too.
+
+    Raises TypeError unless it is an integer, and no bool, or `optional` and None; and ValueError if
+    it is below `least`.
+    """
+    if optional and value is None:
+        return None
+    expected = f"{name} must be {'None or ' * optional}an integer of at least {least}"
+    if isinstance(value, bool) or not isinstance(value, Integral | torch.SymInt):
+        raise TypeError(f"{expected}, got {value!r}")
+    if value < least:
+        raise ValueError(f"{expected}, got {value!r}")
+    return value if isinstance(value, int | torch.SymInt) else int(value)
+
+
+def listed(name: str, values: object, count: int | None = None) -> list:
+    """`values` as a list. Raises TypeError unless they are a sequence, of which a string is none,
+    and ValueError unless they are `count`, if that is given."""
+    if isinstance(values, str | bytes):
+        raise TypeError(f"{name} must be a sequence, one entry a user, got the string {values!r}")
+    try:
+        entries = list(values)
+    except TypeError:
+        raise TypeError(f"{name} must be a sequence, one entry a user, got {values!r}") from None
+    if count is not None and len(entries) != count:
+        raise ValueError(f"{name} must have one entry a user, {count}, got {len(entries)}")
+    return entries
+
+
+def key(name: str, value: Hashable) -> Hashable:
+    """`value`. Raises TypeError unless equal ones are one key: tensors are not, nor what has no
+    hash."""
+    if isinstance(value, torch.Tensor):
+        raise TypeError(f"{name} must be numbers or names, not tensors (use tolist), got {value!r}")
+    try:
+        hash(value)
+    except TypeError:
+        raise TypeError(f"{name} must be hashable, got {value!r}") from None
+    return value
+
+
+def users_and_epochs(users: object, epochs: object) -> tuple[list[Hashable], list[Hashable]]:
+    """Both as lists, epochs of 0 for None. Raises TypeError or ValueError unless they are sequences
+    of keys, as many of each, and the users distinct."""
+    named = [key("users", user) for user in listed("users", users)]
+    if len(set(named)) != len(named):
+        raise ValueError(f"users must be distinct, got {named}")
+    if epochs is None:
+        return named, [0] * len(named)
+    return named, [key("epochs", epoch) for epoch in listed("epochs", epochs, len(named))]
