@@ -84,16 +84,20 @@ def check_bool(**flags: object) -> None:
             raise TypeError(f"{name} must be a bool, got {value!r}")
 
 
-def check_count(name: str, value: object, least: int = 0, *, optional: bool = False) -> None:
-    """Raises TypeError unless `value` is an integer, of Python or of NumPy, or `optional` and None;
-    ValueError unless it is at least `least`."""
+def check_count(name: str, value: object, least: int = 0, *, optional: bool = False) -> int | None:
+    """`value` as an integer of Python, which may be symbolic.
+
+    Raises TypeError unless it is an integer, of Python or of NumPy, or `optional` and None;
+    ValueError if it is below `least`.
+    """
     if optional and value is None:
-        return
+        return None
     integer = is_integer(value)
     if not integer or value < least:
         kind = f"{'None or ' * optional}an integer of at least {least}"
         error = ValueError if integer else TypeError
         raise error(f"{name} must be {kind}, got {value!r}")
+    return value if isinstance(value, int | torch.SymInt) else int(value)
 
 
 def is_integer(value: object) -> bool:

@@ -1,27 +1,10 @@
-"""Checks of what serving's calls are given: lists of users, and whole numbers."""
+"""Checks of the users that serving's calls are given."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable
-from numbers import Integral
 
 import torch
-
-
-def integer(name: str, value: object, least: int = 0, *, optional: bool = False) -> int | None:
-    """`value` as an int; numpy's integers are taken, too.
-
-    Raises TypeError unless it is an integer, and no bool, or `optional` and None; and ValueError if
-    it is below `least`.
-    """
-    if optional and value is None:
-        return None
-    expected = f"{name} must be {'None or ' * optional}an integer of at least {least}"
-    if isinstance(value, bool) or not isinstance(value, Integral | torch.SymInt):
-        raise TypeError(f"{expected}, got {value!r}")
-    if value < least:
-        raise ValueError(f"{expected}, got {value!r}")
-    return value if isinstance(value, int | torch.SymInt) else int(value)
 
 
 def listed(name: str, values: object, count: int | None = None) -> list:

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from gdpa_kernels.calling import checks, jagged, ladder
 from gdpa_kernels.calling.launch import cdiv
 from gdpa_kernels.calling.lengths import Lengths
+from gdpa_kernels.device import padding
 from gdpa_kernels.gdpa import api
 from gdpa_kernels.gdpa.api import gdpa
 from gdpa_kernels.gdpa.batch import Batch
@@ -28,7 +29,7 @@ from gdpa_kernels.gdpa.history import History
 from gdpa_kernels.gdpa.registration import check_activation, prove
 from gdpa_kernels.gdpa.targets import check_targets
 from gdpa_kernels.serving import diagonal, joined
-from gdpa_kernels.serving.arguments import integer, key, listed, users_and_epochs
+from gdpa_kernels.serving.arguments import key, listed, users_and_epochs
 from gdpa_kernels.serving.exclusive import Exclusive, exclusively
 from gdpa_kernels.serving.validity import Model
 
@@ -125,7 +126,9 @@ class PagedCache:
             raise TypeError(f"model must be a validity.Model, got {type(model).__name__}")
         names = "num_pages", "page_size", "num_kv_heads", "head_dim"
         sizes = zip(names, (num_pages, page_size, num_kv_heads, head_dim), strict=True)
-        num_pages, page_size, *row = (integer(name, size, least=1) for name, size in sizes)
+        num_pages, page_size, *row = (
+            checks.check_count(name, size, least=1) for name, size in sizes
+        )
         self.model, self.page_size = model, page_size
         shape = (model.num_layers, num_pages, 2, page_size, *row)
         with torch.inference_mode(False):  # gradients may follow an evaluation
@@ -167,14 +170,16 @@ class PagedCache:
             MemoryError: the batch alone needs more pages than there are. Nothing has changed.
         """
         users, epochs = users_and_epochs(users, epochs)
-        counts = [integer("counts", count) for count in listed("counts", counts, len(users))]
+        counts = [
+            checks.check_count("counts", count) for count in listed("counts", counts, len(users))
+        ]
         histories = [self._find(*each) for each in zip(users, epochs, strict=True)]
         lengths = [0 if history is None else history.length for history in histories]
         if begins is not None:
             for user, begin, length in zip(
                 users, listed("begins", begins, len(users)), lengths, strict=True
             ):
-                if integer("begins", begin) != length:
+                if checks.check_count("begins", begin) != length:
                     raise ValueError(
                         f"begins must be where the histories end, {length} of {user!r}, got {begin}"
                     )
@@ -329,7 +334,7 @@ class PagedCache:
         Returns how many rows are kept. The caller computes the following ones again: an append of
         all of them at once is refused for no model. Until they are there the history is not whole.
         """
-        at, user = integer("at", at), key("users", user)
+        at, user = checks.check_count("at", at), key("users", user)
         checks.check_bool(added=added)
         if key("epochs", epoch) == key("epochs", was):
             raise ValueError(f"epoch must differ from that before the edit, got {epoch!r} for both")
@@ -368,7 +373,7 @@ class PagedCache:
         """`layer` as an int, where users still have these pages; the stream may use them then."""
         if not isinstance(at, Pages):
             raise TypeError(f"at must be Pages, got {type(at).__name__}")
-        layer = integer("layer", layer)
+        layer = checks.check_count("layer", layer)
         if layer >= self.model.num_layers:
             raise ValueError(
                 f"layer must be below num_layers, {self.model.num_layers}, got {layer}"
@@ -508,8 +513,8 @@ def score(
     if in_one_call is not None:
         checks.check_bool(in_one_call=in_one_call)
     check_whole("history", history)
-    max_seqlen = integer("max_seqlen", max_seqlen)
-    target_group_size = integer("target_group_size", target_group_size, least=1)
+    max_seqlen = checks.check_count("max_seqlen", max_seqlen)
+    target_group_size = checks.check_count("target_group_size", target_group_size, least=1)
     q, k, v = checks.autocast(q, k, v)
     checks.check_tensors(q, k, v)
     if k.shape[0] != q.shape[0]:
@@ -520,7 +525,8 @@ def score(
             f"{list(k.shape[1:])}"
         )
     out_dtype = api.check_sum(q, q.shape, options.get("out_dtype"), None)
-    ends = checked_ends(q, cu_seqlens, max_seqlen, history, options.pop("validate", True))
+    validate = options.pop("validate", True)
+    ends = checked_ends(q, cu_seqlens, max_seqlen, history, validate)
     check_targets(ends, None, target_group_size, 0, "shared", True, None)
     impl, seen = options.get("impl", "auto"), None
     if impl in ("auto", V8) and diagonal.takes(q, k, v):
@@ -531,7 +537,7 @@ def score(
             if in_one_call:
                 batch = _with_candidates(batch, k, v, target_group_size, out_dtype)
             seen = _by_v8(batch)
-    options["validate"] = False
+    options["validate"] = validate and torch.compiler.is_compiling()
     if in_one_call and seen is None:
         keys, values = cache.read_before(layer, history, k, v, ends, max_seqlen)
         seen = gdpa(
@@ -562,17 +568,23 @@ def checked_ends(
     x: torch.Tensor, cu_seqlens: torch.Tensor | Lengths, max_seqlen: int, history: Pages,
     validate: bool,
 ) -> torch.Tensor:  # fmt: skip
-    """The offsets of candidates x as a tensor; waits for the device if they are one and
-    `validate`."""
+    """The offsets of candidates x as a tensor; waits for the device if they are one and `validate`,
+    but in a capture, where the device checks them. Of a compiled program `gdpa` checks them."""
     checks.check_bool(validate=validate)
+    rows = x.shape[0]
     if isinstance(cu_seqlens, Lengths):
-        cu_seqlens, _ = cu_seqlens.of("cu_seqlens", x.shape[0], x.device, max_seqlen)
-    else:
-        checks.check_offsets("cu_seqlens", cu_seqlens, x.device)
-        if validate and checks.is_readable(cu_seqlens):
-            checks.check_lengths("cu_seqlens", cu_seqlens, x.shape[0], max_seqlen)
+        cu_seqlens, _ = cu_seqlens.of("cu_seqlens", rows, x.device, max_seqlen)
+        _check_batch(cu_seqlens, history)
+        return cu_seqlens
+    checks.check_offsets("cu_seqlens", cu_seqlens, x.device)
     _check_batch(cu_seqlens, history)
-    return cu_seqlens.to(torch.int32)
+    unread = validate and not checks.is_readable(cu_seqlens)
+    if validate and not unread:
+        checks.check_lengths("cu_seqlens", cu_seqlens, rows, max_seqlen)
+    ends = checks.to_int32(cu_seqlens, unread)
+    if unread and not checks.is_fake(x):
+        padding.check_offsets(None, ends, None, (rows, rows), (max_seqlen, max_seqlen))
+    return ends
 
 
 def _check_batch(cu_seqlens: torch.Tensor, history: Pages) -> None:

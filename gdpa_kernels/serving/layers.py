@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from gdpa_kernels.calling import jagged, packed
+from gdpa_kernels.calling import checks, jagged, packed
 from gdpa_kernels.calling.layers import rotate, turns_at
 from gdpa_kernels.calling.lengths import Lengths
 from gdpa_kernels.gdpa.api import gdpa
 from gdpa_kernels.gdpa.modules import GDPASelfAttention
-from gdpa_kernels.serving.arguments import integer
 from gdpa_kernels.serving.cache import PagedCache, Pages, check_whole, checked_ends, score
 
 
@@ -80,7 +79,7 @@ def candidates(
     _check(layer, cache)
     cache.model.check_candidates()
     check_whole("whole", whole)
-    max_seqlen = integer("max_seqlen", max_seqlen)
+    max_seqlen = checks.check_count("max_seqlen", max_seqlen)
     ends = checked_ends(x, cu_seqlens, max_seqlen, whole, layer.validate)
     positions = None
     if layer.rotary is not None:  # the only one that asks for them

@@ -20,7 +20,6 @@ from gdpa_kernels.calling.lengths import Lengths
 from gdpa_kernels.gdpa import api
 from gdpa_kernels.gdpa.api import IMPLS, gdpa
 from gdpa_kernels.gdpa.registration import check_activation
-from gdpa_kernels.serving.arguments import integer
 from gdpa_kernels.serving.exclusive import Exclusive, exclusively
 
 UNIT = 2.0**-30
@@ -70,7 +69,7 @@ class StoredSums:
     ):
         if not isinstance(q, torch.Tensor) or q.dim() != 3 or q.dtype not in checks.DTYPES:
             raise ValueError(f"q must be [rows, num_heads, head_dim] up to fp32, got {_told(q)}")
-        users = integer("users", users, least=1)
+        users = checks.check_count("users", users, least=1)
         checks.check_bool(precise=precise, exact=exact)
         checks.check_impl(impl, IMPLS)
         if impl == "auto":

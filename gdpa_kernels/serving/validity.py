@@ -12,7 +12,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gdpa_kernels.calling import checks
-from gdpa_kernels.serving.arguments import integer
 
 POSITIONS = (None, "kept", "index", "from_end")
 _BREAKS_APPEND = {
@@ -82,7 +81,7 @@ class Model:
 
     def __post_init__(self) -> None:
         for name, least in (("num_layers", 1), ("num_contexts", 0), ("window", 0)):
-            value = integer(name, getattr(self, name), least, optional=name == "window")
+            value = checks.check_count(name, getattr(self, name), least, optional=name == "window")
             object.__setattr__(self, name, value)
         if self.positions not in POSITIONS:
             raise ValueError(f"positions must be one of {POSITIONS}, got {self.positions!r}")
@@ -94,7 +93,7 @@ class Model:
     def changed(self, rows: int, at: int) -> list[range]:
         """Of each layer a range that holds all rows whose keys and values a change at `at` makes
         wrong, of `rows` rows beside it."""
-        rows, at = integer("rows", rows), integer("at", at)
+        rows, at = checks.check_count("rows", rows), checks.check_count("at", at)
         if at > rows:
             raise ValueError(f"at must be at most rows, {rows}, got {at}")
         ranges = [self._inputs(rows, at)]
