@@ -23,7 +23,15 @@ from gdpa_kernels import (
     gdpa,
 )
 from gdpa_kernels.calling import ladder
-from tests.stateful.machine import LINES, MODES, Machine, Refusal, interleaved, mode_of, operation
+from tests.stateful.machine import (
+    LINES_OF_TWO,
+    MODES,
+    Machine,
+    Refusal,
+    interleaved,
+    mode_of,
+    operation,
+)
 
 SIZES = ((5, 25, 1), (5, 25, 1), (0, 16, 15), (40, 3, 70), (25, 5, 1))
 MOST = (None, None, None, None, 64)
@@ -271,7 +279,7 @@ class Batches(Machine):
             )
 
     @operation(1, names=(("rotary", "blocks"), ("personal", "wide personal")), q=POOL,
-               line=tuple(range(1, LINES)))  # fmt: skip
+               line=LINES_OF_TWO)  # fmt: skip
     def two_layers(self, names, q, line) -> None:
         """Two layers in two threads on the same lengths."""
         calls = [

@@ -16,7 +16,7 @@ from gdpa_kernels.serving.layers import candidates, extend
 from gdpa_kernels.serving.validity import Model
 from tests.stateful.batches import differentiated, drawn
 from tests.stateful.machine import (
-    LINES,
+    LINES_OF_TWO,
     MODES,
     Interruption,
     Machine,
@@ -436,7 +436,7 @@ class Histories(Machine):
             self.settle(held)
 
     @operation(6, cache=CACHES, users=((0, 1), (2, 3), (4, 5), (0, 6)), counts=((30, 30), (6, 30),
-               (4, 8), (13, 25)), line=tuple(range(1, 2 * LINES)))  # fmt: skip
+               (4, 8), (13, 25)), line=LINES_OF_TWO)  # fmt: skip
     def requests(self, cache, users, counts, line) -> None:
         """Two threads append to users of their own, and extend a layer."""
         held, layer = self.caches[cache], 0

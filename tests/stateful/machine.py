@@ -33,8 +33,10 @@ PACKAGE = str(Path(gdpa_kernels.__file__).parent)
 REFUSALS = TypeError, ValueError, LookupError, RuntimeError, MemoryError
 FAILING = 0.15
 """The share of steps that fail on their way, in a third of all walks."""
-LINES = 160
-"""The library's lines of a step, at most, before it fails or another thread runs."""
+LINES = 1000
+"""The library's lines of a step, at most, before it fails."""
+LINES_OF_TWO = tuple(range(1, 400))
+"""Of a step of two threads, before the second one runs."""
 WAITS = 0.05
 """Seconds that a second thread may take before the first goes on: it may wait for it."""
 MODES = ("grad", "no_grad", "inference", "autocast", "deterministic")
@@ -94,6 +96,7 @@ class Machine:
         self.answered: Counter[str] = Counter()
         self.refused: Counter[str] = Counter()
         self.step = Step("")
+        self.lines: Lines | None = None
 
     @classmethod
     def operations(cls) -> dict[str, Callable]:
@@ -125,7 +128,7 @@ class Machine:
         """What a shared call returns. Raises Refusal where it is refused, Interruption at the line
         where the step fails."""
         try:
-            with interrupted(self.step.fail):
+            with interrupted(self.step.fail) as self.lines:
                 return call()
         except REFUSALS as error:
             if not is_refusal(error):
@@ -244,35 +247,37 @@ def poisoned() -> Iterator[None]:
         yield
 
 
-def _at_line(line: int, act: Callable[[], None]) -> Callable:
-    """A trace function that calls `act` before the library's `line`-th line."""
-    left = [line]
+class Lines:
+    """A trace function that counts the library's lines, and calls `act` before the `line`-th."""
 
-    def local(frame: FrameType, event: str, argument: object) -> Callable:
+    def __init__(self, line: int, act: Callable[[], None]):
+        self.line, self.act, self.count = line, act, 0
+
+    def __call__(self, frame: FrameType, event: str, argument: object) -> Callable | None:
+        return self._local if frame.f_code.co_filename.startswith(PACKAGE) else None
+
+    def _local(self, frame: FrameType, event: str, argument: object) -> Callable:
         if event == "line":
-            left[0] -= 1
-            if left[0] == 0:
-                act()
-        return local
-
-    def trace(frame: FrameType, event: str, argument: object) -> Callable | None:
-        return local if frame.f_code.co_filename.startswith(PACKAGE) else None
-
-    return trace
+            self.count += 1
+            if self.count == self.line:
+                self.act()
+        return self._local
 
 
 @contextlib.contextmanager
-def interrupted(line: int | None) -> Iterator[None]:
+def interrupted(line: int | None) -> Iterator[Lines | None]:
     """Within it the library's `line`-th line raises Interruption."""
+    if line is None:
+        yield None
+        return
 
     def act() -> None:
         raise Interruption(f"line {line} must not run")
 
-    before = sys.gettrace()
-    if line is not None:
-        sys.settrace(_at_line(line, act))
+    before, lines = sys.gettrace(), Lines(line, act)
+    sys.settrace(lines)
     try:
-        yield
+        yield lines
     finally:
         sys.settrace(before)
 
@@ -296,7 +301,7 @@ def interleaved(
             results[i] = error
 
     def traced() -> None:
-        sys.settrace(_at_line(line, pause))
+        sys.settrace(Lines(line, pause))
         try:
             keep(0, first)
         finally:
@@ -338,7 +343,8 @@ class Drawing:
         (name,) = self.random.choices(self.names, self.weights)
         arguments = {n: self.random.choice(some) for n, some in self.domains[name].items()}
         fails = self.random.random() < self.failing
-        return Step(name, fail=self.random.randint(1, LINES) if fails else None, **arguments)
+        line = int(LINES ** self.random.random())  # most calls have fewer
+        return Step(name, fail=line if fails else None, **arguments)
 
 
 def faults_of(
@@ -352,6 +358,15 @@ def faults_of(
             if any(fault.key == key for fault in world.faults):
                 break
     return world.faults
+
+
+def lines_of(machine: type[Machine], steps: Sequence[Step], step: Step) -> int:
+    """The library's lines in a step behind others."""
+    with poisoned():
+        world = machine()
+        for each in (*steps, Step(step.name, fail=sys.maxsize, **step.arguments)):
+            world.run(each)
+    return world.lines.count
 
 
 def shrunk(machine: type[Machine], steps: Sequence[Step], key: tuple[str, str]) -> list[Step]:

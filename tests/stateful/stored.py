@@ -10,7 +10,7 @@ import torch
 from gdpa_kernels.serving.sums import StoredSums
 from tests.stateful.batches import drawn
 from tests.stateful.machine import (
-    LINES,
+    LINES_OF_TWO,
     MODES,
     Interruption,
     Machine,
@@ -176,7 +176,7 @@ class Sums(Machine):
             return
         stored.calls = [*calls]
 
-    @operation(1, at=AT, line=tuple(range(1, LINES)))
+    @operation(1, at=AT, line=LINES_OF_TWO)
     def two_changes(self, at, line) -> None:
         """Events of two users in two threads."""
         stored = self.sums_of(at)
