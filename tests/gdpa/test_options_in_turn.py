@@ -25,7 +25,7 @@ from tests.stateful.batches import (
 )
 from tests.stateful.machine import difference, poisoned
 
-IMPLS = [rung.impl for rung in PRODUCTS if hasattr(rung.module(), "make_schedule")]
+IMPLS = [rung.impl for rung in PRODUCTS if rung.takes(rung.directions[0], "schedule")]
 IN_EACH_RUN = {"v8_own_waits", "v4_warp_specialized_backward"}
 SHAPES = [(q, k, head_dim) for q, k in ((3, 3), (0, 4)) for head_dim in (64, 128, 256)]
 TINY = [(0, 0, head_dim) for head_dim in (64, 128, 256)]
@@ -97,7 +97,7 @@ def check_in_turn(impl: str, first: Key, second: Key) -> None:
     assert not difference(actual, expected), (first, second)
 
 
-@pytest.mark.parametrize("impl", map(at_night, IMPLS))
+@pytest.mark.parametrize("impl", [*map(at_night, IMPLS)])
 def test_results_in_turn(impl):
     """Of one of the calls that share a list behind another one."""
     for shape in TINY:
