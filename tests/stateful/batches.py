@@ -23,6 +23,7 @@ from gdpa_kernels import (
     gdpa,
 )
 from gdpa_kernels.calling import ladder
+from gdpa_kernels.calling.launches import launches
 from tests.stateful.machine import (
     LINES_OF_TWO,
     MODES,
@@ -242,6 +243,14 @@ class Batches(Machine):
             self.answered["plan"] += 1
             if not _same(shared, lists(self.fresh_pair(q, k))):
                 self._results(call, q, k, impl)
+
+    @operation(1, q=(0, 3), options=tuple(OPTIONS), impl=KERNELS, head_dim=(128, 64, 256))
+    def recorded(self, q, options, impl, head_dim) -> None:
+        """Launches are noted and not made: results are what memory held, and leave nothing."""
+        call = Call(q, q, options, (2, 2), head_dim, False, torch.bfloat16)
+        call.gradients = len(chosen_by(impl)) > 1
+        with emulated(impl), launches(run=False):
+            self.attempt(lambda: call(*self.pair(q, q), **chosen_by(impl)))
 
     @operation(4, q=POOL, size=(16, 32, 64), heads=((2, 2), (2, 1)), mode=MODES,
                impl=("auto",) * 5 + ("v1_one_tile",))  # fmt: skip

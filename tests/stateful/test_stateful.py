@@ -22,6 +22,10 @@ FAULTS = {
         Step("kernel", options="causal", head_dim=256),
         Step("kernel", options="contexts", head_dim=256),
     ],
+    "a list whose launch was noted and not made": [
+        Step("recorded"),
+        Step("kernel"),
+    ],
     "two appends, and the first is extended": [
         Step("append", **ONE_LAYER),
         Step("append", **ONE_LAYER),
