@@ -195,7 +195,7 @@ def difference(actual: object, expected: object) -> str:
             return f"value {i}: {one.dtype} {[*one.shape]} for {other.dtype} {[*other.shape]}"
         elif not torch.equal(bits(one), bits(other)):
             apart = (one.detach().double() - other.detach().double()).abs().max().item()
-            return f"value {i}: {apart:.3g} apart, of {other.detach().abs().max().item():.3g}"
+            return f"value {i}: {apart:.3g} apart, of {other.detach().double().abs().max():.3g}"
     return ""
 
 
