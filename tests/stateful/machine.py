@@ -39,6 +39,9 @@ LINES_OF_TWO = tuple(range(1, 400))
 """Of a step of two threads, before the second one runs."""
 WAITS = 0.05
 """Seconds that a second thread may take before the first goes on: it may wait for it."""
+PATIENCE = 10.0
+"""Seconds after which threads are held to wait for each other."""
+CONTEXTS = ("__enter__", "__exit__")
 MODES = ("grad", "no_grad", "inference", "autocast", "deterministic")
 
 
@@ -248,13 +251,19 @@ def poisoned() -> Iterator[None]:
 
 
 class Lines:
-    """A trace function that counts the library's lines, and calls `act` before the `line`-th."""
+    """A trace function that counts the library's lines, and calls `act` before the `line`-th.
+
+    Not those in which a context is entered or left: no computation fails there, only a signal
+    could, of which Python says that nothing can be done about it.
+    """
 
     def __init__(self, line: int, act: Callable[[], None]):
         self.line, self.act, self.count = line, act, 0
 
     def __call__(self, frame: FrameType, event: str, argument: object) -> Callable | None:
-        return self._local if frame.f_code.co_filename.startswith(PACKAGE) else None
+        code = frame.f_code
+        counts = code.co_filename.startswith(PACKAGE) and code.co_name not in CONTEXTS
+        return self._local if counts else None
 
     def _local(self, frame: FrameType, event: str, argument: object) -> Callable:
         if event == "line":
@@ -287,12 +296,12 @@ def interleaved(
 ) -> list[object]:
     """What two calls return or raise, the second made before the library's `line`-th line of the
     first, in another thread."""
-    results: list[object] = [None, None]
+    results: list[object] = []
     at_line, go_on = threading.Event(), threading.Event()
 
     def pause() -> None:
         at_line.set()
-        go_on.wait(10)
+        go_on.wait(PATIENCE)
 
     def keep(i: int, call: Callable[[], object]) -> None:
         try:
@@ -308,15 +317,19 @@ def interleaved(
             sys.settrace(None)
             at_line.set()
 
-    threads = threading.Thread(target=traced), threading.Thread(target=keep, args=(1, second))
+    results[:] = (TimeoutError(f"a thread waits for more than {PATIENCE} s") for _ in range(2))
+    threads = [
+        threading.Thread(target=traced, daemon=True),
+        threading.Thread(target=keep, args=(1, second), daemon=True),
+    ]
     threads[0].start()
-    at_line.wait(10)
+    at_line.wait(PATIENCE)
     threads[1].start()
     threads[1].join(WAITS)
     go_on.set()
     for thread in threads:
-        thread.join()
-    return results
+        thread.join(PATIENCE)
+    return [*results]
 
 
 # -- Sequences ---------------------------------------------------------------------------------
