@@ -47,6 +47,7 @@ EMBED = 32
 
 
 @functools.cache
+@torch.inference_mode(False)
 def drawn(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 

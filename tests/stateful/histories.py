@@ -165,6 +165,9 @@ USERS = (
 )  # fmt: skip
 COUNTS = (4, 1, 2, 5, 6, 9, 0)
 AT = tuple(range(4))
+"""Which pages, the latest first."""
+NOW = (0, 1, 2, "now", "now")
+"""The same, or pages of the latest's users that are asked for now."""
 LAYER = (0, 1)
 
 
@@ -182,6 +185,16 @@ class Histories(Machine):
             if held.cache.data.requires_grad:
                 self.fault("the cache requires grad")
                 held.cache.data = held.cache.data.detach()
+
+    def looked_up(self, held: Cache, at: int | str) -> Handle | None:
+        """A handle that a caller holds, or asks for now."""
+        if at != "now" or not held.handles:
+            return held.handle(0 if at == "now" else at)
+        users = held.handles[-1].users
+        epochs = [held.epoch(user) for user in users]
+        pages = self.attempt(lambda: held.cache.pages(users, epochs))
+        held.handles.append(Handle(pages, tuple(held.part(user) for user in users), False))
+        return held.handles[-1]
 
     def settle(self, held: Cache) -> None:
         """Forget whom the cache has evicted; nobody else may be shorter or longer."""
@@ -253,13 +266,18 @@ class Histories(Machine):
         self.answered["pages"] += 1
         held.handles.append(Handle(pages, tuple(held.part(user) for user in users), False))
 
-    @operation(6, cache=CACHES, at=AT, layer=LAYER, mode=MODES, learns=(False, True))
+    @operation(6, cache=CACHES, at=AT, layer=(*LAYER, None, None), mode=MODES,
+               learns=(False, True))  # fmt: skip
     def write(self, cache, at, layer, mode, learns) -> None:
-        """Rows of an append, which may have a graph."""
+        """Rows of an append, which may have a graph, of a layer or of all."""
         held = self.caches[cache]
-        handle, layer = held.handle(at, True), layer % len(held.layers)
+        handle = held.handle(at, True)
         if handle is None:
             return
+        for each in range(len(held.layers)) if layer is None else [layer % len(held.layers)]:
+            self._write(held, handle, each, mode, learns)
+
+    def _write(self, held: Cache, handle: Handle, layer: int, mode: str, learns: bool) -> None:
         tokens = [t for p in handle.parts for t in p.history.tokens[p.begin : p.end]]
         k, v = (drawn(30 + layer + 2 * i, TOKENS, HEADS, HEAD_DIM)[tokens] for i in range(2))
         with mode_of(mode):
@@ -297,10 +315,10 @@ class Histories(Machine):
                     changed.add(part.history)
         return changed
 
-    @operation(6, cache=CACHES, at=AT, layer=LAYER, mode=MODES)
+    @operation(6, cache=CACHES, at=NOW, layer=LAYER, mode=MODES)
     def read(self, cache, at, layer, mode) -> None:
         held = self.caches[cache]
-        handle, layer = held.handle(at), layer % len(held.layers)
+        handle, layer = self.looked_up(held, at), layer % len(held.layers)
         if handle is None:
             return
         parts = [part.history.written(layer, part.begin, part.end) for part in handle.parts]
@@ -347,11 +365,11 @@ class Histories(Machine):
         y = extend(twin, x, cache, layer, at, cache.pages(new.users))
         return y, cache.read(layer, at)
 
-    @operation(5, cache=CACHES, at=AT, layer=LAYER, mode=MODES, shared=(True, False))
+    @operation(5, cache=CACHES, at=NOW, layer=LAYER, mode=MODES, shared=(True, False))
     def candidates(self, cache, at, layer, mode, shared) -> None:
         """A layer's output for three candidates of each user."""
         held = self.caches[cache]
-        handle, layer = held.handle(at), layer % len(held.layers)
+        handle, layer = self.looked_up(held, at), layer % len(held.layers)
         if handle is None or (handle.appended and not held.is_written(layer, handle, before=True)):
             return
         users = len(handle.users)
@@ -372,12 +390,12 @@ class Histories(Machine):
                 fresh if right else None,
             )  # fmt: skip
 
-    @operation(5, cache=CACHES, at=AT, layer=LAYER, mode=MODES, group=(1, 2), learns=(False, True),
+    @operation(5, cache=CACHES, at=NOW, layer=LAYER, mode=MODES, group=(1, 2), learns=(False, True),
                in_one_call=(None, True, False))  # fmt: skip
     def score(self, cache, at, layer, mode, group, learns, in_one_call) -> None:
         """The operator under `candidates`, with gradients."""
         held = self.caches[cache]
-        handle, layer = held.handle(at), layer % len(held.layers)
+        handle, layer = self.looked_up(held, at), layer % len(held.layers)
         if handle is None or (handle.appended and not held.is_written(layer, handle, before=True)):
             return
         users = len(handle.users)

@@ -133,7 +133,9 @@ class Machine:
         try:
             with interrupted(self.step.fail) as self.lines:
                 return call()
-        except REFUSALS as error:
+        except Exception as error:
+            if is_interruption(error):
+                raise Interruption from error
             if not is_refusal(error):
                 raise
             self.refused[self.step.name] += 1
@@ -159,7 +161,7 @@ class Machine:
             return True
         try:
             expected = fresh()
-        except REFUSALS as error:
+        except Exception as error:
             if not is_refusal(error):
                 raise
             self.fault(f"{what} where fresh objects refuse", str(error)[:300])
@@ -170,15 +172,24 @@ class Machine:
         return True
 
 
+def is_interruption(error: BaseException | None) -> bool:
+    """Whether it came of an Interruption, as the emulator's errors do in a kernel's lines."""
+    return error is not None and (
+        isinstance(error, Interruption) or is_interruption(error.__cause__ or error.__context__)
+    )
+
+
 def is_refusal(error: BaseException) -> bool:
     """Whether the library raised it and names an argument."""
-    if isinstance(error, Interruption):
-        return False
     last = error.__traceback__
     while last.tb_next is not None:
         last = last.tb_next
-    own = last.tb_frame.f_code.co_filename.startswith(PACKAGE)
-    return own and re.search(r"\b(must|needs?)\b", str(error)) is not None
+    raised_here = last.tb_frame.f_code.co_filename.startswith(PACKAGE)
+    return (
+        isinstance(error, REFUSALS)
+        and raised_here
+        and re.search(r"\b(must|needs?)\b", str(error)) is not None
+    )
 
 
 def bits(x: torch.Tensor) -> torch.Tensor:
