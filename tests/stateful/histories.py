@@ -224,7 +224,7 @@ class Histories(Machine):
             history.expected = None
         return held.part(user, begin)
 
-    @operation(10, cache=CACHES, users=USERS, count=COUNTS, renew=(False,) * 7 + (True,),
+    @operation(6, cache=CACHES, users=USERS, count=COUNTS, renew=(False,) * 12 + (True,),
                mode=MODES)  # fmt: skip
     def append(self, cache, users, count, renew, mode) -> None:
         """Room for new tokens; `renew`: of another epoch."""
@@ -256,7 +256,7 @@ class Histories(Machine):
         if pages.positions.tolist() != positions:
             self.fault("other positions", f"{pages.positions.tolist()} for {positions}")
 
-    @operation(6, cache=CACHES, users=USERS, mode=MODES)
+    @operation(4, cache=CACHES, users=USERS, mode=MODES)
     def pages(self, cache, users, mode) -> None:
         """Where histories lie."""
         held = self.caches[cache]
@@ -365,6 +365,13 @@ class Histories(Machine):
         y = extend(twin, x, cache, layer, at, cache.pages(new.users))
         return y, cache.read(layer, at)
 
+    @operation(12, cache=CACHES, users=USERS, count=COUNTS, mode=MODES)
+    def serve(self, cache, users, count, mode) -> None:
+        """A request as it should be: an append, and all layers."""
+        self.append(cache, users, count, False, mode)
+        for layer in range(len(self.caches[cache].layers)):
+            self.extend(cache, 0, None, layer, mode)
+
     @operation(5, cache=CACHES, at=NOW, layer=LAYER, mode=MODES, shared=(True, False))
     def candidates(self, cache, at, layer, mode, shared) -> None:
         """A layer's output for three candidates of each user."""
@@ -416,7 +423,7 @@ class Histories(Machine):
                 lambda: call(self.ends[users], held.cache, handle.pages), fresh if right else None
             )
 
-    @operation(4, cache=CACHES, user=(0, 1, 2, 3), at=(3, 0, 1, 8), added=(False, True), mode=MODES)
+    @operation(2, cache=CACHES, user=(0, 1, 2, 3), at=(3, 0, 1, 8), added=(False, True), mode=MODES)
     def edit(self, cache, user, at, added, mode) -> None:
         """An event is added or deleted; the rows before it stay."""
         held = self.caches[cache]
@@ -445,7 +452,7 @@ class Histories(Machine):
         edited(length)
         self.settle(held)
 
-    @operation(3, cache=CACHES, user=tuple(range(8)))
+    @operation(1, cache=CACHES, user=tuple(range(8)))
     def evict(self, cache, user) -> None:
         held = self.caches[cache]
         try:
