@@ -10,6 +10,8 @@ from collections.abc import Callable
 from unittest import mock
 
 import torch
+import triton
+import triton.language as tl
 
 import tritonemu
 from gdpa_kernels import (
@@ -21,9 +23,12 @@ from gdpa_kernels import (
     RelativeBias,
     block_attention,
     gdpa,
+    register_activation,
 )
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.calling.launches import launches
+from gdpa_kernels.gdpa.own import OWN
+from gdpa_kernels.gdpa.reference import ACTIVATIONS
 from tests.stateful.machine import (
     LINES_OF_TWO,
     MODES,
@@ -88,6 +93,38 @@ OPTIONS: dict[str, Callable[[tuple[int, ...], tuple[int, ...], int], dict]] = {
     "per head": lambda rows, keys, heads: {"activation": ("relu", "silu", "gelu", "relu")[:heads]},
     "precise": lambda rows, keys, heads: {"precise": True, "output_scale": 0.1},
 }  # fmt: skip
+
+
+@triton.jit
+def rectified(x):
+    return tl.maximum(x, 0.0)
+
+
+@triton.jit
+def rectified_and_slope(x):
+    return tl.maximum(x, 0.0), tl.where(x > 0, 1.0, 0.0)
+
+
+@triton.jit
+def unchanged(x):
+    return x
+
+
+@triton.jit
+def unchanged_and_slope(x):
+    return x, x * 0.0 + 1.0
+
+
+NAME = "registered_by_the_machine"
+ACTIVATION = {
+    "relu": (rectified, rectified_and_slope, torch.relu),
+    "identity": (unchanged, unchanged_and_slope, lambda x: x * 1.0),
+}
+
+
+def forget_activation() -> None:
+    OWN.pop(NAME, None)
+    ACTIVATIONS.pop(NAME, None)
 
 
 class Call:
@@ -181,6 +218,8 @@ class Batches(Machine):
         super().__init__()
         self.lengths = [new_lengths(*each) for each in zip(SIZES, MOST, strict=True)]
         self.layers = _layers()
+        self.registered: str | None = None
+        forget_activation()
         self.begun: list[tuple[torch.Tensor, list[torch.Tensor], tuple[torch.Tensor, ...]]] = []
 
     def fresh(self, i: int) -> Lengths:
@@ -346,6 +385,26 @@ class Batches(Machine):
             "copy": lambda: copy.copy(before),
             "to": lambda: before.to("cpu"),
         }[how]()
+
+    @operation(1, of=tuple(ACTIVATION))
+    def register(self, of) -> None:
+        """One name for what one function computes; for another one it is refused."""
+        self.attempt(lambda: register_activation(NAME, *ACTIVATION[of]))
+        self.answered["register"] += 1
+        self.registered = of
+
+    @operation(2, q=POOL, impl=("reference",) * 9 + ("v1_tiled",))
+    def activate(self, q, impl) -> None:
+        """What was registered against the package's own function."""
+        if self.registered is None:
+            return
+        call, gradients = Call(q, q, "plain", (2, 2), 32), impl == "reference"
+        call.gradients = gradients
+        with emulated(impl):
+            self.judge(
+                lambda: call(*self.pair(q, q), impl=impl, activation=NAME),
+                lambda: call(*self.fresh_pair(q, q), impl=impl, activation=self.registered),
+            )
 
     @operation(0.05, q=POOL, options=("plain", "causal", "targets"), backend=("eager", "aot_eager"))
     def compiled(self, q, options, backend) -> None:

@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.stateful.batches import forget_activation
 from tests.stateful.machine import LINES_OF_TWO, Step, faults_of, lines_of, shrunk
 from tests.stateful.world import World, walked
 
@@ -109,6 +110,12 @@ FAULTS = {
 def at_night(count: int) -> list:
     """Numbers below `count`, all but the first at night."""
     return [0, *(pytest.param(i, marks=pytest.mark.nightly) for i in range(1, count))]
+
+
+@pytest.fixture(autouse=True)
+def _forgotten():
+    yield
+    forget_activation()
 
 
 def said(faults: list, steps: list[Step]) -> str:
