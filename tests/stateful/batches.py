@@ -284,13 +284,14 @@ class Batches(Machine):
             if not _same(shared, lists(self.fresh_pair(q, k))):
                 self._results(call, q, k, impl)
 
-    @operation(1, q=(0, 3), options=tuple(OPTIONS), impl=KERNELS, head_dim=(128, 64, 256))
+    @operation(4, q=(0, 3), options=tuple(OPTIONS), impl=KERNELS, head_dim=(128, 64, 256))
     def recorded(self, q, options, impl, head_dim) -> None:
         """Launches are noted and not made: results are what memory held, and leave nothing."""
         call = Call(q, q, options, (2, 2), head_dim, False, torch.bfloat16)
         call.gradients = len(chosen_by(impl)) > 1
         with emulated(impl), launches(run=False):
             self.attempt(lambda: call(*self.pair(q, q), **chosen_by(impl)))
+        self.answered["recorded"] += 1
 
     @operation(4, q=POOL, size=(16, 32, 64), heads=((2, 2), (2, 1)), mode=MODES,
                impl=("auto",) * 5 + ("v1_one_tile",))  # fmt: skip

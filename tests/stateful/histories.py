@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from gdpa_kernels import GDPASelfAttention, Lengths
 from gdpa_kernels.serving.cache import PagedCache, Pages, score
 from gdpa_kernels.serving.layers import candidates, extend
 from gdpa_kernels.serving.validity import Model
-from tests.stateful.batches import differentiated, drawn
+from tests.stateful.batches import differentiated, drawn, emulated
 from tests.stateful.machine import (
     LINES_OF_TWO,
     MODES,
@@ -28,8 +29,7 @@ from tests.stateful.machine import (
     operation,
 )
 
-HEADS, HEAD_DIM, PAGE, NUM_PAGES = 2, 4, 4, 9
-EMBED = HEADS * HEAD_DIM
+HEADS, NUM_PAGES = 2, 9
 TOKENS = 512
 """Rows that tokens have, by their numbers."""
 Row = tuple[torch.Tensor, torch.Tensor]
@@ -89,18 +89,31 @@ class Handle:
 class Cache:
     """A shared cache with the layers that use it, and its model."""
 
-    def __init__(self, model: Model, layers: Sequence[GDPASelfAttention]):
-        self.model, self.layers = model, layers
+    def __init__(self, model: Model, layers: Sequence[GDPASelfAttention], page_size: int = 4):
+        self.model, self.layers, self.page_size = model, layers, page_size
+        self.dtype, self.head_dim = layers[0].qkv.weight.dtype, layers[0].head_dim
         self.cache = self.new()
         self.histories: dict[int, History] = {}
         self.handles: list[Handle] = []
         self.epochs = numbers(1)
 
     def new(self, num_pages: int = NUM_PAGES) -> PagedCache:
-        dtype = self.layers[0].qkv.weight.dtype
-        cache = PagedCache(self.model, num_pages, PAGE, HEADS, HEAD_DIM, dtype=dtype)
+        size = self.page_size, HEADS, self.head_dim
+        cache = PagedCache(self.model, num_pages, *size, dtype=self.dtype)
         cache.data.fill_(torch.nan)
         return cache
+
+    def rows(self, seed: int, count: int = TOKENS) -> torch.Tensor:
+        """What goes into a layer."""
+        return drawn(seed, count, HEADS * self.head_dim, dtype=self.dtype)
+
+    def heads(self, seed: int, count: int = TOKENS) -> torch.Tensor:
+        """Queries, keys or values."""
+        return drawn(seed, count, HEADS, self.head_dim, dtype=self.dtype)
+
+    def kernels(self):
+        """The context in which candidates are scored: pages of 64 are for an emulated GPU."""
+        return emulated("v8_own_waits") if self.page_size == 64 else contextlib.nullcontext()
 
     def epoch(self, user: int) -> int:
         return self.histories[user].epoch if user in self.histories else 0
@@ -134,9 +147,10 @@ class Cache:
             self.fill(cache, layer, pages, [(p, p.begin, p.end) for p in handle.parts])
         return cache, pages
 
-    @staticmethod
-    def fill(cache: PagedCache, layer: int, at: Pages, parts: list[tuple[Part, int, int]]) -> None:
-        zeros = torch.zeros(HEADS, HEAD_DIM)
+    def fill(
+        self, cache: PagedCache, layer: int, at: Pages, parts: list[tuple[Part, int, int]]
+    ) -> None:
+        zeros = torch.zeros(HEADS, self.head_dim, dtype=self.dtype)
         rows = [
             part.history.rows.get((layer, i), (zeros, zeros))
             for part, begin, end in parts
@@ -155,16 +169,17 @@ class Cache:
 
 def _caches() -> tuple[Cache, ...]:
     torch.manual_seed(0)
-    common = {"causal": True, "dtype": torch.float32}
-    plain = [GDPASelfAttention(EMBED, HEADS, **common) for _ in range(2)]
-    turning = GDPASelfAttention(EMBED, HEADS, rotary=100.0, window=3, qk_norm=True, **common)
+    plain = [GDPASelfAttention(8, HEADS, causal=True) for _ in range(2)]
+    turning = GDPASelfAttention(8, HEADS, rotary=100.0, window=3, qk_norm=True, causal=True)
+    wide = GDPASelfAttention(64 * HEADS, HEADS, causal=True, dtype=torch.bfloat16)
     return (
         Cache(Model(2), plain),
         Cache(Model(1, window=3, positions="index"), [turning]),
+        Cache(Model(1), [wide], page_size=64),
     )
 
 
-CACHES = (0, 0, 1)
+CACHES = (0, 0, 0, 1, 1, 1, 2)
 USERS = (
     (0,), (1,), (2,), (3,), (0, 1), (1, 0), (2, 3), (0, 1, 2), (3, 1), (4, 5, 6), (5,), (6, 7),
 )  # fmt: skip
@@ -284,7 +299,7 @@ class Histories(Machine):
 
     def _write(self, held: Cache, handle: Handle, layer: int, mode: str, learns: bool) -> None:
         tokens = [t for p in handle.parts for t in p.history.tokens[p.begin : p.end]]
-        k, v = (drawn(30 + layer + 2 * i, TOKENS, HEADS, HEAD_DIM)[tokens] for i in range(2))
+        k, v = (held.heads(30 + layer + 2 * i)[tokens] for i in range(2))
         with mode_of(mode):
             k = k.clone().requires_grad_(learns)
             self._writes(
@@ -330,7 +345,7 @@ class Histories(Machine):
         rows = None if None in parts else [row for part in parts for row in part]
 
         def fresh() -> list[torch.Tensor]:
-            none = torch.zeros(2, 0, HEADS, HEAD_DIM)
+            none = held.cache.data.new_zeros(2, 0, HEADS, held.head_dim)
             return [torch.stack(x) for x in zip(*rows, strict=True)] if rows else [*none]
 
         with mode_of(mode):
@@ -347,7 +362,7 @@ class Histories(Machine):
         if new is None or (whole is not None and pages is None):
             return
         tokens = [t for p in new.parts for t in p.history.tokens[p.begin : p.end]]
-        x = drawn(40 + layer, TOKENS, EMBED)[tokens]
+        x = held.rows(40 + layer)[tokens]
         epochs = [part.history.epoch for part in new.parts]
 
         def shared() -> torch.Tensor:
@@ -355,7 +370,7 @@ class Histories(Machine):
             return extend(held.layers[layer], x, held.cache, layer, new.pages, at)
 
         with mode_of(mode):
-            if mode == "autocast":
+            if mode == "autocast" and held.dtype != torch.bfloat16:
                 self.judge(shared, None)
                 return
             fresh, rows = self._extended(held, new, layer, x)
@@ -386,7 +401,7 @@ class Histories(Machine):
         if handle is None or (handle.appended and not held.is_written(layer, handle, before=True)):
             return
         users = len(handle.users)
-        x = drawn(50, 3 * users, EMBED)
+        x = held.rows(50, 3 * users)
         right = held.is_written(layer, handle) and all(p.is_whole for p in handle.parts)
         ends = self.ends[users] if shared else self.ends[users].cu_seqlens
 
@@ -395,7 +410,7 @@ class Histories(Machine):
             twin, lengths = copy.deepcopy(held.layers[layer]), Lengths.uniform(users, 3, "cpu")
             return candidates(twin, x, lengths, 3, cache, layer, pages)
 
-        with mode_of(mode):
+        with held.kernels(), mode_of(mode):
             self.judge(
                 lambda: candidates(
                     held.layers[layer], x, ends, 3, held.cache, layer, handle.pages
@@ -412,7 +427,7 @@ class Histories(Machine):
         if handle is None or (handle.appended and not held.is_written(layer, handle, before=True)):
             return
         users = len(handle.users)
-        tensors = [drawn(60 + i, 3 * users, HEADS, HEAD_DIM) for i in range(3)]
+        tensors = [held.heads(60 + i, 3 * users) for i in range(3)]
         right = held.is_written(layer, handle) and all(p.is_whole for p in handle.parts)
         options = {"target_group_size": group, "in_one_call": in_one_call}
 
@@ -424,7 +439,7 @@ class Histories(Machine):
         def fresh() -> tuple[torch.Tensor, ...]:
             return call(Lengths.uniform(users, 3, "cpu"), *held.again(layer, handle))
 
-        with mode_of(mode):
+        with held.kernels(), mode_of(mode):
             self.judge(
                 lambda: call(self.ends[users], held.cache, handle.pages), fresh if right else None
             )
@@ -471,7 +486,7 @@ class Histories(Machine):
     def requests(self, cache, users, counts, line) -> None:
         """Two threads append to users of their own, and extend a layer."""
         held, layer = self.caches[cache], 0
-        table = drawn(40, TOKENS, EMBED)
+        table = held.rows(40)
 
         def request(user: int, count: int) -> tuple[Pages, torch.Tensor]:
             epoch = held.epoch(user)
