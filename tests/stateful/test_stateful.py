@@ -128,20 +128,21 @@ def test_what_once_was_wrong(steps):
     assert not faults, said(faults, steps)
 
 
+AGAIN = [
+    Step("append", users=(1,), count=9, **ONE_LAYER),
+    Step("write", **ONE_LAYER),
+    *(Step(name, at=at, **ONE_LAYER) for name in ("read", "score") for at in (0, 1)),
+]
 INTERRUPTED = {
-    "append": ([Step("append", users=(0, 1))], Step("append", users=(1, 0)), [Step("pages")]),
-    "extend": ([Step("append", **ONE_LAYER)], Step("extend", **ONE_LAYER), []),
-    "write": ([Step("append", **ONE_LAYER)], Step("write", **ONE_LAYER), []),
-    "edit": (
-        [Step("append", count=9, **ONE_LAYER), Step("write", **ONE_LAYER)],
-        Step("edit", at=1, **ONE_LAYER),
-        [Step("append", users=(1,), count=9, **ONE_LAYER), Step("write", **ONE_LAYER)],
+    "append": (
+        [Step("serve", users=(0, 1), **ONE_LAYER)],
+        Step("append", users=(1, 0), **ONE_LAYER),
+        [Step("pages", users=(0, 1), **ONE_LAYER), *AGAIN],
     ),
-    "evict": (
-        [Step("append", count=9, **ONE_LAYER), Step("write", **ONE_LAYER)],
-        Step("evict", **ONE_LAYER),
-        [Step("append", users=(1,), count=9, **ONE_LAYER), Step("write", **ONE_LAYER)],
-    ),
+    "extend": ([Step("append", **ONE_LAYER)], Step("extend", **ONE_LAYER), AGAIN),
+    "write": ([Step("append", **ONE_LAYER)], Step("write", **ONE_LAYER), AGAIN),
+    "edit": ([Step("serve", count=9, **ONE_LAYER)], Step("edit", at=1, **ONE_LAYER), AGAIN),
+    "evict": ([Step("serve", count=9, **ONE_LAYER)], Step("evict", **ONE_LAYER), AGAIN),
     "sums": ([Step("change", **BATCH)], Step("change", name="delete", **BATCH), [Step("value")]),
     "fp32 sums": (
         [Step("change", at=3, **BATCH)],
@@ -151,41 +152,32 @@ INTERRUPTED = {
     "loaded sums": ([Step("change"), Step("save")], Step("load"), [Step("value")]),
 }
 """Steps, one that fails, and others after it."""
-AFTER = [
-    Step(name, cache=cache, at=at)
-    for name in ("read", "score")
-    for cache in (0, 1)
-    for at in (0, 1)
-]
 
 
 @pytest.mark.parametrize("name", INTERRUPTED)
 def test_a_call_that_fails_at_any_line(name):
     before, step, after = INTERRUPTED[name]
     count = lines_of(World, before, step)
-    for line in {*range(1, count, -(-count // 40)), *range(count - 40, count + 1)}:
-        failing = Step(step.name, fail=line, **step.arguments)
-        steps = [*before, failing, *after, *AFTER]
+    for line in {*range(1, count, -(-count // 15)), *range(max(count - 25, 1), count + 1)}:
+        steps = [*before, Step(step.name, fail=line, **step.arguments), *after]
         faults = faults_of(World, steps)
         assert not faults, said(faults, steps)
 
 
-@pytest.mark.parametrize("first", at_night(7))
+@pytest.mark.parametrize("first", at_night(20))
 def test_a_second_thread_at_any_line(first):
     """Each of two requests has what fits the cache alone."""
-    for line in LINES_OF_TWO[first::7]:
-        for counts in ((30, 30), (13, 25)):
-            steps = [Step("append", users=(1,)), Step("write"), Step("evict", user=1)]
-            steps += [Step("requests", counts=counts, line=line), Step("requests")]
-            faults = faults_of(World, steps)
-            assert not faults, said(faults, steps)
+    for line in LINES_OF_TWO[first::20]:
+        steps = [Step("serve", users=(0,)), Step("requests", counts=(13, 25), line=line)]
+        faults = faults_of(World, [*steps, Step("requests")])
+        assert not faults, said(faults, steps)
 
 
 @pytest.mark.parametrize("seed", at_night(50))
 def test_walks(request, seed):
     """Random steps; at night 50,000."""
-    walks = walked(request.config.option.seed * 1000 + seed, 1000)
-    for key, (fault, _, steps) in walks.faults.items():
-        pytest.fail(said([fault], shrunk(World, steps, key)))
-    answering = {"attend", "layer", "plan", "append", "read", "extend", "score", "change", "value"}
-    assert answering <= set(walks.answered)
+    steps = 1000 if request.config.option.nightly else 300
+    walks = walked(request.config.option.seed * 1000 + seed, steps)
+    for key, (fault, _, taken) in walks.faults.items():
+        pytest.fail(said([fault], shrunk(World, taken, key)))
+    assert {"attend", "layer", "plan", "serve", "score", "change", "value"} <= {*walks.answered}
