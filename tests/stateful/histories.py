@@ -45,7 +45,8 @@ def token(user: int, epoch: int, position: int) -> int:
 class History:
     """What a cache should know of a user: tokens, and of each layer the rows that were written.
 
-    expected: events after an edit, until they are there again."""
+    expected: events after an edit, until they are there again.
+    """
 
     epoch: int
     tokens: list[int] = field(default_factory=list)

@@ -104,7 +104,7 @@ FAULTS = {
         Step("value", at=3),
     ],
 }
-"""Each once gave a wrong answer, as the machine has found and shortened it."""
+"""Each gave a wrong answer once; the machine has shortened it."""
 
 
 def at_night(count: int) -> list:
