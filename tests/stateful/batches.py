@@ -261,7 +261,7 @@ class Batches(Machine):
             lambda: call(*self.fresh_pair(q, k), **chosen),
         )
 
-    @operation(8, q=(0, 3), k=(None, None, None, 4), options=tuple(OPTIONS), impl=KERNELS,
+    @operation(24, q=(0, 3), k=(None, None, None, 4), options=tuple(OPTIONS), impl=KERNELS,
                heads=((2, 2), (2, 2), (2, 1)), head_dim=(128, 64, 256),
                shared_q=(False, False, False, True))  # fmt: skip
     def plan(self, q, k, options, impl, heads, head_dim, shared_q) -> None:
@@ -284,7 +284,7 @@ class Batches(Machine):
             if not _same(shared, lists(self.fresh_pair(q, k))):
                 self._results(call, q, k, impl)
 
-    @operation(4, q=(0, 3), options=tuple(OPTIONS), impl=KERNELS, head_dim=(128, 64, 256))
+    @operation(2, q=(0, 3), options=tuple(OPTIONS), impl=KERNELS, head_dim=(128, 64, 256))
     def recorded(self, q, options, impl, head_dim) -> None:
         """Launches are noted and not made: results are what memory held, and leave nothing."""
         call = Call(q, q, options, (2, 2), head_dim, False, torch.bfloat16)

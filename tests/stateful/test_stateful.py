@@ -180,4 +180,4 @@ def test_walks(request, seed):
     walks = walked(request.config.option.seed * 1000 + seed, steps)
     for key, (fault, _, taken) in walks.faults.items():
         pytest.fail(said([fault], shrunk(World, taken, key)))
-    assert {"attend", "layer", "plan", "serve", "score", "change", "value"} <= {*walks.answered}
+    assert walks.answered.total() > steps / 5, "a machine that refuses everything is no test"
