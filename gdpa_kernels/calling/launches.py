@@ -84,4 +84,9 @@ def note(kernel: JITFunction, grid: tuple[int, ...], args: tuple, options: dict)
     )
     for recorder in now:
         recorder.seen.append(launch)
-    return all(recorder.run for recorder in now)
+    return are_made()
+
+
+def are_made() -> bool:
+    """Whether launches are made, as the open contexts have it."""
+    return all(recorder.run for recorder in recorders)

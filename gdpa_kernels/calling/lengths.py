@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from gdpa_kernels.calling import checks
+from gdpa_kernels.calling import checks, launches
 from gdpa_kernels.calling.private import unseen, version
 
 T = TypeVar("T")
@@ -166,7 +166,8 @@ class Lengths:
     def once(self, recipe: Recipe[T], beside: Lengths | None = None) -> T:
         """What `recipe` makes of these offsets and of those `beside`, made once for equal recipes
         and each stream, and kept as long as both. A compiled program makes it each time; what the
-        capture of a CUDA graph makes is not kept.
+        capture of a CUDA graph makes is not kept, and what `launches(run=False)` leaves unmade
+        serves such calls alone.
         """
         offsets = self.cu_seqlens, None if beside is None else beside.cu_seqlens
         if torch.compiler.is_compiling():
@@ -176,7 +177,7 @@ class Lengths:
             capturing = torch.cuda.is_current_stream_capturing()
             stream = torch.cuda.current_stream(self.device).cuda_stream
         cached = self._cached.setdefault(self if beside is None else beside, {})
-        key = recipe, beside is None, stream
+        key = recipe, beside is None, stream, not launches.recorders or launches.are_made()
         if key in cached:
             return cached[key]
         # Training may follow an evaluation. A mode that counts or replays operators must not see
