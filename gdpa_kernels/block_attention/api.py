@@ -248,7 +248,7 @@ def _forward(
     with checks.without_autocast(q):  # the definition is made of operators that it would change
         out, saved = rung.module().forward(batch, **given)
     if options.padding:
-        clear_padding(out, cu_seqlens)
+        clear_padding((out,), (cu_seqlens,))
     return out, list(saved[1:])  # the first is the output
 
 
@@ -279,11 +279,12 @@ def _backward(
         walks = blocks is not None and rung.takes("backward", "schedule")
         given = {"schedule": (blocks,)} if walks else {}
         with checks.without_autocast(q):
-            return rung.module().backward(grad_out, batch, tuple(saved), **given)
+            gradients = rung.module().backward(grad_out, batch, tuple(saved), **given)
+        if options.padding:
+            clear_padding(gradients, (cu_seqlens,) * 3)
+        return gradients
 
     gradients = packed.gradients(backward, q, k, v, options.num_kv_heads, (True, True, True))
-    if options.padding:
-        clear_padding(gradients[0], cu_seqlens, gradients[1:], cu_seqlens)
     return tuple(q.new_empty(0) if x is None else x for x in gradients)
 
 
@@ -326,11 +327,12 @@ _BACKWARD = define(
 def _check_rotary_type(rotary) -> None:
     if rotary is None:
         return
-    if not isinstance(rotary, tuple | list) or len(rotary) != 2:
-        got = (
-            f"{len(rotary)} of them" if isinstance(rotary, tuple | list) else type(rotary).__name__
-        )
+    if not isinstance(rotary, tuple | list):
+        got = type(rotary).__name__
         raise TypeError(f"rotary must be None or a pair (sin, cos) of tensors, got {got}")
+    if len(rotary) != 2:
+        got = f"{len(rotary)} of them"
+        raise ValueError(f"rotary must be None or a pair (sin, cos) of tensors, got {got}")
     for name, tensor in zip(("sin", "cos"), rotary, strict=True):
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} of rotary must be a tensor, got {type(tensor).__name__}")

@@ -63,9 +63,16 @@ def _autocast_dtype(x: object) -> torch.dtype | None:
 def check_impl(impl: object, impls: tuple[str, ...], name: str = "impl") -> None:
     """Raises TypeError unless `impl` is a string, ValueError unless it is "auto" or one of
     `impls`."""
-    if not isinstance(impl, str) or (impl != "auto" and impl not in impls):
+    if impl != "auto" and impl not in impls:
         error = ValueError if isinstance(impl, str) else TypeError
         raise error(f"{name} must be 'auto' or one of {', '.join(impls)}, got {impl!r}")
+
+
+def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    """Raises TypeError unless `value` is a string, ValueError unless it is one of `choices`."""
+    if value not in choices:
+        error = ValueError if isinstance(value, str) else TypeError
+        raise error(f"{name} must be {' or '.join(map(repr, choices))}, got {value!r}")
 
 
 def check_float(name: str, value: object) -> None:
@@ -120,16 +127,11 @@ def check_positive(**sizes: object) -> None:
 
 def check_max_seqlen(name: str, value: object) -> int:
     """The value as a Python integer, or symbolic. Raises TypeError or ValueError unless it is one
-    from 0 to INT32_MAX."""
-    if isinstance(value, torch.SymInt) or torch.compiler.is_compiling():
-        if value < 0:
-            raise ValueError(f"{name} must be an integer of at least 0, got {value!r}")
-        return value
-    if type(value) is not int or value < 0:
-        check_count(name, value)
-    if value > INT32_MAX:
+    from 0 to INT32_MAX; of a symbolic one that is not asked."""
+    value = check_count(name, value)
+    if not torch.compiler.is_compiling() and value > INT32_MAX:
         raise ValueError(f"{name} must be at most {INT32_MAX}, got {value!r}")
-    return int(value)
+    return value
 
 
 def check_tensors(q: object, k: object, v: object) -> None:

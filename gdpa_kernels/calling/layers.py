@@ -27,7 +27,7 @@ class Tokenwise(nn.Sequential):
 
     def forward(self, x: torch.Tensor | Jagged) -> torch.Tensor | Jagged:
         """x, its values `[total_tokens, ...]` replaced; offsets are not read."""
-        values, offsets, _ = jagged.read(x, validate=False)
+        values, offsets, _ = jagged.read(x, validate=False, padding=True)
         return jagged.like(x, super().forward(values), offsets)
 
 
@@ -106,10 +106,9 @@ def check_rotary(rotary: object, head_dim: int) -> None:
     even."""
     if rotary is None:
         return
-    number = isinstance(rotary, int | float) and not isinstance(rotary, bool)
-    if not number or not rotary > 0:
-        error = ValueError if number else TypeError
-        raise error(f"rotary must be None or a base above 0, got {rotary!r}")
+    checks.check_float("rotary", rotary)
+    if rotary <= 0:
+        raise ValueError(f"rotary must be None or a base above 0, got {rotary!r}")
     if head_dim % 2:
         raise ValueError(
             f"embed_dim // num_heads must be even for a rotary embedding, got {head_dim}"

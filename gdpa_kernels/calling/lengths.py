@@ -82,11 +82,19 @@ class Lengths:
 
     def _hold(self, cu_seqlens: torch.Tensor, total: int, max_seqlen: int) -> Lengths:
         """Itself, of offsets that are right."""
+        if not torch.compiler.is_compiling() and cu_seqlens.is_inference():  # a copy made there
+            with torch.inference_mode(False):
+                cu_seqlens = cu_seqlens.clone()
         self.cu_seqlens, self.total, self.max_seqlen = cu_seqlens, total, int(max_seqlen)
         self._version = version(cu_seqlens)
         # By the Lengths that it was made with, itself or others, which it does not keep alive.
         self._cached: WeakKeyDictionary[Lengths, dict[Hashable, object]] = WeakKeyDictionary()
         return self
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name in self.__dict__:
+            raise AttributeError(f"{name} of Lengths must stay as it is: make new ones")
+        super().__setattr__(name, value)
 
     def __reduce__(self):
         return _held, (type(self), self.cu_seqlens, self.total, self.max_seqlen)
@@ -150,14 +158,14 @@ class Lengths:
         sequence."""
         if not torch.compiler.is_compiling() and version(self.cu_seqlens) != self._version:
             raise ValueError(
-                f"{name} must be as it was checked, got Lengths whose cu_seqlens were written to: "
-                "make new ones"
+                f"{name} must not be modified after the check, got Lengths whose cu_seqlens were "
+                "written to: make new ones"
             )
         if self.total != rows and not (padding and self.total < rows):
             most = "at most " * padding
             raise ValueError(f"{name} must be of {most}{rows} rows as its tensor, got {self!r}")
         if self.device != device:
-            raise ValueError(f"{name} must be on q's device {device}, got {self!r}")
+            raise ValueError(f"{name} must be on its tensor's device {device}, got {self!r}")
         if max_seqlen is not None and max_seqlen < self.max_seqlen:
             maximum = name.replace("cu_seqlens", "max_seqlen")
             raise ValueError(f"{maximum} must be at least {self.max_seqlen}, got {max_seqlen}")

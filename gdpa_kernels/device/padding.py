@@ -5,6 +5,8 @@ A GPU stops at the first assertion that does not hold, as for an index of PyTorc
 prints the sentence, and the next call that waits for it raises RuntimeError.
 """
 
+from collections.abc import Sequence
+
 import torch
 
 from gdpa_kernels.calling.launch import cdiv, launch, multiprocessors
@@ -38,33 +40,43 @@ def check_offsets(
 
 
 def clear_padding(
-    x: torch.Tensor | None,
-    ends: torch.Tensor | None,
-    keys: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
-    ends_k: torch.Tensor | None = None,
+    tensors: Sequence[torch.Tensor | None],
+    ends: Sequence[torch.Tensor | None],
     add_to: torch.Tensor | None = None,
 ) -> None:
-    """Set the rows behind the last sequence to 0: those of x by the offsets `ends`, and of dk and
-    dv, or of one gradient of both, by ends_k; all contiguous. x gets what add_to has there. Waits
-    for no device."""
-    k, v = keys
-    x = None if ends is None else x
-    tensors = [each for each in (x, k, v) if each is not None and each.numel()]
-    if not tensors:
+    """Set the rows of up to three tensors behind their last sequence to 0, those of the first to
+    what add_to has there; without waiting for the device.
+
+    tensors: `[rows, heads, head_dim]`, the heads of a row side by side; None or without offsets:
+    left as they are. ends: their offsets.
+    """
+    pairs = zip(tensors, ends, strict=True)
+    pairs = [(x, e) for x, e in pairs if x is not None and e is not None and x.numel()]
+    if not pairs:
         return
-    if tensors[0].device.type != "cuda":
-        for each in tensors:
-            last = int((ends if each is x else ends_k)[-1])
-            each[last:] = 0 if each is not x or add_to is None else add_to[last:]
+    device = pairs[0][0].device
+    if device.type != "cuda":
+        for i, (x, e) in enumerate(pairs):
+            last = int(e[-1])
+            x[last:] = 0 if add_to is None or i else add_to[last:]
         return
-    numel, numel_k, numel_v = (0 if each is None else each.numel() for each in (x, k, v))
-    width, width_k = (0 if each is None else each[:1].numel() for each in (x, k))
-    device, some = tensors[0].device, ends if ends_k is None else ends_k
-    add_to = None if add_to is None or x is None else add_to.contiguous()
+    clear_on_device(pairs, add_to, multiprocessors(device))
+
+
+def clear_on_device(
+    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], add_to: torch.Tensor | None, programs: int
+) -> None:
+    """`clear_padding` of tensors that there are, with their offsets."""
     from gdpa_kernels.device.offsets import clear_kernel
 
+    arguments, constants = [], {}
+    for i in range(3):
+        x, e = pairs[i] if i < len(pairs) else (None, None)
+        arguments += [x, e, 0 if x is None else x.shape[0]]
+        constants[f"WIDTH_{i}"] = 0 if x is None else x.shape[1] * x.shape[2]
+        constants[f"STRIDE_{i}"] = 0 if x is None else x.stride(0)
+    add_to = None if add_to is None else add_to.contiguous()
     launch(
-        clear_kernel, (multiprocessors(device),), device,
-        x, add_to, k, v, ends, ends_k, some.numel() - 1, numel, numel_k, numel_v,
-        WIDTH=width, WIDTH_K=width_k, BLOCK=1024, num_warps=4,
+        clear_kernel, (programs,), pairs[0][0].device,
+        *arguments, add_to, pairs[0][1].numel() - 1, **constants, BLOCK=1024, num_warps=4,
     )  # fmt: skip

@@ -198,7 +198,9 @@ def gdpa(
         )
     # Of the same offsets both alignments are one, which all products take.
     lower_right = causal == "lower_right" and given[0] is not given[1]
-    if causal is True and validate and checks.is_readable(cu_seqlens_k):
+    deferred = validate and not checks.is_readable(cu_seqlens_k)
+    check_alignment = causal is True and given[0] is not given[1]
+    if check_alignment and validate and not deferred:
         _check_alignment(given, cu_seqlens_q, cu_seqlens_k, q.shape[0])
     if (window, full_rows, target_group_size) != (None, 0, 1):
         window, full_rows = checks.int32(window), checks.int32(full_rows)
@@ -222,8 +224,8 @@ def gdpa(
         num_kv_heads, max_seqlen_q, max_seqlen_k, ",".join(names), scale, float(output_scale),
         causal is not False, window, precise, impl, backward_impl, lower_right,
         out_dtype, target_group_size, full_rows, target_ranks == "own",
-        check_values=unread, padding=padding,
-        check_alignment=unread and causal is True and given[0] is not given[1],
+        check_values=deferred and (unread or check_alignment or counted is not None),
+        check_alignment=deferred and check_alignment, padding=padding,
     )  # fmt: skip
     lengths = _shared(given)
     if lengths is not None and checks.is_fake(q):
@@ -395,7 +397,7 @@ def _forward(
     with checks.without_autocast(q):  # the definition is made of operators that it would change
         out = rung.module().forward(batch, **given).contiguous()
     if options.padding:
-        clear_padding(out, cu_seqlens_q, add_to=add_to)
+        clear_padding((out,), (cu_seqlens_q,), add_to)
     return out
 
 
@@ -442,11 +444,12 @@ def _backward(
         if rung.takes("backward", "needs"):
             given["needs"] = needs
         with checks.without_autocast(q):
-            return needed(rung.module().backward(grad_out, batch, **given), needs)
+            gradients = needed(rung.module().backward(grad_out, batch, **given), needs)
+        if options.padding:
+            clear_padding(gradients, (cu_seqlens_q, cu_seqlens_k, cu_seqlens_k))
+        return gradients
 
     gradients = needed(packed.gradients(backward, q, k, v, options.num_kv_heads, needs), needs)
-    if options.padding:
-        clear_padding(gradients[0], cu_seqlens_q, gradients[1:], cu_seqlens_k)
     return tuple(q.new_empty(0) if x is None else x for x in gradients)
 
 

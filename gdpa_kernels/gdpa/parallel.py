@@ -379,22 +379,21 @@ def _offsets(cu_seqlens: Sequence[int]) -> tuple[int, ...]:
 
 
 def _layout(layout: object) -> str:
-    if layout not in LAYOUTS:
-        raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
+    checks.check_choice("layout", layout, LAYOUTS)
     return layout
 
 
 def _check_rows(name: str, x: torch.Tensor, rows: int, whose: str) -> None:
-    if not isinstance(x, torch.Tensor) or x.dim() < 1:
-        got = f"one of shape {list(x.shape)}" if isinstance(x, torch.Tensor) else repr(x)
-        raise TypeError(f"{name} must be a tensor of rows, got {got}")
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{name} must be a tensor of rows, got {x!r}")
+    if x.dim() < 1:
+        raise ValueError(f"{name} must be a tensor of rows, got one of shape []")
     if x.shape[0] != rows:
         raise ValueError(f"{name} must have the {rows} rows of {whose}, got {x.shape[0]} rows")
 
 
 def _check_stationary(stationary: object) -> None:
-    if stationary not in STATIONARY:
-        raise ValueError(f"stationary must be one of {', '.join(STATIONARY)}, got {stationary!r}")
+    checks.check_choice("stationary", stationary, STATIONARY)
 
 
 def _check_masks(stationary: object, causal: object, window: object) -> None:

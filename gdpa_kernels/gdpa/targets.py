@@ -25,9 +25,7 @@ def check_targets(
         ("full_rows", full_rows, 0),
     ):
         checks.check_count(name, value, least)
-    if not isinstance(target_ranks, str) or target_ranks not in RANKS:
-        error = ValueError if isinstance(target_ranks, str) else TypeError
-        raise error(f"target_ranks must be 'shared' or 'own', got {target_ranks!r}")
+    checks.check_choice("target_ranks", target_ranks, RANKS)
     if full_rows and (window is None or target_ranks == "own"):
         raise ValueError(
             "full_rows must be 0 without a window and with target_ranks='own', "

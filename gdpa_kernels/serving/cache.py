@@ -136,6 +136,8 @@ class PagedCache:
         self.exclusive = Exclusive(self.data.device)
         self._free = list(range(num_pages))[::-1]
         self._users: OrderedDict[Hashable, _History] = OrderedDict()  # least recently used first
+        with self.exclusive:  # other streams wait until the memory is zero
+            self.exclusive.order()
 
     @exclusively
     def length(self, user: Hashable, epoch: Hashable = 0) -> int:
@@ -243,8 +245,7 @@ class PagedCache:
         """Where these users' histories lie. Of a user of whom nothing is kept, or nothing of the
         epoch, `missing` raises LookupError, or gives an "empty" history."""
         users, epochs = users_and_epochs(users, epochs)
-        if missing not in ("raise", "empty"):
-            raise ValueError(f"missing must be 'raise' or 'empty', got {missing!r}")
+        checks.check_choice("missing", missing, ("raise", "empty"))
         histories = [self._find(*each) for each in zip(users, epochs, strict=True)]
         absent = [user for user, x in zip(users, histories, strict=True) if x is None]
         if absent and missing == "raise":

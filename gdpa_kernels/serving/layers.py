@@ -148,4 +148,6 @@ def _project(
 
 def _options(layer: GDPASelfAttention) -> dict:
     names = "activation", "scale", "output_scale", "precise", "impl"
-    return {name: getattr(layer, name) for name in names} | {"validate": False}
+    return {name: getattr(layer, name) for name in names} | {
+        "validate": layer.validate and torch.compiler.is_compiling()
+    }

@@ -67,7 +67,9 @@ class StoredSums:
         impl: str = "v1_tiled",
         exact: bool = False,
     ):
-        if not isinstance(q, torch.Tensor) or q.dim() != 3 or q.dtype not in checks.DTYPES:
+        if not isinstance(q, torch.Tensor):
+            raise TypeError(f"q must be a tensor, got {type(q).__name__}")
+        if q.dim() != 3 or q.dtype not in checks.DTYPES:
             raise ValueError(f"q must be [rows, num_heads, head_dim] up to fp32, got {_told(q)}")
         users = checks.check_count("users", users, least=1)
         checks.check_bool(precise=precise, exact=exact)
@@ -92,6 +94,8 @@ class StoredSums:
             self.total = self.q.new_zeros(users, *q.shape, dtype=kind)
             self.count, self.updates = (self.q.new_zeros(users).long() for _ in range(2))
             self.peak = self.q.new_zeros(users, dtype=torch.float32)
+        with self.exclusive:  # other streams wait until the memory is zero
+            self.exclusive.order()
 
     @property
     def arithmetic(self) -> str:

@@ -83,8 +83,8 @@ class Model:
         for name, least in (("num_layers", 1), ("num_contexts", 0), ("window", 0)):
             value = checks.check_count(name, getattr(self, name), least, optional=name == "window")
             object.__setattr__(self, name, value)
-        if self.positions not in POSITIONS:
-            raise ValueError(f"positions must be one of {POSITIONS}, got {self.positions!r}")
+        if self.positions is not None:
+            checks.check_choice("positions", self.positions, POSITIONS[1:])
         checks.check_bool(
             causal=self.causal, query_time=self.query_time, next_time=self.next_time,
             constant_divisor=self.constant_divisor, token_statistics=self.token_statistics,

@@ -13,7 +13,7 @@ from gdpa_kernels.calling.launch import launch
 from gdpa_kernels.calling.launches import launches
 from gdpa_kernels.calling.rung import Rung
 from gdpa_kernels.device import padding
-from gdpa_kernels.device.offsets import check_kernel, clear_kernel
+from gdpa_kernels.device.offsets import check_kernel
 from tests.calls import assert_same_bits, emulated, ends, pretended
 from tests.rungs import head_dim_of, takes_turns
 
@@ -80,6 +80,27 @@ def test_every_rung_gives_zeros_behind_the_last_sequence(rung):
             found = results(call_of(rung, head_dim, offsets, **options), ROWS, head_dim)
             assert all(len(x) == ROWS and not x[TOTAL:].any() for x in found)
             assert_same_bits([x[:TOTAL] for x in found], expected)
+
+
+@pytest.mark.parametrize("impl", ("reference", "v1_tiled", "v4_warp_specialized"))
+def test_what_is_packed_is_cleared_part_by_part(impl):
+    """By the offsets of queries and of keys, which may differ."""
+    head_dim = 64 if impl.startswith("v4") else 16
+    x = torch.randn(ROWS, 6, head_dim, generator=torch.Generator().manual_seed(2)).bfloat16()
+    grad = torch.randn(ROWS, 2, head_dim, generator=torch.Generator().manual_seed(3)).bfloat16()
+    impls = {"impl": "reference", "backward_impl": "reference"}
+    if impl != "reference":
+        impls = {"impl": "v1_tiled", "backward_impl": f"{impl}_backward"}
+    for q_ends, k_ends in ((OFFSETS, ends(0, 20, ROWS)), (ends(0, 20, ROWS), OFFSETS)):
+        results = []
+        with tritonemu.enabled():
+            for parts in (1, 3):
+                leaves = [y.clone().requires_grad_() for y in x.chunk(parts, dim=1)]
+                qkv = (*leaves, None, None)[:3]
+                out = gdpa(*qkv, q_ends, k_ends, ROWS, ROWS, **impls)
+                results.append(torch.cat(torch.autograd.grad(out, leaves, grad), dim=1))
+        assert_same_bits(*([y] for y in results))
+        assert not results[0][TOTAL:, : 2 if q_ends is OFFSETS else 0].any()
 
 
 def test_a_sum_keeps_what_it_is_added_to():
@@ -184,21 +205,33 @@ def test_the_device_finds_what_the_host_finds():
             on_the_device(**changes)
 
 
+@pytest.mark.parametrize("absent", [(), (0,), (1,), (2,), (0, 1), (0, 2), (1, 2)])
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32))
-def test_the_device_clears_what_the_host_clears(dtype, monkeypatch):
-    x, k, v, add_to = (torch.randn(ROWS, 3, 16).to(dtype) for _ in range(4))
-    expected = [y.clone() for y in (x, k, v)]
-    padding.clear_padding(expected[0], OFFSETS, (*expected[1:],), OFFSETS, add_to)
-    found = [y.clone() for y in (x, k, v)]
-    with tritonemu.enabled(multiprocessors=3):
-        launch(
-            clear_kernel, (3,), torch.device("cpu"),
-            found[0], add_to, *found[1:], OFFSETS, OFFSETS, 2, *(y.numel() for y in found),
-            WIDTH=48, WIDTH_K=48, BLOCK=32,
-        )  # fmt: skip
-    assert_same_bits(found, expected)
-    assert torch.equal(found[0][TOTAL:], add_to[TOTAL:]) and not found[2][TOTAL:].any()
-    assert torch.equal(found[1][:TOTAL], k[:TOTAL])
+def test_the_device_clears_what_the_host_clears(dtype, absent):
+    """Whatever gradients are needed; parts of a packed one, and others, by offsets of their own."""
+    whole = torch.randn(ROWS, 7, 16).to(dtype)
+    other = torch.randn(ROWS - 3, 2, 16).to(dtype)
+    offsets = OFFSETS, OFFSETS - OFFSETS // 10, ends(0, 5, ROWS - 5)
+    results = []
+    for device in (False, True):
+        packed, alone = whole.clone(), other.clone()
+        tensors = [packed[:, :3], packed[:, 3:5], alone]
+        tensors = [None if i in absent else x for i, x in enumerate(tensors)]
+        add_to = None if 0 in absent else torch.ones(ROWS, 3, 16)
+        if device:
+            pairs = zip(tensors, offsets, strict=True)
+            with tritonemu.enabled():
+                given = [(x, e) for x, e in pairs if x is not None]
+                padding.clear_on_device(given, add_to, 3)
+        else:
+            padding.clear_padding(tensors, offsets, add_to)
+        results.append((packed, alone))
+    assert_same_bits(*results)
+    first, last = (x.clone() for x in (whole, other))
+    for i, (x, e) in enumerate(zip((first[:, :3], first[:, 3:5], last), offsets, strict=True)):
+        if i not in absent:
+            x[e[-1] :] = float(i == 0)
+    assert_same_bits(results[0], (first, last))
 
 
 @pytest.mark.parametrize("arch", (80, 90, 100))
@@ -210,10 +243,7 @@ def test_both_kernels_compile(arch):
             check_kernel, (1,), torch.device("cpu"), OFFSETS, OFFSETS, torch.zeros(2, 2).int(), 2,
             ROWS, ROWS, 30, 30, NAME="cu_seqlens", ALIGNED=True, EQUAL=True, BLOCK=1024,
         )  # fmt: skip
-        launch(
-            clear_kernel, (1,), torch.device("cpu"), x, x, x, x, OFFSETS, OFFSETS, 2, 3, 3, 3,
-            WIDTH=32, WIDTH_K=32, BLOCK=1024,
-        )  # fmt: skip
+        padding.clear_on_device([(x, OFFSETS)] * 3, x, 1)
     with pretended(arch):
         check, clear = (
             each.kernel.run(grid=(1,), warmup=True, **each.arguments, **each.constants).asm["ptx"]
