@@ -72,7 +72,7 @@ def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     """Raises TypeError unless `value` is a string, ValueError unless it is one of `choices`."""
     if value not in choices:
         error = ValueError if isinstance(value, str) else TypeError
-        raise error(f"{name} must be {' or '.join(map(repr, choices))}, got {value!r}")
+        raise error(f"{name} must be one of {', '.join(choices)}, got {value!r}")
 
 
 def check_float(name: str, value: object) -> None:
@@ -128,8 +128,11 @@ def check_positive(**sizes: object) -> None:
 def check_max_seqlen(name: str, value: object) -> int:
     """The value as a Python integer, or symbolic. Raises TypeError or ValueError unless it is one
     from 0 to INT32_MAX; of a symbolic one that is not asked."""
-    value = check_count(name, value)
-    if not torch.compiler.is_compiling() and value > INT32_MAX:
+    if torch.compiler.is_compiling():
+        return check_count(name, value)
+    if type(value) is not int or value < 0:
+        value = check_count(name, value)
+    if value > INT32_MAX:
         raise ValueError(f"{name} must be at most {INT32_MAX}, got {value!r}")
     return value
 

@@ -27,6 +27,7 @@ def to_padded_tensor(
         max_seqlen: at least the longest sequence, in tokens; None for what `Lengths` or the nested
             tensor know, or else the longest itself, which waits for the device.
         validate: check the values of the offsets, which waits for the device; `Lengths` have been.
+            A compiled program cannot, nor the capture of a CUDA graph.
 
     Raises:
         TypeError, ValueError: an argument is wrong: its name, what is expected, what was received.
@@ -120,8 +121,8 @@ def read(
 ) -> tuple[torch.Tensor, Offsets, int | None]:
     """(values, offsets, longest) of a batch of any kind: values `[total_tokens, embed_dim]`, or of
     any trailing shape; offsets int32 `[batch + 1]`, the same tensor if it is that, or Lengths; at
-    least the longest sequence, None if neither `max_seqlen` nor x nor a check says it. padding:
-    rows may follow the last sequence.
+    least the longest sequence, None if neither `max_seqlen` nor x nor a check says it. padding: for
+    an operator, which takes rows behind the last sequence; offsets that were checked are Lengths.
 
     Raises TypeError, ValueError: x is wrong: what is expected, what was received.
     """
@@ -136,17 +137,18 @@ def read(
             f"values must have shape [total_tokens, {wanted}], got {list(values.shape)}"
         )
     if max_seqlen is not None:
-        checks.check_max_seqlen("max_seqlen", max_seqlen)
+        max_seqlen = checks.check_max_seqlen("max_seqlen", max_seqlen)
     if isinstance(offsets, Lengths):
         most = offsets.of("cu_seqlens", shape[0], values.device, max_seqlen, padding=padding)[1]
         return values, offsets, most
     checks.check_offsets("offsets", offsets, values.device)
     most = known if max_seqlen is None else max_seqlen
     unread = validate and not checks.is_readable(offsets)
-    if validate and not unread:
-        longest, _ = checks.check_lengths("cu_seqlens", offsets, shape[0], most, padding=padding)
-        most = longest if most is None else most
-    return values, checks.to_int32(offsets, unread), most
+    if not validate or unread:
+        return values, checks.to_int32(offsets, unread), most
+    longest, end = checks.check_lengths("cu_seqlens", offsets, shape[0], most, padding=padding)
+    most, offsets = longest if most is None else most, checks.to_int32(offsets)
+    return values, Lengths.checked(offsets, end, most) if padding else offsets, most
 
 
 def _parts(x: torch.Tensor | Jagged) -> tuple[object, object, int | None]:
@@ -218,7 +220,7 @@ def like(x: torch.Tensor | Jagged, y: torch.Tensor, offsets: Offsets) -> torch.T
     """y `[total_tokens, ...]` as a jagged batch of x's kind; `offsets` as `read` gave them."""
     if isinstance(x, torch.Tensor):
         return torch.nested.nested_tensor_from_jagged(y, x.offsets(), **private.known_lengths(x))
-    return y, offsets
+    return y, offsets if isinstance(x[1], Lengths) else cu_seqlens(offsets)
 
 
 def longest_of(offsets: torch.Tensor) -> int:

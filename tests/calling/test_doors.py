@@ -97,9 +97,11 @@ OF_LENGTH = [door for door, call in OFFSETS.items() if call.__defaults__ != (Non
 
 
 @pytest.mark.parametrize("bad", BAD_LENGTHS)
-@pytest.mark.parametrize("door", [door for door in OF_LENGTH if door != "compiled"])
+@pytest.mark.parametrize("door", OF_LENGTH)
 def test_wrong_max_seqlen(door, bad):
     value, error = BAD_LENGTHS[bad]
+    if door == "compiled" and bad.startswith("more"):
+        pytest.skip("of symbolic integers that is not asked")
     with pytest.raises(error, match="max_seqlen.* got") as caught:
         OFFSETS[door](ENDS, value)
     assert caught.type is error
@@ -121,12 +123,11 @@ BAD_OPTIONS = [
 OPTIONS: dict[str, Callable] = {
     "gdpa": partial(gdpa, *QKV, ENDS, ENDS, 5, 5),
     "GDPASelfAttention": partial(GDPASelfAttention, 32, 2),
-    "compiled": partial(compiled, ENDS),
 }
 
 
 @pytest.mark.parametrize("name, value, error", BAD_OPTIONS, ids=str)
-@pytest.mark.parametrize("door", [door for door in OPTIONS if door != "compiled"])
+@pytest.mark.parametrize("door", OPTIONS)
 def test_wrong_options(door, name, value, error):
     with pytest.raises(error, match=name) as caught:
         OPTIONS[door](**{name: value})

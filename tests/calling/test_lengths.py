@@ -129,6 +129,21 @@ def test_a_write_to_the_offsets_is_noticed(copied):
             call(*tensors, *(lengths,) * (2 if call is gdpa else 1))
 
 
+@pytest.mark.parametrize("name", ("cu_seqlens", "total", "max_seqlen"))
+def test_what_was_checked_cannot_be_set(name):
+    with pytest.raises(AttributeError, match=f"{name} of Lengths must stay as it is"):
+        setattr(Lengths(offsets(FIRST)), name, None)
+
+
+@pytest.mark.parametrize("copied", (copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))))
+def test_a_copy_that_is_made_in_inference_mode_trains(copied):
+    tensors, lengths = leaves(), Lengths(offsets(FIRST))
+    with torch.inference_mode():
+        lengths = copied(lengths)
+    assert not lengths.cu_seqlens.is_inference()
+    gdpa(*tensors, lengths, lengths).sum().backward()
+
+
 # -- Calls -------------------------------------------------------------------------------------
 
 

@@ -178,10 +178,11 @@ def test_the_kernels_read_the_projections_where_they_lie(kind, qk_norm, calls):
         elif kind == "pma":
             assert q.data_ptr() == layer.seeds.data_ptr()
     if kind == "pma":
-        assert ends_q is None and q.shape == (3, 4, 8) and ends_k is offsets
+        assert ends_q is None and q.shape == (3, 4, 8) and ends_k.cu_seqlens is offsets
     else:
-        assert ends_q is offsets
-    assert ends_k.tolist() == ([0, 6, 12, 18, 24, 30] if kind == "pffn" else offsets.tolist())
+        assert ends_q.cu_seqlens is offsets
+    keys = [0, 6, 12, 18, 24, 30] if kind == "pffn" else offsets.tolist()
+    assert ends_k.cu_seqlens.tolist() == keys
 
 
 def test_the_kernels_of_blocks_read_the_packed_projection(monkeypatch):
@@ -449,8 +450,8 @@ WRONG = [
     ("block", "block_size", 16.0, "block_size must be one of .*, got 16.0"),
     ("block", "impl", "nope", "impl must be 'auto' or one of reference, v0_flash, .*, got 'nope'"),
     ("block", "backward_impl", "v0_flash", "needs what impl 'v0_flash' saves, got 'auto'"),
-    ("block", "rotary", "1e4", "rotary must be None or a base above 0, got '1e4'"),
-    ("block", "rotary", True, "rotary must be None or a base above 0, got True"),
+    ("block", "rotary", "1e4", "rotary must be a float, got str"),
+    ("block", "rotary", True, "rotary must be a float, got bool"),
     ("block", "rotary", -1.0, "rotary must be None or a base above 0, got -1.0"),
     ("block", "rotary", None, "rotate_v must be False without rotary, got True"),
 ]

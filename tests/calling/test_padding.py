@@ -7,7 +7,14 @@ import pytest
 import torch
 
 import tritonemu
-from gdpa_kernels import BlockAttention, GDPASelfAttention, Lengths, block_attention, gdpa
+from gdpa_kernels import (
+    BlockAttention,
+    GDPASelfAttention,
+    Lengths,
+    Tokenwise,
+    block_attention,
+    gdpa,
+)
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.calling.launch import launch
 from gdpa_kernels.calling.launches import launches
@@ -119,6 +126,8 @@ def test_layers_take_padding(kind, kept):
     found = layer((x, offsets))[0]
     torch.testing.assert_close(found[:TOTAL], expected)
     torch.testing.assert_close(found[TOTAL:], layer.out.bias.expand(ROWS - TOTAL, -1))
+    both = torch.nn.Sequential(Tokenwise(torch.nn.Identity()), layer)
+    assert torch.equal(both((x, offsets))[0], found)
 
 
 WRONG = (
@@ -160,7 +169,16 @@ def test_a_compiled_call_checks_counts_and_alignment():
     def blocks(q, k, v, offsets):
         return block_attention(q, k, v, offsets)
 
+    def kept(q, k, v, counts):
+        return gdpa(q, k, v, lengths, lengths, causal=True, num_targets=counts)
+
+    def kept_causal(q, k, v, _):
+        return gdpa(q, k, v, fewer_lengths, lengths, causal=True)
+
+    lengths, fewer_lengths = Lengths(OFFSETS), Lengths(fewer)
     for call, last, message in (
+        (kept, ends(15, 0), "together at most the length, got 15 and 0 of 14 in sequence 0"),
+        (kept_causal, fewer, "causal must be .* got True with 24 queries and 30 keys"),
         (targets, ends(15, 0), "together at most the length, got 15 and 0 of 14 in sequence 0"),
         (causal, fewer, "causal must be .* got True with 24 queries and 30 keys"),
         (blocks, ends(0, 14, 60), "cu_seqlens must run from 0 to at most the 44 rows"),

@@ -175,7 +175,7 @@ WRONG = (
     (ValueError, "target_group_size must be an integer of at least 1, got 0",
      {"target_group_size": 0}),
     (TypeError, "full_rows must be an integer of at least 0, got True", {"full_rows": True}),
-    (ValueError, "target_ranks must be 'shared' or 'own', got 'mine'", {"target_ranks": "mine"}),
+    (ValueError, "target_ranks must be one of shared, own, got 'mine'", {"target_ranks": "mine"}),
     (ValueError, "full_rows must be 0 without a window", {"full_rows": 3}),
     (ValueError, "must be 1 and 'shared' without num_targets, got 2 and 'shared'",
      {"target_group_size": 2}),

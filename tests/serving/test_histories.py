@@ -188,7 +188,7 @@ def test_an_evicted_user_is_named():
     with pytest.raises(LookupError, match=r"or missing be 'empty', got none of \['u'\]"):
         kept.pages(["w", "u"])
     assert kept.pages(["w", "u"], missing="empty").cu_seqlens.tolist() == [0, 8, 8]
-    with pytest.raises(ValueError, match="missing must be 'raise' or 'empty', got None"):
+    with pytest.raises(TypeError, match="missing must be one of raise, empty, got None"):
         kept.pages(["w"], missing=None)
     kept.append(["new"], [0])  # known to have none
     assert len(kept.pages(["new"]).slots) == 0
