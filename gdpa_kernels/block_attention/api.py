@@ -9,7 +9,7 @@ import torch
 
 from gdpa_kernels.block_attention import choices
 from gdpa_kernels.block_attention.batch import Batch, Rotary
-from gdpa_kernels.calling import checks, ladder, packed
+from gdpa_kernels.calling import checks, jagged, ladder, packed
 from gdpa_kernels.calling.lengths import Lengths
 from gdpa_kernels.calling.operators import (
     Size,
@@ -112,6 +112,9 @@ def block_attention(
     if isinstance(cu_seqlens, Lengths):
         lengths, padding = cu_seqlens, cu_seqlens.total < rows
         cu_seqlens, _ = lengths.of("cu_seqlens", rows, q.device, padding=True)
+    elif isinstance(cu_seqlens, jagged.Checked):
+        cu_seqlens, total = cu_seqlens
+        padding = total < rows
     else:
         checks.check_offsets("cu_seqlens", cu_seqlens, q.device)
         unread = validate and not checks.is_readable(cu_seqlens)
@@ -248,7 +251,7 @@ def _forward(
     with checks.without_autocast(q):  # the definition is made of operators that it would change
         out, saved = rung.module().forward(batch, **given)
     if options.padding:
-        clear_padding((out,), (cu_seqlens,))
+        clear_padding(out, cu_seqlens)
     return out, list(saved[1:])  # the first is the output
 
 
@@ -281,7 +284,8 @@ def _backward(
         with checks.without_autocast(q):
             gradients = rung.module().backward(grad_out, batch, tuple(saved), **given)
         if options.padding:
-            clear_padding(gradients, (cu_seqlens,) * 3)
+            clear_padding(gradients[0], cu_seqlens)
+            clear_padding(gradients[1], cu_seqlens, gradients[2])
         return gradients
 
     gradients = packed.gradients(backward, q, k, v, options.num_kv_heads, (True, True, True))

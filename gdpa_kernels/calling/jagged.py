@@ -3,12 +3,23 @@ Lengths), or a nested tensor of layout torch.jagged; and what a model does with 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from gdpa_kernels.calling import checks, private
 from gdpa_kernels.calling.lengths import Lengths, extended
 
-Offsets = torch.Tensor | Lengths
+
+class Checked(NamedTuple):
+    """Offsets that a layer has checked, for the operator that it calls: int32 `[batch + 1]`, and
+    the rows of all sequences."""
+
+    cu_seqlens: torch.Tensor
+    total: int
+
+
+Offsets = torch.Tensor | Lengths | Checked
 Jagged = tuple[torch.Tensor, Offsets]
 
 
@@ -122,7 +133,7 @@ def read(
     """(values, offsets, longest) of a batch of any kind: values `[total_tokens, embed_dim]`, or of
     any trailing shape; offsets int32 `[batch + 1]`, the same tensor if it is that, or Lengths; at
     least the longest sequence, None if neither `max_seqlen` nor x nor a check says it. padding: for
-    an operator, which takes rows behind the last sequence; offsets that were checked are Lengths.
+    an operator, which takes rows behind the last sequence; offsets of a tensor are then `Checked`.
 
     Raises TypeError, ValueError: x is wrong: what is expected, what was received.
     """
@@ -148,7 +159,7 @@ def read(
         return values, checks.to_int32(offsets, unread), most
     longest, end = checks.check_lengths("cu_seqlens", offsets, shape[0], most, padding=padding)
     most, offsets = longest if most is None else most, checks.to_int32(offsets)
-    return values, Lengths.checked(offsets, end, most) if padding else offsets, most
+    return values, Checked(offsets, end) if padding else offsets, most
 
 
 def _parts(x: torch.Tensor | Jagged) -> tuple[object, object, int | None]:
@@ -232,7 +243,7 @@ def longest_of(offsets: torch.Tensor) -> int:
 
 def cu_seqlens(offsets: Offsets) -> torch.Tensor:
     """The offsets as a tensor."""
-    return offsets.cu_seqlens if isinstance(offsets, Lengths) else offsets
+    return offsets if isinstance(offsets, torch.Tensor) else offsets.cu_seqlens
 
 
 def batch_size(offsets: Offsets) -> int:

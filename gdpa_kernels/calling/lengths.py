@@ -100,11 +100,6 @@ class Lengths:
         return _held, (type(self), self.cu_seqlens, self.total, self.max_seqlen)
 
     @classmethod
-    def checked(cls, cu_seqlens: torch.Tensor, total: int, max_seqlen: int) -> Lengths:
-        """Lengths of int32 offsets that were checked, without a copy, for one call."""
-        return object.__new__(cls)._hold(cu_seqlens, total, max_seqlen)
-
-    @classmethod
     def uniform(cls, batch: int, length: int, device: torch.device | str) -> Lengths:
         """`batch` sequences of `length` rows on `device`; waits for nothing."""
         batch = checks.check_max_seqlen("batch", batch)
@@ -218,7 +213,7 @@ class _Extended(Recipe[Lengths]):
 
 def _held(cls: type[Lengths], cu_seqlens: torch.Tensor, total: int, max_seqlen: int) -> Lengths:
     """Lengths of offsets that need no check."""
-    return cls.checked(cu_seqlens, total, max_seqlen)
+    return object.__new__(cls)._hold(cu_seqlens, total, max_seqlen)
 
 
 def _checked_total(total: int) -> int:

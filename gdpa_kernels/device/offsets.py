@@ -54,33 +54,22 @@ def check_kernel(
             tl.device_assert(equal, "causal must be 'lower_right' for last queries")
 
 
-@triton.jit
-def _clear(
-    x_ptr, ends_ptr, rows, add_ptr, sequences,
+@triton.jit(do_not_specialize=["rows", "sequences"])
+def clear_kernel(
+    x_ptr, other_ptr, add_ptr, ends_ptr, rows, sequences,
     WIDTH: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Rows of WIDTH elements, STRIDE apart, from the end of the last sequence on: what is at
-    add_ptr, where they lie side by side, or zero."""
+    """`padding.clear_padding` of rows of WIDTH elements, STRIDE apart; at add_ptr they lie side by
+    side."""
     start = tl.load(ends_ptr + sequences).to(tl.int64) * WIDTH
     end = rows.to(tl.int64) * WIDTH
     step = tl.num_programs(0).to(tl.int64) * BLOCK
     for first in tl.range(start + tl.program_id(0).to(tl.int64) * BLOCK, end, step):
         i = first + tl.arange(0, BLOCK)
+        at = i // WIDTH * STRIDE + i % WIDTH
         value = tl.zeros([BLOCK], x_ptr.dtype.element_ty)
+        if other_ptr is not None:
+            tl.store(other_ptr + at, value, mask=i < end)
         if add_ptr is not None:
             value = tl.load(add_ptr + i, mask=i < end, other=0).to(x_ptr.dtype.element_ty)
-        tl.store(x_ptr + i // WIDTH * STRIDE + i % WIDTH, value, mask=i < end)
-
-
-@triton.jit(do_not_specialize=["rows_0", "rows_1", "rows_2", "sequences"])
-def clear_kernel(
-    x_0, ends_0, rows_0, x_1, ends_1, rows_1, x_2, ends_2, rows_2, add_ptr, sequences,
-    WIDTH_0: tl.constexpr, STRIDE_0: tl.constexpr, WIDTH_1: tl.constexpr, STRIDE_1: tl.constexpr,
-    WIDTH_2: tl.constexpr, STRIDE_2: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """`padding.clear_padding` of up to three tensors; x_1 and x_2 may be None."""
-    _clear(x_0, ends_0, rows_0, add_ptr, sequences, WIDTH_0, STRIDE_0, BLOCK)
-    if x_1 is not None:
-        _clear(x_1, ends_1, rows_1, None, sequences, WIDTH_1, STRIDE_1, BLOCK)
-    if x_2 is not None:
-        _clear(x_2, ends_2, rows_2, None, sequences, WIDTH_2, STRIDE_2, BLOCK)
+        tl.store(x_ptr + at, value, mask=i < end)

@@ -5,8 +5,6 @@ A GPU stops at the first assertion that does not hold, as for an index of PyTorc
 prints the sentence, and the next call that waits for it raises RuntimeError.
 """
 
-from collections.abc import Sequence
-
 import torch
 
 from gdpa_kernels.calling.launch import cdiv, launch, multiprocessors
@@ -40,43 +38,40 @@ def check_offsets(
 
 
 def clear_padding(
-    tensors: Sequence[torch.Tensor | None],
-    ends: Sequence[torch.Tensor | None],
+    x: torch.Tensor | None,
+    ends: torch.Tensor | None,
+    other: torch.Tensor | None = None,
     add_to: torch.Tensor | None = None,
 ) -> None:
-    """Set the rows of up to three tensors behind their last sequence to 0, those of the first to
-    what add_to has there; without waiting for the device.
+    """Set the rows of x and of `other` behind the last sequence to 0, those of x to what add_to has
+    there; without waiting for the device.
 
-    tensors: `[rows, heads, head_dim]`, the heads of a row side by side; None or without offsets:
-    left as they are. ends: their offsets.
+    x, other: `[rows, heads, head_dim]` of one shape, the heads of a row side by side; None: nothing
+    to clear. ends: their offsets; None: every row is of a sequence.
     """
-    pairs = zip(tensors, ends, strict=True)
-    pairs = [(x, e) for x, e in pairs if x is not None and e is not None and x.numel()]
-    if not pairs:
+    tensors = [each for each in (x, other) if each is not None and each.numel()]
+    if ends is None or not tensors:
         return
-    device = pairs[0][0].device
-    if device.type != "cuda":
-        for i, (x, e) in enumerate(pairs):
-            last = int(e[-1])
-            x[last:] = 0 if add_to is None or i else add_to[last:]
-        return
-    clear_on_device(pairs, add_to, multiprocessors(device))
+    if not ends.is_cuda:
+        last = int(ends[-1])
+        for each in tensors:
+            each[last:] = 0 if add_to is None else add_to[last:]
+    elif len(tensors) == 2 and x.stride() != other.stride():
+        for each in tensors:
+            clear_on_device([each], ends, None, multiprocessors(ends.device))
+    else:
+        clear_on_device(tensors, ends, add_to, multiprocessors(ends.device))
 
 
 def clear_on_device(
-    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], add_to: torch.Tensor | None, programs: int
+    tensors: list[torch.Tensor], ends: torch.Tensor, add_to: torch.Tensor | None, programs: int
 ) -> None:
-    """`clear_padding` of tensors that there are, with their offsets."""
+    """`clear_padding` of one tensor or two with the same strides."""
     from gdpa_kernels.device.offsets import clear_kernel
 
-    arguments, constants = [], {}
-    for i in range(3):
-        x, e = pairs[i] if i < len(pairs) else (None, None)
-        arguments += [x, e, 0 if x is None else x.shape[0]]
-        constants[f"WIDTH_{i}"] = 0 if x is None else x.shape[1] * x.shape[2]
-        constants[f"STRIDE_{i}"] = 0 if x is None else x.stride(0)
-    add_to = None if add_to is None else add_to.contiguous()
+    x, *others = tensors
     launch(
-        clear_kernel, (programs,), pairs[0][0].device,
-        *arguments, add_to, pairs[0][1].numel() - 1, **constants, BLOCK=1024, num_warps=4,
+        clear_kernel, (programs,), ends.device,
+        x, others[0] if others else None, None if add_to is None else add_to.contiguous(), ends,
+        x.shape[0], ends.numel() - 1, WIDTH=x.shape[1] * x.shape[2], STRIDE=x.stride(0), BLOCK=1024,
     )  # fmt: skip

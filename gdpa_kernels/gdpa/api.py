@@ -397,7 +397,7 @@ def _forward(
     with checks.without_autocast(q):  # the definition is made of operators that it would change
         out = rung.module().forward(batch, **given).contiguous()
     if options.padding:
-        clear_padding((out,), (cu_seqlens_q,), add_to)
+        clear_padding(out, cu_seqlens_q, add_to=add_to)
     return out
 
 
@@ -446,7 +446,8 @@ def _backward(
         with checks.without_autocast(q):
             gradients = needed(rung.module().backward(grad_out, batch, **given), needs)
         if options.padding:
-            clear_padding(gradients, (cu_seqlens_q, cu_seqlens_k, cu_seqlens_k))
+            clear_padding(gradients[0], cu_seqlens_q)
+            clear_padding(gradients[1], cu_seqlens_k, gradients[2])
         return gradients
 
     gradients = needed(packed.gradients(backward, q, k, v, options.num_kv_heads, needs), needs)
@@ -651,6 +652,8 @@ def _read(
             f"{name} must be the offsets [batch + 1] of k's {rows} rows, a tensor or Lengths, "
             "unless k is nested, got None"
         )
+    if isinstance(cu_seqlens, jagged.Checked):
+        return cu_seqlens.cu_seqlens, max_seqlen, False, cu_seqlens.total < rows
     if isinstance(cu_seqlens, Lengths):
         read = cu_seqlens.of(name, rows, tensor.device, max_seqlen, padding=True)
         return *read, False, cu_seqlens.total < rows

@@ -514,7 +514,8 @@ class PFFN(_Layer):
         batch, length = jagged.batch_size(offsets), self.num_keys
         if isinstance(offsets, Lengths) and not torch.compiler.is_compiling():
             return offsets.once(_Keys(length))
-        return torch.arange(batch + 1, dtype=torch.int32, device=device) * length
+        keys = torch.arange(batch + 1, dtype=torch.int32, device=device) * length
+        return jagged.Checked(keys, batch * length) if isinstance(offsets, jagged.Checked) else keys
 
     def extra_repr(self) -> str:
         return (

@@ -223,33 +223,32 @@ def test_the_device_finds_what_the_host_finds():
             on_the_device(**changes)
 
 
-@pytest.mark.parametrize("absent", [(), (0,), (1,), (2,), (0, 1), (0, 2), (1, 2)])
+@pytest.mark.parametrize("parts", ("xo", "x", "o", "xa"))
+@pytest.mark.parametrize("strides", ("own", "packed", "mixed"))
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32))
-def test_the_device_clears_what_the_host_clears(dtype, absent):
-    """Whatever gradients are needed; parts of a packed one, and others, by offsets of their own."""
+def test_the_device_clears_what_the_host_clears(dtype, strides, parts, monkeypatch):
+    """Whichever gradients are needed, as parts of a packed one or not; to what is added or to 0."""
     whole = torch.randn(ROWS, 7, 16).to(dtype)
-    other = torch.randn(ROWS - 3, 2, 16).to(dtype)
-    offsets = OFFSETS, OFFSETS - OFFSETS // 10, ends(0, 5, ROWS - 5)
+    add_to = torch.ones(ROWS, 3, 16) if "a" in parts else None
     results = []
     for device in (False, True):
-        packed, alone = whole.clone(), other.clone()
-        tensors = [packed[:, :3], packed[:, 3:5], alone]
-        tensors = [None if i in absent else x for i, x in enumerate(tensors)]
-        add_to = None if 0 in absent else torch.ones(ROWS, 3, 16)
+        packed = whole.clone()
+        x, other = packed[:, :3], packed[:, 4:]
+        x = x if strides == "packed" else x.contiguous()
+        other = other.contiguous() if strides == "own" else other
+        given = x if "x" in parts else None, OFFSETS, other if "o" in parts else None, add_to
         if device:
-            pairs = zip(tensors, offsets, strict=True)
-            with tritonemu.enabled():
-                given = [(x, e) for x, e in pairs if x is not None]
-                padding.clear_on_device(given, add_to, 3)
-        else:
-            padding.clear_padding(tensors, offsets, add_to)
-        results.append((packed, alone))
+            monkeypatch.setattr(padding, "multiprocessors", lambda _: 3)
+            monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True))
+        with tritonemu.enabled():
+            padding.clear_padding(*given)
+        results.append((x, other, packed))
     assert_same_bits(*results)
-    first, last = (x.clone() for x in (whole, other))
-    for i, (x, e) in enumerate(zip((first[:, :3], first[:, 3:5], last), offsets, strict=True)):
-        if i not in absent:
-            x[e[-1] :] = float(i == 0)
-    assert_same_bits(results[0], (first, last))
+    for name, tensor, before in (("x", x, whole[:, :3]), ("o", other, whole[:, 4:])):
+        expected = before.clone()
+        if name in parts:
+            expected[TOTAL:] = float("a" in parts)
+        assert torch.equal(tensor, expected)
 
 
 @pytest.mark.parametrize("arch", (80, 90, 100))
@@ -261,7 +260,7 @@ def test_both_kernels_compile(arch):
             check_kernel, (1,), torch.device("cpu"), OFFSETS, OFFSETS, torch.zeros(2, 2).int(), 2,
             ROWS, ROWS, 30, 30, NAME="cu_seqlens", ALIGNED=True, EQUAL=True, BLOCK=1024,
         )  # fmt: skip
-        padding.clear_on_device([(x, OFFSETS)] * 3, x, 1)
+        padding.clear_on_device([x, x], OFFSETS, x, 1)
     with pretended(arch):
         check, clear = (
             each.kernel.run(grid=(1,), warmup=True, **each.arguments, **each.constants).asm["ptx"]
