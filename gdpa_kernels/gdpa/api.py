@@ -198,9 +198,11 @@ def gdpa(
         )
     # Of the same offsets both alignments are one, which all products take.
     lower_right = causal == "lower_right" and given[0] is not given[1]
-    deferred = validate and not checks.is_readable(cu_seqlens_k)
-    check_alignment = causal is True and given[0] is not given[1]
-    if check_alignment and validate and not deferred:
+    check_alignment = validate and causal is True and given[0] is not given[1]
+    counts = num_targets is not None or num_contexts is not None or bool(full_rows)
+    if unread or check_alignment or (validate and counts):
+        unread = not checks.is_readable(cu_seqlens_k)
+    if check_alignment and not unread:
         _check_alignment(given, cu_seqlens_q, cu_seqlens_k, q.shape[0])
     if (window, full_rows, target_group_size) != (None, 0, 1):
         window, full_rows = checks.int32(window), checks.int32(full_rows)
@@ -224,8 +226,7 @@ def gdpa(
         num_kv_heads, max_seqlen_q, max_seqlen_k, ",".join(names), scale, float(output_scale),
         causal is not False, window, precise, impl, backward_impl, lower_right,
         out_dtype, target_group_size, full_rows, target_ranks == "own",
-        check_values=deferred and (unread or check_alignment or counted is not None),
-        check_alignment=deferred and check_alignment, padding=padding,
+        check_values=unread, check_alignment=unread and check_alignment, padding=padding,
     )  # fmt: skip
     lengths = _shared(given)
     if lengths is not None and checks.is_fake(q):

@@ -232,7 +232,7 @@ def forward_in_dtype(batch: Batch) -> torch.Tensor:
             p = p.masked_fill(~keep, 0)
         outputs.append((p @ v_b * batch.output_scale).transpose(0, 1))
     rows = batch.rows - sum(map(len, outputs))  # behind the last sequence
-    return torch.cat((*outputs, q.new_zeros(rows, *q.shape[1:])))
+    return torch.cat((*outputs, q.new_zeros(rows, q.shape[1], v.shape[2])))
 
 
 def backward_in_dtype(

@@ -50,7 +50,7 @@ WRONG = (
      {"backward_impl": "v0_flash"}),
     (TypeError, r"rotary must be None or a pair \(sin, cos\) of tensors, got Tensor",
      {"rotary": TURNS}),
-    (TypeError, "rotary .* got 3 of them", {"rotary": (TURNS,) * 3}),
+    (ValueError, "rotary .* got 3 of them", {"rotary": (TURNS,) * 3}),
     (TypeError, "cos of rotary must be a tensor, got float", {"rotary": (TURNS, 1.0)}),
     (ValueError, r"cos of rotary must have shape .* = \[21, 8\], got \[21, 16\]",
      {"rotary": (TURNS, draw(21, 16))}),
