@@ -26,7 +26,7 @@ def check_kernel(
     NAME: tl.constexpr, ALIGNED: tl.constexpr, EQUAL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """`padding.check_offsets` of BLOCK sequences a program."""
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = i < sequences
     if ends_q_ptr is None:
         _check_offsets(ends_k_ptr, i, sequences, rows_k, max_seqlen_k, NAME)
@@ -65,8 +65,8 @@ def clear_kernel(
     end = rows.to(tl.int64) * WIDTH
     step = tl.num_programs(0).to(tl.int64) * BLOCK
     for first in tl.range(start + tl.program_id(0).to(tl.int64) * BLOCK, end, step):
-        i = first + tl.arange(0, BLOCK)
-        at = i // WIDTH * STRIDE + i % WIDTH
+        i = first.to(tl.int64) + tl.arange(0, BLOCK)
+        at = (i // WIDTH).to(tl.int64) * STRIDE + i % WIDTH
         value = tl.zeros([BLOCK], x_ptr.dtype.element_ty)
         if other_ptr is not None:
             tl.store(other_ptr + at, value, mask=i < end)
