@@ -112,7 +112,7 @@ def check_ranks(parser: options.Parser, o: argparse.Namespace) -> None:
 
 
 def content_of(o: argparse.Namespace) -> str | None:
-    """What --ratings holds now; None where no checkpoint needs it, or there is no such file."""
+    """Size and SHA-256 of --ratings; None where no checkpoint needs them, or without the file."""
     if o.checkpoint is None or o.ratings is None or not Path(o.ratings).is_file():
         return None
     file = Path(o.ratings)

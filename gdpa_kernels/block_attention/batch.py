@@ -35,7 +35,7 @@ class Batch(Heads):
 
     @property
     def offsets(self) -> tuple[torch.Tensor]:
-        """What a list of work is made from beside its record."""
+        """The offsets as a `Recipe` takes them."""
         return (self.cu_seqlens,)
 
     @property

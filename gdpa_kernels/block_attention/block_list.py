@@ -66,8 +66,7 @@ def block_list_kernel(
 
 @dataclass(frozen=True)
 class BlockList(Recipe):
-    """What the list is made from beside the offsets: at least the tokens of all sequences, and
-    those of a block."""
+    """The list of blocks of `block_size` tokens, of sequences that have at most `total`."""
 
     total: int
     block_size: int

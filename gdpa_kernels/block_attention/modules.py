@@ -86,7 +86,8 @@ class BlockAttention(nn.Module):
 
         x: a pair (values `[total_tokens, embed_dim]`, offsets `[batch + 1]` or `Lengths`), or a
         nested tensor `[batch, jagged, embed_dim]` of layout torch.jagged. A pair's int64 offsets
-        come back as int32; a nested tensor's are converted in each call, `Lengths` once.
+        come back as int32; a nested tensor's are converted in each call, `Lengths` once. Rows that
+        follow the last sequence attend to nothing, and pass the projections as all rows do.
         """
         values, offsets, _ = jagged.read(x, self.embed_dim, validate=self.validate, padding=True)
         return jagged.like(x, self._attend(values, offsets), offsets)

@@ -108,7 +108,7 @@ def check_count(name: str, value: object, least: int = 0, *, optional: bool = Fa
 
 
 def is_integer(value: object) -> bool:
-    """Whether it is an integer of Python or of NumPy, which may be symbolic, and no bool."""
+    """True for an integer of Python or of NumPy, which may be symbolic; False for a bool."""
     return isinstance(value, int | Integral | torch.SymInt) and not isinstance(value, bool)
 
 

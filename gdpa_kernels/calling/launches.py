@@ -88,5 +88,5 @@ def note(kernel: JITFunction, grid: tuple[int, ...], args: tuple, options: dict)
 
 
 def are_made() -> bool:
-    """Whether launches are made, as the open contexts have it."""
+    """True unless an open context leaves launches out."""
     return all(recorder.run for recorder in recorders)

@@ -71,7 +71,7 @@ class Lengths:
                 "or one in the capture of a CUDA graph: make Lengths before"
             )
         if max_seqlen is not None:
-            checks.check_max_seqlen("max_seqlen", max_seqlen)
+            max_seqlen = checks.check_max_seqlen("max_seqlen", max_seqlen)
         total = _checked_total(int(cu_seqlens[-1]))
         longest, _ = checks.check_lengths("cu_seqlens", cu_seqlens, total, max_seqlen)
         with torch.inference_mode(False):  # training may follow an evaluation
@@ -85,7 +85,7 @@ class Lengths:
         if not torch.compiler.is_compiling() and cu_seqlens.is_inference():  # a copy made there
             with torch.inference_mode(False):
                 cu_seqlens = cu_seqlens.clone()
-        self.cu_seqlens, self.total, self.max_seqlen = cu_seqlens, total, int(max_seqlen)
+        self.cu_seqlens, self.total, self.max_seqlen = cu_seqlens, total, max_seqlen
         self._version = version(cu_seqlens)
         # By the Lengths that it was made with, itself or others, which it does not keep alive.
         self._cached: WeakKeyDictionary[Lengths, dict[Hashable, object]] = WeakKeyDictionary()

@@ -48,10 +48,10 @@ def check_kernel(
             rows = tl.load(ends_q_ptr + i + 1, mask=inside, other=0) - start_q
         if ALIGNED:
             enough = (rows >= keys) | ~inside
-            tl.device_assert(enough, "causal must name an alignment with fewer queries")
+            tl.device_assert(enough, "causal must be named where a sequence has fewer queries")
         if EQUAL:
             equal = (rows == keys) | ~inside
-            tl.device_assert(equal, "causal must be 'lower_right' for last queries")
+            tl.device_assert(equal, "causal must be 'lower_right' where queries are the last")
 
 
 @triton.jit(do_not_specialize=["rows", "sequences"])
@@ -66,10 +66,10 @@ def clear_kernel(
     step = tl.num_programs(0).to(tl.int64) * BLOCK
     for first in tl.range(start + tl.program_id(0).to(tl.int64) * BLOCK, end, step):
         i = first.to(tl.int64) + tl.arange(0, BLOCK)
-        at = (i // WIDTH).to(tl.int64) * STRIDE + i % WIDTH
+        element = (i // WIDTH).to(tl.int64) * STRIDE + i % WIDTH
         value = tl.zeros([BLOCK], x_ptr.dtype.element_ty)
         if other_ptr is not None:
-            tl.store(other_ptr + at, value, mask=i < end)
+            tl.store(other_ptr + element, value, mask=i < end)
         if add_ptr is not None:
             value = tl.load(add_ptr + i, mask=i < end, other=0).to(x_ptr.dtype.element_ty)
-        tl.store(x_ptr + at, value, mask=i < end)
+        tl.store(x_ptr + element, value, mask=i < end)

@@ -55,7 +55,7 @@ def clear_padding(
     if not ends.is_cuda:
         last = int(ends[-1])
         for each in tensors:
-            each[last:] = 0 if add_to is None else add_to[last:]
+            each[last:] = add_to[last:] if each is x and add_to is not None else 0
     elif len(tensors) == 2 and x.stride() != other.stride():
         for each in tensors:
             clear_on_device([each], ends, None, multiprocessors(ends.device))

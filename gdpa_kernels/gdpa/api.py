@@ -86,10 +86,11 @@ def gdpa(
             and the call costs as much as if all had the wider one.
         cu_seqlens_q, cu_seqlens_k: int32 `[batch + 1]` on q's device: sequence i holds the rows
             cu_seqlens[i] up to, not including, cu_seqlens[i + 1]. Lengths of 0 are ordinary. Rows
-            may follow the last sequence, as padding: their results and gradients are 0. int64 is
-            converted in each call. Or `Lengths`, checked once for many calls. Or None for what is
-            nested `[batch, jagged, heads, head_dim]`, of layout torch.jagged: k and v with the same
-            offsets, q, and add_to with it, with its own; the result is then nested as q is.
+            may follow the last sequence, as padding: their results, but for add_to, and gradients
+            are 0. int64 is converted in each call. Or `Lengths`, checked once for many calls. Or
+            None for what is nested `[batch, jagged, heads, head_dim]`, of layout torch.jagged: k
+            and v with the same offsets, q, and add_to with it, with its own; the result is then
+            nested as q is.
         max_seqlen_q, max_seqlen_k: at least the longest sequence, in tokens. None: that of
             `Lengths`, the rows of a shared q, or the longest itself, which is read from the offsets
             in each call and waits for the device; not in the capture of a CUDA graph.
@@ -586,8 +587,6 @@ def _check_alignment(
 ) -> None:
     """Raises ValueError if a sequence has fewer queries than keys; `rows` are those of a shared q.
     Waits for the device, once if both offsets are Lengths."""
-    if given[0] is given[1]:
-        return
     lengths, recipe = _shared(given), _FewerQueries(rows if ends_q is None else 0)
     pair = lengths[1].once(recipe, lengths[0]) if lengths else recipe.make(ends_k, ends_q)
     if pair is not None:

@@ -16,7 +16,7 @@ from gdpa_kernels.gdpa.history import History
 from gdpa_kernels.gdpa.own import keyed
 
 Schedule = tuple[torch.Tensor, ...]
-"""A list of work on a device: what is made from what `plan_schedule` of a rung returns."""
+"""A list of work on a device: what the `Recipe` of a rung's `plan_schedule` makes."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Batch(Heads):
 
     @property
     def offsets(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """What a list of work is made from beside its record: cu_seqlens_k and cu_seqlens_q."""
+        """cu_seqlens_k and cu_seqlens_q, as a `Recipe` takes them."""
         return self.cu_seqlens_k, self.cu_seqlens_q
 
     @property

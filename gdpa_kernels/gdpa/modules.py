@@ -268,7 +268,8 @@ class GDPASelfAttention(private.Constants, _Layer):
 
         x: a pair (values `[total_tokens, embed_dim]`, offsets `[batch + 1]` or `Lengths`), or a
         nested tensor `[batch, jagged, embed_dim]` of layout torch.jagged. A pair's int64 offsets
-        come back as int32; a nested tensor's are converted in each call, `Lengths` once.
+        come back as int32; a nested tensor's are converted in each call, `Lengths` once. Rows that
+        follow the last sequence attend to nothing, and pass the projections as all rows do.
         max_seqlen: of this batch, in place of the layer's. num_targets, num_contexts: as `gdpa`.
         timestamps: with time_bias, of the tokens, as `RelativeBias`.
 

@@ -171,7 +171,7 @@ def work_list_kernel(
 
 @dataclass(frozen=True)
 class WorkList(Recipe):
-    """What a list is made from beside the offsets.
+    """A list of tiles, in the order of this file's head.
 
     rows, max_seqlen: of what is listed. least: a sequence with keys has that many entries or more,
     0 or 1. pieces: (pieces of a sequence, keys of one, rows of the output), each piece with entries
@@ -198,8 +198,8 @@ class WorkList(Recipe):
         waiting for the device."""
         device, batch = cu_seqlens_k.device, cu_seqlens_k.numel() - 1
         splits, piece, rows = self.pieces
-        most = max(self.max_seqlen, self.least)
-        tiles = schedule.max_tiles(self.rows, batch, most, self.rows_per_item)
+        longest = max(self.max_seqlen, self.least)
+        tiles = schedule.max_tiles(self.rows, batch, longest, self.rows_per_item)
         capacity = tiles * self.num_heads * splits
         if capacity == 0:
             return (cu_seqlens_k.new_zeros(1, WIDTH.value),)

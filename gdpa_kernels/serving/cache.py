@@ -514,7 +514,7 @@ def score(
     if in_one_call is not None:
         checks.check_bool(in_one_call=in_one_call)
     check_whole("history", history)
-    max_seqlen = checks.check_count("max_seqlen", max_seqlen)
+    max_seqlen = checks.check_max_seqlen("max_seqlen", max_seqlen)
     target_group_size = checks.check_count("target_group_size", target_group_size, least=1)
     q, k, v = checks.autocast(q, k, v)
     checks.check_tensors(q, k, v)

@@ -79,7 +79,7 @@ def candidates(
     _check(layer, cache)
     cache.model.check_candidates()
     check_whole("whole", whole)
-    max_seqlen = checks.check_count("max_seqlen", max_seqlen)
+    max_seqlen = checks.check_max_seqlen("max_seqlen", max_seqlen)
     ends = checked_ends(x, cu_seqlens, max_seqlen, whole, layer.validate)
     positions = None
     if layer.rotary is not None:  # the only one that asks for them
@@ -148,6 +148,5 @@ def _project(
 
 def _options(layer: GDPASelfAttention) -> dict:
     names = "activation", "scale", "output_scale", "precise", "impl"
-    return {name: getattr(layer, name) for name in names} | {
-        "validate": layer.validate and torch.compiler.is_compiling()
-    }
+    unread = layer.validate and torch.compiler.is_compiling()
+    return {name: getattr(layer, name) for name in names} | {"validate": unread}

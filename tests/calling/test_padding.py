@@ -135,7 +135,7 @@ WRONG = (
     ([0, TOTAL], 40, "max_seqlen_k must be at least the longest sequence, 44 tokens, got 40"),
     ([0, 14, 60], 60, "cu_seqlens_k must run from 0 to at most the 44 rows .*, got 0 to 60"),
     ([0, 40, 14, TOTAL], 44, "cu_seqlens_k must not decrease, got 40 followed by 14"),
-    ([0, 14, 2**32 + TOTAL], 44, "cu_seqlens_k must run .* got 0 to 2147483647"),
+    ([0, 14, 2**32 + TOTAL], 44, "cu_seqlens_k must run .* got 0 to [24]"),
 )
 
 
@@ -152,7 +152,7 @@ def test_a_compiled_call_refuses_what_an_eager_one_refuses(offsets, most, messag
     torch._dynamo.reset()
     compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
     for each in (call, compiled):
-        with pytest.raises(ValueError, match=message.replace("2147483647", "[24]")):
+        with pytest.raises(ValueError, match=message):
             each(*qkv, wrong)
 
 
@@ -216,7 +216,7 @@ def test_the_device_finds_what_the_host_finds():
         ({"ends_q": None, "most": 29}, "cu_seqlens must have no sequence beyond"),
         ({"segments": torch.tensor([[3, 12], [0, 0]], dtype=torch.int32)}, "num_targets and"),
         ({"segments": torch.tensor([[-1, 0], [0, 0]], dtype=torch.int32)}, "num_targets and"),
-        ({"ends_q": ends(0, 13, 44), "most": 31, "aligned": True}, "causal must name"),
+        ({"ends_q": ends(0, 13, 44), "most": 31, "aligned": True}, "causal must be named where"),
         ({"ends_q": ends(0, 15, 44), "equal": True}, "causal must be 'lower_right'"),
     ):
         with pytest.raises(tritonemu.DeviceAssertion, match=message):
