@@ -49,7 +49,7 @@ test: $(READY)
 
 # What depends on the processor, as on another: vector instructions of PyTorch and of MKL, threads.
 ON_A_CPU := tests/gdpa/test_reference.py tests/block_attention/test_reference.py \
-  tests/calling/test_modules.py tests/calling/test_jagged.py tests/norms tests/examples
+  tests/layers/test_layers.py tests/calling/test_jagged.py tests/norms tests/examples
 test-processors: $(READY)
 	ATEN_CPU_CAPABILITY=default MKL_ENABLE_INSTRUCTIONS=SSE4_2 $(PYTEST) --threads 4 $(ON_A_CPU)
 

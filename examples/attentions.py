@@ -14,9 +14,9 @@ import torch
 from torch.nn import functional as F
 
 from gdpa_kernels import PFFN, PMA, BlockAttention, GDPASelfAttention, Lengths, gdpa, jagged
-from gdpa_kernels.calling.layers import rotate, turns
 from gdpa_kernels.calling.lengths import Recipe
 from gdpa_kernels.gdpa.reference import ACTIVATIONS
+from gdpa_kernels.layers.rotary import rotate, sin_cos
 
 OURS = {
     "gdpa": {"gdpa": {}, "block_attention": {}},
@@ -110,7 +110,7 @@ class _Peer:
             q, k = self.q_norm(q), self.k_norm(k)
         base = getattr(self, "rotary", None)
         if base is not None:
-            angles = turns(base, self.head_dim, q, lengths_q)
+            angles = sin_cos(base, self.head_dim, q, lengths_q)
             q, k = rotate(q, *angles), rotate(k, *angles)
         if isinstance(self, BlockAttention):
             lengths_q = lengths_k = blocks(lengths_q, self.block_size)

@@ -34,8 +34,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from train import Loader, check_ranks, join, network
 
 from data import DEALS
-from gdpa_kernels import gdpa
-from gdpa_kernels.gdpa import parallel
+from gdpa_kernels import gdpa, parallel
 
 
 def arguments(given: list[str] | None) -> argparse.Namespace:

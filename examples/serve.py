@@ -24,7 +24,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from gdpa_kernels import GDPASelfAttention, Lengths
-from gdpa_kernels.serving.cache import Model, PagedCache
+from gdpa_kernels.serving import Model, PagedCache
 from gdpa_kernels.serving.layers import candidates, extend
 
 ITEMS = 100_000

@@ -1,14 +1,14 @@
 """Attention kernels of recommendation models, and what measures them; importing touches no GPU."""
 
 from gdpa_kernels.block_attention.api import block_attention
-from gdpa_kernels.block_attention.modules import BlockAttention
 from gdpa_kernels.calling import jagged
-from gdpa_kernels.calling.layers import Tokenwise
 from gdpa_kernels.calling.lengths import Lengths
 from gdpa_kernels.gdpa.api import gdpa
 from gdpa_kernels.gdpa.bias import RelativeBias
-from gdpa_kernels.gdpa.modules import PFFN, PMA, GDPASelfAttention
 from gdpa_kernels.gdpa.registration import register_activation
+from gdpa_kernels.layers.block_attention import BlockAttention
+from gdpa_kernels.layers.common import Tokenwise
+from gdpa_kernels.layers.gdpa import PFFN, PMA, GDPASelfAttention
 
 __all__ = [
     "PFFN",

@@ -8,7 +8,7 @@ from types import ModuleType
 
 from _lib import studies
 from gdpa_kernels.device import pairs
-from gdpa_kernels.gdpa import tensor_memory
+from gdpa_kernels.gdpa.device import tensor_memory
 
 SHARED = pairs, tensor_memory
 

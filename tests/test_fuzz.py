@@ -22,7 +22,7 @@ from gdpa_kernels import (
 )
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.gdpa.bias import hstu_thresholds
-from gdpa_kernels.serving.cache import PagedCache, score
+from gdpa_kernels.serving import PagedCache, score
 from gdpa_kernels.serving.validity import Model
 from gdpa_lab.measuring.inputs import cu_seqlens
 from gdpa_lab.measuring.testing import compare

@@ -12,8 +12,8 @@ import gdpa_lab
 
 HOUSES = [Path(house.__file__).parent for house in (gdpa_kernels, gdpa_lab, _lib)]
 FLOORS = (
-    "calling", "device", "norms", ("gdpa", "block_attention"), "serving", "measuring", "report",
-    "_lib",
+    "calling", "device", "norms", ("gdpa", "block_attention"), ("layers", "parallel"), "serving",
+    "measuring", "report", "_lib",
 )  # fmt: skip
 """From below; a room imports from its own floor and from those under it."""
 

@@ -12,11 +12,28 @@ from gdpa_kernels.calling.heads import Gradients, Heads
 from gdpa_kernels.calling.launch import next_power_of_2
 from gdpa_kernels.gdpa import targets
 from gdpa_kernels.gdpa.bias import NONE, Bias
-from gdpa_kernels.gdpa.history import History
-from gdpa_kernels.gdpa.own import keyed
+from gdpa_kernels.gdpa.device.custom import cache_key
 
 Schedule = tuple[torch.Tensor, ...]
 """A list of work on a device: what the `Recipe` of a rung's `plan_schedule` makes."""
+
+
+@dataclass(frozen=True)
+class History:
+    """Keys and values in pages that each sequence begins with, for kernels that read them there.
+
+    rows `[num_pages * 2 * page_size, num_heads_k, head_dim]`, contiguous: page p's keys are the
+    rows from 2 * p * page_size on, its values page_size further. Sequence i has the pages indices[
+    indptr[i]] up to, not including, indices[indptr[i + 1]], and cu_seqlens[i + 1] - cu_seqlens[i]
+    tokens in them; all int32. tokens: those of all sequences.
+    """
+
+    rows: torch.Tensor
+    indptr: torch.Tensor
+    indices: torch.Tensor
+    cu_seqlens: torch.Tensor
+    page_size: int
+    tokens: int
 
 
 @dataclass(frozen=True)
@@ -31,7 +48,7 @@ class Batch(Heads):
     memory of their own; `out_dtype`: of the output, None for q's; `add_to`: of the output's shape,
     what the sum starts from; `segments`: int32 `[sequences, 2]`, targets and contexts of each
     sequence (targets.py), to which target_group_size, full_rows and own_ranks belong; `bias`: what
-    is added to the scores (bias.py), with a cu_seqlens_q; `history`: tokens in pages (history.py)
+    is added to the scores (bias.py), with a cu_seqlens_q; `history`: tokens in pages (`History`)
     that each sequence's keys begin with, which cu_seqlens_k and max_seqlen_k count; k and v are
     then those that follow, with q's offsets, or have no rows; `padding`: rows may follow the last
     sequence, of which the output needs no value.
@@ -156,7 +173,7 @@ class Batch(Heads):
     @property
     def names(self) -> str:
         """The activations as one word for a kernel."""
-        return ",".join(map(keyed, self.activation))
+        return ",".join(map(cache_key, self.activation))
 
     def pairs(self) -> int:
         """Pairs of a query and a key that count, of one head. Reads the offsets, which waits for

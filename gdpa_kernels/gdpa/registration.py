@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from gdpa_kernels.calling import checks
-from gdpa_kernels.gdpa.own import OWN, Own, frozen, keyed
+from gdpa_kernels.gdpa.device.custom import CUSTOM, Custom, cache_key, frozen
 from gdpa_kernels.gdpa.reference import ACTIVATIONS, Activation
 
 if TYPE_CHECKING:
@@ -71,8 +71,8 @@ def register_activation(
 
     if not isinstance(name, str):
         raise TypeError(f"name must be a string, got {type(name).__name__}")
-    if not name.isidentifier() or (name in ACTIVATIONS and name not in OWN):
-        taken = ", ".join(known for known in ACTIVATIONS if known not in OWN)
+    if not name.isidentifier() or (name in ACTIVATIONS and name not in CUSTOM):
+        taken = ", ".join(known for known in ACTIVATIONS if known not in CUSTOM)
         raise ValueError(f"name must be an identifier other than {taken}, got {name!r}")
     for given, function in (("value", value), ("value_and_slope", value_and_slope)):
         if not isinstance(function, JITFunction) or len(function.arg_names) != 1:
@@ -81,7 +81,8 @@ def register_activation(
         raise TypeError(f"reference must be callable, got {type(reference).__name__}")
     value, value_and_slope = frozen(value), frozen(value_and_slope)
     source = value.cache_key + value_and_slope.cache_key
-    own = Own(name, value, value_and_slope, reference, hashlib.sha256(source.encode()).hexdigest())
+    digest = hashlib.sha256(source.encode()).hexdigest()
+    custom = Custom(name, value, value_and_slope, reference, digest)
     slope = _derivative(reference)
     x = torch.tensor([0.0, 1.0, -1.0], dtype=torch.float64, device="cpu")
     for what, function in (("reference", reference), ("its derivative", slope)):
@@ -97,9 +98,9 @@ def register_activation(
                 f"{x.tolist()} and {alone.tolist()} one by one"
             )
     activation = Activation(name, reference, slope)
-    if name not in OWN:
-        OWN[name], ACTIVATIONS[name] = own, activation
-    elif OWN[name].digest != own.digest or not _equal(ACTIVATIONS[name], activation):
+    if name not in CUSTOM:
+        CUSTOM[name], ACTIVATIONS[name] = custom, activation
+    elif CUSTOM[name].digest != custom.digest or not _equal(ACTIVATIONS[name], activation):
         raise ValueError(f"name must be new, got {name!r}, which is registered differently")
 
 
@@ -130,13 +131,13 @@ def prove(names: tuple[str, ...], device: torch.device) -> None:
     Raises ValueError for one that is wrong, RuntimeError in the capture of a CUDA graph.
     """
     for name in names:
-        key = keyed(name), device.type
-        if name not in OWN or key in _proved:
+        key = cache_key(name), device.type
+        if name not in CUSTOM or key in _proved:
             continue
         x = _points().to(device)
         if not checks.is_readable(x):
             raise RuntimeError(f"activation {name!r} must be used once before a graph is captured")
-        from gdpa_kernels.gdpa.derivatives import evaluate
+        from gdpa_kernels.gdpa.device.derivatives import evaluate
 
         found = evaluate(x, key[0])
         exact = x.double().cpu()

@@ -13,8 +13,8 @@ import triton.language as tl
 
 from gdpa_kernels.calling.launch import cdiv, launch, next_power_of_2
 from gdpa_kernels.calling.rung import capability
-from gdpa_kernels.gdpa.activations import activate_per_head
-from gdpa_kernels.gdpa.own import keyed
+from gdpa_kernels.gdpa.device.activations import activate_per_head
+from gdpa_kernels.gdpa.device.custom import cache_key
 from gdpa_kernels.gdpa.registration import check_activation, prove
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -98,6 +98,6 @@ def add_diagonal(
         Q_STRIDES=q.stride(), K_STRIDES=k.stride(), V_STRIDES=v.stride(),
         ADD_STRIDES=add_to.stride(), OUT_STRIDES=out.stride(),
         NUM_HEADS=heads, GROUP=heads // k.shape[1], HEAD_DIM=head_dim,
-        ACTIVATION=",".join(map(keyed, names)), ROWS=rows, WIDTH=width, num_warps=4,
+        ACTIVATION=",".join(map(cache_key, names)), ROWS=rows, WIDTH=width, num_warps=4,
     )  # fmt: skip
     return out

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
 
 from gdpa_kernels.calling.launch import cdiv, launch, next_power_of_2
 from gdpa_kernels.serving.diagonal import ELEMENTS, places
-
-if TYPE_CHECKING:
-    from gdpa_kernels.serving.cache import Pages
 
 
 @triton.jit
@@ -61,22 +56,25 @@ def join_kernel(
 
 
 def join(
-    data: torch.Tensor, at: Pages, k: torch.Tensor, v: torch.Tensor, ends: torch.Tensor, most: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+    data: torch.Tensor, slots: torch.Tensor, cu_seqlens_history: torch.Tensor,
+    max_seqlen_history: int, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor,
+    max_seqlen: int,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Keys and values `[tokens, heads, head_dim]`: of each user those in its pages, then its rows
     of k and v.
 
-    data: one layer, `[num_pages, 2, page_size, heads, head_dim]`, contiguous. k, v: any strides,
-    with offsets ends `[batch + 1]`, int32, of at most `most` rows a user.
+    data: one layer, `[num_pages, 2, page_size, heads, head_dim]`, contiguous. slots,
+    cu_seqlens_history, max_seqlen_history: of the histories, as `Pages` has them. k, v: any
+    strides, with offsets cu_seqlens `[batch + 1]`, int32, of at most max_seqlen rows a user.
     """
     _, _, page, heads, head_dim = data.shape
-    keys, values = (k.new_empty(len(at.slots) + len(k), heads, head_dim) for _ in "kv")
+    keys, values = (k.new_empty(len(slots) + len(k), heads, head_dim) for _ in "kv")
     width = next_power_of_2(head_dim)
     rows = max(1, ELEMENTS // width)
-    blocks = cdiv(at.max_seqlen + most, rows)
+    blocks = cdiv(max_seqlen_history + max_seqlen, rows)
     launch(
-        join_kernel, (blocks * (len(ends) - 1) * heads,), data.device,
-        data, k, v, keys, values, at.slots, at.cu_seqlens, ends, blocks,
+        join_kernel, (blocks * (len(cu_seqlens) - 1) * heads,), data.device,
+        data, k, v, keys, values, slots, cu_seqlens_history, cu_seqlens, blocks,
         K_STRIDES=k.stride(), V_STRIDES=v.stride(), PAGE=page, NUM_HEADS=heads,
         HEAD_DIM=head_dim, ROWS=rows, WIDTH=width, num_warps=4,
     )  # fmt: skip

@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 
 from gdpa_kernels.calling import checks, jagged, packed
-from gdpa_kernels.calling.layers import rotate, turns_at
 from gdpa_kernels.calling.lengths import Lengths
 from gdpa_kernels.gdpa.api import gdpa
-from gdpa_kernels.gdpa.modules import GDPASelfAttention
-from gdpa_kernels.serving.cache import PagedCache, Pages, check_whole, checked_ends, score
+from gdpa_kernels.layers.gdpa import GDPASelfAttention
+from gdpa_kernels.layers.rotary import rotate, sin_cos_at
+from gdpa_kernels.serving.pages import PagedCache, Pages, check_whole
+from gdpa_kernels.serving.scores import checked_ends, score
 
 
 @torch.no_grad()
@@ -141,8 +142,8 @@ def _project(
         q, k = layer.q_norm(q), layer.k_norm(k)
     if layer.rotary is not None:
         dtype = torch.promote_types(x.dtype, torch.float32)
-        turns = turns_at(layer.rotary, layer.head_dim, positions, dtype)
-        q, k = rotate(q, *turns), rotate(k, *turns)
+        rotation = sin_cos_at(layer.rotary, layer.head_dim, positions, dtype)
+        q, k = rotate(q, *rotation), rotate(k, *rotation)
     return q, k, v
 
 

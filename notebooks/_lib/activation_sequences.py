@@ -32,7 +32,7 @@ import triton.language as tl
 from triton.compiler import CompiledKernel
 
 from gdpa_kernels.calling.launch import launch
-from gdpa_kernels.gdpa.activations import gelu_tanh, gelu_taylor6, relu, silu, tanh_approx
+from gdpa_kernels.gdpa.device.activations import gelu_tanh, gelu_taylor6, relu, silu, tanh_approx
 from gdpa_lab.measuring import compile_check
 
 # Results that an SM of sm_90 delivers in a clock: CUDA C++ programming guide, "Throughput of Native

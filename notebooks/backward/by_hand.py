@@ -24,7 +24,8 @@ import torch.nn.functional as F
 import tritonemu
 from _lib import drawings
 from gdpa_kernels import gdpa
-from gdpa_kernels.gdpa import activations, derivatives, reference
+from gdpa_kernels.gdpa import reference
+from gdpa_kernels.gdpa.device import activations, derivatives
 from gdpa_lab.measuring import roofline
 from gdpa_lab.measuring.inputs import cu_seqlens
 from gdpa_lab.measuring.workloads import FIGURES, workload

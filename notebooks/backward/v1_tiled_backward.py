@@ -27,7 +27,7 @@ import torch
 
 from _lib import drawings, studies
 from _lib.listings import decided
-from gdpa_kernels.gdpa import derivatives
+from gdpa_kernels.gdpa.device import derivatives
 from gdpa_kernels.gdpa.kernels import v1_tiled_backward
 from gdpa_lab.measuring import system
 from gdpa_lab.measuring.workloads import workload

@@ -23,7 +23,7 @@ import torch
 
 from _lib import rare_charts, studies
 from gdpa_kernels.calling.launch import launch
-from gdpa_kernels.gdpa import gradients
+from gdpa_kernels.gdpa.device import gradients
 from gdpa_kernels.gdpa.kernels import v2a_ordered_backward
 from gdpa_kernels.gdpa.ladder import v2_fused_backward
 from gdpa_lab.measuring import timing

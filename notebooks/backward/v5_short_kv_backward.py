@@ -29,7 +29,7 @@ import triton
 from _lib import studies
 from _lib.ratios import best_peer, short, spread
 from gdpa_kernels.calling.launch import launch
-from gdpa_kernels.gdpa.gradients import round_kernel
+from gdpa_kernels.gdpa.device.gradients import round_kernel
 from gdpa_kernels.gdpa.kernels import v4_warp_specialized_backward as v4
 from gdpa_kernels.gdpa.kernels import v5_short_kv_backward as v5
 from gdpa_kernels.gdpa.kernels import v6_one_tile_backward as v6

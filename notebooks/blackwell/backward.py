@@ -25,7 +25,7 @@ import pandas as pd
 
 from _lib import columns, studies
 from gdpa_kernels.calling.launches import launches
-from gdpa_kernels.gdpa import tensor_memory
+from gdpa_kernels.gdpa.device import tensor_memory
 from gdpa_kernels.gdpa.kernels import b1_tensor_memory_backward as b1
 from gdpa_kernels.gdpa.kernels import b2_short_kv_backward as b2
 from gdpa_kernels.gdpa.kernels import b3_dk_first_backward as b3

@@ -25,8 +25,8 @@ import pandas as pd
 import torch
 
 from _lib import columns, studies
+from gdpa_kernels.gdpa.device.polynomial import POLYNOMIALS
 from gdpa_kernels.gdpa.ladder import b1_tensor_memory, b2_two_tiles, b3_stream, b4_mixed
-from gdpa_kernels.gdpa.polynomial import POLYNOMIALS
 from gdpa_lab.measuring import compile_check
 from gdpa_lab.report import charts
 from gdpa_lab.report.chapter import Chapter

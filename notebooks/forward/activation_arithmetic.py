@@ -26,7 +26,7 @@ import torch
 import tritonemu
 from _lib import activation_rates, rare_charts
 from _lib import activation_sequences as sequences
-from gdpa_kernels.gdpa.activations import INSTRUCTIONS
+from gdpa_kernels.gdpa.device.activations import INSTRUCTIONS
 from gdpa_lab.report import charts
 from gdpa_lab.report.chapter import Chapter
 

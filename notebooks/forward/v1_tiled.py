@@ -24,7 +24,7 @@ import pandas as pd
 
 from _lib import drawings, rare_charts, studies
 from _lib.listings import decided
-from gdpa_kernels.gdpa import activations
+from gdpa_kernels.gdpa.device import activations
 from gdpa_kernels.gdpa.kernels import v1_tiled
 from gdpa_kernels.gdpa.ladder import v2_tma
 from gdpa_lab.measuring import roofline, system

@@ -26,7 +26,7 @@ import torch
 import tritonemu
 from _lib import studies
 from gdpa_kernels.device.groups import Ring
-from gdpa_kernels.gdpa import activations
+from gdpa_kernels.gdpa.device import activations
 from gdpa_kernels.gdpa.ladder import v2_tma, v4_warp_specialized
 from gdpa_kernels.gdpa.ladder.v4_warp_specialized import Config
 from gdpa_lab.measuring.workloads import workload

@@ -18,7 +18,7 @@
 
 # %% tags=["hide-input"]
 from _lib import drawings, loops, studies
-from gdpa_kernels.gdpa import activations
+from gdpa_kernels.gdpa.device import activations
 from gdpa_kernels.gdpa.ladder import v4_warp_specialized, v5_pingpong
 from gdpa_kernels.gdpa.ladder.v5_pingpong import Config
 from gdpa_lab.measuring import compile_check

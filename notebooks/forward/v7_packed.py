@@ -28,8 +28,9 @@ import triton.language as tl
 import tritonemu
 from _lib import studies
 from gdpa_kernels.calling.launch import launch
-from gdpa_kernels.gdpa import activations, reference
-from gdpa_kernels.gdpa.activations import multiply_add_pairs, tanh_of_pairs
+from gdpa_kernels.gdpa import reference
+from gdpa_kernels.gdpa.device import activations
+from gdpa_kernels.gdpa.device.activations import multiply_add_pairs, tanh_of_pairs
 from gdpa_kernels.gdpa.ladder import v7_packed as lesson
 from gdpa_lab.measuring.workloads import workload
 from gdpa_lab.report.chapter import Chapter

@@ -25,7 +25,8 @@ import torch
 from _lib import activation_sequences as sequences
 from _lib import approximations as approx
 from _lib import drawings
-from gdpa_kernels.gdpa import activations, reference
+from gdpa_kernels.gdpa import reference
+from gdpa_kernels.gdpa.device import activations
 from gdpa_lab.measuring import record, units
 from gdpa_lab.report import charts
 from gdpa_lab.report.chapter import Chapter

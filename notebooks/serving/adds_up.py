@@ -29,8 +29,8 @@ import torch
 import tritonemu
 from _lib import noted, steps
 from gdpa_kernels import GDPASelfAttention, gdpa
-from gdpa_kernels.gdpa.parallel import predicted_bytes
-from gdpa_kernels.serving.cache import Model, PagedCache, score
+from gdpa_kernels.parallel import predicted_bytes
+from gdpa_kernels.serving import Model, PagedCache, score
 from gdpa_kernels.serving.layers import extend
 from gdpa_kernels.serving.sums import StoredSums
 from gdpa_lab.measuring.inputs import cu_seqlens

@@ -29,7 +29,8 @@ import tritonemu
 from _lib import block_bytes, noted, studies
 from gdpa_kernels import RelativeBias, gdpa, register_activation
 from gdpa_kernels.calling import ladder
-from gdpa_kernels.gdpa import masks, registration
+from gdpa_kernels.gdpa import registration
+from gdpa_kernels.gdpa.device import masks
 from gdpa_kernels.gdpa.kernels import v1_tiled, v1_tiled_backward
 from gdpa_lab.measuring.inputs import cu_seqlens
 from gdpa_lab.report import house

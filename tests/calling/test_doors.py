@@ -19,7 +19,7 @@ from gdpa_kernels import (
     gdpa,
     jagged,
 )
-from gdpa_kernels.serving.cache import Model, PagedCache, score
+from gdpa_kernels.serving import Model, PagedCache, score
 
 TOTAL = 9
 ENDS = torch.tensor([0, 4, TOTAL], dtype=torch.int32)

@@ -33,10 +33,11 @@ from gdpa_kernels import (
     jagged,
 )
 from gdpa_kernels.block_attention import block_list
-from gdpa_kernels.calling.layers import turns
 from gdpa_kernels.calling.lengths import Recipe
 from gdpa_kernels.gdpa import api as gdpa_api
-from gdpa_kernels.gdpa import reference, work_list
+from gdpa_kernels.gdpa import reference
+from gdpa_kernels.gdpa.device import work_list
+from gdpa_kernels.layers.rotary import sin_cos
 from tests.calls import Seen, assert_same_bits
 
 PACKAGE = Path(gdpa_kernels.__file__).parent
@@ -570,9 +571,9 @@ def test_the_default_dtype_changes_nothing(default, dtype):
 def test_angles_have_the_layers_precision():
     x, lengths = torch.randn(3000, 32), Lengths(offsets([0, 3000]))
     for dtype in (torch.float32, torch.float64, torch.float32):
-        sin, cos = turns(1e4, 16, x.to(dtype), lengths)
+        sin, cos = sin_cos(1e4, 16, x.to(dtype), lengths)
         exact = torch.arange(3000.0).double()[:, None] * 1e4 ** (-torch.arange(8).double() / 8)
         assert sin.dtype == cos.dtype == dtype
         for found, wanted in ((sin, exact.sin()), (cos, exact.cos())):
             assert (found - wanted).abs().max() < 3000 * 2 * torch.finfo(dtype).eps
-    assert turns(1e4, 16, x.bfloat16(), lengths)[0].dtype == torch.float32
+    assert sin_cos(1e4, 16, x.bfloat16(), lengths)[0].dtype == torch.float32

@@ -14,7 +14,7 @@ import tritonemu
 from gdpa_kernels import block_attention, gdpa
 from gdpa_kernels.calling.launches import Launch, launches
 from gdpa_kernels.norms.api import add_rms_norm
-from gdpa_kernels.serving.cache import score
+from gdpa_kernels.serving import score
 from tests.calls import pretended
 from tests.serving import test_pages
 

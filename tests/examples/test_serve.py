@@ -6,7 +6,7 @@ import pytest
 import serve
 import torch
 
-from gdpa_kernels.serving.cache import Model, PagedCache
+from gdpa_kernels.serving import Model, PagedCache
 
 SMALL = ["--layers", "2", "--dim", "32", "--heads", "2", "--history", "24", "--candidates", "6"]
 SMALL += ["--users", "5", "--batch", "2", "--requests", "6", "--page-size", "4", "--qps", "50"]

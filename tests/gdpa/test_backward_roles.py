@@ -10,7 +10,7 @@ import torch
 import tritonemu
 from emulator.tests.judging import SAMPLED, SCHEDULES, import_file, judge, surviving
 from emulator.tests.mutants import Mutant, enumerate_mutants
-from gdpa_kernels.gdpa import pair_steps, tensor_memory, two_consumers
+from gdpa_kernels.gdpa.device import pair_steps, tensor_memory, two_consumers
 from tests.calls import assert_same_bits
 from tests.gdpa.cases import BACKWARD, DEVICE, Case, batch_of, check_gradients
 from tests.gdpa.test_blackwell import mutants_of_a_pair

@@ -12,7 +12,8 @@ from torch import nn
 from gdpa_kernels import GDPASelfAttention, RelativeBias, gdpa
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.calling.launches import launches
-from gdpa_kernels.gdpa import bias, bias_gradient, reference, targets
+from gdpa_kernels.gdpa import bias, reference, targets
+from gdpa_kernels.gdpa.device import bias_gradient
 from gdpa_lab.measuring.compile_check import build_launch, read
 from gdpa_lab.measuring.inputs import cu_seqlens
 from tests.budget import within_budget

@@ -9,7 +9,7 @@ from triton.compiler import CompiledKernel
 
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.calling.launches import Launch, launches
-from gdpa_kernels.gdpa import gradients
+from gdpa_kernels.gdpa.device import gradients
 from gdpa_kernels.gdpa.ladder import v2_fused_backward
 from gdpa_lab.measuring.compile_check import (
     SHARED_BYTES,

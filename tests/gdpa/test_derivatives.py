@@ -10,8 +10,8 @@ import triton.language as tl
 
 from _lib.activation_sequences import ERF_3
 from gdpa_kernels.calling.launch import launch
-from gdpa_kernels.gdpa import activations, derivatives
-from gdpa_kernels.gdpa.activations import FOLDABLE
+from gdpa_kernels.gdpa.device import activations, derivatives
+from gdpa_kernels.gdpa.device.activations import FOLDABLE
 from gdpa_kernels.gdpa.reference import ACTIVATIONS
 from gdpa_lab.measuring.compile_check import build, read
 from tests.gdpa.cases import DEVICE, kernels_run

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from gdpa_kernels import gdpa
 from gdpa_kernels.calling import ladder
-from gdpa_kernels.gdpa import masks, reference
+from gdpa_kernels.gdpa import reference
+from gdpa_kernels.gdpa.device import masks
 from gdpa_kernels.gdpa.ladder import v3_persistent
 from tests.budget import within_budget
 from tests.calls import full_of_nan

@@ -14,8 +14,8 @@ from gdpa_kernels.calling import ladder
 from gdpa_kernels.calling.launch import launch
 from gdpa_kernels.calling.launches import launches
 from gdpa_kernels.gdpa import reference
-from gdpa_kernels.gdpa.activations import FOLDABLE, foldable, multiply_add_pairs
-from gdpa_kernels.gdpa.polynomial import POLYNOMIALS, SHARES, mixed_pairs
+from gdpa_kernels.gdpa.device.activations import FOLDABLE, foldable, multiply_add_pairs
+from gdpa_kernels.gdpa.device.polynomial import POLYNOMIALS, SHARES, mixed_pairs
 from tests.gdpa.cases import Case, batch_of, kernels_run
 from tests.gdpa.test_forward import call
 

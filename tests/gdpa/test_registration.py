@@ -12,7 +12,8 @@ import triton.language as tl
 from gdpa_kernels import GDPASelfAttention, gdpa, register_activation
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.calling.launches import launches
-from gdpa_kernels.gdpa import own, registration
+from gdpa_kernels.gdpa import registration
+from gdpa_kernels.gdpa.device import custom
 from gdpa_kernels.gdpa.reference import ACTIVATIONS
 from gdpa_lab.measuring.compile_check import build_launch
 from tests.budget import within_budget
@@ -90,7 +91,7 @@ ELU = elu, elu_and_slope, torch.nn.functional.elu
 @contextmanager
 def registered_activations():
     """Sigmoid and ELU are known; what is registered inside is forgotten."""
-    tables = (own.OWN, ACTIVATIONS)
+    tables = (custom.CUSTOM, ACTIVATIONS)
     before = [dict(table) for table in tables]
     register_activation("sigmoid", *SIGMOID)
     register_activation("elu", *ELU)
@@ -149,12 +150,13 @@ def test_backward_products_are_right(impl, options):
 
 
 def test_two_sources_of_a_name_are_two_kernels(monkeypatch):
-    first = own.keyed("sigmoid")
-    monkeypatch.delitem(own.OWN, "sigmoid")
+    first = custom.cache_key("sigmoid")
+    monkeypatch.delitem(custom.CUSTOM, "sigmoid")
     monkeypatch.delitem(ACTIVATIONS, "sigmoid")
     register_activation("sigmoid", *ELU)
-    assert own.keyed("sigmoid") != first and own.keyed("sigmoid").startswith("sigmoid@")
-    assert own.keyed("gelu") == "gelu"
+    key = custom.cache_key("sigmoid")
+    assert key != first and key.startswith("sigmoid@")
+    assert custom.cache_key("gelu") == "gelu"
 
 
 def test_the_same_again_is_fine_and_another_source_is_refused():
@@ -190,9 +192,9 @@ def test_a_cell_that_is_run_again_is_the_same(tmp_path):
         runpy.run_path(str(path))
 
     run("x / (1 + x.abs())")
-    first = own.OWN["bounded"]
+    first = custom.CUSTOM["bounded"]
     run("x / (x.abs() + 1)")
-    assert own.OWN["bounded"] is first
+    assert custom.CUSTOM["bounded"] is first
     for another in ("x / (1.001 + x.abs())", "torch.where(x.abs() > 24, 0, x / (1 + x.abs()))",
                     "(x / (1 + x.abs())).detach() + x - x.detach()"):  # fmt: skip
         with pytest.raises(ValueError, match="name must be new, got 'bounded', which is"):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import tritonemu
 from gdpa_kernels.calling.launches import launches
 from gdpa_kernels.gdpa import schedule
-from gdpa_kernels.gdpa import work_list as lists
+from gdpa_kernels.gdpa.device import work_list as lists
 from gdpa_lab.measuring import compile_check
 from gdpa_lab.measuring.inputs import cu_seqlens
 

@@ -9,7 +9,8 @@ from triton.backends.compiler import GPUTarget
 
 import tritonemu
 from gdpa_kernels.calling.launches import launches
-from gdpa_kernels.gdpa import activations, derivatives, reference
+from gdpa_kernels.gdpa import reference
+from gdpa_kernels.gdpa.device import activations, derivatives
 from gdpa_kernels.gdpa.kernels import v1_tiled
 from gdpa_kernels.serving import diagonal
 from gdpa_lab.measuring import compile_check, every_gpu

@@ -138,7 +138,7 @@ def test_what_a_launch_knows_of_its_numbers_counts(gpu):
     with launches(run=False) as seen:
         backward(v2_fused_backward)()
     kept = machine_code.describe(seen[-1])
-    assert kept["kernel"] == "gdpa_kernels.gdpa.gradients:round_kernel"
+    assert kept["kernel"] == "gdpa_kernels.gdpa.device.gradients:round_kernel"
     unknown = compile_check.build_launch(seen[-1])
     assert machine_code.digest(unknown.asm["cubin"]) != kept["code"]
     assert code_again({**kept, "attributes": {}}) != kept["code"]

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import tritonemu
 from gdpa_kernels import gdpa
 from gdpa_kernels.calling.launches import launches
-from gdpa_kernels.calling.layers import rotate
+from gdpa_kernels.layers.rotary import rotate
 from gdpa_kernels.norms import heads, residual
 from gdpa_kernels.norms.api import add_rms_norm, head_norm
 from gdpa_lab.measuring.compile_check import build_launch, read

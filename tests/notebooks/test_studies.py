@@ -9,7 +9,7 @@ import torch
 import tritonemu
 from _lib import studies
 from gdpa_kernels.block_attention.kernels import v1_one_tile
-from gdpa_kernels.gdpa import tensor_memory
+from gdpa_kernels.gdpa.device import tensor_memory
 from gdpa_kernels.gdpa.kernels import b1_tensor_memory_backward as b1
 from gdpa_kernels.gdpa.kernels import v1_tiled, v4_warp_specialized_backward, v5_short_kv_backward
 from gdpa_kernels.gdpa.ladder import v2_fused_backward

@@ -10,7 +10,7 @@ import torch
 import tritonemu
 from gdpa_kernels import Lengths, gdpa
 from gdpa_kernels.calling.launches import launches
-from gdpa_kernels.serving.cache import PagedCache, Pages, score
+from gdpa_kernels.serving import PagedCache, Pages, score
 from gdpa_kernels.serving.validity import Model
 from gdpa_lab.measuring.compile_check import build_launch, read
 from tests.calls import assert_same_bits, full_of_nan

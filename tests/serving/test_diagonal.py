@@ -9,8 +9,7 @@ from triton.compiler import ASTSource
 import tritonemu
 from gdpa_kernels.calling.launches import launches
 from gdpa_kernels.gdpa.reference import activate_heads
-from gdpa_kernels.serving import diagonal
-from gdpa_kernels.serving.cache import PagedCache, score
+from gdpa_kernels.serving import PagedCache, diagonal, score
 from gdpa_kernels.serving.validity import Model
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64

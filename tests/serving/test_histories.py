@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from gdpa_kernels import GDPASelfAttention
-from gdpa_kernels.serving import cache as cache_module
-from gdpa_kernels.serving.cache import Model, PagedCache, score
+from gdpa_kernels.serving import Model, PagedCache, score, scores
 from gdpa_kernels.serving.exclusive import Exclusive
 from gdpa_kernels.serving.layers import candidates, extend
 
@@ -329,8 +328,8 @@ def test_pages_stay_until_the_kernel_that_reads_them_is_launched():
         return q
 
     with (
-        mock.patch.object(cache_module.diagonal, "takes", lambda *_: True),
-        mock.patch.object(cache_module, "_by_v8", by_v8),
+        mock.patch.object(scores.diagonal, "takes", lambda *_: True),
+        mock.patch.object(scores, "_in_pages", by_v8),
     ):
         score(q, q, q, ends(0, 1), 1, kept, 0, at, in_one_call=True)
     ((other, length),) = held

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from gdpa_kernels import GDPASelfAttention, Lengths
-from gdpa_kernels.serving.cache import Model, PagedCache
+from gdpa_kernels.serving import Model, PagedCache
 from gdpa_kernels.serving.layers import candidates, extend
 
 FP64 = torch.float64

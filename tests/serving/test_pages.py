@@ -16,11 +16,11 @@ from emulator.tests.judging import SCHEDULES, import_file
 from gdpa_kernels import GDPASelfAttention
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.calling.launches import launches
-from gdpa_kernels.gdpa import pages, reference, work_list
+from gdpa_kernels.gdpa import reference
 from gdpa_kernels.gdpa.batch import Batch
+from gdpa_kernels.gdpa.device import pages, work_list
 from gdpa_kernels.gdpa.kernels import v8_own_waits as v8
-from gdpa_kernels.serving import cache as cache_module
-from gdpa_kernels.serving.cache import PagedCache, score
+from gdpa_kernels.serving import PagedCache, score, scores
 from gdpa_kernels.serving.layers import candidates
 from gdpa_kernels.serving.validity import Model
 from gdpa_lab.measuring import compile_check
@@ -246,7 +246,7 @@ def test_layers_read_the_pages():
     with tritonemu.enabled():
         with mock.patch.object(PagedCache, "read_before"), mock.patch.object(PagedCache, "read"):
             found = candidates(*given)
-        with mock.patch.object(cache_module, "_by_v8", lambda batch: None):
+        with mock.patch.object(scores, "_in_pages", lambda batch: None):
             wanted = candidates(*given)
     assert (found - wanted).norm() < 5e-3 * wanted.norm()
 

@@ -27,7 +27,7 @@ from gdpa_kernels import (
 )
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.calling.launches import launches
-from gdpa_kernels.gdpa.own import OWN
+from gdpa_kernels.gdpa.device.custom import CUSTOM
 from gdpa_kernels.gdpa.reference import ACTIVATIONS
 from tests.stateful.machine import (
     LINES_OF_TWO,
@@ -123,7 +123,7 @@ ACTIVATION = {
 
 
 def forget_activation() -> None:
-    OWN.pop(NAME, None)
+    CUSTOM.pop(NAME, None)
     ACTIVATIONS.pop(NAME, None)
 
 

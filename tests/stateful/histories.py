@@ -12,7 +12,7 @@ from itertools import count as numbers
 import torch
 
 from gdpa_kernels import GDPASelfAttention, Lengths
-from gdpa_kernels.serving.cache import PagedCache, Pages, score
+from gdpa_kernels.serving import PagedCache, Pages, score
 from gdpa_kernels.serving.layers import candidates, extend
 from gdpa_kernels.serving.validity import Model
 from tests.stateful.batches import differentiated, drawn, emulated

@@ -33,9 +33,9 @@ import triton.language.extra.tlx as tlx
 from gdpa_kernels.device.groups import Handover, Ring, ring
 from gdpa_kernels.device.rows import opaque_zero
 from gdpa_kernels.gdpa.batch import Batch, Schedule
-from gdpa_kernels.gdpa.derivatives import times_slope
-from gdpa_kernels.gdpa.gradients import Gradients, launch_gradients, loaded, place, steps_of
-from gdpa_kernels.gdpa.tensor_memory import (
+from gdpa_kernels.gdpa.device.derivatives import times_slope
+from gdpa_kernels.gdpa.device.gradients import Gradients, launch_gradients, loaded, place, steps_of
+from gdpa_kernels.gdpa.device.tensor_memory import (
     COLUMNS,
     HALF,
     KEYS,
@@ -50,7 +50,7 @@ from gdpa_kernels.gdpa.tensor_memory import (
     output,
     put_sum,
 )
-from gdpa_kernels.gdpa.work_list import WorkList, count_items, entry, list_of_keys
+from gdpa_kernels.gdpa.device.work_list import WorkList, count_items, entry, list_of_keys
 
 
 def is_deterministic(batch: Batch) -> bool:

@@ -32,15 +32,15 @@ from gdpa_kernels.device.groups import Handover, Ring, ring
 from gdpa_kernels.device.ragged import BOUND
 from gdpa_kernels.device.rows import fetch_rows, opaque_zero
 from gdpa_kernels.gdpa.batch import Batch, Schedule
-from gdpa_kernels.gdpa.derivatives import times_slope
-from gdpa_kernels.gdpa.gradients import (
+from gdpa_kernels.gdpa.device.derivatives import times_slope
+from gdpa_kernels.gdpa.device.gradients import (
     Gradients,
     launch_gradients,
     loaded,
     place,
     requires_few_keys,
 )
-from gdpa_kernels.gdpa.tensor_memory import (
+from gdpa_kernels.gdpa.device.tensor_memory import (
     HALF,
     KEYS,
     MATH_ROLES,
@@ -51,7 +51,7 @@ from gdpa_kernels.gdpa.tensor_memory import (
     default_config,
     put_sum,
 )
-from gdpa_kernels.gdpa.work_list import Items, LongestFirst, sequence_and_head
+from gdpa_kernels.gdpa.device.work_list import Items, LongestFirst, sequence_and_head
 
 CTAS = tl.constexpr(2)  # of a cluster
 MOST_KEYS = KEYS.value * CTAS.value

@@ -36,9 +36,9 @@ from gdpa_kernels.device.pairs import CTAS, fetch_part, pair_and_pairs
 from gdpa_kernels.device.ragged import BOUND
 from gdpa_kernels.device.rows import opaque_zero
 from gdpa_kernels.gdpa.batch import Batch, Schedule
-from gdpa_kernels.gdpa.gradients import Gradients, launch_gradients, place
-from gdpa_kernels.gdpa.gradients import steps_of as steps_of_keys
-from gdpa_kernels.gdpa.pair_steps import (
+from gdpa_kernels.gdpa.device.gradients import Gradients, launch_gradients, place
+from gdpa_kernels.gdpa.device.gradients import steps_of as steps_of_keys
+from gdpa_kernels.gdpa.device.pair_steps import (
     ITEM,
     Descriptors,
     Differences,
@@ -48,8 +48,8 @@ from gdpa_kernels.gdpa.pair_steps import (
     fetch,
     loaded_in_parts,
 )
-from gdpa_kernels.gdpa.tensor_memory import HALF, KEYS, MATH_ROLES, ROWS
-from gdpa_kernels.gdpa.work_list import WorkList, count_items, entry, list_of_keys
+from gdpa_kernels.gdpa.device.tensor_memory import HALF, KEYS, MATH_ROLES, ROWS
+from gdpa_kernels.gdpa.device.work_list import WorkList, count_items, entry, list_of_keys
 
 PRODUCERS = tl.constexpr(2)
 

@@ -18,7 +18,7 @@ from dataclasses import replace
 import torch
 
 from gdpa_kernels.gdpa.batch import Batch, Schedule
-from gdpa_kernels.gdpa.gradients import requires_few_keys
+from gdpa_kernels.gdpa.device.gradients import requires_few_keys
 from gdpa_kernels.gdpa.kernels import b5_stream_backward as b5
 from gdpa_kernels.gdpa.kernels.b5_stream_backward import Config, plan_schedule
 

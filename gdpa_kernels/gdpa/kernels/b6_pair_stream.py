@@ -43,12 +43,12 @@ from gdpa_kernels.device.pairs import (
     weighted_sum,
 )
 from gdpa_kernels.device.ragged import ragged_descriptor
-from gdpa_kernels.gdpa.activations import foldable
 from gdpa_kernels.gdpa.batch import Batch, Schedule
-from gdpa_kernels.gdpa.masks import key_range
-from gdpa_kernels.gdpa.polynomial import mixed_probabilities
-from gdpa_kernels.gdpa.sums import add_up
-from gdpa_kernels.gdpa.work_list import WorkList, count_items, entry, list_of_queries
+from gdpa_kernels.gdpa.device.activations import foldable
+from gdpa_kernels.gdpa.device.masks import key_range
+from gdpa_kernels.gdpa.device.polynomial import mixed_probabilities
+from gdpa_kernels.gdpa.device.sums import add_up
+from gdpa_kernels.gdpa.device.work_list import WorkList, count_items, entry, list_of_queries
 
 ROWS = tl.constexpr(128)  # of a CTA and tile
 ROLES = tl.constexpr(2)  # of math, a tile each

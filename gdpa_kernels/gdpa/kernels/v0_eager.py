@@ -20,7 +20,7 @@ import torch.nn.functional as F
 
 from gdpa_kernels.gdpa import bias
 from gdpa_kernels.gdpa.batch import Batch
-from gdpa_kernels.gdpa.own import OWN
+from gdpa_kernels.gdpa.device.custom import CUSTOM
 
 C2, C4, C6 = 0.3989422804014327, -0.06649038006690545, 0.009973557010035818  # of the polynomial
 ACTIVATIONS = {
@@ -64,7 +64,7 @@ def unpad(
 
 
 def _function(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
-    return OWN[name].definition if name in OWN else ACTIVATIONS[name]
+    return CUSTOM[name].definition if name in CUSTOM else ACTIVATIONS[name]
 
 
 def padded_attention(

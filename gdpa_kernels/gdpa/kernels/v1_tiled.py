@@ -33,11 +33,11 @@ import triton.language as tl
 from gdpa_kernels.calling.launch import cdiv, launch, next_power_of_2
 from gdpa_kernels.device.sequences import sequence
 from gdpa_kernels.device.vendor import precision
-from gdpa_kernels.gdpa.activations import activate_per_head
 from gdpa_kernels.gdpa.batch import Batch
-from gdpa_kernels.gdpa.bias_tiles import biased
-from gdpa_kernels.gdpa.masks import key_range, mask_probabilities
-from gdpa_kernels.gdpa.segments import counts, key_stretches, place, segments_of
+from gdpa_kernels.gdpa.device.activations import activate_per_head
+from gdpa_kernels.gdpa.device.bias_tiles import biased
+from gdpa_kernels.gdpa.device.masks import key_range, mask_probabilities
+from gdpa_kernels.gdpa.device.segments import counts, key_stretches, place, segments_of
 
 
 @dataclass(frozen=True)

@@ -33,12 +33,18 @@ import triton.language as tl
 from gdpa_kernels.calling.launch import cdiv, launch, next_power_of_2, shared_memory
 from gdpa_kernels.device.sequences import sequence
 from gdpa_kernels.device.vendor import precision
-from gdpa_kernels.gdpa import bias_gradient
 from gdpa_kernels.gdpa.batch import Batch
-from gdpa_kernels.gdpa.bias_tiles import biased
-from gdpa_kernels.gdpa.derivatives import value_and_slope_per_head
-from gdpa_kernels.gdpa.masks import key_range, mask_probabilities, mask_transposed, row_range
-from gdpa_kernels.gdpa.segments import counts, key_stretches, place, row_stretches, segments_of
+from gdpa_kernels.gdpa.device import bias_gradient
+from gdpa_kernels.gdpa.device.bias_tiles import biased
+from gdpa_kernels.gdpa.device.derivatives import value_and_slope_per_head
+from gdpa_kernels.gdpa.device.masks import key_range, mask_probabilities, mask_transposed, row_range
+from gdpa_kernels.gdpa.device.segments import (
+    counts,
+    key_stretches,
+    place,
+    row_stretches,
+    segments_of,
+)
 
 
 @dataclass(frozen=True)

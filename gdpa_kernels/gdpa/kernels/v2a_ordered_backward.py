@@ -33,9 +33,9 @@ from gdpa_kernels.calling.launch import cdiv, launch
 from gdpa_kernels.device.ragged import load_rows, ragged_descriptor, readable, store_rows
 from gdpa_kernels.device.sequences import sequence
 from gdpa_kernels.gdpa.batch import Batch
-from gdpa_kernels.gdpa.derivatives import value_and_slope_per_head
-from gdpa_kernels.gdpa.gradients import add_rows, round_kernel
-from gdpa_kernels.gdpa.masks import mask_transposed, row_range
+from gdpa_kernels.gdpa.device.derivatives import value_and_slope_per_head
+from gdpa_kernels.gdpa.device.gradients import add_rows, round_kernel
+from gdpa_kernels.gdpa.device.masks import mask_transposed, row_range
 
 PROGRAMS = 528
 MOST_BYTES = 2**30

@@ -34,12 +34,12 @@ from gdpa_kernels.device.groups import Ring, ring
 from gdpa_kernels.device.ragged import BOUND
 from gdpa_kernels.device.rows import fetch_rows, opaque_zero, put_rows, uniform
 from gdpa_kernels.gdpa.batch import Batch, Schedule
-from gdpa_kernels.gdpa.derivatives import mask_slope, times_slope, value_and_factor
-from gdpa_kernels.gdpa.gradients import Gradients, launch_gradients, loaded, place, steps_of
-from gdpa_kernels.gdpa.masks import all_visible, mask_transposed
-from gdpa_kernels.gdpa.segments import all_count, counted, parts_of, row_stretches
-from gdpa_kernels.gdpa.segments import place as along
-from gdpa_kernels.gdpa.two_consumers import (
+from gdpa_kernels.gdpa.device.derivatives import mask_slope, times_slope, value_and_factor
+from gdpa_kernels.gdpa.device.gradients import Gradients, launch_gradients, loaded, place, steps_of
+from gdpa_kernels.gdpa.device.masks import all_visible, mask_transposed
+from gdpa_kernels.gdpa.device.segments import all_count, counted, parts_of, row_stretches
+from gdpa_kernels.gdpa.device.segments import place as along
+from gdpa_kernels.gdpa.device.two_consumers import (
     KEYS,
     MATH_ROLES,
     TILE,
@@ -52,7 +52,7 @@ from gdpa_kernels.gdpa.two_consumers import (
     scores,
     share,
 )
-from gdpa_kernels.gdpa.work_list import WorkList, count_items, entry, list_of_keys
+from gdpa_kernels.gdpa.device.work_list import WorkList, count_items, entry, list_of_keys
 
 
 def is_deterministic(batch: Batch) -> bool:

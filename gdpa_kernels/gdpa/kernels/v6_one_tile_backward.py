@@ -34,16 +34,16 @@ from gdpa_kernels.device.groups import Ring, ring
 from gdpa_kernels.device.ragged import BOUND
 from gdpa_kernels.device.rows import fetch_rows, opaque_zero, put_rows, uniform
 from gdpa_kernels.gdpa.batch import Batch, Schedule
-from gdpa_kernels.gdpa.derivatives import mask_slope, times_slope, value_and_factor
-from gdpa_kernels.gdpa.gradients import (
+from gdpa_kernels.gdpa.device.derivatives import mask_slope, times_slope, value_and_factor
+from gdpa_kernels.gdpa.device.gradients import (
     Gradients,
     launch_gradients,
     loaded,
     place,
     requires_few_keys,
 )
-from gdpa_kernels.gdpa.masks import mask_transposed
-from gdpa_kernels.gdpa.two_consumers import (
+from gdpa_kernels.gdpa.device.masks import mask_transposed
+from gdpa_kernels.gdpa.device.two_consumers import (
     KEYS,
     MATH_ROLES,
     TILE,
@@ -56,7 +56,7 @@ from gdpa_kernels.gdpa.two_consumers import (
     scores,
     share,
 )
-from gdpa_kernels.gdpa.work_list import WorkList, count_items, entry, list_of_keys
+from gdpa_kernels.gdpa.device.work_list import WorkList, count_items, entry, list_of_keys
 
 
 def requires(batch: Batch) -> str | None:

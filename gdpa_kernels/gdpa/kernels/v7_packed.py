@@ -30,16 +30,16 @@ from gdpa_kernels.calling.launch import launch, multiprocessors
 from gdpa_kernels.device.groups import Ring
 from gdpa_kernels.device.ragged import ragged_descriptor
 from gdpa_kernels.device.rows import fetch_rows, put_out
-from gdpa_kernels.gdpa.activations import (
+from gdpa_kernels.gdpa.batch import Batch, Schedule
+from gdpa_kernels.gdpa.device.activations import (
     activate_per_head,
     foldable,
     multiply_add_pairs,
     tanh_of_pairs,
 )
-from gdpa_kernels.gdpa.batch import Batch, Schedule
-from gdpa_kernels.gdpa.masks import key_range, mask_probabilities
-from gdpa_kernels.gdpa.sums import add_up
-from gdpa_kernels.gdpa.work_list import WorkList, count_items, entry, list_of_queries
+from gdpa_kernels.gdpa.device.masks import key_range, mask_probabilities
+from gdpa_kernels.gdpa.device.sums import add_up
+from gdpa_kernels.gdpa.device.work_list import WorkList, count_items, entry, list_of_queries
 
 ROWS = tl.constexpr(64)
 Q_SLOTS = tl.constexpr(2)

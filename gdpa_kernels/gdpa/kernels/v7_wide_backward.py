@@ -36,10 +36,10 @@ from gdpa_kernels.device.groups import Ring, ring
 from gdpa_kernels.device.ragged import BOUND
 from gdpa_kernels.device.rows import fetch_rows, opaque_zero, put_rows, uniform
 from gdpa_kernels.gdpa.batch import Batch, Schedule
-from gdpa_kernels.gdpa.derivatives import mask_slope, times_slope, value_and_factor
-from gdpa_kernels.gdpa.gradients import Gradients, launch_gradients, loaded, place, steps_of
-from gdpa_kernels.gdpa.masks import mask_transposed
-from gdpa_kernels.gdpa.work_list import WorkList, count_items, entry, list_of_keys
+from gdpa_kernels.gdpa.device.derivatives import mask_slope, times_slope, value_and_factor
+from gdpa_kernels.gdpa.device.gradients import Gradients, launch_gradients, loaded, place, steps_of
+from gdpa_kernels.gdpa.device.masks import mask_transposed
+from gdpa_kernels.gdpa.device.work_list import WorkList, count_items, entry, list_of_keys
 
 KEYS = tl.constexpr(64)  # of a tile
 ROWS = tl.constexpr(64)  # of a step

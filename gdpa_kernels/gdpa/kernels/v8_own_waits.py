@@ -30,19 +30,19 @@ from gdpa_kernels.calling.launch import cdiv, launch, multiprocessors
 from gdpa_kernels.device.groups import Ring
 from gdpa_kernels.device.ragged import ragged_descriptor
 from gdpa_kernels.device.rows import fetch_rows, put_out
-from gdpa_kernels.gdpa.activations import (
+from gdpa_kernels.gdpa.batch import Batch, Schedule
+from gdpa_kernels.gdpa.device.activations import (
     activate_per_head,
     foldable,
     multiply_add_pairs,
     tanh_of_pairs,
 )
-from gdpa_kernels.gdpa.batch import Batch, Schedule
-from gdpa_kernels.gdpa.masks import all_visible, key_range, mask_probabilities
-from gdpa_kernels.gdpa.pages import LEAST as LEAST_PAGE
-from gdpa_kernels.gdpa.pages import fetch_keys, keys_of, page_of
-from gdpa_kernels.gdpa.segments import all_count, counted, key_stretches, parts_of, place
-from gdpa_kernels.gdpa.sums import add_up
-from gdpa_kernels.gdpa.work_list import WorkList, count_items, entry, list_of_queries
+from gdpa_kernels.gdpa.device.masks import all_visible, key_range, mask_probabilities
+from gdpa_kernels.gdpa.device.pages import LEAST as LEAST_PAGE
+from gdpa_kernels.gdpa.device.pages import fetch_keys, keys_of, page_of
+from gdpa_kernels.gdpa.device.segments import all_count, counted, key_stretches, parts_of, place
+from gdpa_kernels.gdpa.device.sums import add_up
+from gdpa_kernels.gdpa.device.work_list import WorkList, count_items, entry, list_of_queries
 
 ROWS = tl.constexpr(64)
 WIDE = tl.constexpr(128)  # columns that leave at once, at most

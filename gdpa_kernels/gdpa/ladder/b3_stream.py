@@ -35,11 +35,11 @@ from gdpa_kernels.calling.launch import launch, multiprocessors
 from gdpa_kernels.device.groups import Handover, Ring
 from gdpa_kernels.device.ragged import ragged_descriptor
 from gdpa_kernels.device.rows import fetch_rows, put_rows
-from gdpa_kernels.gdpa.activations import multiply_add_pairs
 from gdpa_kernels.gdpa.batch import Batch, Schedule
-from gdpa_kernels.gdpa.lesson import requires_pairs
-from gdpa_kernels.gdpa.polynomial import mixed_pairs
-from gdpa_kernels.gdpa.work_list import WorkList, count_items, entry, list_of_queries
+from gdpa_kernels.gdpa.device.activations import multiply_add_pairs
+from gdpa_kernels.gdpa.device.polynomial import mixed_pairs
+from gdpa_kernels.gdpa.device.work_list import WorkList, count_items, entry, list_of_queries
+from gdpa_kernels.gdpa.ladder.published_form import requires_pairs
 
 requires = requires_pairs
 

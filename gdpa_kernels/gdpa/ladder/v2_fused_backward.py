@@ -34,9 +34,9 @@ from gdpa_kernels.calling.launch import launch
 from gdpa_kernels.device.ragged import load_rows, ragged_descriptor, readable, store_rows
 from gdpa_kernels.device.sequences import sequence
 from gdpa_kernels.gdpa.batch import Batch
-from gdpa_kernels.gdpa.derivatives import value_and_slope_per_head
-from gdpa_kernels.gdpa.gradients import add_rows, add_rows_by_threads, round_kernel
-from gdpa_kernels.gdpa.masks import mask_transposed, row_range
+from gdpa_kernels.gdpa.device.derivatives import value_and_slope_per_head
+from gdpa_kernels.gdpa.device.gradients import add_rows, add_rows_by_threads, round_kernel
+from gdpa_kernels.gdpa.device.masks import mask_transposed, row_range
 
 
 @dataclass(frozen=True)

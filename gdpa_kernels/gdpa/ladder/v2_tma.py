@@ -32,9 +32,9 @@ import triton.language as tl
 from gdpa_kernels.calling.launch import launch
 from gdpa_kernels.device.ragged import load_rows, ragged_descriptor, store_rows
 from gdpa_kernels.device.sequences import sequence
-from gdpa_kernels.gdpa.activations import activate
 from gdpa_kernels.gdpa.batch import Batch
-from gdpa_kernels.gdpa.lesson import requires as requires
+from gdpa_kernels.gdpa.device.activations import activate
+from gdpa_kernels.gdpa.ladder.published_form import requires as requires
 
 
 @dataclass(frozen=True)

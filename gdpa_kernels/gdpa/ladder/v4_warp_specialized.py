@@ -37,9 +37,9 @@ from gdpa_kernels.device.groups import Ring
 from gdpa_kernels.device.ragged import ragged_descriptor, store_rows
 from gdpa_kernels.device.rows import fetch_rows
 from gdpa_kernels.device.sequences import sequence
-from gdpa_kernels.gdpa.activations import activate
 from gdpa_kernels.gdpa.batch import Batch
-from gdpa_kernels.gdpa.lesson import requires as requires
+from gdpa_kernels.gdpa.device.activations import activate
+from gdpa_kernels.gdpa.ladder.published_form import requires as requires
 
 MATH_ROLES = tl.constexpr(2)
 ROWS = tl.constexpr(64)

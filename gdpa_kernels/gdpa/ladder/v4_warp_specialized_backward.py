@@ -37,9 +37,9 @@ from gdpa_kernels.device.groups import Ring, ring
 from gdpa_kernels.device.ragged import BOUND
 from gdpa_kernels.device.rows import fetch_rows, opaque_zero, put_rows, uniform
 from gdpa_kernels.gdpa.batch import Batch, Schedule
-from gdpa_kernels.gdpa.derivatives import times_slope, value_and_factor
-from gdpa_kernels.gdpa.gradients import Gradients, launch_gradients, loaded
-from gdpa_kernels.gdpa.two_consumers import (
+from gdpa_kernels.gdpa.device.derivatives import times_slope, value_and_factor
+from gdpa_kernels.gdpa.device.gradients import Gradients, launch_gradients, loaded
+from gdpa_kernels.gdpa.device.two_consumers import (
     KEYS,
     MATH_ROLES,
     TILE,
@@ -48,7 +48,7 @@ from gdpa_kernels.gdpa.two_consumers import (
     rows_of,
     scores,
 )
-from gdpa_kernels.gdpa.work_list import WorkList, count_items, entry, list_of_keys
+from gdpa_kernels.gdpa.device.work_list import WorkList, count_items, entry, list_of_keys
 
 
 @dataclass(frozen=True)

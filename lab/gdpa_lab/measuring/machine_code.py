@@ -106,7 +106,7 @@ def describe(launch: Launch) -> dict[str, Any]:
 def places(module: str) -> tuple[str, ...]:
     """Where a module may be in today's package that a record knows by its name then."""
     folder, _, name = module.rpartition(".")
-    return module, f"{folder}.kernels.{name}", f"{folder}.ladder.{name}"
+    return module, *(f"{folder}.{room}.{name}" for room in ("kernels", "ladder", "device"))
 
 
 def _imported(module: str) -> ModuleType:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from gdpa_kernels.gdpa.activations import foldable
 from gdpa_kernels.gdpa.batch import Batch
+from gdpa_kernels.gdpa.device.activations import foldable
 
 
 def requires(batch: Batch) -> str | None:

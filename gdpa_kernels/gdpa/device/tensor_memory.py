@@ -14,10 +14,10 @@ import triton.language.extra.tlx as tlx
 from gdpa_kernels.device.ragged import BOUND
 from gdpa_kernels.device.rows import fetch_rows
 from gdpa_kernels.gdpa.batch import Batch
-from gdpa_kernels.gdpa.derivatives import mask_slope, times_slope, value_and_factor
-from gdpa_kernels.gdpa.gradients import place, steps_of
-from gdpa_kernels.gdpa.masks import mask_transposed
-from gdpa_kernels.gdpa.work_list import count_items, entry
+from gdpa_kernels.gdpa.device.derivatives import mask_slope, times_slope, value_and_factor
+from gdpa_kernels.gdpa.device.gradients import place, steps_of
+from gdpa_kernels.gdpa.device.masks import mask_transposed
+from gdpa_kernels.gdpa.device.work_list import count_items, entry
 
 KEYS = tl.constexpr(128)  # of a CTA: TMEM lanes
 ROWS = tl.constexpr(128)  # of a step

@@ -6,8 +6,10 @@ import torch
 from torch import nn
 
 from gdpa_kernels.block_attention.api import block_attention, check_block_size, check_impls
-from gdpa_kernels.calling import checks, jagged, layers, packed
+from gdpa_kernels.calling import checks, jagged, packed
 from gdpa_kernels.calling.jagged import Jagged, Offsets
+from gdpa_kernels.layers import common
+from gdpa_kernels.layers.rotary import check_rotary, sin_cos
 from gdpa_kernels.norms.api import head_norm
 
 
@@ -16,7 +18,7 @@ class BlockAttention(nn.Module):
 
     One linear layer makes q, k and v, which the kernels read where they lie and whose gradient they
     write so; another one mixes the heads: y = W_out block_attention(W_qkv x). Under autocast it
-    follows its linear layers.
+    follows its linear common.
 
     Args:
         embed_dim: features of a token.
@@ -61,10 +63,10 @@ class BlockAttention(nn.Module):
     ):
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        embed_dim, num_heads, num_kv_heads = layers.check_heads(embed_dim, num_heads, num_kv_heads)
+        embed_dim, num_heads, num_kv_heads = common.check_heads(embed_dim, num_heads, num_kv_heads)
         check_block_size(block_size)
         head_dim = embed_dim // num_heads
-        layers.check_rotary(rotary, head_dim)
+        check_rotary(rotary, head_dim)
         checks.check_bool(rotate_v=rotate_v, bias=bias, validate=validate)
         if rotate_v and rotary is None:
             raise ValueError("rotate_v must be False without rotary, got True")
@@ -78,8 +80,8 @@ class BlockAttention(nn.Module):
             embed_dim, (num_heads + 2 * num_kv_heads) * head_dim, bias, **factory_kwargs
         )
         self.out = nn.Linear(embed_dim, embed_dim, bias, **factory_kwargs)
-        self.q_norm, self.k_norm = layers.head_norms(qk_norm, head_dim, factory_kwargs)
-        self.fused_qk_norm = layers.check_fused(qk_norm, fused_qk_norm)
+        self.q_norm, self.k_norm = common.head_norms(qk_norm, head_dim, factory_kwargs)
+        self.fused_qk_norm = common.check_fused(qk_norm, fused_qk_norm)
 
     def forward(self, x: torch.Tensor | Jagged) -> torch.Tensor | Jagged:
         """The layer's output, of the kind and shape of x.
@@ -98,16 +100,16 @@ class BlockAttention(nn.Module):
         if self.fused_qk_norm:
             qkv = head_norm(
                 qkv, (self.q_norm.weight, self.k_norm.weight), (self.num_heads, self.num_kv_heads),
-                eps=layers.EPSILON, overwrite_gradient=True,
+                eps=common.EPSILON, overwrite_gradient=True,
             )  # fmt: skip
         q, k, v = qkv.unflatten(1, (-1, self.head_dim)), None, None
         if self.q_norm is not None and not self.fused_qk_norm:
             q, k, v = packed.unpack(q, k, v, self.num_kv_heads)
             q, k = self.q_norm(q), self.k_norm(k)
-        turns = layers.turns(self.rotary, self.head_dim, values, offsets)
+        rotation = sin_cos(self.rotary, self.head_dim, values, offsets)
         out = block_attention(
             q, k, v, offsets, num_kv_heads=self.num_kv_heads if k is None else None,
-            block_size=self.block_size, rotary=turns, rotate_v=self.rotate_v,
+            block_size=self.block_size, rotary=rotation, rotate_v=self.rotate_v,
             impl=self.impl, backward_impl=self.backward_impl,
             validate=self.validate and not checks.is_readable(q),
         )  # fmt: skip

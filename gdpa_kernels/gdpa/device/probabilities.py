@@ -2,8 +2,12 @@
 
 import triton
 
-from gdpa_kernels.gdpa.activations import activate_per_head, multiply_add_pairs, tanh_of_pairs
-from gdpa_kernels.gdpa.masks import mask_probabilities
+from gdpa_kernels.gdpa.device.activations import (
+    activate_per_head,
+    multiply_add_pairs,
+    tanh_of_pairs,
+)
+from gdpa_kernels.gdpa.device.masks import mask_probabilities
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Keys and values of users' histories in pages, and the scores of candidates over them.
+"""Keys and values of users' histories in pages.
 
 The layout is that of FlashInfer, FBGEMM and recsys-examples: a page holds `page_size` tokens of one
 user, keys and then values, `[2, page_size, heads, dim]`; `kv_indptr`, `kv_indices` and
@@ -11,29 +11,19 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 
-from gdpa_kernels.calling import checks, jagged, ladder
+from gdpa_kernels.calling import checks, jagged
 from gdpa_kernels.calling.launch import cdiv
-from gdpa_kernels.calling.lengths import Lengths
-from gdpa_kernels.device import padding
-from gdpa_kernels.gdpa import api
-from gdpa_kernels.gdpa.api import gdpa
-from gdpa_kernels.gdpa.batch import Batch
-from gdpa_kernels.gdpa.history import History
-from gdpa_kernels.gdpa.registration import check_activation, prove
-from gdpa_kernels.gdpa.targets import check_targets
+from gdpa_kernels.gdpa.batch import History
 from gdpa_kernels.serving import diagonal, joined
 from gdpa_kernels.serving.arguments import key, listed, users_and_epochs
 from gdpa_kernels.serving.exclusive import Exclusive, exclusively
 from gdpa_kernels.serving.validity import Model
-
-V8 = "v8_own_waits"
 
 
 @dataclass(frozen=True)
@@ -284,7 +274,16 @@ class PagedCache:
         """
         layer = self._checked_before(layer, at, k, v, cu_seqlens)
         if diagonal.takes(k, k, v):
-            return joined.join(self.data[layer], at, k, v, cu_seqlens, max_seqlen)
+            return joined.join(
+                self.data[layer],
+                at.slots,
+                at.cu_seqlens,
+                at.max_seqlen,
+                k,
+                v,
+                cu_seqlens,
+                max_seqlen,
+            )
         pairs = zip(self.read(layer, at), (k, v), strict=True)
         k, v = (_joined(*pair, at.cu_seqlens, cu_seqlens) for pair in pairs)
         return k, v
@@ -304,7 +303,7 @@ class PagedCache:
     ) -> int:
         layer = self._checked_reading(layer, at)
         self._check_rows(k, v, len(k))
-        _check_batch(cu_seqlens, at)
+        check_batch(cu_seqlens, at)
         return layer
 
     def _check_rows(self, k: torch.Tensor, v: torch.Tensor, count: int) -> None:
@@ -455,192 +454,9 @@ def _joined(
     return out
 
 
-def score(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens: torch.Tensor | Lengths,
-    max_seqlen: int,
-    cache: PagedCache,
-    layer: int,
-    history: Pages,
-    *,
-    target_group_size: int = 1,
-    in_one_call: bool | None = None,
-    **options,
-) -> torch.Tensor:
-    """Attention of candidates, each over its user's history and its own group up to itself.
-
-    What one call of `gdpa` over [history; candidates] gives for the candidates' rows, with
-    `num_targets` and "lower_right": in one call, or as the sum of two, over the history, kept in
-    fp32, and over the candidates, added to it before the one rounding. Of candidates that see
-    themselves alone the second is a kernel of its own with impl="auto" (`diagonal`).
-
-    Forward v8 reads the pages where they are, if page_size is a multiple of 64, without gradients,
-    autocast or `torch.compile`; at head_dim 128 it takes tiles of 128 keys if 128 divides
-    page_size, else of 64. Every other call gathers the pages first (`read`, `read_before`): on
-    other devices, of other dtypes and implementations, and of smaller pages.
-
-    Nothing waits for the device with `Lengths`, or validate=False. Small batches are bound by the
-    host: capture the call in a CUDA graph.
-
-    Args:
-        q, k, v: of the candidates, `[tokens, heads, head_dim]`, with offsets cu_seqlens
-            `[batch + 1]`, int32 or `Lengths`, and max_seqlen.
-        cache, layer, history: what keeps the histories, of which layer, and where they lie, of the
-            same users in the same order (`PagedCache.pages`), whole.
-        target_group_size: candidates of a group, as `gdpa`.
-        in_one_call: True or False; None for one call where forward v8 computes it and the
-            candidates' tiles of 128 rows, one for each user and head, are so many that it would not
-            split the histories' keys between multiprocessors.
-        options: of `gdpa`: activation, scale, output_scale, precise, impl, validate, out_dtype. A
-            mask is not among them: a history that a window limits is for one call of `gdpa`.
-
-    Returns:
-        `[tokens, heads, head_dim]`.
-
-    Raises:
-        TypeError, ValueError: an argument is wrong: its name, what is expected, what was received.
-        NotImplementedError: as `gdpa`.
-
-    Source of the rule: measured on an H200 with pages gathered before, 4 heads, head_dim 128: 10
-    users of 6,300 events with 2,048 candidates each take 389 us in one call, and 442 in two calls
-    of `gdpa` or 424 with `diagonal`; 32 of 1,024 with 2,048 take 247, and 389 in two of `gdpa`; 4
-    of 4,096 with 100 take 56 and 29, since two split the keys. See the lab notes on serving.
-    """
-    known = {"activation", "scale", "output_scale", "precise", "impl", "validate", "out_dtype"}
-    if unknown := set(options) - known:
-        raise TypeError(f"options must be among {sorted(known)}, got {sorted(unknown)}")
-    if in_one_call is not None:
-        checks.check_bool(in_one_call=in_one_call)
-    check_whole("history", history)
-    max_seqlen = checks.check_max_seqlen("max_seqlen", max_seqlen)
-    target_group_size = checks.check_count("target_group_size", target_group_size, least=1)
-    q, k, v = checks.autocast(q, k, v)
-    checks.check_tensors(q, k, v)
-    if k.shape[0] != q.shape[0]:
-        raise ValueError(f"k must have q's {q.shape[0]} rows, got {k.shape[0]}")
-    if k.shape[1:] != cache.data.shape[-2:]:
-        raise ValueError(
-            f"k must have the cache's {list(cache.data.shape[-2:])} heads and head_dim, got "
-            f"{list(k.shape[1:])}"
-        )
-    out_dtype = api.check_sum(q, q.shape, options.get("out_dtype"), None)
-    validate = options.pop("validate", True)
-    ends = checked_ends(q, cu_seqlens, max_seqlen, history, validate)
-    check_targets(ends, None, target_group_size, 0, "shared", True, None)
-    impl, seen = options.get("impl", "auto"), None
-    if impl in ("auto", V8) and diagonal.takes(q, k, v):
-        with cache.exclusive:  # from the check of the pages until what reads them is launched
-            batch = _over_history(q, k, v, ends, max_seqlen, cache, layer, history, **options)
-            if in_one_call is None:
-                in_one_call = _is_one_call(batch, k, v, out_dtype)
-            if in_one_call:
-                batch = _with_candidates(batch, k, v, target_group_size, out_dtype)
-            seen = _by_v8(batch)
-    options["validate"] = validate and torch.compiler.is_compiling()
-    if in_one_call and seen is None:
-        keys, values = cache.read_before(layer, history, k, v, ends, max_seqlen)
-        seen = gdpa(
-            q, keys, values, ends, history.cu_seqlens + ends, max_seqlen,
-            history.max_seqlen + max_seqlen, causal="lower_right", num_targets=ends.diff(),
-            target_group_size=target_group_size, **options,
-        )  # fmt: skip
-    elif seen is None:
-        kept = None if q.dtype == torch.float64 else torch.float32
-        seen = gdpa(
-            q, *cache.read(layer, history), cu_seqlens, history.cu_seqlens, max_seqlen,
-            history.max_seqlen, **options | {"out_dtype": kept},
-        )  # fmt: skip
-    if in_one_call:
-        return seen
-    if target_group_size == 1 and impl == "auto" and diagonal.takes(q, k, v):
-        names = "activation", "scale", "output_scale", "out_dtype"
-        given = {name: options[name] for name in names if name in options}
-        return diagonal.add_diagonal(q, k, v, seen, **given)
-    own = {"window": 0}
-    if target_group_size > 1:
-        own = {"num_targets": ends.diff(), "target_group_size": target_group_size}
-    both = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
-    return gdpa(q, k, v, *both, causal="upper_left", add_to=seen, **own, **options)
-
-
-def checked_ends(
-    x: torch.Tensor, cu_seqlens: torch.Tensor | Lengths, max_seqlen: int, history: Pages,
-    validate: bool,
-) -> torch.Tensor:  # fmt: skip
-    """The offsets of candidates x as a tensor; waits for the device if they are one and `validate`,
-    but in a capture, where the device checks them. Of a compiled program `gdpa` checks them."""
-    checks.check_bool(validate=validate)
-    rows = x.shape[0]
-    if isinstance(cu_seqlens, Lengths):
-        cu_seqlens, _ = cu_seqlens.of("cu_seqlens", rows, x.device, max_seqlen)
-        _check_batch(cu_seqlens, history)
-        return cu_seqlens
-    checks.check_offsets("cu_seqlens", cu_seqlens, x.device)
-    _check_batch(cu_seqlens, history)
-    unread = validate and not checks.is_readable(cu_seqlens)
-    if validate and not unread:
-        checks.check_lengths("cu_seqlens", cu_seqlens, rows, max_seqlen)
-    ends = checks.to_int32(cu_seqlens, unread)
-    if unread and not checks.is_fake(x):
-        padding.check_offsets(None, ends, None, (rows, rows), (max_seqlen, max_seqlen))
-    return ends
-
-
-def _check_batch(cu_seqlens: torch.Tensor, history: Pages) -> None:
+def check_batch(cu_seqlens: torch.Tensor, history: Pages) -> None:
     if cu_seqlens.shape != history.cu_seqlens.shape:
         raise ValueError(
             f"cu_seqlens must have shape {list(history.cu_seqlens.shape)}, as the histories, got "
             f"{list(cu_seqlens.shape)}"
         )
-
-
-def _over_history(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ends: torch.Tensor, max_seqlen: int,
-    cache: PagedCache, layer: int, history: Pages, *,
-    activation: str | tuple[str, ...] | list[str] = "gelu_tanh", scale: float | None = None,
-    output_scale: float = 1.0, precise: bool = False, **_,
-) -> Batch:  # fmt: skip
-    """The call over the histories alone, in their pages, with a result in fp32; checked."""
-    names = tuple(check_activation(activation, q.shape[1]))
-    api.check_scalars(scale, output_scale, None)
-    checks.check_bool(precise=precise)
-    return Batch(
-        q, k[:0], v[:0], ends, history.cu_seqlens, max_seqlen, history.max_seqlen, names,
-        q.shape[2] ** -0.5 if scale is None else float(scale), float(output_scale),
-        precise=precise, out_dtype=torch.float32, history=cache.history(layer, history, k, v, ends),
-    )  # fmt: skip
-
-
-def _with_candidates(
-    batch: Batch, k: torch.Tensor, v: torch.Tensor, group: int, out_dtype: torch.dtype | None
-) -> Batch:
-    """The call over [history; candidates], of that over the histories."""
-    counts = batch.cu_seqlens_q.diff()
-    return replace(
-        batch, k=k, v=v, cu_seqlens_k=batch.cu_seqlens_k + batch.cu_seqlens_q,
-        max_seqlen_k=batch.max_seqlen_k + batch.max_seqlen_q, causal="lower_right",
-        out_dtype=out_dtype, segments=F.pad(counts[:, None], (0, 1)), target_group_size=group,
-    )  # fmt: skip
-
-
-def _is_one_call(
-    batch: Batch, k: torch.Tensor, v: torch.Tensor, out_dtype: torch.dtype | None
-) -> bool:
-    """The rule of `score`, of the call over the histories."""
-    whole = replace(
-        batch, k=k, v=v, max_seqlen_k=batch.max_seqlen_k + batch.max_seqlen_q, causal="lower_right",
-        out_dtype=out_dtype, segments=batch.cu_seqlens_q, history=None,
-    )  # fmt: skip
-    rung = api.resolve("auto", "forward", whole)
-    return rung.impl == V8 and rung.config(batch, "forward").splits == 1
-
-
-def _by_v8(batch: Batch) -> torch.Tensor | None:
-    """The output of forward v8, which reads the pages; None where it does not take the call."""
-    rung = ladder.rung(V8)
-    if rung.unavailable(batch.device) or rung.problem(batch):
-        return None
-    prove(batch.activation, batch.device)
-    return rung.module().forward(batch)

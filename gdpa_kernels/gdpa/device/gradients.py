@@ -10,9 +10,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from gdpa_kernels.calling.launch import cdiv, launch, multiprocessors
 from gdpa_kernels.device.ragged import BOUND, ragged_descriptor, readable
-from gdpa_kernels.gdpa.activations import foldable
 from gdpa_kernels.gdpa.batch import Batch
-from gdpa_kernels.gdpa.masks import row_range
+from gdpa_kernels.gdpa.device.activations import foldable
+from gdpa_kernels.gdpa.device.masks import row_range
 
 
 def requires_few_keys(batch: Batch, most: int) -> str | None:

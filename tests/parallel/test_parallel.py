@@ -12,8 +12,8 @@ from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from gdpa_kernels import Lengths, gdpa
-from gdpa_kernels.gdpa import parallel
+from gdpa_kernels import Lengths, gdpa, parallel
+from gdpa_kernels.parallel import attention, shards
 from tests.examples.ranks import printed
 
 SCRIPT = Path(__file__).with_name("context_parallel.py")
@@ -257,7 +257,7 @@ def test_layers_share_what_a_batch_is_cut_into(alone, stationary, monkeypatch):
 
     with torch.inference_mode():
         first = layer()
-    monkeypatch.delattr(parallel._Shards, "places")
+    monkeypatch.delattr(shards.Shards, "places")
     second = layer()
     assert torch.equal(first, second)
     assert torch.autograd.grad(second.sum(), x)[0].shape == x.shape
@@ -277,8 +277,8 @@ def test_a_first_call_of_another_kind_leaves_nothing(alone, first):
         return [again, out, *torch.autograd.grad(again.sum() + out.sum(), x)]
 
     wanted = both()
-    parallel._shards.cache_clear()
-    parallel._partners.cache_clear()
+    shards.shards_of.cache_clear()
+    attention._partners.cache_clear()
     with first():
         parallel.shard(torch.zeros(7, 1), ends, 0, 2, "zigzag")
         if first is not FakeTensorMode:  # refused there: offsets have no values

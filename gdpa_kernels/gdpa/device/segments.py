@@ -13,7 +13,7 @@ a block of keys is seen by two stretches of rows. `place` walks over both as one
 import triton
 import triton.language as tl
 
-from gdpa_kernels.gdpa.work_list import number
+from gdpa_kernels.gdpa.device.work_list import number
 
 
 @triton.jit

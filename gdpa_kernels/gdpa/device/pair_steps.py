@@ -15,7 +15,7 @@ from gdpa_kernels.device.groups import Handover, Ring
 from gdpa_kernels.device.pairs import CTAS, fetch_part
 from gdpa_kernels.device.ragged import ragged_descriptor, readable
 from gdpa_kernels.gdpa.batch import Batch
-from gdpa_kernels.gdpa.tensor_memory import (
+from gdpa_kernels.gdpa.device.tensor_memory import (
     HALF,
     KEYS,
     MATH_ROLES,

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Own:
+class Custom:
     """A registered activation: jit functions of an fp32 tile, and the definition in PyTorch.
 
     digest: of the source of both jit functions and of all that they call.
@@ -29,7 +29,7 @@ class Own:
     digest: str
 
 
-OWN: dict[str, Own] = {}
+CUSTOM: dict[str, Custom] = {}
 
 
 def frozen(
@@ -61,7 +61,7 @@ def frozen(
     return result
 
 
-def keyed(name: str) -> str:
+def cache_key(name: str) -> str:
     """The name that a kernel is compiled for: with the digest of its source, which Triton's cache
     cannot see, where it is registered."""
-    return f"{name}@{OWN[name].digest}" if name in OWN else name
+    return f"{name}@{CUSTOM[name].digest}" if name in CUSTOM else name

@@ -33,7 +33,7 @@ import triton
 import triton.language as tl
 
 from gdpa_kernels.calling.launch import cdiv, launch
-from gdpa_kernels.gdpa.activations import (
+from gdpa_kernels.gdpa.device.activations import (
     activate,
     count,
     is_own,
@@ -43,7 +43,7 @@ from gdpa_kernels.gdpa.activations import (
     tanh_approx,
     tanh_argument,
 )
-from gdpa_kernels.gdpa.masks import mask_transposed
+from gdpa_kernels.gdpa.device.masks import mask_transposed
 
 INSTRUCTIONS = {
     "identity": (1, 0),

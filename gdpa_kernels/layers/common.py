@@ -1,16 +1,13 @@
-"""What the layers of both operators share."""
+"""Parts that the layers of both operators share: norms of heads, checks of sizes, `Tokenwise`."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from gdpa_kernels.calling import checks, jagged
-from gdpa_kernels.calling.jagged import Jagged, Offsets
-from gdpa_kernels.calling.lengths import Lengths, Recipe
+from gdpa_kernels.calling.jagged import Jagged
 
 EPSILON = 1e-6
 """Added to the mean square of a row of q or k before it is normalised."""
@@ -57,62 +54,6 @@ def check_fused(qk_norm: bool, fused_qk_norm: object) -> bool:
     if fused_qk_norm and not qk_norm:
         raise ValueError(f"fused_qk_norm must be False without qk_norm, got {fused_qk_norm!r}")
     return fused_qk_norm
-
-
-def turns(
-    base: float | None, head_dim: int, values: torch.Tensor, offsets: Offsets
-) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """(sin, cos) of the rotary embedding of every row of `values`, `[total_tokens, head_dim // 2]`,
-    fp32, of fp64 values fp64; of `Lengths` made once for all layers. Waits for no device. None of
-    base None."""
-    if base is None:
-        return None
-    dtype = torch.promote_types(values.dtype, torch.float32)
-    recipe = _Turns(base, head_dim, dtype, values.shape[0])
-    return offsets.once(recipe) if isinstance(offsets, Lengths) else recipe.make(offsets)
-
-
-@dataclass(frozen=True)
-class _Turns(Recipe[tuple[torch.Tensor, torch.Tensor]]):
-    base: float
-    head_dim: int
-    dtype: torch.dtype
-    total: int
-
-    def make(self, cu_seqlens, beside=None):
-        _, positions = jagged.places(self.total, cu_seqlens)
-        return turns_at(self.base, self.head_dim, positions, self.dtype)
-
-
-def turns_at(
-    base: float, head_dim: int, positions: torch.Tensor, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`turns` of rows at these positions, `[rows]`."""
-    pairs = torch.arange(head_dim // 2, dtype=dtype, device=positions.device)
-    angles = positions[:, None] * base ** (-2.0 * pairs / head_dim)
-    return angles.sin(), angles.cos()
-
-
-def rotate(x: torch.Tensor, sin: torch.Tensor, cos: torch.Tensor) -> torch.Tensor:
-    """x `[total_tokens, num_heads, head_dim]`, its pairs (x[2i], x[2i + 1]) rotated by `turns`."""
-    even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)
-    sin, cos = sin[:, None], cos[:, None]
-    turned = torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1)
-    return turned.flatten(-2).to(x.dtype)
-
-
-def check_rotary(rotary: object, head_dim: int) -> None:
-    """Raises TypeError or ValueError unless rotary is None, or a positive number and head_dim
-    even."""
-    if rotary is None:
-        return
-    checks.check_float("rotary", rotary)
-    if rotary <= 0:
-        raise ValueError(f"rotary must be None or a base above 0, got {rotary!r}")
-    if head_dim % 2:
-        raise ValueError(
-            f"embed_dim // num_heads must be even for a rotary embedding, got {head_dim}"
-        )
 
 
 def check_heads(embed_dim: object, num_heads: object, num_kv_heads: object) -> tuple[int, int, int]:

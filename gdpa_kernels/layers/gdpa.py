@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from gdpa_kernels.calling import checks, jagged, layers, packed, private
+from gdpa_kernels.calling import checks, jagged, packed, private
 from gdpa_kernels.calling.jagged import Jagged, Offsets
 from gdpa_kernels.calling.lengths import Lengths, Recipe
 from gdpa_kernels.gdpa import api
@@ -15,6 +15,8 @@ from gdpa_kernels.gdpa.api import gdpa
 from gdpa_kernels.gdpa.bias import MOST_BUCKETS, RelativeBias, check_times, hstu_thresholds
 from gdpa_kernels.gdpa.registration import check_activation
 from gdpa_kernels.gdpa.targets import check_targets
+from gdpa_kernels.layers import common
+from gdpa_kernels.layers.rotary import check_rotary, rotate, sin_cos
 from gdpa_kernels.norms.api import head_norm
 
 Activation = str | tuple[str, ...] | list[str]
@@ -48,7 +50,7 @@ class _Layer(nn.Module):
     ):
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        embed_dim, num_heads, num_kv_heads = layers.check_heads(embed_dim, num_heads, num_kv_heads)
+        embed_dim, num_heads, num_kv_heads = common.check_heads(embed_dim, num_heads, num_kv_heads)
         checks.check_count("max_seqlen", max_seqlen, optional=True)
         checks.check_impl(impl, api.IMPLS)
         checks.check_impl(backward_impl, api.BACKWARD_IMPLS, "backward_impl")
@@ -61,8 +63,8 @@ class _Layer(nn.Module):
         self.max_seqlen, self.validate = checks.int32(max_seqlen), validate
         checks.check_bool(precise=precise, validate=validate)
         self.precise, self.impl, self.backward_impl = precise, impl, backward_impl
-        self.q_norm, self.k_norm = layers.head_norms(qk_norm, self.head_dim, factory_kwargs)
-        self.fused_qk_norm = layers.check_fused(qk_norm, fused_qk_norm)
+        self.q_norm, self.k_norm = common.head_norms(qk_norm, self.head_dim, factory_kwargs)
+        self.fused_qk_norm = common.check_fused(qk_norm, fused_qk_norm)
 
     def _read(
         self, x: torch.Tensor | Jagged, max_seqlen: int | None
@@ -81,7 +83,7 @@ class _Layer(nn.Module):
         cu_seqlens_k: Offsets,
         max_seqlen_q: int,
         max_seqlen_k: int,
-        turns: tuple[torch.Tensor, torch.Tensor] | None = None,
+        rotation: tuple[torch.Tensor, torch.Tensor] | None = None,
         validate: bool = False,
         **mask,
     ) -> torch.Tensor:
@@ -91,21 +93,21 @@ class _Layer(nn.Module):
         """
         shared = cu_seqlens_q is None
         if self.fused_qk_norm:
-            q, k = self._norm_heads(q, k, turns, shared)
-            turns = None
+            q, k = self._norm_heads(q, k, rotation, shared)
+            rotation = None
         q, k, v = (
             x if x is None else x.reshape(-1, x.shape[-1] // self.head_dim, self.head_dim)
             for x in (q, k, v)
         )
         norm = self.q_norm is not None and not self.fused_qk_norm
-        if norm or turns is not None:
+        if norm or rotation is not None:
             q, k, v = packed.unpack(q, k, v, self.num_kv_heads)
         if norm:
             q, k = self.q_norm(q), self.k_norm(k)
         elif self.fused_qk_norm and shared:
             q = self.q_norm(q)
-        if turns is not None:
-            q, k = layers.rotate(q, *turns), layers.rotate(k, *turns)
+        if rotation is not None:
+            q, k = rotate(q, *rotation), rotate(k, *rotation)
         out = gdpa(
             q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
             num_kv_heads=self.num_kv_heads if k is None else None,
@@ -115,14 +117,14 @@ class _Layer(nn.Module):
         )  # fmt: skip
         return self.out(out.flatten(1))
 
-    def _norm_heads(self, q, k, turns, shared):
+    def _norm_heads(self, q, k, rotation, shared):
         """q and k of `_attend`, or q, k and v packed in q, normalised; a shared q,
         which is a parameter, is left. Their gradients come from `gdpa`, which makes them for us."""
-        options = {"eps": layers.EPSILON, "overwrite_gradient": True}
+        options = {"eps": common.EPSILON, "overwrite_gradient": True}
         first, second = self.q_norm.weight, self.k_norm.weight
         heads = self.num_heads, self.num_kv_heads
         if k is None:
-            return head_norm(q, (first, second), heads, turns, **options), None
+            return head_norm(q, (first, second), heads, rotation, **options), None
         if not shared:
             q = head_norm(q, (first,), heads[:1], **options)
         return q, head_norm(k, (second,), heads[1:], **options)
@@ -139,7 +141,7 @@ class GDPASelfAttention(private.Constants, _Layer):
 
     One linear layer makes q, k and v, which the kernels read where they lie; another one mixes the
     heads: y = W_out gdpa(W_qkv x). Nothing is added to y: a residual is the caller's. Under
-    autocast the layer follows its linear layers.
+    autocast the layer follows its linear common.
 
     No row is normalised, so a row's size grows with its number of keys. Kunlun divides the scores
     by the longest sequence: scale=1 / max_seqlen; output_scale=1 / max_seqlen divides the sum.
@@ -227,7 +229,7 @@ class GDPASelfAttention(private.Constants, _Layer):
         api.check_scalars(None, 1.0, window)
         api.check_causal(causal)
         checks.check_bool(bias=bias, next_time=next_time)
-        layers.check_rotary(rotary, self.head_dim)
+        check_rotary(rotary, self.head_dim)
         self.causal, self.window, self.rotary = causal, window, rotary
         if (target_group_size, full_rows, target_ranks) != (1, 0, "shared"):
             options = target_group_size, full_rows, target_ranks
@@ -281,7 +283,7 @@ class GDPASelfAttention(private.Constants, _Layer):
         targets = self.targets | {"num_targets": num_targets, "num_contexts": num_contexts}
         y = self._attend(
             self.qkv(values), None, None, offsets, offsets, longest, longest,
-            layers.turns(self.rotary, self.head_dim, values, offsets), self.validate and counted,
+            sin_cos(self.rotary, self.head_dim, values, offsets), self.validate and counted,
             causal=self.causal, window=self.window, **(targets if given else {}),
             **self._bias(timestamps),
         )  # fmt: skip
@@ -422,7 +424,7 @@ class PFFN(_Layer):
     0.5 million weights in W_kv.
 
     Nothing is added to y: a residual is the caller's. Under autocast the layer follows its linear
-    layers.
+    common.
 
     Args:
         summary_dim: features of a sample's summary, or of each of its tokens.
@@ -511,7 +513,7 @@ class PFFN(_Layer):
         return jagged.like(x, y, offsets)
 
     def _keys(self, offsets: Offsets, device: torch.device) -> Offsets:
-        """The offsets of the keys; with `Lengths` made once for all layers."""
+        """The offsets of the keys; with `Lengths` made once for all common."""
         batch, length = jagged.batch_size(offsets), self.num_keys
         if isinstance(offsets, Lengths) and not torch.compiler.is_compiling():
             return offsets.once(_Keys(length))

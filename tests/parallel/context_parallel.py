@@ -11,8 +11,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils.flop_counter import FlopCounterMode
 
 import tritonemu
-from gdpa_kernels import gdpa
-from gdpa_kernels.gdpa import parallel
+from gdpa_kernels import gdpa, parallel
 
 NEW = hasattr(dist, "all_gather_single")  # since PyTorch 2.13
 RECEIVED = dict.fromkeys((
@@ -36,7 +35,7 @@ def count_bytes(ranks: int) -> None:
         return collective
 
     for name in RECEIVED:
-        setattr(parallel.dist, name, counted(name, getattr(dist, name)))
+        setattr(dist, name, counted(name, getattr(dist, name)))
 
 
 def by_dtensors(call, total: int, ranks: int):

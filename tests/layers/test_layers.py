@@ -12,11 +12,12 @@ from torch.utils.checkpoint import checkpoint
 
 import tritonemu
 from gdpa_kernels import PFFN, PMA, BlockAttention, GDPASelfAttention, Lengths
-from gdpa_kernels.block_attention import modules as block_modules
-from gdpa_kernels.calling import jagged, layers, packed
+from gdpa_kernels.calling import jagged, packed
 from gdpa_kernels.calling.launches import launches
-from gdpa_kernels.gdpa import modules
 from gdpa_kernels.gdpa.bias import hstu_thresholds
+from gdpa_kernels.layers import block_attention as block_modules
+from gdpa_kernels.layers import common as layers
+from gdpa_kernels.layers import gdpa as modules
 from gdpa_lab.measuring.inputs import cu_seqlens
 from tests.fuzzing import composed
 

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from gdpa_kernels.device.rows import fetch_rows
-from gdpa_kernels.gdpa.work_list import number
+from gdpa_kernels.gdpa.device.work_list import number
 
 LEAST = 64  # keys of the smallest tile
 

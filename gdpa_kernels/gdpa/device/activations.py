@@ -24,7 +24,7 @@ import triton.language as tl
 from triton.language.target_info import is_hip
 
 from gdpa_kernels.calling.launch import cdiv, launch
-from gdpa_kernels.gdpa.own import OWN, Own
+from gdpa_kernels.gdpa.device.custom import CUSTOM, Custom
 
 INSTRUCTIONS = {
     "identity": (1, 0),
@@ -40,8 +40,8 @@ INSTRUCTIONS = {
 """fp32 and MUFU instructions of one element with APPROX, compiled for sm_90a."""
 
 
-def _of(key: str) -> Own:
-    return OWN[key.partition("@")[0]]
+def _of(key: str) -> Custom:
+    return CUSTOM[key.partition("@")[0]]
 
 
 # A kernel's hash is not to hold the table, which changes: the names hold what it needs of it.
@@ -50,19 +50,19 @@ _of.__triton_builtin__ = True
 
 @triton.constexpr_function
 def is_own(name):
-    """Whether this name, as `keyed` made it, is of a registered activation."""
+    """Whether this name, as `cache_key` made it, is of a registered activation."""
     return "@" in name
 
 
 @triton.constexpr_function
 def own_value(name):
-    """The registered jit function x -> y of a name as `keyed` made it."""
+    """The registered jit function x -> y of a name as `cache_key` made it."""
     return _of(name).value
 
 
 @triton.constexpr_function
 def own_pair(name):
-    """The registered jit function x -> (y, slope) of a name as `keyed` made it."""
+    """The registered jit function x -> (y, slope) of a name as `cache_key` made it."""
     return _of(name).value_and_slope
 
 

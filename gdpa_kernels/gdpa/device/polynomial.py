@@ -22,9 +22,9 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from gdpa_kernels.gdpa.activations import multiply_add_pairs, tanh_of_pairs
-from gdpa_kernels.gdpa.masks import mask_probabilities
-from gdpa_kernels.gdpa.probabilities import probabilities
+from gdpa_kernels.gdpa.device.activations import multiply_add_pairs, tanh_of_pairs
+from gdpa_kernels.gdpa.device.masks import mask_probabilities
+from gdpa_kernels.gdpa.device.probabilities import probabilities
 
 SHARES = (0.125, 0.25, 0.5)
 """Of the scores of a row, one pair of every eight, four or two."""

@@ -20,10 +20,10 @@ from gdpa_kernels.device.sequences import sequence
 from gdpa_kernels.device.vendor import precision
 from gdpa_kernels.gdpa import bias
 from gdpa_kernels.gdpa.batch import Batch
-from gdpa_kernels.gdpa.bias_tiles import biased, buckets_of
-from gdpa_kernels.gdpa.derivatives import value_and_slope_per_head
-from gdpa_kernels.gdpa.masks import mask_probabilities
-from gdpa_kernels.gdpa.segments import counts, segments_of
+from gdpa_kernels.gdpa.device.bias_tiles import biased, buckets_of
+from gdpa_kernels.gdpa.device.derivatives import value_and_slope_per_head
+from gdpa_kernels.gdpa.device.masks import mask_probabilities
+from gdpa_kernels.gdpa.device.segments import counts, segments_of
 
 PROGRAMS = 1056
 

@@ -1,0 +1,1 @@
+"""Layers: the operators with their projections, on jagged batches."""

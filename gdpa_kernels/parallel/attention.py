@@ -1,0 +1,305 @@
+"""Attention over sequences that are cut between ranks.
+
+Nothing is normalised, so attention over all keys is the sum of that over each rank's: no rank needs
+a log-sum-exp of another, and the collectives are PyTorch's own. The bytes that a rank receives, of
+N tokens on P ranks, f = (P - 1) / P, H query and K key heads of d numbers of e bytes, sums in fp32
+(`predicted_bytes`; `counted_bytes` counts them):
+
+| what stays  | forward               | backward           | for                                 |
+|-------------|-----------------------|--------------------|-------------------------------------|
+| "queries"   | 2 N K d e f           | 2 N K d 4 f        | most calls; grouped heads most      |
+| "keys"      | N H d (e + 4) f       | N H d (e + 4) f    | few query heads                     |
+| "sequences" | 2 N (H + K) d e f / P | the same           | as many ranks as key heads, or less |
+
+What was gathered is kept for the backward pass. Contiguous shards may end inside a sequence: if one
+is cut between all ranks, the last has under a causal mask about twice the mean work, but for
+"sequences". Zigzag shards have equal work, and rows that are gathered by an index: they pay where
+long sequences are cut between ranks.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from gdpa_kernels.calling import checks
+from gdpa_kernels.calling.lengths import Lengths
+from gdpa_kernels.gdpa.api import check_causal, gdpa
+from gdpa_kernels.gdpa.registration import check_activation
+from gdpa_kernels.parallel.collectives import (
+    Exchange,
+    Gather,
+    Replicated,
+    Scatter,
+    Sum,
+    pad_rows,
+    put,
+    sum_dtype,
+    take,
+)
+from gdpa_kernels.parallel.shards import (
+    Shards,
+    check_rows,
+    checked_layout,
+    lasting,
+    offsets_of,
+    shards_of,
+)
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+STATIONARY = ("queries", "keys", "sequences")
+OPTIONS = ("activation", "scale", "output_scale", "precise", "impl", "backward_impl")
+"""Of `gdpa`: what the calls here take and pass on."""
+
+
+def context_parallel_gdpa(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens: Sequence[int],
+    *,
+    stationary: str = "queries",
+    layout: str = "contiguous",
+    causal: bool = False,
+    window: int | None = None,
+    group: dist.ProcessGroup | None = None,
+    **options,
+) -> torch.Tensor:
+    """`gdpa(q, k, v, ...)` of a batch whose tokens are spread over ranks; differentiable.
+
+    Args:
+        q: this rank's rows by `shard`, `[rows, num_heads, head_dim]`.
+        k, v: the same rows, `[rows, num_kv_heads, head_dim]`.
+        cu_seqlens: offsets of the whole batch, `[batch + 1]`, as numbers of the host, the same on
+            every rank.
+        stationary: what no collective moves: "queries" (keys and values are gathered), "keys"
+            (queries are gathered and results summed up) or "sequences" (every rank gets all rows of
+            some heads; num_kv_heads must be a multiple of the ranks).
+        layout: how `shard` cut the batch: "contiguous" or, of equal work under a causal mask,
+            "zigzag".
+        causal, window: as `gdpa`; a window needs causal, but for "sequences".
+        group: of the ranks; None for all.
+        options: of `gdpa` (activation, scale, output_scale, precise, impl, backward_impl); names of
+            activations are of all heads, whatever stays.
+
+    q, k and v may be `DTensor`s of the whole batch, sharded by tokens on a mesh of one dimension,
+    as `distribute_tensor(x, mesh, [Shard(0)])` makes them: shards are contiguous, the group is the
+    mesh's, and the result is such a one.
+
+    Returns:
+        This rank's rows of the output, `[rows, num_heads, head_dim]`.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong: its name, what is expected, what was received.
+            Wrong on one rank alone, it leaves the others waiting.
+
+    Source: sums of partial results, as in the chapter "What GDPA computes"; the split of queries
+    and the zigzag layout are of all-gather context parallelism (arXiv 2407.21783, section 3.3.2).
+    """
+    mesh = _mesh_of(q, k, v, layout, group)
+    if mesh is not None:
+        out = context_parallel_gdpa(
+            *(x.to_local() for x in (q, k, v)), cu_seqlens, stationary=stationary, causal=causal,
+            window=window, group=mesh.get_group(), **options,
+        )  # fmt: skip
+        shape = torch.Size((cu_seqlens[-1], *out.shape[1:]))
+        return type(q).from_local(
+            out, mesh, q.placements, run_check=False, shape=shape,
+            stride=(shape[1] * shape[2], shape[2], 1),
+        )  # fmt: skip
+    q, k, v = checks.autocast(q, k, v)
+    shards, rank, ranks, options = _checked(q, k, v, cu_seqlens, layout, group, options)
+    _check_masks(stationary, causal, window)
+    check_rows("q", q, shards.rows(rank), f"rank {rank}")
+    options = options | {"window": window}
+    if stationary == "sequences" and k.shape[1] % ranks:
+        raise ValueError(
+            f"num_kv_heads must be a multiple of the {ranks} ranks with "
+            f"stationary='sequences', got {k.shape[1]}"
+        )
+    stream = torch.cuda.current_stream(q.device).cuda_stream if q.is_cuda else 0
+    own, others, places = _partners(
+        shards.ends, ranks, layout, rank, stationary, bool(causal), q.device, stream
+    )
+    if stationary == "sequences":
+        return _by_heads(q, k, v, shards, own, places, causal, group, rank, ranks, options)
+    if stationary == "queries":
+        k, v = (Gather.apply(x, places, shards.size, group) for x in (k, v))
+        return gdpa(q, k, v, own, others, causal=causal and "lower_right", **options)
+    part = gdpa(
+        Gather.apply(q, places, shards.size, group), k, v, others, own,
+        causal=causal and "upper_left", out_dtype=sum_dtype(q), **options,
+    )  # fmt: skip
+    return Scatter.apply(part, places, shards.size, q.dtype, group)[: q.shape[0]]
+
+
+def context_parallel_pooling(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens: Sequence[int],
+    *,
+    layout: str = "contiguous",
+    group: dist.ProcessGroup | None = None,
+    **options,
+) -> torch.Tensor:
+    """`gdpa` of one q shared by the whole batch (PMA seeds) over keys that are spread over ranks;
+    differentiable.
+
+    Keys stay: every rank sums over its own, and an all-reduce adds the sums in fp32 (fp64 of fp64).
+    A rank receives 2 f 4 bytes a number of the result forward, and of q backward, f = (ranks - 1) /
+    ranks.
+
+    Args:
+        q: `[seeds, num_heads, head_dim]`, the same on every rank.
+        k, v: this rank's rows by `shard`, `[rows, num_kv_heads, head_dim]`.
+        cu_seqlens, layout, group, options: as `context_parallel_gdpa`.
+
+    Returns:
+        `[batch * seeds, num_heads, head_dim]`, the same on every rank. Its gradient must be the
+        same on every rank too, as of a loss that all compute; that of q is then the whole
+        batch's, on every rank.
+
+    Raises:
+        TypeError, ValueError: as `context_parallel_gdpa`.
+    """
+    q, k, v = checks.autocast(q, k, v)
+    shards, rank, _, options = _checked(q, k, v, cu_seqlens, layout, group, options)
+    held = Counter()
+    for i, first, end in shards.pieces[rank]:
+        held[i] += end - first
+    lengths = [held[i] for i in range(shards.batch)]
+    part = gdpa(
+        Replicated.apply(q, group), k, v, None, _lengths(lengths, q.device),
+        out_dtype=sum_dtype(q), **options,
+    )  # fmt: skip
+    return Sum.apply(part, group).to(q.dtype)
+
+
+def predicted_bytes(
+    stationary: str,
+    rows: int,
+    ranks: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+) -> tuple[int, int]:
+    """(forward, backward): bytes that each rank receives in `context_parallel_gdpa`.
+
+    Args:
+        stationary: as there.
+        rows: of the largest shard, to which the collectives fill up all: N / ranks of the table.
+        ranks, num_heads, num_kv_heads, head_dim, dtype: of the call.
+
+    Raises:
+        ValueError: stationary is none of these.
+
+    Source: the table at the head of this module.
+    """
+    _check_stationary(stationary)
+    numbers, size = rows * (ranks - 1) * head_dim, dtype.itemsize
+    sums = torch.promote_types(dtype, torch.float32).itemsize
+    return {
+        "queries": (2 * numbers * num_kv_heads * size, 2 * numbers * num_kv_heads * sums),
+        "keys": (numbers * num_heads * (size + sums),) * 2,
+        "sequences": (2 * numbers * (num_heads + num_kv_heads) * size // ranks,) * 2,
+    }[stationary]
+
+
+@lru_cache(maxsize=8)
+def _partners(
+    ends: tuple[int, ...], ranks: int, layout: str, rank: int, stationary: str, causal: bool,
+    device: torch.device, stream: int,
+) -> tuple[Lengths, Lengths, slice | torch.Tensor]:  # fmt: skip
+    """(Lengths of own rows, of their partners, `places` of those) of a rank's call, for all layers
+    on a stream, which brings them to the device: places are a number for each token."""
+    shards = shards_of(ends, ranks, layout)
+    own, others = shards.parts(rank, stationary, causal)
+    lengths = own, [end - first for first, end in others]
+    with lasting():
+        return *(_lengths(each, device) for each in lengths), shards.places(others, device)
+
+
+def _check_stationary(stationary: object) -> None:
+    checks.check_choice("stationary", stationary, STATIONARY)
+
+
+def _check_masks(stationary: object, causal: object, window: object) -> None:
+    _check_stationary(stationary)
+    check_causal(causal)
+    if isinstance(causal, str):
+        raise ValueError(f"causal must be a bool here, where q has k's rows, got {causal!r}")
+    if window is not None and not causal and stationary != "sequences":
+        raise ValueError(f"window must be None without causal, got {window}")
+
+
+def _checked(q, k, v, cu_seqlens, layout, group, options) -> tuple[Shards, int, int, dict]:
+    """(shards, rank, ranks, options), of arguments that both calls have."""
+    if not dist.is_available() or not dist.is_initialized():
+        raise ValueError("group must be one of torch.distributed, which is not initialized")
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    if rank < 0:
+        raise ValueError(f"group must have rank {dist.get_rank()} in it, got one of other ranks")
+    shards = shards_of(offsets_of(cu_seqlens), ranks, checked_layout(layout))
+    for name in options:
+        if name not in OPTIONS:
+            raise TypeError(f"options must be of {', '.join(OPTIONS)}, got {name}")
+    checks.check_tensors(q, k, v)
+    check_rows("k", k, shards.rows(rank), f"rank {rank}")
+    if "activation" in options:
+        options = options | {"activation": check_activation(options["activation"], q.shape[1])}
+    return shards, rank, ranks, options
+
+
+def _mesh_of(q, k, v, layout: str, group: dist.ProcessGroup | None) -> DeviceMesh | None:
+    """The mesh of DTensors; None of other tensors."""
+    tensors = sys.modules.get("torch.distributed.tensor")  # else there is no DTensor
+    if tensors is None or not any(isinstance(x, tensors.DTensor) for x in (q, k, v)):
+        return None
+    if layout != "contiguous" or group is not None:
+        raise ValueError(
+            "layout must be 'contiguous' and group None for DTensors, whose mesh says both, got "
+            f"{layout!r} and {group}"
+        )
+    placements = (tensors.Shard(0),)
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, tensors.DTensor):
+            raise TypeError(f"{name} must be a DTensor as others are, got {type(x).__name__}")
+        if x.placements != placements or x.device_mesh != q.device_mesh:
+            raise ValueError(
+                f"{name} must be sharded by tokens, (Shard(dim=0),), on one mesh, got "
+                f"{x.placements} on {x.device_mesh}"
+            )
+    if q.device_mesh.get_coordinate() is None:
+        raise ValueError(f"q must have rank {dist.get_rank()} in its mesh, got {q.device_mesh}")
+    return q.device_mesh
+
+
+def _by_heads(
+    q, k, v, shards, lengths, places, causal, group, rank, ranks, options
+) -> torch.Tensor:
+    """All rows of a share of the heads on each rank."""
+    names = options.get("activation", ())
+    if len(names) > 1:
+        heads = len(names) // ranks
+        options = options | {"activation": names[rank * heads : (rank + 1) * heads]}
+    exchanged = [Exchange.apply(pad_rows(x, shards.size), True, ranks, group) for x in (q, k, v)]
+    out = gdpa(
+        *(take(x, places) for x in exchanged), lengths, lengths,
+        causal=causal and "upper_left", **options,
+    )  # fmt: skip
+    out = put(out, places, shards.size * ranks, out.dtype)
+    return Exchange.apply(out, False, ranks, group)[: q.shape[0]]
+
+
+def _lengths(lengths: list[int], device: torch.device) -> Lengths:
+    return Lengths(torch.tensor([0, *lengths], device="cpu").cumsum(0), device=device)
