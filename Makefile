@@ -94,6 +94,7 @@ compare: $(READY)
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python .ci/names.py
 
 # What was built, and with it what is known of chapters that did not change. The environment stays.
 clean:

@@ -1,0 +1,84 @@
+"""Names of locals that say nothing of what they hold: at most so many in each room.
+
+Run by `make lint`. A room's number may only fall: where fewer are left, the table here must say so.
+"""
+
+import ast
+import sys
+from collections import Counter
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+VAGUE = {"found", "made", "kept", "given", "own", "at", "place", "before", "mine", "told"}
+ALLOWED = {
+    "gdpa_kernels/block_attention": 14,
+    "gdpa_kernels/block_attention/kernels": 23,
+    "gdpa_kernels/block_attention/ladder": 8,
+    "gdpa_kernels/calling": 23,
+    "gdpa_kernels/device": 7,
+    "gdpa_kernels/gdpa": 32,
+    "gdpa_kernels/gdpa/device": 46,
+    "gdpa_kernels/gdpa/kernels": 89,
+    "gdpa_kernels/gdpa/ladder": 40,
+    "gdpa_kernels/layers": 1,
+    "gdpa_kernels/norms": 19,
+    "gdpa_kernels/parallel": 6,
+    "gdpa_kernels/serving": 42,
+    "lab/gdpa_lab": 2,
+    "lab/gdpa_lab/measuring": 100,
+    "lab/gdpa_lab/measuring/baselines": 11,
+    "lab/gdpa_lab/report": 89,
+    "emulator/tritonemu": 192,
+    "emulator/tritonemu/gluon": 34,
+    "emulator/tritonemu/machine": 7,
+    "notebooks/_lib": 136,
+    "notebooks/backward": 16,
+    "notebooks/blackwell": 24,
+    "notebooks/block": 16,
+    "notebooks": 13,
+    "notebooks/forward": 30,
+    "notebooks/measuring": 16,
+    "notebooks/operator": 5,
+    "notebooks/serving": 11,
+    "notebooks/tools": 7,
+    "notebooks/tools/kernels": 8,
+    "notebooks/training": 23,
+    "examples": 44,
+}
+"""Of each room, by its folder: stores of these names that are left."""
+
+
+def stores(tree: ast.AST) -> Counter:
+    """How often each name is assigned, as a variable, an argument or a loop's target."""
+    names = Counter()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names[node.id] += 1
+        elif isinstance(node, ast.arg):
+            names[node.arg] += 1
+    return names
+
+
+def main() -> int:
+    counts, totals = Counter(), Counter()
+    for folder in ("gdpa_kernels", "lab", "emulator/tritonemu", "notebooks", "examples"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            names = stores(ast.parse(path.read_text(encoding="utf-8")))
+            room = path.parent.relative_to(ROOT).as_posix()
+            counts[room] += sum(names[name] for name in VAGUE)
+            totals[room] += names.total()
+    if "--table" in sys.argv:
+        for room in counts:
+            print(f"    {room!r}: {counts[room]},  # {counts[room] / totals[room]:.1%}")
+        return 0
+    wrong = {room: n for room, n in counts.items() if n != ALLOWED.get(room, 0)}
+    for room, n in wrong.items():
+        print(
+            f"{room}: {n} locals named one of {', '.join(sorted(VAGUE))}; the table in "
+            f"{Path(__file__).relative_to(ROOT)} says {ALLOWED.get(room, 0)}"
+        )
+    return bool(wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
