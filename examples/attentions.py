@@ -116,15 +116,16 @@ class _Peer:
             lengths_q = lengths_k = blocks(lengths_q, self.block_size)
             scale, mask = None, {}
         else:
-            scale = self.scale
-            mask |= {"activation": self.activation, "output_scale": self.output_scale}
+            scale = self.options.scale
+            names = "activation", "output_scale"
+            mask |= {name: getattr(self.options, name) for name in names}
         scale = self.head_dim**-0.5 if scale is None else scale
         return self.out(self.attend(q, k, v, lengths_q, lengths_k, scale=scale, **mask).flatten(1))
 
 
 class _Self(_Peer, GDPASelfAttention):
     def forward(self, x):
-        mask = {"causal": self.causal, "window": self.window}
+        mask = {"causal": self.mask.causal, "window": self.mask.window}
         return self._call(*self.qkv(x[0]).chunk(3, 1), x[1], x[1], **mask), x[1]
 
 

@@ -5,6 +5,7 @@ from gdpa_kernels.calling import jagged
 from gdpa_kernels.calling.lengths import Lengths
 from gdpa_kernels.gdpa.api import gdpa
 from gdpa_kernels.gdpa.bias import RelativeBias
+from gdpa_kernels.gdpa.mask import Mask
 from gdpa_kernels.gdpa.registration import register_activation
 from gdpa_kernels.layers.block_attention import BlockAttention
 from gdpa_kernels.layers.common import Tokenwise
@@ -16,6 +17,7 @@ __all__ = [
     "BlockAttention",
     "GDPASelfAttention",
     "Lengths",
+    "Mask",
     "RelativeBias",
     "Tokenwise",
     "block_attention",

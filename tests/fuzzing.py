@@ -120,7 +120,9 @@ def composed(layer, values, lengths, summary, **given):
     with, the others as it says itself."""
 
     def option(name):
-        return given[name] if name in given else getattr(layer, name, None)
+        homes = layer, getattr(layer, "options", None), getattr(layer, "mask", None)
+        known = [getattr(home, name) for home in homes if hasattr(home, name)]
+        return given[name] if name in given else next(iter(known), None)
 
     def mixed(q, k, v):
         """One sequence: q [rows, heads * dim], k and v [keys, kv heads * dim]."""

@@ -9,7 +9,7 @@ import torch
 
 from gdpa_kernels.block_attention import choices
 from gdpa_kernels.block_attention.batch import Batch, Rotary
-from gdpa_kernels.calling import checks, jagged, ladder, packed
+from gdpa_kernels.calling import checks, ladder, packed, sequences
 from gdpa_kernels.calling.lengths import Lengths
 from gdpa_kernels.calling.operators import (
     Size,
@@ -108,27 +108,15 @@ def block_attention(
     backward_impl = check_impls(impl, backward_impl)
     if scale is not None:
         checks.check_float("scale", scale)
-    lengths, rows, unread, padding = None, q.shape[0], False, True
-    if isinstance(cu_seqlens, Lengths):
-        lengths, padding = cu_seqlens, cu_seqlens.total < rows
-        cu_seqlens, _ = lengths.of("cu_seqlens", rows, q.device, padding=True)
-    elif isinstance(cu_seqlens, jagged.Checked):
-        cu_seqlens, total = cu_seqlens
-        padding = total < rows
-    else:
-        checks.check_offsets("cu_seqlens", cu_seqlens, q.device)
-        unread = validate and not checks.is_readable(cu_seqlens)
-        if validate and not unread:
-            _, end = checks.check_lengths("cu_seqlens", cu_seqlens, rows, None, padding=True)
-            padding = end < rows
-        cu_seqlens = checks.to_int32(cu_seqlens, unread)
+    known = sequences.read("cu_seqlens", cu_seqlens, q.shape[0], q.device, validate=validate)
     sin, cos = (None, None) if rotary is None else rotary
-    tensors = distinct(*held, cu_seqlens, sin, cos)
+    tensors = distinct(*held, known.cu_seqlens, sin, cos)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     options = Options(
-        num_kv_heads, scale, block_size, rotate_v, impl, backward_impl, unread, padding
-    )
-    return _BlockAttention.apply(lengths, *tensors, options)
+        num_kv_heads, scale, block_size, rotate_v, impl, backward_impl,
+        check_values=known.check_values, padding=known.padding,
+    )  # fmt: skip
+    return _BlockAttention.apply(known.lengths, *tensors, options)
 
 
 def resolve(impl: str, direction: str, batch: Batch) -> Rung:

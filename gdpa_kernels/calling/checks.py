@@ -212,6 +212,11 @@ def is_readable(cu_seqlens: torch.Tensor) -> bool:
     return not (cu_seqlens.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
+def longest_name(name: str) -> str:
+    """The argument of the longest sequence that goes with the offsets `name`."""
+    return f"max_seqlen{name.removeprefix('cu_seqlens')}" if "cu_" in name else "max_seqlen"
+
+
 def check_lengths(
     name: str,
     cu_seqlens: torch.Tensor,
@@ -239,7 +244,7 @@ def check_lengths(
     longest = max(lengths, default=0)
     if max_seqlen is not None and longest > max_seqlen:
         raise ValueError(
-            f"{name.replace('cu_seqlens', 'max_seqlen')} must be at least the longest sequence, "
+            f"{longest_name(name)} must be at least the longest sequence, "
             f"{longest} tokens, got {max_seqlen}"
         )
     return longest, values[-1]

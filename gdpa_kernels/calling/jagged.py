@@ -3,23 +3,13 @@ Lengths), or a nested tensor of layout torch.jagged; and what a model does with 
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
-from gdpa_kernels.calling import checks, private
+from gdpa_kernels.calling import checks, private, sequences
 from gdpa_kernels.calling.lengths import Lengths, extended
+from gdpa_kernels.calling.sequences import Sequences, token_positions
 
-
-class Checked(NamedTuple):
-    """Offsets that a layer has checked, for the operator that it calls: int32 `[batch + 1]`, and
-    the rows of all sequences."""
-
-    cu_seqlens: torch.Tensor
-    total: int
-
-
-Offsets = torch.Tensor | Lengths | Checked
+Offsets = torch.Tensor | Lengths | Sequences
 Jagged = tuple[torch.Tensor, Offsets]
 
 
@@ -43,12 +33,12 @@ def to_padded_tensor(
     Raises:
         TypeError, ValueError: an argument is wrong: its name, what is expected, what was received.
     """
-    values, offsets, longest = read(x, max_seqlen=max_seqlen, validate=validate)
-    longest = longest_of(offsets) if longest is None else longest
-    batch, rest = batch_size(offsets), values.shape[1:]
-    own, position = places(values.shape[0], offsets)
-    padded = values.new_full((batch * longest, *rest), padding)
-    return padded.index_copy_(0, own * longest + position, values).view(batch, longest, *rest)
+    values, known = read(x, max_seqlen=max_seqlen, validate=validate)
+    cu_seqlens, longest, *_ = sequences.with_longest("offsets", known)
+    sequence, position = token_positions(values.shape[0], cu_seqlens)
+    padded = values.new_full((known.batch * longest, *values.shape[1:]), padding)
+    padded.index_copy_(0, sequence * longest + position, values)
+    return padded.view(known.batch, longest, *values.shape[1:])
 
 
 def from_padded_tensor(
@@ -64,11 +54,13 @@ def from_padded_tensor(
     if not isinstance(offsets, Lengths):
         checks.check_offsets("offsets", offsets, padded.device)
     total = offsets.total if isinstance(offsets, Lengths) else int(offsets[-1])
-    _, offsets, _ = read((padded.new_empty(total, 0), offsets), None, most, validate)
-    if batch != batch_size(offsets):
-        raise ValueError(f"padded must be of {batch_size(offsets)} sequences, got {batch}")
-    own, position = places(total, offsets)
-    return padded.flatten(0, 1).index_select(0, own * most + position), offsets
+    x = padded.new_empty(total, 0), offsets
+    _, known = read(x, None, most, validate)
+    if batch != known.batch:
+        raise ValueError(f"padded must be of {known.batch} sequences, got {batch}")
+    sequence, position = token_positions(total, known.cu_seqlens)
+    values = padded.flatten(0, 1).index_select(0, sequence * most + position)
+    return like(x, values, known)
 
 
 def mean(x: torch.Tensor | Jagged, *, validate: bool = True) -> torch.Tensor:
@@ -77,12 +69,12 @@ def mean(x: torch.Tensor | Jagged, *, validate: bool = True) -> torch.Tensor:
     Arguments and errors: as `to_padded_tensor`; and TypeError for values that are no floating-point
     numbers.
     """
-    values, offsets, _ = read(x, validate=validate)
+    values, known = read(x, validate=validate)
     if not values.is_floating_point():
         raise TypeError(f"x must have a floating-point dtype, got {values.dtype}")
     wide = values.to(torch.promote_types(values.dtype, torch.float32))
-    found = torch.segment_reduce(wide, "mean", offsets=cu_seqlens(offsets), initial=0)
-    return found.to(values.dtype)
+    means = torch.segment_reduce(wide, "mean", offsets=known.cu_seqlens, initial=0)
+    return means.to(values.dtype)
 
 
 def append(
@@ -94,24 +86,24 @@ def append(
     The other arguments, and errors: as `to_padded_tensor`. The offsets of a pair come back as
     int32; from `Lengths` come `Lengths`, the same ones in each call.
     """
-    values, offsets, _ = read(x, validate=validate)
-    batch, total, rest = batch_size(offsets), values.shape[0], values.shape[1:]
+    values, known = read(x, validate=validate)
+    batch, total, rest = known.batch, values.shape[0], values.shape[1:]
     _check_padded("tokens", "[batch, count, ...]", tokens)
     if (tokens.shape[0], *tokens.shape[2:]) != (batch, *rest):
         shape = ", ".join(map(str, (batch, "count", *rest)))
         raise ValueError(f"tokens must have shape [{shape}], got {list(tokens.shape)}")
     if tokens.is_floating_point() and not values.is_floating_point():
         raise TypeError(f"tokens must be of a kind with x's {values.dtype}, got {tokens.dtype}")
-    count, (own, position) = tokens.shape[1], places(total, offsets)
-    longer = offsets.extended(count) if isinstance(offsets, Lengths) else extended(offsets, count)
-    ends = cu_seqlens(longer)
-    after = ends[1:, None] - count + torch.arange(count, device=ends.device)
+    count, (sequence, position) = tokens.shape[1], token_positions(total, known.cu_seqlens)
+    longer = None if known.lengths is None else known.lengths.extended(count)
+    ends = extended(known.cu_seqlens, count) if longer is None else longer.cu_seqlens
+    appended = ends[1:, None] - count + torch.arange(count, device=ends.device)
     y = values.new_empty(total + batch * count, *rest)
-    y.index_copy_(0, (ends[own] + position).long(), values)
-    y.index_copy_(0, after.flatten(), tokens.flatten(0, 1).to(y.dtype))
+    y.index_copy_(0, (ends[sequence] + position).long(), values)
+    y.index_copy_(0, appended.flatten(), tokens.flatten(0, 1).to(y.dtype))
     if isinstance(x, torch.Tensor):
         return torch.nested.nested_tensor_from_jagged(y, extended(x.offsets(), count))
-    return y, longer
+    return y, ends if longer is None else longer
 
 
 def _check_padded(name: str, shape: str, x: object) -> None:
@@ -129,16 +121,14 @@ def read(
     validate: bool = True,
     *,
     padding: bool = False,
-) -> tuple[torch.Tensor, Offsets, int | None]:
-    """(values, offsets, longest) of a batch of any kind: values `[total_tokens, embed_dim]`, or of
-    any trailing shape; offsets int32 `[batch + 1]`, the same tensor if it is that, or Lengths; at
-    least the longest sequence, None if neither `max_seqlen` nor x nor a check says it. padding: for
-    an operator, which takes rows behind the last sequence; offsets of a tensor are then `Checked`.
+) -> tuple[torch.Tensor, Sequences]:
+    """The values of a batch of any kind, `[total_tokens, embed_dim]`, or of any trailing shape with
+    embed_dim None, and its sequences, as `sequences.read` has them.
 
     Raises TypeError, ValueError: x is wrong: what is expected, what was received.
     """
     checks.check_bool(validate=validate)
-    values, offsets, known = _parts(x)
+    values, offsets, longest = _parts(x)
     if not isinstance(values, torch.Tensor):
         raise TypeError(f"values must be a tensor, got {type(values).__name__}")
     shape = values.shape
@@ -147,19 +137,9 @@ def read(
         raise ValueError(
             f"values must have shape [total_tokens, {wanted}], got {list(values.shape)}"
         )
-    if max_seqlen is not None:
-        max_seqlen = checks.check_max_seqlen("max_seqlen", max_seqlen)
-    if isinstance(offsets, Lengths):
-        most = offsets.of("cu_seqlens", shape[0], values.device, max_seqlen, padding=padding)[1]
-        return values, offsets, most
-    checks.check_offsets("offsets", offsets, values.device)
-    most = known if max_seqlen is None else max_seqlen
-    unread = validate and not checks.is_readable(offsets)
-    if not validate or unread:
-        return values, checks.to_int32(offsets, unread), most
-    longest, end = checks.check_lengths("cu_seqlens", offsets, shape[0], most, padding=padding)
-    most, offsets = longest if most is None else most, checks.to_int32(offsets)
-    return values, Checked(offsets, end) if padding else offsets, most
+    longest = longest if max_seqlen is None else max_seqlen
+    options = {"validate": validate, "padding": padding}
+    return values, sequences.read("offsets", offsets, shape[0], values.device, longest, **options)
 
 
 def _parts(x: torch.Tensor | Jagged) -> tuple[object, object, int | None]:
@@ -197,12 +177,12 @@ def is_nested(*arguments: object) -> bool:
 
 
 def dense(
-    tensors: dict[str, object], ends: object, longest: int | None, letter: str
+    tensors: dict[str, object], offsets: object, longest: int | None, letter: str
 ) -> tuple[list, object, int | None]:
     """(tensors, cu_seqlens, max_seqlen) of the arguments of an operator that have one set of
     offsets, those of `letter`: of nested tensors their values and the offsets that they bring.
 
-    Raises ValueError for nested ones beside `ends`, with holes, or beside others.
+    Raises ValueError for nested ones beside `offsets`, with holes, or beside others.
     """
     nested = {
         name: x
@@ -210,51 +190,28 @@ def dense(
         if isinstance(x, torch.Tensor) and x.is_nested and x.layout == torch.jagged
     }
     if not nested:
-        return [*tensors.values()], ends, longest
+        return [*tensors.values()], offsets, longest
     first = next(iter(nested))
-    if ends is not None:
+    if offsets is not None:
         raise ValueError(
             f"cu_seqlens_{letter} must be None where {first} is a nested tensor, which has its "
-            f"offsets, got {type(ends).__name__}"
+            f"offsets, got {type(offsets).__name__}"
         )
-    found = {name: _parts_of_nested(name, x) for name, x in nested.items()}
-    _, ends, known = found[first]
+    parts = {name: _parts_of_nested(name, x) for name, x in nested.items()}
+    _, offsets, known = parts[first]
     for name, x in tensors.items():
-        if x is not None and (name not in found or found[name][1] is not ends):
-            kind = "other offsets" if name in found else f"a {type(x).__name__} that is not nested"
+        if x is not None and (name not in parts or parts[name][1] is not offsets):
+            kind = "other offsets" if name in parts else f"a {type(x).__name__} that is not nested"
             raise ValueError(f"{name} must be nested with the offsets of {first}, got {kind}")
-    values = [found[name][0] if name in found else x for name, x in tensors.items()]
-    return values, ends, known if longest is None else longest
+    values = [parts[name][0] if name in parts else x for name, x in tensors.items()]
+    return values, offsets, known if longest is None else longest
 
 
-def like(x: torch.Tensor | Jagged, y: torch.Tensor, offsets: Offsets) -> torch.Tensor | Jagged:
-    """y `[total_tokens, ...]` as a jagged batch of x's kind; `offsets` as `read` gave them."""
+def like(
+    x: torch.Tensor | Jagged, y: torch.Tensor, known: Sequences | None
+) -> torch.Tensor | Jagged:
+    """y `[total_tokens, ...]` as a jagged batch of x's kind, of the sequences that `read` gave;
+    None of a nested x."""
     if isinstance(x, torch.Tensor):
         return torch.nested.nested_tensor_from_jagged(y, x.offsets(), **private.known_lengths(x))
-    return y, offsets if isinstance(x[1], Lengths) else cu_seqlens(offsets)
-
-
-def longest_of(offsets: torch.Tensor) -> int:
-    """The longest sequence, in tokens; waits for the device."""
-    longest = offsets.diff(prepend=offsets[:1]).max().item()
-    torch._check(longest >= 0)
-    return longest
-
-
-def cu_seqlens(offsets: Offsets) -> torch.Tensor:
-    """The offsets as a tensor."""
-    return offsets if isinstance(offsets, torch.Tensor) else offsets.cu_seqlens
-
-
-def batch_size(offsets: Offsets) -> int:
-    """How many sequences there are."""
-    return cu_seqlens(offsets).shape[0] - 1
-
-
-def places(total: int, offsets: Offsets) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of each of `total` tokens its sequence and its position there; waits for no device."""
-    ends = cu_seqlens(offsets)
-    tokens = torch.arange(total, dtype=ends.dtype, device=ends.device)
-    # The last sequence that starts at or before a token holds it; empty ones start there too.
-    own = torch.searchsorted(ends[1:].contiguous(), tokens, right=True)
-    return own, tokens - ends[own]
+    return y, known.cu_seqlens if known.lengths is None else known.lengths

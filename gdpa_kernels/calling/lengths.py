@@ -167,7 +167,7 @@ class Lengths:
         if self.device != device:
             raise ValueError(f"{name} must be on its tensor's device {device}, got {self!r}")
         if max_seqlen is not None and max_seqlen < self.max_seqlen:
-            maximum = name.replace("cu_seqlens", "max_seqlen")
+            maximum = checks.longest_name(name)
             raise ValueError(f"{maximum} must be at least {self.max_seqlen}, got {max_seqlen}")
         return self.cu_seqlens, self.max_seqlen if max_seqlen is None else max_seqlen
 

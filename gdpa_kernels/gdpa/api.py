@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from gdpa_kernels.calling import checks, jagged, ladder, packed
+from gdpa_kernels.calling import checks, jagged, ladder, packed, sequences
 from gdpa_kernels.calling.lengths import Lengths, Recipe
 from gdpa_kernels.calling.operators import (
     Size,
@@ -21,12 +21,13 @@ from gdpa_kernels.calling.operators import (
     schema,
 )
 from gdpa_kernels.calling.rung import Rung, capability, dtype_name
+from gdpa_kernels.calling.sequences import Sequences
 from gdpa_kernels.device.padding import check_offsets, clear_padding
 from gdpa_kernels.gdpa import choices
 from gdpa_kernels.gdpa.batch import Batch
 from gdpa_kernels.gdpa.bias import NONE, Bias, RelativeBias, bias_of_call
+from gdpa_kernels.gdpa.mask import ALL, Mask, check_counts, mask_of, of_rule
 from gdpa_kernels.gdpa.registration import check_activation, prove
-from gdpa_kernels.gdpa.targets import check_counts, check_targets, segments_of_call
 
 IMPLS = ladder.impls()
 BACKWARD_IMPLS = ladder.impls(direction="backward")
@@ -45,8 +46,8 @@ def gdpa(
     activation: str | tuple[str, ...] | list[str] = "gelu_tanh",
     scale: float | None = None,
     output_scale: float = 1.0,
-    causal: bool | str = False,
-    window: int | None = None,
+    mask: Mask = ALL,
+    relative_bias: RelativeBias | None = None,
     precise: bool = False,
     impl: str = "auto",
     backward_impl: str = "auto",
@@ -54,12 +55,7 @@ def gdpa(
     out_dtype: torch.dtype | None = None,
     add_to: torch.Tensor | None = None,
     dropout_p: float = 0.0,
-    num_targets: torch.Tensor | None = None,
-    target_group_size: int = 1,
-    num_contexts: torch.Tensor | int | None = None,
-    full_rows: int = 0,
-    target_ranks: str = "shared",
-    relative_bias: RelativeBias | None = None,
+    **mask_fields: object,
 ) -> torch.Tensor:
     """Generalized dot-product attention on a jagged batch; differentiable.
 
@@ -99,13 +95,10 @@ def gdpa(
             head.
         scale: multiplies Q K^T before the activation; None means head_dim ** -0.5.
         output_scale: multiplies the result after the activation; applied once, to the fp32 sum.
-        causal: keep keys at or before the query's position. "upper_left": positions start with
-            their sequence. "lower_right": they end with it, so that the last query sees every key,
-            as new tokens over a cache do; of the kernels v8, backward v4 and the v1 take it. True:
-            where no sequence has fewer queries than keys, "upper_left"; where one has, an error,
-            whose check waits for the device: in each call that has two tensors of offsets, once
-            for `Lengths`. It is left out where `validate` is.
-        window: keep keys at most this many positions from the query, as `causal` counts them.
+        mask: `Mask`, the keys that a query sees; all of its sequence's by default.
+        relative_bias: `RelativeBias`, what is added to the scores by distances of positions and of
+            times; its tables get gradients. Not with a shared q. Of the kernels "v0_eager" and the
+            v1 take it.
         precise: compute the activation in fp32. By default GELU and SiLU of bf16 inputs are
             computed in packed bf16, from rounded scores, where the implementation can: for inputs
             from N(0, 1) the relative error of the result is then about 3.6e-3, as PyTorch's in
@@ -130,22 +123,8 @@ def gdpa(
             (fp64) before the rounding. Attention over [A; B] is `gdpa` over B added to that over A:
             nothing is normalised. Its gradient is the result's. Taken where out_dtype is.
         dropout_p: 0.0; anything else is refused, and the error says what to do in its place.
-        num_targets: int32 or int64 `[batch]`: so many last tokens of each sequence are candidates,
-            which see the history and the members of their own group up to themselves, and which
-            nothing of the history sees. With `causal`; queries are all of their sequence's tokens,
-            or with "lower_right" its last ones. Of the kernels v8, backward v4 and the v1 take it
-            and the next four.
-        target_group_size: targets of a group, counted from the first.
-        num_contexts: int32 or int64 `[batch]`, or one integer for all (less where a sequence is
-            shorter): so many first tokens see all of the history, and later tokens see them.
-        full_rows: the last tokens of the history that `window` does not limit, nor the targets;
-            min_full_attn_seq_len of generative-recommenders.
-        target_ranks: how a window counts targets. "shared": all stand right after the history, as
-            in generative-recommenders. "own": at their positions, as in recsys-examples and FBGEMM.
-            Contexts stand right before the history in both. Without a window both are the same.
-        relative_bias: `RelativeBias`, what is added to the scores by distances of positions and of
-            times; its tables get gradients. Not with a shared q. Of the kernels "v0_eager" and the
-            v1 take it.
+        mask_fields: the fields of `Mask` as keywords (causal=True), in place of mask; they go with
+            version 0.3.
 
     Returns:
         `[total_q, num_heads_q, head_dim]` of v's head_dim, or `[batch * max_seqlen_q, ...]` with a
@@ -183,53 +162,52 @@ def gdpa(
     q, k, v = packed.unpack(*held, num_kv_heads)
     checks.check_tensors(q, k, v)
     names = check_activation(activation, q.shape[1])
-    _check_options(
-        scale, output_scale, window, causal, precise, validate, impl, backward_impl,
-        num_targets is not None, num_contexts is not None, target_group_size, full_rows,
-        target_ranks,
-    )  # fmt: skip
-    given = cu_seqlens_q, cu_seqlens_k
-    cu_seqlens_q, max_seqlen_q, *of_q = _read("q", q, cu_seqlens_q, max_seqlen_q, validate)
-    cu_seqlens_k, max_seqlen_k, *of_k = _read("k", k, cu_seqlens_k, max_seqlen_k, validate)
-    unread, padding = of_q[0] or of_k[0], of_q[1] or of_k[1]
-    if cu_seqlens_q is not None and cu_seqlens_q.shape != cu_seqlens_k.shape:
+    if mask_fields or mask is not ALL:
+        mask = mask_of(mask, mask_fields)
+    _check_options(scale, output_scale, precise, validate, impl, backward_impl)
+    same, shared_q = cu_seqlens_q is cu_seqlens_k, cu_seqlens_q is None
+    of_q = _read("q", q, cu_seqlens_q, max_seqlen_q, validate)
+    of_k = _read("k", k, cu_seqlens_k, max_seqlen_k, validate)
+    cu_seqlens_q, cu_seqlens_k = of_q.cu_seqlens, of_k.cu_seqlens
+    if not shared_q and cu_seqlens_q.shape != cu_seqlens_k.shape:
         raise ValueError(
             f"cu_seqlens_q must have cu_seqlens_k's shape {list(cu_seqlens_k.shape)}, "
             f"got {list(cu_seqlens_q.shape)}"
         )
+    unread = of_q.check_values or of_k.check_values
+    padding = of_q.padding or of_k.padding
+    lengths = None
+    if of_k.lengths is not None and (shared_q or of_q.lengths is not None):
+        lengths = of_q.lengths, of_k.lengths
     # Of the same offsets both alignments are one, which all products take.
-    lower_right = causal == "lower_right" and given[0] is not given[1]
-    check_alignment = validate and causal is True and given[0] is not given[1]
-    counts = num_targets is not None or num_contexts is not None or bool(full_rows)
-    if unread or check_alignment or (validate and counts):
+    lower_right = mask.causal == "lower_right" and not same
+    check_alignment = validate and mask.causal is True and not same
+    if unread or check_alignment or (validate and mask.has_segments):
         unread = not checks.is_readable(cu_seqlens_k)
     if check_alignment and not unread:
-        _check_alignment(given, cu_seqlens_q, cu_seqlens_k, q.shape[0])
-    if (window, full_rows, target_group_size) != (None, 0, 1):
-        window, full_rows = checks.int32(window), checks.int32(full_rows)
-        target_group_size = checks.int32(target_group_size)
-    counted = segments_of_call(
-        num_targets, num_contexts, full_rows, cu_seqlens_q, cu_seqlens_k, lower_right, validate
-    )
+        _check_alignment(lengths, cu_seqlens_q, cu_seqlens_k, q.shape[0])
+    segments = None
+    if not mask.plain:
+        segments = mask.segments(cu_seqlens_q, cu_seqlens_k, lower_right, validate)
     rows = q.shape[0] * (1 if cu_seqlens_q is not None else cu_seqlens_k.shape[0] - 1)
     head_dim, width = (head_dim, width) if width else (q.shape[2], q.shape[2])
     out_dtype = check_sum(q, (rows, q.shape[1], width), out_dtype, add_to)
     if add_to is not None and width < q.shape[2]:
         add_to = F.pad(add_to, (0, q.shape[2] - width))
-    bias = bias_of_call(
-        relative_bias, q.shape[1], q.shape[0], k.shape[0], cu_seqlens_q, cu_seqlens_k,
-        given[0] is given[1], lower_right, validate,
-    )  # fmt: skip
-    bias = bias if bias.is_given else ()
-    tensors = distinct(*held, cu_seqlens_q, cu_seqlens_k, add_to, counted, *bias)
+    bias = ()
+    if relative_bias is not None:
+        bias = bias_of_call(
+            relative_bias, q.shape[1], q.shape[0], k.shape[0], cu_seqlens_q, cu_seqlens_k, same,
+            lower_right, validate,
+        )  # fmt: skip
+        bias = bias if bias.is_given else ()
+    tensors = distinct(*held, cu_seqlens_q, cu_seqlens_k, add_to, segments, *bias)
     scale = head_dim**-0.5 if scale is None else float(scale)
     options = Options(
-        num_kv_heads, max_seqlen_q, max_seqlen_k, ",".join(names), scale, float(output_scale),
-        causal is not False, window, precise, impl, backward_impl, lower_right,
-        out_dtype, target_group_size, full_rows, target_ranks == "own",
+        num_kv_heads, of_q.max_seqlen, of_k.max_seqlen, ",".join(names), scale, float(output_scale),
+        "" if mask is ALL else mask.rule(lower_right), precise, impl, backward_impl, out_dtype,
         check_values=unread, check_alignment=unread and check_alignment, padding=padding,
     )  # fmt: skip
-    lengths = _shared(given)
     if lengths is not None and checks.is_fake(q):
         lengths = None
     out = _Gdpa.apply(lengths, *tensors, options)
@@ -252,9 +230,9 @@ def resolve(impl: str, direction: str, batch: Batch) -> Rung:
 class Options(NamedTuple):
     """What a call asks for beside its tensors: arguments of the operators, in this order.
 
-    activation: its names with commas between them. lower_right: where positions of `causal` end
-    with their sequence. check_values: nobody has read the offsets, nor what counts tokens;
-    check_alignment: nor whether a sequence has fewer queries than keys. padding: rows may follow
+    activation: its names with commas between them. mask: `Mask.rule`. check_values: nobody has read
+    the offsets, nor what counts tokens; check_alignment: nor whether a sequence has fewer queries
+    than keys. padding: rows may follow
     the last sequence. resolved: the implementation of the direction was chosen for this call, and
     is not checked again.
     """
@@ -265,16 +243,11 @@ class Options(NamedTuple):
     activation: str
     scale: float
     output_scale: float
-    causal: bool
-    window: Size | None
+    mask: str
     precise: bool
     impl: str
     backward_impl: str
-    lower_right: bool = False
     out_dtype: torch.dtype | None = None
-    target_group_size: Size = 1
-    full_rows: Size = 0
-    own_ranks: bool = False
     check_values: bool = False
     check_alignment: bool = False
     padding: bool = False
@@ -349,14 +322,6 @@ def _of_one_width(q: object, k: object, v: object) -> tuple[tuple, int, int]:
     return filled, head_dim, width
 
 
-def _shared(given: tuple) -> tuple[Lengths | None, Lengths] | None:
-    """The Lengths that keep work lists for this call, if all of its offsets are some."""
-    q, k = given
-    if not isinstance(k, Lengths):
-        return None
-    return given if q is None or isinstance(q, Lengths) else None
-
-
 def _planned(
     direction: str, lengths: tuple[Lengths | None, Lengths], tensors: tuple, options: Options,
     **more,
@@ -373,13 +338,11 @@ def _planned(
 
 def _batch(q, k, v, cu_seqlens_q, cu_seqlens_k, options: Options, **more) -> Batch:
     """The `Batch` of an operator's arguments."""
-    causal = "lower_right" if options.lower_right else options.causal
     return Batch(
         *packed.unpack(q, k, v, options.num_kv_heads), cu_seqlens_q, cu_seqlens_k,
         options.max_seqlen_q, options.max_seqlen_k, tuple(options.activation.split(",")),
-        options.scale, options.output_scale, causal, options.window, options.precise,
-        target_group_size=options.target_group_size, full_rows=options.full_rows,
-        own_ranks=options.own_ranks, padding=options.padding, **more,
+        options.scale, options.output_scale, of_rule(options.mask), options.precise,
+        padding=options.padding, **more,
     )  # fmt: skip
 
 
@@ -420,7 +383,7 @@ def _check_values(batch: Batch, alignment: bool) -> None:
         if ends is not None:
             checks.check_lengths(f"cu_seqlens_{letter}", ends, total, most, padding=True)
     if alignment:
-        _check_alignment((ends_q, ends_k), ends_q, ends_k, rows[0])
+        _check_alignment(None, ends_q, ends_k, rows[0])
     if segments is not None:
         check_counts(segments, ends_q, ends_k, batch.lower_right)
 
@@ -544,28 +507,14 @@ _BIAS_BACKWARD = define(
 
 @checks.remembered
 def _check_options(
-    scale: object, output_scale: object, window: object, causal: object, precise: object,
-    validate: object, impl: object, backward_impl: object, has_targets: bool, has_contexts: bool,
-    target_group_size: object, full_rows: object, target_ranks: object,
+    scale: object, output_scale: object, precise: object, validate: object, impl: object,
+    backward_impl: object,
 ) -> None:  # fmt: skip
-    """Raises TypeError or ValueError unless each is what `gdpa` takes, and all go together."""
-    check_scalars(scale, output_scale, window)
-    check_causal(causal)
-    check_targets(
-        has_targets or None, has_contexts or None, target_group_size, full_rows, target_ranks,
-        causal, window,
-    )  # fmt: skip
+    """Raises TypeError or ValueError unless each is what `gdpa` takes."""
+    check_scalars(scale, output_scale)
     checks.check_bool(precise=precise, validate=validate)
     checks.check_impl(impl, IMPLS)
     checks.check_impl(backward_impl, BACKWARD_IMPLS, "backward_impl")
-
-
-def check_causal(causal: object) -> None:
-    """Raises TypeError or ValueError unless it is what `gdpa` takes."""
-    if isinstance(causal, str) and causal not in ("upper_left", "lower_right"):
-        raise ValueError(f"causal must be a bool, 'upper_left' or 'lower_right', got {causal!r}")
-    if not isinstance(causal, bool | str):
-        raise TypeError(f"causal must be a bool, 'upper_left' or 'lower_right', got {causal!r}")
 
 
 @dataclass(frozen=True)
@@ -583,11 +532,12 @@ class _FewerQueries(Recipe[tuple[int, int] | None]):
 
 
 def _check_alignment(
-    given: tuple, ends_q: torch.Tensor | None, ends_k: torch.Tensor, rows: int
-) -> None:
+    lengths: tuple[Lengths | None, Lengths] | None, ends_q: torch.Tensor | None,
+    ends_k: torch.Tensor, rows: int,
+) -> None:  # fmt: skip
     """Raises ValueError if a sequence has fewer queries than keys; `rows` are those of a shared q.
     Waits for the device, once if both offsets are Lengths."""
-    lengths, recipe = _shared(given), _FewerQueries(rows if ends_q is None else 0)
+    recipe = _FewerQueries(rows if ends_q is None else 0)
     pair = lengths[1].once(recipe, lengths[0]) if lengths else recipe.make(ends_k, ends_q)
     if pair is not None:
         raise ValueError(
@@ -621,54 +571,28 @@ def check_sum(
     return None if out_dtype == q.dtype else out_dtype
 
 
-def check_scalars(scale: object, output_scale: object, window: object) -> None:
+def check_scalars(scale: object, output_scale: object) -> None:
     """Raises TypeError or ValueError unless each is what `gdpa` takes."""
     for name, value in (("scale", scale), ("output_scale", output_scale)):
         if value is not None or name == "output_scale":
             checks.check_float(name, value)
-    checks.check_count("window", window, optional=True)
 
 
 def _read(
-    letter: str,
-    tensor: torch.Tensor,
-    cu_seqlens: torch.Tensor | Lengths | None,
-    max_seqlen: int | None,
-    validate: bool,
-) -> tuple[torch.Tensor | None, int, bool, bool]:
-    """(cu_seqlens, max_seqlen, whether their values are still to be checked, whether rows may
-    follow the last sequence) of q or k."""
-    name, maximum, rows = f"cu_seqlens_{letter}", f"max_seqlen_{letter}", tensor.shape[0]
-    if max_seqlen is not None:
-        max_seqlen = checks.check_max_seqlen(maximum, max_seqlen)
-    if cu_seqlens is None and letter == "q":
-        if max_seqlen is not None and rows != max_seqlen:
-            raise ValueError(
-                f"{maximum} must equal the {rows} rows of a shared q, got {max_seqlen}"
-            )
-        return None, rows, False, False
-    if cu_seqlens is None:
+    letter: str, tensor: torch.Tensor, cu_seqlens: object, max_seqlen: int | None, validate: bool
+) -> Sequences:
+    """The sequences of q or k, with a max_seqlen; of a shared q without offsets."""
+    name, rows = f"cu_seqlens_{letter}", tensor.shape[0]
+    if cu_seqlens is not None:
+        known = sequences.read(name, cu_seqlens, rows, tensor.device, max_seqlen, validate=validate)
+        return known if known.max_seqlen is not None else sequences.with_longest(name, known)
+    if letter == "k":
         raise TypeError(
             f"{name} must be the offsets [batch + 1] of k's {rows} rows, a tensor or Lengths, "
             "unless k is nested, got None"
         )
-    if isinstance(cu_seqlens, jagged.Checked):
-        return cu_seqlens.cu_seqlens, max_seqlen, False, cu_seqlens.total < rows
-    if isinstance(cu_seqlens, Lengths):
-        read = cu_seqlens.of(name, rows, tensor.device, max_seqlen, padding=True)
-        return *read, False, cu_seqlens.total < rows
-    checks.check_offsets(name, cu_seqlens, tensor.device)
-    readable = (validate or max_seqlen is None) and checks.is_readable(cu_seqlens)
-    if max_seqlen is None and not (readable or torch.compiler.is_compiling()):
-        raise TypeError(
-            f"{maximum} must be given where {name} cannot be read, of a fake tensor or in the "
-            "capture of a CUDA graph, got None"
-        )
-    longest, padding = None, True
-    if validate and readable:
-        longest, end = checks.check_lengths(name, cu_seqlens, rows, max_seqlen, padding=True)
-        padding = end < rows
-    if max_seqlen is None:
-        max_seqlen = jagged.longest_of(cu_seqlens) if longest is None else longest
-    unread = validate and not readable
-    return checks.to_int32(cu_seqlens, unread), max_seqlen, unread, padding
+    if max_seqlen is not None:
+        max_seqlen = checks.check_max_seqlen("max_seqlen_q", max_seqlen)
+    if max_seqlen not in (None, rows):
+        raise ValueError(f"max_seqlen_q must equal the {rows} rows of a shared q, got {max_seqlen}")
+    return Sequences(None, rows)

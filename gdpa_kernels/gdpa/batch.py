@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -10,9 +10,9 @@ import torch
 from gdpa_kernels.calling import checks
 from gdpa_kernels.calling.heads import Gradients, Heads
 from gdpa_kernels.calling.launch import next_power_of_2
-from gdpa_kernels.gdpa import targets
 from gdpa_kernels.gdpa.bias import NONE, Bias
 from gdpa_kernels.gdpa.device.custom import cache_key
+from gdpa_kernels.gdpa.mask import ALL, Mask, segment_pairs
 
 Schedule = tuple[torch.Tensor, ...]
 """A list of work on a device: what the `Recipe` of a rung's `plan_schedule` makes."""
@@ -43,15 +43,15 @@ class Batch(Heads):
     q `[total_q, num_heads, head_dim]`, or `[max_seqlen_q, num_heads, head_dim]` with cu_seqlens_q
     None: shared by all sequences; k, v `[total_k, num_heads_k, head_dim]`; cu_seqlens_q and
     cu_seqlens_k int32 `[sequences + 1]`; `activation`: one name, or one for each query head;
-    `causal`: False, True or "upper_left", which becomes True, or "lower_right"; `precise`: not in
-    packed arithmetic; `gradients`: where dq, dk and dv are to be written, of any strides, None for
-    memory of their own; `out_dtype`: of the output, None for q's; `add_to`: of the output's shape,
-    what the sum starts from; `segments`: int32 `[sequences, 2]`, targets and contexts of each
-    sequence (targets.py), to which target_group_size, full_rows and own_ranks belong; `bias`: what
-    is added to the scores (bias.py), with a cu_seqlens_q; `history`: tokens in pages (`History`)
+    `mask`: without counts of targets and contexts, which `segments`, int32 `[sequences, 2]`, has
+    for each sequence; `precise`: not in packed arithmetic; `gradients`: where dq, dk and dv are to
+    be written, of any strides, None for memory of their own; `out_dtype`: of the output, None for
+    q's; `add_to`: of the output's shape, what the sum starts from; `bias`: what is added to the
+    scores (bias.py), with a cu_seqlens_q; `history`: tokens in pages (`History`)
     that each sequence's keys begin with, which cu_seqlens_k and max_seqlen_k count; k and v are
     then those that follow, with q's offsets, or have no rows; `padding`: rows may follow the last
-    sequence, of which the output needs no value.
+    sequence, of which the output needs no value. `causal`, False, True (positions start with their
+    sequence) or "lower_right" (they end with it), and `window` are the mask's.
     """
 
     q: torch.Tensor
@@ -64,30 +64,33 @@ class Batch(Heads):
     activation: tuple[str, ...]
     scale: float
     output_scale: float = 1.0
-    causal: bool | str = False
-    window: int | None = None
+    mask: Mask = ALL
     precise: bool = False
     gradients: Gradients = (None, None, None)
     out_dtype: torch.dtype | None = None
     add_to: torch.Tensor | None = None
     segments: torch.Tensor | None = None
-    target_group_size: int = 1
-    full_rows: int = 0
-    own_ranks: bool = False
     bias: Bias = NONE
     history: History | None = None
     padding: bool = False
+    causal: bool | str = field(init=False)
+    window: int | None = field(init=False)
 
     def __post_init__(self) -> None:
-        if self.causal == "upper_left":
-            object.__setattr__(self, "causal", True)
+        mask, changed = self.mask, {}
         # A window that every pair is inside of masks nothing; kernels add to it in 32 bits.
-        if self.window is not None and self.window >= max(self.q.shape[0], self.k.shape[0]):
-            object.__setattr__(self, "window", None)
+        if mask.window is not None and mask.window >= max(self.q.shape[0], self.k.shape[0]):
+            changed = {"window": None, "full_rows": 0}
         if self.segments is not None:  # likewise
             most = min(next_power_of_2(max(self.max_seqlen_k, 1)), 2**30)
-            object.__setattr__(self, "full_rows", min(self.full_rows, most))
-            object.__setattr__(self, "target_group_size", min(self.target_group_size, most))
+            names = "full_rows", "target_group_size"
+            changed |= {name: most for name in names if getattr(mask, name) > most}
+        if changed:
+            mask = replace(mask, **changed)
+            object.__setattr__(self, "mask", mask)
+        causal = mask.causal if mask.causal == "lower_right" else mask.causal is not False
+        object.__setattr__(self, "causal", causal)
+        object.__setattr__(self, "window", mask.window)
 
     @property
     def offsets(self) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -143,8 +146,8 @@ class Batch(Heads):
     def segment_options(self) -> dict[str, object]:
         """What the plain kernels take of contexts and targets."""
         return {
-            "segments_ptr": self.segments, "TARGET_GROUP": self.target_group_size,
-            "FULL_ROWS": self.full_rows, "OWN_RANKS": self.own_ranks,
+            "segments_ptr": self.segments, "TARGET_GROUP": self.mask.target_group_size,
+            "FULL_ROWS": self.mask.full_rows, "OWN_RANKS": self.mask.target_ranks == "own",
         }  # fmt: skip
 
     @property
@@ -181,12 +184,12 @@ class Batch(Heads):
         greatest lengths counts."""
         if not checks.is_readable(self.cu_seqlens_k):
             return self.sequences * self.max_seqlen_q * self.max_seqlen_k
-        if self.segments is not None:
-            return targets.pairs(self)
         keys = np.diff(self.cu_seqlens_k.tolist())
         rows = np.full_like(keys, self.max_seqlen_q)
         if not self.shared_q:
             rows = np.diff(self.cu_seqlens_q.tolist())
+        if self.segments is not None:
+            return segment_pairs(rows, keys, self.segments.tolist(), self.mask)
         if not self.masked:
             return int(rows @ keys)
         position = np.arange(rows.sum()) - (rows.cumsum() - rows).repeat(rows)

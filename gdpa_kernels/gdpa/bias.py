@@ -20,7 +20,8 @@ from typing import NamedTuple
 
 import torch
 
-from gdpa_kernels.calling import checks, jagged
+from gdpa_kernels.calling import checks
+from gdpa_kernels.calling.sequences import token_positions
 
 MOST_BUCKETS = 146
 """Beyond, HSTU's thresholds exceed int64."""
@@ -112,18 +113,16 @@ def hstu_thresholds(buckets: int, device: torch.device | str | None = None) -> t
 
 
 def bias_of_call(
-    given: RelativeBias | None, num_heads: int, rows: int, keys: int,
+    given: RelativeBias, num_heads: int, rows: int, keys: int,
     cu_seqlens_q: torch.Tensor | None, cu_seqlens_k: torch.Tensor, same: bool, lower_right: bool,
     validate: bool,
 ) -> Bias:  # fmt: skip
-    """The bias of a call, `NONE` for None. rows, keys: those of q and k. same: q and k have the
+    """The bias of a call. rows, keys: those of q and k. same: q and k have the
     same offsets.
 
     Raises TypeError or ValueError unless `gdpa` takes it. Checking values waits for the device,
     where `validate` is and there are some to check.
     """
-    if given is None:
-        return NONE
     if not isinstance(given, RelativeBias):
         raise TypeError(f"relative_bias must be a RelativeBias or None, got {type(given).__name__}")
     if cu_seqlens_q is None:
@@ -251,16 +250,16 @@ def _times_of_queries(
     times: torch.Tensor, rows: int, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor,
     lower_right: bool, next_time: bool,
 ) -> torch.Tensor:  # fmt: skip
-    """Of queries at the positions of keys; waits for no device."""
+    """The times of queries at the positions of keys; waits for no device."""
     if rows == 0 or times.shape[0] == 0 or len(cu_seqlens_k) == 1:  # nothing looks at them
         return times.new_zeros(rows)
-    of, place = jagged.places(rows, cu_seqlens_q)
-    of = of.clamp(max=len(cu_seqlens_k) - 2)  # of rows behind the last sequence
-    lengths = cu_seqlens_k.diff()[of]
+    sequence, position = token_positions(rows, cu_seqlens_q)
+    sequence = sequence.clamp(max=len(cu_seqlens_k) - 2)  # for rows behind the last sequence
+    lengths = cu_seqlens_k.diff()[sequence]
     if lower_right:
-        place = place + lengths - cu_seqlens_q.diff()[of]
-    place = torch.minimum(place + int(next_time), lengths - 1)
-    return times[(cu_seqlens_k[of] + place).clamp(min=0)]
+        position = position + lengths - cu_seqlens_q.diff()[sequence]
+    position = torch.minimum(position + int(next_time), lengths - 1)
+    return times[(cu_seqlens_k[sequence] + position).clamp(min=0)]
 
 
 def bucket(difference: torch.Tensor, thresholds: torch.Tensor) -> torch.Tensor:

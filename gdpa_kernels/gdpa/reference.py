@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from gdpa_kernels.gdpa import bias, targets
+from gdpa_kernels.gdpa import bias, mask
 
 if TYPE_CHECKING:
     from gdpa_kernels.gdpa.batch import Batch
@@ -137,7 +137,7 @@ def _counts(batch: Batch, sequence: int, len_q: int, len_k: int) -> torch.Tensor
     i = torch.arange(len_k - len_q, len_k, device=device)[:, None]
     j = torch.arange(len_k, device=device)[None]
     num_targets, num_contexts = batch.segments[sequence].tolist()
-    return targets.visible(i, j, num_targets, num_contexts, len_k, batch)
+    return mask.visible(i, j, num_targets, num_contexts, len_k, batch.mask)
 
 
 def _places(batch: Batch, len_q: int, len_k: int) -> tuple[torch.Tensor, torch.Tensor]:

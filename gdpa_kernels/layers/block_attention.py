@@ -7,7 +7,8 @@ from torch import nn
 
 from gdpa_kernels.block_attention.api import block_attention, check_block_size, check_impls
 from gdpa_kernels.calling import checks, jagged, packed
-from gdpa_kernels.calling.jagged import Jagged, Offsets
+from gdpa_kernels.calling.jagged import Jagged
+from gdpa_kernels.calling.sequences import Sequences
 from gdpa_kernels.layers import common
 from gdpa_kernels.layers.rotary import check_rotary, sin_cos
 from gdpa_kernels.norms.api import head_norm
@@ -91,11 +92,11 @@ class BlockAttention(nn.Module):
         come back as int32; a nested tensor's are converted in each call, `Lengths` once. Rows that
         follow the last sequence attend to nothing, and pass the projections as all rows do.
         """
-        values, offsets, _ = jagged.read(x, self.embed_dim, validate=self.validate, padding=True)
-        return jagged.like(x, self._attend(values, offsets), offsets)
+        values, sequences = jagged.read(x, self.embed_dim, validate=self.validate, padding=True)
+        return jagged.like(x, self._attend(values, sequences), sequences)
 
-    def _attend(self, values: torch.Tensor, offsets: Offsets) -> torch.Tensor:
-        """W_out block_attention(W_qkv values); the offsets are those that `forward` checked."""
+    def _attend(self, values: torch.Tensor, sequences: Sequences) -> torch.Tensor:
+        """W_out block_attention(W_qkv values); for the sequences that `forward` read."""
         qkv = self.qkv(values)
         if self.fused_qk_norm:
             qkv = head_norm(
@@ -106,12 +107,11 @@ class BlockAttention(nn.Module):
         if self.q_norm is not None and not self.fused_qk_norm:
             q, k, v = packed.unpack(q, k, v, self.num_kv_heads)
             q, k = self.q_norm(q), self.k_norm(k)
-        rotation = sin_cos(self.rotary, self.head_dim, values, offsets)
+        rotation = sin_cos(self.rotary, self.head_dim, values, sequences)
         out = block_attention(
-            q, k, v, offsets, num_kv_heads=self.num_kv_heads if k is None else None,
+            q, k, v, sequences, num_kv_heads=self.num_kv_heads if k is None else None,
             block_size=self.block_size, rotary=rotation, rotate_v=self.rotate_v,
             impl=self.impl, backward_impl=self.backward_impl,
-            validate=self.validate and not checks.is_readable(q),
         )  # fmt: skip
         return self.out(out.flatten(1))
 

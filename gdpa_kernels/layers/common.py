@@ -24,8 +24,8 @@ class Tokenwise(nn.Sequential):
 
     def forward(self, x: torch.Tensor | Jagged) -> torch.Tensor | Jagged:
         """x, its values `[total_tokens, ...]` replaced; offsets are not read."""
-        values, offsets, _ = jagged.read(x, validate=False, padding=True)
-        return jagged.like(x, super().forward(values), offsets)
+        values, sequences = jagged.read(x, validate=False, padding=True)
+        return jagged.like(x, super().forward(values), sequences)
 
 
 class HeadNorm(nn.RMSNorm):

@@ -8,13 +8,14 @@ import torch
 from torch import nn
 
 from gdpa_kernels.calling import checks, jagged, packed, private
-from gdpa_kernels.calling.jagged import Jagged, Offsets
+from gdpa_kernels.calling.jagged import Jagged
 from gdpa_kernels.calling.lengths import Lengths, Recipe
+from gdpa_kernels.calling.sequences import Sequences, with_longest
 from gdpa_kernels.gdpa import api
 from gdpa_kernels.gdpa.api import gdpa
 from gdpa_kernels.gdpa.bias import MOST_BUCKETS, RelativeBias, check_times, hstu_thresholds
+from gdpa_kernels.gdpa.mask import ALL, FIELDS, Mask, mask_of
 from gdpa_kernels.gdpa.registration import check_activation
-from gdpa_kernels.gdpa.targets import check_targets
 from gdpa_kernels.layers import common
 from gdpa_kernels.layers.rotary import check_rotary, rotate, sin_cos
 from gdpa_kernels.norms.api import head_norm
@@ -22,98 +23,142 @@ from gdpa_kernels.norms.api import head_norm
 Activation = str | tuple[str, ...] | list[str]
 
 
-class _Layer(nn.Module):
-    """What the layers share: their options, the reading of a jagged batch, the call of `gdpa`.
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Options of `GDPASelfAttention`, `PMA` and `PFFN`, which take them as keywords.
 
-    `GDPASelfAttention` describes the arguments. A subclass makes the projections, `out` among them.
+    Args:
+        activation: a name, as `gdpa` takes it, or one per query head.
+        scale: multiplies the scores before the activation; None means head_dim ** -0.5.
+        output_scale: multiplies the attention's result, before the output projection.
+        precise, impl, backward_impl: as `gdpa`.
+        qk_norm: RMSNorm of each head's rows of q and of k, with learned weights w_q and w_k that
+            start at 1. A score is then at most `scale * head_dim * max(abs(w_q * w_k))` in size:
+            scale=1 / head_dim makes it a cosine at first, where the polynomial "gelu_taylor6" is
+            accurate; the other activations need no bound. With it q and k are copies, only v is
+            read in place, and PyTorch concatenates their gradients. False: the operator alone.
+        fused_qk_norm: qk_norm and rotary by `norms.api.head_norm`, over what the linear layers
+            made, which no hook may keep, and with packed gradients. The same function but for
+            roundings; the modules q_norm and k_norm hold the weights and are not called. Selective
+            checkpointing costs a copy of what the linear layers made.
+        bias: whether the projections have one.
+        max_seqlen: at least the longest sequence, in tokens. None takes that of the call, of
+            `Lengths` or of a nested tensor that knows its own, or reads it from the offsets in each
+            call, which waits for the device; a CUDA graph's capture needs one of the others.
+        validate: check the values of the offsets, and of num_targets and num_contexts; as `gdpa`.
+        device, dtype: of the parameters.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong: its name, what is expected, what was received.
+    """
+
+    activation: Activation = "gelu_tanh"
+    scale: float | None = None
+    output_scale: float = 1.0
+    precise: bool = False
+    impl: str = "auto"
+    backward_impl: str = "auto"
+    qk_norm: bool = False
+    fused_qk_norm: bool = False
+    bias: bool = True
+    max_seqlen: int | None = None
+    validate: bool = True
+    device: torch.device | str | None = None
+    dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        api.check_scalars(self.scale, self.output_scale)
+        checks.check_bool(precise=self.precise, validate=self.validate, bias=self.bias)
+        checks.check_impl(self.impl, api.IMPLS)
+        checks.check_impl(self.backward_impl, api.BACKWARD_IMPLS, "backward_impl")
+        common.check_fused(self.qk_norm, self.fused_qk_norm)
+        longest = checks.check_count("max_seqlen", self.max_seqlen, optional=True)
+        object.__setattr__(self, "max_seqlen", checks.int32(longest))
+        if isinstance(self.activation, list):
+            object.__setattr__(self, "activation", tuple(self.activation))
+
+    @property
+    def of_gdpa(self) -> dict[str, object]:
+        """Those that `gdpa` takes, but for validate."""
+        names = "activation", "scale", "output_scale", "precise", "impl", "backward_impl"
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def factory(self) -> dict[str, object]:
+        """Device and dtype, as parameters take them."""
+        return {"device": self.device, "dtype": self.dtype}
+
+
+class _Layer(nn.Module):
+    """The options of the layers, the reading of a jagged batch, the call of `gdpa`.
+
+    A subclass makes the projections, `out` among them.
     """
 
     out: nn.Linear
 
     def __init__(
-        self,
-        embed_dim: int,
-        num_heads: int,
-        num_kv_heads: int | None,
-        *,
-        activation: Activation,
-        scale: float | None,
-        output_scale: float,
-        qk_norm: bool,
-        fused_qk_norm: bool,
-        max_seqlen: int | None,
-        precise: bool,
-        impl: str,
-        backward_impl: str,
-        validate: bool,
-        factory_kwargs: dict,
+        self, embed_dim: int, num_heads: int, num_kv_heads: int | None, options: dict[str, object]
     ):
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         embed_dim, num_heads, num_kv_heads = common.check_heads(embed_dim, num_heads, num_kv_heads)
-        checks.check_count("max_seqlen", max_seqlen, optional=True)
-        checks.check_impl(impl, api.IMPLS)
-        checks.check_impl(backward_impl, api.BACKWARD_IMPLS, "backward_impl")
         self.embed_dim, self.head_dim = embed_dim, embed_dim // num_heads
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
-        check_activation(activation, num_heads)
-        self.activation = activation if isinstance(activation, str) else tuple(activation)
-        self.scale, self.output_scale = scale, output_scale
-        api.check_scalars(scale, output_scale, None)
-        self.max_seqlen, self.validate = checks.int32(max_seqlen), validate
-        checks.check_bool(precise=precise, validate=validate)
-        self.precise, self.impl, self.backward_impl = precise, impl, backward_impl
-        self.q_norm, self.k_norm = common.head_norms(qk_norm, self.head_dim, factory_kwargs)
-        self.fused_qk_norm = common.check_fused(qk_norm, fused_qk_norm)
+        self.options = Options(**options)
+        check_activation(self.options.activation, num_heads)
+        self.q_norm, self.k_norm = common.head_norms(
+            self.options.qk_norm, self.head_dim, self.options.factory
+        )
+
+    def _linear(self, rows: int, columns: int) -> nn.Linear:
+        return nn.Linear(rows, columns, self.options.bias, **self.options.factory)
 
     def _read(
         self, x: torch.Tensor | Jagged, max_seqlen: int | None
-    ) -> tuple[torch.Tensor, Offsets, int]:
-        """values, offsets and max_seqlen of a jagged batch, all checked."""
-        most = self.max_seqlen if max_seqlen is None else max_seqlen
-        values, offsets, longest = jagged.read(x, self.embed_dim, most, self.validate, padding=True)
-        return values, offsets, jagged.longest_of(offsets) if longest is None else longest
+    ) -> tuple[torch.Tensor, Sequences]:
+        """The values of a jagged batch and its sequences, checked, with a max_seqlen."""
+        longest = self.options.max_seqlen if max_seqlen is None else max_seqlen
+        validate = self.options.validate
+        values, sequences = jagged.read(x, self.embed_dim, longest, validate, padding=True)
+        return values, with_longest("offsets", sequences)
 
     def _attend(
         self,
         q: torch.Tensor,
         k: torch.Tensor | None,
         v: torch.Tensor | None,
-        cu_seqlens_q: Offsets | None,
-        cu_seqlens_k: Offsets,
-        max_seqlen_q: int,
-        max_seqlen_k: int,
+        sequences_q: Sequences | None,
+        sequences_k: Sequences,
         rotation: tuple[torch.Tensor, torch.Tensor] | None = None,
         validate: bool = False,
-        **mask,
+        **options,
     ) -> torch.Tensor:
-        """W_out gdpa(q, k, v), `[rows, embed_dim]`; the offsets are those that `_read` checked.
+        """W_out gdpa(q, k, v), `[rows, embed_dim]`.
 
         q, k, v: `[..., heads * head_dim]`, as linear layers make them.
         """
-        shared = cu_seqlens_q is None
-        if self.fused_qk_norm:
+        shared = sequences_q is None
+        if self.options.fused_qk_norm:
             q, k = self._norm_heads(q, k, rotation, shared)
             rotation = None
         q, k, v = (
             x if x is None else x.reshape(-1, x.shape[-1] // self.head_dim, self.head_dim)
             for x in (q, k, v)
         )
-        norm = self.q_norm is not None and not self.fused_qk_norm
+        norm = self.q_norm is not None and not self.options.fused_qk_norm
         if norm or rotation is not None:
             q, k, v = packed.unpack(q, k, v, self.num_kv_heads)
         if norm:
             q, k = self.q_norm(q), self.k_norm(k)
-        elif self.fused_qk_norm and shared:
+        elif self.options.fused_qk_norm and shared:
             q = self.q_norm(q)
         if rotation is not None:
             q, k = rotate(q, *rotation), rotate(k, *rotation)
         out = gdpa(
-            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+            q, k, v, sequences_q, sequences_k,
             num_kv_heads=self.num_kv_heads if k is None else None,
-            activation=self.activation, scale=self.scale, output_scale=self.output_scale,
-            precise=self.precise, impl=self.impl, backward_impl=self.backward_impl,
-            validate=validate or (self.validate and not checks.is_readable(q)), **mask,
+            validate=validate, **self.options.of_gdpa, **options,
         )  # fmt: skip
         return self.out(out.flatten(1))
 
@@ -132,7 +177,8 @@ class _Layer(nn.Module):
     def extra_repr(self) -> str:
         return (
             f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, "
-            f"activation={self.activation!r}, scale={self.scale}, output_scale={self.output_scale}"
+            f"activation={self.options.activation!r}, scale={self.options.scale}, "
+            f"output_scale={self.options.output_scale}"
         )
 
 
@@ -150,24 +196,11 @@ class GDPASelfAttention(private.Constants, _Layer):
         embed_dim: features of a token.
         num_heads: query heads; must divide embed_dim. head_dim is embed_dim // num_heads.
         num_kv_heads: key and value heads; must divide num_heads. None means num_heads.
-        activation: a name, as `gdpa` takes it, or one per query head.
-        scale: multiplies the scores before the activation; None means head_dim ** -0.5.
-        output_scale: multiplies the attention's result, before the output projection.
-        causal, window: which pairs of tokens count; as `gdpa`.
-        target_group_size, full_rows, target_ranks: of targets and contexts, whose numbers are given
-            with each batch; as `gdpa`.
+        mask: `Mask`, the tokens that a token sees, without the numbers of targets and contexts,
+            which come with each batch.
         rotary: the base of a rotary embedding of q and k, or None for none; interleaved, as
             `BlockAttention` describes it, and after qk_norm. The kernels do not rotate: PyTorch's
             operators do, and q and k are copies.
-        qk_norm: RMSNorm of each head's rows of q and of k, with learned weights w_q and w_k that
-            start at 1. A score is then at most `scale * head_dim * max(abs(w_q * w_k))` in size:
-            scale=1 / head_dim makes it a cosine at first, where the polynomial "gelu_taylor6" is
-            accurate; the other activations need no bound. With it q and k are copies, only v is
-            read in place, and PyTorch concatenates their gradients. False: the operator alone.
-        fused_qk_norm: qk_norm and rotary by `norms.api.head_norm`, over what the linear layers
-            made, which no hook may keep, and with packed gradients. The same function but for
-            roundings; the modules q_norm and k_norm hold the weights and are not called. Selective
-            checkpointing costs a copy of what the linear layers made.
         position_bias: the longest distance of positions plus 1 for a learned relative bias of them,
             a parameter `[2 * position_bias - 1]` for all heads; None for none.
         time_bias: entries, at most 146, of a learned relative bias of times, a parameter
@@ -175,13 +208,8 @@ class GDPASelfAttention(private.Constants, _Layer):
             `RelativeBias` has them, drawn from N(0, 0.02) as in HSTU; of the kernels the v1 take
             them.
         next_time: a row's bias takes the time of the event after it; as `RelativeBias`.
-        bias: whether the two projections have one.
-        max_seqlen: at least the longest sequence, in tokens. None takes that of the call, of
-            `Lengths` or of a nested tensor that knows its own, or reads it from the offsets in each
-            call, which waits for the device; a CUDA graph's capture needs one of the others.
-        precise, impl, backward_impl: as `gdpa`.
-        validate: check the values of the offsets, and of num_targets and num_contexts; as `gdpa`.
-        device, dtype: of the parameters.
+        options: of `Options`; and, in place of mask, the fields of one as keywords (causal=True),
+            which go with version 0.3.
 
     Raises:
         TypeError, ValueError: an argument is wrong: its name, what is expected, what was received.
@@ -196,48 +224,23 @@ class GDPASelfAttention(private.Constants, _Layer):
         num_heads: int,
         num_kv_heads: int | None = None,
         *,
-        activation: Activation = "gelu_tanh",
-        scale: float | None = None,
-        output_scale: float = 1.0,
-        causal: bool | str = False,
-        window: int | None = None,
+        mask: Mask = ALL,
         rotary: float | None = None,
-        qk_norm: bool = False,
-        fused_qk_norm: bool = False,
-        target_group_size: int = 1,
-        full_rows: int = 0,
-        target_ranks: str = "shared",
         position_bias: int | None = None,
         time_bias: int | None = None,
         next_time: bool = True,
-        bias: bool = True,
-        max_seqlen: int | None = None,
-        precise: bool = False,
-        impl: str = "auto",
-        backward_impl: str = "auto",
-        validate: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **options: object,
     ):
-        factory_kwargs = {"device": device, "dtype": dtype}
-        super().__init__(
-            embed_dim, num_heads, num_kv_heads, activation=activation, scale=scale,
-            output_scale=output_scale, qk_norm=qk_norm, fused_qk_norm=fused_qk_norm,
-            max_seqlen=max_seqlen, precise=precise, impl=impl, backward_impl=backward_impl,
-            validate=validate, factory_kwargs=factory_kwargs,
-        )  # fmt: skip
-        api.check_scalars(None, 1.0, window)
-        api.check_causal(causal)
-        checks.check_bool(bias=bias, next_time=next_time)
+        mask_fields = {name: options.pop(name) for name in FIELDS & options.keys()}
+        super().__init__(embed_dim, num_heads, num_kv_heads, options)
+        checks.check_bool(next_time=next_time)
         check_rotary(rotary, self.head_dim)
-        self.causal, self.window, self.rotary = causal, window, rotary
-        if (target_group_size, full_rows, target_ranks) != (1, 0, "shared"):
-            options = target_group_size, full_rows, target_ranks
-            check_targets("given with a batch", None, *options, causal, window)
-        self.targets = {
-            "target_group_size": target_group_size, "full_rows": full_rows,
-            "target_ranks": target_ranks,
-        }  # fmt: skip
+        self.mask, self.rotary = mask_of(mask, mask_fields), rotary
+        if self.mask.num_targets is not None or self.mask.num_contexts is not None:
+            raise ValueError(
+                "num_targets and num_contexts of mask must be None, they come with each batch, got "
+                f"{self.mask}"
+            )
         for name, size in (("position_bias", position_bias), ("time_bias", time_bias)):
             if size is not None:
                 checks.check_positive(**{name: size})
@@ -245,17 +248,18 @@ class GDPASelfAttention(private.Constants, _Layer):
             raise ValueError(f"time_bias must be at most {MOST_BUCKETS}, got {time_bias}")
         self.next_time, self.position_bias, self.time_bias = next_time, None, None
         if position_bias is not None:
-            table = torch.empty(2 * position_bias - 1, **factory_kwargs)
+            table = torch.empty(2 * position_bias - 1, **self.options.factory)
             self.position_bias = nn.Parameter(table)
         if time_bias is not None:
-            self.time_bias = nn.Parameter(torch.empty(time_bias, **factory_kwargs))
+            self.time_bias = nn.Parameter(torch.empty(time_bias, **self.options.factory))
+        device = self.options.device
         thresholds = None if time_bias is None else hstu_thresholds(time_bias, device)
         self.register_buffer("time_thresholds", thresholds, persistent=False)
         self.register_load_state_dict_post_hook(_follow_table)
         self.reset_parameters()
         heads = num_heads + 2 * self.num_kv_heads
-        self.qkv = nn.Linear(embed_dim, heads * self.head_dim, bias, **factory_kwargs)
-        self.out = nn.Linear(embed_dim, embed_dim, bias, **factory_kwargs)
+        self.qkv = self._linear(embed_dim, heads * self.head_dim)
+        self.out = self._linear(embed_dim, embed_dim)
 
     def forward(
         self,
@@ -277,17 +281,15 @@ class GDPASelfAttention(private.Constants, _Layer):
 
         Raises TypeError, ValueError: x is wrong: what is expected, what was received.
         """
-        values, offsets, longest = self._read(x, max_seqlen)
-        given = num_targets is not None or num_contexts is not None or self.targets["full_rows"]
+        values, sequences = self._read(x, max_seqlen)
         counted = any(isinstance(x, torch.Tensor) for x in (num_targets, num_contexts))
-        targets = self.targets | {"num_targets": num_targets, "num_contexts": num_contexts}
+        rotation = sin_cos(self.rotary, self.head_dim, values, sequences)
         y = self._attend(
-            self.qkv(values), None, None, offsets, offsets, longest, longest,
-            sin_cos(self.rotary, self.head_dim, values, offsets), self.validate and counted,
-            causal=self.causal, window=self.window, **(targets if given else {}),
-            **self._bias(timestamps),
+            self.qkv(values), None, None, sequences, sequences, rotation,
+            self.options.validate and counted,
+            mask=self.mask.of_batch(num_targets, num_contexts), **self._bias(timestamps),
         )  # fmt: skip
-        return jagged.like(x, y, offsets)
+        return jagged.like(x, y, sequences)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -317,10 +319,7 @@ class GDPASelfAttention(private.Constants, _Layer):
         return {"relative_bias": RelativeBias(*tables, timestamps, **rest)}
 
     def extra_repr(self) -> str:
-        return (
-            f"{super().extra_repr()}, causal={self.causal}, window={self.window}, "
-            f"rotary={self.rotary}"
-        )
+        return f"{super().extra_repr()}, mask={self.mask}, rotary={self.rotary}"
 
 
 def _follow_table(layer: GDPASelfAttention, _: object) -> None:
@@ -344,7 +343,9 @@ class PMA(_Layer):
     Args:
         num_seeds: rows that a sequence is pooled to; their seeds are drawn from N(0, 1).
 
-    The other arguments: as `GDPASelfAttention`.
+        options: of `Options`.
+
+    embed_dim, num_heads, num_kv_heads: as `GDPASelfAttention`.
 
     Raises:
         TypeError, ValueError: an argument is wrong: its name, what is expected, what was received.
@@ -359,46 +360,24 @@ class PMA(_Layer):
         num_heads: int,
         num_seeds: int,
         num_kv_heads: int | None = None,
-        *,
-        activation: Activation = "gelu_tanh",
-        scale: float | None = None,
-        output_scale: float = 1.0,
-        qk_norm: bool = False,
-        fused_qk_norm: bool = False,
-        bias: bool = True,
-        max_seqlen: int | None = None,
-        precise: bool = False,
-        impl: str = "auto",
-        backward_impl: str = "auto",
-        validate: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **options: object,
     ):
-        factory_kwargs = {"device": device, "dtype": dtype}
-        super().__init__(
-            embed_dim, num_heads, num_kv_heads, activation=activation, scale=scale,
-            output_scale=output_scale, qk_norm=qk_norm, fused_qk_norm=fused_qk_norm,
-            max_seqlen=max_seqlen, precise=precise, impl=impl, backward_impl=backward_impl,
-            validate=validate, factory_kwargs=factory_kwargs,
-        )  # fmt: skip
+        super().__init__(embed_dim, num_heads, num_kv_heads, options)
         checks.check_positive(num_seeds=num_seeds)
-        checks.check_bool(bias=bias)
         self.num_seeds = num_seeds = int(num_seeds)
-        self.seeds = nn.Parameter(torch.empty(num_seeds, embed_dim, **factory_kwargs))
+        self.seeds = nn.Parameter(torch.empty(num_seeds, embed_dim, **self.options.factory))
         self.reset_parameters()
-        self.kv = nn.Linear(
-            embed_dim, 2 * self.num_kv_heads * self.head_dim, bias, **factory_kwargs
-        )
-        self.out = nn.Linear(embed_dim, embed_dim, bias, **factory_kwargs)
+        self.kv = self._linear(embed_dim, 2 * self.num_kv_heads * self.head_dim)
+        self.out = self._linear(embed_dim, embed_dim)
 
     def forward(self, x: torch.Tensor | Jagged, max_seqlen: int | None = None) -> torch.Tensor:
         """The pooled rows, `[batch, num_seeds, embed_dim]`, for both kinds of x.
 
         x, max_seqlen: as `GDPASelfAttention.forward`, and so the errors.
         """
-        values, offsets, longest = self._read(x, max_seqlen)
-        y = self._attend(self.seeds, self.kv(values), None, None, offsets, self.num_seeds, longest)
-        return y.unflatten(0, (jagged.batch_size(offsets), self.num_seeds))
+        values, sequences = self._read(x, max_seqlen)
+        y = self._attend(self.seeds, self.kv(values), None, None, sequences)
+        return y.unflatten(0, (sequences.batch, self.num_seeds))
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -431,7 +410,9 @@ class PFFN(_Layer):
         num_keys: hidden units per sample and head; max_seqlen_k of `gdpa`.
         summary_tokens: tokens of a summary; None for a summary that is one vector.
 
-    The other arguments: as `GDPASelfAttention`.
+        options: of `Options`.
+
+    embed_dim, num_heads, num_kv_heads: as `GDPASelfAttention`.
 
     Raises:
         TypeError, ValueError: an argument is wrong: its name, what is expected, what was received.
@@ -449,40 +430,21 @@ class PFFN(_Layer):
         num_kv_heads: int | None = None,
         *,
         summary_tokens: int | None = None,
-        activation: Activation = "gelu_tanh",
-        scale: float | None = None,
-        output_scale: float = 1.0,
-        qk_norm: bool = False,
-        fused_qk_norm: bool = False,
-        bias: bool = True,
-        max_seqlen: int | None = None,
-        precise: bool = False,
-        impl: str = "auto",
-        backward_impl: str = "auto",
-        validate: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **options: object,
     ):
-        factory_kwargs = {"device": device, "dtype": dtype}
-        super().__init__(
-            embed_dim, num_heads, num_kv_heads, activation=activation, scale=scale,
-            output_scale=output_scale, qk_norm=qk_norm, fused_qk_norm=fused_qk_norm,
-            max_seqlen=max_seqlen, precise=precise, impl=impl, backward_impl=backward_impl,
-            validate=validate, factory_kwargs=factory_kwargs,
-        )  # fmt: skip
+        super().__init__(embed_dim, num_heads, num_kv_heads, options)
         checks.check_positive(summary_dim=summary_dim, num_keys=num_keys)
-        checks.check_bool(bias=bias)
         self.summary_dim, self.num_keys = int(summary_dim), int(num_keys)
         self.summary_tokens, self.mix = summary_tokens, None
-        self.q = nn.Linear(embed_dim, embed_dim, bias, **factory_kwargs)
+        self.q = self._linear(embed_dim, embed_dim)
         features = 2 * self.num_kv_heads * self.head_dim
         if summary_tokens is None:
             features *= num_keys
         else:
             checks.check_positive(summary_tokens=summary_tokens)
-            self.mix = nn.Linear(summary_tokens, num_keys, bias=False, **factory_kwargs)
-        self.kv = nn.Linear(summary_dim, features, bias, **factory_kwargs)
-        self.out = nn.Linear(embed_dim, embed_dim, bias, **factory_kwargs)
+            self.mix = nn.Linear(summary_tokens, num_keys, bias=False, **self.options.factory)
+        self.kv = self._linear(summary_dim, features)
+        self.out = self._linear(embed_dim, embed_dim)
 
     def forward(
         self, x: torch.Tensor | Jagged, summary: torch.Tensor, max_seqlen: int | None = None
@@ -492,8 +454,8 @@ class PFFN(_Layer):
         x, max_seqlen: as `GDPASelfAttention.forward`, and so the errors. summary: `[batch,
         summary_dim]`, or `[batch, summary_tokens, summary_dim]`.
         """
-        values, offsets, longest = self._read(x, max_seqlen)
-        batch = jagged.batch_size(offsets)
+        values, sequences = self._read(x, max_seqlen)
+        batch = sequences.batch
         if not isinstance(summary, torch.Tensor):
             raise TypeError(f"summary must be a tensor, got {type(summary).__name__}")
         tokens = () if self.summary_tokens is None else (self.summary_tokens,)
@@ -508,17 +470,18 @@ class PFFN(_Layer):
             kv = kv.view(batch, self.num_keys, 2 * self.num_kv_heads * self.head_dim)
         else:
             kv = torch.bmm(self.mix.weight.to(kv.dtype).expand(batch, -1, -1), kv)
-        keys = self._keys(offsets, values.device)
-        y = self._attend(self.q(values), kv, None, offsets, keys, longest, self.num_keys)
-        return jagged.like(x, y, offsets)
+        y = self._attend(self.q(values), kv, None, sequences, self._keys(sequences))
+        return jagged.like(x, y, sequences)
 
-    def _keys(self, offsets: Offsets, device: torch.device) -> Offsets:
-        """The offsets of the keys; with `Lengths` made once for all common."""
-        batch, length = jagged.batch_size(offsets), self.num_keys
-        if isinstance(offsets, Lengths) and not torch.compiler.is_compiling():
-            return offsets.once(_Keys(length))
-        keys = torch.arange(batch + 1, dtype=torch.int32, device=device) * length
-        return jagged.Checked(keys, batch * length) if isinstance(offsets, jagged.Checked) else keys
+    def _keys(self, sequences: Sequences) -> Sequences:
+        """The sequences of the keys; with `Lengths` made once for all layers."""
+        batch, length, lengths = sequences.batch, self.num_keys, sequences.lengths
+        if lengths is not None and not torch.compiler.is_compiling():
+            lengths = lengths.once(_Keys(length))
+            return Sequences(lengths.cu_seqlens, length, lengths=lengths)
+        cu_seqlens = sequences.cu_seqlens
+        steps = torch.arange(batch + 1, dtype=torch.int32, device=cu_seqlens.device)
+        return Sequences(steps * length, length)
 
     def extra_repr(self) -> str:
         return (

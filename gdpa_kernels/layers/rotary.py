@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 import torch
 
-from gdpa_kernels.calling import checks, jagged
-from gdpa_kernels.calling.jagged import Offsets
+from gdpa_kernels.calling import checks
 from gdpa_kernels.calling.lengths import Lengths, Recipe
+from gdpa_kernels.calling.sequences import Sequences, token_positions
 
 
 def sin_cos(
-    base: float | None, head_dim: int, values: torch.Tensor, offsets: Offsets
+    base: float | None, head_dim: int, values: torch.Tensor, sequences: Sequences | Lengths
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
     """(sin, cos) of the rotary embedding of every row of `values`, `[total_tokens, head_dim // 2]`,
     fp32, of fp64 values fp64; of `Lengths` made once for all layers. Waits for no device. None of
@@ -20,8 +20,7 @@ def sin_cos(
     if base is None:
         return None
     dtype = torch.promote_types(values.dtype, torch.float32)
-    recipe = _SinCos(base, head_dim, dtype, values.shape[0])
-    return offsets.once(recipe) if isinstance(offsets, Lengths) else recipe.make(offsets)
+    return sequences.once(_SinCos(base, head_dim, dtype, values.shape[0]))
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,7 @@ class _SinCos(Recipe[tuple[torch.Tensor, torch.Tensor]]):
     total: int
 
     def make(self, cu_seqlens, beside=None):
-        _, positions = jagged.places(self.total, cu_seqlens)
+        _, positions = token_positions(self.total, cu_seqlens)
         return sin_cos_at(self.base, self.head_dim, positions, self.dtype)
 
 

@@ -22,6 +22,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -30,7 +31,8 @@ import torch.distributed as dist
 
 from gdpa_kernels.calling import checks
 from gdpa_kernels.calling.lengths import Lengths
-from gdpa_kernels.gdpa.api import check_causal, gdpa
+from gdpa_kernels.gdpa.api import gdpa
+from gdpa_kernels.gdpa.mask import ALL, FIELDS, Mask, mask_of
 from gdpa_kernels.gdpa.registration import check_activation
 from gdpa_kernels.parallel.collectives import (
     Exchange,
@@ -68,8 +70,7 @@ def context_parallel_gdpa(
     *,
     stationary: str = "queries",
     layout: str = "contiguous",
-    causal: bool = False,
-    window: int | None = None,
+    mask: Mask = ALL,
     group: dist.ProcessGroup | None = None,
     **options,
 ) -> torch.Tensor:
@@ -85,7 +86,7 @@ def context_parallel_gdpa(
             some heads; num_kv_heads must be a multiple of the ranks).
         layout: how `shard` cut the batch: "contiguous" or, of equal work under a causal mask,
             "zigzag".
-        causal, window: as `gdpa`; a window needs causal, but for "sequences".
+        mask: `Mask` with causal False or True, and window, which needs causal, but for "sequences".
         group: of the ranks; None for all.
         options: of `gdpa` (activation, scale, output_scale, precise, impl, backward_impl); names of
             activations are of all heads, whatever stays.
@@ -104,11 +105,13 @@ def context_parallel_gdpa(
     Source: sums of partial results, as in the chapter "What GDPA computes"; the split of queries
     and the zigzag layout are of all-gather context parallelism (arXiv 2407.21783, section 3.3.2).
     """
+    fields = {name: options.pop(name) for name in FIELDS & options.keys()}
+    mask = mask_of(mask, fields)
     mesh = _mesh_of(q, k, v, layout, group)
     if mesh is not None:
         out = context_parallel_gdpa(
-            *(x.to_local() for x in (q, k, v)), cu_seqlens, stationary=stationary, causal=causal,
-            window=window, group=mesh.get_group(), **options,
+            *(x.to_local() for x in (q, k, v)), cu_seqlens, stationary=stationary, mask=mask,
+            group=mesh.get_group(), **options,
         )  # fmt: skip
         shape = torch.Size((cu_seqlens[-1], *out.shape[1:]))
         return type(q).from_local(
@@ -117,9 +120,8 @@ def context_parallel_gdpa(
         )  # fmt: skip
     q, k, v = checks.autocast(q, k, v)
     shards, rank, ranks, options = _checked(q, k, v, cu_seqlens, layout, group, options)
-    _check_masks(stationary, causal, window)
+    _check_mask(stationary, mask)
     check_rows("q", q, shards.rows(rank), f"rank {rank}")
-    options = options | {"window": window}
     if stationary == "sequences" and k.shape[1] % ranks:
         raise ValueError(
             f"num_kv_heads must be a multiple of the {ranks} ranks with "
@@ -127,16 +129,16 @@ def context_parallel_gdpa(
         )
     stream = torch.cuda.current_stream(q.device).cuda_stream if q.is_cuda else 0
     own, others, places = _partners(
-        shards.ends, ranks, layout, rank, stationary, bool(causal), q.device, stream
+        shards.ends, ranks, layout, rank, stationary, mask.causal, q.device, stream
     )
     if stationary == "sequences":
-        return _by_heads(q, k, v, shards, own, places, causal, group, rank, ranks, options)
+        return _by_heads(q, k, v, shards, own, places, mask, group, rank, ranks, options)
     if stationary == "queries":
         k, v = (Gather.apply(x, places, shards.size, group) for x in (k, v))
-        return gdpa(q, k, v, own, others, causal=causal and "lower_right", **options)
+        return gdpa(q, k, v, own, others, mask=_aligned(mask, "lower_right"), **options)
     part = gdpa(
         Gather.apply(q, places, shards.size, group), k, v, others, own,
-        causal=causal and "upper_left", out_dtype=sum_dtype(q), **options,
+        mask=_aligned(mask, "upper_left"), out_dtype=sum_dtype(q), **options,
     )  # fmt: skip
     return Scatter.apply(part, places, shards.size, q.dtype, group)[: q.shape[0]]
 
@@ -233,13 +235,19 @@ def _check_stationary(stationary: object) -> None:
     checks.check_choice("stationary", stationary, STATIONARY)
 
 
-def _check_masks(stationary: object, causal: object, window: object) -> None:
+def _check_mask(stationary: object, mask: Mask) -> None:
     _check_stationary(stationary)
-    check_causal(causal)
-    if isinstance(causal, str):
-        raise ValueError(f"causal must be a bool here, where q has k's rows, got {causal!r}")
-    if window is not None and not causal and stationary != "sequences":
-        raise ValueError(f"window must be None without causal, got {window}")
+    if not mask.plain or isinstance(mask.causal, str):
+        raise ValueError(
+            "mask must have causal False or True, where q has k's rows, and window alone, got "
+            f"{mask}"
+        )
+    if mask.window is not None and not mask.causal and stationary != "sequences":
+        raise ValueError(f"window must be None without causal, got {mask.window}")
+
+
+def _aligned(mask: Mask, alignment: str) -> Mask:
+    return replace(mask, causal=alignment) if mask.causal else mask
 
 
 def _checked(q, k, v, cu_seqlens, layout, group, options) -> tuple[Shards, int, int, dict]:
@@ -284,9 +292,7 @@ def _mesh_of(q, k, v, layout: str, group: dist.ProcessGroup | None) -> DeviceMes
     return q.device_mesh
 
 
-def _by_heads(
-    q, k, v, shards, lengths, places, causal, group, rank, ranks, options
-) -> torch.Tensor:
+def _by_heads(q, k, v, shards, lengths, places, mask, group, rank, ranks, options) -> torch.Tensor:
     """All rows of a share of the heads on each rank."""
     names = options.get("activation", ())
     if len(names) > 1:
@@ -295,7 +301,7 @@ def _by_heads(
     exchanged = [Exchange.apply(pad_rows(x, shards.size), True, ranks, group) for x in (q, k, v)]
     out = gdpa(
         *(take(x, places) for x in exchanged), lengths, lengths,
-        causal=causal and "upper_left", **options,
+        mask=_aligned(mask, "upper_left"), **options,
     )  # fmt: skip
     out = put(out, places, shards.size * ranks, out.dtype)
     return Exchange.apply(out, False, ranks, group)[: q.shape[0]]

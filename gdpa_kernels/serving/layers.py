@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
-from gdpa_kernels.calling import checks, jagged, packed
+from gdpa_kernels.calling import checks, packed
 from gdpa_kernels.calling.lengths import Lengths
+from gdpa_kernels.calling.sequences import token_positions
 from gdpa_kernels.gdpa.api import gdpa
 from gdpa_kernels.layers.gdpa import GDPASelfAttention
 from gdpa_kernels.layers.rotary import rotate, sin_cos_at
 from gdpa_kernels.serving.pages import PagedCache, Pages, check_whole
-from gdpa_kernels.serving.scores import checked_ends, score
+from gdpa_kernels.serving.scores import over_both, read_candidates, score
 
 
 @torch.no_grad()
@@ -51,10 +54,10 @@ def extend(
         )
     q, k, v = _project(layer, x, new.positions)
     cache.write(index, new, k, v)
+    mask = replace(cache.model.mask, causal="lower_right")
     out = gdpa(
-        q, *cache.read(index, whole), new.cu_seqlens, whole.cu_seqlens, new.max_seqlen,
-        whole.max_seqlen, causal="lower_right", window=layer.window,
-        num_contexts=cache.model.num_contexts or None, **_options(layer),
+        q, *cache.read(index, whole), new.sequences, whole.sequences, mask=mask, validate=False,
+        **layer.options.of_gdpa,
     )  # fmt: skip
     return layer.out(out.flatten(1))
 
@@ -81,26 +84,19 @@ def candidates(
     cache.model.check_candidates()
     check_whole("whole", whole)
     max_seqlen = checks.check_max_seqlen("max_seqlen", max_seqlen)
-    ends = checked_ends(x, cu_seqlens, max_seqlen, whole, layer.validate)
+    sequences = read_candidates(x, cu_seqlens, max_seqlen, whole, layer.options.validate)
     positions = None
     if layer.rotary is not None:  # the only one that asks for them
-        of, place = jagged.places(x.shape[0], ends)
-        positions = place + whole.cu_seqlens.diff()[of]
+        sequence, position = token_positions(x.shape[0], sequences.cu_seqlens)
+        positions = position + whole.cu_seqlens.diff()[sequence]
     q, k, v = _project(layer, x, positions)
-    options = _options(layer)
-    if layer.window is None:
-        group = layer.targets["target_group_size"]
-        out = score(
-            q, k, v, cu_seqlens, max_seqlen, cache, index, whole, target_group_size=group, **options
-        )
+    options, at_history = layer.options.of_gdpa | {"validate": False}, (cache, index, whole)
+    if layer.mask.window is None:
+        options["target_group_size"] = layer.mask.target_group_size
+        out = score(q, k, v, sequences, max_seqlen, *at_history, **options)
     else:
-        keys, values = cache.read_before(index, whole, k, v, ends, max_seqlen)
-        out = gdpa(
-            q, keys, values, ends, whole.cu_seqlens + ends, max_seqlen,
-            whole.max_seqlen + max_seqlen, causal="lower_right", window=layer.window,
-            num_targets=ends.diff(), num_contexts=cache.model.num_contexts or None,
-            **layer.targets, **options,
-        )  # fmt: skip
+        mask = replace(layer.mask, num_contexts=cache.model.mask.num_contexts)
+        out = over_both(q, k, v, sequences, *at_history, mask, **options)
     return layer.out(out.flatten(1))
 
 
@@ -110,23 +106,19 @@ def _check(layer: GDPASelfAttention, cache: PagedCache) -> None:
             "position_bias and time_bias of layer must be None: the calls over a history that is "
             "kept take no times, and candidates behind it no distances; got one of them"
         )
-    if layer.targets["full_rows"]:  # an append limits rows that saw everything
-        raise NotImplementedError(f"full_rows of layer must be 0, got {layer.targets['full_rows']}")
+    if layer.mask.full_rows:  # an append limits rows that saw everything
+        raise NotImplementedError(f"full_rows of layer must be 0, got {layer.mask.full_rows}")
     if layer.rotary is not None and cache.model.positions != "index":
         raise ValueError(
             "positions of cache.model must be 'index' for a layer with rotary, which counts its "
             f"rows from the start, got {cache.model.positions!r}"
         )
-    asked = bool(layer.causal), layer.window
-    if not layer.causal or layer.causal == "lower_right" or asked != _mask_of(cache):
+    cached, asked = ((bool(x.causal), x.window) for x in (cache.model.mask, layer.mask))
+    if not layer.mask.causal or layer.mask.causal == "lower_right" or asked != cached:
         raise ValueError(
-            f"layer must have the mask of cache.model, (causal, window) {_mask_of(cache)}, "
-            f"got {(layer.causal, layer.window)}"
+            f"layer must have the mask of cache.model, (causal, window) {cached}, got "
+            f"{(layer.mask.causal, layer.mask.window)}"
         )
-
-
-def _mask_of(cache: PagedCache) -> tuple[bool, int | None]:
-    return cache.model.causal, cache.model.window
 
 
 def _project(
@@ -136,8 +128,8 @@ def _project(
 
     positions: of the tokens in their sequences; None will do without rotary.
     """
-    made = layer.qkv(x).unflatten(1, (-1, layer.head_dim))
-    q, k, v = packed.unpack(made, None, None, layer.num_kv_heads)
+    qkv = layer.qkv(x).unflatten(1, (-1, layer.head_dim))
+    q, k, v = packed.unpack(qkv, None, None, layer.num_kv_heads)
     if layer.q_norm is not None:
         q, k = layer.q_norm(q), layer.k_norm(k)
     if layer.rotary is not None:
@@ -145,9 +137,3 @@ def _project(
         rotation = sin_cos_at(layer.rotary, layer.head_dim, positions, dtype)
         q, k = rotate(q, *rotation), rotate(k, *rotation)
     return q, k, v
-
-
-def _options(layer: GDPASelfAttention) -> dict:
-    names = "activation", "scale", "output_scale", "precise", "impl"
-    unread = layer.validate and torch.compiler.is_compiling()
-    return {name: getattr(layer, name) for name in names} | {"validate": unread}

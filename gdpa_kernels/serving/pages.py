@@ -17,8 +17,9 @@ from typing import NamedTuple
 
 import torch
 
-from gdpa_kernels.calling import checks, jagged
+from gdpa_kernels.calling import checks
 from gdpa_kernels.calling.launch import cdiv
+from gdpa_kernels.calling.sequences import Sequences, token_positions
 from gdpa_kernels.gdpa.batch import History
 from gdpa_kernels.serving import diagonal, joined
 from gdpa_kernels.serving.arguments import key, listed, users_and_epochs
@@ -51,6 +52,11 @@ class Pages:
     @property
     def is_whole(self) -> bool:
         return all(rows.is_whole for rows in self.holders)
+
+    @property
+    def sequences(self) -> Sequences:
+        """The sequences of what `read` copies, for `gdpa`."""
+        return Sequences(self.cu_seqlens, self.max_seqlen)
 
 
 class _Rows(NamedTuple):
@@ -303,7 +309,11 @@ class PagedCache:
     ) -> int:
         layer = self._checked_reading(layer, at)
         self._check_rows(k, v, len(k))
-        check_batch(cu_seqlens, at)
+        if cu_seqlens.shape != at.cu_seqlens.shape:
+            raise ValueError(
+                f"cu_seqlens must have shape {list(at.cu_seqlens.shape)}, as the histories, got "
+                f"{list(cu_seqlens.shape)}"
+            )
         return layer
 
     def _check_rows(self, k: torch.Tensor, v: torch.Tensor, count: int) -> None:
@@ -445,18 +455,10 @@ def _ends(counts: Sequence[int]) -> list[int]:
 def _joined(
     first: torch.Tensor, second: torch.Tensor, first_ends: torch.Tensor, second_ends: torch.Tensor
 ) -> torch.Tensor:
-    """Of each sequence its rows of `first`, then those of `second`; waits for no device."""
+    """The rows of `first` and then those of `second`, sequence by sequence; waits for no device."""
     out = first.new_empty(first.shape[0] + second.shape[0], *first.shape[1:])
-    of, place = jagged.places(first.shape[0], first_ends)
-    out[first_ends[of] + second_ends[of] + place] = first
-    of, place = jagged.places(second.shape[0], second_ends)
-    out[first_ends[of + 1] + second_ends[of] + place] = second
+    sequence, position = token_positions(first.shape[0], first_ends)
+    out[first_ends[sequence] + second_ends[sequence] + position] = first
+    sequence, position = token_positions(second.shape[0], second_ends)
+    out[first_ends[sequence + 1] + second_ends[sequence] + position] = second
     return out
-
-
-def check_batch(cu_seqlens: torch.Tensor, history: Pages) -> None:
-    if cu_seqlens.shape != history.cu_seqlens.shape:
-        raise ValueError(
-            f"cu_seqlens must have shape {list(history.cu_seqlens.shape)}, as the histories, got "
-            f"{list(cu_seqlens.shape)}"
-        )

@@ -7,19 +7,25 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F
 
-from gdpa_kernels.calling import checks, ladder
+from gdpa_kernels.calling import checks, ladder, sequences
 from gdpa_kernels.calling.lengths import Lengths
+from gdpa_kernels.calling.sequences import Sequences
 from gdpa_kernels.device import padding
 from gdpa_kernels.gdpa import api
 from gdpa_kernels.gdpa.api import gdpa
 from gdpa_kernels.gdpa.batch import Batch
+from gdpa_kernels.gdpa.mask import Mask
 from gdpa_kernels.gdpa.registration import check_activation, prove
-from gdpa_kernels.gdpa.targets import check_targets
 from gdpa_kernels.serving import diagonal
-from gdpa_kernels.serving.pages import PagedCache, Pages, check_batch, check_whole
+from gdpa_kernels.serving.pages import PagedCache, Pages, check_whole
 
 (_PAGED,) = (rung for rung in ladder.RUNGS if "history" in rung.requires.extras)
 """The implementation that reads pages where they are."""
+OPTIONS = frozenset(
+    ("activation", "scale", "output_scale", "precise", "impl", "backward_impl", "validate",
+     "out_dtype")
+)  # fmt: skip
+"""The options of `gdpa` that `score` takes."""
 
 
 def score(
@@ -60,8 +66,8 @@ def score(
         in_one_call: True or False; None for one call where forward v8 computes it and the
             candidates' tiles of 128 rows, one for each user and head, are so many that it would not
             split the histories' keys between multiprocessors.
-        options: of `gdpa`: activation, scale, output_scale, precise, impl, validate, out_dtype. A
-            mask is not among them: a history that a window limits is for one call of `gdpa`.
+        options: of `gdpa`, those in OPTIONS. A mask is not among them: a history that a window
+            limits is for one call of `gdpa`.
 
     Returns:
         `[tokens, heads, head_dim]`.
@@ -75,9 +81,8 @@ def score(
     of `gdpa` or 424 with `diagonal`; 32 of 1,024 with 2,048 take 247, and 389 in two of `gdpa`; 4
     of 4,096 with 100 take 56 and 29, since two split the keys. See the lab notes on serving.
     """
-    known = {"activation", "scale", "output_scale", "precise", "impl", "validate", "out_dtype"}
-    if unknown := set(options) - known:
-        raise TypeError(f"options must be among {sorted(known)}, got {sorted(unknown)}")
+    if unknown := options.keys() - OPTIONS:
+        raise TypeError(f"options must be among {sorted(OPTIONS)}, got {sorted(unknown)}")
     if in_one_call is not None:
         checks.check_bool(in_one_call=in_one_call)
     check_whole("history", history)
@@ -94,81 +99,87 @@ def score(
         )
     out_dtype = api.check_sum(q, q.shape, options.get("out_dtype"), None)
     validate = options.pop("validate", True)
-    ends = checked_ends(q, cu_seqlens, max_seqlen, history, validate)
-    check_targets(ends, None, target_group_size, 0, "shared", True, None)
-    impl, seen = options.get("impl", "auto"), None
+    of_q = read_candidates(q, cu_seqlens, max_seqlen, history, validate)
+    impl, out = options.get("impl", "auto"), None
     if impl in ("auto", _PAGED.impl) and diagonal.takes(q, k, v):
         with cache.exclusive:  # from the check of the pages until what reads them is launched
-            batch = _over_history(q, k, v, ends, max_seqlen, cache, layer, history, **options)
+            batch = _over_history(q, k, v, of_q, cache, layer, history, **options)
             if in_one_call is None:
                 in_one_call = _is_one_call(batch, k, v, out_dtype)
             if in_one_call:
                 batch = _with_candidates(batch, k, v, target_group_size, out_dtype)
-            seen = _in_pages(batch)
-    options["validate"] = validate and torch.compiler.is_compiling()
-    if in_one_call and seen is None:
-        keys, values = cache.read_before(layer, history, k, v, ends, max_seqlen)
-        seen = gdpa(
-            q, keys, values, ends, history.cu_seqlens + ends, max_seqlen,
-            history.max_seqlen + max_seqlen, causal="lower_right", num_targets=ends.diff(),
-            target_group_size=target_group_size, **options,
-        )  # fmt: skip
-    elif seen is None:
-        kept = None if q.dtype == torch.float64 else torch.float32
-        seen = gdpa(
-            q, *cache.read(layer, history), cu_seqlens, history.cu_seqlens, max_seqlen,
-            history.max_seqlen, **options | {"out_dtype": kept},
-        )  # fmt: skip
+            out = _in_pages(batch)
+    options["validate"] = False  # the sequences have been read
     if in_one_call:
-        return seen
+        if out is None:
+            mask = Mask(True, target_group_size=target_group_size)
+            out = over_both(q, k, v, of_q, cache, layer, history, mask, **options)
+        return out
+    if out is None:
+        sum_dtype = None if q.dtype == torch.float64 else torch.float32
+        keys, values = cache.read(layer, history)
+        out = gdpa(q, keys, values, of_q, history.sequences, **options | {"out_dtype": sum_dtype})
     if target_group_size == 1 and impl == "auto" and diagonal.takes(q, k, v):
         names = "activation", "scale", "output_scale", "out_dtype"
-        given = {name: options[name] for name in names if name in options}
-        return diagonal.add_diagonal(q, k, v, seen, **given)
-    own = {"window": 0}
+        known = {name: options[name] for name in names if name in options}
+        return diagonal.add_diagonal(q, k, v, out, **known)
+    mask = Mask(True, window=0)
     if target_group_size > 1:
-        own = {"num_targets": ends.diff(), "target_group_size": target_group_size}
-    both = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
-    return gdpa(q, k, v, *both, causal="upper_left", add_to=seen, **own, **options)
+        counts = of_q.cu_seqlens.diff()
+        mask = Mask(True, num_targets=counts, target_group_size=target_group_size)
+    return gdpa(q, k, v, of_q, of_q, mask=mask, add_to=out, **options)
 
 
-def checked_ends(
-    x: torch.Tensor, cu_seqlens: torch.Tensor | Lengths, max_seqlen: int, history: Pages,
-    validate: bool,
-) -> torch.Tensor:  # fmt: skip
-    """The offsets of candidates x as a tensor; waits for the device if they are one and `validate`,
-    but in a capture, where the device checks them. Of a compiled program `gdpa` checks them."""
+def read_candidates(
+    x: torch.Tensor, cu_seqlens: object, max_seqlen: int, history: Pages, validate: bool
+) -> Sequences:
+    """The sequences of candidates x behind these histories; waits for the device where their
+    offsets are a tensor and `validate`, but in a capture, where the device checks them. In a
+    compiled program `gdpa` checks them."""
     checks.check_bool(validate=validate)
     rows = x.shape[0]
-    if isinstance(cu_seqlens, Lengths):
-        cu_seqlens, _ = cu_seqlens.of("cu_seqlens", rows, x.device, max_seqlen)
-        check_batch(cu_seqlens, history)
-        return cu_seqlens
-    checks.check_offsets("cu_seqlens", cu_seqlens, x.device)
-    check_batch(cu_seqlens, history)
-    unread = validate and not checks.is_readable(cu_seqlens)
-    if validate and not unread:
-        checks.check_lengths("cu_seqlens", cu_seqlens, rows, max_seqlen)
-    ends = checks.to_int32(cu_seqlens, unread)
-    if unread and not checks.is_fake(x):
-        padding.check_offsets(None, ends, None, (rows, rows), (max_seqlen, max_seqlen))
-    return ends
+    options = {"validate": validate, "padding": False}
+    known = sequences.read("cu_seqlens", cu_seqlens, rows, x.device, max_seqlen, **options)
+    if known.batch != history.sequences.batch:
+        raise ValueError(
+            f"cu_seqlens must have shape {list(history.cu_seqlens.shape)}, as the histories, got "
+            f"{list(known.cu_seqlens.shape)}"
+        )
+    if known.check_values and not checks.is_fake(x):
+        padding.check_offsets(None, known.cu_seqlens, None, (rows, rows), (max_seqlen, max_seqlen))
+        known = known._replace(check_values=False)
+    return known
+
+
+def over_both(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, of_q: Sequences, cache: PagedCache,
+    layer: int, history: Pages, mask: Mask, **options,
+) -> torch.Tensor:  # fmt: skip
+    """One call of `gdpa`, over [history; candidates] copied out of the pages."""
+    cu_seqlens, max_seqlen, *_ = of_q
+    keys, values = cache.read_before(layer, history, k, v, cu_seqlens, max_seqlen)
+    offsets, longest = history.cu_seqlens + cu_seqlens, history.max_seqlen + max_seqlen
+    of_k, counts = Sequences(offsets, longest), cu_seqlens.diff()
+    mask = replace(mask, causal="lower_right", num_targets=counts)
+    return gdpa(q, keys, values, of_q, of_k, mask=mask, **options)
 
 
 def _over_history(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ends: torch.Tensor, max_seqlen: int,
-    cache: PagedCache, layer: int, history: Pages, *,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, of_q: Sequences, cache: PagedCache,
+    layer: int, history: Pages, *,
     activation: str | tuple[str, ...] | list[str] = "gelu_tanh", scale: float | None = None,
     output_scale: float = 1.0, precise: bool = False, **_,
 ) -> Batch:  # fmt: skip
     """The call over the histories alone, in their pages, with a result in fp32; checked."""
     names = tuple(check_activation(activation, q.shape[1]))
-    api.check_scalars(scale, output_scale, None)
+    api.check_scalars(scale, output_scale)
     checks.check_bool(precise=precise)
     return Batch(
-        q, k[:0], v[:0], ends, history.cu_seqlens, max_seqlen, history.max_seqlen, names,
+        q, k[:0], v[:0], of_q.cu_seqlens, history.cu_seqlens, of_q.max_seqlen, history.max_seqlen,
+        names,
         q.shape[2] ** -0.5 if scale is None else float(scale), float(output_scale),
-        precise=precise, out_dtype=torch.float32, history=cache.history(layer, history, k, v, ends),
+        precise=precise, out_dtype=torch.float32,
+        history=cache.history(layer, history, k, v, of_q.cu_seqlens),
     )  # fmt: skip
 
 
@@ -179,8 +190,9 @@ def _with_candidates(
     counts = batch.cu_seqlens_q.diff()
     return replace(
         batch, k=k, v=v, cu_seqlens_k=batch.cu_seqlens_k + batch.cu_seqlens_q,
-        max_seqlen_k=batch.max_seqlen_k + batch.max_seqlen_q, causal="lower_right",
-        out_dtype=out_dtype, segments=F.pad(counts[:, None], (0, 1)), target_group_size=group,
+        max_seqlen_k=batch.max_seqlen_k + batch.max_seqlen_q, out_dtype=out_dtype,
+        segments=F.pad(counts[:, None], (0, 1)),
+        mask=Mask("lower_right", target_group_size=group),
     )  # fmt: skip
 
 
@@ -189,8 +201,8 @@ def _is_one_call(
 ) -> bool:
     """The rule of `score`, of the call over the histories."""
     whole = replace(
-        batch, k=k, v=v, max_seqlen_k=batch.max_seqlen_k + batch.max_seqlen_q, causal="lower_right",
-        out_dtype=out_dtype, segments=batch.cu_seqlens_q, history=None,
+        batch, k=k, v=v, max_seqlen_k=batch.max_seqlen_k + batch.max_seqlen_q, out_dtype=out_dtype,
+        mask=Mask("lower_right"), segments=batch.cu_seqlens_q, history=None,
     )  # fmt: skip
     rung = api.resolve("auto", "forward", whole)
     return rung is _PAGED and rung.config(batch, "forward").splits == 1

@@ -81,7 +81,7 @@ class StoredSums:
                 "impl must be batch invariant for an exact sum, one of "
                 f"{', '.join(x for x in IMPLS if ladder.rung(x).batch_invariant)}, got {impl!r}"
             )
-        api.check_scalars(scale, output_scale, None)
+        api.check_scalars(scale, output_scale)
         names = check_activation(activation, q.shape[1])
         self._options = {
             "activation": names, "scale": scale, "output_scale": output_scale,

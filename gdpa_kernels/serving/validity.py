@@ -9,9 +9,14 @@ everything.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import torch
 
 from gdpa_kernels.calling import checks
+from gdpa_kernels.gdpa.mask import Mask
+
+CAUSAL = Mask(causal=True)
 
 POSITIONS = (None, "kept", "index", "from_end")
 _BREAKS_APPEND = {
@@ -49,9 +54,7 @@ class Model:
 
     Args:
         num_layers: attention layers, whose keys and values are kept.
-        causal: rows see earlier rows alone. window: at most so many rows back (and ahead, if not
-            causal), or None.
-        num_contexts: first tokens that see the whole history, as of `gdpa`.
+        mask: `Mask` of causal, window and num_contexts as an integer.
         positions: None; "kept", ids that an event keeps when others go; "index", places counted
             from the start; "from_end", from the end, as dlrm_v3 of generative-recommenders.
         query_time: what a row gets depends on the time from its event to the last one, or to a
@@ -70,9 +73,7 @@ class Model:
     """
 
     num_layers: int
-    causal: bool = True
-    window: int | None = None
-    num_contexts: int = 0
+    mask: Mask = CAUSAL
     positions: str | None = None
     query_time: bool = False
     next_time: bool = False
@@ -80,15 +81,30 @@ class Model:
     token_statistics: bool = False
 
     def __post_init__(self) -> None:
-        for name, least in (("num_layers", 1), ("num_contexts", 0), ("window", 0)):
-            value = checks.check_count(name, getattr(self, name), least, optional=name == "window")
-            object.__setattr__(self, name, value)
+        layers = checks.check_count("num_layers", self.num_layers, least=1)
+        object.__setattr__(self, "num_layers", layers)
+        mask = self.mask
+        if not isinstance(mask, Mask):
+            raise TypeError(f"mask must be a Mask, got {mask!r}")
+        if mask.num_contexts == 0:
+            mask = replace(mask, num_contexts=None)
+            object.__setattr__(self, "mask", mask)
+        grouped = mask.num_targets is not None or mask.grouping != (1, "shared") or mask.full_rows
+        if grouped or isinstance(mask.causal, str) or isinstance(mask.num_contexts, torch.Tensor):
+            raise ValueError(
+                "mask must have causal False or True, window and an integer num_contexts alone, "
+                f"got {mask}"
+            )
         if self.positions is not None:
             checks.check_choice("positions", self.positions, POSITIONS[1:])
         checks.check_bool(
-            causal=self.causal, query_time=self.query_time, next_time=self.next_time,
+            query_time=self.query_time, next_time=self.next_time,
             constant_divisor=self.constant_divisor, token_statistics=self.token_statistics,
         )  # fmt: skip
+
+    @property
+    def _contexts(self) -> int:
+        return self.mask.num_contexts or 0
 
     def changed(self, rows: int, at: int) -> list[range]:
         """Of each layer a range that holds all rows whose keys and values a change at `at` makes
@@ -107,12 +123,12 @@ class Model:
 
     def check_append(self) -> None:
         """Raises ValueError, with the reasons, if an append makes any of the kept rows wrong."""
-        many = 2 * self.num_layers * ((self.window or 0) + 2) + self.num_contexts
+        many = 2 * self.num_layers * ((self.mask.window or 0) + 2) + self._contexts
         if not any(self.changed(many, many)):
             return
         broken = {
-            "causal": not self.causal,
-            "num_contexts": self.num_contexts > 0,
+            "causal": not self.mask.causal,
+            "num_contexts": self._contexts > 0,
             "positions": self.positions == "from_end",
             "query_time": self.query_time,
             "next_time": self.next_time,
@@ -127,7 +143,7 @@ class Model:
         """
         behind = self.num_layers > 1
         broken = {
-            "causal": behind and not self.causal and self.window != 0,
+            "causal": behind and not self.mask.causal and self.mask.window != 0,
             "next_time": behind and self.next_time,
             "divisor": behind and not self.constant_divisor,
             "token_statistics": self.token_statistics,
@@ -141,7 +157,7 @@ class Model:
         Otherwise the rows from `kept` on are computed again."""
         broken = {
             "layers": self.num_layers > 1,
-            "window": bool(self.window),  # 0: a row alone
+            "window": bool(self.mask.window),  # 0: a row alone
             "positions": self.positions in ("index", "from_end"),
             "query_time": self.query_time,
             "next_time": self.next_time,
@@ -162,14 +178,14 @@ class Model:
         """Rows that changed behind a layer that took `before` changed."""
         if self.token_statistics or not self.constant_divisor:
             return range(rows)
-        reach = rows if self.window is None else self.window
-        back = 0 if self.causal else reach
-        end = max(at, self.num_contexts) + reach  # a change of the contexts moves those behind
+        reach = rows if self.mask.window is None else self.mask.window
+        back = 0 if self.mask.causal else reach
+        end = max(at, self._contexts) + reach  # a change of the contexts moves those behind
         seen = [range(at - back, end), range(at - self.next_time, at)]
         if before:
             seen.append(range(before.start - back, before.stop + reach))
-        if self.num_contexts:
-            seen.append(range(self.num_contexts))
+        if self._contexts:
+            seen.append(range(self._contexts))
         inside = [range(max(x.start, 0), min(x.stop, rows)) for x in seen]
         return _hull([before, *inside])
 

@@ -34,6 +34,7 @@ import triton
 import triton.language as tl
 import triton.language.extra.tlx as tlx
 
+from gdpa_kernels import Mask
 from gdpa_kernels.block_attention import batch as block_batch
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.calling.rung import Rung
@@ -163,7 +164,7 @@ def _gdpa_calls(
         ends = (cu_seqlens(list(each), device) for each in (LENGTHS_Q, lengths_k))
         batch = gdpa_batch.Batch(
             q, k, v, *ends, max(LENGTHS_Q), max(lengths_k), ("gelu_tanh",), head_dim**-0.5,
-            causal=causal,
+            mask=Mask(causal),
         )  # fmt: skip
         if rung.problem(batch) is not None:
             continue

@@ -28,7 +28,7 @@ import torch
 
 import tritonemu
 from _lib import noted, steps
-from gdpa_kernels import GDPASelfAttention, gdpa
+from gdpa_kernels import GDPASelfAttention, Mask, gdpa
 from gdpa_kernels.parallel import predicted_bytes
 from gdpa_kernels.serving import Model, PagedCache, score
 from gdpa_kernels.serving.layers import extend
@@ -200,7 +200,8 @@ assert split["factor"].idxmax() == 1 and split["factor"].min() > 1, "the caption
 # %% tags=["hide-input"]
 ROWS, AT = 12, 6
 kinds = {
-    "causal": {}, "causal, window of 2": {"window": 2}, "bidirectional": {"causal": False},
+    "causal": {}, "causal, window of 2": {"mask": Mask(True, window=2)},
+    "bidirectional": {"mask": Mask(False)},
     "positions counted from the end": {"positions": "from_end"},
     "time until the query": {"query_time": True},
     "divided by the present length": {"constant_divisor": False},

@@ -27,7 +27,7 @@ import triton.language as tl
 
 import tritonemu
 from _lib import block_bytes, noted, studies
-from gdpa_kernels import RelativeBias, gdpa, register_activation
+from gdpa_kernels import Mask, RelativeBias, gdpa, register_activation
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.gdpa import registration
 from gdpa_kernels.gdpa.device import masks
@@ -284,7 +284,7 @@ chapter.code("\n".join(difference), language="diff")
 # %% tags=["remove-input"]
 for activation in ("gelu_tanh", "softplus"):
     given = studies.batch(
-        (70, 5), head_dim=32, activation=activation, causal=True
+        (70, 5), head_dim=32, activation=activation, mask=Mask(causal=True)
     )  # fmt: skip
     try:
         studies.comparison(planted, given)
@@ -293,7 +293,7 @@ for activation in ("gelu_tanh", "softplus"):
         print(f"{activation}, sequence of {' '.join(str(error).split())}")
 
 # %% tags=["remove-cell"]
-studies.comparison(planted, studies.batch((70, 5), head_dim=32, causal=True))
+studies.comparison(planted, studies.batch((70, 5), head_dim=32, mask=Mask(causal=True)))
 try:
     studies.comparison(planted, given)
 except AssertionError:

@@ -197,7 +197,7 @@ def attend(layer, *qkv: torch.Tensor) -> torch.Tensor:
     """One sequence, `[rows or keys, heads * head_dim]` each -> `[rows, embed_dim]`."""
     q, k, v = (x.unflatten(1, (-1, layer.head_dim)).transpose(0, 1) for x in qkv)
     p = F.gelu(layer.head_dim**-0.5 * q @ k.mT, approximate="tanh")
-    return layer.out((layer.output_scale * p @ v).transpose(0, 1).flatten(1))
+    return layer.out((layer.options.output_scale * p @ v).transpose(0, 1).flatten(1))
 
 
 def plain(layer, rows: torch.Tensor, summary: torch.Tensor) -> torch.Tensor:

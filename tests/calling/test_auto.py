@@ -19,6 +19,7 @@ from gdpa_kernels.calling import ladder
 from gdpa_kernels.gdpa import api
 from gdpa_kernels.gdpa.batch import Batch
 from gdpa_kernels.gdpa.bias import Bias
+from gdpa_kernels.gdpa.mask import Mask
 
 PATH = Path(__file__).with_name("auto.csv")
 GPUS = ("sm_90", "sm_100")
@@ -36,10 +37,10 @@ def batch_of(options: str, dtype: torch.dtype, head_dim: int, len_q: int, len_k:
     q, k = (torch.empty(8 * n, 4, head_dim, dtype=dtype) for n in (len_q, len_k))
     offsets = [torch.arange(9, dtype=torch.int32) * n for n in (len_q, len_k)]
     more: dict = {
-        "causal": {"causal": True},
-        "lower_right": {"causal": "lower_right"},
-        "window": {"window": 16},
-        "targets": {"causal": "lower_right", "segments": torch.zeros(8, 2, dtype=torch.int32)},
+        "causal": {"mask": Mask(True)},
+        "lower_right": {"mask": Mask("lower_right")},
+        "window": {"mask": Mask(window=16)},
+        "targets": {"mask": Mask("lower_right"), "segments": torch.zeros(8, 2, dtype=torch.int32)},
         "bias": {"bias": Bias(torch.zeros(1, 5), None, None, None, None)},
         "out_dtype": {"out_dtype": torch.float32},
     }.get(options, {})

@@ -128,7 +128,7 @@ def test_wrong_arguments_say_what_is_wrong():
     for call in (jagged.to_padded_tensor, jagged.mean, append):
         with pytest.raises(ValueError, match="must run from 0 to the 15 rows .* got 0 to 14"):
             call((values, ends[:-1]))
-        with pytest.raises(ValueError, match="cu_seqlens must be of 15 rows .* got Lengths"):
+        with pytest.raises(ValueError, match="offsets must be of 15 rows .* got Lengths"):
             call((values, Lengths(ends[:-1])))
     with pytest.raises(TypeError, match="validate must be a bool, got 1"):
         jagged.mean(x, validate=1)

@@ -34,9 +34,11 @@ from gdpa_kernels import (
 )
 from gdpa_kernels.block_attention import block_list
 from gdpa_kernels.calling.lengths import Recipe
+from gdpa_kernels.calling.sequences import Sequences
 from gdpa_kernels.gdpa import api as gdpa_api
 from gdpa_kernels.gdpa import reference
 from gdpa_kernels.gdpa.device import work_list
+from gdpa_kernels.layers import rotary
 from gdpa_kernels.layers.rotary import sin_cos
 from tests.calls import Seen, assert_same_bits
 
@@ -228,16 +230,16 @@ def test_what_lengths_keep_is_made_from_a_record_of_plain_values(kind):
     assert not made.nonlocals and len(inspect.signature(kind.make).parameters) == 3
 
 
-def test_layers_share_the_turns_of_rotary(monkeypatch):
-    made, places = [], jagged.places
-    monkeypatch.setattr(jagged, "places", lambda *a: made.append(a) or places(*a))
+def test_layers_share_the_sines_of_rotary(monkeypatch):
+    calls, sin_cos_at = [], rotary.sin_cos_at
+    monkeypatch.setattr(rotary, "sin_cos_at", lambda *a: calls.append(a) or sin_cos_at(*a))
     x, lengths = torch.randn(47, 32), Lengths(offsets(FIRST))
     layers = GDPASelfAttention(32, 2, rotary=1e4), BlockAttention(32, 2, rotary=1e4)
     for layer in (*layers, *layers):
         layer((x, lengths))
-    assert len(made) == 1
+    assert len(calls) == 1
     BlockAttention(32, 2, rotary=100.0)((x, lengths))
-    assert len(made) == 2
+    assert len(calls) == 2
 
 
 def test_layers_share_the_offsets_of_keys(monkeypatch):
@@ -534,10 +536,11 @@ def test_the_offsets_of_keys_can_be_made_in_a_capture(capturing):
     lengths, layer = Lengths(offsets(FIRST)), PFFN(32, 2, 8, 5)
     capturing()
     with Seen() as seen:
-        keys = layer._keys(lengths, torch.device("meta"))
+        keys = layer._keys(Sequences(lengths.cu_seqlens, lengths=lengths))
         longer = lengths.extended(2)
     assert not {*seen.names("aten")} & {"_to_copy", "copy_"}
-    assert (keys.device.type, keys.total, keys.max_seqlen) == ("cuda", 15, 5)
+    made = keys.lengths
+    assert (made.device.type, made.total, keys.max_seqlen) == ("cuda", 15, 5)
     assert keys.cu_seqlens.tolist() == [0, 5, 10, 15]
     assert longer.cu_seqlens.tolist() == [0, 42, 44, 53]
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.gdpa import reference
 from gdpa_kernels.gdpa.batch import Batch
+from gdpa_kernels.gdpa.mask import FIELDS, Mask
 from gdpa_lab.measuring.inputs import cu_seqlens
 from tests.budget import within_budget
 from tests.calls import DEVICE, TENSORS, kernels_run
@@ -67,6 +68,7 @@ def batch_of(call: dict) -> Batch:
     """What a rung gets of a call, without its grad_out."""
     fields = {"activation": "gelu_tanh", "scale": call["q"].shape[-1] ** -0.5} | call
     fields.pop("grad_out", None)
+    fields["mask"] = Mask(**{name: fields.pop(name) for name in FIELDS & fields.keys()})
     names = fields["activation"]
     return Batch(**fields | {"activation": (names,) if isinstance(names, str) else tuple(names)})
 

@@ -182,7 +182,7 @@ def test_a_compiled_program_does_not_look_into_the_operator():
     torch._dynamo.reset()
     forward = torch._dynamo.disable(api._FORWARD, recursive=False)
     *tensors, longest_q, longest_k = call.values()
-    options = "gelu_tanh", 0.25, 1.0, False, None, False, "v0_eager", "auto"
+    options = "gelu_tanh", 0.25, 1.0, "", False, "v0_eager", "auto"
     call = (*tensors, [], None, longest_q, longest_k, *options)
     counter = CompileCounter()
     compiled = torch.compile(lambda: forward(*call) * 2, backend=counter)

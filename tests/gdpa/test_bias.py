@@ -12,7 +12,7 @@ from torch import nn
 from gdpa_kernels import GDPASelfAttention, RelativeBias, gdpa
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.calling.launches import launches
-from gdpa_kernels.gdpa import bias, reference, targets
+from gdpa_kernels.gdpa import bias, reference
 from gdpa_kernels.gdpa.device import bias_gradient
 from gdpa_lab.measuring.compile_check import build_launch, read
 from gdpa_lab.measuring.inputs import cu_seqlens
@@ -267,14 +267,12 @@ def defined(call: dict, fields: dict, dtype: torch.dtype) -> list[torch.Tensor]:
     """The same by the definition in a dtype, every step of it."""
     moved = cast(call, dtype)
     moved = moved | {"scale": call["q"].shape[-1] ** -0.5}
-    names = "num_targets", "num_contexts"
-    counts = [moved.pop(name, None) for name in names]
     ends, right = (
         (moved["cu_seqlens_q"], moved["cu_seqlens_k"]),
         moved.get("causal") == "lower_right",
     )
     batch = batch_of(moved)
-    batch = replace(batch, segments=targets.segments_of_call(*counts, 0, *ends, right, True))
+    batch = replace(batch, segments=batch.mask.segments(*ends, right, True))
     sizes = batch.num_heads, batch.q.shape[0], batch.k.shape[0]
     made = bias.bias_of_call(RelativeBias(**fields), *sizes, *ends, False, right, False)
     made = bias.Bias(*(x if x is None else x.detach() for x in made))

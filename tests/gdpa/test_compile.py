@@ -9,6 +9,7 @@ import torch
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.calling.launches import launches
 from gdpa_kernels.gdpa.batch import Batch
+from gdpa_kernels.gdpa.mask import Mask
 from gdpa_lab.measuring import compile_check
 from tests.block_attention.compiling import read_once
 
@@ -185,7 +186,7 @@ def test_what_only_the_plain_kernels_take_compiles(option, capability):
     """The emulator runs what Triton's compiler may refuse."""
     x, ends = torch.zeros(130, 2, 128).bfloat16(), torch.tensor([0, 64, 130], dtype=torch.int32)
     options = {
-        "causal": {"causal": "lower_right", "window": 40},
+        "causal": {"mask": Mask("lower_right", window=40)},
         "out_dtype": {"out_dtype": torch.float32, "add_to": x},
     }
     batch = Batch(x, x, x, ends, ends, 66, 66, ("gelu_tanh",), 0.1, **options[option])

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from gdpa_kernels import GDPASelfAttention, Lengths, gdpa
-from gdpa_kernels.gdpa import reference, targets
+from gdpa_kernels.gdpa import reference
 from gdpa_kernels.gdpa.batch import Batch
+from gdpa_kernels.gdpa.mask import Mask
 from gdpa_lab.measuring.inputs import cu_seqlens
 from tests.budget import within_budget
 from tests.calls import DEVICE, full_of_nan, kernels_run, required
@@ -34,14 +35,14 @@ def test_the_mask_is_the_one_that_its_library_states(ranks, stated, options):
         x = torch.zeros(n, 1, 1)
         ends = cu_seqlens((n,), "cpu")
         batch = Batch(
-            x, x, x, ends, ends, n, n, ("silu",), 1.0, causal=True, own_ranks=ranks == "own",
-            segments=torch.tensor([[m, c]], dtype=torch.int32), **options,
+            x, x, x, ends, ends, n, n, ("silu",), 1.0,
+            mask=Mask(True, target_ranks=ranks, **options),
+            segments=torch.tensor([[m, c]], dtype=torch.int32),
         )  # fmt: skip
         keep = reference._counts(batch, 0, n, n)
         wanted = [[stated(i, j, n, m, c) for j in range(n)] for i in range(n)]
         assert keep.tolist() == wanted, (n, m, c)
-        counted = replace(batch, window=options["window"])
-        assert targets.pairs(counted) == int(keep.sum())
+        assert batch.pairs() == int(keep.sum())
         assert torch.equal(reference._counts(batch, 0, n // 2, n), keep[n - n // 2 :]), (
             "delta queries"
         )
@@ -103,13 +104,9 @@ def check_forward(case: Case, impl: str) -> None:
 
 def prepared(call: dict) -> Batch:
     """The Batch of a call."""
-    names = "num_targets", "num_contexts", "full_rows"
-    given = {name: call.get(name) for name in names} | {"full_rows": call.get("full_rows", 0)}
-    ends = call["cu_seqlens_q"], call["cu_seqlens_k"], call["causal"] == "lower_right", True
-    rest = {name: x for name, x in call.items() if name not in (*names, "target_ranks")}
-    own = call.get("target_ranks") == "own"
-    batch = replace(batch_of(rest), full_rows=given["full_rows"], own_ranks=own)
-    return replace(batch, segments=targets.segments_of_call(*given.values(), *ends))
+    batch = batch_of(call)
+    offsets = batch.cu_seqlens_q, batch.cu_seqlens_k
+    return replace(batch, segments=batch.mask.segments(*offsets, batch.lower_right, True))
 
 
 V4 = "v4_warp_specialized_backward"

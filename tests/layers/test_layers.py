@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tritonemu
 from gdpa_kernels import PFFN, PMA, BlockAttention, GDPASelfAttention, Lengths
-from gdpa_kernels.calling import jagged, packed
+from gdpa_kernels.calling import packed, sequences
 from gdpa_kernels.calling.launches import launches
 from gdpa_kernels.gdpa.bias import hstu_thresholds
 from gdpa_kernels.layers import block_attention as block_modules
@@ -75,9 +75,12 @@ def calls(monkeypatch) -> list[tuple[tuple, dict]]:
 
 def longest(calls) -> list[tuple[int, int]]:
     """max_seqlen_q and max_seqlen_k of the calls since the last time."""
-    found = [arguments[5:7] for arguments, _ in calls]
+    pairs = [
+        (len(q) if of_q is None else of_q.max_seqlen, of_k.max_seqlen)
+        for (q, _, _, of_q, of_k), _ in calls
+    ]
     calls.clear()
-    return found
+    return pairs
 
 
 def make(kind: str, **options):
@@ -268,8 +271,7 @@ def test_seeds_of_pma_are_a_summary():
     assert y.dtype == torch.bfloat16
     torch.testing.assert_close(y.float(), expected, rtol=0.05, atol=0.05)
     torch._dynamo.reset()
-    step = torch.compile(lambda x: layer(x, pool(x))[0], fullgraph=True, backend="aot_eager")
-    layer.max_seqlen = pool.max_seqlen = 9
+    step = torch.compile(lambda x: layer(x, pool(x, 9), 9)[0], fullgraph=True, backend="aot_eager")
     actual = gradients(layer, step(x).square().sum(), *pool.parameters())
     wanted = gradients(layer, expected.square().sum(), *pool.parameters())
     for a, b in zip(actual, wanted, strict=True):
@@ -283,7 +285,7 @@ def test_qk_norm_bounds_the_scores(kind, calls):
     layer = layer(*LAYERS[kind][1], **options)
     run(layer, 1e3 * values, offsets, 1e3 * summary)
     (((q, k, *_), _),) = calls
-    scores = torch.einsum("qhd,khd->hqk", q, k) * layer.scale
+    scores = torch.einsum("qhd,khd->hqk", q, k) * layer.options.scale
     assert 0.5 < scores.abs().max() <= 1
 
 
@@ -493,11 +495,11 @@ def test_wrong_inputs_say_what_is_wrong(kind):
         with pytest.raises(ValueError, match=r"offsets must have shape \[batch \+ 1\] on cpu, got"):
             call((values, wrong))
     for wrong in (offsets * 2, offsets.long() + 1):
-        with pytest.raises(ValueError, match="cu_seqlens must run from 0 to at most the 15 rows"):
+        with pytest.raises(ValueError, match="offsets must run from 0 to at most the 15 rows"):
             call((values, wrong))
-    with pytest.raises(ValueError, match="cu_seqlens must not decrease, got 14 followed by 5"):
+    with pytest.raises(ValueError, match="offsets must not decrease, got 14 followed by 5"):
         call((values, offsets[[0, 1, 3, 2, 4, 5]]))
-    with pytest.raises(ValueError, match=f"cu_seqlens must not decrease, got {2**40} followed by"):
+    with pytest.raises(ValueError, match=f"offsets must not decrease, got {2**40} followed by"):
         call((values, torch.tensor([0, 2, 2**40, 10, 12, 15])))  # 2**40 is 0 in int32
     if kind == "block":
         far = torch.tensor([0, 2**40, 15])
@@ -558,7 +560,7 @@ def test_a_nested_tensor_knows_its_longest_sequence(kind, monkeypatch, calls):
     def waits(*_):
         raise AssertionError("the offsets were read")
 
-    monkeypatch.setattr(jagged, "longest_of", waits)
+    monkeypatch.setattr(sequences, "longest_of", waits)
     values, offsets, summary = batch()
     more = [summary] if kind == "pffn" else []
     x = torch.nested.nested_tensor_from_jagged(values, offsets.long(), max_seqlen=11)

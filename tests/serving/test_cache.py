@@ -14,6 +14,7 @@ from gdpa_kernels.serving import PagedCache, Pages, score
 from gdpa_kernels.serving.validity import Model
 from gdpa_lab.measuring.compile_check import build_launch, read
 from tests.calls import assert_same_bits, full_of_nan
+from tests.models import model_of
 from tests.serving.test_validity import ALONE, COMBINED, LAYERS, ROWS, WIDTH, inputs
 
 HEADS, DIM, PAGE = 2, 16, 4
@@ -30,7 +31,7 @@ def draw(n: int, seed: int, dtype: torch.dtype = FP64) -> torch.Tensor:
 
 
 def cache(num_pages: int = 6, dtype: torch.dtype = FP64, **model) -> PagedCache:
-    return PagedCache(Model(**{"num_layers": 2} | model), num_pages, PAGE, HEADS, DIM, dtype=dtype)
+    return PagedCache(model_of(**model), num_pages, PAGE, HEADS, DIM, dtype=dtype)
 
 
 def filled(kept: PagedCache, users: list, counts: list[int], seed: int = 0, epochs=None):
@@ -93,7 +94,7 @@ def test_an_edit_keeps_what_the_model_keeps(model, rows):
 @pytest.mark.parametrize("options", COMBINED + ALONE, ids=str)
 def test_an_edit_keeps_no_row_that_changed(options):
     """At every place an event is deleted, and one is added; the rows are computed again."""
-    model = Model(LAYERS, **options)
+    model = model_of(LAYERS, **options)
     longer = torch.randn(ROWS + 1, WIDTH, generator=torch.Generator().manual_seed(1), dtype=FP64)
     times = torch.arange(ROWS + 1) * 2
     for at in range(ROWS + 1):

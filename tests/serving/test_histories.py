@@ -16,6 +16,7 @@ from gdpa_kernels import GDPASelfAttention
 from gdpa_kernels.serving import Model, PagedCache, score, scores
 from gdpa_kernels.serving.exclusive import Exclusive
 from gdpa_kernels.serving.layers import candidates, extend
+from tests.models import model_of
 
 FP64 = torch.float64
 HEADS, DIM, PAGE = 2, 4, 4
@@ -23,7 +24,7 @@ WIDTH = HEADS * DIM
 
 
 def cache(pages: int = 8, **model) -> PagedCache:
-    kept = PagedCache(Model(**{"num_layers": 1} | model), pages, PAGE, HEADS, DIM, dtype=FP64)
+    kept = PagedCache(model_of(**{"num_layers": 1} | model), pages, PAGE, HEADS, DIM, dtype=FP64)
     kept.data.fill_(torch.nan)
     return kept
 
@@ -247,7 +248,7 @@ def test_a_compiled_call_sees_what_changed():
 
 def test_integers_of_numpy_are_integers():
     kept = PagedCache(
-        Model(np.int64(1), window=np.int32(3)), np.int64(8), np.int16(PAGE), HEADS, DIM
+        model_of(np.int64(1), window=np.int32(3)), np.int64(8), np.int16(PAGE), HEADS, DIM
     )
     at = kept.append(np.array([1, 2]), np.array([3, 1]))
     x = torch.zeros(4, HEADS, DIM, dtype=torch.bfloat16)
@@ -278,7 +279,7 @@ def test_integers_of_numpy_are_integers():
          lambda x: score(*[rows(1)] * 3, ends(0, 1), 1, x, 0, None)),
         ("num_layers must be an integer of at least 1, got '1'", lambda x: Model("1")),
         ("window must be None or an integer of at least 0, got 1.5",
-         lambda x: Model(1, window=1.5)),
+         lambda x: model_of(1, window=1.5)),
         ("page_size must be an integer of at least 1, got '4'",
          lambda x: PagedCache(Model(1), 1, "4", 1, 1)),
         ("rows must be an integer of at least 0, got '3'", lambda x: x.model.changed("3", 0)),

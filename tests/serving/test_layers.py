@@ -5,8 +5,9 @@ import torch
 import torch.nn.functional as F
 
 from gdpa_kernels import GDPASelfAttention, Lengths
-from gdpa_kernels.serving import Model, PagedCache
+from gdpa_kernels.serving import PagedCache
 from gdpa_kernels.serving.layers import candidates, extend
+from tests.models import model_of
 
 FP64 = torch.float64
 WIDTH, USERS = 32, ["a", "b", "c"]
@@ -24,7 +25,7 @@ def stack(seed: int = 0, **options) -> list[GDPASelfAttention]:
 
 
 def cache(**model) -> PagedCache:
-    return PagedCache(Model(3, **model), 9, 4, 2, WIDTH // 4, dtype=FP64)
+    return PagedCache(model_of(3, **model), 9, 4, 2, WIDTH // 4, dtype=FP64)
 
 
 def modelled(options: dict) -> dict:

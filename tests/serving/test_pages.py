@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 import tritonemu
 from emulator.tests.judging import SCHEDULES, import_file
-from gdpa_kernels import GDPASelfAttention
+from gdpa_kernels import GDPASelfAttention, Mask
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.calling.launches import launches
 from gdpa_kernels.gdpa import reference
@@ -68,14 +68,14 @@ def served(
     return q, k, v, ends(*shown), max(shown), kept, 1, kept.pages(users, missing="empty")
 
 
-def gathered(given: tuple, **options) -> Batch:
+def gathered(given: tuple, group: int = 1, **options) -> Batch:
     """[history; candidates] of arguments of `score`, as one call for the definition."""
     q, k, v, both, longest, kept, layer, at = given
     keys, values = kept.read_before(layer, at, k, v, both, longest)
     return Batch(
         q, keys, values, both, at.cu_seqlens + both, longest, at.max_seqlen + longest, ("silu",),
-        q.shape[2] ** -0.5, causal="lower_right", segments=F.pad(both.diff()[:, None], (0, 1)),
-        **options,
+        q.shape[2] ** -0.5, mask=Mask("lower_right", target_group_size=group),
+        segments=F.pad(both.diff()[:, None], (0, 1)), **options,
     )  # fmt: skip
 
 
@@ -104,7 +104,7 @@ def check(make, group: int = 1, reads: bool = True, **options) -> list:
 
     def draw(seed: int) -> tuple:
         given = make(seed=seed)
-        batch = gathered(given, target_group_size=group, output_scale=0.5)
+        batch = gathered(given, group, output_scale=0.5)
         own = {"target_group_size": group, "activation": "silu", "output_scale": 0.5}
         out, seen[:] = call(given, reads, **own, **options)
         return [out], [double(batch)], [reference.forward_in_dtype(batch)]

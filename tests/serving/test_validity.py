@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from gdpa_kernels.serving.validity import Model
+from tests.models import model_of
 
 WIDTH, ROWS, LAYERS, MOST = 8, 12, 3, 40
 MAKE = torch.Generator().manual_seed(7)
@@ -18,15 +19,15 @@ PLACES, AGES, BIAS = (
 
 def pairs(model: Model, rows: int, ids: torch.Tensor, targets: int) -> torch.Tensor:
     """Bool `[rows, rows]`: which rows a row sees, by the definition of the masks."""
-    history = rows - targets
-    ranks = (ids - max(model.num_contexts - 1, 0)).clamp(min=0)
+    history, contexts = rows - targets, model.mask.num_contexts or 0
+    ranks = (ids - max(contexts - 1, 0)).clamp(min=0)
     away = ranks[:, None] - ranks[None]
     seen = torch.ones(rows, rows, dtype=torch.bool)
-    if model.causal:
+    if model.mask.causal:
         seen = (away > 0) | torch.eye(rows, dtype=torch.bool)
-    if model.window is not None:
-        seen &= away.abs() <= model.window
-    seen[: model.num_contexts, :history] = True
+    if model.mask.window is not None:
+        seen &= away.abs() <= model.mask.window
+    seen[:contexts, :history] = True
     seen[history:] = torch.eye(rows, dtype=torch.bool)[history:]
     seen[history:, :history] = True
     return seen
@@ -99,7 +100,7 @@ ALONE = [{"query_time": True}, {"constant_divisor": False}, {"token_statistics":
 
 @pytest.mark.parametrize("options", COMBINED + ALONE, ids=str)
 def test_no_row_changes_that_is_called_right(options):
-    model = Model(LAYERS, **options)
+    model = model_of(LAYERS, **options)
     for at in range(ROWS + 1):
         for found, told in zip(wrong_rows(model, at), model.changed(ROWS, at), strict=True):
             assert set(found) <= set(told), (at, found, told)
@@ -107,7 +108,7 @@ def test_no_row_changes_that_is_called_right(options):
 
 @pytest.mark.parametrize("options", COMBINED + ALONE, ids=str)
 def test_an_append_is_refused_exactly_where_it_changes_a_row(options):
-    model = Model(LAYERS, **options)
+    model = model_of(LAYERS, **options)
     if any(wrong_rows(model, ROWS)):
         with pytest.raises(ValueError, match="model must keep its rows right .* but "):
             model.check_append()
@@ -126,7 +127,7 @@ PRECISE = (
 @pytest.mark.parametrize("options", PRECISE, ids=str)
 def test_what_is_called_wrong_is_wrong(options):
     """Where the wrong rows are one piece, the ranges are no wider than they must be."""
-    model = Model(LAYERS, **options)
+    model = model_of(LAYERS, **options)
     for at in (5, ROWS):
         found = wrong_rows(model, at)
         assert [[x[0], x[-1]] if x else [] for x in found] == [
@@ -137,7 +138,7 @@ def test_what_is_called_wrong_is_wrong(options):
 @pytest.mark.parametrize("layers", (1, LAYERS))
 @pytest.mark.parametrize("options", COMBINED + ALONE, ids=str)
 def test_candidates_are_refused_exactly_where_they_change_a_history(options, layers):
-    model, targets = Model(layers, **options), 3
+    model, targets = model_of(layers, **options), 3
     make = torch.Generator().manual_seed(2)
     events = torch.randn(ROWS + targets, WIDTH, generator=make, dtype=torch.float64)
     times = torch.arange(ROWS + targets) * 2
@@ -155,7 +156,7 @@ def test_candidates_are_refused_exactly_where_they_change_a_history(options, lay
 @pytest.mark.parametrize("options", COMBINED + ALONE, ids=str)
 def test_subtraction_is_refused_exactly_where_parts_depend_on_other_events(options, layers):
     """What an event gives to the other rows is the same with and without another event."""
-    model = Model(layers, **options)
+    model = model_of(layers, **options)
     make = torch.Generator().manual_seed(3)
     events = torch.randn(ROWS, WIDTH, generator=make, dtype=torch.float64)
     times = torch.arange(ROWS) * 2
@@ -170,7 +171,7 @@ def test_subtraction_is_refused_exactly_where_parts_depend_on_other_events(optio
     for one, other in ((5, 6), (ROWS - 2, ROWS - 1)):
         parts = (rows() - rows(one)) - (rows(other) - rows(one, other))
         worst = max(worst, parts[~parts.isnan()].abs().max().item())
-    alone = model.window == 0 and not model.num_contexts  # no row sees another
+    alone = model.mask.window == 0 and not model.mask.num_contexts  # no row sees another
     if worst > 1e-12 or (alone and layers > 1):
         with pytest.raises(ValueError, match="must give sums of parts that stay, but "):
             model.check_subtraction()
@@ -179,7 +180,7 @@ def test_subtraction_is_refused_exactly_where_parts_depend_on_other_events(optio
 
 
 def test_a_window_lets_a_deletion_go_only_so_far():
-    model = Model(4, window=3)
+    model = model_of(4, window=3)
     assert model.changed(100, 50) == [range(0), range(50, 53), range(50, 56), range(50, 59)]
     assert model.kept(100, 50) == 50
 
@@ -195,7 +196,7 @@ def test_a_window_lets_a_deletion_go_only_so_far():
 )
 def test_wrong_arguments(options, told):
     with pytest.raises((TypeError, ValueError), match=told):
-        Model(**{"num_layers": 2} | options)
+        model_of(**options)
 
 
 def test_a_place_lies_inside_the_history():

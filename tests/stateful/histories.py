@@ -11,7 +11,7 @@ from itertools import count as numbers
 
 import torch
 
-from gdpa_kernels import GDPASelfAttention, Lengths
+from gdpa_kernels import GDPASelfAttention, Lengths, Mask
 from gdpa_kernels.serving import PagedCache, Pages, score
 from gdpa_kernels.serving.layers import candidates, extend
 from gdpa_kernels.serving.validity import Model
@@ -175,7 +175,7 @@ def _caches() -> tuple[Cache, ...]:
     wide = GDPASelfAttention(64 * HEADS, HEADS, causal=True, dtype=torch.bfloat16)
     return (
         Cache(Model(2), plain),
-        Cache(Model(1, window=3, positions="index"), [turning]),
+        Cache(Model(1, Mask(True, window=3), positions="index"), [turning]),
         Cache(Model(1), [wide], page_size=64),
     )
 

@@ -39,7 +39,7 @@ from gdpa_kernels.device.rows import fetch_rows
 from gdpa_kernels.device.sequences import sequence
 from gdpa_kernels.gdpa.batch import Batch
 from gdpa_kernels.gdpa.device.activations import multiply_add_pairs, tanh_of_pairs
-from gdpa_kernels.gdpa.ladder.published_form import requires_pairs
+from gdpa_kernels.gdpa.published_form import requires_pairs
 
 requires = requires_pairs
 

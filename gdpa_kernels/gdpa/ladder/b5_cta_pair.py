@@ -47,7 +47,7 @@ from gdpa_kernels.gdpa.batch import Batch, Schedule
 from gdpa_kernels.gdpa.device.activations import multiply_add_pairs
 from gdpa_kernels.gdpa.device.polynomial import mixed_pairs
 from gdpa_kernels.gdpa.device.work_list import WorkList, count_items, entry, list_of_queries
-from gdpa_kernels.gdpa.ladder.published_form import requires_pairs
+from gdpa_kernels.gdpa.published_form import requires_pairs
 
 ROWS = tl.constexpr(128)  # of a CTA and tile
 KEYS = tl.constexpr(128)  # of a math role

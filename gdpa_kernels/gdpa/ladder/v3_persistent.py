@@ -37,7 +37,7 @@ from gdpa_kernels.device.sequences import sequence
 from gdpa_kernels.gdpa import schedule as schedules
 from gdpa_kernels.gdpa.batch import Batch, Schedule
 from gdpa_kernels.gdpa.device.activations import activate
-from gdpa_kernels.gdpa.ladder.published_form import requires as requires
+from gdpa_kernels.gdpa.published_form import requires as requires
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ from gdpa_kernels.device.rows import fetch_rows, put_rows
 from gdpa_kernels.gdpa.batch import Batch, Schedule
 from gdpa_kernels.gdpa.device.activations import activate
 from gdpa_kernels.gdpa.device.work_list import WorkList, count_items, entry, list_of_queries
-from gdpa_kernels.gdpa.ladder.published_form import requires as requires
+from gdpa_kernels.gdpa.published_form import requires as requires
 
 MATH_ROLES = tl.constexpr(2)
 ROWS = tl.constexpr(64)

@@ -11,6 +11,7 @@ import torch
 
 from gdpa_kernels.block_attention import batch as block_batch
 from gdpa_kernels.gdpa import batch as gdpa_batch
+from gdpa_kernels.gdpa.mask import Mask
 from gdpa_lab.measuring.require import require
 from gdpa_lab.measuring.workload import Workload
 
@@ -61,8 +62,9 @@ class Inputs(Arguments):
         """What a rung takes."""
         name = self.workload.activation
         names = (name,) if isinstance(name, str) else tuple(name)
-        given = self.arguments() | {"activation": names, "scale": self.scale()}
-        return gdpa_batch.Batch(**given)
+        arguments = self.arguments() | {"activation": names, "scale": self.scale()}
+        arguments["mask"] = Mask(arguments.pop("causal"), arguments.pop("window"))
+        return gdpa_batch.Batch(**arguments)
 
 
 @dataclass(frozen=True)

@@ -253,6 +253,9 @@ def _arguments(workload: Mapping[str, Any], device: str) -> tuple[dict[str, Any]
         names = workload["activation"]
         values["activation"] = (names,) if isinstance(names, str) else tuple(names)
     values |= {name: workload[name] for name in options}
+    with suppress(ImportError):  # older packages' batches take its fields
+        mask = importlib.import_module("gdpa_kernels.gdpa.mask").Mask
+        values["mask"] = mask(values.get("causal", False), values.get("window"))
     return values, make(2 * rows_q, heads_q, head_dim)
 
 
