@@ -1,5 +1,7 @@
 """Execute notebooks/<part>/<slug>.py with papermill, into book/executed/<part>/<slug>.ipynb.
 
+A file whose name begins with an underscore is no chapter: it is a module of the chapters beside it.
+
     python notebooks/execute.py --mode replay
     python notebooks/execute.py --mode measure --notebooks "forward/results block" --device cuda:0
 
@@ -95,7 +97,7 @@ def slug(path: Path) -> str:
 def chapters() -> list[Path]:
     """All notebooks, in the order of _toc.yml, which must name each of them."""
     named = re.findall(r"file: executed/(\S+)", CONTENTS.read_text(encoding="utf-8"))
-    there = {slug(path): path for path in sorted(SOURCES.glob("[!_]*/*.py"))}
+    there = {slug(path): path for path in sorted(SOURCES.glob("[!_]*/[!_]*.py"))}
     if not there or set(named) != set(there):
         raise NotebookError(
             f"_toc.yml must name every notebook: {', '.join(there) or 'none is there'}; "
@@ -130,23 +132,25 @@ def select(mode: str, names: list[str]) -> list[Path]:
 @functools.cache
 def shared_inputs() -> str:
     """A hash of what every chapter depends on: data, package, tools, pins and this interpreter."""
-    made = hashlib.sha256(sys.version.encode())
+    digest = hashlib.sha256(sys.version.encode())
     files = [Path(__file__), ROOT / "constraints.txt"]
     for folder in (*INPUTS, "notebooks/tools/kernels"):
         files += (file for file in (ROOT / folder).rglob("*") if file.is_file())
     for file in sorted(file for file in files if file.suffix != ".pyc"):
-        made.update(f"{file.relative_to(ROOT)}\0".encode() + file.read_bytes())
-    return made.hexdigest()
+        digest.update(f"{file.relative_to(ROOT)}\0".encode() + file.read_bytes())
+    return digest.hexdigest()
 
 
 def inputs(path: Path) -> str:
-    """A hash of what decides the output of a replay."""
-    made = hashlib.sha256(path.read_bytes() + shared_inputs().encode())
+    """A hash of what decides the output of a replay: a chapter, its part's modules, the rest."""
+    digest = hashlib.sha256(path.read_bytes() + shared_inputs().encode())
+    for module in sorted(path.parent.glob("_*.py")):
+        digest.update(module.read_bytes())
     if reads_chapters(path):
         target = EXECUTED / f"{slug(path)}.ipynb"
         for other in sorted(set(EXECUTED.glob("*/*.ipynb")) - {target}):
-            made.update(other.read_bytes())
-    return made.hexdigest()
+            digest.update(other.read_bytes())
+    return digest.hexdigest()
 
 
 def reads_chapters(path: Path) -> bool:

@@ -9,12 +9,14 @@ import pytest
 
 from gdpa_lab.measuring import record
 
-PAGES = sorted((record.ROOT / "notebooks").glob("[!_]*/*.py"))
+PAGES = sorted((record.ROOT / "notebooks").glob("[!_]*/[!_]*.py"))
 PAGES += sorted((record.ROOT / "book").glob("*.md"))
 LAUNCHING = [page for page in PAGES if page.suffix == ".py"]
-STUDIES = sorted((record.ROOT / "notebooks" / "_lib").glob("*.py"))
-STUDIES.remove(record.ROOT / "notebooks" / "_lib" / "host.py")  # runs in a process of its own
-TEXTS = [*PAGES, *sorted((record.ROOT / "notebooks" / "notes").glob("*.md"))]
+BESIDE = sorted((record.ROOT / "notebooks").glob("[!_]*/_*.py"))
+"""Modules of the chapters of one part."""
+STUDIES = [*BESIDE, *sorted((record.ROOT / "notebooks" / "_lib").glob("*.py"))]
+STUDIES.remove(record.ROOT / "notebooks" / "training" / "_host.py")  # runs in a process of its own
+TEXTS = [*PAGES, *BESIDE, *sorted((record.ROOT / "notebooks" / "notes").glob("*.md"))]
 for house in record.HOUSES:
     TEXTS += sorted((record.ROOT / house).rglob("*.py"))
 TEXTS += [record.ROOT / name for name in ("README.md", "data/README.md", "data/claims.yml")]

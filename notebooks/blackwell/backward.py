@@ -23,7 +23,7 @@ from functools import partial
 
 import pandas as pd
 
-from _lib import columns, studies
+from _lib import studies
 from gdpa_kernels.calling.launches import launches
 from gdpa_kernels.gdpa.device import tensor_memory
 from gdpa_kernels.gdpa.kernels import b1_tensor_memory_backward as b1
@@ -34,6 +34,7 @@ from gdpa_kernels.gdpa.kernels import b5_stream_backward as b5
 from gdpa_kernels.gdpa.kernels import b6_dq_once_backward as b6
 from gdpa_lab.measuring import compile_check, units
 from gdpa_lab.report.chapter import Chapter
+from notebooks.blackwell import _columns
 
 # %% tags=["parameters"]
 mode = "replay"
@@ -80,7 +81,7 @@ ROWS = {
                        (256, 384, "dV +=", WRITTEN), dk],
 }  # fmt: skip
 chapter.figure(
-    columns.over_time(ROWS, [KEPT, MATH, WRITTEN]),
+    _columns.over_time(ROWS, [KEPT, MATH, WRITTEN]),
     computed="the order of MMAs in the source of b1, head_dim 128",
 )
 

@@ -22,13 +22,13 @@
 import numpy as np
 import pandas as pd
 
-from _lib import tile_law, two_ctas
 from gdpa_lab.measuring import units
 from gdpa_lab.measuring.roofline import Ceilings, bracket
 from gdpa_lab.measuring.workloads import workload
 from gdpa_lab.report import charts, claims, clock_free, predictions, results
 from gdpa_lab.report.chapter import Chapter
 from gdpa_lab.report.house import RUNG_COLOURS
+from notebooks.blackwell import _tile_law, _two_ctas
 
 # %% tags=["parameters"]
 mode = "replay"
@@ -269,7 +269,7 @@ chapter.predict(
 # spends its time.
 
 # %% tags=["remove-cell"]
-laws = tile_law.published(every)
+laws = _tile_law.published(every)
 chapter.predict(
     "A law fitted to GDPA's forward pass on full batches finds the half-full ones to 10 % (the "
     "largest error).",
@@ -376,7 +376,7 @@ chapter.glue(low=second["low"][0], high=second["high"][0])
 # [#2280](https://github.com/Dao-AILab/flash-attention/pull/2280)), beside the ledger's count:
 
 # %% tags=["remove-input"]
-pairs, cliff = two_ctas.published(data_dir)
+pairs, cliff = _two_ctas.published(data_dir)
 chapter.table(
     pairs.reset_index(),
     caption="**The ledger is right about pairs in the forward pass, wrong in the backward pass.** "

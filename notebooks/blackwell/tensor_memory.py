@@ -24,12 +24,13 @@ import re
 import pandas as pd
 import torch
 
-from _lib import columns, studies
+from _lib import studies
 from gdpa_kernels.gdpa.device.polynomial import POLYNOMIALS
 from gdpa_kernels.gdpa.ladder import b1_tensor_memory, b2_two_tiles, b3_stream, b4_mixed
 from gdpa_lab.measuring import compile_check
 from gdpa_lab.report import charts
 from gdpa_lab.report.chapter import Chapter
+from notebooks.blackwell import _columns
 
 # %% tags=["parameters"]
 mode = "replay"
@@ -54,7 +55,7 @@ chapter.glue(columns=compile_check.TENSOR_COLUMNS)
 # |   each, and O 0 and O 1 the right half.
 ONE, TWO = [(128, 256, "O", "O")], [(256, 384, "O 0", "O"), (384, 512, "O 1", "O")]
 chapter.figure(
-    columns.over_time(
+    _columns.over_time(
         {
             "forward b1: S complete": [(0, 128, "S", "S"), *ONE],
             "forward b1: P stored": [(0, 64, "P", "P"), *ONE],

@@ -22,13 +22,14 @@ import pandas as pd
 import torch
 
 import tritonemu
-from _lib import block_studies, roundings, studies
-from _lib.roundings import ONCE, TWICE
+from _lib import block_studies, studies
 from gdpa_kernels.block_attention import reference
 from gdpa_kernels.block_attention.kernels import v0_flash, v1_one_tile
 from gdpa_kernels.block_attention.ladder import v2_slab
 from gdpa_lab.report import charts, results
 from gdpa_lab.report.chapter import Chapter
+from notebooks.block import _roundings
+from notebooks.block._roundings import ONCE, TWICE
 
 # %% tags=["parameters"]
 mode = "replay"
@@ -37,8 +38,8 @@ data_dir = "data"
 
 # %% tags=["remove-cell"]
 chapter = Chapter("block/backward_alone", mode=mode, device=device, data_dir=data_dir)
-found = roundings.study(roundings.draw(64), roundings.STUDIES, groups=16)
-mean = found["mean"].unstack().loc[list(roundings.STUDIES)]
+found = _roundings.study(_roundings.draw(64), _roundings.STUDIES, groups=16)
+mean = found["mean"].unstack().loc[list(_roundings.STUDIES)]
 twice = mean.loc[TWICE] / mean.loc[ONCE]
 published = chapter.data_dir / "published" / "block_attention_accuracy.csv"
 table8 = pd.read_csv(published).set_index(["gradient", "statistic"])

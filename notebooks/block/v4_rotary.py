@@ -26,7 +26,7 @@ from dataclasses import replace
 import pandas as pd
 import torch
 
-from _lib import block_studies, layouts, loops, studies
+from _lib import block_studies, loops, studies
 from gdpa_kernels.block_attention.kernels import v1_one_tile, v4a_turning_role
 from gdpa_kernels.block_attention.ladder import v2_slab, v4_rotary
 from gdpa_kernels.block_attention.ladder.v4_rotary import Config
@@ -35,6 +35,7 @@ from gdpa_lab.measuring.workloads import workload
 from gdpa_lab.report import charts
 from gdpa_lab.report.chapter import Chapter
 from gdpa_lab.report.house import RUNG_COLOURS
+from notebooks.block import _layouts
 
 # %% tags=["parameters"]
 mode = "replay"
@@ -119,7 +120,7 @@ chapter.figure(
 # |   A row of 16 cells in four colours, two neighbours each: T0 T0 T1 T1 T2 T2 T3 T3, then again.
 # |   Short arcs join neighbours, long arcs join cells eight apart, always of one colour. Below are
 # |   eight wide cells: needed by T0 T1 T2 T3 T0 T1 T2 T3, loaded by T0 four times, then T1.
-chapter.figure(layouts.rotary(), computed="the layout of wgmma accumulators in the PTX manual")
+chapter.figure(_layouts.rotary(), computed="the layout of wgmma accumulators in the PTX manual")
 
 # %% [markdown]
 # The gradient lies in the threads as the MMA left it, sin and cos as they were loaded. Before

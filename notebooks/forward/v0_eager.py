@@ -19,7 +19,7 @@
 import numpy as np
 import pandas as pd
 
-from _lib import counted, rare_charts, studies
+from _lib import rare_charts, studies
 from gdpa_kernels.gdpa.kernels import v0_eager
 from gdpa_lab.measuring import roofline
 from gdpa_lab.measuring.inputs import make_inputs
@@ -27,6 +27,7 @@ from gdpa_lab.measuring.workload import Workload
 from gdpa_lab.measuring.workloads import workload
 from gdpa_lab.report import results
 from gdpa_lab.report.chapter import Chapter
+from notebooks.forward import _counted
 
 # %% tags=["parameters"]
 mode = "replay"
@@ -107,11 +108,11 @@ def on_paper(work: Workload) -> pd.DataFrame:
     """v0's steps, with their modelled time in us and how often they touch scores."""
     batch = make_inputs(work, device="meta").batch()
     given = (batch.q, batch.k, batch.v, batch.cu_seqlens_q, batch.cu_seqlens_k)
-    steps, _ = counted.count(lambda: v0_eager.forward(batch), *given)
+    steps, _ = _counted.count(lambda: v0_eager.forward(batch), *given)
     scores = (work.batch, work.num_heads_q, work.max_seqlen_q, work.max_seqlen_k)
     flat = (work.batch * work.num_heads_q, *scores[2:])  # what a matmul sees
     steps["scores"] = [sum(shape in (scores, flat) for shape in all_) for all_ in steps["shapes"]]
-    return steps.assign(us=counted.modelled_us(steps, limits))
+    return steps.assign(us=_counted.modelled_us(steps, limits))
 
 
 paper = {name: on_paper(workload(name)) for name in us.index}

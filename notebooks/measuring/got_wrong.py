@@ -18,8 +18,9 @@
 # %% tags=["hide-input"]
 import pandas as pd
 
-from _lib import rare_charts, refuted
+from _lib import rare_charts
 from gdpa_lab.report.chapter import Chapter
+from notebooks.measuring import _refuted
 
 # %% tags=["parameters"]
 mode = "replay"
@@ -28,7 +29,7 @@ data_dir = "data"
 
 # %% tags=["remove-cell"]
 chapter = Chapter("measuring/got_wrong", mode=mode, device=device, data_dir=data_dir)
-found = refuted.judged()
+found = _refuted.judged()
 wrong = found[found["word"] == "refuted"]
 causes = wrong["cause"].value_counts()
 away = 100 * found["margin"].abs()  # of the limit; none beside a limit of 0

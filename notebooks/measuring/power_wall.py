@@ -25,7 +25,6 @@ from dataclasses import replace
 import pandas as pd
 import torch
 
-from _lib import energy
 from gdpa_kernels.gdpa.kernels.v8_own_waits import Config
 from gdpa_lab.measuring import record, sustained, units
 from gdpa_lab.measuring import system as systems
@@ -33,6 +32,7 @@ from gdpa_lab.measuring.workloads import workload
 from gdpa_lab.report import charts, results
 from gdpa_lab.report.chapter import Chapter
 from gdpa_lab.report.house import INK, RUNG_COLOURS
+from notebooks.measuring import _energy
 
 # %% tags=["parameters"]
 mode = "replay"
@@ -87,8 +87,8 @@ top = {scope: results.ceilings(made, scope) for scope in BOTH}
 rates = {s: chapter.times(value="tflops", direction="forward", scope=s) for s in BOTH}
 share = {s: chapter.times(value="percent_of_roofline", direction="forward", scope=s) for s in BOTH}
 kept = rates["sustained"] / rates["kernel"]
-load = energy.counted(chapter.rows(scope="sustained"), made)
-load["busy"] = energy.busy_share(load, units.H200)
+load = _energy.counted(chapter.rows(scope="sustained"), made)
+load["busy"] = _energy.busy_share(load, units.H200)
 strong, of_v8 = load[load["tflops"] >= 400], load[load["impl"] == V8].set_index("workload")
 EACH = [*sorted(FULL, key=lambda name: -workload(name).max_seqlen_q), CROSS, *HALF]
 SHORT = {name: name.removeprefix("gdpa-") for name in EACH}
@@ -128,9 +128,9 @@ chapter.figure(chart, measured=chapter.rows(scope=BOTH, direction="forward", imp
 # %% tags=["remove-cell"]
 EXPONENT, WORK = 2.4, ["workload", "direction"]
 capped = load[load["limited"]]
-slope, slopes = energy.elasticity(capped, WORK)
-wall = energy.fit_wall(capped, limit, EXPONENT)
-others = [energy.fit_wall(capped, limit, p).rms_percent for p in (1.6, 3.0)]
+slope, slopes = _energy.elasticity(capped, WORK)
+wall = _energy.fit_wall(capped, limit, EXPONENT)
+others = [_energy.fit_wall(capped, limit, p).rms_percent for p in (1.6, 3.0)]
 point = capped["busy"].median(), capped["gbytes_per_s"].median()
 dynamic = wall.full * point[0] / (wall.base + wall.full * point[0])
 by_model = 1 - dynamic / EXPONENT
@@ -149,7 +149,7 @@ assert len(slopes) >= 8 and slopes.between(0.6, 0.85).all(), "the text: each wor
 ours = ~load["impl"].isin([V8, *PEERS])
 groups = {"forward v8": of_v8, "baselines": load[load["impl"].isin(PEERS)],
           "our other kernels": load[ours]}  # fmt: skip
-chapter.figure(energy.clocks(groups, wall, point[1]), measured=load)
+chapter.figure(_energy.clocks(groups, wall, point[1]), measured=load)
 
 # %% [markdown]
 # ## The model: the gain in rate is the gain in cycles to the two thirds
@@ -269,7 +269,7 @@ v8 = of_v8.drop(HALF)
 kind = pd.Series({name: made.workload(name).activation for name in v8.index})
 v8["gelu"] = v8["pairs"] * kind.isin(["gelu", "gelu_tanh"])
 v8["silu"] = v8["pairs"] * (kind == "silu")
-naive = energy.fit(v8, ["seconds", "flops", "bytes", "gelu", "silu"])
+naive = _energy.fit(v8, ["seconds", "flops", "bytes", "gelu", "silu"])
 static = naive.terms.loc["seconds"]
 bursts = {x.workload + x.variant: pd.Series(x.samples_us) for x in made.rows if x.impl == V8
           and (x.direction, x.scope) == ("forward", "kernel")}  # fmt: skip

@@ -23,13 +23,13 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 
-from _lib import widgets
 from _lib.ratios import named, row, spread
 from gdpa_kernels.gdpa.ladder import v3_persistent as v3
 from gdpa_lab.measuring.laws import Full, Rounded, Sorted
 from gdpa_lab.measuring.workloads import workload
 from gdpa_lab.report import charts
 from gdpa_lab.report.chapter import Chapter
+from notebooks.measuring import _widgets
 
 # %% tags=["parameters"]
 mode = "replay"
@@ -166,7 +166,7 @@ chapter.table(
 )  # fmt: skip
 
 # %% tags=["remove-input"]
-widgets.padding(
+_widgets.padding(
     {named(impl, "forward"): constants for impl, constants in fits.items()},
     {named(impl, "forward"): size for impl, size in SIZES.items()},
     longest=2048,

@@ -23,13 +23,14 @@ import functools
 import pandas as pd
 import torch
 
-from _lib import drawings, repeats, widgets
+from _lib import drawings
 from gdpa_lab.measuring import record as records
 from gdpa_lab.measuring import roofline, timing, units
 from gdpa_lab.measuring import system as systems
 from gdpa_lab.measuring.workloads import FIGURES, WORKLOADS, workload
 from gdpa_lab.report import charts, claims, results
 from gdpa_lab.report.chapter import Chapter
+from notebooks.measuring import _repeats, _widgets
 
 # %% tags=["parameters"]
 mode = "replay"
@@ -102,7 +103,7 @@ labels = {f"gdpa-self-full-{n}": f"{n}" for n in (256, 1024)}
 chapter.figure(drawings.roofline(under, climbs, loop, levels, labels), measured=measured)
 
 # %% tags=["remove-input"]
-widgets.roofline(
+_widgets.roofline(
     loop,
     measured,
     climbed,
@@ -170,7 +171,7 @@ assert (gain[gain.index >= 2048] > 0).all() and abs(gain[1024]) < 2, "the text s
 
 # %% tags=["remove-cell"]
 runs = [run for run in records.load_all(chapter.data_dir) if run.system == record.system]
-all_limits = repeats.ceilings(runs)
+all_limits = _repeats.ceilings(runs)
 for key, column in {"burst": "matmul, burst", "sustained": "matmul, back to back",
                     "copies": "copy 1:1, burst (GB/s)"}.items():  # fmt: skip
     values = all_limits[column].dropna().astype(float)

@@ -21,10 +21,10 @@ import re
 
 import pandas as pd
 
-from _lib import machine_drawings as drawn
 from gdpa_lab.measuring import compile_check, roofline, units
 from gdpa_lab.measuring import system as systems
 from gdpa_lab.report.chapter import Chapter
+from notebooks.operator import _machine_drawings as drawn
 from notebooks.tools.kernels import pipeline
 
 # %% tags=["parameters"]

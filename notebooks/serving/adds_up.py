@@ -27,7 +27,7 @@ import pandas as pd
 import torch
 
 import tritonemu
-from _lib import noted, steps
+from _lib import steps
 from gdpa_kernels import GDPASelfAttention, gdpa
 from gdpa_kernels.parallel import predicted_bytes
 from gdpa_kernels.serving import Model, PagedCache, score
@@ -36,6 +36,7 @@ from gdpa_kernels.serving.sums import StoredSums
 from gdpa_lab.measuring.inputs import cu_seqlens
 from gdpa_lab.report import charts, results
 from gdpa_lab.report.chapter import Chapter
+from notebooks.serving import _noted
 
 # %% tags=["parameters"]
 mode = "replay"
@@ -171,7 +172,7 @@ def counts(users: int, rows: int, keys: int, heads: int = 4, dim: int = 128) -> 
 
 
 SIZES = "users, rows, keys"
-split = noted.table("serving", SIZES, "pieces")
+split = _noted.table("serving", SIZES, "pieces")
 sizes = [[int(x.replace(",", "")) for x in text.split(", ")] for text in split[SIZES]]
 split["at least on an H200, us"] = [limits.floor_us(*counts(*each)) for each in sizes]
 chapter.table(
@@ -315,7 +316,7 @@ theirs = torch.cat([x[n:] for x, n in zip(one.split(ends.diff().tolist()), HISTO
 assert (scores - theirs).abs().max() < 1e-12
 ridge = limits.tflops / limits.gbytes_per_s(1, 0) * 1e3
 CANDIDATES = "users, history, candidates"
-served = noted.table("serving", CANDIDATES, "two calls").set_index(CANDIDATES)
+served = _noted.table("serving", CANDIDATES, "two calls").set_index(CANDIDATES)
 dlrm = served.loc["10, 6,300, 2,048"]
 flops, read, written = counts(10, 2048, 6300)
 chapter.glue(
@@ -375,7 +376,7 @@ assert (found["received"] == found["predicted"]).all(), "the text"
 worst = max(map(max, found["errors"]))
 busy = found[found["stationary"] == "queries"].set_index("layout")["busiest"]
 assert worst < 1e-14 and busy["zigzag"] < busy["contiguous"], "the text"
-pair = noted.table("serving", "what stays", "one, zigzag").set_index("what stays").loc["queries"]
+pair = _noted.table("serving", "what stays", "one, zigzag").set_index("what stays").loc["queries"]
 times = pair.str.extract(r", ([\d.]+)")[0].astype(float)
 one, two, many, many_two = (times[name] for name in pair.index[:4])
 assert 1.2 * one < two and abs(many_two / many - 1) < 0.1, "the text"

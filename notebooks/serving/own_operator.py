@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 
 import tritonemu
-from _lib import block_bytes, noted, studies
+from _lib import block_bytes, studies
 from gdpa_kernels import RelativeBias, gdpa, register_activation
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.gdpa import registration
@@ -35,6 +35,7 @@ from gdpa_kernels.gdpa.kernels import v1_tiled, v1_tiled_backward
 from gdpa_lab.measuring.inputs import cu_seqlens
 from gdpa_lab.report import house
 from gdpa_lab.report.chapter import Chapter
+from notebooks.serving import _noted
 
 # %% tags=["parameters"]
 mode = "replay"
@@ -208,7 +209,7 @@ chapter.code(masks.mask_probabilities)
 
 # %% tags=["remove-cell"]
 MASKED = "head_dim, mask"
-measured = noted.table("serving", MASKED, "v8")
+measured = _noted.table("serving", MASKED, "v8")
 factors = measured.columns[measured.columns.str.startswith("factor")]
 assert len(factors) >= 1
 forward = measured["v1"] / measured["v8"]

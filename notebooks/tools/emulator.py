@@ -35,13 +35,13 @@ device = "cpu"
 data_dir = "data"
 
 # %% tags=["remove-cell"]
-from _lib import hardware  # noqa: E402
 from emulator.tests import judging, mutants, test_tutorials  # noqa: E402
 from emulator.tests.tutorials import blackwell, hopper  # noqa: E402
+from notebooks.tools import _hardware  # noqa: E402
 from tests.emulator import test_mutants  # noqa: E402
 
 chapter = Chapter("tools/emulator", mode=mode, device=device, data_dir=data_dir)
-chapter.measure(hardware.measure)
+chapter.measure(_hardware.measure)
 
 # %% tags=["remove-input"]
 # | name: fig-emulator-pipeline

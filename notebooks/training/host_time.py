@@ -24,14 +24,15 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 import tritonemu
-from _lib import calls, drawings
-from _lib import host as hosts
+from _lib import drawings
 from gdpa_kernels import GDPASelfAttention, Lengths, gdpa
 from gdpa_lab.measuring import record
 from gdpa_lab.measuring.inputs import cu_seqlens
 from gdpa_lab.measuring.workloads import workload
 from gdpa_lab.report import charts
 from gdpa_lab.report.chapter import Chapter
+from notebooks.training import _calls
+from notebooks.training import _host as hosts
 
 # %% tags=["parameters"]
 mode = "replay"
@@ -113,7 +114,7 @@ chapter.predict(
     "From the call, a backward pass takes at most 5 % more than its kernels.",
     more, most=5, form=".1f", unit=" %", shown=False,
 )  # fmt: skip
-costs, ids = calls.costs(chapter, new)
+costs, ids = _calls.costs(chapter, new)
 
 # %% tags=["remove-input"]
 # | name: fig-host-calls

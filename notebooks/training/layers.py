@@ -25,12 +25,12 @@ import torch.nn.functional as F
 from torch import nn
 
 import tritonemu
-from _lib import histories
 from gdpa_kernels import PFFN, PMA, GDPASelfAttention
 from gdpa_kernels.gdpa import reference
 from gdpa_lab.measuring.inputs import cu_seqlens
 from gdpa_lab.report import charts
 from gdpa_lab.report.chapter import Chapter
+from notebooks.training import _histories
 
 # %% tags=["parameters"]
 mode = "replay"
@@ -68,8 +68,8 @@ class Clicks(nn.Module):
     def __init__(self, average: bool = False):
         super().__init__()
         self.average = average
-        self.event, self.shown = (nn.Embedding(histories.KINDS, WIDTH) for _ in range(2))
-        common = {"output_scale": 1 / DIVISOR, "max_seqlen": histories.LONGEST}
+        self.event, self.shown = (nn.Embedding(_histories.KINDS, WIDTH) for _ in range(2))
+        common = {"output_scale": 1 / DIVISOR, "max_seqlen": _histories.LONGEST}
         self.mix = GDPASelfAttention(WIDTH, 2, **common)
         self.pool = PMA(WIDTH, 2, SEEDS, **common)
         self.personal = PFFN(WIDTH, 2, WIDTH, 8, max_seqlen=SEEDS)
@@ -95,15 +95,15 @@ def train(average: bool) -> tuple[Clicks, pd.Series]:
     model = Clicks(average)
 
     def loss_of(step: int) -> torch.Tensor:
-        *given, _, _, clicked = histories.users(64, 1000 + step)
+        *given, _, _, clicked = _histories.users(64, 1000 + step)
         return F.binary_cross_entropy_with_logits(model(*given), clicked)
 
     return model, fit(model, loss_of, 120, 8e-3, end=0.05)
 
 
 trained = {"sums": train(False), "averages": train(True)}
-best = histories.best_losses()
-*test, same, logit, _ = histories.users(4000, 1)
+best = _histories.best_losses()
+*test, same, logit, _ = _histories.users(4000, 1)
 true, empty, many = torch.sigmoid(logit), test[1].diff() == 0, same >= 5
 least = F.binary_cross_entropy(true, true)
 excess = {}
@@ -125,7 +125,7 @@ chapter.glue(best=best["counts"], neither=best["no history"],
 # |   batch, mean of 20 batches. Dashed: the least that shares allow.
 # | alt: >
 # |   Two curves fall. That of the sums ends near zero; that of the averages stays above the line.
-seen = [histories.users(64, 1000 + step) for step in range(120)]
+seen = [_histories.users(64, 1000 + step) for step in range(120)]
 true_losses = [F.binary_cross_entropy_with_logits(x.logit, x.clicked).item() for x in seen]
 curve = pd.DataFrame({name: found - true_losses for name, (_, found) in trained.items()})
 smooth = curve.rolling(20).mean().dropna()

@@ -17,7 +17,7 @@ from torch.nn import attention
 from torch.nn.attention import varlen
 
 import tritonemu
-from _lib import gradients, rotary_alone
+from _lib import gradients
 from gdpa_kernels.block_attention import eliminations, rotary
 from gdpa_kernels.block_attention import reference as block_reference
 from gdpa_kernels.block_attention.kernels import v1_one_tile
@@ -43,6 +43,7 @@ from gdpa_lab.measuring.workload import Workload
 from gdpa_lab.measuring.workloads import workload
 from gdpa_lab.report import doctor
 from gdpa_lab.report.chapter import Chapter
+from notebooks.block import _rotary_alone
 from tests.peers import varlen_attn
 from tests.records import H200, LOAD, SELF, SHORT, STATE, available
 
@@ -579,7 +580,7 @@ def test_the_memory_of_a_wrong_step_is_not_recorded(session, counted, monkeypatc
 
 def turn_alone(session, work, direction="forward", **options) -> list:
     with tritonemu.enabled():
-        rotary_alone.measure_rotary(session, work, direction=direction, **options)
+        _rotary_alone.measure_rotary(session, work, direction=direction, **options)
     return session.rows
 
 
@@ -685,7 +686,7 @@ def test_a_session_may_be_asked_for_some_workloads_only(session, monkeypatch):
 
 def every_part(session):
     session.measure(BLOCKS, ["v1_one_tile"], direction="backward")
-    rotary_alone.measure_rotary(session, TURNED)
+    _rotary_alone.measure_rotary(session, TURNED)
     gradients.accuracy(session, TURNED, {})
 
 
@@ -696,7 +697,7 @@ def test_a_session_in_time_measures_everything_but_a_table_that_fails(session, m
             raise NotImplementedError("impl 'v4_rotary' needs sm_90")
         return "table"
 
-    monkeypatch.setattr(rotary_alone, "_rows", lambda session, inputs, *_: [inputs.workload.name])
+    monkeypatch.setattr(_rotary_alone, "_rows", lambda session, inputs, *_: [inputs.workload.name])
     monkeypatch.setattr(gradients, "errors", errors)
     every_part(session)
     assert session.rows == ["blocks", "turned"] and set(session.workloads) == {"blocks", "turned"}

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 import tritonemu
-from _lib import activation_rates as rates
 from _lib import activation_sequences as sequences
 from gdpa_kernels.gdpa.reference import ACTIVATIONS
 from gdpa_lab.measuring import compile_check, measure, timing
 from gdpa_lab.measuring.inputs import make_inputs
 from gdpa_lab.report.chapter import Chapter
+from notebooks.forward import _activation_rates as rates
 from tests.report import gates
 
 NAMES = [sequence.name for sequence in sequences.SEQUENCES]

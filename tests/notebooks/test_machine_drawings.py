@@ -5,7 +5,7 @@ import xml.etree.ElementTree as xml
 
 import pytest
 
-from _lib import machine_drawings as drawn
+from notebooks.operator import _machine_drawings as drawn
 
 SPLIT = [("consumers", 8, 240), ("producer", 4, 24)]
 

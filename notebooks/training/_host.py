@@ -1,6 +1,6 @@
 """What a call costs the host, measured in a process of its own.
 
-    python -m _lib.host --device cuda:0 gdpa-cross-full-512
+    python -m notebooks.training._host --device cuda:0 gdpa-cross-full-512
 
 prints rows of `COLUMNS` as JSON. Triton reads what makes its launches faster from the environment
 when kernels are defined, so `measure` starts a process for each of `LAUNCHERS`.

@@ -2,7 +2,7 @@
 
 `findings` runs each tool on small ragged calls of each rung, in a process of its own:
 
-    python -m _lib.sanitizer v4_warp_specialized      # what is run under the tool
+    python -m notebooks.tools._sanitizer v4_warp_specialized      # what is run under the tool
 
 Racecheck reports accesses of shared memory that no barrier orders as it understands them. Kernels
 with `tlx.async_tasks` hold such a pair that is not ours: one byte per warp that says which task the

@@ -14,7 +14,6 @@ import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 import tritonemu
-from _lib import sanitizer
 from emulator.tests.tutorials import hopper
 from emulator.tests.tutorials.cases import Case, Prepared
 from gdpa_kernels import gdpa
@@ -22,6 +21,7 @@ from gdpa_kernels.calling import ladder
 from gdpa_lab.measuring import record
 from gdpa_lab.measuring.inputs import cu_seqlens
 from gdpa_lab.measuring.session import Session
+from notebooks.tools import _sanitizer
 
 
 @dataclass(frozen=True)
@@ -143,9 +143,9 @@ def everything(device: torch.device | str) -> list[Agreement]:
 
 def measure(session: Session) -> None:
     """What the chapter on the emulator measures: the tables "agreement" and "sanitizer"."""
-    kernels = sanitizer.newest_first([*sanitizer.CONTROLS, *sanitizer.rungs()])
+    kernels = _sanitizer.newest_first([*_sanitizer.CONTROLS, *_sanitizer.rungs()])
     with ThreadPoolExecutor(1) as other:  # nothing here is timed
-        said = other.submit(sanitizer.findings, kernels, seconds=400)
+        said = other.submit(_sanitizer.findings, kernels, seconds=400)
         agreement = everything(session.device)
     for name, rows in {"agreement": agreement, "sanitizer": said.result()}.items():
         columns = [field.name for field in fields(rows[0])]
