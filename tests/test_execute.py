@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 HEADER = """# ---
 # jupyter:
-#   kernelspec: {name: python3, display_name: Python 3}
+#   kernelspec: {display_name: Python 3, language: python, name: python3}
 # measures: true
 # ---
 

@@ -5,7 +5,9 @@ import json
 import re
 from pathlib import Path
 
+import jupytext
 import pytest
+from papermill.utils import nb_kernel_name, nb_language
 
 from gdpa_lab.measuring import record
 
@@ -27,6 +29,13 @@ TYPED_NUMBER = re.compile(r"\b(?:chapter|notebook)s?[\s`]+\d+|\{doc\}`\d+\b|\b\d
 
 def test_there_are_chapters():
     assert len(PAGES) >= 12
+
+
+@pytest.mark.parametrize("page", LAUNCHING, ids=str)
+def test_papermill_runs_what_jupytext_makes_of_a_chapter(page):
+    """Without `execute.py`: the header must name the kernel and its language."""
+    notebook = jupytext.read(page, fmt="py:percent")
+    assert (nb_kernel_name(notebook), nb_language(notebook)) == ("python3", "python")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=str)
