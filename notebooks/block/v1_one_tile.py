@@ -24,13 +24,13 @@ from dataclasses import replace
 import pandas as pd
 
 from _lib import block_bytes, block_studies
-from gdpa_kernels.block_attention import eliminations
 from gdpa_kernels.block_attention.kernels import v0_flash, v1_one_tile
 from gdpa_kernels.block_attention.kernels.v1_one_tile import default_config
 from gdpa_lab.measuring.workloads import workload
 from gdpa_lab.report import charts, results
 from gdpa_lab.report.chapter import Chapter
 from gdpa_lab.report.house import RUNG_COLOURS
+from notebooks.block import _eliminations
 
 WORK = {128: workload("block-fill70-2000"), 64: workload("block-fill70-2000-d64")}
 WAYS = ("forward", "backward")
@@ -53,10 +53,10 @@ NO_EFFECT = {"forward": ("delta", "two_passes"), "backward": ("rescale",)}
 CASES = {way: [case for case in SWITCHES if case not in NO_EFFECT[way]] + ["all"] for way in WAYS}
 
 
-def study(case: str) -> eliminations.Config:
+def study(case: str) -> _eliminations.Config:
     """The study with one piece put back, none or all."""
     pieces = SWITCHES if case == "all" else [case] if case in SWITCHES else []
-    return eliminations.Config(**dict.fromkeys(pieces, True))
+    return _eliminations.Config(**dict.fromkeys(pieces, True))
 
 
 def kernels(case: str, way: str) -> list[tuple[str, str]]:
@@ -154,8 +154,9 @@ chapter.code(v1_one_tile.backward_kernel, "ds = (p * (dp", "store_gradient(")
 # %% [markdown]
 # ## A piece costs its bytes, or does it?
 #
-# Our file `eliminations.py` has a switch for each piece, so that any one of them can be put back
-# alone ({numref}`fig-bv1-put-back`). Their bytes are counted as in {doc}`counting_bytes`.
+# Our file `notebooks/block/_eliminations.py` has a switch for each piece, so that any one of them
+# can be put back alone ({numref}`fig-bv1-put-back`). Their bytes are counted as in
+# {doc}`counting_bytes`.
 
 # %% tags=["remove-cell"]
 chapter.predict(
@@ -198,7 +199,7 @@ chapter.glue(
 
 # %% tags=["remove-cell"]
 SMALL = ["none", "rescale", "lse", "key_loop", "accumulate"]
-cases = {case: (eliminations, "forward", study(case)) for case in SMALL}
+cases = {case: (_eliminations, "forward", study(case)) for case in SMALL}
 facts = block_studies.compiled(cases)[["case", "registers", "programs on an SM"]]
 facts["time / none"] = (us["forward", 128, STUDY] / us["forward", 128, STUDY, "none"])[SMALL].array
 

@@ -18,8 +18,8 @@ from torch.nn.attention import varlen
 
 import tritonemu
 from _lib import gradients
-from gdpa_kernels.block_attention import eliminations, rotary
 from gdpa_kernels.block_attention import reference as block_reference
+from gdpa_kernels.block_attention import rotary
 from gdpa_kernels.block_attention.kernels import v1_one_tile
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.gdpa import reference as gdpa_reference
@@ -43,7 +43,7 @@ from gdpa_lab.measuring.workload import Workload
 from gdpa_lab.measuring.workloads import workload
 from gdpa_lab.report import doctor
 from gdpa_lab.report.chapter import Chapter
-from notebooks.block import _rotary_alone
+from notebooks.block import _eliminations, _rotary_alone
 from tests.peers import varlen_attn
 from tests.records import H200, LOAD, SELF, SHORT, STATE, available
 
@@ -306,7 +306,7 @@ VARIANTS = [
     (BLOCKS, "backward", [
         ("v1_one_tile", "heads inner", v1_one_tile.Config(WIDTH=16, heads_inner=True)),
         ("eliminations", "none", None),
-        ("eliminations", "lse and delta", eliminations.Config(lse=True, delta=True)),
+        ("eliminations", "lse and delta", _eliminations.Config(lse=True, delta=True)),
     ]),
     (replace(JAGGED, batch=1), "backward", [
         ("v1_tiled_backward", "keys 32", KEYS),
@@ -323,7 +323,7 @@ def test_variants_are_kept_apart_with_their_configs(cpu, work, direction, listed
     for row, (impl, name, config) in zip(rows, listed, strict=True):
         assert (row.impl, row.variant, row.failure) == (impl, name, None)
         if config or impl == "eliminations":
-            assert row.config == asdict(config or eliminations.Config())
+            assert row.config == asdict(config or _eliminations.Config())
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
