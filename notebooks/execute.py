@@ -163,8 +163,8 @@ def is_current(path: Path) -> bool:
     target = EXECUTED / f"{slug(path)}.ipynb"
     if not target.exists():
         return False
-    kept = json.loads(target.read_text(encoding="utf-8")).get("metadata", {})
-    return kept.get("provenance", {}).get("inputs") == inputs(path)
+    metadata = json.loads(target.read_text(encoding="utf-8")).get("metadata", {})
+    return metadata.get("provenance", {}).get("inputs") == inputs(path)
 
 
 def part_captions(notebook: nbformat.NotebookNode) -> None:

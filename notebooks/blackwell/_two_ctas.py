@@ -21,9 +21,9 @@ def published(data_dir: str | Path = records.DATA_DIR) -> tuple[pd.DataFrame, fl
     of an SM's clocks for a tile, those of chapter blackwell/backward: b4 over b3.
     """
     table = pd.read_csv(Path(data_dir) / "published" / "blackwell_attention.csv")
-    told = table.set_index(["source", "kernel"])["tflops"]
+    tflops = table.set_index(["source", "kernel"])["tflops"]
     one, two, ex2 = (
-        told.xs(source)
+        tflops.xs(source)
         for source in (
             "facebookexperimental/triton#2560", "Dao-AILab/flash-attention#2280",
             "Dao-AILab/flash-attention#2398",

@@ -56,8 +56,8 @@ def gradients(
     if unknown := set(places) - set(PLACES):
         raise ValueError(f"places must be of {PLACES}, got {sorted(unknown)}")
 
-    def at(place: str, x: torch.Tensor) -> torch.Tensor:
-        return rounded(x) if place in places else x
+    def at(step: str, x: torch.Tensor) -> torch.Tensor:
+        return rounded(x) if step in places else x
 
     *tensors, by = inputs
     by = by.to(torch.complex128 if dtype == torch.float64 else torch.complex64)
@@ -94,8 +94,8 @@ def study(
     exact = gradients(inputs, torch.float64, ())
     rows = []
     for name, places in studies.items():
-        found = gradients(inputs, torch.float32, places)
-        for gradient, a, b in zip(GRADIENTS, found, exact, strict=True):
+        computed = gradients(inputs, torch.float32, places)
+        for gradient, a, b in zip(GRADIENTS, computed, exact, strict=True):
             error = (a.double() - b).abs()
             parts = error.unflatten(0, (groups, -1)).flatten(1).amax(1)
             rows.append((name, gradient, error.mean().item(), parts.max().item(), parts.tolist()))

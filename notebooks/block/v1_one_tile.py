@@ -66,19 +66,21 @@ def kernels(case: str, way: str) -> list[tuple[str, str]]:
         return [("q k v", "out" + " lse" * on.lse)]
     read = "q k v dO" + " lse" * on.lse + " D" * on.delta
     delta = [("dO out", "D")] if on.delta else []
-    return delta + [(read, made) for made in (("dk dv", "dq") if on.two_passes else ("dq dk dv",))]
+    return delta + [
+        (read, written) for written in (("dk dv", "dq") if on.two_passes else ("dq dk dv",))
+    ]
 
 
 @chapter.measure
 def _(session):
     for dim, work in WORK.items():
         for way in WAYS:
-            given = block_studies.blank(dim)
-            own, flash = default_config(way, given), v0_flash.default_config(way, given)
-            listed = [(V1, "default", {"config": own})]
+            inputs = block_studies.blank(dim)
+            constants, flash = default_config(way, inputs), v0_flash.default_config(way, inputs)
+            listed = [(V1, "default", {"config": constants})]
             for inner, order in ((True, "inner"), (False, "outer")):
                 for warps in (4, 8):
-                    config = replace(own, heads_inner=inner, num_warps=warps, registers=None)
+                    config = replace(constants, heads_inner=inner, num_warps=warps, registers=None)
                     listed.append((V1, f"heads {order}, {warps} warps", {"config": config}))
             for case in ("none", *CASES[way]):
                 listed.append((STUDY, case, {"config": study(case)}))
@@ -88,10 +90,10 @@ def _(session):
 
 
 # %% tags=["remove-cell"]
-own, limits = chapter.rows(variant=None), results.ceilings(chapter.record())
-own = own.assign(head_dim=own["workload"].map({work.name: dim for dim, work in WORK.items()}))
-own = own.set_index(["direction", "head_dim", "impl", "variant"]).sort_index()
-us, share = own["time_us_p50"], own["percent_of_roofline"]
+rows, limits = chapter.rows(variant=None), results.ceilings(chapter.record())
+rows = rows.assign(head_dim=rows["workload"].map({work.name: dim for dim, work in WORK.items()}))
+rows = rows.set_index(["direction", "head_dim", "impl", "variant"]).sort_index()
+us, share = rows["time_us_p50"], rows["percent_of_roofline"]
 bytes_of = {
     (way, case): block_bytes.floor_us(kernels(case, way), WORK[128], limits)
     for way in WAYS for case in ("none", *CASES[way])

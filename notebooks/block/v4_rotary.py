@@ -176,8 +176,8 @@ DEFAULT = {"forward": (1, 3, 2), "backward": (1, 2, 2)}  # of v4
 
 def label(consumers: int, slots: int, of_sin_cos: int) -> str:
     """The variant's name in the record."""
-    own = ", 1 of sin and cos" if of_sin_cos == 1 else ""
-    return f"{consumers} math role{'s' * (consumers > 1)}, {slots} slots{own}"
+    angles = ", 1 of sin and cos" if of_sin_cos == 1 else ""
+    return f"{consumers} math role{'s' * (consumers > 1)}, {slots} slots{angles}"
 
 
 @chapter.measure
@@ -198,10 +198,12 @@ def _(session):
 
 # %% tags=["remove-cell"]
 rows = chapter.rows(variant=None).set_index(["workload", "direction", "impl", "variant"])
-own, share = rows["time_us_p50"], rows["percent_of_roofline"][ROTARY.name].swaplevel(0, 1)
-v4, v4a = (own[ROTARY.name].xs(impl, level="impl") for impl in ("v4_rotary", "v4a_turning_role"))
+time_us, share = rows["time_us_p50"], rows["percent_of_roofline"][ROTARY.name].swaplevel(0, 1)
+v4, v4a = (
+    time_us[ROTARY.name].xs(impl, level="impl") for impl in ("v4_rotary", "v4a_turning_role")
+)
 default = pd.Series({d: v4[d, label(*case)] for d, case in DEFAULT.items()})
-attention = own[PLAIN.name].groupby("direction").min()
+attention = time_us[PLAIN.name].groupby("direction").min()
 of_bytes = [ROTARY.bytes(direction) / PLAIN.bytes(direction) for direction in attention.index]
 hidden = default / (attention * of_bytes)
 
@@ -310,8 +312,8 @@ studies.stepper(
 ragged = block_studies.batch((0, 1, 63, 64, 65), rotary=torch.bfloat16, rotate_v=True)
 block_studies.comparison(v4_rotary, ragged, schedule=0)
 expected, _ = block_studies.emulated(v4_rotary, ragged)
-found, _ = block_studies.emulated(v4a_turning_role, ragged, schedule=0)
-assert all(map(torch.equal, found, expected)), "the text says so"
+actual, _ = block_studies.emulated(v4a_turning_role, ragged, schedule=0)
+assert all(map(torch.equal, actual, expected)), "the text says so"
 
 # %% [markdown]
 # ## With three slots block v4a reaches what memory allows

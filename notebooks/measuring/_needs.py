@@ -59,7 +59,7 @@ def gigabytes(run: Record, runs: Sequence[Record]) -> dict[str, float]:
         if row.workload == name and row.scope == "kernel" and row.samples_us and not row.variant
     }
     fused = (size for impl, size in peaks.items() if impl[0] == "v" and impl != "v0_eager")
-    found = {
+    sizes = {
         "v0_peak_gb": peaks["v0_eager"],
         "inputs_gb": held,
         "rung_peak_gb": max(fused),
@@ -68,4 +68,4 @@ def gigabytes(run: Record, runs: Sequence[Record]) -> dict[str, float]:
         "check_gb": check_bytes(heaviest(runs)),
         "check_2048_gb": check_bytes(name),
     }
-    return {key: size / 1e9 for key, size in found.items()}
+    return {key: size / 1e9 for key, size in sizes.items()}

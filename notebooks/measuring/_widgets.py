@@ -26,10 +26,10 @@ WHOLE = 128
 
 def widget(script: str, data: Mapping[str, Any], title: str) -> HTML:
     """A box that book/assets/`script`.js fills from `data`; `title` is for screen readers."""
-    kept = json.dumps(data, allow_nan=False).replace("<", "\\u003c")
+    text = json.dumps(data, allow_nan=False).replace("<", "\\u003c")
     return HTML(
         f'<div class="widget" role="group" aria-label="{html.escape(title)}">'
-        f'<script type="application/json">{kept}</script></div>'
+        f'<script type="application/json">{text}</script></div>'
         f'<script src="../../_static/{script}.js" defer></script>'
     )
 

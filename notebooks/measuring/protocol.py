@@ -70,9 +70,9 @@ def plan(session):
 
 chapter.measure(plan)
 compared = chapter.compare(plan)
-found = _repeats.apparent(chapter.recorded("protocols"))
-shown = [name for name in found.index.unique(0) if name.startswith(("ours", "no L2", "host"))]
-us, rate, relative, low, high = (found[column].unstack().loc[shown] for column in found)
+rates = _repeats.apparent(chapter.recorded("protocols"))
+shown = [name for name in rates.index.unique(0) if name.startswith(("ours", "no L2", "host"))]
+us, rate, relative, low, high = (rates[column].unstack().loc[shown] for column in rates)
 
 # %% tags=["remove-input"]
 # | name: fig-measuring-protocols
@@ -88,7 +88,7 @@ chart = charts.dots(
     relative, xlabel="apparent rate / ours", low=low, high=high,
     colours=(RUNG_COLOURS[3], RUNG_COLOURS[2]), log=True,
 )  # fmt: skip
-chapter.figure(chart, data=found.reset_index(), measured=[run.id])
+chapter.figure(chart, data=rates.reset_index(), measured=[run.id])
 chapter.glue(
     protocol_worst=relative.max().max(), protocol_lowest=1 / relative.min().min(),
     host_us=us.loc[HOST, SHORT], host_short=rate.loc[HOST, SHORT], host_long=rate.loc[HOST, LONG],

@@ -67,12 +67,12 @@ def brackets(names, ceilings):
     rows = {}
     for name in names:
         work = WORKLOADS[name]
-        found = roofline.bracket(work, "forward", ceilings)
+        bracket = roofline.bracket(work, "forward", ceilings)
         rows[name] = {
             "intensity": work.flops("forward") / work.bytes("forward"),
-            "bound": found.bound,
-            "high": found.tflops_at_lower,
-            "low": work.flops("forward") / found.upper_us / 1e6,
+            "bound": bracket.bound,
+            "high": bracket.tflops_at_lower,
+            "low": work.flops("forward") / bracket.upper_us / 1e6,
         }
     return pd.DataFrame(rows).T.rename_axis("workload").infer_objects()
 
@@ -202,9 +202,9 @@ for key, column in {"burst": "matmul, burst", "sustained": "matmul, back to back
 
 # %%
 work = workload("gdpa-self-full-1024")
-found = roofline.bracket(work, "forward", ceilings)
-print(f"floors: matmul {found.compute_us:.0f}, memory {found.memory_us:.0f} us")
-print(f"bracket: {found.lower_us:.0f} to {found.upper_us:.0f} us")
+bracket = roofline.bracket(work, "forward", ceilings)
+print(f"floors: matmul {bracket.compute_us:.0f}, memory {bracket.memory_us:.0f} us")
+print(f"bracket: {bracket.lower_us:.0f} to {bracket.upper_us:.0f} us")
 
 # %% [markdown]
 # `percent_of_roofline`, in every table of this book, is `lower_us` over the measured time. A kernel

@@ -119,12 +119,12 @@ def rung_of(impl: str) -> Rung:
 
 def launch(impl: str, device: torch.device) -> int:
     """All of `calls`, and their number."""
-    made = calls(impl, device)
-    for call in made:
+    launched = calls(impl, device)
+    for call in launched:
         call()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return len(made)
+    return len(launched)
 
 
 def calls(impl: str, device: torch.device) -> list[Callable[[], object]]:
@@ -153,7 +153,7 @@ def _tokens(
 def _gdpa_calls(
     rung: Rung, device: torch.device, make: torch.Generator
 ) -> list[Callable[[], object]]:
-    backward, module, made = "backward" in rung.directions, rung.module(), []
+    backward, module, listed = "backward" in rung.directions, rung.module(), []
     kinds = [(LENGTHS_K, False), (LENGTHS_K, True), (SHORT_K, False)]
     if backward:
         kinds += [(SHORT_K, True), (FEW_K, False)]
@@ -169,16 +169,16 @@ def _gdpa_calls(
             continue
         if backward:
             grad_out = _tokens(LENGTHS_Q, head_dim, device, make)
-            made.append(partial(module.backward, grad_out, batch))
+            listed.append(partial(module.backward, grad_out, batch))
         else:
-            made.append(partial(module.forward, batch))
-    return made
+            listed.append(partial(module.forward, batch))
+    return listed
 
 
 def _block_calls(
     rung: Rung, device: torch.device, make: torch.Generator
 ) -> list[Callable[[], object]]:
-    ends, made = cu_seqlens(list(LENGTHS_Q), device), []
+    ends, listed = cu_seqlens(list(LENGTHS_Q), device), []
     for head_dim, turned in product(HEAD_DIMS, (False, True)):
         grad_out, q, k, v = (_tokens(LENGTHS_Q, head_dim, device, make) for _ in range(4))
         rotary = None
@@ -187,8 +187,8 @@ def _block_calls(
             rotary = (angles.sin(), angles.cos())
         batch = block_batch.Batch(q, k, v, ends, head_dim**-0.5, rotary=rotary, rotate_v=turned)
         if rung.problem(batch) is None:
-            made.append(partial(_both, rung, grad_out, batch))
-    return made
+            listed.append(partial(_both, rung, grad_out, batch))
+    return listed
 
 
 def _both(rung: Rung, grad_out: torch.Tensor, batch: block_batch.Batch) -> None:
@@ -213,9 +213,9 @@ def parse(impl: str, tool: str, text: str) -> Finding:
     returned = re.search(rf"{RETURNED}(\d+)", text)
     if returned is None:
         raise ValueError(f"the calls of {impl} under {tool} must return, got {text[-300:]!r}")
-    made = int(returned.group(1))
+    calls_returned = int(returned.group(1))
     if summary.group(3) is not None:
-        return Finding(impl, tool, made, int(summary.group(3)), 0, int(summary.group(3)))
+        return Finding(impl, tool, calls_returned, int(summary.group(3)), 0, int(summary.group(3)))
     errors, first, regions = int(summary.group(1)), set(), set()
     for kernel in kernels_with_tasks(impl):
         first.add(_place(kernel, kernel.def_file_line_number))
@@ -224,13 +224,15 @@ def parse(impl: str, tool: str, text: str) -> Finding:
             for i, line in enumerate(kernel.raw_src)
             if "tlx.async_tasks()" in line
         }
-    own = 0
+    of_compiler = 0
     for report in re.findall(r"Error: Race reported between (.*(?:\n=+ +and .*)*)", text):
-        at, *others = (
-            Path(place).name for place in re.findall(r"access at \S+(?: in (\S+))?", report)
+        first_access, *others = (
+            Path(location).name for location in re.findall(r"access at \S+(?: in (\S+))?", report)
         )
-        own += at in first and first | regions >= set(others)
-    return Finding(impl, tool, made, errors, int(summary.group(2)), max(errors - own, 0))
+        of_compiler += first_access in first and first | regions >= set(others)
+    return Finding(
+        impl, tool, calls_returned, errors, int(summary.group(2)), max(errors - of_compiler, 0)
+    )
 
 
 def kernels_with_tasks(impl: str) -> list[triton.JITFunction]:

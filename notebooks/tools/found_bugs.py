@@ -180,14 +180,14 @@ show(published.last)
 # modelled schedule is the lucky one. So it takes a search:
 
 # %%
-search, found = Search("exhaustive", schedules=100), []
+search, errors = Search("exhaustive", schedules=100), []
 for order in search:
     try:
         with tritonemu.enabled(schedule=order):
             published.threads()
     except tritonemu.EmulatorError as error:
-        found.append(f"schedule {error.schedule}: {error.args[0]}")
-print(*found, search, sep="\n")
+        errors.append(f"schedule {error.schedule}: {error.args[0]}")
+print(*errors, search, sep="\n")
 
 # %% [markdown]
 # The threads that arrive are $32 \times 8 + 32 \times 4 = 384$. The fix is that number, or a

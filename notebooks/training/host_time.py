@@ -47,12 +47,12 @@ chapter = Chapter("training/host_time", mode=mode, device=device, data_dir=data_
 def _(session):
     names = ("gdpa-self-half-jagged-256", "gdpa-cross-full-512", "block-fill70-2000-d64")
     session.workloads |= {name: workload(name) for name in names}
-    found = [
+    rows = [
         (launcher, *row)
         for launcher in hosts.LAUNCHERS
         for row in hosts.measure(names, device, launcher)
     ]
-    session.tables["host"] = record.Table(("launcher", *hosts.COLUMNS), found)
+    session.tables["host"] = record.Table(("launcher", *hosts.COLUMNS), rows)
 
 
 host = chapter.recorded("host")
@@ -272,10 +272,10 @@ ways = {"offsets": ((ENDS, ENDS, 90, 90), {}), "validate=False": ((ENDS, ENDS, 9
 counts = {}
 with Reads() as reads, tritonemu.enabled():
     for what, (offsets, options) in ways.items():
-        before = reads.count
+        reads_so_far = reads.count
         for _ in range(4):
             gdpa(*few, *offsets, impl="v1_tiled", **options)
-        counts[what] = reads.count - before
+        counts[what] = reads.count - reads_so_far
 assert counts["offsets"] > 0 == counts["validate=False"] == counts["Lengths"], "the text says so"
 chapter.glue(reads=counts["offsets"])
 

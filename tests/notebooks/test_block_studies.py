@@ -108,7 +108,7 @@ def test_without_a_list_all_stages_are_of_tiles():
 
 
 def test_of_an_item_counts_the_loop_over_heads():
-    made = block_studies.built(v3_warp_specialized, "forward", given=block_studies.blank(64))
+    made = block_studies.built(v3_warp_specialized, "forward", inputs=block_studies.blank(64))
     found = loops.of_an_item(made["forward_kernel"])
     assert found["HGMMA"] == 8  # S and P V, 64 columns of each operand in steps of 16
     assert 100 < found["for an item"] < 2000 and found["for a block"] > 0
