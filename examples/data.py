@@ -42,7 +42,7 @@ DEALS = ("order", "balanced", "snake", "sorted")
 
 @dataclass(frozen=True)
 class World:
-    """What the clicks depend on."""
+    """Parameters that the clicks depend on."""
 
     items: int = 20_000
     topics: int = 16
@@ -158,8 +158,8 @@ AGES = 32
 
 
 class Places(NamedTuple):
-    """Of each event of jagged histories `[total_tokens]`: its row, how many events of that row are
-    before it, and floor(log2(events after it + 1))."""
+    """Position of each event of jagged histories `[total_tokens]`: its row, how many events of that
+    row come before it, and floor(log2(events after it + 1))."""
 
     row: torch.Tensor
     position: torch.Tensor

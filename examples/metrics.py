@@ -1,4 +1,4 @@
-"""What models of click-through rate are judged by: NE, AUC, HR@k and NDCG@k."""
+"""Metrics of models of click-through rate: NE, AUC, HR@k and NDCG@k."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What train.py and step.py are told on the command line, and what they make of it."""
+"""Command-line options of train.py and step.py, and what follows from them."""
 
 from __future__ import annotations
 

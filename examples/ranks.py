@@ -1,4 +1,4 @@
-"""How evenly ranks share the work of a step, and what their communication adds.
+"""Measure how evenly ranks share the work of a step, and what their communication adds.
 
 python examples/ranks.py --batch 576
 torchrun --nproc-per-node 2 examples/ranks.py --engine ddp --batch 1152 --deals order balanced

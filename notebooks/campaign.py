@@ -43,7 +43,7 @@ def wanted(gpu: str, data_dir: Path, names: list[str]) -> Iterator[str]:
 
 
 def is_done(slug: str, gpu: str, data_dir: Path) -> bool:
-    """Whether a chapter's run is of today's code and lacks nothing that was planned."""
+    """Say whether a chapter's run is of today's code and lacks nothing that was planned."""
     try:
         run = results.run_of(data_dir, notebook=f"notebooks/{slug}.py", gpu=gpu)
     except LookupError:
@@ -54,7 +54,7 @@ def is_done(slug: str, gpu: str, data_dir: Path) -> bool:
 
 
 def is_todays(run: record.Record) -> bool:
-    """Whether the kernels that ran are those of today."""
+    """Say whether the kernels that ran are those of today."""
     ours = [name for name in run.package.sources if name.startswith("gdpa_kernels/")]
     return run.package.ran(ours, record.ROOT)
 

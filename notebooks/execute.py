@@ -154,12 +154,12 @@ def inputs(path: Path) -> str:
 
 
 def reads_chapters(path: Path) -> bool:
-    """Whether a notebook shows what the others have displayed."""
+    """Say whether a notebook shows what the others have displayed."""
     return read(path).metadata.get("reads") == "chapters"
 
 
 def is_current(path: Path) -> bool:
-    """Whether the page is what a replay of this source would give."""
+    """Say whether the page is what a replay of this source would give."""
     target = EXECUTED / f"{slug(path)}.ipynb"
     if not target.exists():
         return False
@@ -186,7 +186,7 @@ def part_captions(notebook: nbformat.NotebookNode) -> None:
 
 
 def join_streams(outputs: list[nbformat.NotebookNode]) -> list[nbformat.NotebookNode]:
-    """What is printed in a row as one output: how much of it arrives at a time differs."""
+    """Join what is printed in a row into one output: how much of it arrives at a time differs."""
     joined: list[nbformat.NotebookNode] = []
     for output in outputs:
         last = joined[-1] if joined else {}

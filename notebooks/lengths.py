@@ -1,4 +1,4 @@
-"""How long the reading path is: words, code before results and predictions of each built page.
+"""Print how long the reading path is: words, code before results, predictions of each built page.
 
     python notebooks/lengths.py
 
@@ -35,8 +35,8 @@ PRINTED = {"stream", "text_plain", "text_html"}
 
 
 class Length(NamedTuple):
-    """Of a page: words shown and collapsed, lines of code shown above the first figure (None: it
-    has no figure), predictions shown."""
+    """Length of a page: words shown and collapsed, lines of code shown above the first figure
+    (None: it has no figure), predictions shown."""
 
     name: str
     words: int
@@ -67,7 +67,7 @@ def _is_printed(tag: Tag) -> bool:
 
 
 def length(name: str, page: Path) -> Length:
-    """Of the built `page`. ValueError if it has no article."""
+    """Measure the built `page`. ValueError if it has no article."""
     article = BeautifulSoup(page.read_text(encoding="utf-8"), "lxml").select_one("article")
     if article is None:
         raise ValueError(f"{page} must have an article, got none")
@@ -91,7 +91,7 @@ def reading_path() -> list[str]:
 
 
 def problems(pages: list[Length]) -> list[str]:
-    """What is longer than it may be, or comes too late."""
+    """List what is longer than it may be, or comes too late."""
     over = []
     for x in pages:
         if x.words > PAGE:

@@ -184,7 +184,7 @@ def gelu_tanh_half(x, PAIR: tl.constexpr):
 
 @triton.jit
 def mixed(x, NAME: tl.constexpr, EVERY: tl.constexpr):
-    """Of EVERY (2 or 4) neighbouring elements the last by polynomial, the others by tanh.
+    """Compute the last of EVERY (2 or 4) neighbouring elements by polynomial, the others by tanh.
 
     Which is which is known when the kernel is compiled: neighbours are registers of one thread, so
     that taking the tile apart and putting it together moves nothing.

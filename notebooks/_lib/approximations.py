@@ -1,4 +1,4 @@
-"""What a formula for GELU is worth: where it leaves GELU, and its error over normal scores."""
+"""Accuracy of formulas for GELU: where one leaves GELU, and its error over normal scores."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def fitted(x: torch.Tensor) -> torch.Tensor:
 
 
 def documented(x: torch.Tensor) -> torch.Tensor:
-    """What PTX allows `gelu_tanh` by one tanh.approx: 2**-11 of tanh(u), times x / 2."""
+    """Error that PTX allows `gelu_tanh` by one tanh.approx: 2**-11 of tanh(u), times x / 2."""
     return 2.0**-12 * (x * torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))).abs()
 
 

@@ -1,5 +1,5 @@
-"""What chapters do with a rung of block attention: small batches, what the emulator counts and
-says of it, what the compiler makes of it. `studies` does the same for gdpa, and changes copies."""
+"""Studies of a rung of block attention: small batches, counts and findings of the emulator,
+compiled code. `studies` does the same for gdpa, and changes copies."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from gdpa_lab.measuring import compile_check
 from gdpa_lab.measuring.inputs import cu_seqlens
 
 RESULTS = ("out", "dq", "dk", "dv")
-"""What a pass forward and backward of block attention gives."""
+"""Results of a pass forward and backward of block attention."""
 
 
 def batch(
@@ -64,7 +64,7 @@ def run_pass(
     grad_out: torch.Tensor | None = None,
     **options: object,
 ) -> tuple[torch.Tensor, ...]:
-    """What a pass of a rung, or of `reference`, gives: out; dq, dk, dv; or all four.
+    """Run a pass of a rung, or of `reference`; its results: out; dq, dk, dv; or all four.
 
     Backward alone is for those that keep nothing of forward. `options`: config, schedule.
     """
@@ -94,8 +94,8 @@ def emulated(
 
 
 def traffic(module: ModuleType, inputs: Batch) -> pd.DataFrame:
-    """What each kernel of a pass forward and backward loads and stores, in tensors of q's size,
-    in the emulator: without caches."""
+    """Count what each kernel of a pass forward and backward loads and stores, in tensors of q's
+    size, in the emulator: without caches."""
     _, reports = emulated(module, inputs)
     unit = inputs.q.nbytes
     rows = [(x.kernel, x.bytes_loaded / unit, x.bytes_stored / unit) for x in reports]
@@ -173,8 +173,8 @@ def built(
 
 
 def compiled(cases: dict[str, tuple], mnemonics: Sequence[str] = ()) -> pd.DataFrame:
-    """What the compiler makes of each kernel of each case: registers, spills, shared memory, how
-    many programs fit on an SM, counts of `mnemonics`. `cases`: arguments of `built`."""
+    """Compile each kernel of each case: registers, spills, shared memory, how many programs fit on
+    an SM, counts of `mnemonics`. `cases`: arguments of `built`."""
     rows = []
     for label, arguments in cases.items():
         for name, kernel in built(*arguments).items():
@@ -187,7 +187,7 @@ def compiled(cases: dict[str, tuple], mnemonics: Sequence[str] = ()) -> pd.DataF
 
 
 def programs_on_an_sm(facts: compile_check.Compiled, num_warps: int) -> int:
-    """How many programs of a kernel without roles fit on an SM of sm_90: 64 Ki registers, 228 KiB
-    of shared memory, 64 warps."""
+    """Number of programs of a kernel without roles that fit on an SM of sm_90: 64 Ki registers,
+    228 KiB of shared memory, 64 warps."""
     registers = -(-facts.registers * 32 // 256) * 256 * num_warps
     return min(65536 // registers, 228 * 1024 // (facts.shared_bytes + 1024), 64 // num_warps)

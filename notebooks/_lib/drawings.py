@@ -205,7 +205,7 @@ def strips(rows: Mapping[str, Sequence[str]], *, xlabel: str, highlight: Sequenc
 
 
 def _runs(labels: Sequence[str]) -> Iterator[tuple[int, int, str]]:
-    """Of labels beside one another: where they begin and end, and all of them as one text."""
+    """Group labels beside one another: where they begin and end, and all of them as one text."""
     for has, run in groupby(enumerate(labels), key=lambda numbered: bool(numbered[1])):
         places, texts = zip(*run, strict=True)
         if has:

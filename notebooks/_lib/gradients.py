@@ -1,4 +1,4 @@
-"""Of gradients, what two chapters of results ask besides times: memory of a step, and errors."""
+"""Measurements of gradients besides times: the memory of a step, and errors."""
 
 from __future__ import annotations
 

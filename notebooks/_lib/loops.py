@@ -1,4 +1,4 @@
-"""What became of a loop: its steps in Triton's GPU IR and in SASS, its loads, its instructions."""
+"""Compiled loops: their steps in Triton's GPU IR and in SASS, their loads, their instructions."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def in_sass(built: CompiledKernel, mmas: int) -> list[str]:
 
 
 def overlapped(steps: list[str]) -> int:
-    """How many tanh stand between the first instruction of PV and the wait that completes it."""
+    """Number of tanh between the first instruction of PV and the wait that completes it."""
     start = steps.index("PV")
     return steps[start : steps.index("wait 0", start)].count("tanh")
 

@@ -1,5 +1,5 @@
-"""How rungs stand against peers and against each other in a record of results: published charts
-redrawn, the best rung against the best peer, ranges of ratios, another GPU next to ours."""
+"""Ratios of rungs to peers and to each other in a record of results: published charts redrawn,
+the best rung against the best peer, ranges of ratios, another GPU next to ours."""
 
 from __future__ import annotations
 
@@ -189,8 +189,8 @@ def against(
 
 
 def beside_published(chapter: Chapter, standing: pd.DataFrame, direction: str) -> pd.DataFrame:
-    """How many times as fast as the best baseline the best kernel is at each published shape, as
-    measured (`best`) and as published; doubtful bars aside."""
+    """Compare the time of the best baseline over that of the best kernel at each published shape,
+    as measured (`best`) and as published; doubtful bars aside."""
     bars = claims.published_figures(chapter.data_dir)
     bars = bars[(bars["direction"] == direction) & ~bars["suspect"]]
     rates = bars.pivot(index="workload", columns="kernel", values="tflops")
@@ -221,8 +221,8 @@ def steps(times: pd.DataFrame, rungs: Sequence[Rung]) -> pd.DataFrame:
 
 
 def ranges(quotients: pd.DataFrame, of: str) -> pd.DataFrame:
-    """Of each column of `quotients` over workloads the least, the median, the most, where the first
-    and the last are, and how many there are; `of`: what the columns are called."""
+    """Summarise each column of `quotients` over workloads: the least, the median, the most, where
+    the first and the last are, and how many there are; `of`: what the columns are called."""
     by = quotients.rename(index=short)
     columns = {"least": by.min(), "on": by.idxmin(), "median": by.median(), "most": by.max()}
     columns |= {"on ": by.idxmax(), "workloads": by.count()}
@@ -230,8 +230,8 @@ def ranges(quotients: pd.DataFrame, of: str) -> pd.DataFrame:
 
 
 def of_today(rows: pd.DataFrame) -> pd.DataFrame:
-    """Of each GPU's `rows` those of workloads on which no kernel has changed since, if there are
-    any; otherwise all of them."""
+    """Select of each GPU's `rows` those of workloads on which no kernel has changed since, if there
+    are any; otherwise all of them."""
     board = rows.columns.intersection(["gpu", "handle"]).tolist()
     run = [*board, *rows.columns.intersection(["workload", "direction", "scope"])]
     same = ~rows.groupby(run)["stale"].transform("any")

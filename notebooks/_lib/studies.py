@@ -1,6 +1,6 @@
-"""What chapters do with a rung: small batches, what the emulator says of it, changed copies.
+"""Studies of a rung: small batches, findings of the emulator, changed copies.
 
-Of block attention: `block_studies`.
+For block attention: `block_studies`.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def timeline(
 
 
 def tensor_core(of: tritonemu.Timeline) -> pd.Series:
-    """What the tensor core does between its first and its last MMA: `busy` (%), and the modelled
+    """Measure the tensor core between its first and its last MMA: `busy` (%), and the modelled
     cycles in which an MMA is overlapped with work of a math role (`overlapped`)."""
     mmas = [(e.start, e.end) for e in of.events if e.kind == "mma"]
     math = [
@@ -97,7 +97,7 @@ def findings(
     schedules: Sequence[str | int] = ("modelled", 0, 1, 2),
     **how: object,
 ) -> list[str]:
-    """What the emulator says of a call under each schedule: kind and text of its error, or "".
+    """Run a call in the emulator under each schedule: kind and text of its error, or "".
 
     `how`: of `tritonemu.enabled`, e.g. arch.
     """
@@ -160,8 +160,8 @@ def gradient(inputs: Batch) -> torch.Tensor:
 
 
 class Backward(NamedTuple):
-    """What a backward in the emulator gave: (dq, dk, dv), None where it was not asked for; by the
-    name of a kernel, the report of its last launch and what that was given."""
+    """Results of a backward in the emulator: (dq, dk, dv), None where it was not asked for; by the
+    name of a kernel, the report of its last launch and the launch itself."""
 
     gradients: tuple[torch.Tensor | None, ...]
     reports: dict[str, tritonemu.Report]
@@ -203,7 +203,7 @@ def compare_gradients(results: Sequence[torch.Tensor], inputs: Batch) -> pd.Data
 def differences(
     run: Callable[[], Sequence[torch.Tensor]], runs: int
 ) -> list[tuple[str, int, int, int, float]]:
-    """How a backward differs from its first run, bit by bit: gradient, run, elements that differ,
+    """Compare a backward with its first run, bit by bit: gradient, run, elements that differ,
     elements, the most that two are apart. `run` returns (dq, dk, dv)."""
     first = [x.clone() for x in run()]
     rows = []
@@ -252,8 +252,8 @@ def build_backward(
 
 
 def facts(built: dict[str, CompiledKernel], mnemonics: Sequence[str] = ()) -> pd.DataFrame:
-    """What the compiler made of kernels, by label: registers, spills, whether wgmma is serialised,
-    and counts of `mnemonics`."""
+    """Read compiled kernels, by label: registers, spills, whether wgmma is serialised, and counts
+    of `mnemonics`."""
     rows = []
     for label, kernel in built.items():
         resources = compile_check.read(kernel)

@@ -26,7 +26,7 @@ last, which holds their sum (flash_attn/cute/tile_scheduler.py, VarlenDecoder)."
 def amounts(
     works: Sequence[Workload], sms: int, tile: tuple[int, int] = (128, 128)
 ) -> pd.DataFrame:
-    """What each SM has to do on average: 128 queries, 128 keys and 128 x 128 pairs, lengths padded
+    """Count the work of an SM on average: 128 queries, 128 keys and 128 x 128 pairs, lengths padded
     to `tile`; a row for each workload, by name."""
     rows = {work.name: [x / sms for x in units.counts(work, tile)] for work in works}
     return pd.DataFrame.from_dict(rows, orient="index", columns=list(COLUMNS))

@@ -1,4 +1,4 @@
-"""What two CTAs gain over one on a B200: measured by others, and by the unit ledger."""
+"""Gains of two CTAs over one on a B200: measured by others, and by the unit ledger."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gdpa_lab.report import clock_free
 
 
 def published(data_dir: str | Path = records.DATA_DIR) -> tuple[pd.DataFrame, float]:
-    """What others measured of two CTAs over one beside the ledger's ratio, and the factor that
+    """Ratios of two CTAs to one, measured by others and by the ledger, and the factor that
     FlashAttention-4 gained by evaluating a sixteenth instead of a tenth of its exponentials without
     the MUFU, which no unit of the ledger explains.
 

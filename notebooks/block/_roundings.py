@@ -1,4 +1,4 @@
-"""What each rounding of the backward pass of block attention costs: switched on one by one.
+"""Errors of each rounding in the backward pass of block attention, switched on one by one.
 
 The mathematics runs in fp32 on the CPU over full blocks, and rounds to bf16 only where it is told
 to. Errors are against fp64.
@@ -31,7 +31,7 @@ STUDIES: dict[str, tuple[str, ...]] = {
     "no rotary before, twice": (*FUSED[1:], "stored twice"),
     "no rotary before, once": FUSED[1:],
 }
-"""What `study` is asked for: all roundings of a kernel, one alone, all but one."""
+"""Roundings that `study` is asked for: all of a kernel, one alone, all but one."""
 
 
 def rounded(x: torch.Tensor) -> torch.Tensor:

@@ -60,7 +60,7 @@ def study(case: str) -> _eliminations.Config:
 
 
 def kernels(case: str, way: str) -> list[tuple[str, str]]:
-    """What its kernels read and write."""
+    """Names of the tensors that its kernels read and write."""
     on = study(case)
     if way == "forward":
         return [("q k v", "out" + " lse" * on.lse)]

@@ -1,4 +1,4 @@
-"""What an eager PyTorch program moves and computes, counted without running it on data.
+"""Bytes and FLOPs of an eager PyTorch program, counted without running it on data.
 
 Tensors of the device `meta` have a shape and no contents, and a dispatch mode sees each operation.
 So a program is executed on a full problem in milliseconds, and each of its steps is known by name,

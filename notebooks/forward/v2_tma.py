@@ -148,7 +148,7 @@ chapter.code(v2_tma.tma_kernel, "q = load_rows")
 
 # %% tags=["hide-input"]
 def counted(impl: str, shape: str) -> dict:
-    """What the compiled kernel needs, and the cycles of an SM for one block of keys."""
+    """Resources of the compiled kernel, and the cycles of an SM for one block of keys."""
     block_m, block_n, num_warps, _ = constants = tuple(map(int, shape.split("x")))
     mmas = block_m // (16 * num_warps) * (8 + block_n // 16)  # HGMMAs of a warp group
     built = compile_check.build_rung(RUNGS[impl], config=RUNGS[impl].Config(*constants))

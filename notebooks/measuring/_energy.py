@@ -25,7 +25,7 @@ class Fit:
 
     @property
     def rms_percent(self) -> float:
-        """Of the residuals."""
+        """Root mean square of the residuals."""
         return 100 * float(np.sqrt((self.residuals**2).mean()))
 
 

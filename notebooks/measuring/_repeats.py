@@ -15,14 +15,14 @@ from gdpa_lab.measuring.record import Record
 from gdpa_lab.measuring.roofline import Ceilings
 
 KEY = ["workload", "impl", "config", "source"]
-"""What makes two forward rows of different records the same kernel."""
+"""Columns in which two forward rows of different records agree if they are of the same kernel."""
 
 REPLICATES = "notebooks/measuring/protocol.py"
 """Its variants are replicates of one kernel; those of other chapters are other kernels."""
 
 
 def apparent(table: pd.DataFrame) -> pd.DataFrame:
-    """What protocols would have printed, by protocol and workload, from a table of samples.
+    """Times that protocols would have printed, by protocol and workload, from a table of samples.
 
     Columns: time_us (median), tflops, and relative, low and high: the rate at p50, p80 and p20 over
     that of "ours" at the same batch, where a protocol's name ends in ", batch 32" or does not.
@@ -71,8 +71,8 @@ def repeated(runs: Sequence[Record]) -> pd.DataFrame:
 
 
 def ceilings(runs: Sequence[Record]) -> pd.DataFrame:
-    """What the newest of `runs` of each chapter measured as ceilings, by chapter: matmul in bursts
-    and back to back (TFLOP/s), the SM clock then (MHz), and the copy with one byte read for each
+    """Ceilings that the newest of `runs` of each chapter measured, by chapter: matmul in bursts and
+    back to back (TFLOP/s), the SM clock then (MHz), and the copy with one byte read for each
     written (GB/s). NaN where a record has none."""
     newest = {run.chapter.removeprefix("notebooks/").removesuffix(".py"): run for run in runs}
     rows = {}
@@ -112,8 +112,8 @@ def ratios(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def students_t(runs: int) -> float:
-    """How many standard errors either side of a mean of `runs` values hold the true mean with a
-    confidence of 95 %. ValueError for fewer than two runs."""
+    """Number of standard errors either side of a mean of `runs` values that hold the true mean with
+    a confidence of 95 %. ValueError for fewer than two runs."""
     if runs < 2:
         raise ValueError(f"runs must be at least 2, got {runs}")
     freedom, x = runs - 1, np.linspace(0, 700, 700_001)

@@ -83,7 +83,7 @@ class Picture:
 
 
 class Unit(NamedTuple):
-    """What the pictures say of an SM: per-cycle widths and sizes."""
+    """Numbers of an SM that the pictures show: per-cycle widths and sizes."""
 
     registers: int  # of 32 bits
     shared_kib: float

@@ -61,7 +61,7 @@ def apart(actual: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 def parts(impl: str) -> torch.Tensor:
-    """What each event adds to the queries, by one implementation: fp32 `[events, ...]`."""
+    """Sums that each event adds to the queries, by one implementation: fp32 `[events, ...]`."""
     each = torch.arange(EVENTS + 1, dtype=torch.int32)
     with tritonemu.enabled():
         out = gdpa(q, k, v, None, each, SEEDS, 1, impl=impl, out_dtype=torch.float32)

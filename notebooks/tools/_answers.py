@@ -1,4 +1,4 @@
-"""What a reader sees of the claims: the published ones with our answer and where it stands.
+"""Tables of the published claims, each with our answer and where it stands.
 
 Records answer a claim through its selector (`claims.judged`). Statements about mathematics, design
 or causes have none; chapters answer some of them, as the claim's `answer` says.
@@ -143,7 +143,7 @@ def tabulated(judged: pd.DataFrame) -> pd.DataFrame:
 
 
 def in_tables(name: str) -> bool:
-    """Whether `plotted` or `tabulated` shows a claim."""
+    """Say whether `plotted` or `tabulated` shows a claim."""
     ends = "|".join([*SERIES.values(), "rate"])
     block = rf"block-({'|'.join(_BLOCK)})-({'|'.join(_TABLES.values())})"
     return bool(re.fullmatch(rf"({'|'.join(FIGURES)})-({ends})|{block}", name))

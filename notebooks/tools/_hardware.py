@@ -144,7 +144,7 @@ def everything(device: torch.device | str) -> list[Agreement]:
 
 
 def measure(session: Session) -> None:
-    """What the chapter on the emulator measures: the tables "agreement" and "sanitizer"."""
+    """Measure for the chapter on the emulator: the tables "agreement" and "sanitizer"."""
     kernels = _sanitizer.newest_first([*_sanitizer.CONTROLS, *_sanitizer.rungs()])
     with ThreadPoolExecutor(1) as other:  # nothing here is timed
         said = other.submit(_sanitizer.findings, kernels, seconds=400)

@@ -56,7 +56,7 @@ WIDE = 256
 
 @dataclass(frozen=True)
 class Finding:
-    """What one tool said of one kernel's launches.
+    """Findings of one tool on one kernel's launches.
 
     calls: how many of `calls` returned, all of them. errors: of the tool's summary; for racecheck,
     pairs of racing accesses. elsewhere: those of them that are not at the first line of a kernel
@@ -254,7 +254,7 @@ def kernels_with_tasks(impl: str) -> list[triton.JITFunction]:
 
 
 def _place(kernel: triton.JITFunction, line: int) -> str:
-    """How the tools name a line of the kernel's file."""
+    """Name a line of the kernel's file as the tools do."""
     return f"{Path(kernel.fn.__code__.co_filename).name}:{line}"
 
 
@@ -277,7 +277,7 @@ def findings(impls: Iterable[str], *, seconds: float = math.inf) -> list[Finding
 
 
 def _finding(impl: str, tool: str, deadline: float) -> Finding:
-    """What a tool says of the calls of one rung or control, or why it says nothing."""
+    """Run a tool on the calls of one rung or control: what it says, or why it says nothing."""
     left = deadline - time.monotonic()
     try:
         if left <= 0:
@@ -295,8 +295,8 @@ def _command(impl: str, tool: str) -> list[str]:
 
 
 def _output(command: list[str], seconds: float) -> str:
-    """What a command prints. Raises TimeoutError if it takes longer; it is ended then, and so is
-    every process that it started."""
+    """Run a command and return what it prints. Raises TimeoutError if it takes longer; it is ended
+    then, and so is every process that it started."""
     with tempfile.TemporaryFile("w+", errors="replace") as printed:
         program = subprocess.Popen(
             command, stdout=printed, stderr=subprocess.STDOUT, start_new_session=True

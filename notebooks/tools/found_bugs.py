@@ -39,7 +39,7 @@ SCHEDULES = ("modelled", *range(25))
 
 
 def outcome(call, schedule, **options):
-    """What a launch under a schedule leads to: a finding, a wrong result, or "right"."""
+    """Outcome of a launch under a schedule: a finding, a wrong result, or "right"."""
     try:
         with tritonemu.enabled(schedule=schedule, **options):
             call()

@@ -1,4 +1,4 @@
-"""What a call costs the host, measured in a process of its own.
+"""Host time of a call, measured in a process of its own.
 
     python -m notebooks.training._host --device cuda:0 gdpa-cross-full-512
 

@@ -201,7 +201,7 @@ def attend(layer, *qkv: torch.Tensor) -> torch.Tensor:
 
 
 def plain(layer, rows: torch.Tensor, summary: torch.Tensor) -> torch.Tensor:
-    """What the layer computes, from PyTorch's parts."""
+    """The layer's output, from PyTorch's parts."""
     outputs = []
     for tokens, vector in zip(rows.split(LENGTHS), summary, strict=True):
         if isinstance(layer, GDPASelfAttention):

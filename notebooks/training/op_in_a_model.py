@@ -111,7 +111,7 @@ def eager() -> torch.Tensor:
 
 
 def refusal(call: Callable[[], object]) -> str:
-    """What a call raises, as a line."""
+    """Error that a call raises, as a line."""
     try:
         call()
     except (TypeError, ValueError, NotImplementedError, RuntimeError) as error:

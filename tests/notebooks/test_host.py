@@ -1,4 +1,4 @@
-"""What measures the host's time of calls: every call is new, and the parts make the whole."""
+"""Measurements of the host's time of calls: every call is new, and the parts make the whole."""
 
 from dataclasses import replace
 

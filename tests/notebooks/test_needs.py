@@ -1,4 +1,4 @@
-"""What the page on reproducing says of a reader's GPU."""
+"""Requirements that the page on reproducing states of a reader's GPU."""
 
 import re
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""What tools find of the mistakes in `seeded`: `python -m notebooks.tools.kernels.compare [FILE]`.
+"""Compare what tools find in `seeded`: `python -m notebooks.tools.kernels.compare [FILE]`.
 
 A process for each mistake and tool, ended after MOST_S on a GPU, else after MOST_CPU_S; those that
 need a GPU only where there is one. Writes what was found into `seeded.json` (or FILE), beside what
@@ -96,7 +96,7 @@ def judge(name: str, status: int | None, text: str) -> str:
 
 
 def ask(name: str, fault: str, left: float) -> Said:
-    """What one tool says of one mistake."""
+    """Verdict of one tool on one mistake."""
     tool, begin = TOOLS[name], time.monotonic()
     if left < 2:
         return Said("not run", 0.0)
