@@ -100,10 +100,3 @@ def test_a_rate_rises_less_than_the_cycles_in_use():
     assert 0.65 < whole < 0.8 and each.empty
     many = pd.concat([rows, rows.assign(busy=rows["busy"] * 1.1)])
     assert len(_energy.elasticity(many, ["workload"])[1]) == 3
-
-
-def test_every_row_has_a_mark():
-    rows = at_the_wall()
-    axis = _energy.clocks({"ours": rows, "peers": rows[:1]}, WALL, 1500).axes[0]
-    assert [len(line.get_xdata()) for line in axis.lines] == [12, 1, 60]
-    assert axis.lines[-1].get_ydata()[-1] == pytest.approx(WALL.clock(0.8, 1500))

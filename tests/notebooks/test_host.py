@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import pytest
 import torch
 
 from gdpa_kernels import gdpa
@@ -42,8 +41,3 @@ def test_the_parts_of_a_backward_are_its_time():
     inputs = make_inputs(SMALL, device=torch.device("cpu"))
     parts = _host.parts(lambda q, **_: q.exp(), inputs, 20)
     assert set(parts) == set(_host.PARTS) and {len(times) for times in parts.values()} == {18}
-
-
-def test_a_launcher_that_is_not_known_is_refused():
-    with pytest.raises(KeyError):
-        _host.measure(["gdpa-cross-full-512"], "cpu", "none")
