@@ -31,19 +31,6 @@ ALLOWED = {
     "emulator/tritonemu": 192,
     "emulator/tritonemu/gluon": 34,
     "emulator/tritonemu/machine": 7,
-    "notebooks/_lib": 136,
-    "notebooks/backward": 16,
-    "notebooks/blackwell": 24,
-    "notebooks/block": 16,
-    "notebooks": 13,
-    "notebooks/forward": 30,
-    "notebooks/measuring": 16,
-    "notebooks/operator": 5,
-    "notebooks/serving": 11,
-    "notebooks/tools": 7,
-    "notebooks/tools/kernels": 8,
-    "notebooks/training": 23,
-    "examples": 44,
 }
 """Of each room, by its folder: stores of these names that are left."""
 

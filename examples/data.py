@@ -42,7 +42,7 @@ DEALS = ("order", "balanced", "snake", "sorted")
 
 @dataclass(frozen=True)
 class World:
-    """What the clicks depend on."""
+    """Parameters that the clicks depend on."""
 
     items: int = 20_000
     topics: int = 16
@@ -73,8 +73,10 @@ class Traffic:
         most = self.max_seqlen if whole or isinstance(law, Full | Uniform) else 10**6
         lengths = np.array(law.sample(batch if whole else 8 * batch, most, rng), dtype=np.int64)
         if not whole:
-            own = rng.choice(lengths, batch, p=lengths / lengths.sum())
-            lengths = np.minimum((rng.random(batch) * own).astype(np.int64), self.max_seqlen)
+            lengths_drawn = rng.choice(lengths, batch, p=lengths / lengths.sum())
+            lengths = np.minimum(
+                (rng.random(batch) * lengths_drawn).astype(np.int64), self.max_seqlen
+            )
         lengths[rng.permutation(batch)[: int(self.cold * batch)]] = 0
         return lengths
 
@@ -104,14 +106,14 @@ def deal(lengths: np.ndarray, ranks: int, how: str, linear: float = 4096.0) -> n
         groups = groups[np.argsort(-work[groups].sum(1), kind="stable")].reshape(-1, ranks, size)
         groups[1::2] = groups[1::2, ::-1].copy()
         return groups.swapaxes(0, 1).reshape(ranks, each)
-    own: list[list[int]] = [[] for _ in range(ranks)]
+    rows_of: list[list[int]] = [[] for _ in range(ranks)]
     loads = [(0.0, rank) for rank in range(ranks)]
     for row in longest:
         load, rank = heapq.heappop(loads)
-        own[rank].append(row)
-        if len(own[rank]) < each:
+        rows_of[rank].append(row)
+        if len(rows_of[rank]) < each:
             heapq.heappush(loads, (load + work[row], rank))
-    return np.sort(np.array(own), axis=1)
+    return np.sort(np.array(rows_of), axis=1)
 
 
 @dataclass(frozen=True)
@@ -156,11 +158,11 @@ AGES = 32
 
 
 class Places(NamedTuple):
-    """Of each event of jagged histories `[total_tokens]`: its row, how many events of that row are
-    before it, and floor(log2(events after it + 1))."""
+    """Position of each event of jagged histories `[total_tokens]`: its row, how many events of that
+    row come before it, and floor(log2(events after it + 1))."""
 
     row: torch.Tensor
-    place: torch.Tensor
+    position: torch.Tensor
     age: torch.Tensor
 
 
@@ -172,9 +174,9 @@ def places(
     offsets, total = Lengths(ends, max_seqlen, device=device), int(ends[-1])
     sizes = torch.from_numpy(lengths).to(device, non_blocking=True)
     row = torch.arange(len(lengths), device=device).repeat_interleave(sizes, output_size=total)
-    place = torch.arange(total, device=device) - offsets.cu_seqlens[row].long()
-    age = torch.frexp((sizes[row] - place).double()).exponent.long() - 1
-    return offsets, Places(row, place, age)
+    position = torch.arange(total, device=device) - offsets.cu_seqlens[row].long()
+    age = torch.frexp((sizes[row] - position).double()).exponent.long() - 1
+    return offsets, Places(row, position, age)
 
 
 def make_batch(
@@ -189,25 +191,27 @@ def make_batch(
 
     max_seqlen: as `Lengths`; None for the longest.
     """
-    offsets, (own, place, ages) = places(lengths, device, max_seqlen)
+    offsets, (sequence, position, ages) = places(lengths, device, max_seqlen)
     row = torch.from_numpy(rows).to(device, non_blocking=True)
     row = _hash(_hash(torch.full_like(row, world.seed), step), row)
-    event = _hash(row[own], place + 1)
+    event = _hash(row[sequence], position + 1)
 
     # A user cares for three topics: 60, 25 and 15 % of the events; 10 % of what is shown is others.
     first = _below(row, -1, world.topics)
     u = _unit(event, 1)
-    topics = (first[own] + (u > 0.6) + 2 * (u > 0.85)) % world.topics
+    topics = (first[sequence] + (u > 0.6) + 2 * (u > 0.85)) % world.topics
     u = _unit(row, -2)
     topic = (first + (u > 0.5) + 2 * (u > 0.75)) % world.topics
     topic = torch.where(u > 0.9, _below(row, -3, world.topics), topic)
     items, shown = _item(world, topics, _unit(event, 2)), _item(world, topic, _unit(row, -4))
     likes = (_unit(event, 3) < 0.5).long()
 
-    behind = (topics == topics.roll(1)) & (place > 0)
-    weight = (2 * likes - 1) * (topics == topic[own]) * (1 + behind.long()) * 2.0 ** (-ages / 2)
+    behind = (topics == topics.roll(1)) & (position > 0)
+    weight = (
+        (2 * likes - 1) * (topics == topic[sequence]) * (1 + behind.long()) * 2.0 ** (-ages / 2)
+    )
     interest = torch.zeros(len(rows), dtype=torch.float64, device=device)
-    interest = interest.index_add_(0, own, weight.double())
+    interest = interest.index_add_(0, sequence, weight.double())
     quality = (_unit(_hash(torch.full_like(shown, world.seed), shown), -5) - 0.5) * 12**0.5
     logit = world.bias + quality + world.strength * interest
     label = (_unit(row, -6) < logit.sigmoid()).float()

@@ -12,7 +12,7 @@ from tqdm import tqdm
 COLUMNS = (
     "step", "loss", "rows_per_s", "lr", "ne", "auc", "hr", "ndcg", "bayes_ne", "bayes_auc",
 )  # fmt: skip
-"""Of the CSV file: a line has what was found after a step, of training or of held-out rows."""
+"""Columns of the CSV file: a line holds the metrics after a step, on training or held-out rows."""
 
 
 def check(parser: argparse.ArgumentParser, o: argparse.Namespace) -> None:
@@ -26,7 +26,7 @@ def check(parser: argparse.ArgumentParser, o: argparse.Namespace) -> None:
 
 
 class Logs:
-    """Of the run's steps from `first` on; those of other ranks than 0 do nothing.
+    """Log of the run's steps from `first` on; ranks other than 0 log nothing.
 
     The bar counts rows, on a terminal only. A run that resumes adds to the CSV file, so a step
     after the checkpoint may be in it twice: the later line counts.

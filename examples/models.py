@@ -96,8 +96,8 @@ class Norm(nn.RMSNorm):
 
     def forward(self, stream, branch=None):
         if self.fused:
-            given = (stream, None) if branch is None else (branch, stream)
-            return add_rms_norm(*given, self.weight, eps=self.eps)
+            inputs = (stream, None) if branch is None else (branch, stream)
+            return add_rms_norm(*inputs, self.weight, eps=self.eps)
         stream = stream if branch is None else stream + branch
         return super().forward(stream), stream
 

@@ -1,4 +1,4 @@
-"""What train.py and step.py are told on the command line, and what they make of it."""
+"""Command-line options of train.py and step.py, and what follows from them."""
 
 from __future__ import annotations
 
@@ -41,45 +41,53 @@ class Parser(argparse.ArgumentParser):
 
 def parser(description: str) -> Parser:
     """The options of a model and its data."""
-    found = Parser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    found.add_argument("--model", choices=MODELS, default="kunlun")
-    found.add_argument(
+    options = Parser(
+        description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    options.add_argument("--model", choices=MODELS, default="kunlun")
+    options.add_argument(
         "--mixer", choices=MIXERS, default="gdpa", help="KunlunLite's self-attention"
     )
-    found.add_argument("--size", choices=SIZES, default="base", help="width, heads, keys, seeds")
-    found.add_argument(
+    options.add_argument("--size", choices=SIZES, default="base", help="width, heads, keys, seeds")
+    options.add_argument(
         "--norms", choices=NORMS, default="eager",
         help="KunlunLite's: PyTorch's, or fused with residual adds, and of q and k in place",
     )  # fmt: skip
-    found.add_argument(
+    options.add_argument(
         "--stream", choices=STREAMS, default="fp32", help="dtype of the residual stream"
     )
-    found.add_argument(
+    options.add_argument(
         "--embedding", choices=EMBEDDINGS, default="matmul",
         help="rows of small tables: summed by a matmul, or looked up",
     )  # fmt: skip
-    found.add_argument("--layers", type=positive, default=2)
-    found.add_argument("--law", choices=LAWS, default="half", help="lengths of histories")
-    found.add_argument("--rows", choices=ROWS, default="users", help="a row is a user or an event")
-    found.add_argument("--cold", type=share, default=0.0, help="share of rows without history")
-    found.add_argument("--max-seqlen", type=positive, default=1024)
-    found.add_argument("--batch", type=positive, default=1152, help="rows of a step, of all ranks")
-    found.add_argument("--items", type=positive, default=20_000)
-    found.add_argument("--topics", type=positive, default=16)
-    found.add_argument("--seed", type=int, default=7)
-    found.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
-    found.add_argument(
+    options.add_argument("--layers", type=positive, default=2)
+    options.add_argument("--law", choices=LAWS, default="half", help="lengths of histories")
+    options.add_argument(
+        "--rows", choices=ROWS, default="users", help="a row is a user or an event"
+    )
+    options.add_argument("--cold", type=share, default=0.0, help="share of rows without history")
+    options.add_argument("--max-seqlen", type=positive, default=1024)
+    options.add_argument(
+        "--batch", type=positive, default=1152, help="rows of a step, of all ranks"
+    )
+    options.add_argument("--items", type=positive, default=20_000)
+    options.add_argument("--topics", type=positive, default=16)
+    options.add_argument("--seed", type=int, default=7)
+    options.add_argument(
+        "--device", choices=("cpu", "cuda"), help="default: cuda where there is one"
+    )
+    options.add_argument(
         "--threads", type=positive,
         help="of PyTorch on the CPU; default: OMP_NUM_THREADS, else 1 with --size tiny, whose "
         "operators are so small that more threads only wait, else PyTorch's, one per core",
     )  # fmt: skip
-    found.add_argument("--recompute", action="store_true", help="activation checkpointing")
-    found.add_argument(
+    options.add_argument("--recompute", action="store_true", help="activation checkpointing")
+    options.add_argument(
         "--compile", nargs="?", const="inductor", metavar="BACKEND", help="torch.compile"
     )
-    found.add_argument("--peak-tflops", type=float, help="of one device, for MFU")
-    found.add_argument("--out", metavar="FILE", help="write results as JSON")
-    return found
+    options.add_argument("--peak-tflops", type=float, help="of one device, for MFU")
+    options.add_argument("--out", metavar="FILE", help="write results as JSON")
+    return options
 
 
 def positive(text: str) -> int:
@@ -178,13 +186,13 @@ def flops_of(c: Config) -> Callable[[np.ndarray], float]:
     world = World(items=4, topics=4)
     model = build(replace(c, attention="gdpa", recompute=False, embedding="lookups"), world)
     probes = np.array([0, 1, 2 * BLOCK])
-    found = []
+    flops = []
     for n in probes:
         batch = make_batch(world, np.array([n]), np.array([0]), 0)
         with FlopCounterMode(display=False) as counter:
             F.binary_cross_entropy_with_logits(model(batch), batch.label).backward()
-        found.append(counter.get_total_flops())
-    parts = np.linalg.solve(np.stack([np.ones(3), probes, pairs(c, probes)], 1), found)
+        flops.append(counter.get_total_flops())
+    parts = np.linalg.solve(np.stack([np.ones(3), probes, pairs(c, probes)], 1), flops)
     return lambda lengths: float(parts @ [len(lengths), lengths.sum(), pairs(c, lengths).sum()])
 
 

@@ -1,4 +1,4 @@
-"""How evenly ranks share the work of a step, and what their communication adds.
+"""Measure how evenly ranks share the work of a step, and what their communication adds.
 
 python examples/ranks.py --batch 576
 torchrun --nproc-per-node 2 examples/ranks.py --engine ddp --batch 1152 --deals order balanced
@@ -37,7 +37,7 @@ from data import DEALS
 from gdpa_kernels import gdpa, parallel
 
 
-def arguments(given: list[str] | None) -> argparse.Namespace:
+def arguments(argv: list[str] | None) -> argparse.Namespace:
     p = options.parser("Time the ranks of a training step.")
     p.add_argument("--attention", choices=ATTENTIONS, default="gdpa")
     p.add_argument("--engine", choices=("single", "ddp", "fsdp2"), default="single")
@@ -46,7 +46,7 @@ def arguments(given: list[str] | None) -> argparse.Namespace:
     p.add_argument("--repeats", type=options.positive, default=20, help="timed steps")
     p.add_argument("--warmup", type=options.positive, default=4, help="steps before them")
     p.add_argument("--timeout", type=options.positive, default=300, help="seconds for a lost rank")
-    o = p.parse_args(given)
+    o = p.parse_args(argv)
     if not o.context:
         check_ranks(p, o)
     elif "RANK" not in os.environ:
@@ -96,11 +96,13 @@ def measure(o: argparse.Namespace, how: str, rank: int, ranks: int, device: torc
         "samples_s": {"step": together[:, o.warmup :].tolist()},
     }  # fmt: skip
     if isinstance(net, DistributedDataParallel):
-        own = gathered(times(net, optimizer, batches, device, True), ranks, device)[:, o.warmup :]
-        row["samples_s"]["own"] = own.tolist()
-        row["own_s"] = own.median(1).values.tolist()
-        row["slowest_s"] = own.amax(0).median().item()
-        row["skew"] = (own.amax(0) / own.mean(0)).median().item()
+        seconds = gathered(times(net, optimizer, batches, device, True), ranks, device)[
+            :, o.warmup :
+        ]
+        row["samples_s"]["own"] = seconds.tolist()
+        row["own_s"] = seconds.median(1).values.tolist()
+        row["slowest_s"] = seconds.amax(0).median().item()
+        row["skew"] = (seconds.amax(0) / seconds.mean(0)).median().item()
     return row
 
 
@@ -110,8 +112,8 @@ def computed(call, q, k, v, grad) -> tuple[list[torch.Tensor], list[int], int]:
     with parallel.counted_bytes() as received, FlopCounterMode(display=False) as flops:
         out = call(q, k, v)
         forward = received.total()
-        found = [out, *torch.autograd.grad(out, (q, k, v), grad)]
-    return found, [forward, received.total() - forward], flops.get_total_flops()
+        results = [out, *torch.autograd.grad(out, (q, k, v), grad)]
+    return results, [forward, received.total() - forward], flops.get_total_flops()
 
 
 def context(o: argparse.Namespace, rank: int, ranks: int, device: torch.device) -> list[dict]:
@@ -121,21 +123,21 @@ def context(o: argparse.Namespace, rank: int, ranks: int, device: torch.device) 
     shape = ends[-1], heads, options.SIZES[o.size]["dim"] // heads
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float64
     make = torch.Generator(device).manual_seed(o.seed)
-    given = torch.randn(4, *shape, generator=make, device=device, dtype=dtype)
+    tensors = torch.randn(4, *shape, generator=make, device=device, dtype=dtype)
     offsets = torch.tensor(ends, dtype=torch.int32, device=device)
     one = partial(gdpa, cu_seqlens_q=offsets, cu_seqlens_k=offsets, causal=True)
-    wanted, _, _ = computed(one, *given)
+    wanted, _, _ = computed(one, *tensors)
     rows = []
     for layout, stationary in product(parallel.LAYOUTS, parallel.STATIONARY):
         if stationary == "sequences" and heads % ranks:
             continue
-        own = partial(parallel.shard, cu_seqlens=ends, rank=rank, ranks=ranks, layout=layout)
+        shard = partial(parallel.shard, cu_seqlens=ends, rank=rank, ranks=ranks, layout=layout)
         cut = {"cu_seqlens": ends, "layout": layout, "stationary": stationary, "causal": True}
         call = partial(parallel.context_parallel_gdpa, **cut)
-        found, received, flops = computed(call, *map(own, given))
-        pairs = zip(found, wanted, strict=True)
-        errors = [((a - own(b)).norm() / b.norm()).item() for a, b in pairs]
-        each = torch.tensor([*errors, flops, len(found[0])], dtype=torch.float64)
+        results, received, flops = computed(call, *map(shard, tensors))
+        pairs = zip(results, wanted, strict=True)
+        errors = [((a - shard(b)).norm() / b.norm()).item() for a, b in pairs]
+        each = torch.tensor([*errors, flops, len(results[0])], dtype=torch.float64)
         each = gathered(each, ranks, device)
         most = int(each[:, 5].max())
         predicted = parallel.predicted_bytes(stationary, most, ranks, heads, *shape[1:], dtype)
@@ -158,13 +160,13 @@ def said(row: dict) -> str:
         )
     text = f"{row['deal']}: step {1e3 * row['step_s']:.2f} ms"
     if row["own_s"]:
-        own = ", ".join(f"{1e3 * s:.2f}" for s in row["own_s"])
-        text += f"; own rows {own} ms, slowest over mean {row['skew']:.3f}"
+        milliseconds = ", ".join(f"{1e3 * s:.2f}" for s in row["own_s"])
+        text += f"; own rows {milliseconds} ms, slowest over mean {row['skew']:.3f}"
     return text
 
 
-def main(given: list[str] | None = None) -> list[dict]:
-    o = arguments(given)
+def main(argv: list[str] | None = None) -> list[dict]:
+    o = arguments(argv)
     rank, ranks, device = join(o)
     if o.context:
         rows = context(o, rank, ranks, device)
@@ -174,8 +176,8 @@ def main(given: list[str] | None = None) -> list[dict]:
         print(*map(said, rows), sep="\n", flush=True)
         if o.out:
             name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-            found = {"device": name, "options": vars(o), "rows": rows}
-            Path(o.out).write_text(json.dumps(found, indent=1))
+            report = {"device": name, "options": vars(o), "rows": rows}
+            Path(o.out).write_text(json.dumps(report, indent=1))
     if dist.is_initialized():
         dist.destroy_process_group()
     return rows

@@ -36,7 +36,7 @@ def read(path: str) -> pd.DataFrame:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", pd.errors.ParserWarning)  # a loss of data
-            found = pd.read_csv(
+            table = pd.read_csv(
                 path, dtype=dict.fromkeys(COLUMNS[:2], str), index_col=False, low_memory=False,
                 keep_default_na=False, na_values=[""],
             )  # fmt: skip
@@ -46,28 +46,28 @@ def read(path: str) -> pd.DataFrame:
         ) from error
     except ValueError as error:  # of pandas: no columns, other encodings, rows that are too long
         raise ValueError(f"must be a CSV file, got {path}: {error}") from error
-    if found.empty:
+    if table.empty:
         raise ValueError(f"must have ratings, got none in {path}")
-    missing = [name for name in COLUMNS if name not in found]
+    missing = [name for name in COLUMNS if name not in table]
     if missing:
-        raise ValueError(f"must have the columns {', '.join(COLUMNS)}, got {', '.join(found)}")
+        raise ValueError(f"must have the columns {', '.join(COLUMNS)}, got {', '.join(table)}")
     low, high = STARS
-    numbers = {name: pd.to_numeric(found[name], errors="coerce") for name in COLUMNS[2:]}
+    numbers = {name: pd.to_numeric(table[name], errors="coerce") for name in COLUMNS[2:]}
     rating, time = numbers["rating"], numbers["timestamp"]
     rules = {
-        "userId": ("given", found["userId"].notna()),
-        "movieId": ("given", found["movieId"].notna()),
+        "userId": ("given", table["userId"].notna()),
+        "movieId": ("given", table["movieId"].notna()),
         "rating": (f"a number from {low} to {high}", rating.between(low, high)),
         "timestamp": ("whole seconds since 1970", (time >= 0) & (time % 1 == 0)),
     }
     for name, (wanted, right) in rules.items():
         if not right.all():
             line = int(np.argmin(right))
-            got = found[name].iloc[line]
+            got = table[name].iloc[line]
             raise ValueError(f"{name} must be {wanted}, got {got} in row {line + 1}")
-    names = {name: _names(found[name]) for name in COLUMNS[:2]}
-    found = found[list(COLUMNS)].assign(**numbers, **names)
-    return found.sort_values(["userId", "timestamp"], kind="stable", ignore_index=True)
+    names = {name: _names(table[name]) for name in COLUMNS[:2]}
+    table = table[list(COLUMNS)].assign(**numbers, **names)
+    return table.sort_values(["userId", "timestamp"], kind="stable", ignore_index=True)
 
 
 def _names(column: pd.Series) -> pd.Series:
@@ -81,13 +81,13 @@ class Ratings:
     """The rows of a file, step by step; steps from HELD_OUT on have those that are held out."""
 
     def __init__(self, path: str, max_seqlen: int, like: float, negatives: float, seed: int):
-        found = read(path)
-        user, item = (pd.factorize(found[name], sort=True)[0] for name in COLUMNS[:2])
+        table = read(path)
+        user, item = (pd.factorize(table[name], sort=True)[0] for name in COLUMNS[:2])
         self.max_seqlen, self.negatives, self.seed = max_seqlen, negatives, seed
         self.before = np.arange(len(user)) - np.searchsorted(user, user)
-        self.item, self.liked = item.astype(np.int64), (found["rating"] >= like).to_numpy(np.int64)
+        self.item, self.liked = item.astype(np.int64), (table["rating"] >= like).to_numpy(np.int64)
         self.world = World(items=int(item.max()) + 1, topics=1, seed=seed)
-        time = found["timestamp"].to_numpy()
+        time = table["timestamp"].to_numpy()
         held_out = time > np.quantile(time, TRAINED) if len(time) else np.zeros(0, bool)
         self.events = {
             "trained on": np.flatnonzero(~held_out),
@@ -116,9 +116,11 @@ class Ratings:
     def make_batch(self, lengths, rows, step, device="cpu", max_seqlen=None) -> Batch:
         """The rows `rows` of a step, whose global batch has `lengths`."""
         event, shown, label = (x[rows] for x in self._draw(step, len(lengths)))
-        own = lengths[rows]
-        offsets, (_, _, ages) = places(own, device, max_seqlen)
-        history = np.arange(own.sum()) + np.repeat(event - own.cumsum(), own)
+        history_lengths = lengths[rows]
+        offsets, (_, _, ages) = places(history_lengths, device, max_seqlen)
+        history = np.arange(history_lengths.sum()) + np.repeat(
+            event - history_lengths.cumsum(), history_lengths
+        )
         items, likes, shown, label = (
             torch.from_numpy(x).to(device, non_blocking=True)
             for x in (self.item[history], self.liked[history], shown, label)

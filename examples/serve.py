@@ -96,52 +96,55 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--qps", type=float, default=10.0, help="requests a second")
     parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
     parser.add_argument("--out", type=Path)
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
 
-    torch.manual_seed(given.seed)
-    device, dtype = given.device, torch.float32 if given.device.type == "cpu" else torch.bfloat16
-    longest = given.history + given.requests * given.events
-    model = Stack(given.layers, given.dim, given.heads, longest).to(device, dtype)
+    torch.manual_seed(options.seed)
+    device, dtype = (
+        options.device,
+        torch.float32 if options.device.type == "cpu" else torch.bfloat16,
+    )
+    longest = options.history + options.requests * options.events
+    model = Stack(options.layers, options.dim, options.heads, longest).to(device, dtype)
     cache = PagedCache(
-        Model(given.layers), given.pages, given.page_size, given.heads, given.dim // given.heads,
-        dtype=dtype, device=device,
+        Model(options.layers), options.pages, options.page_size, options.heads,
+        options.dim // options.heads, dtype=dtype, device=device,
     )  # fmt: skip
     server = Server(model, cache)
-    lengths = torch.randint(given.history // 2, given.history + 1, (given.users,)).tolist()
-    draw = torch.Generator().manual_seed(given.seed)
+    lengths = torch.randint(options.history // 2, options.history + 1, (options.users,)).tolist()
+    draw = torch.Generator().manual_seed(options.seed)
     histories = [torch.randint(ITEMS, (longest,), generator=draw).to(device) for _ in lengths]
 
     def serve(users: list[int]) -> tuple[int, int]:
         """Serve a request; the events that it found and needed."""
-        kept = [cache.length(user) for user in users]
+        cached = [cache.length(user) for user in users]
         for user in users:
-            lengths[user] = min(lengths[user] + given.events, longest)
-        new = [histories[u][k : lengths[u]] for u, k in zip(users, kept, strict=True)]
-        server.read(users, new, kept)
-        shown = torch.randint(ITEMS, (given.batch, given.candidates), generator=draw).to(device)
+            lengths[user] = min(lengths[user] + options.events, longest)
+        new = [histories[u][k : lengths[u]] for u, k in zip(users, cached, strict=True)]
+        server.read(users, new, cached)
+        shown = torch.randint(ITEMS, (options.batch, options.candidates), generator=draw).to(device)
         server.scores(users, shown).cpu()  # waits for the device
-        return sum(kept), sum(lengths[user] - given.events for user in users)
+        return sum(cached), sum(lengths[user] - options.events for user in users)
 
-    picks = [torch.randperm(given.users, generator=draw)[: given.batch].tolist()
-             for _ in range(given.requests + 2)]  # fmt: skip
+    picks = [torch.randperm(options.users, generator=draw)[: options.batch].tolist()
+             for _ in range(options.requests + 2)]  # fmt: skip
     for users in picks[:2]:  # compiled and chosen here
         serve(users)
     latencies, hits, begin = [], [], time.perf_counter()
     for i, users in enumerate(picks[2:]):
-        arrives = begin + i / given.qps
+        arrives = begin + i / options.qps
         time.sleep(max(arrives - time.perf_counter(), 0))
         hits.append(serve(users))
         latencies.append((time.perf_counter() - arrives) * 1e3)
-    served = given.requests / (time.perf_counter() - begin)
-    found, needed = (sum(x) for x in zip(*hits, strict=True))
+    served = options.requests / (time.perf_counter() - begin)
+    hits_total, needed = (sum(x) for x in zip(*hits, strict=True))
     p50, p99 = torch.tensor(latencies).quantile(torch.tensor([0.5, 0.99])).tolist()
-    told = {
-        "p50_ms": p50, "p99_ms": p99, "most_ms": max(latencies), "asked_qps": given.qps,
-        "served_qps": served, "hit_ratio": found / needed, "device": str(device),
+    report = {
+        "p50_ms": p50, "p99_ms": p99, "most_ms": max(latencies), "asked_qps": options.qps,
+        "served_qps": served, "hit_ratio": hits_total / needed, "device": str(device),
     }  # fmt: skip
-    print(json.dumps(told, indent=1))
-    if given.out:
-        given.out.write_text(json.dumps(told | {"latencies_ms": latencies}))
+    print(json.dumps(report, indent=1))
+    if options.out:
+        options.out.write_text(json.dumps(report | {"latencies_ms": latencies}))
 
 
 if __name__ == "__main__":

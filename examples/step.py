@@ -74,19 +74,19 @@ def step(model, optimizer, batch: Batch, mark=lambda: None) -> None:
 
 def attend(c: Config):
     """Self-attention of a model: (q, k, v, lengths) to its output, without projections."""
-    given = {"scale": (c.dim // c.heads) ** -0.5}
+    options_of = {"scale": (c.dim // c.heads) ** -0.5}
     attention = ATTENTIONS[c.attention]
     if c.model == "hstu":
-        given |= {"activation": "silu", "output_scale": 1 / c.max_seqlen, "causal": True}
+        options_of |= {"activation": "silu", "output_scale": 1 / c.max_seqlen, "causal": True}
     elif c.mixer == "block" and c.attention in OURS:
         ours = OURS[c.attention]["block_attention"]
         return lambda q, k, v, n: block_attention(q, k, v, n, block_size=BLOCK, **ours)
     elif c.mixer == "block":
-        return lambda q, k, v, n: attention(q, k, v, *[blocks(n, BLOCK)] * 2, **given)
+        return lambda q, k, v, n: attention(q, k, v, *[blocks(n, BLOCK)] * 2, **options_of)
     else:
-        given |= {"activation": "gelu_tanh", "output_scale": c.max_seqlen**-0.5}
-        given["window"] = WINDOW if c.mixer == "window" else None
-    return lambda q, k, v, n: attention(q, k, v, n, n, **given)
+        options_of |= {"activation": "gelu_tanh", "output_scale": c.max_seqlen**-0.5}
+        options_of["window"] = WINDOW if c.mixer == "window" else None
+    return lambda q, k, v, n: attention(q, k, v, n, n, **options_of)
 
 
 def alone(c: Config, batch: Batch, repeats: int, warmup: int) -> list[float]:
@@ -95,14 +95,14 @@ def alone(c: Config, batch: Batch, repeats: int, warmup: int) -> list[float]:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     shape = batch.lengths.total, c.heads, c.dim // c.heads
     q, k, v, grad = (torch.randn(shape, device=device, dtype=dtype) for _ in range(4))
-    inputs, function, found = [x.requires_grad_() for x in (q, k, v)], attend(c), []
+    inputs, function, clocks = [x.requires_grad_() for x in (q, k, v)], attend(c), []
     for _ in range(warmup + repeats):
         clock = Clock(device)
         clock.mark()
         torch.autograd.grad(function(*inputs, batch.lengths), inputs, grad)
         clock.mark()
-        found.append(clock)
-    return [clock.seconds()[0] for clock in found[warmup:]]
+        clocks.append(clock)
+    return [clock.seconds()[0] for clock in clocks[warmup:]]
 
 
 def kinds(run, batches: list[Batch]) -> dict[str, float]:
@@ -111,14 +111,14 @@ def kinds(run, batches: list[Batch]) -> dict[str, float]:
     with profile(activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * cuda) as profiler:
         for batch in batches:
             run(batch)
-    found: Counter[str] = Counter()
+    seconds: Counter[str] = Counter()
     for event in profiler.events():
         # Operators only: a kernel's time is that of the operator that launched it.
         if event.device_type == torch.autograd.DeviceType.CPU:
             time_us = event.self_device_time_total if cuda else event.self_cpu_time_total
             names = (kind for kind, parts in KINDS.items() if any(p in event.name for p in parts))
-            found[next(names, "other")] += time_us / 1e6 / len(batches)
-    return dict(found)
+            seconds[next(names, "other")] += time_us / 1e6 / len(batches)
+    return dict(seconds)
 
 
 def measure(o, attention: str, device: torch.device) -> dict:
@@ -166,12 +166,12 @@ def measure(o, attention: str, device: torch.device) -> dict:
     return row
 
 
-def main(given: list[str] | None = None) -> list[dict]:
+def main(argv: list[str] | None = None) -> list[dict]:
     p = options.parser("Time a training step part by part.")
     p.add_argument("--attentions", nargs="+", choices=ATTENTIONS, default=["gdpa"], metavar="NAME")
     p.add_argument("--repeats", type=options.positive, default=10, help="timed steps")
     p.add_argument("--warmup", type=options.positive, default=3, help="steps before them")
-    o = p.parse_args(given)
+    o = p.parse_args(argv)
     options.use_threads(o)
     device, rows = options.device_of(o), []
     for attention in o.attentions:
@@ -188,8 +188,8 @@ def main(given: list[str] | None = None) -> list[dict]:
         print("   by kind:", ", ".join(f"{k} {1e3 * v:.2f} ms" for k, v in shares), flush=True)
     if o.out:
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-        found = {"device": name, "torch": torch.__version__, "options": vars(o), "rows": rows}
-        Path(o.out).write_text(json.dumps(found, indent=1))
+        report = {"device": name, "torch": torch.__version__, "options": vars(o), "rows": rows}
+        Path(o.out).write_text(json.dumps(report, indent=1))
     return rows
 
 

@@ -57,10 +57,10 @@ class Ranker(nn.Module):
         self.head = nn.Sequential(nn.RMSNorm(DIM), nn.Linear(DIM, 1))
 
     def forward(self, features: torchrec.KeyedJaggedTensor) -> torch.Tensor:
-        found = self.tables(features)
-        events = [found[name].values() for name in ("item", "topic", "like", "age")]
-        lengths = Lengths(found["item"].offsets(), MAX_SEQLEN)
-        x, lengths = jagged.append((sum(events), lengths), found["shown"].values()[:, None])
+        embeddings = self.tables(features)
+        events = [embeddings[name].values() for name in ("item", "topic", "like", "age")]
+        lengths = Lengths(embeddings["item"].offsets(), MAX_SEQLEN)
+        x, lengths = jagged.append((sum(events), lengths), embeddings["shown"].values()[:, None])
         for layer in self.layers:
             x = x + layer((x, lengths))[0]
         return self.head(x[lengths.cu_seqlens[1:].long() - 1])[:, 0]
@@ -98,8 +98,8 @@ def train(steps: int, rows: int, dtype: torch.dtype = torch.int64, log=print) ->
     losses = []
     for step in range(steps):
         lengths = traffic.sample(step, rows)
-        own = deal(lengths, ranks, "balanced")[rank]
-        batch = make_batch(world, lengths[own], np.asarray(own), step)
+        rows_of_rank = deal(lengths, ranks, "balanced")[rank]
+        batch = make_batch(world, lengths[rows_of_rank], np.asarray(rows_of_rank), step)
         optimizer.zero_grad()
         loss = F.binary_cross_entropy_with_logits(model(keyed(batch, dtype)), batch.label)
         loss.backward()
@@ -112,12 +112,12 @@ def train(steps: int, rows: int, dtype: torch.dtype = torch.int64, log=print) ->
     return losses
 
 
-def main(given: list[str] | None = None) -> list[float]:
+def main(argv: list[str] | None = None) -> list[float]:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--batch", type=int, default=64, help="rows of a step, of all ranks")
     parser.add_argument("--offsets", choices=("int32", "int64"), default="int64")
-    o = parser.parse_args(given)
+    o = parser.parse_args(argv)
     torch.set_num_threads(1)  # of small tensors more threads only wait
     alone = {} if "RANK" in os.environ else {"rank": 0, "world_size": 1, "store": dist.HashStore()}
     dist.init_process_group("gloo", **alone)

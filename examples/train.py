@@ -49,47 +49,47 @@ FREE = frozenset((
 with a checkpoint."""
 
 
-def arguments(given: list[str] | None) -> argparse.Namespace:
-    found = options.parser("Train a model of click-through rate on generated clicks.")
-    found.add_argument("--attention", choices=ATTENTIONS, default="gdpa")
-    found.add_argument("--engine", choices=("single", "ddp", "fsdp2"), default="single")
-    found.add_argument("--deal", choices=DEALS, default="balanced", help="rows to ranks")
-    found.add_argument("--steps", type=options.positive, default=200)
-    found.add_argument("--lr", type=float, default=2e-3, help="highest; OneCycleLR")
-    found.add_argument("--log-every", type=options.positive, default=10, help="steps")
-    found.add_argument("--eval-batches", type=options.positive, default=4)
-    found.add_argument(
+def arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = options.parser("Train a model of click-through rate on generated clicks.")
+    parser.add_argument("--attention", choices=ATTENTIONS, default="gdpa")
+    parser.add_argument("--engine", choices=("single", "ddp", "fsdp2"), default="single")
+    parser.add_argument("--deal", choices=DEALS, default="balanced", help="rows to ranks")
+    parser.add_argument("--steps", type=options.positive, default=200)
+    parser.add_argument("--lr", type=float, default=2e-3, help="highest; OneCycleLR")
+    parser.add_argument("--log-every", type=options.positive, default=10, help="steps")
+    parser.add_argument("--eval-batches", type=options.positive, default=4)
+    parser.add_argument(
         "--eval-every", type=options.positive, help="steps; default: at the end alone"
     )
-    found.add_argument(
+    parser.add_argument(
         "--candidates", type=options.positive,
         help="other items that a clicked one is ranked among, for HR@k and NDCG@k: a forward each",
     )  # fmt: skip
-    found.add_argument("--k", type=options.positive, default=10, help="of HR@k and NDCG@k")
-    found.add_argument("--ratings", metavar="FILE", help="CSV as of MovieLens: ratings.py")
-    found.add_argument("--like", type=float, default=4.0, help="least rating of a click")
-    found.add_argument(
+    parser.add_argument("--k", type=options.positive, default=10, help="of HR@k and NDCG@k")
+    parser.add_argument("--ratings", metavar="FILE", help="CSV as of MovieLens: ratings.py")
+    parser.add_argument("--like", type=float, default=4.0, help="least rating of a click")
+    parser.add_argument(
         "--negatives", type=options.share, default=0.5,
         help="share of the rows of --ratings that show any item, which is not clicked",
     )  # fmt: skip
-    found.add_argument("--log-csv", type=Path, metavar="FILE", help="numbers of the log")
-    found.add_argument("--tensorboard", metavar="FOLDER", help="the same for TensorBoard")
-    found.add_argument("--checkpoint", type=Path, help="folder of checkpoints")
-    found.add_argument("--save-every", type=options.positive, default=100, help="steps")
-    found.add_argument(
+    parser.add_argument("--log-csv", type=Path, metavar="FILE", help="numbers of the log")
+    parser.add_argument("--tensorboard", metavar="FOLDER", help="the same for TensorBoard")
+    parser.add_argument("--checkpoint", type=Path, help="folder of checkpoints")
+    parser.add_argument("--save-every", type=options.positive, default=100, help="steps")
+    parser.add_argument(
         "--resume",
         action="store_true",
         help="from the newest in --checkpoint; with its options, but for --steps",
     )
-    found.add_argument(
+    parser.add_argument(
         "--timeout", type=options.positive, default=300, help="seconds for a lost rank"
     )
-    o = found.parse_args(given)
-    check_ranks(found, o)
-    check_ratings(found, o)
+    o = parser.parse_args(argv)
+    check_ranks(parser, o)
+    check_ratings(parser, o)
     o.content = content_of(o)
-    o.start = check_checkpoint(found, o)
-    logs.check(found, o)
+    o.start = check_checkpoint(parser, o)
+    logs.check(parser, o)
     return o
 
 
@@ -248,28 +248,28 @@ def evaluate(model, loader: Loader) -> dict[str, float]:
             ]
             ranked.append(gathered(torch.stack(others, 1)))
     logit, label, *truth = torch.cat(scored).unbind(1)
-    found = {}
+    scores = {}
     for name, each in (("", logit), ("bayes_", *truth))[: 1 + len(truth)]:
         loss = bayes_loss(each) if name else F.binary_cross_entropy_with_logits(each, label)
-        found[f"{name}ne"] = normalized_entropy(loss.item(), label)
-        found[f"{name}auc"] = auc(each, label)
+        scores[f"{name}ne"] = normalized_entropy(loss.item(), label)
+        scores[f"{name}auc"] = auc(each, label)
     if o.candidates:
         clicked = label == 1
-        found["hr"], found["ndcg"] = hit_rate_and_ndcg(
+        scores["hr"], scores["ndcg"] = hit_rate_and_ndcg(
             logit[clicked], torch.cat(ranked)[clicked], o.k
         )
-    return found
+    return scores
 
 
-def told(step: int, o: argparse.Namespace, found: dict[str, float]) -> str:
+def told(step: int, o: argparse.Namespace, scores: dict[str, float]) -> str:
     """A line of what `evaluate` found."""
 
     def part(name: str, key: str) -> str:
-        bayes = f" (Bayes {found['bayes_' + key]:.4f})" if f"bayes_{key}" in found else ""
-        return f"{name} {found[key]:.4f}{bayes}"
+        bayes = f" (Bayes {scores['bayes_' + key]:.4f})" if f"bayes_{key}" in scores else ""
+        return f"{name} {scores[key]:.4f}{bayes}"
 
     names = {"NE": "ne", "AUC": "auc", f"HR@{o.k}": "hr", f"NDCG@{o.k}": "ndcg"}
-    parts = [part(name, key) for name, key in names.items() if key in found]
+    parts = [part(name, key) for name, key in names.items() if key in scores]
     return f"step {step}, held out: {', '.join(parts)}"
 
 
@@ -365,11 +365,11 @@ def join(o: argparse.Namespace) -> tuple[int, int, torch.device]:
     return rank, ranks, device
 
 
-def main(given: list[str] | None = None) -> dict:
-    o = arguments(given)
+def main(argv: list[str] | None = None) -> dict:
+    o = arguments(argv)
     rank, ranks, device = join(o)
     try:
-        found = train(o, rank, ranks, device)
+        results = train(o, rank, ranks, device)
     except RuntimeError as error:
         if o.engine == "single":
             raise
@@ -379,8 +379,8 @@ def main(given: list[str] | None = None) -> dict:
     if dist.is_initialized():
         dist.destroy_process_group()
     if o.out and rank == 0:
-        Path(o.out).write_text(json.dumps({"options": vars(o), **found}, default=str, indent=1))
-    return found
+        Path(o.out).write_text(json.dumps({"options": vars(o), **results}, default=str, indent=1))
+    return results
 
 
 if __name__ == "__main__":

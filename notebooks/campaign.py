@@ -36,27 +36,27 @@ FIRST = (
 def wanted(gpu: str, data_dir: Path, names: list[str]) -> Iterator[str]:
     """The chapters to measure on such a GPU, first what matters most."""
     slugs = [execute.slug(path) for path in execute.select("measure", names)]
-    place = {name: i for i, name in enumerate(FIRST)}
-    for name in sorted(slugs, key=lambda slug: place.get(slug, len(FIRST))):
+    rank = {name: i for i, name in enumerate(FIRST)}
+    for name in sorted(slugs, key=lambda slug: rank.get(slug, len(FIRST))):
         if os.environ.get(ONLY_VARIABLE) or not is_done(name, gpu, data_dir):
             yield name
 
 
 def is_done(slug: str, gpu: str, data_dir: Path) -> bool:
-    """Whether a chapter's run is of today's code and lacks nothing that was planned."""
+    """Say whether a chapter's run is of today's code and lacks nothing that was planned."""
     try:
-        found = results.run_of(data_dir, notebook=f"notebooks/{slug}.py", gpu=gpu)
+        run = results.run_of(data_dir, notebook=f"notebooks/{slug}.py", gpu=gpu)
     except LookupError:
         return False
-    cut = [row for row in found.whole.rows if row.is_left_out]
-    left = {(row.workload, row.direction, row.scope) for row in cut} - {*found.pieces}
-    return not left and all(map(is_todays, found.records))
+    cut = [row for row in run.whole.rows if row.is_left_out]
+    left = {(row.workload, row.direction, row.scope) for row in cut} - {*run.pieces}
+    return not left and all(map(is_todays, run.records))
 
 
-def is_todays(made: record.Record) -> bool:
-    """Whether the kernels that ran are those of today."""
-    ours = [name for name in made.package.sources if name.startswith("gdpa_kernels/")]
-    return made.package.ran(ours, record.ROOT)
+def is_todays(run: record.Record) -> bool:
+    """Say whether the kernels that ran are those of today."""
+    ours = [name for name in run.package.sources if name.startswith("gdpa_kernels/")]
+    return run.package.ran(ours, record.ROOT)
 
 
 def start(slug: str, device: int, data_dir: Path, logs: Path) -> subprocess.Popen:
@@ -77,11 +77,11 @@ def gather(device: int, data_dir: Path, logs: Path) -> None:
     copy = logs / f"data-{device}"
     for partial in sorted(copy.rglob(f"{manifest.PARTIAL}/*.json")):
         print(f"cut off: {record.keep(partial).name}", flush=True)
-    for made in sorted({*copy.rglob("records/*.json"), *copy.rglob("systems/*.json")}):
-        target = data_dir / made.relative_to(copy)
+    for file in sorted({*copy.rglob("records/*.json"), *copy.rglob("systems/*.json")}):
+        target = data_dir / file.relative_to(copy)
         if not target.exists():
             target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(made, target)
+            shutil.copy(file, target)
             (target.parent.parent / manifest.NAME).touch()
             manifest.add(target)
 

@@ -61,9 +61,9 @@ def draw(title: str, shown: dict[str, float], date: str) -> Figure:
     axes.margins(x=0.01)
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
-    told = f"TFLOP/s back to back, forward, 1,024 tokens, {GPU}, {date}. "
-    told += f"{next(iter(shown))} computes softmax: the same FLOPs."
-    figure.text(0.05, 0.045, told, size=14, color=MUTED)
+    caption = f"TFLOP/s back to back, forward, 1,024 tokens, {GPU}, {date}. "
+    caption += f"{next(iter(shown))} computes softmax: the same FLOPs."
+    figure.text(0.05, 0.045, caption, size=14, color=MUTED)
     return figure
 
 

@@ -1,5 +1,7 @@
 """Execute notebooks/<part>/<slug>.py with papermill, into book/executed/<part>/<slug>.ipynb.
 
+A file whose name begins with an underscore is no chapter: it is a module of the chapters beside it.
+
     python notebooks/execute.py --mode replay
     python notebooks/execute.py --mode measure --notebooks "forward/results block" --device cuda:0
 
@@ -95,7 +97,7 @@ def slug(path: Path) -> str:
 def chapters() -> list[Path]:
     """All notebooks, in the order of _toc.yml, which must name each of them."""
     named = re.findall(r"file: executed/(\S+)", CONTENTS.read_text(encoding="utf-8"))
-    there = {slug(path): path for path in sorted(SOURCES.glob("[!_]*/*.py"))}
+    there = {slug(path): path for path in sorted(SOURCES.glob("[!_]*/[!_]*.py"))}
     if not there or set(named) != set(there):
         raise NotebookError(
             f"_toc.yml must name every notebook: {', '.join(there) or 'none is there'}; "
@@ -130,37 +132,39 @@ def select(mode: str, names: list[str]) -> list[Path]:
 @functools.cache
 def shared_inputs() -> str:
     """A hash of what every chapter depends on: data, package, tools, pins and this interpreter."""
-    made = hashlib.sha256(sys.version.encode())
+    digest = hashlib.sha256(sys.version.encode())
     files = [Path(__file__), ROOT / "constraints.txt"]
     for folder in (*INPUTS, "notebooks/tools/kernels"):
         files += (file for file in (ROOT / folder).rglob("*") if file.is_file())
     for file in sorted(file for file in files if file.suffix != ".pyc"):
-        made.update(f"{file.relative_to(ROOT)}\0".encode() + file.read_bytes())
-    return made.hexdigest()
+        digest.update(f"{file.relative_to(ROOT)}\0".encode() + file.read_bytes())
+    return digest.hexdigest()
 
 
 def inputs(path: Path) -> str:
-    """A hash of what decides the output of a replay."""
-    made = hashlib.sha256(path.read_bytes() + shared_inputs().encode())
+    """A hash of what decides the output of a replay: a chapter, its part's modules, the rest."""
+    digest = hashlib.sha256(path.read_bytes() + shared_inputs().encode())
+    for module in sorted(path.parent.glob("_*.py")):
+        digest.update(module.read_bytes())
     if reads_chapters(path):
         target = EXECUTED / f"{slug(path)}.ipynb"
         for other in sorted(set(EXECUTED.glob("*/*.ipynb")) - {target}):
-            made.update(other.read_bytes())
-    return made.hexdigest()
+            digest.update(other.read_bytes())
+    return digest.hexdigest()
 
 
 def reads_chapters(path: Path) -> bool:
-    """Whether a notebook shows what the others have displayed."""
+    """Say whether a notebook shows what the others have displayed."""
     return read(path).metadata.get("reads") == "chapters"
 
 
 def is_current(path: Path) -> bool:
-    """Whether the page is what a replay of this source would give."""
+    """Say whether the page is what a replay of this source would give."""
     target = EXECUTED / f"{slug(path)}.ipynb"
     if not target.exists():
         return False
-    kept = json.loads(target.read_text(encoding="utf-8")).get("metadata", {})
-    return kept.get("provenance", {}).get("inputs") == inputs(path)
+    metadata = json.loads(target.read_text(encoding="utf-8")).get("metadata", {})
+    return metadata.get("provenance", {}).get("inputs") == inputs(path)
 
 
 def part_captions(notebook: nbformat.NotebookNode) -> None:
@@ -182,7 +186,7 @@ def part_captions(notebook: nbformat.NotebookNode) -> None:
 
 
 def join_streams(outputs: list[nbformat.NotebookNode]) -> list[nbformat.NotebookNode]:
-    """What is printed in a row as one output: how much of it arrives at a time differs."""
+    """Join what is printed in a row into one output: how much of it arrives at a time differs."""
     joined: list[nbformat.NotebookNode] = []
     for output in outputs:
         last = joined[-1] if joined else {}

@@ -1,4 +1,4 @@
-"""How long the reading path is: words, code before results and predictions of each built page.
+"""Print how long the reading path is: words, code before results, predictions of each built page.
 
     python notebooks/lengths.py
 
@@ -35,8 +35,8 @@ PRINTED = {"stream", "text_plain", "text_html"}
 
 
 class Length(NamedTuple):
-    """Of a page: words shown and collapsed, lines of code shown above the first figure (None: it
-    has no figure), predictions shown."""
+    """Length of a page: words shown and collapsed, lines of code shown above the first figure
+    (None: it has no figure), predictions shown."""
 
     name: str
     words: int
@@ -67,7 +67,7 @@ def _is_printed(tag: Tag) -> bool:
 
 
 def length(name: str, page: Path) -> Length:
-    """Of the built `page`. ValueError if it has no article."""
+    """Measure the built `page`. ValueError if it has no article."""
     article = BeautifulSoup(page.read_text(encoding="utf-8"), "lxml").select_one("article")
     if article is None:
         raise ValueError(f"{page} must have an article, got none")
@@ -90,10 +90,10 @@ def reading_path() -> list[str]:
     return [toc["root"], *(chapter["file"] for part in read for chapter in part["chapters"])]
 
 
-def problems(found: list[Length]) -> list[str]:
-    """What is longer than it may be, or comes too late."""
+def problems(pages: list[Length]) -> list[str]:
+    """List what is longer than it may be, or comes too late."""
     over = []
-    for x in found:
+    for x in pages:
         if x.words > PAGE:
             over.append(f"{x.name}: {x.words:,} words, at most {PAGE:,}")
         if x.predictions > PREDICTIONS:
@@ -104,21 +104,21 @@ def problems(found: list[Length]) -> list[str]:
             over.append(
                 f"{x.name}: {x.above} lines of code above the first figure, none is allowed"
             )
-    total = sum(x.words for x in found)
+    total = sum(x.words for x in pages)
     return over + ([f"the book: {total:,} words, at most {BOOK:,}"] if total > BOOK else [])
 
 
 def main() -> int:
-    found = [length(name, BUILT / f"{name}.html") for name in reading_path()]
+    pages = [length(name, BUILT / f"{name}.html") for name in reading_path()]
     print(f"{'':44} {'words':>6} {'collapsed':>9} {'code above':>10} {'predictions':>11}")
-    for x in found:
+    for x in pages:
         above = "no figure" if x.above is None else x.above
         print(f"{x.name:44} {x.words:6,} {x.collapsed:9,} {above:>10} {x.predictions:11}")
-    shown, collapsed = sum(x.words for x in found), sum(x.collapsed for x in found)
+    shown, collapsed = sum(x.words for x in pages), sum(x.collapsed for x in pages)
     print(f"{'the reading path':44} {shown:6,} {collapsed:9,}")
     for part, why in APPENDICES.items():
         print(f"not of it: {part}, since {why}")
-    over = problems(found)
+    over = problems(pages)
     print("\n".join(over) or "within all limits")
     return 1 if over else 0
 

@@ -40,19 +40,19 @@ def article(name: str, names: list[str], site: str) -> Tag:
     `site`: the address that links to other files lead to.
     """
     soup = BeautifulSoup((BUILT / f"{name}.html").read_text(encoding="utf-8"), "lxml")
-    found = soup.select_one("article")
-    for part in found.select(LEFT_OUT):
+    body = soup.select_one("article")
+    for part in body.select(LEFT_OUT):
         part.decompose()
     here = prefix(name)
-    for tag in found.find_all(id=True):
+    for tag in body.find_all(id=True):
         tag["id"] = here + tag["id"]
-    for tag in found.find_all(True):
+    for tag in body.find_all(True):
         for attribute, value in tag.attrs.items():
             if isinstance(value, str) and "url(#" in value:
                 tag[attribute] = value.replace("url(#", f"url(#{here}")
-    for tag in found.find_all("style"):
+    for tag in body.find_all("style"):
         tag.string = tag.get_text().replace("url(#", f"url(#{here}")
-    for tag in found.find_all(href=True):
+    for tag in body.find_all(href=True):
         file, fragment = urldefrag(tag["href"])
         page = posixpath.normpath(posixpath.join(posixpath.dirname(name), file)) if file else name
         if "://" in file or file.startswith("mailto:"):
@@ -63,12 +63,12 @@ def article(name: str, names: list[str], site: str) -> Tag:
             tag["href"] = urljoin(f"{site}/", page) + (f"#{fragment}" if fragment else "")
         else:
             tag["href"] = f"#{here}{fragment}"
-    for tag in found.find_all(src=True):
+    for tag in body.find_all(src=True):
         if not tag["src"].startswith("data:"):
             path = posixpath.join(posixpath.dirname(name), tag["src"])
             tag["src"] = posixpath.relpath(path, "_static")
-    found["id"] = here
-    return found
+    body["id"] = here
+    return body
 
 
 def head() -> str:
@@ -80,10 +80,10 @@ def head() -> str:
         if scripts:
             sheets = soup.select("link[rel=stylesheet]")
             for tag in (*sheets, *scripts):
-                place = "href" if tag.name == "link" else "src"
-                if tag.get(place):
-                    path = posixpath.join(posixpath.dirname(name), tag[place])
-                    tag[place] = posixpath.relpath(path, "_static")
+                attribute = "href" if tag.name == "link" else "src"
+                if tag.get(attribute):
+                    path = posixpath.join(posixpath.dirname(name), tag[attribute])
+                    tag[attribute] = posixpath.relpath(path, "_static")
             return "".join(map(str, (*sheets, *scripts)))
     raise LookupError("a page must have a formula, got none")
 

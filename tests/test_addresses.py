@@ -22,6 +22,7 @@ SOURCES = [
     for room in ("gdpa_kernels", "lab", "notebooks/_lib", "examples")
     for path in (ROOT / room).rglob("*.py")
 ]
+SOURCES += (ROOT / "notebooks").glob("[!_]*/_*.py")
 
 
 class Products(ast.NodeVisitor):

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 HEADER = """# ---
 # jupyter:
-#   kernelspec: {name: python3, display_name: Python 3}
+#   kernelspec: {display_name: Python 3, language: python, name: python3}
 # measures: true
 # ---
 
@@ -191,6 +191,17 @@ def test_a_chapter_is_replayed_again_only_if_something_changed(runner, monkeypat
     (runner.EXECUTED / "part" / "a.ipynb").unlink()
     assert "part/a" in run(runner, monkeypatch, capfd)[1]
     assert "part/a" in run(runner, monkeypatch, capfd, "--notebooks", "part/a")[1]  # named
+
+
+def test_a_module_beside_chapters_is_none_and_counts_as_their_source(runner, monkeypatch, capfd):
+    write(runner, "a.py", HEADER)
+    module = runner.SOURCES / "part" / "_shared.py"
+    module.write_text("VALUE = 1\n")
+    assert [path.name for path in runner.chapters()] == ["a.py"]
+    assert run(runner, monkeypatch, capfd)[0] == 0
+    assert run(runner, monkeypatch, capfd)[1] == "1 of 1 chapters are as they were\n"
+    module.write_text("VALUE = 2\n")
+    assert run(runner, monkeypatch, capfd)[1].startswith("0 of 1 chapters")
 
 
 def test_a_failed_notebook_leaves_no_page(runner, monkeypatch, capfd):

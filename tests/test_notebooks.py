@@ -5,16 +5,20 @@ import json
 import re
 from pathlib import Path
 
+import jupytext
 import pytest
+from papermill.utils import nb_kernel_name, nb_language
 
 from gdpa_lab.measuring import record
 
-PAGES = sorted((record.ROOT / "notebooks").glob("[!_]*/*.py"))
+PAGES = sorted((record.ROOT / "notebooks").glob("[!_]*/[!_]*.py"))
 PAGES += sorted((record.ROOT / "book").glob("*.md"))
 LAUNCHING = [page for page in PAGES if page.suffix == ".py"]
-STUDIES = sorted((record.ROOT / "notebooks" / "_lib").glob("*.py"))
-STUDIES.remove(record.ROOT / "notebooks" / "_lib" / "host.py")  # runs in a process of its own
-TEXTS = [*PAGES, *sorted((record.ROOT / "notebooks" / "notes").glob("*.md"))]
+BESIDE = sorted((record.ROOT / "notebooks").glob("[!_]*/_*.py"))
+"""Modules of the chapters of one part."""
+STUDIES = [*BESIDE, *sorted((record.ROOT / "notebooks" / "_lib").glob("*.py"))]
+STUDIES.remove(record.ROOT / "notebooks" / "training" / "_host.py")  # runs in a process of its own
+TEXTS = [*PAGES, *BESIDE, *sorted((record.ROOT / "notebooks" / "notes").glob("*.md"))]
 for house in record.HOUSES:
     TEXTS += sorted((record.ROOT / house).rglob("*.py"))
 TEXTS += [record.ROOT / name for name in ("README.md", "data/README.md", "data/claims.yml")]
@@ -25,6 +29,13 @@ TYPED_NUMBER = re.compile(r"\b(?:chapter|notebook)s?[\s`]+\d+|\{doc\}`\d+\b|\b\d
 
 def test_there_are_chapters():
     assert len(PAGES) >= 12
+
+
+@pytest.mark.parametrize("page", LAUNCHING, ids=str)
+def test_papermill_runs_what_jupytext_makes_of_a_chapter(page):
+    """Without `execute.py`: the header must name the kernel and its language."""
+    notebook = jupytext.read(page, fmt="py:percent")
+    assert (nb_kernel_name(notebook), nb_language(notebook)) == ("python3", "python")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=str)

@@ -13,7 +13,7 @@ import gdpa_lab
 HOUSES = [Path(house.__file__).parent for house in (gdpa_kernels, gdpa_lab, _lib)]
 FLOORS = (
     "calling", "device", "norms", ("gdpa", "block_attention"), ("layers", "parallel"), "serving",
-    "measuring", "report", "_lib",
+    "measuring", "report", "_lib", "notebooks",
 )  # fmt: skip
 """From below; a room imports from its own floor and from those under it."""
 
@@ -24,6 +24,9 @@ def module_of(path: Path, house: Path) -> str:
 
 
 FILES = {module_of(path, house): path for house in HOUSES for path in sorted(house.rglob("*.py"))}
+NOTEBOOKS = Path(_lib.__file__).parents[1]
+FILES |= {module_of(x, NOTEBOOKS): x for x in sorted(NOTEBOOKS.glob("[!_]*/**/*.py"))}
+"""Chapters, and beside them the modules of a part, whose names begin with an underscore."""
 
 
 def imported(name: str, *, at_import: bool) -> set[str]:
@@ -62,7 +65,7 @@ def test_no_module_imports_itself_by_way_of_others():
 
 def floor_of(name: str) -> int | None:
     house, *rooms_in = name.split(".")
-    room = house if house == "_lib" else next(iter(rooms_in), "")
+    room = house if house in ("_lib", "notebooks") else next(iter(rooms_in), "")
     for number, rooms in enumerate(FLOORS):
         if room == rooms or room in rooms and not isinstance(rooms, str):
             return number
@@ -74,6 +77,20 @@ def test_no_room_imports_from_a_floor_above(name):
     own = floor_of(name)
     above = sorted(x for x in imported(name, at_import=False) if (floor_of(x) or 0) > own)
     assert not above, f"{name} must import nothing from above, got {', '.join(above)}"
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if name.startswith("notebooks.")])
+def test_a_module_beside_chapters_is_imported_by_its_part_alone(name):
+    modules = {x for x in imported(name, at_import=False) if "._" in x}
+    assert {x.rpartition(".")[0] for x in modules} <= {name.rpartition(".")[0]}
+
+
+def test_a_module_of_the_library_of_chapters_serves_several_parts():
+    """A module that one part uses stands beside the chapters of that part."""
+    graph = {name: imported(name, at_import=False) for name in FILES}
+    for name in (x for x in FILES if x.startswith("_lib.")):
+        parts = {user.rpartition(".")[0] for user, used in graph.items() if name in used}
+        assert len(parts) > 1 or parts == {"_lib"}, f"{name} is of {', '.join(parts) or 'nobody'}"
 
 
 def private_names(tree: ast.Module) -> list[str]:
@@ -101,7 +118,7 @@ OTHERS = ("argparse._SubParsersAction",)  # the type of what add_subparsers() re
 ALONE = {"gdpa_lab.measuring.machine_code"}
 
 
-@pytest.mark.parametrize("name", [x for x in FILES if x[0] != "_" and x not in ALONE])
+@pytest.mark.parametrize("name", [x for x in FILES if x.startswith("gdpa_") and x not in ALONE])
 def test_private_names_of_pytorch_and_triton_stand_in_one_file_of_a_house(name):
     found = private_names(ast.parse(FILES[name].read_text(encoding="utf-8")))
     if name in ("gdpa_kernels.calling.private", "gdpa_lab.measuring.private"):

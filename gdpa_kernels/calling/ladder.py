@@ -252,17 +252,6 @@ BLACKWELL_BLOCK_RUNGS: tuple[Rung, ...] = (
     ),
 )
 
-STUDIES = {
-    "eliminations": _of_blocks(
-        "eliminations",
-        "what v1_one_tile leaves out",
-        "Each piece of the general kernel, put back.",
-        "v1_one_tile",
-        Requires(capability=(8, 0)),
-    )
-}
-"""Measured like a rung of block attention, but on no ladder."""
-
 _PASS = dataclasses.replace(_TMA, head_dim_max=128, head_dim_max_of={10: 64, 12: 64})
 
 BACKWARD_RUNGS: tuple[Rung, ...] = (

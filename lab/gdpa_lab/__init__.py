@@ -1,1 +1,1 @@
-"""What measures the operators of `gdpa_kernels` and tells of it: workloads, records, charts."""
+"""Measurements of the operators of `gdpa_kernels`: workloads, records, charts, tables."""

@@ -1,1 +1,2 @@
-"""What chapters use beside the lab: studies, drawings, tables, counts of compiled code."""
+"""Modules that several parts of the book use: studies, drawings, tables, counts of compiled
+code."""

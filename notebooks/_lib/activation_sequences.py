@@ -184,7 +184,7 @@ def gelu_tanh_half(x, PAIR: tl.constexpr):
 
 @triton.jit
 def mixed(x, NAME: tl.constexpr, EVERY: tl.constexpr):
-    """Of EVERY (2 or 4) neighbouring elements the last by polynomial, the others by tanh.
+    """Compute the last of EVERY (2 or 4) neighbouring elements by polynomial, the others by tanh.
 
     Which is which is known when the kernel is compiled: neighbours are registers of one thread, so
     that taking the tile apart and putting it together moves nothing.
@@ -387,8 +387,8 @@ class Repeated:
         for _ in range(min(self.rounds * UNROLL, 64)):
             y = function(x)
             x = y * FEEDBACK.value + start
-        found = ((self.y.double() - y) / start).abs().max().item()
-        return found if math.isfinite(found) else math.inf
+        error = ((self.y.double() - y) / start).abs().max().item()
+        return error if math.isfinite(error) else math.inf
 
     def cycles(self) -> tuple[list[int], int]:
         """Cycles that the last launch took in each program, and how many SMs ran one."""
@@ -458,4 +458,4 @@ def count(code: list[str], loops: list[range]) -> Cost:
             f"the loop must hold a multiple of {UNROLL * ELEMENTS} evaluations, got {evaluations}"
         )
     mnemonics = Counter(re.match(r"\w+", line)[0] for line in body)
-    return Cost({name: found / evaluations for name, found in mnemonics.items()})
+    return Cost({name: total / evaluations for name, total in mnemonics.items()})

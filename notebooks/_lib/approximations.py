@@ -1,4 +1,4 @@
-"""What a formula for GELU is worth: where it leaves GELU, and its error over normal scores."""
+"""Accuracy of formulas for GELU: where one leaves GELU, and its error over normal scores."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ def fitted(x: torch.Tensor) -> torch.Tensor:
     """x/2 and three even powers with the least L2 error against GELU for standard normal x."""
     weight = DENSITY.sqrt()[:, None]
     target = (gelu(NODES) - 0.5 * NODES)[:, None]
-    found = torch.linalg.lstsq(weight * _powers(NODES), weight * target).solution[:, 0]
-    return 0.5 * x + _powers(x) @ found
+    coefficients = torch.linalg.lstsq(weight * _powers(NODES), weight * target).solution[:, 0]
+    return 0.5 * x + _powers(x) @ coefficients
 
 
 def documented(x: torch.Tensor) -> torch.Tensor:
-    """What PTX allows `gelu_tanh` by one tanh.approx: 2**-11 of tanh(u), times x / 2."""
+    """Error that PTX allows `gelu_tanh` by one tanh.approx: 2**-11 of tanh(u), times x / 2."""
     return 2.0**-12 * (x * torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))).abs()
 
 
@@ -88,16 +88,16 @@ def reach(formula: Formula, sign: int = 1) -> float:
 def by_std(formulas: dict[str, Formula]) -> pd.DataFrame:
     """`normal_l2` of each formula by standard deviation, and the yardstick."""
     deviations = torch.logspace(*ENDS, 200).tolist()
-    found = {name: [normal_l2(f, std) for std in deviations] for name, f in formulas.items()}
-    return pd.DataFrame(found, index=deviations).assign(**{"half a bf16 unit": HALF_ULP})
+    errors = {name: [normal_l2(f, std) for std in deviations] for name, f in formulas.items()}
+    return pd.DataFrame(errors, index=deviations).assign(**{"half a bf16 unit": HALF_ULP})
 
 
 def by_score(formulas: dict[str, Formula]) -> pd.DataFrame:
     """The larger of the errors of each formula at x and -x, by |x|, and the yardstick at +x."""
     x = torch.logspace(*ENDS, 400, dtype=torch.float64)
     sides = torch.stack([x, -x])
-    found = {name: (f(sides) - gelu(sides)).abs().amax(0) for name, f in formulas.items()}
-    return pd.DataFrame(found | {"half a bf16 unit": HALF_ULP * gelu(x)}, index=x.tolist())
+    errors = {name: (f(sides) - gelu(sides)).abs().amax(0) for name, f in formulas.items()}
+    return pd.DataFrame(errors | {"half a bf16 unit": HALF_ULP * gelu(x)}, index=x.tolist())
 
 
 def _powers(x: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,5 @@
-"""What kernels of block attention move: counted by the names of tensors, and drawn; and grids of
-cells, which show what a program owns or sees.
+"""Bytes that kernels of block attention move, counted by the names of tensors and drawn; and grids
+of cells, which show what a program owns or sees.
 
 A kernel is a pair of names, ("q k v", "out"): what it reads and what it writes. lse and D hold one
 fp32 number for each row and head; every other tensor is as large as q, or as k if it is k, v, dk or
@@ -38,7 +38,7 @@ def moved(kernels: Kernels, work: Workload) -> tuple[int, int]:
 
 
 def tensors(kernels: Kernels, work: Workload) -> float:
-    """What `kernels` move, in tensors of q's size."""
+    """Count what `kernels` move, in tensors of q's size."""
     return sum(moved(kernels, work)) / size_of("q", work)
 
 

@@ -1,5 +1,5 @@
-"""What chapters do with a rung of block attention: small batches, what the emulator counts and
-says of it, what the compiler makes of it. `studies` does the same for gdpa, and changes copies."""
+"""Studies of a rung of block attention: small batches, counts and findings of the emulator,
+compiled code. `studies` does the same for gdpa, and changes copies."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from gdpa_lab.measuring import compile_check
 from gdpa_lab.measuring.inputs import cu_seqlens
 
 RESULTS = ("out", "dq", "dk", "dv")
-"""What a pass forward and backward of block attention gives."""
+"""Results of a pass forward and backward of block attention."""
 
 
 def batch(
@@ -51,35 +51,35 @@ def batch(
     return Batch(q, k, v, ends, head_dim**-0.5, block_size, turns, rotate_v)
 
 
-def gradient(given: Batch) -> torch.Tensor:
+def gradient(inputs: Batch) -> torch.Tensor:
     """A seeded gradient of the output."""
     make = torch.Generator().manual_seed(2026)
-    return torch.randn(given.q.shape, generator=make).to(given.dtype)
+    return torch.randn(inputs.q.shape, generator=make).to(inputs.dtype)
 
 
 def run_pass(
     module: ModuleType,
-    given: Batch,
+    inputs: Batch,
     direction: str = "both",
     grad_out: torch.Tensor | None = None,
     **options: object,
 ) -> tuple[torch.Tensor, ...]:
-    """What a pass of a rung, or of `reference`, gives: out; dq, dk, dv; or all four.
+    """Run a pass of a rung, or of `reference`; its results: out; dq, dk, dv; or all four.
 
     Backward alone is for those that keep nothing of forward. `options`: config, schedule.
     """
-    grad_out = gradient(given) if grad_out is None else grad_out
+    grad_out = gradient(inputs) if grad_out is None else grad_out
     if direction == "backward":
-        return module.backward(grad_out, given, **options)
-    out, saved = module.forward(given, **options)
+        return module.backward(grad_out, inputs, **options)
+    out, saved = module.forward(inputs, **options)
     if direction == "forward":
         return (out,)
-    return out, *module.backward(grad_out, given, saved, **options)
+    return out, *module.backward(grad_out, inputs, saved, **options)
 
 
 def emulated(
     module: ModuleType,
-    given: Batch,
+    inputs: Batch,
     direction: str = "both",
     *,
     grad_out: torch.Tensor | None = None,
@@ -89,42 +89,42 @@ def emulated(
     """`run_pass` in the emulator, and the report of each launch, without that of the list of
     blocks. `how` goes to `tritonemu.enabled`: schedule, trace, ..."""
     with tritonemu.enabled(**how) as reports:
-        results = run_pass(module, given, direction, grad_out, config=config)
+        results = run_pass(module, inputs, direction, grad_out, config=config)
     return results, [report for report in reports if report.kernel != "block_list_kernel"]
 
 
-def traffic(module: ModuleType, given: Batch) -> pd.DataFrame:
-    """What each kernel of a pass forward and backward loads and stores, in tensors of q's size,
-    in the emulator: without caches."""
-    _, reports = emulated(module, given)
-    unit = given.q.nbytes
+def traffic(module: ModuleType, inputs: Batch) -> pd.DataFrame:
+    """Count what each kernel of a pass forward and backward loads and stores, in tensors of q's
+    size, in the emulator: without caches."""
+    _, reports = emulated(module, inputs)
+    unit = inputs.q.nbytes
     rows = [(x.kernel, x.bytes_loaded / unit, x.bytes_stored / unit) for x in reports]
-    made = pd.DataFrame(rows, columns=["kernel", "read", "written"])
-    return made.groupby("kernel", sort=False, as_index=False).sum()
+    table = pd.DataFrame(rows, columns=["kernel", "read", "written"])
+    return table.groupby("kernel", sort=False, as_index=False).sum()
 
 
 def comparison(
-    module: ModuleType, given: Batch, config: object = None, **how: object
+    module: ModuleType, inputs: Batch, config: object = None, **how: object
 ) -> pd.DataFrame:
     """Errors of out, dq, dk and dv in the emulator against fp64.
 
     Raises AssertionError if one of them fails `testing.compare`.
     """
-    found, _ = emulated(module, given, config=config, **how)
-    wide, grad_out = studies.in_fp64(given), gradient(given)
-    if given.rotary is not None:
-        wide = replace(wide, rotary=tuple(x.double() for x in given.rotary))
+    actual, _ = emulated(module, inputs, config=config, **how)
+    wide, grad_out = studies.in_fp64(inputs), gradient(inputs)
+    if inputs.rotary is not None:
+        wide = replace(wide, rotary=tuple(x.double() for x in inputs.rotary))
     exact = run_pass(reference, wide, grad_out=grad_out.double())
     same = (
-        reference.forward_in_dtype(given)[0],
-        *reference.backward_in_dtype(grad_out, given),
+        reference.forward_in_dtype(inputs)[0],
+        *reference.backward_in_dtype(grad_out, inputs),
     )
-    return studies.compared("tensor", RESULTS, found, exact, same)
+    return studies.compared("tensor", RESULTS, actual, exact, same)
 
 
 def timeline(
     module: ModuleType,
-    given: Batch,
+    inputs: Batch,
     direction: str = "forward",
     config: object = None,
     *,
@@ -134,7 +134,7 @@ def timeline(
 ) -> tritonemu.Timeline:
     """The timeline of one program of the last kernel of a pass; `lanes`: other names for roles.
     `how`: as for `emulated`."""
-    _, reports = emulated(module, given, direction, config=config, trace=True, **how)
+    _, reports = emulated(module, inputs, direction, config=config, trace=True, **how)
     whole, lanes = reports[-1].timeline, lanes or {}
     events = [replace(e, lane=lanes.get(e.lane, e.lane)) for e in whole.events if e.cta == program]
     arrows = [
@@ -147,47 +147,47 @@ def timeline(
 
 def blank(head_dim: int, *, heads: int = 4, rotary: torch.dtype | None = None) -> Batch:
     """One sequence of 67 tokens, to compile for and to get constants from."""
-    given = batch((67,), heads=heads, head_dim=head_dim, rotary=rotary)
-    return replace(given, rotate_v=rotary is not None)
+    inputs = batch((67,), heads=heads, head_dim=head_dim, rotary=rotary)
+    return replace(inputs, rotate_v=rotary is not None)
 
 
 def built(
     module: ModuleType,
     direction: str,
     config: object = None,
-    given: Batch | None = None,
+    inputs: Batch | None = None,
     capability: int = 90,
 ) -> dict[str, CompiledKernel]:
-    """The kernels of a pass by name, compiled for sm_<capability>a; given None: `blank(128)`."""
-    given = given or blank(128)
-    saved = (given.q, torch.zeros(given.q.shape[1], given.total))
+    """The kernels of a pass by name, compiled for sm_<capability>a; inputs None: `blank(128)`."""
+    inputs = inputs or blank(128)
+    saved = (inputs.q, torch.zeros(inputs.q.shape[1], inputs.total))
     schedule = (torch.zeros(3, 2, dtype=torch.int32),)
     with launches(run=False) as seen:
         if direction == "forward":
-            module.forward(given, config=config, schedule=schedule)
+            module.forward(inputs, config=config, schedule=schedule)
         else:
-            module.backward(given.q, given, saved, config=config, schedule=schedule)
+            module.backward(inputs.q, inputs, saved, config=config, schedule=schedule)
     return {
         launch.name: compile_check.build_launch(launch, capability=capability) for launch in seen
     }
 
 
 def compiled(cases: dict[str, tuple], mnemonics: Sequence[str] = ()) -> pd.DataFrame:
-    """What the compiler makes of each kernel of each case: registers, spills, shared memory, how
-    many programs fit on an SM, counts of `mnemonics`. `cases`: arguments of `built`."""
+    """Compile each kernel of each case: registers, spills, shared memory, how many programs fit on
+    an SM, counts of `mnemonics`. `cases`: arguments of `built`."""
     rows = []
     for label, arguments in cases.items():
         for name, kernel in built(*arguments).items():
-            made = compile_check.read(kernel)
-            row = {"case": label, "kernel": name, "registers": made.registers}
-            row |= {"spilled (B)": made.spill_bytes, "shared (KiB)": made.shared_bytes / 1024}
-            row["programs on an SM"] = programs_on_an_sm(made, kernel.metadata.num_warps)
-            rows.append(row | {mnemonic: made.instructions[mnemonic] for mnemonic in mnemonics})
+            facts = compile_check.read(kernel)
+            row = {"case": label, "kernel": name, "registers": facts.registers}
+            row |= {"spilled (B)": facts.spill_bytes, "shared (KiB)": facts.shared_bytes / 1024}
+            row["programs on an SM"] = programs_on_an_sm(facts, kernel.metadata.num_warps)
+            rows.append(row | {mnemonic: facts.instructions[mnemonic] for mnemonic in mnemonics})
     return pd.DataFrame(rows)
 
 
-def programs_on_an_sm(made: compile_check.Compiled, num_warps: int) -> int:
-    """How many programs of a kernel without roles fit on an SM of sm_90: 64 Ki registers, 228 KiB
-    of shared memory, 64 warps."""
-    registers = -(-made.registers * 32 // 256) * 256 * num_warps
-    return min(65536 // registers, 228 * 1024 // (made.shared_bytes + 1024), 64 // num_warps)
+def programs_on_an_sm(facts: compile_check.Compiled, num_warps: int) -> int:
+    """Number of programs of a kernel without roles that fit on an SM of sm_90: 64 Ki registers,
+    228 KiB of shared memory, 64 warps."""
+    registers = -(-facts.registers * 32 // 256) * 256 * num_warps
+    return min(65536 // registers, 228 * 1024 // (facts.shared_bytes + 1024), 64 // num_warps)

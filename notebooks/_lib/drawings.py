@@ -133,7 +133,7 @@ def tiles(panels: Mapping[str, Tiles], count: int = 5) -> Figure:
     """
     sides = ("left", "right", "above", "below")
     placed = [[side for _, side, _ in panel.strips] for panel in panels.values()]
-    most = {side: 0.75 * max(found.count(side) for found in placed) for side in sides}
+    most = {side: 0.75 * max(used_sides.count(side) for used_sides in placed) for side in sides}
     with canvas(1, len(panels), width=4.1 * len(panels), height=4.1, squeeze=False) as (
         chart,
         axes,
@@ -148,12 +148,12 @@ def tiles(panels: Mapping[str, Tiles], count: int = 5) -> Figure:
                 used[side] += 0.75
                 out = -used[side] if side in ("left", "above") else count + used[side] - 0.55
                 down = side in ("left", "right")
-                for place in range(count):
-                    mine = place == panel.tile[0 if down else 1]
-                    at, size = ((out, place), (0.55, 1)) if down else ((place, out), (1, 0.55))
-                    _square(axis, *at, summed * mine, size, framed=mine)
-                at = (out + 0.27, -0.2) if down else (-0.2, out + 0.27)
-                axis.text(*at, name, ha="center" if down else "right", va="bottom" if down
+                for index in range(count):
+                    in_hand = index == panel.tile[0 if down else 1]
+                    corner, size = ((out, index), (0.55, 1)) if down else ((index, out), (1, 0.55))
+                    _square(axis, *corner, summed * in_hand, size, framed=in_hand)
+                corner = (out + 0.27, -0.2) if down else (-0.2, out + 0.27)
+                axis.text(*corner, name, ha="center" if down else "right", va="bottom" if down
                           else "center")  # fmt: skip
             axis.set_xlim(-most["left"] - 0.7, count + most["right"] + 0.2)
             axis.set_ylim(count + most["below"] + 0.2, -most["above"] - 0.7)
@@ -182,16 +182,16 @@ def strips(rows: Mapping[str, Sequence[str]], *, xlabel: str, highlight: Sequenc
     """
     shades = coloured(highlight)
     with canvas(width=8.2, height=0.9 + 0.55 * len(rows)) as (chart, axis):
-        for place, steps in enumerate(rows.values()):
+        for row, steps in enumerate(rows.values()):
             labels = [""] * len(steps)
             for number, step in enumerate(steps):
                 kind, _, label = step.partition(" ")
                 strong = kind in shades
-                axis.barh(place, 0.86, 0.44 if strong else 0.66, left=number, linewidth=0,
+                axis.barh(row, 0.86, 0.44 if strong else 0.66, left=number, linewidth=0,
                           color=shades.get(kind, INK))  # fmt: skip
                 labels[number] = label
             for first, last, text in _runs(labels):
-                axis.annotate(text, ((first + last) / 2 + 0.43, place - 0.34), ha="center",
+                axis.annotate(text, ((first + last) / 2 + 0.43, row - 0.34), ha="center",
                               va="bottom", fontsize=8)  # fmt: skip
         others = {step.split()[0] for steps in rows.values() for step in steps} - set(shades)
         for kind in (*shades, *sorted(others)):
@@ -205,7 +205,7 @@ def strips(rows: Mapping[str, Sequence[str]], *, xlabel: str, highlight: Sequenc
 
 
 def _runs(labels: Sequence[str]) -> Iterator[tuple[int, int, str]]:
-    """Of labels beside one another: where they begin and end, and all of them as one text."""
+    """Group labels beside one another: where they begin and end, and all of them as one text."""
     for has, run in groupby(enumerate(labels), key=lambda numbered: bool(numbered[1])):
         places, texts = zip(*run, strict=True)
         if has:
@@ -261,10 +261,10 @@ def timelines(lines: Mapping[str, Timeline]) -> Figure:
                     edgecolor=PAGE,
                 )  # fmt: skip
             mmas = sorted((e.start, e.end) for e in events if e.kind == "mma")
-            idle, at = [], 0.0
+            idle, last_end = [], 0.0
             for start, end in [*mmas, (ends[title], ends[title])]:
-                idle.append((at, max(0.0, start - at)))
-                at = max(at, end)
+                idle.append((last_end, max(0.0, start - last_end)))
+                last_end = max(last_end, end)
             core = lanes[title].index(next(e.lane for e in events if e.kind == "mma"))
             axis.broken_barh(
                 idle, (core - 0.36, 0.72), facecolor=(*to_rgb(GREY), 0.3), edgecolor=GREY
@@ -319,19 +319,21 @@ def roofline(
                 axis.axhline(level, color=INK, linewidth=1, linestyle=(0, (1, 2)))
         axis.vlines(brackets["intensity"], brackets["low"], brackets["high"], color=INK,
                     linewidth=3, alpha=0.4, label="bracket: no overlap to perfect")  # fmt: skip
-        found = [next(stem for stem in FAMILIES if name.startswith(stem)) for name in climbs.index]
+        families = [
+            next(stem for stem in FAMILIES if name.startswith(stem)) for name in climbs.index
+        ]
         for i, (stem, label) in enumerate(FAMILIES.items()):
-            mine = climbs[[stem == of for of in found]]
+            members = climbs[[stem == of for of in families]]
             arrow = {"arrowstyle": "->", "color": COLOURS[i], "linewidth": 1.6}
-            for row in mine.itertuples():
+            for row in members.itertuples():
                 axis.annotate("", (row.intensity, row.last), (row.intensity, row.first),
                               arrowprops=arrow | {"shrinkA": 0, "shrinkB": 0})  # fmt: skip
-            if len(mine):
-                axis.plot(mine["intensity"], mine["first"], "o", color=COLOURS[i], markersize=4,
-                          label=label)  # fmt: skip
+            if len(members):
+                axis.plot(members["intensity"], members["first"], "o", color=COLOURS[i],
+                          markersize=4, label=label)  # fmt: skip
         for name, text in labels.items():
-            place = climbs["intensity"][name], climbs["first"][name]
-            note(axis, text, place, (0, -5), ha="center", va="top")
+            point = climbs["intensity"][name], climbs["first"][name]
+            note(axis, text, point, (0, -5), ha="center", va="top")
         axis.set_xscale("log", base=2)
         axis.set_yscale("log", base=2)
         ticks = [64, 128, 256, 512, 1024, 2048]

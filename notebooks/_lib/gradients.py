@@ -1,4 +1,4 @@
-"""Of gradients, what two chapters of results ask besides times: memory of a step, and errors."""
+"""Measurements of gradients besides times: the memory of a step, and errors."""
 
 from __future__ import annotations
 
@@ -29,14 +29,16 @@ def memory(session: Session, workload: Workload, impls: Sequence[str]) -> None:
     if not session.asks(workload):
         return
     session.add(workload)
-    before = session.tables.get("memory", record.Table(MEMORY, ())).rows
+    earlier = session.tables.get("memory", record.Table(MEMORY, ())).rows
     peaks: dict[str, int | None] = dict.fromkeys(impls)
 
     def run(inputs: Inputs, impl: str) -> None:
         operator = operators.of(inputs, "backward")
-        made = operator.step(impl)
-        result, peak = measure.run_once(made)
-        wrong = [c for c in operator.check(made.math, made.checked(result)) if not c.passed]
+        candidate = operator.step(impl)
+        result, peak = measure.run_once(candidate)
+        wrong = [
+            c for c in operator.check(candidate.math, candidate.checked(result)) if not c.passed
+        ]
         if wrong:
             raise ValueError(f"check failed: {'; '.join(map(str, wrong))}")
         peaks[impl] = peak
@@ -48,7 +50,7 @@ def memory(session: Session, workload: Workload, impls: Sequence[str]) -> None:
             direction="backward",
         )  # fmt: skip
     lines = [(workload.name, impl, peak) for impl, peak in peaks.items()]
-    session.tables["memory"] = record.Table(MEMORY, (*before, *lines))
+    session.tables["memory"] = record.Table(MEMORY, (*earlier, *lines))
 
 
 def accuracy(session: Session, workload: Workload, impls: Mapping[int, measure.Entry]) -> None:
@@ -69,24 +71,24 @@ def errors(inputs: Inputs | BlockInputs, impls: Mapping[int, measure.Entry]) -> 
     """The table of `accuracy`. ValueError if `impls` compute different mathematics."""
     operator = operators.of(inputs, "backward")
     names = operator.results["backward"]
-    found: dict[tuple[str, int, str], tuple[torch.Tensor, list[torch.Tensor]]] = {}
+    computed: dict[tuple[str, int, str], tuple[torch.Tensor, list[torch.Tensor]]] = {}
     kinds = {operator.math(measure.parts(entry)[0]) for entry in impls.values()}
     if len(kinds) != 1:
         raise ValueError(f"impls must have one mathematics, got {sorted(kinds)}")
     for roundings, entry in impls.items():
         impl, variant, options = measure.parts(entry)
-        made = operator.candidate(impl, variant, **options)
-        gradients = made.checked(made.call())
+        candidate = operator.candidate(impl, variant, **options)
+        gradients = candidate.checked(candidate.call())
         for name, gradient in zip(names, gradients, strict=True):
-            found[name, roundings, impl] = gradient, []
+            computed[name, roundings, impl] = gradient, []
     for places, expected in operator.exact(*kinds):
         exact = dict(zip(names, zip(places, expected, strict=True), strict=True))
-        for (name, *_), (gradient, parts) in found.items():
-            place, right = exact[name]
-            error = gradient[place].to(torch.float64, copy=True).sub_(right).abs_()
+        for (name, *_), (gradient, parts) in computed.items():
+            rows, right = exact[name]
+            error = gradient[rows].to(torch.float64, copy=True).sub_(right).abs_()
             parts.append(torch.stack((error.max(), error.sum())))
     lines = []
-    for key, (gradient, parts) in found.items():
+    for key, (gradient, parts) in computed.items():
         error = torch.stack(parts)
         mean = float(error[:, 1].sum()) / gradient.numel()
         lines.append((*key, float(error[:, 0].max()), mean))

@@ -14,13 +14,13 @@ def decided(function: Any, **values: object) -> str:
     branch that is taken. ValueError if they decide none."""
     text = source_of(function)
     count = 0
-    while found := _first(text, values):
-        node, taken = found
+    while branch := _first(text, values):
+        node, taken = branch
         lines = text.splitlines()
-        kept = lines[taken[0].lineno - 1 : taken[-1].end_lineno] if taken else []
-        kept = textwrap.indent(textwrap.dedent("\n".join(kept)), " " * node.col_offset)
+        body = lines[taken[0].lineno - 1 : taken[-1].end_lineno] if taken else []
+        body = textwrap.indent(textwrap.dedent("\n".join(body)), " " * node.col_offset)
         text = "\n".join([
-            *lines[: node.lineno - 1], *kept.splitlines(), *lines[node.end_lineno :]
+            *lines[: node.lineno - 1], *body.splitlines(), *lines[node.end_lineno :]
         ])  # fmt: skip
         count += 1
     if not count:

@@ -1,4 +1,4 @@
-"""What became of a loop: its steps in Triton's GPU IR and in SASS, its loads, its instructions."""
+"""Compiled loops: their steps in Triton's GPU IR and in SASS, their loads, their instructions."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ def in_ir(built: CompiledKernel) -> list[str]:
     loop = re.search(r"scf\.(for|while) ", text)
     if loop is None:
         raise ValueError("built must have a loop in its first consumer warp group, got none")
-    found = []
+    steps = []
     for line in text[loop.start() :].splitlines():
         if "ttng.warp_group_dot_wait" in line:
-            found.append(f"wait {_WAIT.search(line)[1]}")
+            steps.append(f"wait {_WAIT.search(line)[1]}")
         elif "ttng.warp_group_dot" in line:
-            found.append("S" if re.search(r": !ttg\.memdesc<.* \* ", line) else "PV")
+            steps.append("S" if re.search(r": !ttg\.memdesc<.* \* ", line) else "PV")
         elif "tanh.approx" in line:
-            found.append("activation")
+            steps.append("activation")
         elif "scf.yield" in line:
             break
-    return found
+    return steps
 
 
 def in_sass(built: CompiledKernel, mmas: int) -> list[str]:
@@ -51,23 +51,23 @@ def in_sass(built: CompiledKernel, mmas: int) -> list[str]:
     body = next((body for body in bodies if sum("HGMMA" in i for i in body) == mmas), None)
     if body is None:
         raise ValueError(f"built must have a loop with {mmas} HGMMA, got none")
-    found, mma = [], "S"
+    steps, mma = [], "S"
     for instruction in body:
         if "HGMMA" in instruction:
-            found.append(mma)
+            steps.append(mma)
             if "gsb0" in instruction:  # the last of a matmul
                 mma = "PV" if mma == "S" else "S"
         elif "WARPGROUP.DEPBAR" in instruction:
-            found.append(f"wait {int(re.search(r'0x(.)', instruction)[1], 16)}")
+            steps.append(f"wait {int(re.search(r'0x(.)', instruction)[1], 16)}")
         elif "MUFU.TANH" in instruction:
-            found.append("tanh")
+            steps.append("tanh")
         elif "BAR.ARV" in instruction:
-            found.append("arrive")
-    return found
+            steps.append("arrive")
+    return steps
 
 
 def overlapped(steps: list[str]) -> int:
-    """How many tanh stand between the first instruction of PV and the wait that completes it."""
+    """Number of tanh between the first instruction of PV and the wait that completes it."""
     start = steps.index("PV")
     return steps[start : steps.index("wait 0", start)].count("tanh")
 
@@ -106,13 +106,13 @@ def pipeline(built: CompiledKernel) -> Pipeline:
     steps = []
     for line in text[start:].splitlines():
         for pattern, name in _STEPS:
-            if found := re.search(pattern, line):
-                steps.append(name + (found[1] if found.groups() else ""))
+            if match := re.search(pattern, line):
+                steps.append(name + (match[1] if match.groups() else ""))
                 break
     rows, width = re.search(r"tensordesc<tensor<1x1x1x(\d+)x(\d+)xbf16", text).groups()
     room = re.findall(rf"memdesc<(\d+)x{rows}x{width}xbf16", text[:start])
-    before = sum("global_to_local %q_desc" in line for line in text[:start].splitlines())
-    return Pipeline(steps, before, max(map(int, room), default=1))
+    ahead = sum("global_to_local %q_desc" in line for line in text[:start].splitlines())
+    return Pipeline(steps, ahead, max(map(int, room), default=1))
 
 
 def of_an_item(built: CompiledKernel, *, matmuls: bool = True) -> pd.Series:

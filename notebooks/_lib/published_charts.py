@@ -57,9 +57,9 @@ def figure_tflops(
     theirs = published[published["figure"] == figure]
     if theirs.empty:
         raise ValueError(f"published must hold rows of {figure}, got none")
-    found = sorted(theirs["length"].unique())
-    if found != lengths:
-        raise ValueError(f"published must hold the lengths {lengths}, got {found}")
+    published_lengths = sorted(theirs["length"].unique())
+    if published_lengths != lengths:
+        raise ValueError(f"published must hold the lengths {lengths}, got {published_lengths}")
     widths = [1.05] * len(panels) + [1]
     with canvas(1, len(widths), width=(8.8, 12.4)[len(panels) - 1], height=4.4, sharey=True,
                 gridspec_kw={"width_ratios": widths}) as (chart, axes):  # fmt: skip
@@ -142,7 +142,7 @@ def _figure_rows(
 def _draw_measured(
     axis: Axes, rows: pd.DataFrame, lengths: Sequence[int], impls: Sequence[str]
 ) -> float:
-    place = {length: position for position, length in enumerate(lengths)}
+    position_of = {length: position for position, length in enumerate(lengths)}
     timed = set(rows["length"][rows["tflops"].notna()])
     ceilings = [
         rates.ceiling_of(rows[rows["length"] == n]) if n in timed else np.nan for n in lengths
@@ -157,17 +157,19 @@ def _draw_measured(
         timed = ours.dropna(subset=["tflops"])
         shown = colour(impl)
         axis.errorbar(
-            [place[length] for length in timed["length"]], timed["tflops"],
+            [position_of[length] for length in timed["length"]], timed["tflops"],
             yerr=rates.spread_of(timed), label=rates.label_of(ours, impl), color=shown, marker="o",
             linewidth=1.8 if is_rung(impl) else 1.0, elinewidth=1.0, capsize=2,
         )  # fmt: skip
         for length in set(lengths) - set(timed["length"]):
             crossed = True
-            axis.plot(place[length], 0, "x", color=shown, markersize=7, clip_on=False, zorder=5)
+            axis.plot(
+                position_of[length], 0, "x", color=shown, markersize=7, clip_on=False, zorder=5
+            )
     best = rows[rows["impl"].isin(baselines)].dropna(subset=["tflops"])
     best = best.sort_values("tflops").groupby("length").last()
     axis.plot(
-        [place[length] for length in best.index], best["tflops"], "o", markersize=10,
+        [position_of[length] for length in best.index], best["tflops"], "o", markersize=10,
         markerfacecolor="none", markeredgecolor=INK, gid="best-baseline",
     )  # fmt: skip
     axis.set_xlim(-0.5, len(lengths) - 0.75)

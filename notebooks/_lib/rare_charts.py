@@ -72,15 +72,15 @@ def scatter(
 
 def _name_points(axis: Axes, table: pd.DataFrame) -> None:
     """Each point's name beside it, where it covers the least of other points and names."""
-    at = axis.transData.transform(table[["x", "y"]].to_numpy())
-    taken = [Bbox.from_bounds(x - 4, y - 4, 8, 8) for x, y in at]
+    pixels = axis.transData.transform(table[["x", "y"]].to_numpy())
+    taken = [Bbox.from_bounds(x - 4, y - 4, 8, 8) for x, y in pixels]
     taken += [text.get_window_extent() for text in axis.texts]
-    for name, place in zip(table["name"], table[["x", "y"]].to_numpy(), strict=True):
+    for name, point in zip(table["name"], table[["x", "y"]].to_numpy(), strict=True):
         tried = []
         for right, up, ha in ((7, -3, "left"), (-7, -3, "right"), (0, 7, "center"),
                               (0, -13, "center"), (6, 6, "left"), (6, -12, "left"),
                               (-6, 6, "right"), (-6, -12, "right")):  # fmt: skip
-            text = note(axis, name, place, (right, up), fontsize=8, ha=ha)
+            text = note(axis, name, point, (right, up), fontsize=8, ha=ha)
             box = text.get_window_extent()
             covered = sum(box.overlaps(other) for other in taken)
             tried.append((covered, len(tried), text, box))
@@ -220,15 +220,15 @@ def stacked(
                 edgecolor=PAGE if looks[name] == "filled" else shown,
                 color=shown if fill else "none", **options,
             )  # fmt: skip
-            for place, (start, width) in enumerate(zip(left, frame[name], strict=True)):
+            for row, (start, width) in enumerate(zip(left, frame[name], strict=True)):
                 value, most = f"{width:.1f}", frame.sum(axis=1).max()
                 if house.is_narrow():  # one row is enough to tell the names
-                    text, needed = f"{name}\n{value}" if place == 0 else value, 2.2 * len(value)
+                    text, needed = f"{name}\n{value}" if row == 0 else value, 2.2 * len(value)
                 else:
                     text, needed = f"{name}\n{value}", len(name)
                 if inside and 100 * width > needed * most:
                     axis.text(
-                        start + width / 2, place, text, fontsize=8, ha="center",
+                        start + width / 2, row, text, fontsize=8, ha="center",
                         va="center", color=_ON.get(looks[name], shown),
                     )  # fmt: skip
             left = left + frame[name]

@@ -1,5 +1,5 @@
-"""How rungs stand against peers and against each other in a record of results: published charts
-redrawn, the best rung against the best peer, ranges of ratios, another GPU next to ours."""
+"""Ratios of rungs to peers and to each other in a record of results: published charts redrawn,
+the best rung against the best peer, ranges of ratios, another GPU next to ours."""
 
 from __future__ import annotations
 
@@ -63,9 +63,9 @@ def redrawn(chapter: Chapter, figure: str, impls: Sequence[str], keys: str = "")
         set(x["impl"][x["tflops"].notna() & (x["scope"] == "sustained")]) for x in (rows, there)
     )
     rungs = {impl for impl in timed_there if is_rung(impl)}
-    own = {impl for impl in rungs if impl.startswith("b")} or rungs
+    drawn_rungs = {impl for impl in rungs if impl.startswith("b")} or rungs
     peers = {impl for impl in impls if not is_rung(impl)}
-    there = there[there["impl"].isin(own | (peers & timed_there))]
+    there = there[there["impl"].isin(drawn_rungs | (peers & timed_there))]
     chart = published_charts.figure_tflops(
         rows, figure, gpu=chapter.gpu, impls=[impl for impl in impls if impl in timed],
         published=published, there=None if there.empty else there,
@@ -115,14 +115,14 @@ def best(rows: pd.DataFrame) -> pd.DataFrame:
     Columns: roofline and rates in TFLOP/s, shares of that roofline in percent, and the peer's time
     over the rung's. LookupError for a workload without either.
     """
-    found = []
+    lines = []
     for name, group in rows.groupby("workload", sort=False):
         if group["time_us_p50"].isna().all():
             continue
         rung, peer = best_rung(group), best_peer(group)
         ratio = peer["time_us_p50"] / rung["time_us_p50"]
         peers.checked(ratio, peer["impl"], name, peer.get("direction", ""))
-        found.append({
+        lines.append({
             "workload": name,
             "roofline": 100 * rung["tflops"] / rung["percent_of_roofline"],
             "best rung": rung["impl"],
@@ -133,7 +133,7 @@ def best(rows: pd.DataFrame) -> pd.DataFrame:
             "its share (%)": peer["percent_of_roofline"],
             "peer / rung (time)": ratio,
         })  # fmt: skip
-    return pd.DataFrame(found).set_index("workload")
+    return pd.DataFrame(lines).set_index("workload")
 
 
 def named(impl: str, direction: str) -> str:
@@ -189,15 +189,15 @@ def against(
 
 
 def beside_published(chapter: Chapter, standing: pd.DataFrame, direction: str) -> pd.DataFrame:
-    """How many times as fast as the best baseline the best kernel is at each published shape, as
-    measured (`best`) and as published; doubtful bars aside."""
+    """Compare the time of the best baseline over that of the best kernel at each published shape,
+    as measured (`best`) and as published; doubtful bars aside."""
     bars = claims.published_figures(chapter.data_dir)
     bars = bars[(bars["direction"] == direction) & ~bars["suspect"]]
     rates = bars.pivot(index="workload", columns="kernel", values="tflops")
     theirs = rates[PUBLISHED] / rates.drop(columns=PUBLISHED).max(axis=1)
     ours = standing["peer / rung (time)"]
-    made = {f"measured, {chapter.gpu}": ours, f"published, {bars['hardware'].iloc[0]}": theirs}
-    return pd.DataFrame(made).loc[[n for n in standing.index if n in theirs]].rename(index=row)
+    columns = {f"measured, {chapter.gpu}": ours, f"published, {bars['hardware'].iloc[0]}": theirs}
+    return pd.DataFrame(columns).loc[[n for n in standing.index if n in theirs]].rename(index=row)
 
 
 def glued(standing: pd.DataFrame) -> dict[str, float]:
@@ -211,27 +211,27 @@ def glued(standing: pd.DataFrame) -> dict[str, float]:
 
 def steps(times: pd.DataFrame, rungs: Sequence[Rung]) -> pd.DataFrame:
     """The time of each rung's predecessor over its own, of `Chapter.times`: columns "v1 / v2"."""
-    made = {
+    columns = {
         f"{rung.predecessor.split('_')[0]} / {rung.impl.split('_')[0]}": times[rung.predecessor]
         / times[rung.impl]
         for rung in rungs
         if rung.predecessor in times and rung.impl in times
     }
-    return pd.DataFrame(made)
+    return pd.DataFrame(columns)
 
 
 def ranges(quotients: pd.DataFrame, of: str) -> pd.DataFrame:
-    """Of each column of `quotients` over workloads the least, the median, the most, where the first
-    and the last are, and how many there are; `of`: what the columns are called."""
+    """Summarise each column of `quotients` over workloads: the least, the median, the most, where
+    the first and the last are, and how many there are; `of`: what the columns are called."""
     by = quotients.rename(index=short)
-    found = {"least": by.min(), "on": by.idxmin(), "median": by.median(), "most": by.max()}
-    found |= {"on ": by.idxmax(), "workloads": by.count()}
-    return pd.DataFrame(found).rename_axis(of).reset_index()
+    columns = {"least": by.min(), "on": by.idxmin(), "median": by.median(), "most": by.max()}
+    columns |= {"on ": by.idxmax(), "workloads": by.count()}
+    return pd.DataFrame(columns).rename_axis(of).reset_index()
 
 
 def of_today(rows: pd.DataFrame) -> pd.DataFrame:
-    """Of each GPU's `rows` those of workloads on which no kernel has changed since, if there are
-    any; otherwise all of them."""
+    """Select of each GPU's `rows` those of workloads on which no kernel has changed since, if there
+    are any; otherwise all of them."""
     board = rows.columns.intersection(["gpu", "handle"]).tolist()
     run = [*board, *rows.columns.intersection(["workload", "direction", "scope"])]
     same = ~rows.groupby(run)["stale"].transform("any")
@@ -253,9 +253,9 @@ def others(
         return
     everything = results.table(chapter.data_dir, per="gpu").assign(handle="")
     guests = results.community(chapter.data_dir, per="gpu")
-    found = _of(pd.concat([everything, guests]).query("figure != ''"), direction, scope)
-    found = of_today(found[(found["handle"] != "") | (found["gpu"] != chapter.gpu)])
-    for (gpu, handle), rows in found.groupby(["gpu", "handle"]):
+    selected = _of(pd.concat([everything, guests]).query("figure != ''"), direction, scope)
+    selected = of_today(selected[(selected["handle"] != "") | (selected["gpu"] != chapter.gpu)])
+    for (gpu, handle), rows in selected.groupby(["gpu", "handle"]):
         kinds = rows[rows["time_us_p50"].notna()].groupby("workload")["impl"]
         both = kinds.agg(lambda impls: impls.map(is_rung).nunique() == 2)
         rows = rows[rows["workload"].isin(both.index[both])]
@@ -269,7 +269,7 @@ def others(
         display(page.show_table(shown(standing, direction), caption))
         if not handle:
             display(page.provenance(rows, data_dir=chapter.data_dir))
-    if found.empty:
+    if selected.empty:
         display(Markdown("No other GPU has been measured yet."))
 
 

@@ -25,7 +25,7 @@ ENVIRONMENT = {
 
 
 def gpus() -> list[str]:
-    """What CUDA_VISIBLE_DEVICES calls each GPU of this process."""
+    """Names of this process's GPUs in CUDA_VISIBLE_DEVICES."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
 
@@ -81,7 +81,7 @@ def run(
 
 
 def link() -> str:
-    """How the first two GPUs of this machine are joined, as `nvidia-smi topo` names it."""
+    """Name the link between the first two GPUs of this machine, as `nvidia-smi topo` does."""
     if torch.cuda.device_count() < 2:
         return "none"
     table = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, check=True)

@@ -1,6 +1,6 @@
-"""What chapters do with a rung: small batches, what the emulator says of it, changed copies.
+"""Studies of a rung: small batches, findings of the emulator, changed copies.
 
-Of block attention: `block_studies`.
+For block attention: `block_studies`.
 """
 
 from __future__ import annotations
@@ -71,16 +71,16 @@ def batch(
 
 
 def timeline(
-    module: ModuleType, given: Batch, config: object = None, arch: str = "sm_90", **options: Any
+    module: ModuleType, inputs: Batch, config: object = None, arch: str = "sm_90", **options: Any
 ) -> tritonemu.Timeline:
     """The timeline of a rung's forward in the emulator; `options`: of `tritonemu.enabled`."""
     with tritonemu.enabled(arch, trace=True, **options) as reports:
-        module.forward(given, config=config)
+        module.forward(inputs, config=config)
     return reports[-1].timeline
 
 
 def tensor_core(of: tritonemu.Timeline) -> pd.Series:
-    """What the tensor core does between its first and its last MMA: `busy` (%), and the modelled
+    """Measure the tensor core between its first and its last MMA: `busy` (%), and the modelled
     cycles in which an MMA is overlapped with work of a math role (`overlapped`)."""
     mmas = [(e.start, e.end) for e in of.events if e.kind == "mma"]
     math = [
@@ -97,11 +97,11 @@ def findings(
     schedules: Sequence[str | int] = ("modelled", 0, 1, 2),
     **how: object,
 ) -> list[str]:
-    """What the emulator says of a call under each schedule: kind and text of its error, or "".
+    """Run a call in the emulator under each schedule: kind and text of its error, or "".
 
     `how`: of `tritonemu.enabled`, e.g. arch.
     """
-    found = []
+    texts = []
     for schedule in schedules:
         text = ""
         try:
@@ -109,19 +109,19 @@ def findings(
                 call()
         except tritonemu.EmulatorError as error:
             text = f"{type(error).__name__}: {error}"
-        found.append(re.sub(r"/\S*/(?=[\w-]+\.py:\d)", "", text))  # files without their folders
-    return found
+        texts.append(re.sub(r"/\S*/(?=[\w-]+\.py:\d)", "", text))  # files without their folders
+    return texts
 
 
-def in_fp64(given: Any) -> Any:
+def in_fp64(inputs: Any) -> Any:
     """A batch with q, k and v in fp64."""
-    return replace(given, **{name: getattr(given, name).double() for name in "qkv"})
+    return replace(inputs, **{name: getattr(inputs, name).double() for name in "qkv"})
 
 
 def compared(
     what: str,
     names: Sequence[str | int],
-    found: Sequence[torch.Tensor],
+    results: Sequence[torch.Tensor],
     exact: Sequence[torch.Tensor],
     same: Sequence[torch.Tensor],
 ) -> pd.DataFrame:
@@ -131,7 +131,7 @@ def compared(
     Raises AssertionError if one of them fails `testing.compare`.
     """
     rows = []
-    for name, actual, expected, baseline in zip(names, found, exact, same, strict=True):
+    for name, actual, expected, baseline in zip(names, results, exact, same, strict=True):
         error = testing.compare(name=str(name), actual=actual, expected=expected, baseline=baseline)
         assert error.passed, error
         rows.append((name, error.elements, error.max_abs, error.max_abs_budget))
@@ -139,29 +139,29 @@ def compared(
 
 
 def comparison(
-    module: ModuleType, given: Batch, config: object = None, arch: str = "sm_90"
+    module: ModuleType, inputs: Batch, config: object = None, arch: str = "sm_90"
 ) -> pd.DataFrame:
     """Errors of a rung's forward in the emulator against fp64, a row for each sequence.
 
     Raises AssertionError if a sequence fails `testing.compare`.
     """
     with tritonemu.enabled(arch):
-        out = module.forward(given, **({} if config is None else {"config": config}))
-    tensors = out, reference.forward(in_fp64(given)), reference.forward_in_dtype(given)
-    lengths = given.cu_seqlens_q.diff().tolist()
+        out = module.forward(inputs, **({} if config is None else {"config": config}))
+    tensors = out, reference.forward(in_fp64(inputs)), reference.forward_in_dtype(inputs)
+    lengths = inputs.cu_seqlens_q.diff().tolist()
     return compared("length", lengths, *(x.split(lengths) for x in tensors))
 
 
-def gradient(given: Batch) -> torch.Tensor:
+def gradient(inputs: Batch) -> torch.Tensor:
     """A seeded gradient of a batch's output."""
     make = torch.Generator().manual_seed(2026)
-    shape = given.rows, *given.q.shape[1:]
-    return torch.randn(shape, generator=make).to(given.q.dtype)
+    shape = inputs.rows, *inputs.q.shape[1:]
+    return torch.randn(shape, generator=make).to(inputs.q.dtype)
 
 
 class Backward(NamedTuple):
-    """What a backward in the emulator gave: (dq, dk, dv), None where it was not asked for; by the
-    name of a kernel, the report of its last launch and what that was given."""
+    """Results of a backward in the emulator: (dq, dk, dv), None where it was not asked for; by the
+    name of a kernel, the report of its last launch and the launch itself."""
 
     gradients: tuple[torch.Tensor | None, ...]
     reports: dict[str, tritonemu.Report]
@@ -170,31 +170,31 @@ class Backward(NamedTuple):
 
 def backward(
     module: ModuleType,
-    given: Batch,
+    inputs: Batch,
     config: object = None,
     *,
     grad_out: torch.Tensor | None = None,
     needs: tuple[bool, bool, bool] | None = None,
     **how: Any,
 ) -> Backward:
-    """A rung's backward in the emulator, of `gradient(given)` unless `grad_out` is given.
+    """A rung's backward in the emulator, of `gradient(inputs)` unless `grad_out` is given.
 
     needs: for rungs that take it. `how`: of `tritonemu.enabled`, e.g. trace, schedule, max_steps,
     multiprocessors.
     """
-    grad_out = gradient(given) if grad_out is None else grad_out
+    grad_out = gradient(inputs) if grad_out is None else grad_out
     asked = {} if needs is None else {"needs": needs}
     with tritonemu.enabled(**how) as reports, launches() as seen:
-        found = module.backward(grad_out, given, config=config, **asked)
-    return Backward(found, {r.kernel: r for r in reports}, {x.name: x for x in seen})
+        computed = module.backward(grad_out, inputs, config=config, **asked)
+    return Backward(computed, {r.kernel: r for r in reports}, {x.name: x for x in seen})
 
 
-def compare_gradients(found: Sequence[torch.Tensor], given: Batch) -> pd.DataFrame:
-    """`compared` for (dq, dk, dv) of `gradient(given)`, and the error in percent of the allowed."""
-    grad_out = gradient(given)
-    exact = reference.backward(grad_out.double(), in_fp64(given))
+def compare_gradients(results: Sequence[torch.Tensor], inputs: Batch) -> pd.DataFrame:
+    """`compared` for (dq, dk, dv) of `gradient(inputs)`, and errors in percent of the allowed."""
+    grad_out = gradient(inputs)
+    exact = reference.backward(grad_out.double(), in_fp64(inputs))
     errors = compared(
-        "gradient", GRADIENTS, found, exact, reference.backward_in_dtype(grad_out, given)
+        "gradient", GRADIENTS, results, exact, reference.backward_in_dtype(grad_out, inputs)
     )
     share = 100 * errors["largest error"] / errors["allowed"]
     return errors.assign(**{"% of allowed": share}).set_index("gradient")
@@ -203,16 +203,16 @@ def compare_gradients(found: Sequence[torch.Tensor], given: Batch) -> pd.DataFra
 def differences(
     run: Callable[[], Sequence[torch.Tensor]], runs: int
 ) -> list[tuple[str, int, int, int, float]]:
-    """How a backward differs from its first run, bit by bit: gradient, run, elements that differ,
+    """Compare a backward with its first run, bit by bit: gradient, run, elements that differ,
     elements, the most that two are apart. `run` returns (dq, dk, dv)."""
     first = [x.clone() for x in run()]
-    found = []
+    rows = []
     for number in range(1, runs):
         for name, one, two in zip(GRADIENTS, first, run(), strict=True):
             pieces = zip(one.split(2**16), two.split(2**16), strict=True)
             most = max(float((a.float() - b.float()).abs().max()) for a, b in pieces)
-            found.append((name, number, int((one != two).sum()), one.numel(), most))
-    return found
+            rows.append((name, number, int((one != two).sum()), one.numel(), most))
+    return rows
 
 
 def repeat_backward(
@@ -236,30 +236,31 @@ def build_backward(
     module: ModuleType,
     kernel: str = "backward_kernel",
     *,
-    given: Batch | None = None,
+    inputs: Batch | None = None,
     needs: tuple[bool, bool, bool] | None = None,
 ) -> CompiledKernel:
-    """A kernel that a rung's backward launches, compiled for sm_90a; nothing runs. `given`: None
+    """A kernel that a rung's backward launches, compiled for sm_90a; nothing runs. `inputs`: None
     for 130 tokens and four heads of 128. ValueError if it launches none of that name."""
-    given = batch((130,), heads=4) if given is None else given
+    inputs = batch((130,), heads=4) if inputs is None else inputs
     asked = {} if needs is None else {"needs": needs}
     with launches(run=False) as seen:
-        module.backward(gradient(given), given, **asked)
-    found = [launch for launch in seen if launch.name == kernel]
-    if not found:
+        module.backward(gradient(inputs), inputs, **asked)
+    matching = [launch for launch in seen if launch.name == kernel]
+    if not matching:
         raise ValueError(f"kernel must be one of {[x.name for x in seen]}, got {kernel!r}")
-    return compile_check.build_launch(found[-1])
+    return compile_check.build_launch(matching[-1])
 
 
 def facts(built: dict[str, CompiledKernel], mnemonics: Sequence[str] = ()) -> pd.DataFrame:
-    """What the compiler made of kernels, by label: registers, spills, whether wgmma is serialised,
-    and counts of `mnemonics`."""
+    """Read compiled kernels, by label: registers, spills, whether wgmma is serialised, and counts
+    of `mnemonics`."""
     rows = []
     for label, kernel in built.items():
-        made = compile_check.read(kernel)
-        row = {"kernel": label, "registers": made.registers, "spilled (B)": made.spill_bytes}
-        row["serialised"] = "yes" if made.serialised else "no"
-        rows.append(row | {name: made.instructions[name] for name in mnemonics})
+        resources = compile_check.read(kernel)
+        row = {"kernel": label, "registers": resources.registers}
+        row["spilled (B)"] = resources.spill_bytes
+        row["serialised"] = "yes" if resources.serialised else "no"
+        rows.append(row | {name: resources.instructions[name] for name in mnemonics})
     return pd.DataFrame(rows)
 
 
@@ -305,10 +306,10 @@ def snapshots(session: Session, work: Workload, kernels: Sequence[tuple[str, str
     def sample(inputs: Inputs) -> None:
         rows = []
         for impl, activation in kernels:
-            mine = replace(work, name=f"power-{activation}", activation=activation)
-            made = measure.candidate(impl, replace(inputs, workload=mine))
+            variant = replace(work, name=f"power-{activation}", activation=activation)
+            candidate = measure.candidate(impl, replace(inputs, workload=variant))
             for _ in range(100):
-                made.call()
+                candidate.call()
             for number in range(3):
                 time.sleep(0.35)
                 now = system.state(session.device.index)
@@ -345,11 +346,11 @@ def changed(
     Raises ValueError unless each `old` occurs once.
     """
     if shared is not None:
-        made, parts = changed(module), vars(changed(shared, *changes))
+        copied, parts = changed(module), vars(changed(shared, *changes))
         for name, value in vars(shared).items():
             if vars(module).get(name) is value:
-                setattr(made, name, parts[name])
-        return made
+                setattr(copied, name, parts[name])
+        return copied
     text = Path(module.__file__).read_text(encoding="utf-8")
     for old, new in changes:
         if text.count(old) != 1:
@@ -358,10 +359,10 @@ def changed(
     path = Path(tempfile.mkdtemp(dir=_folder().name)) / Path(module.__file__).name
     path.write_text(text, encoding="utf-8")
     spec = importlib.util.spec_from_file_location(f"changed_{path.parent.name}", path)
-    made = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = made
-    spec.loader.exec_module(made)
-    return made
+    copied = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = copied
+    spec.loader.exec_module(copied)
+    return copied
 
 
 def run_main(
@@ -393,19 +394,19 @@ def step_page(
 ) -> dict[str, str]:
     """Write the page `file` that steps through `main` of each changed copy of `module`, and return
     what is found in each, "" for nothing. `changes`: of `changed`, by name. `framed` shows it."""
-    timelines, found = {}, {}
+    timelines, errors = {}, {}
     for name, pieces in changes.items():
         copy = changed(module, *pieces)
-        (found[name],) = findings(copy.main, ["modelled"])
+        (errors[name],) = findings(copy.main, ["modelled"])
         try:
             timelines[name] = run_main(copy, trace=True).timeline
         except tritonemu.EmulatorError as error:
             timelines[name] = error.report.timeline
     outcomes = {
-        name: text or "Nothing found, and the right result." for name, text in found.items()
+        name: text or "Nothing found, and the right result." for name, text in errors.items()
     }
     _write_steps(timelines, file, title, outcomes)
-    return found
+    return errors
 
 
 def stepper(timelines: Mapping[str, tritonemu.Timeline], name: str, *, title: str) -> HTML:
@@ -425,10 +426,10 @@ def stepper(timelines: Mapping[str, tritonemu.Timeline], name: str, *, title: st
 
 def framed(file: str, title: str, *, opened: bool = False) -> HTML:
     """The button that opens a page of `step_page` in place; `opened`: as if it had been pressed."""
-    told, is_open = html.escape(title), " open" if opened else ""
+    label, is_open = html.escape(title), " open" if opened else ""
     return HTML(
         f'<details class="stepper"{is_open}><summary>Step through it</summary>'
-        f'<iframe data-src="../../figures/{file}" title="{told}"></iframe>'
+        f'<iframe data-src="../../figures/{file}" title="{label}"></iframe>'
         f'<p><a href="../../figures/{file}">Open it as a page of its own.</a></p></details>'
     )
 
@@ -440,6 +441,6 @@ def _write_steps(
     outcomes: dict[str, str],
 ) -> None:
     sources = {name: Path(of.file).read_text(encoding="utf-8") for name, of in timelines.items()}
-    made = interactive(dict(timelines), sources, title=title, outcomes=outcomes)
+    text = interactive(dict(timelines), sources, title=title, outcomes=outcomes)
     page.CSV_DIR.mkdir(parents=True, exist_ok=True)
-    (page.CSV_DIR / file).write_text(made, encoding="utf-8")
+    (page.CSV_DIR / file).write_text(text, encoding="utf-8")

@@ -1,6 +1,6 @@
 # ---
 # jupyter:
-#   kernelspec: {name: python3, display_name: Python 3}
+#   kernelspec: {display_name: Python 3, language: python, name: python3}
 # measures: false
 # ---
 
@@ -115,9 +115,9 @@ def by_hand(Q, K, V, dO, m):
 
 
 # %% tags=["remove-input"]
-def gaps(found, expected):
+def gaps(actual, expected):
     """Largest differences of dQ, dK, dV, relative to the largest number in each."""
-    pairs = zip(found, expected, strict=True)
+    pairs = zip(actual, expected, strict=True)
     return " ".join(f"{(a - b).abs().max() / b.abs().max():.1e}" for a, b in pairs)
 
 
@@ -210,11 +210,11 @@ print("dQ, dK, dV against autograd:", gaps(mask_on_scores(Q, K, V, dO, m), expec
 
 # %% tags=["remove-input"]
 def kept_by(function, inputs) -> list:
-    kept, known = [], {x.data_ptr() for x in inputs}
-    hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: (kept.append(x), x)[1], lambda x: x)
+    saved, known = [], {x.data_ptr() for x in inputs}
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: (saved.append(x), x)[1], lambda x: x)
     with hooks, tritonemu.enabled():
         out = function()  # held until all is seen: an address may be used again
-    return [tuple(x.shape) for x in kept if x.data_ptr() not in known and out is not None]
+    return [tuple(x.shape) for x in saved if x.data_ptr() not in known and out is not None]
 
 
 ends = cu_seqlens((200,), "cpu")

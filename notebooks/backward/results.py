@@ -1,6 +1,6 @@
 # ---
 # jupyter:
-#   kernelspec: {name: python3, display_name: Python 3}
+#   kernelspec: {display_name: Python 3, language: python, name: python3}
 # measures: true
 # ---
 
@@ -54,8 +54,8 @@ def rungs_on(name):
 def plan(session, names=NAMES, steps=STEPS):
     how = {"direction": "backward", "seconds": 0.7}
     for name in names:
-        given, rungs = workload(name), rungs_on(name)
-        others = [*BLACKWELL, *taking(given, "backward")]
+        work, rungs = workload(name), rungs_on(name)
+        others = [*BLACKWELL, *taking(work, "backward")]
         others.remove("torch_compile")
         if "half-dense" not in name and name != STEPS[0]:
             others.remove("cudnn_varlen")  # its gradients fail the check
@@ -64,10 +64,10 @@ def plan(session, names=NAMES, steps=STEPS):
         impls = [*rungs, *others]
         bursts = impls if "self-full" in name else []
         scopes = {"kernel": bursts, "sustained": impls, "op": impls if name in steps else []}
-        session.measure(given, impls, scopes=scopes, **how)
-    for given in map(workload, HSTU):
-        impls = [V1, V4, *taking(given, "backward", "activation")]
-        session.measure(given, impls, scopes=("sustained",), **how)
+        session.measure(work, impls, scopes=scopes, **how)
+    for work in map(workload, HSTU):
+        impls = [V1, V4, *taking(work, "backward", "activation")]
+        session.measure(work, impls, scopes=("sustained",), **how)
     for name in steps[:2]:
         gradients.memory(session, workload(name), [*rungs_on(name), "fa2_varlen"])
 
@@ -96,11 +96,11 @@ assert ahead.filter(like="cross").min() > 1.5, "the caption: v5 far above"
 ragged = rows[rows["impl"] == "cudnn_varlen"]
 assert ragged["failure"].str.contains("check failed").all(), "the text says so"
 fa4_by_fa2 = (us["fa4"] / us["fa2_varlen"]).dropna()
-kept = 100 * (burst / us)[ours].min(axis=1)
+retained = 100 * (burst / us)[ours].min(axis=1)
 chapter.glue(over_peer=spread(ahead), won=(ahead >= 1).sum(), count=len(best), lost=lost,
              few_keys=share.filter(regex="cross|-256").max(), checked=len(timed),
              more_keys=share.filter(regex="self.*-(?:512|1024|2048)").max(),
-             kept=f"{kept.min():.0f} to {kept.max():.0f}", over_v1=over[V1].max(),
+             kept=f"{retained.min():.0f} to {retained.max():.0f}", over_v1=over[V1].max(),
              asked=len(ragged), fa3_first=(best["best peer"] == "fa3").sum(),
              fa4_first=best["best peer"].isin(["fa4", "fa4_dense"]).sum(),
              missing="; ".join(missing_peers(chapter.rows(direction="backward", scope=None))),
@@ -255,8 +255,8 @@ chapter.table(
 memory = chapter.recorded("memory").set_index(["workload", "impl"])["bytes"].astype(float)
 counted = {}
 for name, impl in memory.drop("fa2_varlen", level="impl").index:
-    given = workload(name)
-    q, k = 256 * given.num_heads_q * given.total_q, 256 * given.num_heads_k * given.total_k  # bytes
+    work = workload(name)
+    q, k = 256 * work.num_heads_q * work.total_q, 256 * work.num_heads_k * work.total_k  # bytes
     counted[name, impl] = 2 * q + 2 * k + (2 * q if impl in (V2, V2A, V4) else 0)
 counted = pd.Series(counted)
 

@@ -1,6 +1,6 @@
 # ---
 # jupyter:
-#   kernelspec: {name: python3, display_name: Python 3}
+#   kernelspec: {display_name: Python 3, language: python, name: python3}
 # measures: false
 # ---
 
@@ -266,9 +266,9 @@ stored = 2 * w.pairs * w.num_heads_q
 there_and_back = 2 * stored / limits.gbytes_per_s(1, 1) / 1e6
 assert there_and_back > costs["MMAs, two repeated"], "the answer: it is cheaper to repeat"
 masked = studies.backward(v1_tiled_backward, replace(one_head, mask=Mask(causal=True))).reports
-kept = {100 * masked[name].dots / ran.reports[name].dots for name in masked}
-assert len(kept) == 1, "the answer: the same share in both kernels"
-chapter.glue(ds_gb=stored / 1e9, ds_ms=there_and_back, causal=kept.pop())
+causal_share = {100 * masked[name].dots / ran.reports[name].dots for name in masked}
+assert len(causal_share) == 1, "the answer: the same share in both kernels"
+chapter.glue(ds_gb=stored / 1e9, ds_ms=there_and_back, causal=causal_share.pop())
 
 # %% [markdown]
 # :::{solution} ex-seven-ds

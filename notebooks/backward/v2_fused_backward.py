@@ -1,6 +1,6 @@
 # ---
 # jupyter:
-#   kernelspec: {name: python3, display_name: Python 3}
+#   kernelspec: {display_name: Python 3, language: python, name: python3}
 # measures: true
 # ---
 
@@ -104,18 +104,18 @@ chapter.code(v2_fused_backward.fused_kernel, "q = load_rows(q_desc", "elif dq_pt
 LINE = "    pid = tl.program_id(0)\n"
 
 
-def sums(module, given):
+def sums(module, inputs):
     """dQ in fp32, before it is rounded."""
-    return studies.backward(module, given).launched["round_kernel"].arguments["sums_ptr"]
+    return studies.backward(module, inputs).launched["round_kernel"].arguments["sums_ptr"]
 
 
 differ = {}
 for keys in (256, 384, 1024):
-    given, shares = studies.batch((64,), (keys,), head_dim=64), []
+    ragged, shares = studies.batch((64,), (keys,), head_dim=64), []
     for turn in range(1, keys // 128):
         number = f"    pid = (tl.program_id(0) + {turn}) % tl.num_programs(0)\n"
-        other = sums(studies.changed(v2_fused_backward, (LINE, number)), given)
-        shares.append((other != sums(v2_fused_backward, given)).float().mean().item())
+        other = sums(studies.changed(v2_fused_backward, (LINE, number)), ragged)
+        shares.append((other != sums(v2_fused_backward, ragged)).float().mean().item())
     differ[keys] = 100 * max(shares)
     print(f"{keys:5,} keys: {differ[keys]:3.0f} %")
 assert differ[256] == 0 < differ[384] < differ[1024]
@@ -134,14 +134,14 @@ assert differ[256] == 0 < differ[384] < differ[1024]
 # added, and the emulator objects before any number is wrong:
 
 # %% tags=["remove-input"]
-given = studies.batch((0, 1, 65, 130), (3, 0, 129, 257), heads=2, head_dim=64)
+ragged = studies.batch((0, 1, 65, 130), (3, 0, 129, 257), heads=2, head_dim=64)
 for name, module in {"v2": v2_fused_backward, "v2a": v2a_ordered_backward}.items():
-    errors = studies.compare_gradients(studies.backward(module, given).gradients, given)
+    errors = studies.compare_gradients(studies.backward(module, ragged).gradients, ragged)
     most = errors["% of allowed"].max()
     print(f"backward {name}, largest error: {most:.0f} % of what is allowed")
 
 stored = studies.changed(v2_fused_backward, ("    add_rows(dq_desc,", "    store_rows(dq_desc,"))
-print(studies.findings(lambda: stored.backward(studies.gradient(given), given), ["modelled"])[0])
+print(studies.findings(lambda: stored.backward(studies.gradient(ragged), ragged), ["modelled"])[0])
 
 # %% [markdown]
 # ## dQ costs more than predicted
@@ -185,7 +185,7 @@ def _(session):
         studies.repeat_backward(session, work, VARIANTS)
 
 
-own, timed = chapter.rows(variant=None), chapter.recorded("parts")
+rows, timed = chapter.rows(variant=None), chapter.recorded("parts")
 timed = timed.pivot_table("time_us", index="part", columns="workload", aggfunc="median")
 us = pd.concat([chapter.times(columns="variant", variant=None).T, timed])
 long, cross = ((us / us.loc["by TMA"])[x] for x in (LONG, CROSS))
@@ -210,10 +210,10 @@ split["fifth MMA, additions"] = added / 1e3
 looks = dict(zip(split, ("filled", "hatched", "hollow", "pale"), strict=True))
 split.index = ["1,024 keys", "256 keys"]
 chart = rare_charts.stacked(split, xlabel="ms", looks=looks, hue=V2)
-chapter.figure(chart, measured=own, data=split.reset_index(names="batch"))
+chapter.figure(chart, measured=rows, data=split.reset_index(names="batch"))
 
 # %% tags=["remove-cell"]
-assert own["correct"].astype(bool).all(), "all variants with a time passed the check"
+assert rows["correct"].astype(bool).all(), "all variants with a time passed the check"
 chapter.glue(
     mma=(pd.Series(mma) / added[[*mma]]).max(),
     price_long=100 * long["1 slice"] - 100, price_cross=100 * cross["1 slice"] - 100,

@@ -1,6 +1,6 @@
 # ---
 # jupyter:
-#   kernelspec: {name: python3, display_name: Python 3}
+#   kernelspec: {display_name: Python 3, language: python, name: python3}
 # measures: true
 # ---
 
@@ -317,8 +317,8 @@ chapter.annotated(
 # %% tags=["remove-input"]
 ragged = studies.batch((0, 1, 63, 130), (3, 70, 129, 257), heads=2)
 for name in (ALL, NONE):
-    found = studies.backward(modules[name], ragged, VARIANTS[name][1], multiprocessors=2)
-    errors = studies.compare_gradients(found.gradients, ragged)["% of allowed"]
+    emulated = studies.backward(modules[name], ragged, VARIANTS[name][1], multiprocessors=2)
+    errors = studies.compare_gradients(emulated.gradients, ragged)["% of allowed"]
     print(f"{name}: largest error {errors.max():.0f} % of what is allowed")
 
 # %% [markdown]

@@ -1,6 +1,6 @@
 # ---
 # jupyter:
-#   kernelspec: {name: python3, display_name: Python 3}
+#   kernelspec: {display_name: Python 3, language: python, name: python3}
 # measures: true
 # ---
 
@@ -184,8 +184,8 @@ FORGOTTEN = {
 small, says = studies.batch((256,)), {}
 for what, line in FORGOTTEN.items():
     wrong = studies.changed(v5, (line, ""))
-    found = studies.findings(lambda to=wrong: to.backward(studies.gradient(small), small), (0, 1))
-    lines = found[0].split("; nothing")[0].splitlines()
+    texts = studies.findings(lambda to=wrong: to.backward(studies.gradient(small), small), (0, 1))
+    lines = texts[0].split("; nothing")[0].splitlines()
     says[what] = " ".join(lines[: 1 + lines[0].endswith(":")])  # a deadlock's first role, too
 assert all(says.values()) and "EarlyExit" in says["waiting at the end"], "the caption says so"
 
@@ -271,10 +271,10 @@ def _(session):
     session.measure(WIDE, [*FORWARD, *PEERS], **how)
 
     calls = {"piece": (FEW, [V4, V6], pieces), "part": (WIDE, [V7], knocked_out)}
-    for name, (work, impls, made) in calls.items():
+    for name, (work, impls, calls_of) in calls.items():
 
-        def tabulate(inputs, name=name, made=made):
-            timed = timing.sample_kernels(made(inputs), session.device, session.protocol)
+        def tabulate(inputs, name=name, calls_of=calls_of):
+            timed = timing.sample_kernels(calls_of(inputs), session.device, session.protocol)
             session.tabulate(f"{name}s", (name,), {(x,): us for x, us in timed.items()})
 
         session.launch(f"{name}s", work, impls, tabulate, direction="backward")
@@ -454,9 +454,9 @@ assert parts["v4"] - parts["v4, nothing added"] > max(parts["zero fill"], parts[
 
 # %% tags=["remove-cell"]
 rows7 = chapter.rows(scope="sustained", direction=None, workload=[WIDE.name, LONG.name])
-found = rows7.set_index(["direction", "workload", "impl"]).sort_index()
-rate7, us7 = found["tflops"]["backward"], found["time_us_p50"]["backward"]
-clocks = us7 * found["sm_clock_mhz"]["backward"] * 132  # of all SMs
+timed_rows = rows7.set_index(["direction", "workload", "impl"]).sort_index()
+rate7, us7 = timed_rows["tflops"]["backward"], timed_rows["time_us_p50"]["backward"]
+clocks = us7 * timed_rows["sm_clock_mhz"]["backward"] * 132  # of all SMs
 steps = {x.name: x.batch * x.num_heads_k * (x.max_seqlen_k // 64) ** 2 for x in (WIDE, LONG)}
 more = steps[LONG.name] - steps[WIDE.name]
 step = (clocks[LONG.name, V7] - clocks[WIDE.name, V7]) / more
@@ -480,7 +480,7 @@ chapter.predict("Backward v7 reaches 370 to 430 TFLOP/s with 512 tokens.", rate7
 chapter.predict("Backward v7 reaches 420 to 480 TFLOP/s with 2,048 tokens.", rate7[LONG.name, V7],
                 least=420, most=480, registered="backward/v7_wide_backward#3", **ASIDE)  # fmt: skip
 chapter.predict("Forward v8 reaches 520 to 600 TFLOP/s at head_dim 256.",
-                found["tflops"]["forward", WIDE.name, FORWARD[1]], least=520, most=600,
+                timed_rows["tflops"]["forward", WIDE.name, FORWARD[1]], least=520, most=600,
                 registered="backward/v7_wide_backward#4", **ASIDE)  # fmt: skip
 chapter.predict(
     "With the identity as activation backward v7 takes 80 to 95 % of its time, since `scores` is a "

@@ -1,6 +1,6 @@
 # ---
 # jupyter:
-#   kernelspec: {name: python3, display_name: Python 3}
+#   kernelspec: {display_name: Python 3, language: python, name: python3}
 # measures: false
 # ---
 
@@ -23,7 +23,7 @@ from functools import partial
 
 import pandas as pd
 
-from _lib import columns, studies
+from _lib import studies
 from gdpa_kernels.calling.launches import launches
 from gdpa_kernels.gdpa.device import tensor_memory
 from gdpa_kernels.gdpa.kernels import b1_tensor_memory_backward as b1
@@ -34,6 +34,7 @@ from gdpa_kernels.gdpa.kernels import b5_stream_backward as b5
 from gdpa_kernels.gdpa.kernels import b6_dq_once_backward as b6
 from gdpa_lab.measuring import compile_check, units
 from gdpa_lab.report.chapter import Chapter
+from notebooks.blackwell import _columns
 
 # %% tags=["parameters"]
 mode = "replay"
@@ -48,9 +49,9 @@ MMA = units.mma(units.B200, 1)  # clocks of one of 128 x 128 x 128
 
 def built(module):
     """The rung's kernel for sm_100a, of 130 tokens and four heads of 128."""
-    given = studies.batch((130,), heads=4)
+    inputs = studies.batch((130,), heads=4)
     with launches(run=False) as seen:
-        module.backward(studies.gradient(given), given)
+        module.backward(studies.gradient(inputs), inputs)
     (launch,) = (x for x in seen if x.name == "backward_kernel")
     return compile_check.build_launch(launch, capability=100)
 
@@ -80,7 +81,7 @@ ROWS = {
                        (256, 384, "dV +=", WRITTEN), dk],
 }  # fmt: skip
 chapter.figure(
-    columns.over_time(ROWS, [KEPT, MATH, WRITTEN]),
+    _columns.over_time(ROWS, [KEPT, MATH, WRITTEN]),
     computed="the order of MMAs in the source of b1, head_dim 128",
 )
 
@@ -168,8 +169,8 @@ ONCE = 2 * TILE + 4 * TILE  # of a tile: K and V in, dV and dK through
 
 def emulated(module, keys: int) -> tuple:
     """A tile's timeline, the KiB that its port moves, and the clocks of a step: from dP to dP."""
-    given = studies.batch((STEPS * 128,), (keys,))
-    run = studies.backward(module, given, arch="sm_100", trace=True)
+    inputs = studies.batch((STEPS * 128,), (keys,))
+    run = studies.backward(module, inputs, arch="sm_100", trace=True)
     line = run.reports["backward_kernel"].timeline
     mmas = (e for e in line.events if e.cta == 0 and e.kind == "mma")
     of_dp = [e.start for e in mmas if e.name.startswith("v[0]")]
@@ -285,10 +286,10 @@ chapter.glue(spilled=spilled[["b1", "b2", "b3"]].max())
 # error is {glue:text}`worst:.0f` % of what is allowed. Now forget a wait, or where P may go:
 
 # %% tags=["remove-cell"]
-given = studies.batch(studies.EDGES, studies.EDGES[::-1], head_dim=64)
-found = [studies.backward(module, given, arch="sm_100").gradients for module in (b1, b2, b3)]
+inputs = studies.batch(studies.EDGES, studies.EDGES[::-1], head_dim=64)
+computed = [studies.backward(module, inputs, arch="sm_100").gradients for module in (b1, b2, b3)]
 chapter.glue(
-    worst=max(studies.compare_gradients(one, given)["% of allowed"].max() for one in found)
+    worst=max(studies.compare_gradients(one, inputs)["% of allowed"].max() for one in computed)
 )
 
 # %% tags=["remove-input"]
@@ -301,10 +302,10 @@ forgotten = {
     "leaving before the peer is done":
         (b2, "    tlx.barrier_wait(inbox.empty[0], (count & 1) ^ 1)\n", ""),
 }  # fmt: skip
-given = studies.batch((300,), (256,), head_dim=64)
+inputs = studies.batch((300,), (256,), head_dim=64)
 for what, (module, old, new, *shared) in forgotten.items():
     wrong = studies.changed(module, (old, new), shared=next(iter(shared), None))
-    call = partial(wrong.backward, studies.gradient(given), given)
+    call = partial(wrong.backward, studies.gradient(inputs), inputs)
     (says,) = studies.findings(call, [0], arch="sm_100")
     assert says, "the text says so"
     print(f"{what}: {says.partition(':')[0]}")
@@ -335,9 +336,9 @@ ends = {}
 for module in (b4, b5, b6):
     both = []
     for items in (2, 3):
-        given = studies.batch((256,) * items, (256,) * items)
+        inputs = studies.batch((256,) * items, (256,) * items)
         how = {"arch": "sm_100", "trace": True, "multiprocessors": 2}
-        line = studies.backward(module, given, **how).reports["backward_kernel"].timeline
+        line = studies.backward(module, inputs, **how).reports["backward_kernel"].timeline
         both.append((max(e.end for e in line.events), line.busy[0]["shared memory"]))
     ends[module] = [three - two for two, three in zip(*both, strict=True)]
 chapter.glue(

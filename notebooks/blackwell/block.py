@@ -1,6 +1,6 @@
 # ---
 # jupyter:
-#   kernelspec: {name: python3, display_name: Python 3}
+#   kernelspec: {display_name: Python 3, language: python, name: python3}
 # measures: false
 # ---
 
@@ -45,9 +45,9 @@ for module in (v1_one_tile, b1):
     for turns in (None, torch.float32):
         blank = block_studies.blank(128, rotary=turns)
         for direction in ("forward", "backward"):
-            made = block_studies.built(module, direction, None, blank, capability=100)
+            kernels = block_studies.built(module, direction, None, blank, capability=100)
             name = module.__name__.split(".")[-1][:2], direction, turns is not None
-            KERNELS[name] = made[f"{direction}_kernel"]
+            KERNELS[name] = kernels[f"{direction}_kernel"]
 READ = {name: compile_check.read(kernel) for name, kernel in KERNELS.items()}
 
 
@@ -60,12 +60,12 @@ inner = studies.piece(b1, "        stage, phase = turn_of(item, options.NUM_STAG
                       "\n\n@triton.jit\ndef softmax_forward")  # fmt: skip
 loop, wait = "* options.NUM_HEADS, num_stages=0):\n" + inner, "        tlx.barrier_wait(p_full"
 scores, outputs = inner.split(wait)
-before = """            stage, _ = turn_of(item - 1, options.NUM_STAGES)
+previous_turn = """            stage, _ = turn_of(item - 1, options.NUM_STAGES)
             at, phase = turn_of(item - 1, ACCUMULATORS)
 """
 ahead = "* options.NUM_HEADS + 1, num_stages=0):\n        if item < count_units(blocks_ptr) * "
 ahead += "options.NUM_HEADS:\n" + textwrap.indent(scores, "    ") + "        if item > 0:\n"
-ahead += before + textwrap.indent(wait + outputs, "    ")
+ahead += previous_turn + textwrap.indent(wait + outputs, "    ")
 looking = studies.changed(b1, (loop, ahead))
 
 # %% tags=["remove-cell"]
@@ -113,10 +113,10 @@ studies.stepper(
 programs = []
 for name, kernel in KERNELS.items():
     if name[0] == "v1":
-        made, columns = READ[name], kernel.metadata.tmem_size
-        others = block_studies.programs_on_an_sm(made, kernel.metadata.num_warps)
-        row = {"kernel": titled(name).removeprefix("v1 "), "registers": made.registers}
-        row |= {"shared (KiB)": made.shared_bytes / 1024, "columns": columns}
+        facts, columns = READ[name], kernel.metadata.tmem_size
+        others = block_studies.programs_on_an_sm(facts, kernel.metadata.num_warps)
+        row = {"kernel": titled(name).removeprefix("v1 "), "registers": facts.registers}
+        row |= {"shared (KiB)": facts.shared_bytes / 1024, "columns": columns}
         row |= {"fit by columns": compile_check.TENSOR_COLUMNS // columns}
         programs.append(row | {"by the rest": others})
 programs = pd.DataFrame(programs).set_index("kernel")
@@ -180,15 +180,15 @@ ROLES = {  # what only its loop holds (None: all there are of these), and what i
 def of_roles(kernel):
     """Instructions of a warp in the shortest such loop of each role."""
     code, loops = compile_check.sass(kernel)
-    found = {}
+    lengths = {}
     for role, (mnemonic, least, absent) in ROLES.items():
         least = least or len(re.findall(mnemonic, "\n".join(code)))
         for loop in loops:
             body = "\n".join(code[i] for i in loop)
             if len(re.findall(mnemonic, body)) >= least and not re.search(absent, body):
-                found[role] = len(loop)
+                lengths[role] = len(loop)
                 break
-    return found
+    return lengths
 
 
 issued = []

@@ -1,6 +1,6 @@
 # ---
 # jupyter:
-#   kernelspec: {name: python3, display_name: Python 3}
+#   kernelspec: {display_name: Python 3, language: python, name: python3}
 # measures: false
 # ---
 
@@ -131,7 +131,7 @@ chapter.code(b5_cta_pair.mma, "out = tile", "tile += 1")
 # Leave one of these out, and the emulator finds it:
 
 # %% tags=["remove-input"]
-given = studies.batch((300, 20, 600), (200, 256, 40), head_dim=64)
+inputs = studies.batch((300, 20, 600), (200, 256, 40), head_dim=64)
 how = {"arch": "sm_100", "multiprocessors": 2}
 BROKEN = {
     "commit to the leader alone": (
@@ -142,7 +142,7 @@ BROKEN = {
 }  # fmt: skip
 for what, change in BROKEN.items():
     broken = studies.changed(b5_cta_pair, change)
-    says = studies.findings(lambda to=broken: to.forward(given), ["modelled"], **how)[0]
+    says = studies.findings(lambda to=broken: to.forward(inputs), ["modelled"], **how)[0]
     first, *waits = says.splitlines()
     print(f"{what}: {first.split(':')[0]}\n    {(waits or [first])[0].strip()[:110]}")
 
@@ -204,8 +204,8 @@ chapter.annotated(
 PICTURES = {"b4": ((256,), (1024,)), "b5": ((1024,), (256,)), "b6": ((512,), (1024,))}
 lines, books = {}, {}
 for name, (rows, keys) in PICTURES.items():
-    given = studies.batch(rows, keys)
-    lines[name] = studies.timeline(RUNGS[name], given, arch="sm_100", multiprocessors=2)
+    inputs = studies.batch(rows, keys)
+    lines[name] = studies.timeline(RUNGS[name], inputs, arch="sm_100", multiprocessors=2)
     queries = rows[0] / 128 / (1 if name == "b4" else 2)  # tiles of one CTA
     tiles = queries * keys[0] / 128  # of pairs
     core = [e for e in lines[name].events if e.kind == "mma" and e.cta == 0]
@@ -278,8 +278,8 @@ assert all(kernel.metadata.tmem_size == 512 for kernel in built.values()), "the 
 assert not studies.facts(built, ())["spilled (B)"].any(), "the text says so"
 assert not any("cta_group::1" in kernel.asm["ptx"] for kernel in built.values()), "the text too"
 lengths = (0, 1, 127, 257, 40, 513)
-given = studies.batch(lengths, [min(n, 256) for n in lengths[::-1]], head_dim=64)
-checked = [studies.comparison(RUNGS[name], given, arch="sm_100") for name in built]
+inputs = studies.batch(lengths, [min(n, 256) for n in lengths[::-1]], head_dim=64)
+checked = [studies.comparison(RUNGS[name], inputs, arch="sm_100") for name in built]
 chapter.glue(worst=max((one["largest error"] / one["allowed"]).max() for one in checked))
 
 # %% [markdown]
@@ -296,9 +296,9 @@ def real(length, rows):
     return 100 * (q * k).sum() / (-(-q // rows) * rows * -(-k // 128) * 128).sum()
 
 
-kept = {n: real(n, 512) / real(n, 256) for n in (512, 2048)}
-chapter.glue(lost=100 * (1 - kept[512]), net_512=gain * kept[512], net_2048=gain * kept[2048],
-             num_pairs=units.B200.sms // 2)  # fmt: skip
+real_of = {n: real(n, 512) / real(n, 256) for n in (512, 2048)}
+chapter.glue(lost=100 * (1 - real_of[512]), net_512=gain * real_of[512],
+             net_2048=gain * real_of[2048], num_pairs=units.B200.sms // 2)  # fmt: skip
 
 # %% [markdown]
 # Of the pairs that b6 computes on half-full batches of 512, {glue:text}`lost:.0f` % fewer are real

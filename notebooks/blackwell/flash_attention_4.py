@@ -1,6 +1,6 @@
 # ---
 # jupyter:
-#   kernelspec: {name: python3, display_name: Python 3}
+#   kernelspec: {display_name: Python 3, language: python, name: python3}
 # measures: true
 # ---
 
@@ -23,12 +23,12 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 
-from _lib import tile_law
 from gdpa_lab.measuring import units
 from gdpa_lab.measuring.baselines import flash
 from gdpa_lab.measuring.workloads import workload
 from gdpa_lab.report import charts, claims
 from gdpa_lab.report.chapter import Chapter
+from notebooks.blackwell import _tile_law
 
 # %% tags=["parameters"]
 mode = "replay"
@@ -120,7 +120,7 @@ chapter.figure(
 
 # %% tags=["remove-cell"]
 bars = claims.published_figures().query("not suspect and direction == 'forward' and fill == 1")
-laws = tile_law.published(claims.published_figures().query("not suspect")).loc["forward"]
+laws = _tile_law.published(claims.published_figures().query("not suspect")).loc["forward"]
 rate = bars.drop_duplicates(["workload", "kernel"]).pivot(
     index="workload", columns="kernel", values="tflops"
 )
@@ -129,8 +129,8 @@ for name in [f"gdpa-{x}" for x in ("self-full-256", "cross-full-512", "cross-ful
                                    "self-full-2048")]:  # fmt: skip
     work, gdpa, fa4 = workload(name), rate.loc[name, "cutedsl_gdpa"], rate.loc[name, "cutedsl_fa4"]
     took = work.flops("forward") / fa4 / 1e6
-    queries = tile_law.amounts([work], units.B200.sms, (256, 128)).loc[name, "queries"]
-    walk = laws.loc["FA4", "steps"] * tile_law.scan_steps(work, units.B200.sms)
+    queries = _tile_law.amounts([work], units.B200.sms, (256, 128)).loc[name, "queries"]
+    walk = laws.loc["FA4", "steps"] * _tile_law.scan_steps(work, units.B200.sms)
     ends = (laws.loc["FA4", "queries"] - laws.loc["GDPA", "queries"]) * queries
     left, ours = took - walk - ends, took * fa4 / gdpa
     published[name] = gdpa / fa4, took / (took - walk), (took - walk) / left, left / ours
@@ -190,7 +190,7 @@ chapter.code(flash.fa4, "interface =", "return scanning")
 # %% tags=["remove-cell"]
 walk, extra = us[WALK] / us[LOOKUP], us[WALK] - us[LOOKUP]
 few = [name for name in us.index if name.endswith(("-36", "-144"))]
-at = [of_batch(SHORT, batch).name for batch in (1152, 4608)]
+large = [of_batch(SHORT, batch).name for batch in (1152, 4608)]
 chapter.predict(
     "Up to 256 sequences the switch changes the time by at most 2 % (the largest change).",
     100 * (walk[few] - 1).abs(), most=2, form=".1f", unit=" %",
@@ -198,12 +198,12 @@ chapter.predict(
 chapter.predict(
     "A batch four times as large walks about 16 times as long (what the walk adds at 4,608 "
     "sequences over 1,152).",
-    extra[at[1]] / extra[at[0]], least=12, most=20, form=".1f",
+    extra[large[1]] / extra[large[0]], least=12, most=20, form=".1f",
 )  # fmt: skip
 chapter.predict(
     "At 1,152 sequences of 256 tokens the walk costs the factor modelled for a B200, to 30 % "
     "(measured over modelled).",
-    walk[at[0]] / published.loc[SHORT.name, "walk"], least=0.7, most=1.3,
+    walk[large[0]] / published.loc[SHORT.name, "walk"], least=0.7, most=1.3,
 )  # fmt: skip
 
 # %% tags=["remove-cell"]
@@ -236,18 +236,18 @@ jagged = rates[rates.index.str.contains("jagged")]
 cross = [name for name in chain.index if "cross" in name or "256" in name]
 both = (chain["ragged"] * chain["FA4 to cuDNN, dense"])[cross]
 level = chain.loc["gdpa-self-full-2048-batch-1152", "FA4 to cuDNN, dense"]
-assert abs(level - 1) < 0.05 and walk[at[0]] > 2, "the text: level; halves the rate"
+assert abs(level - 1) < 0.05 and walk[large[0]] > 2, "the text: level; halves the rate"
 per_tile = ((us[LOOKUP] - us[DENSE]) * 132 / (1152 * 4)).loc[cross]
 per_tile /= [workload(name.removesuffix("-batch-1152")).max_seqlen_q / 128 for name in cross]
-steps = {b: tile_law.scan_steps(of_batch(SHORT, b), units.H200.sms, 128) for b in (1152, 4608)}
+steps = {b: _tile_law.scan_steps(of_batch(SHORT, b), units.H200.sms, 128) for b in (1152, 4608)}
 chapter.glue(
-    scan_256=walk[at[0]], scan_4608=walk[at[1]], walks_4608=rates.loc[at[1], WALK],
-    dense_4608=rates.loc[at[1], DENSE], ragged=chain["ragged"].max(),
+    scan_256=walk[large[0]], scan_4608=walk[large[1]], walks_4608=rates.loc[large[1], WALK],
+    dense_4608=rates.loc[large[1], DENSE], ragged=chain["ragged"].max(),
     ragged_low=chain.loc[cross, "ragged"].min(), tile_low=per_tile.min(), tile_high=per_tile.max(),
     ends_low=chain.loc[cross, "FA4 to cuDNN, dense"].min(), rest=chain["cuDNN to v8"].max(),
     ends=chain.loc[cross, "FA4 to cuDNN, dense"].max(), rest_low=chain["cuDNN to v8"].min(),
     jagged=(jagged[LOOKUP] / jagged[WALK]).max(), jagged_low=(jagged[LOOKUP] / jagged[WALK]).min(),
-    ns=1e3 * extra[at[0]] / steps[1152], ns_4608=1e3 * extra[at[1]] / steps[4608],
+    ns=1e3 * extra[large[0]] / steps[1152], ns_4608=1e3 * extra[large[1]] / steps[4608],
     whole=chain["v8 / FA4 that walks"].max(), steps=steps[1152],
     both_low=both.min(), both=both.max(), level=level,
 )  # fmt: skip
@@ -321,8 +321,8 @@ chapter.predictions()
 
 # %% tags=["remove-cell"]
 split = 8 * us.loc[of_batch(SHORT, 144).name, WALK]
-assert split < us.loc[at[0], WALK], "the answer"
-chapter.glue(split=split, whole_us=us.loc[at[0], WALK], gain=us.loc[at[0], WALK] / split)
+assert split < us.loc[large[0], WALK], "the answer"
+chapter.glue(split=split, whole_us=us.loc[large[0], WALK], gain=us.loc[large[0], WALK] / split)
 
 # %% [markdown]
 # :::{solution} ex-fa4-split

@@ -1,6 +1,6 @@
 # ---
 # jupyter:
-#   kernelspec: {name: python3, display_name: Python 3}
+#   kernelspec: {display_name: Python 3, language: python, name: python3}
 # measures: false
 # ---
 
@@ -22,13 +22,13 @@
 import numpy as np
 import pandas as pd
 
-from _lib import tile_law, two_ctas
 from gdpa_lab.measuring import units
 from gdpa_lab.measuring.roofline import Ceilings, bracket
 from gdpa_lab.measuring.workloads import workload
 from gdpa_lab.report import charts, claims, clock_free, predictions, results
 from gdpa_lab.report.chapter import Chapter
 from gdpa_lab.report.house import RUNG_COLOURS
+from notebooks.blackwell import _tile_law, _two_ctas
 
 # %% tags=["parameters"]
 mode = "replay"
@@ -51,14 +51,14 @@ def rms(ratios):
 # %% tags=["remove-cell"]
 def modelled(names, design=units.PUBLISHED, ceilings=units.ASSUMED):
     """Rates of the unit ledger and of the roofline, TFLOP/s."""
-    found = {
+    rates = {
         name: (
             units.ledger(workload(name), design, ceilings).tflops,
             bracket(workload(name), "forward", ceilings).tflops_at_lower,
         )
         for name in names
     }
-    return pd.DataFrame.from_dict(found, orient="index", columns=["unit ledger", "roofline"])
+    return pd.DataFrame.from_dict(rates, orient="index", columns=["unit ledger", "roofline"])
 
 
 over = modelled(bars.index).div(bars, axis=0)
@@ -179,27 +179,27 @@ chapter.code(units.ledger, "chip, amounts", "begun =")
 
 # %% tags=["remove-cell"]
 rates = chapter.times("forward/results", value="tflops", direction="forward", scope="sustained")
-rates, own = rates["v8_own_waits"][full], {}
+rates, of_v8 = rates["v8_own_waits"][full], {}
 v8_rows = chapter.rows("forward/results", impl="v8_own_waits", scope="sustained", workload=full)
-for name, made in v8_rows.set_index("workload")["record"].items():
+for name, record_id in v8_rows.set_index("workload")["record"].items():
     kind = units.V8_RESIDENT if workload(name).max_seqlen_k <= 256 else units.V8_STREAM
-    limits = results.ceilings(chapter.record(made), "sustained")
-    found, rate = units.ledger(workload(name), kind, limits), rates[name]
-    own[name] = found.bound, found.tflops, rate, rate / found.tflops
-own = pd.DataFrame.from_dict(
-    own, orient="index", columns=["bound", "ledger", "measured", "measured / ledger"]
+    limits = results.ceilings(chapter.record(record_id), "sustained")
+    ledger, rate = units.ledger(workload(name), kind, limits), rates[name]
+    of_v8[name] = ledger.bound, ledger.tflops, rate, rate / ledger.tflops
+of_v8 = pd.DataFrame.from_dict(
+    of_v8, orient="index", columns=["bound", "ledger", "measured", "measured / ledger"]
 )
 
 # %% tags=["remove-input"]
 chapter.table(
-    own.set_axis(own.index.str.removeprefix("gdpa-")).reset_index(names="workload"),
+    of_v8.set_axis(of_v8.index.str.removeprefix("gdpa-")).reset_index(names="workload"),
     caption="**Forward v8 stays below its ledger on every full batch.** TFLOP/s of the ledger and "
     "of forward v8 back to back on an H200, and the unit that decides.",
     name="tab-model-v8",
     digits={"ledger": 0, "measured": 0, "measured / ledger": 2},
     measured=v8_rows,
 )
-share = own["measured / ledger"]
+share = of_v8["measured / ledger"]
 assert share.max() < 1, "the caption: on every full batch"
 chapter.predict(
     "No forward kernel is faster than its modelled bound (the largest measured / ledger).", share,
@@ -269,7 +269,7 @@ chapter.predict(
 # spends its time.
 
 # %% tags=["remove-cell"]
-laws = tile_law.published(every)
+laws = _tile_law.published(every)
 chapter.predict(
     "A law fitted to GDPA's forward pass on full batches finds the half-full ones to 10 % (the "
     "largest error).",
@@ -376,7 +376,7 @@ chapter.glue(low=second["low"][0], high=second["high"][0])
 # [#2280](https://github.com/Dao-AILab/flash-attention/pull/2280)), beside the ledger's count:
 
 # %% tags=["remove-input"]
-pairs, cliff = two_ctas.published(data_dir)
+pairs, cliff = _two_ctas.published(data_dir)
 chapter.table(
     pairs.reset_index(),
     caption="**The ledger is right about pairs in the forward pass, wrong in the backward pass.** "

@@ -1,6 +1,6 @@
 # ---
 # jupyter:
-#   kernelspec: {name: python3, display_name: Python 3}
+#   kernelspec: {display_name: Python 3, language: python, name: python3}
 # measures: false
 # ---
 
@@ -24,12 +24,13 @@ import re
 import pandas as pd
 import torch
 
-from _lib import columns, studies
+from _lib import studies
 from gdpa_kernels.gdpa.device.polynomial import POLYNOMIALS
 from gdpa_kernels.gdpa.ladder import b1_tensor_memory, b2_two_tiles, b3_stream, b4_mixed
 from gdpa_lab.measuring import compile_check
 from gdpa_lab.report import charts
 from gdpa_lab.report.chapter import Chapter
+from notebooks.blackwell import _columns
 
 # %% tags=["parameters"]
 mode = "replay"
@@ -54,7 +55,7 @@ chapter.glue(columns=compile_check.TENSOR_COLUMNS)
 # |   each, and O 0 and O 1 the right half.
 ONE, TWO = [(128, 256, "O", "O")], [(256, 384, "O 0", "O"), (384, 512, "O 1", "O")]
 chapter.figure(
-    columns.over_time(
+    _columns.over_time(
         {
             "forward b1: S complete": [(0, 128, "S", "S"), *ONE],
             "forward b1: P stored": [(0, 64, "P", "P"), *ONE],
@@ -193,8 +194,8 @@ KEYS = (256, 1024)
 
 def busy(module, keys, head_dim=128, config=None):
     """Percent of an SM's time with an MMA running: four items, or as many tiles as they have."""
-    given = studies.batch((512,), (keys,), heads=2, head_dim=head_dim)
-    events = pd.DataFrame(studies.timeline(module, given, config, **BLACKWELL).events)
+    inputs = studies.batch((512,), (keys,), heads=2, head_dim=head_dim)
+    events = pd.DataFrame(studies.timeline(module, inputs, config, **BLACKWELL).events)
     mmas = events[events["kind"] == "mma"]
     return 100 * (mmas["end"] - mmas["start"]).sum() / events.groupby("cta")["end"].max().sum()
 
@@ -268,10 +269,10 @@ chapter.figure(
 )  # fmt: skip
 
 # %% tags=["remove-input"]
-found = [(n, 2 * len(c) - 1, limit, e / 2) for n, (limit, c, e) in POLYNOMIALS.items()]
+lines = [(n, 2 * len(c) - 1, limit, e / 2) for n, (limit, c, e) in POLYNOMIALS.items()]
 heads = ["activation", "degree", "limit", "error / x, at most"]
 chapter.table(
-    pd.DataFrame(found, columns=heads),
+    pd.DataFrame(lines, columns=heads),
     caption="**The error has a bound for every score.** The polynomials of Blackwell forward b4, "
     "and the largest error of the activation over the score.",
     name="tab-tm-polynomials", digits={"limit": 3}, computed="the bounds that the tests prove",
@@ -303,8 +304,8 @@ code = compile_check.disassemble(built["b1"])
 places = re.findall(r"(LDTM|STTM)\S+ .*?tmem\[UR\d+\+?(\w*)\]", code)[:4]
 assert places == [("LDTM", ""), ("STTM", ""), ("LDTM", "0x40"), ("STTM", "0x20")], "the text"
 chapter.glue(ptx_fences=built["b3"].asm["ptx"].count("tcgen05.fence"))
-given = studies.batch(studies.EDGES, studies.EDGES[::-1], head_dim=64)
-checked = [studies.comparison(module, given, arch="sm_100") for module in RUNGS.values()]
+inputs = studies.batch(studies.EDGES, studies.EDGES[::-1], head_dim=64)
+checked = [studies.comparison(module, inputs, arch="sm_100") for module in RUNGS.values()]
 chapter.glue(worst=max((one["largest error"] / one["allowed"]).max() for one in checked))
 
 # %% [markdown]
@@ -351,9 +352,9 @@ chapter.glue(two_128=need[2, 128], two_64=need[2, 64], one_128=need[1, 128])
 # %% tags=["remove-cell"]
 broken = studies.changed(b1_tensor_memory, ("        tlx.barrier_wait(p.full[0], block & 1)\n", ""))
 small = studies.batch((130,), (200,), head_dim=64)
-found = studies.findings(lambda: broken.forward(small), arch="sm_100")
-assert all(text.startswith("Race") for text in found), "the answer"
-chapter.glue(finding=found[0], orders=len(found))
+texts = studies.findings(lambda: broken.forward(small), arch="sm_100")
+assert all(text.startswith("Race") for text in texts), "the answer"
+chapter.glue(finding=texts[0], orders=len(texts))
 
 # %% [markdown]
 # :::{solution} ex-tm-wait

@@ -1,6 +1,6 @@
 # ---
 # jupyter:
-#   kernelspec: {name: python3, display_name: Python 3}
+#   kernelspec: {display_name: Python 3, language: python, name: python3}
 # measures: false
 # ---
 
@@ -22,13 +22,14 @@ import pandas as pd
 import torch
 
 import tritonemu
-from _lib import block_studies, roundings, studies
-from _lib.roundings import ONCE, TWICE
+from _lib import block_studies, studies
 from gdpa_kernels.block_attention import reference
 from gdpa_kernels.block_attention.kernels import v0_flash, v1_one_tile
 from gdpa_kernels.block_attention.ladder import v2_slab
 from gdpa_lab.report import charts, results
 from gdpa_lab.report.chapter import Chapter
+from notebooks.block import _roundings
+from notebooks.block._roundings import ONCE, TWICE
 
 # %% tags=["parameters"]
 mode = "replay"
@@ -37,8 +38,8 @@ data_dir = "data"
 
 # %% tags=["remove-cell"]
 chapter = Chapter("block/backward_alone", mode=mode, device=device, data_dir=data_dir)
-found = roundings.study(roundings.draw(64), roundings.STUDIES, groups=16)
-mean = found["mean"].unstack().loc[list(roundings.STUDIES)]
+errors = _roundings.study(_roundings.draw(64), _roundings.STUDIES, groups=16)
+mean = errors["mean"].unstack().loc[list(_roundings.STUDIES)]
 twice = mean.loc[TWICE] / mean.loc[ONCE]
 published = chapter.data_dir / "published" / "block_attention_accuracy.csv"
 table8 = pd.read_csv(published).set_index(["gradient", "statistic"])
@@ -158,15 +159,15 @@ print("R' R x is (sin^2 + cos^2) x:", torch.allclose(round_trip, norm * x))
 # that assumes the strides of q instead reads beyond the one number, and the emulator says so:
 
 # %% tags=["remove-input"]
-given = block_studies.batch((70, 3))
-ones = torch.ones((), dtype=torch.bfloat16).expand(given.q.shape)
+small = block_studies.batch((70, 3))
+ones = torch.ones((), dtype=torch.bfloat16).expand(small.q.shape)
 for rung in (v1_one_tile, v2_slab):
     with tritonemu.enabled():
-        sparse, dense = rung.backward(ones, given), rung.backward(ones.contiguous(), given)
+        sparse, dense = rung.backward(ones, small), rung.backward(ones.contiguous(), small)
     assert all(map(torch.equal, sparse, dense)), "the text: the same bits"
 
 wrong = studies.changed(v1_one_tile, ("GRAD_STRIDES=grad_out.stride()", "GRAD_STRIDES=q.stride()"))
-print(studies.findings(lambda: wrong.backward(ones, given), ("modelled",))[0].splitlines()[0])
+print(studies.findings(lambda: wrong.backward(ones, small), ("modelled",))[0].splitlines()[0])
 
 # %% [markdown]
 # On a GPU that load would most likely succeed.

@@ -1,6 +1,6 @@
 # ---
 # jupyter:
-#   kernelspec: {name: python3, display_name: Python 3}
+#   kernelspec: {display_name: Python 3, language: python, name: python3}
 # ---
 
 # %% [markdown]
@@ -193,16 +193,16 @@ chapter.table(
 # every other block survives.
 
 # %% tags=["hide-input"]
-own = (torch.arange(total) >= 16) & (torch.arange(total) < 20)
+in_block = (torch.arange(total) >= 16) & (torch.arange(total) < 20)
 plain = block_studies.batch(lengths, head_dim=16, block_size=16)
 clean_inputs = (plain.q, plain.k, plain.v, block_studies.gradient(plain))
-*qkv, hurt_grad = (x.masked_fill(~own.view(-1, 1, 1), torch.nan) for x in clean_inputs)
+*qkv, hurt_grad = (x.masked_fill(~in_block.view(-1, 1, 1), torch.nan) for x in clean_inputs)
 hurt = replace(plain, **dict(zip("qkv", qkv, strict=True)))
 for module in (v0_flash, v1_one_tile):
     clean, _ = block_studies.emulated(module, plain)
     dirty, _ = block_studies.emulated(module, hurt, grad_out=hurt_grad)
-    assert all(torch.equal(a[own], b[own]) for a, b in zip(clean, dirty, strict=True))
-    assert all(b[~own].isnan().all() for b in dirty)
+    assert all(torch.equal(a[in_block], b[in_block]) for a, b in zip(clean, dirty, strict=True))
+    assert all(b[~in_block].isnan().all() for b in dirty)
 
 # %% [markdown]
 # ## The published "sparsity 0.7" is a fill

@@ -1,6 +1,6 @@
 # ---
 # jupyter:
-#   kernelspec: {name: python3, display_name: Python 3}
+#   kernelspec: {display_name: Python 3, language: python, name: python3}
 # measures: true
 # ---
 
@@ -22,8 +22,7 @@
 # %% tags=["hide-input"]
 from dataclasses import replace
 
-from _lib import block_tables, gradients, ratios
-from _lib.rotary_alone import measure_rotary
+from _lib import gradients, ratios
 from gdpa_kernels.calling import ladder
 from gdpa_lab.measuring.baselines import BLOCK_BASELINES
 from gdpa_lab.measuring.workload import DIRECTIONS
@@ -33,6 +32,8 @@ from gdpa_lab.report.chapter import Chapter
 from gdpa_lab.report.house import RUNG_COLOURS
 from gdpa_lab.report.peers import bytes_of_two, checked
 from gdpa_lab.report.results import TIMED
+from notebooks.block import _tables
+from notebooks.block._rotary_alone import measure_rotary
 
 TABLE5, NARROW = workload("block-fill70-2000"), workload("block-fill70-2000-d64")
 ROTARY = workload("block-rotary-1735537")
@@ -87,7 +88,7 @@ def _(session):
 
 # %% tags=["remove-cell"]
 rows = chapter.rows(scope="sustained", direction=DIRECTIONS)
-ms, share = (block_tables.by_impl(rows, x) for x in ("time_us_p50", "percent_of_roofline"))
+ms, share = (_tables.by_impl(rows, x) for x in ("time_us_p50", "percent_of_roofline"))
 assert rows["correct"][rows["time_us_p50"].notna()].eq(True).all(), "the text: all checked"
 
 
@@ -102,10 +103,10 @@ wide = [TABLE5.name, NARROW.name, *WIDER]
 of_five = rows[rows["workload"].isin(wide)]
 shown = share.loc[TABLE5.name].T.dropna()  # of the rate of a copy
 shown = shown.loc[[*RUNGS, *shown.index.difference(RUNGS)], list(DIRECTIONS)].rename(index=named)
-five = block_tables.duels(of_five, [workload(name) for name in wide], RUNGS)
-theirs = block_tables.printed_times(data_dir)["table5"].unstack().loc[list(DIRECTIONS)]
+five = _tables.duels(of_five, [workload(name) for name in wide], RUNGS)
+theirs = _tables.printed_times(data_dir)["table5"].unstack().loc[list(DIRECTIONS)]
 published = theirs["fa2_jfa"] / theirs["tlx_block_attention"]
-limits = block_tables.machine_rates(of_five, TABLE5, data_dir)
+limits = _tables.machine_rates(of_five, TABLE5, data_dir)
 v1, v3 = (share[name][TABLE5.name] for name in ("v1_one_tile", "v3_warp_specialized"))
 fa2 = (ms["fa2_varlen"] / ms[RUNGS].min(axis=1))[TABLE5.name]
 assert fa2["backward"] > fa2["forward"], "the text: the backward pass gains more"
@@ -218,12 +219,12 @@ of_six = {"workload": [f"block-fill{fill}-{n}000" for fill in (70, 100) for n in
           "impl": SWEPT}  # fmt: skip
 scope = chapter.scope(**of_six)
 of_six = chapter.rows(scope=scope, **of_six)
-six = block_tables.lengths(of_six, SWEPT)
-bars = block_tables.printed("speedups", data_dir).rename(columns={"max_seqlen": "length"})
+six = _tables.lengths(of_six, SWEPT)
+bars = _tables.printed("speedups", data_dir).rename(columns={"max_seqlen": "length"})
 bars = bars[bars["direction"].isin(DIRECTIONS)]
 panels = {
-    f"measured {TIMED[scope]}, NVIDIA H200": block_tables.by_length(six, "quotient"),
-    "published, NVIDIA B200": block_tables.by_length(bars, "speedup_vs_fa2_jfa"),
+    f"measured {TIMED[scope]}, NVIDIA H200": _tables.by_length(six, "quotient"),
+    "published, NVIDIA B200": _tables.by_length(bars, "speedup_vs_fa2_jfa"),
 }
 of = six.groupby("direction")[["quotient", "share"]].agg(["min", "max"])
 spread = 100 * (of["quotient", "max"] / of["quotient", "min"] - 1).max()
@@ -284,7 +285,7 @@ of_seven = rows[rows["workload"].isin([ROTARY.name, PLAIN.name])]
 both = ms.loc[ROTARY.name]
 fused = both[WITH_ROTARY].idxmin(axis=1)["backward"]
 of = share.loc[ROTARY.name, "backward"]
-seven = block_tables.rotary(of_seven, (PLAIN.name, ROTARY.name), fused, chapter.data_dir)
+seven = _tables.rotary(of_seven, (PLAIN.name, ROTARY.name), fused, chapter.data_dir)
 published, over_eager, over_kernel = seven.loc["one after the other / fused"]
 worth = (both["rotary_kernel"] / both[WITH_ROTARY].min(axis=1)).dropna()
 for way, ratio in worth.items():
@@ -310,7 +311,7 @@ chapter.predict(
 chapter.glue(
     published_fused=published, over_kernel=over_kernel, over_eager=over_eager,
     bound=two / ROTARY.bytes("backward"),
-    slow=100 * moved / seven.iloc[1, 0] / block_tables.NOMINAL,
+    slow=100 * moved / seven.iloc[1, 0] / _tables.NOMINAL,
     eager_share=alone["rotary_eager"], kernel_share=alone["rotary"], alone_timed=TIMED[scope],
     over_v4=back["rotary_kernel"] / back["v4_rotary"],
 )  # fmt: skip
@@ -349,7 +350,7 @@ chapter.figure(chart, measured=of_seven)
 # error with two roundings of a gradient over that with one, on the same inputs:
 
 # %% tags=["remove-input"]
-eight = block_tables.roundings(chapter.recorded("accuracy"), data_dir)
+eight = _tables.roundings(chapter.recorded("accuracy"), data_dir)
 farthest = eight["mean"].iloc[(eight["mean"] - 1.1).abs().argmax()]
 chapter.table(
     eight.round(2).reset_index(), digits={"mean, published": 2}, name="tab-block-roundings",

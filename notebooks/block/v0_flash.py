@@ -1,6 +1,6 @@
 # ---
 # jupyter:
-#   kernelspec: {name: python3, display_name: Python 3}
+#   kernelspec: {display_name: Python 3, language: python, name: python3}
 # measures: false
 # ---
 
@@ -80,11 +80,11 @@ bars = {}
 for way in KERNELS:
     bars[f"v0's bytes, {way}"] = bound[way, 128]
     bars |= {f"{name}, {way}": share.loc[(way, 128), impl] for impl, name in PEERS.items()}
-mine = [name for name in bars if name.startswith("block v0,")]
+of_v0 = [name for name in bars if name.startswith("block v0,")]
 drawn = charts.bars(
     pd.Series(bars),
     xlabel="% of the copy",
-    highlight=mine,
+    highlight=of_v0,
     levels={"copy": 100},
     names={f"v0's bytes, {way}": f"allowed by block v0's bytes, {way}" for way in KERNELS},
 )

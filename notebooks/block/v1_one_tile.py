@@ -1,6 +1,6 @@
 # ---
 # jupyter:
-#   kernelspec: {name: python3, display_name: Python 3}
+#   kernelspec: {display_name: Python 3, language: python, name: python3}
 # measures: true
 # ---
 
@@ -24,13 +24,13 @@ from dataclasses import replace
 import pandas as pd
 
 from _lib import block_bytes, block_studies
-from gdpa_kernels.block_attention import eliminations
 from gdpa_kernels.block_attention.kernels import v0_flash, v1_one_tile
 from gdpa_kernels.block_attention.kernels.v1_one_tile import default_config
 from gdpa_lab.measuring.workloads import workload
 from gdpa_lab.report import charts, results
 from gdpa_lab.report.chapter import Chapter
 from gdpa_lab.report.house import RUNG_COLOURS
+from notebooks.block import _eliminations
 
 WORK = {128: workload("block-fill70-2000"), 64: workload("block-fill70-2000-d64")}
 WAYS = ("forward", "backward")
@@ -53,32 +53,34 @@ NO_EFFECT = {"forward": ("delta", "two_passes"), "backward": ("rescale",)}
 CASES = {way: [case for case in SWITCHES if case not in NO_EFFECT[way]] + ["all"] for way in WAYS}
 
 
-def study(case: str) -> eliminations.Config:
+def study(case: str) -> _eliminations.Config:
     """The study with one piece put back, none or all."""
     pieces = SWITCHES if case == "all" else [case] if case in SWITCHES else []
-    return eliminations.Config(**dict.fromkeys(pieces, True))
+    return _eliminations.Config(**dict.fromkeys(pieces, True))
 
 
 def kernels(case: str, way: str) -> list[tuple[str, str]]:
-    """What its kernels read and write."""
+    """Names of the tensors that its kernels read and write."""
     on = study(case)
     if way == "forward":
         return [("q k v", "out" + " lse" * on.lse)]
     read = "q k v dO" + " lse" * on.lse + " D" * on.delta
     delta = [("dO out", "D")] if on.delta else []
-    return delta + [(read, made) for made in (("dk dv", "dq") if on.two_passes else ("dq dk dv",))]
+    return delta + [
+        (read, written) for written in (("dk dv", "dq") if on.two_passes else ("dq dk dv",))
+    ]
 
 
 @chapter.measure
 def _(session):
     for dim, work in WORK.items():
         for way in WAYS:
-            given = block_studies.blank(dim)
-            own, flash = default_config(way, given), v0_flash.default_config(way, given)
-            listed = [(V1, "default", {"config": own})]
+            inputs = block_studies.blank(dim)
+            constants, flash = default_config(way, inputs), v0_flash.default_config(way, inputs)
+            listed = [(V1, "default", {"config": constants})]
             for inner, order in ((True, "inner"), (False, "outer")):
                 for warps in (4, 8):
-                    config = replace(own, heads_inner=inner, num_warps=warps, registers=None)
+                    config = replace(constants, heads_inner=inner, num_warps=warps, registers=None)
                     listed.append((V1, f"heads {order}, {warps} warps", {"config": config}))
             for case in ("none", *CASES[way]):
                 listed.append((STUDY, case, {"config": study(case)}))
@@ -88,10 +90,10 @@ def _(session):
 
 
 # %% tags=["remove-cell"]
-own, limits = chapter.rows(variant=None), results.ceilings(chapter.record())
-own = own.assign(head_dim=own["workload"].map({work.name: dim for dim, work in WORK.items()}))
-own = own.set_index(["direction", "head_dim", "impl", "variant"]).sort_index()
-us, share = own["time_us_p50"], own["percent_of_roofline"]
+rows, limits = chapter.rows(variant=None), results.ceilings(chapter.record())
+rows = rows.assign(head_dim=rows["workload"].map({work.name: dim for dim, work in WORK.items()}))
+rows = rows.set_index(["direction", "head_dim", "impl", "variant"]).sort_index()
+us, share = rows["time_us_p50"], rows["percent_of_roofline"]
 bytes_of = {
     (way, case): block_bytes.floor_us(kernels(case, way), WORK[128], limits)
     for way in WAYS for case in ("none", *CASES[way])
@@ -154,8 +156,9 @@ chapter.code(v1_one_tile.backward_kernel, "ds = (p * (dp", "store_gradient(")
 # %% [markdown]
 # ## A piece costs its bytes, or does it?
 #
-# Our file `eliminations.py` has a switch for each piece, so that any one of them can be put back
-# alone ({numref}`fig-bv1-put-back`). Their bytes are counted as in {doc}`counting_bytes`.
+# Our file `notebooks/block/_eliminations.py` has a switch for each piece, so that any one of them
+# can be put back alone ({numref}`fig-bv1-put-back`). Their bytes are counted as in
+# {doc}`counting_bytes`.
 
 # %% tags=["remove-cell"]
 chapter.predict(
@@ -198,7 +201,7 @@ chapter.glue(
 
 # %% tags=["remove-cell"]
 SMALL = ["none", "rescale", "lse", "key_loop", "accumulate"]
-cases = {case: (eliminations, "forward", study(case)) for case in SMALL}
+cases = {case: (_eliminations, "forward", study(case)) for case in SMALL}
 facts = block_studies.compiled(cases)[["case", "registers", "programs on an SM"]]
 facts["time / none"] = (us["forward", 128, STUDY] / us["forward", 128, STUDY, "none"])[SMALL].array
 

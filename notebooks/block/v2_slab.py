@@ -1,6 +1,6 @@
 # ---
 # jupyter:
-#   kernelspec: {name: python3, display_name: Python 3}
+#   kernelspec: {display_name: Python 3, language: python, name: python3}
 # measures: true
 # ---
 
@@ -124,8 +124,8 @@ chapter.code(v2_slab.forward_kernel, "    for step in")
 # %% tags=["remove-input"]
 BUFFERS = {1: 1, 2: 2, 3: 2, 5: 3}
 for stages, buffers in BUFFERS.items():
-    made = block_studies.built(v2_slab, "forward", Config(num_stages=stages))
-    loop = loops.pipeline(made["forward_kernel"])
+    kernels = block_studies.built(v2_slab, "forward", Config(num_stages=stages))
+    loop = loops.pipeline(kernels["forward_kernel"])
     print(f"num_stages={stages}, buffers={buffers}: {loop.shown()}")
     assert (loop.ahead, loop.room) == (buffers - 1, buffers)
 
@@ -207,8 +207,8 @@ chapter.predict(
 ragged = block_studies.batch((0, 1, 63, 64, 65, 130))
 expected, _ = block_studies.emulated(v1_one_tile, ragged)
 for walk in ("1 head, 1 stage", "2 slabs, 3 stages", "2 per SM, 3 stages"):
-    found, _ = block_studies.emulated(v2_slab, ragged, config=VARIANTS[walk])
-    assert all(map(torch.equal, found, expected)), "the text: the bits of block v1"
+    actual, _ = block_studies.emulated(v2_slab, ragged, config=VARIANTS[walk])
+    assert all(map(torch.equal, actual, expected)), "the text: the bits of block v1"
 
 # %% [markdown]
 # TMA in place of pointers costs time, and the second stage wins most of it back. Putting the heads

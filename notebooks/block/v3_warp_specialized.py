@@ -1,6 +1,6 @@
 # ---
 # jupyter:
-#   kernelspec: {name: python3, display_name: Python 3}
+#   kernelspec: {display_name: Python 3, language: python, name: python3}
 # measures: true
 # ---
 
@@ -202,10 +202,10 @@ def _(session):
 
 
 # %% tags=["remove-cell"]
-own = chapter.rows(variant=None, impl=V3)
-own["shape"] = own["direction"] + " " + own["workload"].map(NAMES)
-time = own.pivot(index="shape", columns="variant", values="time_us_p50")
-share = own.pivot(index="variant", columns="shape", values="percent_of_roofline")[SHAPES]
+variants = chapter.rows(variant=None, impl=V3)
+variants["shape"] = variants["direction"] + " " + variants["workload"].map(NAMES)
+time = variants.pivot(index="shape", columns="variant", values="time_us_p50")
+share = variants.pivot(index="variant", columns="shape", values="percent_of_roofline")[SHAPES]
 
 
 def best(consumers: int, together: bool) -> pd.Series:
@@ -227,8 +227,8 @@ chapter.table(
     by_slots,
     caption="**Two slots are far better than one.** Percent of a copy's rate with one consumer, by "
     "pass and head_dim, in bursts.",
-    name="tab-roles-slots", digits=dict.fromkeys(SHAPES, 0), missing="no room", measured=own,
-    data=own,
+    name="tab-roles-slots", digits=dict.fromkeys(SHAPES, 0), missing="no room", measured=variants,
+    data=variants,
 )  # fmt: skip
 third = 100 * (three / two - 1)
 chapter.glue(third_forward=-third["forward 128"], third_backward=-third["backward 64"])

@@ -1,6 +1,6 @@
 # ---
 # jupyter:
-#   kernelspec: {name: python3, display_name: Python 3}
+#   kernelspec: {display_name: Python 3, language: python, name: python3}
 # measures: true
 # ---
 
@@ -26,7 +26,7 @@ from dataclasses import replace
 import pandas as pd
 import torch
 
-from _lib import block_studies, layouts, loops, studies
+from _lib import block_studies, loops, studies
 from gdpa_kernels.block_attention.kernels import v1_one_tile, v4a_turning_role
 from gdpa_kernels.block_attention.ladder import v2_slab, v4_rotary
 from gdpa_kernels.block_attention.ladder.v4_rotary import Config
@@ -35,6 +35,7 @@ from gdpa_lab.measuring.workloads import workload
 from gdpa_lab.report import charts
 from gdpa_lab.report.chapter import Chapter
 from gdpa_lab.report.house import RUNG_COLOURS
+from notebooks.block import _layouts
 
 # %% tags=["parameters"]
 mode = "replay"
@@ -119,7 +120,7 @@ chapter.figure(
 # |   A row of 16 cells in four colours, two neighbours each: T0 T0 T1 T1 T2 T2 T3 T3, then again.
 # |   Short arcs join neighbours, long arcs join cells eight apart, always of one colour. Below are
 # |   eight wide cells: needed by T0 T1 T2 T3 T0 T1 T2 T3, loaded by T0 four times, then T1.
-chapter.figure(layouts.rotary(), computed="the layout of wgmma accumulators in the PTX manual")
+chapter.figure(_layouts.rotary(), computed="the layout of wgmma accumulators in the PTX manual")
 
 # %% [markdown]
 # The gradient lies in the threads as the MMA left it, sin and cos as they were loaded. Before
@@ -175,8 +176,8 @@ DEFAULT = {"forward": (1, 3, 2), "backward": (1, 2, 2)}  # of v4
 
 def label(consumers: int, slots: int, of_sin_cos: int) -> str:
     """The variant's name in the record."""
-    own = ", 1 of sin and cos" if of_sin_cos == 1 else ""
-    return f"{consumers} math role{'s' * (consumers > 1)}, {slots} slots{own}"
+    angles = ", 1 of sin and cos" if of_sin_cos == 1 else ""
+    return f"{consumers} math role{'s' * (consumers > 1)}, {slots} slots{angles}"
 
 
 @chapter.measure
@@ -197,10 +198,12 @@ def _(session):
 
 # %% tags=["remove-cell"]
 rows = chapter.rows(variant=None).set_index(["workload", "direction", "impl", "variant"])
-own, share = rows["time_us_p50"], rows["percent_of_roofline"][ROTARY.name].swaplevel(0, 1)
-v4, v4a = (own[ROTARY.name].xs(impl, level="impl") for impl in ("v4_rotary", "v4a_turning_role"))
+time_us, share = rows["time_us_p50"], rows["percent_of_roofline"][ROTARY.name].swaplevel(0, 1)
+v4, v4a = (
+    time_us[ROTARY.name].xs(impl, level="impl") for impl in ("v4_rotary", "v4a_turning_role")
+)
 default = pd.Series({d: v4[d, label(*case)] for d, case in DEFAULT.items()})
-attention = own[PLAIN.name].groupby("direction").min()
+attention = time_us[PLAIN.name].groupby("direction").min()
 of_bytes = [ROTARY.bytes(direction) / PLAIN.bytes(direction) for direction in attention.index]
 hidden = default / (attention * of_bytes)
 
@@ -309,8 +312,8 @@ studies.stepper(
 ragged = block_studies.batch((0, 1, 63, 64, 65), rotary=torch.bfloat16, rotate_v=True)
 block_studies.comparison(v4_rotary, ragged, schedule=0)
 expected, _ = block_studies.emulated(v4_rotary, ragged)
-found, _ = block_studies.emulated(v4a_turning_role, ragged, schedule=0)
-assert all(map(torch.equal, found, expected)), "the text says so"
+actual, _ = block_studies.emulated(v4a_turning_role, ragged, schedule=0)
+assert all(map(torch.equal, actual, expected)), "the text says so"
 
 # %% [markdown]
 # ## With three slots block v4a reaches what memory allows

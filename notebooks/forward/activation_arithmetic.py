@@ -1,6 +1,6 @@
 # ---
 # jupyter:
-#   kernelspec: {name: python3, display_name: Python 3}
+#   kernelspec: {display_name: Python 3, language: python, name: python3}
 # measures: true
 # ---
 
@@ -24,11 +24,12 @@ import pandas as pd
 import torch
 
 import tritonemu
-from _lib import activation_rates, rare_charts
 from _lib import activation_sequences as sequences
+from _lib import rare_charts
 from gdpa_kernels.gdpa.device.activations import INSTRUCTIONS
 from gdpa_lab.report import charts
 from gdpa_lab.report.chapter import Chapter
+from notebooks.forward import _activation_rates
 
 # %% tags=["parameters"]
 mode = "replay"
@@ -37,8 +38,8 @@ data_dir = "data"
 
 # %% tags=["remove-cell"]
 chapter = Chapter("forward/activation_arithmetic", mode=mode, device=device, data_dir=data_dir)
-chapter.measure(activation_rates.run_all)
-speed = activation_rates.speeds(chapter)
+chapter.measure(_activation_rates.run_all)
+speed = _activation_rates.speeds(chapter)
 us = chapter.times()["v6_short_kv"]
 us.index = pd.MultiIndex.from_tuples(name.split("-")[1:] for name in us.index)
 us = us.unstack()[["128", "64"]].rename(columns="head_dim {}".format)  # by activation
@@ -230,7 +231,7 @@ points = torch.linspace(-60, 60, 4801)
 bounded = [name for name in SHOWN if sequences.BY_NAME[name].bound is not None]
 with tritonemu.enabled():
     for name in bounded:
-        error = sequences.error_per_x(name, activation_rates.exact(name), points)
+        error = sequences.error_per_x(name, _activation_rates.exact(name), points)
         assert max(error, speed["error"][name]) <= sequences.BY_NAME[name].bound, name
         assert sequences.evaluate(torch.full((4,), torch.nan), name).isnan().all(), name
 

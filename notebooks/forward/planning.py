@@ -1,6 +1,6 @@
 # ---
 # jupyter:
-#   kernelspec: {name: python3, display_name: Python 3}
+#   kernelspec: {display_name: Python 3, language: python, name: python3}
 # ---
 
 # %% [markdown]
@@ -47,11 +47,13 @@ loops = chapter.rows(
 )  # fmt: skip
 tiles = 1152 * 4 * loops["workload"].map(LONG) / 128
 loops["cycles"] = loops["time_us_p50"] * loops["sm_clock_mhz"] * 132 / tiles  # of an SM: 128 rows
-made = loops.pivot_table(index="impl", columns="workload", values="cycles")
-found = (made["gdpa-self-full-2048"] - made["gdpa-self-full-1024"]) / 8  # a block of 128 keys more
-found = found[list(RUNGS)].rename(RUNGS).to_frame("cycles of a block")
+by_workload = loops.pivot_table(index="impl", columns="workload", values="cycles")
+of_block = (
+    by_workload["gdpa-self-full-2048"] - by_workload["gdpa-self-full-1024"]
+) / 8  # a block of 128 keys more
+of_block = of_block[list(RUNGS)].rename(RUNGS).to_frame("cycles of a block")
 least, most = 2048, 2048 + 1024
-by_name = found["cycles of a block"]
+by_name = of_block["cycles of a block"]
 assert abs(by_name["forward v4"] / most - 1) < 0.06, "the text: nothing overlaps"
 assert least < by_name["forward v8"] < by_name["forward v7"] < 2600, "the text"
 chapter.glue(
@@ -71,7 +73,7 @@ chapter.glue(
 # |   where nothing overlaps. v7 and v8 lie nearer to the left line, the tensor cores alone.
 chapter.figure(
     charts.dots(
-        found, xlabel="cycles of an SM per block of 128 keys", form=",.0f",
+        of_block, xlabel="cycles of an SM per block of 128 keys", form=",.0f",
         levels={"tensor cores alone": least, "one after the other": most},
     ),
     measured=loops, modelled="the sums of this chapter",
@@ -492,14 +494,14 @@ planted = studies.changed(
 chapter.code(planted.math, "for block in", "last = v.wait")
 
 # %% tags=["remove-cell"]
-told = {}
+races = {}
 for keys in (256, 384, 512):
     tile = studies.batch((128,), (keys,))
     with tritonemu.enabled(races=False):
         assert torch.equal(planted.forward(tile), v5_pingpong.forward(tile))
-    told[keys] = studies.findings(lambda: planted.forward(tile))  # noqa: B023
-assert not any(told[256]) and all(x.startswith("Race") for x in told[384])
-chapter.glue(race=told[384][0])
+    races[keys] = studies.findings(lambda: planted.forward(tile))  # noqa: B023
+assert not any(races[256]) and all(x.startswith("Race") for x in races[384])
+chapter.glue(race=races[384][0])
 
 # %% [markdown]
 # :::{solution} ex-plan-bug

@@ -1,6 +1,6 @@
 # ---
 # jupyter:
-#   kernelspec: {name: python3, display_name: Python 3}
+#   kernelspec: {display_name: Python 3, language: python, name: python3}
 # measures: true
 # ---
 
@@ -47,8 +47,8 @@ CALLED = ["gdpa-self-full-256", LADDER, "gdpa-self-half-jagged-256", "gdpa-cross
 
 def plan(session, names=NAMES, left_out=()):
     for name in names:
-        given = workload(name)
-        peers = [peer for peer in taking(given, "forward") if peer != "torch_compile"]
+        work = workload(name)
+        peers = [peer for peer in taking(work, "forward") if peer != "torch_compile"]
         if not name.endswith("-jagged-2048"):
             peers.remove("cudnn_varlen")  # the host is slower than its kernel
         if name != LADDER and "flex" in peers:
@@ -59,10 +59,10 @@ def plan(session, names=NAMES, left_out=()):
         every, timed = ([impl for impl in x if impl not in left_out] for x in (every, timed))
         bursts = every if "self-full" in name or name in CALLED else []
         scopes = {"kernel": bursts, "sustained": timed, "op": RUNGS if name in CALLED else []}
-        session.measure(given, bursts or timed, scopes=scopes, seconds=0.7)
-    for given in map(workload, HSTU):
-        impls = [V1, V8, *taking(given, "forward", "activation")]
-        session.measure(given, impls, scopes=("sustained",), seconds=0.7)
+        session.measure(work, bursts or timed, scopes=scopes, seconds=0.7)
+    for work in map(workload, HSTU):
+        impls = [V1, V8, *taking(work, "forward", "activation")]
+        session.measure(work, impls, scopes=("sustained",), seconds=0.7)
 
 
 chapter.measure(plan)
@@ -89,7 +89,7 @@ assert (beside > 1).all(axis=None), "the text: ahead at every published shape, h
 full, half = (best["share (%)"].filter(like=kind) for kind in ("-full-", "-half-"))
 cross, fa4_by_fa2 = [n for n in us.index if "cross" in n], us["fa4"] / us["fa2_varlen"]
 assert (fa4_by_fa2[cross] > 1).all(), "the text: with 256 keys FA4 is slower than FA2"
-kept, by_queries = (
+retained, by_queries = (
     100 * rates[V8] / bursts[V8],
     rates.loc[cross].iloc[-1] / rates.loc[cross].iloc[0],
 )
@@ -101,7 +101,7 @@ chapter.glue(over_peer=spread(best["peer / rung (time)"]), count=len(us), checke
              over_v1=over[V1]["gdpa-self-full-256"], full_least=full.min(),
              full_most=full.max(),
              half_least=half.min(), half_most=half.max(),
-             kept=f"{kept.min():.0f} to {kept.max():.0f}",
+             kept=f"{retained.min():.0f} to {retained.max():.0f}",
              missing="; ".join(missing) or "none", same=spread(same.stack()),
              fa4_by_fa2_cross=spread(fa4_by_fa2[cross]),
              **ratios.glued(best))  # fmt: skip
@@ -248,8 +248,8 @@ there = Chapter("forward/results", data_dir=data_dir, gpu=H100)
 theirs = ratios.of_today(there.rows(direction="forward", scope="sustained"))
 board, at_256 = ratios.best(theirs), "gdpa-self-full-256"
 limits = [
-    results.ceilings(made, "sustained")
-    for made in (chapter.record(), there.record(theirs["record"].max()))
+    results.ceilings(run, "sustained")
+    for run in (chapter.record(), there.record(theirs["record"].max()))
 ]
 copies, matmuls = [each.copies for each in limits], [each.tflops for each in limits]
 bytes_ratio = dict(copies[0])[3.0] / dict(copies[1])[3.0]

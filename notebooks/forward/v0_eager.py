@@ -1,6 +1,6 @@
 # ---
 # jupyter:
-#   kernelspec: {name: python3, display_name: Python 3}
+#   kernelspec: {display_name: Python 3, language: python, name: python3}
 # ---
 
 # %% [markdown]
@@ -19,7 +19,7 @@
 import numpy as np
 import pandas as pd
 
-from _lib import counted, rare_charts, studies
+from _lib import rare_charts, studies
 from gdpa_kernels.gdpa.kernels import v0_eager
 from gdpa_lab.measuring import roofline
 from gdpa_lab.measuring.inputs import make_inputs
@@ -27,6 +27,7 @@ from gdpa_lab.measuring.workload import Workload
 from gdpa_lab.measuring.workloads import workload
 from gdpa_lab.report import results
 from gdpa_lab.report.chapter import Chapter
+from notebooks.forward import _counted
 
 # %% tags=["parameters"]
 mode = "replay"
@@ -106,17 +107,17 @@ def gigabytes(work: Workload) -> dict[str, float]:
 def on_paper(work: Workload) -> pd.DataFrame:
     """v0's steps, with their modelled time in us and how often they touch scores."""
     batch = make_inputs(work, device="meta").batch()
-    given = (batch.q, batch.k, batch.v, batch.cu_seqlens_q, batch.cu_seqlens_k)
-    steps, _ = counted.count(lambda: v0_eager.forward(batch), *given)
+    inputs = (batch.q, batch.k, batch.v, batch.cu_seqlens_q, batch.cu_seqlens_k)
+    steps, _ = _counted.count(lambda: v0_eager.forward(batch), *inputs)
     scores = (work.batch, work.num_heads_q, work.max_seqlen_q, work.max_seqlen_k)
     flat = (work.batch * work.num_heads_q, *scores[2:])  # what a matmul sees
     steps["scores"] = [sum(shape in (scores, flat) for shape in all_) for all_ in steps["shapes"]]
-    return steps.assign(us=counted.modelled_us(steps, limits))
+    return steps.assign(us=_counted.modelled_us(steps, limits))
 
 
 paper = {name: on_paper(workload(name)) for name in us.index}
 steps = paper[FULL]
-predicted_us = pd.Series({name: made["us"].sum() for name, made in paper.items()})
+predicted_us = pd.Series({name: counted["us"].sum() for name, counted in paper.items()})
 assert steps["scores"].sum() == 6  # crossings
 ridge = limits.tflops * 1e3 / limits.copies[0][1]  # FLOPs per byte; a copy reads what it writes
 fused_ms = 2e3 * gigabytes(work)["scores"] / limits.copies[0][1]  # two crossings
@@ -198,8 +199,8 @@ sizes = pd.DataFrame({name: gigabytes(workload(name)) for name in us.index}).T
 def fit(times_us: pd.Series) -> tuple[pd.Series, float]:
     """ms per GB of each kind, by least squares of relative errors, and the largest of these."""
     relative = sizes.div(times_us / 1e3, axis=0)
-    found = np.linalg.lstsq(relative, np.ones(len(sizes)), rcond=None)[0]
-    return pd.Series(found, sizes.columns), (relative @ found - 1).abs().max()
+    coefficients = np.linalg.lstsq(relative, np.ones(len(sizes)), rcond=None)[0]
+    return pd.Series(coefficients, sizes.columns), (relative @ coefficients - 1).abs().max()
 
 
 modelled, _ = fit(predicted_us)

@@ -1,6 +1,6 @@
 # ---
 # jupyter:
-#   kernelspec: {name: python3, display_name: Python 3}
+#   kernelspec: {display_name: Python 3, language: python, name: python3}
 # measures: true
 # ---
 
@@ -125,7 +125,7 @@ clocks = max((fp32 + mufu + 0.5) / 128, mufu / 16)  # 0.5: two probabilities pac
 
 
 def costs_us(name: str) -> dict[str, float]:
-    """What a workload pays for, in us, if each were alone on the machine."""
+    """Costs of a workload, in us, if each were alone on the machine."""
     work = workload(name)
     bracket = roofline.bracket(work, "forward", limits)
     sm_clocks = work.num_heads_q * work.pairs * clocks

@@ -1,6 +1,6 @@
 # ---
 # jupyter:
-#   kernelspec: {name: python3, display_name: Python 3}
+#   kernelspec: {display_name: Python 3, language: python, name: python3}
 # ---
 
 # %% [markdown]
@@ -91,9 +91,9 @@ packed[start : start + length] = torch.tensor([1.0, 2.0, 3.0]).reshape(3, 1, 1)
 
 @triton.jit
 def load_both(plain, ragged, start, length, plain_ptr, ragged_ptr):
-    at = tl.arange(0, 8)[:, None] * 16 + tl.arange(0, 16)[None, :]
-    tl.store(plain_ptr + at, tl.reshape(plain.load([start, 0, 0]), [8, 16]))
-    tl.store(ragged_ptr + at, load_rows(ragged, start, length, 0, 0))
+    offsets = tl.arange(0, 8)[:, None] * 16 + tl.arange(0, 16)[None, :]
+    tl.store(plain_ptr + offsets, tl.reshape(plain.load([start, 0, 0]), [8, 16]))
+    tl.store(ragged_ptr + offsets, load_rows(ragged, start, length, 0, 0))
 
 
 plain = TensorDescriptor(packed, list(packed.shape), list(packed.stride()), [8, 1, 16])
@@ -148,14 +148,14 @@ chapter.code(v2_tma.tma_kernel, "q = load_rows")
 
 # %% tags=["hide-input"]
 def counted(impl: str, shape: str) -> dict:
-    """What the compiled kernel needs, and the cycles of an SM for one block of keys."""
+    """Resources of the compiled kernel, and the cycles of an SM for one block of keys."""
     block_m, block_n, num_warps, _ = constants = tuple(map(int, shape.split("x")))
     mmas = block_m // (16 * num_warps) * (8 + block_n // 16)  # HGMMAs of a warp group
     built = compile_check.build_rung(RUNGS[impl], config=RUNGS[impl].Config(*constants))
-    made = compile_check.read(built)
+    facts = compile_check.read(built)
     loop = len(compile_check.shortest_loop(built, "HGMMA", mmas))
     return {
-        "shape": shape, "impl": impl, "spilled (B)": made.spill_bytes,
+        "shape": shape, "impl": impl, "spilled (B)": facts.spill_bytes,
         "loop": loop, "issue": loop * num_warps // 4, "tensor": 4 * block_m * block_n * 128 // 4096,
     }  # fmt: skip
 

@@ -1,6 +1,6 @@
 # ---
 # jupyter:
-#   kernelspec: {name: python3, display_name: Python 3}
+#   kernelspec: {display_name: Python 3, language: python, name: python3}
 # measures: true
 # ---
 
@@ -106,9 +106,9 @@ chapter.code(v3_persistent.persistent_kernel, "num_tiles = tl.load", "acc = tl.z
 def placed(plan: schedule.Schedule, dynamic: bool = False) -> pd.DataFrame:
     """Program, start, time and row block of every tile; no label where it is empty."""
     free, bars = [0.0] * plan.num_programs, []
-    for place, time in enumerate(plan.work()):  # key blocks plus one; 0.15 for an empty tile
-        program = free.index(min(free)) if dynamic else place % plan.num_programs
-        label = "" if plan.empty[place] else str(plan.tile_block[place])
+    for index, time in enumerate(plan.work()):  # key blocks plus one; 0.15 for an empty tile
+        program = free.index(min(free)) if dynamic else index % plan.num_programs
+        label = "" if plan.empty[index] else str(plan.tile_block[index])
         bars.append((program, free[program], time, label))
         free[program] += time
     return pd.DataFrame(bars, columns=["lane", "start", "time", "label"])
@@ -152,12 +152,12 @@ def model(name: str) -> dict:
     options = {"num_heads": 4, "block_m": 128, "block_n": 64, "num_programs": 264}
     options |= {"max_seqlen_q": work.max_seqlen_q, "fastest": "block"}
     lengths = work.seqlens_q, work.seqlens_k
-    made = {order: schedule.build(order, *lengths, **options) for order in schedule.ORDERS}
-    found = {order: plan.imbalance() for order, plan in made.items()}
-    found["v2"] = made["padded"].imbalance(dynamic=True)
-    found["sorted grid"] = made["longest_first"].imbalance(dynamic=True)
-    few = {n: replace(made["padded"], num_programs=n) for n in (131, 132, 147, 148)}
-    return found | {n: plan.makespan() for n, plan in few.items()}
+    plans = {order: schedule.build(order, *lengths, **options) for order in schedule.ORDERS}
+    imbalances = {order: plan.imbalance() for order, plan in plans.items()}
+    imbalances["v2"] = plans["padded"].imbalance(dynamic=True)
+    imbalances["sorted grid"] = plans["longest_first"].imbalance(dynamic=True)
+    few = {n: replace(plans["padded"], num_programs=n) for n in (131, 132, 147, 148)}
+    return imbalances | {n: plan.makespan() for n, plan in few.items()}
 
 
 modelled = pd.DataFrame({name: model(name) for name in NAMES}).T

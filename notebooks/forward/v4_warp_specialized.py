@@ -1,6 +1,6 @@
 # ---
 # jupyter:
-#   kernelspec: {name: python3, display_name: Python 3}
+#   kernelspec: {display_name: Python 3, language: python, name: python3}
 # measures: true
 # ---
 
@@ -169,13 +169,13 @@ def _(session):
 p50 = chapter.times(columns="variant", variant=None).T
 to_v4 = p50.div(p50.loc["128 keys"])
 short = ratio[[name for name in ratio.index if "cross" in name or name == FULL[2]]]
-given, spilling = (to_v4.loc[f"128 keys, {n} registers"].drop(EMPTY) for n in (168, 152))
+with_168, spilling = (to_v4.loc[f"128 keys, {n} registers"].drop(EMPTY) for n in (168, 152))
 chapter.predict(
     "From 1,024 keys on, v4 takes the time of v2 within 10 %: the largest difference.",
     100 * (ratio[[FULL[8], FULL[16]]] - 1).abs(), most=10, form=".0f", unit=" %",
 )  # fmt: skip
 chapter.predict("With 256 keys v4 is slower than v2: the smallest v4 / v2.", short, least=1)
-chapter.predict("168 registers a thread are at most 5 % slower than 240.", given, most=1.05)
+chapter.predict("168 registers a thread are at most 5 % slower than 240.", with_168, most=1.05)
 chapter.predictions()
 
 # %% [markdown]
@@ -360,8 +360,8 @@ chapter.glue(price=price, saved=saved)
 # %% tags=["remove-cell"]
 ends = {}
 for keys, stages in ((128, 1), (128, 2), (64, 1), (64, 2)):
-    made = studies.timeline(v4_warp_specialized, tile, Config(keys, stages))
-    ends[f"end_{keys}_{stages}"] = max(event.end for event in made.events)
+    modelled = studies.timeline(v4_warp_specialized, tile, Config(keys, stages))
+    ends[f"end_{keys}_{stages}"] = max(event.end for event in modelled.events)
 assert ends["end_128_1"] < 1.05 * ends["end_128_2"] and ends["end_64_1"] > 1.1 * ends["end_64_2"]
 chapter.glue(**ends)
 

@@ -1,6 +1,6 @@
 # ---
 # jupyter:
-#   kernelspec: {name: python3, display_name: Python 3}
+#   kernelspec: {display_name: Python 3, language: python, name: python3}
 # measures: true
 # ---
 
@@ -123,10 +123,10 @@ chapter.predict("On no full batch is v5 slower than v4 (3 % for noise).", full, 
 
 # %% tags=["remove-cell"]
 ALONE = ("MATH_ROLES = tl.constexpr(2)", "MATH_ROLES = tl.constexpr(1)")
-before, after = studies.changed(v4_warp_specialized, ALONE), studies.changed(v5_pingpong, ALONE)
+v4_alone, after = studies.changed(v4_warp_specialized, ALONE), studies.changed(v5_pingpong, ALONE)
 OLD, NEW = v4_warp_specialized.Config(BLOCK_N=64, num_stages=4), Config(BLOCK_N=64, num_stages=4)
 tile = studies.batch((64,), (256,))
-pair = studies.timeline(before, tile, OLD), studies.timeline(after, tile, NEW)
+pair = studies.timeline(v4_alone, tile, OLD), studies.timeline(after, tile, NEW)
 ends = [max(event.end for event in trace.events) for trace in pair]
 assert ends[1] < ends[0], "the text: v5 ends earlier"
 chapter.glue(saved=ends[0] - ends[1], saved_share=100 * (1 - ends[1] / ends[0]))

@@ -1,6 +1,6 @@
 # ---
 # jupyter:
-#   kernelspec: {name: python3, display_name: Python 3}
+#   kernelspec: {display_name: Python 3, language: python, name: python3}
 # measures: true
 # ---
 
@@ -142,12 +142,12 @@ chapter.code(v6a_persistent.math, "while item", "row += role")
 
 # %% tags=["remove-cell"]
 picture = studies.batch([128] * 12, [256] * 12)
-before = studies.timeline(v6a_persistent, picture, v6a_persistent.Config())
-mine = [e for e in before.events if (e.cta, e.lane) == (0, "math[0]") and e.end > e.start]
-mine.sort(key=lambda e: (e.start, e.end))
-idle = [y for x, y in pairwise(mine) if (x.kind, y.kind) == ("write", "wait")]
+v6a_trace = studies.timeline(v6a_persistent, picture, v6a_persistent.Config())
+of_consumer = [e for e in v6a_trace.events if (e.cta, e.lane) == (0, "math[0]") and e.end > e.start]
+of_consumer.sort(key=lambda e: (e.start, e.end))
+idle = [y for x, y in pairwise(of_consumer) if (x.kind, y.kind) == ("write", "wait")]
 idle = [wait for wait in idle if wait.end - wait.start > 100]
-core = [e for e in before.events if e.cta == 0 and e.kind == "mma"]
+core = [e for e in v6a_trace.events if e.cta == 0 and e.kind == "mma"]
 busy = sum(max(0, min(e.end, w.end) - max(e.start, w.start)) for w in idle for e in core)
 waited = sum(wait.end - wait.start for wait in idle)
 
@@ -165,16 +165,21 @@ def _(session):
     studies.measure_lists(session, workload("gdpa-self-full-256"), V6, {"list": plan})
 
 
-own = chapter.times(columns="variant", impl=V6, variant=None)
-kept = pd.DataFrame({n: own[f"{n} keys, fetched"] / own[f"{n} keys, stay"] for n in (64, 128)})
-kept = kept.unstack()  # by keys of a block and workload
+times = chapter.times(columns="variant", impl=V6, variant=None)
+stay_gain = pd.DataFrame(
+    {n: times[f"{n} keys, fetched"] / times[f"{n} keys, stay"] for n in (64, 128)}
+)
+stay_gain = stay_gain.unstack()  # by keys of a block and workload
 lists = chapter.times(columns="variant", scope="schedule", variant=None)["list, device time"]
 assert 100 * max((stream - 1).abs().max(), short.max() - 1) < noise, "the text says so"
-assert [*kept[100 * (kept - 1) > noise].index] == [(64, "gdpa-cross-full-1024")], "the text"
+assert [*stay_gain[100 * (stay_gain - 1) > noise].index] == [(64, "gdpa-cross-full-1024")], (
+    "the text"
+)
 chapter.glue(
     stay_min=stay[keys.index].min(), stay_max=stay[keys.index].max(), stay_half=stay.max(),
-    stream_min=stream.min(), stream_max=stream.max(), kept_min=kept.min(), kept_max=kept.max(),
-    noise=noise, idle=waited / len(idle), busy=100 * busy / waited,
+    stream_min=stream.min(), stream_max=stream.max(), noise=noise,
+    kept_min=stay_gain.min(), kept_max=stay_gain.max(),
+    idle=waited / len(idle), busy=100 * busy / waited,
     list_share=(100 * lists / us[V6])["gdpa-self-full-256"],
 )  # fmt: skip
 
@@ -187,12 +192,12 @@ chapter.glue(
 # | alt: >
 # |   Five lanes. Each math role writes its output, waits, then evaluates the activation. The lane
 # |   of the tensor core is nearly full, also while a role waits.
-chapter.figure(before.svg(width=760, start=6000, end=13000), emulated="v6a, 12 tiles on 3 CTAs")
+chapter.figure(v6a_trace.svg(width=760, start=6000, end=13000), emulated="v6a, 12 tiles on 3 CTAs")
 
 # %% tags=["remove-input"]
 after = studies.timeline(v6b_stream, picture, v6b_stream.Config())
 studies.stepper(
-    {"forward v6a": before, "forward v6b": after}, "forward-v6_short_kv-steps",
+    {"forward v6a": v6a_trace, "forward v6b": after}, "forward-v6_short_kv-steps",
     title="Forward v6a and v6b at the boundary of two tiles, step by step",
 )  # fmt: skip
 

@@ -1,6 +1,6 @@
 # ---
 # jupyter:
-#   kernelspec: {name: python3, display_name: Python 3}
+#   kernelspec: {display_name: Python 3, language: python, name: python3}
 # measures: true
 # ---
 
@@ -139,9 +139,9 @@ chapter.glue(per_v6=count["for a score"]["forward v6"], per_v7=count["for a scor
 # %% tags=["hide-input"]
 @triton.jit
 def pairs_kernel(s_ptr, p_ptr, scale, SIZE: tl.constexpr):
-    at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
-    x, t = tanh_of_pairs(tl.load(s_ptr + at), scale, "gelu_tanh")
-    tl.store(p_ptr + at, multiply_add_pairs(x, t, x))
+    offsets = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    x, t = tanh_of_pairs(tl.load(s_ptr + offsets), scale, "gelu_tanh")
+    tl.store(p_ptr + offsets, multiply_add_pairs(x, t, x))
 
 
 SCALE = 128**-0.5
@@ -188,10 +188,10 @@ def _(session):
     studies.snapshots(session, workload(LONGEST), CLOCKED)
 
 
-own = chapter.times()
-here = own[V6] / own[V7]  # by workload: the rate of v7 over that of v6
+times = chapter.times()
+here = times[V6] / times[V7]  # by workload: the rate of v7 over that of v6
 same = (here[[f"packed-{name}" for name in SAME]] - 1).abs().max()
-exact_gelu, tanh_gelu, silu = (own.loc[f"packed-{n}-1024"] for n in ("gelu", "gelu_tanh", "silu"))
+exact_gelu, tanh_gelu, silu = (times.loc[f"packed-{n}-1024"] for n in ("gelu", "gelu_tanh", "silu"))
 change = tanh_gelu / exact_gelu  # between two runs
 assert change.max() < 1.02 * change.min(), "the text says that all kernels changed alike"
 steady = chapter.times("measuring/power_wall", direction="forward", scope="sustained")
@@ -247,7 +247,7 @@ fewer = sum(activations.INSTRUCTIONS["gelu_tanh"]) - sum(activations.INSTRUCTION
 print(f"v6 with SiLU instead of GELU: {fewer} instructions fewer, {1 / ratio - 1:.0%} faster")
 
 # %% tags=["remove-input"]
-named = state.index.map(lambda at: f"forward {at[0][:2]}, {at[1]}")
+named = state.index.map(lambda key: f"forward {key[0][:2]}, {key[1]}")
 chapter.table(
     state[["SM clock (MHz)", "power (W)"]].set_axis(named).rename_axis("kernel").reset_index(),
     caption="**At nearly the same power, forward v7 runs at the lower clock.** Medians of "

@@ -1,6 +1,6 @@
 # ---
 # jupyter:
-#   kernelspec: {name: python3, display_name: Python 3}
+#   kernelspec: {display_name: Python 3, language: python, name: python3}
 # measures: false
 # ---
 
@@ -58,9 +58,9 @@ both = chapter.rows(WALL, impl=V8, variant=None, **sustained)
 both = both.pivot(index="workload", columns="variant", values="time_us_p50").dropna()
 ahead = both["behind"] / both[""]
 RESULTS = chapter.record("forward/results").id
-own = chapter.times(RESULTS, "percent_of_roofline", **sustained).loc[us.index, V8]
-chapter.glue(loop_least=wall.min(), loop_most=wall.max(), reached=(own >= 90).sum(), all=len(us),
-             ahead_least=ahead.min(), ahead_most=ahead.max())  # fmt: skip
+reached = chapter.times(RESULTS, "percent_of_roofline", **sustained).loc[us.index, V8]
+chapter.glue(loop_least=wall.min(), loop_most=wall.max(), reached=(reached >= 90).sum(),
+             all=len(us), ahead_least=ahead.min(), ahead_most=ahead.max())  # fmt: skip
 
 # %% tags=["remove-input"]
 # | name: fig-v8-rates
@@ -236,8 +236,8 @@ chapter.glue(least=roof.loc[LEAST, V8], at_512_roof=roof.loc[FULL[512], V8])
 # We compare v8 in the emulator with fp64, and then the length of a tile in v7 and v8:
 
 # %% tags=["hide-input"]
-given = studies.batch(studies.EDGES, studies.EDGES[::-1], head_dim=64)
-checked = studies.comparison(v8_own_waits, given, Config(BLOCK_N=64, num_stages=4))
+inputs = studies.batch(studies.EDGES, studies.EDGES[::-1], head_dim=64)
+checked = studies.comparison(v8_own_waits, inputs, Config(BLOCK_N=64, num_stages=4))
 print(f"largest error: {(checked['largest error'] / checked['allowed']).max():.2f} of the allowed")
 tile = studies.batch((128,), (1024,))
 for module in (v7_packed, v8_own_waits):
@@ -321,8 +321,10 @@ chapter.annotated(
 
 # %% tags=["remove-cell"]
 HEAD = "    for block in tl.range(0, blocks):\n        stage = block % NUM_STAGES\n"
-own = studies.changed(v4_warp_specialized, (HEAD, HEAD.replace("blocks)", "blocks, num_stages=0)")))
-plain, changed = (compile_check.build_rung(module) for module in (v4_warp_specialized, own))
+modified = studies.changed(
+    v4_warp_specialized, (HEAD, HEAD.replace("blocks)", "blocks, num_stages=0)"))
+)
+plain, changed = (compile_check.build_rung(module) for module in (v4_warp_specialized, modified))
 orders = [[x for x in loops.in_sass(kernel, 16) if "wait" not in x] for kernel in (plain, changed)]
 assert orders[0] == orders[1], "the answer: the same order in SASS"
 chapter.glue(v4_added=len(loops.in_ir(plain)) - len(loops.in_ir(changed)))

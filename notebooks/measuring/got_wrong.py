@@ -1,6 +1,6 @@
 # ---
 # jupyter:
-#   kernelspec: {name: python3, display_name: Python 3}
+#   kernelspec: {display_name: Python 3, language: python, name: python3}
 # reads: chapters
 # ---
 
@@ -18,8 +18,9 @@
 # %% tags=["hide-input"]
 import pandas as pd
 
-from _lib import rare_charts, refuted
+from _lib import rare_charts
 from gdpa_lab.report.chapter import Chapter
+from notebooks.measuring import _refuted
 
 # %% tags=["parameters"]
 mode = "replay"
@@ -28,12 +29,12 @@ data_dir = "data"
 
 # %% tags=["remove-cell"]
 chapter = Chapter("measuring/got_wrong", mode=mode, device=device, data_dir=data_dir)
-found = refuted.judged()
-wrong = found[found["word"] == "refuted"]
+predictions = _refuted.judged()
+wrong = predictions[predictions["word"] == "refuted"]
 causes = wrong["cause"].value_counts()
-away = 100 * found["margin"].abs()  # of the limit; none beside a limit of 0
+away = 100 * predictions["margin"].abs()  # of the limit; none beside a limit of 0
 on_axis = away.where(away > 0).dropna().clip(lower=0.1)
-rows = found["cause"].where(found["word"] == "refuted", "confirmed")[on_axis.index]
+rows = predictions["cause"].where(predictions["word"] == "refuted", "confirmed")[on_axis.index]
 shown = pd.DataFrame({"row": pd.Categorical(rows, [*causes.index, "confirmed"]), "value": on_axis})
 
 # %% tags=["remove-input"]
@@ -48,14 +49,16 @@ shown = pd.DataFrame({"row": pd.Categorical(rows, [*causes.index, "confirmed"]),
 # |   longest.
 chart = rare_charts.swarm(shown.sort_values("row"), xlabel="distance from the limit (%)", log=True,
                           grey=["confirmed"])  # fmt: skip
-chapter.figure(chart, data=found.reset_index(), computed="the verdicts of all chapters, as built")
+chapter.figure(
+    chart, data=predictions.reset_index(), computed="the verdicts of all chapters, as built"
+)
 
 # %% tags=["remove-cell"]
-by = found.groupby("standing")["word"].value_counts().unstack(fill_value=0)
+by = predictions.groupby("standing")["word"].value_counts().unstack(fill_value=0)
 assert [*causes.index[:2]] == ["L2 and memory", "instructions"], "the text says so of both"
 assert (away[wrong.index] < 25).mean() > 0.5, "the caption: near misses"
 chapter.glue(
-    all=len(found), refuted=len(wrong), share=100 * len(wrong) / len(found),
+    all=len(predictions), refuted=len(wrong), share=100 * len(wrong) / len(predictions),
     predicted=by.loc["predicted"].sum(), first=causes.index[0], most=causes.iloc[0],
     predicted_refuted=100 * by.loc["predicted", "refuted"] / by.loc["predicted"].sum(),
     other_refuted=100 * by["refuted"].drop("predicted").sum() / by.drop("predicted").sum().sum(),
@@ -83,7 +86,7 @@ chapter.table(
     caption="**Fewer than half of the predictions deserve the name.** By what git and the records "
     "say of them.",
 )  # fmt: skip
-assert by.loc["predicted"].sum() < len(found) / 2, "the caption: fewer than half"
+assert by.loc["predicted"].sum() < len(predictions) / 2, "the caption: fewer than half"
 
 # %% [markdown]
 # Of the predicted ones {glue:text}`predicted_refuted:.0f` % were refuted, of the others
@@ -97,8 +100,8 @@ def linked(rows):
     """Predictions with what was said, its chapter, and the value alone that was found."""
     said = [f"{text} ({{doc}}`{slug.split('/')[1]} <../{slug}>`)"
             for text, slug in zip(rows["text"], rows["chapter"], strict=True)]  # fmt: skip
-    found = rows["found"].str.split(" (", regex=False).str[0]
-    return rows.assign(**{"we said": said, "found": found})
+    values = rows["found"].str.split(" (", regex=False).str[0]
+    return rows.assign(**{"we said": said, "found": values})
 
 
 # %% tags=["remove-input", "list"]
@@ -131,7 +134,7 @@ chapter.table(
 # A chapter shows at most three of its predictions. With the table above, this one has all others:
 
 # %% tags=["remove-input", "list"]
-right = linked(found[found["word"] == "confirmed"])
+right = linked(predictions[predictions["word"] == "confirmed"])
 columns = {"we said": "we said", "limits": "predicted", "found": "found"}
 chapter.table(
     right[list(columns)].rename(columns=columns), name="tab-wrong-confirmed",

@@ -1,6 +1,6 @@
 # ---
 # jupyter:
-#   kernelspec: {name: python3, display_name: Python 3}
+#   kernelspec: {display_name: Python 3, language: python, name: python3}
 # measures: true
 # ---
 
@@ -77,8 +77,8 @@ def _(session):
 
 # %% tags=["remove-cell"]
 rows = {way: chapter.rows(direction=way, scope="sustained") for way in SHAPES}
-best = {way: ratios.best(found) for way, found in rows.items()}
-ahead = {way: found["peer / rung (time)"] for way, found in best.items()}
+best = {way: ratios.best(table) for way, table in rows.items()}
+ahead = {way: table["peer / rung (time)"] for way, table in best.items()}
 lost = [ratios.row(n) for n in ahead["backward"].index[ahead["backward"] < 1]]
 drawn = pd.concat([x.rename(index=lambda n, of=way: f"{ratios.row(n)}, {of}")
                    for way, x in ahead.items()])  # fmt: skip

@@ -1,6 +1,6 @@
 # ---
 # jupyter:
-#   kernelspec: {name: python3, display_name: Python 3}
+#   kernelspec: {display_name: Python 3, language: python, name: python3}
 # measures: true
 # ---
 
@@ -25,7 +25,6 @@ from dataclasses import replace
 import pandas as pd
 import torch
 
-from _lib import energy
 from gdpa_kernels.gdpa.kernels.v8_own_waits import Config
 from gdpa_lab.measuring import record, sustained, units
 from gdpa_lab.measuring import system as systems
@@ -33,6 +32,7 @@ from gdpa_lab.measuring.workloads import workload
 from gdpa_lab.report import charts, results
 from gdpa_lab.report.chapter import Chapter
 from gdpa_lab.report.house import INK, RUNG_COLOURS
+from notebooks.measuring import _energy
 
 # %% tags=["parameters"]
 mode = "replay"
@@ -81,14 +81,14 @@ def plan(session):
 
 
 chapter.measure(plan)
-made, mm = chapter.record(), chapter.recorded("matmuls").set_index("data")
-limit = systems.load(chapter.data_dir / "systems" / f"{made.system}.json").power_limit_w
-top = {scope: results.ceilings(made, scope) for scope in BOTH}
+run, mm = chapter.record(), chapter.recorded("matmuls").set_index("data")
+limit = systems.load(chapter.data_dir / "systems" / f"{run.system}.json").power_limit_w
+top = {scope: results.ceilings(run, scope) for scope in BOTH}
 rates = {s: chapter.times(value="tflops", direction="forward", scope=s) for s in BOTH}
 share = {s: chapter.times(value="percent_of_roofline", direction="forward", scope=s) for s in BOTH}
-kept = rates["sustained"] / rates["kernel"]
-load = energy.counted(chapter.rows(scope="sustained"), made)
-load["busy"] = energy.busy_share(load, units.H200)
+retained = rates["sustained"] / rates["kernel"]
+load = _energy.counted(chapter.rows(scope="sustained"), run)
+load["busy"] = _energy.busy_share(load, units.H200)
 strong, of_v8 = load[load["tflops"] >= 400], load[load["impl"] == V8].set_index("workload")
 EACH = [*sorted(FULL, key=lambda name: -workload(name).max_seqlen_q), CROSS, *HALF]
 SHORT = {name: name.removeprefix("gdpa-") for name in EACH}
@@ -128,9 +128,9 @@ chapter.figure(chart, measured=chapter.rows(scope=BOTH, direction="forward", imp
 # %% tags=["remove-cell"]
 EXPONENT, WORK = 2.4, ["workload", "direction"]
 capped = load[load["limited"]]
-slope, slopes = energy.elasticity(capped, WORK)
-wall = energy.fit_wall(capped, limit, EXPONENT)
-others = [energy.fit_wall(capped, limit, p).rms_percent for p in (1.6, 3.0)]
+slope, slopes = _energy.elasticity(capped, WORK)
+wall = _energy.fit_wall(capped, limit, EXPONENT)
+others = [_energy.fit_wall(capped, limit, p).rms_percent for p in (1.6, 3.0)]
 point = capped["busy"].median(), capped["gbytes_per_s"].median()
 dynamic = wall.full * point[0] / (wall.base + wall.full * point[0])
 by_model = 1 - dynamic / EXPONENT
@@ -149,7 +149,7 @@ assert len(slopes) >= 8 and slopes.between(0.6, 0.85).all(), "the text: each wor
 ours = ~load["impl"].isin([V8, *PEERS])
 groups = {"forward v8": of_v8, "baselines": load[load["impl"].isin(PEERS)],
           "our other kernels": load[ours]}  # fmt: skip
-chapter.figure(energy.clocks(groups, wall, point[1]), measured=load)
+chapter.figure(_energy.clocks(groups, wall, point[1]), measured=load)
 
 # %% [markdown]
 # ## The model: the gain in rate is the gain in cycles to the two thirds
@@ -213,7 +213,7 @@ chapter.figure(energy.clocks(groups, wall, point[1]), measured=load)
 # that it shows bursts.
 
 # %% tags=["remove-cell"]
-mhz = systems.load(chapter.data_dir / "systems" / f"{made.system}.json").max_sm_clock_mhz
+mhz = systems.load(chapter.data_dir / "systems" / f"{run.system}.json").max_sm_clock_mhz
 long = of_v8.loc[FULL[1]]
 hot = wall.power(long["busy"], long["gbytes_per_s"], mhz)
 COOL = 450.0
@@ -231,22 +231,27 @@ assert wall.byte * 1e3 < 200 and hot > limit > COOL, "the text says so"
 # These predictions stood in the {doc}`lab notes <../../notes/measuring>` before the record.
 
 # %% tags=["remove-input"]
-full, identity, gelu = kept.loc[FULL, V8], f"{FULL[0]}-identity", f"{FULL[0]}-gelu"
+full, identity, gelu = retained.loc[FULL, V8], f"{FULL[0]}-identity", f"{FULL[0]}-gelu"
 matmul, zeros = top["sustained"].tflops / top["kernel"].tflops, mm.loc["random"] / mm.loc["zeros"]
 joules = chapter.times(value="joules", direction="forward", scope="sustained").loc[FULL[:2]]
 margin = (joules[V8] / joules[["v6_short_kv", "v7_packed", *PEERS]].min(axis=1)).max()
 points, rate = share["sustained"][V8] - share["kernel"][V8], rates["sustained"][V8]
 off = 100 * (strong["power_w"] / limit - 1).abs().max()
 plain = 100 * (rate[identity] / rate[FULL[0]] - 1)
-at, say = FULL[1], chapter.predict
+longest, say = FULL[1], chapter.predict
 also = functools.partial(say, shown=False)
 say("Back to back the matmul keeps this share of its burst rate.", matmul, least=0.82, most=0.88)
 say("Forward v8 keeps at least this share of its burst rate on full batches.", full.min(),
     least=0.83, most=0.97)  # fmt: skip
 say("Forward v8 keeps most at 2,048 tokens: its share there over its largest.",
-    full[at] / full.max(), least=1)  # fmt: skip
+    full[longest] / full.max(), least=1)  # fmt: skip
 also("From 400 TFLOP/s on power is within 3 % of its limit: the largest distance, %.", off, most=3)
-also("v8 stands higher under its own ceilings at 2,048, in points.", points[at], least=1, most=12)
+also(
+    "v8 stands higher under its own ceilings at 2,048, in points.",
+    points[longest],
+    least=1,
+    most=12,
+)
 also("A call of v8 takes least energy from 1,024 on: over the next best.", margin, most=1)
 also("Without an activation v8 is faster at 1,024, in %.", plain, least=2, most=10)
 also("A matmul of zeros is faster, in %.", 100 * (zeros["time_us"] - 1), least=15)
@@ -266,29 +271,31 @@ chapter.predictions()
 
 # %% tags=["remove-cell"]
 v8 = of_v8.drop(HALF)
-kind = pd.Series({name: made.workload(name).activation for name in v8.index})
+kind = pd.Series({name: run.workload(name).activation for name in v8.index})
 v8["gelu"] = v8["pairs"] * kind.isin(["gelu", "gelu_tanh"])
 v8["silu"] = v8["pairs"] * (kind == "silu")
-naive = energy.fit(v8, ["seconds", "flops", "bytes", "gelu", "silu"])
+naive = _energy.fit(v8, ["seconds", "flops", "bytes", "gelu", "silu"])
 static = naive.terms.loc["seconds"]
-bursts = {x.workload + x.variant: pd.Series(x.samples_us) for x in made.rows if x.impl == V8
+bursts = {x.workload + x.variant: pd.Series(x.samples_us) for x in run.rows if x.impl == V8
           and (x.direction, x.scope) == ("forward", "kernel")}  # fmt: skip
-ceiling = next(c for c in made.ceilings if c.scope == "sustained" and c.flops)
-once, twice, own = ceiling.load, mm.loc["random"], share["sustained"][V8]
+ceiling = next(c for c in run.ceilings if c.scope == "sustained" and c.flops)
+once, twice, v8_share = ceiling.load, mm.loc["random"], share["sustained"][V8]
 assert static["value"] > limit and naive.terms["value"]["flops"] < 0
 assert strong["limited"].all(), "the text says so"
 assert full.idxmax() == FULL[3] and top["sustained"].copies[0][1] > top["kernel"].copies[0][1]
 data = mm["joules"]
 chapter.glue(
-    kept_matmul=100 * matmul, kept_low=100 * kept[V8][EACH].min(), limited=load["limited"].sum(),
-    kept_high=100 * kept[V8][EACH].max(), watts=limit, rows=len(load),
+    kept_matmul=100 * matmul, kept_low=100 * retained[V8][EACH].min(),
+    kept_high=100 * retained[V8][EACH].max(), limited=load["limited"].sum(), watts=limit,
+    rows=len(load),
     apart_time=100 * abs(twice["time_us"] * top["sustained"].tflops * 1e6 / ceiling.flops - 1),
     apart_clock=100 * (twice["sm_clock_mhz"] / once.sm_clock_mhz - 1),
     apart_joules=100 * (twice["joules"] / once.joules - 1),
     **{x: 100 * (1 - data[x] / data["random"]) for x in ("ones", "zeros")},
-    share_burst=share["kernel"][V8][at], share_own=own[at], lost_256=-points[FULL[3]],
-    cap_rate=rate[at], capped_500=rate[at] * (500 / limit) ** (1 / EXPONENT),
-    capped_joules=rate[at] * 500 / limit,
+    share_burst=share["kernel"][V8][longest], share_own=v8_share[longest],
+    lost_256=-points[FULL[3]], cap_rate=rate[longest],
+    capped_500=rate[longest] * (500 / limit) ** (1 / EXPONENT),
+    capped_joules=rate[longest] * 500 / limit,
 )  # fmt: skip
 
 # %% [markdown]
@@ -320,9 +327,9 @@ samples = pd.DataFrame({text: bursts[name] for text, name in shown.items()})
 samples = workload(FULL[0]).flops("forward") / samples.set_axis(range(1, 31)) / 1e6
 chart = charts.lines(samples, xlabel="sample of the burst", ylabel="TFLOP/s, burst",
                      highlight=list(shown), levels={"back to back": rate[FULL[0]]})  # fmt: skip
-chapter.figure(chart, data=samples.reset_index(names="sample"), measured=[made.id])
+chapter.figure(chart, data=samples.reset_index(names="sample"), measured=[run.id])
 chapter.glue(**{
-    f"{s}_{peer}": rates[s][V8][at] / rates[s][peer][at] for s in BOTH for peer in PEERS
+    f"{s}_{peer}": rates[s][V8][longest] / rates[s][peer][longest] for s in BOTH for peer in PEERS
 })  # fmt: skip
 
 # %% [markdown]

@@ -1,6 +1,6 @@
 # ---
 # jupyter:
-#   kernelspec: {name: python3, display_name: Python 3}
+#   kernelspec: {display_name: Python 3, language: python, name: python3}
 # measures: true
 # ---
 
@@ -23,13 +23,13 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 
-from _lib import widgets
 from _lib.ratios import named, row, spread
 from gdpa_kernels.gdpa.ladder import v3_persistent as v3
 from gdpa_lab.measuring.laws import Full, Rounded, Sorted
 from gdpa_lab.measuring.workloads import workload
 from gdpa_lab.report import charts
 from gdpa_lab.report.chapter import Chapter
+from notebooks.measuring import _widgets
 
 # %% tags=["parameters"]
 mode = "replay"
@@ -75,11 +75,11 @@ full = [n for n in alike if "-full-" in n]
 unfitted = [n for n in alike if "-full-" not in n]
 fits, errors = {}, {}
 for impl in SIZES:
-    made = {n: counts(workload(n).seqlens_q, workload(n).seqlens_k, impl) for n in alike}
-    made = pd.DataFrame(made, index=["tile", "block"]).T
-    relative = made.loc[full].div(us.loc[full, impl], axis=0)
+    work_counts = {n: counts(workload(n).seqlens_q, workload(n).seqlens_k, impl) for n in alike}
+    work_counts = pd.DataFrame(work_counts, index=["tile", "block"]).T
+    relative = work_counts.loc[full].div(us.loc[full, impl], axis=0)
     fits[impl] = np.linalg.lstsq(relative, np.ones(len(full)), rcond=None)[0]
-    errors[impl] = made @ fits[impl] / us.loc[alike, impl] - 1
+    errors[impl] = work_counts @ fits[impl] / us.loc[alike, impl] - 1
 start = {impl: c0 / c1 * SIZES[impl][1] for impl, (c0, c1) in fits.items()}
 seen, unseen = ({impl: 100 * e[names].abs().max() for impl, e in errors.items()}
                 for names in (full, unfitted))  # fmt: skip
@@ -166,7 +166,7 @@ chapter.table(
 )  # fmt: skip
 
 # %% tags=["remove-input"]
-widgets.padding(
+_widgets.padding(
     {named(impl, "forward"): constants for impl, constants in fits.items()},
     {named(impl, "forward"): size for impl, size in SIZES.items()},
     longest=2048,
@@ -295,25 +295,26 @@ days = days.groupby(days["workload"].map(NAMES))["record"].agg(set)
 assert not days["PMA"] & days["full"], "the caption: PMA is of another day"
 TITLE = {"fa2_varlen": "FlashAttention-2", "fa4": "FlashAttention-4", "v8_own_waits": "forward v8",
          "ours": "our best kernel"}  # fmt: skip
-for impl, before in {"fa2_varlen": 1.37, "fa4": 2.50, "v8_own_waits": 1.47}.items():
+for impl, predicted in {"fa2_varlen": 1.37, "fa4": 2.50, "v8_own_waits": 1.47}.items():
     chapter.predict(
-        f"On MovieLens 1M the gap of {TITLE[impl]} is {before:.2f}, to 10 %, by a model fitted to "
-        "older bursts.", forward[impl]["gdpa-self-ml1m-1024"], least=0.9 * before,
-        most=1.1 * before, shown=impl == "fa4",
+        f"On MovieLens 1M the gap of {TITLE[impl]} is {predicted:.2f}, to 10 %, by a model fitted "
+        "to older bursts.", forward[impl]["gdpa-self-ml1m-1024"], least=0.9 * predicted,
+        most=1.1 * predicted, shown=impl == "fa4",
     )  # fmt: skip
 chapter.predict("Shuffling sorted tiles costs no kernel more than 5 %: the largest factor.", order,
                 most=1.05, shown=False)  # fmt: skip
-for impl, before in {"fa2_varlen": 1.18, "fa4": 1.75, "ours": 1.23}.items():
+for impl, predicted in {"fa2_varlen": 1.18, "fa4": 1.75, "ours": 1.23}.items():
     chapter.predict(
-        f"With the true lengths of MovieLens 25M the gap of {TITLE[impl]} is {before:.2f}, to "
+        f"With the true lengths of MovieLens 25M the gap of {TITLE[impl]} is {predicted:.2f}, to "
         "10 %.",
-        ahead.loc["partial", impl], least=0.9 * before, most=1.1 * before, shown=impl == "fa4",
+        ahead.loc["partial", impl], least=0.9 * predicted, most=1.1 * predicted,
+        shown=impl == "fa4",
     )  # fmt: skip
-for way, before in {"forward": 1.42, "backward": 1.53}.items():
+for way, predicted in {"forward": 1.42, "backward": 1.53}.items():
     chapter.predict(
         "With self-attention, PFFN and PMA in one step the gap of our best kernels is "
-        f"{before:.2f} in the {way} pass, to 10 %.", mixes[way, 3]["ours"], least=0.9 * before,
-        most=1.1 * before, shown=False,
+        f"{predicted:.2f} in the {way} pass, to 10 %.", mixes[way, 3]["ours"],
+        least=0.9 * predicted, most=1.1 * predicted, shown=False,
     )  # fmt: skip
 chapter.predict(
     "A static list of all tiles that could exist, with 264 programs, takes at least 2.4 times as "

@@ -1,6 +1,6 @@
 # ---
 # jupyter:
-#   kernelspec: {name: python3, display_name: Python 3}
+#   kernelspec: {display_name: Python 3, language: python, name: python3}
 # measures: true
 # ---
 
@@ -24,7 +24,7 @@ from itertools import product
 
 import pandas as pd
 
-from _lib import needs, rare_charts, repeats
+from _lib import rare_charts
 from gdpa_kernels.gdpa.ladder import v2_tma
 from gdpa_lab.measuring import record as records
 from gdpa_lab.measuring import timing
@@ -32,6 +32,7 @@ from gdpa_lab.measuring.workloads import workload
 from gdpa_lab.report import charts, page
 from gdpa_lab.report.chapter import Chapter
 from gdpa_lab.report.house import RUNG_COLOURS
+from notebooks.measuring import _needs, _repeats
 
 # %% tags=["parameters"]
 mode = "replay"
@@ -69,9 +70,9 @@ def plan(session):
 
 chapter.measure(plan)
 compared = chapter.compare(plan)
-found = repeats.apparent(chapter.recorded("protocols"))
-shown = [name for name in found.index.unique(0) if name.startswith(("ours", "no L2", "host"))]
-us, rate, relative, low, high = (found[column].unstack().loc[shown] for column in found)
+rates = _repeats.apparent(chapter.recorded("protocols"))
+shown = [name for name in rates.index.unique(0) if name.startswith(("ours", "no L2", "host"))]
+us, rate, relative, low, high = (rates[column].unstack().loc[shown] for column in rates)
 
 # %% tags=["remove-input"]
 # | name: fig-measuring-protocols
@@ -87,7 +88,7 @@ chart = charts.dots(
     relative, xlabel="apparent rate / ours", low=low, high=high,
     colours=(RUNG_COLOURS[3], RUNG_COLOURS[2]), log=True,
 )  # fmt: skip
-chapter.figure(chart, data=found.reset_index(), measured=[run.id])
+chapter.figure(chart, data=rates.reset_index(), measured=[run.id])
 chapter.glue(
     protocol_worst=relative.max().max(), protocol_lowest=1 / relative.min().min(),
     host_us=us.loc[HOST, SHORT], host_short=rate.loc[HOST, SHORT], host_long=rate.loc[HOST, LONG],
@@ -200,11 +201,11 @@ chapter.glue(noise_floor=noise.max(), scatter=scatter.max())
 
 # %% tags=["remove-cell"]
 runs = [run for run in records.load_all(data_dir) if run.system == chapter.record().system]
-again = repeats.repeated(runs)
+again = _repeats.repeated(runs)
 worst = again.groupby(["workload", "impl"], as_index=False).agg(
     time_us=("time_us_p50", "min"), slower=("slower", "max")
 )
-ratios = repeats.ratios(again)
+ratios = _repeats.ratios(again)
 example = again[(again["workload"] == LONG) & (again["impl"] == "v2_tma")]
 example = example.sort_values("time_us_p50")
 short = worst[worst["time_us"] < 2000]["slower"]
@@ -235,7 +236,7 @@ chapter.glue(
     time_median=ratios["times differ by (%)"].median(),
     deviation=(deviation := ratios.loc[ratios["records"] > 2, "deviation (%)"].median()),
     settled=(settled := next(n for n in range(2, 99)
-                             if repeats.students_t(n) * deviation / n**0.5 < 1)),
+                             if _repeats.students_t(n) * deviation / n**0.5 < 1)),
 )  # fmt: skip
 
 # %% [markdown]
@@ -280,9 +281,9 @@ chapter.predictions()
 # %% tags=["remove-input"]
 counts = (2, 3, 5, 10)
 needed = pd.DataFrame({"processes": counts})
-needed["Student's t"] = [round(repeats.students_t(n), 2) for n in counts]
+needed["Student's t"] = [round(_repeats.students_t(n), 2) for n in counts]
 needed["interval, ± %"] = [
-    round(repeats.students_t(n) * deviation / n**0.5, 1) for n in counts
+    round(_repeats.students_t(n) * deviation / n**0.5, 1) for n in counts
 ]  # fmt: skip
 chapter.table(
     needed,
@@ -305,7 +306,7 @@ chapter.table(
 # each chapter that ran {term}`back to back <sustained scope>`, by date:
 
 # %% tags=["remove-input"]
-limits = repeats.ceilings(runs)
+limits = _repeats.ceilings(runs)
 loops = limits.dropna().sort_values("record")
 narrow = loops.drop(columns="record").astype(float).round(0).astype(int)
 narrow.columns = ["matmul, burst", "back to back", "clock, MHz", "copy, GB/s"]
@@ -335,16 +336,16 @@ for name, values in {"burst": limits["matmul, burst"], "loop": loops["matmul, ba
 # compare` ({doc}`../../reproduce`).
 
 # %% tags=["remove-input"]
-page.glue_html("support", needs.support())  # for book/reproduce.md, as what follows
-chapter.glue(**needs.gigabytes(chapter.record("forward/results"), runs))
-assert needs.heaviest(runs) == "gdpa-self-kuairand1k-4096", "book/reproduce.md names it"
+page.glue_html("support", _needs.support())  # for book/reproduce.md, as what follows
+chapter.glue(**_needs.gigabytes(chapter.record("forward/results"), runs))
+assert _needs.heaviest(runs) == "gdpa-self-kuairand1k-4096", "book/reproduce.md names it"
 if compared:
     medians = {(x.workload, x.variant): pd.Series(x.samples_us).median() for x in compared.rows}
     each = pd.Series(medians).groupby(level=0)
     here = 100 * (each.max() / each.min() - 1)
     print(pd.DataFrame({"noise floor (%)": here, "record": noise}))
     taken = compared.tables["protocols"]
-    print(repeats.apparent(pd.DataFrame(list(taken.rows), columns=list(taken.columns))))
+    print(_repeats.apparent(pd.DataFrame(list(taken.rows), columns=list(taken.columns))))
 
 # %% [markdown]
 # ## Exercises

@@ -1,6 +1,6 @@
 # ---
 # jupyter:
-#   kernelspec: {name: python3, display_name: Python 3}
+#   kernelspec: {display_name: Python 3, language: python, name: python3}
 # measures: true
 # ---
 
@@ -23,13 +23,14 @@ import functools
 import pandas as pd
 import torch
 
-from _lib import drawings, repeats, widgets
+from _lib import drawings
 from gdpa_lab.measuring import record as records
 from gdpa_lab.measuring import roofline, timing, units
 from gdpa_lab.measuring import system as systems
 from gdpa_lab.measuring.workloads import FIGURES, WORKLOADS, workload
 from gdpa_lab.report import charts, claims, results
 from gdpa_lab.report.chapter import Chapter
+from notebooks.measuring import _repeats, _widgets
 
 # %% tags=["parameters"]
 mode = "replay"
@@ -66,12 +67,12 @@ def brackets(names, ceilings):
     rows = {}
     for name in names:
         work = WORKLOADS[name]
-        found = roofline.bracket(work, "forward", ceilings)
+        bracket = roofline.bracket(work, "forward", ceilings)
         rows[name] = {
             "intensity": work.flops("forward") / work.bytes("forward"),
-            "bound": found.bound,
-            "high": found.tflops_at_lower,
-            "low": work.flops("forward") / found.upper_us / 1e6,
+            "bound": bracket.bound,
+            "high": bracket.tflops_at_lower,
+            "low": work.flops("forward") / bracket.upper_us / 1e6,
         }
     return pd.DataFrame(rows).T.rename_axis("workload").infer_objects()
 
@@ -102,7 +103,7 @@ labels = {f"gdpa-self-full-{n}": f"{n}" for n in (256, 1024)}
 chapter.figure(drawings.roofline(under, climbs, loop, levels, labels), measured=measured)
 
 # %% tags=["remove-input"]
-widgets.roofline(
+_widgets.roofline(
     loop,
     measured,
     climbed,
@@ -170,7 +171,7 @@ assert (gain[gain.index >= 2048] > 0).all() and abs(gain[1024]) < 2, "the text s
 
 # %% tags=["remove-cell"]
 runs = [run for run in records.load_all(chapter.data_dir) if run.system == record.system]
-all_limits = repeats.ceilings(runs)
+all_limits = _repeats.ceilings(runs)
 for key, column in {"burst": "matmul, burst", "sustained": "matmul, back to back",
                     "copies": "copy 1:1, burst (GB/s)"}.items():  # fmt: skip
     values = all_limits[column].dropna().astype(float)
@@ -201,9 +202,9 @@ for key, column in {"burst": "matmul, burst", "sustained": "matmul, back to back
 
 # %%
 work = workload("gdpa-self-full-1024")
-found = roofline.bracket(work, "forward", ceilings)
-print(f"floors: matmul {found.compute_us:.0f}, memory {found.memory_us:.0f} us")
-print(f"bracket: {found.lower_us:.0f} to {found.upper_us:.0f} us")
+bracket = roofline.bracket(work, "forward", ceilings)
+print(f"floors: matmul {bracket.compute_us:.0f}, memory {bracket.memory_us:.0f} us")
+print(f"bracket: {bracket.lower_us:.0f} to {bracket.upper_us:.0f} us")
 
 # %% [markdown]
 # `percent_of_roofline`, in every table of this book, is `lower_us` over the measured time. A kernel

@@ -1,6 +1,6 @@
 # ---
 # jupyter:
-#   kernelspec: {name: python3, display_name: Python 3}
+#   kernelspec: {display_name: Python 3, language: python, name: python3}
 # measures: true
 # ---
 
@@ -188,8 +188,8 @@ def _(session):
     session.tables["activation_errors"] = record.Table(columns, rows)
 
 
-kept = chapter.recorded("activation_errors")
-errors = kept[kept["range"] == 20].set_index(["activation", "approx"])[list(kept)[3:]]
+recorded = chapter.recorded("activation_errors")
+errors = recorded[recorded["range"] == 20].set_index(["activation", "approx"])[list(recorded)[3:]]
 largest = errors["max_error_per_x"]
 
 # %% tags=["remove-input"]
@@ -197,7 +197,7 @@ shown = errors.loc[["gelu_tanh", "silu"]].reset_index()
 shown["approx"] = shown["approx"].map({True: "`tanh.approx`", False: "`exp`, division"})
 shown.columns = ["activation", "by", "largest error", "largest error over |x|"]
 chapter.table(
-    shown.map(lambda x: f"{x:.1e}" if isinstance(x, float) else x), data=kept,
+    shown.map(lambda x: f"{x:.1e}" if isinstance(x, float) else x), data=recorded,
     caption="**One instruction errs by far less than is promised.** Largest errors on an H200 "
     "against double precision.",
     measured=chapter.holders("activation_errors"),

@@ -1,6 +1,6 @@
 # ---
 # jupyter:
-#   kernelspec: {name: python3, display_name: Python 3}
+#   kernelspec: {display_name: Python 3, language: python, name: python3}
 # ---
 
 # %% [markdown]
@@ -21,10 +21,10 @@ import re
 
 import pandas as pd
 
-from _lib import machine_drawings as drawn
 from gdpa_lab.measuring import compile_check, roofline, units
 from gdpa_lab.measuring import system as systems
 from gdpa_lab.report.chapter import Chapter
+from notebooks.operator import _machine_drawings as drawn
 from notebooks.tools.kernels import pipeline
 
 # %% tags=["parameters"]
@@ -349,10 +349,10 @@ sass = compile_check.disassemble(small)
 
 def line(text: str, word: str, most: int = 78) -> str:
     """The first line with `word`, without its address, at most as long as the page is wide."""
-    found = next(part for part in text.splitlines() if word in part)
-    found = re.sub(r"/\*\w+\*/|loc\(.*|%\w+ = ", "", found).strip()
-    found = re.sub(r"\{%r\d+,.*", "{64 registers}, ...", found)
-    return found if len(found) <= most else f"{found[: most - 4]} ..."
+    instruction = next(part for part in text.splitlines() if word in part)
+    instruction = re.sub(r"/\*\w+\*/|loc\(.*|%\w+ = ", "", instruction).strip()
+    instruction = re.sub(r"\{%r\d+,.*", "{64 registers}, ...", instruction)
+    return instruction if len(instruction) <= most else f"{instruction[: most - 4]} ..."
 
 
 SOURCE = "scores = tlx.async_dot(q, tlx.local_trans(k[stage]))"

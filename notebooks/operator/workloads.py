@@ -1,6 +1,6 @@
 # ---
 # jupyter:
-#   kernelspec: {name: python3, display_name: Python 3}
+#   kernelspec: {display_name: Python 3, language: python, name: python3}
 # ---
 
 # %% [markdown]
@@ -212,7 +212,7 @@ for batch in BATCHES:
         )
         for order in ("padded", "valid", "zigzag")
     }  # fmt: skip
-    balance[batch] = {order: made.imbalance() for order, made in lists.items()}
+    balance[batch] = {order: plan.imbalance() for order, plan in lists.items()}
     balance[batch]["by the hardware"] = lists["padded"].imbalance(dynamic=True)
 balance = pd.DataFrame(balance).T
 

@@ -1,6 +1,6 @@
 # ---
 # jupyter:
-#   kernelspec: {name: python3, display_name: Python 3}
+#   kernelspec: {display_name: Python 3, language: python, name: python3}
 # ---
 
 # %% [markdown]
@@ -27,7 +27,7 @@ import pandas as pd
 import torch
 
 import tritonemu
-from _lib import noted, steps
+from _lib import steps
 from gdpa_kernels import GDPASelfAttention, Mask, gdpa
 from gdpa_kernels.parallel import predicted_bytes
 from gdpa_kernels.serving import Model, PagedCache, score
@@ -36,6 +36,7 @@ from gdpa_kernels.serving.sums import StoredSums
 from gdpa_lab.measuring.inputs import cu_seqlens
 from gdpa_lab.report import charts, results
 from gdpa_lab.report.chapter import Chapter
+from notebooks.serving import _noted
 
 # %% tags=["parameters"]
 mode = "replay"
@@ -54,13 +55,13 @@ def draw(rows: int, heads: int = 1, dim: int = 32, dtype=torch.bfloat16) -> torc
     return torch.randn(rows, heads, dim).to(dtype)
 
 
-def apart(found: torch.Tensor, wanted: torch.Tensor) -> float:
+def apart(actual: torch.Tensor, wanted: torch.Tensor) -> float:
     """The relative error."""
-    return float((found.double() - wanted).norm() / wanted.double().norm())
+    return float((actual.double() - wanted).norm() / wanted.double().norm())
 
 
 def parts(impl: str) -> torch.Tensor:
-    """What each event adds to the queries, by one implementation: fp32 `[events, ...]`."""
+    """Sums that each event adds to the queries, by one implementation: fp32 `[events, ...]`."""
     each = torch.arange(EVENTS + 1, dtype=torch.int32)
     with tritonemu.enabled():
         out = gdpa(q, k, v, None, each, SEEDS, 1, impl=impl, out_dtype=torch.float32)
@@ -68,9 +69,13 @@ def parts(impl: str) -> torch.Tensor:
 
 
 q, k, v = draw(SEEDS), draw(EVENTS), draw(EVENTS)
-mine, theirs = parts("v1_tiled"), parts("reference")
+kernel_parts, theirs = parts("v1_tiled"), parts("reference")
 # Of each sum: what an event adds, and what its deletion takes away.
-ways = {SAME: (mine, mine), OTHER: (mine, theirs), LOW: (mine.bfloat16(), mine.bfloat16())}
+ways = {
+    SAME: (kernel_parts, kernel_parts),
+    OTHER: (kernel_parts, theirs),
+    LOW: (kernel_parts.bfloat16(), kernel_parts.bfloat16()),
+}
 sums = {name: functools.reduce(torch.add, added) for name, (added, _) in ways.items()}
 held, errors, chosen = [True] * EVENTS, {}, random.Random(0)
 for update in range(1, UPDATES + 1):
@@ -79,7 +84,7 @@ for update in range(1, UPDATES + 1):
         sums[name] = sums[name] + (-deleted[event] if held[event] else added[event])
     held[event] = not held[event]
     if update in MARKS:
-        wanted = mine[torch.tensor(held)].double().sum(0)
+        wanted = kernel_parts[torch.tensor(held)].double().sum(0)
         errors[update] = {name: apart(x, wanted) for name, x in sums.items()}
 errors = pd.DataFrame(errors).T.rename_axis("updates")
 last = errors.loc[UPDATES]
@@ -145,9 +150,9 @@ with tritonemu.enabled():
 # %% tags=["remove-input"]
 with tritonemu.enabled():
     whole, rest = (gdpa(*keys_of(n, 1000), impl="v1_tiled") for n in (0, 600))
-made = {"one call": whole, "two, in fp32": summed, "two, in bf16": first.bfloat16() + rest}
-off = [apart(x, exact) for x in made.values()]
-for name, error in zip(made, off, strict=True):
+outputs = {"one call": whole, "two, in fp32": summed, "two, in bf16": first.bfloat16() + rest}
+off = [apart(x, exact) for x in outputs.values()]
+for name, error in zip(outputs, off, strict=True):
     print(f"{name:12} {error:.1e} from fp64")
 assert off[1] < 1.05 * off[0] < off[2]
 
@@ -166,12 +171,12 @@ limits = results.ceilings(chapter.record("forward/results"))
 
 def counts(users: int, rows: int, keys: int, heads: int = 4, dim: int = 128) -> tuple:
     """FLOPs, bytes read and bytes written of attention in bf16."""
-    held, made = (users * n * heads * dim * 2 for n in (keys, rows))
-    return 4 * users * rows * keys * heads * dim, 2 * held + made, made
+    held, written = (users * n * heads * dim * 2 for n in (keys, rows))
+    return 4 * users * rows * keys * heads * dim, 2 * held + written, written
 
 
 SIZES = "users, rows, keys"
-split = noted.table("serving", SIZES, "pieces")
+split = _noted.table("serving", SIZES, "pieces")
 sizes = [[int(x.replace(",", "")) for x in text.split(", ")] for text in split[SIZES]]
 split["at least on an H200, us"] = [limits.floor_us(*counts(*each)) for each in sizes]
 chapter.table(
@@ -206,16 +211,16 @@ kinds = {
     "time until the query": {"query_time": True},
     "divided by the present length": {"constant_divisor": False},
 }  # fmt: skip
-kept = {}
+reused = {}
 for kind, options in kinds.items():
-    for change, rows, at in (("append", ROWS, ROWS), ("delete", ROWS - 1, AT)):
-        right = [rows - len(wrong) for wrong in Model(3, **options).changed(rows, at)]
-        kept.setdefault(kind, {})[f"{change}: layers 1, 2, 3"] = ", ".join(map(str, right))
-assert kept["causal"]["append: layers 1, 2, 3"] == "12, 12, 12", "the caption"
+    for change, rows, position in (("append", ROWS, ROWS), ("delete", ROWS - 1, AT)):
+        right = [rows - len(wrong) for wrong in Model(3, **options).changed(rows, position)]
+        reused.setdefault(kind, {})[f"{change}: layers 1, 2, 3"] = ", ".join(map(str, right))
+assert reused["causal"]["append: layers 1, 2, 3"] == "12, 12, 12", "the caption"
 
 # %% tags=["remove-input"]
 chapter.table(
-    pd.DataFrame(kept).T.rename_axis("model").reset_index(), name="tab-sum-kept",
+    pd.DataFrame(reused).T.rename_axis("model").reset_index(), name="tab-sum-kept",
     caption="**A causal model keeps its cache when events are appended; several popular features "
     "break that.** Rows whose keys and values stay right: of 12 after an append, of 11 others "
     "after the seventh event is deleted.",
@@ -316,7 +321,7 @@ theirs = torch.cat([x[n:] for x, n in zip(one.split(ends.diff().tolist()), HISTO
 assert (scores - theirs).abs().max() < 1e-12
 ridge = limits.tflops / limits.gbytes_per_s(1, 0) * 1e3
 CANDIDATES = "users, history, candidates"
-served = noted.table("serving", CANDIDATES, "two calls").set_index(CANDIDATES)
+served = _noted.table("serving", CANDIDATES, "two calls").set_index(CANDIDATES)
 dlrm = served.loc["10, 6,300, 2,048"]
 flops, read, written = counts(10, 2048, 6300)
 chapter.glue(
@@ -371,18 +376,18 @@ assert moved["backward, MB"].idxmax() == "ring, softmax", "the caption"
 # %% tags=["remove-cell"]
 SMALL = ["--context", "--size", "tiny", "--batch", 3, "--max-seqlen", 64, "--device", "cpu"]
 with contextlib.redirect_stdout(io.StringIO()):
-    found = pd.DataFrame(steps.run("ranks", *SMALL, ranks=2))
-assert (found["received"] == found["predicted"]).all(), "the text"
-worst = max(map(max, found["errors"]))
-busy = found[found["stationary"] == "queries"].set_index("layout")["busiest"]
+    measured = pd.DataFrame(steps.run("ranks", *SMALL, ranks=2))
+assert (measured["received"] == measured["predicted"]).all(), "the text"
+worst = max(map(max, measured["errors"]))
+busy = measured[measured["stationary"] == "queries"].set_index("layout")["busiest"]
 assert worst < 1e-14 and busy["zigzag"] < busy["contiguous"], "the text"
-pair = noted.table("serving", "what stays", "one, zigzag").set_index("what stays").loc["queries"]
+pair = _noted.table("serving", "what stays", "one, zigzag").set_index("what stays").loc["queries"]
 times = pair.str.extract(r", ([\d.]+)")[0].astype(float)
 one, two, many, many_two = (times[name] for name in pair.index[:4])
 assert 1.2 * one < two and abs(many_two / many - 1) < 0.1, "the text"
 chapter.glue(
-    in_order=one, zigzagged=two, many=many, many_zigzag=many_two, worst=worst, ways=len(found),
-    contiguous=busy["contiguous"], zigzag=busy["zigzag"], tokens=found["tokens"].iloc[0],
+    in_order=one, zigzagged=two, many=many, many_zigzag=many_two, worst=worst, ways=len(measured),
+    contiguous=busy["contiguous"], zigzag=busy["zigzag"], tokens=measured["tokens"].iloc[0],
 )  # fmt: skip
 
 # %% [markdown]

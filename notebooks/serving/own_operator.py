@@ -1,6 +1,6 @@
 # ---
 # jupyter:
-#   kernelspec: {name: python3, display_name: Python 3}
+#   kernelspec: {display_name: Python 3, language: python, name: python3}
 # ---
 
 # %% [markdown]
@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 
 import tritonemu
-from _lib import block_bytes, noted, studies
+from _lib import block_bytes, studies
 from gdpa_kernels import Mask, RelativeBias, gdpa, register_activation
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.gdpa import registration
@@ -35,6 +35,7 @@ from gdpa_kernels.gdpa.kernels import v1_tiled, v1_tiled_backward
 from gdpa_lab.measuring.inputs import cu_seqlens
 from gdpa_lab.report import house
 from gdpa_lab.report.chapter import Chapter
+from notebooks.serving import _noted
 
 # %% tags=["parameters"]
 mode = "replay"
@@ -172,10 +173,10 @@ for name, is_right in (("softplus", True), ("pasted", False)):
 # plus one rounding, is allowed:
 
 # %% tags=["hide-input"]
-given = studies.batch((1, 63, 0, 70), heads=2, head_dim=32, activation="softplus")
-checked = studies.comparison(v1_tiled, given)
-found = studies.backward(v1_tiled_backward, given)
-gradients = studies.compare_gradients(found.gradients, given)
+inputs = studies.batch((1, 63, 0, 70), heads=2, head_dim=32, activation="softplus")
+checked = studies.comparison(v1_tiled, inputs)
+computed = studies.backward(v1_tiled_backward, inputs)
+gradients = studies.compare_gradients(computed.gradients, inputs)
 print(f"output: {100 * (checked['largest error'] / checked['allowed']).max():.0f} % of the allowed")
 for name, share in gradients["% of allowed"].items():
     print(f"{name}:     {share:.0f} % of the allowed")
@@ -208,7 +209,7 @@ chapter.code(masks.mask_probabilities)
 
 # %% tags=["remove-cell"]
 MASKED = "head_dim, mask"
-measured = noted.table("serving", MASKED, "v8")
+measured = _noted.table("serving", MASKED, "v8")
 factors = measured.columns[measured.columns.str.startswith("factor")]
 assert len(factors) >= 1
 forward = measured["v1"] / measured["v8"]
@@ -283,11 +284,11 @@ chapter.code("\n".join(difference), language="diff")
 
 # %% tags=["remove-input"]
 for activation in ("gelu_tanh", "softplus"):
-    given = studies.batch(
+    inputs = studies.batch(
         (70, 5), head_dim=32, activation=activation, mask=Mask(causal=True)
     )  # fmt: skip
     try:
-        studies.comparison(planted, given)
+        studies.comparison(planted, inputs)
         print(f"{activation}: nothing found")
     except AssertionError as error:
         print(f"{activation}, sequence of {' '.join(str(error).split())}")
@@ -295,7 +296,7 @@ for activation in ("gelu_tanh", "softplus"):
 # %% tags=["remove-cell"]
 studies.comparison(planted, studies.batch((70, 5), head_dim=32, mask=Mask(causal=True)))
 try:
-    studies.comparison(planted, given)
+    studies.comparison(planted, inputs)
 except AssertionError:
     pass
 else:
@@ -367,11 +368,11 @@ with tritonemu.enabled():
 
 # %% tags=["remove-cell"]
 x = torch.randn(TOKENS, 1, 4, dtype=torch.float64)
-old, own = x[:7], x[7:]
+old, new = x[:7], x[7:]
 h, t = cu_seqlens([7], "cpu"), cu_seqlens([3], "cpu")
 history = gdpa(old, old, old, h, h, 7, 7, causal=True)
-over = gdpa(own, old, old, t, h, 3, 7)
-rest = gdpa(own, own, own, t, t, 3, 3, window=0, add_to=over)
+over = gdpa(new, old, old, t, h, 3, 7)
+rest = gdpa(new, new, new, t, t, 3, 3, window=0, add_to=over)
 ten = cu_seqlens([TOKENS], "cpu")
 whole = gdpa(x, x, x, ten, ten, TOKENS, TOKENS, causal=True, num_targets=targets)
 assert (torch.cat([history, rest]) - whole).abs().max() < 1e-14, "the solution"

@@ -1,6 +1,6 @@
 # ---
 # jupyter:
-#   kernelspec: {name: python3, display_name: Python 3}
+#   kernelspec: {display_name: Python 3, language: python, name: python3}
 # ---
 
 # %% [markdown]
@@ -20,11 +20,11 @@
 # %% tags=["hide-input"]
 from IPython.display import Markdown, display
 
-from _lib import answers
 from gdpa_lab.measuring.workloads import FIGURES, WORKLOADS
 from gdpa_lab.report import charts, claims, results
 from gdpa_lab.report.chapter import Chapter
 from gdpa_lab.report.house import RUNG_COLOURS, is_rung
+from notebooks.tools import _answers
 
 # %% tags=["parameters"]
 mode = "replay"
@@ -35,7 +35,7 @@ data_dir = "data"
 chapter = Chapter("tools/claims", mode=mode, device=device, data_dir=data_dir)
 every = results.table(data_dir, gpu=chapter.gpu, latest=False)
 judged = claims.judged(every, claims=claims.load(data_dir))
-shown = answers.answered(judged, answers.numbers(chapter))
+shown = _answers.answered(judged, _answers.numbers(chapter))
 records = sorted({x for ids in judged["ours_record"] for x in ids.split(", ") if x})
 
 # %% tags=["remove-input"]
@@ -48,13 +48,13 @@ records = sorted({x for ids in judged["ours_record"] for x in ids.split(", ") if
 # | alt: >
 # |   A dot plot with a row for each chart. In the forward pass all marks lie left of the dashed
 # |   line, in the backward pass nearly all right of it.
-ratios = answers.plotted(judged, "ratio").astype(float)
+ratios = _answers.plotted(judged, "ratio").astype(float)
 chapter.figure(
     charts.dots(
         ratios, xlabel="our largest ratio / the published one", log=True,
         colours=RUNG_COLOURS[1:4], missing="no ratio",
     ),
-    data=answers.told(judged, shown), measured=records,
+    data=_answers.told(judged, shown), measured=records,
 )  # fmt: skip
 
 # %% [markdown]
@@ -87,13 +87,13 @@ chapter.figure(
 
 # %% tags=["remove-input"]
 chapter.table(
-    answers.plotted(judged).rename_axis("chart").reset_index(), data=answers.told(judged, shown),
+    _answers.plotted(judged).rename_axis("chart").reset_index(), data=_answers.told(judged, shown),
     measured=records, published="six charts, NVIDIA B200", name="tab-claims-charts",
     caption="**Largest ratios are smaller here in the forward pass and mostly larger in the "
     "backward pass.** Over each baseline, and the largest rate: published → measured.",
 )  # fmt: skip
 chapter.table(
-    answers.tabulated(judged).reset_index(), measured=records, published="table 5 and 6",
+    _answers.tabulated(judged).reset_index(), measured=records, published="table 5 and 6",
     name="tab-claims-block",
     caption="**Block attention gains less than published in the forward pass, and more in the "
     "backward pass.** Times as fast as FlashAttention-2, published → measured.",
@@ -111,7 +111,7 @@ assert (ratios[~forward] > 1).sum(axis=None) >= 5, "backward: larger"
 block = judged.set_index("id")["ratio"]
 assert block["block-forward-over-fa2"] < 1 < block["block-backward-over-fa2"], "the caption"
 counts = shown["status"].value_counts()
-rest = judged[judged["id"].map(answers.in_tables)]["status"].value_counts()
+rest = judged[judged["id"].map(_answers.in_tables)]["status"].value_counts()
 rest.index = rest.index.str.replace("_by_arithmetic", "").str.replace("_", " ")
 for status in ("measured", "answered", "refuted", "not comparable", "open"):
     chapter.glue(**{status.split()[-1]: counts.get(status, 0) + rest.get(status, 0)})
@@ -138,7 +138,7 @@ order = ["measured", "answered", "refuted", "not comparable", "open"]
 listed = shown.sort_values("status", key=lambda x: x.map(order.index), kind="stable")
 listed["where"] = listed["where"].str.replace(r"^missing: ([^,]*).*", r"\1", regex=True)
 listed = listed.groupby(["status", "ours", "where"], sort=False)["claim"].agg("<br>".join)
-letters = "; ".join(f"{x} {{cite}}`{key}`" for key, x in answers.sources(judged).items())
+letters = "; ".join(f"{x} {{cite}}`{key}`" for key, x in _answers.sources(judged).items())
 chapter.table(
     listed.reset_index()[["status", "claim", "ours", "where"]], name="tab-claims-others",
     caption="**A chapter answers what a record cannot: designs, causes and mathematics.** Every "

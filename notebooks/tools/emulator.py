@@ -1,6 +1,6 @@
 # ---
 # jupyter:
-#   kernelspec: {name: python3, display_name: Python 3}
+#   kernelspec: {display_name: Python 3, language: python, name: python3}
 # measures: true
 # ---
 
@@ -35,13 +35,13 @@ device = "cpu"
 data_dir = "data"
 
 # %% tags=["remove-cell"]
-from _lib import hardware  # noqa: E402
 from emulator.tests import judging, mutants, test_tutorials  # noqa: E402
 from emulator.tests.tutorials import blackwell, hopper  # noqa: E402
+from notebooks.tools import _hardware  # noqa: E402
 from tests.emulator import test_mutants  # noqa: E402
 
 chapter = Chapter("tools/emulator", mode=mode, device=device, data_dir=data_dir)
-chapter.measure(hardware.measure)
+chapter.measure(_hardware.measure)
 
 # %% tags=["remove-input"]
 # | name: fig-emulator-pipeline
@@ -88,10 +88,10 @@ BROKEN = {
     "wrong byte count": [("(k_full[stage], BYTES)", "(k_full[stage], BYTES * 2)")],
     "released too early": [(RELEASE, ""), (WAIT, WAIT + RELEASE)],
 }
-found = studies.step_page(pipeline, BROKEN, "emulator-pipeline.html", "Two roles, step by step")
+errors = studies.step_page(pipeline, BROKEN, "emulator-pipeline.html", "Two roles, step by step")
 
 # %% tags=["remove-input"]
-print("; ".join(f"{name}: {text.split(':')[0] or 'nothing'}" for name, text in found.items()))
+print("; ".join(f"{name}: {text.split(':')[0] or 'nothing'}" for name, text in errors.items()))
 
 # %% tags=["remove-input"]
 studies.framed("emulator-pipeline.html", "Two roles, step by step", opened=True)
@@ -147,8 +147,8 @@ print("delivered:", full.passes(0))
 # A finding is raised as an error, with file and line:
 
 # %%
-given = studies.batch((70, 0, 33))
-q, ends = given.q, given.cu_seqlens_q
+inputs = studies.batch((70, 0, 33))
+q, ends = inputs.q, inputs.cu_seqlens_q
 with tritonemu.enabled(schedule=7):
     gdpa(q, q, q, ends, ends, 70, 70, impl="v4_warp_specialized")
     pipeline.main()  # any host code that launches kernel[grid]
@@ -199,9 +199,9 @@ print("copy B, after the wait: races with", k0.record(copy_b, load))
 
 # %% tags=["remove-input"]
 early = studies.changed(pipeline, *BROKEN["released too early"])
-found = studies.findings(early.main, studies.SCHEDULES)
-races, wrong = sum(text.startswith("Race") for text in found), studies.wrong_results(early)
-print(f"of {len(found)} schedules: a race under {races}, a wrong result under {wrong}")
+errors = studies.findings(early.main, studies.SCHEDULES)
+races, wrong = sum(text.startswith("Race") for text in errors), studies.wrong_results(early)
+print(f"of {len(errors)} schedules: a race under {races}, a wrong result under {wrong}")
 
 # %% [markdown]
 # ## Proxies and fences
@@ -232,10 +232,10 @@ print(studies.findings(lambda: turns.main(slots=3, roles=2, rows=6), ["modelled"
 # %% tags=["remove-input"]
 broken = mutants.enumerate_mutants(Path(pipeline.__file__), "pipeline_kernel")
 judged = [judging.judge(mutant, judging.import_file, [studies.run_main]) for mutant in broken]
-found = sum(bool(verdict.error) for verdict in judged)
+detected = sum(bool(verdict.error) for verdict in judged)
 agreement = chapter.recorded("agreement")
 text = "Mutants of `pipeline.py`, one statement broken in each, are found."
-chapter.predict(text, 100 * found / len(broken), least=95, form=".0f", unit=" %")
+chapter.predict(text, 100 * detected / len(broken), least=95, form=".0f", unit=" %")
 text = "A GPU's outputs differ by one rounding at most."
 chapter.predict(text, agreement["roundings"].max(), most=1)
 chapter.glue(
@@ -259,9 +259,13 @@ chapter.predictions()
 
 # %% tags=["remove-input"]
 (case,) = (case for case in blackwell.CASES if case.name == "blackwell_fa_ws small")
-made = case.build()
-options = made.kwargs | {"uninitialized": "error", "arch": case.arch}
-print(*studies.findings(lambda: tritonemu.run(made.kernel, made.grid, *made.args, **options), [0]))
+tutorial = case.build()
+options = tutorial.kwargs | {"uninitialized": "error", "arch": case.arch}
+print(
+    *studies.findings(
+        lambda: tritonemu.run(tutorial.kernel, tutorial.grid, *tutorial.args, **options), [0]
+    )
+)
 
 # %% [markdown]
 # One role rescales the accumulator even before the first MMA, when it is uninitialized. That MMA

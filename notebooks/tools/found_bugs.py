@@ -1,6 +1,6 @@
 # ---
 # jupyter:
-#   kernelspec: {name: python3, display_name: Python 3}
+#   kernelspec: {display_name: Python 3, language: python, name: python3}
 # ---
 
 # %% [markdown]
@@ -39,7 +39,7 @@ SCHEDULES = ("modelled", *range(25))
 
 
 def outcome(call, schedule, **options):
-    """What a launch under a schedule leads to: a finding, a wrong result, or "right"."""
+    """Outcome of a launch under a schedule: a finding, a wrong result, or "right"."""
     try:
         with tritonemu.enabled(schedule=schedule, **options):
             call()
@@ -180,14 +180,14 @@ show(published.last)
 # modelled schedule is the lucky one. So it takes a search:
 
 # %%
-search, found = Search("exhaustive", schedules=100), []
+search, errors = Search("exhaustive", schedules=100), []
 for order in search:
     try:
         with tritonemu.enabled(schedule=order):
             published.threads()
     except tritonemu.EmulatorError as error:
-        found.append(f"schedule {error.schedule}: {error.args[0]}")
-print(*found, search, sep="\n")
+        errors.append(f"schedule {error.schedule}: {error.args[0]}")
+print(*errors, search, sep="\n")
 
 # %% [markdown]
 # The threads that arrive are $32 \times 8 + 32 \times 4 = 384$. The fix is that number, or a

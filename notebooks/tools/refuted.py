@@ -1,6 +1,6 @@
 # ---
 # jupyter:
-#   kernelspec: {name: python3, display_name: Python 3}
+#   kernelspec: {display_name: Python 3, language: python, name: python3}
 # ---
 
 # %% [markdown]
@@ -79,8 +79,8 @@ chapter.figure(
 sigma = 128**0.5
 limit = approx.within(approx.taylor6, 4e-3)
 inside = math.erf(limit / sigma / math.sqrt(2))
-at = approx.GRID[int(sigma * 10_000)]
-off = (approx.taylor6(at) - approx.gelu(at)).abs().item()
+score = approx.GRID[int(sigma * 10_000)]
+off = (approx.taylor6(score) - approx.gelu(score)).abs().item()
 assert inside < 0.1 and off > 1e4, "the text: few scores inside, and far off"
 chapter.glue(sigma=sigma, limit=limit, inside=100 * inside, off=off)
 

@@ -1,6 +1,6 @@
 # ---
 # jupyter:
-#   kernelspec: {name: python3, display_name: Python 3}
+#   kernelspec: {display_name: Python 3, language: python, name: python3}
 # measures: true
 # ---
 
@@ -24,14 +24,15 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 import tritonemu
-from _lib import calls, drawings
-from _lib import host as hosts
+from _lib import drawings
 from gdpa_kernels import GDPASelfAttention, Lengths, gdpa
 from gdpa_lab.measuring import record
 from gdpa_lab.measuring.inputs import cu_seqlens
 from gdpa_lab.measuring.workloads import workload
 from gdpa_lab.report import charts
 from gdpa_lab.report.chapter import Chapter
+from notebooks.training import _calls
+from notebooks.training import _host as hosts
 
 # %% tags=["parameters"]
 mode = "replay"
@@ -46,12 +47,12 @@ chapter = Chapter("training/host_time", mode=mode, device=device, data_dir=data_
 def _(session):
     names = ("gdpa-self-half-jagged-256", "gdpa-cross-full-512", "block-fill70-2000-d64")
     session.workloads |= {name: workload(name) for name in names}
-    found = [
+    rows = [
         (launcher, *row)
         for launcher in hosts.LAUNCHERS
         for row in hosts.measure(names, device, launcher)
     ]
-    session.tables["host"] = record.Table(("launcher", *hosts.COLUMNS), found)
+    session.tables["host"] = record.Table(("launcher", *hosts.COLUMNS), rows)
 
 
 host = chapter.recorded("host")
@@ -113,7 +114,7 @@ chapter.predict(
     "From the call, a backward pass takes at most 5 % more than its kernels.",
     more, most=5, form=".1f", unit=" %", shown=False,
 )  # fmt: skip
-costs, ids = calls.costs(chapter, new)
+costs, ids = _calls.costs(chapter, new)
 
 # %% tags=["remove-input"]
 # | name: fig-host-calls
@@ -271,10 +272,10 @@ ways = {"offsets": ((ENDS, ENDS, 90, 90), {}), "validate=False": ((ENDS, ENDS, 9
 counts = {}
 with Reads() as reads, tritonemu.enabled():
     for what, (offsets, options) in ways.items():
-        before = reads.count
+        reads_so_far = reads.count
         for _ in range(4):
             gdpa(*few, *offsets, impl="v1_tiled", **options)
-        counts[what] = reads.count - before
+        counts[what] = reads.count - reads_so_far
 assert counts["offsets"] > 0 == counts["validate=False"] == counts["Lengths"], "the text says so"
 chapter.glue(reads=counts["offsets"])
 

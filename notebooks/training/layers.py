@@ -1,6 +1,6 @@
 # ---
 # jupyter:
-#   kernelspec: {name: python3, display_name: Python 3}
+#   kernelspec: {display_name: Python 3, language: python, name: python3}
 # ---
 
 # %% [markdown]
@@ -25,12 +25,12 @@ import torch.nn.functional as F
 from torch import nn
 
 import tritonemu
-from _lib import histories
 from gdpa_kernels import PFFN, PMA, GDPASelfAttention
 from gdpa_kernels.gdpa import reference
 from gdpa_lab.measuring.inputs import cu_seqlens
 from gdpa_lab.report import charts
 from gdpa_lab.report.chapter import Chapter
+from notebooks.training import _histories
 
 # %% tags=["parameters"]
 mode = "replay"
@@ -48,15 +48,15 @@ def fit(model, loss_of: Callable, steps: int, rate: float, end: float = 1.0) -> 
     """Losses of training a model on `loss_of(step)`; the rate falls to `end` times itself."""
     optimizer = torch.optim.Adam(model.parameters(), lr=rate)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, end, steps)
-    found = []
+    losses = []
     for step in range(steps):
         loss = loss_of(step)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         schedule.step()
-        found.append(loss.item())
-    return pd.Series(found)
+        losses.append(loss.item())
+    return pd.Series(losses)
 
 
 WIDTH, SEEDS, DIVISOR = 16, 4, 5
@@ -68,8 +68,8 @@ class Clicks(nn.Module):
     def __init__(self, average: bool = False):
         super().__init__()
         self.average = average
-        self.event, self.shown = (nn.Embedding(histories.KINDS, WIDTH) for _ in range(2))
-        common = {"output_scale": 1 / DIVISOR, "max_seqlen": histories.LONGEST}
+        self.event, self.shown = (nn.Embedding(_histories.KINDS, WIDTH) for _ in range(2))
+        common = {"output_scale": 1 / DIVISOR, "max_seqlen": _histories.LONGEST}
         self.mix = GDPASelfAttention(WIDTH, 2, **common)
         self.pool = PMA(WIDTH, 2, SEEDS, **common)
         self.personal = PFFN(WIDTH, 2, WIDTH, 8, max_seqlen=SEEDS)
@@ -95,15 +95,15 @@ def train(average: bool) -> tuple[Clicks, pd.Series]:
     model = Clicks(average)
 
     def loss_of(step: int) -> torch.Tensor:
-        *given, _, _, clicked = histories.users(64, 1000 + step)
-        return F.binary_cross_entropy_with_logits(model(*given), clicked)
+        *inputs, _, _, clicked = _histories.users(64, 1000 + step)
+        return F.binary_cross_entropy_with_logits(model(*inputs), clicked)
 
     return model, fit(model, loss_of, 120, 8e-3, end=0.05)
 
 
 trained = {"sums": train(False), "averages": train(True)}
-best = histories.best_losses()
-*test, same, logit, _ = histories.users(4000, 1)
+best = _histories.best_losses()
+*test, same, logit, _ = _histories.users(4000, 1)
 true, empty, many = torch.sigmoid(logit), test[1].diff() == 0, same >= 5
 least = F.binary_cross_entropy(true, true)
 excess = {}
@@ -125,9 +125,9 @@ chapter.glue(best=best["counts"], neither=best["no history"],
 # |   batch, mean of 20 batches. Dashed: the least that shares allow.
 # | alt: >
 # |   Two curves fall. That of the sums ends near zero; that of the averages stays above the line.
-seen = [histories.users(64, 1000 + step) for step in range(120)]
+seen = [_histories.users(64, 1000 + step) for step in range(120)]
 true_losses = [F.binary_cross_entropy_with_logits(x.logit, x.clicked).item() for x in seen]
-curve = pd.DataFrame({name: found - true_losses for name, (_, found) in trained.items()})
+curve = pd.DataFrame({name: losses - true_losses for name, (_, losses) in trained.items()})
 smooth = curve.rolling(20).mean().dropna()
 chart = charts.lines(smooth, xlabel="batch of 64 users", ylabel="excess loss",
                       highlight=["sums", "averages"],
@@ -201,17 +201,17 @@ def attend(layer, *qkv: torch.Tensor) -> torch.Tensor:
 
 
 def plain(layer, rows: torch.Tensor, summary: torch.Tensor) -> torch.Tensor:
-    """What the layer computes, from PyTorch's parts."""
-    found = []
-    for tokens, own in zip(rows.split(LENGTHS), summary, strict=True):
+    """The layer's output, from PyTorch's parts."""
+    outputs = []
+    for tokens, vector in zip(rows.split(LENGTHS), summary, strict=True):
         if isinstance(layer, GDPASelfAttention):
-            found.append(attend(layer, *layer.qkv(tokens).chunk(3, 1)))
+            outputs.append(attend(layer, *layer.qkv(tokens).chunk(3, 1)))
         elif isinstance(layer, PMA):
-            found.append(attend(layer, layer.seeds, *layer.kv(tokens).chunk(2, 1)))
+            outputs.append(attend(layer, layer.seeds, *layer.kv(tokens).chunk(2, 1)))
         else:
-            hidden = layer.kv(own).view(layer.num_keys, -1)
-            found.append(attend(layer, layer.q(tokens), *hidden.chunk(2, 1)))
-    return torch.cat(found)
+            hidden = layer.kv(vector).view(layer.num_keys, -1)
+            outputs.append(attend(layer, layer.q(tokens), *hidden.chunk(2, 1)))
+    return torch.cat(outputs)
 
 
 def by_layer(layer, rows: torch.Tensor, summary: torch.Tensor) -> torch.Tensor:
@@ -230,11 +230,11 @@ MADE = {
 def learned(kind: str, call: Callable, steps: int, **options) -> pd.Series:
     torch.manual_seed(1)
     student, teacher = MADE[kind](**options), MADE[kind]()
-    given = torch.randn(sum(LENGTHS), 32), torch.randn(len(LENGTHS), SUMMARY)
-    target = plain(teacher, *given).detach()
+    inputs = torch.randn(sum(LENGTHS), 32), torch.randn(len(LENGTHS), SUMMARY)
+    target = plain(teacher, *inputs).detach()
 
     def loss_of(_) -> torch.Tensor:
-        return F.mse_loss(call(student, *given).float(), target) / target.var()
+        return F.mse_loss(call(student, *inputs).float(), target) / target.var()
 
     return fit(student, loss_of, steps, 0.01)
 
@@ -309,8 +309,14 @@ def judged(y: torch.Tensor, alone: torch.Tensor) -> list[str]:
     """Results of all users, of the first alone."""
     depends = (y[:1] - alone).abs().max().item() > 1e-5 or y[0].isnan().any()
     loss = y[torch.tensor(HISTORY) > 0].square().sum()
-    found = y[1], torch.cat([x.flatten() for x in torch.autograd.grad(loss, [*pool.parameters()])])
-    return ["yes" if depends else "no", *("finite" if x.isfinite().all() else "NaN" for x in found)]
+    results = (
+        y[1],
+        torch.cat([x.flatten() for x in torch.autograd.grad(loss, [*pool.parameters()])]),
+    )
+    return [
+        "yes" if depends else "no",
+        *("finite" if x.isfinite().all() else "NaN" for x in results),
+    ]
 
 
 one = packed[None, :3], there[:1, :3]

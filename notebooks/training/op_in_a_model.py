@@ -1,6 +1,6 @@
 # ---
 # jupyter:
-#   kernelspec: {name: python3, display_name: Python 3}
+#   kernelspec: {display_name: Python 3, language: python, name: python3}
 # ---
 
 # %% [markdown]
@@ -75,9 +75,9 @@ chapter.figure(chart, modelled="bytes of the tensors, bf16", data=kept_gib.reset
 
 
 # %%
-def kept(function: Callable, *given: torch.Tensor) -> int:
+def kept(function: Callable, *inputs: torch.Tensor) -> int:
     """Bytes that autograd keeps for `function`, beside those given."""
-    own = {x.untyped_storage().data_ptr() for x in given}
+    of_inputs = {x.untyped_storage().data_ptr() for x in inputs}
     memory = {}
 
     def pack(x: torch.Tensor) -> torch.Tensor:
@@ -87,7 +87,7 @@ def kept(function: Callable, *given: torch.Tensor) -> int:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         function()
-    return sum(size for at, size in memory.items() if at not in own)
+    return sum(size for address, size in memory.items() if address not in of_inputs)
 
 
 # %% tags=["remove-cell"]
@@ -111,7 +111,7 @@ def eager() -> torch.Tensor:
 
 
 def refusal(call: Callable[[], object]) -> str:
-    """What a call raises, as a line."""
+    """Error that a call raises, as a line."""
     try:
         call()
     except (TypeError, ValueError, NotImplementedError, RuntimeError) as error:
@@ -203,9 +203,9 @@ half = leaves(128, 1, torch.bfloat16)
 
 def launched(impl: str, needs: str) -> str:
     """Kernels that the backward pass launches if the arguments in `needs` want a gradient."""
-    given = [x.detach().requires_grad_(n in needs) for n, x in zip("qkv", half, strict=True)]
+    inputs = [x.detach().requires_grad_(n in needs) for n, x in zip("qkv", half, strict=True)]
     with tritonemu.enabled():
-        out = gdpa(*given, *CALL, impl="v1_tiled", backward_impl=impl).sum()
+        out = gdpa(*inputs, *CALL, impl="v1_tiled", backward_impl=impl).sum()
         with launches() as seen:
             out.backward()
     return ", ".join(launch.name.removesuffix("_kernel") for launch in seen)
@@ -213,15 +213,15 @@ def launched(impl: str, needs: str) -> str:
 
 MATMULS = {"q": "S, dP, dQ", "k": "S, dP, dK", "v": "S, dV", "qkv": "S, dP, dV, dK, dQ"}
 SHOWN = ("v1_tiled_backward", "v2_fused_backward", "v4_warp_specialized_backward")
-found = {needs: [launched(impl, needs) for impl in SHOWN] for needs in MATMULS}
+kernels_run = {needs: [launched(impl, needs) for impl in SHOWN] for needs in MATMULS}
 takes = [impl for impl in BACKWARD if ladder.rung(impl).takes("backward", "needs")]
 *first, last = (impl.split("_")[0] for impl in takes)
 chapter.glue(thrifty=f"backward {', '.join(first)} and {last}")
-assert found["q"][0] == "queries" and found["v"][0] == "keys", "the text says so"
-assert len({kernels[-1] for kernels in found.values()}) == 1, "the caption: v4 nothing"
+assert kernels_run["q"][0] == "queries" and kernels_run["v"][0] == "keys", "the text says so"
+assert len({kernels[-1] for kernels in kernels_run.values()}) == 1, "the caption: v4 nothing"
 
 # %% tags=["remove-input"]
-frame = pd.DataFrame(found, index=[f"backward {impl.split('_')[0]}" for impl in SHOWN]).T
+frame = pd.DataFrame(kernels_run, index=[f"backward {impl.split('_')[0]}" for impl in SHOWN]).T
 frame.insert(0, "matmuls needed", MATMULS)
 chapter.table(
     frame.reset_index(names="gradients of"), name="tab-train-needs",
@@ -255,8 +255,8 @@ for impl in (rung.impl for rung in ladder.BACKWARD_RUNGS if rung.problem(call) i
         dense = torch.randn(*out.shape[::-1]).bfloat16()
         for grad in (out.detach()[:1, :, :1].expand_as(out), dense.permute(2, 1, 0)):
             one, other = (
-                torch.autograd.grad(out, half, given, retain_graph=True)
-                for given in (grad, grad.contiguous())
+                torch.autograd.grad(out, half, grad_out, retain_graph=True)
+                for grad_out in (grad, grad.contiguous())
             )
             same.append(all(map(torch.equal, one, other)))
 assert all(same), "the text: the bits of the contiguous copy"

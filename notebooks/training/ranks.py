@@ -1,6 +1,6 @@
 # ---
 # jupyter:
-#   kernelspec: {name: python3, display_name: Python 3}
+#   kernelspec: {display_name: Python 3, language: python, name: python3}
 # measures: true
 # ---
 
@@ -46,17 +46,17 @@ NUMBERS = ("engine", "deal", "ranks", "batch", "step_s", "samples_per_s", "slowe
 
 @chapter.measure
 def _(session):
-    found, samples, link = [], [], steps.link()
+    rows, samples, link = [], [], steps.link()
     session.uses(max(ranks for ranks, _ in RUNS.values()))
     for run, (ranks, options) in RUNS.items():
         for row in steps.run("ranks", *options, ranks=ranks):
             most = max(row["tokens"]) / (sum(row["tokens"]) / ranks)
-            found.append((run, link, most, *(row[number] for number in NUMBERS)))
+            rows.append((run, link, most, *(row[number] for number in NUMBERS)))
             for what, each in row["samples_s"].items():
                 for rank, times in enumerate(each):
                     samples += [(run, row["deal"], what, rank, i, s) for i, s in enumerate(times)]
     columns = ("run", "link", "tokens_most_over_mean", *NUMBERS)
-    session.tables["ranks"] = record.Table(columns, tuple(found))
+    session.tables["ranks"] = record.Table(columns, tuple(rows))
     columns = ("run", "deal", "what", "rank", "sample", "time_s")
     session.tables["samples"] = record.Table(columns, tuple(samples))
 
@@ -120,8 +120,8 @@ def trace(run: str, deal: str) -> pd.DataFrame:
     row = 1e3 * ranks.loc[(run, deal), ["step_s", "slowest_s"]].astype(float)
     slow = row["slowest_s"]
     fast = 2 * slow / ranks.loc[(run, deal), "skew"] - slow
-    bars = [(gpu, 0.0, own, f"{own:.0f} ms") for gpu, own in enumerate((slow, fast))]
-    bars += [(gpu, own, row["step_s"] - own, "") for gpu, own in enumerate((slow, fast))]
+    bars = [(gpu, 0.0, own_ms, f"{own_ms:.0f} ms") for gpu, own_ms in enumerate((slow, fast))]
+    bars += [(gpu, own_ms, row["step_s"] - own_ms, "") for gpu, own_ms in enumerate((slow, fast))]
     return pd.DataFrame(bars, columns=["lane", "start", "time", "label"])
 
 
@@ -138,7 +138,7 @@ def trace(run: str, deal: str) -> pd.DataFrame:
 DRAWN = {"576 rows a rank, balanced": ("DDP, twice the rows", "balanced")}
 DEALT = {"balanced": "balanced", "order": "as they come", "sorted": "sorted"}
 DRAWN |= {f"128 long rows, {text}": ("128 rows a rank", deal) for deal, text in DEALT.items()}
-panels = {title: trace(*at) for title, at in DRAWN.items()}
+panels = {title: trace(*arguments) for title, arguments in DRAWN.items()}
 chart = drawings.gantt(panels, xlabel="ms", hue="v1_tiled")
 waits = panels["128 long rows, sorted"]
 assert waits["time"].iloc[-1] > 0.5 * waits["time"].iloc[0], "the caption says so"

@@ -1,6 +1,6 @@
 # ---
 # jupyter:
-#   kernelspec: {name: python3, display_name: Python 3}
+#   kernelspec: {display_name: Python 3, language: python, name: python3}
 # measures: true
 # ---
 
@@ -64,35 +64,35 @@ KINDS = ("attention", "norm", "matmul", "embedding", "optimizer", "compiled", "o
 
 @chapter.measure
 def _(session):
-    found, samples = [], []
+    lines, samples = [], []
 
     def of(law, gpu):  # all on one board: boards differ
-        made = []
+        lines_of = []
         for way in [way for way in WAYS if (law, way) in PLAN]:
             options = [*LAWS[law], *WAYS[way], "--warmup", 3, "--repeats", 8]
             options += ["--attentions", *PLAN[law, way]]
             rows = steps.run("step", *options, gpu=gpu, timeout=600)
-            made += [(law, way, row) for row in rows]
-        return made
+            lines_of += [(law, way, row) for row in rows]
+        return lines_of
 
     for law, way, row in chain(*steps.one_a_gpu(of, LAWS, steps.gpus())):
         kinds = [row["kinds_s"].get(kind, 0.0) for kind in KINDS]
         what = law, way, row["attention"]
-        found.append((*what, *(row[part] for part in PARTS), *kinds))
+        lines.append((*what, *(row[part] for part in PARTS), *kinds))
         samples += [(*what, part, i, s) for part, each in row["samples_s"].items()
                     for i, s in enumerate(each)]  # fmt: skip
     ids, kinds = ("law", "way", "kernel"), (f"{kind}_kind_s" for kind in KINDS)
-    session.tables["steps"] = record.Table((*ids, *PARTS, *kinds), tuple(found))
+    session.tables["steps"] = record.Table((*ids, *PARTS, *kinds), tuple(lines))
     session.tables["samples"] = record.Table((*ids, "part", "sample", "time_s"), tuple(samples))
 
 
-found = chapter.recorded("steps").set_index(["law", "way", "kernel"])
-ms = 1e3 * found["step_s"].unstack("kernel")
+steps_of = chapter.recorded("steps").set_index(["law", "way", "kernel"])
+ms = 1e3 * steps_of["step_s"].unstack("kernel")
 HALF, EVENTS, LONG = LAWS
 ours, v1 = ms["gdpa"].unstack("way"), ms["v1"].unstack("way")
 gain = v1 / ours
 both = v1["compiled"] / ours["fused, bf16"]
-kinds = found[[f"{kind}_kind_s" for kind in KINDS]].mul(1e3)
+kinds = steps_of[[f"{kind}_kind_s" for kind in KINDS]].mul(1e3)
 kinds.columns = list(KINDS)
 share = kinds["norm"] / kinds.sum(axis=1)
 passes = 1 - (kinds["matmul"] + kinds["attention"]) / kinds.sum(axis=1)
@@ -116,9 +116,10 @@ chapter.glue(
     share_v1=100 * attention[HALF, "compiled", "v1"], norm_compiled=100 * share[COMPILED],
     most=1 / (1 - attention[HALF, "compiled", "v1"]), cool=cool[COMPILED], cool_v1=cool[HALF,
     "compiled", "v1"], norm_fused=100 * share[FUSED_AT], hstu=gain["HSTULite"][HALF],
-    memory=found["peak_memory_gib"][COMPILED], fused_memory=found["peak_memory_gib"][FUSED_AT],
+    memory=steps_of["peak_memory_gib"][COMPILED],
+    fused_memory=steps_of["peak_memory_gib"][FUSED_AT],
     padded=spread(ms["padded_sdpa"].dropna() / ms["gdpa"].xs("eager", level="way")),
-    lookups=ours["compiled, lookups"][HALF], tokens=found["tokens"][LOOKUPS],
+    lookups=ours["compiled, lookups"][HALF], tokens=steps_of["tokens"][LOOKUPS],
     atomics=kinds["embedding"][LOOKUPS], norms=kinds["norm"][COMPILED],
     fused_norms=kinds["norm"][FUSED_AT], blocks=gain["blocks of 64"][HALF],
     left=100 - cool[FUSED_AT],
@@ -198,7 +199,7 @@ chapter.table(
     digits=dict.fromkeys(LABELS.values(), 1),
     caption="**Attention is worth most with the longest histories.** Time of a step in ms, by "
     "attention: ours, v1, FlashAttention-2 (FA2), padded PyTorch. Blank: not timed.",
-    data=found.reset_index(), measured=chapter.holders("steps"),
+    data=steps_of.reset_index(), measured=chapter.holders("steps"),
 )  # fmt: skip
 
 # %% [markdown]

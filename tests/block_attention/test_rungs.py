@@ -7,11 +7,11 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from gdpa_kernels.block_attention import eliminations
 from gdpa_kernels.block_attention.batch import Batch
 from gdpa_kernels.block_attention.kernels import v1_one_tile
 from gdpa_kernels.block_attention.ladder import v2_slab
 from gdpa_kernels.calling import ladder
+from notebooks.block import _eliminations
 from tests.block_attention.cases import (
     BLACKWELL,
     BLOCKS,
@@ -264,7 +264,7 @@ def test_any_v2_config_gives_the_same_result(config):
     assert_same_bits(plain, other)
 
 
-SWITCHES = [field.name for field in dataclasses.fields(eliminations.Config)][:-1]
+SWITCHES = [field.name for field in dataclasses.fields(_eliminations.Config)][:-1]
 
 
 @pytest.mark.parametrize("on", [(), *((name,) for name in SWITCHES), tuple(SWITCHES)], ids=str)
@@ -272,8 +272,8 @@ def test_eliminations(on):
     case = Case("eliminations", (65, 0, 64, 7), head_dim=64)
     tensors, options = case.tensors(BF16), case.options()
     del options["rotary"], options["rotate_v"]
-    config = eliminations.Config(**dict.fromkeys(on, True))
-    actual = results(eliminations, tensors, options, config=config)
+    config = _eliminations.Config(**dict.fromkeys(on, True))
+    actual = results(_eliminations, tensors, options, config=config)
     plain = results(v1_one_tile, tensors, case.options())
     for name, a, b in zip(NAMES, actual, plain, strict=True):
         if not on:

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import tritonemu
-from _lib import sanitizer
 from gdpa_kernels.calling import ladder
+from notebooks.tools import _sanitizer
 
 V4 = ladder.rung("v4_warp_specialized").path
-RETURNED = f"{sanitizer.RETURNED}6\n"
+RETURNED = f"{_sanitizer.RETURNED}6\n"
 BLOCK_V4 = ladder.rung("v4_rotary", "block_attention").path
 CPU = torch.device("cpu")
 
@@ -42,14 +42,14 @@ def _line(path, start: str) -> int:
 
 
 def _elsewhere(impl: str, text: str, errors: int) -> int:
-    found = sanitizer.parse(impl, "racecheck", text + _summary(errors))
-    assert found == sanitizer.Finding(impl, "racecheck", 6, errors, 0, found.elsewhere)
+    found = _sanitizer.parse(impl, "racecheck", text + _summary(errors))
+    assert found == _sanitizer.Finding(impl, "racecheck", 6, errors, 0, found.elsewhere)
     return found.elsewhere
 
 
 def test_errors_of_memcheck_count():
     text = f"========= COMPUTE-SANITIZER\n{RETURNED}========= ERROR SUMMARY: 3 errors\n"
-    found = sanitizer.parse("v2_tma", "memcheck", text)
+    found = _sanitizer.parse("v2_tma", "memcheck", text)
     assert (found.calls, found.errors, found.warnings, found.elsewhere) == (6, 3, 0, 3)
 
 
@@ -59,7 +59,7 @@ def test_a_summary_of_calls_that_did_not_return_is_no_success(tool):
     text = {"memcheck": "ERROR SUMMARY: 0 errors\n", "racecheck": _summary(0)}[tool]
     expected = f"calls of v4_rotary under {tool} must return, got .*out of resource"
     with pytest.raises(ValueError, match=expected):
-        sanitizer.parse("v4_rotary", tool, "out of resource\n" + text.replace(RETURNED, ""))
+        _sanitizer.parse("v4_rotary", tool, "out of resource\n" + text.replace(RETURNED, ""))
 
 
 KERNEL = _line(V4, "def specialized_kernel(")
@@ -98,12 +98,12 @@ def test_races_of_the_compiler_and_ours(impl, text, errors, ours):
 
 def test_a_race_that_is_a_warning_is_ours():
     text = _race(80) + _summary(1, 4)
-    assert sanitizer.parse("v4_warp_specialized", "racecheck", text).elsewhere == 1
+    assert _sanitizer.parse("v4_warp_specialized", "racecheck", text).elsewhere == 1
 
 
-@pytest.mark.parametrize("control", sanitizer.CONTROLS)
+@pytest.mark.parametrize("control", _sanitizer.CONTROLS)
 def test_the_line_of_a_control(control):
-    path = Path(sanitizer.__file__)
+    path = Path(_sanitizer.__file__)
     line = _line(path, f"def {control}_kernel(")
     assert _elsewhere(control, _race(line, file=path.name), 1) == 0
     assert _elsewhere(control, _race(line + 1, file=path.name), 1) == 1
@@ -112,27 +112,27 @@ def test_the_line_of_a_control(control):
 def test_output_without_a_summary_is_no_success():
     expected = "racecheck of v4_warp_specialized must print a summary, got .*no such device"
     with pytest.raises(ValueError, match=expected):
-        sanitizer.parse("v4_warp_specialized", "racecheck", "Error: no such device")
+        _sanitizer.parse("v4_warp_specialized", "racecheck", "Error: no such device")
 
 
 def test_names_say_the_ladder():
-    names = sanitizer.rungs()
+    names = _sanitizer.rungs()
     assert len(names) == len(set(names)) and not {"reference", "v0_eager"} & set(names)
     for name in names:
-        assert sanitizer.rung_of(name).impl == name
-    assert {sanitizer.rung_of(name).operator for name in names} == set(ladder.LADDERS)
+        assert _sanitizer.rung_of(name).impl == name
+    assert {_sanitizer.rung_of(name).operator for name in names} == set(ladder.LADDERS)
 
 
 @pytest.mark.parametrize("name", ("reference", "v0_eager", "v4"))
 def test_a_name_without_a_kernel_is_refused(name):
     with pytest.raises(ValueError, match=f"impl must be a control or a rung .*; got '{name}'"):
-        sanitizer.calls(name, CPU)
+        _sanitizer.calls(name, CPU)
 
 
 @pytest.mark.parametrize("schedule", ("modelled", 0))
-@pytest.mark.parametrize("control", sanitizer.CONTROLS)
+@pytest.mark.parametrize("control", _sanitizer.CONTROLS)
 def test_controls_hold_no_race(control, schedule):
-    (call,) = sanitizer.calls(control, CPU)
+    (call,) = _sanitizer.calls(control, CPU)
     with tritonemu.enabled(schedule=schedule) as reports:
         call()
     assert call.args[0].tolist() == [0, 1, 1, 0] and len(reports) == 1
@@ -140,23 +140,23 @@ def test_controls_hold_no_race(control, schedule):
 
 def test_kernels_are_those_that_the_tools_are_told_to_watch():
     """`kns=_kernel` holds for every kernel with tasks, and each ladder has some."""
-    kernels = {name: sanitizer.kernels_with_tasks(name) for name in sanitizer.rungs()}
+    kernels = {name: _sanitizer.kernels_with_tasks(name) for name in _sanitizer.rungs()}
     names = {kernel.fn.__name__ for found in kernels.values() for kernel in found}
-    names |= {kernel.fn.__name__ for kernel in sanitizer.CONTROLS.values()}
+    names |= {kernel.fn.__name__ for kernel in _sanitizer.CONTROLS.values()}
     assert all("_kernel" in name for name in names)
     with_tasks = {name for name, found in kernels.items() if found}
-    assert {sanitizer.rung_of(name).operator for name in with_tasks} == set(ladder.LADDERS)
+    assert {_sanitizer.rung_of(name).operator for name in with_tasks} == set(ladder.LADDERS)
 
 
 class _Calls:
     """The calls of a rung, its functions replaced: (direction, batch, the other arguments)."""
 
     def __init__(self, name: str):
-        module, self.made = sanitizer.rung_of(name).module(), []
+        module, self.made = _sanitizer.rung_of(name).module(), []
         with mock.patch.multiple(
             module, **{d: self._noted(d) for d in ("forward", "backward") if hasattr(module, d)}
         ):
-            self.returned = sanitizer.launch(name, CPU)
+            self.returned = _sanitizer.launch(name, CPU)
 
     def _noted(self, direction: str):
         def called(*args):
@@ -167,9 +167,9 @@ class _Calls:
         return called
 
 
-@pytest.mark.parametrize("name", sanitizer.rungs())
+@pytest.mark.parametrize("name", _sanitizer.rungs())
 def test_every_rung_is_called(name):
-    rung, calls = sanitizer.rung_of(name), _Calls(name)
+    rung, calls = _sanitizer.rung_of(name), _Calls(name)
     made = calls.made
     assert made, "a rung that is called with nothing is not checked"
     assert all(rung.problem(batch) is None for _, batch, _ in made)
@@ -216,12 +216,12 @@ def test_calls_of_block_attention(name, turned):
 @pytest.mark.parametrize("name", ("v4_warp_specialized_backward", "v4_rotary"))
 def test_a_call_runs(name):
     with tritonemu.enabled():
-        sanitizer.calls(name, CPU)[0]()
+        _sanitizer.calls(name, CPU)[0]()
 
 
 def _says(monkeypatch, command) -> None:
     """`command(impl, tool)` runs in place of the tool."""
-    monkeypatch.setattr(sanitizer, "_command", command)
+    monkeypatch.setattr(_sanitizer, "_command", command)
 
 
 def _prints(impl: str, tool: str) -> list[str]:
@@ -231,10 +231,10 @@ def _prints(impl: str, tool: str) -> list[str]:
 
 def test_all_tools_run_on_all(monkeypatch):
     _says(monkeypatch, _prints)
-    found = sanitizer.findings(iter(("v2_tma", sanitizer.WAITING)))
+    found = _sanitizer.findings(iter(("v2_tma", _sanitizer.WAITING)))
     assert [(each.impl, each.tool, each.warnings, each.failure) for each in found] == [
         (impl, tool, 2 if tool == "racecheck" else 0, None)
-        for impl, tool in product(("v2_tma", sanitizer.WAITING), sanitizer.TOOLS)
+        for impl, tool in product(("v2_tma", _sanitizer.WAITING), _sanitizer.TOOLS)
     ]
 
 
@@ -248,11 +248,11 @@ def test_a_tool_that_hangs_or_breaks_leaves_the_others(monkeypatch, tmp_path):
         return ["echo", "no device"] if impl == "v2_tma" else _prints(impl, tool)
 
     _says(monkeypatch, command)
-    monkeypatch.setattr(sanitizer, "LONGEST_S", 1.0)
+    monkeypatch.setattr(_sanitizer, "LONGEST_S", 1.0)
     begin = time.monotonic()
-    hung, *others = sanitizer.findings(("v1_tiled", "v2_tma"))
+    hung, *others = _sanitizer.findings(("v1_tiled", "v2_tma"))
     assert time.monotonic() - begin < 3
-    assert hung == sanitizer.Finding(
+    assert hung == _sanitizer.Finding(
         "v1_tiled", "memcheck", None, None, None, None, "did not end within 1 s"
     )
     assert [each.failure is None for each in others] == [True, True, False, False, False]
@@ -270,8 +270,8 @@ def test_nothing_begins_after_the_time_is_up(monkeypatch):
         return ["sleep", "60"] if impl == "v1_tiled" else _prints(impl, tool)
 
     _says(monkeypatch, command)
-    monkeypatch.setattr(sanitizer, "AT_ONCE", 1)
-    found = sanitizer.findings(("v2_tma", "v1_tiled"), seconds=1)
+    monkeypatch.setattr(_sanitizer, "AT_ONCE", 1)
+    found = _sanitizer.findings(("v2_tma", "v1_tiled"), seconds=1)
     assert begun == [("v2_tma", "racecheck"), ("v1_tiled", "racecheck")]
     failures = {(each.impl, each.tool): each.failure for each in found}
     assert failures.pop(("v2_tma", "racecheck")) is None
@@ -280,10 +280,10 @@ def test_nothing_begins_after_the_time_is_up(monkeypatch):
 
 
 def test_the_newest_kernels_with_tasks_come_first():
-    impls = [*sanitizer.CONTROLS, *sanitizer.rungs()]
-    first = sanitizer.newest_first(impls)
+    impls = [*_sanitizer.CONTROLS, *_sanitizer.rungs()]
+    first = _sanitizer.newest_first(impls)
     assert sorted(first) == sorted(impls)
-    ranks = [not sanitizer.kernels_with_tasks(impl) for impl in first]
+    ranks = [not _sanitizer.kernels_with_tasks(impl) for impl in first]
     assert ranks == sorted(ranks)
-    assert first.index("v8_own_waits") < first.index("v7_packed") < first.index(sanitizer.EMPTY)
+    assert first.index("v8_own_waits") < first.index("v7_packed") < first.index(_sanitizer.EMPTY)
     assert first.index("v2_tma") < first.index("v1_tiled")

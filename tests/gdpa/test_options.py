@@ -11,6 +11,7 @@ import tritonemu
 from gdpa_kernels import Lengths, RelativeBias, gdpa
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.gdpa import api
+from gdpa_kernels.gdpa.mask import FIELDS
 from gdpa_lab.measuring.inputs import cu_seqlens
 from tests.calls import assert_same_bits, emulated, opcheck
 from tests.gdpa.test_registration import registered_activations
@@ -180,12 +181,5 @@ def test_no_option_is_left_out():
         x for extras, _ in CALLS.values() for x in extras
     }
     taken = {x for _, options in CALLS.values() for x in options}
-    assert taken | ELSEWHERE == {*inspect.signature(gdpa).parameters} - {"dropout_p"}
-
-
-def test_the_docstring_names_the_kernels_that_take_masks_of_the_last_rows():
-    told = " ".join(gdpa.__doc__.split()).lower()
-    assert told.count("of the kernels v8, backward v4 and the v1 take it") == 2
-    known = {"v1_tiled", "v8_own_waits", "v1_tiled_backward", "v4_warp_specialized_backward"}
-    for option in ("causal", "targets"):
-        assert {x.impl for _, x in PRODUCTS if option in x.requires.extras} == known
+    names = {*inspect.signature(gdpa).parameters, *FIELDS}
+    assert taken | ELSEWHERE == names - {"dropout_p", "mask", "mask_fields"}

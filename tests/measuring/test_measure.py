@@ -17,9 +17,9 @@ from torch.nn import attention
 from torch.nn.attention import varlen
 
 import tritonemu
-from _lib import gradients, rotary_alone
-from gdpa_kernels.block_attention import eliminations, rotary
+from _lib import gradients
 from gdpa_kernels.block_attention import reference as block_reference
+from gdpa_kernels.block_attention import rotary
 from gdpa_kernels.block_attention.kernels import v1_one_tile
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.gdpa import reference as gdpa_reference
@@ -43,6 +43,7 @@ from gdpa_lab.measuring.workload import Workload
 from gdpa_lab.measuring.workloads import workload
 from gdpa_lab.report import doctor
 from gdpa_lab.report.chapter import Chapter
+from notebooks.block import _eliminations, _rotary_alone
 from tests.peers import varlen_attn
 from tests.records import H200, LOAD, SELF, SHORT, STATE, available
 
@@ -305,7 +306,7 @@ VARIANTS = [
     (BLOCKS, "backward", [
         ("v1_one_tile", "heads inner", v1_one_tile.Config(WIDTH=16, heads_inner=True)),
         ("eliminations", "none", None),
-        ("eliminations", "lse and delta", eliminations.Config(lse=True, delta=True)),
+        ("eliminations", "lse and delta", _eliminations.Config(lse=True, delta=True)),
     ]),
     (replace(JAGGED, batch=1), "backward", [
         ("v1_tiled_backward", "keys 32", KEYS),
@@ -322,7 +323,7 @@ def test_variants_are_kept_apart_with_their_configs(cpu, work, direction, listed
     for row, (impl, name, config) in zip(rows, listed, strict=True):
         assert (row.impl, row.variant, row.failure) == (impl, name, None)
         if config or impl == "eliminations":
-            assert row.config == asdict(config or eliminations.Config())
+            assert row.config == asdict(config or _eliminations.Config())
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
@@ -579,7 +580,7 @@ def test_the_memory_of_a_wrong_step_is_not_recorded(session, counted, monkeypatc
 
 def turn_alone(session, work, direction="forward", **options) -> list:
     with tritonemu.enabled():
-        rotary_alone.measure_rotary(session, work, direction=direction, **options)
+        _rotary_alone.measure_rotary(session, work, direction=direction, **options)
     return session.rows
 
 
@@ -685,7 +686,7 @@ def test_a_session_may_be_asked_for_some_workloads_only(session, monkeypatch):
 
 def every_part(session):
     session.measure(BLOCKS, ["v1_one_tile"], direction="backward")
-    rotary_alone.measure_rotary(session, TURNED)
+    _rotary_alone.measure_rotary(session, TURNED)
     gradients.accuracy(session, TURNED, {})
 
 
@@ -696,7 +697,7 @@ def test_a_session_in_time_measures_everything_but_a_table_that_fails(session, m
             raise NotImplementedError("impl 'v4_rotary' needs sm_90")
         return "table"
 
-    monkeypatch.setattr(rotary_alone, "_rows", lambda session, inputs, *_: [inputs.workload.name])
+    monkeypatch.setattr(_rotary_alone, "_rows", lambda session, inputs, *_: [inputs.workload.name])
     monkeypatch.setattr(gradients, "errors", errors)
     every_part(session)
     assert session.rows == ["blocks", "turned"] and set(session.workloads) == {"blocks", "turned"}

@@ -336,6 +336,15 @@ def test_sources_are_the_package_and_the_notebook(root):
         record.package_state(notebook="notebooks/05_v2.py", root=root)
 
 
+def test_sources_hold_the_modules_beside_a_notebook(root):
+    for name in ("notebooks/part/a.py", "notebooks/part/_of_part.py", "notebooks/other/_x.py"):
+        (root / name).parent.mkdir(exist_ok=True)
+        (root / name).write_text("")
+    package = record.package_state(notebook="notebooks/part/a.py", root=root)
+    beside = ["notebooks/part/_of_part.py", "notebooks/part/a.py"]
+    assert sorted(package.sources) == [*PACKAGE, *beside]
+
+
 CODE = '''"""Of the module."""
 
 X = "# no comment"  # a comment

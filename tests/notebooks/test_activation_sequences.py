@@ -11,12 +11,12 @@ import pytest
 import torch
 
 import tritonemu
-from _lib import activation_rates as rates
 from _lib import activation_sequences as sequences
 from gdpa_kernels.gdpa.reference import ACTIVATIONS
 from gdpa_lab.measuring import compile_check, measure, timing
 from gdpa_lab.measuring.inputs import make_inputs
 from gdpa_lab.report.chapter import Chapter
+from notebooks.forward import _activation_rates as rates
 from tests.report import gates
 
 NAMES = [sequence.name for sequence in sequences.SEQUENCES]
@@ -39,7 +39,7 @@ def points() -> torch.Tensor:
 
 
 def function(name: str):
-    """What the sequence computes; for the published polynomial itself, not GELU."""
+    """Exact value of what the sequence computes; for the published polynomial itself, not GELU."""
     return ACTIVATIONS[name if name in ACTIVATIONS else sequences.BY_NAME[name].exact].function
 
 
@@ -69,7 +69,7 @@ def test_bounds_are_not_idle(sequence):
 
 @pytest.mark.parametrize("name", [sequence.name for sequence in BOUNDED])
 def test_extremes(name):
-    """Of both signs, beyond what the bounds are stated for; a NaN stays one."""
+    """Scores of both signs, beyond what the bounds are stated for; a NaN stays one."""
     magnitudes = (1e4, 1e19, 1e37, 1e-39, 1e-45, 0.0, math.inf)
     points = torch.tensor([sign * x for x in magnitudes for sign in (1, -1)] + [math.nan])
     with tritonemu.enabled():

@@ -7,9 +7,9 @@ import pandas as pd
 import pytest
 import yaml
 
-from _lib import answers
 from gdpa_lab.measuring.workloads import FIGURES
 from gdpa_lab.report import claims
+from notebooks.tools import _answers
 
 ROOT = Path(__file__).resolve().parents[2]
 CLAIMS = claims.load()
@@ -26,12 +26,14 @@ def found():
 
 
 def test_every_claim_is_shown_once(found):
-    listed = set(answers.answered(LEDGER, found)["id"])
-    in_tables = {claim.id for claim in CLAIMS if answers.in_tables(claim.id)}
+    listed = set(_answers.answered(LEDGER, found)["id"])
+    in_tables = {claim.id for claim in CLAIMS if _answers.in_tables(claim.id)}
     assert listed | in_tables == set(BY_ID) and not listed & in_tables
-    charts = {f"{figure}-{end}" for figure in FIGURES for end in (*answers.SERIES.values(), "rate")}
+    charts = {
+        f"{figure}-{end}" for figure in FIGURES for end in (*_answers.SERIES.values(), "rate")
+    }
     assert len(charts) == 24 and charts < in_tables and len(in_tables) == 24 + 9
-    assert answers.plotted(LEDGER).shape == (6, 4) and answers.tabulated(LEDGER).shape == (3, 3)
+    assert _answers.plotted(LEDGER).shape == (6, 4) and _answers.tabulated(LEDGER).shape == (3, 3)
 
 
 @pytest.mark.parametrize("claim", ANSWERED.values(), ids=ANSWERED)
@@ -66,13 +68,13 @@ def test_every_refuted_claim_has_a_reason():
 
 def test_what_is_open_says_what_is_missing(found):
     """Whatever a command could decide is measured or answered."""
-    shown = answers.answered(LEDGER, found)
+    shown = _answers.answered(LEDGER, found)
     selected = {claim.id for claim in CLAIMS if claim.ours is not None}
     waiting = shown[(shown["status"] == "open") & ~shown["id"].isin(selected)]
     assert len(waiting) and waiting["where"].str.startswith("missing: ").all()
     assert shown["where"].ne("").all()
     letters = shown["claim"].str.extract(r"<sup>(\w)</sup>$")[0]
-    assert set(letters) <= set(answers.sources(LEDGER).values())
+    assert set(letters) <= set(_answers.sources(LEDGER).values())
 
 
 def test_a_measured_claim_names_what_was_compared(found):
@@ -80,7 +82,7 @@ def test_a_measured_claim_names_what_was_compared(found):
         status="measured", ours=1.5, ours_impl="v9", ours_baseline="v1", ours_workload="w",
         ours_scope="sustained",
     )  # fmt: skip
-    (shown,) = answers.answered(row, found).itertuples()
+    (shown,) = _answers.answered(row, found).itertuples()
     assert (shown.status, shown.ours) == ("measured", "1.50×: v9 over v1, w, back to back")
     assert shown.where == "{doc}`forward/results <../forward/results>`"
 
@@ -98,21 +100,21 @@ def test_a_measured_claim_names_what_was_compared(found):
 )
 def test_cells_of_the_charts(changes, shown):
     row = LEDGER.set_index("id").loc["gdpa-self-fwd-full-over-triton"]
-    assert answers.both(pd.Series({**row, **changes})) == shown
+    assert _answers.both(pd.Series({**row, **changes})) == shown
 
 
 def test_numbers_come_from_the_records():
     from gdpa_lab.report.chapter import Chapter
 
-    quoted = answers.numbers(Chapter("tools/claims", data_dir=ROOT / "data"))
+    quoted = _answers.numbers(Chapter("tools/claims", data_dir=ROOT / "data"))
     assert set(quoted) == NAMES
     least, most, count = re.fullmatch(r"(.+) to (.+) \(n = (\d+)\)", quoted["stay"]).groups()
     assert 1 < float(least) <= float(most) and int(count) == 5
 
 
 def test_the_download_has_every_claim_and_the_statuses_of_the_page(found):
-    shown = answers.answered(LEDGER, found)
-    told = answers.told(LEDGER, shown).set_index("id")["status"]
+    shown = _answers.answered(LEDGER, found)
+    told = _answers.told(LEDGER, shown).set_index("id")["status"]
     assert set(told.index) == set(BY_ID)
     assert (told[shown["id"]] == shown.set_index("id")["status"]).all()
     assert (told == "answered").sum() == sum(bool(claim.answered_in) for claim in CLAIMS)

@@ -5,12 +5,13 @@ import pytest
 import torch
 
 import tritonemu
-from _lib import block_studies, loops, roundings, studies
+from _lib import block_studies, loops, studies
 from gdpa_kernels.block_attention.batch import Batch
 from gdpa_kernels.block_attention.kernels import v0_flash, v1_one_tile, v3_warp_specialized
 from gdpa_kernels.block_attention.kernels.v3_warp_specialized import Config
 from gdpa_kernels.block_attention.ladder import v2_slab, v4_rotary
 from gdpa_lab.measuring.inputs import cu_seqlens
+from notebooks.block import _roundings
 
 
 @pytest.mark.parametrize("rung", (v0_flash, v1_one_tile))
@@ -107,7 +108,7 @@ def test_without_a_list_all_stages_are_of_tiles():
 
 
 def test_of_an_item_counts_the_loop_over_heads():
-    made = block_studies.built(v3_warp_specialized, "forward", given=block_studies.blank(64))
+    made = block_studies.built(v3_warp_specialized, "forward", inputs=block_studies.blank(64))
     found = loops.of_an_item(made["forward_kernel"])
     assert found["HGMMA"] == 8  # S and P V, 64 columns of each operand in steps of 16
     assert 100 < found["for an item"] < 2000 and found["for a block"] > 0
@@ -116,26 +117,26 @@ def test_of_an_item_counts_the_loop_over_heads():
 
 
 def test_without_roundings_fp32_is_close_to_fp64():
-    found = roundings.study(roundings.draw(2, dim=32), {"none": ()}, groups=2)
+    found = _roundings.study(_roundings.draw(2, dim=32), {"none": ()}, groups=2)
     assert found["largest"].max() < 1e-4
     assert found["by_group"].map(max).tolist() == found["largest"].tolist()
 
 
 def test_a_place_must_be_known():
     with pytest.raises(ValueError, match="places must be of"):
-        roundings.gradients(roundings.draw(1, dim=32), torch.float32, ("dV",))
+        _roundings.gradients(_roundings.draw(1, dim=32), torch.float32, ("dV",))
 
 
 @pytest.mark.parametrize(
     ("rung", "places"),
     [
-        (v1_one_tile, roundings.FUSED),
-        (v0_flash, (*roundings.FUSED, "stored twice", "D")),
+        (v1_one_tile, _roundings.FUSED),
+        (v0_flash, (*_roundings.FUSED, "stored twice", "D")),
     ],
 )
 def test_mean_errors_are_those_of_the_kernels(rung, places):
     """v1 applies rotary to gradients in fp32, v0 to stored ones, and v0 reads the output."""
-    inputs = roundings.draw(1, heads=2)
+    inputs = _roundings.draw(1, heads=2)
     q, k, v, dO = (x.transpose(1, 2).flatten(0, 1) for x in inputs[:4])
     turns = inputs[4][:, 0].flatten(0, 1)
     turns = turns.imag.contiguous(), turns.real.contiguous()
@@ -143,8 +144,8 @@ def test_mean_errors_are_those_of_the_kernels(rung, places):
     with tritonemu.enabled():
         _, saved = rung.forward(batch)
         found = rung.backward(dO, batch, saved)
-    exact = roundings.gradients(inputs, torch.float64, ())
-    modelled = roundings.gradients(inputs, torch.float32, places)
+    exact = _roundings.gradients(inputs, torch.float64, ())
+    modelled = _roundings.gradients(inputs, torch.float32, places)
     for kernel, model, right in zip(found, modelled, exact, strict=True):
         kernel = kernel.unflatten(0, (1, 64)).transpose(1, 2).double()
         ratio = (kernel - right).abs().mean() / (model.double() - right).abs().mean()

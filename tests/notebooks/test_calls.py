@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pandas as pd
 
-from _lib import calls
 from gdpa_lab.report.chapter import Chapter
+from notebooks.training import _calls
 
 
 def test_costs_name_the_records_of_their_rows():
     chapter = Chapter("training/host_time")
-    _, ids = calls.costs(chapter, pd.Series([1.0, 2.0]))
-    own = {"direction": "forward", "impl": calls.IMPL, "scope": "op"}
+    _, ids = _calls.costs(chapter, pd.Series([1.0, 2.0]))
+    own = {"direction": "forward", "impl": _calls.IMPL, "scope": "op"}
     for of in ("forward/results", "measuring/production_gap"):
         assert {*chapter.rows(of, **own)["record"]} <= {*ids}

@@ -4,10 +4,10 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from _lib import energy
 from gdpa_lab.measuring import units
 from gdpa_lab.measuring.manifest import DATA_DIR
 from gdpa_lab.report import results
+from notebooks.measuring import _energy
 
 TERMS = ["seconds", "flops", "bytes"]
 TRUE = pd.Series({"seconds": 120.0, "flops": 8e-13, "bytes": 5e-11})
@@ -24,24 +24,26 @@ def calls(spread: float) -> pd.DataFrame:
 
 
 def test_a_fit_finds_the_constants_of_its_joules():
-    found = energy.fit(calls(0.3), TERMS)
+    found = _energy.fit(calls(0.3), TERMS)
     np.testing.assert_allclose(found.terms["value"], TRUE[TERMS], rtol=1e-9)
     assert found.rms_percent < 1e-9 and list(found.residuals.index) == list(range(12))
 
 
 def test_at_constant_power_time_and_work_are_one_term():
-    assert energy.fit(calls(0.001), TERMS).condition > 20 * energy.fit(calls(0.3), TERMS).condition
+    assert (
+        _energy.fit(calls(0.001), TERMS).condition > 20 * _energy.fit(calls(0.3), TERMS).condition
+    )
     with pytest.raises(ValueError, match="3 terms need that rank and more rows, got 2, 12"):
-        energy.fit(calls(0.0), TERMS)
+        _energy.fit(calls(0.0), TERMS)
     with pytest.raises(ValueError, match="got 2, 2"):
-        energy.fit(calls(0.3)[:2], TERMS[1:])
+        _energy.fit(calls(0.3)[:2], TERMS[1:])
 
 
 def test_errors_grow_with_the_noise_and_residuals_are_relative():
     made = calls(0.3)
     noise = 1 + 0.02 * np.random.default_rng(1).standard_normal(12)
     small, large = (
-        energy.fit(made.assign(joules=made["joules"] * (1 + s * (noise - 1))), TERMS)
+        _energy.fit(made.assign(joules=made["joules"] * (1 + s * (noise - 1))), TERMS)
         for s in (1, 3)
     )
     assert (large.terms["error"] > 2 * small.terms["error"]).all()
@@ -54,7 +56,7 @@ def test_calls_are_counted_as_the_record_has_them():
     notebook = "notebooks/measuring/power_wall.py"
     record = results.run_of(DATA_DIR, notebook=notebook, gpu="NVIDIA H200").whole
     rows = results.table(latest=False).query("record == @record.id and scope == 'sustained'")
-    found = energy.counted(rows, record)
+    found = _energy.counted(rows, record)
     kept = {(r.workload, r.direction, r.impl): r for r in record.rows if r.scope == "sustained"}
     for row in found.itertuples():
         raw, work = (
@@ -68,7 +70,7 @@ def test_calls_are_counted_as_the_record_has_them():
     assert 0 < found["limited"].mean() < 1
 
 
-WALL = energy.Wall(700.0, 2.4, 180.0, 630.0, 0.06)
+WALL = _energy.Wall(700.0, 2.4, 180.0, 630.0, 0.06)
 
 
 def at_the_wall() -> pd.DataFrame:
@@ -82,26 +84,19 @@ def at_the_wall() -> pd.DataFrame:
 
 def test_the_wall_is_found_again_and_meets_its_limit():
     rows = at_the_wall()
-    found = energy.fit_wall(rows, 700.0, 2.4)
+    found = _energy.fit_wall(rows, 700.0, 2.4)
     assert (found.base, found.full, found.byte) == pytest.approx((180, 630, 0.06), rel=1e-6)
     assert found.rms_percent < 1e-6
     clock = WALL.clock(0.8, 1500)
     assert WALL.power(0.8, 1500, clock) == pytest.approx(700)
-    assert energy.fit_wall(rows, 700.0, 1.4).rms_percent > 0.1
+    assert _energy.fit_wall(rows, 700.0, 1.4).rms_percent > 0.1
 
 
 def test_a_rate_rises_less_than_the_cycles_in_use():
     rows = at_the_wall()
     chip = units.Chip("x", 132, 4096)
-    pd.testing.assert_series_equal(energy.busy_share(rows, chip), rows["busy"], check_names=False)
-    whole, each = energy.elasticity(rows, ["workload"])
+    pd.testing.assert_series_equal(_energy.busy_share(rows, chip), rows["busy"], check_names=False)
+    whole, each = _energy.elasticity(rows, ["workload"])
     assert 0.65 < whole < 0.8 and each.empty
     many = pd.concat([rows, rows.assign(busy=rows["busy"] * 1.1)])
-    assert len(energy.elasticity(many, ["workload"])[1]) == 3
-
-
-def test_every_row_has_a_mark():
-    rows = at_the_wall()
-    axis = energy.clocks({"ours": rows, "peers": rows[:1]}, WALL, 1500).axes[0]
-    assert [len(line.get_xdata()) for line in axis.lines] == [12, 1, 60]
-    assert axis.lines[-1].get_ydata()[-1] == pytest.approx(WALL.clock(0.8, 1500))
+    assert len(_energy.elasticity(many, ["workload"])[1]) == 3

@@ -1,21 +1,17 @@
-"""What the page on reproducing says of a reader's GPU."""
+"""Requirements that the page on reproducing states of a reader's GPU."""
 
 import re
 from types import SimpleNamespace
 
-from _lib import needs
 from gdpa_kernels.calling import ladder
+from notebooks.measuring import _needs
 
 
 def test_every_rung_says_what_it_needs():
-    text = needs.support()
+    text = _needs.support()
     assert text.count("<code>") == len(ladder.impls()) - 1  # all but the reference
     assert text.count("<td>sm_100</td>") == len(ladder.BLACKWELL_RUNGS)
     assert {"any", "sm_80 or newer", "sm_90"} <= set(re.findall("<td>(.*?)</td>", text))
-
-
-def test_bytes_follow_from_the_workload():
-    assert needs.check_bytes("gdpa-self-full-256") > 5 * 1152 * 256 * 4 * 128 * 2
 
 
 def test_peaks_and_the_heaviest_are_those_of_the_record():
@@ -28,8 +24,8 @@ def test_peaks_and_the_heaviest_are_those_of_the_record():
         row("gdpa-self-full-2048", impl=i) for i in ("v0_eager", "torch_compile", "v1_tiled")
     ]
     longest.append(row("gdpa-self-full-2048", scope="op", peak_bytes=9))
-    found = needs.gigabytes(SimpleNamespace(rows=longest), [SimpleNamespace(rows=longest)])
+    found = _needs.gigabytes(SimpleNamespace(rows=longest), [SimpleNamespace(rows=longest)])
     assert found["rung_peak_gb"] == found["v0_peak_gb"] == 7e-9
     assert found["v0_total_gb"] == found["compile_total_gb"] > found["inputs_gb"]
     run = SimpleNamespace(rows=[row(small), row(large, scope="op"), row("unknown")])
-    assert needs.heaviest([run]) == large
+    assert _needs.heaviest([run]) == large

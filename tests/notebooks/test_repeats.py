@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pandas as pd
 import pytest
 
-from _lib import repeats
 from gdpa_lab.measuring.record import Package
+from notebooks.measuring import _repeats
 
 
 def run(name: str, times: dict[str, float], chapter: str = "forward/results", **changes):
@@ -36,7 +36,7 @@ RUNS = [
 
 
 def test_only_the_same_kernel_is_compared():
-    found = repeats.repeated(RUNS)
+    found = _repeats.repeated(RUNS)
     assert set(found["record"]) == {"one", "two", "same"}
     assert found.groupby("impl")["slower"].max().to_dict() == pytest.approx(
         {"v1_tiled": 20, "v2_tma": 10}
@@ -44,7 +44,7 @@ def test_only_the_same_kernel_is_compared():
 
 
 def test_a_ratio_may_hold_where_times_move():
-    (row,) = repeats.ratios(repeats.repeated(RUNS)).to_dict("records")
+    (row,) = _repeats.ratios(_repeats.repeated(RUNS)).to_dict("records")
     assert row["ratio of"] == "v1_tiled / v2_tma"
     assert row["times differ by (%)"] == pytest.approx(10)
     assert row["ratios differ by (%)"] == pytest.approx(0)
@@ -52,10 +52,10 @@ def test_a_ratio_may_hold_where_times_move():
 
 
 def test_few_runs_need_wide_intervals():
-    assert repeats.students_t(3) == pytest.approx(4.303, abs=0.01)
-    assert repeats.students_t(10) == pytest.approx(2.262, abs=0.01)
+    assert _repeats.students_t(3) == pytest.approx(4.303, abs=0.01)
+    assert _repeats.students_t(10) == pytest.approx(2.262, abs=0.01)
     with pytest.raises(ValueError, match="at least 2, got 1"):
-        repeats.students_t(1)
+        _repeats.students_t(1)
 
 
 def test_a_protocol_is_held_against_ours_at_its_batch():
@@ -70,7 +70,7 @@ def test_a_protocol_is_held_against_ours_at_its_batch():
         for sample, time in enumerate(times)
     ]
     table = pd.DataFrame(rows, columns=["protocol", "workload", "flops", "sample", "time_us"])
-    found = repeats.apparent(table).xs("w", level="workload")
+    found = _repeats.apparent(table).xs("w", level="workload")
     assert found["tflops"]["ours"] == 10
     assert found["relative"].to_dict() == {
         "ours": 1, "warm": 2, "ours, batch 32": 1, "bare, batch 32": 0.25
@@ -93,5 +93,5 @@ def test_ceilings_are_those_of_the_newest_record_of_a_chapter():
         for us, more in ((1.0, []), (2.0, loops))
     ]  # fmt: skip
     runs.append(SimpleNamespace(id="none", chapter="notebooks/a/c.py", ceilings=[]))
-    (row,) = repeats.ceilings(runs).itertuples(name=None)
+    (row,) = _repeats.ceilings(runs).itertuples(name=None)
     assert row == ("a/b", 1.0, 0.5, 1500.0, 4.0, "run-2.0")

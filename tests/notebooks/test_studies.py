@@ -132,11 +132,11 @@ def test_a_backward_in_the_emulator_says_what_it_launched_and_is_compared(rung):
 
 def test_kernels_of_a_backward_are_compiled_by_name():
     given = studies.batch((64,), head_dim=64)
-    kernel = studies.build_backward(v2_fused_backward, "fused_kernel", given=given)
+    kernel = studies.build_backward(v2_fused_backward, "fused_kernel", inputs=given)
     facts = studies.facts({"v2": kernel}, ("HGMMA",))
     assert facts["HGMMA"][0] > 0 and facts["kernel"][0] == "v2"
     with pytest.raises(ValueError, match="kernel must be one of .*fused_kernel.*, got 'none'"):
-        studies.build_backward(v2_fused_backward, "none", given=given)
+        studies.build_backward(v2_fused_backward, "none", inputs=given)
 
 
 def test_a_piece_of_a_source_ends_before_the_next_one():

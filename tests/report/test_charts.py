@@ -8,8 +8,9 @@ import pytest
 from matplotlib.colors import to_hex
 from matplotlib.text import Text
 
-from _lib import columns, drawings, rare_charts
+from _lib import drawings, rare_charts
 from gdpa_lab.report import charts, house
+from notebooks.blackwell import _columns
 
 
 def test_smooth_lines_colour_the_highlighted_and_name_levels():
@@ -208,7 +209,7 @@ NAMED = {
         pd.DataFrame({f"backward, fill {x}": [2.4, 2.5 + x / 100] for x in (0.7, 1.0, 1.3)}),
         xlabel="x", ylabel="y", highlight=["backward, fill 0.7"],
     ),
-    "columns": lambda: columns.over_time(
+    "columns": lambda: _columns.over_time(
         {"dQ of step i+1": [(0, 128, "S → P(i+1)", "with math"),
                             (128, 256, "dP(i) → dS(i)", "kept"), (256, 384, "dV", "kept"),
                             (384, 512, "dK +=", "written by the MMA")]},

@@ -7,7 +7,6 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from _lib import tile_law
 from gdpa_kernels.calling import ladder
 from gdpa_lab import __main__
 from gdpa_lab.measuring import compile_check, record, units
@@ -15,6 +14,7 @@ from gdpa_lab.measuring.record import Ceiling, Error, Load, Package, Record, Row
 from gdpa_lab.measuring.roofline import Ceilings
 from gdpa_lab.measuring.workloads import workload
 from gdpa_lab.report import clock_free, predictions, results
+from notebooks.blackwell import _tile_law
 from tests.records import SELF, a_row, a_system, writer
 
 BLOCK = workload("block-fill70-2000")
@@ -229,9 +229,9 @@ def test_the_speed_of_our_code_is_that_of_a_record(every):
 )
 def test_the_start_of_a_program_is_that_of_a_record(every, impl, direction, terms, start):
     rows, limits = quoted(every, impl, direction)
-    done = tile_law.amounts([workload(name) for name in rows.index], units.H200.sms)
-    law = tile_law.fit(done[terms], rows["time_us_p50"])
+    done = _tile_law.amounts([workload(name) for name in rows.index], units.H200.sms)
+    law = _tile_law.fit(done[terms], rows["time_us_p50"])
     assert law["queries" if direction == "forward" else "keys"] == pytest.approx(start, abs=0.1)
     if direction == "backward":
-        share = tile_law.pair_tflops(law, units.H200.sms, direction) / limits.tflops
+        share = _tile_law.pair_tflops(law, units.H200.sms, direction) / limits.tflops
         assert share == pytest.approx(0.83, abs=0.01)

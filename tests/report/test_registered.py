@@ -8,9 +8,9 @@ import nbformat
 import pandas as pd
 import pytest
 
-from _lib import refuted
 from gdpa_lab.measuring import record
 from gdpa_lab.report import registered
+from notebooks.measuring import _refuted
 from tests.records import committed
 
 LINES = registered.load()
@@ -80,7 +80,7 @@ def test_the_page_has_every_verdict_with_its_cause(executed, tmp_path):
         {"id": "a/b#2", "limits": "at most 1", "known": "published bars"},
     ]
     lines(*good).to_csv(path, index=False)
-    table = refuted.judged(executed, path)
+    table = _refuted.judged(executed, path)
     assert list(table["standing"]) == ["expected", "known before"]
     assert list(table["cause"]) == ["host", ""]
     for wrong, named in (
@@ -91,7 +91,7 @@ def test_the_page_has_every_verdict_with_its_cause(executed, tmp_path):
     ):
         lines(*wrong).to_csv(path, index=False)
         with pytest.raises(ValueError, match=f"registered; not so for {named}$"):
-            refuted.judged(executed, path)
+            _refuted.judged(executed, path)
 
 
 def test_the_command_finds_the_first_commit_and_drops_evidence_of_other_limits(
@@ -150,5 +150,5 @@ def test_git_holds_what_the_file_says(name):
 
 def test_causes_are_named_and_taught():
     lines = LINES[LINES["cause"] != ""]
-    assert set(lines["cause"]) <= set(refuted.CAUSES)
+    assert set(lines["cause"]) <= set(_refuted.CAUSES)
     assert (lines["lesson"].str.len() > 20).all()

@@ -5,9 +5,10 @@ import json
 import pandas as pd
 import pytest
 
-from _lib import studies, widgets
+from _lib import studies
 from gdpa_lab.measuring.roofline import Ceilings, bracket
 from gdpa_lab.measuring.workloads import workload
+from notebooks.measuring import _widgets
 from tests.site.conftest import ASSETS, PHONE, WIDE
 from tritonemu.timeline import Event, Timeline, interactive
 
@@ -53,7 +54,7 @@ def slide(tab, name: str, value: int) -> None:
 
 
 def test_the_dot_of_the_roofline_is_the_bracket_of_the_shape(shown, tab):
-    made = widgets.roofline(CEILINGS, ROWS, ["v8_own_waits", "fa4"], origin="Of a test.")
+    made = _widgets.roofline(CEILINGS, ROWS, ["v8_own_waits", "fa4"], origin="Of a test.")
     shown(made.data)
     text = tab.locator(".widget p").first
     dot = tab.locator(".dot")
@@ -72,7 +73,7 @@ def test_the_dot_of_the_roofline_is_the_bracket_of_the_shape(shown, tab):
 
 
 def test_the_roofline_has_kernels_of_the_record_as_ghosts(shown, tab):
-    shown(widgets.roofline(CEILINGS, ROWS, ["v8_own_waits", "fa4"], origin="Of a test.").data)
+    shown(_widgets.roofline(CEILINGS, ROWS, ["v8_own_waits", "fa4"], origin="Of a test.").data)
     named = tab.locator(".ghost title").all_text_contents()
     assert named == [
         "v8_own_waits, gdpa-self-full-512: 500 TFLOP/s",
@@ -83,7 +84,7 @@ def test_the_roofline_has_kernels_of_the_record_as_ghosts(shown, tab):
     slide(tab, "keys", 512)
     assert tab.locator(".ghost.here").count() == 2, "half-full batches are another shape"
     with pytest.raises(ValueError, match="got none"):
-        widgets.roofline(CEILINGS, ROWS, ["v9"], origin="")
+        _widgets.roofline(CEILINGS, ROWS, ["v9"], origin="")
 
 
 def gap(name: str, lengths: list[int]) -> float:
@@ -100,7 +101,7 @@ def gap(name: str, lengths: list[int]) -> float:
 
 def test_the_calculator_tells_fill_waste_and_gaps(shown, tab):
     example = [2048, 2048]
-    made = widgets.padding(FITS, SIZES, longest=2048, lengths=example, origin="Of a test.")
+    made = _widgets.padding(FITS, SIZES, longest=2048, lengths=example, origin="Of a test.")
     shown(made.data)
     assert "fill 100.0 %" in tab.locator(".widget p").first.inner_text()
     assert tab.locator(".widget td:last-child").all_inner_texts() == ["1.00×", "1.00×"]
@@ -122,7 +123,7 @@ def test_the_calculator_tells_fill_waste_and_gaps(shown, tab):
 
 
 def test_the_calculator_says_what_it_cannot_read(shown, tab):
-    made = widgets.padding(FITS, SIZES, longest=2048, lengths=[5], origin="Of a test.")
+    made = _widgets.padding(FITS, SIZES, longest=2048, lengths=[5], origin="Of a test.")
     shown(made.data)
     for written, told in {"12 x7": "whole numbers, got “x7”", "0 0": "at least one length"}.items():
         tab.locator("textarea").fill(written)
@@ -173,6 +174,6 @@ def test_a_button_opens_the_page_that_steps_whole_and_in_the_theme(shown, tab, t
 
 
 def test_data_of_a_widget_cannot_end_its_script():
-    made = widgets.widget("roofline", {"a": "</script><b>"}, "A & B").data
+    made = _widgets.widget("roofline", {"a": "</script><b>"}, "A & B").data
     kept = made.split('<script type="application/json">')[1].split("</script>")[0]
     assert json.loads(kept) == {"a": "</script><b>"} and 'aria-label="A &amp; B"' in made

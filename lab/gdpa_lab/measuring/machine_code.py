@@ -37,6 +37,8 @@ _SECTIONS = (".text.", ".nv.info.", ".nv.constant", ".nv.shared.")
 _NO_BITS = 8
 _LISTS = re.compile("(list|order)_kernel$")  # what makes a schedule
 _SMS = 132
+STUDIES = {"gdpa_kernels.block_attention.eliminations": "notebooks.block._eliminations"}
+"""Modules that stand beside a chapter, by the names that records know them by."""
 
 
 def digest(cubin: bytes) -> str:
@@ -106,7 +108,14 @@ def describe(launch: Launch) -> dict[str, Any]:
 def places(module: str) -> tuple[str, ...]:
     """Where a module may be in today's package that a record knows by its name then."""
     folder, _, name = module.rpartition(".")
+    if module in STUDIES:
+        return module, STUDIES[module]
     return module, *(f"{folder}.{room}.{name}" for room in ("kernels", "ladder", "device"))
+
+
+def is_ours(module: str) -> bool:
+    """Whether a module is of the package or a study of a chapter."""
+    return module.startswith("gdpa_kernels.") or module in STUDIES.values()
 
 
 def _imported(module: str) -> ModuleType:
@@ -190,7 +199,7 @@ def _prepared(question: Mapping[str, Any]) -> tuple[Callable[[], Any], list[Comp
             found.append(kernel.run(*args, grid=grid, warmup=True, **more))
 
     for name, loaded in list(sys.modules.items()):
-        if name.startswith("gdpa_kernels"):
+        if name == "gdpa_kernels" or is_ours(name):
             for function, other in (("launch", launch), ("multiprocessors", lambda device: _SMS)):
                 if callable(getattr(loaded, function, None)):
                     setattr(loaded, function, other)

@@ -17,7 +17,7 @@ from gdpa_kernels.calling import ladder
 from gdpa_kernels.calling.rung import Rung
 from gdpa_kernels.gdpa import api as gdpa_api
 from gdpa_kernels.gdpa import reference as gdpa_reference
-from gdpa_lab.measuring import baselines, testing
+from gdpa_lab.measuring import baselines, studies, testing
 from gdpa_lab.measuring.baselines import STEP
 from gdpa_lab.measuring.inputs import BlockInputs, Inputs
 from gdpa_lab.measuring.require import require
@@ -274,7 +274,7 @@ class BlockAttention(_Checked):
     resolve = staticmethod(block_api.resolve)
 
     def _resolve(self, impl: str, batch: object) -> Rung:
-        study = ladder.STUDIES.get(impl)
+        study = studies.STUDIES.get(impl)
         if study is None:
             return super()._resolve(impl, batch)
         if (problem := study.problem(batch)) is not None:
@@ -285,7 +285,7 @@ class BlockAttention(_Checked):
         if self._direction == "forward":
             return lambda: module.forward(batch, **arguments)[0]
         # What is saved does not depend on the constants of a rung; of a study it does.
-        saved = module.forward(batch, **arguments if rung.impl in ladder.STUDIES else {})[1]
+        saved = module.forward(batch, **arguments if rung.impl in studies.STUDIES else {})[1]
         return partial(module.backward, self._inputs.grad_out, batch, saved, **arguments)
 
     def schedule(self, impl: str) -> Call | None:

@@ -26,7 +26,7 @@ import torch
 
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.calling.rung import Rung
-from gdpa_lab.measuring import measure, operators, record, system
+from gdpa_lab.measuring import measure, operators, record, studies, system
 from gdpa_lab.measuring.inputs import make_inputs
 from gdpa_lab.measuring.laws import Full, Uniform
 from gdpa_lab.measuring.measure import Entry, Stage
@@ -66,7 +66,7 @@ def _sound(row: record.Row) -> bool:
 
 
 def _rung(impl: str, operator: str, direction: str) -> Rung | None:
-    rungs = *ladder.STUDIES.values(), *ladder.LADDERS[operator]
+    rungs = *studies.STUDIES.values(), *ladder.LADDERS[operator]
     return next((x for x in rungs if x.impl == impl and direction in x.directions), None)
 
 

@@ -210,7 +210,8 @@ def new_record(
 def package_state(
     *, notebook: str | None = None, commit: str | None = None, root: str | Path = ROOT
 ) -> Package:
-    """Version, commit and source hashes of the package in `root`, plus those of `notebook`.
+    """Version, commit and source hashes of the package in `root`, plus those of `notebook` and of
+    the modules beside it.
 
     The commit is that of the git checkout at `root`; without one it is `commit`, else the
     environment variable GDPA_KERNELS_COMMIT, else None. ValueError if `commit` is not 40 hex digits
@@ -218,8 +219,10 @@ def package_state(
     """
     root = Path(root).resolve()
     paths = sorted(path for house in HOUSES for path in (root / house).rglob("*.py"))
+    beside = []
     if notebook is not None:
-        paths.append(root / notebook)
+        beside = [*sorted((root / notebook).parent.glob("_*.py")), root / notebook]
+    paths += beside
     top = git.answer(root, "rev-parse", "--show-toplevel")
     is_checkout = top is not None and Path(top).resolve() == root  # not inside another project's
     checked_out = git.answer(root, "rev-parse", "HEAD") if is_checkout else None
@@ -230,7 +233,7 @@ def package_state(
     require(is_hash, name, "40 hex digits", value)
     if None not in (checked_out, value) and checked_out != value:
         raise ValueError(f"{name} must be the checkout's {checked_out}, got {value}")
-    watched = [*HOUSES] + [notebook] * (notebook is not None)
+    watched = [*HOUSES, *map(str, beside)]
     status = git.answer(root, "status", "--porcelain", "--", *watched) if checked_out else None
     names = [path.relative_to(root).as_posix() for path in paths]
     return Package(

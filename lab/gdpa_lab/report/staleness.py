@@ -203,8 +203,9 @@ def _package(run: Record) -> str:
 
 
 def _ours(sources: Mapping[str, str]) -> dict[str, str]:
-    """Those of the package, without the notebook."""
-    return {name: sha for name, sha in sources.items() if name.startswith("gdpa_kernels/")}
+    """Those of the package and of studies, without the notebook."""
+    modules = {name: name.removesuffix(".py").replace("/", ".") for name in sources}
+    return {name: sha for name, sha in sources.items() if machine_code.is_ours(modules[name])}
 
 
 def _digest(value: Any) -> str:
@@ -215,7 +216,7 @@ def _launches(row: Row) -> Sequence[Mapping[str, Any]]:
     """The launches that a row kept, unless they are of a changed copy, which nobody has today: it
     is as old as the rung that it was made of."""
     kept = row.launches or ()
-    return kept if all(x["kernel"].startswith("gdpa_kernels.") for x in kept) else ()
+    return kept if all(machine_code.is_ours(x["kernel"].split(":")[0]) for x in kept) else ()
 
 
 def _compilers(row: Row) -> set[str]:

@@ -1,4 +1,4 @@
-"""What tools find of the mistakes in `seeded`: `python -m notebooks.tools.kernels.compare [FILE]`.
+"""Compare what tools find in `seeded`: `python -m notebooks.tools.kernels.compare [FILE]`.
 
 A process for each mistake and tool, ended after MOST_S on a GPU, else after MOST_CPU_S; those that
 need a GPU only where there is one. Writes what was found into `seeded.json` (or FILE), beside what
@@ -44,7 +44,7 @@ AT_ONCE = 14
 class Tool:
     """A tool: the command before the program, the environment, and what the program is given."""
 
-    before: tuple[str, ...] = (sys.executable,)
+    command: tuple[str, ...] = (sys.executable,)
     environment: tuple[tuple[str, str], ...] = ()
     gpu: bool = True
 
@@ -96,7 +96,7 @@ def judge(name: str, status: int | None, text: str) -> str:
 
 
 def ask(name: str, fault: str, left: float) -> Said:
-    """What one tool says of one mistake."""
+    """Verdict of one tool on one mistake."""
     tool, begin = TOOLS[name], time.monotonic()
     if left < 2:
         return Said("not run", 0.0)
@@ -104,7 +104,7 @@ def ask(name: str, fault: str, left: float) -> Said:
     environment = {**os.environ, **dict(tool.environment), "PYTHONPATH": _path()}
     with tempfile.TemporaryFile("w+", errors="replace") as printed:
         program = subprocess.Popen(
-            [*tool.before, str(PROGRAM), fault, *device], env=environment, stdout=printed,
+            [*tool.command, str(PROGRAM), fault, *device], env=environment, stdout=printed,
             stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
         try:
@@ -128,7 +128,7 @@ def main(file: str | Path = FILE) -> None:
     """Ask all tools that this machine has, print a line for each answer, and keep them."""
     begin, gpu = time.monotonic(), torch.cuda.is_available()
     names = [
-        name for name, tool in TOOLS.items() if tool.gpu == gpu and shutil.which(tool.before[0])
+        name for name, tool in TOOLS.items() if tool.gpu == gpu and shutil.which(tool.command[0])
     ]
     jobs = [(name, fault) for name in names for fault in seeded.FAULTS]
 
@@ -140,13 +140,15 @@ def main(file: str | Path = FILE) -> None:
     for (name, fault), said in zip(jobs, answers, strict=True):
         print(f"{name:18} {fault:30} {said.verdict:10} {said.seconds:5.1f} s  {said.said[:120]}")
     machine = torch.cuda.get_device_name() if gpu else f"{platform.machine()} CPU"
-    kept: dict[str, Any] = json.loads(FILE.read_text()) if FILE.exists() else {}
+    answers_by_tool: dict[str, Any] = json.loads(FILE.read_text()) if FILE.exists() else {}
     for name in names:
-        found = {fault: asdict(a) for (n, fault), a in zip(jobs, answers, strict=True) if n == name}
-        kept[name] = {
-            "machine": machine, "date": f"{datetime.date.today()}", "found": found,
+        by_fault = {
+            fault: asdict(a) for (n, fault), a in zip(jobs, answers, strict=True) if n == name
+        }
+        answers_by_tool[name] = {
+            "machine": machine, "date": f"{datetime.date.today()}", "found": by_fault,
         }  # fmt: skip
-    Path(file).write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+    Path(file).write_text(json.dumps(answers_by_tool, indent=1) + "\n", encoding="utf-8")
     if Path(file) == FILE:
         manifest.update(manifest.DATA_DIR)
 

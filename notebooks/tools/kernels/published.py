@@ -20,13 +20,13 @@ def slot_kernel(x_ptr, out_ptr, STEPS: tl.constexpr, MENDED: tl.constexpr):
     full, empty = tlx.alloc_barriers(1), tlx.alloc_barriers(1)
     tlx.cluster_barrier()
     for i in tl.range(STEPS):
-        mine = tl.load(x_ptr + (i * 2 + rank) * 16 + rows)
+        part = tl.load(x_ptr + (i * 2 + rank) * 16 + rows)
         tlx.barrier_expect_bytes(full, 64)
         if MENDED:
             tlx.barrier_wait(empty, i % 2 ^ 1)
-        tlx.async_remote_shmem_store(slot[0], mine, 1 - rank, full)
+        tlx.async_remote_shmem_store(slot[0], part, 1 - rank, full)
         tlx.barrier_wait(full, i % 2)
-        total = mine + tlx.local_load(slot[0])
+        total = part + tlx.local_load(slot[0])
         if MENDED:
             tlx.barrier_arrive(empty, 1, 1 - rank)
         tl.store(out_ptr + (i * 2 + rank) * 16 + rows, total)
@@ -127,8 +127,8 @@ def early_kernel(a_desc, b_desc, out_ptr, MENDED: tl.constexpr):
     with tlx.async_tasks():
         with tlx.async_task("default"):
             tlx.barrier_wait(done[1 if MENDED else 0], 0)
-            at = tl.arange(0, 128)[:, None] * 64 + tl.arange(0, 64)[None, :]
-            tl.store(out_ptr + at, tlx.local_load(acc[0]))
+            offsets = tl.arange(0, 128)[:, None] * 64 + tl.arange(0, 64)[None, :]
+            tl.store(out_ptr + offsets, tlx.local_load(acc[0]))
         with tlx.async_task(num_warps=1):
             for i in tl.static_range(2):
                 tlx.barrier_expect_bytes(full[i], 2 * 64 * (128 + 64))
@@ -170,5 +170,5 @@ def ahead(mended: bool = False, tiles: int = 3) -> None:
 
 def _told(got: torch.Tensor, expected: torch.Tensor) -> str:
     """The first element that is wrong."""
-    at = got.ne(expected).nonzero()[0].tolist()
-    return f"element {at} is {got[tuple(at)]:g}, not {expected[tuple(at)]:g}"
+    index = got.ne(expected).nonzero()[0].tolist()
+    return f"element {index} is {got[tuple(index)]:g}, not {expected[tuple(index)]:g}"

@@ -84,18 +84,18 @@ def pipeline_kernel(x_desc, out_desc, steps, FAULT: tl.constexpr):
 
 @triton.jit
 def sum_kernel(x_ptr, each_ptr, sum_ptr, n, FAULT: tl.constexpr):
-    at = tl.program_id(0) * 64 + tl.arange(0, 64)
-    x = tl.load(x_ptr + at, mask=at < n, other=0)
+    offsets = tl.program_id(0) * 64 + tl.arange(0, 64)
+    x = tl.load(x_ptr + offsets, mask=offsets < n, other=0)
     if FAULT == "no mask":
-        tl.store(each_ptr + at, x)
+        tl.store(each_ptr + offsets, x)
     else:
-        tl.store(each_ptr + at, x, mask=at < n)
+        tl.store(each_ptr + offsets, x, mask=offsets < n)
     part = tl.sum(x)
     if FAULT == "plain addition":
         tl.store(sum_ptr, tl.load(sum_ptr) + part)
     elif FAULT == "addition in two atomics":
-        before = tl.atomic_add(sum_ptr, 0)
-        tl.atomic_xchg(sum_ptr, before + part)
+        old = tl.atomic_add(sum_ptr, 0)
+        tl.atomic_xchg(sum_ptr, old + part)
     else:
         tl.atomic_add(sum_ptr, part)
 

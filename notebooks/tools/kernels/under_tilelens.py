@@ -1,4 +1,4 @@
-"""What TileLens says of a mistake: `under_tilelens.py seeded.py FAULT`, by a Python that has it.
+"""Run TileLens on a mistake: `under_tilelens.py seeded.py FAULT`, by a Python that has it.
 
 Its sanitizer and its race detector follow addresses and compute no results, so that the program's
 own test says nothing here. Raises RuntimeError for a kernel that the race detector did not judge.

@@ -25,7 +25,7 @@ class Fit:
 
     @property
     def rms_percent(self) -> float:
-        """Of the residuals."""
+        """Root mean square of the residuals."""
         return 100 * float(np.sqrt((self.residuals**2).mean()))
 
 
@@ -41,10 +41,10 @@ def counted(rows: pd.DataFrame, record: Record) -> pd.DataFrame:
     us, dims = rows["time_us_p50"], [record.workload(name).head_dim for name in rows["workload"]]
     each = 4.0 * np.array(dims) * np.where(rows["direction"] == "backward", 2.5, 1)
     keys = zip(rows["workload"], rows["direction"], rows["impl"], strict=True)
-    found = rows.assign(seconds=us / 1e6, flops=rows["tflops"] * us * 1e6)
-    return found.assign(
+    table = rows.assign(seconds=us / 1e6, flops=rows["tflops"] * us * 1e6)
+    return table.assign(
         bytes=rows["gbytes_per_s"] * us * 1e3,
-        pairs=found["flops"] / each,
+        pairs=table["flops"] / each,
         limited=["sw_power_cap" in (reasons[key] or ()) for key in keys],
     )
 
@@ -64,8 +64,8 @@ def fit(frame: pd.DataFrame, terms: Sequence[str]) -> Fit:
     residuals = unit @ values - 1
     variance = (residuals**2).sum() / (len(frame) - len(terms))
     errors = np.sqrt(variance * np.diag(np.linalg.inv(unit.T @ unit)))
-    found = pd.DataFrame({"value": values, "error": errors}, list(terms)).div(lengths, axis=0)
-    return Fit(found, pd.Series(residuals, frame.index), float(np.linalg.cond(unit)))
+    constants = pd.DataFrame({"value": values, "error": errors}, list(terms)).div(lengths, axis=0)
+    return Fit(constants, pd.Series(residuals, frame.index), float(np.linalg.cond(unit)))
 
 
 def busy_share(rows: pd.DataFrame, chip: Chip) -> pd.Series:
@@ -117,8 +117,8 @@ def fit_wall(rows: pd.DataFrame, limit: float, exponent: float) -> Wall:
     busy, gbytes_per_s and sm_clock_mhz."""
     speed = (rows["sm_clock_mhz"] / 1500) ** exponent
     terms = np.stack([speed, speed * rows["busy"], rows["gbytes_per_s"]], axis=1) / limit
-    found = np.linalg.lstsq(terms, np.ones(len(rows)), rcond=None)[0]
-    wall = Wall(limit, exponent, *map(float, found))
+    coefficients = np.linalg.lstsq(terms, np.ones(len(rows)), rcond=None)[0]
+    wall = Wall(limit, exponent, *map(float, coefficients))
     off = wall.clock(rows["busy"], rows["gbytes_per_s"]) / rows["sm_clock_mhz"] - 1
     return replace(wall, rms_percent=100 * float(np.sqrt((off**2).mean())))
 

@@ -83,7 +83,7 @@ class Picture:
 
 
 class Unit(NamedTuple):
-    """What the pictures say of an SM: per-cycle widths and sizes."""
+    """Numbers of an SM that the pictures show: per-cycle widths and sizes."""
 
     registers: int  # of 32 bits
     shared_kib: float
@@ -130,8 +130,8 @@ def registers(splits: Mapping[str, Sequence[tuple[str, int, int]]], size: int) -
     """The register file as a bar for each title: parts of (name, warps, registers of a thread), to
     scale, the rest empty. ValueError if the parts do not fit into `size` registers."""
     drawn = Picture(height=12 + 62 * len(splits))
-    for place, (title, parts) in enumerate(splits.items()):
-        y, x = 8 + 62 * place, 4.0
+    for row, (title, parts) in enumerate(splits.items()):
+        y, x = 8 + 62 * row, 4.0
         drawn.text(4, y + 10, title, ["small"])
         drawn.box(4, y + 18, WIDTH - 8, 28, filled=0.0)
         used = sum(32 * warps * each for _, warps, each in parts)
@@ -174,12 +174,12 @@ def operands() -> str:
 def stages(lines: Sequence[tuple[str, str, str]]) -> str:
     """A compilation, from the top: of each stage its name, what it decides, and a line of it."""
     drawn = Picture(height=58 * len(lines) - 6)
-    for place, (name, what, line) in enumerate(lines):
-        y = 4 + 58 * place
-        drawn.box(4, y, 92, 42, name, shade=BLUE if place else ORANGE)
+    for row, (name, what, line) in enumerate(lines):
+        y = 4 + 58 * row
+        drawn.box(4, y, 92, 42, name, shade=BLUE if row else ORANGE)
         drawn.text(110, y + 14, what, ["small"])
         drawn.text(110, y + 34, line, ["code"])
-        if place + 1 < len(lines):
+        if row + 1 < len(lines):
             drawn.arrow((50, y + 42), (50, y + 58))
     return drawn.svg()
 
@@ -197,15 +197,15 @@ def barrier(moments: Sequence[Moment]) -> str:
     """States of an mbarrier from the left; a phase that has just begun is coloured."""
     wide = (WIDTH - 8) / len(moments)
     drawn = Picture(height=148)
-    for place, now in enumerate(moments):
-        x = 4 + place * wide
-        begins = place > 0 and now.phase > moments[place - 1].phase
+    for column, now in enumerate(moments):
+        x = 4 + column * wide
+        begins = column > 0 and now.phase > moments[column - 1].phase
         shade = ORANGE if begins else BLUE
         for number, line in enumerate(now.event.split("\n")):
             drawn.text(x + 2, 14 + 14 * number, line, ["small", "strong"])
         drawn.box(x, 42, wide - 12, 98, f"phase {now.phase}", f"arrivals: {now.pending}",
                   f"bytes: {now.bytes:,}", f"parity done: {(now.phase - 1) % 2}", shade=shade,
                   filled=0.25 if begins else 0.12, small=True)  # fmt: skip
-        if place:
+        if column:
             drawn.arrow((x - 11, 90), (x - 1, 90))
     return drawn.svg()

@@ -26,7 +26,7 @@ last, which holds their sum (flash_attn/cute/tile_scheduler.py, VarlenDecoder)."
 def amounts(
     works: Sequence[Workload], sms: int, tile: tuple[int, int] = (128, 128)
 ) -> pd.DataFrame:
-    """What each SM has to do on average: 128 queries, 128 keys and 128 x 128 pairs, lengths padded
+    """Count the work of an SM on average: 128 queries, 128 keys and 128 x 128 pairs, lengths padded
     to `tile`; a row for each workload, by name."""
     rows = {work.name: [x / sms for x in units.counts(work, tile)] for work in works}
     return pd.DataFrame.from_dict(rows, orient="index", columns=list(COLUMNS))
@@ -52,12 +52,12 @@ def fit(done: pd.DataFrame, us: pd.Series) -> pd.Series:
     best, least = pd.Series(0.0, index=done.columns), np.inf
     scaled = done.div(us, axis=0)
     for count in range(1, done.shape[1] + 1):
-        for kept in map(list, combinations(done.columns, count)):
-            found = np.linalg.lstsq(scaled[kept], np.ones(len(us)), rcond=None)[0]
-            error = float(((scaled[kept] @ found - 1) ** 2).sum())
-            if (found >= 0).all() and error < least:
+        for subset in map(list, combinations(done.columns, count)):
+            coefficients = np.linalg.lstsq(scaled[subset], np.ones(len(us)), rcond=None)[0]
+            error = float(((scaled[subset] @ coefficients - 1) ** 2).sum())
+            if (coefficients >= 0).all() and error < least:
                 best, least = pd.Series(0.0, index=done.columns), error
-                best[kept] = found
+                best[subset] = coefficients
     return best
 
 
@@ -81,15 +81,15 @@ def published(bars: pd.DataFrame) -> pd.DataFrame:
     """
     laws, sms = {}, units.B200.sms
     bars = bars[bars["workload"] != "gdpa-cross-full-256"]  # self-256 under another name
-    for (direction, kernel), found in bars.groupby(["direction", "kernel"], sort=False):
+    for (direction, kernel), group in bars.groupby(["direction", "kernel"], sort=False):
         forward, fa4 = direction == "forward", kernel == "cutedsl_fa4"
         tile = (256, 128) if forward and kernel != "triton_gdpa" else (128, 128)
         terms = ["queries", "pairs", "steps"] if forward else ["keys", "pairs"]
         terms = terms if fa4 else list(COLUMNS)
-        works = [workload(name) for name in found["workload"]]
+        works = [workload(name) for name in group["workload"]]
         done = amounts(works, sms, tile).assign(steps=[scan_steps(work, sms) for work in works])
         flops = pd.Series([work.flops(direction) for work in works], index=done.index)
-        us = flops / found.set_index("workload")["tflops"] / 1e6
+        us = flops / group.set_index("workload")["tflops"] / 1e6
         full = us.index.str.contains("full")
         law = fit(done.loc[full, terms], us[full])
         more = 100 * (us / (done[terms] @ law) - 1)

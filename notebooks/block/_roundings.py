@@ -1,4 +1,4 @@
-"""What each rounding of the backward pass of block attention costs: switched on one by one.
+"""Errors of each rounding in the backward pass of block attention, switched on one by one.
 
 The mathematics runs in fp32 on the CPU over full blocks, and rounds to bf16 only where it is told
 to. Errors are against fp64.
@@ -31,7 +31,7 @@ STUDIES: dict[str, tuple[str, ...]] = {
     "no rotary before, twice": (*FUSED[1:], "stored twice"),
     "no rotary before, once": FUSED[1:],
 }
-"""What `study` is asked for: all roundings of a kernel, one alone, all but one."""
+"""Roundings that `study` is asked for: all of a kernel, one alone, all but one."""
 
 
 def rounded(x: torch.Tensor) -> torch.Tensor:
@@ -56,8 +56,8 @@ def gradients(
     if unknown := set(places) - set(PLACES):
         raise ValueError(f"places must be of {PLACES}, got {sorted(unknown)}")
 
-    def at(place: str, x: torch.Tensor) -> torch.Tensor:
-        return rounded(x) if place in places else x
+    def at(step: str, x: torch.Tensor) -> torch.Tensor:
+        return rounded(x) if step in places else x
 
     *tensors, by = inputs
     by = by.to(torch.complex128 if dtype == torch.float64 else torch.complex64)
@@ -94,8 +94,8 @@ def study(
     exact = gradients(inputs, torch.float64, ())
     rows = []
     for name, places in studies.items():
-        found = gradients(inputs, torch.float32, places)
-        for gradient, a, b in zip(GRADIENTS, found, exact, strict=True):
+        computed = gradients(inputs, torch.float32, places)
+        for gradient, a, b in zip(GRADIENTS, computed, exact, strict=True):
             error = (a.double() - b).abs()
             parts = error.unflatten(0, (groups, -1)).flatten(1).amax(1)
             rows.append((name, gradient, error.mean().item(), parts.max().item(), parts.tolist()))

@@ -14,7 +14,7 @@ def table(page: str, column: str, other: str) -> pd.DataFrame:
     `other`; cells that are numbers are floats. LookupError unless there is one such table."""
     lines = (NOTES / f"{page}.md").read_text(encoding="utf-8").splitlines()
     heads = [
-        at for at, line in enumerate(lines)
+        number for number, line in enumerate(lines)
         if line.startswith(f"| {column} |") and other in _cells(line)
     ]  # fmt: skip
     if len(heads) != 1:

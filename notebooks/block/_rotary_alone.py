@@ -75,8 +75,8 @@ def _rows(
         session.log(f"  {impl}: {failure}")
     measure.free()
     for scope in scopes:
-        found = measure.sampled(scope, ready, session.device, session.protocol, seconds)
-        for impl, (times, more) in found.items():
+        sampled = measure.sampled(scope, ready, session.device, session.protocol, seconds)
+        for impl, (times, more) in sampled.items():
             what = {**common[impl], "scope": scope, "samples_us": times} | more
             if times:
                 what["launches"] = measure.launched(ready[impl], session.device)
@@ -93,13 +93,13 @@ def _check(
 ) -> list[testing.Comparison]:
     """Every element of rotated tensors, in parts of `operators.BlockAttention.PART` rows."""
     rows = operators.BlockAttention.PART
-    found = []
+    comparisons = []
     for name, tensor, result in zip("qkv", tensors, results, strict=False):
         for first in range(0, len(tensor), rows):
             part, *angles = (t[first : first + rows] for t in (tensor, *turns))
             expected = turn(part.double(), *(angle.double() for angle in angles))
             baseline, actual = turn(part, *angles), result[first : first + rows]
-            found.append(
+            comparisons.append(
                 testing.compare(name=name, actual=actual, expected=expected, baseline=baseline)
             )
-    return found
+    return comparisons

@@ -1,4 +1,4 @@
-"""What two CTAs gain over one on a B200: measured by others, and by the unit ledger."""
+"""Gains of two CTAs over one on a B200: measured by others, and by the unit ledger."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gdpa_lab.report import clock_free
 
 
 def published(data_dir: str | Path = records.DATA_DIR) -> tuple[pd.DataFrame, float]:
-    """What others measured of two CTAs over one beside the ledger's ratio, and the factor that
+    """Ratios of two CTAs to one, measured by others and by the ledger, and the factor that
     FlashAttention-4 gained by evaluating a sixteenth instead of a tenth of its exponentials without
     the MUFU, which no unit of the ledger explains.
 
@@ -21,9 +21,9 @@ def published(data_dir: str | Path = records.DATA_DIR) -> tuple[pd.DataFrame, fl
     of an SM's clocks for a tile, those of chapter blackwell/backward: b4 over b3.
     """
     table = pd.read_csv(Path(data_dir) / "published" / "blackwell_attention.csv")
-    told = table.set_index(["source", "kernel"])["tflops"]
+    tflops = table.set_index(["source", "kernel"])["tflops"]
     one, two, ex2 = (
-        told.xs(source)
+        tflops.xs(source)
         for source in (
             "facebookexperimental/triton#2560", "Dao-AILab/flash-attention#2280",
             "Dao-AILab/flash-attention#2398",

@@ -1,4 +1,4 @@
-"""What an eager PyTorch program moves and computes, counted without running it on data.
+"""Bytes and FLOPs of an eager PyTorch program, counted without running it on data.
 
 Tensors of the device `meta` have a shape and no contents, and a dispatch mode sees each operation.
 So a program is executed on a full problem in milliseconds, and each of its steps is known by name,
@@ -32,11 +32,11 @@ def account(name: str, inputs: list[torch.Tensor], result: torch.Tensor) -> tupl
 class Steps(TorchDispatchMode):
     """The steps that run inside the block, and the peak of the memory that they allocate."""
 
-    def __init__(self, *given: torch.Tensor) -> None:
+    def __init__(self, *inputs: torch.Tensor) -> None:
         super().__init__()
         self.steps: list[tuple] = []
         self.live: dict[StorageWeakRef, int] = {}
-        self.given = {_storage(tensor) for tensor in given}
+        self.given = {_storage(tensor) for tensor in inputs}
         self.peak_bytes = 0
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
@@ -52,10 +52,10 @@ class Steps(TorchDispatchMode):
         return result
 
 
-def count(run: Callable[[], object], *given: torch.Tensor) -> tuple[pd.DataFrame, int]:
-    """The steps of `run()` and the peak of its memory in bytes; `given`: tensors that are not
+def count(run: Callable[[], object], *inputs: torch.Tensor) -> tuple[pd.DataFrame, int]:
+    """The steps of `run()` and the peak of its memory in bytes; `inputs`: tensors that are not
     counted as allocated."""
-    with Steps(*given) as seen:
+    with Steps(*inputs) as seen:
         run()
     columns = ["op", "shapes", "bytes_read", "bytes_written", "flops"]
     return pd.DataFrame(seen.steps, columns=columns), seen.peak_bytes

@@ -14,7 +14,6 @@ import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 import tritonemu
-from _lib import sanitizer
 from emulator.tests.tutorials import hopper
 from emulator.tests.tutorials.cases import Case, Prepared
 from gdpa_kernels import gdpa
@@ -22,6 +21,7 @@ from gdpa_kernels.calling import ladder
 from gdpa_lab.measuring import record
 from gdpa_lab.measuring.inputs import cu_seqlens
 from gdpa_lab.measuring.session import Session
+from notebooks.tools import _sanitizer
 
 
 @dataclass(frozen=True)
@@ -90,19 +90,19 @@ def _launch(prepared: Prepared, device: torch.device) -> list[tuple[str, torch.T
         kernel = kernel.fn
     kernel[prepared.grid](*args, **kwargs)
     torch.cuda.synchronize(device)
-    found = [
+    arguments = [
         (name, getattr(value, "base", value)) for name, value in zip(names, args, strict=False)
     ]
-    return [(name, value.cpu()) for name, value in found if isinstance(value, torch.Tensor)]
+    return [(name, value.cpu()) for name, value in arguments if isinstance(value, torch.Tensor)]
 
 
 def compare_case(case: Case, device: torch.device) -> Iterator[Agreement]:
     """One tutorial kernel: every floating-point argument that it changes."""
-    before, here, there = case.build(), case.build(), case.build()
+    untouched, here, there = case.build(), case.build(), case.build()
     tritonemu.run(here.kernel, here.grid, *here.args, arch=case.arch, **here.kwargs)
     here.check()
     on_device = dict(_launch(there, device))
-    for name, old, new in zip(here.kernel.arg_names, before.args, here.args, strict=False):
+    for name, old, new in zip(here.kernel.arg_names, untouched.args, here.args, strict=False):
         old, new = getattr(old, "base", old), getattr(new, "base", new)
         changed = isinstance(old, torch.Tensor) and not torch.equal(old, new)
         if changed and new.dtype.is_floating_point:
@@ -132,20 +132,22 @@ def compare_rung(impl: str, dtype: torch.dtype, device: torch.device) -> Iterato
 def everything(device: torch.device | str) -> list[Agreement]:
     """All Hopper tutorials, and all rungs that are kernels, in bf16 and fp16."""
     device = torch.device(device)
-    found = [a for case in hopper.CASES if case.arch == "sm_90" for a in compare_case(case, device)]
+    agreements = [
+        a for case in hopper.CASES if case.arch == "sm_90" for a in compare_case(case, device)
+    ]
     for rung in ladder.RUNGS:
         if rung.impl == "v0_eager":
             continue
         for dtype in (torch.bfloat16, torch.float16):
-            found += compare_rung(rung.impl, dtype, device)
-    return found
+            agreements += compare_rung(rung.impl, dtype, device)
+    return agreements
 
 
 def measure(session: Session) -> None:
-    """What the chapter on the emulator measures: the tables "agreement" and "sanitizer"."""
-    kernels = sanitizer.newest_first([*sanitizer.CONTROLS, *sanitizer.rungs()])
+    """Measure for the chapter on the emulator: the tables "agreement" and "sanitizer"."""
+    kernels = _sanitizer.newest_first([*_sanitizer.CONTROLS, *_sanitizer.rungs()])
     with ThreadPoolExecutor(1) as other:  # nothing here is timed
-        said = other.submit(sanitizer.findings, kernels, seconds=400)
+        said = other.submit(_sanitizer.findings, kernels, seconds=400)
         agreement = everything(session.device)
     for name, rows in {"agreement": agreement, "sanitizer": said.result()}.items():
         columns = [field.name for field in fields(rows[0])]

@@ -1,6 +1,6 @@
-"""What a call costs the host, measured in a process of its own.
+"""Host time of a call, measured in a process of its own.
 
-    python -m _lib.host --device cuda:0 gdpa-cross-full-512
+    python -m notebooks.training._host --device cuda:0 gdpa-cross-full-512
 
 prints rows of `COLUMNS` as JSON. Triton reads what makes its launches faster from the environment
 when kernels are defined, so `measure` starts a process for each of `LAUNCHERS`.
@@ -60,11 +60,11 @@ def rows(of: Workload, device: torch.device | str, **counts: int) -> list[tuple]
     for call, function in functions.items():
         for part, times in parts(function, inputs).items():
             samples[call, part] = times
-    found = []
+    lines = []
     for way, times in samples.items():
-        at = [sorted(times)[int(share * len(times))] for share in (0.5, 0.2, 0.8)]
-        found.append((of.name, *way, *at))
-    return found
+        percentiles = [sorted(times)[int(share * len(times))] for share in (0.5, 0.2, 0.8)]
+        lines.append((of.name, *way, *percentiles))
+    return lines
 
 
 def batches(inputs, count: int = 1100) -> Iterator[dict]:
@@ -113,15 +113,15 @@ def calls(function: Callable, inputs) -> dict[str, Callable[[], object]]:
     new = {what: list(batches(inputs)) for what in (FORWARD, STEP)}
     first, grad = new[FORWARD][0], inputs.grad_out
     shared = first | {x: Lengths(y) for x, y in first.items() if x.startswith("cu_seqlens")}
-    made = {
+    ways = {
         f"{FORWARD}, {NEW}": lambda: forward(function, new[FORWARD].pop()),
         f"{FORWARD}, {SHARED}": lambda: forward(function, shared),
         f"{STEP}, {NEW}": lambda: step(function, new[STEP].pop(), grad),
         f"{STEP}, {SHARED}": lambda: step(function, shared, grad),
     }
     if grad.is_cuda:
-        made[f"{STEP}, {GRAPH}"] = graph_of(lambda: step(function, first, grad)).replay
-    return made
+        ways[f"{STEP}, {GRAPH}"] = graph_of(lambda: step(function, first, grad)).replay
+    return ways
 
 
 def parts(function: Callable, inputs, count: int = 400) -> dict[str, list[float]]:

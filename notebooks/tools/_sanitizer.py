@@ -2,7 +2,7 @@
 
 `findings` runs each tool on small ragged calls of each rung, in a process of its own:
 
-    python -m _lib.sanitizer v4_warp_specialized      # what is run under the tool
+    python -m notebooks.tools._sanitizer v4_warp_specialized      # what is run under the tool
 
 Racecheck reports accesses of shared memory that no barrier orders as it understands them. Kernels
 with `tlx.async_tasks` hold such a pair that is not ours: one byte per warp that says which task the
@@ -57,7 +57,7 @@ WIDE = 256
 
 @dataclass(frozen=True)
 class Finding:
-    """What one tool said of one kernel's launches.
+    """Findings of one tool on one kernel's launches.
 
     calls: how many of `calls` returned, all of them. errors: of the tool's summary; for racecheck,
     pairs of racing accesses. elsewhere: those of them that are not at the first line of a kernel
@@ -120,12 +120,12 @@ def rung_of(impl: str) -> Rung:
 
 def launch(impl: str, device: torch.device) -> int:
     """All of `calls`, and their number."""
-    made = calls(impl, device)
-    for call in made:
+    launched = calls(impl, device)
+    for call in launched:
         call()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return len(made)
+    return len(launched)
 
 
 def calls(impl: str, device: torch.device) -> list[Callable[[], object]]:
@@ -154,7 +154,7 @@ def _tokens(
 def _gdpa_calls(
     rung: Rung, device: torch.device, make: torch.Generator
 ) -> list[Callable[[], object]]:
-    backward, module, made = "backward" in rung.directions, rung.module(), []
+    backward, module, listed = "backward" in rung.directions, rung.module(), []
     kinds = [(LENGTHS_K, False), (LENGTHS_K, True), (SHORT_K, False)]
     if backward:
         kinds += [(SHORT_K, True), (FEW_K, False)]
@@ -170,16 +170,16 @@ def _gdpa_calls(
             continue
         if backward:
             grad_out = _tokens(LENGTHS_Q, head_dim, device, make)
-            made.append(partial(module.backward, grad_out, batch))
+            listed.append(partial(module.backward, grad_out, batch))
         else:
-            made.append(partial(module.forward, batch))
-    return made
+            listed.append(partial(module.forward, batch))
+    return listed
 
 
 def _block_calls(
     rung: Rung, device: torch.device, make: torch.Generator
 ) -> list[Callable[[], object]]:
-    ends, made = cu_seqlens(list(LENGTHS_Q), device), []
+    ends, listed = cu_seqlens(list(LENGTHS_Q), device), []
     for head_dim, turned in product(HEAD_DIMS, (False, True)):
         grad_out, q, k, v = (_tokens(LENGTHS_Q, head_dim, device, make) for _ in range(4))
         rotary = None
@@ -188,8 +188,8 @@ def _block_calls(
             rotary = (angles.sin(), angles.cos())
         batch = block_batch.Batch(q, k, v, ends, head_dim**-0.5, rotary=rotary, rotate_v=turned)
         if rung.problem(batch) is None:
-            made.append(partial(_both, rung, grad_out, batch))
-    return made
+            listed.append(partial(_both, rung, grad_out, batch))
+    return listed
 
 
 def _both(rung: Rung, grad_out: torch.Tensor, batch: block_batch.Batch) -> None:
@@ -214,9 +214,9 @@ def parse(impl: str, tool: str, text: str) -> Finding:
     returned = re.search(rf"{RETURNED}(\d+)", text)
     if returned is None:
         raise ValueError(f"the calls of {impl} under {tool} must return, got {text[-300:]!r}")
-    made = int(returned.group(1))
+    calls_returned = int(returned.group(1))
     if summary.group(3) is not None:
-        return Finding(impl, tool, made, int(summary.group(3)), 0, int(summary.group(3)))
+        return Finding(impl, tool, calls_returned, int(summary.group(3)), 0, int(summary.group(3)))
     errors, first, regions = int(summary.group(1)), set(), set()
     for kernel in kernels_with_tasks(impl):
         first.add(_place(kernel, kernel.def_file_line_number))
@@ -225,13 +225,15 @@ def parse(impl: str, tool: str, text: str) -> Finding:
             for i, line in enumerate(kernel.raw_src)
             if "tlx.async_tasks()" in line
         }
-    own = 0
+    of_compiler = 0
     for report in re.findall(r"Error: Race reported between (.*(?:\n=+ +and .*)*)", text):
-        at, *others = (
-            Path(place).name for place in re.findall(r"access at \S+(?: in (\S+))?", report)
+        first_access, *others = (
+            Path(location).name for location in re.findall(r"access at \S+(?: in (\S+))?", report)
         )
-        own += at in first and first | regions >= set(others)
-    return Finding(impl, tool, made, errors, int(summary.group(2)), max(errors - own, 0))
+        of_compiler += first_access in first and first | regions >= set(others)
+    return Finding(
+        impl, tool, calls_returned, errors, int(summary.group(2)), max(errors - of_compiler, 0)
+    )
 
 
 def kernels_with_tasks(impl: str) -> list[triton.JITFunction]:
@@ -253,7 +255,7 @@ def kernels_with_tasks(impl: str) -> list[triton.JITFunction]:
 
 
 def _place(kernel: triton.JITFunction, line: int) -> str:
-    """How the tools name a line of the kernel's file."""
+    """Name a line of the kernel's file as the tools do."""
     return f"{Path(kernel.fn.__code__.co_filename).name}:{line}"
 
 
@@ -276,7 +278,7 @@ def findings(impls: Iterable[str], *, seconds: float = math.inf) -> list[Finding
 
 
 def _finding(impl: str, tool: str, deadline: float) -> Finding:
-    """What a tool says of the calls of one rung or control, or why it says nothing."""
+    """Run a tool on the calls of one rung or control: what it says, or why it says nothing."""
     left = deadline - time.monotonic()
     try:
         if left <= 0:
@@ -294,8 +296,8 @@ def _command(impl: str, tool: str) -> list[str]:
 
 
 def _output(command: list[str], seconds: float) -> str:
-    """What a command prints. Raises TimeoutError if it takes longer; it is ended then, and so is
-    every process that it started."""
+    """Run a command and return what it prints. Raises TimeoutError if it takes longer; it is ended
+    then, and so is every process that it started."""
     with tempfile.TemporaryFile("w+", errors="replace") as printed:
         program = subprocess.Popen(
             command, stdout=printed, stderr=subprocess.STDOUT, start_new_session=True

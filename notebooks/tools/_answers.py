@@ -1,4 +1,4 @@
-"""What a reader sees of the claims: the published ones with our answer and where it stands.
+"""Tables of the published claims, each with our answer and where it stands.
 
 Records answer a claim through its selector (`claims.judged`). Statements about mathematics, design
 or causes have none; chapters answer some of them, as the claim's `answer` says.
@@ -52,8 +52,12 @@ def numbers(chapter: Chapter) -> dict[str, str]:
     uniform = lists.index.str.contains("full|half")
     four = [n for n in lists.index[~uniform] if "kuairand1k" not in n]
     back = chapter.times("backward/results", direction="backward")
-    kept = chapter.times("forward/v6_short_kv", columns="variant", impl="v6_short_kv", variant=None)
-    kept = pd.concat([kept[f"{n} keys, fetched"] / kept[f"{n} keys, stay"] for n in (64, 128)])
+    stay_gain = chapter.times(
+        "forward/v6_short_kv", columns="variant", impl="v6_short_kv", variant=None
+    )
+    stay_gain = pd.concat(
+        [stay_gain[f"{n} keys, fetched"] / stay_gain[f"{n} keys, stay"] for n in (64, 128)]
+    )
     batches = [f"block-fill{fill}-{n}000" for fill in (70, 100) for n in range(1, 9)]
     rungs = ["v0_flash", "v1_one_tile", "v3_warp_specialized"]
     of = {"workload": batches, "direction": ("forward", "backward"), "impl": [*rungs, "fa2_varlen"]}
@@ -78,7 +82,7 @@ def numbers(chapter: Chapter) -> dict[str, str]:
         "zigzag_real": spread(lists["zigzag"][four]),
         "zigzag_uniform": spread(lists["zigzag"][uniform]),
         "valid": spread(lists["valid"][lists.index.str.contains("half-dense")]),
-        "kept": spread(kept),
+        "kept": spread(stay_gain),
         "added": spread(back["v2_fused_backward"] / back["v1_tiled_backward"]),
         "spread": f"{100 * (over['max'] / over['min'] - 1).max():.0f}",
         "spread_of": f"{counted.min()} of {len(batches)}",
@@ -119,14 +123,14 @@ def plotted(judged: pd.DataFrame, value: str = "") -> pd.DataFrame:
     column of `claims.judged` instead of `both`."""
     by_id = judged.set_index("id")
     series = SERIES if value else {**SERIES, "rate, TFLOP/s": "rate"}
-    made = {}
+    table = {}
     for figure in FIGURES:
         rows = {name: by_id.loc[f"{figure}-{end}"] for name, end in series.items()}
         _, kind, way, fill = figure.split("-")
         title = f"{kind}, {fill}, {'forward' if way == 'fwd' else 'backward'}"
-        made[title] = {n: row[value] if value else both(row) for n, row in rows.items()}
-    made = pd.DataFrame(made).T
-    return made if value else made.replace(" TFLOP/s", "", regex=True)
+        table[title] = {n: row[value] if value else both(row) for n, row in rows.items()}
+    table = pd.DataFrame(table).T
+    return table if value else table.replace(" TFLOP/s", "", regex=True)
 
 
 def tabulated(judged: pd.DataFrame) -> pd.DataFrame:
@@ -139,7 +143,7 @@ def tabulated(judged: pd.DataFrame) -> pd.DataFrame:
 
 
 def in_tables(name: str) -> bool:
-    """Whether `plotted` or `tabulated` shows a claim."""
+    """Say whether `plotted` or `tabulated` shows a claim."""
     ends = "|".join([*SERIES.values(), "rate"])
     block = rf"block-({'|'.join(_BLOCK)})-({'|'.join(_TABLES.values())})"
     return bool(re.fullmatch(rf"({'|'.join(FIGURES)})-({ends})|{block}", name))
@@ -151,11 +155,11 @@ def sources(judged: pd.DataFrame) -> dict[str, str]:
     return dict(zip(first, "abcdefghijklmnopqrstuvwxyz", strict=False))
 
 
-def answered(judged: pd.DataFrame, found: dict[str, str]) -> pd.DataFrame:
+def answered(judged: pd.DataFrame, values: dict[str, str]) -> pd.DataFrame:
     """Every other claim as the page shows it: status, claim, ours, where; a letter of `sources`
     stands behind the claim.
 
-    `found`: of `numbers`. A claim that a chapter answers has the status "answered".
+    `values`: of `numbers`. A claim that a chapter answers has the status "answered".
     """
     letters = sources(judged)
     rows = []
@@ -166,7 +170,7 @@ def answered(judged: pd.DataFrame, found: dict[str, str]) -> pd.DataFrame:
         if row.answer:
             status = "answered" if status == "open" else status
             where = _link(row.answered_in or "tools/refuted")
-            ours = row.answer.format(**found)
+            ours = row.answer.format(**values)
         elif status == "measured":
             against = f" over {row.ours_baseline}" if row.ours_baseline else ""
             ours = f"{amount(row.ours, row.unit)}{' (stale)' if row.stale else ''}: "
@@ -178,9 +182,9 @@ def answered(judged: pd.DataFrame, found: dict[str, str]) -> pd.DataFrame:
 
 def told(judged: pd.DataFrame, shown: pd.DataFrame) -> pd.DataFrame:
     """`judged` with the statuses that the page shows, `answered`'s: what the reader downloads."""
-    made = judged.set_index("id")
-    made.update(shown.set_index("id")[["status"]])
-    return made.reset_index()
+    table = judged.set_index("id")
+    table.update(shown.set_index("id")[["status"]])
+    return table.reset_index()
 
 
 def _link(slug: str) -> str:

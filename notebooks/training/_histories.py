@@ -44,7 +44,7 @@ def users(count: int, seed: int) -> Users:
 
 
 def probability(same: int) -> float:
-    """Of a click, with so many events of the shown kind."""
+    """Probability of a click, with so many events of the shown kind."""
     return 1 / (1 + math.exp(1.5 - 0.8 * same))
 
 

@@ -1,4 +1,4 @@
-"""What a call costs beside its kernel, as three chapters find it."""
+"""Costs of a call beside its kernel, from the records of three chapters."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def costs(chapter: Chapter, host_us: pd.Series) -> tuple[pd.DataFrame, list[str]
             f"{events['times']:.2f} ({events['more']:.0f} µs)",
         ),
     ]
-    made = pd.DataFrame(rows, columns=["cost", "includes", "found"]).set_index("cost")
-    return made, [*chapter.holders("host"), *ids, *more_ids]
+    table = pd.DataFrame(rows, columns=["cost", "includes", "found"]).set_index("cost")
+    return table, [*chapter.holders("host"), *ids, *more_ids]
 
 
 def _beside(chapter: Chapter, of: str, scope: str) -> tuple[pd.DataFrame, list[str]]:
-    """Of each workload the time of a call less that of the kernel, and over it; their records."""
+    """Time of a call less that of the kernel, and over it, by workload; and their records."""
     rows = chapter.rows(of, direction="forward", impl=IMPL, scope=["op", scope])
     us = rows.pivot(index="workload", columns="scope", values="time_us_p50").dropna()
     records = rows[rows["workload"].isin(us.index)]["record"].unique()
-    made = {"more": us["op"] - us[scope], "times": us["op"] / us[scope]}
-    return pd.DataFrame(made), [*records]
+    columns = {"more": us["op"] - us[scope], "times": us["op"] / us[scope]}
+    return pd.DataFrame(columns), [*records]

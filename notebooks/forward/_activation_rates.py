@@ -1,4 +1,4 @@
-"""What the chapter on activation arithmetic measures, and what it reads from its record.
+"""Measurements of the chapter on activation arithmetic, and how it reads them from its record.
 
 `run_all` fills a session: errors of every sequence ("accuracy"), its clocks in registers ("repeat",
 "times", "clocks"), and `v6_short_kv` with seven activations on the same inputs, interleaved (rows).
@@ -120,6 +120,6 @@ def speeds(chapter: Chapter) -> pd.DataFrame:
     took = chapter.recorded("times").groupby("sequence")["time_us"].median()
     accuracy = chapter.recorded("accuracy")
     error = accuracy[accuracy["limit"] == LIMIT].set_index("sequence")["per_x"]
-    found = pd.DataFrame({"clocks": median / setup["evaluations"], "GHz": median / took / 1e3})
-    assert found["GHz"].between(0.5, 2.2).all(), "clock and events disagree"
-    return found.assign(rate=1 / found["clocks"], error=error)
+    table = pd.DataFrame({"clocks": median / setup["evaluations"], "GHz": median / took / 1e3})
+    assert table["GHz"].between(0.5, 2.2).all(), "clock and events disagree"
+    return table.assign(rate=1 / table["clocks"], error=error)

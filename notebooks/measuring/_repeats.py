@@ -15,29 +15,29 @@ from gdpa_lab.measuring.record import Record
 from gdpa_lab.measuring.roofline import Ceilings
 
 KEY = ["workload", "impl", "config", "source"]
-"""What makes two forward rows of different records the same kernel."""
+"""Columns in which two forward rows of different records agree if they are of the same kernel."""
 
 REPLICATES = "notebooks/measuring/protocol.py"
 """Its variants are replicates of one kernel; those of other chapters are other kernels."""
 
 
 def apparent(table: pd.DataFrame) -> pd.DataFrame:
-    """What protocols would have printed, by protocol and workload, from a table of samples.
+    """Times that protocols would have printed, by protocol and workload, from a table of samples.
 
     Columns: time_us (median), tflops, and relative, low and high: the rate at p50, p80 and p20 over
     that of "ours" at the same batch, where a protocol's name ends in ", batch 32" or does not.
     """
     samples = table.groupby(["protocol", "workload", "flops"], sort=False)["time_us"]
     times = samples.quantile([0.2, 0.5, 0.8]).unstack().reset_index("flops")
-    found = pd.DataFrame({"time_us": times[0.5], "tflops": times["flops"] / times[0.5] / 1e6})
+    rates = pd.DataFrame({"time_us": times[0.5], "tflops": times["flops"] / times[0.5] / 1e6})
     ours = [
-        found["tflops"]["ours, batch 32" if name.endswith(", batch 32") else "ours", workload]
-        for name, workload in found.index
+        rates["tflops"]["ours, batch 32" if name.endswith(", batch 32") else "ours", workload]
+        for name, workload in rates.index
     ]
-    found["relative"] = found["tflops"] / ours
-    found["low"] = found["relative"] * times[0.5] / times[0.8]
-    found["high"] = found["relative"] * times[0.5] / times[0.2]
-    return found
+    rates["relative"] = rates["tflops"] / ours
+    rates["low"] = rates["relative"] * times[0.5] / times[0.8]
+    rates["high"] = rates["relative"] * times[0.5] / times[0.2]
+    return rates
 
 
 def repeated(runs: Sequence[Record]) -> pd.DataFrame:
@@ -63,40 +63,40 @@ def repeated(runs: Sequence[Record]) -> pd.DataFrame:
         if not row.variant or run.chapter == REPLICATES
     ]
     columns = [*KEY, "record", "notebook", "time_us_p50"]
-    found = pd.DataFrame(seen, columns=columns)
-    found = found.groupby(columns[:-1], as_index=False).median()
-    found = found[found.groupby(KEY)["record"].transform("nunique") > 1]
-    fastest = found.groupby(KEY)["time_us_p50"].transform("min")
-    return found.assign(slower=100 * (found["time_us_p50"] / fastest - 1))
+    table = pd.DataFrame(seen, columns=columns)
+    table = table.groupby(columns[:-1], as_index=False).median()
+    table = table[table.groupby(KEY)["record"].transform("nunique") > 1]
+    fastest = table.groupby(KEY)["time_us_p50"].transform("min")
+    return table.assign(slower=100 * (table["time_us_p50"] / fastest - 1))
 
 
 def ceilings(runs: Sequence[Record]) -> pd.DataFrame:
-    """What the newest of `runs` of each chapter measured as ceilings, by chapter: matmul in bursts
-    and back to back (TFLOP/s), the SM clock then (MHz), and the copy with one byte read for each
+    """Ceilings that the newest of `runs` of each chapter measured, by chapter: matmul in bursts and
+    back to back (TFLOP/s), the SM clock then (MHz), and the copy with one byte read for each
     written (GB/s). NaN where a record has none."""
     newest = {run.chapter.removeprefix("notebooks/").removesuffix(".py"): run for run in runs}
-    found = {}
+    rows = {}
     for chapter, run in newest.items():
         bursts, loops = (Ceilings.measured(run.ceilings, x) for x in ("kernel", "sustained"))
         if bursts is None:
             continue
         loads = [c.load for c in run.ceilings if c.scope == "sustained" and c.kind == "matmul"]
-        found[chapter] = {
+        rows[chapter] = {
             "matmul, burst": bursts.tflops,
             "matmul, back to back": loops.tflops if loops else np.nan,
             "clock (MHz)": loads[0].sm_clock_mhz if loads else np.nan,
             "copy 1:1, burst (GB/s)": bursts.copies[0][1],
             "record": run.id,
         }
-    return pd.DataFrame(found).T.infer_objects().rename_axis("chapter")
+    return pd.DataFrame(rows).T.infer_objects().rename_axis("chapter")
 
 
-def ratios(found: pd.DataFrame) -> pd.DataFrame:
+def ratios(table: pd.DataFrame) -> pd.DataFrame:
     """For each pair of rungs that met on a workload in two or more records of `repeated`: in how
     many, by how many per cent the time of either, and their ratio, differ between records, and the
     standard deviation of the ratio over records in per cent."""
     rows = []
-    for workload, kernels in found.groupby("workload"):
+    for workload, kernels in table.groupby("workload"):
         wide = kernels.pivot_table(index="record", columns=KEY[1:], values="time_us_p50")
         for first, second in combinations(wide.columns, 2):
             met = wide[[first, second]].dropna()
@@ -112,8 +112,8 @@ def ratios(found: pd.DataFrame) -> pd.DataFrame:
 
 
 def students_t(runs: int) -> float:
-    """How many standard errors either side of a mean of `runs` values hold the true mean with a
-    confidence of 95 %. ValueError for fewer than two runs."""
+    """Number of standard errors either side of a mean of `runs` values that hold the true mean with
+    a confidence of 95 %. ValueError for fewer than two runs."""
     if runs < 2:
         raise ValueError(f"runs must be at least 2, got {runs}")
     freedom, x = runs - 1, np.linspace(0, 700, 700_001)

@@ -1,4 +1,4 @@
-"""What a reader's GPU needs: what rungs require, and the memory of a call and of its check."""
+"""Requirements on a reader's GPU: those of rungs, and the memory of a call and of its check."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from gdpa_lab.measuring.workloads import WORKLOADS, workload
 
 
 def support() -> str:
-    """What each rung of the forward ladder requires of the GPU and of the call, in words: a table
-    in HTML that scrolls on a phone."""
+    """Table of what each rung of the forward ladder requires of the GPU and of the call, in HTML
+    that scrolls on a phone."""
     rows = []
     for rung in (*ladder.RUNGS, *ladder.BLACKWELL_RUNGS):
         wants = rung.requires
@@ -49,7 +49,7 @@ def heaviest(runs: Sequence[Record]) -> str:
 
 
 def gigabytes(run: Record, runs: Sequence[Record]) -> dict[str, float]:
-    """What book/reproduce.md says of memory, in GB: of a call on the longest published shape in
+    """Memory that book/reproduce.md states, in GB: of a call on the longest published shape in
     `run`, alone and with its inputs, and of the checks of all `runs`."""
     name = "gdpa-self-full-2048"
     held = workload(name).bytes_read("forward")
@@ -59,7 +59,7 @@ def gigabytes(run: Record, runs: Sequence[Record]) -> dict[str, float]:
         if row.workload == name and row.scope == "kernel" and row.samples_us and not row.variant
     }
     fused = (size for impl, size in peaks.items() if impl[0] == "v" and impl != "v0_eager")
-    found = {
+    sizes = {
         "v0_peak_gb": peaks["v0_eager"],
         "inputs_gb": held,
         "rung_peak_gb": max(fused),
@@ -68,4 +68,4 @@ def gigabytes(run: Record, runs: Sequence[Record]) -> dict[str, float]:
         "check_gb": check_bytes(heaviest(runs)),
         "check_2048_gb": check_bytes(name),
     }
-    return {key: size / 1e9 for key, size in found.items()}
+    return {key: size / 1e9 for key, size in sizes.items()}

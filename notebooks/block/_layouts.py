@@ -50,9 +50,9 @@ def rotary(columns: int = 16) -> Figure:
 
 
 def _cells(axis: Axes, height: float, threads: Sequence[int], wide: float) -> None:
-    for place, thread in enumerate(threads):
+    for index, thread in enumerate(threads):
         axis.add_patch(
-            Rectangle((place * wide, height), wide, 0.8, facecolor=_SHADES[thread], edgecolor=INK)
+            Rectangle((index * wide, height), wide, 0.8, facecolor=_SHADES[thread], edgecolor=INK)
         )
-        axis.text((place + 0.5) * wide, height + 0.4, f"T{thread}", ha="center", va="center",
+        axis.text((index + 0.5) * wide, height + 0.4, f"T{thread}", ha="center", va="center",
                   color=PAGE, fontsize=8.5)  # fmt: skip

@@ -1,4 +1,4 @@
-"""What a reader can turn on a page: HTML that a script of book/assets fills, with its data in it.
+"""Widgets of a page: HTML that a script of book/assets fills, with its data in it.
 
 A page from the disk may not fetch a file, so the data are part of it. Without scripts a widget
 shows nothing, and the static figure above it stays.
@@ -19,17 +19,17 @@ from gdpa_lab.measuring.roofline import Ceilings
 from gdpa_lab.measuring.workloads import workload
 
 BATCH, HEADS, HEAD_DIM = 1152, 4, 128
-"""Of the published charts: sequences, heads and their dimension."""
+"""Sequences, heads and head dimension of the published charts."""
 WHOLE = 128
 """Rows of a whole tile, as in the edits of the chapter on the gap."""
 
 
 def widget(script: str, data: Mapping[str, Any], title: str) -> HTML:
     """A box that book/assets/`script`.js fills from `data`; `title` is for screen readers."""
-    kept = json.dumps(data, allow_nan=False).replace("<", "\\u003c")
+    text = json.dumps(data, allow_nan=False).replace("<", "\\u003c")
     return HTML(
         f'<div class="widget" role="group" aria-label="{html.escape(title)}">'
-        f'<script type="application/json">{kept}</script></div>'
+        f'<script type="application/json">{text}</script></div>'
         f'<script src="../../_static/{script}.js" defer></script>'
     )
 

@@ -32,14 +32,14 @@ def printed_times(data_dir: str | Path) -> pd.Series:
 
 def by_impl(rows: pd.DataFrame, value: str = "time_us_p50") -> pd.DataFrame:
     """A row for each workload and direction, a column for each implementation; times in ms."""
-    made = rows.pivot(index=["workload", "direction"], columns="impl", values=value)
-    return made / 1e3 if value.startswith("time_us") else made
+    table = rows.pivot(index=["workload", "direction"], columns="impl", values=value)
+    return table / 1e3 if value.startswith("time_us") else table
 
 
 def duels(rows: pd.DataFrame, works: Sequence[Workload], rungs: Sequence[str]) -> pd.DataFrame:
     """The best rung against the best of all others by time, for each workload and direction."""
     ms, share = by_impl(rows), by_impl(rows, "percent_of_roofline")
-    found = []
+    lines = []
     for work in works:
         for way in DIRECTIONS:
             times, shares = (x.loc[(work.name, way)].dropna() for x in (ms, share))
@@ -49,8 +49,8 @@ def duels(rows: pd.DataFrame, works: Sequence[Workload], rungs: Sequence[str]) -
             line |= {"ms": times[rung], "% of copy": shares[rung], "best peer": peer}
             line |= {"its ms": times[peer], "its %": shares[peer]}
             ratio = peers.checked(times[peer] / times[rung], peer, work.name, way)
-            found.append(line | {"peer / rung": ratio})
-    return pd.DataFrame(found)
+            lines.append(line | {"peer / rung": ratio})
+    return pd.DataFrame(lines)
 
 
 def machine_rates(rows: pd.DataFrame, work: Workload, data_dir: str | Path) -> pd.DataFrame:
@@ -59,13 +59,13 @@ def machine_rates(rows: pd.DataFrame, work: Workload, data_dir: str | Path) -> p
     share = by_impl(rows, "percent_of_roofline").loc[work.name].T
     theirs = printed_times(data_dir)["table5"].unstack()
     size = pd.Series({way: 100 * work.bytes(way) / NOMINAL for way in DIRECTIONS})
-    made = {
+    columns = {
         "fastest rung, of a measured copy": share[share.index.map(is_rung)].max(),
         "FlashAttention-2, of a measured copy": share.loc[PEER],
         "published kernel, of the nominal 8 TB/s": size / theirs["tlx_block_attention"],
         "published baseline, of the nominal 8 TB/s": size / theirs["fa2_jfa"],
     }
-    return pd.DataFrame(made).T[list(DIRECTIONS)]
+    return pd.DataFrame(columns).T[list(DIRECTIONS)]
 
 
 def lengths(rows: pd.DataFrame, impls: Sequence[str]) -> pd.DataFrame:
@@ -75,19 +75,19 @@ def lengths(rows: pd.DataFrame, impls: Sequence[str]) -> pd.DataFrame:
     rows = rows[rows["workload"].str.fullmatch(r"block-fill\d+-\d+")]
     ms, share = by_impl(rows), by_impl(rows, "percent_of_roofline")
     others = [impl for impl in impls if impl != PEER]
-    made = pd.DataFrame({"quotient": ms[PEER] / ms[others].min(axis=1)})
-    made = made.assign(share=share[others].max(axis=1)).reset_index()
-    parts = made["workload"].str.extract(r"fill(\d+)-(\d+)").astype(int)
-    made["fill"], made["length"] = parts[0] / 100, parts[1]
-    blocks = {x: sum(-(-n // 64) for n in workload(x).seqlens_q) for x in set(made["workload"])}
-    return made.assign(blocks=made["workload"].map(blocks))
+    table = pd.DataFrame({"quotient": ms[PEER] / ms[others].min(axis=1)})
+    table = table.assign(share=share[others].max(axis=1)).reset_index()
+    parts = table["workload"].str.extract(r"fill(\d+)-(\d+)").astype(int)
+    table["fill"], table["length"] = parts[0] / 100, parts[1]
+    blocks = {x: sum(-(-n // 64) for n in workload(x).seqlens_q) for x in set(table["workload"])}
+    return table.assign(blocks=table["workload"].map(blocks))
 
 
 def by_length(quotients: pd.DataFrame, value: str) -> pd.DataFrame:
     """A column for each direction and fill over lengths."""
-    made = quotients.pivot(index="length", columns=["direction", "fill"], values=value)
-    made = made[[key for way in DIRECTIONS for key in made if key[0] == way]]
-    return made.set_axis([f"{way}, fill {fill}" for way, fill in made], axis=1)
+    table = quotients.pivot(index="length", columns=["direction", "fill"], values=value)
+    table = table[[key for way in DIRECTIONS for key in table if key[0] == way]]
+    return table.set_axis([f"{way}, fill {fill}" for way, fill in table], axis=1)
 
 
 def rotary(rows: pd.DataFrame, names: tuple[str, str], fused: str, data_dir: Path) -> pd.DataFrame:
@@ -95,7 +95,7 @@ def rotary(rows: pd.DataFrame, names: tuple[str, str], fused: str, data_dir: Pat
     the workloads without rotary and with it; what was not timed is NaN."""
     back = by_impl(rows[rows["direction"] == "backward"]).droplevel("direction").reindex(names)
     plain, back = back.loc[names[0]].min(), back.loc[names[1]]
-    made = pd.DataFrame(
+    table = pd.DataFrame(
         {
             "published, B200": printed_times(data_dir)["table7"].to_numpy(),
             "rotary in PyTorch": [plain, *back.reindex(["rotary_eager", "eager_rotary", fused])],
@@ -103,8 +103,8 @@ def rotary(rows: pd.DataFrame, names: tuple[str, str], fused: str, data_dir: Pat
         },
         index=["attention", "rotary", "one after the other", "fused"],
     )
-    made.loc["one after the other / fused"] = made.iloc[2] / made.iloc[3]
-    return made
+    table.loc["one after the other / fused"] = table.iloc[2] / table.iloc[3]
+    return table
 
 
 def roundings(accuracy: pd.DataFrame, data_dir: str | Path) -> pd.DataFrame:
@@ -114,6 +114,6 @@ def roundings(accuracy: pd.DataFrame, data_dir: str | Path) -> pd.DataFrame:
     ratio = accuracy.loc[2] / accuracy.loc[1]
     old = printed("accuracy", data_dir).set_index(["gradient", "statistic"])
     old = (old["fa2_jfa"] / old["tlx_block_attention"]).unstack()
-    made = ratio.set_axis(["mean", "largest"], axis=1).loc[["dq", "dk", "dv"]]
-    made["mean, published"] = old["mean_abs_error"]
-    return made.assign(**{"largest, published": old["max_abs_error"]})
+    table = ratio.set_axis(["mean", "largest"], axis=1).loc[["dq", "dk", "dv"]]
+    table["mean, published"] = old["mean_abs_error"]
+    return table.assign(**{"largest, published": old["max_abs_error"]})

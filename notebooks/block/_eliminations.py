@@ -1,4 +1,4 @@
-"""What v1 eliminates, put back one at a time.
+"""Pieces of FlashAttention-2 that v1 eliminates, put back one at a time.
 
 Not a rung: v1's kernels at one head per key head and no rotary, with a switch for each thing that
 FlashAttention-2 needs and one tile does not. All switches off, it is v1.
@@ -35,7 +35,7 @@ from gdpa_kernels.calling.launch import launch, next_power_of_2
 
 @dataclass(frozen=True)
 class Config:
-    """What is put back, and v1's launch constants."""
+    """Switches, one for each piece that is put back, and v1's launch constants."""
 
     key_loop: bool = False
     rescale: bool = False
@@ -52,7 +52,7 @@ def default_config(direction: str, batch: Batch) -> Config:
 
 
 def requires(batch: Batch) -> str | None:
-    """What this study needs of a call and does not get, or None."""
+    """Name what this study needs of a call and does not get, or None."""
     if batch.rotary is not None:
         return "needs a workload without rotary, got (sin, cos)"
     return None
