@@ -2,6 +2,7 @@
 
 Changes from v4_rotary: sm_100. One thread issues all MMAs; roles work on different items at a time.
 Without rotary there is no role `rotate`. dK and dV of grouped heads are summed in tensor memory.
+
 Why it should help: bytes are the bound, so loads must always be in flight. With tl.dot accumulators
 are in tensor memory too, and half as many programs of v1_one_tile share an SM as on Hopper.
 
@@ -14,15 +15,22 @@ are in tensor memory too, and half as many programs of v1_one_tile share an SM a
 | output  | 4     | the rest  | O, or dQ, dK, dV rotated back, over the tiles of the inputs |
 | store   | 1     | 48        | their TMA stores; releases the slot                         |
 
-| barrier                      | arrivals        | filled by -> drained by                        |
-|------------------------------|-----------------|------------------------------------------------|
-| full, empty [stage]          | bytes; 32       | load -> rotate or mma; store -> load           |
-| rotated, out_full [stage]    | 128 each        | rotate -> mma; output -> store                 |
-| turns_full, _empty [turn]    | bytes; 128, 256 | load -> rotate, output; these -> load          |
-| s_, p_, o_full, o_empty [2]  | MMA or 128      | mma -> softmax -> mma -> output -> mma         |
+| barrier             | arrivals     | filled by -> drained by                                     |
+|---------------------|--------------|-------------------------------------------------------------|
+| tiles.full[stage]   | 1 and bytes  | load, all tiles of an item -> rotate; without rotary mma    |
+| tiles.empty[stage]  | 32 threads   | store, the stores have read the slot -> load                |
+| ready[stage]        | 128 threads  | rotate, the tiles are rotated -> mma                        |
+| out_full[stage]     | 128 threads  | output, the results are in the slot -> store                |
+| sin_cos.full[slot]  | 1 and bytes  | load, sin and cos of a block -> rotate; backward output too |
+| sin_cos.empty[slot] | forward 128  | rotate, they are in registers -> load                       |
+|                     | backward 256 | rotate and output, they are in registers -> load            |
+| s_full[2]           | 1 (commit)   | mma, S; backward S and dP -> softmax                        |
+| p_full[2]           | 128 threads  | softmax, P (and dS) is stored, S was read -> mma            |
+| o.full[2]           | 1 (commit)   | mma, O; backward (`results`) dQ, dK and dV -> output        |
+| o.empty[2]          | 128 threads  | output, these are in registers -> mma                       |
 
-Tensor memory, 64 rows each: 2 S and 2 O; backward 2 each of S, dP, dQ, dK, dV.
-Needs: sm_100, TLX, block_size 64, head_dim 64 or 128, bf16 or fp16; v4_rotary's alignment.
+Without rotary `ready` is tiles.full. Tensor memory, 64 rows each: 2 S and 2 O; backward 2 each of
+S, dP, dQ, dK, dV.
 """
 
 from dataclasses import dataclass

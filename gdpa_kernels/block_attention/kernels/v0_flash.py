@@ -13,8 +13,7 @@ tile hits in L2. At 32 to 46 FLOP per byte nothing else matters.
 |-----------|-----------|-----------|-------------------------------------------------|
 | all warps | num_warps | up to 255 | loads, both MMAs of a step, the running maximum |
 
-There is no barrier of our own. Every option of `block_attention`, deterministic: no atomics.
-Needs: sm_80, bf16 or fp16.
+There is no barrier of our own. Deterministic: no atomics.
 """
 
 from dataclasses import dataclass

@@ -20,9 +20,7 @@ programs that share an SM.
 A head_dim above `Config.WIDTH` is cut: a program sums the scores over all pieces and writes the
 piece of the results that its third coordinate names, so the scores are computed once per piece.
 
-This is the general rung: block sizes 16 to 128, every head_dim that is a multiple of 16 up to 256,
-bf16, fp16 and fp32, any strides, grouped heads, rotary. Deterministic: no atomics.
-Needs: sm_80.
+This is the general rung: it takes any strides, grouped heads and rotary. Deterministic: no atomics.
 """
 
 from dataclasses import dataclass

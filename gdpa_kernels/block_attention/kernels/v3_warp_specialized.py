@@ -14,15 +14,15 @@ more of them in flight, since the producer issues the next loads while a consume
 | load       | 4     | 24        | one thread issues the TMA loads of a slot                |
 | math (1-2) | 4     | 240       | all heads of every (second) block: MMAs, softmax, stores |
 
-| barrier      | arrivals            | filled by -> drained by                             |
-|--------------|---------------------|-----------------------------------------------------|
-| full[stage]  | 1 and bytes         | TMA loads of all tiles of an item -> its consumer   |
-| empty[stage] | 128 threads, 1 each | consumer, its stores have read the slot -> producer |
+| barrier      | arrivals    | filled by -> drained by                                 |
+|--------------|-------------|---------------------------------------------------------|
+| full[stage]  | 1 and bytes | TMA loads of all tiles of an item -> its consumer       |
+| empty[stage] | 128 threads | its consumer, the stores have read the slot -> producer |
 
-Where results wait: O over Q; P over V, then dV over P; dQ over grad_out; dK over K. A head of more
-than `width` columns comes in pieces, a slot each; dK and dV of grouped heads add up in registers.
-Needs: sm_90, TLX, block_size 64, head_dim 64 to 256 (grouped heads: 128), bf16 or fp16, no rotary,
-contiguous rows of q, k and v aligned to 16 bytes. A grad_out that TMA cannot read is copied first.
+Results wait in dead tiles: O over Q; P over V, then dV over P; dQ over grad_out; dK over K. With
+grouped heads dQ waits over V and dV over grad_out. A head of more than `width` columns comes in
+pieces, a slot each; dK and dV of grouped heads add up in registers. A grad_out that TMA cannot read
+is copied first.
 """
 
 from dataclasses import dataclass

@@ -14,15 +14,15 @@ another run, and v4's conversion of every gradient to the layout of sin and cos 
 | rotate     | 4     | 240       | rotary of q, k (and v) of every slot, in place                |
 | math (1-2) | 4     | 240       | all heads of every (second) block: MMAs, rotary of gradients  |
 
-| barrier           | arrivals            | filled by -> drained by                              |
-|-------------------|---------------------|------------------------------------------------------|
-| full[stage]       | 1 and bytes         | TMA loads of all tiles of an item -> rotate, math    |
-| ready[stage]      | 128 threads, 1 each | rotary role, the tiles are rotated -> consumer       |
-| empty[stage]      | 128 threads, 1 each | consumer, its stores have read the slot -> producer  |
-| turns_full[turn]  | 1 and bytes         | TMA loads of sin and cos of a block -> rotate, math  |
-| turns_empty[turn] | 128 a role, 1 each  | rotary role, backward consumer too, done -> producer |
-
-Needs: as v4.
+| barrier             | arrivals     | filled by -> drained by                                   |
+|---------------------|--------------|-----------------------------------------------------------|
+| tiles.full[stage]   | 1 and bytes  | TMA loads of all tiles of an item -> rotate, its consumer |
+| ready[stage]        | 128 threads  | rotate, the tiles are rotated -> the item's consumer      |
+| tiles.empty[stage]  | 128 threads  | its consumer, the stores have read the slot -> producer   |
+| sin_cos.full[slot]  | 1 and bytes  | TMA loads of sin and cos of a block -> rotate; backward   |
+|                     |              | the block's consumer too                                  |
+| sin_cos.empty[slot] | forward 128  | rotate, it has read them for the last time -> producer    |
+|                     | backward 256 | rotate and the block's consumer, likewise -> producer     |
 """
 
 from dataclasses import dataclass

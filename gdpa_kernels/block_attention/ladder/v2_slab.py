@@ -17,9 +17,7 @@ all the time. TMA needs no pointers and no masks: the registers go to the tiles.
 |---------------|-------------|-----------------------------------------------------------------|
 | one per stage | 1 and bytes | TMA loads of a head's tiles, num_stages - 1 steps ahead -> work |
 
-The compiler makes the barriers. With rotary or without; no grouped heads.
-Needs: sm_90, bf16 or fp16, block_size 64, head_dim 64 or 128, contiguous rows of q, k and v whose
-addresses and strides are multiples of 16 bytes. A grad_out that TMA cannot read is copied first.
+The compiler makes the barriers. A grad_out that TMA cannot read is copied first.
 """
 
 from dataclasses import dataclass

@@ -13,14 +13,12 @@ kernel of its own moves 4 more, 6 if v is rotated; here only sin and cos are rea
 | load       | 4     | 24        | one thread issues the TMA loads of a slot, and of sin and cos |
 | math (1-2) | 4     | 240       | all heads of every (second) block: rotary, MMAs, stores       |
 
-| barrier           | arrivals            | filled by -> drained by                             |
-|-------------------|---------------------|-----------------------------------------------------|
-| full[stage]       | 1 and bytes         | TMA loads of all tiles of an item -> its consumer   |
-| empty[stage]      | 128 threads, 1 each | consumer, its stores have read the slot -> producer |
-| turns_full[turn]  | 1 and bytes         | TMA loads of sin and cos of a block -> its consumer |
-| turns_empty[turn] | 128 threads, 1 each | consumer, done with the block -> producer           |
-
-Needs: as v3, but rotary: contiguous rows of sin and cos aligned to 16 bytes, in fp32, bf16 or fp16.
+| barrier             | arrivals    | filled by -> drained by                                 |
+|---------------------|-------------|---------------------------------------------------------|
+| tiles.full[stage]   | 1 and bytes | TMA loads of all tiles of an item -> its consumer       |
+| tiles.empty[stage]  | 128 threads | its consumer, the stores have read the slot -> producer |
+| sin_cos.full[slot]  | 1 and bytes | TMA loads of sin and cos of a block -> its consumer     |
+| sin_cos.empty[slot] | 128 threads | its consumer, done with the block -> producer           |
 """
 
 from dataclasses import dataclass

@@ -5,24 +5,35 @@ the MMAs have a role of their own. A step has 128 rows, 64 for each consumer, in
 stored over S, where P^T dO reads it; dS goes to shared memory, where dK and dQ read it. So dP's
 columns are free for dQ, which a fourth role takes out and adds to memory.
 
-Why it should help: a step's five MMAs take 2,560 clocks at head_dim 128. Beside S runs the dS of
-the step before, beside dQ, dK and dP the activation, beside dK the way of dQ out of TMEM.
+Why it should help: the five MMAs of a step take 2,560 clocks at head_dim 128. The dS of the step
+before is overlapped with S, the activation with dQ, dK and dP, and the way of dQ out of TMEM with
+dK. Why it may not: shared memory serves all five MMAs, and dS is both stored to it and read twice.
 
-| role      | warps | registers | work                                                         |
-|-----------|-------|-----------|--------------------------------------------------------------|
-| output    | 4     | the rest  | dQ of a step: TMEM, staging, TMA reduce-add                  |
-| math (2)  | 4     | 152       | P and dS of 64 rows; at the end of a tile, one dV, one dK    |
-| load, mma | 1     | 48        | TMA loads; all MMAs                                          |
+| role      | warps | registers | work                                                      |
+|-----------|-------|-----------|-----------------------------------------------------------|
+| output    | 4     | the rest  | dQ of a step: TMEM, staging, TMA reduce-add               |
+| math (2)  | 4     | 152       | P and dS of 64 rows; at the end of a tile, one dV, one dK |
+| load, mma | 1     | 48        | TMA loads; all MMAs                                       |
 
-| barrier                | arrivals            | filled by -> drained by                         |
-|------------------------|---------------------|-------------------------------------------------|
-| k., v., q., g.full     | 1 and bytes         | TMA of a tile's K, V, a step's Q, dO -> mma     |
-| k., q., g.empty        | 1 (commit)          | the tile's last dQ; the step's dK; dV -> load   |
-| v.empty                | 256 threads, 1 each | math, dV and dK are stored -> load              |
-| s., dp., dq.full, sums | 1 (commit)          | S, dP -> math; dQ -> output; dV and dK -> math  |
-| p.full, ds.full        | 256 threads, 1 each | math, P, dS is stored -> mma                    |
-| dq.empty               | 128 threads, 1 each | output, dQ is in registers -> mma, the next dP  |
-TMEM: S 0-127, P 0-31 and 64-95; dP, then dQ 128-255; dV, dK. Needs: sm_100, and what v4 needs.
+| barrier        | arrivals    | filled by -> drained by                               |
+|----------------|-------------|-------------------------------------------------------|
+| k.full         | 1 and bytes | TMA load of a tile's K -> mma                         |
+| k.empty        | 1 (commit)  | the tile's last dQ and dK -> load                     |
+| v.full         | 1 and bytes | TMA load of a tile's V -> mma                         |
+| v.empty        | 256 threads | both math roles, dV and dK are stored -> load         |
+| q.full[stage]  | 1 and bytes | TMA load of a step's Q -> mma                         |
+| q.empty[stage] | 1 (commit)  | the step's dK -> load                                 |
+| g.full[stage]  | 1 and bytes | TMA load of a step's dO -> mma                        |
+| g.empty[stage] | 1 (commit)  | the step's dV -> load                                 |
+| s.full         | 1 (commit)  | S -> both math roles                                  |
+| p.full         | 256 threads | both math roles, P is stored and S was read -> mma    |
+| dp.full        | 1 (commit)  | dP -> both math roles                                 |
+| ds.full        | 256 threads | both math roles, dS is stored and dP was read -> mma  |
+| dq.full        | 1 (commit)  | dQ -> output                                          |
+| dq.empty       | 128 threads | output, dQ is in registers -> mma, the next dP        |
+| sums_full      | 1 (commit)  | the tile's last MMA -> both math roles, for dV and dK |
+
+TMEM: S 0-127, P 0-31 and 64-95; dP, then dQ 128-255; dV, dK.
 """
 
 import torch

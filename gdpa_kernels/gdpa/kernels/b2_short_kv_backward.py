@@ -1,26 +1,43 @@
 """b2, backward for short K and V: two CTAs own all keys and exchange halves of dQ; written once.
 
 Changes from b1_tensor_memory_backward: a cluster of two CTAs takes all keys, up to 256, of a
-(sequence, key head), 128 each, while Q and dO stream by, as in v5. Each computes dQ of its keys,
-sends one half of the columns to the other CTA and adds what arrives to the other half. So dQ is
-complete where it is added: no fp32 sum in memory, no zero fill, no rounding kernel; deterministic.
+(sequence, key head), 128 each, while Q and dO stream by, as in v5_short_kv_backward. Each computes
+dQ of its keys, sends one half of the columns to the other CTA and adds what arrives to the other
+half. So dQ is complete where it is added: no fp32 sum in memory, no zero fill, no rounding kernel;
+deterministic.
 
 Why it should help, in bytes for a row of head_dim 128: b1 reads 512, fills 512 with zeros, adds 512
-twice at 256 keys, reads them again and writes 256. Here 512 are read and 256 written. Half of dQ in
-fp32 is 32 KB a step, as is dS in bf16, which v5 exchanges; but with dS would come half of the
-peer's K, 16 KB, and there are 3 left.
+twice at 256 keys, reads them again and writes 256. Here 512 are read and 256 written.
+Why it may not: half of dQ in fp32 is 32 KB a step, as much as dS in bf16, which v5 exchanges; but
+an exchange of dS needs half of the peer's K too, 16 KB, and 3 KB are left.
 
-| role      | warps | registers | work                                                         |
-|-----------|-------|-----------|--------------------------------------------------------------|
-| output    | 4     | the rest  | half of dQ to the peer, half with the peer's to memory       |
-| others    |       |           | as in b1, of an item in place of a tile                      |
+| role      | warps | registers | work                                                       |
+|-----------|-------|-----------|------------------------------------------------------------|
+| output    | 4     | the rest  | half of dQ to the peer, half with the peer's to memory     |
+| math (2)  | 4     | 152       | P and dS of 64 rows; at the end of an item, one dV, one dK |
+| load, mma | 1     | 48        | TMA loads; all MMAs of this CTA                            |
 
-| barrier     | arrivals    | filled by -> drained by                                           |
-|-------------|-------------|-------------------------------------------------------------------|
-| inbox.full  | 1 and bytes | the peer's half of dQ -> output                                   |
-| inbox.empty | 1           | the peer's output, its inbox was stored -> output                 |
+| barrier        | arrivals    | filled by -> drained by                               |
+|----------------|-------------|-------------------------------------------------------|
+| k.full         | 1 and bytes | TMA load of this CTA's K of an item -> mma            |
+| k.empty        | 1 (commit)  | the item's last dQ and dK -> load                     |
+| v.full         | 1 and bytes | TMA load of this CTA's V of an item -> mma            |
+| v.empty        | 256 threads | both math roles, dV and dK are stored -> load         |
+| q.full[stage]  | 1 and bytes | TMA load of a step's Q -> mma                         |
+| q.empty[stage] | 1 (commit)  | the step's dK -> load                                 |
+| g.full[stage]  | 1 and bytes | TMA load of a step's dO -> mma                        |
+| g.empty[stage] | 1 (commit)  | the step's dV -> load                                 |
+| s.full         | 1 (commit)  | S -> both math roles                                  |
+| p.full         | 256 threads | both math roles, P is stored and S was read -> mma    |
+| dp.full        | 1 (commit)  | dP -> both math roles                                 |
+| ds.full        | 256 threads | both math roles, dS is stored and dP was read -> mma  |
+| dq.full        | 1 (commit)  | dQ of this CTA's keys -> output                       |
+| dq.empty       | 128 threads | output, dQ is in registers -> mma, the next dP        |
+| inbox.full     | 1 and bytes | the peer's output, its half of dQ -> output           |
+| inbox.empty    | 1           | the peer's output, its inbox is stored -> output      |
+| sums_full      | 1 (commit)  | the item's last MMA -> both math roles, for dV and dK |
 
-The others are b1's. Needs: as b1, a max_seqlen_k of at most 256, a q of every sequence's own.
+TMEM: S 0-127, P 0-31 and 64-95; dP, then dQ 128-255; dV, dK.
 """
 
 import torch

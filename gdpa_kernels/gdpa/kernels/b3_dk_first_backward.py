@@ -6,18 +6,34 @@ left operand. dQ still takes dP's columns, so it comes after dK now, and dV come
 
 Why it should help: shared memory is b1's bound, and 32 of the 512 KB of a step are dS that dK
 reads: 3,840 clocks instead of 4,096. While dQ leaves, dV runs, whose P is ready by then; and dS is
-stored to shared memory while dK runs. Why it may not: S alone runs beside the making of dS.
+stored to shared memory while dK runs. Why it may not: S alone is overlapped with the making of dS.
 
-The roles are b1's, with their registers.
+| role      | warps | registers | work                                                      |
+|-----------|-------|-----------|-----------------------------------------------------------|
+| output    | 4     | the rest  | dQ of a step: TMEM, staging, TMA reduce-add               |
+| math (2)  | 4     | 152       | P and dS of 64 rows; at the end of a tile, one dV, one dK |
+| load, mma | 1     | 48        | TMA loads; all MMAs                                       |
 
-| barrier                | arrivals            | filled by -> drained by                         |
-|------------------------|---------------------|-------------------------------------------------|
-| q., g.empty            | 1 (commit)          | the step's dK; its dP -> load                   |
-| ds.full, ds_rows.full  | 256 threads, 1 each | math, dS is in TMEM, in shared memory -> mma    |
-| dq.empty               | 128 threads, 1 each | output, dQ is in registers -> mma, the next dP  |
+| barrier        | arrivals    | filled by -> drained by                               |
+|----------------|-------------|-------------------------------------------------------|
+| k.full         | 1 and bytes | TMA load of a tile's K -> mma                         |
+| k.empty        | 1 (commit)  | the tile's last dQ -> load                            |
+| v.full         | 1 and bytes | TMA load of a tile's V -> mma                         |
+| v.empty        | 256 threads | both math roles, dV and dK are stored -> load         |
+| q.full[stage]  | 1 and bytes | TMA load of a step's Q -> mma                         |
+| q.empty[stage] | 1 (commit)  | the step's dK -> load                                 |
+| g.full[stage]  | 1 and bytes | TMA load of a step's dO -> mma                        |
+| g.empty[stage] | 1 (commit)  | the step's dP, which follows its dV -> load           |
+| s.full         | 1 (commit)  | S -> both math roles                                  |
+| p.full         | 256 threads | both math roles, P is stored and S was read -> mma    |
+| dp.full        | 1 (commit)  | dP -> both math roles                                 |
+| ds.full        | 256 threads | both math roles, dS is in TMEM over dP -> mma, dK     |
+| ds_rows.full   | 256 threads | both math roles, dS is in shared memory -> mma, dQ    |
+| dq.full        | 1 (commit)  | dQ -> output                                          |
+| dq.empty       | 128 threads | output, dQ is in registers -> mma, the next dP        |
+| sums_full      | 1 (commit)  | the tile's last MMA -> both math roles, for dV and dK |
 
-The others are b1's. TMEM: S 0-127, P 0-31 and 64-95; dP 128-255, dS 128-159 and 192-223, then dQ
-128-255; dV, dK. Needs: what b1 needs.
+TMEM: S 0-127, P 0-31 and 64-95; dP 128-255, dS 128-159 and 192-223, then dQ 128-255; dV, dK.
 """
 
 import torch

@@ -3,26 +3,48 @@
 Changes from b3_dk_first_backward: an item has 256 keys, 128 in each CTA, and all MMAs are of the
 pair. S, dP, dV and dK read half of Q and dO from each CTA, S and dP half of the rows, dV and dK
 half of the columns. dQ has 64 rows in each CTA: a math role's dS goes to the CTA that has its rows.
-dP comes before dV again, since dQ leaves sooner. Why it should help: 2,816 clocks of the port a
-step for 3,840, half of dQ's additions. Why it may not: the rate of 64 rows; waits for the peer.
+dP comes before dV again, since dQ leaves sooner.
 
-| role     | warps | registers | work                                                         |
-|----------|-------|-----------|--------------------------------------------------------------|
-| output   | 4     | the rest  | 64 rows of dQ of a step: TMEM, staging, TMA reduce-add       |
-| math (2) | 4     | 152       | P and dS of 64 rows; at the end of an item, one dV, one dK   |
-| mma      | 1     | 80        | of the leader all MMAs; of the other says when dS has come   |
-| load     | 1     | 80        | its keys of K and V, half of the columns of K, halves        |
+Why it should help: a step takes 2,816 clocks of the port of shared memory instead of 3,840, and
+half as many additions of dQ. Why it may not: the MMAs of dQ have 64 rows in each CTA, which may
+halve their rate; and every step waits for the peer.
 
-| barrier                        | arrivals           | filled by -> drained by               |
-|--------------------------------|--------------------|---------------------------------------|
-| k_own., v., q., g.rows.full    | 1 and bytes        | TMA loads of both CTAs -> mma         |
-| their .empty but v's; as in b1 | 1 (commit to both) | MMAs -> load; s., dp., dq.full, sums  |
-| p.full, ds.keys.full           | 2 of each CTA      | math, P and dS are in TMEM -> mma     |
-| ds.peer.full                   | 1 and bytes        | math of the peer -> mma of this CTA   |
-| ds.rows.full                   | 1 of each CTA, 1   | math, its dS; the peer's mma -> mma   |
-| dq.empty                       | 1 of each CTA      | output -> mma, the next dP            |
+| role     | warps | registers | work                                                       |
+|----------|-------|-----------|------------------------------------------------------------|
+| output   | 4     | the rest  | 64 rows of dQ of a step: TMEM, staging, TMA reduce-add     |
+| math (2) | 4     | 152       | P and dS of 64 rows; at the end of an item, one dV, one dK |
+| mma      | 1     | 80        | leader: all MMAs; peer: tells the leader that dS has come  |
+| load     | 1     | 80        | its keys of K and V, half of the columns of K, halves of a |
+|          |       |           | step's Q and dO                                            |
 
-q. and g.columns as the rows; v.empty as in b1. TMEM: as b3; dQ 128-191. Needs: what b1 needs.
+| barrier         | arrivals           | filled by -> drained by                                |
+|-----------------|--------------------|--------------------------------------------------------|
+| k_own.full      | 1 and bytes        | TMA loads of K of both CTAs, rows and columns -> mma   |
+| k_own.empty     | 1 (commit to both) | the item's last dQ -> load                             |
+| v.full          | 1 and bytes        | TMA loads of V of both CTAs -> mma                     |
+| v.empty         | 256 threads        | math of this CTA, dV and dK are stored -> load         |
+| q.rows.full     | 1 and bytes        | TMA loads of both CTAs' halves of Q's rows -> mma, S   |
+| q.rows.empty    | 1 (commit to both) | the step's S -> load                                   |
+| q.columns.full  | 1 and bytes        | TMA loads of both halves of Q's columns -> mma, dK     |
+| q.columns.empty | 1 (commit to both) | the step's dK -> load                                  |
+| g.rows.full     | 1 and bytes        | TMA loads of both CTAs' halves of dO's rows -> mma, dP |
+| g.rows.empty    | 1 (commit to both) | the step's dP -> load                                  |
+| g.columns.full  | 1 and bytes        | TMA loads of both halves of dO's columns -> mma, dV    |
+| g.columns.empty | 1 (commit to both) | the step's dV -> load                                  |
+| s.full          | 1 (commit to both) | S -> math                                              |
+| p.full          | 4, 2 of each CTA   | math, P is in TMEM and S was read -> mma, dV           |
+| dp.full         | 1 (commit to both) | dP -> math                                             |
+| ds.keys.full    | 4, 2 of each CTA   | math, dS is in TMEM and dP was read -> mma, dK         |
+| ds.peer.full    | 1 and bytes        | math of the peer, dS of this CTA's rows -> mma         |
+| ds.rows.full    | 3                  | a math role of each CTA, its dS is in shared memory;   |
+|                 |                    | mma of the peer, its ds.peer.full is done -> mma, dQ   |
+| dq.full         | 1 (commit to both) | dQ -> output                                           |
+| dq.empty        | 2, 1 of each CTA   | output, dQ is in registers -> mma, the next dP         |
+| sums_full       | 1 (commit to both) | the item's last MMA -> both math roles, for dV and dK  |
+
+mma waits in the leader alone, on barriers of the leader; only ds.peer.full is waited for in both
+CTAs. `1 and bytes` of the loads is the leader's, which expects the bytes of both CTAs.
+TMEM: S 0-127, P 0-31 and 64-95; dP 128-255, dS 128-159 and 192-223, then dQ 128-191; dV, dK.
 """
 
 from dataclasses import dataclass

@@ -3,25 +3,51 @@
 Changes from b4_pair_backward: S of the next item comes before dK and dQ of the last step of this
 one, as inside an item. K's rows, its columns and V have barriers of their own, and rows and columns
 a producer each, so all is loaded when the last MMA that reads its buffer is complete. dV and dK
-leave through dQ's staging, dV before the last dQ, dK after it; math goes on with the next item. Why
-it should help: an item of b4 has 4,024 emulated clocks beside its steps. Why it may not: the port
-of shared memory needs 1,792 of them.
+leave through dQ's staging, dV before the last dQ, dK after it; math goes on with the next item.
 
-| role     | warps | registers | work                                                         |
-|----------|-------|-----------|--------------------------------------------------------------|
-| output   | 4     | the rest  | 64 rows of dQ of a step, dV and dK of an item: TMEM to TMA   |
-| math (2) | 4     | 160       | P and dS of 64 rows                                          |
-| mma      | 1     | 64        | of the leader all MMAs; of the other says when dS has come   |
-| load (2) | 1     | 64        | rows of K, V, Q and dO; half of the columns of K, Q and dO   |
+Why it should help: a pair of b4 drains at the end of every item, and fills again for the next.
+Why it may not: what an item moves through the port of shared memory beside its steps stays.
 
-| barrier                            | arrivals           | filled by -> drained by            |
-|------------------------------------|--------------------|------------------------------------|
-| k_own., k., v., q., g.full, .empty | as k_own. in b4    | TMA -> mma, MMAs -> load           |
-| s., dp., dq., dv.full              | 1 (commit to both) | S, dP -> math, dQ, dV -> output    |
-| p., ds.keys., rows., peer.full     | as in b4           | math, P and dS are stored -> mma   |
-| dq.empty, dk_empty                 | 1 of each CTA      | output -> mma, the next dP, dK     |
+| role     | warps | registers | work                                                       |
+|----------|-------|-----------|------------------------------------------------------------|
+| output   | 4     | the rest  | 64 rows of dQ of a step, dV and dK of an item: TMEM to TMA |
+| math (2) | 4     | 160       | P and dS of 64 rows                                        |
+| mma      | 1     | 64        | leader: all MMAs; peer: tells the leader that dS has come  |
+| load (2) | 1     | 64        | rows of K, V, Q and dO; half of the columns of K, Q and dO |
 
-dV needs none back and dK none forth, as the last dQ comes between. TMEM: as b4. Needs: as b1.
+| barrier         | arrivals           | filled by -> drained by                                |
+|-----------------|--------------------|--------------------------------------------------------|
+| k_own.full      | 1 and bytes        | TMA loads of K's rows of both CTAs -> mma, S           |
+| k_own.empty     | 1 (commit to both) | the item's last S -> load                              |
+| k.full          | 1 and bytes        | TMA loads of K's columns of both CTAs -> mma, dQ       |
+| k.empty         | 1 (commit to both) | the item's last dQ -> load                             |
+| v.full          | 1 and bytes        | TMA loads of V of both CTAs -> mma, dP                 |
+| v.empty         | 1 (commit to both) | the item's last dP -> load                             |
+| q.rows.full     | 1 and bytes        | TMA loads of both CTAs' halves of Q's rows -> mma, S   |
+| q.rows.empty    | 1 (commit to both) | the step's S -> load                                   |
+| q.columns.full  | 1 and bytes        | TMA loads of both halves of Q's columns -> mma, dK     |
+| q.columns.empty | 1 (commit to both) | the step's dK -> load                                  |
+| g.rows.full     | 1 and bytes        | TMA loads of both CTAs' halves of dO's rows -> mma, dP |
+| g.rows.empty    | 1 (commit to both) | the step's dP -> load                                  |
+| g.columns.full  | 1 and bytes        | TMA loads of both halves of dO's columns -> mma, dV    |
+| g.columns.empty | 1 (commit to both) | the step's dV -> load                                  |
+| s.full          | 1 (commit to both) | S -> math                                              |
+| p.full          | 4, 2 of each CTA   | math, P is in TMEM and S was read -> mma, dV           |
+| dp.full         | 1 (commit to both) | dP -> math                                             |
+| ds.keys.full    | 4, 2 of each CTA   | math, dS is in TMEM and dP was read -> mma, dK         |
+| ds.peer.full    | 1 and bytes        | math of the peer, dS of this CTA's rows -> mma         |
+| ds.rows.full    | 3                  | a math role of each CTA, its dS is in shared memory;   |
+|                 |                    | mma of the peer, its ds.peer.full is done -> mma, dQ   |
+| dq.full         | 1 (commit to both) | dQ -> output                                           |
+| dq.empty        | 2, 1 of each CTA   | output, dQ is in registers -> mma, the next dP         |
+| dv.full         | 1 (commit to both) | the item's last dV -> output                           |
+| dk_empty        | 2, 1 of each CTA   | output, dK is in registers -> mma, the next item's dK  |
+
+mma waits in the leader alone, on barriers of the leader; only ds.peer.full is waited for in both
+CTAs. `1 and bytes` of the loads is the leader's, which expects the bytes of both CTAs. dV needs no
+barrier back, and dK no barrier forth: the barriers of the item's last dQ, which lies between, order
+them.
+TMEM: S 0-127, P 0-31 and 64-95; dP 128-255, dS 128-159 and 192-223, then dQ 128-191; dV, dK.
 """
 
 from dataclasses import dataclass

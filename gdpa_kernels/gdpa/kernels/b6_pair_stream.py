@@ -14,15 +14,20 @@ Why it may not: an item has 512 rows, whatever the sequence has left.
 | mma      | 1     | 48        | of the leader: S = Q K^T and O += P V of both CTAs |
 | load     | 1     | 48        | its rows of Q, its halves of K and V               |
 
-| barrier                | arrivals           | filled by -> drained by                |
-|------------------------|--------------------|----------------------------------------|
-| q.full, k.full, v.full | 1 and bytes        | TMA loads of both CTAs -> mma          |
-| k.empty, v.empty       | 1 (commit to both) | both roles' S, P V of a block -> load  |
-| s.full, o.full         | 1 (commit to both) | S = Q K^T -> math, last P V -> output  |
-| p.full, o.empty        | 1 of each CTA      | math (and S was read), output -> mma   |
-| q.empty                | 1                  | output -> load                         |
+| barrier             | arrivals           | filled by -> drained by                         |
+|---------------------|--------------------|-------------------------------------------------|
+| q.full[slot]        | 1 and bytes        | TMA loads of both CTAs -> mma                   |
+| q.empty[slot]       | 1                  | output, O's store has read the slot -> load     |
+| k.full[stage]       | 1 and bytes        | TMA loads of both CTAs' halves of K -> mma      |
+| k.empty[stage]      | 1 (commit to both) | both roles' S of the block -> load              |
+| v.full[stage]       | 1 and bytes        | TMA loads of both CTAs' halves of V -> mma      |
+| v.empty[stage]      | 1 (commit to both) | both roles' P V of the block -> load            |
+| s.full[role]        | 1 (commit to both) | S = Q K^T -> math                               |
+| p.full[role, slice] | 2, 1 of each CTA   | math, a slice of P is stored, S was read -> mma |
+| o.full[role]        | 1 (commit to both) | the item's last P V -> output                   |
+| o.empty[role]       | 2, 1 of each CTA   | output, O is in registers -> mma, the next O    |
 
-TMEM: S 0-255 (P over it), O 256-511. SMEM: Q 4 x 32 KB, K and V 3 x 16 KB each. Needs: as b1.
+TMEM: S 0-255 (P over it), O 256-511. SMEM: Q 4 x 32 KB, K and V 3 x 16 KB each.
 """
 
 from dataclasses import dataclass

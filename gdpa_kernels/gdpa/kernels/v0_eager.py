@@ -9,8 +9,8 @@ and the second matmul read them: at least 8 bytes a score against 4 * head_dim F
 128 that is 64 FLOP per byte, about a third of what keeps the tensor cores of an H200 busy; and
 half-full batches pay for padding.
 
-Roles and barriers: none; the library's kernels run one after another.
-Needs: any device PyTorch has, memory for the padded scores twice.
+Roles and barriers: none; the library's kernels run one after another. The padded scores take memory
+twice.
 """
 
 from collections.abc import Callable

@@ -19,9 +19,7 @@ blocks of keys simply add up.
 
 At the default shape two programs fit on an SM, four warp groups in all: while one evaluates its
 activation, another keeps the tensor cores busy. That is the only overlap here, and it is left to
-the warp schedulers.
-
-Every option of `gdpa`, head_dim 16 to 256, bf16, fp16 and fp32, any strides. Needs: sm_80.
+the warp schedulers. The tensors may have any strides.
 """
 
 from dataclasses import dataclass

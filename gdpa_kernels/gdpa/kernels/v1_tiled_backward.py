@@ -19,9 +19,8 @@ The price: S and dP are computed twice, 7 matmuls where 5 suffice. The first ker
 |-----------------|-----------|---------------------------------------------------------|
 | cp.async groups | all warps | the streamed tiles, num_stages - 1 blocks ahead -> MMAs |
 
-Deterministic: both kernels write what they own once. A shared q: PyTorch sums a dQ of each
-sequence, in fp32 and in a fixed order. Every option of `gdpa`, head_dim 16 to 256, bf16, fp16 and
-fp32, any strides of all arguments. Needs: sm_80.
+Deterministic: both kernels write what they own once. For a shared q PyTorch sums the dQ of all
+sequences, in fp32 and in a fixed order. All arguments may have any strides.
 """
 
 from dataclasses import asdict, dataclass

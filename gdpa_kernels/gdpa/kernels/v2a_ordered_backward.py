@@ -1,9 +1,9 @@
 """v2a, backward: v2 with a fixed order of additions, and so the same bits in every run.
 
 Changes from v2_fused_backward: not one launch for all blocks of keys, but one after another, each
-for `slices` of them. The block at place i of a launch adds to slice i of an fp32 buffer [slices,
-total_q, num_heads, head_dim]. So within a launch no two programs add to the same element, launches
-are serial, and at the end PyTorch sums the slices in a fixed order.
+for `slices` of them. Block i of a launch adds to slice i of an fp32 buffer [slices, total_q,
+num_heads, head_dim]. So within a launch no two programs add to the same element, launches are
+serial, and at the end PyTorch sums the slices in a fixed order.
 
 What it costs: a launch for every BLOCK_N keys up to max_seqlen_k, each with a tail in which SMs
 idle until its last programs end. Where launches would be small they take several blocks
@@ -20,7 +20,7 @@ decide, not the device: the order of additions is the same everywhere.
 | bulk group    | TMA         | reduce-add of a dQ tile has read its buffer -> the next tile of dQ |
 | launch        | all         | reduce-adds of its blocks of keys -> those of the next launch      |
 
-Deterministic. A shared q: every sequence has rows of its own in the buffer. Needs: as v2.
+The compiler makes the barriers. For a shared q every sequence has rows of its own in the buffer.
 """
 
 from dataclasses import dataclass

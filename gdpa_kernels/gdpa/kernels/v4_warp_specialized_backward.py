@@ -7,22 +7,27 @@ consumer, and each computes half of dQ: of the columns, at head_dim 64 of the 12
 
 Why it should help: a step of 64 rows is 2,560 clocks of the tensor cores at head_dim 128 and 770 of
 issue slots for the activation, and one consumer's activation overlaps with the other's MMAs.
+Why it may not: each step passes two barriers at which the consumers wait for each other's dS.
 
 | role     | warps | registers | work                                                          |
 |----------|-------|-----------|---------------------------------------------------------------|
 | load     | 4     | 24        | one thread issues the TMA loads                               |
 | math (2) | 4     | 240       | S, dP, activation and derivative, dV, dK, half of dQ; 64 keys |
 
-| barrier          | arrivals            | filled by -> drained by                              |
-|------------------|---------------------|------------------------------------------------------|
-| k_full, v_full   | 1 and bytes         | TMA loads of a tile's K, V -> both consumers         |
-| k_empty, v_empty | 256 threads, 1 each | consumers, done with the tile -> producer            |
-| q_full, g_full   | 1 and bytes         | TMA loads of a step's Q, its dO -> both consumers    |
-| q_empty, g_empty | 256 threads, 1 each | consumers, done with the rows -> producer            |
-| ds_full[2]       | 256 threads, 1 each | consumers, dS is stored -> consumers                 |
-| ds_empty[2]      | 256 threads, 1 each | consumers, dQ of these rows is computed -> consumers |
+| barrier        | arrivals    | filled by -> drained by                               |
+|----------------|-------------|-------------------------------------------------------|
+| k.full[stage]  | 1 and bytes | TMA loads of a tile's K -> both consumers             |
+| k.empty[stage] | 256 threads | consumers, the tile's last dQ is computed -> producer |
+| v.full         | 1 and bytes | TMA loads of a tile's V -> both consumers             |
+| v.empty        | 256 threads | consumers, dV has left through V's buffer -> producer |
+| q.full[stage]  | 1 and bytes | TMA load of a step's Q -> both consumers              |
+| q.empty[stage] | 256 threads | consumers, the step's dK is computed -> producer      |
+| g.full[stage]  | 1 and bytes | TMA load of a step's dO -> both consumers             |
+| g.empty[stage] | 256 threads | consumers, the step's dV is computed -> producer      |
+| ds.full[2]     | 256 threads | consumers, dS is stored -> consumers                  |
+| ds.empty[2]    | 256 threads | consumers, dQ of these rows is computed -> consumers  |
 
-dQ is deterministic up to 256 keys. Needs: as v2, TLX, head_dim 64 or 128.
+dQ is deterministic up to 256 keys.
 """
 
 import torch

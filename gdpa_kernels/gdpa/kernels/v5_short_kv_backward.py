@@ -7,22 +7,27 @@ the output's dtype: no fp32 sum in memory, no zero fill, no conversion; determin
 
 Why it should help, in bytes for a row of head_dim 128: v4 reads 512, fills 512 with zeros, adds 512
 twice at 256 keys, reads them again and writes 256. Here 512 are read and 256 written.
+Why it may not: every step waits for the dS of the other program.
 
 | role     | warps | registers | work                                                              |
 |----------|-------|-----------|-------------------------------------------------------------------|
 | load     | 4     | 24        | one thread issues the TMA loads                                   |
 | math (2) | 4     | 240       | S, dP, activation and derivative, dV, dK; 64 keys; every other dQ |
 
-| barrier             | arrivals            | filled by -> drained by                             |
-|---------------------|---------------------|-----------------------------------------------------|
-| k_full, v_full      | 1 and bytes         | TMA loads of K, half of the peer's K, V -> math     |
-| q_full, g_full      | 1 and bytes         | TMA loads of 64 rows of Q, of dO -> both consumers  |
-| k_, v_, q_, g_empty | 256 threads, 1 each | consumers, done with the item, the rows -> producer |
-| ds_full[2]          | 256 threads, 1 each | consumers, dS is stored -> the step's dQ            |
-| peer_full[2]        | 1 and bytes         | the peer's copies of dS -> the step's dQ            |
-| ds_empty[2]         | 2 roles             | the step's dQ, here and in the peer -> consumers    |
-
-Needs: as v4, head_dim 128, a max_seqlen_k of at most 256, a q of every sequence's own.
+| barrier      | arrivals             | filled by -> drained by                                    |
+|--------------|----------------------|------------------------------------------------------------|
+| k.full       | 1 and bytes          | TMA loads of K and of half of the peer's K -> consumers    |
+| k.empty      | 256 threads          | consumers, the item's last dQ is computed -> producer      |
+| v.full       | 1 and bytes          | TMA loads of V -> consumers                                |
+| v.empty      | 256 threads          | consumers, dV has left through V's buffer -> producer      |
+| q.full[2]    | 1 and bytes          | TMA loads of 64 rows of Q, in halves -> consumers          |
+| q.empty[2]   | 256 threads          | consumers, the step's dK is computed -> producer           |
+| g.full[2]    | 1 and bytes          | TMA load of 64 rows of dO -> consumers                     |
+| g.empty[2]   | 256 threads          | consumers, the step's dV is computed -> producer           |
+| ds.full[2]   | 256 threads          | consumers, dS is stored -> the consumer with the step's dQ |
+| peer.full[2] | 1 and bytes          | the peer's copies of dS -> the consumer with the step's dQ |
+| ds.empty[2]  | 2, 1 of each program | consumers with the step's dQ, here and in the peer, dQ is  |
+|              |                      | computed -> consumers, the next dS and its copy            |
 """
 
 from dataclasses import dataclass

@@ -7,22 +7,25 @@ walks all rows, seen or not, also of sequences without keys: their dQ is written
 Why it should help, in bytes for a row of head_dim 128: v4 reads 512, fills 512 with zeros, adds
 512, reads them again and writes 256. Here 512 are read and 256 written. v5 does as much with two
 programs, of which the second has no keys.
+Why it may not: rows that no key is seen by are walked too.
 
 | role     | warps | registers | work                                                          |
 |----------|-------|-----------|---------------------------------------------------------------|
 | load     | 4     | 24        | one thread issues the TMA loads                               |
 | math (2) | 4     | 240       | S, dP, activation and derivative, dV, dK, half of dQ; 64 keys |
 
-| barrier          | arrivals            | filled by -> drained by                              |
-|------------------|---------------------|------------------------------------------------------|
-| k_full, v_full   | 1 and bytes         | TMA loads of a tile's K, V -> both consumers         |
-| k_empty, v_empty | 256 threads, 1 each | consumers, done with the tile -> producer            |
-| q_full, g_full   | 1 and bytes         | TMA loads of a step's Q, its dO -> both consumers    |
-| q_empty, g_empty | 256 threads, 1 each | consumers, done with the rows -> producer            |
-| ds_full[2]       | 256 threads, 1 each | consumers, dS is stored -> consumers                 |
-| ds_empty[2]      | 256 threads, 1 each | consumers, dQ of these rows is computed -> consumers |
-
-Needs: as v4, a max_seqlen_k of at most 128, a q of every sequence's own.
+| barrier        | arrivals    | filled by -> drained by                               |
+|----------------|-------------|-------------------------------------------------------|
+| k.full[stage]  | 1 and bytes | TMA loads of a tile's K -> both consumers             |
+| k.empty[stage] | 256 threads | consumers, the tile's last dQ is computed -> producer |
+| v.full         | 1 and bytes | TMA loads of a tile's V -> both consumers             |
+| v.empty        | 256 threads | consumers, dV has left through V's buffer -> producer |
+| q.full[stage]  | 1 and bytes | TMA load of a step's Q -> both consumers              |
+| q.empty[stage] | 256 threads | consumers, the step's dK is computed -> producer      |
+| g.full[stage]  | 1 and bytes | TMA load of a step's dO -> both consumers             |
+| g.empty[stage] | 256 threads | consumers, the step's dV is computed -> producer      |
+| ds.full[2]     | 256 threads | consumers, dS is stored -> consumers                  |
+| ds.empty[2]    | 256 threads | consumers, dQ of these rows is computed -> consumers  |
 """
 
 import torch

@@ -12,11 +12,22 @@ Why it may not: sm_90 has no packed tanh, a pair takes two; and the result is le
 as PyTorch's in bf16, which rounds the scores in the same way. Other activations and fp16 are
 computed as in v6.
 
-Roles and barriers: as v6_short_kv; with four consumers 112 registers each, and 512 threads where
-it says 256.
+| role     | warps | registers | work                                                     |
+|----------|-------|-----------|----------------------------------------------------------|
+| load     | 4     | the rest  | Q, K, V of each tile, or K and V of an entry, then its Q |
+| math (2) | 4     | 240       | of 64 rows: S of block j + 1, P V of block j, activation |
+| math (4) | 4     | 112       | the same, up to head_dim 64                              |
 
-The same options as v1. Needs: sm_90, TLX, bf16 or fp16, head_dim a multiple of 8 up to 128,
-contiguous rows aligned to 16 bytes.
+| barrier             | arrivals           | filled by -> drained by                              |
+|---------------------|--------------------|------------------------------------------------------|
+| q.full[role, slot]  | 1 and bytes        | TMA load of 64 rows of Q -> that consumer            |
+| q.empty[role, slot] | 128 threads        | that consumer, the tile's last S is complete -> load |
+| k.full[stage]       | 1 and bytes        | TMA load of a block of K -> all consumers            |
+| k.empty[stage]      | 256 or 512 threads | consumers, S of the block is complete -> load        |
+| v.full[stage]       | 1 and bytes        | TMA load of a block of V -> all consumers            |
+| v.empty[stage]      | 256 or 512 threads | consumers, P V of the block is complete -> load      |
+
+Where K and V are resident, a consumer releases a block of them in the last tile of its entry alone.
 """
 
 from dataclasses import dataclass

@@ -5,8 +5,8 @@ Changes from v4_warp_specialized_backward: the work is divided by product instea
 computes S, dP and dV, the other dK and dQ from dS, all that passes between them; a tile is 64 keys.
 
 Why it should help: no product is computed twice; dV and dK take 256 columns at a time. A step of 64
-rows is 2,560 clocks of the tensor cores, and shared memory moves 448 KiB, 3,584 clocks: S and dP
-128, dV 32, dK 40, dQ 48, dS 8, dQ out and in again 128, TMA loads 64.
+rows is 2,560 clocks of the tensor cores. Why it may not: shared memory moves 448 KiB a step, 3,584
+clocks: S and dP 128, dV 32, dK 40, dQ 48, dS 8, dQ out and in again 128, TMA loads 64.
 
 | role   | warps | registers | work                                                      |
 |--------|-------|-----------|-----------------------------------------------------------|
@@ -14,15 +14,21 @@ rows is 2,560 clocks of the tensor cores, and shared memory moves 448 KiB, 3,584
 | scores | 4     | 240       | S, dP, activation and derivative, dS to shared memory; dV |
 | sums   | 4     | 240       | dK, dQ in halves; TMA reduce-adds                         |
 
-| barrier          | arrivals            | filled by -> drained by                               |
-|------------------|---------------------|-------------------------------------------------------|
-| k_full, q_full   | 1 and bytes         | TMA loads of a tile's K, of 64 rows of Q -> both      |
-| v_full, g_full   | 1 and bytes         | TMA loads of a tile's V, of 64 rows of dO -> scores   |
-| k_empty, q_empty | 128 threads, 1 each | sums; dS told it that scores has read them -> load    |
-| v_empty, g_empty | 128 threads, 1 each | scores, done with the tile, the rows -> load          |
-| ds_full, _empty  | 128 threads, 1 each | scores, dS is stored -> sums; sums, read it -> scores |
+| barrier        | arrivals    | filled by -> drained by                        |
+|----------------|-------------|------------------------------------------------|
+| k.full         | 1 and bytes | TMA load of a tile's K -> scores and sums      |
+| k.empty        | 128 threads | sums, dK has left through K's buffer -> load   |
+| v.full         | 1 and bytes | TMA load of a tile's V -> scores               |
+| v.empty        | 128 threads | scores, dV has left through V's buffer -> load |
+| q.full[stage]  | 1 and bytes | TMA load of 64 rows of Q -> scores and sums    |
+| q.empty[stage] | 128 threads | sums, the step's dK is computed -> load        |
+| g.full[stage]  | 1 and bytes | TMA load of 64 rows of dO -> scores            |
+| g.empty[stage] | 128 threads | scores, the step's dV is computed -> load      |
+| ds.full[2]     | 128 threads | scores, dS is stored -> sums                   |
+| ds.empty[2]    | 128 threads | sums, dK and dQ have read dS -> scores         |
 
-dQ is deterministic up to 128 keys. Needs: as v2, TLX, sm_90, head_dim 136 to 256.
+`sums` releases K and Q for both: the dS that it waited for says that `scores` has read them. dQ is
+deterministic up to 128 keys.
 """
 
 from dataclasses import dataclass

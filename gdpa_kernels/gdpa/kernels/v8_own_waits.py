@@ -10,13 +10,28 @@ Why it should help: a consumer no longer waits for its scores with nothing else 
 Why it may not: ptxas had already moved the activation between the instructions of P V, which hid
 some of it; now it moves the last wait up, ahead of half of the activation.
 
-And a block that all rows of a tile see is not masked: half of its instructions with a mask.
+A block that all rows of a tile see is not masked; with a mask that is half of its instructions.
 
-Roles and barriers: as v7_packed. With a head_dim over 128 there is room for one tile of Q: it is
-loaded after the next tile's first K, while the last P V is computed; the output leaves in halves.
+| role     | warps | registers | work                                                     |
+|----------|-------|-----------|----------------------------------------------------------|
+| load     | 4     | the rest  | Q, K, V of each tile, or K and V of an entry, then its Q |
+| math (2) | 4     | 240       | of 64 rows: S of block j + 1, P V of block j, activation |
+| math (4) | 4     | 112       | the same, up to head_dim 64                              |
+| math (1) | 4     | 232       | the same, in each of two programs of an SM               |
 
-The same options as v1, and histories in pages. Needs: sm_90, TLX, bf16 or fp16, head_dim a multiple
-of 8 up to 256, contiguous rows aligned to 16 bytes.
+| barrier             | arrivals       | filled by -> drained by                              |
+|---------------------|----------------|------------------------------------------------------|
+| q.full[role, slot]  | 1 and bytes    | TMA load of 64 rows of Q -> that consumer            |
+| q.empty[role, slot] | 128 threads    | that consumer, the tile's last S is complete -> load |
+| k.full[stage]       | 1 and bytes    | TMA load of a block of K -> all consumers            |
+| k.empty[stage]      | 128 a consumer | consumers, S of the block is complete -> load        |
+| v.full[stage]       | 1 and bytes    | TMA load of a block of V -> all consumers            |
+| v.empty[stage]      | 128 a consumer | consumers, P V of the block is complete -> load      |
+
+Where K and V are resident, a consumer releases a block of them in the last tile of its entry alone.
+With a head_dim over 128 there is room for one tile of Q: a consumer releases it after the tile's
+last S, and it is loaded after the next tile's first K, while the last P V is computed; the output
+leaves in halves.
 """
 
 from dataclasses import dataclass, replace

@@ -15,14 +15,16 @@ Why it may not: S, activation and P V of a block wait for each other. At head_di
 | load | 1     | the same  | Q once, then K and V in turn                |
 | mma  | 1     | the same  | one thread issues S = Q K^T and O += P V    |
 
-| barrier         | arrivals        | filled by -> drained by           |
-|-----------------|-----------------|-----------------------------------|
-| q.full, kv.full | 1 and bytes     | TMA load -> mma                   |
-| kv.empty        | 1 (commit)      | the MMA that read it -> load      |
-| s.full, o.full  | 1 (commit)      | S = Q K^T, the last P V -> math   |
-| p.full          | all 128 threads | P is stored, so S was read -> mma |
+| barrier         | arrivals    | filled by -> drained by                |
+|-----------------|-------------|----------------------------------------|
+| q.full          | 1 and bytes | TMA load of 128 rows of Q -> mma       |
+| kv.full[stage]  | 1 and bytes | TMA load of a block of K or V -> mma   |
+| kv.empty[stage] | 1 (commit)  | the MMA that read it, S or P V -> load |
+| s.full          | 1 (commit)  | S = Q K^T -> math                      |
+| p.full          | 128 threads | math, P is stored, S was read -> mma   |
+| o.full          | 1 (commit)  | the last P V -> math                   |
 
-TMEM: S 0-127, P in 0-63, O 128-255. Needs: sm_100, TLX, GELU or SiLU in bf16, and what v4 needs.
+TMEM: S 0-127, P in 0-63, O 128-255.
 """
 
 from dataclasses import dataclass

@@ -15,14 +15,16 @@ program still begins and ends alone: load, S, then at the end P V and the store.
 | load     | 1     | the same  | Q of both tiles, then K and V in turn                  |
 | mma      | 1     | the same  | S = Q K^T and O += P V of both tiles                   |
 
-| barrier          | arrivals        | filled by -> drained by                  |
-|------------------|-----------------|------------------------------------------|
-| q.full, kv.full  | 1 and bytes     | TMA load -> mma                          |
-| kv.empty         | 1 (commit)      | both tiles' MMAs that read it -> load    |
-| s.full, o.full   | 1 (commit)      | S = Q K^T, the last P V -> math          |
-| p.full           | all 128 threads | a slice of P is stored, of S read -> mma |
+| barrier             | arrivals    | filled by -> drained by                         |
+|---------------------|-------------|-------------------------------------------------|
+| q.full[tile]        | 1 and bytes | TMA load of a tile's Q -> mma                   |
+| kv.full[stage]      | 1 and bytes | TMA load of a block of K or V -> mma            |
+| kv.empty[stage]     | 1 (commit)  | both tiles' MMAs that read it -> load           |
+| s.full[tile]        | 1 (commit)  | S = Q K^T -> math                               |
+| p.full[tile, slice] | 128 threads | math, a slice of P is stored, S was read -> mma |
+| o.full[tile]        | 1 (commit)  | the last P V -> math                            |
 
-TMEM: S 0-255 (P over it), O 256-511. Needs: what b1 needs.
+TMEM: S 0-255 (P over it), O 256-511.
 """
 
 from dataclasses import dataclass

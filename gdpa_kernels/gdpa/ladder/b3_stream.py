@@ -10,18 +10,24 @@ last P V and the store at the end. With 256 keys, two blocks, that is most of a 
 Why it may not: there is room for one Q of each tile, so the next one is loaded only when the last S
 of this one is complete: at two blocks of keys the stream waits for that load.
 
-Roles as in b2; the registers too.
+| role     | warps | registers | work                                                   |
+|----------|-------|-----------|--------------------------------------------------------|
+| math (2) | 4     | up to 168 | of a tile: P = activation(S), one row a thread; output |
+| load     | 1     | the same  | Q of both tiles, then K and V in turn                  |
+| mma      | 1     | the same  | S = Q K^T and O += P V of both tiles                   |
 
-| barrier          | arrivals        | filled by -> drained by                  |
-|------------------|-----------------|------------------------------------------|
-| q.full, kv.full  | 1 and bytes     | TMA load -> mma                          |
-| q.empty          | 1 (commit)      | the last S of the tile -> load           |
-| kv.empty         | 1 (commit)      | both tiles' MMAs that read it -> load    |
-| s.full, o.full   | 1 (commit)      | S = Q K^T, the last P V -> math          |
-| p.full           | all 128 threads | a slice of P is stored, of S read -> mma |
+| barrier             | arrivals    | filled by -> drained by                         |
+|---------------------|-------------|-------------------------------------------------|
+| q.full[tile]        | 1 and bytes | TMA load of a tile's Q -> mma                   |
+| q.empty[tile]       | 1 (commit)  | the tile's last S -> load                       |
+| kv.full[stage]      | 1 and bytes | TMA load of a block of K or V -> mma            |
+| kv.empty[stage]     | 1 (commit)  | both tiles' MMAs that read it -> load           |
+| s.full[tile]        | 1 (commit)  | S = Q K^T -> math                               |
+| p.full[tile, slice] | 128 threads | math, a slice of P is stored, S was read -> mma |
+| o.full[tile]        | 1 (commit)  | the item's last P V -> math                     |
 
 O needs no barrier back: a math role reads it before it stores the P that overwrites it.
-TMEM: S 0-255 (P over it), O 256-511. Needs: what b1 needs.
+TMEM: S 0-255 (P over it), O 256-511.
 """
 
 from dataclasses import dataclass

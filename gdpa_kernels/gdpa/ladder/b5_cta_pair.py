@@ -14,15 +14,18 @@ Why it may not: keys beyond a sequence's are computed too.
 | mma      | 1     | 48        | of the leader: S = Q K^T and O += P V of both CTAs |
 | load     | 1     | 48        | its rows of Q, its halves of K and V               |
 
-| barrier          | arrivals           | filled by -> drained by               |
-|------------------|--------------------|---------------------------------------|
-| q.full, k.full   | 1 and bytes        | TMA loads of both CTAs -> mma         |
-| q.empty          | 1 (commit to both) | both roles' S of the tile -> load     |
-| k.empty          | 1 (commit to both) | the item's last P V -> load           |
-| s.full, o.full   | 1 (commit to both) | S = Q K^T -> math, last P V -> output |
-| p.full, o.empty  | 1 of each CTA      | math (and S was read), output -> mma  |
+| barrier             | arrivals           | filled by -> drained by                         |
+|---------------------|--------------------|-------------------------------------------------|
+| q.full[slot]        | 1 and bytes        | TMA loads of Q of both CTAs -> mma              |
+| q.empty[slot]       | 1 (commit to both) | both roles' S of the tile -> load               |
+| k.full[stage], v's  | 1 and bytes        | TMA loads of K and V of both CTAs -> mma        |
+| k.empty[stage], v's | 1 (commit to both) | the item's last P V -> load                     |
+| s.full[role]        | 1 (commit to both) | S = Q K^T -> math                               |
+| p.full[role, slice] | 2, 1 of each CTA   | math, a slice of P is stored, S was read -> mma |
+| o.full[slot]        | 1 (commit to both) | the tile's last P V -> output                   |
+| o.empty[slot]       | 2, 1 of each CTA   | output, O is in registers -> mma, the next O    |
 
-TMEM: S 0-255 (P over it), O 256-511. SMEM: Q 2 x 32 KB, O 32, K, V 128. Needs: b1's, keys <= 256.
+TMEM: S 0-255 (P over it), O 256-511. SMEM: Q 2 x 32 KB, O 32, K, V 128.
 """
 
 from dataclasses import dataclass

@@ -9,19 +9,21 @@ Why it should help: with 256 keys every tile of 128 rows of v6b loads 128 KiB of
 Why it may not: whole heads are coarser than tiles, and balance worse; an entry's first tile still
 waits for its K and V.
 
-| role     | warps | registers    | work                                               |
-|----------|-------|--------------|----------------------------------------------------|
-| load     | 4     | what is left | resident: K and V of an entry, then its tiles of Q |
-| math (2) | 4     | 240          | as v6b, 64 rows each of one tile after another     |
+| role     | warps | registers | work                                                     |
+|----------|-------|-----------|----------------------------------------------------------|
+| load     | 4     | the rest  | Q, K, V of each tile, or K and V of an entry, then its Q |
+| math (2) | 4     | 240       | of 64 rows: S of the next block or tile, P V, activation |
 
-| barrier          | arrivals        | filled by -> drained by                 |
-|------------------|-----------------|-----------------------------------------|
-| q_full[role, 2]  | 1 and bytes     | TMA load of 64 rows of Q -> a consumer  |
-| q_empty[role, 2] | 128 threads     | the last scores of its tile -> producer |
-| k_full, v_full   | 1 and bytes     | TMA load of a block -> both consumers   |
-| k_empty, v_empty | all 256 threads | its MMA; resident: its last -> producer |
+| barrier             | arrivals    | filled by -> drained by                                  |
+|---------------------|-------------|----------------------------------------------------------|
+| q.full[role, slot]  | 1 and bytes | TMA load of 64 rows of Q -> that consumer                |
+| q.empty[role, slot] | 128 threads | that consumer, the tile's last S is complete -> producer |
+| k.full[stage]       | 1 and bytes | TMA load of a block of K -> both consumers               |
+| k.empty[stage]      | 256 threads | consumers, S of the block is complete -> producer        |
+| v.full[stage]       | 1 and bytes | TMA load of a block of V -> both consumers               |
+| v.empty[stage]      | 256 threads | consumers, P V of the block is complete -> producer      |
 
-Needs: as v4.
+Where K and V are resident, a consumer releases a block of them in the last tile of its entry alone.
 """
 
 from dataclasses import dataclass

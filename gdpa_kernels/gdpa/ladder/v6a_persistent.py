@@ -9,19 +9,19 @@ Why it should help: with one program of v5 per SM, nothing hides its prologue (b
 descriptors, the first copies) or its epilogue (the store of O). A list has no tiles without rows.
 Why it may not: two tiles of Q and the output take 96 KiB of shared memory; the list costs a launch.
 
-| role     | warps | registers    | work                                                        |
-|----------|-------|--------------|-------------------------------------------------------------|
-| load     | 4     | what is left | Q, K, V of one tile after another, ahead of the consumers   |
-| math (2) | 4     | 240          | as v5 without turns, 64 rows each of one tile after another |
+| role     | warps | registers | work                                                      |
+|----------|-------|-----------|-----------------------------------------------------------|
+| load     | 4     | the rest  | Q, K, V of one tile after another, ahead of the consumers |
+| math (2) | 4     | 240       | of 64 rows: S of block j + 1, P V of block j, activation  |
 
-| barrier          | arrivals        | filled by -> drained by                 |
-|------------------|-----------------|-----------------------------------------|
-| q_full[role, 2]  | 1 and bytes     | TMA load of 64 rows of Q -> a consumer  |
-| q_empty[role, 2] | 128 threads     | the last scores of its tile -> producer |
-| k_full, v_full   | 1 and bytes     | TMA load of a block -> both consumers   |
-| k_empty, v_empty | all 256 threads | the MMA that read it -> producer        |
-
-Needs: as v4.
+| barrier             | arrivals    | filled by -> drained by                                  |
+|---------------------|-------------|----------------------------------------------------------|
+| q.full[role, slot]  | 1 and bytes | TMA load of 64 rows of Q -> that consumer                |
+| q.empty[role, slot] | 128 threads | that consumer, the tile's last S is complete -> producer |
+| k.full[stage]       | 1 and bytes | TMA load of a block of K -> both consumers               |
+| k.empty[stage]      | 256 threads | consumers, S of the block is complete -> producer        |
+| v.full[stage]       | 1 and bytes | TMA load of a block of V -> both consumers               |
+| v.empty[stage]      | 256 threads | consumers, P V of the block is complete -> producer      |
 """
 
 from dataclasses import dataclass

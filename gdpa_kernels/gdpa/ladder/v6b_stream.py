@@ -10,10 +10,19 @@ the last P V: about one block's time, of a tile that has two or four. The shorte
 more.
 Why it may not: the other consumer may have filled the gap already.
 
-Roles and barriers: as v6a_persistent.
+| role     | warps | registers | work                                                      |
+|----------|-------|-----------|-----------------------------------------------------------|
+| load     | 4     | the rest  | Q, K, V of one tile after another, ahead of the consumers |
+| math (2) | 4     | 240       | of 64 rows: S of the next block or tile, P V, activation  |
 
-Needs: sm_90, TLX, bf16 or fp16, head_dim 64 or 128, contiguous rows aligned to 16 bytes; no mask,
-no groups, one activation.
+| barrier             | arrivals    | filled by -> drained by                                  |
+|---------------------|-------------|----------------------------------------------------------|
+| q.full[role, slot]  | 1 and bytes | TMA load of 64 rows of Q -> that consumer                |
+| q.empty[role, slot] | 128 threads | that consumer, the tile's last S is complete -> producer |
+| k.full[stage]       | 1 and bytes | TMA load of a block of K -> both consumers               |
+| k.empty[stage]      | 256 threads | consumers, S of the block is complete -> producer        |
+| v.full[stage]       | 1 and bytes | TMA load of a block of V -> both consumers               |
+| v.empty[stage]      | 256 threads | consumers, P V of the block is complete -> producer      |
 """
 
 from dataclasses import dataclass
