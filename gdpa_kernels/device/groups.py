@@ -48,7 +48,7 @@ def ring(buffer, STAGES: tl.constexpr, CONSUMERS: tl.constexpr = 1):
 
 
 @triton.aggregate
-class Handover:
+class OneWay:
     """Buffers with a barrier in one direction: full[i] completes when buffer[i] may be read.
 
     That it may be filled again is known from other barriers.

@@ -26,8 +26,8 @@ def fetch_part(desc, buffer, full, start, length, head, first_row, first_column)
 
     Its bytes arrive on `full` of the leader, which must expect those of both CTAs.
     """
-    place = [BOUND, start + length, head, BOUND - length + first_row, first_column]
-    tlx.async_descriptor_load(desc, buffer, place, full, two_ctas=True)
+    coords = [BOUND, start + length, head, BOUND - length + first_row, first_column]
+    tlx.async_descriptor_load(desc, buffer, coords, full, two_ctas=True)
 
 
 @triton.jit
@@ -80,5 +80,5 @@ def put_sum(
         if part == PARTS - 1:
             tlx.barrier_arrive(read, 1, remote_cta_rank=0)
         tlx.fence("async_shared")
-        place = [BOUND, start + length, head, BOUND - length + first_row, part * WIDTH]
-        tlx.async_descriptor_store(desc, buffer, place)
+        coords = [BOUND, start + length, head, BOUND - length + first_row, part * WIDTH]
+        tlx.async_descriptor_store(desc, buffer, coords)

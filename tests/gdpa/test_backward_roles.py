@@ -257,7 +257,7 @@ def test_v5_needs_its_fence_and_its_last_wait():
     found = []
     for protection in (
         'tlx.fence("async_shared")\n    tlx.async_remote_shmem_copy',
-        "tlx.barrier_wait(ds.empty[at], (count & 1) ^ 1)",
+        "tlx.barrier_wait(ds.empty[stage], (count & 1) ^ 1)",
     ):
         begin = text.index(protection)
         end = begin + len(protection.partition("\n")[0])

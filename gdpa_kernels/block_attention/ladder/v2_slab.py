@@ -93,7 +93,7 @@ def count_steps(blocks_ptr, NUM_HEADS: tl.constexpr, HEADS: tl.constexpr):
 
 
 @triton.jit
-def place(blocks_ptr, step, NUM_HEADS: tl.constexpr, HEADS: tl.constexpr):
+def block_and_head(blocks_ptr, step, NUM_HEADS: tl.constexpr, HEADS: tl.constexpr):
     """(first_row, rows, head) of a step; slabs p, p + P, p + 2 P, ... belong to program p of P."""
     slab = tl.program_id(0) + step // HEADS * tl.num_programs(0)
     SLABS: tl.constexpr = NUM_HEADS // HEADS
@@ -122,7 +122,7 @@ def forward_kernel(
 ):  # fmt: skip
     """softmax(scale Q K^T) V for the slabs of this program."""
     for step in tl.range(0, count_steps(blocks_ptr, NUM_HEADS, HEADS), num_stages=STAGES):
-        first_row, rows, head = place(blocks_ptr, step, NUM_HEADS, HEADS)
+        first_row, rows, head = block_and_head(blocks_ptr, step, NUM_HEADS, HEADS)
         q = load_rows(q_desc, first_row, rows, head, 0)
         k = load_rows(k_desc, first_row, rows, head, 0)
         v = load_rows(v_desc, first_row, rows, head, 0)
@@ -147,7 +147,7 @@ def backward_kernel(
 ):  # fmt: skip
     """dq, dk and dv for the slabs of this program."""
     for step in tl.range(0, count_steps(blocks_ptr, NUM_HEADS, HEADS), num_stages=STAGES):
-        first_row, rows, head = place(blocks_ptr, step, NUM_HEADS, HEADS)
+        first_row, rows, head = block_and_head(blocks_ptr, step, NUM_HEADS, HEADS)
         q = load_rows(q_desc, first_row, rows, head, 0)
         k = load_rows(k_desc, first_row, rows, head, 0)
         grad = load_rows(grad_desc, first_row, rows, head, 0)

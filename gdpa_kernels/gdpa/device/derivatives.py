@@ -194,20 +194,20 @@ def times_slope(dp, slope, FOLD: tl.constexpr):
 @triton.jit
 def evaluate_kernel(x_ptr, found_ptr, count, NAME: tl.constexpr, BLOCK: tl.constexpr):
     """Value alone, and value and slope together, of `count` points."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + at, mask=at < count, other=0.0)
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + offsets, mask=offsets < count, other=0.0)
     y, slope = value_and_slope(x, 1.0, NAME, True)
-    tl.store(found_ptr + at, activate(x, 1.0, NAME, True), mask=at < count)
-    tl.store(found_ptr + count + at, y, mask=at < count)
-    tl.store(found_ptr + count + count + at, slope, mask=at < count)
+    tl.store(found_ptr + offsets, activate(x, 1.0, NAME, True), mask=offsets < count)
+    tl.store(found_ptr + count + offsets, y, mask=offsets < count)
+    tl.store(found_ptr + count + count + offsets, slope, mask=offsets < count)
 
 
 def evaluate(x: torch.Tensor, name: str) -> torch.Tensor:
     """`[3, n]` of n fp32 points: the value as forward kernels compute it, and value and slope as
     backward kernels do."""
-    found = torch.empty(3, x.numel(), device=x.device)
+    results = torch.empty(3, x.numel(), device=x.device)
     launch(
-        evaluate_kernel, (cdiv(x.numel(), 1024),), x.device, x, found, x.numel(),
+        evaluate_kernel, (cdiv(x.numel(), 1024),), x.device, x, results, x.numel(),
         NAME=name, BLOCK=1024,
     )  # fmt: skip
-    return found
+    return results

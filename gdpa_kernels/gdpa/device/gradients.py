@@ -45,7 +45,7 @@ def steps_of(key, len_q, ROWS: tl.constexpr, KEYS: tl.constexpr, options):
 
 
 @triton.jit
-def place(step, steps, start, head_k, GROUP: tl.constexpr, ROWS: tl.constexpr):
+def head_and_row(step, steps, start, head_k, GROUP: tl.constexpr, ROWS: tl.constexpr):
     """(head, row) of a step: the rows from `start` on of the group's first head, in `steps` steps,
     then of the next."""
     if GROUP == 1:

@@ -18,8 +18,8 @@ LEAST = 64  # keys of the smallest tile
 def keys_of(list_ptr, item, start_q, len_q, start_k, len_k, indptr_ptr, ends_ptr, options):
     """(start, length, first key) of an entry's own keys, which lie as its queries do where a
     history comes first; and of its history (where its pages are listed, first token, tokens)."""
-    own = start_k, len_k, 0
-    kept = 0, 0, 0
+    packed = start_k, len_k, 0
+    paged = 0, 0, 0
     if options.PAGE is not None:
         sequence = number(list_ptr, item)
         start = tl.load(ends_ptr + sequence)
@@ -27,31 +27,31 @@ def keys_of(list_ptr, item, start_q, len_q, start_k, len_k, indptr_ptr, ends_ptr
         first = 0
         if not options.OWN_KEYS:  # an entry may be a piece of the history
             first = start_k - start
-        own = start_q, len_q, tl.cdiv(tokens, options.BLOCK_N) * options.BLOCK_N
-        kept = tl.load(indptr_ptr + sequence), first, tokens
-    return own, kept
+        packed = start_q, len_q, tl.cdiv(tokens, options.BLOCK_N) * options.BLOCK_N
+        paged = tl.load(indptr_ptr + sequence), first, tokens
+    return packed, paged
 
 
 @triton.jit
-def page_of(pages_ptr, kept, key, options):
+def page_of(pages_ptr, paged, key, options):
     """(row of a tile's first key, tokens of the history from there on, which may be none)."""
     row, left = 0, 0
     if options.PAGE is not None:
-        listed, first, tokens = kept
-        at = first + key
-        left = tl.maximum(tokens - at, 0)
-        page = tl.load(pages_ptr + listed + at // options.PAGE, mask=left > 0, other=0)
-        row = page * (2 * options.PAGE) + at % options.PAGE
+        listed, first, tokens = paged
+        token = first + key
+        left = tl.maximum(tokens - token, 0)
+        page = tl.load(pages_ptr + listed + token // options.PAGE, mask=left > 0, other=0)
+        row = page * (2 * options.PAGE) + token % options.PAGE
     return row, left
 
 
 @triton.jit
 def fetch_keys(
-    desc, history_desc, buffer, full, own, row, left, head, key, VALUES: tl.constexpr, options
+    desc, history_desc, buffer, full, packed, row, left, head, key, VALUES: tl.constexpr, options
 ):
     """`fetch_rows` of a tile of keys or VALUES, of a page or of the sequence's own. Without those
     `desc` is of the pages."""
-    start, length, first = own
+    start, length, first = packed
     if options.PAGE is None:
         fetch_rows(desc, buffer, full, start, length, head, key)
     else:

@@ -11,7 +11,7 @@ import triton.language as tl
 import triton.language.extra.tlx as tlx
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from gdpa_kernels.device.groups import Handover, Ring
+from gdpa_kernels.device.groups import OneWay, Ring
 from gdpa_kernels.device.pairs import CTAS, fetch_part
 from gdpa_kernels.device.ragged import ragged_descriptor, readable
 from gdpa_kernels.gdpa.batch import Batch
@@ -43,9 +43,9 @@ class Differences:
     peer.full completes when what the other CTA makes of the latter has come.
     """
 
-    keys: Handover
-    rows: Handover
-    peer: Handover
+    keys: OneWay
+    rows: OneWay
+    peer: OneWay
 
 
 @triton.aggregate

@@ -19,8 +19,8 @@ from gdpa_kernels.gdpa.device.work_list import number
 @triton.jit
 def segments_of(segments_ptr, batch, len_k):
     """(contexts, where the history ends) of a sequence; segments_ptr: int32 [sequences, 2]."""
-    at = segments_ptr + batch.to(tl.int64) * 2
-    return tl.load(at + 1), len_k - tl.load(at)
+    pointer = segments_ptr + batch.to(tl.int64) * 2
+    return tl.load(pointer + 1), len_k - tl.load(pointer)
 
 
 @triton.jit
@@ -35,9 +35,9 @@ def parts_of(list_ptr, segments_ptr, item, len_q, len_k, options):
 
 
 @triton.jit
-def place(at, first, second):
+def skip_gap(index, gap_start, gap_end):
     """Where step `at` of a walk lies: before `first` at itself, then from `second` on."""
-    return tl.where(at < first, at, at - first + second)
+    return tl.where(index < gap_start, index, index - gap_start + gap_end)
 
 
 @triton.jit
@@ -49,11 +49,11 @@ def key_stretches(
     """(start, end, first, second) of the walk over keys that `rows` rows from `position` on see."""
     end = tl.minimum(position + rows, len_k)
     seen = tl.where(position < contexts, history, tl.minimum(end, history))
-    first = tl.cdiv(seen, BLOCK_N) * BLOCK_N
+    gap_start = tl.cdiv(seen, BLOCK_N) * BLOCK_N
     target = tl.maximum(position, history) - history
-    second = (history + target // TARGET_GROUP * TARGET_GROUP) // BLOCK_N * BLOCK_N
-    second = tl.maximum(second, first)
-    more = tl.where(end > history, tl.maximum(tl.cdiv(end - second, BLOCK_N), 0), 0) * BLOCK_N
+    gap_end = (history + target // TARGET_GROUP * TARGET_GROUP) // BLOCK_N * BLOCK_N
+    gap_end = tl.maximum(gap_end, gap_start)
+    more = tl.where(end > history, tl.maximum(tl.cdiv(end - gap_end, BLOCK_N), 0), 0) * BLOCK_N
     start = 0
     if WINDOW is not None:  # from the key of the least rank that the first row sees
         least = rank(position, contexts, history, OWN_RANKS) - WINDOW
@@ -62,8 +62,8 @@ def key_stretches(
             last = rank(position + rows - 1, contexts, history, OWN_RANKS)
             limited = limited & (last < rank(history, contexts, history, False) - FULL_ROWS)
         key = least + tl.maximum(contexts - 1, 0)
-        start = tl.minimum(tl.where(limited, key // BLOCK_N * BLOCK_N, 0), first)
-    return start, first + more, first, second
+        start = tl.minimum(tl.where(limited, key // BLOCK_N * BLOCK_N, 0), gap_start)
+    return start, gap_start + more, gap_start, gap_end
 
 
 @triton.jit
@@ -74,10 +74,10 @@ def row_stretches(
 ):  # fmt: skip
     """(start, end, first, second) of the walk over rows that see any of `keys` keys."""
     shift = len_k - len_q
-    first = 0
+    gap_start = 0
     end = len_q
     if first_key < history:
-        first = tl.cdiv(tl.maximum(tl.minimum(contexts - shift, len_q), 0), BLOCK_M) * BLOCK_M
+        gap_start = tl.cdiv(tl.maximum(tl.minimum(contexts - shift, len_q), 0), BLOCK_M) * BLOCK_M
     else:
         last = (tl.minimum(first_key + keys, len_k) - 1 - history) // TARGET_GROUP + 1
         end = tl.minimum(len_q, history + last * TARGET_GROUP - shift)
@@ -89,17 +89,17 @@ def row_stretches(
             limited = limited & (most < rank(history, contexts, history, False))
         row = most + tl.maximum(contexts - 1, 0) - shift
         end = tl.where(limited, tl.minimum(end, tl.maximum(row + 1, 0)), end)
-    second = tl.maximum(tl.maximum(first_key - shift, 0) // BLOCK_M * BLOCK_M, first)
-    more = tl.maximum(tl.cdiv(end - second, BLOCK_M), 0) * BLOCK_M
-    return 0, first + more, first, second
+    gap_end = tl.maximum(tl.maximum(first_key - shift, 0) // BLOCK_M * BLOCK_M, gap_start)
+    more = tl.maximum(tl.cdiv(end - gap_end, BLOCK_M), 0) * BLOCK_M
+    return 0, gap_start + more, gap_start, gap_end
 
 
 @triton.jit
-def rank(at, contexts, history, OWN_RANKS: tl.constexpr):
+def rank(position, contexts, history, OWN_RANKS: tl.constexpr):
     """What a window counts of positions."""
     if not OWN_RANKS:
-        at = tl.minimum(at, history)
-    return tl.where(contexts > 0, tl.maximum(at - contexts + 1, 0), at)
+        position = tl.minimum(position, history)
+    return tl.where(contexts > 0, tl.maximum(position - contexts + 1, 0), position)
 
 
 @triton.jit
@@ -118,11 +118,11 @@ def counts(
         seen = ((j <= i) & ((j < history) | same)) | ((i < contexts) & (j < history))
     else:
         last = tl.where(i < contexts, history - 1, tl.minimum(i, history - 1))
-        mine = rank(i, contexts, history, OWN_RANKS)
-        least = mine - WINDOW
+        query_rank = rank(i, contexts, history, OWN_RANKS)
+        least = query_rank - WINDOW
         first = tl.where(least > 0, least + tl.maximum(contexts - 1, 0), 0)
         if FULL_ROWS > 0:
-            full = mine >= rank(history, contexts, history, False) - FULL_ROWS
+            full = query_rank >= rank(history, contexts, history, False) - FULL_ROWS
             first = tl.where(full, 0, first)
         group = tl.maximum(history + (i - history) // TARGET_GROUP * TARGET_GROUP, history)
         if OWN_RANKS:

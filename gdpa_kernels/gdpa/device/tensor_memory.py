@@ -15,7 +15,7 @@ from gdpa_kernels.device.ragged import BOUND
 from gdpa_kernels.device.rows import fetch_rows
 from gdpa_kernels.gdpa.batch import Batch
 from gdpa_kernels.gdpa.device.derivatives import mask_slope, times_slope, value_and_factor
-from gdpa_kernels.gdpa.device.gradients import place, steps_of
+from gdpa_kernels.gdpa.device.gradients import head_and_row, steps_of
 from gdpa_kernels.gdpa.device.masks import mask_transposed
 from gdpa_kernels.gdpa.device.work_list import count_items, entry
 
@@ -74,16 +74,16 @@ def load(q_desc, k_desc, v_desc, g_desc, q, k, v, g, list_ptr, options):
         tlx.barrier_wait(k.empty[0], phase ^ 1)
         fetch_rows(k_desc, k.buffer[0], k.full[0], start_k, len_k, head_k, key)
         for step in tl.range(0, steps * options.GROUP):
-            head, row = place(step, steps, start, head_k, options.GROUP, ROWS)
-            at = (count + step) % options.Q_STAGES
-            tlx.barrier_wait(q.empty[at], (((count + step) // options.Q_STAGES) & 1) ^ 1)
-            fetch_rows(q_desc, q.buffer[at], q.full[at], start_q, len_q, head, row)
+            head, row = head_and_row(step, steps, start, head_k, options.GROUP, ROWS)
+            stage = (count + step) % options.Q_STAGES
+            tlx.barrier_wait(q.empty[stage], (((count + step) // options.Q_STAGES) & 1) ^ 1)
+            fetch_rows(q_desc, q.buffer[stage], q.full[stage], start_q, len_q, head, row)
             if step == 0:
                 tlx.barrier_wait(v.empty[0], phase ^ 1)
                 fetch_rows(v_desc, v.buffer[0], v.full[0], start_k, len_k, head_k, key)
-            at = (count + step) % options.G_STAGES
-            tlx.barrier_wait(g.empty[at], (((count + step) // options.G_STAGES) & 1) ^ 1)
-            fetch_rows(g_desc, g.buffer[at], g.full[at], start_out, len_q, head, row)
+            stage = (count + step) % options.G_STAGES
+            tlx.barrier_wait(g.empty[stage], (((count + step) // options.G_STAGES) & 1) ^ 1)
+            fetch_rows(g_desc, g.buffer[stage], g.full[stage], start_out, len_q, head, row)
         count += steps * options.GROUP
         phase ^= 1
 
@@ -116,8 +116,8 @@ def put_sum(desc, sums, buffer, factor, start, length, head, key):
         here = tlx.local_slice(buffer, [0, part * 64], [KEYS, 64])
         tlx.local_store(here, x.to(tlx.dtype_of(desc)))
     tlx.fence("async_shared")
-    place = [BOUND, start + length, head, BOUND - length + key, 0]
-    tlx.async_descriptor_store(desc, buffer, place)
+    coords = [BOUND, start + length, head, BOUND - length + key, 0]
+    tlx.async_descriptor_store(desc, buffer, coords)
     tlx.async_descriptor_store_wait(0)
 
 
@@ -131,7 +131,7 @@ def output(dq, staging, dq_desc, list_ptr, options):
         _, _, _, start_out, len_q, head_k, key = entry(list_ptr, item)
         start, steps = steps_of(key, len_q, ROWS, KEYS, options)
         for step in tl.range(0, steps * options.GROUP):
-            head, row = place(step, steps, start, head_k, options.GROUP, ROWS)
+            head, row = head_and_row(step, steps, start, head_k, options.GROUP, ROWS)
             tlx.barrier_wait(dq.full[0], (count + step) & 1)
             for part in tl.static_range(PARTS):
                 x = tlx.local_load(tlx.subslice(dq.buffer[0], part * COLUMNS, COLUMNS))
@@ -140,7 +140,7 @@ def output(dq, staging, dq_desc, list_ptr, options):
                 tlx.async_descriptor_store_wait(1)
                 tlx.local_store(staging[part % 2], x)
                 tlx.fence("async_shared")
-                at = [BOUND, start_out + len_q, head, BOUND - len_q + row, part * COLUMNS]
-                tlx.async_descriptor_store(dq_desc, staging[part % 2], at, store_reduce="add")
+                coords = [BOUND, start_out + len_q, head, BOUND - len_q + row, part * COLUMNS]
+                tlx.async_descriptor_store(dq_desc, staging[part % 2], coords, store_reduce="add")
         count += steps * options.GROUP
     tlx.async_descriptor_store_wait(0)

@@ -41,11 +41,17 @@ import triton
 import triton.language as tl
 import triton.language.extra.tlx as tlx
 
-from gdpa_kernels.device.groups import Handover, Ring, ring
-from gdpa_kernels.device.rows import opaque_zero
+from gdpa_kernels.device.groups import OneWay, Ring, ring
+from gdpa_kernels.device.rows import keep_runtime
 from gdpa_kernels.gdpa.batch import Batch, Schedule
 from gdpa_kernels.gdpa.device.derivatives import times_slope
-from gdpa_kernels.gdpa.device.gradients import Gradients, launch_gradients, loaded, place, steps_of
+from gdpa_kernels.gdpa.device.gradients import (
+    Gradients,
+    head_and_row,
+    launch_gradients,
+    loaded,
+    steps_of,
+)
 from gdpa_kernels.gdpa.device.tensor_memory import (
     COLUMNS,
     HALF,
@@ -76,12 +82,12 @@ def plan_schedule(batch: Batch, config: Config) -> WorkList:
 
 @triton.jit
 def from_ds(q, k, ds, dk, dq, count, use_acc, zero, options):
-    """dQ of a step, then dK: both read its dS. `zero`: `opaque_zero`."""
-    at = count % options.Q_STAGES
+    """dQ of a step, then dK: both read its dS. `zero`: `keep_runtime`."""
+    stage = count % options.Q_STAGES
     tlx.barrier_wait(ds.full[0], count & 1)
     d = tlx.local_trans(ds.buffer[zero])
     tlx.async_dot(d, k.buffer[zero], dq.buffer[0], use_acc=False, mBarriers=[dq.full[0]])
-    tlx.async_dot(ds.buffer[zero], q.buffer[at], dk, use_acc=use_acc, mBarriers=[q.empty[at]])
+    tlx.async_dot(ds.buffer[zero], q.buffer[stage], dk, use_acc=use_acc, mBarriers=[q.empty[stage]])
 
 
 @triton.jit
@@ -97,26 +103,26 @@ def mma(q, k, v, g, s, p, dp, ds, dv, dk, dq, sums_full, list_ptr, options):
         tlx.barrier_wait(k.full[0], phase)
         for step in tl.range(0, steps * options.GROUP, num_stages=0):
             now = count + step
-            zero = opaque_zero(step)
-            at = now % options.Q_STAGES
-            tlx.barrier_wait(q.full[at], (now // options.Q_STAGES) & 1)
-            keys, rows = k.buffer[zero], tlx.local_trans(q.buffer[at])
+            zero = keep_runtime(step)
+            stage = now % options.Q_STAGES
+            tlx.barrier_wait(q.full[stage], (now // options.Q_STAGES) & 1)
+            keys, rows = k.buffer[zero], tlx.local_trans(q.buffer[stage])
             tlx.async_dot(keys, rows, s.buffer[0], use_acc=False, mBarriers=[s.full[0]])
             if step == 0:
                 tlx.barrier_wait(v.full[0], phase)
             else:
                 from_ds(q, k, ds, dk, dq, now - 1, step > 1, zero, options)
-            at = now % options.G_STAGES + zero
-            tlx.barrier_wait(g.full[at], (now // options.G_STAGES) & 1)
+            stage = now % options.G_STAGES + zero
+            tlx.barrier_wait(g.full[stage], (now // options.G_STAGES) & 1)
             tlx.barrier_wait(dq.empty[0], (now & 1) ^ 1)
-            keys, rows = v.buffer[zero], tlx.local_trans(g.buffer[at])
+            keys, rows = v.buffer[zero], tlx.local_trans(g.buffer[stage])
             tlx.async_dot(keys, rows, dp.buffer[0], use_acc=False, mBarriers=[dp.full[0]])
             tlx.barrier_wait(p.full[0], now & 1)
             for half in tl.static_range(MATH_ROLES):
-                rows = tlx.local_slice(g.buffer[at], [half * HALF, 0], [HALF, HEAD_DIM])
+                rows = tlx.local_slice(g.buffer[stage], [half * HALF, 0], [HALF, HEAD_DIM])
                 add = (step > 0) | (half > 0)
                 tlx.async_dot(p.buffer[2 * half], rows, dv, use_acc=add, force_async=True)
-            tlx.tcgen05_commit(g.empty[at])
+            tlx.tcgen05_commit(g.empty[stage])
         count += steps * options.GROUP
         from_ds(q, k, ds, dk, dq, count - 1, steps * options.GROUP > 1, 0, options)
         tlx.tcgen05_commit(k.empty[0])
@@ -145,7 +151,7 @@ def math(
         start_k, _, len_k, _, len_q, head_k, key = entry(list_ptr, item)
         start, steps = steps_of(key, len_q, ROWS, KEYS, options)
         for step in tl.range(0, steps * options.GROUP):
-            head, row = place(step, steps, start, head_k, options.GROUP, ROWS)
+            head, row = head_and_row(step, steps, start, head_k, options.GROUP, ROWS)
             row += role * HALF
             tlx.barrier_wait(s.full[0], (count + step) & 1)
             slope = activate(role, 0, s, p, scale, head, row, key, options)
@@ -198,10 +204,10 @@ def backward_kernel(
     k = Ring(k, tlx.alloc_barriers(1), tlx.alloc_barriers(1), 1)
     v = ring(v, 1, MATH_ROLES)
     g = Ring(g, tlx.alloc_barriers(G_STAGES), tlx.alloc_barriers(G_STAGES), G_STAGES)
-    s = Handover(s, tlx.alloc_barriers(1))
-    p = Handover(p, tlx.alloc_warp_barrier(1, 4, MATH_ROLES))
-    dp = Handover(dp, tlx.alloc_barriers(1))
-    ds = Handover(ds, tlx.alloc_warp_barrier(1, 4, MATH_ROLES))
+    s = OneWay(s, tlx.alloc_barriers(1))
+    p = OneWay(p, tlx.alloc_warp_barrier(1, 4, MATH_ROLES))
+    dp = OneWay(dp, tlx.alloc_barriers(1))
+    ds = OneWay(ds, tlx.alloc_warp_barrier(1, 4, MATH_ROLES))
     dq = ring(dq, 1)
     sums_full = tlx.alloc_barriers(1)
     gradients = Gradients(dq_desc, dk_desc, dv_desc)

@@ -54,12 +54,12 @@ import triton
 import triton.language as tl
 import triton.language.extra.tlx as tlx
 
-from gdpa_kernels.device.groups import Handover, Ring, ring
+from gdpa_kernels.device.groups import OneWay, Ring, ring
 from gdpa_kernels.device.pairs import CTAS, fetch_part, pair_and_pairs
 from gdpa_kernels.device.ragged import BOUND
-from gdpa_kernels.device.rows import opaque_zero
+from gdpa_kernels.device.rows import keep_runtime
 from gdpa_kernels.gdpa.batch import Batch, Schedule
-from gdpa_kernels.gdpa.device.gradients import Gradients, launch_gradients, place, steps_of
+from gdpa_kernels.gdpa.device.gradients import Gradients, head_and_row, launch_gradients, steps_of
 from gdpa_kernels.gdpa.device.pair_steps import (
     ITEM,
     Descriptors,
@@ -130,18 +130,20 @@ def load(descs, k_own, k, v, q, g, list_ptr, options):
         start_k, _, len_k, start_g, len_q, head_k, key = entry(list_ptr, item)
         start_q = 0 if options.SHARED_Q else start_g
         start, steps = steps_of(key, len_q, ROWS, ITEM, options)
-        own = key + rank * KEYS
-        fetch(descs.k_rows, k_own, phase ^ 1, 2 * TILE, start_k, len_k, head_k, own, 0)
+        cta_key = key + rank * KEYS
+        fetch(descs.k_rows, k_own, phase ^ 1, 2 * TILE, start_k, len_k, head_k, cta_key, 0)
         for owner in tl.static_range(CTAS):
-            keys, at = k[owner], key + owner * KEYS
-            fetch_part(descs.k_columns, keys, k_own.full[0], start_k, len_k, head_k, at, column)
+            keys, owner_key = k[owner], key + owner * KEYS
+            fetch_part(
+                descs.k_columns, keys, k_own.full[0], start_k, len_k, head_k, owner_key, column
+            )
         for step in tl.range(0, steps * options.GROUP):
-            head, row = place(step, steps, start, head_k, options.GROUP, ROWS)
+            head, row = head_and_row(step, steps, start, head_k, options.GROUP, ROWS)
             half = row + rank * HALF
             free = ((count + step) & 1) ^ 1
             fetch(descs.q_rows, q.rows, free, STEP, start_q, len_q, head, half, 0)
             if step == 0:
-                fetch(descs.v, v, phase ^ 1, TILE, start_k, len_k, head_k, own, 0)
+                fetch(descs.v, v, phase ^ 1, TILE, start_k, len_k, head_k, cta_key, 0)
             fetch(descs.g_rows, g.rows, free, STEP, start_g, len_q, head, half, 0)
             fetch(descs.g_columns, g.columns, free, STEP, start_g, len_q, head, row, column)
             fetch(descs.q_columns, q.columns, free, STEP, start_q, len_q, head, row, column)
@@ -151,7 +153,7 @@ def load(descs, k_own, k, v, q, g, list_ptr, options):
 
 @triton.jit
 def from_ds(q, k, ds, dk, dq, count, use_acc, zero, options):
-    """dK of a step, then dQ over the dS that dK has read. `zero`: `opaque_zero`."""
+    """dK of a step, then dQ over the dS that dK has read. `zero`: `keep_runtime`."""
     WIDTH: tl.constexpr = options.HEAD_DIM // CTAS
     tlx.barrier_wait(q.columns.full[0], count & 1)
     tlx.barrier_wait(ds.keys.full[0], count & 1)
@@ -183,7 +185,7 @@ def mma(k_own, k, v, q, g, s, p, dp, ds, dv, dk, dq, sums_full, list_ptr, option
             tlx.barrier_wait(k_own.full[0], phase)
             for step in tl.range(0, steps * options.GROUP, num_stages=0):
                 now = count + step
-                zero = opaque_zero(step)
+                zero = keep_runtime(step)
                 tlx.barrier_wait(q.rows.full[0], now & 1)
                 tlx.async_dot(
                     k_own.buffer[zero], tlx.local_trans(q.rows.buffer[zero]), s.buffer[0],
@@ -233,7 +235,7 @@ def math(
         start, steps = steps_of(key, len_q, ROWS, ITEM, options)
         key += rank * KEYS
         for step in tl.range(0, steps * options.GROUP):
-            head, row = place(step, steps, start, head_k, options.GROUP, ROWS)
+            head, row = head_and_row(step, steps, start, head_k, options.GROUP, ROWS)
             row += role * HALF
             activate_and_share(
                 role, s, p, dp, ds, (count + step) & 1, scale, head, row, key, rank, options
@@ -261,15 +263,15 @@ def output(dq, staging, dq_desc, list_ptr, options):
         _, _, _, start_out, len_q, head_k, key = entry(list_ptr, item)
         start, steps = steps_of(key, len_q, ROWS, ITEM, options)
         for step in tl.range(0, steps * options.GROUP):
-            head, row = place(step, steps, start, head_k, options.GROUP, ROWS)
+            head, row = head_and_row(step, steps, start, head_k, options.GROUP, ROWS)
             tlx.barrier_wait(dq.full[0], (count + step) & 1)
             x = tlx.local_load(dq.buffer[0])
             tlx.barrier_arrive(dq.empty[0], 1, remote_cta_rank=0)
             tlx.async_descriptor_store_wait(0)
             tlx.local_store(staging, x)
             tlx.fence("async_shared")
-            at = [BOUND, start_out + len_q, head, BOUND - len_q + row + rank * HALF, 0]
-            tlx.async_descriptor_store(dq_desc, staging, at, store_reduce="add")
+            coords = [BOUND, start_out + len_q, head, BOUND - len_q + row + rank * HALF, 0]
+            tlx.async_descriptor_store(dq_desc, staging, coords, store_reduce="add")
         count += steps * options.GROUP
     tlx.async_descriptor_store_wait(0)
 
@@ -313,13 +315,13 @@ def backward_kernel(
         Ring(g_rows, tlx.alloc_barriers(1), tlx.alloc_barriers(1), 1),
         Ring(g_columns, tlx.alloc_barriers(1), tlx.alloc_barriers(1), 1),
     )
-    s = Handover(s, tlx.alloc_barriers(1))
-    p = Handover(p, tlx.alloc_barriers(1, arrive_count=CTAS * MATH_ROLES))
-    dp = Handover(dp, tlx.alloc_barriers(1))
+    s = OneWay(s, tlx.alloc_barriers(1))
+    p = OneWay(p, tlx.alloc_barriers(1, arrive_count=CTAS * MATH_ROLES))
+    dp = OneWay(dp, tlx.alloc_barriers(1))
     ds = Differences(
-        Handover(ds, tlx.alloc_barriers(1, arrive_count=CTAS * MATH_ROLES)),
-        Handover(ds_rows, tlx.alloc_barriers(1, arrive_count=CTAS + 1)),
-        Handover(ds_rows, tlx.alloc_barriers(1)),
+        OneWay(ds, tlx.alloc_barriers(1, arrive_count=CTAS * MATH_ROLES)),
+        OneWay(ds_rows, tlx.alloc_barriers(1, arrive_count=CTAS + 1)),
+        OneWay(ds_rows, tlx.alloc_barriers(1)),
     )
     dq = Ring(dq, tlx.alloc_barriers(1), tlx.alloc_barriers(1, arrive_count=CTAS), 1)
     sums_full = tlx.alloc_barriers(1)

@@ -57,12 +57,12 @@ import triton
 import triton.language as tl
 import triton.language.extra.tlx as tlx
 
-from gdpa_kernels.device.groups import Handover, Ring
+from gdpa_kernels.device.groups import OneWay, Ring
 from gdpa_kernels.device.pairs import CTAS, fetch_part, pair_and_pairs
 from gdpa_kernels.device.ragged import BOUND
-from gdpa_kernels.device.rows import opaque_zero
+from gdpa_kernels.device.rows import keep_runtime
 from gdpa_kernels.gdpa.batch import Batch, Schedule
-from gdpa_kernels.gdpa.device.gradients import Gradients, launch_gradients, place
+from gdpa_kernels.gdpa.device.gradients import Gradients, head_and_row, launch_gradients
 from gdpa_kernels.gdpa.device.gradients import steps_of as steps_of_keys
 from gdpa_kernels.gdpa.device.pair_steps import (
     ITEM,
@@ -149,25 +149,27 @@ def load(role: tl.constexpr, descs, k_own, k, v, q, g, list_ptr, options):
         start_k, _, len_k, start_g, len_q, head_k, key = entry(list_ptr, item)
         start_q = 0 if options.SHARED_Q else start_g
         start, steps = steps_of(key, len_q, options)
-        own = key + rank * KEYS
+        cta_key = key + rank * KEYS
         if role == 0:
-            fetch(descs.k_rows, k_own, phase ^ 1, TILE, start_k, len_k, head_k, own, 0)
+            fetch(descs.k_rows, k_own, phase ^ 1, TILE, start_k, len_k, head_k, cta_key, 0)
         for step in tl.range(0, steps * options.GROUP):
-            head, row = place(step, steps, start, head_k, options.GROUP, ROWS)
+            head, row = head_and_row(step, steps, start, head_k, options.GROUP, ROWS)
             half = row + rank * HALF
             free = ((count + step) & 1) ^ 1
             if role == 0:
                 fetch(descs.q_rows, q.rows, free, STEP, start_q, len_q, head, half, 0)
                 if step == 0:
-                    fetch(descs.v, v, phase ^ 1, TILE, start_k, len_k, head_k, own, 0)
+                    fetch(descs.v, v, phase ^ 1, TILE, start_k, len_k, head_k, cta_key, 0)
                 fetch(descs.g_rows, g.rows, free, STEP, start_g, len_q, head, half, 0)
             else:
                 fetch(descs.g_columns, g.columns, free, STEP, start_g, len_q, head, row, column)
                 fetch(descs.q_columns, q.columns, free, STEP, start_q, len_q, head, row, column)
                 if step == 0:
                     fetch(descs.k_columns, k, phase ^ 1, TILE, start_k, len_k, head_k, key, column)
-                    at, keys = key + KEYS, k.buffer[1]
-                    fetch_part(descs.k_columns, keys, k.full[0], start_k, len_k, head_k, at, column)
+                    peer_key, keys = key + KEYS, k.buffer[1]
+                    fetch_part(
+                        descs.k_columns, keys, k.full[0], start_k, len_k, head_k, peer_key, column
+                    )
         count += steps * options.GROUP
         phase ^= 1
 
@@ -175,7 +177,7 @@ def load(role: tl.constexpr, descs, k_own, k, v, q, g, list_ptr, options):
 @triton.jit
 def from_ds(q, k, ds, dk, dk_empty, dq, count, phase, use_acc, ends, zero, options):
     """dK of a step, then dQ over the dS that dK has read. phase: of its item; ends: whether it is
-    the last one there. `zero`: `opaque_zero`."""
+    the last one there. `zero`: `keep_runtime`."""
     WIDTH: tl.constexpr = options.HEAD_DIM // CTAS
     tlx.barrier_wait(q.columns.full[0], count & 1)
     tlx.barrier_wait(ds.keys.full[0], count & 1)
@@ -204,14 +206,14 @@ def mma(k_own, k, v, q, g, s, p, dp, ds, dv, dk, dk_empty, dq, list_ptr, options
     first, pairs = pair_and_pairs()
     num_items = count_items(list_ptr)
     leads = tlx.cluster_cta_rank() == 0
-    phase, count, before = 0, 0, 0  # before: steps of the last item
+    phase, count, previous_steps = 0, 0, 0  # before: steps of the last item
     for item in tl.range(first, num_items, pairs):
         _, _, _, _, len_q, _, key = entry(list_ptr, item)
         _, steps = steps_of(key, len_q, options)
         if leads:
             for step in tl.range(0, steps * options.GROUP, num_stages=0):
                 now = count + step
-                zero = opaque_zero(step)
+                zero = keep_runtime(step)
                 last = step + 1 == steps * options.GROUP
                 tlx.barrier_wait(k_own.full[0], phase)
                 tlx.barrier_wait(q.rows.full[0], now & 1)
@@ -224,9 +226,11 @@ def mma(k_own, k, v, q, g, s, p, dp, ds, dv, dk, dk_empty, dq, list_ptr, options
                     tlx.tcgen05_commit(k_own.empty[0], two_ctas=True)
                 if now > 0:
                     border = step == 0
-                    of = phase ^ tl.where(border, 1, 0)
-                    add = tl.where(border, before, step) > 1
-                    from_ds(q, k, ds, dk, dk_empty, dq, now - 1, of, add, border, zero, options)
+                    item_phase = phase ^ tl.where(border, 1, 0)
+                    add = tl.where(border, previous_steps, step) > 1
+                    from_ds(
+                        q, k, ds, dk, dk_empty, dq, now - 1, item_phase, add, border, zero, options
+                    )
                 tlx.barrier_wait(v.full[0], phase)
                 tlx.barrier_wait(g.rows.full[0], now & 1)
                 tlx.barrier_wait(dq.empty[0], (now & 1) ^ 1)
@@ -248,11 +252,11 @@ def mma(k_own, k, v, q, g, s, p, dp, ds, dv, dk, dk_empty, dq, list_ptr, options
                 tlx.fence("async_shared")
                 tlx.barrier_arrive(ds.rows.full[0], 1, remote_cta_rank=0)
         count += steps * options.GROUP
-        before = steps * options.GROUP
+        previous_steps = steps * options.GROUP
         phase ^= 1
     if leads & (count > 0):
         last = count - 1
-        from_ds(q, k, ds, dk, dk_empty, dq, last, phase ^ 1, before > 1, True, 0, options)
+        from_ds(q, k, ds, dk, dk_empty, dq, last, phase ^ 1, previous_steps > 1, True, 0, options)
 
 
 @triton.jit
@@ -271,8 +275,8 @@ def put_sum(desc, sums, empty, buffer, factor, start, length, head, key):
     if sums.shape[1] > 64:
         tlx.local_store(tlx.local_slice(buffer, [0, 64], [KEYS, 64]), second)
     tlx.fence("async_shared")
-    place = [BOUND, start + length, head, BOUND - length + key, 0]
-    tlx.async_descriptor_store(desc, buffer, place)
+    coords = [BOUND, start + length, head, BOUND - length + key, 0]
+    tlx.async_descriptor_store(desc, buffer, coords)
 
 
 @triton.jit
@@ -287,7 +291,7 @@ def math(role: tl.constexpr, s, p, dp, ds, list_ptr, scale, options):
         start, steps = steps_of(key, len_q, options)
         key += rank * KEYS
         for step in tl.range(0, steps * options.GROUP):
-            head, row = place(step, steps, start, head_k, options.GROUP, ROWS)
+            head, row = head_and_row(step, steps, start, head_k, options.GROUP, ROWS)
             row += role * HALF
             activate_and_share(
                 role, s, p, dp, ds, (count + step) & 1, scale, head, row, key, rank, options
@@ -317,20 +321,20 @@ def output(
                 put_sum(
                     gradients.dv, dv.buffer[0], None, staged, of_dv, start_k, len_k, head_k, key
                 )
-            head, row = place(step, steps, start, head_k, options.GROUP, ROWS)
+            head, row = head_and_row(step, steps, start, head_k, options.GROUP, ROWS)
             tlx.barrier_wait(dq.full[0], (count + step) & 1)
             x = tlx.local_load(dq.buffer[0])
             tlx.barrier_arrive(dq.empty[0], 1, remote_cta_rank=0)
             tlx.async_descriptor_store_wait(0)
-            at = [BOUND, start_out + len_q, head, BOUND - len_q + row + rank * HALF, 0]
+            coords = [BOUND, start_out + len_q, head, BOUND - len_q + row + rank * HALF, 0]
             if options.ONCE:
                 tlx.local_store(staging, (x * of_dk).to(options.DTYPE))
                 tlx.fence("async_shared")
-                tlx.async_descriptor_store(gradients.dq, staging, at)
+                tlx.async_descriptor_store(gradients.dq, staging, coords)
             else:
                 tlx.local_store(staging, x)
                 tlx.fence("async_shared")
-                tlx.async_descriptor_store(gradients.dq, staging, at, store_reduce="add")
+                tlx.async_descriptor_store(gradients.dq, staging, coords, store_reduce="add")
         put_sum(gradients.dk, dk, dk_empty[0], staged, of_dk, start_k, len_k, head_k, key)
         count += steps * options.GROUP
         phase ^= 1
@@ -380,16 +384,16 @@ def backward_kernel(
         Ring(g_rows, tlx.alloc_barriers(1), tlx.alloc_barriers(1), 1),
         Ring(g_columns, tlx.alloc_barriers(1), tlx.alloc_barriers(1), 1),
     )
-    s = Handover(s, tlx.alloc_barriers(1))
-    p = Handover(p, tlx.alloc_barriers(1, arrive_count=CTAS * MATH_ROLES))
-    dp = Handover(dp, tlx.alloc_barriers(1))
+    s = OneWay(s, tlx.alloc_barriers(1))
+    p = OneWay(p, tlx.alloc_barriers(1, arrive_count=CTAS * MATH_ROLES))
+    dp = OneWay(dp, tlx.alloc_barriers(1))
     ds = Differences(
-        Handover(ds, tlx.alloc_barriers(1, arrive_count=CTAS * MATH_ROLES)),
-        Handover(ds_rows, tlx.alloc_barriers(1, arrive_count=CTAS + 1)),
-        Handover(ds_rows, tlx.alloc_barriers(1)),
+        OneWay(ds, tlx.alloc_barriers(1, arrive_count=CTAS * MATH_ROLES)),
+        OneWay(ds_rows, tlx.alloc_barriers(1, arrive_count=CTAS + 1)),
+        OneWay(ds_rows, tlx.alloc_barriers(1)),
     )
     dq = Ring(dq, tlx.alloc_barriers(1), tlx.alloc_barriers(1, arrive_count=CTAS), 1)
-    dv = Handover(dv, tlx.alloc_barriers(1))
+    dv = OneWay(dv, tlx.alloc_barriers(1))
     dk_empty = tlx.alloc_barriers(1, arrive_count=CTAS)
     gradients = Gradients(dq_desc, dk_desc, dv_desc)
     descs = Descriptors(

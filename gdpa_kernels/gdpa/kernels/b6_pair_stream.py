@@ -38,7 +38,7 @@ import triton.language as tl
 import triton.language.extra.tlx as tlx
 
 from gdpa_kernels.calling.launch import launch, multiprocessors
-from gdpa_kernels.device.groups import Handover, Ring
+from gdpa_kernels.device.groups import OneWay, Ring
 from gdpa_kernels.device.pairs import (
     CTAS,
     fetch_part,
@@ -133,11 +133,11 @@ def load(q_desc, k_desc, v_desc, q, k, v, list_ptr, options):
             free = ((count // options.NUM_STAGES) & 1) ^ 1
             kv_head = head // options.GROUP
             key = start + block * options.BLOCK_N
-            own = key + rank * (options.BLOCK_N // CTAS)
+            cta_key = key + rank * (options.BLOCK_N // CTAS)
             column = rank * (options.BLOCK_D // CTAS)
             tlx.barrier_wait(k.empty[stage], free)
             tlx.barrier_expect_bytes(k.full[stage], BYTES, pred=rank == 0)
-            fetch_part(k_desc, k.buffer[stage], k.full[stage], start_k, len_k, kv_head, own, 0)
+            fetch_part(k_desc, k.buffer[stage], k.full[stage], start_k, len_k, kv_head, cta_key, 0)
             tlx.barrier_wait(v.empty[stage], free)
             tlx.barrier_expect_bytes(v.full[stage], BYTES, pred=rank == 0)
             fetch_part(v_desc, v.buffer[stage], v.full[stage], start_k, len_k, kv_head, key, column)
@@ -174,16 +174,16 @@ def mma(q, k, v, s, p, o, list_ptr, options):
                 _, blocks = blocks_of(len_k, first, options)
                 following = tl.minimum(item + pairs, num_items - 1)
                 _, _, _, _, len_k, _, first = entry(list_ptr, following)
-            mine = count % NUM_STAGES
+            v_stage = count % NUM_STAGES
             stage = (count + 1) % NUM_STAGES
-            tlx.barrier_wait(v.full[mine], (count // NUM_STAGES) & 1)
+            tlx.barrier_wait(v.full[v_stage], (count // NUM_STAGES) & 1)
             for role in tl.static_range(ROLES):
                 slot = tile % Q_ITEMS * ROLES + role
                 if not continued:
                     tlx.barrier_wait(o.empty[role], o_free)
-                weighted_sum(role, p, v.buffer[mine], o.buffer[role], count, continued, options)
+                weighted_sum(role, p, v.buffer[v_stage], o.buffer[role], count, continued, options)
                 if role == ROLES - 1:
-                    tlx.tcgen05_commit(v.empty[mine], two_ctas=True)
+                    tlx.tcgen05_commit(v.empty[v_stage], two_ctas=True)
                 if last:
                     tlx.tcgen05_commit(o.full[role], two_ctas=True)
                 if item < num_items:
@@ -269,8 +269,8 @@ def pair_stream_kernel(
     q = Ring(q, tlx.alloc_barriers(Q_ITEMS * ROLES), tlx.alloc_barriers(Q_ITEMS * ROLES), Q_ITEMS)
     k = Ring(k, tlx.alloc_barriers(NUM_STAGES), tlx.alloc_barriers(NUM_STAGES), NUM_STAGES)
     v = Ring(v, tlx.alloc_barriers(NUM_STAGES), tlx.alloc_barriers(NUM_STAGES), NUM_STAGES)
-    s = Handover(s, tlx.alloc_barriers(ROLES))
-    p = Handover(p, tlx.alloc_barriers(ROLES * SLICES, arrive_count=CTAS))
+    s = OneWay(s, tlx.alloc_barriers(ROLES))
+    p = OneWay(p, tlx.alloc_barriers(ROLES * SLICES, arrive_count=CTAS))
     o = Ring(o, tlx.alloc_barriers(ROLES), tlx.alloc_barriers(ROLES, arrive_count=CTAS), 1)
 
     with tlx.async_tasks():
@@ -296,24 +296,24 @@ def forward(
     (entries,) = schedule or plan_schedule(batch, config).make(*batch.offsets)
     pairs = not batch.precise and foldable(batch.activation, batch.dtype)
     clusters = min(max(multiprocessors(batch.device) // CTAS.value, 1), len(entries) - 1)
-    made = out
+    kernel_out = out
     if batch.add_to is not None:
-        made = out.new_empty(1, *out.shape, dtype=torch.float32)
+        kernel_out = out.new_empty(1, *out.shape, dtype=torch.float32)
     q_desc = ragged_descriptor(batch.q, ROWS.value, min_width=64)
     width = q_desc.block_shape[-1]
-    stored = width * batch.q.element_size() // made.element_size()
+    stored = width * batch.q.element_size() // kernel_out.element_size()
     launch(
         pair_stream_kernel, (CTAS.value * clusters,), batch.device,
         q_desc,
         ragged_descriptor(batch.k, config.BLOCK_N // CTAS.value, min_width=64),
         ragged_descriptor(batch.v, config.BLOCK_N, width=width // CTAS.value),
-        ragged_descriptor(made.view(out.shape), ROWS.value, width=stored),
+        ragged_descriptor(kernel_out.view(out.shape), ROWS.value, width=stored),
         entries, batch.scale, batch.output_scale * batch.scale / 2 if pairs else batch.output_scale,
         GROUP=batch.group, ACTIVATION=batch.names, PAIRS=pairs, CAUSAL=batch.causal,
         WINDOW=batch.window, BLOCK_N=config.BLOCK_N, BLOCK_D=width, NUM_STAGES=config.num_stages,
         SLICES=config.slices, COLUMNS=config.columns, SHARE=config.share,
         REGISTERS=config.registers, num_warps=4, ctas_per_cga=(CTAS.value, 1, 1),
     )  # fmt: skip
-    if made is not out:
-        add_up(made, batch.add_to, out)
+    if kernel_out is not out:
+        add_up(kernel_out, batch.add_to, out)
     return out

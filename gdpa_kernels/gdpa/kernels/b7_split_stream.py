@@ -37,7 +37,7 @@ import triton.language as tl
 import triton.language.extra.tlx as tlx
 
 from gdpa_kernels.calling.launch import launch, multiprocessors
-from gdpa_kernels.device.groups import Handover, Ring
+from gdpa_kernels.device.groups import OneWay, Ring
 from gdpa_kernels.device.pairs import (
     CTAS,
     fetch_part,
@@ -132,11 +132,11 @@ def load(q_desc, k_desc, v_desc, q, k, v, list_ptr, options):
             free = ((count // options.NUM_STAGES) & 1) ^ 1
             kv_head = head // options.GROUP
             key = start + block * options.BLOCK_N
-            own = key + rank * (options.BLOCK_N // CTAS)
+            cta_key = key + rank * (options.BLOCK_N // CTAS)
             column = rank * (options.BLOCK_D // CTAS)
             tlx.barrier_wait(k.empty[stage], free)
             tlx.barrier_expect_bytes(k.full[stage], BYTES, pred=rank == 0)
-            fetch_part(k_desc, k.buffer[stage], k.full[stage], start_k, len_k, kv_head, own, 0)
+            fetch_part(k_desc, k.buffer[stage], k.full[stage], start_k, len_k, kv_head, cta_key, 0)
             tlx.barrier_wait(v.empty[stage], free)
             tlx.barrier_expect_bytes(v.full[stage], BYTES, pred=rank == 0)
             fetch_part(v_desc, v.buffer[stage], v.full[stage], start_k, len_k, kv_head, key, column)
@@ -164,15 +164,21 @@ def mma(q, k, v, s, p, o, list_ptr, options):
                     begins = (older & BEGINS) > 0
                     done = count - ROLES
                     stage = v.wait(done)
-                    at = out % O_SLOTS
+                    o_slot = out % O_SLOTS
                     if begins:
                         o.acquire(out)
                     weighted_sum(
-                        role, p, v.buffer[stage], o.buffer[at], done // ROLES, not begins, options
+                        role,
+                        p,
+                        v.buffer[stage],
+                        o.buffer[o_slot],
+                        done // ROLES,
+                        not begins,
+                        options,
                     )
                     tlx.tcgen05_commit(v.empty[stage], two_ctas=True)
                     if (older & ENDS) > 0:
-                        tlx.tcgen05_commit(o.full[at], two_ctas=True)
+                        tlx.tcgen05_commit(o.full[o_slot], two_ctas=True)
                         out += 1
                 older = newer
                 newer = 0
@@ -230,10 +236,10 @@ def output(out_desc, out, q, o, list_ptr, output_scale, options):
     while item < num_items:
         _, start_out, len_q, _, _, head, first = entry(list_ptr, item)
         slot = tile % Q_SLOTS
-        at = o.wait(tile)
+        o_slot = o.wait(tile)
         row = first + rank * ROWS
         put_sum(
-            out_desc, o.buffer[at], out[slot], o.empty[at], output_scale, start_out, len_q,
+            out_desc, o.buffer[o_slot], out[slot], o.empty[o_slot], output_scale, start_out, len_q,
             head, row, options.COLUMNS,
         )  # fmt: skip
         tlx.async_descriptor_store_wait(0)
@@ -267,8 +273,8 @@ def split_stream_kernel(
     q = Ring(q, tlx.alloc_barriers(Q_SLOTS), tlx.alloc_barriers(Q_SLOTS), Q_SLOTS)
     k = Ring(k, tlx.alloc_barriers(NUM_STAGES), tlx.alloc_barriers(NUM_STAGES), NUM_STAGES)
     v = Ring(v, tlx.alloc_barriers(NUM_STAGES), tlx.alloc_barriers(NUM_STAGES), NUM_STAGES)
-    s = Handover(s, tlx.alloc_barriers(ROLES))
-    p = Handover(p, tlx.alloc_barriers(ROLES * SLICES, arrive_count=CTAS))
+    s = OneWay(s, tlx.alloc_barriers(ROLES))
+    p = OneWay(p, tlx.alloc_barriers(ROLES * SLICES, arrive_count=CTAS))
     o = Ring(
         o, tlx.alloc_barriers(O_SLOTS), tlx.alloc_barriers(O_SLOTS, arrive_count=CTAS), O_SLOTS
     )
@@ -296,24 +302,24 @@ def forward(
     (entries,) = schedule or plan_schedule(batch, config).make(*batch.offsets)
     pairs = not batch.precise and foldable(batch.activation, batch.dtype)
     clusters = min(max(multiprocessors(batch.device) // CTAS.value, 1), len(entries) - 1)
-    made = out
+    kernel_out = out
     if batch.add_to is not None:
-        made = out.new_empty(1, *out.shape, dtype=torch.float32)
+        kernel_out = out.new_empty(1, *out.shape, dtype=torch.float32)
     q_desc = ragged_descriptor(batch.q, ROWS.value, min_width=64)
     width = q_desc.block_shape[-1]
-    stored = width * batch.q.element_size() // made.element_size()
+    stored = width * batch.q.element_size() // kernel_out.element_size()
     launch(
         split_stream_kernel, (CTAS.value * clusters,), batch.device,
         q_desc,
         ragged_descriptor(batch.k, config.BLOCK_N // CTAS.value, min_width=64),
         ragged_descriptor(batch.v, config.BLOCK_N, width=width // CTAS.value),
-        ragged_descriptor(made.view(out.shape), ROWS.value, width=stored),
+        ragged_descriptor(kernel_out.view(out.shape), ROWS.value, width=stored),
         entries, batch.scale, batch.output_scale * batch.scale / 2 if pairs else batch.output_scale,
         GROUP=batch.group, ACTIVATION=batch.names, PAIRS=pairs, CAUSAL=batch.causal,
         WINDOW=batch.window, BLOCK_N=config.BLOCK_N, BLOCK_D=width, NUM_STAGES=config.num_stages,
         SLICES=config.slices, COLUMNS=config.columns, SHARE=config.share,
         REGISTERS=config.registers, num_warps=4, ctas_per_cga=(CTAS.value, 1, 1),
     )  # fmt: skip
-    if made is not out:
-        add_up(made, batch.add_to, out)
+    if kernel_out is not out:
+        add_up(kernel_out, batch.add_to, out)
     return out

@@ -106,9 +106,9 @@ def relative_bias(batch: Batch) -> torch.Tensor:
     if position is not None:
         total = total + position[None, :, bias.index_of(keys - rows[:, None], position.shape[1])]
     if time is not None:
-        mine = pad(batch.bias.times_q[:, None, None], batch.cu_seqlens_q, batch.max_seqlen_q)
-        theirs = pad(batch.bias.times_k[:, None, None], batch.cu_seqlens_k, batch.max_seqlen_k)
-        difference = (mine - theirs.transpose(-1, -2))[:, 0]
+        query_times = pad(batch.bias.times_q[:, None, None], batch.cu_seqlens_q, batch.max_seqlen_q)
+        key_times = pad(batch.bias.times_k[:, None, None], batch.cu_seqlens_k, batch.max_seqlen_k)
+        difference = (query_times - key_times.transpose(-1, -2))[:, 0]
         total = total + time[:, bias.bucket(difference, batch.bias.thresholds)].transpose(0, 1)
     return total
 

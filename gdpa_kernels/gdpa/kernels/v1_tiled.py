@@ -35,7 +35,7 @@ from gdpa_kernels.gdpa.batch import Batch
 from gdpa_kernels.gdpa.device.activations import activate_per_head
 from gdpa_kernels.gdpa.device.bias_tiles import biased
 from gdpa_kernels.gdpa.device.masks import key_range, mask_probabilities
-from gdpa_kernels.gdpa.device.segments import counts, key_stretches, place, segments_of
+from gdpa_kernels.gdpa.device.segments import counts, key_stretches, segments_of, skip_gap
 
 
 @dataclass(frozen=True)
@@ -130,13 +130,13 @@ def tiled_kernel(
         start, end = key_range(position, len_k, BLOCK_M, BLOCK_N, CAUSAL, WINDOW)
     else:
         contexts, history = segments_of(segments_ptr, batch, len_k)
-        start, end, first, second = key_stretches(
+        start, end, gap_start, gap_end = key_stretches(
             position, BLOCK_M, len_k, contexts, history, BLOCK_N, TARGET_GROUP,
             WINDOW, FULL_ROWS, OWN_RANKS,
         )  # fmt: skip
     for first_key in tl.range(start, end, BLOCK_N):
         if segments_ptr is not None:
-            first_key = place(first_key, first, second)
+            first_key = skip_gap(first_key, gap_start, gap_end)
         k_ptrs, mask = tile(k_ptr, first_key, len_k, BLOCK_N, K_STRIDES, HEAD_DIM, BLOCK_D)
         k = tl.load(k_ptrs, mask=mask, other=0.0)
         s = tl.dot(q, k.T, input_precision=PRECISION)

@@ -40,9 +40,9 @@ from gdpa_kernels.gdpa.device.masks import key_range, mask_probabilities, mask_t
 from gdpa_kernels.gdpa.device.segments import (
     counts,
     key_stretches,
-    place,
     row_stretches,
     segments_of,
+    skip_gap,
 )
 
 
@@ -156,7 +156,7 @@ def keys_kernel(
         start, end = row_range(first, len_q, BLOCK_M, BLOCK_N, CAUSAL, WINDOW)
     else:
         contexts, history = segments_of(segments_ptr, batch, len_k)
-        start, end, contexts_end, second = row_stretches(
+        start, end, gap_start, gap_end = row_stretches(
             first_key, BLOCK_N, len_q, len_k, contexts, history, BLOCK_M, TARGET_GROUP,
             WINDOW, FULL_ROWS, OWN_RANKS,
         )  # fmt: skip
@@ -166,7 +166,7 @@ def keys_kernel(
         grad_rows = rows_of(grad_ptr, start_out, head, GRAD_STRIDES)
         for first_row in tl.range(start, end, BLOCK_M):
             if segments_ptr is not None:
-                first_row = place(first_row, contexts_end, second)
+                first_row = skip_gap(first_row, gap_start, gap_end)
             q = load_tile(q_rows, first_row, len_q, BLOCK_M, Q_STRIDES, HEAD_DIM, BLOCK_D)
             s = tl.dot(k, q.T, input_precision=PRECISION)
             position = first_row
@@ -249,13 +249,13 @@ def queries_kernel(
         start, end = key_range(position, len_k, BLOCK_M, BLOCK_N, CAUSAL, WINDOW)
     else:
         contexts, history = segments_of(segments_ptr, batch, len_k)
-        start, end, first, second = key_stretches(
+        start, end, gap_start, gap_end = key_stretches(
             position, BLOCK_M, len_k, contexts, history, BLOCK_N, TARGET_GROUP,
             WINDOW, FULL_ROWS, OWN_RANKS,
         )  # fmt: skip
     for first_key in tl.range(start, end, BLOCK_N):
         if segments_ptr is not None:
-            first_key = place(first_key, first, second)
+            first_key = skip_gap(first_key, gap_start, gap_end)
         k = load_tile(k_rows, first_key, len_k, BLOCK_N, K_STRIDES, HEAD_DIM, BLOCK_D)
         s = tl.dot(q, k.T, input_precision=PRECISION)
         if BIAS is not None:

@@ -40,10 +40,16 @@ import triton.language.extra.tlx as tlx
 
 from gdpa_kernels.device.groups import Ring, ring
 from gdpa_kernels.device.ragged import BOUND
-from gdpa_kernels.device.rows import fetch_rows, opaque_zero, put_rows, uniform
+from gdpa_kernels.device.rows import fetch_rows, keep_runtime, put_rows, uniform
 from gdpa_kernels.gdpa.batch import Batch, Schedule
 from gdpa_kernels.gdpa.device.derivatives import mask_slope, times_slope, value_and_factor
-from gdpa_kernels.gdpa.device.gradients import Gradients, launch_gradients, loaded, place, steps_of
+from gdpa_kernels.gdpa.device.gradients import (
+    Gradients,
+    head_and_row,
+    launch_gradients,
+    loaded,
+    steps_of,
+)
 from gdpa_kernels.gdpa.device.masks import mask_transposed
 from gdpa_kernels.gdpa.device.work_list import WorkList, count_items, entry, list_of_keys
 
@@ -120,37 +126,37 @@ def load(q_desc, k_desc, v_desc, g_desc, q, k, v, g, list_ptr, options):
         tlx.barrier_wait(k.empty[0], (tile & 1) ^ 1)
         fetch_rows(k_desc, k.buffer[0], k.full[0], start_k, len_k, head_k, key)
         for step in tl.range(0, steps * GROUP):
-            head, row = place(step, steps, start, head_k, GROUP, ROWS)
-            at = (count + step) % options.Q_STAGES
-            tlx.barrier_wait(q.empty[at], (((count + step) // options.Q_STAGES) & 1) ^ 1)
-            fetch_rows(q_desc, q.buffer[at], q.full[at], start_q, len_q, head, row)
+            head, row = head_and_row(step, steps, start, head_k, GROUP, ROWS)
+            stage = (count + step) % options.Q_STAGES
+            tlx.barrier_wait(q.empty[stage], (((count + step) // options.Q_STAGES) & 1) ^ 1)
+            fetch_rows(q_desc, q.buffer[stage], q.full[stage], start_q, len_q, head, row)
             if step == 0:
                 tlx.barrier_wait(v.empty[0], (tile & 1) ^ 1)
                 fetch_rows(v_desc, v.buffer[0], v.full[0], start_k, len_k, head_k, key)
-            at = (count + step) % options.G_STAGES
-            tlx.barrier_wait(g.empty[at], (((count + step) // options.G_STAGES) & 1) ^ 1)
-            fetch_rows(g_desc, g.buffer[at], g.full[at], start_out, len_q, head, row)
+            stage = (count + step) % options.G_STAGES
+            tlx.barrier_wait(g.empty[stage], (((count + step) // options.G_STAGES) & 1) ^ 1)
+            fetch_rows(g_desc, g.buffer[stage], g.full[stage], start_out, len_q, head, row)
         count += steps * GROUP
 
 
 @triton.jit
 def scores(k, q, count, zero, Q_STAGES: tl.constexpr):
-    """S of a step, transposed, in flight. `count`: of steps of all tiles; zero: `opaque_zero`."""
-    at = count % Q_STAGES
-    tlx.barrier_wait(q.full[at], (count // Q_STAGES) & 1)
-    return tlx.async_dot(k.buffer[zero], tlx.local_trans(q.buffer[at + zero]))
+    """S of a step, transposed, in flight. `count`: of steps of all tiles; zero: `keep_runtime`."""
+    stage = count % Q_STAGES
+    tlx.barrier_wait(q.full[stage], (count // Q_STAGES) & 1)
+    return tlx.async_dot(k.buffer[zero], tlx.local_trans(q.buffer[stage + zero]))
 
 
 @triton.jit
 def differentiate(s, v, g, dv, count, zero, scale, head, row, key, options):
-    """dS of a step, and dv with its MMA in flight. zero: `opaque_zero`."""
-    at = count % options.G_STAGES
+    """dS of a step, and dv with its MMA in flight. zero: `keep_runtime`."""
+    stage = count % options.G_STAGES
     p, slope = value_and_factor(s, scale, head, options.ACTIVATION, options.FOLD)
     p = mask_transposed(p, row, key, options.CAUSAL, options.WINDOW)
     slope = mask_slope(slope, row, key, options.CAUSAL, options.WINDOW, options.FOLD)
-    tlx.barrier_wait(g.full[at], (count // options.G_STAGES) & 1)
-    dp = tlx.async_dot(v.buffer[zero], tlx.local_trans(g.buffer[at + zero]))
-    dv = tlx.async_dot(p.to(options.DTYPE), g.buffer[at + zero], dv)
+    tlx.barrier_wait(g.full[stage], (count // options.G_STAGES) & 1)
+    dp = tlx.async_dot(v.buffer[zero], tlx.local_trans(g.buffer[stage + zero]))
+    dv = tlx.async_dot(p.to(options.DTYPE), g.buffer[stage + zero], dv)
     dp = tlx.async_dot_wait(1, dp)
     return times_slope(dp, slope, options.FOLD).to(options.DTYPE), dv
 
@@ -158,11 +164,11 @@ def differentiate(s, v, g, dv, count, zero, scale, head, row, key, options):
 @triton.jit
 def share(ds, d, count):
     """Store dS of a step for the role `sums`."""
-    at = count % DS_STAGES
-    tlx.barrier_wait(ds.empty[at], ((count // DS_STAGES) & 1) ^ 1)
-    tlx.local_store(ds.buffer[at], d)
+    stage = count % DS_STAGES
+    tlx.barrier_wait(ds.empty[stage], ((count // DS_STAGES) & 1) ^ 1)
+    tlx.local_store(ds.buffer[stage], d)
     tlx.fence("async_shared")
-    tlx.barrier_arrive(ds.full[at])
+    tlx.barrier_arrive(ds.full[stage])
 
 
 @triton.jit
@@ -186,8 +192,8 @@ def score_role(q, k, v, g, ds, dv_desc, list_ptr, scale, output_scale, options):
         tlx.barrier_wait(v.full[0], tile & 1)
         for step in tl.range(0, last, num_stages=0):
             now = count + step
-            zero = opaque_zero(now)
-            head, row = place(step, steps, start, head_k, GROUP, ROWS)
+            zero = keep_runtime(now)
+            head, row = head_and_row(step, steps, start, head_k, GROUP, ROWS)
             d, dv = differentiate(s, v, g, dv, now, zero, scale, head, row, key, options)
             share(ds, d, now)
             s = scores(k, q, now + 1, zero, Q_STAGES)
@@ -195,7 +201,7 @@ def score_role(q, k, v, g, ds, dv_desc, list_ptr, scale, output_scale, options):
             tlx.barrier_arrive(g.empty[now % G_STAGES])
             s = tlx.async_dot_wait(0, s)
         count += last
-        head, row = place(last, steps, start, head_k, GROUP, ROWS)
+        head, row = head_and_row(last, steps, start, head_k, GROUP, ROWS)
         d, dv = differentiate(s, v, g, dv, count, 0, scale, head, row, key, options)
         share(ds, d, count)
         dv = tlx.async_dot_wait(0, dv)
@@ -220,8 +226,8 @@ def add_columns(desc, buffer, start, length, head, row, column, x):
     tlx.async_descriptor_store_wait(0)
     tlx.local_store(buffer, x)
     tlx.fence("async_shared")
-    at = [BOUND, start + length, head, BOUND - length + row, column]
-    tlx.async_descriptor_store(desc, buffer, at, store_reduce="add")
+    coords = [BOUND, start + length, head, BOUND - length + row, column]
+    tlx.async_descriptor_store(desc, buffer, coords, store_reduce="add")
 
 
 @triton.jit
@@ -240,21 +246,21 @@ def sum_role(q, k, ds, staging, gradients, list_ptr, scale, output_scale, option
         tlx.barrier_wait(k.full[0], tile & 1)
         for step in tl.range(0, steps * GROUP, num_stages=0):
             now = count + step
-            zero = opaque_zero(now)
-            at = now % DS_STAGES
-            q_at = now % Q_STAGES
-            head, row = place(step, steps, start, head_k, GROUP, ROWS)
-            tlx.barrier_wait(q.full[q_at], (now // Q_STAGES) & 1)
-            tlx.barrier_wait(ds.full[at], (now // DS_STAGES) & 1)
-            dq = dq_product(ds.buffer[at], k.buffer[zero], 0)
-            dk = tlx.async_dot(ds.buffer[at], q.buffer[q_at], dk)
+            zero = keep_runtime(now)
+            ds_stage = now % DS_STAGES
+            q_stage = now % Q_STAGES
+            head, row = head_and_row(step, steps, start, head_k, GROUP, ROWS)
+            tlx.barrier_wait(q.full[q_stage], (now // Q_STAGES) & 1)
+            tlx.barrier_wait(ds.full[ds_stage], (now // DS_STAGES) & 1)
+            dq = dq_product(ds.buffer[ds_stage], k.buffer[zero], 0)
+            dk = tlx.async_dot(ds.buffer[ds_stage], q.buffer[q_stage], dk)
             dq = tlx.async_dot_wait(1, dq)
             add_columns(gradients.dq, staging[zero], start_out, len_q, head, row, 0, dq)
-            dq = dq_product(ds.buffer[at], k.buffer[zero], PIECE)
+            dq = dq_product(ds.buffer[ds_stage], k.buffer[zero], PIECE)
             dk = tlx.async_dot_wait(1, dk)
-            tlx.barrier_arrive(q.empty[q_at])
+            tlx.barrier_arrive(q.empty[q_stage])
             dq = tlx.async_dot_wait(0, dq)
-            tlx.barrier_arrive(ds.empty[at])
+            tlx.barrier_arrive(ds.empty[ds_stage])
             add_columns(gradients.dq, staging[zero], start_out, len_q, head, row, PIECE, dq)
         count += steps * GROUP
         dk = dk * (0.5 * scale * output_scale if options.FOLD else scale * output_scale)

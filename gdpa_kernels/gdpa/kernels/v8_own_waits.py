@@ -55,7 +55,7 @@ from gdpa_kernels.gdpa.device.activations import (
 from gdpa_kernels.gdpa.device.masks import all_visible, key_range, mask_probabilities
 from gdpa_kernels.gdpa.device.pages import LEAST as LEAST_PAGE
 from gdpa_kernels.gdpa.device.pages import fetch_keys, keys_of, page_of
-from gdpa_kernels.gdpa.device.segments import all_count, counted, key_stretches, parts_of, place
+from gdpa_kernels.gdpa.device.segments import all_count, counted, key_stretches, parts_of, skip_gap
 from gdpa_kernels.gdpa.device.sums import add_up
 from gdpa_kernels.gdpa.device.work_list import WorkList, count_items, entry, list_of_queries
 
@@ -174,10 +174,10 @@ def tile_of(len_q, len_k, first, step, rows_per_item, parts, options):
     TILE: tl.constexpr = options.MATH_ROLES * ROWS
     steps = tl.cdiv(tl.minimum(len_q - first, rows_per_item), TILE)
     row = first + step * TILE
-    start, end, before, after = 0, len_k, 0, 0
+    start, end, gap_start, gap_end = 0, len_k, 0, 0
     shift, contexts, history = parts
     if options.SEGMENTS:
-        start, end, before, after = key_stretches(
+        start, end, gap_start, gap_end = key_stretches(
             row + shift, TILE, len_k, contexts, history, options.BLOCK_N, options.TARGET_GROUP,
             options.WINDOW, options.FULL_ROWS, options.OWN_RANKS,
         )  # fmt: skip
@@ -186,16 +186,16 @@ def tile_of(len_q, len_k, first, step, rows_per_item, parts, options):
             row + shift, len_k, TILE, options.BLOCK_N, options.CAUSAL, options.WINDOW
         )
     blocks = tl.maximum(tl.cdiv(end - start, options.BLOCK_N), 1)
-    return row, (start, before, after), blocks, steps
+    return row, (start, gap_start, gap_end), blocks, steps
 
 
 @triton.jit
-def key_of(walk, block, options):
+def key_of(span, block, options):
     """The first key of a block of the walk: without segments there is one stretch of keys."""
-    start, before, after = walk
+    start, gap_start, gap_end = span
     key = start + block * options.BLOCK_N
     if options.SEGMENTS:
-        key = place(key, before, after)
+        key = skip_gap(key, gap_start, gap_end)
     return key
 
 
@@ -215,14 +215,14 @@ def load(
         start_q, _, len_q, start_k, len_k, head, first = entry(list_ptr, item)
         while item < num_items:
             parts = parts_of(list_ptr, segments_ptr, item, len_q, len_k, options)
-            own, kept = keys_of(
+            packed, paged = keys_of(
                 list_ptr, item, start_q, len_q, start_k, len_k, indptr_ptr, ends_ptr, options
             )
             item += tl.num_programs(0)
             following = entry(list_ptr, tl.minimum(item, num_items - 1))
             steps = tl.cdiv(tl.minimum(len_q - first, rows_per_item), options.MATH_ROLES * ROWS)
             for step in tl.range(0, steps):
-                row, walk, blocks, _ = tile_of(
+                row, span, blocks, _ = tile_of(
                     len_q, len_k, first, step, rows_per_item, parts, options
                 )
                 if (tile == 0) if options.AHEAD else options.Q_SLOTS > 1:
@@ -231,18 +231,18 @@ def load(
                     blocks = tl.where(step == 0, blocks, 0)
                 kv_head = head // options.GROUP
                 for block in tl.range(0, blocks):
-                    key = key_of(walk, block, options)
-                    page, left = page_of(pages_ptr, kept, key, options)  # before it waits
+                    key = key_of(span, block, options)
+                    page, left = page_of(pages_ptr, paged, key, options)  # before it waits
                     stage = k.acquire(kv + block)
                     fetch_keys(
-                        k_desc, history_desc, k.buffer[stage], k.full[stage], own, page, left,
+                        k_desc, history_desc, k.buffer[stage], k.full[stage], packed, page, left,
                         kv_head, key, False, options,
                     )  # fmt: skip
                     if options.Q_SLOTS == 1 and block == 0:  # K's buffer was free long before
                         fetch_q(q_desc, q, tile, start_q, len_q, head, row, options)
                     stage = v.acquire(kv + block)
                     fetch_keys(
-                        v_desc, history_desc, v.buffer[stage], v.full[stage], own, page, left,
+                        v_desc, history_desc, v.buffer[stage], v.full[stage], packed, page, left,
                         kv_head, key, True, options,
                     )  # fmt: skip
                     # From the third block on, the tile before has been done with its Q.
@@ -272,8 +272,8 @@ def fetch_q(q_desc, q, tile, start, length, head, row, options):
     """The rows of the tile-th tile for all consumers."""
     Q_SLOTS: tl.constexpr = options.Q_SLOTS
     for role in tl.static_range(options.MATH_ROLES):
-        mine = q.acquire(tile, role * Q_SLOTS)
-        fetch_rows(q_desc, q.buffer[mine], q.full[mine], start, length, head, row + role * ROWS)
+        slot = q.acquire(tile, role * Q_SLOTS)
+        fetch_rows(q_desc, q.buffer[slot], q.full[slot], start, length, head, row + role * ROWS)
 
 
 @triton.jit
@@ -305,17 +305,19 @@ def mask_segments(x, position, first_key, parts, options):
 
 
 @triton.jit
-def begin(s, scale, head, row, first_key, parts, options):
-    """(x, t) of which `finish` makes activation(scale * s), with masked pairs zero.
+def activation_prologue(s, scale, head, row, first_key, parts, options):
+    """(x, t) of which `activation_epilogue` makes activation(scale * s), with masked pairs zero.
 
     GELU and SiLU of 0 are 0: masking the scores is as good, and leaves the pairs of bf16 whole.
     """
     x = s if options.PAIRS else activate_per_head(s, scale, head, options.ACTIVATION, True)
-    at = row + parts[0]  # its position
+    position = row + parts[0]  # its position
     if options.SEGMENTS:
-        x = mask_segments(x, at, first_key, parts, options)
-    elif not all_visible(at, first_key, ROWS, options.BLOCK_N, options.CAUSAL, options.WINDOW):
-        x = mask_probabilities(x, at, first_key, options.CAUSAL, options.WINDOW)
+        x = mask_segments(x, position, first_key, parts, options)
+    elif not all_visible(
+        position, first_key, ROWS, options.BLOCK_N, options.CAUSAL, options.WINDOW
+    ):
+        x = mask_probabilities(x, position, first_key, options.CAUSAL, options.WINDOW)
     t = 0
     if options.PAIRS:
         x, t = tanh_of_pairs(x, scale, options.ACTIVATION)
@@ -323,7 +325,7 @@ def begin(s, scale, head, row, first_key, parts, options):
 
 
 @triton.jit
-def finish(x, t, DTYPE: tl.constexpr, PAIRS: tl.constexpr):
+def activation_epilogue(x, t, DTYPE: tl.constexpr, PAIRS: tl.constexpr):
     """The probabilities, in registers that an MMA reads: only when none is in flight."""
     return multiply_add_pairs(x, t, x) if PAIRS else x.to(DTYPE)
 
@@ -343,14 +345,14 @@ def math(
     if item < num_items:
         _, start_out, len_q, _, len_k, head, first = entry(list_ptr, item)
         parts = parts_of(list_ptr, segments_ptr, item, len_q, len_k, options)
-        row, walk, blocks, steps = tile_of(len_q, len_k, first, step, rows_per_item, parts, options)
+        row, span, blocks, steps = tile_of(len_q, len_k, first, step, rows_per_item, parts, options)
         row += role * ROWS
         tlx.barrier_wait(q.full[role * Q_SLOTS], 0)
         tlx.barrier_wait(k.full[0], 0)
         s = tlx.async_dot(q.buffer[role * Q_SLOTS], tlx.local_trans(k.buffer[0]))
         s = tlx.async_dot_wait(0, s)
         release_scores(k.empty[0], q.empty[role * Q_SLOTS], steps == 1, blocks == 1, options)
-        x, t = begin(s, scale, head, row, key_of(walk, 0, options), parts, options)
+        x, t = activation_prologue(s, scale, head, row, key_of(span, 0, options), parts, options)
         while item < num_items:
             last = step + 1 == steps
             if options.RESIDENT:
@@ -361,75 +363,75 @@ def math(
             # Prefetched: the loop over blocks hides the latency, or the last P V.
             if options.Q_SLOTS > 1:
                 following = entry(list_ptr, tl.minimum(item, num_items - 1))
-            mine = role * Q_SLOTS + tile % Q_SLOTS
+            q_slot = role * Q_SLOTS + tile % Q_SLOTS
             acc = tl.zeros([ROWS, options.BLOCK_D], tl.float32)
             for block in tl.range(1, blocks, num_stages=0):
                 stage = (kv + block) % NUM_STAGES
-                before = (kv + block - 1) % NUM_STAGES
+                v_stage = (kv + block - 1) % NUM_STAGES
                 tlx.barrier_wait(k.full[stage], ((kv + block) // NUM_STAGES) & 1)
-                tlx.barrier_wait(v.full[before], ((kv + block - 1) // NUM_STAGES) & 1)
-                p = finish(x, t, options.DTYPE, options.PAIRS)
-                s = tlx.async_dot(q.buffer[mine], tlx.local_trans(k.buffer[stage]))
-                acc = tlx.async_dot(p, v.buffer[before], acc)
+                tlx.barrier_wait(v.full[v_stage], ((kv + block - 1) // NUM_STAGES) & 1)
+                p = activation_epilogue(x, t, options.DTYPE, options.PAIRS)
+                s = tlx.async_dot(q.buffer[q_slot], tlx.local_trans(k.buffer[stage]))
+                acc = tlx.async_dot(p, v.buffer[v_stage], acc)
                 s = tlx.async_dot_wait(1, s)
-                release_scores(k.empty[stage], q.empty[mine], last, block + 1 == blocks, options)
-                key = key_of(walk, block, options)
-                x, t = begin(s, scale, head, row, key, parts, options)
+                release_scores(k.empty[stage], q.empty[q_slot], last, block + 1 == blocks, options)
+                key = key_of(span, block, options)
+                x, t = activation_prologue(s, scale, head, row, key, parts, options)
                 acc = tlx.async_dot_wait(0, acc)
-                release(v.empty[before], last, options.RESIDENT)
+                release(v.empty[v_stage], last, options.RESIDENT)
             if options.Q_SLOTS > 1:
-                tlx.barrier_arrive(q.empty[mine])
+                tlx.barrier_arrive(q.empty[q_slot])
 
             # The first scores of the next tile, overlapped with the last P V of this one.
             if options.Q_SLOTS == 1:
-                before = (kv + blocks - 1) % NUM_STAGES
-                tlx.barrier_wait(v.full[before], ((kv + blocks - 1) // NUM_STAGES) & 1)
-                p = finish(x, t, options.DTYPE, options.PAIRS)
-                acc = tlx.async_dot(p, v.buffer[before], acc)
+                v_stage = (kv + blocks - 1) % NUM_STAGES
+                tlx.barrier_wait(v.full[v_stage], ((kv + blocks - 1) // NUM_STAGES) & 1)
+                p = activation_epilogue(x, t, options.DTYPE, options.PAIRS)
+                acc = tlx.async_dot(p, v.buffer[v_stage], acc)
                 following = entry(list_ptr, tl.minimum(item, num_items - 1))
             _, next_out, next_len_q, _, len_k, next_head, first = following
-            at = tl.minimum(item, num_items - 1)
-            parts = parts_of(list_ptr, segments_ptr, at, next_len_q, len_k, options)
-            next_row, walk, next_blocks, steps = tile_of(
+            next_item = tl.minimum(item, num_items - 1)
+            parts = parts_of(list_ptr, segments_ptr, next_item, next_len_q, len_k, options)
+            next_row, span, next_blocks, steps = tile_of(
                 next_len_q, len_k, first, step, rows_per_item, parts, options
             )
             next_row += role * ROWS
             tile += 1
-            before = (kv + blocks - 1) % NUM_STAGES
+            v_stage = (kv + blocks - 1) % NUM_STAGES
             v_phase = ((kv + blocks - 1) // NUM_STAGES) & 1
             if options.RESIDENT:
                 kv += tl.where(last, blocks, 0)
             else:
                 kv += blocks
-            mine = role * Q_SLOTS + tile % Q_SLOTS
+            q_slot = role * Q_SLOTS + tile % Q_SLOTS
             stage = kv % NUM_STAGES
             if options.Q_SLOTS == 1:
-                tlx.barrier_wait(q.full[mine], tile & 1)
+                tlx.barrier_wait(q.full[q_slot], tile & 1)
                 tlx.barrier_wait(k.full[stage], (kv // NUM_STAGES) & 1)
-                s = tlx.async_dot(q.buffer[mine], tlx.local_trans(k.buffer[stage]))
+                s = tlx.async_dot(q.buffer[q_slot], tlx.local_trans(k.buffer[stage]))
                 acc = tlx.async_dot_wait(1, acc)
-                release(v.empty[before], last, options.RESIDENT)
+                release(v.empty[v_stage], last, options.RESIDENT)
                 rows = (acc * output_scale).to(OUT)
                 put_out(out_desc, out[role], start_out, len_q, head, row, rows)
                 s = tlx.async_dot_wait(0, s)
                 release_scores(
-                    k.empty[stage], q.empty[mine], step + 1 == steps, next_blocks == 1, options
+                    k.empty[stage], q.empty[q_slot], step + 1 == steps, next_blocks == 1, options
                 )
-                key = key_of(walk, 0, options)
-                x, t = begin(s, scale, next_head, next_row, key, parts, options)
+                key = key_of(span, 0, options)
+                x, t = activation_prologue(s, scale, next_head, next_row, key, parts, options)
             else:
-                tlx.barrier_wait(q.full[mine], (tile // Q_SLOTS) & 1)
+                tlx.barrier_wait(q.full[q_slot], (tile // Q_SLOTS) & 1)
                 tlx.barrier_wait(k.full[stage], (kv // NUM_STAGES) & 1)
-                tlx.barrier_wait(v.full[before], v_phase)
-                p = finish(x, t, options.DTYPE, options.PAIRS)
-                s = tlx.async_dot(q.buffer[mine], tlx.local_trans(k.buffer[stage]))
-                acc = tlx.async_dot(p, v.buffer[before], acc)
+                tlx.barrier_wait(v.full[v_stage], v_phase)
+                p = activation_epilogue(x, t, options.DTYPE, options.PAIRS)
+                s = tlx.async_dot(q.buffer[q_slot], tlx.local_trans(k.buffer[stage]))
+                acc = tlx.async_dot(p, v.buffer[v_stage], acc)
                 s = tlx.async_dot_wait(1, s)
                 release(k.empty[stage], step + 1 == steps, options.RESIDENT)
-                key = key_of(walk, 0, options)
-                x, t = begin(s, scale, next_head, next_row, key, parts, options)
+                key = key_of(span, 0, options)
+                x, t = activation_prologue(s, scale, next_head, next_row, key, parts, options)
                 acc = tlx.async_dot_wait(0, acc)
-                release(v.empty[before], last, options.RESIDENT)
+                release(v.empty[v_stage], last, options.RESIDENT)
                 rows = (acc * output_scale).to(OUT)
                 put_out(out_desc, out[role], start_out, len_q, head, row, rows)
             start_out, len_q, head, row, blocks = (
@@ -493,9 +495,9 @@ def forward(
     """
     out = batch.new_out()
     config = config or default_config(batch)
-    made = out
+    kernel_out = out
     if config.splits > 1 or batch.add_to is not None:
-        made = out.new_empty(config.splits * batch.rows, *out.shape[1:], dtype=torch.float32)
+        kernel_out = out.new_empty(config.splits * batch.rows, *out.shape[1:], dtype=torch.float32)
     (entries,) = schedule or plan_schedule(batch, config).make(*batch.offsets)
     pairs = config.pairs and not batch.precise and foldable(batch.activation, batch.dtype)
     programs = min(config.programs * multiprocessors(batch.device), len(entries) - 1)
@@ -503,7 +505,7 @@ def forward(
     shared = {"maxnreg": 65_536 // (config.programs * threads)} if config.programs > 1 else {}
     q_desc = ragged_descriptor(batch.q, ROWS.value, min_width=32)
     width = q_desc.block_shape[-1]
-    most = WIDE.value * 2 // made.element_size()
+    most = WIDE.value * 2 // kernel_out.element_size()
     keys, history = [batch.k, batch.v], batch.history_options
     if batch.history is not None:
         keys = [*keys, batch.history.rows] if history["OWN_KEYS"] else [batch.history.rows] * 2
@@ -514,7 +516,7 @@ def forward(
         own_waits_kernel, (programs,), batch.device,
         q_desc,
         k_desc, v_desc,
-        ragged_descriptor(made, ROWS.value, width=min(width, most)),
+        ragged_descriptor(kernel_out, ROWS.value, width=min(width, most)),
         entries, config.rows_per_item(batch.max_seqlen_q), batch.scale,
         batch.output_scale * batch.scale / 2 if pairs else batch.output_scale,
         GROUP=batch.group, ACTIVATION=batch.names, PAIRS=pairs,
@@ -526,8 +528,8 @@ def forward(
         history_desc=history_desc[0] if history_desc else None, **history,
         num_warps=4, **shared,
     )  # fmt: skip
-    if made is not out:
-        add_up(made.view(config.splits, *out.shape), batch.add_to, out)
+    if kernel_out is not out:
+        add_up(kernel_out.view(config.splits, *out.shape), batch.add_to, out)
     return out
 
 

@@ -35,7 +35,7 @@ import triton.language as tl
 import triton.language.extra.tlx as tlx
 
 from gdpa_kernels.calling.launch import launch
-from gdpa_kernels.device.groups import Handover, Ring
+from gdpa_kernels.device.groups import OneWay, Ring
 from gdpa_kernels.device.ragged import ragged_descriptor, store_rows
 from gdpa_kernels.device.rows import fetch_rows
 from gdpa_kernels.device.sequences import sequence
@@ -170,11 +170,11 @@ def tensor_memory_kernel(
     s = tlx.local_alloc((ROWS, BLOCK_N), tl.float32, 1, tlx.storage_kind.tmem)
     p = tlx.local_alloc((ROWS, BLOCK_N), DTYPE, 1, tlx.storage_kind.tmem, reuse=s)
     o = tlx.local_alloc((ROWS, BLOCK_D), tl.float32, 1, tlx.storage_kind.tmem)
-    q = Handover(q, tlx.alloc_barriers(1))
+    q = OneWay(q, tlx.alloc_barriers(1))
     kv = Ring(kv, tlx.alloc_barriers(NUM_STAGES), tlx.alloc_barriers(NUM_STAGES), NUM_STAGES)
-    s = Handover(s, tlx.alloc_barriers(1))
-    p = Handover(p, tlx.alloc_warp_barrier(1, 4))
-    o = Handover(o, tlx.alloc_barriers(1))
+    s = OneWay(s, tlx.alloc_barriers(1))
+    p = OneWay(p, tlx.alloc_warp_barrier(1, 4))
+    o = OneWay(o, tlx.alloc_barriers(1))
 
     with tlx.async_tasks():
         with tlx.async_task("default"):

@@ -35,7 +35,7 @@ import triton.language as tl
 import triton.language.extra.tlx as tlx
 
 from gdpa_kernels.calling.launch import launch
-from gdpa_kernels.device.groups import Handover, Ring
+from gdpa_kernels.device.groups import OneWay, Ring
 from gdpa_kernels.device.ragged import ragged_descriptor, store_rows
 from gdpa_kernels.device.rows import fetch_rows
 from gdpa_kernels.device.sequences import sequence
@@ -201,11 +201,11 @@ def two_tiles_kernel(
     s = tlx.local_alloc((ROWS, BLOCK_N), tl.float32, TILES, tlx.storage_kind.tmem)
     p = tlx.local_alloc((ROWS, BLOCK_N), DTYPE, 2 * TILES, tlx.storage_kind.tmem, reuse=s)
     o = tlx.local_alloc((ROWS, BLOCK_D), tl.float32, TILES, tlx.storage_kind.tmem)
-    q = Handover(q, tlx.alloc_barriers(TILES))
+    q = OneWay(q, tlx.alloc_barriers(TILES))
     kv = Ring(kv, tlx.alloc_barriers(NUM_STAGES), tlx.alloc_barriers(NUM_STAGES), NUM_STAGES)
-    s = Handover(s, tlx.alloc_barriers(TILES))
-    p = Handover(p, tlx.alloc_warp_barrier(TILES * SLICES, 4))
-    o = Handover(o, tlx.alloc_barriers(TILES))
+    s = OneWay(s, tlx.alloc_barriers(TILES))
+    p = OneWay(p, tlx.alloc_warp_barrier(TILES * SLICES, 4))
+    o = OneWay(o, tlx.alloc_barriers(TILES))
 
     with tlx.async_tasks():
         with tlx.async_task("default", replicate=TILES):

@@ -38,7 +38,7 @@ import triton.language as tl
 import triton.language.extra.tlx as tlx
 
 from gdpa_kernels.calling.launch import launch, multiprocessors
-from gdpa_kernels.device.groups import Handover, Ring
+from gdpa_kernels.device.groups import OneWay, Ring
 from gdpa_kernels.device.ragged import ragged_descriptor
 from gdpa_kernels.device.rows import fetch_rows, put_rows
 from gdpa_kernels.gdpa.batch import Batch, Schedule
@@ -246,9 +246,9 @@ def stream_kernel(
     o = tlx.local_alloc((ROWS, BLOCK_D), tl.float32, TILES, tlx.storage_kind.tmem)
     q = Ring(q, tlx.alloc_barriers(TILES), tlx.alloc_barriers(TILES), 1)
     kv = Ring(kv, tlx.alloc_barriers(NUM_STAGES), tlx.alloc_barriers(NUM_STAGES), NUM_STAGES)
-    s = Handover(s, tlx.alloc_barriers(TILES))
-    p = Handover(p, tlx.alloc_warp_barrier(TILES * SLICES, 4))
-    o = Handover(o, tlx.alloc_barriers(TILES))
+    s = OneWay(s, tlx.alloc_barriers(TILES))
+    p = OneWay(p, tlx.alloc_warp_barrier(TILES * SLICES, 4))
+    o = OneWay(o, tlx.alloc_barriers(TILES))
 
     with tlx.async_tasks():
         with tlx.async_task("default", replicate=TILES):

@@ -131,8 +131,8 @@ def load(q_desc, k_desc, v_desc, q, k, v, list_ptr, rows_per_item, options):
 def fetch_q(q_desc, q, tile, start, length, head, row):
     """The rows of the tile-th tile for both consumers."""
     for role in tl.static_range(MATH_ROLES):
-        mine = q.acquire(tile, role * Q_SLOTS)
-        fetch_rows(q_desc, q.buffer[mine], q.full[mine], start, length, head, row + role * ROWS)
+        slot = q.acquire(tile, role * Q_SLOTS)
+        fetch_rows(q_desc, q.buffer[slot], q.full[slot], start, length, head, row + role * ROWS)
 
 
 @triton.jit
@@ -174,22 +174,22 @@ def math(
                 item += tl.num_programs(0)
             # Prefetched: the loop over blocks hides the latency.
             following = entry(list_ptr, tl.minimum(item, num_items - 1))
-            mine = role * Q_SLOTS + tile % Q_SLOTS
+            q_slot = role * Q_SLOTS + tile % Q_SLOTS
             acc = tl.zeros([ROWS, options.BLOCK_D], tl.float32)
             for block in tl.range(1, blocks):
                 stage = (kv + block) % NUM_STAGES
-                before = (kv + block - 1) % NUM_STAGES
+                v_stage = (kv + block - 1) % NUM_STAGES
                 tlx.barrier_wait(k.full[stage], ((kv + block) // NUM_STAGES) & 1)
-                tlx.barrier_wait(v.full[before], ((kv + block - 1) // NUM_STAGES) & 1)
+                tlx.barrier_wait(v.full[v_stage], ((kv + block - 1) // NUM_STAGES) & 1)
                 p = p.to(DTYPE)
-                s = tlx.async_dot(q.buffer[mine], tlx.local_trans(k.buffer[stage]))
-                acc = tlx.async_dot(p, v.buffer[before], acc)
+                s = tlx.async_dot(q.buffer[q_slot], tlx.local_trans(k.buffer[stage]))
+                acc = tlx.async_dot(p, v.buffer[v_stage], acc)
                 s = tlx.async_dot_wait(1, s)
                 release(k.empty[stage], last, options.RESIDENT)
                 p = activate(s, scale, options.ACTIVATION, True)
                 acc = tlx.async_dot_wait(0, acc)
-                release(v.empty[before], last, options.RESIDENT)
-            tlx.barrier_arrive(q.empty[mine])
+                release(v.empty[v_stage], last, options.RESIDENT)
+            tlx.barrier_arrive(q.empty[q_slot])
 
             # The first scores of the next tile, overlapped with the last P V of this one.
             _, next_out, next_len_q, _, len_k, next_head, first = following
@@ -198,23 +198,23 @@ def math(
             )
             next_row += role * ROWS
             tile += 1
-            before = (kv + blocks - 1) % NUM_STAGES
+            v_stage = (kv + blocks - 1) % NUM_STAGES
             v_phase = ((kv + blocks - 1) // NUM_STAGES) & 1
             if options.RESIDENT:
                 kv += tl.where(last, blocks, 0)
             else:
                 kv += blocks
-            mine = q.wait(tile, role * Q_SLOTS)
+            q_slot = q.wait(tile, role * Q_SLOTS)
             stage = k.wait(kv)
-            tlx.barrier_wait(v.full[before], v_phase)
+            tlx.barrier_wait(v.full[v_stage], v_phase)
             p = p.to(DTYPE)
-            s = tlx.async_dot(q.buffer[mine], tlx.local_trans(k.buffer[stage]))
-            acc = tlx.async_dot(p, v.buffer[before], acc)
+            s = tlx.async_dot(q.buffer[q_slot], tlx.local_trans(k.buffer[stage]))
+            acc = tlx.async_dot(p, v.buffer[v_stage], acc)
             s = tlx.async_dot_wait(1, s)
             release(k.empty[stage], step + 1 == steps, options.RESIDENT)
             p = activate(s, scale, options.ACTIVATION, True)
             acc = tlx.async_dot_wait(0, acc)
-            release(v.empty[before], last, options.RESIDENT)
+            release(v.empty[v_stage], last, options.RESIDENT)
             tlx.async_descriptor_store_wait(0)
             rows = (acc * output_scale).to(DTYPE)
             put_rows(out_desc, out[role], start_out, len_q, head, row, rows)

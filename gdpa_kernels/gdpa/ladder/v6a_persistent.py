@@ -110,8 +110,8 @@ def load(q_desc, k_desc, v_desc, q, k, v, list_ptr, options):
 def fetch_q(q_desc, q, tile, start, length, head, row):
     """The rows of the tile-th tile for both consumers."""
     for role in tl.static_range(MATH_ROLES):
-        mine = q.acquire(tile, role * Q_SLOTS)
-        fetch_rows(q_desc, q.buffer[mine], q.full[mine], start, length, head, row + role * ROWS)
+        slot = q.acquire(tile, role * Q_SLOTS)
+        fetch_rows(q_desc, q.buffer[slot], q.full[slot], start, length, head, row + role * ROWS)
 
 
 @triton.jit
@@ -130,33 +130,33 @@ def math(role: tl.constexpr, q, k, v, out_desc, out, list_ptr, scale, output_sca
             following = entry(list_ptr, tl.minimum(item, num_items - 1))
             blocks = blocks_of(len_k, options)
             row += role * ROWS
-            mine = q.wait(tile, role * Q_SLOTS)
+            q_slot = q.wait(tile, role * Q_SLOTS)
             stage = k.wait(kv)
-            s = tlx.async_dot(q.buffer[mine], tlx.local_trans(k.buffer[stage]))
+            s = tlx.async_dot(q.buffer[q_slot], tlx.local_trans(k.buffer[stage]))
             s = tlx.async_dot_wait(0, s)
             tlx.barrier_arrive(k.empty[stage])
             p = activate(s, scale, options.ACTIVATION, True)
             acc = tl.zeros([ROWS, options.BLOCK_D], tl.float32)
             for block in tl.range(1, blocks):
                 stage = (kv + block) % NUM_STAGES
-                before = (kv + block - 1) % NUM_STAGES
+                v_stage = (kv + block - 1) % NUM_STAGES
                 tlx.barrier_wait(k.full[stage], ((kv + block) // NUM_STAGES) & 1)
-                tlx.barrier_wait(v.full[before], ((kv + block - 1) // NUM_STAGES) & 1)
+                tlx.barrier_wait(v.full[v_stage], ((kv + block - 1) // NUM_STAGES) & 1)
                 p = p.to(DTYPE)
-                s = tlx.async_dot(q.buffer[mine], tlx.local_trans(k.buffer[stage]))
-                acc = tlx.async_dot(p, v.buffer[before], acc)
+                s = tlx.async_dot(q.buffer[q_slot], tlx.local_trans(k.buffer[stage]))
+                acc = tlx.async_dot(p, v.buffer[v_stage], acc)
                 s = tlx.async_dot_wait(1, s)
                 tlx.barrier_arrive(k.empty[stage])
                 p = activate(s, scale, options.ACTIVATION, True)
                 acc = tlx.async_dot_wait(0, acc)
-                tlx.barrier_arrive(v.empty[before])
-            tlx.barrier_arrive(q.empty[mine])
+                tlx.barrier_arrive(v.empty[v_stage])
+            tlx.barrier_arrive(q.empty[q_slot])
             tile += 1
             kv += blocks
-            before = v.wait(kv - 1)
-            acc = tlx.async_dot(p.to(DTYPE), v.buffer[before], acc)
+            v_stage = v.wait(kv - 1)
+            acc = tlx.async_dot(p.to(DTYPE), v.buffer[v_stage], acc)
             acc = tlx.async_dot_wait(0, acc)
-            tlx.barrier_arrive(v.empty[before])
+            tlx.barrier_arrive(v.empty[v_stage])
             tlx.async_descriptor_store_wait(0)
             rows = (acc * output_scale).to(DTYPE)
             put_rows(out_desc, out[role], start_out, len_q, head, row, rows)
