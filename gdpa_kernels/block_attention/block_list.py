@@ -18,7 +18,7 @@ from gdpa_kernels.calling.lengths import Recipe
 
 @triton.jit
 def count_blocks(blocks_ptr):
-    """How many blocks the list has."""
+    """The number of blocks in the list."""
     return tl.load(blocks_ptr)
 
 
@@ -43,7 +43,7 @@ def block_list_kernel(
     cu_seqlens_ptr, blocks_ptr, batch, block_size,
     OWN: tl.constexpr, OTHERS: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
-    """The entries of OWN sequences, after those of all sequences before them."""
+    """Writes the entries of OWN sequences, after those of all sequences before them."""
     first_own = tl.program_id(0) * OWN
     preceding = 0
     for first in tl.range(0, first_own, OTHERS):
@@ -91,5 +91,5 @@ class BlockList(Recipe):
 
 
 def plan_schedule(batch: Batch, config: object) -> BlockList:
-    """The list of a call, whatever the launch constants of its rung."""
+    """The list of blocks of a call, the same for all launch constants."""
     return BlockList(batch.total, batch.block_size)

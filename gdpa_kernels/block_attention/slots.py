@@ -1,8 +1,6 @@
-"""What the warp-specialized rungs share: what they need of their launch constants, which blocks a
-program works on, which slot an item takes, how a slot is filled and released, the producer with
-sin and cos.
-
-The other roles, and what a slot holds when, are each rung's own.
+"""Functions of the warp-specialized rungs: checks of their launch constants, the blocks that a
+program works on, the slot of an item, loads into a slot and its release, the producer with sin and
+cos. Each rung has its own other roles.
 """
 
 from collections.abc import Sequence
@@ -30,8 +28,8 @@ class Slots(Protocol):
 
 
 class WideSlots(Slots, Protocol):
-    """With the columns of a tile: a wider head takes several slots; registers of a consumer
-    thread."""
+    """`Slots` with the columns of a tile, of which a wider head takes several, and the registers of
+    a consumer thread."""
 
     width: int
     registers: int
@@ -95,8 +93,8 @@ def launch_slots(
     tensors: Sequence[torch.Tensor],
 ) -> None:  # fmt: skip
     """Launch a kernel on `tensors`, and on sin and cos if the call has them: a program on every SM,
-    which takes every grid-th of the listed blocks. Of `batch` and `config` it is given the
-    constants that it has a parameter for, num_turns as NUM_TURNS."""
+    which takes every grid-th of the listed blocks. The kernel takes those constants of `batch` and
+    `config` that it has a parameter for, num_turns as NUM_TURNS."""
     width, pieces = split(config, batch)
     sin_cos = [x[:, None] for x in batch.rotary or ()]
     known = {
@@ -169,13 +167,14 @@ class Block:
 
 @triton.jit
 def count_units(blocks_ptr):
-    """How many blocks this program works on: p, p + P, p + 2 P, ... belong to program p of P."""
+    """The number of blocks that this program works on: p, p + P, p + 2 P, ... belong to program p
+    of P."""
     return tl.cdiv(count_blocks(blocks_ptr) - tl.program_id(0), tl.num_programs(0))
 
 
 @triton.jit
 def block_at(blocks_ptr, unit):
-    """One of this program's blocks."""
+    """Block `unit` of this program."""
     first_row, rows = block_entry(blocks_ptr, tl.program_id(0) + unit * tl.num_programs(0))
     return Block(first_row, rows)
 
@@ -222,7 +221,8 @@ def release(empty, stage):
 def load(
     grad_desc, q_desc, k_desc, v_desc, sin_desc, cos_desc, grad, tiles, sin_cos, blocks_ptr, options
 ):
-    """v3's producer, which also loads sin and cos of a block, after q and k of its first head."""
+    """The producer of v3, which also loads sin and cos of a block, after q and k of its first
+    head."""
     TILES: tl.constexpr = 3 if grad_desc is None else 4
     WIDTH: tl.constexpr = q_desc.block_shape[4]
     BYTES: tl.constexpr = q_desc.block_shape[3] * WIDTH * 2

@@ -35,8 +35,8 @@ def ragged_descriptor(
     tensor.
 
     A box is `width` columns wide; None: as the next power of two of head_dim, and at least
-    `min_width`. Columns beyond head_dim read as zero. `tensor` must be `is_readable`; `is_empty`
-    says whether it has rows.
+    `min_width`. Columns beyond head_dim read as zero. `tensor` must be `is_readable`; the field
+    `is_empty` tells a tensor without rows.
     """
     rows, num_heads, head_dim = tensor.shape
     if rows == 0:
@@ -67,7 +67,7 @@ def _checked(
 
 
 def is_readable(tensor: torch.Tensor) -> bool:
-    """Whether `ragged_descriptor` can take `tensor` `[total, num_heads, head_dim]`."""
+    """True if `ragged_descriptor` can take `tensor` `[total, num_heads, head_dim]`."""
     return unreadable(tensor) is None
 
 

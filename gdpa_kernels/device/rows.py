@@ -1,4 +1,4 @@
-"""What the warp-specialized rungs do with tiles: load and store their rows.
+"""Loads and stores of the rows of tiles, for the warp-specialized rungs.
 
 The copies are those of ragged.py, issued by a role and awaited on an mbarrier.
 """
@@ -14,8 +14,9 @@ from gdpa_kernels.device.ragged import BOUND
 def uniform(x):
     """The int32 scalar x, which the compiler then knows to be uniform across a warp.
 
-    Of a loaded number it does not know that. It keeps what it computes from one, stages and their
-    addresses, in a register of every thread, and moves it to a uniform register before each MMA.
+    It does not know that about a loaded number. It keeps what it computes from one, stages and
+    their addresses, in a register of every thread, and moves it to a uniform register before each
+    MMA.
     """
     return tl.inline_asm_elementwise(
         "shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;", "=r,r", [x], dtype=tl.int32, is_pure=True,

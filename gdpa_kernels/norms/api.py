@@ -12,7 +12,7 @@ from gdpa_kernels.norms import reference
 
 EPSILON = 1e-6
 WIDTHS = 64, 8192
-"""Of the rows that the kernel of `add_rms_norm` takes."""
+"""The least and the largest width of rows that the kernel of `add_rms_norm` takes."""
 MAX_HEAD_DIM = 256
 
 
@@ -188,7 +188,7 @@ class _HeadNorm(torch.autograd.Function):
 
 
 def _kernels_take(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
-    """Whether kernels run on x's device and compute with these dtypes."""
+    """True if kernels run on x's device and compute with these dtypes."""
     compute_capability = capability(x.device)
     return (
         compute_capability is not None
@@ -216,7 +216,7 @@ def _head_functions(x: torch.Tensor, *others: torch.Tensor | None):
 
 
 def _or_empty(x: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
-    """What an operator returns for None: a tensor without elements."""
+    """x, or for None a tensor without elements, which an operator can return."""
     return like.new_empty(0) if x is None else x
 
 
@@ -305,7 +305,7 @@ def _fake_head_backward(grad, saved, rstd, first, second, sin, cos, count_1, cou
 
 
 def _no_flops(*_) -> int:
-    """Of matmuls, which is what `FlopCounterMode` counts."""
+    """The FLOPs of matmuls, which `FlopCounterMode` counts: none."""
     return 0
 
 
@@ -389,7 +389,7 @@ def _check_rows(x: object, residual: object, weight: object) -> None:
 
 
 def _overlaps(x: torch.Tensor) -> bool:
-    """Whether a step along a dimension stays within what smaller steps reach."""
+    """True if a step along a dimension stays within the reach of smaller steps."""
     reach = int(x.numel() > 0)
     for step, size in sorted(zip(x.stride(), x.shape, strict=True)):
         if size > 1 and step < reach:

@@ -1,4 +1,4 @@
-"""The norms by PyTorch's operators: what the kernels compute, with the kernels' own arguments.
+"""The norms by PyTorch's operators, with the arguments and results of the kernels.
 
 fp32 arithmetic, fp64 for fp64. `residual` and `heads` have the same functions as kernels.
 """
@@ -14,7 +14,7 @@ def wide(x: torch.Tensor) -> torch.Tensor:
 
 
 def add_forward(x, residual, weight, eps, dtype):
-    """As `residual.forward`."""
+    """Compute `residual.forward`."""
     stream = x if residual is None else (wide(x) + wide(residual)).to(residual.dtype)
     normalised = wide(stream)
     rstd = (normalised.square().mean(1, keepdim=True) + eps).rsqrt()
@@ -24,7 +24,7 @@ def add_forward(x, residual, weight, eps, dtype):
 
 
 def add_backward(grad_y, grad_stream, stream, rstd, weight, x_dtype=None):
-    """As `residual.backward`."""
+    """Compute `residual.backward`."""
     normalised, dy, grad_weight = wide(stream) * rstd[:, None], wide(grad_y), None
     if weight is not None:
         grad_weight = (dy * normalised).sum(0).to(weight.dtype)
@@ -36,7 +36,7 @@ def add_backward(grad_y, grad_stream, stream, rstd, weight, x_dtype=None):
 
 
 def head_forward(x, first, second, counts, sin_cos, eps, floor):
-    """As `heads.forward`."""
+    """Compute `heads.forward`."""
     rows, rotates = x[:, : sum(counts)], sin_cos[0] is not None
     x_copy = rows.clone(memory_format=torch.contiguous_format) if rotates else None
     normalised = wide(rows)
@@ -47,7 +47,7 @@ def head_forward(x, first, second, counts, sin_cos, eps, floor):
 
 
 def head_backward(grad, saved, rstd, first, second, counts, sin_cos, floor):
-    """As `heads.backward`."""
+    """Compute `heads.backward`."""
     rows, normalised = grad[:, : sum(counts)], wide(saved[:, : sum(counts)])
     weight, dy = _per_head(first, second, counts, floor), wide(rows)
     if sin_cos[0] is None:

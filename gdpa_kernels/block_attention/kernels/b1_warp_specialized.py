@@ -73,7 +73,7 @@ class Config:
 
 
 def default_config(direction: str, batch: Batch) -> Config:
-    """As many slots as shared memory holds."""
+    """Constants with as many slots as shared memory holds."""
     tile = BLOCK * batch.head_dim * 2
     left = SHARED
     if batch.rotary is not None:
@@ -85,7 +85,7 @@ def default_config(direction: str, batch: Batch) -> Config:
 
 
 def requires(batch: Batch) -> str | None:
-    """What this rung needs and does not get of a call, or None."""
+    """The reason why this rung cannot take a call, beyond `Requires`; None if it can."""
     return requires_tiles(batch) or (requires_sin_cos(batch.rotary) if batch.rotary else None)
 
 
@@ -163,7 +163,7 @@ def fetch_sin_cos(sin_desc, cos_desc, sin_cos, block, unit, options):
 
 @triton.jit
 def load_sin_cos(sin_cos, unit, options):
-    """sin and cos of a block, fp32, in registers; their slot is given back."""
+    """sin and cos of a block, fp32, in registers; their slot is released."""
     slot, phase = ring_slot(unit, options.NUM_TURNS)
     tlx.barrier_wait(sin_cos.full[slot], phase)
     sin, cos = tlx.local_load(sin_cos.sin[slot]), tlx.local_load(sin_cos.cos[slot])
@@ -488,7 +488,7 @@ def backward_kernel(
 
 
 def _launch(kernel, direction: str, batch: Batch, tensors, config, schedule) -> None:
-    """Over `tensors`; of the list of blocks each program takes every grid-th one."""
+    """Launch a kernel on `tensors`; each program takes every grid-th of the listed blocks."""
     config = config or default_config(direction, batch)
     (blocks,) = schedule or plan_schedule(batch, config).make(*batch.offsets)
     sin_cos = (None, None)

@@ -56,8 +56,8 @@ def default_config(direction: str, batch: Batch) -> Config:
 
 @triton.jit
 def tile_of_program(blocks_ptr, TILES: tl.constexpr, TILE: tl.constexpr):
-    """(first_row, rows, first_own): the block of this program and its own TILE rows of it; no rows
-    are left from first_own on where the list or the block has ended."""
+    """(first_row, rows, first): the block of this program and the first of its TILE rows; no rows
+    are left from there on where the list or the block has ended."""
     pid = tl.program_id(0)
     block = pid // TILES
     first_row, rows = block_entry(blocks_ptr, block)
@@ -235,7 +235,7 @@ def forward(
 
 
 def empty_saved(batch: Batch) -> tuple[torch.Tensor, ...]:
-    """What `forward` saves after the output: the shapes and dtypes, without values."""
+    """Empty tensors of the shapes and dtypes that `forward` saves after the output."""
     lse = batch.q.new_empty(batch.num_heads, batch.total, dtype=torch.float32)
     rotated = () if batch.rotary is None else (batch.q, batch.k, batch.v)[: 2 + batch.rotate_v]
     return lse, *(tensor.new_empty(tensor.shape) for tensor in rotated)

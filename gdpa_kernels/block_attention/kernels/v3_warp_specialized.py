@@ -67,8 +67,8 @@ class Config:
 
 
 def default_config(direction: str, batch: Batch) -> Config:
-    """One consumer; at head_dim 64 and 128 the slots that were fastest in runs without a record,
-    at others as many as fit."""
+    """Constants of one consumer; at head_dim 64 and 128 the slots that were fastest in runs without
+    a record, at others as many as fit."""
     forward, two = direction == "forward", gcd(batch.num_heads, 2)
     if batch.head_dim > 192:
         return Config(num_stages=4 if forward else 3)
@@ -82,7 +82,7 @@ def default_config(direction: str, batch: Batch) -> Config:
 
 
 def requires(batch: Batch) -> str | None:
-    """What this rung needs and does not get of a call, or None."""
+    """The reason why this rung cannot take a call, beyond `Requires`; None if it can."""
     if batch.rotary is not None:
         return "needs rotary None, got (sin, cos)"
     return requires_tiles(batch, splits=True)

@@ -86,8 +86,8 @@ class Config:
 
 
 def default_config(direction: str, batch: Batch) -> Config:
-    """One consumer; at head_dim 64 and 128 the slots that were fastest in runs without a record,
-    beyond as many as fit. sin and cos in 16 bits leave room for one more."""
+    """Constants of one consumer; at head_dim 64 and 128 the slots that were fastest in runs without
+    a record, beyond as many as fit. sin and cos in 16 bits leave room for one more."""
     forward, narrow = direction == "forward", batch.rotary[0].dtype.itemsize == 2
     if batch.head_dim == 64:
         return Config(num_stages=6 if forward else 3)
@@ -101,7 +101,7 @@ def default_config(direction: str, batch: Batch) -> Config:
 
 
 def requires(batch: Batch) -> str | None:
-    """What this rung needs and does not get of a call, or None."""
+    """The reason why this rung cannot take a call, beyond `Requires`; None if it can."""
     if batch.rotary is None:
         return "needs rotary (sin, cos), got None"
     return requires_tiles(batch, splits=True) or requires_sin_cos(batch.rotary)
@@ -169,7 +169,7 @@ def rotate_role(tiles, sin_cos, ready, blocks_ptr, options):
 
 @triton.jit
 def unbound(buffer):
-    """What a buffer [rows, width] holds, as fp32, in the register layout that its use needs.
+    """The content of a buffer [rows, width], as fp32, in the register layout that its use needs.
 
     A shared-memory load has a register layout of its own, and what is computed from it keeps it: an
     accumulator that meets it is converted to it, through shared memory, rather than the reverse. A

@@ -57,18 +57,16 @@ class Config:
     num_stages: int = 2
 
     def programs(self, slabs: int, device: torch.device) -> int:
-        """How many programs share at most `slabs` slabs on `device`."""
+        """The number of programs that share at most `slabs` slabs on `device`."""
         if self.slabs_per_program:
             return triton.cdiv(slabs, self.slabs_per_program)
         return min(slabs, multiprocessors(device) * self.programs_per_sm)
 
 
 def default_config(direction: str, batch: Batch) -> Config:
-    """What was fastest in runs without a record: two slabs for each of many programs, or one
-    persistent program on an SM where its tiles fill it.
-
-    With rotary at head_dim 128 backward spills 458 bytes where v is rotated too.
-    """
+    """Constants that were fastest in runs without a record: two slabs for each of many programs, or
+    one persistent program on an SM where its tiles fill it. With rotary at head_dim 128 backward
+    spills where v is rotated too."""
     if batch.rotary is not None:
         if direction == "forward":
             return Config(programs_per_sm=2, num_stages=1)
@@ -79,7 +77,7 @@ def default_config(direction: str, batch: Batch) -> Config:
 
 
 def requires(batch: Batch) -> str | None:
-    """What this rung needs and does not get of a call, or None. It takes any rotary."""
+    """The reason why this rung cannot take a call, beyond `Requires`; None if it can."""
     if batch.group > 1:
         return f"needs as many key heads as query heads, got {batch.group} query heads for one"
     return requires_tiles(batch)
@@ -87,7 +85,7 @@ def requires(batch: Batch) -> str | None:
 
 @triton.jit
 def count_steps(blocks_ptr, NUM_HEADS: tl.constexpr, HEADS: tl.constexpr):
-    """How many (block, head) this program works on: HEADS of each of its slabs."""
+    """The number of (block, head) that this program works on: HEADS of each of its slabs."""
     slabs = count_blocks(blocks_ptr) * (NUM_HEADS // HEADS)
     return tl.cdiv(slabs - tl.program_id(0), tl.num_programs(0)) * HEADS
 

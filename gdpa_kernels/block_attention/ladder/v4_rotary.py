@@ -64,8 +64,8 @@ class Config:
 
 
 def default_config(direction: str, batch: Batch) -> Config:
-    """One consumer; at head_dim 64 and 128 the slots that were fastest in runs without a record,
-    beyond as many as fit beside sin and cos."""
+    """Constants of one consumer; at head_dim 64 and 128 the slots that were fastest in runs without
+    a record, beyond as many as fit beside sin and cos."""
     forward = direction == "forward"
     if batch.head_dim > 128:
         narrow = batch.rotary[0].dtype.itemsize == 2
@@ -80,7 +80,7 @@ def default_config(direction: str, batch: Batch) -> Config:
 
 
 def requires(batch: Batch) -> str | None:
-    """What this rung needs and does not get of a call, or None."""
+    """The reason why this rung cannot take a call, beyond `Requires`; None if it can."""
     if batch.rotary is None:
         return "needs rotary (sin, cos), got None"
     return requires_tiles(batch, splits=True) or requires_sin_cos(batch.rotary)

@@ -1,10 +1,10 @@
 """The gradients of a relative bias's tables: sums of dS over pairs, in a fixed order.
 
 A program owns a stripe: the tiles along a diagonal, of one head and of CHUNK sequences. They have
-the same distances, whose sums stay in registers: row r of a tile [rows, keys] is turned by r, and a
-column then has two distances, BLOCK apart. For the times it sums over each bucket from a tile's
+the same distances, whose sums stay in registers: row r of a tile [rows, keys] is rotated by r, and
+a column then has two distances, BLOCK apart. For the times it sums over each bucket from a tile's
 least to its greatest: few where events are in order, but for tiles at the diagonal. PyTorch adds
-what the programs found.
+the sums of the programs.
 
 No atomics: the same bits in every run. S and dP are computed once more.
 """

@@ -1,4 +1,4 @@
-"""Partial results added up: what is not normalised needs no merge."""
+"""Sums of partial results, which without softmax need no rescaling."""
 
 import torch
 import triton

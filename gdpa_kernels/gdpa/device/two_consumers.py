@@ -1,7 +1,5 @@
-"""What backward rungs share whose two consumers own 64 keys of a tile each: loads of the keys of
-both, S, dS in shared memory, a consumer's half of dQ.
-
-The consumer itself is each rung's own.
+"""Functions of the backward rungs whose two consumers own 64 keys of a tile each: loads of the keys
+of both, S, dS in shared memory, a consumer's half of dQ. Each rung has its own consumer.
 """
 
 from dataclasses import dataclass
@@ -66,7 +64,7 @@ def scores(k, q, count, Q_STAGES: tl.constexpr):
 
 @triton.jit
 def share(ds, ds_tile, d, count):
-    """Store dS of a step in `own`, of ds, for both roles to read."""
+    """Store dS of a step in ds_tile, a buffer of ds, for both roles to read."""
     stage = count & 1
     tlx.barrier_wait(ds.empty[stage], ((count // 2) & 1) ^ 1)
     tlx.local_store(ds_tile, d)

@@ -26,7 +26,7 @@ WIDTH = tl.constexpr(8)
 
 @triton.jit
 def count_items(list_ptr):
-    """How many entries the list has."""
+    """The number of entries of the list."""
     return tl.load(list_ptr)
 
 
@@ -48,7 +48,7 @@ def number(list_ptr, item):
 
 @triton.aggregate
 class Items:
-    """What there is to do: `count` pairs of a sequence, in this order, and a key head."""
+    """Work items: `count` pairs of a sequence, in this order, and a key head."""
 
     order_ptr: tl.tensor
     cu_seqlens_q_ptr: tl.tensor
@@ -113,7 +113,7 @@ def work_list_kernel(
     splits=None, piece=None, rows_out=None, NUMBERED: tl.constexpr = False,
     PADDED: tl.constexpr = 1,
 ):  # fmt: skip
-    """Entries of OWN sequences, or pieces of some, at their places in the list.
+    """Writes the entries of OWN sequences, or of pieces of some, to their slots in the list.
 
     Before a sequence come those with more key blocks, and those with as many and a smaller number.
     One with keys has LEAST tiles or more. A `batch` that is a multiple of 16 makes loads wide, so
@@ -225,8 +225,8 @@ class WorkList(Recipe):
 
 @triton.jit
 def order_kernel(cu_seqlens_ptr, order_ptr, batch, OWN: tl.constexpr, OTHERS: tl.constexpr):
-    """The places of OWN sequences: after those with more rows, and those with as many and a smaller
-    number."""
+    """Writes OWN sequences to their slots: after those with more rows, and those with as many and a
+    smaller number."""
     index = tl.program_id(0) * OWN + tl.arange(0, OWN)
     offsets = cu_seqlens_ptr + index
     rows = tl.load(offsets + 1, mask=index < batch, other=0) - tl.load(

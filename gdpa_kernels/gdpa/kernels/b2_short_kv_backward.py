@@ -75,7 +75,7 @@ MOST_KEYS = KEYS.value * CTAS.value
 
 
 def requires(batch: Batch) -> str | None:
-    """What this rung needs besides what its tensors say, and does not get, or None."""
+    """The reason why this rung cannot take a call, beyond `Requires`; None if it can."""
     return requires_few_keys(batch, MOST_KEYS)
 
 
@@ -101,14 +101,14 @@ class Options:
 
 @triton.jit
 def steps_of(len_q):
-    """Steps of one head, at least one. All rows are walked, whether or not a key is seen by them:
-    their dQ is written here."""
+    """Steps of one head, at least one, over all rows, seen by a key or not: their dQ is written
+    here."""
     return tl.maximum(tl.cdiv(len_q, ROWS), 1)
 
 
 @triton.jit
 def load(q_desc, k_desc, v_desc, g_desc, q, k, v, g, items, options):
-    """The producer: of each tile K, the first rows of Q, V, then dO and Q in the order of use."""
+    """The producer: K of an item, the first rows of Q, V, then dO and Q in the order of use."""
     clusters = tl.num_programs(0) // CTAS
     key = tlx.cluster_cta_rank() * KEYS
     phase, count = 0, 0
@@ -196,7 +196,7 @@ def math(
     role: tl.constexpr, v, s, p, dp, ds, dv, dk, staged, sums_full, gradients, items, scale,
     output_scale, options,
 ):  # fmt: skip
-    """A consumer: 64 rows of every step; of a tile dV, or dK."""
+    """A consumer: 64 rows of every step, and dV or dK of an item."""
     clusters = tl.num_programs(0) // CTAS
     key = tlx.cluster_cta_rank() * KEYS
     phase, count = 0, 0

@@ -47,9 +47,8 @@ from gdpa_kernels.gdpa.batch import Batch, Schedule
 from gdpa_kernels.gdpa.device.gradients import (
     Gradients,
     head_and_row,
-    launch_gradients,
-    loaded,
     steps_of,
+    sums_commute,
 )
 from gdpa_kernels.gdpa.device.tensor_memory import (
     COLUMNS,
@@ -63,6 +62,7 @@ from gdpa_kernels.gdpa.device.tensor_memory import (
     activate,
     default_config,
     differentiate,
+    launch_tiles,
     load,
     output,
     put_sum,
@@ -71,8 +71,8 @@ from gdpa_kernels.gdpa.device.work_list import WorkList, count_items, entry, lis
 
 
 def is_deterministic(batch: Batch) -> bool:
-    """Two additions to zero commute; with a third their order shows. A tile of keys makes one."""
-    return batch.max_seqlen_k <= 2 * KEYS.value and not batch.shared_q
+    """True with at most two tiles of keys; see `sums_commute`."""
+    return sums_commute(batch, KEYS.value)
 
 
 def plan_schedule(batch: Batch, config: Config) -> WorkList:
@@ -149,7 +149,7 @@ def math(
     role: tl.constexpr, v, s, p, dp, ds, ds_rows, dv, dk, staged, sums_full, gradients, list_ptr,
     scale, output_scale, options,
 ):  # fmt: skip
-    """A consumer: 64 rows of every step; of a tile dV, or dK."""
+    """A consumer: 64 rows of every step, and dV or dK of a tile."""
     num_items = count_items(list_ptr)
     phase, count = 0, 0
     for item in tl.range(tl.program_id(0), num_items, tl.num_programs(0)):
@@ -250,8 +250,4 @@ def backward(
     """
     config = config or default_config(batch)
     (entries,) = schedule or plan_schedule(batch, config).make(*batch.offsets)
-    boxes = (ROWS.value, COLUMNS.value), (KEYS.value, None), (KEYS.value, None)
-    loads = loaded(grad_out, batch, ROWS.value, KEYS.value)
-    return launch_gradients(
-        backward_kernel, batch, config, loads, boxes, (entries,), len(entries) - 1
-    )
+    return launch_tiles(backward_kernel, grad_out, batch, config, entries)

@@ -59,7 +59,12 @@ from gdpa_kernels.device.pairs import CTAS, fetch_part, pair_and_pairs
 from gdpa_kernels.device.ragged import BOUND
 from gdpa_kernels.device.rows import keep_runtime
 from gdpa_kernels.gdpa.batch import Batch, Schedule
-from gdpa_kernels.gdpa.device.gradients import Gradients, head_and_row, launch_gradients, steps_of
+from gdpa_kernels.gdpa.device.gradients import (
+    Gradients,
+    head_and_row,
+    steps_of,
+    sums_commute,
+)
 from gdpa_kernels.gdpa.device.pair_steps import (
     ITEM,
     Descriptors,
@@ -68,7 +73,7 @@ from gdpa_kernels.gdpa.device.pair_steps import (
     activate_and_share,
     add_products,
     fetch,
-    loaded_in_parts,
+    launch_pairs,
 )
 from gdpa_kernels.gdpa.device.tensor_memory import HALF, KEYS, MATH_ROLES, ROWS, put_sum
 from gdpa_kernels.gdpa.device.work_list import WorkList, count_items, entry, list_of_keys
@@ -92,8 +97,8 @@ def default_config(batch: Batch) -> Config:
 
 
 def is_deterministic(batch: Batch) -> bool:
-    """Two additions to zero commute; with a third their order shows. A tile of keys makes one."""
-    return batch.max_seqlen_k <= 2 * ITEM.value and not batch.shared_q
+    """True with at most two tiles of keys; see `sums_commute`."""
+    return sums_commute(batch, ITEM.value)
 
 
 def plan_schedule(batch: Batch, config: Config) -> WorkList:
@@ -172,7 +177,8 @@ def from_ds(q, k, ds, dk, dq, count, use_acc, zero, options):
 
 @triton.jit
 def mma(k_own, k, v, q, g, s, p, dp, ds, dv, dk, dq, sums_full, list_ptr, options):
-    """All MMAs, of the leader alone. The other CTA's thread says when the leader's dS is there."""
+    """All MMAs, issued by the leader alone. The peer's thread tells it that dS has arrived
+    there."""
     WIDTH: tl.constexpr = options.HEAD_DIM // CTAS
     first, pairs = pair_and_pairs()
     num_items = count_items(list_ptr)
@@ -225,7 +231,7 @@ def math(
     role: tl.constexpr, v, s, p, dp, ds, dv, dk, staged, sums_full, gradients, list_ptr, scale,
     output_scale, options,
 ):  # fmt: skip
-    """A consumer: 64 rows of every step; of a CTA's keys dV, or dK."""
+    """A consumer: 64 rows of every step, and dV or dK of this CTA's keys."""
     rank = tlx.cluster_cta_rank()
     first, pairs = pair_and_pairs()
     num_items = count_items(list_ptr)
@@ -359,9 +365,4 @@ def backward(
     """
     config = config or default_config(batch)
     (entries,) = schedule or plan_schedule(batch, config).make(*batch.offsets)
-    boxes = (HALF.value, None), (KEYS.value, None), (KEYS.value, None)
-    loads = loaded_in_parts(grad_out, batch)
-    return launch_gradients(
-        backward_kernel, batch, config, loads, boxes, (entries,), len(entries) - 1,
-        ctas=CTAS.value,
-    )  # fmt: skip
+    return launch_pairs(backward_kernel, grad_out, batch, config, entries)

@@ -62,7 +62,11 @@ from gdpa_kernels.device.pairs import CTAS, fetch_part, pair_and_pairs
 from gdpa_kernels.device.ragged import BOUND
 from gdpa_kernels.device.rows import keep_runtime
 from gdpa_kernels.gdpa.batch import Batch, Schedule
-from gdpa_kernels.gdpa.device.gradients import Gradients, head_and_row, launch_gradients
+from gdpa_kernels.gdpa.device.gradients import (
+    Gradients,
+    head_and_row,
+    sums_commute,
+)
 from gdpa_kernels.gdpa.device.gradients import steps_of as steps_of_keys
 from gdpa_kernels.gdpa.device.pair_steps import (
     ITEM,
@@ -72,7 +76,7 @@ from gdpa_kernels.gdpa.device.pair_steps import (
     activate_and_share,
     add_products,
     fetch,
-    loaded_in_parts,
+    launch_pairs,
 )
 from gdpa_kernels.gdpa.device.tensor_memory import HALF, KEYS, MATH_ROLES, ROWS
 from gdpa_kernels.gdpa.device.work_list import WorkList, count_items, entry, list_of_keys
@@ -85,8 +89,7 @@ class Config:
     """Launch constants.
 
     fold: leave factors of the activation to the sums where `activations.foldable`. registers: of a
-    math thread. once: dQ is written and not added to, for at most 256 keys, as in
-    b6_dq_once_backward.
+    math thread. once: dQ is written and not added to, for at most 256 keys.
     """
 
     fold: bool = True
@@ -100,8 +103,8 @@ def default_config(batch: Batch) -> Config:
 
 
 def is_deterministic(batch: Batch) -> bool:
-    """Two additions to zero commute; with a third their order shows. A tile of keys makes one."""
-    return batch.max_seqlen_k <= 2 * ITEM.value and not batch.shared_q
+    """True with at most two tiles of keys; see `sums_commute`."""
+    return sums_commute(batch, ITEM.value)
 
 
 def plan_schedule(batch: Batch, config: Config) -> WorkList:
@@ -200,8 +203,8 @@ def from_ds(q, k, ds, dk, dk_empty, dq, count, phase, use_acc, ends, zero, optio
 
 @triton.jit
 def mma(k_own, k, v, q, g, s, p, dp, ds, dv, dk, dk_empty, dq, list_ptr, options):
-    """All MMAs, of the leader alone: S of a step, then dK and dQ of the step before, also across
-    the border of two items. The other CTA's thread says when the leader's dS is there."""
+    """All MMAs, issued by the leader: S of a step, then dK and dQ of the step before, also across
+    the border of two items. The peer's thread tells the leader that dS has arrived there."""
     WIDTH: tl.constexpr = options.HEAD_DIM // CTAS
     first, pairs = pair_and_pairs()
     num_items = count_items(list_ptr)
@@ -429,9 +432,4 @@ def backward(
     """
     config = config or default_config(batch)
     (entries,) = schedule or plan_schedule(batch, config).make(*batch.offsets)
-    boxes = (HALF.value, None), (KEYS.value, None), (KEYS.value, None)
-    loads = loaded_in_parts(grad_out, batch)
-    return launch_gradients(
-        backward_kernel, batch, config, loads, boxes, (entries,), len(entries) - 1,
-        ctas=CTAS.value, adds=not config.once,
-    )  # fmt: skip
+    return launch_pairs(backward_kernel, grad_out, batch, config, entries, adds=not config.once)

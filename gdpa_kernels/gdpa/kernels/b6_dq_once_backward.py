@@ -64,12 +64,12 @@ __all__ = ["Config", "backward", "default_config", "plan_schedule", "requires"]
 
 
 def default_config(batch: Batch) -> Config:
-    """b5's, without additions."""
+    """Launch constants of b5, with dQ written once."""
     return replace(b5.default_config(batch), once=True)
 
 
 def requires(batch: Batch) -> str | None:
-    """Why it cannot take a call, or None."""
+    """The reason why this rung cannot take a call, beyond `Requires`; None if it can."""
     return requires_few_keys(batch, b5.ITEM.value)
 
 
@@ -80,6 +80,10 @@ def backward(
     config: Config | None = None,
     schedule: Schedule | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(dq, dk, dv), shaped as q, k and v, contiguous; `schedule` as in b5."""
+    """(dq, dk, dv), shaped as q, k and v, contiguous.
+
+    grad_out `[total_q, num_heads, head_dim]` of any strides. `schedule` is that of
+    `plan_schedule` for the same sequences; None makes it here.
+    """
     config = config or default_config(batch)
     return b5.backward(grad_out, batch, config=config, schedule=schedule)

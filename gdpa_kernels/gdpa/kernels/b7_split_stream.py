@@ -36,7 +36,6 @@ import triton
 import triton.language as tl
 import triton.language.extra.tlx as tlx
 
-from gdpa_kernels.calling.launch import launch, multiprocessors
 from gdpa_kernels.device.groups import OneWay, Ring
 from gdpa_kernels.device.pairs import (
     CTAS,
@@ -46,12 +45,10 @@ from gdpa_kernels.device.pairs import (
     scores,
     weighted_sum,
 )
-from gdpa_kernels.device.ragged import ragged_descriptor
 from gdpa_kernels.gdpa.batch import Batch, Schedule
-from gdpa_kernels.gdpa.device.activations import foldable
 from gdpa_kernels.gdpa.device.masks import key_range
+from gdpa_kernels.gdpa.device.pair_streams import Options, launch_pairs
 from gdpa_kernels.gdpa.device.polynomial import mixed_probabilities
-from gdpa_kernels.gdpa.device.sums import add_up
 from gdpa_kernels.gdpa.device.work_list import WorkList, count_items, entry, list_of_queries
 
 ROWS = tl.constexpr(128)  # of a CTA and item
@@ -64,8 +61,11 @@ ISSUED, BEGINS, ENDS = tl.constexpr(1), tl.constexpr(2), tl.constexpr(4)  # of a
 
 @dataclass(frozen=True)
 class Config:
-    """num_stages: blocks of K, and of V, in shared memory. slices: of a block's scores, columns: of
-    O, in registers at a time. share: of the scores that take a polynomial, as in b4_mixed."""
+    """Launch constants.
+
+    num_stages: blocks of K, and of V, in shared memory. slices: of a block's scores, columns: of
+    O, in registers at a time. share: of the scores that take a polynomial.
+    """
 
     BLOCK_N: int = 128
     num_stages: int = 4
@@ -85,24 +85,6 @@ def plan_schedule(batch: Batch, config: Config) -> WorkList:
     return list_of_queries(batch, ITEM.value, config.BLOCK_N, CTAS.value)
 
 
-@triton.aggregate
-class Options:
-    """The constants that the roles share."""
-
-    GROUP: tl.constexpr
-    ACTIVATION: tl.constexpr
-    PAIRS: tl.constexpr
-    CAUSAL: tl.constexpr
-    WINDOW: tl.constexpr
-    DTYPE: tl.constexpr
-    BLOCK_N: tl.constexpr
-    BLOCK_D: tl.constexpr
-    NUM_STAGES: tl.constexpr
-    SLICES: tl.constexpr
-    COLUMNS: tl.constexpr
-    SHARE: tl.constexpr
-
-
 @triton.jit
 def blocks_of(len_k, first, options):
     """(first key, blocks of keys) of an item; at least one block: without keys it is zero."""
@@ -112,7 +94,7 @@ def blocks_of(len_k, first, options):
 
 @triton.jit
 def load(q_desc, k_desc, v_desc, q, k, v, list_ptr, options):
-    """The producer of a CTA; the leader's also says how many bytes come from both."""
+    """The producer of a CTA; the leader's also expects the bytes of both."""
     BYTES: tl.constexpr = options.BLOCK_N * options.BLOCK_D * tlx.size_of(options.DTYPE)
     Q_BYTES: tl.constexpr = CTAS * ROWS * options.BLOCK_D * tlx.size_of(options.DTYPE)
     rank = tlx.cluster_cta_rank()
@@ -146,7 +128,7 @@ def load(q_desc, k_desc, v_desc, q, k, v, list_ptr, options):
 
 @triton.jit
 def mma(q, k, v, s, p, o, list_ptr, options):
-    """All MMAs, of the leader alone: P V of a block, then S of the block after the next, which is
+    """All MMAs, issued by the leader: P V of a block, then S of the block after the next, which is
     the same role's, also across the border of two items."""
     item, pairs = pair_and_pairs()
     num_items = count_items(list_ptr)
@@ -297,29 +279,6 @@ def forward(
 
     `schedule` is that of `plan_schedule` for the same sequences and config; None makes it here.
     """
-    out = batch.new_out()
     config = config or default_config(batch)
     (entries,) = schedule or plan_schedule(batch, config).make(*batch.offsets)
-    pairs = not batch.precise and foldable(batch.activation, batch.dtype)
-    clusters = min(max(multiprocessors(batch.device) // CTAS.value, 1), len(entries) - 1)
-    kernel_out = out
-    if batch.add_to is not None:
-        kernel_out = out.new_empty(1, *out.shape, dtype=torch.float32)
-    q_desc = ragged_descriptor(batch.q, ROWS.value, min_width=64)
-    width = q_desc.block_shape[-1]
-    stored = width * batch.q.element_size() // kernel_out.element_size()
-    launch(
-        split_stream_kernel, (CTAS.value * clusters,), batch.device,
-        q_desc,
-        ragged_descriptor(batch.k, config.BLOCK_N // CTAS.value, min_width=64),
-        ragged_descriptor(batch.v, config.BLOCK_N, width=width // CTAS.value),
-        ragged_descriptor(kernel_out.view(out.shape), ROWS.value, width=stored),
-        entries, batch.scale, batch.output_scale * batch.scale / 2 if pairs else batch.output_scale,
-        GROUP=batch.group, ACTIVATION=batch.names, PAIRS=pairs, CAUSAL=batch.causal,
-        WINDOW=batch.window, BLOCK_N=config.BLOCK_N, BLOCK_D=width, NUM_STAGES=config.num_stages,
-        SLICES=config.slices, COLUMNS=config.columns, SHARE=config.share,
-        REGISTERS=config.registers, num_warps=4, ctas_per_cga=(CTAS.value, 1, 1),
-    )  # fmt: skip
-    if kernel_out is not out:
-        add_up(kernel_out, batch.add_to, out)
-    return out
+    return launch_pairs(split_stream_kernel, batch, config, entries, ROWS.value)

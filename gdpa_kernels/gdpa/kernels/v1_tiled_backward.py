@@ -37,6 +37,7 @@ from gdpa_kernels.gdpa.device import bias_gradient
 from gdpa_kernels.gdpa.device.bias_tiles import biased
 from gdpa_kernels.gdpa.device.derivatives import value_and_slope_per_head
 from gdpa_kernels.gdpa.device.masks import key_range, mask_probabilities, mask_transposed, row_range
+from gdpa_kernels.gdpa.device.pointer_tiles import tile_pointers
 from gdpa_kernels.gdpa.device.segments import (
     counts,
     key_stretches,
@@ -81,34 +82,19 @@ def default_config(batch: Batch) -> Config:
 
 
 @triton.jit
-def tile(
-    ptr, first_row, length, ROWS: tl.constexpr,
-    STRIDES: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """Pointers [ROWS, BLOCK_D] to the rows from first_row on, and which of them exist."""
-    rows = first_row + tl.arange(0, ROWS)
-    dims = tl.arange(0, BLOCK_D)
-    ptrs = ptr + (rows.to(tl.int64)[:, None] * STRIDES[0] + dims.to(tl.int64)[None, :] * STRIDES[2])
-    mask = (rows < length)[:, None]
-    if BLOCK_D != HEAD_DIM:
-        mask = mask & (dims < HEAD_DIM)[None, :]
-    return ptrs, mask
-
-
-@triton.jit
 def load_tile(
     ptr, first_row, length, ROWS: tl.constexpr,
     STRIDES: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """The tile [ROWS, BLOCK_D]; what does not exist reads as zero, and so adds nothing to any
     gradient."""
-    ptrs, mask = tile(ptr, first_row, length, ROWS, STRIDES, HEAD_DIM, BLOCK_D)
+    ptrs, mask = tile_pointers(ptr, first_row, length, ROWS, STRIDES, HEAD_DIM, BLOCK_D)
     return tl.load(ptrs, mask=mask, other=0.0)
 
 
 @triton.jit
 def rows_of(ptr, start, head, STRIDES: tl.constexpr):
-    """Where one head of the sequence at row `start` begins."""
+    """The pointer to the first row of one head of the sequence at row `start`."""
     return ptr + tl.cast(start, tl.int64) * STRIDES[0] + tl.cast(head, tl.int64) * STRIDES[1]
 
 
@@ -192,12 +178,12 @@ def keys_kernel(
             dp = tl.dot(v, grad.T, input_precision=PRECISION)
             dk = tl.dot((slope * dp).to(q.dtype), q, dk, input_precision=PRECISION)
 
-    dk_ptrs, mask = tile(
+    dk_ptrs, mask = tile_pointers(
         rows_of(dk_ptr, start_k, head_k, DK_STRIDES), first_key, len_k, BLOCK_N,
         DK_STRIDES, HEAD_DIM, BLOCK_D,
     )  # fmt: skip
     tl.store(dk_ptrs, (dk * (scale * output_scale)).to(k.dtype), mask=mask)
-    dv_ptrs, mask = tile(
+    dv_ptrs, mask = tile_pointers(
         rows_of(dv_ptr, start_k, head_k, DK_STRIDES), first_key, len_k, BLOCK_N,
         DK_STRIDES, HEAD_DIM, BLOCK_D,
     )  # fmt: skip
@@ -276,7 +262,7 @@ def queries_kernel(
         dp = tl.dot(grad, v.T, input_precision=PRECISION)
         dq = tl.dot((slope * dp).to(k.dtype), k, dq, input_precision=PRECISION)
 
-    dq_ptrs, mask = tile(
+    dq_ptrs, mask = tile_pointers(
         rows_of(dq_ptr, start_out, head, DQ_STRIDES), first_row, len_q, BLOCK_M,
         DQ_STRIDES, HEAD_DIM, BLOCK_D,
     )  # fmt: skip

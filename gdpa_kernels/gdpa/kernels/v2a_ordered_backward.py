@@ -54,14 +54,14 @@ class Config:
 
 
 def default_config(batch: Batch) -> Config:
-    """What compiles without spills; not measured. At head_dim 128 a mask together with grouped
-    heads spills up to 180 bytes."""
+    """Constants that compile without spills, but for a mask together with grouped heads at head_dim
+    128; not measured."""
     return Config()
 
 
 def count_slices(programs: int, blocks: int, dq_bytes: int) -> int:
-    """How many of `blocks` blocks of keys a launch takes, each with `programs` programs and an fp32
-    dQ of `dq_bytes` of its own."""
+    """The number of slices, at most `blocks` blocks of keys, that a launch takes, each with
+    `programs` programs and an fp32 dQ of `dq_bytes` of its own."""
     wanted = cdiv(PROGRAMS, max(programs, 1))
     return max(1, min(blocks, wanted, 1 + MOST_BYTES // max(dq_bytes, 1)))
 

@@ -46,6 +46,7 @@ from gdpa_kernels.gdpa.device.gradients import (
     launch_gradients,
     loaded,
     steps_of,
+    sums_commute,
 )
 from gdpa_kernels.gdpa.device.masks import all_visible, mask_transposed
 from gdpa_kernels.gdpa.device.segments import all_count, counted, parts_of, row_stretches, skip_gap
@@ -66,8 +67,8 @@ from gdpa_kernels.gdpa.device.work_list import WorkList, count_items, entry, lis
 
 
 def is_deterministic(batch: Batch) -> bool:
-    """Two additions to zero commute; with a third their order shows. A tile of keys makes one."""
-    return batch.max_seqlen_k <= 2 * TILE.value and not batch.shared_q
+    """True with at most two tiles of keys; see `sums_commute`."""
+    return sums_commute(batch, TILE.value)
 
 
 def plan_schedule(batch: Batch, config: Config) -> WorkList:
@@ -77,8 +78,8 @@ def plan_schedule(batch: Batch, config: Config) -> WorkList:
 
 @triton.aggregate
 class Options:
-    """The constants that the roles share. ROWS: of a step. ASKS: whether a step that is seen whole
-    is not masked; to ask with a shift would spill much."""
+    """The constants that the roles share. ROWS: of a step. ASKS: a step that is seen whole is not
+    masked; with a shift the test would spill."""
 
     GROUP: tl.constexpr
     ROWS: tl.constexpr
@@ -102,7 +103,7 @@ class Options:
 
 @triton.jit
 def span_of(key, len_q, len_k, parts, options):
-    """((first row, and where its stretches part), steps) of the tile of keys at `key`."""
+    """((first row, gap_start, gap_end), steps) of the tile of keys at `key`; see `skip_gap`."""
     shift, contexts, history = parts
     gap_start, gap_end = 0, 0
     if options.SEGMENTS:
@@ -130,7 +131,7 @@ def row_of_step(step, steps, span, head_k, options):
 
 @triton.jit
 def load(q_desc, k_desc, v_desc, g_desc, q, k, v, g, list_ptr, segments_ptr, options):
-    """The producer: of each tile K, the first rows of Q, V, then dO and Q in the order of use."""
+    """The producer: K of a tile, the first rows of Q, V, then dO and Q in the order of use."""
     GROUP: tl.constexpr = options.GROUP
     num_items = count_items(list_ptr)
     count = 0

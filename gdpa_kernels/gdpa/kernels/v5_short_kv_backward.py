@@ -70,7 +70,7 @@ class Config:
 
 
 def requires(batch: Batch) -> str | None:
-    """What this rung needs besides what its tensors say, and does not get, or None."""
+    """The reason why this rung cannot take a call, beyond `Requires`; None if it can."""
     return requires_few_keys(batch, MOST_KEYS)
 
 
@@ -113,7 +113,7 @@ def fetch_half(desc, buffer, full, start, length, head, row, column):
 
 @triton.jit
 def load(q_desc, k_desc, v_desc, g_desc, q, k, v, g, half, items, options):
-    """The producer: of each item K, the first rows of Q, V, then dO and Q in the order of use."""
+    """The producer: K of an item, the first rows of Q, V, then dO and Q in the order of use."""
     GROUP: tl.constexpr = options.GROUP
     HALF_BYTES: tl.constexpr = ROWS * 64 * 2
     rank = tlx.cluster_cta_rank()
@@ -158,7 +158,7 @@ def load(q_desc, k_desc, v_desc, g_desc, q, k, v, g, half, items, options):
 def scores(role: tl.constexpr, k, q, stage: tl.constexpr, zero, phase):
     """S of a step, transposed, in flight: the sum over both halves of the columns.
 
-    `at`: which step of the pair it is; `zero`: `keep_runtime`; `phase` counts pairs of all items.
+    `stage`: the step of the pair; `zero`: `keep_runtime`; `phase` counts pairs of all items.
     """
     tlx.barrier_wait(q.full[stage], phase)
     s = tlx.async_dot(k.buffer[role * 2 + zero], tlx.local_trans(q.buffer[stage * 2 + zero]))

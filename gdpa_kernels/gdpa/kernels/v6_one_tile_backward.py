@@ -63,7 +63,7 @@ from gdpa_kernels.gdpa.device.work_list import WorkList, count_items, entry, lis
 
 
 def requires(batch: Batch) -> str | None:
-    """What this rung needs besides what its tensors say, and does not get, or None."""
+    """The reason why this rung cannot take a call, beyond `Requires`; None if it can."""
     return requires_few_keys(batch, TILE.value)
 
 
@@ -97,7 +97,7 @@ def steps_of(len_q, options):
 
 @triton.jit
 def load(q_desc, k_desc, v_desc, g_desc, q, k, v, g, list_ptr, options):
-    """The producer: of each tile K, the first rows of Q, V, then dO and Q in the order of use."""
+    """The producer: K of a tile, the first rows of Q, V, then dO and Q in the order of use."""
     GROUP: tl.constexpr = options.GROUP
     num_items = count_items(list_ptr)
     count = 0

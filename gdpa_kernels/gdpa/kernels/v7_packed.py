@@ -58,8 +58,12 @@ Q_SLOTS = tl.constexpr(2)
 
 @dataclass(frozen=True)
 class Config:
-    """Launch constants: v6's, and the number of consumers; a tile has 64 rows for each. pairs:
-    packed arithmetic where `activations.foldable`."""
+    """Launch constants.
+
+    resident: K and V of an entry stay in shared memory. math_roles: consumers; a tile has 64 rows
+    for each. registers: of a consumer thread. pairs: packed arithmetic where
+    `activations.foldable`.
+    """
 
     BLOCK_N: int = 128
     num_stages: int = 2
@@ -75,8 +79,9 @@ class Config:
 
 
 def default_config(batch: Batch) -> Config:
-    """As v6. Up to head_dim 64 the registers suffice for four consumers, which hide more of each
-    other's latency. A mask takes registers too: blocks of 64 keys, of which it also skips more."""
+    """K and V stay where they fit, as in v6. Up to head_dim 64 the registers suffice for four
+    consumers, which hide more of each other's latency. A mask takes registers too: blocks of 64
+    keys, of which it also skips more."""
     if batch.masked:
         return Config(BLOCK_N=64, num_stages=4)
     if batch.head_dim <= 64:
@@ -177,7 +182,8 @@ def release(empty, last, RESIDENT: tl.constexpr):
 
 @triton.jit
 def activation_prologue(s, scale, head, first_row, first_key, options):
-    """(x, t) of which `activation_epilogue` makes activation(scale * s), with masked pairs zero.
+    """(x, t), from which `activation_epilogue` computes activation(scale * s); masked pairs are
+    zero.
 
     GELU and SiLU of 0 are 0: masking the scores is as good, and leaves the pairs of bf16 whole.
     """

@@ -49,6 +49,7 @@ from gdpa_kernels.gdpa.device.gradients import (
     launch_gradients,
     loaded,
     steps_of,
+    sums_commute,
 )
 from gdpa_kernels.gdpa.device.masks import mask_transposed
 from gdpa_kernels.gdpa.device.work_list import WorkList, count_items, entry, list_of_keys
@@ -76,7 +77,7 @@ class Config:
 
 
 def requires(batch: Batch) -> str | None:
-    """What this rung needs besides what its tensors say, and does not get, or None."""
+    """The reason why this rung cannot take a call, beyond `Requires`; None if it can."""
     if batch.head_dim <= 128:
         return f"needs a head_dim over 128, got {batch.head_dim}"
     return None
@@ -88,8 +89,8 @@ def default_config(batch: Batch) -> Config:
 
 
 def is_deterministic(batch: Batch) -> bool:
-    """Two additions to zero commute; with a third their order shows. A tile of keys makes one."""
-    return batch.max_seqlen_k <= 2 * KEYS.value and not batch.shared_q
+    """True with at most two tiles of keys; see `sums_commute`."""
+    return sums_commute(batch, KEYS.value)
 
 
 def plan_schedule(batch: Batch, config: Config) -> WorkList:
@@ -114,7 +115,7 @@ class Options:
 
 @triton.jit
 def load(q_desc, k_desc, v_desc, g_desc, q, k, v, g, list_ptr, options):
-    """The producer: of each tile K, the first rows of Q, V, then dO and Q in the order of use."""
+    """The producer: K of a tile, the first rows of Q, V, then dO and Q in the order of use."""
     GROUP: tl.constexpr = options.GROUP
     num_items = count_items(list_ptr)
     count = 0

@@ -66,10 +66,15 @@ LEAST = 256  # keys of a piece
 
 @dataclass(frozen=True)
 class Config:
-    """Launch constants: v7's; q_slots, tiles of Q in shared memory; programs, of a multiprocessor,
-    which share its registers; splits, pieces of a sequence's keys, whose fp32 results are added
-    up afterwards; ahead, whether a tile's Q, which comes from HBM, is loaded during the tile
-    before, where keys are not resident and there is room."""
+    """Launch constants.
+
+    resident: K and V of an entry stay in shared memory. math_roles: consumers; a tile has 64 rows
+    for each. registers: of a consumer thread. pairs: packed arithmetic where
+    `activations.foldable`. q_slots: tiles of Q in shared memory. programs: of a multiprocessor,
+    which share its registers. splits: pieces of a sequence's keys, whose fp32 results are added up
+    afterwards. ahead: a tile's Q, which comes from HBM, is loaded during the tile before, where
+    keys are not resident and there is room.
+    """
 
     BLOCK_N: int = 128
     num_stages: int = 2
@@ -89,10 +94,13 @@ class Config:
 
 
 def default_config(batch: Batch) -> Config:
-    """As v7. Of 256 columns two blocks of 64 keys fit beside one tile of Q. Keys are split where
-    tiles are too few for the device. One role computes, in each of two programs, if no sequence has
-    over 64 rows, but many keys, and where rows of a tile see different stretches of keys. Pages
-    that 128 does not divide are read in twice as many blocks of 64."""
+    """The constants of v7 where it takes the call; else by shape.
+
+    With 256 columns two blocks of 64 keys fit beside one tile of Q. Keys are split where tiles are
+    too few for the device. Two programs of one consumer each share an SM if no sequence has over 64
+    rows, but many keys, and where the rows of a tile see different intervals of keys. Pages that
+    128 does not divide are read in twice as many blocks of 64.
+    """
     chosen = _of_keys_at_hand(batch)
     if batch.history is not None and batch.history.page_size % chosen.BLOCK_N:
         return replace(chosen, BLOCK_N=64, num_stages=2 * chosen.num_stages, ahead=False)
@@ -121,7 +129,7 @@ def _of_keys_at_hand(batch: Batch) -> Config:
 
 
 def one_role(splits: int = 1) -> Config:
-    """One consumer in each of two programs of a multiprocessor."""
+    """Constants of one consumer in each of two programs of a multiprocessor."""
     return Config(BLOCK_N=64, registers=232, math_roles=1, programs=2, splits=splits)
 
 
@@ -167,7 +175,8 @@ class Options:
 
 @triton.jit
 def tile_of(len_q, len_k, first, step, rows_per_item, parts, options):
-    """Tile `step` of an entry: (first row, walk over keys, blocks of keys, tiles of the entry).
+    """Tile `step` of an entry: (first row, span, blocks of keys, tiles of the entry); span is
+    (first key, gap_start, gap_end), see `skip_gap`.
 
     At least one block: prologue and epilogue need one. Without keys it is zero or masked.
     """
@@ -191,7 +200,7 @@ def tile_of(len_q, len_k, first, step, rows_per_item, parts, options):
 
 @triton.jit
 def key_of(span, block, options):
-    """The first key of a block of the walk: without segments there is one stretch of keys."""
+    """The first key of a block of the span; without segments it has no gap."""
     start, gap_start, gap_end = span
     key = start + block * options.BLOCK_N
     if options.SEGMENTS:
@@ -306,7 +315,8 @@ def mask_segments(x, position, first_key, parts, options):
 
 @triton.jit
 def activation_prologue(s, scale, head, row, first_key, parts, options):
-    """(x, t) of which `activation_epilogue` makes activation(scale * s), with masked pairs zero.
+    """(x, t), from which `activation_epilogue` computes activation(scale * s); masked pairs are
+    zero.
 
     GELU and SiLU of 0 are 0: masking the scores is as good, and leaves the pairs of bf16 whole.
     """
@@ -534,7 +544,7 @@ def forward(
 
 
 def requires(batch: Batch) -> str | None:
-    """What a call must meet beyond the fields of its rung."""
+    """The reason why this rung cannot take a call, beyond `Requires`; None if it can."""
     sums = batch.add_to is not None or batch.out_dtype not in (None, batch.dtype)
     if sums and batch.head_dim > WIDE.value:
         return f"needs a head_dim of at most {WIDE.value} for a sum in fp32, got {batch.head_dim}"

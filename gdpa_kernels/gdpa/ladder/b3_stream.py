@@ -66,7 +66,7 @@ class Config:
 
 
 def default_config(batch: Batch) -> Config:
-    """At head_dim 128: 64 KB for Q, 96 for K and V, 64 for the output."""
+    """Constants that at head_dim 128 take 64 KB for Q, 96 for K and V, 64 for the output."""
     return Config()
 
 

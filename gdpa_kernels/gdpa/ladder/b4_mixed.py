@@ -43,12 +43,13 @@ __all__ = ["Config", "default_config", "forward", "plan_schedule", "requires"]
 
 
 def default_config(batch: Batch) -> Config:
-    """b3's, with the polynomial."""
+    """Launch constants of b3, with the polynomial for a quarter of the scores."""
     return replace(b3_stream.default_config(batch), share=0.25)
 
 
 def forward(
     batch: Batch, *, config: Config | None = None, schedule: Schedule | None = None
 ) -> torch.Tensor:
-    """The output, `[total_q, num_heads, head_dim]`; `schedule` as in b3."""
+    """The output, `[total_q, num_heads, head_dim]`; `schedule` is that of `plan_schedule`
+    for the same sequences and config; None makes it here."""
     return b3_stream.forward(batch, config=config or default_config(batch), schedule=schedule)

@@ -64,8 +64,8 @@ O_SLOTS = tl.constexpr(2)
 
 @dataclass(frozen=True)
 class Config:
-    """slices: of a role's scores, columns: of O, in registers at a time. share: of the scores that
-    take a polynomial."""
+    """Launch constants. slices: of a role's scores, columns: of O, in registers at a time. share:
+    of the scores that take a polynomial."""
 
     slices: int = 2
     columns: int = 32
@@ -78,7 +78,7 @@ class Config:
 
 
 def requires(batch: Batch) -> str | None:
-    """Why it cannot take a call, or None; keys of a sequence beyond 256 would not stay."""
+    """The reason why this rung cannot take a call, beyond `Requires`; None if it can."""
     if batch.max_seqlen_k > MOST_KEYS:
         return f"needs a max_seqlen_k of at most {MOST_KEYS}, got {batch.max_seqlen_k}"
     return requires_pairs(batch)
@@ -115,7 +115,7 @@ def tiles_of(len_q, first, rows_per_item):
 
 @triton.jit
 def load(q_desc, k_desc, v_desc, q, k, v, list_ptr, rows_per_item, options):
-    """The producer of a CTA; the leader's also says how many bytes come from both."""
+    """The producer of a CTA; the leader's also expects the bytes of both."""
     BYTES: tl.constexpr = 2 * ROLES * KEYS * options.BLOCK_D * tlx.size_of(options.DTYPE)
     Q_BYTES: tl.constexpr = CTAS * ROWS * options.BLOCK_D * tlx.size_of(options.DTYPE)
     rank = tlx.cluster_cta_rank()
@@ -147,7 +147,7 @@ def load(q_desc, k_desc, v_desc, q, k, v, list_ptr, rows_per_item, options):
 
 @triton.jit
 def mma(q, k, v, s, p, o, list_ptr, rows_per_item, options):
-    """All MMAs, of the leader alone: for each math role P V of a tile, then S of the next tile,
+    """All MMAs, issued by the leader: for each math role P V of a tile, then S of the next tile,
     also across the border of two items."""
     item, pairs = pair_and_pairs()
     num_items = count_items(list_ptr)

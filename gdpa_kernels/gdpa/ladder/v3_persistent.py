@@ -41,7 +41,7 @@ from gdpa_kernels.gdpa.ladder.published_form import requires as requires
 
 @dataclass(frozen=True)
 class Config:
-    """Launch constants: v2's, the order of the tiles, and the number of programs.
+    """Launch constants of v2, the order of the tiles, and the number of programs.
 
     `num_programs` 0 means `programs_per_sm` on every SM.
     """
@@ -55,7 +55,7 @@ class Config:
     order: str = "longest_first"
 
     def programs(self, device: torch.device) -> int:
-        """How many programs are launched on `device`, unless there are fewer tiles."""
+        """The number of programs launched on `device`, unless there are fewer tiles."""
         return self.num_programs or multiprocessors(device) * self.programs_per_sm
 
 
@@ -70,7 +70,7 @@ def default_config(batch: Batch) -> Config:
 
 @dataclass(frozen=True)
 class TileOrder(Recipe):
-    """What the list of tiles is made from beside the offsets: arguments of `build_on_device`."""
+    """Arguments of `build_on_device`, which makes the list of tiles, beside the offsets."""
 
     order: str
     batch: int

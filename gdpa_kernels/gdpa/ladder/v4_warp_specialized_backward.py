@@ -105,7 +105,7 @@ def steps_of(len_q, options):
 
 @triton.jit
 def load(q_desc, k_desc, v_desc, g_desc, q, k, v, g, list_ptr, options):
-    """The producer: of each tile K, the first rows of Q, V, then dO and Q in the order of use."""
+    """The producer: K of a tile, the first rows of Q, V, then dO and Q in the order of use."""
     num_items = count_items(list_ptr)
     count = 0
     for item in tl.range(tl.program_id(0), num_items, tl.num_programs(0)):
@@ -143,7 +143,7 @@ def differentiate(s, v, g, dv, count, scale, head, options):
 
 @triton.jit
 def share(ds, ds_tile, d, count):
-    """Store dS of a step in `own`, of ds, for both roles to read."""
+    """Store dS of a step in ds_tile, a buffer of ds, for both roles to read."""
     stage = count & 1
     tlx.barrier_wait(ds.empty[stage], ((count // 2) & 1) ^ 1)
     tlx.local_store(ds_tile, d)

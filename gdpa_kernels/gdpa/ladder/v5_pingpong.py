@@ -47,7 +47,7 @@ ROWS = tl.constexpr(64)
 
 @dataclass(frozen=True)
 class Config:
-    """Launch constants: v4's, and whether the consumers take turns."""
+    """Launch constants of v4; turns: the consumers issue MMAs in turns."""
 
     BLOCK_N: int = 128
     num_stages: int = 2

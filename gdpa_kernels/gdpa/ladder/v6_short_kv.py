@@ -50,7 +50,7 @@ Q_SLOTS = tl.constexpr(2)
 
 @dataclass(frozen=True)
 class Config:
-    """Launch constants: v6b's, and whether K and V stay."""
+    """Launch constants of v6b; resident: K and V of an entry stay in shared memory."""
 
     BLOCK_N: int = 128
     num_stages: int = 2

@@ -48,7 +48,7 @@ Q_SLOTS = tl.constexpr(2)
 
 @dataclass(frozen=True)
 class Config:
-    """Launch constants: v5's without turns."""
+    """Launch constants: keys of a block, K/V blocks in flight, registers of a consumer thread."""
 
     BLOCK_N: int = 128
     num_stages: int = 2
