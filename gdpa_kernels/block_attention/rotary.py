@@ -100,7 +100,7 @@ def rotary(
     in_place: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """q `[total, num_heads_q, head_dim]`, k and v `[total, num_heads_k, head_dim]`, rotated by
-    turns = (sin, cos), each `[total, head_dim // 2]`; v None stays None.
+    sin_cos = (sin, cos), each `[total, head_dim // 2]`; v None stays None.
 
     transposed: the map that carries gradients back. in_place: over the arguments themselves.
     """

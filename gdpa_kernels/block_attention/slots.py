@@ -182,8 +182,8 @@ def block_at(blocks_ptr, unit):
 @triton.jit
 def slot_of(unit, part, options, PIECES: tl.constexpr = 1):
     """(stage, phase) of a head of a unit, or of piece part % PIECES of head part // PIECES: its
-    role takes slots role, role + MATH_ROLES, ... in turn, whether or not other roles have units
-    left."""
+    role takes slots role, role + MATH_ROLES, ... in turn, independent of the units that other
+    roles have left."""
     MATH_ROLES: tl.constexpr = options.MATH_ROLES
     ROLE_SLOTS: tl.constexpr = options.NUM_STAGES // MATH_ROLES
     use = unit // MATH_ROLES * (options.NUM_HEADS * PIECES) + part

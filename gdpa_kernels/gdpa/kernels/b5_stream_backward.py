@@ -179,8 +179,8 @@ def load(role: tl.constexpr, descs, k_own, k, v, q, g, list_ptr, options):
 
 @triton.jit
 def from_ds(q, k, ds, dk, dk_empty, dq, count, phase, use_acc, ends, zero, options):
-    """dK of a step, then dQ over the dS that dK has read. phase: of its item; ends: whether it is
-    the last one there. `zero`: `keep_runtime`."""
+    """dK of a step, then dQ over the dS that dK has read. phase: of its item; ends: it is the last
+    step there. `zero`: `keep_runtime`."""
     WIDTH: tl.constexpr = options.HEAD_DIM // CTAS
     tlx.barrier_wait(q.columns.full[0], count & 1)
     tlx.barrier_wait(ds.keys.full[0], count & 1)
@@ -264,8 +264,8 @@ def mma(k_own, k, v, q, g, s, p, dp, ds, dv, dk, dk_empty, dq, list_ptr, options
 
 @triton.jit
 def put_sum(desc, sums, empty, buffer, factor, start, length, head, key):
-    """Start the store of dV or dK of an item, times factor. It has left TMEM, as `empty` then says,
-    before `buffer` is free."""
+    """Start the store of dV or dK of an item, times factor. It leaves TMEM, which `empty` then
+    signals, before it waits for `buffer`."""
     first = tlx.local_load(tlx.subslice(sums, 0, 64)) * factor
     first = first.to(tlx.dtype_of(desc))
     if sums.shape[1] > 64:

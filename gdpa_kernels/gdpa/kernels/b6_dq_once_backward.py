@@ -7,7 +7,7 @@ deterministic.
 
 Why it should help: 1,280 bytes less of memory for a row of head_dim 128, and 32 KiB less of the
 port of shared memory a step: 2,560 clocks, as many as the MMAs.
-Why it may not: rows that no key is seen by are walked too; dQ is scaled and converted in `output`.
+Why it may not: rows that see no key are computed too; dQ is scaled and converted in `output`.
 
 | role     | warps | registers | work                                                       |
 |----------|-------|-----------|------------------------------------------------------------|

@@ -197,8 +197,8 @@ def math(role: tl.constexpr, s, p, list_ptr, scale, options):
         row = first + rank * ROWS
         for block in tl.range((count + role) % ROLES, blocks, ROLES):
             key = start + block * options.BLOCK_N
-            turn = (count + block) // ROLES
-            tlx.barrier_wait(s.full[role], turn & 1)
+            use = (count + block) // ROLES
+            tlx.barrier_wait(s.full[role], use & 1)
             for part in tl.static_range(options.SLICES):
                 x = tlx.local_load(tlx.subslice(s.buffer[role], part * WIDTH, WIDTH))
                 x = mixed_probabilities(x, scale, head, row, key + part * WIDTH, options)

@@ -276,7 +276,7 @@ def backward(
     needs: tuple[bool, bool, bool] = (True, True, True),
     config: Config | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """(dq, dk, dv), shaped as q, k and v, contiguous; None where `needs` says so.
+    """(dq, dk, dv), shaped as q, k and v, contiguous; None where `needs` is False.
 
     grad_out `[total_q, num_heads, head_dim]` of any strides. A kernel none of whose results is
     needed is not launched.
@@ -318,6 +318,6 @@ def backward(
 def bias_backward(
     grad_out: torch.Tensor, batch: Batch, needs: tuple[bool, bool] = (True, True)
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """The gradients of batch.bias's tables of positions and of times; None where `needs` says so.
+    """The gradients of batch.bias's tables of positions and of times; None where `needs` is False.
     A third kernel (bias_gradient.py), deterministic as the others."""
     return bias_gradient.gradients(grad_out, batch, needs)

@@ -133,7 +133,7 @@ def backward(
     needs: tuple[bool, bool, bool] = (True, True, True),
     config: Config | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """(dq, dk, dv), shaped as q, k and v, contiguous; None where `needs` says so.
+    """(dq, dk, dv), shaped as q, k and v, contiguous; None where `needs` is False.
 
     grad_out `[total_q, num_heads, head_dim]` of any strides. What is not needed is not computed.
     """

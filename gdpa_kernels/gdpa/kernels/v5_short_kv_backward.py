@@ -55,7 +55,7 @@ MATH_ROLES = tl.constexpr(2)
 KEYS = tl.constexpr(64)  # of a consumer
 ROWS = tl.constexpr(64)  # of a step
 TILE = tl.constexpr(MATH_ROLES.value * KEYS.value)  # keys of a program
-PAIR = tl.constexpr(2)  # steps that are worked on in turn, each in buffers of its own
+PAIR = tl.constexpr(2)  # steps of an iteration, each in buffers of its own
 PROGRAMS = tl.constexpr(2)  # of a cluster
 MOST_KEYS = TILE.value * PROGRAMS.value
 
@@ -100,7 +100,7 @@ class Options:
 @triton.jit
 def steps_of(len_q):
     """Steps of 64 rows of one head, in whole pairs, at least one: both roles take part in each. All
-    rows are walked, whether or not a key is seen by them: their dQ is written here."""
+    rows count, also those that see no key: their dQ is written here."""
     return tl.maximum(tl.cdiv(len_q, PAIR * ROWS), 1) * PAIR
 
 

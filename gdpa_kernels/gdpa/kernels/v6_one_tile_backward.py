@@ -2,12 +2,12 @@
 
 Changes from v4_warp_specialized_backward: the consumers round dQ of a step and store it; there is
 nothing to sum. So no fp32 sum in memory, no zero fill, no rounding in a launch of its own. A tile
-walks all rows, seen or not, also of sequences without keys: their dQ is written here.
+loops over all rows, seen or not, also of sequences without keys: their dQ is written here.
 
 Why it should help, in bytes for a row of head_dim 128: v4 reads 512, fills 512 with zeros, adds
 512, reads them again and writes 256. Here 512 are read and 256 written. v5 does as much with two
 programs, of which the second has no keys.
-Why it may not: rows that no key is seen by are walked too.
+Why it may not: rows that see no key are computed too.
 
 | role     | warps | registers | work                                                          |
 |----------|-------|-----------|---------------------------------------------------------------|

@@ -215,7 +215,7 @@ def load(
 ):  # fmt: skip
     """The producer: Q, K and V in the order of their use, as far ahead as there are buffers."""
     tl.static_assert(options.Q_SLOTS > 1 or not options.RESIDENT, "one Q comes after K")
-    tl.static_assert(not options.AHEAD or options.Q_SLOTS > 1, "the next Q needs a place")
+    tl.static_assert(not options.AHEAD or options.Q_SLOTS > 1, "the next Q needs a buffer")
     tl.static_assert(not options.AHEAD or not options.RESIDENT, "an entry has one tile")
     item = tl.program_id(0)
     num_items = count_items(list_ptr)

@@ -1,9 +1,9 @@
 """b3: one stream of MMAs across tiles.
 
-Changes from b2_two_tiles: the programs are persistent, one for each SM, and walk v8's work list.
-Where b2 ends, the `mma` role goes on with the first S of the next item: after a tile's own last P V
-and before the other tile's. Loads run ahead across items; the output leaves through a buffer of its
-own, by an asynchronous store.
+Changes from b2_two_tiles: the programs are persistent, one for each SM, and take their items from
+v8's work list. Where b2 ends, the `mma` role goes on with the first S of the next item: after a
+tile's own last P V and before the other tile's. Loads run ahead across items; the output leaves
+through a buffer of its own, by an asynchronous store.
 
 Why it should help: b2 begins and ends each tile with nothing to overlap: Q, K, S at the start, the
 last P V and the store at the end. With 256 keys, two blocks, that is most of a tile's time.

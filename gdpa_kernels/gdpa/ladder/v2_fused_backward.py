@@ -71,8 +71,8 @@ def fused_kernel(
 ):  # fmt: skip
     """dK and dV of BLOCK_N keys of one (sequence, key head), and what they add to dQ, unscaled.
 
-    cu_seqlens_q_ptr None: one q for all sequences. dq_desc, or else dq_ptr, says how dQ is added.
-    A gradient for which there is neither is not needed, and the compiler drops its MMA.
+    cu_seqlens_q_ptr None: one q for all sequences. dQ is added through dq_desc, or else through
+    dq_ptr. A gradient for which there is neither is not needed, and the compiler drops its MMA.
     """
     blocks = tl.cdiv(max_seqlen_k, BLOCK_N)
     pid = tl.program_id(0)
@@ -131,7 +131,7 @@ def backward(
     needs: tuple[bool, bool, bool] = (True, True, True),
     config: Config | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """(dq, dk, dv), shaped as q, k and v, contiguous; None where `needs` says so.
+    """(dq, dk, dv), shaped as q, k and v, contiguous; None where `needs` is False.
 
     grad_out `[total_q, num_heads, head_dim]` of any strides. What is not needed is not computed.
     """

@@ -1,9 +1,9 @@
 """v6a: a persistent kernel: a list of tiles, loads that run ahead, asynchronous stores.
 
-Changes from v5_pingpong: as in v3, only as many programs as the device has SMs, and each walks a
-list of tiles that exist. The producer runs on into the next tile while the consumers finish this
-one; O has a buffer of its own, and its TMA store is overlapped with the next tile. An entry of the
-list says all about its tile and is prefetched one tile ahead.
+Changes from v5_pingpong: as in v3, only as many programs as the device has SMs, and each takes its
+tiles from a list of those that exist. The producer runs on into the next tile while the consumers
+finish this one; O has a buffer of its own, and its TMA store is overlapped with the next tile. An
+entry of the list says all about its tile and is prefetched one tile ahead.
 
 Why it should help: with one program of v5 per SM, nothing hides its prologue (barriers,
 descriptors, the first copies) or its epilogue (the store of O). A list has no tiles without rows.
