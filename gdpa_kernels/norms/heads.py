@@ -168,14 +168,21 @@ def forward(
     floor: float,
     config: Config | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Normalises heads of x `[total, heads, head_dim]` in place: counts[0] with the weight `first`,
-    then counts[1] with `second`; a weight below `floor` in size counts as that. rstd, fp32 `[total,
-    sum(counts)]`; and with sin_cos a copy of these heads before, `[total, sum(counts),
-    head_dim]`.""" total, _, head_dim = x.shape config, heads = config or config_of(sum(counts),
-    head_dim), sum(counts) rstd = torch.empty(total, heads, dtype=torch.float32, device=x.device)
-    x_copy = None if sin_cos[0] is None else x.new_empty(total, heads, head_dim) launch(
-    head_norm_kernel, (cdiv(total, config.tokens),), x.device, x, first, second, *sin_cos, x_copy,
-    rstd, total, eps, STRIDES=x.stride(), **_options(counts, x, floor, config), )  # fmt: skip
+    """Normalise heads of x `[total, heads, head_dim]` in place: counts[0] with the weight `first`,
+    then counts[1] with `second`; a weight below `floor` in size counts as that.
+
+    Returns rstd, fp32 `[total, sum(counts)]`, and with sin_cos a copy of these heads before,
+    `[total, sum(counts), head_dim]`.
+    """
+    total, _, head_dim = x.shape
+    config, heads = config or config_of(sum(counts), head_dim), sum(counts)
+    rstd = torch.empty(total, heads, dtype=torch.float32, device=x.device)
+    x_copy = None if sin_cos[0] is None else x.new_empty(total, heads, head_dim)
+    launch(
+        head_norm_kernel, (cdiv(total, config.tokens),), x.device,
+        x, first, second, *sin_cos, x_copy, rstd, total, eps,
+        STRIDES=x.stride(), **_options(counts, x, floor, config),
+    )  # fmt: skip
     return rstd, x_copy
 
 
