@@ -18,15 +18,15 @@ from gdpa_kernels.calling.lengths import Recipe
 
 @triton.jit
 def count_blocks(blocks_ptr):
-    """How many blocks the list has."""
+    """The number of blocks in the list."""
     return tl.load(blocks_ptr)
 
 
 @triton.jit
 def block_entry(blocks_ptr, index):
     """(first_row, rows) of a block."""
-    at = blocks_ptr + (index + 1).to(tl.int64) * 2
-    return tl.load(at), tl.load(at + 1)
+    ptr = blocks_ptr + (index + 1).to(tl.int64) * 2
+    return tl.load(ptr), tl.load(ptr + 1)
 
 
 @triton.jit
@@ -43,25 +43,25 @@ def block_list_kernel(
     cu_seqlens_ptr, blocks_ptr, batch, block_size,
     OWN: tl.constexpr, OTHERS: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
-    """The entries of OWN sequences, after those of all sequences before them."""
+    """Writes the entries of OWN sequences, after those of all sequences before them."""
     first_own = tl.program_id(0) * OWN
-    before = 0
+    preceding = 0
     for first in tl.range(0, first_own, OTHERS):
         others = first + tl.arange(0, OTHERS)
         _, _, theirs = _blocks_of(cu_seqlens_ptr, others, tl.minimum(batch, first_own), block_size)
-        before += tl.sum(theirs)
+        preceding += tl.sum(theirs)
     start, length, blocks = _blocks_of(
         cu_seqlens_ptr, first_own + tl.arange(0, OWN), batch, block_size
     )
-    place = 1 + before + tl.cumsum(blocks, 0) - blocks
+    first_slot = 1 + preceding + tl.cumsum(blocks, 0) - blocks
     if tl.program_id(0) == tl.num_programs(0) - 1:
-        tl.store(blocks_ptr, before + tl.sum(blocks))
+        tl.store(blocks_ptr, preceding + tl.sum(blocks))
     for first in tl.range(0, tl.max(blocks, 0), ENTRIES):
         local = first + tl.arange(0, ENTRIES)[None, :]
-        at = blocks_ptr + (place[:, None] + local).to(tl.int64) * 2
+        ptrs = blocks_ptr + (first_slot[:, None] + local).to(tl.int64) * 2
         valid = local < blocks[:, None]
-        tl.store(at, start[:, None] + local * block_size, mask=valid)
-        tl.store(at + 1, tl.minimum(length[:, None] - local * block_size, block_size), mask=valid)
+        tl.store(ptrs, start[:, None] + local * block_size, mask=valid)
+        tl.store(ptrs + 1, tl.minimum(length[:, None] - local * block_size, block_size), mask=valid)
 
 
 @dataclass(frozen=True)
@@ -81,15 +81,15 @@ class BlockList(Recipe):
         if max_blocks == 0:
             return (torch.zeros(1, 2, dtype=torch.int32, device=device),)
         entries = torch.empty(1 + max_blocks, 2, dtype=torch.int32, device=device)
-        own = 16
+        sequences_per_program = 16
         launch(
-            block_list_kernel, (cdiv(batch, own),), device,
+            block_list_kernel, (cdiv(batch, sequences_per_program),), device,
             cu_seqlens, entries, batch, self.block_size,
-            OWN=own, OTHERS=1024, ENTRIES=64, num_warps=4,
+            OWN=sequences_per_program, OTHERS=1024, ENTRIES=64, num_warps=4,
         )  # fmt: skip
         return (entries,)
 
 
 def plan_schedule(batch: Batch, config: object) -> BlockList:
-    """The list of a call, whatever the launch constants of its rung."""
+    """The list of blocks of a call, the same for all launch constants."""
     return BlockList(batch.total, batch.block_size)

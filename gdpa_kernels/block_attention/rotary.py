@@ -51,10 +51,10 @@ def _rotate_heads(
     row = row.to(tl.int64)
     dims = tl.arange(0, WIDTH).to(tl.int64)[None, :]
     for head in tl.static_range(NUM_HEADS):
-        at = x_ptr + (row * X_STRIDES[0] + head * X_STRIDES[1] + dims * X_STRIDES[2])
-        y = rotate(tl.load(at, mask=mask, other=0.0).to(tl.float32), sin, cos)
-        to = y_ptr + (row * Y_STRIDES[0] + head * Y_STRIDES[1] + dims * Y_STRIDES[2])
-        tl.store(to, y.to(y_ptr.dtype.element_ty), mask=mask)
+        x_ptrs = x_ptr + (row * X_STRIDES[0] + head * X_STRIDES[1] + dims * X_STRIDES[2])
+        y = rotate(tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32), sin, cos)
+        y_ptrs = y_ptr + (row * Y_STRIDES[0] + head * Y_STRIDES[1] + dims * Y_STRIDES[2])
+        tl.store(y_ptrs, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["total"])
@@ -94,13 +94,13 @@ def rotary(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor | None,
-    turns: tuple[torch.Tensor, torch.Tensor],
+    sin_cos: tuple[torch.Tensor, torch.Tensor],
     *,
     transposed: bool = False,
     in_place: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """q `[total, num_heads_q, head_dim]`, k and v `[total, num_heads_k, head_dim]`, rotated by
-    turns = (sin, cos), each `[total, head_dim // 2]`; v None stays None.
+    sin_cos = (sin, cos), each `[total, head_dim // 2]`; v None stays None.
 
     transposed: the map that carries gradients back. in_place: over the arguments themselves.
     """
@@ -113,10 +113,10 @@ def rotary(
     rows = 32
     launch(
         rotary_kernel, (cdiv(total, rows),), q.device,
-        *tensors, *outs, *turns, total,
+        *tensors, *outs, *sin_cos, total,
         Q_STRIDES=strides[0], K_STRIDES=strides[1], V_STRIDES=strides[2],
         Q_OUT_STRIDES=strides[3], K_OUT_STRIDES=strides[4], V_OUT_STRIDES=strides[5],
-        TURN_STRIDES=sin_cos_strides(turns), NUM_HEADS_Q=num_heads_q, NUM_HEADS_K=k.shape[1],
+        TURN_STRIDES=sin_cos_strides(sin_cos), NUM_HEADS_Q=num_heads_q, NUM_HEADS_K=k.shape[1],
         HEAD_DIM=head_dim, WIDTH=next_power_of_2(head_dim), ROWS=rows,
         TRANSPOSED=transposed, num_warps=4,
     )  # fmt: skip

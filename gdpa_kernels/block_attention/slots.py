@@ -1,8 +1,6 @@
-"""What the warp-specialized rungs share: what they need of their launch constants, which blocks a
-program works on, which slot an item takes, how a slot is filled and released, the producer with
-sin and cos.
-
-The other roles, and what a slot holds when, are each rung's own.
+"""Functions of the warp-specialized rungs: checks of their launch constants, the blocks that a
+program works on, the slot of an item, loads into a slot and its release, the producer with sin and
+cos. Each rung has its own other roles.
 """
 
 from collections.abc import Sequence
@@ -17,7 +15,7 @@ from gdpa_kernels.block_attention.batch import Batch
 from gdpa_kernels.block_attention.block_list import block_entry, count_blocks
 from gdpa_kernels.calling.launch import cdiv, launch, multiprocessors, next_power_of_2
 from gdpa_kernels.device.ragged import BOUND, ragged_descriptor, readable
-from gdpa_kernels.device.rows import opaque_zero
+from gdpa_kernels.device.rows import keep_runtime
 
 
 class Slots(Protocol):
@@ -30,8 +28,8 @@ class Slots(Protocol):
 
 
 class WideSlots(Slots, Protocol):
-    """With the columns of a tile: a wider head takes several slots; registers of a consumer
-    thread."""
+    """`Slots` with the columns of a tile, of which a wider head takes several, and the registers of
+    a consumer thread."""
 
     width: int
     registers: int
@@ -50,11 +48,11 @@ def check_slots(config: Slots, *others: str) -> None:
                 f"{name} must be a multiple of math_roles, so that a slot has one owner; "
                 f"got {name} {getattr(config, name)}, math_roles {config.math_roles}"
             )
-    own = config.num_stages // config.math_roles
-    if own <= config.heads_together > 1:
+    role_slots = config.num_stages // config.math_roles
+    if role_slots <= config.heads_together > 1:
         raise ValueError(
             f"a math role must have more slots than heads_together, {config.heads_together}, got "
-            f"{own}: num_stages {config.num_stages}, math_roles {config.math_roles}"
+            f"{role_slots}: num_stages {config.num_stages}, math_roles {config.math_roles}"
         )
 
 
@@ -79,11 +77,12 @@ def split(config: WideSlots, batch: Batch) -> tuple[int, int]:
         raise ValueError(f"width must be 64 or 128, got {config.width}")
     width = min(config.width, next_power_of_2(batch.head_dim))
     pieces = cdiv(batch.head_dim, width)
-    own = config.num_stages // config.math_roles
-    if pieces > 1 and (own < pieces or config.heads_together > 1 or batch.group > 1):
+    role_slots = config.num_stages // config.math_roles
+    if pieces > 1 and (role_slots < pieces or config.heads_together > 1 or batch.group > 1):
         raise ValueError(
             f"a head of {pieces} pieces must have as many slots of its math role, heads_together 1 "
-            f"and a key head of its own; got {own} slots, heads_together {config.heads_together}, "
+            f"and a key head of its own; got {role_slots} slots, "
+            f"heads_together {config.heads_together}, "
             f"{batch.group} query heads for a key head"
         )
     return width, pieces
@@ -94,10 +93,10 @@ def launch_slots(
     tensors: Sequence[torch.Tensor],
 ) -> None:  # fmt: skip
     """Launch a kernel on `tensors`, and on sin and cos if the call has them: a program on every SM,
-    which takes every grid-th of the listed blocks. Of `batch` and `config` it is given the
-    constants that it has a parameter for, num_turns as NUM_TURNS."""
+    which takes every grid-th of the listed blocks. The kernel takes those constants of `batch` and
+    `config` that it has a parameter for, num_turns as NUM_TURNS."""
     width, pieces = split(config, batch)
-    turns = [x[:, None] for x in batch.rotary or ()]
+    sin_cos = [x[:, None] for x in batch.rotary or ()]
     known = {
         **{name.upper(): value for name, value in vars(config).items()},
         "NUM_HEADS": batch.num_heads, "NUM_HEADS_K": batch.num_heads_k, "GROUP": batch.group,
@@ -107,7 +106,7 @@ def launch_slots(
     launch(
         kernel, (min(multiprocessors(batch.device), len(blocks) - 1),), batch.device,
         *(ragged_descriptor(x, batch.block_size, width=width) for x in tensors),
-        *(ragged_descriptor(x, batch.block_size, width=width // 2) for x in turns),
+        *(ragged_descriptor(x, batch.block_size, width=width // 2) for x in sin_cos),
         blocks, batch.scale, num_warps=4,
         **{name: known[name] for name in kernel.arg_names if name in known},
     )  # fmt: skip
@@ -149,7 +148,7 @@ class Tiles:
 
 
 @triton.aggregate
-class Turns:
+class SinCos:
     """Slots of sin and cos of a block, and their barriers, as those of `Tiles`."""
 
     sin: tlx.buffered_tensor
@@ -168,13 +167,14 @@ class Block:
 
 @triton.jit
 def count_units(blocks_ptr):
-    """How many blocks this program works on: p, p + P, p + 2 P, ... belong to program p of P."""
+    """The number of blocks that this program works on: p, p + P, p + 2 P, ... belong to program p
+    of P."""
     return tl.cdiv(count_blocks(blocks_ptr) - tl.program_id(0), tl.num_programs(0))
 
 
 @triton.jit
-def place(blocks_ptr, unit):
-    """One of this program's blocks."""
+def block_at(blocks_ptr, unit):
+    """Block `unit` of this program."""
     first_row, rows = block_entry(blocks_ptr, tl.program_id(0) + unit * tl.num_programs(0))
     return Block(first_row, rows)
 
@@ -182,22 +182,22 @@ def place(blocks_ptr, unit):
 @triton.jit
 def slot_of(unit, part, options, PIECES: tl.constexpr = 1):
     """(stage, phase) of a head of a unit, or of piece part % PIECES of head part // PIECES: its
-    role takes slots role, role + MATH_ROLES, ... in turn, whether or not other roles have units
-    left."""
+    role takes slots role, role + MATH_ROLES, ... in turn, independent of the units that other
+    roles have left."""
     MATH_ROLES: tl.constexpr = options.MATH_ROLES
-    OWN: tl.constexpr = options.NUM_STAGES // MATH_ROLES
-    turn = unit // MATH_ROLES * (options.NUM_HEADS * PIECES) + part
+    ROLE_SLOTS: tl.constexpr = options.NUM_STAGES // MATH_ROLES
+    use = unit // MATH_ROLES * (options.NUM_HEADS * PIECES) + part
     if PIECES > 1:
-        turn += opaque_zero(part)
-    return unit % MATH_ROLES + turn % OWN * MATH_ROLES, (turn // OWN) & 1
+        use += keep_runtime(part)
+    return unit % MATH_ROLES + use % ROLE_SLOTS * MATH_ROLES, (use // ROLE_SLOTS) & 1
 
 
 @triton.jit
 def fetch(desc, buffer, full, block, head, column=0):
     """Start the TMA load of a block of one head, from a column on; the rows beyond it become
     zero."""
-    at = [BOUND, block.first_row + block.rows, head, BOUND - block.rows, column]
-    tlx.async_descriptor_load(desc, buffer, at, full)
+    coords = [BOUND, block.first_row + block.rows, head, BOUND - block.rows, column]
+    tlx.async_descriptor_load(desc, buffer, coords, full)
 
 
 @triton.jit
@@ -206,8 +206,8 @@ def put(desc, buffer, block, head, values, column=0):
     beyond the block are dropped."""
     tlx.local_store(buffer, values.to(tlx.dtype_of(desc)))
     tlx.fence("async_shared")
-    at = [BOUND, block.first_row + block.rows, head, BOUND - block.rows, column]
-    tlx.async_descriptor_store(desc, buffer, at)
+    coords = [BOUND, block.first_row + block.rows, head, BOUND - block.rows, column]
+    tlx.async_descriptor_store(desc, buffer, coords)
 
 
 @triton.jit
@@ -219,9 +219,10 @@ def release(empty, stage):
 
 @triton.jit
 def load(
-    grad_desc, q_desc, k_desc, v_desc, sin_desc, cos_desc, grad, tiles, turns, blocks_ptr, options
+    grad_desc, q_desc, k_desc, v_desc, sin_desc, cos_desc, grad, tiles, sin_cos, blocks_ptr, options
 ):
-    """v3's producer, which also loads sin and cos of a block, after q and k of its first head."""
+    """The producer of v3, which also loads sin and cos of a block, after q and k of its first
+    head."""
     TILES: tl.constexpr = 3 if grad_desc is None else 4
     WIDTH: tl.constexpr = q_desc.block_shape[4]
     BYTES: tl.constexpr = q_desc.block_shape[3] * WIDTH * 2
@@ -237,7 +238,7 @@ def load(
         for part in tl.range(0, options.NUM_HEADS * PIECES, options.TOGETHER):
             column = part % PIECES * WIDTH
             for unit in tl.range(first, tl.minimum(first + options.MATH_ROLES, units)):
-                block = place(blocks_ptr, unit)
+                block = block_at(blocks_ptr, unit)
                 for i in tl.static_range(options.TOGETHER):
                     stage, phase = slot_of(unit, part + i, options, PIECES)
                     tlx.barrier_wait(tiles.empty[stage], phase ^ 1)
@@ -258,10 +259,14 @@ def load(
                             fetch(grad_desc, grad[stage], full, block, head, column)
                     if tile == 1:  # noqa: SIM102, known when compiled
                         if part == 0:
-                            turn = unit % NUM_TURNS
-                            tlx.barrier_wait(turns.empty[turn], ((unit // NUM_TURNS) & 1) ^ 1)
-                            tlx.barrier_expect_bytes(turns.full[turn], TURN_BYTES)
+                            slot = unit % NUM_TURNS
+                            tlx.barrier_wait(sin_cos.empty[slot], ((unit // NUM_TURNS) & 1) ^ 1)
+                            tlx.barrier_expect_bytes(sin_cos.full[slot], TURN_BYTES)
                             for j in tl.static_range(PIECES):
-                                at, pair = turn * PIECES + j, j * (WIDTH // 2)
-                                fetch(sin_desc, turns.sin[at], turns.full[turn], block, 0, pair)
-                                fetch(cos_desc, turns.cos[at], turns.full[turn], block, 0, pair)
+                                index, pair = slot * PIECES + j, j * (WIDTH // 2)
+                                fetch(
+                                    sin_desc, sin_cos.sin[index], sin_cos.full[slot], block, 0, pair
+                                )
+                                fetch(
+                                    cos_desc, sin_cos.cos[index], sin_cos.full[slot], block, 0, pair
+                                )

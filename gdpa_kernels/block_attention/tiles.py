@@ -1,4 +1,4 @@
-"""What the kernels on plain pointers share: the tile of a block, and its softmax."""
+"""The tile of a block and its softmax, for the kernels on plain pointers."""
 
 import triton
 import triton.language as tl
@@ -11,7 +11,8 @@ def tile(
     ptr, first_row, rows, head, first_dim,
     ROWS: tl.constexpr, STRIDES: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Pointers [ROWS, WIDTH] to one head of the rows from first_row on, and which of them exist.
+    """Pointers [ROWS, WIDTH] to one head of the rows from first_row on, and the mask of those that
+    exist.
 
     STRIDES are (token, head, dim), in elements. Only the first `rows` rows exist.
     """

@@ -1,4 +1,4 @@
-"""What kernels hand to their functions as one value.
+"""Groups of values that kernels pass to their functions as one.
 
 A class under `triton.aggregate` has named members that a function reads: tensors, buffers,
 barriers, TMA descriptors, other groups, and constants, which stay constants. To the compiler it is
@@ -48,10 +48,10 @@ def ring(buffer, STAGES: tl.constexpr, CONSUMERS: tl.constexpr = 1):
 
 
 @triton.aggregate
-class Handover:
-    """Buffers with a barrier in one direction: full[i] completes when buffer[i] may be read.
+class OneWay:
+    """Buffers with one-way barriers: full[i] completes when buffer[i] may be read.
 
-    That it may be filled again is known from other barriers.
+    Other barriers say when it may be filled again.
     """
 
     buffer: tlx.buffered_tensor

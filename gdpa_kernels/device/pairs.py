@@ -1,4 +1,4 @@
-"""What the rungs for CTA pairs have in common: two CTAs of sm_100 whose MMAs one thread issues.
+"""Functions of the rungs for CTA pairs: two CTAs of sm_100 whose MMAs one thread issues.
 
 The even CTA is the leader. `async_dot(..., two_ctas=True)` multiplies the rows of A of each CTA
 with all of B, of which each CTA holds half of the columns; accumulators stay where the rows of A
@@ -16,7 +16,7 @@ CTAS = tl.constexpr(2)
 
 @triton.jit
 def pair_and_pairs():
-    """The number of this CTA's pair, and how many there are."""
+    """The number of this CTA's pair, and the number of pairs."""
     return tl.program_id(0) // CTAS, tl.num_programs(0) // CTAS
 
 
@@ -26,8 +26,8 @@ def fetch_part(desc, buffer, full, start, length, head, first_row, first_column)
 
     Its bytes arrive on `full` of the leader, which must expect those of both CTAs.
     """
-    place = [BOUND, start + length, head, BOUND - length + first_row, first_column]
-    tlx.async_descriptor_load(desc, buffer, place, full, two_ctas=True)
+    coords = [BOUND, start + length, head, BOUND - length + first_row, first_column]
+    tlx.async_descriptor_load(desc, buffer, coords, full, two_ctas=True)
 
 
 @triton.jit
@@ -80,5 +80,5 @@ def put_sum(
         if part == PARTS - 1:
             tlx.barrier_arrive(read, 1, remote_cta_rank=0)
         tlx.fence("async_shared")
-        place = [BOUND, start + length, head, BOUND - length + first_row, part * WIDTH]
-        tlx.async_descriptor_store(desc, buffer, place)
+        coords = [BOUND, start + length, head, BOUND - length + first_row, part * WIDTH]
+        tlx.async_descriptor_store(desc, buffer, coords)

@@ -35,8 +35,8 @@ def ragged_descriptor(
     tensor.
 
     A box is `width` columns wide; None: as the next power of two of head_dim, and at least
-    `min_width`. Columns beyond head_dim read as zero. `tensor` must be `is_readable`; `is_empty`
-    says whether it has rows.
+    `min_width`. Columns beyond head_dim read as zero. `tensor` must be `is_readable`; the field
+    `is_empty` tells a tensor without rows.
     """
     rows, num_heads, head_dim = tensor.shape
     if rows == 0:
@@ -46,9 +46,9 @@ def ragged_descriptor(
     row_stride, head_stride, _ = tensor.stride()
     width = width or max(min_width, 1 << (head_dim - 1).bit_length())
     layout = num_heads, head_dim, row_stride, head_stride, block_rows, width
-    made = TensorDescriptor.__new__(TensorDescriptor)
-    vars(made).update(_checked(tensor.dtype, *layout), base=tensor, is_empty=rows == 0)
-    return made
+    descriptor = TensorDescriptor.__new__(TensorDescriptor)
+    vars(descriptor).update(_checked(tensor.dtype, *layout), base=tensor, is_empty=rows == 0)
+    return descriptor
 
 
 @functools.lru_cache(maxsize=1024)
@@ -57,17 +57,17 @@ def _checked(
     block_rows: int, width: int,
 ) -> dict[str, object]:  # fmt: skip
     """The fields of a descriptor of no tensor: Triton checks them each time that one is made."""
-    made = TensorDescriptor(
+    descriptor = TensorDescriptor(
         torch.empty(0, dtype=dtype),
         shape=[ANY, ANY, num_heads, BOUND.value, head_dim],
         strides=[2**34 - row_stride, row_stride, head_stride, row_stride, 1],
         block_shape=[1, 1, 1, block_rows, width],
     )
-    return vars(made)
+    return vars(descriptor)
 
 
 def is_readable(tensor: torch.Tensor) -> bool:
-    """Whether `ragged_descriptor` can take `tensor` `[total, num_heads, head_dim]`."""
+    """True if `ragged_descriptor` can take `tensor` `[total, num_heads, head_dim]`."""
     return unreadable(tensor) is None
 
 

@@ -1,4 +1,4 @@
-"""What the warp-specialized rungs do with tiles: load and store their rows.
+"""Loads and stores of the rows of tiles, for the warp-specialized rungs.
 
 The copies are those of ragged.py, issued by a role and awaited on an mbarrier.
 """
@@ -14,8 +14,9 @@ from gdpa_kernels.device.ragged import BOUND
 def uniform(x):
     """The int32 scalar x, which the compiler then knows to be uniform across a warp.
 
-    Of a loaded number it does not know that. It keeps what it computes from one, stages and their
-    addresses, in a register of every thread, and moves it to a uniform register before each MMA.
+    It does not know that about a loaded number. It keeps what it computes from one, stages and
+    their addresses, in a register of every thread, and moves it to a uniform register before each
+    MMA.
     """
     return tl.inline_asm_elementwise(
         "shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;", "=r,r", [x], dtype=tl.int32, is_pure=True,
@@ -24,7 +25,7 @@ def uniform(x):
 
 
 @triton.jit
-def opaque_zero(x):
+def keep_runtime(x):
     """0, which the compiler takes for a value that depends on x; ptxas knows that it is 0.
 
     Added to a buffer's index in a loop over x, it keeps the compiler from hoisting all buffer
@@ -45,8 +46,8 @@ def fetch_rows(desc, buffer, full, start, length, head, first_row):
     ROWS: tl.constexpr = desc.block_shape[3]
     WIDTH: tl.constexpr = desc.block_shape[4]
     tlx.barrier_expect_bytes(full, ROWS * WIDTH * tlx.size_of(tlx.dtype_of(desc)))
-    place = [BOUND, start + length, head, BOUND - length + first_row, 0]
-    tlx.async_descriptor_load(desc, buffer, place, full)
+    coords = [BOUND, start + length, head, BOUND - length + first_row, 0]
+    tlx.async_descriptor_load(desc, buffer, coords, full)
 
 
 @triton.jit
@@ -57,8 +58,8 @@ def put_rows(desc, buffer, start, length, head, first_row, rows):
     """
     tlx.local_store(buffer, rows)
     tlx.fence("async_shared")
-    place = [BOUND, start + length, head, BOUND - length + first_row, 0]
-    tlx.async_descriptor_store(desc, buffer, place)
+    coords = [BOUND, start + length, head, BOUND - length + first_row, 0]
+    tlx.async_descriptor_store(desc, buffer, coords)
 
 
 @triton.jit
@@ -76,5 +77,5 @@ def put_out(desc, buffer, start, length, head, row, rows):
             part = tl.split(halves)[half]
             tlx.local_store(buffer, part)
             tlx.fence("async_shared")
-            place = [BOUND, start + length, head, BOUND - length + row, half * WIDTH]
-            tlx.async_descriptor_store(desc, buffer, place)
+            coords = [BOUND, start + length, head, BOUND - length + row, half * WIDTH]
+            tlx.async_descriptor_store(desc, buffer, coords)

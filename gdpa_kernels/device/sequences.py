@@ -1,4 +1,4 @@
-"""Where a sequence lies in the packed tensors."""
+"""Offsets of a sequence in the packed tensors."""
 
 import triton
 import triton.language as tl

@@ -1,4 +1,4 @@
-"""How narrow a lesson is: it computes the form that was published, and no option besides."""
+"""Checks that a call has the published form, the only one that lessons compute."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from gdpa_kernels.gdpa.device.activations import foldable
 
 
 def requires(batch: Batch) -> str | None:
-    """Why a lesson cannot take a call, or None; dtype and head_dim stand in its `Requires`."""
+    """The reason why a lesson cannot take a call, beyond `Requires`; None if it can."""
     if batch.masked:
         return f"needs no mask, got causal={batch.causal}, window={batch.window}"
     if len(batch.activation) > 1:
@@ -18,7 +18,7 @@ def requires(batch: Batch) -> str | None:
 
 
 def requires_pairs(batch: Batch) -> str | None:
-    """`requires` of a lesson whose scores are in pairs of bf16, as v7's."""
+    """`requires` of a lesson that computes the activation of two bf16 scores at a time."""
     if batch.precise:
         return "needs precise False, got True"
     if not foldable(batch.activation, batch.dtype):

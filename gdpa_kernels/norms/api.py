@@ -12,7 +12,7 @@ from gdpa_kernels.norms import reference
 
 EPSILON = 1e-6
 WIDTHS = 64, 8192
-"""Of the rows that the kernel of `add_rms_norm` takes."""
+"""The least and the largest width of rows that the kernel of `add_rms_norm` takes."""
 MAX_HEAD_DIM = 256
 
 
@@ -164,40 +164,40 @@ class _HeadNorm(torch.autograd.Function):
     def forward(ctx, x, first, second, sin, cos, count_1, count_2, eps, overwrite):
         options = first, second, sin, cos, count_1, count_2, eps
         if is_watched():
-            y, rstd, kept = _HEAD_COPY(x, *options)
+            y, rstd, x_copy = _HEAD_COPY(x, *options)
         else:
-            rstd, kept = _HEAD_FORWARD(x, *options)
+            rstd, x_copy = _HEAD_FORWARD(x, *options)
             ctx.mark_dirty(x)
             y = x
-        ctx.save_for_backward(y if sin is None else kept, rstd, first, second, sin, cos)
+        ctx.save_for_backward(y if sin is None else x_copy, rstd, first, second, sin, cos)
         ctx.counts, ctx.overwrite = (count_1, count_2), overwrite
         return y
 
     @staticmethod
     def backward(ctx, grad):
         saved, rstd, first, second, sin, cos = ctx.saved_tensors  # once
-        given, overwrite = grad, ctx.overwrite and not torch.is_grad_enabled()
+        incoming, overwrite = grad, ctx.overwrite and not torch.is_grad_enabled()
         with torch.no_grad():
             if not overwrite or not grad.is_contiguous():
                 grad = grad.clone(memory_format=torch.contiguous_format)
             weights = _HEAD_BACKWARD(grad, saved, rstd, first, second, sin, cos, *ctx.counts)
         gradients = grad, weights[0], None if second is None else weights[1]
         gradients = needed(gradients, ctx.needs_input_grad[:3])
-        inputs = tuple(t for t in (given, saved, first, second) if t is not None)
+        inputs = tuple(t for t in (incoming, saved, first, second) if t is not None)
         return *final("head_norm", gradients, inputs), *(None,) * 6
 
 
 def _kernels_take(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
-    """Whether kernels run on x's device and compute with these dtypes."""
-    found = capability(x.device)
+    """True if kernels run on x's device and compute with these dtypes."""
+    compute_capability = capability(x.device)
     return (
-        found is not None
-        and found >= (8, 0)
+        compute_capability is not None
+        and compute_capability >= (8, 0)
         and all(t.dtype in checks.DTYPES for t in (x, *others) if t is not None)
     )
 
 
-def _of_rows(x: torch.Tensor, *others: torch.Tensor | None):
+def _row_functions(x: torch.Tensor, *others: torch.Tensor | None):
     """The functions (forward, backward) for these tensors."""
     if WIDTHS[0] <= x.shape[-1] <= WIDTHS[1] and _kernels_take(x, *others):
         from gdpa_kernels.norms import residual
@@ -206,7 +206,7 @@ def _of_rows(x: torch.Tensor, *others: torch.Tensor | None):
     return reference.add_forward, reference.add_backward
 
 
-def _of_heads(x: torch.Tensor, *others: torch.Tensor | None):
+def _head_functions(x: torch.Tensor, *others: torch.Tensor | None):
     """The functions (forward, backward) for these tensors."""
     if x.shape[-1] <= MAX_HEAD_DIM and _kernels_take(x, *others):
         from gdpa_kernels.norms import heads
@@ -215,8 +215,8 @@ def _of_heads(x: torch.Tensor, *others: torch.Tensor | None):
     return reference.head_forward, reference.head_backward
 
 
-def _given(x: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
-    """What an operator returns for None: a tensor without elements."""
+def _or_empty(x: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+    """x, or for None a tensor without elements, which an operator can return."""
     return like.new_empty(0) if x is None else x
 
 
@@ -225,10 +225,10 @@ def _rows(x: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def _add_forward(x, residual, weight, eps, dtype):
-    forward, _ = _of_rows(x, residual, weight)
+    forward, _ = _row_functions(x, residual, weight)
     y, stream, rstd = forward(_rows(x), _rows(residual), weight, eps, dtype)
     stream = None if stream is None else stream.view(x.shape)
-    return y.view(x.shape), _given(stream, x), rstd
+    return y.view(x.shape), _or_empty(stream, x), rstd
 
 
 def _fake_add_forward(x, residual, weight, eps, dtype):
@@ -241,11 +241,11 @@ def _fake_add_forward(x, residual, weight, eps, dtype):
 
 
 def _add_backward(grad_y, grad_stream, stream, rstd, weight, x_dtype):
-    _, backward = _of_rows(stream, grad_y, grad_stream, weight)
-    given = _rows(grad_y), _rows(grad_stream), _rows(stream)
-    grad, grad_x, grad_weight = backward(*given, rstd, weight, x_dtype)
+    _, backward = _row_functions(stream, grad_y, grad_stream, weight)
+    rows = _rows(grad_y), _rows(grad_stream), _rows(stream)
+    grad, grad_x, grad_weight = backward(*rows, rstd, weight, x_dtype)
     grad_x = None if grad_x is None else grad_x.view(stream.shape)
-    return grad.view(stream.shape), _given(grad_x, stream), _given(grad_weight, stream)
+    return grad.view(stream.shape), _or_empty(grad_x, stream), _or_empty(grad_weight, stream)
 
 
 def _fake_add_backward(grad_y, grad_stream, stream, rstd, weight, x_dtype):
@@ -270,15 +270,15 @@ def _floor(x: torch.Tensor, sin: torch.Tensor | None) -> float:
 
 def _head_forward(x, first, second, sin, cos, count_1, count_2, eps):
     x, counts = _heads(x, first), (count_1, count_2)
-    forward, _ = _of_heads(x, first, second, sin, cos)
-    rstd, kept = forward(x, first, second, counts, (sin, cos), eps, _floor(x, sin))
-    return rstd, _given(kept, x)
+    forward, _ = _head_functions(x, first, second, sin, cos)
+    rstd, x_copy = forward(x, first, second, counts, (sin, cos), eps, _floor(x, sin))
+    return rstd, _or_empty(x_copy, x)
 
 
 def _fake_head_forward(x, first, second, sin, cos, count_1, count_2, eps):
     sizes = _heads(x, first).shape[0], count_1 + count_2
-    kept = x.new_empty(0) if sin is None else x.new_empty(*sizes, first.shape[0])
-    return x.new_empty(sizes, dtype=reference.wide(x[:0]).dtype), kept
+    x_copy = x.new_empty(0) if sin is None else x.new_empty(*sizes, first.shape[0])
+    return x.new_empty(sizes, dtype=reference.wide(x[:0]).dtype), x_copy
 
 
 def _head_copy(x, *options):
@@ -292,18 +292,20 @@ def _fake_head_copy(x, *options):
 
 def _head_backward(grad, saved, rstd, first, second, sin, cos, count_1, count_2):
     grad, saved, counts = _heads(grad, first), _heads(saved, first), (count_1, count_2)
-    _, backward = _of_heads(saved, grad, first, second, sin, cos)
-    found = backward(grad, saved, rstd, first, second, counts, (sin, cos), _floor(saved, sin))
-    return found[0], _given(found[1], first)
+    _, backward = _head_functions(saved, grad, first, second, sin, cos)
+    weight_gradients = backward(
+        grad, saved, rstd, first, second, counts, (sin, cos), _floor(saved, sin)
+    )
+    return weight_gradients[0], _or_empty(weight_gradients[1], first)
 
 
 def _fake_head_backward(grad, saved, rstd, first, second, sin, cos, count_1, count_2):
-    given = first.new_empty(0) if second is None else second.new_empty(second.shape)
-    return first.new_empty(first.shape), given
+    second_gradient = first.new_empty(0) if second is None else second.new_empty(second.shape)
+    return first.new_empty(first.shape), second_gradient
 
 
 def _no_flops(*_) -> int:
-    """Of matmuls, which is what `FlopCounterMode` counts."""
+    """The FLOPs of matmuls, which `FlopCounterMode` counts: none."""
     return 0
 
 
@@ -387,7 +389,7 @@ def _check_rows(x: object, residual: object, weight: object) -> None:
 
 
 def _overlaps(x: torch.Tensor) -> bool:
-    """Whether a step along a dimension stays within what smaller steps reach."""
+    """True if a step along a dimension stays within the reach of smaller steps."""
     reach = int(x.numel() > 0)
     for step, size in sorted(zip(x.stride(), x.shape, strict=True)):
         if size > 1 and step < reach:

@@ -1,4 +1,4 @@
-"""The norms by PyTorch's operators: what the kernels compute, with the kernels' own arguments.
+"""The norms by PyTorch's operators, with the arguments and results of the kernels.
 
 fp32 arithmetic, fp64 for fp64. `residual` and `heads` have the same functions as kernels.
 """
@@ -14,7 +14,7 @@ def wide(x: torch.Tensor) -> torch.Tensor:
 
 
 def add_forward(x, residual, weight, eps, dtype):
-    """As `residual.forward`."""
+    """Compute `residual.forward`."""
     stream = x if residual is None else (wide(x) + wide(residual)).to(residual.dtype)
     normalised = wide(stream)
     rstd = (normalised.square().mean(1, keepdim=True) + eps).rsqrt()
@@ -24,7 +24,7 @@ def add_forward(x, residual, weight, eps, dtype):
 
 
 def add_backward(grad_y, grad_stream, stream, rstd, weight, x_dtype=None):
-    """As `residual.backward`."""
+    """Compute `residual.backward`."""
     normalised, dy, grad_weight = wide(stream) * rstd[:, None], wide(grad_y), None
     if weight is not None:
         grad_weight = (dy * normalised).sum(0).to(weight.dtype)
@@ -35,25 +35,25 @@ def add_backward(grad_y, grad_stream, stream, rstd, weight, x_dtype=None):
     return grad.to(stream.dtype), None if x_dtype is None else grad.to(x_dtype), grad_weight
 
 
-def head_forward(x, first, second, counts, turns, eps, floor):
-    """As `heads.forward`."""
-    rows, turned = x[:, : sum(counts)], turns[0] is not None
-    kept = rows.clone(memory_format=torch.contiguous_format) if turned else None
+def head_forward(x, first, second, counts, sin_cos, eps, floor):
+    """Compute `heads.forward`."""
+    rows, rotates = x[:, : sum(counts)], sin_cos[0] is not None
+    x_copy = rows.clone(memory_format=torch.contiguous_format) if rotates else None
     normalised = wide(rows)
     rstd = (normalised.square().mean(2, keepdim=True) + eps).rsqrt()
     y = normalised * rstd * _per_head(first, second, counts, floor)
-    rows.copy_(_turned(y, *turns) if turned else y)
-    return rstd[..., 0].contiguous(), kept
+    rows.copy_(_rotated(y, *sin_cos) if rotates else y)
+    return rstd[..., 0].contiguous(), x_copy
 
 
-def head_backward(grad, saved, rstd, first, second, counts, turns, floor):
-    """As `heads.backward`."""
+def head_backward(grad, saved, rstd, first, second, counts, sin_cos, floor):
+    """Compute `heads.backward`."""
     rows, normalised = grad[:, : sum(counts)], wide(saved[:, : sum(counts)])
     weight, dy = _per_head(first, second, counts, floor), wide(rows)
-    if turns[0] is None:
+    if sin_cos[0] is None:
         normalised = normalised / weight
     else:
-        dy, normalised = _turned(dy, -turns[0], turns[1]), normalised * rstd[..., None]
+        dy, normalised = _rotated(dy, -sin_cos[0], sin_cos[1]), normalised * rstd[..., None]
     sums = (dy * normalised).sum(0)
     dy = dy * weight
     mean = (dy * normalised).mean(2, keepdim=True)
@@ -71,7 +71,7 @@ def _per_head(first, second, counts, floor: float) -> torch.Tensor:
     return torch.where(weights.abs() < floor, floor, weights)
 
 
-def _turned(x: torch.Tensor, sin: torch.Tensor, cos: torch.Tensor) -> torch.Tensor:
+def _rotated(x: torch.Tensor, sin: torch.Tensor, cos: torch.Tensor) -> torch.Tensor:
     """Pairs of adjacent columns of x `[total, heads, head_dim]`, rotated."""
     even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)
     sin, cos = sin[:, None].to(x.dtype), cos[:, None].to(x.dtype)

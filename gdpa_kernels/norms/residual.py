@@ -49,19 +49,19 @@ def add_rms_norm_kernel(
     mask = (row < total)[:, None]
     if BLOCK != WIDTH:
         mask = mask & (column < WIDTH)[None, :]
-    at = row[:, None] * WIDTH + column[None, :]
-    stream = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    offsets = row[:, None] * WIDTH + column[None, :]
+    stream = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
     if residual_ptr is not None:
-        stream += tl.load(residual_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        stream += tl.load(residual_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
         rounded = stream.to(stream_ptr.dtype.element_ty)
-        tl.store(stream_ptr + at, rounded, mask=mask)
+        tl.store(stream_ptr + offsets, rounded, mask=mask)
         stream = rounded.to(tl.float32)  # what backward reads
     rstd = tl.rsqrt(tl.sum(stream * stream, axis=1) / WIDTH + eps)
     tl.store(rstd_ptr + row, rstd, mask=row < total)
     y = stream * rstd[:, None]
     if weight_ptr is not None:
         y *= weight[None, :]
-    tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask)
+    tl.store(y_ptr + offsets, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["total", "tiles"])
@@ -80,11 +80,11 @@ def add_rms_norm_backward_kernel(
         mask = (row < total)[:, None]
         if BLOCK != WIDTH:
             mask = mask & (column < WIDTH)[None, :]
-        at = row[:, None] * WIDTH + column[None, :]
-        grad_y = tl.load(grad_y_ptr + at, mask=mask, other=0.0).to(tl.float32)
-        stream = tl.load(stream_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        offsets = row[:, None] * WIDTH + column[None, :]
+        grad_y = tl.load(grad_y_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+        stream = tl.load(stream_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
         if grad_stream_ptr is not None:
-            passed = tl.load(grad_stream_ptr + at, mask=mask, other=0.0).to(tl.float32)
+            passed = tl.load(grad_stream_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
         rstd = tl.load(rstd_ptr + row, mask=row < total, other=0.0)[:, None]
         normalised = stream * rstd
         if partial_ptr is not None:
@@ -95,12 +95,12 @@ def add_rms_norm_backward_kernel(
         grad = (grad_y - normalised * mean) * rstd
         if grad_stream_ptr is not None:
             grad += passed
-        tl.store(grad_ptr + at, grad.to(grad_ptr.dtype.element_ty), mask=mask)
+        tl.store(grad_ptr + offsets, grad.to(grad_ptr.dtype.element_ty), mask=mask)
         if grad_x_ptr is not None:
-            tl.store(grad_x_ptr + at, grad.to(grad_x_ptr.dtype.element_ty), mask=mask)
+            tl.store(grad_x_ptr + offsets, grad.to(grad_x_ptr.dtype.element_ty), mask=mask)
     if partial_ptr is not None:
-        to = partial_ptr + tl.program_id(0) * WIDTH + column
-        tl.store(to, tl.sum(grad_weight, axis=0), mask=column < WIDTH)
+        partial_ptrs = partial_ptr + tl.program_id(0) * WIDTH + column
+        tl.store(partial_ptrs, tl.sum(grad_weight, axis=0), mask=column < WIDTH)
 
 
 def forward(

@@ -124,7 +124,7 @@ chapter.roles(V4)
 # before the loop, in ordinary registers. Those are few, so others {term}`spill`. And in every step
 # two moves to uniform registers, `R2UR`, stand between an MMA and the one before it.
 #
-# The fix is a zero that LLVM cannot see through. `opaque_zero(step)` is `step ^ step`, written in
+# The fix is a zero that LLVM cannot see through. `keep_runtime(step)` is `step ^ step`, written in
 # assembly. An address that adds it seems to depend on `step`, so LLVM leaves it in the loop. The
 # second compiler, ptxas, knows that the xor is 0, drops the addition and computes the descriptor
 # where it is needed, in uniform registers from the start. Here is the machine code between the
@@ -133,7 +133,7 @@ chapter.roles(V4)
 
 # %% tags=["remove-cell"]
 NOT_UNIFORM = ("uniform(steps * GROUP)", "steps * GROUP")
-KEPT = ("            zero = opaque_zero(step)\n", "            zero = 0\n")
+KEPT = ("            zero = keep_runtime(step)\n", "            zero = 0\n")
 FENCE = '            tlx.fence("async_shared")\n'
 PUT = "            put_aside(staging[role + zero], dq)\n"
 LATER = studies.piece(v4, "            if step > 1", "            dk = tlx")
@@ -271,7 +271,7 @@ CALLED = ("load", "fetch_both", "scores", "differentiate", "share", "dq_product"
 ROLES_NOTES = {
     "steps = uniform(steps_of(len_q, options))": "*Uniform*: a shuffle from lane 0 leaves the "
     "value and tells the compiler that all threads have the same.",
-    "zero = opaque_zero(step)": "*Late addresses*: added to buffer numbers below.",
+    "zero = keep_runtime(step)": "*Late addresses*: added to buffer numbers below.",
     "aside, row = staging[role + zero], (step - 2) * options.ROWS": "*dQ put aside*: now, behind "
     "this step's fence, dQ of two steps ago leaves.",
     "s = scores(k.buffer[k_at + role + zero]": "*S first*: the next step's S is issued before dQ. "
@@ -279,21 +279,21 @@ ROLES_NOTES = {
     "tlx.barrier_arrive(ds.empty[(now - 1) & 1])": "dS of the last step has been read: its buffer "
     "may be overwritten.",
     "dv = dv * (0.5 * scale * output_scale)": "The folded factors, once per tile.",
-    "own = staged[role * (128 // HEAD_DIM)]": "dK leaves through the memory that staged dQ.",
+    "dk_staging = staged[role * (128 // HEAD_DIM)]": "dK leaves through the memory that staged dQ.",
 }
 CALLED_NOTES = {
     "tlx.barrier_wait(v.empty[0], (tile & 1) ^ 1)": "V comes after the first rows of Q: S needs "
     "only K and Q, so the consumers begin earlier.",
     "tlx.barrier_expect_bytes(ring.full[stage], BYTES)": "One barrier for both halves of a tile: "
     "it completes when all bytes are there.",
-    "return tlx.async_dot(k, tlx.local_trans(q.buffer[at]))": "S transposed: keys are the rows of "
-    "the {term}`accumulator`, so P and dS can be A operands of dV and dK.",
+    "return tlx.async_dot(k, tlx.local_trans(q.buffer[stage]))": "S transposed: keys are the rows "
+    "of the {term}`accumulator`, so P and dS can be A operands of dV and dK.",
     "p, slope = value_and_factor(": "*Fold*: value and slope without their constant factors.",
     "dp = tlx.async_dot_wait(1, dp)": "One MMA may still be in flight: dP is there, dV still runs "
     "under the arithmetic of dS.",
-    "tlx.local_store(own, d)": "dS for the other consumer. The fence below it also covers dQ that "
-    "the step before has put aside.",
-    "d = tlx.local_slice(ds.buffer[at * MATH_ROLES], ": "dQ sums over all 128 keys: those of "
+    "tlx.local_store(ds_tile, d)": "dS for the other consumer. The fence below it also covers dQ "
+    "that the step before has put aside.",
+    "d = tlx.local_slice(ds.buffer[stage * MATH_ROLES], ": "dQ sums over all 128 keys: those of "
     "consumer 0 here, those of consumer 1 below.",
     "staging = tlx.local_alloc((64, 64), tl.float32, MATH_ROLES)": "Half of dQ of a step, in fp32, "
     "for each consumer.",

@@ -172,9 +172,11 @@ chapter.code(v5.math, "# The other program")
 # Each of four steps of the protocol can be forgotten. The emulator's first words about it:
 
 # %% tags=["remove-cell"]
-BYTES = "    if role == 0:\n        tlx.barrier_expect_bytes(peer.full[at], TILE * ROWS * 2)\n"
+BYTES = "    if role == 0:\n        tlx.barrier_expect_bytes(peer.full[stage], TILE * ROWS * 2)\n"
 TELL = "            tlx.barrier_arrive(ds.empty[role], 1, remote_cta_rank=1 - rank)\n"
-END = studies.piece(v5, "    for at in tl.static_range(PAIR):\n        tlx.barrier_wait(ds", "\n\n")
+END = studies.piece(
+    v5, "    for stage in tl.static_range(PAIR):\n        tlx.barrier_wait(ds", "\n\n"
+)
 FORGOTTEN = {
     "waiting for the other's dS": "    tlx.barrier_wait(peer.full[role], phase)\n",
     "telling the other that its dS was used": TELL,
@@ -204,7 +206,7 @@ chapter.table(
 
 # %% tags=["remove-cell"]
 CROSS, SHORT, SELF = "gdpa-cross-full-2048", "gdpa-cross-full-512", "gdpa-self-full-256"
-KEPT = studies.changed(v5, ("            zero = opaque_zero(step)\n", "            zero = 0\n"))
+KEPT = studies.changed(v5, ("            zero = keep_runtime(step)\n", "            zero = 0\n"))
 LISTED = [(impl, "default", {}) for impl in (V2, V2A, V4)] + [
     (V5, "default", {"config": v5.Config()}),
     (V5, "not folded", {"config": v5.Config(fold=False)}),
@@ -223,8 +225,8 @@ ONE_TILE = {FEW: [V4, V5, V6, *PEERS], NARROW: [V4, V6, *PEERS], TOKENS: [V4, V5
 WIDE = workload("gdpa-self-full-512-b256-d256")
 LONG = replace(WIDE, name="gdpa-self-full-2048-b64-d256", batch=64, max_seqlen_q=2048,
                max_seqlen_k=2048)  # fmt: skip
-ADD = '    tlx.async_descriptor_store(desc, buffer, place, store_reduce="add")\n'
-SEND = '    tlx.async_descriptor_store(desc, buffer, at, store_reduce="add")\n'
+ADD = '    tlx.async_descriptor_store(desc, buffer, coords, store_reduce="add")\n'
+SEND = '    tlx.async_descriptor_store(desc, buffer, coords, store_reduce="add")\n'
 NOT_ADDED, UNSENT = studies.changed(v4, (ADD, "")), studies.changed(v7, (SEND, ""))
 
 
@@ -298,7 +300,7 @@ chapter.predict(
 # ## One line is worth a third of the speed
 #
 # Backward v5 was faster than we had predicted, and the protocol is not the reason. Its first draft
-# lacked one line, `zero = opaque_zero(step)`, an addition of zero that
+# lacked one line, `zero = keep_runtime(step)`, an addition of zero that
 # {doc}`v4_warp_specialized_backward` explains. Without it the kernel takes
 # {glue:text}`kept_cross:.2f` times as long with 2,048 queries, and {glue:text}`kept_self:.2f` times
 # as long on full batches of 256 tokens (in bursts).

@@ -249,7 +249,7 @@ chapter.glue(most=most, of_ds=of_dq + TILE / 2, of_dq=of_dq)
 assert of_dq + TILE / 2 > most > of_dq, "the text says so"
 
 # %% tags=["remove-input"]
-chapter.code(b2.output, "tlx.barrier_wait(inbox.empty", "at = [BOUND")
+chapter.code(b2.output, "tlx.barrier_wait(inbox.empty", "coords = [BOUND")
 
 # %% [markdown]
 # It stores the peer's half into the peer's *inbox*, through distributed shared memory, straight

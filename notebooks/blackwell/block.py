@@ -56,12 +56,12 @@ def titled(name):
 
 
 # %% tags=["remove-cell"]
-inner = studies.piece(b1, "        stage, phase = turn_of(item, options.NUM_STAGES)\n        tlx.",
-                      "\n\n@triton.jit\ndef softmax_forward")  # fmt: skip
+first = "        stage, phase = ring_slot(item, options.NUM_STAGES)\n        tlx."
+inner = studies.piece(b1, first, "\n\n@triton.jit\ndef softmax_forward")
 loop, wait = "* options.NUM_HEADS, num_stages=0):\n" + inner, "        tlx.barrier_wait(p_full"
 scores, outputs = inner.split(wait)
-previous_turn = """            stage, _ = turn_of(item - 1, options.NUM_STAGES)
-            at, phase = turn_of(item - 1, ACCUMULATORS)
+previous_turn = """            stage, _ = ring_slot(item - 1, options.NUM_STAGES)
+            slot, phase = ring_slot(item - 1, ACCUMULATORS)
 """
 ahead = "* options.NUM_HEADS + 1, num_stages=0):\n        if item < count_units(blocks_ptr) * "
 ahead += "options.NUM_HEADS:\n" + textwrap.indent(scores, "    ") + "        if item > 0:\n"

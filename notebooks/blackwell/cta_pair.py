@@ -137,7 +137,7 @@ BROKEN = {
     "commit to the leader alone": (
         "tlx.tcgen05_commit(o.full[out], two_ctas=True)", "tlx.tcgen05_commit(o.full[out])",
     ),
-    "arrivals stay at home": ("o.empty[at], 1, remote_cta_rank=0", "o.empty[at], 1"),
+    "arrivals stay at home": ("o.empty[slot], 1, remote_cta_rank=0", "o.empty[slot], 1"),
     "both announce the bytes": ("k.full[stage], BYTES, pred=rank == 0", "k.full[stage], BYTES"),
 }  # fmt: skip
 for what, change in BROKEN.items():
@@ -160,7 +160,7 @@ for what, change in BROKEN.items():
 B6_NOTES = {
     "tlx.barrier_expect_bytes(q.full[slot], Q_BYTES, pred=rank == 0)":
         "*Bytes*: the leader announces those of both CTAs, since both loads count on its barrier.",
-    "own = key + rank * (options.BLOCK_N // CTAS)": "Of K this CTA loads half of the rows ...",
+    "cta_key = key + rank * (options.BLOCK_N // CTAS)": "Of K this CTA loads half of the rows ...",
     "column = rank * (options.BLOCK_D // CTAS)": "... and of V half of the columns.",
     "if (tlx.cluster_cta_rank() == 0) & (item < num_items):":
         "Only the even CTA issues MMAs, those of both.",
@@ -168,7 +168,7 @@ B6_NOTES = {
         "*Commit*: when S is complete, both CTAs may overwrite their half of K.",
     "# The next item's, loaded an item ahead.":
         "The stream goes on across items, so the next item's lengths are needed early.",
-    "weighted_sum(role, p, v.buffer[mine], o.buffer[role], count, continued, options)":
+    "weighted_sum(role, p, v.buffer[v_stage], o.buffer[role], count, continued, options)":
         "O += P V of this tile; it waits for P of both CTAs.",
     "scores(role, q.buffer[slot], k.buffer[stage], s)":
         "Then S of the next block, perhaps of the next item.",
@@ -182,7 +182,7 @@ KERNEL_NOTES = {
         "O leaves through the slot of its Q, so that two items fit.",
     "p = tlx.local_alloc((ROWS, BLOCK_N), DTYPE, 2 * ROLES, tlx.storage_kind.tmem, reuse=s)":
         "P lies over S in {term}`tensor memory`.",
-    "p = Handover(p, tlx.alloc_barriers(ROLES * SLICES, arrive_count=CTAS))":
+    "p = OneWay(p, tlx.alloc_barriers(ROLES * SLICES, arrive_count=CTAS))":
         "Two arrivals, one of each CTA, complete a slice of P.",
 }  # fmt: skip
 b6 = b6_pair_stream

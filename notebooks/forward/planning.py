@@ -486,7 +486,7 @@ chapter.glue(gain=gain)
 EVALUATE = "        p = activate(s, scale, options.ACTIVATION, True)\n"
 AWAIT = "        acc = tlx.async_dot_wait(0, acc)\n"
 FREE_K = "        tlx.barrier_arrive(k.empty[stage])\n"
-FREE_V = "        tlx.barrier_arrive(v.empty[before])\n"
+FREE_V = "        tlx.barrier_arrive(v.empty[v_stage])\n"
 planted = studies.changed(
     v5_pingpong,
     (FREE_K + EVALUATE + AWAIT + FREE_V, FREE_K + FREE_V + EVALUATE + AWAIT),

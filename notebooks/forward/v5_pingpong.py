@@ -175,7 +175,7 @@ print(f"largest error: {(checked['largest error'] / checked['allowed']).max():.2
 
 # %% tags=["remove-cell"]
 FOR = "    for block in tl.range(1, blocks):\n"
-LAST = "        tlx.barrier_arrive(v.empty[before])\n"
+LAST = "        tlx.barrier_arrive(v.empty[v_stage])\n"
 WHILE = "    block = 1\n    while block < blocks:\n"
 as_while = studies.changed(v5_pingpong, (FOR, WHILE), (LAST, LAST + "        block += 1\n"))
 VARIANTS = {

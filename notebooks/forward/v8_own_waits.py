@@ -264,9 +264,9 @@ chapter.annotated(
         "ahead.",
         "for block in tl.range(1, blocks, num_stages=0):": "v8: without `num_stages=0` the "
         "compiler adds a wait behind each MMA.",
-        "before = v.wait(kv + block - 1)": "v5: V of the block before, whose P V is issued "
+        "v_stage = v.wait(kv + block - 1)": "v5: V of the block before, whose P V is issued "
         "in this iteration.",
-        "tlx.barrier_arrive(q.empty[mine])": "Q is free after the tile's last scores, not at its "
+        "tlx.barrier_arrive(q.empty[q_slot])": "Q is free after the tile's last scores, not at its "
         "end.",
         "# The first scores of the next tile, overlapped": "v6: the same steps as in the loop, but "
         "S belongs to the next tile.",

@@ -378,12 +378,12 @@ HARMLESS_IN_V4A = {
         # what is turned has landed
         "math_forward: drop barrier_wait(tiles.full[stage], phase)",
         # two blocks end one after the other; that the load role first waits for the later one
-        "rotate_role: turns.empty[at] -> next (2)",
+        "rotate_role: sin_cos.empty[slot] -> next (2)",
     ],
     "backward": [
         "math_backward: drop barrier_wait(tiles.full[stage], phase)",
         # of grouped heads at head_dim 128: no room for slots that race
-        "math_backward: turns.empty[at] -> next (2)",
+        "math_backward: sin_cos.empty[slot] -> next (2)",
     ],
 }
 

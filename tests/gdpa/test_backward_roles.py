@@ -144,11 +144,11 @@ SURVIVORS = {
             "math: barrier_arrive(ds.empty[now - 1 & 1]) before dq = async_dot_wait(0, dq)",
         ),
         "With as many slots of Q, q_empty says it: awaited before, given later.": (
-            "load: drop barrier_wait(g.empty[at], (count + step) // options.G_STAGES & 1 ^ 1)",
+            "load: drop barrier_wait(g.empty[stage], (count + step) // options.G_STAGES & 1 ^ 1)",
         ),
         "Both roles give V back at the end of a tile, and its next load is awaited before all of"
         " these are used again.": (
-            "load: drop barrier_wait(k.empty[at], tile // options.K_STAGES & 1 ^ 1)",
+            "load: drop barrier_wait(k.empty[stage], tile // options.K_STAGES & 1 ^ 1)",
             "math: barrier_arrive(k.empty[tile % K_STAGES]) before dq = async_dot_wait(0, dq)",
             "math: barrier_arrive(q.empty[count % Q_STAGES]) before s = async_dot_wait(0, s)",
             "math: barrier_arrive(ds.empty[count - 1 & 1]) before dq = async_dot_wait(0, dq)",
@@ -161,14 +161,14 @@ SURVIVORS = {
         COVERED: (
             "math: drop async_dot_wait(0, dv)",
             "math: async_dot_wait(dv): pendings=1",
-            "math: drop async_dot_wait(0, dk_own)",
-            "math: async_dot_wait(dk_own): pendings=1",
-            "math: drop async_dot_wait(0, dk_other)",
-            "math: async_dot_wait(dk_other): pendings=1",
-            "math: barrier_arrive(q.empty[at]) before dk_other = async_dot_wait(0, dk_other)",
-            "math: barrier_arrive(g.empty[at]) before dk_other = async_dot_wait(0, dk_other)",
+            "math: drop async_dot_wait(0, dk_local)",
+            "math: async_dot_wait(dk_local): pendings=1",
+            "math: drop async_dot_wait(0, dk_peer)",
+            "math: async_dot_wait(dk_peer): pendings=1",
+            "math: barrier_arrive(q.empty[stage]) before dk_peer = async_dot_wait(0, dk_peer)",
+            "math: barrier_arrive(g.empty[stage]) before dk_peer = async_dot_wait(0, dk_peer)",
         ),
-        "At the end both are awaited, in whatever order.": ("math: ds.empty[at] -> next",),
+        "At the end both are awaited, in whatever order.": ("math: ds.empty[stage] -> next",),
     },
     V7: {
         "The next tile's first dO is loaded after its V, which this role gives back later.": (
@@ -177,7 +177,7 @@ SURVIVORS = {
         ),
         "ds_full says that the other role has waited for it.": (
             "sum_role: drop barrier_wait(k.full[0], tile & 1)",
-            "sum_role: drop barrier_wait(q.full[q_at], now // Q_STAGES & 1)",
+            "sum_role: drop barrier_wait(q.full[q_stage], now // Q_STAGES & 1)",
         ),
     },
 }
@@ -257,7 +257,7 @@ def test_v5_needs_its_fence_and_its_last_wait():
     found = []
     for protection in (
         'tlx.fence("async_shared")\n    tlx.async_remote_shmem_copy',
-        "tlx.barrier_wait(ds.empty[at], (count & 1) ^ 1)",
+        "tlx.barrier_wait(ds.empty[stage], (count & 1) ^ 1)",
     ):
         begin = text.index(protection)
         end = begin + len(protection.partition("\n")[0])

@@ -10,7 +10,15 @@ import gdpa_kernels
 
 PACKAGE = Path(gdpa_kernels.__file__).parent
 MOST = 16
-LAUNCHERS = ("launch", "_launch", "forward_slots", "backward_slots", "launch_gradients")
+LAUNCHERS = (
+    "launch",
+    "_launch",
+    "forward_slots",
+    "backward_slots",
+    "launch_gradients",
+    "launch_pairs",
+    "launch_tiles",
+)
 
 
 def launched(tree: ast.Module) -> set[str]:

@@ -323,18 +323,20 @@ def test_any_schedule_and_config_gives_the_same_bits(in_one_call, seeds):
 
 # What is changed, in which file, for what.
 MISTAKES = {
-    "another user's pages": (pages, "pages_ptr + listed + at //", "pages_ptr + at //"),
-    "the page before": (pages, "listed + at // options.PAGE", "listed + (at - 1) // options.PAGE"),
-    "pieces from the start": (pages, "at = first + key", "at = key"),
+    "another user's pages": (pages, "pages_ptr + listed + token //", "pages_ptr + token //"),
+    "the page before": (
+        pages, "listed + token // options.PAGE", "listed + (token - 1) // options.PAGE"),
+    "pieces from the start": (pages, "token = first + key", "token = key"),
     "a page without values": (pages, "2 * options.PAGE)", "options.PAGE)"),
-    "a tile from the start of its page": (pages, " + at % options.PAGE", ""),
-    "unwritten slots": (pages, "left = tl.maximum(tokens - at, 0)", "left = options.BLOCK_N"),
-    "all slots of the last page": (pages, "tl.maximum(tokens - at, 0)", "tl.cdiv(tokens, 64) * 64"),
+    "a tile from the start of its page": (pages, " + token % options.PAGE", ""),
+    "unwritten slots": (pages, "left = tl.maximum(tokens - token, 0)", "left = options.BLOCK_N"),
+    "all slots of the last page": (
+        pages, "tl.maximum(tokens - token, 0)", "tl.cdiv(tokens, 64) * 64"),
     "keys as values": (pages, "row += options.PAGE", "row += 0"),
     "candidates one tile late": (pages, "elif key < first:", "elif key <= first:"),
     "candidates one tile early": (pages, "elif key < first:", "elif key + 64 < first:"),
     "their own keys from the start": (pages, "head, key - first)", "head, key)"),
-    "own keys where keys are listed": (pages, "own = start_q, len_q", "own = start_k, len_k"),
+    "own keys where keys are listed": (pages, "packed = start_q, len_q", "packed = start_k, len_k"),
     "own keys at the end of the history": (
         pages, "tl.cdiv(tokens, options.BLOCK_N) * options.BLOCK_N", "tokens"),
     "another user's history": (pages, "sequence = number(list_ptr, item)", "sequence = 0"),

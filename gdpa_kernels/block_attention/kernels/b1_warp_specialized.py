@@ -2,6 +2,7 @@
 
 Changes from v4_rotary: sm_100. One thread issues all MMAs; roles work on different items at a time.
 Without rotary there is no role `rotate`. dK and dV of grouped heads are summed in tensor memory.
+
 Why it should help: bytes are the bound, so loads must always be in flight. With tl.dot accumulators
 are in tensor memory too, and half as many programs of v1_one_tile share an SM as on Hopper.
 
@@ -14,15 +15,22 @@ are in tensor memory too, and half as many programs of v1_one_tile share an SM a
 | output  | 4     | the rest  | O, or dQ, dK, dV rotated back, over the tiles of the inputs |
 | store   | 1     | 48        | their TMA stores; releases the slot                         |
 
-| barrier                      | arrivals        | filled by -> drained by                        |
-|------------------------------|-----------------|------------------------------------------------|
-| full, empty [stage]          | bytes; 32       | load -> rotate or mma; store -> load           |
-| rotated, out_full [stage]    | 128 each        | rotate -> mma; output -> store                 |
-| turns_full, _empty [turn]    | bytes; 128, 256 | load -> rotate, output; these -> load          |
-| s_, p_, o_full, o_empty [2]  | MMA or 128      | mma -> softmax -> mma -> output -> mma         |
+| barrier             | arrivals     | filled by -> drained by                                     |
+|---------------------|--------------|-------------------------------------------------------------|
+| tiles.full[stage]   | 1 and bytes  | load, all tiles of an item -> rotate; without rotary mma    |
+| tiles.empty[stage]  | 32 threads   | store, the stores have read the slot -> load                |
+| ready[stage]        | 128 threads  | rotate, the tiles are rotated -> mma                        |
+| out_full[stage]     | 128 threads  | output, the results are in the slot -> store                |
+| sin_cos.full[slot]  | 1 and bytes  | load, sin and cos of a block -> rotate; backward output too |
+| sin_cos.empty[slot] | forward 128  | rotate, they are in registers -> load                       |
+|                     | backward 256 | rotate and output, they are in registers -> load            |
+| s_full[2]           | 1 (commit)   | mma, S; backward S and dP -> softmax                        |
+| p_full[2]           | 128 threads  | softmax, P (and dS) is stored, S was read -> mma            |
+| o.full[2]           | 1 (commit)   | mma, O; backward (`results`) dQ, dK and dV -> output        |
+| o.empty[2]          | 128 threads  | output, these are in registers -> mma                       |
 
-Tensor memory, 64 rows each: 2 S and 2 O; backward 2 each of S, dP, dQ, dK, dV.
-Needs: sm_100, TLX, block_size 64, head_dim 64 or 128, bf16 or fp16; v4_rotary's alignment.
+Without rotary `ready` is tiles.full. Tensor memory, 64 rows each: 2 S and 2 O; backward 2 each of
+S, dP, dQ, dK, dV.
 """
 
 from dataclasses import dataclass
@@ -36,11 +44,11 @@ from gdpa_kernels.block_attention.batch import Batch, Schedule
 from gdpa_kernels.block_attention.block_list import plan_schedule
 from gdpa_kernels.block_attention.requires import BLOCK, requires_sin_cos, requires_tiles
 from gdpa_kernels.block_attention.slots import (
+    SinCos,
     Tiles,
-    Turns,
+    block_at,
     count_units,
     fetch,
-    place,
 )
 from gdpa_kernels.block_attention.tiles import softmax_parts
 from gdpa_kernels.calling.launch import launch, multiprocessors
@@ -65,7 +73,7 @@ class Config:
 
 
 def default_config(direction: str, batch: Batch) -> Config:
-    """As many slots as shared memory holds."""
+    """Constants with as many slots as shared memory holds."""
     tile = BLOCK * batch.head_dim * 2
     left = SHARED
     if batch.rotary is not None:
@@ -77,7 +85,7 @@ def default_config(direction: str, batch: Batch) -> Config:
 
 
 def requires(batch: Batch) -> str | None:
-    """What this rung needs and does not get of a call, or None."""
+    """The reason why this rung cannot take a call, beyond `Requires`; None if it can."""
     return requires_tiles(batch) or (requires_sin_cos(batch.rotary) if batch.rotary else None)
 
 
@@ -109,23 +117,23 @@ class Results:
 
 
 @triton.jit
-def turn_of(count, SIZE: tl.constexpr):
+def ring_slot(count, SIZE: tl.constexpr):
     """(index, phase) of use `count` of a ring of SIZE."""
     return count % SIZE, (count // SIZE) & 1
 
 
 @triton.jit
 def load(
-    grad_desc, q_desc, k_desc, v_desc, sin_desc, cos_desc, grad, tiles, turns, blocks_ptr, options
+    grad_desc, q_desc, k_desc, v_desc, sin_desc, cos_desc, grad, tiles, sin_cos, blocks_ptr, options
 ):
     """The producer: slot after slot, all heads of a block. grad_desc None: forward; sin_desc None:
     no rotary."""
     TILES: tl.constexpr = 3 if grad_desc is None else 4
     BYTES: tl.constexpr = q_desc.block_shape[3] * q_desc.block_shape[4] * 2
     for unit in tl.range(0, count_units(blocks_ptr)):
-        block = place(blocks_ptr, unit)
+        block = block_at(blocks_ptr, unit)
         for head in tl.range(0, options.NUM_HEADS):
-            stage, phase = turn_of(unit * options.NUM_HEADS + head, options.NUM_STAGES)
+            stage, phase = ring_slot(unit * options.NUM_HEADS + head, options.NUM_STAGES)
             head_k = head // options.GROUP
             tlx.barrier_wait(tiles.empty[stage], phase ^ 1)
             tlx.barrier_expect_bytes(tiles.full[stage], TILES * BYTES)
@@ -133,33 +141,33 @@ def load(
             fetch(k_desc, tiles.k[stage], tiles.full[stage], block, head_k)
             if sin_desc is not None:  # noqa: SIM102, known when compiled
                 if head == 0:
-                    fetch_sin_cos(sin_desc, cos_desc, turns, block, unit, options)
+                    fetch_sin_cos(sin_desc, cos_desc, sin_cos, block, unit, options)
             fetch(v_desc, tiles.v[stage], tiles.full[stage], block, head_k)
             if grad_desc is not None:
                 fetch(grad_desc, grad[stage], tiles.full[stage], block, head)
 
 
 @triton.jit
-def fetch_sin_cos(sin_desc, cos_desc, turns, block, unit, options):
+def fetch_sin_cos(sin_desc, cos_desc, sin_cos, block, unit, options):
     """sin and cos of a block."""
     BYTES: tl.constexpr = (
         sin_desc.block_shape[3] * sin_desc.block_shape[4]
         * (tlx.size_of(tlx.dtype_of(sin_desc)) + tlx.size_of(tlx.dtype_of(cos_desc)))
     )  # fmt: skip
-    at, phase = turn_of(unit, options.NUM_TURNS)
-    tlx.barrier_wait(turns.empty[at], phase ^ 1)
-    tlx.barrier_expect_bytes(turns.full[at], BYTES)
-    fetch(sin_desc, turns.sin[at], turns.full[at], block, 0)
-    fetch(cos_desc, turns.cos[at], turns.full[at], block, 0)
+    slot, phase = ring_slot(unit, options.NUM_TURNS)
+    tlx.barrier_wait(sin_cos.empty[slot], phase ^ 1)
+    tlx.barrier_expect_bytes(sin_cos.full[slot], BYTES)
+    fetch(sin_desc, sin_cos.sin[slot], sin_cos.full[slot], block, 0)
+    fetch(cos_desc, sin_cos.cos[slot], sin_cos.full[slot], block, 0)
 
 
 @triton.jit
-def load_sin_cos(turns, unit, options):
-    """sin and cos of a block, fp32, in registers; their slot is given back."""
-    at, phase = turn_of(unit, options.NUM_TURNS)
-    tlx.barrier_wait(turns.full[at], phase)
-    sin, cos = tlx.local_load(turns.sin[at]), tlx.local_load(turns.cos[at])
-    tlx.barrier_arrive(turns.empty[at])
+def load_sin_cos(sin_cos, unit, options):
+    """sin and cos of a block, fp32, in registers; their slot is released."""
+    slot, phase = ring_slot(unit, options.NUM_TURNS)
+    tlx.barrier_wait(sin_cos.full[slot], phase)
+    sin, cos = tlx.local_load(sin_cos.sin[slot]), tlx.local_load(sin_cos.cos[slot])
+    tlx.barrier_arrive(sin_cos.empty[slot])
     return sin.to(tl.float32), cos.to(tl.float32)
 
 
@@ -171,19 +179,19 @@ def rotate_tile(buffer, sin, cos):
 
 
 @triton.jit
-def rotate_role(tiles, turns, done, blocks_ptr, options):
+def rotate_role(tiles, sin_cos, ready, blocks_ptr, options):
     """The rotary role."""
     for unit in tl.range(0, count_units(blocks_ptr)):
-        sin, cos = load_sin_cos(turns, unit, options)
+        sin, cos = load_sin_cos(sin_cos, unit, options)
         for head in tl.range(0, options.NUM_HEADS):
-            stage, phase = turn_of(unit * options.NUM_HEADS + head, options.NUM_STAGES)
+            stage, phase = ring_slot(unit * options.NUM_HEADS + head, options.NUM_STAGES)
             tlx.barrier_wait(tiles.full[stage], phase)
             rotate_tile(tiles.q[stage], sin, cos)
             rotate_tile(tiles.k[stage], sin, cos)
             if options.ROTATE_V:
                 rotate_tile(tiles.v[stage], sin, cos)
             tlx.fence("async_shared")
-            tlx.barrier_arrive(done[stage])
+            tlx.barrier_arrive(ready[stage])
 
 
 @triton.jit
@@ -191,18 +199,18 @@ def mma_forward(tiles, ready, s, p, o, s_full, p_full, blocks_ptr, options):
     """S of an item, then its O. num_stages 0: else the compiler pipelines the MMAs too, and waits
     for each by a barrier of its own."""
     for item in tl.range(0, count_units(blocks_ptr) * options.NUM_HEADS, num_stages=0):
-        stage, phase = turn_of(item, options.NUM_STAGES)
+        stage, phase = ring_slot(item, options.NUM_STAGES)
         tlx.barrier_wait(ready[stage], phase)
-        at, phase = turn_of(item, ACCUMULATORS)
+        slot, phase = ring_slot(item, ACCUMULATORS)
         tlx.async_dot(
-            tiles.q[stage], tlx.local_trans(tiles.k[stage]), s[at], use_acc=False,
-            mBarriers=[s_full[at]],
+            tiles.q[stage], tlx.local_trans(tiles.k[stage]), s[slot], use_acc=False,
+            mBarriers=[s_full[slot]],
         )  # fmt: skip
-        tlx.barrier_wait(p_full[at], phase)
-        tlx.barrier_wait(o.empty[at], phase ^ 1)
+        tlx.barrier_wait(p_full[slot], phase)
+        tlx.barrier_wait(o.empty[slot], phase ^ 1)
         tlx.async_dot(
-            p[stage * options.PIECES], tiles.v[stage], o.buffer[at], use_acc=False,
-            mBarriers=[o.full[at]],
+            p[stage * options.PIECES], tiles.v[stage], o.buffer[slot], use_acc=False,
+            mBarriers=[o.full[slot]],
         )  # fmt: skip
 
 
@@ -210,28 +218,28 @@ def mma_forward(tiles, ready, s, p, o, s_full, p_full, blocks_ptr, options):
 def softmax_forward(s, p, s_full, p_full, blocks_ptr, scale, options):
     """P, over K."""
     for unit in tl.range(0, count_units(blocks_ptr)):
-        block = place(blocks_ptr, unit)
+        block = block_at(blocks_ptr, unit)
         for head in tl.range(0, options.NUM_HEADS):
             item = unit * options.NUM_HEADS + head
-            stage, _ = turn_of(item, options.NUM_STAGES)
-            at, phase = turn_of(item, ACCUMULATORS)
-            tlx.barrier_wait(s_full[at], phase)
-            weights, total = softmax_parts(tlx.local_load(s[at]), scale, block.rows)
+            stage, _ = ring_slot(item, options.NUM_STAGES)
+            slot, phase = ring_slot(item, ACCUMULATORS)
+            tlx.barrier_wait(s_full[slot], phase)
+            weights, total = softmax_parts(tlx.local_load(s[slot]), scale, block.rows)
             weights = weights * (1 / total)[:, None]
             tlx.local_store(p[stage * options.PIECES], weights.to(options.DTYPE))
             tlx.fence("async_shared")
-            tlx.barrier_arrive(p_full[at])
+            tlx.barrier_arrive(p_full[slot])
 
 
 @triton.jit
 def output_forward(tiles, o, out_full, blocks_ptr, options):
     """O, over Q."""
     for item in tl.range(0, count_units(blocks_ptr) * options.NUM_HEADS, num_stages=0):
-        stage, _ = turn_of(item, options.NUM_STAGES)
-        at, phase = turn_of(item, ACCUMULATORS)
-        tlx.barrier_wait(o.full[at], phase)
-        out = tlx.local_load(o.buffer[at])
-        tlx.barrier_arrive(o.empty[at])
+        stage, _ = ring_slot(item, options.NUM_STAGES)
+        slot, phase = ring_slot(item, ACCUMULATORS)
+        tlx.barrier_wait(o.full[slot], phase)
+        out = tlx.local_load(o.buffer[slot])
+        tlx.barrier_arrive(o.empty[slot])
         tlx.local_store(tiles.q[stage], out.to(options.DTYPE))
         tlx.fence("async_shared")
         tlx.barrier_arrive(out_full[stage])
@@ -240,17 +248,17 @@ def output_forward(tiles, o, out_full, blocks_ptr, options):
 @triton.jit
 def send(desc, buffer, block, head):
     """Start the TMA store of a tile; rows beyond the block are dropped."""
-    at = [BOUND, block.first_row + block.rows, head, BOUND - block.rows, 0]
-    tlx.async_descriptor_store(desc, buffer, at)
+    coords = [BOUND, block.first_row + block.rows, head, BOUND - block.rows, 0]
+    tlx.async_descriptor_store(desc, buffer, coords)
 
 
 @triton.jit
 def store(q_desc, k_desc, v_desc, tiles, out_full, blocks_ptr, options):
     """The stores of what is in a slot; k_desc None: forward."""
     for unit in tl.range(0, count_units(blocks_ptr)):
-        block = place(blocks_ptr, unit)
+        block = block_at(blocks_ptr, unit)
         for head in tl.range(0, options.NUM_HEADS):
-            stage, phase = turn_of(unit * options.NUM_HEADS + head, options.NUM_STAGES)
+            stage, phase = ring_slot(unit * options.NUM_HEADS + head, options.NUM_STAGES)
             tlx.barrier_wait(out_full[stage], phase)
             send(q_desc, tiles.q[stage], block, head)
             if k_desc is not None:  # noqa: SIM102, known when compiled
@@ -265,29 +273,33 @@ def store(q_desc, k_desc, v_desc, tiles, out_full, blocks_ptr, options):
 def mma_backward(tiles, grad, ready, s, dp, p, ds, results, s_full, p_full, blocks_ptr, options):
     """S and dP of an item, then its dV, dQ and dK."""
     for item in tl.range(0, count_units(blocks_ptr) * options.NUM_HEADS, num_stages=0):
-        stage, phase = turn_of(item, options.NUM_STAGES)
+        stage, phase = ring_slot(item, options.NUM_STAGES)
         tlx.barrier_wait(ready[stage], phase)
-        at, phase = turn_of(item, ACCUMULATORS)
+        slot, phase = ring_slot(item, ACCUMULATORS)
         tlx.async_dot(
-            tiles.q[stage], tlx.local_trans(tiles.k[stage]), s[at], use_acc=False, force_async=True
+            tiles.q[stage],
+            tlx.local_trans(tiles.k[stage]),
+            s[slot],
+            use_acc=False,
+            force_async=True,
         )
         tlx.async_dot(
-            grad[stage], tlx.local_trans(tiles.v[stage]), dp[at], use_acc=False,
-            mBarriers=[s_full[at]],
+            grad[stage], tlx.local_trans(tiles.v[stage]), dp[slot], use_acc=False,
+            mBarriers=[s_full[slot]],
         )  # fmt: skip
-        sums, _ = turn_of(item // options.GROUP, ACCUMULATORS)
+        sums, _ = ring_slot(item // options.GROUP, ACCUMULATORS)
         add = item % options.GROUP > 0
         p_tile = p[stage * options.PIECES]
         ds_tile = ds_of(ds, item, options)
-        tlx.barrier_wait(p_full[at], phase)
-        tlx.barrier_wait(results.empty[at], phase ^ 1)
+        tlx.barrier_wait(p_full[slot], phase)
+        tlx.barrier_wait(results.empty[slot], phase ^ 1)
         tlx.async_dot(
             tlx.local_trans(p_tile), grad[stage], results.v[sums], use_acc=add, force_async=True
         )
-        tlx.async_dot(ds_tile, tiles.k[stage], results.q[at], use_acc=False, force_async=True)
+        tlx.async_dot(ds_tile, tiles.k[stage], results.q[slot], use_acc=False, force_async=True)
         tlx.async_dot(
             tlx.local_trans(ds_tile), tiles.q[stage], results.k[sums], use_acc=add,
-            mBarriers=[results.full[at]],
+            mBarriers=[results.full[slot]],
         )  # fmt: skip
 
 
@@ -295,30 +307,30 @@ def mma_backward(tiles, grad, ready, s, dp, p, ds, results, s_full, p_full, bloc
 def ds_of(ds, item, options):
     """The tile of dS of an item: the second half of V's, if V's is that wide."""
     if options.PIECES == 1:
-        at = item % ACCUMULATORS
+        index = item % ACCUMULATORS
     else:
-        at = item % options.NUM_STAGES * options.PIECES + 1
-    return ds[at]
+        index = item % options.NUM_STAGES * options.PIECES + 1
+    return ds[index]
 
 
 @triton.jit
 def softmax_backward(s, dp, p, ds, s_full, p_full, blocks_ptr, scale, options):
     """P and dS, over V."""
     for unit in tl.range(0, count_units(blocks_ptr)):
-        block = place(blocks_ptr, unit)
+        block = block_at(blocks_ptr, unit)
         for head in tl.range(0, options.NUM_HEADS):
             item = unit * options.NUM_HEADS + head
-            stage, _ = turn_of(item, options.NUM_STAGES)
-            at, phase = turn_of(item, ACCUMULATORS)
-            tlx.barrier_wait(s_full[at], phase)
-            weights, total = softmax_parts(tlx.local_load(s[at]), scale, block.rows)
+            stage, _ = ring_slot(item, options.NUM_STAGES)
+            slot, phase = ring_slot(item, ACCUMULATORS)
+            tlx.barrier_wait(s_full[slot], phase)
+            weights, total = softmax_parts(tlx.local_load(s[slot]), scale, block.rows)
             weights = weights * (1 / total)[:, None]
             tlx.local_store(p[stage * options.PIECES], weights.to(options.DTYPE))
-            grads = tlx.local_load(dp[at])
+            grads = tlx.local_load(dp[slot])
             grads = weights * (grads - tl.sum(weights * grads, 1)[:, None]) * scale
             tlx.local_store(ds_of(ds, item, options), grads.to(options.DTYPE))
             tlx.fence("async_shared")
-            tlx.barrier_arrive(p_full[at])
+            tlx.barrier_arrive(p_full[slot])
 
 
 @triton.jit
@@ -330,27 +342,27 @@ def store_rotated(buffer, x, sin, cos, DTYPE: tl.constexpr, ROTATE: tl.constexpr
 
 
 @triton.jit
-def output_backward(tiles, turns, results, out_full, blocks_ptr, options, ROTARY: tl.constexpr):
+def output_backward(tiles, sin_cos, results, out_full, blocks_ptr, options, ROTARY: tl.constexpr):
     """dQ over Q; after the last head of a group dK over K and dV over V."""
     DTYPE: tl.constexpr = options.DTYPE
     for unit in tl.range(0, count_units(blocks_ptr)):
         sin, cos = 0.0, 0.0
         if ROTARY:
-            sin, cos = load_sin_cos(turns, unit, options)
+            sin, cos = load_sin_cos(sin_cos, unit, options)
         for head in tl.range(0, options.NUM_HEADS):
             item = unit * options.NUM_HEADS + head
-            stage, _ = turn_of(item, options.NUM_STAGES)
-            at, phase = turn_of(item, ACCUMULATORS)
-            sums, _ = turn_of(item // options.GROUP, ACCUMULATORS)
-            tlx.barrier_wait(results.full[at], phase)
-            dq = tlx.local_load(results.q[at])
+            stage, _ = ring_slot(item, options.NUM_STAGES)
+            slot, phase = ring_slot(item, ACCUMULATORS)
+            sums, _ = ring_slot(item // options.GROUP, ACCUMULATORS)
+            tlx.barrier_wait(results.full[slot], phase)
+            dq = tlx.local_load(results.q[slot])
             store_rotated(tiles.q[stage], dq, sin, cos, DTYPE, ROTARY)
             if head % options.GROUP == options.GROUP - 1:
                 dk = tlx.local_load(results.k[sums])
                 store_rotated(tiles.k[stage], dk, sin, cos, DTYPE, ROTARY)
                 dv = tlx.local_load(results.v[sums])
                 store_rotated(tiles.v[stage], dv, sin, cos, DTYPE, options.ROTATE_V)
-            tlx.barrier_arrive(results.empty[at])
+            tlx.barrier_arrive(results.empty[slot])
             tlx.fence("async_shared")
             tlx.barrier_arrive(out_full[stage])
 
@@ -382,13 +394,13 @@ def forward_kernel(
     o_empty = tlx.alloc_warp_barrier(ACCUMULATORS, 4)
     tiles = Tiles(q, k, v, full, empty)
     outputs = Ring(o, o_full, o_empty, ACCUMULATORS)
-    turns, ready = None, full
+    sin_cos, ready = None, full
     if ROTARY:
         sin = tlx.local_alloc((BLOCK, HEAD_DIM // 2), tlx.dtype_of(sin_desc), NUM_TURNS)
         cos = tlx.local_alloc((BLOCK, HEAD_DIM // 2), tlx.dtype_of(cos_desc), NUM_TURNS)
-        turns_full = tlx.alloc_barriers(NUM_TURNS)
-        turns_empty = tlx.alloc_warp_barrier(NUM_TURNS, 4)
-        turns = Turns(sin, cos, turns_full, turns_empty)
+        sin_cos_full = tlx.alloc_barriers(NUM_TURNS)
+        sin_cos_empty = tlx.alloc_warp_barrier(NUM_TURNS, 4)
+        sin_cos = SinCos(sin, cos, sin_cos_full, sin_cos_empty)
         ready = tlx.alloc_warp_barrier(NUM_STAGES, 4)
 
     with tlx.async_tasks():
@@ -398,12 +410,12 @@ def forward_kernel(
             softmax_forward(s, p, s_full, p_full, blocks_ptr, scale, options)
         if ROTARY:
             with tlx.async_task(num_warps=4, registers=TURN_REGISTERS):
-                rotate_role(tiles, turns, ready, blocks_ptr, options)
+                rotate_role(tiles, sin_cos, ready, blocks_ptr, options)
         with tlx.async_task(num_warps=1, registers=48):
             mma_forward(tiles, ready, s, p, outputs, s_full, p_full, blocks_ptr, options)
         with tlx.async_task(num_warps=1, registers=48):
             load(
-                None, q_desc, k_desc, v_desc, sin_desc, cos_desc, None, tiles, turns, blocks_ptr,
+                None, q_desc, k_desc, v_desc, sin_desc, cos_desc, None, tiles, sin_cos, blocks_ptr,
                 options,
             )  # fmt: skip
         with tlx.async_task(num_warps=1, registers=48):
@@ -445,30 +457,30 @@ def backward_kernel(
     o_empty = tlx.alloc_warp_barrier(ACCUMULATORS, 4)
     tiles = Tiles(q, k, v, full, empty)
     results = Results(dq, dk, dv, o_full, o_empty)
-    turns, ready = None, full
+    sin_cos, ready = None, full
     if ROTARY:
         sin = tlx.local_alloc((BLOCK, HEAD_DIM // 2), tlx.dtype_of(sin_desc), NUM_TURNS)
         cos = tlx.local_alloc((BLOCK, HEAD_DIM // 2), tlx.dtype_of(cos_desc), NUM_TURNS)
-        turns_full = tlx.alloc_barriers(NUM_TURNS)
-        turns_empty = tlx.alloc_warp_barrier(NUM_TURNS, 4, 2)
-        turns = Turns(sin, cos, turns_full, turns_empty)
+        sin_cos_full = tlx.alloc_barriers(NUM_TURNS)
+        sin_cos_empty = tlx.alloc_warp_barrier(NUM_TURNS, 4, 2)
+        sin_cos = SinCos(sin, cos, sin_cos_full, sin_cos_empty)
         ready = tlx.alloc_warp_barrier(NUM_STAGES, 4)
 
     with tlx.async_tasks():
         with tlx.async_task("default"):
-            output_backward(tiles, turns, results, out_full, blocks_ptr, options, ROTARY)
+            output_backward(tiles, sin_cos, results, out_full, blocks_ptr, options, ROTARY)
         with tlx.async_task(num_warps=4, registers=SOFTMAX_REGISTERS):
             softmax_backward(s, dp, p, ds, s_full, p_full, blocks_ptr, scale, options)
         if ROTARY:
             with tlx.async_task(num_warps=4, registers=TURN_REGISTERS):
-                rotate_role(tiles, turns, ready, blocks_ptr, options)
+                rotate_role(tiles, sin_cos, ready, blocks_ptr, options)
         with tlx.async_task(num_warps=1, registers=48):
             mma_backward(
                 tiles, grad, ready, s, dp, p, ds, results, s_full, p_full, blocks_ptr, options
             )
         with tlx.async_task(num_warps=1, registers=48):
             load(
-                grad_desc, q_desc, k_desc, v_desc, sin_desc, cos_desc, grad, tiles, turns,
+                grad_desc, q_desc, k_desc, v_desc, sin_desc, cos_desc, grad, tiles, sin_cos,
                 blocks_ptr, options,
             )  # fmt: skip
         with tlx.async_task(num_warps=1, registers=48):
@@ -476,15 +488,15 @@ def backward_kernel(
 
 
 def _launch(kernel, direction: str, batch: Batch, tensors, config, schedule) -> None:
-    """Over `tensors`; of the list of blocks each program takes every grid-th one."""
+    """Launch a kernel on `tensors`; each program takes every grid-th of the listed blocks."""
     config = config or default_config(direction, batch)
     (blocks,) = schedule or plan_schedule(batch, config).make(*batch.offsets)
-    turns = (None, None)
+    sin_cos = (None, None)
     if batch.rotary is not None:
-        turns = [ragged_descriptor(t[:, None], batch.block_size) for t in batch.rotary]
+        sin_cos = [ragged_descriptor(t[:, None], batch.block_size) for t in batch.rotary]
     launch(
         kernel, (min(multiprocessors(batch.device), len(blocks) - 1),), batch.device,
-        *(ragged_descriptor(x, batch.block_size) for x in tensors), *turns, blocks, batch.scale,
+        *(ragged_descriptor(x, batch.block_size) for x in tensors), *sin_cos, blocks, batch.scale,
         NUM_HEADS=batch.num_heads, GROUP=batch.group,
         ROTATE_V=batch.rotary is not None and batch.rotate_v, BLOCK=batch.block_size,
         HEAD_DIM=batch.head_dim, NUM_STAGES=config.num_stages, NUM_TURNS=config.num_turns,

@@ -13,8 +13,7 @@ tile hits in L2. At 32 to 46 FLOP per byte nothing else matters.
 |-----------|-----------|-----------|-------------------------------------------------|
 | all warps | num_warps | up to 255 | loads, both MMAs of a step, the running maximum |
 
-There is no barrier of our own. Every option of `block_attention`, deterministic: no atomics.
-Needs: sm_80, bf16 or fp16.
+There is no barrier of our own. Deterministic: no atomics.
 """
 
 from dataclasses import dataclass
@@ -56,9 +55,9 @@ def default_config(direction: str, batch: Batch) -> Config:
 
 
 @triton.jit
-def own_tile(blocks_ptr, TILES: tl.constexpr, TILE: tl.constexpr):
-    """(first_row, rows, first_own): the block of this program and its own TILE rows of it; no rows
-    are left from first_own on where the list or the block has ended."""
+def tile_of_program(blocks_ptr, TILES: tl.constexpr, TILE: tl.constexpr):
+    """(first_row, rows, first): the block of this program and the first of its TILE rows; no rows
+    are left from there on where the list or the block has ended."""
     pid = tl.program_id(0)
     block = pid // TILES
     first_row, rows = block_entry(blocks_ptr, block)
@@ -69,8 +68,8 @@ def own_tile(blocks_ptr, TILES: tl.constexpr, TILE: tl.constexpr):
 def load_lane(ptr, first_row, rows, head, total, ROWS: tl.constexpr):
     """[ROWS] numbers of one head of a contiguous fp32 `[num_heads, total]`; zero beyond `rows`."""
     local = tl.arange(0, ROWS)
-    at = ptr + (tl.cast(head, tl.int64) * total + first_row)
-    return tl.load(at + local, mask=local < rows, other=0.0)
+    pointers = ptr + (tl.cast(head, tl.int64) * total + first_row)
+    return tl.load(pointers + local, mask=local < rows, other=0.0)
 
 
 @triton.jit
@@ -88,12 +87,12 @@ def forward_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """out and log2(sum exp) for BLOCK_M queries of one (block, head)."""
-    first_row, rows, first_query = own_tile(blocks_ptr, TILES, BLOCK_M)
+    first_row, rows, first_query = tile_of_program(blocks_ptr, TILES, BLOCK_M)
     if first_query >= rows:
         return
     head = tl.program_id(1)
-    own_row, own_rows = first_row + first_query, rows - first_query
-    q = load_tile(q_ptr, own_row, own_rows, head, 0, BLOCK_M, Q_STRIDES, HEAD_DIM, BLOCK_D)
+    tile_row, tile_rows = first_row + first_query, rows - first_query
+    q = load_tile(q_ptr, tile_row, tile_rows, head, 0, BLOCK_M, Q_STRIDES, HEAD_DIM, BLOCK_D)
     highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total_p = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -109,8 +108,8 @@ def forward_kernel(
         total_p = total_p * rescale + tl.sum(p, 1)
         acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None])
         highest = higher
-    store_tile(out_ptr, own_row, own_rows, head, 0, acc / total_p[:, None], OUT_STRIDES, HEAD_DIM)
-    store_lane(lse_ptr, own_row, own_rows, head, total, highest + tl.log2(total_p))
+    store_tile(out_ptr, tile_row, tile_rows, head, 0, acc / total_p[:, None], OUT_STRIDES, HEAD_DIM)
+    store_lane(lse_ptr, tile_row, tile_rows, head, total, highest + tl.log2(total_p))
 
 
 @triton.jit(do_not_specialize=["total"])
@@ -120,7 +119,7 @@ def delta_kernel(
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """delta = rowsum(out * grad_out) for BLOCK_M queries of one (block, head)."""
-    first_row, rows, first_query = own_tile(blocks_ptr, TILES, BLOCK_M)
+    first_row, rows, first_query = tile_of_program(blocks_ptr, TILES, BLOCK_M)
     if first_query >= rows:
         return
     head = tl.program_id(1)
@@ -143,13 +142,13 @@ def dk_dv_kernel(
 
     Scores are held transposed, [keys, queries], the layout that both MMAs need.
     """
-    first_row, rows, first_key = own_tile(blocks_ptr, TILES, BLOCK_M)
+    first_row, rows, first_key = tile_of_program(blocks_ptr, TILES, BLOCK_M)
     if first_key >= rows:
         return
     head_k = tl.program_id(1)
-    own_row, own_rows = first_row + first_key, rows - first_key
-    k = load_tile(k_ptr, own_row, own_rows, head_k, 0, BLOCK_M, K_STRIDES, HEAD_DIM, BLOCK_D)
-    v = load_tile(v_ptr, own_row, own_rows, head_k, 0, BLOCK_M, V_STRIDES, HEAD_DIM, BLOCK_D)
+    tile_row, tile_rows = first_row + first_key, rows - first_key
+    k = load_tile(k_ptr, tile_row, tile_rows, head_k, 0, BLOCK_M, K_STRIDES, HEAD_DIM, BLOCK_D)
+    v = load_tile(v_ptr, tile_row, tile_rows, head_k, 0, BLOCK_M, V_STRIDES, HEAD_DIM, BLOCK_D)
     dk = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for member in tl.range(0, GROUP, num_stages=1):
@@ -166,8 +165,8 @@ def dk_dv_kernel(
             dp = tl.dot(v, grad.T)
             ds = p * (dp - delta[None, :]) * scale
             dk = tl.dot(ds.to(q.dtype), q, dk)
-    store_tile(dk_ptr, own_row, own_rows, head_k, 0, dk, DK_STRIDES, HEAD_DIM)
-    store_tile(dv_ptr, own_row, own_rows, head_k, 0, dv, DK_STRIDES, HEAD_DIM)
+    store_tile(dk_ptr, tile_row, tile_rows, head_k, 0, dk, DK_STRIDES, HEAD_DIM)
+    store_tile(dv_ptr, tile_row, tile_rows, head_k, 0, dv, DK_STRIDES, HEAD_DIM)
 
 
 @triton.jit(do_not_specialize=["total"])
@@ -179,15 +178,17 @@ def dq_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """dq for BLOCK_M queries of one (block, head), looping over BLOCK_N keys."""
-    first_row, rows, first_query = own_tile(blocks_ptr, TILES, BLOCK_M)
+    first_row, rows, first_query = tile_of_program(blocks_ptr, TILES, BLOCK_M)
     if first_query >= rows:
         return
     head = tl.program_id(1)
-    own_row, own_rows = first_row + first_query, rows - first_query
-    q = load_tile(q_ptr, own_row, own_rows, head, 0, BLOCK_M, Q_STRIDES, HEAD_DIM, BLOCK_D)
-    grad = load_tile(grad_ptr, own_row, own_rows, head, 0, BLOCK_M, GRAD_STRIDES, HEAD_DIM, BLOCK_D)
-    lse = load_lane(lse_ptr, own_row, own_rows, head, total, BLOCK_M)
-    delta = load_lane(delta_ptr, own_row, own_rows, head, total, BLOCK_M)
+    tile_row, tile_rows = first_row + first_query, rows - first_query
+    q = load_tile(q_ptr, tile_row, tile_rows, head, 0, BLOCK_M, Q_STRIDES, HEAD_DIM, BLOCK_D)
+    grad = load_tile(
+        grad_ptr, tile_row, tile_rows, head, 0, BLOCK_M, GRAD_STRIDES, HEAD_DIM, BLOCK_D
+    )
+    lse = load_lane(lse_ptr, tile_row, tile_rows, head, total, BLOCK_M)
+    delta = load_lane(delta_ptr, tile_row, tile_rows, head, total, BLOCK_M)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for first_key in tl.range(0, rows, BLOCK_N):
         row, left = first_row + first_key, rows - first_key
@@ -199,7 +200,7 @@ def dq_kernel(
         dp = tl.dot(grad, v.T)
         ds = p * (dp - delta[:, None]) * scale
         dq = tl.dot(ds.to(k.dtype), k, dq)
-    store_tile(dq_ptr, own_row, own_rows, head, 0, dq, DQ_STRIDES, HEAD_DIM)
+    store_tile(dq_ptr, tile_row, tile_rows, head, 0, dq, DQ_STRIDES, HEAD_DIM)
 
 
 def forward(
@@ -213,9 +214,9 @@ def forward(
     q, k, v = batch.q, batch.k, batch.v
     rotated = ()
     if batch.rotary is not None:
-        q, k, turned_v = rotate_tensors(q, k, v if batch.rotate_v else None, batch.rotary)
-        rotated = (q, k, turned_v) if batch.rotate_v else (q, k)
-        v = turned_v if batch.rotate_v else v
+        q, k, rotated_v = rotate_tensors(q, k, v if batch.rotate_v else None, batch.rotary)
+        rotated = (q, k, rotated_v) if batch.rotate_v else (q, k)
+        v = rotated_v if batch.rotate_v else v
     out = q.new_empty(q.shape)
     lse = q.new_empty(batch.num_heads, batch.total, dtype=torch.float32)
     config = config or default_config("forward", batch)
@@ -234,10 +235,10 @@ def forward(
 
 
 def empty_saved(batch: Batch) -> tuple[torch.Tensor, ...]:
-    """What `forward` saves after the output: the shapes and dtypes, without values."""
+    """Empty tensors of the shapes and dtypes that `forward` saves after the output."""
     lse = batch.q.new_empty(batch.num_heads, batch.total, dtype=torch.float32)
-    turned = () if batch.rotary is None else (batch.q, batch.k, batch.v)[: 2 + batch.rotate_v]
-    return lse, *(tensor.new_empty(tensor.shape) for tensor in turned)
+    rotated = () if batch.rotary is None else (batch.q, batch.k, batch.v)[: 2 + batch.rotate_v]
+    return lse, *(tensor.new_empty(tensor.shape) for tensor in rotated)
 
 
 def backward(
@@ -252,8 +253,8 @@ def backward(
     q, k, v = batch.q, batch.k, batch.v
     out, lse = saved[:2]
     if batch.rotary is not None:
-        q, k, *turned_v = saved[2:]
-        v = turned_v[0] if batch.rotate_v else v
+        q, k, *rotated_v = saved[2:]
+        v = rotated_v[0] if batch.rotate_v else v
     dq, dk, dv = batch.new_gradients()
     delta = torch.empty_like(lse)
     config = config or default_config("backward", batch)

@@ -20,9 +20,7 @@ programs that share an SM.
 A head_dim above `Config.WIDTH` is cut: a program sums the scores over all pieces and writes the
 piece of the results that its third coordinate names, so the scores are computed once per piece.
 
-This is the general rung: block sizes 16 to 128, every head_dim that is a multiple of 16 up to 256,
-bf16, fp16 and fp32, any strides, grouped heads, rotary. Deterministic: no atomics.
-Needs: sm_80.
+This is the general rung: it takes any strides, grouped heads and rotary. Deterministic: no atomics.
 """
 
 from dataclasses import dataclass
@@ -84,7 +82,7 @@ def default_config(direction: str, batch: Batch) -> Config:
 
 
 @triton.jit
-def place(blocks_ptr, NUM_HEADS: tl.constexpr, HEADS_INNER: tl.constexpr):
+def block_and_head(blocks_ptr, NUM_HEADS: tl.constexpr, HEADS_INNER: tl.constexpr):
     """(first_row, rows, head) of this program; no rows where the list has ended."""
     pid = tl.program_id(0)
     if HEADS_INNER:
@@ -122,13 +120,13 @@ def forward_kernel(
     BLOCK: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """softmax(scale Q K^T) V for WIDTH columns of one (block, head)."""
-    first_row, rows, head = place(blocks_ptr, NUM_HEADS, HEADS_INNER)
+    first_row, rows, head = block_and_head(blocks_ptr, NUM_HEADS, HEADS_INNER)
     if rows == 0:
         return
     PRECISION: tl.constexpr = precision(q_ptr.dtype.element_ty == tl.float32)
-    own_dim = tl.program_id(1) * WIDTH if HEAD_DIM > WIDTH else 0
+    program_dim = tl.program_id(1) * WIDTH if HEAD_DIM > WIDTH else 0
     v = load_rotated(
-        v_ptr, sin_ptr, cos_ptr, first_row, rows, head // GROUP, own_dim,
+        v_ptr, sin_ptr, cos_ptr, first_row, rows, head // GROUP, program_dim,
         BLOCK, V_STRIDES, TURN_STRIDES, HEAD_DIM, WIDTH, ROTATE_V,
     )  # fmt: skip
     s = tl.zeros([BLOCK, BLOCK], tl.float32)
@@ -144,7 +142,7 @@ def forward_kernel(
         s = tl.dot(q, k.T, s, input_precision=PRECISION)
     p, total = softmax_parts(s, scale, rows)
     out = tl.dot(p.to(v.dtype), v, input_precision=PRECISION) / total[:, None]
-    store_tile(out_ptr, first_row, rows, head, own_dim, out, OUT_STRIDES, HEAD_DIM)
+    store_tile(out_ptr, first_row, rows, head, program_dim, out, OUT_STRIDES, HEAD_DIM)
 
 
 @triton.jit
@@ -175,11 +173,11 @@ def backward_kernel(
     BLOCK: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """WIDTH columns of dk and dv of one (block, key head), and of dq of its query heads."""
-    first_row, rows, head_k = place(blocks_ptr, NUM_HEADS_K, HEADS_INNER)
+    first_row, rows, head_k = block_and_head(blocks_ptr, NUM_HEADS_K, HEADS_INNER)
     if rows == 0:
         return
     PRECISION: tl.constexpr = precision(q_ptr.dtype.element_ty == tl.float32)
-    own_dim = tl.program_id(1) * WIDTH if HEAD_DIM > WIDTH else 0
+    program_dim = tl.program_id(1) * WIDTH if HEAD_DIM > WIDTH else 0
     dk = tl.zeros([BLOCK, WIDTH], tl.float32)
     dv = tl.zeros([BLOCK, WIDTH], tl.float32)
     for member in tl.range(0, GROUP, num_stages=1):
@@ -206,15 +204,15 @@ def backward_kernel(
             dp = tl.dot(grad, v.T, dp, input_precision=PRECISION)
         # This program's own columns again; with one piece the compiler keeps those it has.
         q = load_rotated(
-            q_ptr, sin_ptr, cos_ptr, first_row, rows, head, own_dim,
+            q_ptr, sin_ptr, cos_ptr, first_row, rows, head, program_dim,
             BLOCK, Q_STRIDES, TURN_STRIDES, HEAD_DIM, WIDTH, ROTATE,
         )  # fmt: skip
         k = load_rotated(
-            k_ptr, sin_ptr, cos_ptr, first_row, rows, head_k, own_dim,
+            k_ptr, sin_ptr, cos_ptr, first_row, rows, head_k, program_dim,
             BLOCK, K_STRIDES, TURN_STRIDES, HEAD_DIM, WIDTH, ROTATE,
         )  # fmt: skip
         grad = load_tile(
-            grad_ptr, first_row, rows, head, own_dim, BLOCK, GRAD_STRIDES, HEAD_DIM, WIDTH
+            grad_ptr, first_row, rows, head, program_dim, BLOCK, GRAD_STRIDES, HEAD_DIM, WIDTH
         )
 
         p, total = softmax_parts(s, scale, rows)
@@ -222,18 +220,18 @@ def backward_kernel(
         dv = tl.dot(tl.trans(p.to(grad.dtype)), grad, dv, input_precision=PRECISION)
         if member == GROUP - 1:
             store_gradient(
-                dv_ptr, sin_ptr, cos_ptr, first_row, rows, head_k, own_dim, dv,
+                dv_ptr, sin_ptr, cos_ptr, first_row, rows, head_k, program_dim, dv,
                 DK_STRIDES, TURN_STRIDES, HEAD_DIM, ROTATE_V,
             )  # fmt: skip
         ds = (p * (dp - tl.sum(p * dp, 1)[:, None]) * scale).to(q.dtype)
         dq = tl.dot(ds, k, input_precision=PRECISION)
         store_gradient(
-            dq_ptr, sin_ptr, cos_ptr, first_row, rows, head, own_dim, dq,
+            dq_ptr, sin_ptr, cos_ptr, first_row, rows, head, program_dim, dq,
             DQ_STRIDES, TURN_STRIDES, HEAD_DIM, ROTATE,
         )  # fmt: skip
         dk = tl.dot(tl.trans(ds), q, dk, input_precision=PRECISION)
     store_gradient(
-        dk_ptr, sin_ptr, cos_ptr, first_row, rows, head_k, own_dim, dk,
+        dk_ptr, sin_ptr, cos_ptr, first_row, rows, head_k, program_dim, dk,
         DK_STRIDES, TURN_STRIDES, HEAD_DIM, ROTATE,
     )  # fmt: skip
 

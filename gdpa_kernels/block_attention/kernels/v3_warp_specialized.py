@@ -14,15 +14,15 @@ more of them in flight, since the producer issues the next loads while a consume
 | load       | 4     | 24        | one thread issues the TMA loads of a slot                |
 | math (1-2) | 4     | 240       | all heads of every (second) block: MMAs, softmax, stores |
 
-| barrier      | arrivals            | filled by -> drained by                             |
-|--------------|---------------------|-----------------------------------------------------|
-| full[stage]  | 1 and bytes         | TMA loads of all tiles of an item -> its consumer   |
-| empty[stage] | 128 threads, 1 each | consumer, its stores have read the slot -> producer |
+| barrier      | arrivals    | filled by -> drained by                                 |
+|--------------|-------------|---------------------------------------------------------|
+| full[stage]  | 1 and bytes | TMA loads of all tiles of an item -> its consumer       |
+| empty[stage] | 128 threads | its consumer, the stores have read the slot -> producer |
 
-Where results wait: O over Q; P over V, then dV over P; dQ over grad_out; dK over K. A head of more
-than `width` columns comes in pieces, a slot each; dK and dV of grouped heads add up in registers.
-Needs: sm_90, TLX, block_size 64, head_dim 64 to 256 (grouped heads: 128), bf16 or fp16, no rotary,
-contiguous rows of q, k and v aligned to 16 bytes. A grad_out that TMA cannot read is copied first.
+Results wait in dead tiles: O over Q; P over V, then dV over P; dQ over grad_out; dK over K. With
+grouped heads dQ waits over V and dV over grad_out. A head of more than `width` columns comes in
+pieces, a slot each; dK and dV of grouped heads add up in registers. A grad_out that TMA cannot read
+is copied first.
 """
 
 from dataclasses import dataclass
@@ -39,11 +39,11 @@ from gdpa_kernels.block_attention.requires import requires_tiles
 from gdpa_kernels.block_attention.slots import (
     Tiles,
     backward_slots,
+    block_at,
     check_slots,
     count_units,
     fetch,
     forward_slots,
-    place,
     put,
     release,
     slot_of,
@@ -67,8 +67,8 @@ class Config:
 
 
 def default_config(direction: str, batch: Batch) -> Config:
-    """One consumer; at head_dim 64 and 128 the slots that were fastest in runs without a record,
-    at others as many as fit."""
+    """Constants of one consumer; at head_dim 64 and 128 the slots that were fastest in runs without
+    a record, at others as many as fit."""
     forward, two = direction == "forward", gcd(batch.num_heads, 2)
     if batch.head_dim > 192:
         return Config(num_stages=4 if forward else 3)
@@ -82,7 +82,7 @@ def default_config(direction: str, batch: Batch) -> Config:
 
 
 def requires(batch: Batch) -> str | None:
-    """What this rung needs and does not get of a call, or None."""
+    """The reason why this rung cannot take a call, beyond `Requires`; None if it can."""
     if batch.rotary is not None:
         return "needs rotary None, got (sin, cos)"
     return requires_tiles(batch, splits=True)
@@ -113,7 +113,7 @@ def load(grad_desc, q_desc, k_desc, v_desc, grad, tiles, blocks_ptr, options):
         for part in tl.range(0, options.NUM_HEADS * PIECES, options.TOGETHER):
             column = part % PIECES * WIDTH
             for unit in tl.range(first, tl.minimum(first + options.MATH_ROLES, units)):
-                block = place(blocks_ptr, unit)
+                block = block_at(blocks_ptr, unit)
                 for i in tl.static_range(options.TOGETHER):
                     stage, phase = slot_of(unit, part + i, options, PIECES)
                     tlx.barrier_wait(tiles.empty[stage], phase ^ 1)
@@ -142,9 +142,9 @@ def math_forward(role: tl.constexpr, tiles, out_desc, blocks_ptr, scale, options
     PIECES: tl.constexpr = options.PIECES
     LATER: tl.constexpr = options.NUM_STAGES > options.MATH_ROLES
     units = count_units(blocks_ptr)
-    before = -1
+    previous_stage = -1
     for unit in tl.range(role, units, options.MATH_ROLES, num_stages=0):
-        block = place(blocks_ptr, unit)
+        block = block_at(blocks_ptr, unit)
         for head in tl.range(0, options.NUM_HEADS, num_stages=0):
             s = None
             for piece in tl.static_range(PIECES):
@@ -153,20 +153,20 @@ def math_forward(role: tl.constexpr, tiles, out_desc, blocks_ptr, scale, options
                 s = tlx.async_dot(tiles.q[stage], tlx.local_trans(tiles.k[stage]), s)
                 s = tlx.async_dot_wait(0, s)
                 if LATER and piece == 0:
-                    release(tiles.empty, before)
+                    release(tiles.empty, previous_stage)
             p, total = softmax_parts(s, scale, block.rows)
             for piece in tl.static_range(PIECES):
                 stage, _ = slot_of(unit, head * PIECES + piece, options, PIECES)
                 out = tlx.async_dot(p.to(DTYPE), tiles.v[stage])
                 if piece > 0:
-                    release(tiles.empty, before)
+                    release(tiles.empty, previous_stage)
                 out = tlx.async_dot_wait(0, out) * (1 / total)[:, None]
                 put(out_desc, tiles.q[stage], block, head, out, piece * WIDTH)
                 if not LATER:
                     release(tiles.empty, stage)
-                before = stage
+                previous_stage = stage
     if LATER:
-        release(tiles.empty, before)
+        release(tiles.empty, previous_stage)
 
 
 @triton.jit
@@ -182,9 +182,9 @@ def math_backward(
     PIECES: tl.constexpr = options.PIECES
     LATER: tl.constexpr = options.NUM_STAGES > options.MATH_ROLES
     units = count_units(blocks_ptr)
-    before = -1
+    previous_stage = -1
     for unit in tl.range(role, units, options.MATH_ROLES, num_stages=0):
-        block = place(blocks_ptr, unit)
+        block = block_at(blocks_ptr, unit)
         for head_k in tl.range(0, options.NUM_HEADS // GROUP, num_stages=0):
             dk = tl.zeros([BLOCK, WIDTH], tl.float32)
             dv = tl.zeros([BLOCK, WIDTH], tl.float32)
@@ -197,7 +197,7 @@ def math_backward(
                     s = tlx.async_dot(tiles.q[stage], tlx.local_trans(tiles.k[stage]), s)
                     dp = tlx.async_dot(grad[stage], tlx.local_trans(tiles.v[stage]), dp)
                     if LATER and piece == 0:
-                        release(tiles.empty, before)
+                        release(tiles.empty, previous_stage)
                 s = tlx.async_dot_wait(1, s)
                 weights, total = softmax_parts(s, scale, block.rows)
                 weights = weights * (1 / total)[:, None]
@@ -215,7 +215,7 @@ def math_backward(
                     dv = tlx.async_dot(tlx.local_trans(p_tile), grad[stage], dv)
                     dq = tlx.async_dot(ds_tile, tiles.k[stage])
                     if piece > 0:
-                        release(tiles.empty, before)
+                        release(tiles.empty, previous_stage)
                     dv = tlx.async_dot_wait(1, dv)
                     if GROUP == 1:
                         put(dv_desc, tiles.v[stage], block, head_k, dv, column)
@@ -230,9 +230,9 @@ def math_backward(
                         put(dk_desc, tiles.k[stage], block, head_k, dk, column)
                     if not LATER:
                         release(tiles.empty, stage)
-                    before = stage
+                    previous_stage = stage
     if LATER:
-        release(tiles.empty, before)
+        release(tiles.empty, previous_stage)
 
 
 @triton.jit

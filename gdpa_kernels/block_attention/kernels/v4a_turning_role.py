@@ -14,15 +14,15 @@ another run, and v4's conversion of every gradient to the layout of sin and cos 
 | rotate     | 4     | 240       | rotary of q, k (and v) of every slot, in place                |
 | math (1-2) | 4     | 240       | all heads of every (second) block: MMAs, rotary of gradients  |
 
-| barrier           | arrivals            | filled by -> drained by                              |
-|-------------------|---------------------|------------------------------------------------------|
-| full[stage]       | 1 and bytes         | TMA loads of all tiles of an item -> rotate, math    |
-| ready[stage]      | 128 threads, 1 each | rotary role, the tiles are rotated -> consumer       |
-| empty[stage]      | 128 threads, 1 each | consumer, its stores have read the slot -> producer  |
-| turns_full[turn]  | 1 and bytes         | TMA loads of sin and cos of a block -> rotate, math  |
-| turns_empty[turn] | 128 a role, 1 each  | rotary role, backward consumer too, done -> producer |
-
-Needs: as v4.
+| barrier             | arrivals     | filled by -> drained by                                   |
+|---------------------|--------------|-----------------------------------------------------------|
+| tiles.full[stage]   | 1 and bytes  | TMA loads of all tiles of an item -> rotate, its consumer |
+| ready[stage]        | 128 threads  | rotate, the tiles are rotated -> the item's consumer      |
+| tiles.empty[stage]  | 128 threads  | its consumer, the stores have read the slot -> producer   |
+| sin_cos.full[slot]  | 1 and bytes  | TMA loads of sin and cos of a block -> rotate; backward   |
+|                     |              | the block's consumer too                                  |
+| sin_cos.empty[slot] | forward 128  | rotate, it has read them for the last time -> producer    |
+|                     | backward 256 | rotate and the block's consumer, likewise -> producer     |
 """
 
 from dataclasses import dataclass
@@ -36,14 +36,14 @@ from gdpa_kernels.block_attention.batch import Batch, Schedule
 from gdpa_kernels.block_attention.block_list import plan_schedule
 from gdpa_kernels.block_attention.requires import requires_sin_cos, requires_tiles
 from gdpa_kernels.block_attention.slots import (
+    SinCos,
     Tiles,
-    Turns,
     backward_slots,
+    block_at,
     check_slots,
     count_units,
     forward_slots,
     load,
-    place,
     put,
     release,
     slot_of,
@@ -86,8 +86,8 @@ class Config:
 
 
 def default_config(direction: str, batch: Batch) -> Config:
-    """One consumer; at head_dim 64 and 128 the slots that were fastest in runs without a record,
-    beyond as many as fit. sin and cos in 16 bits leave room for one more."""
+    """Constants of one consumer; at head_dim 64 and 128 the slots that were fastest in runs without
+    a record, beyond as many as fit. sin and cos in 16 bits leave room for one more."""
     forward, narrow = direction == "forward", batch.rotary[0].dtype.itemsize == 2
     if batch.head_dim == 64:
         return Config(num_stages=6 if forward else 3)
@@ -101,7 +101,7 @@ def default_config(direction: str, batch: Batch) -> Config:
 
 
 def requires(batch: Batch) -> str | None:
-    """What this rung needs and does not get of a call, or None."""
+    """The reason why this rung cannot take a call, beyond `Requires`; None if it can."""
     if batch.rotary is None:
         return "needs rotary (sin, cos), got None"
     return requires_tiles(batch, splits=True) or requires_sin_cos(batch.rotary)
@@ -135,7 +135,7 @@ def rotate_tile(buffer, sin, cos):
 
 
 @triton.jit
-def rotate_role(tiles, turns, ready, blocks_ptr, options):
+def rotate_role(tiles, sin_cos, ready, blocks_ptr, options):
     """The rotary role: slot after slot, in the order of the producer."""
     MATH_ROLES: tl.constexpr = options.MATH_ROLES
     NUM_TURNS: tl.constexpr = options.NUM_TURNS
@@ -145,20 +145,20 @@ def rotate_role(tiles, turns, ready, blocks_ptr, options):
     units = count_units(blocks_ptr)
     for first in tl.range(0, units, MATH_ROLES, num_stages=0):
         if KEPT:
-            at = first % NUM_TURNS
-            tlx.barrier_wait(turns.full[at], (first // NUM_TURNS) & 1)
-            sin, cos = load_sin_cos(turns.sin[at], turns.cos[at])
-            tlx.barrier_arrive(turns.empty[at])
+            slot = first % NUM_TURNS
+            tlx.barrier_wait(sin_cos.full[slot], (first // NUM_TURNS) & 1)
+            sin, cos = load_sin_cos(sin_cos.sin[slot], sin_cos.cos[slot])
+            tlx.barrier_arrive(sin_cos.empty[slot])
         for part in tl.range(0, PARTS, num_stages=0):
             for unit in tl.range(first, tl.minimum(first + MATH_ROLES, units), num_stages=0):
                 stage, phase = slot_of(unit, part, options, PIECES)
                 tlx.barrier_wait(tiles.full[stage], phase)
                 if not KEPT:
-                    at = unit % NUM_TURNS
-                    tlx.barrier_wait(turns.full[at], (unit // NUM_TURNS) & 1)
-                    piece = at * PIECES + part % PIECES
-                    sin, cos = load_sin_cos(turns.sin[piece], turns.cos[piece])
-                    tlx.barrier_arrive(turns.empty[at], pred=part == PARTS - 1)
+                    slot = unit % NUM_TURNS
+                    tlx.barrier_wait(sin_cos.full[slot], (unit // NUM_TURNS) & 1)
+                    piece = slot * PIECES + part % PIECES
+                    sin, cos = load_sin_cos(sin_cos.sin[piece], sin_cos.cos[piece])
+                    tlx.barrier_arrive(sin_cos.empty[slot], pred=part == PARTS - 1)
                 rotate_tile(tiles.q[stage], sin, cos)
                 rotate_tile(tiles.k[stage], sin, cos)
                 if options.ROTATE_V:
@@ -169,7 +169,7 @@ def rotate_role(tiles, turns, ready, blocks_ptr, options):
 
 @triton.jit
 def unbound(buffer):
-    """What a buffer [rows, width] holds, as fp32, in the register layout that its use needs.
+    """The content of a buffer [rows, width], as fp32, in the register layout that its use needs.
 
     A shared-memory load has a register layout of its own, and what is computed from it keeps it: an
     accumulator that meets it is converted to it, through shared memory, rather than the reverse. A
@@ -205,9 +205,9 @@ def math_forward(role: tl.constexpr, tiles, ready, out_desc, blocks_ptr, scale, 
     PIECES: tl.constexpr = options.PIECES
     LATER: tl.constexpr = options.NUM_STAGES > options.MATH_ROLES
     units = count_units(blocks_ptr)
-    before = -1
+    previous_stage = -1
     for unit in tl.range(role, units, options.MATH_ROLES, num_stages=0):
-        block = place(blocks_ptr, unit)
+        block = block_at(blocks_ptr, unit)
         for head in tl.range(0, options.NUM_HEADS, num_stages=0):
             s = None
             for piece in tl.static_range(PIECES):
@@ -217,25 +217,25 @@ def math_forward(role: tl.constexpr, tiles, ready, out_desc, blocks_ptr, scale, 
                 s = tlx.async_dot(tiles.q[stage], tlx.local_trans(tiles.k[stage]), s)
                 s = tlx.async_dot_wait(0, s)
                 if LATER and piece == 0:
-                    release(tiles.empty, before)
+                    release(tiles.empty, previous_stage)
             p, total = softmax_parts(s, scale, block.rows)
             for piece in tl.static_range(PIECES):
                 stage, _ = slot_of(unit, head * PIECES + piece, options, PIECES)
                 out = tlx.async_dot(p.to(DTYPE), tiles.v[stage])
                 if piece > 0:
-                    release(tiles.empty, before)
+                    release(tiles.empty, previous_stage)
                 out = tlx.async_dot_wait(0, out) * (1 / total)[:, None]
                 put(out_desc, tiles.q[stage], block, head, out, piece * WIDTH)
                 if not LATER:
                     release(tiles.empty, stage)
-                before = stage
+                previous_stage = stage
     if LATER:
-        release(tiles.empty, before)
+        release(tiles.empty, previous_stage)
 
 
 @triton.jit
 def math_backward(
-    role: tl.constexpr, tiles, turns, ready, dq_desc, dk_desc, dv_desc, grad, p, ds_tile,
+    role: tl.constexpr, tiles, sin_cos, ready, dq_desc, dk_desc, dv_desc, grad, p, ds_tile,
     blocks_ptr, scale, options,
 ):  # fmt: skip
     """A consumer: all heads of units role, role + MATH_ROLES, ..."""
@@ -249,14 +249,14 @@ def math_backward(
     FITS: tl.constexpr = WIDTH == 64 or (GROUP == 1 and options.MATH_ROLES == 1)
     KEPT: tl.constexpr = FITS and PIECES == 1
     units = count_units(blocks_ptr)
-    before = -1
+    previous_stage = -1
     for unit in tl.range(role, units, options.MATH_ROLES, num_stages=0):
-        block = place(blocks_ptr, unit)
-        at = unit % options.NUM_TURNS
-        tlx.barrier_wait(turns.full[at], (unit // options.NUM_TURNS) & 1)
+        block = block_at(blocks_ptr, unit)
+        slot = unit % options.NUM_TURNS
+        tlx.barrier_wait(sin_cos.full[slot], (unit // options.NUM_TURNS) & 1)
         if KEPT:
-            sin, cos = unbound(turns.sin[at]), unbound(turns.cos[at])
-            tlx.barrier_arrive(turns.empty[at])
+            sin, cos = unbound(sin_cos.sin[slot]), unbound(sin_cos.cos[slot])
+            tlx.barrier_arrive(sin_cos.empty[slot])
         for head_k in tl.range(0, options.NUM_HEADS // GROUP, num_stages=0):
             dk = tl.zeros([BLOCK, WIDTH], tl.float32)
             dv = tl.zeros([BLOCK, WIDTH], tl.float32)
@@ -270,7 +270,7 @@ def math_backward(
                     s = tlx.async_dot(tiles.q[stage], tlx.local_trans(tiles.k[stage]), s)
                     dp = tlx.async_dot(grad[stage], tlx.local_trans(tiles.v[stage]), dp)
                     if LATER and piece == 0:
-                        release(tiles.empty, before)
+                        release(tiles.empty, previous_stage)
                 s = tlx.async_dot_wait(1, s)
                 weights, total = softmax_parts(s, scale, block.rows)
                 weights = weights * (1 / total)[:, None]
@@ -283,7 +283,10 @@ def math_backward(
                 for piece in tl.static_range(PIECES):
                     stage, _ = slot_of(unit, head * PIECES + piece, options, PIECES)
                     if not KEPT:
-                        sin, cos = turns.sin[at * PIECES + piece], turns.cos[at * PIECES + piece]
+                        sin, cos = (
+                            sin_cos.sin[slot * PIECES + piece],
+                            sin_cos.cos[slot * PIECES + piece],
+                        )
                     if FITS and not KEPT:
                         sin, cos = unbound(sin), unbound(cos)
                     by = sin, cos, piece
@@ -292,7 +295,7 @@ def math_backward(
                     dv = tlx.async_dot(tlx.local_trans(p_tile), grad[stage], dv)
                     dq = tlx.async_dot(ds_tile, tiles.k[stage])
                     if piece > 0:
-                        release(tiles.empty, before)
+                        release(tiles.empty, previous_stage)
                     dv = tlx.async_dot_wait(1, dv)
                     if GROUP == 1:
                         store_rotated(
@@ -311,11 +314,11 @@ def math_backward(
                         store_rotated(dk_desc, tiles.k[stage], block, head_k, dk, *by, True, FITS)
                     if not LATER:
                         release(tiles.empty, stage)
-                    before = stage
+                    previous_stage = stage
         if not KEPT:
-            tlx.barrier_arrive(turns.empty[at])
+            tlx.barrier_arrive(sin_cos.empty[slot])
     if LATER:
-        release(tiles.empty, before)
+        release(tiles.empty, previous_stage)
 
 
 @triton.jit
@@ -340,16 +343,16 @@ def forward_kernel(
     ready = tlx.alloc_warp_barrier(NUM_STAGES, 4)
     empty = tlx.alloc_warp_barrier(NUM_STAGES, 4)
     tiles = Tiles(q, k, v, full, empty)
-    turns = Turns(sin, cos, tlx.alloc_barriers(NUM_TURNS), tlx.alloc_warp_barrier(NUM_TURNS, 4))
+    sin_cos = SinCos(sin, cos, tlx.alloc_barriers(NUM_TURNS), tlx.alloc_warp_barrier(NUM_TURNS, 4))
 
     with tlx.async_tasks():
         with tlx.async_task("default"):
             load(
-                None, q_desc, k_desc, v_desc, sin_desc, cos_desc, None, tiles, turns,
+                None, q_desc, k_desc, v_desc, sin_desc, cos_desc, None, tiles, sin_cos,
                 blocks_ptr, options,
             )  # fmt: skip
         with tlx.async_task(num_warps=4, registers=TURN_REGISTERS):
-            rotate_role(tiles, turns, ready, blocks_ptr, options)
+            rotate_role(tiles, sin_cos, ready, blocks_ptr, options)
         with tlx.async_task(num_warps=4, registers=REGISTERS, replicate=MATH_ROLES):
             math_forward(
                 tlx.async_task_replica_id(), tiles, ready, out_desc, blocks_ptr, scale, options
@@ -382,21 +385,21 @@ def backward_kernel(
     ready = tlx.alloc_warp_barrier(NUM_STAGES, 4)
     empty = tlx.alloc_warp_barrier(NUM_STAGES, 4)
     tiles = Tiles(q, k, v, full, empty)
-    turns_full = tlx.alloc_barriers(NUM_TURNS)
-    turns = Turns(sin, cos, turns_full, tlx.alloc_warp_barrier(NUM_TURNS, 4, 2))
+    sin_cos_full = tlx.alloc_barriers(NUM_TURNS)
+    sin_cos = SinCos(sin, cos, sin_cos_full, tlx.alloc_warp_barrier(NUM_TURNS, 4, 2))
 
     with tlx.async_tasks():
         with tlx.async_task("default"):
             load(
-                grad_desc, q_desc, k_desc, v_desc, sin_desc, cos_desc, grad, tiles, turns,
+                grad_desc, q_desc, k_desc, v_desc, sin_desc, cos_desc, grad, tiles, sin_cos,
                 blocks_ptr, options,
             )  # fmt: skip
         with tlx.async_task(num_warps=4, registers=TURN_REGISTERS):
-            rotate_role(tiles, turns, ready, blocks_ptr, options)
+            rotate_role(tiles, sin_cos, ready, blocks_ptr, options)
         with tlx.async_task(num_warps=4, registers=REGISTERS, replicate=MATH_ROLES):
             role: tl.constexpr = tlx.async_task_replica_id()
             math_backward(
-                role, tiles, turns, ready, dq_desc, dk_desc, dv_desc, grad, p, ds[role],
+                role, tiles, sin_cos, ready, dq_desc, dk_desc, dv_desc, grad, p, ds[role],
                 blocks_ptr, scale, options,
             )  # fmt: skip
 

@@ -17,9 +17,7 @@ all the time. TMA needs no pointers and no masks: the registers go to the tiles.
 |---------------|-------------|-----------------------------------------------------------------|
 | one per stage | 1 and bytes | TMA loads of a head's tiles, num_stages - 1 steps ahead -> work |
 
-The compiler makes the barriers. With rotary or without; no grouped heads.
-Needs: sm_90, bf16 or fp16, block_size 64, head_dim 64 or 128, contiguous rows of q, k and v whose
-addresses and strides are multiples of 16 bytes. A grad_out that TMA cannot read is copied first.
+The compiler makes the barriers. A grad_out that TMA cannot read is copied first.
 """
 
 from dataclasses import dataclass
@@ -59,18 +57,16 @@ class Config:
     num_stages: int = 2
 
     def programs(self, slabs: int, device: torch.device) -> int:
-        """How many programs share at most `slabs` slabs on `device`."""
+        """The number of programs that share at most `slabs` slabs on `device`."""
         if self.slabs_per_program:
             return triton.cdiv(slabs, self.slabs_per_program)
         return min(slabs, multiprocessors(device) * self.programs_per_sm)
 
 
 def default_config(direction: str, batch: Batch) -> Config:
-    """What was fastest in runs without a record: two slabs for each of many programs, or one
-    persistent program on an SM where its tiles fill it.
-
-    With rotary at head_dim 128 backward spills 458 bytes where v is rotated too.
-    """
+    """Constants that were fastest in runs without a record: two slabs for each of many programs, or
+    one persistent program on an SM where its tiles fill it. With rotary at head_dim 128 backward
+    spills where v is rotated too."""
     if batch.rotary is not None:
         if direction == "forward":
             return Config(programs_per_sm=2, num_stages=1)
@@ -81,7 +77,7 @@ def default_config(direction: str, batch: Batch) -> Config:
 
 
 def requires(batch: Batch) -> str | None:
-    """What this rung needs and does not get of a call, or None. It takes any rotary."""
+    """The reason why this rung cannot take a call, beyond `Requires`; None if it can."""
     if batch.group > 1:
         return f"needs as many key heads as query heads, got {batch.group} query heads for one"
     return requires_tiles(batch)
@@ -89,13 +85,13 @@ def requires(batch: Batch) -> str | None:
 
 @triton.jit
 def count_steps(blocks_ptr, NUM_HEADS: tl.constexpr, HEADS: tl.constexpr):
-    """How many (block, head) this program works on: HEADS of each of its slabs."""
+    """The number of (block, head) that this program works on: HEADS of each of its slabs."""
     slabs = count_blocks(blocks_ptr) * (NUM_HEADS // HEADS)
     return tl.cdiv(slabs - tl.program_id(0), tl.num_programs(0)) * HEADS
 
 
 @triton.jit
-def place(blocks_ptr, step, NUM_HEADS: tl.constexpr, HEADS: tl.constexpr):
+def block_and_head(blocks_ptr, step, NUM_HEADS: tl.constexpr, HEADS: tl.constexpr):
     """(first_row, rows, head) of a step; slabs p, p + P, p + 2 P, ... belong to program p of P."""
     slab = tl.program_id(0) + step // HEADS * tl.num_programs(0)
     SLABS: tl.constexpr = NUM_HEADS // HEADS
@@ -124,7 +120,7 @@ def forward_kernel(
 ):  # fmt: skip
     """softmax(scale Q K^T) V for the slabs of this program."""
     for step in tl.range(0, count_steps(blocks_ptr, NUM_HEADS, HEADS), num_stages=STAGES):
-        first_row, rows, head = place(blocks_ptr, step, NUM_HEADS, HEADS)
+        first_row, rows, head = block_and_head(blocks_ptr, step, NUM_HEADS, HEADS)
         q = load_rows(q_desc, first_row, rows, head, 0)
         k = load_rows(k_desc, first_row, rows, head, 0)
         v = load_rows(v_desc, first_row, rows, head, 0)
@@ -149,7 +145,7 @@ def backward_kernel(
 ):  # fmt: skip
     """dq, dk and dv for the slabs of this program."""
     for step in tl.range(0, count_steps(blocks_ptr, NUM_HEADS, HEADS), num_stages=STAGES):
-        first_row, rows, head = place(blocks_ptr, step, NUM_HEADS, HEADS)
+        first_row, rows, head = block_and_head(blocks_ptr, step, NUM_HEADS, HEADS)
         q = load_rows(q_desc, first_row, rows, head, 0)
         k = load_rows(k_desc, first_row, rows, head, 0)
         grad = load_rows(grad_desc, first_row, rows, head, 0)

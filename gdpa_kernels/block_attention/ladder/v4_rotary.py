@@ -13,14 +13,12 @@ kernel of its own moves 4 more, 6 if v is rotated; here only sin and cos are rea
 | load       | 4     | 24        | one thread issues the TMA loads of a slot, and of sin and cos |
 | math (1-2) | 4     | 240       | all heads of every (second) block: rotary, MMAs, stores       |
 
-| barrier           | arrivals            | filled by -> drained by                             |
-|-------------------|---------------------|-----------------------------------------------------|
-| full[stage]       | 1 and bytes         | TMA loads of all tiles of an item -> its consumer   |
-| empty[stage]      | 128 threads, 1 each | consumer, its stores have read the slot -> producer |
-| turns_full[turn]  | 1 and bytes         | TMA loads of sin and cos of a block -> its consumer |
-| turns_empty[turn] | 128 threads, 1 each | consumer, done with the block -> producer           |
-
-Needs: as v3, but rotary: contiguous rows of sin and cos aligned to 16 bytes, in fp32, bf16 or fp16.
+| barrier             | arrivals    | filled by -> drained by                                 |
+|---------------------|-------------|---------------------------------------------------------|
+| tiles.full[stage]   | 1 and bytes | TMA loads of all tiles of an item -> its consumer       |
+| tiles.empty[stage]  | 128 threads | its consumer, the stores have read the slot -> producer |
+| sin_cos.full[slot]  | 1 and bytes | TMA loads of sin and cos of a block -> its consumer     |
+| sin_cos.empty[slot] | 128 threads | its consumer, done with the block -> producer           |
 """
 
 from dataclasses import dataclass
@@ -34,14 +32,14 @@ from gdpa_kernels.block_attention.batch import Batch, Schedule
 from gdpa_kernels.block_attention.block_list import plan_schedule
 from gdpa_kernels.block_attention.requires import requires_sin_cos, requires_tiles
 from gdpa_kernels.block_attention.slots import (
+    SinCos,
     Tiles,
-    Turns,
     backward_slots,
+    block_at,
     check_slots,
     count_units,
     forward_slots,
     load,
-    place,
     put,
     release,
     slot_of,
@@ -66,8 +64,8 @@ class Config:
 
 
 def default_config(direction: str, batch: Batch) -> Config:
-    """One consumer; at head_dim 64 and 128 the slots that were fastest in runs without a record,
-    beyond as many as fit beside sin and cos."""
+    """Constants of one consumer; at head_dim 64 and 128 the slots that were fastest in runs without
+    a record, beyond as many as fit beside sin and cos."""
     forward = direction == "forward"
     if batch.head_dim > 128:
         narrow = batch.rotary[0].dtype.itemsize == 2
@@ -82,7 +80,7 @@ def default_config(direction: str, batch: Batch) -> Config:
 
 
 def requires(batch: Batch) -> str | None:
-    """What this rung needs and does not get of a call, or None."""
+    """The reason why this rung cannot take a call, beyond `Requires`; None if it can."""
     if batch.rotary is None:
         return "needs rotary (sin, cos), got None"
     return requires_tiles(batch, splits=True) or requires_sin_cos(batch.rotary)
@@ -129,65 +127,65 @@ def rotate_tile(buffer, sin, cos):
 
 
 @triton.jit
-def rotate_slot(tiles, stage, turns, at, options):
+def rotate_slot(tiles, stage, sin_cos, index, options):
     """Apply rotary to q and k (and v, if asked) of a slot in place, for MMAs to read."""
-    rotate_tile(tiles.q[stage], turns.sin[at], turns.cos[at])
-    rotate_tile(tiles.k[stage], turns.sin[at], turns.cos[at])
+    rotate_tile(tiles.q[stage], sin_cos.sin[index], sin_cos.cos[index])
+    rotate_tile(tiles.k[stage], sin_cos.sin[index], sin_cos.cos[index])
     if options.ROTATE_V:
-        rotate_tile(tiles.v[stage], turns.sin[at], turns.cos[at])
+        rotate_tile(tiles.v[stage], sin_cos.sin[index], sin_cos.cos[index])
     tlx.fence("async_shared")
 
 
 @triton.jit
-def store_rotated(desc, buffer, block, head, x, turns, at, piece, ROTATE: tl.constexpr):
+def store_rotated(desc, buffer, block, head, x, sin_cos, index, piece, ROTATE: tl.constexpr):
     """Start the store of a piece x of a gradient, fp32, rotated back if ROTATE, via `buffer`."""
     if ROTATE:
-        x = rotated(x, turns.sin[at], turns.cos[at], True)
+        x = rotated(x, sin_cos.sin[index], sin_cos.cos[index], True)
     put(desc, buffer, block, head, x, piece * desc.block_shape[4])
 
 
 @triton.jit
-def math_forward(role: tl.constexpr, tiles, turns, out_desc, blocks_ptr, scale, options):
+def math_forward(role: tl.constexpr, tiles, sin_cos, out_desc, blocks_ptr, scale, options):
     """A consumer: all heads of units role, role + MATH_ROLES, ..."""
     DTYPE: tl.constexpr = tlx.dtype_of(out_desc)
     WIDTH: tl.constexpr = out_desc.block_shape[4]
     PIECES: tl.constexpr = options.PIECES
     LATER: tl.constexpr = options.NUM_STAGES > options.MATH_ROLES
     units = count_units(blocks_ptr)
-    before = -1
+    previous_stage = -1
     for unit in tl.range(role, units, options.MATH_ROLES, num_stages=0):
-        block = place(blocks_ptr, unit)
-        at = unit % options.NUM_TURNS
-        tlx.barrier_wait(turns.full[at], (unit // options.NUM_TURNS) & 1)
+        block = block_at(blocks_ptr, unit)
+        slot = unit % options.NUM_TURNS
+        tlx.barrier_wait(sin_cos.full[slot], (unit // options.NUM_TURNS) & 1)
         for head in tl.range(0, options.NUM_HEADS, num_stages=0):
             s = None
             for piece in tl.static_range(PIECES):
                 stage, phase = slot_of(unit, head * PIECES + piece, options, PIECES)
                 tlx.barrier_wait(tiles.full[stage], phase)
-                rotate_slot(tiles, stage, turns, at * PIECES + piece, options)
+                rotate_slot(tiles, stage, sin_cos, slot * PIECES + piece, options)
                 s = tlx.async_dot(tiles.q[stage], tlx.local_trans(tiles.k[stage]), s)
                 s = tlx.async_dot_wait(0, s)
                 if LATER and piece == 0:
-                    release(tiles.empty, before)
+                    release(tiles.empty, previous_stage)
             p, total = softmax_parts(s, scale, block.rows)
             for piece in tl.static_range(PIECES):
                 stage, _ = slot_of(unit, head * PIECES + piece, options, PIECES)
                 out = tlx.async_dot(p.to(DTYPE), tiles.v[stage])
                 if piece > 0:
-                    release(tiles.empty, before)
+                    release(tiles.empty, previous_stage)
                 out = tlx.async_dot_wait(0, out) * (1 / total)[:, None]
                 put(out_desc, tiles.q[stage], block, head, out, piece * WIDTH)
                 if not LATER:
                     release(tiles.empty, stage)
-                before = stage
-        tlx.barrier_arrive(turns.empty[at])
+                previous_stage = stage
+        tlx.barrier_arrive(sin_cos.empty[slot])
     if LATER:
-        release(tiles.empty, before)
+        release(tiles.empty, previous_stage)
 
 
 @triton.jit
 def math_backward(
-    role: tl.constexpr, tiles, turns, dq_desc, dk_desc, dv_desc, grad, p, ds_tile, blocks_ptr,
+    role: tl.constexpr, tiles, sin_cos, dq_desc, dk_desc, dv_desc, grad, p, ds_tile, blocks_ptr,
     scale, options,
 ):  # fmt: skip
     """A consumer: all heads of units role, role + MATH_ROLES, ..."""
@@ -199,11 +197,11 @@ def math_backward(
     ROTATE_V: tl.constexpr = options.ROTATE_V
     LATER: tl.constexpr = options.NUM_STAGES > options.MATH_ROLES
     units = count_units(blocks_ptr)
-    before = -1
+    previous_stage = -1
     for unit in tl.range(role, units, options.MATH_ROLES, num_stages=0):
-        block = place(blocks_ptr, unit)
-        at = unit % options.NUM_TURNS
-        tlx.barrier_wait(turns.full[at], (unit // options.NUM_TURNS) & 1)
+        block = block_at(blocks_ptr, unit)
+        slot = unit % options.NUM_TURNS
+        tlx.barrier_wait(sin_cos.full[slot], (unit // options.NUM_TURNS) & 1)
         for head_k in tl.range(0, options.NUM_HEADS // GROUP, num_stages=0):
             dk = tl.zeros([BLOCK, WIDTH], tl.float32)
             dv = tl.zeros([BLOCK, WIDTH], tl.float32)
@@ -213,11 +211,11 @@ def math_backward(
                 for piece in tl.static_range(PIECES):
                     stage, phase = slot_of(unit, head * PIECES + piece, options, PIECES)
                     tlx.barrier_wait(tiles.full[stage], phase)
-                    rotate_slot(tiles, stage, turns, at * PIECES + piece, options)
+                    rotate_slot(tiles, stage, sin_cos, slot * PIECES + piece, options)
                     s = tlx.async_dot(tiles.q[stage], tlx.local_trans(tiles.k[stage]), s)
                     dp = tlx.async_dot(grad[stage], tlx.local_trans(tiles.v[stage]), dp)
                     if LATER and piece == 0:
-                        release(tiles.empty, before)
+                        release(tiles.empty, previous_stage)
                 s = tlx.async_dot_wait(1, s)
                 weights, total = softmax_parts(s, scale, block.rows)
                 weights = weights * (1 / total)[:, None]
@@ -229,13 +227,13 @@ def math_backward(
                 tlx.fence("async_shared")
                 for piece in tl.static_range(PIECES):
                     stage, _ = slot_of(unit, head * PIECES + piece, options, PIECES)
-                    by = turns, at * PIECES + piece, piece
+                    by = sin_cos, slot * PIECES + piece, piece
                     if piece > 0:
                         dk, dv = tl.zeros_like(dk), tl.zeros_like(dv)
                     dv = tlx.async_dot(tlx.local_trans(p_tile), grad[stage], dv)
                     dq = tlx.async_dot(ds_tile, tiles.k[stage])
                     if piece > 0:
-                        release(tiles.empty, before)
+                        release(tiles.empty, previous_stage)
                     dv = tlx.async_dot_wait(1, dv)
                     if GROUP == 1:
                         store_rotated(dv_desc, tiles.v[stage], block, head_k, dv, *by, ROTATE_V)
@@ -250,10 +248,10 @@ def math_backward(
                         store_rotated(dk_desc, tiles.k[stage], block, head_k, dk, *by, True)
                     if not LATER:
                         release(tiles.empty, stage)
-                    before = stage
-        tlx.barrier_arrive(turns.empty[at])
+                    previous_stage = stage
+        tlx.barrier_arrive(sin_cos.empty[slot])
     if LATER:
-        release(tiles.empty, before)
+        release(tiles.empty, previous_stage)
 
 
 @triton.jit
@@ -275,17 +273,17 @@ def forward_kernel(
     sin = tlx.local_alloc((BLOCK, WIDTH // 2), tlx.dtype_of(sin_desc), NUM_TURNS * PIECES)
     cos = tlx.local_alloc((BLOCK, WIDTH // 2), tlx.dtype_of(cos_desc), NUM_TURNS * PIECES)
     tiles = Tiles(q, k, v, tlx.alloc_barriers(NUM_STAGES), tlx.alloc_warp_barrier(NUM_STAGES, 4))
-    turns = Turns(sin, cos, tlx.alloc_barriers(NUM_TURNS), tlx.alloc_warp_barrier(NUM_TURNS, 4))
+    sin_cos = SinCos(sin, cos, tlx.alloc_barriers(NUM_TURNS), tlx.alloc_warp_barrier(NUM_TURNS, 4))
 
     with tlx.async_tasks():
         with tlx.async_task("default"):
             load(
-                None, q_desc, k_desc, v_desc, sin_desc, cos_desc, None, tiles, turns,
+                None, q_desc, k_desc, v_desc, sin_desc, cos_desc, None, tiles, sin_cos,
                 blocks_ptr, options,
             )  # fmt: skip
         with tlx.async_task(num_warps=4, registers=REGISTERS, replicate=MATH_ROLES):
             math_forward(
-                tlx.async_task_replica_id(), tiles, turns, out_desc, blocks_ptr, scale, options
+                tlx.async_task_replica_id(), tiles, sin_cos, out_desc, blocks_ptr, scale, options
             )
 
 
@@ -312,19 +310,19 @@ def backward_kernel(
     sin = tlx.local_alloc((BLOCK, WIDTH // 2), tlx.dtype_of(sin_desc), NUM_TURNS * PIECES)
     cos = tlx.local_alloc((BLOCK, WIDTH // 2), tlx.dtype_of(cos_desc), NUM_TURNS * PIECES)
     tiles = Tiles(q, k, v, tlx.alloc_barriers(NUM_STAGES), tlx.alloc_warp_barrier(NUM_STAGES, 4))
-    turns = Turns(sin, cos, tlx.alloc_barriers(NUM_TURNS), tlx.alloc_warp_barrier(NUM_TURNS, 4))
+    sin_cos = SinCos(sin, cos, tlx.alloc_barriers(NUM_TURNS), tlx.alloc_warp_barrier(NUM_TURNS, 4))
 
     with tlx.async_tasks():
         with tlx.async_task("default"):
             load(
-                grad_desc, q_desc, k_desc, v_desc, sin_desc, cos_desc, grad, tiles, turns,
+                grad_desc, q_desc, k_desc, v_desc, sin_desc, cos_desc, grad, tiles, sin_cos,
                 blocks_ptr, options,
             )  # fmt: skip
         with tlx.async_task(num_warps=4, registers=REGISTERS, replicate=MATH_ROLES):
             role: tl.constexpr = tlx.async_task_replica_id()
             math_backward(
-                role, tiles, turns, dq_desc, dk_desc, dv_desc, grad, p, ds[role], blocks_ptr, scale,
-                options,
+                role, tiles, sin_cos, dq_desc, dk_desc, dv_desc, grad, p, ds[role], blocks_ptr,
+                scale, options,
             )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""The activations as Triton functions: what stands where softmax would be.
+"""The activations, which take the place of softmax, as Triton functions.
 
 `activate(s, scale, NAME, APPROX)` returns `activation(scale * s)` for a tile of raw scores `s` in
 fp32. The scale is folded into the activation's constants, so that it costs nothing per element.
@@ -50,7 +50,7 @@ _of.__triton_builtin__ = True
 
 @triton.constexpr_function
 def is_own(name):
-    """Whether this name, as `cache_key` made it, is of a registered activation."""
+    """True for the name of a registered activation, as `cache_key` makes it."""
     return "@" in name
 
 
@@ -68,8 +68,8 @@ def own_pair(name):
 
 @triton.jit
 def tanh_approx(x):
-    """tanh in one MUFU instruction, whose relative error is at most 2**-11; on AMD, which has none,
-    by exp, within 2**-22."""
+    """tanh in one MUFU instruction, whose relative error is at most 2**-11; on AMD, which has no
+    such instruction, by exp, within 2**-22."""
     if is_hip():
         y = 2.0 / (1.0 + tl.exp(-2.0 * x)) - 1.0
     else:
@@ -81,7 +81,7 @@ def tanh_approx(x):
 
 @triton.jit
 def relu(x):
-    """max(x, 0); a NaN of the sequence's own stays visible."""
+    """max(x, 0), which propagates NaN."""
     return tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
 
 
@@ -178,7 +178,7 @@ def activate(s, scale, NAME: tl.constexpr, APPROX: tl.constexpr):
 
 @triton.constexpr_function
 def count(names):
-    """How many names a comma-separated list holds."""
+    """The number of names in a comma-separated list."""
     return len(names.split(","))
 
 
@@ -208,10 +208,10 @@ FOLDABLE = ("gelu", "gelu_tanh", "silu")
 
 
 def foldable(activation: tuple[str, ...], dtype: torch.dtype) -> bool:
-    """Whether `tanh_of_pairs`, and `value_and_slope_folded` of derivatives.py, compute it: GELU or
-    SiLU for all heads, in bf16.
+    """True for what `tanh_of_pairs`, and `value_and_slope_folded` of derivatives.py, can compute:
+    GELU or SiLU for all heads, in bf16.
 
-    Not in fp16: x + x t, or 2 dS, may exceed 65504 where the activation, or dS, does not.
+    In fp16 x + x t, or 2 dS, may exceed 65504 where the activation, or dS, does not.
     """
     return dtype == torch.bfloat16 and len(activation) == 1 and activation[0] in FOLDABLE
 

@@ -1,10 +1,10 @@
 """The gradients of a relative bias's tables: sums of dS over pairs, in a fixed order.
 
 A program owns a stripe: the tiles along a diagonal, of one head and of CHUNK sequences. They have
-the same distances, whose sums stay in registers: row r of a tile [rows, keys] is turned by r, and a
-column then has two distances, BLOCK apart. For the times it sums over each bucket from a tile's
+the same distances, whose sums stay in registers: row r of a tile [rows, keys] is rotated by r, and
+a column then has two distances, BLOCK apart. For the times it sums over each bucket from a tile's
 least to its greatest: few where events are in order, but for tiles at the diagonal. PyTorch adds
-what the programs found.
+the sums of the programs.
 
 No atomics: the same bits in every run. S and dP are computed once more.
 """
@@ -76,10 +76,10 @@ def bias_kernel(
     chunk = pid // stripes // NUM_HEADS
     EXACT: tl.constexpr = q_ptr.dtype.element_ty == tl.float32
     PRECISION: tl.constexpr = precision(EXACT)
-    at = tl.arange(0, BLOCK)
-    turned = at[:, None] + at[None, :]
-    after = tl.zeros([BLOCK], tl.float32)
-    before = tl.zeros([BLOCK], tl.float32)
+    offsets = tl.arange(0, BLOCK)
+    diagonal = offsets[:, None] + offsets[None, :]
+    stripe_sums = tl.zeros([BLOCK], tl.float32)
+    previous_sums = tl.zeros([BLOCK], tl.float32)
     if buckets_ptr is not None:
         entries = tl.arange(0, WIDTH)
         sums = tl.zeros([WIDTH], tl.float32)
@@ -96,7 +96,7 @@ def bias_kernel(
         for first_row in range(
             tl.maximum(-ahead, 0) // BLOCK * BLOCK, tl.minimum(len_q, len_k - ahead), BLOCK
         ):
-            row, key = first_row + at, first_row + ahead + at
+            row, key = first_row + offsets, first_row + ahead + offsets
             i, j = row[:, None] + shift, key[None, :]
             is_row, is_key = row < len_q, (key >= 0) & (key < len_k)
             q = load_rows(q_ptr, start_q, head, row, is_row, Q_STRIDES, HEAD_DIM, BLOCK_D)
@@ -122,9 +122,9 @@ def bias_kernel(
             ds = slope * tl.dot(grad, v.T, input_precision=PRECISION)
             ds = tl.where(exists, ds, 0.0)
             if distances_ptr is not None:
-                moved = tl.gather(ds, turned % BLOCK, 1)
-                after += tl.sum(tl.where(turned < BLOCK, moved, 0.0), 0)
-                before += tl.sum(tl.where(turned < BLOCK, 0.0, moved), 0)
+                aligned = tl.gather(ds, diagonal % BLOCK, 1)
+                stripe_sums += tl.sum(tl.where(diagonal < BLOCK, aligned, 0.0), 0)
+                previous_sums += tl.sum(tl.where(diagonal < BLOCK, 0.0, aligned), 0)
             if buckets_ptr is not None:
                 bucket = buckets_of(
                     i, j, shift, len_q, len_k, start_q, start_k,
@@ -140,18 +140,18 @@ def bias_kernel(
     program = pid.to(tl.int64)
     if distances_ptr is not None:
         distances_ptr += program * (2 * BLOCK)
-        tl.store(distances_ptr + at, after)
-        tl.store(distances_ptr + BLOCK + at, before)
+        tl.store(distances_ptr + offsets, stripe_sums)
+        tl.store(distances_ptr + BLOCK + offsets, previous_sums)
     if buckets_ptr is not None:
         tl.store(buckets_ptr + program * WIDTH + entries, sums)
 
 
 def stripes_of(batch: Batch, block: int) -> tuple[int, int]:
     """The first and the last stripe that a pair of the batch may lie in."""
-    before, after = batch.max_seqlen_q, batch.max_seqlen_k
+    reach_back, reach_ahead = batch.max_seqlen_q, batch.max_seqlen_k
     if batch.lower_right:
-        before, after = after, before
-    first, last = -cdiv(max(before - 1, 0), block), cdiv(max(after - 1, 0), block)
+        reach_back, reach_ahead = reach_ahead, reach_back
+    first, last = -cdiv(max(reach_back - 1, 0), block), cdiv(max(reach_ahead - 1, 0), block)
     if batch.segments is None:  # contexts see ahead, and a window counts their ranks
         if batch.causal:
             last = 0
@@ -194,7 +194,7 @@ def gradients(
         BLOCK_D=max(16, next_power_of_2(batch.head_dim)), **asdict(config), num_stages=1,
         **batch.segment_options, **batch.bias_options,
     )  # fmt: skip
-    found = [None, None]
+    table_sums = [None, None]
     if distances is not None:
         sums = distances.sum(0)
         sums = sums if len(tables[0]) > 1 else sums.sum(0, keepdim=True)
@@ -202,12 +202,12 @@ def gradients(
         stretch[:, 1:] += sums[:, :, 0]
         stretch[:, :-1] += sums[:, :, 1]
         from_first = (first - 1) * block
-        found[0] = bias.onto_table(stretch.flatten(1), from_first, tables[0].shape[1])
+        table_sums[0] = bias.onto_table(stretch.flatten(1), from_first, tables[0].shape[1])
     if buckets is not None:
         sums = buckets.sum((0, 2))
         sums = sums if len(tables[1]) > 1 else sums.sum(0, keepdim=True)
-        found[1] = sums[:, : tables[1].shape[1]]
-    pairs = zip(found, tables, strict=True)
+        table_sums[1] = sums[:, : tables[1].shape[1]]
+    pairs = zip(table_sums, tables, strict=True)
     return tuple(
         None if x is None else (x * batch.output_scale).to(table.dtype) for x, table in pairs
     )

@@ -26,16 +26,16 @@ def buckets_of(
     By comparisons of integers, as the definition; of pairs that do not exist, some bucket.
     """
     row = i - shift
-    mine = tl.load(times_q_ptr + start_q + row, mask=row < len_q, other=0)
-    theirs = tl.load(times_k_ptr + start_k + j, mask=(j >= 0) & (j < len_k), other=0)
-    time = tl.abs(mine - theirs)
-    found = tl.zeros(time.shape, tl.int32)
+    query_time = tl.load(times_q_ptr + start_q + row, mask=row < len_q, other=0)
+    key_time = tl.load(times_k_ptr + start_k + j, mask=(j >= 0) & (j < len_k), other=0)
+    time = tl.abs(query_time - key_time)
+    bucket = tl.zeros(time.shape, tl.int32)
     for step in tl.static_range(halvings(BUCKETS)):
-        probe = found + (1 << (halvings(BUCKETS) - 1 - step))
+        probe = bucket + (1 << (halvings(BUCKETS) - 1 - step))
         exists = probe < BUCKETS
         threshold = tl.load(thresholds_ptr + probe - 1, mask=exists, other=0)
-        found = tl.where(exists & (threshold <= time), probe, found)
-    return found
+        bucket = tl.where(exists & (threshold <= time), probe, bucket)
+    return bucket
 
 
 @triton.jit

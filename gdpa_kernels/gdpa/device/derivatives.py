@@ -1,4 +1,4 @@
-"""The activations together with their derivatives, as Triton functions: what backward needs.
+"""The activations together with their derivatives, as Triton functions, for backward.
 
 `value_and_slope(s, scale, NAME, APPROX)` returns (activation(x), activation'(x)) with x = scale s,
 for a tile of raw scores `s` in fp32. What the two have in common is computed once, and the value is
@@ -61,7 +61,8 @@ INSTRUCTIONS = {
 
 @triton.jit
 def gelu_and_slope(s, scale, NAME: tl.constexpr, APPROX: tl.constexpr):
-    """With t = tanh(u): 0.5 x (1 + t) and 0.5 (1 + t) + 0.5 x u' (1 - t^2)."""
+    """GELU and its derivative, with t = tanh(u): 0.5 x (1 + t) and 0.5 (1 + t) + 0.5 x u' (1 -
+    t^2)."""
     linear, cubic = tanh_argument(scale, NAME)
     square = s * s
     u = s * (linear + cubic * square)
@@ -79,7 +80,7 @@ def gelu_and_slope(s, scale, NAME: tl.constexpr, APPROX: tl.constexpr):
 
 @triton.jit
 def silu_and_slope(s, scale, APPROX: tl.constexpr):
-    """With g = sigmoid(x): x g and g + x g (1 - g)."""
+    """SiLU and its derivative, with g = sigmoid(x): x g and g + x g (1 - g)."""
     if APPROX:
         half = s * (0.5 * scale)
         t = tanh_approx(half)
@@ -164,7 +165,7 @@ def value_and_slope_folded(s, scale, NAME: tl.constexpr):
 
 @triton.jit
 def value_and_factor(s, scale, head, ACTIVATION: tl.constexpr, FOLD: tl.constexpr):
-    """What becomes P, and what `times_slope` makes dS of.
+    """The value that becomes P, and the slope from which `times_slope` computes dS.
 
     FOLD: `value_and_slope_folded`; P still lacks the factor scale / 2, and dS 1 / 2.
     """
@@ -194,20 +195,20 @@ def times_slope(dp, slope, FOLD: tl.constexpr):
 @triton.jit
 def evaluate_kernel(x_ptr, found_ptr, count, NAME: tl.constexpr, BLOCK: tl.constexpr):
     """Value alone, and value and slope together, of `count` points."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + at, mask=at < count, other=0.0)
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + offsets, mask=offsets < count, other=0.0)
     y, slope = value_and_slope(x, 1.0, NAME, True)
-    tl.store(found_ptr + at, activate(x, 1.0, NAME, True), mask=at < count)
-    tl.store(found_ptr + count + at, y, mask=at < count)
-    tl.store(found_ptr + count + count + at, slope, mask=at < count)
+    tl.store(found_ptr + offsets, activate(x, 1.0, NAME, True), mask=offsets < count)
+    tl.store(found_ptr + count + offsets, y, mask=offsets < count)
+    tl.store(found_ptr + count + count + offsets, slope, mask=offsets < count)
 
 
 def evaluate(x: torch.Tensor, name: str) -> torch.Tensor:
     """`[3, n]` of n fp32 points: the value as forward kernels compute it, and value and slope as
     backward kernels do."""
-    found = torch.empty(3, x.numel(), device=x.device)
+    results = torch.empty(3, x.numel(), device=x.device)
     launch(
-        evaluate_kernel, (cdiv(x.numel(), 1024),), x.device, x, found, x.numel(),
+        evaluate_kernel, (cdiv(x.numel(), 1024),), x.device, x, results, x.numel(),
         NAME=name, BLOCK=1024,
     )  # fmt: skip
-    return found
+    return results

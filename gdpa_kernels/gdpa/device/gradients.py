@@ -1,5 +1,5 @@
-"""What the fused backward rungs share: the rows of a step, adding to a sum in fp32, rounding it; of
-the warp-specialized ones the launch."""
+"""Functions of the fused backward rungs: the rows of a step, adding to a sum in fp32, rounding it;
+and the launch of the warp-specialized ones."""
 
 from collections.abc import Sequence
 
@@ -16,8 +16,8 @@ from gdpa_kernels.gdpa.device.masks import row_range
 
 
 def requires_few_keys(batch: Batch, most: int) -> str | None:
-    """Why a rung that writes dQ once, from all of at most `most` keys, cannot take a call, or
-    None."""
+    """The reason why a rung that writes dQ once, from all of at most `most` keys, cannot take a
+    call; None if it can."""
     if batch.shared_q:
         return "needs cu_seqlens_q, got None: a shared q"
     if batch.max_seqlen_k > most:
@@ -25,9 +25,15 @@ def requires_few_keys(batch: Batch, most: int) -> str | None:
     return None
 
 
+def sums_commute(batch: Batch, keys: int) -> bool:
+    """True if reduce-adds of dQ give the same bits in any order: two additions to zero commute,
+    with a third their order shows. A tile of `keys` keys makes one."""
+    return batch.max_seqlen_k <= 2 * keys and not batch.shared_q
+
+
 @triton.aggregate
 class Gradients:
-    """Where dQ, or what adds up to it, dK and dV go: TMA descriptors."""
+    """TMA descriptors of dQ, or of the sum that becomes it, of dK and of dV."""
 
     dq: tl.tensor_descriptor
     dk: tl.tensor_descriptor
@@ -45,7 +51,7 @@ def steps_of(key, len_q, ROWS: tl.constexpr, KEYS: tl.constexpr, options):
 
 
 @triton.jit
-def place(step, steps, start, head_k, GROUP: tl.constexpr, ROWS: tl.constexpr):
+def head_and_row(step, steps, start, head_k, GROUP: tl.constexpr, ROWS: tl.constexpr):
     """(head, row) of a step: the rows from `start` on of the group's first head, in `steps` steps,
     then of the next."""
     if GROUP == 1:
@@ -94,7 +100,7 @@ def round_kernel(
 
 
 def rounded(sums: torch.Tensor, dq: torch.Tensor, factor: float, batch: Batch) -> torch.Tensor:
-    """dq = factor * sums, fp32 `[rows, num_heads, head_dim]`; of a shared q, summed over the
+    """dq = factor * sums, fp32 `[rows, num_heads, head_dim]`; for a shared q the sum over the
     sequences, in new memory."""
     if batch.shared_q:
         return (sums.view(batch.sequences, *dq.shape).sum(0) * factor).to(dq.dtype)
@@ -131,9 +137,9 @@ def launch_gradients(
     """(dq, dk, dv) by `kernel`, in clusters of `ctas` programs, one for each multiprocessor but no
     more clusters than `items`.
 
-    It is given the descriptors `loads`; those of dq, dk and dv, in `boxes` of (rows, width, None
-    for the whole head_dim); `work`; scale and output_scale. Of `batch` and `config` it is given the
-    constants that it has a parameter for, q_stages as Q_STAGES; FOLD also where `foldable` only.
+    The kernel takes the descriptors `loads`; those of dq, dk and dv, in `boxes` of (rows, width,
+    None for the whole head_dim); `work`; scale and output_scale; and those constants of `batch` and
+    `config` that it has a parameter for, q_stages as Q_STAGES, and FOLD only where `foldable`.
     adds: dq is a sum in fp32, which starts from zero and is rounded by a kernel after this one.
     """
     fold = getattr(config, "fold", True) and foldable(batch.activation, batch.dtype)

@@ -1,4 +1,4 @@
-"""Which keys a query sees: causal and window masks, shared by the tiled kernels.
+"""Causal and window masks of the tiled kernels.
 
 Positions of queries and keys both count from the start of their sequence.
 """
@@ -31,7 +31,7 @@ def all_visible(
     first_row, first_key, ROWS: tl.constexpr, KEYS: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Whether each of ROWS rows sees each of KEYS keys: nothing to mask."""
+    """True if each of ROWS rows sees each of KEYS keys, so that nothing is to be masked."""
     whole = True
     least, most = first_row - first_key - (KEYS - 1), first_row - first_key + ROWS - 1
     if CAUSAL:

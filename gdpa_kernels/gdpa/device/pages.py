@@ -1,7 +1,8 @@
-"""A producer's way to keys and values that stay in pages (history.py).
+"""Loads of keys and values from pages (history.py).
 
 A tile of keys lies in one page where BLOCK_N divides page_size, and is one copy: rows beyond the
-history, which may hold anything, read as zero. A sequence's own keys start at the next whole tile.
+history, which may hold anything, read as zero. The keys in packed tensors start at the next whole
+tile.
 The zero rows between add nothing, since what multiplies their values is finite.
 """
 
@@ -16,10 +17,11 @@ LEAST = 64  # keys of the smallest tile
 
 @triton.jit
 def keys_of(list_ptr, item, start_q, len_q, start_k, len_k, indptr_ptr, ends_ptr, options):
-    """(start, length, first key) of an entry's own keys, which lie as its queries do where a
-    history comes first; and of its history (where its pages are listed, first token, tokens)."""
-    own = start_k, len_k, 0
-    kept = 0, 0, 0
+    """(start, length, first key) of an entry's keys in packed tensors, which have its queries'
+    offsets where a history comes first; and of those in pages (index of the first page in the list,
+    first token, tokens)."""
+    packed = start_k, len_k, 0
+    paged = 0, 0, 0
     if options.PAGE is not None:
         sequence = number(list_ptr, item)
         start = tl.load(ends_ptr + sequence)
@@ -27,31 +29,31 @@ def keys_of(list_ptr, item, start_q, len_q, start_k, len_k, indptr_ptr, ends_ptr
         first = 0
         if not options.OWN_KEYS:  # an entry may be a piece of the history
             first = start_k - start
-        own = start_q, len_q, tl.cdiv(tokens, options.BLOCK_N) * options.BLOCK_N
-        kept = tl.load(indptr_ptr + sequence), first, tokens
-    return own, kept
+        packed = start_q, len_q, tl.cdiv(tokens, options.BLOCK_N) * options.BLOCK_N
+        paged = tl.load(indptr_ptr + sequence), first, tokens
+    return packed, paged
 
 
 @triton.jit
-def page_of(pages_ptr, kept, key, options):
+def page_of(pages_ptr, paged, key, options):
     """(row of a tile's first key, tokens of the history from there on, which may be none)."""
     row, left = 0, 0
     if options.PAGE is not None:
-        listed, first, tokens = kept
-        at = first + key
-        left = tl.maximum(tokens - at, 0)
-        page = tl.load(pages_ptr + listed + at // options.PAGE, mask=left > 0, other=0)
-        row = page * (2 * options.PAGE) + at % options.PAGE
+        listed, first, tokens = paged
+        token = first + key
+        left = tl.maximum(tokens - token, 0)
+        page = tl.load(pages_ptr + listed + token // options.PAGE, mask=left > 0, other=0)
+        row = page * (2 * options.PAGE) + token % options.PAGE
     return row, left
 
 
 @triton.jit
 def fetch_keys(
-    desc, history_desc, buffer, full, own, row, left, head, key, VALUES: tl.constexpr, options
+    desc, history_desc, buffer, full, packed, row, left, head, key, VALUES: tl.constexpr, options
 ):
-    """`fetch_rows` of a tile of keys or VALUES, of a page or of the sequence's own. Without those
-    `desc` is of the pages."""
-    start, length, first = own
+    """`fetch_rows` of a tile of keys or VALUES from a page or from the packed tensors. Without the
+    latter `desc` is of the pages."""
+    start, length, first = packed
     if options.PAGE is None:
         fetch_rows(desc, buffer, full, start, length, head, key)
     else:

@@ -1,8 +1,8 @@
-"""A step of the backward rungs for CTA pairs: what is loaded of it, P, dS and its exchange, and the
-MMAs that read columns.
+"""A step of the backward rungs for CTA pairs: its loads, P, dS and its exchange, the MMAs that read
+columns, and the launch.
 
-Of Q, K and dO each CTA holds half of the rows, or of its own keys all, and half of the columns of
-those of both.
+Each CTA holds half of the rows of Q and dO, all of its keys' rows of K, and half of the columns of
+the rows of both CTAs.
 """
 
 import torch
@@ -11,10 +11,11 @@ import triton.language as tl
 import triton.language.extra.tlx as tlx
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from gdpa_kernels.device.groups import Handover, Ring
+from gdpa_kernels.device.groups import OneWay, Ring
 from gdpa_kernels.device.pairs import CTAS, fetch_part
 from gdpa_kernels.device.ragged import ragged_descriptor, readable
 from gdpa_kernels.gdpa.batch import Batch
+from gdpa_kernels.gdpa.device.gradients import launch_gradients
 from gdpa_kernels.gdpa.device.tensor_memory import (
     HALF,
     KEYS,
@@ -40,17 +41,17 @@ class Halves:
 class Differences:
     """dS of a step: of this CTA's keys in TMEM; of its rows, of both CTAs' keys, in shared memory.
 
-    peer.full completes when what the other CTA makes of the latter has come.
+    peer.full completes when the part of the latter that the other CTA computes has arrived.
     """
 
-    keys: Handover
-    rows: Handover
-    peer: Handover
+    keys: OneWay
+    rows: OneWay
+    peer: OneWay
 
 
 @triton.aggregate
 class Descriptors:
-    """Of what is loaded: rows whole, or half of the columns."""
+    """TMA descriptors of the loads: whole rows, or half of the columns."""
 
     q_rows: tl.tensor_descriptor
     q_columns: tl.tensor_descriptor
@@ -125,4 +126,17 @@ def loaded_in_parts(grad_out: torch.Tensor, batch: Batch) -> tuple[TensorDescrip
         ragged_descriptor(batch.v, KEYS.value),
         ragged_descriptor(grad_out, HALF.value),
         ragged_descriptor(grad_out, ROWS.value, width=columns),
+    )  # fmt: skip
+
+
+def launch_pairs(
+    kernel: triton.JITFunction, grad_out: torch.Tensor, batch: Batch, config: object,
+    entries: torch.Tensor, adds: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """(dq, dk, dv) by `kernel`, in clusters of two CTAs, for the `entries` of a work list; see
+    `launch_gradients`."""
+    boxes = (HALF.value, None), (KEYS.value, None), (KEYS.value, None)
+    return launch_gradients(
+        kernel, batch, config, loaded_in_parts(grad_out, batch), boxes, (entries,),
+        len(entries) - 1, ctas=CTAS.value, adds=adds,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""GELU and SiLU of a share of the scores by a polynomial: what FMA units take over from MUFU.
+"""GELU and SiLU of a share of the scores by a polynomial on FMA units instead of MUFU.
 
 GELU(x) and SiLU(x) are x / 2 (1 + t(x)), t odd and rising from -1 to 1. The polynomial is t's
 minimax one, odd too, in v = x / (2 LIMIT) clamped to -1/2 .. 1/2, so it has an error bound for
@@ -27,7 +27,7 @@ from gdpa_kernels.gdpa.device.masks import mask_probabilities
 from gdpa_kernels.gdpa.device.probabilities import probabilities
 
 SHARES = (0.125, 0.25, 0.5)
-"""Of the scores of a row, one pair of every eight, four or two."""
+"""Shares of the scores of a row: one pair of every eight, four or two."""
 
 
 class Polynomial(NamedTuple):
@@ -92,7 +92,7 @@ def _steps(name: str, low: str, high: str, one: str, out: str) -> list[str]:
 
 
 def _assembly(name: str, pairs: int) -> str:
-    """PTX of so many pairs of scores, the last by polynomial: outputs x and t, inputs s, linear,
+    """PTX of `pairs` pairs of scores, the last by polynomial: outputs x and t, inputs s, linear,
     cubic, v(1), each of all pairs; for four x $0-3, t $4-7, s $8-15, linear $16-19."""
     lines = [".reg .b32 u;", ".reg .f32 a, b;", ".reg .b64 v, w, t, c;"]
     for pair in range(pairs):
@@ -121,14 +121,14 @@ def assembly(name, share):
 
 @triton.constexpr_function
 def operands(share):
-    """x and t; s; linear and cubic; v(1): kinds of its operands."""
+    """Constraints of the operands of `assembly`: x and t; s; linear and cubic; v(1)."""
     pairs = 2 * round(1 / share)
     return ",".join(["=&r"] * pairs + ["f"] * pairs + ["r"] * pairs + ["f"] * pairs)
 
 
 @triton.constexpr_function
 def scores_at_once(share):
-    """So many scores are one run of it."""
+    """The number of scores that one run of `assembly` computes."""
     return 2 * round(1 / share)
 
 
@@ -145,8 +145,8 @@ def constants(name):
 
 @triton.jit
 def mixed_pairs(s, scale, NAME: tl.constexpr, SHARE: tl.constexpr):
-    """As `activations.tanh_of_pairs`; SHARE of the scores of a row, 0 or one of `SHARES`, by the
-    polynomial."""
+    """(x, t) of `activations.tanh_of_pairs`; SHARE of the scores of a row, 0 or one of `SHARES`, by
+    the polynomial."""
     if SHARE == 0:
         x, t = tanh_of_pairs(s, scale, NAME)
     else:

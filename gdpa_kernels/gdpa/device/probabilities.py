@@ -1,4 +1,4 @@
-"""From scores to probabilities, as the rungs for tensor memory compute them."""
+"""Probabilities from scores, for the rungs with accumulators in tensor memory."""
 
 import triton
 

@@ -1,4 +1,4 @@
-"""Partial results added up: what is not normalised needs no merge."""
+"""Sums of partial results, which without softmax need no rescaling."""
 
 import torch
 import triton
@@ -13,15 +13,15 @@ def sum_kernel(
 ):  # fmt: skip
     """BLOCK elements of the sum of `parts`, at most MOST, of `size` elements each, and of add_ptr's
     unless None."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < size
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = offsets < size
     total = tl.zeros([BLOCK], tl.float32)
     for part in tl.static_range(MOST):
         mask = inside & (part < parts)
-        total += tl.load(parts_ptr + part * size.to(tl.int64) + at, mask=mask, other=0.0)
+        total += tl.load(parts_ptr + part * size.to(tl.int64) + offsets, mask=mask, other=0.0)
     if add_ptr is not None:
-        total += tl.load(add_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=inside)
+        total += tl.load(add_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + offsets, total.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def add_up(parts: torch.Tensor, add_to: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,6 @@
-"""What backward rungs with accumulators in tensor memory share: P and dS of a part of the rows of a
-step, dV and dK out of it; of those with a CTA for a tile of keys the producer, and dQ out of it.
+"""Functions of the backward rungs with accumulators in tensor memory: P and dS of a part of the
+rows of a step, dV and dK out of it; for those with a CTA for a tile of keys also the producer, dQ
+out of it and the launch.
 
 P is over S, and dS over dP where it is in tensor memory too: a role overwrites no scores but its
 own.
@@ -7,6 +8,7 @@ own.
 
 from dataclasses import dataclass
 
+import torch
 import triton
 import triton.language as tl
 import triton.language.extra.tlx as tlx
@@ -15,7 +17,7 @@ from gdpa_kernels.device.ragged import BOUND
 from gdpa_kernels.device.rows import fetch_rows
 from gdpa_kernels.gdpa.batch import Batch
 from gdpa_kernels.gdpa.device.derivatives import mask_slope, times_slope, value_and_factor
-from gdpa_kernels.gdpa.device.gradients import place, steps_of
+from gdpa_kernels.gdpa.device.gradients import head_and_row, launch_gradients, loaded, steps_of
 from gdpa_kernels.gdpa.device.masks import mask_transposed
 from gdpa_kernels.gdpa.device.work_list import count_items, entry
 
@@ -42,7 +44,7 @@ class Config:
 
 
 def default_config(batch: Batch) -> Config:
-    """As many steps as fit in shared memory at head_dim 128."""
+    """Constants with as many steps as fit in shared memory."""
     return Config(q_stages=3, g_stages=2) if batch.head_dim == 64 else Config()
 
 
@@ -64,7 +66,7 @@ class Options:
 
 @triton.jit
 def load(q_desc, k_desc, v_desc, g_desc, q, k, v, g, list_ptr, options):
-    """The producer: of each tile K, the first rows of Q, V, then dO and Q in the order of use."""
+    """The producer: K of a tile, the first rows of Q, V, then dO and Q in the order of use."""
     num_items = count_items(list_ptr)
     phase, count = 0, 0
     for item in tl.range(tl.program_id(0), num_items, tl.num_programs(0)):
@@ -74,23 +76,23 @@ def load(q_desc, k_desc, v_desc, g_desc, q, k, v, g, list_ptr, options):
         tlx.barrier_wait(k.empty[0], phase ^ 1)
         fetch_rows(k_desc, k.buffer[0], k.full[0], start_k, len_k, head_k, key)
         for step in tl.range(0, steps * options.GROUP):
-            head, row = place(step, steps, start, head_k, options.GROUP, ROWS)
-            at = (count + step) % options.Q_STAGES
-            tlx.barrier_wait(q.empty[at], (((count + step) // options.Q_STAGES) & 1) ^ 1)
-            fetch_rows(q_desc, q.buffer[at], q.full[at], start_q, len_q, head, row)
+            head, row = head_and_row(step, steps, start, head_k, options.GROUP, ROWS)
+            stage = (count + step) % options.Q_STAGES
+            tlx.barrier_wait(q.empty[stage], (((count + step) // options.Q_STAGES) & 1) ^ 1)
+            fetch_rows(q_desc, q.buffer[stage], q.full[stage], start_q, len_q, head, row)
             if step == 0:
                 tlx.barrier_wait(v.empty[0], phase ^ 1)
                 fetch_rows(v_desc, v.buffer[0], v.full[0], start_k, len_k, head_k, key)
-            at = (count + step) % options.G_STAGES
-            tlx.barrier_wait(g.empty[at], (((count + step) // options.G_STAGES) & 1) ^ 1)
-            fetch_rows(g_desc, g.buffer[at], g.full[at], start_out, len_q, head, row)
+            stage = (count + step) % options.G_STAGES
+            tlx.barrier_wait(g.empty[stage], (((count + step) // options.G_STAGES) & 1) ^ 1)
+            fetch_rows(g_desc, g.buffer[stage], g.full[stage], start_out, len_q, head, row)
         count += steps * options.GROUP
         phase ^= 1
 
 
 @triton.jit
 def activate(role: tl.constexpr, part: tl.constexpr, s, p, scale, head, row, key, options):
-    """P of a part of a role's rows, [keys, rows], over its S; what dS needs of it."""
+    """Store P of a part of a role's rows, [keys, rows], over its S; return the slope for dS."""
     scores = tlx.local_load(tlx.subslice(s.buffer[0], role * HALF + part * PART, PART))
     y, slope = value_and_factor(scores, scale, head, options.ACTIVATION, options.FOLD)
     y = mask_transposed(y, row + part * PART, key, options.CAUSAL, options.WINDOW)
@@ -100,7 +102,7 @@ def activate(role: tl.constexpr, part: tl.constexpr, s, p, scale, head, row, key
 
 @triton.jit
 def differentiate(role: tl.constexpr, part: tl.constexpr, dp, ds, slope, options):
-    """dS of a part of a role's rows, over its dP."""
+    """Store dS of a part of a role's rows over its dP, and return it."""
     d = tlx.local_load(tlx.subslice(dp.buffer[0], role * HALF + part * PART, PART))
     d = times_slope(d, slope, options.FOLD).to(options.DTYPE)
     tlx.local_store(tlx.subslice(ds.buffer[2 * role], part * PART, PART), d)
@@ -116,8 +118,8 @@ def put_sum(desc, sums, buffer, factor, start, length, head, key):
         here = tlx.local_slice(buffer, [0, part * 64], [KEYS, 64])
         tlx.local_store(here, x.to(tlx.dtype_of(desc)))
     tlx.fence("async_shared")
-    place = [BOUND, start + length, head, BOUND - length + key, 0]
-    tlx.async_descriptor_store(desc, buffer, place)
+    coords = [BOUND, start + length, head, BOUND - length + key, 0]
+    tlx.async_descriptor_store(desc, buffer, coords)
     tlx.async_descriptor_store_wait(0)
 
 
@@ -131,7 +133,7 @@ def output(dq, staging, dq_desc, list_ptr, options):
         _, _, _, start_out, len_q, head_k, key = entry(list_ptr, item)
         start, steps = steps_of(key, len_q, ROWS, KEYS, options)
         for step in tl.range(0, steps * options.GROUP):
-            head, row = place(step, steps, start, head_k, options.GROUP, ROWS)
+            head, row = head_and_row(step, steps, start, head_k, options.GROUP, ROWS)
             tlx.barrier_wait(dq.full[0], (count + step) & 1)
             for part in tl.static_range(PARTS):
                 x = tlx.local_load(tlx.subslice(dq.buffer[0], part * COLUMNS, COLUMNS))
@@ -140,7 +142,18 @@ def output(dq, staging, dq_desc, list_ptr, options):
                 tlx.async_descriptor_store_wait(1)
                 tlx.local_store(staging[part % 2], x)
                 tlx.fence("async_shared")
-                at = [BOUND, start_out + len_q, head, BOUND - len_q + row, part * COLUMNS]
-                tlx.async_descriptor_store(dq_desc, staging[part % 2], at, store_reduce="add")
+                coords = [BOUND, start_out + len_q, head, BOUND - len_q + row, part * COLUMNS]
+                tlx.async_descriptor_store(dq_desc, staging[part % 2], coords, store_reduce="add")
         count += steps * options.GROUP
     tlx.async_descriptor_store_wait(0)
+
+
+def launch_tiles(
+    kernel: triton.JITFunction, grad_out: torch.Tensor, batch: Batch, config: Config,
+    entries: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """(dq, dk, dv) by `kernel`, a CTA for a tile of keys, for the `entries` of a work list; see
+    `launch_gradients`."""
+    boxes = (ROWS.value, COLUMNS.value), (KEYS.value, None), (KEYS.value, None)
+    loads = loaded(grad_out, batch, ROWS.value, KEYS.value)
+    return launch_gradients(kernel, batch, config, loads, boxes, (entries,), len(entries) - 1)

@@ -1,7 +1,5 @@
-"""What backward rungs share whose two consumers own 64 keys of a tile each: loads of the keys of
-both, S, dS in shared memory, a consumer's half of dQ.
-
-The consumer itself is each rung's own.
+"""Functions of the backward rungs whose two consumers own 64 keys of a tile each: loads of the keys
+of both, S, dS in shared memory, a consumer's half of dQ. Each rung has its own consumer.
 """
 
 from dataclasses import dataclass
@@ -51,27 +49,27 @@ def fetch_both(desc, ring, stage, start, length, head, key):
     BYTES: tl.constexpr = TILE * WIDTH * 2
     tlx.barrier_expect_bytes(ring.full[stage], BYTES)
     for role in tl.static_range(MATH_ROLES):
-        place = [BOUND, start + length, head, BOUND - length + key + role * KEYS, 0]
+        coords = [BOUND, start + length, head, BOUND - length + key + role * KEYS, 0]
         buffer = ring.buffer[stage * MATH_ROLES + role]
-        tlx.async_descriptor_load(desc, buffer, place, ring.full[stage])
+        tlx.async_descriptor_load(desc, buffer, coords, ring.full[stage])
 
 
 @triton.jit
 def scores(k, q, count, Q_STAGES: tl.constexpr):
     """S of a step, transposed, in flight."""
-    at = count % Q_STAGES
-    tlx.barrier_wait(q.full[at], (count // Q_STAGES) & 1)
-    return tlx.async_dot(k, tlx.local_trans(q.buffer[at]))
+    stage = count % Q_STAGES
+    tlx.barrier_wait(q.full[stage], (count // Q_STAGES) & 1)
+    return tlx.async_dot(k, tlx.local_trans(q.buffer[stage]))
 
 
 @triton.jit
-def share(ds, own, d, count):
-    """Store dS of a step in `own`, of ds, for both roles to read."""
-    at = count & 1
-    tlx.barrier_wait(ds.empty[at], ((count // 2) & 1) ^ 1)
-    tlx.local_store(own, d)
+def share(ds, ds_tile, d, count):
+    """Store dS of a step in ds_tile, a buffer of ds, for both roles to read."""
+    stage = count & 1
+    tlx.barrier_wait(ds.empty[stage], ((count // 2) & 1) ^ 1)
+    tlx.local_store(ds_tile, d)
     tlx.fence("async_shared")
-    tlx.barrier_arrive(ds.full[at])
+    tlx.barrier_arrive(ds.full[stage])
 
 
 @triton.jit
@@ -79,12 +77,12 @@ def dq_product(role: tl.constexpr, ds, k, k_at, count, options):
     """dS K of a step, in flight: the role's half of the columns, at head_dim 64 of the rows."""
     ROW: tl.constexpr = role * (options.ROWS - 64)
     COLUMN: tl.constexpr = role * (options.HEAD_DIM - 64)
-    at = count & 1
-    tlx.barrier_wait(ds.full[at], (count // 2) & 1)
-    d = tlx.local_slice(ds.buffer[at * MATH_ROLES], [0, ROW], [KEYS, 64])
+    stage = count & 1
+    tlx.barrier_wait(ds.full[stage], (count // 2) & 1)
+    d = tlx.local_slice(ds.buffer[stage * MATH_ROLES], [0, ROW], [KEYS, 64])
     here = tlx.local_slice(k.buffer[k_at], [0, COLUMN], [KEYS, 64])
     dq = tlx.async_dot(tlx.local_trans(d), here)
-    d = tlx.local_slice(ds.buffer[at * MATH_ROLES + 1], [0, ROW], [KEYS, 64])
+    d = tlx.local_slice(ds.buffer[stage * MATH_ROLES + 1], [0, ROW], [KEYS, 64])
     here = tlx.local_slice(k.buffer[k_at + 1], [0, COLUMN], [KEYS, 64])
     return tlx.async_dot(tlx.local_trans(d), here, dq)
 

@@ -26,17 +26,17 @@ WIDTH = tl.constexpr(8)
 
 @triton.jit
 def count_items(list_ptr):
-    """How many entries the list has."""
+    """The number of entries of the list."""
     return tl.load(list_ptr)
 
 
 @triton.jit
 def entry(list_ptr, item):
     """(start_q, start_out, len_q, start_k, len_k, head, first_row) of an entry."""
-    at = list_ptr + (item + 1).to(tl.int64) * WIDTH
+    ptr = list_ptr + (item + 1).to(tl.int64) * WIDTH
     return (
-        tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3), tl.load(at + 4),
-        tl.load(at + 5), tl.load(at + 6),
+        tl.load(ptr), tl.load(ptr + 1), tl.load(ptr + 2), tl.load(ptr + 3), tl.load(ptr + 4),
+        tl.load(ptr + 5), tl.load(ptr + 6),
     )  # fmt: skip
 
 
@@ -48,7 +48,7 @@ def number(list_ptr, item):
 
 @triton.aggregate
 class Items:
-    """What there is to do: `count` pairs of a sequence, in this order, and a key head."""
+    """Work items: `count` pairs of a sequence, in this order, and a key head."""
 
     order_ptr: tl.tensor
     cu_seqlens_q_ptr: tl.tensor
@@ -113,24 +113,24 @@ def work_list_kernel(
     splits=None, piece=None, rows_out=None, NUMBERED: tl.constexpr = False,
     PADDED: tl.constexpr = 1,
 ):  # fmt: skip
-    """Entries of OWN sequences, or pieces of some, at their places in the list.
+    """Writes the entries of OWN sequences, or of pieces of some, to their slots in the list.
 
     Before a sequence come those with more key blocks, and those with as many and a smaller number.
     One with keys has LEAST tiles or more. A `batch` that is a multiple of 16 makes loads wide, so
     it is specialized.
     """
-    mine = tl.program_id(0) * OWN + tl.arange(0, OWN)
+    index = tl.program_id(0) * OWN + tl.arange(0, OWN)
     start_q, start_out, rows, start_k, keys = sequences(
-        cu_seqlens_q_ptr, cu_seqlens_k_ptr, mine, batch, max_seqlen_q, splits, piece, rows_out,
+        cu_seqlens_q_ptr, cu_seqlens_k_ptr, index, batch, max_seqlen_q, splits, piece, rows_out,
         PADDED,
     )  # fmt: skip
     cost = tl.cdiv(keys, BLOCK_N)
     tiles = tl.maximum(tl.cdiv(rows, rows_per_item), tl.minimum(cost, LEAST))
-    before = tl.zeros([OWN], tl.int32)
+    preceding = tl.zeros([OWN], tl.int32)
     total = 0
-    listed, whose = batch, mine
+    listed, whose = batch, index
     if splits is not None:
-        listed, whose = batch * splits, mine // splits
+        listed, whose = batch * splits, index // splits
     for first in tl.range(0, listed, OTHERS):
         others = first + tl.arange(0, OTHERS)
         _, _, their_rows, _, their_keys = sequences(
@@ -142,31 +142,31 @@ def work_list_kernel(
         their_tiles = tl.maximum(their_tiles, tl.minimum(their_cost, LEAST))
         total += tl.sum(their_tiles)
         more = their_cost[None, :] > cost[:, None]
-        equal = (their_cost[None, :] == cost[:, None]) & (others[None, :] < mine[:, None])
-        before += tl.sum(tl.where(more | equal, their_tiles[None, :], 0), 1)
+        equal = (their_cost[None, :] == cost[:, None]) & (others[None, :] < index[:, None])
+        preceding += tl.sum(tl.where(more | equal, their_tiles[None, :], 0), 1)
     count = total * NUM_HEADS
     if tl.program_id(0) == 0:
         tl.store(list_ptr, count)
 
     for first in tl.range(0, max_entries, ENTRIES):
         local = first + tl.arange(0, ENTRIES)[None, :]
-        position = before[:, None] * NUM_HEADS + local
+        position = preceding[:, None] * NUM_HEADS + local
         row = position // num_programs
         row_start = row * num_programs
         mirrored = row_start + tl.minimum(row_start + num_programs, count) - 1 - position
-        place = tl.where(row % 2 == 1, mirrored, position)
-        own = tl.maximum(tiles, 1)[:, None]
+        slot = tl.where(row % 2 == 1, mirrored, position)
+        tiles_per_head = tl.maximum(tiles, 1)[:, None]
         valid = local < (tiles * NUM_HEADS)[:, None]
-        at = list_ptr + (place + 1).to(tl.int64) * WIDTH
-        tl.store(at, tl.broadcast_to(start_q[:, None], at.shape), mask=valid)
-        tl.store(at + 1, tl.broadcast_to(start_out[:, None], at.shape), mask=valid)
-        tl.store(at + 2, tl.broadcast_to(rows[:, None], at.shape), mask=valid)
-        tl.store(at + 3, tl.broadcast_to(start_k[:, None], at.shape), mask=valid)
-        tl.store(at + 4, tl.broadcast_to(keys[:, None], at.shape), mask=valid)
-        tl.store(at + 5, local // own, mask=valid)
-        tl.store(at + 6, local % own * rows_per_item, mask=valid)
+        ptrs = list_ptr + (slot + 1).to(tl.int64) * WIDTH
+        tl.store(ptrs, tl.broadcast_to(start_q[:, None], ptrs.shape), mask=valid)
+        tl.store(ptrs + 1, tl.broadcast_to(start_out[:, None], ptrs.shape), mask=valid)
+        tl.store(ptrs + 2, tl.broadcast_to(rows[:, None], ptrs.shape), mask=valid)
+        tl.store(ptrs + 3, tl.broadcast_to(start_k[:, None], ptrs.shape), mask=valid)
+        tl.store(ptrs + 4, tl.broadcast_to(keys[:, None], ptrs.shape), mask=valid)
+        tl.store(ptrs + 5, local // tiles_per_head, mask=valid)
+        tl.store(ptrs + 6, local % tiles_per_head * rows_per_item, mask=valid)
         if NUMBERED:
-            tl.store(at + 7, tl.broadcast_to(whose[:, None], at.shape), mask=valid)
+            tl.store(ptrs + 7, tl.broadcast_to(whose[:, None], ptrs.shape), mask=valid)
 
 
 @dataclass(frozen=True)
@@ -210,14 +210,14 @@ class WorkList(Recipe):
                 cu_seqlens_q = starts * self.rows_of_q
             offsets = cu_seqlens_k, cu_seqlens_q
         entries = torch.empty(1 + capacity, WIDTH.value, dtype=torch.int32, device=device)
-        own = 4
+        chunk = 4
         cut = {"splits": splits, "piece": piece, "rows_out": rows} if splits > 1 else {}
         most = max(cdiv(self.max_seqlen, self.rows_per_item), self.least) * self.num_heads
         launch(
-            work_list_kernel, (cdiv(batch * splits, own),), device,
+            work_list_kernel, (cdiv(batch * splits, chunk),), device,
             *offsets, entries, batch, self.max_seqlen, self.rows_per_item,
             most, self.num_programs, NUM_HEADS=self.num_heads, BLOCK_N=self.block_n,
-            LEAST=self.least, OWN=own, OTHERS=2048, ENTRIES=16, **cut, NUMBERED=self.numbered,
+            LEAST=self.least, OWN=chunk, OTHERS=2048, ENTRIES=16, **cut, NUMBERED=self.numbered,
             PADDED=self.padded, num_warps=4,
         )  # fmt: skip
         return (entries,)
@@ -225,22 +225,24 @@ class WorkList(Recipe):
 
 @triton.jit
 def order_kernel(cu_seqlens_ptr, order_ptr, batch, OWN: tl.constexpr, OTHERS: tl.constexpr):
-    """The places of OWN sequences: after those with more rows, and those with as many and a smaller
-    number."""
-    mine = tl.program_id(0) * OWN + tl.arange(0, OWN)
-    at = cu_seqlens_ptr + mine
-    rows = tl.load(at + 1, mask=mine < batch, other=0) - tl.load(at, mask=mine < batch, other=0)
-    place = tl.zeros([OWN], tl.int32)
+    """Writes OWN sequences to their slots: after those with more rows, and those with as many and a
+    smaller number."""
+    index = tl.program_id(0) * OWN + tl.arange(0, OWN)
+    offsets = cu_seqlens_ptr + index
+    rows = tl.load(offsets + 1, mask=index < batch, other=0) - tl.load(
+        offsets, mask=index < batch, other=0
+    )
+    rank = tl.zeros([OWN], tl.int32)
     for first in tl.range(0, batch, OTHERS):
         others = first + tl.arange(0, OTHERS)
         inside = others < batch
-        their_at = cu_seqlens_ptr + others
-        theirs = tl.load(their_at + 1, mask=inside, other=0)
-        theirs -= tl.load(their_at, mask=inside, other=0)
-        equal = (theirs[None, :] == rows[:, None]) & (others[None, :] < mine[:, None])
+        their_offsets = cu_seqlens_ptr + others
+        theirs = tl.load(their_offsets + 1, mask=inside, other=0)
+        theirs -= tl.load(their_offsets, mask=inside, other=0)
+        equal = (theirs[None, :] == rows[:, None]) & (others[None, :] < index[:, None])
         sooner = (theirs[None, :] > rows[:, None]) | equal
-        place += tl.sum((sooner & inside[None, :]).to(tl.int32), 1)
-    tl.store(order_ptr + place, mine, mask=mine < batch)
+        rank += tl.sum((sooner & inside[None, :]).to(tl.int32), 1)
+    tl.store(order_ptr + rank, index, mask=index < batch)
 
 
 @dataclass(frozen=True)
@@ -251,10 +253,10 @@ class LongestFirst(Recipe):
         """(order,), int32 `[sequences]`."""
         sequences, device = cu_seqlens_q.numel() - 1, cu_seqlens_q.device
         order = torch.empty(sequences, dtype=torch.int32, device=device)
-        own = 4
+        chunk = 4
         launch(
-            order_kernel, (cdiv(sequences, own),), device,
-            cu_seqlens_q, order, sequences, OWN=own, OTHERS=2048, num_warps=4,
+            order_kernel, (cdiv(sequences, chunk),), device,
+            cu_seqlens_q, order, sequences, OWN=chunk, OTHERS=2048, num_warps=4,
         )  # fmt: skip
         return (order,)
 

@@ -5,24 +5,35 @@ the MMAs have a role of their own. A step has 128 rows, 64 for each consumer, in
 stored over S, where P^T dO reads it; dS goes to shared memory, where dK and dQ read it. So dP's
 columns are free for dQ, which a fourth role takes out and adds to memory.
 
-Why it should help: a step's five MMAs take 2,560 clocks at head_dim 128. Beside S runs the dS of
-the step before, beside dQ, dK and dP the activation, beside dK the way of dQ out of TMEM.
+Why it should help: the five MMAs of a step take 2,560 clocks at head_dim 128. The dS of the step
+before is overlapped with S, the activation with dQ, dK and dP, and the way of dQ out of TMEM with
+dK. Why it may not: shared memory serves all five MMAs, and dS is both stored to it and read twice.
 
-| role      | warps | registers | work                                                         |
-|-----------|-------|-----------|--------------------------------------------------------------|
-| output    | 4     | the rest  | dQ of a step: TMEM, staging, TMA reduce-add                  |
-| math (2)  | 4     | 152       | P and dS of 64 rows; at the end of a tile, one dV, one dK    |
-| load, mma | 1     | 48        | TMA loads; all MMAs                                          |
+| role      | warps | registers | work                                                      |
+|-----------|-------|-----------|-----------------------------------------------------------|
+| output    | 4     | the rest  | dQ of a step: TMEM, staging, TMA reduce-add               |
+| math (2)  | 4     | 152       | P and dS of 64 rows; at the end of a tile, one dV, one dK |
+| load, mma | 1     | 48        | TMA loads; all MMAs                                       |
 
-| barrier                | arrivals            | filled by -> drained by                         |
-|------------------------|---------------------|-------------------------------------------------|
-| k., v., q., g.full     | 1 and bytes         | TMA of a tile's K, V, a step's Q, dO -> mma     |
-| k., q., g.empty        | 1 (commit)          | the tile's last dQ; the step's dK; dV -> load   |
-| v.empty                | 256 threads, 1 each | math, dV and dK are stored -> load              |
-| s., dp., dq.full, sums | 1 (commit)          | S, dP -> math; dQ -> output; dV and dK -> math  |
-| p.full, ds.full        | 256 threads, 1 each | math, P, dS is stored -> mma                    |
-| dq.empty               | 128 threads, 1 each | output, dQ is in registers -> mma, the next dP  |
-TMEM: S 0-127, P 0-31 and 64-95; dP, then dQ 128-255; dV, dK. Needs: sm_100, and what v4 needs.
+| barrier        | arrivals    | filled by -> drained by                               |
+|----------------|-------------|-------------------------------------------------------|
+| k.full         | 1 and bytes | TMA load of a tile's K -> mma                         |
+| k.empty        | 1 (commit)  | the tile's last dQ and dK -> load                     |
+| v.full         | 1 and bytes | TMA load of a tile's V -> mma                         |
+| v.empty        | 256 threads | both math roles, dV and dK are stored -> load         |
+| q.full[stage]  | 1 and bytes | TMA load of a step's Q -> mma                         |
+| q.empty[stage] | 1 (commit)  | the step's dK -> load                                 |
+| g.full[stage]  | 1 and bytes | TMA load of a step's dO -> mma                        |
+| g.empty[stage] | 1 (commit)  | the step's dV -> load                                 |
+| s.full         | 1 (commit)  | S -> both math roles                                  |
+| p.full         | 256 threads | both math roles, P is stored and S was read -> mma    |
+| dp.full        | 1 (commit)  | dP -> both math roles                                 |
+| ds.full        | 256 threads | both math roles, dS is stored and dP was read -> mma  |
+| dq.full        | 1 (commit)  | dQ -> output                                          |
+| dq.empty       | 128 threads | output, dQ is in registers -> mma, the next dP        |
+| sums_full      | 1 (commit)  | the tile's last MMA -> both math roles, for dV and dK |
+
+TMEM: S 0-127, P 0-31 and 64-95; dP, then dQ 128-255; dV, dK.
 """
 
 import torch
@@ -30,11 +41,16 @@ import triton
 import triton.language as tl
 import triton.language.extra.tlx as tlx
 
-from gdpa_kernels.device.groups import Handover, Ring, ring
-from gdpa_kernels.device.rows import opaque_zero
+from gdpa_kernels.device.groups import OneWay, Ring, ring
+from gdpa_kernels.device.rows import keep_runtime
 from gdpa_kernels.gdpa.batch import Batch, Schedule
 from gdpa_kernels.gdpa.device.derivatives import times_slope
-from gdpa_kernels.gdpa.device.gradients import Gradients, launch_gradients, loaded, place, steps_of
+from gdpa_kernels.gdpa.device.gradients import (
+    Gradients,
+    head_and_row,
+    steps_of,
+    sums_commute,
+)
 from gdpa_kernels.gdpa.device.tensor_memory import (
     COLUMNS,
     HALF,
@@ -46,6 +62,7 @@ from gdpa_kernels.gdpa.device.tensor_memory import (
     Options,
     activate,
     default_config,
+    launch_tiles,
     load,
     output,
     put_sum,
@@ -54,8 +71,8 @@ from gdpa_kernels.gdpa.device.work_list import WorkList, count_items, entry, lis
 
 
 def is_deterministic(batch: Batch) -> bool:
-    """Two additions to zero commute; with a third their order shows. A tile of keys makes one."""
-    return batch.max_seqlen_k <= 2 * KEYS.value and not batch.shared_q
+    """True with at most two tiles of keys; see `sums_commute`."""
+    return sums_commute(batch, KEYS.value)
 
 
 def plan_schedule(batch: Batch, config: Config) -> WorkList:
@@ -65,12 +82,12 @@ def plan_schedule(batch: Batch, config: Config) -> WorkList:
 
 @triton.jit
 def from_ds(q, k, ds, dk, dq, count, use_acc, zero, options):
-    """dQ of a step, then dK: both read its dS. `zero`: `opaque_zero`."""
-    at = count % options.Q_STAGES
+    """dQ of a step, then dK: both read its dS. `zero`: `keep_runtime`."""
+    stage = count % options.Q_STAGES
     tlx.barrier_wait(ds.full[0], count & 1)
     d = tlx.local_trans(ds.buffer[zero])
     tlx.async_dot(d, k.buffer[zero], dq.buffer[0], use_acc=False, mBarriers=[dq.full[0]])
-    tlx.async_dot(ds.buffer[zero], q.buffer[at], dk, use_acc=use_acc, mBarriers=[q.empty[at]])
+    tlx.async_dot(ds.buffer[zero], q.buffer[stage], dk, use_acc=use_acc, mBarriers=[q.empty[stage]])
 
 
 @triton.jit
@@ -86,26 +103,26 @@ def mma(q, k, v, g, s, p, dp, ds, dv, dk, dq, sums_full, list_ptr, options):
         tlx.barrier_wait(k.full[0], phase)
         for step in tl.range(0, steps * options.GROUP, num_stages=0):
             now = count + step
-            zero = opaque_zero(step)
-            at = now % options.Q_STAGES
-            tlx.barrier_wait(q.full[at], (now // options.Q_STAGES) & 1)
-            keys, rows = k.buffer[zero], tlx.local_trans(q.buffer[at])
+            zero = keep_runtime(step)
+            stage = now % options.Q_STAGES
+            tlx.barrier_wait(q.full[stage], (now // options.Q_STAGES) & 1)
+            keys, rows = k.buffer[zero], tlx.local_trans(q.buffer[stage])
             tlx.async_dot(keys, rows, s.buffer[0], use_acc=False, mBarriers=[s.full[0]])
             if step == 0:
                 tlx.barrier_wait(v.full[0], phase)
             else:
                 from_ds(q, k, ds, dk, dq, now - 1, step > 1, zero, options)
-            at = now % options.G_STAGES + zero
-            tlx.barrier_wait(g.full[at], (now // options.G_STAGES) & 1)
+            stage = now % options.G_STAGES + zero
+            tlx.barrier_wait(g.full[stage], (now // options.G_STAGES) & 1)
             tlx.barrier_wait(dq.empty[0], (now & 1) ^ 1)
-            keys, rows = v.buffer[zero], tlx.local_trans(g.buffer[at])
+            keys, rows = v.buffer[zero], tlx.local_trans(g.buffer[stage])
             tlx.async_dot(keys, rows, dp.buffer[0], use_acc=False, mBarriers=[dp.full[0]])
             tlx.barrier_wait(p.full[0], now & 1)
             for half in tl.static_range(MATH_ROLES):
-                rows = tlx.local_slice(g.buffer[at], [half * HALF, 0], [HALF, HEAD_DIM])
+                rows = tlx.local_slice(g.buffer[stage], [half * HALF, 0], [HALF, HEAD_DIM])
                 add = (step > 0) | (half > 0)
                 tlx.async_dot(p.buffer[2 * half], rows, dv, use_acc=add, force_async=True)
-            tlx.tcgen05_commit(g.empty[at])
+            tlx.tcgen05_commit(g.empty[stage])
         count += steps * options.GROUP
         from_ds(q, k, ds, dk, dq, count - 1, steps * options.GROUP > 1, 0, options)
         tlx.tcgen05_commit(k.empty[0])
@@ -127,14 +144,14 @@ def math(
     role: tl.constexpr, v, s, p, dp, ds, dv, dk, staged, sums_full, gradients, list_ptr, scale,
     output_scale, options,
 ):  # fmt: skip
-    """A consumer: 64 rows of every step; of a tile dV, or dK."""
+    """A consumer: 64 rows of every step, and dV or dK of a tile."""
     num_items = count_items(list_ptr)
     phase, count = 0, 0
     for item in tl.range(tl.program_id(0), num_items, tl.num_programs(0)):
         start_k, _, len_k, _, len_q, head_k, key = entry(list_ptr, item)
         start, steps = steps_of(key, len_q, ROWS, KEYS, options)
         for step in tl.range(0, steps * options.GROUP):
-            head, row = place(step, steps, start, head_k, options.GROUP, ROWS)
+            head, row = head_and_row(step, steps, start, head_k, options.GROUP, ROWS)
             row += role * HALF
             tlx.barrier_wait(s.full[0], (count + step) & 1)
             slope = activate(role, 0, s, p, scale, head, row, key, options)
@@ -187,10 +204,10 @@ def backward_kernel(
     k = Ring(k, tlx.alloc_barriers(1), tlx.alloc_barriers(1), 1)
     v = ring(v, 1, MATH_ROLES)
     g = Ring(g, tlx.alloc_barriers(G_STAGES), tlx.alloc_barriers(G_STAGES), G_STAGES)
-    s = Handover(s, tlx.alloc_barriers(1))
-    p = Handover(p, tlx.alloc_warp_barrier(1, 4, MATH_ROLES))
-    dp = Handover(dp, tlx.alloc_barriers(1))
-    ds = Handover(ds, tlx.alloc_warp_barrier(1, 4, MATH_ROLES))
+    s = OneWay(s, tlx.alloc_barriers(1))
+    p = OneWay(p, tlx.alloc_warp_barrier(1, 4, MATH_ROLES))
+    dp = OneWay(dp, tlx.alloc_barriers(1))
+    ds = OneWay(ds, tlx.alloc_warp_barrier(1, 4, MATH_ROLES))
     dq = ring(dq, 1)
     sums_full = tlx.alloc_barriers(1)
     gradients = Gradients(dq_desc, dk_desc, dv_desc)
@@ -223,8 +240,4 @@ def backward(
     """
     config = config or default_config(batch)
     (entries,) = schedule or plan_schedule(batch, config).make(*batch.offsets)
-    boxes = (ROWS.value, COLUMNS.value), (KEYS.value, None), (KEYS.value, None)
-    loads = loaded(grad_out, batch, ROWS.value, KEYS.value)
-    return launch_gradients(
-        backward_kernel, batch, config, loads, boxes, (entries,), len(entries) - 1
-    )
+    return launch_tiles(backward_kernel, grad_out, batch, config, entries)

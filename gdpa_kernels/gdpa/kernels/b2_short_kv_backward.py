@@ -1,26 +1,43 @@
 """b2, backward for short K and V: two CTAs own all keys and exchange halves of dQ; written once.
 
 Changes from b1_tensor_memory_backward: a cluster of two CTAs takes all keys, up to 256, of a
-(sequence, key head), 128 each, while Q and dO stream by, as in v5. Each computes dQ of its keys,
-sends one half of the columns to the other CTA and adds what arrives to the other half. So dQ is
-complete where it is added: no fp32 sum in memory, no zero fill, no rounding kernel; deterministic.
+(sequence, key head), 128 each, while Q and dO stream by, as in v5_short_kv_backward. Each computes
+dQ of its keys, sends one half of the columns to the other CTA and adds what arrives to the other
+half. So dQ is complete where it is added: no fp32 sum in memory, no zero fill, no rounding kernel;
+deterministic.
 
 Why it should help, in bytes for a row of head_dim 128: b1 reads 512, fills 512 with zeros, adds 512
-twice at 256 keys, reads them again and writes 256. Here 512 are read and 256 written. Half of dQ in
-fp32 is 32 KB a step, as is dS in bf16, which v5 exchanges; but with dS would come half of the
-peer's K, 16 KB, and there are 3 left.
+twice at 256 keys, reads them again and writes 256. Here 512 are read and 256 written.
+Why it may not: half of dQ in fp32 is 32 KB a step, as much as dS in bf16, which v5 exchanges; but
+an exchange of dS needs half of the peer's K too, 16 KB, and 3 KB are left.
 
-| role      | warps | registers | work                                                         |
-|-----------|-------|-----------|--------------------------------------------------------------|
-| output    | 4     | the rest  | half of dQ to the peer, half with the peer's to memory       |
-| others    |       |           | as in b1, of an item in place of a tile                      |
+| role      | warps | registers | work                                                       |
+|-----------|-------|-----------|------------------------------------------------------------|
+| output    | 4     | the rest  | half of dQ to the peer, half with the peer's to memory     |
+| math (2)  | 4     | 152       | P and dS of 64 rows; at the end of an item, one dV, one dK |
+| load, mma | 1     | 48        | TMA loads; all MMAs of this CTA                            |
 
-| barrier     | arrivals    | filled by -> drained by                                           |
-|-------------|-------------|-------------------------------------------------------------------|
-| inbox.full  | 1 and bytes | the peer's half of dQ -> output                                   |
-| inbox.empty | 1           | the peer's output, its inbox was stored -> output                 |
+| barrier        | arrivals    | filled by -> drained by                               |
+|----------------|-------------|-------------------------------------------------------|
+| k.full         | 1 and bytes | TMA load of this CTA's K of an item -> mma            |
+| k.empty        | 1 (commit)  | the item's last dQ and dK -> load                     |
+| v.full         | 1 and bytes | TMA load of this CTA's V of an item -> mma            |
+| v.empty        | 256 threads | both math roles, dV and dK are stored -> load         |
+| q.full[stage]  | 1 and bytes | TMA load of a step's Q -> mma                         |
+| q.empty[stage] | 1 (commit)  | the step's dK -> load                                 |
+| g.full[stage]  | 1 and bytes | TMA load of a step's dO -> mma                        |
+| g.empty[stage] | 1 (commit)  | the step's dV -> load                                 |
+| s.full         | 1 (commit)  | S -> both math roles                                  |
+| p.full         | 256 threads | both math roles, P is stored and S was read -> mma    |
+| dp.full        | 1 (commit)  | dP -> both math roles                                 |
+| ds.full        | 256 threads | both math roles, dS is stored and dP was read -> mma  |
+| dq.full        | 1 (commit)  | dQ of this CTA's keys -> output                       |
+| dq.empty       | 128 threads | output, dQ is in registers -> mma, the next dP        |
+| inbox.full     | 1 and bytes | the peer's output, its half of dQ -> output           |
+| inbox.empty    | 1           | the peer's output, its inbox is stored -> output      |
+| sums_full      | 1 (commit)  | the item's last MMA -> both math roles, for dV and dK |
 
-The others are b1's. Needs: as b1, a max_seqlen_k of at most 256, a q of every sequence's own.
+TMEM: S 0-127, P 0-31 and 64-95; dP, then dQ 128-255; dV, dK.
 """
 
 import torch
@@ -28,16 +45,16 @@ import triton
 import triton.language as tl
 import triton.language.extra.tlx as tlx
 
-from gdpa_kernels.device.groups import Handover, Ring, ring
+from gdpa_kernels.device.groups import OneWay, Ring, ring
 from gdpa_kernels.device.ragged import BOUND
-from gdpa_kernels.device.rows import fetch_rows, opaque_zero
+from gdpa_kernels.device.rows import fetch_rows, keep_runtime
 from gdpa_kernels.gdpa.batch import Batch, Schedule
 from gdpa_kernels.gdpa.device.derivatives import times_slope
 from gdpa_kernels.gdpa.device.gradients import (
     Gradients,
+    head_and_row,
     launch_gradients,
     loaded,
-    place,
     requires_few_keys,
 )
 from gdpa_kernels.gdpa.device.tensor_memory import (
@@ -58,7 +75,7 @@ MOST_KEYS = KEYS.value * CTAS.value
 
 
 def requires(batch: Batch) -> str | None:
-    """What this rung needs besides what its tensors say, and does not get, or None."""
+    """The reason why this rung cannot take a call, beyond `Requires`; None if it can."""
     return requires_few_keys(batch, MOST_KEYS)
 
 
@@ -84,14 +101,14 @@ class Options:
 
 @triton.jit
 def steps_of(len_q):
-    """Steps of one head, at least one. All rows are walked, whether or not a key is seen by them:
-    their dQ is written here."""
+    """Steps of one head, at least one, over all rows, seen by a key or not: their dQ is written
+    here."""
     return tl.maximum(tl.cdiv(len_q, ROWS), 1)
 
 
 @triton.jit
 def load(q_desc, k_desc, v_desc, g_desc, q, k, v, g, items, options):
-    """The producer: of each tile K, the first rows of Q, V, then dO and Q in the order of use."""
+    """The producer: K of an item, the first rows of Q, V, then dO and Q in the order of use."""
     clusters = tl.num_programs(0) // CTAS
     key = tlx.cluster_cta_rank() * KEYS
     phase, count = 0, 0
@@ -101,28 +118,28 @@ def load(q_desc, k_desc, v_desc, g_desc, q, k, v, g, items, options):
         tlx.barrier_wait(k.empty[0], phase ^ 1)
         fetch_rows(k_desc, k.buffer[0], k.full[0], start_k, len_k, head_k, key)
         for step in tl.range(0, steps * options.GROUP):
-            head, row = place(step, steps, 0, head_k, options.GROUP, ROWS)
-            at = (count + step) % options.Q_STAGES
-            tlx.barrier_wait(q.empty[at], (((count + step) // options.Q_STAGES) & 1) ^ 1)
-            fetch_rows(q_desc, q.buffer[at], q.full[at], start_q, len_q, head, row)
+            head, row = head_and_row(step, steps, 0, head_k, options.GROUP, ROWS)
+            stage = (count + step) % options.Q_STAGES
+            tlx.barrier_wait(q.empty[stage], (((count + step) // options.Q_STAGES) & 1) ^ 1)
+            fetch_rows(q_desc, q.buffer[stage], q.full[stage], start_q, len_q, head, row)
             if step == 0:
                 tlx.barrier_wait(v.empty[0], phase ^ 1)
                 fetch_rows(v_desc, v.buffer[0], v.full[0], start_k, len_k, head_k, key)
-            at = (count + step) % options.G_STAGES
-            tlx.barrier_wait(g.empty[at], (((count + step) // options.G_STAGES) & 1) ^ 1)
-            fetch_rows(g_desc, g.buffer[at], g.full[at], start_q, len_q, head, row)
+            stage = (count + step) % options.G_STAGES
+            tlx.barrier_wait(g.empty[stage], (((count + step) // options.G_STAGES) & 1) ^ 1)
+            fetch_rows(g_desc, g.buffer[stage], g.full[stage], start_q, len_q, head, row)
         count += steps * options.GROUP
         phase ^= 1
 
 
 @triton.jit
 def from_ds(q, k, ds, dk, dq, count, use_acc, zero, options):
-    """dQ of a step, then dK: both read its dS. `zero`: `opaque_zero`."""
-    at = count % options.Q_STAGES
+    """dQ of a step, then dK: both read its dS. `zero`: `keep_runtime`."""
+    stage = count % options.Q_STAGES
     tlx.barrier_wait(ds.full[0], count & 1)
     d = tlx.local_trans(ds.buffer[zero])
     tlx.async_dot(d, k.buffer[zero], dq.buffer[0], use_acc=False, mBarriers=[dq.full[0]])
-    tlx.async_dot(ds.buffer[zero], q.buffer[at], dk, use_acc=use_acc, mBarriers=[q.empty[at]])
+    tlx.async_dot(ds.buffer[zero], q.buffer[stage], dk, use_acc=use_acc, mBarriers=[q.empty[stage]])
 
 
 @triton.jit
@@ -138,26 +155,26 @@ def mma(q, k, v, g, s, p, dp, ds, dv, dk, dq, sums_full, items, options):
         tlx.barrier_wait(k.full[0], phase)
         for step in tl.range(0, steps * options.GROUP, num_stages=0):
             now = count + step
-            zero = opaque_zero(step)
-            at = now % options.Q_STAGES
-            tlx.barrier_wait(q.full[at], (now // options.Q_STAGES) & 1)
-            keys, rows = k.buffer[zero], tlx.local_trans(q.buffer[at])
+            zero = keep_runtime(step)
+            stage = now % options.Q_STAGES
+            tlx.barrier_wait(q.full[stage], (now // options.Q_STAGES) & 1)
+            keys, rows = k.buffer[zero], tlx.local_trans(q.buffer[stage])
             tlx.async_dot(keys, rows, s.buffer[0], use_acc=False, mBarriers=[s.full[0]])
             if step == 0:
                 tlx.barrier_wait(v.full[0], phase)
             else:
                 from_ds(q, k, ds, dk, dq, now - 1, step > 1, zero, options)
-            at = now % options.G_STAGES + zero
-            tlx.barrier_wait(g.full[at], (now // options.G_STAGES) & 1)
+            stage = now % options.G_STAGES + zero
+            tlx.barrier_wait(g.full[stage], (now // options.G_STAGES) & 1)
             tlx.barrier_wait(dq.empty[0], (now & 1) ^ 1)
-            keys, rows = v.buffer[zero], tlx.local_trans(g.buffer[at])
+            keys, rows = v.buffer[zero], tlx.local_trans(g.buffer[stage])
             tlx.async_dot(keys, rows, dp.buffer[0], use_acc=False, mBarriers=[dp.full[0]])
             tlx.barrier_wait(p.full[0], now & 1)
             for half in tl.static_range(MATH_ROLES):
-                rows = tlx.local_slice(g.buffer[at], [half * HALF, 0], [HALF, HEAD_DIM])
+                rows = tlx.local_slice(g.buffer[stage], [half * HALF, 0], [HALF, HEAD_DIM])
                 add = (step > 0) | (half > 0)
                 tlx.async_dot(p.buffer[2 * half], rows, dv, use_acc=add, force_async=True)
-            tlx.tcgen05_commit(g.empty[at])
+            tlx.tcgen05_commit(g.empty[stage])
         count += steps * options.GROUP
         from_ds(q, k, ds, dk, dq, count - 1, steps * options.GROUP > 1, 0, options)
         tlx.tcgen05_commit(k.empty[0])
@@ -179,7 +196,7 @@ def math(
     role: tl.constexpr, v, s, p, dp, ds, dv, dk, staged, sums_full, gradients, items, scale,
     output_scale, options,
 ):  # fmt: skip
-    """A consumer: 64 rows of every step; of a tile dV, or dK."""
+    """A consumer: 64 rows of every step, and dV or dK of an item."""
     clusters = tl.num_programs(0) // CTAS
     key = tlx.cluster_cta_rank() * KEYS
     phase, count = 0, 0
@@ -187,7 +204,7 @@ def math(
         _, len_q, start_k, len_k, head_k = sequence_and_head(items, item)
         steps = steps_of(len_q)
         for step in tl.range(0, steps * options.GROUP):
-            head, row = place(step, steps, 0, head_k, options.GROUP, ROWS)
+            head, row = head_and_row(step, steps, 0, head_k, options.GROUP, ROWS)
             row += role * HALF
             tlx.barrier_wait(s.full[0], (count + step) & 1)
             slope = activate(role, 0, s, p, scale, head, row, key, options)
@@ -222,20 +239,20 @@ def output(dq, halves, inbox, staged, dq_desc, items, factor, options):
         steps = steps_of(len_q)
         for step in tl.range(0, steps * options.GROUP):
             now = (count + step) & 1
-            head, row = place(step, steps, 0, head_k, options.GROUP, ROWS)
+            head, row = head_and_row(step, steps, 0, head_k, options.GROUP, ROWS)
             tlx.barrier_expect_bytes(inbox.full[0], ROWS * WIDTH * 4)
             tlx.barrier_wait(dq.full[0], now)
             tlx.barrier_wait(inbox.empty[0], now ^ 1)
-            theirs = tlx.local_load(halves[1 - rank])
-            tlx.async_remote_shmem_store(inbox.buffer[0], theirs, 1 - rank, inbox.full[0])
-            own = tlx.local_load(halves[rank])
+            peer_half = tlx.local_load(halves[1 - rank])
+            tlx.async_remote_shmem_store(inbox.buffer[0], peer_half, 1 - rank, inbox.full[0])
+            local_half = tlx.local_load(halves[rank])
             tlx.barrier_arrive(dq.empty[0])
             tlx.barrier_wait(inbox.full[0], now)
-            own = (own + tlx.local_load(inbox.buffer[0])) * factor
-            tlx.local_store(staged, own.to(options.DTYPE))
+            local_half = (local_half + tlx.local_load(inbox.buffer[0])) * factor
+            tlx.local_store(staged, local_half.to(options.DTYPE))
             tlx.fence("async_shared")
-            at = [BOUND, start_q + len_q, head, BOUND - len_q + row, rank * WIDTH]
-            tlx.async_descriptor_store(dq_desc, staged, at)
+            coords = [BOUND, start_q + len_q, head, BOUND - len_q + row, rank * WIDTH]
+            tlx.async_descriptor_store(dq_desc, staged, coords)
             tlx.async_descriptor_store_wait(0)
             tlx.barrier_arrive(inbox.empty[0], 1, remote_cta_rank=1 - rank)
         count += steps * options.GROUP
@@ -276,10 +293,10 @@ def backward_kernel(
     k = Ring(k, tlx.alloc_barriers(1), tlx.alloc_barriers(1), 1)
     v = ring(v, 1, MATH_ROLES)
     g = Ring(g, tlx.alloc_barriers(G_STAGES), tlx.alloc_barriers(G_STAGES), G_STAGES)
-    s = Handover(s, tlx.alloc_barriers(1))
-    p = Handover(p, tlx.alloc_warp_barrier(1, 4, MATH_ROLES))
-    dp = Handover(dp, tlx.alloc_barriers(1))
-    ds = Handover(ds, tlx.alloc_warp_barrier(1, 4, MATH_ROLES))
+    s = OneWay(s, tlx.alloc_barriers(1))
+    p = OneWay(p, tlx.alloc_warp_barrier(1, 4, MATH_ROLES))
+    dp = OneWay(dp, tlx.alloc_barriers(1))
+    ds = OneWay(ds, tlx.alloc_warp_barrier(1, 4, MATH_ROLES))
     dq = ring(dq, 1)
     inbox = Ring(inbox, tlx.alloc_barriers(1), tlx.alloc_barriers(1), 1)
     sums_full = tlx.alloc_barriers(1)

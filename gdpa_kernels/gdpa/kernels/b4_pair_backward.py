@@ -3,26 +3,48 @@
 Changes from b3_dk_first_backward: an item has 256 keys, 128 in each CTA, and all MMAs are of the
 pair. S, dP, dV and dK read half of Q and dO from each CTA, S and dP half of the rows, dV and dK
 half of the columns. dQ has 64 rows in each CTA: a math role's dS goes to the CTA that has its rows.
-dP comes before dV again, since dQ leaves sooner. Why it should help: 2,816 clocks of the port a
-step for 3,840, half of dQ's additions. Why it may not: the rate of 64 rows; waits for the peer.
+dP comes before dV again, since dQ leaves sooner.
 
-| role     | warps | registers | work                                                         |
-|----------|-------|-----------|--------------------------------------------------------------|
-| output   | 4     | the rest  | 64 rows of dQ of a step: TMEM, staging, TMA reduce-add       |
-| math (2) | 4     | 152       | P and dS of 64 rows; at the end of an item, one dV, one dK   |
-| mma      | 1     | 80        | of the leader all MMAs; of the other says when dS has come   |
-| load     | 1     | 80        | its keys of K and V, half of the columns of K, halves        |
+Why it should help: a step takes 2,816 clocks of the port of shared memory instead of 3,840, and
+half as many additions of dQ. Why it may not: the MMAs of dQ have 64 rows in each CTA, which may
+halve their rate; and every step waits for the peer.
 
-| barrier                        | arrivals           | filled by -> drained by               |
-|--------------------------------|--------------------|---------------------------------------|
-| k_own., v., q., g.rows.full    | 1 and bytes        | TMA loads of both CTAs -> mma         |
-| their .empty but v's; as in b1 | 1 (commit to both) | MMAs -> load; s., dp., dq.full, sums  |
-| p.full, ds.keys.full           | 2 of each CTA      | math, P and dS are in TMEM -> mma     |
-| ds.peer.full                   | 1 and bytes        | math of the peer -> mma of this CTA   |
-| ds.rows.full                   | 1 of each CTA, 1   | math, its dS; the peer's mma -> mma   |
-| dq.empty                       | 1 of each CTA      | output -> mma, the next dP            |
+| role     | warps | registers | work                                                       |
+|----------|-------|-----------|------------------------------------------------------------|
+| output   | 4     | the rest  | 64 rows of dQ of a step: TMEM, staging, TMA reduce-add     |
+| math (2) | 4     | 152       | P and dS of 64 rows; at the end of an item, one dV, one dK |
+| mma      | 1     | 80        | leader: all MMAs; peer: tells the leader that dS has come  |
+| load     | 1     | 80        | its keys of K and V, half of the columns of K, halves of a |
+|          |       |           | step's Q and dO                                            |
 
-q. and g.columns as the rows; v.empty as in b1. TMEM: as b3; dQ 128-191. Needs: what b1 needs.
+| barrier         | arrivals           | filled by -> drained by                                |
+|-----------------|--------------------|--------------------------------------------------------|
+| k_own.full      | 1 and bytes        | TMA loads of K of both CTAs, rows and columns -> mma   |
+| k_own.empty     | 1 (commit to both) | the item's last dQ -> load                             |
+| v.full          | 1 and bytes        | TMA loads of V of both CTAs -> mma                     |
+| v.empty         | 256 threads        | math of this CTA, dV and dK are stored -> load         |
+| q.rows.full     | 1 and bytes        | TMA loads of both CTAs' halves of Q's rows -> mma, S   |
+| q.rows.empty    | 1 (commit to both) | the step's S -> load                                   |
+| q.columns.full  | 1 and bytes        | TMA loads of both halves of Q's columns -> mma, dK     |
+| q.columns.empty | 1 (commit to both) | the step's dK -> load                                  |
+| g.rows.full     | 1 and bytes        | TMA loads of both CTAs' halves of dO's rows -> mma, dP |
+| g.rows.empty    | 1 (commit to both) | the step's dP -> load                                  |
+| g.columns.full  | 1 and bytes        | TMA loads of both halves of dO's columns -> mma, dV    |
+| g.columns.empty | 1 (commit to both) | the step's dV -> load                                  |
+| s.full          | 1 (commit to both) | S -> math                                              |
+| p.full          | 4, 2 of each CTA   | math, P is in TMEM and S was read -> mma, dV           |
+| dp.full         | 1 (commit to both) | dP -> math                                             |
+| ds.keys.full    | 4, 2 of each CTA   | math, dS is in TMEM and dP was read -> mma, dK         |
+| ds.peer.full    | 1 and bytes        | math of the peer, dS of this CTA's rows -> mma         |
+| ds.rows.full    | 3                  | a math role of each CTA, its dS is in shared memory;   |
+|                 |                    | mma of the peer, its ds.peer.full is done -> mma, dQ   |
+| dq.full         | 1 (commit to both) | dQ -> output                                           |
+| dq.empty        | 2, 1 of each CTA   | output, dQ is in registers -> mma, the next dP         |
+| sums_full       | 1 (commit to both) | the item's last MMA -> both math roles, for dV and dK  |
+
+mma waits in the leader alone, on barriers of the leader; only ds.peer.full is waited for in both
+CTAs. `1 and bytes` of the loads is the leader's, which expects the bytes of both CTAs.
+TMEM: S 0-127, P 0-31 and 64-95; dP 128-255, dS 128-159 and 192-223, then dQ 128-191; dV, dK.
 """
 
 from dataclasses import dataclass
@@ -32,12 +54,17 @@ import triton
 import triton.language as tl
 import triton.language.extra.tlx as tlx
 
-from gdpa_kernels.device.groups import Handover, Ring, ring
+from gdpa_kernels.device.groups import OneWay, Ring, ring
 from gdpa_kernels.device.pairs import CTAS, fetch_part, pair_and_pairs
 from gdpa_kernels.device.ragged import BOUND
-from gdpa_kernels.device.rows import opaque_zero
+from gdpa_kernels.device.rows import keep_runtime
 from gdpa_kernels.gdpa.batch import Batch, Schedule
-from gdpa_kernels.gdpa.device.gradients import Gradients, launch_gradients, place, steps_of
+from gdpa_kernels.gdpa.device.gradients import (
+    Gradients,
+    head_and_row,
+    steps_of,
+    sums_commute,
+)
 from gdpa_kernels.gdpa.device.pair_steps import (
     ITEM,
     Descriptors,
@@ -46,7 +73,7 @@ from gdpa_kernels.gdpa.device.pair_steps import (
     activate_and_share,
     add_products,
     fetch,
-    loaded_in_parts,
+    launch_pairs,
 )
 from gdpa_kernels.gdpa.device.tensor_memory import HALF, KEYS, MATH_ROLES, ROWS, put_sum
 from gdpa_kernels.gdpa.device.work_list import WorkList, count_items, entry, list_of_keys
@@ -70,8 +97,8 @@ def default_config(batch: Batch) -> Config:
 
 
 def is_deterministic(batch: Batch) -> bool:
-    """Two additions to zero commute; with a third their order shows. A tile of keys makes one."""
-    return batch.max_seqlen_k <= 2 * ITEM.value and not batch.shared_q
+    """True with at most two tiles of keys; see `sums_commute`."""
+    return sums_commute(batch, ITEM.value)
 
 
 def plan_schedule(batch: Batch, config: Config) -> WorkList:
@@ -108,18 +135,20 @@ def load(descs, k_own, k, v, q, g, list_ptr, options):
         start_k, _, len_k, start_g, len_q, head_k, key = entry(list_ptr, item)
         start_q = 0 if options.SHARED_Q else start_g
         start, steps = steps_of(key, len_q, ROWS, ITEM, options)
-        own = key + rank * KEYS
-        fetch(descs.k_rows, k_own, phase ^ 1, 2 * TILE, start_k, len_k, head_k, own, 0)
+        cta_key = key + rank * KEYS
+        fetch(descs.k_rows, k_own, phase ^ 1, 2 * TILE, start_k, len_k, head_k, cta_key, 0)
         for owner in tl.static_range(CTAS):
-            keys, at = k[owner], key + owner * KEYS
-            fetch_part(descs.k_columns, keys, k_own.full[0], start_k, len_k, head_k, at, column)
+            keys, owner_key = k[owner], key + owner * KEYS
+            fetch_part(
+                descs.k_columns, keys, k_own.full[0], start_k, len_k, head_k, owner_key, column
+            )
         for step in tl.range(0, steps * options.GROUP):
-            head, row = place(step, steps, start, head_k, options.GROUP, ROWS)
+            head, row = head_and_row(step, steps, start, head_k, options.GROUP, ROWS)
             half = row + rank * HALF
             free = ((count + step) & 1) ^ 1
             fetch(descs.q_rows, q.rows, free, STEP, start_q, len_q, head, half, 0)
             if step == 0:
-                fetch(descs.v, v, phase ^ 1, TILE, start_k, len_k, head_k, own, 0)
+                fetch(descs.v, v, phase ^ 1, TILE, start_k, len_k, head_k, cta_key, 0)
             fetch(descs.g_rows, g.rows, free, STEP, start_g, len_q, head, half, 0)
             fetch(descs.g_columns, g.columns, free, STEP, start_g, len_q, head, row, column)
             fetch(descs.q_columns, q.columns, free, STEP, start_q, len_q, head, row, column)
@@ -129,7 +158,7 @@ def load(descs, k_own, k, v, q, g, list_ptr, options):
 
 @triton.jit
 def from_ds(q, k, ds, dk, dq, count, use_acc, zero, options):
-    """dK of a step, then dQ over the dS that dK has read. `zero`: `opaque_zero`."""
+    """dK of a step, then dQ over the dS that dK has read. `zero`: `keep_runtime`."""
     WIDTH: tl.constexpr = options.HEAD_DIM // CTAS
     tlx.barrier_wait(q.columns.full[0], count & 1)
     tlx.barrier_wait(ds.keys.full[0], count & 1)
@@ -148,7 +177,8 @@ def from_ds(q, k, ds, dk, dq, count, use_acc, zero, options):
 
 @triton.jit
 def mma(k_own, k, v, q, g, s, p, dp, ds, dv, dk, dq, sums_full, list_ptr, options):
-    """All MMAs, of the leader alone. The other CTA's thread says when the leader's dS is there."""
+    """All MMAs, issued by the leader alone. The peer's thread tells it that dS has arrived
+    there."""
     WIDTH: tl.constexpr = options.HEAD_DIM // CTAS
     first, pairs = pair_and_pairs()
     num_items = count_items(list_ptr)
@@ -161,7 +191,7 @@ def mma(k_own, k, v, q, g, s, p, dp, ds, dv, dk, dq, sums_full, list_ptr, option
             tlx.barrier_wait(k_own.full[0], phase)
             for step in tl.range(0, steps * options.GROUP, num_stages=0):
                 now = count + step
-                zero = opaque_zero(step)
+                zero = keep_runtime(step)
                 tlx.barrier_wait(q.rows.full[0], now & 1)
                 tlx.async_dot(
                     k_own.buffer[zero], tlx.local_trans(q.rows.buffer[zero]), s.buffer[0],
@@ -201,7 +231,7 @@ def math(
     role: tl.constexpr, v, s, p, dp, ds, dv, dk, staged, sums_full, gradients, list_ptr, scale,
     output_scale, options,
 ):  # fmt: skip
-    """A consumer: 64 rows of every step; of a CTA's keys dV, or dK."""
+    """A consumer: 64 rows of every step, and dV or dK of this CTA's keys."""
     rank = tlx.cluster_cta_rank()
     first, pairs = pair_and_pairs()
     num_items = count_items(list_ptr)
@@ -211,7 +241,7 @@ def math(
         start, steps = steps_of(key, len_q, ROWS, ITEM, options)
         key += rank * KEYS
         for step in tl.range(0, steps * options.GROUP):
-            head, row = place(step, steps, start, head_k, options.GROUP, ROWS)
+            head, row = head_and_row(step, steps, start, head_k, options.GROUP, ROWS)
             row += role * HALF
             activate_and_share(
                 role, s, p, dp, ds, (count + step) & 1, scale, head, row, key, rank, options
@@ -239,15 +269,15 @@ def output(dq, staging, dq_desc, list_ptr, options):
         _, _, _, start_out, len_q, head_k, key = entry(list_ptr, item)
         start, steps = steps_of(key, len_q, ROWS, ITEM, options)
         for step in tl.range(0, steps * options.GROUP):
-            head, row = place(step, steps, start, head_k, options.GROUP, ROWS)
+            head, row = head_and_row(step, steps, start, head_k, options.GROUP, ROWS)
             tlx.barrier_wait(dq.full[0], (count + step) & 1)
             x = tlx.local_load(dq.buffer[0])
             tlx.barrier_arrive(dq.empty[0], 1, remote_cta_rank=0)
             tlx.async_descriptor_store_wait(0)
             tlx.local_store(staging, x)
             tlx.fence("async_shared")
-            at = [BOUND, start_out + len_q, head, BOUND - len_q + row + rank * HALF, 0]
-            tlx.async_descriptor_store(dq_desc, staging, at, store_reduce="add")
+            coords = [BOUND, start_out + len_q, head, BOUND - len_q + row + rank * HALF, 0]
+            tlx.async_descriptor_store(dq_desc, staging, coords, store_reduce="add")
         count += steps * options.GROUP
     tlx.async_descriptor_store_wait(0)
 
@@ -291,13 +321,13 @@ def backward_kernel(
         Ring(g_rows, tlx.alloc_barriers(1), tlx.alloc_barriers(1), 1),
         Ring(g_columns, tlx.alloc_barriers(1), tlx.alloc_barriers(1), 1),
     )
-    s = Handover(s, tlx.alloc_barriers(1))
-    p = Handover(p, tlx.alloc_barriers(1, arrive_count=CTAS * MATH_ROLES))
-    dp = Handover(dp, tlx.alloc_barriers(1))
+    s = OneWay(s, tlx.alloc_barriers(1))
+    p = OneWay(p, tlx.alloc_barriers(1, arrive_count=CTAS * MATH_ROLES))
+    dp = OneWay(dp, tlx.alloc_barriers(1))
     ds = Differences(
-        Handover(ds, tlx.alloc_barriers(1, arrive_count=CTAS * MATH_ROLES)),
-        Handover(ds_rows, tlx.alloc_barriers(1, arrive_count=CTAS + 1)),
-        Handover(ds_rows, tlx.alloc_barriers(1)),
+        OneWay(ds, tlx.alloc_barriers(1, arrive_count=CTAS * MATH_ROLES)),
+        OneWay(ds_rows, tlx.alloc_barriers(1, arrive_count=CTAS + 1)),
+        OneWay(ds_rows, tlx.alloc_barriers(1)),
     )
     dq = Ring(dq, tlx.alloc_barriers(1), tlx.alloc_barriers(1, arrive_count=CTAS), 1)
     sums_full = tlx.alloc_barriers(1)
@@ -335,9 +365,4 @@ def backward(
     """
     config = config or default_config(batch)
     (entries,) = schedule or plan_schedule(batch, config).make(*batch.offsets)
-    boxes = (HALF.value, None), (KEYS.value, None), (KEYS.value, None)
-    loads = loaded_in_parts(grad_out, batch)
-    return launch_gradients(
-        backward_kernel, batch, config, loads, boxes, (entries,), len(entries) - 1,
-        ctas=CTAS.value,
-    )  # fmt: skip
+    return launch_pairs(backward_kernel, grad_out, batch, config, entries)

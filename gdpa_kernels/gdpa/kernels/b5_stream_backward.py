@@ -3,25 +3,51 @@
 Changes from b4_pair_backward: S of the next item comes before dK and dQ of the last step of this
 one, as inside an item. K's rows, its columns and V have barriers of their own, and rows and columns
 a producer each, so all is loaded when the last MMA that reads its buffer is complete. dV and dK
-leave through dQ's staging, dV before the last dQ, dK after it; math goes on with the next item. Why
-it should help: an item of b4 has 4,024 emulated clocks beside its steps. Why it may not: the port
-of shared memory needs 1,792 of them.
+leave through dQ's staging, dV before the last dQ, dK after it; math goes on with the next item.
 
-| role     | warps | registers | work                                                         |
-|----------|-------|-----------|--------------------------------------------------------------|
-| output   | 4     | the rest  | 64 rows of dQ of a step, dV and dK of an item: TMEM to TMA   |
-| math (2) | 4     | 160       | P and dS of 64 rows                                          |
-| mma      | 1     | 64        | of the leader all MMAs; of the other says when dS has come   |
-| load (2) | 1     | 64        | rows of K, V, Q and dO; half of the columns of K, Q and dO   |
+Why it should help: a pair of b4 drains at the end of every item, and fills again for the next.
+Why it may not: what an item moves through the port of shared memory beside its steps stays.
 
-| barrier                            | arrivals           | filled by -> drained by            |
-|------------------------------------|--------------------|------------------------------------|
-| k_own., k., v., q., g.full, .empty | as k_own. in b4    | TMA -> mma, MMAs -> load           |
-| s., dp., dq., dv.full              | 1 (commit to both) | S, dP -> math, dQ, dV -> output    |
-| p., ds.keys., rows., peer.full     | as in b4           | math, P and dS are stored -> mma   |
-| dq.empty, dk_empty                 | 1 of each CTA      | output -> mma, the next dP, dK     |
+| role     | warps | registers | work                                                       |
+|----------|-------|-----------|------------------------------------------------------------|
+| output   | 4     | the rest  | 64 rows of dQ of a step, dV and dK of an item: TMEM to TMA |
+| math (2) | 4     | 160       | P and dS of 64 rows                                        |
+| mma      | 1     | 64        | leader: all MMAs; peer: tells the leader that dS has come  |
+| load (2) | 1     | 64        | rows of K, V, Q and dO; half of the columns of K, Q and dO |
 
-dV needs none back and dK none forth, as the last dQ comes between. TMEM: as b4. Needs: as b1.
+| barrier         | arrivals           | filled by -> drained by                                |
+|-----------------|--------------------|--------------------------------------------------------|
+| k_own.full      | 1 and bytes        | TMA loads of K's rows of both CTAs -> mma, S           |
+| k_own.empty     | 1 (commit to both) | the item's last S -> load                              |
+| k.full          | 1 and bytes        | TMA loads of K's columns of both CTAs -> mma, dQ       |
+| k.empty         | 1 (commit to both) | the item's last dQ -> load                             |
+| v.full          | 1 and bytes        | TMA loads of V of both CTAs -> mma, dP                 |
+| v.empty         | 1 (commit to both) | the item's last dP -> load                             |
+| q.rows.full     | 1 and bytes        | TMA loads of both CTAs' halves of Q's rows -> mma, S   |
+| q.rows.empty    | 1 (commit to both) | the step's S -> load                                   |
+| q.columns.full  | 1 and bytes        | TMA loads of both halves of Q's columns -> mma, dK     |
+| q.columns.empty | 1 (commit to both) | the step's dK -> load                                  |
+| g.rows.full     | 1 and bytes        | TMA loads of both CTAs' halves of dO's rows -> mma, dP |
+| g.rows.empty    | 1 (commit to both) | the step's dP -> load                                  |
+| g.columns.full  | 1 and bytes        | TMA loads of both halves of dO's columns -> mma, dV    |
+| g.columns.empty | 1 (commit to both) | the step's dV -> load                                  |
+| s.full          | 1 (commit to both) | S -> math                                              |
+| p.full          | 4, 2 of each CTA   | math, P is in TMEM and S was read -> mma, dV           |
+| dp.full         | 1 (commit to both) | dP -> math                                             |
+| ds.keys.full    | 4, 2 of each CTA   | math, dS is in TMEM and dP was read -> mma, dK         |
+| ds.peer.full    | 1 and bytes        | math of the peer, dS of this CTA's rows -> mma         |
+| ds.rows.full    | 3                  | a math role of each CTA, its dS is in shared memory;   |
+|                 |                    | mma of the peer, its ds.peer.full is done -> mma, dQ   |
+| dq.full         | 1 (commit to both) | dQ -> output                                           |
+| dq.empty        | 2, 1 of each CTA   | output, dQ is in registers -> mma, the next dP         |
+| dv.full         | 1 (commit to both) | the item's last dV -> output                           |
+| dk_empty        | 2, 1 of each CTA   | output, dK is in registers -> mma, the next item's dK  |
+
+mma waits in the leader alone, on barriers of the leader; only ds.peer.full is waited for in both
+CTAs. `1 and bytes` of the loads is the leader's, which expects the bytes of both CTAs. dV needs no
+barrier back, and dK no barrier forth: the barriers of the item's last dQ, which lies between, order
+them.
+TMEM: S 0-127, P 0-31 and 64-95; dP 128-255, dS 128-159 and 192-223, then dQ 128-191; dV, dK.
 """
 
 from dataclasses import dataclass
@@ -31,12 +57,16 @@ import triton
 import triton.language as tl
 import triton.language.extra.tlx as tlx
 
-from gdpa_kernels.device.groups import Handover, Ring
+from gdpa_kernels.device.groups import OneWay, Ring
 from gdpa_kernels.device.pairs import CTAS, fetch_part, pair_and_pairs
 from gdpa_kernels.device.ragged import BOUND
-from gdpa_kernels.device.rows import opaque_zero
+from gdpa_kernels.device.rows import keep_runtime
 from gdpa_kernels.gdpa.batch import Batch, Schedule
-from gdpa_kernels.gdpa.device.gradients import Gradients, launch_gradients, place
+from gdpa_kernels.gdpa.device.gradients import (
+    Gradients,
+    head_and_row,
+    sums_commute,
+)
 from gdpa_kernels.gdpa.device.gradients import steps_of as steps_of_keys
 from gdpa_kernels.gdpa.device.pair_steps import (
     ITEM,
@@ -46,7 +76,7 @@ from gdpa_kernels.gdpa.device.pair_steps import (
     activate_and_share,
     add_products,
     fetch,
-    loaded_in_parts,
+    launch_pairs,
 )
 from gdpa_kernels.gdpa.device.tensor_memory import HALF, KEYS, MATH_ROLES, ROWS
 from gdpa_kernels.gdpa.device.work_list import WorkList, count_items, entry, list_of_keys
@@ -59,8 +89,7 @@ class Config:
     """Launch constants.
 
     fold: leave factors of the activation to the sums where `activations.foldable`. registers: of a
-    math thread. once: dQ is written and not added to, for at most 256 keys, as in
-    b6_dq_once_backward.
+    math thread. once: dQ is written and not added to, for at most 256 keys.
     """
 
     fold: bool = True
@@ -74,8 +103,8 @@ def default_config(batch: Batch) -> Config:
 
 
 def is_deterministic(batch: Batch) -> bool:
-    """Two additions to zero commute; with a third their order shows. A tile of keys makes one."""
-    return batch.max_seqlen_k <= 2 * ITEM.value and not batch.shared_q
+    """True with at most two tiles of keys; see `sums_commute`."""
+    return sums_commute(batch, ITEM.value)
 
 
 def plan_schedule(batch: Batch, config: Config) -> WorkList:
@@ -123,33 +152,35 @@ def load(role: tl.constexpr, descs, k_own, k, v, q, g, list_ptr, options):
         start_k, _, len_k, start_g, len_q, head_k, key = entry(list_ptr, item)
         start_q = 0 if options.SHARED_Q else start_g
         start, steps = steps_of(key, len_q, options)
-        own = key + rank * KEYS
+        cta_key = key + rank * KEYS
         if role == 0:
-            fetch(descs.k_rows, k_own, phase ^ 1, TILE, start_k, len_k, head_k, own, 0)
+            fetch(descs.k_rows, k_own, phase ^ 1, TILE, start_k, len_k, head_k, cta_key, 0)
         for step in tl.range(0, steps * options.GROUP):
-            head, row = place(step, steps, start, head_k, options.GROUP, ROWS)
+            head, row = head_and_row(step, steps, start, head_k, options.GROUP, ROWS)
             half = row + rank * HALF
             free = ((count + step) & 1) ^ 1
             if role == 0:
                 fetch(descs.q_rows, q.rows, free, STEP, start_q, len_q, head, half, 0)
                 if step == 0:
-                    fetch(descs.v, v, phase ^ 1, TILE, start_k, len_k, head_k, own, 0)
+                    fetch(descs.v, v, phase ^ 1, TILE, start_k, len_k, head_k, cta_key, 0)
                 fetch(descs.g_rows, g.rows, free, STEP, start_g, len_q, head, half, 0)
             else:
                 fetch(descs.g_columns, g.columns, free, STEP, start_g, len_q, head, row, column)
                 fetch(descs.q_columns, q.columns, free, STEP, start_q, len_q, head, row, column)
                 if step == 0:
                     fetch(descs.k_columns, k, phase ^ 1, TILE, start_k, len_k, head_k, key, column)
-                    at, keys = key + KEYS, k.buffer[1]
-                    fetch_part(descs.k_columns, keys, k.full[0], start_k, len_k, head_k, at, column)
+                    peer_key, keys = key + KEYS, k.buffer[1]
+                    fetch_part(
+                        descs.k_columns, keys, k.full[0], start_k, len_k, head_k, peer_key, column
+                    )
         count += steps * options.GROUP
         phase ^= 1
 
 
 @triton.jit
 def from_ds(q, k, ds, dk, dk_empty, dq, count, phase, use_acc, ends, zero, options):
-    """dK of a step, then dQ over the dS that dK has read. phase: of its item; ends: whether it is
-    the last one there. `zero`: `opaque_zero`."""
+    """dK of a step, then dQ over the dS that dK has read. phase: of its item; ends: it is the last
+    step there. `zero`: `keep_runtime`."""
     WIDTH: tl.constexpr = options.HEAD_DIM // CTAS
     tlx.barrier_wait(q.columns.full[0], count & 1)
     tlx.barrier_wait(ds.keys.full[0], count & 1)
@@ -172,20 +203,20 @@ def from_ds(q, k, ds, dk, dk_empty, dq, count, phase, use_acc, ends, zero, optio
 
 @triton.jit
 def mma(k_own, k, v, q, g, s, p, dp, ds, dv, dk, dk_empty, dq, list_ptr, options):
-    """All MMAs, of the leader alone: S of a step, then dK and dQ of the step before, also across
-    the border of two items. The other CTA's thread says when the leader's dS is there."""
+    """All MMAs, issued by the leader: S of a step, then dK and dQ of the step before, also across
+    the border of two items. The peer's thread tells the leader that dS has arrived there."""
     WIDTH: tl.constexpr = options.HEAD_DIM // CTAS
     first, pairs = pair_and_pairs()
     num_items = count_items(list_ptr)
     leads = tlx.cluster_cta_rank() == 0
-    phase, count, before = 0, 0, 0  # before: steps of the last item
+    phase, count, previous_steps = 0, 0, 0  # before: steps of the last item
     for item in tl.range(first, num_items, pairs):
         _, _, _, _, len_q, _, key = entry(list_ptr, item)
         _, steps = steps_of(key, len_q, options)
         if leads:
             for step in tl.range(0, steps * options.GROUP, num_stages=0):
                 now = count + step
-                zero = opaque_zero(step)
+                zero = keep_runtime(step)
                 last = step + 1 == steps * options.GROUP
                 tlx.barrier_wait(k_own.full[0], phase)
                 tlx.barrier_wait(q.rows.full[0], now & 1)
@@ -198,9 +229,11 @@ def mma(k_own, k, v, q, g, s, p, dp, ds, dv, dk, dk_empty, dq, list_ptr, options
                     tlx.tcgen05_commit(k_own.empty[0], two_ctas=True)
                 if now > 0:
                     border = step == 0
-                    of = phase ^ tl.where(border, 1, 0)
-                    add = tl.where(border, before, step) > 1
-                    from_ds(q, k, ds, dk, dk_empty, dq, now - 1, of, add, border, zero, options)
+                    item_phase = phase ^ tl.where(border, 1, 0)
+                    add = tl.where(border, previous_steps, step) > 1
+                    from_ds(
+                        q, k, ds, dk, dk_empty, dq, now - 1, item_phase, add, border, zero, options
+                    )
                 tlx.barrier_wait(v.full[0], phase)
                 tlx.barrier_wait(g.rows.full[0], now & 1)
                 tlx.barrier_wait(dq.empty[0], (now & 1) ^ 1)
@@ -222,17 +255,17 @@ def mma(k_own, k, v, q, g, s, p, dp, ds, dv, dk, dk_empty, dq, list_ptr, options
                 tlx.fence("async_shared")
                 tlx.barrier_arrive(ds.rows.full[0], 1, remote_cta_rank=0)
         count += steps * options.GROUP
-        before = steps * options.GROUP
+        previous_steps = steps * options.GROUP
         phase ^= 1
     if leads & (count > 0):
         last = count - 1
-        from_ds(q, k, ds, dk, dk_empty, dq, last, phase ^ 1, before > 1, True, 0, options)
+        from_ds(q, k, ds, dk, dk_empty, dq, last, phase ^ 1, previous_steps > 1, True, 0, options)
 
 
 @triton.jit
 def put_sum(desc, sums, empty, buffer, factor, start, length, head, key):
-    """Start the store of dV or dK of an item, times factor. It has left TMEM, as `empty` then says,
-    before `buffer` is free."""
+    """Start the store of dV or dK of an item, times factor. It leaves TMEM, which `empty` then
+    signals, before it waits for `buffer`."""
     first = tlx.local_load(tlx.subslice(sums, 0, 64)) * factor
     first = first.to(tlx.dtype_of(desc))
     if sums.shape[1] > 64:
@@ -245,8 +278,8 @@ def put_sum(desc, sums, empty, buffer, factor, start, length, head, key):
     if sums.shape[1] > 64:
         tlx.local_store(tlx.local_slice(buffer, [0, 64], [KEYS, 64]), second)
     tlx.fence("async_shared")
-    place = [BOUND, start + length, head, BOUND - length + key, 0]
-    tlx.async_descriptor_store(desc, buffer, place)
+    coords = [BOUND, start + length, head, BOUND - length + key, 0]
+    tlx.async_descriptor_store(desc, buffer, coords)
 
 
 @triton.jit
@@ -261,7 +294,7 @@ def math(role: tl.constexpr, s, p, dp, ds, list_ptr, scale, options):
         start, steps = steps_of(key, len_q, options)
         key += rank * KEYS
         for step in tl.range(0, steps * options.GROUP):
-            head, row = place(step, steps, start, head_k, options.GROUP, ROWS)
+            head, row = head_and_row(step, steps, start, head_k, options.GROUP, ROWS)
             row += role * HALF
             activate_and_share(
                 role, s, p, dp, ds, (count + step) & 1, scale, head, row, key, rank, options
@@ -291,20 +324,20 @@ def output(
                 put_sum(
                     gradients.dv, dv.buffer[0], None, staged, of_dv, start_k, len_k, head_k, key
                 )
-            head, row = place(step, steps, start, head_k, options.GROUP, ROWS)
+            head, row = head_and_row(step, steps, start, head_k, options.GROUP, ROWS)
             tlx.barrier_wait(dq.full[0], (count + step) & 1)
             x = tlx.local_load(dq.buffer[0])
             tlx.barrier_arrive(dq.empty[0], 1, remote_cta_rank=0)
             tlx.async_descriptor_store_wait(0)
-            at = [BOUND, start_out + len_q, head, BOUND - len_q + row + rank * HALF, 0]
+            coords = [BOUND, start_out + len_q, head, BOUND - len_q + row + rank * HALF, 0]
             if options.ONCE:
                 tlx.local_store(staging, (x * of_dk).to(options.DTYPE))
                 tlx.fence("async_shared")
-                tlx.async_descriptor_store(gradients.dq, staging, at)
+                tlx.async_descriptor_store(gradients.dq, staging, coords)
             else:
                 tlx.local_store(staging, x)
                 tlx.fence("async_shared")
-                tlx.async_descriptor_store(gradients.dq, staging, at, store_reduce="add")
+                tlx.async_descriptor_store(gradients.dq, staging, coords, store_reduce="add")
         put_sum(gradients.dk, dk, dk_empty[0], staged, of_dk, start_k, len_k, head_k, key)
         count += steps * options.GROUP
         phase ^= 1
@@ -354,16 +387,16 @@ def backward_kernel(
         Ring(g_rows, tlx.alloc_barriers(1), tlx.alloc_barriers(1), 1),
         Ring(g_columns, tlx.alloc_barriers(1), tlx.alloc_barriers(1), 1),
     )
-    s = Handover(s, tlx.alloc_barriers(1))
-    p = Handover(p, tlx.alloc_barriers(1, arrive_count=CTAS * MATH_ROLES))
-    dp = Handover(dp, tlx.alloc_barriers(1))
+    s = OneWay(s, tlx.alloc_barriers(1))
+    p = OneWay(p, tlx.alloc_barriers(1, arrive_count=CTAS * MATH_ROLES))
+    dp = OneWay(dp, tlx.alloc_barriers(1))
     ds = Differences(
-        Handover(ds, tlx.alloc_barriers(1, arrive_count=CTAS * MATH_ROLES)),
-        Handover(ds_rows, tlx.alloc_barriers(1, arrive_count=CTAS + 1)),
-        Handover(ds_rows, tlx.alloc_barriers(1)),
+        OneWay(ds, tlx.alloc_barriers(1, arrive_count=CTAS * MATH_ROLES)),
+        OneWay(ds_rows, tlx.alloc_barriers(1, arrive_count=CTAS + 1)),
+        OneWay(ds_rows, tlx.alloc_barriers(1)),
     )
     dq = Ring(dq, tlx.alloc_barriers(1), tlx.alloc_barriers(1, arrive_count=CTAS), 1)
-    dv = Handover(dv, tlx.alloc_barriers(1))
+    dv = OneWay(dv, tlx.alloc_barriers(1))
     dk_empty = tlx.alloc_barriers(1, arrive_count=CTAS)
     gradients = Gradients(dq_desc, dk_desc, dv_desc)
     descs = Descriptors(
@@ -399,9 +432,4 @@ def backward(
     """
     config = config or default_config(batch)
     (entries,) = schedule or plan_schedule(batch, config).make(*batch.offsets)
-    boxes = (HALF.value, None), (KEYS.value, None), (KEYS.value, None)
-    loads = loaded_in_parts(grad_out, batch)
-    return launch_gradients(
-        backward_kernel, batch, config, loads, boxes, (entries,), len(entries) - 1,
-        ctas=CTAS.value, adds=not config.once,
-    )  # fmt: skip
+    return launch_pairs(backward_kernel, grad_out, batch, config, entries, adds=not config.once)

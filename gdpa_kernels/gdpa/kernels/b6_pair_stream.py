@@ -14,15 +14,20 @@ Why it may not: an item has 512 rows, whatever the sequence has left.
 | mma      | 1     | 48        | of the leader: S = Q K^T and O += P V of both CTAs |
 | load     | 1     | 48        | its rows of Q, its halves of K and V               |
 
-| barrier                | arrivals           | filled by -> drained by                |
-|------------------------|--------------------|----------------------------------------|
-| q.full, k.full, v.full | 1 and bytes        | TMA loads of both CTAs -> mma          |
-| k.empty, v.empty       | 1 (commit to both) | both roles' S, P V of a block -> load  |
-| s.full, o.full         | 1 (commit to both) | S = Q K^T -> math, last P V -> output  |
-| p.full, o.empty        | 1 of each CTA      | math (and S was read), output -> mma   |
-| q.empty                | 1                  | output -> load                         |
+| barrier             | arrivals           | filled by -> drained by                         |
+|---------------------|--------------------|-------------------------------------------------|
+| q.full[slot]        | 1 and bytes        | TMA loads of both CTAs -> mma                   |
+| q.empty[slot]       | 1                  | output, O's store has read the slot -> load     |
+| k.full[stage]       | 1 and bytes        | TMA loads of both CTAs' halves of K -> mma      |
+| k.empty[stage]      | 1 (commit to both) | both roles' S of the block -> load              |
+| v.full[stage]       | 1 and bytes        | TMA loads of both CTAs' halves of V -> mma      |
+| v.empty[stage]      | 1 (commit to both) | both roles' P V of the block -> load            |
+| s.full[role]        | 1 (commit to both) | S = Q K^T -> math                               |
+| p.full[role, slice] | 2, 1 of each CTA   | math, a slice of P is stored, S was read -> mma |
+| o.full[role]        | 1 (commit to both) | the item's last P V -> output                   |
+| o.empty[role]       | 2, 1 of each CTA   | output, O is in registers -> mma, the next O    |
 
-TMEM: S 0-255 (P over it), O 256-511. SMEM: Q 4 x 32 KB, K and V 3 x 16 KB each. Needs: as b1.
+TMEM: S 0-255 (P over it), O 256-511. SMEM: Q 4 x 32 KB, K and V 3 x 16 KB each.
 """
 
 from dataclasses import dataclass
@@ -32,8 +37,7 @@ import triton
 import triton.language as tl
 import triton.language.extra.tlx as tlx
 
-from gdpa_kernels.calling.launch import launch, multiprocessors
-from gdpa_kernels.device.groups import Handover, Ring
+from gdpa_kernels.device.groups import OneWay, Ring
 from gdpa_kernels.device.pairs import (
     CTAS,
     fetch_part,
@@ -42,12 +46,10 @@ from gdpa_kernels.device.pairs import (
     scores,
     weighted_sum,
 )
-from gdpa_kernels.device.ragged import ragged_descriptor
 from gdpa_kernels.gdpa.batch import Batch, Schedule
-from gdpa_kernels.gdpa.device.activations import foldable
 from gdpa_kernels.gdpa.device.masks import key_range
+from gdpa_kernels.gdpa.device.pair_streams import Options, launch_pairs
 from gdpa_kernels.gdpa.device.polynomial import mixed_probabilities
-from gdpa_kernels.gdpa.device.sums import add_up
 from gdpa_kernels.gdpa.device.work_list import WorkList, count_items, entry, list_of_queries
 
 ROWS = tl.constexpr(128)  # of a CTA and tile
@@ -58,8 +60,11 @@ Q_ITEMS = tl.constexpr(2)  # whose Q, and then O, are in shared memory
 
 @dataclass(frozen=True)
 class Config:
-    """num_stages: blocks of K, and of V, in shared memory. slices: of a tile's scores, columns: of
-    O, in registers at a time. share: of the scores that take a polynomial, as in b4_mixed."""
+    """Launch constants.
+
+    num_stages: blocks of K, and of V, in shared memory. slices: of a tile's scores, columns: of
+    O, in registers at a time. share: of the scores that take a polynomial.
+    """
 
     BLOCK_N: int = 128
     num_stages: int = 3
@@ -79,24 +84,6 @@ def plan_schedule(batch: Batch, config: Config) -> WorkList:
     return list_of_queries(batch, ITEM.value, config.BLOCK_N, CTAS.value)
 
 
-@triton.aggregate
-class Options:
-    """The constants that the roles share."""
-
-    GROUP: tl.constexpr
-    ACTIVATION: tl.constexpr
-    PAIRS: tl.constexpr
-    CAUSAL: tl.constexpr
-    WINDOW: tl.constexpr
-    DTYPE: tl.constexpr
-    BLOCK_N: tl.constexpr
-    BLOCK_D: tl.constexpr
-    NUM_STAGES: tl.constexpr
-    SLICES: tl.constexpr
-    COLUMNS: tl.constexpr
-    SHARE: tl.constexpr
-
-
 @triton.jit
 def blocks_of(len_k, first, options):
     """(first key, blocks of keys) of an item; at least one block: without keys it is zero."""
@@ -106,7 +93,7 @@ def blocks_of(len_k, first, options):
 
 @triton.jit
 def load(q_desc, k_desc, v_desc, q, k, v, list_ptr, options):
-    """The producer of a CTA; the leader's also says how many bytes come from both."""
+    """The producer of a CTA; the leader's also expects the bytes of both."""
     BYTES: tl.constexpr = options.BLOCK_N * options.BLOCK_D * tlx.size_of(options.DTYPE)
     Q_BYTES: tl.constexpr = CTAS * ROWS * options.BLOCK_D * tlx.size_of(options.DTYPE)
     rank = tlx.cluster_cta_rank()
@@ -128,11 +115,11 @@ def load(q_desc, k_desc, v_desc, q, k, v, list_ptr, options):
             free = ((count // options.NUM_STAGES) & 1) ^ 1
             kv_head = head // options.GROUP
             key = start + block * options.BLOCK_N
-            own = key + rank * (options.BLOCK_N // CTAS)
+            cta_key = key + rank * (options.BLOCK_N // CTAS)
             column = rank * (options.BLOCK_D // CTAS)
             tlx.barrier_wait(k.empty[stage], free)
             tlx.barrier_expect_bytes(k.full[stage], BYTES, pred=rank == 0)
-            fetch_part(k_desc, k.buffer[stage], k.full[stage], start_k, len_k, kv_head, own, 0)
+            fetch_part(k_desc, k.buffer[stage], k.full[stage], start_k, len_k, kv_head, cta_key, 0)
             tlx.barrier_wait(v.empty[stage], free)
             tlx.barrier_expect_bytes(v.full[stage], BYTES, pred=rank == 0)
             fetch_part(v_desc, v.buffer[stage], v.full[stage], start_k, len_k, kv_head, key, column)
@@ -142,7 +129,7 @@ def load(q_desc, k_desc, v_desc, q, k, v, list_ptr, options):
 
 @triton.jit
 def mma(q, k, v, s, p, o, list_ptr, options):
-    """All MMAs, of the leader alone: for each tile P V of a block, then S of the next block, also
+    """All MMAs, issued by the leader: for each tile P V of a block, then S of the next block, also
     across the border of two items."""
     NUM_STAGES: tl.constexpr = options.NUM_STAGES
     item, pairs = pair_and_pairs()
@@ -169,16 +156,16 @@ def mma(q, k, v, s, p, o, list_ptr, options):
                 _, blocks = blocks_of(len_k, first, options)
                 following = tl.minimum(item + pairs, num_items - 1)
                 _, _, _, _, len_k, _, first = entry(list_ptr, following)
-            mine = count % NUM_STAGES
+            v_stage = count % NUM_STAGES
             stage = (count + 1) % NUM_STAGES
-            tlx.barrier_wait(v.full[mine], (count // NUM_STAGES) & 1)
+            tlx.barrier_wait(v.full[v_stage], (count // NUM_STAGES) & 1)
             for role in tl.static_range(ROLES):
                 slot = tile % Q_ITEMS * ROLES + role
                 if not continued:
                     tlx.barrier_wait(o.empty[role], o_free)
-                weighted_sum(role, p, v.buffer[mine], o.buffer[role], count, continued, options)
+                weighted_sum(role, p, v.buffer[v_stage], o.buffer[role], count, continued, options)
                 if role == ROLES - 1:
-                    tlx.tcgen05_commit(v.empty[mine], two_ctas=True)
+                    tlx.tcgen05_commit(v.empty[v_stage], two_ctas=True)
                 if last:
                     tlx.tcgen05_commit(o.full[role], two_ctas=True)
                 if item < num_items:
@@ -264,8 +251,8 @@ def pair_stream_kernel(
     q = Ring(q, tlx.alloc_barriers(Q_ITEMS * ROLES), tlx.alloc_barriers(Q_ITEMS * ROLES), Q_ITEMS)
     k = Ring(k, tlx.alloc_barriers(NUM_STAGES), tlx.alloc_barriers(NUM_STAGES), NUM_STAGES)
     v = Ring(v, tlx.alloc_barriers(NUM_STAGES), tlx.alloc_barriers(NUM_STAGES), NUM_STAGES)
-    s = Handover(s, tlx.alloc_barriers(ROLES))
-    p = Handover(p, tlx.alloc_barriers(ROLES * SLICES, arrive_count=CTAS))
+    s = OneWay(s, tlx.alloc_barriers(ROLES))
+    p = OneWay(p, tlx.alloc_barriers(ROLES * SLICES, arrive_count=CTAS))
     o = Ring(o, tlx.alloc_barriers(ROLES), tlx.alloc_barriers(ROLES, arrive_count=CTAS), 1)
 
     with tlx.async_tasks():
@@ -286,29 +273,6 @@ def forward(
 
     `schedule` is that of `plan_schedule` for the same sequences and config; None makes it here.
     """
-    out = batch.new_out()
     config = config or default_config(batch)
     (entries,) = schedule or plan_schedule(batch, config).make(*batch.offsets)
-    pairs = not batch.precise and foldable(batch.activation, batch.dtype)
-    clusters = min(max(multiprocessors(batch.device) // CTAS.value, 1), len(entries) - 1)
-    made = out
-    if batch.add_to is not None:
-        made = out.new_empty(1, *out.shape, dtype=torch.float32)
-    q_desc = ragged_descriptor(batch.q, ROWS.value, min_width=64)
-    width = q_desc.block_shape[-1]
-    stored = width * batch.q.element_size() // made.element_size()
-    launch(
-        pair_stream_kernel, (CTAS.value * clusters,), batch.device,
-        q_desc,
-        ragged_descriptor(batch.k, config.BLOCK_N // CTAS.value, min_width=64),
-        ragged_descriptor(batch.v, config.BLOCK_N, width=width // CTAS.value),
-        ragged_descriptor(made.view(out.shape), ROWS.value, width=stored),
-        entries, batch.scale, batch.output_scale * batch.scale / 2 if pairs else batch.output_scale,
-        GROUP=batch.group, ACTIVATION=batch.names, PAIRS=pairs, CAUSAL=batch.causal,
-        WINDOW=batch.window, BLOCK_N=config.BLOCK_N, BLOCK_D=width, NUM_STAGES=config.num_stages,
-        SLICES=config.slices, COLUMNS=config.columns, SHARE=config.share,
-        REGISTERS=config.registers, num_warps=4, ctas_per_cga=(CTAS.value, 1, 1),
-    )  # fmt: skip
-    if made is not out:
-        add_up(made, batch.add_to, out)
-    return out
+    return launch_pairs(pair_stream_kernel, batch, config, entries, ROWS.value)

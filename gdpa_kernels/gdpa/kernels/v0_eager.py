@@ -9,8 +9,8 @@ and the second matmul read them: at least 8 bytes a score against 4 * head_dim F
 128 that is 64 FLOP per byte, about a third of what keeps the tensor cores of an H200 busy; and
 half-full batches pay for padding.
 
-Roles and barriers: none; the library's kernels run one after another.
-Needs: any device PyTorch has, memory for the padded scores twice.
+Roles and barriers: none; the library's kernels run one after another. The padded scores take memory
+twice.
 """
 
 from collections.abc import Callable
@@ -106,9 +106,9 @@ def relative_bias(batch: Batch) -> torch.Tensor:
     if position is not None:
         total = total + position[None, :, bias.index_of(keys - rows[:, None], position.shape[1])]
     if time is not None:
-        mine = pad(batch.bias.times_q[:, None, None], batch.cu_seqlens_q, batch.max_seqlen_q)
-        theirs = pad(batch.bias.times_k[:, None, None], batch.cu_seqlens_k, batch.max_seqlen_k)
-        difference = (mine - theirs.transpose(-1, -2))[:, 0]
+        query_times = pad(batch.bias.times_q[:, None, None], batch.cu_seqlens_q, batch.max_seqlen_q)
+        key_times = pad(batch.bias.times_k[:, None, None], batch.cu_seqlens_k, batch.max_seqlen_k)
+        difference = (query_times - key_times.transpose(-1, -2))[:, 0]
         total = total + time[:, bias.bucket(difference, batch.bias.thresholds)].transpose(0, 1)
     return total
 

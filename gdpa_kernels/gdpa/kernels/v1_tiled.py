@@ -19,9 +19,7 @@ blocks of keys simply add up.
 
 At the default shape two programs fit on an SM, four warp groups in all: while one evaluates its
 activation, another keeps the tensor cores busy. That is the only overlap here, and it is left to
-the warp schedulers.
-
-Every option of `gdpa`, head_dim 16 to 256, bf16, fp16 and fp32, any strides. Needs: sm_80.
+the warp schedulers. The tensors may have any strides.
 """
 
 from dataclasses import dataclass
@@ -37,7 +35,8 @@ from gdpa_kernels.gdpa.batch import Batch
 from gdpa_kernels.gdpa.device.activations import activate_per_head
 from gdpa_kernels.gdpa.device.bias_tiles import biased
 from gdpa_kernels.gdpa.device.masks import key_range, mask_probabilities
-from gdpa_kernels.gdpa.device.segments import counts, key_stretches, place, segments_of
+from gdpa_kernels.gdpa.device.pointer_tiles import tile_pointers
+from gdpa_kernels.gdpa.device.segments import counts, key_stretches, segments_of, skip_gap
 
 
 @dataclass(frozen=True)
@@ -60,25 +59,6 @@ def default_config(batch: Batch) -> Config:
     if batch.head_dim > 128:
         return Config(BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=2)
     return Config()
-
-
-@triton.jit
-def tile(
-    ptr, first_row, length, ROWS: tl.constexpr,
-    STRIDES: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """Pointers [ROWS, BLOCK_D] to the rows from first_row on, and which of them exist.
-
-    Offsets are 64-bit and start from the row's number: pointers the compiler can hoist out of the
-    loop stay alive across both MMAs, and spill.
-    """
-    rows = first_row + tl.arange(0, ROWS)
-    dims = tl.arange(0, BLOCK_D)
-    ptrs = ptr + (rows.to(tl.int64)[:, None] * STRIDES[0] + dims.to(tl.int64)[None, :] * STRIDES[2])
-    mask = (rows < length)[:, None]
-    if BLOCK_D != HEAD_DIM:
-        mask = mask & (dims < HEAD_DIM)[None, :]
-    return ptrs, mask
 
 
 @triton.jit(do_not_specialize=["max_seqlen_q"])
@@ -122,7 +102,7 @@ def tiled_kernel(
 
     EXACT: tl.constexpr = q_ptr.dtype.element_ty == tl.float32
     PRECISION: tl.constexpr = precision(EXACT)
-    q_ptrs, q_mask = tile(q_ptr, first_row, len_q, BLOCK_M, Q_STRIDES, HEAD_DIM, BLOCK_D)
+    q_ptrs, q_mask = tile_pointers(q_ptr, first_row, len_q, BLOCK_M, Q_STRIDES, HEAD_DIM, BLOCK_D)
     q = tl.load(q_ptrs, mask=q_mask, other=0.0)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     position = first_row
@@ -132,14 +112,14 @@ def tiled_kernel(
         start, end = key_range(position, len_k, BLOCK_M, BLOCK_N, CAUSAL, WINDOW)
     else:
         contexts, history = segments_of(segments_ptr, batch, len_k)
-        start, end, first, second = key_stretches(
+        start, end, gap_start, gap_end = key_stretches(
             position, BLOCK_M, len_k, contexts, history, BLOCK_N, TARGET_GROUP,
             WINDOW, FULL_ROWS, OWN_RANKS,
         )  # fmt: skip
     for first_key in tl.range(start, end, BLOCK_N):
         if segments_ptr is not None:
-            first_key = place(first_key, first, second)
-        k_ptrs, mask = tile(k_ptr, first_key, len_k, BLOCK_N, K_STRIDES, HEAD_DIM, BLOCK_D)
+            first_key = skip_gap(first_key, gap_start, gap_end)
+        k_ptrs, mask = tile_pointers(k_ptr, first_key, len_k, BLOCK_N, K_STRIDES, HEAD_DIM, BLOCK_D)
         k = tl.load(k_ptrs, mask=mask, other=0.0)
         s = tl.dot(q, k.T, input_precision=PRECISION)
         if BIAS is not None:
@@ -156,16 +136,18 @@ def tiled_kernel(
             j = first_key + tl.arange(0, BLOCK_N)[None, :]
             seen = counts(i, j, contexts, history, WINDOW, TARGET_GROUP, FULL_ROWS, OWN_RANKS)
             p = tl.where(seen, p, 0.0)
-        v_ptrs, mask = tile(v_ptr, first_key, len_k, BLOCK_N, V_STRIDES, HEAD_DIM, BLOCK_D)
+        v_ptrs, mask = tile_pointers(v_ptr, first_key, len_k, BLOCK_N, V_STRIDES, HEAD_DIM, BLOCK_D)
         v = tl.load(v_ptrs, mask=mask, other=0.0)
         acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
 
-    out_ptrs, _ = tile(out_ptr, first_row, len_q, BLOCK_M, OUT_STRIDES, HEAD_DIM, BLOCK_D)
+    out_ptrs, _ = tile_pointers(out_ptr, first_row, len_q, BLOCK_M, OUT_STRIDES, HEAD_DIM, BLOCK_D)
     out = acc * output_scale
     if add_ptr is not None:
         add_ptr += tl.cast(start_out, tl.int64) * OUT_STRIDES[0]
         add_ptr += head.to(tl.int64) * OUT_STRIDES[1]
-        add_ptrs, _ = tile(add_ptr, first_row, len_q, BLOCK_M, OUT_STRIDES, HEAD_DIM, BLOCK_D)
+        add_ptrs, _ = tile_pointers(
+            add_ptr, first_row, len_q, BLOCK_M, OUT_STRIDES, HEAD_DIM, BLOCK_D
+        )
         out += tl.load(add_ptrs, mask=q_mask, other=0.0).to(tl.float32)
     tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=q_mask)
 

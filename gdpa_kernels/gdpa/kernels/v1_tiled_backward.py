@@ -19,9 +19,8 @@ The price: S and dP are computed twice, 7 matmuls where 5 suffice. The first ker
 |-----------------|-----------|---------------------------------------------------------|
 | cp.async groups | all warps | the streamed tiles, num_stages - 1 blocks ahead -> MMAs |
 
-Deterministic: both kernels write what they own once. A shared q: PyTorch sums a dQ of each
-sequence, in fp32 and in a fixed order. Every option of `gdpa`, head_dim 16 to 256, bf16, fp16 and
-fp32, any strides of all arguments. Needs: sm_80.
+Deterministic: both kernels write what they own once. For a shared q PyTorch sums the dQ of all
+sequences, in fp32 and in a fixed order. All arguments may have any strides.
 """
 
 from dataclasses import asdict, dataclass
@@ -38,12 +37,13 @@ from gdpa_kernels.gdpa.device import bias_gradient
 from gdpa_kernels.gdpa.device.bias_tiles import biased
 from gdpa_kernels.gdpa.device.derivatives import value_and_slope_per_head
 from gdpa_kernels.gdpa.device.masks import key_range, mask_probabilities, mask_transposed, row_range
+from gdpa_kernels.gdpa.device.pointer_tiles import tile_pointers
 from gdpa_kernels.gdpa.device.segments import (
     counts,
     key_stretches,
-    place,
     row_stretches,
     segments_of,
+    skip_gap,
 )
 
 
@@ -82,34 +82,19 @@ def default_config(batch: Batch) -> Config:
 
 
 @triton.jit
-def tile(
-    ptr, first_row, length, ROWS: tl.constexpr,
-    STRIDES: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """Pointers [ROWS, BLOCK_D] to the rows from first_row on, and which of them exist."""
-    rows = first_row + tl.arange(0, ROWS)
-    dims = tl.arange(0, BLOCK_D)
-    ptrs = ptr + (rows.to(tl.int64)[:, None] * STRIDES[0] + dims.to(tl.int64)[None, :] * STRIDES[2])
-    mask = (rows < length)[:, None]
-    if BLOCK_D != HEAD_DIM:
-        mask = mask & (dims < HEAD_DIM)[None, :]
-    return ptrs, mask
-
-
-@triton.jit
 def load_tile(
     ptr, first_row, length, ROWS: tl.constexpr,
     STRIDES: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """The tile [ROWS, BLOCK_D]; what does not exist reads as zero, and so adds nothing to any
     gradient."""
-    ptrs, mask = tile(ptr, first_row, length, ROWS, STRIDES, HEAD_DIM, BLOCK_D)
+    ptrs, mask = tile_pointers(ptr, first_row, length, ROWS, STRIDES, HEAD_DIM, BLOCK_D)
     return tl.load(ptrs, mask=mask, other=0.0)
 
 
 @triton.jit
 def rows_of(ptr, start, head, STRIDES: tl.constexpr):
-    """Where one head of the sequence at row `start` begins."""
+    """The pointer to the first row of one head of the sequence at row `start`."""
     return ptr + tl.cast(start, tl.int64) * STRIDES[0] + tl.cast(head, tl.int64) * STRIDES[1]
 
 
@@ -157,7 +142,7 @@ def keys_kernel(
         start, end = row_range(first, len_q, BLOCK_M, BLOCK_N, CAUSAL, WINDOW)
     else:
         contexts, history = segments_of(segments_ptr, batch, len_k)
-        start, end, contexts_end, second = row_stretches(
+        start, end, gap_start, gap_end = row_stretches(
             first_key, BLOCK_N, len_q, len_k, contexts, history, BLOCK_M, TARGET_GROUP,
             WINDOW, FULL_ROWS, OWN_RANKS,
         )  # fmt: skip
@@ -167,7 +152,7 @@ def keys_kernel(
         grad_rows = rows_of(grad_ptr, start_out, head, GRAD_STRIDES)
         for first_row in tl.range(start, end, BLOCK_M):
             if segments_ptr is not None:
-                first_row = place(first_row, contexts_end, second)
+                first_row = skip_gap(first_row, gap_start, gap_end)
             q = load_tile(q_rows, first_row, len_q, BLOCK_M, Q_STRIDES, HEAD_DIM, BLOCK_D)
             s = tl.dot(k, q.T, input_precision=PRECISION)
             position = first_row
@@ -193,12 +178,12 @@ def keys_kernel(
             dp = tl.dot(v, grad.T, input_precision=PRECISION)
             dk = tl.dot((slope * dp).to(q.dtype), q, dk, input_precision=PRECISION)
 
-    dk_ptrs, mask = tile(
+    dk_ptrs, mask = tile_pointers(
         rows_of(dk_ptr, start_k, head_k, DK_STRIDES), first_key, len_k, BLOCK_N,
         DK_STRIDES, HEAD_DIM, BLOCK_D,
     )  # fmt: skip
     tl.store(dk_ptrs, (dk * (scale * output_scale)).to(k.dtype), mask=mask)
-    dv_ptrs, mask = tile(
+    dv_ptrs, mask = tile_pointers(
         rows_of(dv_ptr, start_k, head_k, DK_STRIDES), first_key, len_k, BLOCK_N,
         DK_STRIDES, HEAD_DIM, BLOCK_D,
     )  # fmt: skip
@@ -250,13 +235,13 @@ def queries_kernel(
         start, end = key_range(position, len_k, BLOCK_M, BLOCK_N, CAUSAL, WINDOW)
     else:
         contexts, history = segments_of(segments_ptr, batch, len_k)
-        start, end, first, second = key_stretches(
+        start, end, gap_start, gap_end = key_stretches(
             position, BLOCK_M, len_k, contexts, history, BLOCK_N, TARGET_GROUP,
             WINDOW, FULL_ROWS, OWN_RANKS,
         )  # fmt: skip
     for first_key in tl.range(start, end, BLOCK_N):
         if segments_ptr is not None:
-            first_key = place(first_key, first, second)
+            first_key = skip_gap(first_key, gap_start, gap_end)
         k = load_tile(k_rows, first_key, len_k, BLOCK_N, K_STRIDES, HEAD_DIM, BLOCK_D)
         s = tl.dot(q, k.T, input_precision=PRECISION)
         if BIAS is not None:
@@ -277,7 +262,7 @@ def queries_kernel(
         dp = tl.dot(grad, v.T, input_precision=PRECISION)
         dq = tl.dot((slope * dp).to(k.dtype), k, dq, input_precision=PRECISION)
 
-    dq_ptrs, mask = tile(
+    dq_ptrs, mask = tile_pointers(
         rows_of(dq_ptr, start_out, head, DQ_STRIDES), first_row, len_q, BLOCK_M,
         DQ_STRIDES, HEAD_DIM, BLOCK_D,
     )  # fmt: skip
@@ -291,7 +276,7 @@ def backward(
     needs: tuple[bool, bool, bool] = (True, True, True),
     config: Config | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """(dq, dk, dv), shaped as q, k and v, contiguous; None where `needs` says so.
+    """(dq, dk, dv), shaped as q, k and v, contiguous; None where `needs` is False.
 
     grad_out `[total_q, num_heads, head_dim]` of any strides. A kernel none of whose results is
     needed is not launched.
@@ -333,6 +318,6 @@ def backward(
 def bias_backward(
     grad_out: torch.Tensor, batch: Batch, needs: tuple[bool, bool] = (True, True)
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """The gradients of batch.bias's tables of positions and of times; None where `needs` says so.
+    """The gradients of batch.bias's tables of positions and of times; None where `needs` is False.
     A third kernel (bias_gradient.py), deterministic as the others."""
     return bias_gradient.gradients(grad_out, batch, needs)

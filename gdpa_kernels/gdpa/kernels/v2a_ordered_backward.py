@@ -1,9 +1,9 @@
 """v2a, backward: v2 with a fixed order of additions, and so the same bits in every run.
 
 Changes from v2_fused_backward: not one launch for all blocks of keys, but one after another, each
-for `slices` of them. The block at place i of a launch adds to slice i of an fp32 buffer [slices,
-total_q, num_heads, head_dim]. So within a launch no two programs add to the same element, launches
-are serial, and at the end PyTorch sums the slices in a fixed order.
+for `slices` of them. Block i of a launch adds to slice i of an fp32 buffer [slices, total_q,
+num_heads, head_dim]. So within a launch no two programs add to the same element, launches are
+serial, and at the end PyTorch sums the slices in a fixed order.
 
 What it costs: a launch for every BLOCK_N keys up to max_seqlen_k, each with a tail in which SMs
 idle until its last programs end. Where launches would be small they take several blocks
@@ -20,7 +20,7 @@ decide, not the device: the order of additions is the same everywhere.
 | bulk group    | TMA         | reduce-add of a dQ tile has read its buffer -> the next tile of dQ |
 | launch        | all         | reduce-adds of its blocks of keys -> those of the next launch      |
 
-Deterministic. A shared q: every sequence has rows of its own in the buffer. Needs: as v2.
+The compiler makes the barriers. For a shared q every sequence has rows of its own in the buffer.
 """
 
 from dataclasses import dataclass
@@ -54,14 +54,14 @@ class Config:
 
 
 def default_config(batch: Batch) -> Config:
-    """What compiles without spills; not measured. At head_dim 128 a mask together with grouped
-    heads spills up to 180 bytes."""
+    """Constants that compile without spills, but for a mask together with grouped heads at head_dim
+    128; not measured."""
     return Config()
 
 
 def count_slices(programs: int, blocks: int, dq_bytes: int) -> int:
-    """How many of `blocks` blocks of keys a launch takes, each with `programs` programs and an fp32
-    dQ of `dq_bytes` of its own."""
+    """The number of slices, at most `blocks` blocks of keys, that a launch takes, each with
+    `programs` programs and an fp32 dQ of `dq_bytes` of its own."""
     wanted = cdiv(PROGRAMS, max(programs, 1))
     return max(1, min(blocks, wanted, 1 + MOST_BYTES // max(dq_bytes, 1)))
 
@@ -133,7 +133,7 @@ def backward(
     needs: tuple[bool, bool, bool] = (True, True, True),
     config: Config | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """(dq, dk, dv), shaped as q, k and v, contiguous; None where `needs` says so.
+    """(dq, dk, dv), shaped as q, k and v, contiguous; None where `needs` is False.
 
     grad_out `[total_q, num_heads, head_dim]` of any strides. What is not needed is not computed.
     """

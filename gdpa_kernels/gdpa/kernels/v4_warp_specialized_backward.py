@@ -7,22 +7,27 @@ consumer, and each computes half of dQ: of the columns, at head_dim 64 of the 12
 
 Why it should help: a step of 64 rows is 2,560 clocks of the tensor cores at head_dim 128 and 770 of
 issue slots for the activation, and one consumer's activation overlaps with the other's MMAs.
+Why it may not: each step passes two barriers at which the consumers wait for each other's dS.
 
 | role     | warps | registers | work                                                          |
 |----------|-------|-----------|---------------------------------------------------------------|
 | load     | 4     | 24        | one thread issues the TMA loads                               |
 | math (2) | 4     | 240       | S, dP, activation and derivative, dV, dK, half of dQ; 64 keys |
 
-| barrier          | arrivals            | filled by -> drained by                              |
-|------------------|---------------------|------------------------------------------------------|
-| k_full, v_full   | 1 and bytes         | TMA loads of a tile's K, V -> both consumers         |
-| k_empty, v_empty | 256 threads, 1 each | consumers, done with the tile -> producer            |
-| q_full, g_full   | 1 and bytes         | TMA loads of a step's Q, its dO -> both consumers    |
-| q_empty, g_empty | 256 threads, 1 each | consumers, done with the rows -> producer            |
-| ds_full[2]       | 256 threads, 1 each | consumers, dS is stored -> consumers                 |
-| ds_empty[2]      | 256 threads, 1 each | consumers, dQ of these rows is computed -> consumers |
+| barrier        | arrivals    | filled by -> drained by                               |
+|----------------|-------------|-------------------------------------------------------|
+| k.full[stage]  | 1 and bytes | TMA loads of a tile's K -> both consumers             |
+| k.empty[stage] | 256 threads | consumers, the tile's last dQ is computed -> producer |
+| v.full         | 1 and bytes | TMA loads of a tile's V -> both consumers             |
+| v.empty        | 256 threads | consumers, dV has left through V's buffer -> producer |
+| q.full[stage]  | 1 and bytes | TMA load of a step's Q -> both consumers              |
+| q.empty[stage] | 256 threads | consumers, the step's dK is computed -> producer      |
+| g.full[stage]  | 1 and bytes | TMA load of a step's dO -> both consumers             |
+| g.empty[stage] | 256 threads | consumers, the step's dV is computed -> producer      |
+| ds.full[2]     | 256 threads | consumers, dS is stored -> consumers                  |
+| ds.empty[2]    | 256 threads | consumers, dQ of these rows is computed -> consumers  |
 
-dQ is deterministic up to 256 keys. Needs: as v2, TLX, head_dim 64 or 128.
+dQ is deterministic up to 256 keys.
 """
 
 import torch
@@ -32,13 +37,19 @@ import triton.language.extra.tlx as tlx
 
 from gdpa_kernels.device.groups import Ring, ring
 from gdpa_kernels.device.ragged import BOUND
-from gdpa_kernels.device.rows import fetch_rows, opaque_zero, put_rows, uniform
+from gdpa_kernels.device.rows import fetch_rows, keep_runtime, put_rows, uniform
 from gdpa_kernels.gdpa.batch import Batch, Schedule
 from gdpa_kernels.gdpa.device.derivatives import mask_slope, times_slope, value_and_factor
-from gdpa_kernels.gdpa.device.gradients import Gradients, launch_gradients, loaded, place, steps_of
+from gdpa_kernels.gdpa.device.gradients import (
+    Gradients,
+    head_and_row,
+    launch_gradients,
+    loaded,
+    steps_of,
+    sums_commute,
+)
 from gdpa_kernels.gdpa.device.masks import all_visible, mask_transposed
-from gdpa_kernels.gdpa.device.segments import all_count, counted, parts_of, row_stretches
-from gdpa_kernels.gdpa.device.segments import place as along
+from gdpa_kernels.gdpa.device.segments import all_count, counted, parts_of, row_stretches, skip_gap
 from gdpa_kernels.gdpa.device.two_consumers import (
     KEYS,
     MATH_ROLES,
@@ -56,8 +67,8 @@ from gdpa_kernels.gdpa.device.work_list import WorkList, count_items, entry, lis
 
 
 def is_deterministic(batch: Batch) -> bool:
-    """Two additions to zero commute; with a third their order shows. A tile of keys makes one."""
-    return batch.max_seqlen_k <= 2 * TILE.value and not batch.shared_q
+    """True with at most two tiles of keys; see `sums_commute`."""
+    return sums_commute(batch, TILE.value)
 
 
 def plan_schedule(batch: Batch, config: Config) -> WorkList:
@@ -67,8 +78,8 @@ def plan_schedule(batch: Batch, config: Config) -> WorkList:
 
 @triton.aggregate
 class Options:
-    """The constants that the roles share. ROWS: of a step. ASKS: whether a step that is seen whole
-    is not masked; to ask with a shift would spill much."""
+    """The constants that the roles share. ROWS: of a step. ASKS: a step that is seen whole is not
+    masked; with a shift the test would spill."""
 
     GROUP: tl.constexpr
     ROWS: tl.constexpr
@@ -91,12 +102,12 @@ class Options:
 
 
 @triton.jit
-def walk_of(key, len_q, len_k, parts, options):
-    """((first row, and where its stretches part), steps) of the tile of keys at `key`."""
+def span_of(key, len_q, len_k, parts, options):
+    """((first row, gap_start, gap_end), steps) of the tile of keys at `key`; see `skip_gap`."""
     shift, contexts, history = parts
-    before, after = 0, 0
+    gap_start, gap_end = 0, 0
     if options.SEGMENTS:
-        start, end, before, after = row_stretches(
+        start, end, gap_start, gap_end = row_stretches(
             key, TILE, len_q, len_k, contexts, history, options.ROWS, options.TARGET_GROUP,
             options.WINDOW, options.FULL_ROWS, options.OWN_RANKS,
         )  # fmt: skip
@@ -105,22 +116,22 @@ def walk_of(key, len_q, len_k, parts, options):
         if options.LOWER_RIGHT:
             key = tl.maximum(key - shift, 0)
         start, steps = steps_of(key, len_q, options.ROWS, TILE, options)
-    return (start, before, after), steps
+    return (start, gap_start, gap_end), steps
 
 
 @triton.jit
-def place_of(step, steps, walk, head_k, options):
+def row_of_step(step, steps, span, head_k, options):
     """(head, row) of a step; without segments there is one stretch of rows."""
-    start, before, after = walk
-    head, row = place(step, steps, start, head_k, options.GROUP, options.ROWS)
+    start, gap_start, gap_end = span
+    head, row = head_and_row(step, steps, start, head_k, options.GROUP, options.ROWS)
     if options.SEGMENTS:
-        row = along(row, before, after)
+        row = skip_gap(row, gap_start, gap_end)
     return head, row
 
 
 @triton.jit
 def load(q_desc, k_desc, v_desc, g_desc, q, k, v, g, list_ptr, segments_ptr, options):
-    """The producer: of each tile K, the first rows of Q, V, then dO and Q in the order of use."""
+    """The producer: K of a tile, the first rows of Q, V, then dO and Q in the order of use."""
     GROUP: tl.constexpr = options.GROUP
     num_items = count_items(list_ptr)
     count = 0
@@ -128,29 +139,29 @@ def load(q_desc, k_desc, v_desc, g_desc, q, k, v, g, list_ptr, segments_ptr, opt
         start_k, _, len_k, start_out, len_q, head_k, key = entry(list_ptr, item)
         start_q = 0 if options.SHARED_Q else start_out
         parts = parts_of(list_ptr, segments_ptr, item, len_q, len_k, options)
-        walk, steps = walk_of(key, len_q, len_k, parts, options)
+        span, steps = span_of(key, len_q, len_k, parts, options)
         tile = item // tl.num_programs(0)
-        at = tile % options.K_STAGES
-        tlx.barrier_wait(k.empty[at], (tile // options.K_STAGES & 1) ^ 1)
-        fetch_both(k_desc, k, at, start_k, len_k, head_k, key)
+        stage = tile % options.K_STAGES
+        tlx.barrier_wait(k.empty[stage], (tile // options.K_STAGES & 1) ^ 1)
+        fetch_both(k_desc, k, stage, start_k, len_k, head_k, key)
         for step in tl.range(0, steps * GROUP):
-            head, row = place_of(step, steps, walk, head_k, options)
-            at = (count + step) % options.Q_STAGES
-            tlx.barrier_wait(q.empty[at], (((count + step) // options.Q_STAGES) & 1) ^ 1)
-            fetch_rows(q_desc, q.buffer[at], q.full[at], start_q, len_q, head, row)
+            head, row = row_of_step(step, steps, span, head_k, options)
+            stage = (count + step) % options.Q_STAGES
+            tlx.barrier_wait(q.empty[stage], (((count + step) // options.Q_STAGES) & 1) ^ 1)
+            fetch_rows(q_desc, q.buffer[stage], q.full[stage], start_q, len_q, head, row)
             if step == 0:
                 tlx.barrier_wait(v.empty[0], (tile & 1) ^ 1)
                 fetch_both(v_desc, v, 0, start_k, len_k, head_k, key)
-            at = (count + step) % options.G_STAGES
-            tlx.barrier_wait(g.empty[at], (((count + step) // options.G_STAGES) & 1) ^ 1)
-            fetch_rows(g_desc, g.buffer[at], g.full[at], start_out, len_q, head, row)
+            stage = (count + step) % options.G_STAGES
+            tlx.barrier_wait(g.empty[stage], (((count + step) // options.G_STAGES) & 1) ^ 1)
+            fetch_rows(g_desc, g.buffer[stage], g.full[stage], start_out, len_q, head, row)
         count += steps * GROUP
 
 
 @triton.jit
 def differentiate(s, v, g, dv, count, scale, head, row, key, parts, options):
     """dS of a step, and dv with its MMA in flight. `count` counts steps of all tiles."""
-    at = count % options.G_STAGES
+    stage = count % options.G_STAGES
     p, slope = value_and_factor(s, scale, head, options.ACTIVATION, options.FOLD)
     shift, contexts, history = parts
     position = row + shift
@@ -166,9 +177,9 @@ def differentiate(s, v, g, dv, count, scale, head, row, key, parts, options):
     ):
         p = mask_transposed(p, row, key - shift, options.CAUSAL, options.WINDOW)
         slope = mask_slope(slope, row, key - shift, options.CAUSAL, options.WINDOW, options.FOLD)
-    tlx.barrier_wait(g.full[at], (count // options.G_STAGES) & 1)
-    dp = tlx.async_dot(v, tlx.local_trans(g.buffer[at]))
-    dv = tlx.async_dot(p.to(options.DTYPE), g.buffer[at], dv)
+    tlx.barrier_wait(g.full[stage], (count // options.G_STAGES) & 1)
+    dp = tlx.async_dot(v, tlx.local_trans(g.buffer[stage]))
+    dv = tlx.async_dot(p.to(options.DTYPE), g.buffer[stage], dv)
     dp = tlx.async_dot_wait(1, dp)
     return times_slope(dp, slope, options.FOLD).to(options.DTYPE), dv
 
@@ -177,8 +188,8 @@ def differentiate(s, v, g, dv, count, scale, head, row, key, parts, options):
 def add_rows(role: tl.constexpr, desc, buffer, start, length, head, row, options):
     """Start the TMA reduce-add of a half of a step's dQ. A fence must follow `put_aside`."""
     row += role * (options.ROWS - 64)
-    place = [BOUND, start + length, head, BOUND - length + row, role * (options.HEAD_DIM - 64)]
-    tlx.async_descriptor_store(desc, buffer, place, store_reduce="add")
+    coords = [BOUND, start + length, head, BOUND - length + row, role * (options.HEAD_DIM - 64)]
+    tlx.async_descriptor_store(desc, buffer, coords, store_reduce="add")
 
 
 @triton.jit
@@ -198,7 +209,7 @@ def math(
         k_at = tile % K_STAGES * MATH_ROLES
         start_k, _, len_k, start_out, len_q, head_k, key = entry(list_ptr, item)
         parts = parts_of(list_ptr, segments_ptr, item, len_q, len_k, options)
-        walk, steps = walk_of(key, len_q, len_k, parts, options)
+        span, steps = span_of(key, len_q, len_k, parts, options)
         all_steps = uniform(steps * GROUP)  # the compiler must not know that it is even
         key += role * KEYS
         dk = tl.zeros([KEYS, HEAD_DIM], tl.float32)
@@ -208,12 +219,12 @@ def math(
         s = scores(k.buffer[k_at + role], q, count, Q_STAGES)
         s = tlx.async_dot_wait(0, s)
         tlx.barrier_wait(v.full[0], tile & 1)
-        own = ds.buffer[(count & 1) * MATH_ROLES + role]
-        head, row = place_of(0, steps, walk, head_k, options)
+        ds_tile = ds.buffer[(count & 1) * MATH_ROLES + role]
+        head, row = row_of_step(0, steps, span, head_k, options)
         d, dv = differentiate(
             s, v.buffer[role], g, dv, count, scale, head, row, key, parts, options
         )
-        share(ds, own, d, count)
+        share(ds, ds_tile, d, count)
         dk = tlx.async_dot(d, q.buffer[count % Q_STAGES], dk)
         dv = tlx.async_dot_wait(0, dv)
         dk = tlx.async_dot_wait(0, dk)
@@ -223,15 +234,15 @@ def math(
         tlx.barrier_arrive(q.empty[count % Q_STAGES])
         for step in tl.range(1, all_steps, num_stages=0):
             now = count + step
-            zero = opaque_zero(step)
-            head, row = place_of(step, steps, walk, head_k, options)
-            own = ds.buffer[(now & 1) * MATH_ROLES + role]
+            zero = keep_runtime(step)
+            head, row = row_of_step(step, steps, span, head_k, options)
+            ds_tile = ds.buffer[(now & 1) * MATH_ROLES + role]
             d, dv = differentiate(
                 s, v.buffer[role + zero], g, dv, now, scale, head, row, key, parts, options
             )
-            share(ds, own, d, now)
+            share(ds, ds_tile, d, now)
             if step > 1:
-                head, row = place_of(step - 2, steps, walk, head_k, options)
+                head, row = row_of_step(step - 2, steps, span, head_k, options)
                 aside = staging[role + zero]
                 add_rows(role, gradients.dq, aside, start_out, len_q, head, row, options)
             dk = tlx.async_dot(d, q.buffer[now % Q_STAGES], dk)
@@ -252,17 +263,17 @@ def math(
         tlx.barrier_arrive(ds.empty[(count - 1) & 1])
         tlx.fence("async_shared")
         if all_steps > 1:
-            head, row = place_of(all_steps - 2, steps, walk, head_k, options)
+            head, row = row_of_step(all_steps - 2, steps, span, head_k, options)
             add_rows(role, gradients.dq, staging[role], start_out, len_q, head, row, options)
         put_aside(staging[role], dq)
         dv = dv * (0.5 * scale * output_scale if options.FOLD else output_scale)
         put_rows(gradients.dv, v.buffer[role], start_k, len_k, head_k, key, dv.to(options.DTYPE))
-        head, row = place_of(all_steps - 1, steps, walk, head_k, options)
+        head, row = row_of_step(all_steps - 1, steps, span, head_k, options)
         add_rows(role, gradients.dq, staging[role], start_out, len_q, head, row, options)
         dk = dk * (0.5 * scale * output_scale if options.FOLD else scale * output_scale)
         tlx.async_descriptor_store_wait(0)
-        own = staged[role * (128 // HEAD_DIM)]
-        put_rows(gradients.dk, own, start_k, len_k, head_k, key, dk.to(options.DTYPE))
+        dk_staging = staged[role * (128 // HEAD_DIM)]
+        put_rows(gradients.dk, dk_staging, start_k, len_k, head_k, key, dk.to(options.DTYPE))
         tlx.barrier_arrive(v.empty[0])
     tlx.async_descriptor_store_wait(0)
 

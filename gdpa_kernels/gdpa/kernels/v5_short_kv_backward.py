@@ -7,22 +7,27 @@ the output's dtype: no fp32 sum in memory, no zero fill, no conversion; determin
 
 Why it should help, in bytes for a row of head_dim 128: v4 reads 512, fills 512 with zeros, adds 512
 twice at 256 keys, reads them again and writes 256. Here 512 are read and 256 written.
+Why it may not: every step waits for the dS of the other program.
 
 | role     | warps | registers | work                                                              |
 |----------|-------|-----------|-------------------------------------------------------------------|
 | load     | 4     | 24        | one thread issues the TMA loads                                   |
 | math (2) | 4     | 240       | S, dP, activation and derivative, dV, dK; 64 keys; every other dQ |
 
-| barrier             | arrivals            | filled by -> drained by                             |
-|---------------------|---------------------|-----------------------------------------------------|
-| k_full, v_full      | 1 and bytes         | TMA loads of K, half of the peer's K, V -> math     |
-| q_full, g_full      | 1 and bytes         | TMA loads of 64 rows of Q, of dO -> both consumers  |
-| k_, v_, q_, g_empty | 256 threads, 1 each | consumers, done with the item, the rows -> producer |
-| ds_full[2]          | 256 threads, 1 each | consumers, dS is stored -> the step's dQ            |
-| peer_full[2]        | 1 and bytes         | the peer's copies of dS -> the step's dQ            |
-| ds_empty[2]         | 2 roles             | the step's dQ, here and in the peer -> consumers    |
-
-Needs: as v4, head_dim 128, a max_seqlen_k of at most 256, a q of every sequence's own.
+| barrier      | arrivals             | filled by -> drained by                                    |
+|--------------|----------------------|------------------------------------------------------------|
+| k.full       | 1 and bytes          | TMA loads of K and of half of the peer's K -> consumers    |
+| k.empty      | 256 threads          | consumers, the item's last dQ is computed -> producer      |
+| v.full       | 1 and bytes          | TMA loads of V -> consumers                                |
+| v.empty      | 256 threads          | consumers, dV has left through V's buffer -> producer      |
+| q.full[2]    | 1 and bytes          | TMA loads of 64 rows of Q, in halves -> consumers          |
+| q.empty[2]   | 256 threads          | consumers, the step's dK is computed -> producer           |
+| g.full[2]    | 1 and bytes          | TMA load of 64 rows of dO -> consumers                     |
+| g.empty[2]   | 256 threads          | consumers, the step's dV is computed -> producer           |
+| ds.full[2]   | 256 threads          | consumers, dS is stored -> the consumer with the step's dQ |
+| peer.full[2] | 1 and bytes          | the peer's copies of dS -> the consumer with the step's dQ |
+| ds.empty[2]  | 2, 1 of each program | consumers with the step's dQ, here and in the peer, dQ is  |
+|              |                      | computed -> consumers, the next dS and its copy            |
 """
 
 from dataclasses import dataclass
@@ -32,12 +37,17 @@ import triton
 import triton.language as tl
 import triton.language.extra.tlx as tlx
 
-from gdpa_kernels.device.groups import Handover, Ring, ring
+from gdpa_kernels.device.groups import OneWay, Ring, ring
 from gdpa_kernels.device.ragged import BOUND, ragged_descriptor, readable
-from gdpa_kernels.device.rows import fetch_rows, opaque_zero, put_rows
+from gdpa_kernels.device.rows import fetch_rows, keep_runtime, put_rows
 from gdpa_kernels.gdpa.batch import Batch, Schedule
 from gdpa_kernels.gdpa.device.derivatives import mask_slope, times_slope, value_and_factor
-from gdpa_kernels.gdpa.device.gradients import Gradients, launch_gradients, place, requires_few_keys
+from gdpa_kernels.gdpa.device.gradients import (
+    Gradients,
+    head_and_row,
+    launch_gradients,
+    requires_few_keys,
+)
 from gdpa_kernels.gdpa.device.masks import mask_transposed
 from gdpa_kernels.gdpa.device.work_list import Items, LongestFirst, sequence_and_head
 
@@ -45,7 +55,7 @@ MATH_ROLES = tl.constexpr(2)
 KEYS = tl.constexpr(64)  # of a consumer
 ROWS = tl.constexpr(64)  # of a step
 TILE = tl.constexpr(MATH_ROLES.value * KEYS.value)  # keys of a program
-PAIR = tl.constexpr(2)  # steps that are worked on in turn, each in buffers of its own
+PAIR = tl.constexpr(2)  # steps of an iteration, each in buffers of its own
 PROGRAMS = tl.constexpr(2)  # of a cluster
 MOST_KEYS = TILE.value * PROGRAMS.value
 
@@ -60,7 +70,7 @@ class Config:
 
 
 def requires(batch: Batch) -> str | None:
-    """What this rung needs besides what its tensors say, and does not get, or None."""
+    """The reason why this rung cannot take a call, beyond `Requires`; None if it can."""
     return requires_few_keys(batch, MOST_KEYS)
 
 
@@ -90,20 +100,20 @@ class Options:
 @triton.jit
 def steps_of(len_q):
     """Steps of 64 rows of one head, in whole pairs, at least one: both roles take part in each. All
-    rows are walked, whether or not a key is seen by them: their dQ is written here."""
+    rows count, also those that see no key: their dQ is written here."""
     return tl.maximum(tl.cdiv(len_q, PAIR * ROWS), 1) * PAIR
 
 
 @triton.jit
 def fetch_half(desc, buffer, full, start, length, head, row, column):
     """Start the copy of 64 columns of one head's rows; rows from `length` on become zero."""
-    at = [BOUND, start + length, head, BOUND - length + row, column * 64]
-    tlx.async_descriptor_load(desc, buffer, at, full)
+    coords = [BOUND, start + length, head, BOUND - length + row, column * 64]
+    tlx.async_descriptor_load(desc, buffer, coords, full)
 
 
 @triton.jit
 def load(q_desc, k_desc, v_desc, g_desc, q, k, v, g, half, items, options):
-    """The producer: of each item K, the first rows of Q, V, then dO and Q in the order of use."""
+    """The producer: K of an item, the first rows of Q, V, then dO and Q in the order of use."""
     GROUP: tl.constexpr = options.GROUP
     HALF_BYTES: tl.constexpr = ROWS * 64 * 2
     rank = tlx.cluster_cta_rank()
@@ -123,65 +133,79 @@ def load(q_desc, k_desc, v_desc, g_desc, q, k, v, g, half, items, options):
             fetch_half(k_desc, k.buffer[role * 2 + 1], k.full[0], start_k, len_k, head_k, key, peer)
             fetch_half(k_desc, half[role], k.full[0], start_k, len_k, head_k, other, rank)
         for step in tl.range(0, steps * GROUP):
-            head, row = place(step, steps, 0, head_k, GROUP, ROWS)
-            at = step % PAIR
+            head, row = head_and_row(step, steps, 0, head_k, GROUP, ROWS)
+            stage = step % PAIR
             unused = ((count + step // PAIR) & 1) ^ 1
-            tlx.barrier_wait(q.empty[at], unused)
-            tlx.barrier_expect_bytes(q.full[at], 2 * HALF_BYTES)
-            fetch_half(q_desc, q.buffer[at * 2], q.full[at], start_q, len_q, head, row, rank)
-            fetch_half(q_desc, q.buffer[at * 2 + 1], q.full[at], start_q, len_q, head, row, peer)
+            tlx.barrier_wait(q.empty[stage], unused)
+            tlx.barrier_expect_bytes(q.full[stage], 2 * HALF_BYTES)
+            fetch_half(q_desc, q.buffer[stage * 2], q.full[stage], start_q, len_q, head, row, rank)
+            fetch_half(
+                q_desc, q.buffer[stage * 2 + 1], q.full[stage], start_q, len_q, head, row, peer
+            )
             if step == 0:
                 tlx.barrier_wait(v.empty[0], free)
                 tlx.barrier_expect_bytes(v.full[0], 4 * HALF_BYTES)
                 for role in tl.static_range(MATH_ROLES):
                     row_of_v = BOUND - len_k + rank * TILE + role * KEYS
-                    where = [BOUND, start_k + len_k, head_k, row_of_v, 0]
-                    tlx.async_descriptor_load(v_desc, v.buffer[role], where, v.full[0])
-            tlx.barrier_wait(g.empty[at], unused)
-            fetch_rows(g_desc, g.buffer[at], g.full[at], start_q, len_q, head, row)
+                    coords = [BOUND, start_k + len_k, head_k, row_of_v, 0]
+                    tlx.async_descriptor_load(v_desc, v.buffer[role], coords, v.full[0])
+            tlx.barrier_wait(g.empty[stage], unused)
+            fetch_rows(g_desc, g.buffer[stage], g.full[stage], start_q, len_q, head, row)
         count += steps * GROUP // PAIR
 
 
 @triton.jit
-def scores(role: tl.constexpr, k, q, at: tl.constexpr, zero, phase):
+def scores(role: tl.constexpr, k, q, stage: tl.constexpr, zero, phase):
     """S of a step, transposed, in flight: the sum over both halves of the columns.
 
-    `at`: which step of the pair it is; `zero`: `opaque_zero`; `phase` counts pairs of all items.
+    `stage`: the step of the pair; `zero`: `keep_runtime`; `phase` counts pairs of all items.
     """
-    tlx.barrier_wait(q.full[at], phase)
-    s = tlx.async_dot(k.buffer[role * 2 + zero], tlx.local_trans(q.buffer[at * 2 + zero]))
+    tlx.barrier_wait(q.full[stage], phase)
+    s = tlx.async_dot(k.buffer[role * 2 + zero], tlx.local_trans(q.buffer[stage * 2 + zero]))
     s = tlx.async_dot(
-        k.buffer[role * 2 + 1 + zero], tlx.local_trans(q.buffer[at * 2 + 1 + zero]), s
+        k.buffer[role * 2 + 1 + zero], tlx.local_trans(q.buffer[stage * 2 + 1 + zero]), s
     )
     return s
 
 
 @triton.jit
 def differentiate(
-    role: tl.constexpr, s, v, g, dv, at: tl.constexpr, zero, phase, scale, head, row, key, options
+    role: tl.constexpr,
+    s,
+    v,
+    g,
+    dv,
+    stage: tl.constexpr,
+    zero,
+    phase,
+    scale,
+    head,
+    row,
+    key,
+    options,
 ):
     """dS of a step, and dv with its MMA in flight."""
     p, slope = value_and_factor(s, scale, head, options.ACTIVATION, options.FOLD)
     p = mask_transposed(p, row, key, options.CAUSAL, options.WINDOW)
     slope = mask_slope(slope, row, key, options.CAUSAL, options.WINDOW, options.FOLD)
-    tlx.barrier_wait(g.full[at], phase)
-    dp = tlx.async_dot(v.buffer[role + zero], tlx.local_trans(g.buffer[at + zero]))
-    dv = tlx.async_dot(p.to(options.DTYPE), g.buffer[at + zero], dv)
+    tlx.barrier_wait(g.full[stage], phase)
+    dp = tlx.async_dot(v.buffer[role + zero], tlx.local_trans(g.buffer[stage + zero]))
+    dv = tlx.async_dot(p.to(options.DTYPE), g.buffer[stage + zero], dv)
     dp = tlx.async_dot_wait(1, dp)
     return times_slope(dp, slope, options.FOLD).to(options.DTYPE), dv
 
 
 @triton.jit
-def share(role: tl.constexpr, ds, peer, d, at: tl.constexpr, zero, phase, rank):
+def share(role: tl.constexpr, ds, peer, d, stage: tl.constexpr, zero, phase, rank):
     """Store dS of a step for both roles to read, here and in the other program."""
-    tlx.barrier_wait(ds.empty[at], phase ^ 1)
+    tlx.barrier_wait(ds.empty[stage], phase ^ 1)
     if role == 0:
-        tlx.barrier_expect_bytes(peer.full[at], TILE * ROWS * 2)
-    own = at * MATH_ROLES + role + zero
-    tlx.local_store(ds.buffer[own], d)
+        tlx.barrier_expect_bytes(peer.full[stage], TILE * ROWS * 2)
+    index = stage * MATH_ROLES + role + zero
+    tlx.local_store(ds.buffer[index], d)
     tlx.fence("async_shared")
-    tlx.async_remote_shmem_copy(peer.buffer[own], ds.buffer[own], 1 - rank, peer.full[at])
-    tlx.barrier_arrive(ds.full[at])
+    tlx.async_remote_shmem_copy(peer.buffer[index], ds.buffer[index], 1 - rank, peer.full[stage])
+    tlx.barrier_arrive(ds.full[stage])
 
 
 @triton.jit
@@ -202,8 +226,8 @@ def put_half(desc, buffer, start, length, head, row, column, x):
     """Start the store of 64 columns x, [rows, 64], through `buffer`."""
     tlx.local_store(buffer, x.to(tlx.dtype_of(desc)))
     tlx.fence("async_shared")
-    at = [BOUND, start + length, head, BOUND - length + row, column * 64]
-    tlx.async_descriptor_store(desc, buffer, at)
+    coords = [BOUND, start + length, head, BOUND - length + row, column * 64]
+    tlx.async_descriptor_store(desc, buffer, coords)
 
 
 @triton.jit
@@ -223,30 +247,30 @@ def math(
         start_q, len_q, start_k, len_k, head_k = sequence_and_head(items, item)
         steps = steps_of(len_q)
         phase = item // clusters & 1
-        dk_own = tl.zeros([KEYS, 64], tl.float32)
-        dk_other = tl.zeros([KEYS, 64], tl.float32)
+        dk_local = tl.zeros([KEYS, 64], tl.float32)
+        dk_peer = tl.zeros([KEYS, 64], tl.float32)
         dv = tl.zeros([KEYS, HEAD_DIM], tl.float32)
         tlx.barrier_wait(k.full[0], phase)
         tlx.barrier_wait(v.full[0], phase)
         for step in tl.range(0, steps * GROUP, PAIR, num_stages=0):
-            zero = opaque_zero(step)
+            zero = keep_runtime(step)
             now = (count + step // PAIR) & 1
-            for at in tl.static_range(PAIR):
-                head, row = place(step + at, steps, 0, head_k, GROUP, ROWS)
-                s = scores(role, k, q, at, zero, now)
+            for stage in tl.static_range(PAIR):
+                head, row = head_and_row(step + stage, steps, 0, head_k, GROUP, ROWS)
+                s = scores(role, k, q, stage, zero, now)
                 s = tlx.async_dot_wait(0, s)
                 d, dv = differentiate(
-                    role, s, v, g, dv, at, zero, now, scale, head, row, key, options
+                    role, s, v, g, dv, stage, zero, now, scale, head, row, key, options
                 )
-                share(role, ds, peer, d, at, zero, now, rank)
-                dk_own = tlx.async_dot(d, q.buffer[at * 2 + zero], dk_own)
-                dk_other = tlx.async_dot(d, q.buffer[at * 2 + 1 + zero], dk_other)
+                share(role, ds, peer, d, stage, zero, now, rank)
+                dk_local = tlx.async_dot(d, q.buffer[stage * 2 + zero], dk_local)
+                dk_peer = tlx.async_dot(d, q.buffer[stage * 2 + 1 + zero], dk_peer)
                 dv = tlx.async_dot_wait(0, dv)
-                dk_own = tlx.async_dot_wait(0, dk_own)
-                dk_other = tlx.async_dot_wait(0, dk_other)
-                tlx.barrier_arrive(q.empty[at])
-                tlx.barrier_arrive(g.empty[at])
-            head, row = place(step + role, steps, 0, head_k, GROUP, ROWS)
+                dk_local = tlx.async_dot_wait(0, dk_local)
+                dk_peer = tlx.async_dot_wait(0, dk_peer)
+                tlx.barrier_arrive(q.empty[stage])
+                tlx.barrier_arrive(g.empty[stage])
+            head, row = head_and_row(step + role, steps, 0, head_k, GROUP, ROWS)
             dq = dq_product(role, ds, peer, k, half, zero, now)
             dq = tlx.async_dot_wait(0, dq)
             tlx.barrier_arrive(ds.empty[role])
@@ -257,17 +281,17 @@ def math(
         tlx.barrier_arrive(k.empty[0])
         dv = dv * (0.5 * scale * output_scale if options.FOLD else output_scale)
         put_rows(gradients.dv, v.buffer[role], start_k, len_k, head_k, key, dv.to(options.DTYPE))
-        dk_own = dk_own * factor
-        dk_other = dk_other * factor
+        dk_local = dk_local * factor
+        dk_peer = dk_peer * factor
         tlx.async_descriptor_store_wait(0)
         tlx.barrier_arrive(v.empty[0])
-        put_half(gradients.dk, staging[role], start_k, len_k, head_k, key, rank, dk_own)
+        put_half(gradients.dk, staging[role], start_k, len_k, head_k, key, rank, dk_local)
         tlx.async_descriptor_store_wait(0)
-        put_half(gradients.dk, staging[role], start_k, len_k, head_k, key, 1 - rank, dk_other)
+        put_half(gradients.dk, staging[role], start_k, len_k, head_k, key, 1 - rank, dk_peer)
     tlx.async_descriptor_store_wait(0)
     # The other program still arrives here: this one's memory must not go before it has.
-    for at in tl.static_range(PAIR):
-        tlx.barrier_wait(ds.empty[at], (count & 1) ^ 1)
+    for stage in tl.static_range(PAIR):
+        tlx.barrier_wait(ds.empty[stage], (count & 1) ^ 1)
 
 
 @triton.jit(do_not_specialize=["num_items", "max_seqlen_q"])
@@ -294,7 +318,7 @@ def backward_kernel(
     g = ring(g, PAIR, MATH_ROLES)
     ds_full = tlx.alloc_warp_barrier(PAIR, 4, MATH_ROLES)
     ds = Ring(ds, ds_full, tlx.alloc_barriers(PAIR, arrive_count=PROGRAMS), PAIR)
-    peer = Handover(peer, tlx.alloc_barriers(PAIR))
+    peer = OneWay(peer, tlx.alloc_barriers(PAIR))
     gradients = Gradients(dq_desc, dk_desc, dv_desc)
     items = Items(
         order_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, num_items, max_seqlen_q, NUM_HEADS_K

@@ -2,27 +2,30 @@
 
 Changes from v4_warp_specialized_backward: the consumers round dQ of a step and store it; there is
 nothing to sum. So no fp32 sum in memory, no zero fill, no rounding in a launch of its own. A tile
-walks all rows, seen or not, also of sequences without keys: their dQ is written here.
+loops over all rows, seen or not, also of sequences without keys: their dQ is written here.
 
 Why it should help, in bytes for a row of head_dim 128: v4 reads 512, fills 512 with zeros, adds
 512, reads them again and writes 256. Here 512 are read and 256 written. v5 does as much with two
 programs, of which the second has no keys.
+Why it may not: rows that see no key are computed too.
 
 | role     | warps | registers | work                                                          |
 |----------|-------|-----------|---------------------------------------------------------------|
 | load     | 4     | 24        | one thread issues the TMA loads                               |
 | math (2) | 4     | 240       | S, dP, activation and derivative, dV, dK, half of dQ; 64 keys |
 
-| barrier          | arrivals            | filled by -> drained by                              |
-|------------------|---------------------|------------------------------------------------------|
-| k_full, v_full   | 1 and bytes         | TMA loads of a tile's K, V -> both consumers         |
-| k_empty, v_empty | 256 threads, 1 each | consumers, done with the tile -> producer            |
-| q_full, g_full   | 1 and bytes         | TMA loads of a step's Q, its dO -> both consumers    |
-| q_empty, g_empty | 256 threads, 1 each | consumers, done with the rows -> producer            |
-| ds_full[2]       | 256 threads, 1 each | consumers, dS is stored -> consumers                 |
-| ds_empty[2]      | 256 threads, 1 each | consumers, dQ of these rows is computed -> consumers |
-
-Needs: as v4, a max_seqlen_k of at most 128, a q of every sequence's own.
+| barrier        | arrivals    | filled by -> drained by                               |
+|----------------|-------------|-------------------------------------------------------|
+| k.full[stage]  | 1 and bytes | TMA loads of a tile's K -> both consumers             |
+| k.empty[stage] | 256 threads | consumers, the tile's last dQ is computed -> producer |
+| v.full         | 1 and bytes | TMA loads of a tile's V -> both consumers             |
+| v.empty        | 256 threads | consumers, dV has left through V's buffer -> producer |
+| q.full[stage]  | 1 and bytes | TMA load of a step's Q -> both consumers              |
+| q.empty[stage] | 256 threads | consumers, the step's dK is computed -> producer      |
+| g.full[stage]  | 1 and bytes | TMA load of a step's dO -> both consumers             |
+| g.empty[stage] | 256 threads | consumers, the step's dV is computed -> producer      |
+| ds.full[2]     | 256 threads | consumers, dS is stored -> consumers                  |
+| ds.empty[2]    | 256 threads | consumers, dQ of these rows is computed -> consumers  |
 """
 
 import torch
@@ -32,14 +35,14 @@ import triton.language.extra.tlx as tlx
 
 from gdpa_kernels.device.groups import Ring, ring
 from gdpa_kernels.device.ragged import BOUND
-from gdpa_kernels.device.rows import fetch_rows, opaque_zero, put_rows, uniform
+from gdpa_kernels.device.rows import fetch_rows, keep_runtime, put_rows, uniform
 from gdpa_kernels.gdpa.batch import Batch, Schedule
 from gdpa_kernels.gdpa.device.derivatives import mask_slope, times_slope, value_and_factor
 from gdpa_kernels.gdpa.device.gradients import (
     Gradients,
+    head_and_row,
     launch_gradients,
     loaded,
-    place,
     requires_few_keys,
 )
 from gdpa_kernels.gdpa.device.masks import mask_transposed
@@ -60,7 +63,7 @@ from gdpa_kernels.gdpa.device.work_list import WorkList, count_items, entry, lis
 
 
 def requires(batch: Batch) -> str | None:
-    """What this rung needs besides what its tensors say, and does not get, or None."""
+    """The reason why this rung cannot take a call, beyond `Requires`; None if it can."""
     return requires_few_keys(batch, TILE.value)
 
 
@@ -94,7 +97,7 @@ def steps_of(len_q, options):
 
 @triton.jit
 def load(q_desc, k_desc, v_desc, g_desc, q, k, v, g, list_ptr, options):
-    """The producer: of each tile K, the first rows of Q, V, then dO and Q in the order of use."""
+    """The producer: K of a tile, the first rows of Q, V, then dO and Q in the order of use."""
     GROUP: tl.constexpr = options.GROUP
     num_items = count_items(list_ptr)
     count = 0
@@ -102,33 +105,33 @@ def load(q_desc, k_desc, v_desc, g_desc, q, k, v, g, list_ptr, options):
         start_k, _, len_k, start_q, len_q, head_k, key = entry(list_ptr, item)
         steps = steps_of(len_q, options)
         tile = item // tl.num_programs(0)
-        at = tile % options.K_STAGES
-        tlx.barrier_wait(k.empty[at], (tile // options.K_STAGES & 1) ^ 1)
-        fetch_both(k_desc, k, at, start_k, len_k, head_k, key)
+        stage = tile % options.K_STAGES
+        tlx.barrier_wait(k.empty[stage], (tile // options.K_STAGES & 1) ^ 1)
+        fetch_both(k_desc, k, stage, start_k, len_k, head_k, key)
         for step in tl.range(0, steps * GROUP):
-            head, row = place(step, steps, 0, head_k, GROUP, options.ROWS)
-            at = (count + step) % options.Q_STAGES
-            tlx.barrier_wait(q.empty[at], (((count + step) // options.Q_STAGES) & 1) ^ 1)
-            fetch_rows(q_desc, q.buffer[at], q.full[at], start_q, len_q, head, row)
+            head, row = head_and_row(step, steps, 0, head_k, GROUP, options.ROWS)
+            stage = (count + step) % options.Q_STAGES
+            tlx.barrier_wait(q.empty[stage], (((count + step) // options.Q_STAGES) & 1) ^ 1)
+            fetch_rows(q_desc, q.buffer[stage], q.full[stage], start_q, len_q, head, row)
             if step == 0:
                 tlx.barrier_wait(v.empty[0], (tile & 1) ^ 1)
                 fetch_both(v_desc, v, 0, start_k, len_k, head_k, key)
-            at = (count + step) % options.G_STAGES
-            tlx.barrier_wait(g.empty[at], (((count + step) // options.G_STAGES) & 1) ^ 1)
-            fetch_rows(g_desc, g.buffer[at], g.full[at], start_q, len_q, head, row)
+            stage = (count + step) % options.G_STAGES
+            tlx.barrier_wait(g.empty[stage], (((count + step) // options.G_STAGES) & 1) ^ 1)
+            fetch_rows(g_desc, g.buffer[stage], g.full[stage], start_q, len_q, head, row)
         count += steps * GROUP
 
 
 @triton.jit
 def differentiate(s, v, g, dv, count, scale, head, row, key, options):
     """dS of a step, and dv with its MMA in flight. `count` counts steps of all tiles."""
-    at = count % options.G_STAGES
+    stage = count % options.G_STAGES
     p, slope = value_and_factor(s, scale, head, options.ACTIVATION, options.FOLD)
     p = mask_transposed(p, row, key, options.CAUSAL, options.WINDOW)
     slope = mask_slope(slope, row, key, options.CAUSAL, options.WINDOW, options.FOLD)
-    tlx.barrier_wait(g.full[at], (count // options.G_STAGES) & 1)
-    dp = tlx.async_dot(v, tlx.local_trans(g.buffer[at]))
-    dv = tlx.async_dot(p.to(options.DTYPE), g.buffer[at], dv)
+    tlx.barrier_wait(g.full[stage], (count // options.G_STAGES) & 1)
+    dp = tlx.async_dot(v, tlx.local_trans(g.buffer[stage]))
+    dv = tlx.async_dot(p.to(options.DTYPE), g.buffer[stage], dv)
     dp = tlx.async_dot_wait(1, dp)
     return times_slope(dp, slope, options.FOLD).to(options.DTYPE), dv
 
@@ -137,8 +140,8 @@ def differentiate(s, v, g, dv, count, scale, head, row, key, options):
 def put_half(role: tl.constexpr, desc, buffer, start, length, head, row, options):
     """Start the TMA store of a half of a step's dQ. A fence must follow `put_aside`."""
     row += role * (options.ROWS - 64)
-    place = [BOUND, start + length, head, BOUND - length + row, role * (options.HEAD_DIM - 64)]
-    tlx.async_descriptor_store(desc, buffer, place)
+    coords = [BOUND, start + length, head, BOUND - length + row, role * (options.HEAD_DIM - 64)]
+    tlx.async_descriptor_store(desc, buffer, coords)
 
 
 @triton.jit
@@ -169,11 +172,11 @@ def math(
         s = scores(k.buffer[k_at + role], q, count, Q_STAGES)
         s = tlx.async_dot_wait(0, s)
         tlx.barrier_wait(v.full[0], tile & 1)
-        own = ds.buffer[(count & 1) * MATH_ROLES + role]
+        ds_tile = ds.buffer[(count & 1) * MATH_ROLES + role]
         d, dv = differentiate(
             s, v.buffer[role], g, dv, count, scale, head_k * GROUP, 0, key, options
         )
-        share(ds, own, d, count)
+        share(ds, ds_tile, d, count)
         dk = tlx.async_dot(d, q.buffer[count % Q_STAGES], dk)
         dv = tlx.async_dot_wait(0, dv)
         dk = tlx.async_dot_wait(0, dk)
@@ -183,15 +186,15 @@ def math(
         tlx.barrier_arrive(q.empty[count % Q_STAGES])
         for step in tl.range(1, all_steps, num_stages=0):
             now = count + step
-            zero = opaque_zero(step)
-            head, row = place(step, steps, 0, head_k, GROUP, options.ROWS)
-            own = ds.buffer[(now & 1) * MATH_ROLES + role]
+            zero = keep_runtime(step)
+            head, row = head_and_row(step, steps, 0, head_k, GROUP, options.ROWS)
+            ds_tile = ds.buffer[(now & 1) * MATH_ROLES + role]
             d, dv = differentiate(
                 s, v.buffer[role + zero], g, dv, now, scale, head, row, key, options
             )
-            share(ds, own, d, now)
+            share(ds, ds_tile, d, now)
             if step > 1:
-                head, row = place(step - 2, steps, 0, head_k, GROUP, options.ROWS)
+                head, row = head_and_row(step - 2, steps, 0, head_k, GROUP, options.ROWS)
                 aside = staging[ASIDE + zero]
                 put_half(role, gradients.dq, aside, start_q, len_q, head, row, options)
             dk = tlx.async_dot(d, q.buffer[now % Q_STAGES], dk)
@@ -212,12 +215,12 @@ def math(
         tlx.barrier_arrive(ds.empty[(count - 1) & 1])
         tlx.fence("async_shared")
         if all_steps > 1:
-            head, row = place(all_steps - 2, steps, 0, head_k, GROUP, options.ROWS)
+            head, row = head_and_row(all_steps - 2, steps, 0, head_k, GROUP, options.ROWS)
             put_half(role, gradients.dq, staging[ASIDE], start_q, len_q, head, row, options)
         put_aside(staging[ASIDE], (dq * factor).to(options.DTYPE))
         dv = dv * (0.5 * scale * output_scale if options.FOLD else output_scale)
         put_rows(gradients.dv, v.buffer[role], start_k, len_k, head_k, key, dv.to(options.DTYPE))
-        head, row = place(all_steps - 1, steps, 0, head_k, GROUP, options.ROWS)
+        head, row = head_and_row(all_steps - 1, steps, 0, head_k, GROUP, options.ROWS)
         put_half(role, gradients.dq, staging[ASIDE], start_q, len_q, head, row, options)
         dk = dk * factor
         tlx.async_descriptor_store_wait(0)

@@ -12,11 +12,22 @@ Why it may not: sm_90 has no packed tanh, a pair takes two; and the result is le
 as PyTorch's in bf16, which rounds the scores in the same way. Other activations and fp16 are
 computed as in v6.
 
-Roles and barriers: as v6_short_kv; with four consumers 112 registers each, and 512 threads where
-it says 256.
+| role     | warps | registers | work                                                     |
+|----------|-------|-----------|----------------------------------------------------------|
+| load     | 4     | the rest  | Q, K, V of each tile, or K and V of an entry, then its Q |
+| math (2) | 4     | 240       | of 64 rows: S of block j + 1, P V of block j, activation |
+| math (4) | 4     | 112       | the same, up to head_dim 64                              |
 
-The same options as v1. Needs: sm_90, TLX, bf16 or fp16, head_dim a multiple of 8 up to 128,
-contiguous rows aligned to 16 bytes.
+| barrier             | arrivals           | filled by -> drained by                              |
+|---------------------|--------------------|------------------------------------------------------|
+| q.full[role, slot]  | 1 and bytes        | TMA load of 64 rows of Q -> that consumer            |
+| q.empty[role, slot] | 128 threads        | that consumer, the tile's last S is complete -> load |
+| k.full[stage]       | 1 and bytes        | TMA load of a block of K -> all consumers            |
+| k.empty[stage]      | 256 or 512 threads | consumers, S of the block is complete -> load        |
+| v.full[stage]       | 1 and bytes        | TMA load of a block of V -> all consumers            |
+| v.empty[stage]      | 256 or 512 threads | consumers, P V of the block is complete -> load      |
+
+Where K and V are resident, a consumer releases a block of them in the last tile of its entry alone.
 """
 
 from dataclasses import dataclass
@@ -47,8 +58,12 @@ Q_SLOTS = tl.constexpr(2)
 
 @dataclass(frozen=True)
 class Config:
-    """Launch constants: v6's, and the number of consumers; a tile has 64 rows for each. pairs:
-    packed arithmetic where `activations.foldable`."""
+    """Launch constants.
+
+    resident: K and V of an entry stay in shared memory. math_roles: consumers; a tile has 64 rows
+    for each. registers: of a consumer thread. pairs: packed arithmetic where
+    `activations.foldable`.
+    """
 
     BLOCK_N: int = 128
     num_stages: int = 2
@@ -64,8 +79,9 @@ class Config:
 
 
 def default_config(batch: Batch) -> Config:
-    """As v6. Up to head_dim 64 the registers suffice for four consumers, which hide more of each
-    other's latency. A mask takes registers too: blocks of 64 keys, of which it also skips more."""
+    """K and V stay where they fit, as in v6. Up to head_dim 64 the registers suffice for four
+    consumers, which hide more of each other's latency. A mask takes registers too: blocks of 64
+    keys, of which it also skips more."""
     if batch.masked:
         return Config(BLOCK_N=64, num_stages=4)
     if batch.head_dim <= 64:
@@ -151,8 +167,8 @@ def load(q_desc, k_desc, v_desc, q, k, v, list_ptr, rows_per_item, options):
 def fetch_q(q_desc, q, tile, start, length, head, row, options):
     """The rows of the tile-th tile for all consumers."""
     for role in tl.static_range(options.MATH_ROLES):
-        mine = q.acquire(tile, role * Q_SLOTS)
-        fetch_rows(q_desc, q.buffer[mine], q.full[mine], start, length, head, row + role * ROWS)
+        slot = q.acquire(tile, role * Q_SLOTS)
+        fetch_rows(q_desc, q.buffer[slot], q.full[slot], start, length, head, row + role * ROWS)
 
 
 @triton.jit
@@ -165,8 +181,9 @@ def release(empty, last, RESIDENT: tl.constexpr):
 
 
 @triton.jit
-def begin(s, scale, head, first_row, first_key, options):
-    """(x, t) of which `finish` makes activation(scale * s), with masked pairs zero.
+def activation_prologue(s, scale, head, first_row, first_key, options):
+    """(x, t), from which `activation_epilogue` computes activation(scale * s); masked pairs are
+    zero.
 
     GELU and SiLU of 0 are 0: masking the scores is as good, and leaves the pairs of bf16 whole.
     """
@@ -180,7 +197,7 @@ def begin(s, scale, head, first_row, first_key, options):
 
 
 @triton.jit
-def finish(x, t, DTYPE: tl.constexpr, PAIRS: tl.constexpr):
+def activation_epilogue(x, t, DTYPE: tl.constexpr, PAIRS: tl.constexpr):
     """The probabilities, in registers that an MMA reads: only when none is in flight."""
     return multiply_add_pairs(x, t, x) if PAIRS else x.to(DTYPE)
 
@@ -206,7 +223,7 @@ def math(
         s = tlx.async_dot(q.buffer[role * Q_SLOTS], tlx.local_trans(k.buffer[0]))
         s = tlx.async_dot_wait(0, s)
         release(k.empty[0], steps == 1, options.RESIDENT)
-        x, t = begin(s, scale, head, row, start, options)
+        x, t = activation_prologue(s, scale, head, row, start, options)
         while item < num_items:
             last = step + 1 == steps
             if options.RESIDENT:
@@ -216,23 +233,23 @@ def math(
                 item += tl.num_programs(0)
             # Prefetched: the loop over blocks hides the latency.
             following = entry(list_ptr, tl.minimum(item, num_items - 1))
-            mine = role * Q_SLOTS + tile % Q_SLOTS
+            q_slot = role * Q_SLOTS + tile % Q_SLOTS
             acc = tl.zeros([ROWS, options.BLOCK_D], tl.float32)
             for block in tl.range(1, blocks):
                 stage = (kv + block) % NUM_STAGES
-                before = (kv + block - 1) % NUM_STAGES
+                v_stage = (kv + block - 1) % NUM_STAGES
                 tlx.barrier_wait(k.full[stage], ((kv + block) // NUM_STAGES) & 1)
-                tlx.barrier_wait(v.full[before], ((kv + block - 1) // NUM_STAGES) & 1)
-                p = finish(x, t, DTYPE, options.PAIRS)
-                s = tlx.async_dot(q.buffer[mine], tlx.local_trans(k.buffer[stage]))
-                acc = tlx.async_dot(p, v.buffer[before], acc)
+                tlx.barrier_wait(v.full[v_stage], ((kv + block - 1) // NUM_STAGES) & 1)
+                p = activation_epilogue(x, t, DTYPE, options.PAIRS)
+                s = tlx.async_dot(q.buffer[q_slot], tlx.local_trans(k.buffer[stage]))
+                acc = tlx.async_dot(p, v.buffer[v_stage], acc)
                 s = tlx.async_dot_wait(1, s)
                 release(k.empty[stage], last, options.RESIDENT)
                 key = start + block * options.BLOCK_N
-                x, t = begin(s, scale, head, row, key, options)
+                x, t = activation_prologue(s, scale, head, row, key, options)
                 acc = tlx.async_dot_wait(0, acc)
-                release(v.empty[before], last, options.RESIDENT)
-            tlx.barrier_arrive(q.empty[mine])
+                release(v.empty[v_stage], last, options.RESIDENT)
+            tlx.barrier_arrive(q.empty[q_slot])
 
             # The first scores of the next tile, overlapped with the last P V of this one.
             _, next_out, next_len_q, _, len_k, next_head, first = following
@@ -241,23 +258,23 @@ def math(
             )
             next_row += role * ROWS
             tile += 1
-            before = (kv + blocks - 1) % NUM_STAGES
+            v_stage = (kv + blocks - 1) % NUM_STAGES
             v_phase = ((kv + blocks - 1) // NUM_STAGES) & 1
             if options.RESIDENT:
                 kv += tl.where(last, blocks, 0)
             else:
                 kv += blocks
-            mine = q.wait(tile, role * Q_SLOTS)
+            q_slot = q.wait(tile, role * Q_SLOTS)
             stage = k.wait(kv)
-            tlx.barrier_wait(v.full[before], v_phase)
-            p = finish(x, t, DTYPE, options.PAIRS)
-            s = tlx.async_dot(q.buffer[mine], tlx.local_trans(k.buffer[stage]))
-            acc = tlx.async_dot(p, v.buffer[before], acc)
+            tlx.barrier_wait(v.full[v_stage], v_phase)
+            p = activation_epilogue(x, t, DTYPE, options.PAIRS)
+            s = tlx.async_dot(q.buffer[q_slot], tlx.local_trans(k.buffer[stage]))
+            acc = tlx.async_dot(p, v.buffer[v_stage], acc)
             s = tlx.async_dot_wait(1, s)
             release(k.empty[stage], step + 1 == steps, options.RESIDENT)
-            x, t = begin(s, scale, next_head, next_row, start, options)
+            x, t = activation_prologue(s, scale, next_head, next_row, start, options)
             acc = tlx.async_dot_wait(0, acc)
-            release(v.empty[before], last, options.RESIDENT)
+            release(v.empty[v_stage], last, options.RESIDENT)
             rows = (acc * output_scale).to(OUT)
             put_out(out_desc, out[role], start_out, len_q, head, row, rows)
             start_out, len_q, head, row, blocks = (
@@ -316,17 +333,17 @@ def forward(
     pairs = config.pairs and not batch.precise and foldable(batch.activation, batch.dtype)
     programs = min(multiprocessors(batch.device), len(entries) - 1)
     q_desc = ragged_descriptor(batch.q, ROWS.value, min_width=32)
-    made = out
+    kernel_out = out
     if batch.add_to is not None:
-        made = out.new_empty(1, *out.shape, dtype=torch.float32)
+        kernel_out = out.new_empty(1, *out.shape, dtype=torch.float32)
     width = q_desc.block_shape[-1]
-    stored = min(width, 256 // made.element_size())
+    stored = min(width, 256 // kernel_out.element_size())
     launch(
         packed_kernel, (programs,), batch.device,
         q_desc,
         ragged_descriptor(batch.k, config.BLOCK_N, min_width=32),
         ragged_descriptor(batch.v, config.BLOCK_N, min_width=32),
-        ragged_descriptor(made.view(out.shape), ROWS.value, width=stored),
+        ragged_descriptor(kernel_out.view(out.shape), ROWS.value, width=stored),
         entries, config.rows_per_item(batch.max_seqlen_q), batch.scale,
         batch.output_scale * batch.scale / 2 if pairs else batch.output_scale,
         GROUP=batch.group, ACTIVATION=batch.names, PAIRS=pairs,
@@ -335,6 +352,6 @@ def forward(
         REGISTERS=config.registers, RESIDENT=config.resident,
         MATH_ROLES=config.math_roles, num_warps=4,
     )  # fmt: skip
-    if made is not out:
-        add_up(made, batch.add_to, out)
+    if kernel_out is not out:
+        add_up(kernel_out, batch.add_to, out)
     return out

@@ -5,8 +5,8 @@ Changes from v4_warp_specialized_backward: the work is divided by product instea
 computes S, dP and dV, the other dK and dQ from dS, all that passes between them; a tile is 64 keys.
 
 Why it should help: no product is computed twice; dV and dK take 256 columns at a time. A step of 64
-rows is 2,560 clocks of the tensor cores, and shared memory moves 448 KiB, 3,584 clocks: S and dP
-128, dV 32, dK 40, dQ 48, dS 8, dQ out and in again 128, TMA loads 64.
+rows is 2,560 clocks of the tensor cores. Why it may not: shared memory moves 448 KiB a step, 3,584
+clocks: S and dP 128, dV 32, dK 40, dQ 48, dS 8, dQ out and in again 128, TMA loads 64.
 
 | role   | warps | registers | work                                                      |
 |--------|-------|-----------|-----------------------------------------------------------|
@@ -14,15 +14,21 @@ rows is 2,560 clocks of the tensor cores, and shared memory moves 448 KiB, 3,584
 | scores | 4     | 240       | S, dP, activation and derivative, dS to shared memory; dV |
 | sums   | 4     | 240       | dK, dQ in halves; TMA reduce-adds                         |
 
-| barrier          | arrivals            | filled by -> drained by                               |
-|------------------|---------------------|-------------------------------------------------------|
-| k_full, q_full   | 1 and bytes         | TMA loads of a tile's K, of 64 rows of Q -> both      |
-| v_full, g_full   | 1 and bytes         | TMA loads of a tile's V, of 64 rows of dO -> scores   |
-| k_empty, q_empty | 128 threads, 1 each | sums; dS told it that scores has read them -> load    |
-| v_empty, g_empty | 128 threads, 1 each | scores, done with the tile, the rows -> load          |
-| ds_full, _empty  | 128 threads, 1 each | scores, dS is stored -> sums; sums, read it -> scores |
+| barrier        | arrivals    | filled by -> drained by                        |
+|----------------|-------------|------------------------------------------------|
+| k.full         | 1 and bytes | TMA load of a tile's K -> scores and sums      |
+| k.empty        | 128 threads | sums, dK has left through K's buffer -> load   |
+| v.full         | 1 and bytes | TMA load of a tile's V -> scores               |
+| v.empty        | 128 threads | scores, dV has left through V's buffer -> load |
+| q.full[stage]  | 1 and bytes | TMA load of 64 rows of Q -> scores and sums    |
+| q.empty[stage] | 128 threads | sums, the step's dK is computed -> load        |
+| g.full[stage]  | 1 and bytes | TMA load of 64 rows of dO -> scores            |
+| g.empty[stage] | 128 threads | scores, the step's dV is computed -> load      |
+| ds.full[2]     | 128 threads | scores, dS is stored -> sums                   |
+| ds.empty[2]    | 128 threads | sums, dK and dQ have read dS -> scores         |
 
-dQ is deterministic up to 128 keys. Needs: as v2, TLX, sm_90, head_dim 136 to 256.
+`sums` releases K and Q for both: the dS that it waited for says that `scores` has read them. dQ is
+deterministic up to 128 keys.
 """
 
 from dataclasses import dataclass
@@ -34,10 +40,17 @@ import triton.language.extra.tlx as tlx
 
 from gdpa_kernels.device.groups import Ring, ring
 from gdpa_kernels.device.ragged import BOUND
-from gdpa_kernels.device.rows import fetch_rows, opaque_zero, put_rows, uniform
+from gdpa_kernels.device.rows import fetch_rows, keep_runtime, put_rows, uniform
 from gdpa_kernels.gdpa.batch import Batch, Schedule
 from gdpa_kernels.gdpa.device.derivatives import mask_slope, times_slope, value_and_factor
-from gdpa_kernels.gdpa.device.gradients import Gradients, launch_gradients, loaded, place, steps_of
+from gdpa_kernels.gdpa.device.gradients import (
+    Gradients,
+    head_and_row,
+    launch_gradients,
+    loaded,
+    steps_of,
+    sums_commute,
+)
 from gdpa_kernels.gdpa.device.masks import mask_transposed
 from gdpa_kernels.gdpa.device.work_list import WorkList, count_items, entry, list_of_keys
 
@@ -64,7 +77,7 @@ class Config:
 
 
 def requires(batch: Batch) -> str | None:
-    """What this rung needs besides what its tensors say, and does not get, or None."""
+    """The reason why this rung cannot take a call, beyond `Requires`; None if it can."""
     if batch.head_dim <= 128:
         return f"needs a head_dim over 128, got {batch.head_dim}"
     return None
@@ -76,8 +89,8 @@ def default_config(batch: Batch) -> Config:
 
 
 def is_deterministic(batch: Batch) -> bool:
-    """Two additions to zero commute; with a third their order shows. A tile of keys makes one."""
-    return batch.max_seqlen_k <= 2 * KEYS.value and not batch.shared_q
+    """True with at most two tiles of keys; see `sums_commute`."""
+    return sums_commute(batch, KEYS.value)
 
 
 def plan_schedule(batch: Batch, config: Config) -> WorkList:
@@ -102,7 +115,7 @@ class Options:
 
 @triton.jit
 def load(q_desc, k_desc, v_desc, g_desc, q, k, v, g, list_ptr, options):
-    """The producer: of each tile K, the first rows of Q, V, then dO and Q in the order of use."""
+    """The producer: K of a tile, the first rows of Q, V, then dO and Q in the order of use."""
     GROUP: tl.constexpr = options.GROUP
     num_items = count_items(list_ptr)
     count = 0
@@ -114,37 +127,37 @@ def load(q_desc, k_desc, v_desc, g_desc, q, k, v, g, list_ptr, options):
         tlx.barrier_wait(k.empty[0], (tile & 1) ^ 1)
         fetch_rows(k_desc, k.buffer[0], k.full[0], start_k, len_k, head_k, key)
         for step in tl.range(0, steps * GROUP):
-            head, row = place(step, steps, start, head_k, GROUP, ROWS)
-            at = (count + step) % options.Q_STAGES
-            tlx.barrier_wait(q.empty[at], (((count + step) // options.Q_STAGES) & 1) ^ 1)
-            fetch_rows(q_desc, q.buffer[at], q.full[at], start_q, len_q, head, row)
+            head, row = head_and_row(step, steps, start, head_k, GROUP, ROWS)
+            stage = (count + step) % options.Q_STAGES
+            tlx.barrier_wait(q.empty[stage], (((count + step) // options.Q_STAGES) & 1) ^ 1)
+            fetch_rows(q_desc, q.buffer[stage], q.full[stage], start_q, len_q, head, row)
             if step == 0:
                 tlx.barrier_wait(v.empty[0], (tile & 1) ^ 1)
                 fetch_rows(v_desc, v.buffer[0], v.full[0], start_k, len_k, head_k, key)
-            at = (count + step) % options.G_STAGES
-            tlx.barrier_wait(g.empty[at], (((count + step) // options.G_STAGES) & 1) ^ 1)
-            fetch_rows(g_desc, g.buffer[at], g.full[at], start_out, len_q, head, row)
+            stage = (count + step) % options.G_STAGES
+            tlx.barrier_wait(g.empty[stage], (((count + step) // options.G_STAGES) & 1) ^ 1)
+            fetch_rows(g_desc, g.buffer[stage], g.full[stage], start_out, len_q, head, row)
         count += steps * GROUP
 
 
 @triton.jit
 def scores(k, q, count, zero, Q_STAGES: tl.constexpr):
-    """S of a step, transposed, in flight. `count`: of steps of all tiles; zero: `opaque_zero`."""
-    at = count % Q_STAGES
-    tlx.barrier_wait(q.full[at], (count // Q_STAGES) & 1)
-    return tlx.async_dot(k.buffer[zero], tlx.local_trans(q.buffer[at + zero]))
+    """S of a step, transposed, in flight. `count`: of steps of all tiles; zero: `keep_runtime`."""
+    stage = count % Q_STAGES
+    tlx.barrier_wait(q.full[stage], (count // Q_STAGES) & 1)
+    return tlx.async_dot(k.buffer[zero], tlx.local_trans(q.buffer[stage + zero]))
 
 
 @triton.jit
 def differentiate(s, v, g, dv, count, zero, scale, head, row, key, options):
-    """dS of a step, and dv with its MMA in flight. zero: `opaque_zero`."""
-    at = count % options.G_STAGES
+    """dS of a step, and dv with its MMA in flight. zero: `keep_runtime`."""
+    stage = count % options.G_STAGES
     p, slope = value_and_factor(s, scale, head, options.ACTIVATION, options.FOLD)
     p = mask_transposed(p, row, key, options.CAUSAL, options.WINDOW)
     slope = mask_slope(slope, row, key, options.CAUSAL, options.WINDOW, options.FOLD)
-    tlx.barrier_wait(g.full[at], (count // options.G_STAGES) & 1)
-    dp = tlx.async_dot(v.buffer[zero], tlx.local_trans(g.buffer[at + zero]))
-    dv = tlx.async_dot(p.to(options.DTYPE), g.buffer[at + zero], dv)
+    tlx.barrier_wait(g.full[stage], (count // options.G_STAGES) & 1)
+    dp = tlx.async_dot(v.buffer[zero], tlx.local_trans(g.buffer[stage + zero]))
+    dv = tlx.async_dot(p.to(options.DTYPE), g.buffer[stage + zero], dv)
     dp = tlx.async_dot_wait(1, dp)
     return times_slope(dp, slope, options.FOLD).to(options.DTYPE), dv
 
@@ -152,11 +165,11 @@ def differentiate(s, v, g, dv, count, zero, scale, head, row, key, options):
 @triton.jit
 def share(ds, d, count):
     """Store dS of a step for the role `sums`."""
-    at = count % DS_STAGES
-    tlx.barrier_wait(ds.empty[at], ((count // DS_STAGES) & 1) ^ 1)
-    tlx.local_store(ds.buffer[at], d)
+    stage = count % DS_STAGES
+    tlx.barrier_wait(ds.empty[stage], ((count // DS_STAGES) & 1) ^ 1)
+    tlx.local_store(ds.buffer[stage], d)
     tlx.fence("async_shared")
-    tlx.barrier_arrive(ds.full[at])
+    tlx.barrier_arrive(ds.full[stage])
 
 
 @triton.jit
@@ -180,8 +193,8 @@ def score_role(q, k, v, g, ds, dv_desc, list_ptr, scale, output_scale, options):
         tlx.barrier_wait(v.full[0], tile & 1)
         for step in tl.range(0, last, num_stages=0):
             now = count + step
-            zero = opaque_zero(now)
-            head, row = place(step, steps, start, head_k, GROUP, ROWS)
+            zero = keep_runtime(now)
+            head, row = head_and_row(step, steps, start, head_k, GROUP, ROWS)
             d, dv = differentiate(s, v, g, dv, now, zero, scale, head, row, key, options)
             share(ds, d, now)
             s = scores(k, q, now + 1, zero, Q_STAGES)
@@ -189,7 +202,7 @@ def score_role(q, k, v, g, ds, dv_desc, list_ptr, scale, output_scale, options):
             tlx.barrier_arrive(g.empty[now % G_STAGES])
             s = tlx.async_dot_wait(0, s)
         count += last
-        head, row = place(last, steps, start, head_k, GROUP, ROWS)
+        head, row = head_and_row(last, steps, start, head_k, GROUP, ROWS)
         d, dv = differentiate(s, v, g, dv, count, 0, scale, head, row, key, options)
         share(ds, d, count)
         dv = tlx.async_dot_wait(0, dv)
@@ -214,8 +227,8 @@ def add_columns(desc, buffer, start, length, head, row, column, x):
     tlx.async_descriptor_store_wait(0)
     tlx.local_store(buffer, x)
     tlx.fence("async_shared")
-    at = [BOUND, start + length, head, BOUND - length + row, column]
-    tlx.async_descriptor_store(desc, buffer, at, store_reduce="add")
+    coords = [BOUND, start + length, head, BOUND - length + row, column]
+    tlx.async_descriptor_store(desc, buffer, coords, store_reduce="add")
 
 
 @triton.jit
@@ -234,21 +247,21 @@ def sum_role(q, k, ds, staging, gradients, list_ptr, scale, output_scale, option
         tlx.barrier_wait(k.full[0], tile & 1)
         for step in tl.range(0, steps * GROUP, num_stages=0):
             now = count + step
-            zero = opaque_zero(now)
-            at = now % DS_STAGES
-            q_at = now % Q_STAGES
-            head, row = place(step, steps, start, head_k, GROUP, ROWS)
-            tlx.barrier_wait(q.full[q_at], (now // Q_STAGES) & 1)
-            tlx.barrier_wait(ds.full[at], (now // DS_STAGES) & 1)
-            dq = dq_product(ds.buffer[at], k.buffer[zero], 0)
-            dk = tlx.async_dot(ds.buffer[at], q.buffer[q_at], dk)
+            zero = keep_runtime(now)
+            ds_stage = now % DS_STAGES
+            q_stage = now % Q_STAGES
+            head, row = head_and_row(step, steps, start, head_k, GROUP, ROWS)
+            tlx.barrier_wait(q.full[q_stage], (now // Q_STAGES) & 1)
+            tlx.barrier_wait(ds.full[ds_stage], (now // DS_STAGES) & 1)
+            dq = dq_product(ds.buffer[ds_stage], k.buffer[zero], 0)
+            dk = tlx.async_dot(ds.buffer[ds_stage], q.buffer[q_stage], dk)
             dq = tlx.async_dot_wait(1, dq)
             add_columns(gradients.dq, staging[zero], start_out, len_q, head, row, 0, dq)
-            dq = dq_product(ds.buffer[at], k.buffer[zero], PIECE)
+            dq = dq_product(ds.buffer[ds_stage], k.buffer[zero], PIECE)
             dk = tlx.async_dot_wait(1, dk)
-            tlx.barrier_arrive(q.empty[q_at])
+            tlx.barrier_arrive(q.empty[q_stage])
             dq = tlx.async_dot_wait(0, dq)
-            tlx.barrier_arrive(ds.empty[at])
+            tlx.barrier_arrive(ds.empty[ds_stage])
             add_columns(gradients.dq, staging[zero], start_out, len_q, head, row, PIECE, dq)
         count += steps * GROUP
         dk = dk * (0.5 * scale * output_scale if options.FOLD else scale * output_scale)

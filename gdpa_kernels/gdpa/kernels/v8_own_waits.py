@@ -10,13 +10,28 @@ Why it should help: a consumer no longer waits for its scores with nothing else 
 Why it may not: ptxas had already moved the activation between the instructions of P V, which hid
 some of it; now it moves the last wait up, ahead of half of the activation.
 
-And a block that all rows of a tile see is not masked: half of its instructions with a mask.
+A block that all rows of a tile see is not masked; with a mask that is half of its instructions.
 
-Roles and barriers: as v7_packed. With a head_dim over 128 there is room for one tile of Q: it is
-loaded after the next tile's first K, while the last P V is computed; the output leaves in halves.
+| role     | warps | registers | work                                                     |
+|----------|-------|-----------|----------------------------------------------------------|
+| load     | 4     | the rest  | Q, K, V of each tile, or K and V of an entry, then its Q |
+| math (2) | 4     | 240       | of 64 rows: S of block j + 1, P V of block j, activation |
+| math (4) | 4     | 112       | the same, up to head_dim 64                              |
+| math (1) | 4     | 232       | the same, in each of two programs of an SM               |
 
-The same options as v1, and histories in pages. Needs: sm_90, TLX, bf16 or fp16, head_dim a multiple
-of 8 up to 256, contiguous rows aligned to 16 bytes.
+| barrier             | arrivals       | filled by -> drained by                              |
+|---------------------|----------------|------------------------------------------------------|
+| q.full[role, slot]  | 1 and bytes    | TMA load of 64 rows of Q -> that consumer            |
+| q.empty[role, slot] | 128 threads    | that consumer, the tile's last S is complete -> load |
+| k.full[stage]       | 1 and bytes    | TMA load of a block of K -> all consumers            |
+| k.empty[stage]      | 128 a consumer | consumers, S of the block is complete -> load        |
+| v.full[stage]       | 1 and bytes    | TMA load of a block of V -> all consumers            |
+| v.empty[stage]      | 128 a consumer | consumers, P V of the block is complete -> load      |
+
+Where K and V are resident, a consumer releases a block of them in the last tile of its entry alone.
+With a head_dim over 128 there is room for one tile of Q: a consumer releases it after the tile's
+last S, and it is loaded after the next tile's first K, while the last P V is computed; the output
+leaves in halves.
 """
 
 from dataclasses import dataclass, replace
@@ -40,7 +55,7 @@ from gdpa_kernels.gdpa.device.activations import (
 from gdpa_kernels.gdpa.device.masks import all_visible, key_range, mask_probabilities
 from gdpa_kernels.gdpa.device.pages import LEAST as LEAST_PAGE
 from gdpa_kernels.gdpa.device.pages import fetch_keys, keys_of, page_of
-from gdpa_kernels.gdpa.device.segments import all_count, counted, key_stretches, parts_of, place
+from gdpa_kernels.gdpa.device.segments import all_count, counted, key_stretches, parts_of, skip_gap
 from gdpa_kernels.gdpa.device.sums import add_up
 from gdpa_kernels.gdpa.device.work_list import WorkList, count_items, entry, list_of_queries
 
@@ -51,10 +66,15 @@ LEAST = 256  # keys of a piece
 
 @dataclass(frozen=True)
 class Config:
-    """Launch constants: v7's; q_slots, tiles of Q in shared memory; programs, of a multiprocessor,
-    which share its registers; splits, pieces of a sequence's keys, whose fp32 results are added
-    up afterwards; ahead, whether a tile's Q, which comes from HBM, is loaded during the tile
-    before, where keys are not resident and there is room."""
+    """Launch constants.
+
+    resident: K and V of an entry stay in shared memory. math_roles: consumers; a tile has 64 rows
+    for each. registers: of a consumer thread. pairs: packed arithmetic where
+    `activations.foldable`. q_slots: tiles of Q in shared memory. programs: of a multiprocessor,
+    which share its registers. splits: pieces of a sequence's keys, whose fp32 results are added up
+    afterwards. ahead: a tile's Q, which comes from HBM, is loaded during the tile before, where
+    keys are not resident and there is room.
+    """
 
     BLOCK_N: int = 128
     num_stages: int = 2
@@ -74,10 +94,13 @@ class Config:
 
 
 def default_config(batch: Batch) -> Config:
-    """As v7. Of 256 columns two blocks of 64 keys fit beside one tile of Q. Keys are split where
-    tiles are too few for the device. One role computes, in each of two programs, if no sequence has
-    over 64 rows, but many keys, and where rows of a tile see different stretches of keys. Pages
-    that 128 does not divide are read in twice as many blocks of 64."""
+    """The constants of v7 where it takes the call; else by shape.
+
+    With 256 columns two blocks of 64 keys fit beside one tile of Q. Keys are split where tiles are
+    too few for the device. Two programs of one consumer each share an SM if no sequence has over 64
+    rows, but many keys, and where the rows of a tile see different intervals of keys. Pages that
+    128 does not divide are read in twice as many blocks of 64.
+    """
     chosen = _of_keys_at_hand(batch)
     if batch.history is not None and batch.history.page_size % chosen.BLOCK_N:
         return replace(chosen, BLOCK_N=64, num_stages=2 * chosen.num_stages, ahead=False)
@@ -106,7 +129,7 @@ def _of_keys_at_hand(batch: Batch) -> Config:
 
 
 def one_role(splits: int = 1) -> Config:
-    """One consumer in each of two programs of a multiprocessor."""
+    """Constants of one consumer in each of two programs of a multiprocessor."""
     return Config(BLOCK_N=64, registers=232, math_roles=1, programs=2, splits=splits)
 
 
@@ -152,17 +175,18 @@ class Options:
 
 @triton.jit
 def tile_of(len_q, len_k, first, step, rows_per_item, parts, options):
-    """Tile `step` of an entry: (first row, walk over keys, blocks of keys, tiles of the entry).
+    """Tile `step` of an entry: (first row, span, blocks of keys, tiles of the entry); span is
+    (first key, gap_start, gap_end), see `skip_gap`.
 
     At least one block: prologue and epilogue need one. Without keys it is zero or masked.
     """
     TILE: tl.constexpr = options.MATH_ROLES * ROWS
     steps = tl.cdiv(tl.minimum(len_q - first, rows_per_item), TILE)
     row = first + step * TILE
-    start, end, before, after = 0, len_k, 0, 0
+    start, end, gap_start, gap_end = 0, len_k, 0, 0
     shift, contexts, history = parts
     if options.SEGMENTS:
-        start, end, before, after = key_stretches(
+        start, end, gap_start, gap_end = key_stretches(
             row + shift, TILE, len_k, contexts, history, options.BLOCK_N, options.TARGET_GROUP,
             options.WINDOW, options.FULL_ROWS, options.OWN_RANKS,
         )  # fmt: skip
@@ -171,16 +195,16 @@ def tile_of(len_q, len_k, first, step, rows_per_item, parts, options):
             row + shift, len_k, TILE, options.BLOCK_N, options.CAUSAL, options.WINDOW
         )
     blocks = tl.maximum(tl.cdiv(end - start, options.BLOCK_N), 1)
-    return row, (start, before, after), blocks, steps
+    return row, (start, gap_start, gap_end), blocks, steps
 
 
 @triton.jit
-def key_of(walk, block, options):
-    """The first key of a block of the walk: without segments there is one stretch of keys."""
-    start, before, after = walk
+def key_of(span, block, options):
+    """The first key of a block of the span; without segments it has no gap."""
+    start, gap_start, gap_end = span
     key = start + block * options.BLOCK_N
     if options.SEGMENTS:
-        key = place(key, before, after)
+        key = skip_gap(key, gap_start, gap_end)
     return key
 
 
@@ -191,7 +215,7 @@ def load(
 ):  # fmt: skip
     """The producer: Q, K and V in the order of their use, as far ahead as there are buffers."""
     tl.static_assert(options.Q_SLOTS > 1 or not options.RESIDENT, "one Q comes after K")
-    tl.static_assert(not options.AHEAD or options.Q_SLOTS > 1, "the next Q needs a place")
+    tl.static_assert(not options.AHEAD or options.Q_SLOTS > 1, "the next Q needs a buffer")
     tl.static_assert(not options.AHEAD or not options.RESIDENT, "an entry has one tile")
     item = tl.program_id(0)
     num_items = count_items(list_ptr)
@@ -200,14 +224,14 @@ def load(
         start_q, _, len_q, start_k, len_k, head, first = entry(list_ptr, item)
         while item < num_items:
             parts = parts_of(list_ptr, segments_ptr, item, len_q, len_k, options)
-            own, kept = keys_of(
+            packed, paged = keys_of(
                 list_ptr, item, start_q, len_q, start_k, len_k, indptr_ptr, ends_ptr, options
             )
             item += tl.num_programs(0)
             following = entry(list_ptr, tl.minimum(item, num_items - 1))
             steps = tl.cdiv(tl.minimum(len_q - first, rows_per_item), options.MATH_ROLES * ROWS)
             for step in tl.range(0, steps):
-                row, walk, blocks, _ = tile_of(
+                row, span, blocks, _ = tile_of(
                     len_q, len_k, first, step, rows_per_item, parts, options
                 )
                 if (tile == 0) if options.AHEAD else options.Q_SLOTS > 1:
@@ -216,18 +240,18 @@ def load(
                     blocks = tl.where(step == 0, blocks, 0)
                 kv_head = head // options.GROUP
                 for block in tl.range(0, blocks):
-                    key = key_of(walk, block, options)
-                    page, left = page_of(pages_ptr, kept, key, options)  # before it waits
+                    key = key_of(span, block, options)
+                    page, left = page_of(pages_ptr, paged, key, options)  # before it waits
                     stage = k.acquire(kv + block)
                     fetch_keys(
-                        k_desc, history_desc, k.buffer[stage], k.full[stage], own, page, left,
+                        k_desc, history_desc, k.buffer[stage], k.full[stage], packed, page, left,
                         kv_head, key, False, options,
                     )  # fmt: skip
                     if options.Q_SLOTS == 1 and block == 0:  # K's buffer was free long before
                         fetch_q(q_desc, q, tile, start_q, len_q, head, row, options)
                     stage = v.acquire(kv + block)
                     fetch_keys(
-                        v_desc, history_desc, v.buffer[stage], v.full[stage], own, page, left,
+                        v_desc, history_desc, v.buffer[stage], v.full[stage], packed, page, left,
                         kv_head, key, True, options,
                     )  # fmt: skip
                     # From the third block on, the tile before has been done with its Q.
@@ -257,8 +281,8 @@ def fetch_q(q_desc, q, tile, start, length, head, row, options):
     """The rows of the tile-th tile for all consumers."""
     Q_SLOTS: tl.constexpr = options.Q_SLOTS
     for role in tl.static_range(options.MATH_ROLES):
-        mine = q.acquire(tile, role * Q_SLOTS)
-        fetch_rows(q_desc, q.buffer[mine], q.full[mine], start, length, head, row + role * ROWS)
+        slot = q.acquire(tile, role * Q_SLOTS)
+        fetch_rows(q_desc, q.buffer[slot], q.full[slot], start, length, head, row + role * ROWS)
 
 
 @triton.jit
@@ -290,17 +314,20 @@ def mask_segments(x, position, first_key, parts, options):
 
 
 @triton.jit
-def begin(s, scale, head, row, first_key, parts, options):
-    """(x, t) of which `finish` makes activation(scale * s), with masked pairs zero.
+def activation_prologue(s, scale, head, row, first_key, parts, options):
+    """(x, t), from which `activation_epilogue` computes activation(scale * s); masked pairs are
+    zero.
 
     GELU and SiLU of 0 are 0: masking the scores is as good, and leaves the pairs of bf16 whole.
     """
     x = s if options.PAIRS else activate_per_head(s, scale, head, options.ACTIVATION, True)
-    at = row + parts[0]  # its position
+    position = row + parts[0]  # its position
     if options.SEGMENTS:
-        x = mask_segments(x, at, first_key, parts, options)
-    elif not all_visible(at, first_key, ROWS, options.BLOCK_N, options.CAUSAL, options.WINDOW):
-        x = mask_probabilities(x, at, first_key, options.CAUSAL, options.WINDOW)
+        x = mask_segments(x, position, first_key, parts, options)
+    elif not all_visible(
+        position, first_key, ROWS, options.BLOCK_N, options.CAUSAL, options.WINDOW
+    ):
+        x = mask_probabilities(x, position, first_key, options.CAUSAL, options.WINDOW)
     t = 0
     if options.PAIRS:
         x, t = tanh_of_pairs(x, scale, options.ACTIVATION)
@@ -308,7 +335,7 @@ def begin(s, scale, head, row, first_key, parts, options):
 
 
 @triton.jit
-def finish(x, t, DTYPE: tl.constexpr, PAIRS: tl.constexpr):
+def activation_epilogue(x, t, DTYPE: tl.constexpr, PAIRS: tl.constexpr):
     """The probabilities, in registers that an MMA reads: only when none is in flight."""
     return multiply_add_pairs(x, t, x) if PAIRS else x.to(DTYPE)
 
@@ -328,14 +355,14 @@ def math(
     if item < num_items:
         _, start_out, len_q, _, len_k, head, first = entry(list_ptr, item)
         parts = parts_of(list_ptr, segments_ptr, item, len_q, len_k, options)
-        row, walk, blocks, steps = tile_of(len_q, len_k, first, step, rows_per_item, parts, options)
+        row, span, blocks, steps = tile_of(len_q, len_k, first, step, rows_per_item, parts, options)
         row += role * ROWS
         tlx.barrier_wait(q.full[role * Q_SLOTS], 0)
         tlx.barrier_wait(k.full[0], 0)
         s = tlx.async_dot(q.buffer[role * Q_SLOTS], tlx.local_trans(k.buffer[0]))
         s = tlx.async_dot_wait(0, s)
         release_scores(k.empty[0], q.empty[role * Q_SLOTS], steps == 1, blocks == 1, options)
-        x, t = begin(s, scale, head, row, key_of(walk, 0, options), parts, options)
+        x, t = activation_prologue(s, scale, head, row, key_of(span, 0, options), parts, options)
         while item < num_items:
             last = step + 1 == steps
             if options.RESIDENT:
@@ -346,75 +373,75 @@ def math(
             # Prefetched: the loop over blocks hides the latency, or the last P V.
             if options.Q_SLOTS > 1:
                 following = entry(list_ptr, tl.minimum(item, num_items - 1))
-            mine = role * Q_SLOTS + tile % Q_SLOTS
+            q_slot = role * Q_SLOTS + tile % Q_SLOTS
             acc = tl.zeros([ROWS, options.BLOCK_D], tl.float32)
             for block in tl.range(1, blocks, num_stages=0):
                 stage = (kv + block) % NUM_STAGES
-                before = (kv + block - 1) % NUM_STAGES
+                v_stage = (kv + block - 1) % NUM_STAGES
                 tlx.barrier_wait(k.full[stage], ((kv + block) // NUM_STAGES) & 1)
-                tlx.barrier_wait(v.full[before], ((kv + block - 1) // NUM_STAGES) & 1)
-                p = finish(x, t, options.DTYPE, options.PAIRS)
-                s = tlx.async_dot(q.buffer[mine], tlx.local_trans(k.buffer[stage]))
-                acc = tlx.async_dot(p, v.buffer[before], acc)
+                tlx.barrier_wait(v.full[v_stage], ((kv + block - 1) // NUM_STAGES) & 1)
+                p = activation_epilogue(x, t, options.DTYPE, options.PAIRS)
+                s = tlx.async_dot(q.buffer[q_slot], tlx.local_trans(k.buffer[stage]))
+                acc = tlx.async_dot(p, v.buffer[v_stage], acc)
                 s = tlx.async_dot_wait(1, s)
-                release_scores(k.empty[stage], q.empty[mine], last, block + 1 == blocks, options)
-                key = key_of(walk, block, options)
-                x, t = begin(s, scale, head, row, key, parts, options)
+                release_scores(k.empty[stage], q.empty[q_slot], last, block + 1 == blocks, options)
+                key = key_of(span, block, options)
+                x, t = activation_prologue(s, scale, head, row, key, parts, options)
                 acc = tlx.async_dot_wait(0, acc)
-                release(v.empty[before], last, options.RESIDENT)
+                release(v.empty[v_stage], last, options.RESIDENT)
             if options.Q_SLOTS > 1:
-                tlx.barrier_arrive(q.empty[mine])
+                tlx.barrier_arrive(q.empty[q_slot])
 
             # The first scores of the next tile, overlapped with the last P V of this one.
             if options.Q_SLOTS == 1:
-                before = (kv + blocks - 1) % NUM_STAGES
-                tlx.barrier_wait(v.full[before], ((kv + blocks - 1) // NUM_STAGES) & 1)
-                p = finish(x, t, options.DTYPE, options.PAIRS)
-                acc = tlx.async_dot(p, v.buffer[before], acc)
+                v_stage = (kv + blocks - 1) % NUM_STAGES
+                tlx.barrier_wait(v.full[v_stage], ((kv + blocks - 1) // NUM_STAGES) & 1)
+                p = activation_epilogue(x, t, options.DTYPE, options.PAIRS)
+                acc = tlx.async_dot(p, v.buffer[v_stage], acc)
                 following = entry(list_ptr, tl.minimum(item, num_items - 1))
             _, next_out, next_len_q, _, len_k, next_head, first = following
-            at = tl.minimum(item, num_items - 1)
-            parts = parts_of(list_ptr, segments_ptr, at, next_len_q, len_k, options)
-            next_row, walk, next_blocks, steps = tile_of(
+            next_item = tl.minimum(item, num_items - 1)
+            parts = parts_of(list_ptr, segments_ptr, next_item, next_len_q, len_k, options)
+            next_row, span, next_blocks, steps = tile_of(
                 next_len_q, len_k, first, step, rows_per_item, parts, options
             )
             next_row += role * ROWS
             tile += 1
-            before = (kv + blocks - 1) % NUM_STAGES
+            v_stage = (kv + blocks - 1) % NUM_STAGES
             v_phase = ((kv + blocks - 1) // NUM_STAGES) & 1
             if options.RESIDENT:
                 kv += tl.where(last, blocks, 0)
             else:
                 kv += blocks
-            mine = role * Q_SLOTS + tile % Q_SLOTS
+            q_slot = role * Q_SLOTS + tile % Q_SLOTS
             stage = kv % NUM_STAGES
             if options.Q_SLOTS == 1:
-                tlx.barrier_wait(q.full[mine], tile & 1)
+                tlx.barrier_wait(q.full[q_slot], tile & 1)
                 tlx.barrier_wait(k.full[stage], (kv // NUM_STAGES) & 1)
-                s = tlx.async_dot(q.buffer[mine], tlx.local_trans(k.buffer[stage]))
+                s = tlx.async_dot(q.buffer[q_slot], tlx.local_trans(k.buffer[stage]))
                 acc = tlx.async_dot_wait(1, acc)
-                release(v.empty[before], last, options.RESIDENT)
+                release(v.empty[v_stage], last, options.RESIDENT)
                 rows = (acc * output_scale).to(OUT)
                 put_out(out_desc, out[role], start_out, len_q, head, row, rows)
                 s = tlx.async_dot_wait(0, s)
                 release_scores(
-                    k.empty[stage], q.empty[mine], step + 1 == steps, next_blocks == 1, options
+                    k.empty[stage], q.empty[q_slot], step + 1 == steps, next_blocks == 1, options
                 )
-                key = key_of(walk, 0, options)
-                x, t = begin(s, scale, next_head, next_row, key, parts, options)
+                key = key_of(span, 0, options)
+                x, t = activation_prologue(s, scale, next_head, next_row, key, parts, options)
             else:
-                tlx.barrier_wait(q.full[mine], (tile // Q_SLOTS) & 1)
+                tlx.barrier_wait(q.full[q_slot], (tile // Q_SLOTS) & 1)
                 tlx.barrier_wait(k.full[stage], (kv // NUM_STAGES) & 1)
-                tlx.barrier_wait(v.full[before], v_phase)
-                p = finish(x, t, options.DTYPE, options.PAIRS)
-                s = tlx.async_dot(q.buffer[mine], tlx.local_trans(k.buffer[stage]))
-                acc = tlx.async_dot(p, v.buffer[before], acc)
+                tlx.barrier_wait(v.full[v_stage], v_phase)
+                p = activation_epilogue(x, t, options.DTYPE, options.PAIRS)
+                s = tlx.async_dot(q.buffer[q_slot], tlx.local_trans(k.buffer[stage]))
+                acc = tlx.async_dot(p, v.buffer[v_stage], acc)
                 s = tlx.async_dot_wait(1, s)
                 release(k.empty[stage], step + 1 == steps, options.RESIDENT)
-                key = key_of(walk, 0, options)
-                x, t = begin(s, scale, next_head, next_row, key, parts, options)
+                key = key_of(span, 0, options)
+                x, t = activation_prologue(s, scale, next_head, next_row, key, parts, options)
                 acc = tlx.async_dot_wait(0, acc)
-                release(v.empty[before], last, options.RESIDENT)
+                release(v.empty[v_stage], last, options.RESIDENT)
                 rows = (acc * output_scale).to(OUT)
                 put_out(out_desc, out[role], start_out, len_q, head, row, rows)
             start_out, len_q, head, row, blocks = (
@@ -478,9 +505,9 @@ def forward(
     """
     out = batch.new_out()
     config = config or default_config(batch)
-    made = out
+    kernel_out = out
     if config.splits > 1 or batch.add_to is not None:
-        made = out.new_empty(config.splits * batch.rows, *out.shape[1:], dtype=torch.float32)
+        kernel_out = out.new_empty(config.splits * batch.rows, *out.shape[1:], dtype=torch.float32)
     (entries,) = schedule or plan_schedule(batch, config).make(*batch.offsets)
     pairs = config.pairs and not batch.precise and foldable(batch.activation, batch.dtype)
     programs = min(config.programs * multiprocessors(batch.device), len(entries) - 1)
@@ -488,7 +515,7 @@ def forward(
     shared = {"maxnreg": 65_536 // (config.programs * threads)} if config.programs > 1 else {}
     q_desc = ragged_descriptor(batch.q, ROWS.value, min_width=32)
     width = q_desc.block_shape[-1]
-    most = WIDE.value * 2 // made.element_size()
+    most = WIDE.value * 2 // kernel_out.element_size()
     keys, history = [batch.k, batch.v], batch.history_options
     if batch.history is not None:
         keys = [*keys, batch.history.rows] if history["OWN_KEYS"] else [batch.history.rows] * 2
@@ -499,7 +526,7 @@ def forward(
         own_waits_kernel, (programs,), batch.device,
         q_desc,
         k_desc, v_desc,
-        ragged_descriptor(made, ROWS.value, width=min(width, most)),
+        ragged_descriptor(kernel_out, ROWS.value, width=min(width, most)),
         entries, config.rows_per_item(batch.max_seqlen_q), batch.scale,
         batch.output_scale * batch.scale / 2 if pairs else batch.output_scale,
         GROUP=batch.group, ACTIVATION=batch.names, PAIRS=pairs,
@@ -511,13 +538,13 @@ def forward(
         history_desc=history_desc[0] if history_desc else None, **history,
         num_warps=4, **shared,
     )  # fmt: skip
-    if made is not out:
-        add_up(made.view(config.splits, *out.shape), batch.add_to, out)
+    if kernel_out is not out:
+        add_up(kernel_out.view(config.splits, *out.shape), batch.add_to, out)
     return out
 
 
 def requires(batch: Batch) -> str | None:
-    """What a call must meet beyond the fields of its rung."""
+    """The reason why this rung cannot take a call, beyond `Requires`; None if it can."""
     sums = batch.add_to is not None or batch.out_dtype not in (None, batch.dtype)
     if sums and batch.head_dim > WIDE.value:
         return f"needs a head_dim of at most {WIDE.value} for a sum in fp32, got {batch.head_dim}"

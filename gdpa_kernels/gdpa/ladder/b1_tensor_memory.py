@@ -15,14 +15,16 @@ Why it may not: S, activation and P V of a block wait for each other. At head_di
 | load | 1     | the same  | Q once, then K and V in turn                |
 | mma  | 1     | the same  | one thread issues S = Q K^T and O += P V    |
 
-| barrier         | arrivals        | filled by -> drained by           |
-|-----------------|-----------------|-----------------------------------|
-| q.full, kv.full | 1 and bytes     | TMA load -> mma                   |
-| kv.empty        | 1 (commit)      | the MMA that read it -> load      |
-| s.full, o.full  | 1 (commit)      | S = Q K^T, the last P V -> math   |
-| p.full          | all 128 threads | P is stored, so S was read -> mma |
+| barrier         | arrivals    | filled by -> drained by                |
+|-----------------|-------------|----------------------------------------|
+| q.full          | 1 and bytes | TMA load of 128 rows of Q -> mma       |
+| kv.full[stage]  | 1 and bytes | TMA load of a block of K or V -> mma   |
+| kv.empty[stage] | 1 (commit)  | the MMA that read it, S or P V -> load |
+| s.full          | 1 (commit)  | S = Q K^T -> math                      |
+| p.full          | 128 threads | math, P is stored, S was read -> mma   |
+| o.full          | 1 (commit)  | the last P V -> math                   |
 
-TMEM: S 0-127, P in 0-63, O 128-255. Needs: sm_100, TLX, GELU or SiLU in bf16, and what v4 needs.
+TMEM: S 0-127, P in 0-63, O 128-255.
 """
 
 from dataclasses import dataclass
@@ -33,7 +35,7 @@ import triton.language as tl
 import triton.language.extra.tlx as tlx
 
 from gdpa_kernels.calling.launch import launch
-from gdpa_kernels.device.groups import Handover, Ring
+from gdpa_kernels.device.groups import OneWay, Ring
 from gdpa_kernels.device.ragged import ragged_descriptor, store_rows
 from gdpa_kernels.device.rows import fetch_rows
 from gdpa_kernels.device.sequences import sequence
@@ -57,7 +59,7 @@ class Config:
 
 
 def default_config(batch: Batch) -> Config:
-    """At head_dim 128: 32 KB for Q, 96 for K and V, 32 for the output."""
+    """Constants that at head_dim 128 take 32 KB for Q, 96 for K and V, 32 for the output."""
     return Config()
 
 
@@ -168,11 +170,11 @@ def tensor_memory_kernel(
     s = tlx.local_alloc((ROWS, BLOCK_N), tl.float32, 1, tlx.storage_kind.tmem)
     p = tlx.local_alloc((ROWS, BLOCK_N), DTYPE, 1, tlx.storage_kind.tmem, reuse=s)
     o = tlx.local_alloc((ROWS, BLOCK_D), tl.float32, 1, tlx.storage_kind.tmem)
-    q = Handover(q, tlx.alloc_barriers(1))
+    q = OneWay(q, tlx.alloc_barriers(1))
     kv = Ring(kv, tlx.alloc_barriers(NUM_STAGES), tlx.alloc_barriers(NUM_STAGES), NUM_STAGES)
-    s = Handover(s, tlx.alloc_barriers(1))
-    p = Handover(p, tlx.alloc_warp_barrier(1, 4))
-    o = Handover(o, tlx.alloc_barriers(1))
+    s = OneWay(s, tlx.alloc_barriers(1))
+    p = OneWay(p, tlx.alloc_warp_barrier(1, 4))
+    o = OneWay(o, tlx.alloc_barriers(1))
 
     with tlx.async_tasks():
         with tlx.async_task("default"):

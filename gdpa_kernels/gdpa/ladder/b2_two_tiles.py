@@ -15,14 +15,16 @@ program still begins and ends alone: load, S, then at the end P V and the store.
 | load     | 1     | the same  | Q of both tiles, then K and V in turn                  |
 | mma      | 1     | the same  | S = Q K^T and O += P V of both tiles                   |
 
-| barrier          | arrivals        | filled by -> drained by                  |
-|------------------|-----------------|------------------------------------------|
-| q.full, kv.full  | 1 and bytes     | TMA load -> mma                          |
-| kv.empty         | 1 (commit)      | both tiles' MMAs that read it -> load    |
-| s.full, o.full   | 1 (commit)      | S = Q K^T, the last P V -> math          |
-| p.full           | all 128 threads | a slice of P is stored, of S read -> mma |
+| barrier             | arrivals    | filled by -> drained by                         |
+|---------------------|-------------|-------------------------------------------------|
+| q.full[tile]        | 1 and bytes | TMA load of a tile's Q -> mma                   |
+| kv.full[stage]      | 1 and bytes | TMA load of a block of K or V -> mma            |
+| kv.empty[stage]     | 1 (commit)  | both tiles' MMAs that read it -> load           |
+| s.full[tile]        | 1 (commit)  | S = Q K^T -> math                               |
+| p.full[tile, slice] | 128 threads | math, a slice of P is stored, S was read -> mma |
+| o.full[tile]        | 1 (commit)  | the last P V -> math                            |
 
-TMEM: S 0-255 (P over it), O 256-511. Needs: what b1 needs.
+TMEM: S 0-255 (P over it), O 256-511.
 """
 
 from dataclasses import dataclass
@@ -33,7 +35,7 @@ import triton.language as tl
 import triton.language.extra.tlx as tlx
 
 from gdpa_kernels.calling.launch import launch
-from gdpa_kernels.device.groups import Handover, Ring
+from gdpa_kernels.device.groups import OneWay, Ring
 from gdpa_kernels.device.ragged import ragged_descriptor, store_rows
 from gdpa_kernels.device.rows import fetch_rows
 from gdpa_kernels.device.sequences import sequence
@@ -58,7 +60,7 @@ class Config:
 
 
 def default_config(batch: Batch) -> Config:
-    """At head_dim 128: 64 KB for Q, 96 for K and V, 64 for the output."""
+    """Constants that at head_dim 128 take 64 KB for Q, 96 for K and V, 64 for the output."""
     return Config()
 
 
@@ -199,11 +201,11 @@ def two_tiles_kernel(
     s = tlx.local_alloc((ROWS, BLOCK_N), tl.float32, TILES, tlx.storage_kind.tmem)
     p = tlx.local_alloc((ROWS, BLOCK_N), DTYPE, 2 * TILES, tlx.storage_kind.tmem, reuse=s)
     o = tlx.local_alloc((ROWS, BLOCK_D), tl.float32, TILES, tlx.storage_kind.tmem)
-    q = Handover(q, tlx.alloc_barriers(TILES))
+    q = OneWay(q, tlx.alloc_barriers(TILES))
     kv = Ring(kv, tlx.alloc_barriers(NUM_STAGES), tlx.alloc_barriers(NUM_STAGES), NUM_STAGES)
-    s = Handover(s, tlx.alloc_barriers(TILES))
-    p = Handover(p, tlx.alloc_warp_barrier(TILES * SLICES, 4))
-    o = Handover(o, tlx.alloc_barriers(TILES))
+    s = OneWay(s, tlx.alloc_barriers(TILES))
+    p = OneWay(p, tlx.alloc_warp_barrier(TILES * SLICES, 4))
+    o = OneWay(o, tlx.alloc_barriers(TILES))
 
     with tlx.async_tasks():
         with tlx.async_task("default", replicate=TILES):

@@ -1,27 +1,33 @@
 """b3: one stream of MMAs across tiles.
 
-Changes from b2_two_tiles: the programs are persistent, one for each SM, and walk v8's work list.
-Where b2 ends, the `mma` role goes on with the first S of the next item: after a tile's own last P V
-and before the other tile's. Loads run ahead across items; the output leaves through a buffer of its
-own, by an asynchronous store.
+Changes from b2_two_tiles: the programs are persistent, one for each SM, and take their items from
+v8's work list. Where b2 ends, the `mma` role goes on with the first S of the next item: after a
+tile's own last P V and before the other tile's. Loads run ahead across items; the output leaves
+through a buffer of its own, by an asynchronous store.
 
 Why it should help: b2 begins and ends each tile with nothing to overlap: Q, K, S at the start, the
 last P V and the store at the end. With 256 keys, two blocks, that is most of a tile's time.
 Why it may not: there is room for one Q of each tile, so the next one is loaded only when the last S
 of this one is complete: at two blocks of keys the stream waits for that load.
 
-Roles as in b2; the registers too.
+| role     | warps | registers | work                                                   |
+|----------|-------|-----------|--------------------------------------------------------|
+| math (2) | 4     | up to 168 | of a tile: P = activation(S), one row a thread; output |
+| load     | 1     | the same  | Q of both tiles, then K and V in turn                  |
+| mma      | 1     | the same  | S = Q K^T and O += P V of both tiles                   |
 
-| barrier          | arrivals        | filled by -> drained by                  |
-|------------------|-----------------|------------------------------------------|
-| q.full, kv.full  | 1 and bytes     | TMA load -> mma                          |
-| q.empty          | 1 (commit)      | the last S of the tile -> load           |
-| kv.empty         | 1 (commit)      | both tiles' MMAs that read it -> load    |
-| s.full, o.full   | 1 (commit)      | S = Q K^T, the last P V -> math          |
-| p.full           | all 128 threads | a slice of P is stored, of S read -> mma |
+| barrier             | arrivals    | filled by -> drained by                         |
+|---------------------|-------------|-------------------------------------------------|
+| q.full[tile]        | 1 and bytes | TMA load of a tile's Q -> mma                   |
+| q.empty[tile]       | 1 (commit)  | the tile's last S -> load                       |
+| kv.full[stage]      | 1 and bytes | TMA load of a block of K or V -> mma            |
+| kv.empty[stage]     | 1 (commit)  | both tiles' MMAs that read it -> load           |
+| s.full[tile]        | 1 (commit)  | S = Q K^T -> math                               |
+| p.full[tile, slice] | 128 threads | math, a slice of P is stored, S was read -> mma |
+| o.full[tile]        | 1 (commit)  | the item's last P V -> math                     |
 
 O needs no barrier back: a math role reads it before it stores the P that overwrites it.
-TMEM: S 0-255 (P over it), O 256-511. Needs: what b1 needs.
+TMEM: S 0-255 (P over it), O 256-511.
 """
 
 from dataclasses import dataclass
@@ -32,7 +38,7 @@ import triton.language as tl
 import triton.language.extra.tlx as tlx
 
 from gdpa_kernels.calling.launch import launch, multiprocessors
-from gdpa_kernels.device.groups import Handover, Ring
+from gdpa_kernels.device.groups import OneWay, Ring
 from gdpa_kernels.device.ragged import ragged_descriptor
 from gdpa_kernels.device.rows import fetch_rows, put_rows
 from gdpa_kernels.gdpa.batch import Batch, Schedule
@@ -60,7 +66,7 @@ class Config:
 
 
 def default_config(batch: Batch) -> Config:
-    """At head_dim 128: 64 KB for Q, 96 for K and V, 64 for the output."""
+    """Constants that at head_dim 128 take 64 KB for Q, 96 for K and V, 64 for the output."""
     return Config()
 
 
@@ -240,9 +246,9 @@ def stream_kernel(
     o = tlx.local_alloc((ROWS, BLOCK_D), tl.float32, TILES, tlx.storage_kind.tmem)
     q = Ring(q, tlx.alloc_barriers(TILES), tlx.alloc_barriers(TILES), 1)
     kv = Ring(kv, tlx.alloc_barriers(NUM_STAGES), tlx.alloc_barriers(NUM_STAGES), NUM_STAGES)
-    s = Handover(s, tlx.alloc_barriers(TILES))
-    p = Handover(p, tlx.alloc_warp_barrier(TILES * SLICES, 4))
-    o = Handover(o, tlx.alloc_barriers(TILES))
+    s = OneWay(s, tlx.alloc_barriers(TILES))
+    p = OneWay(p, tlx.alloc_warp_barrier(TILES * SLICES, 4))
+    o = OneWay(o, tlx.alloc_barriers(TILES))
 
     with tlx.async_tasks():
         with tlx.async_task("default", replicate=TILES):

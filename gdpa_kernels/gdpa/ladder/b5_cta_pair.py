@@ -14,15 +14,18 @@ Why it may not: keys beyond a sequence's are computed too.
 | mma      | 1     | 48        | of the leader: S = Q K^T and O += P V of both CTAs |
 | load     | 1     | 48        | its rows of Q, its halves of K and V               |
 
-| barrier          | arrivals           | filled by -> drained by               |
-|------------------|--------------------|---------------------------------------|
-| q.full, k.full   | 1 and bytes        | TMA loads of both CTAs -> mma         |
-| q.empty          | 1 (commit to both) | both roles' S of the tile -> load     |
-| k.empty          | 1 (commit to both) | the item's last P V -> load           |
-| s.full, o.full   | 1 (commit to both) | S = Q K^T -> math, last P V -> output |
-| p.full, o.empty  | 1 of each CTA      | math (and S was read), output -> mma  |
+| barrier             | arrivals           | filled by -> drained by                         |
+|---------------------|--------------------|-------------------------------------------------|
+| q.full[slot]        | 1 and bytes        | TMA loads of Q of both CTAs -> mma              |
+| q.empty[slot]       | 1 (commit to both) | both roles' S of the tile -> load               |
+| k.full[stage], v's  | 1 and bytes        | TMA loads of K and V of both CTAs -> mma        |
+| k.empty[stage], v's | 1 (commit to both) | the item's last P V -> load                     |
+| s.full[role]        | 1 (commit to both) | S = Q K^T -> math                               |
+| p.full[role, slice] | 2, 1 of each CTA   | math, a slice of P is stored, S was read -> mma |
+| o.full[slot]        | 1 (commit to both) | the tile's last P V -> output                   |
+| o.empty[slot]       | 2, 1 of each CTA   | output, O is in registers -> mma, the next O    |
 
-TMEM: S 0-255 (P over it), O 256-511. SMEM: Q 2 x 32 KB, O 32, K, V 128. Needs: b1's, keys <= 256.
+TMEM: S 0-255 (P over it), O 256-511. SMEM: Q 2 x 32 KB, O 32, K, V 128.
 """
 
 from dataclasses import dataclass
@@ -33,7 +36,7 @@ import triton.language as tl
 import triton.language.extra.tlx as tlx
 
 from gdpa_kernels.calling.launch import launch, multiprocessors
-from gdpa_kernels.device.groups import Handover, Ring
+from gdpa_kernels.device.groups import OneWay, Ring
 from gdpa_kernels.device.pairs import (
     CTAS,
     fetch_part,
@@ -61,8 +64,8 @@ O_SLOTS = tl.constexpr(2)
 
 @dataclass(frozen=True)
 class Config:
-    """slices: of a role's scores, columns: of O, in registers at a time. share: of the scores that
-    take a polynomial."""
+    """Launch constants. slices: of a role's scores, columns: of O, in registers at a time. share:
+    of the scores that take a polynomial."""
 
     slices: int = 2
     columns: int = 32
@@ -75,7 +78,7 @@ class Config:
 
 
 def requires(batch: Batch) -> str | None:
-    """Why it cannot take a call, or None; keys of a sequence beyond 256 would not stay."""
+    """The reason why this rung cannot take a call, beyond `Requires`; None if it can."""
     if batch.max_seqlen_k > MOST_KEYS:
         return f"needs a max_seqlen_k of at most {MOST_KEYS}, got {batch.max_seqlen_k}"
     return requires_pairs(batch)
@@ -112,7 +115,7 @@ def tiles_of(len_q, first, rows_per_item):
 
 @triton.jit
 def load(q_desc, k_desc, v_desc, q, k, v, list_ptr, rows_per_item, options):
-    """The producer of a CTA; the leader's also says how many bytes come from both."""
+    """The producer of a CTA; the leader's also expects the bytes of both."""
     BYTES: tl.constexpr = 2 * ROLES * KEYS * options.BLOCK_D * tlx.size_of(options.DTYPE)
     Q_BYTES: tl.constexpr = CTAS * ROWS * options.BLOCK_D * tlx.size_of(options.DTYPE)
     rank = tlx.cluster_cta_rank()
@@ -126,10 +129,10 @@ def load(q_desc, k_desc, v_desc, q, k, v, list_ptr, rows_per_item, options):
         tlx.barrier_expect_bytes(k.full[stage], BYTES, pred=rank == 0)
         for role in tl.static_range(ROLES):
             key = role * KEYS
-            own = key + rank * (KEYS // CTAS)
+            cta_key = key + rank * (KEYS // CTAS)
             column = rank * (options.BLOCK_D // CTAS)
             half = stage * ROLES + role
-            fetch_part(k_desc, k.buffer[half], k.full[stage], start_k, len_k, head, own, 0)
+            fetch_part(k_desc, k.buffer[half], k.full[stage], start_k, len_k, head, cta_key, 0)
             fetch_part(v_desc, v.buffer[half], k.full[stage], start_k, len_k, head, key, column)
         count += 1
         for step in tl.range(0, tiles_of(len_q, first, rows_per_item)):
@@ -144,7 +147,7 @@ def load(q_desc, k_desc, v_desc, q, k, v, list_ptr, rows_per_item, options):
 
 @triton.jit
 def mma(q, k, v, s, p, o, list_ptr, rows_per_item, options):
-    """All MMAs, of the leader alone: for each math role P V of a tile, then S of the next tile,
+    """All MMAs, issued by the leader: for each math role P V of a tile, then S of the next tile,
     also across the border of two items."""
     item, pairs = pair_and_pairs()
     num_items = count_items(list_ptr)
@@ -161,7 +164,7 @@ def mma(q, k, v, s, p, o, list_ptr, rows_per_item, options):
         tlx.tcgen05_commit(q.empty[0], two_ctas=True)
         while item < num_items:
             last = step + 1 == tiles
-            mine = count % NUM_STAGES
+            item_stage = count % NUM_STAGES
             item += tl.where(last, pairs, 0)
             count += tl.where(last, 1, 0)
             step = tl.where(last, 0, step + 1)
@@ -174,11 +177,11 @@ def mma(q, k, v, s, p, o, list_ptr, rows_per_item, options):
             out = tile % O_SLOTS
             tlx.barrier_wait(o.empty[out], ((tile // O_SLOTS) & 1) ^ 1)
             for role in tl.static_range(ROLES):
-                values = v.buffer[mine * ROLES + role]
+                values = v.buffer[item_stage * ROLES + role]
                 weighted_sum(role, p, values, o.buffer[out], tile, role > 0, options)
                 if role == ROLES - 1:
                     if last:
-                        tlx.tcgen05_commit(k.empty[mine], two_ctas=True)
+                        tlx.tcgen05_commit(k.empty[item_stage], two_ctas=True)
                     tlx.tcgen05_commit(o.full[out], two_ctas=True)
                 if item < num_items:
                     if role == 0:
@@ -223,14 +226,14 @@ def output(out_desc, out, o, list_ptr, rows_per_item, output_scale, options):
         _, start_out, len_q, _, _, head, first = entry(list_ptr, item)
         for step in tl.range(0, tiles_of(len_q, first, rows_per_item)):
             row = first + step * TILE + rank * ROWS
-            at = tile % O_SLOTS
-            tlx.barrier_wait(o.full[at], (tile // O_SLOTS) & 1)
+            slot = tile % O_SLOTS
+            tlx.barrier_wait(o.full[slot], (tile // O_SLOTS) & 1)
             tlx.async_descriptor_store_wait(0)
-            move_columns(o.buffer[at], out[0], output_scale, options.COLUMNS, DTYPE)
-            tlx.barrier_arrive(o.empty[at], 1, remote_cta_rank=0)
+            move_columns(o.buffer[slot], out[0], output_scale, options.COLUMNS, DTYPE)
+            tlx.barrier_arrive(o.empty[slot], 1, remote_cta_rank=0)
             tlx.fence("async_shared")
-            place = [BOUND, start_out + len_q, head, BOUND - len_q + row, 0]
-            tlx.async_descriptor_store(out_desc, out[0], place)
+            coords = [BOUND, start_out + len_q, head, BOUND - len_q + row, 0]
+            tlx.async_descriptor_store(out_desc, out[0], coords)
             tile += 1
         item += pairs
     tlx.async_descriptor_store_wait(0)
@@ -255,8 +258,8 @@ def cta_pair_kernel(
     q = Ring(q, tlx.alloc_barriers(Q_SLOTS), tlx.alloc_barriers(Q_SLOTS), Q_SLOTS)
     k = Ring(k, tlx.alloc_barriers(NUM_STAGES), tlx.alloc_barriers(NUM_STAGES), NUM_STAGES)
     v = Ring(v, k.full, k.empty, NUM_STAGES)  # arrives and leaves with K
-    s = Handover(s, tlx.alloc_barriers(ROLES))
-    p = Handover(p, tlx.alloc_barriers(ROLES * SLICES, arrive_count=CTAS))
+    s = OneWay(s, tlx.alloc_barriers(ROLES))
+    p = OneWay(p, tlx.alloc_barriers(ROLES * SLICES, arrive_count=CTAS))
     o = Ring(
         o, tlx.alloc_barriers(O_SLOTS), tlx.alloc_barriers(O_SLOTS, arrive_count=CTAS), O_SLOTS
     )

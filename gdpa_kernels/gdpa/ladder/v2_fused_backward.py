@@ -6,7 +6,7 @@ an fp32 dQ in memory. All tensors are accessed by TMA, dQ too: a reduce-add of a
 head_dim], done in L2 (gradients.py), which drops the rows beyond the sequence.
 
 Why it should help: S and dP are computed once, 5 matmuls instead of 7, and so is the activation.
-Why it may not: of every element of dQ, 4 bytes are filled with zero, 4 are added by each block of
+Why it may not: for every element of dQ 4 bytes are filled with zero, 4 are added by each block of
 keys that sees its row, and at last 4 are read and 2 written by a kernel that scales and rounds. In
 v1 it is 2 bytes in all.
 
@@ -19,9 +19,8 @@ v1 it is 2 bytes in all.
 | one per stage | 1 and bytes | TMA load of Q or dO, num_stages - 1 blocks ahead -> MMAs           |
 | bulk group    | TMA         | reduce-add of a dQ tile has read its buffer -> the next tile of dQ |
 
-The compiler makes the barriers. dQ is not deterministic: its reduce-adds land in any order.
-Needs: sm_90 or newer, bf16 or fp16, head_dim a multiple of 8 from 16 to 128 (64 on sm_100), rows of
-q, k and v contiguous and aligned to 16 bytes. A grad_out that TMA cannot read is copied first.
+The compiler makes the barriers. dQ is not deterministic: its reduce-adds land in any order. A
+grad_out that TMA cannot read is copied first.
 """
 
 from dataclasses import dataclass
@@ -52,8 +51,8 @@ class Config:
 
 
 def default_config(batch: Batch) -> Config:
-    """What compiles without spills; not measured. At head_dim 128 a mask together with grouped
-    heads spills up to 180 bytes."""
+    """Constants that compile without spills, but for a mask together with grouped heads at head_dim
+    128; not measured."""
     return Config()
 
 
@@ -72,8 +71,8 @@ def fused_kernel(
 ):  # fmt: skip
     """dK and dV of BLOCK_N keys of one (sequence, key head), and what they add to dQ, unscaled.
 
-    cu_seqlens_q_ptr None: one q for all sequences. dq_desc, or else dq_ptr, says how dQ is added.
-    A gradient for which there is neither is not needed, and the compiler drops its MMA.
+    cu_seqlens_q_ptr None: one q for all sequences. dQ is added through dq_desc, or else through
+    dq_ptr. A gradient for which there is neither is not needed, and the compiler drops its MMA.
     """
     blocks = tl.cdiv(max_seqlen_k, BLOCK_N)
     pid = tl.program_id(0)
@@ -132,7 +131,7 @@ def backward(
     needs: tuple[bool, bool, bool] = (True, True, True),
     config: Config | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """(dq, dk, dv), shaped as q, k and v, contiguous; None where `needs` says so.
+    """(dq, dk, dv), shaped as q, k and v, contiguous; None where `needs` is False.
 
     grad_out `[total_q, num_heads, head_dim]` of any strides. What is not needed is not computed.
     """

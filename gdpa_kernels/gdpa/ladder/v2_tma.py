@@ -9,6 +9,7 @@ every thread, for every block of keys; the instructions compete with the activat
 the values for registers. Without them one warp group can own 128 rows and 64 keys: its accumulator
 and scores take 192 of a thread's 255 registers, and every K or V block read from shared memory
 feeds twice the rows.
+Why it may not: all warps still wait for a copy and compute in step.
 
 | role      | warps     | registers | work                                                   |
 |-----------|-----------|-----------|--------------------------------------------------------|
@@ -19,8 +20,6 @@ feeds twice the rows.
 | one per stage | 1 and bytes | TMA load of K or V, num_stages - 1 blocks ahead -> MMA |
 
 The compiler makes the barriers; v4 will make its own.
-Needs: sm_90, bf16 or fp16, head_dim 64 or 128, contiguous rows aligned to 16 bytes; no mask, no
-groups, one activation.
 """
 
 from dataclasses import dataclass

@@ -5,23 +5,22 @@ scheduler lists the tiles that exist, in an order of our choice; program p takes
 P, p + 2 P, ...
 
 Why it should help: on a half-full batch nearly half of v2's programs find nothing to do, and with
-real length laws the heaviest tile may be started last. A list has no empty tiles and can start with
-the longest.
+real length distributions the heaviest tile may be started last. A list has no empty tiles and can
+start with the longest.
 Why it may not: an empty program of v2 costs one load and one comparison, the hardware gives the
 next program to the first free slot, and a loop over tiles drains the software pipeline at every
 tile, as a launch does.
 
-| role      | warps     | registers | work                              |
-|-----------|-----------|-----------|-----------------------------------|
-| all warps | num_warps | up to 255 | as v2, for one tile after another |
+| role      | warps     | registers | work                                                       |
+|-----------|-----------|-----------|------------------------------------------------------------|
+| all warps | num_warps | up to 255 | MMAs of one tile after another; thread 0 issues TMA copies |
 
 | barrier       | arrivals    | filled by -> drained by                                |
 |---------------|-------------|--------------------------------------------------------|
 | one per stage | 1 and bytes | TMA load of K or V, num_stages - 1 blocks ahead -> MMA |
 
-The schedule is an argument: its cost is measured apart from the kernel's.
-Needs: sm_90, bf16 or fp16, head_dim a multiple of 64 up to 256, contiguous rows aligned to 16
-bytes; no mask, no groups, one activation.
+The compiler makes the barriers. The schedule is an argument: its cost is measured apart from the
+kernel's.
 """
 
 from dataclasses import dataclass
@@ -42,7 +41,7 @@ from gdpa_kernels.gdpa.published_form import requires as requires
 
 @dataclass(frozen=True)
 class Config:
-    """Launch constants: v2's, the order of the tiles, and the number of programs.
+    """Launch constants of v2, the order of the tiles, and the number of programs.
 
     `num_programs` 0 means `programs_per_sm` on every SM.
     """
@@ -56,7 +55,7 @@ class Config:
     order: str = "longest_first"
 
     def programs(self, device: torch.device) -> int:
-        """How many programs are launched on `device`, unless there are fewer tiles."""
+        """The number of programs launched on `device`, unless there are fewer tiles."""
         return self.num_programs or multiprocessors(device) * self.programs_per_sm
 
 
@@ -71,7 +70,7 @@ def default_config(batch: Batch) -> Config:
 
 @dataclass(frozen=True)
 class TileOrder(Recipe):
-    """What the list of tiles is made from beside the offsets: arguments of `build_on_device`."""
+    """Arguments of `build_on_device`, which makes the list of tiles, beside the offsets."""
 
     order: str
     batch: int

@@ -10,19 +10,18 @@ overlap: one issues MMAs while the other evaluates the activation.
 Why it may not: within a consumer the two MMAs and the activation are still serial, and with one
 program per SM nothing hides its prologue and epilogue.
 
-| role     | warps | registers    | work                                                    |
-|----------|-------|--------------|---------------------------------------------------------|
-| load     | 4     | what is left | Q once, then K and V of one block after another         |
-| math (2) | 4     | 240          | of 64 rows each: S = Q K^T, P = activation(S), O += P V |
+| role     | warps | registers | work                                                 |
+|----------|-------|-----------|------------------------------------------------------|
+| load     | 4     | the rest  | Q once, then K and V of one block after another      |
+| math (2) | 4     | 240       | 64 rows each: S = Q K^T, P = activation(S), O += P V |
 
-| barrier          | arrivals        | filled by -> drained by                |
-|------------------|-----------------|----------------------------------------|
-| q_full[role]     | 1 and bytes     | TMA load of 64 rows of Q -> a consumer |
-| k_full, v_full   | 1 and bytes     | TMA load of a block -> both consumers  |
-| k_empty, v_empty | all 256 threads | the MMA that read it -> producer       |
-
-Needs: sm_90, TLX, bf16 or fp16, head_dim 64 or 128, contiguous rows aligned to 16 bytes; no mask,
-no groups, one activation.
+| barrier        | arrivals    | filled by -> drained by                             |
+|----------------|-------------|-----------------------------------------------------|
+| q_full[role]   | 1 and bytes | TMA load of 64 rows of Q -> that consumer           |
+| k.full[stage]  | 1 and bytes | TMA load of a block of K -> both consumers          |
+| k.empty[stage] | 256 threads | consumers, S of the block is complete -> producer   |
+| v.full[stage]  | 1 and bytes | TMA load of a block of V -> both consumers          |
+| v.empty[stage] | 256 threads | consumers, P V of the block is complete -> producer |
 """
 
 from dataclasses import dataclass

@@ -7,23 +7,27 @@ consumer, and each computes half of dQ: of the columns, at head_dim 64 of the 12
 
 Why it should help: a step of 64 rows is 2,560 clocks of the tensor cores at head_dim 128 and 770 of
 issue slots for the activation, and one consumer's activation overlaps with the other's MMAs.
+Why it may not: each step passes two barriers at which the consumers wait for each other's dS.
 
 | role     | warps | registers | work                                                          |
 |----------|-------|-----------|---------------------------------------------------------------|
 | load     | 4     | 24        | one thread issues the TMA loads                               |
 | math (2) | 4     | 240       | S, dP, activation and derivative, dV, dK, half of dQ; 64 keys |
 
-| barrier          | arrivals            | filled by -> drained by                              |
-|------------------|---------------------|------------------------------------------------------|
-| k_full, v_full   | 1 and bytes         | TMA loads of a tile's K, V -> both consumers         |
-| k_empty, v_empty | 256 threads, 1 each | consumers, done with the tile -> producer            |
-| q_full, g_full   | 1 and bytes         | TMA loads of a step's Q, its dO -> both consumers    |
-| q_empty, g_empty | 256 threads, 1 each | consumers, done with the rows -> producer            |
-| ds_full[2]       | 256 threads, 1 each | consumers, dS is stored -> consumers                 |
-| ds_empty[2]      | 256 threads, 1 each | consumers, dQ of these rows is computed -> consumers |
+| barrier        | arrivals    | filled by -> drained by                               |
+|----------------|-------------|-------------------------------------------------------|
+| k.full[stage]  | 1 and bytes | TMA loads of a tile's K -> both consumers             |
+| k.empty[stage] | 256 threads | consumers, the tile's last dQ is computed -> producer |
+| v.full         | 1 and bytes | TMA loads of a tile's V -> both consumers             |
+| v.empty        | 256 threads | consumers, dV has left through V's buffer -> producer |
+| q.full[stage]  | 1 and bytes | TMA load of a step's Q -> both consumers              |
+| q.empty[stage] | 256 threads | consumers, the step's dK is computed -> producer      |
+| g.full[stage]  | 1 and bytes | TMA load of a step's dO -> both consumers             |
+| g.empty[stage] | 256 threads | consumers, the step's dV is computed -> producer      |
+| ds.full[2]     | 256 threads | consumers, dS is stored -> consumers                  |
+| ds.empty[2]    | 256 threads | consumers, dQ of these rows is computed -> consumers  |
 
-dQ is deterministic up to 256 keys. Needs: as v2, TLX, bf16, head_dim 64 or 128; GELU
-or SiLU, no mask, no groups.
+dQ is deterministic up to 256 keys.
 """
 
 from dataclasses import dataclass
@@ -35,7 +39,7 @@ import triton.language.extra.tlx as tlx
 
 from gdpa_kernels.device.groups import Ring, ring
 from gdpa_kernels.device.ragged import BOUND
-from gdpa_kernels.device.rows import fetch_rows, opaque_zero, put_rows, uniform
+from gdpa_kernels.device.rows import fetch_rows, keep_runtime, put_rows, uniform
 from gdpa_kernels.gdpa.batch import Batch, Schedule
 from gdpa_kernels.gdpa.device.derivatives import times_slope, value_and_factor
 from gdpa_kernels.gdpa.device.gradients import Gradients, launch_gradients, loaded
@@ -101,50 +105,50 @@ def steps_of(len_q, options):
 
 @triton.jit
 def load(q_desc, k_desc, v_desc, g_desc, q, k, v, g, list_ptr, options):
-    """The producer: of each tile K, the first rows of Q, V, then dO and Q in the order of use."""
+    """The producer: K of a tile, the first rows of Q, V, then dO and Q in the order of use."""
     num_items = count_items(list_ptr)
     count = 0
     for item in tl.range(tl.program_id(0), num_items, tl.num_programs(0)):
         start_k, _, len_k, start_q, len_q, head, key = entry(list_ptr, item)
         steps = steps_of(len_q, options)
         tile = item // tl.num_programs(0)
-        at = tile % options.K_STAGES
-        tlx.barrier_wait(k.empty[at], (tile // options.K_STAGES & 1) ^ 1)
-        fetch_both(k_desc, k, at, start_k, len_k, head, key)
+        stage = tile % options.K_STAGES
+        tlx.barrier_wait(k.empty[stage], (tile // options.K_STAGES & 1) ^ 1)
+        fetch_both(k_desc, k, stage, start_k, len_k, head, key)
         for step in tl.range(0, steps):
             row = step * options.ROWS
-            at = (count + step) % options.Q_STAGES
-            tlx.barrier_wait(q.empty[at], (((count + step) // options.Q_STAGES) & 1) ^ 1)
-            fetch_rows(q_desc, q.buffer[at], q.full[at], start_q, len_q, head, row)
+            stage = (count + step) % options.Q_STAGES
+            tlx.barrier_wait(q.empty[stage], (((count + step) // options.Q_STAGES) & 1) ^ 1)
+            fetch_rows(q_desc, q.buffer[stage], q.full[stage], start_q, len_q, head, row)
             if step == 0:
                 tlx.barrier_wait(v.empty[0], (tile & 1) ^ 1)
                 fetch_both(v_desc, v, 0, start_k, len_k, head, key)
-            at = (count + step) % options.G_STAGES
-            tlx.barrier_wait(g.empty[at], (((count + step) // options.G_STAGES) & 1) ^ 1)
-            fetch_rows(g_desc, g.buffer[at], g.full[at], start_q, len_q, head, row)
+            stage = (count + step) % options.G_STAGES
+            tlx.barrier_wait(g.empty[stage], (((count + step) // options.G_STAGES) & 1) ^ 1)
+            fetch_rows(g_desc, g.buffer[stage], g.full[stage], start_q, len_q, head, row)
         count += steps
 
 
 @triton.jit
 def differentiate(s, v, g, dv, count, scale, head, options):
     """dS of a step, and dv with its MMA in flight. `count` counts steps of all tiles."""
-    at = count % options.G_STAGES
+    stage = count % options.G_STAGES
     p, slope = value_and_factor(s, scale, head, options.ACTIVATION, True)
-    tlx.barrier_wait(g.full[at], (count // options.G_STAGES) & 1)
-    dp = tlx.async_dot(v, tlx.local_trans(g.buffer[at]))
-    dv = tlx.async_dot(p.to(options.DTYPE), g.buffer[at], dv)
+    tlx.barrier_wait(g.full[stage], (count // options.G_STAGES) & 1)
+    dp = tlx.async_dot(v, tlx.local_trans(g.buffer[stage]))
+    dv = tlx.async_dot(p.to(options.DTYPE), g.buffer[stage], dv)
     dp = tlx.async_dot_wait(1, dp)
     return times_slope(dp, slope, True).to(options.DTYPE), dv
 
 
 @triton.jit
-def share(ds, own, d, count):
-    """Store dS of a step in `own`, of ds, for both roles to read."""
-    at = count & 1
-    tlx.barrier_wait(ds.empty[at], ((count // 2) & 1) ^ 1)
-    tlx.local_store(own, d)
+def share(ds, ds_tile, d, count):
+    """Store dS of a step in ds_tile, a buffer of ds, for both roles to read."""
+    stage = count & 1
+    tlx.barrier_wait(ds.empty[stage], ((count // 2) & 1) ^ 1)
+    tlx.local_store(ds_tile, d)
     tlx.fence("async_shared")
-    tlx.barrier_arrive(ds.full[at])
+    tlx.barrier_arrive(ds.full[stage])
 
 
 @triton.jit
@@ -152,12 +156,12 @@ def dq_product(role: tl.constexpr, ds, k, k_at, count, options):
     """dS K of a step, in flight: the role's half of the columns, at head_dim 64 of the rows."""
     ROW: tl.constexpr = role * (options.ROWS - 64)
     COLUMN: tl.constexpr = role * (options.HEAD_DIM - 64)
-    at = count & 1
-    tlx.barrier_wait(ds.full[at], (count // 2) & 1)
-    d = tlx.local_slice(ds.buffer[at * MATH_ROLES], [0, ROW], [KEYS, 64])
+    stage = count & 1
+    tlx.barrier_wait(ds.full[stage], (count // 2) & 1)
+    d = tlx.local_slice(ds.buffer[stage * MATH_ROLES], [0, ROW], [KEYS, 64])
     here = tlx.local_slice(k.buffer[k_at], [0, COLUMN], [KEYS, 64])
     dq = tlx.async_dot(tlx.local_trans(d), here)
-    d = tlx.local_slice(ds.buffer[at * MATH_ROLES + 1], [0, ROW], [KEYS, 64])
+    d = tlx.local_slice(ds.buffer[stage * MATH_ROLES + 1], [0, ROW], [KEYS, 64])
     here = tlx.local_slice(k.buffer[k_at + 1], [0, COLUMN], [KEYS, 64])
     return tlx.async_dot(tlx.local_trans(d), here, dq)
 
@@ -166,8 +170,8 @@ def dq_product(role: tl.constexpr, ds, k, k_at, count, options):
 def add_rows(role: tl.constexpr, desc, buffer, start, length, head, row, options):
     """Start the TMA reduce-add of a half of a step's dQ. A fence must follow `put_aside`."""
     row += role * (options.ROWS - 64)
-    place = [BOUND, start + length, head, BOUND - length + row, role * (options.HEAD_DIM - 64)]
-    tlx.async_descriptor_store(desc, buffer, place, store_reduce="add")
+    coords = [BOUND, start + length, head, BOUND - length + row, role * (options.HEAD_DIM - 64)]
+    tlx.async_descriptor_store(desc, buffer, coords, store_reduce="add")
 
 
 @triton.jit
@@ -194,9 +198,9 @@ def math(
         s = scores(k.buffer[k_at + role], q, count, Q_STAGES)
         s = tlx.async_dot_wait(0, s)
         tlx.barrier_wait(v.full[0], tile & 1)
-        own = ds.buffer[(count & 1) * MATH_ROLES + role]
+        ds_tile = ds.buffer[(count & 1) * MATH_ROLES + role]
         d, dv = differentiate(s, v.buffer[role], g, dv, count, scale, head, options)
-        share(ds, own, d, count)
+        share(ds, ds_tile, d, count)
         dk = tlx.async_dot(d, q.buffer[count % Q_STAGES], dk)
         dv = tlx.async_dot_wait(0, dv)
         dk = tlx.async_dot_wait(0, dk)
@@ -206,10 +210,10 @@ def math(
         tlx.barrier_arrive(q.empty[count % Q_STAGES])
         for step in tl.range(1, steps, num_stages=0):
             now = count + step
-            zero = opaque_zero(step)
-            own = ds.buffer[(now & 1) * MATH_ROLES + role]
+            zero = keep_runtime(step)
+            ds_tile = ds.buffer[(now & 1) * MATH_ROLES + role]
             d, dv = differentiate(s, v.buffer[role + zero], g, dv, now, scale, head, options)
-            share(ds, own, d, now)
+            share(ds, ds_tile, d, now)
             if step > 1:
                 aside, row = staging[role + zero], (step - 2) * options.ROWS
                 add_rows(role, gradients.dq, aside, start_q, len_q, head, row, options)
@@ -240,8 +244,8 @@ def math(
         add_rows(role, gradients.dq, staging[role], start_q, len_q, head, row, options)
         dk = dk * (0.5 * scale * output_scale)
         tlx.async_descriptor_store_wait(0)
-        own = staged[role * (128 // HEAD_DIM)]
-        put_rows(gradients.dk, own, start_k, len_k, head, key, dk.to(options.DTYPE))
+        dk_staging = staged[role * (128 // HEAD_DIM)]
+        put_rows(gradients.dk, dk_staging, start_k, len_k, head, key, dk.to(options.DTYPE))
         tlx.barrier_arrive(v.empty[0])
     tlx.async_descriptor_store_wait(0)
 

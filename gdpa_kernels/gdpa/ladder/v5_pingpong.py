@@ -10,19 +10,19 @@ activation; serially that is 60 % of the peak, unless the other consumer happens
 Why it may not: scores and probabilities are live together, 64 + 64 + 32 registers on top of the
 accumulator's 64. `turns`, a variant, makes the consumers issue MMAs in turns, as ping-pong does.
 
-| role     | warps | registers    | work                                                        |
-|----------|-------|--------------|-------------------------------------------------------------|
-| load     | 4     | what is left | as v4                                                       |
-| math (2) | 4     | 240          | of 64 rows: S of block j + 1 and P V of block j, activation |
+| role     | warps | registers | work                                                     |
+|----------|-------|-----------|----------------------------------------------------------|
+| load     | 4     | the rest  | Q once, then K and V of one block after another          |
+| math (2) | 4     | 240       | of 64 rows: S of block j + 1, P V of block j, activation |
 
-| barrier          | arrivals        | filled by -> drained by                       |
-|------------------|-----------------|-----------------------------------------------|
-| q_full[role]     | 1 and bytes     | TMA load of 64 rows of Q -> a consumer        |
-| k_full, v_full   | 1 and bytes     | TMA load of a block -> both consumers         |
-| k_empty, v_empty | all 256 threads | the MMA that read it -> producer              |
-| 8, 9 (turns)     | 256 threads     | the other consumer has issued -> this one may |
-
-Needs: as v4.
+| barrier        | arrivals    | filled by -> drained by                              |
+|----------------|-------------|------------------------------------------------------|
+| q_full[role]   | 1 and bytes | TMA load of 64 rows of Q -> that consumer            |
+| k.full[stage]  | 1 and bytes | TMA load of a block of K -> both consumers           |
+| k.empty[stage] | 256 threads | consumers, S of the block is complete -> producer    |
+| v.full[stage]  | 1 and bytes | TMA load of a block of V -> both consumers           |
+| v.empty[stage] | 256 threads | consumers, P V of the block is complete -> producer  |
+| named 8 + role | 256 threads | turns: the other consumer has issued -> this one may |
 """
 
 from dataclasses import dataclass
@@ -47,7 +47,7 @@ ROWS = tl.constexpr(64)
 
 @dataclass(frozen=True)
 class Config:
-    """Launch constants: v4's, and whether the consumers take turns."""
+    """Launch constants of v4; turns: the consumers issue MMAs in turns."""
 
     BLOCK_N: int = 128
     num_stages: int = 2
@@ -117,17 +117,17 @@ def math(role: tl.constexpr, q, q_full, k, v, out_desc, tile, scale, output_scal
     p = activate(s, scale, options.ACTIVATION, True)
     for block in tl.range(1, blocks):
         stage = k.wait(block)
-        before = v.wait(block - 1)
+        v_stage = v.wait(block - 1)
         p = p.to(DTYPE)
         take_turn(role, options.TURNS)
         s = tlx.async_dot(q[role], tlx.local_trans(k.buffer[stage]))
-        acc = tlx.async_dot(p, v.buffer[before], acc)
+        acc = tlx.async_dot(p, v.buffer[v_stage], acc)
         pass_turn(role, options.TURNS)
         s = tlx.async_dot_wait(1, s)
         tlx.barrier_arrive(k.empty[stage])
         p = activate(s, scale, options.ACTIVATION, True)
         acc = tlx.async_dot_wait(0, acc)
-        tlx.barrier_arrive(v.empty[before])
+        tlx.barrier_arrive(v.empty[v_stage])
     last = v.wait(blocks - 1)
     take_turn(role, options.TURNS)
     acc = tlx.async_dot(p.to(DTYPE), v.buffer[last], acc)

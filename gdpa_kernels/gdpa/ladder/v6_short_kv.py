@@ -9,19 +9,21 @@ Why it should help: with 256 keys every tile of 128 rows of v6b loads 128 KiB of
 Why it may not: whole heads are coarser than tiles, and balance worse; an entry's first tile still
 waits for its K and V.
 
-| role     | warps | registers    | work                                               |
-|----------|-------|--------------|----------------------------------------------------|
-| load     | 4     | what is left | resident: K and V of an entry, then its tiles of Q |
-| math (2) | 4     | 240          | as v6b, 64 rows each of one tile after another     |
+| role     | warps | registers | work                                                     |
+|----------|-------|-----------|----------------------------------------------------------|
+| load     | 4     | the rest  | Q, K, V of each tile, or K and V of an entry, then its Q |
+| math (2) | 4     | 240       | of 64 rows: S of the next block or tile, P V, activation |
 
-| barrier          | arrivals        | filled by -> drained by                 |
-|------------------|-----------------|-----------------------------------------|
-| q_full[role, 2]  | 1 and bytes     | TMA load of 64 rows of Q -> a consumer  |
-| q_empty[role, 2] | 128 threads     | the last scores of its tile -> producer |
-| k_full, v_full   | 1 and bytes     | TMA load of a block -> both consumers   |
-| k_empty, v_empty | all 256 threads | its MMA; resident: its last -> producer |
+| barrier             | arrivals    | filled by -> drained by                                  |
+|---------------------|-------------|----------------------------------------------------------|
+| q.full[role, slot]  | 1 and bytes | TMA load of 64 rows of Q -> that consumer                |
+| q.empty[role, slot] | 128 threads | that consumer, the tile's last S is complete -> producer |
+| k.full[stage]       | 1 and bytes | TMA load of a block of K -> both consumers               |
+| k.empty[stage]      | 256 threads | consumers, S of the block is complete -> producer        |
+| v.full[stage]       | 1 and bytes | TMA load of a block of V -> both consumers               |
+| v.empty[stage]      | 256 threads | consumers, P V of the block is complete -> producer      |
 
-Needs: as v4.
+Where K and V are resident, a consumer releases a block of them in the last tile of its entry alone.
 """
 
 from dataclasses import dataclass
@@ -48,7 +50,7 @@ Q_SLOTS = tl.constexpr(2)
 
 @dataclass(frozen=True)
 class Config:
-    """Launch constants: v6b's, and whether K and V stay."""
+    """Launch constants of v6b; resident: K and V of an entry stay in shared memory."""
 
     BLOCK_N: int = 128
     num_stages: int = 2
@@ -129,8 +131,8 @@ def load(q_desc, k_desc, v_desc, q, k, v, list_ptr, rows_per_item, options):
 def fetch_q(q_desc, q, tile, start, length, head, row):
     """The rows of the tile-th tile for both consumers."""
     for role in tl.static_range(MATH_ROLES):
-        mine = q.acquire(tile, role * Q_SLOTS)
-        fetch_rows(q_desc, q.buffer[mine], q.full[mine], start, length, head, row + role * ROWS)
+        slot = q.acquire(tile, role * Q_SLOTS)
+        fetch_rows(q_desc, q.buffer[slot], q.full[slot], start, length, head, row + role * ROWS)
 
 
 @triton.jit
@@ -172,22 +174,22 @@ def math(
                 item += tl.num_programs(0)
             # Prefetched: the loop over blocks hides the latency.
             following = entry(list_ptr, tl.minimum(item, num_items - 1))
-            mine = role * Q_SLOTS + tile % Q_SLOTS
+            q_slot = role * Q_SLOTS + tile % Q_SLOTS
             acc = tl.zeros([ROWS, options.BLOCK_D], tl.float32)
             for block in tl.range(1, blocks):
                 stage = (kv + block) % NUM_STAGES
-                before = (kv + block - 1) % NUM_STAGES
+                v_stage = (kv + block - 1) % NUM_STAGES
                 tlx.barrier_wait(k.full[stage], ((kv + block) // NUM_STAGES) & 1)
-                tlx.barrier_wait(v.full[before], ((kv + block - 1) // NUM_STAGES) & 1)
+                tlx.barrier_wait(v.full[v_stage], ((kv + block - 1) // NUM_STAGES) & 1)
                 p = p.to(DTYPE)
-                s = tlx.async_dot(q.buffer[mine], tlx.local_trans(k.buffer[stage]))
-                acc = tlx.async_dot(p, v.buffer[before], acc)
+                s = tlx.async_dot(q.buffer[q_slot], tlx.local_trans(k.buffer[stage]))
+                acc = tlx.async_dot(p, v.buffer[v_stage], acc)
                 s = tlx.async_dot_wait(1, s)
                 release(k.empty[stage], last, options.RESIDENT)
                 p = activate(s, scale, options.ACTIVATION, True)
                 acc = tlx.async_dot_wait(0, acc)
-                release(v.empty[before], last, options.RESIDENT)
-            tlx.barrier_arrive(q.empty[mine])
+                release(v.empty[v_stage], last, options.RESIDENT)
+            tlx.barrier_arrive(q.empty[q_slot])
 
             # The first scores of the next tile, overlapped with the last P V of this one.
             _, next_out, next_len_q, _, len_k, next_head, first = following
@@ -196,23 +198,23 @@ def math(
             )
             next_row += role * ROWS
             tile += 1
-            before = (kv + blocks - 1) % NUM_STAGES
+            v_stage = (kv + blocks - 1) % NUM_STAGES
             v_phase = ((kv + blocks - 1) // NUM_STAGES) & 1
             if options.RESIDENT:
                 kv += tl.where(last, blocks, 0)
             else:
                 kv += blocks
-            mine = q.wait(tile, role * Q_SLOTS)
+            q_slot = q.wait(tile, role * Q_SLOTS)
             stage = k.wait(kv)
-            tlx.barrier_wait(v.full[before], v_phase)
+            tlx.barrier_wait(v.full[v_stage], v_phase)
             p = p.to(DTYPE)
-            s = tlx.async_dot(q.buffer[mine], tlx.local_trans(k.buffer[stage]))
-            acc = tlx.async_dot(p, v.buffer[before], acc)
+            s = tlx.async_dot(q.buffer[q_slot], tlx.local_trans(k.buffer[stage]))
+            acc = tlx.async_dot(p, v.buffer[v_stage], acc)
             s = tlx.async_dot_wait(1, s)
             release(k.empty[stage], step + 1 == steps, options.RESIDENT)
             p = activate(s, scale, options.ACTIVATION, True)
             acc = tlx.async_dot_wait(0, acc)
-            release(v.empty[before], last, options.RESIDENT)
+            release(v.empty[v_stage], last, options.RESIDENT)
             tlx.async_descriptor_store_wait(0)
             rows = (acc * output_scale).to(DTYPE)
             put_rows(out_desc, out[role], start_out, len_q, head, row, rows)

@@ -1,27 +1,27 @@
 """v6a: a persistent kernel: a list of tiles, loads that run ahead, asynchronous stores.
 
-Changes from v5_pingpong: as in v3, only as many programs as the device has SMs, and each walks a
-list of tiles that exist. The producer runs on into the next tile while the consumers finish this
-one; O has a buffer of its own, and its TMA store is overlapped with the next tile. An entry of the
-list says all about its tile and is prefetched one tile ahead.
+Changes from v5_pingpong: as in v3, only as many programs as the device has SMs, and each takes its
+tiles from a list of those that exist. The producer runs on into the next tile while the consumers
+finish this one; O has a buffer of its own, and its TMA store is overlapped with the next tile. An
+entry of the list says all about its tile and is prefetched one tile ahead.
 
 Why it should help: with one program of v5 per SM, nothing hides its prologue (barriers,
 descriptors, the first copies) or its epilogue (the store of O). A list has no tiles without rows.
 Why it may not: two tiles of Q and the output take 96 KiB of shared memory; the list costs a launch.
 
-| role     | warps | registers    | work                                                        |
-|----------|-------|--------------|-------------------------------------------------------------|
-| load     | 4     | what is left | Q, K, V of one tile after another, ahead of the consumers   |
-| math (2) | 4     | 240          | as v5 without turns, 64 rows each of one tile after another |
+| role     | warps | registers | work                                                      |
+|----------|-------|-----------|-----------------------------------------------------------|
+| load     | 4     | the rest  | Q, K, V of one tile after another, ahead of the consumers |
+| math (2) | 4     | 240       | of 64 rows: S of block j + 1, P V of block j, activation  |
 
-| barrier          | arrivals        | filled by -> drained by                 |
-|------------------|-----------------|-----------------------------------------|
-| q_full[role, 2]  | 1 and bytes     | TMA load of 64 rows of Q -> a consumer  |
-| q_empty[role, 2] | 128 threads     | the last scores of its tile -> producer |
-| k_full, v_full   | 1 and bytes     | TMA load of a block -> both consumers   |
-| k_empty, v_empty | all 256 threads | the MMA that read it -> producer        |
-
-Needs: as v4.
+| barrier             | arrivals    | filled by -> drained by                                  |
+|---------------------|-------------|----------------------------------------------------------|
+| q.full[role, slot]  | 1 and bytes | TMA load of 64 rows of Q -> that consumer                |
+| q.empty[role, slot] | 128 threads | that consumer, the tile's last S is complete -> producer |
+| k.full[stage]       | 1 and bytes | TMA load of a block of K -> both consumers               |
+| k.empty[stage]      | 256 threads | consumers, S of the block is complete -> producer        |
+| v.full[stage]       | 1 and bytes | TMA load of a block of V -> both consumers               |
+| v.empty[stage]      | 256 threads | consumers, P V of the block is complete -> producer      |
 """
 
 from dataclasses import dataclass
@@ -48,7 +48,7 @@ Q_SLOTS = tl.constexpr(2)
 
 @dataclass(frozen=True)
 class Config:
-    """Launch constants: v5's without turns."""
+    """Launch constants: keys of a block, K/V blocks in flight, registers of a consumer thread."""
 
     BLOCK_N: int = 128
     num_stages: int = 2
@@ -110,8 +110,8 @@ def load(q_desc, k_desc, v_desc, q, k, v, list_ptr, options):
 def fetch_q(q_desc, q, tile, start, length, head, row):
     """The rows of the tile-th tile for both consumers."""
     for role in tl.static_range(MATH_ROLES):
-        mine = q.acquire(tile, role * Q_SLOTS)
-        fetch_rows(q_desc, q.buffer[mine], q.full[mine], start, length, head, row + role * ROWS)
+        slot = q.acquire(tile, role * Q_SLOTS)
+        fetch_rows(q_desc, q.buffer[slot], q.full[slot], start, length, head, row + role * ROWS)
 
 
 @triton.jit
@@ -130,33 +130,33 @@ def math(role: tl.constexpr, q, k, v, out_desc, out, list_ptr, scale, output_sca
             following = entry(list_ptr, tl.minimum(item, num_items - 1))
             blocks = blocks_of(len_k, options)
             row += role * ROWS
-            mine = q.wait(tile, role * Q_SLOTS)
+            q_slot = q.wait(tile, role * Q_SLOTS)
             stage = k.wait(kv)
-            s = tlx.async_dot(q.buffer[mine], tlx.local_trans(k.buffer[stage]))
+            s = tlx.async_dot(q.buffer[q_slot], tlx.local_trans(k.buffer[stage]))
             s = tlx.async_dot_wait(0, s)
             tlx.barrier_arrive(k.empty[stage])
             p = activate(s, scale, options.ACTIVATION, True)
             acc = tl.zeros([ROWS, options.BLOCK_D], tl.float32)
             for block in tl.range(1, blocks):
                 stage = (kv + block) % NUM_STAGES
-                before = (kv + block - 1) % NUM_STAGES
+                v_stage = (kv + block - 1) % NUM_STAGES
                 tlx.barrier_wait(k.full[stage], ((kv + block) // NUM_STAGES) & 1)
-                tlx.barrier_wait(v.full[before], ((kv + block - 1) // NUM_STAGES) & 1)
+                tlx.barrier_wait(v.full[v_stage], ((kv + block - 1) // NUM_STAGES) & 1)
                 p = p.to(DTYPE)
-                s = tlx.async_dot(q.buffer[mine], tlx.local_trans(k.buffer[stage]))
-                acc = tlx.async_dot(p, v.buffer[before], acc)
+                s = tlx.async_dot(q.buffer[q_slot], tlx.local_trans(k.buffer[stage]))
+                acc = tlx.async_dot(p, v.buffer[v_stage], acc)
                 s = tlx.async_dot_wait(1, s)
                 tlx.barrier_arrive(k.empty[stage])
                 p = activate(s, scale, options.ACTIVATION, True)
                 acc = tlx.async_dot_wait(0, acc)
-                tlx.barrier_arrive(v.empty[before])
-            tlx.barrier_arrive(q.empty[mine])
+                tlx.barrier_arrive(v.empty[v_stage])
+            tlx.barrier_arrive(q.empty[q_slot])
             tile += 1
             kv += blocks
-            before = v.wait(kv - 1)
-            acc = tlx.async_dot(p.to(DTYPE), v.buffer[before], acc)
+            v_stage = v.wait(kv - 1)
+            acc = tlx.async_dot(p.to(DTYPE), v.buffer[v_stage], acc)
             acc = tlx.async_dot_wait(0, acc)
-            tlx.barrier_arrive(v.empty[before])
+            tlx.barrier_arrive(v.empty[v_stage])
             tlx.async_descriptor_store_wait(0)
             rows = (acc * output_scale).to(DTYPE)
             put_rows(out_desc, out[role], start_out, len_q, head, row, rows)

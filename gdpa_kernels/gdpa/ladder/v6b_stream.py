@@ -10,10 +10,19 @@ the last P V: about one block's time, of a tile that has two or four. The shorte
 more.
 Why it may not: the other consumer may have filled the gap already.
 
-Roles and barriers: as v6a_persistent.
+| role     | warps | registers | work                                                      |
+|----------|-------|-----------|-----------------------------------------------------------|
+| load     | 4     | the rest  | Q, K, V of one tile after another, ahead of the consumers |
+| math (2) | 4     | 240       | of 64 rows: S of the next block or tile, P V, activation  |
 
-Needs: sm_90, TLX, bf16 or fp16, head_dim 64 or 128, contiguous rows aligned to 16 bytes; no mask,
-no groups, one activation.
+| barrier             | arrivals    | filled by -> drained by                                  |
+|---------------------|-------------|----------------------------------------------------------|
+| q.full[role, slot]  | 1 and bytes | TMA load of 64 rows of Q -> that consumer                |
+| q.empty[role, slot] | 128 threads | that consumer, the tile's last S is complete -> producer |
+| k.full[stage]       | 1 and bytes | TMA load of a block of K -> both consumers               |
+| k.empty[stage]      | 256 threads | consumers, S of the block is complete -> producer        |
+| v.full[stage]       | 1 and bytes | TMA load of a block of V -> both consumers               |
+| v.empty[stage]      | 256 threads | consumers, P V of the block is complete -> producer      |
 """
 
 from dataclasses import dataclass
@@ -40,7 +49,7 @@ Q_SLOTS = tl.constexpr(2)
 
 @dataclass(frozen=True)
 class Config:
-    """Launch constants: v6a's."""
+    """Launch constants: keys of a block, K/V blocks in flight, registers of a consumer thread."""
 
     BLOCK_N: int = 128
     num_stages: int = 2
@@ -107,8 +116,8 @@ def load(q_desc, k_desc, v_desc, q, k, v, list_ptr, options):
 def fetch_q(q_desc, q, tile, start, length, head, row):
     """The rows of the tile-th tile for both consumers."""
     for role in tl.static_range(MATH_ROLES):
-        mine = q.acquire(tile, role * Q_SLOTS)
-        fetch_rows(q_desc, q.buffer[mine], q.full[mine], start, length, head, row + role * ROWS)
+        slot = q.acquire(tile, role * Q_SLOTS)
+        fetch_rows(q_desc, q.buffer[slot], q.full[slot], start, length, head, row + role * ROWS)
 
 
 @triton.jit
@@ -132,20 +141,20 @@ def math(role: tl.constexpr, q, k, v, out_desc, out, list_ptr, scale, output_sca
             item += tl.num_programs(0)
             # Prefetched: the loop over blocks hides the latency.
             following = entry(list_ptr, tl.minimum(item, num_items - 1))
-            mine = role * Q_SLOTS + tile % Q_SLOTS
+            q_slot = role * Q_SLOTS + tile % Q_SLOTS
             acc = tl.zeros([ROWS, options.BLOCK_D], tl.float32)
             for block in tl.range(1, blocks):
                 stage = k.wait(kv + block)
-                before = v.wait(kv + block - 1)
+                v_stage = v.wait(kv + block - 1)
                 p = p.to(DTYPE)
-                s = tlx.async_dot(q.buffer[mine], tlx.local_trans(k.buffer[stage]))
-                acc = tlx.async_dot(p, v.buffer[before], acc)
+                s = tlx.async_dot(q.buffer[q_slot], tlx.local_trans(k.buffer[stage]))
+                acc = tlx.async_dot(p, v.buffer[v_stage], acc)
                 s = tlx.async_dot_wait(1, s)
                 tlx.barrier_arrive(k.empty[stage])
                 p = activate(s, scale, options.ACTIVATION, True)
                 acc = tlx.async_dot_wait(0, acc)
-                tlx.barrier_arrive(v.empty[before])
-            tlx.barrier_arrive(q.empty[mine])
+                tlx.barrier_arrive(v.empty[v_stage])
+            tlx.barrier_arrive(q.empty[q_slot])
 
             # The first scores of the next tile, overlapped with the last P V of this one.
             _, next_out, next_len_q, _, len_k, next_head, next_row = following
@@ -153,17 +162,17 @@ def math(role: tl.constexpr, q, k, v, out_desc, out, list_ptr, scale, output_sca
             next_row += role * ROWS
             tile += 1
             kv += blocks
-            mine = q.wait(tile, role * Q_SLOTS)
+            q_slot = q.wait(tile, role * Q_SLOTS)
             stage = k.wait(kv)
-            before = v.wait(kv - 1)
+            v_stage = v.wait(kv - 1)
             p = p.to(DTYPE)
-            s = tlx.async_dot(q.buffer[mine], tlx.local_trans(k.buffer[stage]))
-            acc = tlx.async_dot(p, v.buffer[before], acc)
+            s = tlx.async_dot(q.buffer[q_slot], tlx.local_trans(k.buffer[stage]))
+            acc = tlx.async_dot(p, v.buffer[v_stage], acc)
             s = tlx.async_dot_wait(1, s)
             tlx.barrier_arrive(k.empty[stage])
             p = activate(s, scale, options.ACTIVATION, True)
             acc = tlx.async_dot_wait(0, acc)
-            tlx.barrier_arrive(v.empty[before])
+            tlx.barrier_arrive(v.empty[v_stage])
             tlx.async_descriptor_store_wait(0)
             rows = (acc * output_scale).to(DTYPE)
             put_rows(out_desc, out[role], start_out, len_q, head, row, rows)
