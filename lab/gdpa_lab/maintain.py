@@ -56,7 +56,7 @@ def _update(name: str) -> dict[Path, bool]:
         case "manifest":
             return {record.DATA_DIR / manifest.NAME: manifest.update(record.DATA_DIR)}
         case "predictions":
-            return {made.PATH: made.update() for made in (predictions, clock_free)}
+            return {module.PATH: module.update() for module in (predictions, clock_free)}
         case "readme":
             return {record.ROOT / "README.md": readme.update()}
         case "registered":

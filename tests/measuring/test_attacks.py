@@ -275,7 +275,7 @@ def test_a_manifest_that_was_committed_must_stay(folder):
 
 def test_a_guest_is_shown_and_changes_nothing(folder, capsys, monkeypatch):
     def said() -> list[str]:
-        found = [rankings.made_from(folder.root, name) for name in rankings.CHOICES]
+        found = [rankings.table_text(folder.root, name) for name in rankings.CHOICES]
         found.append(results.to_csv(results.table(folder.root)))
         return [*found, Chapter("forward/results", data_dir=folder.root).record().id]
 

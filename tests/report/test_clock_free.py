@@ -11,7 +11,7 @@ from tests.report.test_predictions import CEILINGS, SELF, add, loaded, timed
 
 def test_the_committed_file_is_what_the_records_make():
     text = clock_free.PATH.read_text(encoding="utf-8")
-    assert text == predictions.render(clock_free.made()), "python -m gdpa_lab predictions"
+    assert text == predictions.render(clock_free.derive()), "python -m gdpa_lab predictions"
 
 
 def test_the_first_registration_and_the_second_are_about_the_same_rungs():

@@ -67,7 +67,7 @@ def one(table: pd.DataFrame, impl: str, workload=SELF.name, direction="forward")
 def test_the_committed_file_is_what_the_model_makes():
     text = predictions.PATH.read_text(encoding="utf-8")
     again = "python -m gdpa_lab maintain predictions, under another MODEL"
-    assert text == predictions.render(predictions.made()), again
+    assert text == predictions.render(predictions.derive()), again
 
 
 def test_every_prediction_lies_in_its_interval_and_below_its_ceiling():
@@ -185,7 +185,7 @@ def test_the_command_prints_and_writes(tmp_path, capsys, monkeypatch):
     for name, module in modules.items():
         monkeypatch.setattr(module, "PATH", tmp_path / "predictions" / name)
         monkeypatch.setattr(module.update, "__defaults__", (module.PATH,))
-        monkeypatch.setattr(module, "made", cache(module.made))
+        monkeypatch.setattr(module, "derive", cache(module.derive))
     for state in ("rewritten", "was up to date"):
         assert __main__.main(["maintain", "predictions"]) == 0
         said = "".join(f"predictions/{name} {state}\n" for name in modules)

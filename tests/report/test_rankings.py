@@ -23,7 +23,7 @@ LATER = {(10, 0): "b90_stand_in", (10, 3): "v7_packed", (10, 1): "v1_tiled", (12
 def test_the_table_is_what_the_records_say(operator):
     """After measuring: python -m gdpa_lab maintain choices."""
     table = rankings.CHOICES[operator].PATH.read_text()
-    assert table == rankings.made_from(record.DATA_DIR, operator)
+    assert table == rankings.table_text(record.DATA_DIR, operator)
 
 
 def test_the_record_that_compared_most_counts(add, tmp_path):
@@ -114,7 +114,7 @@ def test_a_gpu_has_a_table_of_its_own(add, tmp_path, monkeypatch):
         rows = [a_row(impl=impl, samples_us=(us,)) for impl, us in times.items()]
         on = a_system(gpu=f"NVIDIA {gpu}", compute_capability=capability)
         add(a_row(impl="v1_tiled"), *rows, on=on)
-    text = rankings.made_from(tmp_path, "gdpa")
+    text = rankings.table_text(tmp_path, "gdpa")
     table = parse(text, rankings.CHOICES["gdpa"].COLUMNS)
     assert [(row.shape[0], row.impls) for row in table] == [
         ((9, 0), ("v1_tiled", "v7_packed")),

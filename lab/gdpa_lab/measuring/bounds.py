@@ -125,10 +125,10 @@ def _wrong_budgets(record: Record) -> Iterator[str]:
             why = f"what roundings to {work.dtype} amount to"
             yield f"{must} at most {most:.3g}, {why}, got {budget:.3g}"
         if None not in (row.error.pytorch, row.error.rounding):
-            made = FACTOR * row.error.pytorch + row.error.rounding
-            if not math.isclose(made, budget, rel_tol=SAME):
+            expected = FACTOR * row.error.pytorch + row.error.rounding
+            if not math.isclose(expected, budget, rel_tol=SAME):
                 why = f"{FACTOR:g} times pytorch and rounding"
-                yield f"{must} {made:.6g}, {why}, got {budget:.6g}"
+                yield f"{must} {expected:.6g}, {why}, got {budget:.6g}"
         seen = budgets[row.workload, row.direction, row.math]
         seen.add(budget)
         tensors = 1 if row.direction == "forward" and row.math != "rotary" else 3

@@ -150,27 +150,27 @@ def build(
     source = ASTSource(fn=kernel, signature=signature, constexprs=values, attrs=attributes)
     with (
         triton.knobs.nvidia.scope(),
-        contextlib.redirect_stdout(io.StringIO()) as said,
+        contextlib.redirect_stdout(io.StringIO()) as printed,
         as_on(target) if is_amd else contextlib.nullcontext(),
     ):
         triton.knobs.nvidia.dump_ptxas_log = True
-        made = triton.compile(source, target=target, options=dict(options))
-    if _REGISTERS.search(said.getvalue()):  # nothing is said of what the cache has
-        _kept(made, _REPORT, said.getvalue)
-    columns = 0 if is_amd else made.metadata.tmem_size or 0
-    if made.metadata.shared > SHARED_BYTES[capability]:
-        raise OutOfResources(made.metadata.shared, SHARED_BYTES[capability], "shared memory")
+        compiled = triton.compile(source, target=target, options=dict(options))
+    if _REGISTERS.search(printed.getvalue()):  # nothing is said of what the cache has
+        _kept(compiled, _REPORT, printed.getvalue)
+    columns = 0 if is_amd else compiled.metadata.tmem_size or 0
+    if compiled.metadata.shared > SHARED_BYTES[capability]:
+        raise OutOfResources(compiled.metadata.shared, SHARED_BYTES[capability], "shared memory")
     if columns > TENSOR_COLUMNS:
         raise OutOfResources(columns, TENSOR_COLUMNS, "tensor memory")
-    if not _WRITES.search(made.asm["amdgcn" if is_amd else "ptx"]):
+    if not _WRITES.search(compiled.asm["amdgcn" if is_amd else "ptx"]):
         raise ValueError(f"kernel must write to memory, got {kernel.__name__}, which does not")
-    return made
+    return compiled
 
 
 def build_launch(launch: Launch, *, capability: int | str = 90) -> CompiledKernel:
     """`build` of what a launch launched; of its numbers it knows the types alone."""
-    given = launch.arguments.items()
-    types = {name: type_of(value) for name, value in given if value is not None}
+    arguments = launch.arguments.items()
+    types = {name: type_of(value) for name, value in arguments if value is not None}
     constants = launch.arguments | launch.constants
     return build(launch.kernel, types, constants, capability=capability, options=launch.options)
 
@@ -184,14 +184,14 @@ def read(compiled: CompiledKernel) -> Compiled:
     if used is None:
         raise RuntimeError(f"ptxas must report registers, got {report[:300]!r}")
     spilled = re.search(r"(\d+) bytes spill stores", report)
-    found = [_opcode(statement) for statement in sass(compiled)[0]]
+    opcodes = [_opcode(statement) for statement in sass(compiled)[0]]
     return Compiled(
         registers=int(used.group(1)),
         spill_bytes=int(spilled.group(1)) if spilled else 0,
         shared_bytes=compiled.metadata.shared,
         serialised="serialized" in report,
-        instructions=Counter(name for name, *_ in found),
-        wide=Counter(name for name, *modifiers in found if "128" in modifiers),
+        instructions=Counter(name for name, *_ in opcodes),
+        wide=Counter(name for name, *modifiers in opcodes if "128" in modifiers),
     )
 
 
@@ -220,9 +220,9 @@ _REGISTERS = re.compile(r"Used (\d+) registers")
 def _kept(compiled: CompiledKernel, name: str, say: Callable[[], str]) -> str:
     """The text `name` beside a kernel in Triton's cache; if there is none, what `say` says."""
     cache = get_cache_manager(compiled.hash)
-    kept = cache.get_file(name)
-    if kept is not None:
-        return Path(kept).read_text()
+    path = cache.get_file(name)
+    if path is not None:
+        return Path(path).read_text()
     said = say()
     cache.put(said, name, binary=False)
     return said
@@ -272,7 +272,7 @@ def sass(built: CompiledKernel) -> tuple[list[str], list[range]]:
     branch back to it, as a range of instructions."""
     code: list[str] = []
     labels: dict[str, int] = {}
-    found = []
+    loops = []
     for line in disassemble(built).splitlines():
         if label := _LABEL.match(line):
             labels[label[1]] = len(code)
@@ -280,8 +280,8 @@ def sass(built: CompiledKernel) -> tuple[list[str], list[range]]:
             code.append(statement[1])
             back = _BRANCH.search(statement[1])
             if back and back[1] in labels:
-                found.append(range(labels[back[1]], len(code)))
-    return code, sorted(found, key=len)
+                loops.append(range(labels[back[1]], len(code)))
+    return code, sorted(loops, key=len)
 
 
 def _opcode(statement: str) -> list[str]:

@@ -38,12 +38,12 @@ def calls(head_dim: int) -> dict[tuple[str, str], Callable[[], object]]:
     whole = partial(Batch, x, x, x, ends, ends, 1024, 1024, ("gelu_tanh",), scale)
     blocks, listed = Blocks(x, x, x, ends, scale), (torch.zeros(16, 2).int(),)
     pages = SimpleNamespace(slots=torch.arange(960), max_seqlen=960, cu_seqlens=ends)
-    own, targets = x[:64], {"causal": "lower_right", "segments": torch.tensor([[64, 0]]).int()}
+    scored, targets = x[:64], {"causal": "lower_right", "segments": torch.tensor([[64, 0]]).int()}
 
     def candidates() -> None:
-        joined.join(x.new_zeros(15, 2, 64, 4, head_dim), pages, own, own, ends, 64)
+        joined.join(x.new_zeros(15, 2, 64, 4, head_dim), pages, scored, scored, ends, 64)
         v1_tiled.forward(whole(**targets))
-        diagonal.add_diagonal(own, own, own, own.float())
+        diagonal.add_diagonal(scored, scored, scored, scored.float())
 
     return {
         ("v1_tiled", "forward"): lambda: v1_tiled.forward(whole()),
@@ -72,14 +72,14 @@ def rows(
         for (product, direction), call in calls(head_dim).items():
             for target in targets:
                 for launch in launched(call, target):
-                    made = compile_check.build_launch(launch, capability=target)
-                    found = compile_check.read(made)
+                    compiled = compile_check.build_launch(launch, capability=target)
+                    resources = compile_check.read(compiled)
                     name = f"sm_{target}" if isinstance(target, int) else target
-                    place = product, direction, head_dim, name, launch.name
-                    yield dict(zip(KEY, place, strict=True)) | {
-                        "registers": found.registers,
-                        "spill_bytes": found.spill_bytes,
-                        "shared_bytes": found.shared_bytes,
+                    key = product, direction, head_dim, name, launch.name
+                    yield dict(zip(KEY, key, strict=True)) | {
+                        "registers": resources.registers,
+                        "spill_bytes": resources.spill_bytes,
+                        "shared_bytes": resources.shared_bytes,
                     }
 
 
@@ -90,5 +90,5 @@ def table(data_dir: str | Path = DATA_DIR) -> pd.DataFrame:
 
 def update(data_dir: str | Path = DATA_DIR) -> bool:
     """Compile all kernels and write the table; whether it changed."""
-    made = pd.DataFrame(rows()).to_csv(index=False, lineterminator="\n")
-    return manifest.rewrite(Path(data_dir) / NAME, made)
+    text = pd.DataFrame(rows()).to_csv(index=False, lineterminator="\n")
+    return manifest.rewrite(Path(data_dir) / NAME, text)

@@ -26,8 +26,8 @@ class Arguments:
 
     def arguments(self) -> dict[str, Any]:
         """Keyword arguments of the operator, but for what names an implementation."""
-        given = {name: getattr(self, name) for name in self.TENSORS}
-        return given | {name: getattr(self.workload, name) for name in self.OPTIONS}
+        tensors = {name: getattr(self, name) for name in self.TENSORS}
+        return tensors | {name: getattr(self.workload, name) for name in self.OPTIONS}
 
     def scale(self) -> float:
         """What multiplies Q K^T."""
@@ -61,8 +61,8 @@ class Inputs(Arguments):
         """What a rung takes."""
         name = self.workload.activation
         names = (name,) if isinstance(name, str) else tuple(name)
-        given = self.arguments() | {"activation": names, "scale": self.scale()}
-        return gdpa_batch.Batch(**given)
+        arguments = self.arguments() | {"activation": names, "scale": self.scale()}
+        return gdpa_batch.Batch(**arguments)
 
 
 @dataclass(frozen=True)

@@ -46,8 +46,8 @@ def digest(cubin: bytes) -> str:
     headers = [struct.unpack_from("<IIQQQQIIQQ", cubin, start + 64 * i) for i in range(count)]
     parts = []
     for name, kind, _, _, offset, size, _, info, _, _ in headers:
-        at = headers[names][4] + name
-        section = cubin[at : cubin.index(b"\0", at)].decode()
+        begin = headers[names][4] + name
+        section = cubin[begin : cubin.index(b"\0", begin)].decode()
         prefix = next((prefix for prefix in _SECTIONS if section.startswith(prefix)), None)
         if prefix is not None:
             bits = b"" if kind == _NO_BITS else cubin[offset : offset + size]
@@ -74,8 +74,8 @@ def _compiler(ptxas: str) -> str:
 
 def ptxas_version(path: str) -> str:
     """What a ptxas says of itself: "ptxas V13.0.88"."""
-    told = subprocess.run([path, "--version"], capture_output=True, text=True, check=True).stdout
-    return f"ptxas {re.search(r'V[0-9.]+', told)[0]}"
+    printed = subprocess.run([path, "--version"], capture_output=True, text=True, check=True).stdout
+    return f"ptxas {re.search(r'V[0-9.]+', printed)[0]}"
 
 
 def describe(launch: Launch) -> dict[str, Any]:
@@ -83,10 +83,10 @@ def describe(launch: Launch) -> dict[str, Any]:
 
     ValueError for a constant that is no plain value.
     """
-    given = launch.arguments | launch.constants | launch.options
-    compiled = launch.kernel.run(grid=launch.grid, warmup=True, **given)  # as it was launched
+    arguments = launch.arguments | launch.constants | launch.options
+    compiled = launch.kernel.run(grid=launch.grid, warmup=True, **arguments)  # as it was launched
     source, names = compiled.src, launch.kernel.arg_names
-    constants = {names[place]: value for (place,), value in source.constants.items()}
+    constants = {names[index]: value for (index,), value in source.constants.items()}
     for name, value in constants.items():
         if not isinstance(value, bool | int | float | str | tuple | NoneType):
             raise ValueError(f"{name} must be a plain value, got {value!r}")
@@ -97,7 +97,7 @@ def describe(launch: Launch) -> dict[str, Any]:
         "compiler": compiler(),
         "arch": compiled.metadata.target.arch,
         "signature": dict(source.signature),
-        "attributes": {names[place]: x for (place,), x in source.attrs.items() if x},
+        "attributes": {names[index]: x for (index,), x in source.attrs.items() if x},
         "constants": constants,
         "options": dict(launch.options),
     }
@@ -110,8 +110,8 @@ def places(module: str) -> tuple[str, ...]:
 
 
 def _imported(module: str) -> ModuleType:
-    found = next(filter(importlib.util.find_spec, places(module)), module)
-    return importlib.import_module(found)
+    name = next(filter(importlib.util.find_spec, places(module)), module)
+    return importlib.import_module(name)
 
 
 def compile_again(launch: Mapping[str, Any]) -> CompiledKernel:
@@ -130,11 +130,11 @@ def compile_again(launch: Mapping[str, Any]) -> CompiledKernel:
         kernel = getattr(_imported(module), name)
     except (ImportError, AttributeError) as error:
         raise LookupError(f"kernel must be of this package, got {launch['kernel']}") from error
-    place = {argument: (i,) for i, argument in enumerate(kernel.arg_names)}
+    positions = {argument: (i,) for i, argument in enumerate(kernel.arg_names)}
     signature = {
         argument: kind
         for argument, kind in launch["signature"].items()
-        if kind != "constexpr" or argument in place
+        if kind != "constexpr" or argument in positions
     }
     defaults = {
         name: parameter.default
@@ -150,12 +150,12 @@ def compile_again(launch: Mapping[str, Any]) -> CompiledKernel:
     signature |= dict.fromkeys(ones, "i32")  # a constant where Triton specializes
     signature = {argument: signature[argument] for argument in kernel.arg_names}
     values = {
-        place[key]: tuple(value) if isinstance(value, list) else value
+        positions[key]: tuple(value) if isinstance(value, list) else value
         for key, value in constants.items()
-        if key in place.keys() - ones
+        if key in positions.keys() - ones
     }
     attributes = {
-        place[key]: value for key, value in launch["attributes"].items() if key not in plain
+        positions[key]: value for key, value in launch["attributes"].items() if key not in plain
     }
     source = triton.compiler.ASTSource(kernel, signature, values, attributes)
     target = GPUTarget("cuda", launch["arch"], 32)
@@ -183,11 +183,11 @@ def _prepared(question: Mapping[str, Any]) -> tuple[Callable[[], Any], list[Comp
     pretend(question["arch"])
     operator, impl = question["operator"], question["impl"]
     module = _imported(f"gdpa_kernels.{operator}.{impl}")
-    listed, saving, found = question["scope"] == "schedule", False, []
+    listed, saving, compiled = question["scope"] == "schedule", False, []
 
     def launch(kernel: Any, grid: tuple[int, ...], device: object, *args: object, **more: object):
         if bool(_LISTS.search(kernel.__name__)) is listed and not saving:
-            found.append(kernel.run(*args, grid=grid, warmup=True, **more))
+            compiled.append(kernel.run(*args, grid=grid, warmup=True, **more))
 
     for name, loaded in list(sys.modules.items()):
         if name.startswith("gdpa_kernels"):
@@ -200,7 +200,7 @@ def _prepared(question: Mapping[str, Any]) -> tuple[Callable[[], Any], list[Comp
         v = values["v"] if values["rotate_v"] else None
         transposed = question["direction"] == "backward"
         turn = functools.partial(module.rotary, values["q"], values["k"], v, values["rotary"])
-        return functools.partial(turn, transposed=transposed), found
+        return functools.partial(turn, transposed=transposed), compiled
     run = getattr(module, question["direction"])
     names = inspect.signature(run).parameters
     if "batch" in names:
@@ -208,19 +208,19 @@ def _prepared(question: Mapping[str, Any]) -> tuple[Callable[[], Any], list[Comp
         values = {"batch": batch(**_known(batch, values))}
     elif "activation" in names and "tuple" not in str(names["activation"].annotation):
         values["activation"] = ",".join(values["activation"])
-    given = _known(run, values)
+    arguments = _known(run, values)
     if "config" in names:
-        own = getattr(module, f"{question['direction'].capitalize()}Config", None)
-        given["config"] = _config(own or module.Config, question["config"])
-        if own is None:
-            values = values | {"config": given["config"]}  # of forward too
+        config_type = getattr(module, f"{question['direction'].capitalize()}Config", None)
+        arguments["config"] = _config(config_type or module.Config, question["config"])
+        if config_type is None:
+            values = values | {"config": arguments["config"]}  # of forward too
     if question["direction"] == "backward":
         if "saved" in names:
             saving = True
-            given["saved"] = module.forward(**_known(module.forward, values))[1]
+            arguments["saved"] = module.forward(**_known(module.forward, values))[1]
             saving = False
-        given[next(iter(names))] = grad_out
-    return functools.partial(run, **given), found
+        arguments[next(iter(names))] = grad_out
+    return functools.partial(run, **arguments), compiled
 
 
 def _arguments(workload: Mapping[str, Any], device: str) -> tuple[dict[str, Any], torch.Tensor]:
@@ -280,9 +280,9 @@ def _operations(call: Callable[[], Any]) -> list[str]:
         names: list[str] = []
 
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            made = function(*args, **(kwargs or {}))
-            self.names.append(f"{function} {getattr(made, 'shape', '')}")
-            return made
+            result = function(*args, **(kwargs or {}))
+            self.names.append(f"{function} {getattr(result, 'shape', '')}")
+            return result
 
     with Seen() as seen:
         call()
@@ -295,9 +295,9 @@ def answer(question: Mapping[str, Any]) -> str:
         if "launches" in question:
             parts = [digest(compile_again(each).asm["cubin"]) for each in question["launches"]]
         else:
-            call, made = _prepared(question)
+            call, compiled = _prepared(question)
             call()  # the first one asks PyTorch for what is kept from then on, too
-            parts = [digest(each.asm["cubin"]) for each in made] or _operations(call)
+            parts = [digest(each.asm["cubin"]) for each in compiled] or _operations(call)
     except Exception as error:
         while error.__cause__ is not None:
             error = error.__cause__
@@ -305,9 +305,9 @@ def answer(question: Mapping[str, Any]) -> str:
     return combined(parts)
 
 
-def is_code(found: str | None) -> bool:
+def is_code(text: str | None) -> bool:
     """Whether an answer is a hash, and not a reason."""
-    return found is not None and re.fullmatch("[0-9a-f]{16}", found) is not None
+    return text is not None and re.fullmatch("[0-9a-f]{16}", text) is not None
 
 
 def combined(codes: Sequence[str]) -> str:

@@ -37,7 +37,7 @@ class Attempt(NamedTuple):
     """What came of an implementation: ready to be timed, with its error and its `run_once` peak, or
     a failure."""
 
-    made: Candidate | None = None
+    candidate: Candidate | None = None
     error: record.Error | None = None
     peak: int = 0
     failure: str | None = None
@@ -71,10 +71,10 @@ def run_once(ready: Candidate) -> tuple[torch.Tensor | tuple[torch.Tensor, ...],
     del result, poison
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
+    allocated = torch.cuda.memory_allocated()
     result = ready.call()
     torch.cuda.synchronize()
-    return result, torch.cuda.max_memory_allocated() - before
+    return result, torch.cuda.max_memory_allocated() - allocated
 
 
 def attempt(
@@ -85,18 +85,18 @@ def attempt(
     """Make, run and check an entry."""
     impl, variant, options = parts(entry)
     try:
-        made = operator.candidate(impl, variant, **options)
+        ready = operator.candidate(impl, variant, **options)
         stage("run")
-        result, peak = run_once(made)
+        result, peak = run_once(ready)
         stage("check")
-        comparisons = operator.check(made.math, made.checked(tensors(result)))
+        comparisons = operator.check(ready.math, ready.checked(tensors(result)))
     except Exception as error:
         return Attempt(failure=reason(error))
-    found = error_of(comparisons)
-    if found.passed:
-        return Attempt(made, found, peak)
+    worst = error_of(comparisons)
+    if worst.passed:
+        return Attempt(ready, worst, peak)
     failed = "; ".join(str(c) for c in comparisons if not c.passed)
-    return Attempt(error=found, failure=f"check failed: {failed}")
+    return Attempt(error=worst, failure=f"check failed: {failed}")
 
 
 def tensors(result: torch.Tensor | tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
@@ -105,13 +105,13 @@ def tensors(result: torch.Tensor | tuple[torch.Tensor, ...]) -> tuple[torch.Tens
 
 
 def failed_rows(
-    workload: Workload, direction: str, scopes: Scopes, entry: Entry, found: Attempt
+    workload: Workload, direction: str, scopes: Scopes, entry: Entry, tried: Attempt
 ) -> list[record.Row]:
     """The rows of an entry that cannot be timed."""
     impl, variant, _ = parts(entry)
     kind = operators.math(workload.operator, impl)
     common = {"impl": impl, "variant": variant, "math": kind}
-    common |= {"error": found.error, "failure": found.failure}
+    common |= {"error": tried.error, "failure": tried.failure}
     there = [scope for scope in ON_DEVICE if asks(scopes, scope, impl)] or ["kernel"]
     return [record.Row.of(workload, direction, scope=scope, **common) for scope in there]
 
@@ -125,8 +125,8 @@ def error_of(comparisons: Sequence[testing.Comparison]) -> record.Error:
 
     worst = max(comparisons, key=share)
     elements, passed = sum(c.elements for c in comparisons), all(c.passed for c in comparisons)
-    found = record.Error.judge(worst.max_abs, worst.max_abs_budget, elements=elements)
-    return replace(found, passed=passed, pytorch=worst.pytorch, rounding=worst.rounding)
+    judged = record.Error.judge(worst.max_abs, worst.max_abs_budget, elements=elements)
+    return replace(judged, passed=passed, pytorch=worst.pytorch, rounding=worst.rounding)
 
 
 def measure(
@@ -159,43 +159,44 @@ def measure(
     ready: list[tuple[Candidate, record.Error, int]] = []
     rows: list[record.Row] = []
     for entry in impls:
-        found = attempt(entry, operator, stage)
-        if found.failure is None:
-            ready.append((found.made, found.error, found.peak))
+        tried = attempt(entry, operator, stage)
+        if tried.failure is None:
+            ready.append((tried.candidate, tried.error, tried.peak))
         else:
-            rows += failed_rows(workload, direction, scopes, entry, found)
-            log(f"  {' '.join(filter(None, parts(entry)[:2]))}: {found.failure}")
+            rows += failed_rows(workload, direction, scopes, entry, tried)
+            log(f"  {' '.join(filter(None, parts(entry)[:2]))}: {tried.failure}")
         free()
     operator = operators.of(inputs, direction)  # without what it remembered to check
     free()
     for scope in scopes:
-        asked = [found for found in ready if asks(scopes, scope, found[0].impl)]
-        calls = list(_calls(scope, operator, [made for made, _, _ in asked]))
+        asked = [each for each in ready if asks(scopes, scope, each[0].impl)]
+        calls = list(_calls(scope, operator, [one for one, _, _ in asked]))
         functions = {f"{asked[i][0].impl} {variant}": call for i, variant, call in calls}
         stage("time")
         samples = sampled(scope, functions, device, protocol, seconds)
         for i, variant, call in calls:
-            made, error, peak = asked[i]
-            times, more = samples[f"{made.impl} {variant}"]
-            what = {"error": error, "peak_bytes": peak, "config": dict(made.config)} | more
+            candidate, error, peak = asked[i]
+            times, more = samples[f"{candidate.impl} {variant}"]
+            what = {"error": error, "peak_bytes": peak, "config": dict(candidate.config)} | more
             if scope == "schedule":
                 what = {"failure": what["failure"]} if "failure" in what else {}
             elif scope == "host":
                 what["peak_bytes"] = None
-            elif variant == STEP and variant != made.variant:
+            elif variant == STEP and variant != candidate.variant:
                 what["peak_bytes"] = None
                 what["config"]["forward"] = operator.forward_of_step()
             if times:
                 what["launches"] = launched(call, device)
-            what |= {"impl": made.impl, "variant": variant, "scope": scope, "math": made.math}
+            what |= {"variant": variant, "scope": scope}
+            what |= {"impl": candidate.impl, "math": candidate.math}
             rows.append(record.Row.of(workload, direction, samples_us=times, **what))
             if scope in ON_DEVICE and times:
                 median = sorted(times)[len(times) // 2]
                 rate = workload.flops(direction) / median / 1e6
                 speed = workload.bytes(direction) / median / 1e3
                 log(
-                    f"  {made.impl} {made.variant}: {scope} {median:.0f} us, {rate:.0f} TFLOP/s, "
-                    f"{speed:.0f} GB/s"
+                    f"  {candidate.impl} {candidate.variant}: {scope} {median:.0f} us, "
+                    f"{rate:.0f} TFLOP/s, {speed:.0f} GB/s"
                 )
     return rows
 
@@ -235,16 +236,16 @@ def _calls(
     """
     if scope not in SCOPES:
         raise ValueError(f"scopes must be among {SCOPES}, got {scope!r}")
-    for i, made in enumerate(ready):
+    for i, candidate in enumerate(ready):
         if scope in ON_DEVICE:
-            yield i, made.variant, made.call
-        elif made.variant:
+            yield i, candidate.variant, candidate.call
+        elif candidate.variant:
             continue
         elif scope in ("op", "host"):
-            for variant, call in operator.ops(made.impl).items():
+            for variant, call in operator.ops(candidate.impl).items():
                 yield i, variant, call
         else:
-            call = operator.schedule(made.impl)
+            call = operator.schedule(candidate.impl)
             if call is not None:
                 yield i, "", call
 
@@ -267,18 +268,18 @@ def sampled(
     sound, waiting = dict(functions), {}
     while True:
         try:
-            found = waiting | sampler(sound, device, protocol)
-            return {name: _samples(scope, samples) for name, samples in found.items()}
+            taken = waiting | sampler(sound, device, protocol)
+            return {name: _samples(scope, samples) for name, samples in taken.items()}
         except timing.WaitsForDevice as error:
             waiting[error.name] = error
             del sound[error.name]
 
 
-def _samples(scope: str, found: Any) -> tuple[Sequence[float], dict[str, object]]:
+def _samples(scope: str, taken: Any) -> tuple[Sequence[float], dict[str, object]]:
     """Samples among what the timer of `scope` found, and what else their row holds."""
-    if isinstance(found, Exception):
-        return [], {"failure": reason(found)}
-    return (found[0], {"load": found[1]}) if scope == "sustained" else (found, {})
+    if isinstance(taken, Exception):
+        return [], {"failure": reason(taken)}
+    return (taken[0], {"load": taken[1]}) if scope == "sustained" else (taken, {})
 
 
 def free() -> None:

@@ -99,9 +99,11 @@ class _Checked:
                 baseline = self._compute(kind, inputs.q.dtype, part)
                 pairs = zip(baseline, expected, strict=True)
                 known.append([testing.allowed_errors(tensor, right) for tensor, right in pairs])
-            own = zip(results, places, expected, strict=True)
-            found = [testing.error_of(result[place], right)[None] for result, place, right in own]
-            parts.append([*map(torch.cat, zip(found, known[number], strict=True))])
+            triples = zip(results, places, expected, strict=True)
+            result_errors = [
+                testing.error_of(result[rows], right)[None] for result, rows, right in triples
+            ]
+            parts.append([*map(torch.cat, zip(result_errors, known[number], strict=True))])
         return [
             testing.comparison(name, result.numel(), torch.stack(errors))
             for name, result, errors in zip(names, results, zip(*parts, strict=True), strict=True)
@@ -135,15 +137,17 @@ class _Checked:
         """The inputs of the sequences with these rows and keys; `ends` are their offsets."""
         inputs = self._inputs
         parts = {"q": rows, "k": keys, "v": keys, "grad_out": rows}
-        found: dict[str, object] = {name: getattr(inputs, name)[at] for name, at in parts.items()}
+        tensors: dict[str, object] = {
+            name: getattr(inputs, name)[part] for name, part in parts.items()
+        }
         for name, first in (("cu_seqlens", rows), ("cu_seqlens_q", rows), ("cu_seqlens_k", keys)):
             if getattr(inputs, name, None) is not None:
-                found[name] = getattr(inputs, name)[ends] - first.start
+                tensors[name] = getattr(inputs, name)[ends] - first.start
         if inputs.workload.shared_q:
-            del found["q"]
+            del tensors["q"]
         if inputs.workload.rotary:
-            found["rotary"] = tuple(turn[rows] for turn in inputs.rotary)
-        return replace(inputs, **found)
+            tensors["rotary"] = tuple(turn[rows] for turn in inputs.rotary)
+        return replace(inputs, **tensors)
 
     def _compute(
         self, kind: str, dtype: torch.dtype, part: Inputs | BlockInputs
@@ -155,8 +159,8 @@ class _Checked:
             tensors["rotary"] = tuple(turn.to(dtype) for turn in part.rotary)
         batch = replace(batch, **tensors)
         if self._direction == "forward":
-            found = self.reference.forward_in_dtype(batch)
-            return (found,) if isinstance(found, torch.Tensor) else found[:1]
+            result = self.reference.forward_in_dtype(batch)
+            return (result,) if isinstance(result, torch.Tensor) else result[:1]
         return self.reference.backward_in_dtype(part.grad_out.to(dtype), batch)
 
     @classmethod
@@ -205,13 +209,13 @@ def _prepared(
 ) -> tuple[ModuleType, dict[str, object]]:
     """The module of a rung, or the option `module` in its place, and its other options; config and
     schedule are made here, outside what is timed."""
-    found = dict(options)
-    module = found.pop("module", None) or rung.module()
-    if found.get("config") is None and rung.takes(direction, "config"):
-        found["config"] = rung.config(batch, direction, module)
-    if found.get("schedule") is None and rung.takes(direction, "schedule"):
-        found["schedule"] = rung.schedule(batch, found["config"], module)
-    return module, found
+    arguments = dict(options)
+    module = arguments.pop("module", None) or rung.module()
+    if arguments.get("config") is None and rung.takes(direction, "config"):
+        arguments["config"] = rung.config(batch, direction, module)
+    if arguments.get("schedule") is None and rung.takes(direction, "schedule"):
+        arguments["schedule"] = rung.schedule(batch, arguments["config"], module)
+    return module, arguments
 
 
 class Gdpa(_Checked):
@@ -235,10 +239,10 @@ class Gdpa(_Checked):
 
     def ops(self, impl: str) -> dict[str, Call]:
         """Of a backward rung also `STEP`."""
-        found = super().ops(impl)
-        if found and self._direction == "backward":
-            found[STEP] = self.step(impl).call
-        return found
+        calls = super().ops(impl)
+        if calls and self._direction == "backward":
+            calls[STEP] = self.step(impl).call
+        return calls
 
     def step(self, impl: str) -> Candidate:
         """A step of training, forward and backward: of a backward rung, behind the fastest

@@ -30,12 +30,12 @@ def as_on(target: GPUTarget) -> Iterator[None]:
     this one."""
     from triton.runtime import driver
 
-    before = driver._active
+    previous = driver._active
     driver.set_active(SimpleNamespace(get_current_target=lambda: target))
     try:
         yield
     finally:
-        driver._active = before
+        driver._active = previous
 
 
 def cudnn_attention(

@@ -48,12 +48,12 @@ Proven = set[tuple[str, str, str]]
 def proven(data_dir: str | Path, capability: str | None) -> Proven:
     """(operator, direction, impl) of the correct rows in the records of GPUs with a compute
     capability, "10.0". A refused record proves nothing."""
-    found: Proven = set()
+    verified: Proven = set()
     for run in record.survey(data_dir)[0]:
         machine = system.named(run.system, data_dir)
         if machine.compute_capability == capability:
-            found |= _right(run.rows)
-    return found
+            verified |= _right(run.rows)
+    return verified
 
 
 def _right(rows: Iterable[record.Row]) -> Proven:
@@ -110,9 +110,9 @@ class Probe:
     ) -> dict[int, list[record.Row]]:
         """Rows of the unproven entries of `impls`, by their places, measured in child processes;
         see `measure.measure`."""
-        child, found = None, {}
+        child, measured = None, {}
         how |= {"device": self._device, "direction": direction, "scopes": scopes}
-        for place, entry in enumerate(impls):
+        for index, entry in enumerate(impls):
             impl, variant, options = measure.parts(entry)
             if not is_unproven(impl, workload.operator, direction, self._device, self._known):
                 continue
@@ -135,11 +135,11 @@ class Probe:
                 self._log(f"  {impl}: {rows}")
                 attempt = measure.Attempt(failure=rows)
                 rows = measure.failed_rows(workload, direction, scopes, entry, attempt)
-            found[place] = rows
+            measured[index] = rows
             self._learnt |= _right(rows)
         if child is not None:
             child.end()
-        return found
+        return measured
 
     def problem(self, impls: Iterable[str], operator: str, direction: str) -> str | None:
         """Why one of `impls` must not be launched in this process, or None: the device cannot run
@@ -221,10 +221,10 @@ def _serve(
     while True:
         entry, launches = connection.recv()
         try:
-            found = in_child(entry, workload, launches=launches, **how, **tell)
+            answer = in_child(entry, workload, launches=launches, **how, **tell)
         except Exception as error:
-            found = measure.reason(error)
-        connection.send(("found", found))
+            answer = measure.reason(error)
+        connection.send(("found", answer))
         measure.free()
 
 
@@ -257,25 +257,25 @@ def launch_often(
     impl, variant, options = measure.parts(entry)
     stage("inputs")
     operator = operators.of(make_inputs(jagged(workload), device=device), direction)
-    made = operator.candidate(impl, variant, **options)
+    ready = operator.candidate(impl, variant, **options)
     stage("run")
-    first = measure.tensors(made.call())
+    first = measure.tensors(ready.call())
     stage("check")
-    checks = operator.check(made.math, first)
+    checks = operator.check(ready.math, first)
     wrong = [str(check) for check in checks if not check.passed]
     if wrong:
         raise ValueError(f"launch 1 of {launches:,} on a jagged batch: {'; '.join(wrong)}")
     stage("launches")
     for begin in range(1, launches, IN_A_ROW):
         count = min(IN_A_ROW, launches - begin)
-        results = [measure.tensors(made.call()) for _ in range(count)]
+        results = [measure.tensors(ready.call()) for _ in range(count)]
         apart = [
             (one.float() - right.float()).abs().max()
             for result in results
             for one, right in zip(result, first, strict=True)
         ]
-        for place, most in enumerate(torch.stack(apart).tolist()):
-            number, check = begin + 1 + place // len(first), checks[place % len(first)]
+        for index, most in enumerate(torch.stack(apart).tolist()):
+            number, check = begin + 1 + index // len(first), checks[index % len(first)]
             budget = 2 * check.max_abs_budget
             if not most <= budget:
                 where = f"launch {number:,} of {launches:,} on a jagged batch: {check.name}"

@@ -54,14 +54,14 @@ class Package:
 
     def source(self, operator: str, impl: str) -> str | None:
         """The SHA-256 of the file of a rung, wherever it was; None if there was none."""
-        found = re.compile(rf"gdpa_kernels/{operator}/(kernels/|ladder/)?{impl}\.py")
-        names = sorted(filter(found.fullmatch, self.sources))
+        pattern = re.compile(rf"gdpa_kernels/{operator}/(kernels/|ladder/)?{impl}\.py")
+        names = sorted(filter(pattern.fullmatch, self.sources))
         return self.sources[names[0]] if names else None
 
     def ran(self, names: Iterable[str], root: Path) -> bool:
         """Whether the code that ran as these files is that of the files in `root` now."""
-        kept, now = (self.sources, source_hash) if self.code is None else (self.code, code_hash)
-        return all(kept.get(name) == now(root / name) for name in names)
+        recorded, now = (self.sources, source_hash) if self.code is None else (self.code, code_hash)
+        return all(recorded.get(name) == now(root / name) for name in names)
 
     def differs(self, root: str | Path = ROOT) -> bool | None:
         """Whether the files that ran are not those of `commit` in the git history of `root`; None
@@ -164,7 +164,7 @@ def _rebuilt(kind: type, values: Mapping[str, Any], launches: Sequence[Any] = ()
     for name in parts.keys() & values.keys():
         values[name] = values[name] and parts[name](**values[name])
     if values.get("launches") is not None:
-        values["launches"] = tuple(launches[place] for place in values["launches"])
+        values["launches"] = tuple(launches[index] for index in values["launches"])
     return kind(**values)
 
 
@@ -261,17 +261,17 @@ def _code_hash(text: str) -> str:
             continue
         if ast.get_docstring(node, clean=False) is not None:
             doc = node.body[0]
-            before = lines[doc.lineno - 1].encode()[: doc.col_offset].decode()
-            after = lines[doc.end_lineno - 1].encode()[doc.end_col_offset :].decode()
+            prefix = lines[doc.lineno - 1].encode()[: doc.col_offset].decode()
+            suffix = lines[doc.end_lineno - 1].encode()[doc.end_col_offset :].decode()
             lines[doc.lineno - 1 : doc.end_lineno] = [""] * (doc.end_lineno - doc.lineno + 1)
-            lines[doc.lineno - 1] = f'{before}""{after}'
+            lines[doc.lineno - 1] = f'{prefix}""{suffix}'
     lines.append("")
     for token in tokenize.generate_tokens(iter([f"{line}\n" for line in lines]).__next__):
         if token.type == tokenize.COMMENT:
             row, column = token.start
             lines[row - 1] = lines[row - 1][:column]
-    kept = [line.rstrip() for line in lines if line.strip()]
-    return hashlib.sha256("\n".join(kept).encode()).hexdigest()
+    code_lines = [line.rstrip() for line in lines if line.strip()]
+    return hashlib.sha256("\n".join(code_lines).encode()).hexdigest()
 
 
 def write(record: Record, data_dir: str | Path = DATA_DIR) -> Path:
@@ -309,10 +309,10 @@ def keep(partial: str | Path) -> Path:
     RecordError if it is refused, then it stays."""
     partial = Path(partial).absolute()
     try:
-        made = Record.from_dict(refusals.parse(manifest.contents(partial, None)))
+        record = Record.from_dict(refusals.parse(manifest.contents(partial, None)))
     except ValueError as error:
         raise RecordError(partial, str(error)) from error
-    path = write(made, partial.parent.parent)
+    path = write(record, partial.parent.parent)
     partial.unlink()
     return path
 

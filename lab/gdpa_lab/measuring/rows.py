@@ -88,9 +88,9 @@ class Error:
     @staticmethod
     def judge(max_abs: float, budget: float, *, elements: int) -> Error:
         """The error of a measured `max_abs`, which passes if it is finite and within `budget`."""
-        found = float(max_abs) if math.isfinite(max_abs) else None
-        passed = found is not None and found <= budget
-        return Error(found, float(budget), passed, elements)
+        largest = float(max_abs) if math.isfinite(max_abs) else None
+        passed = largest is not None and largest <= budget
+        return Error(largest, float(budget), passed, elements)
 
 
 LEFT_OUT = "not measured: "

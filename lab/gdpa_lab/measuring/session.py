@@ -96,7 +96,7 @@ class Session:
         tried = self._probe.measure(workload, impls, direction, **how)
         for rows in tried.values():
             self.rows += rows
-        here = [entry for place, entry in enumerate(impls) if place not in tried]
+        here = [entry for index, entry in enumerate(impls) if index not in tried]
         if here:
             self.rows += measuring.measure(
                 workload, here, device=self.device, direction=direction, log=self.log, **how
@@ -210,7 +210,7 @@ class Session:
     def begin(self, data_dir: str | Path) -> None:
         """Keep what is measured in data_dir/partial/ until `write`; `record.keep` turns what an
         interrupted run leaves there into a record."""
-        self._partial = self._place(data_dir) / manifest.PARTIAL / f"{self._made().id}.json"
+        self._partial = self._folder(data_dir) / manifest.PARTIAL / f"{self._made().id}.json"
 
     def write(self, data_dir: str | Path) -> Path:
         """Write the record, and the system's file if it is new; the record's path.
@@ -219,31 +219,31 @@ class Session:
         community/<handle>/, where <handle> is the environment variable GDPA_KERNELS_HANDLE, or
         "local". RecordError if the record is refused; what `begin` kept stays then.
         """
-        place = self._place(data_dir)
-        system.save(self.system, place)
-        path = record.write(self._made(), place)
+        folder = self._folder(data_dir)
+        system.save(self.system, folder)
+        path = record.write(self._made(), folder)
         if self._partial is not None:
             self._partial.unlink(missing_ok=True)
         return path
 
-    def _place(self, data_dir: str | Path) -> Path:
+    def _folder(self, data_dir: str | Path) -> Path:
         if system.is_promoted(self.system, data_dir):
             return Path(data_dir)
         handle = os.environ.get(HANDLE_VARIABLE) or "local"
         ok = re.fullmatch("[A-Za-z0-9][A-Za-z0-9-]*", handle) is not None
         require(ok, HANDLE_VARIABLE, "letters, digits and hyphens", handle)
-        place = Path(data_dir) / manifest.COMMUNITY / handle
-        place.mkdir(parents=True, exist_ok=True)
-        (place / manifest.NAME).touch()
-        return place
+        folder = Path(data_dir) / manifest.COMMUNITY / handle
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / manifest.NAME).touch()
+        return folder
 
     def _made(self) -> record.Record:
         """The record of what was measured so far."""
         slug = self.notebook.removeprefix("notebooks/").removesuffix(".py")
         only = os.environ.get(ONLY_VARIABLE)
-        before = f"{ONLY_VARIABLE}={shlex.quote(only)} " if only else ""
+        variables = f"{ONLY_VARIABLE}={shlex.quote(only)} " if only else ""
         return record.new_record(
-            command=f'{before}make measure NOTEBOOKS="{slug}"',
+            command=f'{variables}make measure NOTEBOOKS="{slug}"',
             notebook=self.notebook,
             system=self.system,
             state_before=self.before,

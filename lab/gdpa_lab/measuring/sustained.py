@@ -40,8 +40,8 @@ class Meter:
 
     def energy_j(self) -> float | None:
         """Since the driver was loaded."""
-        found = self._ask(pynvml.nvmlDeviceGetTotalEnergyConsumption)
-        return None if found is None else found / 1e3
+        millijoules = self._ask(pynvml.nvmlDeviceGetTotalEnergyConsumption)
+        return None if millijoules is None else millijoules / 1e3
 
     def clock_mhz(self) -> float | None:
         """Of the SMs, now."""
@@ -83,13 +83,13 @@ def sample(
         calls = max(1, round(CHUNK_US / once_us))
         chunk_s = calls * once_us / 1e6
         _chunks(function, unwaiting, calls, math.ceil(warm_s / chunk_s))
-        before = meter.energy_j()
+        start_j = meter.energy_j()
         count = math.ceil(seconds / chunk_s)
         times, clocks, reasons = _chunks(function, unwaiting, calls, count, meter)
-        after = meter.energy_j()
+        end_j = meter.energy_j()
     joules = power = None
-    if None not in (before, after):
-        joules = (after - before) / (len(times) * calls)
+    if None not in (start_j, end_j):
+        joules = (end_j - start_j) / (len(times) * calls)
         power = joules / statistics.fmean(times) * 1e6
     clock = None if None in clocks else statistics.median(clocks)
     throttled = None if None in reasons else tuple(sorted(set().union(*reasons)))
@@ -138,13 +138,13 @@ def sample_each(
 ) -> dict[str, tuple[list[float], Load] | HostTooSlow | timing.WaitsForDevice]:
     """`sample` of one function after another; the error in place of its result. `protocol` is that
     of bursts, and says nothing here."""
-    meter, found = Meter(device), {}
+    meter, samples = Meter(device), {}
     for name, function in functions.items():
         try:
-            found[name] = sample(function, device, meter, seconds=seconds, name=name)
+            samples[name] = sample(function, device, meter, seconds=seconds, name=name)
         except (HostTooSlow, timing.WaitsForDevice) as error:
-            found[name] = error
-    return found
+            samples[name] = error
+    return samples
 
 
 def measure_ceilings(
@@ -155,9 +155,9 @@ def measure_ceilings(
     fastest = {}
     for burst in sorted(bursts, key=lambda c: statistics.median(c.samples_us), reverse=True):
         fastest[burst.flops, burst.bytes_read, burst.bytes_written] = burst.shape
-    meter, found = Meter(device), []
+    meter, measured = Meter(device), []
     for ceiling, call in limits:
         if ceiling.shape in fastest.values():
             times, load = sample(call, device, meter)
-            found.append(replace(ceiling, samples_us=tuple(times), scope="sustained", load=load))
-    return found
+            measured.append(replace(ceiling, samples_us=tuple(times), scope="sustained", load=load))
+    return measured

@@ -90,9 +90,9 @@ class System:
         if not isinstance(data, Mapping):
             raise ValueError(f"system must be a JSON object, got {type(data).__name__}")
         values = {**dict.fromkeys(_LATER), **data}
-        known, given = {"id", *(f.name for f in fields(System))}, {*values}
-        if known != given:
-            missing, unknown = sorted(known - given), sorted(given - known)
+        known, received = {"id", *(f.name for f in fields(System))}, {*values}
+        if known != received:
+            missing, unknown = sorted(known - received), sorted(received - known)
             expected = f"system must have the keys {sorted(known)}"
             raise ValueError(f"{expected}, got {missing} missing and {unknown} unknown")
         name = values.pop("id")
@@ -219,19 +219,19 @@ def promoted(data_dir: str | Path) -> dict[str, list[str]] | None:
     if not path.exists() and path.parent.resolve() != manifest.DATA_DIR:
         return None
     try:
-        found = json.loads(manifest.contents(path, None))
+        listed = json.loads(manifest.contents(path, None))
     except ValueError as error:
         raise manifest.RecordError(path, f"must be JSON, got {error}") from error
-    lists = found.values() if isinstance(found, dict) else [None]
+    lists = listed.values() if isinstance(listed, dict) else [None]
     if not all(isinstance(ids, list) and all(isinstance(x, str) for x in ids) for ids in lists):
-        raise manifest.RecordError(path, f"must be lists of systems by GPU, got {found!r:.120}")
-    return found
+        raise manifest.RecordError(path, f"must be lists of systems by GPU, got {listed!r:.120}")
+    return listed
 
 
 def is_promoted(system: System, data_dir: str | Path) -> bool:
     """Whether a folder may hold records of a system: by its exact id, under its GPU's name."""
-    found = promoted(data_dir)
-    return found is None or system.id in found.get(system.gpu or "", ())
+    listed = promoted(data_dir)
+    return listed is None or system.id in listed.get(system.gpu or "", ())
 
 
 def triton_versions() -> tuple[str | None, str | None]:
@@ -322,5 +322,5 @@ def _cpu() -> str | None:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
         return platform.processor() or None
-    found = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
-    return found.group(1).strip() if found else platform.processor() or None
+    match = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    return match.group(1).strip() if match else platform.processor() or None

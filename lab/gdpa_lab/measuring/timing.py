@@ -206,11 +206,11 @@ def limits(device: torch.device) -> list[Limit]:
         "addcmul": lambda: torch.addcmul(x, y, z, out=out),
     }
     matmul = Ceiling("matmul", "bf16 8192 x 8192 x 8192", flops=2 * size**3)
-    found: list[Limit] = [(matmul, lambda: torch.mm(a, b, out=product))]
+    pairs: list[Limit] = [(matmul, lambda: torch.mm(a, b, out=product))]
     for reads, (name, call) in enumerate(copies.items(), start=1):
         sizes = {"bytes_read": reads * out.nbytes, "bytes_written": out.nbytes}
-        found.append((Ceiling("copy", f"{name} of 1 GiB bf16", **sizes), call))
-    return found
+        pairs.append((Ceiling("copy", f"{name} of 1 GiB bf16", **sizes), call))
+    return pairs
 
 
 def attention_copies(device: torch.device, *, length: int = 2**29) -> list[Limit]:
@@ -220,15 +220,15 @@ def attention_copies(device: torch.device, *, length: int = 2**29) -> list[Limit
 
     x, y, z, w = (torch.randn(length, dtype=torch.bfloat16, device=device) for _ in range(4))
     outs = tuple(torch.empty_like(x) for _ in range(3))
-    found: list[Limit] = []
+    pairs: list[Limit] = []
     for reads, writes in (((x, y, z), outs[:1]), ((x, y, z, w), outs)):
         for block, warps in COPY_BLOCKS:
             mix = f"{len(reads)} : {len(writes)}"
             shape = f"{mix}, programs of {block}, {x.nbytes / 2**30:g} GiB bf16"
             size = {"bytes_read": len(reads) * x.nbytes, "bytes_written": len(writes) * x.nbytes}
             call = functools.partial(copy, reads, writes, block=block, num_warps=warps)
-            found.append((Ceiling("copy", shape, **size), call))
-    return found
+            pairs.append((Ceiling("copy", shape, **size), call))
+    return pairs
 
 
 def measure_ceilings(

@@ -133,20 +133,20 @@ class Chapter:
     def recorded(self, table: str, of: str | None = None) -> pd.DataFrame:
         """A table of that run. LookupError naming those there are."""
         run = self._run(of)
-        found = [made.tables[table] for made in run.records if table in made.tables]
-        if not found:
+        tables = [each.tables[table] for each in run.records if table in each.tables]
+        if not tables:
             known = sorted(run.whole.tables)
             raise LookupError(f"table must be one of {run.whole.id} ({known}), got {table!r}")
-        made = pd.DataFrame(list(found[0].rows), columns=list(found[0].columns))
-        for piece in found[1:]:
+        frame = pd.DataFrame(list(tables[0].rows), columns=list(tables[0].columns))
+        for piece in tables[1:]:
             newer = pd.DataFrame(list(piece.rows), columns=list(piece.columns))
             if "workload" in newer:
-                made = pd.concat([made[~made["workload"].isin(newer["workload"])], newer])
-        return made.reset_index(drop=True)
+                frame = pd.concat([frame[~frame["workload"].isin(newer["workload"])], newer])
+        return frame.reset_index(drop=True)
 
     def holders(self, table: str, of: str | None = None) -> list[str]:
         """Ids of the records that `recorded` takes a table from."""
-        return [made.id for made in self._run(of).records if table in made.tables]
+        return [each.id for each in self._run(of).records if table in each.tables]
 
     def lacks(self, table: str, instead: str) -> None:
         """Say `instead` on the page if the chapter's record is from before it kept `table`."""
@@ -164,21 +164,21 @@ class Chapter:
         run, of = self._run(of), of or self.slug
         if of not in self._rows:
             tables = [
-                results.table(self.data_dir, gpu=self.gpu, record=made.id, latest=False)
-                for made in run.records
+                results.table(self.data_dir, gpu=self.gpu, record=each.id, latest=False)
+                for each in run.records
             ]
             order = [*dict.fromkeys(pd.concat(tables)["workload"])]  # that of the whole record
             rows = pd.concat([run.own(rows) for rows in tables], ignore_index=True)
             rows = rows.sort_values("workload", kind="stable", key=lambda x: x.map(order.index))
             self._rows[of] = _without_host_time(rows.drop_duplicates([*_CALL, "scope"]))
-        found = self._rows[of]
+        rows = self._rows[of]
         for column, wanted in ({"scope": "kernel", "variant": ""} | filters).items():
             if wanted is not None:
                 wanted = [wanted] if isinstance(wanted, str) else list(wanted)
-                found = found[found[column].isin(wanted)]
-        if found.empty:
+                rows = rows[rows[column].isin(wanted)]
+        if rows.empty:
             raise LookupError(f"{of} must hold rows of {filters}, got none")
-        return found.copy()
+        return rows.copy()
 
     def times(
         self,
@@ -190,15 +190,15 @@ class Chapter:
         """`rows` as a table: a row for each workload, a column for each `columns`, in their order
         in the record."""
         rows = self.rows(of, **filters)
-        made = rows.pivot_table(index="workload", columns=columns, values=value, sort=False)
-        return made[[name for name in dict.fromkeys(rows[columns]) if name in made]]
+        frame = rows.pivot_table(index="workload", columns=columns, values=value, sort=False)
+        return frame[[name for name in dict.fromkeys(rows[columns]) if name in frame]]
 
     def scope(self, of: str | None = None, **filters: Any) -> str:
         """The scope that an exhibit of some rows shows: back to back, unless the record lacks such
         rows of what it has bursts of. `results.TIMED` is what the axis says."""
         rows = self.rows(of, scope=list(results.TIMED), **filters)
-        calls = {scope: {*found[_CALL].itertuples(index=False)}
-                 for scope, found in rows.groupby("scope")}  # fmt: skip
+        calls = {scope: {*group[_CALL].itertuples(index=False)}
+                 for scope, group in rows.groupby("scope")}  # fmt: skip
         whole = calls.get("kernel", set()) <= calls.get("sustained", set())
         return "sustained" if whole else "kernel"
 
@@ -291,11 +291,11 @@ class Chapter:
     def changes(self, impl: str, operator: str = "gdpa") -> None:
         """Show what a rung changes in the functions of its predecessor's kernel: at most
         `MOST_CHANGED` lines, function by function; the whole difference is a download."""
-        before = ladder.rung(ladder.rung(impl, operator).predecessor, operator).lesson
+        predecessor = ladder.rung(ladder.rung(impl, operator).predecessor, operator).lesson
         after = ladder.rung(impl, operator).lesson
         lines: list[str] = []
         left_out: list[str] = []
-        old = {node.name: lines for node, lines in lessons.jit_functions(before)}
+        old = {node.name: lines for node, lines in lessons.jit_functions(predecessor)}
         for node, source in lessons.jit_functions(after):
             name = node.name
             change = list(difflib.unified_diff(old.get(name, []), source, n=1, lineterm=""))[2:]
@@ -328,7 +328,7 @@ class Chapter:
     def predict(
         self,
         text: str,
-        found: float | pd.Series,
+        result: float | pd.Series,
         *,
         least: float = -math.inf,
         most: float = math.inf,
@@ -337,28 +337,28 @@ class Chapter:
         shown: bool = True,
         registered: str | None = None,
     ) -> None:
-        """Keep a prediction with its limits, what was found, and the verdict with its margin;
+        """Keep a prediction with its limits, the result, and the verdict with its margin;
         `predictions` shows those that are `shown`.
 
         Its id is `registered`, or the slug and a number by the order of the calls without it. Of a
         series the value that is farthest outside the limits, or nearest to one, decides. ValueError
-        without a limit, since it could not fail, and naming what is missing in `found`.
+        without a limit, since it could not fail, and naming what is missing in `result`.
         """
         if math.isinf(least) and math.isinf(most):
             raise ValueError("least or most must be given, got neither")
         of = ""
-        if isinstance(found, pd.Series):
-            if found.empty or not np.isfinite(found.to_numpy(float)).all():
-                self._missing(text, list(found.index[~np.isfinite(found.to_numpy(float))]))
-            label, count = register.decisive(found, least, most), len(found)
-            found, of = found[label], f" ({_named(label)}, of {count})"
-        elif not math.isfinite(found):
-            self._missing(text, [found])
+        if isinstance(result, pd.Series):
+            if result.empty or not np.isfinite(result.to_numpy(float)).all():
+                self._missing(text, list(result.index[~np.isfinite(result.to_numpy(float))]))
+            label, count = register.decisive(result, least, most), len(result)
+            result, of = result[label], f" ({_named(label)}, of {count})"
+        elif not math.isfinite(result):
+            self._missing(text, [result])
         name = registered or f"{self.slug}#{self._counted + 1}"
         self._counted += registered is None
         if name in {one.id for one in self._predictions}:
             raise ValueError(f"a prediction must have its own id, got {name} twice")
-        one = exhibits.Prediction(name, text, float(found), of, least, most, form, unit, shown)
+        one = exhibits.Prediction(name, text, float(result), of, least, most, form, unit, shown)
         self._predictions += (one,)
         display({"text/markdown": ""}, raw=True, metadata={"prediction": one.fact()})
 
@@ -368,8 +368,8 @@ class Chapter:
 
     def _missing(self, text: str, where: list[Any]) -> None:
         raise ValueError(
-            f"{self.slug}, prediction {len(self._predictions) + 1} ({text}): found must be finite, "
-            f"got no value for {', '.join(map(_named, where)) or 'anything'}"
+            f"{self.slug}, prediction {len(self._predictions) + 1} ({text}): result must be "
+            f"finite, got no value for {', '.join(map(_named, where)) or 'anything'}"
         )
 
 
@@ -381,10 +381,10 @@ def _without_host_time(rows: pd.DataFrame) -> pd.DataFrame:
     """Bursts without a time where the same record refused the calls back to back."""
     slow = rows[(rows["scope"] == "sustained") & rows["failure"].str.startswith("HostTooSlow")]
     slow = slow.set_index(_CALL)["failure"]
-    at = pd.MultiIndex.from_frame(rows[_CALL])
-    bound = (rows["scope"] == "kernel") & at.isin(slow.index)
+    calls = pd.MultiIndex.from_frame(rows[_CALL])
+    bound = (rows["scope"] == "kernel") & calls.isin(slow.index)
     rows.loc[bound, list(results.NUMBERS)] = math.nan
-    rows.loc[bound, "failure"] = slow.reindex(at)[bound.to_numpy()].to_numpy()
+    rows.loc[bound, "failure"] = slow.reindex(calls)[bound.to_numpy()].to_numpy()
     return rows
 
 

@@ -93,10 +93,10 @@ def lines(
             )
             reference(axis, levels)
             for x, text in (points or {}).items():
-                at = within.index[abs(within.index - x).argmin()]
-                place, shade = (at, within.loc[at, highlight[0]]), shades[highlight[0]]
-                axis.plot(*place, "o", color=shade)
-                note(axis, text, place, (-8, 2), ha="right", color=shade)
+                nearest = within.index[abs(within.index - x).argmin()]
+                point, shade = (nearest, within.loc[nearest, highlight[0]]), shades[highlight[0]]
+                axis.plot(*point, "o", color=shade)
+                note(axis, text, point, (-8, 2), ha="right", color=shade)
             axis.set(title=title, xlabel=xlabel)
             axis.label_outer(remove_inner_ticks=True)
             axis.set_xlabel(xlabel)
@@ -123,16 +123,16 @@ def bars(
         reference(axis, levels, upright=True)
         sns.barplot(x=values.to_numpy(), y=list(values.index), hue=list(values.index), ax=axis,
                     palette=shades, width=0.66, saturation=1, legend=False)  # fmt: skip
-        for place, (name, value) in enumerate(values.items()):
+        for row, (name, value) in enumerate(values.items()):
             ahead = any(value <= x < 1.12 * value for x in (levels or {}).values())
             strong = {"fontweight": "bold"} if name in highlight else {}
             if np.isnan(value):
-                note(axis, NOT_TIMED, (0, place), (5, 0), va="center", fontsize=SMALL)
+                note(axis, NOT_TIMED, (0, row), (5, 0), va="center", fontsize=SMALL)
             elif ahead and value > 0.2 * values.max():  # clear of the line
-                note(axis, f"{value:{form}}", (value, place), (-5, 0), va="center", ha="right",
+                note(axis, f"{value:{form}}", (value, row), (-5, 0), va="center", ha="right",
                      color=house.PAGE, **strong)  # fmt: skip
             else:
-                note(axis, f"{value:{form}}", (value, place), (5, 0), va="center",
+                note(axis, f"{value:{form}}", (value, row), (5, 0), va="center",
                      color=shades[name], **strong)  # fmt: skip
         list_rows(axis, [(names or {}).get(name, name) for name in values.index])
         axis.set_xlim(0, 1.12 * max(values.max(), *(levels or {"": 0}).values()))
@@ -154,12 +154,12 @@ def waterfall(steps: pd.Series, peers: pd.Series, *, xlabel: str) -> Figure:
     with canvas(width=7.4, height=0.7 + 0.33 * len(rows)) as (chart, axis):
         axis.set(xscale="log", xlim=(0.9 * last, 1.1 * first), xlabel=xlabel)
         axis.axvline(last, **DASHED)
-        for place, (name, start, end) in enumerate(rows):
-            strong, shade = place == 0, colour(name)
-            axis.barh(place, end - start, 0.63 if strong else 0.25, left=start, color=shade,
+        for row, (name, start, end) in enumerate(rows):
+            strong, shade = row == 0, colour(name)
+            axis.barh(row, end - start, 0.63 if strong else 0.25, left=start, color=shade,
                       linewidth=0)  # fmt: skip
-            axis.plot(end, place, "o", color=shade, markersize=7)
-            note(axis, f"{end:.2f}", (1, place), (4, 0), va="center", color=shade,
+            axis.plot(end, row, "o", color=shade, markersize=7)
+            note(axis, f"{end:.2f}", (1, row), (4, 0), va="center", color=shade,
                  fontweight="bold" if strong else "normal",
                  xycoords=("axes fraction", "data"))  # fmt: skip
         note(axis, f"{first / last:.1f} times as fast", ((first * last) ** 0.5, 0), (0, 0),
@@ -212,12 +212,12 @@ def dots(
         for number, name in enumerate(columns):
             shift = (number - (count - 1) / 2) * pitch / room
             ends = frame[name] if high is None else high[name]
-            for place, (value, end) in enumerate(zip(frame[name], ends, strict=True)):
+            for row, (value, end) in enumerate(zip(frame[name], ends, strict=True)):
                 if np.isnan(value):
-                    note(axis, missing, (0, place + shift), (3, 0), va="center", fontsize=8,
+                    note(axis, missing, (0, row + shift), (3, 0), va="center", fontsize=8,
                          color=shades[name], xycoords=("axes fraction", "data"))  # fmt: skip
                 else:
-                    note(axis, f"{value:{form}}", (end, place + shift), (6, 0), va="center",
+                    note(axis, f"{value:{form}}", (end, row + shift), (6, 0), va="center",
                          fontsize=8)  # fmt: skip
         list_rows(axis, list(frame.index))
         axis.margins(x=0.08)
@@ -239,9 +239,9 @@ def _not_timed_below(axis: Axes, frame: pd.DataFrame, names: Mapping[str, str]) 
     """Say above the x axis which columns have gaps, and where."""
     where: dict[str, list[str]] = {}
     for name in frame:
-        if at := ", ".join(f"{x:,}" for x in frame.index[frame[name].isna()]):
-            where.setdefault(at, []).append(names.get(name, name))
-    lines = [f"{NOT_TIMED} at {at}:\n   {', '.join(of)}" for at, of in where.items()]
+        if rows := ", ".join(f"{x:,}" for x in frame.index[frame[name].isna()]):
+            where.setdefault(rows, []).append(names.get(name, name))
+    lines = [f"{NOT_TIMED} at {rows}:\n   {', '.join(of)}" for rows, of in where.items()]
     note(axis, "\n".join(lines), (0, 0), (4, 4), fontsize=SMALL, xycoords="axes fraction")
 
 
@@ -275,9 +275,9 @@ def coloured(names: Sequence[str], among: Collection[str] | None = None) -> dict
             f"highlight must name one to {MOST_COLOURED} of {', '.join(map(str, known))}, "
             f"got {', '.join(names) or 'none'}"
         )
-    own = {name: colour(name) for name in names if is_rung(name)}
-    free = (shade for shade in house.RUNG_COLOURS[1:] if shade not in own.values())
-    return {name: own.get(name) or next(free) for name in names}
+    fixed = {name: colour(name) for name in names if is_rung(name)}
+    free = (shade for shade in house.RUNG_COLOURS[1:] if shade not in fixed.values())
+    return {name: fixed.get(name) or next(free) for name in names}
 
 
 def list_rows(axis: Axes, names: Sequence[str]) -> None:

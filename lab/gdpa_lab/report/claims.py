@@ -118,7 +118,7 @@ class Selector:
         is_baseline = _matches(rows["impl"], self.baseline)
         rows = rows[is_baseline | _matches(rows["impl"], self.impl)]
         rows = _positive(rows.assign(is_baseline=is_baseline), _TIME)
-        found = []
+        answers = []
         for _, group in rows.groupby(["system", "workload"]):
             compared = []
             for record, run in group.groupby("record"):
@@ -131,8 +131,8 @@ class Selector:
                     evidence = _evidence(slow[_TIME].sum() / fast[_TIME].sum(), fast, slow)
                     compared.append((not evidence.stale, len(run), record, evidence))
             if compared:
-                found.append(max(compared, key=lambda each: each[:-1])[-1])
-        return max(found, key=lambda evidence: evidence.value, default=None)
+                answers.append(max(compared, key=lambda each: each[:-1])[-1])
+        return max(answers, key=lambda evidence: evidence.value, default=None)
 
 
 @dataclass(frozen=True)
@@ -233,10 +233,10 @@ def _judged_row(claim: Claim, results: pd.DataFrame) -> dict[str, Any]:
     evidence = claim.ours.evaluate(results) if claim.ours is not None else None
     unmeasured = "open" if claim.status == "measured" else claim.status
     status = unmeasured if evidence is None else "measured"
-    found = evidence or Evidence(math.nan, "", "", "", "", "", (), False)
+    answer = evidence or Evidence(math.nan, "", "", "", "", "", (), False)
     published = math.nan if claim.value is None else claim.value
-    ratio, within = found.value / published, None
-    if claim.tolerance is not None and _same_hardware(claim.hardware, found.gpu):
+    ratio, within = answer.value / published, None
+    if claim.tolerance is not None and _same_hardware(claim.hardware, answer.gpu):
         within = abs(ratio - 1) <= claim.tolerance
     return {
         **{name: getattr(claim, name) or "" for name in ("id", "operator", "kind", "figure")},
@@ -244,11 +244,11 @@ def _judged_row(claim: Claim, results: pd.DataFrame) -> dict[str, Any]:
         "published": published,
         "unit": claim.unit or "",
         "hardware": claim.hardware,
-        "ours": found.value,
-        **{f"ours_{x}": getattr(found, x) for x in _WHERE},
-        "ours_record": ", ".join(found.records),
+        "ours": answer.value,
+        **{f"ours_{x}": getattr(answer, x) for x in _WHERE},
+        "ours_record": ", ".join(answer.records),
         "ours_scope": claim.ours.scope if evidence is not None else "",
-        "stale": found.stale,
+        "stale": answer.stale,
         "ratio": ratio,
         "within_tolerance": within,
         "status": status,

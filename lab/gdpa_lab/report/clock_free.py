@@ -70,8 +70,8 @@ def blackwell(direction: str) -> dict[str, predictions.Expected]:
 def floor_us(work: Workload, design: Design, ghz: float, copies: Ceilings) -> float:
     """Microseconds of the ledger at a clock, `copies` for what bytes need."""
     chip = design.chip
-    at = replace(copies, tflops=chip.sms * chip.flops * ghz / 1e3)
-    return units.ledger(work, design, at).us
+    at_clock = replace(copies, tflops=chip.sms * chip.flops * ghz / 1e3)
+    return units.ledger(work, design, at_clock).us
 
 
 def _timed(
@@ -87,7 +87,7 @@ def _timed(
 def shares(data_dir: str | Path = records.DATA_DIR) -> pd.DataFrame:
     """What kernels with roles reach on an H200: `share` of the ledger, or of the copy ceiling in
     block attention, and `clocks`, by record, operator, direction, workload and impl."""
-    found = []
+    lines = []
     for run, rows in _timed(data_dir, "9.0", UNTIL):
         ceilings = results.ceilings(run, "sustained")
         for row in rows.itertuples():
@@ -101,9 +101,9 @@ def shares(data_dir: str | Path = records.DATA_DIR) -> pd.DataFrame:
             else:
                 continue
             key = run.id, work.operator, row.direction, work.name, row.impl
-            found.append((*key, share, us * row.sm_clock_mhz))
+            lines.append((*key, share, us * row.sm_clock_mhz))
     columns = ["record", "operator", "direction", "workload", "impl", "share", "clocks"]
-    return pd.DataFrame(found, columns=columns)
+    return pd.DataFrame(lines, columns=columns)
 
 
 def interval(values: pd.Series, by: pd.Series) -> tuple[float, float, float]:
@@ -117,25 +117,25 @@ def interval(values: pd.Series, by: pd.Series) -> tuple[float, float, float]:
     return tuple(math.exp(means.mean() + x * spread) for x in (-1, 0, 1))
 
 
-def steps(found: pd.DataFrame) -> pd.DataFrame:
+def steps(table: pd.DataFrame) -> pd.DataFrame:
     """Rates of a forward kernel over those of the one before it, on one workload of one record,
     over what their ledgers give: `ratio`, by `pair`."""
-    of = found[(found["operator"] == "gdpa") & (found["direction"] == "forward")]
+    of = table[(table["operator"] == "gdpa") & (table["direction"] == "forward")]
     by = of.pivot_table(index=["record", "workload"], columns="impl", values="share")
-    kept, impls = [], RUN_ON["forward"]
-    for before, after in zip(impls, impls[1:], strict=False):
-        ratio = (by[after] / by[before]).dropna()
-        kept.append(pd.DataFrame({"pair": f"{after} / {before}", "ratio": ratio}))
-    return pd.concat(kept, ignore_index=True)
+    ratios, impls = [], RUN_ON["forward"]
+    for previous, after in zip(impls, impls[1:], strict=False):
+        ratio = (by[after] / by[previous]).dropna()
+        ratios.append(pd.DataFrame({"pair": f"{after} / {previous}", "ratio": ratio}))
+    return pd.concat(ratios, ignore_index=True)
 
 
-def made(data_dir: str | Path = records.DATA_DIR) -> pd.DataFrame:
+def derive(data_dir: str | Path = records.DATA_DIR) -> pd.DataFrame:
     """The registration: `expected`, `low` and `high` of the share of the ledger (of the copy
     ceiling in block attention), or, with `other`, of a rung's rate over another's at one clock."""
-    found, rows = shares(data_dir), []
+    measured, rows = shares(data_dir), []
     middle = {
         key: interval(of["share"], of["impl"])
-        for key, of in found.groupby(["operator", "direction"])
+        for key, of in measured.groupby(["operator", "direction"])
     }
     for figure, names in FIGURES.items():
         direction = figure_direction(figure)
@@ -149,7 +149,7 @@ def made(data_dir: str | Path = records.DATA_DIR) -> pd.DataFrame:
     for (table, direction), expected in predictions.BLOCK.items():
         low, centre, high = middle["block_attention", direction]
         rows.append((BLOCK_TABLES[table][0], direction, expected.impl, "", centre, low, high))
-    moved = steps(found)
+    moved = steps(measured)
     low, _, high = interval(moved["ratio"], moved["pair"])
     width = math.sqrt(high / low)
     for name in dict.fromkeys(n for f in FIGURES if "-fwd-" in f for n in FIGURES[f]):
@@ -158,11 +158,11 @@ def made(data_dir: str | Path = records.DATA_DIR) -> pd.DataFrame:
                 ratio = expected_ratio(workload(name), impl, other)
                 rows.append((name, "forward", impl, other, ratio, ratio / width, ratio * width))
     columns = ["workload", "direction", "impl", "other", "expected", "low", "high"]
-    made = pd.DataFrame(rows, columns=columns).drop_duplicates(columns[:4], ignore_index=True)
-    made = made[~made["workload"].str.contains("jagged")]
+    frame = pd.DataFrame(rows, columns=columns).drop_duplicates(columns[:4], ignore_index=True)
+    frame = frame[~frame["workload"].str.contains("jagged")]
     dates = {x.impl: x.date for way in predictions.EXPECTED.values() for x in way}
-    date = [max(DATE, dates.get(impl, DATE)) for impl in made["impl"]]
-    return made.round(3).assign(model=MODEL, date=date)
+    date = [max(DATE, dates.get(impl, DATE)) for impl in frame["impl"]]
+    return frame.round(3).assign(model=MODEL, date=date)
 
 
 def expected_ratio(work: Workload, impl: str, other: str) -> float:
@@ -174,8 +174,8 @@ def expected_ratio(work: Workload, impl: str, other: str) -> float:
 
 
 def update(path: Path = PATH) -> bool:
-    """Write what `made` makes; whether the file changed."""
-    return manifest.rewrite(path, predictions.render(made()))
+    """Write what `derive` makes; whether the file changed."""
+    return manifest.rewrite(path, predictions.render(derive()))
 
 
 def registered() -> pd.DataFrame:

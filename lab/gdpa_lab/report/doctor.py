@@ -51,11 +51,11 @@ def findings(data_dir: str | Path | None = None) -> list[Finding]:
     ]
 
 
-def report(found: Iterable[Finding]) -> str:
+def report(findings: Iterable[Finding]) -> str:
     """The findings as text: by group, those of one reason on one line, then the verdict."""
-    found = list(found)
+    findings = list(findings)
     groups: dict[str, dict[tuple[bool, str], list[str]]] = {}
-    for finding in found:
+    for finding in findings:
         alike = groups.setdefault(finding.group, {})
         alike.setdefault((finding.ok, finding.detail), []).append(finding.name)
     lines = []
@@ -66,20 +66,20 @@ def report(found: Iterable[Finding]) -> str:
             lines += textwrap.wrap(
                 line, 100, subsequent_indent=" " * 7, break_on_hyphens=False, break_long_words=False
             )
-    return "\n".join([*lines, "", verdict(found)]) + "\n"
+    return "\n".join([*lines, "", verdict(findings)]) + "\n"
 
 
-def verdict(found: Iterable[Finding]) -> str:
+def verdict(findings: Iterable[Finding]) -> str:
     """The repairs to run or, if there are none, what this machine can measure."""
-    found = list(found)
-    commands = repairs(found)
+    findings = list(findings)
+    commands = repairs(findings)
     if commands:
         things = "1 thing" if len(commands) == 1 else f"{len(commands)} things"
         said = "\n".join([f"{things} to repair:", *(f"  {command}" for command in commands)])
-    elif any(f.name == "gpu" and f.ok for f in found):
+    elif any(f.name == "gpu" and f.ok for f in findings):
         last = {
             f.group.removeprefix(RUNGS): f.name
-            for f in found
+            for f in findings
             if f.group.startswith(RUNGS) and f.ok and f.name != "reference"
         }
         reach = ", ".join(f"{operator} up to {impl}" for operator, impl in last.items())
@@ -89,17 +89,17 @@ def verdict(found: Iterable[Finding]) -> str:
             "No usable GPU: the book builds, the tests run, the kernels run in the emulator; "
             "nothing can be measured."
         )
-    if any(f.group == "data" and not f.ok for f in found):
+    if any(f.group == "data" and not f.ok for f in findings):
         said += "\nThe records need attention: see data."
     return said
 
 
-def repairs(found: Iterable[Finding]) -> list[str]:
+def repairs(findings: Iterable[Finding]) -> list[str]:
     """The repair commands, each once, in the order to run them.
 
     fbtriton comes last: installing torch with CUDA installs triton over its files.
     """
-    commands = list(dict.fromkeys(f.repair for f in found if f.repair is not None))
+    commands = list(dict.fromkeys(f.repair for f in findings if f.repair is not None))
     return sorted(commands, key=lambda command: FBTRITON in command)
 
 
@@ -171,21 +171,21 @@ def check_implementations(data_dir: str | Path | None = None) -> list[Finding]:
     if isinstance(ladder, Exception):
         return [Finding("implementations", "ladder", False, f"cannot be imported: {ladder}")]
     unproven = _unproven(data_dir)
-    found = []
+    answers = []
     for operator, rungs in ladder.LADDERS.items():
         for rung in rungs:
             group = operator if "forward" in rung.directions else f"{operator} backward"
             answer = _ask(RUNGS + group, rung.impl, ladder.availability, rung.impl, None, operator)
             if answer.ok and unproven(rung):
                 answer = replace(answer, detail=f"{answer.detail}, {UNPROVEN}")
-            found.append(answer)
-    return found
+            answers.append(answer)
+    return answers
 
 
 def check_other_gpus() -> list[Finding]:
     """Where the products in plain Triton run that nobody measured there, with what they compile to
     (data/every_gpu.csv)."""
-    group, found = "GPUs without a record", []
+    group, answers = "GPUs without a record", []
     try:
         from gdpa_lab.measuring import every_gpu
 
@@ -203,8 +203,8 @@ def check_other_gpus() -> list[Finding]:
             + (f"; registers spill in {', in '.join(spills)}" if spills else "")
             + ("; calls are refused there, eager PyTorch runs" if is_amd else "")
         )
-        found.append(Finding(group, target, not is_amd, detail))
-    return found
+        answers.append(Finding(group, target, not is_amd, detail))
+    return answers
 
 
 def _unproven(data_dir: str | Path | None) -> Callable[[Any], bool]:
@@ -226,10 +226,10 @@ def _unproven(data_dir: str | Path | None) -> Callable[[Any], bool]:
 
 def check_baselines() -> list[Finding]:
     """Whether every baseline of both operators runs here, and why not."""
-    found = _module("gdpa_lab.measuring.baselines")
-    if isinstance(found, Exception):
-        return [Finding("baselines", "baselines", False, f"cannot be imported: {found}")]
-    tables = {"gdpa": found.BASELINES, "block_attention": found.BLOCK_BASELINES}
+    baselines = _module("gdpa_lab.measuring.baselines")
+    if isinstance(baselines, Exception):
+        return [Finding("baselines", "baselines", False, f"cannot be imported: {baselines}")]
+    tables = {"gdpa": baselines.BASELINES, "block_attention": baselines.BLOCK_BASELINES}
     return [
         _ask(f"baselines of {operator}", name, baseline.availability)
         for operator, table in tables.items()
@@ -253,19 +253,19 @@ def check_records(data_dir: str | Path | None = None) -> Finding:
     if isinstance(record, Exception):
         return Finding("data", "records", False, f"cannot be read: {record}")
     data_dir = Path(record.DATA_DIR if data_dir is None else data_dir)
-    found, good = [], data_dir.is_dir()
-    guests = {f"community/{name}: ": at for name, at in record.communities(data_dir).items()}
+    details, good = [], data_dir.is_dir()
+    guests = {f"community/{name}: ": path for name, path in record.communities(data_dir).items()}
     for whose, folder in ({"": data_dir} | guests).items():
         records, errors = record.survey(folder)
-        found += [f"{whose}{len(records)} read, {len(errors)} refused", *map(str, errors)]
+        details += [f"{whose}{len(records)} read, {len(errors)} refused", *map(str, errors)]
         left = sorted((folder / record.manifest.PARTIAL).glob("*.json"))
-        found += [f"{path} is of a run that did not end: {KEEP} {path}" for path in left]
+        details += [f"{path} is of a run that did not end: {KEEP} {path}" for path in left]
         good = good and not errors and not left
     if not (data_dir / record.manifest.NAME).exists():
-        found.append(f"no {record.manifest.NAME} to hold them to")
+        details.append(f"no {record.manifest.NAME} to hold them to")
     if not data_dir.is_dir():
-        found.append(f"{data_dir} is no folder")
-    return Finding("data", "records", good, "; ".join(found))
+        details.append(f"{data_dir} is no folder")
+    return Finding("data", "records", good, "; ".join(details))
 
 
 def _ask(group: str, name: str, availability: Any, *arguments: Any) -> Finding:

@@ -24,7 +24,7 @@ class Prediction:
 
     id: str
     text: str
-    found: float
+    result: float
     of: str
     least: float
     most: float
@@ -43,16 +43,16 @@ class Prediction:
 
     @property
     def value(self) -> str:
-        return f"{self.found:{self.form}}{self.unit}"
+        return f"{self.result:{self.form}}{self.unit}"
 
     @property
     def verdict(self) -> registered.Verdict:
-        return registered.verdict(self.found, self.least, self.most)
+        return registered.verdict(self.result, self.least, self.most)
 
     def fact(self) -> dict[str, Any]:
         """What `registered.collected` reads of it from the executed chapter."""
         return {"id": self.id, "text": self.text, "limits": self.limits,
-                "found": f"{self.value}{self.of}", **self.verdict._asdict(), "value": self.found,
+                "found": f"{self.value}{self.of}", **self.verdict._asdict(), "value": self.result,
                 **{name: float(x) if math.isfinite(x) else None
                    for name, x in (("least", self.least), ("most", self.most))}}  # fmt: skip
 
@@ -60,7 +60,7 @@ class Prediction:
         """A picture of the limits as a bar and of the found value as a dot, or a diamond outside;
         each on its own scale, an arrow where there is no limit."""
         ends = [x for x in (self.least, self.most) if math.isfinite(x)]
-        low, high = min(*ends, self.found), max(*ends, self.found)
+        low, high = min(*ends, self.result), max(*ends, self.result)
         pad = 0.25 * (high - low) or 0.25 * abs(high) or 1.0
         low, high = low - pad, high + pad
 
@@ -68,17 +68,17 @@ class Prediction:
             inner = (value - low) / (high - low) * (_WIDTH - 2 * _EDGE)
             return round(min(max(_EDGE + inner, _EDGE), _WIDTH - _EDGE), 1)
 
-        left, right, at, y = x(self.least), x(self.most), x(self.found), _HEIGHT / 2
+        left, right, centre, y = x(self.least), x(self.most), x(self.result), _HEIGHT / 2
         arrows = [f'<path class="interval" d="M{end:g} {y - 8:g}L{end + 8 * way:g} {y:g}'
                   f'L{end:g} {y + 8:g}z"/>'
                   for end, way, open_ in ((left, -1, math.isinf(self.least)),
                                           (right, 1, math.isinf(self.most))) if open_]  # fmt: skip
-        dot = f'<circle class="confirmed" cx="{at:g}" cy="{y:g}" r="5"/>'
+        dot = f'<circle class="confirmed" cx="{centre:g}" cy="{y:g}" r="5"/>'
         if self.verdict.word == "refuted":
-            dot = f'<path class="refuted" d="M{at:g} {y - 7:g}l7 7l-7 7l-7 -7z"/>'
-        told = html.escape(f"Interval {self.limits}; found {self.value}, {self.verdict.word}")
+            dot = f'<path class="refuted" d="M{centre:g} {y - 7:g}l7 7l-7 7l-7 -7z"/>'
+        label = html.escape(f"Interval {self.limits}; found {self.value}, {self.verdict.word}")
         return (
-            f'<svg class="limits" role="img" aria-label="{told}" viewBox="0 0 {_WIDTH} {_HEIGHT}" '
+            f'<svg class="limits" role="img" aria-label="{label}" viewBox="0 0 {_WIDTH} {_HEIGHT}" '
             f'width="{_WIDTH}" height="{_HEIGHT}"><path class="scale" d="M0 {y:g}H{_WIDTH}"/>'
             f'<rect class="interval" x="{left:g}" y="{y - 4:g}" width="{right - left:g}" '
             f'height="8"/>{"".join(arrows)}{dot}</svg>'
@@ -103,14 +103,14 @@ def predicted(slug: str, predictions: Sequence[Prediction]) -> str:
         sign = "✓" if says.word == "confirmed" else "✗"
         verdict = str(says).replace("**", f'<b class="{says.word}">{sign}&nbsp;', 1)
         verdict = verdict.replace("**", "</b>")
-        found = f"{one.limits}<br>found **{one.value}**{one.of}"
-        rows.append([said, f"{one.interval()}<br>{found}", verdict])
+        result = f"{one.limits}<br>found **{one.value}**{one.of}"
+        rows.append([said, f"{one.interval()}<br>{result}", verdict])
     caption = f"**Confirmed: {_confirmed(shown)} of {len(shown)} predictions.** Bar: the interval, "
     caption += "on its own scale; dot: found in it; diamond: outside."
     if others := [one for one in predictions if not one.shown]:
         link = f"{{doc}}`What we got wrong <{'../' * slug.count('/')}measuring/got_wrong>`"
-        kept = f"{_confirmed(others)} of {len(others)} confirmed"
-        caption += f" Others: {kept} ({link})."
+        count = f"{_confirmed(others)} of {len(others)} confirmed"
+        caption += f" Others: {count} ({link})."
     head = [["What we predicted", "Interval and found", "Verdict"], [":--"] * 3]
     return "\n".join([
         f"::::{{table}} {caption}", ":class: exhibit predictions",
@@ -146,17 +146,17 @@ def annotated(source: Any, notes: Mapping[str, str], folded: str = "") -> str:
     from pygments.lexers import PythonLexer
 
     text = source_of(source)
-    at: dict[int, list[str]] = {}
+    notes_by_line: dict[int, list[str]] = {}
     for words, note in notes.items():
-        found = [n for n, line in enumerate(text.splitlines()) if words in line]
-        if len(found) != 1:
-            raise ValueError(f"one line of the source must have {words!r}, got {len(found)}")
-        at.setdefault(found[0], []).append(note)
+        matches = [n for n, line in enumerate(text.splitlines()) if words in line]
+        if len(matches) != 1:
+            raise ValueError(f"one line of the source must have {words!r}, got {len(matches)}")
+        notes_by_line.setdefault(matches[0], []).append(note)
     lines = highlight(text, PythonLexer(stripnl=False), HtmlFormatter(nowrap=True)).splitlines()
     lines = [line or "<span></span>" for line in lines]  # a blank one would end the block of HTML
     pieces, first, count = ['<div class="annotated highlight">'], 0, 0
-    for last in sorted({*at, len(lines) - 1}):
-        noted = list(enumerate(at.get(last, ()), count + 1))
+    for last in sorted({*notes_by_line, len(lines) - 1}):
+        noted = list(enumerate(notes_by_line.get(last, ()), count + 1))
         marks = "".join(f' <b class="mark">{n}</b>' for n, _ in noted)
         code = "\n".join(lines[first : last + 1])
         pieces.append(f"<pre>{code}{marks}</pre>")

@@ -203,10 +203,10 @@ def wrapped(text: str, width: int) -> str:
 
 
 def note(
-    axis: Axes, text: str, at: Sequence[float], shift: tuple[float, float], **options: Any
+    axis: Axes, text: str, point: Sequence[float], shift: tuple[float, float], **options: Any
 ) -> Annotation:
     """Write `text` at a point of `axis`, moved by `shift` points; `options`: of `annotate`."""
-    return axis.annotate(text, at, xytext=shift, textcoords="offset points", **options)
+    return axis.annotate(text, point, xytext=shift, textcoords="offset points", **options)
 
 
 def label_ends(axis: Axes, ends: Mapping[str, tuple[float, str]], *, left: bool = False) -> None:
@@ -215,16 +215,16 @@ def label_ends(axis: Axes, ends: Mapping[str, tuple[float, str]], *, left: bool 
     edge, out, ha = (0, -0.03, "right") if left else (1, 1.03, "left")
     to_axes = axis.transData + axis.transAxes.inverted()
     x = axis.get_xlim()[edge]
-    found = sorted((to_axes.transform((x, y))[1], n) for n, (y, _) in ends.items())
+    by_height = sorted((to_axes.transform((x, y))[1], n) for n, (y, _) in ends.items())
     inches = axis.get_position().height * axis.get_figure().get_figheight()
-    texts = [wrapped(name, 14) for _, name in found]
+    texts = [wrapped(name, 14) for _, name in by_height]
     high = [12 * (1 + text.count("\n")) / (72 * inches) for text in texts]
-    levels = [end for end, _ in found]
+    levels = [end for end, _ in by_height]
     for _ in range(100):
         for n in range(1, len(levels)):
             near = max(0.0, (high[n - 1] + high[n]) / 2 - (levels[n] - levels[n - 1])) / 2
             levels[n - 1 : n + 1] = max(0.0, levels[n - 1] - near), levels[n] + near
-    for level, text, (end, name) in zip(levels, texts, found, strict=True):
+    for level, text, (end, name) in zip(levels, texts, by_height, strict=True):
         arrow = {"arrowstyle": "-", "color": ends[name][1], "linewidth": 0.5, "shrinkA": 0}
         axis.annotate(
             text, (edge, end), xytext=(out, level), xycoords="axes fraction",

@@ -31,10 +31,10 @@ def steps() -> Iterator[Step]:
         for rung in rungs:
             if rung.predecessor is None or not rung.requires.capability:
                 continue
-            before = ladder.rung(rung.predecessor, operator)
+            predecessor = ladder.rung(rung.predecessor, operator)
             jit, file = len(jit_lines(rung.lesson)), len(rung.lesson.read_text().splitlines())
-            changed = changed_lines(kernel_of(before), kernel_of(rung))
-            yield Step(operator, before.impl, rung.impl, rung.is_rewrite, changed, jit, file)
+            changed = changed_lines(kernel_of(predecessor), kernel_of(rung))
+            yield Step(operator, predecessor.impl, rung.impl, rung.is_rewrite, changed, jit, file)
 
 
 def kernel_of(rung: Rung) -> Path:
@@ -54,22 +54,22 @@ def report() -> str:
     return "\n".join(rows) + "\n"
 
 
-def changed_lines(before: Path, after: Path) -> int:
+def changed_lines(old: Path, new: Path) -> int:
     """Lines of compiled code that stand in one of two files alone."""
-    one, other = jit_lines(before), jit_lines(after)
+    one, other = jit_lines(old), jit_lines(new)
     match = SequenceMatcher(None, one, other, autojunk=False)
     return len(one) + len(other) - 2 * sum(block.size for block in match.get_matching_blocks())
 
 
 def jit_lines(path: Path) -> list[str]:
     """The lines of `jit_functions` without docstrings, comments and blank lines."""
-    found: list[str] = []
+    code: list[str] = []
     for node, lines in jit_functions(path):
-        told = node.body[0] if ast.get_docstring(node) is not None else None
+        doc = node.body[0] if ast.get_docstring(node) is not None else None
         begin = node.lineno
-        skipped = range(told.lineno - begin, told.end_lineno - begin + 1) if told else ()
-        found += [line for n, line in enumerate(lines) if n not in skipped]
-    return [line for line in found if line.strip() and not line.lstrip().startswith("#")]
+        skipped = range(doc.lineno - begin, doc.end_lineno - begin + 1) if doc else ()
+        code += [line for n, line in enumerate(lines) if n not in skipped]
+    return [line for line in code if line.strip() and not line.lstrip().startswith("#")]
 
 
 def jit_functions(path: Path) -> list[tuple[ast.FunctionDef | ast.ClassDef, list[str]]]:

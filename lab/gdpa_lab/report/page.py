@@ -53,10 +53,10 @@ def provenance(
         )
         if run.package.dirty or run.package.differs():
             commit += " with local changes"
-        told = "" if run.system in machines else _versions(machine)
+        versions = "" if run.system in machines else _versions(machine)
         machines.add(run.system)
         runs.append(
-            f"{_link(f'data/systems/{run.system}.json', machine.gpu or run.system)}{told}, "
+            f"{_link(f'data/systems/{run.system}.json', machine.gpu or run.system)}{versions}, "
             f"{html.escape(run.created[:10])}, {commit}, "
             f"record {_link(f'data/records/{name}.json', name)}{_timed(run, scopes.get(name, ()))}"
         )
@@ -83,14 +83,14 @@ def _versions(machine: systems.System) -> str:
     """Versions of the software that ran, in parentheses; "" where they are the pinned ones."""
     pins = (doctor.TORCH, doctor.FBTRITON)
     torch, fbtriton = (pin.partition("==")[2] for pin in pins)
-    told = []
+    differences = []
     if machine.torch.partition("+")[0] != torch:
-        told.append(f"torch {machine.torch}, not {torch}")
+        differences.append(f"torch {machine.torch}, not {torch}")
     if machine.fbtriton != fbtriton:
-        told.append(f"Triton {machine.triton}, not fbtriton {fbtriton}")
-    if not told:
+        differences.append(f"Triton {machine.triton}, not fbtriton {fbtriton}")
+    if not differences:
         return ""
-    return html.escape(f" ({'; '.join([*told, f'driver {machine.driver}'])})")
+    return html.escape(f" ({'; '.join([*differences, f'driver {machine.driver}'])})")
 
 
 def source(kind: str, text: str, csv: str | None = None) -> Markdown:

@@ -24,7 +24,7 @@ def missing_peers(rows: pd.DataFrame) -> dict[str, str]:
     that a sentence speaks of, failed ones included. The reason is that of the newest failed row, or
     "not in this record".
     """
-    found = {}
+    reasons = {}
     for peers, works in ((BASELINES, WORKLOADS), (BLOCK_BASELINES, BLOCK_WORKLOADS)):
         ours = rows[rows["workload"].isin(works)]
         asked = {*zip(ours["workload"], ours["direction"], strict=True)}
@@ -32,15 +32,15 @@ def missing_peers(rows: pd.DataFrame) -> dict[str, str]:
         if peers is BASELINES:
             batches += [(of_hstu(x, causal), way) for x, way in batches for causal in (True, False)]
         for impl, peer in peers.items():
-            own = ours[ours["impl"] == impl]
+            theirs = ours[ours["impl"] == impl]
             taken = {way for work, way in batches if peer.problem(work, way) is None}
-            missing = taken - {*own["direction"][own["time_us_p50"].notna()]}
+            missing = taken - {*theirs["direction"][theirs["time_us_p50"].notna()]}
             if missing:
-                failures = own["failure"][own["direction"].isin(missing) & (own["failure"] != "")]
-                why = failures.iloc[-1] if len(failures) else "not in this record"
+                failed = theirs[theirs["direction"].isin(missing) & (theirs["failure"] != "")]
+                why = failed["failure"].iloc[-1] if len(failed) else "not in this record"
                 title = peer.title if missing == taken else f"{peer.title} ({', '.join(missing)})"
-                found[title] = why.removeprefix("Unsupported: ")
-    return found
+                reasons[title] = why.removeprefix("Unsupported: ")
+    return reasons
 
 
 def bytes_of_two(work: Workload, direction: str) -> int:

@@ -1,8 +1,8 @@
 """Predictions for a B200, registered before one was measured, and what records say of them.
 
-`registered` reads data/predictions/b200.csv, which `made` makes; a change is a new `MODEL`. A rate
-is predicted as a share of ceilings that the same record holds, since a B200's depend on its power
-limit: `scaled` turns shares into rates, `judged` holds them against records.
+`registered` reads data/predictions/b200.csv, which `derive` computes; a change is a new `MODEL`. A
+rate is predicted as a share of the ceilings in the same record, since those of a B200 depend on its
+power limit: `scaled` turns shares into rates, `judged` compares them with records.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def _works() -> Iterator[tuple[str, str, Workload, Expected]]:
         yield table, direction, workload(BLOCK_TABLES[table][0]), expected
 
 
-def made() -> pd.DataFrame:
+def derive() -> pd.DataFrame:
     """The predictions of the model, a row for each published workload and rung.
 
     `of_matmul`, `of_copy`: the share of either ceiling that the rung reaches if it is what bounds
@@ -129,10 +129,10 @@ def made() -> pd.DataFrame:
     for figure, direction, work, expected in _works():
         of_matmul, bound, of_copy = math.nan, "memory", expected.centre
         if expected.design is not None:
-            found = units.ledger(work, expected.design, units.ASSUMED)
-            bound, compute_us = found.bound, work.flops(direction) / units.ASSUMED.tflops / 1e6
-            of_matmul = expected.centre * compute_us / (found.unit_us + found.more_us)
-            of_copy *= found.memory_us / (found.memory_us + found.more_us)
+            cost = units.ledger(work, expected.design, units.ASSUMED)
+            bound, compute_us = cost.bound, work.flops(direction) / units.ASSUMED.tflops / 1e6
+            of_matmul = expected.centre * compute_us / (cost.unit_us + cost.more_us)
+            of_copy *= cost.memory_us / (cost.memory_us + cost.more_us)
         rows.append(
             {
                 "figure": figure, "workload": work.name, "direction": direction,
@@ -141,8 +141,8 @@ def made() -> pd.DataFrame:
                 "high": round(expected.high / expected.centre, 3),
             }
         )  # fmt: skip
-    made = scaled(pd.DataFrame(rows), units.ASSUMED)
-    return made.assign(model=MODEL, date=[expected.date for *_, expected in _works()])
+    frame = scaled(pd.DataFrame(rows), units.ASSUMED)
+    return frame.assign(model=MODEL, date=[expected.date for *_, expected in _works()])
 
 
 def scaled(shares: pd.DataFrame, ceilings: Ceilings) -> pd.DataFrame:
@@ -171,8 +171,8 @@ def render(frame: pd.DataFrame) -> str:
 
 
 def update(path: Path = PATH) -> bool:
-    """Write what `made` makes; whether the file changed."""
-    return manifest.rewrite(path, render(made()))
+    """Write what `derive` makes; whether the file changed."""
+    return manifest.rewrite(path, render(derive()))
 
 
 def registered() -> pd.DataFrame:
@@ -194,26 +194,24 @@ def basis(data_dir: str | Path = records.DATA_DIR, record: str | None = None) ->
 
     LookupError for an unknown id, for a record of another GPU and for one without ceilings.
     """
-    known = {found.id: found for found in records.load_all(data_dir)}
+    known = {each.id: each for each in records.load_all(data_dir)}
     if record is None:
-        ours = [name for name, found in known.items() if _is_ours(found, data_dir)]
+        ours = [name for name, each in known.items() if _is_ours(each, data_dir)]
         if not ours:
             return Basis(units.ASSUMED, ASSUMED_W, "assumed, from outside: no record of a B200")
         record = ours[-1]
     if record not in known:
         raise LookupError(f"record must be the id of a record, got {record!r}")
-    on, found = (
-        systems.named(known[record].system, data_dir),
-        results.ceilings(known[record], "sustained"),
-    )
+    on = systems.named(known[record].system, data_dir)
+    ceilings = results.ceilings(known[record], "sustained")
     if on.compute_capability != CAPABILITY:
         raise LookupError(
             f"record must be of compute capability {CAPABILITY}, got {record} of "
             f"{on.compute_capability}"
         )
-    if found is None:
+    if ceilings is None:
         raise LookupError(f"record must hold sustained ceilings, matmul and copy, got {record}")
-    return Basis(found, on.power_limit_w, record)
+    return Basis(ceilings, on.power_limit_w, record)
 
 
 def _is_ours(record: records.Record, data_dir: str | Path) -> bool:
@@ -228,7 +226,7 @@ def timed(data_dir: str | Path, capability: str) -> Iterator[tuple[records.Recor
     rows = rows[(rows["scope"] == "sustained") & (rows["variant"] == "") & rows["correct"].eq(True)]
     rows = rows.dropna(subset=["time_us_p50"])
     rows = rows.drop_duplicates(["record", "workload", "direction", "impl"])
-    known = {found.id: found for found in records.load_all(data_dir)}
+    known = {each.id: each for each in records.load_all(data_dir)}
     for name, group in rows.groupby("record", sort=True):
         if systems.named(known[name].system, data_dir).compute_capability == capability:
             yield known[name], group

@@ -47,11 +47,11 @@ table's columns, or to None for a workload that does not count."""
 
 def update(data_dir: str | Path) -> dict[Path, bool]:
     """Rewrite the tables; whether each file changed. Nothing is written if a record is refused."""
-    texts = {module.PATH: made_from(data_dir, operator) for operator, module in CHOICES.items()}
+    texts = {module.PATH: table_text(data_dir, operator) for operator, module in CHOICES.items()}
     return {path: manifest.rewrite(path, text) for path, text in texts.items()}
 
 
-def made_from(data_dir: str | Path, operator: str) -> str:
+def table_text(data_dir: str | Path, operator: str) -> str:
     """The text of the operator's table that the records make."""
     return render(from_records(data_dir, operator), CHOICES[operator].COLUMNS)
 
@@ -79,16 +79,16 @@ def from_records(data_dir: str | Path, operator: str) -> list[Ranking]:
     shape_of = SHAPES[operator]
     rungs = {rung.impl: rung for rung in ladder.LADDERS[operator][1:]}
     workloads = {
-        (found.id, name): workload
-        for found in record.load_all(data_dir)
-        for name, workload in found.workloads.items()
+        (run.id, name): workload
+        for run in record.load_all(data_dir)
+        for name, workload in run.workloads.items()
     }
     table = results.table(data_dir, latest=False).drop_duplicates(
         ["workload", "impl", "variant", "scope", "direction", "record"]
     )
     rows = table[table["scope"].isin(results.TIMED) & (table["variant"] == "")]
     rows = rows[rows["correct"] & rows["impl"].isin(rungs)]
-    found: dict[Shape, dict[str, dict[str, list]]] = defaultdict(lambda: defaultdict(dict))
+    timed: dict[Shape, dict[str, dict[str, list]]] = defaultdict(lambda: defaultdict(dict))
     for (run, name, direction, scope), group in rows.groupby(
         ["record", "workload", "direction", "scope"], sort=True
     ):
@@ -98,14 +98,14 @@ def from_records(data_dir: str | Path, operator: str) -> list[Ranking]:
         compared = sum(not rungs[impl].is_lesson for impl in group["impl"])
         if workload["operator"] == operator and shape is not None and compared > 1:
             times = group.set_index("impl")["time_us_p50"]
-            found[shape][run].setdefault(scope, []).append(times)
+            timed[shape][run].setdefault(scope, []).append(times)
     first = list(system.promoted(data_dir) or ())
     gpus = table.drop_duplicates("record").set_index("record")["gpu"]
-    place = {run: first.index(gpu) if gpu in first else len(first) for run, gpu in gpus.items()}
+    priority = {run: first.index(gpu) if gpu in first else len(first) for run, gpu in gpus.items()}
     rankings = []
-    for shape in sorted(found):
-        orders = {run: _order(**columns) for run, columns in found[shape].items()}
-        run = max(orders, key=lambda run: (-place[run], len(orders[run]), run))
+    for shape in sorted(timed):
+        orders = {run: _order(**columns) for run, columns in timed[shape].items()}
+        run = max(orders, key=lambda run: (-priority[run], len(orders[run]), run))
         products = tuple(impl for impl in orders[run] if not rungs[impl].is_lesson)
         if products:
             rankings.append(Ranking(shape, products, run))

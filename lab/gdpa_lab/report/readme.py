@@ -148,8 +148,8 @@ def _rows(data_dir: Path, line: Line) -> pd.DataFrame:
     chapter's run; last those that failed."""
     run = results.run_of(data_dir, notebook=f"notebooks/{line.chapter}.py", gpu=GPU)
     table = results.table(data_dir, gpu=GPU, workload=line.workload, latest=False)
-    place = line.workload, line.direction, "sustained"
-    keep = (table["record"] == run.of(place).id) & (table["direction"] == line.direction)
+    key = line.workload, line.direction, "sustained"
+    keep = (table["record"] == run.of(key).id) & (table["direction"] == line.direction)
     keep &= (table["variant"] == "") & (table["scope"] == "sustained")
     rows = table[keep].drop_duplicates("impl").sort_values("time_us_p50", kind="stable")
     if not rows["impl"][rows["time_us_p50"].notna()].isin(line.rungs).any():

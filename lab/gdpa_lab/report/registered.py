@@ -1,6 +1,6 @@
 """The chapters' predictions: their outcomes, and whether git held each before its record.
 
-data/predictions/h200.csv has a line for each `Chapter.predict`. `made` writes it: `text` and
+data/predictions/h200.csv has a line for each `Chapter.predict`. `derive` writes it: `text` and
 `limits` are those of the executed chapters, `commit` and `date` of the first commit in which the
 file `path` has the words `quote`. Reviewed are `path` and `quote`; `record`, the first one that
 could judge; `known`, from what the answer was known before; `cause` and `lesson` of a refuted one.
@@ -39,10 +39,10 @@ class Verdict(NamedTuple):
         return f"**{self.word}**, {share:.{0 if share >= 10 else 1}f} % {side}"
 
 
-def verdict(found: float, least: float, most: float) -> Verdict:
-    """What a finite `found` says of the limits."""
-    limit = least if found - least < most - found else most
-    slack = min(found - least, most - found)
+def verdict(result: float, least: float, most: float) -> Verdict:
+    """Judge a finite `result` by its limits."""
+    limit = least if result - least < most - result else most
+    slack = min(result - least, most - result)
     return Verdict("refuted" if slack < 0 else "confirmed", slack / abs(limit) if limit else None)
 
 
@@ -82,8 +82,8 @@ def told(line: pd.Series | None) -> str:
 
 
 def _precedes(date: str, record: str) -> bool:
-    made = datetime.strptime(f"{record[:16]}+0000", "%Y%m%dT%H%M%SZ%z")
-    return datetime.fromisoformat(date) < made
+    recorded = datetime.strptime(f"{record[:16]}+0000", "%Y%m%dT%H%M%SZ%z")
+    return datetime.fromisoformat(date) < recorded
 
 
 def collected(executed: Path = EXECUTED) -> pd.DataFrame:
@@ -91,7 +91,7 @@ def collected(executed: Path = EXECUTED) -> pd.DataFrame:
     value, least and most, None for none; and the chapter, which an id may name by an older one."""
     import nbformat  # of the extra "book"
 
-    found = [
+    predictions = [
         {**output.metadata["prediction"], "chapter": f"{path.parent.name}/{path.stem}"}
         for path in sorted(executed.glob("*/*.ipynb"))
         for cell in nbformat.read(path, as_version=4).cells
@@ -100,16 +100,18 @@ def collected(executed: Path = EXECUTED) -> pd.DataFrame:
     ]
     numbers = ["value", "least", "most"]
     columns = ["id", "text", "limits", "found", "word", "margin", *numbers, "chapter"]
-    return pd.DataFrame(found, columns=columns)
+    return pd.DataFrame(predictions, columns=columns)
 
 
-def made(found: pd.DataFrame, lines: pd.DataFrame) -> pd.DataFrame:
+def derive(predictions: pd.DataFrame, lines: pd.DataFrame) -> pd.DataFrame:
     """The file: text and limits of `found` (`collected`), what is reviewed from `lines`, commits
     from git. Where limits are others than before, the evidence has to be reviewed again."""
-    rows = found.set_index("id")[["text", "limits"]].join(lines.drop(columns=["text", "limits"]))
+    rows = predictions.set_index("id")[["text", "limits"]].join(
+        lines.drop(columns=["text", "limits"])
+    )
     rows = rows.fillna("")
-    before = lines["limits"].reindex(rows.index)
-    rows.loc[before.notna() & (before != rows["limits"]), EVIDENCE] = ""
+    previous = lines["limits"].reindex(rows.index)
+    rows.loc[previous.notna() & (previous != rows["limits"]), EVIDENCE] = ""
     held = [_first(row["path"], row["quote"]) for _, row in rows.iterrows()]
     rows["commit"], rows["date"] = zip(*held, strict=True)
     return rows.reset_index()[COLUMNS]
@@ -120,8 +122,8 @@ def _first(path: str, quote: str) -> tuple[str, str]:
     LookupError if there is none."""
     if not quote:
         return "", ""
-    found = ("log", "--reverse", "--format=%H %cI", "-S", quote, "--", path)
-    log = git.output(records.ROOT, *found).splitlines()
+    search = ("log", "--reverse", "--format=%H %cI", "-S", quote, "--", path)
+    log = git.output(records.ROOT, *search).splitlines()
     if not log:
         raise LookupError(f"a commit must add {quote!r} to {path}, got none")
     commit, date = log[0].split()
@@ -130,5 +132,5 @@ def _first(path: str, quote: str) -> tuple[str, str]:
 
 def update() -> bool:
     """Rewrite the file; whether it changed."""
-    text = made(collected(), load()).to_csv(index=False, lineterminator="\n")
+    text = derive(collected(), load()).to_csv(index=False, lineterminator="\n")
     return manifest.rewrite(PATH, text)

@@ -97,11 +97,11 @@ def _frame(rows: list[dict[str, Any]]) -> pd.DataFrame:
 def community(data_dir: str | Path = DATA_DIR, **options: Any) -> pd.DataFrame:
     """`table` of the records of other machines, data_dir/community/<handle>, and their `handle`.
     Nothing else reads them. RecordError naming every refused file."""
-    found = [
+    tables = [
         table(folder, **options).assign(handle=handle)
         for handle, folder in communities(data_dir).items()
     ]
-    return pd.concat(found, ignore_index=True) if found else _frame([]).assign(handle="")
+    return pd.concat(tables, ignore_index=True) if tables else _frame([]).assign(handle="")
 
 
 def latest_record(
@@ -111,16 +111,16 @@ def latest_record(
     name. LookupError saying what exists if there is none; RecordError naming every refused file.
     """
     records = load_all(data_dir)
-    found = [
+    matches = [
         r for r in records if notebook in (None, r.chapter) and gpu in (None, gpu_of(r, data_dir))
     ]
-    if not found:
+    if not matches:
         existing = sorted({f"{r.chapter} on {r.system}" for r in records}) or ["no record"]
         raise LookupError(
             f"a record must match notebook={notebook!r}, gpu={gpu!r}, got none; "
             f"there is: {'; '.join(existing)}"
         )
-    return found[-1]
+    return matches[-1]
 
 
 class Run(NamedTuple):
@@ -137,14 +137,14 @@ class Run(NamedTuple):
         others = {run.id: run for run in self.pieces.values() if run.id > self.whole.id}
         return [self.whole, *(others[name] for name in sorted(others))]
 
-    def of(self, place: tuple[str, str, str]) -> Record:
+    def of(self, key: tuple[str, str, str]) -> Record:
         """The record that stands for a (workload, direction, scope)."""
-        return self.pieces.get(place, self.whole)
+        return self.pieces.get(key, self.whole)
 
     def own(self, rows: pd.DataFrame) -> pd.DataFrame:
         """Those `rows` of `table`, all of one record, that this record stands for."""
-        places = zip(rows["workload"], rows["direction"], rows["scope"], strict=True)
-        return rows[rows["record"].eq([self.of(place).id for place in places])]
+        keys = zip(rows["workload"], rows["direction"], rows["scope"], strict=True)
+        return rows[rows["record"].eq([self.of(key).id for key in keys])]
 
 
 def run_of(data_dir: str | Path, *, notebook: str, gpu: str) -> Run:
@@ -160,15 +160,15 @@ def run_of(data_dir: str | Path, *, notebook: str, gpu: str) -> Run:
     for run in load_all(data_dir):
         if run.chapter != notebook or gpu_of(run, data_dir) != gpu:
             continue
-        places = {(row.workload, row.direction, row.scope) for row in run.rows}
+        measured = {(row.workload, row.direction, row.scope) for row in run.rows}
         left = {(x.workload, x.direction, x.scope) for x in run.rows if x.is_left_out}
-        places -= left
-        pieces |= dict.fromkeys(places, run)
+        measured -= left
+        pieces |= dict.fromkeys(measured, run)
         full = run.plan and not left and run.command.startswith("make ")  # a piece says of what
         anew = whole.notebook != notebook and run.notebook == notebook and full
-        if len(places) >= most or anew:
-            most, whole = len(places), run
-    return Run(whole, {place: x for place, x in pieces.items() if x.id >= whole.id})
+        if len(measured) >= most or anew:
+            most, whole = len(measured), run
+    return Run(whole, {key: x for key, x in pieces.items() if x.id >= whole.id})
 
 
 def gpu_of(record: Record, data_dir: str | Path = DATA_DIR) -> str:

@@ -65,8 +65,8 @@ def is_stale(
     now = codes.get(Key(call, _closure(files, root)))
     then = codes.get(Key(call, _package(run)))
     if now is not None and _compilers(row) == {now.compiler}:
-        kept = [launch["code"] for launch in _launches(row)]
-        then = Found(now.compiler, machine_code.combined(kept))
+        recorded = [launch["code"] for launch in _launches(row)]
+        then = Found(now.compiler, machine_code.combined(recorded))
     return now is None or not machine_code.is_code(now.code) or then != now
 
 
@@ -144,8 +144,8 @@ def update(
         (x.row.operator, x.row.impl, x.row.direction, *x.key, *known[x.key])
         for x in needed.values()
     )
-    made = pd.DataFrame(lines, columns=list(COLUMNS)).to_csv(index=False, lineterminator="\n")
-    changed = manifest.rewrite(path, made)
+    text = pd.DataFrame(lines, columns=list(COLUMNS)).to_csv(index=False, lineterminator="\n")
+    changed = manifest.rewrite(path, text)
     if path.with_name(manifest.NAME).exists():
         manifest.update(data_dir)
     return changed
@@ -160,25 +160,25 @@ def _files(row: Row, root: Path) -> tuple[str, ...]:
 
 @cache
 def _of(modules: tuple[str, ...], root: Path) -> tuple[str, ...]:
-    found = (next(filter(lambda name: (root / name).exists(), _paths(x)), None) for x in modules)
-    return _reached(tuple(sorted(filter(None, found))), root)
+    paths = (next(filter(lambda name: (root / name).exists(), _paths(x)), None) for x in modules)
+    return _reached(tuple(sorted(filter(None, paths))), root)
 
 
 def _paths(module: str) -> tuple[str, ...]:
-    return tuple(f"{place.replace('.', '/')}.py" for place in machine_code.places(module))
+    return tuple(f"{name.replace('.', '/')}.py" for name in machine_code.places(module))
 
 
 @cache
 def _reached(names: tuple[str, ...], root: Path) -> tuple[str, ...]:
     """These modules and all of the package that they import, what calls kernels aside."""
-    found, ahead = set(), list(names)
+    reached, ahead = set(), list(names)
     while ahead:
         name = ahead.pop()
-        if name in found or name.startswith(_HOST) or not (root / name).exists():
+        if name in reached or name.startswith(_HOST) or not (root / name).exists():
             continue
-        found.add(name)
+        reached.add(name)
         ahead += _imports((root / name).read_text(encoding="utf-8"))
-    return tuple(sorted(found))
+    return tuple(sorted(reached))
 
 
 @cache
@@ -214,8 +214,8 @@ def _digest(value: Any) -> str:
 def _launches(row: Row) -> Sequence[Mapping[str, Any]]:
     """The launches that a row kept, unless they are of a changed copy, which nobody has today: it
     is as old as the rung that it was made of."""
-    kept = row.launches or ()
-    return kept if all(x["kernel"].startswith("gdpa_kernels.") for x in kept) else ()
+    launches = row.launches or ()
+    return launches if all(x["kernel"].startswith("gdpa_kernels.") for x in launches) else ()
 
 
 def _compilers(row: Row) -> set[str]:

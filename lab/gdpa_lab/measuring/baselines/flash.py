@@ -43,8 +43,8 @@ def _library() -> Path | None:
 def _operators() -> object:
     """`torch.ops.flash_attn_3` of that library, which is linked with CUDA 12's runtime; xformers
     itself, made for another PyTorch, is not imported."""
-    found = [folder / "cuda_runtime/lib/libcudart.so.12" for folder in _locations("nvidia")]
-    runtime = next((str(file) for file in found if file.exists()), "libcudart.so.12")
+    files = [folder / "cuda_runtime/lib/libcudart.so.12" for folder in _locations("nvidia")]
+    runtime = next((str(file) for file in files if file.exists()), "libcudart.so.12")
     ctypes.CDLL(runtime, mode=ctypes.RTLD_GLOBAL)
     torch.ops.load_library(str(_library()))
     return torch.ops.flash_attn_3
@@ -74,13 +74,13 @@ def fa3(inputs: Inputs | BlockInputs, direction: str = "forward") -> Call:
         return lambda: forward()[0]
     if direction == STEP:
         return lambda: backward(*forward())
-    kept = forward()
-    return lambda: backward(*kept)
+    saved = forward()
+    return lambda: backward(*saved)
 
 
-def _output(found: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:
+def _output(result: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:
     """The output, without the statistics that some versions return beside it."""
-    return found[0] if isinstance(found, tuple) else found
+    return result[0] if isinstance(result, tuple) else result
 
 
 def fa4(inputs: Inputs, direction: str = "forward", scan: bool = False) -> Call:

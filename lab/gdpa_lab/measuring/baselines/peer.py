@@ -90,14 +90,14 @@ def differentiate(
         return tuple(tensor.detach().requires_grad_() for tensor in tensors)
 
     def step() -> tuple[torch.Tensor, ...]:
-        own = leaves()
-        return torch.autograd.grad(function(*own), own, inputs.grad_out)
+        qkv = leaves()
+        return torch.autograd.grad(function(*qkv), qkv, inputs.grad_out)
 
     if direction == STEP:
         return step
-    kept = leaves()
-    out = function(*kept)
-    return lambda: torch.autograd.grad(out, kept, inputs.grad_out, retain_graph=True)
+    qkv = leaves()
+    out = function(*qkv)
+    return lambda: torch.autograd.grad(out, qkv, inputs.grad_out, retain_graph=True)
 
 
 def by_inductor(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -114,8 +114,8 @@ def block_offsets(inputs: BlockInputs) -> torch.Tensor:
     """
     ends, size, count = inputs.cu_seqlens, inputs.workload.block_size, inputs.workload.blocks
     blocks = (ends.diff() + (size - 1)) // size
-    before = blocks.cumsum(0) - blocks
-    start = (ends[:-1] - before * size).repeat_interleave(blocks, output_size=count)
+    first_block = blocks.cumsum(0) - blocks
+    start = (ends[:-1] - first_block * size).repeat_interleave(blocks, output_size=count)
     start += torch.arange(0, count * size, size, device=ends.device)
     return torch.cat((start, ends[-1:])).int()
 
@@ -178,8 +178,8 @@ def both(*problems: Problem) -> Problem:
     """The first of several problems."""
 
     def problem(workload: Workload, direction: str) -> str | None:
-        found = (each(workload, direction) for each in problems)
-        return next((text for text in found if text is not None), None)
+        reasons = (each(workload, direction) for each in problems)
+        return next((text for text in reasons if text is not None), None)
 
     return problem
 

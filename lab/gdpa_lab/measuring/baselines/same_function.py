@@ -101,12 +101,12 @@ def flashinfer(inputs: Inputs, direction: str = "forward") -> Call:
 
     q, k, name = inputs.q, inputs.k, inputs.workload.activation
     dtypes, head_dim = [q.dtype] * 3, q.shape[-1]
-    given = "logits_scale", "output_scale"
+    parameters = "logits_scale", "output_scale"
     wrapper = BatchPrefillWithRaggedKVCacheWrapper(
         torch.empty(2**27, dtype=torch.uint8, device=q.device), "NHD", backend="fa3",
         jit_args=(
             f"element_wise_{name}_{head_dim}_{q.dtype}".replace(".", "_"), *dtypes, torch.int32,
-            head_dim, head_dim, [], [], [*given], ["double"] * 2, "ElementWise",
+            head_dim, head_dim, [], [], [*parameters], ["double"] * 2, "ElementWise",
             VARIANT % FLASHINFER[name],
         ),
     )  # fmt: skip

@@ -48,14 +48,14 @@ def softmax_gradients(
     inputs: Inputs, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dq, dk, dv) of `softmax_reference` for the gradient grad_out, in `dtype`."""
-    found = ([], [], [])
+    gradients = ([], [], [])
     heads = (inputs.workload.num_heads_k, -1)
     for q, k, v, grad in _sequences(inputs, dtype):
         p = _probabilities(inputs, q, k)
         dp = grad @ v.mT
         ds = p * (dp - (p * dp).sum(-1, keepdim=True)) * inputs.scale()
         dk, dv = (part.unflatten(0, heads).sum(1) for part in (ds.mT @ q, p.mT @ grad))
-        for parts, part in zip(found, (ds @ k, dk, dv), strict=True):
+        for parts, part in zip(gradients, (ds @ k, dk, dv), strict=True):
             parts.append(part.transpose(0, 1))
-    dq, dk, dv = (torch.cat(parts) for parts in found)
+    dq, dk, dv = (torch.cat(parts) for parts in gradients)
     return dq, dk, dv

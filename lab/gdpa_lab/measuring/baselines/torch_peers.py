@@ -45,8 +45,8 @@ def torch_compile(inputs: Inputs, direction: str = "forward") -> Call:
     """v0_eager with its arithmetic compiled; padding and unpadding stay eager."""
     batch = inputs.batch()
     options = ("activation", "scale", "output_scale", "causal", "window")
-    given = {option: getattr(batch, option) for option in options}
-    attention = functools.partial(v0_eager.padded_attention, **given)
+    arguments = {option: getattr(batch, option) for option in options}
+    attention = functools.partial(v0_eager.padded_attention, **arguments)
     attention = peer.by_inductor(attention)
 
     def function(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -116,8 +116,8 @@ def flex(inputs: Inputs, direction: str = "forward") -> Call:
         )
         values = v.sum(-2, keepdim=True, dtype=torch.float32)
         values = values.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
-        found = (out.float() * aux.lse.exp()[..., None] - offset * values) * workload.output_scale
-        return found.to(q.dtype).transpose(1, 2).reshape(inputs.q.shape)
+        product = (out.float() * aux.lse.exp()[..., None] - offset * values) * workload.output_scale
+        return product.to(q.dtype).transpose(1, 2).reshape(inputs.q.shape)
 
     attention = peer.by_inductor(attention)
     return compiled(attention, inputs, direction)
