@@ -1,1 +1,1 @@
-"""What measures the operators of `gdpa_kernels` and tells of it: workloads, records, charts."""
+"""Measures the operators of `gdpa_kernels` and reports on them: workloads, records, charts."""

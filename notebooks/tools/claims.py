@@ -24,7 +24,7 @@ from _lib import answers
 from gdpa_lab.measuring.workloads import FIGURES, WORKLOADS
 from gdpa_lab.report import charts, claims, results
 from gdpa_lab.report.chapter import Chapter
-from gdpa_lab.report.house import RUNG_COLOURS, is_rung
+from gdpa_lab.report.style import RUNG_COLOURS, is_rung
 
 # %% tags=["parameters"]
 mode = "replay"

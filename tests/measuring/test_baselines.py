@@ -21,7 +21,7 @@ from gdpa_kernels.gdpa.kernels import v0_eager
 from gdpa_lab.measuring import baselines, machine_code, operators
 from gdpa_lab.measuring.baselines import flash, peer, same_function, torch_peers
 from gdpa_lab.measuring.inputs import make_inputs
-from gdpa_lab.measuring.laws import Full, Uniform
+from gdpa_lab.measuring.length_distributions import Full, Uniform
 from gdpa_lab.measuring.workload import STEP, Workload
 from gdpa_lab.measuring.workloads import WORKLOADS
 from tests.records import available

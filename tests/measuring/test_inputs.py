@@ -7,7 +7,7 @@ import torch
 
 from gdpa_kernels.block_attention.api import block_attention
 from gdpa_lab.measuring.inputs import cu_seqlens, make_inputs
-from gdpa_lab.measuring.laws import Full, Uniform
+from gdpa_lab.measuring.length_distributions import Full, Uniform
 from gdpa_lab.measuring.workload import Workload
 
 SELF = Workload(

@@ -37,7 +37,7 @@ from gdpa_lab.measuring import (
     timing,
 )
 from gdpa_lab.measuring.inputs import make_inputs
-from gdpa_lab.measuring.laws import Between, Full
+from gdpa_lab.measuring.length_distributions import Between, Full
 from gdpa_lab.measuring.session import ONLY_VARIABLE, Session
 from gdpa_lab.measuring.workload import Workload
 from gdpa_lab.measuring.workloads import workload

@@ -9,7 +9,7 @@ from matplotlib.colors import to_hex
 from matplotlib.text import Text
 
 from _lib import columns, drawings, rare_charts
-from gdpa_lab.report import charts, house
+from gdpa_lab.report import charts, style
 
 
 def test_smooth_lines_colour_the_highlighted_and_name_levels():
@@ -178,7 +178,7 @@ def test_a_text_on_a_pale_part_has_the_ink_of_the_page():
     looks = {"a": "filled", "b": "pale", "c": "hollow"}
     (axis,) = rare_charts.stacked(frame, xlabel="ms", looks=looks, inside=True).axes
     colours = [text.get_color() for text in axis.texts]
-    assert colours == [house.PAGE, house.INK, house.RUNG_COLOURS[1]]
+    assert colours == [style.PAGE, style.INK, style.RUNG_COLOURS[1]]
 
 
 def test_a_heat_map_is_more_saturated_for_more_and_frames_holes():
@@ -186,13 +186,13 @@ def test_a_heat_map_is_more_saturated_for_more_and_frames_holes():
     cells = rare_charts.heat(frame, label="%").axes[0].patches
     shares = [cell.get_alpha() for cell in cells]
     assert shares[0] < shares[2] < shares[1] <= 0.45 and shares[3] is None
-    assert to_hex(cells[0].get_facecolor()) == house.RUNG_COLOURS[1]
+    assert to_hex(cells[0].get_facecolor()) == style.RUNG_COLOURS[1]
     assert cells[3].get_facecolor()[3] == 0
 
 
 def test_long_names_of_rows_do_not_overlap_on_a_phone():
     names = [f"half-jagged-{n}-d64 of a kind, backward" for n in range(20)]
-    with house.narrowed():
+    with style.narrowed():
         chart = charts.dots(pd.DataFrame({"x": range(1, 21)}, names), xlabel="x")
     chart.draw_without_rendering()
     boxes = [label.get_window_extent() for label in chart.axes[0].get_yticklabels()]
@@ -230,7 +230,7 @@ NAMED = {
 
 @pytest.mark.parametrize("draw", NAMED.values(), ids=NAMED)
 def test_texts_do_not_cover_one_another_on_a_phone(draw):
-    with house.narrowed():
+    with style.narrowed():
         chart = draw()
     chart.draw_without_rendering()
     texts = [text for text in chart.findobj(Text) if text.get_visible() and text.get_text()]
@@ -246,14 +246,14 @@ def _covers(one, other) -> bool:
 
 def test_only_panels_with_ticks_name_the_axis_on_a_phone():
     bar = pd.DataFrame([(0, 0, 1, "a")], columns=["lane", "start", "time", "label"])
-    with house.narrowed():
+    with style.narrowed():
         chart = drawings.gantt({"one": bar, "two": bar}, xlabel="ms", hue="v1_tiled")
     assert [axis.get_xlabel() for axis in chart.axes] == ["", "ms"]
 
 
 def test_long_ticks_keep_their_distance_on_a_phone():
     rates = pd.DataFrame({"a": range(7)}, [36, 144, 288, 576, 1152, 2304, 4608])
-    with house.narrowed():
+    with style.narrowed():
         chart = charts.lines(rates, xlabel="x", ylabel="y", highlight=["a"], log="x")
     labels = [label.get_text() for label in chart.axes[0].get_xticklabels()]
     assert labels == ["36", "", "288", "", "1,152", "", "4,608"]

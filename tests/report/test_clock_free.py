@@ -4,7 +4,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from gdpa_lab.measuring import record, units
+from gdpa_lab.measuring import cost_model, record
 from gdpa_lab.report import clock_free, predictions, results
 from tests.report.test_predictions import CEILINGS, SELF, add, loaded, timed
 
@@ -50,7 +50,7 @@ def test_shares_are_those_of_rows_back_to_back_at_their_own_clock():
     )  # fmt: skip
     clocks = np.median(timed.samples_us) * timed.load.sm_clock_mhz
     assert row["clocks"] == pytest.approx(clocks)
-    mmas = SELF.flops("forward") / units.H200.flops / units.H200.sms
+    mmas = SELF.flops("forward") / cost_model.H200.flops / cost_model.H200.sms
     assert row["share"] == pytest.approx(mmas / clocks)
 
 

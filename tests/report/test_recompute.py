@@ -30,7 +30,7 @@ def book(tmp_path_factory):
     table = results.table(gpu="NVIDIA H200", latest=False)
     for page in PAGES:
         run = results.run_of(record.DATA_DIR, notebook=f"notebooks/{page}.py", gpu="NVIDIA H200")
-        rows = pd.concat(run.own(table[table["record"] == made.id]) for made in run.records)
+        rows = pd.concat(run.select(table[table["record"] == made.id]) for made in run.records)
         rows = rows[rows["scope"] != "op"]
         path = figures / f"{page.replace('/', '-')}-1.csv"
         rows.to_csv(path, index=False, float_format="%.6g", lineterminator="\n")

@@ -33,7 +33,7 @@ def found(stamp: str, **values) -> set[bool]:
 
 
 def test_the_table_is_that_of_the_records_and_the_sources():
-    wanted = {each.key for each in staleness.wanted()}
+    wanted = {each.key for each in staleness.entries()}
     assert staleness.table().keys() == wanted, "python -m gdpa_lab maintain machine-code"
 
 

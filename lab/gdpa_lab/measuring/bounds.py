@@ -38,19 +38,19 @@ BUS_BITS = {
 6000; data sheets. Two bits a pin and clock. Of others: the most."""
 
 SAME = 1e-12
-"""Relative difference of two ways to compute a mean power in double precision."""
+"""Tolerance between two ways to compute a mean power in double precision."""
 
 ROUNDING = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-11}
 """Largest relative error of one rounding; products of fp32 matrices may be TF32's."""
 
 _ROUNDINGS = 4 * FACTOR + 1
-"""Of scores, of what becomes of them, of the sum and of the result, in a budget; and its own."""
+"""Roundings in a budget: of scores, activations, the sum and the result; and its own."""
 _SIGMAS = 8.0
-"""No draw of N(0, 1), nor a sum of many in units of its deviation, is larger in 1e15."""
+"""Bound in deviations that a draw of N(0, 1), or a sum of many, exceeds less than once in 1e15."""
 
 
 def refusal(record: Record, machine: System) -> str | None:
-    """Why `record` cannot be of `machine`, or a budget in it cannot be right; None if they can."""
+    """Return why `record` cannot be of `machine` or a budget in it cannot be right, or None."""
     return next(_reasons(record, machine), None)
 
 
@@ -112,8 +112,8 @@ def _wrong_load(where: str, what: Ceiling | Row, machine: System) -> Iterator[st
 
 
 def _wrong_budgets(record: Record) -> Iterator[str]:
-    """Budgets beyond their bound, or more of them than tensors were compared: they depend on the
-    inputs alone, so all rows of one mathematics share them."""
+    """Check budgets against their bound and their number against the tensors compared: they depend
+    on the inputs alone, so all rows of one mathematics share them."""
     budgets: dict[tuple[str, str, str], set[float]] = defaultdict(set)
     for i, row in enumerate(record.rows):
         if row.error is None:
@@ -165,8 +165,9 @@ def most_budget(workload: Workload, direction: str, math_of: str) -> float:
 
 
 def _size(activation: str, deviation: float, n: int, direction: str) -> float:
-    """Deviation of a sum of `n` activations of scores N(0, `deviation`^2), in backward also of
-    derivatives, or the largest term: each with what a relative error of the score adds."""
+    """Bound a sum of `n` activations of scores N(0, `deviation`^2), in the backward pass also of
+    derivatives, by its deviation or its largest term; each term includes the effect of a relative
+    error of the score."""
     x = torch.linspace(-_SIGMAS, _SIGMAS, 4001, dtype=torch.float64)
     weights = torch.exp(-(x**2) / 2)
     x, weights = x * deviation, weights / weights.sum()

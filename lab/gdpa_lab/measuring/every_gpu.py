@@ -1,7 +1,7 @@
-"""What the products in plain Triton compile to for GPUs that nobody measured: data/every_gpu.csv.
+"""Compiles the products in plain Triton for GPUs that nobody measured: data/every_gpu.csv.
 
-Compiled without a GPU and run in the emulator, not measured. AMD's run none of them yet: their
-kernels compile, and calls are refused (`rung.Requires`).
+The kernels are compiled without a GPU and run in the emulator, not measured. AMD GPUs run none of
+them yet: their kernels compile, and calls are refused (`rung.Requires`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CONFIGURED = (v1_tiled_backward, v1_one_tile)  # by the shared memory that there
 
 
 def calls(head_dim: int) -> dict[tuple[str, str], Callable[[], object]]:
-    """By product and direction: a call in bf16 with 4 heads, GELU, and 1,024 tokens."""
+    """Build calls by product and direction, in bf16 with 4 heads, GELU and 1,024 tokens."""
     x, ends = torch.zeros(1024, 4, head_dim).bfloat16(), torch.tensor([0, 1024]).int()
     scale = head_dim**-0.5
     whole = partial(Batch, x, x, x, ends, ends, 1024, 1024, ("gelu_tanh",), scale)
@@ -55,7 +55,7 @@ def calls(head_dim: int) -> dict[tuple[str, str], Callable[[], object]]:
 
 
 def launched(call: Callable[[], object], target: int | str) -> list[Launch]:
-    """What a call launches on a GPU with the shared memory of a target; nothing runs."""
+    """Record what a call launches on a GPU with the shared memory of a target; nothing runs."""
     most = compile_check.SHARED_BYTES[target]
     patches = [mock.patch.object(x, "shared_memory", lambda device: most) for x in CONFIGURED]
     with patches[0], patches[1], launches(run=False) as seen:
@@ -66,8 +66,8 @@ def launched(call: Callable[[], object], target: int | str) -> list[Launch]:
 def rows(
     targets: tuple[int | str, ...] = TARGETS, head_dims: tuple[int, ...] = HEAD_DIMS
 ) -> Iterator[dict]:
-    """Of each kernel registers, bytes spilled and bytes of shared memory, of a thread, a thread and
-    a program. Raises OutOfResources for a kernel that does not fit."""
+    """Yield the registers and spilled bytes per thread and the shared memory per program of each
+    kernel. Raises OutOfResources for a kernel that does not fit."""
     for head_dim in head_dims:
         for (product, direction), call in calls(head_dim).items():
             for target in targets:
@@ -84,11 +84,11 @@ def rows(
 
 
 def table(data_dir: str | Path = DATA_DIR) -> pd.DataFrame:
-    """The table as it is kept."""
+    """Read the stored table."""
     return pd.read_csv(Path(data_dir) / NAME)
 
 
 def update(data_dir: str | Path = DATA_DIR) -> bool:
-    """Compile all kernels and write the table; whether it changed."""
+    """Compile all kernels and write the table; return whether it changed."""
     text = pd.DataFrame(rows()).to_csv(index=False, lineterminator="\n")
     return manifest.rewrite(Path(data_dir) / NAME, text)

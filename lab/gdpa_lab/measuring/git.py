@@ -9,12 +9,12 @@ from pathlib import Path
 
 
 def output(root: str | Path, *arguments: str, stdin: str = "") -> str:
-    """What a git command prints in `root`; CalledProcessError if it fails."""
+    """Return the output of a git command in `root`; CalledProcessError if it fails."""
     return _run(root, *arguments, stdin=stdin).decode()
 
 
 def answer(root: str | Path, *arguments: str) -> str | None:
-    """What a git command prints in `root`; None without git, a checkout, or what is asked for."""
+    """Return the output of a git command in `root`, or None if it fails or git is missing."""
     try:
         return output(root, *arguments).strip()
     except (OSError, subprocess.CalledProcessError):
@@ -22,7 +22,7 @@ def answer(root: str | Path, *arguments: str) -> str | None:
 
 
 def contents(root: str | Path, names: Iterable[str]) -> Iterator[bytes | None]:
-    """The contents of objects (hashes, or COMMIT:PATH) in order, None for one that is missing."""
+    """Yield the contents of objects (hashes, or COMMIT:PATH) in order, None for a missing one."""
     stream = io.BytesIO(_run(root, "cat-file", "--batch", stdin="".join(f"{n}\n" for n in names)))
     for head in stream:
         size = head.split()[-1]

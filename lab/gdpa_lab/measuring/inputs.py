@@ -18,19 +18,19 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 
 
 class Arguments:
-    """Inputs whose attributes and options of their workload are arguments of an operator."""
+    """Base of inputs: attributes and workload options become arguments of an operator."""
 
     workload: Workload
     TENSORS: ClassVar[tuple[str, ...]]
     OPTIONS: ClassVar[tuple[str, ...]]
 
     def arguments(self) -> dict[str, Any]:
-        """Keyword arguments of the operator, but for what names an implementation."""
+        """Keyword arguments of the operator, except the one that names an implementation."""
         tensors = {name: getattr(self, name) for name in self.TENSORS}
         return tensors | {name: getattr(self.workload, name) for name in self.OPTIONS}
 
     def scale(self) -> float:
-        """What multiplies Q K^T."""
+        """Factor of Q K^T."""
         scale = self.workload.scale
         return self.workload.head_dim**-0.5 if scale is None else scale
 
@@ -58,7 +58,7 @@ class Inputs(Arguments):
     OPTIONS = ("activation", "scale", "output_scale", "causal", "window")
 
     def batch(self) -> gdpa_batch.Batch:
-        """What a rung takes."""
+        """Batch for a rung."""
         name = self.workload.activation
         names = (name,) if isinstance(name, str) else tuple(name)
         arguments = self.arguments() | {"activation": names, "scale": self.scale()}
@@ -85,7 +85,7 @@ class BlockInputs(Arguments):
     OPTIONS = ("block_size", "scale", "rotate_v")
 
     def batch(self) -> block_batch.Batch:
-        """What a rung takes."""
+        """Batch for a rung."""
         return block_batch.Batch(**self.arguments() | {"scale": self.scale()})
 
 
@@ -144,7 +144,8 @@ def make_inputs(
 
 
 def cu_seqlens(seqlens: tuple[int, ...] | list[int], device: torch.device | str) -> torch.Tensor:
-    """Offsets 0, l0, l0 + l1, ... as int32 [batch + 1] on `device`; ValueError beyond int32."""
+    """Compute offsets 0, l0, l0 + l1, ... as int32 [batch + 1] on `device`; ValueError beyond
+    int32."""
     offsets = [0, *accumulate(seqlens)]
     if offsets[-1] >= 2**31:
         raise ValueError(f"seqlens must sum to less than 2**31, got {offsets[-1]}")

@@ -35,12 +35,12 @@ if TYPE_CHECKING:
 
 _SECTIONS = (".text.", ".nv.info.", ".nv.constant", ".nv.shared.")
 _NO_BITS = 8
-_LISTS = re.compile("(list|order)_kernel$")  # what makes a schedule
+_LISTS = re.compile("(list|order)_kernel$")  # kernels that make a schedule
 _SMS = 132
 
 
 def digest(cubin: bytes) -> str:
-    """The hash of a cubin's machine code, 16 hex digits. Source: ELF-64, section headers."""
+    """Hash the machine code of a cubin, 16 hex digits. Source: ELF-64, section headers."""
     start = struct.unpack_from("<Q", cubin, 40)[0]
     count, names = struct.unpack_from("<HH", cubin, 60)
     headers = [struct.unpack_from("<IIQQQQIIQQ", cubin, start + 64 * i) for i in range(count)]
@@ -56,8 +56,8 @@ def digest(cubin: bytes) -> str:
 
 
 def compiler() -> str:
-    """The installed Triton, e.g. "fbtriton 3.7.4"; "none" without one. And the version of ptxas if
-    another one than Triton's own is set, as TorchInductor does."""
+    """Name the installed Triton, e.g. "fbtriton 3.7.4", or "none"; with the version of ptxas if
+    another than Triton's own is set, as TorchInductor does."""
     return _compiler(os.environ.get("TRITON_PTXAS_PATH", ""))
 
 
@@ -73,13 +73,14 @@ def _compiler(ptxas: str) -> str:
 
 
 def ptxas_version(path: str) -> str:
-    """What a ptxas says of itself: "ptxas V13.0.88"."""
+    """Return the version of a ptxas: "ptxas V13.0.88"."""
     printed = subprocess.run([path, "--version"], capture_output=True, text=True, check=True).stdout
     return f"ptxas {re.search(r'V[0-9.]+', printed)[0]}"
 
 
 def describe(launch: Launch) -> dict[str, Any]:
-    """A launch on a GPU as plain values: the kernel, its code, and all that `compile_again` needs.
+    """Describe a launch on a GPU as plain values: the kernel, its code, and all that
+    `compile_again` needs.
 
     ValueError for a constant that is no plain value.
     """
@@ -115,12 +116,11 @@ def _imported(module: str) -> ModuleType:
 
 
 def compile_again(launch: Mapping[str, Any]) -> CompiledKernel:
-    """The kernel of now, compiled as `describe` says that it was.
+    """Compile today's kernel with the options that `describe` stored.
 
-    Constants that it no longer takes are left out, and so is what Triton knew of an argument that
-    it no longer specializes; arguments that it takes since then have their defaults: its code says
-    whether they matter. LookupError if there is no such kernel, ValueError if it takes other
-    arguments.
+    Constants and specializations that the kernel no longer takes are left out, and new arguments
+    get their defaults: the code tells whether they matter. LookupError if there is no such kernel,
+    ValueError if it takes other arguments.
     """
     import triton
     from triton.backends.compiler import GPUTarget
@@ -164,7 +164,7 @@ def compile_again(launch: Mapping[str, Any]) -> CompiledKernel:
 
 
 def pretend(arch: int) -> None:
-    """Let Triton compile what it is told to launch for sm_<arch>, a device of that number."""
+    """Make Triton compile its launches for sm_<arch>, as on a device of that number."""
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 
@@ -178,8 +178,8 @@ def pretend(arch: int) -> None:
 
 
 def _prepared(question: Mapping[str, Any]) -> tuple[Callable[[], Any], list[CompiledKernel]]:
-    """The call of a row on two of its longest sequences (what is compiled depends on its config,
-    not on lengths), and the list into which it puts what it launches, compiled as on a GPU."""
+    """Build the call of a row on two of its longest sequences, and the list that collects what it
+    launches, compiled as on a GPU. Its config decides what is compiled, lengths do not."""
     pretend(question["arch"])
     operator, impl = question["operator"], question["impl"]
     module = _imported(f"gdpa_kernels.{operator}.{impl}")
@@ -224,7 +224,8 @@ def _prepared(question: Mapping[str, Any]) -> tuple[Callable[[], Any], list[Comp
 
 
 def _arguments(workload: Mapping[str, Any], device: str) -> tuple[dict[str, Any], torch.Tensor]:
-    """What a call takes, by name, and a gradient of the output; tensors hold nothing."""
+    """Build the arguments of a call, by name, and a gradient of the output; tensors hold
+    nothing."""
     import torch
 
     rows_q, rows_k, head_dim = (workload[n] for n in ("max_seqlen_q", "max_seqlen_k", "head_dim"))
@@ -261,7 +262,7 @@ def _known(function: Callable, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _config(kind: type, values: Mapping[str, Any]) -> Any:
-    """A config of today's fields; those inside it are configs too."""
+    """Rebuild a config, nested ones included, from the fields that exist today."""
     kinds = inspect.get_annotations(kind, eval_str=True)
     return kind(
         **{
@@ -273,7 +274,8 @@ def _config(kind: type, values: Mapping[str, Any]) -> Any:
 
 
 def _operations(call: Callable[[], Any]) -> list[str]:
-    """What PyTorch is asked for in a call: what a row has run that launches no kernel."""
+    """List the operations that a call asks PyTorch for: the code of a row that launches no
+    kernel."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Seen(TorchDispatchMode):
@@ -290,13 +292,13 @@ def _operations(call: Callable[[], Any]) -> list[str]:
 
 
 def answer(question: Mapping[str, Any]) -> str:
-    """The codes of what a row launches, one hash; in place of it, why there is none."""
+    """Return one hash of the code that a row launches, or the reason why there is none."""
     try:
         if "launches" in question:
             parts = [digest(compile_again(each).asm["cubin"]) for each in question["launches"]]
         else:
             call, compiled = _prepared(question)
-            call()  # the first one asks PyTorch for what is kept from then on, too
+            call()  # the first call also makes what PyTorch caches
             parts = [digest(each.asm["cubin"]) for each in compiled] or _operations(call)
     except Exception as error:
         while error.__cause__ is not None:
@@ -306,12 +308,12 @@ def answer(question: Mapping[str, Any]) -> str:
 
 
 def is_code(text: str | None) -> bool:
-    """Whether an answer is a hash, and not a reason."""
+    """Return whether an answer is a hash and not a reason."""
     return text is not None and re.fullmatch("[0-9a-f]{16}", text) is not None
 
 
 def combined(codes: Sequence[str]) -> str:
-    """One hash of the codes of several launches, in their order."""
+    """Combine the codes of several launches, in order, into one hash."""
     return hashlib.sha256(" ".join(codes).encode()).hexdigest()[:16]
 
 

@@ -26,16 +26,16 @@ from gdpa_lab.measuring.workload import Workload
 SCOPES = ("kernel", "sustained", "op", "host", "schedule")
 ON_DEVICE = ("kernel", "sustained")
 Entry = str | tuple[str, str, Mapping[str, object]]
-"""A name, or (name, variant, options of the rung)."""
+"""Name of an implementation, or (name, variant, options of the rung)."""
 Scopes = Sequence[str] | Mapping[str, Collection[str]]
-"""What is timed of every implementation, or of which each scope is."""
+"""Scopes timed for all implementations, or the implementations of each scope."""
 Stage = Callable[[str], None]
-"""Is told what begins: "inputs", "run", "check" or "time"."""
+"""Callback for the stage that begins: "inputs", "run", "check" or "time"."""
 
 
 class Attempt(NamedTuple):
-    """What came of an implementation: ready to be timed, with its error and its `run_once` peak, or
-    a failure."""
+    """Outcome of an implementation: a candidate to time, its error and its `run_once` peak, or a
+    failure."""
 
     candidate: Candidate | None = None
     error: record.Error | None = None
@@ -51,7 +51,8 @@ def candidate(
     variant: str = "",
     **options: object,
 ) -> Candidate:
-    """A rung or a baseline on `inputs`; `options` go to the rung, e.g. `config` or `schedule`.
+    """Prepare a rung or a baseline on `inputs`; `options` go to the rung, e.g. `config` or
+    `schedule`.
 
     The option `module`, a changed copy of the rung's own (`studies.changed`), stands in for it.
     A rung's schedule is made here, outside what is timed, and so is what its backward needs of its
@@ -62,7 +63,8 @@ def candidate(
 
 
 def run_once(ready: Candidate) -> tuple[torch.Tensor | tuple[torch.Tensor, ...], int]:
-    """One call on memory full of NaN: its result, and the most device memory it had allocated."""
+    """Run one call on memory full of NaN; return its result and its peak of allocated device
+    memory."""
     result = ready.call()
     with torch.inference_mode():  # a peer's backward may have made them in it
         for tensor in tensors(result):
@@ -100,14 +102,14 @@ def attempt(
 
 
 def tensors(result: torch.Tensor | tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    """The output, or each gradient, of a call."""
+    """Return the output, or each gradient, as a tuple."""
     return result if isinstance(result, tuple) else (result,)
 
 
 def failed_rows(
     workload: Workload, direction: str, scopes: Scopes, entry: Entry, tried: Attempt
 ) -> list[record.Row]:
-    """The rows of an entry that cannot be timed."""
+    """Build the rows of an entry that cannot be timed."""
     impl, variant, _ = parts(entry)
     kind = operators.math(workload.operator, impl)
     common = {"impl": impl, "variant": variant, "math": kind}
@@ -117,7 +119,7 @@ def failed_rows(
 
 
 def error_of(comparisons: Sequence[testing.Comparison]) -> record.Error:
-    """The comparison that comes closest to its budget, or exceeds it most, for all of them."""
+    """Reduce comparisons to the one closest to its budget, or farthest beyond it."""
 
     def share(comparison: testing.Comparison) -> tuple[bool, float]:
         share = comparison.max_abs / max(comparison.max_abs_budget, sys.float_info.min)
@@ -202,7 +204,7 @@ def measure(
 
 
 def launched(call: operators.Call, device: torch.device) -> list[dict[str, object]] | None:
-    """What one call launches of our kernels, for a row; None without a GPU."""
+    """Describe what one call launches of our kernels, for a row; None without a GPU."""
     if device.type != "cuda":
         return None
     with torch.cuda.device(device):
@@ -212,25 +214,25 @@ def launched(call: operators.Call, device: torch.device) -> list[dict[str, objec
 
 
 def parts(entry: Entry) -> tuple[str, str, Mapping[str, object]]:
-    """(name, variant, options) of an entry of `impls`."""
+    """Split an entry of `impls` into (name, variant, options)."""
     return (entry, "", {}) if isinstance(entry, str) else entry
 
 
 def reason(error: Exception) -> str:
-    """What a row that could not be timed says about it."""
+    """Format an exception as the failure of a row."""
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0][:300]}"
 
 
 def asks(scopes: Scopes, scope: str, impl: str) -> bool:
-    """Whether `impl` is to be timed in `scope`."""
+    """Return whether `impl` is to be timed in `scope`."""
     return scope in scopes and (not isinstance(scopes, Mapping) or impl in scopes[scope])
 
 
 def _calls(
     scope: str, operator: operators.Gdpa | operators.BlockAttention, ready: Sequence[Candidate]
 ) -> Iterator[tuple[int, str, operators.Call]]:
-    """What is timed in `scope`: the number of the candidate, the variant, the call.
+    """Yield the calls timed in `scope`: the number of the candidate, the variant, the call.
 
     A candidate that is a variant has no public call.
     """
@@ -257,8 +259,8 @@ def sampled(
     protocol: timing.Protocol,
     seconds: float,
 ) -> dict[str, tuple[Sequence[float], dict[str, object]]]:
-    """By name the samples of each function in `scope`, and what else their rows hold: of
-    "sustained" a load, of a call that waits, or keeps the device waiting, why it has none."""
+    """Sample each function in `scope`, by name, with more values for its row: the load for
+    "sustained", and a failure for a call that waits for the device or lets it wait."""
     others = {
         "op": timing.sample_ops,
         "host": timing.sample_hosts,
@@ -276,7 +278,7 @@ def sampled(
 
 
 def _samples(scope: str, taken: Any) -> tuple[Sequence[float], dict[str, object]]:
-    """Samples among what the timer of `scope` found, and what else their row holds."""
+    """Split the result of the timer of `scope` into samples and more values for the row."""
     if isinstance(taken, Exception):
         return [], {"failure": reason(taken)}
     return (taken[0], {"load": taken[1]}) if scope == "sustained" else (taken, {})

@@ -27,7 +27,7 @@ Call = Callable[[], object]
 
 @dataclass
 class Candidate:
-    """One implementation ready to run on one workload: the call to be timed, and its constants.
+    """An implementation ready to run on a workload: the call to time, and its constants.
 
     The call returns the output, or the gradients of q, k and v; `checked` makes of them, a tuple,
     what is compared with what is right.
@@ -42,7 +42,8 @@ class Candidate:
 
 
 def of(inputs: Inputs | BlockInputs, direction: str) -> Gdpa | BlockAttention:
-    """The operator of `inputs` in `direction`; ValueError if it is not measured in it."""
+    """Return the operator of `inputs` in `direction`; ValueError for a direction it is not measured
+    in."""
     kind = BlockAttention if isinstance(inputs, BlockInputs) else Gdpa
     expected = f"one of {(*kind.results,)} with operator {inputs.workload.operator!r}"
     require(direction in kind.results, "direction", expected, direction)
@@ -50,14 +51,13 @@ def of(inputs: Inputs | BlockInputs, direction: str) -> Gdpa | BlockAttention:
 
 
 def math(operator: str, impl: str) -> str:
-    """Whose mathematics `impl` of an operator computes: "activation" or "softmax"."""
+    """Return the mathematics of `impl`: "activation" or "softmax"."""
     return (Gdpa if operator == "gdpa" else BlockAttention).math(impl)
 
 
 class _Checked:
-    """Checks every result against fp64, a group of whole sequences at a time: at most `PART` tokens
-    together, since an fp64 copy of everything would not fit.
-    """
+    """Checks every result against fp64 in parts of whole sequences: at most `PART` tokens at once,
+    since an fp64 copy of everything would not fit."""
 
     results = {"forward": ("out",), "backward": ("dq", "dk", "dv")}
     peers: Mapping[str, baselines.Baseline]
@@ -110,18 +110,18 @@ class _Checked:
         ]
 
     def _has_room(self) -> bool:
-        """Whether three quarters of the device's memory are free."""
+        """Return whether three quarters of the device's memory are free."""
         device = self._inputs.q.device
         free, total = torch.cuda.mem_get_info(device) if device.type == "cuda" else (1, 1)
         return 4 * free >= 3 * total
 
     def exact(self, kind: str) -> Iterator[tuple[tuple[slice, ...], tuple[torch.Tensor, ...]]]:
-        """What is right, in fp64 and in parts: where in each result, and its values there."""
+        """Yield the fp64 results in parts: the slices of each result, and the values there."""
         for places, part in self._parts():
             yield places, self._compute(kind, torch.float64, part)
 
     def _parts(self) -> Iterator[tuple[tuple[slice, ...], Inputs | BlockInputs]]:
-        """Some whole sequences at a time: where their results lie, and their inputs."""
+        """Yield parts of whole sequences: the slices of their results, and their inputs."""
         workload = self._inputs.workload
         pairs = list(zip(workload.seqlens_q, workload.seqlens_k, strict=True))
         ends_q, ends_k = ([0, *accumulate(lengths)] for lengths in zip(*pairs, strict=True))
@@ -134,7 +134,8 @@ class _Checked:
             yield places, self._part(rows, keys, slice(first, last + 1))
 
     def _part(self, rows: slice, keys: slice, ends: slice) -> Inputs | BlockInputs:
-        """The inputs of the sequences with these rows and keys; `ends` are their offsets."""
+        """Slice the inputs of the sequences with these rows and keys; `ends` selects their
+        offsets."""
         inputs = self._inputs
         parts = {"q": rows, "k": keys, "v": keys, "grad_out": rows}
         tensors: dict[str, object] = {
@@ -152,7 +153,7 @@ class _Checked:
     def _compute(
         self, kind: str, dtype: torch.dtype, part: Inputs | BlockInputs
     ) -> tuple[torch.Tensor, ...]:
-        """The results of `part`, computed in `dtype`."""
+        """Compute the results of `part` in `dtype`."""
         batch = part.batch()
         tensors = {name: getattr(batch, name).to(dtype) for name in "qkv"}
         if part.workload.rotary:
@@ -165,11 +166,11 @@ class _Checked:
 
     @classmethod
     def math(cls, impl: str) -> str:
-        """Whose mathematics: "activation" or "softmax"."""
+        """Mathematics of an implementation: "activation" or "softmax"."""
         return cls.peers[impl].math if impl in cls.peers else cls.kind
 
     def candidate(self, impl: str, variant: str, **options: object) -> Candidate:
-        """A rung, a study or a baseline; see `measure.candidate`."""
+        """Prepare a rung, a study or a baseline; see `measure.candidate`."""
         if impl in self.peers:
             return self._peer(impl, self._direction, variant, **options)
         batch = self._inputs.batch()
@@ -185,12 +186,12 @@ class _Checked:
         return Candidate(impl, peer.math, call, options, variant, checked)
 
     def _resolve(self, impl: str, batch: object) -> Rung:
-        """The rung, if it takes the batch."""
+        """Resolve the rung, if it takes the batch."""
         return self.resolve(impl, self._direction, batch)
 
     def ops(self, impl: str) -> dict[str, Call]:
-        """By variant the public calls of a rung, which trust the offsets: other checks, schedule,
-        launch; of a backward rung autograd's backward alone. Empty for what is no rung."""
+        """Public calls of a rung by variant, which trust the offsets: the other checks, schedule,
+        launch; for a backward rung autograd's backward alone. Empty unless `impl` is a rung."""
         if impl not in ladder.impls(self._inputs.workload.operator, self._direction)[1:]:
             return {}
         if self._direction == "forward":
@@ -199,7 +200,7 @@ class _Checked:
         return {"": baselines.differentiate(self._function(impl), self._inputs, "backward")}
 
     def _function(self, impl: str) -> Callable[..., torch.Tensor]:
-        """The operator of q, k and v whose gradients are the rung's."""
+        """Build the operator of q, k and v whose gradients are the rung's."""
         arguments = self._inputs.arguments() | {"validate": False, self.named: impl}
         return lambda q, k, v: self.public(**arguments | {"q": q, "k": k, "v": v})
 
@@ -207,8 +208,8 @@ class _Checked:
 def _prepared(
     rung: Rung, batch: object, direction: str, options: Mapping[str, object]
 ) -> tuple[ModuleType, dict[str, object]]:
-    """The module of a rung, or the option `module` in its place, and its other options; config and
-    schedule are made here, outside what is timed."""
+    """Return the module of a rung, or the option `module` in its place, and its other options;
+    config and schedule are made here, outside what is timed."""
     arguments = dict(options)
     module = arguments.pop("module", None) or rung.module()
     if arguments.get("config") is None and rung.takes(direction, "config"):
@@ -219,7 +220,7 @@ def _prepared(
 
 
 class Gdpa(_Checked):
-    """GDPA, forward or backward; work lists are made before."""
+    """GDPA, forward or backward; work lists are made beforehand."""
 
     peers, reference, kind = baselines.BASELINES, gdpa_reference, "activation"
     public, named = staticmethod(gdpa_api.gdpa), "backward_impl"
@@ -238,14 +239,14 @@ class Gdpa(_Checked):
         return baselines.softmax_gradients(part, dtype)
 
     def ops(self, impl: str) -> dict[str, Call]:
-        """Of a backward rung also `STEP`."""
+        """Public calls by variant; a backward rung also has `STEP`."""
         calls = super().ops(impl)
         if calls and self._direction == "backward":
             calls[STEP] = self.step(impl).call
         return calls
 
     def step(self, impl: str) -> Candidate:
-        """A step of training, forward and backward: of a backward rung, behind the fastest
+        """Prepare a training step, forward and backward: of a backward rung behind the fastest
         forward, or of a baseline."""
         if impl in self.peers:
             return self._peer(impl, STEP)
@@ -253,11 +254,11 @@ class Gdpa(_Checked):
         return Candidate(impl, self.kind, call)
 
     def forward_of_step(self) -> str:
-        """The rung that computes the output in `step` of a rung."""
+        """Name of the rung that computes the output in `step`."""
         return gdpa_api.resolve("auto", "forward", self._inputs.batch()).impl
 
     def schedule(self, impl: str) -> Call | None:
-        """What makes the work list of a backward rung; None without any.
+        """Return the call that makes the work list of a backward rung; None without one.
 
         Forward None: the notebook of the schedules measures them by order and clock.
         """
@@ -270,8 +271,7 @@ class Gdpa(_Checked):
 
 
 class BlockAttention(_Checked):
-    """Block attention, forward or backward; the block list and what forward saves are made
-    before."""
+    """Block attention, forward or backward; block list and saved tensors are made beforehand."""
 
     peers, reference, kind = baselines.BLOCK_BASELINES, block_reference, "softmax"
     public, named = staticmethod(block_api.block_attention), "impl"
@@ -293,7 +293,8 @@ class BlockAttention(_Checked):
         return partial(module.backward, self._inputs.grad_out, batch, saved, **arguments)
 
     def schedule(self, impl: str) -> Call | None:
-        """What makes the block list of a rung, or the metadata of a baseline; None without any."""
+        """Return the call that makes the block list of a rung, or the metadata of a baseline, or
+        None."""
         if impl in self.peers:
             make = self.peers[impl].metadata
             return None if make is None else partial(make, self._inputs)
@@ -304,8 +305,8 @@ class BlockAttention(_Checked):
 
 
 def _runs(lengths: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
-    """(first, last), last excluded, of runs whose lengths sum to at most `most`; a longer one is a
-    run of its own."""
+    """Yield (first, last), last excluded, of runs whose lengths sum to at most `most`; a longer one
+    is a run of its own."""
     first, total = 0, 0
     for i, length in enumerate(lengths):
         if i > first and total + length > most:

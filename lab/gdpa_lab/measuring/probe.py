@@ -28,7 +28,7 @@ from gdpa_kernels.calling import ladder
 from gdpa_kernels.calling.rung import Rung
 from gdpa_lab.measuring import measure, operators, record, system
 from gdpa_lab.measuring.inputs import make_inputs
-from gdpa_lab.measuring.laws import Full, Uniform
+from gdpa_lab.measuring.length_distributions import Full, Uniform
 from gdpa_lab.measuring.measure import Entry, Stage
 from gdpa_lab.measuring.workload import Workload
 

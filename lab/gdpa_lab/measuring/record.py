@@ -32,7 +32,7 @@ from gdpa_lab.measuring.workload import Workload
 
 ROOT = DATA_DIR.parent
 HOUSES = ("gdpa_kernels", "lab/gdpa_lab", "notebooks/_lib")
-"""Folders whose sources a record names by their hashes."""
+"""Folders whose source hashes a record stores."""
 COMMIT_VARIABLE = "GDPA_KERNELS_COMMIT"
 
 
@@ -53,19 +53,19 @@ class Package:
     code: Mapping[str, str] | None = None
 
     def source(self, operator: str, impl: str) -> str | None:
-        """The SHA-256 of the file of a rung, wherever it was; None if there was none."""
+        """Return the SHA-256 of a rung's file, wherever it was; None if there was none."""
         pattern = re.compile(rf"gdpa_kernels/{operator}/(kernels/|ladder/)?{impl}\.py")
         names = sorted(filter(pattern.fullmatch, self.sources))
         return self.sources[names[0]] if names else None
 
     def ran(self, names: Iterable[str], root: Path) -> bool:
-        """Whether the code that ran as these files is that of the files in `root` now."""
+        """Return whether the code that ran equals that of the same files in `root` now."""
         recorded, now = (self.sources, source_hash) if self.code is None else (self.code, code_hash)
         return all(recorded.get(name) == now(root / name) for name in names)
 
     def differs(self, root: str | Path = ROOT) -> bool | None:
-        """Whether the files that ran are not those of `commit` in the git history of `root`; None
-        if that cannot be known: no commit, no git, or a clone without that commit."""
+        """Return whether the files that ran differ from those of `commit` in the git history of
+        `root`; None without a commit, git, or that commit in the clone."""
         if self.commit is None:
             return None
         return _differs(str(root), self.commit, tuple(sorted(self.sources.items())))
@@ -84,7 +84,7 @@ def _differs(root: str, commit: str, sources: tuple[tuple[str, str], ...]) -> bo
 
 @cache
 def renames() -> Mapping[str, str]:
-    """Notebooks that older records know under another path: the path then -> the path now."""
+    """Current paths of notebooks by the paths that older records have."""
     return json.loads(Path(__file__).with_name("renames.json").read_text(encoding="utf-8"))
 
 
@@ -113,17 +113,17 @@ class Record:
 
     @property
     def chapter(self) -> str | None:
-        """Where its notebook is now."""
+        """Current path of its notebook."""
         return renames().get(self.notebook, self.notebook)
 
     def workload(self, name: str) -> Workload:
-        """The workload called `name` as this record measured it; LookupError if there is none."""
+        """Return the workload `name` as this record measured it; LookupError if there is none."""
         if name not in self.workloads:
             raise LookupError(f"name must be one of {sorted(self.workloads)}, got {name!r}")
         return Workload.from_dict(self.workloads[name])
 
     def to_dict(self) -> dict[str, Any]:
-        """The record as JSON values; what several rows launch alike stands in it once."""
+        """Convert to JSON values; launches shared by several rows are stored once."""
         data = {"schema_version": SCHEMA_VERSION, **_plain(self)}
         launches: list[dict[str, Any]] = []
         for row in data["rows"]:
@@ -159,7 +159,7 @@ def _keys(plan: Iterable[Sequence[str]] | None) -> tuple[tuple[str, ...], ...] |
 
 
 def _rebuilt(kind: type, values: Mapping[str, Any], launches: Sequence[Any] = ()) -> Any:
-    """A row or a ceiling from its JSON values; a row names its launches by their places."""
+    """Rebuild a row or a ceiling from its JSON values; a row refers to its launches by index."""
     values, parts = dict(values), {"error": Error, "load": Load}
     for name in parts.keys() & values.keys():
         values[name] = values[name] and parts[name](**values[name])
@@ -182,7 +182,7 @@ def new_record(
     tables: Mapping[str, Table] | None = None,
     plan: Iterable[Sequence[str]] | None = None,
 ) -> Record:
-    """A record of a run that ends now.
+    """Create the record of a run that ends now.
 
     `command` reproduces the run. `notebook` is its path relative to the repository, None if a
     command measured. Its commit: see `package_state`. `write` checks the record.
@@ -248,8 +248,8 @@ def source_hash(path: str | Path) -> str:
 
 
 def code_hash(path: str | Path) -> str:
-    """SHA-256 of what runs of a Python file, hex digits: not its docstrings, comments, blank lines
-    and spaces at the ends of lines."""
+    """SHA-256 of the code of a Python file, hex digits, without docstrings, comments, blank lines
+    and trailing spaces."""
     return _code_hash(Path(path).read_text(encoding="utf-8"))
 
 
@@ -275,7 +275,8 @@ def _code_hash(text: str) -> str:
 
 
 def write(record: Record, data_dir: str | Path = DATA_DIR) -> Path:
-    """Write `data_dir`/records/<id>.json, list it in the manifest if there is one; its path.
+    """Write `data_dir`/records/<id>.json, add it to the manifest if there is one, and return its
+    path.
 
     RecordError if the record is not valid or its system is not in `data_dir`/systems;
     FileExistsError if the file exists: records are append-only.
@@ -297,7 +298,7 @@ def write(record: Record, data_dir: str | Path = DATA_DIR) -> Path:
 
 
 def write_partial(record: Record, path: Path) -> None:
-    """Replace `path`, <folder>/partial/<name>.json, by what a run has measured so far."""
+    """Replace the file `path`, <folder>/partial/<name>.json, by what a run has measured so far."""
     path.parent.mkdir(parents=True, exist_ok=True)
     written = path.with_suffix(".new")
     written.write_text(_text(record.to_dict()), encoding="utf-8")
@@ -305,8 +306,8 @@ def write_partial(record: Record, path: Path) -> None:
 
 
 def keep(partial: str | Path) -> Path:
-    """Make a record of what a run left that did not end, <folder>/partial/<name>.json; its path.
-    RecordError if it is refused, then it stays."""
+    """Turn what an interrupted run left, <folder>/partial/<name>.json, into a record; return its
+    path. The file stays if RecordError refuses it."""
     partial = Path(partial).absolute()
     try:
         record = Record.from_dict(refusals.parse(manifest.contents(partial, None)))
@@ -346,7 +347,7 @@ def load(path: str | Path) -> Record:
 
 @cache
 def _parse(path: Path, changed: int, size: int, sha256: str | None) -> Record:
-    """The record in `path`, read once for each state of the file."""
+    """Parse the record in `path`, once for each state of the file."""
     text = manifest.contents(path, sha256)
     try:
         return Record.from_dict(refusals.parse(text))
@@ -356,14 +357,14 @@ def _parse(path: Path, changed: int, size: int, sha256: str | None) -> Record:
 
 @cache
 def _beyond(path: Path, changed: int, size: int, sha256: str | None, machine: Any) -> str | None:
-    """`bounds.refusal` of what `_parse` reads."""
+    """Check the bounds of what `_parse` reads."""
     return bounds.refusal(_parse(path, changed, size, sha256), machine)
 
 
 def survey(data_dir: str | Path = DATA_DIR) -> tuple[list[Record], list[RecordError]]:
-    """Every record in `data_dir`/records, oldest first, and an error for each refused file: each
-    one there that is no record, each record of the manifest that is not there, and what else is
-    wrong with the folder (`manifest.problems`)."""
+    """Read every record in `data_dir`/records, oldest first, with an error for each refused file:
+    any other file there, each record of the manifest that is missing, and the rest of
+    `manifest.problems`."""
     data_dir = Path(data_dir)
     folder = data_dir / "records"
     try:
@@ -386,7 +387,8 @@ def survey(data_dir: str | Path = DATA_DIR) -> tuple[list[Record], list[RecordEr
 
 
 def load_all(data_dir: str | Path = DATA_DIR) -> list[Record]:
-    """Every record in `data_dir`/records, oldest first; RecordError naming every refused file."""
+    """Read every record in `data_dir`/records, oldest first; RecordError names every refused
+    file."""
     if not Path(data_dir).is_dir():
         raise RecordError(data_dir, "must be a folder with records/ and systems/")
     records, errors = survey(data_dir)
@@ -397,8 +399,8 @@ def load_all(data_dir: str | Path = DATA_DIR) -> list[Record]:
 
 
 def communities(data_dir: str | Path = DATA_DIR) -> dict[str, Path]:
-    """The folders of records of other machines, `data_dir`/community/<handle>, by handle: laid out
-    like `data_dir`, each with a manifest of its own."""
+    """Folders with records of other machines, `data_dir`/community/<handle>, by handle: laid out
+    like `data_dir`, each with its own manifest."""
     folder = Path(data_dir) / manifest.COMMUNITY
     return {path.name: path for path in sorted(folder.glob("*/")) if path.is_dir()}
 
@@ -414,7 +416,7 @@ def _plain(value: Any) -> Any:
 
 
 def _dumps(data: Mapping[str, Any]) -> str:
-    """JSON with one key per line, and lists of numbers on one line."""
+    """Format as JSON with one key per line, and lists of numbers on one line."""
     text = json.dumps(data, indent=1, allow_nan=False)
     # JSON strings hold no line break, so a bracket followed by one opens a list.
     numbers = re.compile(r"\[\n[^\[\]{}\"]*\]")
@@ -422,7 +424,7 @@ def _dumps(data: Mapping[str, Any]) -> str:
 
 
 def _machine(record: Record, path: Path) -> systems.System:
-    """The system of the record in `path`; RecordError if it is unknown or not promoted."""
+    """Load the system of the record in `path`; RecordError if it is unknown or not promoted."""
     data_dir = path.parent.parent
     file = data_dir / "systems" / f"{record.system}.json"
     if not file.exists():

@@ -24,7 +24,8 @@ from gdpa_lab.measuring.workload import Workload
 
 HANDLE_VARIABLE = "GDPA_KERNELS_HANDLE"
 ONLY_VARIABLE = "GDPA_KERNELS_ONLY"
-"""A pattern: a session leaves out all workloads in whose name it is not found."""
+"""Name of a variable with a pattern: a session leaves out all workloads whose names do not match
+it."""
 
 
 class Session:
@@ -104,13 +105,14 @@ class Session:
         measuring.free()
 
     def asks(self, workload: Workload) -> bool:
-        """Whether this session measures a workload at all: see ONLY_VARIABLE."""
+        """Return whether this session measures a workload at all: see ONLY_VARIABLE."""
         return re.search(os.environ.get(ONLY_VARIABLE) or "", workload.name) is not None
 
     def _set_out(
         self, workload: Workload, impls: Sequence, direction: str, scopes: measuring.Scopes
     ) -> None:
-        """Plan a row for each of `impls` and scope on the device: the record will hold them."""
+        """Plan a row for each of `impls` and each scope on the device; the record will hold
+        them."""
         for impl, variant, _ in map(measuring.parts, impls):
             for scope in measuring.ON_DEVICE:
                 if measuring.asks(scopes, scope, impl):
@@ -118,7 +120,7 @@ class Session:
                     self._plan[key] = (workload, operators.math(workload.operator, impl))
 
     def _missing(self) -> list[record.Row]:
-        """A failure for each planned row that there is not."""
+        """Build a failed row for each planned row that is missing."""
         known, late = {row.key for row in self.rows}, time.monotonic() > self._deadline
         why = "the time was up" if late else "the run ended before it"
         return [
@@ -169,14 +171,14 @@ class Session:
         return not late
 
     def prepare(self, workload: Workload, direction: str, back_to_back: bool = False) -> None:
-        """Measure the ceilings that rows of `workload` are held to, unless the session has them."""
+        """Measure the ceilings for rows of `workload`, unless the session has them."""
         mixes = workload.operator == "block_attention" or direction == "backward"
         for make in (timing.limits, *[timing.attention_copies] * mixes):
             self._add_ceilings(make, *measuring.ON_DEVICE[: 1 + back_to_back])
         self.workloads[workload.name] = workload
 
     def _add_ceilings(self, make: Callable[..., list[timing.Limit]], *scopes: str) -> None:
-        """Measure the limits that `make` gives in each of `scopes`, once in a session."""
+        """Measure the limits from `make` in each of `scopes`, once in a session."""
         missing = [scope for scope in scopes if (make, scope) not in self._limits]
         limits = make(self.device) if missing else []
         for scope in missing:
@@ -194,7 +196,7 @@ class Session:
     def tabulate(
         self, name: str, columns: Sequence[str], samples: Mapping[tuple, Sequence[float]]
     ) -> None:
-        """Keep samples that belong to no workload: a table with one row for each of them.
+        """Store samples that belong to no workload as a table with one row per sample.
 
         `samples` maps values of `columns` to microseconds.
         """
@@ -204,11 +206,11 @@ class Session:
         )
 
     def uses(self, gpus: int) -> None:
-        """What is measured runs on so many GPUs at once: the system says so."""
+        """Record in the system that the run uses several GPUs at once."""
         self.system = replace(self.system, gpus=gpus)
 
     def begin(self, data_dir: str | Path) -> None:
-        """Keep what is measured in data_dir/partial/ until `write`; `record.keep` turns what an
+        """Store measurements in data_dir/partial/ until `write`; `record.keep` turns what an
         interrupted run leaves there into a record."""
         self._partial = self._folder(data_dir) / manifest.PARTIAL / f"{self._made().id}.json"
 
@@ -238,7 +240,7 @@ class Session:
         return folder
 
     def _made(self) -> record.Record:
-        """The record of what was measured so far."""
+        """Build the record of all measurements so far."""
         slug = self.notebook.removeprefix("notebooks/").removesuffix(".py")
         only = os.environ.get(ONLY_VARIABLE)
         variables = f"{ONLY_VARIABLE}={shlex.quote(only)} " if only else ""

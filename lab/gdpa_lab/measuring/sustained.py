@@ -27,7 +27,7 @@ CHUNK_US = 20_000.0
 
 
 class HostTooSlow(RuntimeError):
-    """The device waited for the host between calls."""
+    """Raised if the device waited for the host between calls."""
 
 
 class Meter:
@@ -39,16 +39,16 @@ class Meter:
         self._handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
 
     def energy_j(self) -> float | None:
-        """Since the driver was loaded."""
+        """Energy since the driver was loaded."""
         millijoules = self._ask(pynvml.nvmlDeviceGetTotalEnergyConsumption)
         return None if millijoules is None else millijoules / 1e3
 
     def clock_mhz(self) -> float | None:
-        """Of the SMs, now."""
+        """Current clock of the SMs."""
         return self._ask(pynvml.nvmlDeviceGetClockInfo, pynvml.NVML_CLOCK_SM)
 
     def throttle_reasons(self) -> set[str] | None:
-        """As in a record's state, now."""
+        """Current reasons, named as in a record's state."""
         mask = self._ask(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons)
         return None if mask is None else set(system.throttle_reasons(mask))
 
@@ -68,7 +68,7 @@ def sample(
     warm_s: float = WARM_S,
     name: str = "the function",
 ) -> tuple[list[float], Load]:
-    """Mean times of a call in microseconds, chunk by chunk, and the load of the GPU meanwhile.
+    """Measure the mean time of a call in microseconds, chunk by chunk, and the load of the GPU.
 
     HostTooSlow if the device was idle between calls, WaitsForDevice if a call waits for it.
     """
@@ -103,8 +103,8 @@ def _chunks(
     count: int,
     meter: Meter | None = None,
 ) -> tuple[list[float], list[float | None], list[set[str] | None]]:
-    """The mean time of a call, in microseconds, in each of `count` chunks in a row; with a meter,
-    clock and throttle reasons during each."""
+    """Measure the mean time of a call, in microseconds, in each of `count` consecutive chunks; with
+    a meter, also clock and throttle reasons during each."""
     events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
     clocks, reasons = [], []
     events[0].record()
@@ -136,8 +136,8 @@ def sample_each(
     *,
     seconds: float = SECONDS,
 ) -> dict[str, tuple[list[float], Load] | HostTooSlow | timing.WaitsForDevice]:
-    """`sample` of one function after another; the error in place of its result. `protocol` is that
-    of bursts, and says nothing here."""
+    """Sample one function after another; an error takes the place of its result. `protocol` is that
+    of isolated calls and is ignored."""
     meter, samples = Meter(device), {}
     for name, function in functions.items():
         try:
@@ -150,7 +150,7 @@ def sample_each(
 def measure_ceilings(
     limits: Iterable[timing.Limit], bursts: Iterable[timing.Ceiling], device: torch.device
 ) -> list[timing.Ceiling]:
-    """`limits` back to back: of each mix of reads and writes the one that was fastest in
+    """Measure sustained ceilings: for each mix of reads and writes, the limit that was fastest in
     `bursts`."""
     fastest = {}
     for burst in sorted(bursts, key=lambda c: statistics.median(c.samples_us), reverse=True):

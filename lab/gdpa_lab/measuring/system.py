@@ -32,7 +32,8 @@ THROTTLE_REASONS = {
     0x080: "hw_power_brake_slowdown",
     0x100: "display_clock_setting",
 }
-"""Bits of the mask that nvidia-smi reports. Source: NVML reference, nvmlClocksEventReasons."""
+"""Names of the bits in the mask that nvidia-smi reports. Source: NVML reference,
+nvmlClocksEventReasons."""
 
 PROMOTED = "promoted.json"
 _SMI_SECONDS = 20
@@ -81,7 +82,7 @@ class System:
         return {"id": self.id, **self._content()}
 
     def _content(self) -> dict[str, Any]:
-        """Without what older systems did not say, where it is not known."""
+        """Fields as JSON values, without unknown ones that older systems do not have."""
         return {k: v for k, v in asdict(self).items() if v is not None or k not in _LATER}
 
     @staticmethod
@@ -229,7 +230,8 @@ def promoted(data_dir: str | Path) -> dict[str, list[str]] | None:
 
 
 def is_promoted(system: System, data_dir: str | Path) -> bool:
-    """Whether a folder may hold records of a system: by its exact id, under its GPU's name."""
+    """Return whether a folder may hold records of a system: its exact id is listed under its GPU's
+    name."""
     listed = promoted(data_dir)
     return listed is None or system.id in listed.get(system.gpu or "", ())
 
@@ -263,7 +265,7 @@ def _index(device: int | None) -> int:
 
 
 def _smi_id(index: int) -> str:
-    """What `nvidia-smi --id` calls torch's device `index`."""
+    """Return the name of torch's device `index` for `nvidia-smi --id`."""
     import torch
 
     return f"GPU-{torch.cuda.get_device_properties(index).uuid}"

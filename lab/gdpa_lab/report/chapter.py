@@ -1,7 +1,7 @@
-"""`Chapter`: where the numbers of a chapter come from, and how they reach the page.
+"""`Chapter`: the numbers of a chapter and their way to the page.
 
 One call shows one exhibit: a chart or a table, its data as a download, and the line that says
-whether it was measured, published, modelled or emulated. A prediction stands with its verdict.
+whether it was measured, published, modelled or emulated. A prediction comes with its verdict.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from IPython.display import SVG, Markdown, display
 from gdpa_kernels.calling import ladder
 from gdpa_lab.measuring import manifest
 from gdpa_lab.measuring import record as records
-from gdpa_lab.report import exhibits, house, lessons, page, rates, results
+from gdpa_lab.report import lessons, page, page_blocks, rates, results, style
 from gdpa_lab.report import registered as register
-from gdpa_lab.report.house import Figure
+from gdpa_lab.report.style import Figure
 from tritonemu import Timeline
 
 CHANGES_DIR = records.ROOT / "book" / "extra" / "changes"
@@ -33,10 +33,11 @@ LADDERS = {
     "forward": ("forward/results", ladder.RUNGS),
     "backward": ("backward/results", ladder.BACKWARD_RUNGS),
 }
-"""By direction: the chapter whose record has the rungs back to back on `LADDER`, and the rungs."""
+"""Chapter whose record has the sustained times of the rungs on `LADDER`, and the rungs, by
+direction."""
 _CALL = ["record", "workload", "direction", "impl", "variant"]
 MOST_CHANGED = 60
-"""Lines of a difference that a page shows; the whole of it is a download."""
+"""Maximum lines of a difference on a page; the whole of it is a download."""
 
 
 class Chapter:
@@ -61,15 +62,15 @@ class Chapter:
         self.data_dir = Path(data_dir)
         manifest.verify(self.data_dir)
         self._tables = self._counted = 0
-        self._predictions: tuple[exhibits.Prediction, ...] = ()
+        self._predictions: tuple[page_blocks.Prediction, ...] = ()
         self._runs: dict[str, results.Run] = {}
         self._rows: dict[str, pd.DataFrame] = {}
 
     # Records.
 
     def measure(self, run: Callable[[Any], None]) -> None:
-        """In mode "measure": `run(session)`, then write the record, also if that raises. Otherwise
-        nothing. RuntimeError if a part of the run broke, so that no record lacks it in silence.
+        """Run `run(session)` in mode "measure", then write the record, even if that raises.
+        RuntimeError if a part of the run failed, so that no record lacks it silently.
 
         >>> @chapter.measure                                            # doctest: +SKIP
         ... def _(session):
@@ -87,8 +88,8 @@ class Chapter:
                 raise RuntimeError(f"the record lacks {'; '.join(session.broken)}")
 
     def compare(self, run: Callable[[Any], None]) -> Any:
-        """In mode "compare": the session after `run(session)`, of which nothing is kept. Otherwise
-        None."""
+        """Run `run(session)` in mode "compare" and return the session; nothing is stored. None
+        otherwise."""
         if self.mode != "compare":
             return None
         session = self._session()
@@ -101,8 +102,8 @@ class Chapter:
         return Session(f"notebooks/{self.slug}.py", self.device)
 
     def record(self, of: str | None = None) -> records.Record:
-        """The whole record of a chapter's run, this one's by default, or the record of that id.
-        LookupError if there is none."""
+        """Return the whole record of a chapter's run, by default this one's, or the record of that
+        id. LookupError if there is none."""
         return self._run(of).whole
 
     def _run(self, of: str | None) -> results.Run:
@@ -116,8 +117,8 @@ class Chapter:
         return self._runs[slug]
 
     def holding(self, of: str, impls: Collection[str], workload: str) -> str:
-        """The id of the newest record of a chapter that has a time in bursts of each of `impls` on
-        a workload: the newest record of all may lack some. LookupError if there is none."""
+        """Return the id of the newest record of a chapter with isolated times of all `impls` on a
+        workload: the newest record of all may lack some. LookupError if there is none."""
         for run in reversed(records.load_all(self.data_dir)):
             timed = {
                 row.impl
@@ -131,7 +132,7 @@ class Chapter:
         raise LookupError(f"a record of {of} must hold {', '.join(impls)} on {workload}, got none")
 
     def recorded(self, table: str, of: str | None = None) -> pd.DataFrame:
-        """A table of that run. LookupError naming those there are."""
+        """Return a table of that run. LookupError naming those there are."""
         run = self._run(of)
         tables = [each.tables[table] for each in run.records if table in each.tables]
         if not tables:
@@ -145,17 +146,17 @@ class Chapter:
         return frame.reset_index(drop=True)
 
     def holders(self, table: str, of: str | None = None) -> list[str]:
-        """Ids of the records that `recorded` takes a table from."""
+        """List the ids of the records that `recorded` takes a table from."""
         return [each.id for each in self._run(of).records if table in each.tables]
 
     def lacks(self, table: str, instead: str) -> None:
-        """Say `instead` on the page if the chapter's record is from before it kept `table`."""
+        """Show `instead` on the page if the chapter's record is older than `table`."""
         if table not in self.record().tables:
             display(Markdown(instead))
 
     def rows(self, of: str | None = None, **filters: Any) -> pd.DataFrame:
-        """The rows of that run, as `results.table` has them, each once, by workload in the order of
-        the whole record.
+        """Return the rows of that run, as `results.table` has them, each once, by workload in the
+        order of the whole record.
 
         `filters`: a value or a list of values for a column; `scope="kernel"` and `variant=""`
         unless they are among them, None for any. A burst of calls that the host enqueues too slowly
@@ -168,7 +169,7 @@ class Chapter:
                 for each in run.records
             ]
             order = [*dict.fromkeys(pd.concat(tables)["workload"])]  # that of the whole record
-            rows = pd.concat([run.own(rows) for rows in tables], ignore_index=True)
+            rows = pd.concat([run.select(rows) for rows in tables], ignore_index=True)
             rows = rows.sort_values("workload", kind="stable", key=lambda x: x.map(order.index))
             self._rows[of] = _without_host_time(rows.drop_duplicates([*_CALL, "scope"]))
         rows = self._rows[of]
@@ -187,15 +188,15 @@ class Chapter:
         columns: str = "impl",
         **filters: Any,
     ) -> pd.DataFrame:
-        """`rows` as a table: a row for each workload, a column for each `columns`, in their order
-        in the record."""
+        """Pivot `rows`: a row for each workload, a column for each value of `columns`, in their
+        order in the record."""
         rows = self.rows(of, **filters)
         frame = rows.pivot_table(index="workload", columns=columns, values=value, sort=False)
         return frame[[name for name in dict.fromkeys(rows[columns]) if name in frame]]
 
     def scope(self, of: str | None = None, **filters: Any) -> str:
-        """The scope that an exhibit of some rows shows: back to back, unless the record lacks such
-        rows of what it has bursts of. `results.TIMED` is what the axis says."""
+        """Choose the scope to show for some rows: sustained, unless the record lacks sustained
+        times for some isolated ones. `results.TIMED` is the text for the axis."""
         rows = self.rows(of, scope=list(results.TIMED), **filters)
         calls = {scope: {*group[_CALL].itertuples(index=False)}
                  for scope, group in rows.groupby("scope")}  # fmt: skip
@@ -215,7 +216,7 @@ class Chapter:
         downloads; None: the measured rows.
         """
         if isinstance(chart, Timeline):
-            chart = house.both(chart.svg(width=720), chart.svg(width=380))
+            chart = style.both(chart.svg(width=720), chart.svg(width=380))
         display(SVG(chart) if isinstance(chart, str) else chart)
         display(self._origin(data, origin))
 
@@ -238,7 +239,7 @@ class Chapter:
         display(self._origin(data, origin))
 
     def ladder(self, impl: str, direction: str = "forward") -> None:
-        """Show the ladder up to a rung on `LADDER`, with the peers, back to back."""
+        """Show sustained rates of the ladder up to a rung on `LADDER`, with the peers."""
         of, listed = LADDERS[direction]
         rows = self.rows(of, workload=LADDER, direction=direction, scope="sustained")
         names = [rung.impl for rung in listed if rung.impl in set(rows["impl"])]
@@ -270,7 +271,7 @@ class Chapter:
     ) -> None:
         """Show a function of a kernel, or text, from the line with `begin` to before that with
         `end`. ValueError if they are not in it."""
-        text = exhibits.source_of(source)
+        text = page_blocks.source_of(source)
         lines = text.splitlines()
         first = _line_of(begin, lines, 0)
         last = _line_of(end, lines, first + 1) if end else len(lines)
@@ -281,7 +282,7 @@ class Chapter:
         """Show functions of a kernel, or text, in full, each of `notes` beside the one line that
         has its key; behind a button that says `folded`, if given. ValueError if no line has a
         key, or several."""
-        display(Markdown(exhibits.annotated(source, notes, folded)))
+        display(Markdown(page_blocks.annotated(source, notes, folded)))
 
     def roles(self, impl: str, operator: str = "gdpa") -> None:
         """Show the tables of roles and barriers in the docstring of a rung."""
@@ -316,12 +317,12 @@ class Chapter:
     # Numbers and sentences.
 
     def glue(self, **values: float | str) -> None:
-        """Give numbers and words to the text: {glue:text}`name:.1f`."""
+        """Pass numbers and words to the text: {glue:text}`name:.1f`."""
         for name, value in values.items():
             page.glue(name, value)
 
     def glue_origin(self, name: str, rows: pd.DataFrame) -> None:
-        """Give a page at the root of the book the line under a figure of measured rows."""
+        """Pass the line under a figure of measured rows to a page at the root of the book."""
         line = page.provenance(rows, data_dir=self.data_dir).data
         page.glue_html(name, line.replace('href="../../', 'href="'))
 
@@ -337,7 +338,7 @@ class Chapter:
         shown: bool = True,
         registered: str | None = None,
     ) -> None:
-        """Keep a prediction with its limits, the result, and the verdict with its margin;
+        """Store a prediction with its limits, its result, and the verdict with its margin;
         `predictions` shows those that are `shown`.
 
         Its id is `registered`, or the slug and a number by the order of the calls without it. Of a
@@ -358,13 +359,13 @@ class Chapter:
         self._counted += registered is None
         if name in {one.id for one in self._predictions}:
             raise ValueError(f"a prediction must have its own id, got {name} twice")
-        one = exhibits.Prediction(name, text, float(result), of, least, most, form, unit, shown)
+        one = page_blocks.Prediction(name, text, float(result), of, least, most, form, unit, shown)
         self._predictions += (one,)
         display({"text/markdown": ""}, raw=True, metadata={"prediction": one.fact()})
 
     def predictions(self) -> None:
         """Show the table of the predictions. ValueError unless one to three are to be shown."""
-        display(Markdown(exhibits.predicted(self.slug, self._predictions)))
+        display(Markdown(page_blocks.predicted(self.slug, self._predictions)))
 
     def _missing(self, text: str, where: list[Any]) -> None:
         raise ValueError(
@@ -378,7 +379,7 @@ def _named(label: Any) -> str:
 
 
 def _without_host_time(rows: pd.DataFrame) -> pd.DataFrame:
-    """Bursts without a time where the same record refused the calls back to back."""
+    """Drop isolated times whose sustained calls the same record refused as bound by the host."""
     slow = rows[(rows["scope"] == "sustained") & rows["failure"].str.startswith("HostTooSlow")]
     slow = slow.set_index(_CALL)["failure"]
     calls = pd.MultiIndex.from_frame(rows[_CALL])

@@ -1,4 +1,4 @@
-"""Charts that chapters draw of their own tables, in the house style.
+"""Charts that chapters draw from their own tables.
 
 At most three series stand out, in their colours; the others are grey. Names stand at the lines,
 values at the marks, and lines of reference say what they are. A missing value is refused, or
@@ -15,19 +15,19 @@ import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.ticker import NullFormatter
 
-from gdpa_lab.report import house
-from gdpa_lab.report.house import DASHED, GREY, SMALL, Figure, canvas, colour, is_rung, note
+from gdpa_lab.report import style
+from gdpa_lab.report.style import DASHED, GREY, SMALL, Figure, canvas, colour, is_rung, note
 
 MOST_COLOURED = 3
 MOST_MARKED = 12
-"""Points of a line that have a mark and a tick each; a line of more is smooth."""
+"""Maximum points of a line with a mark and a tick each; a longer line is smooth."""
 NOT_TIMED = "not timed"
 MARKS = "os^Dv"
 _PHONE_TICKS = 24
-"""Letters of an axis's ticks beside one another on a phone; of more, every second tick has none."""
+"""Maximum letters of an axis's ticks on a phone; beyond it every second tick has none."""
 
 
-@house.drawn
+@style.drawn
 def lines(
     frames: pd.DataFrame | Mapping[str, pd.DataFrame],
     *,
@@ -41,8 +41,8 @@ def lines(
     ylim: tuple[float, float] | None = None,
     parting: str = "right",
 ) -> Figure:
-    """A line for each column of a frame over its index, named at its `parting` end, "right" or
-    "left"; of several frames, by title, side by side on one scale.
+    """Draw a line for each column of a frame over its index, named at its `parting` end, "right" or
+    "left"; several frames, by title, stand side by side on one scale.
 
     `highlight`: the columns in colour, at most three. `names`: what is written for columns.
     `levels`: dashed lines by name. `points`: texts by x, on the first highlighted line. `log`: the
@@ -81,14 +81,14 @@ def lines(
             )  # fmt: skip
             if short:
                 ticks = [f"{x:,}" for x in frame.index]
-                if house.is_narrow() and sum(map(len, ticks)) > _PHONE_TICKS:
+                if style.is_narrow() and sum(map(len, ticks)) > _PHONE_TICKS:
                     ticks[-2::-2] = [""] * (len(ticks) // 2)
                 axis.set_xticks(list(frame.index), ticks)
                 axis.minorticks_off()
                 _not_timed_below(axis, frame, names or {})
             left = parting == "left"
             ends = {name: within[name].dropna().iloc[0 if left else -1] for name in frame}
-            house.label_ends(
+            style.label_ends(
                 axis, {(names or {}).get(n, n): (y, shades[n]) for n, y in ends.items()}, left=left
             )
             reference(axis, levels)
@@ -103,7 +103,7 @@ def lines(
         return chart
 
 
-@house.drawn
+@style.drawn
 def bars(
     values: pd.Series,
     *,
@@ -113,7 +113,8 @@ def bars(
     levels: Mapping[str, float] | None = None,
     form: str = ".0f",
 ) -> Figure:
-    """A horizontal bar for each entry of `values`, from the top, with its number, or "not timed".
+    """Draw a horizontal bar for each entry of `values`, from the top, with its number, or "not
+    timed".
 
     `highlight`: the bars in colour, at most three; `names`: what is written for entries; `levels`:
     dashed lines by name.
@@ -130,7 +131,7 @@ def bars(
                 note(axis, NOT_TIMED, (0, row), (5, 0), va="center", fontsize=SMALL)
             elif ahead and value > 0.2 * values.max():  # clear of the line
                 note(axis, f"{value:{form}}", (value, row), (-5, 0), va="center", ha="right",
-                     color=house.PAGE, **strong)  # fmt: skip
+                     color=style.PAGE, **strong)  # fmt: skip
             else:
                 note(axis, f"{value:{form}}", (value, row), (5, 0), va="center",
                      color=shades[name], **strong)  # fmt: skip
@@ -140,10 +141,10 @@ def bars(
         return chart
 
 
-@house.drawn
+@style.drawn
 def waterfall(steps: pd.Series, peers: pd.Series, *, xlabel: str) -> Figure:
-    """Times on a logarithmic axis: at the top, in colour, the way from the first of `steps` to the
-    last; then each of them from the one before; then `peers`, each from the last of `steps`.
+    """Draw times on a logarithmic axis: at the top, in colour, the way from the first of `steps` to
+    the last; then each of them from its predecessor; then `peers`, each from the last of `steps`.
 
     The index names them: the implementation, and after ": " what it changes.
     """
@@ -163,7 +164,7 @@ def waterfall(steps: pd.Series, peers: pd.Series, *, xlabel: str) -> Figure:
                  fontweight="bold" if strong else "normal",
                  xycoords=("axes fraction", "data"))  # fmt: skip
         note(axis, f"{first / last:.1f} times as fast", ((first * last) ** 0.5, 0), (0, 0),
-             ha="center", va="center", color=house.PAGE, fontweight="bold")  # fmt: skip
+             ha="center", va="center", color=style.PAGE, fontweight="bold")  # fmt: skip
         list_rows(axis, [name for name, *_ in rows])
         axis.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
         axis.set_xticks([x for x in (1, 2, 5, 10, 20, 50, 100) if 0.9 * last <= x <= 1.1 * first])
@@ -171,7 +172,7 @@ def waterfall(steps: pd.Series, peers: pd.Series, *, xlabel: str) -> Figure:
         return chart
 
 
-@house.drawn
+@style.drawn
 def dots(
     frame: pd.DataFrame,
     *,
@@ -179,12 +180,12 @@ def dots(
     low: pd.DataFrame | None = None,
     high: pd.DataFrame | None = None,
     levels: Mapping[str, float] | None = None,
-    colours: Sequence[str] = house.RUNG_COLOURS[1:4],
+    colours: Sequence[str] = style.RUNG_COLOURS[1:4],
     log: bool = False,
     form: str = "#.3g",
     missing: str = NOT_TIMED,
 ) -> Figure:
-    """A row for each index entry of `frame`, a mark with its value for each column.
+    """Draw a row for each index entry of `frame`, with a mark and its value for each column.
 
     `low` and `high`: ends of error bars, shaped as `frame`. `levels`: dashed lines by name; None: 1
     without a name. `colours`: of columns, in turn. `log`: powers of
@@ -246,7 +247,7 @@ def _not_timed_below(axis: Axes, frame: pd.DataFrame, names: Mapping[str, str]) 
 
 
 def reference(axis: Axes, levels: Mapping[str, float] | None, *, upright: bool = False) -> None:
-    """A dashed line for each of `levels`, across or upright, with its name."""
+    """Draw a dashed line for each of `levels`, across or upright, with its name."""
     ordered = sorted((levels or {}).items(), key=lambda level: -level[1])
     for height, (name, value) in enumerate(ordered):
         if upright:
@@ -260,14 +261,14 @@ def reference(axis: Axes, levels: Mapping[str, float] | None, *, upright: bool =
 
 
 def legend(axis: Axes, levels: Mapping[str, float] | None, ncols: int = 3) -> None:
-    """A legend above the names of the upright `levels`."""
+    """Draw a legend above the names of the upright `levels`."""
     above = 0.5 + 1.5 * sum(map(bool, levels or ()))
-    axis.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=house.columns(ncols),
+    axis.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=style.columns(ncols),
                 columnspacing=1.2, borderaxespad=above)  # fmt: skip
 
 
 def coloured(names: Sequence[str], among: Collection[str] | None = None) -> dict[str, str]:
-    """A colour for each name: a rung's own, or the next of the rungs' colours."""
+    """Assign a colour to each name: a rung's own, or the next of the rungs' colours."""
     unknown = [name for name in names if among is not None and name not in among]
     if unknown or not 1 <= len(names) <= MOST_COLOURED:
         known = names if among is None else among
@@ -276,14 +277,14 @@ def coloured(names: Sequence[str], among: Collection[str] | None = None) -> dict
             f"got {', '.join(names) or 'none'}"
         )
     fixed = {name: colour(name) for name in names if is_rung(name)}
-    free = (shade for shade in house.RUNG_COLOURS[1:] if shade not in fixed.values())
+    free = (shade for shade in style.RUNG_COLOURS[1:] if shade not in fixed.values())
     return {name: fixed.get(name) or next(free) for name in names}
 
 
 def list_rows(axis: Axes, names: Sequence[str]) -> None:
-    """Names of rows, from the top, down the left of `axis`; lines of the grid stand upright. A
-    figure that is too low for the names on a phone grows."""
-    labels = [house.wrapped(str(name), 18) for name in names]
+    """List names of rows, from the top, down the left of `axis`, with an upright grid. A figure
+    that is too low for the names on a phone grows."""
+    labels = [style.wrapped(str(name), 18) for name in names]
     lines, figure = max((label.count("\n") + 1 for label in labels), default=1), axis.get_figure()
     needed = 1.0 + 0.18 * lines * len(labels)  # inches
     if lines > 1:

@@ -35,12 +35,12 @@ _RESULT_COLUMNS = (
 
 
 class ClaimError(ValueError):
-    """claims.yml does not describe claims; the message names the file, the claim and the field."""
+    """Raised if claims.yml does not describe claims; names the file, the claim and the field."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where a claim is made: `bib` is a key of book/references.bib, `where` the place in it."""
+    """Source of a claim: `bib` is a key of book/references.bib, `where` the place in it."""
 
     bib: str
     where: str
@@ -51,7 +51,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What the results table says about a claim.
+    """Answer of the results table to a claim.
 
     `value` is TFLOP/s for best_rate, milliseconds for best_time and dimensionless for max_ratio,
     which alone has a `baseline`. `impl` and `baseline` name one implementation, or one for each
@@ -71,7 +71,7 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Selector:
-    """Rows of the results table that answer a claim.
+    """Selector of the rows of the results table that answer a claim.
 
     `best_rate` is the highest tflops over the selected workloads and the impls matching `impl`,
     `best_time` the lowest time_us_p50, in milliseconds. `max_ratio` is the highest, over the
@@ -92,7 +92,7 @@ class Selector:
     direction: tuple[str, ...] = ()
 
     def evaluate(self, results: pd.DataFrame) -> Evidence | None:
-        """The evidence in `results` (columns of results.table), or None if it holds none."""
+        """Return the evidence in `results` (columns of results.table), or None if it holds none."""
         missing = [name for name in _RESULT_COLUMNS if name not in results.columns]
         if missing:
             raise ValueError(
@@ -137,7 +137,7 @@ class Selector:
 
 @dataclass(frozen=True)
 class Claim:
-    """One published statement, in our words.
+    """A published statement, in our words.
 
     `value` (in `unit`) is the published number and belongs to `hardware`; None for a statement
     without one. `tolerance` is the relative difference a rerun on that hardware may show.
@@ -194,7 +194,7 @@ def load(data_dir: str | Path = DATA_DIR) -> tuple[Claim, ...]:
 
 
 def judged(results: pd.DataFrame, *, claims: Sequence[Claim] | None = None) -> pd.DataFrame:
-    """One row per claim: what was published, and what the records say.
+    """Judge each claim: one row with what was published and what the records say.
 
     `results` is the table of results.table; a time ratio is taken within one system, and the
     system with the highest value answers. `claims` defaults to `load()`. Columns:
@@ -211,7 +211,7 @@ def judged(results: pd.DataFrame, *, claims: Sequence[Claim] | None = None) -> p
 
 
 def published_figures(data_dir: str | Path = DATA_DIR) -> pd.DataFrame:
-    """The published GDPA charts, one row per bar, with their reading errors (TFLOP/s).
+    """Read the published GDPA charts, one row per bar, with their reading errors (TFLOP/s).
 
     Columns of gdpa_figures.csv, and: `workload` (our name for the same problem), `hardware`,
     `suspect` (the FA4 bars of the cross backward chart, which repeat the forward chart).
@@ -259,31 +259,31 @@ def _judged_row(claim: Claim, results: pd.DataFrame) -> dict[str, Any]:
 
 
 def _same_hardware(published: str, gpu: str) -> bool:
-    """True if `gpu` is the model named in `published` before the first comma."""
+    """Return True if `gpu` is the model named in `published` before the first comma."""
     model = published.split(",")[0].strip().lower()
     return bool(model) and gpu.strip().lower().startswith(model)
 
 
 def _usable(results: pd.DataFrame) -> pd.Series:
-    """Rows of a rung's own constants that passed their check."""
+    """Select the rows with default constants that passed their check."""
     passed = results["correct"].eq(True).fillna(False).astype(bool)
     return passed & results["failure"].fillna("").eq("") & results["variant"].fillna("").eq("")
 
 
 def _positive(rows: pd.DataFrame, column: str) -> pd.DataFrame:
-    """Rows with a positive, finite number in `column`."""
+    """Select the rows with a positive, finite number in `column`."""
     numbers = pd.to_numeric(rows[column], errors="coerce")
     return rows.assign(**{column: numbers})[(numbers > 0) & (numbers < math.inf)]
 
 
 def _matches(column: pd.Series, patterns: Sequence[str]) -> pd.Series:
-    """Whether each value matches one of some shell globs."""
+    """Match each value against shell globs."""
     hits = [any(fnmatchcase(str(value), pattern) for pattern in patterns) for value in column]
     return pd.Series(hits, index=column.index, dtype=bool)
 
 
 def _evidence(value: float, ours: pd.DataFrame, baseline: pd.DataFrame | None = None) -> Evidence:
-    """The rows of `ours`, and of `baseline`, are of one workload and system."""
+    """Build evidence from rows of one workload and system."""
     rows, first = pd.concat([ours, baseline]), ours.iloc[0]
     return Evidence(
         value=float(value),

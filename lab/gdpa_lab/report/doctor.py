@@ -25,7 +25,7 @@ KEEP = "python -m gdpa_lab keep"
 
 @dataclass(frozen=True)
 class Finding:
-    """One answer: does `name` work here (`ok`), why (`detail`), and what repairs it (`repair`).
+    """A finding: whether `name` works here (`ok`), why (`detail`), and how to repair it (`repair`).
 
     `repair` is a shell command, None if nothing is broken: a CPU is no damage.
     """
@@ -38,8 +38,8 @@ class Finding:
 
 
 def findings(data_dir: str | Path | None = None) -> list[Finding]:
-    """Every finding about this machine: GPU, torch, triton, implementations, baselines, records;
-    and what is known of other GPUs."""
+    """Collect every finding about this machine: GPU, torch, triton, implementations, baselines,
+    records; and what is known of other GPUs."""
     return [
         check_gpu(),
         check_torch(),
@@ -52,7 +52,7 @@ def findings(data_dir: str | Path | None = None) -> list[Finding]:
 
 
 def report(findings: Iterable[Finding]) -> str:
-    """The findings as text: by group, those of one reason on one line, then the verdict."""
+    """Format the findings: by group, those with the same reason on one line, then the verdict."""
     findings = list(findings)
     groups: dict[str, dict[tuple[bool, str], list[str]]] = {}
     for finding in findings:
@@ -70,7 +70,7 @@ def report(findings: Iterable[Finding]) -> str:
 
 
 def verdict(findings: Iterable[Finding]) -> str:
-    """The repairs to run or, if there are none, what this machine can measure."""
+    """State the repairs to run or, if there are none, what this machine can measure."""
     findings = list(findings)
     commands = repairs(findings)
     if commands:
@@ -95,7 +95,7 @@ def verdict(findings: Iterable[Finding]) -> str:
 
 
 def repairs(findings: Iterable[Finding]) -> list[str]:
-    """The repair commands, each once, in the order to run them.
+    """List the repair commands, each once, in the order to run them.
 
     fbtriton comes last: installing torch with CUDA installs triton over its files.
     """
@@ -104,7 +104,7 @@ def repairs(findings: Iterable[Finding]) -> list[str]:
 
 
 def check_gpu() -> Finding:
-    """The GPU torch sees, with its compute capability, or why it sees none."""
+    """Report the GPU torch sees, with its compute capability, or why it sees none."""
     torch = _module("torch")
     if isinstance(torch, Exception):
         return Finding("machine", "gpu", False, f"unknown without torch ({torch})")
@@ -118,7 +118,7 @@ def check_gpu() -> Finding:
 
 
 def judge_missing_gpu(listed: list[str], cuda: str | None, visible: str | None) -> Finding:
-    """Why torch sees no GPU: `listed` by nvidia-smi, torch's CUDA, CUDA_VISIBLE_DEVICES."""
+    """Explain why torch sees no GPU: `listed` by nvidia-smi, torch's CUDA, CUDA_VISIBLE_DEVICES."""
     detail, repair = "nvidia-smi lists no GPU: records are read, none can be measured", None
     if listed:
         names = ", ".join(sorted(set(listed)))
@@ -134,7 +134,7 @@ def judge_missing_gpu(listed: list[str], cuda: str | None, visible: str | None) 
 
 
 def check_torch() -> Finding:
-    """The torch that Python imports."""
+    """Report the torch that Python imports."""
     torch = _module("torch")
     if isinstance(torch, Exception):
         detail = f"cannot be imported ({torch})"
@@ -144,7 +144,7 @@ def check_torch() -> Finding:
 
 
 def check_triton() -> Finding:
-    """Whether Python imports fbtriton, with TLX.
+    """Check that Python imports fbtriton, with TLX.
 
     triton and fbtriton install the same files and pip does not notice: whichever is installed last
     wins, and removing one removes files of the other.
@@ -165,8 +165,8 @@ def check_triton() -> Finding:
 
 
 def check_implementations(data_dir: str | Path | None = None) -> list[Finding]:
-    """Whether the reference and every rung run here, and why not; and whether a record in
-    `data_dir` proves the rung on such a GPU (`probe`)."""
+    """Check the reference and every rung on this machine, and whether a record in `data_dir`
+    verifies the rung on such a GPU (`probe`)."""
     ladder = _module("gdpa_kernels.calling.ladder")
     if isinstance(ladder, Exception):
         return [Finding("implementations", "ladder", False, f"cannot be imported: {ladder}")]
@@ -183,8 +183,8 @@ def check_implementations(data_dir: str | Path | None = None) -> list[Finding]:
 
 
 def check_other_gpus() -> list[Finding]:
-    """Where the products in plain Triton run that nobody measured there, with what they compile to
-    (data/every_gpu.csv)."""
+    """Report the GPUs that run the products in plain Triton without a measurement, with the
+    compiled resources (data/every_gpu.csv)."""
     group, answers = "GPUs without a record", []
     try:
         from gdpa_lab.measuring import every_gpu
@@ -208,7 +208,8 @@ def check_other_gpus() -> list[Finding]:
 
 
 def _unproven(data_dir: str | Path | None) -> Callable[[Any], bool]:
-    """Whether a rung has kernels that run on the first GPU and no record proves."""
+    """Return a predicate: the rung has kernels that run on the first GPU and no record verifies
+    them."""
     probe, record = _module("gdpa_lab.measuring.probe"), _module("gdpa_lab.measuring.record")
     try:
         import torch
@@ -225,7 +226,7 @@ def _unproven(data_dir: str | Path | None) -> Callable[[Any], bool]:
 
 
 def check_baselines() -> list[Finding]:
-    """Whether every baseline of both operators runs here, and why not."""
+    """Check every baseline of both operators on this machine."""
     baselines = _module("gdpa_lab.measuring.baselines")
     if isinstance(baselines, Exception):
         return [Finding("baselines", "baselines", False, f"cannot be imported: {baselines}")]
@@ -238,14 +239,14 @@ def check_baselines() -> list[Finding]:
 
 
 def no_records(data_dir: str | Path | None) -> str | None:
-    """Why `data_dir` cannot hold a record, or None; None is the repository's own folder."""
+    """Return why `data_dir` cannot hold a record, or None; None is the repository's own folder."""
     if data_dir is None or (Path(data_dir) / "records").is_dir():
         return None
     return f"--data-dir must be a folder that holds records/, got {str(data_dir)!r}"
 
 
 def check_records(data_dir: str | Path | None = None) -> Finding:
-    """How many records load, and which are refused and why."""
+    """Count the records that load, and name the refused ones with the reason."""
     problem = no_records(data_dir)
     if problem is not None:
         return Finding("data", "records", False, problem)
@@ -288,7 +289,7 @@ def _name(error: Exception) -> str:
 
 
 def _pip(arguments: str) -> str:
-    """A pip command for this Python, whose path is relative inside the working directory."""
+    """Format a pip command for this Python, whose path is relative inside the working directory."""
     python = Path(sys.executable)
     if python.is_relative_to(Path.cwd()):
         python = python.relative_to(Path.cwd())

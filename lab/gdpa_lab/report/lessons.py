@@ -13,8 +13,8 @@ from gdpa_kernels.calling.rung import Rung
 
 
 class Step(NamedTuple):
-    """From a rung's predecessor to the rung, as their lessons show it, in lines: `changed` are
-    those of compiled code that stand in one of them alone, `jit` those of the rung, `file` all."""
+    """A step from a rung's predecessor to the rung, in lines of their lessons. `changed`: compiled
+    code that only one of them has; `jit`: compiled code of the rung; `file`: its whole file."""
 
     operator: str
     predecessor: str
@@ -26,7 +26,7 @@ class Step(NamedTuple):
 
 
 def steps() -> Iterator[Step]:
-    """Every step of every ladder."""
+    """Yield every step of every ladder."""
     for operator, rungs in ladder.LADDERS.items():
         for rung in rungs:
             if rung.predecessor is None or not rung.requires.capability:
@@ -38,14 +38,14 @@ def steps() -> Iterator[Step]:
 
 
 def kernel_of(rung: Rung) -> Path:
-    """Its lesson; of a rung that changes a constant of its predecessor, that one's."""
+    """Return the file of its lesson; a rung that only changes a constant has its predecessor's."""
     if jit_lines(rung.lesson) or rung.predecessor is None:
         return rung.lesson
     return kernel_of(ladder.rung(rung.predecessor, rung.operator))
 
 
 def report() -> str:
-    """The steps as a Markdown table."""
+    """Format the steps as a Markdown table."""
     rows = ["| step | changed jit lines | jit lines | file lines |", "|:--|--:|--:|--:|"]
     for step in steps():
         name = f"{step.operator}: {step.predecessor} -> {step.impl}"
@@ -55,14 +55,14 @@ def report() -> str:
 
 
 def changed_lines(old: Path, new: Path) -> int:
-    """Lines of compiled code that stand in one of two files alone."""
+    """Count lines of compiled code that only one of two files has."""
     one, other = jit_lines(old), jit_lines(new)
     match = SequenceMatcher(None, one, other, autojunk=False)
     return len(one) + len(other) - 2 * sum(block.size for block in match.get_matching_blocks())
 
 
 def jit_lines(path: Path) -> list[str]:
-    """The lines of `jit_functions` without docstrings, comments and blank lines."""
+    """List the lines of `jit_functions` without docstrings, comments and blank lines."""
     code: list[str] = []
     for node, lines in jit_functions(path):
         doc = node.body[0] if ast.get_docstring(node) is not None else None
@@ -73,7 +73,7 @@ def jit_lines(path: Path) -> list[str]:
 
 
 def jit_functions(path: Path) -> list[tuple[ast.FunctionDef | ast.ClassDef, list[str]]]:
-    """The functions and aggregates of a file that Triton compiles, with their lines."""
+    """List the functions and aggregates of a file that Triton compiles, with their lines."""
     lines = path.read_text(encoding="utf-8").splitlines()
     return [
         (node, lines[node.lineno - 1 : node.end_lineno])

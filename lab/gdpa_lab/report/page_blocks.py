@@ -1,4 +1,4 @@
-"""Exhibits that pages compose of text and marks: the table of predictions, an annotated kernel."""
+"""Blocks of a page made of text and marks: the table of predictions, an annotated kernel."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from typing import Any
 from gdpa_lab.report import registered
 
 MOST_SHOWN = 3
-"""Predictions that a page shows."""
+"""Maximum number of predictions on a page."""
 _WIDTH, _HEIGHT, _EDGE = 180, 22, 10
-"""Of the picture of an interval, px, and of what is left free on both sides."""
+"""Size of the picture of an interval and its margins on both sides, px."""
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """A prediction of a chapter with what was found; `of` says which value of how many that is."""
+    """A prediction of a chapter with its result; `of` says which value it is, and of how many."""
 
     id: str
     text: str
@@ -50,15 +50,15 @@ class Prediction:
         return registered.verdict(self.result, self.least, self.most)
 
     def fact(self) -> dict[str, Any]:
-        """What `registered.collected` reads of it from the executed chapter."""
+        """Metadata that `registered.collected` reads from the executed chapter."""
         return {"id": self.id, "text": self.text, "limits": self.limits,
                 "found": f"{self.value}{self.of}", **self.verdict._asdict(), "value": self.result,
                 **{name: float(x) if math.isfinite(x) else None
                    for name, x in (("least", self.least), ("most", self.most))}}  # fmt: skip
 
     def interval(self) -> str:
-        """A picture of the limits as a bar and of the found value as a dot, or a diamond outside;
-        each on its own scale, an arrow where there is no limit."""
+        """Draw the limits as a bar and the result as a dot, or a diamond outside; each on its own
+        scale, with an arrow where there is no limit."""
         ends = [x for x in (self.least, self.most) if math.isfinite(x)]
         low, high = min(*ends, self.result), max(*ends, self.result)
         pad = 0.25 * (high - low) or 0.25 * abs(high) or 1.0
@@ -86,8 +86,8 @@ class Prediction:
 
 
 def predicted(slug: str, predictions: Sequence[Prediction]) -> str:
-    """The table of those of a chapter's predictions that are `shown`, as MyST. ValueError unless
-    they are one to three."""
+    """Format the table of a chapter's predictions that are `shown`, as MyST. ValueError unless they
+    are one to three."""
     shown = [one for one in predictions if one.shown]
     if not 1 <= len(shown) <= MOST_SHOWN:
         raise ValueError(
@@ -121,7 +121,7 @@ def predicted(slug: str, predictions: Sequence[Prediction]) -> str:
 
 
 def _in_a_cell(text: str) -> str:
-    """Text as a cell of a table holds it: on one line, without an end of the cell."""
+    """Escape text for a cell of a table: one line, no end of the cell."""
     return " ".join(text.split()).replace("|", r"\|")
 
 
@@ -130,7 +130,7 @@ def _confirmed(predictions: Sequence[Prediction]) -> int:
 
 
 def source_of(source: Any) -> str:
-    """The source of a function, of a list of them, or the text itself."""
+    """Return the source of a function, of a list of them, or the text itself."""
     if isinstance(source, (list, tuple)):
         return "\n\n".join(source_of(one).rstrip() + "\n" for one in source)
     text = source if isinstance(source, str) else inspect.getsource(getattr(source, "fn", source))
@@ -138,9 +138,9 @@ def source_of(source: Any) -> str:
 
 
 def annotated(source: Any, notes: Mapping[str, str], folded: str = "") -> str:
-    """Code with notes beside its lines, as MyST: after each piece of the code its last line's
-    notes. `notes`: by words of exactly one line; ValueError if it is none or several. `folded`:
-    the words on the button that opens it, none for code that is shown."""
+    """Format code with notes beside its lines, as MyST: each piece of code is followed by the notes
+    of its last line. `notes`: by words of exactly one line; ValueError otherwise. `folded`: label
+    of the button that opens the code, empty if it is shown."""
     from pygments import highlight
     from pygments.formatters import HtmlFormatter
     from pygments.lexers import PythonLexer
