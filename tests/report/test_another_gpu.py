@@ -103,8 +103,8 @@ def test_what_is_said_of_the_h200_stays(folders):
 
 def test_its_own_results_choices_and_claims(folders, monkeypatch, capsys):
     _, both = folders
-    assert ("gdpa", "forward", "v8_own_waits") in probe.proven(both, "9.0")
-    known = probe.proven(both, "10.0")
+    assert ("gdpa", "forward", "v8_own_waits") in probe.verified(both, "9.0")
+    known = probe.verified(both, "10.0")
     assert ("gdpa", "forward", OWN[0]) in known and ("gdpa", "forward", "v8_own_waits") not in known
     assert __main__.main(["results", "--data-dir", str(both), "--gpu", "NVIDIA B200"]) == 0
     printed = capsys.readouterr().out

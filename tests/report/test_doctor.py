@@ -337,7 +337,7 @@ def test_a_gpu_of_another_architecture(add, tmp_path, monkeypatch, capability, g
     )  # fmt: skip
     found = doctor.findings(tmp_path)
     said = {(f.group.removeprefix(doctor.RUNGS), f.name): (f.ok, f.detail) for f in found}
-    new = (True, f"runs on cuda:0, {doctor.UNPROVEN}")
+    new = (True, f"runs on cuda:0, {doctor.UNVERIFIED}")
     assert said["gdpa", "v1_tiled"] == said["block_attention", "v1_one_tile"] == new
     assert said["gdpa", "v0_eager"] == said["gdpa", "reference"] == (True, "runs on cuda:0")
     if gpu == "B200":

@@ -1,4 +1,4 @@
-"""Physical and numerical bounds: refuses records that satisfy the schema and cannot be true.
+"""Physical and numerical bounds, to refuse records that fit the schema and cannot be true.
 
 Rates are bounded by the machine (`systems/`): all tensor cores at the highest clock, all pins of
 the memory at theirs. Mean power is energy over time. An error budget cannot be recomputed without
@@ -49,12 +49,12 @@ _SIGMAS = 8.0
 """Bound in deviations that a draw of N(0, 1), or a sum of many, exceeds less than once in 1e15."""
 
 
-def refusal(record: Record, machine: System) -> str | None:
+def violation(record: Record, machine: System) -> str | None:
     """Return why `record` cannot be of `machine` or a budget in it cannot be right, or None."""
-    return next(_reasons(record, machine), None)
+    return next(_violations(record, machine), None)
 
 
-def _reasons(record: Record, machine: System) -> Iterator[str]:
+def _violations(record: Record, machine: System) -> Iterator[str]:
     tflops, gbytes = peak_tflops(machine), peak_gbytes_per_s(machine)
     timed = [(f"ceilings[{i}]", ceiling) for i, ceiling in enumerate(record.ceilings)]
     timed += [(f"rows[{i}]", row) for i, row in enumerate(record.rows)]

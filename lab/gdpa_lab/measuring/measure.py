@@ -146,7 +146,7 @@ def measure(
     """Check and time `impls` on `workload` in `direction`; one row for each impl and scope.
 
     An entry of `impls` is a name, or (name, variant, options of the rung). Scopes: "kernel", all
-    kernels of the pass, zero fills and conversions included; "sustained", the same back to back for
+    kernels of the pass, zero fills and conversions included; "sustained", the same in a loop for
     `seconds`, one implementation at a time, with the load of the GPU; "op", the public call of a
     rung, or autograd's backward of it, and of GDPA's backward rungs also the variant
     `baselines.STEP`, with the FLOPs and bytes of both directions; "host", until that call returns;

@@ -94,7 +94,7 @@ class Record:
 
     `state` has the GPU's state `before` and `after` the measurement, as `system.state` returns it.
     `workloads` holds `Workload.to_dict()` by name. `plan`: keys of the rows that the run set out to
-    measure in bursts or back to back, each of which has a row; None in older records.
+    measure in the scopes kernel and sustained, each of which has a row; None in older records.
     """
 
     id: str
@@ -283,7 +283,7 @@ def write(record: Record, data_dir: str | Path = DATA_DIR) -> Path:
     """
     path = Path(data_dir) / "records" / f"{record.id}.json"
     data = record.to_dict()
-    reason = refusals.refusal(data) or bounds.refusal(record, _machine(record, path))
+    reason = refusals.refusal(data) or bounds.violation(record, _machine(record, path))
     if reason is not None:
         raise RecordError(path, reason)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -358,7 +358,7 @@ def _parse(path: Path, changed: int, size: int, sha256: str | None) -> Record:
 @cache
 def _beyond(path: Path, changed: int, size: int, sha256: str | None, machine: Any) -> str | None:
     """Check the bounds of what `_parse` reads."""
-    return bounds.refusal(_parse(path, changed, size, sha256), machine)
+    return bounds.violation(_parse(path, changed, size, sha256), machine)
 
 
 def survey(data_dir: str | Path = DATA_DIR) -> tuple[list[Record], list[RecordError]]:

@@ -103,7 +103,7 @@ class Row:
     """One implementation on one workload.
 
     `workload`: a name in the record's `workloads`. `math`: "activation" or "softmax". `scope`: what
-    was timed, "kernel" (the launch alone), "sustained" (the same, back to back), "op" (the whole
+    was timed, "kernel" (the launch alone), "sustained" (the same, without pauses), "op" (the whole
     call), "host" (the call until it returns) or "schedule" (making one). `variant` tells apart rows
     that share all the rest, e.g. a schedule's order. `config`: constants of the implementation.
     `flops`, `bytes_read`, `bytes_written`: useful FLOPs and fewest bytes of one call. `samples_us`:

@@ -32,7 +32,7 @@ class Session:
     """One measuring run: state before, ceilings, rows and tables, then one record.
 
     What would begin more than `limit_s` seconds after the session is left out, and the log says so:
-    begin with what matters most. A rung that no record in `data_dir` proves on such a GPU is
+    begin with what matters most. A rung that no record in `data_dir` verifies on such a GPU is
     measured in a child process; see `probe`.
 
     >>> session = Session("notebooks/forward/results.py", device)      # doctest: +SKIP
@@ -61,7 +61,7 @@ class Session:
         self.log = log
         self.system = system.describe(self.device.index)
         self.before = system.state(self.device.index)
-        known = probe.proven(data_dir, self.system.compute_capability)
+        known = probe.verified(data_dir, self.system.compute_capability)
         self._probe = probe.Probe(self.device, known, log)
         self.ceilings: list[record.Ceiling] = []
         self._limits: set[tuple[Callable, str]] = set()
@@ -141,8 +141,8 @@ class Session:
         *,
         direction: str = "forward",
     ) -> None:
-        """`run(inputs)`, which launches `rungs`, or changed copies of them, itself and keeps what
-        it finds, called `name`.
+        """Call `run(inputs)`, which launches `rungs`, or changed copies of them, itself and stores
+        its result as `name`.
 
         Only if all of them run on this GPU and a record or this session has a correct row of each;
         otherwise, or if it raises, the log says why there is no `name`. What raises anything but
@@ -170,11 +170,11 @@ class Session:
         self.log(f"{what}: left out, the time is up" if late else what)
         return not late
 
-    def prepare(self, workload: Workload, direction: str, back_to_back: bool = False) -> None:
+    def prepare(self, workload: Workload, direction: str, with_sustained: bool = False) -> None:
         """Measure the ceilings for rows of `workload`, unless the session has them."""
         mixes = workload.operator == "block_attention" or direction == "backward"
         for make in (timing.limits, *[timing.attention_copies] * mixes):
-            self._add_ceilings(make, *measuring.ON_DEVICE[: 1 + back_to_back])
+            self._add_ceilings(make, *measuring.ON_DEVICE[: 1 + with_sustained])
         self.workloads[workload.name] = workload
 
     def _add_ceilings(self, make: Callable[..., list[timing.Limit]], *scopes: str) -> None:

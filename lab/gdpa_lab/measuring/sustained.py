@@ -1,11 +1,11 @@
-"""Times kernels back to back, as a training loop runs them on a device that never rests.
+"""Times kernels under sustained load, as a training loop runs them on a device that never rests.
 
-In a burst (`timing.sample_kernels`) the device pauses between calls, so it runs near its highest
-clock. Here one function runs alone for `seconds`, after `WARM_S` that bring clock and temperature
-to where they stay: 1 gives the median of 1.5 within a percent, an energy wants 5. A sample is the
-mean time of the calls in a chunk of about `CHUNK_US`, between two CUDA events; L2 keeps what the
-call before left in it. Meanwhile NVML reports the clock, the energy and what throttles. Source:
-NVML reference, nvmlDeviceGetTotalEnergyConsumption.
+Isolated calls (`timing.sample_kernels`) have pauses between them, so the device runs near its
+highest clock. Here one function runs alone for `seconds`, after `WARM_S` that bring clock and
+temperature to a steady state: 1 s gives the median of 1.5 s within a percent, an energy needs 5 s.
+A sample is the mean time of the calls in a chunk of about `CHUNK_US`, between two CUDA events; L2
+holds what the previous call left in it. Meanwhile NVML reports clock, energy and throttle reasons.
+Source: NVML reference, nvmlDeviceGetTotalEnergyConsumption.
 """
 
 from __future__ import annotations
@@ -148,13 +148,13 @@ def sample_each(
 
 
 def measure_ceilings(
-    limits: Iterable[timing.Limit], bursts: Iterable[timing.Ceiling], device: torch.device
+    limits: Iterable[timing.Limit], isolated: Iterable[timing.Ceiling], device: torch.device
 ) -> list[timing.Ceiling]:
     """Measure sustained ceilings: for each mix of reads and writes, the limit that was fastest in
-    `bursts`."""
+    `isolated`."""
     fastest = {}
-    for burst in sorted(bursts, key=lambda c: statistics.median(c.samples_us), reverse=True):
-        fastest[burst.flops, burst.bytes_read, burst.bytes_written] = burst.shape
+    for ceiling in sorted(isolated, key=lambda c: statistics.median(c.samples_us), reverse=True):
+        fastest[ceiling.flops, ceiling.bytes_read, ceiling.bytes_written] = ceiling.shape
     meter, measured = Meter(device), []
     for ceiling, call in limits:
         if ceiling.shape in fastest.values():

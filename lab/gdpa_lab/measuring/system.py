@@ -152,7 +152,7 @@ def state(device: int | None = None) -> dict[str, Any]:
     so CUDA_VISIBLE_DEVICES is followed. Units are in the keys: sm_clock_mhz, memory_clock_mhz,
     temperature_c, power_w. `throttle_reasons` names the active ones. `other_processes` counts
     compute processes on the GPU besides this one: where process ids are translated, so that this
-    process cannot be told apart, one is taken to be this one. Every value is None without a GPU or
+    process cannot be identified, one is taken to be this one. Every value is None without a GPU or
     nvidia-smi.
     """
     import torch

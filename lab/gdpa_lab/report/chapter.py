@@ -159,8 +159,8 @@ class Chapter:
         order of the whole record.
 
         `filters`: a value or a list of values for a column; `scope="kernel"` and `variant=""`
-        unless they are among them, None for any. A burst of calls that the host enqueues too slowly
-        is host time, and counts as failed. LookupError if nothing is left.
+        unless they are among them, None for any. An isolated time whose calls the host enqueues
+        too slowly is host time, and counts as failed. LookupError if nothing is left.
         """
         run, of = self._run(of), of or self.slug
         if of not in self._rows:

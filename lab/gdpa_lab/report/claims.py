@@ -79,8 +79,8 @@ class Selector:
     the fastest other impl matching `impl`, in one record, if possible without a stale row, that
     which compares most of them; with several of `direction`, of the sums over them. Rows are picked
     by `figure`, or by `workload` and `direction` where there is no figure. Patterns are shell
-    globs. Only times of the kernels alone (variant "") count, back to back or, with `scope`
-    "kernel", in bursts.
+    globs. Only times of the kernels alone (variant "") count: sustained or, with `scope`
+    "kernel", isolated.
     """
 
     kind: str

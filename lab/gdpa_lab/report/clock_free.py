@@ -1,9 +1,9 @@
 """Second set of predictions for a B200: shares of the cost model at each row's own SM clock.
 
-NVML reports the clock of a row that ran back to back, so its time is a number of clocks and the
-power limit of a B200 drops out. The share of the ledger that a kernel reaches, and its spread, come
-from all warp-specialized kernels measured on an H200; program start-up is part of that share. The
-first set, in `predictions`, is unchanged.
+NVML reports the clock of a sustained row, so its time is a number of clocks and the power limit of
+a B200 drops out. The share of the cost model that a kernel reaches, and its spread, come from all
+warp-specialized kernels measured on an H200; program start-up is part of that share. The first set,
+in `predictions`, is unchanged.
 """
 
 from __future__ import annotations
@@ -245,7 +245,9 @@ def report(data_dir: str | Path = records.DATA_DIR) -> str:
         word = "dead" if dead else "not refuted"
         outcome = f"{inside} of {count} groups inside: the model is {word}."
     dates = ", ".join(sorted(set(table["date"])))
-    head = f"Registered {dates}; model: {MODEL}; shares of the ledger at NVML's clock. {outcome}"
+    head = (
+        f"Registered {dates}; model: {MODEL}; shares of the cost model at NVML's clock. {outcome}"
+    )
     columns = ["workload", "direction", "impl", "other", "expected", "low", "high"]
     columns += ["measured", "verdict"] if count else []
     return f"{head}\n\n{results.to_markdown(table[columns])}"

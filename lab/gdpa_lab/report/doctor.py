@@ -19,7 +19,7 @@ from typing import Any
 TORCH = "torch==2.13.0"
 FBTRITON = "fbtriton==3.7.4"
 RUNGS = "implementations of "
-UNPROVEN = "unproven here: measured in a child process first"
+UNVERIFIED = "unverified here: measured in a child process first"
 KEEP = "python -m gdpa_lab keep"
 
 
@@ -170,14 +170,14 @@ def check_implementations(data_dir: str | Path | None = None) -> list[Finding]:
     ladder = _module("gdpa_kernels.calling.ladder")
     if isinstance(ladder, Exception):
         return [Finding("implementations", "ladder", False, f"cannot be imported: {ladder}")]
-    unproven = _unproven(data_dir)
+    unverified = _unverified(data_dir)
     answers = []
     for operator, rungs in ladder.LADDERS.items():
         for rung in rungs:
             group = operator if "forward" in rung.directions else f"{operator} backward"
             answer = _ask(RUNGS + group, rung.impl, ladder.availability, rung.impl, None, operator)
-            if answer.ok and unproven(rung):
-                answer = replace(answer, detail=f"{answer.detail}, {UNPROVEN}")
+            if answer.ok and unverified(rung):
+                answer = replace(answer, detail=f"{answer.detail}, {UNVERIFIED}")
             answers.append(answer)
     return answers
 
@@ -207,7 +207,7 @@ def check_other_gpus() -> list[Finding]:
     return answers
 
 
-def _unproven(data_dir: str | Path | None) -> Callable[[Any], bool]:
+def _unverified(data_dir: str | Path | None) -> Callable[[Any], bool]:
     """Return a predicate: the rung has kernels that run on the first GPU and no record verifies
     them."""
     probe, record = _module("gdpa_lab.measuring.probe"), _module("gdpa_lab.measuring.record")
@@ -216,11 +216,11 @@ def _unproven(data_dir: str | Path | None) -> Callable[[Any], bool]:
 
         device = torch.device("cuda", 0)
         capability = "{}.{}".format(*torch.cuda.get_device_capability(device))
-        known = probe.proven(record.DATA_DIR if data_dir is None else data_dir, capability)
+        known = probe.verified(record.DATA_DIR if data_dir is None else data_dir, capability)
     except Exception:  # no GPU, or what the other findings name
         return lambda rung: False
     return lambda rung: any(
-        probe.is_unproven(rung.impl, rung.operator, direction, device, known)
+        probe.is_unverified(rung.impl, rung.operator, direction, device, known)
         for direction in rung.directions
     )
 

@@ -115,9 +115,9 @@ def from_records(data_dir: str | Path, operator: str) -> list[Ranking]:
 def _order(kernel: Sequence[pd.Series] = (), sustained: Sequence[pd.Series] = ()) -> list[str]:
     """Order implementations, fastest first, from isolated and sustained times, a series for each
     workload: by isolated times, then those with sustained times change places among themselves."""
-    bursts, loops = (_fastest_first(columns) for columns in (kernel, sustained))
-    both = iter([impl for impl in loops if impl in bursts])
-    return [next(both) if impl in loops else impl for impl in bursts] or loops
+    isolated, loops = (_fastest_first(columns) for columns in (kernel, sustained))
+    both = iter([impl for impl in loops if impl in isolated])
+    return [next(both) if impl in loops else impl for impl in isolated] or loops
 
 
 def _fastest_first(columns: Sequence[pd.Series]) -> list[str]:

@@ -97,7 +97,7 @@ def predicted(slug: str, predictions: Sequence[Prediction]) -> str:
     rows = []
     for one in shown:
         line, says = registered.line(one.id, one.limits), one.verdict
-        said = f"{one.text}<br><small>{registered.told(line)}</small>"
+        said = f"{one.text}<br><small>{registered.message(line)}</small>"
         if says.word == "refuted" and line is not None and line["lesson"]:
             said += f"<br><small>**What the model left out:** {line['lesson']}</small>"
         sign = "✓" if says.word == "confirmed" else "✗"

@@ -46,12 +46,12 @@ class Expected(NamedTuple):
     date: str = DATE
 
 
-# From our records of an H200. Forward, v8 over its ledger: .85, one deviation .05. Backward, pairs
-# of tiles in v4 and v5 over the matmul ceiling: .83. Start and end of a program, by the law of
+# From our records of an H200. Forward, v8 over its modelled cost: .85, one deviation .05. Backward,
+# pairs of tiles in v4 and v5 over the matmul ceiling: .83. Start and end of a program, fitted over
 # tiles: v4 2.8 us for 128 queries; backward v4 4.5 and v5 3.6 us for 128 keys; v8, which streams,
 # 0.5, as is taken for backward b5.
 # v8's consumers issue their own MMAs; on sm_100 one thread does, and the published kernel, of one
-# CTA with two tiles, is at 1.0 of its ledger. Hence .88 for that design, .93 for pairs, which leave
+# CTA with two tiles, is at 1.0 of its cost. Hence .88 for that design, .93 for pairs, which leave
 # the port of shared memory idle for 3 clocks of 8, and limits from v8's lowest to a bit over 1.
 # b1 waits four times a tile for what a barrier takes; b2 does at the ends of its programs.
 EXPECTED = {

@@ -1,7 +1,7 @@
 """Generates the results table and the figure of README.md from the records.
 
 `python -m gdpa_lab maintain readme` rewrites them; a test keeps them equal to the records. Both
-show back-to-back times only; where a peer has none, the table says why.
+show sustained times only; where a peer has none, the table says why.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ def line(name: str, limits: str) -> pd.Series | None:
     return lines.loc[name] if same else None
 
 
-def told(line: pd.Series | None) -> str:
+def message(line: pd.Series | None) -> str:
     """Format `standing` for a page, with commit and date."""
     word = standing(line)
     if word == "predicted":

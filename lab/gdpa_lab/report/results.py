@@ -56,7 +56,7 @@ def table(
     time_us_p20, p50, p80: quantiles of the samples in microseconds (linear interpolation). tflops
     (TFLOP/s) and gbytes_per_s (GB/s, 1e9 bytes): useful FLOPs and fewest bytes over the p50 time.
     percent_of_roofline: 100 * max(compute floor, memory floor) / p50 time, with the ceilings of the
-    same record: sustained ones for scope "sustained", those of bursts for all others. These are NaN
+    same record: sustained ones for scope "sustained", isolated ones for all others. These are NaN
     without samples, FLOPs or ceilings. `correct`: the check passed; NA where nothing was to be
     checked, as for a schedule. `failure`: why there are no samples, or "". `figure`: the published
     figure that shows the workload, or "". `stale`: what ran is not what our kernel compiles to
