@@ -35,7 +35,7 @@ def _name(kernel: Any) -> str:
 def examine(path: str, programs: int, seconds: int) -> None:
     """Run one program, and print a line that says how its kernels fared."""
     import tritonemu
-    from tritonemu import launching
+    from tritonemu import launch_hooks
     from tritonemu.launch import Launch
 
     class Some(collections.deque):
@@ -48,7 +48,7 @@ def examine(path: str, programs: int, seconds: int) -> None:
 
     said: dict[str, str] = {}
     launches: collections.Counter[str] = collections.Counter()
-    begin, run = Launch.__init__, launching.run_enabled
+    begin, run = Launch.__init__, launch_hooks.run_enabled
 
     def begin_few(self: Launch, *args: Any, **kwargs: Any) -> None:
         begin(self, *args, **kwargs)
@@ -69,7 +69,7 @@ def examine(path: str, programs: int, seconds: int) -> None:
     def stop(*_: Any) -> NoReturn:
         raise TimeoutError(f"after {seconds} s")
 
-    Launch.__init__, launching.run_enabled = begin_few, run_and_note
+    Launch.__init__, launch_hooks.run_enabled = begin_few, run_and_note
     signal.signal(signal.SIGALRM, stop)
     signal.alarm(seconds)
     ended = ""

@@ -73,7 +73,7 @@ def test_deadlock_says_where_who_and_what():
     at = place(fresh_kernel, "barrier_wait")
     error = refused(Deadlock, r"misses 1 arrival\n", fresh_kernel, 0, ARRIVALS=0, at="barrier_wait")
     (wait,) = error.waits
-    assert (wait.role, wait.at, wait.barrier) == (DEFAULT, at, "bar of CTA 0")
+    assert (wait.role, wait.location, wait.barrier) == (DEFAULT, at, "bar of CTA 0")
     assert f"default of CTA 0 at {at[0]}:{at[1]} waits for phase 0 of bar of CTA 0" in str(error)
 
 

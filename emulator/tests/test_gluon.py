@@ -18,7 +18,7 @@ from tritonemu import (
     UninitializedRead,
     run,
 )
-from tritonemu.compiling import asm_of
+from tritonemu.compiler import asm_of
 from tritonemu.gpu import has_gluon
 
 pytestmark = pytest.mark.gluon
@@ -34,7 +34,7 @@ from triton.experimental.gluon.nvidia.hopper import (  # noqa: E402
 )
 
 from emulator.tests import gluon_kernels as kernels  # noqa: E402
-from tritonemu.gluon.placing import places  # noqa: E402
+from tritonemu.gluon.placement import places  # noqa: E402
 
 
 def boxed(tensor, *shape):

@@ -22,7 +22,7 @@ from tritonemu import (
     Unsupported,
     run,
 )
-from tritonemu.compiling import asm_of
+from tritonemu.compiler import asm_of
 from tritonemu.gpu import has_gluon
 
 pytestmark = pytest.mark.gluon

@@ -14,7 +14,7 @@ import torch
 from emulator.tests.checking import everywhere, normal
 from emulator.tests.judging import import_file, judge
 from tritonemu import run
-from tritonemu.compiling import asm_of
+from tritonemu.compiler import asm_of
 from tritonemu.gpu import has_gluon
 
 pytestmark = pytest.mark.gluon

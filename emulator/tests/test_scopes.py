@@ -7,7 +7,7 @@ import triton.language as tl
 
 from emulator.tests.checking import box, build, ints, refused, tlx
 from tritonemu import InvalidKernel, run
-from tritonemu.compiling import ask_front_end
+from tritonemu.compiler import ask_front_end
 
 zeros = ints(16, fill=0)
 

@@ -33,7 +33,7 @@ def test_a_lock_that_nobody_releases(resident):
         (holder,) = {f"default of CTA {i}" for i in range(4)} - {wait.role for wait in error.waits}
         assert len(error.waits) == 3
         for wait in error.waits:
-            assert (wait.at, wait.buffer, wait.element, wait.value) == (at, "lock", 0, 1)
+            assert (wait.location, wait.buffer, wait.element, wait.value) == (at, "lock", 0, 1)
             assert wait.writer == (holder, at)
             spins = f"{wait.role} at {at[0]}:{at[1]} spins on element 0 of lock, which holds 1, "
             assert f"{spins}last written by {holder} at {at[0]}:{at[1]}" in str(error)

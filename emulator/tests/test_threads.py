@@ -15,7 +15,7 @@ from emulator.tests.checking import place, refused
 from tritonemu import Race, run
 from tritonemu.__main__ import main
 from tritonemu.assembly import Code
-from tritonemu.compiling import asm_of
+from tritonemu.compiler import asm_of
 
 B = 512
 # Since triton-lang/triton#10816 warps meet before a release and after an acquisition.

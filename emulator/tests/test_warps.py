@@ -11,7 +11,7 @@ import triton.language as tl
 from emulator.tests.checking import B200, SCHEDULES, grid2, place, refused, tlx
 from tritonemu import Race, run
 from tritonemu.assembly import Code
-from tritonemu.compiling import asm_of
+from tritonemu.compiler import asm_of
 
 pytestmark = pytest.mark.tlx
 

@@ -39,7 +39,7 @@ from .errors import (
 from .execution import run
 from .gpu import fake_gpu
 from .launch import Report
-from .launching import (
+from .launch_hooks import (
     MULTIPROCESSORS,
     Reports,
     current_arch,

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .aggregates import Aggregate
-from .errors import InvalidKernel, ResourceLimit, location
+from .errors import InvalidKernel, ResourceLimit, current_location
 from .launch import REGISTERS, current
 from .scheduler import Role
 from .tile import Tile
@@ -30,7 +30,7 @@ class Region:
         self.tasks: list[tuple[Callable, dict[str, Any], dict[str, Any]]] = []
 
     def add(self, function: Callable, names: dict[str, Any], *args: Any, **options: Any) -> None:
-        """A task: `function` will be called with those of `names` that it takes."""
+        """Add a task: `function` will be called with those of `names` that it takes."""
         taken = function.__code__.co_varnames[: function.__code__.co_argcount]
         values = {name: names[name] for name in taken if name in names}
         default = bool(args) and args[0] == "default"
@@ -63,19 +63,19 @@ class Region:
                 role.charge()
                 running.remove(role)
                 scheduler.order.note(("tasks", main.cta.number), "arrive", (0, False))
-                for before, lane in zip(main.lanes, role.lanes, strict=True):
+                for parent, lane in zip(main.lanes, role.lanes, strict=True):
                     lane.retire()
-                    before.clock.join(lane.release())
+                    parent.clock.join(lane.release())
                     if launch.partition_fences:
-                        before.fence()
-                    before.time = max(before.time, lane.time)
+                        parent.fence()
+                    parent.time = max(parent.time, lane.time)
                 if not running:
                     scheduler.order.note(("tasks", main.cta.number), "wake", 1, main)
                     scheduler.wake(main, main.time)
 
             role = Role(scheduler, main.cta, name, warps, body)
-            for before in main.lanes[1:]:
-                Role(scheduler, before.cta, name, warps, body, leader=role)
+            for parent in main.lanes[1:]:
+                Role(scheduler, parent.cta, name, warps, body, leader=role)
             for start, lane in zip(starts, role.lanes, strict=True):
                 lane.clock.join(start)
                 if launch.partition_fences:
@@ -110,7 +110,7 @@ class Region:
 
 
 def _tile_in(name: str, value: Any) -> str:
-    """The first tile in a value, for messages; "" if there is none."""
+    """Return the first tile in a value, for messages; "" if there is none."""
     parts = {}
     if isinstance(value, Aggregate):
         parts = {f"{name}.{field}": getattr(value, field) for field in value.fields}
@@ -150,6 +150,6 @@ def _check_budget(default: int, asked: list[tuple[int, int]]) -> None:
             f"for the default task, and for each group of four warps the most that one of its "
             f"tasks asks for",
             UserWarning,
-            *location(),
+            *current_location(),
             registry=_WARNED,
         )

@@ -1,4 +1,4 @@
-"""The operations of `gl` that `tl` has not, or has without a layout."""
+"""Operations of `gl` that `tl` lacks, or has without a layout."""
 
 import re
 from typing import Any
@@ -13,13 +13,13 @@ from ..tile import Tile
 from .barriers import barrier
 from .ctas import all_here, cta_rank
 from .memory import allocate_shared_memory
-from .products import mma_v2
+from .mma import mma_v2
 
 _HINTS = ("layout", "cache_policy")
 
 
 def _without_hints(name: str) -> Any:
-    """The operation of `tl`, for which layouts and cache policies mean nothing."""
+    """Wrap an operation of `tl`, which ignores layouts and cache policies."""
 
     def apply(*args: Any, **kwargs: Any) -> Any:
         named = {key: value for key, value in kwargs.items() if key not in _HINTS}
@@ -55,7 +55,7 @@ def num_ctas() -> int:
 def inline_asm_elementwise(
     asm: str, constraints: str, args: Any, dtype: Any, **options: Any
 ) -> Any:
-    """As of `tl`; and the rank of the CTA."""
+    """Implement that of `tl`, and the instruction that reads the rank of the CTA."""
     if re.fullmatch(r"\s*mov\.[bsu]32\s+\$0,\s*%cluster_ctarank;\s*", asm):
         return cta_rank(dtype)
     return LANGUAGE["inline_asm_elementwise"](asm, constraints, args, dtype, **options)
@@ -64,7 +64,8 @@ def inline_asm_elementwise(
 def warp_specialize(
     functions_and_args: Any, worker_num_warps: Any, worker_num_regs: Any = None
 ) -> Any:
-    """The first function is the default partition, whose results are given; the others work."""
+    """Run partitions: the first function is the default one, whose results are returned; the others
+    are workers."""
     workers, warps = functions_and_args[1:], tuple(worker_num_warps)
     all_here("warp_specialize")
     registers = (None,) * len(warps) if worker_num_regs is None else tuple(worker_num_regs)
