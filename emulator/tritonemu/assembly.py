@@ -14,7 +14,7 @@ import torch
 
 from .errors import Location
 
-# What an instruction does, and the line of the source that it is for.
+# Kind of an instruction, and its line of the source.
 Step = tuple[str, Location]
 
 
@@ -207,8 +207,8 @@ class Code:
         """Return whether warps need not meet on the path along these accesses, one after the other;
         False if the code does not tell of the first or of the last one.
 
-        Those between that it does not tell of are left out. Of several instructions of the first
-        one each must have such a way.
+        Accesses between them that the code does not tell of are left out. Each of several
+        instructions of the first one must have such a path.
         """
         first, *others = map(self._at, way)
         return bool(first and others and others[-1]) and all(

@@ -6,7 +6,7 @@ the last completed one. So a fresh barrier lets a wait for parity 1 pass, which 
 finds its buffers empty, and a barrier that completes two phases while somebody waits for the first
 has been missed.
 
-Of the 16 named barriers some are the compiler's: 0 for the warps of the default task, 1 for the
+Some of the 16 named barriers are the compiler's: 0 for the warps of the default task, 1 for the
 start and end of tasks, 2 + i for the warps of the other task i, if it has more than one.
 
 Four mistakes are reported as `BarrierMisuse` even when this run gets away with them: an arrival

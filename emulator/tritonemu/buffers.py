@@ -41,9 +41,9 @@ _ALIGNMENT = 128
 class Storage:
     """Bytes of shared memory, or 128 lanes of `num_bytes` bytes of tensor memory.
 
-    Of tensor memory: columns: the most that its buffers of 64 rows and of 128 take. paired: whether
-    64 rows are those of a pair of CTAs, None before their first use. beside: the storage whose
-    lanes it shares, that of the other operand in tensor memory. name: that of its first buffer.
+    name: that of its first buffer. For tensor memory: columns: the most that its buffers of 64 rows
+    and of 128 take. paired: whether 64 rows are those of a pair of CTAs, None before their first
+    use. beside: the storage whose lanes it shares, that of the other operand in tensor memory.
     """
 
     cta: Any
@@ -117,8 +117,8 @@ def _round_up(value: int, multiple: int) -> int:
 class ReuseGroup:
     """`tlx.reuse_group`: a tree of buffers that share memory, or must not.
 
-    Of a member, a buffer or a group: `size`, and `step`, the multiple at which it starts in a
-    distinct group; in tensor memory (alignment 1) that of its size.
+    A member, a buffer or a group, has a `size` and a `step`: the multiple at which it starts in a
+    distinct group, and in tensor memory (alignment 1) that of its size.
     """
 
     members: tuple[Any, ...]

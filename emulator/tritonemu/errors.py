@@ -60,7 +60,7 @@ def location_of(error: BaseException) -> Location:
     return _innermost((frame, line) for frame, line in frames if MARK in frame.f_globals)
 
 
-# What flags of the tool in use begin with; that of Python is empty: it takes keywords.
+# Prefixes of flags of the tool in use; that of Python is empty: it takes keywords.
 COMMAND, PYTEST = "--", "--emulated-"
 _FLAGS: contextvars.ContextVar[tuple[str, str]] = contextvars.ContextVar("flags", default=("", ""))
 
@@ -180,7 +180,7 @@ class EarlyExit(EmulatorError):
 class UninitializedRead(EmulatorError):
     """A buffer is read where nothing has been written. `buffer` names it.
 
-    Of global memory, other: file and line of the `torch.empty` that made it.
+    other: file and line of the `torch.empty` that made it, for global memory.
     """
 
 

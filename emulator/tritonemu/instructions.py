@@ -120,7 +120,7 @@ INSTRUCTIONS: dict[str, tuple[torch.dtype, Callable]] = {
     "max.NaN.xorsign.abs.f32": (_F32, _max_xorsign_abs),
 }
 
-# Those of INSTRUCTIONS that exist for a pair of fp32, in a 64-bit register.
+# INSTRUCTIONS that exist for a pair of fp32, in a 64-bit register.
 PAIRS_OF_FP32 = {f"{name}{ftz}.f32" for name, ftz in product(_FP32, ("", ".ftz"))}
 
 
@@ -149,7 +149,7 @@ PACKING: dict[str, Callable] = {
     "cvt.rn.satfinite.e2m1x2.f32": _to_e2m1,
 }
 
-# Of bits, as int64 that are not negative.
+# Functions of bits, as int64 that are not negative.
 WORDS: dict[str, Callable] = {
     **{f"{name}.b32": getattr(torch, f"bitwise_{name}") for name in ("and", "or", "xor", "not")},
     "shl.b32": lambda x, by: x << by.clamp(max=32),

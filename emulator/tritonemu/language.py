@@ -56,7 +56,7 @@ from .tile import (
 
 OPERATIONS: dict[str, Any] = {}
 
-# Those whose values may go through shared memory, in which all warps of a program meet.
+# Operations whose values may go through shared memory, in which all warps of a program meet.
 _MEETING = (
     *("dot", "dot_scaled", "reduce", "_reduce_with_indices", "associative_scan", "gather"),
     *("histogram", "debug_barrier"),
@@ -774,7 +774,7 @@ CUDA = Namespace(
         "globaltimer": lambda: scalar(int(current().scheduler.tell_time()), tl.int64),
         "num_warps": lambda: current().num_warps,
         "num_threads": lambda: 32 * current().num_warps,
-        # Of programmatic dependent launch: launches run one after the other here.
+        # Programmatic dependent launch: launches run one after the other here.
         "gdc_wait": lambda: None,
         "gdc_launch_dependents": lambda: None,
     },
@@ -800,7 +800,7 @@ def _integer(value: Any) -> int:
     return int(constant(value))
 
 
-# What kernels call that stands for a class, and which one; Triton hands no constexpr to isinstance.
+# Classes that callables of kernels stand for; Triton hands no constexpr to isinstance.
 _CLASSES = {
     _integer: int,
     constant: (),

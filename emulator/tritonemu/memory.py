@@ -56,7 +56,7 @@ from .threads import Block
 from .tile import FROM_TORCH, RAW, Tile, cast, from_raw, held, scalar, to_raw, to_tile
 from .undefined import MOST, fill, marks
 
-# Whether a descriptor's store casts its value: upstream's does, that of fbtriton 3.7 does not.
+# A descriptor's store casts its value upstream, and does not in fbtriton 3.7.
 _CASTS = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 8)
 
 
@@ -201,8 +201,8 @@ class Memory:
     def at_addresses(self, addresses: torch.Tensor, dtype: tl.dtype) -> Tile:
         """Resolve integers to pointers: into a reachable tensor, or any that is alive.
 
-        Of several the one that begins there counts, and of such the one that reaches farthest. One
-        tensor has all: lanes outside of it must be off, as all must be if no tensor has any.
+        Among several tensors the one that begins there counts, then the one that reaches farthest.
+        One tensor has all: lanes outside of it must be off, and all lanes if no tensor has any.
         """
         lanes = dict.fromkeys(addresses.flatten().tolist())
         tensor = self._holding(*lanes)

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-# What an exit status of the command says of a program.
+# Meanings of the command's exit status.
 _MEANINGS = {
     0: "nothing found",
     1: "a finding",

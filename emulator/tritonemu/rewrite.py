@@ -535,10 +535,9 @@ _DROPS = not hasattr(CodeGenerator, "_sanitize_target_value")
 
 
 def _assign(value: Any, called: str | tuple[str, ...] = "") -> Any:
-    """Convert a value to what a variable holds; `called` is the name, or the names, it is assigned
-    to.
+    """Convert a value to what a variable holds; `called`: the name, or names, it is assigned to.
 
-    Of a longer tuple what has no name is dropped, where Triton does (before 3.9).
+    Items of a longer tuple without a name are dropped, where Triton does so (before 3.9).
     """
     if isinstance(value, (bool, int, float, Unbound)):
         return to_tile(value)

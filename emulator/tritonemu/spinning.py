@@ -17,7 +17,7 @@ from .errors import Deadlock, Spin, current_location
 from .launch import Launch
 from .tile import Tile, Unbound
 
-# Of one role: where it tested, at how many changes, and its variables then.
+# Last test of a role: its frame and instruction, the number of changes, and its variables then.
 Turn = tuple[FrameType, int, int, dict[str, Any]]
 
 

@@ -18,7 +18,7 @@ from .errors import (
 )
 from .launch import Report
 
-# Those after which a kernel can go on.
+# Findings after which a kernel can go on.
 KINDS = tuple(kind.__name__ for kind in (Race, MissingFence, UninitializedRead, UndefinedValue))
 _COMMENT = re.compile(r"#\s*tritonemu:(.*)")
 _ALLOW = re.compile(r"\s*allow\(([\w\s,]*)\)[\s:]*(.*)")

@@ -11,7 +11,7 @@ from .scheduler import Role
 from .tile import Tile
 
 MAX_WARPS = 32
-# What the compiler leaves at least to the default task, per thread.
+# Registers that the compiler leaves at least to a thread of the default task.
 MIN_REGISTERS = 24
 # Python's own record of the warnings that were shown: each is, once.
 _WARNED: dict[Any, Any] = {}

@@ -24,16 +24,16 @@ a store to tensor memory. It knows nothing else of tensor memory (facebookexperi
 So these are races, unless a barrier lies between:
 
 - warps load from tensor memory, and then store to the same bytes, through an alias or with another
-  layout, so that another warp has them. Of four warps each has 32 lanes, and no others; of more the
-  layouts of the compiled launch say who has what.
+  layout, so that another warp has them. Each of four warps has 32 lanes, and no others; with more
+  warps the layouts of the compiled launch say who has what.
 - warps load from tensor memory, and then one thread issues an MMA, or a copy, that writes there.
 - one thread speaks for itself alone: it issues an MMA or a copy, commits, or announces bytes, and
   who waits for that meets what other warps do before it.
 
 Whether a barrier lies between says the machine code of this launch: a finding needs a way from the
-first access to the second, or to the release, on which there is none (`assembly`). Of global memory
-what may meet in shared memory counts as a barrier, too, when it is carried out. Of the other
-memories the way leads along all that the role does between, and a wait for an mbarrier is none.
+first access to the second, or to the release, on which there is none (`assembly`). For global
+memory an operation that may go through shared memory counts as a barrier, too. For the other
+memories the path includes all that the role does between, and a wait for an mbarrier is no barrier.
 """
 
 import bisect
@@ -87,7 +87,7 @@ class Threads:
         self._launch, self._code = launch, code
         self._stores: list[_Store] = []
         self._released: dict[int, list[tuple[int, Location]]] = {}
-        # Of roles of several warps: epochs, and what was done to shared and tensor memory then.
+        # Epochs and accesses to shared and tensor memory of roles of several warps.
         self._trails: dict[int, list[tuple[int, Step]]] = {}
 
     def note(self, role: Role, kind: str, location: Location) -> None:

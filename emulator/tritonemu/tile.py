@@ -41,7 +41,7 @@ _HELD = {
     **_FLOATS,
 }
 
-# How memory holds a dtype: the same width, and a type that torch can gather and scatter.
+# Representation of a dtype in memory: the same width, in a type that torch gathers and scatters.
 RAW = {
     **_HELD,
     **{name: _INTEGERS[name[1:]] for name in _UNSIGNED},

@@ -16,7 +16,7 @@ MODES = ("nan", "zero", "random")
 # Marks that fit; all ones are not one of them, as a NaN without a mark has them, too.
 MOST = 62
 
-# Of a dtype: pattern without a mark, and the lowest bit of the mark.
+# Pattern of a dtype without a mark, and the lowest bit of the mark.
 _PATTERNS = {
     "bf16": (0x7FC0, 0),
     "fp16": (0x7E00, 3),

@@ -70,7 +70,7 @@ _KNOWN: dict[int, Fresh] = {}  # by the address of the storage, which a weak ref
 _SWEEP = [64]  # at how many of them those that are gone are looked for
 
 
-# What depends on every element, and what has the same ones.
+# Functions that depend on every element, and those whose result has the same elements.
 READS = {
     *(torch.allclose, torch.equal, torch.isclose, torch.sum, torch.mean, torch.amax, torch.amin),
     *(torch.max, torch.min, torch.argmax, torch.argmin, torch.any, torch.all, torch.norm),

@@ -2,8 +2,8 @@
 
 One instruction stream stands for all CTAs: they take each operation in turn, as the lanes of a role
 (`scheduler.Role.lanes`), each with a clock, barriers and memory of its own. So what orders them is
-known exactly, while the order in which they get there is not varied. Of an `if` whose condition
-differs between CTAs (`ByCta`), those take the branch for which it holds, and the others wait.
+known exactly, while the order in which they get there is not varied. If the condition of an
+`if` differs between CTAs (`ByCta`), those take the branch for which it holds, and the others wait.
 """
 
 from collections.abc import Callable, Sequence

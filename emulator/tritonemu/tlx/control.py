@@ -161,7 +161,7 @@ def reinterpret_tensor_descriptor(
     return descriptor
 
 
-# Of a dtype: fraction bits, and the exponent of its smallest normal number.
+# Fraction bits of a dtype, and the exponent of its smallest normal number.
 _FORMATS = {"bf16": (7, -126), "fp16": (10, -14), "fp8e4nv": (3, -6), "fp8e5": (2, -14)}
 
 

@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 FLOPS = {
     "8.0": 2048, "8.6": 1024, "8.9": 1024, "9.0": 4096, "10.0": 8192, "10.3": 8192, "12.0": 1024,
 }  # fmt: skip
-"""Dense 16-bit FLOPs of an SM and clock by compute capability: data sheets of A100, A40, L40S,
-H100, B200, B300 and RTX PRO 6000, their rate over SMs and boost clock. Of others: the most."""
+"""Dense 16-bit FLOPs of an SM per clock, by compute capability; others get the maximum. From the
+data sheets of A100, A40, L40S, H100, B200, B300, RTX PRO 6000: rate over SMs and boost clock."""
 
 BUS_BITS = {
     "8.0": 5120, "8.6": 384, "8.9": 384, "9.0": 6144, "10.0": 8192, "10.3": 8192, "12.0": 512,
 }  # fmt: skip
-"""The widest memory bus sold of a compute capability: A100, A40, L40S, H200, B200, B300, RTX PRO
-6000; data sheets. Two bits a pin and clock. Of others: the most."""
+"""Bits of the widest memory bus sold, by compute capability; others get the maximum. From the data
+sheets of A100, A40, L40S, H200, B200, B300, RTX PRO 6000. Two bits per pin and clock."""
 
 SAME = 1e-12
 """Tolerance between two ways to compute a mean power in double precision."""
@@ -90,7 +90,7 @@ def _too_fast(
     if rate > tflops:
         units = f"{machine.num_sms} SMs at {machine.max_sm_clock_mhz:.0f} MHz"
         yield f"{where}.samples_us must be at most {tflops:.0f} TFLOP/s, {units}, got {rate:.0f}"
-    # What L2 may hold has not come from memory.
+    # Bytes that L2 may hold have not come from memory.
     rate = (what.bytes_read + what.bytes_written - (machine.l2_bytes or 0)) / fastest / 1e3
     if rate > gbytes:
         pins = f"memory at {machine.max_memory_clock_mhz:.0f} MHz"

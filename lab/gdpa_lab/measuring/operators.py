@@ -288,7 +288,7 @@ class BlockAttention(_Checked):
     def _call(self, rung: Rung, module: ModuleType, batch: object, arguments: dict) -> Call:
         if self._direction == "forward":
             return lambda: module.forward(batch, **arguments)[0]
-        # What is saved does not depend on the constants of a rung; of a study it does.
+        # Saved tensors do not depend on the constants of a rung, but on those of a study.
         saved = module.forward(batch, **arguments if rung.impl in ladder.STUDIES else {})[1]
         return partial(module.backward, self._inputs.grad_out, batch, saved, **arguments)
 

@@ -341,7 +341,7 @@ class Chapter:
         """Store a prediction with its limits, its result, and the verdict with its margin;
         `predictions` shows those that are `shown`.
 
-        Its id is `registered`, or the slug and a number by the order of the calls without it. Of a
+        Its id is `registered`, or the slug and a number by the order of the calls without it. In a
         series the value that is farthest outside the limits, or nearest to one, decides. ValueError
         without a limit, since it could not fail, and naming what is missing in `result`.
         """
