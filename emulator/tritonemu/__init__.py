@@ -13,9 +13,9 @@ and invalid descriptors; `errors` lists the kinds. An operation the emulator doe
 checks variables in loops and branches; `tile` has the arithmetic, `language`, `tlx` and `gluon` the
 operations, `instructions` inline PTX. `memory` is global memory, `unwritten` its unwritten part,
 `undefined` the values of masked-off lanes, `buffers` shared and tensor memory. `clocks` tells what
-happens before what; `barriers`, `tasks` and `scheduler` decide who runs when; `spinning` finds loops
-that never end; `engines` are the units that roles share; `timeline` is the trace. `launch` is the
-state of a launch, `execution` runs it, `launch_hooks` takes over the launches of a program, and
+happens before what; `barriers`, `tasks` and `scheduler` decide who runs when; `spinning` finds
+loops that never end; `engines` are the units that roles share; `timeline` is the trace. `launch` is
+the state of a launch, `execution` runs it, `launch_hooks` takes over the launches of a program, and
 `compiled_kernel` is what they return. Needs torch, triton and greenlet, and no GPU.
 """
 

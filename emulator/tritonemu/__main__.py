@@ -197,16 +197,16 @@ def _draw(options: argparse.Namespace, report: Report, error: EmulatorError | No
 
 def _write(options: argparse.Namespace, report: dict) -> None:
     """Write the report in the requested forms."""
-    for path, said in (
+    for path, content in (
         (options.json, report),
         (options.sarif, as_sarif([report], Path.cwd()) if options.sarif else None),
     ):
-        _save(path, said)
+        _save(path, content)
 
 
-def _save(path: str | None, said: Any) -> None:
+def _save(path: str | None, value: Any) -> None:
     if path:
-        Path(path).write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
+        Path(path).write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
 
 
 def _command(options: argparse.Namespace, schedule: str) -> str:
@@ -398,7 +398,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _check(options: argparse.Namespace, is_clean: Callable[[str], bool]) -> int:
     """Run the program under each schedule but those known to be clean; return the exit status."""
-    wanted = bool(options.trace or options.svg or options.html)
+    draws = bool(options.trace or options.svg or options.html)
     search = Search(options.search, options.schedules, options.depth, only=options.schedule)
     notes: list[str] = []
     passed = allowed([])
@@ -406,7 +406,7 @@ def _check(options: argparse.Namespace, is_clean: Callable[[str], bool]) -> int:
         if is_clean(str(order)):
             continue
         first = search.tried == 1
-        reports, failed = _run(options, order, trace=wanted and first, quiet=not first)
+        reports, failed = _run(options, order, trace=draws and first, quiet=not first)
         if failed and not reports.findings and str(order) != "modelled":
             error = WrongResult(f"the program fails under this schedule:\n{failed}", ("", 0))
             error.schedule, error.report = str(order), reports[0] if reports else None
@@ -416,14 +416,14 @@ def _check(options: argparse.Namespace, is_clean: Callable[[str], bool]) -> int:
             replay = _command(options, error.schedule)
             print(f"{type(error).__name__} (schedule {order}): {error}", file=sys.stderr)
             print(f"{explain(error)}\n  {replay}", file=sys.stderr)
-            if wanted and not first:
+            if draws and not first:
                 again, _ = _run(options, error.schedule, trace=True, quiet=True)
                 error = again.findings[0] if again.findings else error
                 error.report = again[0] if again and not again.findings else error.report
-            if wanted and error.report is not None and error.report.timeline:
+            if draws and error.report is not None and error.report.timeline:
                 _draw(options, error.report, error)
-            said = (notes, passed) if not first else (_notes(reports), allowed(reports))
-            _write(options, report_of(error, replay, search, *said))
+            remarks = (notes, passed) if not first else (_notes(reports), allowed(reports))
+            _write(options, report_of(error, replay, search, *remarks))
             return UNCHECKED if isinstance(error, Unsupported) else FOUND
         if failed:
             print(f"{failed}\n  {_command(options, str(order))}", file=sys.stderr)
@@ -431,7 +431,7 @@ def _check(options: argparse.Namespace, is_clean: Callable[[str], bool]) -> int:
         if first:
             print(_summaries(reports))
             notes, passed = _notes(reports), allowed(reports)
-            if wanted:
+            if draws:
                 _draw(options, reports[0])
     print(f"nothing found under {search}")
     _write(options, report_of(None, "", search, notes, passed))

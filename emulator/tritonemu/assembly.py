@@ -158,12 +158,12 @@ class Code:
             if label:
                 self._labels[label[1]] = len(self._steps)
                 continue
-            said = re.sub(r"^@!?%\w+\s+", "", line)
-            target = re.match(r"bra(?:\.uni)?\s+(\$?[\w$]+)", said)
-            always = said == line
-            ends = always and (bool(target) or said.startswith(("ret", "exit", "trap")))
-            kinds = (kind for kind, form in _KINDS.items() if form.match(said))
-            kind = "barrier" if _BARRIER.match(said) else next(kinds, "")
+            instruction = re.sub(r"^@!?%\w+\s+", "", line)
+            target = re.match(r"bra(?:\.uni)?\s+(\$?[\w$]+)", instruction)
+            always = instruction == line
+            ends = always and (bool(target) or instruction.startswith(("ret", "exit", "trap")))
+            kinds = (kind for kind, form in _KINDS.items() if form.match(instruction))
+            kind = "barrier" if _BARRIER.match(instruction) else next(kinds, "")
             if kind or target or ends:
                 next_ = (target[1],) if target else ()
                 self._steps.append(_Step(kind, location, next_, ends))
@@ -203,14 +203,14 @@ class Code:
         layout = self._layout(location, kind, size)
         return None if layout is None else layout.warps_of(torch.arange(size))
 
-    def is_open(self, way: Sequence[Step]) -> bool:
+    def is_open(self, path: Sequence[Step]) -> bool:
         """Return whether warps need not meet on the path along these accesses, one after the other;
         False if the code does not tell of the first or of the last one.
 
         Accesses between them that the code does not tell of are left out. Each of several
         instructions of the first one must have such a path.
         """
-        first, *others = map(self._at, way)
+        first, *others = map(self._at, path)
         return bool(first and others and others[-1]) and all(
             self._follows({start}, filter(None, others)) for start in first
         )

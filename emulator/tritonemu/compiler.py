@@ -65,13 +65,13 @@ def compile_launch(
     Raises InvalidKernel if the compiler refuses it, and ResourceLimit if it needs more shared or
     tensor memory than a CTA has. Warns if the compiler drops the `registers=` of tasks.
     """
-    with _diagnostics() as said:
+    with _diagnostics() as diagnostics:
         try:
             compiled = triton.compile(
                 _source(kernel, arguments), target=target_of(arch), options=dict(options)
             )
         except Exception as error:
-            lines = [line.strip() for line in f"{error}\n{said()}".splitlines()]
+            lines = [line.strip() for line in f"{error}\n{diagnostics()}".splitlines()]
             known = [line for line in lines if re.search(r"\berror\b", line, re.IGNORECASE)]
             reason = next(iter(known or filter(None, reversed(lines))), type(error).__name__)
             raise InvalidKernel(f"the compiler refuses this kernel: {reason}", ("", 0)) from error
@@ -86,8 +86,8 @@ def compile_launch(
     ):
         if needs > has:
             raise ResourceLimit(f"{what} the compiled kernel needs {needs}", ("", 0))
-    asked = re.search(r"requestedRegisters = array<i32: (\d+)", compiled.asm.get("ttgir", ""))
-    if asked and "setmaxnreg" not in compiled.asm["ptx"]:
+    registers = re.search(r"requestedRegisters = array<i32: (\d+)", compiled.asm.get("ttgir", ""))
+    if registers and "setmaxnreg" not in compiled.asm["ptx"]:
         warnings.warn(
             f"the compiler drops the registers= of the tasks of {kernel.fn.__name__}",
             UserWarning,

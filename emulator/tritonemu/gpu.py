@@ -176,8 +176,8 @@ def _do_bench(fn: Callable, *args: Any, quantiles: Any = None, **kwargs: Any) ->
     """Run one call; its milliseconds on the CPU say nothing of a GPU."""
     start = time.perf_counter()
     fn()
-    taken = 1e3 * (time.perf_counter() - start)
-    return [taken] * len(quantiles) if quantiles else taken
+    milliseconds = 1e3 * (time.perf_counter() - start)
+    return [milliseconds] * len(quantiles) if quantiles else milliseconds
 
 
 class _CublasLt:

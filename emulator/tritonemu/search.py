@@ -103,21 +103,21 @@ class Search:
         return out
 
     def __str__(self) -> str:
-        said = self.as_json()
+        coverage = self.as_json()
         if self.only is not None:
             return f"schedule {self.only}"
         if self.kind == "random":
             return f"the modelled and {self.tried - 1} random schedules"
         if self.kind == "pct":
-            if "bound" not in said:
+            if "bound" not in coverage:
                 return "the modelled schedule"
-            n, k, d = said["threads"], said["steps"], self.depth
+            n, k, d = coverage["threads"], coverage["steps"], self.depth
             return (
                 f"the modelled and {self.tried - 1} PCT schedules; each finds a mistake of depth "
                 f"{d} with a probability of at least 1/({n} threads x {k}^{d - 1} steps) = "
-                f"{said['bound']:.1e}"
+                f"{coverage['bound']:.1e}"
             )
-        number = said["classes"]
+        number = coverage["classes"]
         classes = f"{number} {'class' if number == 1 else 'classes'} of interleavings"
         if self.exhausted:
             return f"all interleavings: {classes}, in {self.tried} executions"

@@ -28,8 +28,8 @@ def _same(one: Any, other: Any) -> bool:
     if type(one) is not type(other):
         return False
     if isinstance(one, Tile):
-        alike = one.dtype == other.dtype and one.shape == other.shape
-        return alike and _same_region(one.base, other.base) and torch.equal(one.data, other.data)
+        same = one.dtype == other.dtype and one.shape == other.shape
+        return same and _same_region(one.base, other.base) and torch.equal(one.data, other.data)
     if isinstance(one, Aggregate):
         return all(_same(getattr(one, name), getattr(other, name)) for name in one.fields)
     if isinstance(one, (tuple, list)):

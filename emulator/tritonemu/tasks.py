@@ -31,8 +31,8 @@ class Region:
 
     def add(self, function: Callable, names: dict[str, Any], *args: Any, **options: Any) -> None:
         """Add a task: `function` will be called with those of `names` that it takes."""
-        taken = function.__code__.co_varnames[: function.__code__.co_argcount]
-        values = {name: names[name] for name in taken if name in names}
+        parameters = function.__code__.co_varnames[: function.__code__.co_argcount]
+        values = {name: names[name] for name in parameters if name in names}
         default = bool(args) and args[0] == "default"
         if args and not default:
             raise InvalidKernel(f'async_task takes "default" or num_warps=, got {args[0]!r}')
@@ -85,7 +85,7 @@ class Region:
             scheduler.start(role)
             return role
 
-        asked: list[tuple[int, int]] = []
+        requested: list[tuple[int, int]] = []
         unnamed = 0
         for function, values, options in self.tasks:
             name = function.__name__.strip("_")
@@ -103,9 +103,9 @@ class Region:
                     continue
                 role.tiles = tiles
                 if warps > 1:
-                    main.cta.compilers_barriers[2 + len(asked)] = f"the warps of {label}"
-                asked.append((warps, options["regs"] or 0))
-        _check_budget(launch.num_warps, asked)
+                    main.cta.compilers_barriers[2 + len(requested)] = f"the warps of {label}"
+                requested.append((warps, options["regs"] or 0))
+        _check_budget(launch.num_warps, requested)
         scheduler.block(None)
 
 
@@ -121,7 +121,7 @@ def _tile_in(name: str, value: Any) -> str:
     return next(filter(None, (_tile_in(*part) for part in parts.items())), "")
 
 
-def _check_budget(default: int, asked: list[tuple[int, int]]) -> None:
+def _check_budget(default: int, requested: list[tuple[int, int]]) -> None:
     """Refuse more warps than a CTA has, and warn of registers that the compiler does not give.
 
     `default` is the number of warps of the default task; `asked` are (warps, registers per thread)
@@ -131,13 +131,13 @@ def _check_budget(default: int, asked: list[tuple[int, int]]) -> None:
     group, the last one padded, and all of it gets the most that one of its tasks asks for. If they
     exceed an even share of a multiple of 8 for each thread, every thread has that share.
     """
-    taken = default + sum(warps for warps, _ in asked)
-    if taken > MAX_WARPS:
-        raise ResourceLimit(f"a CTA has at most {MAX_WARPS} warps, got {taken}")
-    named = [registers > 0 for _, registers in asked]
+    warps_needed = default + sum(warps for warps, _ in requested)
+    if warps_needed > MAX_WARPS:
+        raise ResourceLimit(f"a CTA has at most {MAX_WARPS} warps, got {warps_needed}")
+    named = [registers > 0 for _, registers in requested]
     if any(named) and not all(named):
         raise InvalidKernel("all tasks but the default one must name registers, or none of them")
-    large_first = sorted(asked, key=lambda task: -task[0])
+    large_first = sorted(requested, key=lambda task: -task[0])
     each = [registers for warps, registers in large_first for _ in range(warps)]
     groups = [max(each[i : i + 4]) for i in range(0, len(each), 4)]
     threads = 32 * (default + 4 * len(groups))

@@ -128,7 +128,7 @@ class Threads:
         if begin is not None and trail[end - 1][0] == known:
             file, line = trail[end - 1][1][1]
             message = f"one of its threads speaks for itself alone at {file}:{line}, and "
-            self._judge_way(buffer, actor, write, old, [s for _, s in trail[begin:end]], message)
+            self._judge_path(buffer, actor, write, old, [s for _, s in trail[begin:end]], message)
 
     def _judge_own(self, buffer: Any, actor: Role | Operation, write: bool, old: Access) -> None:
         """Check an access of the same role: by its warps, followed by its warps or by one
@@ -138,13 +138,13 @@ class Threads:
         begin = _last(trail, old)
         if begin is None:
             return
-        way, message = [step for _, step in trail[begin:]], "one thread issues it, and "
+        path, message = [step for _, step in trail[begin:]], "one thread issues it, and "
         if actor is role:
             here = _kind(True, write), current_location()
             if self._is_of_one_warp(buffer.lanes, here, old):
                 return
-            way, message = [*way, here], "they have its bytes otherwise now, and "
-        self._judge_way(buffer, actor, write, old, way, message)
+            path, message = [*path, here], "they have its bytes otherwise now, and "
+        self._judge_path(buffer, actor, write, old, path, message)
 
     def _is_of_one_warp(self, lanes: Any, here: Step, old: Access) -> bool:
         """Return whether one warp makes both accesses of each byte; True if the code does not
@@ -159,12 +159,12 @@ class Threads:
         current, earlier = both
         return bool(((current == 255) | (earlier == 255) | (current == earlier)).all())
 
-    def _judge_way(
-        self, buffer: Any, actor: Role | Operation, write: bool, old: Access, way: list[Step],
+    def _judge_path(
+        self, buffer: Any, actor: Role | Operation, write: bool, old: Access, path: list[Step],
         message: str,
     ) -> None:  # fmt: skip
         """Raise Race if the warps of the old access's role need not meet on this path."""
-        if not self._code().is_open(way):
+        if not self._code().is_open(path):
             return
         who = getattr(actor, "label", "")
         if isinstance(actor, Operation):

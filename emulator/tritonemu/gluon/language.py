@@ -92,12 +92,12 @@ def warp_specialize(
 
     function, args = functions_and_args[0]
     region.add(partition(function, args, True), {}, "default")
-    for (function, args), number, asked in zip(workers, warps, registers, strict=True):
+    for (function, args), number, count in zip(workers, warps, registers, strict=True):
         tile = next((value for value in args if isinstance(value, Tile) and value.shape), None)
         if tile is not None:
             raise InvalidKernel(f"a worker of warp_specialize takes no tensor, got {tile!r}")
         # Upstream rounds what is asked for up to a multiple of 8.
-        options = {} if asked is None else {"registers": -(-asked // 8) * 8}
+        options = {} if count is None else {"registers": -(-count // 8) * 8}
         region.add(partition(function, args, False), {}, num_warps=number, **options)
     region.run()
     return results[0]

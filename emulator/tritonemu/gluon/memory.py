@@ -227,13 +227,13 @@ class Sharded:
                 pieces.append((outer, inner, cta))
         return pieces
 
-    def _parts(self, lane: Any, wanted: Box) -> Iterator[tuple[Box, View]]:
+    def _parts(self, lane: Any, box: Box) -> Iterator[tuple[Box, View]]:
         """Yield the parts of a box, from the CTAs that have them, or from this one alone if it has
         all."""
         pieces = self._pieces(lane)
-        local = [x for x in pieces if x[2] is lane.cta and common(x[0], wanted) == wanted]
+        local = [x for x in pieces if x[2] is lane.cta and common(x[0], box) == box]
         for outer, inner, cta in local or pieces:
-            both = common(outer, wanted)
+            both = common(outer, box)
             if both is not None:
                 moves = zip(both, outer, inner, strict=True)
                 starts = tuple(x - y + z for (x, _), (y, _), (z, _) in moves)

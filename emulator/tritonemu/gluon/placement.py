@@ -67,8 +67,8 @@ def _bases(layout: str, known: Mapping[str, str]) -> Bases:
             for name, bases in _bases(part[2], known)
         )
     for written, name in (("CGALayout", "cga_layout"), ("block", "block_bases")):
-        if said := re.search(written + r" = \[((?:\[[\d, ]*\](?:, )?)*)\]", text):
-            bases = re.findall(r"\[([\d, ]*)\]", said[1])
+        if match := re.search(written + r" = \[((?:\[[\d, ]*\](?:, )?)*)\]", text):
+            bases = re.findall(r"\[([\d, ]*)\]", match[1])
             return ((name, tuple(tuple(map(int, basis.split(","))) for basis in bases)),)
     return ()
 

@@ -319,10 +319,10 @@ def combined(codes: Sequence[str]) -> str:
 
 def _main() -> None:
     package = importlib.import_module("gdpa_kernels")
-    asked = json.load(sys.stdin)
-    if not Path(package.__file__).is_relative_to(asked["root"]):
-        raise RuntimeError(f"gdpa_kernels must be in {asked['root']}, got {package.__file__}")
-    json.dump([answer(question) for question in asked["questions"]], sys.stdout)
+    request = json.load(sys.stdin)
+    if not Path(package.__file__).is_relative_to(request["root"]):
+        raise RuntimeError(f"gdpa_kernels must be in {request['root']}, got {package.__file__}")
+    json.dump([answer(question) for question in request["questions"]], sys.stdout)
 
 
 if __name__ == "__main__":

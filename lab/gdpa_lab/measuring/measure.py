@@ -171,13 +171,13 @@ def measure(
     operator = operators.of(inputs, direction)  # without what it remembered to check
     free()
     for scope in scopes:
-        asked = [each for each in ready if asks(scopes, scope, each[0].impl)]
-        calls = list(_calls(scope, operator, [one for one, _, _ in asked]))
-        functions = {f"{asked[i][0].impl} {variant}": call for i, variant, call in calls}
+        requested = [each for each in ready if asks(scopes, scope, each[0].impl)]
+        calls = list(_calls(scope, operator, [one for one, _, _ in requested]))
+        functions = {f"{requested[i][0].impl} {variant}": call for i, variant, call in calls}
         stage("time")
         samples = sampled(scope, functions, device, protocol, seconds)
         for i, variant, call in calls:
-            candidate, error, peak = asked[i]
+            candidate, error, peak = requested[i]
             times, more = samples[f"{candidate.impl} {variant}"]
             what = {"error": error, "peak_bytes": peak, "config": dict(candidate.config)} | more
             if scope == "schedule":
@@ -270,18 +270,18 @@ def sampled(
     sound, waiting = dict(functions), {}
     while True:
         try:
-            taken = waiting | sampler(sound, device, protocol)
-            return {name: _samples(scope, samples) for name, samples in taken.items()}
+            samples_of = waiting | sampler(sound, device, protocol)
+            return {name: _samples(scope, samples) for name, samples in samples_of.items()}
         except timing.WaitsForDevice as error:
             waiting[error.name] = error
             del sound[error.name]
 
 
-def _samples(scope: str, taken: Any) -> tuple[Sequence[float], dict[str, object]]:
+def _samples(scope: str, sampled: Any) -> tuple[Sequence[float], dict[str, object]]:
     """Split the result of the timer of `scope` into samples and more values for the row."""
-    if isinstance(taken, Exception):
-        return [], {"failure": reason(taken)}
-    return (taken[0], {"load": taken[1]}) if scope == "sustained" else (taken, {})
+    if isinstance(sampled, Exception):
+        return [], {"failure": reason(sampled)}
+    return (sampled[0], {"load": sampled[1]}) if scope == "sustained" else (sampled, {})
 
 
 def free() -> None:

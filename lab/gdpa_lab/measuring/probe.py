@@ -270,12 +270,12 @@ def launch_often(
     for begin in range(1, launches, IN_A_ROW):
         count = min(IN_A_ROW, launches - begin)
         results = [measure.tensors(ready.call()) for _ in range(count)]
-        apart = [
+        distances = [
             (one.float() - right.float()).abs().max()
             for result in results
             for one, right in zip(result, first, strict=True)
         ]
-        for index, most in enumerate(torch.stack(apart).tolist()):
+        for index, most in enumerate(torch.stack(distances).tolist()):
             number, check = begin + 1 + index // len(first), checks[index % len(first)]
             budget = 2 * check.max_abs_budget
             if not most <= budget:

@@ -173,10 +173,10 @@ class Chapter:
             rows = rows.sort_values("workload", kind="stable", key=lambda x: x.map(order.index))
             self._rows[of] = _without_host_time(rows.drop_duplicates([*_CALL, "scope"]))
         rows = self._rows[of]
-        for column, wanted in ({"scope": "kernel", "variant": ""} | filters).items():
-            if wanted is not None:
-                wanted = [wanted] if isinstance(wanted, str) else list(wanted)
-                rows = rows[rows[column].isin(wanted)]
+        for column, values in ({"scope": "kernel", "variant": ""} | filters).items():
+            if values is not None:
+                values = [values] if isinstance(values, str) else list(values)
+                rows = rows[rows[column].isin(values)]
         if rows.empty:
             raise LookupError(f"{of} must hold rows of {filters}, got none")
         return rows.copy()

@@ -125,9 +125,9 @@ class Selector:
                 fastest = run.loc[run.groupby(["direction", "is_baseline"])[_TIME].idxmin()]
                 fastest = fastest.set_index("direction")
                 slow, fast = (fastest[fastest["is_baseline"] == which] for which in (True, False))
-                asked = [*(self.direction or sorted({*run["direction"]}))]
-                if {*asked} <= {*slow.index} & {*fast.index}:
-                    slow, fast = slow.loc[asked], fast.loc[asked]
+                directions = [*(self.direction or sorted({*run["direction"]}))]
+                if {*directions} <= {*slow.index} & {*fast.index}:
+                    slow, fast = slow.loc[directions], fast.loc[directions]
                     evidence = _evidence(slow[_TIME].sum() / fast[_TIME].sum(), fast, slow)
                     compared.append((not evidence.stale, len(run), record, evidence))
             if compared:

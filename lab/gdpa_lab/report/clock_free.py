@@ -166,7 +166,7 @@ def derive(data_dir: str | Path = records.DATA_DIR) -> pd.DataFrame:
     columns = ["workload", "direction", "impl", "other", "expected", "low", "high"]
     frame = pd.DataFrame(rows, columns=columns).drop_duplicates(columns[:4], ignore_index=True)
     frame = frame[~frame["workload"].str.contains("jagged")]
-    dates = {x.impl: x.date for way in predictions.EXPECTED.values() for x in way}
+    dates = {x.impl: x.date for rungs in predictions.EXPECTED.values() for x in rungs}
     date = [max(DATE, dates.get(impl, DATE)) for impl in frame["impl"]]
     return frame.round(3).assign(model=MODEL, date=date)
 

@@ -56,8 +56,8 @@ def report(findings: Iterable[Finding]) -> str:
     findings = list(findings)
     groups: dict[str, dict[tuple[bool, str], list[str]]] = {}
     for finding in findings:
-        alike = groups.setdefault(finding.group, {})
-        alike.setdefault((finding.ok, finding.detail), []).append(finding.name)
+        names_by_reason = groups.setdefault(finding.group, {})
+        names_by_reason.setdefault((finding.ok, finding.detail), []).append(finding.name)
     lines = []
     for group, reasons in groups.items():
         lines.append(group)
@@ -75,7 +75,7 @@ def verdict(findings: Iterable[Finding]) -> str:
     commands = repairs(findings)
     if commands:
         things = "1 thing" if len(commands) == 1 else f"{len(commands)} things"
-        said = "\n".join([f"{things} to repair:", *(f"  {command}" for command in commands)])
+        text = "\n".join([f"{things} to repair:", *(f"  {command}" for command in commands)])
     elif any(f.name == "gpu" and f.ok for f in findings):
         last = {
             f.group.removeprefix(RUNGS): f.name
@@ -83,15 +83,15 @@ def verdict(findings: Iterable[Finding]) -> str:
             if f.group.startswith(RUNGS) and f.ok and f.name != "reference"
         }
         reach = ", ".join(f"{operator} up to {impl}" for operator, impl in last.items())
-        said = f"This machine measures {reach or 'nothing'}."
+        text = f"This machine measures {reach or 'nothing'}."
     else:
-        said = (
+        text = (
             "No usable GPU: the book builds, the tests run, the kernels run in the emulator; "
             "nothing can be measured."
         )
     if any(f.group == "data" and not f.ok for f in findings):
-        said += "\nThe records need attention: see data."
-    return said
+        text += "\nThe records need attention: see data."
+    return text
 
 
 def repairs(findings: Iterable[Finding]) -> list[str]:

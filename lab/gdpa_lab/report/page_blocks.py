@@ -69,9 +69,9 @@ class Prediction:
             return round(min(max(_EDGE + inner, _EDGE), _WIDTH - _EDGE), 1)
 
         left, right, centre, y = x(self.least), x(self.most), x(self.result), _HEIGHT / 2
-        arrows = [f'<path class="interval" d="M{end:g} {y - 8:g}L{end + 8 * way:g} {y:g}'
+        arrows = [f'<path class="interval" d="M{end:g} {y - 8:g}L{end + 8 * sign:g} {y:g}'
                   f'L{end:g} {y + 8:g}z"/>'
-                  for end, way, open_ in ((left, -1, math.isinf(self.least)),
+                  for end, sign, open_ in ((left, -1, math.isinf(self.least)),
                                           (right, 1, math.isinf(self.most))) if open_]  # fmt: skip
         dot = f'<circle class="confirmed" cx="{centre:g}" cy="{y:g}" r="5"/>'
         if self.verdict.word == "refuted":
@@ -97,14 +97,14 @@ def predicted(slug: str, predictions: Sequence[Prediction]) -> str:
     rows = []
     for one in shown:
         line, says = registered.line(one.id, one.limits), one.verdict
-        said = f"{one.text}<br><small>{registered.message(line)}</small>"
+        cell = f"{one.text}<br><small>{registered.message(line)}</small>"
         if says.word == "refuted" and line is not None and line["lesson"]:
-            said += f"<br><small>**What the model left out:** {line['lesson']}</small>"
+            cell += f"<br><small>**What the model left out:** {line['lesson']}</small>"
         sign = "✓" if says.word == "confirmed" else "✗"
         verdict = str(says).replace("**", f'<b class="{says.word}">{sign}&nbsp;', 1)
         verdict = verdict.replace("**", "</b>")
         result = f"{one.limits}<br>found **{one.value}**{one.of}"
-        rows.append([said, f"{one.interval()}<br>{result}", verdict])
+        rows.append([cell, f"{one.interval()}<br>{result}", verdict])
     caption = f"**Confirmed: {_confirmed(shown)} of {len(shown)} predictions.** Bar: the interval, "
     caption += "on its own scale; dot: found in it; diamond: outside."
     if others := [one for one in predictions if not one.shown]:

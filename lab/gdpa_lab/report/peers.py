@@ -29,19 +29,19 @@ def missing_peers(rows: pd.DataFrame) -> dict[str, str]:
     reasons = {}
     for peers, works in ((BASELINES, WORKLOADS), (BLOCK_BASELINES, BLOCK_WORKLOADS)):
         ours = rows[rows["workload"].isin(works)]
-        asked = {*zip(ours["workload"], ours["direction"], strict=True)}
-        batches = [(works[name], way) for name, way in asked]
+        calls = {*zip(ours["workload"], ours["direction"], strict=True)}
+        batches = [(works[name], direction) for name, direction in calls]
         if peers is BASELINES:
-            batches += [(of_hstu(x, causal), way) for x, way in batches for causal in (True, False)]
+            batches += [(of_hstu(x, causal), to) for x, to in batches for causal in (True, False)]
         for impl, peer in peers.items():
             theirs = ours[ours["impl"] == impl]
-            taken = {way for work, way in batches if peer.problem(work, way) is None}
-            missing = taken - {*theirs["direction"][theirs["time_us_p50"].notna()]}
+            directions = {to for work, to in batches if peer.problem(work, to) is None}
+            missing = directions - {*theirs["direction"][theirs["time_us_p50"].notna()]}
             if missing:
                 failed = theirs[theirs["direction"].isin(missing) & (theirs["failure"] != "")]
                 why = failed["failure"].iloc[-1] if len(failed) else "not in this record"
-                title = peer.title if missing == taken else f"{peer.title} ({', '.join(missing)})"
-                reasons[title] = why.removeprefix("Unsupported: ")
+                some = "" if missing == directions else f" ({', '.join(missing)})"
+                reasons[f"{peer.title}{some}"] = why.removeprefix("Unsupported: ")
     return reasons
 
 

@@ -70,8 +70,8 @@ def timed_rows(table: pd.DataFrame, direction: str, scope: str) -> pd.DataFrame:
 def require_impls(rows: pd.DataFrame, impls: Sequence[str], where: str, scope: str) -> None:
     missing = [impl for impl in impls if impl not in set(rows["impl"])]
     if missing or rows.empty:
-        wanted = ", ".join(missing) or "at least one impl"
-        raise ValueError(f"table must hold {scope} rows of {wanted} for {where}, got none")
+        expected = ", ".join(missing) or "at least one impl"
+        raise ValueError(f"table must hold {scope} rows of {expected} for {where}, got none")
     only(rows, "system")
 
 

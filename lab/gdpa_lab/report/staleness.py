@@ -107,11 +107,11 @@ def entries(data_dir: Path = DATA_DIR, root: Path = ROOT) -> Iterator[Entry]:
                 files = _files(row, root)
                 if not files or not row.samples_us:
                     continue
-                asked = question(run, row, machine)
-                call = _digest(asked)
-                yield Entry(Key(call, _closure(files, root)), row, asked, None)
+                request = question(run, row, machine)
+                call = _digest(request)
+                yield Entry(Key(call, _closure(files, root)), row, request, None)
                 if _compilers(row) != {machine_code.compiler()}:
-                    yield Entry(Key(call, _package(run)), row, asked, _ours(run.package.sources))
+                    yield Entry(Key(call, _package(run)), row, request, _ours(run.package.sources))
 
 
 def update(
