@@ -168,7 +168,7 @@ def report_of(
 ) -> dict[str, Any]:
     """Build the report of one command: its finding, notes and allowed findings, and the coverage of
     its search."""
-    found = as_json(finding, replay) if finding is not None else None
+    finding_json = as_json(finding, replay) if finding is not None else None
     names = "kind", "file", "line", "reason"
     passed = [dict(zip(names, key, strict=True)) | {"times": n} for key, n in times.items()]
-    return {"found": found, "notes": notes, "allowed": passed, "covered": search.as_json()}
+    return {"found": finding_json, "notes": notes, "allowed": passed, "covered": search.as_json()}

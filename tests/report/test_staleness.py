@@ -113,13 +113,13 @@ def stale(run: record.Record, folder, root) -> list[str]:
 def test_a_comment_changes_nothing(measured, tmp_path):
     place = "@triton.jit\ndef multiply_add_pairs("
     comment = f"# Another comment.\n\n\n{place}"
-    root = edited(tmp_path / "tree", "gdpa/activations.py", place, comment)
+    root = edited(tmp_path / "tree", "gdpa/device/activations.py", place, comment)
     assert stale(measured, tmp_path, root) == []
 
 
 def test_an_edit_counts_where_it_changes_machine_code(measured, tmp_path, monkeypatch):
     root = edited(
-        tmp_path / "tree", "gdpa/activations.py", "fma.rn.bf16x2 u, u, $5, $4;",
+        tmp_path / "tree", "gdpa/device/activations.py", "fma.rn.bf16x2 u, u, $5, $4;",
         "mul.bf16x2 u, u, $5;\n        add.rn.bf16x2 u, u, $4;",
     )  # fmt: skip
     assert stale(measured, tmp_path, root) == ["v7_packed", "v1_tiled"]  # as far as anyone knows

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from unittest import mock
 
 import pandas as pd
@@ -37,11 +36,11 @@ def calls(head_dim: int) -> dict[tuple[str, str], Callable[[], object]]:
     scale = head_dim**-0.5
     whole = partial(Batch, x, x, x, ends, ends, 1024, 1024, ("gelu_tanh",), scale)
     blocks, listed = Blocks(x, x, x, ends, scale), (torch.zeros(16, 2).int(),)
-    pages = SimpleNamespace(slots=torch.arange(960), max_seqlen=960, cu_seqlens=ends)
-    scored, targets = x[:64], {"causal": "lower_right", "segments": torch.tensor([[64, 0]]).int()}
+    scored, pages = x[:64], (torch.arange(960), ends, 960)
+    targets = {"causal": "lower_right", "segments": torch.tensor([[64, 0]]).int()}
 
     def candidates() -> None:
-        joined.join(x.new_zeros(15, 2, 64, 4, head_dim), pages, scored, scored, ends, 64)
+        joined.join(x.new_zeros(15, 2, 64, 4, head_dim), *pages, scored, scored, ends, 64)
         v1_tiled.forward(whole(**targets))
         diagonal.add_diagonal(scored, scored, scored, scored.float())
 
