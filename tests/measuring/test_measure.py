@@ -660,7 +660,7 @@ def session(monkeypatch):
     made = object.__new__(Session)
     made.__dict__.update(
         device=torch.device("cpu"), protocol=timing.DEFAULT, ceilings=[], rows=[], tables={},
-        workloads={}, said=[], broken=[], _limits=set(), _deadline=float("inf"), _plan={},
+        workloads={}, said=[], broken=[], _limits=set(), _plan={},
         _partial=None,
         _probe=SimpleNamespace(measure=lambda *_, **__: {}, problem=lambda *_: None),
     )  # fmt: skip
@@ -762,13 +762,6 @@ def test_what_has_not_been_right_is_not_launched(session):
     assert session.broken == ["parts: ZeroDivisionError: division by zero"]
 
 
-def test_what_begins_too_late_is_left_out_aloud(session):
-    session._deadline = 0.0
-    every_part(session)
-    assert session.rows == [] and session.tables == {} and session.workloads == {}
-    assert [line.rpartition(": ")[2] for line in session.said] == ["left out, the time is up"] * 3
-
-
 @pytest.fixture
 def run_of(session, monkeypatch):
     """The session with a machine, and rows that fit a record."""
@@ -812,14 +805,14 @@ def test_what_was_measured_before_a_crash_is_kept(run_of, tmp_path):
     assert not partial.exists() and [x.failure for x in record.load(path).rows] == ["no GPU"] * 2
 
 
-def test_what_the_time_did_not_allow_has_rows(run_of, tmp_path):
+def test_a_planned_row_that_was_not_measured_is_a_failure(run_of, tmp_path, monkeypatch):
     run_of.measure(SMALL, ["v1_tiled"])
-    run_of._deadline = 0.0
+    monkeypatch.setattr(measure, "measure", lambda *_, **__: [])
     run_of.measure(CROSS, ["v1_tiled", ("v2_tma", "small", {})], scopes=("kernel", "op"))
     rows = record.load(run_of.write(tmp_path)).rows
     assert [(row.workload, row.impl, row.variant, row.failure) for row in rows[1:]] == [
-        ("cross", "v1_tiled", "", "not measured: the time was up"),
-        ("cross", "v2_tma", "small", "not measured: the time was up"),
+        ("cross", "v1_tiled", "", "not measured: the run ended before it"),
+        ("cross", "v2_tma", "small", "not measured: the run ended before it"),
     ]
 
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import gc
-import math
 import os
 import re
 import shlex
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -31,9 +29,8 @@ it."""
 class Session:
     """One measuring run: state before, ceilings, rows and tables, then one record.
 
-    What would begin more than `limit_s` seconds after the session is left out, and the log says so:
-    begin with what matters most. A rung that no record in `data_dir` verifies on such a GPU is
-    measured in a child process; see `probe`.
+    A rung that no record in `data_dir` verifies on such a GPU is measured in a child process; see
+    `probe`.
 
     >>> session = Session("notebooks/forward/results.py", device)      # doctest: +SKIP
     >>> session.measure(workload("gdpa-self-full-1024"), ["v1_tiled", "fa2_varlen"])
@@ -47,10 +44,8 @@ class Session:
         protocol: timing.Protocol = timing.DEFAULT,
         log: Callable[[str], None] = lambda text: print(text, file=sys.stderr, flush=True),
         *,
-        limit_s: float = math.inf,
         data_dir: str | Path = record.DATA_DIR,
     ) -> None:
-        self._deadline = time.monotonic() + limit_s
         self.device = torch.device(device)
         if self.device.type != "cuda":
             raise ValueError(f"device must be a CUDA device to measure, got {device!r}")
@@ -89,9 +84,8 @@ class Session:
         """
         if not self.asks(workload):
             return
-        self._set_out(workload, impls, direction, scopes)
-        if not self._begins(f"{workload.name}, {direction}"):
-            return
+        self._plan_rows(workload, impls, direction, scopes)
+        self._begin_part(f"{workload.name}, {direction}")
         self.prepare(workload, direction, "sustained" in scopes)
         how = {"protocol": self.protocol, "scopes": scopes, "seconds": seconds}
         tried = self._probe.measure(workload, impls, direction, **how)
@@ -108,7 +102,7 @@ class Session:
         """Return whether this session measures a workload at all: see ONLY_VARIABLE."""
         return re.search(os.environ.get(ONLY_VARIABLE) or "", workload.name) is not None
 
-    def _set_out(
+    def _plan_rows(
         self, workload: Workload, impls: Sequence, direction: str, scopes: measuring.Scopes
     ) -> None:
         """Plan a row for each of `impls` and each scope on the device; the record will hold
@@ -121,12 +115,11 @@ class Session:
 
     def _missing(self) -> list[record.Row]:
         """Build a failed row for each planned row that is missing."""
-        known, late = {row.key for row in self.rows}, time.monotonic() > self._deadline
-        why = "the time was up" if late else "the run ended before it"
+        known = {row.key for row in self.rows}
         return [
             record.Row.of(
                 workload, key[1], impl=key[2], scope=key[3], variant=key[4], math=kind,
-                failure=f"{LEFT_OUT}{why}",
+                failure=f"{LEFT_OUT}the run ended before it",
             )
             for key, (workload, kind) in self._plan.items()
             if key not in known
@@ -148,8 +141,9 @@ class Session:
         otherwise, or if it raises, the log says why there is no `name`. What raises anything but
         NotImplementedError is `broken`, and the chapter fails once its record is written.
         """
-        if not self.asks(workload) or not self._begins(f"{workload.name}, {name}"):
+        if not self.asks(workload):
             return
+        self._begin_part(f"{workload.name}, {name}")
         try:
             problem = self._probe.problem(rungs, workload.operator, direction)
             if problem is not None:
@@ -161,14 +155,12 @@ class Session:
                 self.broken.append(f"{name}: {measuring.reason(error)}")
         measuring.free()
 
-    def _begins(self, what: str) -> bool:
+    def _begin_part(self, name: str) -> None:
         gc.freeze()  # or `free` looks through all that was imported, 0.2 s for each implementation
         if self._partial is not None:
             system.save(self.system, self._partial.parents[1])
-            record.write_partial(self._made(), self._partial)
-        late = time.monotonic() > self._deadline
-        self.log(f"{what}: left out, the time is up" if late else what)
-        return not late
+            record.write_partial(self._record(), self._partial)
+        self.log(name)
 
     def prepare(self, workload: Workload, direction: str, with_sustained: bool = False) -> None:
         """Measure the ceilings for rows of `workload`, unless the session has them."""
@@ -212,7 +204,7 @@ class Session:
     def begin(self, data_dir: str | Path) -> None:
         """Store measurements in data_dir/partial/ until `write`; `record.keep` turns what an
         interrupted run leaves there into a record."""
-        self._partial = self._folder(data_dir) / manifest.PARTIAL / f"{self._made().id}.json"
+        self._partial = self._folder(data_dir) / manifest.PARTIAL / f"{self._record().id}.json"
 
     def write(self, data_dir: str | Path) -> Path:
         """Write the record, and the system's file if it is new; the record's path.
@@ -223,7 +215,7 @@ class Session:
         """
         folder = self._folder(data_dir)
         system.save(self.system, folder)
-        path = record.write(self._made(), folder)
+        path = record.write(self._record(), folder)
         if self._partial is not None:
             self._partial.unlink(missing_ok=True)
         return path
@@ -239,7 +231,7 @@ class Session:
         (folder / manifest.NAME).touch()
         return folder
 
-    def _made(self) -> record.Record:
+    def _record(self) -> record.Record:
         """Build the record of all measurements so far."""
         slug = self.notebook.removeprefix("notebooks/").removesuffix(".py")
         only = os.environ.get(ONLY_VARIABLE)

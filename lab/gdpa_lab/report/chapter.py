@@ -149,11 +149,6 @@ class Chapter:
         """List the ids of the records that `recorded` takes a table from."""
         return [each.id for each in self._run(of).records if table in each.tables]
 
-    def lacks(self, table: str, instead: str) -> None:
-        """Show `instead` on the page if the chapter's record is older than `table`."""
-        if table not in self.record().tables:
-            display(Markdown(instead))
-
     def rows(self, of: str | None = None, **filters: Any) -> pd.DataFrame:
         """Return the rows of that run, as `results.table` has them, each once, by workload in the
         order of the whole record.
