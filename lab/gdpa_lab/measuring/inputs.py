@@ -90,30 +90,19 @@ class BlockInputs(Arguments):
 
 
 def make_inputs(
-    workload: Workload,
-    *,
-    device: torch.device | str,
-    seed: int | None = None,
-    packed: bool = False,
+    workload: Workload, *, device: torch.device | str, seed: int | None = None
 ) -> Inputs | BlockInputs:
     """Make the tensors of `workload` on `device`: q, then k, then v, then the gradient of the
     output from N(0, 1), and with rotary the sines and cosines of angles uniform on a full turn.
 
     `seed` (default: the workload's) seeds the values only; lengths follow the workload's own seed.
     Values are drawn on the device, so they repeat for a seed on one kind of device and one PyTorch
-    version; on "meta" there are none. `packed=True` returns q, k, v with the same values as strided
-    slices of one tensor [total, num_heads_q + 2 * num_heads_k, head_dim]; ValueError unless K/V
-    lengths equal Q lengths.
+    version; on "meta" there are none.
     """
     if seed is None:
         seed = workload.seed
     ok = type(seed) is int and 0 <= seed < 2**63
     require(ok, "seed", "an integer in 0 .. 2**63 - 1 or None", seed)
-    if packed and (workload.shared_q or workload.lengths_k is not None):
-        raise ValueError(
-            f"packed must be False unless K/V lengths equal Q lengths (lengths_k None), got "
-            f"packed=True for {workload.name!r} with lengths_k={workload.lengths_k!r}"
-        )
     device = torch.device(device)
     dtype = DTYPES[workload.dtype]
     generator = None
@@ -127,8 +116,6 @@ def make_inputs(
 
     sizes = (workload.rows_q, heads_q), (workload.total_k, heads_k), (workload.total_k, heads_k)
     q, k, v = (draw(*size) for size in sizes)
-    if packed:
-        q, k, v = torch.cat((q, k, v), dim=1).split([heads_q, heads_k, heads_k], dim=1)
     grad_out = draw(workload.total_q, heads_q)
     offsets_q = None if workload.shared_q else cu_seqlens(workload.seqlens_q, device)
     if workload.operator == "block_attention":

@@ -39,10 +39,9 @@ def lines(
     points: Mapping[float, str] | None = None,
     log: str = "",
     ylim: tuple[float, float] | None = None,
-    parting: str = "right",
 ) -> Figure:
-    """Draw a line for each column of a frame over its index, named at its `parting` end, "right" or
-    "left"; several frames, by title, stand side by side on one scale.
+    """Draw a line for each column of a frame over its index, named at its right end; several
+    frames, by title, stand side by side on one scale.
 
     `highlight`: the columns in colour, at most three. `names`: what is written for columns.
     `levels`: dashed lines by name. `points`: texts by x, on the first highlighted line. `log`: the
@@ -86,11 +85,9 @@ def lines(
                 axis.set_xticks(list(frame.index), ticks)
                 axis.minorticks_off()
                 _not_timed_below(axis, frame, names or {})
-            left = parting == "left"
-            ends = {name: within[name].dropna().iloc[0 if left else -1] for name in frame}
-            style.label_ends(
-                axis, {(names or {}).get(n, n): (y, shades[n]) for n, y in ends.items()}, left=left
-            )
+            ends = {name: within[name].dropna().iloc[-1] for name in frame}
+            named = {(names or {}).get(n, n): (y, shades[n]) for n, y in ends.items()}
+            style.label_ends(axis, named)
             reference(axis, levels)
             for x, text in (points or {}).items():
                 nearest = within.index[abs(within.index - x).argmin()]

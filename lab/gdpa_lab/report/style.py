@@ -208,12 +208,11 @@ def note(
     return axis.annotate(text, point, xytext=shift, textcoords="offset points", **options)
 
 
-def label_ends(axis: Axes, ends: Mapping[str, tuple[float, str]], *, left: bool = False) -> None:
-    """Write names right of `axis`, or `left` of it, each at its value and in its colour, apart from
-    one another; `ends`: (value, colour) by name."""
-    edge, out, ha = (0, -0.03, "right") if left else (1, 1.03, "left")
+def label_ends(axis: Axes, ends: Mapping[str, tuple[float, str]]) -> None:
+    """Write names right of `axis`, each at its value and in its colour, apart from one another;
+    `ends`: (value, colour) by name."""
     to_axes = axis.transData + axis.transAxes.inverted()
-    x = axis.get_xlim()[edge]
+    x = axis.get_xlim()[1]
     by_height = sorted((to_axes.transform((x, y))[1], n) for n, (y, _) in ends.items())
     inches = axis.get_position().height * axis.get_figure().get_figheight()
     texts = [wrapped(name, 14) for _, name in by_height]
@@ -226,15 +225,10 @@ def label_ends(axis: Axes, ends: Mapping[str, tuple[float, str]], *, left: bool 
     for level, text, (end, name) in zip(levels, texts, by_height, strict=True):
         arrow = {"arrowstyle": "-", "color": ends[name][1], "linewidth": 0.5, "shrinkA": 0}
         axis.annotate(
-            text, (edge, end), xytext=(out, level), xycoords="axes fraction",
-            textcoords="axes fraction", va="center", ha=ha, fontsize=SMALL, color=ends[name][1],
+            text, (1, end), xytext=(1.03, level), xycoords="axes fraction",
+            textcoords="axes fraction", va="center", ha="left", fontsize=SMALL, color=ends[name][1],
             arrowprops=arrow, annotation_clip=False,
         )  # fmt: skip
-    if left:
-        axis.yaxis.tick_right()
-        axis.yaxis.set_label_position("right")
-        axis.spines["right"].set_visible(True)
-        axis.spines["left"].set_visible(False)
 
 
 def is_rung(impl: str) -> bool:
