@@ -110,8 +110,7 @@ _WRITES = re.compile(
 
 
 def type_of(value: object) -> str:
-    """Return Triton's type of a launch argument, for `build`: a TMA descriptor, a tensor or a
-    number."""
+    """Return Triton's type of a launch argument: a TMA descriptor, a tensor or a number."""
     if isinstance(value, TensorDescriptor):
         shape = ", ".join(map(str, value.block_shape))
         return f"tensordesc<{_DTYPES[value.base.dtype]}[{shape}]>"
@@ -219,8 +218,7 @@ _REGISTERS = re.compile(r"Used (\d+) registers")
 
 
 def _cached(compiled: CompiledKernel, name: str, produce: Callable[[], str]) -> str:
-    """Read the text `name` beside a kernel in Triton's cache, or store there what `produce`
-    returns."""
+    """Read the text `name` beside a kernel in Triton's cache, or store what `produce` returns."""
     cache = get_cache_manager(compiled.hash)
     path = cache.get_file(name)
     if path is not None:

@@ -131,8 +131,7 @@ def make_inputs(
 
 
 def cu_seqlens(seqlens: tuple[int, ...] | list[int], device: torch.device | str) -> torch.Tensor:
-    """Compute offsets 0, l0, l0 + l1, ... as int32 [batch + 1] on `device`; ValueError beyond
-    int32."""
+    """Compute offsets 0, l0, l0 + l1, ... as int32 [batch + 1]; ValueError beyond int32."""
     offsets = [0, *accumulate(seqlens)]
     if offsets[-1] >= 2**31:
         raise ValueError(f"seqlens must sum to less than 2**31, got {offsets[-1]}")

@@ -224,8 +224,7 @@ def _prepared(question: Mapping[str, Any]) -> tuple[Callable[[], Any], list[Comp
 
 
 def _arguments(workload: Mapping[str, Any], device: str) -> tuple[dict[str, Any], torch.Tensor]:
-    """Build the arguments of a call, by name, and a gradient of the output; tensors hold
-    nothing."""
+    """Build the arguments of a call, by name, and a gradient of the output, without data."""
     import torch
 
     rows_q, rows_k, head_dim = (workload[n] for n in ("max_seqlen_q", "max_seqlen_k", "head_dim"))
@@ -274,8 +273,7 @@ def _config(kind: type, values: Mapping[str, Any]) -> Any:
 
 
 def _operations(call: Callable[[], Any]) -> list[str]:
-    """List the operations that a call asks PyTorch for: the code of a row that launches no
-    kernel."""
+    """List the PyTorch operations of a call: the code of a row that launches no kernel."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Seen(TorchDispatchMode):

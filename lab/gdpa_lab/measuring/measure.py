@@ -34,8 +34,7 @@ Stage = Callable[[str], None]
 
 
 class Attempt(NamedTuple):
-    """Outcome of an implementation: a candidate to time, its error and its `run_once` peak, or a
-    failure."""
+    """Outcome of an implementation: a candidate, its error and `run_once` peak, or a failure."""
 
     candidate: Candidate | None = None
     error: record.Error | None = None
@@ -63,8 +62,7 @@ def candidate(
 
 
 def run_once(ready: Candidate) -> tuple[torch.Tensor | tuple[torch.Tensor, ...], int]:
-    """Run one call on memory full of NaN; return its result and its peak of allocated device
-    memory."""
+    """Run one call on memory full of NaN; return its result and its peak memory."""
     result = ready.call()
     with torch.inference_mode():  # a peer's backward may have made them in it
         for tensor in tensors(result):

@@ -42,8 +42,7 @@ class Candidate:
 
 
 def of(inputs: Inputs | BlockInputs, direction: str) -> Gdpa | BlockAttention:
-    """Return the operator of `inputs` in `direction`; ValueError for a direction it is not measured
-    in."""
+    """Return the operator of `inputs` in `direction`; ValueError if it is not measured."""
     kind = BlockAttention if isinstance(inputs, BlockInputs) else Gdpa
     expected = f"one of {(*kind.results,)} with operator {inputs.workload.operator!r}"
     require(direction in kind.results, "direction", expected, direction)
@@ -134,8 +133,7 @@ class _Checked:
             yield places, self._part(rows, keys, slice(first, last + 1))
 
     def _part(self, rows: slice, keys: slice, ends: slice) -> Inputs | BlockInputs:
-        """Slice the inputs of the sequences with these rows and keys; `ends` selects their
-        offsets."""
+        """Slice the inputs of the sequences with these rows and keys; `ends` selects offsets."""
         inputs = self._inputs
         parts = {"q": rows, "k": keys, "v": keys, "grad_out": rows}
         tensors: dict[str, object] = {
@@ -293,8 +291,7 @@ class BlockAttention(_Checked):
         return partial(module.backward, self._inputs.grad_out, batch, saved, **arguments)
 
     def schedule(self, impl: str) -> Call | None:
-        """Return the call that makes the block list of a rung, or the metadata of a baseline, or
-        None."""
+        """Return the call that makes a rung's block list or a baseline's metadata, or None."""
         if impl in self.peers:
             make = self.peers[impl].metadata
             return None if make is None else partial(make, self._inputs)

@@ -73,8 +73,7 @@ def _rung(impl: str, operator: str, direction: str) -> Rung | None:
 def is_unverified(
     impl: str, operator: str, direction: str, device: torch.device, known: Rungs
 ) -> bool:
-    """Return whether `impl` is a rung with kernels that `device` can launch, and none of
-    `known`."""
+    """Return whether `impl` is a rung that `device` can launch, and none of `known`."""
     rung = _rung(impl, operator, direction)
     if rung is None or (operator, direction, impl) in known:
         return False
@@ -289,8 +288,7 @@ def launch_often(
 
 
 def jagged(workload: Workload) -> Workload:
-    """Derive a workload of the same kind with few sequences, of 1 to as many tokens as it
-    allows."""
+    """Derive a workload of the same kind with few sequences of 1 to the most tokens."""
     law, longest = Uniform(0.5), max(workload.max_seqlen_q, workload.max_seqlen_k)
     return replace(
         workload,

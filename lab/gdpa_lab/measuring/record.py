@@ -387,8 +387,7 @@ def survey(data_dir: str | Path = DATA_DIR) -> tuple[list[Record], list[RecordEr
 
 
 def load_all(data_dir: str | Path = DATA_DIR) -> list[Record]:
-    """Read every record in `data_dir`/records, oldest first; RecordError names every refused
-    file."""
+    """Read all records in `data_dir`/records, oldest first; RecordError names refused files."""
     if not Path(data_dir).is_dir():
         raise RecordError(data_dir, "must be a folder with records/ and systems/")
     records, errors = survey(data_dir)

@@ -87,8 +87,7 @@ class Error:
 
     @staticmethod
     def judge(max_abs: float, budget: float, *, elements: int) -> Error:
-        """Build the error of a measured `max_abs`, which passes if it is finite and within
-        `budget`."""
+        """Build the error of a `max_abs`, which passes if it is finite and within `budget`."""
         largest = float(max_abs) if math.isfinite(max_abs) else None
         passed = largest is not None and largest <= budget
         return Error(largest, float(budget), passed, elements)

@@ -22,8 +22,7 @@ from gdpa_lab.measuring.workload import Workload
 
 HANDLE_VARIABLE = "GDPA_KERNELS_HANDLE"
 ONLY_VARIABLE = "GDPA_KERNELS_ONLY"
-"""Name of a variable with a pattern: a session leaves out all workloads whose names do not match
-it."""
+"""Variable with a pattern: a session leaves out all workloads whose names do not match."""
 
 
 class Session:
@@ -105,8 +104,7 @@ class Session:
     def _plan_rows(
         self, workload: Workload, impls: Sequence, direction: str, scopes: measuring.Scopes
     ) -> None:
-        """Plan a row for each of `impls` and each scope on the device; the record will hold
-        them."""
+        """Plan a row for each of `impls` and each scope; the record will hold them."""
         for impl, variant, _ in map(measuring.parts, impls):
             for scope in measuring.ON_DEVICE:
                 if measuring.asks(scopes, scope, impl):

@@ -150,8 +150,7 @@ def sample_each(
 def measure_ceilings(
     limits: Iterable[timing.Limit], isolated: Iterable[timing.Ceiling], device: torch.device
 ) -> list[timing.Ceiling]:
-    """Measure sustained ceilings: for each mix of reads and writes, the limit that was fastest in
-    `isolated`."""
+    """Measure sustained ceilings: for each mix, the limit that was fastest in `isolated`."""
     fastest = {}
     for ceiling in sorted(isolated, key=lambda c: statistics.median(c.samples_us), reverse=True):
         fastest[ceiling.flops, ceiling.bytes_read, ceiling.bytes_written] = ceiling.shape

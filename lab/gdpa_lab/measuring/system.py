@@ -32,8 +32,7 @@ THROTTLE_REASONS = {
     0x080: "hw_power_brake_slowdown",
     0x100: "display_clock_setting",
 }
-"""Names of the bits in the mask that nvidia-smi reports. Source: NVML reference,
-nvmlClocksEventReasons."""
+"""Names of the mask's bits in nvidia-smi (NVML reference, nvmlClocksEventReasons)."""
 
 PROMOTED = "promoted.json"
 _SMI_SECONDS = 20
@@ -230,8 +229,7 @@ def promoted(data_dir: str | Path) -> dict[str, list[str]] | None:
 
 
 def is_promoted(system: System, data_dir: str | Path) -> bool:
-    """Return whether a folder may hold records of a system: its exact id is listed under its GPU's
-    name."""
+    """Return whether a folder may hold records of a system: its id is listed under its GPU."""
     listed = promoted(data_dir)
     return listed is None or system.id in listed.get(system.gpu or "", ())
 

@@ -33,8 +33,7 @@ LADDERS = {
     "forward": ("forward/results", ladder.RUNGS),
     "backward": ("backward/results", ladder.BACKWARD_RUNGS),
 }
-"""Chapter whose record has the sustained times of the rungs on `LADDER`, and the rungs, by
-direction."""
+"""Chapter with sustained times of the rungs on `LADDER`, and the rungs, by direction."""
 _CALL = ["record", "workload", "direction", "impl", "variant"]
 MOST_CHANGED = 60
 """Maximum lines of a difference on a page; the whole of it is a download."""
@@ -88,8 +87,7 @@ class Chapter:
                 raise RuntimeError(f"the record lacks {'; '.join(session.broken)}")
 
     def compare(self, run: Callable[[Any], None]) -> Any:
-        """Run `run(session)` in mode "compare" and return the session; nothing is stored. None
-        otherwise."""
+        """Run `run(session)` in mode "compare", without a record; return the session, or None."""
         if self.mode != "compare":
             return None
         session = self._session()
@@ -183,8 +181,7 @@ class Chapter:
         columns: str = "impl",
         **filters: Any,
     ) -> pd.DataFrame:
-        """Pivot `rows`: a row for each workload, a column for each value of `columns`, in their
-        order in the record."""
+        """Pivot `rows`: a row per workload, a column per value of `columns`, in record order."""
         rows = self.rows(of, **filters)
         frame = rows.pivot_table(index="workload", columns=columns, values=value, sort=False)
         return frame[[name for name in dict.fromkeys(rows[columns]) if name in frame]]

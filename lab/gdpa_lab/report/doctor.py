@@ -208,8 +208,7 @@ def check_other_gpus() -> list[Finding]:
 
 
 def _unverified(data_dir: str | Path | None) -> Callable[[Any], bool]:
-    """Return a predicate: the rung has kernels that run on the first GPU and no record verifies
-    them."""
+    """Return a predicate: the rung runs on the first GPU and no record verifies it."""
     probe, record = _module("gdpa_lab.measuring.probe"), _module("gdpa_lab.measuring.record")
     try:
         import torch

@@ -46,8 +46,7 @@ values of its table's columns, or to None for a workload that does not count."""
 
 
 def update(data_dir: str | Path) -> dict[Path, bool]:
-    """Rewrite the tables and return whether each file changed. Nothing is written if a record is
-    refused."""
+    """Rewrite the tables; return whether each file changed. A refused record stops all."""
     texts = {module.PATH: table_text(data_dir, operator) for operator, module in CHOICES.items()}
     return {path: manifest.rewrite(path, text) for path, text in texts.items()}
 

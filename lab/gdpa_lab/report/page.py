@@ -189,8 +189,7 @@ def glue_html(key: str, text: str) -> None:
 
 
 def _display(kind: str, key: str, value: str) -> None:
-    """Display what `myst_nb.glue(key, value, display=False)` does; a machine that measures lacks
-    it."""
+    """Display as `myst_nb.glue(key, value, display=False)` does, which may not be installed."""
     from IPython.display import display
 
     prefix = "application/papermill.record/"

@@ -86,8 +86,7 @@ class Prediction:
 
 
 def predicted(slug: str, predictions: Sequence[Prediction]) -> str:
-    """Format the table of a chapter's predictions that are `shown`, as MyST. ValueError unless they
-    are one to three."""
+    """Format a chapter's `shown` predictions as a MyST table. ValueError unless one to three."""
     shown = [one for one in predictions if one.shown]
     if not 1 <= len(shown) <= MOST_SHOWN:
         raise ValueError(

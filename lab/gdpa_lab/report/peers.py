@@ -1,5 +1,4 @@
-"""Peers in a record: those without a time, the reasons, and the most that fusing two kernels can
-gain."""
+"""Peers in a record: those without a time, the reasons, and the most that fusion can gain."""
 
 from __future__ import annotations
 

@@ -101,8 +101,7 @@ def ceiling_of(rows: pd.DataFrame) -> float:
 
 
 def spread_of(rows: pd.DataFrame | pd.Series) -> Any:
-    """Return the distance of the p80 and p20 times from the p50 rate, in TFLOP/s: (below,
-    above)."""
+    """Return the distance of the p80 and p20 times from the p50 rate, TFLOP/s: below, above."""
     rate = rows["tflops"]
     below = rate - rate * rows["time_us_p50"] / rows["time_us_p80"]
     return below, rate * rows["time_us_p50"] / rows["time_us_p20"] - rate

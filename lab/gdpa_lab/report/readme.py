@@ -99,8 +99,7 @@ def block(data_dir: Path = record.DATA_DIR) -> str:
 
 
 def _peer(rows: pd.DataFrame, line: Line, us: float) -> str:
-    """Format the last three cells: the fastest peer or, if none was timed, why the first was
-    not."""
+    """Format the last three cells: the fastest peer, or why the first was not timed."""
     known = baselines.BLOCK_BASELINES if line.of_blocks else baselines.BASELINES
     theirs = rows[rows["impl"].isin(known)]
     if theirs.empty:

@@ -182,8 +182,7 @@ def ceilings(record: Record, scope: str = "kernel") -> Ceilings | None:
 
 
 def to_csv(table: pd.DataFrame) -> str:
-    """Format the table as CSV, numbers with six significant digits, empty fields for missing
-    ones."""
+    """Format the table as CSV: six significant digits, empty fields for missing numbers."""
     return table.to_csv(index=False, float_format="%.6g", lineterminator="\n")
 
 

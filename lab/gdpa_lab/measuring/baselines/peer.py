@@ -102,8 +102,7 @@ def differentiate(
 
 def by_inductor(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """Compile a function with TorchInductor and leave other kernels of this process their
-    assembler: TorchInductor sends all of Triton to PyTorch's ptxas unless TRITON_PTXAS_PATH is
-    set."""
+    assembler: TorchInductor sends all of Triton to PyTorch's ptxas without TRITON_PTXAS_PATH."""
     os.environ.setdefault("TRITON_PTXAS_PATH", triton.knobs.nvidia.ptxas.path)
     return torch.compile(function, dynamic=False, options={"compile_threads": 1})
 
@@ -122,8 +121,7 @@ def block_offsets(inputs: BlockInputs) -> torch.Tensor:
 
 
 def ragged(inputs: Inputs | BlockInputs) -> tuple[torch.Tensor, torch.Tensor, int, int]:
-    """Return the offsets of queries and keys and the longest of each; in block attention every
-    block is a sequence."""
+    """Return offsets of queries and keys and the longest of each; every block is a sequence."""
     if isinstance(inputs, BlockInputs):
         offsets, longest = block_offsets(inputs), inputs.workload.block_size
         return offsets, offsets, longest, longest

@@ -34,8 +34,7 @@ def _probabilities(inputs: Inputs, q: torch.Tensor, k: torch.Tensor) -> torch.Te
 
 
 def softmax_reference(inputs: Inputs, dtype: torch.dtype) -> torch.Tensor:
-    """Compute softmax attention sequence by sequence in `dtype`; `[total_q, num_heads,
-    head_dim]`."""
+    """Compute softmax attention by sequence in `dtype`; `[total_q, num_heads, head_dim]`."""
     return torch.cat(
         [
             (_probabilities(inputs, q, k) @ v).transpose(0, 1)
