@@ -202,10 +202,9 @@ class Chapter:
     ) -> None:
         """Show a chart, a timeline or SVG text, in a cell whose `# |` lines name and describe it.
 
-        `origin`: of each kind of number in it, where those come from. measured= (rows of
-        `results.table`, or ids of records), and in a sentence published=, modelled=, emulated=,
-        compiled=, computed=, and measured= of what is in no record. `data`: what the reader
-        downloads; None: the measured rows.
+        `origin`: the source of each kind of number in it: measured= (rows of `results.table`, or
+        ids of records), and in a sentence published=, modelled=, emulated=, compiled=, computed=,
+        and measured= for numbers in no record. `data`: the reader's download; None: measured rows.
         """
         if isinstance(chart, Timeline):
             chart = style.both(chart.svg(width=720), chart.svg(width=380))
