@@ -155,7 +155,7 @@ def check_splits(a: torch.Tensor, b: torch.Tensor, splits: torch.Tensor, part: i
 
 
 def hidden(rows: int) -> torch.Tensor:
-    """Where a causal query (row) must not see the key (column)."""
+    """Mask of the keys (columns) that a causal query (row) must not see."""
     return torch.ones(rows, rows, dtype=torch.bool).triu(1)
 
 
