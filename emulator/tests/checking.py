@@ -1,4 +1,4 @@
-"""What the tests share: TLX or its absence, compiled kernels, arguments, and the findings wanted.
+"""Shared by the tests: TLX or its absence, compiled kernels, arguments, expected findings.
 
 A kernel is right under `everywhere`; `refused` runs it once, and `found`, `stuck`, `misused` and
 `raced` under every schedule.
@@ -92,7 +92,7 @@ def build(
     capability: int = 90,
     **options: Any,
 ) -> CompiledKernel:
-    """What the compiler makes of `kernel` for sm_<capability>; nothing runs.
+    """Compile `kernel` for sm_<capability> without running it.
 
     types: Triton's types of the arguments that are no constants. Raises OutOfResources for a
     kernel that needs more memory than there is.
@@ -136,7 +136,7 @@ def boxes(number: int = 2, rows: int = 8) -> Callable[[], list[TensorDescriptor]
 
 
 def of_first(desc: TensorDescriptor, _: TensorDescriptor) -> torch.Tensor:
-    """What a kernel gives that copies the first of two `boxes` to the second."""
+    """Return the output of a kernel that copies the first of two `boxes` to the second."""
     return desc.base
 
 

@@ -155,7 +155,7 @@ def multicast_kernel(a, b, c, STEPS: gl.constexpr, STAGES: gl.constexpr):
 
 @gluon.jit
 def softmax(x, y, COLUMNS: gl.constexpr):
-    """Of a row over all CTAs."""
+    """Softmax of a row over all CTAs."""
     bases: gl.constexpr = ((1,), (2,), (4,))[: gl.num_ctas().bit_length() - 1]
     L: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0], cga_layout=bases)
     at = gl.program_id(0) * COLUMNS + gl.arange(0, COLUMNS, L)
@@ -585,7 +585,7 @@ def send(shared, value, bar):
 
 @gluon.jit
 def some_ctas(x, y, WHAT: gl.constexpr):
-    """What is refused where CTAs part, or have not parted."""
+    """Operations refused where CTAs diverge, or have not diverged."""
     L: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0], cga_layout=((1,),))
     S: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0], cga_layout=((1,),))
     shared = gl.allocate_shared_memory(gl.float32, [256], S)

@@ -142,7 +142,7 @@ class _Maker:
     function: ast.FunctionDef
 
     def made(self, call: ast.Call) -> ast.expr:
-        """What a call returns, in terms of its arguments."""
+        """Express the result of a call in its arguments."""
         names = [arg.arg for arg in self.function.args.args]
         defaults = self.function.args.defaults
         given = dict(zip(names[len(names) - len(defaults) :], defaults, strict=True))
@@ -408,7 +408,7 @@ def _is_simple(statement: ast.stmt) -> bool:
 
 
 def _imports(tree: ast.Module) -> dict[str, str]:
-    """What the imports of a file bind: of each name the module, and what of it."""
+    """Map each name that a file imports to its module and name there."""
     found = {}
     for node in tree.body:
         if isinstance(node, ast.Import):
@@ -419,7 +419,7 @@ def _imports(tree: ast.Module) -> dict[str, str]:
 
 
 def _imported(tree: ast.Module) -> Iterator[tuple[str, ModuleType, Any]]:
-    """What a file imports from modules: the name, the module, the value."""
+    """Yield the imports of a file from modules: the name, the module, the value."""
     for node in tree.body:
         if isinstance(node, ast.ImportFrom) and not node.level:
             module = importlib.import_module(node.module)

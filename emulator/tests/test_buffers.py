@@ -147,7 +147,7 @@ def placed_kernel(out_ptr, n, HOW: tl.constexpr):
     "how", ("in the call", "a constant", "a list", "a variable", "an argument")
 )
 def test_where_a_window_lies_is_a_constant(how):
-    """As the compiler asks for, which takes a variable for a value."""
+    """The compiler requires it, and takes a variable for a value."""
     types, right = {"out_ptr": "*fp32", "n": "i32"}, how in ("in the call", "a constant")
     if right:
         run(placed_kernel, (1,), out := nothing(256), 16, HOW=how)
@@ -691,7 +691,7 @@ def staged_kernel(x_desc, y_desc, BUFFERS: tl.constexpr):
 
 
 def test_what_a_task_stages_for_tma_counts():
-    """What the compiler adds for what tasks capture is not modelled: some hundred bytes."""
+    """The compiler's extra for captures of tasks is not modelled: some hundred bytes."""
     x, y = torch.full((64, 64), 3.0).bfloat16(), torch.zeros(192, 64).bfloat16()
     descs = [box(tensor, 64, 64) for tensor in (x, y)]
     types = dict.fromkeys(("x_desc", "y_desc"), "tensordesc<bf16[64, 64]>")
@@ -774,7 +774,7 @@ def groups_kernel(
     ),
 )
 def test_a_warp_group_gets_the_most_that_one_of_its_tasks_asks_for(math, a, b, warps, dropped):
-    """Where the emulator warns, the compiler drops all requests."""
+    """The compiler drops all requests where the emulator warns."""
     constants = {"MATH": math, "A": a, "B": b, "WARPS": warps}
     made = build(groups_kernel, {"out_ptr": "*i32"}, constants, capability=100)
     assert ("setmaxnreg" in made.asm["ptx"]) == (dropped is None)

@@ -262,7 +262,7 @@ def test_a_message_names_flags_of_the_command(program, capsys):
     ],
 )
 def test_a_project_sets_options(table, flags, status, said, tmp_path, capsys):
-    """From the nearest pyproject.toml that has the table."""
+    """They come from the nearest pyproject.toml that has the table."""
     folder = tmp_path / "kernels"
     folder.mkdir()
     (folder / "program.py").write_text(PROGRAM)
@@ -385,7 +385,7 @@ run()
 
 @pytest.mark.parametrize("jobs", [1, 3])
 def test_schedules_run_in_other_processes(tmp_path, capsys, jobs):
-    """Those that find nothing there are not run again; what is found is that of one process."""
+    """Schedules without findings are not run again; findings equal those of one process."""
     path, log = tmp_path / "spread.py", tmp_path / "processes"
     path.write_text(SPREAD)
     shared = ["--resident", "4", str(path), str(log)]

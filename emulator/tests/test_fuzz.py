@@ -393,7 +393,7 @@ def emulate(pipeline: Pipeline, folder: Any) -> list[torch.Tensor | EmulatorErro
 
 
 def expected(pipeline: Pipeline, outputs: dict[int, set[Any]]) -> torch.Tensor:
-    """What the search says is read; only for pipelines in which it found nothing."""
+    """Return the values read according to the search; only without findings."""
     out = torch.full((len(pipeline.results), pipeline.parts, 4), -1.0)
     for item, values in outputs.items():
         (value,) = values

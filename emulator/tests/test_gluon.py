@@ -280,7 +280,7 @@ def image(stride):
 
 @pytest.mark.parametrize("stride", (1, 2))
 def test_im2col(stride):
-    """As `unfold` has it; behind the last image all is zero."""
+    """The result is that of `unfold`; behind the last image all is zero."""
 
     def under(row, column):
         def expected(box, y):
@@ -304,7 +304,7 @@ def test_im2col(stride):
 
 @pytest.mark.parametrize("name", RIGHT)
 def test_compiles(name):
-    """What runs here is a kernel to the compiler, too."""
+    """Kernels that run here compile, too."""
     make, _, options = RIGHT[name]
     run(getattr(kernels, name), (1,), *make(), BUG="", compile=True, **options)
 

@@ -239,7 +239,7 @@ def test_two_numbers_become_a_pair_and_are_multiplied_as_one():
 
 @triton.jit
 def short_kernel(x_ptr, bytes_ptr, fours_ptr, FP4: tl.constexpr, N: tl.constexpr):
-    """As SGLang stores fp8 and vLLM fp4, each pair in one conversion."""
+    """Store as SGLang does fp8 and vLLM fp4, each pair in one conversion."""
     x = tl.load(x_ptr + tl.arange(0, N))
     pairs = tl.inline_asm_elementwise(
         "{ .reg .b16 p; cvt.rn.satfinite.e4m3x2.f32 p, $3, $2; cvt.u32.u16 $0, p;"

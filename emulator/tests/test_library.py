@@ -292,7 +292,7 @@ def test_arguments_under_another_type():
 
 
 class Window:
-    """What FlagGems passes for a tensor: something with a `data_ptr()` and a dtype."""
+    """Stand-in for a tensor as FlagGems passes it: an object with a `data_ptr()` and a dtype."""
 
     def __init__(self, base: torch.Tensor, first: int):
         self.base, self.first, self.dtype = base, first, base.dtype

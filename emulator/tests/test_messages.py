@@ -1,4 +1,4 @@
-"""What findings tell: source, calls, names, and how to see them again; reports of the command."""
+"""Content of findings: source, calls, names, how to see them again; reports of the command."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""What host code and kernels of plain Triton ask for: names, types, what launches return."""
+"""Needs of host code and kernels of plain Triton: names, types, results of launches."""
 
 import importlib.util
 
@@ -211,7 +211,7 @@ def several_kernel(sources, y, B: tl.constexpr):
 
 
 def test_blocks_of_addresses():
-    """As vLLM and SGLang copy their caches."""
+    """vLLM and SGLang copy their caches so."""
     x, y = torch.randn(10), torch.zeros(10)
     run(bytes_kernel, (1,), torch.tensor([x.data_ptr()]), y, 36, 64)
     assert y[:9].equal(x[:9]) and y[9] == 0
@@ -230,7 +230,7 @@ def step_kernel(x, n, STEP, B: tl.constexpr):
 
 
 def test_the_source_of_a_function_may_be_replaced():
-    """As `triton_kernels` specialises its kernels; findings show what it is replaced by."""
+    """`triton_kernels` specialises its kernels so; findings show the replacement."""
     made = triton.JITFunction(step_kernel.fn)
     made._unsafe_update_src(step_kernel.src.replace("n, STEP, B", "n, B").replace("STEP", "3"))
     made.params = [p for p in made.params if p.name != "STEP"]

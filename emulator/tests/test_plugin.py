@@ -143,7 +143,7 @@ def test_messages_name_flags_of_pytest_and_the_test(pytester):
 
 
 def test_a_finding_names_the_command_that_repeats_it(pytester, monkeypatch):
-    """Also from another folder than that of the settings, and with the options of this run."""
+    """The options reach it from another folder than that of the settings, too."""
     folder = pytester.mkdir("a folder")
     (folder / "test_masked.py").write_text(MASKED)
     pytester.makepyprojecttoml("")

@@ -1,4 +1,4 @@
-"""What warps of one program do to global memory, and where they meet.
+"""Accesses of one program's warps to global memory, and the points where they meet.
 
 That a barrier lies between, or does not, is asked of the PTX that Triton makes of each for sm_90.
 """

@@ -145,7 +145,7 @@ def delete_and_unlist(folder: Folder) -> None:
 
 
 def promote_a_stranger(folder: Folder) -> None:
-    """Under the name of the GPU that the book quotes."""
+    """Promote a system under the name of the GPU that the book quotes."""
     folder.pretend(gpu="NVIDIA GH200 480GB")
     other = replace(H200, gpu="NVIDIA GH200 480GB").id
     listed = {"NVIDIA H200": [H200.id, other]}
@@ -230,7 +230,7 @@ def folder(whole, tmp_path):
 
 
 def readers(data_dir: Path) -> list[Callable[[], object]]:
-    """What figures, sentences, README and `auto` are made from."""
+    """List the sources of figures, sentences, README and `auto`."""
     return [
         lambda: results.latest_record(data_dir, notebook="notebooks/forward/results.py"),
         lambda: results.table(data_dir),

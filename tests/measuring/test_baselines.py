@@ -35,7 +35,7 @@ HSTU = replace(SELF, activation="silu", output_scale=1 / 8, causal=True)
 
 
 def softmax(q, k, v, scale):
-    """Of dense [batch, length, heads, head_dim]."""
+    """Compute softmax attention of dense [batch, length, heads, head_dim]."""
     p = torch.softmax(torch.einsum("bqhd,bkhd->bhqk", q, k) * scale, -1)
     return torch.einsum("bhqk,bkhd->bqhd", p, v).contiguous()
 
@@ -90,7 +90,7 @@ def tensors(found) -> tuple:
 
 
 def check(found, inputs, direction, math="activation", atol=1e-5):
-    """That the output, or the gradients, are those in fp64."""
+    """Check that the output, or the gradients, are those in fp64."""
     operator = operators.of(inputs, "forward" if direction == "forward" else "backward")
     right = operator._compute(math, torch.float64, inputs)
     for got, expected in zip(tensors(found), right, strict=True):
@@ -98,7 +98,7 @@ def check(found, inputs, direction, math="activation", atol=1e-5):
 
 
 def check_peer(impl, work, direction, math="activation", **options):
-    """That a peer computes what it says."""
+    """Check that a peer computes what it says."""
     inputs = make_inputs(work, device="cpu")
     check(baselines.BASELINES[impl].call(inputs, direction)(), inputs, direction, math, **options)
 

@@ -72,7 +72,7 @@ def test_amd_multiplies_matrices_and_has_no_instruction_for_tanh(target):
 
 @pytest.mark.parametrize("name", ("silu", "gelu_tanh", "gelu"))
 def test_tanh_by_exp_is_within_its_bound(name):
-    """Of the function that the kernel computes: `gelu` is a fit."""
+    """The bound is to the function that the kernel computes: `gelu` is a fit."""
     x = torch.cat((torch.linspace(-30, 30, 20_001), torch.tensor([0.0, -1e4, 1e4, 1e-30])))
     wide = x.double()
     linear, cubic = {

@@ -381,7 +381,7 @@ def test_a_compiled_backward_runs_again(peers):
 
 @pytest.fixture
 def called(cpu, peers, monkeypatch):
-    """What each sampler was given: the results of the functions, by their names."""
+    """Arguments of each sampler: the results of the functions, by their names."""
     found = []
 
     def sample(functions, device, protocol):
@@ -501,7 +501,7 @@ def test_a_peer_computes_masks_and_groups_of_heads_or_says_no(
 
 
 def test_a_wrong_peer_is_found(cpu, peers, monkeypatch):
-    """Of blocks it attends to whole sequences, of gdpa its gradients have another scale."""
+    """In blocks it attends to whole sequences, in gdpa its gradients have another scale."""
     offsets, right = baselines.block_offsets, varlen.varlen_attn
     with monkeypatch.context() as patch:
         patch.setattr(baselines.peer, "block_offsets", lambda x: offsets(x)[[0, -1]])

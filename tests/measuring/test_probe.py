@@ -1,4 +1,4 @@
-"""What hangs, kills its process or is wrong costs its own row, and what is proven costs nothing."""
+"""A kernel that hangs, crashes or is wrong costs its own row; a verified one costs nothing."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def a_probe(said=None, **options):
 
 @pytest.mark.parametrize("deed", ("raises", "hangs", "wrong", "crashes", "exits"))
 def test_a_fault_at_any_launch_costs_its_own_rows(forked, ladder_with_stand_ins, deed):
-    """At the first and second launch, at the 5,000th back to back, and while it is timed."""
+    """Faults at the first and second launch, at the sustained 5,000th, and while it is timed."""
     bad = [impl for impl in unverified.FORWARDS if f"_{deed}_" in impl]
     short = {"run": 3.0, "launches": 6.0, "time": 3.0} if deed == "hangs" else {}
     made = a_probe(limits_s=probe.LIMITS_S | short)

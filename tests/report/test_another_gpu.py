@@ -26,7 +26,7 @@ DRAWN = ["v1_tiled", "v8_own_waits", "v5_short_kv_backward", "fa2_varlen", "fa4"
 
 
 def faster(timed: record.Row | record.Ceiling, share: float) -> record.Row | record.Ceiling:
-    """As if it took `share` of the time, with the same power."""
+    """Scale it as if it took `share` of the time, with the same power."""
     load = timed.load and replace(timed.load, joules=share * timed.load.joules)
     return replace(timed, samples_us=tuple(share * us for us in timed.samples_us), load=load)
 

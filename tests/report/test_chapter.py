@@ -18,7 +18,7 @@ from gdpa_lab.report.chapter import Chapter
 
 @pytest.fixture
 def shown(monkeypatch, tmp_path) -> list:
-    """What a chapter displays, with its downloads in `tmp_path`."""
+    """Outputs that a chapter displays, with its downloads in `tmp_path`."""
     outputs: list = []
     monkeypatch.setattr(chapters, "display", lambda shown, **_: outputs.append(shown))
     monkeypatch.setattr(page, "CSV_DIR", tmp_path / "figures")

@@ -127,7 +127,7 @@ TRITON = {"triton/__init__.py": "__version__ = '3.7.1'\n", "triton/core.py": "fb
 
 
 def check_in(folder: Path, monkeypatch) -> Finding:
-    """What `check_triton` says when `folder` comes first on the path."""
+    """Return the finding of `check_triton` with `folder` first on the path."""
     monkeypatch.syspath_prepend(folder)
     kept = {n: m for n, m in sys.modules.items() if n == "triton" or n.startswith("triton.")}
     for name in kept:
@@ -148,7 +148,7 @@ def test_fbtriton_installed_last_is_sound(tmp_path, monkeypatch):
 
 
 TLX = TRITON | dict.fromkeys(LANGUAGE, "")
-"""Of a triton with TLX as a plugin."""
+"""Files of a triton with TLX as a plugin."""
 OTHER = "3.7.1, which is not of an fbtriton that is installed there"
 
 

@@ -103,7 +103,7 @@ def test_an_operator_reads_its_table_without_what_measures():
 
 
 def test_a_gpu_has_a_table_of_its_own(add, tmp_path, monkeypatch):
-    """From records made up for this test, of a rung that there is not."""
+    """The records are made up for this test, of a rung that does not exist."""
     stand_in = Rung("b90_stand_in", "", "", None, Requires((10, 0), only_major=True))
     monkeypatch.setitem(ladder.LADDERS, "gdpa", (*ladder.LADDERS["gdpa"], stand_in))
     for gpu, capability, times in (

@@ -22,7 +22,7 @@ MATMUL_US = 1000.0
 
 
 def loaded(us: float, ghz: float = 1.5) -> Load:
-    """What NVML says of calls of `us` microseconds."""
+    """Build the load that NVML reports for calls of `us` microseconds."""
     return Load(1e3 * ghz, 990.0, 990.0 * us / 1e6, ())
 
 
@@ -81,7 +81,7 @@ def test_every_prediction_lies_in_its_interval_and_below_its_ceiling():
 
 @pytest.mark.parametrize("expected", predictions.EXPECTED["forward"], ids=lambda x: x.impl)
 def test_issue_slots_are_those_of_the_compiled_loop(expected):
-    """Of a math role, which takes a tile of pairs in each turn."""
+    """The loop is that of a math role, which takes a tile of pairs in each turn."""
     keys = 256 if expected.most_keys == 256 else 1024
     built = compile_check.build_rung(expected.impl, capability=100, max_seqlen_k=keys)
     loop = compile_check.shortest_loop(built, "STTM", 2)
@@ -193,7 +193,7 @@ def test_the_command_prints_and_writes(tmp_path, capsys, monkeypatch):
 
 
 RUNS = {"forward": "20261121T134948Z-10-figures", "backward": "20261121T225723Z-33-backward"}
-"""By direction, the record of an H200 that EXPECTED quotes."""
+"""Record of an H200 that EXPECTED quotes, by direction."""
 
 
 def quoted(rows: pd.DataFrame, impl: str, direction: str) -> tuple[pd.DataFrame, Ceilings]:

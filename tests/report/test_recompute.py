@@ -19,7 +19,7 @@ PAGES = ("forward/results", "block/results")
 
 @pytest.fixture(scope="module")
 def book(tmp_path_factory):
-    """What the script reads of a built book: two figures' data, README.md, two notebooks."""
+    """Files of a built book that the script reads: two figures' data, README.md, two notebooks."""
     root = tmp_path_factory.mktemp("book")
     (root / "data").mkdir()
     for name in ("records", "promoted.json"):

@@ -24,7 +24,7 @@ def runs() -> dict[str, record.Record]:
 
 
 def found(stamp: str, **values) -> set[bool]:
-    """Whether the rows of a record with these values are stale."""
+    """Return whether the rows of a record with these values are stale."""
     run = runs()[stamp]
     machine = system.load(record.DATA_DIR / "systems" / f"{run.system}.json")
     rows = [row for row in run.rows if all(getattr(row, k) == v for k, v in values.items())]
