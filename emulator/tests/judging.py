@@ -70,12 +70,12 @@ def executed_lines(path: Path, launch: Callable[[], Any]) -> set[int]:
             lines.add(frame.f_lineno)
         return note
 
-    before = sys.gettrace()
+    previous = sys.gettrace()
     sys.settrace(note)
     try:
         launch()
     finally:
-        sys.settrace(before)
+        sys.settrace(previous)
     return lines
 
 
@@ -167,8 +167,8 @@ def surviving(
     every: bool = True,
 ) -> Judged:
     """Judge all mutants of `kernel`, or a sample, by the launches that execute what they change."""
-    found = executed(Path(module.__file__), kernel, module, list(launches))
-    used = {mutant: launches for mutant, launches in found if launches}
+    executing = executed(Path(module.__file__), kernel, module, list(launches))
+    used = {mutant: launches for mutant, launches in executing if launches}
     chosen = list(used) if every else sampled(list(used))
     survivors = [m.what for m in chosen if not judge(m, import_file, used[m]).error]
     return Judged(len(used), [mutant.what for mutant in chosen], sorted(survivors))

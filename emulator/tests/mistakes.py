@@ -190,11 +190,11 @@ def _other_views(
     if named not in arrays:
         return
 
-    def view(name: str, at: ast.expr) -> ast.expr:
+    def view(name: str, index: ast.expr) -> ast.expr:
         array = ast.parse(name, mode="eval").body
         if operation:
-            return ast.Call(copy.deepcopy(node.func), [array, at], [])
-        return ast.Subscript(array, at, ast.Load())
+            return ast.Call(copy.deepcopy(node.func), [array, index], [])
+        return ast.Subscript(array, index, ast.Load())
 
     array = arrays[named]
     if not isinstance(array.number, ast.Constant) or array.number.value > 1:

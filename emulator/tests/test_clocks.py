@@ -208,6 +208,6 @@ def test_atomics_order_what_surrounds_them(cluster):
 
 @pytest.mark.parametrize("semantics", ("relaxed", "acquire", "release"))
 def test_only_acquire_and_release_order(semantics):
-    given = {"FAULT": "none", "SEM": semantics, "at": "# load"}
-    for error in found(Race, last_kernel, (4,), counters, **given):
+    keywords = {"FAULT": "none", "SEM": semantics, "line": "# load"}
+    for error in found(Race, last_kernel, (4,), counters, **keywords):
         assert error.buffer == "part_ptr"

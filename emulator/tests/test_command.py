@@ -95,9 +95,9 @@ def program(tmp_path):
 
 
 def test_a_program_runs_unedited(program, capsys):
-    before = sys.argv, sys.path[:]
+    previous = sys.argv, sys.path[:]
     assert main([program, "--some", "argument"]) == 0
-    assert (sys.argv, sys.path) == before
+    assert (sys.argv, sys.path) == previous
     printed = capsys.readouterr()
     assert printed.out.startswith("total 100.0\n4 CTAs on sm_90: ") and not printed.err
     assert printed.out.count("total") == 1
@@ -317,14 +317,16 @@ def test_benchmarks_are_skipped_or_run_once_at_their_smallest_size(tmp_path, cap
     path, report = tmp_path / "benchmarked.py", tmp_path / "report.json"
     path.write_text(BENCHMARKED)
     assert main([str(path)]) == 0
-    told = capsys.readouterr().out
-    assert "a triton.testing benchmark is skipped; --benchmarks once runs its smallest size" in told
+    printed = capsys.readouterr().out
+    assert (
+        "a triton.testing benchmark is skipped; --benchmarks once runs its smallest size" in printed
+    )
     assert main(["--benchmarks", "once", "--json", str(report), str(path)]) == 1
     captured = capsys.readouterr()
     assert "tritonemu: benchmark fill once, with m=4, n=3" in captured.out
     assert captured.err.startswith("Race (schedule modelled): ")
-    found = json.loads(report.read_text())["found"]
-    assert found["replay"].count("--benchmarks once") == 1
+    finding = json.loads(report.read_text())["found"]
+    assert finding["replay"].count("--benchmarks once") == 1
 
 
 def test_benchmarks_must_be_skip_or_once():

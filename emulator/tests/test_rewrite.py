@@ -216,7 +216,7 @@ def assertion_kernel(x_ptr):
 def test_assert_is_checked():
     run(assertion_kernel, (1,), torch.ones(1))
     given = torch.zeros(1)
-    refused(DeviceAssertion, "x is positive", assertion_kernel, given, at="assert x > 0")
+    refused(DeviceAssertion, "x is positive", assertion_kernel, given, line="assert x > 0")
 
 
 @triton.jit
@@ -286,7 +286,7 @@ def loop_kernel(out_ptr):
     ),
 )
 def test_unsupported_names_the_operation_and_the_line(kernel, text, message):
-    refused(Unsupported, message, kernel, zeros(), at=text)
+    refused(Unsupported, message, kernel, zeros(), line=text)
 
 
 @triton.jit

@@ -20,8 +20,8 @@ EIGHT = {**B200, "num_warps": 8}
 
 
 def tiles(*names):
-    made = {"x": torch.ones(N, N), "half": torch.ones(N, N).half(), "y": torch.zeros(N, N)}
-    return [made[name] for name in names]
+    tensors = {"x": torch.ones(N, N), "half": torch.ones(N, N).half(), "y": torch.zeros(N, N)}
+    return [tensors[name] for name in names]
 
 
 @triton.jit
@@ -295,10 +295,10 @@ def test_the_compiler_guards_aliases_and_views_of_shared_memory():
     run(views_kernel, (1,), x, y, N, **EIGHT)
     assert torch.equal(y, x)
     code = code_of(views_kernel, (x, y), N=N, num_warps=8)
-    at = {text: place(views_kernel, f"# {text}") for text in ("whole", "again", "alias")}
-    loaded = [("shared load", at["again"]), ("shared store", at["alias"])]
+    lines = {text: place(views_kernel, f"# {text}") for text in ("whole", "again", "alias")}
+    loaded = [("shared load", lines["again"]), ("shared store", lines["alias"])]
     assert not code.is_open(loaded)
-    assert not code.is_open([("shared store", at["whole"]), ("shared load", at["again"])])
+    assert not code.is_open([("shared store", lines["whole"]), ("shared load", lines["again"])])
     # Both are told of: without the barriers the way were open.
     unguarded = asm_of(views_kernel, "sm_100", {"x": x, "y": y, "N": N}, {"num_warps": 8})["ptx"]
     unguarded = Code(unguarded.replace("bar.sync", "bar.warp.sync"))
