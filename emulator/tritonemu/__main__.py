@@ -239,8 +239,7 @@ def _place(frames: list[tuple[FrameType, int]]) -> str:
 
 
 def _failure(error: BaseException) -> str:
-    """Explain why the program failed: one line for a launch refused here, else its own
-    traceback."""
+    """Explain why the program failed: a line for a launch refused here, else its traceback."""
     frames = list(traceback.walk_tb(error.__traceback__))
     inner = frames[-1][0].f_code.co_filename if frames else ""
     if inner.startswith(_PACKAGE) and inner != gpu.__file__:
@@ -323,8 +322,7 @@ def _settings(path: str) -> list[str]:
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
-    """Parse the options, with `path` and `name` of the target. A function takes options after it
-    too."""
+    """Parse the options, with `path` and `name` of the target; options may follow a function."""
     parser = _parser()
     options = parser.parse_args(arguments)
     try:

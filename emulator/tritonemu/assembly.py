@@ -116,8 +116,7 @@ _PARSERS = {"blocked": _blocked, "tensor blocked": _blocked, "tensor linear": _l
 
 
 def _layouts(text: str) -> dict[Step, set[_Blocked | _Linear | None]]:
-    """Collect from TTGIR the layouts of the blocks that each line stores or loads, None for
-    others."""
+    """Collect from TTGIR the layouts of the blocks that each line stores or loads, or None."""
     known = re.findall(r"^(#\w+) = #ttg\.(\w+)<(.*)>$", text, re.MULTILINE)
     layouts = {name: (kind, written) for name, kind, written in known}
     places = dict(re.findall(r"^(#loc\d*) = loc\((.*)\)$", text, re.MULTILINE))
@@ -191,15 +190,13 @@ class Code:
         return torch.equal(*(each.warps_of(positions) for each in both))
 
     def _layout(self, location: Location, kind: str, size: int) -> _Blocked | _Linear | None:
-        """Return the layout of the blocks of this size that a line accesses, None if it is not
-        known."""
+        """Return the layout of blocks of this size that a line accesses, None if unknown."""
         layouts = self._layouts.get((kind, short(location)), {None})
         layout = next(iter(layouts)) if len(layouts) == 1 else None
         return layout if layout and math.prod(layout.shape) == size else None
 
     def warps_of(self, location: Location, kind: str, size: int) -> torch.Tensor | None:
-        """Return which warp accesses each element of a block of this size, None if it is not
-        known."""
+        """Return the warp that accesses each element of a block of this size, None if unknown."""
         layout = self._layout(location, kind, size)
         return None if layout is None else layout.warps_of(torch.arange(size))
 

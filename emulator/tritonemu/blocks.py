@@ -28,8 +28,7 @@ def _integers(name: str, values: Any) -> tuple[int, ...]:
 
 
 class BlockPointer:
-    """Block pointer. sizes, strides, offsets: in elements, one for each dimension of
-    block_shape."""
+    """Block pointer. sizes, strides, offsets: in elements, per dimension of block_shape."""
 
     def __init__(
         self, base: Tile, shape: Any, strides: Any, offsets: Any, block_shape: Any, order: Any

@@ -376,8 +376,7 @@ class Buffer:
         return masks[key]
 
     def settle(self, paired: bool) -> None:
-        """Decide before the first use whether these 64 rows are an accumulator of a pair of
-        CTAs."""
+        """Decide before the first use if these 64 rows are an accumulator of a pair of CTAs."""
         storage = self.storage
         if not storage.tensor or self.shape[0] != 64 or storage.paired == paired:
             return

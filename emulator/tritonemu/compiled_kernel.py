@@ -1,5 +1,4 @@
-"""The object that a launch or a warm-up returns to host code, in place of Triton's
-`CompiledKernel`."""
+"""Stand-in for Triton's `CompiledKernel`, returned by a launch or a warm-up."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -55,8 +54,7 @@ class Compiled:
         """Do nothing: Triton loads the code here, after which it knows `n_regs`."""
 
     def __getitem__(self, grid: Any) -> Callable:
-        """Return a launcher that takes all arguments in order; constants may come from the
-        warm-up."""
+        """Return a launcher with all arguments in order; constants may come from the warm-up."""
 
         def launch(*args: Any) -> "Compiled":
             positional = set(self._kernel.arg_names[: len(args)])

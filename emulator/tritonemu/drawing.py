@@ -167,8 +167,7 @@ def _text(text: str) -> str:
 
 
 def _pattern(kind: str) -> str:
-    """Draw the fill of a kind: its colour, and a hatch for readers who do not tell colours
-    apart."""
+    """Draw the fill of a kind: its colour, and a hatch for readers who cannot tell colours."""
     ground, ink, strength = f'<rect width="8" height="8" fill="{COLOURS[kind]}"/>', "#fff", 0.3
     if kind == "wait":
         ground, ink, strength = "", COLOURS[kind], 0.38
@@ -261,8 +260,7 @@ def _draw_marks(places: dict[int, tuple[float, float]], missing: str) -> list[st
 def _describe_marks(
     marks: Sequence[Mark], missing: str, y: float, width: float
 ) -> tuple[list[str], float]:
-    """Describe each mark, and what is missing, in lines from y on; return also the y of the
-    last."""
+    """Describe each mark and what is missing, in lines from y on; return the y of the last."""
     drawn = []
     lines = [f"{mark.what}, line {mark.line}" if mark.line else mark.what for mark in marks]
     for number, text in enumerate([*lines, missing] if missing else lines, 1):
@@ -283,8 +281,7 @@ def _ticks(left: float, right: float, scale: float) -> list[float]:
 
 
 def _legend(kinds: list[str], arrows: bool, y: float, width: float) -> tuple[list[str], float]:
-    """Draw swatches and words in lines of `width`, the first at y; return also the y of the
-    last."""
+    """Draw swatches and words in lines of `width`, the first at y; return the y of the last."""
     entries, x = [], 0.0
     for kind, word in [(kind, KINDS[kind]) for kind in kinds] + [("", _ARROW)] * arrows:
         advance = 40 + _CHAR * len(word)
@@ -316,8 +313,7 @@ def draw(
     right: float,
     width: float,
 ) -> str:
-    """Draw the SVG of `Timeline.svg`. The data- attributes say where a cycle is: the page needs
-    them."""
+    """Draw the SVG of `Timeline.svg`; the page needs the cycles in its data- attributes."""
     gutter = round(_CHAR * max(map(len, lanes)) + 14)
     plot = width - gutter - _MARGIN
     scale = plot / (right - left)

@@ -34,8 +34,7 @@ _PARTS = 8
 
 @dataclass(eq=False)
 class Engine:
-    """Busy intervals of a unit. `total`: the cycles it has worked; `free`: the end of its last
-    work."""
+    """Busy intervals of a unit. `total`: cycles it has worked; `free`: end of its last work."""
 
     total: float = 0.0
     free: float = 0.0

@@ -32,8 +32,8 @@ class TracedLocation(Location):
 
 
 def _innermost(frames: Iterable[tuple[FrameType, int]]) -> TracedLocation:
-    """Return the last of these frames and lines of kernel code, outermost first, outside the
-    library."""
+    """Return the last of these frames and lines of kernel code, outermost first, library
+    excluded."""
     chain: list[tuple[str, int, str]] = []
     for frame, line in frames:
         code = frame.f_code

@@ -230,8 +230,7 @@ def _annotated(error: EmulatorError, report: Report, order: Order) -> EmulatorEr
 
 
 def _signature(kernel: JITFunction) -> inspect.Signature:
-    """Build the signature of the kernel's parameters, which may differ from its Python
-    function's."""
+    """Build the signature of the kernel's parameters; its Python function's may differ."""
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     return inspect.Signature(
         [inspect.Parameter(p.name, kind, default=p.default) for p in kernel.params]

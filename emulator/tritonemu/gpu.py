@@ -223,8 +223,7 @@ def _report_once(
     self: Any, show_plots: Any = 0, print_data: Any = 0, save_path: Any = "", return_df: Any = 0,
     **kwargs: Any,
 ) -> None:  # fmt: skip
-    """Replace `Mark.run`: every line of each benchmark at its smallest size; no data, plots or
-    files."""
+    """Replace `Mark.run`: each line of each benchmark at its smallest size; no data or plots."""
     several = isinstance(self.benchmarks, (list, tuple))
     for bench in self.benchmarks if several else [self.benchmarks]:
         x = min(bench.x_vals, key=_size)
@@ -237,8 +236,7 @@ def _report_once(
 
 
 def _reading(function: Callable) -> Callable:
-    """Wrap an assertion of PyTorch, which hides errors of what it calls: its tensors are read
-    here."""
+    """Wrap an assertion of PyTorch, which hides errors of its calls: tensors are read here."""
 
     @functools.wraps(function)
     def read(*args: Any, **kwargs: Any) -> Any:
@@ -347,7 +345,7 @@ class _CudaIsCpu(TorchFunctionMode):
         return register
 
     def by_default(self) -> Callable:
-        """Wrap `DeviceContext.__torch_function__`: such a context is below this mode, or above
+        """Wrap `DeviceContext.__torch_function__`: such a context is below this mode or above
         it."""
 
         def answer(context: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -431,8 +429,7 @@ _USE_NOTHING = [
 
 
 def _answers(arch: str, multiprocessors: int) -> dict[str, Any]:
-    """Build the replacements for functions and classes of `torch.cuda`: each its own, as dynamo
-    demands."""
+    """Build replacements of `torch.cuda`'s functions and classes: each its own, for dynamo."""
 
     def constant(value: Any) -> Callable:
         return lambda *args, **kwargs: value
@@ -468,8 +465,7 @@ def _answers(arch: str, multiprocessors: int) -> dict[str, Any]:
 
 
 def _of_accelerator(answers: dict[str, Any]) -> dict[str, Any]:
-    """Build the replacements for functions of `torch.accelerator`: most have the names of
-    `torch.cuda`."""
+    """Build replacements of `torch.accelerator`'s functions, most named as in `torch.cuda`."""
     return {
         **{name: value for name, value in answers.items() if name != "get_device_capability"},
         "current_accelerator": lambda *args, **kwargs: torch.device("cuda"),

@@ -236,8 +236,7 @@ def execute(
 
 
 def bits(register: Register, width: int) -> torch.Tensor:
-    """Return the bits of a register of integers of this total width, the first lane being the
-    lowest."""
+    """Return the bits of an integer register of this total width, the first lane lowest."""
     word, shift = torch.zeros((), dtype=torch.int64), 0
     for lane in register:
         size = 8 * lane.itemsize
@@ -272,8 +271,7 @@ def _statements(asm: str) -> list[tuple[str, str]]:
 
 @cache
 def instruction_counts(asm: str) -> tuple[int, int]:
-    """Count the instructions that a thread issues, moves aside, and results that the MUFU gives
-    it."""
+    """Count the instructions that a thread issues, moves aside, and results of the MUFU."""
     names = [name for name, _ in _statements(asm) if not name.startswith("mov.")]
     special = {name for name, *_ in _APPROXIMATE}
     of_pairs = sum(1 + name.endswith("x2") for name in names if name.removesuffix("x2") in special)

@@ -421,8 +421,7 @@ _SCALED = {"e2m1": "uint8", "e4m3": "fp8e4nv", "e5m2": "fp8e5", "bf16": "bf16", 
 
 
 def _unscaled(x: Tile, element: str, packed: int) -> torch.Tensor:
-    """Convert the elements of an operand of tl.dot_scaled to fp32. packed: the dimension of
-    pairs."""
+    """Convert an operand of tl.dot_scaled to fp32. packed: the dimension of pairs."""
     expected = _SCALED.get(element)
     if expected is None:
         raise InvalidKernel(f"format of tl.dot_scaled must be one of {(*_SCALED,)}, got {element}")
@@ -455,8 +454,7 @@ def _scales(scale: Tile | None, size: int, k: int) -> torch.Tensor | float:
 
 
 def scaled(x: Tile, scale: Tile, element: str) -> torch.Tensor:
-    """Return the elements [rows, K] that rows of a microscaling format and their factors
-    represent."""
+    """Return the elements [rows, K] of rows in a microscaling format and their factors."""
     values = _unscaled(x, element, -1)
     return values * _scales(scale, *values.shape)
 
@@ -580,8 +578,7 @@ def inline_asm_elementwise(
 
 @_operation
 def map_elementwise(scalar_fn: Callable, *args: Any, pack: int = 1) -> Any:
-    """Apply the scalar function to whole tiles at once; one that branches on an element is
-    refused."""
+    """Apply the scalar function to whole tiles; one that branches on an element is refused."""
     tiles = [to_tile(value) for value in args]
     shape = common_shape(tiles)
     if pack != 1:
@@ -625,8 +622,7 @@ def reduce(
 
 @_operation
 def associative_scan(input: Any, axis: int, combine_fn: Callable, reverse: bool = False) -> Any:
-    """Scan inclusively in log2 steps: in step k an element is combined with the one 2^k before
-    it."""
+    """Scan inclusively in log2 steps: step k combines an element with the one 2^k before."""
     tiles = _items(input)
     dim = _axis(axis, len(tiles[0].shape))
     data = [t.data.movedim(dim, 0) for t in tiles]
@@ -830,8 +826,7 @@ NAMES: dict[str, Any] = {
 
 
 def _member(self: Tile, name: str) -> Callable:
-    """Resolve `x.sum(axis)` to `tl.sum(x, axis)` for the functions that are members of Triton's
-    tensor."""
+    """Resolve `x.sum(axis)` to `tl.sum(x, axis)` for functions that are tensor members."""
     if name.startswith("__") or not hasattr(tl.tensor, name):
         raise AttributeError(f"a tile has no attribute {name}")
     function = getattr(LANGUAGE, name)

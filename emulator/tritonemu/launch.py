@@ -134,8 +134,7 @@ class Cta:
                 barrier.check_end()
 
     def too_early(self, what: str, who: str, location: Location, use: Mark) -> EarlyExit:
-        """Build the finding that this CTA ends while its buffer or barrier `what` may still be
-        used."""
+        """Build the finding that this CTA ends while its buffer or barrier `what` may be in use."""
         other = ", or the CTAs of a cluster for each other (tlx.cluster_barrier)"
         last = Mark(self.number, "default", self.ended_at, 0, f"the end of CTA {self.number}")
         return EarlyExit(

@@ -1,5 +1,4 @@
-"""Hooks of launches within `enabled`: which of them run in the emulator, and with which
-configurations."""
+"""Hooks of launches within `enabled`: those the emulator runs, and their configurations."""
 
 import contextlib
 import contextvars

@@ -148,8 +148,8 @@ class Memory:
         self._random = torch.Generator().manual_seed(0)
 
     def last(self, region: Region, element: int) -> tuple[Any, tuple[str, Location] | None]:
-        """Return the value of an element, and the last store or scalar atomic that changed it, if
-        known."""
+        """Return an element's value, and the last store or scalar atomic that changed it, or
+        None."""
         value = from_raw(region.flat[element], region.dtype).item()
         written = self._writers.get((id(region.shadow), element * region.itemsize))
         if "stores" in region.shadow.tables:
@@ -338,7 +338,7 @@ class Memory:
             view(region.shadow.fresh.written(region.itemsize), 1)[where] = -1
 
     def _joined(self, group: int, number: int, clock: Clock) -> int:
-        """Return the number of a group of reductions without those that the clock knows, and one
+        """Return the number of a group of reductions without those the clock knows, and one
         more."""
         earlier = self._reductions[group]
         unordered = (n for n in earlier if not clock.knows(self._accesses[n - 1][0]))
@@ -394,7 +394,7 @@ class Memory:
     def _lanes(
         self, what: str, pointer: Tile, mask: Any
     ) -> tuple[Region, torch.Tensor, torch.Tensor | None]:
-        """Return the region, the element of each lane, and the active lanes if not all; checks
+        """Return the region, each lane's element, and the active lanes if not all; checks
         bounds."""
         if not (isinstance(pointer, Tile) and pointer.dtype.is_ptr()):
             raise InvalidKernel(f"{what} needs a pointer, got {pointer!r}")
@@ -668,8 +668,7 @@ def _reach(tensor: torch.Tensor) -> int:
 
 
 def _live_tensors() -> list[torch.Tensor]:
-    """List tensors on the CPU of dtypes that Triton knows, as Python's garbage collector sees
-    them."""
+    """List CPU tensors of dtypes that Triton knows, as Python's garbage collector sees them."""
     tensors = [x for x in gc.get_objects() if type(x) in (torch.Tensor, torch.nn.Parameter)]
     return [
         x for x in tensors
@@ -678,8 +677,7 @@ def _live_tensors() -> list[torch.Tensor]:
 
 
 def _distinct(numbers: torch.Tensor) -> list[int]:
-    """Return the distinct numbers in ascending order; torch sorts few of them slower than Python
-    does."""
+    """Return the sorted distinct numbers; torch sorts few of them slower than Python does."""
     if numbers.numel() > 64:
         return numbers.unique().tolist()
     return sorted(set(numbers.reshape(-1).tolist()))

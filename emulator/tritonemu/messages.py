@@ -61,8 +61,7 @@ def uses(name: str, definition: Location) -> list[int]:
 
 
 def _calls(location: Location) -> tuple[tuple[str, int, str], ...]:
-    """List (file, line, function) from the outermost call, "" for a task, to the statement
-    itself."""
+    """List (file, line, function) from the outermost call, "" for a task, to the statement."""
     calls = getattr(location, "chain", ()) or ((*location, ""),)
     return tuple((file, line, name if name != "__task__" else "") for file, line, name in calls)
 
@@ -123,15 +122,13 @@ def as_json(error: EmulatorError, replay: str = "") -> dict[str, Any]:
 
 
 def cta_of(error: EmulatorError) -> int:
-    """Choose the CTA whose timeline shows a finding: that of its last mark, or else the first
-    traced."""
+    """Choose the CTA whose timeline shows a finding: its last mark's, or the first traced."""
     traced = {event.cta for event in error.report.timeline.events}
     return next((mark.cta for mark in reversed(error.marks) if mark.cta in traced), min(traced))
 
 
 def page(report: Any, error: EmulatorError | None = None) -> str:
-    """Build a page that steps through the traced launch of a report, up to a finding if there is
-    one."""
+    """Build a page that steps through a report's traced launch, up to a finding if any."""
     timeline, name = report.timeline, report.kernel
     source = Path(timeline.file).read_text(encoding="utf-8")
     return interactive(
@@ -166,8 +163,7 @@ def report_of(
     notes: list[str],
     times: Counter[tuple[str, str, int, str]],
 ) -> dict[str, Any]:
-    """Build the report of one command: its finding, notes and allowed findings, and the coverage of
-    its search."""
+    """Build the report of a command: finding, notes, allowed findings, coverage of its search."""
     finding_json = as_json(finding, replay) if finding is not None else None
     names = "kind", "file", "line", "reason"
     passed = [dict(zip(names, key, strict=True)) | {"times": n} for key, n in times.items()]

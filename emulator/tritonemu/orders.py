@@ -47,8 +47,7 @@ class Order:
         """Record that the running thread makes another, which could not, take a step."""
 
     def note(self, what: str, kind: str, tag: Any, thread: Any = None) -> None:
-        """Record that the running thread, or `thread` in its next step, does to `what` what others
-        notice."""
+        """Record that the running thread, or `thread` next, does to `what` what others notice."""
 
     def choose(self, able: Sequence[Any]) -> Any:
         self.step += 1

@@ -140,8 +140,7 @@ def _schedule(request):
 
 @pytest.fixture
 def emulated(_schedule):
-    """Run the test without a GPU, its kernels in the emulator; yields the reports of their
-    launches."""
+    """Run the test without a GPU, its kernels emulated; yields the reports of their launches."""
     return _schedule
 
 

@@ -305,8 +305,7 @@ def _role_name(node: ast.With) -> str:
 
 
 def _source(function: JITFunction) -> tuple[str, str, str, int]:
-    """Return name, file, text and first line of a function; its text may have been replaced
-    since."""
+    """Return name, file, text and first line of a function; its text may have been replaced."""
     raw, source = function.fn, "".join(function.raw_src)
     begin = re.compile(r"^def\s+(\w+)\s*\(", re.MULTILINE)
     dedented = textwrap.dedent(source)
@@ -443,8 +442,7 @@ def map_tuple(function: Callable, values: Any) -> tuple[Any, ...]:
 
 
 def _type_alone(value: Any) -> Any:
-    """Return Triton's own tensor for a tile, without a value, as functions of compile time see
-    it."""
+    """Return Triton's own tensor for a tile, without a value, for functions of compile time."""
     if not isinstance(value, Tile):
         return value
     shape = value.shape
@@ -577,8 +575,7 @@ def _choose(condition: Any, first: Callable, second: Callable) -> Any:
 
 
 def _captured(value: Any, name: str) -> Any:
-    """Check a variable that a task reads; a tile of that name outside of the task would be passed
-    in."""
+    """Check a variable that a task reads; a tile of that name outside the task would be passed."""
     if name in current().role.tiles:
         raise InvalidKernel(
             f"a task takes scalars, buffers and barriers from the kernel around it, got "

@@ -387,8 +387,7 @@ class Scheduler:
         return role
 
     def checkpoint(self, cycles: float = 0.0) -> Role:
-        """Yield before an operation that other roles can notice: whatever is due first runs
-        first."""
+        """Yield before an operation that other roles can notice: what is due first runs first."""
         role = self.role
         role.charge()
         self.numbers["steps"] += 1
@@ -403,8 +402,7 @@ class Scheduler:
         return role
 
     def synchronises(self, kind: str, role: Role, barrier: Any, location: Location) -> None:
-        """Record that a role waits for, or arrives at, an mbarrier, or requests something that
-        will."""
+        """Record that a role waits for or arrives at an mbarrier, or requests an arrival."""
         log = self.synced.setdefault(role.index, deque(maxlen=REMEMBERED))
         log.append(Synced(kind, role.epoch, role.label, barrier, location))
 

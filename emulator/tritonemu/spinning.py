@@ -46,8 +46,7 @@ def _same_region(one: Any, other: Any) -> bool:
 
 
 def turned(launch: Launch, depth: int) -> None:
-    """Record a test of a loop by the running role, `depth` frames above the caller, which goes
-    on."""
+    """Record a loop test by the running role, `depth` frames above the caller, which goes on."""
     role, scheduler = launch.role, launch.scheduler
     frame, previous = sys._getframe(depth + 1), role.turn
     values = {n: value for n, value in frame.f_locals.items() if not n.startswith("__")}

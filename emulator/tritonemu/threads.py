@@ -91,8 +91,8 @@ class Threads:
         self._trails: dict[int, list[tuple[int, Step]]] = {}
 
     def note(self, role: Role, kind: str, location: Location) -> None:
-        """Record that the role, or one thread of it, is about to do this kind of operation (see
-        `assembly`)."""
+        """Record that the role, or one thread of it, is about to do such an operation
+        (`assembly`)."""
         self._trails.setdefault(role.index, []).append((role.epoch, (kind, location)))
 
     def access(self, buffer: Any, actor: Role | Operation, write: bool) -> None:
@@ -131,8 +131,7 @@ class Threads:
             self._judge_path(buffer, actor, write, old, [s for _, s in trail[begin:end]], message)
 
     def _judge_own(self, buffer: Any, actor: Role | Operation, write: bool, old: Access) -> None:
-        """Check an access of the same role: by its warps, followed by its warps or by one
-        thread."""
+        """Check an access of the same role: by its warps, then by its warps or one thread."""
         role = actor if isinstance(actor, Role) else actor.role
         trail = self._trails[role.index]
         begin = _last(trail, old)
@@ -147,8 +146,7 @@ class Threads:
         self._judge_path(buffer, actor, write, old, path, message)
 
     def _is_of_one_warp(self, lanes: Any, here: Step, old: Access) -> bool:
-        """Return whether one warp makes both accesses of each byte; True if the code does not
-        tell."""
+        """Return whether one warp makes both accesses of each byte; True if unknown."""
         both = []
         there = _kind(True, old.write), old.location
         for where, (kind, location) in ((lanes, here), (old.where, there)):
@@ -188,8 +186,7 @@ class Threads:
         self.note(role, "atomic", location)
 
     def store(self, region: Any, block: Block, raw: torch.Tensor) -> None:
-        """Record that the running role is about to store these values; raises Race as `load`
-        does."""
+        """Record that the running role will store these values; raises Race as `load` does."""
         if _STORES in region.shadow.tables:
             self.load(region, block, region.flat[block.index] != raw)
         role = self._launch.role
@@ -237,8 +234,7 @@ class Threads:
         return old.role == role.index or store.size > 1
 
     def _judge(self, region: Any, store: _Store, kind: str, same: bool) -> None:
-        """Raise Race unless the machine code has a barrier. same: whether the position is the
-        same."""
+        """Raise Race unless the code has a barrier. same: whether the position is the same."""
         role, old = self._launch.role, store.access
         does = "loads" if kind == "load" else "stores to"
         what, (file, line) = f"{does} an element of {region.name} that", old.location
@@ -269,8 +265,8 @@ class Threads:
             suppressions.judge(finding, self._launch.report)
 
     def _is_in_place(self, region: Any, block: Block, store: _Store, mask: torch.Tensor) -> bool:
-        """Return whether these elements have the same positions in this block as in that of the
-        store."""
+        """Return whether these elements have the same positions in both blocks, this and the
+        store's."""
         if block.size != store.size or store.access.role != self._launch.role.index:
             return False
         positions = _first(region.cells(region.shadow.tables[_POSITIONS])[block.index[mask]])

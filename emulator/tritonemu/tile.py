@@ -371,8 +371,7 @@ def _towards_zero(tile: Tile, dtype: tl.dtype) -> Tile:
 
 
 def _round_with_marks(data: torch.Tensor) -> torch.Tensor:
-    """Round to bf16 and keep the mark in the fraction of a NaN (see `undefined`), which torch
-    drops."""
+    """Round to bf16; keep the mark in a NaN's fraction (see `undefined`), which torch drops."""
     high = data.to(torch.float32).contiguous().view(torch.int32) >> 16
     marked = high.to(torch.int16).view(torch.bfloat16)
     return torch.where(data.isnan(), marked, data.to(torch.bfloat16))

@@ -248,8 +248,7 @@ def _buffer_state(
 
 
 def _excerpt(source: str, events: list[Event]) -> tuple[int, list[str]]:
-    """Return the part of a file from the function that holds the first line used to the last line
-    used."""
+    """Return the lines of a file from the function of the first line used to the last one used."""
     lines = source.splitlines()
     used = [event.line for event in events if 0 < event.line <= len(lines)]
     first, last = min(used, default=1), max(used, default=len(lines))

@@ -172,8 +172,7 @@ def invalidate(mbarrier: Any) -> None:
 def _arrive(
     mbarrier: Any, count: int, pred: Any, from_cta: Any, num_bytes: int | None = None
 ) -> None:
-    """Arrive in each CTA at its own barrier; with from_cta once for all that differ in the other
-    bits."""
+    """Arrive in each CTA at its own barrier; with from_cta once per value of the other bits."""
     barriers, last = barriers_of(mbarrier), current().num_ctas - 1
     if from_cta is not None and (barriers.group or not 0 <= static_int(from_cta) <= last):
         raise InvalidKernel(
@@ -225,8 +224,7 @@ def fence_async_shared(cluster: bool = False) -> None:
 
 
 def barrier(*, cluster: bool = False) -> None:
-    """Implement `gl.barrier`: of the warps of a partition, which run as one here, or of all
-    CTAs."""
+    """Implement `gl.barrier`: for a partition's warps, one here, or for all CTAs."""
     point().meet()
     if cluster:
         cluster_barrier()

@@ -155,8 +155,7 @@ class Sharding:
 
 
 def sharding_of(layout: Any, shape: Sequence[int]) -> Sharding | None:
-    """Return the sharding of a layout for this shape; None if it does not say, or not in whole
-    parts."""
+    """Return the sharding of a layout for this shape; None if unknown or not in whole parts."""
     if current().num_ctas == 1:
         return Sharding()
     bases = getattr(layout, "cga_layout", None)

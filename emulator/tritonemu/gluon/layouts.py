@@ -11,8 +11,7 @@ def _listed(value: Any) -> Any:
 
 
 class Layout:
-    """Replacement of a layout class; equal layouts are equal, whether made in a kernel or
-    outside."""
+    """Replacement of a layout class; equal ones are equal, made in a kernel or outside."""
 
     def __init__(self, kind: type):
         self.kind = kind

@@ -74,8 +74,7 @@ class View(Buffer):
         self.storage.views.add(self)
 
     def _access(self, actor: Role | Operation, write: bool) -> None:
-        """Raise Race also if this write meets operations in flight on memory with the same
-        bytes."""
+        """Raise Race also if this write meets operations in flight on the same bytes."""
         super()._access(actor, write)
         while write and current().races and self.storage.earlier:
             old, access = self.storage.earlier[-1], actor.access(True, 0, name=self.name)
@@ -228,7 +227,7 @@ class Sharded:
         return pieces
 
     def _parts(self, lane: Any, box: Box) -> Iterator[tuple[Box, View]]:
-        """Yield the parts of a box, from the CTAs that have them, or from this one alone if it has
+        """Yield the parts of a box, from the CTAs that have them, or from this one if it has
         all."""
         pieces = self._pieces(lane)
         local = [x for x in pieces if x[2] is lane.cta and common(x[0], box) == box]
@@ -247,8 +246,7 @@ class Sharded:
         return Sharded(view, self.sharding)
 
     def load(self, layout: Any = None) -> Tile:
-        """Load the registers of each CTA by this layout, from the CTAs that have the data in
-        memory."""
+        """Load each CTA's registers by this layout, from the CTAs that have the data."""
         has = sharding_of(layout, self.shape) or self._whole().sharding
         data = torch.zeros(self.shape, dtype=held(self.view.dtype))
 
@@ -277,8 +275,7 @@ class Sharded:
             in_ctas(act)
 
     def async_store(self, value: Any, barrier: Any) -> None:
-        """Store registers asynchronously from their owners, counted on the barrier of the
-        receiver."""
+        """Store registers asynchronously from their owners, counted on the receiver's barrier."""
         value, bars, layout = self._fits(value), barriers_of(barrier), registers(self.shape)
 
         def act(lane: Any) -> None:
@@ -356,8 +353,7 @@ class Sharded:
         return Sharded(self.view.permute(dims), self.sharding.permuted(dims))
 
     def reshape(self, shape: Any) -> "Sharded":
-        """Reshape; parts stay parts if they are split along the first dimension that is longer than
-        1."""
+        """Reshape; parts stay parts if split along the first dimension that is longer than 1."""
         sizes = tuple(static_int(size) for size in shape)
         self._whole()
         first = [next((d for d, n in enumerate(s) if n > 1), 0) for s in (self.shape, sizes)]

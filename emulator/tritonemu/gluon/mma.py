@@ -87,8 +87,7 @@ def _completing(mbarriers: Any, preds: Any, descs: Any) -> Any:
 
 
 def _commit_targets(rank: int, descs: Any) -> list[int]:
-    """List the CTAs in which a commit of this one arrives: its pair, and all that get these
-    operands."""
+    """List the CTAs that a commit of this one arrives in: its pair, and all with these operands."""
     pair = int(current().pairs)
     masks = [free(desc) | pair for desc in descs] or [pair]
     return sorted({each for mask in masks for each in others(rank, mask)})

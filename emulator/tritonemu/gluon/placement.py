@@ -1,5 +1,4 @@
-"""Placement of shared memory by the compiler: buffers whose lifetimes do not overlap may share
-bytes."""
+"""Placement of shared memory by the compiler: buffers with disjoint lifetimes may share bytes."""
 
 import re
 import tempfile
@@ -18,8 +17,7 @@ folders: Triton's cache may have compiled the same source elsewhere."""
 
 
 def places(asm: Mapping[str, Any], arch: str) -> list[tuple[Calls, int]]:
-    """Locate the allocations of a compiled kernel and their offsets in bytes; none if there is no
-    such kernel."""
+    """Locate a compiled kernel's allocations, with offsets in bytes; none without such a kernel."""
     if "ttgir" not in asm:
         return []
     context = ir.context()
@@ -45,8 +43,7 @@ Bases = tuple[tuple[str, tuple[tuple[int, ...], ...]], ...]
 
 
 def registers(asm: Mapping[str, Any]) -> dict[tuple[str, int], set[Bases]]:
-    """Collect the layouts over CTAs of registers in lines that move them to or from shared
-    memory."""
+    """Collect the CTA layouts of registers in lines that move them to or from shared memory."""
     text = asm.get("ttgir", "")
     known = dict(re.findall(r"^(#\w+) = (?:loc\()?(.*?)\)?$", text, re.MULTILINE))
     layouts: dict[tuple[str, int], set[Bases]] = {}

@@ -251,8 +251,7 @@ def async_remote_shmem_store(dst: Buffer, src: Tile, remote_cta_rank: Any, barri
 
 @uncharged
 def store_shared(role: Role, target: Buffer, value: Tile, barrier: MBarrier) -> None:
-    """Store registers to shared memory of any CTA, asynchronously, outside of the proxy of other
-    copies."""
+    """Store registers to any CTA's shared memory, asynchronously, outside other copies' proxy."""
     data = stored(target, value, "an asynchronous store")
     operation = copy(role, "copy", target, target.num_bytes)
     operation.generic = operation.stores = True

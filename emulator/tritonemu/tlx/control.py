@@ -110,8 +110,7 @@ def clock64() -> Tile:
 
 @op
 def vote_ballot_sync(mask: int, pred: Any) -> Tile:
-    """Return the ballot of each warp; rows of the predicate are assumed to be the lanes of a
-    warp."""
+    """Return the ballot of each warp, assuming that the predicate's rows are a warp's lanes."""
     pred = cast(to_tile(pred), tl.int1)
     if mask != 0xFFFFFFFF or pred.numel % 32 or pred.shape[-1:] not in ((), (1,), (pred.numel,)):
         raise Unsupported(f"vote_ballot_sync of {pred!r} with mask {mask:#x}")
