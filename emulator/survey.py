@@ -1,13 +1,13 @@
-"""Which kernels of other people's programs the emulator runs.
+"""Surveys how many kernels of other people's programs the emulator runs.
 
     python emulator/survey.py [--programs N] [--seconds N] FILE.py ...
 
 Each file is a program for a GPU that launches kernels, a test for example; it runs in a process of
-its own, on the GPU that is not there. Of each grid only the first, the middle and the last programs
-run, `--programs` in all, and of each kernel a few launches: whether operations are known shows
-there, results do not. A finding ends its launch and not the program. Then come the kernels that did
-not run to the end, by what was said of the first of their launches that did not. Findings after the
-first of a file are marked: what an unfinished kernel leaves behind may be the reason.
+its own, on a fake GPU. Only the first, the middle and the last programs of a grid run, `--programs`
+in all, and only a few launches of each kernel: this shows whether its operations are known, not
+whether its results are right. A finding ends its launch and not the program. Then come the kernels
+that did not run to the end, by the message of their first launch that did not. Findings after the
+first of a file are marked: they may come from what an unfinished kernel left behind.
 """
 
 import argparse
@@ -33,12 +33,12 @@ def _name(kernel: Any) -> str:
 
 
 def examine(path: str, programs: int, seconds: int) -> None:
-    """Run one program, and print a line that says how its kernels fared."""
+    """Run one program, and print a line with the outcome of its kernels."""
     import tritonemu
-    from tritonemu import launching
+    from tritonemu import launch_hooks
     from tritonemu.launch import Launch
 
-    class Some(collections.deque):
+    class Sample(collections.deque):
         def extend(self, clusters: Any) -> None:
             every, half = list(clusters), programs // 2
             if len(every) > programs:
@@ -46,13 +46,13 @@ def examine(path: str, programs: int, seconds: int) -> None:
                 every = every[:half] + every[middle : middle + 1] + every[half + 1 - programs :]
             super().extend(every)
 
-    said: dict[str, str] = {}
+    messages: dict[str, str] = {}
     launches: collections.Counter[str] = collections.Counter()
-    begin, run = Launch.__init__, launching.run_enabled
+    begin, run = Launch.__init__, launch_hooks.run_enabled
 
     def begin_few(self: Launch, *args: Any, **kwargs: Any) -> None:
         begin(self, *args, **kwargs)
-        self.clusters = Some()
+        self.clusters = Sample()
 
     def run_and_note(kernel: Any, *args: Any, **kwargs: Any) -> None:
         name = _name(kernel)
@@ -62,14 +62,14 @@ def examine(path: str, programs: int, seconds: int) -> None:
         try:
             run(kernel, *args, **kwargs)
         except tritonemu.EmulatorError as error:
-            later = "(later) " * any(said.values())
-            said[name] = said.get(name) or f"{later}{type(error).__name__}: {error.args[0]}"
-        said.setdefault(name, "")
+            later = "(later) " * any(messages.values())
+            messages[name] = messages.get(name) or f"{later}{type(error).__name__}: {error.args[0]}"
+        messages.setdefault(name, "")
 
     def stop(*_: Any) -> NoReturn:
         raise TimeoutError(f"after {seconds} s")
 
-    Launch.__init__, launching.run_enabled = begin_few, run_and_note
+    Launch.__init__, launch_hooks.run_enabled = begin_few, run_and_note
     signal.signal(signal.SIGALRM, stop)
     signal.alarm(seconds)
     ended = ""
@@ -80,7 +80,7 @@ def examine(path: str, programs: int, seconds: int) -> None:
             runpy.run_path(path, run_name="__main__")
     except BaseException as error:
         ended = f"{type(error).__name__}: {error}"
-    print("\n" + MARK + json.dumps({"ended": ended, "kernels": said}), flush=True)
+    print("\n" + MARK + json.dumps({"ended": ended, "kernels": messages}), flush=True)
     os._exit(0)
 
 
@@ -99,24 +99,25 @@ def main() -> None:
         command = [sys.executable, __file__, "--one", f"--programs={options.programs}"]
         command += [f"--seconds={options.seconds}", file]
         try:
-            done = subprocess.run(
+            process = subprocess.run(
                 command, capture_output=True, text=True, timeout=options.seconds + 30
             )
-            lines = [line for line in done.stdout.splitlines() if line.startswith(MARK)]
+            lines = [line for line in process.stdout.splitlines() if line.startswith(MARK)]
         except subprocess.TimeoutExpired:
             lines = []
-        found = {"ended": "no answer", "kernels": {}}
-        found = json.loads(lines[-1].removeprefix(MARK)) if lines else found
-        for name, said in found["kernels"].items():
-            kernels[name] = kernels.get(name) or said
-        if found["ended"]:
-            ends.append(f"{file}: {found['ended'][:150]}")
-    ran = sum(not said for said in kernels.values())
+        result = {"ended": "no answer", "kernels": {}}
+        if lines:
+            result = json.loads(lines[-1].removeprefix(MARK))
+        for name, message in result["kernels"].items():
+            kernels[name] = kernels.get(name) or message
+        if result["ended"]:
+            ends.append(f"{file}: {result['ended'][:150]}")
+    ran = sum(not message for message in kernels.values())
     print(f"{ran} of {len(kernels)} kernels ran to the end, of {len(options.files)} programs")
     by_reason: dict[str, list[str]] = collections.defaultdict(list)
-    for name, said in kernels.items():
-        if said:
-            by_reason[re.sub(r"\d+", "#", said)[:110]].append(f"{name}: {said}")
+    for name, message in kernels.items():
+        if message:
+            by_reason[re.sub(r"\d+", "#", message)[:110]].append(f"{name}: {message}")
     for reason in sorted(by_reason, key=lambda reason: -len(by_reason[reason])):
         print(*by_reason[reason], sep="\n")
     print("\nprograms that ended early:", *(ends or ["none"]), sep="\n")

@@ -1,15 +1,15 @@
-"""Which tutorials of a Triton repository run in the emulator, unedited; triton_kernels, too.
+"""Runs the tutorials and triton_kernels of a Triton repository in the emulator, unedited.
 
     python emulator/tutorials.py REPOSITORY REVISION [--seconds N] [--cases N] [NAME ...]
 
 REPOSITORY is a clone, with or without its files, of triton-lang/triton or a fork; the tutorials are
 those of REVISION, under the Triton that is installed. A file without pytest's tests runs as
-`python -m tritonemu FILE.py`, where benchmarks are skipped. Of a file with tests the first and the
-last case of each run under the plugin, `--cases` in all without those that skip, and its benchmarks
-do not. Each file runs on both GPUs, as what needs another one skips itself; all under the modelled
-schedule. A case out of time is replaced by one other. Prints rows for COVERAGE. With `--known FILE`
-the exit status is 1 if a file ends otherwise than in the table there of this Triton; of those that
-ran out of time nothing is known.
+`python -m tritonemu FILE.py`, where benchmarks are skipped. In a file with tests the first and the
+last case of each test run under the plugin, `--cases` in all without those that skip; its
+benchmarks do not run. Each file runs on both GPUs, since cases that need another one skip
+themselves, and under the modelled schedule. A case out of time is replaced by one other. Prints
+rows for COVERAGE. With `--known FILE` the exit status is 1 if the outcome of a file differs from
+the table there for this Triton; files that ran out of time are not compared.
 """
 
 import argparse
@@ -38,7 +38,7 @@ _CASES, _SECONDS, _RESULTS = "TUTORIAL_CASES", "TUTORIAL_SECONDS", "TUTORIAL_RES
 
 
 class OutOfTime(BaseException):
-    """Not an Exception: nothing on the way takes it for its own."""
+    """Raised after a case's time limit; no Exception, so that nothing on the way catches it."""
 
 
 class Sample:
@@ -51,7 +51,7 @@ class Sample:
         self.ended: list[tuple[str, str, str]] = []
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Of each test the first case, then the last, then the others."""
+        """Order the cases: of each test the first, then the last, then the others."""
         tests: dict[str, list[pytest.Item]] = {}
         for item in items:
             tests.setdefault(item.originalname, []).append(item)
@@ -81,11 +81,11 @@ class Sample:
         if report.when == "call" or not report.passed:
             error = call.excinfo and call.excinfo.value
             ended = outcome(error) if report.failed else report.outcome
-            said = f"{type(error).__name__}: {error}".partition("\n")[0] if error else ""
+            message = f"{type(error).__name__}: {error}".partition("\n")[0] if error else ""
             late = ended == "out of time" and (item.originalname, ended) not in self.late
             self.late.add((item.originalname, ended))
             self.ran[item.originalname] += not report.skipped and not late
-            self.ended.append((item.originalname, ended, said))
+            self.ended.append((item.originalname, ended, message))
         return report
 
     def pytest_collectreport(self, report: Any) -> None:
@@ -100,7 +100,7 @@ class Sample:
 
 
 def outcome(error: BaseException) -> str:
-    """What a table says of a case that ends so."""
+    """Name the outcome of a case that raised `error`."""
     import tritonemu
 
     if isinstance(error, OutOfTime):
@@ -116,22 +116,22 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def as_program(path: Path, arch: str, seconds: int) -> tuple[str, str]:
-    """How the file ends as a program, and what it says last if not well."""
+    """Run a file as a program; return its outcome and, unless it is right, its last message."""
     command = [sys.executable, "-m", "tritonemu", "--arch", arch, "--schedule", "modelled"]
     command += ["--timeout", str(seconds), path.name]
-    done = subprocess.run(command, cwd=path.parent, capture_output=True, text=True)
-    said = [line for line in done.stderr.splitlines() if line and not line.startswith("  ")]
-    last = said[-1] if said else ""
+    process = subprocess.run(command, cwd=path.parent, capture_output=True, text=True)
+    errors = [line for line in process.stderr.splitlines() if line and not line.startswith("  ")]
+    last = errors[-1] if errors else ""
     if last.endswith("launched no kernel"):
-        return "no kernel", (done.stdout.strip().splitlines() or [last])[-1]
-    return ENDED.get(done.returncode, "ended by a signal"), last
+        return "no kernel", (process.stdout.strip().splitlines() or [last])[-1]
+    return ENDED.get(process.returncode, "ended by a signal"), last
 
 
 def as_tests(path: Path, arch: str, seconds: int, cases: int) -> tuple[str, str]:
-    """The same for a file of tests: how many cases ended how, and what the first says."""
+    """Run a file of tests; return the number of cases by outcome, and the messages of failures."""
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder) / "results.json"
-        given = {_CASES: str(cases), _SECONDS: str(seconds), _RESULTS: str(results)}
+        variables = {_CASES: str(cases), _SECONDS: str(seconds), _RESULTS: str(results)}
         above = path.parents[1] if path.parts[-2] == "tests" else path.parent
         search = os.pathsep.join(
             [str(Path(__file__).parent), str(above), os.environ.get("PYTHONPATH", "")]
@@ -142,37 +142,37 @@ def as_tests(path: Path, arch: str, seconds: int, cases: int) -> tuple[str, str]
         command += ["--emulated-bounds", "storage"]  # padded tensors, of triton_kernels
         late = []
         try:
-            done = subprocess.run(
-                command, cwd=path.parent, env={**os.environ, **given, "PYTHONPATH": search},
+            process = subprocess.run(
+                command, cwd=path.parent, env={**os.environ, **variables, "PYTHONPATH": search},
                 capture_output=True, timeout=6 * seconds,
             )  # fmt: skip
         except subprocess.TimeoutExpired:  # a case that no signal ends, as in PyTorch
             late = [("one of its cases", "out of time", "")]
         else:
-            if done.returncode not in (0, 1, 2, 5):
-                late = [("one of its cases", "not checked", f"exit status {done.returncode}")]
-        known = json.loads(results.read_text(encoding="utf-8")) if results.exists() else []
-        ended = [*known, *late]
+            if process.returncode not in (0, 1, 2, 5):
+                late = [("one of its cases", "not checked", f"exit status {process.returncode}")]
+        reported = json.loads(results.read_text(encoding="utf-8")) if results.exists() else []
+        ended = [*reported, *late]
     ran = [one for one in ended if one[1] != "skipped"]
     if not ran:
-        return "skipped", next((said for _, _, said in ended if said), "no test")
+        return "skipped", next((message for _, _, message in ended if message), "no test")
     counts = collections.Counter("right" if how == "passed" else how for _, how, _ in ran)
-    bad = dict.fromkeys(f"{test}: {said}" for test, how, said in ran if how != "passed")
+    bad = dict.fromkeys(f"{test}: {message}" for test, how, message in ran if how != "passed")
     return ", ".join(f"{count} {how}" for how, count in counts.items()), "; ".join(bad)
 
 
-def known(git: list[str], commit: str) -> list[str]:
-    """Those of PARTS that the commit has."""
+def existing_parts(git: list[str], commit: str) -> list[str]:
+    """List those of PARTS that the commit has."""
     return subprocess.run(
         [*git, "ls-tree", "--name-only", commit, *PARTS], capture_output=True, text=True, check=True
     ).stdout.split()
 
 
 def rows(path: Path, version: str) -> dict[str, list[str]]:
-    """How files end by the table of this version in a file that holds some."""
-    _, found, text = path.read_text(encoding="utf-8").partition(f"under Triton {version}:\n\n")
+    """Read the outcomes of files from the table for a Triton version, {} without one."""
+    _, heading, text = path.read_text(encoding="utf-8").partition(f"under Triton {version}:\n\n")
     cells = [line.split(" | ") for line in text.partition("\n\n")[0].splitlines()]
-    return {name.removeprefix("| "): ends[:-1] for name, *ends in cells[2:]} if found else {}
+    return {name.removeprefix("| "): ends[:-1] for name, *ends in cells[2:]} if heading else {}
 
 
 def main() -> int:
@@ -196,10 +196,10 @@ def main() -> int:
     print(f"Commit {commit.stdout[:12]} under Triton {triton.__version__}:\n")
     table = rows(options.known, triton.__version__) if options.known else {}
     print("| tutorial | sm_90 | sm_100 | seconds |\n|---|---|---|--:|")
-    well = True
+    as_expected = True
     with tempfile.TemporaryDirectory() as folder:
         archive = subprocess.run(
-            [*git, "archive", commit.stdout.strip(), *known(git, commit.stdout.strip())],
+            [*git, "archive", commit.stdout.strip(), *existing_parts(git, commit.stdout.strip())],
             capture_output=True, check=True,
         )  # fmt: skip
         subprocess.run(["tar", "x", "-C", folder], input=archive.stdout, check=True)
@@ -211,20 +211,20 @@ def main() -> int:
                 start, row, notes = time.monotonic(), [], []
                 for arch in ARCHITECTURES:
                     if tests:
-                        ended, said = as_tests(path, arch, options.seconds, options.cases)
+                        ended, message = as_tests(path, arch, options.seconds, options.cases)
                     else:
-                        ended, said = as_program(path, arch, options.seconds)
+                        ended, message = as_program(path, arch, options.seconds)
                     row.append(ended)
-                    notes += [] if ended.endswith("right") else [f"on {arch}: {said}"]
+                    notes += [] if ended.endswith("right") else [f"on {arch}: {message}"]
                 name = path.relative_to(Path(folder) / "python")
                 expected = table.get(str(name), row)
                 if expected != row and not any("out of time" in end for end in expected + row):
                     notes.append(f"expected {expected}")
-                    well = False
-                taken = round(time.monotonic() - start)
-                print(f"| {name} | {' | '.join(row)} | {taken} |", flush=True)
+                    as_expected = False
+                elapsed = round(time.monotonic() - start)
+                print(f"| {name} | {' | '.join(row)} | {elapsed} |", flush=True)
                 print(*(f"  {name} {note}" for note in notes), sep="\n", file=sys.stderr)
-    return 0 if well else 1
+    return 0 if as_expected else 1
 
 
 if __name__ == "__main__":

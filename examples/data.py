@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from gdpa_kernels import Lengths
-from gdpa_lab.measuring.laws import KUAIRAND, MOVIELENS, Full, LogNormal, Uniform
+from gdpa_lab.measuring.length_distributions import KUAIRAND, MOVIELENS, Full, LogNormal, Uniform
 
 LAWS = {
     "full": Full(),

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from gdpa_lab.measuring import baselines, record, system
-from gdpa_lab.measuring.laws import Full
+from gdpa_lab.measuring.length_distributions import Full
 from gdpa_lab.measuring.record import Ceiling, Error, Load, Package, Protocol, Record, Row
 from gdpa_lab.measuring.system import System
 from gdpa_lab.measuring.workload import Workload

@@ -1,6 +1,6 @@
 """SVG pictures stand in the page itself: their text is text, in the page's font and colours.
 
-A picture with a form for a phone (`gdpa_lab.report.house.both`) becomes two; the page's style shows
+A picture with a form for a phone (`gdpa_lab.report.style.both`) becomes two; the page's style shows
 the one that fits. Ids get a prefix, since all pictures of a page share one space of names.
 """
 
@@ -29,7 +29,7 @@ def inlined(svg: str, alt: str, prefix: str) -> str:
 
 def _element(form: str, svg: str, alt: str, prefix: str) -> str:
     body = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    # The style of matplotlib and of the house is for a file alone; the page has its own.
+    # The styles of matplotlib and of `report.style` are for a file alone; the page has its own.
     body = re.sub(r"<style[^>]*>\s*(\*|svg)\s*\{.*?</style>", "", body, flags=re.DOTALL)
     body = re.sub(r'\bid="', f'id="{prefix}', body)
     body = re.sub(r"url\(#", f"url(#{prefix}", body)

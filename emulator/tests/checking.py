@@ -1,4 +1,4 @@
-"""What the tests share: TLX or its absence, compiled kernels, arguments, and the findings wanted.
+"""Shared by the tests: TLX or its absence, compiled kernels, arguments, expected findings.
 
 A kernel is right under `everywhere`; `refused` runs it once, and `found`, `stuck`, `misused` and
 `raced` under every schedule.
@@ -92,28 +92,28 @@ def build(
     capability: int = 90,
     **options: Any,
 ) -> CompiledKernel:
-    """What the compiler makes of `kernel` for sm_<capability>; nothing runs.
+    """Compile `kernel` for sm_<capability> without running it.
 
     types: Triton's types of the arguments that are no constants. Raises OutOfResources for a
     kernel that needs more memory than there is.
     """
     signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
-    at = {name: (index,) for index, name in enumerate(kernel.arg_names)}
-    aligned = {at[n]: [["tt.divisibility", 16]] for n, kind in types.items() if kind[0] == "*"}
-    values = {at[name]: value for name, value in (constants or {}).items()}
-    made = triton.compile(
+    indices = {name: (index,) for index, name in enumerate(kernel.arg_names)}
+    aligned = {indices[n]: [["tt.divisibility", 16]] for n, kind in types.items() if kind[0] == "*"}
+    values = {indices[name]: value for name, value in (constants or {}).items()}
+    compiled = triton.compile(
         ASTSource(fn=kernel, signature=signature, constexprs=values, attrs=aligned),
         target=GPUTarget("cuda", capability, 32),
         options={"num_warps": 4, **options},
     )
-    metadata = made.metadata
+    metadata = compiled.metadata
     for needs, most, what in (
         (metadata.shared, SHARED_BYTES, "shared memory"),
         (metadata.tmem_size or 0, TENSOR_COLUMNS, "tensor memory"),
     ):
         if needs > most:
             raise OutOfResources(needs, most, what)
-    return made
+    return compiled
 
 
 def ints(*shape: int, fill: int = -1) -> Callable[[], tuple[torch.Tensor]]:
@@ -136,7 +136,7 @@ def boxes(number: int = 2, rows: int = 8) -> Callable[[], list[TensorDescriptor]
 
 
 def of_first(desc: TensorDescriptor, _: TensorDescriptor) -> torch.Tensor:
-    """What a kernel gives that copies the first of two `boxes` to the second."""
+    """Return the output of a kernel that copies the first of two `boxes` to the second."""
     return desc.base
 
 
@@ -162,10 +162,10 @@ def everywhere(
         values = arguments()
         run(kernel, grid, *values, schedule=schedule, **options)
         if gives is not None:
-            found = getattr(values[-1], "base", values[-1]).double()
+            result = getattr(values[-1], "base", values[-1]).double()
             expected = torch.as_tensor(gives(*values) if callable(gives) else gives).double()
-            expected = expected.expand_as(found)
-            torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+            expected = expected.expand_as(result)
+            torch.testing.assert_close(result, expected, rtol=tolerance, atol=tolerance)
 
 
 def refused(
@@ -174,13 +174,13 @@ def refused(
     kernel: Any,
     *arguments: Any,
     grid: Any = (1,),
-    at: str | None = None,
+    line: str | None = None,
     **options: Any,
 ) -> Any:
-    """Run once, which must raise `error`; at: text of its line in the kernel. Returns the error."""
+    """Run once, which must raise `error` at the line with the text `line`; return the error."""
     with pytest.raises(error, match=match) as caught:
         run(kernel, grid, *arguments, **options)
-    assert at is None or (caught.value.file, caught.value.line) == place(kernel, at)
+    assert line is None or (caught.value.file, caught.value.line) == place(kernel, line)
     return caught.value
 
 
@@ -246,13 +246,13 @@ def raced(
     """
     one, other = (places(kernel, text) for text in between)
     for error in found(Race, kernel, grid, arguments, **options):
-        at = (error.file, error.line)
+        here = (error.file, error.line)
         assert error.buffer in ((buffer,) if isinstance(buffer, str) else buffer)
-        assert (at in one and error.other in other) or (at in other and error.other in one)
+        assert (here in one and error.other in other) or (here in other and error.other in one)
         if roles:
             # The role is that of the later access.
-            assert error.role == roles[at in other]
-            assert str(error).startswith(f"{at[0]}:{at[1]}: [{error.role}] ")
+            assert error.role == roles[here in other]
+            assert str(error).startswith(f"{here[0]}:{here[1]}: [{error.role}] ")
         assert programs is None or sorted(error.programs) == programs
         assert f"at {error.other[0]}:{error.other[1]}; nothing orders the two" in str(error)
         run(kernel, grid, *arguments(), **options | {"races": False, "uninitialized": "allow"})

@@ -711,7 +711,7 @@ def refills(source, whole, tail, bars):
 
 @gluon.jit
 def refilled_slice(source, BUG: gl.constexpr):
-    """Who waits for a copy to a slice may read it, whatever else stored to the whole."""
+    """A warp that waits for a copy to a slice may read it, whatever else stored to the whole."""
     S: gl.constexpr = gl.NVMMASharedLayout.get_default_for([32, 64], gl.float32)
     whole = gl.allocate_shared_memory(gl.float32, [32, 64], S)
     kept = gl.allocate_shared_memory(gl.float32, [32, 32], source.layout)

@@ -155,12 +155,12 @@ def multicast_kernel(a, b, c, STEPS: gl.constexpr, STAGES: gl.constexpr):
 
 @gluon.jit
 def softmax(x, y, COLUMNS: gl.constexpr):
-    """Of a row over all CTAs."""
+    """Softmax of a row over all CTAs."""
     bases: gl.constexpr = ((1,), (2,), (4,))[: gl.num_ctas().bit_length() - 1]
     L: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0], cga_layout=bases)
-    at = gl.program_id(0) * COLUMNS + gl.arange(0, COLUMNS, L)
-    z = gl.exp(gl.load(x + at) - gl.max(gl.load(x + at), axis=0))
-    gl.store(y + at, z / gl.sum(z, axis=0))
+    offsets = gl.program_id(0) * COLUMNS + gl.arange(0, COLUMNS, L)
+    z = gl.exp(gl.load(x + offsets) - gl.max(gl.load(x + offsets), axis=0))
+    gl.store(y + offsets, z / gl.sum(z, axis=0))
 
 
 @gluon.jit
@@ -171,7 +171,7 @@ def multicast_again(source, y, BUG: gl.constexpr):
     bar = mbarrier.allocate_mbarrier()
     mbarrier.init(bar, count=2 if BUG == "count" else 1)
     rows = gl.arange(0, 32, gl.SliceLayout(1, L))[:, None]
-    at = rows * 32 + gl.arange(0, 32, gl.SliceLayout(0, L))[None, :]
+    offsets = rows * 32 + gl.arange(0, 32, gl.SliceLayout(0, L))[None, :]
     for i in gl.static_range(2):
         if BUG == "bytes of both":
             mbarrier.expect(bar, 2 * source.nbytes_per_cta)
@@ -180,7 +180,7 @@ def multicast_again(source, y, BUG: gl.constexpr):
         tma.async_load(source, [32 * i, 0], bar, tile, multicast=BUG != "no multicast")
         if BUG != "no wait":
             mbarrier.wait(bar, i)
-        gl.store(y + 1024 * i + at, tile.load(L))
+        gl.store(y + 1024 * i + offsets, tile.load(L))
         if BUG == "relaxed":
             cluster.barrier(relaxed=True)
         elif BUG == "barrier of a CTA":
@@ -354,12 +354,12 @@ def cp_async(x, y, BUG: gl.constexpr):
     L: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0], cga_layout=((1,),))
     S: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0], cga_layout=((1,),))
     shared = gl.allocate_shared_memory(gl.float32, [256], S)
-    at = gl.arange(0, 256, L)
-    async_copy.async_load(shared, x + at)
+    offsets = gl.arange(0, 256, L)
+    async_copy.async_load(shared, x + offsets)
     async_copy.commit_group()
     if BUG != "no wait":
         async_copy.wait_group(0)
-    gl.store(y + at, shared.load(L))
+    gl.store(y + offsets, shared.load(L))
 
 
 @gluon.jit
@@ -455,21 +455,21 @@ def last_rows(x, y, WRITER: gl.constexpr, BUG: gl.constexpr):
     R: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [1, 4], [1, 0], cga_layout=((1, 0),))
     A: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [1, 4], [1, 0], cga_layout=((0, 0),))
     S: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0], cga_layout=((1, 0),))
-    at = gl.arange(0, 4, gl.SliceLayout(1, R))[:, None] * 32
+    offsets = gl.arange(0, 4, gl.SliceLayout(1, R))[:, None] * 32
     shared = gl.allocate_shared_memory(gl.float32, [4, 32], S)
-    shared.store(gl.load(x + at + gl.arange(0, 32, gl.SliceLayout(0, R))[None, :]))
+    shared.store(gl.load(x + offsets + gl.arange(0, 32, gl.SliceLayout(0, R))[None, :]))
     rows = shared.slice(2, 2, dim=0)
     if BUG != "read early":
         gl.barrier(cluster=True)
     rank = cta_rank()
-    at = gl.arange(0, 2, gl.SliceLayout(1, A))[:, None] * 32
-    at += gl.arange(0, 32, gl.SliceLayout(0, A))[None, :]
+    offsets = gl.arange(0, 2, gl.SliceLayout(1, A))[:, None] * 32
+    offsets += gl.arange(0, 32, gl.SliceLayout(0, A))[None, :]
     if rank == 0:
-        gl.store(y + at, rows.load(A))
+        gl.store(y + offsets, rows.load(A))
     if WRITER == 0 and BUG != "nobody else reads":
         gl.barrier(cluster=True)
         if rank == 1:
-            gl.store(y + rank * 0 + at, rows.load(A))
+            gl.store(y + rank * 0 + offsets, rows.load(A))
     if BUG == "relaxed":
         cluster.barrier(relaxed=True)
     elif BUG != "no barrier":
@@ -493,7 +493,7 @@ def halves_swapped(x, y, OP: gl.constexpr, BUG: gl.constexpr):
         shared.store(value)
         if BUG != "stored":
             gl.barrier(cluster=True)
-        found = shared.gather(other, axis=1)
+        result = shared.gather(other, axis=1)
         if BUG == "gathered":
             shared.store(value)
     else:
@@ -502,9 +502,9 @@ def halves_swapped(x, y, OP: gl.constexpr, BUG: gl.constexpr):
         shared.scatter(value, other, axis=1)
         if BUG != "scattered":
             gl.barrier(cluster=True)
-        found = shared.load(R)
+        result = shared.load(R)
     gl.barrier(cluster=True)
-    gl.store(y + rows * 32 + columns, found)
+    gl.store(y + rows * 32 + columns, result)
 
 
 @gluon.jit
@@ -585,7 +585,7 @@ def send(shared, value, bar):
 
 @gluon.jit
 def some_ctas(x, y, WHAT: gl.constexpr):
-    """What is refused where CTAs part, or have not parted."""
+    """Operations refused where CTAs diverge, or have not diverged."""
     L: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0], cga_layout=((1,),))
     S: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0], cga_layout=((1,),))
     shared = gl.allocate_shared_memory(gl.float32, [256], S)

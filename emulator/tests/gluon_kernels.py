@@ -175,7 +175,7 @@ def fetched_and_read(source, y, BUG: gl.constexpr):
 
 @gluon.jit
 def no_such_barrier(flag, y):
-    """Where nothing is performed, an index may be of no barrier."""
+    """An index may be of no barrier if nothing is performed there."""
     bars = mbarrier.allocate_mbarrier(batch=2)
     mbarrier.init(bars.index(0), count=1)
     mbarrier.arrive(bars.index(-1), count=1, pred=flag > 0)

@@ -57,7 +57,7 @@ def _with_count(node: ast.Call, count: int) -> ast.Call:
 
 
 def _replacements(node: ast.AST) -> Iterator[tuple[str, ast.expr]]:
-    """What an expression may be replaced by, and the kind of mistake that it is."""
+    """Yield replacements of an expression, each after its kind of mistake."""
     operation = _operation(node)
     if operation == "mbarrier.wait":
         yield "parity", _with(node, 1, _binary(node.args[1], ast.BitXor(), 1))

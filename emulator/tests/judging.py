@@ -1,4 +1,4 @@
-"""Whether a launch notices what `mutants` changes: run mutants, find the survivors.
+"""Judges whether a launch notices what `mutants` changes: run mutants, find the survivors.
 
     verdict = judge(mutant, load, launches)
 
@@ -30,7 +30,7 @@ SCHEDULES = ("modelled", 0)
 
 @dataclass(frozen=True)
 class Verdict:
-    """How a mutant was found: the name of the error, "" if it was not, and the schedule."""
+    """Outcome for a mutant: the name of the error, "" if it was not found, and the schedule."""
 
     error: str
     schedule: str | int | None = None
@@ -48,7 +48,7 @@ def import_file(path: Path) -> ModuleType:
 
 
 def _starts(code: bytes) -> bool:
-    """Whether code begins as a statement does.
+    """Return whether code begins as a statement does.
 
     The jump at the end of a loop, and the call that lowering adds after a task, are counted as the
     last line before them, which need not have been executed.
@@ -70,12 +70,12 @@ def executed_lines(path: Path, launch: Callable[[], Any]) -> set[int]:
             lines.add(frame.f_lineno)
         return note
 
-    before = sys.gettrace()
+    previous = sys.gettrace()
     sys.settrace(note)
     try:
         launch()
     finally:
-        sys.settrace(before)
+        sys.settrace(previous)
     return lines
 
 
@@ -114,7 +114,7 @@ SAMPLED = pytest.mark.parametrize(
         pytest.param(True, id="all_mutants", marks=pytest.mark.nightly),
     ),
 )
-"""For a test that judges mutants: a fixed sample of them in each run, all of them at night."""
+"""Parameters of a test that judges mutants: a fixed sample in each run, all at night."""
 
 SCHEDULES = pytest.mark.parametrize(
     "seeds",
@@ -123,7 +123,7 @@ SCHEDULES = pytest.mark.parametrize(
         pytest.param(range(6, 24), id="others", marks=pytest.mark.nightly),
     ),
 )
-"""For a test of many schedules: seeds of random ones, more of them at night."""
+"""Parameters of a test of many schedules: seeds of random ones, more at night."""
 
 
 def sampled(mutants: list[Mutant]) -> list[Mutant]:
@@ -156,7 +156,7 @@ class Judged(NamedTuple):
     survivors: list[str]
 
     def known(self, harmless: Iterable[str]) -> list[str]:
-        """Those of `harmless` that were judged."""
+        """List those of `harmless` that were judged."""
         return sorted(what for what in harmless if what in self.what)
 
 
@@ -167,8 +167,8 @@ def surviving(
     every: bool = True,
 ) -> Judged:
     """Judge all mutants of `kernel`, or a sample, by the launches that execute what they change."""
-    found = executed(Path(module.__file__), kernel, module, list(launches))
-    used = {mutant: launches for mutant, launches in found if launches}
+    executing = executed(Path(module.__file__), kernel, module, list(launches))
+    used = {mutant: launches for mutant, launches in executing if launches}
     chosen = list(used) if every else sampled(list(used))
     survivors = [m.what for m in chosen if not judge(m, import_file, used[m]).error]
     return Judged(len(used), [mutant.what for mutant in chosen], sorted(survivors))

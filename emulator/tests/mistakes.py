@@ -121,7 +121,7 @@ def allocated(call: ast.AST) -> Array | None:
 def changes_of(
     statement: ast.stmt, arrays: dict[str, Array]
 ) -> Iterator[tuple[str, str, ast.stmt]]:
-    """What a statement may be replaced by: the kind of mistake, its description, the new one."""
+    """Yield replacements of a statement: the kind of mistake, its description, the new one."""
     if called(statement) in DROPPED and isinstance(statement, ast.Expr):
         yield "drop", f"drop {shown(statement)}", ast.Pass()
     for node in ast.walk(statement):
@@ -131,7 +131,7 @@ def changes_of(
 
 
 def _replacements(node: ast.AST, arrays: dict[str, Array]) -> Iterator[tuple[str, str, ast.expr]]:
-    """What an expression may be replaced by: the kind of mistake, its description, the new one."""
+    """Yield replacements of an expression: the kind of mistake, its description, the new one."""
     operation = operation_of(node)
     parameters = _PARAMETERS.get(operation, ())
 
@@ -179,7 +179,7 @@ def _subject(call: ast.Call) -> ast.expr:
 def _other_views(
     node: ast.AST, operation: str, arrays: dict[str, Array]
 ) -> Iterator[tuple[str, ast.expr]]:
-    """If the expression is an element of an array: the next one, and that of a similar array."""
+    """Yield the next element of an array, and that of a similar array, for such an expression."""
     if operation == "local_view":
         base, index = _argument(node, "buffers"), _argument(node, "index")
     elif isinstance(node, ast.Subscript):
@@ -190,11 +190,11 @@ def _other_views(
     if named not in arrays:
         return
 
-    def view(name: str, at: ast.expr) -> ast.expr:
+    def view(name: str, index: ast.expr) -> ast.expr:
         array = ast.parse(name, mode="eval").body
         if operation:
-            return ast.Call(copy.deepcopy(node.func), [array, at], [])
-        return ast.Subscript(array, at, ast.Load())
+            return ast.Call(copy.deepcopy(node.func), [array, index], [])
+        return ast.Subscript(array, index, ast.Load())
 
     array = arrays[named]
     if not isinstance(array.number, ast.Constant) or array.number.value > 1:

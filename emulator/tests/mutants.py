@@ -142,15 +142,17 @@ class _Maker:
     function: ast.FunctionDef
 
     def made(self, call: ast.Call) -> ast.expr:
-        """What a call returns, in terms of its arguments."""
+        """Express the result of a call in its arguments."""
         names = [arg.arg for arg in self.function.args.args]
         defaults = self.function.args.defaults
-        given = dict(zip(names[len(names) - len(defaults) :], defaults, strict=True))
-        given |= dict(zip(names, call.args, strict=False))
-        given |= {keyword.arg: keyword.value for keyword in call.keywords}
+        values = dict(zip(names[len(names) - len(defaults) :], defaults, strict=True))
+        values |= dict(zip(names, call.args, strict=False))
+        values |= {keyword.arg: keyword.value for keyword in call.keywords}
         value = self.function.body[-1].value
-        used = [part for part in ast.walk(value) if isinstance(part, ast.Name) and part.id in given]
-        return copy.deepcopy(value, {id(part): given[part.id] for part in used})
+        used = [
+            part for part in ast.walk(value) if isinstance(part, ast.Name) and part.id in values
+        ]
+        return copy.deepcopy(value, {id(part): values[part.id] for part in used})
 
 
 class _Inlined(ast.NodeTransformer):
@@ -220,24 +222,24 @@ class _File:
 
         After `k = Ring(k, k_full, tlx.alloc_barriers(2))` they are k.buffer, k.full and k.empty.
         """
-        found = {}
+        arrays = {}
         for node in ast.walk(self.tree):
             if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
                 array = allocated(node.value)
                 if array is not None:
-                    found[node.targets[0].id] = array
+                    arrays[node.targets[0].id] = array
         grouped = {
             f"{instance}.{member}": part
             for instance, call in self.instances.items()
             for member, part in self.parts(call)
         }
         for name, part in grouped.items():
-            array = allocated(part) or found.get(ast.unparse(part))
+            array = allocated(part) or arrays.get(ast.unparse(part))
             if array is not None:
-                found[name] = array
+                arrays[name] = array
             if isinstance(part, ast.Name):
-                found.pop(part.id, None)
-        return found
+                arrays.pop(part.id, None)
+        return arrays
 
     def parts(self, call: ast.Call) -> Iterator[tuple[str, ast.expr]]:
         """The members of the aggregate that a call makes, and what they are given."""
@@ -252,8 +254,8 @@ class _File:
                 members = (
                     f"{instance}.{member}"
                     for instance in sorted(self.instances.keys() & known)
-                    for member, given in self.parts(self.instances[instance])
-                    if ast.unparse(given) == part.id
+                    for member, argument in self.parts(self.instances[instance])
+                    if ast.unparse(argument) == part.id
                 )
                 part.id = next(members, part.id)
         return ast.parse(ast.unparse(number), mode="eval").body
@@ -264,17 +266,17 @@ class _File:
             return None
         name, instance = node.func.attr, self.instances.get(ast.unparse(node.func.value))
         groups = [self.groups[operation_of(instance)]] if instance else self.groups.values()
-        found = [group for group in groups if name in group.methods]
-        if len(found) > 1:
+        owners = [group for group in groups if name in group.methods]
+        if len(owners) > 1:
             raise ValueError(f"{ast.unparse(node)} must call a method that one aggregate has")
-        return (found[0], found[0].methods[name]) if found else None
+        return (owners[0], owners[0].methods[name]) if owners else None
 
     def operations(self, statement: ast.stmt) -> set[str]:
         """The operations that a statement is, or assigns the result of; those of a method."""
-        found = self.method(getattr(statement, "value", None))
-        if found is None:
+        called_method = self.method(getattr(statement, "value", None))
+        if called_method is None:
             return {called(statement)}
-        return {operation_of(node) for node in ast.walk(found[1])}
+        return {operation_of(node) for node in ast.walk(called_method[1])}
 
     def copied(self, call: ast.Call, name: str, changes: dict[int, ast.AST]) -> _Copy:
         """The method of a call under another name; `changes` are nodes by the id of those that they
@@ -282,8 +284,8 @@ class _File:
         group, method = self.method(call)
         new = copy.deepcopy(method, dict(changes))
         new.name = name
-        before, after = names_in(method), names_in(new)
-        needed = sorted(after - before - self.globals)
+        old_names, new_names = names_in(method), names_in(new)
+        needed = sorted(new_names - old_names - self.globals)
         if _local(method) & set(needed):
             raise ValueError(f"{ast.unparse(call)} must not hide {needed} of its caller")
         new.args.args[1:1] = [ast.arg(each) for each in needed]
@@ -291,7 +293,7 @@ class _File:
         arguments = [call.func.value, *others, *call.args]
         text = ast.unparse(ast.fix_missing_locations(new))
         if group.module:
-            free = before - _local(method) - vars(builtins).keys()
+            free = old_names - _local(method) - vars(builtins).keys()
             text = f"{self.imported(free, group)}{text}"
         return _Copy(ast.Call(ast.Name(name, ast.Load()), arguments, call.keywords), f"\n{text}\n")
 
@@ -375,13 +377,13 @@ class _File:
         release = block[i]
         announced = {x for name in self.operations(release) for x in ANNOUNCED.get(name, ())}
         above = range(i - 1, -1, -1)
-        before = next((j for j in above if self.operations(block[j]) & announced), None)
-        if before is None and announced:
-            before = next((j for j in above if "barrier_wait" in self.operations(block[j])), None)
-        if before is None:
+        target = next((j for j in above if self.operations(block[j]) & announced), None)
+        if target is None and announced:
+            target = next((j for j in above if "barrier_wait" in self.operations(block[j])), None)
+        if target is None:
             return
-        operation, needed, moved, texts = block[before], names_in(release), [release], set()
-        for statement in reversed(block[before:i]):
+        operation, needed, moved, texts = block[target], names_in(release), [release], set()
+        for statement in reversed(block[target:i]):
             if _stored(statement) & needed:
                 is_method = self.method(getattr(statement, "value", None)) is not None
                 if not isinstance(statement, ast.Assign) or (
@@ -408,18 +410,18 @@ def _is_simple(statement: ast.stmt) -> bool:
 
 
 def _imports(tree: ast.Module) -> dict[str, str]:
-    """What the imports of a file bind: of each name the module, and what of it."""
-    found = {}
+    """Map each name that a file imports to its module and name there."""
+    names = {}
     for node in tree.body:
         if isinstance(node, ast.Import):
-            found |= {alias.asname or alias.name: f"{alias.name}:" for alias in node.names}
+            names |= {alias.asname or alias.name: f"{alias.name}:" for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            found |= {a.asname or a.name: f"{node.module}:{a.name}" for a in node.names}
-    return found
+            names |= {a.asname or a.name: f"{node.module}:{a.name}" for a in node.names}
+    return names
 
 
 def _imported(tree: ast.Module) -> Iterator[tuple[str, ModuleType, Any]]:
-    """What a file imports from modules: the name, the module, the value."""
+    """Yield the imports of a file from modules: the name, the module, the value."""
     for node in tree.body:
         if isinstance(node, ast.ImportFrom) and not node.level:
             module = importlib.import_module(node.module)
@@ -442,11 +444,11 @@ def _makers(tree: ast.Module) -> Iterator[tuple[str, _Maker]]:
     for name, module, value in _imported(tree):
         if isinstance(value, triton.JITFunction):
             function = _definition(value.fn, ast.FunctionDef)
-            *told, last = function.body
+            *docstring, last = function.body
             call = getattr(last, "value", None)
-            made = getattr(module, operation_of(call), None)
-            if len(told) <= 1 and getattr(made, "__triton_aggregate__", False):
-                yield name, _Maker(operation_of(call), _defined(made), function)
+            aggregate = getattr(module, operation_of(call), None)
+            if len(docstring) <= 1 and getattr(aggregate, "__triton_aggregate__", False):
+                yield name, _Maker(operation_of(call), _defined(aggregate), function)
 
 
 def _definition(value: Any, kind: type) -> ast.FunctionDef | ast.ClassDef:

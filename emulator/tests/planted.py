@@ -61,11 +61,11 @@ def _tutorial(of: ModuleType, file: str, kernel: str, name: str, first: str = ""
     (case,) = (each for each in of.CASES if each.name == name)
 
     def run(module: ModuleType) -> None:
-        before, of.load = of.load, lambda file: module
+        previous, of.load = of.load, lambda file: module
         try:
             cases.run_case(case)
         finally:
-            of.load = before
+            of.load = previous
 
     return Pipeline(cases.FOLDER / file, first or kernel, run)
 

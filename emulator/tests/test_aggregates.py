@@ -118,7 +118,7 @@ def test_members_of_tasks_and_functions():
     "named, names", [(True, ("x", "x_full", "x_empty")), (False, ("x.buffer", "x.full", "x.empty"))]
 )
 def test_names(named, names):
-    """What has a name of its own keeps it; what is made for a value is its member."""
+    """A value with a name of its own keeps it; one made for another value is its member."""
     _, _, report = launched(named=named, trace=True)
     targets = {event.target for event in report.timeline.events if event.target}
     assert targets == {f"{name}[{i}]" for name in names for i in (0, 1)}

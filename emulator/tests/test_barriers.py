@@ -70,19 +70,23 @@ def test_a_wait_passes_if_the_last_completed_phase_has_its_parity(number):
 
 
 def test_deadlock_says_where_who_and_what():
-    at = place(fresh_kernel, "barrier_wait")
-    error = refused(Deadlock, r"misses 1 arrival\n", fresh_kernel, 0, ARRIVALS=0, at="barrier_wait")
+    location = place(fresh_kernel, "barrier_wait")
+    message = r"misses 1 arrival\n"
+    error = refused(Deadlock, message, fresh_kernel, 0, ARRIVALS=0, line="barrier_wait")
     (wait,) = error.waits
-    assert (wait.role, wait.at, wait.barrier) == (DEFAULT, at, "bar of CTA 0")
-    assert f"default of CTA 0 at {at[0]}:{at[1]} waits for phase 0 of bar of CTA 0" in str(error)
+    assert (wait.role, wait.location, wait.barrier) == (DEFAULT, location, "bar of CTA 0")
+    assert (
+        f"default of CTA 0 at {location[0]}:{location[1]} waits for phase 0 of bar of CTA 0"
+        in str(error)
+    )
 
 
 def test_a_phase_is_a_parity():
     run(fresh_kernel, (1,), True, ARRIVALS=0)
     for phase in (2, -1):
-        given = {"ARRIVALS": 0, "at": "barrier_wait"}
+        keywords = {"ARRIVALS": 0, "line": "barrier_wait"}
         message = f"takes phase 0 or 1, got {phase}"
-        assert refused(BarrierMisuse, message, fresh_kernel, phase, **given).barrier == "bar"
+        assert refused(BarrierMisuse, message, fresh_kernel, phase, **keywords).barrier == "bar"
 
 
 @triton.jit
@@ -100,8 +104,8 @@ def test_counts():
 
     stuck([(DEFAULT, "bar of CTA 0", 0, 1, 0)], count_kernel, (1,), COUNT=4, FIRST=1, SECOND=2)
     message = "2 arrivals in phase 0, which expects 1 more of 3"
-    given = {"COUNT": 3, "FIRST": 2, "SECOND": 2, "at": "# second"}
-    misused("bar", message, count_kernel, (1,), role=DEFAULT, **given)
+    keywords = {"COUNT": 3, "FIRST": 2, "SECOND": 2, "line": "# second"}
+    misused("bar", message, count_kernel, (1,), role=DEFAULT, **keywords)
 
 
 @triton.jit
@@ -118,7 +122,7 @@ def test_arrivals_of_several_roles():
     everywhere(crowd_kernel, (1,), COUNT=3, REPLICAS=3)
     stuck([(DEFAULT, "bar of CTA 0", 0, 1, 0)], crowd_kernel, (1,), COUNT=3, REPLICAS=2)
     # An arrival that may count in either of two phases.
-    misused("bar", None, crowd_kernel, (1,), COUNT=1, REPLICAS=2, at="barrier_arrive")
+    misused("bar", None, crowd_kernel, (1,), COUNT=1, REPLICAS=2, line="barrier_arrive")
 
 
 @triton.jit
@@ -203,8 +207,8 @@ LATE = ("modelled", *range(20))
 def take_turns(schedule, slots, consumers, n=9, ctas=1, **options):
     x, out = torch.arange(n + 1.0).repeat_interleave(16), torch.full((n * 16 + 1,), -1.0)
     usual = {"PRODUCERS": 1, "SHIFT": 0, "EVERY": False, "COPY": True, "TELL": False}
-    given = {"SLOTS": slots, "CONSUMERS": consumers, **usual, **options}
-    report = run(ring_kernel, (ctas,), box(x, 16), out, n, **given, schedule=schedule)
+    keywords = {"SLOTS": slots, "CONSUMERS": consumers, **usual, **options}
+    report = run(ring_kernel, (ctas,), box(x, 16), out, n, **keywords, schedule=schedule)
     assert torch.equal(out[:-1], x[:-16]) and out[-1] == -1
     return report
 
@@ -283,8 +287,8 @@ def test_a_producer_that_may_find_its_buffer_empty_too_early():
             take_turns(schedule, 2, 2, PRODUCERS=2, SHIFT=1)
         kinds.add(type(caught.value))
         if isinstance(caught.value, AliasedWait):
-            at = caught.value.file, caught.value.line
-            assert at == place(ring_kernel, "# empty") and caught.value.phase == 1
+            location = caught.value.file, caught.value.line
+            assert location == place(ring_kernel, "# empty") and caught.value.phase == 1
             assert caught.value.barrier.startswith("empty[")
     assert AliasedWait in kinds
 
@@ -320,9 +324,9 @@ def test_what_does_not(phases, proof):
     )
     aliased = [error for error in errors if isinstance(error, AliasedWait)]
     assert errors[0] in aliased
-    at = place(later_phase_kernel, "# wait")
+    location = place(later_phase_kernel, "# wait")
     for error in aliased:
-        assert (error.file, error.line, error.barrier, error.role) == (*at, "bar", TASK)
+        assert (error.file, error.line, error.barrier, error.role) == (*location, "bar", TASK)
         assert error.phase in range(phases - 1, 0, -2)
 
 
@@ -394,8 +398,8 @@ def test_bytes(late):
     everywhere(bytes_kernel, (1,), boxes(), of_first, BYTES=512, LATE=late, WAIT=True)
     message = "phase 0 receives 16 bytes more than expected"
     misused("bar", message, bytes_kernel, (1,), boxes(), BYTES=496, LATE=late, WAIT=True)
-    given = {"BYTES": 528, "LATE": late, "WAIT": True, "match": "misses 0 arrivals and 16 bytes"}
-    stuck([(DEFAULT, "bar of CTA 0", 0, 0, 16)], bytes_kernel, (1,), boxes(), **given)
+    keywords = {"BYTES": 528, "LATE": late, "WAIT": True, "match": "misses 0 arrivals and 16 bytes"}
+    stuck([(DEFAULT, "bar of CTA 0", 0, 0, 16)], bytes_kernel, (1,), boxes(), **keywords)
 
 
 @pytest.mark.parametrize("late", (False, True))
@@ -403,9 +407,9 @@ def test_bytes(late):
     "count, what", ((528, "still expecting 16"), (496, "16 bytes more|excess 16"))
 )
 def test_wrong_bytes_that_nobody_waits_for(count, what, late):
-    given = {"BYTES": count, "LATE": late, "WAIT": False}
-    found((BarrierMisuse, EarlyExit), bytes_kernel, (1,), boxes(), **given)
-    misused("bar", what, bytes_kernel, (1,), boxes(), races=False, **given)
+    keywords = {"BYTES": count, "LATE": late, "WAIT": False}
+    found((BarrierMisuse, EarlyExit), bytes_kernel, (1,), boxes(), **keywords)
+    misused("bar", what, bytes_kernel, (1,), boxes(), races=False, **keywords)
 
 
 @triton.jit
@@ -509,8 +513,8 @@ def remote_kernel(out_ptr, PEERS: tl.constexpr, COUNT: tl.constexpr):
 
 
 def test_remote_arrivals():
-    given = {"PEERS": 4, "COUNT": 3, "ctas_per_cga": (4, 1, 1)}
-    everywhere(remote_kernel, (8,), ints(8), [0, 1, 2, 3, 0, 1, 2, 3], **given)
+    keywords = {"PEERS": 4, "COUNT": 3, "ctas_per_cga": (4, 1, 1)}
+    everywhere(remote_kernel, (8,), ints(8), [0, 1, 2, 3, 0, 1, 2, 3], **keywords)
 
 
 def test_remote_arrivals_that_miss():
@@ -543,8 +547,8 @@ def remote_excess_kernel():
 
 
 def test_a_remote_arrival_too_many():
-    given = {"at": "barrier_arrive", "role": "default of CTA 1", **PAIR}
-    misused("bar", "bar of CTA 0", remote_excess_kernel, (2,), **given)
+    keywords = {"line": "barrier_arrive", "role": "default of CTA 1", **PAIR}
+    misused("bar", "bar of CTA 0", remote_excess_kernel, (2,), **keywords)
 
 
 # Named barriers.
@@ -596,8 +600,8 @@ def named_kernel(FIRST: tl.constexpr, SECOND: tl.constexpr, NUMBER: tl.constexpr
 def test_named_barriers_count_threads():
     everywhere(named_kernel, (1,), FIRST=160, SECOND=160, NUMBER=2)
     everywhere(named_kernel, (1,), FIRST=288, SECOND=288, NUMBER=15, num_warps=8)
-    given = {"FIRST": 256, "SECOND": 256, "NUMBER": 3, "at": "barrier_wait"}
-    stuck([(DEFAULT, "named barrier 3 of CTA 0", 0, 96, 0)], named_kernel, (1,), **given)
+    keywords = {"FIRST": 256, "SECOND": 256, "NUMBER": 3, "line": "barrier_wait"}
+    stuck([(DEFAULT, "named barrier 3 of CTA 0", 0, 96, 0)], named_kernel, (1,), **keywords)
 
 
 @pytest.mark.parametrize(
@@ -610,8 +614,8 @@ def test_named_barriers_count_threads():
     ),
 )
 def test_wrong_named_barriers(first, second, number, error, message):
-    given = {"FIRST": first, "SECOND": second, "NUMBER": number}
-    for each in found(error, named_kernel, (1,), match=message, **given):
+    keywords = {"FIRST": first, "SECOND": second, "NUMBER": number}
+    for each in found(error, named_kernel, (1,), match=message, **keywords):
         assert getattr(each, "barrier", "") in ("", f"named barrier {number}")
 
 
@@ -624,8 +628,8 @@ def compilers_kernel(x_ptr, out_ptr, NUMBER: tl.constexpr):
         with tlx.async_task(num_warps=1):
             tl.store(out_ptr + 1, tl.sum(tl.load(x_ptr + tl.arange(0, 512))))
         with tlx.async_task(num_warps=2, replicate=3):
-            at = 2 + tlx.async_task_replica_id()
-            tl.store(out_ptr + at, tl.sum(tl.load(x_ptr + tl.arange(0, 512))))
+            offsets = 2 + tlx.async_task_replica_id()
+            tl.store(out_ptr + offsets, tl.sum(tl.load(x_ptr + tl.arange(0, 512))))
             tlx.named_barrier_wait(NUMBER, 320)
 
 
@@ -638,8 +642,8 @@ USES = {
 
 def test_the_code_of_a_kernel_has_barriers_of_the_compilers():
     types = {"x_ptr": "*fp32", "out_ptr": "*fp32"}
-    made = build(compilers_kernel, types, {"NUMBER": 15})
-    used = re.findall(r"\b(?:bar|barrier)\.sync\s+(\d+)", made.asm["ptx"])
+    compiled = build(compilers_kernel, types, {"NUMBER": 15})
+    used = re.findall(r"\b(?:bar|barrier)\.sync\s+(\d+)", compiled.asm["ptx"])
     assert set(map(int, used)) == {*USES, 15}
 
 
@@ -670,9 +674,9 @@ def test_a_role_alone_may_leave_a_named_barrier_incomplete_at_the_end():
         (BarrierMisuse, "128 threads arrive, 64 are expected", 64, 1, 0),
         (BarrierMisuse, "arrives twice before 256 threads", 128, 1, 2),
     ):
-        given = {"THREADS": threads, "WAITS": waits, "ARRIVALS": arrivals, "num_warps": 4}
-        at = "# arrive" if arrivals else "# wait"
-        refused(error, message, alone_kernel, at=at, **given)
+        keywords = {"THREADS": threads, "WAITS": waits, "ARRIVALS": arrivals, "num_warps": 4}
+        line = "# arrive" if arrivals else "# wait"
+        refused(error, message, alone_kernel, line=line, **keywords)
 
 
 @triton.jit

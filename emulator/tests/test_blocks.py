@@ -29,14 +29,14 @@ def test_loads_pad_what_lies_outside(padding, value, row, column):
 
 def test_padding_is_no_promise():
     y = torch.empty(8, 16)
-    given = torch.zeros(10, 30), y, 10, 30, 8, 0
-    run(copy_kernel, (1,), *given, CHECK=(0,), PADDING="", masked="random")
+    arguments = torch.zeros(10, 30), y, 10, 30, 8, 0
+    run(copy_kernel, (1,), *arguments, CHECK=(0,), PADDING="", masked="random")
     assert (y[:2] == 0).all() and (y[2:] != 0).any()
 
 
 def test_unchecked_dimensions_must_stay_in_the_tensor():
-    given = torch.zeros(10, 30), torch.empty(8, 16), 10, 30, 8, 0
-    refused(OutOfBounds, "load of x_ptr", copy_kernel, *given, CHECK=(1,), PADDING="")
+    arguments = torch.zeros(10, 30), torch.empty(8, 16), 10, 30, 8, 0
+    refused(OutOfBounds, "load of x_ptr", copy_kernel, *arguments, CHECK=(1,), PADDING="")
 
 
 @triton.jit

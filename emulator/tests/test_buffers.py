@@ -119,8 +119,8 @@ def test_windows(row, column, transposed):
 
 @pytest.mark.parametrize("row, column", ((5, 0), (0, 17), (-1, 0)))
 def test_a_window_stays_inside(row, column):
-    given = {"ROW": row, "COLUMN": column, "TRANSPOSED": False, "at": "local_slice"}
-    refused(OutOfBounds, r"leaves cell\[1\] of CTA 0", windows_kernel, nothing(512), **given)
+    keywords = {"ROW": row, "COLUMN": column, "TRANSPOSED": False, "line": "local_slice"}
+    refused(OutOfBounds, r"leaves cell\[1\] of CTA 0", windows_kernel, nothing(512), **keywords)
 
 
 @triton.jit
@@ -129,8 +129,8 @@ def placed_kernel(out_ptr, n, HOW: tl.constexpr):
     if HOW == "in the call":
         window = tlx.local_slice(cell[0], [2 * 8, 0], [16, 16])
     elif HOW == "a list":
-        at = [16, 0]
-        window = tlx.local_slice(cell[0], at, [16, 16])
+        offsets = [16, 0]
+        window = tlx.local_slice(cell[0], offsets, [16, 16])
     elif HOW == "a variable":
         row = 16
         window = tlx.local_slice(cell[0], [row, 0], [16, 16])
@@ -147,7 +147,7 @@ def placed_kernel(out_ptr, n, HOW: tl.constexpr):
     "how", ("in the call", "a constant", "a list", "a variable", "an argument")
 )
 def test_where_a_window_lies_is_a_constant(how):
-    """As the compiler asks for, which takes a variable for a value."""
+    """The compiler requires it, and takes a variable for a value."""
     types, right = {"out_ptr": "*fp32", "n": "i32"}, how in ("in the call", "a constant")
     if right:
         run(placed_kernel, (1,), out := nothing(256), 16, HOW=how)
@@ -335,8 +335,8 @@ def test_wrong_slices_of_tensor_memory(where, arch, error, message):
 @triton.jit
 def store_columns(out_ptr, buffers, NUM: tl.constexpr, COLUMNS: tl.constexpr):
     for i in tl.static_range(NUM):
-        at = i * 128 * COLUMNS + grid2(128, COLUMNS)
-        tl.store(out_ptr + at, tlx.local_load(buffers[i]))
+        offsets = i * 128 * COLUMNS + grid2(128, COLUMNS)
+        tl.store(out_ptr + offsets, tlx.local_load(buffers[i]))
 
 
 # A number in each 16-bit half of every column.
@@ -536,21 +536,21 @@ def packed_kernel(
 )
 def test_64_rows_leave_half_of_the_lanes_to_another_allocation(shapes, columns):
     """Columns as in the compiler's allocation, whose `tmem_size` is the next power of two."""
-    given = dict(zip("ABCD", shapes, strict=True))
+    keywords = dict(zip("ABCD", shapes, strict=True))
     types, out = {"out_ptr": "*fp32"}, torch.zeros(4)
     if columns > 512:
         message = f"512 columns, got {columns}"
-        refused(ResourceLimit, message, packed_kernel, out, **given, **B200)
+        refused(ResourceLimit, message, packed_kernel, out, **keywords, **B200)
         with pytest.raises(OutOfResources, match=f"tensor memory, Required: {columns}"):
-            build(packed_kernel, types, given, capability=100)
+            build(packed_kernel, types, keywords, capability=100)
         return
-    report = run(packed_kernel, (1,), out, **B200, **given)
+    report = run(packed_kernel, (1,), out, **B200, **keywords)
     sums = [value * rows * cols for value, (rows, cols, _) in enumerate(shapes, 1)]
     assert out.tolist() == sums and report.tensor_columns == columns
     pair = {"races": False, **PAIR}
-    assert run(packed_kernel, (2,), out, **B200, **given, **pair).tensor_columns == columns
-    made = build(packed_kernel, types, given, capability=100)
-    assert made.metadata.tmem_size == 2 ** (columns - 1).bit_length()
+    assert run(packed_kernel, (2,), out, **B200, **keywords, **pair).tensor_columns == columns
+    compiled = build(packed_kernel, types, keywords, capability=100)
+    assert compiled.metadata.tmem_size == 2 ** (columns - 1).bit_length()
 
 
 @triton.jit
@@ -593,20 +593,20 @@ def test_64_rows_are_those_of_a_pair_if_a_product_of_the_pair_writes_them(two):
     of all lanes, `other` after them in 128 of one half."""
     a, b = torch.randn(128, 64).bfloat16(), torch.randn(64, 128).bfloat16()
     out = torch.zeros(128, 128)
-    given = {**B200, **PAIR, "races": False, "TWO": two}
-    report = run(rows64_dot_kernel, (2,), a, b, out, SLICES=not two, ORDER=0, **given)
+    keywords = {**B200, **PAIR, "races": False, "TWO": two}
+    report = run(rows64_dot_kernel, (2,), a, b, out, SLICES=not two, ORDER=0, **keywords)
     torch.testing.assert_close(out, a.float() @ b.float())
     assert report.tensor_columns == 256
     types = {"a_ptr": "*bf16", "b_ptr": "*bf16", "out_ptr": "*fp32"}
     constants = {"TWO": two, "SLICES": not two, "ORDER": 0}
-    made = build(rows64_dot_kernel, types, constants, capability=100, **PAIR)
-    assert made.metadata.tmem_size == 256
+    compiled = build(rows64_dot_kernel, types, constants, capability=100, **PAIR)
+    assert compiled.metadata.tmem_size == 256
     if two:
         for match, more in (
             ("a slice of acc.1., whose 64 rows", {"SLICES": True, "ORDER": 0}),
             ("acc.0., 64 rows both of a pair", {"SLICES": False, "ORDER": 1}),
         ):
-            refused(Unsupported, match, rows64_dot_kernel, a, b, out, **more, **given, grid=(2,))
+            refused(Unsupported, match, rows64_dot_kernel, a, b, out, **more, **keywords, grid=(2,))
 
 
 @triton.jit
@@ -634,8 +634,8 @@ def test_operands_in_tensor_memory_share_their_lanes(first):
     torch.testing.assert_close(out, v.float().sum(0).expand(64, 128))
     assert report.tensor_columns == 160
     types = {"v_ptr": "*bf16", "out_ptr": "*fp32"}
-    made = build(beside_kernel, types, {"FIRST": first}, capability=100)
-    assert made.metadata.tmem_size == 256
+    compiled = build(beside_kernel, types, {"FIRST": first}, capability=100)
+    assert compiled.metadata.tmem_size == 256
 
 
 @triton.jit
@@ -671,9 +671,9 @@ def test_shared_memory_has_232448_bytes():
         report = run(shared_limit_kernel, (2,), KILOBYTES=kilobytes, BARRIERS=barriers)
         assert report.shared_bytes == 232448 and report.barriers == barriers
     for kilobytes, barriers, got in ((228, 0, 233472), (227, 1, 232456), (226, 129, 232456)):
-        given = {"KILOBYTES": kilobytes, "BARRIERS": barriers}
+        keywords = {"KILOBYTES": kilobytes, "BARRIERS": barriers}
         message = f"232448 bytes per CTA, got {got}"
-        refused(ResourceLimit, message, shared_limit_kernel, **given)
+        refused(ResourceLimit, message, shared_limit_kernel, **keywords)
 
 
 @triton.jit
@@ -691,16 +691,16 @@ def staged_kernel(x_desc, y_desc, BUFFERS: tl.constexpr):
 
 
 def test_what_a_task_stages_for_tma_counts():
-    """What the compiler adds for what tasks capture is not modelled: some hundred bytes."""
+    """The compiler's extra for captures of tasks is not modelled: some hundred bytes."""
     x, y = torch.full((64, 64), 3.0).bfloat16(), torch.zeros(192, 64).bfloat16()
     descs = [box(tensor, 64, 64) for tensor in (x, y)]
     types = dict.fromkeys(("x_desc", "y_desc"), "tensordesc<bf16[64, 64]>")
     for buffers in (4, 52):
-        made = build(staged_kernel, types, {"BUFFERS": buffers})
+        compiled = build(staged_kernel, types, {"BUFFERS": buffers})
         report = run(staged_kernel, (1,), *descs, BUFFERS=buffers)
         assert y[::64, 0].tolist() == [1, 2, 3]
         assert report.shared_bytes == 4096 * buffers + 2 * 8192
-        assert 0 < made.metadata.shared - report.shared_bytes < 256
+        assert 0 < compiled.metadata.shared - report.shared_bytes < 256
     with pytest.raises(ResourceLimit, match="232448 bytes per CTA, got 233472") as caught:
         run(staged_kernel, (1,), *descs, BUFFERS=53)
     assert caught.value.line in (
@@ -718,8 +718,8 @@ def tensor_limit_kernel(TILES: tl.constexpr, COLUMNS: tl.constexpr):
 
 def test_tensor_memory_has_512_columns():
     assert run(tensor_limit_kernel, (1,), TILES=3, COLUMNS=128, **B200).tensor_columns == 512
-    given = {"TILES": 4, "COLUMNS": 1, "at": "bfloat16", **B200}
-    refused(ResourceLimit, "512 columns, got 513", tensor_limit_kernel, **given)
+    keywords = {"TILES": 4, "COLUMNS": 1, "line": "bfloat16", **B200}
+    refused(ResourceLimit, "512 columns, got 513", tensor_limit_kernel, **keywords)
 
 
 @triton.jit
@@ -774,10 +774,10 @@ def groups_kernel(
     ),
 )
 def test_a_warp_group_gets_the_most_that_one_of_its_tasks_asks_for(math, a, b, warps, dropped):
-    """Where the emulator warns, the compiler drops all requests."""
+    """The compiler drops all requests where the emulator warns."""
     constants = {"MATH": math, "A": a, "B": b, "WARPS": warps}
-    made = build(groups_kernel, {"out_ptr": "*i32"}, constants, capability=100)
-    assert ("setmaxnreg" in made.asm["ptx"]) == (dropped is None)
+    compiled = build(groups_kernel, {"out_ptr": "*i32"}, constants, capability=100)
+    assert ("setmaxnreg" in compiled.asm["ptx"]) == (dropped is None)
     out = torch.zeros(4, dtype=torch.int32)
     with warnings.catch_warnings(record=True) as shown:
         run(groups_kernel, (2,), out, **constants)
@@ -826,9 +826,9 @@ def unwritten_kernel(out_ptr, WRITTEN: tl.constexpr, TENSOR: tl.constexpr):
 def test_unwritten_memory(tensor):
     options = {"TENSOR": tensor, **B200}
     for written in (0, 1, 2):
-        given = {"WRITTEN": written, "at": "x = ", **options}
+        keywords = {"WRITTEN": written, "line": "x = ", **options}
         message = "before it has been written"
-        error = refused(UninitializedRead, message, unwritten_kernel, nothing(512), **given)
+        error = refused(UninitializedRead, message, unwritten_kernel, nothing(512), **keywords)
         assert error.buffer == "cell[1]"
         out = nothing(128, 4)
         report = run(unwritten_kernel, (1,), out, WRITTEN=written, uninitialized="allow", **options)
@@ -842,12 +842,12 @@ def test_unwritten_memory(tensor):
 
 
 def test_enabled_passes_its_options_on_and_ends_with_an_error():
-    given = {"WRITTEN": 0, "TENSOR": False}
+    keywords = {"WRITTEN": 0, "TENSOR": False}
     with pytest.raises(UninitializedRead), enabled("sm_100", schedule=3) as reports:
-        unwritten_kernel[(1,)](nothing(512), **given)
+        unwritten_kernel[(1,)](nothing(512), **keywords)
     assert reports == [] and [type(error) for error in reports.findings] == [UninitializedRead]
     with enabled("sm_100", uninitialized="allow", trace=True) as reports:
-        unwritten_kernel[(1,)](nothing(512), **given)
+        unwritten_kernel[(1,)](nothing(512), **keywords)
     assert reports[0].uninitialized == 1 and reports[0].arch == "sm_100"
     assert reports[0].timeline.events
 

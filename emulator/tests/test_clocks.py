@@ -86,7 +86,7 @@ class Trace:
         else:
             self.queues[role].append(operation)
         self.operations.append(operation)
-        operation.at = ("trace", len(self.accesses))
+        operation.location = ("trace", len(self.accesses))
         return self._judge(operation.access(write, mask), operation.clock, node)
 
     def complete(self, operation, number: int) -> None:
@@ -110,7 +110,7 @@ class Trace:
         result = self.shadow.record(access, clock)
         self.accesses.append((access.mask, access.write, node))
         assert bool(result) == bool(racing)
-        assert {each.at[1] for each in result} <= racing
+        assert {each.location[1] for each in result} <= racing
         return bool(racing)
 
 
@@ -163,7 +163,7 @@ def test_a_write_stands_for_what_came_before_it_byte_by_byte():
     other = trace.roles[1]
     assert not trace.access(main, True, 0b1111)
     assert not trace.access(main, True, 0b0110)
-    masks = {access.at[1]: access.mask for access in trace.shadow.accesses}
+    masks = {access.location[1]: access.mask for access in trace.shadow.accesses}
     assert masks == {0: 0b1001, 1: 0b0110}
     assert trace.shadow.written == 0b1111
     assert not trace.access(other, False, 0b10000)
@@ -208,6 +208,6 @@ def test_atomics_order_what_surrounds_them(cluster):
 
 @pytest.mark.parametrize("semantics", ("relaxed", "acquire", "release"))
 def test_only_acquire_and_release_order(semantics):
-    given = {"FAULT": "none", "SEM": semantics, "at": "# load"}
-    for error in found(Race, last_kernel, (4,), counters, **given):
+    keywords = {"FAULT": "none", "SEM": semantics, "line": "# load"}
+    for error in found(Race, last_kernel, (4,), counters, **keywords):
         assert error.buffer == "part_ptr"

@@ -95,9 +95,9 @@ def program(tmp_path):
 
 
 def test_a_program_runs_unedited(program, capsys):
-    before = sys.argv, sys.path[:]
+    previous = sys.argv, sys.path[:]
     assert main([program, "--some", "argument"]) == 0
-    assert (sys.argv, sys.path) == before
+    assert (sys.argv, sys.path) == previous
     printed = capsys.readouterr()
     assert printed.out.startswith("total 100.0\n4 CTAs on sm_90: ") and not printed.err
     assert printed.out.count("total") == 1
@@ -262,7 +262,7 @@ def test_a_message_names_flags_of_the_command(program, capsys):
     ],
 )
 def test_a_project_sets_options(table, flags, status, said, tmp_path, capsys):
-    """From the nearest pyproject.toml that has the table."""
+    """They come from the nearest pyproject.toml that has the table."""
     folder = tmp_path / "kernels"
     folder.mkdir()
     (folder / "program.py").write_text(PROGRAM)
@@ -317,14 +317,16 @@ def test_benchmarks_are_skipped_or_run_once_at_their_smallest_size(tmp_path, cap
     path, report = tmp_path / "benchmarked.py", tmp_path / "report.json"
     path.write_text(BENCHMARKED)
     assert main([str(path)]) == 0
-    told = capsys.readouterr().out
-    assert "a triton.testing benchmark is skipped; --benchmarks once runs its smallest size" in told
+    printed = capsys.readouterr().out
+    assert (
+        "a triton.testing benchmark is skipped; --benchmarks once runs its smallest size" in printed
+    )
     assert main(["--benchmarks", "once", "--json", str(report), str(path)]) == 1
     captured = capsys.readouterr()
     assert "tritonemu: benchmark fill once, with m=4, n=3" in captured.out
     assert captured.err.startswith("Race (schedule modelled): ")
-    found = json.loads(report.read_text())["found"]
-    assert found["replay"].count("--benchmarks once") == 1
+    finding = json.loads(report.read_text())["found"]
+    assert finding["replay"].count("--benchmarks once") == 1
 
 
 def test_benchmarks_must_be_skip_or_once():
@@ -385,7 +387,7 @@ run()
 
 @pytest.mark.parametrize("jobs", [1, 3])
 def test_schedules_run_in_other_processes(tmp_path, capsys, jobs):
-    """Those that find nothing there are not run again; what is found is that of one process."""
+    """Schedules without findings are not run again; findings equal those of one process."""
     path, log = tmp_path / "spread.py", tmp_path / "processes"
     path.write_text(SPREAD)
     shared = ["--resident", "4", str(path), str(log)]

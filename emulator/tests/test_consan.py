@@ -1,4 +1,4 @@
-"""What ConSan finds on a GPU in its own tests, for programs of one CTA, is found here.
+"""Findings of ConSan on a GPU in its own tests, for programs of one CTA, are found here.
 
 The names are those of triton-lang/triton's python/test/gluon/test_consan.py (006f4959, 2026); the
 kernels are others, of the same mistakes.

@@ -46,12 +46,12 @@ def _distances(mistake, folder) -> tuple[str, int, int]:
 @pytest.mark.tlx
 def test_reports_name_a_line_near_the_mistake(tmp_path):
     assert len(MISTAKES) == 28
-    found = []
+    distances = []
     for mistake in MISTAKES:
-        found.append(_distances(mistake, tmp_path))
-        print(mistake.pipeline, mistake.kind, *found[-1], sep=", ")
-    assert sum(distance <= NEAR for _, distance, _ in found) >= FOUND_NEAR
-    assert sum(distance <= NEAR for _, _, distance in found) >= FOUND_NEAR_BY_PLACES
+        distances.append(_distances(mistake, tmp_path))
+        print(mistake.pipeline, mistake.kind, *distances[-1], sep=", ")
+    assert sum(distance <= NEAR for _, distance, _ in distances) >= FOUND_NEAR
+    assert sum(distance <= NEAR for _, _, distance in distances) >= FOUND_NEAR_BY_PLACES
 
 
 @pytest.mark.tlx

@@ -53,10 +53,10 @@ def test_a_report(kind, code, text, tmp_path, monkeypatch, capsys):
 def test_the_start(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (code,) = re.findall(r"```python\n(.*?)```", START, re.DOTALL)
-    found, clean = re.findall(r"```text\n(.*?)```", START, re.DOTALL)
+    finding, clean = re.findall(r"```text\n(.*?)```", START, re.DOTALL)
     Path("sums.py").write_text(code, encoding="utf-8")
     assert main(["sums.py"]) == 1
-    assert capsys.readouterr().err == found
+    assert capsys.readouterr().err == finding
     Path("sums.py").write_text(code.replace("row // 2", "row"), encoding="utf-8")
     assert main(["sums.py"]) == 0
     assert capsys.readouterr().out == clean

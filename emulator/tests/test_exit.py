@@ -129,8 +129,8 @@ def pair_kernel(x_ptr, TASKS: tl.constexpr, LEAVE: tl.constexpr):
 def test_ctas_with_mmas_of_pairs_wait_for_each_other(tasks, leave):
     """The compiler sees to it, unless it is told not to; elsewhere it does not."""
     constants = {"TASKS": tasks, "LEAVE": leave}
-    made = build(pair_kernel, {"x_ptr": "*fp32"}, constants, capability=100, **PAIR)
-    waits = len(re.findall(r"barrier\.cluster\.wait", made.asm["ptx"]))
+    compiled = build(pair_kernel, {"x_ptr": "*fp32"}, constants, capability=100, **PAIR)
+    waits = len(re.findall(r"barrier\.cluster\.wait", compiled.asm["ptx"]))
     assert waits == (2 if leave else 3)
 
     def arguments():
@@ -140,7 +140,7 @@ def test_ctas_with_mmas_of_pairs_wait_for_each_other(tasks, leave):
     if not leave:
         everywhere(pair_kernel, (2,), arguments, **options)
         return
-    for error in found(EarlyExit, pair_kernel, (2,), arguments, **options, at="# last"):
+    for error in found(EarlyExit, pair_kernel, (2,), arguments, **options, line="# last"):
         assert error.what == "last"
 
 
@@ -178,8 +178,8 @@ def test_a_copy_ends_before_its_memory(how):
     everywhere(pending_kernel, (2,), arguments, HOW=how, WAIT=True)
     if how == "threads":
         return
-    given = {"HOW": how, "WAIT": False, "at": f"# {how}"}
-    for error in found(EarlyExit, pending_kernel, (2,), arguments, **given):
+    keywords = {"HOW": how, "WAIT": False, "line": f"# {how}"}
+    for error in found(EarlyExit, pending_kernel, (2,), arguments, **keywords):
         assert error.what == "tile" and "issued by default of CTA" in error.role
 
 
@@ -237,18 +237,18 @@ def test_fences_before_copies(fence, bulk):
 @pytest.mark.parametrize("bulk", (False, True))
 @pytest.mark.parametrize("fence", ("none", "before the store", "of another scope"))
 def test_a_missing_fence(fence, bulk):
-    given = {"FENCE": fence, "BULK": bulk, **PAIR}
+    keywords = {"FENCE": fence, "BULK": bulk, **PAIR}
     copy = "async_store(" if bulk else "async_remote_shmem_copy("
     message = r'writes at .*; tlx.fence\("async_shared"\) must lie between'
-    for error in found(MissingFence, fence_kernel, (2,), tiles, message, at=copy, **given):
+    for error in found(MissingFence, fence_kernel, (2,), tiles, message, line=copy, **keywords):
         assert error.other == place(fence_kernel, "# store") and error.buffer == "tile[0]"
-    run(fence_kernel, (2,), *tiles(), races=False, **given)
+    run(fence_kernel, (2,), *tiles(), races=False, **keywords)
 
 
 def test_scopes_of_fences():
     message = 'must be "gpu", "sys" or "async_shared", got \'cta\''
-    given = {"FENCE": "of no scope", "BULK": True, "grid": (2,), **PAIR}
-    refused(InvalidKernel, message, fence_kernel, *tiles(), at='tlx.fence("cta")', **given)
+    keywords = {"FENCE": "of no scope", "BULK": True, "grid": (2,), **PAIR}
+    refused(InvalidKernel, message, fence_kernel, *tiles(), line='tlx.fence("cta")', **keywords)
 
 
 @triton.jit

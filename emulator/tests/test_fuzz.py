@@ -96,12 +96,12 @@ def build(
     for part, copy in enumerate(copies):
         steps = []
         for i, stage, phase in uses:
-            full, place = ("full", stage), ("ring", stage)
+            full, slot = ("full", stage), ("ring", stage)
             steps.append(Step("wait", ("empty", stage), 1 - phase))
             if copy:
-                steps += [Step("expect", full, PART_BYTES), Step("copy", full, 0, place, part, i)]
+                steps += [Step("expect", full, PART_BYTES), Step("copy", full, 0, slot, part, i)]
             else:
-                steps += [Step("write", None, 0, place, part, i), Step("arrive", full)]
+                steps += [Step("write", None, 0, slot, part, i), Step("arrive", full)]
         pipeline.roles.append(steps)
     if forward:
         steps = []
@@ -218,9 +218,9 @@ class Search:
         return True
 
     def _steps(self, state: State) -> Iterator[tuple[int, Step]]:
-        for role, (steps, at) in enumerate(zip(self.pipeline.roles, state.at, strict=True)):
-            if at < len(steps):
-                yield role, steps[at]
+        for role, (steps, position) in enumerate(zip(self.pipeline.roles, state.at, strict=True)):
+            if position < len(steps):
+                yield role, steps[position]
 
     def _touched(self, step: Step) -> range | tuple[int, ...]:
         first = self.cells[(*step.place, 0)]
@@ -250,8 +250,8 @@ class Search:
         if pending == missing == 0:
             # Whoever could have passed a wait, and cannot any more, has been overtaken.
             for _, waiting in self._steps(state):
-                mine = waiting.kind == "wait" and waiting.barrier == step.barrier
-                if mine and self._passes(state, waiting):
+                is_concerned = waiting.kind == "wait" and waiting.barrier == step.barrier
+                if is_concerned and self._passes(state, waiting):
                     self.findings.add(BarrierMisuse)
             phase, pending = phase + 1, self.counts[number]
         barriers = list(state.barriers)
@@ -393,7 +393,7 @@ def emulate(pipeline: Pipeline, folder: Any) -> list[torch.Tensor | EmulatorErro
 
 
 def expected(pipeline: Pipeline, outputs: dict[int, set[Any]]) -> torch.Tensor:
-    """What the search says is read; only for pipelines in which it found nothing."""
+    """Return the values read according to the search; only without findings."""
     out = torch.full((len(pipeline.results), pipeline.parts, 4), -1.0)
     for item, values in outputs.items():
         (value,) = values
@@ -545,8 +545,8 @@ def test_random_choices_reach_every_fault():
         for _ in range(20):
             copies = tuple(generator.choice((False, True)) for _ in range(2))
             pipeline = build(2, copies, generator.choice((False, True)), 2, 3)
-            before = source(pipeline)
+            unbroken = source(pipeline)
             if break_it(pipeline, fault, generator.randrange(1000)):
-                assert source(pipeline) != before
+                assert source(pipeline) != unbroken
                 done.add(fault)
     assert done == set(FAULTS)

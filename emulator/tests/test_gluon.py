@@ -18,7 +18,7 @@ from tritonemu import (
     UninitializedRead,
     run,
 )
-from tritonemu.compiling import asm_of
+from tritonemu.compiler import asm_of
 from tritonemu.gpu import has_gluon
 
 pytestmark = pytest.mark.gluon
@@ -34,7 +34,7 @@ from triton.experimental.gluon.nvidia.hopper import (  # noqa: E402
 )
 
 from emulator.tests import gluon_kernels as kernels  # noqa: E402
-from tritonemu.gluon.placing import places  # noqa: E402
+from tritonemu.gluon.placement import places  # noqa: E402
 
 
 def boxed(tensor, *shape):
@@ -280,23 +280,23 @@ def image(stride):
 
 @pytest.mark.parametrize("stride", (1, 2))
 def test_im2col(stride):
-    """As `unfold` has it; behind the last image all is zero."""
+    """The result is that of `unfold`; behind the last image all is zero."""
 
     def under(row, column):
         def expected(box, y):
             columns = torch.nn.functional.unfold(
                 box.base.permute(0, 3, 1, 2), 3, padding=1, stride=stride
             )
-            own = columns.view(2, 32, 3, 3, -1)[:, :, row, column]
-            found = own.transpose(1, 2).reshape(-1, 32)[:32]
-            return torch.cat([found, torch.zeros(32 - len(found), 32)])
+            tap = columns.view(2, 32, 3, 3, -1)[:, :, row, column]
+            pixels = tap.transpose(1, 2).reshape(-1, 32)[:32]
+            return torch.cat([pixels, torch.zeros(32 - len(pixels), 32)])
 
         return expected
 
     for row, column in ((0, 0), (1, 2), (2, 2)):
-        place = {"ROW": row, "COLUMN": column}
+        position = {"ROW": row, "COLUMN": column}
         expected = under(row, column)
-        everywhere(kernels.pixels, (1,), lambda: image(stride), expected, BUG="", **place)
+        everywhere(kernels.pixels, (1,), lambda: image(stride), expected, BUG="", **position)
     for bug, error in (("no wait", Race), ("starts outside", OutOfBounds)):
         found(error, kernels.pixels, (1,), lambda: image(stride), BUG=bug, ROW=0, COLUMN=0)
     run(kernels.pixels, (1,), *image(stride), BUG="", ROW=0, COLUMN=0, compile=True)
@@ -304,7 +304,7 @@ def test_im2col(stride):
 
 @pytest.mark.parametrize("name", RIGHT)
 def test_compiles(name):
-    """What runs here is a kernel to the compiler, too."""
+    """Kernels that run here compile, too."""
     make, _, options = RIGHT[name]
     run(getattr(kernels, name), (1,), *make(), BUG="", compile=True, **options)
 
@@ -329,11 +329,11 @@ def test_the_compiler_makes_as_many(name):
     kernel, args = getattr(kernels, name), make()
     bound = dict(zip(kernel.arg_names, [*args, ""], strict=True))
     ptx = asm_of(kernel, options.get("arch", "sm_90"), bound, {})["ptx"]
-    made = {kind: len(re.findall(form, ptx)) for kind, form in PTX.items()}
+    counts = {kind: len(re.findall(form, ptx)) for kind, form in PTX.items()}
     times = INSTRUCTIONS_OF_A_GATHER if name == "gathered" else 1
     report = run(kernel, (1,), *args, BUG="", trace=True, **options)
     ran = Counter(event.kind for event in report.timeline.events)
-    assert made["init"] == report.barriers
-    assert made["copy"] == times * ran["copy"] and made["store"] == times * ran["store"]
-    assert made["arrive"] + made["TMA load"] // times == ran["arrive"]
-    assert made["mma"] == INSTRUCTIONS_OF_AN_MMA * report.dots
+    assert counts["init"] == report.barriers
+    assert counts["copy"] == times * ran["copy"] and counts["store"] == times * ran["store"]
+    assert counts["arrive"] + counts["TMA load"] // times == ran["arrive"]
+    assert counts["mma"] == INSTRUCTIONS_OF_AN_MMA * report.dots

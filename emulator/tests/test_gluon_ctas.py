@@ -22,7 +22,7 @@ from tritonemu import (
     Unsupported,
     run,
 )
-from tritonemu.compiling import asm_of
+from tritonemu.compiler import asm_of
 from tritonemu.gpu import has_gluon
 
 pytestmark = pytest.mark.gluon
@@ -85,10 +85,10 @@ def scaled():
 
 
 def scaled_product(a, b, a_scale, b_scale, c):
-    own = a_scale.view(2, 32, 4, 4).transpose(1, 2).reshape(256, 4)
+    scales = a_scale.view(2, 32, 4, 4).transpose(1, 2).reshape(256, 4)
     left, right = (
         box.base.double() * torch.exp2(scale.double() - 127).repeat_interleave(32, 1)
-        for box, scale in ((a, own), (b, b_scale))
+        for box, scale in ((a, scales), (b, b_scale))
     )
     return left @ right.T
 
@@ -318,8 +318,10 @@ def test_mutants(name, number):
 
 def test_init_counts_for_every_cta_as_the_ptx_does(monkeypatch):
     counts = []
-    made = barriers.MBarrier
-    monkeypatch.setattr(barriers, "MBarrier", lambda *args: counts.append(args[3]) or made(*args))
+    original = barriers.MBarrier
+    monkeypatch.setattr(
+        barriers, "MBarrier", lambda *args: counts.append(args[3]) or original(*args)
+    )
     for name in ("pair_once", "pairs_of_four", "multicast_again"):
         make, _, options, _ = RIGHT[name]
         kernel, values = getattr(kernels, name), make()
@@ -377,8 +379,8 @@ def test_num_ctas_is_a_power_of_two():
 
 @triton.jit
 def plain(x, y, N: tl.constexpr):
-    at = tl.program_id(0) * N + tl.arange(0, N)
-    tl.store(y + at, tl.load(x + at) / tl.sum(tl.load(x + at)))
+    offsets = tl.program_id(0) * N + tl.arange(0, N)
+    tl.store(y + offsets, tl.load(x + offsets) / tl.sum(tl.load(x + offsets)))
 
 
 def test_a_triton_kernel_of_several_ctas_gives_the_same_values():

@@ -14,7 +14,7 @@ import torch
 from emulator.tests.checking import everywhere, normal
 from emulator.tests.judging import import_file, judge
 from tritonemu import run
-from tritonemu.compiling import asm_of
+from tritonemu.compiler import asm_of
 from tritonemu.gpu import has_gluon
 
 pytestmark = pytest.mark.gluon
@@ -69,8 +69,8 @@ class Subject(NamedTuple):
         options: dict[str, Any] = {"schedule": schedule, "max_steps": MAX_STEPS}
         kernel = getattr(module, self.kernel)
         run(kernel, (1,), *values, arch=self.arch, **self.constants, **options)
-        found = values[-1].base.double()
-        torch.testing.assert_close(found, self.gives(*values), rtol=1e-3, atol=1e-3)
+        result = values[-1].base.double()
+        torch.testing.assert_close(result, self.gives(*values), rtol=1e-3, atol=1e-3)
 
 
 SUBJECTS = {
@@ -144,7 +144,7 @@ def test_the_compiler_puts_the_fence_that_a_harmless_mutant_drops(name, tmp_path
     path.write_text(dropped.source)
     kernel = getattr(import_file(path), subject.kernel)
     arguments = dict(zip(kernel.arg_names, subject.arguments(), strict=False)) | subject.constants
-    made = asm_of(kernel, subject.arch, arguments, {"num_warps": 4})["ptx"]
-    store = made.index("cp.async.bulk.tensor.2d.global")
-    stored = max(made.rfind(f"st.shared.{kind}", 0, store) for kind in ("v4", "b32", "v2"))
-    assert "fence.proxy.async" in made[stored:store]
+    ptx = asm_of(kernel, subject.arch, arguments, {"num_warps": 4})["ptx"]
+    store = ptx.index("cp.async.bulk.tensor.2d.global")
+    stored = max(ptx.rfind(f"st.shared.{kind}", 0, store) for kind in ("v4", "b32", "v2"))
+    assert "fence.proxy.async" in ptx[stored:store]

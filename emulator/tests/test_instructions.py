@@ -162,10 +162,10 @@ def test_literals_are_fp32_patterns():
 def test_subnormals_are_flushed_before_and_after():
     tiny = torch.tensor([2.0**-127])
     for asm, expected in (("mul.rn.f32", 2.0**-126), ("mul.rn.ftz.f32", 0.0)):
-        ((found,),) = instructions.execute(f"{asm} $0, $1, 0f40000000;", [(tiny,)], 1)
-        assert float(found) == expected
-    ((found,),) = instructions.execute("add.ftz.sat.f32 $0, $1, 0f00800000;", [(tiny,)], 1)
-    assert float(found) == 2.0**-126
+        ((result,),) = instructions.execute(f"{asm} $0, $1, 0f40000000;", [(tiny,)], 1)
+        assert float(result) == expected
+    ((result,),) = instructions.execute("add.ftz.sat.f32 $0, $1, 0f00800000;", [(tiny,)], 1)
+    assert float(result) == 2.0**-126
 
 
 @triton.jit
@@ -197,16 +197,16 @@ def test_a_scalar_is_broadcast_and_nothing_else():
 def test_greatest_magnitude_with_the_product_of_signs():
     x, y = torch.tensor([1.0, -3, -2, torch.nan]), torch.tensor([-2.0, -1, 0.0, 5])
     asm = "max.NaN.xorsign.abs.f32 $0, $1, $2;"
-    ((found,),) = instructions.execute(asm, [(x,), (y,)], 1)
-    assert torch.equal(found[:3], torch.tensor([-2.0, 3, -2])) and found[3].isnan()
+    ((result,),) = instructions.execute(asm, [(x,), (y,)], 1)
+    assert torch.equal(result[:3], torch.tensor([-2.0, 3, -2])) and result[3].isnan()
 
 
 def test_exclusive_or_is_bitwise_and_of_integers_alone():
     asm = "xor.b32 $0, $1, $2;"
     five, three = (torch.tensor([x], dtype=torch.int32) for x in (5, 3))
     for first, second in ((five, three), (five, five)):
-        ((found,),) = instructions.execute(asm, [(first,), (second,)], 1)
-        assert found.dtype == torch.int32 and int(found) == int(first) ^ int(second)
+        ((result,),) = instructions.execute(asm, [(first,), (second,)], 1)
+        assert result.dtype == torch.int32 and int(result) == int(first) ^ int(second)
     with pytest.raises(Unsupported, match="xor"):
         instructions.execute(asm, [(torch.ones(1),), (torch.ones(1),)], 1)
 
@@ -239,7 +239,7 @@ def test_two_numbers_become_a_pair_and_are_multiplied_as_one():
 
 @triton.jit
 def short_kernel(x_ptr, bytes_ptr, fours_ptr, FP4: tl.constexpr, N: tl.constexpr):
-    """As SGLang stores fp8 and vLLM fp4, each pair in one conversion."""
+    """Store as SGLang does fp8 and vLLM fp4, each pair in one conversion."""
     x = tl.load(x_ptr + tl.arange(0, N))
     pairs = tl.inline_asm_elementwise(
         "{ .reg .b16 p; cvt.rn.satfinite.e4m3x2.f32 p, $3, $2; cvt.u32.u16 $0, p;"
@@ -263,15 +263,23 @@ def test_conversions_to_8_and_4_bits():
     run(short_kernel, (1,), x, eights, fours, FP4=True, N=128, arch="sm_100")
     expected = x.clamp(-448, 448).to(torch.float8_e4m3fn)
     assert torch.equal(eights[:116], expected.view(torch.uint8)[:116]) and eights[116] == 0x7F
-    found = torch.stack((fours & 15, fours >> 4), -1).flatten()
+    codes = torch.stack((fours & 15, fours >> 4), -1).flatten()
     numbers = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
-    values = numbers[(found & 7).long()] * torch.where(found >= 8, -1.0, 1.0)
+    values = numbers[(codes & 7).long()] * torch.where(codes >= 8, -1.0, 1.0)
     nearest = (x.abs()[:, None] - numbers).abs().amin(1)
     inside = x.abs() <= 6
     torch.testing.assert_close((values - x).abs()[inside], nearest[inside], rtol=0, atol=0)
-    at = {each: int(code) for each, code in zip(x[:113].tolist(), found, strict=False)}
-    assert [at[each] for each in (0.25, 0.75, 1.75, 2.5, 5.0, -5.0, 7.0)] == [0, 2, 4, 4, 6, 14, 7]
-    assert found[113:117].tolist() == [7, 15, 8, 7]
+    code_of = {each: int(code) for each, code in zip(x[:113].tolist(), codes, strict=False)}
+    assert [code_of[each] for each in (0.25, 0.75, 1.75, 2.5, 5.0, -5.0, 7.0)] == [
+        0,
+        2,
+        4,
+        4,
+        6,
+        14,
+        7,
+    ]
+    assert codes[113:117].tolist() == [7, 15, 8, 7]
     with pytest.raises(InvalidKernel, match="e2m1x2.f32 needs sm_100"):
         run(short_kernel, (1,), x, eights, fours, FP4=True, N=128)
 
@@ -283,8 +291,8 @@ def test_words():
         ("not.b32 $0, $1;", 0x7FFFFF0E), ("shr.u32 $0, $1, 4;", 0x0800000F),
         ("shl.b32 $0, $1, 4;", 0xF10), ("shl.b32 $0, $1, 32;", 0), ("shr.b32 $0, $1, 33;", 0),
     ):  # fmt: skip
-        ((found,),) = instructions.execute(asm, [(word,)], 1)
-        assert found.dtype == torch.int32 and int(found) == expected, asm
+        ((result,),) = instructions.execute(asm, [(word,)], 1)
+        assert result.dtype == torch.int32 and int(result) == expected, asm
     for asm in ("shr.s32 $0, $1, 4;", "cvt.u32.u16 $0, $1;", "and.b32 $0, $1, x;"):
         with pytest.raises(Unsupported, match="inline assembly"):
             instructions.execute(asm, [(word,)], 1)

@@ -16,8 +16,8 @@ from tritonemu import InvalidKernel, OutOfBounds, Race, UndefinedValue, run
 
 @triton.jit
 def apply_kernel(x_ptr, y_ptr, F: tl.constexpr):
-    at = tl.arange(0, 64)
-    tl.store(y_ptr + at, F(tl.load(x_ptr + at)))
+    offsets = tl.arange(0, 64)
+    tl.store(y_ptr + offsets, F(tl.load(x_ptr + offsets)))
 
 
 @triton.jit
@@ -74,14 +74,14 @@ def test_libdevice(function, expected):
 
 @triton.jit
 def integers_kernel(x_ptr, y_ptr):
-    at = tl.arange(0, 8)
-    x = tl.load(x_ptr + at)
-    tl.store(y_ptr + at, libdevice.popc(x))
-    tl.store(y_ptr + 8 + at, libdevice.clz(x))
-    tl.store(y_ptr + 16 + at, libdevice.ffs(x))
-    tl.store(y_ptr + 24 + at, libdevice.brev(libdevice.brev(x)))
-    tl.store(y_ptr + 32 + at, libdevice.mulhi(x, x))
-    tl.store(y_ptr + 40 + at, libdevice.byte_perm(x, x, 0x0123))
+    offsets = tl.arange(0, 8)
+    x = tl.load(x_ptr + offsets)
+    tl.store(y_ptr + offsets, libdevice.popc(x))
+    tl.store(y_ptr + 8 + offsets, libdevice.clz(x))
+    tl.store(y_ptr + 16 + offsets, libdevice.ffs(x))
+    tl.store(y_ptr + 24 + offsets, libdevice.brev(libdevice.brev(x)))
+    tl.store(y_ptr + 32 + offsets, libdevice.mulhi(x, x))
+    tl.store(y_ptr + 40 + offsets, libdevice.byte_perm(x, x, 0x0123))
 
 
 def test_libdevice_of_integers():
@@ -132,12 +132,12 @@ def put_four(ptr, a, b, c, d):
 
 @triton.jit
 def philox_words_kernel(y_ptr, z_ptr):
-    at = tl.arange(0, 1)
-    a, b, c, d = tl.randint4x(0, at)
-    put_four(y_ptr + at, a, b, c, d)
+    offsets = tl.arange(0, 1)
+    a, b, c, d = tl.randint4x(0, offsets)
+    put_four(y_ptr + offsets, a, b, c, d)
     zero = tl.zeros((1,), tl.uint64)
     a, b, c, d = tl.philox(0, zero, zero, zero, zero)
-    put_four(z_ptr + at, a, b, c, d)
+    put_four(z_ptr + offsets, a, b, c, d)
 
 
 def test_philox_gives_the_known_answers_of_random123():
@@ -152,9 +152,9 @@ def test_philox_gives_the_known_answers_of_random123():
 
 @triton.jit
 def random_kernel(u_ptr, n_ptr, SIZE: tl.constexpr):
-    at = tl.arange(0, SIZE)
-    tl.store(u_ptr + at, tl.rand(7, at))
-    tl.store(n_ptr + at, tl.randn(7, at))
+    offsets = tl.arange(0, SIZE)
+    tl.store(u_ptr + offsets, tl.rand(7, offsets))
+    tl.store(n_ptr + offsets, tl.randn(7, offsets))
 
 
 def test_rand_and_randn():
@@ -166,16 +166,16 @@ def test_rand_and_randn():
 
 @triton.jit
 def unsigned_kernel(x_ptr, y_ptr, f_ptr):
-    at = tl.arange(0, 4)
-    x = tl.load(x_ptr + at)
-    tl.store(y_ptr + at, x // 10)
-    tl.store(y_ptr + 4 + at, x % 1000003)
-    tl.store(y_ptr + 8 + at, x >> 61)
-    tl.store(y_ptr + 12 + at, tl.maximum(x, 2**63))
-    tl.store(y_ptr + 16 + at, tl.where(x > 2**63, 1, 0))
-    tl.store(y_ptr + 20 + at, tl.umulhi(x, x))
-    tl.store(y_ptr + 24 + at, x.to(tl.float64).to(tl.uint64))
-    tl.store(f_ptr + at, x)
+    offsets = tl.arange(0, 4)
+    x = tl.load(x_ptr + offsets)
+    tl.store(y_ptr + offsets, x // 10)
+    tl.store(y_ptr + 4 + offsets, x % 1000003)
+    tl.store(y_ptr + 8 + offsets, x >> 61)
+    tl.store(y_ptr + 12 + offsets, tl.maximum(x, 2**63))
+    tl.store(y_ptr + 16 + offsets, tl.where(x > 2**63, 1, 0))
+    tl.store(y_ptr + 20 + offsets, tl.umulhi(x, x))
+    tl.store(y_ptr + 24 + offsets, x.to(tl.float64).to(tl.uint64))
+    tl.store(f_ptr + offsets, x)
 
 
 def test_unsigned_integers_of_64_bits():
@@ -198,9 +198,11 @@ def test_unsigned_integers_of_64_bits():
 
 @triton.jit
 def histogram_kernel(x_ptr, y_ptr, n):
-    at = tl.arange(0, 64)
-    tl.store(y_ptr + tl.arange(0, 8), tl.histogram(tl.load(x_ptr + at), 8))
-    tl.store(y_ptr + 8 + tl.arange(0, 8), tl.histogram(tl.load(x_ptr + at), 8, mask=at < n))
+    offsets = tl.arange(0, 64)
+    tl.store(y_ptr + tl.arange(0, 8), tl.histogram(tl.load(x_ptr + offsets), 8))
+    tl.store(
+        y_ptr + 8 + tl.arange(0, 8), tl.histogram(tl.load(x_ptr + offsets), 8, mask=offsets < n)
+    )
 
 
 def test_histogram():
@@ -275,14 +277,14 @@ def test_compare_and_swap(dtype):
     "kind, dtype", (("max", torch.bfloat16), ("add", torch.int16), ("or", torch.float32))
 )
 def test_atomics_that_the_device_has_not(kind, dtype):
-    given, atomic = (torch.zeros(n).to(dtype) for n in (2, 8)), getattr(tl, f"atomic_{kind}")
-    refused(InvalidKernel, f"tl.atomic_{kind} has no", atomics_kernel, *given, ATOMIC=atomic)
+    arguments, atomic = (torch.zeros(n).to(dtype) for n in (2, 8)), getattr(tl, f"atomic_{kind}")
+    refused(InvalidKernel, f"tl.atomic_{kind} has no", atomics_kernel, *arguments, ATOMIC=atomic)
 
 
 @triton.jit
 def eight_bits_kernel(x_ptr, y_ptr):
-    at = tl.arange(0, 16)
-    tl.store(y_ptr + at, tl.load(x_ptr + at).to(tl.float32) * 2)
+    offsets = tl.arange(0, 16)
+    tl.store(y_ptr + offsets, tl.load(x_ptr + offsets).to(tl.float32) * 2)
 
 
 def test_arguments_under_another_type():
@@ -292,7 +294,7 @@ def test_arguments_under_another_type():
 
 
 class Window:
-    """What FlagGems passes for a tensor: something with a `data_ptr()` and a dtype."""
+    """Stand-in for a tensor as FlagGems passes it: an object with a `data_ptr()` and a dtype."""
 
     def __init__(self, base: torch.Tensor, first: int):
         self.base, self.first, self.dtype = base, first, base.dtype
@@ -303,8 +305,8 @@ class Window:
 
 @triton.jit
 def chosen_kernel(x_ptr, y_ptr, out_ptr, n, KIND: tl.constexpr):
-    at = tl.arange(0, 4)
-    tl.store(out_ptr + at, tl.load(tl.where(n > 3, x_ptr, y_ptr) + at))
+    offsets = tl.arange(0, 4)
+    tl.store(out_ptr + offsets, tl.load(tl.where(n > 3, x_ptr, y_ptr) + offsets))
     if KIND == "other":
         raise ValueError("no such kind")
 
@@ -322,11 +324,11 @@ def test_pointers_that_are_no_tensors_and_choices_between_them():
 
 @triton.jit
 def rows_kernel(x_ptr, y_ptr, step):
-    at = tl.arange(0, 4)
+    offsets = tl.arange(0, 4)
     dtype = x_ptr.dtype.element_ty
     if dtype is tl.float32:
-        inside = (at < 3).logical_and(at > 0).logical_or(at == 3)
-        tl.store(y_ptr + at, tl.load(x_ptr + at * step, mask=inside, other=9.0))
+        inside = (offsets < 3).logical_and(offsets > 0).logical_or(offsets == 3)
+        tl.store(y_ptr + offsets, tl.load(x_ptr + offsets * step, mask=inside, other=9.0))
 
 
 def test_an_expanded_tensor_may_be_read_with_strides_of_the_kernel():
@@ -375,9 +377,9 @@ def test_values_without_a_bin_make_one_bin_undefined():
     run(counts_kernel, (1,), x, y, 4, ALL=False, BLOCK=8, BINS=8)
     assert y.tolist() == [1, 2, 1, 0, 0, 0, 0, 0]
     match = r"y gets a value .* tl.histogram .* got -1 and has bins \[0, 8\); give it a `mask`"
-    kept = {"ALL": True, "BLOCK": 8, "BINS": 8}
-    refused(UndefinedValue, match, counts_kernel, x, y, 4, at="tl.store", **kept)
-    run(counts_kernel, (1,), x, y, 4, masked="zero", **kept)
+    keywords = {"ALL": True, "BLOCK": 8, "BINS": 8}
+    refused(UndefinedValue, match, counts_kernel, x, y, 4, line="tl.store", **keywords)
+    run(counts_kernel, (1,), x, y, 4, masked="zero", **keywords)
     assert y.tolist() == [1, 2, 1, 0, 0, 0, 0, 0]  # as on NVIDIA GPUs: -1 is in bin 31
     y = torch.zeros(64, dtype=torch.int32)
     run(counts_kernel, (1,), x, y, 4, ALL=True, BLOCK=8, BINS=64, masked="zero")

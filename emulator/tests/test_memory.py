@@ -72,8 +72,8 @@ def test_masked_lanes_without_other(dtype):
         return
     with pytest.raises(UndefinedValue, match="out_ptr gets a value that comes from the load") as c:
         stored()
-    error, at = c.value, (place(copy_kernel, "tl.store"), place(copy_kernel, "tl.load"))
-    assert ((error.file, error.line), error.other, error.buffer) == (*at, "out_ptr")
+    error, locations = c.value, (place(copy_kernel, "tl.store"), place(copy_kernel, "tl.load"))
+    assert ((error.file, error.line), error.other, error.buffer) == (*locations, "out_ptr")
 
 
 @triton.jit
@@ -215,7 +215,7 @@ def test_an_index_that_is_repeated_in_one_store():
     run(scatter_kernel, (1,), index, same, out, N=4)
     what = "give element 3 of out_ptr several values"
     other = torch.arange(4.0)
-    error = refused(Race, what, scatter_kernel, index, other, out, N=4, at="tl.store(out_ptr")
+    error = refused(Race, what, scatter_kernel, index, other, out, N=4, line="tl.store(out_ptr")
     assert error.buffer == "out_ptr"
     run(scatter_kernel, (1,), index, other, out, N=4, races=False)
 
@@ -321,8 +321,8 @@ def test_descriptor_reductions():
 
 
 @triton.jit
-def box5_kernel(desc, out_desc, at):
-    x = desc.load(at)
+def box5_kernel(desc, out_desc, offsets):
+    x = desc.load(offsets)
     out_desc.store((0, 0, 0, 0, 0), x)
 
 
@@ -330,14 +330,14 @@ def box5_kernel(desc, out_desc, at):
 def test_boxes_of_rank_five_match_padding(seed):
     generator = torch.Generator().manual_seed(seed)
     shape = torch.randint(1, 5, (5,), generator=generator) * torch.tensor([1, 1, 1, 1, 4])
-    at = torch.randint(-3, 5, (5,), generator=generator).tolist()
+    offsets = torch.randint(-3, 5, (5,), generator=generator).tolist()
     x = torch.randn(*shape, generator=generator).transpose(0, 2).contiguous().transpose(0, 2)
     size = (2, 1, 4, 2, 8)
     out = torch.zeros(size)
     padded = torch.nn.functional.pad(x, (8, 16) * 5)
-    window = padded[tuple(slice(8 + a, 8 + a + b) for a, b in zip(at, size, strict=True))]
+    window = padded[tuple(slice(8 + a, 8 + a + b) for a, b in zip(offsets, size, strict=True))]
     source = TensorDescriptor(x, x.shape, x.stride(), list(size))
-    run(box5_kernel, (1,), source, box(out, *size), tuple(at))
+    run(box5_kernel, (1,), source, box(out, *size), tuple(offsets))
     assert torch.equal(out, window)
 
 
@@ -366,12 +366,14 @@ def test_race_between_boxes():
     ),
 )
 def test_descriptor_rules(x, shape, stride, message):
-    given = x, torch.ones(64), *shape, stride
+    arguments = x, torch.ones(64), *shape, stride
     constants = {"ROWS": 4, "KIND": "store"}
     if message is None:
-        run(device_desc_kernel, (1,), *given, **constants)
+        run(device_desc_kernel, (1,), *arguments, **constants)
     else:
-        refused((DescriptorError, OutOfBounds), message, device_desc_kernel, *given, **constants)
+        refused(
+            (DescriptorError, OutOfBounds), message, device_desc_kernel, *arguments, **constants
+        )
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""What findings tell: source, calls, names, and how to see them again; reports of the command."""
+"""Content of findings: source, calls, names, how to see them again; reports of the command."""
 
 import json
 import re
@@ -125,27 +125,27 @@ def test_a_finding_of_a_search(script, tmp_path, capsys, search):
     assert "called from" in printed and "fill(other)" in printed and "fill(cell)" in printed
 
     report = json.loads(files["json"].read_text())
-    found = report["found"]
-    assert (found["kind"], found["kernel"]) == ("Race", "order_kernel")
-    assert {found["buffer"], "cell[0]", "other[0]"} == {"cell[0]", "other[0]"}
-    assert " as cell[0] at " in found["message"] or " as other[0] at " in found["message"]
-    here, earlier = found["places"]
+    finding = report["found"]
+    assert (finding["kind"], finding["kernel"]) == ("Race", "order_kernel")
+    assert {finding["buffer"], "cell[0]", "other[0]"} == {"cell[0]", "other[0]"}
+    assert " as cell[0] at " in finding["message"] or " as other[0] at " in finding["message"]
+    here, earlier = finding["places"]
     assert (here["what"], earlier["what"]) == ("here", "earlier")
-    for place in (here, earlier):
-        outer, inner = place["calls"]
+    for location in (here, earlier):
+        outer, inner = location["calls"]
         assert (outer["function"], inner["function"]) == ("", "fill")
         assert inner["source"].startswith("tlx.local_store(cell[0]")
-    assert {place["calls"][0]["source"] for place in (here, earlier)} == {
+    assert {location["calls"][0]["source"] for location in (here, earlier)} == {
         "fill(cell)", "fill(other)",
     }  # fmt: skip
     assert report["covered"]["search"] == search and report["covered"]["schedules"] > 1
-    assert found["replay"] in printed and found["schedule"] != "modelled"
+    assert finding["replay"] in printed and finding["schedule"] != "modelled"
 
     # The pictures are of the failing schedule; the command shows the finding again.
     assert files["svg"].read_text().startswith("<svg")
     assert "Race in order_kernel" in files["html"].read_text()
-    assert found["message"].split()[0] in files["html"].read_text()
-    _, _, module, *rest = shlex.split(found["replay"])
+    assert finding["message"].split()[0] in files["html"].read_text()
+    _, _, module, *rest = shlex.split(finding["replay"])
     assert module == "tritonemu"
     assert main(rest) == 1
     assert capsys.readouterr().err == printed
@@ -155,12 +155,12 @@ def test_a_finding_of_a_search(script, tmp_path, capsys, search):
 def test_a_deadlock_shows_the_source_of_each_wait(script, tmp_path, capsys):
     assert main([f"{script}:waiting", "--json", str(tmp_path / "r.json")]) == 1
     assert "default of CTA 0: " in capsys.readouterr().err
-    found = json.loads((tmp_path / "r.json").read_text())["found"]
-    assert found["kind"] == "Deadlock"
-    *_, waits, made = found["places"]
-    assert (waits["what"], made["what"]) == ("default of CTA 0", "barrier")
+    finding = json.loads((tmp_path / "r.json").read_text())["found"]
+    assert finding["kind"] == "Deadlock"
+    *_, waits, allocation = finding["places"]
+    assert (waits["what"], allocation["what"]) == ("default of CTA 0", "barrier")
     assert waits["calls"][-1]["source"] == "tlx.barrier_wait(done, 0)"
-    assert made["calls"][-1]["source"] == "done = tlx.alloc_barriers(1)"
+    assert allocation["calls"][-1]["source"] == "done = tlx.alloc_barriers(1)"
 
 
 @pytest.mark.tlx
@@ -180,9 +180,9 @@ def test_a_barrier_shows_where_it_is_made_and_who_comes(function, kind, wanted, 
     path = tmp_path / "barriers.py"
     path.write_text(textwrap.dedent(BARRIERS))
     assert main([f"{path}:{function}", "--json", str(tmp_path / "r.json")]) == 1
-    found = json.loads((tmp_path / "r.json").read_text())["found"]
-    assert found["kind"] == kind
-    shown = {place["what"]: place["calls"][-1]["source"] for place in found["places"]}
+    finding = json.loads((tmp_path / "r.json").read_text())["found"]
+    assert finding["kind"] == kind
+    shown = {location["what"]: location["calls"][-1]["source"] for location in finding["places"]}
     wanted = wanted | {"barrier": "full = tlx.alloc_barriers(1, arrive_count=COUNT)"}
     assert wanted.items() <= shown.items()
 
@@ -261,9 +261,9 @@ def test_a_result_that_depends_on_the_schedule_is_a_finding(tmp_path, capsys, se
     arguments = ["--resident", "2", "--search", search, "--schedules", "20"]
     assert main([*arguments, "--json", str(report), f"{path}:main"]) == 1
     assert "the sum is 1" in capsys.readouterr().err
-    found = json.loads(report.read_text())["found"]
-    assert (found["kind"], found["kernel"]) == ("WrongResult", "kernel")
-    assert main(shlex.split(found["replay"])[3:]) == 1
+    finding = json.loads(report.read_text())["found"]
+    assert (finding["kind"], finding["kernel"]) == ("WrongResult", "kernel")
+    assert main(shlex.split(finding["replay"])[3:]) == 1
     assert "the sum is 1" in capsys.readouterr().err
 
 
@@ -271,9 +271,9 @@ def test_a_kernel_that_fails_names_its_schedule_too(tmp_path, capsys):
     path, report = tmp_path / "lost.py", tmp_path / "report.json"
     path.write_text(textwrap.dedent(LOST), encoding="utf-8")
     assert main(["--json", str(report), f"{path}:broken"]) == 1
-    found = json.loads(report.read_text())["found"]
-    assert (found["kind"], found["schedule"]) == ("InvalidKernel", "modelled")
-    assert found["places"][0]["calls"][-1]["source"] == "tl.store(sum_ptr, undefined_name)"
+    finding = json.loads(report.read_text())["found"]
+    assert (finding["kind"], finding["schedule"]) == ("InvalidKernel", "modelled")
+    assert finding["places"][0]["calls"][-1]["source"] == "tl.store(sum_ptr, undefined_name)"
 
 
 DRAWN = """
@@ -328,21 +328,21 @@ def _figure(tmp_path, function):
     path.write_text(textwrap.dedent(DRAWN), encoding="utf-8")
     assert main([f"{path}:{function}", "--svg", str(drawing)]) == 1
     svg = drawing.read_text()
-    told = re.search(r"<desc>(.*)</desc>", svg)[1]
-    return told, re.findall(r'<circle class="mark" cx="([\d.]+)" cy="([\d.]+)"', svg), svg
+    description = re.search(r"<desc>(.*)</desc>", svg)[1]
+    return description, re.findall(r'<circle class="mark" cx="([\d.]+)" cy="([\d.]+)"', svg), svg
 
 
 @pytest.mark.tlx
 def test_the_figure_of_a_race_marks_both_accesses_and_what_is_missing(tmp_path):
-    told, pins, svg = _figure(tmp_path, "early")
+    description, pins, svg = _figure(tmp_path, "early")
     lines = DRAWN.splitlines()
     load, read = (
         next(i for i, line in enumerate(lines, 1) if text in line)
         for text in ("async_descriptor_load(", "local_load(")
     )
-    assert f"1: task0 of CTA 0 reads tiles[0], line {read}." in told
-    assert f"2: copy issued by default of CTA 0 writes tiles[0], line {load}." in told
-    assert told.endswith("Nothing orders 1 and 2.") and svg.count('class="unordered"') == 1
+    assert f"1: task0 of CTA 0 reads tiles[0], line {read}." in description
+    assert f"2: copy issued by default of CTA 0 writes tiles[0], line {load}." in description
+    assert description.endswith("Nothing orders 1 and 2.") and svg.count('class="unordered"') == 1
     lanes = dict(re.findall(r'<text x="0" y="([\d.]+)">([\w ]+)</text>', svg))
     lanes = {name: float(y) for y, name in lanes.items()}
     (x1, y1), (x2, y2), *legend = [tuple(map(float, pin)) for pin in pins]
@@ -357,16 +357,21 @@ def test_the_figure_of_a_race_marks_both_accesses_and_what_is_missing(tmp_path):
 
 @pytest.mark.tlx
 def test_the_figure_of_a_race_of_two_programs_shows_both(tmp_path):
-    told, pins, svg = _figure(tmp_path, "last_one")
-    assert told.startswith("CTAs 0 and 1, modelled cycles")
-    assert "Lanes: CTA 0 default, CTA 1 default." in told
-    assert "1: default of CTA 0 writes y" in told and "2: default of CTA 1 writes y" in told
+    description, pins, svg = _figure(tmp_path, "last_one")
+    assert description.startswith("CTAs 0 and 1, modelled cycles")
+    assert "Lanes: CTA 0 default, CTA 1 default." in description
+    assert (
+        "1: default of CTA 0 writes y" in description
+        and "2: default of CTA 1 writes y" in description
+    )
     assert len({y for _, y in pins[:2]}) == 2 and "nothing orders 1 and 2</title>" in svg
 
 
 @pytest.mark.tlx
 def test_the_figure_of_a_deadlock_marks_each_wait(tmp_path):
-    told, pins, svg = _figure(tmp_path, "count")
-    assert "1: default of CTA 0 waits for phase 0 of empty[0]" in told
-    assert "2: task0 of CTA 0 waits for phase 0 of full[0] of CTA 0, which misses 1 arr" in told
+    description, pins, svg = _figure(tmp_path, "count")
+    assert "1: default of CTA 0 waits for phase 0 of empty[0]" in description
+    assert (
+        "2: task0 of CTA 0 waits for phase 0 of full[0] of CTA 0, which misses 1 arr" in description
+    )
     assert len(pins) == 4 and svg.count('<rect class="missing"') == 2

@@ -13,13 +13,13 @@ FOREIGN = {"gdpa_kernels", "gdpa_lab", "tests", "notebooks"}
 
 def imported(path: Path) -> set[str]:
     """The first parts of all modules that a file imports by their whole names."""
-    found = set()
+    modules = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            found |= {alias.name.partition(".")[0] for alias in node.names}
+            modules |= {alias.name.partition(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
-            found.add(node.module.partition(".")[0])
-    return found
+            modules.add(node.module.partition(".")[0])
+    return modules
 
 
 @pytest.mark.parametrize("folder", (PACKAGE, Path(__file__).parent), ids=lambda path: path.name)

@@ -1,4 +1,4 @@
-"""What host code and kernels of plain Triton ask for: names, types, what launches return."""
+"""Needs of host code and kernels of plain Triton: names, types, results of launches."""
 
 import importlib.util
 
@@ -76,12 +76,12 @@ def test_a_warm_kernel_is_launched():
 
 def test_a_launch_returns_what_triton_does():
     with enabled() as reports:
-        made = add1[(2,)](torch.zeros(100), 100, 64, num_warps=2, num_stages=1)
-    assert (made.name, made.n_regs, made.n_spills) == ("add1", None, 0)
-    assert made.metadata.num_warps == 2 and made.metadata._asdict()["name"] == "add1"
-    assert made.report is reports[0]
+        launched = add1[(2,)](torch.zeros(100), 100, 64, num_warps=2, num_stages=1)
+    assert (launched.name, launched.n_regs, launched.n_spills) == ("add1", None, 0)
+    assert launched.metadata.num_warps == 2 and launched.metadata._asdict()["name"] == "add1"
+    assert launched.report is reports[0]
     with pytest.raises(KeyError, match="ptx: the emulator makes no code"):
-        made.asm["ptx"]
+        launched.asm["ptx"]
 
 
 @triton.jit
@@ -211,7 +211,7 @@ def several_kernel(sources, y, B: tl.constexpr):
 
 
 def test_blocks_of_addresses():
-    """As vLLM and SGLang copy their caches."""
+    """vLLM and SGLang copy their caches so."""
     x, y = torch.randn(10), torch.zeros(10)
     run(bytes_kernel, (1,), torch.tensor([x.data_ptr()]), y, 36, 64)
     assert y[:9].equal(x[:9]) and y[9] == 0
@@ -230,15 +230,15 @@ def step_kernel(x, n, STEP, B: tl.constexpr):
 
 
 def test_the_source_of_a_function_may_be_replaced():
-    """As `triton_kernels` specialises its kernels; findings show what it is replaced by."""
-    made = triton.JITFunction(step_kernel.fn)
-    made._unsafe_update_src(step_kernel.src.replace("n, STEP, B", "n, B").replace("STEP", "3"))
-    made.params = [p for p in made.params if p.name != "STEP"]
+    """`triton_kernels` specialises its kernels so; findings show the replacement."""
+    replaced = triton.JITFunction(step_kernel.fn)
+    replaced._unsafe_update_src(step_kernel.src.replace("n, STEP, B", "n, B").replace("STEP", "3"))
+    replaced.params = [p for p in replaced.params if p.name != "STEP"]
     x = torch.zeros(10)
     with enabled():
-        made[(1,)](x, 10, B=16)
+        replaced[(1,)](x, 10, B=16)
     assert x.eq(3).all()
-    error = refused(OutOfBounds, "element 15", made, x, 16, B=16)
+    error = refused(OutOfBounds, "element 15", replaced, x, 16, B=16)
     assert error.line == 3 and "tl.load(x + i, mask=i < n) + 3" in explain(error)
     run(step_kernel, (1,), x, 10, 4, B=16)
     assert x.eq(7).all()

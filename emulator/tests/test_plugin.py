@@ -67,9 +67,9 @@ def test_the_project_sets_options_and_comments_allow(run, pytester):
     pytester.makepyprojecttoml("[tool.tritonemu]\nschedules = 0\nresident = 2\n")
     result = run("--fake-gpu", "-k", "sum or fixture")
     result.assert_outcomes(passed=3)
-    told = r"allowed: Race at .*:17, found \d+ times: a test"
+    allowed = r"allowed: Race at .*:17, found \d+ times: a test"
     first = r" \(first in test_on_gpu.py::test_sum\[modelled-False\]\)"
-    result.stdout.re_match_lines([told + first])
+    result.stdout.re_match_lines([allowed + first])
     run("--fake-gpu", "-k", "fixture", "--emulated-schedules", "3").assert_outcomes(
         passed=4, deselected=3 * 4
     )
@@ -143,7 +143,7 @@ def test_messages_name_flags_of_pytest_and_the_test(pytester):
 
 
 def test_a_finding_names_the_command_that_repeats_it(pytester, monkeypatch):
-    """Also from another folder than that of the settings, and with the options of this run."""
+    """The options reach it from another folder than that of the settings, too."""
     folder = pytester.mkdir("a folder")
     (folder / "test_masked.py").write_text(MASKED)
     pytester.makepyprojecttoml("")
@@ -152,8 +152,8 @@ def test_a_finding_names_the_command_that_repeats_it(pytester, monkeypatch):
     strict = ("--emulated-strict", "--emulated-masked=zero", "--emulated-schedules=9")
     result = pytester.runpytest_inprocess(*options, *strict, "-k", "same")
     result.assert_outcomes(failed=10, deselected=10)
-    told = (line for line in result.outlines if "again with pytest" in line and "[8]" in line)
-    name, *arguments = shlex.split(next(told).partition("again with ")[2])
+    replays = (line for line in result.outlines if "again with pytest" in line and "[8]" in line)
+    name, *arguments = shlex.split(next(replays).partition("again with ")[2])
     assert name == "pytest" and "--emulated-strict" in arguments
     again = pytester.runpytest_inprocess("-p", "no:cacheprovider", *arguments)
     again.assert_outcomes(failed=1)

@@ -74,7 +74,7 @@ def replicas_kernel(out_ptr, APART: tl.constexpr):
 
 def test_replicas():
     everywhere(replicas_kernel, (1,), ints(16), 0, APART=1)
-    for error in found(Race, replicas_kernel, (1,), ints(16), APART=0, at="local_store"):
+    for error in found(Race, replicas_kernel, (1,), ints(16), APART=0, line="local_store"):
         assert (error.file, error.line) == error.other
         assert error.role in ("task0[0] of CTA 0", "task0[1] of CTA 0")
         assert f"which task0[{'10'[int(error.role[6])]}] of CTA 0 writes" in str(error)

@@ -61,7 +61,7 @@ def constexpr_of_a_value_kernel(x_ptr, out_ptr, n):
 
 
 def test_constexpr_of_a_value_is_that_value():
-    """As in fbtriton 3.7.4, which compiles it."""
+    """fbtriton 3.7.4 compiles it."""
     types = {"x_ptr": "*fp32", "out_ptr": "*fp32", "n": "i32"}
     build(constexpr_of_a_value_kernel, types)
     out = torch.zeros(1)
@@ -216,7 +216,7 @@ def assertion_kernel(x_ptr):
 def test_assert_is_checked():
     run(assertion_kernel, (1,), torch.ones(1))
     given = torch.zeros(1)
-    refused(DeviceAssertion, "x is positive", assertion_kernel, given, at="assert x > 0")
+    refused(DeviceAssertion, "x is positive", assertion_kernel, given, line="assert x > 0")
 
 
 @triton.jit
@@ -239,7 +239,7 @@ def unpack_kernel(out_ptr):
 
 
 def test_of_more_values_than_names_the_rest_is_dropped_or_refused():
-    """As the compiler of this Triton does."""
+    """The compiler of this Triton does the same."""
     out = zeros()
     try:
         run(unpack_kernel, (1,), out, compile=True)
@@ -286,7 +286,7 @@ def loop_kernel(out_ptr):
     ),
 )
 def test_unsupported_names_the_operation_and_the_line(kernel, text, message):
-    refused(Unsupported, message, kernel, zeros(), at=text)
+    refused(Unsupported, message, kernel, zeros(), line=text)
 
 
 @triton.jit

@@ -41,8 +41,8 @@ def test_dot_scaled(a, b, arch):
     scales = [torch.randint(122, 132, (size, 2)).to(torch.uint8) for size in (16, 32)]
     c, stored = torch.zeros(16, 32), y.T.contiguous()
     sizes = {"M": 16, "N": 32, "K": 64, "AK": x.shape[1], "BK": len(stored)}
-    given = x, scales[0], stored, scales[1], c
-    run(scaled_kernel, (1,), *given, A=a, B=b, **sizes, arch=arch)
+    arguments = x, scales[0], stored, scales[1], c
+    run(scaled_kernel, (1,), *arguments, A=a, B=b, **sizes, arch=arch)
     factors = [torch.exp2(s.float() - 127).repeat_interleave(32, 1) for s in scales]
     torch.testing.assert_close(c, 2 * (x_value * factors[0]) @ (y_value * factors[1]).T)
 
@@ -58,9 +58,9 @@ def gather_kernel(x_desc, y_desc, rows_ptr, out_ptr):
 def test_gather_and_scatter_of_descriptors():
     x, y, out = torch.randn(20, 16), torch.zeros(24, 8), torch.zeros(8, 8)
     rows = torch.tensor([3, 0, 19, 7, 8, 2, 5, 21], dtype=torch.int32)
-    given = box(x, 1, 8), box(y, 1, 8)
-    refused(InvalidKernel, "gather needs arch sm_100", gather_kernel, *given, rows, out)
-    run(gather_kernel, (1,), *given, rows, out, **B200)
+    boxes = box(x, 1, 8), box(y, 1, 8)
+    refused(InvalidKernel, "gather needs arch sm_100", gather_kernel, *boxes, rows, out)
+    run(gather_kernel, (1,), *boxes, rows, out, **B200)
     padded = torch.cat((x, torch.zeros(4, 16)))
     torch.testing.assert_close(out, padded[rows.long(), 4:12])
     expected = torch.zeros(24, 8)
@@ -91,9 +91,9 @@ def test_copies_to_tensor_memory():
 
 @triton.jit
 def round_kernel(x_ptr, bits_ptr, y_ptr, N: tl.constexpr):
-    at = tl.arange(0, N)
-    x, bits = tl.load(x_ptr + at), tl.load(bits_ptr + at)
-    tl.store(y_ptr + at, tlx.stoch_round(x, y_ptr.dtype.element_ty, bits))
+    offsets = tl.arange(0, N)
+    x, bits = tl.load(x_ptr + offsets), tl.load(bits_ptr + offsets)
+    tl.store(y_ptr + offsets, tlx.stoch_round(x, y_ptr.dtype.element_ty, bits))
 
 
 @pytest.mark.tlx

@@ -7,7 +7,7 @@ import triton.language as tl
 
 from emulator.tests.checking import box, build, ints, refused, tlx
 from tritonemu import InvalidKernel, run
-from tritonemu.compiling import ask_front_end
+from tritonemu.compiler import ask_front_end
 
 zeros = ints(16, fill=0)
 
@@ -195,15 +195,15 @@ REFUSED = {
 
 
 def asked(kernel):
-    given = {"y_ptr": torch.zeros(16, dtype=torch.int32), "n": 3, "C": 4}
-    ask_front_end(kernel, "sm_90", given, {"num_warps": 4})
+    arguments = {"y_ptr": torch.zeros(16, dtype=torch.int32), "n": 3, "C": 4}
+    ask_front_end(kernel, "sm_90", arguments, {"num_warps": 4})
 
 
 @pytest.mark.parametrize("kernel", REFUSED, ids=lambda kernel: kernel.__name__)
 def test_what_the_front_end_refuses(kernel):
     with pytest.raises(InvalidKernel, match="Triton refuses this kernel: "):
         asked(kernel)
-    error = refused(InvalidKernel, None, kernel, *zeros(), 3, C=4, at="here")
+    error = refused(InvalidKernel, None, kernel, *zeros(), 3, C=4, line="here")
     assert REFUSED[kernel] in str(error)
 
 

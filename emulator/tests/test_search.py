@@ -113,7 +113,7 @@ def threads_kernel(state_ptr, out_ptr, RIGHT: tl.constexpr, TURNS: tl.constexpr)
 
 
 def meet(order, right):
-    """What comes of `threads_kernel`."""
+    """Run `threads_kernel`."""
     try:
         run(threads_kernel, (1,), None, None, int(right), 1, schedule=order, num_warps=8)
     except EmulatorError as error:
@@ -209,7 +209,7 @@ def outcome(name, order, right=False, turns=None):
 
 
 def explored(execute, reduced=True, most=1000, orders=None):
-    """What the executions of a tree give, and the tree."""
+    """Return the results of the executions of a tree, and the tree."""
     tree, outcomes = _Tree(reduced), []
     for order in orders or tree.executions(most):
         try:

@@ -26,18 +26,20 @@ def locks():
 @pytest.mark.parametrize("resident", (1, 2, 4))
 def test_a_lock_that_nobody_releases(resident):
     """Each but one spins on it, whether or not all were to run together."""
-    at = place(lock_kernel, "while")
+    loop = place(lock_kernel, "while")
     for error in found(
-        Deadlock, lock_kernel, (4,), locks, at="while", RELEASES=False, resident=resident
+        Deadlock, lock_kernel, (4,), locks, line="while", RELEASES=False, resident=resident
     ):
         (holder,) = {f"default of CTA {i}" for i in range(4)} - {wait.role for wait in error.waits}
         assert len(error.waits) == 3
         for wait in error.waits:
-            assert (wait.at, wait.buffer, wait.element, wait.value) == (at, "lock", 0, 1)
-            assert wait.writer == (holder, at)
-            spins = f"{wait.role} at {at[0]}:{at[1]} spins on element 0 of lock, which holds 1, "
-            assert f"{spins}last written by {holder} at {at[0]}:{at[1]}" in str(error)
-            assert f"  {wait.role}: {at[0]}:{at[1]} in lock_kernel" in explain(error)
+            assert (wait.location, wait.buffer, wait.element, wait.value) == (loop, "lock", 0, 1)
+            assert wait.writer == (holder, loop)
+            spins = (
+                f"{wait.role} at {loop[0]}:{loop[1]} spins on element 0 of lock, which holds 1, "
+            )
+            assert f"{spins}last written by {holder} at {loop[0]}:{loop[1]}" in str(error)
+            assert f"  {wait.role}: {loop[0]}:{loop[1]} in lock_kernel" in explain(error)
     everywhere(lock_kernel, (4,), locks, 4, RELEASES=True, resident=resident)
 
 
@@ -65,8 +67,8 @@ def test_programs_that_have_not_started_do_so_when_all_others_spin():
 
 
 def test_how_many_must_run_together_is_noted():
-    def notes(kernel, made, **options):
-        return run(kernel, (4,), *made(), **options).notes
+    def notes(kernel, make_arguments, **options):
+        return run(kernel, (4,), *make_arguments(), **options).notes
 
     barrier = {"EXTRA": 0, "PLAIN": False}
     (note,) = notes(barrier_kernel, counted, **barrier)
@@ -97,7 +99,7 @@ def endless_kernel(n, flags, KIND: tl.constexpr):
 def test_who_wrote_it_is_said_if_anybody_did():
     flags = torch.zeros(4)
     match = "deadlock:\n.* spins in a loop that reads no memory"
-    refused(Deadlock, match, endless_kernel, 5, flags, at="while n", KIND="nothing")
+    refused(Deadlock, match, endless_kernel, 5, flags, line="while n", KIND="nothing")
     match = r"spins on element 2 of flags, which holds 0\.0; no program wrote it"
     refused(Deadlock, match, endless_kernel, 5, flags, KIND="word")
 
@@ -126,9 +128,9 @@ def test_somebody_who_counts_may_end_a_wait():
 
 def test_a_loop_that_counts_is_not_known_to_wait(monkeypatch):
     monkeypatch.setattr("tritonemu.rewrite.MAX_TURNS", 20)
-    given = torch.zeros(1, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+    counters = torch.zeros(1, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
     match = r"more than 20 turns .* unless resident=2 says"
-    refused(Unsupported, match, late_kernel, *given, grid=(2,), at="while i", TURNS=50)
+    refused(Unsupported, match, late_kernel, *counters, grid=(2,), line="while i", TURNS=50)
 
 
 @triton.jit

@@ -68,8 +68,8 @@ def test_tables_of_tutorials(repository):
     wrong = ROWS.replace("| right |", "| finding |", 1).replace(" |\n", " | 1 |\n").lstrip()
     table.write_text(f"# Tables\n\n{version}| tutorial |\n|---|\n{wrong}\nMore.\n")
     done = survey(repository, "HEAD", "--known", table)
-    found = [row.rpartition("|")[0].rpartition("|")[0] for row in done.stdout.splitlines()[4:]]
-    assert [f"{row}|" for row in found] == ROWS.split("\n")[1:-1], done.stderr
+    outcomes = [row.rpartition("|")[0].rpartition("|")[0] for row in done.stdout.splitlines()[4:]]
+    assert [f"{row}|" for row in outcomes] == ROWS.split("\n")[1:-1], done.stderr
     assert "test_both: Race" in done.stderr and "AssertionError" in done.stderr
     assert done.returncode == 1 and done.stderr.count("expected") == 1
     assert "01-right.py expected ['finding', 'right']" in done.stderr

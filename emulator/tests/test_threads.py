@@ -1,4 +1,4 @@
-"""What warps of one program do to global memory, and where they meet.
+"""Accesses of one program's warps to global memory, and the points where they meet.
 
 That a barrier lies between, or does not, is asked of the PTX that Triton makes of each for sm_90.
 """
@@ -15,7 +15,7 @@ from emulator.tests.checking import place, refused
 from tritonemu import Race, run
 from tritonemu.__main__ import main
 from tritonemu.assembly import Code
-from tritonemu.compiling import asm_of
+from tritonemu.compiler import asm_of
 
 B = 512
 # Since triton-lang/triton#10816 warps meet before a release and after an acquisition.
@@ -157,7 +157,7 @@ def test_lanes_that_are_off_touch_nothing():
 
 
 def test_blocks_of_two_sizes_are_of_other_threads():
-    refused(Race, "another one may", sizes_kernel, *zeros(B, B), B, at="# loads")
+    refused(Race, "another one may", sizes_kernel, *zeros(B, B), B, line="# loads")
 
 
 def test_two_layouts_of_one_block_are_of_other_warps():
@@ -168,7 +168,7 @@ def test_two_layouts_of_one_block_are_of_other_warps():
 
     error = refused(
         Race, "gave the two blocks different layouts", wide_kernel,
-        *arguments(torch.float16), "", 8, 256, at="# loads",
+        *arguments(torch.float16), "", 8, 256, line="# loads",
     )  # fmt: skip
     assert error.other == place(wide_kernel, "# stores")
     run(wide_kernel, (1,), *arguments(torch.float32), "", 8, 256)
@@ -206,14 +206,14 @@ def test_layouts_of_the_compiler_say_which_warp_has_what():
     # Of the load, warp w has elements 128 w to 128 w + 127 of every 512.
     expected = {0: (0, 0), 100: (1, 0), 128: (0, 1), 200: (1, 1), 256: (0, 2), 512: (2, 0)}
     expected |= {3 * 256 + 64: (3, 2), 1024 + 64: (1, 0), 5 * 256 + 130: (0, 3)}
-    for position, (mine, others) in expected.items():
-        assert one_warp(position) == (mine == others)
+    for position, (store_warp, load_warp) in expected.items():
+        assert one_warp(position) == (store_warp == load_warp)
     assert one_warp(100, linear) and one_warp(100, size=1024) and one_warp(100, (("d", 1), "load"))
 
 
 def test_a_store_to_another_thread_s_element_needs_a_barrier():
     error = refused(
-        Race, "a thread stores to an", repaired_kernel, *zeros(B), "", B, at="# repairs"
+        Race, "a thread stores to an", repaired_kernel, *zeros(B), "", B, line="# repairs"
     )
     assert error.other == place(repaired_kernel, "# stores")
     run(repaired_kernel, (1,), *zeros(B), "same", B)
@@ -223,7 +223,7 @@ def test_a_store_to_another_thread_s_element_needs_a_barrier():
 
 
 def test_a_scalar_is_stored_by_one_thread():
-    refused(Race, "another one may", scalar_kernel, *zeros(1, B), B, at="# loads")
+    refused(Race, "another one may", scalar_kernel, *zeros(1, B), B, line="# loads")
 
 
 def test_a_conversion_in_the_machine_code_is_a_barrier():
@@ -256,7 +256,7 @@ def test_a_lock_that_all_warps_have_left_is_released(how):
 def test_the_last_program_sees_not_all_without_barriers():
     refused(
         Race, "one of its threads released", last_kernel, *zeros(3 * B, 1, B), "", B,
-        grid=(3,), at="# gathers",
+        grid=(3,), line="# gathers",
     )  # fmt: skip
 
 

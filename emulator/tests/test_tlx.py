@@ -129,9 +129,9 @@ def test_the_result_of_a_wgmma_that_was_awaited(pendings, use):
     "pendings, use", ((1, "newer"), (1, "operand"), (2, "older"), (-1, "newer"))
 )
 def test_the_result_of_a_wgmma_must_be_awaited(pendings, use):
-    given = {"PENDINGS": pendings, "USE": use, "at": f"# use {use}"}
+    keywords = {"PENDINGS": pendings, "USE": use, "line": f"# use {use}"}
     issued = place(pending_kernel, "# older" if use == "older" else "# newer")
-    for error in found(InvalidKernel, pending_kernel, (1,), matrices(), **given):
+    for error in found(InvalidKernel, pending_kernel, (1,), matrices(), **keywords):
         assert f"{issued[0]}:{issued[1]} is used before async_dot_wait" in str(error)
 
 
@@ -202,28 +202,28 @@ def test_tcgen05(how, flags, use):
     def product(a, b, flags, out):
         return a.double() @ b.double() + (3 if flags else 0)
 
-    given = {"HOW": how, "USE": use, **B200}
-    everywhere(tcgen05_kernel, (1,), tcgen05_arguments(flags), product, 1e-5, **given)
+    keywords = {"HOW": how, "USE": use, **B200}
+    everywhere(tcgen05_kernel, (1,), tcgen05_arguments(flags), product, 1e-5, **keywords)
 
 
 def test_a_predicated_product():
     def product(a, b, flags, out):
         return a.float() @ b.float() * (flags > 5) + 3
 
-    given = {"HOW": "predicate", "USE": "old", **B200}
+    keywords = {"HOW": "predicate", "USE": "old", **B200}
     for flags in (2, 6):
-        everywhere(tcgen05_kernel, (1,), tcgen05_arguments(flags), product, 1e-5, **given)
+        everywhere(tcgen05_kernel, (1,), tcgen05_arguments(flags), product, 1e-5, **keywords)
 
 
 def test_an_accumulator_is_only_read_if_it_is_used():
-    given = {"HOW": "synchronous", "USE": "fresh", **B200}
-    for error in found(UninitializedRead, tcgen05_kernel, (1,), tcgen05_arguments(2), **given):
+    keywords = {"HOW": "synchronous", "USE": "fresh", **B200}
+    for error in found(UninitializedRead, tcgen05_kernel, (1,), tcgen05_arguments(2), **keywords):
         assert error.buffer == "acc[0]"
 
 
 def test_an_asynchronous_product_that_nobody_awaits():
-    given = {"HOW": "nothing", "USE": "old", "at": "local_load(acc[0])", **B200}
-    for error in found(Race, tcgen05_kernel, (1,), tcgen05_arguments(2), **given):
+    keywords = {"HOW": "nothing", "USE": "old", "line": "local_load(acc[0])", **B200}
+    for error in found(Race, tcgen05_kernel, (1,), tcgen05_arguments(2), **keywords):
         assert error.buffer == "acc[0]" and error.role == DEFAULT
 
 
@@ -307,14 +307,14 @@ def test_a_product_of_two_ctas(commit):
     def product(a, b, out):
         return a.base.double() @ b.base.double() * (1 + commit)
 
-    given = {"COMMIT": commit, "WAIT": True, **B200, **PAIR}
-    everywhere(pair_kernel, (2,), pair_arguments, product, 1e-5, **given)
-    assert run(pair_kernel, (2,), *pair_arguments(), **given).dots == 1 + commit
+    keywords = {"COMMIT": commit, "WAIT": True, **B200, **PAIR}
+    everywhere(pair_kernel, (2,), pair_arguments, product, 1e-5, **keywords)
+    assert run(pair_kernel, (2,), *pair_arguments(), **keywords).dots == 1 + commit
 
 
 def test_the_odd_cta_must_be_ready():
-    given = {"COMMIT": False, "WAIT": False, **B200, **PAIR}
-    for error in found((Race, UninitializedRead), pair_kernel, (2,), pair_arguments, **given):
+    keywords = {"COMMIT": False, "WAIT": False, **B200, **PAIR}
+    for error in found((Race, UninitializedRead), pair_kernel, (2,), pair_arguments, **keywords):
         assert error.buffer in ("a[0]", "b[0]")
         assert "of CTA 1" in str(error)
 
@@ -374,8 +374,8 @@ def copy_kernel(desc, out_desc, row, column, REDUCE: tl.constexpr, LEADING: tl.c
         tlx.async_descriptor_store(out_desc, tile[0], [1, 0, row, column])
     else:
         # One row below and one column before, so that padding lands inside.
-        at = [row + 1, column - 1]
-        tlx.async_descriptor_store(out_desc, tile[0], at, store_reduce=REDUCE)
+        offsets = [row + 1, column - 1]
+        tlx.async_descriptor_store(out_desc, tile[0], offsets, store_reduce=REDUCE)
     tlx.async_descriptor_store_wait(0)
 
 
@@ -407,8 +407,8 @@ def test_a_copy_into_a_buffer_of_another_type_or_size():
         ("", (right, box(x.half(), 8, 16)), "value must be fp16"),
         ("max", (right, right), "no reduction 'max' of fp32"),
     ):
-        given = {"REDUCE": reduce, "LEADING": False}
-        refused(InvalidKernel, message, copy_kernel, *descs, 0, 0, **given)
+        keywords = {"REDUCE": reduce, "LEADING": False}
+        refused(InvalidKernel, message, copy_kernel, *descs, 0, 0, **keywords)
 
 
 @triton.jit
@@ -581,8 +581,8 @@ def launch_control_kernel(count_ptr, own_ptr, REPLICAS: tl.constexpr):
 def test_every_tile_is_done_once(tiles, replicas):
     for schedule in ("modelled", *range(30)):
         count, own = torch.zeros(2, tiles, dtype=torch.int32)
-        given = {"REPLICAS": replicas, "schedule": schedule, **B200}
-        report = run(launch_control_kernel, (tiles,), count, own, **given)
+        keywords = {"REPLICAS": replicas, "schedule": schedule, **B200}
+        report = run(launch_control_kernel, (tiles,), count, own, **keywords)
         assert count.tolist() == [1 + 100 * replicas] * tiles
         assert own.sum() == tiles and report.programs == (own > 0).sum()
     if tiles > 2:
@@ -909,7 +909,7 @@ def some_kernel(WHAT: tl.constexpr):
 
 @pytest.mark.parametrize("what", ("thread_id", "async_dot_scaled"))
 def test_unsupported_operations_are_named(what):
-    error = refused(Unsupported, None, some_kernel, WHAT=what, at=f"tlx.{what}(", **B200)
+    error = refused(Unsupported, None, some_kernel, WHAT=what, line=f"tlx.{what}(", **B200)
     assert error.args[0] == f"tlx.{what}" and error.role == DEFAULT
 
 

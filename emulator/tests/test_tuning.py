@@ -37,16 +37,16 @@ def update_kernel(x, out, n, B: tl.constexpr, KIND: tl.constexpr):
 def notes(kind, configs=CONFIGS, dtype=torch.float32, schedule="modelled", **options):
     kernel = triton.autotune(configs, key=["n"], **options)(update_kernel)
     x, out = torch.arange(-8.0, 8.0).to(dtype), torch.zeros(32, dtype=dtype)
-    before = x.clone()
+    original = x.clone()
     with enabled(schedule=schedule) as reports:
         for _ in range(2):
             kernel[lambda meta: (triton.cdiv(16, meta["B"]),)](x, out, 16, KIND=kind)
             if kind == "lock":
                 out.zero_()
-    expected = {"twice": 4 * before, "relu": before.clamp(min=0)}
-    assert torch.equal(x, expected.get(kind, before))
+    expected = {"twice": 4 * original, "relu": original.clamp(min=0)}
+    assert torch.equal(x, expected.get(kind, original))
     if kind == "atomic":
-        assert torch.equal(out[:4], 2 * before.view(4, 4).sum(0))
+        assert torch.equal(out[:4], 2 * original.view(4, 4).sum(0))
     assert all(not report.notes for report in reports[1:])
     return reports[0].notes
 

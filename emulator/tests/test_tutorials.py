@@ -48,10 +48,10 @@ def test_the_published_gdpa_races_once_its_registers_are_not_refused(tmp_path):
     kernel = cases.load.__wrapped__(str(repaired)).gdpa_kernel_tma_ws_blackwell.fn
     (build,) = {case.build for case, _ in blackwell.FAULTY if case.name == "blackwell_gdpa"}
     for schedule in ("modelled", 0, 1, 2):
-        made = build()
+        launch = build()
         with pytest.raises(tritonemu.Race) as caught:
             tritonemu.run(
-                kernel, made.grid, *made.args, arch="sm_100", schedule=schedule, **made.kwargs
+                kernel, launch.grid, *launch.args, arch="sm_100", schedule=schedule, **launch.kwargs
             )
         lines = repaired.read_text().splitlines()
         (read,) = [
@@ -67,16 +67,16 @@ def test_the_published_backward_races_without_the_barrier_of_its_warps(config, r
     meets = "tlx.named_barrier_wait(QK_READ_DONE_BAR, NUM_COMPUTE_THREADS)"
     text = (cases.FOLDER / blackwell.PERSISTENT).read_text()
     assert text.count(meets) == 1
-    before = tmp_path / blackwell.PERSISTENT
-    before.write_text(text.replace(meets, "pass"))
-    kernel = cases.load.__wrapped__(str(before))._attn_bwd_ws.fn
+    edited = tmp_path / blackwell.PERSISTENT
+    edited.write_text(text.replace(meets, "pass"))
+    kernel = cases.load.__wrapped__(str(edited))._attn_bwd_ws.fn
     for schedule in ("modelled", 0, 1):
-        made = blackwell.backward(1, rows, causal=False, config=config)
+        launch = blackwell.backward(1, rows, causal=False, config=config)
         with pytest.raises(tritonemu.Race, match="have its bytes otherwise") as caught:
             tritonemu.run(
-                kernel, made.grid, *made.args, arch="sm_100", schedule=schedule, **made.kwargs
+                kernel, launch.grid, *launch.args, arch="sm_100", schedule=schedule, **launch.kwargs
             )
-        lines = before.read_text().splitlines()
+        lines = edited.read_text().splitlines()
         assert "tlx.local_store(p_tiles" in lines[caught.value.line - 1]
         assert "tlx.local_load(qk_tiles" in lines[caught.value.other[1] - 1]
 

@@ -167,7 +167,7 @@ def test_memory_that_is_used_again_is_not_what_it_was():
 
 
 def test_the_versions_of_tensors_do_not_tell_of_kernels():
-    """As on a GPU: what autograd has saved may be written by a kernel."""
+    """A kernel may write what autograd has saved, as on a GPU."""
     x = torch.ones(8, device="cuda")
     with enabled():
         write_kernel[(1,)](x, 8, 8)
@@ -175,7 +175,7 @@ def test_the_versions_of_tensors_do_not_tell_of_kernels():
 
 
 def as_halves(n=8):
-    """Of what `torch.empty` made a kernel writes the first n of 8 elements."""
+    """A kernel writes the first n of 8 elements that `torch.empty` made."""
     x = empty()
     write_kernel[(1,)](x, n, 8)
     return x
@@ -207,7 +207,7 @@ def test_pytorch_reads_it(name):
 
 
 def test_pytorch_reads_it_under_two_pretended_gpus():
-    """As under the pytest plugin: one for modules that are imported, one for the test."""
+    """Two checkers nest, as under the pytest plugin: one for imported modules, one for the test."""
     with fake_gpu(), enabled(), pytest.raises(UninitializedRead, match="reads 3 of 8"):
         READS["equal"](as_halves(5))
 

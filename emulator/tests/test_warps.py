@@ -1,4 +1,4 @@
-"""What warps of one role do to shared and tensor memory, and where they meet.
+"""Accesses of one role's warps to shared and tensor memory, and the points where they meet.
 
 That a barrier lies between, or does not, is asked of the PTX that fbtriton makes of each.
 """
@@ -11,7 +11,7 @@ import triton.language as tl
 from emulator.tests.checking import B200, SCHEDULES, grid2, place, refused, tlx
 from tritonemu import Race, run
 from tritonemu.assembly import Code
-from tritonemu.compiling import asm_of
+from tritonemu.compiler import asm_of
 
 pytestmark = pytest.mark.tlx
 
@@ -20,8 +20,8 @@ EIGHT = {**B200, "num_warps": 8}
 
 
 def tiles(*names):
-    made = {"x": torch.ones(N, N), "half": torch.ones(N, N).half(), "y": torch.zeros(N, N)}
-    return [made[name] for name in names]
+    tensors = {"x": torch.ones(N, N), "half": torch.ones(N, N).half(), "y": torch.zeros(N, N)}
+    return [tensors[name] for name in names]
 
 
 @triton.jit
@@ -76,7 +76,7 @@ def in_place_kernel(x, y, N: tl.constexpr):
 
 @triton.jit
 def columns_kernel(x, y, N: tl.constexpr):
-    """What warps read of all columns, others clear as half of them."""
+    """Some warps read all columns, the others clear half of them."""
     acc = tlx.local_alloc((N, N), tl.float32, 1, tlx.storage_kind.tmem)
     tlx.local_store(acc[0], tl.load(x + grid2(N, N)))
     v = tlx.local_load(acc[0])  # loads
@@ -191,7 +191,7 @@ def code_of(kernel, arguments, **constants):
 
 @pytest.mark.parametrize("how", ("", "each"))
 def test_an_alias_of_tensor_memory_needs_a_barrier(how):
-    """Of #1993. An arrival of each thread is none."""
+    """The pattern of #1993; an arrival of each thread is none."""
     for schedule in SCHEDULES:
         options = {**EIGHT, "schedule": schedule}
         error = refused(
@@ -248,7 +248,7 @@ def test_an_mma_does_not_wait_for_the_warps_that_read():
 
 @pytest.mark.parametrize("how", ("debug", "convert"))
 def test_a_barrier_before_an_mma_is_enough(how):
-    """Also that of a layout converted, which only the machine code tells of."""
+    """A converted layout has such a barrier too, as only the machine code shows."""
     half, y = tiles("half", "y")
     run(again_kernel, (1,), half, y, how, N, **B200)
     assert torch.equal(y, torch.full((N, N), 2.0 * N))
@@ -290,15 +290,15 @@ def test_shared_memory_of_which_one_thread_spoke():
 
 
 def test_the_compiler_guards_aliases_and_views_of_shared_memory():
-    """What is taken for granted of it."""
+    """The emulator relies on it."""
     x, y = tiles("x", "y")
     run(views_kernel, (1,), x, y, N, **EIGHT)
     assert torch.equal(y, x)
     code = code_of(views_kernel, (x, y), N=N, num_warps=8)
-    at = {text: place(views_kernel, f"# {text}") for text in ("whole", "again", "alias")}
-    loaded = [("shared load", at["again"]), ("shared store", at["alias"])]
+    lines = {text: place(views_kernel, f"# {text}") for text in ("whole", "again", "alias")}
+    loaded = [("shared load", lines["again"]), ("shared store", lines["alias"])]
     assert not code.is_open(loaded)
-    assert not code.is_open([("shared store", at["whole"]), ("shared load", at["again"])])
+    assert not code.is_open([("shared store", lines["whole"]), ("shared load", lines["again"])])
     # Both are told of: without the barriers the way were open.
     unguarded = asm_of(views_kernel, "sm_100", {"x": x, "y": y, "N": N}, {"num_warps": 8})["ptx"]
     unguarded = Code(unguarded.replace("bar.sync", "bar.warp.sync"))
@@ -306,7 +306,7 @@ def test_the_compiler_guards_aliases_and_views_of_shared_memory():
 
 
 def test_the_compiler_guards_stores_to_tensor_memory_and_arrivals():
-    """What is taken for granted of it, and what is not."""
+    """The emulator relies on some of it; the rest is not guarded."""
     code = code_of(alias_kernel, tiles("x", "y"), HOW="arrive", PART=0, N=N, num_warps=8)
     loads, stores = (place(softmax_step, f"# {text}") for text in ("loads", "stores"))
     assert not code.is_open([("tensor load", loads), ("tensor store", stores)])

@@ -10,12 +10,13 @@ and invalid descriptors; `errors` lists the kinds. An operation the emulator doe
 `Unsupported`; it never guesses. Registers, layouts and real time are not modelled.
 
 `rewrite` turns the kernel's source into Python on tiles, and `aggregates` its classes; `scopes`
-watches variables; `tile` is the arithmetic; `language` and `tlx` the operations; `instructions`
-inline PTX; `memory` global memory, `unwritten` which of it is not written, `undefined` what masks
-turn off, `buffers` shared and tensor memory; `clocks` what happens before what; `barriers`, `tasks`
-and `scheduler` who runs when, `spinning` who never will, `engines` the units that roles share;
-`timeline` the trace; `launch` the state of a launch, `execution` its run, `launching` what launches
-of a program do, `compiled` what they return. Needs torch, triton and greenlet, and no GPU.
+checks variables in loops and branches; `tile` has the arithmetic, `language`, `tlx` and `gluon` the
+operations, `instructions` inline PTX. `memory` is global memory, `unwritten` its unwritten part,
+`undefined` the values of masked-off lanes, `buffers` shared and tensor memory. `clocks` tells what
+happens before what; `barriers`, `tasks` and `scheduler` decide who runs when; `spinning` finds
+loops that never end; `engines` are the units that roles share; `timeline` is the trace. `launch` is
+the state of a launch, `execution` runs it, `launch_hooks` takes over the launches of a program, and
+`compiled_kernel` is what they return. Needs torch, triton and greenlet, and no GPU.
 """
 
 from .errors import (
@@ -39,7 +40,7 @@ from .errors import (
 from .execution import run
 from .gpu import fake_gpu
 from .launch import Report
-from .launching import (
+from .launch_hooks import (
     MULTIPROCESSORS,
     Reports,
     current_arch,

@@ -45,13 +45,13 @@ from . import (
     enabled,
     fake_gpu,
     gpu,
+    processes,
     settings,
-    several,
 )
 from .errors import COMMAND, flags
 from .execution import BOUNDS
 from .gpu import ARCHITECTURES, BENCHMARKS, FAKE_MULTIPROCESSORS
-from .messages import allowed, explain, page, report_of, told
+from .messages import allowed, allowed_messages, explain, page, report_of
 from .orders import Order, order_of
 from .sarif import as_sarif
 from .search import KINDS, Search
@@ -103,48 +103,48 @@ def _schedule(text: str) -> str:
 
 
 def split(target: str) -> tuple[str, str | None]:
-    """File and function of `FILE.py` or `FILE.py:FUNCTION`; ArgumentTypeError for others."""
-    found = re.fullmatch(r"(.*\.py)(?::(\w+))?", target)
-    if found is None:
+    """Split `FILE.py` or `FILE.py:FUNCTION`; ArgumentTypeError for others."""
+    match = re.fullmatch(r"(.*\.py)(?::(\w+))?", target)
+    if match is None:
         raise argparse.ArgumentTypeError(
             f"target must be FILE.py or FILE.py:FUNCTION, got {target!r}"
         )
-    path, name = found.groups()
+    path, name = match.groups()
     if not Path(path).is_file():
         raise argparse.ArgumentTypeError(f"target must name an existing file, got {path!r}")
     try:
         compile(Path(path).read_bytes(), path, "exec")
     except SyntaxError as error:
-        place = f"{error.filename}:{error.lineno}"
+        location = f"{error.filename}:{error.lineno}"
         raise argparse.ArgumentTypeError(
-            f"target must be valid Python, got {error.msg} at {place}"
+            f"target must be valid Python, got {error.msg} at {location}"
         ) from None
     return path, name
 
 
 def load(path: str, name: str) -> Callable[[], object]:
-    """The function `name` of the file at `path`; ArgumentTypeError if there is none."""
+    """Load the function `name` of the file at `path`; ArgumentTypeError if there is none."""
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
-    found = getattr(module, name, None)
-    if not callable(found):
-        got = type(found).__name__ if hasattr(module, name) else "none"
+    function = getattr(module, name, None)
+    if not callable(function):
+        got = type(function).__name__ if hasattr(module, name) else "none"
         raise argparse.ArgumentTypeError(f"{path} must define a function {name!r}, got {got}")
-    return found
+    return function
 
 
 @contextlib.contextmanager
 def _as_program(path: str, arguments: list[str]) -> Iterator[None]:
-    """The command line and the import path of `python FILE.py ARGUMENT ...`."""
-    before = sys.argv, sys.path[:]
+    """Set the command line and the import path of `python FILE.py ARGUMENT ...`."""
+    saved = sys.argv, sys.path[:]
     sys.argv = [path, *arguments]
     sys.path.insert(0, str(Path(path).resolve().parent))
     try:
         yield
     finally:
-        sys.argv, sys.path[:] = before
+        sys.argv, sys.path[:] = saved
 
 
 def summary(report: Report) -> str:
@@ -166,7 +166,7 @@ def _notes(reports: list[Report]) -> list[str]:
 
 
 def _summaries(reports: list[Report]) -> str:
-    """The first launch of each kernel, with its name if there are others."""
+    """Summarize the first launch of each kernel, with its name if there are others."""
     kernels: dict[str, list[Report]] = {}
     for report in reports:
         kernels.setdefault(report.kernel, []).append(report)
@@ -177,12 +177,12 @@ def _summaries(reports: list[Report]) -> str:
             lines.append(f"{name}{times}:")
         lines.append(summary(launches[0]))
     lines += [f"note: {note}" for note in _notes(reports)]
-    lines += told(allowed(reports))
+    lines += allowed_messages(allowed(reports))
     return "\n".join(lines)
 
 
 def _draw(options: argparse.Namespace, report: Report, error: EmulatorError | None = None) -> None:
-    """Write what was asked for of a launch, which may have ended with a finding."""
+    """Write the requested pictures of a launch, which may have ended with a finding."""
     timeline = report.timeline
     if timeline is None or not timeline.events:
         print("tritonemu: nothing is drawn of a launch that did nothing", file=sys.stderr)
@@ -196,17 +196,17 @@ def _draw(options: argparse.Namespace, report: Report, error: EmulatorError | No
 
 
 def _write(options: argparse.Namespace, report: dict) -> None:
-    """The report, in the forms that were asked for."""
-    for path, said in (
+    """Write the report in the requested forms."""
+    for path, content in (
         (options.json, report),
         (options.sarif, as_sarif([report], Path.cwd()) if options.sarif else None),
     ):
-        _save(path, said)
+        _save(path, content)
 
 
-def _save(path: str | None, said: Any) -> None:
+def _save(path: str | None, value: Any) -> None:
     if path:
-        Path(path).write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
+        Path(path).write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
 
 
 def _command(options: argparse.Namespace, schedule: str) -> str:
@@ -221,25 +221,25 @@ def _command(options: argparse.Namespace, schedule: str) -> str:
 
 
 def _scouts(options: argparse.Namespace) -> dict[str, list[str]]:
-    """With `--jobs`: the commands that try the random schedules, by the names of these."""
+    """Build, with `--jobs`, the commands that try the random schedules, by schedule."""
     if not options.jobs or options.schedule or options.search != "random":
         return {}
-    own = argparse.Namespace(**vars(options) | {"compile": False})
+    scouts = argparse.Namespace(**vars(options) | {"compile": False})
     limit = ["--timeout", str(options.timeout)] if options.timeout else []
     names = [str(order) for order in Search("random", options.schedules)][1:]
     begin = [sys.executable, "-m", __package__, *limit]
-    return {name: [*begin, *shlex.split(_command(own, name))[3:]] for name in names}
+    return {name: [*begin, *shlex.split(_command(scouts, name))[3:]] for name in names}
 
 
 def _place(frames: list[tuple[FrameType, int]]) -> str:
-    """File and line of the innermost frame, outermost first, that is the program's."""
-    places = [(frame.f_code.co_filename, line) for frame, line in frames]
-    own = [place for place in places if not place[0].startswith(_MACHINERY)]
-    return "{}:{}".format(*own[-1]) if own else "the start"
+    """Return file and line of the innermost frame, outermost first, that is the program's."""
+    locations = [(frame.f_code.co_filename, line) for frame, line in frames]
+    in_program = [location for location in locations if not location[0].startswith(_MACHINERY)]
+    return "{}:{}".format(*in_program[-1]) if in_program else "the start"
 
 
 def _failure(error: BaseException) -> str:
-    """Why the program failed: one line for a launch refused here, else its own traceback."""
+    """Explain why the program failed: a line for a launch refused here, else its traceback."""
     frames = list(traceback.walk_tb(error.__traceback__))
     inner = frames[-1][0].f_code.co_filename if frames else ""
     if inner.startswith(_PACKAGE) and inner != gpu.__file__:
@@ -250,13 +250,13 @@ def _failure(error: BaseException) -> str:
 
 
 def _end_after(seconds: float, report: str | None) -> None:
-    """End this process with TIMEOUT then, whatever it does; report: for `--json`."""
+    """End this process with TIMEOUT after this time, whatever it does; report: for `--json`."""
 
     def end(number: int, frame: FrameType | None) -> None:
         frames = list(traceback.walk_stack(frame))[::-1]
-        place = _place(frames)
-        print(f"tritonemu: timeout after {seconds:g} s at {place}", file=sys.stderr)
-        _save(report, {"found": None, "timeout": {"seconds": seconds, "place": place}})
+        location = _place(frames)
+        print(f"tritonemu: timeout after {seconds:g} s at {location}", file=sys.stderr)
+        _save(report, {"found": None, "timeout": {"seconds": seconds, "place": location}})
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(TIMEOUT)
@@ -314,7 +314,7 @@ def _parser() -> _Parser:
 
 
 def _settings(path: str) -> list[str]:
-    """What pyproject.toml sets for the program at `path`, as flags."""
+    """Read the flags that pyproject.toml sets for the program at `path`."""
     try:
         return settings.flags(Path(path).parent)
     except ValueError as error:
@@ -322,7 +322,7 @@ def _settings(path: str) -> list[str]:
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
-    """The options, with `path` and `name` of the target. A function takes options after it too."""
+    """Parse the options, with `path` and `name` of the target; options may follow a function."""
     parser = _parser()
     options = parser.parse_args(arguments)
     try:
@@ -332,8 +332,8 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         options.path, options.name = path, name
         if options.name is not None and options.arguments:
             target, rest = options.target, options.arguments
-            before = arguments[: len(arguments) - len(rest) - 1]
-            options = parser.parse_args([*before, *rest, target])
+            leading = arguments[: len(arguments) - len(rest) - 1]
+            options = parser.parse_args([*leading, *rest, target])
             if options.target != target:
                 parser.error(f"{target} takes no arguments, got {options.target!r}")
             options.path, options.name = split(target)
@@ -344,7 +344,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def _run_each(arguments: list[str]) -> int | None:
-    """The exit status of all programs; None without `--each`."""
+    """Run all programs of `--each`; return the exit status, None without the option."""
     parser = _parser()
     options = parser.parse_args(arguments)
     if not options.each:
@@ -357,19 +357,19 @@ def _run_each(arguments: list[str]) -> int | None:
             split(program)
     except argparse.ArgumentTypeError as error:
         parser.error(str(error))
-    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    own.add_argument("--each", action="store_true")
-    own.add_argument("--json")
-    own.add_argument("--sarif")
-    _, shared = own.parse_known_args(arguments[: len(arguments) - len(programs)])
-    ran = [several.run(shared, program) for program in programs]
-    print(several.summary(ran))
+    report_options = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    report_options.add_argument("--each", action="store_true")
+    report_options.add_argument("--json")
+    report_options.add_argument("--sarif")
+    _, shared = report_options.parse_known_args(arguments[: len(arguments) - len(programs)])
+    ran = [processes.run(shared, program) for program in programs]
+    print(processes.summary(ran))
     _save(options.json, {"programs": ran})
     if options.sarif:
         unchecked = [each["program"] for each in ran if each["status"] not in (CLEAN, FOUND)]
         reports = [each["report"] for each in ran if each["report"]]
         _save(options.sarif, as_sarif(reports, Path.cwd(), unchecked))
-    return several.status(ran)
+    return processes.status(ran)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -385,7 +385,7 @@ def main(arguments: list[str] | None = None) -> int:
         device = fake_gpu(options.arch, **how)
     with device, _as_program(options.path, options.arguments), flags(COMMAND):
         try:
-            with several.ahead(_scouts(options), options.jobs or 1) as is_clean:
+            with processes.ahead(_scouts(options), options.jobs or 1) as is_clean:
                 return _check(options, is_clean)
         except argparse.ArgumentTypeError as error:
             _parser().error(str(error))
@@ -395,8 +395,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _check(options: argparse.Namespace, is_clean: Callable[[str], bool]) -> int:
-    """Run the program under each schedule but those that are known to be clean; the exit status."""
-    wanted = bool(options.trace or options.svg or options.html)
+    """Run the program under each schedule but those known to be clean; return the exit status."""
+    draws = bool(options.trace or options.svg or options.html)
     search = Search(options.search, options.schedules, options.depth, only=options.schedule)
     notes: list[str] = []
     passed = allowed([])
@@ -404,7 +404,7 @@ def _check(options: argparse.Namespace, is_clean: Callable[[str], bool]) -> int:
         if is_clean(str(order)):
             continue
         first = search.tried == 1
-        reports, failed = _run(options, order, trace=wanted and first, quiet=not first)
+        reports, failed = _run(options, order, trace=draws and first, quiet=not first)
         if failed and not reports.findings and str(order) != "modelled":
             error = WrongResult(f"the program fails under this schedule:\n{failed}", ("", 0))
             error.schedule, error.report = str(order), reports[0] if reports else None
@@ -414,14 +414,14 @@ def _check(options: argparse.Namespace, is_clean: Callable[[str], bool]) -> int:
             replay = _command(options, error.schedule)
             print(f"{type(error).__name__} (schedule {order}): {error}", file=sys.stderr)
             print(f"{explain(error)}\n  {replay}", file=sys.stderr)
-            if wanted and not first:
+            if draws and not first:
                 again, _ = _run(options, error.schedule, trace=True, quiet=True)
                 error = again.findings[0] if again.findings else error
                 error.report = again[0] if again and not again.findings else error.report
-            if wanted and error.report is not None and error.report.timeline:
+            if draws and error.report is not None and error.report.timeline:
                 _draw(options, error.report, error)
-            said = (notes, passed) if not first else (_notes(reports), allowed(reports))
-            _write(options, report_of(error, replay, search, *said))
+            remarks = (notes, passed) if not first else (_notes(reports), allowed(reports))
+            _write(options, report_of(error, replay, search, *remarks))
             return UNCHECKED if isinstance(error, Unsupported) else FOUND
         if failed:
             print(f"{failed}\n  {_command(options, str(order))}", file=sys.stderr)
@@ -429,7 +429,7 @@ def _check(options: argparse.Namespace, is_clean: Callable[[str], bool]) -> int:
         if first:
             print(_summaries(reports))
             notes, passed = _notes(reports), allowed(reports)
-            if wanted:
+            if draws:
                 _draw(options, reports[0])
     print(f"nothing found under {search}")
     _write(options, report_of(None, "", search, notes, passed))
@@ -439,7 +439,7 @@ def _check(options: argparse.Namespace, is_clean: Callable[[str], bool]) -> int:
 def _run(
     options: argparse.Namespace, schedule: str | Order, trace: bool, quiet: bool
 ) -> tuple[Reports, str]:
-    """Run the program once: its launches, and why it failed or that there are none."""
+    """Run the program once; return its launches, and why it failed or that there are none."""
     failed = ""
     torch.manual_seed(0)
     with (

@@ -39,7 +39,7 @@ class Aggregate:
 
 
 def lowered(kind: type, convert: Callable[[Any], Any]) -> type[Aggregate]:
-    """The class that stands for `kind`, one under `triton.aggregate`, in a lowered kernel."""
+    """Build the class that replaces `kind`, one under `triton.aggregate`, in a lowered kernel."""
     fields, written = kind.__annotations__, kind.hash_attrs[0]
 
     def fill(self: Aggregate, *args: Any, **kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""The machine code of a launch: on which ways its warps meet, and which of them has what.
+"""The machine code of a launch: the paths on which its warps meet, and which of them has what.
 
 PTX tells of the ways from one line of the source to another, and TTGIR of layouts. Whatever they do
 not tell counts as in order.
@@ -14,17 +14,17 @@ import torch
 
 from .errors import Location
 
-# What an instruction does, and the line of the source that it is for.
+# Kind of an instruction, and its line of the source.
 Step = tuple[str, Location]
 
 
 @dataclass
 class _Step:
-    """What counts of an instruction. kind: one of `_KINDS`, "barrier", "wait" (which counts as one
-    for global memory), or ""."""
+    """Relevant part of an instruction. kind: one of `_KINDS`, "barrier", "wait" (which counts as
+    one for global memory), or ""."""
 
     kind: str
-    place: tuple[str, int]
+    location: tuple[str, int]
     next: tuple[str, ...] = ()
     ends: bool = False
 
@@ -59,11 +59,11 @@ class _Blocked:
     order: tuple[int, ...]
 
     def warps_of(self, positions: torch.Tensor) -> torch.Tensor:
-        """Of several that have an element the first, which is the one that stores it."""
-        at = torch.unravel_index(positions, self.shape)
+        """Return the first warp that has each element, which is the one that stores it."""
+        index = torch.unravel_index(positions, self.shape)
         number, step = torch.zeros_like(positions), 1
         for dim in self.order:
-            number = number + at[dim] // self.spans[dim] % self.warps[dim] * step
+            number = number + index[dim] // self.spans[dim] % self.warps[dim] * step
             step *= self.warps[dim]
         return number
 
@@ -77,13 +77,14 @@ class _Linear:
     warps: tuple[tuple[int, int], ...]
 
     def warps_of(self, positions: torch.Tensor) -> torch.Tensor:
-        at = torch.unravel_index(positions, self.shape)
-        bits = ((at[dim] >> bit & 1) << i for i, (dim, bit) in enumerate(self.warps))
+        index = torch.unravel_index(positions, self.shape)
+        bits = ((index[dim] >> bit & 1) << i for i, (dim, bit) in enumerate(self.warps))
         return sum(bits, torch.zeros_like(positions))
 
 
 def _linear(sizes: tuple[int, ...], text: str) -> _Linear | None:
-    """None if several warps have an element, or if no bit of its place alone says which has it."""
+    """Parse a linear layout; None if several warps have an element, or if no bit of its position
+    alone says which has it."""
     lists = re.findall(r"(\w+) = \[((?:\[[\d, ]+\](?:, )?)*)\]", text)
     bases = {
         name: [tuple(map(int, base.split(","))) for base in re.findall(r"\[([\d, ]+)\]", each)]
@@ -115,28 +116,29 @@ _PARSERS = {"blocked": _blocked, "tensor blocked": _blocked, "tensor linear": _l
 
 
 def _layouts(text: str) -> dict[Step, set[_Blocked | _Linear | None]]:
-    """Of TTGIR: the layouts of the blocks that each line stores or loads, None for others."""
+    """Collect from TTGIR the layouts of the blocks that each line stores or loads, or None."""
     known = re.findall(r"^(#\w+) = #ttg\.(\w+)<(.*)>$", text, re.MULTILINE)
     layouts = {name: (kind, written) for name, kind, written in known}
     places = dict(re.findall(r"^(#loc\d*) = loc\((.*)\)$", text, re.MULTILINE))
-    found: dict[Step, set[_Blocked | _Linear | None]] = {}
+    accessed: dict[Step, set[_Blocked | _Linear | None]] = {}
     for memory, form in _FORMS.items():
-        for kind, shape, name, place in re.findall(form, text, re.MULTILINE):
+        for kind, shape, name, loc in re.findall(form, text, re.MULTILINE):
             for _ in range(8):  # a name, or the call of a helper: what is in it comes first
-                inner = re.search(r"#loc\d*", place)
-                place = places.get(inner[0], "") if inner else place
-            line = re.match(r'"(.*)":(\d+)', place)
+                inner = re.search(r"#loc\d*", loc)
+                loc = places.get(inner[0], "") if inner else loc
+            line = re.match(r'"(.*)":(\d+)', loc)
             if line:
                 key = memory + kind, (line[1].rpartition("/")[2], int(line[2]))
                 layout, written = layouts.get(name, ("", ""))
                 sizes = tuple(map(int, shape.split("x")))
                 parse = _PARSERS.get(memory + layout, lambda sizes, written: None)
-                found.setdefault(key, set()).add(parse(sizes, written))
-    return found
+                accessed.setdefault(key, set()).add(parse(sizes, written))
+    return accessed
 
 
 class Code:
-    """PTX: which ways lead from one line of the source to another; TTGIR: which warps have what.
+    """Machine code. PTX: the paths from one line of the source to another; TTGIR: which warps have
+    what.
 
     Lines of inline assembly count on from that of the statement, so that of the first counts.
     """
@@ -150,26 +152,26 @@ class Code:
         self._steps: list[_Step] = []
         self._labels: dict[str, int] = {}
         self._known: dict[tuple[Any, ...], bool] = {}
-        for line, place in _placed(text):
+        for line, location in _placed(text):
             label = re.match(r"(\$?[\w$]+):", line)
             if label:
                 self._labels[label[1]] = len(self._steps)
                 continue
-            said = re.sub(r"^@!?%\w+\s+", "", line)
-            target = re.match(r"bra(?:\.uni)?\s+(\$?[\w$]+)", said)
-            always = said == line
-            ends = always and (bool(target) or said.startswith(("ret", "exit", "trap")))
-            kinds = (kind for kind, form in _KINDS.items() if form.match(said))
-            kind = "barrier" if _BARRIER.match(said) else next(kinds, "")
+            instruction = re.sub(r"^@!?%\w+\s+", "", line)
+            target = re.match(r"bra(?:\.uni)?\s+(\$?[\w$]+)", instruction)
+            always = instruction == line
+            ends = always and (bool(target) or instruction.startswith(("ret", "exit", "trap")))
+            kinds = (kind for kind, form in _KINDS.items() if form.match(instruction))
+            kind = "barrier" if _BARRIER.match(instruction) else next(kinds, "")
             if kind or target or ends:
                 next_ = (target[1],) if target else ()
-                self._steps.append(_Step(kind, place, next_, ends))
+                self._steps.append(_Step(kind, location, next_, ends))
 
     def meets(
         self, first: Location, second: Location, kinds: tuple[str, ...] = ("load", "atomic")
     ) -> bool:
-        """Whether the warps meet on every way from a store of the first line to an access of the
-        second; also if the code tells of no such accesses."""
+        """Return whether the warps meet on every path from a store of the first line to an access
+        of the second; True if the code tells of no such accesses."""
         key = tuple(first), tuple(second), kinds
         if key not in self._known:
             self._known[key] = not self._leads(*key)
@@ -179,92 +181,93 @@ class Code:
         self, first: tuple[Location, str], second: tuple[Location, str], size: int,
         positions: torch.Tensor,
     ) -> bool:  # fmt: skip
-        """Whether one warp makes both accesses of the elements at these positions of blocks of this
-        size; also if the code does not tell. first, second: place and kind of an access."""
+        """Return whether one warp makes both accesses of the elements at these positions of
+        blocks of this size; True if the code does not tell. first, second: location and kind of
+        an access."""
         both = [self._layout(*each, size) for each in (first, second)]
         if None in both or both[0] == both[1]:
             return True
         return torch.equal(*(each.warps_of(positions) for each in both))
 
-    def _layout(self, at: Location, kind: str, size: int) -> _Blocked | _Linear | None:
-        """That of the blocks of this size that a line accesses, None if it is not known."""
-        layouts = self._layouts.get((kind, short(at)), {None})
+    def _layout(self, location: Location, kind: str, size: int) -> _Blocked | _Linear | None:
+        """Return the layout of blocks of this size that a line accesses, None if unknown."""
+        layouts = self._layouts.get((kind, short(location)), {None})
         layout = next(iter(layouts)) if len(layouts) == 1 else None
         return layout if layout and math.prod(layout.shape) == size else None
 
-    def warps_of(self, at: Location, kind: str, size: int) -> torch.Tensor | None:
-        """Which warp accesses each element of a block of this size, None if it is not known."""
-        layout = self._layout(at, kind, size)
+    def warps_of(self, location: Location, kind: str, size: int) -> torch.Tensor | None:
+        """Return the warp that accesses each element of a block of this size, None if unknown."""
+        layout = self._layout(location, kind, size)
         return None if layout is None else layout.warps_of(torch.arange(size))
 
-    def is_open(self, way: Sequence[Step]) -> bool:
-        """Whether warps need not meet on the way along these accesses, one after the other; not so
-        if the code does not tell of the first or of the last one.
+    def is_open(self, path: Sequence[Step]) -> bool:
+        """Return whether warps need not meet on the path along these accesses, one after the other;
+        False if the code does not tell of the first or of the last one.
 
-        Those between that it does not tell of are left out. Of several instructions of the first
-        one each must have such a way.
+        Accesses between them that the code does not tell of are left out. Each of several
+        instructions of the first one must have such a path.
         """
-        first, *others = map(self._at, way)
+        first, *others = map(self._at, path)
         return bool(first and others and others[-1]) and all(
             self._follows({start}, filter(None, others)) for start in first
         )
 
-    def _follows(self, at: set[int], others: Iterable[list[int]]) -> bool:
+    def _follows(self, steps: set[int], others: Iterable[list[int]]) -> bool:
         for targets in others:
-            at = set(targets) & self._reached(at, ("barrier",))
-            if not at:
+            steps = set(targets) & self._reached(steps, ("barrier",))
+            if not steps:
                 return False
         return True
 
     def _at(self, step: Step) -> list[int]:
-        kind, place = step[0], short(step[1])
-        return [i for i, each in enumerate(self._steps) if (each.kind, each.place) == (kind, place)]
+        key = step[0], short(step[1])
+        return [i for i, each in enumerate(self._steps) if (each.kind, each.location) == key]
 
     def _reached(self, begin: Iterable[int], barriers: tuple[str, ...]) -> set[int]:
-        """What comes after these, on ways without one of these barriers before it."""
+        """Return what comes after these, on paths without one of these barriers before it."""
         todo, seen = list(begin), set()
         while todo:
-            for at in self._after(todo.pop()):
-                if at not in seen:
-                    seen.add(at)
-                    if self._steps[at].kind not in barriers:
-                        todo.append(at)
+            for index in self._after(todo.pop()):
+                if index not in seen:
+                    seen.add(index)
+                    if self._steps[index].kind not in barriers:
+                        todo.append(index)
         return seen
 
     def _leads(self, first: Location, second: Location, kinds: tuple[str, ...]) -> bool:
-        """Whether there is a way without a barrier."""
+        """Return whether there is a path without a barrier."""
         reached = self._reached(self._at(("store", first)), ("barrier", "wait"))
-        ends = (self._steps[at] for at in reached)
-        return any(step.kind in kinds and step.place == short(second) for step in ends)
+        ends = (self._steps[index] for index in reached)
+        return any(step.kind in kinds and step.location == short(second) for step in ends)
 
-    def _after(self, at: int) -> Iterator[int]:
-        step = self._steps[at]
+    def _after(self, index: int) -> Iterator[int]:
+        step = self._steps[index]
         following = [self._labels[label] for label in step.next if label in self._labels]
-        for each in [*following, *([] if step.ends else [at + 1])]:
+        for each in [*following, *([] if step.ends else [index + 1])]:
             if each < len(self._steps):
                 yield each
 
 
-def short(at: Sequence[Any]) -> tuple[str, int]:
-    """File name, without folders, and line of a place."""
-    return at[0].rpartition("/")[2], at[1]
+def short(location: Sequence[Any]) -> tuple[str, int]:
+    """Return file name, without folders, and line of a location."""
+    return location[0].rpartition("/")[2], location[1]
 
 
 def _placed(text: str) -> Iterator[tuple[str, tuple[str, int]]]:
-    """Lines of PTX without comments, and the file and line of the source of each."""
+    """Yield lines of PTX without comments, with the file and line of the source of each."""
     files: dict[str, str] = {}
     for name in re.finditer(r'^\s*\.file\s+(\d+)\s+"([^"]*)"(?:\s+"([^"]*)")?', text, re.MULTILINE):
         files[name[1]] = (name[3] or name[2]).rpartition("/")[2]
-    place, inline, fixed = ("", 0), False, False
+    location, inline, fixed = ("", 0), False, False
     for raw in text.splitlines():
         line = raw.strip()
         if line.startswith("// begin inline asm"):
             inline, fixed = True, False
         elif line.startswith("// end inline asm"):
             inline = False
-        told = re.match(r"\.loc\s+(\d+)\s+(\d+)", line)
-        if told and not (inline and fixed):
-            place, fixed = (files.get(told[1], ""), int(told[2])), True
+        match = re.match(r"\.loc\s+(\d+)\s+(\d+)", line)
+        if match and not (inline and fixed):
+            location, fixed = (files.get(match[1], ""), int(match[2])), True
         line = line.partition("//")[0].strip()
         if line and not line.startswith("."):
-            yield line, place
+            yield line, location

@@ -6,7 +6,7 @@ the last completed one. So a fresh barrier lets a wait for parity 1 pass, which 
 finds its buffers empty, and a barrier that completes two phases while somebody waits for the first
 has been missed.
 
-Of the 16 named barriers some are the compiler's: 0 for the warps of the default task, 1 for the
+Some of the 16 named barriers are the compiler's: 0 for the warps of the default task, 1 for the
 start and end of tasks, 2 + i for the warps of the other task i, if it has more than one.
 
 Four mistakes are reported as `BarrierMisuse` even when this run gets away with them: an arrival
@@ -40,7 +40,7 @@ from .errors import (
     Location,
     ResourceLimit,
     Wait,
-    location,
+    current_location,
 )
 from .scheduler import Role, Scheduler
 
@@ -48,7 +48,7 @@ NUM_NAMED_BARRIERS = 16
 
 
 def _name(lane: Any) -> str:
-    """Of a role, or of what works for it."""
+    """Format the name of a role, or of what works for it."""
     return getattr(lane, "label", f"the {lane}")
 
 
@@ -58,13 +58,13 @@ class Arrival:
 
     clock: Clock
     lane: Any
-    at: Location
+    location: Location
     time: float
 
     def mark(self, barrier: "MBarrier") -> Mark:
         where = getattr(self.lane, "cta", barrier.cta).number, getattr(self.lane, "name", self.lane)
         what = f"{_name(self.lane)} arrives at {barrier.name}"
-        return Mark(*where, self.time, self.at[1], what)
+        return Mark(*where, self.time, self.location[1], what)
 
 
 @dataclass(eq=False)
@@ -73,10 +73,10 @@ class MBarrier:
 
     clock: gathers the clocks of the arrivals; phases are ordered, so it only grows. released: the
     clock at the end of the last completed phase, which a role learns that passes a wait for it;
-    before: at the end of the phase before that one. observers: roles that passed a wait for the
+    previous: at the end of the phase before that one. observers: roles that passed a wait for the
     last completed phase, since when, where, and its spot. waiters: roles that wait, for which
     parity, and where. key: what `search` knows it by. arrivals: of the last phase that has any.
-    made: where it was made.
+    location: where it was made.
     """
 
     scheduler: Scheduler
@@ -89,12 +89,12 @@ class MBarrier:
     missing_bytes: int = 0
     clock: Clock = field(default_factory=Clock)
     released: Clock = field(default_factory=Clock)
-    before: Clock = field(default_factory=Clock)
+    previous: Clock = field(default_factory=Clock)
     observers: dict[Role, tuple[int, Location, Spot]] = field(default_factory=dict)
     waiters: list[tuple[Role, int, Location]] = field(default_factory=list)
     key: Hashable = None
     arrivals: list[Arrival] = field(default_factory=list)
-    made: Location = field(default_factory=location)
+    location: Location = field(default_factory=current_location)
 
     def __post_init__(self) -> None:
         if not 1 <= self.count < 2**20:
@@ -107,42 +107,43 @@ class MBarrier:
 
     @property
     def known(self) -> tuple[str, Location, int]:
-        """The name of the allocation, where it is, and the arrivals that a phase takes."""
-        return self.name.partition("[")[0], self.made, self.count
+        """Name of the allocation, where it is, and the arrivals that a phase takes."""
+        return self.name.partition("[")[0], self.location, self.count
 
     def misuse(
-        self, what: str, at: Location | None = None, related: Iterable[tuple[str, Location]] = (),
-        **facts: Any,
+        self, what: str, location: Location | None = None,
+        related: Iterable[tuple[str, Location]] = (), **facts: Any,
     ) -> BarrierMisuse:  # fmt: skip
-        """The finding, with the other places that have to do with it, and where it was made."""
+        """Build the finding, with the related locations, and where the barrier was made."""
         facts |= {
             "barrier": self.name,
             "related": (*related,),
             "barriers": (self.known,),
         }
-        return BarrierMisuse(f"{self.label}: {what}", at, **facts)
+        return BarrierMisuse(f"{self.label}: {what}", location, **facts)
 
     def _arrived(self) -> list[tuple[str, Location]]:
-        """Who arrived in the last phase that has arrivals, and where, each place once."""
-        named = ((f"arrival of {_name(each.lane)}", each.at) for each in self.arrivals)
+        """List who arrived in the last phase that has arrivals, and where, each location once."""
+        named = ((f"arrival of {_name(each.lane)}", each.location) for each in self.arrivals)
         return list(dict.fromkeys(named))
 
     def _marks(self) -> tuple[Mark, ...]:
-        """Those arrivals, in a timeline."""
+        """Marks of those arrivals in a timeline."""
         return tuple(each.mark(self) for each in self.arrivals)
 
     def arrive(
-        self, count: int, clock: Clock, time: float, lane: Any, at: Location, num_bytes: int = 0
-    ) -> None:
-        """`count` arrivals of somebody whose clock is `clock`.
+        self, count: int, clock: Clock, time: float, lane: Any, location: Location,
+        num_bytes: int = 0,
+    ) -> None:  # fmt: skip
+        """Count `count` arrivals of somebody whose clock is `clock`.
 
         num_bytes: announced by that; negative: written by a copy, which is no arrival (count 0).
         """
         if self.pending == self.count and not self.missing_bytes:
             self.arrivals = []
-        self.arrivals.append(Arrival(clock, lane, at, time))
+        self.arrivals.append(Arrival(clock, lane, location, time))
         if isinstance(lane, Role):
-            self.scheduler.synchronises("arrival", lane, self, at)
+            self.scheduler.synchronises("arrival", lane, self, location)
         if self.cta.ended is not None:
             self.check_end()
         self.missing_bytes += num_bytes
@@ -153,13 +154,13 @@ class MBarrier:
             raise self.misuse(
                 f"an arrival in phase {self.phase} is not ordered after the end of phase "
                 f"{self.phase - 1}, and may come too early",
-                at,
+                location,
             )
         if count > self.pending:
             raise self.misuse(
                 f"{count} arrival{'s' * (count != 1)} in phase {self.phase}, which expects "
                 f"{self.pending} more of {self.count}",
-                at,
+                location,
                 self._arrived(),
                 marks=self._marks(),
             )
@@ -169,19 +170,19 @@ class MBarrier:
         if self.pending == 0 and self.missing_bytes < 0:
             raise self.misuse(
                 f"phase {self.phase} receives {-self.missing_bytes} bytes more than expected",
-                at,
+                location,
                 self._arrived(),
                 marks=self._marks(),
             )
         missing = {"pending": self.pending, "bytes": self.missing_bytes}
-        self._trace("arrive", lane, time, time, at, phase=self.phase, **missing)
+        self._trace("arrive", lane, time, time, location, phase=self.phase, **missing)
         if completes:
-            self._complete(time, lane, at)
+            self._complete(time, lane, location)
 
     def _trace(
-        self, kind: str, lane: Any, start: float, end: float, at: Location, **fields: Any
+        self, kind: str, lane: Any, start: float, end: float, location: Location, **fields: Any
     ) -> None:
-        fields |= {"cta": self.cta.number, "line": at[1], "target": self.name}
+        fields |= {"cta": self.cta.number, "line": location[1], "target": self.name}
         self.scheduler.trace(kind, f"{kind} {self.name}", lane, start, end, **fields)
 
     def check_end(self) -> None:
@@ -191,41 +192,42 @@ class MBarrier:
         """
         for each in self.arrivals:
             if self.cta.launch.races and not self.cta.ended.includes(each.clock):
-                raise self.cta.too_early(self.name, _name(each.lane), each.at, each.mark(self))
+                who = _name(each.lane)
+                raise self.cta.too_early(self.name, who, each.location, each.mark(self))
 
-    def _complete(self, time: float, lane: Any, at: Location) -> None:
-        for role, (epoch, place, spot) in self.observers.items():
+    def _complete(self, time: float, lane: Any, location: Location) -> None:
+        for role, (epoch, wait_location, spot) in self.observers.items():
             if not self.clock.reaches(role.index, epoch):
                 waits = f"{role.label} waits for phase {self.phase - 1} of {self.name}"
                 raise self.misuse(
                     f"phase {self.phase} can complete before {role.label}, which waits for phase "
                     f"{self.phase - 1}, has noticed that one: a missed phase",
-                    at,
-                    [(f"wait of {role.label}", place)],
-                    marks=(Mark(*spot, place[1], waits), self.arrivals[-1].mark(self)),
+                    location,
+                    [(f"wait of {role.label}", wait_location)],
+                    marks=(Mark(*spot, wait_location[1], waits), self.arrivals[-1].mark(self)),
                     missing="1 and 2 are not ordered: the wait may pass too late",
                 )
         self.phase += 1
         self.pending = self.count
-        self.before, self.released = self.released, self.clock.copy()
+        self.previous, self.released = self.released, self.clock.copy()
         self.observers = {}
         waiters, self.waiters = self.waiters, []
-        for role, parity, place in waiters:
+        for role, parity, wait_location in waiters:
             if self.passes(parity):
                 self.scheduler.wake(role, time)
                 self.scheduler.order.note(self.key, "wait", self.phase, role.leader)
-                self._observe(role, place)
+                self._observe(role, wait_location)
                 self.scheduler.trace_release(self.name, self.phase - 1, lane, time, role)
             else:
-                self.waiters.append((role, parity, place))
+                self.waiters.append((role, parity, wait_location))
 
     def passes(self, parity: int) -> bool:
         return self.phase % 2 != parity
 
-    def _observe(self, role: Role, at: Location) -> None:
-        """The role passes its wait: what it knew before must prove which phase this is."""
+    def _observe(self, role: Role, location: Location) -> None:
+        """Let the role pass its wait: what it knew before must prove which phase this is."""
         phase = self.phase - 1
-        if phase and not role.clock.includes(self.before):
+        if phase and not role.clock.includes(self.previous):
             early = "as on a fresh barrier" if phase == 1 else f"for phase {phase - 2}"
             raise AliasedWait(
                 f"{self.label}: this wait passes for phase {phase}, but nothing proves that phase "
@@ -234,31 +236,31 @@ class MBarrier:
                 f"of the role prove it, for phase {phase - 1} or for something after it; where "
                 f"roles take the slots of a ring in turn, make the slots a multiple of the roles, "
                 f"so that each slot has one owner",
-                at,
+                location,
                 barrier=self.name,
                 phase=phase,
                 role=role.label,
                 barriers=(self.known,),
             )
         role.clock.join(self.released)
-        self.observers[role] = role.epoch, at, role.spot
+        self.observers[role] = role.epoch, location, role.spot
 
     def wait(self, role: Role, parity: int) -> None:
         """Suspend the role until the phase of this parity is the last completed one."""
         if parity not in (0, 1):
             raise self.misuse(f"a wait takes phase 0 or 1, got {parity}")
-        start, at = role.time, location()
-        self.scheduler.synchronises("wait", role, self, at)
+        start, location = role.time, current_location()
+        self.scheduler.synchronises("wait", role, self, location)
         if self.passes(parity):
             self.scheduler.order.note(self.key, "wait", self.phase)
-            self._observe(role, at)
+            self._observe(role, location)
         else:
             self.scheduler.order.note(self.key, "block", self.phase + 1)
-            self.waiters.append((role, parity, at))
-            self.scheduler.block(lambda: self._describe(role, at))
-        self._trace("wait", role, start, role.time, at, phase=self.phase - 1)
+            self.waiters.append((role, parity, location))
+            self.scheduler.block(lambda: self._describe(role, location))
+        self._trace("wait", role, start, role.time, location, phase=self.phase - 1)
 
-    def _describe(self, role: Role, at: Location) -> Wait:
+    def _describe(self, role: Role, location: Location) -> Wait:
         note = ""
         if self.phase >= 2:
             note = f"phase {self.phase - 2} of that parity is over, and {self.phase - 1} too"
@@ -266,10 +268,10 @@ class MBarrier:
         begun = self.pending < self.count or self.missing_bytes
         related = (*(self._arrived() if begun else ()),)
         barriers = (self.known,)
-        return Wait(role.label, at, self.label, *missing, note, related, barriers)
+        return Wait(role.label, location, self.label, *missing, note, related, barriers)
 
     def finish(self) -> None:
-        """At the end of the kernel: bytes must not be left over."""
+        """Check at the end of the kernel that no bytes are left over."""
         if self.missing_bytes:
             what = "is still expecting" if self.missing_bytes > 0 else "received in excess"
             raise self.misuse(
@@ -306,8 +308,8 @@ class Rendezvous:
             self.waiters.append(role)
         if not completes:
             if wait:
-                place = role.label, location(), self.label, self.generation
-                self.scheduler.block(lambda: Wait(*place, self.expected - self.arrived, 0))
+                waiting = role.label, current_location(), self.label, self.generation
+                self.scheduler.block(lambda: Wait(*waiting, self.expected - self.arrived, 0))
             return
         for waiter in self.waiters:
             waiter.clock.join(self.clock)
@@ -342,7 +344,7 @@ class NamedBarrier(Rendezvous):
 
     def arrive(self, role: Role, threads: int, wait: bool) -> None:
         """Count the role's threads in; with `wait`, suspend it until all have come."""
-        own, start, generation = 32 * role.warps, role.time, self.generation
+        arriving, start, generation = 32 * role.warps, role.time, self.generation
         if threads < 32 or threads % 32:
             raise InvalidKernel(f"a named barrier takes a multiple of 32 threads, got {threads}")
         if not self.arrived:
@@ -351,10 +353,10 @@ class NamedBarrier(Rendezvous):
             self._misuse(f"waits for {self.expected} threads, but {role.label} says {threads}")
         if role in self.roles:
             self._misuse(f"{role.label} arrives twice before {threads} threads have come")
-        if self.arrived + own > threads:
-            self._misuse(f"{self.arrived + own} threads arrive, {threads} are expected")
+        if self.arrived + arriving > threads:
+            self._misuse(f"{self.arrived + arriving} threads arrive, {threads} are expected")
         self.roles.append(role)
-        self.count(role, own, wait)
+        self.count(role, arriving, wait)
         kind = "wait" if wait else "arrive"
         missing = threads - self.arrived if self.generation == generation else 0
         fields = {"target": self.name, "phase": generation, "pending": missing}
@@ -365,7 +367,7 @@ class NamedBarrier(Rendezvous):
 
 
 def named_barrier(role: Role, number: int) -> NamedBarrier:
-    """The named barrier `number` of the role's CTA."""
+    """Return the named barrier `number` of the role's CTA."""
     barriers = role.cta.named_barriers
     if not 0 <= number < NUM_NAMED_BARRIERS:
         raise ResourceLimit(f"named barriers are 0 to {NUM_NAMED_BARRIERS - 1}, got {number}")

@@ -28,7 +28,7 @@ def _integers(name: str, values: Any) -> tuple[int, ...]:
 
 
 class BlockPointer:
-    """sizes, strides, offsets: in elements, one for each dimension of block_shape."""
+    """Block pointer. sizes, strides, offsets: in elements, per dimension of block_shape."""
 
     def __init__(
         self, base: Tile, shape: Any, strides: Any, offsets: Any, block_shape: Any, order: Any
@@ -55,13 +55,13 @@ class BlockPointer:
         steps = _integers("offsets", offsets)
         if len(steps) != len(self.offsets):
             raise InvalidKernel(f"advance needs {len(self.offsets)} offsets, got {len(steps)}")
-        moved = tuple(at + step for at, step in zip(self.offsets, steps, strict=True))
+        moved = tuple(offset + step for offset, step in zip(self.offsets, steps, strict=True))
         return BlockPointer(
             self.base, self.sizes, self.strides, moved, self.block_shape, self.order
         )
 
     def lanes(self, boundary_check: Any) -> tuple[Tile, Tile | None]:
-        """A pointer to each element, and a mask of those inside, None for all."""
+        """Return a pointer to each element, and a mask of those inside, None for all."""
         checked = boundary_check if isinstance(boundary_check, tuple) else (boundary_check or ())
         rank = len(self.sizes)
         if not all(isinstance(dim, int) and 0 <= dim < rank for dim in checked):
@@ -70,10 +70,10 @@ class BlockPointer:
         for dim, (size, stride, offset, extent) in enumerate(
             zip(self.sizes, self.strides, self.offsets, self.block_shape, strict=True)
         ):
-            at = torch.arange(offset, offset + extent).reshape(-1, *[1] * (rank - dim - 1))
-            where = where + at * stride
+            index = torch.arange(offset, offset + extent).reshape(-1, *[1] * (rank - dim - 1))
+            where = where + index * stride
             if dim in checked and not 0 <= offset <= size - extent:
-                valid = (at >= 0) & (at < size)
+                valid = (index >= 0) & (index < size)
                 inside = valid if inside is None else inside & valid
         mask = None if inside is None else Tile(inside.expand(self.block_shape), tl.int1)
         return self.base.like(where.expand(self.block_shape)), mask

@@ -41,9 +41,9 @@ _ALIGNMENT = 128
 class Storage:
     """Bytes of shared memory, or 128 lanes of `num_bytes` bytes of tensor memory.
 
-    Of tensor memory: columns: the most that its buffers of 64 rows and of 128 take. paired: whether
-    64 rows are those of a pair of CTAs, None before their first use. beside: the storage whose
-    lanes it shares, that of the other operand in tensor memory. name: that of its first buffer.
+    name: that of its first buffer. For tensor memory: columns: the most that its buffers of 64 rows
+    and of 128 take. paired: whether 64 rows are those of a pair of CTAs, None before their first
+    use. beside: the storage whose lanes it shares, that of the other operand in tensor memory.
     """
 
     cta: Any
@@ -81,9 +81,9 @@ class Storage:
             return
         if not self.tensor:
             self.cta.reserve(num_bytes - self.num_bytes)
-        before, self._data, self.num_bytes = self._data, None, num_bytes
-        if before is not None:
-            self.data[..., : before.shape[-1]] = before
+        previous, self._data, self.num_bytes = self._data, None, num_bytes
+        if previous is not None:
+            self.data[..., : previous.shape[-1]] = previous
 
 
 @dataclass(eq=False)
@@ -117,8 +117,8 @@ def _round_up(value: int, multiple: int) -> int:
 class ReuseGroup:
     """`tlx.reuse_group`: a tree of buffers that share memory, or must not.
 
-    Of a member, a buffer or a group: `size`, and `step`, the multiple at which it starts in a
-    distinct group; in tensor memory (alignment 1) that of its size.
+    A member, a buffer or a group, has a `size` and a `step`: the multiple at which it starts in a
+    distinct group, and in tensor memory (alignment 1) that of its size.
     """
 
     members: tuple[Any, ...]
@@ -147,8 +147,8 @@ class ReuseGroup:
 
 @dataclass
 class Placement:
-    """Where the buffers of an allocation lie, in units of their size: buffer i at slot
-    `scale * i + first + i % group`."""
+    """Slots of the buffers of an allocation, in units of their size: buffer i at slot `scale * i +
+    first + i % group`."""
 
     scale: int = 1
     first: int = 0
@@ -160,7 +160,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class Lanes:
-    """Where the elements of a view lie in the lanes of tensor memory, `num_bytes` each."""
+    """Positions of a view's elements in the lanes of tensor memory, `num_bytes` each."""
 
     num_bytes: int
     itemsize: int
@@ -169,7 +169,7 @@ class Lanes:
     offset: int
 
     def spread(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Of a number below 255 for each element, that of each byte of the lanes, 255 outside."""
+        """Spread a number below 255 for each element over the bytes of the lanes, 255 outside."""
         data = torch.full((LANES, self.num_bytes // self.itemsize, self.itemsize), 255)
         steps = *(step * self.itemsize for step in self.strides), 1
         view = data.as_strided((*self.shape, self.itemsize), steps, self.offset * self.itemsize)
@@ -213,7 +213,7 @@ class Buffer:
 
     @property
     def units(self) -> int:
-        """The size of one buffer: bytes of shared memory, columns of tensor memory."""
+        """Size of one buffer: bytes of shared memory, columns of tensor memory."""
         if self.storage.tensor:
             return -(-self.width * self.itemsize // (8 if self.halved else 4))
         return self.num_bytes
@@ -234,7 +234,7 @@ class Buffer:
 
     @property
     def paired(self) -> bool:
-        """Whether its right half of columns lies in lanes 64 to 127, under the left half."""
+        """True if its right half of columns lies in lanes 64 to 127, under the left half."""
         return bool(self.storage.paired) and self.shape[0] == 64
 
     @property
@@ -257,7 +257,7 @@ class Buffer:
         return self.units
 
     def place(self, offset: int, unit: int, group_size: int, alignment: int) -> None:
-        """Lay the allocation out, as `AliasSpec` has it."""
+        """Lay out the allocation, as `AliasSpec` says."""
         if offset % self.units or unit % self.units:
             raise InvalidKernel(
                 f"{self.name} of {self.units} units must lie at a multiple of its size, got offset "
@@ -283,7 +283,7 @@ class Buffer:
         self.storage.reserve(end, self.rows)
 
     def __getitem__(self, index: Any) -> "Buffer":
-        """`tlx.local_view`: buffer `index`; of a single buffer, the part at `index`."""
+        """Implement `tlx.local_view`: buffer `index`; of a single buffer, the part at `index`."""
         number = int(index)
         if self.num == 0:
             if len(self.shape) == 1:
@@ -297,20 +297,20 @@ class Buffer:
         return replace(self, offset=offset, num=0, name=f"{self.name}[{number}]")
 
     def single(self) -> "Buffer":
-        """One buffer: itself, or the only one of an allocation."""
+        """Return one buffer: itself, or the only one of an allocation."""
         if self.num > 1:
             raise InvalidKernel(f"{self.name} is {self.num} buffers; index it")
         return self[0] if self.num else self
 
     def window(self, start: tuple[int, ...], shape: tuple[int, ...]) -> "Buffer":
-        """`tlx.local_slice`: a box of the buffer."""
+        """Implement `tlx.local_slice`: a box of the buffer."""
         one = self.single()._strided()
-        for at, size, extent in zip(start, shape, one.shape, strict=True):
-            if at < 0 or at + size > extent:
+        for begin, size, extent in zip(start, shape, one.shape, strict=True):
+            if begin < 0 or begin + size > extent:
                 raise OutOfBounds(f"slice {start} + {shape} leaves {self.label} {list(one.shape)}")
         if one.storage.tensor and one.paired and shape[1] != one.shape[1]:
             raise Unsupported(f"a slice of {self.name}, whose 64 rows are those of a pair of CTAs")
-        move = sum(at * step for at, step in zip(start, one.strides, strict=True))
+        move = sum(begin * step for begin, step in zip(start, one.strides, strict=True))
         return replace(one, offset=one.offset + move, shape=tuple(shape))
 
     def _strided(self) -> "Buffer":
@@ -324,7 +324,7 @@ class Buffer:
         return replace(self, shape=shape, strides=tuple(self.strides[d] for d in dims))
 
     def reinterpret(self, dtype: tl.dtype, shape: tuple[int, ...] | None) -> "Buffer":
-        """Other elements on the same bytes."""
+        """View the same bytes as other elements."""
         one = self.single()._strided()
         item = bytes_of(dtype)
         shape = one.shape if shape is None else tuple(shape)
@@ -340,7 +340,7 @@ class Buffer:
         return replace(one, dtype=dtype, shape=shape, strides=strides, offset=offset)
 
     def _strided_as(self) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-        """Shape, strides and offset of the view in all elements of the storage."""
+        """Return shape, strides and offset of the view in all elements of the storage."""
         if not self.storage.tensor:
             return *(self.laid or (self.shape, self.strides)), self.offset
         (rows, columns), lane = self.shape, self.storage.num_bytes // self.itemsize
@@ -361,7 +361,7 @@ class Buffer:
 
     @property
     def mask(self) -> int:
-        """The bytes of the view, as bits; of tensor memory, the bytes of a row."""
+        """Bytes of the view, as bits; for tensor memory, the bytes of a row."""
         shape, strides = self.laid or (self.shape, self.strides)
         key = (self.offset, shape, strides, self.itemsize)
         masks = self.storage.masks
@@ -376,7 +376,7 @@ class Buffer:
         return masks[key]
 
     def settle(self, paired: bool) -> None:
-        """Before its first use: whether these 64 rows are an accumulator of a pair of CTAs."""
+        """Decide before the first use if these 64 rows are an accumulator of a pair of CTAs."""
         storage = self.storage
         if not storage.tensor or self.shape[0] != 64 or storage.paired == paired:
             return
@@ -410,7 +410,7 @@ class Buffer:
             shadow.written |= mask if write else 0
             return
         if self.storage.cta.ended is not None:
-            raise self.storage.cta.too_early(self.name, access.who, access.at, access.mark)
+            raise self.storage.cta.too_early(self.name, access.who, access.location, access.mark)
         if launch.partition_fences and isinstance(actor, Operation) and not actor.generic:
             self._demand_partition_fence(actor, write)
         elif launch.partition_fences and isinstance(actor, Role):
@@ -420,8 +420,8 @@ class Buffer:
             alias = f"as {other.name} " if other.name != self.name else ""
             finding = Race(
                 f"{access.who} {verb[write]} {self.label}, which {other.who} {verb[other.write]} "
-                f"{alias}at {other.at[0]}:{other.at[1]}; nothing orders the two",
-                other=other.at,
+                f"{alias}at {other.location[0]}:{other.location[1]}; nothing orders the two",
+                other=other.location,
                 buffer=self.name,
                 marks=(other.mark, access.mark),
                 **launch.scheduler.around(access, other),
@@ -439,9 +439,9 @@ class Buffer:
             if stored and old.mask & self.mask and not copy.clock.fences(old):
                 read = copy.access(False, self.mask, self.name)
                 finding = MissingFence(
-                    f"a copy reads {self.label}, which {old.who} writes at {old.at[0]}:"
-                    f'{old.at[1]}; tlx.fence("async_shared") must lie between the two',
-                    other=old.at,
+                    f"a copy reads {self.label}, which {old.who} writes at {old.location[0]}:"
+                    f'{old.location[1]}; tlx.fence("async_shared") must lie between the two',
+                    other=old.location,
                     buffer=self.name,
                     marks=(old.mark, read.mark),
                 )
@@ -458,8 +458,8 @@ class Buffer:
             return
         leader = copy.role.leader
         reads, writes = leader.touched.get(self.storage, (0, 0))
-        if (writes | (reads if write else 0)) & self.mask or copy.at in leader.fences:
-            leader.fences.add(copy.at)
+        if (writes | (reads if write else 0)) & self.mask or copy.location in leader.fences:
+            leader.fences.add(copy.location)
             for lane in leader.lanes:
                 lane.fence()
             return
@@ -470,18 +470,19 @@ class Buffer:
             if copy.clock.knows(old) and not copy.clock.fences(old)
         ]
         for old in unfenced:
+            file, line = old.location
             verb, did = "writes" if write else "reads", "writes" if old.write else "reads"
             finding = MissingFence(
                 f"{copy.kind} issued by {copy.role.label} {verb} {self.label}, which {old.who} "
-                f"{did} at {old.at[0]}:{old.at[1]}; fence_async_shared must lie between the two",
-                other=old.at,
+                f"{did} at {file}:{line}; fence_async_shared must lie between the two",
+                other=old.location,
                 buffer=self.name,
                 marks=(old.mark, copy.access(write, self.mask, self.name).mark),
             )
             suppressions.judge(finding, current().report)
 
     def read(self, actor: Role | Operation) -> torch.Tensor:
-        """The contents, as a tile holds them, read at the actor's present."""
+        """Read the contents, as a tile holds them, at the actor's present."""
         self._access(actor, write=False)
         return from_raw(self._view().clone(), self.dtype).reshape(self.shape)
 

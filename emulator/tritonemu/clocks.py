@@ -25,7 +25,7 @@ from .errors import Location
 
 @dataclass(eq=False, slots=True)
 class Clock:
-    """What happens before: epochs of roles, and bits of asynchronous operations.
+    """Set of past events: epochs of roles, and bits of asynchronous operations.
 
     epochs: under the index of a role those of any of its warps, under the negative index those that
     all of its warps have passed (see `threads`).
@@ -50,7 +50,7 @@ class Clock:
         return Clock(dict(self.epochs), self.operations, fenced, met, self.settled, *past)
 
     def landed(self, operation: int) -> "Clock":
-        """That of whoever learns that an operation is complete which was issued at this one."""
+        """Build the clock of whoever learns that an operation issued at this one is complete."""
         past = dict(self.epochs)
         _raise(past, self.past)
         operations = self.operations | self.past_operations
@@ -70,39 +70,39 @@ class Clock:
             _raise(self.fenced, other.fenced)
 
     def includes(self, other: "Clock") -> bool:
-        """Whether everything the other knows is over at this clock's moment."""
-        mine, past = self.epochs, self.past
+        """Return whether everything the other knows is over at this clock's moment."""
+        known, past = self.epochs, self.past
         return not other.operations & ~(self.operations | self.past_operations) and all(
-            mine.get(role, 0) >= epoch or past.get(role, 0) >= epoch
+            known.get(role, 0) >= epoch or past.get(role, 0) >= epoch
             for role, epoch in other.epochs.items()
         )
 
     def reaches(self, role: int, epoch: int) -> bool:
-        """Whether this epoch of a role has begun at this clock's moment."""
+        """Return whether this epoch of a role has begun at this clock's moment."""
         return max(self.epochs.get(role, 0), self.past.get(role, 0)) >= epoch
 
     def knows(self, access: "Access") -> bool:
-        """Whether the access happens before this clock's moment."""
+        """Return whether the access happens before this clock's moment."""
         if access.operation:
             return bool(self.operations & access.operation)
         return self.epochs.get(access.role, 0) >= access.epoch
 
     def splits(self, access: "Access") -> bool:
-        """Whether it happens before this clock's moment for one warp of its role only."""
+        """Return whether it happens before this clock's moment for one warp of its role only."""
         met, known = self.met.get(access.role, 0), self.epochs.get(access.role, 0)
         return not access.operation and met < access.epoch <= known
 
     def fences(self, access: "Access") -> bool:
-        """Whether a fence lies between this access and the clock's moment."""
+        """Return whether a fence lies between this access and the clock's moment."""
         if access.operation:
             return bool(self.settled & access.operation)
         return self.fenced.get(access.role, 0) >= access.epoch
 
 
-def _raise(mine: dict[int, int], theirs: dict[int, int]) -> None:
-    for role, epoch in theirs.items():
-        if mine.get(role, 0) < epoch:
-            mine[role] = epoch
+def _raise(target: dict[int, int], source: dict[int, int]) -> None:
+    for role, epoch in source.items():
+        if target.get(role, 0) < epoch:
+            target[role] = epoch
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +120,7 @@ class Access:
     operation: int
     write: bool
     mask: int
-    at: Location
+    location: Location
     who: str
     name: str = ""
     where: Any = None
@@ -130,7 +130,7 @@ class Access:
     @property
     def mark(self) -> Mark:
         does = "writes" if self.write else "reads"
-        return Mark(*self.spot, self.at[1], f"{self.who} {does} {self.name}")
+        return Mark(*self.spot, self.location[1], f"{self.who} {does} {self.name}")
 
 
 @dataclass(eq=False, slots=True)
@@ -147,7 +147,7 @@ class Shadow:
         the new one, and the new one is a write or both are reads, then whatever is ordered after
         the new one is ordered after it too.
         """
-        kept, racing = [], []
+        remaining, racing = [], []
         for old in self.accesses:
             common = old.mask & new.mask
             if common:
@@ -157,11 +157,11 @@ class Shadow:
                 if known and (new.write or not old.write):
                     rest = old.mask ^ common
                     if rest:
-                        kept.append(replace(old, mask=rest))
+                        remaining.append(replace(old, mask=rest))
                     continue
-            kept.append(old)
-        kept.append(new)
-        self.accesses = kept
+            remaining.append(old)
+        remaining.append(new)
+        self.accesses = remaining
         if new.write:
             self.written |= new.mask
         return racing

@@ -64,7 +64,7 @@ _ARROW = "completes a phase: the wait ends"
 
 @dataclass(frozen=True)
 class Event:
-    """Something a role or an engine did; `Timeline.events` are in order of occurrence."""
+    """An event of a role or an engine; `Timeline.events` are in order of occurrence."""
 
     cta: int
     lane: str
@@ -98,7 +98,7 @@ Spot = tuple[int, str, float]
 
 @dataclass(frozen=True)
 class Mark:
-    """What a finding is about, in a lane at a time. lasts: it does not end."""
+    """Mark of a finding, in a lane at a time. lasts: it does not end."""
 
     cta: int
     lane: str
@@ -122,7 +122,7 @@ class Box:
 
 
 def merged(events: Iterable[Event], gap: float) -> list[list[Event]]:
-    """Events of one lane by start; compute events at most `gap` apart are one group."""
+    """Group the events of one lane by start; compute events at most `gap` apart are one group."""
     groups: list[list[Event]] = []
     for event in sorted(events, key=lambda e: e.start):
         last = groups[-1][-1] if groups else None
@@ -135,7 +135,7 @@ def merged(events: Iterable[Event], gap: float) -> list[list[Event]]:
 
 
 def placed(groups: Iterable[list[Event]]) -> list[Box]:
-    """Boxes of one lane by start, each in the first row that is free then.
+    """Place boxes of one lane by start, each in the first row that is free then.
 
     What takes no time shares the row of the box at whose end, or else in which, it happens.
     """
@@ -143,7 +143,7 @@ def placed(groups: Iterable[list[Event]]) -> list[Box]:
     boxes = sorted(map(Box, groups), key=lambda box: (box.start, -box.end))
     lasting = [box for box in boxes if box.end > box.start]
     for box in lasting:
-        box.row = next((row for row, at in enumerate(free) if at <= box.start), len(free))
+        box.row = next((row for row, end in enumerate(free) if end <= box.start), len(free))
         free[box.row : box.row + 1] = [box.end]
     for box in boxes:
         if box.end == box.start:
@@ -153,9 +153,9 @@ def placed(groups: Iterable[list[Event]]) -> list[Box]:
 
 
 def box_at(boxes: Iterable[Box], lane: str, time: float) -> Box | None:
-    """The box of a lane that ends at `time`, or else the one around it that ends first."""
-    found = [box for box in boxes if box.lane == lane and box.start <= time <= box.end]
-    return min(found, key=lambda box: box.end, default=None)
+    """Return the box of a lane that ends at `time`, or else the one around it that ends first."""
+    candidates = [box for box in boxes if box.lane == lane and box.start <= time <= box.end]
+    return min(candidates, key=lambda box: box.end, default=None)
 
 
 def _number(value: float) -> str:
@@ -167,7 +167,7 @@ def _text(text: str) -> str:
 
 
 def _pattern(kind: str) -> str:
-    """The fill of a kind: its colour, and a hatch for readers who do not tell colours apart."""
+    """Draw the fill of a kind: its colour, and a hatch for readers who cannot tell colours."""
     ground, ink, strength = f'<rect width="8" height="8" fill="{COLOURS[kind]}"/>', "#fff", 0.3
     if kind == "wait":
         ground, ink, strength = "", COLOURS[kind], 0.38
@@ -180,7 +180,7 @@ def _pattern(kind: str) -> str:
 
 
 def _shape(kind: str, x: float, y: float, width: float, height: float) -> str:
-    """A box of a kind; an arrival that takes no time is a pin."""
+    """Draw a box of a kind; an arrival that takes no time is a pin."""
     if kind == "arrive" and width < 5:
         return (
             f'<path d="M{x:.1f} {y - 4:.1f}v{height + 4:.1f}" stroke="{COLOURS[kind]}" '
@@ -195,7 +195,7 @@ def _shape(kind: str, x: float, y: float, width: float, height: float) -> str:
 
 
 def _draw_box(box: Box, left: float, right: float, top: float) -> str:
-    """A box with its tooltip, and the longest of its names that fits."""
+    """Draw a box with its tooltip, and the longest of its names that fits."""
     names = [name for name in dict.fromkeys(event.name for event in box.events) if name]
     candidates = [", ".join(names), *names[:1], box.events[0].target]
     fits = (name for name in candidates if name and _CHAR * len(name) + 8 <= right - left)
@@ -216,7 +216,7 @@ def _draw_box(box: Box, left: float, right: float, top: float) -> str:
 
 
 def _draw_arrow(arrow: Arrow, a: float, b: float, source_y: float, target_y: float) -> str:
-    """A curve from the box of an arrival (top at source_y) to the box of a wait."""
+    """Draw a curve from the box of an arrival (top at source_y) to the box of a wait."""
     down = 1 if target_y > source_y else -1
     from_y = source_y + (_ROW if down > 0 else 0)
     to_y = target_y + (_ROW if target_y < source_y else 0)
@@ -245,7 +245,7 @@ def _cross(x: float, y: float) -> str:
 
 
 def _draw_marks(places: dict[int, tuple[float, float]], missing: str) -> list[str]:
-    """Pins with their numbers, and what is missing between the first two, by a cross."""
+    """Draw pins with their numbers, and what is missing between the first two, by a cross."""
     drawn = []
     if missing and len(places) == 2:
         (a, c), (b, d) = places.values()
@@ -254,50 +254,50 @@ def _draw_marks(places: dict[int, tuple[float, float]], missing: str) -> list[st
             f'<path class="missing" d="M{a:.1f} {c:.1f}L{b:.1f} {d:.1f}"/>'
             f"{_cross((a + b) / 2, (c + d) / 2)}</g>"
         )
-    return drawn + [_pin(number, *place) for number, place in places.items()]
+    return drawn + [_pin(number, *point) for number, point in places.items()]
 
 
-def _tell_marks(
+def _describe_marks(
     marks: Sequence[Mark], missing: str, y: float, width: float
 ) -> tuple[list[str], float]:
-    """What each mark is, and what is missing, in lines from y on; and the y of the last."""
-    told = []
+    """Describe each mark and what is missing, in lines from y on; return the y of the last."""
+    drawn = []
     lines = [f"{mark.what}, line {mark.line}" if mark.line else mark.what for mark in marks]
     for number, text in enumerate([*lines, missing] if missing else lines, 1):
         sign = _pin(number, 9, y - 4) if number <= len(marks) else _cross(9, y - 4)
-        told.append(sign)
+        drawn.append(sign)
         for part in textwrap.wrap(text, max(int((width - 30) / _CHAR), 20)):
-            told.append(f'<text x="25" y="{y:g}">{_text(part)}</text>')
+            drawn.append(f'<text x="25" y="{y:g}">{_text(part)}</text>')
             y += 17
         y += 6
-    return told, y - 23
+    return drawn, y - 23
 
 
 def _ticks(left: float, right: float, scale: float) -> list[float]:
-    """Multiples of 1, 2 or 5 times a power of ten, at least 64 pixels apart."""
+    """Choose multiples of 1, 2 or 5 times a power of ten, at least 64 pixels apart."""
     power = 10.0 ** math.floor(math.log10(64 / scale))
     step = next(power * n for n in (1, 2, 5, 10) if power * n * scale >= 64)
     return [n * step for n in range(math.ceil(left / step), math.floor(right / step) + 1)]
 
 
 def _legend(kinds: list[str], arrows: bool, y: float, width: float) -> tuple[list[str], float]:
-    """Swatches and words in lines of `width`, the first at y, and the y of the last."""
-    entries, at = [], 0.0
+    """Draw swatches and words in lines of `width`, the first at y; return the y of the last."""
+    entries, x = [], 0.0
     for kind, word in [(kind, KINDS[kind]) for kind in kinds] + [("", _ARROW)] * arrows:
         advance = 40 + _CHAR * len(word)
-        if at and at + advance > width:
-            at, y = 0.0, y + 21
+        if x and x + advance > width:
+            x, y = 0.0, y + 21
         if kind == "arrive":
-            swatch = _shape(kind, at + 9, y - 7, 0, 9)
+            swatch = _shape(kind, x + 9, y - 7, 0, 9)
         elif kind:
-            swatch = _shape(kind, at, y - 11, 18, 13)
+            swatch = _shape(kind, x, y - 11, 18, 13)
         else:
             swatch = (
-                f'<path class="arrow" d="M{at:.1f} {y - 4:g}h14"/>'
-                f'<path class="head" d="M{at + 19:.1f} {y - 4:g}l-7-3.4v6.8z"/>'
+                f'<path class="arrow" d="M{x:.1f} {y - 4:g}h14"/>'
+                f'<path class="head" d="M{x + 19:.1f} {y - 4:g}l-7-3.4v6.8z"/>'
             )
-        entries.append(f'{swatch}<text x="{at + 25:.1f}" y="{y:g}">{_text(word)}</text>')
-        at += advance
+        entries.append(f'{swatch}<text x="{x + 25:.1f}" y="{y:g}">{_text(word)}</text>')
+        x += advance
     return entries, y
 
 
@@ -313,7 +313,7 @@ def draw(
     right: float,
     width: float,
 ) -> str:
-    """The SVG of `Timeline.svg`. The data- attributes say where a cycle is: the page needs them."""
+    """Draw the SVG of `Timeline.svg`; the page needs the cycles in its data- attributes."""
     gutter = round(_CHAR * max(map(len, lanes)) + 14)
     plot = width - gutter - _MARGIN
     scale = plot / (right - left)
@@ -326,10 +326,10 @@ def draw(
     tops: dict[str, float] = {}
     y = first = 10.0
     for lane in lanes:
-        found = placed(merged((e for e in events if e.lane == lane), 0.5 / scale))
-        boxes += found
+        lane_boxes = placed(merged((e for e in events if e.lane == lane), 0.5 / scale))
+        boxes += lane_boxes
         tops[lane] = y
-        rows = 1 + max((box.row for box in found), default=0)
+        rows = 1 + max((box.row for box in lane_boxes), default=0)
         bands.append(
             f'<rect class="band" x="{gutter}" y="{y:g}" width="{plot:g}" height="{_ROW * rows:g}"/>'
         )
@@ -338,11 +338,11 @@ def draw(
     bottom = y - _GAP + 7
 
     for time in _ticks(left, right, scale):
-        at = x(time)
-        grid.append(f'<path class="grid" d="M{at:.1f} {first - 4:g}V{bottom:g}"/>')
-        at, anchor = (width, "end") if at > width - 20 else (at, "middle")
+        tick = x(time)
+        grid.append(f'<path class="grid" d="M{tick:.1f} {first - 4:g}V{bottom:g}"/>')
+        tick, anchor = (width, "end") if tick > width - 20 else (tick, "middle")
         grid.append(
-            f'<text x="{at:.1f}" y="{bottom + 13:g}" text-anchor="{anchor}">{time:g}</text>'
+            f'<text x="{tick:.1f}" y="{bottom + 13:g}" text-anchor="{anchor}">{time:g}</text>'
         )
     words.append(f'<text x="{gutter}" y="{bottom + 30:g}">cycles (modelled)</text>')
 
@@ -360,24 +360,24 @@ def draw(
     places: dict[int, tuple[float, float]] = {}
     for number, mark in enumerate(marks, 1):
         if mark.lane in tops and left <= mark.time <= right:
-            own = (b for b in boxes if mark.line in {event.line for event in b.events})
-            box = box_at(own, mark.lane, mark.time) or box_at(boxes, mark.lane, mark.time)
-            at, top = x(mark.time), tops[mark.lane] + _ROW * (box.row if box else 0)
+            on_line = (b for b in boxes if mark.line in {event.line for event in b.events})
+            box = box_at(on_line, mark.lane, mark.time) or box_at(boxes, mark.lane, mark.time)
+            pin_x, top = x(mark.time), tops[mark.lane] + _ROW * (box.row if box else 0)
             if mark.lasts:
                 shapes.append(
-                    f'<rect class="missing" x="{at:.1f}" y="{top + 1:.1f}" '
-                    f'width="{max(gutter + plot - at, 2):.1f}" height="{_ROW - 2:g}"/>'
+                    f'<rect class="missing" x="{pin_x:.1f}" y="{top + 1:.1f}" '
+                    f'width="{max(gutter + plot - pin_x, 2):.1f}" height="{_ROW - 2:g}"/>'
                 )
-            near = [a for a, b in places.values() if b == top + _ROW / 2 and abs(a - at) < 18]
-            at = max(near) + 18 if near else at
-            places[number] = (min(at, width - 9), top + _ROW / 2)
+            near = [a for a, b in places.values() if b == top + _ROW / 2 and abs(a - pin_x) < 18]
+            pin_x = max(near) + 18 if near else pin_x
+            places[number] = (min(pin_x, width - 9), top + _ROW / 2)
     curves += _draw_marks(places, missing)
 
     kinds = [kind for kind in KINDS if any(box.kind == kind for box in boxes)]
     narrow, y = width if width <= 720 else 350, bottom + 52
     if marks:
-        told, y = _tell_marks(marks, missing, y, max(narrow, 500))
-        words, y = words + told, y + 29
+        notes, y = _describe_marks(marks, missing, y, max(narrow, 500))
+        words, y = words + notes, y + 29
     legend, y = _legend(kinds, bool(arrows), y, narrow)
     count = Counter(box.kind for box in boxes)
     counted = ", ".join(f"{count[kind]} {KINDS[kind]}" for kind in kinds)

@@ -34,7 +34,7 @@ _PARTS = 8
 
 @dataclass(eq=False)
 class Engine:
-    """When a unit is busy. `total`: the cycles it has worked; `free`: when it has nothing to do."""
+    """Busy intervals of a unit. `total`: cycles it has worked; `free`: end of its last work."""
 
     total: float = 0.0
     free: float = 0.0
@@ -42,40 +42,40 @@ class Engine:
     _busy: list[tuple[float, float]] = field(default_factory=list)
 
     def queue(self, start: float, cycles: float) -> tuple[float, float]:
-        """Work after all earlier work, not before `start`; when it begins and ends."""
+        """Queue work after all earlier work, not before `start`; return when it begins and ends."""
         start = max(start, self.free)
         self.total += cycles
         self.free = start + cycles
         return start, self.free
 
     def fit(self, start: float, cycles: float) -> float:
-        """Work from `start` on in whatever time is left; when it ends."""
+        """Fit work from `start` on into the time that is left; return when it ends."""
         self.total += cycles
         start = max(start, self._floor)
         if cycles <= 0:
             return start
-        at = len(self._busy)
-        while at and self._busy[at - 1][1] >= start:
-            at -= 1
-        first, now, last = start, start, at
+        index = len(self._busy)
+        while index and self._busy[index - 1][1] >= start:
+            index -= 1
+        first, now, last = start, start, index
         while last < len(self._busy) and self._busy[last][0] < now + cycles:
             left, right = self._busy[last]
             cycles -= max(0.0, left - now)
             first, now, last = min(first, left), right, last + 1
         now += cycles
-        self._busy[at:last] = [(first, now)]
+        self._busy[index:last] = [(first, now)]
         if len(self._busy) > _REMEMBERED:
             self._floor = self._busy.pop(0)[1]
         self.free = max(self.free, now)
         return now
 
     def share(self, start: float, cycles: float) -> float:
-        """`fit` of one who gets half of the unit at least; what that takes from others, they lack
-        a little later."""
+        """Fit work that gets at least half of the unit; the time this takes from others is not
+        charged to them until a little later."""
         return min(self.fit(start, cycles), start + 2 * cycles)
 
     def spread(self, start: float, over: float, cycles: float) -> float:
-        """`fit` in equal parts, which begin at equal distances `over` so many cycles."""
+        """Fit work in equal parts, which begin at equal distances `over` this many cycles."""
         end = start
         for i in range(_PARTS):
             end = self.fit(max(end, start + over * i / _PARTS), cycles / _PARTS)

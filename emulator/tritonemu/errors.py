@@ -1,4 +1,4 @@
-"""What the emulator reports: error types that carry the kernel's file and line.
+"""Error types of the emulator, which carry the kernel's file and line.
 
 Lowered functions keep the file name and line numbers of their source, so the frames on the Python
 stack are the kernel's own. Triton's library functions (`tl.sum`, `tl.cdiv`, ...) are lowered too;
@@ -24,27 +24,28 @@ _LIBRARY = os.path.join(os.path.dirname(triton.__file__), "language", "")
 Location = tuple[str, int]
 
 
-class Place(Location):
+class TracedLocation(Location):
     """File and line. chain: (file, line, function) of the calls that lead there, outermost first;
     those of a task begin in it."""
 
     chain: tuple[tuple[str, int, str], ...] = ()
 
 
-def _innermost(frames: Iterable[tuple[FrameType, int]]) -> Place:
-    """The last of these frames and lines of kernel code, outermost first, outside the library."""
+def _innermost(frames: Iterable[tuple[FrameType, int]]) -> TracedLocation:
+    """Return the last of these frames and lines of kernel code, outermost first, library
+    excluded."""
     chain: list[tuple[str, int, str]] = []
     for frame, line in frames:
         code = frame.f_code
         if not (chain and code.co_filename.startswith(_LIBRARY)):
             chain.append((code.co_filename, line, code.co_name))
-    place = Place(chain[-1][:2] if chain else ("<no kernel>", 0))
-    place.chain = tuple(chain)
-    return place
+    location = TracedLocation(chain[-1][:2] if chain else ("<no kernel>", 0))
+    location.chain = tuple(chain)
+    return location
 
 
-def location() -> Location:
-    """File and line of the kernel statement being executed."""
+def current_location() -> Location:
+    """Return file and line of the kernel statement being executed."""
     frames, frame = [], sys._getframe(1)
     while frame is not None:
         if MARK in frame.f_globals:
@@ -54,19 +55,19 @@ def location() -> Location:
 
 
 def location_of(error: BaseException) -> Location:
-    """File and line of the kernel statement that raised `error`; line 0 if none did."""
+    """Return file and line of the kernel statement that raised `error`; line 0 if none did."""
     frames = traceback.walk_tb(error.__traceback__)
     return _innermost((frame, line) for frame, line in frames if MARK in frame.f_globals)
 
 
-# What flags of the tool in use begin with; that of Python is empty: it takes keywords.
+# Prefixes of flags of the tool in use; that of Python is empty: it takes keywords.
 COMMAND, PYTEST = "--", "--emulated-"
 _FLAGS: contextvars.ContextVar[tuple[str, str]] = contextvars.ContextVar("flags", default=("", ""))
 
 
 @contextlib.contextmanager
 def flags(begin: str, command: str = "") -> Iterator[None]:
-    """Messages within this context name options as flags that begin so.
+    """Spell options as flags with this prefix in messages within this context.
 
     command: of pytest, up to the name of a test and the folder that it is in.
     """
@@ -86,7 +87,7 @@ def pytest_command() -> str:
 
 
 def option(name: str, value: str | int) -> str:
-    """An option of `execution.execute` as the tool in use takes it."""
+    """Format an option of `execution.execute` as the tool in use takes it."""
     begin = flags_begin()
     if not begin:
         return f'{name}="{value}"' if isinstance(value, str) else f"{name}={value}"
@@ -98,14 +99,14 @@ def option(name: str, value: str | int) -> str:
 class EmulatorError(Exception):
     """Base of all findings. `file` and `line` point into the kernel; line 0: before it started.
 
-    at: the same, a `Place` if the call chain is known. role: the role that failed, with its CTA;
-    empty outside of roles. report: what the launch had done by then, with its timeline if it was
-    traced. schedule: the order that shows it, for `run(schedule=...)`. marks: `drawing.Mark`s of
-    it, the earlier of two accesses first. missing: what there should be between those two.
-    related: what else has to do with it, and where, such as the other arrivals of a phase.
-    barriers: those that it is about, or that might have ordered two accesses: name, where it was
-    made, and the arrivals of a phase. unfit: autotuning goes on with the next configuration. What
-    else a subclass names is given by keyword.
+    location: the same, a `TracedLocation` if the call chain is known. role: the role that
+    failed, with its CTA; empty outside of roles. report: what the launch had done by then, with
+    its timeline if it was traced. schedule: the order that shows it, for `run(schedule=...)`.
+    marks: `drawing.Mark`s of it, the earlier of two accesses first. missing: what there should
+    be between those two. related: what else has to do with it, and where, such as the other
+    arrivals of a phase. barriers: those that it is about, or that might have ordered two
+    accesses: name, where it was made, and the arrivals of a phase. unfit: autotuning goes on
+    with the next configuration. What else a subclass names is given by keyword.
     """
 
     report: Any = None
@@ -117,14 +118,14 @@ class EmulatorError(Exception):
     barriers: tuple[tuple[str, Location, int], ...] = ()
     unfit: bool = False
 
-    def __init__(self, message: str, at: Location | None = None, **facts: Any):
-        self.file, self.line = self.at = at or location()
+    def __init__(self, message: str, location: Location | None = None, **facts: Any):
+        self.file, self.line = self.location = location or current_location()
         self.__dict__.update(facts)
         super().__init__(message)
 
     def __str__(self) -> str:
-        place = f"{self.file}:{self.line}: " if self.line else ""
-        return f"{place}{f'[{self.role}] ' if self.role else ''}{self.args[0]}"
+        prefix = f"{self.file}:{self.line}: " if self.line else ""
+        return f"{prefix}{f'[{self.role}] ' if self.role else ''}{self.args[0]}"
 
 
 class Unsupported(EmulatorError):
@@ -179,12 +180,12 @@ class EarlyExit(EmulatorError):
 class UninitializedRead(EmulatorError):
     """A buffer is read where nothing has been written. `buffer` names it.
 
-    Of global memory, other: file and line of the `torch.empty` that made it.
+    other: file and line of the `torch.empty` that made it, for global memory.
     """
 
 
 class UndefinedValue(EmulatorError):
-    """What is stored to global memory comes from a lane that the mask of a load turned off.
+    """A value stored to global memory comes from a lane that the mask of a load turned off.
 
     Or from a bin of a histogram of values that it has no bins for. buffer: the memory. other: file
     and line of the load, or of the histogram.
@@ -213,11 +214,11 @@ class ResourceLimit(EmulatorError):
 
 @dataclass(frozen=True)
 class Wait:
-    """Where a role waits. phase, arrivals, bytes: of the barrier, what is missing in it. related:
-    who arrived in that phase. barriers: of `EmulatorError`, this one."""
+    """A waiting role. phase, arrivals, bytes: of the barrier, and what is missing. related: the
+    arrivals in that phase. barriers: as in `EmulatorError`, this one."""
 
     role: str
-    at: Location
+    location: Location
     barrier: str
     phase: int
     arrivals: int
@@ -237,15 +238,15 @@ class Wait:
         return f"waits for phase {self.phase} of {self.barrier}, which misses {missing}{note}"
 
     def __str__(self) -> str:
-        return f"{self.role} at {self.at[0]}:{self.at[1]} {self.what}"
+        return f"{self.role} at {self.location[0]}:{self.location[1]} {self.what}"
 
 
 @dataclass(frozen=True)
 class Spin:
-    """Where a role spins, on which element of which memory, its value, and who wrote it last."""
+    """A spinning role, the element of memory it reads, its value, and the last writer."""
 
     role: str
-    at: Location
+    location: Location
     buffer: str = ""
     element: int = 0
     value: Any = None
@@ -262,7 +263,7 @@ class Spin:
         return f"{start}, last written by {who} at {file}:{line}"
 
     def __str__(self) -> str:
-        return f"{self.role} at {self.at[0]}:{self.at[1]} {self.what}"
+        return f"{self.role} at {self.location[0]}:{self.location[1]} {self.what}"
 
 
 class Deadlock(EmulatorError):
@@ -275,8 +276,9 @@ class Deadlock(EmulatorError):
         waits = self.waits = [wait for _, wait in stuck]
         barriers = (each for wait in waits for each in getattr(wait, "barriers", ()))
         self.barriers = tuple(dict.fromkeys(barriers))
-        self.marks = tuple(role.mark(wait.at[1], wait.what, True) for role, wait in stuck)
-        super().__init__("deadlock:\n" + "\n".join(f"  {wait}" for wait in waits), waits[0].at)
+        self.marks = tuple(role.mark(wait.location[1], wait.what, True) for role, wait in stuck)
+        lines = "\n".join(f"  {wait}" for wait in waits)
+        super().__init__(f"deadlock:\n{lines}", waits[0].location)
 
 
 class WrongResult(EmulatorError):

@@ -1,4 +1,4 @@
-"""One launch, from its arguments to its report."""
+"""Runs one launch, from its arguments to its report."""
 
 import inspect
 import math
@@ -16,7 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .assembly import Code
 from .barriers import ClusterBarrier
-from .compiling import ask_front_end, asm_of, compile_launch
+from .compiler import ask_front_end, asm_of, compile_launch
 from .errors import EmulatorError, InvalidKernel, Unsupported, location_of
 from .gpu import HOST_DESCRIPTORS, check_arch, has_gluon
 from .language import MODULES, NAMES
@@ -41,7 +41,7 @@ if has_gluon():
     from .gluon import MODULES as GLUON_MODULES
     from .gluon.im2col import Im2Col
     from .gluon.memory import described
-    from .gluon.placing import places, registers
+    from .gluon.placement import places, registers
 
     MODULES = {**MODULES, **GLUON_MODULES}
 
@@ -71,8 +71,8 @@ def run(
 
     Raises subclasses of EmulatorError, which carry the kernel's file and line.
     """
-    own = set(getattr(kernel, "arg_names", ()))
-    options = {name: kwargs.pop(name) for name in OPTIONS & kwargs.keys() - own}
+    parameters = set(getattr(kernel, "arg_names", ()))
+    options = {name: kwargs.pop(name) for name in OPTIONS & kwargs.keys() - parameters}
     return execute(kernel, grid, args, kwargs, **options)
 
 
@@ -97,7 +97,7 @@ def execute(
     resident: int = 1,
     compile: bool = False,
 ) -> Report:
-    """`run`, with the emulator's options apart from the kernel's keywords.
+    """Run a kernel, with the emulator's options apart from the kernel's keywords.
 
     schedule: "modelled", an integer that seeds random interleavings, or another name of an order
     (see `orders`). trace: keep a timeline. races: whether unordered accesses raise `Race`,
@@ -111,7 +111,7 @@ def execute(
     that are parts of one, kernels may use the memory around them. max_steps: how many operations
     that other roles can notice the kernel may take, None for any number. resident: how many
     clusters run at the same time; if all of them spin, the next one starts. compile: whether Triton
-    compiles the launch first, of which `compiling` says what it finds.
+    compiles the launch first, of which `compiler` says what it finds.
     """
     check_arch(arch)
     order = order_of(schedule)
@@ -126,8 +126,8 @@ def execute(
     kernel, kwargs, _ = undecorated(kernel, args, kwargs, config, prepare=True)
     signature = _signature(kernel)
     kwargs = dict(kwargs)
-    given = _LAUNCH_OPTIONS & kwargs.keys() - signature.parameters
-    options = {name: kwargs.pop(name) for name in given}
+    names = _LAUNCH_OPTIONS & kwargs.keys() - signature.parameters
+    options = {name: kwargs.pop(name) for name in names}
     bound = signature.bind(*args, **kwargs)
     bound.apply_defaults()
     sizes = _three(grid({**bound.arguments, **options}) if callable(grid) else grid, "grid", 0)
@@ -175,14 +175,14 @@ def execute(
             if launch.undecided:
                 ask_front_end(kernel, arch, bound.arguments, options)
     except EmulatorError as error:
-        _told(error, report, order)
+        _annotated(error, report, order)
         raise
     except Exception as error:
-        at = location_of(error)
-        if at[1] == 0:
+        location = location_of(error)
+        if location[1] == 0:
             raise
         message = f"{type(error).__name__}: {error} in program {launch.program}"
-        raise _told(InvalidKernel(message, at), report, order) from error
+        raise _annotated(InvalidKernel(message, location), report, order) from error
     finally:
         CURRENT.reset(token)
         torch.set_num_threads(threads)
@@ -206,7 +206,7 @@ def _begin_gluon(launch: Launch, num_ctas: int) -> None:
 
 
 def _end(role: Role) -> None:
-    """The kernel of the running role is over."""
+    """End the kernel of the running role."""
     for lane in role.lanes:
         lane.retire()
     if len(role.lanes) > 1:
@@ -220,7 +220,7 @@ def _end(role: Role) -> None:
 OPTIONS = frozenset(execute.__kwdefaults__)
 
 
-def _told(error: EmulatorError, report: Report, order: Order) -> EmulatorError:
+def _annotated(error: EmulatorError, report: Report, order: Order) -> EmulatorError:
     error.report, error.schedule = report, str(order)
     if report.timeline is not None:
         report.timeline.marks, report.timeline.missing = error.marks, error.missing
@@ -230,7 +230,7 @@ def _told(error: EmulatorError, report: Report, order: Order) -> EmulatorError:
 
 
 def _signature(kernel: JITFunction) -> inspect.Signature:
-    """Of its parameters, which need not be those of its Python function any more."""
+    """Build the signature of the kernel's parameters; its Python function's may differ."""
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     return inspect.Signature(
         [inspect.Parameter(p.name, kind, default=p.default) for p in kernel.params]
@@ -287,8 +287,8 @@ def run_clusters(launch: Launch, numbers: Sequence[int], body: Callable[[], None
 def undecorated(
     kernel: Any, args: tuple, kwargs: dict[str, Any], chosen: Any = None, prepare: bool = False
 ) -> tuple[JITFunction, dict[str, Any], list[Any]]:
-    """The function below autotune and heuristics, the arguments with theirs, and what pruning
-    leaves of its configurations, of which `chosen` or the first one counts. prepare: call its
+    """Unwrap autotune and heuristics: return the function, the arguments with theirs, and the
+    configurations that pruning leaves, of which `chosen` or the first one counts. prepare: call its
     `pre_hook`."""
     configs: list[Any] = []
     while not isinstance(kernel, JITFunction):
@@ -310,7 +310,7 @@ def undecorated(
 
 
 def _pointer_like(launch: Launch, value: Any, name: str) -> Any:
-    """The pointer that an object with a `data_ptr()` of its own is to a kernel."""
+    """Build the pointer for an object with a `data_ptr()` of its own."""
     address = value.data_ptr()
     for tensor in (member for member in vars(value).values() if isinstance(member, torch.Tensor)):
         step, odd = divmod(address - tensor.data_ptr(), tensor.itemsize)
@@ -322,7 +322,7 @@ def _pointer_like(launch: Launch, value: Any, name: str) -> Any:
 
 
 def _argument(launch: Launch, value: Any, param: Any, name: str = "") -> Any:
-    """What the kernel sees of a launch argument.
+    """Convert a launch argument to the kernel's value.
 
     Integers become int32 or int64 scalars; like Triton, 1 stays a constant unless the parameter is
     in `do_not_specialize`. Floats become fp32 scalars.
@@ -343,8 +343,8 @@ def _argument(launch: Launch, value: Any, param: Any, name: str = "") -> Any:
         base = launch.memory.pointer(name, value.base)
         if type(value).__name__ == "TensorDescriptorIm2Col":
             return described(Im2Col(base, value), value.layout)
-        made = Descriptor(base, value.shape, value.strides, value.block_shape, value.padding)
-        return made if isinstance(value, TensorDescriptor) else described(made, value.layout)
+        desc = Descriptor(base, value.shape, value.strides, value.block_shape, value.padding)
+        return desc if isinstance(value, TensorDescriptor) else described(desc, value.layout)
     if isinstance(value, (tuple, list)):
         return map_tuple(lambda item: _argument(launch, item, param, f"{name}[]"), value)
     if isinstance(value, bool):

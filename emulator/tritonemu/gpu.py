@@ -27,7 +27,7 @@ from triton._C import libtriton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import unwritten
-from .compiling import target_of
+from .compiler import target_of
 from .errors import Unsupported, option
 from .launch import REGISTERS, SHARED_BYTES
 
@@ -45,7 +45,7 @@ HOST_DESCRIPTORS = (
 
 
 def has_gluon() -> bool:
-    """Whether this Triton's Gluon is the one of 3.9, whose names the emulator has."""
+    """Return whether this Triton's Gluon is the one of 3.9, whose names the emulator has."""
     return hasattr(_gluon, "inline_asm")
 
 
@@ -89,14 +89,14 @@ _CLOCKS = {"sm_clock_rate": 1_980_000, "mem_clock_rate": 3_201_000}  # kHz
 
 
 def _nvidia_smi(attributes: list[str]) -> list[int]:
-    """What Triton's models of performance ask `nvidia-smi`: clocks, in MHz."""
+    """Answer `nvidia-smi` queries of Triton's performance models: clocks, in MHz."""
     kinds = {"sm": "sm", "graphics": "sm", "memory": "mem", "mem": "mem"}
     names = [kinds.get(each.rpartition(".")[2], "") for each in attributes]
     return [_CLOCKS.get(f"{name}_clock_rate", 0) // 1000 for name in names]
 
 
 def _driver(arch: str, multiprocessors: int) -> types.SimpleNamespace:
-    """What Triton's driver answers on such a device."""
+    """Build the answers of Triton's driver on such a device."""
     target = target_of(arch)
     known = {
         "multiprocessor_count": multiprocessors,
@@ -122,7 +122,7 @@ def _driver(arch: str, multiprocessors: int) -> types.SimpleNamespace:
 
 
 class _Stream:
-    """Work is done when it is asked for, so streams and events never wait."""
+    """Stream or event that never waits: work is done when it is asked for."""
 
     cuda_stream, device, device_index = 0, _GPU, 0
 
@@ -154,7 +154,7 @@ class _Stream:
 
 
 class _Generator(torch.Generator):
-    """Of the CPU, with the position that those of a GPU have."""
+    """CPU generator with the offset that those of a GPU have."""
 
     offset = 0
 
@@ -173,15 +173,15 @@ class _Generator(torch.Generator):
 
 
 def _do_bench(fn: Callable, *args: Any, quantiles: Any = None, **kwargs: Any) -> Any:
-    """One call; its milliseconds on the CPU say nothing of a GPU."""
+    """Run one call; its milliseconds on the CPU say nothing of a GPU."""
     start = time.perf_counter()
     fn()
-    taken = 1e3 * (time.perf_counter() - start)
-    return [taken] * len(quantiles) if quantiles else taken
+    milliseconds = 1e3 * (time.perf_counter() - start)
+    return [milliseconds] * len(quantiles) if quantiles else milliseconds
 
 
 class _CublasLt:
-    """Of Triton's bindings of cuBLAS what PyTorch can do on a CPU; b is [N, K]."""
+    """Part of Triton's bindings of cuBLAS that PyTorch can compute on a CPU; b is [N, K]."""
 
     def __init__(self, workspace: torch.Tensor):
         pass
@@ -201,7 +201,7 @@ class _CublasLt:
 
 
 def _compile(model: Any = None, **options: Any) -> Any:
-    """`torch.compile` leaves functions and modules as they are."""
+    """Replace `torch.compile`, which leaves functions and modules as they are."""
     return model if model is not None else lambda function: function
 
 
@@ -209,7 +209,7 @@ BENCHMARKS = ("skip", "once")
 
 
 def _size(x: Any) -> float:
-    """How large a benchmark's value on the x axis is, or values; those that are none come first."""
+    """Size of a benchmark's value on the x axis, or values; non-numbers come first."""
     values = x if isinstance(x, (list, tuple)) else [x]
     return math.prod(value for value in values if isinstance(value, int | float))
 
@@ -223,20 +223,20 @@ def _report_once(
     self: Any, show_plots: Any = 0, print_data: Any = 0, save_path: Any = "", return_df: Any = 0,
     **kwargs: Any,
 ) -> None:  # fmt: skip
-    """`Mark.run`: every line of each benchmark at its smallest size; no data, plots or files."""
+    """Replace `Mark.run`: each line of each benchmark at its smallest size; no data or plots."""
     several = isinstance(self.benchmarks, (list, tuple))
     for bench in self.benchmarks if several else [self.benchmarks]:
         x = min(bench.x_vals, key=_size)
         values = x if isinstance(x, (list, tuple)) else [x] * len(bench.x_names)
-        at = dict(zip(bench.x_names, values, strict=True))
-        size = ", ".join(f"{name}={value}" for name, value in at.items())
+        arguments = dict(zip(bench.x_names, values, strict=True))
+        size = ", ".join(f"{name}={value}" for name, value in arguments.items())
         print(f"tritonemu: benchmark {bench.plot_name} once, with {size}")
         for line in bench.line_vals:
-            self.fn(**at, **{bench.line_arg: line}, **bench.args, **kwargs)
+            self.fn(**arguments, **{bench.line_arg: line}, **bench.args, **kwargs)
 
 
 def _reading(function: Callable) -> Callable:
-    """An assertion of PyTorch's, which wraps errors of what it calls: its tensors are read here."""
+    """Wrap an assertion of PyTorch, which hides errors of its calls: tensors are read here."""
 
     @functools.wraps(function)
     def read(*args: Any, **kwargs: Any) -> Any:
@@ -289,7 +289,7 @@ _STAY = (torch.Tensor.pin_memory, torch.Tensor.record_stream)
 
 
 def _in_fp32(func: Callable, args: tuple, kwargs: dict[str, Any]) -> torch.Tensor:
-    """What `func` gives for its arguments in fp32, in the dtype of the first tensor."""
+    """Compute `func` in fp32 and return the result in the dtype of the first tensor."""
 
     def wide(value: Any) -> Any:
         half = isinstance(value, torch.Tensor) and value.dtype in (torch.float16, torch.bfloat16)
@@ -301,12 +301,12 @@ def _in_fp32(func: Callable, args: tuple, kwargs: dict[str, Any]) -> torch.Tenso
 
 
 class _CudaIsCpu(TorchFunctionMode):
-    """Maps devices in calls to PyTorch, and keeps who would be on the GPU."""
+    """Maps devices in calls to PyTorch, and tracks which tensors would be on the GPU."""
 
     inside = False  # a call, where PyTorch takes the mode off
 
     def on_again(self, function: Callable) -> Callable:
-        """What calls the program's code from PyTorch, with the mode on."""
+        """Wrap a function by which PyTorch calls the program's code, so that the mode is on."""
 
         @functools.wraps(function)
         def under_the_mode(*args: Any, **kwargs: Any) -> Any:
@@ -320,7 +320,7 @@ class _CudaIsCpu(TorchFunctionMode):
         return under_the_mode
 
     def registering(self, impl: Callable) -> Callable:
-        """`Library.impl`: what is for CUDA is for the CPU, unless something else is."""
+        """Wrap `Library.impl`: what is for CUDA is for the CPU, unless something else is."""
         known: set[tuple[Any, ...]] = set()
 
         @functools.wraps(impl)
@@ -332,20 +332,21 @@ class _CudaIsCpu(TorchFunctionMode):
             key = dispatch_key
             if isinstance(key, str):
                 key = key.replace("CUDA", "CPU")
-            place = library.ns, str(op_name), key
-            if key != dispatch_key and place in known:
+            registration = library.ns, str(op_name), key
+            if key != dispatch_key and registration in known:
                 return
             with warnings.catch_warnings():
-                if place in known:
+                if registration in known:
                     how["allow_override"] = True
                     warnings.simplefilter("ignore", UserWarning)
                 impl(library, op_name, fn, key, **how)
-            known.add(place)
+            known.add(registration)
 
         return register
 
     def by_default(self) -> Callable:
-        """`DeviceContext.__torch_function__`: such a context is below this mode, or above it."""
+        """Wrap `DeviceContext.__torch_function__`: such a context is below this mode or above
+        it."""
 
         def answer(context: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             kwargs = dict(kwargs or {})
@@ -375,15 +376,15 @@ class _CudaIsCpu(TorchFunctionMode):
                 device = _GPU if _on_gpu(args[1]) else "cpu"
             elif not isinstance(args[1], torch.dtype):
                 device, args = args[1], (args[0], "cpu", *args[2:])
-        given = tensors_of((args, kwargs))
-        on_gpu = any(map(_on_gpu, given))
-        if device is None and not given:
+        inputs = tensors_of((args, kwargs))
+        on_gpu = any(map(_on_gpu, inputs))
+        if device is None and not inputs:
             device = _device.CURRENT_DEVICE
         if device is not None:
             on_gpu = _is_gpu(device)
         if func in unwritten.READS:
             with torch._C.DisableTorchFunction():
-                for tensor in given:
+                for tensor in inputs:
                     unwritten.read(func, tensor)
         inside, self.inside = self.inside, True
         try:
@@ -394,17 +395,17 @@ class _CudaIsCpu(TorchFunctionMode):
         finally:
             self.inside = inside
         with torch._C.DisableTorchFunction():  # that of a `fake_gpu` around this one
-            return self._noted(func, args, kwargs, given, on_gpu, result)
+            return self._noted(func, args, kwargs, inputs, on_gpu, result)
 
     @staticmethod
     def _noted(
-        func: Any, args: Any, kwargs: Any, given: list[torch.Tensor], on_gpu: bool, result: Any
+        func: Any, args: Any, kwargs: Any, inputs: list[torch.Tensor], on_gpu: bool, result: Any
     ) -> Any:
-        """The result; who of it is on the GPU, and what is unwritten."""
+        """Record which results are on the GPU and which are unwritten, and return them."""
         if func is torch.Tensor.to and result is args[0] and _on_gpu(result) != on_gpu:
             result = result.clone()
         for tensor in tensors_of(result):
-            if not any(tensor is each for each in given):
+            if not any(tensor is each for each in inputs):
                 if on_gpu:
                     tensor.__dict__.pop(_HOST, None)
                 else:
@@ -428,7 +429,7 @@ _USE_NOTHING = [
 
 
 def _answers(arch: str, multiprocessors: int) -> dict[str, Any]:
-    """What stands for functions and classes of `torch.cuda`: each its own, as dynamo asks for."""
+    """Build replacements of `torch.cuda`'s functions and classes: each its own, for dynamo."""
 
     def constant(value: Any) -> Callable:
         return lambda *args, **kwargs: value
@@ -464,7 +465,7 @@ def _answers(arch: str, multiprocessors: int) -> dict[str, Any]:
 
 
 def _of_accelerator(answers: dict[str, Any]) -> dict[str, Any]:
-    """What stands for functions of `torch.accelerator`: most have the names of `torch.cuda`."""
+    """Build replacements of `torch.accelerator`'s functions, most named as in `torch.cuda`."""
     return {
         **{name: value for name, value in answers.items() if name != "get_device_capability"},
         "current_accelerator": lambda *args, **kwargs: torch.device("cuda"),

@@ -35,7 +35,7 @@ from .errors import InvalidKernel, Unsupported
 
 
 def round_fraction(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """fp32 or fp64 rounded to nearest even with `bits` fraction bits; infinities, NaN unchanged."""
+    """Round fp32 or fp64 to nearest even with `bits` fraction bits; infinities, NaN unchanged."""
     single = x.dtype == torch.float32
     drop = (23 if single else 52) - bits
     pattern = x.contiguous().view(torch.int32 if single else torch.int64)
@@ -57,7 +57,7 @@ def _approximate(exact: Callable, bits: int, flush: bool) -> Callable:
 
 
 def fused_multiply_add(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
-    """a * b + c for fp32 and shorter: rounded to fp64, then to the type.
+    """Compute a * b + c for fp32 and shorter: rounded to fp64, then to the type.
 
     The product is exact in fp64; the double rounding differs from one rounding in rare ties.
     """
@@ -65,7 +65,7 @@ def fused_multiply_add(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> tor
 
 
 def saturate(x: torch.Tensor) -> torch.Tensor:
-    """Clamped to 0 .. 1; NaN becomes +0, as the `.sat` modifier has it."""
+    """Clamp to 0 .. 1; NaN becomes +0, as the `.sat` modifier has it."""
     return x.nan_to_num(0.0).clamp(0, 1) + 0.0
 
 
@@ -120,7 +120,7 @@ INSTRUCTIONS: dict[str, tuple[torch.dtype, Callable]] = {
     "max.NaN.xorsign.abs.f32": (_F32, _max_xorsign_abs),
 }
 
-# Those of INSTRUCTIONS that exist for a pair of fp32, in a 64-bit register.
+# INSTRUCTIONS that exist for a pair of fp32, in a 64-bit register.
 PAIRS_OF_FP32 = {f"{name}{ftz}.f32" for name, ftz in product(_FP32, ("", ".ftz"))}
 
 
@@ -133,7 +133,7 @@ def _to_fp8(dtype: torch.dtype) -> Callable:
 
 
 def _to_e2m1(x: torch.Tensor) -> torch.Tensor:
-    """Four bits, to nearest even; NaN becomes the greatest number."""
+    """Convert to four bits, to nearest even; NaN becomes the greatest number."""
     size, code = x.abs().nan_to_num(6.0), torch.zeros_like(x, dtype=torch.int8)
     for below, middle in enumerate((0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)):
         code += size >= middle if below % 2 else size > middle
@@ -149,7 +149,7 @@ PACKING: dict[str, Callable] = {
     "cvt.rn.satfinite.e2m1x2.f32": _to_e2m1,
 }
 
-# Of bits, as int64 that are not negative.
+# Functions of bits, as int64 that are not negative.
 WORDS: dict[str, Callable] = {
     **{f"{name}.b32": getattr(torch, f"bitwise_{name}") for name in ("and", "or", "xor", "not")},
     "shl.b32": lambda x, by: x << by.clamp(max=32),
@@ -236,20 +236,20 @@ def execute(
 
 
 def bits(register: Register, width: int) -> torch.Tensor:
-    """Those of a register of integers of this width in all, the first lane being the lowest."""
-    word, at = torch.zeros((), dtype=torch.int64), 0
+    """Return the bits of an integer register of this total width, the first lane lowest."""
+    word, shift = torch.zeros((), dtype=torch.int64), 0
     for lane in register:
         size = 8 * lane.itemsize
         if lane.dtype.is_floating_point:
             raise ValueError("a float")
-        word, at = word | (lane.to(torch.int64) & (1 << size) - 1) << at, at + size
-    if at != width:
+        word, shift = word | (lane.to(torch.int64) & (1 << size) - 1) << shift, shift + size
+    if shift != width:
         raise ValueError("another width")
     return word
 
 
 def _known(registers: dict[str, Register], name: str) -> str:
-    """The name of a register; an integer becomes one."""
+    """Return the name of a register; an integer becomes one."""
     if re.fullmatch(r"0[xX][0-9a-fA-F]+|\d+", name):
         registers[name] = (torch.tensor(int(name, 0)).to(_I32),)
     return name
@@ -262,7 +262,7 @@ def _literals(asm: str) -> set[str]:
 
 @cache
 def _statements(asm: str) -> list[tuple[str, str]]:
-    """Mnemonic and operands of each instruction."""
+    """Split the assembly into mnemonic and operands of each instruction."""
     body = re.sub(r"//.*", "", asm).strip()
     body = body[1:-1] if body.startswith("{") and body.endswith("}") else body
     parts = (statement.strip().partition(" ") for statement in body.split(";"))
@@ -271,7 +271,7 @@ def _statements(asm: str) -> list[tuple[str, str]]:
 
 @cache
 def instruction_counts(asm: str) -> tuple[int, int]:
-    """Instructions that a thread issues, moves aside, and results that the MUFU gives it."""
+    """Count the instructions that a thread issues, moves aside, and results of the MUFU."""
     names = [name for name, _ in _statements(asm) if not name.startswith("mov.")]
     special = {name for name, *_ in _APPROXIMATE}
     of_pairs = sum(1 + name.endswith("x2") for name in names if name.removesuffix("x2") in special)
@@ -280,6 +280,6 @@ def instruction_counts(asm: str) -> tuple[int, int]:
 
 @cache
 def _operands(arguments: str) -> list[str]:
-    """`{a, b}, r` -> ["a,b", "r"]."""
-    found = re.findall(r"\{[^}]*\}|[^,]+", re.sub(r"\s", "", arguments))
-    return [operand.strip("{}") for operand in found]
+    """Split operands: `{a, b}, r` -> ["a,b", "r"]."""
+    parts = re.findall(r"\{[^}]*\}|[^,]+", re.sub(r"\s", "", arguments))
+    return [operand.strip("{}") for operand in parts]

@@ -1,4 +1,4 @@
-"""What stands for `triton.language` in a lowered kernel.
+"""Replaces `triton.language` in a lowered kernel.
 
 OPERATIONS holds what Triton implements in its compiler. What Triton writes in Triton (`tl.sum`,
 `tl.max`, `tl.cdiv`, `tl.sigmoid`, `tl.sort`, ...) is lowered from the installed Triton like any
@@ -56,7 +56,7 @@ from .tile import (
 
 OPERATIONS: dict[str, Any] = {}
 
-# Those whose values may go through shared memory, in which all warps of a program meet.
+# Operations whose values may go through shared memory, in which all warps of a program meet.
 _MEETING = (
     *("dot", "dot_scaled", "reduce", "_reduce_with_indices", "associative_scan", "gather"),
     *("histogram", "debug_barrier"),
@@ -66,7 +66,7 @@ _PYTHON_BUILTINS = ("triton.language.extra.cuda.inline_ptx_lib",)
 
 
 def _is_helper(function: Any) -> bool:
-    """Whether it is plain Python of `tl.core`, which Triton calls while it compiles."""
+    """Return whether it is plain Python of `tl.core`, which Triton calls while it compiles."""
     plain = isinstance(function, FunctionType) and function.__module__ == tl.core.__name__
     return plain and not (is_builtin(function) or "_semantic" in function.__code__.co_varnames)
 
@@ -79,8 +79,8 @@ class Namespace:
         self._name, self._sources = name, sources
 
     def __getattr__(self, operation: str) -> Any:
-        found = (vars(source).get(operation) for source in self._sources)
-        real = next((value for value in found if value is not None), None)
+        candidates = (vars(source).get(operation) for source in self._sources)
+        real = next((value for value in candidates if value is not None), None)
         if isinstance(real, (JITFunction, ConstexprFunction, tl.constexpr, ModuleType)):
             return current().lowering.convert(real)
         if isinstance(real, tl.dtype):
@@ -101,7 +101,7 @@ def _operation(function: Callable) -> Callable:
 
 
 def _sizes(values: tuple[Any, ...]) -> tuple[int, ...]:
-    """The integers of `f(x, (a, b))` or `f(x, a, b)`."""
+    """Return the integers of `f(x, (a, b))` or `f(x, a, b)`."""
     values = values[0] if len(values) == 1 and isinstance(values[0], tuple) else values
     return tuple(static_int(value) for value in values)
 
@@ -252,7 +252,7 @@ def advance(base: Any, offsets: Any) -> BlockPointer:
 
 @_operation
 def histogram(input: Tile, num_bins: int, mask: Any = None) -> Tile:
-    """Counts of 0 .. num_bins - 1.
+    """Count 0 .. num_bins - 1.
 
     NVIDIA GPUs count by the low bits of a value, of at least 32 bins. Which bin gets a value that
     lies outside is not Triton's word: that bin is undefined, as lanes are that a mask turns off.
@@ -323,22 +323,22 @@ def atomic_store(
 def atomic_poll(
     pointer: Tile, expected_value: Any, sem: Any = None, scope: Any = None, timeout_ns: Any = None
 ) -> Tile:
-    """Loads until the value is there. A nanosecond of the timeout is a cycle of modelled time."""
+    """Load until the value is there. A nanosecond of the timeout is a cycle of modelled time."""
     if pointer.shape:
         raise Unsupported("tl.atomic_poll of a block of pointers")
     role, scheduler = current().role, current().scheduler
     end = math.inf if timeout_ns is None else role.time + int(to_tile(timeout_ns))
     while True:
-        found = atomic_load(pointer, None, sem) == expected_value
-        if bool(found) or role.time >= end:
-            return found
+        equal = atomic_load(pointer, None, sem) == expected_value
+        if bool(equal) or role.time >= end:
+            return equal
         scheduler.changes += timeout_ns is not None  # of the time
         again(True)
 
 
 @_operation
 def expect_zero(x: Any, mask: Any) -> Any:
-    """What debug builds check."""
+    """Check that `x` is zero where the mask holds, as debug builds do."""
     x = to_tile(x)
     check((x == 0) | ~to_tile(mask), "tl.expect_zero")
     return x
@@ -362,7 +362,7 @@ _PRECISIONS = {
 
 
 def _parts(x: torch.Tensor, count: int, bits: int) -> list[torch.Tensor]:
-    """Short floats whose sum is about x, the largest first."""
+    """Split x into short floats whose sum is about x, the largest first."""
     parts = []
     for _ in range(count):
         parts.append(round_fraction(x, bits) if bits < 23 else x)
@@ -376,7 +376,7 @@ def dot(
     allow_tf32: bool | None = None, max_num_imprecise_acc: int | None = None,
     out_dtype: tl.dtype = tl.float32, attrs: Any = None,
 ) -> Tile:  # fmt: skip
-    """Matmul in fp32 (fp64 for fp64, int32 for int8); products of 16-bit floats are exact.
+    """Multiply in fp32 (fp64 for fp64, int32 for int8); products of 16-bit floats are exact.
 
     fp32 operands are rounded to tf32, 10 fraction bits, unless input_precision is "ieee"; the
     hardware may truncate instead. "tf32x3", "bf16x3" and "bf16x6" split them into sums of two or
@@ -421,7 +421,7 @@ _SCALED = {"e2m1": "uint8", "e4m3": "fp8e4nv", "e5m2": "fp8e5", "bf16": "bf16", 
 
 
 def _unscaled(x: Tile, element: str, packed: int) -> torch.Tensor:
-    """The elements of an operand of tl.dot_scaled in fp32. packed: the dimension of pairs."""
+    """Convert an operand of tl.dot_scaled to fp32. packed: the dimension of pairs."""
     expected = _SCALED.get(element)
     if expected is None:
         raise InvalidKernel(f"format of tl.dot_scaled must be one of {(*_SCALED,)}, got {element}")
@@ -438,7 +438,7 @@ def _unscaled(x: Tile, element: str, packed: int) -> torch.Tensor:
 
 
 def _scales(scale: Tile | None, size: int, k: int) -> torch.Tensor | float:
-    """The factor of each element of [size, k]: e8m0, or e4m3 for groups of 16."""
+    """Return the factor of each element of [size, k]: e8m0, or e4m3 for groups of 16."""
     if scale is None:
         return 1.0
     groups = scale.shape[-1]
@@ -454,7 +454,7 @@ def _scales(scale: Tile | None, size: int, k: int) -> torch.Tensor | float:
 
 
 def scaled(x: Tile, scale: Tile, element: str) -> torch.Tensor:
-    """The elements [rows, K] that rows of a microscaling format and their factors stand for."""
+    """Return the elements [rows, K] of rows in a microscaling format and their factors."""
     values = _unscaled(x, element, -1)
     return values * _scales(scale, *values.shape)
 
@@ -465,7 +465,7 @@ def dot_scaled(
     rhs_format: str, acc: Tile | None = None, fast_math: bool = False, lhs_k_pack: bool = True,
     rhs_k_pack: bool = True, out_dtype: tl.dtype = tl.float32,
 ) -> Tile:  # fmt: skip
-    """Matmul of microscaling formats, in fp32; sm_90 rounds the scaled operands to bf16."""
+    """Multiply microscaling formats, in fp32; sm_90 rounds the scaled operands to bf16."""
     a = _unscaled(lhs, lhs_format, -1 if lhs_k_pack else -2)
     b = _unscaled(rhs, rhs_format, -2 if rhs_k_pack else -1).mT
     if a.shape[-1] != b.shape[-1] or a.ndim != b.ndim:
@@ -540,7 +540,7 @@ def inline_asm_elementwise(
     asm: str, constraints: str, args: Any, dtype: Any, is_pure: bool, pack: int,
     _semantic: Any = None,
 ) -> Any:  # fmt: skip
-    """Inline PTX through the table in `instructions`, on `pack` elements at a time.
+    """Execute inline PTX through the table in `instructions`, on `pack` elements at a time.
 
     Values shorter than 32 bits share a register. Which elements form a pack is unspecified on the
     device; here it is consecutive ones.
@@ -559,7 +559,7 @@ def inline_asm_elementwise(
         columns = data.expand(shape).reshape(-1, pack).unbind(-1)
         step = lanes(t.dtype)
         inputs += [columns[i : i + step] for i in range(0, pack, step)]
-    counts, before = [pack // lanes(element) for element in dtypes], tile.WORK[0]
+    counts, work = [pack // lanes(element) for element in dtypes], tile.WORK[0]
     registers = execute(asm, inputs, sum(counts), current().arch)
     issued, results_of_mufu = instruction_counts(asm)
     packs = math.prod(shape) // pack if shape else 0
@@ -572,13 +572,13 @@ def inline_asm_elementwise(
         raw = torch.stack(torch.broadcast_tensors(*columns), -1)
         raw = raw.expand(math.prod(shape) // pack, pack).reshape(shape)
         results.append(Tile(from_raw(raw, element), element))
-    tile.WORK[:] = before + issued * packs, tile.WORK[1] + results_of_mufu * packs
+    tile.WORK[:] = work + issued * packs, tile.WORK[1] + results_of_mufu * packs
     return tuple(results) if several else results[0]
 
 
 @_operation
 def map_elementwise(scalar_fn: Callable, *args: Any, pack: int = 1) -> Any:
-    """The scalar function on whole tiles at once; one that branches on an element is refused."""
+    """Apply the scalar function to whole tiles; one that branches on an element is refused."""
     tiles = [to_tile(value) for value in args]
     shape = common_shape(tiles)
     if pack != 1:
@@ -591,7 +591,7 @@ def _items(value: Any) -> tuple[Tile, ...]:
 
 
 def _like(input: Any, data: list[torch.Tensor]) -> Any:
-    """Tiles like the input's, a tuple if that is one."""
+    """Build tiles like the input's, a tuple if that is one."""
     results = tuple(t.like(d) for t, d in zip(_items(input), data, strict=True))
     return results if isinstance(input, tuple) else results[0]
 
@@ -601,7 +601,7 @@ def reduce(
     input: Any, axis: int | None, combine_fn: Callable, keep_dims: bool = False,
     reduction_ordering: Any = None,
 ) -> Any:  # fmt: skip
-    """A tree: the two halves of the axis are combined until one element is left.
+    """Reduce as a tree: the two halves of the axis are combined until one element is left.
 
     `combine_fn` gets all pairs at once. Its rounding, in the tile's own dtype, is kept; the order
     on a device depends on the layout.
@@ -622,16 +622,16 @@ def reduce(
 
 @_operation
 def associative_scan(input: Any, axis: int, combine_fn: Callable, reverse: bool = False) -> Any:
-    """Inclusive scan in log2 steps: in step k an element is combined with the one 2^k before it."""
+    """Scan inclusively in log2 steps: step k combines an element with the one 2^k before."""
     tiles = _items(input)
     dim = _axis(axis, len(tiles[0].shape))
     data = [t.data.movedim(dim, 0) for t in tiles]
     data = [d.flip(0) for d in data] if reverse else data
     step = 1
     while step < data[0].shape[0]:
-        before = [t.like(d[:-step]) for t, d in zip(tiles, data, strict=True)]
-        after = [t.like(d[step:]) for t, d in zip(tiles, data, strict=True)]
-        combined = _items(combine_fn(*before, *after))
+        earlier = [t.like(d[:-step]) for t, d in zip(tiles, data, strict=True)]
+        later = [t.like(d[step:]) for t, d in zip(tiles, data, strict=True)]
+        combined = _items(combine_fn(*earlier, *later))
         data = [torch.cat((d[:step], c.data)) for d, c in zip(data, combined, strict=True)]
         step *= 2
     data = [d.flip(0) for d in data] if reverse else data
@@ -654,13 +654,13 @@ def _reduce_with_indices(input: Tile, axis: int, combine_fn: Callable, **options
 
 @_operation
 def assume(cond: Any) -> None:
-    """A promise to the compiler; here it is checked."""
+    """Check a promise to the compiler."""
     check(cond, "tl.assume")
 
 
 @_operation
 def device_assert(cond: Any, msg: str = "", mask: Any = None) -> None:
-    """Checked always, as with `debug=True` on a device."""
+    """Check a condition always, as with `debug=True` on a device."""
     check(cond if mask is None else to_tile(cond) | ~to_tile(mask), msg)
 
 
@@ -683,7 +683,7 @@ def device_print(prefix: str, *args: Any, hex: bool = False) -> None:
 
 
 def _extreme(python: Callable, combine: Callable) -> Callable:
-    """The builtin min or max: Python's for constants, else Triton's, two by two."""
+    """Build min or max: Python's for constants, else Triton's, two by two."""
 
     def apply(first: Any, *others: Any) -> Any:
         if not any(isinstance(value, Tile) for value in (first, *others)):
@@ -748,7 +748,7 @@ LANGUAGE.__dict__["math"] = LANGUAGE
 
 
 class _Library(Namespace):
-    """libdevice: what Triton's own table of its functions has."""
+    """Namespace of libdevice: the functions in Triton's own table."""
 
     def __getattr__(self, operation: str) -> Any:
         (source,) = self._sources
@@ -770,7 +770,7 @@ CUDA = Namespace(
         "globaltimer": lambda: scalar(int(current().scheduler.tell_time()), tl.int64),
         "num_warps": lambda: current().num_warps,
         "num_threads": lambda: 32 * current().num_warps,
-        # Of programmatic dependent launch: launches run one after the other here.
+        # Programmatic dependent launch: launches run one after the other here.
         "gdc_wait": lambda: None,
         "gdc_launch_dependents": lambda: None,
     },
@@ -796,7 +796,7 @@ def _integer(value: Any) -> int:
     return int(constant(value))
 
 
-# What kernels call that stands for a class, and which one; Triton hands no constexpr to isinstance.
+# Classes that callables of kernels stand for; Triton hands no constexpr to isinstance.
 _CLASSES = {
     _integer: int,
     constant: (),
@@ -826,7 +826,7 @@ NAMES: dict[str, Any] = {
 
 
 def _member(self: Tile, name: str) -> Callable:
-    """`x.sum(axis)` is `tl.sum(x, axis)` for the functions that are members of Triton's tensor."""
+    """Resolve `x.sum(axis)` to `tl.sum(x, axis)` for functions that are tensor members."""
     if name.startswith("__") or not hasattr(tl.tensor, name):
         raise AttributeError(f"a tile has no attribute {name}")
     function = getattr(LANGUAGE, name)

@@ -28,7 +28,7 @@ CHECKS = ("bounds", "race", "descriptor", "shared", "barrier")
 
 @dataclass
 class Report:
-    """What one launch of `kernel` did.
+    """Report of one launch of `kernel`.
 
     programs: CTAs executed (with cluster launch control fewer than the grid has). bytes_loaded,
     bytes_stored: of global memory; active lanes, unclipped elements of boxes, atomics as both.
@@ -61,7 +61,8 @@ class Report:
 
 @cache
 def columns_of(blocks: tuple[tuple[int, int, int], ...]) -> int:
-    """Columns of tensor memory that hold all blocks, each (lanes, columns, number of an earlier).
+    """Compute the columns of tensor memory that hold all blocks, each (lanes, columns, number of an
+    earlier).
 
     As fbtriton 3.7.4 places them: one after the other, each at the first column where it fits; 64
     lanes in the one or the other half (16 of every 32), that of the earlier block `number` if it
@@ -73,12 +74,12 @@ def columns_of(blocks: tuple[tuple[int, int, int], ...]) -> int:
         if earlier >= 0 and placed[earlier][0] in halves:
             halves = (placed[earlier][0],)
         starts = sorted({0, *(end for _, _, end in placed)})
-        place = next(
+        slot = next(
             (half, start, start + columns)
             for start, half in product(starts, halves)
             if not any(half & h and start < e and s < start + columns for h, s, e in placed)
         )
-        placed.append(place)
+        placed.append(slot)
     return max((end for _, _, end in placed), default=0)
 
 
@@ -123,23 +124,23 @@ class Cta:
     ended_at: float = 0.0
 
     def end(self, role: Any) -> None:
-        """Its kernel is over: whatever has used this CTA's memory must be known to be done."""
+        """End the kernel: whatever has used this CTA's memory must be known to be done."""
         self.ended, self.ended_at = role.clock, role.time
         for allocation in self.allocations:
             for access in getattr(getattr(allocation, "shadow", None), "accesses", ()):
                 if not self.ended.knows(access):
-                    raise self.too_early(allocation.name, access.who, access.at, access.mark)
+                    raise self.too_early(allocation.name, access.who, access.location, access.mark)
             for barrier in getattr(allocation, "barriers", ()):
                 barrier.check_end()
 
-    def too_early(self, what: str, who: str, at: Location, use: Mark) -> EarlyExit:
-        """This CTA ends, and its buffer or barrier `what` may be used after that."""
+    def too_early(self, what: str, who: str, location: Location, use: Mark) -> EarlyExit:
+        """Build the finding that this CTA ends while its buffer or barrier `what` may be in use."""
         other = ", or the CTAs of a cluster for each other (tlx.cluster_barrier)"
         last = Mark(self.number, "default", self.ended_at, 0, f"the end of CTA {self.number}")
         return EarlyExit(
             f"CTA {self.number} may end before this use of its {what}, which ends with it; "
             f"let it wait for this{'' if self.launch.partition_fences else other}",
-            at,
+            location,
             what=what,
             role=who,
             marks=(use, last),
@@ -201,7 +202,7 @@ class Launch:
     start_next: starts a cluster beside those that run. partition_fences: whether fences are
     demanded between partitions, and there only. threads: who judges what warps of one program do to
     memory, None for nobody. placed: where the compiler puts the shared memory of Gluon, see
-    `gluon.placing`; registers: how their operands in registers lie, see there.
+    `gluon.placement`; registers: how their operands in registers lie, see there.
     """
 
     arch: str
@@ -232,7 +233,7 @@ class Launch:
     registers: Callable[[], dict[Any, Any]] = dict
 
     def steal(self) -> tuple[int, int, int] | None:
-        """Cancel a cluster that has not started; the program id of its first CTA, or None.
+        """Cancel a cluster that has not started; return the program id of its first CTA, or None.
 
         One cluster is always left to start by itself, as on a device with two of them resident.
         """
@@ -243,7 +244,7 @@ class Launch:
         return self.place(self.clusters.popleft(), 0)
 
     def place(self, cluster: int, rank: int) -> tuple[int, int, int]:
-        """Program id of a CTA: clusters, and CTAs in them, count x fastest."""
+        """Compute the program id of a CTA: clusters, and CTAs in them, count x fastest."""
         program, step = [], 1
         for size, shape in zip(self.grid, self.cluster_shape, strict=True):
             across = size // shape
@@ -265,7 +266,7 @@ CURRENT: contextvars.ContextVar[Launch] = contextvars.ContextVar("emulator_launc
 
 
 def is_wide() -> bool:
-    """Whether there is a launch, and it is `wide`."""
+    """Return whether there is a launch, and it is `wide`."""
     launch = CURRENT.get(None)
     return launch is not None and launch.wide
 

@@ -27,7 +27,7 @@ def _away_from_zero(x: torch.Tensor) -> torch.Tensor:
 
 
 def _bits(x: torch.Tensor) -> torch.Tensor:
-    """The bits of integers, the last dimension, lowest first."""
+    """Return the bits of integers, the last dimension, lowest first."""
     return x.unsqueeze(-1) >> torch.arange(8 * x.itemsize).to(x.dtype) & 1
 
 
@@ -151,7 +151,7 @@ _TYPES = {
 
 
 def _directed(exact: torch.Tensor, rounding: str) -> torch.Tensor:
-    """fp64 rounded to fp32 towards zero (`rz`), down (`rd`) or up (`ru`); `rn`: to nearest."""
+    """Round fp64 to fp32 towards zero (`rz`), down (`rd`) or up (`ru`); `rn`: to nearest."""
     near = exact.to(torch.float32)
     wide = near.to(torch.float64)
     down = torch.where(wide > exact, torch.nextafter(near, torch.tensor(-math.inf)), near)
@@ -171,7 +171,7 @@ def _convert(x: Tile, source: str, target: str, rounding: str) -> Tile:
 
 
 def call(name: str, tiles: list[Tile], result: tl.dtype) -> Tile:
-    """`libdevice.name` of values that have its types and one shape."""
+    """Call `libdevice.name` on values that have its types and one shape."""
     named, rounding = name.rpartition("_")[::2]
     conversion = re.fullmatch(r"(float|double|u?int|u?ll)2(float|double|u?int|u?ll)", named)
     if conversion and rounding in _ROUNDINGS:
@@ -189,22 +189,23 @@ def call(name: str, tiles: list[Tile], result: tl.dtype) -> Tile:
     function = _FUNCTIONS.get(name) or (_EXACT.get(named) if rounding == "rn" else None)
     if function is None or (name == "fma_rn" and result.name == "fp64"):
         raise Unsupported(f"libdevice.{name} of {tiles[0]!r}")
-    given = function(*data)
-    if result.is_int() and given.dtype.is_floating_point:
-        return cast(Tile(given, tl.float64 if given.dtype == torch.float64 else tl.float32), result)
-    return Tile(given.to(held(result)), result)
+    computed = function(*data)
+    if result.is_int() and computed.dtype.is_floating_point:
+        wide = tl.float64 if computed.dtype == torch.float64 else tl.float32
+        return cast(Tile(computed, wide), result)
+    return Tile(computed.to(held(result)), result)
 
 
 def _apply(name: str, args: list[Any], table: dict[Any, Any]) -> Tile:
-    """`core.extern_elementwise` in the code of libdevice's functions."""
+    """Implement `core.extern_elementwise` for the code of libdevice's functions."""
     tiles = [to_tile(value) for value in args]
-    given = tuple(tile.dtype for tile in tiles)
-    if given not in table:
+    dtypes = tuple(tile.dtype for tile in tiles)
+    if dtypes not in table:
         known = " or ".join(_listed(types) for types in table)
-        raise InvalidKernel(f"libdevice.{name} takes {known}, got {_listed(given)}")
+        raise InvalidKernel(f"libdevice.{name} takes {known}, got {_listed(dtypes)}")
     shape = common_shape(tiles)
     tiles = [tile.like(tile.data.expand(shape)) for tile in tiles]
-    return call(name, tiles, table[given][1])
+    return call(name, tiles, table[dtypes][1])
 
 
 def _listed(types: tuple[tl.dtype, ...]) -> str:
@@ -212,7 +213,7 @@ def _listed(types: tuple[tl.dtype, ...]) -> str:
 
 
 def function(name: str, real: Any) -> Callable[..., Tile]:
-    """The function of Triton's libdevice, on tiles."""
+    """Build the function of Triton's libdevice, on tiles."""
     inner = getattr(real, "__wrapped__", real)
     core = SimpleNamespace(
         **{"dtype": tl.dtype, "int1": tl.int1, "constexpr": tl.constexpr},

@@ -47,7 +47,7 @@ from .errors import (
     UndefinedValue,
     UninitializedRead,
     Unsupported,
-    location,
+    current_location,
     option,
 )
 from .launch import Launch, current
@@ -56,13 +56,13 @@ from .threads import Block
 from .tile import FROM_TORCH, RAW, Tile, cast, from_raw, held, scalar, to_raw, to_tile
 from .undefined import MOST, fill, marks
 
-# Whether a descriptor's store casts its value: upstream's does, that of fbtriton 3.7 does not.
+# A descriptor's store casts its value upstream, and does not in fbtriton 3.7.
 _CASTS = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 8)
 
 
 @dataclass
 class _Shadow:
-    """Who touched each granule of a storage last, as numbers in `Memory._accesses`; 0: nobody.
+    """The last accesses of each granule of a storage, as numbers in `Memory._accesses`; 0: none.
 
     The granule is the smallest element of the pointers into the storage so far, in bytes. number:
     of the storage, in order of appearance. fresh: which of it is written, if not all.
@@ -81,7 +81,7 @@ class _Shadow:
         return self.tables[name]
 
     def refine(self, size: int) -> None:
-        """From now on a granule has no more bytes than this."""
+        """Refine the granules to at most this many bytes."""
         if size < self.granule:
             self.tables = {
                 name: table.repeat_interleave(self.granule // size)
@@ -92,7 +92,7 @@ class _Shadow:
 
 @dataclass(eq=False)
 class Region:
-    """What pointers made from one tensor argument may touch.
+    """Memory that pointers made from one tensor argument may touch.
 
     flat: the whole storage, one-dimensional, in memory's representation of `dtype`.
     low, high: the elements [low, high) of `flat` that the tensor reaches.
@@ -112,15 +112,15 @@ class Region:
 
     @property
     def granules(self) -> int:
-        """How many granules of the shadow an element covers."""
+        """Number of granules of the shadow that an element covers."""
         return max(1, self.itemsize // self.shadow.granule)
 
     def cells(self, table: torch.Tensor) -> torch.Tensor:
-        """Of a table of the shadow, or of `flat`, what belongs to each element."""
+        """Group a table of the shadow, or `flat`, by elements."""
         return _rows(table, self.granules)
 
     def reinterpret(self, dtype: tl.dtype, offsets: torch.Tensor) -> tuple["Region", torch.Tensor]:
-        """The same bytes as elements of another type, and the offsets counted in them."""
+        """View the same bytes as elements of another type, with offsets counted in them."""
         flat = self.flat.view(RAW[dtype.name])
         old, new = self.itemsize, flat.itemsize
         if bool((offsets * old % new).any()):
@@ -131,7 +131,7 @@ class Region:
 
 
 class Memory:
-    """All global memory of one launch."""
+    """Global memory of one launch."""
 
     def __init__(self, launch: Launch, reachable: Sequence[torch.Tensor] = ()):
         self._launch, self._report = launch, launch.report
@@ -148,21 +148,22 @@ class Memory:
         self._random = torch.Generator().manual_seed(0)
 
     def last(self, region: Region, element: int) -> tuple[Any, tuple[str, Location] | None]:
-        """What an element holds, and the last store or scalar atomic that changed it, if known."""
+        """Return an element's value, and the last store or scalar atomic that changed it, or
+        None."""
         value = from_raw(region.flat[element], region.dtype).item()
         written = self._writers.get((id(region.shadow), element * region.itemsize))
         if "stores" in region.shadow.tables:
             number = int(_rows(region.shadow.table("stores"), region.granules)[element].max())
             if number and (written is None or number > written[0]):
                 access = self._accesses[number - 1][0]
-                return value, (access.who, access.at)
+                return value, (access.who, access.location)
         return value, written and written[1:]
 
     def start_clusters(self) -> None:
         self._first_of_cluster = len(self._accesses) + 1
 
     def pointer(self, name: str, tensor: torch.Tensor) -> Tile:
-        """A scalar pointer to the first element of a tensor argument."""
+        """Build a scalar pointer to the first element of a tensor argument."""
         with torch._C.DisableTorchFunction():  # that of `fake_gpu`
             return self._pointer(name, tensor)
 
@@ -198,10 +199,10 @@ class Memory:
         return Tile(torch.tensor(first), tl.pointer_type(dtype), region)
 
     def at_addresses(self, addresses: torch.Tensor, dtype: tl.dtype) -> Tile:
-        """The pointers that integers name: into a reachable tensor, or any that is alive.
+        """Resolve integers to pointers: into a reachable tensor, or any that is alive.
 
-        Of several the one that begins there counts, and of such the one that reaches farthest. One
-        tensor has all: lanes outside of it must be off, as all must be if no tensor has any.
+        Among several tensors the one that begins there counts, then the one that reaches farthest.
+        One tensor has all: lanes outside of it must be off, and all lanes if no tensor has any.
         """
         lanes = dict.fromkeys(addresses.flatten().tolist())
         tensor = self._holding(*lanes)
@@ -223,7 +224,7 @@ class Memory:
         return pointer.like(pointer.data + (addresses - begin) // size)
 
     def _holding(self, *addresses: int) -> torch.Tensor | None:
-        """That which holds the first of these that one holds."""
+        """Return the tensor that holds the first of these addresses that lies in one."""
         for address in addresses:
             held = [x for x in self._reachable if 0 <= address - x.data_ptr() < _reach(x)]
             if held:
@@ -284,20 +285,20 @@ class Memory:
                     again = _distinct(by_element[~chosen])
                     self._note_same(region, again, clock, access)
                 numbers = by_element[chosen]
-            found = _distinct(numbers)
-            if "loads" in name and any(found):
+            accesses = _distinct(numbers)
+            if "loads" in name and any(accesses):
                 self._report.updated.add(region.name)
             if name != "reductions":
-                self._check_order(region, found, clock, access)
+                self._check_order(region, accesses, clock, access)
             elif not reduces:
-                found = sorted({each for group in found for each in self._reductions[group]})
-                self._check_order(region, found, clock, access)
+                accesses = sorted({each for group in accesses for each in self._reductions[group]})
+                self._check_order(region, accesses, clock, access)
         if reduces:
-            before = get(shadow.table("reductions"))
-            after = torch.empty_like(before)
-            for group in _distinct(before):
-                after[before == group] = self._joined(group, number, clock)
-            put(shadow.table("reductions"), after)
+            groups = get(shadow.table("reductions"))
+            updated = torch.empty_like(groups)
+            for group in _distinct(groups):
+                updated[groups == group] = self._joined(group, number, clock)
+            put(shadow.table("reductions"), updated)
             return
         if write:
             put(shadow.table("stores"), number)
@@ -305,8 +306,8 @@ class Memory:
         loads = get(shadow.table("loads"))
         earlier = (loads > 0) & (loads < self._first_of_cluster)
         if bool(earlier.any()):
-            before = shadow.table("earlier loads")
-            put(before, torch.where(earlier, loads, get(before)))
+            earlier_loads = shadow.table("earlier loads")
+            put(earlier_loads, torch.where(earlier, loads, get(earlier_loads)))
         put(shadow.table("loads"), number)
 
     def _check_written(self, region: Region, what: str, view: Callable, where: Any) -> None:
@@ -324,9 +325,9 @@ class Memory:
         finding = UninitializedRead(
             f"{what} of {region.name} reads {unread} of {read.numel()} elements in program "
             f"{self._launch.program} that nothing has written; the memory is made, without values, "
-            f"at {fresh.at[0]}:{fresh.at[1]}; write to it first, or allow it with "
+            f"at {fresh.location[0]}:{fresh.location[1]}; write to it first, or allow it with "
             f"{option('uninitialized', 'allow')}",
-            other=fresh.at,
+            other=fresh.location,
             buffer=region.name,
         )
         suppressions.judge(finding, self._report)
@@ -337,16 +338,18 @@ class Memory:
             view(region.shadow.fresh.written(region.itemsize), 1)[where] = -1
 
     def _joined(self, group: int, number: int, clock: Clock) -> int:
-        """The number of a group of reductions without those that the clock knows, and one more."""
-        kept = (n for n in self._reductions[group] if not clock.knows(self._accesses[n - 1][0]))
-        members = (*kept, number)
+        """Return the number of a group of reductions without those the clock knows, and one
+        more."""
+        earlier = self._reductions[group]
+        unordered = (n for n in earlier if not clock.knows(self._accesses[n - 1][0]))
+        members = (*unordered, number)
         if members not in self._numbers:
             self._numbers[members] = len(self._reductions)
             self._reductions.append(members)
         return self._numbers[members]
 
     def _unordered(self, numbers: Sequence[int], clock: Clock) -> Iterator[tuple[Access, Any]]:
-        """Those of the accesses with these numbers that the clock does not know, and programs."""
+        """Yield those of the numbered accesses that the clock does not know, and their programs."""
         for number in numbers:
             if number and not clock.knows(self._accesses[number - 1][0]):
                 yield self._accesses[number - 1]
@@ -355,14 +358,14 @@ class Memory:
         self, region: Region, numbers: Sequence[int], clock: Clock, access: Access
     ) -> None:
         """Note the first pair of statements by which two programs store one value."""
-        for old, before in self._unordered(numbers, clock):
-            places = tuple(old.at), tuple(access.at)
-            if before == self._launch.program or places in self._same:
+        for old, other_program in self._unordered(numbers, clock):
+            places = tuple(old.location), tuple(access.location)
+            if other_program == self._launch.program or places in self._same:
                 continue
             self._same.add(places)
             (file, line), (other_file, other_line) = places
             self._report.notes.append(
-                f"programs {before}, at {file}:{line}, and {self._launch.program}, at "
+                f"programs {other_program}, at {file}:{line}, and {self._launch.program}, at "
                 f"{other_file}:{other_line}, store the same value to an element of {region.name}; "
                 f"nothing orders the two: a race if values differ ({option('strict', True)})"
             )
@@ -370,19 +373,19 @@ class Memory:
     def _check_order(
         self, region: Region, numbers: Sequence[int], clock: Clock, access: Access
     ) -> None:
-        for old, before in self._unordered(numbers, clock):
-            program, (file, line) = self._launch.program, old.at
+        for old, other_program in self._unordered(numbers, clock):
+            program, (file, line) = self._launch.program, old.location
             first, second = access.who, old.who
-            if before != program:
-                first, second = f"program {program}", f"program {before}"
+            if other_program != program:
+                first, second = f"program {program}", f"program {other_program}"
             does = "stores to" if access.write else "loads"
             did = "stored to" if old.write else "loaded"
             alias = f"as {old.name} " if old.name != region.name else ""
             finding = Race(
                 f"{first} {does} an element of {region.name} that {second} {did} {alias}"
                 f"at {file}:{line}; nothing orders the two",
-                other=old.at,
-                programs=(before, program),
+                other=old.location,
+                programs=(other_program, program),
                 buffer=region.name,
                 marks=(old.mark, access.mark),
             )
@@ -391,7 +394,8 @@ class Memory:
     def _lanes(
         self, what: str, pointer: Tile, mask: Any
     ) -> tuple[Region, torch.Tensor, torch.Tensor | None]:
-        """The region, the element of each lane, and the active lanes if not all; checks bounds."""
+        """Return the region, each lane's element, and the active lanes if not all; checks
+        bounds."""
         if not (isinstance(pointer, Tile) and pointer.dtype.is_ptr()):
             raise InvalidKernel(f"{what} needs a pointer, got {pointer!r}")
         region, index, active = pointer.base, pointer.data, None
@@ -415,7 +419,7 @@ class Memory:
         self, region: Region, what: str, pointer: Tile, index: torch.Tensor, active: Any
     ) -> None:
         """Raise OutOfBounds if an active lane points elsewhere because an int32 wrapped around."""
-        exact, at = pointer.exact
+        exact, location = pointer.exact
         wrong = exact.expand(index.shape) != index
         wrong = wrong if active is None else wrong & active
         if bool(wrong.any()):
@@ -423,8 +427,9 @@ class Memory:
             raise OutOfBounds(
                 f"{what} of {region.name} must be at element {meant - region.low}, got element "
                 f"{got - region.low} in program {self._launch.program}: an int32 overflows at "
-                f"{at[0]}:{at[1]}; compute it in int64, say from tl.program_id(0).to(tl.int64)",
-                other=at,
+                f"{location[0]}:{location[1]}; compute it in int64, say from "
+                f"tl.program_id(0).to(tl.int64)",
+                other=location,
                 buffer=region.name,
             )
 
@@ -432,12 +437,12 @@ class Memory:
         self, dtype: tl.dtype, shape: torch.Size,
         what: str = "the load at {}:{}, in a lane that its mask turns off; give it `other`",
     ) -> torch.Tensor:  # fmt: skip
-        """What the lanes that are off read, in a tensor of this shape."""
-        known, at = self._launch.undefined, location()
+        """Return the values that inactive lanes read, in a tensor of this shape."""
+        known, location = self._launch.undefined, current_location()
         if self._launch.masked == "nan":
-            known.setdefault(at, what)
+            known.setdefault(location, what)
         numbers = dict(zip(known, range(1, MOST + 1), strict=False))
-        mark = numbers.get(at, 0)
+        mark = numbers.get(location, 0)
         return fill(dtype, shape, self._launch.masked, mark, self._random)
 
     def _check_defined(self, region: Region, raw: torch.Tensor) -> None:
@@ -445,14 +450,14 @@ class Memory:
         loads = self._launch.undefined
         if not loads:
             return
-        found = marks(raw, region.dtype)
-        found = found[(found > 0) & (found <= min(len(loads), MOST))]
-        if found.numel():
-            at, what = list(loads.items())[int(found[0]) - 1]
+        numbers = marks(raw, region.dtype)
+        numbers = numbers[(numbers > 0) & (numbers <= min(len(loads), MOST))]
+        if numbers.numel():
+            location, what = list(loads.items())[int(numbers[0]) - 1]
             finding = UndefinedValue(
-                f"{region.name} gets a value that comes from {what.format(*at)}, or allow it with "
-                f"{option('masked', 'zero')}",
-                other=at,
+                f"{region.name} gets a value that comes from {what.format(*location)}, or allow it "
+                f"with {option('masked', 'zero')}",
+                other=location,
                 buffer=region.name,
             )
             suppressions.judge(finding, self._report)
@@ -464,7 +469,8 @@ class Memory:
         other: Any = None,
         by: Operation | None = None,
     ) -> Tile:
-        """Gather; inactive lanes read `other`, or an undefined value. by: not the role itself."""
+        """Gather elements; inactive lanes read `other`, or an undefined value. by: the operation,
+        if not the role itself."""
         region, index, active = self._lanes("load", pointer, mask)
         used = index.reshape(-1) if active is None else index[active]
         self._judge(region, by, _rows, used)
@@ -488,7 +494,7 @@ class Memory:
     def store(
         self, pointer: Tile, value: Any, mask: Any = None, by: Operation | None = None
     ) -> None:
-        """Scatter of the active lanes; the value is converted to the element type."""
+        """Scatter the active lanes; the value is converted to the element type."""
         region, index, active = self._lanes("store", pointer, mask)
         value = cast(value, region.dtype)
         if index.shape != pointer.data.shape:
@@ -527,7 +533,7 @@ class Memory:
         self, pointer: Tile, update: Callable, values: list[Any], mask: Any = None,
         sem: str | None = None, reads: bool = True,
     ) -> Tile:  # fmt: skip
-        """Read-modify-write with `update(old, *values)` on torch data; returns the old values.
+        """Read, modify and write with `update(old, *values)` on torch data; returns the old values.
 
         Lanes that name the same element take turns. sem: as in Triton, None is "acq_rel";
         only a scalar atomic orders other accesses. reads: whether the new value needs the old.
@@ -559,12 +565,12 @@ class Memory:
             role.meet()
         if self._threads is not None:
             self._threads.forget(region.cells, region.shadow, where)
-        before = torch.empty(count, dtype=region.flat.dtype)
+        old = torch.empty(count, dtype=region.flat.dtype)
         unique, changed = where.unique().numel() == count, []
         for turn in [slice(None)] if unique else [slice(i, i + 1) for i in range(count)]:
-            before[turn] = region.flat[where[turn]]
-            new = update(from_raw(before[turn], dtype), *(d[turn] for d in data))
-            changed.append(not torch.equal(before[turn], raw := to_raw(new, dtype)))
+            old[turn] = region.flat[where[turn]]
+            new = update(from_raw(old[turn], dtype), *(d[turn] for d in data))
+            changed.append(not torch.equal(old[turn], raw := to_raw(new, dtype)))
             region.flat[where[turn]] = raw
         element = None if index.shape or not count else int(where) * region.itemsize
         if count:
@@ -574,27 +580,27 @@ class Memory:
             self._report.updated.add(region.name)
             if element is not None:
                 key, label = (id(region.shadow), element), self._launch.role.label
-                self._writers[key] = len(self._accesses), label, location()
+                self._writers[key] = len(self._accesses), label, current_location()
         self._note(region, "atomic", (element, any(changed)))
         if active is None:
-            result = before.reshape(index.shape)
+            result = old.reshape(index.shape)
         else:
-            result = self.undefined(dtype, index.shape).masked_scatter(active, before)
+            result = self.undefined(dtype, index.shape).masked_scatter(active, old)
         self._report.bytes_loaded += count * region.itemsize
         self._report.bytes_stored += count * region.itemsize
         return Tile(from_raw(result, dtype), dtype)
 
     def _window(self, desc: "Descriptor", coordinates: Any, what: str) -> "_Window | None":
-        """The part of a box that lies inside the shape; None if nothing does."""
+        """Return the part of a box that lies inside the shape; None if nothing does."""
         self._report.checks["descriptor"] += 1
         if len(coordinates) != len(desc.sizes):
             raise InvalidKernel(f"{what} needs {len(desc.sizes)} coordinates, got {coordinates}")
         address, inside, sizes, steps = desc.address, [], [], []
         dims = zip(coordinates, desc.sizes, desc.steps, desc.block_shape, strict=True)
         for value, size, step, box in dims:
-            at = _coordinate(value)
-            start, stop = max(0, -at), min(box, size - at)
-            address += (at + start) * step
+            coordinate = _coordinate(value)
+            start, stop = max(0, -coordinate), min(box, size - coordinate)
+            address += (coordinate + start) * step
             inside.append(slice(start, stop))
             sizes.append(stop - start)
             # The step of a dimension of one element is never taken, and may be huge.
@@ -611,7 +617,7 @@ class Memory:
         return _Window(tuple(inside), first, sizes, strides)
 
     def load_box(self, desc: "Descriptor", coordinates: Any, by: Operation | None = None) -> Tile:
-        """The box at `coordinates`; elements outside the shape read the padding."""
+        """Load the box at `coordinates`; elements outside the shape read the padding."""
         window, region = self._window(desc, coordinates, "descriptor load"), desc.region
         raw = desc.padding.expand(desc.block_shape).clone()
         if window is not None:
@@ -654,7 +660,7 @@ class Memory:
 
 
 def _reach(tensor: torch.Tensor) -> int:
-    """Bytes from the first to the last element."""
+    """Count the bytes from the first to the last element."""
     if not tensor.numel():
         return 0
     last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
@@ -662,23 +668,23 @@ def _reach(tensor: torch.Tensor) -> int:
 
 
 def _live_tensors() -> list[torch.Tensor]:
-    """Tensors on the CPU of dtypes that Triton knows, as Python's garbage collector sees them."""
-    found = [x for x in gc.get_objects() if type(x) in (torch.Tensor, torch.nn.Parameter)]
+    """List CPU tensors of dtypes that Triton knows, as Python's garbage collector sees them."""
+    tensors = [x for x in gc.get_objects() if type(x) in (torch.Tensor, torch.nn.Parameter)]
     return [
-        x for x in found
+        x for x in tensors
         if x.layout == torch.strided and x.device.type == "cpu" and x.dtype in FROM_TORCH
     ]  # fmt: skip
 
 
 def _distinct(numbers: torch.Tensor) -> list[int]:
-    """In ascending order; torch sorts few of them slower than Python does."""
+    """Return the sorted distinct numbers; torch sorts few of them slower than Python does."""
     if numbers.numel() > 64:
         return numbers.unique().tolist()
     return sorted(set(numbers.reshape(-1).tolist()))
 
 
 def _rows(flat: torch.Tensor, parts: int) -> torch.Tensor:
-    """A row for each element: its consecutive `parts` of `flat`."""
+    """View `flat` as a row for each element: its consecutive `parts`."""
     return flat if parts == 1 else flat[: len(flat) // parts * parts].view(-1, parts)
 
 
@@ -692,7 +698,7 @@ class _Window:
     strides: list[int]
 
     def of(self, flat: torch.Tensor, parts: int = 1) -> torch.Tensor:
-        """A view of these elements, each of them `parts` consecutive items of `flat`."""
+        """View these elements, each of them `parts` consecutive items of `flat`."""
         strides = [stride * parts for stride in self.strides]
         return flat.as_strided([*self.sizes, parts], [*strides, 1], self.first * parts).squeeze(-1)
 
@@ -764,11 +770,11 @@ class Descriptor:
 
     @property
     def __class__(self) -> type:
-        """What a `constexpr_function` asks for, which sees Triton's types."""
+        """Triton's type, which a `constexpr_function` asks for."""
         return tl.tensor_descriptor
 
     def with_box(self, block_shape: Sequence[int]) -> "Descriptor":
-        """This one with another box."""
+        """Build this descriptor with another box."""
         other = Descriptor.__new__(Descriptor)
         vars(other).update(vars(self), block_shape=tuple(block_shape))
         return other
@@ -786,7 +792,7 @@ class Descriptor:
         return self.region.memory.load_box(self, offsets)
 
     def fetch(self, start: Any, by: Operation | None = None) -> Tile:
-        """What a copy loads."""
+        """Load the box for a copy."""
         return self.region.memory.load_box(self, start, by)
 
     def store(

@@ -1,4 +1,4 @@
-"""What a finding says beside its message: source, calls and schedule; as text, JSON and a page."""
+"""Formats a finding: source, calls and schedule; as text, JSON and a page."""
 
 import linecache
 import os
@@ -14,34 +14,34 @@ from .timeline import interactive
 
 
 def _places(error: EmulatorError) -> list[tuple[str, Location]]:
-    """The statements that a finding is about, each with what it is to the finding."""
-    found = [("here", error.at)]
+    """List the statements that a finding is about, each with its part in the finding."""
+    statements = [("here", error.location)]
     if hasattr(error, "other"):
-        found.append(("earlier", error.other))
+        statements.append(("earlier", error.other))
     waits = getattr(error, "waits", ())
-    found += [(wait.role, wait.at) for wait in waits]
-    found += error.related
-    found += [place for wait in waits for place in getattr(wait, "related", ())]
-    found += [("barrier", at) for _, at, _ in error.barriers]
-    return [(what, at) for what, at in dict.fromkeys(found) if at[1]]
+    statements += [(wait.role, wait.location) for wait in waits]
+    statements += error.related
+    statements += [statement for wait in waits for statement in getattr(wait, "related", ())]
+    statements += [("barrier", location) for _, location, _ in error.barriers]
+    return [(what, location) for what, location in dict.fromkeys(statements) if location[1]]
 
 
 def _functions(lines: list[str]) -> dict[str, range]:
-    """The functions at the top of a file, by name, and their lines."""
-    found: dict[str, range] = {}
+    """Map the functions at the top of a file to their lines."""
+    ranges: dict[str, range] = {}
     for begin, text in enumerate(lines, 1):
         if name := re.match(r"(?:async )?def (\w+)", text):
             end = begin
             while end < len(lines) and re.match(r"\s|\)|$", lines[end]):
                 end += 1
-            found[name[1]] = range(begin, end + 1)
-    return found
+            ranges[name[1]] = range(begin, end + 1)
+    return ranges
 
 
-def uses(name: str, made: Location) -> list[int]:
-    """Lines that name a barrier, or a view of it: of the function that makes it, and of those that
-    this calls in the same file."""
-    file, line = made
+def uses(name: str, definition: Location) -> list[int]:
+    """List the lines that name a barrier, or a view of it: of the function that makes it, and of
+    those that this calls in the same file."""
+    file, line = definition
     lines = ["", *linecache.getlines(file)]
     functions = _functions(lines[1:])
     todo = [each for each, where in functions.items() if line in where]
@@ -51,18 +51,18 @@ def uses(name: str, made: Location) -> list[int]:
         reached[each] = {i: lines[i].partition("#")[0] for i in functions[each][1:]}
         called = set(re.findall(r"(\w+)\(", "".join(reached[each].values())))
         todo += sorted((called & functions.keys()) - reached.keys() - set(todo))
-    found = []
+    used = []
     view = re.compile(rf"\s*(\w+) = (?:\w+\.)?(?:local_view\()?{re.escape(name)}\b")
     for numbered in reached.values():
         names = {name, *(of[1] for text in numbered.values() if (of := view.match(text)))}
         named = re.compile(rf"\b(?:{'|'.join(map(re.escape, sorted(names)))})\b")
-        found += [i for i, text in numbered.items() if i != line and named.search(text)]
-    return sorted(found)
+        used += [i for i, text in numbered.items() if i != line and named.search(text)]
+    return sorted(used)
 
 
-def _calls(at: Location) -> tuple[tuple[str, int, str], ...]:
-    """(file, line, function) from the outermost call, "" for a task, to the statement itself."""
-    calls = getattr(at, "chain", ()) or ((*at, ""),)
+def _calls(location: Location) -> tuple[tuple[str, int, str], ...]:
+    """List (file, line, function) from the outermost call, "" for a task, to the statement."""
+    calls = getattr(location, "chain", ()) or ((*location, ""),)
     return tuple((file, line, name if name != "__task__" else "") for file, line, name in calls)
 
 
@@ -71,21 +71,21 @@ def _line(file: str, line: int) -> str:
 
 
 def tested() -> str:
-    """The id of the test that the plugin emulates now, "" if none."""
+    """Return the id of the test that the plugin emulates now, "" if none."""
     test = os.environ.get("PYTEST_CURRENT_TEST", "") if flags_begin() == PYTEST else ""
     return test.rpartition(" (")[0]
 
 
 def explain(error: EmulatorError) -> str:
-    """The source of the statements, with the calls that lead there, and the schedule."""
+    """Format the source of the statements, with the calls that lead there, and the schedule."""
     lines = []
-    for what, at in _places(error):
-        for i, (file, line, function) in enumerate(reversed(_calls(at))):
+    for what, location in _places(error):
+        for i, (file, line, function) in enumerate(reversed(_calls(location))):
             start = f"  {what}: " if i == 0 else "    called from "
             lines.append(f"{start}{file}:{line}{f' in {function}' if function else ''}")
             lines.append(f"      {_line(file, line)}")
-    for name, made, count in error.barriers:
-        used = ", ".join(map(str, uses(name, made)))
+    for name, definition, count in error.barriers:
+        used = ", ".join(map(str, uses(name, definition)))
         takes = f"{count} arrival{'s' * (count != 1)}"
         lines.append(f"  {name}: {takes} a phase; used in lines {used or 'of other functions'}")
     if test := tested():
@@ -96,18 +96,18 @@ def explain(error: EmulatorError) -> str:
 
 
 def as_json(error: EmulatorError, replay: str = "") -> dict[str, Any]:
-    """A finding for machines; its fields are in the README, under "Reports"."""
+    """Convert a finding to JSON values; its fields are in the README, under "Reports"."""
     places = []
-    for what, at in _places(error):
+    for what, location in _places(error):
         calls = [
             {"file": file, "line": line, "function": function, "source": _line(file, line)}
-            for file, line, function in _calls(at)
+            for file, line, function in _calls(location)
         ]
         places.append({"what": what, "calls": calls})
     named = {name: getattr(error, name, "") for name in ("role", "buffer", "barrier")}
     barriers = [
-        {"name": name, "count": count, "lines": uses(name, made)}
-        for name, made, count in error.barriers
+        {"name": name, "count": count, "lines": uses(name, definition)}
+        for name, definition, count in error.barriers
     ]
     return {
         "kind": type(error).__name__,
@@ -122,13 +122,13 @@ def as_json(error: EmulatorError, replay: str = "") -> dict[str, Any]:
 
 
 def cta_of(error: EmulatorError) -> int:
-    """The CTA whose timeline shows a finding: that of its last mark, or else the first traced."""
+    """Choose the CTA whose timeline shows a finding: its last mark's, or the first traced."""
     traced = {event.cta for event in error.report.timeline.events}
     return next((mark.cta for mark in reversed(error.marks) if mark.cta in traced), min(traced))
 
 
 def page(report: Any, error: EmulatorError | None = None) -> str:
-    """A page that steps through the traced launch of a report, up to a finding if there is one."""
+    """Build a page that steps through a report's traced launch, up to a finding if any."""
     timeline, name = report.timeline, report.kernel
     source = Path(timeline.file).read_text(encoding="utf-8")
     return interactive(
@@ -141,15 +141,15 @@ def page(report: Any, error: EmulatorError | None = None) -> str:
 
 
 def allowed(reports: Iterable[Any]) -> Counter[tuple[str, str, int, str]]:
-    """How many findings of all launches a comment allows: by kind, file, line and reason."""
+    """Count the findings of all launches that comments allow, by kind, file, line and reason."""
     times: Counter[tuple[str, str, int, str]] = Counter()
     for report in reports:
         times.update(report.allowed)
     return times
 
 
-def told(times: Counter[tuple[str, str, int, str]]) -> list[str]:
-    """A line about each of `allowed`."""
+def allowed_messages(times: Counter[tuple[str, str, int, str]]) -> list[str]:
+    """Format a line for each of `allowed`."""
     return [
         f"allowed: {kind} at {file}:{line}, found {'once' if n == 1 else f'{n} times'}: {reason}"
         for (kind, file, line, reason), n in times.items()
@@ -157,14 +157,14 @@ def told(times: Counter[tuple[str, str, int, str]]) -> list[str]:
 
 
 def report_of(
-    found: EmulatorError | None,
+    finding: EmulatorError | None,
     replay: str,
     search: Any,
     notes: list[str],
     times: Counter[tuple[str, str, int, str]],
 ) -> dict[str, Any]:
-    """The report of one command: what it found, noted and allowed, what its search covered."""
-    said = as_json(found, replay) if found is not None else None
+    """Build the report of a command: finding, notes, allowed findings, coverage of its search."""
+    finding_json = as_json(finding, replay) if finding is not None else None
     names = "kind", "file", "line", "reason"
     passed = [dict(zip(names, key, strict=True)) | {"times": n} for key, n in times.items()]
-    return {"found": said, "notes": notes, "allowed": passed, "covered": search.as_json()}
+    return {"found": finding_json, "notes": notes, "allowed": passed, "covered": search.as_json()}

@@ -34,20 +34,20 @@ class Order:
         self.groups = self.steps = self.threads = self.step = self.met = 0
 
     def begin(self) -> None:
-        """Before the clusters of a group start."""
+        """Begin a group of clusters, before they start."""
         self.groups += 1
         self.step = self.met = 0
 
     def enter(self, thread: Any, alone: bool = False) -> None:
-        """A thread is new; `alone`: it is a single operation."""
+        """Register a new thread; `alone`: it is a single operation."""
         self.met += 1
         self.threads = max(self.threads, self.met)
 
     def enables(self, thread: Any) -> None:
-        """The running thread makes another, which could not, take a step."""
+        """Record that the running thread makes another, which could not, take a step."""
 
     def note(self, what: str, kind: str, tag: Any, thread: Any = None) -> None:
-        """The running thread, or `thread` in its next step, does to `what` what others notice."""
+        """Record that the running thread, or `thread` next, does to `what` what others notice."""
 
     def choose(self, able: Sequence[Any]) -> Any:
         self.step += 1
@@ -62,8 +62,9 @@ class Order:
 
 
 class Random(Order):
-    """Equal chances, but one copy in LATE_COPIES is late, as one that touches a page for the first
-    time: it is among the candidates of one choice in LATENESS, and of those without any other."""
+    """Order with equal chances, but one copy in LATE_COPIES is late, as one that touches a page for
+    the first time: it is among the candidates of one choice in LATENESS, and of those without any
+    other."""
 
     modelled = False
 
@@ -132,12 +133,12 @@ class Priorities(Order):
         return first
 
     def bound(self) -> float:
-        """The least probability, for the threads and steps met so far."""
+        """Bound the probability from below, for the threads and steps met so far."""
         return 1 / (max(1, self.threads) * max(1, self.steps) ** (self._depth - 1))
 
 
 class Choices(Order):
-    """The least recently chosen thread, except where `exceptions` names another.
+    """Order of the least recently chosen thread, except where `exceptions` names another.
 
     exceptions: (group, choice) -> number of the thread, in the order in which they became known.
     """
@@ -151,7 +152,7 @@ class Choices(Order):
 
     @property
     def name(self) -> str:
-        parts = (f"{group}.{at}={thread}" for (group, at), thread in self.taken.items())
+        parts = (f"{group}.{step}={thread}" for (group, step), thread in self.taken.items())
         return f"choices:{','.join(parts)}"
 
     def begin(self) -> None:
@@ -177,7 +178,7 @@ class Choices(Order):
 
 
 def order_of(schedule: "str | int | Order") -> Order:
-    """The order of a name; ValueError for other names."""
+    """Return the order of a name; ValueError for other names."""
     if isinstance(schedule, Order):
         return schedule
     kind, _, rest = str(schedule).partition(":")
@@ -189,9 +190,9 @@ def order_of(schedule: "str | int | Order") -> Order:
         if kind == "choices":
             exceptions = {}
             for part in filter(None, rest.split(",")):
-                place, thread = part.split("=")
-                group, at = place.split(".")
-                exceptions[int(group), int(at)] = int(thread)
+                choice, thread = part.split("=")
+                group, step = choice.split(".")
+                exceptions[int(group), int(step)] = int(thread)
             return Choices(exceptions)
         if isinstance(schedule, (int, str)) and not isinstance(schedule, bool):
             return Random(int(schedule))

@@ -18,7 +18,7 @@ from . import Unsupported, enabled, fake_gpu, settings
 from .errors import PYTEST, flags
 from .execution import BOUNDS
 from .gpu import ARCHITECTURES, BENCHMARKS
-from .messages import allowed, tested, told
+from .messages import allowed, allowed_messages, tested
 from .undefined import MODES
 
 _DEFAULTS = {
@@ -63,7 +63,7 @@ def pytest_load_initial_conftests(early_config, args):
 
 
 def _command(config):
-    """The command that runs one test as it runs now, up to its name."""
+    """Build the command that runs one test as it runs now, up to its name."""
     command = ["pytest", "-p", __name__, *["--fake-gpu"] * config.option.fake_gpu]
     for flag, default in _DEFAULTS.items():
         value = getattr(config.option, flag[2:].replace("-", "_"))
@@ -103,7 +103,7 @@ def pytest_terminal_summary(terminalreporter, config):
         terminalreporter.section("tritonemu")
         for note, test in notes.items():
             terminalreporter.write_line(f"note: {note}{_first(test)}")
-        for line, key in zip(told(passed), passed, strict=True):
+        for line, key in zip(allowed_messages(passed), passed, strict=True):
             terminalreporter.write_line(f"{line}{_first(config.stash[_TESTS][key])}")
 
 
@@ -130,7 +130,7 @@ def pytest_generate_tests(metafunc):
 
 @pytest.fixture(autouse=True)
 def _schedule(request):
-    """The reports of a test that is emulated, else None."""
+    """Reports of a test that is emulated, else None."""
     if not hasattr(request, "param"):
         yield None
         return
@@ -140,7 +140,7 @@ def _schedule(request):
 
 @pytest.fixture
 def emulated(_schedule):
-    """The test runs without a GPU, its kernels in the emulator; the reports of their launches."""
+    """Run the test without a GPU, its kernels emulated; yields the reports of their launches."""
     return _schedule
 
 
@@ -150,6 +150,6 @@ def pytest_runtest_makereport(item, call):
     unsupported = call.excinfo is not None and call.excinfo.errisinstance(Unsupported)
     if unsupported and item.config.option.skip_unsupported:
         report.outcome = "skipped"
-        at = call.excinfo.value
-        report.longrepr = (at.file, at.line, f"Skipped: {at.args[0]}")
+        error = call.excinfo.value
+        report.longrepr = (error.file, error.line, f"Skipped: {error.args[0]}")
     return report

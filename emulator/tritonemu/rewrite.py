@@ -80,10 +80,10 @@ class _Rewriter(ast.NodeTransformer):
         return ast.copy_location(ast.Call(func=function, args=list(arguments), keywords=[]), node)
 
     def later(self, expression: ast.expr) -> ast.Lambda:
-        """The visited expression as a function, for helpers that choose what to evaluate."""
-        (made,) = self.code(expression, "lambda: 0")
-        made.value.body = self.visit(expression)
-        return made.value
+        """Return the visited expression as a function, for helpers that choose what to evaluate."""
+        (statement,) = self.code(expression, "lambda: 0")
+        statement.value.body = self.visit(expression)
+        return statement.value
 
     def function(self, node: ast.FunctionDef) -> ast.FunctionDef:
         node.decorator_list, node.returns = [], None
@@ -137,7 +137,7 @@ class _Rewriter(ast.NodeTransformer):
 
     @staticmethod
     def code(node: ast.AST, source: str) -> list[ast.stmt]:
-        """Statements from source, placed at the line of `node`."""
+        """Parse statements from source, placed at the line of `node`."""
         statements = ast.parse(source).body
         for statement in statements:
             for part in ast.walk(statement):
@@ -189,7 +189,7 @@ class _Rewriter(ast.NodeTransformer):
         return [*self.loop(node, "True"), node]
 
     def loop(self, node: ast.For | ast.While, runtime: str) -> list[ast.stmt]:
-        """Visit the body, each turn of which is a scope; what comes before the loop."""
+        """Visit the body, each iteration of which is a scope; return what comes before the loop."""
         enter, scope, leave = self.scope(node, runtime, "loop", _assigned(node.body), set())
         self.loops = [*self.loops, scope]
         node.body = [*self.block(node.body), *leave]
@@ -203,20 +203,21 @@ class _Rewriter(ast.NodeTransformer):
         assign, enter, leave = self.code(
             node, f"{test} = 0\n__enter__({test}, {bool(node.orelse)})\n__leave__({test})"
         )
-        assign.value, before, after = self.visit(node.test), [], []
+        assign.value, prologue, epilogue = self.visit(node.test), [], []
         node.test = enter.value
         if first | second:
             runtime = f"__is_value__({test})"
-            before, _, after = self.scope(node, runtime, "if", first | second, first & second)
+            prologue, _, epilogue = self.scope(node, runtime, "if", first | second, first & second)
         self.tests = [*self.tests, test]
         node.body, node.orelse = self.block(node.body), self.block(node.orelse)
         self.tests = self.tests[:-1]
-        return [assign, *before, node, *after, leave]
+        return [assign, *prologue, node, *epilogue, leave]
 
     def scope(
         self, node: ast.stmt, runtime: str, what: str, names: set[str], both: set[str]
     ) -> tuple[list[ast.stmt], str, list[ast.stmt]]:
-        """A new `Scope` if `runtime`: what comes before it, its variable, what comes at its end."""
+        """Open a `Scope` if `runtime`: return what comes before it, its variable, what comes at its
+        end."""
         self.scopes += 1
         self.scoped |= names
         scope, values = f"__scope_{self.scopes}__", "".join(f"{name}, " for name in sorted(names))
@@ -283,7 +284,7 @@ class _Rewriter(ast.NodeTransformer):
 
 
 def _assigned(statements: list[ast.stmt]) -> set[str]:
-    """The variables that statements assign; not those of tasks, which are theirs."""
+    """Collect the variables that statements assign, except in tasks, which have their own."""
     names = set()
     for statement in statements:
         if isinstance(statement, (ast.For, ast.While, ast.If)):
@@ -295,7 +296,7 @@ def _assigned(statements: list[ast.stmt]) -> set[str]:
 
 
 def _role_name(node: ast.With) -> str:
-    """The name of the function that is all of the task's body, or "task"."""
+    """Return the name of the function that is all of the task's body, or "task"."""
     if len(node.body) == 1 and isinstance(node.body[0], ast.Expr):
         called = getattr(node.body[0].value, "func", None)
         if isinstance(called, ast.Name):
@@ -304,13 +305,13 @@ def _role_name(node: ast.With) -> str:
 
 
 def _source(function: JITFunction) -> tuple[str, str, str, int]:
-    """Name, file, text and first line of a function; its text may have been replaced since."""
+    """Return name, file, text and first line of a function; its text may have been replaced."""
     raw, source = function.fn, "".join(function.raw_src)
     begin = re.compile(r"^def\s+(\w+)\s*\(", re.MULTILINE)
     dedented = textwrap.dedent(source)
-    found = begin.search(dedented)
-    if found and dedented[found.start() :] == function.src:
-        return found[1], raw.__code__.co_filename, source, function.starting_line_number
+    match = begin.search(dedented)
+    if match and dedented[match.start() :] == function.src:
+        return match[1], raw.__code__.co_filename, source, function.starting_line_number
     name = begin.search(function.src)[1]
     file = f"<source of {name}, {hash(function.src):x}>"
     lines = function.src.splitlines(keepends=True)
@@ -322,7 +323,8 @@ def _source(function: JITFunction) -> tuple[str, str, str, int]:
 def _compiled(
     name: str, file: str, source: str, first: int
 ) -> tuple[types.CodeType, set[str], set[str]]:
-    """Code that defines the rewritten function; the globals of its body, and of its defaults."""
+    """Compile code that defines the rewritten function; return also the globals of its body, and of
+    its defaults."""
     suppressions.check(source, file, first)
     try:
         code, inner, outer = _rewritten(name, source, first)
@@ -333,7 +335,7 @@ def _compiled(
 
 @functools.cache
 def _rewritten(name: str, source: str, first: int) -> tuple[types.CodeType, set[str], set[str]]:
-    """`_compiled`, once for equal functions at one line of several files, as variants have."""
+    """Compile once for equal functions at one line of several files, as variants have."""
     tree = ast.parse(textwrap.dedent(source))
     ast.increment_lineno(tree, first - 1)
     tree.body = [_Rewriter().function(tree.body[0])]
@@ -344,7 +346,7 @@ def _rewritten(name: str, source: str, first: int) -> tuple[types.CodeType, set[
 
 
 def _moved(code: types.CodeType, file: str) -> types.CodeType:
-    """The code as if it stood in this file."""
+    """Return the code as if it stood in this file."""
     constants = (_moved(c, file) if isinstance(c, types.CodeType) else c for c in code.co_consts)
     return code.replace(co_filename=file, co_consts=tuple(constants))
 
@@ -382,7 +384,7 @@ class Lowering:
         self._aggregates: dict[type, type[Aggregate]] = {}
 
     def convert(self, value: Any) -> Any:
-        """A global, an argument or an attribute, as the kernel sees it."""
+        """Convert a global, an argument or an attribute to what the kernel sees."""
         if isinstance(value, tl.constexpr):
             return self.convert(value.value)
         if isinstance(value, JITFunction):
@@ -403,7 +405,7 @@ class Lowering:
         return value
 
     def function(self, function: JITFunction) -> Callable:
-        """The lowered function; it is defined when first called, so cycles are harmless."""
+        """Return the lowered function; it is defined when first called, so cycles are harmless."""
         if id(function) not in self._functions:
             defined: list[Callable] = []
 
@@ -434,13 +436,13 @@ class Lowering:
 
 
 def map_tuple(function: Callable, values: Any) -> tuple[Any, ...]:
-    """`function` of each item; a named tuple stays one, a list becomes a tuple."""
+    """Map `function` over items; a named tuple stays one, a list becomes a tuple."""
     items = [function(value) for value in values]
     return type(values)(*items) if hasattr(values, "_fields") else tuple(items)
 
 
 def _type_alone(value: Any) -> Any:
-    """A tile as functions of the compiler's time see it: Triton's own tensor, without a value."""
+    """Return Triton's own tensor for a tile, without a value, for functions of compile time."""
     if not isinstance(value, Tile):
         return value
     shape = value.shape
@@ -450,7 +452,7 @@ def _type_alone(value: Any) -> Any:
 def on_constants(
     function: Callable, convert: Callable[[Any], Any] = lambda value: value
 ) -> Callable:
-    """A function of the compiler's time, which sees types of the kernel's values, and no values;
+    """Wrap a function of compile time, which sees types of the kernel's values, and no values;
     `convert`: its result as the kernel sees it."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -487,7 +489,7 @@ class Range:
         return iter(range(*(static_int(bound) for bound in (*self.bounds, self.step))))
 
     def values(self) -> Iterator[Tile]:
-        """The loop variable: a scalar of the integer type that start, end and step share."""
+        """Yield the loop variable: a scalar of the integer type that start, end and step share."""
         start, end, step = (to_tile(bound) for bound in (*self.bounds, self.step))
         for bound in (start, end, step):
             if not bound.dtype.is_int() or bound.shape:
@@ -511,7 +513,7 @@ def _loop(iterable: Any) -> Iterator[Any]:
 
 
 def again(condition: Any) -> bool:
-    """The condition of a while loop; a role that spins lets the others run."""
+    """Test the condition of a while loop; a role that spins lets the others run."""
     launch = current()
     launch.scheduler.checkpoint(1.0)
     launch.loops[launch.role] = turns = launch.loops.get(launch.role, 0) + 1
@@ -531,9 +533,9 @@ _DROPS = not hasattr(CodeGenerator, "_sanitize_target_value")
 
 
 def _assign(value: Any, called: str | tuple[str, ...] = "") -> Any:
-    """A value as a variable holds it; `called` is the name, or the names, it is assigned to.
+    """Convert a value to what a variable holds; `called`: the name, or names, it is assigned to.
 
-    Of a longer tuple what has no name is dropped, where Triton does (before 3.9).
+    Items of a longer tuple without a name are dropped, where Triton does so (before 3.9).
     """
     if isinstance(value, (bool, int, float, Unbound)):
         return to_tile(value)
@@ -552,7 +554,7 @@ def constant(value: Any) -> Any:
 
 
 def _connective(stop: bool, op: Callable) -> Callable:
-    """`and` or `or`: a constant equal to `stop` decides; values are combined element-wise."""
+    """Build `and` or `or`: a constant equal to `stop` decides; values are combined element-wise."""
 
     def evaluate(*operands: Callable) -> Any:
         result = value = None
@@ -573,7 +575,7 @@ def _choose(condition: Any, first: Callable, second: Callable) -> Any:
 
 
 def _captured(value: Any, name: str) -> Any:
-    """A variable that a task reads; a tile of that name outside of the task would be passed in."""
+    """Check a variable that a task reads; a tile of that name outside the task would be passed."""
     if name in current().role.tiles:
         raise InvalidKernel(
             f"a task takes scalars, buffers and barriers from the kernel around it, got "
@@ -591,7 +593,7 @@ def _return(loops: list[Scope | None], tests: list[Any]) -> None:
 
 
 def check(condition: Any, message: str = "") -> None:
-    """A device assertion: every element must hold."""
+    """Check a device assertion: every element must hold."""
     holds = condition.data.all() if isinstance(condition, Tile) else condition
     if not bool(holds):
         raise DeviceAssertion(f"assertion must hold, got a false element: {message}")
@@ -602,7 +604,7 @@ def _raise(what: str) -> None:
 
 
 def _enter(condition: Any, otherwise: bool) -> Any:
-    """The condition of an `if` as it begins; some CTAs of a program alone may take that."""
+    """Enter the condition of an `if`; some CTAs of a program alone may take it."""
     return condition.enter(otherwise) if hasattr(condition, "enter") else condition
 
 

@@ -16,7 +16,7 @@ _SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 def as_sarif(
     reports: Sequence[dict[str, Any]], folder: Path, unchecked: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """One run of the tool. Files under `folder` are named from there, others in full.
+    """Format one run of the tool. Files under `folder` are named from there, others in full.
 
     A finding is an error, one that a comment allows a suppressed error with its reason, a note a
     notification of the run; unchecked: programs that are told of there, too. What several reports
@@ -25,11 +25,11 @@ def as_sarif(
     results: list[dict[str, Any]] = []
     notes: list[dict[str, Any]] = []
     for report in reports:
-        found = [_finding(report["found"], folder)] if report["found"] else []
-        found += [_allowed(each, folder) for each in report.get("allowed", ())]
-        results += [each for each in found if each not in results]
-        told = [_notification("note", note) for note in report.get("notes", ())]
-        notes += [each for each in told if each not in notes]
+        findings = [_finding(report["found"], folder)] if report["found"] else []
+        findings += [_allowed(each, folder) for each in report.get("allowed", ())]
+        results += [each for each in findings if each not in results]
+        notifications = [_notification("note", note) for note in report.get("notes", ())]
+        notes += [each for each in notifications if each not in notes]
     notes += [_notification("error", f"{program} was not checked") for program in unchecked]
     kinds = sorted({result["ruleId"] for result in results})
     driver = {
@@ -54,18 +54,18 @@ def _rule(kind: str) -> dict[str, Any]:
     return {"id": kind, "shortDescription": {"text": meaning}}
 
 
-def _finding(found: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Its place is the innermost call; the other places are related ones."""
-    here, *others = found["places"] or [None]
-    last = [place["calls"][-1] for place in others]
+def _finding(finding: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Format a finding: its location is the innermost call; the other ones are related."""
+    here, *others = finding["places"] or [None]
+    last = [statement["calls"][-1] for statement in others]
     return {
-        "ruleId": found["kind"],
+        "ruleId": finding["kind"],
         "level": "error",
-        "message": {"text": f"{found['message']}\n{found['replay']}"},
+        "message": {"text": f"{finding['message']}\n{finding['replay']}"},
         "locations": [_location(folder, **_at(here["calls"][-1]))] if here else [],
         "relatedLocations": [
-            _location(folder, **_at(call)) | {"message": {"text": place["what"]}}
-            for place, call in zip(others, last, strict=True)
+            _location(folder, **_at(call)) | {"message": {"text": statement["what"]}}
+            for statement, call in zip(others, last, strict=True)
         ],
     }
 

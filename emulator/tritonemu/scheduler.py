@@ -24,7 +24,7 @@ from greenlet import greenlet
 from .clocks import Access, Clock
 from .drawing import Mark, Spot
 from .engines import ISSUED_RESULTS, MUFU_RESULTS, SCHEDULERS
-from .errors import Deadlock, EmulatorError, Location, Wait, location
+from .errors import Deadlock, EmulatorError, Location, Wait, current_location
 from .orders import Order
 from .tile import WORK
 from .timeline import Arrow, Event, Timeline
@@ -95,7 +95,7 @@ class Role:
         return self.cta.number, self.name, self.time + work
 
     def mark(self, line: int, what: str, lasts: bool = False) -> Mark:
-        """A mark at the role's present."""
+        """Create a mark at the role's present."""
         return Mark(*self.spot, line, f"{self.label} {what}", lasts)
 
     def _run(self, body: Callable) -> None:
@@ -125,7 +125,7 @@ class Role:
         self.time += cycles
 
     def stage(self, num_bytes: int) -> None:
-        """Count what a descriptor's own `load` or `store` of registers goes through.
+        """Count the staging memory of a descriptor's own `load` or `store` of registers.
 
         The compiler allocates it, for each task anew, and for the kernel around the tasks where a
         dead buffer may have been: that is not counted.
@@ -135,7 +135,7 @@ class Role:
             self.staged = num_bytes
 
     def release(self, all_warps: bool = True, met: bool = True) -> Clock:
-        """The clock to hand over; what the role does from now on is not in it.
+        """Return the clock to hand over; what the role does from now on is not in it.
 
         all_warps: not so if one thread hands it over, before which the others need not have come.
         met: the same of shared and tensor memory.
@@ -167,14 +167,14 @@ class Role:
         return results
 
     def joined(self) -> None:
-        """The lanes meet: what each knows, all of them know."""
+        """Let the lanes meet: what each knows, all of them know."""
         clocks = [lane.release() for lane in self.lanes]
         for lane in self.lanes:
             for clock in clocks:
                 lane.clock.join(clock)
 
     def known(self) -> Clock:
-        """What any lane knows."""
+        """Join the knowledge of all lanes."""
         if len(self.lanes) == 1:
             return self.clock
         clock = Clock()
@@ -182,45 +182,46 @@ class Role:
             clock.join(lane.clock)
         return clock
 
-    def release_by_one(self, kind: str, at: Location) -> Clock:
-        """`release` by one thread, with an instruction of this kind (see `assembly`)."""
+    def release_by_one(self, kind: str, location: Location) -> Clock:
+        """Release by one thread, with an instruction of this kind (see `assembly`)."""
         if self.warps > 1 and self.cta.launch.threads is not None:
-            self.cta.launch.threads.note(self, kind, at)
+            self.cta.launch.threads.note(self, kind, location)
         return self.release(met=False)
 
     def release_by_each(self) -> Clock:
-        """`release` by every thread for itself: they need not have met."""
+        """Release by every thread for itself: they need not have met."""
         clock = self.release(met=False)
         clock.met[self.index] = self.epoch - 1
         return clock
 
     def meet(self) -> None:
-        """All warps meet: what each has done to memory, all of them know."""
+        """Let all warps meet: what each has done to memory, all of them know."""
         if self.stored > self.clock.met.get(self.index, 0):
             self.release()
 
     def retire(self) -> None:
-        """The role ends, and with it its cp.async, which are its threads' own."""
+        """End the role, and with it its cp.async, which are its threads' own."""
         for operation in (operation for group in self.copies for operation in group):
             self.clock.operations |= operation.bit
 
     def fence(self) -> None:
-        """What the role knows of shared memory, later copies may rely on."""
+        """Let later copies rely on what the role knows of shared memory."""
         released = self.release(met=False)
         self.clock.fenced, self.clock.settled = released.epochs, released.operations
         self.leader.touched.clear()
 
     def touch(self, storage: Any, mask: int, write: bool) -> None:
-        """The role itself accesses these bytes of shared memory."""
+        """Record that the role itself accesses these bytes of shared memory."""
         reads, writes = self.leader.touched.get(storage, (0, 0))
         masks = (reads, writes | mask) if write else (reads | mask, writes)
         self.leader.touched[storage] = masks
 
     def access(
-        self, write: bool, mask: int, at: Location | None = None, name: str = "", where: Any = None
-    ) -> Access:
-        at, who = at or location(), self.label
-        return Access(self.index, self.epoch, 0, write, mask, at, who, name, where, self.spot)
+        self, write: bool, mask: int, location: Location | None = None, name: str = "",
+        where: Any = None,
+    ) -> Access:  # fmt: skip
+        location, who = location or current_location(), self.label
+        return Access(self.index, self.epoch, 0, write, mask, location, who, name, where, self.spot)
 
 
 @dataclass(eq=False)
@@ -235,7 +236,7 @@ class Operation:
     kind: str
     bit: int
     clock: Clock
-    at: Location
+    location: Location
     end: float = 0.0
     generic: bool = False
     stores: bool = False
@@ -244,12 +245,12 @@ class Operation:
         who, role = f"{self.kind} issued by {self.role.label}", self.role
         spot = role.cta.number, "tensor core" if self.kind == "async_dot" else "TMA", role.time
         return Access(
-            *(role.index, role.epoch, self.bit, write, mask, self.at, who, name, where, spot),
+            *(role.index, role.epoch, self.bit, write, mask, self.location, who, name, where, spot),
             generic=self.stores,
         )
 
     def known(self) -> Clock:
-        """What it follows, and what any lane of its role knows."""
+        """Join what the operation follows with what any lane of its role knows."""
         if len(self.role.leader.lanes) == 1:
             return self.clock
         clock = self.role.leader.known()
@@ -265,11 +266,11 @@ class Synced:
     epoch: int
     who: str
     barrier: Any
-    at: Location
+    location: Location
 
 
 def _several(synced: Iterable[Synced]) -> list[Synced]:
-    """The first two of them at different arrays of barriers."""
+    """Select the first two at different arrays of barriers."""
     by_array: dict[Any, Synced] = {}
     for each in synced:
         by_array.setdefault(each.barrier.known, each)
@@ -313,25 +314,25 @@ class Scheduler:
             return
         if isinstance(lane, Role):
             lane, cta = lane.name, lane.cta.number
-        line = location()[1] if line is None else line
+        line = current_location()[1] if line is None else line
         self.timeline.events.append(Event(cta, lane, kind, name, start, end, line, **fields))
 
     def trace_release(self, name: str, phase: int, lane: Any, time: float, waiter: Role) -> None:
-        """`lane` completes a phase of the barrier `name`, and `waiter` goes on."""
+        """Trace that `lane` completes a phase of the barrier `name`, and `waiter` goes on."""
         if self.timeline is not None:
             source, released = getattr(lane, "name", lane), (waiter.name, waiter.time)
             arrow = Arrow(waiter.cta.number, name, phase, source, time, *released)
             self.timeline.arrows.append(arrow)
 
     def issue(self, kind: str, after: int = 0, end: float = 0.0) -> Operation:
-        """A new asynchronous operation of the running role; `after`: earlier ones it follows."""
+        """Issue an asynchronous operation of the running role; `after`: earlier ones it follows."""
         role = self.role
         bit = 1 << self.numbers["operations"]
         self.numbers["operations"] += 1
-        at = location()
-        clock = role.release_by_one("mma" if kind == "async_dot" else "copy", at)
+        location = current_location()
+        clock = role.release_by_one("mma" if kind == "async_dot" else "copy", location)
         clock.operations |= bit | after
-        return Operation(role, kind, bit, clock, at, end)
+        return Operation(role, kind, bit, clock, location, end)
 
     def at(self, time: float, action: Callable[[], None], queue: Any = None) -> None:
         """Perform `action` at a modelled time; those of one queue are performed in order."""
@@ -372,7 +373,7 @@ class Scheduler:
             raise Deadlock(self.stuck())
 
     def stuck(self) -> list[tuple[Role, Wait]]:
-        """The roles that wait for more than others to end, and what for."""
+        """List the roles that wait for more than others to end, and what for."""
         return [(role, role.waiting()) for role in self.blocked if role.waiting]
 
     def _choose(self) -> Any:
@@ -386,7 +387,7 @@ class Scheduler:
         return role
 
     def checkpoint(self, cycles: float = 0.0) -> Role:
-        """Before an operation that other roles can notice: whatever is due first runs first."""
+        """Yield before an operation that other roles can notice: what is due first runs first."""
         role = self.role
         role.charge()
         self.numbers["steps"] += 1
@@ -400,14 +401,14 @@ class Scheduler:
         role.charge(cycles)
         return role
 
-    def synchronises(self, kind: str, role: Role, barrier: Any, at: Location) -> None:
-        """A role waits for, or arrives at, an mbarrier, or asks for something that will."""
+    def synchronises(self, kind: str, role: Role, barrier: Any, location: Location) -> None:
+        """Record that a role waits for or arrives at an mbarrier, or requests an arrival."""
         log = self.synced.setdefault(role.index, deque(maxlen=REMEMBERED))
-        log.append(Synced(kind, role.epoch, role.label, barrier, at))
+        log.append(Synced(kind, role.epoch, role.label, barrier, location))
 
     def around(self, new: Access, old: Access | None = None) -> dict[str, Any]:
-        """What might have ordered two accesses, for a finding: the last waits before `new`, the
-        arrivals about `old`, and their barriers."""
+        """Collect what might have ordered two accesses, for a finding: the last waits before `new`,
+        the arrivals about `old`, and their barriers."""
         waits = [s for s in self.synced.get(new.role, ()) if s.kind == "wait"]
         near = [(f"wait of {s.who} before", s) for s in _several(reversed(waits))]
         if old is not None:
@@ -419,13 +420,14 @@ class Scheduler:
             near += [(f"arrival of {s.who} after", s) for s in _several(later)]
             near += [(f"arrival of {s.who} before", s) for s in earlier[-1:]]
         if new.operation:
-            own = [s for s in self.synced.get(new.role, ()) if s.kind == "arrival"]
-            near += [(f"arrival of {s.who} after", s) for s in own[-1:] if s.epoch >= new.epoch]
+            issued = [s for s in self.synced.get(new.role, ()) if s.kind == "arrival"]
+            near += [(f"arrival of {s.who} after", s) for s in issued[-1:] if s.epoch >= new.epoch]
         barriers = dict.fromkeys(s.barrier.known for _, s in near)
-        return {"related": tuple((what, s.at) for what, s in near), "barriers": tuple(barriers)}
+        related = tuple((what, s.location) for what, s in near)
+        return {"related": related, "barriers": tuple(barriers)}
 
     def tell_time(self) -> float:
-        """The modelled time of the running role, which is another one at each call."""
+        """Return the modelled time of the running role, a different one at each call."""
         self.changes += 1
         return self.role.time
 

@@ -6,7 +6,7 @@ the loop, or one branch, assigns first ends with it. Loops over `tl.static_range
 an `if` on constants is decided: they have no such rules.
 
 A variable that both branches assign first gets one type from them. Only one of them runs here, so
-it is Triton's own front end that is asked whether the types agree (see `compiling`).
+it is Triton's own front end that is asked whether the types agree (see `compiler`).
 """
 
 from collections.abc import Sequence
@@ -21,23 +21,23 @@ from .tile import Tile, Unbound
 class Scope:
     """A loop or an `if` on runtime values, while it runs.
 
-    what: "loop" or "if". names: the variables that it assigns. before: their values then. both:
+    what: "loop" or "if". names: the variables that it assigns. previous: their values then. both:
     those that both branches assign.
     """
 
     def __init__(
-        self, what: str, names: Sequence[str], both: Sequence[str], before: tuple[Any, ...]
+        self, what: str, names: Sequence[str], both: Sequence[str], previous: tuple[Any, ...]
     ):
-        self.what, self.names, self.both, self.before = what, names, both, before
+        self.what, self.names, self.both, self.previous = what, names, both, previous
         self.branch = current().role.leader.branch
-        values = zip(names, before, strict=True)
+        values = zip(names, previous, strict=True)
         if both and any(name in both and isinstance(value, Unbound) for name, value in values):
             current().undecided = True
 
     def leave(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
-        """What the variables are after a turn or a branch. InvalidKernel if a type changes."""
+        """Return the variables after an iteration or a branch. InvalidKernel if a type changes."""
         after = []
-        for name, old, new in zip(self.names, self.before, values, strict=True):
+        for name, old, new in zip(self.names, self.previous, values, strict=True):
             if isinstance(old, Unbound):
                 after.append(new if name in self.both else old)
                 continue
@@ -60,7 +60,7 @@ class Scope:
 
 
 def _type(value: Any) -> str:
-    """A value's type, as messages name it."""
+    """Format a value's type for messages."""
     if isinstance(value, Tile):
         return repr(value)
     if isinstance(value, Aggregate):

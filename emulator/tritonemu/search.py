@@ -89,7 +89,7 @@ class Search:
             steps = max(steps, self._order.steps)
 
     def as_json(self) -> dict[str, Any]:
-        """What was covered, as the README lists it under "Reports"."""
+        """Coverage, as the README lists it under "Reports"."""
         out: dict[str, Any] = {"search": self.kind, "schedules": self.tried}
         if self.only is not None:
             return out | {"search": self.only}
@@ -103,21 +103,21 @@ class Search:
         return out
 
     def __str__(self) -> str:
-        said = self.as_json()
+        coverage = self.as_json()
         if self.only is not None:
             return f"schedule {self.only}"
         if self.kind == "random":
             return f"the modelled and {self.tried - 1} random schedules"
         if self.kind == "pct":
-            if "bound" not in said:
+            if "bound" not in coverage:
                 return "the modelled schedule"
-            n, k, d = said["threads"], said["steps"], self.depth
+            n, k, d = coverage["threads"], coverage["steps"], self.depth
             return (
                 f"the modelled and {self.tried - 1} PCT schedules; each finds a mistake of depth "
                 f"{d} with a probability of at least 1/({n} threads x {k}^{d - 1} steps) = "
-                f"{said['bound']:.1e}"
+                f"{coverage['bound']:.1e}"
             )
-        number = said["classes"]
+        number = coverage["classes"]
         classes = f"{number} {'class' if number == 1 else 'classes'} of interleavings"
         if self.exhausted:
             return f"all interleavings: {classes}, in {self.tried} executions"
@@ -125,7 +125,8 @@ class Search:
 
 
 def _dependent(a: _Note, b: _Note) -> bool:
-    """Whether the order of two notes about the same thing matters, the one made after the other.
+    """Return whether the order of two notes about the same thing matters, the one made after the
+    other.
 
     Kinds and their tags: "arrive" (phase, whether it completes that), "wait" and "block" (the phase
     that follows what is waited for), "wake"; "atomic" (element or None for all, whether it changes
@@ -145,7 +146,7 @@ def _dependent(a: _Note, b: _Note) -> bool:
 
 
 def _conflict(a: Sequence[_Note], b: Sequence[_Note]) -> bool:
-    """Whether the order of two steps matters that one state permits, either of them first.
+    """Return whether the order of two steps matters that one state permits, either of them first.
 
     After an arrival that completes a phase another one is in the next.
     """
@@ -207,17 +208,17 @@ class Execution(Choices):
             self.trace[-1].notes.append(note)
 
     def decide(self, able: Sequence[Any], usual: Any) -> Any:
-        at, of = len(self.trace), {(self.groups - 1, self.numbers[each]): each for each in able}
-        if at < len(self._prefix):
-            number = self._prefix[at]
+        index, of = len(self.trace), {(self.groups - 1, self.numbers[each]): each for each in able}
+        if index < len(self._prefix):
+            number = self._prefix[index]
         else:
             last = self.trace[-1].notes if self.trace else []
             sleeping = self._sleep.items() if self._reduced else ()
             self._sleep = {t: n for t, n in sleeping if not _conflict(n, last)}
             awake = [thread for thread in of if thread not in self._sleep]
-            self.cut |= at > self._most
+            self.cut |= index > self._most
             if self.useless is None and (not awake or self.cut):
-                self.useless = at
+                self.useless = index
             candidates = of if self.useless is not None else awake
             number = min(candidates, key=lambda thread: (self._turns[of[thread]], thread))
         chosen = of[number]
@@ -261,7 +262,7 @@ class _Tree:
                 return
 
     def _next(self) -> tuple[list[_Thread] | None, dict[_Thread, list[_Note]]]:
-        """The steps up to the deepest choice that is left, and what sleeps after them."""
+        """Return the steps up to the deepest choice that is left, and what sleeps after them."""
         while self._nodes:
             node = self._nodes[-1]
             left = [thread for thread in node.able if thread in node.wanted - node.sleep.keys()]
@@ -272,48 +273,50 @@ class _Tree:
         return None, {}
 
     def _learn(self, trace: list[_Step], known: int) -> None:
-        """What a finished execution says of each of its choices. `known`: steps seen before."""
+        """Learn from a finished execution about each of its choices. `known`: steps seen before."""
         self._nodes += trace[len(self._nodes) :]
         self._find_races(trace, known)
         for node, step in zip(self._nodes, trace, strict=False):
             node.sleep[step.thread] = step.notes
 
     def _find_races(self, trace: list[_Step], known: int) -> None:
-        """Wherever two dependent steps could change places, have that tried."""
-        before: list[int] = []  # of each step the steps that happen before it, and itself, as bits
+        """Schedule the reversal of dependent steps that could change places."""
+        predecessors: list[int] = []  # bits of the steps that happen before each, and of itself
         last: dict[_Thread, int] = {}
         notes: dict[Hashable, list[tuple[int, _Note]]] = {}
         for j, step in enumerate(trace):
             ordered = (1 << step.floor) - 1
             for i in (*step.after, last.get(step.thread, -1)):
-                ordered |= before[i] if i >= 0 else 0
+                ordered |= predecessors[i] if i >= 0 else 0
             racing = set() if self._reduced else set(range(step.floor, j))
             for note in step.notes:
                 for i, other in notes.get(note[0], ()):
                     releases = note[1] in ("wait", "wake") and other[1] == "arrive"
                     if releases and other[2][0] < note[2]:
-                        ordered |= before[i]
+                        ordered |= predecessors[i]
                     elif _dependent(note, other):
                         racing.add(i)
             for i in sorted(racing, reverse=True):
                 if j >= known - 1 and not ordered >> i & 1 and trace[i].thread != step.thread:
-                    self._reverse(trace, before, i, j, ordered)
-                ordered |= before[i]
-            before.append(ordered | 1 << j)
+                    self._reverse(trace, predecessors, i, j, ordered)
+                ordered |= predecessors[i]
+            predecessors.append(ordered | 1 << j)
             last[step.thread] = j
             for note in step.notes:
                 notes.setdefault(note[0], []).append((j, note))
 
-    def _reverse(self, trace: list[_Step], before: list[int], i: int, j: int, ordered: int) -> None:
-        """Have a thread tried in place of step i that leads to step j without step i.
+    def _reverse(
+        self, trace: list[_Step], predecessors: list[int], i: int, j: int, ordered: int
+    ) -> None:
+        """Schedule a thread in place of step i that leads to step j without step i.
 
         ordered: what happens before step j, but for step i.
         """
         node, seen, first = self._nodes[i], 0, []
         for k in range(i + 1, j + 1):
-            if k < j and before[k] >> i & 1:
+            if k < j and predecessors[k] >> i & 1:
                 continue
-            earlier = before[k] if k < j else ordered
+            earlier = predecessors[k] if k < j else ordered
             if not earlier & seen and trace[k].thread in node.able:
                 first.append(trace[k].thread)
             seen |= 1 << k

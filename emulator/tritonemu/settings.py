@@ -34,14 +34,14 @@ OPTIONS = (
 
 
 def flags(start: str | Path, begin: str = "--", known: Sequence[str] = OPTIONS) -> list[str]:
-    """The settings that hold in this folder as flags that begin so, without those not in `known`.
+    """Read the settings of this folder as flags with this prefix, without those not in `known`.
 
     Raises ValueError if the file is no TOML, the table none, or a key or a value not possible.
     """
     path, table = _table(Path(start).resolve())
     if not isinstance(table, dict):
         raise ValueError(f"tool.tritonemu of {path} must be a table, got {table!r}")
-    found: list[str] = []
+    arguments: list[str] = []
     for key, value in table.items():
         name, where = key.replace("_", "-"), f"in [tool.tritonemu] of {path}"
         if name not in OPTIONS:
@@ -49,8 +49,8 @@ def flags(start: str | Path, begin: str = "--", known: Sequence[str] = OPTIONS) 
         if not isinstance(value, str | int):
             raise ValueError(f"{key} {where} must be a string, integer or bool, got {value!r}")
         if name in known and value is not False:
-            found.append(f"{begin}{name}" if value is True else f"{begin}{name}={value}")
-    return found
+            arguments.append(f"{begin}{name}" if value is True else f"{begin}{name}={value}")
+    return arguments
 
 
 def _table(folder: Path) -> tuple[Path | None, object]:

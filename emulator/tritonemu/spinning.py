@@ -1,4 +1,4 @@
-"""Loops that wait for memory, and that nobody will end.
+"""Detection of loops that wait for memory that nobody will change.
 
 A role at the test of a `while` loop whose variables are what they were one turn ago, while nobody
 has changed anything since (`Scheduler.changes`), goes on so until somebody does. If all roles that
@@ -13,23 +13,23 @@ from typing import Any
 import torch
 
 from .aggregates import Aggregate
-from .errors import Deadlock, Spin, location
+from .errors import Deadlock, Spin, current_location
 from .launch import Launch
 from .tile import Tile, Unbound
 
-# Of one role: where it tested, at how many changes, and its variables then.
+# Last test of a role: its frame and instruction, the number of changes, and its variables then.
 Turn = tuple[FrameType, int, int, dict[str, Any]]
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether two values are equal for certain."""
+    """Return whether two values are equal for certain."""
     if one is other:
         return True
     if type(one) is not type(other):
         return False
     if isinstance(one, Tile):
-        alike = one.dtype == other.dtype and one.shape == other.shape
-        return alike and _same_region(one.base, other.base) and torch.equal(one.data, other.data)
+        same = one.dtype == other.dtype and one.shape == other.shape
+        return same and _same_region(one.base, other.base) and torch.equal(one.data, other.data)
     if isinstance(one, Aggregate):
         return all(_same(getattr(one, name), getattr(other, name)) for name in one.fields)
     if isinstance(one, (tuple, list)):
@@ -46,20 +46,20 @@ def _same_region(one: Any, other: Any) -> bool:
 
 
 def turned(launch: Launch, depth: int) -> None:
-    """The running role tests a loop, `depth` frames above the caller, which goes on."""
+    """Record a loop test by the running role, `depth` frames above the caller, which goes on."""
     role, scheduler = launch.role, launch.scheduler
-    frame, before = sys._getframe(depth + 1), role.turn
+    frame, previous = sys._getframe(depth + 1), role.turn
     values = {n: value for n, value in frame.f_locals.items() if not n.startswith("__")}
     role.turn = frame, frame.f_lasti, scheduler.changes, values
-    if before is None or before[0] is not frame or before[1:3] != role.turn[1:3]:
+    if previous is None or previous[0] is not frame or previous[1:3] != role.turn[1:3]:
         return
-    if values.keys() != before[3].keys():
+    if values.keys() != previous[3].keys():
         return
     # Scalars first: a loop that counts differs there.
     names = sorted(values, key=lambda n: isinstance(values[n], Tile) and values[n].data.ndim)
-    if not all(_same(values[name], before[3][name]) for name in names):
+    if not all(_same(values[name], previous[3][name]) for name in names):
         return
-    role.spins, role.spins_at = scheduler.changes, location()
+    role.spins, role.spins_at = scheduler.changes, current_location()
     spinning = [role, *scheduler.ready]
     if scheduler.queues or any(each.spins != scheduler.changes for each in spinning):
         return

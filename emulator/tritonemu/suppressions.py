@@ -18,28 +18,28 @@ from .errors import (
 )
 from .launch import Report
 
-# Those after which a kernel can go on.
+# Findings after which a kernel can go on.
 KINDS = tuple(kind.__name__ for kind in (Race, MissingFence, UninitializedRead, UndefinedValue))
 _COMMENT = re.compile(r"#\s*tritonemu:(.*)")
 _ALLOW = re.compile(r"\s*allow\(([\w\s,]*)\)[\s:]*(.*)")
 
 
 def parse(line: str) -> tuple[tuple[str, ...], str] | None:
-    """The kinds that a line of source allows, and why; None without such a comment.
+    """Parse the kinds that a line of source allows, and why; None without such a comment.
 
     Raises ValueError if it is not of this form, names another kind, or gives no reason.
     """
     comment = _COMMENT.search(line)
     if comment is None:
         return None
-    found = _ALLOW.fullmatch(comment[1].rstrip())
-    kinds = tuple(re.findall(r"\w+", found[1])) if found else ()
-    if not kinds or not set(kinds) <= set(KINDS) or not found[2]:
+    match = _ALLOW.fullmatch(comment[1].rstrip())
+    kinds = tuple(re.findall(r"\w+", match[1])) if match else ()
+    if not kinds or not set(kinds) <= set(KINDS) or not match[2]:
         raise ValueError(
             f"a comment for tritonemu must read '# tritonemu: allow(KIND) REASON', KIND among "
             f"{', '.join(KINDS)}, got {comment[0].rstrip()!r}"
         )
-    return kinds, found[2]
+    return kinds, match[2]
 
 
 def check(source: str, file: str, first: int) -> None:
@@ -54,18 +54,18 @@ def check(source: str, file: str, first: int) -> None:
 def judge(error: EmulatorError, report: Report) -> None:
     """Raise a finding, or count it in the report if its line, or the earlier one, allows it."""
     kind = type(error).__name__
-    for at in (error.at, getattr(error, "other", None)):
-        reason = _reason(kind, at) if at else None
+    for location in (error.location, getattr(error, "other", None)):
+        reason = _reason(kind, location) if location else None
         if reason is not None:
-            key = kind, *at[:2], reason
+            key = kind, *location[:2], reason
             report.allowed[key] = report.allowed.get(key, 0) + 1
             return
     raise error
 
 
-def _reason(kind: str, at: Location) -> str | None:
-    """Why findings of this kind are allowed at a line; None if they are not."""
-    file, line = at[:2]
+def _reason(kind: str, location: Location) -> str | None:
+    """Return why findings of this kind are allowed at a line; None if they are not."""
+    file, line = location[:2]
     above = linecache.getline(file, line - 1).strip()
     for text in (linecache.getline(file, line), above if above.startswith("#") else ""):
         try:

@@ -5,13 +5,13 @@ from collections.abc import Callable
 from typing import Any
 
 from .aggregates import Aggregate
-from .errors import InvalidKernel, ResourceLimit, location
+from .errors import InvalidKernel, ResourceLimit, current_location
 from .launch import REGISTERS, current
 from .scheduler import Role
 from .tile import Tile
 
 MAX_WARPS = 32
-# What the compiler leaves at least to the default task, per thread.
+# Registers that the compiler leaves at least to a thread of the default task.
 MIN_REGISTERS = 24
 # Python's own record of the warnings that were shown: each is, once.
 _WARNED: dict[Any, Any] = {}
@@ -30,9 +30,9 @@ class Region:
         self.tasks: list[tuple[Callable, dict[str, Any], dict[str, Any]]] = []
 
     def add(self, function: Callable, names: dict[str, Any], *args: Any, **options: Any) -> None:
-        """A task: `function` will be called with those of `names` that it takes."""
-        taken = function.__code__.co_varnames[: function.__code__.co_argcount]
-        values = {name: names[name] for name in taken if name in names}
+        """Add a task: `function` will be called with those of `names` that it takes."""
+        parameters = function.__code__.co_varnames[: function.__code__.co_argcount]
+        values = {name: names[name] for name in parameters if name in names}
         default = bool(args) and args[0] == "default"
         if args and not default:
             raise InvalidKernel(f'async_task takes "default" or num_warps=, got {args[0]!r}')
@@ -63,19 +63,19 @@ class Region:
                 role.charge()
                 running.remove(role)
                 scheduler.order.note(("tasks", main.cta.number), "arrive", (0, False))
-                for before, lane in zip(main.lanes, role.lanes, strict=True):
+                for parent, lane in zip(main.lanes, role.lanes, strict=True):
                     lane.retire()
-                    before.clock.join(lane.release())
+                    parent.clock.join(lane.release())
                     if launch.partition_fences:
-                        before.fence()
-                    before.time = max(before.time, lane.time)
+                        parent.fence()
+                    parent.time = max(parent.time, lane.time)
                 if not running:
                     scheduler.order.note(("tasks", main.cta.number), "wake", 1, main)
                     scheduler.wake(main, main.time)
 
             role = Role(scheduler, main.cta, name, warps, body)
-            for before in main.lanes[1:]:
-                Role(scheduler, before.cta, name, warps, body, leader=role)
+            for parent in main.lanes[1:]:
+                Role(scheduler, parent.cta, name, warps, body, leader=role)
             for start, lane in zip(starts, role.lanes, strict=True):
                 lane.clock.join(start)
                 if launch.partition_fences:
@@ -85,7 +85,7 @@ class Region:
             scheduler.start(role)
             return role
 
-        asked: list[tuple[int, int]] = []
+        requested: list[tuple[int, int]] = []
         unnamed = 0
         for function, values, options in self.tasks:
             name = function.__name__.strip("_")
@@ -103,14 +103,14 @@ class Region:
                     continue
                 role.tiles = tiles
                 if warps > 1:
-                    main.cta.compilers_barriers[2 + len(asked)] = f"the warps of {label}"
-                asked.append((warps, options["regs"] or 0))
-        _check_budget(launch.num_warps, asked)
+                    main.cta.compilers_barriers[2 + len(requested)] = f"the warps of {label}"
+                requested.append((warps, options["regs"] or 0))
+        _check_budget(launch.num_warps, requested)
         scheduler.block(None)
 
 
 def _tile_in(name: str, value: Any) -> str:
-    """The first tile in a value, for messages; "" if there is none."""
+    """Return the first tile in a value, for messages; "" if there is none."""
     parts = {}
     if isinstance(value, Aggregate):
         parts = {f"{name}.{field}": getattr(value, field) for field in value.fields}
@@ -121,7 +121,7 @@ def _tile_in(name: str, value: Any) -> str:
     return next(filter(None, (_tile_in(*part) for part in parts.items())), "")
 
 
-def _check_budget(default: int, asked: list[tuple[int, int]]) -> None:
+def _check_budget(default: int, requested: list[tuple[int, int]]) -> None:
     """Refuse more warps than a CTA has, and warn of registers that the compiler does not give.
 
     `default` is the number of warps of the default task; `asked` are (warps, registers per thread)
@@ -131,13 +131,13 @@ def _check_budget(default: int, asked: list[tuple[int, int]]) -> None:
     group, the last one padded, and all of it gets the most that one of its tasks asks for. If they
     exceed an even share of a multiple of 8 for each thread, every thread has that share.
     """
-    taken = default + sum(warps for warps, _ in asked)
-    if taken > MAX_WARPS:
-        raise ResourceLimit(f"a CTA has at most {MAX_WARPS} warps, got {taken}")
-    named = [registers > 0 for _, registers in asked]
+    warps_needed = default + sum(warps for warps, _ in requested)
+    if warps_needed > MAX_WARPS:
+        raise ResourceLimit(f"a CTA has at most {MAX_WARPS} warps, got {warps_needed}")
+    named = [registers > 0 for _, registers in requested]
     if any(named) and not all(named):
         raise InvalidKernel("all tasks but the default one must name registers, or none of them")
-    large_first = sorted(asked, key=lambda task: -task[0])
+    large_first = sorted(requested, key=lambda task: -task[0])
     each = [registers for warps, registers in large_first for _ in range(warps)]
     groups = [max(each[i : i + 4]) for i in range(0, len(each), 4)]
     threads = 32 * (default + 4 * len(groups))
@@ -150,6 +150,6 @@ def _check_budget(default: int, asked: list[tuple[int, int]]) -> None:
             f"for the default task, and for each group of four warps the most that one of its "
             f"tasks asks for",
             UserWarning,
-            *location(),
+            *current_location(),
             registry=_WARNED,
         )

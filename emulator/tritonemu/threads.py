@@ -24,16 +24,16 @@ a store to tensor memory. It knows nothing else of tensor memory (facebookexperi
 So these are races, unless a barrier lies between:
 
 - warps load from tensor memory, and then store to the same bytes, through an alias or with another
-  layout, so that another warp has them. Of four warps each has 32 lanes, and no others; of more the
-  layouts of the compiled launch say who has what.
+  layout, so that another warp has them. Each of four warps has 32 lanes, and no others; with more
+  warps the layouts of the compiled launch say who has what.
 - warps load from tensor memory, and then one thread issues an MMA, or a copy, that writes there.
 - one thread speaks for itself alone: it issues an MMA or a copy, commits, or announces bytes, and
   who waits for that meets what other warps do before it.
 
 Whether a barrier lies between says the machine code of this launch: a finding needs a way from the
-first access to the second, or to the release, on which there is none (`assembly`). Of global memory
-what may meet in shared memory counts as a barrier, too, when it is carried out. Of the other
-memories the way leads along all that the role does between, and a wait for an mbarrier is none.
+first access to the second, or to the release, on which there is none (`assembly`). For global
+memory an operation that may go through shared memory counts as a barrier, too. For the other
+memories the path includes all that the role does between, and a wait for an mbarrier is no barrier.
 """
 
 import bisect
@@ -47,7 +47,7 @@ import torch
 from . import suppressions
 from .assembly import Code, Step
 from .clocks import Access
-from .errors import Location, Race, location, option
+from .errors import Location, Race, current_location, option
 from .scheduler import Operation, Role
 
 _STORES, _POSITIONS = "stores of blocks", "positions in blocks"
@@ -55,8 +55,8 @@ _STORES, _POSITIONS = "stores of blocks", "positions in blocks"
 
 @dataclass(frozen=True)
 class Block:
-    """What a block of pointers touches. index: elements, one for each lane that is on. size: of the
-    block. active: its lanes that are on, None for all."""
+    """Elements that a block of pointers accesses. index: elements, one for each active lane. size:
+    number of lanes. active: mask of the active lanes, None for all."""
 
     index: torch.Tensor
     size: int
@@ -81,23 +81,24 @@ _OWN_LANES = 4
 
 
 class Threads:
-    """Which threads did what in one launch. code: its machine code."""
+    """Accesses of threads in one launch. code: its machine code."""
 
     def __init__(self, launch: Any, code: Callable[[], Code]):
         self._launch, self._code = launch, code
         self._stores: list[_Store] = []
         self._released: dict[int, list[tuple[int, Location]]] = {}
-        # Of roles of several warps: epochs, and what was done to shared and tensor memory then.
+        # Epochs and accesses to shared and tensor memory of roles of several warps.
         self._trails: dict[int, list[tuple[int, Step]]] = {}
 
-    def note(self, role: Role, kind: str, at: Location) -> None:
-        """The role, or one thread of it, is about to do something of this kind (see `assembly`)."""
-        self._trails.setdefault(role.index, []).append((role.epoch, (kind, at)))
+    def note(self, role: Role, kind: str, location: Location) -> None:
+        """Record that the role, or one thread of it, is about to do such an operation
+        (`assembly`)."""
+        self._trails.setdefault(role.index, []).append((role.epoch, (kind, location)))
 
     def access(self, buffer: Any, actor: Role | Operation, write: bool) -> None:
-        """A role, or what it has issued, is about to access shared or tensor memory; raises Race if
-        a warp may not have made its earlier access yet."""
-        role, own = actor if isinstance(actor, Role) else actor.role, False
+        """Check an access of a role, or of its operation, to shared or tensor memory; raises Race
+        if a warp may not have made its earlier access yet."""
+        role, guarded = actor if isinstance(actor, Role) else actor.role, False
         mask, tensor = buffer.mask, buffer.storage.tensor
         alone = role.warps <= (_OWN_LANES if actor is role else 1)
         for old in buffer.storage.shadow.accesses:
@@ -105,86 +106,87 @@ class Threads:
                 if old.role != role.index:
                     self._judge_released(buffer, actor, write, old)
                 elif not tensor:
-                    own = True
+                    guarded = True
                 elif not alone:
                     self._judge_own(buffer, actor, write, old)
         if actor is not role:
-            if own:  # the compiler has put a barrier before the operation
+            if guarded:  # the compiler has put a barrier before the operation
                 actor.clock.met[role.index] = role.clock.met[role.index] = role.epoch - 1
         elif role.warps > 1:
-            if own:
+            if guarded:
                 role.release()
             role.stored = role.epoch
-            self.note(role, _kind(tensor, write), location())
+            self.note(role, _kind(tensor, write), current_location())
 
     def _judge_released(
         self, buffer: Any, actor: Role | Operation, write: bool, old: Access
     ) -> None:
-        """Of another role, one thread of which has released the access."""
+        """Check an access of another role that one of its threads has released."""
         trail, known = self._trails[old.role], actor.clock.epochs[old.role]
         end = bisect.bisect_right(trail, known, key=lambda each: each[0])
         begin = _last(trail[:end], old)
         if begin is not None and trail[end - 1][0] == known:
             file, line = trail[end - 1][1][1]
-            told = f"one of its threads speaks for itself alone at {file}:{line}, and "
-            self._judge_way(buffer, actor, write, old, [s for _, s in trail[begin:end]], told)
+            message = f"one of its threads speaks for itself alone at {file}:{line}, and "
+            self._judge_path(buffer, actor, write, old, [s for _, s in trail[begin:end]], message)
 
     def _judge_own(self, buffer: Any, actor: Role | Operation, write: bool, old: Access) -> None:
-        """Of the same role: by its warps, and by them again or by one thread."""
+        """Check an access of the same role: by its warps, then by its warps or one thread."""
         role = actor if isinstance(actor, Role) else actor.role
         trail = self._trails[role.index]
         begin = _last(trail, old)
         if begin is None:
             return
-        way, told = [step for _, step in trail[begin:]], "one thread issues it, and "
+        path, message = [step for _, step in trail[begin:]], "one thread issues it, and "
         if actor is role:
-            here = _kind(True, write), location()
+            here = _kind(True, write), current_location()
             if self._is_of_one_warp(buffer.lanes, here, old):
                 return
-            way, told = [*way, here], "they have its bytes otherwise now, and "
-        self._judge_way(buffer, actor, write, old, way, told)
+            path, message = [*path, here], "they have its bytes otherwise now, and "
+        self._judge_path(buffer, actor, write, old, path, message)
 
     def _is_of_one_warp(self, lanes: Any, here: Step, old: Access) -> bool:
-        """Whether one warp makes both accesses of each byte, also if the code does not tell."""
+        """Return whether one warp makes both accesses of each byte; True if unknown."""
         both = []
-        for where, (kind, at) in ((lanes, here), (old.where, (_kind(True, old.write), old.at))):
-            warps = self._code().warps_of(at, kind, math.prod(where.shape))
+        there = _kind(True, old.write), old.location
+        for where, (kind, location) in ((lanes, here), (old.where, there)):
+            warps = self._code().warps_of(location, kind, math.prod(where.shape))
             if warps is None or where.num_bytes != lanes.num_bytes:
                 return True
             both.append(where.spread(warps))
-        mine, before = both
-        return bool(((mine == 255) | (before == 255) | (mine == before)).all())
+        current, earlier = both
+        return bool(((current == 255) | (earlier == 255) | (current == earlier)).all())
 
-    def _judge_way(
-        self, buffer: Any, actor: Role | Operation, write: bool, old: Access, way: list[Step],
-        told: str,
+    def _judge_path(
+        self, buffer: Any, actor: Role | Operation, write: bool, old: Access, path: list[Step],
+        message: str,
     ) -> None:  # fmt: skip
-        """Raise Race if on this way of the old access's role its warps need not meet."""
-        if not self._code().is_open(way):
+        """Raise Race if the warps of the old access's role need not meet on this path."""
+        if not self._code().is_open(path):
             return
         who = getattr(actor, "label", "")
         if isinstance(actor, Operation):
             who = f"{actor.kind} issued by {actor.role.label}"
         does, did = "writes" if write else "reads", "written" if old.write else "read"
         alias = f"as {old.name} " if old.name != buffer.name else ""
-        file, line = old.at
+        file, line = old.location
         finding = Race(
             f"{who} {does} {buffer.label}, which a warp of {old.who} may not have {did} yet "
-            f"{alias}at {file}:{line}: {told}no barrier makes warps of the role meet before; put "
-            f"tl.debug_barrier() there, or allow it with {option('unguarded', 'allow')}",
-            other=old.at,
+            f"{alias}at {file}:{line}: {message}no barrier makes warps of the role meet before; "
+            f"put tl.debug_barrier() there, or allow it with {option('unguarded', 'allow')}",
+            other=old.location,
             buffer=buffer.name,
         )
         suppressions.judge(finding, self._launch.report)
 
     def release(self, role: Role) -> None:
-        """One thread of the role is about to release by an atomic."""
-        at = location()
-        self._released.setdefault(role.index, []).append((role.epoch, at))
-        self.note(role, "atomic", at)
+        """Record that one thread of the role is about to release by an atomic."""
+        location = current_location()
+        self._released.setdefault(role.index, []).append((role.epoch, location))
+        self.note(role, "atomic", location)
 
     def store(self, region: Any, block: Block, raw: torch.Tensor) -> None:
-        """The running role is about to store these values; raises Race as `load` does."""
+        """Record that the running role will store these values; raises Race as `load` does."""
         if _STORES in region.shadow.tables:
             self.load(region, block, region.flat[block.index] != raw)
         role = self._launch.role
@@ -201,7 +203,7 @@ class Threads:
         places[block.index] = _rows(block.positions.to(torch.int32), places)
 
     def forget(self, view: Callable, shadow: Any, where: Any) -> None:
-        """Others than threads have written `view(table)[where]`."""
+        """Forget threads: something else has written `view(table)[where]`."""
         if _STORES in shadow.tables:
             view(shadow.tables[_STORES])[where] = 0
 
@@ -218,14 +220,13 @@ class Threads:
             if number and self._is_unguarded(store):
                 positions = block.positions[numbers == number]
                 same = self._is_in_place(region, block, store, numbers == number)
-                if same and self._code().is_of_one_warp(
-                    (store.access.at, "store"), (location(), kind), block.size, positions
-                ):
+                steps = (store.access.location, "store"), (current_location(), kind)
+                if same and self._code().is_of_one_warp(*steps, block.size, positions):
                     continue
                 self._judge(region, store, kind, same)
 
     def _is_unguarded(self, store: _Store) -> bool:
-        """Whether nothing orders a store with the running role but what holds for some threads."""
+        """Return whether only some threads of the running role are ordered after a store."""
         role, old = self._launch.role, store.access
         epochs = role.clock.epochs
         if epochs.get(-old.role, 0) >= old.epoch or epochs.get(old.role, 0) < old.epoch:
@@ -233,29 +234,29 @@ class Threads:
         return old.role == role.index or store.size > 1
 
     def _judge(self, region: Any, store: _Store, kind: str, same: bool) -> None:
-        """Raise Race unless the machine code has a barrier. same: whether the place is."""
+        """Raise Race unless the code has a barrier. same: whether the position is the same."""
         role, old = self._launch.role, store.access
         does = "loads" if kind == "load" else "stores to"
-        what, (file, line) = f"{does} an element of {region.name} that", old.at
+        what, (file, line) = f"{does} an element of {region.name} that", old.location
         if old.role == role.index:
-            here, kinds = location(), (kind,)
-            told = f"a thread {what} another one may have stored to at {file}:{line}"
+            here, kinds = current_location(), (kind,)
+            message = f"a thread {what} another one may have stored to at {file}:{line}"
             if same:
-                told = (
+                message = (
                     f"a warp {what} another one stored to at {file}:{line}: the compiler gave the "
                     f"two blocks different layouts"
                 )
         else:
             here, kinds = self._release_of(old), ("atomic", "load", "store")
-            told = (
+            message = (
                 f"program {self._launch.program} {what} program {store.program} stored to at "
                 f"{file}:{line}, and one of its threads released at {here[0]}:{here[1]}"
             )
-        if not self._code().meets(old.at, here, kinds):
+        if not self._code().meets(old.location, here, kinds):
             finding = Race(
-                f"{told}; warps of a program meet at tl.debug_barrier(): put it between the two, "
-                f"or allow it with {option('unguarded', 'allow')}",
-                other=old.at,
+                f"{message}; warps of a program meet at tl.debug_barrier(): put it between the "
+                f"two, or allow it with {option('unguarded', 'allow')}",
+                other=old.location,
                 programs=(store.program, self._launch.program),
                 buffer=region.name,
                 marks=(old.mark, role.access(kind == "store", 0, name=region.name).mark),
@@ -263,15 +264,16 @@ class Threads:
             )
             suppressions.judge(finding, self._launch.report)
 
-    def _is_in_place(self, region: Any, block: Block, store: _Store, mine: torch.Tensor) -> bool:
-        """Whether these elements lie in this block where they lay in that of the role's store."""
+    def _is_in_place(self, region: Any, block: Block, store: _Store, mask: torch.Tensor) -> bool:
+        """Return whether these elements have the same positions in both blocks, this and the
+        store's."""
         if block.size != store.size or store.access.role != self._launch.role.index:
             return False
-        before = _first(region.cells(region.shadow.tables[_POSITIONS])[block.index[mine]])
-        return torch.equal(before.to(torch.int64), block.positions[mine])
+        positions = _first(region.cells(region.shadow.tables[_POSITIONS])[block.index[mask]])
+        return torch.equal(positions.to(torch.int64), block.positions[mask])
 
     def _release_of(self, access: Access) -> Location:
-        """Where the role of this access first released afterwards."""
+        """Return the location where the role of this access first released afterwards."""
         released = self._released[access.role]
         return released[bisect.bisect_left(released, access.epoch, key=lambda each: each[0])][1]
 
@@ -281,8 +283,8 @@ def _kind(tensor: bool, write: bool) -> str:
 
 
 def _last(trail: list[tuple[int, Step]], access: Access) -> int | None:
-    """Where a role made this access last; None if it is not in the trail."""
-    step = access.epoch, (_kind(access.where is not None, access.write), access.at)
+    """Return the index of the last time a role made this access; None if it is not in the trail."""
+    step = access.epoch, (_kind(access.where is not None, access.write), access.location)
     return next((i for i in reversed(range(len(trail))) if trail[i] == step), None)
 
 
@@ -294,7 +296,7 @@ def _distinct(numbers: torch.Tensor) -> list[int]:
 
 
 def _first(cells: torch.Tensor) -> torch.Tensor:
-    """Of the granules of an element the first."""
+    """Select the first granule of each element."""
     return cells if cells.ndim == 1 else cells[:, 0]
 
 

@@ -23,7 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .errors import InvalidKernel, Unsupported, location
+from .errors import InvalidKernel, Unsupported, current_location
 from .launch import current, is_wide
 
 _INTEGERS = {f"int{width}": getattr(torch, f"int{width}") for width in (8, 16, 32, 64)}
@@ -41,7 +41,7 @@ _HELD = {
     **_FLOATS,
 }
 
-# How memory holds a dtype: the same width, and a type that torch can gather and scatter.
+# Representation of a dtype in memory: the same width, in a type that torch gathers and scatters.
 RAW = {
     **_HELD,
     **{name: _INTEGERS[name[1:]] for name in _UNSIGNED},
@@ -57,7 +57,7 @@ FROM_TORCH = {
 
 
 def held(dtype: tl.dtype) -> torch.dtype:
-    """The torch dtype in which a tile holds `dtype`."""
+    """Return the torch dtype in which a tile holds `dtype`."""
     if dtype.name not in _HELD:
         raise Unsupported(f"dtype {dtype}")
     return _HELD[dtype.name]
@@ -73,25 +73,25 @@ def _wrap(data: torch.Tensor, dtype: tl.dtype) -> torch.Tensor:
 
 
 def from_raw(raw: torch.Tensor, dtype: tl.dtype) -> torch.Tensor:
-    """Memory's representation to a tile's."""
+    """Convert memory's representation to a tile's."""
     if dtype.name in _UNSIGNED:
         return _wrap(raw.to(torch.int64), dtype)
     return raw.view(_FP8[dtype.name]) if dtype.name in _FP8 else raw
 
 
 def to_raw(data: torch.Tensor, dtype: tl.dtype) -> torch.Tensor:
-    """A tile's representation to memory's."""
+    """Convert a tile's representation to memory's."""
     return data.view(torch.int8) if dtype.name in _FP8 else data.to(RAW[dtype.name])
 
 
 @cache
 def limits(dtype: tl.dtype) -> tuple[int, int]:
-    """The least and the greatest integer of the type."""
+    """Return the least and the greatest integer of the type."""
     return dtype.get_int_min_value(), dtype.get_int_max_value()
 
 
 def literal_type(value: bool | int | float) -> tl.dtype:
-    """The dtype that a Python number gets when it becomes a value."""
+    """Return the dtype that a Python number gets when it becomes a value."""
     if isinstance(value, bool):
         return tl.int1
     if isinstance(value, int):
@@ -118,7 +118,7 @@ if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9):
 def computation_type(
     a: tl.dtype, a_weak: bool, b: tl.dtype, b_weak: bool, division: bool = False
 ) -> tl.dtype:
-    """The dtype in which `a op b` is computed; weak operands are Python numbers.
+    """Return the dtype in which `a op b` is computed; weak operands are Python numbers.
 
     A weak operand of no higher kind (bool < int < float) does not promote. fp64 wins over fp32 over
     fp16 over integers; bf16 stays only with bf16, and is fp16 beside fp16. Division of 16-bit
@@ -148,7 +148,7 @@ def computation_type(
 
 
 def promote_integers(a: tl.dtype, b: tl.dtype) -> tl.dtype:
-    """The wider type; at equal width the unsigned one."""
+    """Return the wider type; at equal width the unsigned one."""
     if a.int_bitwidth == b.int_bitwidth:
         return a if a.is_int_unsigned() else b
     return a if a.int_bitwidth > b.int_bitwidth else b
@@ -174,11 +174,11 @@ class Tile:
             WORK[0] += data.numel()
 
     def like(self, data: torch.Tensor) -> "Tile":
-        """The same kind of value with other data."""
+        """Build the same kind of value with other data."""
         return Tile(data, self.dtype, self.base)
 
     def shaped(self, view: Callable[[torch.Tensor], torch.Tensor]) -> "Tile":
-        """The same elements in another shape."""
+        """Build a tile with the same elements in another shape."""
         result = self.like(view(self.data))
         if self.exact is not None:
             result.exact = view(self.exact[0]), self.exact[1]
@@ -241,7 +241,7 @@ class Tile:
 
 
 class Unbound:
-    """In the place of a variable that has no value, not yet or not any more: it cannot be used."""
+    """Placeholder of a variable without a value, not yet or not any more: it cannot be used."""
 
     __slots__ = ("name",)
 
@@ -258,13 +258,13 @@ class Unbound:
 
 
 def special(tile: Tile) -> Tile:
-    """The tile, its elements counted as results of the MUFU, one for each."""
+    """Count the elements of a tile as results of the MUFU, one for each, and return it."""
     WORK[1] += tile.numel if tile.shape else 0
     return tile
 
 
 def scalar(value: bool | int | float, dtype: tl.dtype) -> Tile:
-    """A tile of rank 0; integers must fit."""
+    """Build a tile of rank 0; integers must fit."""
     if type(value) is int and dtype.is_int():
         return _integer(value, dtype)
     if dtype.is_int() and not isinstance(value, bool):
@@ -283,12 +283,12 @@ def _integer(value: int, dtype: tl.dtype) -> Tile:
 
 
 def to_tile(value: Any) -> Tile:
-    """A tile as it is; a Python number as a scalar of its literal type."""
+    """Convert to a tile; a Python number becomes a scalar of its literal type."""
     return value if isinstance(value, Tile) else scalar(value, literal_type(value))
 
 
 def cast(value: Any, dtype: tl.dtype) -> Tile:
-    """Numeric conversion: floats round to nearest even; to integers they truncate and saturate."""
+    """Convert a value: floats round to nearest even; to integers they truncate and saturate."""
     tile = to_tile(value)
     source, data = tile.dtype, tile.data
     if source.is_ptr() and dtype.is_ptr():
@@ -334,17 +334,17 @@ def cast(value: Any, dtype: tl.dtype) -> Tile:
 
 
 def _flip(data: torch.Tensor) -> torch.Tensor:
-    """uint64 and int64 of one order: the one's pattern for the other's."""
+    """Map uint64 to int64 of the same order, or back."""
     return data ^ -(2**63)
 
 
 def unsigned(extremum: Callable) -> Callable:
-    """Of patterns of uint64 instead of int64."""
+    """Apply an extremum of int64 to patterns of uint64."""
     return lambda x, y: _flip(extremum(_flip(x), _flip(y)))
 
 
 def upper_half(a: Any, b: Any) -> Tile:
-    """The upper half of the bits of a product of integers of 32 or 64 bits."""
+    """Return the upper half of the bits of a product of integers of 32 or 64 bits."""
     x, y, dtype = operands(a, b)
     if not dtype.is_int() or dtype.int_bitwidth not in (32, 64):
         raise InvalidKernel(f"umulhi takes integers of 32 or 64 bits, got {dtype}")
@@ -361,7 +361,7 @@ def upper_half(a: Any, b: Any) -> Tile:
 
 
 def _towards_zero(tile: Tile, dtype: tl.dtype) -> Tile:
-    """fp32 or fp64 to a shorter float, what does not fit cut off."""
+    """Convert fp32 or fp64 to a shorter float, cutting off what does not fit."""
     near = cast(tile, dtype)
     if dtype.name not in ("fp16", "bf16", "fp32") or not tile.dtype.is_floating():
         raise Unsupported(f'fp_downcast_rounding="rtz" from {tile.dtype} to {dtype}')
@@ -371,14 +371,14 @@ def _towards_zero(tile: Tile, dtype: tl.dtype) -> Tile:
 
 
 def _round_with_marks(data: torch.Tensor) -> torch.Tensor:
-    """To bf16, with what the fraction of a NaN says (see `undefined`), which torch drops."""
+    """Round to bf16; keep the mark in a NaN's fraction (see `undefined`), which torch drops."""
     high = data.to(torch.float32).contiguous().view(torch.int32) >> 16
-    kept = high.to(torch.int16).view(torch.bfloat16)
-    return torch.where(data.isnan(), kept, data.to(torch.bfloat16))
+    marked = high.to(torch.int16).view(torch.bfloat16)
+    return torch.where(data.isnan(), marked, data.to(torch.bfloat16))
 
 
 def reinterpret(tile: Tile, dtype: tl.dtype) -> Tile:
-    """The same bits as another type of the same width."""
+    """Reinterpret the bits as another type of the same width."""
     if tile.dtype.is_ptr() or dtype.is_ptr() or tile.dtype.name == dtype.name:
         return cast(tile, dtype)
     if tile.dtype.primitive_bitwidth != dtype.primitive_bitwidth:
@@ -387,7 +387,7 @@ def reinterpret(tile: Tile, dtype: tl.dtype) -> Tile:
 
 
 def operands(a: Any, b: Any, division: bool = False) -> tuple[torch.Tensor, torch.Tensor, tl.dtype]:
-    """The data of both operands in their computation type, and that type."""
+    """Return the data of both operands in their computation type, and that type."""
     a_weak, b_weak = not isinstance(a, Tile), not isinstance(b, Tile)
     a_type = literal_type(a) if a_weak else a.dtype
     b_type = literal_type(b) if b_weak else b.dtype
@@ -412,7 +412,7 @@ def _arithmetic(op: Callable, a: Any, b: Any) -> Tile:
 
 
 def _note_wrapped(op: Callable, result: Tile, *operands: tuple[Any, torch.Tensor]) -> None:
-    """Let a result that has wrapped around, or comes from one, know what it is in integers."""
+    """Record the exact integer of a result that has wrapped around, or comes from one."""
     known = [value.exact for value, _ in operands if isinstance(value, Tile) and value.exact]
     if not known and result.dtype.name != "int32":
         return
@@ -422,11 +422,11 @@ def _note_wrapped(op: Callable, result: Tile, *operands: tuple[Any, torch.Tensor
     )
     exact = op(x, y)
     if not torch.equal(exact, result.data.to(torch.int64)):
-        result.exact = exact, known[0][1] if known else location()
+        result.exact = exact, known[0][1] if known else current_location()
 
 
 def common_shape(tiles: Sequence[Tile]) -> torch.Size:
-    """The shape that the tiles broadcast to."""
+    """Return the shape that the tiles broadcast to."""
     shapes = {tile.data.shape for tile in tiles}
     return shapes.pop() if len(shapes) == 1 else torch.broadcast_shapes(*shapes)
 
@@ -460,7 +460,7 @@ def mul(a: Any, b: Any) -> Tile:
 
 
 def truediv(a: Any, b: Any) -> Tile:
-    """Division; that of integers and 16-bit floats is done, and stays, in fp32."""
+    """Divide; integers and 16-bit floats are divided in fp32 and stay there."""
     x, y, dtype = operands(a, b, division=True)
     if dtype.is_int():
         x, y, dtype = x.to(torch.float32), y.to(torch.float32), tl.float32
@@ -482,7 +482,7 @@ def _divide(op: Callable, x: torch.Tensor, y: torch.Tensor, dtype: tl.dtype) -> 
 
 
 def floordiv(a: Any, b: Any) -> Tile:
-    """Integer division as in C: it truncates towards zero."""
+    """Divide integers as in C: truncating towards zero."""
     x, y, dtype = operands(a, b, division=True)
     if not dtype.is_int():
         raise InvalidKernel(f"operands of // must be integers, got {dtype}")
@@ -490,7 +490,7 @@ def floordiv(a: Any, b: Any) -> Tile:
 
 
 def mod(a: Any, b: Any) -> Tile:
-    """Remainder as in C: it has the sign of the dividend."""
+    """Compute the remainder as in C: it has the sign of the dividend."""
     x, y, dtype = operands(a, b, division=True)
     if dtype.is_floating():
         return Tile(torch.fmod(x, y), dtype)
@@ -525,8 +525,8 @@ def _shift_right(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 def _shift_right_logically(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    kept = (1 << (64 - y).clamp(1, 63)) - 1
-    shifted = torch.where(y <= 0, x, x >> y.clamp(0, 63) & kept)
+    mask = (1 << (64 - y).clamp(1, 63)) - 1
+    shifted = torch.where(y <= 0, x, x >> y.clamp(0, 63) & mask)
     return torch.where(_flip(y) >= _flip(torch.tensor(64)), 0, shifted)
 
 
@@ -537,7 +537,7 @@ def invert(a: Tile) -> Tile:
 
 
 def logical(op: Callable, *values: Tile) -> Tile:
-    """`and`, `or`, `not` of runtime values: element-wise, and only for int1."""
+    """Apply `and`, `or`, `not` to runtime values: element-wise, and only for int1."""
     for value in values:
         if value.dtype.name != "int1":
             raise InvalidKernel(f"operands of and, or, not must be int1, got {value!r}")
@@ -546,7 +546,7 @@ def logical(op: Callable, *values: Tile) -> Tile:
 
 def _extremum(drop_nan: Callable, keep_nan: Callable) -> Callable:
     def choose(x: Any, y: Any, propagate_nan: Any = tl.PropagateNan.NONE) -> Tile:
-        """The extremum, of bf16 in fp32; a NaN loses unless propagate_nan is ALL."""
+        """Compute the extremum, of bf16 in fp32; a NaN loses unless propagate_nan is ALL."""
         x, y = (cast(t, tl.float32) if t.dtype.name == "bf16" else t for t in map(to_tile, (x, y)))
         p, q, dtype = operands(x, y)
         if dtype.name == "uint64":
@@ -562,7 +562,7 @@ maximum = _extremum(torch.fmax, torch.maximum)
 
 
 def where(condition: Any, x: Any, y: Any) -> Tile:
-    """Element-wise choice; x and y follow the promotion rules."""
+    """Choose element-wise; x and y follow the promotion rules."""
     mask = cast(condition, tl.int1).data
     if is_pointer(x) and is_pointer(y):
         if x.base is not y.base and bool(mask.any()) and not bool(mask.all()):
@@ -573,7 +573,7 @@ def where(condition: Any, x: Any, y: Any) -> Tile:
 
 
 def check_shape(shape: Any) -> tuple[int, ...]:
-    """A tile's shape: constants, each a power of two."""
+    """Check a tile's shape: constants, each a power of two."""
     for size in shape:
         if not isinstance(size, int) or size < 1 or size & (size - 1):
             raise InvalidKernel(f"tile sizes must be constant powers of two, got {tuple(shape)}")

@@ -40,13 +40,13 @@ class Timeline:
     missing: str = ""
 
     def lanes(self, cta: int = 0) -> list[str]:
-        """Roles in order of appearance, then the engines that did something."""
-        found = dict.fromkeys(e.lane for e in (*self.events, *self.marks) if e.cta == cta)
-        roles = [lane for lane in found if lane not in ENGINES]
-        return roles + [lane for lane in ENGINES if lane in found]
+        """List roles in order of appearance, then the engines that did something."""
+        names = dict.fromkeys(e.lane for e in (*self.events, *self.marks) if e.cta == cta)
+        roles = [lane for lane in names if lane not in ENGINES]
+        return roles + [lane for lane in ENGINES if lane in names]
 
     def chrome_trace(self) -> dict[str, Any]:
-        """The trace for chrome://tracing or Perfetto, one cycle shown as one microsecond.
+        """Convert to a trace for chrome://tracing or Perfetto, one cycle shown as one microsecond.
 
         A CTA is a process, a lane a thread; what overlaps in a lane goes to further threads, since
         the boxes of one thread must nest.
@@ -66,8 +66,8 @@ class Timeline:
                 slices += boxes
             for box in slices:
                 (event,) = box.events
-                told = ("line", "target", "phase", "pending", "bytes")
-                args = {name: getattr(event, name) for name in told}
+                shown = ("line", "target", "phase", "pending", "bytes")
+                args = {name: getattr(event, name) for name in shown}
                 ids = {"pid": cta, "tid": threads[event.lane, box.row]}
                 span = {"ts": event.start, "dur": event.end - event.start, "args": args}
                 out.append({"ph": "X", "name": event.name, "cat": event.kind, **ids, **span})
@@ -98,7 +98,7 @@ class Timeline:
         end: float | None = None,
         width: float = 720,
     ) -> str:
-        """One CTA as a figure: a row per role, then TMA and tensor core, and barrier arrows.
+        """Draw one CTA: a row per role, then TMA and tensor core, and barrier arrows.
 
         start, end: cycles to show, everything by default. width: in pixels, of the whole figure.
         The same text for the same timeline; readable on white and on black. ValueError if the CTA
@@ -109,7 +109,7 @@ class Timeline:
         return self._drawn([cta], marks, start, end, width)
 
     def finding(self, width: float = 720) -> str:
-        """A figure of the first marks: the CTAs that they are in, at about that time.
+        """Draw the first marks: the CTAs that they are in, at about that time.
 
         All of the first CTA if there are no marks.
         """
@@ -125,13 +125,13 @@ class Timeline:
         return self._drawn(ctas, marks, start, max(end, start + 1), width)
 
     def _placed(self, mark: Mark) -> Mark:
-        """A mark in an engine in the middle of the work that the same line asked for."""
+        """Move a mark in an engine to the middle of the work that the same line asked for."""
         if mark.lane not in ENGINES:
             return mark
         there = mark.cta, mark.lane, mark.line
         work = (e for e in self.events if (e.cta, e.lane, e.line) == there and e.kind != "arrive")
-        own = next((e for e in work if e.start >= mark.time), None)
-        return mark if own is None else replace(mark, time=(own.start + own.end) / 2)
+        event = next((e for e in work if e.start >= mark.time), None)
+        return mark if event is None else replace(mark, time=(event.start + event.end) / 2)
 
     def _drawn(
         self, ctas: list[int], marks: list[Mark], start: float | None, end: float | None,
@@ -168,7 +168,8 @@ def _metadata(kind: str, pid: int, tid: int, /, **args: Any) -> dict[str, Any]:
 
 
 def barrier_states(events: list[Event]) -> dict[str, list[tuple[float, int, int, int]]]:
-    """Barrier -> its changes by time: (time, current phase, arrivals and bytes that it lacks)."""
+    """Compute the changes of each barrier by time: (time, current phase, arrivals and bytes that it
+    lacks)."""
     used = [event for event in events if event.kind in ("wait", "arrive") and event.target]
     arrivals = [event for event in used if event.kind == "arrive"]
     count = dict.fromkeys(_by_name(event.target for event in used), 1)
@@ -187,7 +188,7 @@ def barrier_states(events: list[Event]) -> dict[str, list[tuple[float, int, int,
 def buffer_states(
     events: list[Event], barriers: dict[str, list[tuple[float, int, int, int]]]
 ) -> dict[str, list[tuple[float, str, str]]]:
-    """Buffer -> its changes by time: (time, state, lanes that cause it).
+    """Compute the changes of each buffer by time: (time, state, lanes that cause it).
 
     `barriers`: from `barrier_states`. A phase of barrier `k_empty[1]` that completes releases
     buffer `k[1]`; a buffer without such a barrier stays full.
@@ -212,7 +213,7 @@ def buffer_states(
 
 
 def _by_name(names: Iterable[str]) -> list[str]:
-    """Each name once, k[0], k[1], ... together, in order of the first of them."""
+    """List each name once, k[0], k[1], ... together, in order of the first of them."""
     groups: dict[str, dict[str, None]] = {}
     for name in names:
         groups.setdefault(re.sub(r"\d+", "", name), {})[name] = None
@@ -225,7 +226,7 @@ def _by_name(names: Iterable[str]) -> list[str]:
 def _buffer_state(
     users: list[Event], released: list[float], guarded: bool, now: float
 ) -> tuple[str, str]:
-    """State of one buffer at a time, and the lanes that cause it."""
+    """Return the state of one buffer at a time, and the lanes that cause it."""
     fills = [e for e in users if e.kind in ("copy", "write") and e.start <= now]
     reads = [e for e in users if e.kind not in ("copy", "write") and e.start <= now]
     active = [e for e in fills + reads if now < e.end or e.start == now == e.end]
@@ -236,8 +237,8 @@ def _buffer_state(
     clash = [e.lane for e in reads if e.start < fill.end and fill.start < e.end]
     if clash:
         return "overwritten while read", f"{fill.lane} over {clash[-1]}"
-    before = [e.end for e in fills if e.end <= fill.start and e is not fill]
-    if guarded and before and not any(max(before) <= t <= fill.start for t in released):
+    earlier = [e.end for e in fills if e.end <= fill.start and e is not fill]
+    if guarded and earlier and not any(max(earlier) <= t <= fill.start for t in released):
         return "overwritten before its release", fill.lane
     if fill in active:
         return "filling", lanes
@@ -247,7 +248,7 @@ def _buffer_state(
 
 
 def _excerpt(source: str, events: list[Event]) -> tuple[int, list[str]]:
-    """The part of a file from the function that holds the first line used to the last line used."""
+    """Return the lines of a file from the function of the first line used to the last one used."""
     lines = source.splitlines()
     used = [event.line for event in events if 0 < event.line <= len(lines)]
     first, last = min(used, default=1), max(used, default=len(lines))
@@ -263,8 +264,8 @@ def _excerpt(source: str, events: list[Event]) -> tuple[int, list[str]]:
 def _variant(
     events: list[Event], timeline: Timeline, source: str, outcome: str, wide: float, **span: float
 ) -> dict[str, Any]:
-    """What the page embeds of one variant: `events` are those of its CTA, `span` what is drawn,
-    `wide` the width of the second drawing."""
+    """Build the data of one variant for the page: `events` are those of its CTA, `span` what is
+    drawn, `wide` the width of the second drawing."""
     barriers = barrier_states(events)
     cta = events[0].cta
     first, lines = _excerpt(source, events)
@@ -283,7 +284,7 @@ def _variant(
 
 
 def _finite(states: dict[str, list[tuple]]) -> dict[str, list[list]]:
-    """States for JSON, which has no infinity: null is before everything."""
+    """Convert states to JSON, which has no infinity: null is before everything."""
     return {name: [[None, *list_[0][1:]], *map(list, list_[1:])] for name, list_ in states.items()}
 
 
@@ -295,7 +296,7 @@ def interactive(
     outcomes: dict[str, str],
     cta: int = 0,
 ) -> str:
-    """A self-contained HTML page that steps through one CTA of each variant, on one axis.
+    """Build a self-contained HTML page that steps through one CTA of each variant, on one axis.
 
     timelines: variant -> its trace, in the order of the buttons. sources: variant -> the text of
     the whole file `Timeline.file`. outcomes: variant -> what is shown after its last step.
@@ -305,9 +306,9 @@ def interactive(
         got = [list(names) for names in (timelines, sources, outcomes)]
         raise ValueError(f"timelines, sources and outcomes must name the same variants, got {got}")
     events = {name: [e for e in of.events if e.cta == cta] for name, of in timelines.items()}
-    if idle := [name for name, found in events.items() if not found]:
+    if idle := [name for name, of_cta in events.items() if not of_cta]:
         raise ValueError(f"CTA {cta} must do something in every variant, got no event of {idle}")
-    every = [event for found in events.values() for event in found]
+    every = [event for of_cta in events.values() for event in of_cta]
     start, end = min(e.start for e in every), max(e.end for e in every)
     long = sorted(e.end - e.start for e in every if e.end > e.start) or [1.0]
     wide = round(min(max(40 * (end - start) / long[len(long) // 2], 1160), 5000))
@@ -318,4 +319,4 @@ def interactive(
     }
     parts = {"TITLE": html.escape(title), "DATA": json.dumps(data).replace("<", "\\u003c")}
     template = Path(__file__).with_name("pipeline.html").read_text(encoding="utf-8")
-    return re.sub("__(TITLE|DATA)__", lambda found: parts[found[1]], template)
+    return re.sub("__(TITLE|DATA)__", lambda match: parts[match[1]], template)

@@ -1,4 +1,4 @@
-"""What lanes hold that a mask turns off and no `other` fills.
+"""Values of lanes that a mask turns off and no `other` fills.
 
 On NVIDIA GPUs they happen to be zero. Here a float is NaN by default and an integer a large odd
 number, each with a mark: the number of the load, from 1 on. In a NaN the mark is in the upper bits
@@ -16,7 +16,7 @@ MODES = ("nan", "zero", "random")
 # Marks that fit; all ones are not one of them, as a NaN without a mark has them, too.
 MOST = 62
 
-# Of a dtype: pattern without a mark, and the lowest bit of the mark.
+# Pattern of a dtype without a mark, and the lowest bit of the mark.
 _PATTERNS = {
     "bf16": (0x7FC0, 0),
     "fp16": (0x7E00, 3),
@@ -31,7 +31,7 @@ _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 def fill(
     dtype: tl.dtype, shape: torch.Size, mode: str, mark: int, random: torch.Generator
 ) -> torch.Tensor:
-    """Undefined elements, in memory's representation. mode: of MODES; mark: 0 for none."""
+    """Create undefined elements, in memory's representation. mode: of MODES; mark: 0 for none."""
     raw = RAW[dtype.name]
     if mode == "zero":
         return torch.zeros(shape, dtype=raw)
@@ -50,7 +50,7 @@ def fill(
 
 
 def marks(raw: torch.Tensor, dtype: tl.dtype) -> torch.Tensor:
-    """The mark of each element, 0 where there is none; MOST + 1 is none."""
+    """Extract the mark of each element, 0 where there is none; MOST + 1 is none."""
     pattern, shift = _PATTERNS.get(dtype.name, (0, 0))
     if not pattern:
         return torch.zeros((), dtype=torch.int64)

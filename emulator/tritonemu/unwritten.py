@@ -31,7 +31,8 @@ _NO_RESERVE = 0x4000 if sys.platform == "linux" else 0  # that of Linux
 
 
 def zeros(size: int, dtype: Any) -> torch.Tensor:
-    """A one-dimensional tensor of a NumPy dtype; the system makes its pages once they are touched.
+    """Allocate a one-dimensional tensor of a NumPy dtype; the system makes its pages once they are
+    touched.
 
     torch.zeros writes them, and NumPy's are counted against the memory of the machine.
     """
@@ -44,20 +45,21 @@ def zeros(size: int, dtype: Any) -> torch.Tensor:
 
 @dataclass(eq=False)
 class Fresh:
-    """Of a storage: where it was made, the version of its tensors then, its size in bytes.
+    """A storage without values: where it was made, the version of its tensors then, its size in
+    bytes.
 
     report: of the last launch that got it, None before one has.
     """
 
     storage: StorageWeakRef
-    at: Location
+    location: Location
     version: int
     num_bytes: int
     report: Report | None = None
     _bytes: list[torch.Tensor] = field(default_factory=list)
 
     def written(self, itemsize: int) -> torch.Tensor:
-        """An integer for each element of that size: -1 once all of it is written."""
+        """Return an integer for each element of that size: -1 once all of it is written."""
         if not self._bytes:
             self._bytes.append(zeros(self.num_bytes, np.int8))
         whole = self.num_bytes // itemsize * itemsize
@@ -68,7 +70,7 @@ _KNOWN: dict[int, Fresh] = {}  # by the address of the storage, which a weak ref
 _SWEEP = [64]  # at how many of them those that are gone are looked for
 
 
-# What depends on every element, and what has the same ones.
+# Functions that depend on every element, and those whose result has the same elements.
 READS = {
     *(torch.allclose, torch.equal, torch.isclose, torch.sum, torch.mean, torch.amax, torch.amin),
     *(torch.max, torch.min, torch.argmax, torch.argmin, torch.any, torch.all, torch.norm),
@@ -91,31 +93,32 @@ def read(func: Any, tensor: torch.Tensor) -> None:
     if written is None or bool(written.all()):
         return
     fresh, missing = of(tensor), int((~written).sum())
+    file, line = fresh.location
     finding = UninitializedRead(
         f"{func.__name__} of PyTorch reads {missing} of {written.numel()} elements that no kernel "
-        f"has written; the memory is made, without values, at {fresh.at[0]}:{fresh.at[1]}; write "
+        f"has written; the memory is made, without values, at {file}:{line}; write "
         f"to it first, or allow it with {option('uninitialized', 'allow')}",
         _caller(),
-        other=fresh.at,
+        other=fresh.location,
         report=fresh.report,
     )
     suppressions.judge(finding, fresh.report)
 
 
 def copied(tensor: torch.Tensor, copy: torch.Tensor) -> None:
-    """This copy has the elements of the tensor, unwritten ones, too."""
+    """Record that this copy has the elements of the tensor, including unwritten ones."""
     written = _elements(tensor) if _KNOWN else None
     if written is None or copy.shape != tensor.shape or bool(written.all()):
         return
     if of(copy) is None:
-        note(copy, of(tensor).at)
+        note(copy, of(tensor).location)
         if (fresh := of(copy)) is not None:
             fresh.report = of(tensor).report
             _marks(fresh, copy).copy_(-written.to(torch.int8))
 
 
 def _elements(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Which elements are written; None if that is not known, or no kernel got it yet."""
+    """Return which elements are written; None if that is not known, or no kernel got it yet."""
     fresh = of(tensor) if tensor.layout == torch.strided else None
     return None if fresh is None or fresh.report is None else _marks(fresh, tensor) == -1
 
@@ -132,8 +135,8 @@ def _caller() -> Location:
     return frame.f_code.co_filename, frame.f_lineno
 
 
-def note(tensor: torch.Tensor, at: Location | None = None) -> None:
-    """This tensor is fresh; at: where it was made, None for here."""
+def note(tensor: torch.Tensor, location: Location | None = None) -> None:
+    """Record that this tensor is fresh; location: where it was made, None for here."""
     if tensor.is_inference() or tensor.layout != torch.strided or tensor.device.type != "cpu":
         return
     if len(_KNOWN) >= _SWEEP[0]:
@@ -142,17 +145,18 @@ def note(tensor: torch.Tensor, at: Location | None = None) -> None:
         _SWEEP[0] = 64 + 2 * len(_KNOWN)
     storage = tensor.untyped_storage()
     reference = StorageWeakRef(storage)
-    _KNOWN[reference.cdata] = Fresh(reference, at or _caller(), tensor._version, storage.nbytes())
+    location = location or _caller()
+    _KNOWN[reference.cdata] = Fresh(reference, location, tensor._version, storage.nbytes())
 
 
 def forget(tensor: torch.Tensor) -> None:
-    """Something may write to it that is not seen."""
+    """Forget a tensor that something may write to unseen."""
     if _KNOWN and tensor.layout == torch.strided:
         _KNOWN.pop(tensor.untyped_storage()._cdata, None)
 
 
 def of(tensor: Any) -> Fresh | None:
-    """What is known of the storage of a tensor that may be partly unwritten."""
+    """Return the record of the storage of a tensor that may be partly unwritten."""
     fresh = _KNOWN.get(tensor.untyped_storage()._cdata) if _KNOWN else None
     if fresh is None or tensor.is_inference():
         return None

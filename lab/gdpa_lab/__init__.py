@@ -1,1 +1,1 @@
-"""Measurements of the operators of `gdpa_kernels`: workloads, records, charts, tables."""
+"""Measures the operators of `gdpa_kernels` and reports on them: workloads, records, charts."""

@@ -28,7 +28,7 @@ def parser(commands: argparse._SubParsersAction) -> None:
 
 def main(name: str) -> int:
     """Regenerate one of `FILES`, print whether each file changed, and return the exit status. The
-    manifest is brought up to date with what changed in data/."""
+    manifest is updated with what changed in data/."""
     from gdpa_lab.measuring import manifest, record
 
     for path, changed in _update(name).items():
@@ -41,13 +41,20 @@ def main(name: str) -> int:
 
 
 def _update(name: str) -> dict[Path, bool]:
-    """Whether each file of `name` changed."""
+    """Regenerate the files of `name` and return whether each changed."""
     from gdpa_lab.measuring import every_gpu, manifest, record
-    from gdpa_lab.report import clock_free, predictions, rankings, readme, registered, staleness
+    from gdpa_lab.report import (
+        clock_free,
+        measured_rankings,
+        predictions,
+        readme,
+        registered,
+        staleness,
+    )
 
     match name:
         case "choices":
-            return rankings.update(record.DATA_DIR)
+            return measured_rankings.update(record.DATA_DIR)
         case "every-gpu":
             return {record.DATA_DIR / every_gpu.NAME: every_gpu.update()}
         case "machine-code":
@@ -56,7 +63,7 @@ def _update(name: str) -> dict[Path, bool]:
         case "manifest":
             return {record.DATA_DIR / manifest.NAME: manifest.update(record.DATA_DIR)}
         case "predictions":
-            return {made.PATH: made.update() for made in (predictions, clock_free)}
+            return {module.PATH: module.update() for module in (predictions, clock_free)}
         case "readme":
             return {record.ROOT / "README.md": readme.update()}
         case "registered":

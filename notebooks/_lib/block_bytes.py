@@ -15,7 +15,7 @@ from matplotlib.patches import Rectangle
 
 from gdpa_lab.measuring.roofline import Ceilings
 from gdpa_lab.measuring.workload import Workload
-from gdpa_lab.report.house import INK, PAGE, Figure, canvas, colour
+from gdpa_lab.report.style import INK, PAGE, Figure, canvas, colour
 
 Kernels = Sequence[tuple[str, str]]
 

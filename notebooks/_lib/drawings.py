@@ -18,9 +18,9 @@ from matplotlib.patches import Rectangle
 from gdpa_kernels.gdpa.reference import ACTIVATIONS
 from gdpa_lab.measuring.roofline import Ceilings
 from gdpa_lab.measuring.workload import Workload
-from gdpa_lab.report import house
+from gdpa_lab.report import style
 from gdpa_lab.report.charts import coloured, legend, list_rows
-from gdpa_lab.report.house import GREY, INK, PAGE, RUNG_COLOURS, Figure, canvas, colour, note
+from gdpa_lab.report.style import GREY, INK, PAGE, RUNG_COLOURS, Figure, canvas, colour, note
 from tritonemu import Timeline
 from tritonemu.drawing import KINDS
 
@@ -35,7 +35,7 @@ FAMILIES = {
 """The workloads of `gdpa`, by the beginning of their names."""
 
 
-@house.drawn
+@style.drawn
 def jagged(lengths: Sequence[int]) -> Figure:
     """Sequences of these lengths as they lie in memory, cu_seqlens below; then the padded batch."""
     starts = [0, *accumulate(lengths)]
@@ -60,7 +60,7 @@ def jagged(lengths: Sequence[int]) -> Figure:
         return chart
 
 
-@house.drawn
+@style.drawn
 def scores(uses: Mapping[str, Sequence[tuple[int, int]]]) -> Figure:
     """A panel for each use: the score matrix of each sequence, (queries, keys), to scale."""
     wide = max(sum(keys + 2.0 for _, keys in shapes) for shapes in uses.values())
@@ -83,7 +83,7 @@ def scores(uses: Mapping[str, Sequence[tuple[int, int]]]) -> Figure:
         return chart
 
 
-@house.drawn
+@style.drawn
 def laws(workloads: Mapping[str, Workload]) -> Figure:
     """A panel for each workload, by title: its query lengths over max_seqlen_q, longest first; the
     frame is the padded batch."""
@@ -102,7 +102,7 @@ def laws(workloads: Mapping[str, Workload]) -> Figure:
         return chart
 
 
-@house.drawn
+@style.drawn
 def activations(names: Sequence[str]) -> Figure:
     """A panel for each activation from -4 to 4, four in a row: solid, its derivative dashed."""
     x = torch.linspace(-4, 4, 401, dtype=torch.float64)
@@ -124,7 +124,7 @@ class Tiles(NamedTuple):
     strips: Sequence[tuple[str, str, bool]]
 
 
-@house.drawn
+@style.drawn
 def tiles(panels: Mapping[str, Tiles], count: int = 5) -> Figure:
     """Grids of `count` x `count` tiles of scores, queries down and keys to the right, by title.
 
@@ -173,7 +173,7 @@ def _square(
     axis.add_patch(Rectangle((x, y), *size, facecolor=face, zorder=2 if framed else 1, **edge))
 
 
-@house.drawn
+@style.drawn
 def strips(rows: Mapping[str, Sequence[str]], *, xlabel: str, highlight: Sequence[str]) -> Figure:
     """A strip for each row, a cell for each of its steps in order, such as `loops.in_sass` lists.
 
@@ -212,7 +212,7 @@ def _runs(labels: Sequence[str]) -> Iterator[tuple[int, int, str]]:
             yield places[0], places[-1], " ".join(texts)
 
 
-@house.drawn
+@style.drawn
 def gantt(panels: Mapping[str, pd.DataFrame], *, xlabel: str, hue: str) -> Figure:
     """Bars on lanes over time, a panel for each title, two in a row: frames with the columns lane,
     start, time and label; a bar without a label is thin and grey."""
@@ -240,7 +240,7 @@ _BOXES = {"compute": 2, "mma": 3, "copy": 1, "store": 4}
 """Kinds of events that `timelines` draws, and their colours; a wait is what is left free."""
 
 
-@house.drawn
+@style.drawn
 def timelines(lines: Mapping[str, Timeline]) -> Figure:
     """Timelines of CTA 0 below one another on one axis of modelled cycles, by title, the tensor
     core shaded where it is idle; at each end, how many cycles fewer or more than the first."""
@@ -289,11 +289,11 @@ def timelines(lines: Mapping[str, Timeline]) -> Figure:
         looks["tensor core idle"] = Rectangle(
             (0, 0), 1, 1, facecolor=(*to_rgb(GREY), 0.3), edgecolor=GREY
         )
-        chart.legend(looks.values(), looks, loc="outside lower left", ncols=house.columns(5))
+        chart.legend(looks.values(), looks, loc="outside lower left", ncols=style.columns(5))
         return chart
 
 
-@house.drawn
+@style.drawn
 def roofline(
     brackets: pd.DataFrame,
     climbs: pd.DataFrame,

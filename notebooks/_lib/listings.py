@@ -6,7 +6,7 @@ import ast
 import textwrap
 from typing import Any
 
-from gdpa_lab.report.exhibits import source_of
+from gdpa_lab.report.page_blocks import source_of
 
 
 def decided(function: Any, **values: object) -> str:

@@ -13,18 +13,18 @@ import pandas as pd
 from matplotlib.axes import Axes
 
 from gdpa_lab.measuring.workloads import WORKLOADS, figure_direction
-from gdpa_lab.report import house, rates, results
-from gdpa_lab.report.house import DASHED, GREY, INK, SMALL, Figure, canvas, colour, is_rung, note
+from gdpa_lab.report import rates, results, style
+from gdpa_lab.report.style import DASHED, GREY, INK, SMALL, Figure, canvas, colour, is_rung, note
 
 PUBLISHED_COLOURS = {
-    "triton_gdpa": house.RUNG_COLOURS[1],
-    "cutedsl_gdpa": house.RUNG_COLOURS[4],
+    "triton_gdpa": style.RUNG_COLOURS[1],
+    "cutedsl_gdpa": style.RUNG_COLOURS[4],
     "cutlass_fmha": GREY,
-    "cutedsl_fa4": house.RUNG_COLOURS[6],
+    "cutedsl_fa4": style.RUNG_COLOURS[6],
 }
 
 
-@house.drawn
+@style.drawn
 def figure_tflops(
     table: pd.DataFrame,
     figure: str,
@@ -82,7 +82,7 @@ def figure_tflops(
         return chart
 
 
-@house.drawn
+@style.drawn
 def shares(
     table: pd.DataFrame,
     titles: Mapping[str, str],
@@ -120,7 +120,7 @@ def shares(
         axes[0, -1].set_xlabel("max_seqlen_q (tokens)")
         axes[0, 0].plot([], [], "_", color=GREY, markersize=12, label="published")
         chart.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower left",
-                     ncols=house.columns(4))  # fmt: skip
+                     ncols=style.columns(4))  # fmt: skip
         return chart
 
 
@@ -201,10 +201,10 @@ def _draw_published(axis: Axes, rows: pd.DataFrame, lengths: Sequence[int]) -> f
         for bar, suspect in zip(drawn, bars["suspect"], strict=True):
             if suspect:
                 bar.set(facecolor="none", edgecolor=PUBLISHED_COLOURS[kernel], hatch="////")
-        if not house.is_narrow():
+        if not style.is_narrow():
             note(axis, kernel, (positions[-1], 0), (0, 5), rotation=90, ha="center", va="bottom",
-                 color=INK if bars["suspect"].iloc[-1] else house.PAGE, fontsize=SMALL)  # fmt: skip
-    if house.is_narrow():
+                 color=INK if bars["suspect"].iloc[-1] else style.PAGE, fontsize=SMALL)  # fmt: skip
+    if style.is_narrow():
         axis.legend(loc="upper left", bbox_to_anchor=(0, -0.28), ncols=2)
     _below(axis, "hatched: doubtful in the original" if rows["suspect"].any() else "")
     return float((rows["tflops"] + rows["tflops_error"]).max())
@@ -217,4 +217,4 @@ def _below(axis: Axes, text: str) -> None:
 def _place_labels(axis: Axes) -> None:
     """Write each line's label at its right end."""
     lines = {c.get_label(): c.lines[0] for c in axis.containers if len(c.lines[0].get_ydata())}
-    house.label_ends(axis, {name: (x.get_ydata()[-1], x.get_color()) for name, x in lines.items()})
+    style.label_ends(axis, {name: (x.get_ydata()[-1], x.get_color()) for name, x in lines.items()})

@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 from matplotlib.transforms import Bbox
 
-from gdpa_lab.report import house
+from gdpa_lab.report import style
 from gdpa_lab.report.charts import (
     MARKS,
     check_complete,
@@ -20,7 +20,7 @@ from gdpa_lab.report.charts import (
     list_rows,
     reference,
 )  # fmt: skip
-from gdpa_lab.report.house import GREY, INK, PAGE, RUNG_COLOURS, Figure, canvas, colour, note
+from gdpa_lab.report.style import GREY, INK, PAGE, RUNG_COLOURS, Figure, canvas, colour, note
 
 _LOOKS: dict[str, tuple[bool, dict[str, object]]] = {
     "filled": (True, {}),
@@ -32,7 +32,7 @@ _ON = {"filled": PAGE, "pale": INK}
 """The colour of a text on a part that is not the page's."""
 
 
-@house.drawn
+@style.drawn
 def scatter(
     groups: Mapping[str, pd.DataFrame],
     *,
@@ -90,7 +90,7 @@ def _name_points(axis: Axes, table: pd.DataFrame) -> None:
             text.remove()
 
 
-@house.drawn
+@style.drawn
 def swarm(
     table: pd.DataFrame, *, xlabel: str, grey: Collection[str] = (), log: bool = False,
     levels: Mapping[str, float] | None = None,
@@ -126,7 +126,7 @@ def swarm(
         return chart
 
 
-@house.drawn
+@style.drawn
 def heat(frame: pd.DataFrame, *, label: str) -> Figure:
     """A cell with its value for each entry of `frame`, more saturated for more; "not timed" stands
     in a framed one without. `label`: what the values are."""
@@ -145,9 +145,9 @@ def heat(frame: pd.DataFrame, *, label: str) -> Figure:
             axis.text(column + 0.5, row + 0.5, "not\ntimed" if hole else f"{value:.0f}",
                       ha="center", va="center", fontsize=8)  # fmt: skip
         axis.set(xlim=(0, frame.shape[1]), ylim=(len(frame), 0))
-        axis.set_xticks(np.arange(frame.shape[1]) + 0.5, [house.wrapped(str(x), 9) for x in frame])
+        axis.set_xticks(np.arange(frame.shape[1]) + 0.5, [style.wrapped(str(x), 9) for x in frame])
         axis.set_yticks(
-            np.arange(len(frame)) + 0.5, [house.wrapped(str(x), 18) for x in frame.index]
+            np.arange(len(frame)) + 0.5, [style.wrapped(str(x), 18) for x in frame.index]
         )
         axis.set_title(label)
         axis.tick_params(length=0)
@@ -163,14 +163,14 @@ VERDICTS = {
 """Colours of what a tool says of a mistake: named, noticed, missed, not asked."""
 
 
-@house.drawn
+@style.drawn
 def verdicts(frame: pd.DataFrame) -> Figure:
     """A cell in the colour of `VERDICTS`, with its word, for each mistake (row) and tool.
     ValueError for another word."""
     if unknown := set(frame.to_numpy().ravel()) - set(VERDICTS):
         raise ValueError(f"verdicts must be of {', '.join(VERDICTS)}, got {sorted(unknown)}")
-    codes, words = frame.map(list(VERDICTS).index), frame.map(lambda x: house.wrapped(x, 7))
-    look = {"color": PAGE} | ({"fontsize": 8} if house.is_narrow() else {})
+    codes, words = frame.map(list(VERDICTS).index), frame.map(lambda x: style.wrapped(x, 7))
+    look = {"color": PAGE} | ({"fontsize": 8} if style.is_narrow() else {})
     width = 2.9 + 0.92 * frame.shape[1]
     with canvas(width=width, height=0.9 + 0.33 * len(frame)) as (chart, axis):
         sns.heatmap(
@@ -179,16 +179,16 @@ def verdicts(frame: pd.DataFrame) -> Figure:
             annot_kws=look,
         )  # fmt: skip
         axis.set(xlabel="", ylabel="")
-        axis.set_yticklabels([house.wrapped(str(name), 16) for name in frame.index])
+        axis.set_yticklabels([style.wrapped(str(name), 16) for name in frame.index])
         axis.tick_params(length=0)
-        axis.tick_params(axis="x", rotation=90 if house.is_narrow() else 0)
+        axis.tick_params(axis="x", rotation=90 if style.is_narrow() else 0)
         axis.tick_params(axis="y", rotation=0)
         axis.xaxis.tick_top()
         axis.grid(visible=False)
         return chart
 
 
-@house.drawn
+@style.drawn
 def stacked(
     frame: pd.DataFrame,
     *,
@@ -222,7 +222,7 @@ def stacked(
             )  # fmt: skip
             for row, (start, width) in enumerate(zip(left, frame[name], strict=True)):
                 value, most = f"{width:.1f}", frame.sum(axis=1).max()
-                if house.is_narrow():  # one row is enough to tell the names
+                if style.is_narrow():  # one row is enough to tell the names
                     text, needed = f"{name}\n{value}" if row == 0 else value, 2.2 * len(value)
                 else:
                     text, needed = f"{name}\n{value}", len(name)

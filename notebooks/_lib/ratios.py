@@ -16,7 +16,7 @@ from gdpa_lab.measuring.baselines import BASELINES
 from gdpa_lab.measuring.workloads import figure_direction
 from gdpa_lab.report import claims, page, peers, results
 from gdpa_lab.report.chapter import Chapter
-from gdpa_lab.report.house import is_rung
+from gdpa_lab.report.style import is_rung
 
 if TYPE_CHECKING:
     from gdpa_kernels.calling.rung import Rung

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from matplotlib.patches import Patch, Rectangle
 
 from gdpa_lab.measuring.compile_check import TENSOR_COLUMNS
-from gdpa_lab.report import house
-from gdpa_lab.report.house import GREY, INK, PAGE, RUNG_COLOURS, Figure, canvas, drawn
+from gdpa_lab.report import style
+from gdpa_lab.report.style import GREY, INK, PAGE, RUNG_COLOURS, Figure, canvas, drawn
 
 _SHADES = (GREY, *(RUNG_COLOURS[i] for i in (1, 3, 2)))
 
@@ -33,9 +33,9 @@ def over_time(
                     Rectangle((first, row - 0.38), last - first, 0.76, facecolor=shades[kind],
                               edgecolor=INK, linewidth=0.6)
                 )  # fmt: skip
-                axis.text((first + last) / 2, row, house.wrapped(text, 9), ha="center",
+                axis.text((first + last) / 2, row, style.wrapped(text, 9), ha="center",
                           va="center", color=PAGE)  # fmt: skip
-        axis.set_yticks(range(len(steps)), [house.wrapped(name, 14) for name in steps])
+        axis.set_yticks(range(len(steps)), [style.wrapped(name, 14) for name in steps])
         axis.tick_params(length=0)
         axis.set_ylim(len(steps) - 0.5, -0.5)
         axis.set_xlim(0, TENSOR_COLUMNS)
@@ -45,5 +45,5 @@ def over_time(
         for side in axis.spines.values():
             side.set_visible(False)
         chart.legend(handles=[Patch(color=shades[kind], label=kind) for kind in kinds],
-                     loc="outside upper left", ncols=house.columns(len(kinds)))  # fmt: skip
+                     loc="outside upper left", ncols=style.columns(len(kinds)))  # fmt: skip
         return chart

@@ -13,7 +13,7 @@ from itertools import combinations
 import numpy as np
 import pandas as pd
 
-from gdpa_lab.measuring import units
+from gdpa_lab.measuring import cost_model
 from gdpa_lab.measuring.workload import Workload
 from gdpa_lab.measuring.workloads import workload
 
@@ -28,7 +28,7 @@ def amounts(
 ) -> pd.DataFrame:
     """Count the work of an SM on average: 128 queries, 128 keys and 128 x 128 pairs, lengths padded
     to `tile`; a row for each workload, by name."""
-    rows = {work.name: [x / sms for x in units.counts(work, tile)] for work in works}
+    rows = {work.name: [x / sms for x in cost_model.counts(work, tile)] for work in works}
     return pd.DataFrame.from_dict(rows, orient="index", columns=list(COLUMNS))
 
 
@@ -64,7 +64,7 @@ def fit(done: pd.DataFrame, us: pd.Series) -> pd.Series:
 def pair_tflops(law: pd.Series, sms: int, direction: str = "forward") -> float:
     """The rate at which a kernel would run if pairs were all its work, TFLOP/s."""
     products = {"forward": 2, "backward": 5}[direction]
-    return products * 2 * units.TILE**3 * sms / law["pairs"] / 1e6
+    return products * 2 * cost_model.TILE**3 * sms / law["pairs"] / 1e6
 
 
 KERNELS = {"cutedsl_gdpa": "GDPA", "triton_gdpa": "Triton", "cutlass_fmha": "FMHA",
@@ -79,7 +79,7 @@ def published(bars: pd.DataFrame) -> pd.DataFrame:
     alone, and by how many percent published times exceed the law's: the most of any full batch,
     which the fit is made of, and each of the half chart, which it is not.
     """
-    laws, sms = {}, units.B200.sms
+    laws, sms = {}, cost_model.B200.sms
     bars = bars[bars["workload"] != "gdpa-cross-full-256"]  # self-256 under another name
     for (direction, kernel), group in bars.groupby(["direction", "kernel"], sort=False):
         forward, fa4 = direction == "forward", kernel == "cutedsl_fa4"

@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 
 from gdpa_lab.measuring import record as records
-from gdpa_lab.measuring.units import Design
+from gdpa_lab.measuring.cost_model import Design
 from gdpa_lab.report import clock_free
 
 

@@ -32,7 +32,7 @@ from gdpa_kernels.gdpa.kernels import b3_dk_first_backward as b3
 from gdpa_kernels.gdpa.kernels import b4_pair_backward as b4
 from gdpa_kernels.gdpa.kernels import b5_stream_backward as b5
 from gdpa_kernels.gdpa.kernels import b6_dq_once_backward as b6
-from gdpa_lab.measuring import compile_check, units
+from gdpa_lab.measuring import compile_check, cost_model
 from gdpa_lab.report.chapter import Chapter
 from notebooks.blackwell import _columns
 
@@ -44,7 +44,7 @@ data_dir = "data"
 # %% tags=["remove-cell"]
 B1, B2, B3 = "b1_tensor_memory_backward", "b2_short_kv_backward", "b3_dk_first_backward"
 chapter = Chapter("blackwell/backward", mode=mode, device=device, data_dir=data_dir)
-MMA = units.mma(units.B200, 1)  # clocks of one of 128 x 128 x 128
+MMA = cost_model.mma(cost_model.B200, 1)  # clocks of one of 128 x 128 x 128
 
 
 def built(module):
@@ -161,8 +161,8 @@ count = pd.DataFrame({
     B2: same | {"dQ out": 3 * TILE},
     B3: same | {"dK": TILE, "dQ out": 4 * TILE},
 })  # fmt: skip
-clocks = count.sum().map(units.kibibytes)
-assert clocks[B1] - clocks[B3] == units.kibibytes(whole - first), "the plans say so"
+clocks = count.sum().map(cost_model.kibibytes)
+assert clocks[B1] - clocks[B3] == cost_model.kibibytes(whole - first), "the plans say so"
 STEPS = 4
 ONCE = 2 * TILE + 4 * TILE  # of a tile: K and V in, dV and dK through
 
@@ -181,7 +181,7 @@ took, picture = {}, None
 for impl, module, keys in ((B1, b1, 128), (B2, b2, 256), (B3, b3, 128)):
     line, port, took[impl] = emulated(module, keys)
     picture = picture or line
-    assert port == STEPS * clocks[impl] + units.kibibytes(ONCE), "the text: to the clock"
+    assert port == STEPS * clocks[impl] + cost_model.kibibytes(ONCE), "the text: to the clock"
 took = pd.Series(took)
 assert (took / clocks).between(1, 1.1).all(), "the caption"
 
@@ -198,7 +198,7 @@ chapter.table(
     emulated=f"{STEPS} steps, without what a tile moves once; modelled schedule, sm_100",
 )
 chapter.glue(
-    b1_smem=clocks[B1], first_smem=clocks[B3], mma=5 * MMA, one=MMA, flops=units.B200.flops,
+    b1_smem=clocks[B1], first_smem=clocks[B3], mma=5 * MMA, one=MMA, flops=cost_model.B200.flops,
     b1_step=took[B1], b3_step=took[B3],
     b1_share=500 * MMA / clocks[B1], b2_share=500 * MMA / clocks[B2],
 )  # fmt: skip
@@ -328,9 +328,9 @@ pair = {
     "S, dP": 2 * 1.5 * TILE, "dV, dK (P, dS in TMEM)": 2 * TILE / 2, "dQ": TILE + TILE,
     "dS here and in": TILE, "Q, dO by TMA": 2 * TILE, "dQ out": 2 * TILE,
 }  # fmt: skip
-pair_clocks = units.kibibytes(sum(pair.values()))
+pair_clocks = cost_model.kibibytes(sum(pair.values()))
 _, port, pair_step = emulated(b4, 256)
-assert port - units.kibibytes(ONCE + TILE) == STEPS * pair_clocks, "K in two forms; they agree"
+assert port - cost_model.kibibytes(ONCE + TILE) == STEPS * pair_clocks, "K in two forms; they agree"
 chapter.glue(gain=100 * (1 - pair_clocks / clocks[B3]), pair_smem=pair_clocks, pair_step=pair_step)
 ends = {}
 for module in (b4, b5, b6):

@@ -29,7 +29,7 @@ import torch
 from _lib import block_studies, studies
 from gdpa_kernels.block_attention.kernels import b1_warp_specialized as b1
 from gdpa_kernels.block_attention.kernels import v1_one_tile
-from gdpa_lab.measuring import compile_check, units
+from gdpa_lab.measuring import compile_check, cost_model
 from gdpa_lab.measuring.workloads import workload
 from gdpa_lab.report.chapter import Chapter
 
@@ -149,14 +149,16 @@ MOVED = {"forward": (3, 1), "backward": (4, 3)}  # tiles read, written
 CLOCK = 1.965  # GHz, the highest
 budget = {}
 for direction, (read, written) in MOVED.items():
-    of_an_sm = units.ASSUMED.gbytes_per_s(read, written) / units.B200.sms  # bytes a nanosecond
+    of_an_sm = (
+        cost_model.ASSUMED.gbytes_per_s(read, written) / cost_model.B200.sms
+    )  # bytes a nanosecond
     needed = of_an_sm * 1000 * read / (read + written) / 1024
     budget[direction] = (read + written) * TILE / of_an_sm * CLOCK
     loads = f"{needed:.0f} KiB in flight, a program loads {read * TILE / 1024:.0f}"
     print(f"{direction:8} {loads}; {budget[direction]:,.0f} clocks for a block of a head")
 
 # %% tags=["remove-cell"]
-chapter.glue(gbytes=units.ASSUMED.gbytes_per_s(3, 1), budget=budget["forward"])
+chapter.glue(gbytes=cost_model.ASSUMED.gbytes_per_s(3, 1), budget=budget["forward"])
 
 # %% [markdown]
 # A program of block v1 has no loads in flight while it computes. Four programs hid that; two do
@@ -218,7 +220,7 @@ assert share["b1 backward, rotary"] < share["v1 backward, rotary"], "the caption
 chapter.glue(
     v1_share=share["v1 forward, rotary"], b1_share=share["b1 forward, rotary"],
     v1_back=share["v1 backward, rotary"], b1_back=share["b1 backward, rotary"],
-    matmuls=100 * 2 * 2 * 64 * 64 * 128 / (units.B200.flops / 2) / budget["forward"],
+    matmuls=100 * 2 * 2 * 64 * 64 * 128 / (cost_model.B200.flops / 2) / budget["forward"],
 )  # fmt: skip
 
 # %% [markdown]
@@ -254,7 +256,7 @@ chapter.code(b1.mma_forward, "    for item")
 # two blocks and mask the scores between them? For an item of the forward pass:
 
 # %% tags=["remove-input"]
-flops, rows = units.B200.flops, ["MMA, clocks", "scores for exp2", "words from tensor memory"]
+flops, rows = cost_model.B200.flops, ["MMA, clocks", "scores for exp2", "words from tensor memory"]
 alone = [4 * 64 * 64 * 128 / (flops / 2), 64 * 64, 64 * 64 + 64 * 128]
 stacked = [4 * 128**3 / flops / 2, 128**2 / 2, (128**2 + 128**2) / 2]
 assert stacked[0] == alone[0], "the caption says so"
@@ -327,7 +329,7 @@ rows = rows[rows["impl"] == "b1_warp_specialized"].set_index(["workload", "direc
 floor = {}
 for name, way in rows.index:
     work = workload(name)
-    rate = units.ASSUMED.gbytes_per_s(work.bytes_read(way), work.bytes_written(way))
+    rate = cost_model.ASSUMED.gbytes_per_s(work.bytes_read(way), work.bytes_written(way))
     floor[name, way] = work.bytes(way) / rate / 1e6
 published = pd.read_csv(chapter.data_dir / "published" / "block_attention_times.csv")
 alone = published.query("kernel == 'tlx_block_attention' and table == 'table5'")

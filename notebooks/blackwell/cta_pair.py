@@ -24,7 +24,7 @@ import pandas as pd
 from _lib import studies
 from gdpa_kernels.gdpa.kernels import b6_pair_stream
 from gdpa_kernels.gdpa.ladder import b4_mixed, b5_cta_pair
-from gdpa_lab.measuring import compile_check, units
+from gdpa_lab.measuring import compile_check, cost_model
 from gdpa_lab.measuring.workloads import workload
 from gdpa_lab.report import charts, predictions
 from gdpa_lab.report.chapter import Chapter
@@ -48,11 +48,11 @@ def port(ctas, tiles_of_queries=None):
 
 
 counted = {"b4": port(1, 2), "b5": port(2), "b6": port(2, 2)}
-clocks = {name: units.kibibytes(size) for name, size in counted.items()}
-mma_clocks = units.mma(units.B200, 2)
+clocks = {name: cost_model.kibibytes(size) for name, size in counted.items()}
+mma_clocks = cost_model.mma(cost_model.B200, 2)
 designs = {x.impl[:2]: x.design.pairs["smem"] for x in predictions.EXPECTED["forward"]}
 assert all(designs[name] == value for name, value in clocks.items()), "one ledger, two chapters"
-assert designs["b7"] == units.kibibytes(port(2, 1)), "the same"
+assert designs["b7"] == cost_model.kibibytes(port(2, 1)), "the same"
 chapter.glue(**counted, mma_clocks=mma_clocks, split=port(2, 1))
 
 # %% tags=["remove-input"]
@@ -211,7 +211,7 @@ for name, (rows, keys) in PICTURES.items():
     core = [e for e in lines[name].events if e.kind == "mma" and e.cta == 0]
     busy, span = lines[name].busy[0], core[-1].end - core[0].start
     books[name] = {
-        "port (KiB)": (busy["shared memory"] / units.kibibytes(1) - 96 * queries) / tiles,
+        "port (KiB)": (busy["shared memory"] / cost_model.kibibytes(1) - 96 * queries) / tiles,
         "ledger (KiB)": counted[name],
         "clocks": span / tiles,
         "MMA busy (%)": 100 * busy["tensor core"] / span,
@@ -298,7 +298,7 @@ def real(length, rows):
 
 real_of = {n: real(n, 512) / real(n, 256) for n in (512, 2048)}
 chapter.glue(lost=100 * (1 - real_of[512]), net_512=gain * real_of[512],
-             net_2048=gain * real_of[2048], num_pairs=units.B200.sms // 2)  # fmt: skip
+             net_2048=gain * real_of[2048], num_pairs=cost_model.B200.sms // 2)  # fmt: skip
 
 # %% [markdown]
 # Of the pairs that b6 computes on half-full batches of 512, {glue:text}`lost:.0f` % fewer are real

@@ -23,7 +23,7 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 
-from gdpa_lab.measuring import units
+from gdpa_lab.measuring import cost_model
 from gdpa_lab.measuring.baselines import flash
 from gdpa_lab.measuring.workloads import workload
 from gdpa_lab.report import charts, claims
@@ -129,8 +129,8 @@ for name in [f"gdpa-{x}" for x in ("self-full-256", "cross-full-512", "cross-ful
                                    "self-full-2048")]:  # fmt: skip
     work, gdpa, fa4 = workload(name), rate.loc[name, "cutedsl_gdpa"], rate.loc[name, "cutedsl_fa4"]
     took = work.flops("forward") / fa4 / 1e6
-    queries = _tile_law.amounts([work], units.B200.sms, (256, 128)).loc[name, "queries"]
-    walk = laws.loc["FA4", "steps"] * _tile_law.scan_steps(work, units.B200.sms)
+    queries = _tile_law.amounts([work], cost_model.B200.sms, (256, 128)).loc[name, "queries"]
+    walk = laws.loc["FA4", "steps"] * _tile_law.scan_steps(work, cost_model.B200.sms)
     ends = (laws.loc["FA4", "queries"] - laws.loc["GDPA", "queries"]) * queries
     left, ours = took - walk - ends, took * fa4 / gdpa
     published[name] = gdpa / fa4, took / (took - walk), (took - walk) / left, left / ours
@@ -239,7 +239,9 @@ level = chain.loc["gdpa-self-full-2048-batch-1152", "FA4 to cuDNN, dense"]
 assert abs(level - 1) < 0.05 and walk[large[0]] > 2, "the text: level; halves the rate"
 per_tile = ((us[LOOKUP] - us[DENSE]) * 132 / (1152 * 4)).loc[cross]
 per_tile /= [workload(name.removesuffix("-batch-1152")).max_seqlen_q / 128 for name in cross]
-steps = {b: _tile_law.scan_steps(of_batch(SHORT, b), units.H200.sms, 128) for b in (1152, 4608)}
+steps = {
+    b: _tile_law.scan_steps(of_batch(SHORT, b), cost_model.H200.sms, 128) for b in (1152, 4608)
+}
 chapter.glue(
     scan_256=walk[large[0]], scan_4608=walk[large[1]], walks_4608=rates.loc[large[1], WALK],
     dense_4608=rates.loc[large[1], DENSE], ragged=chain["ragged"].max(),

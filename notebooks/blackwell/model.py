@@ -22,12 +22,12 @@
 import numpy as np
 import pandas as pd
 
-from gdpa_lab.measuring import units
+from gdpa_lab.measuring import cost_model
 from gdpa_lab.measuring.roofline import Ceilings, bracket
 from gdpa_lab.measuring.workloads import workload
 from gdpa_lab.report import charts, claims, clock_free, predictions, results
 from gdpa_lab.report.chapter import Chapter
-from gdpa_lab.report.house import RUNG_COLOURS
+from gdpa_lab.report.style import RUNG_COLOURS
 from notebooks.blackwell import _tile_law, _two_ctas
 
 # %% tags=["parameters"]
@@ -49,11 +49,11 @@ def rms(ratios):
 
 
 # %% tags=["remove-cell"]
-def modelled(names, design=units.PUBLISHED, ceilings=units.ASSUMED):
+def modelled(names, design=cost_model.PUBLISHED, ceilings=cost_model.ASSUMED):
     """Rates of the unit ledger and of the roofline, TFLOP/s."""
     rates = {
         name: (
-            units.ledger(workload(name), design, ceilings).tflops,
+            cost_model.cost(workload(name), design, ceilings).tflops,
             bracket(workload(name), "forward", ceilings).tflops_at_lower,
         )
         for name in names
@@ -110,7 +110,7 @@ chapter.glue(
 
 # %% tags=["remove-input"]
 ours = {x.impl: x.design for x in predictions.EXPECTED["forward"]}
-designs = [units.V8_STREAM, units.PUBLISHED, ours["b4_mixed"], ours["b5_cta_pair"],
+designs = [cost_model.V8_STREAM, cost_model.PUBLISHED, ours["b4_mixed"], ours["b5_cta_pair"],
            ours["b6_pair_stream"]]  # fmt: skip
 columns = {"mma": "MMA", "smem": "shared memory", "mufu": "MUFU", "issue": "issue"}
 counted = pd.DataFrame([design.pairs for design in designs])[list(columns)].rename(columns=columns)
@@ -146,11 +146,11 @@ run = chapter.record("forward/results")
 ceilings = results.ceilings(run, "sustained")
 matmul = next(c for c in run.ceilings if c.kind == "matmul" and c.scope == "sustained")
 nvml = matmul.load.sm_clock_mhz / 1e3  # GHz, of the H200
-clock = units.H200.clock_ghz(ceilings.tflops)
+clock = cost_model.H200.clock_ghz(ceilings.tflops)
 chapter.glue(
-    best=bars.max(), worst=bars[full].min(), assumed=units.ASSUMED.tflops,
+    best=bars.max(), worst=bars[full].min(), assumed=cost_model.ASSUMED.tflops,
     nvml=nvml, clock_h200=clock,
-    clock_b200=units.B200.clock_ghz(units.ASSUMED.tflops), in_use=100 * clock / nvml,
+    clock_b200=cost_model.B200.clock_ghz(cost_model.ASSUMED.tflops), in_use=100 * clock / nvml,
 )  # fmt: skip
 
 # %% [markdown]
@@ -169,7 +169,7 @@ chapter.glue(
 # The ledger multiplies clocks by tiles, lets all units work side by side, and takes the busiest:
 
 # %% tags=["remove-input"]
-chapter.code(units.ledger, "chip, amounts", "begun =")
+chapter.code(cost_model.ledger, "chip, amounts", "begun =")
 
 # %% [markdown]
 # ## The ledger holds where we can measure
@@ -182,9 +182,9 @@ rates = chapter.times("forward/results", value="tflops", direction="forward", sc
 rates, of_v8 = rates["v8_own_waits"][full], {}
 v8_rows = chapter.rows("forward/results", impl="v8_own_waits", scope="sustained", workload=full)
 for name, record_id in v8_rows.set_index("workload")["record"].items():
-    kind = units.V8_RESIDENT if workload(name).max_seqlen_k <= 256 else units.V8_STREAM
+    kind = cost_model.V8_RESIDENT if workload(name).max_seqlen_k <= 256 else cost_model.V8_STREAM
     limits = results.ceilings(chapter.record(record_id), "sustained")
-    ledger, rate = units.ledger(workload(name), kind, limits), rates[name]
+    ledger, rate = cost_model.cost(workload(name), kind, limits), rates[name]
     of_v8[name] = ledger.bound, ledger.tflops, rate, rate / ledger.tflops
 of_v8 = pd.DataFrame.from_dict(
     of_v8, orient="index", columns=["bound", "ledger", "measured", "measured / ledger"]
@@ -226,7 +226,7 @@ chapter.glue(eta=share.mean(), eta_sd=share.std(), own_share=own_share)
 # %% tags=["remove-input"]
 errors = {}
 for tflops in (1003, 1059, 1080, 1088):
-    limits = Ceilings(float(tflops), units.ASSUMED.copies)
+    limits = Ceilings(float(tflops), cost_model.ASSUMED.copies)
     off = modelled(bars.index, ceilings=limits).div(bars, axis=0)
     chart = off.index.str.extract("(self-full|cross|half)", expand=False)
     errors[tflops] = off.groupby(chart).agg(rms).unstack()
@@ -411,7 +411,7 @@ chapter.predictions()
 # :::
 
 # %% tags=["remove-cell"]
-blocks = units.PUBLISHED.queries["smem"] / (0.05 * units.PUBLISHED.pairs["mma"])
+blocks = cost_model.PUBLISHED.queries["smem"] / (0.05 * cost_model.PUBLISHED.pairs["mma"])
 chapter.glue(blocks=blocks, keys_needed=128 * np.ceil(blocks))
 
 # %% [markdown]

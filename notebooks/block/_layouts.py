@@ -8,7 +8,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 
-from gdpa_lab.report.house import INK, PAGE, RUNG_COLOURS, Figure, canvas
+from gdpa_lab.report.style import INK, PAGE, RUNG_COLOURS, Figure, canvas
 
 THREADS = 4
 """Threads that share a row of a wgmma accumulator."""

@@ -13,7 +13,7 @@ import pandas as pd
 from gdpa_lab.measuring.workload import DIRECTIONS, Workload
 from gdpa_lab.measuring.workloads import workload
 from gdpa_lab.report import peers
-from gdpa_lab.report.house import is_rung
+from gdpa_lab.report.style import is_rung
 
 NOMINAL = 8e9
 """Bytes per ms of a B200, data sheet."""

@@ -29,7 +29,7 @@ from gdpa_kernels.block_attention.kernels.v1_one_tile import default_config
 from gdpa_lab.measuring.workloads import workload
 from gdpa_lab.report import charts, results
 from gdpa_lab.report.chapter import Chapter
-from gdpa_lab.report.house import RUNG_COLOURS
+from gdpa_lab.report.style import RUNG_COLOURS
 from notebooks.block import _eliminations
 
 WORK = {128: workload("block-fill70-2000"), 64: workload("block-fill70-2000-d64")}

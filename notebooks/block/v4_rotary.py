@@ -34,7 +34,7 @@ from gdpa_lab.measuring import system
 from gdpa_lab.measuring.workloads import workload
 from gdpa_lab.report import charts
 from gdpa_lab.report.chapter import Chapter
-from gdpa_lab.report.house import RUNG_COLOURS
+from gdpa_lab.report.style import RUNG_COLOURS
 from notebooks.block import _layouts
 
 # %% tags=["parameters"]

@@ -96,8 +96,8 @@ def _kernels(session: Session, head_dim: int) -> None:
             common = {"impl": "v6_short_kv", "math": "activation", "scope": "kernel"}
             common["error"] = tried.error
             if tried.failure is None:
-                common |= {"config": dict(tried.made.config), "peak_bytes": tried.peak}
-                ready[name], calls[name] = (work, common), tried.made.call
+                common |= {"config": dict(tried.candidate.config), "peak_bytes": tried.peak}
+                ready[name], calls[name] = (work, common), tried.candidate.call
             else:
                 session.add(work, record.Row.of(work, "forward", **common, failure=tried.failure))
         times = timing.sample_kernels(calls, session.device, session.protocol)

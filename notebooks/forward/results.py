@@ -27,8 +27,8 @@ from gdpa_lab.measuring.baselines import BASELINES, taking
 from gdpa_lab.measuring.workloads import FIGURES, HSTU, workload
 from gdpa_lab.report import charts, results
 from gdpa_lab.report.chapter import Chapter
-from gdpa_lab.report.house import RUNG_COLOURS
 from gdpa_lab.report.peers import missing_peers
+from gdpa_lab.report.style import RUNG_COLOURS
 
 # %% tags=["parameters"]
 mode = "replay"

@@ -29,7 +29,7 @@ from gdpa_kernels.gdpa.ladder import v6_short_kv, v6a_persistent, v6b_stream
 from gdpa_lab.measuring.workloads import workload
 from gdpa_lab.report import charts
 from gdpa_lab.report.chapter import Chapter
-from gdpa_lab.report.house import RUNG_COLOURS
+from gdpa_lab.report.style import RUNG_COLOURS
 
 # %% tags=["parameters"]
 mode = "replay"

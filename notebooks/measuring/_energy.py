@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from gdpa_lab.measuring.cost_model import Chip
 from gdpa_lab.measuring.record import Record
-from gdpa_lab.measuring.units import Chip
-from gdpa_lab.report.house import INK, RUNG_COLOURS, Figure, canvas
+from gdpa_lab.report.style import INK, RUNG_COLOURS, Figure, canvas
 
 
 @dataclass(frozen=True)

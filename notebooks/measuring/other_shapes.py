@@ -25,7 +25,7 @@ from gdpa_kernels.gdpa.kernels import v8_own_waits as v8
 from gdpa_lab.measuring.workloads import workload
 from gdpa_lab.report import charts
 from gdpa_lab.report.chapter import Chapter
-from gdpa_lab.report.house import RUNG_COLOURS
+from gdpa_lab.report.style import RUNG_COLOURS
 
 # %% tags=["parameters"]
 mode = "replay"

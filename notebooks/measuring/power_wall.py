@@ -26,12 +26,12 @@ import pandas as pd
 import torch
 
 from gdpa_kernels.gdpa.kernels.v8_own_waits import Config
-from gdpa_lab.measuring import record, sustained, units
+from gdpa_lab.measuring import cost_model, record, sustained
 from gdpa_lab.measuring import system as systems
 from gdpa_lab.measuring.workloads import workload
 from gdpa_lab.report import charts, results
 from gdpa_lab.report.chapter import Chapter
-from gdpa_lab.report.house import INK, RUNG_COLOURS
+from gdpa_lab.report.style import INK, RUNG_COLOURS
 from notebooks.measuring import _energy
 
 # %% tags=["parameters"]
@@ -88,7 +88,7 @@ rates = {s: chapter.times(value="tflops", direction="forward", scope=s) for s in
 share = {s: chapter.times(value="percent_of_roofline", direction="forward", scope=s) for s in BOTH}
 retained = rates["sustained"] / rates["kernel"]
 load = _energy.counted(chapter.rows(scope="sustained"), run)
-load["busy"] = _energy.busy_share(load, units.H200)
+load["busy"] = _energy.busy_share(load, cost_model.H200)
 strong, of_v8 = load[load["tflops"] >= 400], load[load["impl"] == V8].set_index("workload")
 EACH = [*sorted(FULL, key=lambda name: -workload(name).max_seqlen_q), CROSS, *HALF]
 SHORT = {name: name.removeprefix("gdpa-") for name in EACH}

@@ -25,7 +25,7 @@ import pandas as pd
 
 from _lib.ratios import named, row, spread
 from gdpa_kernels.gdpa.ladder import v3_persistent as v3
-from gdpa_lab.measuring.laws import Full, Rounded, Sorted
+from gdpa_lab.measuring.length_distributions import Full, Rounded, Sorted
 from gdpa_lab.measuring.workloads import workload
 from gdpa_lab.report import charts
 from gdpa_lab.report.chapter import Chapter

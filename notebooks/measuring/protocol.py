@@ -31,7 +31,7 @@ from gdpa_lab.measuring import timing
 from gdpa_lab.measuring.workloads import workload
 from gdpa_lab.report import charts, page
 from gdpa_lab.report.chapter import Chapter
-from gdpa_lab.report.house import RUNG_COLOURS
+from gdpa_lab.report.style import RUNG_COLOURS
 from notebooks.measuring import _needs, _repeats
 
 # %% tags=["parameters"]

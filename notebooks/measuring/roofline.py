@@ -25,7 +25,6 @@ import torch
 
 from _lib import drawings
 from gdpa_lab.measuring import record as records
-from gdpa_lab.measuring import roofline, timing, units
 from gdpa_lab.measuring import system as systems
 from gdpa_lab.measuring.workloads import FIGURES, WORKLOADS, workload
 from gdpa_lab.report import charts, claims, results
@@ -268,8 +267,8 @@ chapter.predict(
     early["tflops"].max(), most=in_turns, form=".0f", unit=" TFLOP/s",
 )  # fmt: skip
 chapter.predictions()
-ghz = units.H200.clock_ghz(ceilings.tflops)
-cycles = 100 * 128**2 / units.MUFU_LANES / units.mma(units.H200, 2)
+ghz = cost_model.H200.clock_ghz(ceilings.tflops)
+cycles = 100 * 128**2 / cost_model.MUFU_LANES / cost_model.mma(cost_model.H200, 2)
 highest = machine.max_sm_clock_mhz / 1e3
 assert abs(cycles * ghz / highest - 100 * ceilings.tflops / tanh) < 0.1, "the text: the two clocks"
 chapter.glue(cycles=cycles, ghz=ghz)

@@ -10,7 +10,7 @@ import html
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from gdpa_lab.report.house import INK, RUNG_COLOURS
+from gdpa_lab.report.style import INK, RUNG_COLOURS
 
 WIDTH = 700
 BLUE, GREEN, ORANGE, VIOLET = (RUNG_COLOURS[i] for i in (1, 2, 3, 4))

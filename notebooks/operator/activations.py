@@ -27,7 +27,7 @@ from _lib import approximations as approx
 from _lib import drawings
 from gdpa_kernels.gdpa import reference
 from gdpa_kernels.gdpa.device import activations
-from gdpa_lab.measuring import record, units
+from gdpa_lab.measuring import cost_model, record
 from gdpa_lab.report import charts
 from gdpa_lab.report.chapter import Chapter
 
@@ -250,10 +250,10 @@ chapter.predictions()
 
 # %% tags=["remove-input"]
 cost = pd.DataFrame(activations.INSTRUCTIONS, index=["fp32", "MUFU"]).T
-budget = 4 * 128 / units.H200.flops  # clocks of the tensor cores for a score
+budget = 4 * 128 / cost_model.H200.flops  # clocks of the tensor cores for a score
 by_erf = sequences.loop_cost("gelu.erf").issued - sequences.loop_cost(sequences.LOOP).issued
 cost["fp32, % of MMA"] = 100 * (cost["fp32"] / sequences.ISSUE_RATE) / budget
-cost["MUFU, % of MMA"] = 100 * (cost["MUFU"] / units.MUFU_LANES) / budget
+cost["MUFU, % of MMA"] = 100 * (cost["MUFU"] / cost_model.MUFU_LANES) / budget
 cost["at head_dim 64"] = 2 * cost[["fp32, % of MMA", "MUFU, % of MMA"]].max(axis=1)
 chapter.glue(
     mufu=cost["MUFU, % of MMA"]["silu"], erf=by_erf,

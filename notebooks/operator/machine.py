@@ -21,7 +21,7 @@ import re
 
 import pandas as pd
 
-from gdpa_lab.measuring import compile_check, roofline, units
+from gdpa_lab.measuring import compile_check, cost_model, roofline
 from gdpa_lab.measuring import system as systems
 from gdpa_lab.report.chapter import Chapter
 from notebooks.operator import _machine_drawings as drawn
@@ -40,40 +40,40 @@ ceilings = roofline.Ceilings.measured(run.ceilings)
 FILE, THREAD = 64 * 1024, 255
 SHARED, COLUMNS = compile_check.SHARED_BYTES[90], compile_check.TENSOR_COLUMNS
 UNIT = drawn.Unit(
-    registers=FILE, shared_kib=SHARED / 1024, port_bytes=units.SMEM_BYTES,
-    mufu=units.MUFU_LANES, flops=units.H200.flops, lanes=128,
+    registers=FILE, shared_kib=SHARED / 1024, port_bytes=cost_model.SMEM_BYTES,
+    mufu=cost_model.MUFU_LANES, flops=cost_model.H200.flops, lanes=128,
 )  # fmt: skip
-assert machine.num_sms == units.H200.sms
+assert machine.num_sms == cost_model.H200.sms
 
 # One matmul of 128 x 128 x 128: KiB that its operands move through the port.
 A, B = 32, 32
 MOVED = {
-    "Hopper, A from shared memory": (units.H200, A + 2 * B),
-    "Hopper, A from registers": (units.H200, 2 * B),
-    "Blackwell, A from shared memory": (units.B200, A + B),
-    "Blackwell, A from tensor memory": (units.B200, B),
-    "Blackwell, a pair of SMs shares B": (units.B200, A + B // 2),
+    "Hopper, A from shared memory": (cost_model.H200, A + 2 * B),
+    "Hopper, A from registers": (cost_model.H200, 2 * B),
+    "Blackwell, A from shared memory": (cost_model.B200, A + B),
+    "Blackwell, A from tensor memory": (cost_model.B200, B),
+    "Blackwell, a pair of SMs shares B": (cost_model.B200, A + B // 2),
 }
 matmul = pd.DataFrame(
     {
-        "tensor cores": units.mma(chip, 1),
+        "tensor cores": cost_model.mma(chip, 1),
         "through the port, KiB": kib,
-        "port": units.kibibytes(kib),
-        "port, %": 100 * units.kibibytes(kib) / units.mma(chip, 1),
+        "port": cost_model.kibibytes(kib),
+        "port, %": 100 * cost_model.kibibytes(kib) / cost_model.mma(chip, 1),
     }
     for chip, kib in MOVED.values()
 ).set_axis(list(MOVED))
-mufu = units.TILE**2 / units.MUFU_LANES
-clock = units.H200.clock_ghz(ceilings.tflops)
+mufu = cost_model.TILE**2 / cost_model.MUFU_LANES
+clock = cost_model.H200.clock_ghz(ceilings.tflops)
 chapter.glue(
-    mma_h200=units.mma(units.H200, 1), mma_b200=units.mma(units.B200, 1),
+    mma_h200=cost_model.mma(cost_model.H200, 1), mma_b200=cost_model.mma(cost_model.B200, 1),
     port_h200=matmul["port"].iloc[0], port_b200=matmul["port"].iloc[2],
     port_registers=matmul["port"].iloc[1],
-    flop=2 * units.TILE**3, rate_h200=units.H200.flops, rate_b200=units.B200.flops,
-    mufu=mufu, mufu_h200=100 * mufu / units.mma(units.H200, 2),
-    mufu_b200=100 * mufu / units.mma(units.B200, 2),
+    flop=2 * cost_model.TILE**3, rate_h200=cost_model.H200.flops, rate_b200=cost_model.B200.flops,
+    mufu=mufu, mufu_h200=100 * mufu / cost_model.mma(cost_model.H200, 2),
+    mufu_b200=100 * mufu / cost_model.mma(cost_model.B200, 2),
     copy=ceilings.copies[0][1], clock=clock,
-    hbm=ceilings.copies[0][1] / clock / units.H200.sms,
+    hbm=ceilings.copies[0][1] / clock / cost_model.H200.sms,
 )  # fmt: skip
 assert matmul["port, %"].max() == 100, "the text: no room for anything else"
 
@@ -87,7 +87,7 @@ assert matmul["port, %"].max() == 100, "the text: no room for anything else"
 # |   fp32 lanes and MUFU lanes. Four arrows lead down through one port to shared memory, beside
 # |   which stands TMA. Right of the frame TMA reaches the L2 cache, and L2 reaches HBM.
 chapter.figure(
-    drawn.sm(UNIT, units.H200.sms, machine.l2_bytes / 2**20),
+    drawn.sm(UNIT, cost_model.H200.sms, machine.l2_bytes / 2**20),
     modelled="drawn from the facts in the last table of this chapter",
 )
 
@@ -415,14 +415,14 @@ chapter.figure(drawn.stages(STAGES), compiled="notebooks/tools/kernels/pipeline.
 # %% tags=["remove-input"]
 GUIDE, ISA = "guide", "PTX ISA"
 FACTS = [
-    ("SMs", units.H200.sms, units.B200.sms, "device query"),
+    ("SMs", cost_model.H200.sms, cost_model.B200.sms, "device query"),
     ("registers of 32 bits", FILE, FILE, GUIDE),
     ("registers of a thread, at most", THREAD, THREAD, GUIDE),
     ("shared memory of a program, KiB", SHARED // 1024,
      compile_check.SHARED_BYTES[100] // 1024, GUIDE),
-    ("port, bytes a cycle", units.SMEM_BYTES, units.SMEM_BYTES, GUIDE),
-    ("bf16 MMA, FLOPs a cycle", units.H200.flops, units.B200.flops, "FA4 paper"),
-    ("MUFU results a cycle", units.MUFU_LANES, units.MUFU_LANES, GUIDE),
+    ("port, bytes a cycle", cost_model.SMEM_BYTES, cost_model.SMEM_BYTES, GUIDE),
+    ("bf16 MMA, FLOPs a cycle", cost_model.H200.flops, cost_model.B200.flops, "FA4 paper"),
+    ("MUFU results a cycle", cost_model.MUFU_LANES, cost_model.MUFU_LANES, GUIDE),
     ("rows M of an MMA", "64", "64, 128", ISA),
     ("tensor memory, columns", "none", f"{COLUMNS}", ISA),
     ("L2 cache, MiB", f"{machine.l2_bytes / 2**20:.0f}", "not measured", "device query"),
@@ -440,7 +440,7 @@ chapter.table(
     measured=[run.id],
 )
 chapter.glue(
-    shared=SHARED / 1024, port=units.SMEM_BYTES, mufu_rate=units.MUFU_LANES,
+    shared=SHARED / 1024, port=cost_model.SMEM_BYTES, mufu_rate=cost_model.MUFU_LANES,
     l2=machine.l2_bytes / 2**20, columns=COLUMNS, tmem=128 * COLUMNS * 4 / 1024,
 )  # fmt: skip
 

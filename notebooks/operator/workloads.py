@@ -24,12 +24,12 @@ import pandas as pd
 from _lib import drawings
 from gdpa_kernels.gdpa import schedule
 from gdpa_kernels.gdpa.ladder import v3_persistent
-from gdpa_lab.measuring import units
+from gdpa_lab.measuring import cost_model
 from gdpa_lab.measuring.workload import Workload
 from gdpa_lab.measuring.workloads import WORKLOADS, workload
 from gdpa_lab.report import charts, claims
 from gdpa_lab.report.chapter import Chapter
-from gdpa_lab.report.house import INK, RUNG_COLOURS
+from gdpa_lab.report.style import INK, RUNG_COLOURS
 
 # %% tags=["parameters"]
 mode = "replay"
@@ -61,7 +61,7 @@ lengths = {name: sorted(WORKLOADS[name].seqlens_q, reverse=True) for name in SHO
 chapter.figure(
     drawings.laws({text: WORKLOADS[name] for name, text in SHOWN.items()}),
     data=pd.DataFrame(lengths),
-    modelled="the distributions of lab/gdpa_lab/measuring/laws.py, seed 2025",
+    modelled="the distributions of lab/gdpa_lab/measuring/length_distributions.py, seed 2025",
 )
 
 # %% [markdown]
@@ -260,7 +260,7 @@ ratio = [w.flops("forward") / w.bytes("forward") for w in (dense, jagged)]
 assert abs(ratio[0] / ratio[1] - 1) < 0.02, "the text: the same FLOPs per byte"
 b200 = claims.published_figures().query("kernel == 'cutedsl_gdpa' and direction == 'forward'")
 b200 = b200.loc[~b200["suspect"], "tflops"].max()
-ghz = units.B200.clock_ghz(b200 / 0.97)
+ghz = cost_model.B200.clock_ghz(b200 / 0.97)
 chapter.glue(b200=b200, ghz=ghz, nominal=100 * ghz / 1.965)
 assert 45 < 100 * ghz / 1.965 < 55, "the text: about half"
 

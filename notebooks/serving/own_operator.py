@@ -33,7 +33,7 @@ from gdpa_kernels.gdpa import registration
 from gdpa_kernels.gdpa.device import masks
 from gdpa_kernels.gdpa.kernels import v1_tiled, v1_tiled_backward
 from gdpa_lab.measuring.inputs import cu_seqlens
-from gdpa_lab.report import house
+from gdpa_lab.report import style
 from gdpa_lab.report.chapter import Chapter
 from notebooks.serving import _noted
 
@@ -77,7 +77,7 @@ assert late.to_numpy()[-1].all() and late.to_numpy()[0].sum() == TOKENS - NEW + 
 # |   a band of three cells along the diagonal. Right, the lower triangle again, but the last three
 # |   rows are filled up to the seventh key and on their own diagonal alone.
 chapter.figure(
-    house.drawn(block_bytes.cells)(panels, xlabel="key", ylabel="query"),
+    style.drawn(block_bytes.cells)(panels, xlabel="key", ylabel="query"),
     computed="gdpa with V = identity and all scores 1",
 )
 

@@ -23,7 +23,7 @@ from IPython.display import Markdown, display
 from gdpa_lab.measuring.workloads import FIGURES, WORKLOADS
 from gdpa_lab.report import charts, claims, results
 from gdpa_lab.report.chapter import Chapter
-from gdpa_lab.report.house import RUNG_COLOURS, is_rung
+from gdpa_lab.report.style import RUNG_COLOURS, is_rung
 from notebooks.tools import _answers
 
 # %% tags=["parameters"]

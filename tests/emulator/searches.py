@@ -1,4 +1,4 @@
-"""How often searches find: `python -m tests.emulator.searches [SUBJECT ...]` prints two tables.
+"""Counts how often searches find: `python -m tests.emulator.searches [SUBJECT ...]`.
 
 First mistakes that show in some orders only (the kernels of `test_search`), each under 300 random
 and 300 PCT schedules of depth 2 and 3, and after how many executions exhaustive search finds them.

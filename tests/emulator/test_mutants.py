@@ -318,7 +318,7 @@ def test_what_is_not_found_is_harmless(name, every):
 
 @pytest.mark.nightly
 def test_nearly_all_are_found():
-    """Which are not is tested above; so it remains to count."""
+    """The exceptions are tested above; it remains to count them."""
     assert HARMLESS.keys() <= SUBJECTS.keys()
     tested = {name: sum(bool(launches) for _, launches in _executed(name)) for name in SUBJECTS}
     lost = {name: len(HARMLESS.get(name, {})) for name in SUBJECTS}

@@ -1,4 +1,4 @@
-"""What compute-sanitizer prints is understood, and every rung is called; the tool needs a GPU."""
+"""Output of compute-sanitizer is understood, and every rung is called; the tool needs a GPU."""
 
 import time
 from itertools import product

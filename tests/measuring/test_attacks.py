@@ -18,7 +18,7 @@ import pytest
 from _lib import ratios
 from gdpa_lab import __main__
 from gdpa_lab.measuring import manifest, record, refusals, system
-from gdpa_lab.report import page, rankings, results
+from gdpa_lab.report import measured_rankings, page, results
 from gdpa_lab.report.chapter import Chapter
 from tests.records import H200, committed
 
@@ -145,7 +145,7 @@ def delete_and_unlist(folder: Folder) -> None:
 
 
 def promote_a_stranger(folder: Folder) -> None:
-    """Under the name of the GPU that the book quotes."""
+    """Promote a system under the name of the GPU that the book quotes."""
     folder.pretend(gpu="NVIDIA GH200 480GB")
     other = replace(H200, gpu="NVIDIA GH200 480GB").id
     listed = {"NVIDIA H200": [H200.id, other]}
@@ -230,11 +230,11 @@ def folder(whole, tmp_path):
 
 
 def readers(data_dir: Path) -> list[Callable[[], object]]:
-    """What figures, sentences, README and `auto` are made from."""
+    """List the sources of figures, sentences, README and `auto`."""
     return [
         lambda: results.latest_record(data_dir, notebook="notebooks/forward/results.py"),
         lambda: results.table(data_dir),
-        lambda: rankings.from_records(data_dir, "gdpa"),
+        lambda: measured_rankings.from_records(data_dir, "gdpa"),
         lambda: Chapter("forward/results", data_dir=data_dir).record(),
     ]
 
@@ -275,7 +275,9 @@ def test_a_manifest_that_was_committed_must_stay(folder):
 
 def test_a_guest_is_shown_and_changes_nothing(folder, capsys, monkeypatch):
     def said() -> list[str]:
-        found = [rankings.made_from(folder.root, name) for name in rankings.CHOICES]
+        found = [
+            measured_rankings.table_text(folder.root, name) for name in measured_rankings.CHOICES
+        ]
         found.append(results.to_csv(results.table(folder.root)))
         return [*found, Chapter("forward/results", data_dir=folder.root).record().id]
 

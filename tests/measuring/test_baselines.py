@@ -21,7 +21,7 @@ from gdpa_kernels.gdpa.kernels import v0_eager
 from gdpa_lab.measuring import baselines, machine_code, operators
 from gdpa_lab.measuring.baselines import flash, peer, same_function, torch_peers
 from gdpa_lab.measuring.inputs import make_inputs
-from gdpa_lab.measuring.laws import Full, Uniform
+from gdpa_lab.measuring.length_distributions import Full, Uniform
 from gdpa_lab.measuring.workload import STEP, Workload
 from gdpa_lab.measuring.workloads import WORKLOADS
 from tests.records import available
@@ -35,7 +35,7 @@ HSTU = replace(SELF, activation="silu", output_scale=1 / 8, causal=True)
 
 
 def softmax(q, k, v, scale):
-    """Of dense [batch, length, heads, head_dim]."""
+    """Compute softmax attention of dense [batch, length, heads, head_dim]."""
     p = torch.softmax(torch.einsum("bqhd,bkhd->bhqk", q, k) * scale, -1)
     return torch.einsum("bhqk,bkhd->bqhd", p, v).contiguous()
 
@@ -90,7 +90,7 @@ def tensors(found) -> tuple:
 
 
 def check(found, inputs, direction, math="activation", atol=1e-5):
-    """That the output, or the gradients, are those in fp64."""
+    """Check that the output, or the gradients, are those in fp64."""
     operator = operators.of(inputs, "forward" if direction == "forward" else "backward")
     right = operator._compute(math, torch.float64, inputs)
     for got, expected in zip(tensors(found), right, strict=True):
@@ -98,7 +98,7 @@ def check(found, inputs, direction, math="activation", atol=1e-5):
 
 
 def check_peer(impl, work, direction, math="activation", **options):
-    """That a peer computes what it says."""
+    """Check that a peer computes what it says."""
     inputs = make_inputs(work, device="cpu")
     check(baselines.BASELINES[impl].call(inputs, direction)(), inputs, direction, math, **options)
 

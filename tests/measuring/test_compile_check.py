@@ -1,4 +1,4 @@
-"""What is not worth a look is refused: kernels that do not fit, and kernels that do nothing."""
+"""Kernels not worth a look are refused: those that do not fit, and those that do nothing."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from gdpa_kernels.gdpa.device import activations, derivatives
 from gdpa_kernels.gdpa.kernels import v1_tiled
 from gdpa_kernels.serving import diagonal
 from gdpa_lab.measuring import compile_check, every_gpu
-from gdpa_lab.measuring.private import as_on
+from gdpa_lab.measuring.private import compiling_for
 from tests.budget import within_budget
 from tests.gdpa.cases import Case, batch_of, check_gradients, gradients, of_pytorch
 
@@ -72,7 +72,7 @@ def test_amd_multiplies_matrices_and_has_no_instruction_for_tanh(target):
 
 @pytest.mark.parametrize("name", ("silu", "gelu_tanh", "gelu"))
 def test_tanh_by_exp_is_within_its_bound(name):
-    """Of the function that the kernel computes: `gelu` is a fit."""
+    """The bound is to the function that the kernel computes: `gelu` is a fit."""
     x = torch.cat((torch.linspace(-30, 30, 20_001), torch.tensor([0.0, -1e4, 1e4, 1e-30])))
     wide = x.double()
     linear, cubic = {
@@ -83,7 +83,7 @@ def test_tanh_by_exp_is_within_its_bound(name):
     wanted = 0.5 * wide * (1 + t)
     with tritonemu.enabled():
         other = activations.evaluate(x, name)
-        with as_on(AMD):
+        with compiling_for(AMD):
             found, both = activations.evaluate(x, name), derivatives.evaluate(x, name)
     bound = 0.5 * wide.abs() * 2**-21 + wanted.abs() * 2**-23
     assert ((found - wanted).abs() <= bound).all()
@@ -101,20 +101,20 @@ def test_products_are_right_in_amds_form(direction, names):
 
     def draw(i: int) -> tuple:
         batch = batch_of(case.arguments(BF16, i))
-        with tritonemu.enabled(), as_on(AMD):
+        with tritonemu.enabled(), compiling_for(AMD):
             out = v1_tiled.forward(batch)
         return [out], *of_pytorch(batch)
 
     if direction == "forward":
         within_budget(draw, ["out"], least=8192)
         return
-    with as_on(AMD):
+    with compiling_for(AMD):
         check_gradients(lambda call: gradients("v1_tiled_backward", call), case, BF16)
 
 
 def test_the_candidates_term_is_right_in_amds_form():
     q, k, v = torch.randn(3, 40, 2, 64).bfloat16()
-    with tritonemu.enabled(), as_on(AMD), launches() as seen:
+    with tritonemu.enabled(), compiling_for(AMD), launches() as seen:
         found = diagonal.add_diagonal(q, k, v, torch.zeros(40, 2, 64), activation="silu")
     assert [launch.name for launch in seen] == ["diagonal_kernel"]
     s = (q.double() * k.double()).sum(-1, keepdim=True) / 8

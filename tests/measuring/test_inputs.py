@@ -7,7 +7,7 @@ import torch
 
 from gdpa_kernels.block_attention.api import block_attention
 from gdpa_lab.measuring.inputs import cu_seqlens, make_inputs
-from gdpa_lab.measuring.laws import Full, Uniform
+from gdpa_lab.measuring.length_distributions import Full, Uniform
 from gdpa_lab.measuring.workload import Workload
 
 SELF = Workload(
@@ -40,9 +40,8 @@ def test_values_are_standard_normal():
     assert not torch.equal(x.k, x.v) and not torch.equal(x.q, x.grad_out)
 
 
-@pytest.mark.parametrize("packed", (False, True))
-def test_values_are_those_of_records_made_before_there_was_a_gradient(packed):
-    x = make_inputs(SELF, device="cpu", packed=packed)
+def test_values_are_those_of_records_made_before_there_was_a_gradient():
+    x = make_inputs(SELF, device="cpu")
     draw = torch.Generator().manual_seed(SELF.seed)
     for tensor in (x.q, x.k, x.v, x.grad_out):
         assert torch.equal(tensor, torch.randn(tensor.shape, generator=draw, dtype=torch.bfloat16))
@@ -67,17 +66,6 @@ def test_on_meta_there_are_shapes_alone():
     assert paper.q.is_meta and paper.cu_seqlens_q.is_meta
     assert paper.q.shape == x.q.shape and paper.k.stride() == x.k.stride()
     assert paper.mean_seqlen_k == x.batch().mean_seqlen_k
-
-
-def test_packed_holds_the_same_values_in_one_tensor():
-    apart, packed = (make_inputs(SELF, device="cpu", packed=p) for p in (False, True))
-    storages = {t.untyped_storage().data_ptr() for t in (packed.q, packed.k, packed.v)}
-    assert len(storages) == 1
-    for name in ("q", "k", "v"):
-        strided = getattr(packed, name)
-        assert torch.equal(strided, getattr(apart, name))
-        # 4 query heads and twice 2 key heads of 16 lie between consecutive tokens
-        assert strided.stride() == ((4 + 2 + 2) * 16, 16, 1)
 
 
 def test_shared_q_has_one_copy():
@@ -135,8 +123,6 @@ def test_block_attention_takes_its_arguments():
     [
         (lambda: make_inputs(SELF, device="cpu", seed=-1), "seed must be an integer .*, got -1"),
         (lambda: make_inputs(SELF, device="cpu", seed=1.0), "seed must be an integer .*, got 1.0"),
-        (lambda: make_inputs(CROSS, device="cpu", packed=True), "packed must be False unless"),
-        (lambda: make_inputs(POOLING, device="cpu", packed=True), "packed must be False unless"),
         (lambda: cu_seqlens([2**30, 2**30], "cpu"), r"seqlens must sum to less than 2\*\*31"),
     ],
 )

@@ -93,7 +93,7 @@ def gpu():
 
 
 def launched(call) -> list[dict]:
-    """What `call` launches, as a record keeps it and gives it back."""
+    """Describe the launches of `call` as a record keeps and returns them."""
     with launches(run=False) as seen:
         call()
     return json.loads(json.dumps([machine_code.describe(launch) for launch in seen]))

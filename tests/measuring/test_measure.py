@@ -37,7 +37,7 @@ from gdpa_lab.measuring import (
     timing,
 )
 from gdpa_lab.measuring.inputs import make_inputs
-from gdpa_lab.measuring.laws import Between, Full
+from gdpa_lab.measuring.length_distributions import Between, Full
 from gdpa_lab.measuring.session import ONLY_VARIABLE, Session
 from gdpa_lab.measuring.workload import Workload
 from gdpa_lab.measuring.workloads import workload
@@ -382,7 +382,7 @@ def test_a_compiled_backward_runs_again(peers):
 
 @pytest.fixture
 def called(cpu, peers, monkeypatch):
-    """What each sampler was given: the results of the functions, by their names."""
+    """Arguments of each sampler: the results of the functions, by their names."""
     found = []
 
     def sample(functions, device, protocol):
@@ -502,7 +502,7 @@ def test_a_peer_computes_masks_and_groups_of_heads_or_says_no(
 
 
 def test_a_wrong_peer_is_found(cpu, peers, monkeypatch):
-    """Of blocks it attends to whole sequences, of gdpa its gradients have another scale."""
+    """In blocks it attends to whole sequences, in gdpa its gradients have another scale."""
     offsets, right = baselines.block_offsets, varlen.varlen_attn
     with monkeypatch.context() as patch:
         patch.setattr(baselines.peer, "block_offsets", lambda x: offsets(x)[[0, -1]])
@@ -661,7 +661,7 @@ def session(monkeypatch):
     made = object.__new__(Session)
     made.__dict__.update(
         device=torch.device("cpu"), protocol=timing.DEFAULT, ceilings=[], rows=[], tables={},
-        workloads={}, said=[], broken=[], _limits=set(), _deadline=float("inf"), _plan={},
+        workloads={}, said=[], broken=[], _limits=set(), _plan={},
         _partial=None,
         _probe=SimpleNamespace(measure=lambda *_, **__: {}, problem=lambda *_: None),
     )  # fmt: skip
@@ -763,13 +763,6 @@ def test_what_has_not_been_right_is_not_launched(session):
     assert session.broken == ["parts: ZeroDivisionError: division by zero"]
 
 
-def test_what_begins_too_late_is_left_out_aloud(session):
-    session._deadline = 0.0
-    every_part(session)
-    assert session.rows == [] and session.tables == {} and session.workloads == {}
-    assert [line.rpartition(": ")[2] for line in session.said] == ["left out, the time is up"] * 3
-
-
 @pytest.fixture
 def run_of(session, monkeypatch):
     """The session with a machine, and rows that fit a record."""
@@ -813,14 +806,14 @@ def test_what_was_measured_before_a_crash_is_kept(run_of, tmp_path):
     assert not partial.exists() and [x.failure for x in record.load(path).rows] == ["no GPU"] * 2
 
 
-def test_what_the_time_did_not_allow_has_rows(run_of, tmp_path):
+def test_a_planned_row_that_was_not_measured_is_a_failure(run_of, tmp_path, monkeypatch):
     run_of.measure(SMALL, ["v1_tiled"])
-    run_of._deadline = 0.0
+    monkeypatch.setattr(measure, "measure", lambda *_, **__: [])
     run_of.measure(CROSS, ["v1_tiled", ("v2_tma", "small", {})], scopes=("kernel", "op"))
     rows = record.load(run_of.write(tmp_path)).rows
     assert [(row.workload, row.impl, row.variant, row.failure) for row in rows[1:]] == [
-        ("cross", "v1_tiled", "", "not measured: the time was up"),
-        ("cross", "v2_tma", "small", "not measured: the time was up"),
+        ("cross", "v1_tiled", "", "not measured: the run ended before it"),
+        ("cross", "v2_tma", "small", "not measured: the run ended before it"),
     ]
 
 

@@ -1,4 +1,4 @@
-"""What hangs, kills its process or is wrong costs its own row, and what is proven costs nothing."""
+"""A kernel that hangs, crashes or is wrong costs its own row; a verified one costs nothing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gdpa_kernels.calling import ladder
 from gdpa_kernels.gdpa.kernels import v7_packed
 from gdpa_lab.measuring import probe
 from gdpa_lab.measuring.workloads import WORKLOADS
-from tests.measuring import unproven
+from tests.measuring import unverified
 from tests.measuring.test_measure import SMALL
 from tests.records import a_row, a_system, writer
 
@@ -25,7 +25,7 @@ B200 = a_system(gpu="NVIDIA B200", compute_capability="10.0")
 
 @pytest.fixture
 def ladder_with_stand_ins(monkeypatch):
-    rungs = (*ladder.LADDERS["gdpa"], *unproven.RUNGS)
+    rungs = (*ladder.LADDERS["gdpa"], *unverified.RUNGS)
     monkeypatch.setitem(ladder.LADDERS, "gdpa", rungs)
     with tritonemu.enabled("sm_100"):
         yield
@@ -40,19 +40,19 @@ def forked(monkeypatch):
 
 def a_probe(said=None, **options):
     log = [].append if said is None else said.append
-    return probe.Probe(CPU, set(), log, in_child=unproven.trial, **options)
+    return probe.Probe(CPU, set(), log, in_child=unverified.trial, **options)
 
 
 @pytest.mark.parametrize("deed", ("raises", "hangs", "wrong", "crashes", "exits"))
 def test_a_fault_at_any_launch_costs_its_own_rows(forked, ladder_with_stand_ins, deed):
-    """At the first and second launch, at the 5,000th back to back, and while it is timed."""
-    bad = [impl for impl in unproven.FORWARDS if f"_{deed}_" in impl]
+    """Faults at the first and second launch, at the sustained 5,000th, and while it is timed."""
+    bad = [impl for impl in unverified.FORWARDS if f"_{deed}_" in impl]
     short = {"run": 3.0, "launches": 6.0, "time": 3.0} if deed == "hangs" else {}
     made = a_probe(limits_s=probe.LIMITS_S | short)
     found = made.measure(SMALL, ["v0_eager", *bad, "b90_right"], scopes=("kernel", "sustained"))
     *failed, right = found.values()
     assert [*found] == [*range(1, len(bad) + 2)]
-    stages = {1: "run", 2: "launches", 5000: "launches", unproven.TIMED: "time"}
+    stages = {1: "run", 2: "launches", 5000: "launches", unverified.TIMED: "time"}
     expected = {
         "raises": "RuntimeError: CUDA error: an illegal memory access was encountered",
         "hangs": "timeout after {limit:g} s in a child process ({stage})",
@@ -61,14 +61,14 @@ def test_a_fault_at_any_launch_costs_its_own_rows(forked, ladder_with_stand_ins,
         "exits": "its child process ended with status 3 ({stage})",
     }[deed]
     for impl, rows in zip(bad, failed, strict=True):
-        launch = unproven.FORWARDS[impl][1]
+        launch = unverified.FORWARDS[impl][1]
         assert [row.scope for row in rows] == ["kernel", "sustained"]
         for row in rows:
             limit = short.get(stages[launch])
             says = expected.format(launch=launch, stage=stages[launch], limit=limit or 0)
             assert row.impl == impl and row.failure.startswith(says) and not row.samples_us
     assert [row.samples_us for row in right] == [(1.0, 2.0, 3.0)] * 2
-    assert right[1].load == unproven.LOAD and all(row.error.passed for row in right)
+    assert right[1].load == unverified.LOAD and all(row.error.passed for row in right)
     assert made.problem(["b90_right", "v0_eager"], "gdpa", "forward") is None
     assert made.problem(bad[:1], "gdpa", "forward") == f"{bad[0]} has not been right on this GPU"
     assert made.problem(["v8_own_waits"], "gdpa", "forward").startswith("v8_own_waits needs sm_90")
@@ -118,7 +118,7 @@ def test_a_changed_copy_reaches_a_new_process_with_its_constants(ladder_with_sta
     """No fork: nothing is there but what was sent."""
     module = studies.changed(v7_packed, ("BLOCK_N: int = 128", "BLOCK_N: int = 96"))
     entry = "b90_right", "wide", {"config": module.Config(), "module": module}
-    made = probe.Probe(CPU, set(), [].append, in_child=unproven.report)
+    made = probe.Probe(CPU, set(), [].append, in_child=unverified.report)
     found = made.measure(SMALL, [entry, ("b90_right", "odd", {"config": lambda: 0})])
     says = "ValueError: v7_packed.py, its own Config with BLOCK_N 96"
     assert found[0][0].failure == says
@@ -129,7 +129,7 @@ def test_only_rungs_whose_kernels_the_device_runs_are_tried(ladder_with_stand_in
     known = {("gdpa", "forward", "b90_right"), ("block_attention", "forward", "v1_one_tile")}
 
     def tried(impl, operator="gdpa", direction="forward"):
-        return probe.is_unproven(impl, operator, direction, CPU, known)
+        return probe.is_unverified(impl, operator, direction, CPU, known)
 
     assert tried("b91_refuses") and tried("v1_tiled") and tried("v2_tma")
     assert not tried("b90_right")  # proven
@@ -151,6 +151,6 @@ def test_a_correct_row_on_such_a_gpu_proves(tmp_path):
     )  # fmt: skip
     add(a_row(impl="v7_packed"), on=replace(B200, gpu="NVIDIA B300", compute_capability="10.3"))
     right = {("gdpa", "forward", "v1_tiled"), ("gdpa", "backward", "v2_tma")}
-    assert probe.proven(tmp_path, "10.0") == right
-    assert probe.proven(tmp_path, "10.3") == {("gdpa", "forward", "v7_packed")}
-    assert probe.proven(tmp_path, "9.0") == set()
+    assert probe.verified(tmp_path, "10.0") == right
+    assert probe.verified(tmp_path, "10.3") == {("gdpa", "forward", "v7_packed")}
+    assert probe.verified(tmp_path, "9.0") == set()

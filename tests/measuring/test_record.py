@@ -483,7 +483,7 @@ def test_the_dictionary_explains_every_key():
 
 
 def test_sources_are_compared_with_those_of_their_commit(tmp_path):
-    """Without a word from the machine that measured: `dirty` is None there."""
+    """The machine that measured need not tell: `dirty` is None there."""
     (tmp_path / "gdpa_kernels").mkdir()
     ran = {}
     for name in ("gdpa_kernels/a.py", "gdpa_kernels/b.py"):

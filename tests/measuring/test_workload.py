@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gdpa_lab.measuring.laws import (
+from gdpa_lab.measuring.length_distributions import (
     KUAIRAND,
     MOVIELENS,
     Between,
     Events,
     Full,
-    LengthLaw,
+    LengthDistribution,
     LogNormal,
     Quantiles,
     Rounded,
@@ -39,7 +39,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True)
-class Fixed(LengthLaw):
+class Fixed(LengthDistribution):
     lengths: tuple[int, ...]
 
     kind = "fixed"
@@ -263,7 +263,7 @@ def test_lengths_stay_between_one_and_the_cap(law, batch, cap, seed):
 
 @given(law=laws)
 def test_laws_round_trip_through_json(law):
-    assert LengthLaw.from_dict(json.loads(json.dumps(law.to_dict()))) == law
+    assert LengthDistribution.from_dict(json.loads(json.dumps(law.to_dict()))) == law
 
 
 lengths_pairs = st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12)), max_size=4)
@@ -333,9 +333,9 @@ def test_edits_of_a_law():
     assert rounded == tuple(min(-(-n // 128) * 128, 1024) for n in of.seqlens_q)
     law = Sorted(Rounded(of.lengths_q, 128))
     assert replace(of, lengths_q=law).seqlens_q == tuple(sorted(rounded, reverse=True))
-    assert LengthLaw.from_dict(law.to_dict()) == law
+    assert LengthDistribution.from_dict(law.to_dict()) == law
     for made in (lambda: Sorted(128), lambda: Rounded("full", 128), lambda: Events(None)):
-        with pytest.raises(ValueError, match="law must be a LengthLaw, got"):
+        with pytest.raises(ValueError, match="law must be a LengthDistribution, got"):
             made()
     with pytest.raises(ValueError, match="multiple must be an integer of at least 1, got 0"):
         Rounded(Full(), 0)
@@ -421,12 +421,24 @@ def test_workload_errors_name_argument_expectation_and_value(change, message):
         (lambda: Quantiles((0.0, 1.0), (1,)), "lengths must be a tuple of 2, one per level"),
         (lambda: Quantiles((0.0, 1.0), (2, 1)), "lengths must be non-decreasing"),
         (lambda: Quantiles((0.0, 1.0), (0, 1)), "every length must be an integer of at least 1"),
-        (lambda: MOVIELENS["ml1m"].sample(1, 19, rng()), "max_seqlen must be at least .* law's 20"),
-        (lambda: LengthLaw.from_dict({"kind": "zipf"}), "kind must be one of .*, got 'zipf'"),
-        (lambda: LengthLaw.from_dict({"kind": []}), r"kind must be one of .*, got \[\]"),
-        (lambda: LengthLaw.from_dict("full"), "length law must be a mapping with a kind"),
-        (lambda: LengthLaw.from_dict({"kind": "full", "x": 1}), "must have fields among"),
-        (lambda: LengthLaw.from_dict({"kind": "uniform"}), r"must have the fields \['fill'\]"),
+        (
+            lambda: MOVIELENS["ml1m"].sample(1, 19, rng()),
+            "max_seqlen must be at least .* minimum, 20",
+        ),
+        (
+            lambda: LengthDistribution.from_dict({"kind": "zipf"}),
+            "kind must be one of .*, got 'zipf'",
+        ),
+        (lambda: LengthDistribution.from_dict({"kind": []}), r"kind must be one of .*, got \[\]"),
+        (
+            lambda: LengthDistribution.from_dict("full"),
+            "length distribution must be a mapping with a kind",
+        ),
+        (lambda: LengthDistribution.from_dict({"kind": "full", "x": 1}), "must have fields among"),
+        (
+            lambda: LengthDistribution.from_dict({"kind": "uniform"}),
+            r"must have the fields \['fill'\]",
+        ),
         (lambda: Workload.from_dict({}), "workload must have the fields"),
         (lambda: Workload.from_dict([]), r"workload must be a mapping, got \[\]"),
         (lambda: SMALL.flops("both"), "direction must be one of .*, got 'both'"),

@@ -4,7 +4,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from gdpa_lab.measuring import units
+from gdpa_lab.measuring import cost_model
 from gdpa_lab.measuring.manifest import DATA_DIR
 from gdpa_lab.report import results
 from notebooks.measuring import _energy
@@ -94,7 +94,7 @@ def test_the_wall_is_found_again_and_meets_its_limit():
 
 def test_a_rate_rises_less_than_the_cycles_in_use():
     rows = at_the_wall()
-    chip = units.Chip("x", 132, 4096)
+    chip = cost_model.Chip("x", 132, 4096)
     pd.testing.assert_series_equal(_energy.busy_share(rows, chip), rows["busy"], check_names=False)
     whole, each = _energy.elasticity(rows, ["workload"])
     assert 0.65 < whole < 0.8 and each.empty

@@ -15,10 +15,10 @@ from gdpa_kernels.gdpa.kernels import v1_tiled, v4_warp_specialized_backward, v5
 from gdpa_kernels.gdpa.ladder import v2_fused_backward
 from gdpa_lab.measuring import measure, timing
 from gdpa_lab.measuring.inputs import make_inputs
-from gdpa_lab.measuring.laws import Full
+from gdpa_lab.measuring.length_distributions import Full
 from gdpa_lab.measuring.workload import Workload
 from gdpa_lab.measuring.workloads import workload
-from gdpa_lab.report import house
+from gdpa_lab.report import style
 
 SMALL = replace(
     workload("gdpa-self-half-jagged-256"), name="small", batch=2, max_seqlen_q=9, max_seqlen_k=9
@@ -31,9 +31,9 @@ BLOCKS = Workload(
 
 
 def test_every_change_is_made_and_the_module_stays_as_it_is():
-    text = house.__doc__
-    made = studies.changed(house, (f'"""{text}"""', '"""One."""'), ('"""One."""', '"""Two."""'))
-    assert made.__doc__ == "Two." and house.__doc__ == text
+    text = style.__doc__
+    made = studies.changed(style, (f'"""{text}"""', '"""One."""'), ('"""One."""', '"""Two."""'))
+    assert made.__doc__ == "Two." and style.__doc__ == text
 
 
 def test_what_modules_share_is_changed_for_one_of_them():
@@ -48,8 +48,8 @@ def test_what_modules_share_is_changed_for_one_of_them():
 
 @pytest.mark.parametrize("old", ("no such line of it", "\n"))
 def test_what_does_not_occur_once_is_refused(old):
-    with pytest.raises(ValueError, match="old must occur once in gdpa_lab.report.house, got"):
-        studies.changed(house, (old, "new"))
+    with pytest.raises(ValueError, match="old must occur once in gdpa_lab.report.style, got"):
+        studies.changed(style, (old, "new"))
 
 
 @pytest.mark.parametrize("given", ({}, {"config": v1_tiled.Config(BLOCK_M=16, BLOCK_N=16)}))

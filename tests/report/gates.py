@@ -1,4 +1,4 @@
-"""How the coefficients of `report.activation_sequences` are found: minimax polynomials for gates.
+"""Finds the coefficients of `report.activation_sequences`: minimax polynomials for gates.
 
 `fit_gate` finds the odd polynomial whose clamped value is nearest to a gate, `fit_tanh` the one
 inside a tanh. fp64, on the CPU.

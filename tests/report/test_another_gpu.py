@@ -12,7 +12,7 @@ from gdpa_kernels.calling.rankings import parse
 from gdpa_kernels.calling.rung import DIRECTIONS, Requires, Rung
 from gdpa_lab import __main__
 from gdpa_lab.measuring import probe, record, system
-from gdpa_lab.report import claims, page, rankings, readme, results
+from gdpa_lab.report import claims, measured_rankings, page, readme, results
 from gdpa_lab.report.chapter import Chapter
 from tests.records import a_system
 
@@ -26,7 +26,7 @@ DRAWN = ["v1_tiled", "v8_own_waits", "v5_short_kv_backward", "fa2_varlen", "fa4"
 
 
 def faster(timed: record.Row | record.Ceiling, share: float) -> record.Row | record.Ceiling:
-    """As if it took `share` of the time, with the same power."""
+    """Scale it as if it took `share` of the time, with the same power."""
     load = timed.load and replace(timed.load, joules=share * timed.load.joules)
     return replace(timed, samples_us=tuple(share * us for us in timed.samples_us), load=load)
 
@@ -87,7 +87,10 @@ def folders(tmp_path_factory):
 def test_what_is_said_of_the_h200_stays(folders):
     def said(data_dir):
         every = results.table(folders[1], gpu="NVIDIA H200", latest=False)
-        tables = [rankings.from_records(data_dir, operator) for operator in rankings.CHOICES]
+        tables = [
+            measured_rankings.from_records(data_dir, operator)
+            for operator in measured_rankings.CHOICES
+        ]
         kept = [row for table in tables for row in table if row.shape[0] == (9, 0)]
         ledger = claims.judged(every, claims=claims.load(data_dir))
         assert kept and len(ledger)
@@ -100,8 +103,8 @@ def test_what_is_said_of_the_h200_stays(folders):
 
 def test_its_own_results_choices_and_claims(folders, monkeypatch, capsys):
     _, both = folders
-    assert ("gdpa", "forward", "v8_own_waits") in probe.proven(both, "9.0")
-    known = probe.proven(both, "10.0")
+    assert ("gdpa", "forward", "v8_own_waits") in probe.verified(both, "9.0")
+    known = probe.verified(both, "10.0")
     assert ("gdpa", "forward", OWN[0]) in known and ("gdpa", "forward", "v8_own_waits") not in known
     assert __main__.main(["results", "--data-dir", str(both), "--gpu", "NVIDIA B200"]) == 0
     printed = capsys.readouterr().out
@@ -109,10 +112,10 @@ def test_its_own_results_choices_and_claims(folders, monkeypatch, capsys):
 
     monkeypatch.setattr(record, "DATA_DIR", both)
     monkeypatch.setattr(record, "ROOT", both)
-    for operator, module in rankings.CHOICES.items():
+    for operator, module in measured_rankings.CHOICES.items():
         monkeypatch.setattr(module, "PATH", both / operator)
     assert __main__.main(["maintain", "choices"]) == 0
-    for operator, module in rankings.CHOICES.items():
+    for operator, module in measured_rankings.CHOICES.items():
         rows = parse(module.PATH.read_text(), module.COLUMNS)
         first = {gpu: {row.impls[0] for row in rows if row.shape[0] == gpu} for gpu in GPUS}
         assert first[10, 0] == {OWN[1]}, operator

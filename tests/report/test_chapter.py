@@ -12,13 +12,13 @@ from gdpa_kernels.calling import ladder
 from gdpa_kernels.gdpa.ladder import v5_pingpong
 from gdpa_lab.measuring import record
 from gdpa_lab.report import chapter as chapters
-from gdpa_lab.report import exhibits, house, page, registered
+from gdpa_lab.report import page, page_blocks, registered, style
 from gdpa_lab.report.chapter import Chapter
 
 
 @pytest.fixture
 def shown(monkeypatch, tmp_path) -> list:
-    """What a chapter displays, with its downloads in `tmp_path`."""
+    """Outputs that a chapter displays, with its downloads in `tmp_path`."""
     outputs: list = []
     monkeypatch.setattr(chapters, "display", lambda shown, **_: outputs.append(shown))
     monkeypatch.setattr(page, "CSV_DIR", tmp_path / "figures")
@@ -63,7 +63,7 @@ def test_notes_stand_at_their_lines_in_a_whole_kernel(chapter, shown):
     chapter.annotated(v5_pingpong.math, notes)
     drawn = shown[0].data
     text = html.unescape(re.sub(r"<[^>]+>", "", drawn))
-    for line in exhibits.source_of(v5_pingpong.math).splitlines():
+    for line in page_blocks.source_of(v5_pingpong.math).splitlines():
         assert line in text
     assert not any("\n\n" in code for code in re.findall("<pre>.*?</pre>", drawn, re.DOTALL))
     for number, (words, note) in enumerate(notes.items(), 1):
@@ -117,7 +117,7 @@ def test_an_exhibit_has_its_data_and_its_origin(chapter, shown, tmp_path):
 @pytest.mark.parametrize("origin", ({}, {"guessed": "x"}, {"measured": [], "typed": "x"}))
 def test_an_exhibit_without_a_known_origin_is_refused(chapter, shown, origin):
     with pytest.raises(TypeError, match="origin must be among measured, published, modelled"):
-        chapter.figure(house.Figure(), **origin)
+        chapter.figure(style.Figure(), **origin)
 
 
 def test_a_table_has_its_finding_and_says_what_was_not_timed(chapter, shown):
@@ -232,7 +232,9 @@ def test_an_id_may_be_that_of_another_chapter_and_is_given_once(chapter, shown, 
 def test_an_interval_is_drawn_to_its_own_scale(limits, bar, ways):
     limits = {"least": -math.inf, "most": math.inf} | limits
     found = 2.0 if math.isinf(limits["least"]) else 4.0
-    one = exhibits.Prediction("a/b#1", "", found, "", **limits, form=".1f", unit=" us", shown=True)
+    one = page_blocks.Prediction(
+        "a/b#1", "", found, "", **limits, form=".1f", unit=" us", shown=True
+    )
     drawn = one.interval()
     left, width = map(float, re.search(r'<rect .* x="([\d.]+)".* width="([\d.]+)"', drawn).groups())
     assert left < left + width

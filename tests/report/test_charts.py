@@ -9,7 +9,7 @@ from matplotlib.colors import to_hex
 from matplotlib.text import Text
 
 from _lib import drawings, rare_charts
-from gdpa_lab.report import charts, house
+from gdpa_lab.report import charts, style
 from notebooks.blackwell import _columns
 
 
@@ -152,14 +152,11 @@ def test_the_same_input_gives_the_same_bytes(draw):
     assert draw(frame).to_svg() == draw(frame.copy()).to_svg()
 
 
-def test_names_stand_where_lines_part():
+def test_names_stand_at_the_ends_of_lines():
     frame = pd.DataFrame({"a": [8.0, 2.0, 1.0], "b": [1.0, 1.0, 1.0]}, index=[1, 2, 4])
-    options = {"xlabel": "keys", "ylabel": "ratio", "highlight": ["a"]}
-    for side, at in (("left", 8.0), ("right", 1.0)):
-        (axis,) = charts.lines(frame, parting=side, **options).axes
-        name = next(text for text in axis.texts if text.get_text() == "a")
-        assert name.xy == ((0, 1)[side == "right"], pytest.approx(at / axis.get_ylim()[1]))
-        assert axis.yaxis.get_label_position() == ("right" if side == "left" else "left")
+    (axis,) = charts.lines(frame, xlabel="keys", ylabel="ratio", highlight=["a"]).axes
+    name = next(text for text in axis.texts if text.get_text() == "a")
+    assert name.xy == (1, pytest.approx(1 / axis.get_ylim()[1]))
 
 
 def test_a_waterfall_leads_from_each_time_to_the_next_and_to_the_peers():
@@ -179,7 +176,7 @@ def test_a_text_on_a_pale_part_has_the_ink_of_the_page():
     looks = {"a": "filled", "b": "pale", "c": "hollow"}
     (axis,) = rare_charts.stacked(frame, xlabel="ms", looks=looks, inside=True).axes
     colours = [text.get_color() for text in axis.texts]
-    assert colours == [house.PAGE, house.INK, house.RUNG_COLOURS[1]]
+    assert colours == [style.PAGE, style.INK, style.RUNG_COLOURS[1]]
 
 
 def test_a_heat_map_is_more_saturated_for_more_and_frames_holes():
@@ -187,13 +184,13 @@ def test_a_heat_map_is_more_saturated_for_more_and_frames_holes():
     cells = rare_charts.heat(frame, label="%").axes[0].patches
     shares = [cell.get_alpha() for cell in cells]
     assert shares[0] < shares[2] < shares[1] <= 0.45 and shares[3] is None
-    assert to_hex(cells[0].get_facecolor()) == house.RUNG_COLOURS[1]
+    assert to_hex(cells[0].get_facecolor()) == style.RUNG_COLOURS[1]
     assert cells[3].get_facecolor()[3] == 0
 
 
 def test_long_names_of_rows_do_not_overlap_on_a_phone():
     names = [f"half-jagged-{n}-d64 of a kind, backward" for n in range(20)]
-    with house.narrowed():
+    with style.narrowed():
         chart = charts.dots(pd.DataFrame({"x": range(1, 21)}, names), xlabel="x")
     chart.draw_without_rendering()
     boxes = [label.get_window_extent() for label in chart.axes[0].get_yticklabels()]
@@ -231,7 +228,7 @@ NAMED = {
 
 @pytest.mark.parametrize("draw", NAMED.values(), ids=NAMED)
 def test_texts_do_not_cover_one_another_on_a_phone(draw):
-    with house.narrowed():
+    with style.narrowed():
         chart = draw()
     chart.draw_without_rendering()
     texts = [text for text in chart.findobj(Text) if text.get_visible() and text.get_text()]
@@ -247,14 +244,14 @@ def _covers(one, other) -> bool:
 
 def test_only_panels_with_ticks_name_the_axis_on_a_phone():
     bar = pd.DataFrame([(0, 0, 1, "a")], columns=["lane", "start", "time", "label"])
-    with house.narrowed():
+    with style.narrowed():
         chart = drawings.gantt({"one": bar, "two": bar}, xlabel="ms", hue="v1_tiled")
     assert [axis.get_xlabel() for axis in chart.axes] == ["", "ms"]
 
 
 def test_long_ticks_keep_their_distance_on_a_phone():
     rates = pd.DataFrame({"a": range(7)}, [36, 144, 288, 576, 1152, 2304, 4608])
-    with house.narrowed():
+    with style.narrowed():
         chart = charts.lines(rates, xlabel="x", ylabel="y", highlight=["a"], log="x")
     labels = [label.get_text() for label in chart.axes[0].get_xticklabels()]
     assert labels == ["36", "", "288", "", "1,152", "", "4,608"]

@@ -10,7 +10,7 @@ import torch
 import yaml
 
 from gdpa_kernels.calling import ladder
-from gdpa_lab.measuring.laws import Full
+from gdpa_lab.measuring.length_distributions import Full
 from gdpa_lab.measuring.workload import Workload
 from gdpa_lab.measuring.workloads import BLOCK_WORKLOADS, FIGURES, WORKLOADS
 from gdpa_lab.report import claims

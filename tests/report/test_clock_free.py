@@ -4,14 +4,14 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from gdpa_lab.measuring import record, units
+from gdpa_lab.measuring import cost_model, record
 from gdpa_lab.report import clock_free, predictions, results
 from tests.report.test_predictions import CEILINGS, SELF, add, loaded, timed
 
 
 def test_the_committed_file_is_what_the_records_make():
     text = clock_free.PATH.read_text(encoding="utf-8")
-    assert text == predictions.render(clock_free.made()), "python -m gdpa_lab predictions"
+    assert text == predictions.render(clock_free.derive()), "python -m gdpa_lab predictions"
 
 
 def test_the_first_registration_and_the_second_are_about_the_same_rungs():
@@ -50,7 +50,7 @@ def test_shares_are_those_of_rows_back_to_back_at_their_own_clock():
     )  # fmt: skip
     clocks = np.median(timed.samples_us) * timed.load.sm_clock_mhz
     assert row["clocks"] == pytest.approx(clocks)
-    mmas = SELF.flops("forward") / units.H200.flops / units.H200.sms
+    mmas = SELF.flops("forward") / cost_model.H200.flops / cost_model.H200.sms
     assert row["share"] == pytest.approx(mmas / clocks)
 
 
@@ -97,7 +97,7 @@ def test_another_gpu_judges_nothing(tmp_path):
 
 @pytest.mark.parametrize(("wrong", "dead"), [(0, False), (5, False), (6, True), (19, True)])
 def test_a_model_dies_of_too_few_groups(wrong, dead):
-    """Of 19 groups, 14 inside have a probability above 1 %, 13 one below."""
+    """14 of 19 groups inside have a probability above 1 %, 13 one below."""
     table = clock_free.registered()
     groups = table.groupby(["direction", "impl", "other"]).ngroup()
     assert groups.nunique() == 19

@@ -127,7 +127,7 @@ TRITON = {"triton/__init__.py": "__version__ = '3.7.1'\n", "triton/core.py": "fb
 
 
 def check_in(folder: Path, monkeypatch) -> Finding:
-    """What `check_triton` says when `folder` comes first on the path."""
+    """Return the finding of `check_triton` with `folder` first on the path."""
     monkeypatch.syspath_prepend(folder)
     kept = {n: m for n, m in sys.modules.items() if n == "triton" or n.startswith("triton.")}
     for name in kept:
@@ -148,7 +148,7 @@ def test_fbtriton_installed_last_is_sound(tmp_path, monkeypatch):
 
 
 TLX = TRITON | dict.fromkeys(LANGUAGE, "")
-"""Of a triton with TLX as a plugin."""
+"""Files of a triton with TLX as a plugin."""
 OTHER = "3.7.1, which is not of an fbtriton that is installed there"
 
 
@@ -337,7 +337,7 @@ def test_a_gpu_of_another_architecture(add, tmp_path, monkeypatch, capability, g
     )  # fmt: skip
     found = doctor.findings(tmp_path)
     said = {(f.group.removeprefix(doctor.RUNGS), f.name): (f.ok, f.detail) for f in found}
-    new = (True, f"runs on cuda:0, {doctor.UNPROVEN}")
+    new = (True, f"runs on cuda:0, {doctor.UNVERIFIED}")
     assert said["gdpa", "v1_tiled"] == said["block_attention", "v1_one_tile"] == new
     assert said["gdpa", "v0_eager"] == said["gdpa", "reference"] == (True, "runs on cuda:0")
     if gpu == "B200":

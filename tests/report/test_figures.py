@@ -13,7 +13,7 @@ import pytest
 from _lib import published_charts
 from gdpa_lab.measuring import record, system
 from gdpa_lab.measuring.workloads import WORKLOADS
-from gdpa_lab.report import claims, house, page, rates, results
+from gdpa_lab.report import claims, page, rates, results, style
 from tests.records import RESULT, a_row
 
 FIGURE = "gdpa-self-fwd-full"
@@ -76,7 +76,7 @@ def test_back_to_back_has_its_own_ceiling_and_bursts_are_dashes(table):
     lines = {c.get_label(): c.lines[0].get_ydata() for c in axis.containers}
     assert lines["v1_tiled"] == pytest.approx([440] * 4)
     dashes = [line for line in axis.lines if line.get_gid() == "burst"]
-    (tiled,) = (line for line in dashes if line.get_color() == house.colour("v1_tiled"))
+    (tiled,) = (line for line in dashes if line.get_color() == style.colour("v1_tiled"))
     assert tiled.get_ydata() == pytest.approx([1.1 * 440] * 4) and len(dashes) == 3
     (steps,) = (p for p in axis.patches if hasattr(p, "get_data"))
     assert list(steps.get_data().values) == pytest.approx(list(ROOFS.values()))
@@ -192,17 +192,17 @@ THEME = pytest.mark.parametrize("theme", [0, 1], ids=["light", "dark"])
 
 
 @THEME
-@pytest.mark.parametrize("name", [name for name in house.THEMES if name != "page"])
+@pytest.mark.parametrize("name", [name for name in style.THEMES if name != "page"])
 def test_colours_read_as_text_and_under_text(name, theme):
-    assert contrast(house.THEMES[name][theme], house.THEMES["page"][theme]) >= 4.5
-    assert house.THEMES["page"][theme] == ("#ffffff", "#121212")[theme]
+    assert contrast(style.THEMES[name][theme], style.THEMES["page"][theme]) >= 4.5
+    assert style.THEMES["page"][theme] == ("#ffffff", "#121212")[theme]
 
 
 @THEME
 def test_ink_reads_on_the_most_saturated_cell(theme):
-    page = house.THEMES["page"][theme]
-    cell = blend(house.THEMES["rung-1"][theme], 0.45, page)
-    assert contrast(house.THEMES["ink"][theme], cell) >= 4.5
+    page = style.THEMES["page"][theme]
+    cell = blend(style.THEMES["rung-1"][theme], 0.45, page)
+    assert contrast(style.THEMES["ink"][theme], cell) >= 4.5
 
 
 def oklab(colour: str) -> np.ndarray:
@@ -220,7 +220,7 @@ def oklab(colour: str) -> np.ndarray:
 
 @THEME
 def test_rungs_are_told_apart(theme):
-    shades = [oklab(house.THEMES[f"rung-{n}"][theme]) for n in range(9)]
+    shades = [oklab(style.THEMES[f"rung-{n}"][theme]) for n in range(9)]
     assert min(np.linalg.norm(a - b) for a, b in itertools.combinations(shades, 2)) > 0.08
 
 
@@ -228,7 +228,7 @@ def test_the_page_has_the_colours_of_the_house():
     css = (record.ROOT / "book/assets/exhibits.css").read_text()
     for theme, word in enumerate(("light", "dark")):
         block = css.split(f'html[data-theme="{word}"] {{')[1].split("}")[0]
-        for name, shades in house.THEMES.items():
+        for name, shades in style.THEMES.items():
             assert f"--{name}: {shades[theme]};" in block
 
 
@@ -238,8 +238,8 @@ def test_a_file_alone_has_its_colours_and_text_is_text(table):
     assert {"ink", "grey", "rung-1"} <= used
     light, dark = re.search(r"<style>svg\{(.*?)\}@media(.*?)</style>", svg).groups()
     for name in used:
-        assert f"--{name}:{house.THEMES[name][0]};" in light
-        assert f"--{name}:{house.THEMES[name][1]};" in dark
+        assert f"--{name}:{style.THEMES[name][0]};" in light
+        assert f"--{name}:{style.THEMES[name][1]};" in dark
     assert re.search(r"<text[^>]*>max_seqlen_q", svg)
 
 
@@ -249,13 +249,13 @@ def test_a_chart_has_a_form_for_a_phone(table):
     widths = [float(re.search(r'viewBox="0 0 ([\d.]+)', form)[1]) for form in (wide, narrow)]
     assert widths[0] > 450 and widths[1] < 320
     assert all(name in narrow for name in ("v1_tiled", "roofline"))
-    assert house._narrow.get() is False
+    assert style._narrow.get() is False
 
 
 def test_a_rung_keeps_its_colour_and_baselines_are_grey():
-    assert len({house.colour(f"v{n}_x") for n in range(8)}) == 8
-    assert house.colour("v1_tiled") == house.colour("v1_other")
-    assert house.colour("fa2") == house.colour("vanilla") == house.GREY
+    assert len({style.colour(f"v{n}_x") for n in range(8)}) == 8
+    assert style.colour("v1_tiled") == style.colour("v1_other")
+    assert style.colour("fa2") == style.colour("vanilla") == style.GREY
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 
 from gdpa_lab.measuring import record
-from gdpa_lab.report import charts, house
+from gdpa_lab.report import charts, style
 
 sys.path.append(str(record.ROOT / "book" / "_ext"))
 inline_svg = importlib.import_module("inline_svg")
@@ -29,7 +29,7 @@ def test_a_file_with_both_forms_is_xml_that_shows_the_wide_one(chart):
     (root,) = minidom.parseString(chart).getElementsByTagName("svg")[:1]
     inner = root.getElementsByTagName("svg")
     assert [one.getAttribute("display") for one in inner] == ["none"]
-    timeline = house.both(TIMELINE, TIMELINE)
+    timeline = style.both(TIMELINE, TIMELINE)
     assert len(minidom.parseString(timeline).getElementsByTagName("svg")) == 2
 
 
@@ -52,7 +52,7 @@ def test_a_page_has_its_own_style_and_ids_once(chart):
 
 
 def test_a_picture_with_its_own_style_keeps_it_and_its_class():
-    shown = inline_svg.inlined(house.both(TIMELINE, TIMELINE), "A", "p1-")
+    shown = inline_svg.inlined(style.both(TIMELINE, TIMELINE), "A", "p1-")
     assert shown.count(STYLE) == 2
     assert 'class="chart narrow gdpa-timeline" role="img" aria-label="A"' in shown
     assert shown.count('role="img"') == 2

@@ -9,7 +9,7 @@ import pytest
 
 from gdpa_kernels.calling import ladder
 from gdpa_lab import __main__
-from gdpa_lab.measuring import compile_check, record, units
+from gdpa_lab.measuring import compile_check, cost_model, record
 from gdpa_lab.measuring.record import Ceiling, Error, Load, Package, Record, Row
 from gdpa_lab.measuring.roofline import Ceilings
 from gdpa_lab.measuring.workloads import workload
@@ -22,7 +22,7 @@ MATMUL_US = 1000.0
 
 
 def loaded(us: float, ghz: float = 1.5) -> Load:
-    """What NVML says of calls of `us` microseconds."""
+    """Build the load that NVML reports for calls of `us` microseconds."""
     return Load(1e3 * ghz, 990.0, 990.0 * us / 1e6, ())
 
 
@@ -67,7 +67,7 @@ def one(table: pd.DataFrame, impl: str, workload=SELF.name, direction="forward")
 def test_the_committed_file_is_what_the_model_makes():
     text = predictions.PATH.read_text(encoding="utf-8")
     again = "python -m gdpa_lab maintain predictions, under another MODEL"
-    assert text == predictions.render(predictions.made()), again
+    assert text == predictions.render(predictions.derive()), again
 
 
 def test_every_prediction_lies_in_its_interval_and_below_its_ceiling():
@@ -81,7 +81,7 @@ def test_every_prediction_lies_in_its_interval_and_below_its_ceiling():
 
 @pytest.mark.parametrize("expected", predictions.EXPECTED["forward"], ids=lambda x: x.impl)
 def test_issue_slots_are_those_of_the_compiled_loop(expected):
-    """Of a math role, which takes a tile of pairs in each turn."""
+    """The loop is that of a math role, which takes a tile of pairs in each turn."""
     keys = 256 if expected.most_keys == 256 else 1024
     built = compile_check.build_rung(expected.impl, capability=100, max_seqlen_k=keys)
     loop = compile_check.shortest_loop(built, "STTM", 2)
@@ -100,23 +100,23 @@ def test_the_blackwell_rungs_of_the_ladders_are_predicted_and_no_others():
 
 def test_a_prediction_is_a_share_of_the_ceilings():
     table = predictions.registered()
-    same = predictions.scaled(table, units.ASSUMED)
+    same = predictions.scaled(table, cost_model.ASSUMED)
     pd.testing.assert_frame_equal(same[table.columns], table)
-    double = Ceilings(2160.0, tuple((mix, 2 * rate) for mix, rate in units.ASSUMED.copies))
+    double = Ceilings(2160.0, tuple((mix, 2 * rate) for mix, rate in cost_model.ASSUMED.copies))
     twice = predictions.scaled(table, double)
     rates = table["unit"] == "TFLOP/s"
     assert ((twice["predicted"] - 2 * table["predicted"])[rates].abs() <= 1).all()
     assert (twice["predicted"] / table["predicted"])[~rates].between(0.499, 0.501).all()
-    fast = predictions.scaled(table, replace(units.ASSUMED, tflops=1e6))
+    fast = predictions.scaled(table, replace(cost_model.ASSUMED, tflops=1e6))
     row = one(fast, "b6_pair_stream")
     share = SELF.bytes_read("forward"), SELF.bytes_written("forward")
-    memory_us = sum(share) / units.ASSUMED.gbytes_per_s(*share) / 1e3 / row["of_copy"]
+    memory_us = sum(share) / cost_model.ASSUMED.gbytes_per_s(*share) / 1e3 / row["of_copy"]
     assert row["predicted"] == round(SELF.flops("forward") / memory_us / 1e6), "memory bounds it"
 
 
 def test_without_a_b200_the_ceilings_are_assumed(tmp_path):
     ground = predictions.basis(tmp_path)
-    assert ground[:2] == (units.ASSUMED, 750) and "assumed" in ground.origin
+    assert ground[:2] == (cost_model.ASSUMED, 750) and "assumed" in ground.origin
     text = predictions.report(tmp_path)
     assert "power limit 750 W" in text and "No row is measured" in text
     assert "verdict" not in text
@@ -164,7 +164,7 @@ def test_each_row_is_judged_by_its_own_record_and_the_newest_counts(tmp_path):
 def test_what_is_no_record_of_a_b200_is_refused(tmp_path, capsys):
     other = add(tmp_path, timed("v8_own_waits", us=at(500)), capability="10.3")
     bare = add(tmp_path, timed("b3_stream", us=at(500)), day=2, ceilings=CEILINGS[:1])
-    assert predictions.basis(tmp_path).ceilings == units.ASSUMED
+    assert predictions.basis(tmp_path).ceilings == cost_model.ASSUMED
     command = ["predictions", "--data-dir", str(tmp_path), "--record"]
     for name, expectation in (
         ("nothing", "record must be the id of a record, got 'nothing'"),
@@ -185,7 +185,7 @@ def test_the_command_prints_and_writes(tmp_path, capsys, monkeypatch):
     for name, module in modules.items():
         monkeypatch.setattr(module, "PATH", tmp_path / "predictions" / name)
         monkeypatch.setattr(module.update, "__defaults__", (module.PATH,))
-        monkeypatch.setattr(module, "made", cache(module.made))
+        monkeypatch.setattr(module, "derive", cache(module.derive))
     for state in ("rewritten", "was up to date"):
         assert __main__.main(["maintain", "predictions"]) == 0
         said = "".join(f"predictions/{name} {state}\n" for name in modules)
@@ -193,7 +193,7 @@ def test_the_command_prints_and_writes(tmp_path, capsys, monkeypatch):
 
 
 RUNS = {"forward": "20261121T134948Z-10-figures", "backward": "20261121T225723Z-33-backward"}
-"""By direction, the record of an H200 that EXPECTED quotes."""
+"""Record of an H200 that EXPECTED quotes, by direction."""
 
 
 def quoted(rows: pd.DataFrame, impl: str, direction: str) -> tuple[pd.DataFrame, Ceilings]:
@@ -211,8 +211,8 @@ def test_the_speed_of_our_code_is_that_of_a_record(every):
     shares = {}
     for name, tflops in rows["tflops"].items():
         work = workload(name)
-        design = units.V8_RESIDENT if work.max_seqlen_k <= 256 else units.V8_STREAM
-        shares[name] = tflops / units.ledger(work, design, limits).tflops
+        design = cost_model.V8_RESIDENT if work.max_seqlen_k <= 256 else cost_model.V8_STREAM
+        shares[name] = tflops / cost_model.cost(work, design, limits).tflops
     shares = pd.Series(shares)
     assert len(shares) == 7 and shares.max() < 1
     assert shares.mean() == pytest.approx(0.855, abs=0.01)
@@ -229,9 +229,9 @@ def test_the_speed_of_our_code_is_that_of_a_record(every):
 )
 def test_the_start_of_a_program_is_that_of_a_record(every, impl, direction, terms, start):
     rows, limits = quoted(every, impl, direction)
-    done = _tile_law.amounts([workload(name) for name in rows.index], units.H200.sms)
+    done = _tile_law.amounts([workload(name) for name in rows.index], cost_model.H200.sms)
     law = _tile_law.fit(done[terms], rows["time_us_p50"])
     assert law["queries" if direction == "forward" else "keys"] == pytest.approx(start, abs=0.1)
     if direction == "backward":
-        share = _tile_law.pair_tflops(law, units.H200.sms, direction) / limits.tflops
+        share = _tile_law.pair_tflops(law, cost_model.H200.sms, direction) / limits.tflops
         assert share == pytest.approx(0.83, abs=0.01)

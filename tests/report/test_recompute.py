@@ -19,7 +19,7 @@ PAGES = ("forward/results", "block/results")
 
 @pytest.fixture(scope="module")
 def book(tmp_path_factory):
-    """What the script reads of a built book: two figures' data, README.md, two notebooks."""
+    """Files of a built book that the script reads: two figures' data, README.md, two notebooks."""
     root = tmp_path_factory.mktemp("book")
     (root / "data").mkdir()
     for name in ("records", "promoted.json"):
@@ -30,7 +30,7 @@ def book(tmp_path_factory):
     table = results.table(gpu="NVIDIA H200", latest=False)
     for page in PAGES:
         run = results.run_of(record.DATA_DIR, notebook=f"notebooks/{page}.py", gpu="NVIDIA H200")
-        rows = pd.concat(run.own(table[table["record"] == made.id]) for made in run.records)
+        rows = pd.concat(run.select(table[table["record"] == made.id]) for made in run.records)
         rows = rows[rows["scope"] != "op"]
         path = figures / f"{page.replace('/', '-')}-1.csv"
         rows.to_csv(path, index=False, float_format="%.6g", lineterminator="\n")

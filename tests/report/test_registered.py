@@ -107,12 +107,12 @@ def test_the_command_finds_the_first_commit_and_drops_evidence_of_other_limits(
         {"id": "a/b#1", "limits": "at most 1", "cause": "host"} | evidence,
         {"id": "a/b#2", "limits": "at most 2"} | evidence,
     ).set_index("id")
-    first, other = registered.made(registered.collected(executed), old).to_dict("records")
+    first, other = registered.derive(registered.collected(executed), old).to_dict("records")
     assert first["commit"] == commits[1] and first["cause"] == "host"
     assert (other["quote"], other["commit"], other["limits"]) == ("", "", "at most 1")
     old.loc["a/b#1", "quote"] = "never said"
     with pytest.raises(LookupError, match="a commit must add 'never said' to note.md"):
-        registered.made(registered.collected(executed), old)
+        registered.derive(registered.collected(executed), old)
 
 
 def test_every_chapter_that_predicts_has_its_lines():

@@ -251,7 +251,7 @@ def test_pieces_stand_in_for_what_they_measured_whole(add, tmp_path):
     assert run.of((SHORT.name, "forward", "sustained")) == whole
     assert run.of((SELF.name, "forward", "kernel")) == whole, "the newest lacks a planned row"
     table = results.table(tmp_path, gpu="NVIDIA H200", latest=False)
-    shown = pd.concat(run.own(table[table["record"] == made.id]) for made in (whole, piece, cut))
+    shown = pd.concat(run.select(table[table["record"] == made.id]) for made in (whole, piece, cut))
     assert sorted(shown["time_us_p50"]) == [9000.0, 9000.0, 9000.0, 9001.0]
     again = add(a_row(), a_row(SHORT), a_row(**loop), a_row(SHORT, **loop), day=6, **at)
     assert run_of().whole == again and run_of().records == [again]

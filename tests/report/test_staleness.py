@@ -24,7 +24,7 @@ def runs() -> dict[str, record.Record]:
 
 
 def found(stamp: str, **values) -> set[bool]:
-    """Whether the rows of a record with these values are stale."""
+    """Return whether the rows of a record with these values are stale."""
     run = runs()[stamp]
     machine = system.load(record.DATA_DIR / "systems" / f"{run.system}.json")
     rows = [row for row in run.rows if all(getattr(row, k) == v for k, v in values.items())]
@@ -33,7 +33,7 @@ def found(stamp: str, **values) -> set[bool]:
 
 
 def test_the_table_is_that_of_the_records_and_the_sources():
-    wanted = {each.key for each in staleness.wanted()}
+    wanted = {each.key for each in staleness.entries()}
     assert staleness.table().keys() == wanted, "python -m gdpa_lab maintain machine-code"
 
 

@@ -27,11 +27,11 @@ FOLDER = Path(triton.__file__).parent / "language/extra/tlx/tutorials"
 LOG2_E = 1 / math.log(2)
 
 Shape = tuple[int, int, int]
-"""Of a product: rows, columns, and the depth that is summed over."""
+"""Shape of a product: rows, columns, and the depth that is summed over."""
 
 
 class _Driver:
-    """What the tutorials ask of the active driver while they are imported."""
+    """Stand-in for the active driver while the tutorials are imported."""
 
     def get_active_torch_device(self) -> torch.device:
         return torch.device("cpu")
@@ -148,14 +148,14 @@ def check_product(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> None:
 
 
 def check_splits(a: torch.Tensor, b: torch.Tensor, splits: torch.Tensor, part: int) -> None:
-    """Each of the products `splits` is over the next `part` of the depth."""
+    """Check that each of the products `splits` is over the next `part` of the depth."""
     for i, result in enumerate(splits):
         keys = slice(i * part, (i + 1) * part)
         check_product(a[:, keys], b[keys], result)
 
 
 def hidden(rows: int) -> torch.Tensor:
-    """Where a causal query (row) must not see the key (column)."""
+    """Mask of the keys (columns) that a causal query (row) must not see."""
     return torch.ones(rows, rows, dtype=torch.bool).triu(1)
 
 

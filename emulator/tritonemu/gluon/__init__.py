@@ -1,4 +1,4 @@
-"""What stands for `triton.experimental.gluon` (Triton 3.9) in a lowered kernel.
+"""Replaces `triton.experimental.gluon` (Triton 3.9) in a lowered kernel.
 
 Names, argument conventions and layouts only: what the operations do is `machine`'s, shared with
 TLX. Where Gluon differs from TLX:
@@ -22,7 +22,7 @@ import triton.language as tl
 from triton.experimental.gluon.language import _core, _layouts, _math, _standard, nvidia
 
 from ..language import Namespace
-from . import barriers, copies, language, layouts, memory, products
+from . import barriers, copies, language, layouts, memory, mma
 
 __all__ = ["GL", "MODULES"]
 
@@ -32,7 +32,7 @@ GL = Namespace("gl", {**language.OPERATIONS, **LAYOUTS}, gl, _core, _standard, _
 
 
 def _part(name: str, table: dict[str, Any]) -> Namespace:
-    """What stands for gl.nvidia's module `name`."""
+    """Build the replacement of gl.nvidia's module `name`."""
     real = importlib.import_module(f"{_PACKAGE}.nvidia.{name}")
     return Namespace(f"gl.nvidia.{name}", {**layouts.named(real), **table}, real)
 
@@ -45,18 +45,18 @@ _TMA = {
 }
 _CLC = _part("blackwell.clc", copies.CLC)
 _CLUSTER = _part("hopper.cluster", {"barrier": barriers.cluster_barrier})
-_COMMON = {"async_copy": _COPY, "mma_v2": products.mma_v2}
+_COMMON = {"async_copy": _COPY, "mma_v2": mma.mma_v2}
 _SINCE_HOPPER = {
     **_COMMON, "fence_async_shared": barriers.fence_async_shared, "cluster": _CLUSTER
 }  # fmt: skip
 _PACKAGES = {
     "ampere": {**_COMMON, "mbarrier": _MBARRIER["ampere"]},
     "hopper": {
-        **_SINCE_HOPPER, **products.HOPPER, "mbarrier": _MBARRIER["hopper"],
+        **_SINCE_HOPPER, **mma.HOPPER, "mbarrier": _MBARRIER["hopper"],
         "tma": _TMA["hopper"], "async_store": copies.store_async,
     },
     "blackwell": {
-        **_SINCE_HOPPER, **products.BLACKWELL, "mbarrier": _MBARRIER["hopper"],
+        **_SINCE_HOPPER, **mma.BLACKWELL, "mbarrier": _MBARRIER["hopper"],
         "tma": _TMA["blackwell"], "clc": _CLC,
         "allocate_tensor_memory": memory.allocate_tensor_memory,
     },

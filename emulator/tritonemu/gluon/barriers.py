@@ -11,7 +11,7 @@ from typing import Any
 from triton.experimental.gluon.language.nvidia.ampere.mbarrier import MBarrierLayout
 
 from ..barriers import MBarrier
-from ..errors import BarrierMisuse, InvalidKernel, OutOfBounds, location
+from ..errors import BarrierMisuse, InvalidKernel, OutOfBounds, current_location
 from ..launch import current
 from ..machine.table import point
 from ..rewrite import static_int
@@ -20,17 +20,17 @@ from .ctas import all_here, in_ctas, others, required
 
 @dataclass(eq=False)
 class Cells:
-    """The barriers of one allocation in one CTA: those initialised, and how many there may be.
+    """Barriers of one allocation in one CTA: the initialised ones, and how many there may be.
 
-    made: of each, index and epoch of the role that initialised it, in each CTA of the program: the
-    compiler makes these wait for each other before they use it.
+    initialisers: index and epoch of the role that initialised each, in every CTA of the program:
+    the compiler makes these wait for each other before they use it.
     """
 
     cta: Any
     number: int
     name: str = "barriers"
     live: dict[int, MBarrier] = field(default_factory=dict)
-    made: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
+    initialisers: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
 
     @property
     def barriers(self) -> Sequence[MBarrier]:
@@ -47,7 +47,7 @@ class MBarriers:
     cells: tuple[Cells, ...]
     shape: tuple[int, ...]
     group: int = 0
-    at: int = 0
+    position: int = 0
 
     @classmethod
     def allocate(cls, role: Any, shape: tuple[int, ...], layout: Any) -> "MBarriers":
@@ -75,7 +75,7 @@ class MBarriers:
                 cells.name = name
 
     def index(self, index: Any) -> "MBarriers":
-        """The barrier there; that there is one, its use asks for."""
+        """Return the barrier at an index, whose bounds are checked on use."""
         number = int(index)
         if len(self.shape) != 2:
             raise InvalidKernel(f"{self.cells[0].name} is one barrier, and has no index")
@@ -84,35 +84,36 @@ class MBarriers:
     @property
     def name(self) -> str:
         several, name = self.cells[0].number > 1, self.cells[0].name
-        return f"{name}[{self.at}]" if several else name
+        return f"{name}[{self.position}]" if several else name
 
     def of(self, rank: int) -> MBarrier:
-        """What `init` has made of it for this CTA; raises BarrierMisuse if it has not."""
+        """Return the mbarrier that `init` made for this CTA; raises BarrierMisuse before that."""
         cells = self.cells[rank & ~self.group]
         if len(self.shape) != 1:
             raise InvalidKernel(f"{cells.name} is {cells.number} barriers; index it")
-        if not 0 <= self.at < cells.number:
-            raise OutOfBounds(f"{cells.name} has {cells.number} barriers, got index {self.at}")
-        if self.at not in cells.live:
+        if not 0 <= self.position < cells.number:
+            count, index = cells.number, self.position
+            raise OutOfBounds(f"{cells.name} has {count} barriers, got index {index}")
+        if self.position not in cells.live:
             raise BarrierMisuse(
                 f"{self.name} is used before init, or after invalidate", barrier=self.name
             )
         role = current().role
-        index, epoch = cells.made[self.at][role.cta.rank]
+        index, epoch = cells.initialisers[self.position][role.cta.rank]
         if role.clock.epochs.get(index, 0) < epoch:
             raise BarrierMisuse(
                 f"{self.name} is used, and nothing orders that after its init", barrier=self.name
             )
-        return cells.live[self.at]
+        return cells.live[self.position]
 
 
 def performed(pred: Any) -> bool:
-    """Whether an operation with this predicate, a constant or a scalar, is performed."""
+    """Return whether an operation with this predicate, a constant or a scalar, is performed."""
     return pred is None or bool(pred)
 
 
 def barriers_of(what: Any) -> MBarriers:
-    """A descriptor of a barrier; that of plain memory may be one, too."""
+    """Convert to a descriptor of a barrier; one of plain memory may become one."""
     what = what.as_barriers() if hasattr(what, "as_barriers") else what
     if not isinstance(what, MBarriers):
         raise InvalidKernel(f"an mbarrier is needed here, got {what!r}")
@@ -132,20 +133,20 @@ def init(mbarrier: Any, count: int) -> None:
     point()
     role, barriers = all_here("init"), barriers_of(mbarrier)
     arrivals = static_int(count) << barriers.group.bit_count()
-    made = [(lane.index, lane.epoch) for lane in role.lanes]
+    initialisers = [(lane.index, lane.epoch) for lane in role.lanes]
 
     def make(lane: Any) -> None:
         clock, cells = lane.release(), barriers.cells[lane.cta.rank]
         if lane.cta.rank & barriers.group:
             return
-        if barriers.at in cells.live:
+        if barriers.position in cells.live:
             raise BarrierMisuse(
                 f"{barriers.name} is initialised again without invalidate", barrier=barriers.name
             )
         one = MBarrier(role.scheduler, lane.cta, barriers.name, arrivals, False)
-        one.key = (lane.cta.number, id(cells), barriers.at)
+        one.key = (lane.cta.number, id(cells), barriers.position)
         one.clock.join(clock)
-        cells.made[barriers.at], cells.live[barriers.at] = made, one
+        cells.initialisers[barriers.position], cells.live[barriers.position] = initialisers, one
         current().report.barriers += lane is role
 
     in_ctas(make)
@@ -163,7 +164,7 @@ def invalidate(mbarrier: Any) -> None:
         if barrier.waiters:
             raise barrier.misuse(f"invalidated while {barrier.waiters[0][0].label} waits for it")
         barrier.finish()
-        del barriers.cells[lane.cta.rank].live[barriers.at]
+        del barriers.cells[lane.cta.rank].live[barriers.position]
 
     in_ctas(end)
 
@@ -171,7 +172,7 @@ def invalidate(mbarrier: Any) -> None:
 def _arrive(
     mbarrier: Any, count: int, pred: Any, from_cta: Any, num_bytes: int | None = None
 ) -> None:
-    """Each CTA arrives at its own barrier; with from_cta one for all that differ in other bits."""
+    """Arrive in each CTA at its own barrier; with from_cta once per value of the other bits."""
     barriers, last = barriers_of(mbarrier), current().num_ctas - 1
     if from_cta is not None and (barriers.group or not 0 <= static_int(from_cta) <= last):
         raise InvalidKernel(
@@ -182,11 +183,11 @@ def _arrive(
     def act(lane: Any) -> None:
         point()
         if performed(pred) and not lane.cta.rank & sent:
-            at = location()
-            clock = lane.release() if num_bytes is None else lane.release_by_one("expect", at)
+            location = current_location()
+            clock = lane.release() if num_bytes is None else lane.release_by_one("expect", location)
             for rank in others(lane.cta.rank, sent):
                 one = barriers.of(rank)
-                one.arrive(count, clock, lane.time, lane, at, num_bytes=num_bytes or 0)
+                one.arrive(count, clock, lane.time, lane, location, num_bytes=num_bytes or 0)
 
     in_ctas(act)
 
@@ -223,14 +224,14 @@ def fence_async_shared(cluster: bool = False) -> None:
 
 
 def barrier(*, cluster: bool = False) -> None:
-    """`gl.barrier`: of the warps of a partition, which run as one here; or of all CTAs."""
+    """Implement `gl.barrier`: for a partition's warps, one here, or for all CTAs."""
     point().meet()
     if cluster:
         cluster_barrier()
 
 
 def cluster_barrier(relaxed: bool = False) -> None:
-    """`cluster.barrier`; a relaxed one orders no memory."""
+    """Implement `cluster.barrier`; a relaxed one orders no memory."""
     point()
     role = all_here("a cluster barrier")
     if not relaxed:

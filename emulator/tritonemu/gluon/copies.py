@@ -5,7 +5,7 @@ from typing import Any
 import torch
 import triton.language as tl
 
-from ..errors import Unsupported, location
+from ..errors import Unsupported, current_location
 from ..language import make_tensor_descriptor as make_descriptor
 from ..machine import copies, views
 from ..machine.table import blackwell_only, point
@@ -18,7 +18,7 @@ from .memory import Sharded, described, free, part
 
 
 def _box(desc: Any, coord: Any, memory: Any, cta: Any) -> tuple[Any, Any]:
-    """The descriptor of the box that the CTA has of it, and where that begins."""
+    """Return the descriptor of the box that the CTA has, and the coordinates where it begins."""
     if not isinstance(memory, Sharded):
         return desc, coord
     shape, sharding = desc.block_shape, memory.sharding
@@ -27,7 +27,7 @@ def _box(desc: Any, coord: Any, memory: Any, cta: Any) -> tuple[Any, Any]:
 
 
 def _to_shared(barrier: Any, result: Any, multicast: bool, load: Any) -> None:
-    """Each CTA loads its part; with multicast one does for all that have the same.
+    """Load the part of each CTA; with multicast one CTA loads for all that have the same part.
 
     load: called with the role, the part, and the CTAs that get it, each with its barrier.
     """
@@ -68,7 +68,7 @@ def async_load_im2col(
 
 
 def _from_shared(src: Any, store: Any) -> None:
-    """Each CTA stores its part; of those that have the same, the first one."""
+    """Store the part of each CTA; the first one stores for all that have the same part."""
     in_ctas(lambda lane: lane.cta.rank & free(src) or store(lane.cta, part(src, lane.cta)))
 
 
@@ -100,8 +100,8 @@ def make_tensor_descriptor(
     base: Any, shape: Any, strides: Any, block_shape: Any, layout: Any,
     padding_option: str = "zero",
 ) -> Any:  # fmt: skip
-    made = make_descriptor(base, shape, strides, block_shape, padding_option)
-    return described(made, layout)
+    descriptor = make_descriptor(base, shape, strides, block_shape, padding_option)
+    return described(descriptor, layout)
 
 
 TMA = {
@@ -117,8 +117,8 @@ def cp_async(
 ) -> None:  # fmt: skip
     def act(lane: Role) -> None:
         box = smem.box(lane.cta) if isinstance(smem, Sharded) else None
-        given = (pointer, mask) if box is None else (cut(pointer, box), cut(mask, box))
-        copies.async_load(given[0], part(smem, lane.cta), given[1])
+        arguments = (pointer, mask) if box is None else (cut(pointer, box), cut(mask, box))
+        copies.async_load(arguments[0], part(smem, lane.cta), arguments[1])
 
     in_ctas(act)
 
@@ -132,11 +132,11 @@ def wait_group(num_outstanding: int = 0) -> None:
 
 
 def mbarrier_arrive(mbarrier: Any, increment_count: bool = True) -> None:
-    """Every thread arrives when the role's cp.async so far are complete.
+    """Arrive with every thread when the role's cp.async so far are complete.
 
     With increment_count the barrier expects as many more arrivals: only those of others count.
     """
-    bars, at = barriers_of(mbarrier), location()
+    bars, location = barriers_of(mbarrier), current_location()
 
     def act(lane: Role) -> None:
         role, barrier = point(), bars.of(lane.cta.rank)
@@ -146,18 +146,18 @@ def mbarrier_arrive(mbarrier: Any, increment_count: bool = True) -> None:
         for operation in (operation for group in role.copies for operation in group):
             clock.join(operation.clock)
             end = max(end, operation.end)
-        role.scheduler.at(end, lambda: barrier.arrive(threads, clock, end, "cp.async", at))
+        role.scheduler.at(end, lambda: barrier.arrive(threads, clock, end, "cp.async", location))
 
     in_ctas(act)
 
 
 def _rows(desc: Any, x_offsets: Any, y_offset: Any, memory: Any, cta: Any) -> tuple[Any, Any, Any]:
-    """The descriptor, rows and column of the part that the CTA has."""
+    """Return the descriptor, rows and column of the CTA's part."""
     if not isinstance(memory, Sharded):
         return desc, x_offsets, y_offset
     rows, (column, width) = memory.box(cta)
-    at = y_offset + column if column else y_offset
-    return desc.with_box((1, width)), cut(x_offsets, (rows,)), at
+    offset = y_offset + column if column else y_offset
+    return desc.with_box((1, width)), cut(x_offsets, (rows,)), offset
 
 
 def async_gather(
@@ -186,7 +186,7 @@ BLACKWELL_TMA = {**TMA, "async_gather": async_gather, "async_scatter": async_sca
 
 
 class Canceled:
-    """What `clc.load_result` reads: the program that was taken over, if any."""
+    """Result of `clc.load_result`: the program that was taken over, if any."""
 
     def __init__(self, response: list[int]):
         self.program, self.valid = response[:3], bool(response[3])
@@ -199,7 +199,7 @@ class Canceled:
 
 
 def try_cancel(result: Any, barrier: Any) -> None:
-    """Of the first CTA, for all."""
+    """Take over a cluster once for all CTAs, issued by the first one."""
     blackwell_only("clc.try_cancel")
     point()
     role, bars = all_here("try_cancel"), barriers_of(barrier)
@@ -216,7 +216,7 @@ CLC = {"try_cancel": try_cancel, "load_result": load_result}
 
 
 def store_async(dst: Any, value: Any, mbarrier: Any) -> None:
-    """`hopper.async_store`, which Triton refuses in a program of one CTA."""
+    """Implement `hopper.async_store`, which Triton refuses in a program of one CTA."""
     dst.async_store(value, mbarrier)
 
 

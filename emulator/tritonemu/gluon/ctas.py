@@ -1,9 +1,9 @@
-"""How a Gluon program is spread over CTAs: which CTA has which part, and who acts.
+"""Distribution of a Gluon program over CTAs: the part each of them has, and who acts.
 
 One instruction stream stands for all CTAs: they take each operation in turn, as the lanes of a role
 (`scheduler.Role.lanes`), each with a clock, barriers and memory of its own. So what orders them is
-known exactly, while the order in which they get there is not varied. Of an `if` whose condition
-differs between CTAs (`ByCta`), those take the branch for which it holds, and the others wait.
+known exactly, while the order in which they get there is not varied. If the condition of an
+`if` differs between CTAs (`ByCta`), those take the branch for which it holds, and the others wait.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from ..assembly import short
-from ..errors import Unsupported, location
+from ..errors import Unsupported, current_location
 from ..launch import current
 from ..scheduler import Role
 from ..tile import Tile, scalar
@@ -24,7 +24,7 @@ def in_ctas(act: Callable[[Role], Any]) -> list[Any]:
 
 
 def all_here(what: str) -> Role:
-    """The running role; raises Unsupported in a branch that only some CTAs take."""
+    """Return the running role; raises Unsupported in a branch that only some CTAs take."""
     role = current().role
     if role.leader.branch is not role.leader.lanes:
         raise Unsupported(f"{what} in a branch that only some CTAs take")
@@ -32,7 +32,7 @@ def all_here(what: str) -> Role:
 
 
 class ByCta(Tile):
-    """A scalar that CTAs may have different values of: `values`, by rank.
+    """A scalar whose value may differ between CTAs: `values`, by rank.
 
     Where all CTAs agree that take the branch, it is that one. Elsewhere it can be compared,
     computed with, and be the condition of an `if`. entered: the branches around those.
@@ -63,7 +63,7 @@ class ByCta(Tile):
         return self.one.base
 
     def enter(self, otherwise: bool) -> bool:
-        """Begin the branch of the CTAs for which it holds; False if it holds for none."""
+        """Begin the branch of the CTAs for which the condition holds; False if there is none."""
         leader = current().role.leader
         self.entered.append(leader.branch)
         here = [lane for lane in leader.branch if bool(self.values[lane.cta.rank])]
@@ -74,7 +74,7 @@ class ByCta(Tile):
         return bool(here)
 
     def end(self) -> None:
-        """The branch returns; raises Unsupported if some CTAs do not take it."""
+        """Check a return in the branch; raises Unsupported if some CTAs do not take it."""
         if self.entered[-1] is not current().role.leader.branch:
             raise Unsupported("a return in a branch that only some CTAs take")
 
@@ -98,12 +98,12 @@ for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
 
 
 def cta_rank(dtype: Any) -> Tile:
-    """%cluster_ctarank."""
+    """Read %cluster_ctarank."""
     return ByCta([scalar(rank, dtype) for rank in range(current().num_ctas)])
 
 
 def others(rank: int, bits: int) -> list[int]:
-    """The CTAs whose rank is this one but for some of these bits, itself first."""
+    """List the CTAs whose rank differs from this one in these bits only, itself first."""
     ranks = [rank]
     for bit in (1 << i for i in range(bits.bit_length()) if bits >> i & 1):
         ranks += [each ^ bit for each in ranks]
@@ -115,7 +115,7 @@ Box = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Sharding:
-    """The bases of a `cga_layout`, over the last dimensions of a shape.
+    """Bases of a `cga_layout`, over the last dimensions of a shape.
 
     Bit i of a CTA's rank moves its part by `bases[i]`, in parts; a basis of zeros means that CTAs
     which differ in that bit have the same part.
@@ -125,29 +125,29 @@ class Sharding:
 
     @property
     def free(self) -> int:
-        """The bits of the rank in which CTAs differ that have the same part."""
+        """Bits of the rank in which CTAs with the same part differ."""
         return sum(1 << i for i, basis in enumerate(self.bases) if not any(basis))
 
     def parts(self, rank: int) -> tuple[int, ...]:
-        """Parts along each dimension of a shape of this rank."""
+        """Number of parts along each dimension of a shape with this rank."""
         largest = [max(2 * size, 1) for size in map(max, zip(*self.bases, strict=True))]
         return (*(1,) * (rank - len(largest)), *largest)
 
     def local(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape of a part."""
+        """Shape of a part."""
         return tuple(n // p for n, p in zip(shape, self.parts(len(shape)), strict=True))
 
     def whole(self, shape: Sequence[int]) -> tuple[int, ...]:
         return tuple(n * p for n, p in zip(shape, self.parts(len(shape)), strict=True))
 
     def box(self, shape: Sequence[int], cta: int) -> Box:
-        """Start and size, along each dimension of the whole shape, of what the CTA has."""
-        at = [0] * len(shape)
+        """Start and size of the CTA's part, along each dimension of the whole shape."""
+        starts = [0] * len(shape)
         for i, basis in enumerate(self.bases):
             if cta >> i & 1:
                 for d, step in enumerate(basis, len(shape) - len(basis)):
-                    at[d] ^= step
-        return tuple((each * size, size) for each, size in zip(at, self.local(shape), strict=True))
+                    starts[d] ^= step
+        return tuple((i * size, size) for i, size in zip(starts, self.local(shape), strict=True))
 
     def permuted(self, order: Sequence[int]) -> "Sharding":
         full = ((*(0,) * (len(order) - len(basis)), *basis) for basis in self.bases)
@@ -155,7 +155,7 @@ class Sharding:
 
 
 def sharding_of(layout: Any, shape: Sequence[int]) -> Sharding | None:
-    """That of a layout for this shape; None if it does not say, or not in whole parts."""
+    """Return the sharding of a layout for this shape; None if unknown or not in whole parts."""
     if current().num_ctas == 1:
         return Sharding()
     bases = getattr(layout, "cga_layout", None)
@@ -176,35 +176,35 @@ def sharding_of(layout: Any, shape: Sequence[int]) -> Sharding | None:
 
 
 def registers(shape: Sequence[int]) -> Sharding:
-    """Which CTA has what of the operand in registers of the operation on memory at this place.
+    """Return how the CTAs share the register operand of the memory operation at this location.
 
     The compiler knows; raises Unsupported if it says nothing, or several things.
     """
-    layouts = current().registers().get(short(location()), ())
-    found = {sharding_of(SimpleNamespace(**dict(each)), shape) for each in layouts}
-    if len(found) != 1 or None in found:
+    layouts = current().registers().get(short(current_location()), ())
+    shardings = {sharding_of(SimpleNamespace(**dict(each)), shape) for each in layouts}
+    if len(shardings) != 1 or None in shardings:
         raise Unsupported(f"registers of {len(layouts)} layouts in one line, or none that is known")
-    return found.pop()
+    return shardings.pop()
 
 
 def required(layout: Any, shape: Sequence[int]) -> Sharding:
-    """As `sharding_of`; raises Unsupported instead of None."""
-    found = sharding_of(layout, shape)
-    if found is None:
+    """Return `sharding_of`; raises Unsupported instead of None."""
+    sharding = sharding_of(layout, shape)
+    if sharding is None:
         raise Unsupported(f"memory of {layout!r} in a program of {current().num_ctas} CTAs")
-    return found
+    return sharding
 
 
 def common(a: Box, b: Box) -> Box | None:
-    """Where two boxes meet."""
+    """Return the intersection of two boxes."""
     ends = [(max(x, y), min(x + n, y + m)) for (x, n), (y, m) in zip(a, b, strict=True)]
     return None if any(x >= y for x, y in ends) else tuple((x, y - x) for x, y in ends)
 
 
-def at(box: Box) -> tuple[slice, ...]:
+def slices(box: Box) -> tuple[slice, ...]:
     return tuple(slice(start, start + size) for start, size in box)
 
 
 def cut(tile: Any, box: Box) -> Any:
-    """The part of a tile; of what is none, and of a scalar, all."""
-    return tile.like(tile.data[at(box)]) if isinstance(tile, Tile) and tile.shape else tile
+    """Cut the box out of a tile; scalars and other values stay whole."""
+    return tile.like(tile.data[slices(box)]) if isinstance(tile, Tile) and tile.shape else tile

@@ -18,40 +18,40 @@ class Im2Col(Descriptor):
     not the box; outside the image it is padding.
     """
 
-    def __init__(self, base: Tile, given: Any):
-        self.pixels, channels = given.block_shape
-        ones = (1,) * (len(given.shape) - 1)
-        super().__init__(base, given.shape, given.strides, (*ones, channels), given.padding)
-        self.pixel, self.block_shape = self.with_box(self.block_shape), tuple(given.block_shape)
-        spatial = list(given.shape)[1:-1]
-        self.first = list(given.pixel_box_lower_corner)
-        ends = zip(spatial, given.pixel_box_upper_corner, strict=True)
+    def __init__(self, base: Tile, host: Any):
+        self.pixels, channels = host.block_shape
+        ones = (1,) * (len(host.shape) - 1)
+        super().__init__(base, host.shape, host.strides, (*ones, channels), host.padding)
+        self.pixel, self.block_shape = self.with_box(self.block_shape), tuple(host.block_shape)
+        spatial = list(host.shape)[1:-1]
+        self.first = list(host.pixel_box_lower_corner)
+        ends = zip(spatial, host.pixel_box_upper_corner, strict=True)
         self.last = [size - 1 + corner for size, corner in ends]
-        self.jumps = list(given.element_strides or (1, *ones))[1:-1]
+        self.jumps = list(host.element_strides or (1, *ones))[1:-1]
 
     def fetch(self, start: Any, by: Operation | None = None) -> Tile:
-        """The pixels from `start`, which is coordinates and offsets."""
-        (batch, *at, channel), offsets = ([int(x) for x in part] for part in start)
-        for x, first, last in zip(at, self.first, self.last, strict=True):
+        """Load the pixels from `start`, which is coordinates and offsets."""
+        (batch, *position, channel), offsets = ([int(x) for x in part] for part in start)
+        for x, first, last in zip(position, self.first, self.last, strict=True):
             if not first <= x <= last:
                 raise OutOfBounds(
-                    f"im2col load of {self.region.name} begins at pixel {at}, and its box goes "
-                    f"from {self.first} to {self.last}"
+                    f"im2col load of {self.region.name} begins at pixel {position}, and its box "
+                    f"goes from {self.first} to {self.last}"
                 )
         rows, left = [], self.pixels
         while left:
-            run = min(left, self.last[-1] - at[-1] + 1) if self.jumps[-1] == 1 else 1
-            where = (x + offset for x, offset in zip(at, offsets, strict=True))
-            box = self.pixel.with_box((*(1,) * len(at), run, self.block_shape[1]))
-            found = self.region.memory.load_box(box, (batch, *where, channel), by)
-            rows.append(found.data.reshape(run, -1))
+            run = min(left, self.last[-1] - position[-1] + 1) if self.jumps[-1] == 1 else 1
+            where = (x + offset for x, offset in zip(position, offsets, strict=True))
+            box = self.pixel.with_box((*(1,) * len(position), run, self.block_shape[1]))
+            pixels = self.region.memory.load_box(box, (batch, *where, channel), by)
+            rows.append(pixels.data.reshape(run, -1))
             left -= run
-            at[-1] += (run - 1) * self.jumps[-1]
-            for d in reversed(range(len(at))):
-                at[d] += self.jumps[d]
-                if at[d] <= self.last[d]:
+            position[-1] += (run - 1) * self.jumps[-1]
+            for d in reversed(range(len(position))):
+                position[d] += self.jumps[d]
+                if position[d] <= self.last[d]:
                     break
-                at[d] = self.first[d]
+                position[d] = self.first[d]
             else:
                 batch += 1
         return Tile(torch.cat(rows), self.dtype)

@@ -1,4 +1,4 @@
-"""The operations of `gl` that `tl` has not, or has without a layout."""
+"""Operations of `gl` that `tl` lacks, or has without a layout."""
 
 import re
 from typing import Any
@@ -13,13 +13,13 @@ from ..tile import Tile
 from .barriers import barrier
 from .ctas import all_here, cta_rank
 from .memory import allocate_shared_memory
-from .products import mma_v2
+from .mma import mma_v2
 
 _HINTS = ("layout", "cache_policy")
 
 
 def _without_hints(name: str) -> Any:
-    """The operation of `tl`, for which layouts and cache policies mean nothing."""
+    """Wrap an operation of `tl`, which ignores layouts and cache policies."""
 
     def apply(*args: Any, **kwargs: Any) -> Any:
         named = {key: value for key, value in kwargs.items() if key not in _HINTS}
@@ -55,7 +55,7 @@ def num_ctas() -> int:
 def inline_asm_elementwise(
     asm: str, constraints: str, args: Any, dtype: Any, **options: Any
 ) -> Any:
-    """As of `tl`; and the rank of the CTA."""
+    """Implement that of `tl`, and the instruction that reads the rank of the CTA."""
     if re.fullmatch(r"\s*mov\.[bsu]32\s+\$0,\s*%cluster_ctarank;\s*", asm):
         return cta_rank(dtype)
     return LANGUAGE["inline_asm_elementwise"](asm, constraints, args, dtype, **options)
@@ -64,7 +64,8 @@ def inline_asm_elementwise(
 def warp_specialize(
     functions_and_args: Any, worker_num_warps: Any, worker_num_regs: Any = None
 ) -> Any:
-    """The first function is the default partition, whose results are given; the others work."""
+    """Run partitions: the first function is the default one, whose results are returned; the others
+    are workers."""
     workers, warps = functions_and_args[1:], tuple(worker_num_warps)
     all_here("warp_specialize")
     registers = (None,) * len(warps) if worker_num_regs is None else tuple(worker_num_regs)
@@ -91,12 +92,12 @@ def warp_specialize(
 
     function, args = functions_and_args[0]
     region.add(partition(function, args, True), {}, "default")
-    for (function, args), number, asked in zip(workers, warps, registers, strict=True):
+    for (function, args), number, count in zip(workers, warps, registers, strict=True):
         tile = next((value for value in args if isinstance(value, Tile) and value.shape), None)
         if tile is not None:
             raise InvalidKernel(f"a worker of warp_specialize takes no tensor, got {tile!r}")
         # Upstream rounds what is asked for up to a multiple of 8.
-        options = {} if asked is None else {"registers": -(-asked // 8) * 8}
+        options = {} if count is None else {"registers": -(-count // 8) * 8}
         region.add(partition(function, args, False), {}, num_warps=number, **options)
     region.run()
     return results[0]

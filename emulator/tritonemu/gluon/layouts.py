@@ -11,7 +11,7 @@ def _listed(value: Any) -> Any:
 
 
 class Layout:
-    """Stands for a class of layouts; made in a kernel or outside, equal layouts are equal."""
+    """Replacement of a layout class; equal ones are equal, made in a kernel or outside."""
 
     def __init__(self, kind: type):
         self.kind = kind
@@ -28,7 +28,7 @@ class Layout:
 
 
 def named(module: ModuleType) -> dict[str, Layout]:
-    """The layouts of one of Gluon's modules."""
+    """Collect the layouts of one of Gluon's modules."""
     return {
         name: Layout(value)
         for name, value in vars(module).items()

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from ..assembly import short
 from ..buffers import LANES, Buffer, Storage, packed
-from ..errors import InvalidKernel, OutOfBounds, Race, Unsupported, location
+from ..errors import InvalidKernel, OutOfBounds, Race, Unsupported, current_location
 from ..launch import current
 from ..machine import copies, views
 from ..machine.sync import remote
@@ -24,13 +24,13 @@ from .ctas import (
     Box,
     Sharding,
     all_here,
-    at,
     common,
     cut,
     in_ctas,
     registers,
     required,
     sharding_of,
+    slices,
 )
 
 
@@ -38,27 +38,27 @@ from .ctas import (
 class Memory(Storage):
     """A storage that knows which values still name it.
 
-    cells: barriers that are made of it. made: where it was allocated. before: shared memory that
-    was allocated before, with which it may share bytes.
+    cells: barriers that are made of it. location: where it was allocated. earlier: shared memory
+    allocated before it, with which it may share bytes.
     """
 
     views: Any = field(default_factory=weakref.WeakSet)
     cells: Cells | None = None
-    made: Any = field(default_factory=location)
-    before: list["Memory"] = field(default_factory=list)
+    location: Any = field(default_factory=current_location)
+    earlier: list["Memory"] = field(default_factory=list)
 
     @property
     def barriers(self) -> Any:
         return () if self.cells is None else self.cells.barriers
 
     def shares_with(self, other: "Memory") -> bool:
-        """Whether the compiler gives bytes to both."""
+        """Return whether the compiler lets both share bytes."""
 
         def spans(memory: "Memory") -> list[range]:
-            calls = tuple(map(short, reversed(memory.made.chain)))
+            calls = tuple(map(short, reversed(memory.location.chain)))
             every = current().placed()
-            mine = (at for where, at in every if where[: len(calls)] == calls)
-            return [range(at, at + memory.num_bytes) for at in mine]
+            offsets = (offset for where, offset in every if where[: len(calls)] == calls)
+            return [range(offset, offset + memory.num_bytes) for offset in offsets]
 
         pairs = [(a, b) for a in spans(self) for b in spans(other)]
         return bool(pairs) and all(a.start < b.stop and b.start < a.stop for a, b in pairs)
@@ -74,25 +74,25 @@ class View(Buffer):
         self.storage.views.add(self)
 
     def _access(self, actor: Role | Operation, write: bool) -> None:
-        """Raise Race, too, if this write meets what is in flight on memory of the same bytes."""
+        """Raise Race also if this write meets operations in flight on the same bytes."""
         super()._access(actor, write)
-        while write and current().races and self.storage.before:
-            old, access = self.storage.before[-1], actor.access(True, 0, name=self.name)
+        while write and current().races and self.storage.earlier:
+            old, access = self.storage.earlier[-1], actor.access(True, 0, name=self.name)
             pending = [each for each in old.shadow.accesses if not actor.clock.knows(each)]
             if pending and self.storage.shares_with(old):
                 other = pending[0]
-                does, (file, line) = "writes" if other.write else "reads", other.at
+                does, (file, line) = "writes" if other.write else "reads", other.location
                 raise Race(
                     f"{access.who} writes {self.label}, which the compiler puts where {other.name} "
                     f"was, as no operation comes that uses that; {other.who} {does} it at "
                     f"{file}:{line}, and nothing orders the two",
-                    access.at,
-                    other=other.at,
+                    access.location,
+                    other=other.location,
                     buffer=self.name,
                     marks=(other.mark, access.mark),
                     **current().scheduler.around(access, other),
                 )
-            self.storage.before.pop()
+            self.storage.earlier.pop()
 
     @property
     def nbytes_per_cta(self) -> int:
@@ -139,14 +139,14 @@ class View(Buffer):
 
     def reinterpret(self, dtype: Any = None, shape: Any = None, layout: Any = None) -> "View":
         sizes = None if shape is None else tuple(static_int(size) for size in shape)
-        kept = self.layout if layout is None else layout
-        return replace(super().reinterpret(dtype or self.dtype, sizes), layout=kept)
+        new_layout = self.layout if layout is None else layout
+        return replace(super().reinterpret(dtype or self.dtype, sizes), layout=new_layout)
 
     def _keep_alive(self) -> None:
-        """A use of the buffer, up to which it is alive."""
+        """Use the buffer, which keeps it alive until here."""
 
     def contents(self) -> torch.Tensor:
-        """As they are, which is no access."""
+        """Contents, read without recording an access."""
         return from_raw(self._view().clone(), self.dtype).reshape(self.shape)
 
     def gather(self, indices: Any, axis: int) -> Tile:
@@ -156,7 +156,7 @@ class View(Buffer):
         views.local_scatter(self, values, indices, axis)
 
     def get_reg_layout(self, num_warps: Any = None, instr_variant: str = "32x32b") -> Any:
-        """A name for a layout: values do not depend on it."""
+        """Return a name for a layout: values do not depend on it."""
         return ("tensor memory", self.shape, instr_variant)
 
     def as_barriers(self) -> MBarriers:
@@ -206,18 +206,18 @@ class Sharded:
         return remote(self._whole().view, cta.rank)
 
     def box(self, cta: Any) -> Box:
-        """What this CTA has of it."""
+        """Box of this CTA."""
         return self._whole().sharding.box(self.shape, cta.rank)
 
     def _pieces(self, lane: Any) -> list[tuple[Box, Box, Any]]:
-        """What the CTAs have of it, where that lies in the part, and who has it: of several with
-        the same part this CTA, or the first one."""
-        found: dict[Box, Any] = {}
+        """List the pieces that CTAs have, where each lies in its part, and its owner: of several
+        with the same part this CTA, or the first one."""
+        owners: dict[Box, Any] = {}
         full = self.sharding.whole(self.view.shape)
         for cta in (lane.cta, *lane.cta.cluster.ctas):
-            found.setdefault(self.sharding.box(full, cta.rank), cta)
+            owners.setdefault(self.sharding.box(full, cta.rank), cta)
         pieces = []
-        for box, cta in found.items():
+        for box, cta in owners.items():
             both = box if self.slices is None else common(box, self.slices)
             if both is not None:
                 inner = tuple((x - y, n) for (x, n), (y, _) in zip(both, box, strict=True))
@@ -226,12 +226,13 @@ class Sharded:
                 pieces.append((outer, inner, cta))
         return pieces
 
-    def _parts(self, lane: Any, wanted: Box) -> Iterator[tuple[Box, View]]:
-        """The parts of a box, from the CTAs that have them: from this one alone, if it can be."""
+    def _parts(self, lane: Any, box: Box) -> Iterator[tuple[Box, View]]:
+        """Yield the parts of a box, from the CTAs that have them, or from this one if it has
+        all."""
         pieces = self._pieces(lane)
-        own = [each for each in pieces if each[2] is lane.cta and common(each[0], wanted) == wanted]
-        for outer, inner, cta in own or pieces:
-            both = common(outer, wanted)
+        local = [x for x in pieces if x[2] is lane.cta and common(x[0], box) == box]
+        for outer, inner, cta in local or pieces:
+            both = common(outer, box)
             if both is not None:
                 moves = zip(both, outer, inner, strict=True)
                 starts = tuple(x - y + z for (x, _), (y, _), (z, _) in moves)
@@ -245,16 +246,16 @@ class Sharded:
         return Sharded(view, self.sharding)
 
     def load(self, layout: Any = None) -> Tile:
-        """What each CTA's registers have by this layout, from the CTAs that have it in memory."""
+        """Load each CTA's registers by this layout, from the CTAs that have the data."""
         has = sharding_of(layout, self.shape) or self._whole().sharding
-        found = torch.zeros(self.shape, dtype=held(self.view.dtype))
+        data = torch.zeros(self.shape, dtype=held(self.view.dtype))
 
         def act(lane: Any) -> None:
             for box, view in self._parts(lane, has.box(self.shape, lane.cta.rank)):
-                found[at(box)] = views.local_load(view).data
+                data[slices(box)] = views.local_load(view).data
 
         in_ctas(act)
-        return Tile(found, self.view.dtype)
+        return Tile(data, self.view.dtype)
 
     def _fits(self, value: Any) -> Tile:
         value = to_tile(value)
@@ -274,7 +275,7 @@ class Sharded:
             in_ctas(act)
 
     def async_store(self, value: Any, barrier: Any) -> None:
-        """Of registers, by whoever has them, each counted on the barrier of who gets them."""
+        """Store registers asynchronously from their owners, counted on the receiver's barrier."""
         value, bars, layout = self._fits(value), barriers_of(barrier), registers(self.shape)
 
         def act(lane: Any) -> None:
@@ -285,16 +286,16 @@ class Sharded:
         in_ctas(act)
 
     def _boxes(self, lane: Any, indices: Tile, axis: int) -> Iterator[tuple[Any, Any, View]]:
-        """What this CTA's indices along `axis` name: of each part of the memory which of them, and
-        where these elements are in the view of the box around them."""
+        """Resolve this CTA's indices along `axis`: for each part of the memory the mask of the
+        indices, their positions in the view of the box around them, and the view."""
         index = indices.data.to(torch.int64)
-        mine = torch.zeros(index.shape, dtype=torch.bool)
-        mine[at(registers(index.shape).box(index.shape, lane.cta.rank))] = True
-        if bool(((index < 0) | (index >= self.shape[axis]))[mine].any()):
+        local = torch.zeros(index.shape, dtype=torch.bool)
+        local[slices(registers(index.shape).box(index.shape, lane.cta.rank))] = True
+        if bool(((index < 0) | (index >= self.shape[axis]))[local].any()):
             raise OutOfBounds(f"an index of {self.view.name}, which has {self.shape[axis]} there")
         for piece, _, _ in self._pieces(lane):
             start, size = piece[axis]
-            here = mine & (index >= start) & (index < start + size)
+            here = local & (index >= start) & (index < start + size)
             for d, (first, number) in enumerate(piece):
                 if d != axis:
                     places = torch.arange(index.shape[d]).view(
@@ -310,14 +311,14 @@ class Sharded:
                 yield here, inside, view
 
     def gather(self, indices: Tile, axis: int) -> Tile:
-        found = torch.zeros(indices.shape, dtype=held(self.view.dtype))
+        data = torch.zeros(indices.shape, dtype=held(self.view.dtype))
 
         def act(lane: Any) -> None:
             for here, inside, view in self._boxes(lane, indices, axis):
-                found[here] = views.local_load(view).data[inside]
+                data[here] = views.local_load(view).data[inside]
 
         in_ctas(act)
-        return Tile(found, self.view.dtype)
+        return Tile(data, self.view.dtype)
 
     def scatter(self, values: Tile, indices: Tile, axis: int) -> None:
         value, index = torch.broadcast_tensors(to_tile(values).data, indices.data)
@@ -352,7 +353,7 @@ class Sharded:
         return Sharded(self.view.permute(dims), self.sharding.permuted(dims))
 
     def reshape(self, shape: Any) -> "Sharded":
-        """Parts stay parts if they are split along the first dimension that is longer than 1."""
+        """Reshape; parts stay parts if split along the first dimension that is longer than 1."""
         sizes = tuple(static_int(size) for size in shape)
         self._whole()
         first = [next((d for d, n in enumerate(s) if n > 1), 0) for s in (self.shape, sizes)]
@@ -376,12 +377,12 @@ class Sharded:
 
 
 def part(what: Any, cta: Any) -> Any:
-    """What the CTA has of memory; of anything else, all."""
+    """Return the CTA's part of memory; anything else stays whole."""
     return what.of(cta) if isinstance(what, Sharded) else what
 
 
 def free(what: Any) -> int:
-    """The bits of the rank in which CTAs differ that have the same part of this memory."""
+    """Return the bits of the rank in which CTAs with the same part of this memory differ."""
     return what._whole().sharding.free if isinstance(what, Sharded) else 0
 
 
@@ -424,8 +425,8 @@ def _allocate(
     tensor: bool, num_bytes: int, layout: Any, sharding: Sharding, value: Any,
     make: Callable[[Memory], View],
 ) -> Any:  # fmt: skip
-    """New memory in each CTA, or such of the same size as no value names any more: its accesses
-    remain. make: the view of it."""
+    """Allocate memory in each CTA, or reuse an allocation of the same size that no value names any
+    more: its accesses remain. make: builds the view."""
     first, *rest = all_here("an allocation").lanes
     old = first.cta.allocations
     free = (
@@ -434,28 +435,28 @@ def _allocate(
         if isinstance(each, Memory) and not each.views
         if each.tensor == tensor and each.num_bytes == num_bytes
     )
-    number, made = next(free, len(old)), []
+    number, buffers = next(free, len(old)), []
     for lane in (first, *rest):
         cta = lane.cta
         if number < len(cta.allocations):
             storage = cta.allocations[number]
-            storage.shadow.written, storage.made = 0, location()
-            made.append(make(storage))
-            made[-1].fit()
+            storage.shadow.written, storage.location = 0, current_location()
+            buffers.append(make(storage))
+            buffers[-1].fit()
         else:
-            made.append(make(storage := Memory(cta, tensor)))
-            made[-1].fit()
+            buffers.append(make(storage := Memory(cta, tensor)))
+            buffers[-1].fit()
             cta.allocate(storage)
-        storage.before = _others(storage)
-    made[0].layout = layout
-    view = Sharded(made[0], sharding) if rest else made[0]
+        storage.earlier = _others(storage)
+    buffers[0].layout = layout
+    view = Sharded(buffers[0], sharding) if rest else buffers[0]
     if value is not None:
         view.store(value)
     return view
 
 
 def _others(memory: Memory) -> list[Memory]:
-    """The other shared memory of its CTA so far; none for tensor memory."""
+    """List the other shared memory of its CTA so far; none for tensor memory."""
     every = (each for each in memory.cta.allocations if isinstance(each, Memory))
     return [each for each in every if each is not memory and not (memory.tensor or each.tensor)]
 
@@ -508,7 +509,7 @@ class BlockType:
 
 
 def described(descriptor: Any, layout: Any) -> Any:
-    """A `memory.Descriptor` with the members that Gluon's have."""
+    """Add the members of Gluon's descriptors to a `memory.Descriptor`."""
     descriptor.layout = layout
     descriptor.block_type = BlockType(descriptor.block_shape, descriptor.dtype)
     shape = descriptor.block_shape

@@ -23,7 +23,7 @@ from .views import stored, touch
 
 
 def copy(role: Role, kind: str, buffer: Buffer, num_bytes: int) -> Operation:
-    """A copy of shared memory: read when the copy begins, written as its bytes arrive."""
+    """Issue a copy of shared memory: read when the copy begins, written as its bytes arrive."""
     operation = role.scheduler.issue("copy")
     start, end = role.cta.engines["TMA"].queue(role.time, num_bytes / COPY_BYTES)
     port = buffer.storage.cta.engines["shared memory"]
@@ -38,7 +38,7 @@ def deliver(
     role: Role, first: Operation, result: Buffer, data: torch.Tensor,
     targets: Sequence[tuple[int, MBarrier]],
 ) -> None:  # fmt: skip
-    """Land what the copy `first` brings in these CTAs, each counted on the barrier beside it."""
+    """Deliver the data of the copy `first` to these CTAs, each counted on the barrier beside it."""
     operation, num_bytes = first, result.num_bytes
     for rank, barrier in targets:
         target = remote(result, rank)
@@ -53,14 +53,14 @@ def land(
     operation: Operation, target: Buffer, data: torch.Tensor, barrier: MBarrier, num_bytes: int,
     alone: bool = False,
 ) -> None:  # fmt: skip
-    """Write what a copy brings, and count it on the barrier when the copy completes.
+    """Write the data of a copy, and count it on the barrier when the copy completes.
 
     alone: whoever waits for that learns of the copy, not of what its role did to memory before.
     """
-    operation.role.scheduler.synchronises("arrival", operation.role, barrier, operation.at)
+    operation.role.scheduler.synchronises("arrival", operation.role, barrier, operation.location)
     target.write(data, operation)
     clock = operation.clock.landed(operation.bit) if alone else operation.clock
-    done = clock, operation.end, "TMA", operation.at
+    done = clock, operation.end, "TMA", operation.location
     operation.role.scheduler.at(operation.end, lambda: barrier.arrive(0, *done, -num_bytes))
 
 
@@ -84,7 +84,7 @@ def load_box(
     role: Role, desc: Descriptor, result: Buffer, offsets: Any,
     targets: Sequence[tuple[int, MBarrier]],
 ) -> None:  # fmt: skip
-    """A TMA load of a box to these CTAs."""
+    """Load a box to these CTAs by TMA."""
     num_bytes = math.prod(desc.block_shape) * result.itemsize
     if num_bytes != result.num_bytes or desc.dtype.name != result.dtype.name:
         expected = f"{desc.dtype}{list(desc.block_shape)}"
@@ -109,7 +109,7 @@ def gather(
     role: Role, desc: Descriptor, result: Buffer, rows: Tile, column: Any,
     targets: Sequence[tuple[int, MBarrier]],
 ) -> None:  # fmt: skip
-    """Rows of a matrix to shared memory, as many as there are numbers of them."""
+    """Gather rows of a matrix to shared memory."""
     expected = (math.prod(rows.shape), desc.block_shape[-1])
     if result.shape != expected or result.dtype.name != desc.dtype.name:
         raise InvalidKernel(f"{result.name} must be {desc.dtype}{[*expected]} as what is gathered")
@@ -137,14 +137,14 @@ def try_cancel(response: Buffer, barriers: Sequence[MBarrier]) -> None:
     answer = answer.view(held(response.dtype))
     first = copy(role, "copy", response, 16)
     for rank, barrier in enumerate(barriers):
-        own = rank == role.cta.rank
-        operation = first if own else role.scheduler.issue("copy", end=first.end)
+        local = rank == role.cta.rank
+        operation = first if local else role.scheduler.issue("copy", end=first.end)
         land(operation, remote(response, rank), answer, barrier, 16, alone=True)
 
 
 @op
 def async_store(dst_global_ptr: Tile, src_smem: Buffer, size: Any) -> None:
-    """`size` bytes of shared memory to consecutive global addresses."""
+    """Store `size` bytes of shared memory to consecutive global addresses."""
     role, source = point(), src_smem.single()
     count, rest = divmod(int(size), source.itemsize)
     if rest or count > math.prod(source.shape) or int(size) % 16:
@@ -158,7 +158,7 @@ def async_store(dst_global_ptr: Tile, src_smem: Buffer, size: Any) -> None:
 
 
 def landing(role: Role, reading: Operation) -> Operation:
-    """What a copy to global memory writes, which completes after what it reads."""
+    """Issue the writes of a copy to global memory, which complete after its reads."""
     operation = role.scheduler.issue("store", end=reading.end)
     role.stores.append(reading)
     role.landings.append(operation)
@@ -167,13 +167,13 @@ def landing(role: Role, reading: Operation) -> Operation:
 
 @op
 def async_descriptor_store_wait(pendings: int) -> None:
-    """cp.async.bulk.wait_group.read: the buffers have been read."""
+    """Wait by cp.async.bulk.wait_group.read until the buffers have been read."""
     role = point()
     drain(role, role.stores, static_int(pendings), "wait store")
 
 
 def wait_for_landings(pendings: str | int) -> None:
-    """cp.async.bulk.wait_group: what was stored is in memory, too."""
+    """Wait by cp.async.bulk.wait_group until the stores are in memory, too."""
     role = point()
     drain(role, role.landings, int(pendings), "wait store")
     drain(role, role.stores, int(pendings), "wait store")
@@ -202,7 +202,7 @@ def async_load(
     eviction_policy: str = "", is_volatile: bool = False, bulk: bool = False,
     bulk_size: Any = None, barrier: Any = None,
 ) -> None:  # fmt: skip
-    """cp.async: awaited by groups; with `bulk`, cp.async.bulk: awaited on a barrier."""
+    """Issue cp.async, awaited by groups; with `bulk`, cp.async.bulk, awaited on a barrier."""
     role, result = point(), result.single()
     memory = current().memory
     if bulk:
@@ -244,15 +244,14 @@ def remote_shmem_store(dst: Buffer, src: Tile, remote_cta_rank: Any) -> None:
 
 @op
 def async_remote_shmem_store(dst: Buffer, src: Tile, remote_cta_rank: Any, barrier: Any) -> None:
-    """Registers to a peer's shared memory; the bytes are counted on the peer's barrier."""
+    """Store registers to a peer's shared memory; the bytes are counted on the peer's barrier."""
     role, rank = point(), int(remote_cta_rank)
     store_shared(role, remote(dst.single(), rank), src, in_cta(single(barrier), rank))
 
 
 @uncharged
 def store_shared(role: Role, target: Buffer, value: Tile, barrier: MBarrier) -> None:
-    """Registers to shared memory of any CTA, asynchronously, which takes no part in the proxy of
-    other copies."""
+    """Store registers to any CTA's shared memory, asynchronously, outside other copies' proxy."""
     data = stored(target, value, "an asynchronous store")
     operation = copy(role, "copy", target, target.num_bytes)
     operation.generic = operation.stores = True
@@ -261,7 +260,7 @@ def store_shared(role: Role, target: Buffer, value: Tile, barrier: MBarrier) -> 
 
 @op
 def async_remote_shmem_copy(dst: Buffer, src: Buffer, remote_cta_rank: Any, barrier: Any) -> None:
-    """Shared memory to a peer's; the bytes are counted on the peer's barrier."""
+    """Copy shared memory to a peer's; the bytes are counted on the peer's barrier."""
     role, rank, source = point(), int(remote_cta_rank), src.single()
     target = remote(dst.single(), rank)
     operation = copy(role, "copy", target, target.num_bytes)

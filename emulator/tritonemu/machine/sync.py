@@ -6,7 +6,7 @@ import triton.language as tl
 
 from ..barriers import MBarrier, named_barrier
 from ..buffers import Buffer
-from ..errors import InvalidKernel, OutOfBounds, Wait, location
+from ..errors import InvalidKernel, OutOfBounds, Wait, current_location
 from ..launch import current
 from ..rewrite import static_int
 from ..tile import Tile, scalar
@@ -61,21 +61,21 @@ def alloc_barriers(num_barriers: int, arrive_count: int = 1) -> Barriers:
 
 @op
 def alloc_warp_barrier(num_barriers: int, num_warps: int = 1, num_arrivals: int = 1) -> Barriers:
-    """Barriers on which every thread of the arriving role arrives."""
+    """Allocate barriers on which every thread of the arriving role arrives."""
     return _alloc_barriers(num_barriers, num_warps * 32 * num_arrivals, True)
 
 
 def counterpart(cta: Any, what: Any) -> Any:
-    """The allocation of `cta` that corresponds to `what`; waits until the CTA has made it.
+    """Return the allocation of `cta` that corresponds to `what`; waits until the CTA has made it.
 
     On a device the cluster is synchronised after its barriers have been initialised.
     """
     number = what.cta.allocations.index(what)
     role = current().role
     while len(cta.allocations) <= number:
-        at = location()
+        location = current_location()
         cta.waiting.append((number, role))
-        wait = Wait(role.label, at, f"start of CTA {cta.number}", 0, 1, 0)
+        wait = Wait(role.label, location, f"start of CTA {cta.number}", 0, 1, 0)
         role.scheduler.block(lambda wait=wait: wait)
     return cta.allocations[number]
 
@@ -91,18 +91,18 @@ def single(barrier: Any) -> MBarrier:
 
 
 def in_cta(barrier: MBarrier, rank: int) -> MBarrier:
-    """The same barrier in another CTA of the cluster."""
+    """Return the same barrier in another CTA of the cluster."""
     if rank == barrier.cta.rank:
         return barrier
-    mine = next(
+    array = next(
         a for a in barrier.cta.allocations if isinstance(a, Barriers) and barrier in a.barriers
     )
-    other = counterpart(barrier.cta.peer(rank), mine)
-    return other.barriers[mine.barriers.index(barrier)]
+    other = counterpart(barrier.cta.peer(rank), array)
+    return other.barriers[array.barriers.index(barrier)]
 
 
 def remote(buffer: Buffer, rank: int) -> Buffer:
-    """The same view of shared or tensor memory in another CTA of the cluster."""
+    """Return the same view of shared or tensor memory in another CTA of the cluster."""
     cta = buffer.storage.cta
     return buffer if rank == cta.rank else buffer.on(counterpart(cta.peer(rank), buffer.storage))
 
@@ -111,9 +111,9 @@ def remote(buffer: Buffer, rank: int) -> Buffer:
 def barrier_expect_bytes(bar: Any, size: int, pred: Any = None) -> None:
     role, bar = point(), single(bar)
     if holds(pred):
-        at = location()
-        clock = role.release_by_one("expect", at)
-        bar.arrive(1, clock, role.time, role, at, num_bytes=int(size))
+        location = current_location()
+        clock = role.release_by_one("expect", location)
+        bar.arrive(1, clock, role.time, role, location, num_bytes=int(size))
 
 
 @op
@@ -136,7 +136,7 @@ def barrier_arrive(
     if holds(pred):
         count = arrive_count * (32 * role.warps if bar.threads else 1)
         clock = role.release_by_each() if bar.threads else role.release()
-        bar.arrive(count, clock, role.time, role, location())
+        bar.arrive(count, clock, role.time, role, current_location())
 
 
 @op
@@ -186,7 +186,7 @@ def fence_async_shared() -> None:
 
 
 def _no_effect(*args: Any, **kwargs: Any) -> None:
-    """What the clocks do not need, and hints."""
+    """Do nothing: hints, and operations that the clocks do not need."""
 
 
 for _name in (

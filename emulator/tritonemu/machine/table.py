@@ -1,4 +1,4 @@
-"""The table of TLX operations, and what they all do first."""
+"""Table of TLX operations, and the steps they have in common."""
 
 import functools
 from collections.abc import Callable
@@ -13,8 +13,8 @@ OPERATIONS: dict[str, Any] = {}
 
 
 def uncharged(function: Callable) -> Callable:
-    """The tiles that the emulator makes to carry it out are no arithmetic of the role: what the
-    operation costs it says itself."""
+    """Exclude the tiles that the emulator makes to carry an operation out from the role's
+    arithmetic: the operation charges its own cost."""
 
     @functools.wraps(function)
     def apply(*args: Any, **kwargs: Any) -> Any:
@@ -29,18 +29,18 @@ def uncharged(function: Callable) -> Callable:
 
 
 def op(function: Callable) -> Callable:
-    """Make the function what stands for the TLX operation of its name; `uncharged`, too."""
+    """Register the function as the TLX operation of its name; `uncharged`, too."""
     OPERATIONS[function.__name__] = apply = uncharged(function)
     return apply
 
 
 def point() -> Role:
-    """A point that other roles can notice: they may run first. Returns the running role."""
+    """Mark a point that other roles can notice: they may run first. Returns the running role."""
     return current().scheduler.checkpoint()
 
 
 def holds(pred: Any) -> bool:
-    """Whether an operation with this predicate is performed."""
+    """Return whether an operation with this predicate is performed."""
     if isinstance(pred, bool):
         raise InvalidKernel(f"pred must be a runtime value, got the constant {pred}")
     return pred is None or bool(pred)

@@ -22,7 +22,7 @@ def local_view(buffers: Any, index: Any) -> Any:
 
 @op
 def local_slice(buffer: Buffer, offset: Any, shape: Any) -> Buffer:
-    start = tuple(static_int(at) for at in offset)
+    start = tuple(static_int(value) for value in offset)
     if buffer.storage.tensor and (start[0] or shape[0] != buffer.shape[0]):
         raise InvalidKernel("a slice of tensor memory takes all rows")
     return buffer.window(start, tuple(static_int(size) for size in shape))
@@ -60,7 +60,7 @@ def local_reinterpret(buffer: Buffer, dtype: tl.dtype, shape: Any = None) -> Buf
 
 
 def touch(kind: str, name: str, buffer: Buffer) -> Role:
-    """A role reads or writes the buffer, through the port of the memory that holds it."""
+    """Charge a read or write of the buffer by a role to the port of its memory."""
     role, called = point(), f"{name} {buffer.name}"
     port, speed = "shared memory", SHARED_BYTES
     if buffer.storage.tensor:

@@ -1,4 +1,4 @@
-"""What stands for `triton.language.extra.tlx` in a lowered kernel.
+"""Replaces `triton.language.extra.tlx` in a lowered kernel.
 
 Asynchronous operations move their data when they are issued and complete later: what a kernel may
 rely on is decided by the clocks, not by the moment of the copy, so a kernel that looks too early is
@@ -25,11 +25,11 @@ from triton.language.extra import tlx
 from triton.language.extra.tlx import warp_spec
 
 from ..language import Namespace
-from ..machine import products  # it and what it imports fill the table
+from ..machine import mma  # it and what it imports fill the table
 from ..machine.table import OPERATIONS
-from . import control, views
+from . import allocations, control
 
-__all__ = ["MODULES", "TLX", "control", "products", "views"]
+__all__ = ["MODULES", "TLX", "allocations", "control", "mma"]
 
 TLX = Namespace("tlx", OPERATIONS, tlx, tlx.warp_ops, warp_spec)
 

@@ -24,7 +24,7 @@ from ..machine.views import local_load
 from ..memory import Descriptor
 from ..rewrite import constant, static_int
 from ..tile import Tile, cast, held, scalar, to_tile
-from .views import local_alloc
+from .allocations import local_alloc
 
 
 @dataclass
@@ -104,13 +104,13 @@ def get_fp8_format_name(dtype: tl.dtype) -> str:
 
 @op
 def clock64() -> Tile:
-    """Modelled cycles."""
+    """Read modelled cycles."""
     return scalar(int(point().scheduler.tell_time()), tl.int64)
 
 
 @op
 def vote_ballot_sync(mask: int, pred: Any) -> Tile:
-    """The ballot of each warp; rows of the predicate are assumed to be the lanes of a warp."""
+    """Return the ballot of each warp, assuming that the predicate's rows are a warp's lanes."""
     pred = cast(to_tile(pred), tl.int1)
     if mask != 0xFFFFFFFF or pred.numel % 32 or pred.shape[-1:] not in ((), (1,), (pred.numel,)):
         raise Unsupported(f"vote_ballot_sync of {pred!r} with mask {mask:#x}")
@@ -160,13 +160,13 @@ def reinterpret_tensor_descriptor(
     return descriptor
 
 
-# Of a dtype: fraction bits, and the exponent of its smallest normal number.
+# Fraction bits of a dtype, and the exponent of its smallest normal number.
 _FORMATS = {"bf16": (7, -126), "fp16": (10, -14), "fp8e4nv": (3, -6), "fp8e5": (2, -14)}
 
 
 @op
 def stoch_round(src: Tile, dst_ty: tl.dtype, rand_bits: Any) -> Tile:
-    """cvt.rs.satfinite: up if the lower 16 of an element's random bits say so, else down.
+    """Round by cvt.rs.satfinite: up if the lower 16 of an element's random bits say so, else down.
 
     Which bits of the registers the device takes for an element depends on the layout.
     """

@@ -1,1 +1,1 @@
-"""What a number is made from: workloads, inputs, checks, timings, records."""
+"""The parts behind a number: workloads, inputs, checks, timings, records."""

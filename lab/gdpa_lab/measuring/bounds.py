@@ -1,4 +1,4 @@
-"""Physical and numerical bounds: refuses records that satisfy the schema and cannot be true.
+"""Physical and numerical bounds, to refuse records that fit the schema and cannot be true.
 
 Rates are bounded by the machine (`systems/`): all tensor cores at the highest clock, all pins of
 the memory at theirs. Mean power is energy over time. An error budget cannot be recomputed without
@@ -28,33 +28,33 @@ if TYPE_CHECKING:
 FLOPS = {
     "8.0": 2048, "8.6": 1024, "8.9": 1024, "9.0": 4096, "10.0": 8192, "10.3": 8192, "12.0": 1024,
 }  # fmt: skip
-"""Dense 16-bit FLOPs of an SM and clock by compute capability: data sheets of A100, A40, L40S,
-H100, B200, B300 and RTX PRO 6000, their rate over SMs and boost clock. Of others: the most."""
+"""Dense 16-bit FLOPs of an SM per clock, by compute capability; others get the maximum. From the
+data sheets of A100, A40, L40S, H100, B200, B300, RTX PRO 6000: rate over SMs and boost clock."""
 
 BUS_BITS = {
     "8.0": 5120, "8.6": 384, "8.9": 384, "9.0": 6144, "10.0": 8192, "10.3": 8192, "12.0": 512,
 }  # fmt: skip
-"""The widest memory bus sold of a compute capability: A100, A40, L40S, H200, B200, B300, RTX PRO
-6000; data sheets. Two bits a pin and clock. Of others: the most."""
+"""Bits of the widest memory bus sold, by compute capability; others get the maximum. From the data
+sheets of A100, A40, L40S, H200, B200, B300, RTX PRO 6000. Two bits per pin and clock."""
 
 SAME = 1e-12
-"""Relative difference of two ways to compute a mean power in double precision."""
+"""Tolerance between two ways to compute a mean power in double precision."""
 
 ROUNDING = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-11}
 """Largest relative error of one rounding; products of fp32 matrices may be TF32's."""
 
 _ROUNDINGS = 4 * FACTOR + 1
-"""Of scores, of what becomes of them, of the sum and of the result, in a budget; and its own."""
+"""Roundings in a budget: of scores, activations, the sum and the result; and its own."""
 _SIGMAS = 8.0
-"""No draw of N(0, 1), nor a sum of many in units of its deviation, is larger in 1e15."""
+"""Bound in deviations that a draw of N(0, 1), or a sum of many, exceeds less than once in 1e15."""
 
 
-def refusal(record: Record, machine: System) -> str | None:
-    """Why `record` cannot be of `machine`, or a budget in it cannot be right; None if they can."""
-    return next(_reasons(record, machine), None)
+def violation(record: Record, machine: System) -> str | None:
+    """Return why `record` cannot be of `machine` or a budget in it cannot be right, or None."""
+    return next(_violations(record, machine), None)
 
 
-def _reasons(record: Record, machine: System) -> Iterator[str]:
+def _violations(record: Record, machine: System) -> Iterator[str]:
     tflops, gbytes = peak_tflops(machine), peak_gbytes_per_s(machine)
     timed = [(f"ceilings[{i}]", ceiling) for i, ceiling in enumerate(record.ceilings)]
     timed += [(f"rows[{i}]", row) for i, row in enumerate(record.rows)]
@@ -90,7 +90,7 @@ def _too_fast(
     if rate > tflops:
         units = f"{machine.num_sms} SMs at {machine.max_sm_clock_mhz:.0f} MHz"
         yield f"{where}.samples_us must be at most {tflops:.0f} TFLOP/s, {units}, got {rate:.0f}"
-    # What L2 may hold has not come from memory.
+    # Bytes that L2 may hold have not come from memory.
     rate = (what.bytes_read + what.bytes_written - (machine.l2_bytes or 0)) / fastest / 1e3
     if rate > gbytes:
         pins = f"memory at {machine.max_memory_clock_mhz:.0f} MHz"
@@ -112,8 +112,8 @@ def _wrong_load(where: str, what: Ceiling | Row, machine: System) -> Iterator[st
 
 
 def _wrong_budgets(record: Record) -> Iterator[str]:
-    """Budgets beyond their bound, or more of them than tensors were compared: they depend on the
-    inputs alone, so all rows of one mathematics share them."""
+    """Check budgets against their bound and their number against the tensors compared: they depend
+    on the inputs alone, so all rows of one mathematics share them."""
     budgets: dict[tuple[str, str, str], set[float]] = defaultdict(set)
     for i, row in enumerate(record.rows):
         if row.error is None:
@@ -125,10 +125,10 @@ def _wrong_budgets(record: Record) -> Iterator[str]:
             why = f"what roundings to {work.dtype} amount to"
             yield f"{must} at most {most:.3g}, {why}, got {budget:.3g}"
         if None not in (row.error.pytorch, row.error.rounding):
-            made = FACTOR * row.error.pytorch + row.error.rounding
-            if not math.isclose(made, budget, rel_tol=SAME):
+            expected = FACTOR * row.error.pytorch + row.error.rounding
+            if not math.isclose(expected, budget, rel_tol=SAME):
                 why = f"{FACTOR:g} times pytorch and rounding"
-                yield f"{must} {made:.6g}, {why}, got {budget:.6g}"
+                yield f"{must} {expected:.6g}, {why}, got {budget:.6g}"
         seen = budgets[row.workload, row.direction, row.math]
         seen.add(budget)
         tensors = 1 if row.direction == "forward" and row.math != "rotary" else 3
@@ -165,8 +165,9 @@ def most_budget(workload: Workload, direction: str, math_of: str) -> float:
 
 
 def _size(activation: str, deviation: float, n: int, direction: str) -> float:
-    """Deviation of a sum of `n` activations of scores N(0, `deviation`^2), in backward also of
-    derivatives, or the largest term: each with what a relative error of the score adds."""
+    """Bound a sum of `n` activations of scores N(0, `deviation`^2), in the backward pass also of
+    derivatives, by its deviation or its largest term; each term includes the effect of a relative
+    error of the score."""
     x = torch.linspace(-_SIGMAS, _SIGMAS, 4001, dtype=torch.float64)
     weights = torch.exp(-(x**2) / 2)
     x, weights = x * deviation, weights / weights.sum()

@@ -29,23 +29,23 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.calling.launches import Launch, launches
 from gdpa_kernels.gdpa.batch import Batch
-from gdpa_lab.measuring.private import as_on
+from gdpa_lab.measuring.private import compiling_for
 
 SHARED_BYTES = {
     **dict.fromkeys((86, 89, 120), 101_376), 80: 166_912, **dict.fromkeys((90, 100, 103), 232_448),
     "gfx942": 65_536, "gfx950": 163_840,
 }  # fmt: skip
-"""Shared memory of a program at most, by compute capability; by AMD's architecture its LDS."""
+"""Maximum shared memory of a program by compute capability, or LDS by AMD architecture."""
 TENSOR_COLUMNS = 512
 """Columns of tensor memory, of 128 lanes and 4 bytes; sm_100 has them."""
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """What one kernel became: per-thread registers, bytes spilled, bytes of shared memory.
+    """Resources of a compiled kernel: registers per thread, bytes spilled, bytes of shared memory.
 
-    For AMD registers are VGPRs, accumulation registers included, and bytes spilled those of scratch
-    memory; `instructions` are those of its assembly, and `wide` is empty.
+    For AMD, registers are VGPRs, accumulation registers included, and bytes spilled are scratch
+    memory; `instructions` come from its assembly, and `wide` is empty.
 
     `serialised`: ptxas reported that it serialised wgmma instructions.
     `instructions`: how often each SASS mnemonic occurs, e.g. HGMMA, UTMALDG, LDGSTS, MUFU.
@@ -78,7 +78,7 @@ def build_rung(
     max_seqlen_k: int = 1024,
     **fields: object,
 ) -> CompiledKernel:
-    """Compile for sm_<capability> the kernel that rung `impl` launches last, on one sequence of
+    """Compile the last kernel that rung `impl` launches for sm_<capability>, on one sequence of
     `max_seqlen_k` tokens with 4 heads.
 
     impl: of the ladder "gdpa", or a module like one of its rungs. config: None for the rung's own
@@ -102,7 +102,7 @@ _DTYPES = {
     torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32",
     torch.int64: "i64",
 }  # fmt: skip
-# What writes to global memory: in PTX a store, an atomic operation, or TMA; in AMD's assembly.
+# Writes to global memory: in PTX a store, an atomic operation, or TMA; in AMD's assembly.
 _WRITES = re.compile(
     r"\b(st|red|atom)\.\S*global|\bcp\.(reduce\.)?async\.bulk\S*\.global\.shared"
     r"|\b(global|buffer|flat)_(store|atomic)"
@@ -110,7 +110,7 @@ _WRITES = re.compile(
 
 
 def type_of(value: object) -> str:
-    """Triton's type of an argument of a launch, for `build`: a TMA descriptor, tensor or number."""
+    """Return Triton's type of a launch argument: a TMA descriptor, a tensor or a number."""
     if isinstance(value, TensorDescriptor):
         shape = ", ".join(map(str, value.block_shape))
         return f"tensordesc<{_DTYPES[value.base.dtype]}[{shape}]>"
@@ -130,10 +130,10 @@ def build(
 ) -> CompiledKernel:
     """Compile `kernel` for sm_<capability>, or for an architecture of AMD; nothing runs.
 
-    `types` holds Triton's types of the arguments that a launch gives, e.g. "*bf16", "i32" or
-    "tensordesc<bf16[64, 128]>"; pointers are taken to be aligned to 16 bytes. All other arguments
-    are `constants`. `options` are num_warps and the like. Raises OutOfResources, as a launch would,
-    for a kernel that needs more memory than there is, and ValueError for one that writes nothing.
+    `types` holds Triton's types of the launch arguments, e.g. "*bf16", "i32" or
+    "tensordesc<bf16[64, 128]>"; pointers count as aligned to 16 bytes. All other arguments are
+    `constants`. `options` are num_warps and the like. Raises OutOfResources, as a launch would, for
+    a kernel that needs too much memory, and ValueError for one that writes nothing.
     """
     if capability not in SHARED_BYTES:
         raise ValueError(f"capability must be one of {(*SHARED_BYTES,)}, got {capability}")
@@ -150,33 +150,33 @@ def build(
     source = ASTSource(fn=kernel, signature=signature, constexprs=values, attrs=attributes)
     with (
         triton.knobs.nvidia.scope(),
-        contextlib.redirect_stdout(io.StringIO()) as said,
-        as_on(target) if is_amd else contextlib.nullcontext(),
+        contextlib.redirect_stdout(io.StringIO()) as printed,
+        compiling_for(target) if is_amd else contextlib.nullcontext(),
     ):
         triton.knobs.nvidia.dump_ptxas_log = True
-        made = triton.compile(source, target=target, options=dict(options))
-    if _REGISTERS.search(said.getvalue()):  # nothing is said of what the cache has
-        _kept(made, _REPORT, said.getvalue)
-    columns = 0 if is_amd else made.metadata.tmem_size or 0
-    if made.metadata.shared > SHARED_BYTES[capability]:
-        raise OutOfResources(made.metadata.shared, SHARED_BYTES[capability], "shared memory")
+        compiled = triton.compile(source, target=target, options=dict(options))
+    if _REGISTERS.search(printed.getvalue()):  # ptxas does not run for cached kernels
+        _cached(compiled, _REPORT, printed.getvalue)
+    columns = 0 if is_amd else compiled.metadata.tmem_size or 0
+    if compiled.metadata.shared > SHARED_BYTES[capability]:
+        raise OutOfResources(compiled.metadata.shared, SHARED_BYTES[capability], "shared memory")
     if columns > TENSOR_COLUMNS:
         raise OutOfResources(columns, TENSOR_COLUMNS, "tensor memory")
-    if not _WRITES.search(made.asm["amdgcn" if is_amd else "ptx"]):
+    if not _WRITES.search(compiled.asm["amdgcn" if is_amd else "ptx"]):
         raise ValueError(f"kernel must write to memory, got {kernel.__name__}, which does not")
-    return made
+    return compiled
 
 
 def build_launch(launch: Launch, *, capability: int | str = 90) -> CompiledKernel:
-    """`build` of what a launch launched; of its numbers it knows the types alone."""
-    given = launch.arguments.items()
-    types = {name: type_of(value) for name, value in given if value is not None}
+    """Compile the kernel of a launch with `build`; numbers are known by their types alone."""
+    arguments = launch.arguments.items()
+    types = {name: type_of(value) for name, value in arguments if value is not None}
     constants = launch.arguments | launch.constants
     return build(launch.kernel, types, constants, capability=capability, options=launch.options)
 
 
 def read(compiled: CompiledKernel) -> Compiled:
-    """What ptxas says about a compiled kernel, or AMD's assembly, and the instructions in it."""
+    """Read the report of ptxas, or AMD's assembly, and the instructions of a compiled kernel."""
     if "amdgcn" in compiled.asm:
         return _read_amd(compiled)
     report = _report(compiled)
@@ -184,27 +184,27 @@ def read(compiled: CompiledKernel) -> Compiled:
     if used is None:
         raise RuntimeError(f"ptxas must report registers, got {report[:300]!r}")
     spilled = re.search(r"(\d+) bytes spill stores", report)
-    found = [_opcode(statement) for statement in sass(compiled)[0]]
+    opcodes = [_opcode(statement) for statement in sass(compiled)[0]]
     return Compiled(
         registers=int(used.group(1)),
         spill_bytes=int(spilled.group(1)) if spilled else 0,
         shared_bytes=compiled.metadata.shared,
         serialised="serialized" in report,
-        instructions=Counter(name for name, *_ in found),
-        wide=Counter(name for name, *modifiers in found if "128" in modifiers),
+        instructions=Counter(name for name, *_ in opcodes),
+        wide=Counter(name for name, *modifiers in opcodes if "128" in modifiers),
     )
 
 
 def _read_amd(compiled: CompiledKernel) -> Compiled:
     text = compiled.asm["amdgcn"]
 
-    def said(name: str) -> int:
+    def metadata(name: str) -> int:
         return int(re.search(rf"^\s+\.{name}:\s+(\d+)", text, re.M)[1])
 
     code = text[: text.index(".end_amdgpu_metadata")]
     return Compiled(
-        registers=said("vgpr_count"),
-        spill_bytes=said("private_segment_fixed_size"),
+        registers=metadata("vgpr_count"),
+        spill_bytes=metadata("private_segment_fixed_size"),
         shared_bytes=compiled.metadata.shared,
         serialised=False,
         instructions=Counter(re.findall(r"^\t([a-z]\w+)", code, re.M)),
@@ -212,29 +212,29 @@ def _read_amd(compiled: CompiledKernel) -> Compiled:
     )
 
 
-# What ptxas and nvdisasm say of a kernel stands beside it in Triton's cache, under these names.
+# Output of ptxas and nvdisasm, stored beside a kernel in Triton's cache under these names.
 _REPORT, _SASS = "ptxas.txt", "sass.txt"
 _REGISTERS = re.compile(r"Used (\d+) registers")
 
 
-def _kept(compiled: CompiledKernel, name: str, say: Callable[[], str]) -> str:
-    """The text `name` beside a kernel in Triton's cache; if there is none, what `say` says."""
+def _cached(compiled: CompiledKernel, name: str, produce: Callable[[], str]) -> str:
+    """Read the text `name` beside a kernel in Triton's cache, or store what `produce` returns."""
     cache = get_cache_manager(compiled.hash)
-    kept = cache.get_file(name)
-    if kept is not None:
-        return Path(kept).read_text()
-    said = say()
-    cache.put(said, name, binary=False)
-    return said
+    path = cache.get_file(name)
+    if path is not None:
+        return Path(path).read_text()
+    text = produce()
+    cache.put(text, name, binary=False)
+    return text
 
 
 def _report(compiled: CompiledKernel) -> str:
-    """What ptxas reports of a kernel: as `build` kept it, or it is asked again."""
+    """Return the report of ptxas, as `build` cached it or by running ptxas again."""
     capability, tools = compiled.metadata.target.arch, triton.knobs.nvidia
     assembler = tools.ptxas_blackwell if capability >= 100 else tools.ptxas
     target = f"sm_{capability}" + ("a" if capability >= 90 else "")
 
-    def ask() -> str:
+    def run_ptxas() -> str:
         # --regAllocOptLevel: as Triton's own call has it.
         options = (f"-arch={target}", "-v", "--regAllocOptLevel=2")
         with tempfile.TemporaryDirectory() as folder:
@@ -243,19 +243,19 @@ def _report(compiled: CompiledKernel) -> str:
             done = _run(assembler.path, *options, str(ptx), "-o", "/dev/null")
         return done.stdout + done.stderr
 
-    return _kept(compiled, _REPORT, ask)
+    return _cached(compiled, _REPORT, run_ptxas)
 
 
 def disassemble(compiled: CompiledKernel) -> str:
-    """The machine code of a compiled kernel in words (SASS), by nvdisasm."""
+    """Disassemble a compiled kernel (SASS) with nvdisasm."""
 
-    def ask() -> str:
+    def run_nvdisasm() -> str:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "kernel.cubin"
             path.write_bytes(compiled.asm["cubin"])
             return _run(triton.knobs.nvidia.nvdisasm.path, "-c", str(path)).stdout
 
-    return _kept(compiled, _SASS, ask)
+    return _cached(compiled, _SASS, run_nvdisasm)
 
 
 def _run(*command: str) -> subprocess.CompletedProcess[str]:
@@ -268,11 +268,11 @@ _BRANCH = re.compile(r"\bBRA\b.*?(\.L\w+)")
 
 
 def sass(built: CompiledKernel) -> tuple[list[str], list[range]]:
-    """The instructions of a compiled kernel and its loops, shortest first: each from a label to a
-    branch back to it, as a range of instructions."""
+    """Return the instructions of a compiled kernel and its loops, shortest first: each is the range
+    of instructions from a label to a branch back to it."""
     code: list[str] = []
     labels: dict[str, int] = {}
-    found = []
+    loops = []
     for line in disassemble(built).splitlines():
         if label := _LABEL.match(line):
             labels[label[1]] = len(code)
@@ -280,19 +280,19 @@ def sass(built: CompiledKernel) -> tuple[list[str], list[range]]:
             code.append(statement[1])
             back = _BRANCH.search(statement[1])
             if back and back[1] in labels:
-                found.append(range(labels[back[1]], len(code)))
-    return code, sorted(found, key=len)
+                loops.append(range(labels[back[1]], len(code)))
+    return code, sorted(loops, key=len)
 
 
 def _opcode(statement: str) -> list[str]:
-    """The mnemonic of an instruction, which may have a predicate, and its modifiers: of UCGABAR_ARV
-    and UCGABAR_WAIT the common name."""
+    """Split an instruction into mnemonic and modifiers, without its predicate; UCGABAR_ARV and
+    UCGABAR_WAIT share one name."""
     name, *modifiers = re.sub(r"^@\S+\s+", "", statement).split()[0].split(".")
     return [name.partition("_")[0], *modifiers]
 
 
 def shortest_loop(built: CompiledKernel, mnemonic: str, least: int) -> list[str]:
-    """The mnemonics of the shortest loop with at least `least` instructions `mnemonic`.
+    """Return the mnemonics of the shortest loop with at least `least` instructions `mnemonic`.
 
     Raises ValueError if there is none.
     """

@@ -14,11 +14,11 @@ from gdpa_kernels.calling.launch import launch
 @triton.jit
 def forward_copy(a_ptr, b_ptr, c_ptr, out_ptr, size, BLOCK: tl.constexpr):
     """out = a + b + c."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = at < size
-    a, b = tl.load(a_ptr + at, mask=mask), tl.load(b_ptr + at, mask=mask)
-    c = tl.load(c_ptr + at, mask=mask)
-    tl.store(out_ptr + at, a + b + c, mask=mask)
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = offsets < size
+    a, b = tl.load(a_ptr + offsets, mask=mask), tl.load(b_ptr + offsets, mask=mask)
+    c = tl.load(c_ptr + offsets, mask=mask)
+    tl.store(out_ptr + offsets, a + b + c, mask=mask)
 
 
 @triton.jit
@@ -26,13 +26,13 @@ def backward_copy(
     a_ptr, b_ptr, c_ptr, d_ptr, out_a_ptr, out_b_ptr, out_c_ptr, size, BLOCK: tl.constexpr
 ):
     """out_a = a + d, out_b = b + d, out_c = c + d."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = at < size
-    a, b = tl.load(a_ptr + at, mask=mask), tl.load(b_ptr + at, mask=mask)
-    c, d = tl.load(c_ptr + at, mask=mask), tl.load(d_ptr + at, mask=mask)
-    tl.store(out_a_ptr + at, a + d, mask=mask)
-    tl.store(out_b_ptr + at, b + d, mask=mask)
-    tl.store(out_c_ptr + at, c + d, mask=mask)
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = offsets < size
+    a, b = tl.load(a_ptr + offsets, mask=mask), tl.load(b_ptr + offsets, mask=mask)
+    c, d = tl.load(c_ptr + offsets, mask=mask), tl.load(d_ptr + offsets, mask=mask)
+    tl.store(out_a_ptr + offsets, a + d, mask=mask)
+    tl.store(out_b_ptr + offsets, b + d, mask=mask)
+    tl.store(out_c_ptr + offsets, c + d, mask=mask)
 
 
 def copy(

@@ -1,7 +1,7 @@
-"""What the products in plain Triton compile to for GPUs that nobody measured: data/every_gpu.csv.
+"""Compiles the products in plain Triton for GPUs that nobody measured: data/every_gpu.csv.
 
-Compiled without a GPU and run in the emulator, not measured. AMD's run none of them yet: their
-kernels compile, and calls are refused (`rung.Requires`).
+The kernels are compiled without a GPU and run in the emulator, not measured. AMD GPUs run none of
+them yet: their kernels compile, and calls are refused (`rung.Requires`).
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ CONFIGURED = (v1_tiled_backward, v1_one_tile)  # by the shared memory that there
 
 
 def calls(head_dim: int) -> dict[tuple[str, str], Callable[[], object]]:
-    """By product and direction: a call in bf16 with 4 heads, GELU, and 1,024 tokens."""
+    """Build calls by product and direction, in bf16 with 4 heads, GELU and 1,024 tokens."""
     x, ends = torch.zeros(1024, 4, head_dim).bfloat16(), torch.tensor([0, 1024]).int()
     scale = head_dim**-0.5
     whole = partial(Batch, x, x, x, ends, ends, 1024, 1024, ("gelu_tanh",), scale)
     blocks, listed = Blocks(x, x, x, ends, scale), (torch.zeros(16, 2).int(),)
-    own, pages = x[:64], (torch.arange(960), ends, 960)
+    scored, pages = x[:64], (torch.arange(960), ends, 960)
     targets = {"mask": Mask("lower_right"), "segments": torch.tensor([[64, 0]]).int()}
 
     def candidates() -> None:
-        joined.join(x.new_zeros(15, 2, 64, 4, head_dim), *pages, own, own, ends, 64)
+        joined.join(x.new_zeros(15, 2, 64, 4, head_dim), *pages, scored, scored, ends, 64)
         v1_tiled.forward(whole(**targets))
-        diagonal.add_diagonal(own, own, own, own.float())
+        diagonal.add_diagonal(scored, scored, scored, scored.float())
 
     return {
         ("v1_tiled", "forward"): lambda: v1_tiled.forward(whole()),
@@ -55,7 +55,7 @@ def calls(head_dim: int) -> dict[tuple[str, str], Callable[[], object]]:
 
 
 def launched(call: Callable[[], object], target: int | str) -> list[Launch]:
-    """What a call launches on a GPU with the shared memory of a target; nothing runs."""
+    """Record what a call launches on a GPU with the shared memory of a target; nothing runs."""
     most = compile_check.SHARED_BYTES[target]
     patches = [mock.patch.object(x, "shared_memory", lambda device: most) for x in CONFIGURED]
     with patches[0], patches[1], launches(run=False) as seen:
@@ -66,29 +66,29 @@ def launched(call: Callable[[], object], target: int | str) -> list[Launch]:
 def rows(
     targets: tuple[int | str, ...] = TARGETS, head_dims: tuple[int, ...] = HEAD_DIMS
 ) -> Iterator[dict]:
-    """Of each kernel registers, bytes spilled and bytes of shared memory, of a thread, a thread and
-    a program. Raises OutOfResources for a kernel that does not fit."""
+    """Yield the registers and spilled bytes per thread and the shared memory per program of each
+    kernel. Raises OutOfResources for a kernel that does not fit."""
     for head_dim in head_dims:
         for (product, direction), call in calls(head_dim).items():
             for target in targets:
                 for launch in launched(call, target):
-                    made = compile_check.build_launch(launch, capability=target)
-                    found = compile_check.read(made)
+                    compiled = compile_check.build_launch(launch, capability=target)
+                    resources = compile_check.read(compiled)
                     name = f"sm_{target}" if isinstance(target, int) else target
-                    place = product, direction, head_dim, name, launch.name
-                    yield dict(zip(KEY, place, strict=True)) | {
-                        "registers": found.registers,
-                        "spill_bytes": found.spill_bytes,
-                        "shared_bytes": found.shared_bytes,
+                    key = product, direction, head_dim, name, launch.name
+                    yield dict(zip(KEY, key, strict=True)) | {
+                        "registers": resources.registers,
+                        "spill_bytes": resources.spill_bytes,
+                        "shared_bytes": resources.shared_bytes,
                     }
 
 
 def table(data_dir: str | Path = DATA_DIR) -> pd.DataFrame:
-    """The table as it is kept."""
+    """Read the stored table."""
     return pd.read_csv(Path(data_dir) / NAME)
 
 
 def update(data_dir: str | Path = DATA_DIR) -> bool:
-    """Compile all kernels and write the table; whether it changed."""
-    made = pd.DataFrame(rows()).to_csv(index=False, lineterminator="\n")
-    return manifest.rewrite(Path(data_dir) / NAME, made)
+    """Compile all kernels and write the table; return whether it changed."""
+    text = pd.DataFrame(rows()).to_csv(index=False, lineterminator="\n")
+    return manifest.rewrite(Path(data_dir) / NAME, text)

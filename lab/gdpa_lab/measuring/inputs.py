@@ -19,19 +19,19 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 
 
 class Arguments:
-    """Inputs whose attributes and options of their workload are arguments of an operator."""
+    """Base of inputs: attributes and workload options become arguments of an operator."""
 
     workload: Workload
     TENSORS: ClassVar[tuple[str, ...]]
     OPTIONS: ClassVar[tuple[str, ...]]
 
     def arguments(self) -> dict[str, Any]:
-        """Keyword arguments of the operator, but for what names an implementation."""
-        given = {name: getattr(self, name) for name in self.TENSORS}
-        return given | {name: getattr(self.workload, name) for name in self.OPTIONS}
+        """Keyword arguments of the operator, except the one that names an implementation."""
+        tensors = {name: getattr(self, name) for name in self.TENSORS}
+        return tensors | {name: getattr(self.workload, name) for name in self.OPTIONS}
 
     def scale(self) -> float:
-        """What multiplies Q K^T."""
+        """Factor of Q K^T."""
         scale = self.workload.scale
         return self.workload.head_dim**-0.5 if scale is None else scale
 
@@ -59,7 +59,7 @@ class Inputs(Arguments):
     OPTIONS = ("activation", "scale", "output_scale", "causal", "window")
 
     def batch(self) -> gdpa_batch.Batch:
-        """What a rung takes."""
+        """Batch for a rung."""
         name = self.workload.activation
         names = (name,) if isinstance(name, str) else tuple(name)
         arguments = self.arguments() | {"activation": names, "scale": self.scale()}
@@ -87,35 +87,24 @@ class BlockInputs(Arguments):
     OPTIONS = ("block_size", "scale", "rotate_v")
 
     def batch(self) -> block_batch.Batch:
-        """What a rung takes."""
+        """Batch for a rung."""
         return block_batch.Batch(**self.arguments() | {"scale": self.scale()})
 
 
 def make_inputs(
-    workload: Workload,
-    *,
-    device: torch.device | str,
-    seed: int | None = None,
-    packed: bool = False,
+    workload: Workload, *, device: torch.device | str, seed: int | None = None
 ) -> Inputs | BlockInputs:
     """Make the tensors of `workload` on `device`: q, then k, then v, then the gradient of the
     output from N(0, 1), and with rotary the sines and cosines of angles uniform on a full turn.
 
     `seed` (default: the workload's) seeds the values only; lengths follow the workload's own seed.
     Values are drawn on the device, so they repeat for a seed on one kind of device and one PyTorch
-    version; on "meta" there are none. `packed=True` returns q, k, v with the same values as strided
-    slices of one tensor [total, num_heads_q + 2 * num_heads_k, head_dim]; ValueError unless K/V
-    lengths equal Q lengths.
+    version; on "meta" there are none.
     """
     if seed is None:
         seed = workload.seed
     ok = type(seed) is int and 0 <= seed < 2**63
     require(ok, "seed", "an integer in 0 .. 2**63 - 1 or None", seed)
-    if packed and (workload.shared_q or workload.lengths_k is not None):
-        raise ValueError(
-            f"packed must be False unless K/V lengths equal Q lengths (lengths_k None), got "
-            f"packed=True for {workload.name!r} with lengths_k={workload.lengths_k!r}"
-        )
     device = torch.device(device)
     dtype = DTYPES[workload.dtype]
     generator = None
@@ -129,8 +118,6 @@ def make_inputs(
 
     sizes = (workload.rows_q, heads_q), (workload.total_k, heads_k), (workload.total_k, heads_k)
     q, k, v = (draw(*size) for size in sizes)
-    if packed:
-        q, k, v = torch.cat((q, k, v), dim=1).split([heads_q, heads_k, heads_k], dim=1)
     grad_out = draw(workload.total_q, heads_q)
     offsets_q = None if workload.shared_q else cu_seqlens(workload.seqlens_q, device)
     if workload.operator == "block_attention":
@@ -146,7 +133,7 @@ def make_inputs(
 
 
 def cu_seqlens(seqlens: tuple[int, ...] | list[int], device: torch.device | str) -> torch.Tensor:
-    """Offsets 0, l0, l0 + l1, ... as int32 [batch + 1] on `device`; ValueError beyond int32."""
+    """Compute offsets 0, l0, l0 + l1, ... as int32 [batch + 1]; ValueError beyond int32."""
     offsets = [0, *accumulate(seqlens)]
     if offsets[-1] >= 2**31:
         raise ValueError(f"seqlens must sum to less than 2**31, got {offsets[-1]}")

@@ -35,21 +35,21 @@ if TYPE_CHECKING:
 
 _SECTIONS = (".text.", ".nv.info.", ".nv.constant", ".nv.shared.")
 _NO_BITS = 8
-_LISTS = re.compile("(list|order)_kernel$")  # what makes a schedule
+_LISTS = re.compile("(list|order)_kernel$")  # kernels that make a schedule
 _SMS = 132
 STUDIES = {"gdpa_kernels.block_attention.eliminations": "notebooks.block._eliminations"}
 """Modules that stand beside a chapter, by the names that records know them by."""
 
 
 def digest(cubin: bytes) -> str:
-    """The hash of a cubin's machine code, 16 hex digits. Source: ELF-64, section headers."""
+    """Hash the machine code of a cubin, 16 hex digits. Source: ELF-64, section headers."""
     start = struct.unpack_from("<Q", cubin, 40)[0]
     count, names = struct.unpack_from("<HH", cubin, 60)
     headers = [struct.unpack_from("<IIQQQQIIQQ", cubin, start + 64 * i) for i in range(count)]
     parts = []
     for name, kind, _, _, offset, size, _, info, _, _ in headers:
-        at = headers[names][4] + name
-        section = cubin[at : cubin.index(b"\0", at)].decode()
+        begin = headers[names][4] + name
+        section = cubin[begin : cubin.index(b"\0", begin)].decode()
         prefix = next((prefix for prefix in _SECTIONS if section.startswith(prefix)), None)
         if prefix is not None:
             bits = b"" if kind == _NO_BITS else cubin[offset : offset + size]
@@ -58,8 +58,8 @@ def digest(cubin: bytes) -> str:
 
 
 def compiler() -> str:
-    """The installed Triton, e.g. "fbtriton 3.7.4"; "none" without one. And the version of ptxas if
-    another one than Triton's own is set, as TorchInductor does."""
+    """Name the installed Triton, e.g. "fbtriton 3.7.4", or "none"; with the version of ptxas if
+    another than Triton's own is set, as TorchInductor does."""
     return _compiler(os.environ.get("TRITON_PTXAS_PATH", ""))
 
 
@@ -75,20 +75,21 @@ def _compiler(ptxas: str) -> str:
 
 
 def ptxas_version(path: str) -> str:
-    """What a ptxas says of itself: "ptxas V13.0.88"."""
-    told = subprocess.run([path, "--version"], capture_output=True, text=True, check=True).stdout
-    return f"ptxas {re.search(r'V[0-9.]+', told)[0]}"
+    """Return the version of a ptxas: "ptxas V13.0.88"."""
+    printed = subprocess.run([path, "--version"], capture_output=True, text=True, check=True).stdout
+    return f"ptxas {re.search(r'V[0-9.]+', printed)[0]}"
 
 
 def describe(launch: Launch) -> dict[str, Any]:
-    """A launch on a GPU as plain values: the kernel, its code, and all that `compile_again` needs.
+    """Describe a launch on a GPU as plain values: the kernel, its code, and all that
+    `compile_again` needs.
 
     ValueError for a constant that is no plain value.
     """
-    given = launch.arguments | launch.constants | launch.options
-    compiled = launch.kernel.run(grid=launch.grid, warmup=True, **given)  # as it was launched
+    arguments = launch.arguments | launch.constants | launch.options
+    compiled = launch.kernel.run(grid=launch.grid, warmup=True, **arguments)  # as it was launched
     source, names = compiled.src, launch.kernel.arg_names
-    constants = {names[place]: value for (place,), value in source.constants.items()}
+    constants = {names[index]: value for (index,), value in source.constants.items()}
     for name, value in constants.items():
         if not isinstance(value, bool | int | float | str | tuple | NoneType):
             raise ValueError(f"{name} must be a plain value, got {value!r}")
@@ -99,7 +100,7 @@ def describe(launch: Launch) -> dict[str, Any]:
         "compiler": compiler(),
         "arch": compiled.metadata.target.arch,
         "signature": dict(source.signature),
-        "attributes": {names[place]: x for (place,), x in source.attrs.items() if x},
+        "attributes": {names[index]: x for (index,), x in source.attrs.items() if x},
         "constants": constants,
         "options": dict(launch.options),
     }
@@ -119,17 +120,16 @@ def is_ours(module: str) -> bool:
 
 
 def _imported(module: str) -> ModuleType:
-    found = next(filter(importlib.util.find_spec, places(module)), module)
-    return importlib.import_module(found)
+    name = next(filter(importlib.util.find_spec, places(module)), module)
+    return importlib.import_module(name)
 
 
 def compile_again(launch: Mapping[str, Any]) -> CompiledKernel:
-    """The kernel of now, compiled as `describe` says that it was.
+    """Compile today's kernel with the options that `describe` stored.
 
-    Constants that it no longer takes are left out, and so is what Triton knew of an argument that
-    it no longer specializes; arguments that it takes since then have their defaults: its code says
-    whether they matter. LookupError if there is no such kernel, ValueError if it takes other
-    arguments.
+    Constants and specializations that the kernel no longer takes are left out, and new arguments
+    get their defaults: the code tells whether they matter. LookupError if there is no such kernel,
+    ValueError if it takes other arguments.
     """
     import triton
     from triton.backends.compiler import GPUTarget
@@ -139,11 +139,11 @@ def compile_again(launch: Mapping[str, Any]) -> CompiledKernel:
         kernel = getattr(_imported(module), name)
     except (ImportError, AttributeError) as error:
         raise LookupError(f"kernel must be of this package, got {launch['kernel']}") from error
-    place = {argument: (i,) for i, argument in enumerate(kernel.arg_names)}
+    positions = {argument: (i,) for i, argument in enumerate(kernel.arg_names)}
     signature = {
         argument: kind
         for argument, kind in launch["signature"].items()
-        if kind != "constexpr" or argument in place
+        if kind != "constexpr" or argument in positions
     }
     defaults = {
         name: parameter.default
@@ -159,12 +159,12 @@ def compile_again(launch: Mapping[str, Any]) -> CompiledKernel:
     signature |= dict.fromkeys(ones, "i32")  # a constant where Triton specializes
     signature = {argument: signature[argument] for argument in kernel.arg_names}
     values = {
-        place[key]: tuple(value) if isinstance(value, list) else value
+        positions[key]: tuple(value) if isinstance(value, list) else value
         for key, value in constants.items()
-        if key in place.keys() - ones
+        if key in positions.keys() - ones
     }
     attributes = {
-        place[key]: value for key, value in launch["attributes"].items() if key not in plain
+        positions[key]: value for key, value in launch["attributes"].items() if key not in plain
     }
     source = triton.compiler.ASTSource(kernel, signature, values, attributes)
     target = GPUTarget("cuda", launch["arch"], 32)
@@ -173,7 +173,7 @@ def compile_again(launch: Mapping[str, Any]) -> CompiledKernel:
 
 
 def pretend(arch: int) -> None:
-    """Let Triton compile what it is told to launch for sm_<arch>, a device of that number."""
+    """Make Triton compile its launches for sm_<arch>, as on a device of that number."""
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 
@@ -187,16 +187,16 @@ def pretend(arch: int) -> None:
 
 
 def _prepared(question: Mapping[str, Any]) -> tuple[Callable[[], Any], list[CompiledKernel]]:
-    """The call of a row on two of its longest sequences (what is compiled depends on its config,
-    not on lengths), and the list into which it puts what it launches, compiled as on a GPU."""
+    """Build the call of a row on two of its longest sequences, and the list that collects what it
+    launches, compiled as on a GPU. Its config decides what is compiled, lengths do not."""
     pretend(question["arch"])
     operator, impl = question["operator"], question["impl"]
     module = _imported(f"gdpa_kernels.{operator}.{impl}")
-    listed, saving, found = question["scope"] == "schedule", False, []
+    listed, saving, compiled = question["scope"] == "schedule", False, []
 
     def launch(kernel: Any, grid: tuple[int, ...], device: object, *args: object, **more: object):
         if bool(_LISTS.search(kernel.__name__)) is listed and not saving:
-            found.append(kernel.run(*args, grid=grid, warmup=True, **more))
+            compiled.append(kernel.run(*args, grid=grid, warmup=True, **more))
 
     for name, loaded in list(sys.modules.items()):
         if name == "gdpa_kernels" or is_ours(name):
@@ -209,7 +209,7 @@ def _prepared(question: Mapping[str, Any]) -> tuple[Callable[[], Any], list[Comp
         v = values["v"] if values["rotate_v"] else None
         transposed = question["direction"] == "backward"
         turn = functools.partial(module.rotary, values["q"], values["k"], v, values["rotary"])
-        return functools.partial(turn, transposed=transposed), found
+        return functools.partial(turn, transposed=transposed), compiled
     run = getattr(module, question["direction"])
     names = inspect.signature(run).parameters
     if "batch" in names:
@@ -217,23 +217,23 @@ def _prepared(question: Mapping[str, Any]) -> tuple[Callable[[], Any], list[Comp
         values = {"batch": batch(**_known(batch, values))}
     elif "activation" in names and "tuple" not in str(names["activation"].annotation):
         values["activation"] = ",".join(values["activation"])
-    given = _known(run, values)
+    arguments = _known(run, values)
     if "config" in names:
-        own = getattr(module, f"{question['direction'].capitalize()}Config", None)
-        given["config"] = _config(own or module.Config, question["config"])
-        if own is None:
-            values = values | {"config": given["config"]}  # of forward too
+        config_type = getattr(module, f"{question['direction'].capitalize()}Config", None)
+        arguments["config"] = _config(config_type or module.Config, question["config"])
+        if config_type is None:
+            values = values | {"config": arguments["config"]}  # of forward too
     if question["direction"] == "backward":
         if "saved" in names:
             saving = True
-            given["saved"] = module.forward(**_known(module.forward, values))[1]
+            arguments["saved"] = module.forward(**_known(module.forward, values))[1]
             saving = False
-        given[next(iter(names))] = grad_out
-    return functools.partial(run, **given), found
+        arguments[next(iter(names))] = grad_out
+    return functools.partial(run, **arguments), compiled
 
 
 def _arguments(workload: Mapping[str, Any], device: str) -> tuple[dict[str, Any], torch.Tensor]:
-    """What a call takes, by name, and a gradient of the output; tensors hold nothing."""
+    """Build the arguments of a call, by name, and a gradient of the output, without data."""
     import torch
 
     rows_q, rows_k, head_dim = (workload[n] for n in ("max_seqlen_q", "max_seqlen_k", "head_dim"))
@@ -273,7 +273,7 @@ def _known(function: Callable, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _config(kind: type, values: Mapping[str, Any]) -> Any:
-    """A config of today's fields; those inside it are configs too."""
+    """Rebuild a config, nested ones included, from the fields that exist today."""
     kinds = inspect.get_annotations(kind, eval_str=True)
     return kind(
         **{
@@ -285,16 +285,16 @@ def _config(kind: type, values: Mapping[str, Any]) -> Any:
 
 
 def _operations(call: Callable[[], Any]) -> list[str]:
-    """What PyTorch is asked for in a call: what a row has run that launches no kernel."""
+    """List the PyTorch operations of a call: the code of a row that launches no kernel."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Seen(TorchDispatchMode):
         names: list[str] = []
 
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            made = function(*args, **(kwargs or {}))
-            self.names.append(f"{function} {getattr(made, 'shape', '')}")
-            return made
+            result = function(*args, **(kwargs or {}))
+            self.names.append(f"{function} {getattr(result, 'shape', '')}")
+            return result
 
     with Seen() as seen:
         call()
@@ -302,14 +302,14 @@ def _operations(call: Callable[[], Any]) -> list[str]:
 
 
 def answer(question: Mapping[str, Any]) -> str:
-    """The codes of what a row launches, one hash; in place of it, why there is none."""
+    """Return one hash of the code that a row launches, or the reason why there is none."""
     try:
         if "launches" in question:
             parts = [digest(compile_again(each).asm["cubin"]) for each in question["launches"]]
         else:
-            call, made = _prepared(question)
-            call()  # the first one asks PyTorch for what is kept from then on, too
-            parts = [digest(each.asm["cubin"]) for each in made] or _operations(call)
+            call, compiled = _prepared(question)
+            call()  # the first call also makes what PyTorch caches
+            parts = [digest(each.asm["cubin"]) for each in compiled] or _operations(call)
     except Exception as error:
         while error.__cause__ is not None:
             error = error.__cause__
@@ -317,22 +317,22 @@ def answer(question: Mapping[str, Any]) -> str:
     return combined(parts)
 
 
-def is_code(found: str | None) -> bool:
-    """Whether an answer is a hash, and not a reason."""
-    return found is not None and re.fullmatch("[0-9a-f]{16}", found) is not None
+def is_code(text: str | None) -> bool:
+    """Return whether an answer is a hash and not a reason."""
+    return text is not None and re.fullmatch("[0-9a-f]{16}", text) is not None
 
 
 def combined(codes: Sequence[str]) -> str:
-    """One hash of the codes of several launches, in their order."""
+    """Combine the codes of several launches, in order, into one hash."""
     return hashlib.sha256(" ".join(codes).encode()).hexdigest()[:16]
 
 
 def _main() -> None:
     package = importlib.import_module("gdpa_kernels")
-    asked = json.load(sys.stdin)
-    if not Path(package.__file__).is_relative_to(asked["root"]):
-        raise RuntimeError(f"gdpa_kernels must be in {asked['root']}, got {package.__file__}")
-    json.dump([answer(question) for question in asked["questions"]], sys.stdout)
+    request = json.load(sys.stdin)
+    if not Path(package.__file__).is_relative_to(request["root"]):
+        raise RuntimeError(f"gdpa_kernels must be in {request['root']}, got {package.__file__}")
+    json.dump([answer(question) for question in request["questions"]], sys.stdout)
 
 
 if __name__ == "__main__":

@@ -26,18 +26,17 @@ from gdpa_lab.measuring.workload import Workload
 SCOPES = ("kernel", "sustained", "op", "host", "schedule")
 ON_DEVICE = ("kernel", "sustained")
 Entry = str | tuple[str, str, Mapping[str, object]]
-"""A name, or (name, variant, options of the rung)."""
+"""Name of an implementation, or (name, variant, options of the rung)."""
 Scopes = Sequence[str] | Mapping[str, Collection[str]]
-"""What is timed of every implementation, or of which each scope is."""
+"""Scopes timed for all implementations, or the implementations of each scope."""
 Stage = Callable[[str], None]
-"""Is told what begins: "inputs", "run", "check" or "time"."""
+"""Callback for the stage that begins: "inputs", "run", "check" or "time"."""
 
 
 class Attempt(NamedTuple):
-    """What came of an implementation: ready to be timed, with its error and its `run_once` peak, or
-    a failure."""
+    """Outcome of an implementation: a candidate, its error and `run_once` peak, or a failure."""
 
-    made: Candidate | None = None
+    candidate: Candidate | None = None
     error: record.Error | None = None
     peak: int = 0
     failure: str | None = None
@@ -51,7 +50,8 @@ def candidate(
     variant: str = "",
     **options: object,
 ) -> Candidate:
-    """A rung or a baseline on `inputs`; `options` go to the rung, e.g. `config` or `schedule`.
+    """Prepare a rung or a baseline on `inputs`; `options` go to the rung, e.g. `config` or
+    `schedule`.
 
     The option `module`, a changed copy of the rung's own (`studies.changed`), stands in for it.
     A rung's schedule is made here, outside what is timed, and so is what its backward needs of its
@@ -62,7 +62,7 @@ def candidate(
 
 
 def run_once(ready: Candidate) -> tuple[torch.Tensor | tuple[torch.Tensor, ...], int]:
-    """One call on memory full of NaN: its result, and the most device memory it had allocated."""
+    """Run one call on memory full of NaN; return its result and its peak memory."""
     result = ready.call()
     with torch.inference_mode():  # a peer's backward may have made them in it
         for tensor in tensors(result):
@@ -71,10 +71,10 @@ def run_once(ready: Candidate) -> tuple[torch.Tensor | tuple[torch.Tensor, ...],
     del result, poison
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
+    allocated = torch.cuda.memory_allocated()
     result = ready.call()
     torch.cuda.synchronize()
-    return result, torch.cuda.max_memory_allocated() - before
+    return result, torch.cuda.max_memory_allocated() - allocated
 
 
 def attempt(
@@ -85,39 +85,39 @@ def attempt(
     """Make, run and check an entry."""
     impl, variant, options = parts(entry)
     try:
-        made = operator.candidate(impl, variant, **options)
+        ready = operator.candidate(impl, variant, **options)
         stage("run")
-        result, peak = run_once(made)
+        result, peak = run_once(ready)
         stage("check")
-        comparisons = operator.check(made.math, made.checked(tensors(result)))
+        comparisons = operator.check(ready.math, ready.checked(tensors(result)))
     except Exception as error:
         return Attempt(failure=reason(error))
-    found = error_of(comparisons)
-    if found.passed:
-        return Attempt(made, found, peak)
+    worst = error_of(comparisons)
+    if worst.passed:
+        return Attempt(ready, worst, peak)
     failed = "; ".join(str(c) for c in comparisons if not c.passed)
-    return Attempt(error=found, failure=f"check failed: {failed}")
+    return Attempt(error=worst, failure=f"check failed: {failed}")
 
 
 def tensors(result: torch.Tensor | tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    """The output, or each gradient, of a call."""
+    """Return the output, or each gradient, as a tuple."""
     return result if isinstance(result, tuple) else (result,)
 
 
 def failed_rows(
-    workload: Workload, direction: str, scopes: Scopes, entry: Entry, found: Attempt
+    workload: Workload, direction: str, scopes: Scopes, entry: Entry, tried: Attempt
 ) -> list[record.Row]:
-    """The rows of an entry that cannot be timed."""
+    """Build the rows of an entry that cannot be timed."""
     impl, variant, _ = parts(entry)
     kind = operators.math(workload.operator, impl)
     common = {"impl": impl, "variant": variant, "math": kind}
-    common |= {"error": found.error, "failure": found.failure}
+    common |= {"error": tried.error, "failure": tried.failure}
     there = [scope for scope in ON_DEVICE if asks(scopes, scope, impl)] or ["kernel"]
     return [record.Row.of(workload, direction, scope=scope, **common) for scope in there]
 
 
 def error_of(comparisons: Sequence[testing.Comparison]) -> record.Error:
-    """The comparison that comes closest to its budget, or exceeds it most, for all of them."""
+    """Reduce comparisons to the one closest to its budget, or farthest beyond it."""
 
     def share(comparison: testing.Comparison) -> tuple[bool, float]:
         share = comparison.max_abs / max(comparison.max_abs_budget, sys.float_info.min)
@@ -125,8 +125,8 @@ def error_of(comparisons: Sequence[testing.Comparison]) -> record.Error:
 
     worst = max(comparisons, key=share)
     elements, passed = sum(c.elements for c in comparisons), all(c.passed for c in comparisons)
-    found = record.Error.judge(worst.max_abs, worst.max_abs_budget, elements=elements)
-    return replace(found, passed=passed, pytorch=worst.pytorch, rounding=worst.rounding)
+    judged = record.Error.judge(worst.max_abs, worst.max_abs_budget, elements=elements)
+    return replace(judged, passed=passed, pytorch=worst.pytorch, rounding=worst.rounding)
 
 
 def measure(
@@ -144,7 +144,7 @@ def measure(
     """Check and time `impls` on `workload` in `direction`; one row for each impl and scope.
 
     An entry of `impls` is a name, or (name, variant, options of the rung). Scopes: "kernel", all
-    kernels of the pass, zero fills and conversions included; "sustained", the same back to back for
+    kernels of the pass, zero fills and conversions included; "sustained", the same in a loop for
     `seconds`, one implementation at a time, with the load of the GPU; "op", the public call of a
     rung, or autograd's backward of it, and of GDPA's backward rungs also the variant
     `baselines.STEP`, with the FLOPs and bytes of both directions; "host", until that call returns;
@@ -159,49 +159,50 @@ def measure(
     ready: list[tuple[Candidate, record.Error, int]] = []
     rows: list[record.Row] = []
     for entry in impls:
-        found = attempt(entry, operator, stage)
-        if found.failure is None:
-            ready.append((found.made, found.error, found.peak))
+        tried = attempt(entry, operator, stage)
+        if tried.failure is None:
+            ready.append((tried.candidate, tried.error, tried.peak))
         else:
-            rows += failed_rows(workload, direction, scopes, entry, found)
-            log(f"  {' '.join(filter(None, parts(entry)[:2]))}: {found.failure}")
+            rows += failed_rows(workload, direction, scopes, entry, tried)
+            log(f"  {' '.join(filter(None, parts(entry)[:2]))}: {tried.failure}")
         free()
     operator = operators.of(inputs, direction)  # without what it remembered to check
     free()
     for scope in scopes:
-        asked = [found for found in ready if asks(scopes, scope, found[0].impl)]
-        calls = list(_calls(scope, operator, [made for made, _, _ in asked]))
-        functions = {f"{asked[i][0].impl} {variant}": call for i, variant, call in calls}
+        requested = [each for each in ready if asks(scopes, scope, each[0].impl)]
+        calls = list(_calls(scope, operator, [one for one, _, _ in requested]))
+        functions = {f"{requested[i][0].impl} {variant}": call for i, variant, call in calls}
         stage("time")
         samples = sampled(scope, functions, device, protocol, seconds)
         for i, variant, call in calls:
-            made, error, peak = asked[i]
-            times, more = samples[f"{made.impl} {variant}"]
-            what = {"error": error, "peak_bytes": peak, "config": dict(made.config)} | more
+            candidate, error, peak = requested[i]
+            times, more = samples[f"{candidate.impl} {variant}"]
+            what = {"error": error, "peak_bytes": peak, "config": dict(candidate.config)} | more
             if scope == "schedule":
                 what = {"failure": what["failure"]} if "failure" in what else {}
             elif scope == "host":
                 what["peak_bytes"] = None
-            elif variant == STEP and variant != made.variant:
+            elif variant == STEP and variant != candidate.variant:
                 what["peak_bytes"] = None
                 what["config"]["forward"] = operator.forward_of_step()
             if times:
                 what["launches"] = launched(call, device)
-            what |= {"impl": made.impl, "variant": variant, "scope": scope, "math": made.math}
+            what |= {"variant": variant, "scope": scope}
+            what |= {"impl": candidate.impl, "math": candidate.math}
             rows.append(record.Row.of(workload, direction, samples_us=times, **what))
             if scope in ON_DEVICE and times:
                 median = sorted(times)[len(times) // 2]
                 rate = workload.flops(direction) / median / 1e6
                 speed = workload.bytes(direction) / median / 1e3
                 log(
-                    f"  {made.impl} {made.variant}: {scope} {median:.0f} us, {rate:.0f} TFLOP/s, "
-                    f"{speed:.0f} GB/s"
+                    f"  {candidate.impl} {candidate.variant}: {scope} {median:.0f} us, "
+                    f"{rate:.0f} TFLOP/s, {speed:.0f} GB/s"
                 )
     return rows
 
 
 def launched(call: operators.Call, device: torch.device) -> list[dict[str, object]] | None:
-    """What one call launches of our kernels, for a row; None without a GPU."""
+    """Describe what one call launches of our kernels, for a row; None without a GPU."""
     if device.type != "cuda":
         return None
     with torch.cuda.device(device):
@@ -211,40 +212,40 @@ def launched(call: operators.Call, device: torch.device) -> list[dict[str, objec
 
 
 def parts(entry: Entry) -> tuple[str, str, Mapping[str, object]]:
-    """(name, variant, options) of an entry of `impls`."""
+    """Split an entry of `impls` into (name, variant, options)."""
     return (entry, "", {}) if isinstance(entry, str) else entry
 
 
 def reason(error: Exception) -> str:
-    """What a row that could not be timed says about it."""
+    """Format an exception as the failure of a row."""
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0][:300]}"
 
 
 def asks(scopes: Scopes, scope: str, impl: str) -> bool:
-    """Whether `impl` is to be timed in `scope`."""
+    """Return whether `impl` is to be timed in `scope`."""
     return scope in scopes and (not isinstance(scopes, Mapping) or impl in scopes[scope])
 
 
 def _calls(
     scope: str, operator: operators.Gdpa | operators.BlockAttention, ready: Sequence[Candidate]
 ) -> Iterator[tuple[int, str, operators.Call]]:
-    """What is timed in `scope`: the number of the candidate, the variant, the call.
+    """Yield the calls timed in `scope`: the number of the candidate, the variant, the call.
 
     A candidate that is a variant has no public call.
     """
     if scope not in SCOPES:
         raise ValueError(f"scopes must be among {SCOPES}, got {scope!r}")
-    for i, made in enumerate(ready):
+    for i, candidate in enumerate(ready):
         if scope in ON_DEVICE:
-            yield i, made.variant, made.call
-        elif made.variant:
+            yield i, candidate.variant, candidate.call
+        elif candidate.variant:
             continue
         elif scope in ("op", "host"):
-            for variant, call in operator.ops(made.impl).items():
+            for variant, call in operator.ops(candidate.impl).items():
                 yield i, variant, call
         else:
-            call = operator.schedule(made.impl)
+            call = operator.schedule(candidate.impl)
             if call is not None:
                 yield i, "", call
 
@@ -256,8 +257,8 @@ def sampled(
     protocol: timing.Protocol,
     seconds: float,
 ) -> dict[str, tuple[Sequence[float], dict[str, object]]]:
-    """By name the samples of each function in `scope`, and what else their rows hold: of
-    "sustained" a load, of a call that waits, or keeps the device waiting, why it has none."""
+    """Sample each function in `scope`, by name, with more values for its row: the load for
+    "sustained", and a failure for a call that waits for the device or lets it wait."""
     others = {
         "op": timing.sample_ops,
         "host": timing.sample_hosts,
@@ -267,18 +268,18 @@ def sampled(
     sound, waiting = dict(functions), {}
     while True:
         try:
-            found = waiting | sampler(sound, device, protocol)
-            return {name: _samples(scope, samples) for name, samples in found.items()}
+            samples_of = waiting | sampler(sound, device, protocol)
+            return {name: _samples(scope, samples) for name, samples in samples_of.items()}
         except timing.WaitsForDevice as error:
             waiting[error.name] = error
             del sound[error.name]
 
 
-def _samples(scope: str, found: Any) -> tuple[Sequence[float], dict[str, object]]:
-    """Samples among what the timer of `scope` found, and what else their row holds."""
-    if isinstance(found, Exception):
-        return [], {"failure": reason(found)}
-    return (found[0], {"load": found[1]}) if scope == "sustained" else (found, {})
+def _samples(scope: str, sampled: Any) -> tuple[Sequence[float], dict[str, object]]:
+    """Split the result of the timer of `scope` into samples and more values for the row."""
+    if isinstance(sampled, Exception):
+        return [], {"failure": reason(sampled)}
+    return (sampled[0], {"load": sampled[1]}) if scope == "sustained" else (sampled, {})
 
 
 def free() -> None:

@@ -27,7 +27,7 @@ Call = Callable[[], object]
 
 @dataclass
 class Candidate:
-    """One implementation ready to run on one workload: the call to be timed, and its constants.
+    """An implementation ready to run on a workload: the call to time, and its constants.
 
     The call returns the output, or the gradients of q, k and v; `checked` makes of them, a tuple,
     what is compared with what is right.
@@ -42,7 +42,7 @@ class Candidate:
 
 
 def of(inputs: Inputs | BlockInputs, direction: str) -> Gdpa | BlockAttention:
-    """The operator of `inputs` in `direction`; ValueError if it is not measured in it."""
+    """Return the operator of `inputs` in `direction`; ValueError if it is not measured."""
     kind = BlockAttention if isinstance(inputs, BlockInputs) else Gdpa
     expected = f"one of {(*kind.results,)} with operator {inputs.workload.operator!r}"
     require(direction in kind.results, "direction", expected, direction)
@@ -50,14 +50,13 @@ def of(inputs: Inputs | BlockInputs, direction: str) -> Gdpa | BlockAttention:
 
 
 def math(operator: str, impl: str) -> str:
-    """Whose mathematics `impl` of an operator computes: "activation" or "softmax"."""
+    """Return the mathematics of `impl`: "activation" or "softmax"."""
     return (Gdpa if operator == "gdpa" else BlockAttention).math(impl)
 
 
 class _Checked:
-    """Checks every result against fp64, a group of whole sequences at a time: at most `PART` tokens
-    together, since an fp64 copy of everything would not fit.
-    """
+    """Checks every result against fp64 in parts of whole sequences: at most `PART` tokens at once,
+    since an fp64 copy of everything would not fit."""
 
     results = {"forward": ("out",), "backward": ("dq", "dk", "dv")}
     peers: Mapping[str, baselines.Baseline]
@@ -99,27 +98,29 @@ class _Checked:
                 baseline = self._compute(kind, inputs.q.dtype, part)
                 pairs = zip(baseline, expected, strict=True)
                 known.append([testing.allowed_errors(tensor, right) for tensor, right in pairs])
-            own = zip(results, places, expected, strict=True)
-            found = [testing.error_of(result[place], right)[None] for result, place, right in own]
-            parts.append([*map(torch.cat, zip(found, known[number], strict=True))])
+            triples = zip(results, places, expected, strict=True)
+            result_errors = [
+                testing.error_of(result[rows], right)[None] for result, rows, right in triples
+            ]
+            parts.append([*map(torch.cat, zip(result_errors, known[number], strict=True))])
         return [
             testing.comparison(name, result.numel(), torch.stack(errors))
             for name, result, errors in zip(names, results, zip(*parts, strict=True), strict=True)
         ]
 
     def _has_room(self) -> bool:
-        """Whether three quarters of the device's memory are free."""
+        """Return whether three quarters of the device's memory are free."""
         device = self._inputs.q.device
         free, total = torch.cuda.mem_get_info(device) if device.type == "cuda" else (1, 1)
         return 4 * free >= 3 * total
 
     def exact(self, kind: str) -> Iterator[tuple[tuple[slice, ...], tuple[torch.Tensor, ...]]]:
-        """What is right, in fp64 and in parts: where in each result, and its values there."""
+        """Yield the fp64 results in parts: the slices of each result, and the values there."""
         for places, part in self._parts():
             yield places, self._compute(kind, torch.float64, part)
 
     def _parts(self) -> Iterator[tuple[tuple[slice, ...], Inputs | BlockInputs]]:
-        """Some whole sequences at a time: where their results lie, and their inputs."""
+        """Yield parts of whole sequences: the slices of their results, and their inputs."""
         workload = self._inputs.workload
         pairs = list(zip(workload.seqlens_q, workload.seqlens_k, strict=True))
         ends_q, ends_k = ([0, *accumulate(lengths)] for lengths in zip(*pairs, strict=True))
@@ -132,40 +133,42 @@ class _Checked:
             yield places, self._part(rows, keys, slice(first, last + 1))
 
     def _part(self, rows: slice, keys: slice, ends: slice) -> Inputs | BlockInputs:
-        """The inputs of the sequences with these rows and keys; `ends` are their offsets."""
+        """Slice the inputs of the sequences with these rows and keys; `ends` selects offsets."""
         inputs = self._inputs
         parts = {"q": rows, "k": keys, "v": keys, "grad_out": rows}
-        found: dict[str, object] = {name: getattr(inputs, name)[at] for name, at in parts.items()}
+        tensors: dict[str, object] = {
+            name: getattr(inputs, name)[part] for name, part in parts.items()
+        }
         for name, first in (("cu_seqlens", rows), ("cu_seqlens_q", rows), ("cu_seqlens_k", keys)):
             if getattr(inputs, name, None) is not None:
-                found[name] = getattr(inputs, name)[ends] - first.start
+                tensors[name] = getattr(inputs, name)[ends] - first.start
         if inputs.workload.shared_q:
-            del found["q"]
+            del tensors["q"]
         if inputs.workload.rotary:
-            found["rotary"] = tuple(turn[rows] for turn in inputs.rotary)
-        return replace(inputs, **found)
+            tensors["rotary"] = tuple(turn[rows] for turn in inputs.rotary)
+        return replace(inputs, **tensors)
 
     def _compute(
         self, kind: str, dtype: torch.dtype, part: Inputs | BlockInputs
     ) -> tuple[torch.Tensor, ...]:
-        """The results of `part`, computed in `dtype`."""
+        """Compute the results of `part` in `dtype`."""
         batch = part.batch()
         tensors = {name: getattr(batch, name).to(dtype) for name in "qkv"}
         if part.workload.rotary:
             tensors["rotary"] = tuple(turn.to(dtype) for turn in part.rotary)
         batch = replace(batch, **tensors)
         if self._direction == "forward":
-            found = self.reference.forward_in_dtype(batch)
-            return (found,) if isinstance(found, torch.Tensor) else found[:1]
+            result = self.reference.forward_in_dtype(batch)
+            return (result,) if isinstance(result, torch.Tensor) else result[:1]
         return self.reference.backward_in_dtype(part.grad_out.to(dtype), batch)
 
     @classmethod
     def math(cls, impl: str) -> str:
-        """Whose mathematics: "activation" or "softmax"."""
+        """Mathematics of an implementation: "activation" or "softmax"."""
         return cls.peers[impl].math if impl in cls.peers else cls.kind
 
     def candidate(self, impl: str, variant: str, **options: object) -> Candidate:
-        """A rung, a study or a baseline; see `measure.candidate`."""
+        """Prepare a rung, a study or a baseline; see `measure.candidate`."""
         if impl in self.peers:
             return self._peer(impl, self._direction, variant, **options)
         batch = self._inputs.batch()
@@ -181,12 +184,12 @@ class _Checked:
         return Candidate(impl, peer.math, call, options, variant, checked)
 
     def _resolve(self, impl: str, batch: object) -> Rung:
-        """The rung, if it takes the batch."""
+        """Resolve the rung, if it takes the batch."""
         return self.resolve(impl, self._direction, batch)
 
     def ops(self, impl: str) -> dict[str, Call]:
-        """By variant the public calls of a rung, which trust the offsets: other checks, schedule,
-        launch; of a backward rung autograd's backward alone. Empty for what is no rung."""
+        """Public calls of a rung by variant, which trust the offsets: the other checks, schedule,
+        launch; for a backward rung autograd's backward alone. Empty unless `impl` is a rung."""
         if impl not in ladder.impls(self._inputs.workload.operator, self._direction)[1:]:
             return {}
         if self._direction == "forward":
@@ -195,7 +198,7 @@ class _Checked:
         return {"": baselines.differentiate(self._function(impl), self._inputs, "backward")}
 
     def _function(self, impl: str) -> Callable[..., torch.Tensor]:
-        """The operator of q, k and v whose gradients are the rung's."""
+        """Build the operator of q, k and v whose gradients are the rung's."""
         arguments = self._inputs.arguments() | {"validate": False, self.named: impl}
         return lambda q, k, v: self.public(**arguments | {"q": q, "k": k, "v": v})
 
@@ -203,19 +206,19 @@ class _Checked:
 def _prepared(
     rung: Rung, batch: object, direction: str, options: Mapping[str, object]
 ) -> tuple[ModuleType, dict[str, object]]:
-    """The module of a rung, or the option `module` in its place, and its other options; config and
-    schedule are made here, outside what is timed."""
-    found = dict(options)
-    module = found.pop("module", None) or rung.module()
-    if found.get("config") is None and rung.takes(direction, "config"):
-        found["config"] = rung.config(batch, direction, module)
-    if found.get("schedule") is None and rung.takes(direction, "schedule"):
-        found["schedule"] = rung.schedule(batch, found["config"], module)
-    return module, found
+    """Return the module of a rung, or the option `module` in its place, and its other options;
+    config and schedule are made here, outside what is timed."""
+    arguments = dict(options)
+    module = arguments.pop("module", None) or rung.module()
+    if arguments.get("config") is None and rung.takes(direction, "config"):
+        arguments["config"] = rung.config(batch, direction, module)
+    if arguments.get("schedule") is None and rung.takes(direction, "schedule"):
+        arguments["schedule"] = rung.schedule(batch, arguments["config"], module)
+    return module, arguments
 
 
 class Gdpa(_Checked):
-    """GDPA, forward or backward; work lists are made before."""
+    """GDPA, forward or backward; work lists are made beforehand."""
 
     peers, reference, kind = baselines.BASELINES, gdpa_reference, "activation"
     public, named = staticmethod(gdpa_api.gdpa), "backward_impl"
@@ -234,14 +237,14 @@ class Gdpa(_Checked):
         return baselines.softmax_gradients(part, dtype)
 
     def ops(self, impl: str) -> dict[str, Call]:
-        """Of a backward rung also `STEP`."""
-        found = super().ops(impl)
-        if found and self._direction == "backward":
-            found[STEP] = self.step(impl).call
-        return found
+        """Public calls by variant; a backward rung also has `STEP`."""
+        calls = super().ops(impl)
+        if calls and self._direction == "backward":
+            calls[STEP] = self.step(impl).call
+        return calls
 
     def step(self, impl: str) -> Candidate:
-        """A step of training, forward and backward: of a backward rung, behind the fastest
+        """Prepare a training step, forward and backward: of a backward rung behind the fastest
         forward, or of a baseline."""
         if impl in self.peers:
             return self._peer(impl, STEP)
@@ -249,11 +252,11 @@ class Gdpa(_Checked):
         return Candidate(impl, self.kind, call)
 
     def forward_of_step(self) -> str:
-        """The rung that computes the output in `step` of a rung."""
+        """Name of the rung that computes the output in `step`."""
         return gdpa_api.resolve("auto", "forward", self._inputs.batch()).impl
 
     def schedule(self, impl: str) -> Call | None:
-        """What makes the work list of a backward rung; None without any.
+        """Return the call that makes the work list of a backward rung; None without one.
 
         Forward None: the notebook of the schedules measures them by order and clock.
         """
@@ -266,8 +269,7 @@ class Gdpa(_Checked):
 
 
 class BlockAttention(_Checked):
-    """Block attention, forward or backward; the block list and what forward saves are made
-    before."""
+    """Block attention, forward or backward; block list and saved tensors are made beforehand."""
 
     peers, reference, kind = baselines.BLOCK_BASELINES, block_reference, "softmax"
     public, named = staticmethod(block_api.block_attention), "impl"
@@ -284,12 +286,12 @@ class BlockAttention(_Checked):
     def _call(self, rung: Rung, module: ModuleType, batch: object, arguments: dict) -> Call:
         if self._direction == "forward":
             return lambda: module.forward(batch, **arguments)[0]
-        # What is saved does not depend on the constants of a rung; of a study it does.
+        # Saved tensors do not depend on the constants of a rung, but on those of a study.
         saved = module.forward(batch, **arguments if rung.impl in studies.STUDIES else {})[1]
         return partial(module.backward, self._inputs.grad_out, batch, saved, **arguments)
 
     def schedule(self, impl: str) -> Call | None:
-        """What makes the block list of a rung, or the metadata of a baseline; None without any."""
+        """Return the call that makes a rung's block list or a baseline's metadata, or None."""
         if impl in self.peers:
             make = self.peers[impl].metadata
             return None if make is None else partial(make, self._inputs)
@@ -300,8 +302,8 @@ class BlockAttention(_Checked):
 
 
 def _runs(lengths: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
-    """(first, last), last excluded, of runs whose lengths sum to at most `most`; a longer one is a
-    run of its own."""
+    """Yield (first, last), last excluded, of runs whose lengths sum to at most `most`; a longer one
+    is a run of its own."""
     first, total = 0, 0
     for i, length in enumerate(lengths):
         if i > first and total + length > most:

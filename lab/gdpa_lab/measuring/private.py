@@ -15,27 +15,26 @@ if TYPE_CHECKING:
 
 
 def sleep(cycles: int) -> None:
-    """Let the current stream wait for so many clocks of the device."""
+    """Make the current stream wait for this many clocks of the device."""
     torch.cuda._sleep(cycles)
 
 
-def keeping_buffers() -> contextlib.AbstractContextManager[None]:
-    """A context in which a compiled backward overwrites nothing that forward kept for it."""
+def without_donated_buffers() -> contextlib.AbstractContextManager[None]:
+    """Context in which a compiled backward does not overwrite what forward saved for it."""
     return config.patch(donated_buffer=False)
 
 
 @contextlib.contextmanager
-def as_on(target: GPUTarget) -> Iterator[None]:
-    """Kernels that ask which GPU they are compiled for (`triton.language.target_info`) are told
-    this one."""
+def compiling_for(target: GPUTarget) -> Iterator[None]:
+    """Report this target to kernels that ask for their GPU (`triton.language.target_info`)."""
     from triton.runtime import driver
 
-    before = driver._active
+    previous = driver._active
     driver.set_active(SimpleNamespace(get_current_target=lambda: target))
     try:
         yield
     finally:
-        driver._active = before
+        driver._active = previous
 
 
 def cudnn_attention(
@@ -48,9 +47,9 @@ def cudnn_attention(
     causal: bool,
     scale: float,
 ) -> torch.Tensor:
-    """cuDNN's attention on jagged q, k and v, `[total, num_heads, head_dim]`, which
-    scaled_dot_product_attention does not offer. lengths: the offsets of q and of k, and their
-    longest sequences; `backward`: keep what it needs."""
+    """Call cuDNN's attention on jagged q, k and v, `[total, num_heads, head_dim]`, which
+    scaled_dot_product_attention does not offer. lengths: the offsets of q and k, and their longest
+    sequences; `backward`: save what it needs."""
     return torch.ops.aten._cudnn_attention_forward(
         q, k, v, None, *lengths, backward, 0.0, causal, False, scale=scale
     )[0]

@@ -2,8 +2,8 @@
 
 A kernel that hangs or corrupts its CUDA context then costs its own rows, not the run. The child
 first launches each rung `LAUNCHES` times on a jagged batch and compares every result, since some
-faults appear only among back-to-back launches (facebookexperimental/triton#3492). A correct row of
-a record proves a rung on GPUs of that compute capability: it is measured in the parent.
+faults appear only among consecutive launches (facebookexperimental/triton#3492). A correct row of a
+record verifies a rung on GPUs of that compute capability: it is then measured in the parent.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from gdpa_kernels.calling import ladder
 from gdpa_kernels.calling.rung import Rung
 from gdpa_lab.measuring import measure, operators, record, studies, system
 from gdpa_lab.measuring.inputs import make_inputs
-from gdpa_lab.measuring.laws import Full, Uniform
+from gdpa_lab.measuring.length_distributions import Full, Uniform
 from gdpa_lab.measuring.measure import Entry, Stage
 from gdpa_lab.measuring.workload import Workload
 
@@ -36,32 +36,32 @@ LIMITS_S: Mapping[str, float | None] = {
     "start": 300.0, "inputs": 300.0, "run": 120.0, "check": None, "launches": 120.0,
     "time": 120.0,
 }  # fmt: skip
-"""Until the next stage of a child: everything imported, inputs made, a kernel compiled and run
-twice, checked, launched `LAUNCHES` times, timed in a scope."""
+"""Time limits until the next stage of a child: everything imported, inputs made, a kernel compiled
+and run twice, checked, launched `LAUNCHES` times, timed in a scope."""
 MOST_LOST_S = 240.0  # with a rung that fails: on every workload it would cost hours
 LAUNCHES, IN_A_ROW = 10_000, 50
 JAGGED_TOKENS = 2**15
 
-Proven = set[tuple[str, str, str]]
+Rungs = set[tuple[str, str, str]]
 
 
-def proven(data_dir: str | Path, capability: str | None) -> Proven:
-    """(operator, direction, impl) of the correct rows in the records of GPUs with a compute
-    capability, "10.0". A refused record proves nothing."""
-    found: Proven = set()
+def verified(data_dir: str | Path, capability: str | None) -> Rungs:
+    """Collect (operator, direction, impl) of the correct rows in the records of GPUs with a compute
+    capability, "10.0". Refused records do not count."""
+    rungs: Rungs = set()
     for run in record.survey(data_dir)[0]:
         machine = system.named(run.system, data_dir)
         if machine.compute_capability == capability:
-            found |= _right(run.rows)
-    return found
+            rungs |= _correct(run.rows)
+    return rungs
 
 
-def _right(rows: Iterable[record.Row]) -> Proven:
-    """The rungs that `rows` prove."""
+def _correct(rows: Iterable[record.Row]) -> Rungs:
+    """Collect the rungs of the correct rows."""
     return {(row.operator, row.direction, row.impl) for row in rows if row.passed}
 
 
-def _sound(row: record.Row) -> bool:
+def _is_usable(row: record.Row) -> bool:
     return row.failure is None or (row.error is not None and row.error.passed)
 
 
@@ -70,10 +70,10 @@ def _rung(impl: str, operator: str, direction: str) -> Rung | None:
     return next((x for x in rungs if x.impl == impl and direction in x.directions), None)
 
 
-def is_unproven(
-    impl: str, operator: str, direction: str, device: torch.device, known: Proven
+def is_unverified(
+    impl: str, operator: str, direction: str, device: torch.device, known: Rungs
 ) -> bool:
-    """Whether `impl` is a rung with kernels that `device` can launch, and none of `known`."""
+    """Return whether `impl` is a rung that `device` can launch, and none of `known`."""
     rung = _rung(impl, operator, direction)
     if rung is None or (operator, direction, impl) in known:
         return False
@@ -81,12 +81,12 @@ def is_unproven(
 
 
 class Probe:
-    """Measures unproven rungs in child processes."""
+    """Measures unverified rungs in child processes."""
 
     def __init__(
         self,
         device: torch.device,
-        known: Proven,
+        known: Rungs,
         log: Callable[[str], None] = print,
         *,
         limits_s: Mapping[str, float | None] = MappingProxyType(LIMITS_S),
@@ -94,7 +94,7 @@ class Probe:
         in_child: Callable[..., list[record.Row]] | None = None,
     ) -> None:
         self._device, self._log, self._in_child = device, log, in_child or trial
-        self._known, self._learnt = frozenset(known), {*known}
+        self._known, self._verified = frozenset(known), {*known}
         self._limits_s, self._most_lost_s = limits_s, most_lost_s
         self._launched: set[tuple[str, ...]] = set()
         self._lost_s: Counter[tuple[str, ...]] = Counter()
@@ -108,25 +108,25 @@ class Probe:
         scopes: measure.Scopes = ("kernel",),
         **how: Any,
     ) -> dict[int, list[record.Row]]:
-        """Rows of the unproven entries of `impls`, by their places, measured in child processes;
-        see `measure.measure`."""
-        child, found = None, {}
+        """Measure the unverified entries of `impls` in child processes; return their rows by index.
+        See `measure.measure`."""
+        child, measured = None, {}
         how |= {"device": self._device, "direction": direction, "scopes": scopes}
-        for place, entry in enumerate(impls):
+        for index, entry in enumerate(impls):
             impl, variant, options = measure.parts(entry)
-            if not is_unproven(impl, workload.operator, direction, self._device, self._known):
+            if not is_unverified(impl, workload.operator, direction, self._device, self._known):
                 continue
             rung, begin = (workload.operator, direction, impl), time.monotonic()
             if self._lost_s[rung] >= self._most_lost_s:
                 rows = f"not tried: {self._lost_s[rung]:.0f} s of this run were lost on it"
             else:
-                self._log(f"  {impl}: unproven on this GPU, in a child process")
+                self._log(f"  {impl}: unverified on this GPU, in a child process")
                 child = child or _Child(self._in_child, workload, how, self._limits_s, self._log)
                 # Modules come first: the rest may refer to what is in them.
                 options = sorted(options.items(), key=lambda x: not isinstance(x[1], ModuleType))
                 launches = 0 if (*rung, variant) in self._launched else LAUNCHES
                 rows = child.run((impl, variant, dict(options)), launches)
-                if isinstance(rows, list) and any(map(_sound, rows)):
+                if isinstance(rows, list) and any(map(_is_usable, rows)):
                     self._launched.add((*rung, variant))
                 elif child.ran:  # it may have written anywhere, or can launch nothing more
                     child = child.end()
@@ -135,21 +135,21 @@ class Probe:
                 self._log(f"  {impl}: {rows}")
                 attempt = measure.Attempt(failure=rows)
                 rows = measure.failed_rows(workload, direction, scopes, entry, attempt)
-            found[place] = rows
-            self._learnt |= _right(rows)
+            measured[index] = rows
+            self._verified |= _correct(rows)
         if child is not None:
             child.end()
-        return found
+        return measured
 
     def problem(self, impls: Iterable[str], operator: str, direction: str) -> str | None:
-        """Why one of `impls` must not be launched in this process, or None: the device cannot run
-        it, or neither a record nor this run has a correct row of it."""
+        """Return why one of `impls` must not be launched in this process, or None: the device
+        cannot run it, or neither a record nor this run has a correct row of it."""
         for impl in impls:
             rung = _rung(impl, operator, direction)
             wrong = rung and rung.requires.of_device(self._device)
             if wrong is not None:
                 return f"{impl} {wrong}"
-            if is_unproven(impl, operator, direction, self._device, self._learnt):
+            if is_unverified(impl, operator, direction, self._device, self._verified):
                 return f"{impl} has not been right on this GPU"
         return None
 
@@ -176,8 +176,8 @@ class _Child:
         self.ran = False
 
     def run(self, entry: Entry, launches: int) -> list[record.Row] | str:
-        """The rows of an entry, or why there are none; `ran` is whether its kernels were launched
-        or its process is of no use."""
+        """Return the rows of an entry, or why there are none; `ran` tells whether its kernels were
+        launched or its process is of no use."""
         self.ran = False
         try:
             self._connection.send((entry, launches))
@@ -214,17 +214,17 @@ def _serve(
     workload: Workload,
     how: Mapping[str, Any],
 ) -> None:
-    """The loop of a child: measures one entry after another until it is killed."""
+    """Run the loop of a child: measure one entry after another until it is killed."""
     tell = {
         kind: lambda what, kind=kind: connection.send((kind, what)) for kind in ("stage", "log")
     }
     while True:
         entry, launches = connection.recv()
         try:
-            found = in_child(entry, workload, launches=launches, **how, **tell)
+            answer = in_child(entry, workload, launches=launches, **how, **tell)
         except Exception as error:
-            found = measure.reason(error)
-        connection.send(("found", found))
+            answer = measure.reason(error)
+        connection.send(("found", answer))
         measure.free()
 
 
@@ -235,7 +235,7 @@ def trial(
     launches: int,
     **how: Any,
 ) -> list[record.Row]:
-    """The rows of an entry, launched `launches` times before it is measured."""
+    """Measure an entry after launching it `launches` times."""
     if launches:
         launching = {name: how[name] for name in ("device", "direction", "stage")}
         launch_often(entry, workload, launches, **launching)
@@ -252,30 +252,30 @@ def launch_often(
     stage: Stage = lambda name: None,
 ) -> None:
     """Launch an entry again and again on a small `jagged` batch of a workload's kind, `IN_A_ROW`
-    times between looks at the results, each in memory full of NaN. ValueError if one is wrong: the
-    first is held against fp64, the others against the first."""
+    times between comparisons, each in memory full of NaN. ValueError if a result is wrong: the
+    first is compared with fp64, the others with the first."""
     impl, variant, options = measure.parts(entry)
     stage("inputs")
     operator = operators.of(make_inputs(jagged(workload), device=device), direction)
-    made = operator.candidate(impl, variant, **options)
+    ready = operator.candidate(impl, variant, **options)
     stage("run")
-    first = measure.tensors(made.call())
+    first = measure.tensors(ready.call())
     stage("check")
-    checks = operator.check(made.math, first)
+    checks = operator.check(ready.math, first)
     wrong = [str(check) for check in checks if not check.passed]
     if wrong:
         raise ValueError(f"launch 1 of {launches:,} on a jagged batch: {'; '.join(wrong)}")
     stage("launches")
     for begin in range(1, launches, IN_A_ROW):
         count = min(IN_A_ROW, launches - begin)
-        results = [measure.tensors(made.call()) for _ in range(count)]
-        apart = [
+        results = [measure.tensors(ready.call()) for _ in range(count)]
+        distances = [
             (one.float() - right.float()).abs().max()
             for result in results
             for one, right in zip(result, first, strict=True)
         ]
-        for place, most in enumerate(torch.stack(apart).tolist()):
-            number, check = begin + 1 + place // len(first), checks[place % len(first)]
+        for index, most in enumerate(torch.stack(distances).tolist()):
+            number, check = begin + 1 + index // len(first), checks[index % len(first)]
             budget = 2 * check.max_abs_budget
             if not most <= budget:
                 where = f"launch {number:,} of {launches:,} on a jagged batch: {check.name}"
@@ -288,7 +288,7 @@ def launch_often(
 
 
 def jagged(workload: Workload) -> Workload:
-    """A workload of the same kind with few sequences, of 1 to as many tokens as it allows."""
+    """Derive a workload of the same kind with few sequences of 1 to the most tokens."""
     law, longest = Uniform(0.5), max(workload.max_seqlen_q, workload.max_seqlen_k)
     return replace(
         workload,
@@ -300,7 +300,7 @@ def jagged(workload: Workload) -> Workload:
 
 
 def _module(name: str, file: str) -> ModuleType:
-    """A module as it is where an entry comes from, changed copies of rungs included."""
+    """Import a module from its file, changed copies of rungs included."""
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, file)
         sys.modules[name] = importlib.util.module_from_spec(spec)

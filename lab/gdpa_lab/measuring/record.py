@@ -32,7 +32,7 @@ from gdpa_lab.measuring.workload import Workload
 
 ROOT = DATA_DIR.parent
 HOUSES = ("gdpa_kernels", "lab/gdpa_lab", "notebooks/_lib")
-"""Folders whose sources a record names by their hashes."""
+"""Folders whose source hashes a record stores."""
 COMMIT_VARIABLE = "GDPA_KERNELS_COMMIT"
 
 
@@ -53,19 +53,19 @@ class Package:
     code: Mapping[str, str] | None = None
 
     def source(self, operator: str, impl: str) -> str | None:
-        """The SHA-256 of the file of a rung, wherever it was; None if there was none."""
-        found = re.compile(rf"gdpa_kernels/{operator}/(kernels/|ladder/)?{impl}\.py")
-        names = sorted(filter(found.fullmatch, self.sources))
+        """Return the SHA-256 of a rung's file, wherever it was; None if there was none."""
+        pattern = re.compile(rf"gdpa_kernels/{operator}/(kernels/|ladder/)?{impl}\.py")
+        names = sorted(filter(pattern.fullmatch, self.sources))
         return self.sources[names[0]] if names else None
 
     def ran(self, names: Iterable[str], root: Path) -> bool:
-        """Whether the code that ran as these files is that of the files in `root` now."""
-        kept, now = (self.sources, source_hash) if self.code is None else (self.code, code_hash)
-        return all(kept.get(name) == now(root / name) for name in names)
+        """Return whether the code that ran equals that of the same files in `root` now."""
+        recorded, now = (self.sources, source_hash) if self.code is None else (self.code, code_hash)
+        return all(recorded.get(name) == now(root / name) for name in names)
 
     def differs(self, root: str | Path = ROOT) -> bool | None:
-        """Whether the files that ran are not those of `commit` in the git history of `root`; None
-        if that cannot be known: no commit, no git, or a clone without that commit."""
+        """Return whether the files that ran differ from those of `commit` in the git history of
+        `root`; None without a commit, git, or that commit in the clone."""
         if self.commit is None:
             return None
         return _differs(str(root), self.commit, tuple(sorted(self.sources.items())))
@@ -84,7 +84,7 @@ def _differs(root: str, commit: str, sources: tuple[tuple[str, str], ...]) -> bo
 
 @cache
 def renames() -> Mapping[str, str]:
-    """Notebooks that older records know under another path: the path then -> the path now."""
+    """Current paths of notebooks by the paths that older records have."""
     return json.loads(Path(__file__).with_name("renames.json").read_text(encoding="utf-8"))
 
 
@@ -94,7 +94,7 @@ class Record:
 
     `state` has the GPU's state `before` and `after` the measurement, as `system.state` returns it.
     `workloads` holds `Workload.to_dict()` by name. `plan`: keys of the rows that the run set out to
-    measure in bursts or back to back, each of which has a row; None in older records.
+    measure in the scopes kernel and sustained, each of which has a row; None in older records.
     """
 
     id: str
@@ -113,17 +113,17 @@ class Record:
 
     @property
     def chapter(self) -> str | None:
-        """Where its notebook is now."""
+        """Current path of its notebook."""
         return renames().get(self.notebook, self.notebook)
 
     def workload(self, name: str) -> Workload:
-        """The workload called `name` as this record measured it; LookupError if there is none."""
+        """Return the workload `name` as this record measured it; LookupError if there is none."""
         if name not in self.workloads:
             raise LookupError(f"name must be one of {sorted(self.workloads)}, got {name!r}")
         return Workload.from_dict(self.workloads[name])
 
     def to_dict(self) -> dict[str, Any]:
-        """The record as JSON values; what several rows launch alike stands in it once."""
+        """Convert to JSON values; launches shared by several rows are stored once."""
         data = {"schema_version": SCHEMA_VERSION, **_plain(self)}
         launches: list[dict[str, Any]] = []
         for row in data["rows"]:
@@ -159,12 +159,12 @@ def _keys(plan: Iterable[Sequence[str]] | None) -> tuple[tuple[str, ...], ...] |
 
 
 def _rebuilt(kind: type, values: Mapping[str, Any], launches: Sequence[Any] = ()) -> Any:
-    """A row or a ceiling from its JSON values; a row names its launches by their places."""
+    """Rebuild a row or a ceiling from its JSON values; a row refers to its launches by index."""
     values, parts = dict(values), {"error": Error, "load": Load}
     for name in parts.keys() & values.keys():
         values[name] = values[name] and parts[name](**values[name])
     if values.get("launches") is not None:
-        values["launches"] = tuple(launches[place] for place in values["launches"])
+        values["launches"] = tuple(launches[index] for index in values["launches"])
     return kind(**values)
 
 
@@ -182,7 +182,7 @@ def new_record(
     tables: Mapping[str, Table] | None = None,
     plan: Iterable[Sequence[str]] | None = None,
 ) -> Record:
-    """A record of a run that ends now.
+    """Create the record of a run that ends now.
 
     `command` reproduces the run. `notebook` is its path relative to the repository, None if a
     command measured. Its commit: see `package_state`. `write` checks the record.
@@ -251,8 +251,8 @@ def source_hash(path: str | Path) -> str:
 
 
 def code_hash(path: str | Path) -> str:
-    """SHA-256 of what runs of a Python file, hex digits: not its docstrings, comments, blank lines
-    and spaces at the ends of lines."""
+    """SHA-256 of the code of a Python file, hex digits, without docstrings, comments, blank lines
+    and trailing spaces."""
     return _code_hash(Path(path).read_text(encoding="utf-8"))
 
 
@@ -264,28 +264,29 @@ def _code_hash(text: str) -> str:
             continue
         if ast.get_docstring(node, clean=False) is not None:
             doc = node.body[0]
-            before = lines[doc.lineno - 1].encode()[: doc.col_offset].decode()
-            after = lines[doc.end_lineno - 1].encode()[doc.end_col_offset :].decode()
+            prefix = lines[doc.lineno - 1].encode()[: doc.col_offset].decode()
+            suffix = lines[doc.end_lineno - 1].encode()[doc.end_col_offset :].decode()
             lines[doc.lineno - 1 : doc.end_lineno] = [""] * (doc.end_lineno - doc.lineno + 1)
-            lines[doc.lineno - 1] = f'{before}""{after}'
+            lines[doc.lineno - 1] = f'{prefix}""{suffix}'
     lines.append("")
     for token in tokenize.generate_tokens(iter([f"{line}\n" for line in lines]).__next__):
         if token.type == tokenize.COMMENT:
             row, column = token.start
             lines[row - 1] = lines[row - 1][:column]
-    kept = [line.rstrip() for line in lines if line.strip()]
-    return hashlib.sha256("\n".join(kept).encode()).hexdigest()
+    code_lines = [line.rstrip() for line in lines if line.strip()]
+    return hashlib.sha256("\n".join(code_lines).encode()).hexdigest()
 
 
 def write(record: Record, data_dir: str | Path = DATA_DIR) -> Path:
-    """Write `data_dir`/records/<id>.json, list it in the manifest if there is one; its path.
+    """Write `data_dir`/records/<id>.json, add it to the manifest if there is one, and return its
+    path.
 
     RecordError if the record is not valid or its system is not in `data_dir`/systems;
     FileExistsError if the file exists: records are append-only.
     """
     path = Path(data_dir) / "records" / f"{record.id}.json"
     data = record.to_dict()
-    reason = refusals.refusal(data) or bounds.refusal(record, _machine(record, path))
+    reason = refusals.refusal(data) or bounds.violation(record, _machine(record, path))
     if reason is not None:
         raise RecordError(path, reason)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -300,7 +301,7 @@ def write(record: Record, data_dir: str | Path = DATA_DIR) -> Path:
 
 
 def write_partial(record: Record, path: Path) -> None:
-    """Replace `path`, <folder>/partial/<name>.json, by what a run has measured so far."""
+    """Replace the file `path`, <folder>/partial/<name>.json, by what a run has measured so far."""
     path.parent.mkdir(parents=True, exist_ok=True)
     written = path.with_suffix(".new")
     written.write_text(_text(record.to_dict()), encoding="utf-8")
@@ -308,14 +309,14 @@ def write_partial(record: Record, path: Path) -> None:
 
 
 def keep(partial: str | Path) -> Path:
-    """Make a record of what a run left that did not end, <folder>/partial/<name>.json; its path.
-    RecordError if it is refused, then it stays."""
+    """Turn what an interrupted run left, <folder>/partial/<name>.json, into a record; return its
+    path. The file stays if RecordError refuses it."""
     partial = Path(partial).absolute()
     try:
-        made = Record.from_dict(refusals.parse(manifest.contents(partial, None)))
+        record = Record.from_dict(refusals.parse(manifest.contents(partial, None)))
     except ValueError as error:
         raise RecordError(partial, str(error)) from error
-    path = write(made, partial.parent.parent)
+    path = write(record, partial.parent.parent)
     partial.unlink()
     return path
 
@@ -349,7 +350,7 @@ def load(path: str | Path) -> Record:
 
 @cache
 def _parse(path: Path, changed: int, size: int, sha256: str | None) -> Record:
-    """The record in `path`, read once for each state of the file."""
+    """Parse the record in `path`, once for each state of the file."""
     text = manifest.contents(path, sha256)
     try:
         return Record.from_dict(refusals.parse(text))
@@ -359,14 +360,14 @@ def _parse(path: Path, changed: int, size: int, sha256: str | None) -> Record:
 
 @cache
 def _beyond(path: Path, changed: int, size: int, sha256: str | None, machine: Any) -> str | None:
-    """`bounds.refusal` of what `_parse` reads."""
-    return bounds.refusal(_parse(path, changed, size, sha256), machine)
+    """Check the bounds of what `_parse` reads."""
+    return bounds.violation(_parse(path, changed, size, sha256), machine)
 
 
 def survey(data_dir: str | Path = DATA_DIR) -> tuple[list[Record], list[RecordError]]:
-    """Every record in `data_dir`/records, oldest first, and an error for each refused file: each
-    one there that is no record, each record of the manifest that is not there, and what else is
-    wrong with the folder (`manifest.problems`)."""
+    """Read every record in `data_dir`/records, oldest first, with an error for each refused file:
+    any other file there, each record of the manifest that is missing, and the rest of
+    `manifest.problems`."""
     data_dir = Path(data_dir)
     folder = data_dir / "records"
     try:
@@ -389,7 +390,7 @@ def survey(data_dir: str | Path = DATA_DIR) -> tuple[list[Record], list[RecordEr
 
 
 def load_all(data_dir: str | Path = DATA_DIR) -> list[Record]:
-    """Every record in `data_dir`/records, oldest first; RecordError naming every refused file."""
+    """Read all records in `data_dir`/records, oldest first; RecordError names refused files."""
     if not Path(data_dir).is_dir():
         raise RecordError(data_dir, "must be a folder with records/ and systems/")
     records, errors = survey(data_dir)
@@ -400,8 +401,8 @@ def load_all(data_dir: str | Path = DATA_DIR) -> list[Record]:
 
 
 def communities(data_dir: str | Path = DATA_DIR) -> dict[str, Path]:
-    """The folders of records of other machines, `data_dir`/community/<handle>, by handle: laid out
-    like `data_dir`, each with a manifest of its own."""
+    """Folders with records of other machines, `data_dir`/community/<handle>, by handle: laid out
+    like `data_dir`, each with its own manifest."""
     folder = Path(data_dir) / manifest.COMMUNITY
     return {path.name: path for path in sorted(folder.glob("*/")) if path.is_dir()}
 
@@ -417,7 +418,7 @@ def _plain(value: Any) -> Any:
 
 
 def _dumps(data: Mapping[str, Any]) -> str:
-    """JSON with one key per line, and lists of numbers on one line."""
+    """Format as JSON with one key per line, and lists of numbers on one line."""
     text = json.dumps(data, indent=1, allow_nan=False)
     # JSON strings hold no line break, so a bracket followed by one opens a list.
     numbers = re.compile(r"\[\n[^\[\]{}\"]*\]")
@@ -425,7 +426,7 @@ def _dumps(data: Mapping[str, Any]) -> str:
 
 
 def _machine(record: Record, path: Path) -> systems.System:
-    """The system of the record in `path`; RecordError if it is unknown or not promoted."""
+    """Load the system of the record in `path`; RecordError if it is unknown or not promoted."""
     data_dir = path.parent.parent
     file = data_dir / "systems" / f"{record.system}.json"
     if not file.exists():

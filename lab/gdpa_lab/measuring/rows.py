@@ -12,7 +12,7 @@ from gdpa_lab.measuring.workload import DIRECTIONS, DTYPE_BYTES, STEP, Workload
 
 @dataclass(frozen=True)
 class Protocol:
-    """How time was taken.
+    """Timing protocol.
 
     `timer`: what measured it, e.g. "cuda events". `warmup` and `samples`: calls before, and calls
     timed, per row. `l2_flush_bytes`: bytes written before each call to empty the L2 cache, 0 for
@@ -29,7 +29,7 @@ class Protocol:
 
 @dataclass(frozen=True)
 class Load:
-    """A GPU while calls ran back to back; None for what the driver does not tell.
+    """Load of a GPU during sustained calls; None for what the driver does not report.
 
     `sm_clock_mhz`: the median. `power_w`: the mean. `joules`: of one call. `throttle_reasons`:
     whatever held at some time.
@@ -69,7 +69,7 @@ class Ceiling:
 
 @dataclass(frozen=True)
 class Error:
-    """The check of an output before it was timed.
+    """Result of checking an output before it was timed.
 
     `max_abs`: largest absolute error against `reference`, None if the output was not finite.
     `budget`: largest error allowed. `elements`: numbers compared. `pytorch`, `rounding`: largest
@@ -87,14 +87,14 @@ class Error:
 
     @staticmethod
     def judge(max_abs: float, budget: float, *, elements: int) -> Error:
-        """The error of a measured `max_abs`, which passes if it is finite and within `budget`."""
-        found = float(max_abs) if math.isfinite(max_abs) else None
-        passed = found is not None and found <= budget
-        return Error(found, float(budget), passed, elements)
+        """Build the error of a `max_abs`, which passes if it is finite and within `budget`."""
+        largest = float(max_abs) if math.isfinite(max_abs) else None
+        passed = largest is not None and largest <= budget
+        return Error(largest, float(budget), passed, elements)
 
 
 LEFT_OUT = "not measured: "
-"""Begins the failure of a row that a run had planned and did not come to."""
+"""Prefix of the failure of a planned row that its run did not reach."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class Row:
     """One implementation on one workload.
 
     `workload`: a name in the record's `workloads`. `math`: "activation" or "softmax". `scope`: what
-    was timed, "kernel" (the launch alone), "sustained" (the same, back to back), "op" (the whole
+    was timed, "kernel" (the launch alone), "sustained" (the same, without pauses), "op" (the whole
     call), "host" (the call until it returns) or "schedule" (making one). `variant` tells apart rows
     that share all the rest, e.g. a schedule's order. `config`: constants of the implementation.
     `flops`, `bytes_read`, `bytes_written`: useful FLOPs and fewest bytes of one call. `samples_us`:
@@ -137,7 +137,7 @@ class Row:
 
     @staticmethod
     def of(workload: Workload, direction: str, **values: Any) -> Row:
-        """A row whose operator is that of `workload` and whose FLOPs and bytes are its `work`.
+        """Build a row with the operator of `workload` and its `work` as FLOPs and bytes.
 
         `values` are the other fields; a value for one of those replaces it.
         """
@@ -147,23 +147,23 @@ class Row:
 
     @property
     def passed(self) -> bool:
-        """Whether it was measured, and its check passed."""
+        """True if it was measured and its check passed."""
         return self.failure is None and self.error is not None and self.error.passed
 
     @property
     def is_left_out(self) -> bool:
-        """Whether the run ended before it came to this row."""
+        """True if the run ended before it reached this row."""
         return (self.failure or "").startswith(LEFT_OUT)
 
     @property
     def key(self) -> tuple[str, ...]:
-        """What tells a row from the others of its record."""
+        """Identity of a row within its record."""
         return (self.workload, self.direction, self.impl, self.scope, self.variant)
 
 
 @dataclass(frozen=True)
 class Table:
-    """Measurements of a notebook that are no timings: named columns, rows of plain values."""
+    """Other measurements of a notebook: named columns, rows of plain values."""
 
     columns: tuple[str, ...]
     rows: tuple[tuple[Any, ...], ...]
@@ -192,7 +192,7 @@ def work(
 
 
 def _rotary_alone(workload: Workload) -> tuple[int, int, int]:
-    """FLOPs, bytes read and bytes written."""
+    """Count FLOPs, bytes read and bytes written of rotary alone."""
     if not workload.rotary:
         raise ValueError(f"workload must have rotary, got {workload.name!r} without")
     heads = workload.num_heads_q + workload.num_heads_k * (1 + workload.rotate_v)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import gc
-import math
 import os
 import re
 import shlex
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,15 +22,14 @@ from gdpa_lab.measuring.workload import Workload
 
 HANDLE_VARIABLE = "GDPA_KERNELS_HANDLE"
 ONLY_VARIABLE = "GDPA_KERNELS_ONLY"
-"""A pattern: a session leaves out all workloads in whose name it is not found."""
+"""Variable with a pattern: a session leaves out all workloads whose names do not match."""
 
 
 class Session:
     """One measuring run: state before, ceilings, rows and tables, then one record.
 
-    What would begin more than `limit_s` seconds after the session is left out, and the log says so:
-    begin with what matters most. A rung that no record in `data_dir` proves on such a GPU is
-    measured in a child process; see `probe`.
+    A rung that no record in `data_dir` verifies on such a GPU is measured in a child process; see
+    `probe`.
 
     >>> session = Session("notebooks/forward/results.py", device)      # doctest: +SKIP
     >>> session.measure(workload("gdpa-self-full-1024"), ["v1_tiled", "fa2_varlen"])
@@ -46,10 +43,8 @@ class Session:
         protocol: timing.Protocol = timing.DEFAULT,
         log: Callable[[str], None] = lambda text: print(text, file=sys.stderr, flush=True),
         *,
-        limit_s: float = math.inf,
         data_dir: str | Path = record.DATA_DIR,
     ) -> None:
-        self._deadline = time.monotonic() + limit_s
         self.device = torch.device(device)
         if self.device.type != "cuda":
             raise ValueError(f"device must be a CUDA device to measure, got {device!r}")
@@ -60,7 +55,7 @@ class Session:
         self.log = log
         self.system = system.describe(self.device.index)
         self.before = system.state(self.device.index)
-        known = probe.proven(data_dir, self.system.compute_capability)
+        known = probe.verified(data_dir, self.system.compute_capability)
         self._probe = probe.Probe(self.device, known, log)
         self.ceilings: list[record.Ceiling] = []
         self._limits: set[tuple[Callable, str]] = set()
@@ -88,15 +83,14 @@ class Session:
         """
         if not self.asks(workload):
             return
-        self._set_out(workload, impls, direction, scopes)
-        if not self._begins(f"{workload.name}, {direction}"):
-            return
+        self._plan_rows(workload, impls, direction, scopes)
+        self._begin_part(f"{workload.name}, {direction}")
         self.prepare(workload, direction, "sustained" in scopes)
         how = {"protocol": self.protocol, "scopes": scopes, "seconds": seconds}
         tried = self._probe.measure(workload, impls, direction, **how)
         for rows in tried.values():
             self.rows += rows
-        here = [entry for place, entry in enumerate(impls) if place not in tried]
+        here = [entry for index, entry in enumerate(impls) if index not in tried]
         if here:
             self.rows += measuring.measure(
                 workload, here, device=self.device, direction=direction, log=self.log, **how
@@ -104,13 +98,13 @@ class Session:
         measuring.free()
 
     def asks(self, workload: Workload) -> bool:
-        """Whether this session measures a workload at all: see ONLY_VARIABLE."""
+        """Return whether this session measures a workload at all: see ONLY_VARIABLE."""
         return re.search(os.environ.get(ONLY_VARIABLE) or "", workload.name) is not None
 
-    def _set_out(
+    def _plan_rows(
         self, workload: Workload, impls: Sequence, direction: str, scopes: measuring.Scopes
     ) -> None:
-        """Plan a row for each of `impls` and scope on the device: the record will hold them."""
+        """Plan a row for each of `impls` and each scope; the record will hold them."""
         for impl, variant, _ in map(measuring.parts, impls):
             for scope in measuring.ON_DEVICE:
                 if measuring.asks(scopes, scope, impl):
@@ -118,13 +112,12 @@ class Session:
                     self._plan[key] = (workload, operators.math(workload.operator, impl))
 
     def _missing(self) -> list[record.Row]:
-        """A failure for each planned row that there is not."""
-        known, late = {row.key for row in self.rows}, time.monotonic() > self._deadline
-        why = "the time was up" if late else "the run ended before it"
+        """Build a failed row for each planned row that is missing."""
+        known = {row.key for row in self.rows}
         return [
             record.Row.of(
                 workload, key[1], impl=key[2], scope=key[3], variant=key[4], math=kind,
-                failure=f"{LEFT_OUT}{why}",
+                failure=f"{LEFT_OUT}the run ended before it",
             )
             for key, (workload, kind) in self._plan.items()
             if key not in known
@@ -139,15 +132,16 @@ class Session:
         *,
         direction: str = "forward",
     ) -> None:
-        """`run(inputs)`, which launches `rungs`, or changed copies of them, itself and keeps what
-        it finds, called `name`.
+        """Call `run(inputs)`, which launches `rungs`, or changed copies of them, itself and stores
+        its result as `name`.
 
         Only if all of them run on this GPU and a record or this session has a correct row of each;
         otherwise, or if it raises, the log says why there is no `name`. What raises anything but
         NotImplementedError is `broken`, and the chapter fails once its record is written.
         """
-        if not self.asks(workload) or not self._begins(f"{workload.name}, {name}"):
+        if not self.asks(workload):
             return
+        self._begin_part(f"{workload.name}, {name}")
         try:
             problem = self._probe.problem(rungs, workload.operator, direction)
             if problem is not None:
@@ -159,24 +153,22 @@ class Session:
                 self.broken.append(f"{name}: {measuring.reason(error)}")
         measuring.free()
 
-    def _begins(self, what: str) -> bool:
+    def _begin_part(self, name: str) -> None:
         gc.freeze()  # or `free` looks through all that was imported, 0.2 s for each implementation
         if self._partial is not None:
             system.save(self.system, self._partial.parents[1])
-            record.write_partial(self._made(), self._partial)
-        late = time.monotonic() > self._deadline
-        self.log(f"{what}: left out, the time is up" if late else what)
-        return not late
+            record.write_partial(self._record(), self._partial)
+        self.log(name)
 
-    def prepare(self, workload: Workload, direction: str, back_to_back: bool = False) -> None:
-        """Measure the ceilings that rows of `workload` are held to, unless the session has them."""
+    def prepare(self, workload: Workload, direction: str, with_sustained: bool = False) -> None:
+        """Measure the ceilings for rows of `workload`, unless the session has them."""
         mixes = workload.operator == "block_attention" or direction == "backward"
         for make in (timing.limits, *[timing.attention_copies] * mixes):
-            self._add_ceilings(make, *measuring.ON_DEVICE[: 1 + back_to_back])
+            self._add_ceilings(make, *measuring.ON_DEVICE[: 1 + with_sustained])
         self.workloads[workload.name] = workload
 
     def _add_ceilings(self, make: Callable[..., list[timing.Limit]], *scopes: str) -> None:
-        """Measure the limits that `make` gives in each of `scopes`, once in a session."""
+        """Measure the limits from `make` in each of `scopes`, once in a session."""
         missing = [scope for scope in scopes if (make, scope) not in self._limits]
         limits = make(self.device) if missing else []
         for scope in missing:
@@ -194,7 +186,7 @@ class Session:
     def tabulate(
         self, name: str, columns: Sequence[str], samples: Mapping[tuple, Sequence[float]]
     ) -> None:
-        """Keep samples that belong to no workload: a table with one row for each of them.
+        """Store samples that belong to no workload as a table with one row per sample.
 
         `samples` maps values of `columns` to microseconds.
         """
@@ -204,13 +196,13 @@ class Session:
         )
 
     def uses(self, gpus: int) -> None:
-        """What is measured runs on so many GPUs at once: the system says so."""
+        """Record in the system that the run uses several GPUs at once."""
         self.system = replace(self.system, gpus=gpus)
 
     def begin(self, data_dir: str | Path) -> None:
-        """Keep what is measured in data_dir/partial/ until `write`; `record.keep` turns what an
+        """Store measurements in data_dir/partial/ until `write`; `record.keep` turns what an
         interrupted run leaves there into a record."""
-        self._partial = self._place(data_dir) / manifest.PARTIAL / f"{self._made().id}.json"
+        self._partial = self._folder(data_dir) / manifest.PARTIAL / f"{self._record().id}.json"
 
     def write(self, data_dir: str | Path) -> Path:
         """Write the record, and the system's file if it is new; the record's path.
@@ -219,31 +211,31 @@ class Session:
         community/<handle>/, where <handle> is the environment variable GDPA_KERNELS_HANDLE, or
         "local". RecordError if the record is refused; what `begin` kept stays then.
         """
-        place = self._place(data_dir)
-        system.save(self.system, place)
-        path = record.write(self._made(), place)
+        folder = self._folder(data_dir)
+        system.save(self.system, folder)
+        path = record.write(self._record(), folder)
         if self._partial is not None:
             self._partial.unlink(missing_ok=True)
         return path
 
-    def _place(self, data_dir: str | Path) -> Path:
+    def _folder(self, data_dir: str | Path) -> Path:
         if system.is_promoted(self.system, data_dir):
             return Path(data_dir)
         handle = os.environ.get(HANDLE_VARIABLE) or "local"
         ok = re.fullmatch("[A-Za-z0-9][A-Za-z0-9-]*", handle) is not None
         require(ok, HANDLE_VARIABLE, "letters, digits and hyphens", handle)
-        place = Path(data_dir) / manifest.COMMUNITY / handle
-        place.mkdir(parents=True, exist_ok=True)
-        (place / manifest.NAME).touch()
-        return place
+        folder = Path(data_dir) / manifest.COMMUNITY / handle
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / manifest.NAME).touch()
+        return folder
 
-    def _made(self) -> record.Record:
-        """The record of what was measured so far."""
+    def _record(self) -> record.Record:
+        """Build the record of all measurements so far."""
         slug = self.notebook.removeprefix("notebooks/").removesuffix(".py")
         only = os.environ.get(ONLY_VARIABLE)
-        before = f"{ONLY_VARIABLE}={shlex.quote(only)} " if only else ""
+        variables = f"{ONLY_VARIABLE}={shlex.quote(only)} " if only else ""
         return record.new_record(
-            command=f'{before}make measure NOTEBOOKS="{slug}"',
+            command=f'{variables}make measure NOTEBOOKS="{slug}"',
             notebook=self.notebook,
             system=self.system,
             state_before=self.before,

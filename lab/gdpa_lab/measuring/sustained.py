@@ -1,11 +1,11 @@
-"""Times kernels back to back, as a training loop runs them on a device that never rests.
+"""Times kernels under sustained load, as a training loop runs them on a device that never rests.
 
-In a burst (`timing.sample_kernels`) the device pauses between calls, so it runs near its highest
-clock. Here one function runs alone for `seconds`, after `WARM_S` that bring clock and temperature
-to where they stay: 1 gives the median of 1.5 within a percent, an energy wants 5. A sample is the
-mean time of the calls in a chunk of about `CHUNK_US`, between two CUDA events; L2 keeps what the
-call before left in it. Meanwhile NVML reports the clock, the energy and what throttles. Source:
-NVML reference, nvmlDeviceGetTotalEnergyConsumption.
+Isolated calls (`timing.sample_kernels`) have pauses between them, so the device runs near its
+highest clock. Here one function runs alone for `seconds`, after `WARM_S` that bring clock and
+temperature to a steady state: 1 s gives the median of 1.5 s within a percent, an energy needs 5 s.
+A sample is the mean time of the calls in a chunk of about `CHUNK_US`, between two CUDA events; L2
+holds what the previous call left in it. Meanwhile NVML reports clock, energy and throttle reasons.
+Source: NVML reference, nvmlDeviceGetTotalEnergyConsumption.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CHUNK_US = 20_000.0
 
 
 class HostTooSlow(RuntimeError):
-    """The device waited for the host between calls."""
+    """Raised if the device waited for the host between calls."""
 
 
 class Meter:
@@ -39,16 +39,16 @@ class Meter:
         self._handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
 
     def energy_j(self) -> float | None:
-        """Since the driver was loaded."""
-        found = self._ask(pynvml.nvmlDeviceGetTotalEnergyConsumption)
-        return None if found is None else found / 1e3
+        """Energy since the driver was loaded."""
+        millijoules = self._ask(pynvml.nvmlDeviceGetTotalEnergyConsumption)
+        return None if millijoules is None else millijoules / 1e3
 
     def clock_mhz(self) -> float | None:
-        """Of the SMs, now."""
+        """Current clock of the SMs."""
         return self._ask(pynvml.nvmlDeviceGetClockInfo, pynvml.NVML_CLOCK_SM)
 
     def throttle_reasons(self) -> set[str] | None:
-        """As in a record's state, now."""
+        """Current reasons, named as in a record's state."""
         mask = self._ask(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons)
         return None if mask is None else set(system.throttle_reasons(mask))
 
@@ -68,7 +68,7 @@ def sample(
     warm_s: float = WARM_S,
     name: str = "the function",
 ) -> tuple[list[float], Load]:
-    """Mean times of a call in microseconds, chunk by chunk, and the load of the GPU meanwhile.
+    """Measure the mean time of a call in microseconds, chunk by chunk, and the load of the GPU.
 
     HostTooSlow if the device was idle between calls, WaitsForDevice if a call waits for it.
     """
@@ -83,13 +83,13 @@ def sample(
         calls = max(1, round(CHUNK_US / once_us))
         chunk_s = calls * once_us / 1e6
         _chunks(function, unwaiting, calls, math.ceil(warm_s / chunk_s))
-        before = meter.energy_j()
+        start_j = meter.energy_j()
         count = math.ceil(seconds / chunk_s)
         times, clocks, reasons = _chunks(function, unwaiting, calls, count, meter)
-        after = meter.energy_j()
+        end_j = meter.energy_j()
     joules = power = None
-    if None not in (before, after):
-        joules = (after - before) / (len(times) * calls)
+    if None not in (start_j, end_j):
+        joules = (end_j - start_j) / (len(times) * calls)
         power = joules / statistics.fmean(times) * 1e6
     clock = None if None in clocks else statistics.median(clocks)
     throttled = None if None in reasons else tuple(sorted(set().union(*reasons)))
@@ -103,8 +103,8 @@ def _chunks(
     count: int,
     meter: Meter | None = None,
 ) -> tuple[list[float], list[float | None], list[set[str] | None]]:
-    """The mean time of a call, in microseconds, in each of `count` chunks in a row; with a meter,
-    clock and throttle reasons during each."""
+    """Measure the mean time of a call, in microseconds, in each of `count` consecutive chunks; with
+    a meter, also clock and throttle reasons during each."""
     events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
     clocks, reasons = [], []
     events[0].record()
@@ -136,28 +136,27 @@ def sample_each(
     *,
     seconds: float = SECONDS,
 ) -> dict[str, tuple[list[float], Load] | HostTooSlow | timing.WaitsForDevice]:
-    """`sample` of one function after another; the error in place of its result. `protocol` is that
-    of bursts, and says nothing here."""
-    meter, found = Meter(device), {}
+    """Sample one function after another; an error takes the place of its result. `protocol` is that
+    of isolated calls and is ignored."""
+    meter, samples = Meter(device), {}
     for name, function in functions.items():
         try:
-            found[name] = sample(function, device, meter, seconds=seconds, name=name)
+            samples[name] = sample(function, device, meter, seconds=seconds, name=name)
         except (HostTooSlow, timing.WaitsForDevice) as error:
-            found[name] = error
-    return found
+            samples[name] = error
+    return samples
 
 
 def measure_ceilings(
-    limits: Iterable[timing.Limit], bursts: Iterable[timing.Ceiling], device: torch.device
+    limits: Iterable[timing.Limit], isolated: Iterable[timing.Ceiling], device: torch.device
 ) -> list[timing.Ceiling]:
-    """`limits` back to back: of each mix of reads and writes the one that was fastest in
-    `bursts`."""
+    """Measure sustained ceilings: for each mix, the limit that was fastest in `isolated`."""
     fastest = {}
-    for burst in sorted(bursts, key=lambda c: statistics.median(c.samples_us), reverse=True):
-        fastest[burst.flops, burst.bytes_read, burst.bytes_written] = burst.shape
-    meter, found = Meter(device), []
+    for ceiling in sorted(isolated, key=lambda c: statistics.median(c.samples_us), reverse=True):
+        fastest[ceiling.flops, ceiling.bytes_read, ceiling.bytes_written] = ceiling.shape
+    meter, measured = Meter(device), []
     for ceiling, call in limits:
         if ceiling.shape in fastest.values():
             times, load = sample(call, device, meter)
-            found.append(replace(ceiling, samples_us=tuple(times), scope="sustained", load=load))
-    return found
+            measured.append(replace(ceiling, samples_us=tuple(times), scope="sustained", load=load))
+    return measured

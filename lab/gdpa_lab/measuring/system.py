@@ -32,7 +32,7 @@ THROTTLE_REASONS = {
     0x080: "hw_power_brake_slowdown",
     0x100: "display_clock_setting",
 }
-"""Bits of the mask that nvidia-smi reports. Source: NVML reference, nvmlClocksEventReasons."""
+"""Names of the mask's bits in nvidia-smi (NVML reference, nvmlClocksEventReasons)."""
 
 PROMOTED = "promoted.json"
 _SMI_SECONDS = 20
@@ -81,7 +81,7 @@ class System:
         return {"id": self.id, **self._content()}
 
     def _content(self) -> dict[str, Any]:
-        """Without what older systems did not say, where it is not known."""
+        """Fields as JSON values, without unknown ones that older systems do not have."""
         return {k: v for k, v in asdict(self).items() if v is not None or k not in _LATER}
 
     @staticmethod
@@ -90,9 +90,9 @@ class System:
         if not isinstance(data, Mapping):
             raise ValueError(f"system must be a JSON object, got {type(data).__name__}")
         values = {**dict.fromkeys(_LATER), **data}
-        known, given = {"id", *(f.name for f in fields(System))}, {*values}
-        if known != given:
-            missing, unknown = sorted(known - given), sorted(given - known)
+        known, received = {"id", *(f.name for f in fields(System))}, {*values}
+        if known != received:
+            missing, unknown = sorted(known - received), sorted(received - known)
             expected = f"system must have the keys {sorted(known)}"
             raise ValueError(f"{expected}, got {missing} missing and {unknown} unknown")
         name = values.pop("id")
@@ -151,7 +151,7 @@ def state(device: int | None = None) -> dict[str, Any]:
     so CUDA_VISIBLE_DEVICES is followed. Units are in the keys: sm_clock_mhz, memory_clock_mhz,
     temperature_c, power_w. `throttle_reasons` names the active ones. `other_processes` counts
     compute processes on the GPU besides this one: where process ids are translated, so that this
-    process cannot be told apart, one is taken to be this one. Every value is None without a GPU or
+    process cannot be identified, one is taken to be this one. Every value is None without a GPU or
     nvidia-smi.
     """
     import torch
@@ -219,19 +219,19 @@ def promoted(data_dir: str | Path) -> dict[str, list[str]] | None:
     if not path.exists() and path.parent.resolve() != manifest.DATA_DIR:
         return None
     try:
-        found = json.loads(manifest.contents(path, None))
+        listed = json.loads(manifest.contents(path, None))
     except ValueError as error:
         raise manifest.RecordError(path, f"must be JSON, got {error}") from error
-    lists = found.values() if isinstance(found, dict) else [None]
+    lists = listed.values() if isinstance(listed, dict) else [None]
     if not all(isinstance(ids, list) and all(isinstance(x, str) for x in ids) for ids in lists):
-        raise manifest.RecordError(path, f"must be lists of systems by GPU, got {found!r:.120}")
-    return found
+        raise manifest.RecordError(path, f"must be lists of systems by GPU, got {listed!r:.120}")
+    return listed
 
 
 def is_promoted(system: System, data_dir: str | Path) -> bool:
-    """Whether a folder may hold records of a system: by its exact id, under its GPU's name."""
-    found = promoted(data_dir)
-    return found is None or system.id in found.get(system.gpu or "", ())
+    """Return whether a folder may hold records of a system: its id is listed under its GPU."""
+    listed = promoted(data_dir)
+    return listed is None or system.id in listed.get(system.gpu or "", ())
 
 
 def triton_versions() -> tuple[str | None, str | None]:
@@ -263,7 +263,7 @@ def _index(device: int | None) -> int:
 
 
 def _smi_id(index: int) -> str:
-    """What `nvidia-smi --id` calls torch's device `index`."""
+    """Return the name of torch's device `index` for `nvidia-smi --id`."""
     import torch
 
     return f"GPU-{torch.cuda.get_device_properties(index).uuid}"
@@ -322,5 +322,5 @@ def _cpu() -> str | None:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
         return platform.processor() or None
-    found = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
-    return found.group(1).strip() if found else platform.processor() or None
+    match = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    return match.group(1).strip() if match else platform.processor() or None

@@ -17,8 +17,8 @@ FACTOR = 2.0
 
 @dataclass(frozen=True)
 class Comparison:
-    """Errors of one named tensor against the fp64 oracle, and what they may be; `pytorch`,
-    `rounding`: the largest errors that `max_abs_budget` is made of."""
+    """Errors of one named tensor against the fp64 oracle, with their budgets. `pytorch`,
+    `rounding`: the largest errors that make up `max_abs_budget`."""
 
     name: str
     elements: int
@@ -31,7 +31,7 @@ class Comparison:
 
     @property
     def passed(self) -> bool:
-        """Whether both errors keep their budgets; NaN never does."""
+        """True if both errors keep their budgets; NaN never does."""
         return self.max_abs <= self.max_abs_budget and self.rms <= self.rms_budget
 
     def __str__(self) -> str:
@@ -44,7 +44,7 @@ class Comparison:
 
 
 def error_of(actual: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
-    """(largest, sum of squares) of the errors of `actual` against fp64; a NaN is both."""
+    """Compute (largest, sum of squares) of the errors of `actual` against fp64; a NaN is both."""
     errors = actual.to(torch.float64, copy=True).sub_(exact).flatten()
     if errors.numel() == 0:
         return errors.new_zeros(2)
@@ -54,12 +54,12 @@ def error_of(actual: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
 
 
 def allowed_errors(baseline: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
-    """`error_of` of PyTorch in an implementation's dtype and of rounding alone, [2, 2]."""
+    """Compute `error_of` of PyTorch in an implementation's dtype and of rounding alone, [2, 2]."""
     return torch.stack((error_of(baseline, exact), error_of(exact.to(baseline.dtype), exact)))
 
 
 def comparison(name: str, elements: int, errors: torch.Tensor) -> Comparison:
-    """The rule above for a tensor in parts; errors [parts, 3, 2]: `error_of` of the result, of
+    """Apply the rule above to a tensor in parts; errors [parts, 3, 2]: `error_of` of the result, of
     PyTorch and of rounding."""
     largest = errors[..., 0].amax(0).tolist()  # hands a NaN on, as the sum does
     rms = (errors[..., 1].sum(0) / max(elements, 1)).sqrt().tolist()

@@ -31,7 +31,7 @@ COPY_BLOCKS = ((1024, 4), (2048, 4), (4096, 4), (8192, 8))  # elements of a prog
 
 @dataclass(frozen=True)
 class Protocol:
-    """How often to call, and what to do before each call.
+    """Timing protocol: number of calls, and the preparation before each.
 
     `l2_flush_bytes` are written before each sample; `pause_us` is the host's least lead.
     """
@@ -49,7 +49,7 @@ RECORDED = ("warmup", "samples", "l2_flush_bytes", "interleaved")
 
 
 class WaitsForDevice(RuntimeError):
-    """A call to be timed waits for the device; `name` is whose."""
+    """Raised if a timed call waits for the device; `name` is the implementation."""
 
     def __init__(self, name: str) -> None:
         expected = "a timed call must not wait for the device"
@@ -59,7 +59,7 @@ class WaitsForDevice(RuntimeError):
 
 @contextlib.contextmanager
 def no_waiting(device: torch.device, name: str) -> Iterator[None]:
-    """WaitsForDevice if what runs inside waits for a GPU, as far as PyTorch notices it."""
+    """Raise WaitsForDevice if the block waits for a GPU, as far as PyTorch notices."""
     if device.type != "cuda":
         yield
         return
@@ -79,7 +79,7 @@ def sample_kernels(
     device: torch.device,
     protocol: Protocol = DEFAULT,
 ) -> dict[str, list[float]]:
-    """Device time of each function's calls, in microseconds, `protocol.samples` each.
+    """Sample the device time of each function's calls, in microseconds, `protocol.samples` each.
 
     WaitsForDevice if a call waits for the device."""
     flush = torch.empty(max(protocol.l2_flush_bytes, 1), dtype=torch.int8, device=device)
@@ -125,8 +125,8 @@ def sample_calls(
     in_a_row: int = 40,
     rounds: int = 25,
 ) -> dict[str, list[float]]:
-    """Host time from call to return, in microseconds, of calls in a row: the device may still be
-    busy with those before.
+    """Sample the host time from call to return, in microseconds, of consecutive calls; the device
+    may still be busy with earlier ones.
 
     The functions take turns, `in_a_row` calls each, after a round that warms up. WaitsForDevice if
     a call waits for the device.
@@ -152,7 +152,8 @@ def _sample_on_host(
     *,
     to_completion: bool,
 ) -> dict[str, list[float]]:
-    """Host time in microseconds of calls on an idle device, until they return or are complete.
+    """Sample the host time in microseconds of calls on an idle device, until they return or
+    complete.
 
     WaitsForDevice if a call waits before it returns."""
     flush = torch.empty(max(protocol.l2_flush_bytes, 1), dtype=torch.int8, device=device)
@@ -181,7 +182,7 @@ sample_hosts = functools.partial(_sample_on_host, to_completion=False)
 
 
 Limit = tuple[Ceiling, Callable[[], object]]
-"""A ceiling without samples, and the call that they are of."""
+"""Pair of a ceiling without samples and the call to sample."""
 
 
 def limits(device: torch.device) -> list[Limit]:
@@ -206,35 +207,35 @@ def limits(device: torch.device) -> list[Limit]:
         "addcmul": lambda: torch.addcmul(x, y, z, out=out),
     }
     matmul = Ceiling("matmul", "bf16 8192 x 8192 x 8192", flops=2 * size**3)
-    found: list[Limit] = [(matmul, lambda: torch.mm(a, b, out=product))]
+    pairs: list[Limit] = [(matmul, lambda: torch.mm(a, b, out=product))]
     for reads, (name, call) in enumerate(copies.items(), start=1):
         sizes = {"bytes_read": reads * out.nbytes, "bytes_written": out.nbytes}
-        found.append((Ceiling("copy", f"{name} of 1 GiB bf16", **sizes), call))
-    return found
+        pairs.append((Ceiling("copy", f"{name} of 1 GiB bf16", **sizes), call))
+    return pairs
 
 
 def attention_copies(device: torch.device, *, length: int = 2**29) -> list[Limit]:
-    """Copies with the mixes of attention, by kernels of our own: three tensors of `length` bf16
-    values read for one written, and four for three. The fastest of a mix is its ceiling."""
+    """Copies with the read:write mixes of attention, by our own kernels: three tensors of `length`
+    bf16 values read for one written, and four for three. The fastest of a mix is its ceiling."""
     from gdpa_lab.measuring.copies import copy
 
     x, y, z, w = (torch.randn(length, dtype=torch.bfloat16, device=device) for _ in range(4))
     outs = tuple(torch.empty_like(x) for _ in range(3))
-    found: list[Limit] = []
+    pairs: list[Limit] = []
     for reads, writes in (((x, y, z), outs[:1]), ((x, y, z, w), outs)):
         for block, warps in COPY_BLOCKS:
             mix = f"{len(reads)} : {len(writes)}"
             shape = f"{mix}, programs of {block}, {x.nbytes / 2**30:g} GiB bf16"
             size = {"bytes_read": len(reads) * x.nbytes, "bytes_written": len(writes) * x.nbytes}
             call = functools.partial(copy, reads, writes, block=block, num_warps=warps)
-            found.append((Ceiling("copy", shape, **size), call))
-    return found
+            pairs.append((Ceiling("copy", shape, **size), call))
+    return pairs
 
 
 def measure_ceilings(
     limits: Sequence[Limit], device: torch.device, protocol: Protocol = DEFAULT
 ) -> list[Ceiling]:
-    """`limits` with their samples."""
+    """Measure the samples of `limits`."""
     functions = {ceiling.shape: call for ceiling, call in limits}
     samples = sample_kernels(functions, device, protocol)
     return [replace(ceiling, samples_us=tuple(samples[ceiling.shape])) for ceiling, _ in limits]

@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from gdpa_lab.measuring.laws import Full, LengthLaw, require_fields
+from gdpa_lab.measuring.length_distributions import Full, require_fields
+from gdpa_lab.measuring.length_distributions import LengthDistribution as LengthLaw
 from gdpa_lab.measuring.require import is_finite, require, require_int
 
 DIRECTIONS = ("forward", "backward")

@@ -5,7 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from gdpa_lab.measuring.laws import KUAIRAND, MOVIELENS, Between, Events, Full, LengthLaw, Uniform
+from gdpa_lab.measuring.length_distributions import (
+    KUAIRAND,
+    MOVIELENS,
+    Between,
+    Events,
+    Full,
+    Uniform,
+)
+from gdpa_lab.measuring.length_distributions import LengthDistribution as LengthLaw
 from gdpa_lab.measuring.require import require
 from gdpa_lab.measuring.workload import Workload, check_direction
 

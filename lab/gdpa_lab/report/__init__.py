@@ -1,1 +1,1 @@
-"""From records to tables, figures and sentences."""
+"""Turns records into tables, figures and sentences."""

@@ -1,7 +1,7 @@
-"""`Chapter`: where the numbers of a chapter come from, and how they reach the page.
+"""`Chapter`: the numbers of a chapter and their way to the page.
 
 One call shows one exhibit: a chart or a table, its data as a download, and the line that says
-whether it was measured, published, modelled or emulated. A prediction stands with its verdict.
+whether it was measured, published, modelled or emulated. A prediction comes with its verdict.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from IPython.display import SVG, Markdown, display
 from gdpa_kernels.calling import ladder
 from gdpa_lab.measuring import manifest
 from gdpa_lab.measuring import record as records
-from gdpa_lab.report import exhibits, house, lessons, page, rates, results
+from gdpa_lab.report import lessons, page, page_blocks, rates, results, style
 from gdpa_lab.report import registered as register
-from gdpa_lab.report.house import Figure
+from gdpa_lab.report.style import Figure
 from tritonemu import Timeline
 
 CHANGES_DIR = records.ROOT / "book" / "extra" / "changes"
@@ -33,10 +33,10 @@ LADDERS = {
     "forward": ("forward/results", ladder.RUNGS),
     "backward": ("backward/results", ladder.BACKWARD_RUNGS),
 }
-"""By direction: the chapter whose record has the rungs back to back on `LADDER`, and the rungs."""
+"""Chapter with sustained times of the rungs on `LADDER`, and the rungs, by direction."""
 _CALL = ["record", "workload", "direction", "impl", "variant"]
 MOST_CHANGED = 60
-"""Lines of a difference that a page shows; the whole of it is a download."""
+"""Maximum lines of a difference on a page; the whole of it is a download."""
 
 
 class Chapter:
@@ -61,15 +61,15 @@ class Chapter:
         self.data_dir = Path(data_dir)
         manifest.verify(self.data_dir)
         self._tables = self._counted = 0
-        self._predictions: tuple[exhibits.Prediction, ...] = ()
+        self._predictions: tuple[page_blocks.Prediction, ...] = ()
         self._runs: dict[str, results.Run] = {}
         self._rows: dict[str, pd.DataFrame] = {}
 
     # Records.
 
     def measure(self, run: Callable[[Any], None]) -> None:
-        """In mode "measure": `run(session)`, then write the record, also if that raises. Otherwise
-        nothing. RuntimeError if a part of the run broke, so that no record lacks it in silence.
+        """Run `run(session)` in mode "measure", then write the record, even if that raises.
+        RuntimeError if a part of the run failed, so that no record lacks it silently.
 
         >>> @chapter.measure                                            # doctest: +SKIP
         ... def _(session):
@@ -87,8 +87,7 @@ class Chapter:
                 raise RuntimeError(f"the record lacks {'; '.join(session.broken)}")
 
     def compare(self, run: Callable[[Any], None]) -> Any:
-        """In mode "compare": the session after `run(session)`, of which nothing is kept. Otherwise
-        None."""
+        """Run `run(session)` in mode "compare", without a record; return the session, or None."""
         if self.mode != "compare":
             return None
         session = self._session()
@@ -101,8 +100,8 @@ class Chapter:
         return Session(f"notebooks/{self.slug}.py", self.device)
 
     def record(self, of: str | None = None) -> records.Record:
-        """The whole record of a chapter's run, this one's by default, or the record of that id.
-        LookupError if there is none."""
+        """Return the whole record of a chapter's run, by default this one's, or the record of that
+        id. LookupError if there is none."""
         return self._run(of).whole
 
     def _run(self, of: str | None) -> results.Run:
@@ -116,8 +115,8 @@ class Chapter:
         return self._runs[slug]
 
     def holding(self, of: str, impls: Collection[str], workload: str) -> str:
-        """The id of the newest record of a chapter that has a time in bursts of each of `impls` on
-        a workload: the newest record of all may lack some. LookupError if there is none."""
+        """Return the id of the newest record of a chapter with isolated times of all `impls` on a
+        workload: the newest record of all may lack some. LookupError if there is none."""
         for run in reversed(records.load_all(self.data_dir)):
             timed = {
                 row.impl
@@ -131,54 +130,49 @@ class Chapter:
         raise LookupError(f"a record of {of} must hold {', '.join(impls)} on {workload}, got none")
 
     def recorded(self, table: str, of: str | None = None) -> pd.DataFrame:
-        """A table of that run. LookupError naming those there are."""
+        """Return a table of that run. LookupError naming those there are."""
         run = self._run(of)
-        found = [made.tables[table] for made in run.records if table in made.tables]
-        if not found:
+        tables = [each.tables[table] for each in run.records if table in each.tables]
+        if not tables:
             known = sorted(run.whole.tables)
             raise LookupError(f"table must be one of {run.whole.id} ({known}), got {table!r}")
-        made = pd.DataFrame(list(found[0].rows), columns=list(found[0].columns))
-        for piece in found[1:]:
+        frame = pd.DataFrame(list(tables[0].rows), columns=list(tables[0].columns))
+        for piece in tables[1:]:
             newer = pd.DataFrame(list(piece.rows), columns=list(piece.columns))
             if "workload" in newer:
-                made = pd.concat([made[~made["workload"].isin(newer["workload"])], newer])
-        return made.reset_index(drop=True)
+                frame = pd.concat([frame[~frame["workload"].isin(newer["workload"])], newer])
+        return frame.reset_index(drop=True)
 
     def holders(self, table: str, of: str | None = None) -> list[str]:
-        """Ids of the records that `recorded` takes a table from."""
-        return [made.id for made in self._run(of).records if table in made.tables]
-
-    def lacks(self, table: str, instead: str) -> None:
-        """Say `instead` on the page if the chapter's record is from before it kept `table`."""
-        if table not in self.record().tables:
-            display(Markdown(instead))
+        """List the ids of the records that `recorded` takes a table from."""
+        return [each.id for each in self._run(of).records if table in each.tables]
 
     def rows(self, of: str | None = None, **filters: Any) -> pd.DataFrame:
-        """The rows of that run, as `results.table` has them, each once, by workload in the order of
-        the whole record.
+        """Return the rows of that run, as `results.table` has them, each once, by workload in the
+        order of the whole record.
 
         `filters`: a value or a list of values for a column; `scope="kernel"` and `variant=""`
-        unless they are among them, None for any. A burst of calls that the host enqueues too slowly
-        is host time, and counts as failed. LookupError if nothing is left.
+        unless they are among them, None for any. An isolated time whose calls the host enqueues
+        too slowly is host time, and counts as failed. LookupError if nothing is left.
         """
         run, of = self._run(of), of or self.slug
         if of not in self._rows:
             tables = [
-                results.table(self.data_dir, gpu=self.gpu, record=made.id, latest=False)
-                for made in run.records
+                results.table(self.data_dir, gpu=self.gpu, record=each.id, latest=False)
+                for each in run.records
             ]
             order = [*dict.fromkeys(pd.concat(tables)["workload"])]  # that of the whole record
-            rows = pd.concat([run.own(rows) for rows in tables], ignore_index=True)
+            rows = pd.concat([run.select(rows) for rows in tables], ignore_index=True)
             rows = rows.sort_values("workload", kind="stable", key=lambda x: x.map(order.index))
             self._rows[of] = _without_host_time(rows.drop_duplicates([*_CALL, "scope"]))
-        found = self._rows[of]
-        for column, wanted in ({"scope": "kernel", "variant": ""} | filters).items():
-            if wanted is not None:
-                wanted = [wanted] if isinstance(wanted, str) else list(wanted)
-                found = found[found[column].isin(wanted)]
-        if found.empty:
+        rows = self._rows[of]
+        for column, values in ({"scope": "kernel", "variant": ""} | filters).items():
+            if values is not None:
+                values = [values] if isinstance(values, str) else list(values)
+                rows = rows[rows[column].isin(values)]
+        if rows.empty:
             raise LookupError(f"{of} must hold rows of {filters}, got none")
-        return found.copy()
+        return rows.copy()
 
     def times(
         self,
@@ -187,18 +181,17 @@ class Chapter:
         columns: str = "impl",
         **filters: Any,
     ) -> pd.DataFrame:
-        """`rows` as a table: a row for each workload, a column for each `columns`, in their order
-        in the record."""
+        """Pivot `rows`: a row per workload, a column per value of `columns`, in record order."""
         rows = self.rows(of, **filters)
-        made = rows.pivot_table(index="workload", columns=columns, values=value, sort=False)
-        return made[[name for name in dict.fromkeys(rows[columns]) if name in made]]
+        frame = rows.pivot_table(index="workload", columns=columns, values=value, sort=False)
+        return frame[[name for name in dict.fromkeys(rows[columns]) if name in frame]]
 
     def scope(self, of: str | None = None, **filters: Any) -> str:
-        """The scope that an exhibit of some rows shows: back to back, unless the record lacks such
-        rows of what it has bursts of. `results.TIMED` is what the axis says."""
+        """Choose the scope to show for some rows: sustained, unless the record lacks sustained
+        times for some isolated ones. `results.TIMED` is the text for the axis."""
         rows = self.rows(of, scope=list(results.TIMED), **filters)
-        calls = {scope: {*found[_CALL].itertuples(index=False)}
-                 for scope, found in rows.groupby("scope")}  # fmt: skip
+        calls = {scope: {*group[_CALL].itertuples(index=False)}
+                 for scope, group in rows.groupby("scope")}  # fmt: skip
         whole = calls.get("kernel", set()) <= calls.get("sustained", set())
         return "sustained" if whole else "kernel"
 
@@ -209,13 +202,12 @@ class Chapter:
     ) -> None:
         """Show a chart, a timeline or SVG text, in a cell whose `# |` lines name and describe it.
 
-        `origin`: of each kind of number in it, where those come from. measured= (rows of
-        `results.table`, or ids of records), and in a sentence published=, modelled=, emulated=,
-        compiled=, computed=, and measured= of what is in no record. `data`: what the reader
-        downloads; None: the measured rows.
+        `origin`: the source of each kind of number in it: measured= (rows of `results.table`, or
+        ids of records), and in a sentence published=, modelled=, emulated=, compiled=, computed=,
+        and measured= for numbers in no record. `data`: the reader's download; None: measured rows.
         """
         if isinstance(chart, Timeline):
-            chart = house.both(chart.svg(width=720), chart.svg(width=380))
+            chart = style.both(chart.svg(width=720), chart.svg(width=380))
         display(SVG(chart) if isinstance(chart, str) else chart)
         display(self._origin(data, origin))
 
@@ -238,7 +230,7 @@ class Chapter:
         display(self._origin(data, origin))
 
     def ladder(self, impl: str, direction: str = "forward") -> None:
-        """Show the ladder up to a rung on `LADDER`, with the peers, back to back."""
+        """Show sustained rates of the ladder up to a rung on `LADDER`, with the peers."""
         of, listed = LADDERS[direction]
         rows = self.rows(of, workload=LADDER, direction=direction, scope="sustained")
         names = [rung.impl for rung in listed if rung.impl in set(rows["impl"])]
@@ -270,7 +262,7 @@ class Chapter:
     ) -> None:
         """Show a function of a kernel, or text, from the line with `begin` to before that with
         `end`. ValueError if they are not in it."""
-        text = exhibits.source_of(source)
+        text = page_blocks.source_of(source)
         lines = text.splitlines()
         first = _line_of(begin, lines, 0)
         last = _line_of(end, lines, first + 1) if end else len(lines)
@@ -281,7 +273,7 @@ class Chapter:
         """Show functions of a kernel, or text, in full, each of `notes` beside the one line that
         has its key; behind a button that says `folded`, if given. ValueError if no line has a
         key, or several."""
-        display(Markdown(exhibits.annotated(source, notes, folded)))
+        display(Markdown(page_blocks.annotated(source, notes, folded)))
 
     def roles(self, impl: str, operator: str = "gdpa") -> None:
         """Show the tables of roles and barriers in the docstring of a rung."""
@@ -291,11 +283,11 @@ class Chapter:
     def changes(self, impl: str, operator: str = "gdpa") -> None:
         """Show what a rung changes in the functions of its predecessor's kernel: at most
         `MOST_CHANGED` lines, function by function; the whole difference is a download."""
-        before = ladder.rung(ladder.rung(impl, operator).predecessor, operator).lesson
+        predecessor = ladder.rung(ladder.rung(impl, operator).predecessor, operator).lesson
         after = ladder.rung(impl, operator).lesson
         lines: list[str] = []
         left_out: list[str] = []
-        old = {node.name: lines for node, lines in lessons.jit_functions(before)}
+        old = {node.name: lines for node, lines in lessons.jit_functions(predecessor)}
         for node, source in lessons.jit_functions(after):
             name = node.name
             change = list(difflib.unified_diff(old.get(name, []), source, n=1, lineterm=""))[2:]
@@ -316,19 +308,19 @@ class Chapter:
     # Numbers and sentences.
 
     def glue(self, **values: float | str) -> None:
-        """Give numbers and words to the text: {glue:text}`name:.1f`."""
+        """Pass numbers and words to the text: {glue:text}`name:.1f`."""
         for name, value in values.items():
             page.glue(name, value)
 
     def glue_origin(self, name: str, rows: pd.DataFrame) -> None:
-        """Give a page at the root of the book the line under a figure of measured rows."""
+        """Pass the line under a figure of measured rows to a page at the root of the book."""
         line = page.provenance(rows, data_dir=self.data_dir).data
         page.glue_html(name, line.replace('href="../../', 'href="'))
 
     def predict(
         self,
         text: str,
-        found: float | pd.Series,
+        result: float | pd.Series,
         *,
         least: float = -math.inf,
         most: float = math.inf,
@@ -337,39 +329,39 @@ class Chapter:
         shown: bool = True,
         registered: str | None = None,
     ) -> None:
-        """Keep a prediction with its limits, what was found, and the verdict with its margin;
+        """Store a prediction with its limits, its result, and the verdict with its margin;
         `predictions` shows those that are `shown`.
 
-        Its id is `registered`, or the slug and a number by the order of the calls without it. Of a
+        Its id is `registered`, or the slug and a number by the order of the calls without it. In a
         series the value that is farthest outside the limits, or nearest to one, decides. ValueError
-        without a limit, since it could not fail, and naming what is missing in `found`.
+        without a limit, since it could not fail, and naming what is missing in `result`.
         """
         if math.isinf(least) and math.isinf(most):
             raise ValueError("least or most must be given, got neither")
         of = ""
-        if isinstance(found, pd.Series):
-            if found.empty or not np.isfinite(found.to_numpy(float)).all():
-                self._missing(text, list(found.index[~np.isfinite(found.to_numpy(float))]))
-            label, count = register.decisive(found, least, most), len(found)
-            found, of = found[label], f" ({_named(label)}, of {count})"
-        elif not math.isfinite(found):
-            self._missing(text, [found])
+        if isinstance(result, pd.Series):
+            if result.empty or not np.isfinite(result.to_numpy(float)).all():
+                self._missing(text, list(result.index[~np.isfinite(result.to_numpy(float))]))
+            label, count = register.decisive(result, least, most), len(result)
+            result, of = result[label], f" ({_named(label)}, of {count})"
+        elif not math.isfinite(result):
+            self._missing(text, [result])
         name = registered or f"{self.slug}#{self._counted + 1}"
         self._counted += registered is None
         if name in {one.id for one in self._predictions}:
             raise ValueError(f"a prediction must have its own id, got {name} twice")
-        one = exhibits.Prediction(name, text, float(found), of, least, most, form, unit, shown)
+        one = page_blocks.Prediction(name, text, float(result), of, least, most, form, unit, shown)
         self._predictions += (one,)
         display({"text/markdown": ""}, raw=True, metadata={"prediction": one.fact()})
 
     def predictions(self) -> None:
         """Show the table of the predictions. ValueError unless one to three are to be shown."""
-        display(Markdown(exhibits.predicted(self.slug, self._predictions)))
+        display(Markdown(page_blocks.predicted(self.slug, self._predictions)))
 
     def _missing(self, text: str, where: list[Any]) -> None:
         raise ValueError(
-            f"{self.slug}, prediction {len(self._predictions) + 1} ({text}): found must be finite, "
-            f"got no value for {', '.join(map(_named, where)) or 'anything'}"
+            f"{self.slug}, prediction {len(self._predictions) + 1} ({text}): result must be "
+            f"finite, got no value for {', '.join(map(_named, where)) or 'anything'}"
         )
 
 
@@ -378,13 +370,13 @@ def _named(label: Any) -> str:
 
 
 def _without_host_time(rows: pd.DataFrame) -> pd.DataFrame:
-    """Bursts without a time where the same record refused the calls back to back."""
+    """Drop isolated times whose sustained calls the same record refused as bound by the host."""
     slow = rows[(rows["scope"] == "sustained") & rows["failure"].str.startswith("HostTooSlow")]
     slow = slow.set_index(_CALL)["failure"]
-    at = pd.MultiIndex.from_frame(rows[_CALL])
-    bound = (rows["scope"] == "kernel") & at.isin(slow.index)
+    calls = pd.MultiIndex.from_frame(rows[_CALL])
+    bound = (rows["scope"] == "kernel") & calls.isin(slow.index)
     rows.loc[bound, list(results.NUMBERS)] = math.nan
-    rows.loc[bound, "failure"] = slow.reindex(at)[bound.to_numpy()].to_numpy()
+    rows.loc[bound, "failure"] = slow.reindex(calls)[bound.to_numpy()].to_numpy()
     return rows
 
 

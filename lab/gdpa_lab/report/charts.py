@@ -1,4 +1,4 @@
-"""Charts that chapters draw of their own tables, in the house style.
+"""Charts that chapters draw from their own tables.
 
 At most three series stand out, in their colours; the others are grey. Names stand at the lines,
 values at the marks, and lines of reference say what they are. A missing value is refused, or
@@ -15,19 +15,19 @@ import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.ticker import NullFormatter
 
-from gdpa_lab.report import house
-from gdpa_lab.report.house import DASHED, GREY, SMALL, Figure, canvas, colour, is_rung, note
+from gdpa_lab.report import style
+from gdpa_lab.report.style import DASHED, GREY, SMALL, Figure, canvas, colour, is_rung, note
 
 MOST_COLOURED = 3
 MOST_MARKED = 12
-"""Points of a line that have a mark and a tick each; a line of more is smooth."""
+"""Maximum points of a line with a mark and a tick each; a longer line is smooth."""
 NOT_TIMED = "not timed"
 MARKS = "os^Dv"
 _PHONE_TICKS = 24
-"""Letters of an axis's ticks beside one another on a phone; of more, every second tick has none."""
+"""Maximum letters of an axis's ticks on a phone; beyond it every second tick has none."""
 
 
-@house.drawn
+@style.drawn
 def lines(
     frames: pd.DataFrame | Mapping[str, pd.DataFrame],
     *,
@@ -39,10 +39,9 @@ def lines(
     points: Mapping[float, str] | None = None,
     log: str = "",
     ylim: tuple[float, float] | None = None,
-    parting: str = "right",
 ) -> Figure:
-    """A line for each column of a frame over its index, named at its `parting` end, "right" or
-    "left"; of several frames, by title, side by side on one scale.
+    """Draw a line for each column of a frame over its index, named at its right end; several
+    frames, by title, stand side by side on one scale.
 
     `highlight`: the columns in colour, at most three. `names`: what is written for columns.
     `levels`: dashed lines by name. `points`: texts by x, on the first highlighted line. `log`: the
@@ -81,29 +80,27 @@ def lines(
             )  # fmt: skip
             if short:
                 ticks = [f"{x:,}" for x in frame.index]
-                if house.is_narrow() and sum(map(len, ticks)) > _PHONE_TICKS:
+                if style.is_narrow() and sum(map(len, ticks)) > _PHONE_TICKS:
                     ticks[-2::-2] = [""] * (len(ticks) // 2)
                 axis.set_xticks(list(frame.index), ticks)
                 axis.minorticks_off()
                 _not_timed_below(axis, frame, names or {})
-            left = parting == "left"
-            ends = {name: within[name].dropna().iloc[0 if left else -1] for name in frame}
-            house.label_ends(
-                axis, {(names or {}).get(n, n): (y, shades[n]) for n, y in ends.items()}, left=left
-            )
+            ends = {name: within[name].dropna().iloc[-1] for name in frame}
+            named = {(names or {}).get(n, n): (y, shades[n]) for n, y in ends.items()}
+            style.label_ends(axis, named)
             reference(axis, levels)
             for x, text in (points or {}).items():
-                at = within.index[abs(within.index - x).argmin()]
-                place, shade = (at, within.loc[at, highlight[0]]), shades[highlight[0]]
-                axis.plot(*place, "o", color=shade)
-                note(axis, text, place, (-8, 2), ha="right", color=shade)
+                nearest = within.index[abs(within.index - x).argmin()]
+                point, shade = (nearest, within.loc[nearest, highlight[0]]), shades[highlight[0]]
+                axis.plot(*point, "o", color=shade)
+                note(axis, text, point, (-8, 2), ha="right", color=shade)
             axis.set(title=title, xlabel=xlabel)
             axis.label_outer(remove_inner_ticks=True)
             axis.set_xlabel(xlabel)
         return chart
 
 
-@house.drawn
+@style.drawn
 def bars(
     values: pd.Series,
     *,
@@ -113,7 +110,8 @@ def bars(
     levels: Mapping[str, float] | None = None,
     form: str = ".0f",
 ) -> Figure:
-    """A horizontal bar for each entry of `values`, from the top, with its number, or "not timed".
+    """Draw a horizontal bar for each entry of `values`, from the top, with its number, or "not
+    timed".
 
     `highlight`: the bars in colour, at most three; `names`: what is written for entries; `levels`:
     dashed lines by name.
@@ -123,16 +121,16 @@ def bars(
         reference(axis, levels, upright=True)
         sns.barplot(x=values.to_numpy(), y=list(values.index), hue=list(values.index), ax=axis,
                     palette=shades, width=0.66, saturation=1, legend=False)  # fmt: skip
-        for place, (name, value) in enumerate(values.items()):
+        for row, (name, value) in enumerate(values.items()):
             ahead = any(value <= x < 1.12 * value for x in (levels or {}).values())
             strong = {"fontweight": "bold"} if name in highlight else {}
             if np.isnan(value):
-                note(axis, NOT_TIMED, (0, place), (5, 0), va="center", fontsize=SMALL)
+                note(axis, NOT_TIMED, (0, row), (5, 0), va="center", fontsize=SMALL)
             elif ahead and value > 0.2 * values.max():  # clear of the line
-                note(axis, f"{value:{form}}", (value, place), (-5, 0), va="center", ha="right",
-                     color=house.PAGE, **strong)  # fmt: skip
+                note(axis, f"{value:{form}}", (value, row), (-5, 0), va="center", ha="right",
+                     color=style.PAGE, **strong)  # fmt: skip
             else:
-                note(axis, f"{value:{form}}", (value, place), (5, 0), va="center",
+                note(axis, f"{value:{form}}", (value, row), (5, 0), va="center",
                      color=shades[name], **strong)  # fmt: skip
         list_rows(axis, [(names or {}).get(name, name) for name in values.index])
         axis.set_xlim(0, 1.12 * max(values.max(), *(levels or {"": 0}).values()))
@@ -140,10 +138,10 @@ def bars(
         return chart
 
 
-@house.drawn
+@style.drawn
 def waterfall(steps: pd.Series, peers: pd.Series, *, xlabel: str) -> Figure:
-    """Times on a logarithmic axis: at the top, in colour, the way from the first of `steps` to the
-    last; then each of them from the one before; then `peers`, each from the last of `steps`.
+    """Draw times on a logarithmic axis: at the top, in colour, the way from the first of `steps` to
+    the last; then each of them from its predecessor; then `peers`, each from the last of `steps`.
 
     The index names them: the implementation, and after ": " what it changes.
     """
@@ -154,16 +152,16 @@ def waterfall(steps: pd.Series, peers: pd.Series, *, xlabel: str) -> Figure:
     with canvas(width=7.4, height=0.7 + 0.33 * len(rows)) as (chart, axis):
         axis.set(xscale="log", xlim=(0.9 * last, 1.1 * first), xlabel=xlabel)
         axis.axvline(last, **DASHED)
-        for place, (name, start, end) in enumerate(rows):
-            strong, shade = place == 0, colour(name)
-            axis.barh(place, end - start, 0.63 if strong else 0.25, left=start, color=shade,
+        for row, (name, start, end) in enumerate(rows):
+            strong, shade = row == 0, colour(name)
+            axis.barh(row, end - start, 0.63 if strong else 0.25, left=start, color=shade,
                       linewidth=0)  # fmt: skip
-            axis.plot(end, place, "o", color=shade, markersize=7)
-            note(axis, f"{end:.2f}", (1, place), (4, 0), va="center", color=shade,
+            axis.plot(end, row, "o", color=shade, markersize=7)
+            note(axis, f"{end:.2f}", (1, row), (4, 0), va="center", color=shade,
                  fontweight="bold" if strong else "normal",
                  xycoords=("axes fraction", "data"))  # fmt: skip
         note(axis, f"{first / last:.1f} times as fast", ((first * last) ** 0.5, 0), (0, 0),
-             ha="center", va="center", color=house.PAGE, fontweight="bold")  # fmt: skip
+             ha="center", va="center", color=style.PAGE, fontweight="bold")  # fmt: skip
         list_rows(axis, [name for name, *_ in rows])
         axis.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
         axis.set_xticks([x for x in (1, 2, 5, 10, 20, 50, 100) if 0.9 * last <= x <= 1.1 * first])
@@ -171,7 +169,7 @@ def waterfall(steps: pd.Series, peers: pd.Series, *, xlabel: str) -> Figure:
         return chart
 
 
-@house.drawn
+@style.drawn
 def dots(
     frame: pd.DataFrame,
     *,
@@ -179,12 +177,12 @@ def dots(
     low: pd.DataFrame | None = None,
     high: pd.DataFrame | None = None,
     levels: Mapping[str, float] | None = None,
-    colours: Sequence[str] = house.RUNG_COLOURS[1:4],
+    colours: Sequence[str] = style.RUNG_COLOURS[1:4],
     log: bool = False,
     form: str = "#.3g",
     missing: str = NOT_TIMED,
 ) -> Figure:
-    """A row for each index entry of `frame`, a mark with its value for each column.
+    """Draw a row for each index entry of `frame`, with a mark and its value for each column.
 
     `low` and `high`: ends of error bars, shaped as `frame`. `levels`: dashed lines by name; None: 1
     without a name. `colours`: of columns, in turn. `log`: powers of
@@ -212,12 +210,12 @@ def dots(
         for number, name in enumerate(columns):
             shift = (number - (count - 1) / 2) * pitch / room
             ends = frame[name] if high is None else high[name]
-            for place, (value, end) in enumerate(zip(frame[name], ends, strict=True)):
+            for row, (value, end) in enumerate(zip(frame[name], ends, strict=True)):
                 if np.isnan(value):
-                    note(axis, missing, (0, place + shift), (3, 0), va="center", fontsize=8,
+                    note(axis, missing, (0, row + shift), (3, 0), va="center", fontsize=8,
                          color=shades[name], xycoords=("axes fraction", "data"))  # fmt: skip
                 else:
-                    note(axis, f"{value:{form}}", (end, place + shift), (6, 0), va="center",
+                    note(axis, f"{value:{form}}", (end, row + shift), (6, 0), va="center",
                          fontsize=8)  # fmt: skip
         list_rows(axis, list(frame.index))
         axis.margins(x=0.08)
@@ -239,14 +237,14 @@ def _not_timed_below(axis: Axes, frame: pd.DataFrame, names: Mapping[str, str]) 
     """Say above the x axis which columns have gaps, and where."""
     where: dict[str, list[str]] = {}
     for name in frame:
-        if at := ", ".join(f"{x:,}" for x in frame.index[frame[name].isna()]):
-            where.setdefault(at, []).append(names.get(name, name))
-    lines = [f"{NOT_TIMED} at {at}:\n   {', '.join(of)}" for at, of in where.items()]
+        if rows := ", ".join(f"{x:,}" for x in frame.index[frame[name].isna()]):
+            where.setdefault(rows, []).append(names.get(name, name))
+    lines = [f"{NOT_TIMED} at {rows}:\n   {', '.join(of)}" for rows, of in where.items()]
     note(axis, "\n".join(lines), (0, 0), (4, 4), fontsize=SMALL, xycoords="axes fraction")
 
 
 def reference(axis: Axes, levels: Mapping[str, float] | None, *, upright: bool = False) -> None:
-    """A dashed line for each of `levels`, across or upright, with its name."""
+    """Draw a dashed line for each of `levels`, across or upright, with its name."""
     ordered = sorted((levels or {}).items(), key=lambda level: -level[1])
     for height, (name, value) in enumerate(ordered):
         if upright:
@@ -260,14 +258,14 @@ def reference(axis: Axes, levels: Mapping[str, float] | None, *, upright: bool =
 
 
 def legend(axis: Axes, levels: Mapping[str, float] | None, ncols: int = 3) -> None:
-    """A legend above the names of the upright `levels`."""
+    """Draw a legend above the names of the upright `levels`."""
     above = 0.5 + 1.5 * sum(map(bool, levels or ()))
-    axis.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=house.columns(ncols),
+    axis.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=style.columns(ncols),
                 columnspacing=1.2, borderaxespad=above)  # fmt: skip
 
 
 def coloured(names: Sequence[str], among: Collection[str] | None = None) -> dict[str, str]:
-    """A colour for each name: a rung's own, or the next of the rungs' colours."""
+    """Assign a colour to each name: a rung's own, or the next of the rungs' colours."""
     unknown = [name for name in names if among is not None and name not in among]
     if unknown or not 1 <= len(names) <= MOST_COLOURED:
         known = names if among is None else among
@@ -275,15 +273,15 @@ def coloured(names: Sequence[str], among: Collection[str] | None = None) -> dict
             f"highlight must name one to {MOST_COLOURED} of {', '.join(map(str, known))}, "
             f"got {', '.join(names) or 'none'}"
         )
-    own = {name: colour(name) for name in names if is_rung(name)}
-    free = (shade for shade in house.RUNG_COLOURS[1:] if shade not in own.values())
-    return {name: own.get(name) or next(free) for name in names}
+    fixed = {name: colour(name) for name in names if is_rung(name)}
+    free = (shade for shade in style.RUNG_COLOURS[1:] if shade not in fixed.values())
+    return {name: fixed.get(name) or next(free) for name in names}
 
 
 def list_rows(axis: Axes, names: Sequence[str]) -> None:
-    """Names of rows, from the top, down the left of `axis`; lines of the grid stand upright. A
-    figure that is too low for the names on a phone grows."""
-    labels = [house.wrapped(str(name), 18) for name in names]
+    """List names of rows, from the top, down the left of `axis`, with an upright grid. A figure
+    that is too low for the names on a phone grows."""
+    labels = [style.wrapped(str(name), 18) for name in names]
     lines, figure = max((label.count("\n") + 1 for label in labels), default=1), axis.get_figure()
     needed = 1.0 + 0.18 * lines * len(labels)  # inches
     if lines > 1:

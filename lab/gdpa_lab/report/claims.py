@@ -35,12 +35,12 @@ _RESULT_COLUMNS = (
 
 
 class ClaimError(ValueError):
-    """claims.yml does not describe claims; the message names the file, the claim and the field."""
+    """Raised if claims.yml does not describe claims; names the file, the claim and the field."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where a claim is made: `bib` is a key of book/references.bib, `where` the place in it."""
+    """Source of a claim: `bib` is a key of book/references.bib, `where` the place in it."""
 
     bib: str
     where: str
@@ -51,7 +51,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What the results table says about a claim.
+    """Answer of the results table to a claim.
 
     `value` is TFLOP/s for best_rate, milliseconds for best_time and dimensionless for max_ratio,
     which alone has a `baseline`. `impl` and `baseline` name one implementation, or one for each
@@ -71,7 +71,7 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Selector:
-    """Rows of the results table that answer a claim.
+    """Selector of the rows of the results table that answer a claim.
 
     `best_rate` is the highest tflops over the selected workloads and the impls matching `impl`,
     `best_time` the lowest time_us_p50, in milliseconds. `max_ratio` is the highest, over the
@@ -79,8 +79,8 @@ class Selector:
     the fastest other impl matching `impl`, in one record, if possible without a stale row, that
     which compares most of them; with several of `direction`, of the sums over them. Rows are picked
     by `figure`, or by `workload` and `direction` where there is no figure. Patterns are shell
-    globs. Only times of the kernels alone (variant "") count, back to back or, with `scope`
-    "kernel", in bursts.
+    globs. Only times of the kernels alone (variant "") count: sustained or, with `scope`
+    "kernel", isolated.
     """
 
     kind: str
@@ -92,7 +92,7 @@ class Selector:
     direction: tuple[str, ...] = ()
 
     def evaluate(self, results: pd.DataFrame) -> Evidence | None:
-        """The evidence in `results` (columns of results.table), or None if it holds none."""
+        """Return the evidence in `results` (columns of results.table), or None if it holds none."""
         missing = [name for name in _RESULT_COLUMNS if name not in results.columns]
         if missing:
             raise ValueError(
@@ -118,26 +118,26 @@ class Selector:
         is_baseline = _matches(rows["impl"], self.baseline)
         rows = rows[is_baseline | _matches(rows["impl"], self.impl)]
         rows = _positive(rows.assign(is_baseline=is_baseline), _TIME)
-        found = []
+        answers = []
         for _, group in rows.groupby(["system", "workload"]):
             compared = []
             for record, run in group.groupby("record"):
                 fastest = run.loc[run.groupby(["direction", "is_baseline"])[_TIME].idxmin()]
                 fastest = fastest.set_index("direction")
                 slow, fast = (fastest[fastest["is_baseline"] == which] for which in (True, False))
-                asked = [*(self.direction or sorted({*run["direction"]}))]
-                if {*asked} <= {*slow.index} & {*fast.index}:
-                    slow, fast = slow.loc[asked], fast.loc[asked]
+                directions = [*(self.direction or sorted({*run["direction"]}))]
+                if {*directions} <= {*slow.index} & {*fast.index}:
+                    slow, fast = slow.loc[directions], fast.loc[directions]
                     evidence = _evidence(slow[_TIME].sum() / fast[_TIME].sum(), fast, slow)
                     compared.append((not evidence.stale, len(run), record, evidence))
             if compared:
-                found.append(max(compared, key=lambda each: each[:-1])[-1])
-        return max(found, key=lambda evidence: evidence.value, default=None)
+                answers.append(max(compared, key=lambda each: each[:-1])[-1])
+        return max(answers, key=lambda evidence: evidence.value, default=None)
 
 
 @dataclass(frozen=True)
 class Claim:
-    """One published statement, in our words.
+    """A published statement, in our words.
 
     `value` (in `unit`) is the published number and belongs to `hardware`; None for a statement
     without one. `tolerance` is the relative difference a rerun on that hardware may show.
@@ -194,7 +194,7 @@ def load(data_dir: str | Path = DATA_DIR) -> tuple[Claim, ...]:
 
 
 def judged(results: pd.DataFrame, *, claims: Sequence[Claim] | None = None) -> pd.DataFrame:
-    """One row per claim: what was published, and what the records say.
+    """Judge each claim: one row with what was published and what the records say.
 
     `results` is the table of results.table; a time ratio is taken within one system, and the
     system with the highest value answers. `claims` defaults to `load()`. Columns:
@@ -211,7 +211,7 @@ def judged(results: pd.DataFrame, *, claims: Sequence[Claim] | None = None) -> p
 
 
 def published_figures(data_dir: str | Path = DATA_DIR) -> pd.DataFrame:
-    """The published GDPA charts, one row per bar, with their reading errors (TFLOP/s).
+    """Read the published GDPA charts, one row per bar, with their reading errors (TFLOP/s).
 
     Columns of gdpa_figures.csv, and: `workload` (our name for the same problem), `hardware`,
     `suspect` (the FA4 bars of the cross backward chart, which repeat the forward chart).
@@ -233,10 +233,10 @@ def _judged_row(claim: Claim, results: pd.DataFrame) -> dict[str, Any]:
     evidence = claim.ours.evaluate(results) if claim.ours is not None else None
     unmeasured = "open" if claim.status == "measured" else claim.status
     status = unmeasured if evidence is None else "measured"
-    found = evidence or Evidence(math.nan, "", "", "", "", "", (), False)
+    answer = evidence or Evidence(math.nan, "", "", "", "", "", (), False)
     published = math.nan if claim.value is None else claim.value
-    ratio, within = found.value / published, None
-    if claim.tolerance is not None and _same_hardware(claim.hardware, found.gpu):
+    ratio, within = answer.value / published, None
+    if claim.tolerance is not None and _same_hardware(claim.hardware, answer.gpu):
         within = abs(ratio - 1) <= claim.tolerance
     return {
         **{name: getattr(claim, name) or "" for name in ("id", "operator", "kind", "figure")},
@@ -244,11 +244,11 @@ def _judged_row(claim: Claim, results: pd.DataFrame) -> dict[str, Any]:
         "published": published,
         "unit": claim.unit or "",
         "hardware": claim.hardware,
-        "ours": found.value,
-        **{f"ours_{x}": getattr(found, x) for x in _WHERE},
-        "ours_record": ", ".join(found.records),
+        "ours": answer.value,
+        **{f"ours_{x}": getattr(answer, x) for x in _WHERE},
+        "ours_record": ", ".join(answer.records),
         "ours_scope": claim.ours.scope if evidence is not None else "",
-        "stale": found.stale,
+        "stale": answer.stale,
         "ratio": ratio,
         "within_tolerance": within,
         "status": status,
@@ -259,31 +259,31 @@ def _judged_row(claim: Claim, results: pd.DataFrame) -> dict[str, Any]:
 
 
 def _same_hardware(published: str, gpu: str) -> bool:
-    """True if `gpu` is the model named in `published` before the first comma."""
+    """Return True if `gpu` is the model named in `published` before the first comma."""
     model = published.split(",")[0].strip().lower()
     return bool(model) and gpu.strip().lower().startswith(model)
 
 
 def _usable(results: pd.DataFrame) -> pd.Series:
-    """Rows of a rung's own constants that passed their check."""
+    """Select the rows with default constants that passed their check."""
     passed = results["correct"].eq(True).fillna(False).astype(bool)
     return passed & results["failure"].fillna("").eq("") & results["variant"].fillna("").eq("")
 
 
 def _positive(rows: pd.DataFrame, column: str) -> pd.DataFrame:
-    """Rows with a positive, finite number in `column`."""
+    """Select the rows with a positive, finite number in `column`."""
     numbers = pd.to_numeric(rows[column], errors="coerce")
     return rows.assign(**{column: numbers})[(numbers > 0) & (numbers < math.inf)]
 
 
 def _matches(column: pd.Series, patterns: Sequence[str]) -> pd.Series:
-    """Whether each value matches one of some shell globs."""
+    """Match each value against shell globs."""
     hits = [any(fnmatchcase(str(value), pattern) for pattern in patterns) for value in column]
     return pd.Series(hits, index=column.index, dtype=bool)
 
 
 def _evidence(value: float, ours: pd.DataFrame, baseline: pd.DataFrame | None = None) -> Evidence:
-    """The rows of `ours`, and of `baseline`, are of one workload and system."""
+    """Build evidence from rows of one workload and system."""
     rows, first = pd.concat([ours, baseline]), ours.iloc[0]
     return Evidence(
         value=float(value),

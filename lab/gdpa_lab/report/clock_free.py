@@ -1,9 +1,9 @@
-"""The second set of predictions for a B200: shares of the unit ledger at each row's own SM clock.
+"""Second set of predictions for a B200: shares of the cost model at each row's own SM clock.
 
-NVML reports the clock of a row that ran back to back, so its time is a number of clocks and the
-power limit of a B200 drops out. The share of the ledger that a kernel reaches, and its spread, come
-from all warp-specialized kernels measured on an H200; program start-up is part of that share. The
-first set, in `predictions`, is unchanged.
+NVML reports the clock of a sustained row, so its time is a number of clocks and the power limit of
+a B200 drops out. The share of the cost model that a kernel reaches, and its spread, come from all
+warp-specialized kernels measured on an H200; program start-up is part of that share. The first set,
+in `predictions`, is unchanged.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from gdpa_lab.measuring import manifest, units
+from gdpa_lab.measuring import cost_model, manifest
 from gdpa_lab.measuring import record as records
+from gdpa_lab.measuring.cost_model import H200, Design
 from gdpa_lab.measuring.roofline import Ceilings
-from gdpa_lab.measuring.units import H200, Design
 from gdpa_lab.measuring.workload import Workload
 from gdpa_lab.measuring.workloads import BLOCK_TABLES, FIGURES, figure_direction, workload
 from gdpa_lab.report import predictions, results
@@ -38,8 +38,8 @@ RUN_ON = {"forward": ("v4_warp_specialized", "v5_pingpong", "v6a_persistent", "v
 STAY = ("v6_short_kv", "v7_packed", "v8_own_waits")
 BLOCK = ("v3_warp_specialized", "v4_rotary", "v4a_turning_role")
 BACKWARD = {
-    "v4_warp_specialized_backward": units.backward("v4", H200, 0, 0, row_bytes=1280),
-    "v5_short_kv_backward": units.backward("v5", H200, 0, 0),
+    "v4_warp_specialized_backward": cost_model.backward("v4", H200, 0, 0, row_bytes=1280),
+    "v5_short_kv_backward": cost_model.backward("v5", H200, 0, 0),
 }
 """Bound by their MMAs: operands of 64 rows, of which three come from registers."""
 
@@ -53,14 +53,18 @@ PAIRS = {
 
 
 def hopper(impl: str, work: Workload) -> Design:
-    """The design of a rung of `RUN_ON` on a workload."""
+    """Return the design of a rung of `RUN_ON` on a workload."""
     if impl in BACKWARD:
         return BACKWARD[impl]
-    return units.V8_RESIDENT if impl in STAY and work.max_seqlen_k <= 256 else units.V8_STREAM
+    return (
+        cost_model.V8_RESIDENT
+        if impl in STAY and work.max_seqlen_k <= 256
+        else cost_model.V8_STREAM
+    )
 
 
 def blackwell(direction: str) -> dict[str, predictions.Expected]:
-    """By name, the rungs of `predictions.EXPECTED`; their starts are in the share."""
+    """Expected rungs of `predictions.EXPECTED` by name; their start-up is part of the share."""
     return {
         x.impl: x._replace(design=replace(x.design, start_us=0.0))
         for x in predictions.EXPECTED[direction]
@@ -68,16 +72,16 @@ def blackwell(direction: str) -> dict[str, predictions.Expected]:
 
 
 def floor_us(work: Workload, design: Design, ghz: float, copies: Ceilings) -> float:
-    """Microseconds of the ledger at a clock, `copies` for what bytes need."""
+    """Modelled microseconds at a clock; `copies` gives the memory rates."""
     chip = design.chip
-    at = replace(copies, tflops=chip.sms * chip.flops * ghz / 1e3)
-    return units.ledger(work, design, at).us
+    at_clock = replace(copies, tflops=chip.sms * chip.flops * ghz / 1e3)
+    return cost_model.cost(work, design, at_clock).us
 
 
 def _timed(
     data_dir: str | Path, capability: str, until: str = "9"
 ) -> Iterator[tuple[records.Record, pd.DataFrame]]:
-    """`predictions.timed` of records made until then, rows that know their clock."""
+    """Filter `predictions.timed`: records made until then, rows that know their clock."""
     for run, rows in predictions.timed(data_dir, capability):
         rows = rows.dropna(subset=["sm_clock_mhz"])
         if run.created <= until and len(rows):
@@ -85,9 +89,10 @@ def _timed(
 
 
 def shares(data_dir: str | Path = records.DATA_DIR) -> pd.DataFrame:
-    """What kernels with roles reach on an H200: `share` of the ledger, or of the copy ceiling in
-    block attention, and `clocks`, by record, operator, direction, workload and impl."""
-    found = []
+    """Compute the shares that warp-specialized kernels reach on an H200: `share` of the cost model,
+    or of the copy ceiling in block attention, and `clocks`, by record, operator, direction,
+    workload and impl."""
+    lines = []
     for run, rows in _timed(data_dir, "9.0", UNTIL):
         ceilings = results.ceilings(run, "sustained")
         for row in rows.itertuples():
@@ -101,14 +106,14 @@ def shares(data_dir: str | Path = records.DATA_DIR) -> pd.DataFrame:
             else:
                 continue
             key = run.id, work.operator, row.direction, work.name, row.impl
-            found.append((*key, share, us * row.sm_clock_mhz))
+            lines.append((*key, share, us * row.sm_clock_mhz))
     columns = ["record", "operator", "direction", "workload", "impl", "share", "clocks"]
-    return pd.DataFrame(found, columns=columns)
+    return pd.DataFrame(lines, columns=columns)
 
 
 def interval(values: pd.Series, by: pd.Series) -> tuple[float, float, float]:
-    """(low, centre, high) of positive values of groups: a new group's value lies between with
-    probability `COVERAGE`, if their logarithms are normal between groups and within. Groups count
+    """Estimate (low, centre, high) for positive values in groups: a new group's value lies between
+    with probability `COVERAGE`, if logarithms are normal between and within groups. Groups count
     the same."""
     logs = np.log(values.astype(float))
     means = logs.groupby(by).mean()
@@ -117,25 +122,26 @@ def interval(values: pd.Series, by: pd.Series) -> tuple[float, float, float]:
     return tuple(math.exp(means.mean() + x * spread) for x in (-1, 0, 1))
 
 
-def steps(found: pd.DataFrame) -> pd.DataFrame:
-    """Rates of a forward kernel over those of the one before it, on one workload of one record,
-    over what their ledgers give: `ratio`, by `pair`."""
-    of = found[(found["operator"] == "gdpa") & (found["direction"] == "forward")]
+def steps(table: pd.DataFrame) -> pd.DataFrame:
+    """Compare forward kernels with their predecessors on one workload of one record: `ratio` of
+    their rates over that of the cost model, by `pair`."""
+    of = table[(table["operator"] == "gdpa") & (table["direction"] == "forward")]
     by = of.pivot_table(index=["record", "workload"], columns="impl", values="share")
-    kept, impls = [], RUN_ON["forward"]
-    for before, after in zip(impls, impls[1:], strict=False):
-        ratio = (by[after] / by[before]).dropna()
-        kept.append(pd.DataFrame({"pair": f"{after} / {before}", "ratio": ratio}))
-    return pd.concat(kept, ignore_index=True)
+    ratios, impls = [], RUN_ON["forward"]
+    for previous, after in zip(impls, impls[1:], strict=False):
+        ratio = (by[after] / by[previous]).dropna()
+        ratios.append(pd.DataFrame({"pair": f"{after} / {previous}", "ratio": ratio}))
+    return pd.concat(ratios, ignore_index=True)
 
 
-def made(data_dir: str | Path = records.DATA_DIR) -> pd.DataFrame:
-    """The registration: `expected`, `low` and `high` of the share of the ledger (of the copy
-    ceiling in block attention), or, with `other`, of a rung's rate over another's at one clock."""
-    found, rows = shares(data_dir), []
+def derive(data_dir: str | Path = records.DATA_DIR) -> pd.DataFrame:
+    """Derive the registration: `expected`, `low` and `high` of the share of the cost model (of the
+    copy ceiling in block attention), or, with `other`, of a rung's rate over another's at one
+    clock."""
+    measured, rows = shares(data_dir), []
     middle = {
         key: interval(of["share"], of["impl"])
-        for key, of in found.groupby(["operator", "direction"])
+        for key, of in measured.groupby(["operator", "direction"])
     }
     for figure, names in FIGURES.items():
         direction = figure_direction(figure)
@@ -149,7 +155,7 @@ def made(data_dir: str | Path = records.DATA_DIR) -> pd.DataFrame:
     for (table, direction), expected in predictions.BLOCK.items():
         low, centre, high = middle["block_attention", direction]
         rows.append((BLOCK_TABLES[table][0], direction, expected.impl, "", centre, low, high))
-    moved = steps(found)
+    moved = steps(measured)
     low, _, high = interval(moved["ratio"], moved["pair"])
     width = math.sqrt(high / low)
     for name in dict.fromkeys(n for f in FIGURES if "-fwd-" in f for n in FIGURES[f]):
@@ -158,15 +164,15 @@ def made(data_dir: str | Path = records.DATA_DIR) -> pd.DataFrame:
                 ratio = expected_ratio(workload(name), impl, other)
                 rows.append((name, "forward", impl, other, ratio, ratio / width, ratio * width))
     columns = ["workload", "direction", "impl", "other", "expected", "low", "high"]
-    made = pd.DataFrame(rows, columns=columns).drop_duplicates(columns[:4], ignore_index=True)
-    made = made[~made["workload"].str.contains("jagged")]
-    dates = {x.impl: x.date for way in predictions.EXPECTED.values() for x in way}
-    date = [max(DATE, dates.get(impl, DATE)) for impl in made["impl"]]
-    return made.round(3).assign(model=MODEL, date=date)
+    frame = pd.DataFrame(rows, columns=columns).drop_duplicates(columns[:4], ignore_index=True)
+    frame = frame[~frame["workload"].str.contains("jagged")]
+    dates = {x.impl: x.date for rungs in predictions.EXPECTED.values() for x in rungs}
+    date = [max(DATE, dates.get(impl, DATE)) for impl in frame["impl"]]
+    return frame.round(3).assign(model=MODEL, date=date)
 
 
 def expected_ratio(work: Workload, impl: str, other: str) -> float:
-    """How much faster `impl` is than `other` by the ledger, bytes of memory left out."""
+    """Ratio of the speed of `impl` to that of `other` by the cost model, without memory."""
     designs = blackwell("forward")
     free = Ceilings(1.0, ((1.0, 1e12), (3.0, 1e12)))
     one, two = (floor_us(work, designs[name].design, 1.0, free) for name in (impl, other))
@@ -174,18 +180,18 @@ def expected_ratio(work: Workload, impl: str, other: str) -> float:
 
 
 def update(path: Path = PATH) -> bool:
-    """Write what `made` makes; whether the file changed."""
-    return manifest.rewrite(path, predictions.render(made()))
+    """Write what `derive` returns; return whether the file changed."""
+    return manifest.rewrite(path, predictions.render(derive()))
 
 
 def registered() -> pd.DataFrame:
-    """The registration in the file."""
+    """Read the registration from the file."""
     return pd.read_csv(PATH, keep_default_na=False)
 
 
 def judged(data_dir: str | Path = records.DATA_DIR) -> pd.DataFrame:
-    """The registration with what records of a B200 say: `measured`, the median of them, NaN where
-    there is none, and `verdict`, "confirmed" within the interval or "refuted"."""
+    """Judge the registration by records of a B200: `measured`, their median, NaN where there is
+    none, and `verdict`, "confirmed" within the interval or "refuted"."""
     table = registered()
     keys = [*map(tuple, table[["workload", "direction", "impl", "other"]].values)]
     values: dict[tuple[str, ...], list[float]] = defaultdict(list)
@@ -216,7 +222,7 @@ def judged(data_dir: str | Path = records.DATA_DIR) -> pd.DataFrame:
 
 
 def is_dead(table: pd.DataFrame) -> tuple[bool, int, int]:
-    """(whether the model is dead, groups inside, groups measured). A group is a rung in a
+    """Return (whether the model is dead, groups inside, groups measured). A group is a rung in a
     direction, or a pair of rungs: its rows share one error, so its median counts once. Dead: with
     `COVERAGE` so few groups inside have a probability below `SURPRISE`."""
     timed = table.dropna(subset=["measured"])
@@ -231,7 +237,7 @@ def is_dead(table: pd.DataFrame) -> tuple[bool, int, int]:
 
 
 def report(data_dir: str | Path = records.DATA_DIR) -> str:
-    """What `python -m gdpa_lab predictions` prints of the second registration."""
+    """Format the second registration for `python -m gdpa_lab predictions`."""
     table = judged(data_dir)
     dead, inside, count = is_dead(table)
     outcome = "No row is measured: all are predictions."
@@ -239,7 +245,9 @@ def report(data_dir: str | Path = records.DATA_DIR) -> str:
         word = "dead" if dead else "not refuted"
         outcome = f"{inside} of {count} groups inside: the model is {word}."
     dates = ", ".join(sorted(set(table["date"])))
-    head = f"Registered {dates}; model: {MODEL}; shares of the ledger at NVML's clock. {outcome}"
+    head = (
+        f"Registered {dates}; model: {MODEL}; shares of the cost model at NVML's clock. {outcome}"
+    )
     columns = ["workload", "direction", "impl", "other", "expected", "low", "high"]
     columns += ["measured", "verdict"] if count else []
     return f"{head}\n\n{results.to_markdown(table[columns])}"

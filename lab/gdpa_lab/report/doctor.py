@@ -19,13 +19,13 @@ from typing import Any
 TORCH = "torch==2.13.0"
 FBTRITON = "fbtriton==3.7.4"
 RUNGS = "implementations of "
-UNPROVEN = "unproven here: measured in a child process first"
+UNVERIFIED = "unverified here: measured in a child process first"
 KEEP = "python -m gdpa_lab keep"
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One answer: does `name` work here (`ok`), why (`detail`), and what repairs it (`repair`).
+    """A finding: whether `name` works here (`ok`), why (`detail`), and how to repair it (`repair`).
 
     `repair` is a shell command, None if nothing is broken: a CPU is no damage.
     """
@@ -38,8 +38,8 @@ class Finding:
 
 
 def findings(data_dir: str | Path | None = None) -> list[Finding]:
-    """Every finding about this machine: GPU, torch, triton, implementations, baselines, records;
-    and what is known of other GPUs."""
+    """Collect every finding about this machine: GPU, torch, triton, implementations, baselines,
+    records; and what is known of other GPUs."""
     return [
         check_gpu(),
         check_torch(),
@@ -51,13 +51,13 @@ def findings(data_dir: str | Path | None = None) -> list[Finding]:
     ]
 
 
-def report(found: Iterable[Finding]) -> str:
-    """The findings as text: by group, those of one reason on one line, then the verdict."""
-    found = list(found)
+def report(findings: Iterable[Finding]) -> str:
+    """Format the findings: by group, those with the same reason on one line, then the verdict."""
+    findings = list(findings)
     groups: dict[str, dict[tuple[bool, str], list[str]]] = {}
-    for finding in found:
-        alike = groups.setdefault(finding.group, {})
-        alike.setdefault((finding.ok, finding.detail), []).append(finding.name)
+    for finding in findings:
+        names_by_reason = groups.setdefault(finding.group, {})
+        names_by_reason.setdefault((finding.ok, finding.detail), []).append(finding.name)
     lines = []
     for group, reasons in groups.items():
         lines.append(group)
@@ -66,45 +66,45 @@ def report(found: Iterable[Finding]) -> str:
             lines += textwrap.wrap(
                 line, 100, subsequent_indent=" " * 7, break_on_hyphens=False, break_long_words=False
             )
-    return "\n".join([*lines, "", verdict(found)]) + "\n"
+    return "\n".join([*lines, "", verdict(findings)]) + "\n"
 
 
-def verdict(found: Iterable[Finding]) -> str:
-    """The repairs to run or, if there are none, what this machine can measure."""
-    found = list(found)
-    commands = repairs(found)
+def verdict(findings: Iterable[Finding]) -> str:
+    """State the repairs to run or, if there are none, what this machine can measure."""
+    findings = list(findings)
+    commands = repairs(findings)
     if commands:
         things = "1 thing" if len(commands) == 1 else f"{len(commands)} things"
-        said = "\n".join([f"{things} to repair:", *(f"  {command}" for command in commands)])
-    elif any(f.name == "gpu" and f.ok for f in found):
+        text = "\n".join([f"{things} to repair:", *(f"  {command}" for command in commands)])
+    elif any(f.name == "gpu" and f.ok for f in findings):
         last = {
             f.group.removeprefix(RUNGS): f.name
-            for f in found
+            for f in findings
             if f.group.startswith(RUNGS) and f.ok and f.name != "reference"
         }
         reach = ", ".join(f"{operator} up to {impl}" for operator, impl in last.items())
-        said = f"This machine measures {reach or 'nothing'}."
+        text = f"This machine measures {reach or 'nothing'}."
     else:
-        said = (
+        text = (
             "No usable GPU: the book builds, the tests run, the kernels run in the emulator; "
             "nothing can be measured."
         )
-    if any(f.group == "data" and not f.ok for f in found):
-        said += "\nThe records need attention: see data."
-    return said
+    if any(f.group == "data" and not f.ok for f in findings):
+        text += "\nThe records need attention: see data."
+    return text
 
 
-def repairs(found: Iterable[Finding]) -> list[str]:
-    """The repair commands, each once, in the order to run them.
+def repairs(findings: Iterable[Finding]) -> list[str]:
+    """List the repair commands, each once, in the order to run them.
 
     fbtriton comes last: installing torch with CUDA installs triton over its files.
     """
-    commands = list(dict.fromkeys(f.repair for f in found if f.repair is not None))
+    commands = list(dict.fromkeys(f.repair for f in findings if f.repair is not None))
     return sorted(commands, key=lambda command: FBTRITON in command)
 
 
 def check_gpu() -> Finding:
-    """The GPU torch sees, with its compute capability, or why it sees none."""
+    """Report the GPU torch sees, with its compute capability, or why it sees none."""
     torch = _module("torch")
     if isinstance(torch, Exception):
         return Finding("machine", "gpu", False, f"unknown without torch ({torch})")
@@ -118,7 +118,7 @@ def check_gpu() -> Finding:
 
 
 def judge_missing_gpu(listed: list[str], cuda: str | None, visible: str | None) -> Finding:
-    """Why torch sees no GPU: `listed` by nvidia-smi, torch's CUDA, CUDA_VISIBLE_DEVICES."""
+    """Explain why torch sees no GPU: `listed` by nvidia-smi, torch's CUDA, CUDA_VISIBLE_DEVICES."""
     detail, repair = "nvidia-smi lists no GPU: records are read, none can be measured", None
     if listed:
         names = ", ".join(sorted(set(listed)))
@@ -134,7 +134,7 @@ def judge_missing_gpu(listed: list[str], cuda: str | None, visible: str | None) 
 
 
 def check_torch() -> Finding:
-    """The torch that Python imports."""
+    """Report the torch that Python imports."""
     torch = _module("torch")
     if isinstance(torch, Exception):
         detail = f"cannot be imported ({torch})"
@@ -144,7 +144,7 @@ def check_torch() -> Finding:
 
 
 def check_triton() -> Finding:
-    """Whether Python imports fbtriton, with TLX.
+    """Check that Python imports fbtriton, with TLX.
 
     triton and fbtriton install the same files and pip does not notice: whichever is installed last
     wins, and removing one removes files of the other.
@@ -165,27 +165,27 @@ def check_triton() -> Finding:
 
 
 def check_implementations(data_dir: str | Path | None = None) -> list[Finding]:
-    """Whether the reference and every rung run here, and why not; and whether a record in
-    `data_dir` proves the rung on such a GPU (`probe`)."""
+    """Check the reference and every rung on this machine, and whether a record in `data_dir`
+    verifies the rung on such a GPU (`probe`)."""
     ladder = _module("gdpa_kernels.calling.ladder")
     if isinstance(ladder, Exception):
         return [Finding("implementations", "ladder", False, f"cannot be imported: {ladder}")]
-    unproven = _unproven(data_dir)
-    found = []
+    unverified = _unverified(data_dir)
+    answers = []
     for operator, rungs in ladder.LADDERS.items():
         for rung in rungs:
             group = operator if "forward" in rung.directions else f"{operator} backward"
             answer = _ask(RUNGS + group, rung.impl, ladder.availability, rung.impl, None, operator)
-            if answer.ok and unproven(rung):
-                answer = replace(answer, detail=f"{answer.detail}, {UNPROVEN}")
-            found.append(answer)
-    return found
+            if answer.ok and unverified(rung):
+                answer = replace(answer, detail=f"{answer.detail}, {UNVERIFIED}")
+            answers.append(answer)
+    return answers
 
 
 def check_other_gpus() -> list[Finding]:
-    """Where the products in plain Triton run that nobody measured there, with what they compile to
-    (data/every_gpu.csv)."""
-    group, found = "GPUs without a record", []
+    """Report the GPUs that run the products in plain Triton without a measurement, with the
+    compiled resources (data/every_gpu.csv)."""
+    group, answers = "GPUs without a record", []
     try:
         from gdpa_lab.measuring import every_gpu
 
@@ -203,33 +203,33 @@ def check_other_gpus() -> list[Finding]:
             + (f"; registers spill in {', in '.join(spills)}" if spills else "")
             + ("; calls are refused there, eager PyTorch runs" if is_amd else "")
         )
-        found.append(Finding(group, target, not is_amd, detail))
-    return found
+        answers.append(Finding(group, target, not is_amd, detail))
+    return answers
 
 
-def _unproven(data_dir: str | Path | None) -> Callable[[Any], bool]:
-    """Whether a rung has kernels that run on the first GPU and no record proves."""
+def _unverified(data_dir: str | Path | None) -> Callable[[Any], bool]:
+    """Return a predicate: the rung runs on the first GPU and no record verifies it."""
     probe, record = _module("gdpa_lab.measuring.probe"), _module("gdpa_lab.measuring.record")
     try:
         import torch
 
         device = torch.device("cuda", 0)
         capability = "{}.{}".format(*torch.cuda.get_device_capability(device))
-        known = probe.proven(record.DATA_DIR if data_dir is None else data_dir, capability)
+        known = probe.verified(record.DATA_DIR if data_dir is None else data_dir, capability)
     except Exception:  # no GPU, or what the other findings name
         return lambda rung: False
     return lambda rung: any(
-        probe.is_unproven(rung.impl, rung.operator, direction, device, known)
+        probe.is_unverified(rung.impl, rung.operator, direction, device, known)
         for direction in rung.directions
     )
 
 
 def check_baselines() -> list[Finding]:
-    """Whether every baseline of both operators runs here, and why not."""
-    found = _module("gdpa_lab.measuring.baselines")
-    if isinstance(found, Exception):
-        return [Finding("baselines", "baselines", False, f"cannot be imported: {found}")]
-    tables = {"gdpa": found.BASELINES, "block_attention": found.BLOCK_BASELINES}
+    """Check every baseline of both operators on this machine."""
+    baselines = _module("gdpa_lab.measuring.baselines")
+    if isinstance(baselines, Exception):
+        return [Finding("baselines", "baselines", False, f"cannot be imported: {baselines}")]
+    tables = {"gdpa": baselines.BASELINES, "block_attention": baselines.BLOCK_BASELINES}
     return [
         _ask(f"baselines of {operator}", name, baseline.availability)
         for operator, table in tables.items()
@@ -238,14 +238,14 @@ def check_baselines() -> list[Finding]:
 
 
 def no_records(data_dir: str | Path | None) -> str | None:
-    """Why `data_dir` cannot hold a record, or None; None is the repository's own folder."""
+    """Return why `data_dir` cannot hold a record, or None; None is the repository's own folder."""
     if data_dir is None or (Path(data_dir) / "records").is_dir():
         return None
     return f"--data-dir must be a folder that holds records/, got {str(data_dir)!r}"
 
 
 def check_records(data_dir: str | Path | None = None) -> Finding:
-    """How many records load, and which are refused and why."""
+    """Count the records that load, and name the refused ones with the reason."""
     problem = no_records(data_dir)
     if problem is not None:
         return Finding("data", "records", False, problem)
@@ -253,19 +253,19 @@ def check_records(data_dir: str | Path | None = None) -> Finding:
     if isinstance(record, Exception):
         return Finding("data", "records", False, f"cannot be read: {record}")
     data_dir = Path(record.DATA_DIR if data_dir is None else data_dir)
-    found, good = [], data_dir.is_dir()
-    guests = {f"community/{name}: ": at for name, at in record.communities(data_dir).items()}
+    details, good = [], data_dir.is_dir()
+    guests = {f"community/{name}: ": path for name, path in record.communities(data_dir).items()}
     for whose, folder in ({"": data_dir} | guests).items():
         records, errors = record.survey(folder)
-        found += [f"{whose}{len(records)} read, {len(errors)} refused", *map(str, errors)]
+        details += [f"{whose}{len(records)} read, {len(errors)} refused", *map(str, errors)]
         left = sorted((folder / record.manifest.PARTIAL).glob("*.json"))
-        found += [f"{path} is of a run that did not end: {KEEP} {path}" for path in left]
+        details += [f"{path} is of a run that did not end: {KEEP} {path}" for path in left]
         good = good and not errors and not left
     if not (data_dir / record.manifest.NAME).exists():
-        found.append(f"no {record.manifest.NAME} to hold them to")
+        details.append(f"no {record.manifest.NAME} to hold them to")
     if not data_dir.is_dir():
-        found.append(f"{data_dir} is no folder")
-    return Finding("data", "records", good, "; ".join(found))
+        details.append(f"{data_dir} is no folder")
+    return Finding("data", "records", good, "; ".join(details))
 
 
 def _ask(group: str, name: str, availability: Any, *arguments: Any) -> Finding:
@@ -288,7 +288,7 @@ def _name(error: Exception) -> str:
 
 
 def _pip(arguments: str) -> str:
-    """A pip command for this Python, whose path is relative inside the working directory."""
+    """Format a pip command for this Python, whose path is relative inside the working directory."""
     python = Path(sys.executable)
     if python.is_relative_to(Path.cwd()):
         python = python.relative_to(Path.cwd())

@@ -13,8 +13,8 @@ from gdpa_kernels.calling.rung import Rung
 
 
 class Step(NamedTuple):
-    """From a rung's predecessor to the rung, as their lessons show it, in lines: `changed` are
-    those of compiled code that stand in one of them alone, `jit` those of the rung, `file` all."""
+    """A step from a rung's predecessor to the rung, in lines of their lessons. `changed`: compiled
+    code that only one of them has; `jit`: compiled code of the rung; `file`: its whole file."""
 
     operator: str
     predecessor: str
@@ -26,26 +26,26 @@ class Step(NamedTuple):
 
 
 def steps() -> Iterator[Step]:
-    """Every step of every ladder."""
+    """Yield every step of every ladder."""
     for operator, rungs in ladder.LADDERS.items():
         for rung in rungs:
             if rung.predecessor is None or not rung.requires.capability:
                 continue
-            before = ladder.rung(rung.predecessor, operator)
+            predecessor = ladder.rung(rung.predecessor, operator)
             jit, file = len(jit_lines(rung.lesson)), len(rung.lesson.read_text().splitlines())
-            changed = changed_lines(kernel_of(before), kernel_of(rung))
-            yield Step(operator, before.impl, rung.impl, rung.is_rewrite, changed, jit, file)
+            changed = changed_lines(kernel_of(predecessor), kernel_of(rung))
+            yield Step(operator, predecessor.impl, rung.impl, rung.is_rewrite, changed, jit, file)
 
 
 def kernel_of(rung: Rung) -> Path:
-    """Its lesson; of a rung that changes a constant of its predecessor, that one's."""
+    """Return the file of its lesson; a rung that only changes a constant has its predecessor's."""
     if jit_lines(rung.lesson) or rung.predecessor is None:
         return rung.lesson
     return kernel_of(ladder.rung(rung.predecessor, rung.operator))
 
 
 def report() -> str:
-    """The steps as a Markdown table."""
+    """Format the steps as a Markdown table."""
     rows = ["| step | changed jit lines | jit lines | file lines |", "|:--|--:|--:|--:|"]
     for step in steps():
         name = f"{step.operator}: {step.predecessor} -> {step.impl}"
@@ -54,26 +54,26 @@ def report() -> str:
     return "\n".join(rows) + "\n"
 
 
-def changed_lines(before: Path, after: Path) -> int:
-    """Lines of compiled code that stand in one of two files alone."""
-    one, other = jit_lines(before), jit_lines(after)
+def changed_lines(old: Path, new: Path) -> int:
+    """Count lines of compiled code that only one of two files has."""
+    one, other = jit_lines(old), jit_lines(new)
     match = SequenceMatcher(None, one, other, autojunk=False)
     return len(one) + len(other) - 2 * sum(block.size for block in match.get_matching_blocks())
 
 
 def jit_lines(path: Path) -> list[str]:
-    """The lines of `jit_functions` without docstrings, comments and blank lines."""
-    found: list[str] = []
+    """List the lines of `jit_functions` without docstrings, comments and blank lines."""
+    code: list[str] = []
     for node, lines in jit_functions(path):
-        told = node.body[0] if ast.get_docstring(node) is not None else None
+        doc = node.body[0] if ast.get_docstring(node) is not None else None
         begin = node.lineno
-        skipped = range(told.lineno - begin, told.end_lineno - begin + 1) if told else ()
-        found += [line for n, line in enumerate(lines) if n not in skipped]
-    return [line for line in found if line.strip() and not line.lstrip().startswith("#")]
+        skipped = range(doc.lineno - begin, doc.end_lineno - begin + 1) if doc else ()
+        code += [line for n, line in enumerate(lines) if n not in skipped]
+    return [line for line in code if line.strip() and not line.lstrip().startswith("#")]
 
 
 def jit_functions(path: Path) -> list[tuple[ast.FunctionDef | ast.ClassDef, list[str]]]:
-    """The functions and aggregates of a file that Triton compiles, with their lines."""
+    """List the functions and aggregates of a file that Triton compiles, with their lines."""
     lines = path.read_text(encoding="utf-8").splitlines()
     return [
         (node, lines[node.lineno - 1 : node.end_lineno])

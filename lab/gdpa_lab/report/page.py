@@ -1,4 +1,4 @@
-"""What a page says about its figures: where values come from, their download, glued numbers."""
+"""Text of a page about its figures: origin of values, downloads, glued numbers."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from IPython.display import Markdown
 
 KINDS = ("measured", "published", "modelled", "emulated", "compiled", "computed")
-"""What a number can be; every figure says which: "computed" is by PyTorch on a CPU
-or from other numbers of the book."""
+"""Kinds of numbers; every figure names its own. "computed": by PyTorch on a CPU, or from other
+numbers of the book."""
 
 CSV_DIR = records.ROOT / "book" / "extra" / "figures"
 
@@ -28,9 +28,9 @@ CSV_DIR = records.ROOT / "book" / "extra" / "figures"
 def provenance(
     rows: pd.DataFrame | Sequence[str], csv: str | None = None, *, data_dir: Path = records.DATA_DIR
 ) -> Markdown:
-    """The line under a measured figure: machine, versions other than the pinned ones, date, commit,
-    whether other files than that commit's ran, records, data, how rows were timed and the matmul of
-    that record and scope, which shares are of, and a stale warning.
+    """Format the line under a measured figure: machine, versions other than the pinned ones, date,
+    commit, local changes, records, data, timing, the matmul ceiling of the record and scope, and a
+    stale warning.
 
     `rows`: the rows of `results.table` that were drawn, or ids of records. `csv`: the name given to
     `save_csv`. Paths are relative to a page of book/executed/<part>. RecordError if a record is
@@ -53,10 +53,10 @@ def provenance(
         )
         if run.package.dirty or run.package.differs():
             commit += " with local changes"
-        told = "" if run.system in machines else _versions(machine)
+        versions = "" if run.system in machines else _versions(machine)
         machines.add(run.system)
         runs.append(
-            f"{_link(f'data/systems/{run.system}.json', machine.gpu or run.system)}{told}, "
+            f"{_link(f'data/systems/{run.system}.json', machine.gpu or run.system)}{versions}, "
             f"{html.escape(run.created[:10])}, {commit}, "
             f"record {_link(f'data/records/{name}.json', name)}{_timed(run, scopes.get(name, ()))}"
         )
@@ -80,21 +80,21 @@ def _timed(run: records.Record, scopes: Collection[str]) -> str:
 
 
 def _versions(machine: systems.System) -> str:
-    """Versions of the software that ran, in parentheses; "" where they are the pinned ones."""
+    """Format the versions of the software that ran, in parentheses; "" for the pinned ones."""
     pins = (doctor.TORCH, doctor.FBTRITON)
     torch, fbtriton = (pin.partition("==")[2] for pin in pins)
-    told = []
+    differences = []
     if machine.torch.partition("+")[0] != torch:
-        told.append(f"torch {machine.torch}, not {torch}")
+        differences.append(f"torch {machine.torch}, not {torch}")
     if machine.fbtriton != fbtriton:
-        told.append(f"Triton {machine.triton}, not fbtriton {fbtriton}")
-    if not told:
+        differences.append(f"Triton {machine.triton}, not fbtriton {fbtriton}")
+    if not differences:
         return ""
-    return html.escape(f" ({'; '.join([*told, f'driver {machine.driver}'])})")
+    return html.escape(f" ({'; '.join([*differences, f'driver {machine.driver}'])})")
 
 
 def source(kind: str, text: str, csv: str | None = None) -> Markdown:
-    """The line under a figure for values that no record holds, of one of `KINDS`.
+    """Format the line under a figure for values that no record holds, of one of `KINDS`.
 
     `text`: where they come from (a publication and its machine, a formula, a program).
     """
@@ -110,8 +110,8 @@ def show_table(
     digits: Mapping[str, int] | None = None,
     missing: str = "",
 ) -> Markdown:
-    """A table for the page: in a column of numbers the same decimals (`digits`, or those that give
-    its median three significant digits), to the right; `missing` where a number is none.
+    """Format a table for the page. Columns of numbers have the same decimals (`digits`, or those
+    that give the median three significant digits) and are aligned right; `missing` replaces NaN.
 
     With `caption`, which begins with the finding in bold, it is numbered, and {numref}`name` cites
     it. ValueError for another caption and for digits of no column.
@@ -139,7 +139,7 @@ def show_table(
 
 
 def _numbers(column: pd.Series, digits: int | None, missing: str) -> list[str]:
-    """With the same decimals, no more than they have; as powers of ten if they are tiny."""
+    """Format numbers with the same decimals, no more than they have; tiny ones as powers of ten."""
     size = column.abs().where(lambda x: x > 0).median()
     form = ",.0f"
     if digits is not None:
@@ -163,7 +163,7 @@ def _cell(value: object) -> str:
 
 
 def save_csv(table: pd.DataFrame, name: str) -> Path:
-    """Write the data behind a figure to book/extra/figures/`name`.csv, which the site offers."""
+    """Write the data of a figure to book/extra/figures/`name`.csv, which the site offers."""
     if not re.fullmatch(r"[a-z0-9][a-z0-9_-]*", name):
         raise ValueError(f"name must be lower-case letters, digits, - and _, got {name!r}")
     CSV_DIR.mkdir(parents=True, exist_ok=True)
@@ -173,7 +173,7 @@ def save_csv(table: pd.DataFrame, name: str) -> Path:
 
 
 def glue(key: str, value: float | str) -> None:
-    """Give a number or a word to the text: {glue:text}`key:.1f`. ValueError unless the number is
+    """Pass a number or a word to the text: {glue:text}`key:.1f`. ValueError unless the number is
     finite and the word not empty."""
     if isinstance(value, str):
         if not value:
@@ -184,12 +184,12 @@ def glue(key: str, value: float | str) -> None:
 
 
 def glue_html(key: str, text: str) -> None:
-    """Give HTML to the text, for example a table that another page shows: ```{glue} key```."""
+    """Pass HTML to the text, for example a table that another page shows: ```{glue} key```."""
     _display("text/html", key, text)
 
 
 def _display(kind: str, key: str, value: str) -> None:
-    """What `myst_nb.glue(key, value, display=False)` displays; a machine that measures lacks it."""
+    """Display as `myst_nb.glue(key, value, display=False)` does, which may not be installed."""
     from IPython.display import display
 
     prefix = "application/papermill.record/"

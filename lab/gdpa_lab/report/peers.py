@@ -1,4 +1,4 @@
-"""Peers in a record: which have no time and why, and the most a fused kernel can gain over two."""
+"""Peers in a record: those without a time, the reasons, and the most that fusion can gain."""
 
 from __future__ import annotations
 
@@ -11,40 +11,41 @@ from gdpa_lab.measuring.workload import DTYPE_BYTES, Workload
 from gdpa_lab.measuring.workloads import BLOCK_WORKLOADS, WORKLOADS, of_hstu, workload
 
 PAIR = "rotary_kernel"
-"""Our rotary kernel, then our attention: two passes, each of which moves its bytes once."""
+"""Peer of two passes: our rotary kernel, then our attention, each moving its bytes once."""
 SLACK = 1.03
-"""By how much two kernels near the rate of a copy may differ in their shares of it."""
+"""Tolerated ratio of the bandwidth shares of two kernels near the rate of a copy."""
 
 
 def missing_peers(rows: pd.DataFrame) -> dict[str, str]:
-    """Titles of the peers that take a batch of `rows`, of GDPA also with the function of HSTU, and
-    have no time in them, and why; with the direction, if the other one has a time.
+    """Collect the peers without a time in `rows`, with the reason, by title; the title names the
+    direction if the other one has a time. Only peers that take one of the batches count, for GDPA
+    also with the function of HSTU.
 
     `rows`: of `Chapter.rows`, of any number of workloads, directions and scopes; give it all rows
     that a sentence speaks of, failed ones included. The reason is that of the newest failed row, or
     "not in this record".
     """
-    found = {}
+    reasons = {}
     for peers, works in ((BASELINES, WORKLOADS), (BLOCK_BASELINES, BLOCK_WORKLOADS)):
         ours = rows[rows["workload"].isin(works)]
-        asked = {*zip(ours["workload"], ours["direction"], strict=True)}
-        batches = [(works[name], way) for name, way in asked]
+        calls = {*zip(ours["workload"], ours["direction"], strict=True)}
+        batches = [(works[name], direction) for name, direction in calls]
         if peers is BASELINES:
-            batches += [(of_hstu(x, causal), way) for x, way in batches for causal in (True, False)]
+            batches += [(of_hstu(x, causal), to) for x, to in batches for causal in (True, False)]
         for impl, peer in peers.items():
-            own = ours[ours["impl"] == impl]
-            taken = {way for work, way in batches if peer.problem(work, way) is None}
-            missing = taken - {*own["direction"][own["time_us_p50"].notna()]}
+            theirs = ours[ours["impl"] == impl]
+            directions = {to for work, to in batches if peer.problem(work, to) is None}
+            missing = directions - {*theirs["direction"][theirs["time_us_p50"].notna()]}
             if missing:
-                failures = own["failure"][own["direction"].isin(missing) & (own["failure"] != "")]
-                why = failures.iloc[-1] if len(failures) else "not in this record"
-                title = peer.title if missing == taken else f"{peer.title} ({', '.join(missing)})"
-                found[title] = why.removeprefix("Unsupported: ")
-    return found
+                failed = theirs[theirs["direction"].isin(missing) & (theirs["failure"] != "")]
+                why = failed["failure"].iloc[-1] if len(failed) else "not in this record"
+                some = "" if missing == directions else f" ({', '.join(missing)})"
+                reasons[f"{peer.title}{some}"] = why.removeprefix("Unsupported: ")
+    return reasons
 
 
 def bytes_of_two(work: Workload, direction: str) -> int:
-    """Fewest bytes of two passes, rotary and attention, on a workload with rotary."""
+    """Count the fewest bytes of two passes, rotary and attention, on a workload with rotary."""
     plain = replace(work, rotary=False, rotate_v=False)
     v = work.total_k * work.num_heads_k * work.head_dim * DTYPE_BYTES[work.dtype]
     rotated = plain.bytes_written("backward") - (not work.rotate_v) * v
@@ -53,9 +54,9 @@ def bytes_of_two(work: Workload, direction: str) -> int:
 
 
 def checked(ratio: float, peer: str, name: str, direction: str) -> float:
-    """A peer's time over that of a rung on the workload `name`, back if bytes allow it. ValueError
-    if fused rotary is faster than `PAIR` by more than what it saves: something else than kernels
-    was timed."""
+    """Return `ratio`, a peer's time over a rung's on the workload `name`, if bytes allow it.
+    ValueError if fused rotary beats `PAIR` by more than the bytes it saves: then something else
+    than kernels was timed."""
     if peer == PAIR:
         work = workload(name)
         most = bytes_of_two(work, direction) / work.bytes(direction)

@@ -1,8 +1,8 @@
 """Predictions for a B200, registered before one was measured, and what records say of them.
 
-`registered` reads data/predictions/b200.csv, which `made` makes; a change is a new `MODEL`. A rate
-is predicted as a share of ceilings that the same record holds, since a B200's depend on its power
-limit: `scaled` turns shares into rates, `judged` holds them against records.
+`registered` reads data/predictions/b200.csv, which `derive` computes; a change is a new `MODEL`. A
+rate is predicted as a share of the ceilings in the same record, since those of a B200 depend on its
+power limit: `scaled` turns shares into rates, `judged` compares them with records.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 
-from gdpa_lab.measuring import manifest, units
+from gdpa_lab.measuring import cost_model, manifest
 from gdpa_lab.measuring import record as records
 from gdpa_lab.measuring import system as systems
+from gdpa_lab.measuring.cost_model import B200, backward, forward
 from gdpa_lab.measuring.roofline import Ceilings
-from gdpa_lab.measuring.units import B200, backward, forward
 from gdpa_lab.measuring.workload import Workload
 from gdpa_lab.measuring.workloads import BLOCK_TABLES, FIGURES, workload
 from gdpa_lab.report import results
@@ -27,31 +27,31 @@ from gdpa_lab.report import results
 PATH = records.DATA_DIR / "predictions" / "b200.csv"
 MODEL, DATE = "unit ledger 1", "2026-11-22"
 CAPABILITY = "10.0"
-"""A GPU of 10.3 is another: its MUFU evaluates `ex2` twice as fast."""
+"""Compute capability of a B200. A GPU of 10.3 differs: its MUFU evaluates `ex2` twice as fast."""
 ASSUMED_W = 750
-"""Power limit of the machine that `units.ASSUMED` is about."""
+"""Power limit of the machine that `cost_model.ASSUMED` is about."""
 
 
 class Expected(NamedTuple):
-    """A rung as the model has it: its design, and the speed of our code over its ledger's, with a
-    90 % interval. `most_keys`: longest K and V that it takes. Block attention has no design: bytes
-    bound it. `date`: of its registration."""
+    """A rung in the model: its design, and the ratio of our speed to the cost model's, with a 90 %
+    interval. `most_keys`: longest K and V that it takes. Block attention has no design: bytes bound
+    it. `date`: of its registration."""
 
     impl: str
     low: float
     centre: float
     high: float
-    design: units.Design | None = None
+    design: cost_model.Design | None = None
     most_keys: float = math.inf
     date: str = DATE
 
 
-# From our records of an H200. Forward, v8 over its ledger: .85, one deviation .05. Backward, pairs
-# of tiles in v4 and v5 over the matmul ceiling: .83. Start and end of a program, by the law of
+# From our records of an H200. Forward, v8 over its modelled cost: .85, one deviation .05. Backward,
+# pairs of tiles in v4 and v5 over the matmul ceiling: .83. Start and end of a program, fitted over
 # tiles: v4 2.8 us for 128 queries; backward v4 4.5 and v5 3.6 us for 128 keys; v8, which streams,
 # 0.5, as is taken for backward b5.
 # v8's consumers issue their own MMAs; on sm_100 one thread does, and the published kernel, of one
-# CTA with two tiles, is at 1.0 of its ledger. Hence .88 for that design, .93 for pairs, which leave
+# CTA with two tiles, is at 1.0 of its cost. Hence .88 for that design, .93 for pairs, which leave
 # the port of shared memory idle for 3 clocks of 8, and limits from v8's lowest to a bit over 1.
 # b1 waits four times a tile for what a barrier takes; b2 does at the ends of its programs.
 EXPECTED = {
@@ -93,9 +93,9 @@ EXPECTED = {
             most_keys=256, date="2026-11-27"),
     ),
 }  # fmt: skip
-"""By direction, the rungs of GDPA. KiB of a backward: operands of the five MMAs; dS, in a pair for
-the other CTA too; Q and dO in; dQ out, in b2 half of it to the other CTA. Zeros for dQ, read again
-and rounded: 1,280 bytes a row."""
+"""Rungs of GDPA by direction. The KiB of a backward design are the operands of the five MMAs; dS,
+in a pair also for the other CTA; Q and dO in; dQ out, in b2 half of it to the other CTA.
+`row_bytes`: zeros for dQ, read again and rounded, 1,280 bytes a row."""
 
 # Shares of the copy ceiling; on an H200 role designs reach .96 and .92, with rotary .96 and .93.
 BLOCK = {
@@ -118,21 +118,21 @@ def _works() -> Iterator[tuple[str, str, Workload, Expected]]:
         yield table, direction, workload(BLOCK_TABLES[table][0]), expected
 
 
-def made() -> pd.DataFrame:
-    """The predictions of the model, a row for each published workload and rung.
+def derive() -> pd.DataFrame:
+    """Predict every published workload for every rung.
 
     `of_matmul`, `of_copy`: the share of either ceiling that the rung reaches if it is what bounds
     it (`of_matmul` missing for block attention); `low`, `high`: limits of the 90 % interval over
-    the prediction. Then the rate or time under `units.ASSUMED`, in `unit`.
+    the prediction. Then the rate or time under `cost_model.ASSUMED`, in `unit`.
     """
     rows = []
     for figure, direction, work, expected in _works():
         of_matmul, bound, of_copy = math.nan, "memory", expected.centre
         if expected.design is not None:
-            found = units.ledger(work, expected.design, units.ASSUMED)
-            bound, compute_us = found.bound, work.flops(direction) / units.ASSUMED.tflops / 1e6
-            of_matmul = expected.centre * compute_us / (found.unit_us + found.more_us)
-            of_copy *= found.memory_us / (found.memory_us + found.more_us)
+            cost = cost_model.cost(work, expected.design, cost_model.ASSUMED)
+            bound, compute_us = cost.bound, work.flops(direction) / cost_model.ASSUMED.tflops / 1e6
+            of_matmul = expected.centre * compute_us / (cost.unit_us + cost.more_us)
+            of_copy *= cost.memory_us / (cost.memory_us + cost.more_us)
         rows.append(
             {
                 "figure": figure, "workload": work.name, "direction": direction,
@@ -141,12 +141,12 @@ def made() -> pd.DataFrame:
                 "high": round(expected.high / expected.centre, 3),
             }
         )  # fmt: skip
-    made = scaled(pd.DataFrame(rows), units.ASSUMED)
-    return made.assign(model=MODEL, date=[expected.date for *_, expected in _works()])
+    frame = scaled(pd.DataFrame(rows), cost_model.ASSUMED)
+    return frame.assign(model=MODEL, date=[expected.date for *_, expected in _works()])
 
 
 def scaled(shares: pd.DataFrame, ceilings: Ceilings) -> pd.DataFrame:
-    """Predictions under other ceilings: `predicted` and `from` .. `to`, the 90 % interval, in
+    """Rescale predictions to other ceilings: `predicted` and `from` .. `to`, the 90 % interval, in
     `unit`: TFLOP/s, or ms for block attention."""
     rates = []
     for row in shares.itertuples():
@@ -166,22 +166,22 @@ def scaled(shares: pd.DataFrame, ceilings: Ceilings) -> pd.DataFrame:
 
 
 def render(frame: pd.DataFrame) -> str:
-    """The predictions as the text of a CSV file."""
+    """Format the predictions as a CSV file."""
     return frame.to_csv(index=False, lineterminator="\n")
 
 
 def update(path: Path = PATH) -> bool:
-    """Write what `made` makes; whether the file changed."""
-    return manifest.rewrite(path, render(made()))
+    """Write what `derive` returns; return whether the file changed."""
+    return manifest.rewrite(path, render(derive()))
 
 
 def registered() -> pd.DataFrame:
-    """The predictions in the file."""
+    """Read the predictions from the file."""
     return pd.read_csv(PATH)
 
 
 class Basis(NamedTuple):
-    """What rates are scaled by: ceilings, the power limit (W) they belong to, whose they are."""
+    """Basis of the rates: ceilings, the power limit (W) they belong to, their origin."""
 
     ceilings: Ceilings
     power_limit_w: float | None
@@ -189,46 +189,46 @@ class Basis(NamedTuple):
 
 
 def basis(data_dir: str | Path = records.DATA_DIR, record: str | None = None) -> Basis:
-    """The sustained ceilings of `record`, an id; None: of the newest record of a GPU of
+    """Return the sustained ceilings of `record`, an id; None: of the newest record of a GPU of
     `CAPABILITY`, or the assumed ones if there is none.
 
     LookupError for an unknown id, for a record of another GPU and for one without ceilings.
     """
-    known = {found.id: found for found in records.load_all(data_dir)}
+    known = {each.id: each for each in records.load_all(data_dir)}
     if record is None:
-        ours = [name for name, found in known.items() if _is_ours(found, data_dir)]
+        ours = [name for name, each in known.items() if _is_ours(each, data_dir)]
         if not ours:
-            return Basis(units.ASSUMED, ASSUMED_W, "assumed, from outside: no record of a B200")
+            return Basis(
+                cost_model.ASSUMED, ASSUMED_W, "assumed, from outside: no record of a B200"
+            )
         record = ours[-1]
     if record not in known:
         raise LookupError(f"record must be the id of a record, got {record!r}")
-    on, found = (
-        systems.named(known[record].system, data_dir),
-        results.ceilings(known[record], "sustained"),
-    )
+    on = systems.named(known[record].system, data_dir)
+    ceilings = results.ceilings(known[record], "sustained")
     if on.compute_capability != CAPABILITY:
         raise LookupError(
             f"record must be of compute capability {CAPABILITY}, got {record} of "
             f"{on.compute_capability}"
         )
-    if found is None:
+    if ceilings is None:
         raise LookupError(f"record must hold sustained ceilings, matmul and copy, got {record}")
-    return Basis(found, on.power_limit_w, record)
+    return Basis(ceilings, on.power_limit_w, record)
 
 
 def _is_ours(record: records.Record, data_dir: str | Path) -> bool:
-    """Whether a record is of a B200 and has the ceilings that predictions are scaled by."""
+    """Return whether a record is of a B200 and has the ceilings that scale predictions."""
     capability = systems.named(record.system, data_dir).compute_capability
     return capability == CAPABILITY and results.ceilings(record, "sustained") is not None
 
 
 def timed(data_dir: str | Path, capability: str) -> Iterator[tuple[records.Record, pd.DataFrame]]:
-    """Records of GPUs of a compute capability, each with its correct rows that ran back to back."""
+    """Yield records of GPUs with a compute capability, each with its correct sustained rows."""
     rows = results.table(data_dir, latest=False)
     rows = rows[(rows["scope"] == "sustained") & (rows["variant"] == "") & rows["correct"].eq(True)]
     rows = rows.dropna(subset=["time_us_p50"])
     rows = rows.drop_duplicates(["record", "workload", "direction", "impl"])
-    known = {found.id: found for found in records.load_all(data_dir)}
+    known = {each.id: each for each in records.load_all(data_dir)}
     for name, group in rows.groupby("record", sort=True):
         if systems.named(known[name].system, data_dir).compute_capability == capability:
             yield known[name], group
@@ -237,9 +237,9 @@ def timed(data_dir: str | Path, capability: str) -> Iterator[tuple[records.Recor
 def judged(
     shares: pd.DataFrame, data_dir: str | Path = records.DATA_DIR, record: str | None = None
 ) -> pd.DataFrame:
-    """Predictions under `basis`; where such records timed a rung back to back, `measured` and the
-    verdict, each under the ceilings of its own record: "confirmed" within the interval, or
-    "refuted, low" or "refuted, high", of rate or time. `record`: that one alone."""
+    """Judge predictions under `basis`; where such records have sustained times of a rung,
+    `measured` and the verdict, each under the ceilings of its own record: "confirmed" within the
+    interval, or "refuted, low" or "refuted, high", of rate or time. `record`: that one alone."""
     table = scaled(shares, basis(data_dir, record).ceilings)
     table = table.assign(measured=np.nan, verdict="")
     key = ["workload", "direction", "impl"]
@@ -261,7 +261,7 @@ def judged(
 
 
 def report(data_dir: str | Path = records.DATA_DIR, record: str | None = None) -> str:
-    """What `python -m gdpa_lab predictions` prints."""
+    """Format the text of `python -m gdpa_lab predictions`."""
     shares = registered()
     ground, table = basis(data_dir, record), judged(shares, data_dir, record)
     watts = "unknown" if ground.power_limit_w is None else f"{ground.power_limit_w:.0f} W"

@@ -9,14 +9,14 @@ from typing import Any
 import pandas as pd
 
 from gdpa_lab.measuring.require import require
-from gdpa_lab.report import house, results
+from gdpa_lab.report import results, style
 from gdpa_lab.report.charts import list_rows
-from gdpa_lab.report.house import DASHED, GREY, INK, Figure, canvas, colour, is_rung, note
+from gdpa_lab.report.style import DASHED, GREY, INK, Figure, canvas, colour, is_rung, note
 
 HEADROOM = 1.08
 
 
-@house.drawn
+@style.drawn
 def ladder(
     table: pd.DataFrame,
     workload: str,
@@ -24,7 +24,7 @@ def ladder(
     highlight: str,
     direction: str = "forward",
 ) -> Figure:
-    """The ladder so far on one workload, back to back: a bar for each rung, then each baseline.
+    """Draw the ladder so far on one workload, sustained: a bar for each rung, then each baseline.
 
     `table`: rows of `results.table` of one system. `rungs`: in the order to show; `highlight`: the
     one in colour. Every baseline of the table with a time is shown, slowest first.
@@ -70,8 +70,8 @@ def timed_rows(table: pd.DataFrame, direction: str, scope: str) -> pd.DataFrame:
 def require_impls(rows: pd.DataFrame, impls: Sequence[str], where: str, scope: str) -> None:
     missing = [impl for impl in impls if impl not in set(rows["impl"])]
     if missing or rows.empty:
-        wanted = ", ".join(missing) or "at least one impl"
-        raise ValueError(f"table must hold {scope} rows of {wanted} for {where}, got none")
+        expected = ", ".join(missing) or "at least one impl"
+        raise ValueError(f"table must hold {scope} rows of {expected} for {where}, got none")
     only(rows, "system")
 
 
@@ -92,7 +92,7 @@ def machine(rows: pd.DataFrame) -> str:
 
 
 def ceiling_of(rows: pd.DataFrame) -> float:
-    """Roofline of one workload (TFLOP/s), from the newest row that has a rate."""
+    """Return the roofline of one workload (TFLOP/s), from the newest row that has a rate."""
     timed = rows.dropna(subset=["tflops", "percent_of_roofline"]).sort_values(["date", "record"])
     if timed.empty:
         raise ValueError(f"table must hold a correct time for {only(rows, 'workload')}, got none")
@@ -101,7 +101,7 @@ def ceiling_of(rows: pd.DataFrame) -> float:
 
 
 def spread_of(rows: pd.DataFrame | pd.Series) -> Any:
-    """Distance of the p80 and p20 times from the p50 rate, in TFLOP/s: (below, above)."""
+    """Return the distance of the p80 and p20 times from the p50 rate, TFLOP/s: below, above."""
     rate = rows["tflops"]
     below = rate - rate * rows["time_us_p50"] / rows["time_us_p80"]
     return below, rate * rows["time_us_p50"] / rows["time_us_p20"] - rate

@@ -1,7 +1,7 @@
 """Generates the results table and the figure of README.md from the records.
 
 `python -m gdpa_lab maintain readme` rewrites them; a test keeps them equal to the records. Both
-show back-to-back times only; where a peer has none, the table says why.
+show sustained times only; where a peer has none, the table says why.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pandas as pd
 from gdpa_kernels.calling import ladder
 from gdpa_lab.measuring import baselines, manifest, record
 from gdpa_lab.report import charts, peers, results
-from gdpa_lab.report.house import Figure
+from gdpa_lab.report.style import Figure
 
 GPU = "NVIDIA H200"
 FIGURE = Path("book/assets/ladder.svg")
@@ -27,11 +27,11 @@ PEERS = {
     "FlashAttention-3": ("fa3",),
     "FlashAttention-2": ("fa2_varlen",),
 }
-"""Rows of the figure: of each library the fastest form that takes the batch."""
+"""Libraries in the figure, each with its forms; the fastest one that takes the batch counts."""
 
 
 class Line(NamedTuple):
-    """A row of the table: what is computed, on which workload, in which chapter's record."""
+    """A row of the table: what is computed, the workload, and the chapter whose record has it."""
 
     title: str
     workload: str
@@ -44,7 +44,7 @@ class Line(NamedTuple):
 
     @property
     def rungs(self) -> tuple[str, ...]:
-        """The rungs that compute it."""
+        """Rungs that compute it."""
         of_gdpa = {"forward": ladder.RUNGS, "backward": ladder.BACKWARD_RUNGS}
         rungs = ladder.BLOCK_RUNGS if self.of_blocks else of_gdpa[self.direction]
         return tuple(rung.impl for rung in rungs)
@@ -63,7 +63,7 @@ LINES = (
 
 
 def block(data_dir: Path = record.DATA_DIR) -> str:
-    """The Markdown between the markers: best rung against best peer, and the records.
+    """Format the Markdown between the markers: best rung against best peer, and the records.
 
     LookupError if a row has no record, no rung or no peer.
     """
@@ -99,7 +99,7 @@ def block(data_dir: Path = record.DATA_DIR) -> str:
 
 
 def _peer(rows: pd.DataFrame, line: Line, us: float) -> str:
-    """The last three cells: the fastest peer or, if none was timed, why the first was not."""
+    """Format the last three cells: the fastest peer, or why the first was not timed."""
     known = baselines.BLOCK_BASELINES if line.of_blocks else baselines.BASELINES
     theirs = rows[rows["impl"].isin(known)]
     if theirs.empty:
@@ -117,7 +117,7 @@ def _rate(row: pd.Series, line: Line) -> str:
 
 
 def hero(data_dir: Path = record.DATA_DIR) -> Figure:
-    """Times of the forward ladder, each rung with its idea, and of the best peers."""
+    """Draw the times of the forward ladder, each rung with its idea, and of the best peers."""
     rows = _rows(data_dir, LINES[0]).set_index("impl")
     ms = rows["time_us_p50"].dropna() / 1e3
     steps = {f"{rung.impl.partition('_')[0]}: {rung.title}": ms[rung.impl]
@@ -131,7 +131,7 @@ def hero(data_dir: Path = record.DATA_DIR) -> Figure:
 
 
 def update(root: Path = record.ROOT) -> bool:
-    """Rewrite the block in README.md and the figure; whether anything changed.
+    """Rewrite the block in README.md and the figure; return whether anything changed.
 
     Nothing is written if a record is refused: RecordError.
     """
@@ -144,12 +144,12 @@ def update(root: Path = record.ROOT) -> bool:
 
 
 def _rows(data_dir: Path, line: Line) -> pd.DataFrame:
-    """Times back to back of a row of the table, fastest first, default constants, from the
-    chapter's run; last those that failed."""
+    """Return the sustained rows of a line of the table, fastest first, with default constants, from
+    the chapter's run; failed ones come last."""
     run = results.run_of(data_dir, notebook=f"notebooks/{line.chapter}.py", gpu=GPU)
     table = results.table(data_dir, gpu=GPU, workload=line.workload, latest=False)
-    place = line.workload, line.direction, "sustained"
-    keep = (table["record"] == run.of(place).id) & (table["direction"] == line.direction)
+    key = line.workload, line.direction, "sustained"
+    keep = (table["record"] == run.of(key).id) & (table["direction"] == line.direction)
     keep &= (table["variant"] == "") & (table["scope"] == "sustained")
     rows = table[keep].drop_duplicates("impl").sort_values("time_us_p50", kind="stable")
     if not rows["impl"][rows["time_us_p50"].notna()].isin(line.rungs).any():

@@ -1,6 +1,6 @@
-"""The chapters' predictions: their outcomes, and whether git held each before its record.
+"""Predictions of the chapters: their outcomes, and whether git had each before its record.
 
-data/predictions/h200.csv has a line for each `Chapter.predict`. `made` writes it: `text` and
+data/predictions/h200.csv has a line for each `Chapter.predict`. `derive` writes it: `text` and
 `limits` are those of the executed chapters, `commit` and `date` of the first commit in which the
 file `path` has the words `quote`. Reviewed are `path` and `quote`; `record`, the first one that
 could judge; `known`, from what the answer was known before; `cause` and `lesson` of a refuted one.
@@ -26,8 +26,8 @@ COLUMNS = ["id", "text", "limits", "commit", "date", *EVIDENCE, "known", "cause"
 
 
 class Verdict(NamedTuple):
-    """`word`: "confirmed" or "refuted". `margin`: distance to the nearest limit as a share of it,
-    negative outside; None beside a limit of 0."""
+    """Verdict on a prediction. `word`: "confirmed" or "refuted". `margin`: distance to the nearest
+    limit as a share of it, negative outside; None beside a limit of 0."""
 
     word: str
     margin: float | None
@@ -39,26 +39,26 @@ class Verdict(NamedTuple):
         return f"**{self.word}**, {share:.{0 if share >= 10 else 1}f} % {side}"
 
 
-def verdict(found: float, least: float, most: float) -> Verdict:
-    """What a finite `found` says of the limits."""
-    limit = least if found - least < most - found else most
-    slack = min(found - least, most - found)
+def verdict(result: float, least: float, most: float) -> Verdict:
+    """Judge a finite `result` by its limits."""
+    limit = least if result - least < most - result else most
+    slack = min(result - least, most - result)
     return Verdict("refuted" if slack < 0 else "confirmed", slack / abs(limit) if limit else None)
 
 
 def decisive(values: pd.Series, least: float, most: float) -> object:
-    """The label of the value farthest outside the limits, or nearest to one."""
+    """Return the label of the value farthest outside the limits, or nearest to one."""
     return pd.concat([values - least, most - values], axis=1).min(axis=1).idxmin()
 
 
 def load(path: Path = PATH) -> pd.DataFrame:
-    """The lines of the file by id, "" where nothing stands."""
+    """Read the lines of the file by id, "" where nothing stands."""
     return pd.read_csv(path, dtype=str, keep_default_na=False).set_index("id")
 
 
 def standing(line: pd.Series | None) -> str:
-    """What a prediction is called: "predicted" if git held it before its record and nothing had
-    told it, "known before" if something had, else "expected"."""
+    """Classify a prediction: "predicted" if git had it before its record and nothing had revealed
+    it, "known before" if something had, else "expected"."""
     if line is None:
         return "expected"
     if line["known"]:
@@ -67,14 +67,14 @@ def standing(line: pd.Series | None) -> str:
 
 
 def line(name: str, limits: str) -> pd.Series | None:
-    """The line of this id, if it has these limits."""
+    """Return the line of this id, if it has these limits."""
     lines = load()
     same = name in lines.index and lines.loc[name, "limits"] == limits
     return lines.loc[name] if same else None
 
 
-def told(line: pd.Series | None) -> str:
-    """`standing` as a page shows it, with commit and date."""
+def message(line: pd.Series | None) -> str:
+    """Format `standing` for a page, with commit and date."""
     word = standing(line)
     if word == "predicted":
         return f"Predicted (commit {line['commit'][:7]}, {line['date'][:10]})"
@@ -82,16 +82,17 @@ def told(line: pd.Series | None) -> str:
 
 
 def _precedes(date: str, record: str) -> bool:
-    made = datetime.strptime(f"{record[:16]}+0000", "%Y%m%dT%H%M%SZ%z")
-    return datetime.fromisoformat(date) < made
+    recorded = datetime.strptime(f"{record[:16]}+0000", "%Y%m%dT%H%M%SZ%z")
+    return datetime.fromisoformat(date) < recorded
 
 
 def collected(executed: Path = EXECUTED) -> pd.DataFrame:
-    """The predictions of executed chapters: id, text, limits, found, word, margin; as numbers
-    value, least and most, None for none; and the chapter, which an id may name by an older one."""
+    """Collect the predictions of executed chapters: id, text, limits, found, word, margin; as
+    numbers value, least and most, None for none; and the chapter, which an id may name by an older
+    one."""
     import nbformat  # of the extra "book"
 
-    found = [
+    predictions = [
         {**output.metadata["prediction"], "chapter": f"{path.parent.name}/{path.stem}"}
         for path in sorted(executed.glob("*/*.ipynb"))
         for cell in nbformat.read(path, as_version=4).cells
@@ -100,28 +101,30 @@ def collected(executed: Path = EXECUTED) -> pd.DataFrame:
     ]
     numbers = ["value", "least", "most"]
     columns = ["id", "text", "limits", "found", "word", "margin", *numbers, "chapter"]
-    return pd.DataFrame(found, columns=columns)
+    return pd.DataFrame(predictions, columns=columns)
 
 
-def made(found: pd.DataFrame, lines: pd.DataFrame) -> pd.DataFrame:
-    """The file: text and limits of `found` (`collected`), what is reviewed from `lines`, commits
-    from git. Where limits are others than before, the evidence has to be reviewed again."""
-    rows = found.set_index("id")[["text", "limits"]].join(lines.drop(columns=["text", "limits"]))
+def derive(predictions: pd.DataFrame, lines: pd.DataFrame) -> pd.DataFrame:
+    """Derive the file: text and limits of `predictions` (`collected`), reviewed columns from
+    `lines`, commits from git. A change of limits clears the evidence for review."""
+    rows = predictions.set_index("id")[["text", "limits"]].join(
+        lines.drop(columns=["text", "limits"])
+    )
     rows = rows.fillna("")
-    before = lines["limits"].reindex(rows.index)
-    rows.loc[before.notna() & (before != rows["limits"]), EVIDENCE] = ""
+    previous = lines["limits"].reindex(rows.index)
+    rows.loc[previous.notna() & (previous != rows["limits"]), EVIDENCE] = ""
     held = [_first(row["path"], row["quote"]) for _, row in rows.iterrows()]
     rows["commit"], rows["date"] = zip(*held, strict=True)
     return rows.reset_index()[COLUMNS]
 
 
 def _first(path: str, quote: str) -> tuple[str, str]:
-    """Hash and date of the first commit whose `path` has the words `quote`; "" without words.
-    LookupError if there is none."""
+    """Return hash and date of the first commit whose `path` has the words `quote`; "" without
+    words. LookupError if there is none."""
     if not quote:
         return "", ""
-    found = ("log", "--reverse", "--format=%H %cI", "-S", quote, "--", path)
-    log = git.output(records.ROOT, *found).splitlines()
+    search = ("log", "--reverse", "--format=%H %cI", "-S", quote, "--", path)
+    log = git.output(records.ROOT, *search).splitlines()
     if not log:
         raise LookupError(f"a commit must add {quote!r} to {path}, got none")
     commit, date = log[0].split()
@@ -129,6 +132,6 @@ def _first(path: str, quote: str) -> tuple[str, str]:
 
 
 def update() -> bool:
-    """Rewrite the file; whether it changed."""
-    text = made(collected(), load()).to_csv(index=False, lineterminator="\n")
+    """Rewrite the file; return whether it changed."""
+    text = derive(collected(), load()).to_csv(index=False, lineterminator="\n")
     return manifest.rewrite(PATH, text)

@@ -1,6 +1,6 @@
 """Derives the table of results, with rates, from the records whenever it is read.
 
-Nothing here is stored: delete a record and its rows are gone, and `latest_record` fails, so a book
+Nothing here is stored: delete a record and its rows are gone, `latest_record` fails, and a book
 that quotes them does not build.
 """
 
@@ -34,7 +34,7 @@ NUMBERS = (
 _LOAD = ("sm_clock_mhz", "power_w", "joules")
 COLUMNS = (*_IDENTITY, *NUMBERS, "correct", "failure", "stale", "samples", *_LOAD)
 TIMED = {"kernel": "in bursts", "sustained": "back to back"}
-"""Scopes of device time, as a text names them."""
+"""Names of the scopes of device time in a text."""
 
 
 def table(
@@ -46,7 +46,7 @@ def table(
     latest: bool = True,
     per: str = "system",
 ) -> pd.DataFrame:
-    """One row per measured row and figure, with COLUMNS, oldest record first.
+    """Tabulate one row per measured row and figure, with COLUMNS, oldest record first.
 
     `gpu`: keep systems whose GPU has exactly this name. `record`: keep that with this id.
     `workload`: keep workloads matching this shell pattern. `latest`: of the rows that share
@@ -56,7 +56,7 @@ def table(
     time_us_p20, p50, p80: quantiles of the samples in microseconds (linear interpolation). tflops
     (TFLOP/s) and gbytes_per_s (GB/s, 1e9 bytes): useful FLOPs and fewest bytes over the p50 time.
     percent_of_roofline: 100 * max(compute floor, memory floor) / p50 time, with the ceilings of the
-    same record: sustained ones for scope "sustained", those of bursts for all others. These are NaN
+    same record: sustained ones for scope "sustained", isolated ones for all others. These are NaN
     without samples, FLOPs or ceilings. `correct`: the check passed; NA where nothing was to be
     checked, as for a schedule. `failure`: why there are no samples, or "". `figure`: the published
     figure that shows the workload, or "". `stale`: what ran is not what our kernel compiles to
@@ -95,64 +95,64 @@ def _frame(rows: list[dict[str, Any]]) -> pd.DataFrame:
 
 
 def community(data_dir: str | Path = DATA_DIR, **options: Any) -> pd.DataFrame:
-    """`table` of the records of other machines, data_dir/community/<handle>, and their `handle`.
-    Nothing else reads them. RecordError naming every refused file."""
-    found = [
+    """Tabulate the records of other machines, data_dir/community/<handle>, with their `handle`.
+    Nothing else reads them. RecordError names every refused file."""
+    tables = [
         table(folder, **options).assign(handle=handle)
         for handle, folder in communities(data_dir).items()
     ]
-    return pd.concat(found, ignore_index=True) if found else _frame([]).assign(handle="")
+    return pd.concat(tables, ignore_index=True) if tables else _frame([]).assign(handle="")
 
 
 def latest_record(
     data_dir: str | Path = DATA_DIR, *, notebook: str | None = None, gpu: str | None = None
 ) -> Record:
-    """The newest record of `notebook` (path relative to the repository) on a GPU of exactly this
-    name. LookupError saying what exists if there is none; RecordError naming every refused file.
-    """
+    """Return the newest record of `notebook` (path relative to the repository) on a GPU of exactly
+    this name. LookupError saying what exists if there is none; RecordError naming every refused
+    file."""
     records = load_all(data_dir)
-    found = [
+    matches = [
         r for r in records if notebook in (None, r.chapter) and gpu in (None, gpu_of(r, data_dir))
     ]
-    if not found:
+    if not matches:
         existing = sorted({f"{r.chapter} on {r.system}" for r in records}) or ["no record"]
         raise LookupError(
             f"a record must match notebook={notebook!r}, gpu={gpu!r}, got none; "
             f"there is: {'; '.join(existing)}"
         )
-    return found[-1]
+    return matches[-1]
 
 
 class Run(NamedTuple):
-    """What a chapter quotes: its record with the most to show, the newest of these, and of each
-    (workload, direction, scope) the newest record that measured all it planned of it. So a piece
-    that a campaign measured, or a record that was cut off, stands in for what it has."""
+    """The records that a chapter quotes: the newest of those with the most rows, and, for each
+    (workload, direction, scope), the newest record that measured all of its plan. So a piece that a
+    campaign measured, or a record that was cut off, replaces the part it has."""
 
     whole: Record
     pieces: Mapping[tuple[str, str, str], Record] = MappingProxyType({})
 
     @property
     def records(self) -> list[Record]:
-        """The whole one, then what stands in for parts of it."""
+        """Records: the whole one, then those that replace parts of it."""
         others = {run.id: run for run in self.pieces.values() if run.id > self.whole.id}
         return [self.whole, *(others[name] for name in sorted(others))]
 
-    def of(self, place: tuple[str, str, str]) -> Record:
-        """The record that stands for a (workload, direction, scope)."""
-        return self.pieces.get(place, self.whole)
+    def of(self, key: tuple[str, str, str]) -> Record:
+        """Return the record that counts for a (workload, direction, scope)."""
+        return self.pieces.get(key, self.whole)
 
-    def own(self, rows: pd.DataFrame) -> pd.DataFrame:
-        """Those `rows` of `table`, all of one record, that this record stands for."""
-        places = zip(rows["workload"], rows["direction"], rows["scope"], strict=True)
-        return rows[rows["record"].eq([self.of(place).id for place in places])]
+    def select(self, rows: pd.DataFrame) -> pd.DataFrame:
+        """Select the `rows` of `table`, all of one record, for which this record counts."""
+        keys = zip(rows["workload"], rows["direction"], rows["scope"], strict=True)
+        return rows[rows["record"].eq([self.of(key).id for key in keys])]
 
 
 def run_of(data_dir: str | Path, *, notebook: str, gpu: str) -> Run:
-    """What the records of a chapter on a GPU of exactly this name add up to; LookupError as
+    """Combine the records of a chapter on a GPU of exactly this name; LookupError as in
     `latest_record` if there is none.
 
-    Chapters that got their present path were planned anew: a record under a former one gives way to
-    the first of a run under this path that was not of a piece and lacks nothing of its plan.
+    Chapters that moved to their present path were planned anew: a record under a former path gives
+    way to the first run under this path that measured its whole plan.
     """
     whole = latest_record(data_dir, notebook=notebook, gpu=gpu)
     pieces: dict[tuple[str, str, str], Record] = {}
@@ -160,35 +160,34 @@ def run_of(data_dir: str | Path, *, notebook: str, gpu: str) -> Run:
     for run in load_all(data_dir):
         if run.chapter != notebook or gpu_of(run, data_dir) != gpu:
             continue
-        places = {(row.workload, row.direction, row.scope) for row in run.rows}
+        measured = {(row.workload, row.direction, row.scope) for row in run.rows}
         left = {(x.workload, x.direction, x.scope) for x in run.rows if x.is_left_out}
-        places -= left
-        pieces |= dict.fromkeys(places, run)
+        measured -= left
+        pieces |= dict.fromkeys(measured, run)
         full = run.plan and not left and run.command.startswith("make ")  # a piece says of what
         anew = whole.notebook != notebook and run.notebook == notebook and full
-        if len(places) >= most or anew:
-            most, whole = len(places), run
-    return Run(whole, {place: x for place, x in pieces.items() if x.id >= whole.id})
+        if len(measured) >= most or anew:
+            most, whole = len(measured), run
+    return Run(whole, {key: x for key, x in pieces.items() if x.id >= whole.id})
 
 
 def gpu_of(record: Record, data_dir: str | Path = DATA_DIR) -> str:
-    """The name of the GPU that made a record, "" without one."""
+    """Return the name of the GPU that made a record, "" without one."""
     return systems.named(record.system, data_dir).gpu or ""
 
 
 def ceilings(record: Record, scope: str = "kernel") -> Ceilings | None:
-    """The ceilings of bursts measured in `record`, or those of scope "sustained"; None if either
-    kind is missing."""
+    """Return the ceilings of a scope measured in `record`; None if either kind is missing."""
     return Ceilings.measured(record.ceilings, scope)
 
 
 def to_csv(table: pd.DataFrame) -> str:
-    """The table as CSV, numbers with six significant digits, an empty field for what is missing."""
+    """Format the table as CSV: six significant digits, empty fields for missing numbers."""
     return table.to_csv(index=False, float_format="%.6g", lineterminator="\n")
 
 
 def to_markdown(table: pd.DataFrame) -> str:
-    """The table as a Markdown table, numbers with four significant digits."""
+    """Format the table in Markdown, numbers with four significant digits."""
     lines = [list(table.columns), ["---"] * len(table.columns)]
     lines += [[_cell(value) for value in row] for row in table.itertuples(index=False)]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)

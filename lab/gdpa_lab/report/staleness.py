@@ -1,7 +1,7 @@
 """Decides whether the kernels of a measured row compile to other machine code today.
 
 Unchanged sources, comments aside, need no compilation. Otherwise the row, or data/machine_code.csv,
-holds the code of then, and the table that of today's sources. A row is stale until `python -m
+holds the original code, and the table the code of today's sources. A row is stale until `python -m
 gdpa_lab maintain machine-code` has added what the table lacks.
 """
 
@@ -30,18 +30,18 @@ from gdpa_lab.measuring.workloads import BLOCK_WORKLOADS, WORKLOADS
 NAME = "machine_code.csv"
 COLUMNS = ("operator", "impl", "direction", "call", "sources", "compiler", "code")
 _LENGTH = 12  # hex digits of `sources` and `call`
-_HOST = "gdpa_kernels/calling/"  # what launches, and is not compiled
+_HOST = "gdpa_kernels/calling/"  # host code, which is not compiled
 
 
 class Key(NamedTuple):
-    """What was compiled: a call, by the digest of its `question`, and the digest of sources."""
+    """Key of a compilation: the digest of a call's `question`, and the digest of the sources."""
 
     call: str
     sources: str
 
 
-class Found(NamedTuple):
-    """What came of it: the code, or why there is none."""
+class Compilation(NamedTuple):
+    """Result of a compilation: the code, or why there is none."""
 
     compiler: str
     code: str
@@ -50,8 +50,9 @@ class Found(NamedTuple):
 def is_stale(
     run: Record, row: Row, machine: system.System, *, data_dir: Path = DATA_DIR, root: Path = ROOT
 ) -> bool:
-    """Whether the sources in `root` compile to other code than ran in `row` on `machine`, or nobody
-    knows; or its workload is defined otherwise. What is no rung of ours, or failed, has no code."""
+    """Return whether the sources in `root` compile to other code than ran in `row` on `machine`,
+    or this is unknown, or the workload is now defined otherwise. Peers and failed rows have no
+    code."""
     known = (WORKLOADS | BLOCK_WORKLOADS).get(row.workload)
     if known is not None and run.workload(row.workload) != known:
         return True
@@ -65,13 +66,13 @@ def is_stale(
     now = codes.get(Key(call, _closure(files, root)))
     then = codes.get(Key(call, _package(run)))
     if now is not None and _compilers(row) == {now.compiler}:
-        kept = [launch["code"] for launch in _launches(row)]
-        then = Found(now.compiler, machine_code.combined(kept))
+        recorded = [launch["code"] for launch in _launches(row)]
+        then = Compilation(now.compiler, machine_code.combined(recorded))
     return now is None or not machine_code.is_code(now.code) or then != now
 
 
 def question(run: Record, row: Row, machine: system.System) -> dict[str, Any]:
-    """What `machine_code.answer` is asked of a row: the launches that it kept, or its call."""
+    """Build the question of a row for `machine_code.answer`: its recorded launches, or its call."""
     if launches := _launches(row):
         known = ("code", "compiler")
         return {"launches": [{k: v for k, v in x.items() if k not in known} for x in launches]}
@@ -87,8 +88,8 @@ def question(run: Record, row: Row, machine: system.System) -> dict[str, Any]:
     }
 
 
-class Wanted(NamedTuple):
-    """What the table must hold: of a row, and of these sources by SHA-256; None for today's."""
+class Entry(NamedTuple):
+    """An entry that the table must hold: a row, and its sources by SHA-256, None for today's."""
 
     key: Key
     row: Row
@@ -96,9 +97,9 @@ class Wanted(NamedTuple):
     sources: Mapping[str, str] | None
 
 
-def wanted(data_dir: Path = DATA_DIR, root: Path = ROOT) -> Iterator[Wanted]:
-    """What the table must hold for the records in `data_dir`, those of its communities included,
-    and the sources in `root`."""
+def entries(data_dir: Path = DATA_DIR, root: Path = ROOT) -> Iterator[Entry]:
+    """Yield the entries that the table must hold for the records in `data_dir`, communities
+    included, and the sources in `root`."""
     for folder in (Path(data_dir), *record.communities(data_dir).values()):
         for run in record.load_all(folder):
             machine = system.named(run.system, folder)
@@ -106,26 +107,26 @@ def wanted(data_dir: Path = DATA_DIR, root: Path = ROOT) -> Iterator[Wanted]:
                 files = _files(row, root)
                 if not files or not row.samples_us:
                     continue
-                asked = question(run, row, machine)
-                call = _digest(asked)
-                yield Wanted(Key(call, _closure(files, root)), row, asked, None)
+                request = question(run, row, machine)
+                call = _digest(request)
+                yield Entry(Key(call, _closure(files, root)), row, request, None)
                 if _compilers(row) != {machine_code.compiler()}:
-                    yield Wanted(Key(call, _package(run)), row, asked, _ours(run.package.sources))
+                    yield Entry(Key(call, _package(run)), row, request, _ours(run.package.sources))
 
 
 def update(
     data_dir: Path = DATA_DIR, root: Path = ROOT, log: Callable[[str], None] = print
 ) -> bool:
-    """Compile what the table lacks, one state of the sources after the other, and drop what no
-    record needs; whether it changed.
+    """Compile what the table lacks, one state of the sources after the other, drop what no record
+    needs, and return whether the table changed.
 
-    Older sources are taken from git's history by their SHA-256. What is compiled is in Triton's
-    cache, so one who stops this loses nothing.
+    Older sources come from git's history by their SHA-256. Triton's cache has what is compiled, so
+    stopping loses nothing.
     """
     path, compiler = Path(data_dir) / NAME, machine_code.compiler()
     known = {k: v for k, v in table(data_dir).items() if v.compiler == compiler}
-    needed = {each.key: each for each in wanted(data_dir, root)}
-    groups: dict[str, list[Wanted]] = defaultdict(list)
+    needed = {each.key: each for each in entries(data_dir, root)}
+    groups: dict[str, list[Entry]] = defaultdict(list)
     for each in needed.values():
         if each.key not in known:
             groups["today" if each.sources is None else each.key.sources].append(each)
@@ -139,20 +140,20 @@ def update(
             else:
                 tree = root if sources is None else _checkout(sources, blobs, Path(folder))
                 codes = _answers(tree, [each.question for each in group])
-        known |= {each.key: Found(compiler, x) for each, x in zip(group, codes, strict=True)}
+        known |= {each.key: Compilation(compiler, x) for each, x in zip(group, codes, strict=True)}
     lines = sorted(
         (x.row.operator, x.row.impl, x.row.direction, *x.key, *known[x.key])
         for x in needed.values()
     )
-    made = pd.DataFrame(lines, columns=list(COLUMNS)).to_csv(index=False, lineterminator="\n")
-    changed = manifest.rewrite(path, made)
+    text = pd.DataFrame(lines, columns=list(COLUMNS)).to_csv(index=False, lineterminator="\n")
+    changed = manifest.rewrite(path, text)
     if path.with_name(manifest.NAME).exists():
         manifest.update(data_dir)
     return changed
 
 
 def _files(row: Row, root: Path) -> tuple[str, ...]:
-    """The modules of a row's kernels, as paths in `root`; none for what is no rung of ours."""
+    """List the modules of a row's kernels, as paths in `root`; none for a peer."""
     kernels = [launch["kernel"].split(":")[0] for launch in row.launches or ()]
     modules = {f"gdpa_kernels.{row.operator}.{row.impl}", *kernels}
     return _of(tuple(sorted(modules)), root)
@@ -160,30 +161,30 @@ def _files(row: Row, root: Path) -> tuple[str, ...]:
 
 @cache
 def _of(modules: tuple[str, ...], root: Path) -> tuple[str, ...]:
-    found = (next(filter(lambda name: (root / name).exists(), _paths(x)), None) for x in modules)
-    return _reached(tuple(sorted(filter(None, found))), root)
+    paths = (next(filter(lambda name: (root / name).exists(), _paths(x)), None) for x in modules)
+    return _reached(tuple(sorted(filter(None, paths))), root)
 
 
 def _paths(module: str) -> tuple[str, ...]:
-    return tuple(f"{place.replace('.', '/')}.py" for place in machine_code.places(module))
+    return tuple(f"{name.replace('.', '/')}.py" for name in machine_code.places(module))
 
 
 @cache
 def _reached(names: tuple[str, ...], root: Path) -> tuple[str, ...]:
-    """These modules and all of the package that they import, what calls kernels aside."""
-    found, ahead = set(), list(names)
+    """Follow imports within the package, except to the code that launches kernels."""
+    reached, ahead = set(), list(names)
     while ahead:
         name = ahead.pop()
-        if name in found or name.startswith(_HOST) or not (root / name).exists():
+        if name in reached or name.startswith(_HOST) or not (root / name).exists():
             continue
-        found.add(name)
+        reached.add(name)
         ahead += _imports((root / name).read_text(encoding="utf-8"))
-    return tuple(sorted(found))
+    return tuple(sorted(reached))
 
 
 @cache
 def _imports(text: str) -> tuple[str, ...]:
-    """Paths of modules that a text may import."""
+    """List the paths of modules that a text may import."""
     names = []
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
@@ -203,7 +204,7 @@ def _package(run: Record) -> str:
 
 
 def _ours(sources: Mapping[str, str]) -> dict[str, str]:
-    """Those of the package and of studies, without the notebook."""
+    """Select the sources of the package and of studies, without the notebook."""
     modules = {name: name.removesuffix(".py").replace("/", ".") for name in sources}
     return {name: sha for name, sha in sources.items() if machine_code.is_ours(modules[name])}
 
@@ -213,18 +214,19 @@ def _digest(value: Any) -> str:
 
 
 def _launches(row: Row) -> Sequence[Mapping[str, Any]]:
-    """The launches that a row kept, unless they are of a changed copy, which nobody has today: it
-    is as old as the rung that it was made of."""
-    kept = row.launches or ()
-    return kept if all(machine_code.is_ours(x["kernel"].split(":")[0]) for x in kept) else ()
+    """Return the recorded launches of a row, or none if they are of a changed copy: nobody has that
+    today, and it is as old as its rung."""
+    launches = row.launches or ()
+    ours = all(machine_code.is_ours(x["kernel"].split(":")[0]) for x in launches)
+    return launches if ours else ()
 
 
 def _compilers(row: Row) -> set[str]:
     return {launch["compiler"] for launch in _launches(row)}
 
 
-def table(data_dir: str | Path = DATA_DIR) -> Mapping[Key, Found]:
-    """What data/machine_code.csv says; nothing in a folder without it."""
+def table(data_dir: str | Path = DATA_DIR) -> Mapping[Key, Compilation]:
+    """Read data/machine_code.csv; empty in a folder without it."""
     path = Path(data_dir).absolute() / NAME
     if not path.exists():
         return {}
@@ -233,14 +235,14 @@ def table(data_dir: str | Path = DATA_DIR) -> Mapping[Key, Found]:
 
 
 @cache
-def _parsed(path: Path, changed: int, size: int) -> Mapping[Key, Found]:
-    """The table in `path`, read once for each state of the file."""
+def _parsed(path: Path, changed: int, size: int) -> Mapping[Key, Compilation]:
+    """Parse the table in `path`, once for each state of the file."""
     lines = csv.DictReader(io.StringIO(path.read_text(encoding="utf-8")))
-    return {Key(x["call"], x["sources"]): Found(x["compiler"], x["code"]) for x in lines}
+    return {Key(x["call"], x["sources"]): Compilation(x["compiler"], x["code"]) for x in lines}
 
 
 def _answers(tree: Path, questions: list[Mapping[str, Any]]) -> list[str]:
-    """`machine_code.answer` of the package in `tree`."""
+    """Ask `machine_code.answer` of the package in `tree`."""
     program = Path(machine_code.__file__).read_text(encoding="utf-8")
     done = subprocess.run(
         [sys.executable, "-c", program],
@@ -256,7 +258,7 @@ def _answers(tree: Path, questions: list[Mapping[str, Any]]) -> list[str]:
 
 
 def _checkout(sources: Mapping[str, str], blobs: Mapping[str, bytes], folder: Path) -> Path:
-    """`folder` with the files of these SHA-256."""
+    """Write the files of these SHA-256 into `folder`."""
     for name, sha in sources.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(blobs[sha])
@@ -264,7 +266,7 @@ def _checkout(sources: Mapping[str, str], blobs: Mapping[str, bytes], folder: Pa
 
 
 def _blobs() -> dict[str, bytes]:
-    """Every Python file in git's history, by its SHA-256; RuntimeError if it is not all here."""
+    """Collect every Python file in git's history, by SHA-256; RuntimeError in a shallow clone."""
     if git.output(ROOT, "rev-parse", "--is-shallow-repository") != "false\n":
         raise RuntimeError("older sources need git's whole history: git fetch --unshallow")
     listed = git.output(ROOT, "rev-list", "--objects", "--all").splitlines()

@@ -1,4 +1,4 @@
-"""Peers behind one signature: what a user could install instead.
+"""Peers behind one signature: alternatives that a user could install.
 
 Each computes either the activation or softmax. A softmax peer does the same FLOPs and bytes on a
 different function: only its run time is compared, and it is checked against softmax before it is
@@ -44,8 +44,8 @@ BLOCK_BASELINES: dict[str, Baseline] = {peer.impl: peer for peer in blocks.PEERS
 
 
 def taking(workload: Workload, direction: str, math: str | None = None) -> list[str]:
-    """The peers that take a workload in a direction, wherever they are installed; `math`: only
-    those that compute "activation" or "softmax"."""
+    """List the peers that take a workload in a direction, installed or not; `math`: only those that
+    compute "activation" or "softmax"."""
     peers = BASELINES if workload.operator == "gdpa" else BLOCK_BASELINES
     return [
         impl

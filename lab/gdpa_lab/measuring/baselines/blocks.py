@@ -27,9 +27,8 @@ def without_rotary(workload: Workload, direction: str) -> str | None:
 def _padded(
     inputs: BlockInputs, backend: Callable[[], contextlib.AbstractContextManager[None]]
 ) -> Callable[..., torch.Tensor]:
-    """Blocks padded to [blocks, block_size], PyTorch's attention with a mask of the keys; the
-    tokens of the blocks are looked up before, copies to the padded tensors and back are made in
-    each call."""
+    """Pad blocks to [blocks, block_size] and call PyTorch's attention with a key mask. Token
+    indices of the blocks are computed once; each call copies to the padded tensors and back."""
     from gdpa_kernels.block_attention import reference
 
     workload, factor = inputs.workload, inputs.scale()
@@ -68,14 +67,14 @@ def cudnn_padded(inputs: BlockInputs, direction: str) -> Call:
 
 
 def _unturned(inputs: BlockInputs, attention: str) -> dict[str, object]:
-    """Arguments of our attention without rotary, whose offsets are checked here and not in calls;
-    `attention` is its `impl`."""
+    """Build the arguments of our attention without rotary. Offsets are checked here, not in each
+    call; `attention` is its `impl`."""
     arguments = inputs.arguments() | {"rotary": None, "rotate_v": False, "impl": attention}
     return arguments | {"cu_seqlens": Lengths(inputs.cu_seqlens)}
 
 
 def eager_rotary(inputs: BlockInputs, direction: str, attention: str = "auto") -> Call:
-    """Rotary in PyTorch, operation by operation and differentiated by autograd, around our
+    """Apply rotary in PyTorch, operation by operation and differentiated by autograd, around our
     attention without it; `attention` is its `impl`."""
     from gdpa_kernels.block_attention import reference
     from gdpa_kernels.block_attention.api import block_attention
@@ -92,8 +91,8 @@ def eager_rotary(inputs: BlockInputs, direction: str, attention: str = "auto") -
 
 
 def rotary_kernel(inputs: BlockInputs, direction: str, attention: str = "auto") -> Call:
-    """Our rotary kernel, which moves every byte once, and our attention without rotary; `attention`
-    is its `impl`."""
+    """Run our rotary kernel, which moves every byte once, and our attention without rotary;
+    `attention` is its `impl`."""
     from gdpa_kernels.block_attention.api import block_attention
     from gdpa_kernels.block_attention.rotary import rotary
 
@@ -123,7 +122,7 @@ def rotary_kernel(inputs: BlockInputs, direction: str, attention: str = "auto") 
 
 
 def _of_blocks(impl: str) -> Baseline:
-    """A peer of GDPA on blocks as sequences of their own."""
+    """Adapt a peer of GDPA: every block is a sequence of its own."""
     ragged = next(x for x in (*torch_peers.PEERS, *flash.PEERS) if x.impl == impl)
     title = f"{ragged.title}, a sequence per block"
     return replace(ragged, title=title, problem=without_rotary, metadata=peer.block_offsets)

@@ -28,30 +28,30 @@ def needs_fa3() -> str | None:
 
 
 def _locations(package: str) -> Iterator[Path]:
-    """The folders of a package, which is not imported."""
+    """Locate the folders of a package without importing it."""
     spec = importlib.util.find_spec(package)
     yield from map(Path, spec.submodule_search_locations or () if spec is not None else ())
 
 
 def _library() -> Path | None:
-    """The library of operators in the wheel of xformers."""
+    """Locate the library of operators in the wheel of xformers."""
     files = (folder / "flash_attn_3" / "_C.so" for folder in _locations("xformers"))
     return next((file for file in files if file.exists()), None)
 
 
 @functools.cache
 def _operators() -> object:
-    """`torch.ops.flash_attn_3` of that library, which is linked with CUDA 12's runtime; xformers
-    itself, made for another PyTorch, is not imported."""
-    found = [folder / "cuda_runtime/lib/libcudart.so.12" for folder in _locations("nvidia")]
-    runtime = next((str(file) for file in found if file.exists()), "libcudart.so.12")
+    """Load `torch.ops.flash_attn_3` from that library, which is linked with CUDA 12's runtime;
+    xformers itself, built for another PyTorch, is not imported."""
+    files = [folder / "cuda_runtime/lib/libcudart.so.12" for folder in _locations("nvidia")]
+    runtime = next((str(file) for file in files if file.exists()), "libcudart.so.12")
     ctypes.CDLL(runtime, mode=ctypes.RTLD_GLOBAL)
     torch.ops.load_library(str(_library()))
     return torch.ops.flash_attn_3
 
 
 def fa3(inputs: Inputs | BlockInputs, direction: str = "forward") -> Call:
-    """FlashAttention-3 on ragged tensors, of its package or of xformers' library."""
+    """Call FlashAttention-3 on ragged tensors, from its package or from xformers' library."""
     options = peer.ragged_options(inputs) | {"softmax_scale": inputs.scale()}
     causal, sides = inputs.workload.causal, peer.window_size(inputs.workload)
     if peer.is_importable(FA3):
@@ -74,18 +74,18 @@ def fa3(inputs: Inputs | BlockInputs, direction: str = "forward") -> Call:
         return lambda: forward()[0]
     if direction == STEP:
         return lambda: backward(*forward())
-    kept = forward()
-    return lambda: backward(*kept)
+    saved = forward()
+    return lambda: backward(*saved)
 
 
-def _output(found: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """The output, without the statistics that some versions return beside it."""
-    return found[0] if isinstance(found, tuple) else found
+def _output(result: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """Drop the statistics that some versions return beside the output."""
+    return result[0] if isinstance(result, tuple) else result
 
 
 def fa4(inputs: Inputs, direction: str = "forward", scan: bool = False) -> Call:
-    """FlashAttention-4 on ragged batches. `scan`: every CTA finds its sequence by walking over the
-    batch, as for up to 256 sequences; above that the library makes a table to look it up in."""
+    """Call FlashAttention-4 on ragged batches. `scan`: every CTA finds its sequence by scanning the
+    batch, as for up to 256 sequences; above that the library builds a lookup table."""
     attention = importlib.import_module("flash_attn.cute").flash_attn_varlen_func
     options = peer.ragged_options(inputs) | {"softmax_scale": inputs.scale()}
     if inputs.workload.causal:

@@ -18,15 +18,15 @@ from gdpa_lab.measuring.workload import STEP, Workload
 Call = Callable[[], object]
 Results = tuple[torch.Tensor, ...]
 Problem = Callable[[Workload, str], str | None]
-"""What a workload and a direction lack that a peer needs, or None."""
+"""Function of a workload and a direction: what they lack for a peer, or None."""
 
 
 class Unsupported(Exception):
-    """A baseline cannot compute this workload; the text says what it needs."""
+    """Raised for a workload that a baseline cannot compute; the text says what is missing."""
 
 
 def takes_all(workload: Workload, direction: str) -> str | None:
-    """None."""
+    """Accept every workload."""
     return None
 
 
@@ -55,14 +55,14 @@ class Baseline:
     checked: Callable[[Inputs, Results], Results] = lambda inputs, results: results
 
     def availability(self) -> Availability:
-        """Whether this machine has what the peer needs, or how to get it."""
+        """Return whether this machine has what the peer needs, or how to get it."""
         problem = self.needs()
         if problem is not None and self.install:
             problem = f"{problem}: {self.install}"
         return Availability(problem is None, problem or "runs on cuda:0")
 
     def call(self, inputs: Inputs | BlockInputs, direction: str, **options: object) -> Call:
-        """`prepare`, or Unsupported if this machine or the workload lacks something."""
+        """Call `prepare`, or raise Unsupported if this machine or the workload lacks something."""
         available = self.availability()
         lacks = self.problem(inputs.workload, direction) if available.ok else available.reason
         if lacks is not None:
@@ -75,8 +75,8 @@ def differentiate(
     inputs: Inputs | BlockInputs,
     direction: str,
 ) -> Call:
-    """`function` of q, k and v without gradients; its backward, by autograd, alone; or `STEP`, both
-    of them in one call."""
+    """Build the call of a direction: `function` of q, k and v without gradients; its backward
+    alone, by autograd; or for `STEP` both in one call."""
     tensors = inputs.q, inputs.k, inputs.v
     if direction == "forward":
 
@@ -90,39 +90,38 @@ def differentiate(
         return tuple(tensor.detach().requires_grad_() for tensor in tensors)
 
     def step() -> tuple[torch.Tensor, ...]:
-        own = leaves()
-        return torch.autograd.grad(function(*own), own, inputs.grad_out)
+        qkv = leaves()
+        return torch.autograd.grad(function(*qkv), qkv, inputs.grad_out)
 
     if direction == STEP:
         return step
-    kept = leaves()
-    out = function(*kept)
-    return lambda: torch.autograd.grad(out, kept, inputs.grad_out, retain_graph=True)
+    qkv = leaves()
+    out = function(*qkv)
+    return lambda: torch.autograd.grad(out, qkv, inputs.grad_out, retain_graph=True)
 
 
 def by_inductor(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """`torch.compile` of a function that leaves other kernels of this process their assembler:
-    TorchInductor sends all of Triton to PyTorch's ptxas unless TRITON_PTXAS_PATH is set."""
+    """Compile a function with TorchInductor and leave other kernels of this process their
+    assembler: TorchInductor sends all of Triton to PyTorch's ptxas without TRITON_PTXAS_PATH."""
     os.environ.setdefault("TRITON_PTXAS_PATH", triton.knobs.nvidia.ptxas.path)
     return torch.compile(function, dynamic=False, options={"compile_threads": 1})
 
 
 def block_offsets(inputs: BlockInputs) -> torch.Tensor:
-    """Every block as a sequence of its own: int32 `[blocks + 1]`, made on the device.
+    """Compute offsets with every block as its own sequence: int32 `[blocks + 1]`, on the device.
 
     The host knows the number of blocks from the workload, so nothing waits for the device.
     """
     ends, size, count = inputs.cu_seqlens, inputs.workload.block_size, inputs.workload.blocks
     blocks = (ends.diff() + (size - 1)) // size
-    before = blocks.cumsum(0) - blocks
-    start = (ends[:-1] - before * size).repeat_interleave(blocks, output_size=count)
+    first_block = blocks.cumsum(0) - blocks
+    start = (ends[:-1] - first_block * size).repeat_interleave(blocks, output_size=count)
     start += torch.arange(0, count * size, size, device=ends.device)
     return torch.cat((start, ends[-1:])).int()
 
 
 def ragged(inputs: Inputs | BlockInputs) -> tuple[torch.Tensor, torch.Tensor, int, int]:
-    """Offsets of queries and of keys, and the longest of each: of block attention a sequence for
-    each block."""
+    """Return offsets of queries and keys and the longest of each; every block is a sequence."""
     if isinstance(inputs, BlockInputs):
         offsets, longest = block_offsets(inputs), inputs.workload.block_size
         return offsets, offsets, longest, longest
@@ -130,13 +129,13 @@ def ragged(inputs: Inputs | BlockInputs) -> tuple[torch.Tensor, torch.Tensor, in
 
 
 def ragged_options(inputs: Inputs | BlockInputs) -> dict[str, torch.Tensor | int]:
-    """`ragged` as FlashAttention and those after it call the arguments."""
+    """Name the values of `ragged` as FlashAttention and its successors do."""
     names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
     return dict(zip(names, ragged(inputs), strict=True))
 
 
 def window_size(workload: Workload) -> tuple[int, int]:
-    """How many keys a query sees before it and after, -1 for all."""
+    """Number of keys visible before and after a query, -1 for all."""
     side = -1 if workload.window is None else workload.window
     return side, 0 if workload.causal else side
 
@@ -146,7 +145,7 @@ def needs_cuda() -> str | None:
 
 
 def is_importable(module: str) -> bool:
-    """Whether a module can be found; its packages are imported, it is not."""
+    """Return whether a module can be found; its parent packages are imported, the module is not."""
     try:
         return module in sys.modules or importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:
@@ -154,7 +153,7 @@ def is_importable(module: str) -> bool:
 
 
 def needs_module(module: str, what: str) -> Callable[[], str | None]:
-    """A `needs`: a CUDA device and `module`, which is part of `what`."""
+    """Build a `needs`: a CUDA device and `module`, which is part of `what`."""
 
     def needs() -> str | None:
         return needs_cuda() if is_importable(module) else f"needs {what}, which is not installed"
@@ -163,23 +162,23 @@ def needs_module(module: str, what: str) -> Callable[[], str | None]:
 
 
 def one_length(workload: Workload, direction: str) -> str | None:
-    """A `problem`: dense tensors."""
+    """Report, as a `problem`, sequences of different lengths."""
     jagged = any(len({*x}) != 1 for x in (workload.seqlens_q, workload.seqlens_k))
     return "needs sequences of one length, got a jagged batch" if jagged else None
 
 
 def no_window(workload: Workload, direction: str) -> str | None:
-    """A `problem`: no other mask than a causal one."""
+    """Report, as a `problem`, a window."""
     window = workload.window
     return None if window is None else f"needs a batch without a window, got window={window}"
 
 
 def both(*problems: Problem) -> Problem:
-    """The first of several problems."""
+    """Combine several `problem` functions; the first reason counts."""
 
     def problem(workload: Workload, direction: str) -> str | None:
-        found = (each(workload, direction) for each in problems)
-        return next((text for text in found if text is not None), None)
+        reasons = (each(workload, direction) for each in problems)
+        return next((text for text in reasons if text is not None), None)
 
     return problem
 
@@ -188,5 +187,5 @@ dense_only = both(one_length, no_window)
 
 
 def dense(inputs: Inputs) -> tuple[int, int]:
-    """[batch, length] for `unflatten`."""
+    """Shape [batch, length] for `unflatten`."""
     return len(inputs.workload.seqlens_q), -1

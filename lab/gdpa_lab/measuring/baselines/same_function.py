@@ -23,12 +23,12 @@ GDPA_NAMES = {
     "identity": "raw", "relu": "relu", "relu_squared": "relu_square", "gelu": "gelu",
     "gelu_tanh": "fast_gelu", "silu": "fast_silu", "hardswish": "hardswish",
 }  # fmt: skip
-"""Its activations by the names of ours, those with the hardware's tanh or exp where there are."""
+"""Names of its activations by ours, those with the hardware's tanh or exp where they exist."""
 FLASHINFER = {
     "silu": "h * (1.f + math::tanh(h))",
     "gelu_tanh": "h * (1.f + math::tanh(x * (0.7978845608f + 0.0356774081f * x * x)))",
 }
-"""Of x, and h = x / 2, in its C++."""
+"""Activations in its C++, as functions of x and of h = x / 2."""
 VARIANT = """
 struct ElementWise : AttentionVariantBase {
   float scale, output_scale;
@@ -50,8 +50,8 @@ struct ElementWise : AttentionVariantBase {
 
 
 def hstu_triton(inputs: Inputs, direction: str = "forward", tma: bool = True) -> Call:
-    """The Triton kernels of generative-recommenders; `tma`: descriptors, and with fbtriton their
-    warp-specialized kernel among those it chooses from."""
+    """Call the Triton kernels of generative-recommenders. `tma`: use descriptors, and with fbtriton
+    let it also choose its warp-specialized kernel."""
     attention = importlib.import_module(HSTU).triton_hstu_mha
     fixed = {"N": inputs.max_seqlen_q, "alpha": inputs.scale(), "enable_tma": tma}
     fixed["seq_offsets"] = inputs.cu_seqlens_q
@@ -59,7 +59,7 @@ def hstu_triton(inputs: Inputs, direction: str = "forward", tma: bool = True) ->
 
 
 def hstu_cutlass(inputs: Inputs, direction: str = "forward") -> Call:
-    """The CUTLASS kernels of FBGEMM."""
+    """Call the CUTLASS kernels of FBGEMM."""
     attention = importlib.import_module("hstu").hstu_attn_varlen_func
     fixed = peer.ragged_options(inputs)
     fixed |= dict.fromkeys(("seqused_q", "seqused_k", "num_contexts", "num_targets"))
@@ -69,7 +69,7 @@ def hstu_cutlass(inputs: Inputs, direction: str = "forward") -> Call:
 
 
 def gdpa_triton(inputs: Inputs, direction: str = "forward", **options: object) -> Call:
-    """The published Triton GDPA; `options` are its own, such as enable_tma.
+    """Call the published Triton GDPA; `options` are its own, such as enable_tma.
 
     Its qk_scale multiplies what the activation gives; the scale before it is in q already, where a
     model has it in a projection, and nothing here is timed for that.
@@ -90,23 +90,23 @@ def gdpa_triton(inputs: Inputs, direction: str = "forward", **options: object) -
 
 
 def of_scaled_q(inputs: Inputs, results: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    """Gradients with that of the scaled q scaled; an output as it is."""
+    """Scale the gradient of the scaled q; leave an output as it is."""
     first, *others = results
     return (first * inputs.scale(), *others) if others else results
 
 
 def flashinfer(inputs: Inputs, direction: str = "forward") -> Call:
-    """A variant of FlashInfer's kernels for Hopper, compiled when it is made."""
+    """Call a variant of FlashInfer's kernels for Hopper, compiled on construction."""
     from flashinfer import BatchPrefillWithRaggedKVCacheWrapper
 
     q, k, name = inputs.q, inputs.k, inputs.workload.activation
     dtypes, head_dim = [q.dtype] * 3, q.shape[-1]
-    given = "logits_scale", "output_scale"
+    parameters = "logits_scale", "output_scale"
     wrapper = BatchPrefillWithRaggedKVCacheWrapper(
         torch.empty(2**27, dtype=torch.uint8, device=q.device), "NHD", backend="fa3",
         jit_args=(
             f"element_wise_{name}_{head_dim}_{q.dtype}".replace(".", "_"), *dtypes, torch.int32,
-            head_dim, head_dim, [], [], [*given], ["double"] * 2, "ElementWise",
+            head_dim, head_dim, [], [], [*parameters], ["double"] * 2, "ElementWise",
             VARIANT % FLASHINFER[name],
         ),
     )  # fmt: skip

@@ -12,7 +12,7 @@ from gdpa_lab.measuring.inputs import Inputs
 
 
 def _sequences(inputs: Inputs, dtype: torch.dtype) -> Iterator[tuple[torch.Tensor, ...]]:
-    """(q, k, v, grad_out) of one sequence after another, `[num_heads_q, length, head_dim]`."""
+    """Yield (q, k, v, grad_out) of each sequence, `[num_heads_q, length, head_dim]`."""
     q, k, v, grad = (t.to(dtype) for t in (inputs.q, inputs.k, inputs.v, inputs.grad_out))
     group = inputs.workload.num_heads_q // inputs.workload.num_heads_k
     ends_q, ends_k = inputs.cu_seqlens_q.tolist(), inputs.cu_seqlens_k.tolist()
@@ -23,7 +23,7 @@ def _sequences(inputs: Inputs, dtype: torch.dtype) -> Iterator[tuple[torch.Tenso
 
 
 def _probabilities(inputs: Inputs, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    """Softmax of the visible scores of a sequence."""
+    """Compute the softmax of the visible scores of a sequence."""
     scores, workload = q @ k.mT * inputs.scale(), inputs.workload
     if workload.causal or workload.window is not None:
         keep = reference.visible(
@@ -34,8 +34,7 @@ def _probabilities(inputs: Inputs, q: torch.Tensor, k: torch.Tensor) -> torch.Te
 
 
 def softmax_reference(inputs: Inputs, dtype: torch.dtype) -> torch.Tensor:
-    """Softmax attention, one sequence after another, in `dtype`; `[total_q, num_heads,
-    head_dim]`."""
+    """Compute softmax attention by sequence in `dtype`; `[total_q, num_heads, head_dim]`."""
     return torch.cat(
         [
             (_probabilities(inputs, q, k) @ v).transpose(0, 1)
@@ -47,15 +46,15 @@ def softmax_reference(inputs: Inputs, dtype: torch.dtype) -> torch.Tensor:
 def softmax_gradients(
     inputs: Inputs, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(dq, dk, dv) of `softmax_reference` for the gradient grad_out, in `dtype`."""
-    found = ([], [], [])
+    """Compute (dq, dk, dv) of `softmax_reference` for the gradient grad_out, in `dtype`."""
+    gradients = ([], [], [])
     heads = (inputs.workload.num_heads_k, -1)
     for q, k, v, grad in _sequences(inputs, dtype):
         p = _probabilities(inputs, q, k)
         dp = grad @ v.mT
         ds = p * (dp - (p * dp).sum(-1, keepdim=True)) * inputs.scale()
         dk, dv = (part.unflatten(0, heads).sum(1) for part in (ds.mT @ q, p.mT @ grad))
-        for parts, part in zip(found, (ds @ k, dk, dv), strict=True):
+        for parts, part in zip(gradients, (ds @ k, dk, dv), strict=True):
             parts.append(part.transpose(0, 1))
-    dq, dk, dv = (torch.cat(parts) for parts in found)
+    dq, dk, dv = (torch.cat(parts) for parts in gradients)
     return dq, dk, dv

@@ -17,7 +17,7 @@ from gdpa_lab.measuring.inputs import BlockInputs, Inputs
 from gdpa_lab.measuring.workload import Workload
 
 OFFSETS = {"gelu": 0.2, "gelu_tanh": 0.2, "silu": 0.3, "hardswish": 0.4, "relu": 0.1}
-"""Of each activation that FlexAttention can compute a number above minus its least value."""
+"""Offsets by activation for FlexAttention: more than minus the activation's minimum."""
 
 
 def needs_varlen() -> str | None:
@@ -35,18 +35,18 @@ def grouped(q: torch.Tensor, k: torch.Tensor) -> dict[str, bool]:
 def compiled(
     function: Callable[..., torch.Tensor], inputs: Inputs | BlockInputs, direction: str
 ) -> Call:
-    """`differentiate` of a function with a compiled part: timed more than once, its backward must
-    not overwrite what forward kept for it."""
-    with private.keeping_buffers():
+    """Differentiate a function with a compiled part. Its backward is timed repeatedly, so it must
+    not overwrite what forward saved."""
+    with private.without_donated_buffers():
         return peer.differentiate(function, inputs, direction)
 
 
 def torch_compile(inputs: Inputs, direction: str = "forward") -> Call:
-    """v0_eager with its arithmetic compiled; padding and unpadding stay eager."""
+    """Run v0_eager with its arithmetic compiled; padding and unpadding stay eager."""
     batch = inputs.batch()
     options = ("activation", "scale", "output_scale", "causal", "window")
-    given = {option: getattr(batch, option) for option in options}
-    attention = functools.partial(v0_eager.padded_attention, **given)
+    arguments = {option: getattr(batch, option) for option in options}
+    attention = functools.partial(v0_eager.padded_attention, **arguments)
     attention = peer.by_inductor(attention)
 
     def function(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -98,9 +98,9 @@ def cudnn_varlen(inputs: Inputs | BlockInputs, direction: str = "forward") -> Ca
 
 
 def flex(inputs: Inputs, direction: str = "forward") -> Call:
-    """The activation f through the softmax of FlexAttention: with scores log(f(s) + a), where a is
-    an offset, the weights are (f(s) + a) / l and log l comes along, so f(S) V is the output times l
-    less a times the sum of V. On dense tensors without a mask."""
+    """Compute the activation f through the softmax of FlexAttention: with scores log(f(s) + a),
+    where a is an offset, the weights are (f(s) + a) / l, and log l is returned too, so f(S) V is
+    the output times l minus a times the sum of V. Dense tensors without a mask only."""
     from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
     batch, workload, heads = peer.dense(inputs), inputs.workload, grouped(inputs.q, inputs.k)
@@ -116,8 +116,8 @@ def flex(inputs: Inputs, direction: str = "forward") -> Call:
         )
         values = v.sum(-2, keepdim=True, dtype=torch.float32)
         values = values.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
-        found = (out.float() * aux.lse.exp()[..., None] - offset * values) * workload.output_scale
-        return found.to(q.dtype).transpose(1, 2).reshape(inputs.q.shape)
+        product = (out.float() * aux.lse.exp()[..., None] - offset * values) * workload.output_scale
+        return product.to(q.dtype).transpose(1, 2).reshape(inputs.q.shape)
 
     attention = peer.by_inductor(attention)
     return compiled(attention, inputs, direction)

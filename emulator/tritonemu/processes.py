@@ -1,4 +1,4 @@
-"""Several programs, or schedules of one, each in a process of its own."""
+"""Runs several programs, or schedules of one, each in its own process."""
 
 import contextlib
 import json
@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-# What an exit status of the command says of a program.
+# Meanings of the command's exit status.
 _MEANINGS = {
     0: "nothing found",
     1: "a finding",
@@ -22,7 +22,8 @@ _MEANINGS = {
 
 
 def run(options: Sequence[str], program: str) -> dict[str, Any]:
-    """The command on one program: its name, its exit status, and its report, None if it wrote none.
+    """Run the command on one program; return its name, its exit status, and its report, None if it
+    wrote none.
 
     options: of the command line. What the program prints appears here, too.
     """
@@ -36,27 +37,27 @@ def run(options: Sequence[str], program: str) -> dict[str, Any]:
 
 
 def status(ran: Sequence[dict[str, Any]]) -> int:
-    """The exit status of all: 1 if there is a finding, else the greatest; 3 for a signal."""
+    """Combine exit statuses: 1 if there is a finding, else the greatest; 3 for a signal."""
     each = {one["status"] if one["status"] in _MEANINGS else 3 for one in ran}
     return 1 if 1 in each else max(each)
 
 
 def summary(ran: Sequence[dict[str, Any]]) -> str:
-    """How many programs ended how, and which of them not well."""
+    """Summarize how many programs ended how, and list the failed ones."""
 
     def ended(one: dict[str, Any]) -> str:
         return _MEANINGS.get(one["status"], f"ended by signal {-one['status']}")
 
     counts = Counter(map(ended, ran))
-    told = ", ".join(f"{count} {how}" for how, count in counts.items())
+    outcomes = ", ".join(f"{count} {how}" for how, count in counts.items())
     bad = [f"  {one['program']}: {ended(one)}" for one in ran if one["status"]]
-    return "\n".join([f"{len(ran)} programs: {told}", *bad])
+    return "\n".join([f"{len(ran)} programs: {outcomes}", *bad])
 
 
 @contextlib.contextmanager
 def ahead(commands: Mapping[str, Sequence[str]], processes: int) -> Iterator[Callable[[str], bool]]:
-    """Run these commands, so many at a time, unseen; yields whether the one of a name has ended
-    with status 0, which waits for it. At the end none is left."""
+    """Run these commands in the background, at most `processes` at a time; yields a function that
+    waits for a command and returns whether its status was 0. At the end none is left."""
     alive: list[subprocess.Popen] = []
 
     def status(command: Sequence[str]) -> int:

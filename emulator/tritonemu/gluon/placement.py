@@ -1,4 +1,4 @@
-"""Where the compiler puts shared memory: buffers whose lives do not overlap may share bytes."""
+"""Placement of shared memory by the compiler: buffers with disjoint lifetimes may share bytes."""
 
 import re
 import tempfile
@@ -8,17 +8,16 @@ from typing import Any
 from triton._C.libtriton import ir, nvidia
 
 from ..assembly import short
-from ..compiling import target_of
+from ..compiler import target_of
 
 _PTX_VERSION = 80  # the allocator's alone, whose result does not depend on it
 Calls = tuple[tuple[str, int], ...]
-"""File name and line of an allocation and of the calls that lead there, innermost first. Without
-folders: Triton's cache gives what was compiled of the same source elsewhere."""
+"""File name and line of an allocation and of the calls that lead there, innermost first, without
+folders: Triton's cache may have compiled the same source elsewhere."""
 
 
 def places(asm: Mapping[str, Any], arch: str) -> list[tuple[Calls, int]]:
-    """Where each allocation of a compiled kernel is made, and its offset in bytes; none if there is
-    no such kernel."""
+    """Locate a compiled kernel's allocations, with offsets in bytes; none without such a kernel."""
     if "ttgir" not in asm:
         return []
     context = ir.context()
@@ -34,8 +33,9 @@ def places(asm: Mapping[str, Any], arch: str) -> list[tuple[Calls, int]]:
     passes.run(module, "allocate")
     text = str(module)
     known = dict(re.findall(r"^(#loc\d*) = loc\((.*)\)$", text, re.MULTILINE))
-    found = re.findall(r"local_alloc .*allocation\.offset = (\d+) .*loc\((#loc\d*)\)$", text, re.M)
-    return [(tuple(_calls(loc, known)), int(offset)) for offset, loc in found]
+    form = r"local_alloc .*allocation\.offset = (\d+) .*loc\((#loc\d*)\)$"
+    allocations = re.findall(form, text, re.MULTILINE)
+    return [(tuple(_calls(loc, known)), int(offset)) for offset, loc in allocations]
 
 
 Bases = tuple[tuple[str, tuple[tuple[int, ...], ...]], ...]
@@ -43,16 +43,16 @@ Bases = tuple[tuple[str, tuple[tuple[int, ...], ...]], ...]
 
 
 def registers(asm: Mapping[str, Any]) -> dict[tuple[str, int], set[Bases]]:
-    """How registers lie over CTAs, of each line that brings some to or from shared memory."""
+    """Collect the CTA layouts of registers in lines that move them to or from shared memory."""
     text = asm.get("ttgir", "")
     known = dict(re.findall(r"^(#\w+) = (?:loc\()?(.*?)\)?$", text, re.MULTILINE))
-    found: dict[tuple[str, int], set[Bases]] = {}
+    layouts: dict[tuple[str, int], set[Bases]] = {}
     operation = r" t\w+\.(?:async_shared_store|local_store|local_gather|local_scatter) "
     for types, loc in re.findall(operation + r"(.*) loc\((.*)\)$", text, re.MULTILINE):
         for layout in re.findall(r"tensor<[^,>]*, (#[\w.]+(?:<\{.*?\}>)?)>", types):
-            at = next(_calls(loc, known), ("", 0))
-            found.setdefault(at, set()).add(_bases(layout, known))
-    return found
+            location = next(_calls(loc, known), ("", 0))
+            layouts.setdefault(location, set()).add(_bases(layout, known))
+    return layouts
 
 
 def _bases(layout: str, known: Mapping[str, str]) -> Bases:
@@ -64,16 +64,16 @@ def _bases(layout: str, known: Mapping[str, str]) -> Bases:
             for name, bases in _bases(part[2], known)
         )
     for written, name in (("CGALayout", "cga_layout"), ("block", "block_bases")):
-        if said := re.search(written + r" = \[((?:\[[\d, ]*\](?:, )?)*)\]", text):
-            bases = re.findall(r"\[([\d, ]*)\]", said[1])
+        if match := re.search(written + r" = \[((?:\[[\d, ]*\](?:, )?)*)\]", text):
+            bases = re.findall(r"\[([\d, ]*)\]", match[1])
             return ((name, tuple(tuple(map(int, basis.split(","))) for basis in bases)),)
     return ()
 
 
 def _calls(loc: str, known: Mapping[str, str]) -> Iterator[tuple[str, int]]:
-    """What a location of MLIR stands for."""
+    """Resolve a location of MLIR to files and lines, innermost first."""
     text = known.get(loc, loc)
-    if place := re.match(r'"([^"]*)":(\d+):\d+$', text):
-        yield short((place[1], int(place[2])))
+    if match := re.match(r'"([^"]*)":(\d+):\d+$', text):
+        yield short((match[1], int(match[2])))
     for inner in re.findall(r"#loc\d*", text):
         yield from _calls(inner, known)

@@ -9,7 +9,7 @@ import triton.language as tl
 from ..barriers import MBarrier
 from ..buffers import LANES, Buffer
 from ..engines import MMA_FLOPS, SHARED_BYTES
-from ..errors import InvalidKernel, Unsupported, location
+from ..errors import InvalidKernel, Unsupported, current_location
 from ..instructions import round_fraction
 from ..language import scaled
 from ..launch import current
@@ -32,7 +32,7 @@ class Pending(Tile):
     @property
     def data(self) -> torch.Tensor:
         if not self.operation.role.clock.operations & self.operation.bit:
-            file, line = self.operation.at
+            file, line = self.operation.location
             raise InvalidKernel(
                 f"the result of the async_dot at {file}:{line} is used before async_dot_wait"
             )
@@ -44,7 +44,7 @@ class Pending(Tile):
 
 
 def _product(a: torch.Tensor, b: torch.Tensor, dtype: tl.dtype) -> torch.Tensor:
-    """A matmul as the tensor core computes it: exact products, sums in fp32."""
+    """Multiply as the tensor core does: exact products, sums in fp32."""
     if dtype.name == "fp32":
         a, b = round_fraction(a, 10), round_fraction(b, 10)
     return a.to(torch.float32) @ b.to(torch.float32)
@@ -62,7 +62,7 @@ def _check_dot(a: Any, b: Buffer, columns: int) -> None:
 
 
 def _issue_dot(role: Role) -> Operation:
-    """An MMA, which follows all earlier ones of the role."""
+    """Issue an MMA, which follows all earlier ones of the role."""
     operation = role.scheduler.issue("async_dot", role.dots_issued)
     role.dots_issued |= operation.bit
     return operation
@@ -91,7 +91,7 @@ def async_dot(
     mBarriers: Any = (), two_ctas: bool = False, force_async: bool = False,
     input_precision: Any = None, out_dtype: tl.dtype = tl.float32,
 ) -> Any:  # fmt: skip
-    """wgmma on sm_90, tcgen05.mma on sm_100."""
+    """Issue wgmma on sm_90, tcgen05.mma on sm_100."""
     role, B = point(), B.single()
     A = A.single() if isinstance(A, Buffer) else A
     if B.storage.tensor:
@@ -108,10 +108,10 @@ def _register_dot(role: Role, A: Any, B: Buffer, acc: Any) -> Pending:
     a = A.read(operation) if isinstance(A, Buffer) else A.data
     result = _product(a, B.read(operation), B.dtype)
     if acc is not None:
-        before = acc.result if isinstance(acc, Pending) else to_tile(acc).data
-        if before.shape != result.shape:
+        previous = acc.result if isinstance(acc, Pending) else to_tile(acc).data
+        if previous.shape != result.shape:
             raise InvalidKernel(f"acc of async_dot must be {list(result.shape)}, got {acc!r}")
-        result = result + before
+        result = result + previous
     (m, k), n = A.shape, B.shape[1]
     left = A.name if isinstance(A, Buffer) else "registers"
     # Each warp group reads all of B for its 64 rows.
@@ -123,7 +123,7 @@ def _register_dot(role: Role, A: Any, B: Buffer, acc: Any) -> Pending:
 
 @op
 def async_dot_wait(pendings: int, inp: Any) -> Any:
-    """At most `pendings` wgmmas of the role stay in flight."""
+    """Wait until at most `pendings` wgmmas of the role are in flight."""
     role = point()
     drain(role, role.dots, static_int(pendings), "wait wgmma")
     if isinstance(inp, Pending) and role.clock.operations & inp.operation.bit:
@@ -179,7 +179,8 @@ def scaled_mma(
     A: Buffer, B: Buffer, acc: Buffer, A_scale: Buffer, B_scale: Buffer, A_format: str,
     B_format: str, use_acc: Any = None, two_ctas: bool = False,
 ) -> None:  # fmt: skip
-    """tcgen05.mma of microscaling formats, asynchronous: scales [M, groups] and [N, groups].
+    """Issue tcgen05.mma of microscaling formats, asynchronously: scales [M, groups] and [N,
+    groups].
 
     two_ctas: of the pair, of which each has rows of A, columns of B, and all factors of B.
     """
@@ -214,25 +215,25 @@ def scaled_mma(
 
 def commit(role: Role, targets: Sequence[MBarrier]) -> None:
     """Arrive on these barriers when all earlier tcgen05 operations of the role are done."""
-    at, end = location(), role.time
-    clock = role.release_by_one("commit", at)
+    location, end = current_location(), role.time
+    clock = role.release_by_one("commit", location)
     for operation in role.mma:
         clock.join(operation.clock)
         end = max(end, operation.end)
     # Later commits wait for the last one, which follows all others.
     role.mma = role.mma[-1:]
     for target in targets:
-        role.scheduler.synchronises("arrival", role, target, at)
+        role.scheduler.synchronises("arrival", role, target, location)
         role.scheduler.at(
             end,
-            lambda target=target: target.arrive(1, clock, end, "tensor core", at),
+            lambda target=target: target.arrive(1, clock, end, "tensor core", location),
             ("tensor core", role.cta),
         )
 
 
 @op
 def tmem_copy(src: Buffer, dst: Buffer, scales: bool = False, two_ctas: bool = False) -> None:
-    """tcgen05.cp: from shared to tensor memory, in order with the MMAs of the role.
+    """Copy from shared to tensor memory by tcgen05.cp, in order with the MMAs of the role.
 
     two_ctas: in both CTAs of the pair.
     """

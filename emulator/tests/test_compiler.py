@@ -1,4 +1,4 @@
-"""What only the compiler knows of a launch."""
+"""Facts about a launch that only the compiler knows."""
 
 import pytest
 import torch

@@ -104,7 +104,7 @@ def trial(*args, **options):
 
 
 def report(entry, workload, **how):
-    """What arrived of an entry, as an error."""
+    """Raise an error that describes the entry as it arrived."""
     module, config = entry[2]["module"], entry[2]["config"]
     whose = "its own" if isinstance(config, module.Config) else "another"
     name = module.__file__.rpartition("/")[2]

@@ -12,18 +12,18 @@ from gdpa_kernels.calling.rung import Requires, Rung
 from gdpa_kernels.gdpa import choices
 from gdpa_lab.__main__ import main
 from gdpa_lab.measuring import record
-from gdpa_lab.report import rankings
+from gdpa_lab.report import measured_rankings
 from tests.records import LOAD, SHORT, a_row, a_system
 
-OPERATORS = sorted(rankings.CHOICES)
+OPERATORS = sorted(measured_rankings.CHOICES)
 LATER = {(10, 0): "b90_stand_in", (10, 3): "v7_packed", (10, 1): "v1_tiled", (12, 0): "v1_tiled"}
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_the_table_is_what_the_records_say(operator):
     """After measuring: python -m gdpa_lab maintain choices."""
-    table = rankings.CHOICES[operator].PATH.read_text()
-    assert table == rankings.made_from(record.DATA_DIR, operator)
+    table = measured_rankings.CHOICES[operator].PATH.read_text()
+    assert table == measured_rankings.table_text(record.DATA_DIR, operator)
 
 
 def test_the_record_that_compared_most_counts(add, tmp_path):
@@ -33,13 +33,13 @@ def test_the_record_that_compared_most_counts(add, tmp_path):
     failed = a_row(impl="v8_own_waits", samples_us=(), error=None, failure="out of memory")
     newest = add(*rows, failed, day=4)
     shape = ((9, 0), "forward", "bfloat16", 128, 1024, 1024)
-    (found,) = rankings.from_records(tmp_path, "gdpa")
+    (found,) = measured_rankings.from_records(tmp_path, "gdpa")
     assert found == Ranking(shape, ("v7_packed", "v1_tiled"), newest.id)
     three = add(*rows, a_row(impl="v8_own_waits", samples_us=(8500.0,)), day=3)
     assert both.id < three.id < newest.id
-    (found,) = rankings.from_records(tmp_path, "gdpa")
+    (found,) = measured_rankings.from_records(tmp_path, "gdpa")
     assert found == Ranking(shape, ("v7_packed", "v8_own_waits", "v1_tiled"), three.id)
-    assert rankings.from_records(tmp_path, "block_attention") == []
+    assert measured_rankings.from_records(tmp_path, "block_attention") == []
 
 
 def test_times_back_to_back_decide_among_those_that_have_them(add, tmp_path):
@@ -61,7 +61,7 @@ def test_times_back_to_back_decide_among_those_that_have_them(add, tmp_path):
         if (work, scope) != (narrow, "kernel")
     ]  # fmt: skip
     add(*rows, workloads={work.name: work.to_dict() for work in works})
-    found = {row.shape[3]: row.impls for row in rankings.from_records(tmp_path, "gdpa")}
+    found = {row.shape[3]: row.impls for row in measured_rankings.from_records(tmp_path, "gdpa")}
     assert found == {
         128: ("v8_own_waits", "v7_packed", "v1_tiled", "v0_eager"),
         64: ("v8_own_waits", "v1_tiled"),
@@ -70,19 +70,19 @@ def test_times_back_to_back_decide_among_those_that_have_them(add, tmp_path):
 
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_a_table_is_read_as_it_was_written(operator):
-    columns = rankings.CHOICES[operator].COLUMNS
+    columns = measured_rankings.CHOICES[operator].COLUMNS
     table = [
         Ranking((gpu, *(kind(value) for kind in [*columns.values()][1:])), impls, f"record-{value}")
         for gpu, value, impls in (((9, 0), 1, ("short", "long")), ((10, 3), 2, ("long",)))
     ]
-    assert parse(rankings.render(table, columns), columns) == table
+    assert parse(measured_rankings.render(table, columns), columns) == table
 
 
 def test_nothing_is_written_beside_a_refused_record(tmp_path, monkeypatch, capsys):
     (tmp_path / "records").mkdir()
     (tmp_path / "records" / "cut.json").write_text("{")
     monkeypatch.setattr(record, "DATA_DIR", tmp_path)
-    for operator, module in rankings.CHOICES.items():
+    for operator, module in measured_rankings.CHOICES.items():
         monkeypatch.setattr(module, "PATH", tmp_path / operator)
         (tmp_path / operator).write_text("as it was")
     assert main(["maintain", "choices"]) == 1
@@ -92,7 +92,7 @@ def test_nothing_is_written_beside_a_refused_record(tmp_path, monkeypatch, capsy
 
 
 def test_an_operator_reads_its_table_without_what_measures():
-    modules = ", ".join(module.__name__ for module in rankings.CHOICES.values())
+    modules = ", ".join(module.__name__ for module in measured_rankings.CHOICES.values())
     program = (
         f"import sys, gdpa_kernels.calling.rankings, {modules}\n"
         "upward = ('gdpa_lab.measuring', 'gdpa_lab.report', 'pandas')\n"
@@ -103,7 +103,7 @@ def test_an_operator_reads_its_table_without_what_measures():
 
 
 def test_a_gpu_has_a_table_of_its_own(add, tmp_path, monkeypatch):
-    """From records made up for this test, of a rung that there is not."""
+    """The records are made up for this test, of a rung that does not exist."""
     stand_in = Rung("b90_stand_in", "", "", None, Requires((10, 0), only_major=True))
     monkeypatch.setitem(ladder.LADDERS, "gdpa", (*ladder.LADDERS["gdpa"], stand_in))
     for gpu, capability, times in (
@@ -114,8 +114,8 @@ def test_a_gpu_has_a_table_of_its_own(add, tmp_path, monkeypatch):
         rows = [a_row(impl=impl, samples_us=(us,)) for impl, us in times.items()]
         on = a_system(gpu=f"NVIDIA {gpu}", compute_capability=capability)
         add(a_row(impl="v1_tiled"), *rows, on=on)
-    text = rankings.made_from(tmp_path, "gdpa")
-    table = parse(text, rankings.CHOICES["gdpa"].COLUMNS)
+    text = measured_rankings.table_text(tmp_path, "gdpa")
+    table = parse(text, measured_rankings.CHOICES["gdpa"].COLUMNS)
     assert [(row.shape[0], row.impls) for row in table] == [
         ((9, 0), ("v1_tiled", "v7_packed")),
         ((10, 0), ("b90_stand_in", "v7_packed", "v1_tiled")),

@@ -1,6 +1,6 @@
-"""Laws of sequence lengths.
+"""Distributions of sequence lengths.
 
-Lengths are the same for the same seed on every platform and NumPy version: the laws use only full
+A seed gives the same lengths on every platform and NumPy version: the distributions use only full
 64-bit words of PCG64 (its raw stream, which NumPy keeps fixed) and their own arithmetic on them.
 """
 
@@ -19,7 +19,7 @@ from gdpa_lab.measuring.require import is_finite, require, require_int
 
 
 def _words(batch: int, rng: np.random.Generator) -> list[int]:
-    """`batch` words uniform on 0 .. 2**64 - 1; the full range returns the raw stream unchanged."""
+    """Draw `batch` words uniform on 0 .. 2**64 - 1, the raw stream unchanged."""
     words = rng.integers(0, 2**64 - 1, size=batch, dtype=np.uint64, endpoint=True)
     return [int(word) for word in words]
 
@@ -29,7 +29,7 @@ def _unit(word: int) -> float:
     return ((word >> 12) + 0.5) * 2.0**-52
 
 
-class LengthLaw:
+class LengthDistribution:
     """A distribution of sequence lengths in tokens, capped by the workload's max_seqlen.
 
     `sample` returns `batch` lengths in 1 .. max_seqlen, a deterministic function of `rng`'s state.
@@ -42,37 +42,37 @@ class LengthLaw:
         raise NotImplementedError
 
     def to_dict(self) -> dict[str, Any]:
-        """The law as JSON values, tagged by `kind`."""
+        """The distribution as JSON values, tagged by `kind`."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore
         return {"kind": self.kind, **{name: _plain(value) for name, value in values.items()}}
 
     @staticmethod
-    def from_dict(data: Mapping[str, Any]) -> LengthLaw:
-        """Rebuild a law from `to_dict`; ValueError for an unknown kind or wrong fields."""
-        require(isinstance(data, Mapping), "length law", "a mapping with a kind", data)
+    def from_dict(data: Mapping[str, Any]) -> LengthDistribution:
+        """Rebuild a distribution from `to_dict`; ValueError for an unknown kind or wrong fields."""
+        require(isinstance(data, Mapping), "length distribution", "a mapping with a kind", data)
         values = dict(data)
         kind = values.pop("kind", None)
-        known = isinstance(kind, str) and kind in LAWS
-        require(known, "kind", f"one of {sorted(LAWS)}", kind)
-        require_fields(f"length law {kind!r}", LAWS[kind], values)
+        known = isinstance(kind, str) and kind in DISTRIBUTIONS
+        require(known, "kind", f"one of {sorted(DISTRIBUTIONS)}", kind)
+        require_fields(f"length distribution {kind!r}", DISTRIBUTIONS[kind], values)
         for name, value in values.items():
             if isinstance(value, list):
                 values[name] = tuple(value)
             elif isinstance(value, Mapping):
-                values[name] = LengthLaw.from_dict(value)
-        return LAWS[kind](**values)
+                values[name] = LengthDistribution.from_dict(value)
+        return DISTRIBUTIONS[kind](**values)
 
 
 def _plain(value: Any) -> Any:
-    """A field of a law as a JSON value."""
-    if isinstance(value, LengthLaw):
+    """Convert a field of a distribution to a JSON value."""
+    if isinstance(value, LengthDistribution):
         return value.to_dict()
     return list(value) if isinstance(value, tuple) else value
 
 
 @dataclass(frozen=True)
-class Full(LengthLaw):
-    """Every sequence has max_seqlen tokens."""
+class Full(LengthDistribution):
+    """Constant length: every sequence has max_seqlen tokens."""
 
     kind = "full"
 
@@ -81,8 +81,8 @@ class Full(LengthLaw):
 
 
 @dataclass(frozen=True)
-class Uniform(LengthLaw):
-    """Integers with mean close to fill * max_seqlen: the law of the published GDPA benchmark.
+class Uniform(LengthDistribution):
+    """Integers with mean close to fill * max_seqlen, as in the published GDPA benchmark.
 
     For N = max_seqlen: uniform on max(1, floor((2 fill - 1) N)) .. N when fill >= 0.5, else on
     1 .. max(1, floor(2 fill N)). fill = 0.5 gives 1 .. N, with mean (N + 1) / 2.
@@ -107,12 +107,12 @@ class Uniform(LengthLaw):
 
 
 @dataclass(frozen=True)
-class Between(LengthLaw):
-    """Integers n with round(low * N) <= n < round(high * N), N = max_seqlen: the law of the
+class Between(LengthDistribution):
+    """Integers n with round(low * N) <= n < round(high * N), N = max_seqlen, as in the
     published block attention benchmark.
 
-    With `total`, every length is then moved by the same number of tokens, and the first ones by one
-    more, so that they sum to `total`; ValueError if one would leave 1 .. N.
+    `total` shifts every length by the same number of tokens, and the first ones by one more, so
+    that they sum to `total`; ValueError if a length would leave 1 .. N.
     """
 
     low: float
@@ -146,7 +146,7 @@ class Between(LengthLaw):
 
 
 @dataclass(frozen=True)
-class LogNormal(LengthLaw):
+class LogNormal(LengthDistribution):
     """round(loc + scale * exp(sigma * z)) with z standard normal, clipped to minimum .. max_seqlen.
 
     z is the inverse normal CDF of a uniform draw. `sigma`, `loc` and `scale` are what SciPy calls
@@ -168,7 +168,7 @@ class LogNormal(LengthLaw):
         require_int("minimum", self.minimum, 1)
 
     def sample(self, batch: int, max_seqlen: int, rng: np.random.Generator) -> list[int]:
-        least = f"at least the law's {self.minimum}"
+        least = f"at least the minimum, {self.minimum}"
         require(max_seqlen >= self.minimum, "max_seqlen", least, max_seqlen)
         normal = NormalDist()
         draws = (
@@ -179,7 +179,7 @@ class LogNormal(LengthLaw):
 
 
 @dataclass(frozen=True)
-class Quantiles(LengthLaw):
+class Quantiles(LengthDistribution):
     """Lengths from a quantile table, capped at max_seqlen.
 
     The inverse CDF is piecewise linear in the logarithm of the length between tabulated levels;
@@ -217,21 +217,21 @@ class Quantiles(LengthLaw):
 
 
 @dataclass(frozen=True)
-class DerivedLaw(LengthLaw):
-    """A law made from another."""
+class DerivedDistribution(LengthDistribution):
+    """A distribution derived from another, `law`."""
 
-    law: LengthLaw
+    law: LengthDistribution
 
     def __post_init__(self) -> None:
-        require(isinstance(self.law, LengthLaw), "law", "a LengthLaw", self.law)
+        require(isinstance(self.law, LengthDistribution), "law", "a LengthDistribution", self.law)
 
 
 @dataclass(frozen=True)
-class Events(DerivedLaw):
-    """Histories that a trainer sees: `law` gives the events of a user, and training draws an event.
+class Events(DerivedDistribution):
+    """Histories that a trainer sees: `law` gives the number of events of a user.
 
-    A user among `USERS` of `law` in proportion to its events, one of them uniformly: the length is
-    the events up to it, the newest max_seqlen of them.
+    Training draws one event uniformly from all events of `USERS` users. The length is the number of
+    that user's events up to it, capped at max_seqlen.
     """
 
     kind = "events"
@@ -245,7 +245,7 @@ class Events(DerivedLaw):
 
 
 @dataclass(frozen=True)
-class Rounded(DerivedLaw):
+class Rounded(DerivedDistribution):
     """Lengths of `law` rounded up to a multiple of `multiple`, at most max_seqlen."""
 
     multiple: int
@@ -262,8 +262,8 @@ class Rounded(DerivedLaw):
 
 
 @dataclass(frozen=True)
-class Sorted(DerivedLaw):
-    """Lengths of `law`, the longest first."""
+class Sorted(DerivedDistribution):
+    """Lengths of `law` in descending order."""
 
     kind = "sorted"
 
@@ -271,13 +271,14 @@ class Sorted(DerivedLaw):
         return sorted(self.law.sample(batch, max_seqlen, rng), reverse=True)
 
 
-LAWS: dict[str, type[LengthLaw]] = {
-    law.kind: law for law in (Full, Uniform, Between, LogNormal, Quantiles, Events, Rounded, Sorted)
+DISTRIBUTIONS: dict[str, type[LengthDistribution]] = {
+    each.kind: each
+    for each in (Full, Uniform, Between, LogNormal, Quantiles, Events, Rounded, Sorted)
 }
 
 
 def require_fields(what: str, kind: type, values: Mapping[str, Any]) -> None:
-    """ValueError if a field of the dataclass `kind` is missing in `values`, or one is unknown."""
+    """Raise ValueError if `values` lacks a field of the dataclass `kind` or has an unknown one."""
     known = {f.name: f for f in fields(kind)}
     unknown = sorted(set(values) - set(known))
     if unknown:
@@ -310,5 +311,5 @@ KUAIRAND = {
 Source: github.com/TommyYoungtc/kuairand-longseq-rec, reports/eda_1k.md and reports/eda_pure.md
 (P10, P25, P50, P75, P90, P99, maximum). The reports give no minimum: the length at level 0 is our
 extrapolation, which continues the line from P25 to P10 (level against log length) to level 0.
-The interpolated laws have means of 12,440 and 56.6; the reports' means are 11,713 and 53.
+The interpolated distributions have means of 12,440 and 56.6; the reports' means are 11,713 and 53.
 """

@@ -1,14 +1,14 @@
-"""What a launch or a warm-up returns to host code, in place of Triton's `CompiledKernel`."""
+"""Stand-in for Triton's `CompiledKernel`, returned by a launch or a warm-up."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from .compiling import target_of
+from .compiler import target_of
 from .launch import Report
 
 
 class Metadata(NamedTuple):
-    """Of Triton's the most asked for. shared: bytes of shared memory."""
+    """The most used fields of Triton's metadata. shared: bytes of shared memory."""
 
     name: str
     shared: int
@@ -51,14 +51,14 @@ class Compiled:
         )
 
     def _init_handles(self) -> None:
-        """Triton loads the code then, after which it knows `n_regs`."""
+        """Do nothing: Triton loads the code here, after which it knows `n_regs`."""
 
     def __getitem__(self, grid: Any) -> Callable:
-        """The launch, on all arguments in order; constants may be left to those of the warm-up."""
+        """Return a launcher with all arguments in order; constants may come from the warm-up."""
 
         def launch(*args: Any) -> "Compiled":
-            given = set(self._kernel.arg_names[: len(args)])
-            rest = {name: value for name, value in self._keywords.items() if name not in given}
+            positional = set(self._kernel.arg_names[: len(args)])
+            rest = {name: value for name, value in self._keywords.items() if name not in positional}
             return self._kernel.run(*args, grid=grid, warmup=False, **rest)
 
         return launch

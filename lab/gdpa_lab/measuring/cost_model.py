@@ -1,9 +1,9 @@
-"""The unit ledger: clocks that a kernel's design needs of each unit of an SM, and so its time.
+"""Cost model: the clocks that a kernel's design needs on each unit of an SM, and the time.
 
 A design states what a tile of 128 queries by 128 keys costs the tensor cores, shared memory, the
 MUFU and the issue slots, and what each 128 queries and 128 keys add. The busiest unit, or memory,
-bounds the time. Nothing is fitted: the costs are counted from tiles, and the clock is that at which
-all tensor cores reach the measured matmul ceiling, the only place where a power limit enters.
+bounds the time. Nothing is fitted: costs are counted from tiles, and the clock is that at which all
+tensor cores reach the measured matmul ceiling. A power limit enters through this ceiling alone.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SMEM_BYTES = 128
 
 @dataclass(frozen=True)
 class Chip:
-    """`flops`: dense bf16 FLOPs of an SM and clock."""
+    """A GPU. `flops`: dense bf16 FLOPs of an SM per clock."""
 
     name: str
     sms: int
@@ -50,14 +50,14 @@ github.com/facebookexperimental/triton). Copies: the shares of the nominal rate 
 
 @dataclass(frozen=True)
 class Design:
-    """Clocks of units ("mma", "smem", "mufu", "issue") for a tile of 128 by 128 pairs, for 128
-    queries and for 128 keys of a head.
+    """A kernel design: clocks of each unit ("mma", "smem", "mufu", "issue") for a tile of 128 x 128
+    pairs, for 128 queries and for 128 keys of a head.
 
     `tile`: queries and keys that a program computes at once; lengths are padded to them.
     `in_turns`: units that wait for each other, so their clocks add up. `start_us`: microseconds of
-    an SM for 128 queries (forward) or 128 keys (backward) in which a program begins and ends, if
-    nothing hides them. `row_bytes`: bytes that kernels of their own move for a query of a head,
-    before and after.
+    an SM for the prologue and epilogue of a program, per 128 queries (forward) or 128 keys
+    (backward), unless they are hidden. `row_bytes`: bytes that separate kernels move before and
+    after, per query of a head.
     """
 
     name: str
@@ -78,7 +78,7 @@ class Design:
 
 
 def kibibytes(size: float) -> float:
-    """Clocks of the port of shared memory for `size` KiB."""
+    """Clocks of the shared memory port for `size` KiB."""
     return size * 1024 / SMEM_BYTES
 
 
@@ -91,9 +91,9 @@ def forward(
     name: str, chip: Chip, reads: float, fills: float, *, keys: float = 0, mufu: float = 1,
     issue: float = 0, **options: object,
 ) -> Design:  # fmt: skip
-    """A forward design. Of a tile of pairs, in KiB of shared memory: `reads`, what both MMAs read;
-    `fills`, what TMA writes of K and V. `keys`: KiB written once for 128 keys instead. `mufu`: MUFU
-    results for a score. `issue`: instructions of a warp in the loop, as compiled.
+    """A forward design. `reads`: KiB of shared memory that both MMAs read for a tile of pairs;
+    `fills`: KiB that TMA writes for it, or `keys`: KiB written once for 128 keys. `mufu`: MUFU
+    results per score. `issue`: instructions of a warp in the loop, as compiled.
 
     Q is written once, O is written and read: 96 KiB for 128 queries.
     """
@@ -117,16 +117,16 @@ V8_RESIDENT = forward("v8, K and V stay", H200, 32 + 64 + 64, 0, keys=64, issue=
 PUBLISHED = forward(
     "published, two tiles a CTA", B200, 64 + 32, 32, mufu=0, issue=450, tile=(256, TILE)
 )
-"""As its blog post and source describe it: CuTeDSL, a polynomial for the activation."""
+"""The published kernel by its blog post and source: CuTeDSL, a polynomial for the activation."""
 
 
 @dataclass(frozen=True)
-class Ledger:
-    """What a workload asks of a design: clocks of an SM by unit, and the times that follow.
+class Cost:
+    """The cost of a workload with a design: clocks of an SM by unit, and the times that follow.
 
-    `unit_us`: of the busiest unit (units in turns joined by "+"), start and end included;
-    `memory_us`: of the fewest bytes; `more_us`: of the kernels before and after. `us`: the larger
-    of the first two, named by `bound`, and the third. `tflops`: useful FLOPs over it.
+    `unit_us`: time of the busiest unit (`in_turns` joined by "+"), prologue and epilogue included;
+    `memory_us`: time of the fewest bytes; `more_us`: time of the kernels before and after. `us`:
+    the larger of the first two, named by `bound`, plus the third. `tflops`: useful FLOPs over `us`.
     """
 
     clocks: dict[str, float]
@@ -150,10 +150,8 @@ class Ledger:
 
 
 def counts(work: Workload, tile: tuple[int, int] = (TILE, TILE)) -> tuple[float, float, float]:
-    """(128 queries, 128 keys, tiles of 128 by 128 pairs) of all heads, lengths padded to `tile`.
-
-    ValueError for a workload that is no GDPA, has a mask or another head_dim than 128.
-    """
+    """Count (128 queries, 128 keys, tiles of 128 by 128 pairs) of all heads, lengths padded to
+    `tile`. ValueError for another operator, a mask or a head_dim other than 128."""
     if work.operator != "gdpa" or work.causal or work.window is not None or work.head_dim != TILE:
         raise ValueError(f"work must be GDPA of head_dim {TILE} without a mask, got {work.name!r}")
     queries = [-(-n // tile[0]) * tile[0] / TILE for n in work.seqlens_q]
@@ -162,8 +160,8 @@ def counts(work: Workload, tile: tuple[int, int] = (TILE, TILE)) -> tuple[float,
     return tuple(work.num_heads_q * x for x in (sum(queries), sum(keys), pairs))
 
 
-def ledger(work: Workload, design: Design, ceilings: Ceilings) -> Ledger:
-    """The ledger of a workload: work spread evenly over the SMs, at the clock of the ceiling."""
+def cost(work: Workload, design: Design, ceilings: Ceilings) -> Cost:
+    """Compute the cost of a workload spread evenly over the SMs, at the clock of the ceiling."""
     chip, amounts = design.chip, counts(work, design.tile)
     parts = design.queries, design.keys, design.pairs
     clocks: Counter[str] = Counter(dict.fromkeys(design.pairs, 0.0))
@@ -180,4 +178,4 @@ def ledger(work: Workload, design: Design, ceilings: Ceilings) -> Ledger:
     memory_us = (read + written) / ceilings.gbytes_per_s(read, written) / 1e3
     more_us = design.row_bytes * work.total_q * work.num_heads_q
     more_us /= ceilings.gbytes_per_s(1, 1) * 1e3
-    return Ledger(clocks, unit, unit_us, memory_us, more_us, work.flops(design.direction))
+    return Cost(clocks, unit, unit_us, memory_us, more_us, work.flops(design.direction))

@@ -1,9 +1,9 @@
-"""The house style: transparent SVG, text as text, one colour per implementation and theme.
+"""The style of charts: transparent SVG, text as text, one colour per implementation and theme.
 
-A colour is written as a variable with a value for a light and for a dark page, which the site sets
-by its theme and a file alone by the reader's. Charts are made without pyplot: nothing is global,
-and a chart is shown once, where a notebook cell ends with it. A chart function that is `drawn`
-gives two forms of its chart, for a wide page and for a phone.
+A colour is written as a CSS variable with a value for a light and a dark page. The site sets it by
+its theme, a stand-alone file by the reader's preference. Charts do without pyplot: nothing is
+global, and a chart is shown once, where a notebook cell ends with it. A chart function decorated
+with `drawn` renders its chart twice, for a wide page and for a phone.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from matplotlib.figure import Figure as BaseFigure
 from matplotlib.text import Annotation
 
 INK, GREY, PAGE = "#333333", "#767676", "#ffffff"
-"""Axes and text; baselines and what does not stand out; the page, and text on what is filled."""
+"""Colours of axes and text; of baselines and the background; of the page and of text on bars."""
 
 RUNG_COLOURS = (
     "#7d6b00", "#0b6fb8", "#008573", "#c74a00", "#7a5ae0", "#b83280", "#6b3a10", "#12306e",
@@ -40,7 +40,7 @@ THEMES = {
     "ink": (INK, "#d6d6d6"), "grey": (GREY, "#8e8e8e"), "page": (PAGE, "#121212"),
     **{f"rung-{n}": both for n, both in enumerate(zip(RUNG_COLOURS, _DARK_RUNGS, strict=True))},
 }  # fmt: skip
-"""By variable, its colour on a light and on a dark page."""
+"""Colours of each variable on a light and on a dark page."""
 _VARIABLES = {light: name for name, (light, _) in THEMES.items()}
 _PAGE, _PHONE = 7.4, 4.0
 """Width of a chart for a page, at most, and for a phone, inches: 8 points are 9.5 px or more."""
@@ -91,16 +91,15 @@ _RUNG = re.compile(r"[bv](\d+)(?!\d)")
 
 
 class Figure(BaseFigure):
-    """A matplotlib figure in the house style that a notebook shows as SVG.
+    """A matplotlib figure in this style that a notebook shows as SVG.
 
-    `again`: draws it once more, for `to_svg` to have it narrow too.
+    `again` draws it once more, so that `to_svg` includes the narrow form.
     """
 
     again: Callable[[], Figure] | None = None
 
     def to_svg(self) -> str:
-        """The figure as SVG text, in both forms if it is `drawn`: the same bytes for the same
-        data."""
+        """Render as SVG text, in both forms if it is `drawn`; the same data give the same bytes."""
         if self.again is None:
             return self.drawn_svg()
         with narrowed():
@@ -109,7 +108,7 @@ class Figure(BaseFigure):
 
     def drawn_svg(self) -> str:
         buffer = io.StringIO()
-        with style():
+        with context():
             self.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
         return themed(buffer.getvalue())
 
@@ -118,7 +117,7 @@ class Figure(BaseFigure):
 
 
 def drawn(draw: Callable[..., Figure]) -> Callable[..., Figure]:
-    """Of a chart function: its figure is drawn again, narrow, when it is shown."""
+    """Decorate a chart function: its figure is drawn again, narrow, when it is shown."""
 
     @wraps(draw)
     def once(*args: Any, **options: Any) -> Figure:
@@ -131,7 +130,7 @@ def drawn(draw: Callable[..., Figure]) -> Callable[..., Figure]:
 
 @contextmanager
 def narrowed() -> Iterator[None]:
-    """What is drawn inside the block is for a phone."""
+    """Draw for a phone inside the block."""
     token = _narrow.set(True)
     try:
         yield
@@ -140,13 +139,13 @@ def narrowed() -> Iterator[None]:
 
 
 def both(wide: str, narrow: str) -> str:
-    """One SVG that shows `wide` and holds `narrow`, which the site shows on a phone."""
+    """Combine two SVGs: `wide` is shown, and the site shows `narrow` on a phone."""
     end, inner = wide.rindex("</svg>"), narrow[narrow.index("<svg") + 4 :].rstrip()
     return f'{wide[:end]}<svg data-form="narrow" display="none"{inner}\n</svg>\n'
 
 
 def themed(svg: str) -> str:
-    """The SVG with a variable for each of the house's colours, and their values."""
+    """Replace the colours of this style in an SVG by variables, and add their values."""
     svg = re.sub("#[0-9a-f]{6}", lambda x: f"var(--{_VARIABLES[x[0]]})" if x[0] in _VARIABLES
                  else x[0], svg)  # fmt: skip
     light, dark = (
@@ -158,8 +157,8 @@ def themed(svg: str) -> str:
 
 
 @contextmanager
-def style() -> Iterator[None]:
-    """The house style, for whatever is drawn inside the block."""
+def context() -> Iterator[None]:
+    """Apply the style to whatever is drawn inside the block."""
     with mpl.rc_context():
         mpl.rcdefaults()
         sns.set_theme("paper", "ticks", palette=RUNG_COLOURS, rc=_STYLE)
@@ -170,9 +169,9 @@ def style() -> Iterator[None]:
 def canvas(
     nrows: int = 1, ncols: int = 1, *, width: float = 8.0, height: float = 4.0, **options: Any
 ) -> Iterator[tuple[Figure, Any]]:
-    """A Figure of at most `width` x `height` inches and its axes, as `Figure.subplots` gives them,
-    in the house style for what is drawn inside the block. `narrowed`: columns below one another."""
-    with style():
+    """Create a Figure of at most `width` x `height` inches and its axes, as `Figure.subplots` does,
+    and apply the style inside the block. For a phone, columns stand below one another."""
+    with context():
         if not _narrow.get():
             figure = Figure(figsize=(min(width, _PAGE), height), layout="constrained")
             yield figure, figure.subplots(nrows, ncols, **options)
@@ -188,7 +187,7 @@ def canvas(
 
 
 def is_narrow() -> bool:
-    """Whether what is drawn now is for a phone."""
+    """Return whether drawing is for a phone now."""
     return _narrow.get()
 
 
@@ -198,52 +197,46 @@ def columns(most: int) -> int:
 
 
 def wrapped(text: str, width: int) -> str:
-    """The text in lines of at most `width` letters for a phone; as it is otherwise."""
+    """Wrap the text into lines of at most `width` letters, for a phone alone."""
     return textwrap.fill(text, width, break_long_words=False) if _narrow.get() else text
 
 
 def note(
-    axis: Axes, text: str, at: Sequence[float], shift: tuple[float, float], **options: Any
+    axis: Axes, text: str, point: Sequence[float], shift: tuple[float, float], **options: Any
 ) -> Annotation:
-    """Write `text` at a point of `axis`, moved by `shift` points; `options`: of `annotate`."""
-    return axis.annotate(text, at, xytext=shift, textcoords="offset points", **options)
+    """Write `text` at `point`, shifted by `shift` points; `options` go to `annotate`."""
+    return axis.annotate(text, point, xytext=shift, textcoords="offset points", **options)
 
 
-def label_ends(axis: Axes, ends: Mapping[str, tuple[float, str]], *, left: bool = False) -> None:
-    """Names right of `axis`, or `left` of it, each at its value and in its colour, moved apart
-    where they meet; `ends`: (value, colour) by name."""
-    edge, out, ha = (0, -0.03, "right") if left else (1, 1.03, "left")
+def label_ends(axis: Axes, ends: Mapping[str, tuple[float, str]]) -> None:
+    """Write names right of `axis`, each at its value and in its colour, apart from one another;
+    `ends`: (value, colour) by name."""
     to_axes = axis.transData + axis.transAxes.inverted()
-    x = axis.get_xlim()[edge]
-    found = sorted((to_axes.transform((x, y))[1], n) for n, (y, _) in ends.items())
+    x = axis.get_xlim()[1]
+    by_height = sorted((to_axes.transform((x, y))[1], n) for n, (y, _) in ends.items())
     inches = axis.get_position().height * axis.get_figure().get_figheight()
-    texts = [wrapped(name, 14) for _, name in found]
+    texts = [wrapped(name, 14) for _, name in by_height]
     high = [12 * (1 + text.count("\n")) / (72 * inches) for text in texts]
-    levels = [end for end, _ in found]
+    levels = [end for end, _ in by_height]
     for _ in range(100):
         for n in range(1, len(levels)):
             near = max(0.0, (high[n - 1] + high[n]) / 2 - (levels[n] - levels[n - 1])) / 2
             levels[n - 1 : n + 1] = max(0.0, levels[n - 1] - near), levels[n] + near
-    for level, text, (end, name) in zip(levels, texts, found, strict=True):
+    for level, text, (end, name) in zip(levels, texts, by_height, strict=True):
         arrow = {"arrowstyle": "-", "color": ends[name][1], "linewidth": 0.5, "shrinkA": 0}
         axis.annotate(
-            text, (edge, end), xytext=(out, level), xycoords="axes fraction",
-            textcoords="axes fraction", va="center", ha=ha, fontsize=SMALL, color=ends[name][1],
+            text, (1, end), xytext=(1.03, level), xycoords="axes fraction",
+            textcoords="axes fraction", va="center", ha="left", fontsize=SMALL, color=ends[name][1],
             arrowprops=arrow, annotation_clip=False,
         )  # fmt: skip
-    if left:
-        axis.yaxis.tick_right()
-        axis.yaxis.set_label_position("right")
-        axis.spines["right"].set_visible(True)
-        axis.spines["left"].set_visible(False)
 
 
 def is_rung(impl: str) -> bool:
-    """True for a rung (v0_eager, ..., b1_tensor_memory, ...), False for a baseline."""
+    """Return True for a rung (v0_eager, b1_tensor_memory, ...), False for a baseline."""
     return _RUNG.match(impl) is not None
 
 
 def colour(impl: str) -> str:
-    """The colour of an implementation: its own for a rung, GREY for every baseline."""
+    """Return the colour of a rung, or GREY for every baseline."""
     match = _RUNG.match(impl)
     return RUNG_COLOURS[int(match[1]) % len(RUNG_COLOURS)] if match else GREY

@@ -1,4 +1,4 @@
-"""Triton's own word on a launch: its front end, or all of its compiler, without a GPU."""
+"""Triton's own front end, or all of its compiler, on a launch, without a GPU."""
 
 import contextlib
 import os
@@ -60,25 +60,25 @@ def ask_front_end(
 def compile_launch(
     kernel: JITFunction, arch: str, arguments: Mapping[str, Any], options: Mapping[str, Any]
 ) -> None:
-    """Compile what a launch would run, pointers taken to be aligned to 16 bytes.
+    """Compile a launch, with pointers aligned to 16 bytes.
 
     Raises InvalidKernel if the compiler refuses it, and ResourceLimit if it needs more shared or
     tensor memory than a CTA has. Warns if the compiler drops the `registers=` of tasks.
     """
-    with _diagnostics() as said:
+    with _diagnostics() as diagnostics:
         try:
-            made = triton.compile(
+            compiled = triton.compile(
                 _source(kernel, arguments), target=target_of(arch), options=dict(options)
             )
         except Exception as error:
-            lines = [line.strip() for line in f"{error}\n{said()}".splitlines()]
+            lines = [line.strip() for line in f"{error}\n{diagnostics()}".splitlines()]
             known = [line for line in lines if re.search(r"\berror\b", line, re.IGNORECASE)]
             reason = next(iter(known or filter(None, reversed(lines))), type(error).__name__)
             raise InvalidKernel(f"the compiler refuses this kernel: {reason}", ("", 0)) from error
-    columns = getattr(made.metadata, "tmem_size", 0) or 0
+    columns = getattr(compiled.metadata, "tmem_size", 0) or 0
     for needs, has, what in (
         (
-            made.metadata.shared,
+            compiled.metadata.shared,
             SHARED_BYTES,
             f"shared memory has {SHARED_BYTES} bytes per CTA, and",
         ),
@@ -86,8 +86,8 @@ def compile_launch(
     ):
         if needs > has:
             raise ResourceLimit(f"{what} the compiled kernel needs {needs}", ("", 0))
-    asked = re.search(r"requestedRegisters = array<i32: (\d+)", made.asm.get("ttgir", ""))
-    if asked and "setmaxnreg" not in made.asm["ptx"]:
+    registers = re.search(r"requestedRegisters = array<i32: (\d+)", compiled.asm.get("ttgir", ""))
+    if registers and "setmaxnreg" not in compiled.asm["ptx"]:
         warnings.warn(
             f"the compiler drops the registers= of the tasks of {kernel.fn.__name__}",
             UserWarning,
@@ -98,7 +98,7 @@ def compile_launch(
 def asm_of(
     kernel: JITFunction, arch: str, arguments: Mapping[str, Any], options: Mapping[str, Any]
 ) -> Mapping[str, Any]:
-    """What a launch would run, as Triton's `asm`: "ttgir", "ptx", ...; empty if it is refused."""
+    """Compile a launch to Triton's `asm`: "ttgir", "ptx", ...; empty if it is refused."""
     source = _source(kernel, arguments)
     with _diagnostics():
         try:
@@ -109,17 +109,17 @@ def asm_of(
 
 @contextlib.contextmanager
 def _diagnostics() -> Iterator[Any]:
-    """What the compiler writes to the standard error output, as text, instead of on the screen."""
+    """Capture the compiler's standard error output as text."""
     with tempfile.TemporaryFile() as file:
 
         def text() -> str:
             file.seek(0)
             return file.read().decode(errors="replace")
 
-        before = os.dup(2)
+        saved = os.dup(2)
         os.dup2(file.fileno(), 2)
         try:
             yield text
         finally:
-            os.dup2(before, 2)
-            os.close(before)
+            os.dup2(saved, 2)
+            os.close(saved)

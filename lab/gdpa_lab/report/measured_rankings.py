@@ -35,29 +35,29 @@ def _block_shape(gpu: tuple[int, int], direction: str, workload: Mapping) -> Sha
 
 
 CHOICES = {"gdpa": choices, "block_attention": block_choices}
-"""Operator -> the module that reads its table."""
+"""Modules that read the tables, by operator."""
 
 SHAPES: dict[str, Callable[[int, str, Mapping], Shape | None]] = {
     "gdpa": _gdpa_shape,
     "block_attention": _block_shape,
 }
-"""Operator -> compute capability, direction and a workload's dictionary to the values of its
-table's columns, or to None for a workload that does not count."""
+"""Functions by operator, from compute capability, direction and a workload's dictionary to the
+values of its table's columns, or to None for a workload that does not count."""
 
 
 def update(data_dir: str | Path) -> dict[Path, bool]:
-    """Rewrite the tables; whether each file changed. Nothing is written if a record is refused."""
-    texts = {module.PATH: made_from(data_dir, operator) for operator, module in CHOICES.items()}
+    """Rewrite the tables; return whether each file changed. A refused record stops all."""
+    texts = {module.PATH: table_text(data_dir, operator) for operator, module in CHOICES.items()}
     return {path: manifest.rewrite(path, text) for path, text in texts.items()}
 
 
-def made_from(data_dir: str | Path, operator: str) -> str:
-    """The text of the operator's table that the records make."""
+def table_text(data_dir: str | Path, operator: str) -> str:
+    """Format the table of an operator from the records."""
     return render(from_records(data_dir, operator), CHOICES[operator].COLUMNS)
 
 
 def render(rankings: Iterable[Ranking], columns: Iterable[str]) -> str:
-    """The text of the table."""
+    """Format rankings as CSV."""
     rows = [
         ("{}.{}".format(*gpu), *shape, " ".join(impls), made_by)
         for (gpu, *shape), impls, made_by in rankings
@@ -67,11 +67,10 @@ def render(rankings: Iterable[Ranking], columns: Iterable[str]) -> str:
 
 
 def from_records(data_dir: str | Path, operator: str) -> list[Ranking]:
-    """The rankings that the records make: of each shape, the record that compared most
-    implementations on it, the newest of several, of the GPU that data/promoted.json names first;
-    workloads of one shape count together. Times back
-    to back, as in a training loop, decide among the implementations that have them, bursts among
-    all others.
+    """Derive the rankings from the records: for each shape, from the record that compared most
+    implementations, then from the newest, of the GPU that data/promoted.json names first. Workloads
+    of one shape count together. Sustained times, as in a training loop, decide among the
+    implementations that have them, isolated calls among all others.
 
     Only rows that passed their check count; lessons are ranked, and left out of what is listed.
     RecordError naming every refused file.
@@ -79,16 +78,16 @@ def from_records(data_dir: str | Path, operator: str) -> list[Ranking]:
     shape_of = SHAPES[operator]
     rungs = {rung.impl: rung for rung in ladder.LADDERS[operator][1:]}
     workloads = {
-        (found.id, name): workload
-        for found in record.load_all(data_dir)
-        for name, workload in found.workloads.items()
+        (run.id, name): workload
+        for run in record.load_all(data_dir)
+        for name, workload in run.workloads.items()
     }
     table = results.table(data_dir, latest=False).drop_duplicates(
         ["workload", "impl", "variant", "scope", "direction", "record"]
     )
     rows = table[table["scope"].isin(results.TIMED) & (table["variant"] == "")]
     rows = rows[rows["correct"] & rows["impl"].isin(rungs)]
-    found: dict[Shape, dict[str, dict[str, list]]] = defaultdict(lambda: defaultdict(dict))
+    timed: dict[Shape, dict[str, dict[str, list]]] = defaultdict(lambda: defaultdict(dict))
     for (run, name, direction, scope), group in rows.groupby(
         ["record", "workload", "direction", "scope"], sort=True
     ):
@@ -98,14 +97,14 @@ def from_records(data_dir: str | Path, operator: str) -> list[Ranking]:
         compared = sum(not rungs[impl].is_lesson for impl in group["impl"])
         if workload["operator"] == operator and shape is not None and compared > 1:
             times = group.set_index("impl")["time_us_p50"]
-            found[shape][run].setdefault(scope, []).append(times)
+            timed[shape][run].setdefault(scope, []).append(times)
     first = list(system.promoted(data_dir) or ())
     gpus = table.drop_duplicates("record").set_index("record")["gpu"]
-    place = {run: first.index(gpu) if gpu in first else len(first) for run, gpu in gpus.items()}
+    priority = {run: first.index(gpu) if gpu in first else len(first) for run, gpu in gpus.items()}
     rankings = []
-    for shape in sorted(found):
-        orders = {run: _order(**columns) for run, columns in found[shape].items()}
-        run = max(orders, key=lambda run: (-place[run], len(orders[run]), run))
+    for shape in sorted(timed):
+        orders = {run: _order(**columns) for run, columns in timed[shape].items()}
+        run = max(orders, key=lambda run: (-priority[run], len(orders[run]), run))
         products = tuple(impl for impl in orders[run] if not rungs[impl].is_lesson)
         if products:
             rankings.append(Ranking(shape, products, run))
@@ -113,13 +112,13 @@ def from_records(data_dir: str | Path, operator: str) -> list[Ranking]:
 
 
 def _order(kernel: Sequence[pd.Series] = (), sustained: Sequence[pd.Series] = ()) -> list[str]:
-    """Implementations, fastest first, from times in bursts and back to back, a series for each
-    workload: by bursts, then those timed back to back change places among themselves."""
-    bursts, loops = (_fastest_first(columns) for columns in (kernel, sustained))
-    both = iter([impl for impl in loops if impl in bursts])
-    return [next(both) if impl in loops else impl for impl in bursts] or loops
+    """Order implementations, fastest first, from isolated and sustained times, a series for each
+    workload: by isolated times, then those with sustained times change places among themselves."""
+    isolated, loops = (_fastest_first(columns) for columns in (kernel, sustained))
+    both = iter([impl for impl in loops if impl in isolated])
+    return [next(both) if impl in loops else impl for impl in isolated] or loops
 
 
 def _fastest_first(columns: Sequence[pd.Series]) -> list[str]:
-    """What was timed on each workload, by the sum of its times."""
+    """Sort what was timed on each workload by the sum of its times."""
     return [*pd.concat(columns, axis=1).dropna().sum(axis=1).sort_values().index] if columns else []

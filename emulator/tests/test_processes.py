@@ -64,10 +64,10 @@ def written(path="all.json"):
 )
 def test_the_worst_status_counts(names, status, programs, capfd):
     assert each(*names) == status
-    told = capfd.readouterr().out
-    assert f"{len(names)} programs: " in told
-    assert ("  broken.py: not checked" in told) == ("broken.py" in names)
-    assert ("  killed.py: ended by signal 9" in told) == ("killed.py" in names)
+    printed = capfd.readouterr().out
+    assert f"{len(names)} programs: " in printed
+    assert ("  broken.py: not checked" in printed) == ("broken.py" in names)
+    assert ("  killed.py: ended by signal 9" in printed) == ("killed.py" in names)
     assert [one["program"] for one in written()["programs"]] == names
 
 

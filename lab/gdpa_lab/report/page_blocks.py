@@ -1,4 +1,4 @@
-"""Exhibits that pages compose of text and marks: the table of predictions, an annotated kernel."""
+"""Blocks of a page made of text and marks: the table of predictions, an annotated kernel."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from typing import Any
 from gdpa_lab.report import registered
 
 MOST_SHOWN = 3
-"""Predictions that a page shows."""
+"""Maximum number of predictions on a page."""
 _WIDTH, _HEIGHT, _EDGE = 180, 22, 10
-"""Of the picture of an interval, px, and of what is left free on both sides."""
+"""Size of the picture of an interval and its margins on both sides, px."""
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """A prediction of a chapter with what was found; `of` says which value of how many that is."""
+    """A prediction of a chapter with its result; `of` says which value it is, and of how many."""
 
     id: str
     text: str
-    found: float
+    result: float
     of: str
     least: float
     most: float
@@ -43,24 +43,24 @@ class Prediction:
 
     @property
     def value(self) -> str:
-        return f"{self.found:{self.form}}{self.unit}"
+        return f"{self.result:{self.form}}{self.unit}"
 
     @property
     def verdict(self) -> registered.Verdict:
-        return registered.verdict(self.found, self.least, self.most)
+        return registered.verdict(self.result, self.least, self.most)
 
     def fact(self) -> dict[str, Any]:
-        """What `registered.collected` reads of it from the executed chapter."""
+        """Metadata that `registered.collected` reads from the executed chapter."""
         return {"id": self.id, "text": self.text, "limits": self.limits,
-                "found": f"{self.value}{self.of}", **self.verdict._asdict(), "value": self.found,
+                "found": f"{self.value}{self.of}", **self.verdict._asdict(), "value": self.result,
                 **{name: float(x) if math.isfinite(x) else None
                    for name, x in (("least", self.least), ("most", self.most))}}  # fmt: skip
 
     def interval(self) -> str:
-        """A picture of the limits as a bar and of the found value as a dot, or a diamond outside;
-        each on its own scale, an arrow where there is no limit."""
+        """Draw the limits as a bar and the result as a dot, or a diamond outside; each on its own
+        scale, with an arrow where there is no limit."""
         ends = [x for x in (self.least, self.most) if math.isfinite(x)]
-        low, high = min(*ends, self.found), max(*ends, self.found)
+        low, high = min(*ends, self.result), max(*ends, self.result)
         pad = 0.25 * (high - low) or 0.25 * abs(high) or 1.0
         low, high = low - pad, high + pad
 
@@ -68,17 +68,17 @@ class Prediction:
             inner = (value - low) / (high - low) * (_WIDTH - 2 * _EDGE)
             return round(min(max(_EDGE + inner, _EDGE), _WIDTH - _EDGE), 1)
 
-        left, right, at, y = x(self.least), x(self.most), x(self.found), _HEIGHT / 2
-        arrows = [f'<path class="interval" d="M{end:g} {y - 8:g}L{end + 8 * way:g} {y:g}'
+        left, right, centre, y = x(self.least), x(self.most), x(self.result), _HEIGHT / 2
+        arrows = [f'<path class="interval" d="M{end:g} {y - 8:g}L{end + 8 * sign:g} {y:g}'
                   f'L{end:g} {y + 8:g}z"/>'
-                  for end, way, open_ in ((left, -1, math.isinf(self.least)),
+                  for end, sign, open_ in ((left, -1, math.isinf(self.least)),
                                           (right, 1, math.isinf(self.most))) if open_]  # fmt: skip
-        dot = f'<circle class="confirmed" cx="{at:g}" cy="{y:g}" r="5"/>'
+        dot = f'<circle class="confirmed" cx="{centre:g}" cy="{y:g}" r="5"/>'
         if self.verdict.word == "refuted":
-            dot = f'<path class="refuted" d="M{at:g} {y - 7:g}l7 7l-7 7l-7 -7z"/>'
-        told = html.escape(f"Interval {self.limits}; found {self.value}, {self.verdict.word}")
+            dot = f'<path class="refuted" d="M{centre:g} {y - 7:g}l7 7l-7 7l-7 -7z"/>'
+        label = html.escape(f"Interval {self.limits}; found {self.value}, {self.verdict.word}")
         return (
-            f'<svg class="limits" role="img" aria-label="{told}" viewBox="0 0 {_WIDTH} {_HEIGHT}" '
+            f'<svg class="limits" role="img" aria-label="{label}" viewBox="0 0 {_WIDTH} {_HEIGHT}" '
             f'width="{_WIDTH}" height="{_HEIGHT}"><path class="scale" d="M0 {y:g}H{_WIDTH}"/>'
             f'<rect class="interval" x="{left:g}" y="{y - 4:g}" width="{right - left:g}" '
             f'height="8"/>{"".join(arrows)}{dot}</svg>'
@@ -86,8 +86,7 @@ class Prediction:
 
 
 def predicted(slug: str, predictions: Sequence[Prediction]) -> str:
-    """The table of those of a chapter's predictions that are `shown`, as MyST. ValueError unless
-    they are one to three."""
+    """Format a chapter's `shown` predictions as a MyST table. ValueError unless one to three."""
     shown = [one for one in predictions if one.shown]
     if not 1 <= len(shown) <= MOST_SHOWN:
         raise ValueError(
@@ -97,20 +96,20 @@ def predicted(slug: str, predictions: Sequence[Prediction]) -> str:
     rows = []
     for one in shown:
         line, says = registered.line(one.id, one.limits), one.verdict
-        said = f"{one.text}<br><small>{registered.told(line)}</small>"
+        cell = f"{one.text}<br><small>{registered.message(line)}</small>"
         if says.word == "refuted" and line is not None and line["lesson"]:
-            said += f"<br><small>**What the model left out:** {line['lesson']}</small>"
+            cell += f"<br><small>**What the model left out:** {line['lesson']}</small>"
         sign = "✓" if says.word == "confirmed" else "✗"
         verdict = str(says).replace("**", f'<b class="{says.word}">{sign}&nbsp;', 1)
         verdict = verdict.replace("**", "</b>")
-        found = f"{one.limits}<br>found **{one.value}**{one.of}"
-        rows.append([said, f"{one.interval()}<br>{found}", verdict])
+        result = f"{one.limits}<br>found **{one.value}**{one.of}"
+        rows.append([cell, f"{one.interval()}<br>{result}", verdict])
     caption = f"**Confirmed: {_confirmed(shown)} of {len(shown)} predictions.** Bar: the interval, "
     caption += "on its own scale; dot: found in it; diamond: outside."
     if others := [one for one in predictions if not one.shown]:
         link = f"{{doc}}`What we got wrong <{'../' * slug.count('/')}measuring/got_wrong>`"
-        kept = f"{_confirmed(others)} of {len(others)} confirmed"
-        caption += f" Others: {kept} ({link})."
+        count = f"{_confirmed(others)} of {len(others)} confirmed"
+        caption += f" Others: {count} ({link})."
     head = [["What we predicted", "Interval and found", "Verdict"], [":--"] * 3]
     return "\n".join([
         f"::::{{table}} {caption}", ":class: exhibit predictions",
@@ -121,7 +120,7 @@ def predicted(slug: str, predictions: Sequence[Prediction]) -> str:
 
 
 def _in_a_cell(text: str) -> str:
-    """Text as a cell of a table holds it: on one line, without an end of the cell."""
+    """Escape text for a cell of a table: one line, no end of the cell."""
     return " ".join(text.split()).replace("|", r"\|")
 
 
@@ -130,7 +129,7 @@ def _confirmed(predictions: Sequence[Prediction]) -> int:
 
 
 def source_of(source: Any) -> str:
-    """The source of a function, of a list of them, or the text itself."""
+    """Return the source of a function, of a list of them, or the text itself."""
     if isinstance(source, (list, tuple)):
         return "\n\n".join(source_of(one).rstrip() + "\n" for one in source)
     text = source if isinstance(source, str) else inspect.getsource(getattr(source, "fn", source))
@@ -138,25 +137,25 @@ def source_of(source: Any) -> str:
 
 
 def annotated(source: Any, notes: Mapping[str, str], folded: str = "") -> str:
-    """Code with notes beside its lines, as MyST: after each piece of the code its last line's
-    notes. `notes`: by words of exactly one line; ValueError if it is none or several. `folded`:
-    the words on the button that opens it, none for code that is shown."""
+    """Format code with notes beside its lines, as MyST: each piece of code is followed by the notes
+    of its last line. `notes`: by words of exactly one line; ValueError otherwise. `folded`: label
+    of the button that opens the code, empty if it is shown."""
     from pygments import highlight
     from pygments.formatters import HtmlFormatter
     from pygments.lexers import PythonLexer
 
     text = source_of(source)
-    at: dict[int, list[str]] = {}
+    notes_by_line: dict[int, list[str]] = {}
     for words, note in notes.items():
-        found = [n for n, line in enumerate(text.splitlines()) if words in line]
-        if len(found) != 1:
-            raise ValueError(f"one line of the source must have {words!r}, got {len(found)}")
-        at.setdefault(found[0], []).append(note)
+        matches = [n for n, line in enumerate(text.splitlines()) if words in line]
+        if len(matches) != 1:
+            raise ValueError(f"one line of the source must have {words!r}, got {len(matches)}")
+        notes_by_line.setdefault(matches[0], []).append(note)
     lines = highlight(text, PythonLexer(stripnl=False), HtmlFormatter(nowrap=True)).splitlines()
     lines = [line or "<span></span>" for line in lines]  # a blank one would end the block of HTML
     pieces, first, count = ['<div class="annotated highlight">'], 0, 0
-    for last in sorted({*at, len(lines) - 1}):
-        noted = list(enumerate(at.get(last, ()), count + 1))
+    for last in sorted({*notes_by_line, len(lines) - 1}):
+        noted = list(enumerate(notes_by_line.get(last, ()), count + 1))
         marks = "".join(f' <b class="mark">{n}</b>' for n, _ in noted)
         code = "\n".join(lines[first : last + 1])
         pieces.append(f"<pre>{code}{marks}</pre>")

@@ -1,4 +1,4 @@
-"""Launches within `enabled`: which of them run in the emulator, and with which configurations."""
+"""Hooks of launches within `enabled`: those the emulator runs, and their configurations."""
 
 import contextlib
 import contextvars
@@ -12,7 +12,7 @@ from triton.runtime.autotuner import Autotuner, Heuristics
 from triton.runtime.jit import JITFunction
 
 from . import unwritten
-from .compiled import Compiled
+from .compiled_kernel import Compiled
 from .errors import EmulatorError
 from .execution import OPTIONS, execute, undecorated
 from .gpu import check_arch, tensors_of
@@ -51,7 +51,7 @@ def enabled(
     all_configs: bool = False,
     **options: Any,
 ) -> Iterator[Reports]:
-    """Within this context kernels that are launched on CPU tensors run in the emulator.
+    """Run kernels that are launched on CPU tensors within this context in the emulator.
 
     `kernel[grid](...)` does, in the thread that opens it, and launchers that call `run_enabled`.
     Yields the reports of the launches. The emulated device has `multiprocessors` of them: a few, so
@@ -78,7 +78,7 @@ def enabled(
 
 @functools.cache
 def _take_launches() -> None:
-    """Let launches ask from now on whether a context is open."""
+    """Hook launches, which ask from now on whether a context is open."""
 
     def taken(original: Callable) -> Callable:
         @functools.wraps(original)
@@ -126,12 +126,12 @@ def _run_configurations(
     configs = [] if "config" in opened.options else undecorated(kernel, args, kwargs)[2]
     if len(configs) < 2:
         return launch()
-    before = [
+    snapshots = [
         (x.untyped_storage(), x.untyped_storage().clone()) for x in tensors_of((args, kwargs))
     ]
 
     def restore() -> None:
-        for storage, content in before:
+        for storage, content in snapshots:
             storage.copy_(content)
 
     def launch_afresh(config: Any) -> Report:
@@ -191,13 +191,13 @@ def _note_tuning(
         tuner.pre_hook(held, reset_only=True)
         execute(kernel, grid, args, kwargs, arch=opened.arch, **options)
         changed = [
-            name for name, kept in updated.items()
-            if not all(torch.equal(_bytes(now), _bytes(then)) for now, then in kept)
+            name for name, pairs in updated.items()
+            if not all(torch.equal(_bytes(now), _bytes(then)) for now, then in pairs)
         ]  # fmt: skip
         what = f"leaves something else in {', '.join(changed)}" if changed else ""
     except EmulatorError as error:
         what = f"ends with {type(error).__name__} ({error})"
-    for now, then in (pair for kept in updated.values() for pair in kept):
+    for now, then in (pair for pairs in updated.values() for pair in pairs):
         now.copy_(then)
     if what:
         report.notes.append(
@@ -216,12 +216,12 @@ def is_enabled() -> bool:
 
 
 def current_arch() -> str:
-    """The architecture of the open `enabled` context; RuntimeError without one."""
+    """Return the architecture of the open `enabled` context; RuntimeError without one."""
     return _opened().arch
 
 
 def current_multiprocessors() -> int:
-    """The multiprocessors of the open `enabled` context; without one, what it has by default."""
+    """Return the multiprocessors of the open `enabled` context; without one, the default."""
     opened = _ENABLED.get()
     return MULTIPROCESSORS if opened is None else opened.multiprocessors
 

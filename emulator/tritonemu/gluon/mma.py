@@ -1,4 +1,4 @@
-"""wgmma, tcgen05 and the older products of Gluon."""
+"""Gluon's wgmma, tcgen05 and older MMAs."""
 
 from typing import Any
 
@@ -8,11 +8,11 @@ import triton.language as tl
 from ..errors import InvalidKernel
 from ..language import OPERATIONS as LANGUAGE
 from ..launch import current
-from ..machine import products
+from ..machine import mma
 from ..machine.table import point
 from ..tile import Tile, to_tile
 from .barriers import barriers_of, performed
-from .ctas import at, in_ctas, others
+from .ctas import in_ctas, others, slices
 from .memory import Scales, Sharded, free, part
 
 
@@ -34,28 +34,28 @@ def warpgroup_mma(
     if isinstance(b, Sharded):
         result = _warpgroup_mma_of_ctas(a, b, acc)
     else:
-        result = products.async_dot(a, b, acc)
+        result = mma.async_dot(a, b, acc)
     return result if is_async else warpgroup_mma_wait(0, [result])
 
 
 def _warpgroup_mma_of_ctas(a: Any, b: Sharded, acc: Any) -> Any:
-    """The rows of A that a CTA has, all if they are in registers, by the columns of B."""
-    before = acc
+    """Multiply the rows of A that a CTA has (all if they are in registers) by its columns of B."""
+    previous = acc
     if acc is not None:
-        before = acc.result if isinstance(acc, products.Pending) else to_tile(acc).data
+        previous = acc.result if isinstance(acc, mma.Pending) else to_tile(acc).data
     m, n = a.shape[0], b.shape[1]
     result = torch.empty(m, n)
 
     def act(lane: Any) -> Any:
         rows = a.box(lane.cta)[0] if isinstance(a, Sharded) else (0, m)
-        place = rows, b.box(lane.cta)[1]
-        own = None if before is None else Tile(before[at(place)], tl.float32)
-        pending = products.async_dot(part(a, lane.cta), part(b, lane.cta), own)
-        result[at(place)] = pending.result
+        box = rows, b.box(lane.cta)[1]
+        local_acc = None if previous is None else Tile(previous[slices(box)], tl.float32)
+        pending = mma.async_dot(part(a, lane.cta), part(b, lane.cta), local_acc)
+        result[slices(box)] = pending.result
         return pending
 
     first = in_ctas(act)[0]
-    return products.Pending(result, first.dtype, first.operation)
+    return mma.Pending(result, first.dtype, first.operation)
 
 
 def warpgroup_mma_wait(num_outstanding: int = 0, deps: Any = None) -> Any:
@@ -63,7 +63,7 @@ def warpgroup_mma_wait(num_outstanding: int = 0, deps: Any = None) -> Any:
         raise InvalidKernel("warpgroup_mma_wait needs deps")
 
     def wait(value: Any) -> Any:
-        return in_ctas(lambda _: products.async_dot_wait(num_outstanding, value))[0]
+        return in_ctas(lambda _: mma.async_dot_wait(num_outstanding, value))[0]
 
     waited = tuple(map(wait, deps))
     return waited[0] if len(waited) == 1 else waited
@@ -73,7 +73,7 @@ HOPPER = {f.__name__: f for f in (warpgroup_mma_init, warpgroup_mma, warpgroup_m
 
 
 def _completing(mbarriers: Any, preds: Any, descs: Any) -> Any:
-    """What commits the MMAs of a CTA to those of the barriers that are chosen."""
+    """Return a function that commits the MMAs of a CTA to the barriers whose predicates hold."""
     mbarriers = tuple(mbarriers or ())
     preds = tuple(preds) if preds else (True,) * len(mbarriers)
     pairs = zip(mbarriers, preds, strict=True)
@@ -81,20 +81,20 @@ def _completing(mbarriers: Any, preds: Any, descs: Any) -> Any:
 
     def commit(lane: Any) -> None:
         for barriers in chosen:
-            products.commit(lane, [barriers.of(r) for r in _told(lane.cta.rank, descs)])
+            mma.commit(lane, [barriers.of(r) for r in _commit_targets(lane.cta.rank, descs)])
 
     return commit
 
 
-def _told(rank: int, descs: Any) -> list[int]:
-    """The CTAs in which a commit of this one arrives: its pair, and all that get these operands."""
+def _commit_targets(rank: int, descs: Any) -> list[int]:
+    """List the CTAs that a commit of this one arrives in: its pair, and all with these operands."""
     pair = int(current().pairs)
     masks = [free(desc) | pair for desc in descs] or [pair]
     return sorted({each for mask in masks for each in others(rank, mask)})
 
 
 def _issue(act: Any) -> None:
-    """What the tensor core of a CTA does; of pairs of CTAs, the first one issues for both."""
+    """Issue an MMA in each CTA; of a pair of CTAs, the first one issues for both."""
     in_ctas(lambda lane: lane.cta.rank & int(current().pairs) or act(lane))
 
 
@@ -102,21 +102,21 @@ def tcgen05_mma(
     a: Any, b: Any, acc: Any, *, use_acc: Any = True, pred: Any = True, multicast: bool = False,
     mbarriers: Any = None, mbarrier_preds: Any = None,
 ) -> None:  # fmt: skip
-    """Asynchronous, also without barriers."""
+    """Issue an MMA, which is asynchronous even without barriers."""
     commit = _completing(mbarriers, mbarrier_preds, (a, b) if multicast else ())
 
     def act(lane: Any) -> None:
         operands = (part(each, lane.cta) for each in (a, b, acc))
-        products.async_dot(*operands, use_acc, two_ctas=current().pairs, force_async=True)
+        mma.async_dot(*operands, use_acc, two_ctas=current().pairs, force_async=True)
         commit(lane)
 
-    products.blackwell_only("tcgen05_mma")
+    mma.blackwell_only("tcgen05_mma")
     if performed(pred):
         _issue(act)
 
 
 def tcgen05_commit(barrier: Any, pred: Any = True, descs: Any = ()) -> None:
-    products.blackwell_only("tcgen05_commit")
+    mma.blackwell_only("tcgen05_commit")
     commit = _completing([barrier], [pred], descs)
 
     def act(lane: Any) -> None:
@@ -135,7 +135,7 @@ def tcgen05_mma_scaled(
 
     def act(lane: Any) -> None:
         operands = (part(each, lane.cta) for each in (a, b, acc, a_scale, b_scale))
-        products.scaled_mma(*operands, a_type, b_type, use_acc, current().pairs)
+        mma.scaled_mma(*operands, a_type, b_type, use_acc, current().pairs)
         commit(lane)
 
     if performed(pred):
@@ -146,7 +146,7 @@ def tcgen05_copy(src: Any, dst: Any) -> None:
     def act(lane: Any) -> None:
         target = part(dst, lane.cta)
         scales = isinstance(target, Scales)
-        products.tmem_copy(part(src, lane.cta), target, scales, two_ctas=current().pairs)
+        mma.tmem_copy(part(src, lane.cta), target, scales, two_ctas=current().pairs)
 
     _issue(act)
 
