@@ -169,7 +169,7 @@ chapter.glue(
 # The ledger multiplies clocks by tiles, lets all units work side by side, and takes the busiest:
 
 # %% tags=["remove-input"]
-chapter.code(cost_model.ledger, "chip, amounts", "begun =")
+chapter.code(cost_model.cost, "chip, amounts", "begun =")
 
 # %% [markdown]
 # ## The ledger holds where we can measure

@@ -31,6 +31,7 @@ from gdpa_lab.report import charts
 from gdpa_lab.report.chapter import Chapter
 from gdpa_lab.report.peers import bytes_of_two, checked
 from gdpa_lab.report.results import TIMED
+from gdpa_lab.report.style import RUNG_COLOURS
 from notebooks.block import _tables
 from notebooks.block._rotary_alone import measure_rotary
 

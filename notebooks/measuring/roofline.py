@@ -24,6 +24,7 @@ import pandas as pd
 import torch
 
 from _lib import drawings
+from gdpa_lab.measuring import cost_model, roofline, timing
 from gdpa_lab.measuring import record as records
 from gdpa_lab.measuring import system as systems
 from gdpa_lab.measuring.workloads import FIGURES, WORKLOADS, workload
