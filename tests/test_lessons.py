@@ -1,11 +1,10 @@
-"""Lessons: a view compiles to its product's machine code; lengths and steps keep their limits."""
+"""Lessons: a view compiles to its product's machine code; what a step changes is counted."""
 
 from __future__ import annotations
 
 import importlib
 import inspect
 import types
-from statistics import median
 
 import pytest
 import torch
@@ -121,38 +120,6 @@ def test_every_file_of_a_ladder_is_a_lesson():
     assert files == {rung.lesson for rung in LESSONS}
 
 
-LONG: dict[str, tuple[int, int]] = {}
-"""Lessons that keep no limit yet: lines of compiled code, and of the file."""
-
-
-@pytest.mark.parametrize("rung", LESSONS, ids=lambda rung: rung.impl)
-def test_a_lesson_is_short(rung):
-    limits = 200, 300 if rung.directions == ("forward",) else 360
-    lines = len(lessons.jit_lines(rung.lesson)), len(rung.lesson.read_text().splitlines())
-    most = LONG.get(rung.impl, limits)
-    assert all(found <= limit for found, limit in zip(lines, most, strict=True))
-    assert rung.impl not in LONG or any(n > limit for n, limit in zip(lines, limits, strict=True))
-
-
-STEPS = [*lessons.steps()]
-LARGE = {"b1_warp_specialized": 447}
-"""Steps that keep no limit yet, and their changed lines."""
-
-
-@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.impl)
-def test_a_step_is_small(step):
-    limit = 300 if step.is_rewrite else 200
-    if step.impl in LARGE:
-        assert limit < step.changed <= LARGE[step.impl]
-    else:
-        assert step.changed <= limit
-
-
-def test_half_of_the_steps_are_smaller_still_and_few_are_rewrites():
-    assert median(step.changed for step in STEPS) <= 127  # 100 when all ladders are stripped
-    assert sum(step.is_rewrite for step in STEPS) <= 9
-
-
 def test_changes_are_counted_in_compiled_code(tmp_path, capsys):
     before, after = tmp_path / "before.py", tmp_path / "after.py"
     kernel = '''"""A module."""
@@ -177,5 +144,6 @@ def forward():
     assert lessons.changed_lines(before, after) == 0
     after.write_text(kernel.replace("    return y", "    y += 1\n    return 2 * y"))
     assert lessons.changed_lines(before, after) == 3
+    step = next(iter(lessons.steps()))
     assert main(["steps"]) == 0
-    assert f"| {STEPS[0].changed} | {STEPS[0].jit} | {STEPS[0].file} |" in capsys.readouterr().out
+    assert f"| {step.changed} | {step.jit} | {step.file} |" in capsys.readouterr().out

@@ -9,7 +9,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import tritonemu
@@ -25,6 +25,7 @@ from gdpa_kernels.block_attention.slots import slot_of
 from gdpa_kernels.calling.launch import launch
 from tests.block_attention.cases import DEVICE, Case, check, kernels_run, results, suited
 from tests.calls import assert_same_bits
+from tests.tiers import examples
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 RUNGS = {"v3_warp_specialized": v3, "v4_rotary": v4, "v4a_turning_role": v4a}
@@ -133,7 +134,7 @@ def test_any_schedule_of_wide_heads(head_dim, heads_k):
             assert_same_bits(scheduled(v4a, case, schedule, config), expected, (config, schedule))
 
 
-@settings(deadline=None, max_examples=8)
+@examples(8)
 @given(data=st.data())
 @every
 def test_random_batches_and_configs(rung, data):

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from gdpa_kernels.block_attention import eliminations
@@ -29,6 +29,7 @@ from tests.block_attention.cases import (
     supports,
 )
 from tests.calls import GRADIENTS, assert_same_bits, full_of_nan, readable, unreadable
+from tests.tiers import examples
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 # All cases are tested in bf16. In other dtypes those with scores that matter to their range and
@@ -281,7 +282,7 @@ def test_eliminations(on):
         torch.testing.assert_close(a.float(), b.float(), atol=0.02, rtol=0.02)
 
 
-@settings(deadline=None, max_examples=10)
+@examples(10)
 @given(data=st.data())
 @every
 def test_random_batches_and_options(rung, data):

@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gdpa_kernels.calling.launches import launches
@@ -33,6 +33,7 @@ from tests.gdpa.cases import (
     drawn,
     gradients,
 )
+from tests.tiers import examples
 from tritonemu import execution
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -445,7 +446,7 @@ DIMS = {
 }
 
 
-@settings(deadline=None, max_examples=5)
+@examples(5)
 @given(data=st.data())
 @every
 def test_random_batches_and_options(impl, data):

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gdpa_kernels import gdpa
@@ -14,6 +14,7 @@ from gdpa_kernels.gdpa.ladder import v3_persistent
 from tests.budget import within_budget
 from tests.calls import full_of_nan
 from tests.gdpa.cases import CASES, DEVICE, Case, batch_of, drawn, kernels_run, of_pytorch
+from tests.tiers import examples
 
 BLACKWELL = [rung.impl for rung in ladder.BLACKWELL_RUNGS]
 IMPLS = [rung.impl for rung in ladder.RUNGS] + (BLACKWELL if DEVICE == "cpu" else [])
@@ -199,7 +200,7 @@ def test_any_schedule_gives_the_same_result(order, programs_per_sm):
     assert torch.equal(out, plain)
 
 
-@settings(deadline=None, max_examples=8)
+@examples(8)
 @given(data=st.data())
 @pytest.mark.parametrize("impl", IMPLS)
 def test_random_batches_and_options(impl, data):
