@@ -39,11 +39,6 @@ def pytest_configure(config):
     Tensors are small, and `pytest -n` runs a process per core: more threads than one only wait.
     """
     torch.set_num_threads(config.option.threads)
-    for marker in (
-        "sweep: compiles a promise, draws many cases or tries mutants; runs with --sweeps",
-        "nightly: takes minutes; runs with --nightly",
-    ):
-        config.addinivalue_line("markers", marker)
     seed = config.option.seed
     if seed and config.option.hypothesis_seed is None:
         config.option.hypothesis_seed = seed

@@ -23,6 +23,7 @@ from gdpa_lab.measuring import compile_check, machine_code, measure, record
 from gdpa_lab.measuring.inputs import make_inputs
 from gdpa_lab.measuring.workloads import workload
 from tests.calls import pretended
+from tests.tiers import sweep, swept
 
 SMALL = replace(workload("gdpa-self-full-256"), batch=2, max_seqlen_q=64, max_seqlen_k=64)
 
@@ -115,7 +116,7 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", swept(CALLS, ("numbers and strides",)))
 def test_a_launch_compiles_again_to_its_code(gpu, name):
     for launch in launched(CALLS[name]):
         assert code_again(launch) == launch["code"]
@@ -205,7 +206,7 @@ json.dump(answers, sys.stdout)
 
 @pytest.mark.parametrize(
     ("impl", "scope"),
-    [("v0_eager", "kernel"), ("v1_tiled", "kernel"), ("v3_persistent", "schedule")],
+    [("v0_eager", "kernel"), sweep("v1_tiled", "kernel"), sweep("v3_persistent", "schedule")],
 )
 def test_the_process_its_hash_seed_and_what_makes_arguments_do_not_count(tmp_path, impl, scope):
     """Nor what the process was asked before."""

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import pandas as pd
+import pytest
 
 from _lib import calls
 from gdpa_lab.report.chapter import Chapter
+
+pytestmark = pytest.mark.sweep
 
 
 def test_costs_name_the_records_of_their_rows():

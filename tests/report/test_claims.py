@@ -334,6 +334,7 @@ def test_claims_without_a_selector_keep_their_status():
             assert math.isnan(table.loc[claim.id, "ours"])
 
 
+@pytest.mark.sweep
 def test_the_records_of_the_repository_answer_every_selector_they_have_rows_for():
     rows = real_results.table(ROOT / "data", gpu="NVIDIA H200", latest=False)
     table = claims.judged(rows, claims=CLAIMS).set_index("id")

@@ -16,6 +16,7 @@ from tritonemu.__main__ import main as emulate
 README = (record.ROOT / "README.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.sweep
 def test_results_are_the_records():
     block = README.split(readme.BEGIN)[1].split(readme.END)[0].strip()
     assert block == readme.block(), "run `python -m gdpa_lab maintain readme`"
