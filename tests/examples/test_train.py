@@ -246,7 +246,7 @@ def test_every_option_is_saved_or_free():
     ("engine", "more"),
     (
         ("ddp", ["--deal", "sorted", "--cold", "0.6"]),  # rank 1 has no token
-        ("fsdp2", ["--model", "hstu", "--deal", "balanced", "--recompute"]),
+        sweep("fsdp2", ["--model", "hstu", "--deal", "balanced", "--recompute"]),
     ),
 )
 def test_two_ranks_are_one(engine, more, tmp_path):

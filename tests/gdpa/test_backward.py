@@ -87,10 +87,12 @@ OTHER_DTYPES = {
     "key_edges", "empty_sequences", "shared_q", "grouped_causal_window", "per_head", "wide",
     "all_keys_of_v5",
 }  # fmt: skip
-QUICK = {
-    *("tile_edges", "empty_sequences", "shared_q", "grouped_causal_window", "lower_right_window"),
-    *("per_head", "wide", "wide_grouped", "head_dim_200", "negative_scale"),
-}
+OF_PRODUCTS = (
+    *("empty_sequences", "shared_q", "grouped_causal_window", "lower_right_window", "per_head"),
+    *("wide", "wide_grouped", "head_dim_200"),
+)
+QUICK = [{(True, name) for name in names} for names in (OF_PRODUCTS, ("empty_sequences", "wide"))]
+"""What the quick tier has of products and of lessons: whether in bf16, and the case."""
 SOME = {"empty_sequences", "packed_qkv", "grouped_heads"} | {case.name for case in OWN_CASES}
 # At which other head_dims a rung takes which of the cases of 64.
 WIDTHS = {
@@ -124,8 +126,8 @@ def cases_of(impl: str) -> list[Case]:
             and problem(impl, case.call(dtype)) is None
         ),
         lambda impl, case, dtype: (
-            (dtype == BF16 and case.name in QUICK)
-            or (dtype != BF16 and impl.startswith("v1") and case.name == "per_head")
+            (dtype == BF16, case.name) in QUICK[BACKWARD[impl].is_lesson]
+            or (impl, case.name) == ("v1_tiled_backward", "per_head")
         ),
     ),
     ids=lambda value: f"{value}_{value.head_dim}" if isinstance(value, Case) else str(value),
