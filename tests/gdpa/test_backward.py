@@ -137,7 +137,11 @@ def test_matches_the_definition(impl, case, dtype):
 
 
 @pytest.mark.parametrize(
-    "impl, dtype", [("v1_tiled_backward", FP32), *((i, BF16) for i in BACKWARD)]
+    "impl, dtype",
+    swept(
+        [("v1_tiled_backward", FP32), *((i, BF16) for i in BACKWARD)],
+        lambda impl, dtype: not BACKWARD[impl].is_lesson,
+    ),
 )
 def test_every_activation(impl, dtype):
     names = tuple(reference.ACTIVATIONS)
@@ -165,7 +169,7 @@ def test_strided_arguments(impl, change):
     check(impl, case, change=change)
 
 
-@pytest.mark.parametrize("kind", swept(GRADIENTS, ("sum", "odd address")))
+@pytest.mark.parametrize("kind", swept(GRADIENTS, ("sum",)))
 @products
 def test_any_strides_of_the_gradient(impl, kind):
     call = Case("expanded", (65, 0, 40), head_dim=HEAD_DIM[impl]).call(BF16)

@@ -23,7 +23,7 @@ from gdpa_lab.measuring import compile_check, machine_code, measure, record
 from gdpa_lab.measuring.inputs import make_inputs
 from gdpa_lab.measuring.workloads import workload
 from tests.calls import pretended
-from tests.tiers import sweep, swept
+from tests.tiers import swept
 
 SMALL = replace(workload("gdpa-self-full-256"), batch=2, max_seqlen_q=64, max_seqlen_k=64)
 
@@ -204,9 +204,10 @@ json.dump(answers, sys.stdout)
 """
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("impl", "scope"),
-    [("v0_eager", "kernel"), sweep("v1_tiled", "kernel"), sweep("v3_persistent", "schedule")],
+    [("v0_eager", "kernel"), ("v1_tiled", "kernel"), ("v3_persistent", "schedule")],
 )
 def test_the_process_its_hash_seed_and_what_makes_arguments_do_not_count(tmp_path, impl, scope):
     """Nor what the process was asked before."""
