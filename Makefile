@@ -14,8 +14,8 @@ MATHJAX := sphinx-mathjax-offline/static/mathjax/tex-svg.js
 # The newest two minor versions of Triton itself, for the emulator.
 UPSTREAM := 3.9.0 3.8.0
 
-.PHONY: book docs pdf test test-processors test-nightly mutants test-upstream test-tutorials packages measure \
-  compare lint clean
+.PHONY: book docs pdf test test-sweeps test-all test-processors test-nightly mutants test-upstream \
+  test-tutorials packages measure compare lint clean
 
 # The rendered book: replay the chapters that changed, build, check the built site.
 book: $(READY)
@@ -43,9 +43,22 @@ docs: $(READY)
 pdf: $(READY)
 	$(BIN)/python notebooks/pdf.py
 
-# The test suite, on the CPU.
+# The quick tests, on the CPU: every kernel once in the emulator against fp64 and once through the
+# compiler, every public behaviour, every refusal. At most ten minutes on two idle cores, nothing cached.
 test: $(READY)
 	$(PYTEST)
+
+# What `make test` leaves out: every promise compiled, more calls at random, samples of the mutants.
+test-sweeps: $(READY)
+	$(PYTEST) --sweeps
+
+# All that must pass before a change is merged, in order; CI runs it in parts.
+test-all:
+	$(MAKE) test
+	$(MAKE) test-sweeps
+	$(MAKE) test-processors
+	$(MAKE) test-upstream
+	$(MAKE) packages
 
 # What depends on the processor, as on another: vector instructions of PyTorch and of MKL, threads.
 ON_A_CPU := tests/gdpa/test_reference.py tests/block_attention/test_reference.py \
@@ -53,12 +66,12 @@ ON_A_CPU := tests/gdpa/test_reference.py tests/block_attention/test_reference.py
 test-processors: $(READY)
 	ATEN_CPU_CAPABILITY=default MKL_ENABLE_INSTRUCTIONS=SSE4_2 $(PYTEST) --threads 4 $(ON_A_CPU)
 
-# What takes too long for `make test`: every promise compiled, all mutants, more random calls, others
-# by SEED.
+# What takes too long for a change: every kernel for every GPU, all mutants, many more random calls,
+# others by SEED.
 test-nightly: $(READY)
 	$(PYTEST) --nightly --seed $(SEED)
 
-# Every mutant of every kernel; `make test` runs a fixed sample, the nightly tests run them too.
+# Every mutant of every kernel; the sweeps have a fixed sample, the nightly tests all of them too.
 mutants: $(READY)
 	$(PYTEST) --nightly -k all_mutants
 

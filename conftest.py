@@ -1,6 +1,12 @@
-"""For all tests: what they draw, and what keeps thousands of small ones quick."""
+"""For all tests: their tiers, what they draw, and what keeps thousands of small ones quick.
+
+Without an option the quick tier runs, which is `make test`. `--sweeps` runs what that leaves out:
+every promise compiled, many random cases, the mutants of the fixed samples. `--nightly` runs what
+takes too long for that. A test whose node id the command line spells out runs whatever its tier.
+"""
 
 import gc
+import os
 import zlib
 
 import hypothesis
@@ -16,7 +22,11 @@ def pytest_addoption(parser):
         metavar="N",
         help="draw other tensors and examples (default 0)",
     )
-    parser.addoption("--nightly", action="store_true", help="only the long tests, marked nightly")
+    tier = parser.getgroup("tiers").addoption
+    tier(
+        "--sweeps", action="store_true", help="only tests marked sweep, and all that draw examples"
+    )
+    tier("--nightly", action="store_true", help="only the long tests, marked nightly")
     parser.addoption(
         "--threads", type=int, default=1, metavar="N", help="threads of PyTorch (default 1)"
     )
@@ -29,21 +39,40 @@ def pytest_configure(config):
     Tensors are small, and `pytest -n` runs a process per core: more threads than one only wait.
     """
     torch.set_num_threads(config.option.threads)
-    config.addinivalue_line("markers", "nightly: takes minutes; runs with --nightly alone")
     seed = config.option.seed
     if seed and config.option.hypothesis_seed is None:
         config.option.hypothesis_seed = seed
-    hypothesis.settings.register_profile("seeded", derandomize=not seed, database=None)
+    count = 100 if config.option.sweeps or config.option.nightly else 25
+    hypothesis.settings.register_profile(
+        "seeded", derandomize=not seed, database=None, max_examples=count
+    )
     hypothesis.settings.load_profile("seeded")
 
 
 def pytest_collection_modifyitems(config, items):
-    chosen, others = [], []
+    named, chosen, others = _named(config), [], []
     for item in items:
-        nightly = item.get_closest_marker("nightly") is not None
-        (chosen if nightly == config.option.nightly else others).append(item)
+        if item.get_closest_marker("nightly"):
+            runs = config.option.nightly
+        elif item.get_closest_marker("sweep"):
+            runs = config.option.sweeps
+        elif config.option.sweeps:  # a drawn test once more, of more examples
+            runs = hypothesis.is_hypothesis_test(getattr(item, "obj", None))
+        else:
+            runs = not config.option.nightly
+        (chosen if runs or item.nodeid in named else others).append(item)
     config.hook.pytest_deselected(items=others)
     items[:] = chosen
+
+
+def _named(config) -> set[str]:
+    """The node ids that the command line spells out."""
+    ids = set()
+    for path, colons, name in (argument.partition("::") for argument in config.args):
+        if colons:
+            path = os.path.relpath(config.invocation_params.dir / path, config.rootpath)
+            ids.add(f"{path}::{name}")
+    return ids
 
 
 @pytest.fixture(autouse=True)

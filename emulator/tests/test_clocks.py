@@ -129,7 +129,7 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=800, deadline=None)
+@settings(max_examples=8 * settings.default.max_examples, deadline=None)
 @given(STEPS)
 def test_clocks_find_exactly_the_accesses_without_a_path(steps):
     trace = Trace()

@@ -43,6 +43,7 @@ def _distances(mistake, folder) -> tuple[str, int, int]:
     return raised.type.__name__, *nearest
 
 
+@pytest.mark.sweep
 @pytest.mark.tlx
 def test_reports_name_a_line_near_the_mistake(tmp_path):
     assert len(MISTAKES) == 28

@@ -420,7 +420,7 @@ SETTINGS = {
 
 
 @pytest.mark.tlx
-@settings(max_examples=40, **SETTINGS)
+@settings(**SETTINGS)
 @given(pipelines())
 def test_right_pipelines_are_accepted(folder, pipeline):
     out = torch.arange(1.0, pipeline.items * pipeline.parts + 1)
@@ -430,7 +430,7 @@ def test_right_pipelines_are_accepted(folder, pipeline):
         assert torch.equal(result, out[pipeline.results])
 
 
-@settings(max_examples=25, **SETTINGS)
+@settings(**SETTINGS)
 @given(pipelines())
 def test_the_search_finds_nothing_in_right_pipelines(pipeline):
     search = Search(pipeline)
@@ -459,6 +459,7 @@ def judge(pipeline: Pipeline, folder: Any) -> set[type[EmulatorError]] | None:
     return search.findings
 
 
+@pytest.mark.sweep
 @pytest.mark.tlx
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_found_unless_it_is_harmless(folder, fault):
@@ -499,6 +500,7 @@ def test_known_faults(folder, fault, number, kinds):
     assert judge(pipeline, folder) == kinds
 
 
+@pytest.mark.sweep
 @pytest.mark.tlx
 def test_turns_are_found_unless_they_are_right(folder):
     verdicts = []

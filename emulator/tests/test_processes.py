@@ -56,10 +56,10 @@ def written(path="all.json"):
 @pytest.mark.parametrize(
     "names, status",
     (
-        (["right.py", "right.py:total"], 0),
         (["right.py", "racy.py", "broken.py"], 1),
-        (["broken.py", "right.py"], 3),
         (["killed.py"], 3),
+        pytest.param(["right.py", "right.py:total"], 0, marks=pytest.mark.sweep),
+        pytest.param(["broken.py", "right.py"], 3, marks=pytest.mark.sweep),
     ),
 )
 def test_the_worst_status_counts(names, status, programs, capfd):
@@ -87,12 +87,14 @@ def test_one_report_has_all(programs, capfd):
     assert "racy.py:8" in capfd.readouterr().err
 
 
+@pytest.mark.sweep
 def test_what_all_find_stands_once_in_sarif(programs):
     assert each("--sarif", "all.sarif", "racy.py:total", "racy.py:total") == 1
     (run,) = written("all.sarif")["runs"]
     assert len(run["results"]) == 1 and run["invocations"][0]["executionSuccessful"]
 
 
+@pytest.mark.sweep
 def test_the_limit_of_time_is_of_each(programs):
     assert each("--timeout", "20", "endless.py") == 4
     (one,) = written()["programs"]
@@ -114,6 +116,7 @@ def test_a_wrong_command_line_runs_nothing(arguments, said, programs, capsys):
     assert said in capsys.readouterr().err and not Path("all.json").exists()
 
 
+@pytest.mark.sweep
 def test_the_hook_runs_as_pre_commit_runs_it(programs):
     """Its entry and the changed files of its types, in the folder of the repository."""
     (hook,) = yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text())

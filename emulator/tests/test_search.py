@@ -163,6 +163,7 @@ def random_kernel(
             perform(state_ptr, out_ptr, full[0], 1, C, 2)
 
 
+@pytest.mark.sweep
 def test_random_programs_lose_no_outcome():
     """Search finds something if any interleaving has a finding; if none has, all results."""
     choice, mixed, several = random.Random(7), 0, 0

@@ -62,6 +62,7 @@ def survey(*arguments):
     return subprocess.run(command, capture_output=True, text=True)
 
 
+@pytest.mark.sweep
 def test_tables_of_tutorials(repository):
     table = repository / "table.md"
     version = f"Commit 0 under Triton {triton.__version__}:\n\n"

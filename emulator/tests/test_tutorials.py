@@ -19,7 +19,8 @@ RANDOM_SCHEDULES = 8
 @pytest.mark.parametrize(
     "schedules",
     (
-        pytest.param(("modelled", 0, 1), id="some"),
+        pytest.param(("modelled",), id="modelled"),
+        pytest.param((0, 1), id="some", marks=pytest.mark.sweep),
         pytest.param(range(2, RANDOM_SCHEDULES), id="others", marks=pytest.mark.nightly),
     ),
 )
@@ -81,6 +82,7 @@ def test_the_published_backward_races_without_the_barrier_of_its_warps(config, r
         assert "tlx.local_load(qk_tiles" in lines[caught.value.other[1] - 1]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "arch, build, seconds",
     (

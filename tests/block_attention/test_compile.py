@@ -12,8 +12,10 @@ from gdpa_kernels.calling.launches import launches
 from gdpa_lab.measuring.compile_check import disassemble
 from tests.block_attention.cases import BLACKWELL, RUNGS
 from tests.block_attention.compiling import Compiled, built, compile_launch, compiled
+from tests.tiers import sweep, swept
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+DIMS = pytest.mark.parametrize("head_dim", (sweep(64), 128))
 
 SMEM_OF_AN_SM = 228 * 1024
 SMEM_OF_A_PROGRAM = 227 * 1024
@@ -41,7 +43,7 @@ def programs_on_an_sm(made: Compiled, num_warps: int = 4) -> int:
     return min(by_registers, SMEM_OF_AN_SM // (made.shared_bytes + 1024))
 
 
-@pytest.mark.parametrize("head_dim", (64, 128))
+@DIMS
 @pytest.mark.parametrize("rung", [rung for rung in RUNGS if rung not in BLACKWELL])
 def test_hopper_code_of_the_measured_shapes(rung, head_dim):
     known = [(impl, case) for impl, case, _ in KNOWN_SPILLS]
@@ -58,14 +60,14 @@ def test_hopper_code_of_the_measured_shapes(rung, head_dim):
             assert made.wide["LDG"] == made.wide["STG"] == 0
 
 
-@pytest.mark.parametrize("head_dim, forward, backward", ((64, 6, 3), (128, 4, 3)))
+@pytest.mark.parametrize("head_dim, forward, backward", (sweep(64, 6, 3), (128, 4, 3)))
 def test_programs_of_v1_share_an_sm(head_dim, forward, backward):
     made = compiled("v1_one_tile", head_dim=head_dim)
     assert programs_on_an_sm(made["forward_kernel"]) >= forward
     assert programs_on_an_sm(made["backward_kernel"]) >= backward
 
 
-@pytest.mark.parametrize("head_dim", (64, 128))
+@DIMS
 def test_v1_moves_every_byte_once_and_16_at_a_time(head_dim):
     # A tile [64, head_dim] of 2 bytes by 128 threads is head_dim / 16 accesses of 16 bytes each.
     made, accesses = compiled("v1_one_tile", head_dim=head_dim), head_dim // 16
@@ -74,8 +76,8 @@ def test_v1_moves_every_byte_once_and_16_at_a_time(head_dim):
     assert backward["LDG"] == 4 * accesses and backward["STG"] == 3 * accesses
 
 
-@pytest.mark.parametrize("rotary", (False, True))
-@pytest.mark.parametrize("head_dim", (64, 128))
+@pytest.mark.parametrize("rotary", (False, sweep(True)))
+@DIMS
 def test_programs_of_v2_fit_as_its_config_says(head_dim, rotary):
     """Programs that take a few slabs and end must share an SM, or nothing hides their ends."""
     made = compiled("v2_slab", head_dim=head_dim, rotary=rotary)
@@ -102,13 +104,18 @@ OF_OPTIONS = [
 ]  # fmt: skip
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("rung, dtype, case", OF_OPTIONS, ids=str)
 def test_options_do_not_spill(rung, dtype, case):
     for made in compiled(rung, dtype, **case).values():
         assert made.spill_bytes == 0 and not made.serialised
 
 
-@pytest.mark.parametrize("rung, case, most", KNOWN_SPILLS, ids=str)
+@pytest.mark.parametrize(
+    "rung, case, most",
+    swept(KNOWN_SPILLS, lambda rung, case, most: case == {"head_dim": 128}),
+    ids=str,
+)
 def test_known_spills_do_not_grow(rung, case, most):
     made = compiled(rung, **case)
     assert made["forward_kernel"].spill_bytes == 0
@@ -150,7 +157,11 @@ OF_ROLES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("rung, dtype, turns, case", OF_ROLES, ids=str)
+@pytest.mark.parametrize(
+    "rung, dtype, turns, case",
+    swept(OF_ROLES, lambda rung, *options: options == (BF16, FP32, {"head_dim": 128})),
+    ids=str,
+)
 def test_hopper_code_of_roles(rung, dtype, turns, case):
     known = [(impl, others) for impl, others, _ in KNOWN_SPILLS]
     for name, made in compiled(rung, dtype, turns, **case).items():
@@ -200,6 +211,7 @@ INSTRUCTIONS = {
 }  # fmt: skip
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("direction, head_dim", INSTRUCTIONS)
 def test_roles_share_the_instructions_of_v4(direction, head_dim):
     """Per item: sin and cos are not read, no gradient crosses shared memory, nothing is spilt."""

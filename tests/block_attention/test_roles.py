@@ -1,6 +1,8 @@
 """v3, v4 and v4a, whose warps have roles: any configuration, any order of events, mistakes,
 refusals."""
 
+import itertools
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache, partial
 from unittest import mock
@@ -9,7 +11,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import tritonemu
@@ -25,6 +27,7 @@ from gdpa_kernels.block_attention.slots import slot_of
 from gdpa_kernels.calling.launch import launch
 from tests.block_attention.cases import DEVICE, Case, check, kernels_run, results, suited
 from tests.calls import assert_same_bits
+from tests.tiers import examples, sweep, swept
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 RUNGS = {"v3_warp_specialized": v3, "v4_rotary": v4, "v4a_turning_role": v4a}
@@ -82,17 +85,20 @@ def expected_of(rung: str, case: Case, config=None) -> tuple[torch.Tensor, ...]:
     return scheduled(RUNGS[rung], case, "modelled", config)
 
 
+def scheduled_configs() -> Iterator:
+    """(rung, heads, heads_k, config, seed); the quick tier has the first and last config of a rung
+    with grouped heads."""
+    for rung, (heads, heads_k) in itertools.product(RUNGS, ((2, 2), (3, 1))):
+        first, *others, last = configs(rung, heads)
+        for config in (first, *others, last):
+            quick = heads_k == 1 and config in (first, last)
+            marks = () if quick else pytest.mark.sweep
+            seed = (config.num_stages + heads) % 2
+            yield pytest.param(rung, heads, heads_k, config, seed, marks=marks)
+
+
 @emulated
-@pytest.mark.parametrize(
-    "rung, heads, heads_k, config, seed",
-    [
-        (rung, heads, heads_k, config, (config.num_stages + heads) % 2)
-        for rung in RUNGS
-        for heads, heads_k in ((2, 2), (3, 1))
-        for config in configs(rung, heads)
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("rung, heads, heads_k, config, seed", scheduled_configs(), ids=str)
 def test_any_schedule_and_config_gives_the_same_bits(heads, heads_k, rung, config, seed):
     """Slots are used several times over, the last round has fewer units than there are roles.
 
@@ -109,7 +115,7 @@ PIECES = ((96, 64, 1, 3), (128, 64, 2, 4), (192, 64, 1, 4), (256, 64, 1, 4), (25
 
 
 @emulated
-@pytest.mark.parametrize("head_dim, width, roles, stages", PIECES)
+@pytest.mark.parametrize("head_dim, width, roles, stages", swept(PIECES, PIECES[1:2]))
 @pytest.mark.parametrize("rung", ("v3_warp_specialized", "v4_rotary"))
 def test_any_schedule_of_pieces_gives_the_same_result(rung, head_dim, width, roles, stages):
     """A head that takes several slots: right, and the same whoever runs when."""
@@ -123,7 +129,9 @@ def test_any_schedule_of_pieces_gives_the_same_result(rung, head_dim, width, rol
 
 
 @emulated
-@pytest.mark.parametrize("head_dim, heads_k", ((128, 2), (128, 1), (192, 2), (256, 2)))
+@pytest.mark.parametrize(
+    "head_dim, heads_k", (sweep(128, 2), (128, 1), sweep(192, 2), sweep(256, 2))
+)
 def test_any_schedule_of_wide_heads(head_dim, heads_k):
     """Grouped heads, two math roles, or pieces leave sin and cos in shared memory in v4a."""
     case = Case("orders", (130, 70), 2, heads_k, head_dim, rotary=True, rotate_v=True)
@@ -133,7 +141,7 @@ def test_any_schedule_of_wide_heads(head_dim, heads_k):
             assert_same_bits(scheduled(v4a, case, schedule, config), expected, (config, schedule))
 
 
-@settings(deadline=None, max_examples=8)
+@examples(8)
 @given(data=st.data())
 @every
 def test_random_batches_and_configs(rung, data):
@@ -177,7 +185,7 @@ def deal_kernel(
                 item += 1
 
 
-@pytest.mark.parametrize("units", range(6))
+@pytest.mark.parametrize("units", (0, 5, *map(sweep, range(1, 5))))
 @pytest.mark.parametrize("roles, stages", ((1, 3), (2, 2), (2, 6), (3, 6)))
 @pytest.mark.parametrize("heads, pieces", ((3, 1), (2, 2)))
 def test_a_slot_belongs_to_one_role(heads, pieces, roles, stages, units):
@@ -216,10 +224,15 @@ def test_sin_and_cos_of_any_dtype(turned, dtype, head_dim):
 
 
 @emulated  # on a GPU the compiler decides in each kernel which products and sums it fuses
-@pytest.mark.parametrize("dtype, turns", ((BF16, FP32), (BF16, FP16), (FP16, BF16)), ids=str)
+@pytest.mark.parametrize(
+    "dtype, turns", ((BF16, FP32), sweep(BF16, FP16), sweep(FP16, BF16)), ids=str
+)
 @pytest.mark.parametrize(
     "head_dim, heads_k",
-    ((64, 2), (64, 1), (96, 2), (96, 1), (128, 2), (128, 1), (192, 2), (256, 2)),
+    (
+        *((64, 1), (128, 2), sweep(64, 2), sweep(96, 2), sweep(96, 1), sweep(128, 1)),
+        *(sweep(192, 2), sweep(256, 2)),
+    ),
 )
 def test_same_bits_as_v4(head_dim, heads_k, dtype, turns):
     """Whatever the dtype of sin and cos: one rounding, in the same place."""
@@ -416,6 +429,7 @@ def test_every_harmful_mistake_in_synchronisation_is_found(rung, direction, ever
 
 
 @emulated
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "rung, direction, shared, count",
     [

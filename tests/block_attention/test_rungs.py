@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from gdpa_kernels.block_attention.batch import Batch
@@ -29,6 +29,7 @@ from tests.block_attention.cases import (
     supports,
 )
 from tests.calls import GRADIENTS, assert_same_bits, full_of_nan, readable, unreadable
+from tests.tiers import examples, sweep, swept
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 # All cases are tested in bf16. In other dtypes those with scores that matter to their range and
@@ -39,20 +40,32 @@ OTHER_DTYPES = {
     *("block_16_head_dim_128", "block_32_head_dim_64", "block_128_head_dim_16", "head_dim_256"),
     *("rotary_v_96", "rotary_256"),
 }
+# In bf16, the quick tier has these.
+QUICK = {
+    *("edges", "no_tokens", "one_and_two_tokens", "one_kv_head", "packed_qkv", "rotary_v"),
+    *("head_dim_128", "grouped_128", "rotary_256", "block_16_head_dim_128"),
+}
 ROLES = ("v3_warp_specialized", "v4_rotary", "v4a_turning_role")
 every = pytest.mark.parametrize("rung", RUNGS)
+LESSONS = [rung for rung in RUNGS if ladder.rung(rung, "block_attention").is_lesson]
+PRODUCTS = [rung for rung in RUNGS if rung not in LESSONS]
+products = pytest.mark.parametrize("rung", swept(RUNGS, PRODUCTS))
+"""Every rung: lessons in the sweeps alone."""
 BY_TMA = ("v2_slab", *ROLES, *BLACKWELL)
 
 
 @pytest.mark.parametrize(
     "rung, case, dtype",
-    [
-        (rung, case, dtype)
-        for rung in RUNGS
-        for case in dict.fromkeys(suited(rung, case) for case in CASES)
-        for dtype in (BF16, FP16, FP32)
-        if (dtype == BF16 or case.name in OTHER_DTYPES) and supports(rung, case, dtype)
-    ],
+    swept(
+        (
+            (rung, case, dtype)
+            for rung in RUNGS
+            for case in dict.fromkeys(suited(rung, case) for case in CASES)
+            for dtype in (BF16, FP16, FP32)
+            if (dtype == BF16 or case.name in OTHER_DTYPES) and supports(rung, case, dtype)
+        ),
+        lambda rung, case, dtype: dtype == BF16 and case.name in QUICK,
+    ),
     ids=str,
 )
 def test_matches_the_definition(rung, case, dtype):
@@ -130,8 +143,8 @@ def test_strided_arguments(rung, head_dim, change):
     check(RUNGS[rung], case, BF16, change=change)
 
 
-@pytest.mark.parametrize("kind", GRADIENTS)
-@every
+@pytest.mark.parametrize("kind", swept(GRADIENTS, ("sum",)))
+@products
 def test_any_strides_of_the_gradient(rung, kind):
     case = suited(rung, Case("expanded", (65, 0, 40)))
     tensors, options = case.tensors(BF16), case.options()
@@ -157,8 +170,9 @@ def test_strided_sin_and_cos(rung):
 @pytest.mark.parametrize(
     "rung, rotary, heads_k",
     [
-        *((rung, rotary, 1) for rung in RUNGS for rotary in rotaries(rung)),
-        *((rung, *rotaries(rung), 2) for rung in ROLES),
+        *((rung, rotary, 1) for rung in PRODUCTS for rotary in rotaries(rung)),
+        *(sweep(rung, rotary, 1) for rung in LESSONS for rotary in rotaries(rung)),
+        *(sweep(rung, *rotaries(rung), 2) for rung in ROLES),
     ],
 )
 def test_neighbours_do_not_leak(rung, rotary, heads_k):
@@ -178,7 +192,9 @@ def test_neighbours_do_not_leak(rung, rotary, heads_k):
 
 
 @pytest.mark.parametrize("name", ("q", "k", "v", "grad_out"))
-@pytest.mark.parametrize("rung, head_dim", AND_OTHER_WIDTHS)
+@pytest.mark.parametrize(
+    "rung, head_dim", swept(AND_OTHER_WIDTHS, lambda rung, dim: dim != 96 and rung in PRODUCTS)
+)
 def test_own_nan_stays_visible(rung, head_dim, name):
     """A NaN of the block's own reaches what depends on it, and nothing else."""
     case = suited(rung, Case("nan", (6, 70), head_dim=head_dim))
@@ -217,7 +233,7 @@ def test_results_are_written_whole(rung):
     assert all(result.isfinite().all() for result in found)
 
 
-@every
+@products
 def test_deterministic(rung):
     rotary = rotaries(rung)[-1]
     case = Case("twice", (65, 130), 4, 2, rotary=rotary, rotate_v=rotary)
@@ -241,7 +257,7 @@ V1_CONFIGS = (
 )
 
 
-@pytest.mark.parametrize("config", V1_CONFIGS, ids=str)
+@pytest.mark.parametrize("config", swept(V1_CONFIGS, V1_CONFIGS[-1:]), ids=str)
 def test_any_v1_config(config):
     case = Case("config", (130, 0, 5), num_heads=4, num_heads_k=2, head_dim=48, rotary=True)
     check(v1_one_tile, case, BF16, config=v1_one_tile.Config(**config))
@@ -255,7 +271,7 @@ V2_CONFIGS = (
 )
 
 
-@pytest.mark.parametrize("config", V2_CONFIGS, ids=str)
+@pytest.mark.parametrize("config", swept(V2_CONFIGS, V2_CONFIGS[:1]), ids=str)
 def test_any_v2_config_gives_the_same_result(config):
     case = Case("config", (130, 0, 5, 200), num_heads=4, num_heads_k=4, rotary=True)
     tensors, options = case.tensors(BF16), case.options()
@@ -281,9 +297,9 @@ def test_eliminations(on):
         torch.testing.assert_close(a.float(), b.float(), atol=0.02, rtol=0.02)
 
 
-@settings(deadline=None, max_examples=10)
+@examples(10)
 @given(data=st.data())
-@every
+@products
 def test_random_batches_and_options(rung, data):
     groups = [(1, 1), (1, 2), (2, 1), (3, 1)][: 2 if rung == "v2_slab" else None]
     group, heads_k = data.draw(st.sampled_from(groups))

@@ -19,6 +19,7 @@ from gdpa_lab.measuring.compile_check import SHARED_BYTES
 from tests.block_attention.cases import DEVICE, Case, check, results
 from tests.block_attention.compiling import built, read_once
 from tests.calls import assert_same_bits
+from tests.tiers import swept
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 emulated = pytest.mark.skipif(DEVICE == "cuda", reason="is about the emulator")
@@ -116,7 +117,7 @@ OPTIONS = (
 MOST_SPILLED = 52
 
 
-@pytest.mark.parametrize("dtype, turns, case", OPTIONS, ids=str)
+@pytest.mark.parametrize("dtype, turns, case", swept(OPTIONS, OPTIONS[-1:]), ids=str)
 @pytest.mark.parametrize("direction", ("forward", "backward"))
 def test_blackwell_code(direction, dtype, turns, case):
     backward, wide = direction == "backward", case["head_dim"] == 128

@@ -19,6 +19,7 @@ from gdpa_kernels.gdpa.kernels import v8_own_waits
 from gdpa_lab.measuring.inputs import cu_seqlens
 from tests import rungs
 from tests.calls import emulated
+from tests.tiers import swept
 
 CPU = torch.device("cpu")
 
@@ -188,7 +189,9 @@ def test_multiprocessors_of_each_device(monkeypatch):
     launching._multiprocessors.cache_clear()
 
 
-@pytest.mark.parametrize("rung", rungs.KERNELS, ids=lambda rung: rung.impl)
+@pytest.mark.parametrize(
+    "rung", swept(rungs.KERNELS, lambda rung: not rung.is_lesson), ids=lambda rung: rung.impl
+)
 def test_one_multiprocessor_does_all_the_work(rung):
     head_dim, lengths = rungs.head_dim_of(rung), (5, 65)
     grad, *qkv = torch.randn(4, sum(lengths), 2, head_dim).bfloat16()

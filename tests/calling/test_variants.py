@@ -17,6 +17,7 @@ from gdpa_kernels.norms.api import add_rms_norm
 from gdpa_kernels.serving import score
 from tests.calls import pretended
 from tests.serving import test_pages
+from tests.tiers import sweep
 
 BATCHES, SEQUENCES, HEADS, DIM = 24, 64, 2, 128
 Call = Callable[[np.random.Generator], torch.Tensor]
@@ -150,8 +151,8 @@ def test_lengths_compile_nothing_on_blackwell(what):
     assert apart(BLACKWELL[what], 100) == {}
 
 
-@pytest.mark.parametrize("page", [128, 16])
-@pytest.mark.parametrize(("shown", "group"), [(200, 1), (3_000, 1), (15, 8)])
+@pytest.mark.parametrize("page", [128, sweep(16)])
+@pytest.mark.parametrize(("shown", "group"), [(200, 1), sweep(3_000, 1), sweep(15, 8)])
 def test_requests_compile_a_sum_for_each_power_of_two_alone(shown, group, page):
     """Of the parts in which the keys of few rows are added up."""
     assert apart(served(shown, page, group)) in ({}, {"sum_kernel": {"MOST"}})

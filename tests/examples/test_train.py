@@ -16,6 +16,7 @@ import torch
 import train
 
 from tests.examples.ranks import printed, start
+from tests.tiers import sweep
 
 SCRIPT = Path(train.__file__)
 SMALL = [
@@ -34,7 +35,9 @@ def losses(found: dict) -> list[float]:
     return list(found["losses"].values())
 
 
-@pytest.mark.parametrize("model", (["kunlun"], ["hstu", "--layers", "2"]), ids=lambda x: x[0])
+@pytest.mark.parametrize(
+    "model", (["kunlun"], sweep(["hstu", "--layers", "2"])), ids=lambda x: x[0]
+)
 def test_learns(model):
     """Items alone get to an NE of 0.92 here, and the best of all models to 0.75."""
     options = [*SMALL, "--batch", "256", "--steps", "150", "--lr", "1e-2"]
@@ -47,6 +50,7 @@ def test_learns(model):
 QUICK = SCRIPT.with_name("quick.txt")
 
 
+@pytest.mark.sweep
 def test_the_quick_command_learns():
     """An eighth of its steps, with the learning rates of as many."""
     given = ["--steps", "80", "--eval-every", "80", "--eval-batches", "2", "--candidates", "20"]
@@ -242,7 +246,7 @@ def test_every_option_is_saved_or_free():
     ("engine", "more"),
     (
         ("ddp", ["--deal", "sorted", "--cold", "0.6"]),  # rank 1 has no token
-        ("fsdp2", ["--model", "hstu", "--deal", "balanced", "--recompute"]),
+        sweep("fsdp2", ["--model", "hstu", "--deal", "balanced", "--recompute"]),
     ),
 )
 def test_two_ranks_are_one(engine, more, tmp_path):
@@ -277,6 +281,7 @@ def test_a_lost_rank_ends_the_other():
     assert re.search(r"rank 0 of 2 stops: \S+", errors), errors
 
 
+@pytest.mark.sweep
 def test_compiled():
     options = [*FEW, "--batch", "4"]
     compiled, plain = train.main([*options, "--compile", "aot_eager"]), train.main(options)
@@ -304,6 +309,7 @@ def test_errors_are_one_line(arguments, message, capsys):
     assert stopped.value.code not in (0, None)
 
 
+@pytest.mark.sweep
 def test_step_by_parts(tmp_path):
     out = tmp_path / "step.json"
     options = ["--batch", "4", "--repeats", "2", "--warmup", "1", "--out", str(out)]
@@ -319,6 +325,7 @@ def test_step_by_parts(tmp_path):
         assert rows[0]["pairs"] == rows[1]["pairs"] and rows[0]["kinds_s"]["attention"] > 0
 
 
+@pytest.mark.sweep
 def test_ranks_are_timed(tmp_path):
     """The same rows in any deal; "sorted" gives rank 0 the most tokens."""
     given = [*SMALL, "--batch", "16", "--repeats", "2", "--warmup", "1", "--attention", "eager"]
@@ -330,6 +337,7 @@ def test_ranks_are_timed(tmp_path):
     assert all(len(row["own_s"]) == row["ranks"] == 2 and row["skew"] >= 1 for row in found)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("processes", (2, pytest.param(4, marks=pytest.mark.nightly)))
 def test_histories_are_cut_between_ranks(processes, tmp_path):
     """As one process computes them, by the bytes of the formula; zigzag shards have equal work."""

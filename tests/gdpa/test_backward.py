@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gdpa_kernels.calling.launches import launches
@@ -33,10 +33,15 @@ from tests.gdpa.cases import (
     drawn,
     gradients,
 )
+from tests.tiers import examples, sweep, swept
 from tritonemu import execution
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 every = pytest.mark.parametrize("impl", BACKWARD)
+products = pytest.mark.parametrize(
+    "impl", swept(BACKWARD, lambda impl: not BACKWARD[impl].is_lesson)
+)
+"""Every rung: lessons in the sweeps alone."""
 PLAIN = [impl for impl in BACKWARD if impl.startswith(("v1", "v2"))]
 ROLES = [impl for impl in BACKWARD if impl not in PLAIN]
 # That a test takes which is not about head_dim.
@@ -82,6 +87,12 @@ OTHER_DTYPES = {
     "key_edges", "empty_sequences", "shared_q", "grouped_causal_window", "per_head", "wide",
     "all_keys_of_v5",
 }  # fmt: skip
+OF_PRODUCTS = (
+    *("empty_sequences", "shared_q", "grouped_causal_window", "lower_right_window", "per_head"),
+    *("wide", "wide_grouped", "head_dim_200"),
+)
+QUICK = [{(True, name) for name in names} for names in (OF_PRODUCTS, ("empty_sequences", "wide"))]
+"""What the quick tier has of products and of lessons: whether in bf16, and the case."""
 SOME = {"empty_sequences", "packed_qkv", "grouped_heads"} | {case.name for case in OWN_CASES}
 # At which other head_dims a rung takes which of the cases of 64.
 WIDTHS = {
@@ -105,13 +116,20 @@ def cases_of(impl: str) -> list[Case]:
 
 @pytest.mark.parametrize(
     "impl, case, dtype",
-    [
-        (impl, case, dtype)
-        for impl in BACKWARD
-        for case in cases_of(impl)
-        for dtype in (BF16, FP16, FP32)
-        if (dtype == BF16 or case.name in OTHER_DTYPES) and problem(impl, case.call(dtype)) is None
-    ],
+    swept(
+        (
+            (impl, case, dtype)
+            for impl in BACKWARD
+            for case in cases_of(impl)
+            for dtype in (BF16, FP16, FP32)
+            if (dtype == BF16 or case.name in OTHER_DTYPES)
+            and problem(impl, case.call(dtype)) is None
+        ),
+        lambda impl, case, dtype: (
+            (dtype == BF16, case.name) in QUICK[BACKWARD[impl].is_lesson]
+            or (impl, case.name) == ("v1_tiled_backward", "per_head")
+        ),
+    ),
     ids=lambda value: f"{value}_{value.head_dim}" if isinstance(value, Case) else str(value),
 )
 def test_matches_the_definition(impl, case, dtype):
@@ -119,7 +137,11 @@ def test_matches_the_definition(impl, case, dtype):
 
 
 @pytest.mark.parametrize(
-    "impl, dtype", [("v1_tiled_backward", FP32), *((i, BF16) for i in BACKWARD)]
+    "impl, dtype",
+    swept(
+        [("v1_tiled_backward", FP32), *((i, BF16) for i in BACKWARD)],
+        lambda impl, dtype: not BACKWARD[impl].is_lesson,
+    ),
 )
 def test_every_activation(impl, dtype):
     names = tuple(reference.ACTIVATIONS)
@@ -128,8 +150,8 @@ def test_every_activation(impl, dtype):
     check(impl, case, dtype, heads=names)
 
 
-@pytest.mark.parametrize("scale", (1e-6, 30.0, 1e4))
-@every
+@pytest.mark.parametrize("scale", (sweep(1e-6), 30.0, sweep(1e4)))
+@products
 def test_any_logits(impl, scale):
     """Saturated and vanishing logits: finite, and right."""
     heads = {"num_heads": 4, "num_heads_k": 4}
@@ -138,7 +160,7 @@ def test_any_logits(impl, scale):
 
 
 @pytest.mark.parametrize("change", (readable, unreadable))
-@every
+@products
 def test_strided_arguments(impl, change):
     case = Case("strided", (65, 0, 40), head_dim=HEAD_DIM[impl])
     if BACKWARD[impl].requires.aligned and change is unreadable:
@@ -147,8 +169,8 @@ def test_strided_arguments(impl, change):
     check(impl, case, change=change)
 
 
-@pytest.mark.parametrize("kind", GRADIENTS)
-@every
+@pytest.mark.parametrize("kind", swept(GRADIENTS, ("sum",)))
+@products
 def test_any_strides_of_the_gradient(impl, kind):
     call = Case("expanded", (65, 0, 40), head_dim=HEAD_DIM[impl]).call(BF16)
     strange = GRADIENTS[kind](call["grad_out"])
@@ -157,7 +179,7 @@ def test_any_strides_of_the_gradient(impl, kind):
     assert_same_bits(found, plain)
 
 
-@every
+@products
 def test_a_gradient_of_one_head_and_one_token(impl):
     """Dimensions of size 1 may have any stride, and are contiguous all the same."""
     case = Case("one", (1,), num_heads=1, num_heads_k=1, head_dim=HEAD_DIM[impl])
@@ -176,7 +198,9 @@ NEIGHBOURS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("impl, case", NEIGHBOURS, ids=str)
+@pytest.mark.parametrize(
+    "impl, case", swept(NEIGHBOURS, lambda impl, case: not BACKWARD[impl].is_lesson), ids=str
+)
 def test_neighbours_do_not_leak(impl, case):
     """Other sequences hold NaN and infinities, or large values: this one's gradients are bitwise
     equal. Roles meet one kind in a sequence."""
@@ -199,7 +223,7 @@ def test_neighbours_do_not_leak(impl, case):
 
 
 @pytest.mark.parametrize("name", TENSORS)
-@every
+@products
 def test_own_nan_stays_visible(impl, name):
     """A NaN of the sequence's own reaches what depends on it, and nothing else."""
     call = Case("nan", (6, 70), head_dim=HEAD_DIM[impl]).call(BF16)
@@ -216,7 +240,7 @@ def test_own_nan_stays_visible(impl, name):
     assert sum(int(result.isnan().sum()) for result in (dq, dk, dv)) == nans
 
 
-@every
+@products
 def test_one_token(impl):
     """Of the identity and ones, dv = s grad_out and dq = dk = (grad_out v) scale, rounded once."""
     case = Case("one", (1,), head_dim=HEAD_DIM[impl], options={"activation": "identity"})
@@ -246,13 +270,16 @@ WHOLE = {
 
 @pytest.mark.parametrize(
     "impl, case",
-    [
-        (impl, case)
-        for impl in BACKWARD
-        for begins, cases in WHOLE.items()
-        if impl.startswith(begins)
-        for case in (*(Case("none", *lengths) for lengths in NONE), *cases)
-    ],
+    swept(
+        (
+            (impl, case)
+            for impl in BACKWARD
+            for begins, cases in WHOLE.items()
+            if impl.startswith(begins)
+            for case in (*(Case("none", *lengths) for lengths in NONE), *cases)
+        ),
+        lambda impl, case: case.name != "none" or not BACKWARD[impl].is_lesson,
+    ),
     ids=str,
 )
 def test_gradients_are_written_whole(impl, case):
@@ -318,7 +345,9 @@ CONFIGS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("impl, config, case", CONFIGS, ids=str)
+@pytest.mark.parametrize(
+    "impl, config, case", swept(CONFIGS, lambda impl, config, case: case is not NARROW), ids=str
+)
 def test_any_config(impl, config, case):
     compute = partial(gradients, impl, config=config_of(impl, **config))
     check_gradients(compute, case, BF16)
@@ -445,9 +474,9 @@ DIMS = {
 }
 
 
-@settings(deadline=None, max_examples=5)
+@examples(5)
 @given(data=st.data())
-@every
+@products
 def test_random_batches_and_options(impl, data):
     keys = MOST_KEYS.get(impl, 300)
     case = drawn(data, DIMS[impl], keys=keys, shared_q=impl in PLAIN)

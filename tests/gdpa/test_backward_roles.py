@@ -14,6 +14,7 @@ from gdpa_kernels.gdpa.device import pair_steps, tensor_memory, two_consumers
 from tests.calls import assert_same_bits
 from tests.gdpa.cases import BACKWARD, DEVICE, Case, batch_of, check_gradients
 from tests.gdpa.test_blackwell import mutants_of_a_pair
+from tests.tiers import swept
 
 BF16 = torch.bfloat16
 V4, V5, V6, V7 = (impl for impl in BACKWARD if impl.startswith(("v4", "v5", "v6", "v7")))
@@ -46,7 +47,9 @@ OTHERS = {V7: [{"q_stages": 1, "g_stages": 2}], V5: []}
 OTHERS |= dict.fromkeys((V4, V6), [{"q_stages": 3, "g_stages": 1}])
 
 
-@pytest.mark.parametrize("name", ORDERS)
+@pytest.mark.parametrize(
+    "name", swept(ORDERS, ("v4, head_dim 128", "v6", "v5", "v7, several tiles"))
+)
 def test_any_schedule_and_config_gives_the_same_result(name):
     """Bitwise; a dQ that several tiles of keys add to keeps its error budget."""
     impl, case = ORDERS[name]
@@ -237,6 +240,7 @@ def test_every_harmful_mistake_in_synchronisation_is_found(impl, every, tmp_path
     assert judged.survivors == judged.known(known)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("impl", (B4, B5))
 def test_every_mistake_of_a_pair_is_found(impl, tmp_path):
     """A commit, an arrival or bytes in the wrong CTA, the other one's half."""

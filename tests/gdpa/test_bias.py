@@ -20,6 +20,7 @@ from tests.budget import within_budget
 from tests.calls import DEVICE, assert_same_bits, cast, full_of_nan, kernels_run, required
 from tests.fuzzing import ACTIVATIONS, meta
 from tests.gdpa.cases import Case, batch_of
+from tests.tiers import sweep, swept
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 NAMES = ["out", "dq", "dk", "dv", "dposition", "dtime"]
@@ -100,8 +101,8 @@ LOOPS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("per_head", (False, True))
-@pytest.mark.parametrize("which", ("both", "position", "time"))
+@pytest.mark.parametrize("per_head", (sweep(False), True))
+@pytest.mark.parametrize("which", ("both", sweep("position"), sweep("time")))
 @pytest.mark.parametrize("mask", LOOPS)
 def test_the_definition_is_the_formula(mask, which, per_head):
     """Values, and all gradients against autograd's; and v0's values where it takes the call."""
@@ -170,7 +171,7 @@ def edges(buckets: int) -> list[int]:
     return sorted(found | {-x for x in found})
 
 
-@pytest.mark.parametrize("buckets", (1, 2, 33, 129))
+@pytest.mark.parametrize("buckets", (sweep(1), sweep(2), sweep(33), 129))
 @pytest.mark.parametrize("impl", FORWARD)
 def test_every_implementation_puts_every_time_into_the_same_bucket(impl, buckets):
     """One query, one key and nothing but the bias: the output is the entry, and the gradient
@@ -238,6 +239,7 @@ KERNEL_CASES = {
     "empty_batch": Case("empty_batch", ()),
     "no_tokens": Case("no_tokens", (0, 0)),
 }  # fmt: skip
+QUICK = ("cross_causal", "delta_targets", "window", "head_dim_128", "no_tokens")
 
 
 def biased(case: Case, dtype: torch.dtype, per_head: bool, seed: int = 0) -> tuple[dict, dict]:
@@ -286,8 +288,10 @@ def defined(call: dict, fields: dict, dtype: torch.dtype) -> list[torch.Tensor]:
     return [out, *reference.backward_in_dtype(grad, batch), *tables]
 
 
-@pytest.mark.parametrize("dtype, per_head", ((BF16, False), (BF16, True), (FP32, False)), ids=str)
-@pytest.mark.parametrize("name", KERNEL_CASES)
+@pytest.mark.parametrize(
+    "dtype, per_head", (sweep(BF16, False), (BF16, True), sweep(FP32, False)), ids=str
+)
+@pytest.mark.parametrize("name", swept(KERNEL_CASES, QUICK))
 def test_the_kernels_keep_the_budget(name, dtype, per_head):
     """Outputs and all gradients; those of the tables are sums in fp32."""
 
@@ -319,7 +323,7 @@ def test_the_same_bits_in_every_run(name):
     assert not [word for word in code.split() if word.startswith(("atom.", "red."))]
 
 
-@pytest.mark.parametrize("head_dim", (64, 128, 256))
+@pytest.mark.parametrize("head_dim", (sweep(64), 128, sweep(256)))
 def test_nothing_spills(head_dim):
     case = Case("call", (150, 40), num_heads=4, head_dim=head_dim, options={"causal": True})
     call, fields = biased(case, BF16, True)

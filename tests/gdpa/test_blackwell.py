@@ -152,6 +152,7 @@ def mutants_of_a_pair(path: Path) -> list[Mutant]:
 
 
 @emulated
+@pytest.mark.sweep
 @pytest.mark.parametrize("impl", RUNGS)
 def test_every_mistake_of_a_pair_is_found(impl):
     """A commit, an arrival or bytes in the wrong CTA, the other one's half."""

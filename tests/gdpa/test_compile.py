@@ -12,6 +12,7 @@ from gdpa_kernels.gdpa.batch import Batch
 from gdpa_kernels.gdpa.mask import Mask
 from gdpa_lab.measuring import compile_check
 from tests.block_attention.compiling import read_once
+from tests.tiers import sweep, swept
 
 
 def compiled(impl: str, **options) -> compile_check.Compiled:
@@ -23,7 +24,7 @@ KERNELS = [rung.impl for rung in ladder.RUNGS if rung.requires.capability]
 SPECIALIZED = [rung.impl for rung in ladder.RUNGS if rung.requires.only_major]
 
 
-@pytest.mark.parametrize("max_seqlen_k", (256, 1024))
+@pytest.mark.parametrize("max_seqlen_k", (sweep(256), 1024))
 @pytest.mark.parametrize("impl", KERNELS)
 def test_hopper_code_of_the_measured_shape(impl, max_seqlen_k):
     made = compiled(impl, max_seqlen_k=max_seqlen_k)
@@ -54,14 +55,16 @@ OPTIONS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("impl, options", OPTIONS, ids=str)
+@pytest.mark.parametrize(
+    "impl, options", swept(OPTIONS, [("v8_own_waits", {"causal": True})]), ids=str
+)
 def test_options_do_not_spill(impl, options):
     made = compiled(impl, **options)
     assert made.instructions["HGMMA"] > 0 and made.spill_bytes == 0 and not made.serialised
     assert made.shared_bytes <= 227 * 1024
 
 
-@pytest.mark.parametrize("impl", ("v2_tma", "v3_persistent"))
+@pytest.mark.parametrize("impl", (sweep("v2_tma"), "v3_persistent"))
 def test_blackwell_code(impl):
     made = compiled(impl, capability=100)
     assert made.instructions["UTCHMMA"] > 0 and made.instructions["UTMALDG"] > 0
@@ -109,7 +112,9 @@ def for_blackwell(impl: str, *, capability: int = 100, **options):
     return built, read_once(built)
 
 
-@pytest.mark.parametrize("impl, options", OF_BLACKWELL, ids=str)
+@pytest.mark.parametrize(
+    "impl, options", swept(OF_BLACKWELL, lambda impl, options: options == {}), ids=str
+)
 def test_blackwell_code_of_the_specialized_rungs(impl, options):
     """MMAs, TMA, tensor memory; no more memory than there is, and as good as no spills.
 
@@ -140,6 +145,7 @@ def test_blackwell_code_of_the_specialized_rungs(impl, options):
             assert (counts["FFMA2"] > 0) == (impl == "b4_mixed")
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("capability", (100, 103))
 @pytest.mark.parametrize("impl", STREAMS)
 def test_a_sum_leaves_in_halves(impl, capability):
@@ -159,6 +165,7 @@ def test_the_loop_over_blocks(impl):
     assert loop.count("MUFU") == (96 if impl == "b4_mixed" else 128)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("share", (0.125, 0.5))
 @pytest.mark.parametrize("impl", ("b3_stream", *PAIRS))
 def test_a_share_of_the_scores_needs_no_mufu(impl, share):
@@ -180,8 +187,8 @@ def test_p_is_stored_over_the_s_that_was_read(impl):
     assert seen[begin - 1 : begin + 3] == first
 
 
-@pytest.mark.parametrize("option", ("causal", "out_dtype"))
-@pytest.mark.parametrize("capability", (80, 90))
+@pytest.mark.parametrize("option", ("causal", sweep("out_dtype")))
+@pytest.mark.parametrize("capability", (80, sweep(90)))
 def test_what_only_the_plain_kernels_take_compiles(option, capability):
     """The emulator runs what Triton's compiler may refuse."""
     x, ends = torch.zeros(130, 2, 128).bfloat16(), torch.tensor([0, 64, 130], dtype=torch.int32)

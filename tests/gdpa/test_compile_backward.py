@@ -22,6 +22,7 @@ from gdpa_lab.measuring.compile_check import (
 )
 from tests.block_attention.compiling import compile_launch, read_once
 from tests.gdpa.cases import Case, batch_of
+from tests.tiers import sweep, swept
 
 PLAIN = ("v1_tiled_backward", "v2_fused_backward", "v2a_ordered_backward")
 V4, V5, V6, V7 = (
@@ -71,7 +72,7 @@ def fused(impl: str = "v2_fused_backward", **options) -> Compiled:
     return made
 
 
-@pytest.mark.parametrize("head_dim, dtype", ((64, FP16), (128, BF16)), ids=str)
+@pytest.mark.parametrize("head_dim, dtype", (sweep(64, FP16), (128, BF16)), ids=str)
 @pytest.mark.parametrize("impl", PLAIN)
 def test_hopper_code_of_the_measured_shapes(impl, head_dim, dtype):
     for name, made in of_all(impl, head_dim=head_dim, dtype=dtype).items():
@@ -88,6 +89,7 @@ def test_hopper_code_of_the_measured_shapes(impl, head_dim, dtype):
         assert not any(m.startswith(("RED", "ATOM")) for m in made.instructions), name
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "options",
     (
@@ -105,11 +107,13 @@ def test_options_of_the_fused_rung_do_not_spill(options):
     assert made.spill_bytes == 0 and not made.serialised
 
 
+@pytest.mark.sweep
 def test_known_spills_of_the_fused_rung_do_not_grow():
     made = fused(causal=True, heads_k=2)
     assert 0 < made.spill_bytes <= 180 and not made.serialised
 
 
+@pytest.mark.sweep
 def test_five_products_and_only_those_that_are_needed():
     """In wgmma of 16 along the sum: S, dP and dQ have 8 each, dV and dK 4."""
     products = {
@@ -122,6 +126,7 @@ def test_five_products_and_only_those_that_are_needed():
         assert fused(needs=needs).instructions["HGMMA"] == count, needs
 
 
+@pytest.mark.sweep
 def test_threads_add_where_tma_does_not():
     made = fused(config=v2_fused_backward.Config(by_tma=False))
     assert made.instructions["REDG"] > 0 and made.instructions["UTMAREDG"] == 0
@@ -180,15 +185,15 @@ def check_instructions(impl: str, made: Compiled) -> None:
     "impl, options",
     [
         (V4, {}),
-        (V4, {"causal": "lower_right"}),
         (V6, {}),
-        (V6, {"head_dim": 64}),
-        (V6, {"head_dim": 64, "heads_k": 2, "causal": True}),
-        (V6, {"window": 40, "dtype": FP16}),
         (V7, {"head_dim": 256}),
-        (V7, {"head_dim": 256, "heads_k": 2}),
-        (V7, {"head_dim": 200, "heads_k": 2, "causal": True, "dtype": FP16}),
-        (V7, {"head_dim": 256, "window": 40}),
+        sweep(V4, {"causal": "lower_right"}),
+        sweep(V6, {"head_dim": 64}),
+        sweep(V6, {"head_dim": 64, "heads_k": 2, "causal": True}),
+        sweep(V6, {"window": 40, "dtype": FP16}),
+        sweep(V7, {"head_dim": 256, "heads_k": 2}),
+        sweep(V7, {"head_dim": 200, "heads_k": 2, "causal": True, "dtype": FP16}),
+        sweep(V7, {"head_dim": 256, "window": 40}),
     ],
     ids=str,
 )
@@ -198,13 +203,16 @@ def test_it_does_not_spill(impl, options):
     assert made.spill_bytes == 0
 
 
-@pytest.mark.parametrize("impl, options, most", KNOWN_SPILLS, ids=str)
+@pytest.mark.parametrize(
+    "impl, options, most", swept(KNOWN_SPILLS, lambda impl, options, most: options == {}), ids=str
+)
 def test_known_spills_do_not_grow(impl, options, most):
     made = compiled(impl, **options)
     check_instructions(impl, made)
     assert 0 < made.spill_bytes <= most
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("impl, options", [known[:2] for known in ONCE_A_TILE], ids=str)
 def test_the_loop_over_steps_does_not_spill(impl, options):
     """128 rows of 64 keys are 64 scores of a thread, each with an instruction of the MUFU."""
@@ -241,9 +249,9 @@ LOCAL = ("LDL", "STL")
     "options",
     (
         {},
-        {"head_dim": 64},
-        {"heads_k": 2, "causal": True, "window": 40},
-        {"dtype": FP16, "activation": "gelu", "window": 40},
+        sweep({"head_dim": 64}),
+        sweep({"heads_k": 2, "causal": True, "window": 40}),
+        sweep({"dtype": FP16, "activation": "gelu", "window": 40}),
     ),
     ids=str,
 )
@@ -257,7 +265,7 @@ def test_fits_and_does_not_spill_in_loops(impl, options):
         assert not [name for name in loop if name in LOCAL]
 
 
-@pytest.mark.parametrize("head_dim", (64, 128))
+@pytest.mark.parametrize("head_dim", (sweep(64), 128))
 @pytest.mark.parametrize("impl", BLACKWELL)
 def test_instructions_that_make_the_rung(impl, head_dim):
     """An MMA instruction sums over 16; dQ and dK stand behind the loop over steps once more. No

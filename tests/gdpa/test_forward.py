@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gdpa_kernels import gdpa
@@ -15,13 +15,18 @@ from gdpa_kernels.gdpa.ladder import v3_persistent
 from tests.budget import within_budget
 from tests.calls import full_of_nan
 from tests.gdpa.cases import CASES, DEVICE, Case, batch_of, drawn, kernels_run, of_pytorch
+from tests.tiers import examples, sweep, swept
 
 BLACKWELL = [rung.impl for rung in ladder.BLACKWELL_RUNGS]
 IMPLS = [rung.impl for rung in ladder.RUNGS] + (BLACKWELL if DEVICE == "cpu" else [])
 LESSONS = [impl for impl in IMPLS if ladder.rung(impl).is_lesson]
 """They take the published form alone: no mask, no groups, one activation; Blackwell's a GELU or
 SiLU of bf16."""
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+BF16 = torch.bfloat16
+DTYPES = (BF16, torch.float16, torch.float32)
+PRODUCTS = [impl for impl in IMPLS if impl not in LESSONS]
+products = pytest.mark.parametrize("impl", swept(IMPLS, PRODUCTS))
+"""Every rung: lessons in the sweeps alone."""
 
 
 def supports(impl: str, arguments: dict) -> bool:
@@ -62,24 +67,43 @@ OTHER_DTYPES = {
     *("head_dim_96", "head_dim_128", "head_dim_256"),
 }
 
+OF_PRODUCTS = (
+    *("tile_edges", "empty_sequences", "head_dim_128", "shared_q", "one_kv_head", "per_head"),
+    *("lower_right_window", "negative_scale", "head_dim_256", "no_keys_at_all"),
+)
+OF_LESSONS = ("empty_sequences", "head_dim_128")
+QUICK = [{(True, name) for name in names} for names in (OF_PRODUCTS, OF_LESSONS)]
+QUICK[0].add((False, "per_head"))
+"""What the quick tier has of products and of lessons: whether in bf16, and the case."""
+DRAWN = [(case, dtype, case.arguments(dtype)) for case in CASES for dtype in DTYPES]
+LISTED = [
+    ((impl, case, dtype), supports(impl, arguments))
+    for impl in IMPLS
+    for case, dtype, arguments in DRAWN
+    if dtype == BF16 or impl in DTYPE_MATTERS or case.name in OTHER_DTYPES
+]
+"""Calls, and whether their rung takes them."""
+
 
 @pytest.mark.parametrize(
     "impl, case, dtype",
-    [
-        (impl, case, dtype)
-        for impl in IMPLS
-        for case in CASES
-        for dtype in DTYPES
-        if dtype == torch.bfloat16 or impl in DTYPE_MATTERS or case.name in OTHER_DTYPES
-    ],
+    swept(
+        (call for call, taken in LISTED if taken),
+        lambda impl, case, dtype: (dtype == BF16, case.name) in QUICK[impl in LESSONS],
+    ),
     ids=str,
 )
 def test_matches_the_definition(impl, case, dtype):
-    if not supports(impl, case.arguments(dtype)):
-        with kernels_run(impl), pytest.raises(NotImplementedError, match=f"{impl}.* needs .* got"):
-            gdpa(**case.arguments(dtype), impl=impl)
-        return
     check(impl, case, dtype)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_what_a_rung_does_not_take_is_refused(impl):
+    for (rung, case, dtype), taken in LISTED:
+        if rung == impl and not taken:
+            says = f"{impl}.* needs .* got"
+            with kernels_run(impl), pytest.raises(NotImplementedError, match=says):
+                gdpa(**case.arguments(dtype), impl=impl)
 
 
 # head_dim over 128: Q has one slot, the output leaves in halves, columns beyond head_dim are zero.
@@ -101,6 +125,7 @@ def test_wide_heads(case):
     check("v8_own_waits", case, torch.bfloat16)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("activation", reference.ACTIVATIONS)
 @pytest.mark.parametrize("impl", IMPLS)
 def test_every_activation(impl, activation):
@@ -109,7 +134,7 @@ def test_every_activation(impl, activation):
         check(impl, case, torch.bfloat16)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", swept(DTYPES, (BF16,)), ids=str)
 @pytest.mark.parametrize("impl", IMPLS)
 def test_an_activation_per_head(impl, dtype):
     """All of them in one call."""
@@ -123,12 +148,17 @@ def test_an_activation_per_head(impl, dtype):
 SATURATING = ("gelu", "gelu_tanh", "silu", "hardswish")
 
 
-@pytest.mark.parametrize("scale", (1e-6, 30.0, 1e4))
+@pytest.mark.parametrize("scale", (sweep(1e-6), 30.0, sweep(1e4)))
 @pytest.mark.parametrize(
     "impl, activations",
     [
         *((impl, SATURATING) for impl in IMPLS if impl not in LESSONS),
-        *((impl, (name,)) for impl in IMPLS if impl in (*PAIRED, *LESSONS) for name in SATURATING),
+        *(
+            sweep(impl, (name,))
+            for impl in IMPLS
+            if impl in (*PAIRED, *LESSONS)
+            for name in SATURATING
+        ),
     ],
     ids=str,
 )
@@ -141,8 +171,8 @@ def test_any_logits(impl, activations, scale):
         check(impl, case, torch.bfloat16)
 
 
-@pytest.mark.parametrize("case", [CASES[0], CASES[2], CASES[7]], ids=str)
-@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("case", [CASES[0], CASES[2], sweep(CASES[7])], ids=str)
+@products
 def test_neighbours_do_not_leak(impl, case):
     """Other sequences hold NaN, infinities, large values: this one's result is bitwise equal.
 
@@ -190,7 +220,7 @@ def test_output_is_written_once_and_whole(impl):
 
 
 @pytest.mark.parametrize("order", ("padded", "valid", "zigzag", "longest_first"))
-@pytest.mark.parametrize("programs_per_sm", (1, 5))
+@pytest.mark.parametrize("programs_per_sm", (sweep(1), 5))
 def test_any_schedule_gives_the_same_result(order, programs_per_sm):
     arguments = Case("schedule", (130, 0, 5, 200), (40, 3, 0, 70)).arguments(torch.bfloat16)
     plain = call("v2_tma", arguments)
@@ -200,9 +230,9 @@ def test_any_schedule_gives_the_same_result(order, programs_per_sm):
     assert torch.equal(out, plain)
 
 
-@settings(deadline=None, max_examples=8)
+@examples(8)
 @given(data=st.data())
-@pytest.mark.parametrize("impl", IMPLS)
+@products
 def test_random_batches_and_options(impl, data):
     narrow = impl in LESSONS
     case = drawn(data, [64, 128] if narrow else [16, 24, 32, 64, 80], same=True, narrow=narrow)

@@ -18,6 +18,7 @@ from gdpa_kernels.gdpa.device.activations import FOLDABLE, foldable, multiply_ad
 from gdpa_kernels.gdpa.device.polynomial import POLYNOMIALS, SHARES, mixed_pairs
 from tests.gdpa.cases import Case, batch_of, kernels_run
 from tests.gdpa.test_forward import call
+from tests.tiers import sweep
 
 BOUND = 0.016  # of abs(x), from the documented errors of the instructions
 
@@ -61,7 +62,7 @@ def scores_and_x(scale: float) -> tuple[torch.Tensor, torch.Tensor]:
     return scores, scores.double() * scale
 
 
-of_any_scale = pytest.mark.parametrize("scale", (1.0, 128**-0.5, 0.03, -0.3))
+of_any_scale = pytest.mark.parametrize("scale", (sweep(1.0), 128**-0.5, sweep(0.03), -0.3))
 by_all = pytest.mark.parametrize("share", (0.0, *SHARES))
 each = pytest.mark.parametrize("name", FOLDABLE)
 

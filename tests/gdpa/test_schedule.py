@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from gdpa_kernels.gdpa.schedule import FASTEST, ORDERS, build, build_on_device, max_tiles
 from gdpa_lab.measuring.inputs import cu_seqlens
 from gdpa_lab.measuring.workloads import workload
+from tests.tiers import examples
 
 lengths = st.integers(0, 40) | st.sampled_from([0, 1, 7, 8, 9, 16, 17])
 batches = st.lists(st.tuples(lengths, lengths), max_size=9)
@@ -66,7 +67,7 @@ def test_every_tile_is_listed_exactly_once(order, batch, sizes, spare):
         assert cost == (0 if empty else len(range(0, seqlens_k[b], sizes["block_n"])))
 
 
-@settings(deadline=None, max_examples=200)
+@examples(200)
 @given(
     order=orders, batch=batches, sizes=sizes, spare=st.integers(0, 30), bound=st.integers(0, 5),
     shared=st.booleans(),

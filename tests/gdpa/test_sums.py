@@ -16,6 +16,7 @@ from gdpa_lab.measuring.inputs import cu_seqlens
 from tests.budget import within_budget
 from tests.calls import cast, full_of_nan, kernels_run, required
 from tests.gdpa.cases import CASES, Case, batch_of, of_pytorch
+from tests.tiers import sweep, swept
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 PLAIN = ("reference", "v1_tiled")
@@ -25,6 +26,8 @@ NAMES = (
     "tile_edges", "empty_sequences", "empty_batch", "no_keys_at_all", "shared_q", "one_kv_head",
     "lower_right", "causal_window", "scales", "head_dim_96",
 )  # fmt: skip
+SOME = [case for case in CASES if case.name in NAMES]
+QUICK = ("empty_sequences", "shared_q", "one_kv_head")
 
 
 def halves(call: dict) -> list[dict]:
@@ -40,7 +43,11 @@ def halves(call: dict) -> list[dict]:
 
 @pytest.mark.parametrize(
     "impl, dtype",
-    [*((impl, of) for impl in SUMS for of in (BF16, FP16)), *((impl, FP32) for impl in PLAIN)],
+    [
+        *((impl, BF16) for impl in SUMS),
+        *(sweep(impl, FP16) for impl in SUMS),
+        *((impl, FP32) for impl in PLAIN),
+    ],
 )
 def test_parts_add_up_to_the_whole(impl, dtype):
     def draw(i: int) -> tuple:
@@ -55,9 +62,9 @@ def test_parts_add_up_to_the_whole(impl, dtype):
     within_budget(draw, ["out"], least=8192)
 
 
-@pytest.mark.parametrize("dtype", (BF16, FP16))
+@pytest.mark.parametrize("dtype", (BF16, sweep(FP16)))
 @pytest.mark.parametrize("impl", SUMS)
-@pytest.mark.parametrize("case", [case for case in CASES if case.name in NAMES], ids=str)
+@pytest.mark.parametrize("case", swept(SOME, lambda case: case.name in QUICK), ids=str)
 def test_there_is_one_rounding(case, impl, dtype):
     """What fp32 partials give, added and rounded by PyTorch, has the same bits."""
     if case.name == "lower_right" and "causal" not in ladder.rung(impl).requires.extras:
@@ -123,7 +130,7 @@ def test_keys_are_split_where_tiles_are_few(case, pieces, monkeypatch):
     within_budget(draw, ["out"], least=8192)
 
 
-@pytest.mark.parametrize("pieces", (2, 5))
+@pytest.mark.parametrize("pieces", (sweep(2), 5))
 @pytest.mark.parametrize(
     "config",
     (

@@ -16,6 +16,7 @@ from tests.budget import within_budget
 from tests.calls import DEVICE, full_of_nan, kernels_run, required
 from tests.fuzzing import meta, nvidia
 from tests.gdpa.cases import Case, batch_of, of_pytorch
+from tests.tiers import sweep, swept
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 
@@ -65,6 +66,7 @@ MASKS = {
     "only_full_rows": {"window": 5, "full_rows": 17},
     "one_context_each": {"num_contexts": 2, "num_targets": COUNTS["num_targets"]},
 }
+QUICK = ("both", "groups", "window_of_own", "full_rows")
 
 
 def case_of(mask: str, queries: tuple[int, ...] | None = None, **more) -> Case:
@@ -79,13 +81,13 @@ DELTA = (130, 0, 1, 9, 40)
 
 @pytest.mark.parametrize("impl", ("v1_tiled", "v8_own_waits"))
 @pytest.mark.parametrize("queries", (None, DELTA), ids=("all", "delta"))
-@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("mask", swept(MASKS, QUICK))
 def test_forward(mask, queries, impl):
     check_forward(case_of(mask, queries, num_heads=4), impl)
 
 
 @pytest.mark.parametrize("head_dim", (64, 200))
-@pytest.mark.parametrize("mask", ("both", "full_rows"))
+@pytest.mark.parametrize("mask", (sweep("both"), "full_rows"))
 def test_forward_of_other_tiles(mask, head_dim):
     """Four consumers; one tile of Q, and an output that leaves in halves."""
     check_forward(case_of(mask, DELTA, num_heads=2, head_dim=head_dim), "v8_own_waits")
@@ -114,10 +116,10 @@ MASKS_OF_GRADIENTS = MASKS | {"none": {}, "window_alone": {"window": 20}}
 
 
 @pytest.mark.parametrize(
-    "impl, head_dim", [("v1_tiled_backward", 64), (V4, 64), (V4, 128)], ids=str
+    "impl, head_dim", [("v1_tiled_backward", 64), sweep(V4, 64), (V4, 128)], ids=str
 )
 @pytest.mark.parametrize("queries", (None, DELTA), ids=("all", "delta"))
-@pytest.mark.parametrize("mask", MASKS_OF_GRADIENTS)
+@pytest.mark.parametrize("mask", swept(MASKS_OF_GRADIENTS, QUICK))
 def test_gradients(mask, queries, impl, head_dim):
     heads = {"num_heads": 2, "num_heads_k": 1, "head_dim": head_dim}
     call = required(case_of(mask, queries, **heads).arguments(BF16))

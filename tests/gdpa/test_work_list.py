@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import tritonemu
@@ -13,6 +13,7 @@ from gdpa_kernels.gdpa import schedule
 from gdpa_kernels.gdpa.device import work_list as lists
 from gdpa_lab.measuring import compile_check
 from gdpa_lab.measuring.inputs import cu_seqlens
+from tests.tiers import examples
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -53,7 +54,7 @@ LENGTH = st.just(0) | st.integers(0, 700)
 LENGTHS = st.lists(st.tuples(LENGTH, LENGTH), min_size=1, max_size=40)
 
 
-@settings(deadline=None, max_examples=150)
+@examples(150)
 @given(
     LENGTHS, st.integers(1, 5), st.integers(1, 9), st.sampled_from((64, 128, 1024)),
     st.sampled_from((64, 128)), st.sampled_from((0, 1)), st.none() | st.sampled_from((1, 70, 300)),
@@ -92,7 +93,7 @@ def test_an_empty_batch_has_an_empty_list():
     assert int(made[0, 0]) == 0 and len(made) == 1
 
 
-@settings(max_examples=20, deadline=None)
+@examples(20)
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=40))
 def test_longest_first_is_a_stable_sort(lengths):
     with tritonemu.enabled():

@@ -20,6 +20,7 @@ from gdpa_kernels.layers import common as layers
 from gdpa_kernels.layers import gdpa as modules
 from gdpa_lab.measuring.inputs import cu_seqlens
 from tests.fuzzing import composed
+from tests.tiers import sweep
 
 LENGTHS = [0, 5, 9, 0, 1]
 SUMMARY = 7
@@ -378,7 +379,7 @@ def test_nothing_becomes_fp32_on_the_way_to_the_kernels(kind, norms_of_a_gpu, ca
     assert q.dtype == (torch.float32 if kind == "pma" else torch.bfloat16)  # the seeds are weights
 
 
-@pytest.mark.parametrize("form", ("pair", "nested", "fused"))
+@pytest.mark.parametrize("form", (sweep("pair"), sweep("nested"), "fused"))
 @each
 def test_torch_compile_sees_one_graph(kind, form):
     nested, fused = form == "nested", form == "fused"

@@ -18,6 +18,7 @@ from gdpa_kernels.calling import ladder
 from gdpa_kernels.calling.launches import launches
 from gdpa_lab.measuring import compile_check
 from tests.rungs import KERNELS, launched
+from tests.tiers import sweep, swept
 
 
 @triton.jit
@@ -85,8 +86,12 @@ def test_a_module_stands_for_its_rung():
 ON_BLACKWELL = [rung for rung in KERNELS if not rung.requires.only_major]
 
 
-@pytest.mark.parametrize("head_dim", (64, 128, 256))
-@pytest.mark.parametrize("rung", ON_BLACKWELL, ids=lambda rung: rung.impl)
+@pytest.mark.parametrize("head_dim", (sweep(64), 128, sweep(256)))
+@pytest.mark.parametrize(
+    "rung",
+    swept(ON_BLACKWELL, lambda rung: rung.impl in ("v1_tiled", "v3_persistent")),
+    ids=lambda rung: rung.impl,
+)
 def test_rungs_fit_on_blackwell_where_they_say_so(rung, head_dim):
     x = torch.zeros(1, 4, head_dim, dtype=torch.bfloat16)
     if rung.requires.of_call(x, x, x) is not None:
@@ -107,8 +112,8 @@ def test_rungs_fit_on_blackwell_where_they_say_so(rung, head_dim):
 
 
 def promised() -> Iterator:
-    """Every call of a plain rung; by day wide heads in the least shared memory, where fp16 takes as
-    much as bf16."""
+    """Every call of a plain rung; in the sweeps wide heads in the least shared memory, where fp16
+    takes as much as bf16, and of these one in the quick tier."""
     for rung in KERNELS:
         if rung.requires.capability == (8, 0):
             sizes = (64, 128) if rung.operator == "block_attention" else (64,)
@@ -116,7 +121,8 @@ def promised() -> Iterator:
                 (256, 16, 32, 64, 128), rung.requires.dtypes, sizes, (89, 80, 86, 90, 100, 120)
             ):
                 by_day = call[0] == 256 and call[-1] == 89 and call[1] != "float16"
-                marks = () if by_day else pytest.mark.nightly
+                quick = by_day and rung.impl == "v1_tiled" and call[1] == "bfloat16"
+                marks = () if quick else pytest.mark.sweep if by_day else pytest.mark.nightly
                 name = "-".join(map(str, (rung.impl, *call)))
                 yield pytest.param(rung, *call, id=name, marks=marks)
 

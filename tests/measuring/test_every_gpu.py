@@ -44,10 +44,10 @@ def test_the_table_holds_every_kernel_on_every_gpu():
 
 
 def compared() -> list:
-    """One GPU of each maker by day."""
+    """One GPU of each maker in the sweeps, the others at night."""
+    marks = pytest.mark.nightly, pytest.mark.sweep
     return [
-        pytest.param(target, n, marks=() if (target, n) in by_day else pytest.mark.nightly)
-        for by_day in ([(86, 64), ("gfx942", 64)],)
+        pytest.param(target, n, marks=marks[(target, n) in ((86, 64), ("gfx942", 64))])
         for target in every_gpu.TARGETS
         for n in every_gpu.HEAD_DIMS
     ]

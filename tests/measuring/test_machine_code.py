@@ -23,6 +23,7 @@ from gdpa_lab.measuring import compile_check, machine_code, measure, record
 from gdpa_lab.measuring.inputs import make_inputs
 from gdpa_lab.measuring.workloads import workload
 from tests.calls import pretended
+from tests.tiers import swept
 
 SMALL = replace(workload("gdpa-self-full-256"), batch=2, max_seqlen_q=64, max_seqlen_k=64)
 
@@ -115,7 +116,7 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", swept(CALLS, ("numbers and strides",)))
 def test_a_launch_compiles_again_to_its_code(gpu, name):
     for launch in launched(CALLS[name]):
         assert code_again(launch) == launch["code"]
@@ -203,6 +204,7 @@ json.dump(answers, sys.stdout)
 """
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("impl", "scope"),
     [("v0_eager", "kernel"), ("v1_tiled", "kernel"), ("v3_persistent", "schedule")],

@@ -46,6 +46,7 @@ from gdpa_lab.report.chapter import Chapter
 from notebooks.block import _eliminations, _rotary_alone
 from tests.peers import varlen_attn
 from tests.records import H200, LOAD, SELF, SHORT, STATE, available
+from tests.tiers import sweep, swept
 
 SMALL = replace(
     workload("gdpa-self-half-jagged-256"), name="small", batch=3, max_seqlen_q=20, max_seqlen_k=20
@@ -327,7 +328,7 @@ def test_variants_are_kept_apart_with_their_configs(cpu, work, direction, listed
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
-@pytest.mark.parametrize("head_dim", (64, 128))
+@pytest.mark.parametrize("head_dim", (sweep(64), 128))
 @pytest.mark.parametrize("impl", ladder.impls("block_attention"))
 def test_every_rung_of_block_attention_has_its_own_constants(cpu, impl, head_dim, direction):
     work = TURNED if impl.startswith("v4") else BLOCKS
@@ -337,6 +338,7 @@ def test_every_rung_of_block_attention_has_its_own_constants(cpu, impl, head_dim
     assert row.failure is None and bool(row.config) == (impl != "reference")
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_peers_of_block_attention_are_right(cpu, peers, monkeypatch, direction):
     """Code is generated for the workload with the most in it; of the others the graph is run."""
@@ -372,6 +374,7 @@ def test_peers_of_block_attention_are_right(cpu, peers, monkeypatch, direction):
     ]
 
 
+@pytest.mark.sweep
 def test_a_compiled_backward_runs_again(peers):
     torch._dynamo.reset()
     inputs = make_inputs(BLOCKS, device="cpu")
@@ -464,7 +467,7 @@ def test_the_error_of_a_part_is_that_of_the_whole(small_parts, work, direction):
             assert getattr(found, name) == pytest.approx(value), name
 
 
-@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("direction", swept(DIRECTIONS, ("forward",)))
 def test_peers_of_gdpa_are_right(cpu, peers, small_parts, direction):
     torch._dynamo.reset()
     rows = run(CROSS, ["fa2_varlen", "torch_compile", "cudnn"], direction)

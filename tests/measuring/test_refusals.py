@@ -8,7 +8,7 @@ from datetime import datetime, timedelta, timezone
 from functools import cache
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gdpa_lab.measuring import record, refusals
@@ -19,6 +19,7 @@ from gdpa_lab.report import results
 from tests import records
 from tests.measuring.test_record import a_record, a_row, put
 from tests.records import SHORT
+from tests.tiers import examples
 
 TURNED = workload("block-rotary-1735537")
 
@@ -161,7 +162,7 @@ def test_the_schema_means_the_same_in_draft_7():
     assert not any(later & each.keys() for each in found)
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(PLACES, st.sampled_from(VALUES))
 def test_the_quick_answer_is_that_of_the_reasons(path, value):
     data = json.loads(json.dumps(example()))
@@ -170,7 +171,7 @@ def test_the_quick_answer_is_that_of_the_reasons(path, value):
     assert refusals._is_as_in_schema(data) == slow
 
 
-@settings(deadline=None, max_examples=300)
+@examples(300)
 @given(PLACES, st.sampled_from(VALUES))
 def test_no_value_goes_further_than_a_reason(path, value):
     data = json.loads(json.dumps(example()))

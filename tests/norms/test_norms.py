@@ -18,6 +18,7 @@ from gdpa_kernels.norms.api import add_rms_norm, head_norm
 from gdpa_lab.measuring.compile_check import build_launch, read
 from tests.budget import within_budget
 from tests.calls import assert_same_bits
+from tests.tiers import sweep
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -385,7 +386,7 @@ def compiled(capability, stream, turned):
 
 
 @pytest.mark.parametrize(
-    "capability, stream, turned", ((90, BF16, False), (90, FP32, True), (100, BF16, True))
+    "capability, stream, turned", (sweep(90, BF16, False), (90, FP32, True), sweep(100, BF16, True))
 )
 def test_rows_move_in_16_bytes_a_thread(capability, stream, turned):
     for name, made in compiled(capability, stream, turned).items():

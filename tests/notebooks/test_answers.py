@@ -103,6 +103,7 @@ def test_cells_of_the_charts(changes, shown):
     assert _answers.both(pd.Series({**row, **changes})) == shown
 
 
+@pytest.mark.sweep
 def test_numbers_come_from_the_records():
     from gdpa_lab.report.chapter import Chapter
 

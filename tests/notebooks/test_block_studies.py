@@ -13,6 +13,8 @@ from gdpa_kernels.block_attention.ladder import v2_slab, v4_rotary
 from gdpa_lab.measuring.inputs import cu_seqlens
 from notebooks.block import _roundings
 
+pytestmark = pytest.mark.sweep
+
 
 @pytest.mark.parametrize("rung", (v0_flash, v1_one_tile))
 @pytest.mark.parametrize("rotary", (None, torch.float32))

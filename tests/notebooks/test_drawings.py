@@ -4,7 +4,6 @@ import pandas as pd
 
 from _lib import drawings
 from gdpa_lab.measuring.roofline import Ceilings
-from gdpa_lab.measuring.workloads import workload
 from tritonemu import Timeline
 from tritonemu.drawing import Event
 
@@ -13,21 +12,9 @@ def texts(axis) -> list[str]:
     return [text.get_text() for text in axis.texts]
 
 
-def test_a_jagged_batch_shows_every_token_twice_and_the_empty_places():
-    axis = drawings.jagged((3, 0, 2)).axes[0]
-    assert len(axis.patches) == 2 * 5 + 4
-    assert {"0", "3", "5", "[0]", "[1], [2]", "[3]"} <= set(texts(axis))
-
-
 def test_scores_are_drawn_to_scale():
     axis = drawings.scores({"self": [(6, 6)], "pooled": [(4, 9), (4, 2)]}).axes[1]
     assert [(box.get_width(), box.get_height()) for box in axis.patches] == [(9, 4), (2, 4)]
-
-
-def test_laws_name_the_fill():
-    full, half = (workload(f"gdpa-self-{kind}-256") for kind in ("full", "half-dense"))
-    chart = drawings.laws({"all": full, "half": half, "again": half})
-    assert "fill 1.00" in chart.axes[0].get_title(loc="left")
 
 
 def test_kernels_stand_under_the_roof_as_arrows_of_their_family():
@@ -46,40 +33,6 @@ def test_kernels_stand_under_the_roof_as_arrows_of_their_family():
     arrows = [text for text in axis.texts if text.get_text() == ""]
     assert sorted(arrow.xy[1] for arrow in arrows) == [400.0, 500.0]
     assert {"tanh", "256", "bf16 matmul: 796"} <= set(texts(axis))
-
-
-def test_an_activation_is_drawn_with_its_derivative():
-    panels = drawings.activations(("relu", "gelu", "silu", "identity")).axes
-    assert [axis.get_title(loc="left") for axis in panels] == ["relu", "gelu", "silu", "identity"]
-    assert list(panels[3].lines[1].get_ydata()) == [1.0] * 401
-
-
-def test_tiles_fill_one_tile_and_the_sums_and_frame_what_is_held():
-    strips = [("Q", "left", False), ("dQ", "right", True)]
-    panel = drawings.Tiles((1, 0), [(1, 1)], strips)
-    (axis,) = drawings.tiles({"owns queries": panel}, count=2).axes
-    opacity = [patch.get_facecolor()[3] for patch in axis.patches]
-    assert len(opacity) == 4 + 2 * 2
-    assert opacity.count(1) == 2 and opacity.count(0.3) == 1
-    assert [text.get_text() for text in axis.texts] == ["Q", "dQ"]
-    framed = [patch for patch in axis.patches if patch.get_linewidth() > 1]
-    assert len(framed) == 2
-
-
-def test_strips_draw_a_cell_for_each_step_and_label_waits():
-    rows = {"v7": ["S", "wait 0", "tanh"], "v8": ["S", "tanh"]}
-    (axis,) = drawings.strips(rows, xlabel="x", highlight=["S", "tanh"]).axes
-    assert sum(patch.get_width() > 0 for patch in axis.patches) == 5
-    assert [text.get_text() for text in axis.texts if text.get_text()] == ["0"]
-    assert [text.get_text() for text in axis.get_legend().get_texts()] == ["S", "tanh", "wait"]
-
-
-def test_bars_on_lanes_lie_at_their_times():
-    bars = pd.DataFrame({"lane": [0, 1], "start": [0, 2], "time": [2, 1], "label": ["7", ""]})
-    chart = drawings.gantt({"one": bars}, xlabel="blocks", hue="v3_persistent")
-    axis, _ = chart.axes
-    assert [(bar.get_x(), bar.get_width()) for bar in axis.patches] == [(0, 2), (2, 1)]
-    assert axis.patches[0].get_height() > axis.patches[1].get_height()
 
 
 def line(shift: float) -> Timeline:

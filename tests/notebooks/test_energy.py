@@ -52,6 +52,7 @@ def test_errors_grow_with_the_noise_and_residuals_are_relative():
     assert (off < 4).all()
 
 
+@pytest.mark.sweep
 def test_calls_are_counted_as_the_record_has_them():
     notebook = "notebooks/measuring/power_wall.py"
     record = results.run_of(DATA_DIR, notebook=notebook, gpu="NVIDIA H200").whole

@@ -136,6 +136,7 @@ def shown(monkeypatch) -> list[str]:
     return displayed
 
 
+@pytest.mark.sweep
 def test_a_session_is_shown_beside_the_record_and_nothing_is_kept(chapter, shown):
     at = {"notebook": "notebooks/backward/results.py", "gpu": "NVIDIA H200"}
     run = results.run_of(record.DATA_DIR, **at)
@@ -151,6 +152,7 @@ def test_a_session_is_shown_beside_the_record_and_nothing_is_kept(chapter, shown
     assert not session.folder.exists()
 
 
+@pytest.mark.sweep
 def test_without_a_session_the_best_kernels_of_other_boards_are_shown(shown):
     ratios.others(Chapter("forward/results"), None, "forward")
     others = systems.promoted(record.DATA_DIR).keys() - {"NVIDIA H200"}
@@ -168,6 +170,7 @@ def test_boards_show_no_workload_on_which_a_kernel_has_changed_since():
     assert len(ratios.of_today(each)) == len(each)
 
 
+@pytest.mark.sweep
 def test_published_quotients_stand_beside_measured_ones():
     chapter = Chapter("backward/results")
     found = ratios.best(chapter.rows(scope="sustained", direction="backward"))

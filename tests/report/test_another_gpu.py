@@ -84,6 +84,7 @@ def folders(tmp_path_factory):
         yield alone, both
 
 
+@pytest.mark.sweep
 def test_what_is_said_of_the_h200_stays(folders):
     def said(data_dir):
         every = results.table(folders[1], gpu="NVIDIA H200", latest=False)

@@ -222,29 +222,6 @@ def test_an_id_may_be_that_of_another_chapter_and_is_given_once(chapter, shown, 
 
 
 @pytest.mark.parametrize(
-    "limits, bar, ways",
-    (
-        ({"least": 2.0, "most": 3.0}, (0.3, 0.7), []),
-        ({"most": 3.0}, (0.0, 0.5), [-1]),
-        ({"least": 3.0}, (0.5, 1.0), [1]),
-    ),
-)
-def test_an_interval_is_drawn_to_its_own_scale(limits, bar, ways):
-    limits = {"least": -math.inf, "most": math.inf} | limits
-    found = 2.0 if math.isinf(limits["least"]) else 4.0
-    one = page_blocks.Prediction(
-        "a/b#1", "", found, "", **limits, form=".1f", unit=" us", shown=True
-    )
-    drawn = one.interval()
-    left, width = map(float, re.search(r'<rect .* x="([\d.]+)".* width="([\d.]+)"', drawn).groups())
-    assert left < left + width
-    arrows = [float(x) for x in re.findall(r'"M[\d.]+ 3L([\d.]+) 11', drawn)]
-    assert len(arrows) == len(ways)
-    assert all((tip > left + width) == (way > 0) for tip, way in zip(arrows, ways, strict=True))
-    assert ('class="refuted"' in drawn) == (one.verdict.word == "refuted")
-
-
-@pytest.mark.parametrize(
     "found, missing",
     (
         (float("nan"), "nan"),
@@ -292,11 +269,6 @@ def test_changes_are_of_the_kernel_and_short(chapter, shown, tmp_path, operator,
     link = shown[-1].data
     (file,) = (tmp_path / "changes").iterdir()
     assert file.name in link and file.read_text().startswith("--- ")
-
-
-def test_roles_are_the_tables_of_the_docstring(chapter, shown):
-    chapter.roles("v5_pingpong")
-    assert "| barrier" in shown[0].data and "Changes from" not in shown[0].data
 
 
 def test_glue_gives_numbers_and_words(chapter, monkeypatch):

@@ -9,6 +9,7 @@ from gdpa_lab.report import clock_free, predictions, results
 from tests.report.test_predictions import CEILINGS, SELF, add, loaded, timed
 
 
+@pytest.mark.sweep
 def test_the_committed_file_is_what_the_records_make():
     text = clock_free.PATH.read_text(encoding="utf-8")
     assert text == predictions.render(clock_free.derive()), "python -m gdpa_lab predictions"
@@ -36,6 +37,7 @@ def test_an_interval_holds_a_new_group_as_often_as_it_says():
     assert 0.85 < inside / 400 < 0.95
 
 
+@pytest.mark.sweep
 def test_shares_are_those_of_rows_back_to_back_at_their_own_clock():
     found = clock_free.shares()
     assert set(found[found["operator"] == "gdpa"]["impl"]) == {

@@ -1,8 +1,6 @@
 """Charts: honest axes, the same bytes each time, and an origin under each of them."""
 
-import itertools
 import math
-import re
 from dataclasses import replace
 
 import matplotlib as mpl
@@ -112,13 +110,6 @@ def test_a_failed_row_is_a_cross_and_not_a_point(table):
     assert any("cross: not timed" in text for text in texts(axis))
 
 
-def test_labels_keep_their_distance(table):
-    axis, _ = draw(table).axes
-    levels = sorted(t.xyann[1] for t in axis.texts if t.get_text().split()[0] in RATES)
-    assert len(levels) == len(RATES)
-    assert min(np.diff(levels)) > 0.04  # of the height
-
-
 def test_what_is_missing_or_ambiguous_is_refused(table):
     with pytest.raises(ValueError, match="sustained rows of v9_dream"):
         draw(table, impls=["v1_tiled", "v9_dream"])
@@ -165,114 +156,11 @@ def test_the_same_data_gives_the_same_svg_and_no_date_and_leaves_matplotlib_alon
     assert dict(mpl.rcParams) == before
 
 
-def test_a_figure_is_transparent_and_shows_itself_once(table):
-    bundle = draw(table)._repr_mimebundle_()
-    assert set(bundle) == {"image/svg+xml", "text/plain"}
-    background = bundle["image/svg+xml"].split('id="patch_1"')[1].split("</g>")[0]
-    assert "fill: none" in background
-
-
-def luminance(colour: str) -> float:
-    channels = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
-    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-
-def contrast(*colours: str) -> float:
-    low, high = sorted(map(luminance, colours))
-    return (high + 0.05) / (low + 0.05)
-
-
-def blend(colour: str, share: float, page: str) -> str:
-    pairs = [(int(colour[i : i + 2], 16), int(page[i : i + 2], 16)) for i in (1, 3, 5)]
-    return "#" + "".join(f"{round(share * a + (1 - share) * b):02x}" for a, b in pairs)
-
-
-THEME = pytest.mark.parametrize("theme", [0, 1], ids=["light", "dark"])
-
-
-@THEME
-@pytest.mark.parametrize("name", [name for name in style.THEMES if name != "page"])
-def test_colours_read_as_text_and_under_text(name, theme):
-    assert contrast(style.THEMES[name][theme], style.THEMES["page"][theme]) >= 4.5
-    assert style.THEMES["page"][theme] == ("#ffffff", "#121212")[theme]
-
-
-@THEME
-def test_ink_reads_on_the_most_saturated_cell(theme):
-    page = style.THEMES["page"][theme]
-    cell = blend(style.THEMES["rung-1"][theme], 0.45, page)
-    assert contrast(style.THEMES["ink"][theme], cell) >= 4.5
-
-
-def oklab(colour: str) -> np.ndarray:
-    """Björn Ottosson's space, in which distances are those that people see."""
-    srgb = np.array([int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)])
-    linear = np.where(srgb <= 0.04045, srgb / 12.92, ((srgb + 0.055) / 1.055) ** 2.4)
-    cones = np.array([[0.4122214708, 0.5363325363, 0.0514459929],
-                      [0.2119034982, 0.6806995451, 0.1073969566],
-                      [0.0883024619, 0.2817188376, 0.6299787005]])  # fmt: skip
-    space = np.array([[0.2104542553, 0.7936177850, -0.0040720468],
-                      [1.9779984951, -2.4285922050, 0.4505937099],
-                      [0.0259040371, 0.7827717662, -0.8086757660]])  # fmt: skip
-    return space @ np.cbrt(cones @ linear)
-
-
-@THEME
-def test_rungs_are_told_apart(theme):
-    shades = [oklab(style.THEMES[f"rung-{n}"][theme]) for n in range(9)]
-    assert min(np.linalg.norm(a - b) for a, b in itertools.combinations(shades, 2)) > 0.08
-
-
-def test_the_page_has_the_colours_of_the_house():
-    css = (record.ROOT / "book/assets/exhibits.css").read_text()
-    for theme, word in enumerate(("light", "dark")):
-        block = css.split(f'html[data-theme="{word}"] {{')[1].split("}")[0]
-        for name, shades in style.THEMES.items():
-            assert f"--{name}: {shades[theme]};" in block
-
-
-def test_a_file_alone_has_its_colours_and_text_is_text(table):
-    svg = draw(table).to_svg()
-    used = set(re.findall(r"var\(--([\w-]+)\)", svg))
-    assert {"ink", "grey", "rung-1"} <= used
-    light, dark = re.search(r"<style>svg\{(.*?)\}@media(.*?)</style>", svg).groups()
-    for name in used:
-        assert f"--{name}:{style.THEMES[name][0]};" in light
-        assert f"--{name}:{style.THEMES[name][1]};" in dark
-    assert re.search(r"<text[^>]*>max_seqlen_q", svg)
-
-
-def test_a_chart_has_a_form_for_a_phone(table):
-    svg = draw(table).to_svg()
-    wide, narrow = svg.split('<svg data-form="narrow" display="none"')
-    widths = [float(re.search(r'viewBox="0 0 ([\d.]+)', form)[1]) for form in (wide, narrow)]
-    assert widths[0] > 450 and widths[1] < 320
-    assert all(name in narrow for name in ("v1_tiled", "roofline"))
-    assert style._narrow.get() is False
-
-
-def test_a_rung_keeps_its_colour_and_baselines_are_grey():
-    assert len({style.colour(f"v{n}_x") for n in range(8)}) == 8
-    assert style.colour("v1_tiled") == style.colour("v1_other")
-    assert style.colour("fa2") == style.colour("vanilla") == style.GREY
-
-
 @pytest.fixture
 def data_dir(add, tmp_path):
     """A data folder with one record, named in the table that the fixture returns beside it."""
     package = record.Package("0.1.0", "0123456789" * 4, True, {"gdpa_kernels/a.py": "0" * 64})
     return tmp_path, add(a_row(), package=package)
-
-
-@pytest.mark.parametrize(
-    ("last", "period"),
-    [("2026-11-27", "2026-11-27"), ("2026-11-28", "2026-11-27 to 28"),
-     ("2026-12-01", "2026-11-27 to 2026-12-01"), ("2027-11-28", "2026-11-27 to 2027-11-28")],
-)  # fmt: skip
-def test_dates_of_a_month_are_short_in_a_title(last, period):
-    rows = pd.DataFrame({"gpu": "NVIDIA H200", "system": "", "date": ["2026-11-27", last]})
-    assert rates.machine(rows) == f"NVIDIA H200, {period}"
 
 
 def test_provenance_names_machine_date_commit_record_and_data(data_dir, tmp_path, monkeypatch):

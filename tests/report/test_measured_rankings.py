@@ -19,6 +19,7 @@ OPERATORS = sorted(measured_rankings.CHOICES)
 LATER = {(10, 0): "b90_stand_in", (10, 3): "v7_packed", (10, 1): "v1_tiled", (12, 0): "v1_tiled"}
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_the_table_is_what_the_records_say(operator):
     """After measuring: python -m gdpa_lab maintain choices."""

@@ -79,6 +79,7 @@ def test_every_prediction_lies_in_its_interval_and_below_its_ceiling():
     assert not table.duplicated(["figure", "workload", "direction", "impl"]).any()
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("expected", predictions.EXPECTED["forward"], ids=lambda x: x.impl)
 def test_issue_slots_are_those_of_the_compiled_loop(expected):
     """The loop is that of a math role, which takes a tile of pairs in each turn."""
@@ -175,6 +176,7 @@ def test_what_is_no_record_of_a_b200_is_refused(tmp_path, capsys):
         assert expectation in capsys.readouterr().err
 
 
+@pytest.mark.sweep
 def test_the_command_prints_and_writes(tmp_path, capsys, monkeypatch):
     assert __main__.main(["predictions", "--data-dir", str(tmp_path)]) == 0
     printed = capsys.readouterr().out

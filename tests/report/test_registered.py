@@ -3,6 +3,7 @@
 import ast
 import subprocess
 from collections import Counter
+from functools import cache
 
 import nbformat
 import pandas as pd
@@ -19,6 +20,11 @@ RECORD = "20261122T120000Z-a-chapter"
 
 def git(*arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run(["git", *arguments], cwd=record.ROOT, capture_output=True, text=True)
+
+
+@cache
+def shown(*arguments: str) -> str:
+    return git("show", *arguments).stdout
 
 
 @pytest.mark.parametrize(
@@ -132,20 +138,25 @@ def test_every_chapter_that_predicts_has_its_lines():
         assert {f"{slug}#{n + 1}" for n in range(count)} <= set(LINES.index)
 
 
-@pytest.mark.parametrize("name", LINES.index[LINES["commit"] != ""])
-def test_git_holds_what_the_file_says(name):
+@cache
+def added(path: str) -> str:
+    """The commit that added a file."""
+    return git("log", "--diff-filter=A", "--format=%H", "--", path).stdout.split()[-1]
+
+
+def test_git_holds_what_the_file_says():
     """Needs the history: a shallow clone has the file alone."""
-    line = LINES.loc[name]
-    if git("cat-file", "-e", line["commit"]).returncode:
+    held = LINES[LINES["commit"] != ""]
+    if git("cat-file", "-e", held["commit"].iloc[0]).returncode:
         pytest.skip("this clone has no history")
-    assert line["quote"] in git("show", f"{line['commit']}:{line['path']}").stdout
-    assert git("show", "-s", "--format=%cI", line["commit"]).stdout.strip() == line["date"]
-    path = f"data/records/{line['record']}.json"
-    assert (record.ROOT / path).exists()
-    if registered.standing(line) != "predicted":
-        return
-    added = git("log", "--diff-filter=A", "--format=%H", "--", path).stdout.split()[-1]
-    assert git("merge-base", "--is-ancestor", line["commit"], added).returncode == 0
+    for name, line in held.iterrows():
+        assert line["quote"] in shown(f"{line['commit']}:{line['path']}"), name
+        assert shown("-s", "--format=%cI", line["commit"]).strip() == line["date"], name
+        path = f"data/records/{line['record']}.json"
+        assert (record.ROOT / path).exists(), name
+        if registered.standing(line) == "predicted":
+            order = git("merge-base", "--is-ancestor", line["commit"], added(path))
+            assert order.returncode == 0, name
 
 
 def test_causes_are_named_and_taught():

@@ -130,6 +130,7 @@ def test_an_edit_counts_where_it_changes_machine_code(measured, tmp_path, monkey
     assert not staleness.update(tmp_path, root, log=lambda text: None)
 
 
+@pytest.mark.sweep
 def test_older_sources_come_from_the_history_of_git(tmp_path):
     run = runs()["20261122T200316Z"]
     for name in (f"records/{run.id}.json", f"systems/{run.system}.json"):

@@ -27,6 +27,7 @@ from gdpa_lab.measuring import compile_check
 from tests.budget import within_budget
 from tests.calls import at_an_odd_address, full_of_nan
 from tests.serving.test_cache import ends
+from tests.tiers import sweep
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 SHOWN = (65, 1, 63, 64, 130, 0)
@@ -118,9 +119,9 @@ def kernels(seen: list) -> set[str]:
 
 
 @pytest.mark.parametrize("in_one_call", (True, False))
-@pytest.mark.parametrize("dtype", (BF16, FP16), ids=str)
-@pytest.mark.parametrize("head_dim", (64, 128))
-@pytest.mark.parametrize("page", (64, 128, 192, 256))
+@pytest.mark.parametrize("dtype", (BF16, sweep(FP16)), ids=str)
+@pytest.mark.parametrize("head_dim", (sweep(64), 128))
+@pytest.mark.parametrize("page", (64, sweep(128), 192, sweep(256)))
 def test_scores_are_the_definition(page, head_dim, dtype, in_one_call):
     """Histories around the edges of pages, candidates around those of tiles, scattered pages."""
     size = {"heads": 2, "kv_heads": 1, "head_dim": head_dim, "dtype": dtype}
@@ -132,7 +133,7 @@ def test_scores_are_the_definition(page, head_dim, dtype, in_one_call):
 
 
 @pytest.mark.parametrize("in_one_call", (True, False))
-@pytest.mark.parametrize("group", (2, 7, 64, 200))
+@pytest.mark.parametrize("group", (sweep(2), 7, sweep(64), 200))
 def test_groups(group, in_one_call):
     check(partial(served, lengths_of(64), SHOWN, 64), group, in_one_call=in_one_call)
 
@@ -169,7 +170,7 @@ def test_a_sum_in_fp32(precise):
         assert (wide.double() - exact).norm() < 5e-3 * exact.norm()
 
 
-@pytest.mark.parametrize("head_dim", (64, 128))
+@pytest.mark.parametrize("head_dim", (sweep(64), 128))
 @pytest.mark.parametrize("shown", ((100, 1), (20, 64)))
 def test_keys_that_are_split(shown, head_dim):
     """Pieces of a history begin within its list of pages; of another one there may be none."""
@@ -383,7 +384,7 @@ def test_mistakes_are_noticed(mistake, tmp_path):
 
 
 @pytest.mark.parametrize("in_one_call", PAGED.values(), ids=PAGED)
-@pytest.mark.parametrize("head_dim", (64, 128))
+@pytest.mark.parametrize("head_dim", (sweep(64), 128))
 def test_the_code_is_as_lean(head_dim, in_one_call):
     """Pages cost v8 no register and no spill, and their TMA loads stand beside the others'."""
     size = (head_dim, 2 * head_dim), (130, 64), head_dim

@@ -58,7 +58,7 @@ def browser():
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     chromium = next(filter(None, map(shutil.which, ("chromium", "google-chrome"))), None)
     if chromium is None:
-        pytest.skip("chromium is not on the PATH")
+        pytest.skip("needs chromium on the PATH (apt-get install chromium)")
     with playwright.sync_playwright() as started:
         opened = started.chromium.launch(executable_path=chromium, args=ARGUMENTS)
         yield opened
