@@ -235,9 +235,9 @@ def _forward(
     rung = options.rung("forward", batch)
     if options.backward_impl not in ("auto", rung.impl):  # one that cannot take the call says so
         resolve(options.backward_impl, "backward", batch)
-    given = {} if blocks is None else {"schedule": (blocks,)}
+    schedule_option = {} if blocks is None else {"schedule": (blocks,)}
     with checks.without_autocast(q):  # the definition is made of operators that it would change
-        out, saved = rung.module().forward(batch, **given)
+        out, saved = rung.module().forward(batch, **schedule_option)
     if options.padding:
         clear_padding(out, cu_seqlens)
     return out, list(saved[1:])  # the first is the output
@@ -268,9 +268,9 @@ def _backward(
         batch = _batch(q, k, v, cu_seqlens, sin, cos, options, gradients=places)
         rung = options.rung("backward", batch)
         walks = blocks is not None and rung.takes("backward", "schedule")
-        given = {"schedule": (blocks,)} if walks else {}
+        schedule_option = {"schedule": (blocks,)} if walks else {}
         with checks.without_autocast(q):
-            gradients = rung.module().backward(grad_out, batch, tuple(saved), **given)
+            gradients = rung.module().backward(grad_out, batch, tuple(saved), **schedule_option)
         if options.padding:
             clear_padding(gradients[0], cu_seqlens)
             clear_padding(gradients[1], cu_seqlens, gradients[2])

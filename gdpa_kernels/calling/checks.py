@@ -237,9 +237,10 @@ def check_lengths(
             f"got {values[0]} to {values[-1]}{hint}"
         )
     if lengths and min(lengths) < 0:
-        at = lengths.index(min(lengths))
+        index = lengths.index(min(lengths))
         raise ValueError(
-            f"{name} must not decrease, got {values[at]} followed by {values[at + 1]} at index {at}"
+            f"{name} must not decrease, got {values[index]} followed by {values[index + 1]} at "
+            f"index {index}"
         )
     longest = max(lengths, default=0)
     if max_seqlen is not None and longest > max_seqlen:

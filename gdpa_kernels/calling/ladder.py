@@ -371,9 +371,9 @@ def impls(operator: str = "gdpa", direction: str = "forward") -> tuple[str, ...]
 def rung(impl: str, operator: str = "gdpa", direction: str | None = None) -> Rung:
     """The rung of that name, of a direction if one is given. Raises ValueError naming those that
     there are."""
-    found = _BY_IMPL.get((operator, impl))
-    if found is not None and (direction is None or direction in found.directions):
-        return found
+    known_rung = _BY_IMPL.get((operator, impl))
+    if known_rung is not None and (direction is None or direction in known_rung.directions):
+        return known_rung
     directions = DIRECTIONS if direction is None else (direction,)
     known = ", ".join(dict.fromkeys(name for each in directions for name in impls(operator, each)))
     raise ValueError(f"impl must be 'auto' or one of {known}, got {impl!r}")
@@ -392,11 +392,11 @@ def availability(
     """Whether `impl` runs on `device`: by default the first GPU, or the CPU where there is none."""
     if device is None:
         device = "cuda:0" if torch.cuda.is_available() else "cpu"
-    device, found = torch.device(device), rung(impl, operator)
-    problem = found.unavailable(device)
+    device, candidate = torch.device(device), rung(impl, operator)
+    problem = candidate.unavailable(device)
     if problem is not None:
         return Availability(False, problem)
-    emulated = found.requires.capability and device.type == "cpu"
+    emulated = candidate.requires.capability and device.type == "cpu"
     return Availability(True, f"runs {'in the emulator' if emulated else f'on {device}'}")
 
 
@@ -413,23 +413,23 @@ def resolve(
     name = "impl" if direction == "forward" else "backward_impl"
     if impl == "auto":
         for candidate in order():
-            found = rung(candidate, operator)
-            if found.suits(batch) and (not strict or found.is_deterministic(batch)):
-                return found
+            chosen = rung(candidate, operator)
+            if chosen.suits(batch) and (not strict or chosen.is_deterministic(batch)):
+                return chosen
         raise NotImplementedError(
             f"{name} 'auto' needs dtype bfloat16, float16, float32 or float64, "
             f"got {batch.dtype} on {batch.device}"
         )
-    found = rung(impl, operator, direction)
-    problem = found.requires.of_device(batch.device) or found.problem(batch)
+    chosen = rung(impl, operator, direction)
+    problem = chosen.requires.of_device(batch.device) or chosen.problem(batch)
     if problem is not None:
         raise NotImplementedError(f"{name} {impl!r} {problem}")
-    if strict and not found.is_deterministic(batch):
+    if strict and not chosen.is_deterministic(batch):
         raise RuntimeError(
             f"{name} must be deterministic under torch.use_deterministic_algorithms, got {impl!r}, "
             "which is not for this call"
         )
-    return found
+    return chosen
 
 
 def diff(impl: str, operator: str = "gdpa") -> str:
@@ -437,12 +437,12 @@ def diff(impl: str, operator: str = "gdpa") -> str:
     current = rung(impl, operator)
     if current.predecessor is None:
         raise ValueError(f"impl must have a predecessor to differ from, got {impl!r}")
-    before = rung(current.predecessor, operator)
+    previous = rung(current.predecessor, operator)
     return "".join(
         difflib.unified_diff(
-            before.lesson.read_text().splitlines(keepends=True),
+            previous.lesson.read_text().splitlines(keepends=True),
             current.lesson.read_text().splitlines(keepends=True),
-            fromfile=before.lesson.relative_to(PACKAGE).as_posix(),
+            fromfile=previous.lesson.relative_to(PACKAGE).as_posix(),
             tofile=current.lesson.relative_to(PACKAGE).as_posix(),
             n=2,
         )

@@ -55,11 +55,11 @@ def _is_empty(argument: object) -> bool:
 def _run(kernel, grid: tuple[int, ...], args: tuple, options: dict) -> None:
     """All arguments by position, defaults too, without options that are Triton's own: its C paths
     take nothing else (TRITON_ENABLE_C_CACHE, TRITON_USE_C_DISPATCHER)."""
-    own = dict(options)
-    if own.get("num_warps") == 4:
-        del own["num_warps"]
-    rest = [own.pop(p.name, p.default) for p in kernel.params[len(args) :]]
-    kernel[grid](*args, *rest, **own)
+    fixed = dict(options)
+    if fixed.get("num_warps") == 4:
+        del fixed["num_warps"]
+    rest = [fixed.pop(p.name, p.default) for p in kernel.params[len(args) :]]
+    kernel[grid](*args, *rest, **fixed)
 
 
 def cdiv(a: int, b: int) -> int:

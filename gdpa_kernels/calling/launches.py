@@ -73,13 +73,13 @@ def note(kernel: JITFunction, grid: tuple[int, ...], args: tuple, options: dict)
     """Tell the open contexts of a launch; whether it is to be made."""
     now = recorders
     defaults = {p.name: p.default for p in kernel.params if p.has_default}
-    given = defaults | dict(zip(kernel.arg_names, args, strict=False)) | options
+    bound = defaults | dict(zip(kernel.arg_names, args, strict=False)) | options
     constants = {p.name for p in kernel.params if p.is_constexpr}
     launch = Launch(
         kernel,
         grid,
-        {name: given[name] for name in kernel.arg_names if name in given.keys() - constants},
-        {name: value for name, value in given.items() if name in constants},
+        {name: bound[name] for name in kernel.arg_names if name in bound.keys() - constants},
+        {name: value for name, value in bound.items() if name in constants},
         {name: value for name, value in options.items() if name not in kernel.arg_names},
     )
     for recorder in now:

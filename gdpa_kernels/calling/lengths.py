@@ -76,9 +76,9 @@ class Lengths:
         longest, _ = checks.check_lengths("cu_seqlens", cu_seqlens, total, max_seqlen)
         with torch.inference_mode(False):  # training may follow an evaluation
             # Copied before it goes to a device: a copy from pinned memory only joins the queue.
-            own = cu_seqlens.to(torch.int32, copy=True)
-            own = own.to(device, non_blocking=own.device.type == "cpu")
-        self._hold(own, total, longest if max_seqlen is None else max_seqlen)
+            offsets = cu_seqlens.to(torch.int32, copy=True)
+            offsets = offsets.to(device, non_blocking=offsets.device.type == "cpu")
+        self._hold(offsets, total, longest if max_seqlen is None else max_seqlen)
 
     def _hold(self, cu_seqlens: torch.Tensor, total: int, max_seqlen: int) -> Lengths:
         """Itself, of offsets that are right."""
@@ -106,8 +106,8 @@ class Lengths:
         length = checks.check_max_seqlen("length", length)
         total = _checked_total(batch * length)
         with torch.inference_mode(False):
-            own = torch.arange(batch + 1, dtype=torch.int32, device=device) * length
-        return _held(cls, own, total, length)
+            offsets = torch.arange(batch + 1, dtype=torch.int32, device=device) * length
+        return _held(cls, offsets, total, length)
 
     def extended(self, count: int) -> Lengths:
         """The Lengths of the same sequences, `count` rows longer each; made once, without waiting

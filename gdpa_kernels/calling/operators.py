@@ -74,11 +74,11 @@ def distinct(*tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
     arguments of an `autograd.Function`."""
     if not torch.compiler.is_compiling():
         return tensors
-    found: list[torch.Tensor | None] = []
+    unique: list[torch.Tensor | None] = []
     for x in tensors:
-        repeated = x is not None and any(x is other for other in found)
-        found.append(x.view_as(x) if repeated else x)
-    return tuple(found)
+        repeated = x is not None and any(x is other for other in unique)
+        unique.append(x.view_as(x) if repeated else x)
+    return tuple(unique)
 
 
 class _Final(torch.autograd.Function):

@@ -97,8 +97,8 @@ def gradients(
     else:
         whole = k.new_empty(k.shape)
         places = None, *whole.chunk(2, dim=1)
-    found = backward(places, needs_of_parts(k, v, needs))
-    for place, x in zip(places, found, strict=True):
-        if place is not None and x is not None and x is not place:
-            place.copy_(x)
-    return (whole, None, None) if k is None else (found[0], whole, None)
+    computed = backward(places, needs_of_parts(k, v, needs))
+    for part, x in zip(places, computed, strict=True):
+        if part is not None and x is not None and x is not part:
+            part.copy_(x)
+    return (whole, None, None) if k is None else (computed[0], whole, None)

@@ -45,9 +45,9 @@ class Constants(torch.nn.Module):
     empties them; what leaves them, leaves their memory, which a captured graph may read."""
 
     def _apply(self, fn: Callable, recurse: bool = True) -> torch.nn.Module:
-        before = dict(self._buffers)
+        buffers = dict(self._buffers)
         super()._apply(fn, recurse)
-        if any(after is not before[name] for name, after in self._buffers.items()):
+        if any(after is not buffers[name] for name, after in self._buffers.items()):
             self.make_constants()
         return self
 

@@ -256,10 +256,10 @@ class Options(NamedTuple):
     def rung(self, direction: str, batch: Batch) -> Rung:
         """The rung that computes a direction; registered activations are proved for its device."""
         impl = self.impl if direction == "forward" else self.backward_impl
-        found = ladder.rung(impl) if self.resolved else resolve(impl, direction, batch)
-        if found.requires.capability is not None:
+        rung = ladder.rung(impl) if self.resolved else resolve(impl, direction, batch)
+        if rung.requires.capability is not None:
             prove(batch.activation, batch.device)
-        return found
+        return rung
 
 
 class _Gdpa(torch.autograd.Function):
@@ -358,9 +358,9 @@ def _forward(
     rung = options.rung("forward", batch)
     if options.backward_impl != "auto":  # an explicit one that cannot take the call says so here
         resolve(options.backward_impl, "backward", _batch(*tensors, options, **both))
-    given = {"schedule": tuple(schedule)} if schedule else {}
+    schedule_option = {"schedule": tuple(schedule)} if schedule else {}
     with checks.without_autocast(q):  # the definition is made of operators that it would change
-        out = rung.module().forward(batch, **given).contiguous()
+        out = rung.module().forward(batch, **schedule_option).contiguous()
     if options.padding:
         clear_padding(out, cu_seqlens_q, add_to=add_to)
     return out
@@ -405,11 +405,11 @@ def _backward(
         more = {"gradients": places, "segments": segments, "bias": Bias(**bias)}
         batch = _batch(q, k, v, cu_seqlens_q, cu_seqlens_k, options, **more)
         rung = options.rung("backward", batch)
-        given = {"schedule": tuple(schedule)} if schedule else {}
+        extra = {"schedule": tuple(schedule)} if schedule else {}
         if rung.takes("backward", "needs"):
-            given["needs"] = needs
+            extra["needs"] = needs
         with checks.without_autocast(q):
-            gradients = needed(rung.module().backward(grad_out, batch, **given), needs)
+            gradients = needed(rung.module().backward(grad_out, batch, **extra), needs)
         if options.padding:
             clear_padding(gradients[0], cu_seqlens_q)
             clear_padding(gradients[1], cu_seqlens_k, gradients[2])

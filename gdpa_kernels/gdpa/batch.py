@@ -109,8 +109,8 @@ class Batch(Heads):
 
     @property
     def mean_seqlen_k(self) -> float:
-        kept = 0 if self.history is None else self.history.tokens
-        return (self.k.shape[0] + kept) / (self.sequences or 1)
+        paged = 0 if self.history is None else self.history.tokens
+        return (self.k.shape[0] + paged) / (self.sequences or 1)
 
     @property
     def shared_q(self) -> bool:
@@ -127,20 +127,20 @@ class Batch(Heads):
 
     @property
     def extras(self) -> dict[str, str]:
-        found = {}
+        needed = {}
         if self.lower_right:
-            found["causal"] = "causal False, True or 'upper_left', got 'lower_right'"
+            needed["causal"] = "causal False, True or 'upper_left', got 'lower_right'"
         if self.out_dtype not in (None, self.dtype):
-            found["out_dtype"] = f"out_dtype None or {self.dtype}, got {self.out_dtype}"
+            needed["out_dtype"] = f"out_dtype None or {self.dtype}, got {self.out_dtype}"
         if self.add_to is not None:
-            found["add_to"] = f"add_to None, got a tensor of shape {list(self.add_to.shape)}"
+            needed["add_to"] = f"add_to None, got a tensor of shape {list(self.add_to.shape)}"
         if self.segments is not None:
-            found["targets"] = "num_targets and num_contexts None and full_rows 0, got one of them"
+            needed["targets"] = "num_targets and num_contexts None and full_rows 0, got one of them"
         if self.bias.is_given:
-            found["bias"] = "relative_bias None, got a RelativeBias"
+            needed["bias"] = "relative_bias None, got a RelativeBias"
         if self.history is not None:
-            found["history"] = "all keys in k, got a history in pages"
-        return found
+            needed["history"] = "all keys in k, got a history in pages"
+        return needed
 
     @property
     def segment_options(self) -> dict[str, object]:
@@ -153,11 +153,11 @@ class Batch(Heads):
     @property
     def history_options(self) -> dict[str, object]:
         """What a kernel takes of a history in pages, beside its descriptor."""
-        kept = self.history
+        history = self.history
         return {
-            "pages_ptr": kept and kept.indices, "indptr_ptr": kept and kept.indptr,
-            "ends_ptr": kept and kept.cu_seqlens, "PAGE": kept and kept.page_size,
-            "OWN_KEYS": kept is not None and self.k.shape[0] > 0,
+            "pages_ptr": history and history.indices, "indptr_ptr": history and history.indptr,
+            "ends_ptr": history and history.cu_seqlens, "PAGE": history and history.page_size,
+            "OWN_KEYS": history is not None and self.k.shape[0] > 0,
         }  # fmt: skip
 
     @property

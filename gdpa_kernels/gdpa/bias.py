@@ -307,20 +307,20 @@ def onto_table(sums: torch.Tensor, first: int, entries: int) -> torch.Tensor:
     """Sums `[heads, distances]` of the distances from `first` on, `[heads, entries]`: those beyond
     the table are added to its ends."""
     count, least = sums.shape[1], -(entries // 2)
-    before = min(max(least - first, 0), count)
+    skipped = min(max(least - first, 0), count)
     after = min(max(first + count - 1 + least, 0), count)
-    found = sums.new_zeros(sums.shape[0], entries)
-    middle = sums[:, before : max(count - after, before)]
-    found[:, max(first + before - least, 0) :][:, : middle.shape[1]] = middle
-    found[:, 0] += sums[:, :before].sum(1)
-    found[:, -1] += sums[:, count - after :].sum(1)
-    return found
+    table = sums.new_zeros(sums.shape[0], entries)
+    middle = sums[:, skipped : max(count - after, skipped)]
+    table[:, max(first + skipped - least, 0) :][:, : middle.shape[1]] = middle
+    table[:, 0] += sums[:, :skipped].sum(1)
+    table[:, -1] += sums[:, count - after :].sum(1)
+    return table
 
 
 def by_bucket(ds: torch.Tensor, buckets: torch.Tensor, entries: int) -> torch.Tensor:
     """Sums of ds `[heads, rows, keys]` over the pairs of each bucket, `[heads, entries]`, in a
     fixed order. Waits for the device."""
-    found = ds.new_zeros(ds.shape[0], entries)
+    table = ds.new_zeros(ds.shape[0], entries)
     for entry in buckets.unique().tolist():
-        found[:, entry] = torch.where(buckets == entry, ds, 0).sum((1, 2))
-    return found
+        table[:, entry] = torch.where(buckets == entry, ds, 0).sum((1, 2))
+    return table

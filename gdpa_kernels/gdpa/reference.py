@@ -208,9 +208,9 @@ def bias_backward(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """The gradients of batch.bias's tables of positions and of times, shaped and rounded as they
     are; None for a table that is absent or not needed. The same bits in every run."""
-    found = bias_backward_in_dtype(wide(grad_out).contiguous(), _widened(batch))
+    sums = bias_backward_in_dtype(wide(grad_out).contiguous(), _widened(batch))
     tables = batch.bias.position_table, batch.bias.time_table
-    parts = zip(found, tables, needs, strict=True)
+    parts = zip(sums, tables, needs, strict=True)
     return tuple(x.to(table.dtype) if x is not None and need else None for x, table, need in parts)
 
 
@@ -255,7 +255,7 @@ def bias_backward_in_dtype(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """`bias_backward` by PyTorch's operators in the dtype of the arguments."""
     tables = batch.bias.position_table, batch.bias.time_table
-    found = [None if x is None else grad_out.new_zeros(x.shape) for x in tables]
+    sums = [None if x is None else grad_out.new_zeros(x.shape) for x in tables]
     for part in _differentiated(grad_out, batch):
         if 0 in part.ds.shape:
             continue
@@ -267,11 +267,11 @@ def bias_backward_in_dtype(
             ds = ds if len(table) > 1 else ds.sum(0, keepdim=True)
             if kind == 0:
                 first = int(j[0, 0] - i[-1, 0])
-                found[0] += bias.onto_table(bias.by_distance(ds), first, table.shape[1])
+                sums[0] += bias.onto_table(bias.by_distance(ds), first, table.shape[1])
             else:
                 buckets = bias.buckets_of_sequence(batch.bias, part.rows, part.keys)
-                found[1] += bias.by_bucket(ds, buckets, table.shape[1])
-    return found[0], found[1]
+                sums[1] += bias.by_bucket(ds, buckets, table.shape[1])
+    return sums[0], sums[1]
 
 
 class _Part(NamedTuple):
@@ -294,9 +294,9 @@ def _differentiated(grad_out: torch.Tensor, batch: Batch) -> Iterator[_Part]:
     ends_q = batch.cu_seqlens_q.tolist() if batch.cu_seqlens_q is not None else None
     for i in range(batch.sequences):
         rows = slice(None) if ends_q is None else slice(ends_q[i], ends_q[i + 1])
-        at = slice(i * q.shape[0], (i + 1) * q.shape[0]) if ends_q is None else rows
+        out_rows = slice(i * q.shape[0], (i + 1) * q.shape[0]) if ends_q is None else rows
         keys = slice(ends_k[i], ends_k[i + 1])
-        q_b, grad_b = q[rows].transpose(0, 1), grad_out[at].transpose(0, 1)
+        q_b, grad_b = q[rows].transpose(0, 1), grad_out[out_rows].transpose(0, 1)
         k_b = k[keys].transpose(0, 1).repeat_interleave(group, dim=0)
         v_b = v[keys].transpose(0, 1).repeat_interleave(group, dim=0)
         scores = _scores(q_b, k_b, batch, rows, keys)

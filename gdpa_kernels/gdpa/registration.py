@@ -139,7 +139,7 @@ def prove(names: tuple[str, ...], device: torch.device) -> None:
             raise RuntimeError(f"activation {name!r} must be used once before a graph is captured")
         from gdpa_kernels.gdpa.device.derivatives import evaluate
 
-        found = evaluate(x, key[0])
+        computed = evaluate(x, key[0])
         exact = x.double().cpu()
         wanted = _definition(ACTIVATIONS[name], exact)
         near = exact.abs() <= NEAR
@@ -147,16 +147,16 @@ def prove(names: tuple[str, ...], device: torch.device) -> None:
         for part, row, of in parts:
             y = wanted[of]
             size = torch.where(near, exact.abs(), y.abs() + BOUND * exact.abs())
-            over = (found[row].double().cpu() - y).abs() / (1 + size)
+            over = (computed[row].double().cpu() - y).abs() / (1 + size)
             compared = near | (y.abs() <= checks.LARGEST)
             wrong = (compared & ~(over <= BOUND)).nonzero().flatten()
             if len(wrong):
-                at = wrong[exact[wrong].abs().argmin()]
-                size = "abs(x)" if near[at] else f"abs(y) + {BOUND:.2g} abs(x)"
+                worst = wrong[exact[wrong].abs().argmin()]
+                size = "abs(x)" if near[worst] else f"abs(y) + {BOUND:.2g} abs(x)"
                 raise ValueError(
                     f"the {part} of activation {name!r} must be within {BOUND:.2g} (1 + {size}) of "
-                    f"its reference, got {found[row, at]:.6g} for {y[at]:.6g} at "
-                    f"x = {exact[at]:.6g}"
+                    f"its reference, got {computed[row, worst]:.6g} for {y[worst]:.6g} at "
+                    f"x = {exact[worst]:.6g}"
                 )
         _proved.add(key)
 

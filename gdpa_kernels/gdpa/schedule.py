@@ -277,15 +277,15 @@ def build_on_device(
         row_end = torch.minimum(row_start + num_programs, count)
         odd = position // num_programs % 2 == 1
         source = torch.where(odd & listed, row_start + row_end - 1 - position, position)
-    place = torch.searchsorted(ends, source, right=True, out_int32=True).clamp(max=batch - 1)
-    own = blocks[place]
-    local = source - (ends[place] - own * num_heads)
+    sequence = torch.searchsorted(ends, source, right=True, out_int32=True).clamp(max=batch - 1)
+    tiles = blocks[sequence]
+    local = source - (ends[sequence] - tiles * num_heads)
     if fastest == "head":
         head, block = local % num_heads, local // num_heads
     else:
-        own = own.clamp(min=1)
-        head, block = local // own, local % own
-    sequence = place if sequences is None else sequences[place].to(torch.int32)
+        tiles = tiles.clamp(min=1)
+        head, block = local // tiles, local % tiles
+    sequence = sequence if sequences is None else sequences[sequence].to(torch.int32)
     return DeviceSchedule(
         tile_batch=sequence * listed,
         tile_head=head * listed,

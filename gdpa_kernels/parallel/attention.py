@@ -128,16 +128,16 @@ def context_parallel_gdpa(
             f"stationary='sequences', got {k.shape[1]}"
         )
     stream = torch.cuda.current_stream(q.device).cuda_stream if q.is_cuda else 0
-    own, others, places = _partners(
+    lengths, others, places = _partners(
         shards.ends, ranks, layout, rank, stationary, mask.causal, q.device, stream
     )
     if stationary == "sequences":
-        return _by_heads(q, k, v, shards, own, places, mask, group, rank, ranks, options)
+        return _by_heads(q, k, v, shards, lengths, places, mask, group, rank, ranks, options)
     if stationary == "queries":
         k, v = (Gather.apply(x, places, shards.size, group) for x in (k, v))
-        return gdpa(q, k, v, own, others, mask=_aligned(mask, "lower_right"), **options)
+        return gdpa(q, k, v, lengths, others, mask=_aligned(mask, "lower_right"), **options)
     part = gdpa(
-        Gather.apply(q, places, shards.size, group), k, v, others, own,
+        Gather.apply(q, places, shards.size, group), k, v, others, lengths,
         mask=_aligned(mask, "upper_left"), out_dtype=sum_dtype(q), **options,
     )  # fmt: skip
     return Scatter.apply(part, places, shards.size, q.dtype, group)[: q.shape[0]]
@@ -225,8 +225,8 @@ def _partners(
     """(Lengths of own rows, of their partners, `places` of those) of a rank's call, for all layers
     on a stream, which brings them to the device: places are a number for each token."""
     shards = shards_of(ends, ranks, layout)
-    own, others = shards.parts(rank, stationary, causal)
-    lengths = own, [end - first for first, end in others]
+    rows, others = shards.parts(rank, stationary, causal)
+    lengths = rows, [end - first for first, end in others]
     with lasting():
         return *(_lengths(each, device) for each in lengths), shards.places(others, device)
 

@@ -128,17 +128,17 @@ def shards_of(ends: tuple[int, ...], ranks: int, layout: str) -> Shards:
         for owner, (first, last) in zip(owners, pairwise([*cuts, end]), strict=True):
             if first < last:
                 pieces[owner].append((i, first, last))
-    size = max(sum(last - first for _, first, last in mine) for mine in pieces)
+    size = max(sum(last - first for _, first, last in held) for held in pieces)
     if layout == "contiguous":
         return Shards(ends, pieces, size, None)
     # Dynamo looks into neither a cache nor into what is unseen.
     with contextlib.nullcontext() if torch.compiler.is_compiling() else lasting():
         order = torch.empty(ends[-1], dtype=torch.int64, device="cpu")
-        for rank, mine in enumerate(pieces):
-            place = rank * size
-            for _, first, last in mine:
-                order[first:last] = torch.arange(place, place + last - first, device="cpu")
-                place += last - first
+        for rank, held in enumerate(pieces):
+            position = rank * size
+            for _, first, last in held:
+                order[first:last] = torch.arange(position, position + last - first, device="cpu")
+                position += last - first
     return Shards(ends, pieces, size, order)
 
 

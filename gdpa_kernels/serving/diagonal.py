@@ -24,8 +24,8 @@ ELEMENTS = 4096  # of a tile: with four warps 32 of each tensor in a thread
 @triton.jit
 def places(ptr, row, head, dim, STRIDES: tl.constexpr):
     """Pointers [rows, dims] to one head of some rows; strides are (token, head, dim)."""
-    at = ptr + row.to(tl.int64)[:, None] * STRIDES[0] + head.to(tl.int64) * STRIDES[1]
-    return at + dim.to(tl.int64)[None, :] * STRIDES[2]
+    base = ptr + row.to(tl.int64)[:, None] * STRIDES[0] + head.to(tl.int64) * STRIDES[1]
+    return base + dim.to(tl.int64)[None, :] * STRIDES[2]
 
 
 @triton.jit(do_not_specialize=["total"])
@@ -50,8 +50,8 @@ def diagonal_kernel(
     s = tl.sum(q.to(tl.float32) * k.to(tl.float32), axis=1)
     p = activate_per_head(s, scale, head, ACTIVATION, not EXACT) * output_scale
     out = out.to(tl.float32) + p[:, None] * v.to(tl.float32)
-    at = places(out_ptr, row, head, dim, OUT_STRIDES)
-    tl.store(at, out.to(out_ptr.dtype.element_ty), mask=mask)
+    pointers = places(out_ptr, row, head, dim, OUT_STRIDES)
+    tl.store(pointers, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def takes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:

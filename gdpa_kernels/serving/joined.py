@@ -12,14 +12,16 @@ from gdpa_kernels.serving.diagonal import ELEMENTS, places
 
 @triton.jit
 def join_rows(
-    page_ptr, own_ptr, out_ptr, place, is_old, own, is_new, target, head, dim, is_dim,
+    page_ptr, own_ptr, out_ptr, page_row, is_old, new_row, is_new, target, head, dim, is_dim,
     OWN_STRIDES: tl.constexpr, STRIDES: tl.constexpr,
 ):  # fmt: skip
     """Rows of keys or of values, of one head: `place` in the pages where is_old, or `own`."""
-    old = tl.load(places(page_ptr, place, head, dim, STRIDES), mask=is_old[:, None] & is_dim)
-    new = tl.load(places(own_ptr, own, head, dim, OWN_STRIDES), mask=is_new[:, None] & is_dim)
-    at = places(out_ptr, target, head, dim, STRIDES)
-    tl.store(at, tl.where(is_old[:, None], old, new), mask=(is_old | is_new)[:, None] & is_dim)
+    old = tl.load(places(page_ptr, page_row, head, dim, STRIDES), mask=is_old[:, None] & is_dim)
+    new = tl.load(places(own_ptr, new_row, head, dim, OWN_STRIDES), mask=is_new[:, None] & is_dim)
+    pointers = places(out_ptr, target, head, dim, STRIDES)
+    tl.store(
+        pointers, tl.where(is_old[:, None], old, new), mask=(is_old | is_new)[:, None] & is_dim
+    )
 
 
 @triton.jit(do_not_specialize=["blocks"])
@@ -35,23 +37,23 @@ def join_kernel(
     row = pid // NUM_HEADS % blocks * ROWS + tl.arange(0, ROWS)
     start_old, start_new = tl.load(history_ptr + user), tl.load(ends_ptr + user)
     length = tl.load(history_ptr + user + 1) - start_old
-    own = row - length
+    new_row = row - length
     is_old = row < length
-    is_new = (own >= 0) & (own < tl.load(ends_ptr + user + 1) - start_new)
+    is_new = (new_row >= 0) & (new_row < tl.load(ends_ptr + user + 1) - start_new)
     slot = tl.load(slots_ptr + (start_old + row).to(tl.int64), mask=is_old, other=0)
-    place = slot + slot // PAGE * PAGE
+    page_row = slot + slot // PAGE * PAGE
     dim = tl.arange(0, WIDTH)
     is_dim = (dim < HEAD_DIM)[None, :]
     STRIDES: tl.constexpr = (NUM_HEADS * HEAD_DIM, HEAD_DIM, 1)
-    own += start_new
+    new_row += start_new
     target = row + start_old + start_new
     join_rows(
-        data_ptr, k_ptr, keys_ptr, place, is_old, own, is_new, target, head, dim, is_dim,
+        data_ptr, k_ptr, keys_ptr, page_row, is_old, new_row, is_new, target, head, dim, is_dim,
         K_STRIDES, STRIDES,
     )  # fmt: skip
     join_rows(
-        data_ptr, v_ptr, values_ptr, place + PAGE, is_old, own, is_new, target, head, dim, is_dim,
-        V_STRIDES, STRIDES,
+        data_ptr, v_ptr, values_ptr, page_row + PAGE, is_old, new_row, is_new, target, head, dim,
+        is_dim, V_STRIDES, STRIDES,
     )  # fmt: skip
 
 

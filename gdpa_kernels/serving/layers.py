@@ -44,7 +44,7 @@ def extend(
     """
     _check(layer, cache)
     asked, received = (
-        [(x.user, x.history.epoch, x.end) for x in at.holders] for at in (new, whole)
+        [(x.user, x.history.epoch, x.end) for x in pages.holders] for pages in (new, whole)
     )
     begins = [x.begin for x in whole.holders]
     if asked != received or any(begins):

@@ -222,12 +222,12 @@ class PagedCache:
                     "others first, or evict the user"
                 )
         written = [rows for rows in at.holders if rows.end > rows.begin]
-        before = [rows.history.written[layer] for rows in written]
+        previous = [rows.history.written[layer] for rows in written]
         for rows in written:  # until both copies are made
             rows.history.written[layer] = rows.begin
         for slots, x in zip(self._slots(at), (k, v), strict=True):
             self.data[layer].view(-1, *self.data.shape[-2:]).index_copy_(0, slots, x)
-        for rows, most in zip(written, before, strict=True):
+        for rows, most in zip(written, previous, strict=True):
             rows.history.written[layer] = max(most, rows.end)
 
     @exclusively
@@ -321,8 +321,8 @@ class PagedCache:
         for name, x in (("k", k), ("v", v)):
             if not isinstance(x, torch.Tensor):
                 raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
-            found = x.shape, x.dtype, x.device
-            if found != (shape, self.data.dtype, self.data.device):
+            received = x.shape, x.dtype, x.device
+            if received != (shape, self.data.dtype, self.data.device):
                 raise ValueError(
                     f"{name} must be {list(shape)} in {self.data.dtype} on {self.data.device}, got "
                     f"{list(x.shape)} in {x.dtype} on {x.device}"
@@ -409,12 +409,15 @@ class PagedCache:
         return layer
 
     @torch.inference_mode(False)  # gradients may follow an evaluation
-    def _pages(self, users: Sequence[Hashable], found: list[_History], begins: list[int]) -> Pages:
+    def _pages(
+        self, users: Sequence[Hashable], histories: list[_History], begins: list[int]
+    ) -> Pages:
         """Where histories lie; slots are those of the tokens from begins[i]."""
         self.exclusive.order()
-        counts = [history.length - begin for history, begin in zip(found, begins, strict=True)]
-        last = [(h.length - 1) % self.page_size + 1 if h.length else 0 for h in found]
-        indptr, indices = _ends([len(h.pages) for h in found]), [x for h in found for x in h.pages]
+        counts = [history.length - begin for history, begin in zip(histories, begins, strict=True)]
+        last = [(h.length - 1) % self.page_size + 1 if h.length else 0 for h in histories]
+        indptr = _ends([len(h.pages) for h in histories])
+        indices = [x for h in histories for x in h.pages]
         lists, size = (indptr, indices, last, _ends(counts), begins), self.page_size
         # Each at a multiple of 16 bytes: kernels are compiled once for all numbers of pages.
         padded = [[*each, *[0] * (-len(each) % 4)] for each in lists]
@@ -426,14 +429,14 @@ class PagedCache:
         # The slots are counted on the device: lists of all tokens would cost more than the model.
         tokens = torch.arange(sum(counts), device=self.data.device)
         of = torch.searchsorted(ends[1:], tokens, right=True)
-        place = tokens - ends[of] + starts[of]
-        slots = kv_indices[kv_indptr[of] + place // size].long() * size + place % size
+        position = tokens - ends[of] + starts[of]
+        slots = kv_indices[kv_indptr[of] + position // size].long() * size + position % size
         longest = max(counts, default=0)
         holders = tuple(
             _Rows(user, history, begin, history.length, history.events)
-            for user, history, begin in zip(users, found, begins, strict=True)
+            for user, history, begin in zip(users, histories, begins, strict=True)
         )
-        return Pages(kv_indptr, kv_indices, last_page_len, ends, longest, slots, place, holders)
+        return Pages(kv_indptr, kv_indices, last_page_len, ends, longest, slots, position, holders)
 
 
 def check_whole(name: str, at: Pages) -> None:

@@ -100,10 +100,12 @@ class StoredSums:
     @property
     def arithmetic(self) -> str:
         """What computed the parts, in words: sums of another one cannot go on."""
-        told = ", ".join(f"{name} {x}" for name, x in self._options.items() if name != "out_dtype")
+        options = ", ".join(
+            f"{name} {x}" for name, x in self._options.items() if name != "out_dtype"
+        )
         kind = "int64" if self.exact else "fp32"
         return (
-            f"gdpa_kernels {gdpa_kernels.__version__}, {told}, {self.q.dtype} into {kind} on "
+            f"gdpa_kernels {gdpa_kernels.__version__}, {options}, {self.q.dtype} into {kind} on "
             f"{self.q.device.type}"
         )
 
@@ -232,12 +234,12 @@ class StoredSums:
 
     def _store(self, users: torch.Tensor | slice, **rows: torch.Tensor | int) -> None:
         """Store rows of these users in all tensors, or in none if that fails."""
-        before = {name: getattr(self, name)[users].clone() for name in rows}
+        previous = {name: getattr(self, name)[users].clone() for name in rows}
         try:
             for name, x in rows.items():
                 getattr(self, name)[users] = x
         except BaseException:
-            for name, x in before.items():
+            for name, x in previous.items():
                 getattr(self, name)[users] = x
             raise
 

@@ -191,9 +191,9 @@ class Model:
 
 
 def _refuse(must: str, reasons: dict[str, str], broken: dict[str, bool]) -> None:
-    told = "; ".join(reasons[name] for name, is_so in broken.items() if is_so)
-    if told:
-        raise ValueError(f"model must {must}, but {told}")
+    because = "; ".join(reasons[name] for name, is_so in broken.items() if is_so)
+    if because:
+        raise ValueError(f"model must {must}, but {because}")
 
 
 def _hull(ranges: list[range]) -> range:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from gdpa_lab.measuring.length_distributions import Full, require_fields
-from gdpa_lab.measuring.length_distributions import LengthDistribution as LengthLaw
+from gdpa_lab.measuring.length_distributions import LengthDistribution
 from gdpa_lab.measuring.require import is_finite, require, require_int
 
 DIRECTIONS = ("forward", "backward")
@@ -54,8 +54,8 @@ class Workload:
     head_dim: int
     max_seqlen_q: int
     max_seqlen_k: int
-    lengths_q: LengthLaw
-    lengths_k: LengthLaw | None = None
+    lengths_q: LengthDistribution
+    lengths_k: LengthDistribution | None = None
     operator: str = "gdpa"
     shared_q: bool = False
     dtype: str = "bfloat16"
@@ -102,11 +102,16 @@ class Workload:
 
     def _check_lengths(self) -> None:
         law_q, law_k, shared = self.lengths_q, self.lengths_k, self.shared_q
-        require(isinstance(law_q, LengthLaw), "lengths_q", "a LengthLaw", law_q)
-        require(isinstance(law_k, LengthLaw | None), "lengths_k", "a LengthLaw or None", law_k)
+        require(isinstance(law_q, LengthDistribution), "lengths_q", "a LengthDistribution", law_q)
+        require(
+            isinstance(law_k, LengthDistribution | None),
+            "lengths_k",
+            "a LengthDistribution or None",
+            law_k,
+        )
         require(not shared or law_q == Full(), "lengths_q", "Full() with shared_q", law_q)
         given = law_k is not None
-        require(given or not shared, "lengths_k", "a LengthLaw with shared_q", law_k)
+        require(given or not shared, "lengths_k", "a LengthDistribution with shared_q", law_k)
         if not given and self.max_seqlen_k != self.max_seqlen_q:
             raise ValueError(
                 f"max_seqlen_k must equal max_seqlen_q ({self.max_seqlen_q}) when lengths_k is "
@@ -128,7 +133,7 @@ class Workload:
         if self.window is not None:
             require_int("window", self.window, 0)
 
-    def _sample(self, law: LengthLaw, max_seqlen: int, stream: int) -> tuple[int, ...]:
+    def _sample(self, law: LengthDistribution, max_seqlen: int, stream: int) -> tuple[int, ...]:
         rng = np.random.Generator(np.random.PCG64([self.seed, stream]))
         return tuple(law.sample(self.batch, max_seqlen, rng))
 
@@ -236,7 +241,7 @@ class Workload:
         require_fields("workload", Workload, values)
         for name in ("lengths_q", "lengths_k"):
             if name == "lengths_q" or values.get(name) is not None:
-                values[name] = LengthLaw.from_dict(values[name])
+                values[name] = LengthDistribution.from_dict(values[name])
         if isinstance(values.get("activation"), list):
             values["activation"] = tuple(values["activation"])
         return Workload(**values)

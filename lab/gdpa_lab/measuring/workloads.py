@@ -13,7 +13,7 @@ from gdpa_lab.measuring.length_distributions import (
     Full,
     Uniform,
 )
-from gdpa_lab.measuring.length_distributions import LengthDistribution as LengthLaw
+from gdpa_lab.measuring.length_distributions import LengthDistribution
 from gdpa_lab.measuring.require import require
 from gdpa_lab.measuring.workload import Workload, check_direction
 
@@ -21,12 +21,12 @@ _PUBLISHED = {"batch": 1152, "num_heads_q": 4, "num_heads_k": 4, "head_dim": 128
 _LENGTHS = (256, 512, 1024, 2048)
 
 
-def _of(name: str, n: int, law: LengthLaw, **options: Any) -> Workload:
+def _of(name: str, n: int, law: LengthDistribution, **options: Any) -> Workload:
     sizes = _PUBLISHED | {"max_seqlen_q": n, "max_seqlen_k": n}
     return Workload(name=name, lengths_q=law, **sizes | options)
 
 
-def _self(kind: str, n: int, law: LengthLaw, **options: Any) -> Workload:
+def _self(kind: str, n: int, law: LengthDistribution, **options: Any) -> Workload:
     return _of(f"gdpa-self-{kind}-{n}", n, law, **options)
 
 
@@ -95,7 +95,7 @@ HSTU: tuple[str, ...] = tuple(name for name in WORKLOADS if name.endswith("-hstu
 BLOCK_MAX_SEQLENS = (1000, 2000, 3000, 4000, 5000, 6000, 7000, 8000)
 
 
-def _block(name: str, n: int, law: LengthLaw, **options: Any) -> Workload:
+def _block(name: str, n: int, law: LengthDistribution, **options: Any) -> Workload:
     batch = 1152 if n <= 7000 else 768
     return _of(name, n, law, operator="block_attention", batch=batch, **options)
 
