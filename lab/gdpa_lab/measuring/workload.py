@@ -13,8 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from gdpa_lab.measuring.length_distributions import Full, require_fields
-from gdpa_lab.measuring.length_distributions import LengthDistribution
+from gdpa_lab.measuring.length_distributions import Full, LengthDistribution, require_fields
 from gdpa_lab.measuring.require import is_finite, require, require_int
 
 DIRECTIONS = ("forward", "backward")

@@ -11,9 +11,9 @@ from gdpa_lab.measuring.length_distributions import (
     Between,
     Events,
     Full,
+    LengthDistribution,
     Uniform,
 )
-from gdpa_lab.measuring.length_distributions import LengthDistribution
 from gdpa_lab.measuring.require import require
 from gdpa_lab.measuring.workload import Workload, check_direction
 
