@@ -1,6 +1,6 @@
 """Calls drawn at random against the same in fp64: operators, rungs and layers.
 
-A few in each run of the tests; many more at night.
+A few in the quick tier, more in the sweeps, many more at night.
 """
 
 import random
@@ -38,13 +38,14 @@ from tests.fuzzing import (
     turned,
 )
 from tests.gdpa.test_registration import registered_activations
+from tests.tiers import sweep
 
 FUNCTIONS = ACTIVATIONS | {"sigmoid": torch.sigmoid, "elu": torch.nn.functional.elu}
 LENGTHS = (0, 1, 2, 3, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129)
 DTYPES = (torch.bfloat16, torch.bfloat16, torch.float16, torch.float32)
 STREAMS = ("b6_pair_stream", "b7_split_stream")
 AT_NIGHT = (pytest.param(seed, marks=pytest.mark.nightly) for seed in range(24, 400))
-SEEDS = [*range(24), *AT_NIGHT]
+SEEDS = [*range(6), *map(sweep, range(6, 24)), *AT_NIGHT]
 
 
 @pytest.fixture

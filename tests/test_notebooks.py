@@ -144,6 +144,7 @@ def test_code_names_chapters_by_the_titles_that_they_have():
     assert named and named <= titles
 
 
+@pytest.mark.sweep
 def test_the_chapter_that_the_book_shows_as_an_example_runs(monkeypatch, tmp_path):
     text = (record.ROOT / "book" / "built.md").read_text(encoding="utf-8")
     (example,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)

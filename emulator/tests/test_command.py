@@ -385,7 +385,8 @@ run()
 """
 
 
-@pytest.mark.parametrize("jobs", [pytest.param(1, marks=pytest.mark.sweep), 3])
+@pytest.mark.sweep
+@pytest.mark.parametrize("jobs", [1, 3])
 def test_schedules_run_in_other_processes(tmp_path, capsys, jobs):
     """Schedules without findings are not run again; findings equal those of one process."""
     path, log = tmp_path / "spread.py", tmp_path / "processes"

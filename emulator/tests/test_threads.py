@@ -334,6 +334,7 @@ def test_a_comment_allows_it(program):
     assert main(["test_turn.py:test_turn"]) == 0
 
 
+@pytest.mark.sweep
 def test_the_plugin_lets_it_pass(program):
     def ends(*flags: str) -> int:
         command = [sys.executable, "-m", "pytest", "-q", "-p", "tritonemu.pytest_plugin"]

@@ -98,7 +98,7 @@ def scheduled_configs() -> Iterator:
 
 
 @emulated
-@pytest.mark.parametrize("rung, heads, heads_k, config, seed", scheduled_configs(), ids=str)
+@pytest.mark.parametrize("rung, heads, heads_k, config, seed", [*scheduled_configs()], ids=str)
 def test_any_schedule_and_config_gives_the_same_bits(heads, heads_k, rung, config, seed):
     """Slots are used several times over, the last round has fewer units than there are roles.
 

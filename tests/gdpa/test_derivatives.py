@@ -15,6 +15,7 @@ from gdpa_kernels.gdpa.device.activations import FOLDABLE
 from gdpa_kernels.gdpa.reference import ACTIVATIONS
 from gdpa_lab.measuring.compile_check import build, read
 from tests.gdpa.cases import DEVICE, kernels_run
+from tests.tiers import swept
 
 SMOOTH = ("silu", "gelu_tanh", "gelu")
 KINKED = ("relu", "leaky_relu", "hardswish")
@@ -252,7 +253,7 @@ def instructions(kernel, name: str | None):
     return read(build(kernel, types, constants, options={"num_warps": 1})).instructions
 
 
-@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize("name", swept(ACTIVATIONS, ("gelu", "silu")))
 @pytest.mark.parametrize(
     ("kernel", "table"),
     [(value_kernel, activations.INSTRUCTIONS), (both_kernel, derivatives.INSTRUCTIONS)],

@@ -19,6 +19,7 @@ from gdpa_lab.measuring.compile_check import build_launch
 from tests.budget import within_budget
 from tests.calls import DEVICE, kernels_run
 from tests.gdpa.cases import Case, batch_of, check_gradients, gradients, of_pytorch
+from tests.tiers import swept
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -143,7 +144,7 @@ def test_forward_products_are_right(impl, options):
     within_budget(draw, ["out"], least=8192)
 
 
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("options", swept(OPTIONS, ("per_head", "masked")))
 @pytest.mark.parametrize("impl", PRODUCTS["backward"])
 def test_backward_products_are_right(impl, options):
     check_gradients(partial(gradients, impl), case_of(impl, options), BF16, least=2048)

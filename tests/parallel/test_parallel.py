@@ -15,6 +15,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from gdpa_kernels import Lengths, gdpa, parallel
 from gdpa_kernels.parallel import attention, shards
 from tests.examples.ranks import printed
+from tests.tiers import sweep
 
 SCRIPT = Path(__file__).with_name("context_parallel.py")
 ENDS = {
@@ -56,7 +57,7 @@ POOLING = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=(2, 4))
+@pytest.fixture(scope="module", params=(2, sweep(4)))
 def results(request) -> tuple[int, dict]:
     """What processes find, all cases in one start."""
     cases = {

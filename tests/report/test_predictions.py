@@ -207,6 +207,7 @@ def quoted(rows: pd.DataFrame, impl: str, direction: str) -> tuple[pd.DataFrame,
     return rows.set_index("workload"), results.ceilings(run)
 
 
+@pytest.mark.sweep
 def test_the_speed_of_our_code_is_that_of_a_record(every):
     """EXPECTED: v8 over its ledger, .85, one deviation .05."""
     rows, limits = quoted(every, "v8_own_waits", "forward")

@@ -63,6 +63,7 @@ def test_it_needs_nothing_but_python():
     assert set(imported) - {"__future__"} <= set(sys.stdlib_module_names)
 
 
+@pytest.mark.sweep
 def test_forty_numbers_of_a_right_book(book):
     done = ran(book)
     assert done.returncode == 0 and "40 of 40 numbers are right" in done.stdout, done.stdout

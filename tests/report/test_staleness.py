@@ -117,6 +117,7 @@ def test_a_comment_changes_nothing(measured, tmp_path):
     assert stale(measured, tmp_path, root) == []
 
 
+@pytest.mark.sweep
 def test_an_edit_counts_where_it_changes_machine_code(measured, tmp_path, monkeypatch):
     root = edited(
         tmp_path / "tree", "gdpa/device/activations.py", "fma.rn.bf16x2 u, u, $5, $4;",
