@@ -136,7 +136,7 @@ def test_a_lesson_is_short(rung):
 
 
 STEPS = [*lessons.steps()]
-LARGE = {"b1_warp_specialized": 447}
+LARGE = {"b1_warp_specialized": 448}
 """Steps that keep no limit yet, and their changed lines."""
 
 
