@@ -248,7 +248,7 @@ def test_norm_of_heads(layout, turned):
     weight, turns = torch.rand(64, device=DEVICE) + 0.5, (None, None)
     if turned:
         turns = tuple(torch.randn(2, TOKENS, 32, device=DEVICE))
-    options = {"counts": (1, 2), "turns": turns, "floor": floor_of(x.dtype)}
+    options = {"counts": (1, 2), "sin_cos": turns, "floor": floor_of(x.dtype)}
     exact_x, exact_grad = near([x, grad])
     rstd, kept = norms.head_forward(exact_x, weight, weight, eps=EPSILON, **options)
     saved = exact_x if kept is None else kept

@@ -277,12 +277,9 @@ def mma_backward(tiles, grad, ready, s, dp, p, ds, results, s_full, p_full, bloc
         tlx.barrier_wait(ready[stage], phase)
         slot, phase = ring_slot(item, ACCUMULATORS)
         tlx.async_dot(
-            tiles.q[stage],
-            tlx.local_trans(tiles.k[stage]),
-            s[slot],
-            use_acc=False,
+            tiles.q[stage], tlx.local_trans(tiles.k[stage]), s[slot], use_acc=False,
             force_async=True,
-        )
+        )  # fmt: skip
         tlx.async_dot(
             grad[stage], tlx.local_trans(tiles.v[stage]), dp[slot], use_acc=False,
             mBarriers=[s_full[slot]],

@@ -283,10 +283,8 @@ def math_backward(
                 for piece in tl.static_range(PIECES):
                     stage, _ = slot_of(unit, head * PIECES + piece, options, PIECES)
                     if not KEPT:
-                        sin, cos = (
-                            sin_cos.sin[slot * PIECES + piece],
-                            sin_cos.cos[slot * PIECES + piece],
-                        )
+                        index = slot * PIECES + piece
+                        sin, cos = sin_cos.sin[index], sin_cos.cos[index]
                     if FITS and not KEPT:
                         sin, cos = unbound(sin), unbound(cos)
                     by = sin, cos, piece

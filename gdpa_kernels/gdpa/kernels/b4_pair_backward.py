@@ -19,8 +19,8 @@ halve their rate; and every step waits for the peer.
 
 | barrier         | arrivals           | filled by -> drained by                                |
 |-----------------|--------------------|--------------------------------------------------------|
-| k_own.full      | 1 and bytes        | TMA loads of K of both CTAs, rows and columns -> mma   |
-| k_own.empty     | 1 (commit to both) | the item's last dQ -> load                             |
+| k_rows.full     | 1 and bytes        | TMA loads of K of both CTAs, rows and columns -> mma   |
+| k_rows.empty    | 1 (commit to both) | the item's last dQ -> load                             |
 | v.full          | 1 and bytes        | TMA loads of V of both CTAs -> mma                     |
 | v.empty         | 256 threads        | math of this CTA, dV and dK are stored -> load         |
 | q.rows.full     | 1 and bytes        | TMA loads of both CTAs' halves of Q's rows -> mma, S   |
@@ -121,7 +121,7 @@ class Options:
 
 
 @triton.jit
-def load(descs, k_own, k, v, q, g, list_ptr, options):
+def load(descs, k_rows, k, v, q, g, list_ptr, options):
     """The producer of a CTA, in the order in which buffers are free again."""
     WIDTH: tl.constexpr = options.HEAD_DIM // CTAS
     TILE: tl.constexpr = CTAS * KEYS * options.HEAD_DIM * tlx.size_of(options.DTYPE)
@@ -136,11 +136,11 @@ def load(descs, k_own, k, v, q, g, list_ptr, options):
         start_q = 0 if options.SHARED_Q else start_g
         start, steps = steps_of(key, len_q, ROWS, ITEM, options)
         cta_key = key + rank * KEYS
-        fetch(descs.k_rows, k_own, phase ^ 1, 2 * TILE, start_k, len_k, head_k, cta_key, 0)
+        fetch(descs.k_rows, k_rows, phase ^ 1, 2 * TILE, start_k, len_k, head_k, cta_key, 0)
         for owner in tl.static_range(CTAS):
             keys, owner_key = k[owner], key + owner * KEYS
             fetch_part(
-                descs.k_columns, keys, k_own.full[0], start_k, len_k, head_k, owner_key, column
+                descs.k_columns, keys, k_rows.full[0], start_k, len_k, head_k, owner_key, column
             )
         for step in tl.range(0, steps * options.GROUP):
             head, row = head_and_row(step, steps, start, head_k, options.GROUP, ROWS)
@@ -176,7 +176,7 @@ def from_ds(q, k, ds, dk, dq, count, use_acc, zero, options):
 
 
 @triton.jit
-def mma(k_own, k, v, q, g, s, p, dp, ds, dv, dk, dq, sums_full, list_ptr, options):
+def mma(k_rows, k, v, q, g, s, p, dp, ds, dv, dk, dq, sums_full, list_ptr, options):
     """All MMAs, issued by the leader alone. The peer's thread tells it that dS has arrived
     there."""
     WIDTH: tl.constexpr = options.HEAD_DIM // CTAS
@@ -188,13 +188,13 @@ def mma(k_own, k, v, q, g, s, p, dp, ds, dv, dk, dq, sums_full, list_ptr, option
         _, _, _, _, len_q, _, key = entry(list_ptr, item)
         _, steps = steps_of(key, len_q, ROWS, ITEM, options)
         if leads:
-            tlx.barrier_wait(k_own.full[0], phase)
+            tlx.barrier_wait(k_rows.full[0], phase)
             for step in tl.range(0, steps * options.GROUP, num_stages=0):
                 now = count + step
                 zero = keep_runtime(step)
                 tlx.barrier_wait(q.rows.full[0], now & 1)
                 tlx.async_dot(
-                    k_own.buffer[zero], tlx.local_trans(q.rows.buffer[zero]), s.buffer[0],
+                    k_rows.buffer[zero], tlx.local_trans(q.rows.buffer[zero]), s.buffer[0],
                     use_acc=False, mBarriers=[s.full[0]], two_ctas=True,
                 )  # fmt: skip
                 tlx.tcgen05_commit(q.rows.empty[0], two_ctas=True)
@@ -215,7 +215,7 @@ def mma(k_own, k, v, q, g, s, p, dp, ds, dv, dk, dq, sums_full, list_ptr, option
             last = count + steps * options.GROUP - 1
             more = steps * options.GROUP > 1
             from_ds(q, k, ds, dk, dq, last, more, 0, options)
-            tlx.tcgen05_commit(k_own.empty[0], two_ctas=True)
+            tlx.tcgen05_commit(k_rows.empty[0], two_ctas=True)
             tlx.tcgen05_commit(sums_full[0], two_ctas=True)
         else:
             for step in tl.range(0, steps * options.GROUP):
@@ -293,8 +293,8 @@ def backward_kernel(
     DTYPE: tl.constexpr = tlx.dtype_of(q_rows_desc)
     WIDTH: tl.constexpr = HEAD_DIM // CTAS
     options = Options(GROUP, SHARED_Q, ACTIVATION, FOLD, CAUSAL, WINDOW, HEAD_DIM, DTYPE)
-    k_own = tlx.local_alloc((KEYS, HEAD_DIM), DTYPE, 1)
-    k = tlx.local_alloc((KEYS, WIDTH), DTYPE, CTAS)  # of both CTAs; comes and goes with k_own
+    k_rows = tlx.local_alloc((KEYS, HEAD_DIM), DTYPE, 1)
+    k = tlx.local_alloc((KEYS, WIDTH), DTYPE, CTAS)  # of both CTAs; comes and goes with k_rows
     v = tlx.local_alloc((KEYS, HEAD_DIM), DTYPE, 1)
     q_rows = tlx.local_alloc((HALF, HEAD_DIM), DTYPE, 1)
     q_columns = tlx.local_alloc((ROWS, WIDTH), DTYPE, 1)
@@ -311,7 +311,7 @@ def backward_kernel(
     dq = tlx.local_alloc((HALF, HEAD_DIM), tl.float32, 1, tlx.storage_kind.tmem, reuse=dp)
     dv = tlx.local_alloc((KEYS, HEAD_DIM), tl.float32, 1, tlx.storage_kind.tmem)
     dk = tlx.local_alloc((KEYS, HEAD_DIM), tl.float32, 1, tlx.storage_kind.tmem)
-    k_own = Ring(k_own, tlx.alloc_barriers(1), tlx.alloc_barriers(1), 1)
+    k_rows = Ring(k_rows, tlx.alloc_barriers(1), tlx.alloc_barriers(1), 1)
     v = ring(v, 1, MATH_ROLES)
     q = Halves(
         Ring(q_rows, tlx.alloc_barriers(1), tlx.alloc_barriers(1), 1),
@@ -346,9 +346,9 @@ def backward_kernel(
                 gradients, list_ptr, scale, output_scale, options,
             )  # fmt: skip
         with tlx.async_task(num_warps=1, registers=80):
-            load(descs, k_own, k, v, q, g, list_ptr, options)
+            load(descs, k_rows, k, v, q, g, list_ptr, options)
         with tlx.async_task(num_warps=1, registers=80):
-            mma(k_own, k, v, q, g, s, p, dp, ds, dv[0], dk[0], dq, sums_full, list_ptr, options)
+            mma(k_rows, k, v, q, g, s, p, dp, ds, dv[0], dk[0], dq, sums_full, list_ptr, options)
 
 
 def backward(

@@ -17,8 +17,8 @@ Why it may not: what an item moves through the port of shared memory beside its 
 
 | barrier         | arrivals           | filled by -> drained by                                |
 |-----------------|--------------------|--------------------------------------------------------|
-| k_own.full      | 1 and bytes        | TMA loads of K's rows of both CTAs -> mma, S           |
-| k_own.empty     | 1 (commit to both) | the item's last S -> load                              |
+| k_rows.full     | 1 and bytes        | TMA loads of K's rows of both CTAs -> mma, S           |
+| k_rows.empty    | 1 (commit to both) | the item's last S -> load                              |
 | k.full          | 1 and bytes        | TMA loads of K's columns of both CTAs -> mma, dQ       |
 | k.empty         | 1 (commit to both) | the item's last dQ -> load                             |
 | v.full          | 1 and bytes        | TMA loads of V of both CTAs -> mma, dP                 |
@@ -138,7 +138,7 @@ def steps_of(key, len_q, options):
 
 
 @triton.jit
-def load(role: tl.constexpr, descs, k_own, k, v, q, g, list_ptr, options):
+def load(role: tl.constexpr, descs, k_rows, k, v, q, g, list_ptr, options):
     """A producer of a CTA, 0 of rows, 1 of columns, in the order in which buffers are free."""
     WIDTH: tl.constexpr = options.HEAD_DIM // CTAS
     TILE: tl.constexpr = CTAS * KEYS * options.HEAD_DIM * tlx.size_of(options.DTYPE)
@@ -154,7 +154,7 @@ def load(role: tl.constexpr, descs, k_own, k, v, q, g, list_ptr, options):
         start, steps = steps_of(key, len_q, options)
         cta_key = key + rank * KEYS
         if role == 0:
-            fetch(descs.k_rows, k_own, phase ^ 1, TILE, start_k, len_k, head_k, cta_key, 0)
+            fetch(descs.k_rows, k_rows, phase ^ 1, TILE, start_k, len_k, head_k, cta_key, 0)
         for step in tl.range(0, steps * options.GROUP):
             head, row = head_and_row(step, steps, start, head_k, options.GROUP, ROWS)
             half = row + rank * HALF
@@ -202,7 +202,7 @@ def from_ds(q, k, ds, dk, dk_empty, dq, count, phase, use_acc, ends, zero, optio
 
 
 @triton.jit
-def mma(k_own, k, v, q, g, s, p, dp, ds, dv, dk, dk_empty, dq, list_ptr, options):
+def mma(k_rows, k, v, q, g, s, p, dp, ds, dv, dk, dk_empty, dq, list_ptr, options):
     """All MMAs, issued by the leader: S of a step, then dK and dQ of the step before, also across
     the border of two items. The peer's thread tells the leader that dS has arrived there."""
     WIDTH: tl.constexpr = options.HEAD_DIM // CTAS
@@ -218,15 +218,15 @@ def mma(k_own, k, v, q, g, s, p, dp, ds, dv, dk, dk_empty, dq, list_ptr, options
                 now = count + step
                 zero = keep_runtime(step)
                 last = step + 1 == steps * options.GROUP
-                tlx.barrier_wait(k_own.full[0], phase)
+                tlx.barrier_wait(k_rows.full[0], phase)
                 tlx.barrier_wait(q.rows.full[0], now & 1)
                 tlx.async_dot(
-                    k_own.buffer[zero], tlx.local_trans(q.rows.buffer[zero]), s.buffer[0],
+                    k_rows.buffer[zero], tlx.local_trans(q.rows.buffer[zero]), s.buffer[0],
                     use_acc=False, mBarriers=[s.full[0]], two_ctas=True,
                 )  # fmt: skip
                 tlx.tcgen05_commit(q.rows.empty[0], two_ctas=True)
                 if last:
-                    tlx.tcgen05_commit(k_own.empty[0], two_ctas=True)
+                    tlx.tcgen05_commit(k_rows.empty[0], two_ctas=True)
                 if now > 0:
                     border = step == 0
                     item_phase = phase ^ tl.where(border, 1, 0)
@@ -356,7 +356,7 @@ def backward_kernel(
     DTYPE: tl.constexpr = tlx.dtype_of(q_rows_desc)
     WIDTH: tl.constexpr = HEAD_DIM // CTAS
     options = Options(GROUP, SHARED_Q, ACTIVATION, FOLD, CAUSAL, WINDOW, HEAD_DIM, DTYPE, ONCE)
-    k_own = tlx.local_alloc((KEYS, HEAD_DIM), DTYPE, 1)
+    k_rows = tlx.local_alloc((KEYS, HEAD_DIM), DTYPE, 1)
     k = tlx.local_alloc((KEYS, WIDTH), DTYPE, CTAS)  # of both CTAs
     v = tlx.local_alloc((KEYS, HEAD_DIM), DTYPE, 1)
     q_rows = tlx.local_alloc((HALF, HEAD_DIM), DTYPE, 1)
@@ -376,7 +376,7 @@ def backward_kernel(
     dq = tlx.local_alloc((HALF, HEAD_DIM), tl.float32, 1, tlx.storage_kind.tmem, reuse=dp)
     dv = tlx.local_alloc((KEYS, HEAD_DIM), tl.float32, 1, tlx.storage_kind.tmem)
     dk = tlx.local_alloc((KEYS, HEAD_DIM), tl.float32, 1, tlx.storage_kind.tmem)
-    k_own = Ring(k_own, tlx.alloc_barriers(1), tlx.alloc_barriers(1), 1)
+    k_rows = Ring(k_rows, tlx.alloc_barriers(1), tlx.alloc_barriers(1), 1)
     k = Ring(k, tlx.alloc_barriers(1), tlx.alloc_barriers(1), 1)
     v = Ring(v, tlx.alloc_barriers(1), tlx.alloc_barriers(1), 1)
     q = Halves(
@@ -413,9 +413,9 @@ def backward_kernel(
         with tlx.async_task(num_warps=4, registers=REGISTERS, replicate=MATH_ROLES):
             math(tlx.async_task_replica_id(), s, p, dp, ds, list_ptr, scale, options)
         with tlx.async_task(num_warps=1, registers=64, replicate=PRODUCERS):
-            load(tlx.async_task_replica_id(), descs, k_own, k, v, q, g, list_ptr, options)
+            load(tlx.async_task_replica_id(), descs, k_rows, k, v, q, g, list_ptr, options)
         with tlx.async_task(num_warps=1, registers=64):
-            mma(k_own, k, v, q, g, s, p, dp, ds, dv, dk[0], dk_empty, dq, list_ptr, options)
+            mma(k_rows, k, v, q, g, s, p, dp, ds, dv, dk[0], dk_empty, dq, list_ptr, options)
 
 
 def backward(

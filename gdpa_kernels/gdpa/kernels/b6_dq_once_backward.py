@@ -18,8 +18,8 @@ Why it may not: rows that see no key are computed too; dQ is scaled and converte
 
 | barrier         | arrivals           | filled by -> drained by                                |
 |-----------------|--------------------|--------------------------------------------------------|
-| k_own.full      | 1 and bytes        | TMA loads of K's rows of both CTAs -> mma, S           |
-| k_own.empty     | 1 (commit to both) | the item's last S -> load                              |
+| k_rows.full     | 1 and bytes        | TMA loads of K's rows of both CTAs -> mma, S           |
+| k_rows.empty    | 1 (commit to both) | the item's last S -> load                              |
 | k.full          | 1 and bytes        | TMA loads of K's columns of both CTAs -> mma, dQ       |
 | k.empty         | 1 (commit to both) | the item's last dQ -> load                             |
 | v.full          | 1 and bytes        | TMA loads of V of both CTAs -> mma, dP                 |

@@ -150,14 +150,9 @@ def mma(q, k, v, s, p, o, list_ptr, options):
                     if begins:
                         o.acquire(out)
                     weighted_sum(
-                        role,
-                        p,
-                        v.buffer[stage],
-                        o.buffer[o_slot],
-                        done // ROLES,
-                        not begins,
+                        role, p, v.buffer[stage], o.buffer[o_slot], done // ROLES, not begins,
                         options,
-                    )
+                    )  # fmt: skip
                     tlx.tcgen05_commit(v.empty[stage], two_ctas=True)
                     if (older & ENDS) > 0:
                         tlx.tcgen05_commit(o.full[o_slot], two_ctas=True)

@@ -170,20 +170,9 @@ def scores(role: tl.constexpr, k, q, stage: tl.constexpr, zero, phase):
 
 @triton.jit
 def differentiate(
-    role: tl.constexpr,
-    s,
-    v,
-    g,
-    dv,
-    stage: tl.constexpr,
-    zero,
-    phase,
-    scale,
-    head,
-    row,
-    key,
+    role: tl.constexpr, s, v, g, dv, stage: tl.constexpr, zero, phase, scale, head, row, key,
     options,
-):
+):  # fmt: skip
     """dS of a step, and dv with its MMA in flight."""
     p, slope = value_and_factor(s, scale, head, options.ACTIVATION, options.FOLD)
     p = mask_transposed(p, row, key, options.CAUSAL, options.WINDOW)
