@@ -84,7 +84,7 @@ class Batch(Heads):
         if self.segments is not None:  # likewise
             most = min(next_power_of_2(max(self.max_seqlen_k, 1)), 2**30)
             names = "full_rows", "target_group_size"
-            changed |= {name: most for name in names if getattr(mask, name) > most}
+            changed = {x: most for x in names if getattr(mask, x) > most} | changed
         if changed:
             mask = replace(mask, **changed)
             object.__setattr__(self, "mask", mask)

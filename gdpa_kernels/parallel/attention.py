@@ -32,7 +32,7 @@ import torch.distributed as dist
 from gdpa_kernels.calling import checks
 from gdpa_kernels.calling.lengths import Lengths
 from gdpa_kernels.gdpa.api import gdpa
-from gdpa_kernels.gdpa.mask import ALL, FIELDS, Mask, mask_of
+from gdpa_kernels.gdpa.mask import ALL, Mask, mask_of
 from gdpa_kernels.gdpa.registration import check_activation
 from gdpa_kernels.parallel.collectives import (
     Exchange,
@@ -105,7 +105,8 @@ def context_parallel_gdpa(
     Source: sums of partial results, as in the chapter "What GDPA computes"; the split of queries
     and the zigzag layout are of all-gather context parallelism (arXiv 2407.21783, section 3.3.2).
     """
-    fields = {name: options.pop(name) for name in FIELDS & options.keys()}
+    names = {"causal", "window"} & options.keys()
+    fields = {name: options.pop(name) for name in names}
     mask = mask_of(mask, fields)
     mesh = _mesh_of(q, k, v, layout, group)
     if mesh is not None:

@@ -207,7 +207,7 @@ X = torch.zeros(4, 2, 8)
 WRONG = (
     (ValueError, "stationary must be one of queries, keys, sequences, got 'ring'",
      (X, X, X, [0, 4]), {"stationary": "ring"}),
-    (ValueError, "causal must be a bool here, .* got 'lower_right'",
+    (ValueError, "mask must have causal False or True, .* got Mask.causal='lower_right'",
      (X, X, X, [0, 4]), {"causal": "lower_right"}),
     (ValueError, "window must be None without causal, got 3", (X, X, X, [0, 4]), {"window": 3}),
     (TypeError, "cu_seqlens must be numbers of the host, got a tensor",

@@ -282,7 +282,7 @@ def paged(given: tuple, in_one_call: bool) -> Batch:
         return whole
     return replace(
         whole, k=k[:0], v=v[:0], cu_seqlens_k=at.cu_seqlens, max_seqlen_k=at.max_seqlen,
-        causal=False, segments=None, out_dtype=FP32,
+        mask=Mask(), segments=None, out_dtype=FP32,
     )  # fmt: skip
 
 
@@ -294,7 +294,7 @@ def test_other_rungs_refuse_it_by_name():
     small = replace(batch, history=replace(batch.history, page_size=32))
     for other, told in (
         (small, "needs pages of a multiple of 64 tokens, got 32"),
-        (replace(batch, window=3), "needs window None with a history in pages, got 3"),
+        (replace(batch, mask=Mask(window=3)), "needs window None with a history in pages, got 3"),
     ):
         assert ladder.rung("v8_own_waits").problem(other) == told
     with tritonemu.enabled(), pytest.raises(Exception, match="a tile lies in one page"):
