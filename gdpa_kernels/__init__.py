@@ -7,9 +7,7 @@ from gdpa_kernels.gdpa.api import gdpa
 from gdpa_kernels.gdpa.bias import RelativeBias
 from gdpa_kernels.gdpa.mask import Mask
 from gdpa_kernels.gdpa.registration import register_activation
-from gdpa_kernels.layers.block_attention import BlockAttention
-from gdpa_kernels.layers.common import Tokenwise
-from gdpa_kernels.layers.gdpa import PFFN, PMA, GDPASelfAttention
+from gdpa_kernels.layers import PFFN, PMA, BlockAttention, GDPASelfAttention, Tokenwise
 
 __all__ = [
     "PFFN",

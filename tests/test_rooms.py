@@ -1,6 +1,7 @@
 """The houses and their rooms: imports run one way, and none in a circle."""
 
 import ast
+import sys
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -61,6 +62,16 @@ def test_no_module_imports_itself_by_way_of_others():
         TopologicalSorter(graph).prepare()
     except CycleError as error:
         pytest.fail(f"imports must not run in a circle, got {' -> '.join(error.args[1])}")
+
+
+@pytest.mark.parametrize("name", ["parallel", "serving", "layers", "norms.api", "calling.jagged"])
+def test_a_public_module_imports_as_a_module(name):
+    """The functions `gdpa` and `block_attention` hide the packages of their names; nobody needs
+    another name of these."""
+    room, _, module = f"gdpa_kernels.{name}".rpartition(".")
+    scope: dict = {}
+    exec(f"import gdpa_kernels.{name} as one\nfrom {room} import {module} as other", scope)
+    assert scope["one"] is scope["other"] is sys.modules[f"gdpa_kernels.{name}"]
 
 
 def floor_of(name: str) -> int | None:
