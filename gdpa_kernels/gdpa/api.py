@@ -97,31 +97,26 @@ def gdpa(
         output_scale: multiplies the result after the activation; applied once, to the fp32 sum.
         mask: `Mask`, the keys that a query sees; all of its sequence's by default.
         relative_bias: `RelativeBias`, what is added to the scores by distances of positions and of
-            times; its tables get gradients. Not with a shared q. Of the kernels "v0_eager" and the
-            v1 take it.
+            times; its tables get gradients. Not with a shared q.
         precise: compute the activation in fp32. By default GELU and SiLU of bf16 inputs are
             computed in packed bf16, from rounded scores, where the implementation can: for inputs
             from N(0, 1) the relative error of the result is then about 3.6e-3, as PyTorch's in
             bf16, and 2.4e-3 with True. What that costs: see the chapter on v7. Gradients always
             take fp32.
-        impl: a rung's name, "reference", or "auto" for the fastest that supports the call.
-        backward_impl: the same for the gradients. That of q is added up in an order that differs
-            from run to run where q is shared or a sequence has more than 256 keys by
-            "v2_fused_backward", "v4_warp_specialized_backward", "b1_tensor_memory_backward" and
-            "b3_dk_first_backward", with more than 128 by "v7_wide_backward", with more than 512 by
-            "b4_pair_backward" and "b5_stream_backward"; everything else is deterministic. Under
-            `torch.use_deterministic_algorithms` "auto" leaves those out.
+        impl: a rung's name, "reference", or "auto" for the fastest that supports the call. Which
+            ones take which options: `Requires` of each rung in calling/ladder.py.
+        backward_impl: the same for the gradients. Some implementations add up that of q in an order
+            that differs from run to run (`Rung.is_deterministic`); everything else is
+            deterministic. Under `torch.use_deterministic_algorithms` "auto" leaves those out.
         validate: check the values of cu_seqlens, num_targets and num_contexts, which waits for the
             device in each call, and of time_thresholds. In compiled calls, and in the capture of a
             CUDA graph, a kernel checks them without waiting: it stops the GPU with the name of the
             argument. False trusts the caller. `Lengths` have been checked.
         out_dtype: q's dtype, which None means, or torch.float32 (q in fp64 aside): the sum over
-            these keys as it is, to be added to others. Of the kernels "v1_tiled" gives it, and up
-            to head_dim 128 "v7_packed", "v8_own_waits", "b6_pair_stream" and "b7_split_stream". Its
-            gradient is rounded to q's dtype.
+            these keys as it is, to be added to others. Its gradient is rounded to q's dtype.
         add_to: of the result's shape, in q's dtype or fp32 (of q in fp64 in fp64): added in fp32
             (fp64) before the rounding. Attention over [A; B] is `gdpa` over B added to that over A:
-            nothing is normalised. Its gradient is the result's. Taken where out_dtype is.
+            nothing is normalised. Its gradient is the result's.
         dropout_p: 0.0; anything else is refused, and the error says what to do in its place.
         mask_fields: the fields of `Mask` as keywords (causal=True), in place of mask; they go with
             version 0.3.

@@ -205,8 +205,7 @@ class GDPASelfAttention(private.Constants, _Layer):
             a parameter `[2 * position_bias - 1]` for all heads; None for none.
         time_bias: entries, at most 146, of a learned relative bias of times, a parameter
             `[time_bias]`: HSTU's is 129. With it `forward` takes timestamps. None for none. Both as
-            `RelativeBias` has them, drawn from N(0, 0.02) as in HSTU; of the kernels the v1 take
-            them.
+            `RelativeBias` has them, drawn from N(0, 0.02) as in HSTU.
         next_time: a row's bias takes the time of the event after it; as `RelativeBias`.
         options: of `Options`; and, in place of mask, the fields of one as keywords (causal=True),
             which go with version 0.3.

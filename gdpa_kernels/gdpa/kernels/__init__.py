@@ -1,1 +1,2 @@
-"""Products: what `auto` runs, and the fallbacks, with every option."""
+"""Products: kernels with every option, and their fallbacks. `auto` takes one where a record ranks
+it on the GPU at hand; the others, those for Blackwell among them, run by their names."""
