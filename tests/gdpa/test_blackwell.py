@@ -14,6 +14,7 @@ import tritonemu
 from _lib import studies
 from emulator.tests.judging import SAMPLED, SCHEDULES, import_file, judge, surviving
 from emulator.tests.mutants import Mutant, enumerate_mutants
+from gdpa_kernels import Mask
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.calling.launches import launches
 from gdpa_kernels.device import pairs
@@ -158,7 +159,7 @@ def test_every_mistake_of_a_pair_is_found(impl):
     """A commit, an arrival or bytes in the wrong CTA, the other one's half."""
     module = RUNGS[impl]
     mutants = mutants_of_a_pair(Path(module.__file__))
-    launched = calls_of(impl, {"causal": True}, SUM)
+    launched = calls_of(impl, {"mask": Mask(causal=True)}, SUM)
     assert len(mutants) > 10
     assert [m.what for m in mutants if not judge(m, import_file, launched).error] == []
     # The first one is its docstring's, the last one put_sum's.

@@ -162,7 +162,9 @@ def test_two_sources_of_a_name_are_two_kernels(monkeypatch):
 
 def test_the_same_again_is_fine_and_another_source_is_refused():
     register_activation("sigmoid", *SIGMOID)
-    assert GDPASelfAttention(32, 2, activation=("sigmoid", "relu")).activation[0] == "sigmoid"
+    assert (
+        GDPASelfAttention(32, 2, activation=("sigmoid", "relu")).options.activation[0] == "sigmoid"
+    )
     with pytest.raises(ValueError, match="name must be new, got 'sigmoid', which is registered"):
         register_activation("sigmoid", *ELU)
 

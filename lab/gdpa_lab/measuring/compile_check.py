@@ -29,6 +29,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.calling.launches import Launch, launches
 from gdpa_kernels.gdpa.batch import Batch
+from gdpa_kernels.gdpa.mask import FIELDS, Mask
 from gdpa_lab.measuring.private import compiling_for
 
 SHARED_BYTES = {
@@ -82,7 +83,7 @@ def build_rung(
     `max_seqlen_k` tokens with 4 heads.
 
     impl: of the ladder "gdpa", or a module like one of its rungs. config: None for the rung's own
-    choice. fields: more of the `Batch`.
+    choice. fields: more of the `Batch`, or of its `Mask`.
     Raises ValueError for a rung that launches nothing, and what `build` raises.
     """
     module = impl if isinstance(impl, ModuleType) else ladder.rung(impl).module()
@@ -90,6 +91,7 @@ def build_rung(
     ends = torch.tensor([0, max_seqlen_k], dtype=torch.int32)
     options = {} if config is None else {"config": config}
     names, lengths = tuple(activation.split(",")), (ends, ends, max_seqlen_k, max_seqlen_k)
+    fields["mask"] = Mask(**{name: fields.pop(name) for name in FIELDS & fields.keys()})
     batch = Batch(x, x, x, *lengths, names, head_dim**-0.5, **fields)
     with launches(run=False) as seen:
         module.forward(batch, **options)
