@@ -147,7 +147,7 @@ chapter.table(
 # for each score, so forward v8 asks first:
 
 # %% tags=["remove-input"]
-chapter.code(v8.begin, "    x = s if", "    t = 0")
+chapter.code(v8.activation_prologue, "    x = s if", "    t = 0")
 
 # %% [markdown]
 # The condition is the same for all threads, so it is one branch. *Masks every block* is forward v8

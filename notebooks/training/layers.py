@@ -302,7 +302,7 @@ def padded_pool(x: torch.Tensor, there: torch.Tensor, way: str) -> torch.Tensor:
     k, v = pool.kv(x).unflatten(2, (-1, pool.head_dim)).transpose(1, 2).chunk(2, 1)
     q = pool.seeds.unflatten(1, (pool.num_heads, -1)).transpose(0, 1)
     p = WAYS[way](pool.head_dim**-0.5 * q @ k.mT, there[:, None, None])
-    return pool.out((pool.output_scale * p @ v).transpose(1, 2).flatten(2))
+    return pool.out((pool.options.output_scale * p @ v).transpose(1, 2).flatten(2))
 
 
 def judged(y: torch.Tensor, alone: torch.Tensor) -> list[str]:
