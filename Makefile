@@ -44,7 +44,7 @@ pdf: $(READY)
 	$(BIN)/python notebooks/pdf.py
 
 # The quick tests, on the CPU: every kernel once in the emulator against fp64 and once through the
-# compiler, every public behaviour, every refusal. At most ten minutes on two idle cores, nothing cached.
+# compiler, every public behaviour, every refusal.
 test: $(READY)
 	$(PYTEST)
 

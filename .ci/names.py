@@ -17,11 +17,11 @@ ALLOWED = {
     "lab/gdpa_lab": 1,
     "lab/gdpa_lab/measuring": 19,
 }
-"""Of each room, by its folder: stores of these names that are left."""
+"""The stores of these names that are left in each room, by its folder."""
 
 
 def stores(tree: ast.AST) -> Counter:
-    """How often each name is assigned, as a variable, an argument or a loop's target."""
+    """Count the assignments of each name, as a variable, an argument or a loop's target."""
     names = Counter()
     for node in ast.walk(tree):
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):

@@ -1,12 +1,12 @@
-"""What `impl="auto"` tries first: the order measured for such a call.
+"""The order in which `impl="auto"` tries implementations: as measured for such a call.
 
-The table, choices.csv, is made from the records (report/rankings.py): for each direction, with and
-without rotary, at each measured head_dim, the implementations, fastest first. A call takes the row
-of its device's compute capability, major and minor, with the nearest head_dim, of its own dtype if
-there is one; what that row did not compare has the place that the next nearest rows give it
-(`rankings.merged`). Where nothing was measured, and after what was, come the implementations that
-run anywhere (`UNMEASURED`). What saves something for backward is left out, so that the directions
-choose freely.
+The table, choices.csv, is made from the records (report/measured_rankings.py): for each direction,
+with and without rotary, at each measured head_dim, the implementations, fastest first. A call takes
+the row of its device's compute capability, major and minor, with the nearest head_dim, of its own
+dtype if there is one; what that row did not compare has the place that the next nearest rows give
+it (`rankings.merged`). Where nothing was measured, and after what was, come the implementations
+that run anywhere (`UNMEASURED`). What saves something for backward is left out, so that the
+directions choose freely.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""Which implementations were fastest where: what `impl="auto"` reads.
+"""Rankings: the fastest implementations by shape, as `impl="auto"` reads them.
 
 A table of rankings is a CSV file beside an operator's code: columns of a shape, the first of them
 the compute capability of the GPU, then `impls`, fastest first, and the record that compared them.
-report/rankings.py makes it from the records. Another minor version is another GPU: 10.3 computes
-twice as many tanh in a clock as 10.0, and what is fastest on one says nothing of the other.
+report/measured_rankings.py makes it from the records. Another minor version is another GPU: 10.3
+computes twice as many tanh in a clock as 10.0, and what is fastest on one says nothing of the
+other.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
-"""What `impl="auto"` tries first: the order measured at the nearest shape.
+"""The order in which `impl="auto"` tries implementations: as measured at the nearest shape.
 
-The table, choices.csv, is made from the records (report/rankings.py): for each direction of each
-measured workload with GELU the implementations, fastest first, without lessons. A call takes the
-row of its direction and of its device's compute capability whose head_dim and longest sequences are
-nearest, by their ratios; rows of a head_dim on the same side of 128 come first, since other rungs
-take those over it, then rows of the call's own dtype. What that row did not compare has the place
-that the next nearest rows give it (`rankings.merged`). Another minor version does not count. Where
-nothing was measured, and after what was, come the implementations that run anywhere (`UNMEASURED`).
-"v0_eager", which rounds in every step, takes no call in 16 bits. A CPU takes the definition.
+The table, choices.csv, is made from the records (report/measured_rankings.py): for each direction
+of each measured workload with GELU the implementations, fastest first, without lessons. A call
+takes the row of its direction and of its device's compute capability whose head_dim and longest
+sequences are nearest, by their ratios; rows of a head_dim on the same side of 128 come first, since
+other rungs take those over it, then rows of the call's own dtype. What that row did not compare has
+the place that the next nearest rows give it (`rankings.merged`). Another minor version does not
+count. Where nothing was measured, and after what was, come the implementations that run anywhere
+(`UNMEASURED`). "v0_eager", which rounds in every step, takes no call in 16 bits. A CPU takes the
+definition.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 
 STATIONARY = ("queries", "keys", "sequences")
 OPTIONS = ("activation", "scale", "output_scale", "precise", "impl", "backward_impl")
-"""Of `gdpa`: what the calls here take and pass on."""
+"""Options of `gdpa` that the calls here take and pass on."""
 
 
 def context_parallel_gdpa(
@@ -88,8 +88,8 @@ def context_parallel_gdpa(
             "zigzag".
         mask: `Mask` with causal False or True, and window, which needs causal, but for "sequences".
         group: of the ranks; None for all.
-        options: of `gdpa` (activation, scale, output_scale, precise, impl, backward_impl); names of
-            activations are of all heads, whatever stays.
+        options: of `gdpa`, those in OPTIONS; names of activations are of all heads, whatever stays.
+            And causal and window as keywords, in place of mask, until version 0.3.
 
     q, k and v may be `DTensor`s of the whole batch, sharded by tokens on a mesh of one dimension,
     as `distribute_tensor(x, mesh, [Shard(0)])` makes them: shards are contiguous, the group is the

@@ -115,7 +115,7 @@ class Scatter(torch.autograd.Function):
 
 
 class Replicated(torch.autograd.Function):
-    """What all ranks have; its gradient is the sum over all ranks', in fp32."""
+    """A tensor that all ranks have; its gradient is the sum over all ranks', in fp32."""
 
     @staticmethod
     def forward(ctx, x, group):

@@ -1,4 +1,4 @@
-"""How the tokens of a packed batch are cut between ranks."""
+"""Shards: the cut of a packed batch's tokens between ranks."""
 
 from __future__ import annotations
 

@@ -113,8 +113,8 @@ def _check(layer: GDPASelfAttention, cache: PagedCache) -> None:
             "positions of cache.model must be 'index' for a layer with rotary, which counts its "
             f"rows from the start, got {cache.model.positions!r}"
         )
-    cached, asked = ((bool(x.causal), x.window) for x in (cache.model.mask, layer.mask))
-    if not layer.mask.causal or layer.mask.causal == "lower_right" or asked != cached:
+    cached, mask = ((bool(x.causal), x.window) for x in (cache.model.mask, layer.mask))
+    if not layer.mask.causal or layer.mask.causal == "lower_right" or mask != cached:
         raise ValueError(
             f"layer must have the mask of cache.model, (causal, window) {cached}, got "
             f"{(layer.mask.causal, layer.mask.window)}"

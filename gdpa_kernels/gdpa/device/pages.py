@@ -1,4 +1,4 @@
-"""Loads of keys and values from pages (history.py).
+"""Loads of keys and values from pages (batch.History).
 
 A tile of keys lies in one page where BLOCK_N divides page_size, and is one copy: rows beyond the
 history, which may hold anything, read as zero. The keys in packed tensors start at the next whole
