@@ -31,6 +31,8 @@ from gdpa_kernels.gdpa.registration import check_activation, prove
 
 IMPLS = ladder.impls()
 BACKWARD_IMPLS = ladder.impls(direction="backward")
+SHARED_OPTIONS = ("activation", "scale", "output_scale", "precise", "impl", "backward_impl")
+"""The options of `gdpa` that layers, serving and parallel calls take and pass on."""
 
 
 def gdpa(
@@ -564,6 +566,13 @@ def check_sum(
                 f"got {list(add_to.shape)} on {add_to.device}"
             )
     return None if out_dtype == q.dtype else out_dtype
+
+
+def check_shared_options(options: dict[str, object], *others: str) -> None:
+    """Raises TypeError unless the names of options are among SHARED_OPTIONS and others."""
+    known = SHARED_OPTIONS + others
+    for name in options.keys() - set(known):
+        raise TypeError(f"options must be of {', '.join(known)}, got {name}")
 
 
 def check_scalars(scale: object, output_scale: object) -> None:

@@ -80,8 +80,7 @@ class Options:
     @property
     def of_gdpa(self) -> dict[str, object]:
         """Those that `gdpa` takes, but for validate."""
-        names = "activation", "scale", "output_scale", "precise", "impl", "backward_impl"
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in api.SHARED_OPTIONS}
 
     @property
     def factory(self) -> dict[str, object]:

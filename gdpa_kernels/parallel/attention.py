@@ -31,7 +31,7 @@ import torch.distributed as dist
 
 from gdpa_kernels.calling import checks
 from gdpa_kernels.calling.lengths import Lengths
-from gdpa_kernels.gdpa.api import gdpa
+from gdpa_kernels.gdpa.api import check_shared_options, gdpa
 from gdpa_kernels.gdpa.mask import ALL, Mask, mask_of
 from gdpa_kernels.gdpa.registration import check_activation
 from gdpa_kernels.parallel.collectives import (
@@ -58,8 +58,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 STATIONARY = ("queries", "keys", "sequences")
-OPTIONS = ("activation", "scale", "output_scale", "precise", "impl", "backward_impl")
-"""Options of `gdpa` that the calls here take and pass on."""
 
 
 def context_parallel_gdpa(
@@ -88,8 +86,9 @@ def context_parallel_gdpa(
             "zigzag".
         mask: `Mask` with causal False or True, and window, which needs causal, but for "sequences".
         group: of the ranks; None for all.
-        options: of `gdpa`, those in OPTIONS; names of activations are of all heads, whatever stays.
-            And causal and window as keywords, in place of mask, until version 0.3.
+        options: of `gdpa`, those in `gdpa.api.SHARED_OPTIONS`; names of activations are of all
+            heads, whatever stays. And causal and window as keywords, in place of mask, until
+            version 0.3.
 
     q, k and v may be `DTensor`s of the whole batch, sharded by tokens on a mesh of one dimension,
     as `distribute_tensor(x, mesh, [Shard(0)])` makes them: shards are contiguous, the group is the
@@ -259,9 +258,7 @@ def _checked(q, k, v, cu_seqlens, layout, group, options) -> tuple[Shards, int, 
     if rank < 0:
         raise ValueError(f"group must have rank {dist.get_rank()} in it, got one of other ranks")
     shards = shards_of(offsets_of(cu_seqlens), ranks, checked_layout(layout))
-    for name in options:
-        if name not in OPTIONS:
-            raise TypeError(f"options must be of {', '.join(OPTIONS)}, got {name}")
+    check_shared_options(options)
     checks.check_tensors(q, k, v)
     check_rows("k", k, shards.rows(rank), f"rank {rank}")
     if "activation" in options:

@@ -21,11 +21,6 @@ from gdpa_kernels.serving.pages import PagedCache, Pages, check_whole
 
 (_PAGED,) = (rung for rung in ladder.RUNGS if "history" in rung.requires.extras)
 """The implementation that reads pages where they are."""
-OPTIONS = frozenset(
-    ("activation", "scale", "output_scale", "precise", "impl", "backward_impl", "validate",
-     "out_dtype")
-)  # fmt: skip
-"""The options of `gdpa` that `score` takes."""
 
 
 def score(
@@ -66,8 +61,8 @@ def score(
         in_one_call: True or False; None for one call where forward v8 computes it and the
             candidates' tiles of 128 rows, one for each user and head, are so many that it would not
             split the histories' keys between multiprocessors.
-        options: of `gdpa`, those in OPTIONS. A mask is not among them: a history that a window
-            limits is for one call of `gdpa`.
+        options: of `gdpa`, those in `gdpa.api.SHARED_OPTIONS`, validate and out_dtype. A mask is
+            not among them: a history that a window limits is for one call of `gdpa`.
 
     Returns:
         `[tokens, heads, head_dim]`.
@@ -81,8 +76,7 @@ def score(
     of `gdpa` or 424 with `diagonal`; 32 of 1,024 with 2,048 take 247, and 389 in two of `gdpa`; 4
     of 4,096 with 100 take 56 and 29, since two split the keys. See the lab notes on serving.
     """
-    if unknown := options.keys() - OPTIONS:
-        raise TypeError(f"options must be among {sorted(OPTIONS)}, got {sorted(unknown)}")
+    api.check_shared_options(options, "validate", "out_dtype")
     if in_one_call is not None:
         checks.check_bool(in_one_call=in_one_call)
     check_whole("history", history)

@@ -234,7 +234,7 @@ WRONG = (
     (ValueError, "at must be at most 3 in a history of 3 events where one is added, got 4",
      lambda: (filled(c := cache(), ["a"], [3]), c.edit("a", 4, 1, added=True))),
     (TypeError, "added must be a bool", lambda: cache().edit("a", 0, 1, added=1)),
-    (TypeError, "options must be among .*, got .'causal'.",
+    (TypeError, "options must be of activation, .*, got causal",
      lambda: score(*[draw(1, 0)] * 3, ends(1), 1, c := cache(), 0, nobody(c), causal=True)),
     (TypeError, "in_one_call must be a bool, got 1",
      lambda: score(*[draw(1, 0)] * 3, ends(1), 1, c := cache(), 0, nobody(c), in_one_call=1)),
