@@ -107,6 +107,13 @@ class Requires:
     aligned: bool = False
     extras: tuple[str, ...] = ()
 
+    @functools.cached_property
+    def devices(self) -> str:
+        """The devices that run it, in words: "sm_80 or newer", "sm_90", "any"."""
+        if self.capability is None:
+            return "any"
+        return "sm_{}{}".format(*self.capability) + ("" if self.only_major else " or newer")
+
     def of_device(self, device: torch.device) -> str | None:
         """Why `device` cannot run it, or None. The CPU counts inside `tritonemu.enabled()`."""
         if self.capability is None:
@@ -116,22 +123,20 @@ class Requires:
             got = _of_gpu(device)
             if got >= self.capability and not (self.only_major and got[0] != self.capability[0]):
                 return None
-        name = "sm_{}{}".format(*self.capability)
-        newer = "" if self.only_major else " or newer"
         if got is not None:
             other = "a GPU of AMD" if got == AMD else "sm_{}{}".format(*got)
-            return f"needs {name}{newer}, got {other}"
+            return f"needs {self.devices}, got {other}"
         if device.type == "cpu":
             emulator = sys.modules.get("tritonemu")  # who enables it has imported it
             if emulator is not None and emulator.is_enabled():
                 arch = emulator.current_arch()
-                wrong = self.only_major and arch != name
-                return f"needs {name}, got an emulated {arch}" if wrong else None
+                wrong = self.only_major and arch != self.devices
+                return f"needs {self.devices}, got an emulated {arch}" if wrong else None
             return (
-                f"needs tensors on a CUDA device of {name}{newer}, got tensors on the CPU "
+                f"needs tensors on a CUDA device of {self.devices}, got tensors on the CPU "
                 "(inside `tritonemu.enabled()` the kernel runs on the CPU)"
             )
-        return f"needs a CUDA device of {name}{newer}, got {device}"
+        return f"needs a CUDA device of {self.devices}, got {device}"
 
     def of_call(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
         """Why it cannot take these tensors `[total, num_heads, head_dim]`, or None."""

@@ -13,7 +13,7 @@ FILES = {
     "machine-code": "the machine code of every row's kernels, compiled where the table lacks it",
     "manifest": "the files of data/ as they are; lines of records and systems stay",
     "predictions": "what the models say of a B200",
-    "readme": "the table and the figure of README.md, from the records",
+    "readme": "the tables and the figure of README.md, from the records and the ladders",
     "registered": "the chapters' predictions, and their first commits; after `make book`",
 }
 

@@ -16,10 +16,16 @@ from tritonemu.__main__ import main as emulate
 README = (record.ROOT / "README.md").read_text(encoding="utf-8")
 
 
+STALE = "run `python -m gdpa_lab maintain readme`"
+
+
+def test_devices_are_what_the_ladders_require():
+    assert readme.spliced(README, "devices", readme.devices()) == README, STALE
+
+
 @pytest.mark.sweep
 def test_results_are_the_records():
-    block = README.split(readme.BEGIN)[1].split(readme.END)[0].strip()
-    assert block == readme.block(), "run `python -m gdpa_lab maintain readme`"
+    assert readme.spliced(README, "results", readme.block()) == README, STALE
     assert (record.ROOT / readme.FIGURE).read_text(encoding="utf-8") == readme.hero().to_svg()
 
 

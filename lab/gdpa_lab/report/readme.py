@@ -1,12 +1,11 @@
-"""Generates the results table and the figure of README.md from the records.
+"""Generates the tables and the figure of README.md, from the records and the ladders.
 
-`python -m gdpa_lab maintain readme` rewrites them; a test keeps them equal to the records. Both
-show sustained times only; where a peer has none, the table says why.
+`python -m gdpa_lab maintain readme` rewrites them; tests keep them equal to their sources. Results
+are sustained times only; where a peer has none, the table says why.
 """
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,7 +18,6 @@ from gdpa_lab.report.style import Figure
 
 GPU = "NVIDIA H200"
 FIGURE = Path("book/assets/ladder.svg")
-BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
 WORKLOAD = "gdpa-self-full-1024"
 PEERS = {
     "cuDNN": ("cudnn", "cudnn_varlen"),
@@ -62,8 +60,31 @@ LINES = (
 )
 
 
+def spliced(readme: str, name: str, text: str) -> str:
+    """Return README.md with `text` between the markers of the block `name`."""
+    begin, end = (f"<!-- {name}: {edge} -->" for edge in ("begin", "end"))
+    head, rest = readme.split(begin)
+    return f"{head}{begin}\n{text}\n{end}{rest.split(end)[1]}"
+
+
+def devices() -> str:
+    """Format what `Requires` says of every rung that does not only teach, by device."""
+    impls: dict[tuple[str, str, str], list[str]] = {}
+    rungs = [rung for each in ladder.LADDERS.values() for rung in each if not rung.is_lesson]
+    for rung in sorted(rungs, key=lambda rung: rung.requires.capability or (0, 0)):
+        needs, block = rung.requires, "block " * (rung.operator == "block_attention")
+        head_dim = "any" if needs.capability is None else str(needs.head_dim_max)
+        for major, most in needs.head_dim_max_of.items():
+            head_dim += f", {most} on sm_{major}x"
+        key = needs.devices, ", ".join(needs.dtypes), head_dim
+        impls.setdefault(key, []).append(f"{block}`{rung.impl}`")
+    rows = [f"| {' | '.join((*key, ', '.join(names)))} |" for key, names in impls.items()]
+    head = "| device | dtypes | `head_dim` to | implementations |", "|---|---|---|---|"
+    return "\n".join((*head, *rows))
+
+
 def block(data_dir: Path = record.DATA_DIR) -> str:
-    """Format the Markdown between the markers: best rung against best peer, and the records.
+    """Format the table of results: best rung against best peer, and the records.
 
     LookupError if a row has no record, no rung or no peer.
     """
@@ -131,14 +152,14 @@ def hero(data_dir: Path = record.DATA_DIR) -> Figure:
 
 
 def update(root: Path = record.ROOT) -> bool:
-    """Rewrite the block in README.md and the figure; return whether anything changed.
+    """Rewrite the blocks in README.md and the figure; return whether anything changed.
 
     Nothing is written if a record is refused: RecordError.
     """
     readme, path = root / "README.md", root / FIGURE
-    old = readme.read_text(encoding="utf-8")
-    between = f"(?<={re.escape(BEGIN)}\n).*(?={re.escape(END)})"
-    new = re.sub(between, lambda _: block(root / "data") + "\n", old, flags=re.DOTALL)
+    new = readme.read_text(encoding="utf-8")
+    for name, text in {"devices": devices(), "results": block(root / "data")}.items():
+        new = spliced(new, name, text)
     drawn = hero(root / "data").to_svg()
     return manifest.rewrite(readme, new) | manifest.rewrite(path, drawn)
 
