@@ -45,7 +45,7 @@ def roofline(ceilings: Ceilings, rows: pd.DataFrame, impls: Sequence[str], origi
     for row in rows[rows["impl"].isin(impls)].itertuples():
         work = workload(row.workload)
         heads = work.num_heads_q, work.num_heads_k, work.head_dim
-        if heads != (HEADS, HEADS, HEAD_DIM) or work.causal or work.window or work.fill < 1:
+        if heads != (HEADS, HEADS, HEAD_DIM) or work.masked or work.fill < 1:
             continue
         kernels.append({
             "impl": row.impl, "workload": row.workload, "tflops": float(row.tflops),

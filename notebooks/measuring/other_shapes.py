@@ -52,7 +52,7 @@ V8, V4, V6 = "v8_own_waits", "v4_warp_specialized_backward", "v6_one_tile_backwa
 
 def rungs_on(of, way):
     if way == "forward":
-        return [V8, *(MASKED if of.causal or of.window else [])]
+        return [V8, *(MASKED if of.masked else [])]
     if of.head_dim > 128:
         return ["v7_wide_backward"]
     return [V4, V6] if of.max_seqlen_k <= 128 else [V4]

@@ -70,7 +70,7 @@ def counts(rows, keys, impl):
 
 us = rows["forward"].pivot(index="workload", columns="impl", values="time_us_p50")
 alike = [n for n in us.index if workload(n).num_heads_k == 4 and workload(n).head_dim == 128
-         and not (workload(n).causal or workload(n).window)]  # fmt: skip
+         and not workload(n).masked]  # fmt: skip
 full = [n for n in alike if "-full-" in n]
 unfitted = [n for n in alike if "-full-" not in n]
 fits, errors = {}, {}

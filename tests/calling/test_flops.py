@@ -9,6 +9,7 @@ from torch._subclasses import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from gdpa_kernels import GDPASelfAttention, block_attention, gdpa
+from gdpa_kernels.gdpa.mask import Mask
 from gdpa_kernels.gdpa.reference import visible
 from gdpa_lab.measuring.inputs import cu_seqlens
 from gdpa_lab.measuring.workload import visible_pairs
@@ -41,7 +42,7 @@ def of_gdpa(wanted: str = "qkv", packed: bool = False, **mask):
 
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 def test_of_gdpa_are_those_of_pairs_that_count(mask):
-    flops = 2 * HEADS * DIM * visible_pairs(QUERIES, KEYS, **mask)
+    flops = 2 * HEADS * DIM * visible_pairs(QUERIES, KEYS, Mask(**mask))
     found = counted(lambda: of_gdpa(**mask).sum().backward())
     assert found == {"gdpa_forward": 2 * flops, "gdpa_backward": 5 * flops}
 
@@ -67,7 +68,7 @@ def test_of_gradients_are_those_that_are_needed(wanted, matmuls):
 def test_of_a_shared_q():
     q, k, v = leaves(3, sum(KEYS))
     found = counted(lambda: gdpa(q, k, v, None, cu_seqlens(KEYS, "cpu"), 3, 30, **CAUSAL))
-    pairs = visible_pairs([3] * 4, KEYS, causal=True)
+    pairs = visible_pairs([3] * 4, KEYS, Mask(**CAUSAL))
     assert found == {"gdpa_forward": 4 * HEADS * DIM * pairs}
 
 

@@ -82,8 +82,9 @@ def test_arguments_carry_the_options():
     x = make_inputs(w, device="cpu")
     arguments = x.arguments()
     assert arguments["q"] is x.q and arguments["cu_seqlens_k"] is x.cu_seqlens_k
-    options = ("activation", "scale", "output_scale", "causal", "window")
-    assert [arguments[name] for name in options] == [("relu",) * 4, 0.5, 2.0, True, 3]
+    options = ("activation", "scale", "output_scale", "mask")
+    assert [arguments[name] for name in options] == [("relu",) * 4, 0.5, 2.0, w.mask]
+    assert (w.mask.causal, w.mask.window) == (True, 3)
     tensors = {"q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"}
     assert set(arguments) == tensors | set(options)
 

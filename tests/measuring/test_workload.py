@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gdpa_kernels.gdpa.mask import Mask
 from gdpa_lab.measuring.length_distributions import (
     KUAIRAND,
     MOVIELENS,
@@ -277,13 +278,13 @@ def test_visible_pairs_match_enumeration(lengths, causal, window):
     expected = sum(seen(i, j) for lq, lk in lengths for i in range(lq) for j in range(lk))
     seqlens_q = tuple(lq for lq, _ in lengths)
     seqlens_k = tuple(lk for _, lk in lengths)
-    assert visible_pairs(seqlens_q, seqlens_k, causal=causal, window=window) == expected
+    assert visible_pairs(seqlens_q, seqlens_k, Mask(causal, window)) == expected
 
 
 def test_visible_pairs_do_not_overflow():
     n = 2**31 - 1
     assert visible_pairs((n,) * 3, (n,) * 3) == 3 * n * n > 2**63
-    assert visible_pairs((n,) * 5, (n,) * 5, causal=True) == 5 * n * (n + 1) // 2 > 2**63
+    assert visible_pairs((n,) * 5, (n,) * 5, Mask(causal=True)) == 5 * n * (n + 1) // 2 > 2**63
 
 
 OPTIONS = {
@@ -449,6 +450,7 @@ def test_workload_errors_name_argument_expectation_and_value(change, message):
         (lambda: workload("gdpa"), "name must be one of gdpa-cross-full-1024, .*, got 'gdpa'"),
         (lambda: figure_direction("x"), "figure must be one of .*, got 'x'"),
         (lambda: visible_pairs((1,), (1, 2)), "seqlens_k must have the 1 entries of seqlens_q"),
+        (lambda: visible_pairs((1,), (1,), Mask("lower_right")), "mask must count from the start"),
     ],
 )
 def test_errors(make, message):

@@ -152,7 +152,7 @@ class Cost:
 def counts(work: Workload, tile: tuple[int, int] = (TILE, TILE)) -> tuple[float, float, float]:
     """Count (128 queries, 128 keys, tiles of 128 by 128 pairs) of all heads, lengths padded to
     `tile`. ValueError for another operator, a mask or a head_dim other than 128."""
-    if work.operator != "gdpa" or work.causal or work.window is not None or work.head_dim != TILE:
+    if work.operator != "gdpa" or work.masked or work.head_dim != TILE:
         raise ValueError(f"work must be GDPA of head_dim {TILE} without a mask, got {work.name!r}")
     queries = [-(-n // tile[0]) * tile[0] / TILE for n in work.seqlens_q]
     keys = [-(-n // tile[1]) * tile[1] / TILE for n in work.seqlens_k]

@@ -11,7 +11,6 @@ import torch
 
 from gdpa_kernels.block_attention import batch as block_batch
 from gdpa_kernels.gdpa import batch as gdpa_batch
-from gdpa_kernels.gdpa.mask import Mask
 from gdpa_lab.measuring.require import require
 from gdpa_lab.measuring.workload import Workload
 
@@ -56,15 +55,13 @@ class Inputs(Arguments):
     grad_out: torch.Tensor
 
     TENSORS = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
-    OPTIONS = ("activation", "scale", "output_scale", "causal", "window")
+    OPTIONS = ("activation", "scale", "output_scale", "mask")
 
     def batch(self) -> gdpa_batch.Batch:
         """Batch for a rung."""
         name = self.workload.activation
         names = (name,) if isinstance(name, str) else tuple(name)
-        arguments = self.arguments() | {"activation": names, "scale": self.scale()}
-        arguments["mask"] = Mask(arguments.pop("causal"), arguments.pop("window"))
-        return gdpa_batch.Batch(**arguments)
+        return gdpa_batch.Batch(**self.arguments() | {"activation": names, "scale": self.scale()})
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from gdpa_kernels.gdpa.mask import ALL, FIELDS, Mask
 from gdpa_lab.measuring.length_distributions import Full, LengthDistribution, require_fields
 from gdpa_lab.measuring.require import is_finite, require, require_int
 
@@ -24,7 +25,6 @@ DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 OPERATORS = ("gdpa", "block_attention")
 BLOCK_SIZES = (16, 32, 64, 128)
 
-_GDPA_ONLY = ("activation", "output_scale", "causal", "window", "shared_q", "lengths_k")
 _MAX_SEQLENS = ("max_seqlen_q", "max_seqlen_k")
 _BLOCK_ONLY = ("block_size", "rotary", "rotate_v")
 
@@ -36,8 +36,8 @@ class Workload:
     Lengths count tokens. `lengths_k=None` gives every sequence as many K/V rows as it has Q rows.
     `shared_q=True` is pooling by seed queries: q is [max_seqlen_q, num_heads_q, head_dim], one
     tensor for the whole batch, and every sequence has max_seqlen_q output rows. `scale=None` means
-    head_dim ** -0.5. Visibility counts positions from the start of each sequence: with `causal` key
-    j is visible to query i iff j <= i, with `window` W iff |i - j| <= W, with both iff both hold.
+    head_dim ** -0.5. Fields of the names of those of `Mask` make `mask`; positions count from the
+    start of each sequence, so causal is a bool.
 
     With operator "block_attention" key j is visible to query i iff both lie in the same block of
     `block_size` tokens from the start of their sequence. `rotary` rotates q and k by (sin, cos) in
@@ -109,9 +109,9 @@ class Workload:
             law_k,
         )
         require(not shared or law_q == Full(), "lengths_q", "Full() with shared_q", law_q)
-        given = law_k is not None
-        require(given or not shared, "lengths_k", "a LengthDistribution with shared_q", law_k)
-        if not given and self.max_seqlen_k != self.max_seqlen_q:
+        ok = law_k is not None or not shared
+        require(ok, "lengths_k", "a LengthDistribution with shared_q", law_k)
+        if law_k is None and self.max_seqlen_k != self.max_seqlen_q:
             raise ValueError(
                 f"max_seqlen_k must equal max_seqlen_q ({self.max_seqlen_q}) when lengths_k is "
                 f"None, got {self.max_seqlen_k}"
@@ -131,6 +131,16 @@ class Workload:
         require(is_finite(self.output_scale), "output_scale", "a finite number", self.output_scale)
         if self.window is not None:
             require_int("window", self.window, 0)
+
+    @property
+    def masked(self) -> bool:
+        """Whether its mask hides keys of a sequence from a query."""
+        return any(getattr(self, name) != _DEFAULTS[name] for name in MASK_FIELDS)
+
+    @cached_property
+    def mask(self) -> Mask:
+        """The keys that a query sees, as `gdpa` takes them."""
+        return Mask(**{name: getattr(self, name) for name in MASK_FIELDS}) if self.masked else ALL
 
     def _sample(self, law: LengthDistribution, max_seqlen: int, stream: int) -> tuple[int, ...]:
         rng = np.random.Generator(np.random.PCG64([self.seed, stream]))
@@ -179,7 +189,7 @@ class Workload:
         if self.operator == "block_attention":
             parts = [divmod(n, self.block_size) for n in self.seqlens_q]
             return sum(full * self.block_size**2 + rest**2 for full, rest in parts)
-        return visible_pairs(self.seqlens_q, self.seqlens_k, causal=self.causal, window=self.window)
+        return visible_pairs(self.seqlens_q, self.seqlens_k, self.mask)
 
     def flops(self, direction: str) -> int:
         """Useful FLOPs: forward 4 * num_heads_q * head_dim * pairs; backward 2.5 times that.
@@ -247,19 +257,16 @@ class Workload:
 
 
 _DEFAULTS: dict[str, Any] = {f.name: f.default for f in fields(Workload)}
+MASK_FIELDS = tuple(name for name in _DEFAULTS if name in FIELDS)
+"""Fields that `Workload.mask` is made of."""
+_GDPA_ONLY = ("activation", "output_scale", *MASK_FIELDS, "shared_q", "lengths_k")
 
 
 def check_direction(direction: str) -> None:
     require(direction in DIRECTIONS, "direction", f"one of {DIRECTIONS}", direction)
 
 
-def visible_pairs(
-    seqlens_q: tuple[int, ...],
-    seqlens_k: tuple[int, ...],
-    *,
-    causal: bool = False,
-    window: int | None = None,
-) -> int:
+def visible_pairs(seqlens_q: tuple[int, ...], seqlens_k: tuple[int, ...], mask: Mask = ALL) -> int:
     """Visible (query, key) pairs over a batch, one head, in closed form per sequence.
 
     Pairs with j <= i + c, for 0 <= i < lq and 0 <= j < lk, number S(lq + c) - S(c), where S(n) is
@@ -270,7 +277,9 @@ def visible_pairs(
     lk = np.asarray(seqlens_k, dtype=np.int64)
     if lq.shape != lk.shape or lq.ndim != 1:
         raise ValueError(f"seqlens_k must have the {lq.size} entries of seqlens_q, got {lk.size}")
-    if lq.size == 0 or (not causal and window is None):
+    if not mask.plain or mask.causal == "lower_right":
+        raise ValueError(f"mask must count from the start, causal and window alone, got {mask}")
+    if lq.size == 0 or mask is ALL:
         return sum((lq * lk).tolist())
 
     def staircase(n: np.ndarray) -> np.ndarray:
@@ -282,6 +291,6 @@ def visible_pairs(
         return staircase(lq + c) - staircase(np.full_like(lq, c))
 
     longest = int(max(lq.max(), lk.max()))
-    width = longest if window is None else min(window, longest)
-    band = at_most(0 if causal else width) - at_most(-width - 1)
+    width = longest if mask.window is None else min(mask.window, longest)
+    band = at_most(0 if mask.causal else width) - at_most(-width - 1)
     return sum(band.tolist())

@@ -100,7 +100,7 @@ def shares(data_dir: str | Path = records.DATA_DIR) -> pd.DataFrame:
             plain = work.activation == "gelu_tanh" and not work.shared_q and work.head_dim == 128
             if work.operator == "block_attention" and row.impl in BLOCK:
                 share = row.percent_of_roofline / 100
-            elif row.impl in RUN_ON[row.direction] and plain and not (work.causal or work.window):
+            elif row.impl in RUN_ON[row.direction] and plain and not work.masked:
                 ghz = row.sm_clock_mhz / 1e3
                 share = floor_us(work, hopper(row.impl, work), ghz, ceilings) / us
             else:

@@ -16,12 +16,12 @@ from gdpa_kernels.calling import ladder
 from gdpa_kernels.calling.rankings import Ranking, Shape, capability
 from gdpa_kernels.gdpa import choices
 from gdpa_lab.measuring import manifest, record, system
+from gdpa_lab.measuring.workload import Workload
 from gdpa_lab.report import results
 
 
 def _gdpa_shape(gpu: tuple[int, int], direction: str, workload: Mapping) -> Shape | None:
-    masked = workload.get("causal") or workload.get("window") is not None
-    if workload.get("activation") != "gelu_tanh" or masked:
+    if workload.get("activation") != "gelu_tanh" or Workload.from_dict(workload).masked:
         return None
     sizes = (int(workload[name]) for name in ("head_dim", "max_seqlen_q", "max_seqlen_k"))
     return gpu, direction, workload["dtype"], *sizes

@@ -25,7 +25,7 @@ def _sequences(inputs: Inputs, dtype: torch.dtype) -> Iterator[tuple[torch.Tenso
 def _probabilities(inputs: Inputs, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     """Compute the softmax of the visible scores of a sequence."""
     scores, workload = q @ k.mT * inputs.scale(), inputs.workload
-    if workload.causal or workload.window is not None:
+    if workload.masked:
         keep = reference.visible(
             *scores.shape[1:], causal=workload.causal, window=workload.window, device=scores.device
         )
