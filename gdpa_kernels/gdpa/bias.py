@@ -113,7 +113,7 @@ def hstu_thresholds(buckets: int, device: torch.device | str | None = None) -> t
 
 
 def bias_of_call(
-    given: RelativeBias, num_heads: int, rows: int, keys: int,
+    relative_bias: RelativeBias, num_heads: int, rows: int, keys: int,
     cu_seqlens_q: torch.Tensor | None, cu_seqlens_k: torch.Tensor, same: bool, lower_right: bool,
     validate: bool,
 ) -> Bias:  # fmt: skip
@@ -123,30 +123,32 @@ def bias_of_call(
     Raises TypeError or ValueError unless `gdpa` takes it. Checking values waits for the device,
     where `validate` is and there are some to check.
     """
-    if not isinstance(given, RelativeBias):
-        raise TypeError(f"relative_bias must be a RelativeBias or None, got {type(given).__name__}")
+    if not isinstance(relative_bias, RelativeBias):
+        raise TypeError(
+            f"relative_bias must be a RelativeBias or None, got {type(relative_bias).__name__}"
+        )
     if cu_seqlens_q is None:
         raise ValueError("cu_seqlens_q must be given with relative_bias, got None: a shared q")
-    checks.check_bool(next_time=given.next_time)
+    checks.check_bool(next_time=relative_bias.next_time)
     device = cu_seqlens_k.device
-    position = _table("position_table", given.position_table, num_heads, device)
-    time = _table("time_table", given.time_table, num_heads, device)
+    position = _table("position_table", relative_bias.position_table, num_heads, device)
+    time = _table("time_table", relative_bias.time_table, num_heads, device)
     if position is None and time is None:
         raise ValueError("relative_bias must have a position_table or a time_table, got neither")
     if position is not None and position.shape[1] % 2 == 0:
         raise ValueError(
             "position_table must have an odd number of entries, 2 n - 1, "
-            f"got {list(given.position_table.shape)}"
+            f"got {list(relative_bias.position_table.shape)}"
         )
     if time is None:
         for name in ("timestamps", "query_timestamps", "time_thresholds"):
-            if getattr(given, name) is not None:
+            if getattr(relative_bias, name) is not None:
                 raise ValueError(f"{name} must be None without a time_table, got a value")
         return Bias(position, None, None, None, None)
-    times_k = _times("timestamps", given.timestamps, keys, device)
+    times_k = _times("timestamps", relative_bias.timestamps, keys, device)
     readable = validate and checks.is_readable(cu_seqlens_k)
-    if given.query_timestamps is not None:
-        times_q = _times("query_timestamps", given.query_timestamps, rows, device)
+    if relative_bias.query_timestamps is not None:
+        times_q = _times("query_timestamps", relative_bias.query_timestamps, rows, device)
     else:
         if not same and readable and bool((cu_seqlens_q.diff() > cu_seqlens_k.diff()).any()):
             raise ValueError(
@@ -154,16 +156,16 @@ def bias_of_call(
                 "got None"
             )
         times_q = _times_of_queries(
-            times_k, rows, cu_seqlens_q, cu_seqlens_k, lower_right, given.next_time
+            times_k, rows, cu_seqlens_q, cu_seqlens_k, lower_right, relative_bias.next_time
         )
     if readable:
         _check_differences(times_q, times_k, cu_seqlens_q, cu_seqlens_k)
-    thresholds = given.time_thresholds
+    thresholds = relative_bias.time_thresholds
     if thresholds is None:
         if time.shape[1] > MOST_BUCKETS:
             raise ValueError(
                 f"time_table must have at most {MOST_BUCKETS} entries without time_thresholds, "
-                f"got {list(given.time_table.shape)}"
+                f"got {list(relative_bias.time_table.shape)}"
             )
         thresholds = hstu_thresholds(time.shape[1], device)
     else:

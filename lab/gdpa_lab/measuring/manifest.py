@@ -47,14 +47,14 @@ def listed(data_dir: str | Path) -> dict[str, str] | None:
         if path.parent.resolve() == DATA_DIR:
             raise RecordError(path, "must list the files of the folder, and is missing")
         return None
-    found: dict[str, str] = {}
+    digests: dict[str, str] = {}
     for number, line in enumerate(_read(path).decode(errors="replace").splitlines(True), 1):
         match = _LINE.fullmatch(line)
-        if match is None or match[2] in found:
+        if match is None or match[2] in digests:
             expected = "a SHA-256, two spaces and a file not listed before"
             raise RecordError(path, f"line {number} must be {expected}, got {line!r:.120}")
-        found[match[2]] = match[1]
-    return found
+        digests[match[2]] = match[1]
+    return digests
 
 
 def problems(data_dir: str | Path) -> list[RecordError]:
@@ -68,25 +68,25 @@ def problems(data_dir: str | Path) -> list[RecordError]:
     if lines is None:
         gone = any(_history(data_dir))
         return [RecordError(data_dir / NAME, "is missing, and was committed")] * gone
-    found = []
+    errors = []
     for name in sorted({*_others(data_dir), *(n for n in lines if not n.startswith("records/"))}):
         try:
             contents(data_dir / name, _expected(data_dir / name, lines.get(name)))
         except RecordError as error:
-            found.append(error)
+            errors.append(error)
     for name, sha256 in _history(data_dir):
         if lines.get(name) != sha256:
             reason = f"must list {name} with {sha256}, as a commit of its history does"
-            found.append(RecordError(data_dir / NAME, f"{reason}: lines are only added"))
-    return found
+            errors.append(RecordError(data_dir / NAME, f"{reason}: lines are only added"))
+    return errors
 
 
 def verify(data_dir: str | Path) -> None:
     """RecordError naming everything in `problems`."""
-    found = problems(data_dir)
-    if found:
-        named = "".join(f"\nrefused {error}" for error in found)
-        raise RecordError(Path(data_dir), f"{len(found)} refused{named}")
+    errors = problems(data_dir)
+    if errors:
+        named = "".join(f"\nrefused {error}" for error in errors)
+        raise RecordError(Path(data_dir), f"{len(errors)} refused{named}")
 
 
 def expected(path: Path) -> str | None:
@@ -94,10 +94,10 @@ def expected(path: Path) -> str | None:
 
     RecordError if there is a manifest and it does not list the file.
     """
-    found = listed(path.parent.parent)
-    if found is None:
+    digests = listed(path.parent.parent)
+    if digests is None:
         return None
-    return _expected(path, found.get(f"{path.parent.name}/{path.name}"))
+    return _expected(path, digests.get(f"{path.parent.name}/{path.name}"))
 
 
 def _expected(path: Path, sha256: str | None) -> str:
@@ -128,10 +128,10 @@ def _history(data_dir: Path) -> Iterator[tuple[str, str]]:
 
 def contents(path: Path, sha256: str | None) -> bytes:
     """What the file holds; RecordError if it cannot be read or its SHA-256 is not `sha256`."""
-    found = _read(path)
-    if sha256 not in (None, digest(found)):
-        raise RecordError(path, f"SHA-256 must be {sha256} ({NAME}), got {digest(found)}")
-    return found
+    data = _read(path)
+    if sha256 not in (None, digest(data)):
+        raise RecordError(path, f"SHA-256 must be {sha256} ({NAME}), got {digest(data)}")
+    return data
 
 
 def add(path: Path) -> None:
@@ -146,10 +146,10 @@ def update(data_dir: str | Path) -> bool:
     """List all files that may change as they are now; whether the manifest changed. Lines of
     records/ and systems/ stay as they are."""
     data_dir = Path(data_dir)
-    found = map(_LINE.fullmatch, _read(data_dir / NAME).decode().splitlines(True))
-    kept = {line[2]: line[1] for line in found if line and line[2].startswith(_APPENDED)}
+    matches = map(_LINE.fullmatch, _read(data_dir / NAME).decode().splitlines(True))
+    appended = {line[2]: line[1] for line in matches if line and line[2].startswith(_APPENDED)}
     names = sorted(name for name in _others(data_dir) if not name.startswith(_APPENDED))
-    lines = {name: digest(_read(data_dir / name)) for name in names} | kept
+    lines = {name: digest(_read(data_dir / name)) for name in names} | appended
     text = "".join(f"{sha256}  {name}\n" for name, sha256 in lines.items())
     return rewrite(data_dir / NAME, text)
 

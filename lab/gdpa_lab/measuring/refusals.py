@@ -73,8 +73,8 @@ def _reasons(data: Any) -> Iterator[str]:
     yield from _contradictions(data)
     yield from _wrong_work(data)
     yield from _too_fast(data)
-    if "digest" in data and data["digest"] != (found := digest(data)):
-        yield f"digest must be {found}, that of the contents, got {data['digest']}"
+    if "digest" in data and data["digest"] != (sha256 := digest(data)):
+        yield f"digest must be {sha256}, that of the contents, got {data['digest']}"
 
 
 def unlike(schema: jsonschema.protocols.Validator, data: Any) -> str | None:
@@ -177,9 +177,9 @@ def _contradictions(data: Mapping[str, Any]) -> Iterator[str]:
         if row["workload"] not in data["workloads"]:
             known = sorted(data["workloads"])
             yield f"rows[{i}].workload must be one of {known}, got {row['workload']!r}"
-        kept = len(data.get("launches", ()))
-        if any(place >= kept for place in row.get("launches") or ()):
-            yield f"rows[{i}].launches must be below {kept}, of launches, got {row['launches']}"
+        count = len(data.get("launches", ()))
+        if any(index >= count for index in row.get("launches") or ()):
+            yield f"rows[{i}].launches must be below {count}, of launches, got {row['launches']}"
         error = row["error"] or {"passed": False}
         if error["passed"] and (error["max_abs"] is None or error["max_abs"] > error["budget"]):
             yield (

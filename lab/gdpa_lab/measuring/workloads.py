@@ -37,11 +37,11 @@ def _full(suffix: str, n: int = 1024, keys: int | None = None, **options: Any) -
 
 
 def _workloads() -> dict[str, Workload]:
-    found = [_self("full", n, Full()) for n in _LENGTHS]
-    found += [_self("half-dense", n, Uniform(0.5), lengths_k=Full()) for n in _LENGTHS]
-    found += [_self("half-jagged", n, Uniform(0.5)) for n in _LENGTHS]
-    found += [_full("", n, 256) for n in _LENGTHS]
-    found += [
+    workloads = [_self("full", n, Full()) for n in _LENGTHS]
+    workloads += [_self("half-dense", n, Uniform(0.5), lengths_k=Full()) for n in _LENGTHS]
+    workloads += [_self("half-jagged", n, Uniform(0.5)) for n in _LENGTHS]
+    workloads += [_full("", n, 256) for n in _LENGTHS]
+    workloads += [
         _self("ml1m", 1024, MOVIELENS["ml1m"]),
         _self("ml20m", 2048, MOVIELENS["ml20m"]),
         _self("ml25m", 1024, MOVIELENS["ml25m"]),
@@ -49,7 +49,7 @@ def _workloads() -> dict[str, Workload]:
         _self("kuairandpure", 512, KUAIRAND["kuairandpure"]),
         _self("kuairand1k", 4096, KUAIRAND["kuairand1k"]),
     ]
-    return {w.name: w for w in (*found, *_other_shapes(), *_hstu())}
+    return {w.name: w for w in (*workloads, *_other_shapes(), *_hstu())}
 
 
 def of_hstu(batch: Workload, causal: bool) -> Workload:
@@ -102,24 +102,24 @@ def _block(name: str, n: int, law: LengthDistribution, **options: Any) -> Worklo
 
 def _block_workloads() -> dict[str, Workload]:
     laws = {"fill70": Between(0.4, 1.0), "fill100": Full()}
-    found = [
+    workloads = [
         _block(f"block-{fill}-{n}{suffix}", n, law, head_dim=head_dim)
         for head_dim, suffix in ((128, ""), (64, "-d64"))
         for fill, law in laws.items()
         for n in BLOCK_MAX_SEQLENS
     ]
-    found += [
+    workloads += [
         _block(f"block-fill70-2000-d{head_dim}", 2000, laws["fill70"], head_dim=head_dim)
         for head_dim in (96, 256)
     ]
     tokens = 1_735_537
     law = Between(0.4, 1.0, total=tokens)
     rotated = {"num_heads_q": 3, "num_heads_k": 3, "rotary": True, "rotate_v": True}
-    found += [
+    workloads += [
         _block(f"block-rotary-{tokens}{suffix}", 2200, law, head_dim=head_dim, **rotated)
         for head_dim, suffix in ((128, ""), (96, "-d96"), (256, "-d256"))
     ]
-    return {w.name: w for w in found}
+    return {w.name: w for w in workloads}
 
 
 BLOCK_WORKLOADS: dict[str, Workload] = _block_workloads()
