@@ -1,10 +1,27 @@
-"""Checks of the users that serving's calls are given."""
+"""Checks of the users that serving's calls are given, and former names of arguments."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import functools
+from collections.abc import Callable, Hashable
 
 import torch
+
+
+def renamed(old: str, new: str) -> Callable[[Callable], Callable]:
+    """A decorator for a function whose argument `new` was `old` before version 0.2: the keyword
+    `old` is taken in its place until version 0.3."""
+
+    def decorate(function: Callable) -> Callable:
+        @functools.wraps(function)
+        def call(*args, **kwargs):
+            if old in kwargs and new not in kwargs:
+                kwargs[new] = kwargs.pop(old)
+            return function(*args, **kwargs)
+
+        return call
+
+    return decorate
 
 
 def listed(name: str, values: object, count: int | None = None) -> list:

@@ -22,7 +22,7 @@ from gdpa_kernels.calling.launch import cdiv
 from gdpa_kernels.calling.sequences import Sequences, token_positions
 from gdpa_kernels.gdpa.batch import History
 from gdpa_kernels.serving import diagonal, joined
-from gdpa_kernels.serving.arguments import key, listed, users_and_epochs
+from gdpa_kernels.serving.arguments import key, listed, renamed, users_and_epochs
 from gdpa_kernels.serving.exclusive import Exclusive, exclusively
 from gdpa_kernels.serving.validity import Model
 
@@ -207,25 +207,26 @@ class PagedCache:
                 history.expected = None
         return self._pages(users, [self._users[user] for user in users], lengths)
 
+    @renamed("at", "pages")
     @exclusively
     @torch.no_grad()
-    def write(self, layer: int, at: Pages, k: torch.Tensor, v: torch.Tensor) -> None:
+    def write(self, layer: int, pages: Pages, k: torch.Tensor, v: torch.Tensor) -> None:
         """Store k and v `[tokens, num_kv_heads, head_dim]` of a layer in the slots of `append`,
         without gradients. Rows of an earlier append must have been written before."""
-        layer = self._checked_layer(layer, at)
-        self._check_rows(k, v, len(at.slots))
-        for user, history, begin, end, _ in at.holders:
+        layer = self._checked_layer(layer, pages)
+        self._check_rows(k, v, len(pages.slots))
+        for user, history, begin, end, _ in pages.holders:
             if history.written[layer] < begin:
                 raise ValueError(
-                    f"at must follow rows that are written, got rows {begin} up to {end} of "
+                    f"pages must follow rows that are written, got rows {begin} up to {end} of "
                     f"{user!r}, of whom layer {layer} has {history.written[layer]}: write the "
                     "others first, or evict the user"
                 )
-        written = [rows for rows in at.holders if rows.end > rows.begin]
+        written = [rows for rows in pages.holders if rows.end > rows.begin]
         previous = [rows.history.written[layer] for rows in written]
         for rows in written:  # until both copies are made
             rows.history.written[layer] = rows.begin
-        for slots, x in zip(self._slots(at), (k, v), strict=True):
+        for slots, x in zip(self._slots(pages), (k, v), strict=True):
             self.data[layer].view(-1, *self.data.shape[-2:]).index_copy_(0, slots, x)
         for rows, most in zip(written, previous, strict=True):
             rows.history.written[layer] = max(most, rows.end)
@@ -258,60 +259,63 @@ class PagedCache:
         ]
         return self._pages(users, filled, [0] * len(filled))
 
+    @renamed("at", "pages")
     @exclusively
-    def read(self, layer: int, at: Pages) -> tuple[torch.Tensor, torch.Tensor]:
+    def read(self, layer: int, pages: Pages) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values `[tokens, num_kv_heads, head_dim]` of a layer, copied out of the pages in
-        order; `at.cu_seqlens` are their offsets."""
-        layer = self._checked_reading(layer, at)
+        order; `pages.cu_seqlens` are their offsets."""
+        layer = self._checked_reading(layer, pages)
         flat = self.data[layer].view(-1, *self.data.shape[-2:])
-        k, v = (flat.index_select(0, slots) for slots in self._slots(at))
+        k, v = (flat.index_select(0, slots) for slots in self._slots(pages))
         return k, v
 
+    @renamed("at", "pages")
     @exclusively
     def read_before(
-        self, layer: int, at: Pages, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor,
+        self, layer: int, pages: Pages, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor,
         max_seqlen: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        """`read`, with each user's rows of k and v behind its history; `at.cu_seqlens + cu_seqlens`
-        are the offsets. A GPU copies each row once; with gradients, and elsewhere, PyTorch does.
+        """`read`, with each user's rows of k and v behind its history; the offsets are
+        `pages.cu_seqlens + cu_seqlens`. A GPU copies each row once; with gradients, and elsewhere,
+        PyTorch does.
 
         k, v: `[tokens, num_kv_heads, head_dim]`, of the same users in the same order, with offsets
         cu_seqlens `[batch + 1]`, int32, and max_seqlen, whose values are not checked.
         """
-        layer = self._checked_before(layer, at, k, v, cu_seqlens)
+        layer = self._checked_before(layer, pages, k, v, cu_seqlens)
         if diagonal.takes(k, k, v):
             return joined.join(
                 self.data[layer],
-                at.slots,
-                at.cu_seqlens,
-                at.max_seqlen,
+                pages.slots,
+                pages.cu_seqlens,
+                pages.max_seqlen,
                 k,
                 v,
                 cu_seqlens,
                 max_seqlen,
             )
-        pairs = zip(self.read(layer, at), (k, v), strict=True)
-        k, v = (_joined(*pair, at.cu_seqlens, cu_seqlens) for pair in pairs)
+        pairs = zip(self.read(layer, pages), (k, v), strict=True)
+        k, v = (_joined(*pair, pages.cu_seqlens, cu_seqlens) for pair in pairs)
         return k, v
 
     def history(
-        self, layer: int, at: Pages, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor
+        self, layer: int, pages: Pages, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor
     ) -> History:
         """What `read_before` copies of whole histories, for a kernel that reads it in the pages,
         and is launched inside of `exclusive`."""
-        layer = self._checked_before(layer, at, k, v, cu_seqlens)
-        check_whole("at", at)
-        rows, indptr, indices = self.data[layer].flatten(0, 2), at.kv_indptr, at.kv_indices
-        return History(rows, indptr, indices, at.cu_seqlens, self.page_size, len(at.slots))
+        layer = self._checked_before(layer, pages, k, v, cu_seqlens)
+        check_whole("pages", pages)
+        rows, indptr, indices = self.data[layer].flatten(0, 2), pages.kv_indptr, pages.kv_indices
+        return History(rows, indptr, indices, pages.cu_seqlens, self.page_size, len(pages.slots))
 
     def _checked_before(
-        self, layer: int, at: Pages, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor
+        self, layer: int, pages: Pages, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor
     ) -> int:
-        layer = self._checked_reading(layer, at)
+        layer = self._checked_reading(layer, pages)
         self._check_rows(k, v, len(k))
-        if cu_seqlens.shape != at.cu_seqlens.shape:
+        if cu_seqlens.shape != pages.cu_seqlens.shape:
             raise ValueError(
-                f"cu_seqlens must have shape {list(at.cu_seqlens.shape)}, as the histories, got "
+                f"cu_seqlens must have shape {list(pages.cu_seqlens.shape)}, as the histories, got "
                 f"{list(cu_seqlens.shape)}"
             )
         return layer
@@ -328,23 +332,24 @@ class PagedCache:
                     f"{list(x.shape)} in {x.dtype} on {x.device}"
                 )
 
-    def _slots(self, at: Pages) -> tuple[torch.Tensor, torch.Tensor]:
+    def _slots(self, pages: Pages) -> tuple[torch.Tensor, torch.Tensor]:
         """Where keys and values lie in a layer, int64 `[tokens]` each, counted in tokens."""
-        keys = at.slots + at.slots // self.page_size * self.page_size
+        keys = pages.slots + pages.slots // self.page_size * self.page_size
         return keys, keys + self.page_size
 
+    @renamed("at", "position")
     @exclusively
     def edit(
-        self, user: Hashable, at: int, epoch: Hashable, was: Hashable = 0, *, added: bool
+        self, user: Hashable, position: int, epoch: Hashable, was: Hashable = 0, *, added: bool
     ) -> int:
-        """An event of a history of epoch `was` was added at place `at`, or the one there deleted:
+        """An event of a history of epoch `was` was added at `position`, or the one there deleted:
         keep the rows from the start that are written and stay right, drop the others, and call the
         rest `epoch`.
 
         Returns how many rows are kept. The caller computes the following ones again: an append of
         all of them at once is refused for no model. Until they are there the history is not whole.
         """
-        at, user = checks.check_count("at", at), key("users", user)
+        position, user = checks.check_count("position", position), key("users", user)
         checks.check_bool(added=added)
         if key("epochs", epoch) == key("epochs", was):
             raise ValueError(f"epoch must differ from that before the edit, got {epoch!r} for both")
@@ -353,17 +358,18 @@ class PagedCache:
             self.evict(user)
             return 0
         beside = history.events - (not added)  # events that are there before and after
-        if at > beside:
+        if position > beside:
             raise ValueError(
-                f"at must be at most {beside} in a history of {history.events} events where one is "
-                f"{'added' if added else 'deleted'}, got {at}"
+                f"position must be at most {beside} in a history of {history.events} events where "
+                f"one is {'added' if added else 'deleted'}, got {position}"
             )
-        kept = min(at, *history.written, self.model.kept(beside, at))  # rows behind would move
-        held, written = cdiv(kept, self.page_size), [kept] * self.model.num_layers
-        rest = _History(epoch, written, kept, history.pages[:held], beside + added)
+        right = self.model.kept(beside, position)
+        rows = min(position, *history.written, right)  # rows behind would move
+        held, written = cdiv(rows, self.page_size), [rows] * self.model.num_layers
+        rest = _History(epoch, written, rows, history.pages[:held], beside + added)
         free = self._free + history.pages[held:]
         self._users[user], self._free = rest, free  # together: a page has one holder, or is free
-        return kept
+        return rows
 
     @exclusively
     def evict(self, user: Hashable) -> None:
@@ -379,32 +385,32 @@ class PagedCache:
         history = self._users.get(user)
         return history if history is not None and history.epoch == epoch else None
 
-    def _checked_layer(self, layer: int, at: Pages) -> int:
+    def _checked_layer(self, layer: int, pages: Pages) -> int:
         """`layer` as an int, where users still have these pages; the stream may use them then."""
-        if not isinstance(at, Pages):
-            raise TypeError(f"at must be Pages, got {type(at).__name__}")
+        if not isinstance(pages, Pages):
+            raise TypeError(f"pages must be Pages, got {type(pages).__name__}")
         layer = checks.check_count("layer", layer)
         if layer >= self.model.num_layers:
             raise ValueError(
                 f"layer must be below num_layers, {self.model.num_layers}, got {layer}"
             )
-        for rows in at.holders:
+        for rows in pages.holders:
             if rows.end and self._users.get(rows.user) is not rows.history:
                 raise ValueError(
-                    f"at must be pages that their users still have, got those of {rows.user!r} "
+                    f"pages must be pages that their users still have, got those of {rows.user!r} "
                     "before an edit or an eviction"
                 )
         self.exclusive.order()
         return layer
 
-    def _checked_reading(self, layer: int, at: Pages) -> int:
-        layer = self._checked_layer(layer, at)
-        for user, history, begin, end, _ in at.holders:
+    def _checked_reading(self, layer: int, pages: Pages) -> int:
+        layer = self._checked_layer(layer, pages)
+        for user, history, begin, end, _ in pages.holders:
             if begin < end > history.written[layer]:
                 raise ValueError(
-                    f"at must be rows that are written, got rows {begin} up to {end} of {user!r}, "
-                    f"of whom layer {layer} has {history.written[layer]}: write the others first, "
-                    "or evict the user"
+                    f"pages must be rows that are written, got rows {begin} up to {end} of "
+                    f"{user!r}, of whom layer {layer} has {history.written[layer]}: write the "
+                    "others first, or evict the user"
                 )
         return layer
 
@@ -439,11 +445,11 @@ class PagedCache:
         return Pages(kv_indptr, kv_indices, last_page_len, ends, longest, slots, position, holders)
 
 
-def check_whole(name: str, at: Pages) -> None:
+def check_whole(name: str, pages: Pages) -> None:
     """Raises ValueError unless these are whole histories, by the first that is not."""
-    if not isinstance(at, Pages):
-        raise TypeError(f"{name} must be Pages, got {type(at).__name__}")
-    for rows in at.holders:
+    if not isinstance(pages, Pages):
+        raise TypeError(f"{name} must be Pages, got {type(pages).__name__}")
+    for rows in pages.holders:
         if not rows.is_whole:
             raise ValueError(
                 f"{name} must be PagedCache.pages of whole histories, got rows {rows.begin} up to "

@@ -44,10 +44,10 @@ def score(
     fp32, and over the candidates, added to it before the one rounding. Of candidates that see
     themselves alone the second is a kernel of its own with impl="auto" (`diagonal`).
 
-    Forward v8 reads the pages where they are, if page_size is a multiple of 64, without gradients,
-    autocast or `torch.compile`; at head_dim 128 it takes tiles of 128 keys if 128 divides
-    page_size, else of 64. Every other call gathers the pages first (`read`, `read_before`): on
-    other devices, of other dtypes and implementations, and of smaller pages.
+    On Hopper a kernel reads the pages where they are, if page_size is a multiple of 64, without
+    gradients, autocast or `torch.compile`; at head_dim 128 it takes tiles of 128 keys if 128
+    divides page_size, else of 64. Every other call gathers the pages first (`read`, `read_before`):
+    on other devices, of other dtypes and implementations, and of smaller pages.
 
     Nothing waits for the device with `Lengths`, or validate=False. Small batches are bound by the
     host: capture the call in a CUDA graph.
@@ -58,7 +58,7 @@ def score(
         cache, layer, history: what keeps the histories, of which layer, and where they lie, of the
             same users in the same order (`PagedCache.pages`), whole.
         target_group_size: candidates of a group, as `gdpa`.
-        in_one_call: True or False; None for one call where forward v8 computes it and the
+        in_one_call: True or False; None for one call where that kernel computes it and the
             candidates' tiles of 128 rows, one for each user and head, are so many that it would not
             split the histories' keys between multiprocessors.
         options: of `gdpa`, those in `gdpa.api.SHARED_OPTIONS`, validate and out_dtype. A mask is

@@ -1,8 +1,8 @@
 """Which stored keys and values outlive a change of a history.
 
 Keys and values of a layer are functions of the rows that go into it, so those of an unchanged row
-stay right. A change is named by the place where it happens: between the kept rows at - 1 and at.
-It is an event added there or deleted there; at the end (at = rows) it is an append. Candidates
+stay right. A change is named by its position: between the kept rows position - 1 and position. It
+is an event added there or deleted there; at the end (position = rows) it is an append. Candidates
 change nothing of a history that depends on nothing of theirs, and a model's new weights change
 everything.
 """
@@ -15,6 +15,7 @@ import torch
 
 from gdpa_kernels.calling import checks
 from gdpa_kernels.gdpa.mask import Mask
+from gdpa_kernels.serving.arguments import renamed
 
 CAUSAL = Mask(causal=True)
 
@@ -106,20 +107,23 @@ class Model:
     def _contexts(self) -> int:
         return self.mask.num_contexts or 0
 
-    def changed(self, rows: int, at: int) -> list[range]:
-        """Of each layer a range that holds all rows whose keys and values a change at `at` makes
-        wrong, of `rows` rows beside it."""
-        rows, at = checks.check_count("rows", rows), checks.check_count("at", at)
-        if at > rows:
-            raise ValueError(f"at must be at most rows, {rows}, got {at}")
-        ranges = [self._inputs(rows, at)]
+    @renamed("at", "position")
+    def changed(self, rows: int, position: int) -> list[range]:
+        """Of each layer a range that holds all rows whose keys and values a change at `position`
+        makes wrong, of `rows` rows beside it."""
+        rows = checks.check_count("rows", rows)
+        position = checks.check_count("position", position)
+        if position > rows:
+            raise ValueError(f"position must be at most rows, {rows}, got {position}")
+        ranges = [self._inputs(rows, position)]
         for _ in range(self.num_layers - 1):
-            ranges.append(self._behind(ranges[-1], rows, at))
+            ranges.append(self._behind(ranges[-1], rows, position))
         return ranges
 
-    def kept(self, rows: int, at: int) -> int:
-        """The rows from the start that stay right in every layer after a change at `at`."""
-        return min((x.start for x in self.changed(rows, at) if x), default=rows)
+    @renamed("at", "position")
+    def kept(self, rows: int, position: int) -> int:
+        """The rows from the start that stay right in every layer after a change at `position`."""
+        return min((x.start for x in self.changed(rows, position) if x), default=rows)
 
     def check_append(self) -> None:
         """Raises ValueError, with the reasons, if an append makes any of the kept rows wrong."""
@@ -166,28 +170,28 @@ class Model:
         }
         _refuse("give sums of parts that stay", _BREAKS_SUBTRACTION, broken)
 
-    def _inputs(self, rows: int, at: int) -> range:
+    def _inputs(self, rows: int, position: int) -> range:
         """Rows that go into the first layer changed."""
-        if self.token_statistics or (self.query_time and at == rows):
+        if self.token_statistics or (self.query_time and position == rows):
             return range(rows)
         if self.positions == "from_end":
-            return range(at)
-        return range(at if self.positions == "index" else rows, rows)
+            return range(position)
+        return range(position if self.positions == "index" else rows, rows)
 
-    def _behind(self, before: range, rows: int, at: int) -> range:
-        """Rows that changed behind a layer that took `before` changed."""
+    def _behind(self, inputs: range, rows: int, position: int) -> range:
+        """Rows that changed behind a layer that took `inputs` changed."""
         if self.token_statistics or not self.constant_divisor:
             return range(rows)
         reach = rows if self.mask.window is None else self.mask.window
         back = 0 if self.mask.causal else reach
-        end = max(at, self._contexts) + reach  # a change of the contexts moves those behind
-        seen = [range(at - back, end), range(at - self.next_time, at)]
-        if before:
-            seen.append(range(before.start - back, before.stop + reach))
+        end = max(position, self._contexts) + reach  # a change of the contexts moves those behind
+        seen = [range(position - back, end), range(position - self.next_time, position)]
+        if inputs:
+            seen.append(range(inputs.start - back, inputs.stop + reach))
         if self._contexts:
             seen.append(range(self._contexts))
         inside = [range(max(x.start, 0), min(x.stop, rows)) for x in seen]
-        return _hull([before, *inside])
+        return _hull([inputs, *inside])
 
 
 def _refuse(must: str, reasons: dict[str, str], broken: dict[str, bool]) -> None:

@@ -193,7 +193,7 @@ def test_pages_that_others_may_have_are_refused(change):
     filled(kept, ["a"], [2])
     assert kept.read(0, at)[0].shape[0] == 3, "an append leaves them where they were"
     change(kept)
-    told = "at must be pages that their users still have, got those of 'a' before"
+    told = "pages must be pages that their users still have, got those of 'a' before"
     with pytest.raises(ValueError, match=told):
         kept.read(0, at)
     with pytest.raises(ValueError, match=told):
@@ -229,9 +229,9 @@ WRONG = (
      lambda: (c := cache()).write(-1, c.append(["a"], [1]), draw(1, 0), draw(1, 0))),
     (ValueError, "epoch must differ from that before the edit, got 0",
      lambda: cache().edit("a", 0, epoch=0, added=True)),
-    (ValueError, "at must be at most 2 in a history of 3 events where one is deleted, got 3",
+    (ValueError, "position must be at most 2 in a history of 3 events where one is deleted, got 3",
      lambda: (filled(c := cache(), ["a"], [3]), c.edit("a", 3, 1, added=False))),
-    (ValueError, "at must be at most 3 in a history of 3 events where one is added, got 4",
+    (ValueError, "position must be at most 3 in a history of 3 events where one is added, got 4",
      lambda: (filled(c := cache(), ["a"], [3]), c.edit("a", 4, 1, added=True))),
     (TypeError, "added must be a bool", lambda: cache().edit("a", 0, 1, added=1)),
     (TypeError, "options must be of activation, .*, got causal",

@@ -76,7 +76,9 @@ def test_pages_of_two_appends_serve_the_last_alone(layer, events):
         ValueError, match=r"up to their new rows, \[\('u', 0, 6\)\], from the start"
     ):
         extend(layer, events[:6], kept, 0, first, at)
-    told = "at must follow rows that are written, got rows 6 up to 10 of 'u', of whom layer 0 has 0"
+    told = (
+        "pages must follow rows that are written, got rows 6 up to 10 of 'u', of whom layer 0 has 0"
+    )
     with pytest.raises(ValueError, match=told):
         extend(layer, events[6:], kept, 0, second, at)
 
@@ -139,7 +141,7 @@ def test_rows_that_were_never_written_are_refused(layer, events):
     kept.write(0, kept.append(["u"], [4]), rows(4), rows(4))
     at, x = kept.pages(["u"]), rows(1)
     kept.read(0, at)
-    told = "at must be rows that are written, got rows 0 up to 4 of 'u', of whom layer 1 has 0"
+    told = "pages must be rows that are written, got rows 0 up to 4 of 'u', of whom layer 1 has 0"
     for call in (
         lambda: kept.read(1, at),
         lambda: kept.read_before(1, at, x, x, ends(0, 1), 1),
@@ -242,7 +244,7 @@ def test_a_compiled_call_sees_what_changed():
     assert torch.equal(call(q), score(q, q, q, ends(0, 1), 1, kept, 0, at))
     kept.evict("u")
     fill(kept, "w", 3)
-    with pytest.raises(ValueError, match="at must be pages that their users still have"):
+    with pytest.raises(ValueError, match="pages must be pages that their users still have"):
         call(q)
 
 
@@ -272,9 +274,9 @@ def test_integers_of_numpy_are_integers():
         ("counts must be an integer of at least 0, got 1.0", lambda x: x.append(["e"], [1.0])),
         ("counts must be a sequence, .* got 1", lambda x: x.append(["e"], 1)),
         ("begins must be an integer .* '0'", lambda x: x.append(["e"], [1], begins=["0"])),
-        ("at must be an integer of .* '0'", lambda x: x.edit("u", "0", 1, added=True)),
+        ("position must be an integer of .* '0'", lambda x: x.edit("u", "0", 1, added=True)),
         ("layer must be an integer .* '0'", lambda x: x.read("0", x.pages(["u"]))),
-        ("at must be Pages, got list", lambda x: x.read(0, ["u"])),
+        ("pages must be Pages, got list", lambda x: x.read(0, ["u"])),
         ("history must be Pages, got NoneType",
          lambda x: score(*[rows(1)] * 3, ends(0, 1), 1, x, 0, None)),
         ("num_layers must be an integer of at least 1, got '1'", lambda x: Model("1")),
@@ -372,7 +374,7 @@ def test_an_answer_among_threads_is_right_or_refused(layer, events):
     finally:
         sys.setswitchinterval(before)
     assert not wrong
-    assert all(x.startswith(("at must be pages", "users must", "begins must")) for x in refused)
+    assert all(x.startswith(("pages must be pages", "users must", "begins must")) for x in refused)
     held = [page for history in kept._users.values() for page in history.pages] + kept._free
     assert sorted(held) == [*range(7)]
 

@@ -225,7 +225,7 @@ def test_the_last_tokens_of_a_history_are_no_history():
     for in_one_call in (True, False):
         with tritonemu.enabled(), pytest.raises(ValueError, match=f"history {told}"):
             score(q, k, v, ends(5), 5, kept, 1, at, in_one_call=in_one_call)
-    with pytest.raises(ValueError, match=f"at {told}"):
+    with pytest.raises(ValueError, match=f"pages {told}"):
         kept.history(1, at, k, v, ends(5))
 
 

@@ -182,7 +182,7 @@ def test_subtraction_is_refused_exactly_where_parts_depend_on_other_events(optio
 def test_a_window_lets_a_deletion_go_only_so_far():
     model = model_of(4, window=3)
     assert model.changed(100, 50) == [range(0), range(50, 53), range(50, 56), range(50, 59)]
-    assert model.kept(100, 50) == 50
+    assert model.kept(100, 50) == model.kept(100, at=50) == 50  # its name until 0.3
 
 
 @pytest.mark.parametrize(
@@ -200,5 +200,5 @@ def test_wrong_arguments(options, told):
 
 
 def test_a_place_lies_inside_the_history():
-    with pytest.raises(ValueError, match="at must be at most rows, 3, got 4"):
+    with pytest.raises(ValueError, match="position must be at most rows, 3, got 4"):
         Model(1).changed(3, 4)
