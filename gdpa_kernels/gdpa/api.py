@@ -571,8 +571,9 @@ def check_sum(
 def check_shared_options(options: dict[str, object], *others: str) -> None:
     """Raises TypeError unless the names of options are among SHARED_OPTIONS and others."""
     known = SHARED_OPTIONS + others
-    for name in options.keys() - set(known):
-        raise TypeError(f"options must be of {', '.join(known)}, got {name}")
+    for name in options:
+        if name not in known:
+            raise TypeError(f"options must be of {', '.join(known)}, got {name}")
 
 
 def check_scalars(scale: object, output_scale: object) -> None:

@@ -109,7 +109,7 @@ class Model:
 
     @renamed("at", "position")
     def changed(self, rows: int, position: int) -> list[range]:
-        """Of each layer a range that holds all rows whose keys and values a change at `position`
+        """A range for each layer that holds all rows whose keys and values a change at `position`
         makes wrong, of `rows` rows beside it."""
         rows = checks.check_count("rows", rows)
         position = checks.check_count("position", position)
@@ -185,12 +185,12 @@ class Model:
         reach = rows if self.mask.window is None else self.mask.window
         back = 0 if self.mask.causal else reach
         end = max(position, self._contexts) + reach  # a change of the contexts moves those behind
-        seen = [range(position - back, end), range(position - self.next_time, position)]
+        ranges = [range(position - back, end), range(position - self.next_time, position)]
         if inputs:
-            seen.append(range(inputs.start - back, inputs.stop + reach))
+            ranges.append(range(inputs.start - back, inputs.stop + reach))
         if self._contexts:
-            seen.append(range(self._contexts))
-        inside = [range(max(x.start, 0), min(x.stop, rows)) for x in seen]
+            ranges.append(range(self._contexts))
+        inside = [range(max(x.start, 0), min(x.stop, rows)) for x in ranges]
         return _hull([inputs, *inside])
 
 

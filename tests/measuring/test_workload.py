@@ -284,6 +284,7 @@ def test_visible_pairs_match_enumeration(lengths, causal, window):
 def test_visible_pairs_do_not_overflow():
     n = 2**31 - 1
     assert visible_pairs((n,) * 3, (n,) * 3) == 3 * n * n > 2**63
+    assert visible_pairs((n,) * 3, (n,) * 3, Mask()) == 3 * n * n
     assert visible_pairs((n,) * 5, (n,) * 5, Mask(causal=True)) == 5 * n * (n + 1) // 2 > 2**63
 
 

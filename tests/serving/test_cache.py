@@ -177,6 +177,16 @@ def test_a_model_that_appends_would_make_wrong_is_refused():
     assert kept.length("b") == 0
 
 
+def test_former_names_of_arguments_are_taken_until_0_3():
+    filled(kept := cache(), ["a"], [3])
+    pages = kept.pages(["a"])
+    for former, now in zip(kept.read(0, at=pages), kept.read(0, pages=pages), strict=True):
+        assert torch.equal(former, now)
+    assert kept.edit("a", at=2, epoch=1, added=True) == 2
+    with pytest.raises(TypeError, match="'at'"):
+        kept.read(0, at=pages, pages=pages)
+
+
 def edited(kept: PagedCache) -> None:
     kept.edit("a", 2, epoch=1, added=True)
 

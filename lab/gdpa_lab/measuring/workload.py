@@ -36,8 +36,8 @@ class Workload:
     Lengths count tokens. `lengths_k=None` gives every sequence as many K/V rows as it has Q rows.
     `shared_q=True` is pooling by seed queries: q is [max_seqlen_q, num_heads_q, head_dim], one
     tensor for the whole batch, and every sequence has max_seqlen_q output rows. `scale=None` means
-    head_dim ** -0.5. Fields of the names of those of `Mask` make `mask`; positions count from the
-    start of each sequence, so causal is a bool.
+    head_dim ** -0.5. The fields that `Mask` has, causal and window, make `mask`; positions count
+    from the start of each sequence, so causal is a bool.
 
     With operator "block_attention" key j is visible to query i iff both lie in the same block of
     `block_size` tokens from the start of their sequence. `rotary` rotates q and k by (sin, cos) in
@@ -134,13 +134,13 @@ class Workload:
 
     @property
     def masked(self) -> bool:
-        """Whether its mask hides keys of a sequence from a query."""
+        """True if the mask hides keys of a sequence from a query."""
         return any(getattr(self, name) != _DEFAULTS[name] for name in MASK_FIELDS)
 
     @cached_property
     def mask(self) -> Mask:
         """The keys that a query sees, as `gdpa` takes them."""
-        return Mask(**{name: getattr(self, name) for name in MASK_FIELDS}) if self.masked else ALL
+        return Mask(**{name: getattr(self, name) for name in MASK_FIELDS})
 
     def _sample(self, law: LengthDistribution, max_seqlen: int, stream: int) -> tuple[int, ...]:
         rng = np.random.Generator(np.random.PCG64([self.seed, stream]))
@@ -279,7 +279,7 @@ def visible_pairs(seqlens_q: tuple[int, ...], seqlens_k: tuple[int, ...], mask: 
         raise ValueError(f"seqlens_k must have the {lq.size} entries of seqlens_q, got {lk.size}")
     if not mask.plain or mask.causal == "lower_right":
         raise ValueError(f"mask must count from the start, causal and window alone, got {mask}")
-    if lq.size == 0 or mask is ALL:
+    if lq.size == 0 or not (mask.causal or mask.window is not None):
         return sum((lq * lk).tolist())
 
     def staircase(n: np.ndarray) -> np.ndarray:
