@@ -30,15 +30,19 @@ Why it may not: each step passes two barriers at which the consumers wait for ea
 dQ is deterministic up to 256 keys.
 """
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
 import triton.language.extra.tlx as tlx
 
+from gdpa_kernels.calling.launch import multiprocessors
 from gdpa_kernels.device.groups import Ring, ring
 from gdpa_kernels.device.ragged import BOUND
 from gdpa_kernels.device.rows import fetch_rows, keep_runtime, put_rows, uniform
 from gdpa_kernels.gdpa.batch import Batch, Schedule
+from gdpa_kernels.gdpa.device import two_consumers
 from gdpa_kernels.gdpa.device.derivatives import mask_slope, times_slope, value_and_factor
 from gdpa_kernels.gdpa.device.gradients import (
     Gradients,
@@ -50,12 +54,18 @@ from gdpa_kernels.gdpa.device.gradients import (
 )
 from gdpa_kernels.gdpa.device.masks import all_visible, mask_transposed
 from gdpa_kernels.gdpa.device.segments import all_count, counted, parts_of, row_stretches, skip_gap
+from gdpa_kernels.gdpa.device.tickets import (
+    TicketList,
+    each_tile,
+    new_counter,
+    pay,
+    ticket_list,
+    tickets_of,
+)
 from gdpa_kernels.gdpa.device.two_consumers import (
     KEYS,
     MATH_ROLES,
     TILE,
-    Config,
-    default_config,
     dq_product,
     fetch_both,
     put_aside,
@@ -63,7 +73,22 @@ from gdpa_kernels.gdpa.device.two_consumers import (
     scores,
     share,
 )
-from gdpa_kernels.gdpa.device.work_list import WorkList, count_items, entry, list_of_keys
+from gdpa_kernels.gdpa.device.work_list import WorkList, entry, list_of_keys
+
+
+@dataclass(frozen=True)
+class Config(two_consumers.Config):
+    """Launch constants, and `tickets`: tiles are taken from the list in turn."""
+
+    tickets: bool = False
+
+
+def default_config(batch: Batch) -> Config:
+    """Tickets under a mask; not for equal lengths of few rows at head_dim 64, where they lose."""
+    equal = batch.k.shape[0] == batch.sequences * batch.max_seqlen_k
+    short = batch.head_dim <= 64 and equal and batch.max_seqlen_k <= 1024
+    programs = multiprocessors(batch.device)
+    return Config(tickets=not short and pay(batch, TILE.value, programs, transposed=True))
 
 
 def is_deterministic(batch: Batch) -> bool:
@@ -71,8 +96,10 @@ def is_deterministic(batch: Batch) -> bool:
     return sums_commute(batch, TILE.value)
 
 
-def plan_schedule(batch: Batch, config: Config) -> WorkList:
+def plan_schedule(batch: Batch, config: Config) -> WorkList | TicketList:
     """The list of tiles of keys, those with the most queries first."""
+    if config.tickets:
+        return ticket_list(batch, TILE.value, multiprocessors(batch.device), transposed=True)
     return list_of_keys(batch, TILE.value, rows_of(batch.head_dim))
 
 
@@ -130,32 +157,30 @@ def row_of_step(step, steps, span, head_k, options):
 
 
 @triton.jit
-def load(q_desc, k_desc, v_desc, g_desc, q, k, v, g, list_ptr, segments_ptr, options):
+def load(
+    item, tile, count, q_desc, k_desc, v_desc, g_desc, q, k, v, g, list_ptr, segments_ptr, options
+):  # fmt: skip
     """The producer: K of a tile, the first rows of Q, V, then dO and Q in the order of use."""
     GROUP: tl.constexpr = options.GROUP
-    num_items = count_items(list_ptr)
-    count = 0
-    for item in tl.range(tl.program_id(0), num_items, tl.num_programs(0)):
-        start_k, _, len_k, start_out, len_q, head_k, key = entry(list_ptr, item)
-        start_q = 0 if options.SHARED_Q else start_out
-        parts = parts_of(list_ptr, segments_ptr, item, len_q, len_k, options)
-        span, steps = span_of(key, len_q, len_k, parts, options)
-        tile = item // tl.num_programs(0)
-        stage = tile % options.K_STAGES
-        tlx.barrier_wait(k.empty[stage], (tile // options.K_STAGES & 1) ^ 1)
-        fetch_both(k_desc, k, stage, start_k, len_k, head_k, key)
-        for step in tl.range(0, steps * GROUP):
-            head, row = row_of_step(step, steps, span, head_k, options)
-            stage = (count + step) % options.Q_STAGES
-            tlx.barrier_wait(q.empty[stage], (((count + step) // options.Q_STAGES) & 1) ^ 1)
-            fetch_rows(q_desc, q.buffer[stage], q.full[stage], start_q, len_q, head, row)
-            if step == 0:
-                tlx.barrier_wait(v.empty[0], (tile & 1) ^ 1)
-                fetch_both(v_desc, v, 0, start_k, len_k, head_k, key)
-            stage = (count + step) % options.G_STAGES
-            tlx.barrier_wait(g.empty[stage], (((count + step) // options.G_STAGES) & 1) ^ 1)
-            fetch_rows(g_desc, g.buffer[stage], g.full[stage], start_out, len_q, head, row)
-        count += steps * GROUP
+    start_k, _, len_k, start_out, len_q, head_k, key = entry(list_ptr, item)
+    start_q = 0 if options.SHARED_Q else start_out
+    parts = parts_of(list_ptr, segments_ptr, item, len_q, len_k, options)
+    span, steps = span_of(key, len_q, len_k, parts, options)
+    stage = tile % options.K_STAGES
+    tlx.barrier_wait(k.empty[stage], (tile // options.K_STAGES & 1) ^ 1)
+    fetch_both(k_desc, k, stage, start_k, len_k, head_k, key)
+    for step in tl.range(0, steps * GROUP):
+        head, row = row_of_step(step, steps, span, head_k, options)
+        stage = (count + step) % options.Q_STAGES
+        tlx.barrier_wait(q.empty[stage], (((count + step) // options.Q_STAGES) & 1) ^ 1)
+        fetch_rows(q_desc, q.buffer[stage], q.full[stage], start_q, len_q, head, row)
+        if step == 0:
+            tlx.barrier_wait(v.empty[0], (tile & 1) ^ 1)
+            fetch_both(v_desc, v, 0, start_k, len_k, head_k, key)
+        stage = (count + step) % options.G_STAGES
+        tlx.barrier_wait(g.empty[stage], (((count + step) // options.G_STAGES) & 1) ^ 1)
+        fetch_rows(g_desc, g.buffer[stage], g.full[stage], start_out, len_q, head, row)
+    return count + steps * GROUP
 
 
 @triton.jit
@@ -194,88 +219,82 @@ def add_rows(role: tl.constexpr, desc, buffer, start, length, head, row, options
 
 @triton.jit
 def math(
-    role: tl.constexpr, q, k, v, g, ds, staging, staged, gradients, list_ptr, segments_ptr, scale,
-    output_scale, options,
+    item, tile, count, role: tl.constexpr, q, k, v, g, ds, staging, staged, gradients, list_ptr,
+    segments_ptr, scale, output_scale, options,
 ):  # fmt: skip
     """A consumer: 64 keys of every tile."""
     GROUP: tl.constexpr = options.GROUP
     HEAD_DIM: tl.constexpr = options.HEAD_DIM
     Q_STAGES: tl.constexpr = options.Q_STAGES
     K_STAGES: tl.constexpr = options.K_STAGES
-    num_items = count_items(list_ptr)
-    count = 0
-    for item in tl.range(tl.program_id(0), num_items, tl.num_programs(0), num_stages=0):
-        tile = item // tl.num_programs(0)
-        k_at = tile % K_STAGES * MATH_ROLES
-        start_k, _, len_k, start_out, len_q, head_k, key = entry(list_ptr, item)
-        parts = parts_of(list_ptr, segments_ptr, item, len_q, len_k, options)
-        span, steps = span_of(key, len_q, len_k, parts, options)
-        all_steps = uniform(steps * GROUP)  # the compiler must not know that it is even
-        key += role * KEYS
-        dk = tl.zeros([KEYS, HEAD_DIM], tl.float32)
-        dv = tl.zeros([KEYS, HEAD_DIM], tl.float32)
-        tlx.barrier_wait(k.full[tile % K_STAGES], tile // K_STAGES & 1)
-        last = count + all_steps - 1
-        s = scores(k.buffer[k_at + role], q, count, Q_STAGES)
-        s = tlx.async_dot_wait(0, s)
-        tlx.barrier_wait(v.full[0], tile & 1)
-        ds_tile = ds.buffer[(count & 1) * MATH_ROLES + role]
-        head, row = row_of_step(0, steps, span, head_k, options)
+    k_at = tile % K_STAGES * MATH_ROLES
+    start_k, _, len_k, start_out, len_q, head_k, key = entry(list_ptr, item)
+    parts = parts_of(list_ptr, segments_ptr, item, len_q, len_k, options)
+    span, steps = span_of(key, len_q, len_k, parts, options)
+    all_steps = uniform(steps * GROUP)  # the compiler must not know that it is even
+    key += role * KEYS
+    dk = tl.zeros([KEYS, HEAD_DIM], tl.float32)
+    dv = tl.zeros([KEYS, HEAD_DIM], tl.float32)
+    tlx.barrier_wait(k.full[tile % K_STAGES], tile // K_STAGES & 1)
+    last = count + all_steps - 1
+    s = scores(k.buffer[k_at + role], q, count, Q_STAGES)
+    s = tlx.async_dot_wait(0, s)
+    tlx.barrier_wait(v.full[0], tile & 1)
+    ds_tile = ds.buffer[(count & 1) * MATH_ROLES + role]
+    head, row = row_of_step(0, steps, span, head_k, options)
+    d, dv = differentiate(s, v.buffer[role], g, dv, count, scale, head, row, key, parts, options)
+    share(ds, ds_tile, d, count)
+    dk = tlx.async_dot(d, q.buffer[count % Q_STAGES], dk)
+    dv = tlx.async_dot_wait(0, dv)
+    dk = tlx.async_dot_wait(0, dk)
+    tlx.barrier_arrive(g.empty[count % options.G_STAGES])
+    s = scores(k.buffer[k_at + role], q, tl.minimum(count + 1, last), Q_STAGES)
+    s = tlx.async_dot_wait(0, s)
+    tlx.barrier_arrive(q.empty[count % Q_STAGES])
+    for step in tl.range(1, all_steps, num_stages=0):
+        now = count + step
+        zero = keep_runtime(step)
+        head, row = row_of_step(step, steps, span, head_k, options)
+        ds_tile = ds.buffer[(now & 1) * MATH_ROLES + role]
         d, dv = differentiate(
-            s, v.buffer[role], g, dv, count, scale, head, row, key, parts, options
+            s, v.buffer[role + zero], g, dv, now, scale, head, row, key, parts, options
         )
-        share(ds, ds_tile, d, count)
-        dk = tlx.async_dot(d, q.buffer[count % Q_STAGES], dk)
+        share(ds, ds_tile, d, now)
+        if step > 1:
+            head, row = row_of_step(step - 2, steps, span, head_k, options)
+            aside = staging[role + zero]
+            add_rows(role, gradients.dq, aside, start_out, len_q, head, row, options)
+        dk = tlx.async_dot(d, q.buffer[now % Q_STAGES], dk)
         dv = tlx.async_dot_wait(0, dv)
         dk = tlx.async_dot_wait(0, dk)
-        tlx.barrier_arrive(g.empty[count % options.G_STAGES])
-        s = scores(k.buffer[k_at + role], q, tl.minimum(count + 1, last), Q_STAGES)
+        tlx.barrier_arrive(g.empty[now % options.G_STAGES])
+        s = scores(k.buffer[k_at + role + zero], q, tl.minimum(now + 1, last), Q_STAGES)
+        dq = dq_product(role, ds, k, k_at + zero, now - 1, options)
         s = tlx.async_dot_wait(0, s)
-        tlx.barrier_arrive(q.empty[count % Q_STAGES])
-        for step in tl.range(1, all_steps, num_stages=0):
-            now = count + step
-            zero = keep_runtime(step)
-            head, row = row_of_step(step, steps, span, head_k, options)
-            ds_tile = ds.buffer[(now & 1) * MATH_ROLES + role]
-            d, dv = differentiate(
-                s, v.buffer[role + zero], g, dv, now, scale, head, row, key, parts, options
-            )
-            share(ds, ds_tile, d, now)
-            if step > 1:
-                head, row = row_of_step(step - 2, steps, span, head_k, options)
-                aside = staging[role + zero]
-                add_rows(role, gradients.dq, aside, start_out, len_q, head, row, options)
-            dk = tlx.async_dot(d, q.buffer[now % Q_STAGES], dk)
-            dv = tlx.async_dot_wait(0, dv)
-            dk = tlx.async_dot_wait(0, dk)
-            tlx.barrier_arrive(g.empty[now % options.G_STAGES])
-            s = scores(k.buffer[k_at + role + zero], q, tl.minimum(now + 1, last), Q_STAGES)
-            dq = dq_product(role, ds, k, k_at + zero, now - 1, options)
-            s = tlx.async_dot_wait(0, s)
-            dq = tlx.async_dot_wait(0, dq)
-            tlx.barrier_arrive(q.empty[now % Q_STAGES])
-            tlx.barrier_arrive(ds.empty[(now - 1) & 1])
-            put_aside(staging[role + zero], dq)
-        count += all_steps
-        dq = dq_product(role, ds, k, k_at, count - 1, options)
         dq = tlx.async_dot_wait(0, dq)
-        tlx.barrier_arrive(k.empty[tile % K_STAGES])
-        tlx.barrier_arrive(ds.empty[(count - 1) & 1])
-        tlx.fence("async_shared")
-        if all_steps > 1:
-            head, row = row_of_step(all_steps - 2, steps, span, head_k, options)
-            add_rows(role, gradients.dq, staging[role], start_out, len_q, head, row, options)
-        put_aside(staging[role], dq)
-        dv = dv * (0.5 * scale * output_scale if options.FOLD else output_scale)
-        put_rows(gradients.dv, v.buffer[role], start_k, len_k, head_k, key, dv.to(options.DTYPE))
-        head, row = row_of_step(all_steps - 1, steps, span, head_k, options)
+        tlx.barrier_arrive(q.empty[now % Q_STAGES])
+        tlx.barrier_arrive(ds.empty[(now - 1) & 1])
+        put_aside(staging[role + zero], dq)
+    count += all_steps
+    dq = dq_product(role, ds, k, k_at, count - 1, options)
+    dq = tlx.async_dot_wait(0, dq)
+    tlx.barrier_arrive(k.empty[tile % K_STAGES])
+    tlx.barrier_arrive(ds.empty[(count - 1) & 1])
+    tlx.fence("async_shared")
+    if all_steps > 1:
+        head, row = row_of_step(all_steps - 2, steps, span, head_k, options)
         add_rows(role, gradients.dq, staging[role], start_out, len_q, head, row, options)
-        dk = dk * (0.5 * scale * output_scale if options.FOLD else scale * output_scale)
-        tlx.async_descriptor_store_wait(0)
-        dk_staging = staged[role * (128 // HEAD_DIM)]
-        put_rows(gradients.dk, dk_staging, start_k, len_k, head_k, key, dk.to(options.DTYPE))
-        tlx.barrier_arrive(v.empty[0])
+    put_aside(staging[role], dq)
+    dv = dv * (0.5 * scale * output_scale if options.FOLD else output_scale)
+    put_rows(gradients.dv, v.buffer[role], start_k, len_k, head_k, key, dv.to(options.DTYPE))
+    head, row = row_of_step(all_steps - 1, steps, span, head_k, options)
+    add_rows(role, gradients.dq, staging[role], start_out, len_q, head, row, options)
+    dk = dk * (0.5 * scale * output_scale if options.FOLD else scale * output_scale)
     tlx.async_descriptor_store_wait(0)
+    dk_staging = staged[role * (128 // HEAD_DIM)]
+    put_rows(gradients.dk, dk_staging, start_k, len_k, head_k, key, dk.to(options.DTYPE))
+    tlx.barrier_arrive(v.empty[0])
+    return count
 
 
 @triton.jit
@@ -286,6 +305,7 @@ def backward_kernel(
     Q_STAGES: tl.constexpr, G_STAGES: tl.constexpr, K_STAGES: tl.constexpr, REGISTERS: tl.constexpr,
     LOWER_RIGHT: tl.constexpr = False, segments_ptr=None,
     TARGET_GROUP: tl.constexpr = 1, FULL_ROWS: tl.constexpr = 0, OWN_RANKS: tl.constexpr = False,
+    counter_ptr=None,
 ):  # fmt: skip
     """dK and dV of the listed tiles of this program, and what their keys add to dQ."""
     DTYPE: tl.constexpr = tlx.dtype_of(q_desc)
@@ -309,15 +329,23 @@ def backward_kernel(
     ds_full = tlx.alloc_warp_barrier(2, 4, MATH_ROLES)
     ds = Ring(ds, ds_full, tlx.alloc_warp_barrier(2, 4, MATH_ROLES), 2)
     gradients = Gradients(dq_desc, dk_desc, dv_desc)
+    tickets = None
+    if counter_ptr is not None:
+        tickets = tickets_of(counter_ptr, MATH_ROLES)
 
     with tlx.async_tasks():
         with tlx.async_task("default"):
-            load(q_desc, k_desc, v_desc, g_desc, q, k, v, g, list_ptr, segments_ptr, options)
-        with tlx.async_task(num_warps=4, registers=REGISTERS, replicate=MATH_ROLES):
-            math(
-                tlx.async_task_replica_id(), q, k, v, g, ds, staging, staged, gradients,
-                list_ptr, segments_ptr, scale, output_scale, options,
+            each_tile(
+                load, tickets, list_ptr, True,
+                (q_desc, k_desc, v_desc, g_desc, q, k, v, g, list_ptr, segments_ptr, options),
             )  # fmt: skip
+        with tlx.async_task(num_warps=4, registers=REGISTERS, replicate=MATH_ROLES):
+            each_tile(
+                math, tickets, list_ptr, False,
+                (tlx.async_task_replica_id(), q, k, v, g, ds, staging, staged, gradients, list_ptr,
+                 segments_ptr, scale, output_scale, options),
+            )  # fmt: skip
+            tlx.async_descriptor_store_wait(0)
 
 
 def backward(
@@ -337,5 +365,6 @@ def backward(
     boxes = (64, 64), (KEYS.value, None), (KEYS.value, None)
     loads = loaded(grad_out, batch, rows, KEYS.value)
     return launch_gradients(
-        backward_kernel, batch, config, loads, boxes, (entries,), len(entries) - 1, ROWS=rows
-    )
+        backward_kernel, batch, config, loads, boxes, (entries,), len(entries) - 1, ROWS=rows,
+        counter_ptr=new_counter(batch) if config.tickets else None,
+    )  # fmt: skip

@@ -38,6 +38,7 @@ import triton
 import triton.language as tl
 import triton.language.extra.tlx as tlx
 
+from gdpa_kernels.calling.launch import multiprocessors
 from gdpa_kernels.device.groups import Ring, ring
 from gdpa_kernels.device.ragged import BOUND
 from gdpa_kernels.device.rows import fetch_rows, keep_runtime, put_rows, uniform
@@ -52,7 +53,15 @@ from gdpa_kernels.gdpa.device.gradients import (
     sums_commute,
 )
 from gdpa_kernels.gdpa.device.masks import mask_transposed
-from gdpa_kernels.gdpa.device.work_list import WorkList, count_items, entry, list_of_keys
+from gdpa_kernels.gdpa.device.tickets import (
+    TicketList,
+    each_tile,
+    new_counter,
+    pay,
+    ticket_list,
+    tickets_of,
+)
+from gdpa_kernels.gdpa.device.work_list import WorkList, entry, list_of_keys
 
 KEYS = tl.constexpr(64)  # of a tile
 ROWS = tl.constexpr(64)  # of a step
@@ -67,13 +76,14 @@ class Config:
 
     q_stages, g_stages: steps of Q and of dO in shared memory, together at most 3. fold: leave
     factors of the activation to the sums where `activations.foldable`. registers: of a consumer
-    thread.
+    thread. tickets: tiles are taken from the list in turn.
     """
 
     q_stages: int = 2
     g_stages: int = 1
     fold: bool = True
     registers: int = 240
+    tickets: bool = False
 
 
 def requires(batch: Batch) -> str | None:
@@ -84,8 +94,9 @@ def requires(batch: Batch) -> str | None:
 
 
 def default_config(batch: Batch) -> Config:
-    """The same for every call."""
-    return Config()
+    """Tickets under a mask."""
+    programs = multiprocessors(batch.device)
+    return Config(tickets=pay(batch, KEYS.value, programs, transposed=True))
 
 
 def is_deterministic(batch: Batch) -> bool:
@@ -93,8 +104,10 @@ def is_deterministic(batch: Batch) -> bool:
     return sums_commute(batch, KEYS.value)
 
 
-def plan_schedule(batch: Batch, config: Config) -> WorkList:
+def plan_schedule(batch: Batch, config: Config) -> WorkList | TicketList:
     """The list of tiles of keys, those with the most queries first."""
+    if config.tickets:
+        return ticket_list(batch, KEYS.value, multiprocessors(batch.device), transposed=True)
     return list_of_keys(batch, KEYS.value, ROWS.value)
 
 
@@ -114,30 +127,27 @@ class Options:
 
 
 @triton.jit
-def load(q_desc, k_desc, v_desc, g_desc, q, k, v, g, list_ptr, options):
+def load(item, tile, count, q_desc, k_desc, v_desc, g_desc, q, k, v, g, list_ptr, options):
     """The producer: K of a tile, the first rows of Q, V, then dO and Q in the order of use."""
     GROUP: tl.constexpr = options.GROUP
-    num_items = count_items(list_ptr)
-    count = 0
-    for item in tl.range(tl.program_id(0), num_items, tl.num_programs(0)):
-        start_k, _, len_k, start_out, len_q, head_k, key = entry(list_ptr, item)
-        start_q = 0 if options.SHARED_Q else start_out
-        start, steps = steps_of(key, len_q, ROWS, KEYS, options)
-        tile = item // tl.num_programs(0)
-        tlx.barrier_wait(k.empty[0], (tile & 1) ^ 1)
-        fetch_rows(k_desc, k.buffer[0], k.full[0], start_k, len_k, head_k, key)
-        for step in tl.range(0, steps * GROUP):
-            head, row = head_and_row(step, steps, start, head_k, GROUP, ROWS)
-            stage = (count + step) % options.Q_STAGES
-            tlx.barrier_wait(q.empty[stage], (((count + step) // options.Q_STAGES) & 1) ^ 1)
-            fetch_rows(q_desc, q.buffer[stage], q.full[stage], start_q, len_q, head, row)
-            if step == 0:
-                tlx.barrier_wait(v.empty[0], (tile & 1) ^ 1)
-                fetch_rows(v_desc, v.buffer[0], v.full[0], start_k, len_k, head_k, key)
-            stage = (count + step) % options.G_STAGES
-            tlx.barrier_wait(g.empty[stage], (((count + step) // options.G_STAGES) & 1) ^ 1)
-            fetch_rows(g_desc, g.buffer[stage], g.full[stage], start_out, len_q, head, row)
-        count += steps * GROUP
+    start_k, _, len_k, start_out, len_q, head_k, key = entry(list_ptr, item)
+    start_q = 0 if options.SHARED_Q else start_out
+    start, steps = steps_of(key, len_q, ROWS, KEYS, options)
+    tlx.barrier_wait(k.empty[0], (tile & 1) ^ 1)
+    fetch_rows(k_desc, k.buffer[0], k.full[0], start_k, len_k, head_k, key)
+    for step in tl.range(0, steps * GROUP):
+        head, row = head_and_row(step, steps, start, head_k, GROUP, ROWS)
+        stage = (count + step) % options.Q_STAGES
+        tlx.barrier_wait(q.empty[stage], (((count + step) // options.Q_STAGES) & 1) ^ 1)
+        fetch_rows(q_desc, q.buffer[stage], q.full[stage], start_q, len_q, head, row)
+        if step == 0:
+            tlx.barrier_wait(v.empty[0], (tile & 1) ^ 1)
+            fetch_rows(v_desc, v.buffer[0], v.full[0], start_k, len_k, head_k, key)
+        stage = (count + step) % options.G_STAGES
+        tlx.barrier_wait(g.empty[stage], (((count + step) // options.G_STAGES) & 1) ^ 1)
+        fetch_rows(g_desc, g.buffer[stage], g.full[stage], start_out, len_q, head, row)
+    count += steps * GROUP
+    return count
 
 
 @triton.jit
@@ -173,45 +183,44 @@ def share(ds, d, count):
 
 
 @triton.jit
-def score_role(q, k, v, g, ds, dv_desc, list_ptr, scale, output_scale, options):
+def score_role(
+    item, tile, count, q, k, v, g, ds, dv_desc, list_ptr, scale, output_scale, options
+):  # fmt: skip
     """S, dP, dS and dV of every tile. The next step's S is issued beside this one's dV."""
     GROUP: tl.constexpr = options.GROUP
     Q_STAGES: tl.constexpr = options.Q_STAGES
     G_STAGES: tl.constexpr = options.G_STAGES
-    num_items = count_items(list_ptr)
-    count = 0
-    for item in tl.range(tl.program_id(0), num_items, tl.num_programs(0), num_stages=0):
-        tile = item // tl.num_programs(0)
-        start_k, _, len_k, _, len_q, head_k, key = entry(list_ptr, item)
-        start, steps = steps_of(key, len_q, ROWS, KEYS, options)
-        steps = uniform(steps)
-        last = uniform(steps * GROUP) - 1  # the compiler must not know that it is odd
-        dv = tl.zeros([KEYS, COLUMNS], tl.float32)
-        tlx.barrier_wait(k.full[0], tile & 1)
-        s = scores(k, q, count, 0, Q_STAGES)
+    start_k, _, len_k, _, len_q, head_k, key = entry(list_ptr, item)
+    start, steps = steps_of(key, len_q, ROWS, KEYS, options)
+    steps = uniform(steps)
+    last = uniform(steps * GROUP) - 1  # the compiler must not know that it is odd
+    dv = tl.zeros([KEYS, COLUMNS], tl.float32)
+    tlx.barrier_wait(k.full[0], tile & 1)
+    s = scores(k, q, count, 0, Q_STAGES)
+    s = tlx.async_dot_wait(0, s)
+    tlx.barrier_wait(v.full[0], tile & 1)
+    for step in tl.range(0, last, num_stages=0):
+        now = count + step
+        zero = keep_runtime(now)
+        head, row = head_and_row(step, steps, start, head_k, GROUP, ROWS)
+        d, dv = differentiate(s, v, g, dv, now, zero, scale, head, row, key, options)
+        share(ds, d, now)
+        s = scores(k, q, now + 1, zero, Q_STAGES)
+        dv = tlx.async_dot_wait(1, dv)
+        tlx.barrier_arrive(g.empty[now % G_STAGES])
         s = tlx.async_dot_wait(0, s)
-        tlx.barrier_wait(v.full[0], tile & 1)
-        for step in tl.range(0, last, num_stages=0):
-            now = count + step
-            zero = keep_runtime(now)
-            head, row = head_and_row(step, steps, start, head_k, GROUP, ROWS)
-            d, dv = differentiate(s, v, g, dv, now, zero, scale, head, row, key, options)
-            share(ds, d, now)
-            s = scores(k, q, now + 1, zero, Q_STAGES)
-            dv = tlx.async_dot_wait(1, dv)
-            tlx.barrier_arrive(g.empty[now % G_STAGES])
-            s = tlx.async_dot_wait(0, s)
-        count += last
-        head, row = head_and_row(last, steps, start, head_k, GROUP, ROWS)
-        d, dv = differentiate(s, v, g, dv, count, 0, scale, head, row, key, options)
-        share(ds, d, count)
-        dv = tlx.async_dot_wait(0, dv)
-        tlx.barrier_arrive(g.empty[count % G_STAGES])
-        count += 1
-        dv = dv * (0.5 * scale * output_scale if options.FOLD else output_scale)
-        put_rows(dv_desc, v.buffer[0], start_k, len_k, head_k, key, dv.to(options.DTYPE))
-        tlx.async_descriptor_store_wait(0)
-        tlx.barrier_arrive(v.empty[0])
+    count += last
+    head, row = head_and_row(last, steps, start, head_k, GROUP, ROWS)
+    d, dv = differentiate(s, v, g, dv, count, 0, scale, head, row, key, options)
+    share(ds, d, count)
+    dv = tlx.async_dot_wait(0, dv)
+    tlx.barrier_arrive(g.empty[count % G_STAGES])
+    count += 1
+    dv = dv * (0.5 * scale * output_scale if options.FOLD else output_scale)
+    put_rows(dv_desc, v.buffer[0], start_k, len_k, head_k, key, dv.to(options.DTYPE))
+    tlx.async_descriptor_store_wait(0)
+    tlx.barrier_arrive(v.empty[0])
+    return count
 
 
 @triton.jit
@@ -232,42 +241,41 @@ def add_columns(desc, buffer, start, length, head, row, column, x):
 
 
 @triton.jit
-def sum_role(q, k, ds, staging, gradients, list_ptr, scale, output_scale, options):
+def sum_role(
+    item, tile, count, q, k, ds, staging, gradients, list_ptr, scale, output_scale, options
+):  # fmt: skip
     """dK of every tile, and what it adds to dQ: halves, the first overlapped with dK."""
     GROUP: tl.constexpr = options.GROUP
     Q_STAGES: tl.constexpr = options.Q_STAGES
-    num_items = count_items(list_ptr)
-    count = 0
-    for item in tl.range(tl.program_id(0), num_items, tl.num_programs(0), num_stages=0):
-        tile = item // tl.num_programs(0)
-        start_k, _, len_k, start_out, len_q, head_k, key = entry(list_ptr, item)
-        start, steps = steps_of(key, len_q, ROWS, KEYS, options)
-        steps = uniform(steps)
-        dk = tl.zeros([KEYS, COLUMNS], tl.float32)
-        tlx.barrier_wait(k.full[0], tile & 1)
-        for step in tl.range(0, steps * GROUP, num_stages=0):
-            now = count + step
-            zero = keep_runtime(now)
-            ds_stage = now % DS_STAGES
-            q_stage = now % Q_STAGES
-            head, row = head_and_row(step, steps, start, head_k, GROUP, ROWS)
-            tlx.barrier_wait(q.full[q_stage], (now // Q_STAGES) & 1)
-            tlx.barrier_wait(ds.full[ds_stage], (now // DS_STAGES) & 1)
-            dq = dq_product(ds.buffer[ds_stage], k.buffer[zero], 0)
-            dk = tlx.async_dot(ds.buffer[ds_stage], q.buffer[q_stage], dk)
-            dq = tlx.async_dot_wait(1, dq)
-            add_columns(gradients.dq, staging[zero], start_out, len_q, head, row, 0, dq)
-            dq = dq_product(ds.buffer[ds_stage], k.buffer[zero], PIECE)
-            dk = tlx.async_dot_wait(1, dk)
-            tlx.barrier_arrive(q.empty[q_stage])
-            dq = tlx.async_dot_wait(0, dq)
-            tlx.barrier_arrive(ds.empty[ds_stage])
-            add_columns(gradients.dq, staging[zero], start_out, len_q, head, row, PIECE, dq)
-        count += steps * GROUP
-        dk = dk * (0.5 * scale * output_scale if options.FOLD else scale * output_scale)
-        put_rows(gradients.dk, k.buffer[0], start_k, len_k, head_k, key, dk.to(options.DTYPE))
-        tlx.async_descriptor_store_wait(0)
-        tlx.barrier_arrive(k.empty[0])
+    start_k, _, len_k, start_out, len_q, head_k, key = entry(list_ptr, item)
+    start, steps = steps_of(key, len_q, ROWS, KEYS, options)
+    steps = uniform(steps)
+    dk = tl.zeros([KEYS, COLUMNS], tl.float32)
+    tlx.barrier_wait(k.full[0], tile & 1)
+    for step in tl.range(0, steps * GROUP, num_stages=0):
+        now = count + step
+        zero = keep_runtime(now)
+        ds_stage = now % DS_STAGES
+        q_stage = now % Q_STAGES
+        head, row = head_and_row(step, steps, start, head_k, GROUP, ROWS)
+        tlx.barrier_wait(q.full[q_stage], (now // Q_STAGES) & 1)
+        tlx.barrier_wait(ds.full[ds_stage], (now // DS_STAGES) & 1)
+        dq = dq_product(ds.buffer[ds_stage], k.buffer[zero], 0)
+        dk = tlx.async_dot(ds.buffer[ds_stage], q.buffer[q_stage], dk)
+        dq = tlx.async_dot_wait(1, dq)
+        add_columns(gradients.dq, staging[zero], start_out, len_q, head, row, 0, dq)
+        dq = dq_product(ds.buffer[ds_stage], k.buffer[zero], PIECE)
+        dk = tlx.async_dot_wait(1, dk)
+        tlx.barrier_arrive(q.empty[q_stage])
+        dq = tlx.async_dot_wait(0, dq)
+        tlx.barrier_arrive(ds.empty[ds_stage])
+        add_columns(gradients.dq, staging[zero], start_out, len_q, head, row, PIECE, dq)
+    count += steps * GROUP
+    dk = dk * (0.5 * scale * output_scale if options.FOLD else scale * output_scale)
+    put_rows(gradients.dk, k.buffer[0], start_k, len_k, head_k, key, dk.to(options.DTYPE))
+    tlx.async_descriptor_store_wait(0)
+    tlx.barrier_arrive(k.empty[0])
+    return count
 
 
 @triton.jit
@@ -275,7 +283,7 @@ def backward_kernel(
     q_desc, k_desc, v_desc, g_desc, dq_desc, dk_desc, dv_desc, list_ptr, scale, output_scale,
     GROUP: tl.constexpr, SHARED_Q: tl.constexpr, ACTIVATION: tl.constexpr, FOLD: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, Q_STAGES: tl.constexpr, G_STAGES: tl.constexpr,
-    REGISTERS: tl.constexpr,
+    REGISTERS: tl.constexpr, counter_ptr=None,
 ):  # fmt: skip
     """dK and dV of the listed tiles of this program, and what their keys add to dQ."""
     DTYPE: tl.constexpr = tlx.dtype_of(q_desc)
@@ -293,14 +301,26 @@ def backward_kernel(
     ds_full = tlx.alloc_warp_barrier(DS_STAGES, 4)
     ds = Ring(ds, ds_full, tlx.alloc_warp_barrier(DS_STAGES, 4), DS_STAGES)
     gradients = Gradients(dq_desc, dk_desc, dv_desc)
+    tickets = None
+    if counter_ptr is not None:
+        tickets = tickets_of(counter_ptr, 2)
 
     with tlx.async_tasks():
         with tlx.async_task("default"):
-            load(q_desc, k_desc, v_desc, g_desc, q, k, v, g, list_ptr, options)
+            each_tile(
+                load, tickets, list_ptr, True,
+                (q_desc, k_desc, v_desc, g_desc, q, k, v, g, list_ptr, options),
+            )  # fmt: skip
         with tlx.async_task(num_warps=4, registers=REGISTERS):
-            score_role(q, k, v, g, ds, dv_desc, list_ptr, scale, output_scale, options)
+            each_tile(
+                score_role, tickets, list_ptr, False,
+                (q, k, v, g, ds, dv_desc, list_ptr, scale, output_scale, options),
+            )  # fmt: skip
         with tlx.async_task(num_warps=4, registers=REGISTERS):
-            sum_role(q, k, ds, staging, gradients, list_ptr, scale, output_scale, options)
+            each_tile(
+                sum_role, tickets, list_ptr, False,
+                (q, k, ds, staging, gradients, list_ptr, scale, output_scale, options),
+            )  # fmt: skip
 
 
 def backward(
@@ -320,5 +340,6 @@ def backward(
     boxes = (ROWS.value, PIECE.value), (KEYS.value, None), (KEYS.value, None)
     loads = loaded(grad_out, batch, ROWS.value, KEYS.value)
     return launch_gradients(
-        backward_kernel, batch, config, loads, boxes, (entries,), len(entries) - 1
-    )
+        backward_kernel, batch, config, loads, boxes, (entries,), len(entries) - 1,
+        counter_ptr=new_counter(batch) if config.tickets else None,
+    )  # fmt: skip

@@ -57,6 +57,15 @@ from gdpa_kernels.gdpa.device.pages import LEAST as LEAST_PAGE
 from gdpa_kernels.gdpa.device.pages import fetch_keys, keys_of, page_of
 from gdpa_kernels.gdpa.device.segments import all_count, counted, key_stretches, parts_of, skip_gap
 from gdpa_kernels.gdpa.device.sums import add_up
+from gdpa_kernels.gdpa.device.tickets import (
+    TicketList,
+    follow,
+    new_counter,
+    pay,
+    take,
+    ticket_list,
+    tickets_of,
+)
 from gdpa_kernels.gdpa.device.work_list import WorkList, count_items, entry, list_of_queries
 
 ROWS = tl.constexpr(64)
@@ -73,7 +82,8 @@ class Config:
     `activations.foldable`. q_slots: tiles of Q in shared memory. programs: of a multiprocessor,
     which share its registers. splits: pieces of a sequence's keys, whose fp32 results are added up
     afterwards. ahead: a tile's Q, which comes from HBM, is loaded during the tile before, where
-    keys are not resident and there is room.
+    keys are not resident and there is room. tickets: tiles are taken from the list in
+    turn, with one tile of Q in shared memory, so that the next one is chosen late.
     """
 
     BLOCK_N: int = 128
@@ -86,6 +96,7 @@ class Config:
     programs: int = 1
     splits: int = 1
     ahead: bool = False
+    tickets: bool = False
 
     def rows_per_item(self, max_seqlen_q: int) -> int:
         """Query rows that an entry of the list stands for."""
@@ -102,6 +113,8 @@ def default_config(batch: Batch) -> Config:
     128 does not divide are read in twice as many blocks of 64.
     """
     chosen = _of_keys_at_hand(batch)
+    if pay(batch, chosen.math_roles * ROWS.value, chosen.programs * multiprocessors(batch.device)):
+        return replace(chosen, tickets=True, q_slots=1)
     if batch.history is not None and batch.history.page_size % chosen.BLOCK_N:
         return replace(chosen, BLOCK_N=64, num_stages=2 * chosen.num_stages, ahead=False)
     return chosen
@@ -141,9 +154,11 @@ def splits_of(batch: Batch) -> int:
     return max(min(multiprocessors(batch.device) // tiles, batch.max_seqlen_k // LEAST), 1)
 
 
-def plan_schedule(batch: Batch, config: Config) -> WorkList:
+def plan_schedule(batch: Batch, config: Config) -> WorkList | TicketList:
     """The work list of these sequences."""
     rows = config.rows_per_item(batch.max_seqlen_q)
+    if config.tickets:
+        return ticket_list(batch, rows, config.programs * multiprocessors(batch.device))
     return list_of_queries(batch, rows, config.BLOCK_N, 1, config.programs, config.splits)
 
 
@@ -210,8 +225,8 @@ def key_of(span, block, options):
 
 @triton.jit
 def load(
-    q_desc, k_desc, v_desc, history_desc, q, k, v, list_ptr, segments_ptr, pages_ptr, indptr_ptr,
-    ends_ptr, rows_per_item, options,
+    q_desc, k_desc, v_desc, history_desc, q, k, v, tickets, list_ptr, segments_ptr, pages_ptr,
+    indptr_ptr, ends_ptr, rows_per_item, options,
 ):  # fmt: skip
     """The producer: Q, K and V in the order of their use, as far ahead as there are buffers."""
     tl.static_assert(options.Q_SLOTS > 1 or not options.RESIDENT, "one Q comes after K")
@@ -227,8 +242,9 @@ def load(
             packed, paged = keys_of(
                 list_ptr, item, start_q, len_q, start_k, len_k, indptr_ptr, ends_ptr, options
             )
-            item += tl.num_programs(0)
-            following = entry(list_ptr, tl.minimum(item, num_items - 1))
+            if tickets is None:
+                item += tl.num_programs(0)
+                following = entry(list_ptr, tl.minimum(item, num_items - 1))
             steps = tl.cdiv(tl.minimum(len_q - first, rows_per_item), options.MATH_ROLES * ROWS)
             for step in tl.range(0, steps):
                 row, span, blocks, _ = tile_of(
@@ -259,6 +275,9 @@ def load(
                         ahead(q_desc, q, tile + 1, item < num_items, following, options)
                 kv += blocks
                 tile += 1
+            if tickets is not None:
+                item = take(tickets, item, tile - 1)
+                following = entry(list_ptr, tl.minimum(item, num_items - 1))
             start_q, _, len_q, start_k, len_k, head, first = following
     # The scores of a dummy tile, overlapped with the last P V.
     if tile > 0:
@@ -342,8 +361,8 @@ def activation_epilogue(x, t, DTYPE: tl.constexpr, PAIRS: tl.constexpr):
 
 @triton.jit
 def math(
-    role: tl.constexpr, q, k, v, out_desc, out, list_ptr, segments_ptr, rows_per_item, scale,
-    output_scale, options,
+    role: tl.constexpr, q, k, v, tickets, out_desc, out, list_ptr, segments_ptr, rows_per_item,
+    scale, output_scale, options,
 ):  # fmt: skip
     """A consumer: 64 rows of every tile. `kv` counts blocks of K and V, `tile` tiles of Q."""
     NUM_STAGES: tl.constexpr = options.NUM_STAGES
@@ -368,7 +387,7 @@ def math(
             if options.RESIDENT:
                 item += tl.where(last, tl.num_programs(0), 0)
                 step = tl.where(last, 0, step + 1)
-            else:
+            elif tickets is None:
                 item += tl.num_programs(0)
             # Prefetched: the loop over blocks hides the latency, or the last P V.
             if options.Q_SLOTS > 1:
@@ -398,6 +417,8 @@ def math(
                 tlx.barrier_wait(v.full[v_stage], ((kv + blocks - 1) // NUM_STAGES) & 1)
                 p = activation_epilogue(x, t, options.DTYPE, options.PAIRS)
                 acc = tlx.async_dot(p, v.buffer[v_stage], acc)
+                if tickets is not None:
+                    item = follow(tickets, item, tile)
                 following = entry(list_ptr, tl.minimum(item, num_items - 1))
             _, next_out, next_len_q, _, len_k, next_head, first = following
             next_item = tl.minimum(item, num_items - 1)
@@ -459,7 +480,7 @@ def own_waits_kernel(
     Q_SLOTS: tl.constexpr, LOWER_RIGHT: tl.constexpr = False, segments_ptr=None,
     TARGET_GROUP: tl.constexpr = 1, FULL_ROWS: tl.constexpr = 0, OWN_RANKS: tl.constexpr = False,
     AHEAD: tl.constexpr = False, history_desc=None, pages_ptr=None, indptr_ptr=None, ends_ptr=None,
-    PAGE: tl.constexpr = None, OWN_KEYS: tl.constexpr = False,
+    PAGE: tl.constexpr = None, OWN_KEYS: tl.constexpr = False, counter_ptr=None,
 ):  # fmt: skip
     """output_scale * activation(scale * Q K^T) V for the listed work of this program."""
     tl.static_assert(PAGE is None or PAGE % BLOCK_N == 0, "a tile lies in one page")
@@ -483,16 +504,21 @@ def own_waits_kernel(
     k = Ring(k, k_full, k_empty, NUM_STAGES)
     v = Ring(v, v_full, v_empty, NUM_STAGES)
 
+    tickets = None
+    if counter_ptr is not None:
+        tl.static_assert(Q_SLOTS == 1, "the next entry is known when this one's loads are issued")
+        tickets = tickets_of(counter_ptr, MATH_ROLES)
+
     with tlx.async_tasks():
         with tlx.async_task("default"):
             load(
-                q_desc, k_desc, v_desc, history_desc, q, k, v, list_ptr, segments_ptr, pages_ptr,
-                indptr_ptr, ends_ptr, rows_per_item, options,
+                q_desc, k_desc, v_desc, history_desc, q, k, v, tickets, list_ptr, segments_ptr,
+                pages_ptr, indptr_ptr, ends_ptr, rows_per_item, options,
             )  # fmt: skip
         with tlx.async_task(num_warps=4, registers=REGISTERS, replicate=MATH_ROLES):
             math(
-                tlx.async_task_replica_id(), q, k, v, out_desc, out, list_ptr, segments_ptr,
-                rows_per_item, scale, output_scale, options,
+                tlx.async_task_replica_id(), q, k, v, tickets, out_desc, out, list_ptr,
+                segments_ptr, rows_per_item, scale, output_scale, options,
             )  # fmt: skip
 
 
@@ -536,7 +562,7 @@ def forward(
         MATH_ROLES=config.math_roles, Q_SLOTS=config.q_slots, **batch.segment_options,
         AHEAD=config.ahead and config.q_slots > 1 and not config.resident,
         history_desc=history_desc[0] if history_desc else None, **history,
-        num_warps=4, **shared,
+        counter_ptr=new_counter(batch) if config.tickets else None, num_warps=4, **shared,
     )  # fmt: skip
     if kernel_out is not out:
         add_up(kernel_out.view(config.splits, *out.shape), batch.add_to, out)

@@ -20,6 +20,7 @@ import re
 import struct
 import subprocess
 import sys
+import typing
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from importlib import metadata
@@ -274,7 +275,7 @@ def _known(function: Callable, values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _config(kind: type, values: Mapping[str, Any]) -> Any:
     """Rebuild a config, nested ones included, from the fields that exist today."""
-    kinds = inspect.get_annotations(kind, eval_str=True)
+    kinds = typing.get_type_hints(kind)  # inherited fields too
     return kind(
         **{
             name: _config(kinds[name], value) if isinstance(value, dict) else value

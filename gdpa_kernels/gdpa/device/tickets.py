@@ -1,0 +1,324 @@
+"""Tickets: programs take the entries of a list in turn, whoever is free, and not by number.
+
+Program p of P begins with entry p; the t-th ticket, counted over all programs, is for entry P + t.
+A producer takes it from a counter in global memory once all loads of its entry are issued, and
+hands it to its consumers through shared memory. Each launch has a counter of its own, which starts
+at zero: launches that share a list, on two streams or in two graphs, do not meet.
+
+The list is in the order of sequences by falling length, heads, and within a head the costly tiles
+first, so that programs read the same rows at the same time. Its last heads, which hold as much work
+as all programs do during the most costly tile, are sorted by falling cost: programs that are busy
+when the first of them is taken are free before the last.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+import triton.language.extra.tlx as tlx
+
+from gdpa_kernels.calling.launch import cdiv, launch
+from gdpa_kernels.calling.lengths import Recipe
+from gdpa_kernels.device.groups import Ring
+from gdpa_kernels.gdpa import schedule
+from gdpa_kernels.gdpa.batch import Batch, Schedule
+from gdpa_kernels.gdpa.device.work_list import WIDTH, count_items, longest_first, sequences
+
+SLOTS = tl.constexpr(2)
+
+
+@triton.aggregate
+class Tickets:
+    """The counter of a launch, and the ring that brings an entry's number to the consumers."""
+
+    counter_ptr: tl.tensor
+    ring: Ring
+
+
+@triton.jit
+def tickets_of(counter_ptr, CONSUMERS: tl.constexpr):
+    """The tickets of a program whose consumers are CONSUMERS warp groups."""
+    full = tlx.alloc_warp_barrier(SLOTS, 4)
+    empty = tlx.alloc_warp_barrier(SLOTS, 4, CONSUMERS)
+    return Tickets(counter_ptr, Ring(tlx.local_alloc((1,), tl.int32, SLOTS), full, empty, SLOTS))
+
+
+@triton.jit
+def take(tickets, item, tile):
+    """The producer's entry after `item`, its tile-th; its consumers may then read it."""
+    if tickets is None:
+        following = item + tl.num_programs(0)
+    else:
+        following = tl.num_programs(0) + tl.atomic_add(tickets.counter_ptr, 1, sem="relaxed")
+        stage = tickets.ring.acquire(tile)
+        tlx.local_store(tickets.ring.buffer[stage], tl.full([1], 0, tl.int32) + following)
+        tlx.barrier_arrive(tickets.ring.full[stage])
+    return following
+
+
+@triton.jit
+def follow(tickets, item, tile):
+    """A consumer's entry after `item`, its tile-th."""
+    if tickets is None:
+        following = item + tl.num_programs(0)
+    else:
+        stage = tickets.ring.wait(tile)
+        following = tl.sum(tlx.local_load(tickets.ring.buffer[stage]))
+        tlx.barrier_arrive(tickets.ring.empty[stage])
+    return following
+
+
+@triton.jit
+def each_tile(role: tl.constexpr, tickets, list_ptr, TAKES: tl.constexpr, operands):
+    """Call role(item, tile, count, *operands) for each entry of a program, its tile-th, which
+    returns count and the steps of the entry. TAKES: of the producer, which takes the tickets."""
+    num_items = count_items(list_ptr)
+    count = 0
+    if tickets is None:
+        for item in tl.range(tl.program_id(0), num_items, tl.num_programs(0), num_stages=0):
+            count = role(item, item // tl.num_programs(0), count, *operands)
+    else:
+        tile, item = 0, tl.program_id(0)
+        while item < num_items:
+            count = role(item, tile, count, *operands)
+            item = take(tickets, item, tile) if TAKES else follow(tickets, item, tile)
+            tile += 1
+
+
+@triton.jit
+def tiles_of(order_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, position, batch, max_seqlen_q,
+             rows_per_item, most, CAUSAL: tl.constexpr, SHIFTED: tl.constexpr):  # fmt: skip
+    """(index, start_q, rows, start_k, keys, tiles, base, limit) of the sequences at `position` of
+    the order. Tile r of a head, counted from 1 at its cheap end, costs base + r, at least 1 and at
+    most `limit`, in tiles of as many keys as it has rows.
+
+    Contexts and targets are not counted: their tiles cost as those of a causal mask.
+    """
+    index = tl.load(order_ptr + position, mask=position < batch, other=batch)
+    start_q, _, rows, start_k, keys = sequences(
+        cu_seqlens_q_ptr, cu_seqlens_k_ptr, index, batch, max_seqlen_q, None, None, None
+    )
+    limit = tl.maximum(tl.minimum(tl.cdiv(keys, rows_per_item), most), 1)
+    base = tl.zeros_like(rows)
+    if not CAUSAL:
+        base = limit
+    elif SHIFTED:
+        base = (keys - rows) // rows_per_item
+    return index, start_q, rows, start_k, keys, tl.cdiv(rows, rows_per_item), base, limit
+
+
+@triton.jit
+def work_of(tiles, base, limit):
+    """What the tiles of one head cost together, int64."""
+    low = tl.minimum(tl.maximum(-base, 0), tiles)
+    high = tl.maximum(tl.minimum(limit - base, tiles), low).to(tl.int64)
+    low = low.to(tl.int64)
+    rising = (high * (high + 1) - low * (low + 1)) // 2 + (high - low) * base
+    return low + rising + (tiles - high) * limit
+
+
+@triton.jit
+def count_over(tiles, base, limit, cost):
+    """How many tiles of one head cost more than `cost`, which is 1 or more."""
+    count = tl.minimum(tl.maximum(tiles - tl.maximum(cost - base, 0), 0), tiles)
+    return tl.where(cost < limit, count, 0)
+
+
+@triton.jit
+def count_from(tiles, base, limit, cost):
+    """How many tiles of one head cost `cost` or more."""
+    return tl.where(cost > 1, count_over(tiles, base, limit, tl.maximum(cost - 1, 1)), tiles)
+
+
+@triton.jit(do_not_specialize=["max_seqlen_q", "max_entries", "most"])
+def ticket_list_kernel(
+    order_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, list_ptr,
+    batch, max_seqlen_q, rows_per_item, max_entries, num_programs, most,
+    NUM_HEADS: tl.constexpr, CAUSAL: tl.constexpr, SHIFTED: tl.constexpr, FALLING: tl.constexpr,
+    NUMBERED: tl.constexpr, OWN: tl.constexpr, OTHERS: tl.constexpr, ENTRIES: tl.constexpr,
+    TAIL: tl.constexpr,
+):  # fmt: skip
+    """Writes the entries of OWN sequences of the order to their slots in the list; the entries of
+    one sequence are shared out among the programs of the second axis."""
+    position = tl.program_id(0) * OWN + tl.arange(0, OWN)
+    index, start_q, rows, start_k, keys, tiles, base, limit = tiles_of(
+        order_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, position, batch, max_seqlen_q,
+        rows_per_item, most, CAUSAL, SHIFTED,
+    )  # fmt: skip
+    preceding = tl.zeros([OWN], tl.int32)
+    total, greatest = 0, tl.cast(1, tl.int32)
+    work = tl.cast(0, tl.int64)
+    for first in tl.range(0, batch, OTHERS):
+        others = first + tl.arange(0, OTHERS)
+        _, _, _, _, _, count, low, high = tiles_of(
+            order_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, others, batch, max_seqlen_q,
+            rows_per_item, most, CAUSAL, SHIFTED,
+        )  # fmt: skip
+        total += tl.sum(count)
+        work += tl.sum(work_of(count, low, high))
+        costs = tl.where(count > 0, tl.minimum(low + count, high), 1)
+        greatest = tl.maximum(greatest, tl.max(costs))
+        earlier = others[None, :] < position[:, None]
+        preceding += tl.sum(tl.where(earlier, count[None, :], 0), 1)
+    if tl.program_id(0) + tl.program_id(1) == 0:
+        tl.store(list_ptr, total * NUM_HEADS)
+
+    # The sorted heads are the last `cut_heads` of the sequence at `cut`, and all that follow it.
+    need = greatest.to(tl.int64) * num_programs
+    cut, cut_heads, cut_slot, cuts = 0, 0, 0, 0
+    passed = 0
+    left = work
+    for first in tl.range(0, batch, OTHERS):
+        others = first + tl.arange(0, OTHERS)
+        _, _, _, _, _, count, low, high = tiles_of(
+            order_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, others, batch, max_seqlen_q,
+            rows_per_item, most, CAUSAL, SHIFTED,
+        )  # fmt: skip
+        works = work_of(count, low, high)
+        after = (left - tl.cumsum(works, 0)) * NUM_HEADS
+        crosses = (after < need) & (after + works * NUM_HEADS >= need)
+        heads = tl.cdiv(need - after, tl.maximum(works, 1)).to(tl.int32)
+        slots = (passed + tl.cumsum(count, 0)) * NUM_HEADS - heads * count
+        cut += tl.sum(tl.where(crosses, others, 0))
+        cut_heads += tl.sum(tl.where(crosses, heads, 0))
+        cut_slot += tl.sum(tl.where(crosses, slots, 0))
+        cuts += tl.sum(crosses.to(tl.int32))
+        passed += tl.sum(count)
+        left -= tl.sum(works)
+    cut_heads = tl.where(cuts > 0, cut_heads, NUM_HEADS)
+
+    in_heads = tl.where(position == cut, cut_heads, NUM_HEADS)[:, None]  # sorted ones
+    per_head = tl.maximum(tiles, 1)[:, None]
+    step = ENTRIES * tl.num_programs(1)
+    for first in tl.range(tl.program_id(1) * ENTRIES, max_entries, step):
+        local = first + tl.arange(0, ENTRIES)[None, :]
+        head = local // per_head
+        nth = local % per_head
+        slot = preceding[:, None] * NUM_HEADS + local
+        sorted_here = (position[:, None] >= cut) & (head >= NUM_HEADS - in_heads)
+        if tl.max(tl.max(sorted_here.to(tl.int32), 1), 0) > 0:
+            cost = tl.maximum(tl.minimum(base[:, None] + per_head - nth, limit[:, None]), 1)
+            over = count_over(tiles[:, None], base[:, None], limit[:, None], cost)
+            equal = count_from(tiles[:, None], base[:, None], limit[:, None], cost) - over
+            rank = over * in_heads + (head - NUM_HEADS + in_heads) * equal + nth - over
+            for start in tl.range(cut, batch, TAIL):
+                others = start + tl.arange(0, TAIL)
+                _, _, _, _, _, count, low, high = tiles_of(
+                    order_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, others, batch, max_seqlen_q,
+                    rows_per_item, most, CAUSAL, SHIFTED,
+                )  # fmt: skip
+                heads = tl.where(others == cut, cut_heads, NUM_HEADS)[None, None, :]
+                count, low, high = count[None, None, :], low[None, None, :], high[None, None, :]
+                rival = others[None, None, :]
+                current = position[:, None, None]
+                sooner = tl.where(
+                    rival > current, count_over(count, low, high, cost[:, :, None]), 0
+                )
+                equals = count_from(count, low, high, cost[:, :, None])
+                rank += tl.sum(tl.where(rival < current, equals, sooner) * heads, 2)
+            slot = tl.where(sorted_here, cut_slot + rank, slot)
+        block = per_head - 1 - nth if FALLING else nth
+        valid = local < (tiles * NUM_HEADS)[:, None]
+        ptrs = list_ptr + (slot + 1).to(tl.int64) * WIDTH
+        tl.store(ptrs, tl.broadcast_to(start_q[:, None], ptrs.shape), mask=valid)
+        tl.store(ptrs + 1, tl.broadcast_to(start_q[:, None], ptrs.shape), mask=valid)
+        tl.store(ptrs + 2, tl.broadcast_to(rows[:, None], ptrs.shape), mask=valid)
+        tl.store(ptrs + 3, tl.broadcast_to(start_k[:, None], ptrs.shape), mask=valid)
+        tl.store(ptrs + 4, tl.broadcast_to(keys[:, None], ptrs.shape), mask=valid)
+        tl.store(ptrs + 5, head, mask=valid)
+        tl.store(ptrs + 6, block * rows_per_item, mask=valid)
+        if NUMBERED:
+            tl.store(ptrs + 7, tl.broadcast_to(index[:, None], ptrs.shape), mask=valid)
+
+
+@dataclass(frozen=True)
+class TicketList(Recipe[Schedule]):
+    """A list of tiles under a mask, in the order of this file's head.
+
+    rows, max_seqlen: of what is listed. transposed: tiles of keys, whose entries name keys where
+    others name queries. causal: a tile's cost rises along its head, or falls with
+    tiles of keys; else all cost the same. shifted: the cheapest tile costs as much more as the
+    other side is longer. most: no tile costs more, in tiles.
+    """
+
+    rows: int
+    max_seqlen: int
+    num_heads: int
+    rows_per_item: int
+    num_programs: int
+    causal: bool
+    shifted: bool
+    most: int
+    numbered: bool
+    transposed: bool
+
+    def make(self, cu_seqlens_k: torch.Tensor, cu_seqlens_q: torch.Tensor) -> Schedule:
+        """(entries,), without waiting for the device."""
+        offsets = cu_seqlens_q, cu_seqlens_k
+        if self.transposed:
+            offsets = cu_seqlens_k, cu_seqlens_q
+        device, batch = cu_seqlens_k.device, cu_seqlens_k.numel() - 1
+        tiles = schedule.max_tiles(self.rows, batch, self.max_seqlen, self.rows_per_item)
+        entries = torch.empty(
+            1 + tiles * self.num_heads, WIDTH.value, dtype=torch.int32, device=device
+        )
+        share, chunk = 4, 16
+        most = cdiv(self.max_seqlen, self.rows_per_item) * self.num_heads
+        launch(
+            ticket_list_kernel, (cdiv(batch, share), cdiv(most, 2 * chunk)), device,
+            longest_first(offsets[1]), *offsets, entries, batch, self.max_seqlen,
+            self.rows_per_item, most, self.num_programs, self.most, NUM_HEADS=self.num_heads,
+            CAUSAL=self.causal, SHIFTED=self.shifted, FALLING=not self.transposed,
+            NUMBERED=self.numbered, OWN=share, OTHERS=64 if batch <= 64 else 1024, ENTRIES=chunk,
+            TAIL=64, num_warps=4,
+        )  # fmt: skip
+        return (entries,)
+
+
+def pay(batch: Batch, rows_per_item: int, programs: int, *, transposed: bool = False) -> bool:
+    """Whether tickets are faster than a fixed list: under a mask, with more tiles than `programs`,
+    but where a window makes all tiles equal: of one sequence, or forward with no more keys than a
+    tile has rows. Histories in pages keep the list."""
+    if not batch.masked or batch.shared_q or batch.history is not None:
+        return False
+    window = batch.max_seqlen_k if batch.window is None else batch.window
+    if window <= rows_per_item and not transposed:
+        return False
+    if batch.sequences == 1 and batch.window is not None:
+        return False
+    return most_tiles(batch, rows_per_item, transposed) > programs
+
+
+def most_tiles(batch: Batch, rows_per_item: int, transposed: bool) -> int:
+    """The greatest number of tiles that the batch can have, of all heads."""
+    rows, longest, heads = batch.rows, batch.max_seqlen_q, batch.num_heads
+    if transposed:
+        rows, longest, heads = batch.k.shape[0], batch.max_seqlen_k, batch.num_heads_k
+    return schedule.max_tiles(rows, batch.sequences, longest, rows_per_item) * heads
+
+
+def ticket_list(
+    batch: Batch, rows_per_item: int, programs: int, *, transposed: bool = False
+) -> TicketList:
+    """The list of tiles of queries or, `transposed`, of keys, for `programs` programs."""
+    most = 2**30
+    if batch.window is not None:
+        most = cdiv(batch.window, rows_per_item) * (1 if batch.causal else 2) + 1
+    return TicketList(
+        batch.k.shape[0] if transposed else batch.rows,
+        batch.max_seqlen_k if transposed else batch.max_seqlen_q,
+        batch.num_heads_k if transposed else batch.num_heads,
+        rows_per_item,
+        programs,
+        causal=bool(batch.causal),
+        shifted=batch.lower_right != transposed,
+        most=most,
+        numbered=batch.segments is not None,
+        transposed=transposed,
+    )
+
+
+def new_counter(batch: Batch) -> torch.Tensor:
+    """The counter of one launch."""
+    return torch.zeros(1, dtype=torch.int32, device=batch.device)
