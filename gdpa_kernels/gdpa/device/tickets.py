@@ -26,6 +26,7 @@ from gdpa_kernels.gdpa.batch import Batch, Schedule
 from gdpa_kernels.gdpa.device.work_list import WIDTH, count_items, longest_first, sequences
 
 SLOTS = tl.constexpr(2)
+EVEN = 2048  # rows of equal sequences up to which a fixed list is balanced
 
 
 @triton.aggregate
@@ -196,7 +197,8 @@ def ticket_list_kernel(
         head = local // per_head
         nth = local % per_head
         slot = preceding[:, None] * NUM_HEADS + local
-        sorted_here = (position[:, None] >= cut) & (head >= NUM_HEADS - in_heads)
+        valid = local < (tiles * NUM_HEADS)[:, None]
+        sorted_here = valid & (position[:, None] >= cut) & (head >= NUM_HEADS - in_heads)
         if tl.max(tl.max(sorted_here.to(tl.int32), 1), 0) > 0:
             cost = tl.maximum(tl.minimum(base[:, None] + per_head - nth, limit[:, None]), 1)
             over = count_over(tiles[:, None], base[:, None], limit[:, None], cost)
@@ -219,7 +221,6 @@ def ticket_list_kernel(
                 rank += tl.sum(tl.where(rival < current, equals, sooner) * heads, 2)
             slot = tl.where(sorted_here, cut_slot + rank, slot)
         block = per_head - 1 - nth if FALLING else nth
-        valid = local < (tiles * NUM_HEADS)[:, None]
         ptrs = list_ptr + (slot + 1).to(tl.int64) * WIDTH
         tl.store(ptrs, tl.broadcast_to(start_q[:, None], ptrs.shape), mask=valid)
         tl.store(ptrs + 1, tl.broadcast_to(start_q[:, None], ptrs.shape), mask=valid)
@@ -278,37 +279,42 @@ class TicketList(Recipe[Schedule]):
 
 def pay(batch: Batch, rows_per_item: int, programs: int, *, transposed: bool = False) -> bool:
     """Whether tickets are faster than a fixed list: under a mask, with more tiles than `programs`,
-    but where a window makes all tiles equal: of one sequence, or forward with no more keys than a
-    tile has rows. Histories in pages keep the list."""
+    but where those are balanced already: equal sequences up to EVEN, and windows that make all
+    tiles equal, which are one sequence's or, forward, no longer than a tile has rows. Histories in
+    pages keep the list."""
     if not batch.masked or batch.shared_q or batch.history is not None:
+        return False
+    rows, longest, heads = listed(batch, transposed)
+    tiles = schedule.max_tiles(rows, batch.sequences, longest, rows_per_item) * heads
+    if rows == batch.sequences * longest and longest <= EVEN and tiles >= 4 * programs:
         return False
     window = batch.max_seqlen_k if batch.window is None else batch.window
     if window <= rows_per_item and not transposed:
         return False
     if batch.sequences == 1 and batch.window is not None:
         return False
-    return most_tiles(batch, rows_per_item, transposed) > programs
+    return tiles > programs
 
 
-def most_tiles(batch: Batch, rows_per_item: int, transposed: bool) -> int:
-    """The greatest number of tiles that the batch can have, of all heads."""
-    rows, longest, heads = batch.rows, batch.max_seqlen_q, batch.num_heads
+def listed(batch: Batch, transposed: bool) -> tuple[int, int, int]:
+    """(rows, the most of a sequence, heads) of queries or, `transposed`, of keys."""
     if transposed:
-        rows, longest, heads = batch.k.shape[0], batch.max_seqlen_k, batch.num_heads_k
-    return schedule.max_tiles(rows, batch.sequences, longest, rows_per_item) * heads
+        return batch.k.shape[0], batch.max_seqlen_k, batch.num_heads_k
+    return batch.rows, batch.max_seqlen_q, batch.num_heads
 
 
 def ticket_list(
     batch: Batch, rows_per_item: int, programs: int, *, transposed: bool = False
 ) -> TicketList:
     """The list of tiles of queries or, `transposed`, of keys, for `programs` programs."""
+    rows, longest, heads = listed(batch, transposed)
     most = 2**30
     if batch.window is not None:
         most = cdiv(batch.window, rows_per_item) * (1 if batch.causal else 2) + 1
     return TicketList(
-        batch.k.shape[0] if transposed else batch.rows,
-        batch.max_seqlen_k if transposed else batch.max_seqlen_q,
-        batch.num_heads_k if transposed else batch.num_heads,
+        rows,
+        longest,
+        heads,
         rows_per_item,
         programs,
         causal=bool(batch.causal),

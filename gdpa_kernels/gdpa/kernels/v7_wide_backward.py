@@ -94,7 +94,7 @@ def requires(batch: Batch) -> str | None:
 
 
 def default_config(batch: Batch) -> Config:
-    """Tickets under a mask."""
+    """Tickets where they pay."""
     programs = multiprocessors(batch.device)
     return Config(tickets=pay(batch, KEYS.value, programs, transposed=True))
 
