@@ -14,6 +14,9 @@ block ("head") or through the row blocks of a head ("block", the order of an ord
 
 `build` makes the list with plain integers, for simulation; `build_on_device` makes the same list
 from device offsets without waiting for the device.
+
+Under a mask the tiles of a sequence cost differently, and no fixed list is balanced for all of
+them. `build_tickets` lists them for programs that take the next position when they are free.
 """
 
 from __future__ import annotations
@@ -195,6 +198,47 @@ def build(
         costs=tuple(0 if none else costs[b] for (b, _, _), none in zip(tiles, empty, strict=True)),
         empty=empty,
     )
+
+
+def build_tickets(
+    rows: Sequence[int],
+    keys: Sequence[int],
+    *,
+    num_heads: int,
+    block: int,
+    num_programs: int,
+    causal: bool = True,
+    shifted: bool = False,
+    most: int = 2**30,
+    falling: bool = True,
+) -> Schedule:
+    """Make the list that programs take by tickets, with plain integers; see `device.tickets`.
+
+    `rows` and `keys` are the lengths of what is listed and of what each tile goes through, [batch].
+    A tile is `block` rows and costs as many blocks of keys as its rank in its head, counted from
+    the cheap end, at most `most`; with `shifted` more by the keys that exceed the rows; all, if not
+    `causal`. `falling`: the last rows of a head are the costly ones, else the first.
+
+    Sequences by falling keys, then heads, costly tiles first; the last heads, which hold the cost
+    of num_programs of the most costly tile, sorted by falling cost.
+    """
+    tiles = []
+    for i in sorted(range(len(rows)), key=lambda i: -keys[i]):
+        count = _ceil_div(rows[i], block)
+        limit = max(min(_ceil_div(keys[i], block), most), 1)
+        base = int((keys[i] - rows[i]) / block) if shifted else 0
+        for head in range(num_heads):
+            for nth in range(count):
+                cost = max(min(base + count - nth, limit), 1) if causal else limit
+                tiles.append((i, head, count - 1 - nth if falling else nth, cost))
+    need = num_programs * max((tile[3] for tile in tiles), default=0)
+    cut = len(tiles)
+    while cut and (need > 0 or tiles[cut - 1][:2] == tiles[cut][:2]):
+        cut -= 1
+        need -= tiles[cut][3]
+    tiles[cut:] = sorted(tiles[cut:], key=lambda tile: -tile[3])
+    batches, heads, blocks, costs = zip(*tiles, strict=True) if tiles else ((), (), (), ())
+    return Schedule("tickets", num_programs, batches, heads, blocks, costs, (False,) * len(tiles))
 
 
 def max_tiles(total_q: int, batch: int, max_seqlen_q: int, block_m: int) -> int:

@@ -261,6 +261,8 @@ class TicketList(Recipe[Schedule]):
             offsets = cu_seqlens_k, cu_seqlens_q
         device, batch = cu_seqlens_k.device, cu_seqlens_k.numel() - 1
         tiles = schedule.max_tiles(self.rows, batch, self.max_seqlen, self.rows_per_item)
+        if tiles == 0:
+            return (cu_seqlens_k.new_zeros(1, WIDTH.value),)
         entries = torch.empty(
             1 + tiles * self.num_heads, WIDTH.value, dtype=torch.int32, device=device
         )

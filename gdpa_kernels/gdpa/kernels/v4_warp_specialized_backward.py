@@ -14,20 +14,23 @@ Why it may not: each step passes two barriers at which the consumers wait for ea
 | load     | 4     | 24        | one thread issues the TMA loads                               |
 | math (2) | 4     | 240       | S, dP, activation and derivative, dV, dK, half of dQ; 64 keys |
 
-| barrier        | arrivals    | filled by -> drained by                               |
-|----------------|-------------|-------------------------------------------------------|
-| k.full[stage]  | 1 and bytes | TMA loads of a tile's K -> both consumers             |
-| k.empty[stage] | 256 threads | consumers, the tile's last dQ is computed -> producer |
-| v.full         | 1 and bytes | TMA loads of a tile's V -> both consumers             |
-| v.empty        | 256 threads | consumers, dV has left through V's buffer -> producer |
-| q.full[stage]  | 1 and bytes | TMA load of a step's Q -> both consumers              |
-| q.empty[stage] | 256 threads | consumers, the step's dK is computed -> producer      |
-| g.full[stage]  | 1 and bytes | TMA load of a step's dO -> both consumers             |
-| g.empty[stage] | 256 threads | consumers, the step's dV is computed -> producer      |
-| ds.full[2]     | 256 threads | consumers, dS is stored -> consumers                  |
-| ds.empty[2]    | 256 threads | consumers, dQ of these rows is computed -> consumers  |
+| barrier          | arrivals    | filled by -> drained by                               |
+|------------------|-------------|-------------------------------------------------------|
+| k.full[stage]    | 1 and bytes | TMA loads of a tile's K -> both consumers             |
+| k.empty[stage]   | 256 threads | consumers, the tile's last dQ is computed -> producer |
+| v.full           | 1 and bytes | TMA loads of a tile's V -> both consumers             |
+| v.empty          | 256 threads | consumers, dV has left through V's buffer -> producer |
+| q.full[stage]    | 1 and bytes | TMA load of a step's Q -> both consumers              |
+| q.empty[stage]   | 256 threads | consumers, the step's dK is computed -> producer      |
+| g.full[stage]    | 1 and bytes | TMA load of a step's dO -> both consumers             |
+| g.empty[stage]   | 256 threads | consumers, the step's dV is computed -> producer      |
+| ds.full[2]       | 256 threads | consumers, dS is stored -> consumers                  |
+| ds.empty[2]      | 256 threads | consumers, dQ of these rows is computed -> consumers  |
+| tickets.full[2]  | 128 threads | load, the entry is drawn -> both consumers            |
+| tickets.empty[2] | 256 threads | consumers, the entry is read -> load                  |
 
-dQ is deterministic up to 256 keys.
+dQ is deterministic up to 256 keys. Under a mask programs take their entries by tickets, see
+`device.tickets`.
 """
 
 from dataclasses import dataclass
@@ -78,7 +81,7 @@ from gdpa_kernels.gdpa.device.work_list import WorkList, entry, list_of_keys
 
 @dataclass(frozen=True)
 class Config(two_consumers.Config):
-    """Launch constants, and `tickets`: tiles are taken from the list in turn."""
+    """Launch constants, and `tickets`: entries are taken by tickets, not by number."""
 
     tickets: bool = False
 

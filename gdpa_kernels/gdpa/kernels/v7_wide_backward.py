@@ -14,21 +14,24 @@ clocks: S and dP 128, dV 32, dK 40, dQ 48, dS 8, dQ out and in again 128, TMA lo
 | scores | 4     | 240       | S, dP, activation and derivative, dS to shared memory; dV |
 | sums   | 4     | 240       | dK, dQ in halves; TMA reduce-adds                         |
 
-| barrier        | arrivals    | filled by -> drained by                        |
-|----------------|-------------|------------------------------------------------|
-| k.full         | 1 and bytes | TMA load of a tile's K -> scores and sums      |
-| k.empty        | 128 threads | sums, dK has left through K's buffer -> load   |
-| v.full         | 1 and bytes | TMA load of a tile's V -> scores               |
-| v.empty        | 128 threads | scores, dV has left through V's buffer -> load |
-| q.full[stage]  | 1 and bytes | TMA load of 64 rows of Q -> scores and sums    |
-| q.empty[stage] | 128 threads | sums, the step's dK is computed -> load        |
-| g.full[stage]  | 1 and bytes | TMA load of 64 rows of dO -> scores            |
-| g.empty[stage] | 128 threads | scores, the step's dV is computed -> load      |
-| ds.full[2]     | 128 threads | scores, dS is stored -> sums                   |
-| ds.empty[2]    | 128 threads | sums, dK and dQ have read dS -> scores         |
+| barrier          | arrivals    | filled by -> drained by                        |
+|------------------|-------------|------------------------------------------------|
+| k.full           | 1 and bytes | TMA load of a tile's K -> scores and sums      |
+| k.empty          | 128 threads | sums, dK has left through K's buffer -> load   |
+| v.full           | 1 and bytes | TMA load of a tile's V -> scores               |
+| v.empty          | 128 threads | scores, dV has left through V's buffer -> load |
+| q.full[stage]    | 1 and bytes | TMA load of 64 rows of Q -> scores and sums    |
+| q.empty[stage]   | 128 threads | sums, the step's dK is computed -> load        |
+| g.full[stage]    | 1 and bytes | TMA load of 64 rows of dO -> scores            |
+| g.empty[stage]   | 128 threads | scores, the step's dV is computed -> load      |
+| ds.full[2]       | 128 threads | scores, dS is stored -> sums                   |
+| ds.empty[2]      | 128 threads | sums, dK and dQ have read dS -> scores         |
+| tickets.full[2]  | 128 threads | load, the entry is drawn -> scores and sums    |
+| tickets.empty[2] | 256 threads | scores and sums, the entry is read -> load     |
 
 `sums` releases K and Q for both: the dS that it waited for says that `scores` has read them. dQ is
-deterministic up to 128 keys.
+deterministic up to 128 keys. Under a mask programs take their entries by tickets, see
+`device.tickets`.
 """
 
 from dataclasses import dataclass
@@ -76,7 +79,7 @@ class Config:
 
     q_stages, g_stages: steps of Q and of dO in shared memory, together at most 3. fold: leave
     factors of the activation to the sums where `activations.foldable`. registers: of a consumer
-    thread. tickets: tiles are taken from the list in turn.
+    thread. tickets: entries are taken by tickets, not by number.
     """
 
     q_stages: int = 2

@@ -11,6 +11,7 @@ Why it may not: ptxas had already moved the activation between the instructions 
 some of it; now it moves the last wait up, ahead of half of the activation.
 
 A block that all rows of a tile see is not masked; with a mask that is half of its instructions.
+Under a mask programs also take their entries by tickets, see `device.tickets`.
 
 | role     | warps | registers | work                                                     |
 |----------|-------|-----------|----------------------------------------------------------|
@@ -27,6 +28,8 @@ A block that all rows of a tile see is not masked; with a mask that is half of i
 | k.empty[stage]      | 128 a consumer | consumers, S of the block is complete -> load        |
 | v.full[stage]       | 1 and bytes    | TMA load of a block of V -> all consumers            |
 | v.empty[stage]      | 128 a consumer | consumers, P V of the block is complete -> load      |
+| tickets.full[2]     | 128 threads    | load, the entry is drawn -> all consumers            |
+| tickets.empty[2]    | 128 a consumer | consumers, the entry is read -> load                 |
 
 Where K and V are resident, a consumer releases a block of them in the last tile of its entry alone.
 With a head_dim over 128 there is room for one tile of Q: a consumer releases it after the tile's
@@ -82,8 +85,8 @@ class Config:
     `activations.foldable`. q_slots: tiles of Q in shared memory. programs: of a multiprocessor,
     which share its registers. splits: pieces of a sequence's keys, whose fp32 results are added up
     afterwards. ahead: a tile's Q, which comes from HBM, is loaded during the tile before, where
-    keys are not resident and there is room. tickets: tiles are taken from the list in
-    turn, with one tile of Q in shared memory, so that the next one is chosen late.
+    keys are not resident and there is room. tickets: entries are taken by tickets, with one tile of
+    Q in shared memory, so that the next one is drawn late.
     """
 
     BLOCK_N: int = 128

@@ -1,0 +1,146 @@
+"""Lists that programs take by tickets: their order, when they are used, and results."""
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import tritonemu
+from gdpa_kernels.calling import ladder
+from gdpa_kernels.calling.launches import launches
+from gdpa_kernels.gdpa import schedule
+from gdpa_kernels.gdpa.batch import Batch
+from gdpa_kernels.gdpa.device import tickets
+from gdpa_kernels.gdpa.mask import Mask
+from gdpa_lab.measuring.inputs import cu_seqlens
+from tests.tiers import examples
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+FORWARD = ladder.rung("v8_own_waits").module()
+BACKWARD = ladder.rung("v4_warp_specialized_backward").module()
+WIDE = ladder.rung("v7_wide_backward").module()
+LENGTH = st.just(0) | st.integers(0, 60)
+
+
+@examples(40)
+@given(
+    st.lists(st.tuples(LENGTH, LENGTH), min_size=1, max_size=9), st.integers(1, 3),
+    st.integers(1, 6), st.booleans(), st.booleans(), st.sampled_from((2**30, 2, 3)),
+    st.booleans(),
+)  # fmt: skip
+def test_the_list_is_the_one_made_with_plain_integers(
+    lengths, num_heads, num_programs, causal, shifted, most, transposed
+):
+    queries, keys = zip(*lengths, strict=True)
+    rows, others = (keys, queries) if transposed else (queries, keys)
+    plan = tickets.TicketList(
+        sum(rows), max(rows), num_heads, 4, num_programs, causal=causal, shifted=shifted,
+        most=most, numbered=True, transposed=transposed,
+    )  # fmt: skip
+    with tritonemu.enabled():
+        (entries,) = plan.make(cu_seqlens(keys, DEVICE), cu_seqlens(queries, DEVICE))
+    expected = schedule.build_tickets(
+        rows, others, num_heads=num_heads, block=4, num_programs=num_programs, causal=causal,
+        shifted=shifted, most=most, falling=not transposed,
+    )  # fmt: skip
+    count, *listed = entries.tolist()
+    assert count[0] == len(expected) <= len(listed)
+    starts, other_starts = (cu_seqlens(each, "cpu").tolist() for each in (rows, others))
+    assert listed[: len(expected)] == [
+        [starts[i], starts[i], rows[i], other_starts[i], others[i], head, 4 * block, i]
+        for i, head, block in expected.tiles()
+    ]
+
+
+def test_a_short_sorted_tail_balances_one_long_sequence():
+    lengths = [16384]
+    options = {"num_heads": 4, "block": 128, "num_programs": 132}
+    by_tickets = schedule.build_tickets(lengths, lengths, **options)
+    assert by_tickets.imbalance(dynamic=True) < 1.03 < 1.2 < by_tickets.imbalance()
+
+
+def batch(lengths, *, heads=(2, 2), head_dim=128, share=None, dtype=torch.bfloat16, **mask):
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (
+        torch.randn(sum(lengths), each, head_dim, generator=generator).to(DEVICE, dtype)
+        for each in (heads[0], heads[1], heads[1])
+    )
+    segments = None
+    if share:
+        rows = [[int(share * length), 0] for length in lengths]
+        segments = torch.tensor(rows, dtype=torch.int32, device=DEVICE)
+    ends = cu_seqlens(list(lengths), DEVICE)
+    longest = max(lengths)
+    return Batch(
+        q, k, v, ends, ends, longest, longest, ("gelu_tanh",), head_dim**-0.5, 1 / 64,
+        mask=Mask(**mask), segments=segments,
+    )  # fmt: skip
+
+
+LONG = [16384], {"causal": True}
+
+
+@pytest.mark.parametrize(
+    "lengths, options, forward, backward",
+    [
+        (*LONG, True, True),
+        ([16384], {}, False, False),
+        ([16384], {"causal": True, "window": 1024}, False, False),
+        ([2048] * 16, {"causal": True}, False, False),
+        ([2048] * 2, {"causal": True, "heads": (8, 8)}, True, True),
+        ([2048] * 16 + [64], {"causal": True}, True, True),
+        ([2048] * 16 + [64], {"causal": True, "window": 128}, False, True),
+        ([512], {"causal": True}, False, False),
+    ],
+)
+def test_tickets_are_taken_where_they_pay(lengths, options, forward, backward):
+    call = batch(lengths, **{"heads": (4, 4)} | options)
+    with tritonemu.enabled(multiprocessors=132):
+        assert FORWARD.default_config(call).tickets is forward
+        assert BACKWARD.default_config(call).tickets is backward
+
+
+@pytest.mark.parametrize(
+    "lengths, options",
+    [
+        ([200, 0, 333, 64], {"causal": True}),
+        ([300, 130], {"causal": True, "heads": (4, 1)}),
+        ([200, 333, 64], {"causal": True, "window": 200, "head_dim": 64}),
+        ([200, 333, 64], {"causal": "lower_right", "share": 0.3}),
+        ([200, 133], {"causal": True, "head_dim": 256}),
+        ([200, 333], {"window": 140, "dtype": torch.float16}),
+    ],
+)
+def test_results_are_those_of_the_fixed_list_and_launches_may_share_one(lengths, options):
+    call = batch(lengths, **options)
+    rung = BACKWARD if call.head_dim <= 128 else WIDE
+    grad = torch.randn(call.q.shape, generator=torch.Generator().manual_seed(1))
+    grad = grad.to(DEVICE, call.q.dtype)
+    with tritonemu.enabled(multiprocessors=2):
+        config = dataclasses.replace(FORWARD.default_config(call), tickets=True, q_slots=1)
+        plan = FORWARD.plan_schedule(call, config).make(*call.offsets)
+        shared = [FORWARD.forward(call, config=config, schedule=plan) for _ in range(2)]
+        fixed = FORWARD.forward(call, config=dataclasses.replace(config, tickets=False))
+        assert torch.equal(shared[0], fixed) and torch.equal(*shared)
+
+        config = dataclasses.replace(rung.default_config(call), tickets=True)
+        plan = rung.plan_schedule(call, config).make(*call.offsets)
+        shared = [rung.backward(grad, call, config=config, schedule=plan) for _ in range(2)]
+        fixed = rung.backward(grad, call, config=dataclasses.replace(config, tickets=False))
+    for first, second, expected in zip(*shared, fixed, strict=True):
+        torch.testing.assert_close(first, expected, rtol=2e-2, atol=1e-3)  # dq in another order
+        torch.testing.assert_close(second, expected, rtol=2e-2, atol=1e-3)
+
+
+def test_each_launch_has_a_counter_of_its_own():
+    call = batch([300, 200], causal=True)
+    config = dataclasses.replace(FORWARD.default_config(call), tickets=True, q_slots=1)
+    with tritonemu.enabled(multiprocessors=2):
+        plan = FORWARD.plan_schedule(call, config).make(*call.offsets)
+        with launches(run=False) as seen:
+            for _ in range(2):
+                FORWARD.forward(call, config=config, schedule=plan)
+    counters = [launch.arguments["counter_ptr"] for launch in seen]
+    assert len({counter.data_ptr() for counter in counters}) == 2
