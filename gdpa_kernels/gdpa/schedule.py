@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -200,6 +200,31 @@ def build(
     )
 
 
+def masked_cost(
+    rank: int, rows: int, keys: int, block: int, *, shifted: bool = False, most: int = 2**30
+) -> int:
+    """Blocks of keys that a tile of `block` rows sees under a causal mask, 1 to `most`.
+
+    `rank` of the tile in its head counts from 1 at the end that sees the fewest of `keys` keys.
+    With `shifted` the last of `rows` rows sees all keys, else row i sees i + 1.
+    """
+    base = int((keys - rows) / block) if shifted else 0
+    return max(min(base + rank, _ceil_div(keys, block), most), 1)
+
+
+def masked(
+    plan: Schedule, rows: Sequence[int], keys: Sequence[int], *, block: int, falling: bool = True,
+    shifted: bool = False, most: int = 2**30,
+) -> Schedule:  # fmt: skip
+    """The same list, each tile with its cost under a causal mask. `falling`: the last rows of a
+    head see the most keys, else the first, as keys are seen by queries."""
+    costs = []
+    for i, _, index in plan.tiles():
+        rank = index + 1 if falling else _ceil_div(rows[i], block) - index
+        costs.append(masked_cost(rank, rows[i], keys[i], block, shifted=shifted, most=most))
+    return replace(plan, costs=tuple(costs))
+
+
 def build_tickets(
     rows: Sequence[int],
     keys: Sequence[int],
@@ -215,9 +240,8 @@ def build_tickets(
     """Make the list that programs take by tickets, with plain integers; see `device.tickets`.
 
     `rows` and `keys` are the lengths of what is listed and of what each tile goes through, [batch].
-    A tile is `block` rows and costs as many blocks of keys as its rank in its head, counted from
-    the cheap end, at most `most`; with `shifted` more by the keys that exceed the rows; all, if not
-    `causal`. `falling`: the last rows of a head are the costly ones, else the first.
+    A tile is `block` rows and costs `masked_cost`; all that a head's most costly one can, if not
+    `causal`. `falling`: see `masked`.
 
     Sequences by falling keys, then heads, costly tiles first; the last heads, which hold the cost
     of num_programs of the most costly tile, sorted by falling cost.
@@ -225,11 +249,10 @@ def build_tickets(
     tiles = []
     for i in sorted(range(len(rows)), key=lambda i: -keys[i]):
         count = _ceil_div(rows[i], block)
-        limit = max(min(_ceil_div(keys[i], block), most), 1)
-        base = int((keys[i] - rows[i]) / block) if shifted else 0
         for head in range(num_heads):
             for nth in range(count):
-                cost = max(min(base + count - nth, limit), 1) if causal else limit
+                rank = count - nth if causal else 2**30
+                cost = masked_cost(rank, rows[i], keys[i], block, shifted=shifted, most=most)
                 tiles.append((i, head, count - 1 - nth if falling else nth, cost))
     need = num_programs * max((tile[3] for tile in tiles), default=0)
     cut = len(tiles)

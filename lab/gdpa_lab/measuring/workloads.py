@@ -12,6 +12,7 @@ from gdpa_lab.measuring.length_distributions import (
     Events,
     Full,
     LengthDistribution,
+    LogNormal,
     Uniform,
 )
 from gdpa_lab.measuring.require import require
@@ -49,7 +50,7 @@ def _workloads() -> dict[str, Workload]:
         _self("kuairandpure", 512, KUAIRAND["kuairandpure"]),
         _self("kuairand1k", 4096, KUAIRAND["kuairand1k"]),
     ]
-    return {w.name: w for w in (*workloads, *_other_shapes(), *_hstu())}
+    return {w.name: w for w in (*workloads, *_other_shapes(), *_masked(), *_hstu())}
 
 
 def of_hstu(batch: Workload, causal: bool) -> Workload:
@@ -86,8 +87,31 @@ def _other_shapes() -> list[Workload]:
     ]  # fmt: skip
 
 
+def _masked() -> list[Workload]:
+    """Causal batches whose sequences are long or uneven."""
+    uneven = _self("lognormal", 6000, LogNormal(1.0, 0, 1200), batch=48)
+    heavy = _self("lognormal", 16384, LogNormal(1.4, 0, 600), batch=64)
+    kuairand = _self("kuairand1k", 4096, KUAIRAND["kuairand1k"], batch=256)
+    batches = [
+        _full("-b1", 16384, batch=1),
+        _full("-b3", 5000, batch=3),
+        _full("-b8-h16", 8192, batch=8, num_heads_q=16),
+        replace(uneven, name=f"{uneven.name}-b48"),
+        replace(uneven, name=f"{uneven.name}-b48-window1024", window=1024),
+        replace(uneven, name=f"{uneven.name}-b48-d64", head_dim=64),
+        replace(uneven, name=f"{uneven.name}-b48-d256", head_dim=256),
+        replace(heavy, name=f"{heavy.name}-b64"),
+        replace(kuairand, name=f"{kuairand.name}-b256"),
+        replace(_self("half-jagged", 1024, Uniform(0.5)), name="gdpa-self-half-jagged-1024"),
+    ]
+    return [replace(batch, name=f"{batch.name}-causal", causal=True) for batch in batches]
+
+
 WORKLOADS: dict[str, Workload] = _workloads()
 """Every named workload of GDPA. The published ones: batch 1152, 4 heads, head_dim 128, bfloat16."""
+
+MASKED: tuple[str, ...] = tuple(workload.name for workload in _masked())
+"""Names of the causal batches whose sequences are long or uneven."""
 
 HSTU: tuple[str, ...] = tuple(name for name in WORKLOADS if name.endswith("-hstu"))
 """Names of the workloads with the function of HSTU."""

@@ -1,0 +1,288 @@
+# ---
+# jupyter:
+#   kernelspec: {display_name: Python 3, language: python, name: python3}
+# measures: true
+# ---
+
+# %% [markdown]
+# # Tickets: a schedule that sees the mask
+#
+# Under a causal mask the last tile of a sequence sees all keys and the first one a single block.
+# What does a list cost that counts both alike?
+#
+# :::{admonition} In this chapter (15 minutes)
+# You will count the cost of a tile under a mask, predict from the counts what a balanced schedule
+# gains, and see why the order that balances best is not the fastest. On the H200 tickets make
+# forward v8 {glue:text}`forward_gain` times as fast on causal batches of long or uneven sequences,
+# and the backward kernels {glue:text}`backward_gain` times.
+# :::
+
+# %% tags=["hide-input"]
+from dataclasses import replace
+from functools import partial
+
+import pandas as pd
+
+from _lib import drawings, ratios
+from gdpa_kernels.calling import ladder
+from gdpa_kernels.gdpa import schedule
+from gdpa_kernels.gdpa.device import tickets
+from gdpa_lab.measuring.inputs import make_inputs
+from gdpa_lab.measuring.workloads import MASKED, workload
+from gdpa_lab.report.chapter import Chapter
+
+# %% tags=["parameters"]
+mode = "replay"
+device = "cpu"
+data_dir = "data"
+
+# %% tags=["remove-cell"]
+chapter = Chapter("measuring/masked_batches", mode=mode, device=device, data_dir=data_dir)
+FIXED = "fixed list"
+
+
+def rung_on(of, way):
+    if way == "forward":
+        return "v8_own_waits"
+    return "v4_warp_specialized_backward" if of.head_dim <= 128 else "v7_wide_backward"
+
+
+def without_tickets(of, way):
+    """The rung with the fixed list that it had before tickets."""
+    batch = make_inputs(of, device=device).batch()
+    config = ladder.rung(rung_on(of, way)).module().default_config(batch)
+    slots = {"q_slots": 2} if way == "forward" and of.head_dim <= 128 else {}
+    return rung_on(of, way), FIXED, {"config": replace(config, tickets=False, **slots)}
+
+
+@chapter.measure
+def _(session):
+    for way in ("forward", "backward"):
+        for of in map(workload, MASKED):
+            if session.asks(of):
+                peers = ["fa2_varlen", "fa3", "fa4", "cudnn" if of.fill == 1 else "cudnn_varlen"]
+                impls = [rung_on(of, way), without_tickets(of, way), *peers]
+                session.measure(of, impls, direction=way, scopes=("sustained",), seconds=0.5)
+
+
+# %% [markdown]
+# ## What a tile costs
+#
+# A tile of 128 rows goes through the keys that its rows see. In the forward pass under a causal
+# mask, tile $r$ of a head, counted from 1, sees $r$ blocks of 128 keys; in the backward pass, where
+# a tile is 128 keys, the first one is seen by all rows and the last one by its own. A window ends
+# the growth, at its own width. So the tiles of a sequence of 16,384 tokens cost 1 to 128 blocks.
+#
+# A {term}`persistent kernel` takes its tiles from a list, and so far program $p$ of $P$ took the
+# entries $p$, $p + P$, $p + 2P$ and so on ({doc}`../forward/v3_persistent`). The list was sorted by
+# the keys of a sequence, which are the same for all its tiles. Two heads of eight tiles on four
+# programs:
+
+
+# %% tags=["hide-input"]
+def placed(plan: schedule.Schedule, dynamic: bool) -> pd.DataFrame:
+    """Program, start, time and cost of every tile."""
+    free, bars = [0.0] * plan.num_programs, []
+    for index, time in enumerate(plan.work(prologue=0.5)):
+        program = free.index(min(free)) if dynamic else index % plan.num_programs
+        bars.append((program, free[program], time, str(plan.costs[index])))
+        free[program] += time
+    return pd.DataFrame(bars, columns=["lane", "start", "time", "label"])
+
+
+small = {"num_heads": 2, "num_programs": 4}
+fixed = schedule.build("zigzag", [8], [8], block_m=1, block_n=1, fastest="block", **small)
+fixed = schedule.masked(fixed, [8], [8], block=1)
+by_tickets = schedule.build_tickets([8], [8], block=1, **small)
+panels = {
+    f"{name}: {plan.imbalance(prologue=0.5, dynamic=dynamic):.2f}": placed(plan, dynamic)
+    for name, plan, dynamic in (("fixed list", fixed, False), ("tickets", by_tickets, True))
+}
+
+# %% tags=["remove-input"]
+# | name: fig-masked-lists
+# | caption: >
+# |   **Programs that take the next tile when they are free end together.** Two heads of eight tiles
+# |   under a causal mask on four programs (rows). Numbers: the cost of a tile in blocks of keys.
+# |   Above: the slowest program against the mean.
+# | alt: >
+# |   Two timelines. With the fixed list one program ends long after the others; with tickets all
+# |   four end at nearly the same time, the costly tiles first.
+chart = drawings.gantt(panels, xlabel="time, in blocks of keys", hue="v8_own_waits")
+chapter.figure(chart, modelled="gdpa_kernels.gdpa.schedule")
+
+# %% [markdown]
+# ## Tickets
+#
+# A ticket is a number from an atomic counter in global memory: the next entry of the list, for
+# whoever asks. The producer draws it and hands it to its consumers through shared memory:
+
+# %% tags=["remove-input"]
+chapter.code(tickets.take)
+chapter.code(tickets.follow)
+
+# %% [markdown]
+# It draws late, when all loads of its tile are issued. A ticket that is drawn a tile ahead is a
+# promise to begin that tile last, and with two tiles a program such promises undo the balance. Each
+# launch has a counter of its own, so two launches may share a list.
+#
+# Who takes which tile now depends on time, and so does the order in which tiles add to dQ. The
+# promise of equal bits is what it was: dQ has them up to as many keys as two tiles hold.
+#
+# ## In which order
+#
+# Sorted by falling cost over all sequences, the list would be balanced best. It was also slow: on
+# one sequence of 16,384 tokens with 32 query heads on 8 key heads, backward v4 moved 24.5 GB
+# through DRAM instead of 3.3 (profiled, {doc}`../notes/at_the_wall`). Tiles that are taken together
+# no longer read the same rows, and the L2 cache no longer serves them. So the list keeps neighbours
+# together: sequences by length, then heads, within a head the costly tiles first. Only its last
+# heads are sorted by cost, as many as hold the work of all programs during the most costly tile,
+# {doc}`the same rule <../forward/v3_persistent>` as a sorted grid, applied where it matters.
+#
+# ## Prediction
+#
+# The slowest program over the mean, from exact costs, 132 programs. Half a block of each tile is
+# its start. If nothing but balance changed, the quotient of both columns would be the gain.
+
+
+# %% tags=["hide-input"]
+def model(name: str, way: str) -> dict[str, float]:
+    """Imbalance of both lists for the rung that takes the call."""
+    of = workload(name)
+    block = 64 if way == "backward" and of.head_dim > 128 else 128
+    heads = of.num_heads_q if way == "forward" else of.num_heads_k
+    most = 2**30 if of.window is None else of.window // block + 1
+    lengths, falling = (of.seqlens_q, of.seqlens_k), way == "forward"
+    options = {"num_heads": heads, "num_programs": 132}
+    fixed = schedule.build(
+        "zigzag", *lengths, block_m=block, block_n=block, fastest="block", **options
+    )
+    fixed = schedule.masked(fixed, *lengths, block=block, falling=falling, most=most)
+    by_tickets = schedule.build_tickets(
+        *lengths, block=block, falling=falling, most=most, **options
+    )
+    imbalance = partial(schedule.Schedule.imbalance, prologue=0.5)
+    return {
+        FIXED: imbalance(fixed),
+        "tickets": imbalance(by_tickets, dynamic=True),
+    }
+
+
+# %% tags=["remove-cell"]
+rows = {way: chapter.rows(direction=way, scope="sustained", variant=None)
+        for way in ("forward", "backward")}  # fmt: skip
+
+
+def compared(way: str) -> pd.DataFrame:
+    """Rates with both lists and of the best peer, in TFLOP/s, and the modelled gain."""
+    of = rows[way]
+    lines = {}
+    for name, group in of.groupby("workload", sort=False):
+        ours = group[group["impl"] == rung_on(workload(name), way)].set_index("variant")["tflops"]
+        peer = ratios.best_peer(group)
+        modelled = model(name, way)
+        lines[ratios.row(name).removesuffix("-causal")] = {
+            "balance, fixed list": modelled[FIXED],
+            "with tickets": modelled["tickets"],
+            "fixed list": ours[FIXED],
+            "tickets": ours[""],
+            "best baseline": ratios.named(peer["impl"], way),
+            "its rate": peer["tflops"],
+        }
+    return pd.DataFrame(lines).T
+
+
+both = {way: compared(way) for way in rows}
+gains = {way: (of["tickets"] / of["fixed list"]).astype(float) for way, of in both.items()}
+promised = {
+    way: (of["balance, fixed list"] / of["with tickets"]).astype(float) for way, of in both.items()
+}
+share = pd.concat([(gains[way] - 1)[promised[way] > 1.1] / (promised[way] - 1)[promised[way] > 1.1]
+                   for way in both])  # fmt: skip
+ahead = {way: (of["tickets"] / of["its rate"]).astype(float) for way, of in both.items()}
+chapter.glue(
+    **{f"{way}_gain": ratios.spread(of) for way, of in gains.items()},
+    **{f"{way}_ahead": ratios.spread(of) for way, of in ahead.items()},
+)
+chapter.predict(
+    "Tickets never cost more than 3 %: the least gain, both directions.",
+    pd.concat([*gains.values()]), least=0.97,
+)  # fmt: skip
+chapter.predict(
+    "Where the model promises more than 1.1 times, at least half of what it promises is measured.",
+    share, least=0.5,
+)  # fmt: skip
+
+# %% tags=["remove-input"]
+chapter.predictions()
+
+# %% [markdown]
+# ## Measurement
+#
+# All batches are causal, with 4 heads of 128 columns unless the name says otherwise: `h16` is 16
+# query heads on 4 key heads, `d64` and `d256` are other head dimensions. Lognormal lengths have a
+# heavy tail, and `kuairand1k` has the lengths of a published data set. A rate counts visible pairs
+# alone.
+
+# %% tags=["remove-input"]
+for way in both:
+    chapter.table(
+        both[way].round(2).reset_index(names="batch"), measured=rows[way],
+        name=f"tab-masked-{way}", digits={"fixed list": 0, "tickets": 0, "its rate": 0},
+        caption=f"**The {way} pass, back to back on the H200.** Modelled balance of both lists, "
+        "rates in TFLOP/s of the kernel with each, and of the best baseline.",
+    )  # fmt: skip
+
+# %% [markdown]
+# With tickets the best kernel is {glue:text}`forward_ahead` times as fast as the best baseline
+# forward, and {glue:text}`backward_ahead` times backward.
+#
+# ## Where the fixed list stays
+#
+# Making the list with costs takes 10 to 20 µs on the device, the fixed one 5
+# ({doc}`../notes/at_the_wall`). So tickets are left out where nothing is gained: without a mask,
+# where tiles are no more than programs, where equal sequences of up to 2,048 rows give every
+# program four tiles or more, and where a window makes all tiles alike. The host decides that from
+# what it knows without waiting: the rows, the number of sequences, the longest one and the heads.
+
+# %% tags=["remove-input"]
+chapter.code(tickets.pay)
+
+# %% [markdown]
+# ## Exercises
+#
+# :::{exercise} How long a tail
+# :label: ex-masked-tail
+#
+# Why do the sorted heads hold 132 times the most costly tile, and not, say, a fixed number of
+# tiles? *(paper)*
+# :::
+#
+# :::{solution} ex-masked-tail
+# :class: dropdown
+#
+# When the first sorted tile is taken, every program is busy with at most one tile, and none of
+# those costs more than the most costly one. What is left must fill up that difference for all 132
+# programs, so it has to hold that much work. A shorter tail may end with one costly tile; a longer
+# one gives up reuse in L2 for nothing.
+# :::
+#
+# :::{exercise} A window
+# :label: ex-masked-window
+#
+# One sequence of 16,384 tokens has a causal window of 1,024. Count the cost of its tiles. Do
+# tickets pay? *(paper)*
+# :::
+#
+# :::{solution} ex-masked-window
+# :class: dropdown
+#
+# Tile $r$ sees $\min(r, 9)$ blocks of 128 keys: all but eight of 128 tiles cost the same, so the
+# fixed list is balanced and its entries are cheaper to find.
+# :::
+#
+# ## Takeaways
+#
+# - A schedule needs the cost of each tile, and a mask decides the cost.
+# - An atomic counter costs nothing that shows, if it is asked when the loads of a tile are issued.
+# - The order must serve the caches first; only the end of the list must serve the balance.
