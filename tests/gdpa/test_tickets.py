@@ -20,6 +20,7 @@ from tests.tiers import examples
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FORWARD = ladder.rung("v8_own_waits").module()
 BACKWARD = ladder.rung("v4_warp_specialized_backward").module()
+FEW_KEYS = ladder.rung("v6_one_tile_backward").module()
 WIDE = ladder.rung("v7_wide_backward").module()
 LENGTH = st.just(0) | st.integers(0, 60)
 
@@ -132,6 +133,21 @@ def test_results_are_those_of_the_fixed_list_and_launches_may_share_one(lengths,
     for first, second, expected in zip(*shared, fixed, strict=True):
         torch.testing.assert_close(first, expected, rtol=2e-2, atol=1e-3)  # dq in another order
         torch.testing.assert_close(second, expected, rtol=2e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("lengths, taken", [([800, 60, 50, 40, 30], True), ([200, 150], False)])
+def test_few_keys_take_tickets_where_queries_are_uneven(lengths, taken):
+    call = batch(lengths)
+    keys = cu_seqlens([70, 0, 128, 1, 100][: len(lengths)], DEVICE)
+    k, v = (x[: int(keys[-1])] for x in (call.k, call.v))
+    call = dataclasses.replace(call, k=k, v=v, cu_seqlens_k=keys, max_seqlen_k=128)
+    config = FEW_KEYS.default_config(call)
+    assert config.tickets is taken
+    with tritonemu.enabled(multiprocessors=2):
+        results = FEW_KEYS.backward(call.q, call, config=config)
+        fixed = dataclasses.replace(config, tickets=not taken)
+        others = FEW_KEYS.backward(call.q, call, config=fixed)
+    assert all(map(torch.equal, results, others))
 
 
 def test_each_launch_has_a_counter_of_its_own():

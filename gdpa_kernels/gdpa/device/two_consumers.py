@@ -32,6 +32,13 @@ class Config:
     registers: int = 240
 
 
+@dataclass(frozen=True)
+class TicketConfig(Config):
+    """Launch constants, and `tickets`: entries are taken by tickets, not by number."""
+
+    tickets: bool = False
+
+
 def default_config(batch: Batch) -> Config:
     """The same for every call."""
     return Config()

@@ -33,8 +33,6 @@ dQ is deterministic up to 256 keys. Under a mask programs take their entries by 
 `device.tickets`.
 """
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -45,7 +43,6 @@ from gdpa_kernels.device.groups import Ring, ring
 from gdpa_kernels.device.ragged import BOUND
 from gdpa_kernels.device.rows import fetch_rows, keep_runtime, put_rows, uniform
 from gdpa_kernels.gdpa.batch import Batch, Schedule
-from gdpa_kernels.gdpa.device import two_consumers
 from gdpa_kernels.gdpa.device.derivatives import mask_slope, times_slope, value_and_factor
 from gdpa_kernels.gdpa.device.gradients import (
     Gradients,
@@ -76,14 +73,8 @@ from gdpa_kernels.gdpa.device.two_consumers import (
     scores,
     share,
 )
+from gdpa_kernels.gdpa.device.two_consumers import TicketConfig as Config
 from gdpa_kernels.gdpa.device.work_list import WorkList, entry, list_of_keys
-
-
-@dataclass(frozen=True)
-class Config(two_consumers.Config):
-    """Launch constants, and `tickets`: entries are taken by tickets, not by number."""
-
-    tickets: bool = False
 
 
 def default_config(batch: Batch) -> Config:

@@ -14,19 +14,25 @@ Why it may not: rows that see no key are computed too.
 | load     | 4     | 24        | one thread issues the TMA loads                               |
 | math (2) | 4     | 240       | S, dP, activation and derivative, dV, dK, half of dQ; 64 keys |
 
-| barrier        | arrivals    | filled by -> drained by                               |
-|----------------|-------------|-------------------------------------------------------|
-| k.full[stage]  | 1 and bytes | TMA loads of a tile's K -> both consumers             |
-| k.empty[stage] | 256 threads | consumers, the tile's last dQ is computed -> producer |
-| v.full         | 1 and bytes | TMA loads of a tile's V -> both consumers             |
-| v.empty        | 256 threads | consumers, dV has left through V's buffer -> producer |
-| q.full[stage]  | 1 and bytes | TMA load of a step's Q -> both consumers              |
-| q.empty[stage] | 256 threads | consumers, the step's dK is computed -> producer      |
-| g.full[stage]  | 1 and bytes | TMA load of a step's dO -> both consumers             |
-| g.empty[stage] | 256 threads | consumers, the step's dV is computed -> producer      |
-| ds.full[2]     | 256 threads | consumers, dS is stored -> consumers                  |
-| ds.empty[2]    | 256 threads | consumers, dQ of these rows is computed -> consumers  |
+| barrier          | arrivals    | filled by -> drained by                               |
+|------------------|-------------|-------------------------------------------------------|
+| k.full[stage]    | 1 and bytes | TMA loads of a tile's K -> both consumers             |
+| k.empty[stage]   | 256 threads | consumers, the tile's last dQ is computed -> producer |
+| v.full           | 1 and bytes | TMA loads of a tile's V -> both consumers             |
+| v.empty          | 256 threads | consumers, dV has left through V's buffer -> producer |
+| q.full[stage]    | 1 and bytes | TMA load of a step's Q -> both consumers              |
+| q.empty[stage]   | 256 threads | consumers, the step's dK is computed -> producer      |
+| g.full[stage]    | 1 and bytes | TMA load of a step's dO -> both consumers             |
+| g.empty[stage]   | 256 threads | consumers, the step's dV is computed -> producer      |
+| ds.full[2]       | 256 threads | consumers, dS is stored -> consumers                  |
+| ds.empty[2]      | 256 threads | consumers, dQ of these rows is computed -> consumers  |
+| tickets.full[2]  | 128 threads | load, the entry is drawn -> both consumers            |
+| tickets.empty[2] | 256 threads | consumers, the entry is read -> load                  |
+
+Where queries are uneven programs take their entries by tickets, see `device.tickets`.
 """
+
+from dataclasses import replace
 
 import torch
 import triton
@@ -46,12 +52,11 @@ from gdpa_kernels.gdpa.device.gradients import (
     requires_few_keys,
 )
 from gdpa_kernels.gdpa.device.masks import mask_transposed
+from gdpa_kernels.gdpa.device.tickets import each_tile, new_counter, tickets_of
 from gdpa_kernels.gdpa.device.two_consumers import (
     KEYS,
     MATH_ROLES,
     TILE,
-    Config,
-    default_config,
     dq_product,
     fetch_both,
     put_aside,
@@ -59,7 +64,10 @@ from gdpa_kernels.gdpa.device.two_consumers import (
     scores,
     share,
 )
-from gdpa_kernels.gdpa.device.work_list import WorkList, count_items, entry, list_of_keys
+from gdpa_kernels.gdpa.device.two_consumers import TicketConfig as Config
+from gdpa_kernels.gdpa.device.work_list import WorkList, entry, list_of_keys
+
+UNEVEN = 4
 
 
 def requires(batch: Batch) -> str | None:
@@ -67,9 +75,15 @@ def requires(batch: Batch) -> str | None:
     return requires_few_keys(batch, TILE.value)
 
 
+def default_config(batch: Batch) -> Config:
+    """Tickets where the longest sequence has more than UNEVEN times the mean's queries."""
+    return Config(tickets=batch.max_seqlen_q * batch.sequences > UNEVEN * batch.rows)
+
+
 def plan_schedule(batch: Batch, config: Config) -> WorkList:
     """A tile for each sequence and key head, those with the most queries first."""
-    return list_of_keys(batch, TILE.value, rows_of(batch.head_dim), least=1)
+    plan = list_of_keys(batch, TILE.value, rows_of(batch.head_dim), least=1)
+    return replace(plan, num_programs=1) if config.tickets else plan  # no row is reversed
 
 
 @triton.aggregate
@@ -96,30 +110,26 @@ def steps_of(len_q, options):
 
 
 @triton.jit
-def load(q_desc, k_desc, v_desc, g_desc, q, k, v, g, list_ptr, options):
+def load(item, tile, count, q_desc, k_desc, v_desc, g_desc, q, k, v, g, list_ptr, options):
     """The producer: K of a tile, the first rows of Q, V, then dO and Q in the order of use."""
     GROUP: tl.constexpr = options.GROUP
-    num_items = count_items(list_ptr)
-    count = 0
-    for item in tl.range(tl.program_id(0), num_items, tl.num_programs(0)):
-        start_k, _, len_k, start_q, len_q, head_k, key = entry(list_ptr, item)
-        steps = steps_of(len_q, options)
-        tile = item // tl.num_programs(0)
-        stage = tile % options.K_STAGES
-        tlx.barrier_wait(k.empty[stage], (tile // options.K_STAGES & 1) ^ 1)
-        fetch_both(k_desc, k, stage, start_k, len_k, head_k, key)
-        for step in tl.range(0, steps * GROUP):
-            head, row = head_and_row(step, steps, 0, head_k, GROUP, options.ROWS)
-            stage = (count + step) % options.Q_STAGES
-            tlx.barrier_wait(q.empty[stage], (((count + step) // options.Q_STAGES) & 1) ^ 1)
-            fetch_rows(q_desc, q.buffer[stage], q.full[stage], start_q, len_q, head, row)
-            if step == 0:
-                tlx.barrier_wait(v.empty[0], (tile & 1) ^ 1)
-                fetch_both(v_desc, v, 0, start_k, len_k, head_k, key)
-            stage = (count + step) % options.G_STAGES
-            tlx.barrier_wait(g.empty[stage], (((count + step) // options.G_STAGES) & 1) ^ 1)
-            fetch_rows(g_desc, g.buffer[stage], g.full[stage], start_q, len_q, head, row)
-        count += steps * GROUP
+    start_k, _, len_k, start_q, len_q, head_k, key = entry(list_ptr, item)
+    steps = steps_of(len_q, options)
+    stage = tile % options.K_STAGES
+    tlx.barrier_wait(k.empty[stage], (tile // options.K_STAGES & 1) ^ 1)
+    fetch_both(k_desc, k, stage, start_k, len_k, head_k, key)
+    for step in tl.range(0, steps * GROUP):
+        head, row = head_and_row(step, steps, 0, head_k, GROUP, options.ROWS)
+        stage = (count + step) % options.Q_STAGES
+        tlx.barrier_wait(q.empty[stage], (((count + step) // options.Q_STAGES) & 1) ^ 1)
+        fetch_rows(q_desc, q.buffer[stage], q.full[stage], start_q, len_q, head, row)
+        if step == 0:
+            tlx.barrier_wait(v.empty[0], (tile & 1) ^ 1)
+            fetch_both(v_desc, v, 0, start_k, len_k, head_k, key)
+        stage = (count + step) % options.G_STAGES
+        tlx.barrier_wait(g.empty[stage], (((count + step) // options.G_STAGES) & 1) ^ 1)
+        fetch_rows(g_desc, g.buffer[stage], g.full[stage], start_q, len_q, head, row)
+    return count + steps * GROUP
 
 
 @triton.jit
@@ -146,8 +156,8 @@ def put_half(role: tl.constexpr, desc, buffer, start, length, head, row, options
 
 @triton.jit
 def math(
-    role: tl.constexpr, q, k, v, g, ds, staging, staged, gradients, list_ptr, scale, output_scale,
-    options,
+    item, tile, count, role: tl.constexpr, q, k, v, g, ds, staging, staged, gradients, list_ptr,
+    scale, output_scale, options,
 ):  # fmt: skip
     """A consumer: 64 keys of every tile."""
     GROUP: tl.constexpr = options.GROUP
@@ -156,77 +166,69 @@ def math(
     K_STAGES: tl.constexpr = options.K_STAGES
     ASIDE: tl.constexpr = role * (HEAD_DIM // 64)
     factor = 0.5 * scale * output_scale if options.FOLD else scale * output_scale
-    num_items = count_items(list_ptr)
-    count = 0
-    for item in tl.range(tl.program_id(0), num_items, tl.num_programs(0), num_stages=0):
-        tile = item // tl.num_programs(0)
-        k_at = tile % K_STAGES * MATH_ROLES
-        start_k, _, len_k, start_q, len_q, head_k, key = entry(list_ptr, item)
-        steps = steps_of(len_q, options)
-        all_steps = uniform(steps * GROUP)  # the compiler must not know that it is even
-        key += role * KEYS
-        dk = tl.zeros([KEYS, HEAD_DIM], tl.float32)
-        dv = tl.zeros([KEYS, HEAD_DIM], tl.float32)
-        tlx.barrier_wait(k.full[tile % K_STAGES], tile // K_STAGES & 1)
-        last = count + all_steps - 1
-        s = scores(k.buffer[k_at + role], q, count, Q_STAGES)
-        s = tlx.async_dot_wait(0, s)
-        tlx.barrier_wait(v.full[0], tile & 1)
-        ds_tile = ds.buffer[(count & 1) * MATH_ROLES + role]
-        d, dv = differentiate(
-            s, v.buffer[role], g, dv, count, scale, head_k * GROUP, 0, key, options
-        )
-        share(ds, ds_tile, d, count)
-        dk = tlx.async_dot(d, q.buffer[count % Q_STAGES], dk)
+    k_at = tile % K_STAGES * MATH_ROLES
+    start_k, _, len_k, start_q, len_q, head_k, key = entry(list_ptr, item)
+    steps = steps_of(len_q, options)
+    all_steps = uniform(steps * GROUP)  # the compiler must not know that it is even
+    key += role * KEYS
+    dk = tl.zeros([KEYS, HEAD_DIM], tl.float32)
+    dv = tl.zeros([KEYS, HEAD_DIM], tl.float32)
+    tlx.barrier_wait(k.full[tile % K_STAGES], tile // K_STAGES & 1)
+    last = count + all_steps - 1
+    s = scores(k.buffer[k_at + role], q, count, Q_STAGES)
+    s = tlx.async_dot_wait(0, s)
+    tlx.barrier_wait(v.full[0], tile & 1)
+    ds_tile = ds.buffer[(count & 1) * MATH_ROLES + role]
+    d, dv = differentiate(s, v.buffer[role], g, dv, count, scale, head_k * GROUP, 0, key, options)
+    share(ds, ds_tile, d, count)
+    dk = tlx.async_dot(d, q.buffer[count % Q_STAGES], dk)
+    dv = tlx.async_dot_wait(0, dv)
+    dk = tlx.async_dot_wait(0, dk)
+    tlx.barrier_arrive(g.empty[count % options.G_STAGES])
+    s = scores(k.buffer[k_at + role], q, tl.minimum(count + 1, last), Q_STAGES)
+    s = tlx.async_dot_wait(0, s)
+    tlx.barrier_arrive(q.empty[count % Q_STAGES])
+    for step in tl.range(1, all_steps, num_stages=0):
+        now = count + step
+        zero = keep_runtime(step)
+        head, row = head_and_row(step, steps, 0, head_k, GROUP, options.ROWS)
+        ds_tile = ds.buffer[(now & 1) * MATH_ROLES + role]
+        d, dv = differentiate(s, v.buffer[role + zero], g, dv, now, scale, head, row, key, options)
+        share(ds, ds_tile, d, now)
+        if step > 1:
+            head, row = head_and_row(step - 2, steps, 0, head_k, GROUP, options.ROWS)
+            aside = staging[ASIDE + zero]
+            put_half(role, gradients.dq, aside, start_q, len_q, head, row, options)
+        dk = tlx.async_dot(d, q.buffer[now % Q_STAGES], dk)
         dv = tlx.async_dot_wait(0, dv)
         dk = tlx.async_dot_wait(0, dk)
-        tlx.barrier_arrive(g.empty[count % options.G_STAGES])
-        s = scores(k.buffer[k_at + role], q, tl.minimum(count + 1, last), Q_STAGES)
+        tlx.barrier_arrive(g.empty[now % options.G_STAGES])
+        s = scores(k.buffer[k_at + role + zero], q, tl.minimum(now + 1, last), Q_STAGES)
+        dq = dq_product(role, ds, k, k_at + zero, now - 1, options)
         s = tlx.async_dot_wait(0, s)
-        tlx.barrier_arrive(q.empty[count % Q_STAGES])
-        for step in tl.range(1, all_steps, num_stages=0):
-            now = count + step
-            zero = keep_runtime(step)
-            head, row = head_and_row(step, steps, 0, head_k, GROUP, options.ROWS)
-            ds_tile = ds.buffer[(now & 1) * MATH_ROLES + role]
-            d, dv = differentiate(
-                s, v.buffer[role + zero], g, dv, now, scale, head, row, key, options
-            )
-            share(ds, ds_tile, d, now)
-            if step > 1:
-                head, row = head_and_row(step - 2, steps, 0, head_k, GROUP, options.ROWS)
-                aside = staging[ASIDE + zero]
-                put_half(role, gradients.dq, aside, start_q, len_q, head, row, options)
-            dk = tlx.async_dot(d, q.buffer[now % Q_STAGES], dk)
-            dv = tlx.async_dot_wait(0, dv)
-            dk = tlx.async_dot_wait(0, dk)
-            tlx.barrier_arrive(g.empty[now % options.G_STAGES])
-            s = scores(k.buffer[k_at + role + zero], q, tl.minimum(now + 1, last), Q_STAGES)
-            dq = dq_product(role, ds, k, k_at + zero, now - 1, options)
-            s = tlx.async_dot_wait(0, s)
-            dq = tlx.async_dot_wait(0, dq)
-            tlx.barrier_arrive(q.empty[now % Q_STAGES])
-            tlx.barrier_arrive(ds.empty[(now - 1) & 1])
-            put_aside(staging[ASIDE + zero], (dq * factor).to(options.DTYPE))
-        count += all_steps
-        dq = dq_product(role, ds, k, k_at, count - 1, options)
         dq = tlx.async_dot_wait(0, dq)
-        tlx.barrier_arrive(k.empty[tile % K_STAGES])
-        tlx.barrier_arrive(ds.empty[(count - 1) & 1])
-        tlx.fence("async_shared")
-        if all_steps > 1:
-            head, row = head_and_row(all_steps - 2, steps, 0, head_k, GROUP, options.ROWS)
-            put_half(role, gradients.dq, staging[ASIDE], start_q, len_q, head, row, options)
-        put_aside(staging[ASIDE], (dq * factor).to(options.DTYPE))
-        dv = dv * (0.5 * scale * output_scale if options.FOLD else output_scale)
-        put_rows(gradients.dv, v.buffer[role], start_k, len_k, head_k, key, dv.to(options.DTYPE))
-        head, row = head_and_row(all_steps - 1, steps, 0, head_k, GROUP, options.ROWS)
+        tlx.barrier_arrive(q.empty[now % Q_STAGES])
+        tlx.barrier_arrive(ds.empty[(now - 1) & 1])
+        put_aside(staging[ASIDE + zero], (dq * factor).to(options.DTYPE))
+    count += all_steps
+    dq = dq_product(role, ds, k, k_at, count - 1, options)
+    dq = tlx.async_dot_wait(0, dq)
+    tlx.barrier_arrive(k.empty[tile % K_STAGES])
+    tlx.barrier_arrive(ds.empty[(count - 1) & 1])
+    tlx.fence("async_shared")
+    if all_steps > 1:
+        head, row = head_and_row(all_steps - 2, steps, 0, head_k, GROUP, options.ROWS)
         put_half(role, gradients.dq, staging[ASIDE], start_q, len_q, head, row, options)
-        dk = dk * factor
-        tlx.async_descriptor_store_wait(0)
-        put_rows(gradients.dk, staged[role], start_k, len_k, head_k, key, dk.to(options.DTYPE))
-        tlx.barrier_arrive(v.empty[0])
+    put_aside(staging[ASIDE], (dq * factor).to(options.DTYPE))
+    dv = dv * (0.5 * scale * output_scale if options.FOLD else output_scale)
+    put_rows(gradients.dv, v.buffer[role], start_k, len_k, head_k, key, dv.to(options.DTYPE))
+    head, row = head_and_row(all_steps - 1, steps, 0, head_k, GROUP, options.ROWS)
+    put_half(role, gradients.dq, staging[ASIDE], start_q, len_q, head, row, options)
+    dk = dk * factor
     tlx.async_descriptor_store_wait(0)
+    put_rows(gradients.dk, staged[role], start_k, len_k, head_k, key, dk.to(options.DTYPE))
+    tlx.barrier_arrive(v.empty[0])
+    return count
 
 
 @triton.jit
@@ -235,6 +237,7 @@ def backward_kernel(
     GROUP: tl.constexpr, ROWS: tl.constexpr, ACTIVATION: tl.constexpr,
     FOLD: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, HEAD_DIM: tl.constexpr,
     Q_STAGES: tl.constexpr, G_STAGES: tl.constexpr, K_STAGES: tl.constexpr, REGISTERS: tl.constexpr,
+    counter_ptr=None,
 ):  # fmt: skip
     """dQ, dK and dV of the listed tiles of this program."""
     DTYPE: tl.constexpr = tlx.dtype_of(q_desc)
@@ -258,14 +261,23 @@ def backward_kernel(
     ds = Ring(ds, ds_full, tlx.alloc_warp_barrier(2, 4, MATH_ROLES), 2)
     gradients = Gradients(dq_desc, dk_desc, dv_desc)
 
+    tickets = None
+    if counter_ptr is not None:
+        tickets = tickets_of(counter_ptr, MATH_ROLES)
+
     with tlx.async_tasks():
         with tlx.async_task("default"):
-            load(q_desc, k_desc, v_desc, g_desc, q, k, v, g, list_ptr, options)
-        with tlx.async_task(num_warps=4, registers=REGISTERS, replicate=MATH_ROLES):
-            math(
-                tlx.async_task_replica_id(), q, k, v, g, ds, staging, staged, gradients,
-                list_ptr, scale, output_scale, options,
+            each_tile(
+                load, tickets, list_ptr, True,
+                (q_desc, k_desc, v_desc, g_desc, q, k, v, g, list_ptr, options),
             )  # fmt: skip
+        with tlx.async_task(num_warps=4, registers=REGISTERS, replicate=MATH_ROLES):
+            each_tile(
+                math, tickets, list_ptr, False,
+                (tlx.async_task_replica_id(), q, k, v, g, ds, staging, staged, gradients, list_ptr,
+                 scale, output_scale, options),
+            )  # fmt: skip
+            tlx.async_descriptor_store_wait(0)
 
 
 def backward(
@@ -286,5 +298,5 @@ def backward(
     loads = loaded(grad_out, batch, rows, KEYS.value)
     return launch_gradients(
         backward_kernel, batch, config, loads, boxes, (entries,), len(entries) - 1,
-        adds=False, ROWS=rows,
+        adds=False, ROWS=rows, counter_ptr=new_counter(batch) if config.tickets else None,
     )  # fmt: skip
