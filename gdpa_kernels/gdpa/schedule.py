@@ -21,10 +21,13 @@ them. `build_tickets` lists them for programs that take the next position when t
 
 from __future__ import annotations
 
+import functools
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 if TYPE_CHECKING:
     import torch
@@ -223,6 +226,21 @@ def masked(
         rank = index + 1 if falling else _ceil_div(rows[i], block) - index
         costs.append(masked_cost(rank, rows[i], keys[i], block, shifted=shifted, most=most))
     return replace(plan, costs=tuple(costs))
+
+
+@functools.cache
+def zigzag_imbalance(num_heads: int, tiles: int, num_programs: int) -> float:
+    """The imbalance, as `Schedule` has it with a prologue of half a block, of a zigzag list of
+    equal heads under a causal mask, `num_heads` over all sequences, of `tiles` tiles each."""
+    costs = np.tile(np.arange(1, tiles + 1) + 0.5, num_heads)
+    rows = np.append(costs, np.zeros(-len(costs) % num_programs)).reshape(-1, num_programs)
+    last = len(costs) - (len(rows) - 1) * num_programs  # tiles of the last row
+    if len(rows) % 2 == 0:
+        rows[-1, :last] = rows[-1, :last][::-1]
+        rows[1:-1:2] = rows[1:-1:2, ::-1]
+    else:
+        rows[1::2] = rows[1::2, ::-1]
+    return float(rows.sum(0).max() * num_programs / costs.sum())
 
 
 def build_tickets(

@@ -62,6 +62,19 @@ def test_a_short_sorted_tail_balances_one_long_sequence():
     assert by_tickets.imbalance(dynamic=True) < 1.03 < 1.2 < by_tickets.imbalance()
 
 
+@examples(60)
+@given(st.integers(1, 40), st.integers(1, 12), st.integers(1, 9))
+def test_the_imbalance_of_equal_heads_is_that_of_the_list(num_heads, tiles, num_programs):
+    options = {"block_m": 1, "block_n": 1, "fastest": "block"}
+    plan = schedule.build(
+        "zigzag", [tiles], [tiles], num_heads=num_heads, num_programs=num_programs, **options
+    )
+    plan = schedule.masked(plan, [tiles], [tiles], block=1)
+    expected = plan.imbalance(prologue=0.5)
+    actual = schedule.zigzag_imbalance(num_heads, tiles, num_programs)
+    assert actual == pytest.approx(expected)
+
+
 def batch(lengths, *, heads=(2, 2), head_dim=128, share=None, dtype=torch.bfloat16, **mask):
     generator = torch.Generator().manual_seed(0)
     q, k, v = (
@@ -80,17 +93,15 @@ def batch(lengths, *, heads=(2, 2), head_dim=128, share=None, dtype=torch.bfloat
     )  # fmt: skip
 
 
-LONG = [16384], {"causal": True}
-
-
 @pytest.mark.parametrize(
     "lengths, options, forward, backward",
     [
-        (*LONG, True, True),
+        ([16384], {"causal": True}, True, True),
         ([16384], {}, False, False),
         ([16384], {"causal": True, "window": 1024}, False, False),
         ([2048] * 16, {"causal": True}, False, False),
-        ([2048] * 2, {"causal": True, "heads": (8, 8)}, True, True),
+        ([4096] * 4, {"causal": True}, True, True),
+        ([2048] * 4, {"causal": True, "heads": (8, 8)}, False, False),
         ([2048] * 16 + [64], {"causal": True}, True, True),
         ([2048] * 16 + [64], {"causal": True, "window": 128}, False, True),
         ([512], {"causal": True}, False, False),

@@ -26,7 +26,8 @@ from gdpa_kernels.gdpa.batch import Batch, Schedule
 from gdpa_kernels.gdpa.device.work_list import WIDTH, count_items, longest_first, sequences
 
 SLOTS = tl.constexpr(2)
-EVEN = 2048  # rows of equal sequences up to which a fixed list is balanced
+SHORT = 4096  # rows of a sequence
+BALANCED = 1.05  # the slowest program over the mean
 
 
 @triton.aggregate
@@ -280,22 +281,23 @@ class TicketList(Recipe[Schedule]):
 
 
 def pay(batch: Batch, rows_per_item: int, programs: int, *, transposed: bool = False) -> bool:
-    """Whether tickets are faster than a fixed list: under a mask, with more tiles than `programs`,
-    but where those are balanced already: equal sequences up to EVEN, and windows that make all
-    tiles equal, which are one sequence's or, forward, no longer than a tile has rows. Histories in
-    pages keep the list."""
+    """Whether tickets are faster than a fixed list: under a mask, with more tiles than `programs`.
+
+    Not where the fixed list is balanced already: equal sequences of up to SHORT rows by
+    `zigzag_imbalance`; windows that make all tiles equal, which are one sequence's or, forward, no
+    longer than a tile has rows. Histories in pages keep the list.
+    """
     if not batch.masked or batch.shared_q or batch.history is not None:
         return False
     rows, longest, heads = listed(batch, transposed)
-    tiles = schedule.max_tiles(rows, batch.sequences, longest, rows_per_item) * heads
-    if rows == batch.sequences * longest and longest <= EVEN and tiles >= 4 * programs:
+    if schedule.max_tiles(rows, batch.sequences, longest, rows_per_item) * heads <= programs:
         return False
-    window = batch.max_seqlen_k if batch.window is None else batch.window
-    if window <= rows_per_item and not transposed:
-        return False
-    if batch.sequences == 1 and batch.window is not None:
-        return False
-    return tiles > programs
+    if batch.window is not None:
+        return batch.sequences > 1 and (transposed or batch.window > rows_per_item)
+    if rows < batch.sequences * longest or longest > SHORT:
+        return True
+    tiles = cdiv(longest, rows_per_item)
+    return schedule.zigzag_imbalance(batch.sequences * heads, tiles, programs) > BALANCED
 
 
 def listed(batch: Batch, transposed: bool) -> tuple[int, int, int]:

@@ -67,7 +67,7 @@ from gdpa_kernels.gdpa.device.two_consumers import (
 from gdpa_kernels.gdpa.device.two_consumers import TicketConfig as Config
 from gdpa_kernels.gdpa.device.work_list import WorkList, entry, list_of_keys
 
-UNEVEN = 4
+UNEVEN = 3
 
 
 def requires(batch: Batch) -> str | None:
