@@ -94,7 +94,7 @@ def _masked() -> list[Workload]:
     kuairand = _self("kuairand1k", 4096, KUAIRAND["kuairand1k"], batch=256)
     batches = [
         _full("-b1", 16384, batch=1),
-        _full("-b5", 5000, batch=5),
+        _full("-b6", 5000, batch=6),
         _full("-b8-h16", 8192, batch=8, num_heads_q=16),
         replace(uneven, name=f"{uneven.name}-b48"),
         replace(uneven, name=f"{uneven.name}-b48-window1024", window=1024),
