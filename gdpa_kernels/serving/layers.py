@@ -10,8 +10,9 @@ from gdpa_kernels.calling import checks, packed
 from gdpa_kernels.calling.lengths import Lengths
 from gdpa_kernels.calling.sequences import token_positions
 from gdpa_kernels.gdpa.api import gdpa
+from gdpa_kernels.layers import common
 from gdpa_kernels.layers.gdpa import GDPASelfAttention
-from gdpa_kernels.layers.rotary import rotate, sin_cos_at
+from gdpa_kernels.layers.rotary import sin_cos_at
 from gdpa_kernels.serving.pages import PagedCache, Pages, check_whole
 from gdpa_kernels.serving.scores import over_both, read_candidates, score
 
@@ -129,11 +130,9 @@ def _project(
     positions: of the tokens in their sequences; None will do without rotary.
     """
     qkv = layer.qkv(x).unflatten(1, (-1, layer.head_dim))
-    q, k, v = packed.unpack(qkv, None, None, layer.num_kv_heads)
-    if layer.q_norm is not None:
-        q, k = layer.q_norm(q), layer.k_norm(k)
+    rotation = None
     if layer.rotary is not None:
         dtype = torch.promote_types(x.dtype, torch.float32)
         rotation = sin_cos_at(layer.rotary, layer.head_dim, positions, dtype)
-        q, k = rotate(q, *rotation), rotate(k, *rotation)
-    return q, k, v
+    q, k, v = packed.unpack(qkv, None, None, layer.num_kv_heads)
+    return common.norm_and_rotate(q, k, v, layer.num_kv_heads, layer.q_norm, layer.k_norm, rotation)
