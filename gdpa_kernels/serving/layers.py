@@ -45,9 +45,9 @@ def extend(
     """
     _check(layer, cache)
     asked, received = (
-        [(x.user, x.history.epoch, x.end) for x in pages.holders] for pages in (new, whole)
+        [(x.user, x.entry.epoch, x.end) for x in pages.parts] for pages in (new, whole)
     )
-    begins = [x.begin for x in whole.holders]
+    begins = [x.begin for x in whole.parts]
     if asked != received or any(begins):
         raise ValueError(
             "whole must be the pages of users and epochs up to their new rows, "
@@ -102,6 +102,7 @@ def candidates(
 
 
 def _check(layer: GDPASelfAttention, cache: PagedCache) -> None:
+    """Raises NotImplementedError or ValueError unless the layer can be served with this cache."""
     if layer.position_bias is not None or layer.time_bias is not None:
         raise NotImplementedError(
             "position_bias and time_bias of layer must be None: the calls over a history that is "

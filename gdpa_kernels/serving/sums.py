@@ -188,7 +188,11 @@ class StoredSums:
             )
         self._store(slice(None), **{name: state[name] for name in KEPT})
 
-    def _change(self, sign: int, users, k, v, cu_seqlens, max_seqlen) -> None:
+    def _change(
+        self, sign: int, users: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+        cu_seqlens: torch.Tensor | Lengths, max_seqlen: int | None,
+    ) -> None:  # fmt: skip
+        """Add events for a sign of 1, delete them for -1."""
         self.exclusive.order()
         for name, x in (("k", k), ("v", v)):
             if not isinstance(x, torch.Tensor) or x.dtype != self.q.dtype:
@@ -258,8 +262,12 @@ class StoredSums:
         if users.dtype != torch.bool and not ((users >= 0) & (users < known)).all():
             raise ValueError(f"users must be from 0 to {known - 1}, got {users.tolist()}")
 
-    def _parts(self, k, v, cu_seqlens, max_seqlen) -> torch.Tensor:
-        """fp32 `[sequences, rows, num_heads, head_dim]`, under autocast, too, in q's dtype."""
+    def _parts(
+        self, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor | Lengths,
+        max_seqlen: int | None,
+    ) -> torch.Tensor:  # fmt: skip
+        """The sum over each sequence, `[sequences, rows, num_heads, head_dim]` in fp32, of keys and
+        values in q's dtype, which autocast does not change."""
         rows = self.q.shape[0]
         with checks.without_autocast(self.q):
             out = gdpa(self.q, k, v, None, cu_seqlens, rows, max_seqlen, **self._options)
