@@ -36,8 +36,8 @@ LIMITS_S: Mapping[str, float | None] = {
     "start": 300.0, "inputs": 300.0, "run": 120.0, "check": None, "launches": 120.0,
     "time": 120.0,
 }  # fmt: skip
-"""Time limits until the next stage of a child: everything imported, inputs made, a kernel compiled
-and run twice, checked, launched `LAUNCHES` times, timed in a scope."""
+"""The stages of a child, and time limits until the next one: everything imported, inputs made, a
+kernel compiled and run twice, checked, launched `LAUNCHES` times, timed in a scope."""
 MOST_LOST_S = 240.0  # with a rung that fails: on every workload it would cost hours
 LAUNCHES, IN_A_ROW = 10_000, 50
 JAGGED_TOKENS = 2**15
