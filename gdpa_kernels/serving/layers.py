@@ -43,7 +43,7 @@ def extend(
         NotImplementedError, ValueError: the layer cannot be served so, or is not as cache.model;
             or an argument is wrong.
     """
-    _check(layer, cache)
+    _check(layer, cache, index)
     asked, received = (
         [(x.user, x.entry.epoch, x.end) for x in pages.parts] for pages in (new, whole)
     )
@@ -81,7 +81,7 @@ def candidates(
     validate. The other arguments, and the errors: as `extend`; and a model whose history depends on
     its candidates is refused (`Model.check_candidates`).
     """
-    _check(layer, cache)
+    _check(layer, cache, index)
     cache.model.check_candidates()
     check_whole("whole", whole)
     max_seqlen = checks.check_max_seqlen("max_seqlen", max_seqlen)
@@ -101,8 +101,11 @@ def candidates(
     return layer.out(out.flatten(1))
 
 
-def _check(layer: GDPASelfAttention, cache: PagedCache) -> None:
-    """Raises NotImplementedError or ValueError unless the layer can be served with this cache."""
+def _check(layer: GDPASelfAttention, cache: PagedCache, index: int) -> None:
+    """Raises NotImplementedError or ValueError unless the layer can be that one of the cache."""
+    if checks.check_count("index", index) >= cache.model.num_layers:
+        layers = cache.model.num_layers
+        raise ValueError(f"index must be below num_layers of cache.model, {layers}, got {index}")
     if layer.position_bias is not None or layer.time_bias is not None:
         raise NotImplementedError(
             "position_bias and time_bias of layer must be None: the calls over a history that is "

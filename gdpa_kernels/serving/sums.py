@@ -174,17 +174,19 @@ class StoredSums:
         same weights is the caller's to know."""
         if state["arithmetic"] != self.arithmetic:
             raise ValueError(
-                f"sums must be of {self.arithmetic}, got those of {state['arithmetic']}: compute "
-                "them again"
+                f"arithmetic of state must be {self.arithmetic}, got {state['arithmetic']}: "
+                "compute the sums again"
             )
         self.exclusive.order()
         for name in KEPT:
             shape, received = getattr(self, name).shape, state[name].shape
             if received != shape:
-                raise ValueError(f"{name} must have shape {list(shape)}, got {list(received)}")
+                raise ValueError(
+                    f"{name} of state must have shape {list(shape)}, got {list(received)}"
+                )
         if not torch.equal(state["q"].to(self.q), self.q):
             raise ValueError(
-                "q must be the queries of the stored sums, got others: compute the sums again"
+                "q of state must be the queries of these sums, got others: compute them again"
             )
         self._store(slice(None), **{name: state[name] for name in KEPT})
 
@@ -211,8 +213,8 @@ class StoredSums:
         count, updates = self.count[users] + sign * lengths, self.updates[users] + lengths
         if (count < 0).any():
             raise ValueError(
-                "events must have been added before they are deleted, got "
-                f"{lengths.tolist()} of {self.count[users].tolist()} held"
+                "cu_seqlens must have no more events to delete than are held, "
+                f"{self.count[users].tolist()}, got {lengths.tolist()}"
             )
         total, peak = self.total[users], self.peak[users]
         if self.exact:  # one event at a time, so that its part does not depend on the others

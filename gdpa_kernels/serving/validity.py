@@ -186,7 +186,9 @@ class Model:
         reach = rows if self.mask.window is None else self.mask.window
         back = 0 if self.mask.causal else reach
         end = max(position, self._contexts) + reach  # a change of the contexts moves those behind
-        ranges = [range(position - back, end), range(position - self.next_time, position)]
+        ranges = [range(position - back, end)]
+        if self.next_time:
+            ranges.append(range(position - 1, position))
         if inputs:
             ranges.append(range(inputs.start - back, inputs.stop + reach))
         if self._contexts:
