@@ -194,7 +194,7 @@ def _rotary_alone(workload: Workload) -> tuple[int, int, int]:
     """Count FLOPs, bytes read and bytes written of rotary alone."""
     if not workload.rotary:
         raise ValueError(f"workload must have rotary, got {workload.name!r} without")
-    heads = workload.num_heads_q + workload.num_heads_k * (1 + workload.rotate_v)
+    heads = workload.num_heads_q + workload.num_heads_k * (2 if workload.rotate_v else 1)
     row = workload.total_q * workload.head_dim  # of one head; of sines and cosines together
     size = DTYPE_BYTES[workload.dtype]
     return 3 * heads * row, (heads + 1) * row * size, heads * row * size
