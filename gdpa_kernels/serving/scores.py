@@ -100,8 +100,7 @@ def score(
     if in_one_call:
         mask = Mask(True, target_group_size=target_group_size)
         return over_both(*call, mask, **options) if in_place is None else in_place
-    over_history = _gathered(*call, **options) if in_place is None else in_place
-    return _add_groups(over_history, q, k, v, of_q, target_group_size, **options)
+    return _sum_of_two(*call, target_group_size, in_place, **options)
 
 
 def read_candidates(
@@ -156,21 +155,17 @@ def _in_place(
         return in_one_call, _in_pages(batch)
 
 
-def _gathered(
+def _sum_of_two(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, of_q: Sequences, cache: PagedCache,
-    layer: int, history: Pages, **options,
+    layer: int, history: Pages, target_group_size: int, over_history: torch.Tensor | None, *,
+    impl: str = "auto", **options,
 ) -> torch.Tensor:  # fmt: skip
-    """The call over the histories alone, copied out of the pages, with a result in fp32 or fp64."""
-    sum_dtype = None if q.dtype == torch.float64 else torch.float32
-    keys, values = cache.read(layer, history)
-    return gdpa(q, keys, values, of_q, history.sequences, **options | {"out_dtype": sum_dtype})
-
-
-def _add_groups(
-    over_history: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, of_q: Sequences,
-    target_group_size: int, *, impl: str = "auto", **options,
-) -> torch.Tensor:  # fmt: skip
-    """Attention of candidates over their groups, added to that over their histories."""
+    """The call over the groups, added to over_history: that over the histories, which is None where
+    they are yet to be copied out of the pages."""
+    if over_history is None:
+        summed = options | {"out_dtype": None if q.dtype == torch.float64 else torch.float32}
+        keys, values = cache.read(layer, history)
+        over_history = gdpa(q, keys, values, of_q, history.sequences, impl=impl, **summed)
     if target_group_size == 1 and impl == "auto" and common.can_launch(q, k, v):
         names = "activation", "scale", "output_scale", "out_dtype"
         known = {name: options[name] for name in names if name in options}

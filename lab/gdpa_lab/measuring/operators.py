@@ -66,6 +66,7 @@ class _Operator:
     public: Callable[..., torch.Tensor]
     gradient_argument: str  # of `public`, which names who computes gradients
     resolve: Callable[..., Rung]
+    _call: Callable[..., Call]  # of a rung, its module, a batch and arguments
     PART = 2**16
 
     def __init__(self, inputs: Inputs | BlockInputs, direction: str) -> None:
@@ -185,10 +186,6 @@ class _Operator:
         checked = partial(peer.checked, self._inputs)
         return Candidate(impl, peer.math, call, options, variant, checked)
 
-    def _call(self, rung: Rung, module: ModuleType, batch: object, arguments: dict) -> Call:
-        """Build the call of a rung on a batch."""
-        raise NotImplementedError
-
     def _resolve(self, impl: str, batch: object) -> Rung:
         """Resolve the rung, if it takes the batch."""
         return self.resolve(impl, self._direction, batch)
@@ -280,10 +277,6 @@ class BlockAttention(_Operator):
     peers, reference, kind = baselines.BLOCK_BASELINES, block_reference, "softmax"
     public, gradient_argument = staticmethod(block_api.block_attention), "impl"
     resolve = staticmethod(block_api.resolve)
-
-    def _call(self, rung: Rung, module: ModuleType, batch: object, arguments: dict) -> Call:
-        """Build the call of a rung on a batch."""
-        raise NotImplementedError
 
     def _resolve(self, impl: str, batch: object) -> Rung:
         study = studies.STUDIES.get(impl)

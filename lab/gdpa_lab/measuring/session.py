@@ -13,18 +13,9 @@ from pathlib import Path
 
 import torch
 
-from gdpa_lab.measuring import (
-    manifest,
-    measure,
-    operators,
-    probe,
-    record,
-    sustained,
-    system,
-    timing,
-)  # fmt: skip
+from gdpa_lab.measuring import manifest, operators, probe, record, sustained, system, timing
 from gdpa_lab.measuring.inputs import BlockInputs, Inputs, make_inputs
-from gdpa_lab.measuring.measure import Scopes
+from gdpa_lab.measuring.measure import ON_DEVICE, Scopes, asks, free, measure, parts, reason
 from gdpa_lab.measuring.require import require
 from gdpa_lab.measuring.rows import LEFT_OUT
 from gdpa_lab.measuring.workload import Workload
@@ -105,10 +96,10 @@ class Session:
             self.rows += rows
         here = [entry for index, entry in enumerate(impls) if index not in tried]
         if here:
-            self.rows += measure.measure(
+            self.rows += measure(
                 workload, here, device=self.device, direction=direction, log=self.log, **how
             )
-        measure.free()
+        free()
 
     def asks(self, workload: Workload) -> bool:
         """Return whether this session measures a workload at all: see ONLY_VARIABLE."""
@@ -118,9 +109,9 @@ class Session:
         self, workload: Workload, impls: Sequence, direction: str, scopes: Scopes
     ) -> None:
         """Plan a row for each of `impls` and each scope; the record will hold them."""
-        for impl, variant, _ in map(measure.parts, impls):
-            for scope in measure.ON_DEVICE:
-                if measure.asks(scopes, scope, impl):
+        for impl, variant, _ in map(parts, impls):
+            for scope in ON_DEVICE:
+                if asks(scopes, scope, impl):
                     key = (workload.name, direction, impl, scope, variant)
                     self._plan[key] = (workload, operators.math(workload.operator, impl))
 
@@ -161,10 +152,10 @@ class Session:
                 raise NotImplementedError(problem)
             run(make_inputs(workload, device=self.device))
         except Exception as error:  # what was measured before must reach the record
-            self.log(f"  no {name}: {measure.reason(error)}")
+            self.log(f"  no {name}: {reason(error)}")
             if not isinstance(error, NotImplementedError):
-                self.broken.append(f"{name}: {measure.reason(error)}")
-        measure.free()
+                self.broken.append(f"{name}: {reason(error)}")
+        free()
 
     def _begin_part(self, name: str) -> None:
         gc.freeze()  # or `free` looks through all that was imported, 0.2 s for each implementation
@@ -175,7 +166,7 @@ class Session:
 
     def prepare(self, workload: Workload, direction: str, with_sustained: bool = False) -> None:
         """Measure the ceilings for rows of `workload`, unless the session has them."""
-        scopes = measure.ON_DEVICE if with_sustained else ("kernel",)
+        scopes = ON_DEVICE if with_sustained else ("kernel",)
         self._add_ceilings(timing.limits, *scopes)
         if workload.operator == "block_attention" or direction == "backward":
             self._add_ceilings(timing.attention_copies, *scopes)
