@@ -13,9 +13,10 @@ from pathlib import Path
 
 import torch
 
-from gdpa_lab.measuring import manifest, operators, probe, record, sustained, system, timing
+from gdpa_lab.measuring import manifest, measure, probe, record, sustained, system, timing
 from gdpa_lab.measuring.inputs import BlockInputs, Inputs, make_inputs
-from gdpa_lab.measuring.measure import ON_DEVICE, Scopes, asks, free, measure, parts, reason
+from gdpa_lab.measuring.measure import ON_DEVICE, Scopes, asks, free, parts, reason
+from gdpa_lab.measuring.operators import math as math_of
 from gdpa_lab.measuring.require import require
 from gdpa_lab.measuring.rows import LEFT_OUT
 from gdpa_lab.measuring.workload import Workload
@@ -96,7 +97,7 @@ class Session:
             self.rows += rows
         here = [entry for index, entry in enumerate(impls) if index not in tried]
         if here:
-            self.rows += measure(
+            self.rows += measure.measure(
                 workload, here, device=self.device, direction=direction, log=self.log, **how
             )
         free()
@@ -113,7 +114,7 @@ class Session:
             for scope in ON_DEVICE:
                 if asks(scopes, scope, impl):
                     key = (workload.name, direction, impl, scope, variant)
-                    self._plan[key] = (workload, operators.math(workload.operator, impl))
+                    self._plan[key] = (workload, math_of(workload.operator, impl))
 
     def _missing(self) -> list[record.Row]:
         """Build a failed row for each planned row that is missing."""
