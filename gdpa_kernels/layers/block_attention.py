@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from gdpa_kernels.block_attention.api import block_attention, check_block_size, check_impls
-from gdpa_kernels.calling import checks, jagged, packed
+from gdpa_kernels.calling import checks, jagged
 from gdpa_kernels.calling.jagged import Jagged
 from gdpa_kernels.calling.sequences import Sequences
 from gdpa_kernels.layers import common
@@ -19,7 +19,7 @@ class BlockAttention(nn.Module):
 
     One linear layer makes q, k and v, which the kernels read where they lie and whose gradient they
     write so; another one mixes the heads: y = W_out block_attention(W_qkv x). Under autocast it
-    follows its linear common.
+    follows its linear layers.
 
     Args:
         embed_dim: features of a token.
@@ -63,7 +63,6 @@ class BlockAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
-        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         embed_dim, num_heads, num_kv_heads = common.check_heads(embed_dim, num_heads, num_kv_heads)
         check_block_size(block_size)
         head_dim = embed_dim // num_heads
@@ -104,9 +103,9 @@ class BlockAttention(nn.Module):
                 eps=common.EPSILON, overwrite_gradient=True,
             )  # fmt: skip
         q, k, v = qkv.unflatten(1, (-1, self.head_dim)), None, None
-        if self.q_norm is not None and not self.fused_qk_norm:
-            q, k, v = packed.unpack(q, k, v, self.num_kv_heads)
-            q, k = self.q_norm(q), self.k_norm(k)
+        if not self.fused_qk_norm:
+            norms = self.q_norm, self.k_norm
+            q, k, v = common.norm_and_rotate(q, k, v, self.num_kv_heads, *norms)
         rotation = sin_cos(self.rotary, self.head_dim, values, sequences)
         out = block_attention(
             q, k, v, sequences, num_kv_heads=self.num_kv_heads if k is None else None,

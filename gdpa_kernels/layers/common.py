@@ -6,8 +6,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from gdpa_kernels.calling import checks, jagged
+from gdpa_kernels.calling import checks, jagged, packed
 from gdpa_kernels.calling.jagged import Jagged
+from gdpa_kernels.layers.rotary import rotate
 
 EPSILON = 1e-6
 """Added to the mean square of a row of q or k before it is normalised."""
@@ -47,6 +48,22 @@ def head_norms(
     return q_norm, k_norm
 
 
+def norm_and_rotate(
+    q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, num_kv_heads: int,
+    q_norm: HeadNorm | None, k_norm: HeadNorm | None,
+    rotation: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
+    """q, k and v `[total_tokens, heads, head_dim]`, normalised and rotated by PyTorch, which makes
+    them three tensors; without norms and rotation as they were."""
+    if q_norm is not None or rotation is not None:
+        q, k, v = packed.unpack(q, k, v, num_kv_heads)
+    if q_norm is not None:
+        q, k = q_norm(q), k_norm(k)
+    if rotation is not None:
+        q, k = rotate(q, *rotation), rotate(k, *rotation)
+    return q, k, v
+
+
 def check_fused(qk_norm: bool, fused_qk_norm: object) -> bool:
     """fused_qk_norm. Raises TypeError unless both are bools, ValueError if it is true without
     qk_norm."""
@@ -57,8 +74,9 @@ def check_fused(qk_norm: bool, fused_qk_norm: object) -> bool:
 
 
 def check_heads(embed_dim: object, num_heads: object, num_kv_heads: object) -> tuple[int, int, int]:
-    """The three as integers of Python. Raises TypeError or ValueError unless they are positive
-    integers, each a divisor of the one before."""
+    """The three as integers of Python, num_kv_heads of None those of q. Raises TypeError or
+    ValueError unless they are positive integers, each a divisor of the one before."""
+    num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
     checks.check_positive(embed_dim=embed_dim)
     whole, of = embed_dim, "embed_dim"
     for name, value in (("num_heads", num_heads), ("num_kv_heads", num_kv_heads)):

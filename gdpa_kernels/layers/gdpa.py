@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from gdpa_kernels.calling import checks, jagged, packed, private
+from gdpa_kernels.calling import checks, jagged, private
 from gdpa_kernels.calling.jagged import Jagged
 from gdpa_kernels.calling.lengths import Lengths, Recipe
 from gdpa_kernels.calling.sequences import Sequences, with_longest
@@ -17,7 +17,7 @@ from gdpa_kernels.gdpa.bias import MOST_BUCKETS, RelativeBias, check_times, hstu
 from gdpa_kernels.gdpa.mask import ALL, FIELDS, Mask, mask_of
 from gdpa_kernels.gdpa.registration import check_activation
 from gdpa_kernels.layers import common
-from gdpa_kernels.layers.rotary import check_rotary, rotate, sin_cos
+from gdpa_kernels.layers.rotary import check_rotary, sin_cos
 from gdpa_kernels.norms.api import head_norm
 
 Activation = str | tuple[str, ...] | list[str]
@@ -100,7 +100,6 @@ class _Layer(nn.Module):
         self, embed_dim: int, num_heads: int, num_kv_heads: int | None, options: dict[str, object]
     ):
         super().__init__()
-        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         embed_dim, num_heads, num_kv_heads = common.check_heads(embed_dim, num_heads, num_kv_heads)
         self.embed_dim, self.head_dim = embed_dim, embed_dim // num_heads
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
@@ -110,8 +109,8 @@ class _Layer(nn.Module):
             self.options.qk_norm, self.head_dim, self.options.factory
         )
 
-    def _linear(self, rows: int, columns: int) -> nn.Linear:
-        return nn.Linear(rows, columns, self.options.bias, **self.options.factory)
+    def _linear(self, in_features: int, out_features: int) -> nn.Linear:
+        return nn.Linear(in_features, out_features, self.options.bias, **self.options.factory)
 
     def _read(
         self, x: torch.Tensor | Jagged, max_seqlen: int | None
@@ -140,20 +139,15 @@ class _Layer(nn.Module):
         shared = sequences_q is None
         if self.options.fused_qk_norm:
             q, k = self._norm_heads(q, k, rotation, shared)
-            rotation = None
         q, k, v = (
             x if x is None else x.reshape(-1, x.shape[-1] // self.head_dim, self.head_dim)
             for x in (q, k, v)
         )
-        norm = self.q_norm is not None and not self.options.fused_qk_norm
-        if norm or rotation is not None:
-            q, k, v = packed.unpack(q, k, v, self.num_kv_heads)
-        if norm:
-            q, k = self.q_norm(q), self.k_norm(k)
-        elif self.options.fused_qk_norm and shared:
+        if not self.options.fused_qk_norm:
+            norms = self.q_norm, self.k_norm
+            q, k, v = common.norm_and_rotate(q, k, v, self.num_kv_heads, *norms, rotation)
+        elif shared:
             q = self.q_norm(q)
-        if rotation is not None:
-            q, k = rotate(q, *rotation), rotate(k, *rotation)
         out = gdpa(
             q, k, v, sequences_q, sequences_k,
             num_kv_heads=self.num_kv_heads if k is None else None,
@@ -161,9 +155,16 @@ class _Layer(nn.Module):
         )  # fmt: skip
         return self.out(out.flatten(1))
 
-    def _norm_heads(self, q, k, rotation, shared):
-        """q and k of `_attend`, or q, k and v packed in q, normalised; a shared q,
-        which is a parameter, is left. Their gradients come from `gdpa`, which makes them for us."""
+    def _norm_heads(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        rotation: tuple[torch.Tensor, torch.Tensor] | None,
+        shared: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """q and k of `_attend`, or q, k and v packed in q, normalised and rotated by `head_norm`; a
+        shared q, which is a parameter, is left. `head_norm` may overwrite the gradients that `gdpa`
+        makes for it."""
         options = {"eps": common.EPSILON, "overwrite_gradient": True}
         first, second = self.q_norm.weight, self.k_norm.weight
         heads = self.num_heads, self.num_kv_heads
@@ -186,7 +187,7 @@ class GDPASelfAttention(private.Constants, _Layer):
 
     One linear layer makes q, k and v, which the kernels read where they lie; another one mixes the
     heads: y = W_out gdpa(W_qkv x). Nothing is added to y: a residual is the caller's. Under
-    autocast the layer follows its linear common.
+    autocast the layer follows its linear layers.
 
     No row is normalised, so a row's size grows with its number of keys. Kunlun divides the scores
     by the longest sequence: scale=1 / max_seqlen; output_scale=1 / max_seqlen divides the sum.
@@ -291,14 +292,14 @@ class GDPASelfAttention(private.Constants, _Layer):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw the tables of the relative bias and make its thresholds, as after `to_empty`."""
+        """Draw the tables of the relative bias and make its thresholds; needed after `to_empty`."""
         for table in (self.position_bias, self.time_bias):
             if table is not None:
                 table.normal_(std=0.02)
         self.make_constants()
 
     def make_constants(self, device: torch.device | None = None) -> None:
-        """The thresholds, which no state dict brings back; on `device`, None for where they are."""
+        """Make the thresholds, which no state dict holds, on `device`; None for where they are."""
         if self.time_thresholds is not None:
             device = self.time_thresholds.device if device is None else device
             with torch.inference_mode(False):  # training may follow
@@ -379,7 +380,7 @@ class PMA(_Layer):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw the seeds, as after `to_empty`."""
+        """Draw the seeds; needed after `to_empty`."""
         self.seeds.normal_()
 
     def extra_repr(self) -> str:
@@ -401,7 +402,7 @@ class PFFN(_Layer):
     0.5 million weights in W_kv.
 
     Nothing is added to y: a residual is the caller's. Under autocast the layer follows its linear
-    common.
+    layers.
 
     Args:
         summary_dim: features of a sample's summary, or of each of its tokens.

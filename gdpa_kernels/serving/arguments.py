@@ -9,8 +9,8 @@ import torch
 
 
 def renamed(old: str, new: str) -> Callable[[Callable], Callable]:
-    """A decorator for a function whose argument `new` was `old` before version 0.2: the keyword
-    `old` is taken in its place until version 0.3."""
+    """A decorator for a function whose argument `new` was called `old`: the former keyword is taken
+    in its place until version 0.3."""
 
     def decorate(function: Callable) -> Callable:
         @functools.wraps(function)
@@ -39,10 +39,12 @@ def listed(name: str, values: object, count: int | None = None) -> list:
 
 
 def key(name: str, value: Hashable) -> Hashable:
-    """`value`. Raises TypeError unless equal ones are one key: tensors are not, nor what has no
-    hash."""
+    """`value`. Raises TypeError unless it can be a key: a tensor cannot, since equal ones are not
+    one key, nor what has no hash."""
     if isinstance(value, torch.Tensor):
-        raise TypeError(f"{name} must be numbers or names, not tensors (use tolist), got {value!r}")
+        raise TypeError(
+            f"{name} must be a number or a name, not a tensor (use tolist), got {value!r}"
+        )
     try:
         hash(value)
     except TypeError:
@@ -53,9 +55,9 @@ def key(name: str, value: Hashable) -> Hashable:
 def users_and_epochs(users: object, epochs: object) -> tuple[list[Hashable], list[Hashable]]:
     """Both as lists, epochs of 0 for None. Raises TypeError or ValueError unless they are sequences
     of keys, as many of each, and the users distinct."""
-    named = [key("users", user) for user in listed("users", users)]
+    named = [key("each of users", user) for user in listed("users", users)]
     if len(set(named)) != len(named):
         raise ValueError(f"users must be distinct, got {named}")
     if epochs is None:
         return named, [0] * len(named)
-    return named, [key("epochs", epoch) for epoch in listed("epochs", epochs, len(named))]
+    return named, [key("each of epochs", epoch) for epoch in listed("epochs", epochs, len(named))]

@@ -12,20 +12,10 @@ import triton
 import triton.language as tl
 
 from gdpa_kernels.calling.launch import cdiv, launch, next_power_of_2
-from gdpa_kernels.calling.rung import capability
 from gdpa_kernels.gdpa.device.activations import activate_per_head
 from gdpa_kernels.gdpa.device.custom import cache_key
 from gdpa_kernels.gdpa.registration import check_activation, prove
-
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-ELEMENTS = 4096  # of a tile: with four warps 32 of each tensor in a thread
-
-
-@triton.jit
-def places(ptr, row, head, dim, STRIDES: tl.constexpr):
-    """Pointers [rows, dims] to one head of some rows; strides are (token, head, dim)."""
-    base = ptr + row.to(tl.int64)[:, None] * STRIDES[0] + head.to(tl.int64) * STRIDES[1]
-    return base + dim.to(tl.int64)[None, :] * STRIDES[2]
+from gdpa_kernels.serving.common import ELEMENTS, places
 
 
 @triton.jit(do_not_specialize=["total"])
@@ -54,21 +44,6 @@ def diagonal_kernel(
     tl.store(pointers, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def takes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether `add_diagonal` computes it: on a GPU, without gradients, outside of autocast and of
-    `torch.compile`, where `gdpa` is the operator; v as wide as q."""
-    tensors = q, k, v
-    return (
-        all(isinstance(x, torch.Tensor) for x in tensors)
-        and q.dtype in DTYPES
-        and v.shape == k.shape
-        and (capability(q.device) or (0, 0)) >= (8, 0)
-        and not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors))
-        and not torch.is_autocast_enabled(q.device.type)
-        and not torch.compiler.is_compiling()
-    )
-
-
 def add_diagonal(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -83,7 +58,7 @@ def add_diagonal(
     """add_to + output_scale activation(scale q.k) v of each row, `[tokens, heads, head_dim]`.
 
     q and add_to `[tokens, heads, head_dim]`, k and v `[tokens, kv_heads, head_dim]`, any strides,
-    as `takes` has them; the options: as `gdpa`.
+    as `common.can_launch` allows; the options: as `gdpa`.
     """
     tokens, heads, head_dim = q.shape
     names = tuple(check_activation(activation, heads))

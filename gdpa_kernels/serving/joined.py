@@ -7,18 +7,19 @@ import triton
 import triton.language as tl
 
 from gdpa_kernels.calling.launch import cdiv, launch, next_power_of_2
-from gdpa_kernels.serving.diagonal import ELEMENTS, places
+from gdpa_kernels.serving.common import ELEMENTS, places
 
 
 @triton.jit
 def join_rows(
-    page_ptr, own_ptr, out_ptr, page_row, is_old, new_row, is_new, target, head, dim, is_dim,
-    OWN_STRIDES: tl.constexpr, STRIDES: tl.constexpr,
+    old_ptr, new_ptr, out_ptr, old_row, is_old, new_row, is_new, out_row, head, dim, is_dim,
+    NEW_STRIDES: tl.constexpr, STRIDES: tl.constexpr,
 ):  # fmt: skip
-    """Rows of keys or of values, of one head: `place` in the pages where is_old, or `own`."""
-    old = tl.load(places(page_ptr, page_row, head, dim, STRIDES), mask=is_old[:, None] & is_dim)
-    new = tl.load(places(own_ptr, new_row, head, dim, OWN_STRIDES), mask=is_new[:, None] & is_dim)
-    pointers = places(out_ptr, target, head, dim, STRIDES)
+    """Copy keys or values of one head to out_row: where is_old, old_row of the pages, and where
+    is_new, new_row of the new ones."""
+    old = tl.load(places(old_ptr, old_row, head, dim, STRIDES), mask=is_old[:, None] & is_dim)
+    new = tl.load(places(new_ptr, new_row, head, dim, NEW_STRIDES), mask=is_new[:, None] & is_dim)
+    pointers = places(out_ptr, out_row, head, dim, STRIDES)
     tl.store(
         pointers, tl.where(is_old[:, None], old, new), mask=(is_old | is_new)[:, None] & is_dim
     )
@@ -26,7 +27,8 @@ def join_rows(
 
 @triton.jit(do_not_specialize=["blocks"])
 def join_kernel(
-    data_ptr, k_ptr, v_ptr, keys_ptr, values_ptr, slots_ptr, history_ptr, ends_ptr, blocks,
+    data_ptr, k_ptr, v_ptr, keys_ptr, values_ptr, slots_ptr, cu_seqlens_old_ptr,
+    cu_seqlens_new_ptr, blocks,
     K_STRIDES: tl.constexpr, V_STRIDES: tl.constexpr, PAGE: tl.constexpr,
     NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
@@ -35,24 +37,25 @@ def join_kernel(
     head = pid % NUM_HEADS
     user = pid // NUM_HEADS // blocks
     row = pid // NUM_HEADS % blocks * ROWS + tl.arange(0, ROWS)
-    start_old, start_new = tl.load(history_ptr + user), tl.load(ends_ptr + user)
-    length = tl.load(history_ptr + user + 1) - start_old
+    start_old, start_new = tl.load(cu_seqlens_old_ptr + user), tl.load(cu_seqlens_new_ptr + user)
+    length = tl.load(cu_seqlens_old_ptr + user + 1) - start_old
     new_row = row - length
     is_old = row < length
-    is_new = (new_row >= 0) & (new_row < tl.load(ends_ptr + user + 1) - start_new)
+    is_new = (new_row >= 0) & (new_row < tl.load(cu_seqlens_new_ptr + user + 1) - start_new)
     slot = tl.load(slots_ptr + (start_old + row).to(tl.int64), mask=is_old, other=0)
-    page_row = slot + slot // PAGE * PAGE
+    # Of its key; its value is PAGE rows on. As `PagedCache._slots`.
+    old_row = slot + slot // PAGE * PAGE
     dim = tl.arange(0, WIDTH)
     is_dim = (dim < HEAD_DIM)[None, :]
     STRIDES: tl.constexpr = (NUM_HEADS * HEAD_DIM, HEAD_DIM, 1)
     new_row += start_new
-    target = row + start_old + start_new
+    out_row = row + start_old + start_new
     join_rows(
-        data_ptr, k_ptr, keys_ptr, page_row, is_old, new_row, is_new, target, head, dim, is_dim,
+        data_ptr, k_ptr, keys_ptr, old_row, is_old, new_row, is_new, out_row, head, dim, is_dim,
         K_STRIDES, STRIDES,
     )  # fmt: skip
     join_rows(
-        data_ptr, v_ptr, values_ptr, page_row + PAGE, is_old, new_row, is_new, target, head, dim,
+        data_ptr, v_ptr, values_ptr, old_row + PAGE, is_old, new_row, is_new, out_row, head, dim,
         is_dim, V_STRIDES, STRIDES,
     )  # fmt: skip
 

@@ -10,8 +10,9 @@ from gdpa_kernels.calling import checks, packed
 from gdpa_kernels.calling.lengths import Lengths
 from gdpa_kernels.calling.sequences import token_positions
 from gdpa_kernels.gdpa.api import gdpa
+from gdpa_kernels.layers import common
 from gdpa_kernels.layers.gdpa import GDPASelfAttention
-from gdpa_kernels.layers.rotary import rotate, sin_cos_at
+from gdpa_kernels.layers.rotary import sin_cos_at
 from gdpa_kernels.serving.pages import PagedCache, Pages, check_whole
 from gdpa_kernels.serving.scores import over_both, read_candidates, score
 
@@ -42,11 +43,11 @@ def extend(
         NotImplementedError, ValueError: the layer cannot be served so, or is not as cache.model;
             or an argument is wrong.
     """
-    _check(layer, cache)
+    _check(layer, cache, index)
     asked, received = (
-        [(x.user, x.history.epoch, x.end) for x in pages.holders] for pages in (new, whole)
+        [(x.user, x.entry.epoch, x.end) for x in pages.parts] for pages in (new, whole)
     )
-    begins = [x.begin for x in whole.holders]
+    begins = [x.begin for x in whole.parts]
     if asked != received or any(begins):
         raise ValueError(
             "whole must be the pages of users and epochs up to their new rows, "
@@ -80,7 +81,7 @@ def candidates(
     validate. The other arguments, and the errors: as `extend`; and a model whose history depends on
     its candidates is refused (`Model.check_candidates`).
     """
-    _check(layer, cache)
+    _check(layer, cache, index)
     cache.model.check_candidates()
     check_whole("whole", whole)
     max_seqlen = checks.check_max_seqlen("max_seqlen", max_seqlen)
@@ -100,7 +101,11 @@ def candidates(
     return layer.out(out.flatten(1))
 
 
-def _check(layer: GDPASelfAttention, cache: PagedCache) -> None:
+def _check(layer: GDPASelfAttention, cache: PagedCache, index: int) -> None:
+    """Raises NotImplementedError or ValueError unless the layer can be that one of the cache."""
+    if checks.check_count("index", index) >= cache.model.num_layers:
+        layers = cache.model.num_layers
+        raise ValueError(f"index must be below num_layers of cache.model, {layers}, got {index}")
     if layer.position_bias is not None or layer.time_bias is not None:
         raise NotImplementedError(
             "position_bias and time_bias of layer must be None: the calls over a history that is "
@@ -129,11 +134,9 @@ def _project(
     positions: of the tokens in their sequences; None will do without rotary.
     """
     qkv = layer.qkv(x).unflatten(1, (-1, layer.head_dim))
-    q, k, v = packed.unpack(qkv, None, None, layer.num_kv_heads)
-    if layer.q_norm is not None:
-        q, k = layer.q_norm(q), layer.k_norm(k)
+    rotation = None
     if layer.rotary is not None:
         dtype = torch.promote_types(x.dtype, torch.float32)
         rotation = sin_cos_at(layer.rotary, layer.head_dim, positions, dtype)
-        q, k = rotate(q, *rotation), rotate(k, *rotation)
-    return q, k, v
+    q, k, v = packed.unpack(qkv, None, None, layer.num_kv_heads)
+    return common.norm_and_rotate(q, k, v, layer.num_kv_heads, layer.q_norm, layer.k_norm, rotation)

@@ -4,7 +4,7 @@ The layout is that of FlashInfer, FBGEMM and recsys-examples: a page holds `page
 user, keys and then values, `[2, page_size, heads, dim]`; `kv_indptr`, `kv_indices` and
 `last_page_len` say which pages hold a batch. A user's pages belong to an epoch, any value that
 changes whenever the past of the history does (its version or its hash): pages of another epoch are
-never found.
+never found. An event of a history is a token of its sequence and a row of its keys and values.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from gdpa_kernels.calling import checks
 from gdpa_kernels.calling.launch import cdiv
 from gdpa_kernels.calling.sequences import Sequences, token_positions
 from gdpa_kernels.gdpa.batch import History
-from gdpa_kernels.serving import diagonal, joined
+from gdpa_kernels.serving import common, joined
 from gdpa_kernels.serving.arguments import key, listed, renamed, users_and_epochs
 from gdpa_kernels.serving.exclusive import Exclusive, exclusively
 from gdpa_kernels.serving.validity import Model
@@ -29,15 +29,14 @@ from gdpa_kernels.serving.validity import Model
 
 @dataclass(frozen=True)
 class Pages:
-    """Where a batch of histories lies.
+    """Where a batch of histories lies, on the cache's device.
 
     kv_indptr int32 `[batch + 1]`, into kv_indices int32; last_page_len int32 `[batch]`, 1 to
     page_size, and 0 of an empty history; cu_seqlens int32 `[batch + 1]`, tokens; max_seqlen; slots
-    int64 `[tokens]`, page * page_size + place; positions int64 `[tokens]`, of each in its history;
-    is_whole: whether the tokens are all of each history, which lacks none that an edit dropped.
-    On the cache's device. True until an edit, an eviction or another epoch of one of the users,
-    which give their pages to others: every use then refuses them, by their holders. An append that
-    follows is not seen: these are the histories as they were.
+    int64 `[tokens]`, page * page_size + place; positions int64 `[tokens]`, of each in its history.
+
+    Valid until one of the users is edited, evicted or given another epoch; later use raises
+    ValueError. A later append does not invalidate it: these are the histories as they were.
     """
 
     kv_indptr: torch.Tensor
@@ -47,11 +46,12 @@ class Pages:
     max_seqlen: int
     slots: torch.Tensor
     positions: torch.Tensor
-    holders: tuple[_Rows, ...] = field(repr=False, compare=False)
+    parts: tuple[_Part, ...] = field(repr=False, compare=False)
 
     @property
     def is_whole(self) -> bool:
-        return all(rows.is_whole for rows in self.holders)
+        """Whether the tokens are all of each history, which lacks none that an edit dropped."""
+        return all(part.is_whole for part in self.parts)
 
     @property
     def sequences(self) -> Sequences:
@@ -59,11 +59,12 @@ class Pages:
         return Sequences(self.cu_seqlens, self.max_seqlen)
 
 
-class _Rows(NamedTuple):
-    """Rows begin up to, not including, end of a history, which then had so many events."""
+class _Part(NamedTuple):
+    """Rows [begin, end) of one user's history; events: its length when these `Pages` were made,
+    dropped ones included."""
 
     user: Hashable
-    history: _History
+    entry: _UserEntry
     begin: int
     end: int
     events: int
@@ -74,7 +75,9 @@ class _Rows(NamedTuple):
 
 
 @dataclass(eq=False)
-class _History:
+class _UserEntry:
+    """What is kept of a user's history: the first `length` rows, in these pages."""
+
     epoch: Hashable
     written: list[int]  # of each layer the rows from the start that hold keys and values
     length: int = 0
@@ -83,6 +86,7 @@ class _History:
 
     @property
     def events(self) -> int:
+        """Length of the history, dropped rows included."""
         return self.length if self.expected is None else self.expected
 
 
@@ -131,15 +135,15 @@ class PagedCache:
             self.data = torch.zeros(shape, dtype=dtype, device=device)
         self.exclusive = Exclusive(self.data.device)
         self._free = list(range(num_pages))[::-1]
-        self._users: OrderedDict[Hashable, _History] = OrderedDict()  # least recently used first
+        self._users: OrderedDict[Hashable, _UserEntry] = OrderedDict()  # least recently used first
         with self.exclusive:  # other streams wait until the memory is zero
             self.exclusive.order()
 
     @exclusively
     def length(self, user: Hashable, epoch: Hashable = 0) -> int:
         """Tokens that are kept of this user's history: 0 if none are, or of another epoch."""
-        history = self._find(key("users", user), key("epochs", epoch))
-        return 0 if history is None else history.length
+        entry = self._find(key("user", user), key("epoch", epoch))
+        return 0 if entry is None else entry.length
 
     @exclusively
     def append(
@@ -162,17 +166,17 @@ class PagedCache:
                 `length`; None for where each history ends.
 
         Raises:
-            TypeError, ValueError: an argument is wrong, or a history does not end at its begins;
-                or one that is not empty, or was not before an edit, grows, and not by what the edit
-                dropped, and the model does not keep its rows right (`Model.check_append`).
+            TypeError, ValueError: an argument is wrong, or a history does not end at its begins; or
+                the model does not keep rows right when others are appended (`Model.check_append`),
+                unless the history had no events, or the new ones are all that an edit dropped.
             MemoryError: the batch alone needs more pages than there are. Nothing has changed.
         """
         users, epochs = users_and_epochs(users, epochs)
         counts = [
             checks.check_count("counts", count) for count in listed("counts", counts, len(users))
         ]
-        histories = [self._find(*each) for each in zip(users, epochs, strict=True)]
-        lengths = [0 if history is None else history.length for history in histories]
+        entries = [self._find(*each) for each in zip(users, epochs, strict=True)]
+        lengths = [0 if entry is None else entry.length for entry in entries]
         if begins is not None:
             for user, begin, length in zip(
                 users, listed("begins", begins, len(users)), lengths, strict=True
@@ -181,8 +185,8 @@ class PagedCache:
                     raise ValueError(
                         f"begins must be where the histories end, {length} of {user!r}, got {begin}"
                     )
-        for history, length, count in zip(histories, lengths, counts, strict=True):
-            expected = None if history is None else history.expected
+        for entry, length, count in zip(entries, lengths, counts, strict=True):
+            expected = None if entry is None else entry.expected
             if count and (length or expected) and length + count != expected:
                 self.model.check_append()
         pages = [cdiv(x + n, self.page_size) for x, n in zip(lengths, counts, strict=True)]
@@ -197,14 +201,14 @@ class PagedCache:
             self._users.setdefault(user, self._empty(epoch))
             self._users.move_to_end(user)
         for user, needed, count in zip(users, pages, counts, strict=True):
-            history = self._users[user]
-            while len(history.pages) < needed:
+            entry = self._users[user]
+            while len(entry.pages) < needed:
                 while not self._free:  # an empty history has no page to give
                     self.evict(next(iter(self._users)))  # none of this batch: those come last
-                history.pages.append(self._free.pop())
-            history.length += count
-            if history.expected is not None and history.length >= history.expected:
-                history.expected = None
+                entry.pages.append(self._free.pop())
+            entry.length += count
+            if entry.expected is not None and entry.length >= entry.expected:
+                entry.expected = None
         return self._pages(users, [self._users[user] for user in users], lengths)
 
     @renamed("at", "pages")
@@ -215,21 +219,21 @@ class PagedCache:
         without gradients. Rows of an earlier append must have been written before."""
         layer = self._checked_layer(layer, pages)
         self._check_rows(k, v, len(pages.slots))
-        for user, history, begin, end, _ in pages.holders:
-            if history.written[layer] < begin:
+        for user, entry, begin, end, _ in pages.parts:
+            if entry.written[layer] < begin:
                 raise ValueError(
                     f"pages must follow rows that are written, got rows {begin} up to {end} of "
-                    f"{user!r}, of whom layer {layer} has {history.written[layer]}: write the "
+                    f"{user!r}, of whom layer {layer} has {entry.written[layer]}: write the "
                     "others first, or evict the user"
                 )
-        written = [rows for rows in pages.holders if rows.end > rows.begin]
-        previous = [rows.history.written[layer] for rows in written]
-        for rows in written:  # until both copies are made
-            rows.history.written[layer] = rows.begin
+        parts = [part for part in pages.parts if part.end > part.begin]
+        previous = [part.entry.written[layer] for part in parts]
+        for part in parts:  # until both copies are made
+            part.entry.written[layer] = part.begin
         for slots, x in zip(self._slots(pages), (k, v), strict=True):
             self.data[layer].view(-1, *self.data.shape[-2:]).index_copy_(0, slots, x)
-        for rows, most in zip(written, previous, strict=True):
-            rows.history.written[layer] = max(most, rows.end)
+        for part, most in zip(parts, previous, strict=True):
+            part.entry.written[layer] = max(most, part.end)
 
     @exclusively
     def pages(
@@ -243,19 +247,19 @@ class PagedCache:
         epoch, `missing` raises LookupError, or gives an "empty" history."""
         users, epochs = users_and_epochs(users, epochs)
         checks.check_choice("missing", missing, ("raise", "empty"))
-        histories = [self._find(*each) for each in zip(users, epochs, strict=True)]
-        absent = [user for user, x in zip(users, histories, strict=True) if x is None]
+        entries = [self._find(*each) for each in zip(users, epochs, strict=True)]
+        absent = [user for user, entry in zip(users, entries, strict=True) if entry is None]
         if absent and missing == "raise":
             raise LookupError(
                 "users must have a history of their epoch in the cache, or missing be 'empty', got "
                 f"none of {absent}"
             )
-        for user, history in zip(users, histories, strict=True):
-            if history is not None:
+        for user, entry in zip(users, entries, strict=True):
+            if entry is not None:
                 self._users.move_to_end(user)
         filled = [
-            self._empty(epoch) if history is None else history
-            for history, epoch in zip(histories, epochs, strict=True)
+            self._empty(epoch) if entry is None else entry
+            for entry, epoch in zip(entries, epochs, strict=True)
         ]
         return self._pages(users, filled, [0] * len(filled))
 
@@ -283,17 +287,9 @@ class PagedCache:
         cu_seqlens `[batch + 1]`, int32, and max_seqlen, whose values are not checked.
         """
         layer = self._checked_before(layer, pages, k, v, cu_seqlens)
-        if diagonal.takes(k, k, v):
-            return joined.join(
-                self.data[layer],
-                pages.slots,
-                pages.cu_seqlens,
-                pages.max_seqlen,
-                k,
-                v,
-                cu_seqlens,
-                max_seqlen,
-            )
+        if common.can_launch(k, v):
+            old = self.data[layer], pages.slots, pages.cu_seqlens, pages.max_seqlen
+            return joined.join(*old, k, v, cu_seqlens, max_seqlen)
         pairs = zip(self.read(layer, pages), (k, v), strict=True)
         k, v = (_joined(*pair, pages.cu_seqlens, cu_seqlens) for pair in pairs)
         return k, v
@@ -333,7 +329,8 @@ class PagedCache:
                 )
 
     def _slots(self, pages: Pages) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where keys and values lie in a layer, int64 `[tokens]` each, counted in tokens."""
+        """Where keys and values lie in a layer, int64 `[tokens]` each, counted in tokens: a page
+        holds its keys, then its values. As `joined.join_kernel`."""
         keys = pages.slots + pages.slots // self.page_size * self.page_size
         return keys, keys + self.page_size
 
@@ -342,48 +339,50 @@ class PagedCache:
     def edit(
         self, user: Hashable, position: int, epoch: Hashable, was: Hashable = 0, *, added: bool
     ) -> int:
-        """An event of a history of epoch `was` was added at `position`, or the one there deleted:
-        keep the rows from the start that are written and stay right, drop the others, and call the
-        rest `epoch`.
+        """Turn a history of epoch `was` into that of `epoch`, in which an event was added at
+        `position`, or the one there deleted. Of its rows those from the start are kept that are
+        written and stay right (`Model.kept`), the others dropped; without a history of epoch `was`
+        the user is evicted.
 
         Returns how many rows are kept. The caller computes the following ones again: an append of
         all of them at once is refused for no model. Until they are there the history is not whole.
         """
-        position, user = checks.check_count("position", position), key("users", user)
+        position, user = checks.check_count("position", position), key("user", user)
         checks.check_bool(added=added)
-        if key("epochs", epoch) == key("epochs", was):
+        if key("epoch", epoch) == key("was", was):
             raise ValueError(f"epoch must differ from that before the edit, got {epoch!r} for both")
-        history = self._find(user, was)
-        if history is None:
+        entry = self._find(user, was)
+        if entry is None:
             self.evict(user)
             return 0
-        beside = history.events - (not added)  # events that are there before and after
+        events = entry.events + 1 if added else entry.events - 1
+        beside = min(events, entry.events)  # events that are there before and after
         if position > beside:
             raise ValueError(
-                f"position must be at most {beside} in a history of {history.events} events where "
+                f"position must be at most {beside} in a history of {entry.events} events where "
                 f"one is {'added' if added else 'deleted'}, got {position}"
             )
         right = self.model.kept(beside, position)
-        rows = min(position, *history.written, right)  # rows behind would move
+        rows = min(position, *entry.written, right)  # rows behind would move
         held, written = cdiv(rows, self.page_size), [rows] * self.model.num_layers
-        rest = _History(epoch, written, rows, history.pages[:held], beside + added)
-        free = self._free + history.pages[held:]
+        rest = _UserEntry(epoch, written, rows, entry.pages[:held], events)
+        free = self._free + entry.pages[held:]
         self._users[user], self._free = rest, free  # together: a page has one holder, or is free
         return rows
 
     @exclusively
     def evict(self, user: Hashable) -> None:
         """Forget a user's history; one that is not kept is no error."""
-        if key("users", user) in self._users:
+        if key("user", user) in self._users:
             self._free += self._users.pop(user).pages
 
-    def _empty(self, epoch: Hashable) -> _History:
-        return _History(epoch, [0] * self.model.num_layers)
+    def _empty(self, epoch: Hashable) -> _UserEntry:
+        return _UserEntry(epoch, [0] * self.model.num_layers)
 
-    def _find(self, user: Hashable, epoch: Hashable) -> _History | None:
+    def _find(self, user: Hashable, epoch: Hashable) -> _UserEntry | None:
         """What is kept of this user's history, if it is of this epoch."""
-        history = self._users.get(user)
-        return history if history is not None and history.epoch == epoch else None
+        entry = self._users.get(user)
+        return entry if entry is not None and entry.epoch == epoch else None
 
     def _checked_layer(self, layer: int, pages: Pages) -> int:
         """`layer` as an int, where users still have these pages; the stream may use them then."""
@@ -394,10 +393,10 @@ class PagedCache:
             raise ValueError(
                 f"layer must be below num_layers, {self.model.num_layers}, got {layer}"
             )
-        for rows in pages.holders:
-            if rows.end and self._users.get(rows.user) is not rows.history:
+        for part in pages.parts:
+            if part.end and self._users.get(part.user) is not part.entry:
                 raise ValueError(
-                    f"pages must be pages that their users still have, got those of {rows.user!r} "
+                    f"pages must be pages that their users still have, got those of {part.user!r} "
                     "before an edit or an eviction"
                 )
         self.exclusive.order()
@@ -405,25 +404,25 @@ class PagedCache:
 
     def _checked_reading(self, layer: int, pages: Pages) -> int:
         layer = self._checked_layer(layer, pages)
-        for user, history, begin, end, _ in pages.holders:
-            if begin < end > history.written[layer]:
+        for user, entry, begin, end, _ in pages.parts:
+            if begin < end and entry.written[layer] < end:
                 raise ValueError(
                     f"pages must be rows that are written, got rows {begin} up to {end} of "
-                    f"{user!r}, of whom layer {layer} has {history.written[layer]}: write the "
+                    f"{user!r}, of whom layer {layer} has {entry.written[layer]}: write the "
                     "others first, or evict the user"
                 )
         return layer
 
     @torch.inference_mode(False)  # gradients may follow an evaluation
     def _pages(
-        self, users: Sequence[Hashable], histories: list[_History], begins: list[int]
+        self, users: Sequence[Hashable], entries: list[_UserEntry], begins: list[int]
     ) -> Pages:
         """Where histories lie; slots are those of the tokens from begins[i]."""
         self.exclusive.order()
-        counts = [history.length - begin for history, begin in zip(histories, begins, strict=True)]
-        last = [(h.length - 1) % self.page_size + 1 if h.length else 0 for h in histories]
-        indptr = _ends([len(h.pages) for h in histories])
-        indices = [x for h in histories for x in h.pages]
+        counts = [entry.length - begin for entry, begin in zip(entries, begins, strict=True)]
+        last = [(x.length - 1) % self.page_size + 1 if x.length else 0 for x in entries]
+        indptr = _ends([len(entry.pages) for entry in entries])
+        indices = [page for entry in entries for page in entry.pages]
         lists, size = (indptr, indices, last, _ends(counts), begins), self.page_size
         # Each at a multiple of 16 bytes: kernels are compiled once for all numbers of pages.
         padded = [[*each, *[0] * (-len(each) % 4)] for each in lists]
@@ -438,22 +437,22 @@ class PagedCache:
         position = tokens - ends[of] + starts[of]
         slots = kv_indices[kv_indptr[of] + position // size].long() * size + position % size
         longest = max(counts, default=0)
-        holders = tuple(
-            _Rows(user, history, begin, history.length, history.events)
-            for user, history, begin in zip(users, histories, begins, strict=True)
+        parts = tuple(
+            _Part(user, entry, begin, entry.length, entry.events)
+            for user, entry, begin in zip(users, entries, begins, strict=True)
         )
-        return Pages(kv_indptr, kv_indices, last_page_len, ends, longest, slots, position, holders)
+        return Pages(kv_indptr, kv_indices, last_page_len, ends, longest, slots, position, parts)
 
 
 def check_whole(name: str, pages: Pages) -> None:
     """Raises ValueError unless these are whole histories, by the first that is not."""
     if not isinstance(pages, Pages):
         raise TypeError(f"{name} must be Pages, got {type(pages).__name__}")
-    for rows in pages.holders:
-        if not rows.is_whole:
+    for part in pages.parts:
+        if not part.is_whole:
             raise ValueError(
-                f"{name} must be PagedCache.pages of whole histories, got rows {rows.begin} up to "
-                f"{rows.end} of {rows.user!r}, who has {rows.events}"
+                f"{name} must be PagedCache.pages of whole histories, got rows {part.begin} up to "
+                f"{part.end} of {part.user!r}, who has {part.events}"
             )
 
 

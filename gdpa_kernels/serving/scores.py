@@ -16,7 +16,7 @@ from gdpa_kernels.gdpa.api import gdpa
 from gdpa_kernels.gdpa.batch import Batch
 from gdpa_kernels.gdpa.mask import Mask
 from gdpa_kernels.gdpa.registration import check_activation, prove
-from gdpa_kernels.serving import diagonal
+from gdpa_kernels.serving import common, diagonal
 from gdpa_kernels.serving.pages import PagedCache, Pages, check_whole
 
 (_PAGED,) = (rung for rung in ladder.RUNGS if "history" in rung.requires.extras)
@@ -91,37 +91,16 @@ def score(
             f"k must have the cache's {list(cache.data.shape[-2:])} heads and head_dim, got "
             f"{list(k.shape[1:])}"
         )
-    out_dtype = api.check_sum(q, q.shape, options.get("out_dtype"), None)
+    options["out_dtype"] = api.check_sum(q, q.shape, options.get("out_dtype"), None)
     validate = options.pop("validate", True)
     of_q = read_candidates(q, cu_seqlens, max_seqlen, history, validate)
-    impl, out = options.get("impl", "auto"), None
-    if impl in ("auto", _PAGED.impl) and diagonal.takes(q, k, v):
-        with cache.exclusive:  # from the check of the pages until what reads them is launched
-            batch = _over_history(q, k, v, of_q, cache, layer, history, **options)
-            if in_one_call is None:
-                in_one_call = _is_one_call(batch, k, v, out_dtype)
-            if in_one_call:
-                batch = _with_candidates(batch, k, v, target_group_size, out_dtype)
-            out = _in_pages(batch)
+    call = q, k, v, of_q, cache, layer, history
+    in_one_call, in_place = _in_place(*call, target_group_size, in_one_call, **options)
     options["validate"] = False  # the sequences have been read
     if in_one_call:
-        if out is None:
-            mask = Mask(True, target_group_size=target_group_size)
-            out = over_both(q, k, v, of_q, cache, layer, history, mask, **options)
-        return out
-    if out is None:
-        sum_dtype = None if q.dtype == torch.float64 else torch.float32
-        keys, values = cache.read(layer, history)
-        out = gdpa(q, keys, values, of_q, history.sequences, **options | {"out_dtype": sum_dtype})
-    if target_group_size == 1 and impl == "auto" and diagonal.takes(q, k, v):
-        names = "activation", "scale", "output_scale", "out_dtype"
-        known = {name: options[name] for name in names if name in options}
-        return diagonal.add_diagonal(q, k, v, out, **known)
-    mask = Mask(True, window=0)
-    if target_group_size > 1:
-        counts = of_q.cu_seqlens.diff()
-        mask = Mask(True, num_targets=counts, target_group_size=target_group_size)
-    return gdpa(q, k, v, of_q, of_q, mask=mask, add_to=out, **options)
+        mask = Mask(True, target_group_size=target_group_size)
+        return over_both(*call, mask, **options) if in_place is None else in_place
+    return _sum_of_two(*call, target_group_size, in_place, **options)
 
 
 def read_candidates(
@@ -158,7 +137,47 @@ def over_both(
     return gdpa(q, keys, values, of_q, of_k, mask=mask, **options)
 
 
-def _over_history(
+def _in_place(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, of_q: Sequences, cache: PagedCache,
+    layer: int, history: Pages, target_group_size: int, in_one_call: bool | None, *,
+    out_dtype: torch.dtype | None, impl: str = "auto", **options,
+) -> tuple[bool | None, torch.Tensor | None]:  # fmt: skip
+    """in_one_call, by the rule of `score` for None, and the output of the kernel that reads pages,
+    of one call or over the histories alone; None for either where it does not take the call."""
+    if impl not in ("auto", _PAGED.impl) or not common.can_launch(q, k, v):
+        return in_one_call, None
+    with cache.exclusive:  # from the check of the pages until what reads them is launched
+        batch = _history_batch(q, k, v, of_q, cache, layer, history, **options)
+        if in_one_call is None:
+            in_one_call = _is_one_call(batch, k, v, out_dtype)
+        if in_one_call:
+            batch = _with_candidates(batch, k, v, target_group_size, out_dtype)
+        return in_one_call, _in_pages(batch)
+
+
+def _sum_of_two(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, of_q: Sequences, cache: PagedCache,
+    layer: int, history: Pages, target_group_size: int, over_history: torch.Tensor | None, *,
+    impl: str = "auto", **options,
+) -> torch.Tensor:  # fmt: skip
+    """The call over the groups, added to over_history: that over the histories, which is None where
+    they are yet to be copied out of the pages."""
+    if over_history is None:
+        summed = options | {"out_dtype": None if q.dtype == torch.float64 else torch.float32}
+        keys, values = cache.read(layer, history)
+        over_history = gdpa(q, keys, values, of_q, history.sequences, impl=impl, **summed)
+    if target_group_size == 1 and impl == "auto" and common.can_launch(q, k, v):
+        names = "activation", "scale", "output_scale", "out_dtype"
+        known = {name: options[name] for name in names if name in options}
+        return diagonal.add_diagonal(q, k, v, over_history, **known)
+    mask = Mask(True, window=0)
+    if target_group_size > 1:
+        counts = of_q.cu_seqlens.diff()
+        mask = Mask(True, num_targets=counts, target_group_size=target_group_size)
+    return gdpa(q, k, v, of_q, of_q, mask=mask, add_to=over_history, impl=impl, **options)
+
+
+def _history_batch(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, of_q: Sequences, cache: PagedCache,
     layer: int, history: Pages, *,
     activation: str | tuple[str, ...] | list[str] = "gelu_tanh", scale: float | None = None,
@@ -196,7 +215,8 @@ def _is_one_call(
     """The rule of `score`, of the call over the histories."""
     whole = replace(
         batch, k=k, v=v, max_seqlen_k=batch.max_seqlen_k + batch.max_seqlen_q, out_dtype=out_dtype,
-        mask=Mask("lower_right"), segments=batch.cu_seqlens_q, history=None,
+        mask=Mask("lower_right"), history=None,
+        segments=batch.cu_seqlens_q,  # whichever: only that there are some is asked
     )  # fmt: skip
     rung = api.resolve("auto", "forward", whole)
     return rung is _PAGED and rung.config(batch, "forward").splits == 1

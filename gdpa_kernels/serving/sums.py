@@ -174,21 +174,27 @@ class StoredSums:
         same weights is the caller's to know."""
         if state["arithmetic"] != self.arithmetic:
             raise ValueError(
-                f"sums must be of {self.arithmetic}, got those of {state['arithmetic']}: compute "
-                "them again"
+                f"arithmetic of state must be {self.arithmetic}, got {state['arithmetic']}: "
+                "compute the sums again"
             )
         self.exclusive.order()
         for name in KEPT:
             shape, received = getattr(self, name).shape, state[name].shape
             if received != shape:
-                raise ValueError(f"{name} must have shape {list(shape)}, got {list(received)}")
+                raise ValueError(
+                    f"{name} of state must have shape {list(shape)}, got {list(received)}"
+                )
         if not torch.equal(state["q"].to(self.q), self.q):
             raise ValueError(
-                "q must be the queries of the stored sums, got others: compute the sums again"
+                "q of state must be the queries of these sums, got others: compute them again"
             )
         self._store(slice(None), **{name: state[name] for name in KEPT})
 
-    def _change(self, sign: int, users, k, v, cu_seqlens, max_seqlen) -> None:
+    def _change(
+        self, sign: int, users: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+        cu_seqlens: torch.Tensor | Lengths, max_seqlen: int | None,
+    ) -> None:  # fmt: skip
+        """Add events for a sign of 1, delete them for -1."""
         self.exclusive.order()
         for name, x in (("k", k), ("v", v)):
             if not isinstance(x, torch.Tensor) or x.dtype != self.q.dtype:
@@ -207,8 +213,8 @@ class StoredSums:
         count, updates = self.count[users] + sign * lengths, self.updates[users] + lengths
         if (count < 0).any():
             raise ValueError(
-                "events must have been added before they are deleted, got "
-                f"{lengths.tolist()} of {self.count[users].tolist()} held"
+                "cu_seqlens must have no more events to delete than are held, "
+                f"{self.count[users].tolist()}, got {lengths.tolist()}"
             )
         total, peak = self.total[users], self.peak[users]
         if self.exact:  # one event at a time, so that its part does not depend on the others
@@ -258,8 +264,12 @@ class StoredSums:
         if users.dtype != torch.bool and not ((users >= 0) & (users < known)).all():
             raise ValueError(f"users must be from 0 to {known - 1}, got {users.tolist()}")
 
-    def _parts(self, k, v, cu_seqlens, max_seqlen) -> torch.Tensor:
-        """fp32 `[sequences, rows, num_heads, head_dim]`, under autocast, too, in q's dtype."""
+    def _parts(
+        self, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor | Lengths,
+        max_seqlen: int | None,
+    ) -> torch.Tensor:  # fmt: skip
+        """The sum over each sequence, `[sequences, rows, num_heads, head_dim]` in fp32, of keys and
+        values in q's dtype, which autocast does not change."""
         rows = self.q.shape[0]
         with checks.without_autocast(self.q):
             out = gdpa(self.q, k, v, None, cu_seqlens, rows, max_seqlen, **self._options)

@@ -19,7 +19,7 @@ from gdpa_kernels.serving.arguments import renamed
 
 CAUSAL = Mask(causal=True)
 
-POSITIONS = (None, "kept", "index", "from_end")
+POSITIONS = ("kept", "index", "from_end")
 _BREAKS_APPEND = {
     "causal": "with causal=False old rows see the new ones",
     "num_contexts": "contexts see the new rows, and old rows see the contexts",
@@ -97,7 +97,7 @@ class Model:
                 f"got {mask}"
             )
         if self.positions is not None:
-            checks.check_choice("positions", self.positions, POSITIONS[1:])
+            checks.check_choice("positions", self.positions, POSITIONS)
         checks.check_bool(
             query_time=self.query_time, next_time=self.next_time,
             constant_divisor=self.constant_divisor, token_statistics=self.token_statistics,
@@ -127,8 +127,9 @@ class Model:
 
     def check_append(self) -> None:
         """Raises ValueError, with the reasons, if an append makes any of the kept rows wrong."""
-        many = 2 * self.num_layers * ((self.mask.window or 0) + 2) + self._contexts
-        if not any(self.changed(many, many)):
+        # More rows than an append reaches back through all layers, and the contexts.
+        rows = 2 * self.num_layers * ((self.mask.window or 0) + 2) + self._contexts
+        if not any(self.changed(rows, rows)):
             return
         broken = {
             "causal": not self.mask.causal,
@@ -185,7 +186,9 @@ class Model:
         reach = rows if self.mask.window is None else self.mask.window
         back = 0 if self.mask.causal else reach
         end = max(position, self._contexts) + reach  # a change of the contexts moves those behind
-        ranges = [range(position - back, end), range(position - self.next_time, position)]
+        ranges = [range(position - back, end)]
+        if self.next_time:
+            ranges.append(range(position - 1, position))
         if inputs:
             ranges.append(range(inputs.start - back, inputs.stop + reach))
         if self._contexts:

@@ -62,7 +62,7 @@ def _rows(
             result, peak = measure.run_once(Candidate(impl, "rotary", call))
             comparisons = _check(turn, tensors, turns, result)
             del result
-            what["error"] = measure.error_of(comparisons)
+            what["error"] = measure.worst_error(comparisons)
             failed = "; ".join(str(c) for c in comparisons if not c.passed)
             failure = f"check failed: {failed}" if failed else None
         except Exception as error:

@@ -16,6 +16,7 @@ import tritonemu
 from _lib import studies
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.calling.launches import launches
+from gdpa_kernels.gdpa.mask import Mask
 from gdpa_lab.measuring import compile_check
 from tests.rungs import KERNELS, launched
 from tests.tiers import sweep, swept
@@ -81,6 +82,8 @@ def test_a_module_stands_for_its_rung():
     assert built[0].hash == built[1].hash
     other = compile_check.build_rung("v1_tiled", **options | {"activation": "relu"})
     assert other.hash != built[0].hash
+    with pytest.raises(TypeError, match="multiple values for keyword argument 'mask'"):
+        compile_check.build_rung("v1_tiled", mask=Mask(causal=True))
 
 
 ON_BLACKWELL = [rung for rung in KERNELS if not rung.requires.only_major]

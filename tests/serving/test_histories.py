@@ -266,9 +266,16 @@ def test_integers_of_numpy_are_integers():
     [
         ("users must be a sequence, .* got the string 'e'", lambda x: x.append("e", [1])),
         ("users must be a sequence, .* got 3", lambda x: x.pages(3)),
-        (r"users must be hashable, got \['e'\]", lambda x: x.append([["e"]], [1])),
+        (r"each of users must be hashable, got \['e'\]", lambda x: x.append([["e"]], [1])),
         ("epochs must be a sequence, .* the string 'e'", lambda x: x.append(["e"], [1], "e")),
-        ("epochs must be numbers or names, not", lambda x: x.length("e", torch.tensor(1))),
+        ("each of epochs must be a number or a name, not a tensor",
+         lambda x: x.pages(["e"], [torch.tensor(1)])),
+        ("^user must be hashable", lambda x: x.length(["e"])),
+        ("^epoch must be a number or a name, not", lambda x: x.length("e", torch.tensor(1))),
+        ("^user must be hashable", lambda x: x.edit(["u"], 0, 1, added=True)),
+        ("^epoch must be hashable", lambda x: x.edit("u", 0, [1], added=True)),
+        ("^was must be hashable", lambda x: x.edit("u", 0, 1, [0], added=True)),
+        ("^user must be hashable", lambda x: x.evict(["u"])),
         ("counts must be an integer of at least 0, got '1'", lambda x: x.append(["e"], ["1"])),
         ("counts must be an integer of at least 0, got True", lambda x: x.append(["e"], [True])),
         ("counts must be an integer of at least 0, got 1.0", lambda x: x.append(["e"], [1.0])),
@@ -331,7 +338,7 @@ def test_pages_stay_until_the_kernel_that_reads_them_is_launched():
         return q
 
     with (
-        mock.patch.object(scores.diagonal, "takes", lambda *_: True),
+        mock.patch.object(scores.common, "can_launch", lambda *_: True),
         mock.patch.object(scores, "_in_pages", by_v8),
     ):
         score(q, q, q, ends(0, 1), 1, kept, 0, at, in_one_call=True)

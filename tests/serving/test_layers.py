@@ -151,6 +151,11 @@ def test_a_layer_that_cannot_be_served_is_refused(error, told, options):
         extend(
             stack(**options)[0], torch.zeros(1, WIDTH, dtype=FP64), kept, 0, new, kept.pages(["a"])
         )
+    for index, layers in ((3, 3), (-1, "an integer of at least 0")):
+        with pytest.raises(ValueError, match=f"index must be .*{layers}, got {index}"):
+            extend(
+                stack()[0], torch.zeros(1, WIDTH, dtype=FP64), kept, index, new, kept.pages(["a"])
+            )
     kept = cache(next_time=True)
     kept.append(["a"], [0])
     with pytest.raises(ValueError, match="but the last row's bias takes the time of the first"):

@@ -109,10 +109,14 @@ def test_sums_go_on_by_their_own_arithmetic_alone():
         stored(activation="gelu"),
         stored(BF16),
     ):
-        with pytest.raises(ValueError, match=r"sums must be of gdpa_kernels .*, got those of gdpa"):
+        with pytest.raises(
+            ValueError, match="arithmetic of state must be gdpa_kernels .*, got gdpa"
+        ):
             other.load_state_dict(sums.state_dict())
     fewer = StoredSums(sums.q, 3, impl="reference", activation="silu")
-    with pytest.raises(ValueError, match=r"total must have shape \[3, 3, 2, 16\], got \[4, "):
+    with pytest.raises(
+        ValueError, match=r"total of state must have shape \[3, 3, 2, 16\], got \[4, "
+    ):
         fewer.load_state_dict(sums.state_dict())
 
 
@@ -156,7 +160,7 @@ WRONG = (
      lambda: stored().add(USER, KV, KV, [0, 5])),
     (ValueError, "cu_seqlens must be of 5 rows .*, got Lengths.1 sequences of 4 rows",
      lambda: stored().add(USER, KV, KV, Lengths(ends(4)))),
-    (ValueError, r"added before they are deleted, got \[5\] of \[0\] held",
+    (ValueError, r"cu_seqlens must have no more events to delete than are held, \[0\], got \[5\]",
      lambda: stored().delete(USER, KV, KV, ends(5))),
 )  # fmt: skip
 
@@ -171,7 +175,7 @@ def test_sums_of_other_queries_are_refused():
     sums = stored()
     sums.add(USER, KV, KV, ends(5))
     other = StoredSums(sums.q + 1, 4, impl="reference", activation="silu")
-    with pytest.raises(ValueError, match="q must be the queries of the stored sums"):
+    with pytest.raises(ValueError, match="q of state must be the queries of these"):
         other.load_state_dict(sums.state_dict())
     assert not other.total.any()
 
@@ -244,7 +248,7 @@ def test_sums_are_those_of_the_queries_that_they_were_made_with():
         q.mul_(1.5)
     assert torch.equal(sums.q, Q)
     other = StoredSums(q, 4, impl="reference", activation="silu")
-    with pytest.raises(ValueError, match="q must be the queries of the stored sums"):
+    with pytest.raises(ValueError, match="q of state must be the queries of these"):
         other.load_state_dict(sums.state_dict())
     sums.delete(USER, KV[:2], KV[:2], ends(2))
     wanted = whole(sums, KV[2:], KV[2:])

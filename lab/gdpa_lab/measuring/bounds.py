@@ -115,11 +115,12 @@ def _wrong_budgets(record: Record) -> Iterator[str]:
     """Check budgets against their bound and their number against the tensors compared: they depend
     on the inputs alone, so all rows of one mathematics share them."""
     budgets: dict[tuple[str, str, str], set[float]] = defaultdict(set)
+    workloads = {name: record.workload(name) for name in record.workloads}
     for i, row in enumerate(record.rows):
         if row.error is None:
             continue
         budget, must = row.error.budget, f"rows[{i}].error.budget must be"
-        work = record.workload(row.workload)
+        work = workloads[row.workload]
         most = most_budget(work, row.direction, row.math)
         if budget > most:
             why = f"what roundings to {work.dtype} amount to"

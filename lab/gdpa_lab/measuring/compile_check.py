@@ -91,8 +91,8 @@ def build_rung(
     ends = torch.tensor([0, max_seqlen_k], dtype=torch.int32)
     options = {} if config is None else {"config": config}
     names, lengths = tuple(activation.split(",")), (ends, ends, max_seqlen_k, max_seqlen_k)
-    fields["mask"] = Mask(**{name: fields.pop(name) for name in FIELDS & fields.keys()})
-    batch = Batch(x, x, x, *lengths, names, head_dim**-0.5, **fields)
+    mask = Mask(**{name: fields.pop(name) for name in FIELDS & fields.keys()})
+    batch = Batch(x, x, x, *lengths, names, head_dim**-0.5, mask=mask, **fields)
     with launches(run=False) as seen:
         module.forward(batch, **options)
     if not seen:

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from gdpa_lab.measuring.bounds import FLOPS
 from gdpa_lab.measuring.roofline import Ceilings
 from gdpa_lab.measuring.workload import Workload
 
@@ -35,9 +36,10 @@ class Chip:
         return tflops * 1e3 / (self.sms * self.flops)
 
 
-H200 = Chip("NVIDIA H200", 132, 4096)
-B200 = Chip("NVIDIA B200", 148, 8192)
-"""SMs: a device query in github.com/pytorch/ao/issues/4002; rate: the FlashAttention-4 paper."""
+H200 = Chip("NVIDIA H200", 132, FLOPS["9.0"])
+B200 = Chip("NVIDIA B200", 148, FLOPS["10.0"])
+"""SMs: a device query in github.com/pytorch/ao/issues/4002; rate: so, too, the FlashAttention-4
+paper."""
 
 ASSUMED = Ceilings(1080.0, ((1.0, 6600.0), (4 / 3, 6750.0), (2.0, 6950.0), (3.0, 7100.0)))
 """Ceilings of a B200 limited to 750 W, from outside: nobody here has measured one.
@@ -175,7 +177,7 @@ def cost(work: Workload, design: Design, ceilings: Ceilings) -> Cost:
     unit_us = alone[unit] / chip.clock_ghz(ceilings.tflops) / 1e3
     unit_us += design.start_us * begun / chip.sms
     read, written = work.bytes_read(design.direction), work.bytes_written(design.direction)
-    memory_us = (read + written) / ceilings.gbytes_per_s(read, written) / 1e3
+    memory_us = ceilings.memory_us(read, written)
     more_us = design.row_bytes * work.total_q * work.num_heads_q
     more_us /= ceilings.gbytes_per_s(1, 1) * 1e3
     return Cost(clocks, unit, unit_us, memory_us, more_us, work.flops(design.direction))

@@ -6,6 +6,7 @@ them yet: their kernels compile, and calls are refused (`rung.Requires`).
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -57,8 +58,9 @@ def calls(head_dim: int) -> dict[tuple[str, str], Callable[[], object]]:
 def launched(call: Callable[[], object], target: int | str) -> list[Launch]:
     """Record what a call launches on a GPU with the shared memory of a target; nothing runs."""
     most = compile_check.SHARED_BYTES[target]
-    patches = [mock.patch.object(x, "shared_memory", lambda device: most) for x in CONFIGURED]
-    with patches[0], patches[1], launches(run=False) as seen:
+    with contextlib.ExitStack() as patches, launches(run=False) as seen:
+        for module in CONFIGURED:
+            patches.enter_context(mock.patch.object(module, "shared_memory", lambda device: most))
         call()
     return seen
 

@@ -136,7 +136,7 @@ class Between(LengthDistribution):
         if self.total is None or batch == 0:
             return lengths
         each, extra = divmod(self.total - sum(lengths), batch)
-        moved = [n + each + (i < extra) for i, n in enumerate(lengths)]
+        moved = [n + each + (1 if i < extra else 0) for i, n in enumerate(lengths)]
         if not 1 <= min(moved) <= max(moved) <= max_seqlen:
             raise ValueError(
                 f"total must leave every length in 1 .. {max_seqlen}, got {self.total} for "
@@ -230,15 +230,16 @@ class DerivedDistribution(LengthDistribution):
 class Events(DerivedDistribution):
     """Histories that a trainer sees: `law` gives the number of events of a user.
 
-    Training draws one event uniformly from all events of `USERS` users. The length is the number of
-    that user's events up to it, capped at max_seqlen.
+    Training draws one event uniformly from all events of `USERS` users, of at most `MOST_EVENTS`
+    each. The length is the number of that user's events up to it, capped at max_seqlen.
     """
 
     kind = "events"
     USERS = 20_000
+    MOST_EVENTS = 10**6
 
     def sample(self, batch: int, max_seqlen: int, rng: np.random.Generator) -> list[int]:
-        ends = np.cumsum(self.law.sample(self.USERS, 10**6, rng)).tolist()
+        ends = np.cumsum(self.law.sample(self.USERS, self.MOST_EVENTS, rng)).tolist()
         drawn = (word * ends[-1] >> 64 for word in _words(batch, rng))  # an event of all users'
         users = ((event, bisect_right(ends, event)) for event in drawn)
         return [min(event - (ends[i - 1] if i else 0) + 1, max_seqlen) for event, i in users]

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 _SECTIONS = (".text.", ".nv.info.", ".nv.constant", ".nv.shared.")
 _NO_BITS = 8
 _LISTS = re.compile("(list|order)_kernel$")  # kernels that make a schedule
-_SMS = 132
+_SMS = 132  # of an H200
 STUDIES = {"gdpa_kernels.block_attention.eliminations": "notebooks.block._eliminations"}
 """Modules that stand beside a chapter, by the names that records know them by."""
 
@@ -187,6 +187,15 @@ def pretend(arch: int) -> None:
     )
 
 
+def _patch(launch: Callable[..., None]) -> None:
+    """Let `launch` stand in for that of every module of the package, on a GPU of `_SMS`."""
+    for name, loaded in list(sys.modules.items()):
+        if name == "gdpa_kernels" or is_ours(name):
+            for function, other in (("launch", launch), ("multiprocessors", lambda device: _SMS)):
+                if callable(getattr(loaded, function, None)):
+                    setattr(loaded, function, other)
+
+
 def _prepared(question: Mapping[str, Any]) -> tuple[Callable[[], Any], list[CompiledKernel]]:
     """Build the call of a row on two of its longest sequences, and the list that collects what it
     launches, compiled as on a GPU. Its config decides what is compiled, lengths do not."""
@@ -199,11 +208,7 @@ def _prepared(question: Mapping[str, Any]) -> tuple[Callable[[], Any], list[Comp
         if bool(_LISTS.search(kernel.__name__)) is listed and not saving:
             compiled.append(kernel.run(*args, grid=grid, warmup=True, **more))
 
-    for name, loaded in list(sys.modules.items()):
-        if name == "gdpa_kernels" or is_ours(name):
-            for function, other in (("launch", launch), ("multiprocessors", lambda device: _SMS)):
-                if callable(getattr(loaded, function, None)):
-                    setattr(loaded, function, other)
+    _patch(launch)
     device = "cpu" if hasattr(module, "launch") else "meta"  # where PyTorch computes, nothing does
     values, grad_out = _arguments(question["workload"], device)
     if impl == "rotary":
@@ -303,7 +308,12 @@ def _operations(call: Callable[[], Any]) -> list[str]:
 
 
 def answer(question: Mapping[str, Any]) -> str:
-    """Return one hash of the code that a row launches, or the reason why there is none."""
+    """Return one hash of the code that a row launches, or the reason why there is none.
+
+    question: "launches", a list of what `describe` stored; or a call, by "operator", "impl",
+    "direction", "scope" ("kernel" or "schedule"), "config" (the rung's constants), "workload"
+    (`Workload.to_dict` but for its name, batch, lengths and seed) and "arch" (90).
+    """
     try:
         if "launches" in question:
             parts = [digest(compile_again(each).asm["cubin"]) for each in question["launches"]]

@@ -66,8 +66,9 @@ def problems(data_dir: str | Path) -> list[RecordError]:
     except RecordError as error:
         return [error]
     if lines is None:
-        gone = any(_history(data_dir))
-        return [RecordError(data_dir / NAME, "is missing, and was committed")] * gone
+        if any(_history(data_dir)):
+            return [RecordError(data_dir / NAME, "is missing, and was committed")]
+        return []
     errors = []
     for name in sorted({*_others(data_dir), *(n for n in lines if not n.startswith("records/"))}):
         try:

@@ -24,13 +24,18 @@ from gdpa_lab.measuring.operators import Candidate
 from gdpa_lab.measuring.workload import Workload
 
 SCOPES = ("kernel", "sustained", "op", "host", "schedule")
+"""What is timed: "kernel", all kernels of the pass, zero fills and conversions included;
+"sustained", the same in a loop, one implementation at a time, with the load of the GPU; "op", the
+public call of a rung, or autograd's backward of it, and of GDPA's backward rungs also the variant
+`baselines.STEP`, with the FLOPs and bytes of both directions; "host", until that call returns;
+"schedule", what makes the lists and offsets that the kernels were given."""
 ON_DEVICE = ("kernel", "sustained")
 Entry = str | tuple[str, str, Mapping[str, object]]
 """Name of an implementation, or (name, variant, options of the rung)."""
 Scopes = Sequence[str] | Mapping[str, Collection[str]]
 """Scopes timed for all implementations, or the implementations of each scope."""
 Stage = Callable[[str], None]
-"""Callback for the stage that begins: "inputs", "run", "check" or "time"."""
+"""Callback for the stage that begins, one of `probe.LIMITS_S`."""
 
 
 class Attempt(NamedTuple):
@@ -92,7 +97,7 @@ def attempt(
         comparisons = operator.check(ready.math, ready.checked(tensors(result)))
     except Exception as error:
         return Attempt(failure=reason(error))
-    worst = error_of(comparisons)
+    worst = worst_error(comparisons)
     if worst.passed:
         return Attempt(ready, worst, peak)
     failed = "; ".join(str(c) for c in comparisons if not c.passed)
@@ -116,7 +121,7 @@ def failed_rows(
     return [record.Row.of(workload, direction, scope=scope, **common) for scope in there]
 
 
-def error_of(comparisons: Sequence[testing.Comparison]) -> record.Error:
+def worst_error(comparisons: Sequence[testing.Comparison]) -> record.Error:
     """Reduce comparisons to the one closest to its budget, or farthest beyond it."""
 
     def share(comparison: testing.Comparison) -> tuple[bool, float]:
@@ -143,25 +148,20 @@ def measure(
 ) -> list[record.Row]:
     """Check and time `impls` on `workload` in `direction`; one row for each impl and scope.
 
-    An entry of `impls` is a name, or (name, variant, options of the rung). Scopes: "kernel", all
-    kernels of the pass, zero fills and conversions included; "sustained", the same in a loop for
-    `seconds`, one implementation at a time, with the load of the GPU; "op", the public call of a
-    rung, or autograd's backward of it, and of GDPA's backward rungs also the variant
-    `baselines.STEP`, with the FLOPs and bytes of both directions; "host", until that call returns;
-    "schedule", what makes the lists and offsets that the kernels were given. What fails has a row
-    in each of the first two that was asked of it; a call that waits for the device, or that the
-    device waits for, has one in the scope where it did. The error of a backward row is that of the
-    gradient closest to its budget.
+    `scopes`: of `SCOPES`; `seconds`: of "sustained". What fails has a row in each scope of
+    `ON_DEVICE` that was asked of it; a call that waits for the device, or that the device waits
+    for, has one in the scope where it did. The error of a backward row is that of the gradient
+    closest to its budget.
     """
     stage("inputs")
     inputs = make_inputs(workload, device=device)
     operator = operators.of(inputs, direction)
-    ready: list[tuple[Candidate, record.Error, int]] = []
+    ready: list[Attempt] = []
     rows: list[record.Row] = []
     for entry in impls:
         tried = attempt(entry, operator, stage)
         if tried.failure is None:
-            ready.append((tried.candidate, tried.error, tried.peak))
+            ready.append(tried)
         else:
             rows += failed_rows(workload, direction, scopes, entry, tried)
             log(f"  {' '.join(filter(None, parts(entry)[:2]))}: {tried.failure}")
@@ -169,36 +169,41 @@ def measure(
     operator = operators.of(inputs, direction)  # without what it remembered to check
     free()
     for scope in scopes:
-        requested = [each for each in ready if asks(scopes, scope, each[0].impl)]
-        calls = list(_calls(scope, operator, [one for one, _, _ in requested]))
-        functions = {f"{requested[i][0].impl} {variant}": call for i, variant, call in calls}
+        requested = [tried for tried in ready if asks(scopes, scope, tried.candidate.impl)]
+        calls = list(_calls(scope, operator, [tried.candidate for tried in requested]))
+        functions = {f"{requested[i].candidate.impl} {variant}": call for i, variant, call in calls}
         stage("time")
         samples = sampled(scope, functions, device, protocol, seconds)
         for i, variant, call in calls:
-            candidate, error, peak = requested[i]
-            times, more = samples[f"{candidate.impl} {variant}"]
-            what = {"error": error, "peak_bytes": peak, "config": dict(candidate.config)} | more
-            if scope == "schedule":
-                what = {"failure": what["failure"]} if "failure" in what else {}
-            elif scope == "host":
-                what["peak_bytes"] = None
-            elif variant == STEP and variant != candidate.variant:
-                what["peak_bytes"] = None
-                what["config"]["forward"] = operator.forward_of_step()
+            one = requested[i].candidate
+            times, more = samples[f"{one.impl} {variant}"]
+            values = {"samples_us": times, **more, "scope": scope, "variant": variant}
+            values |= {"impl": one.impl, "math": one.math}
             if times:
-                what["launches"] = launched(call, device)
-            what |= {"variant": variant, "scope": scope}
-            what |= {"impl": candidate.impl, "math": candidate.math}
-            rows.append(record.Row.of(workload, direction, samples_us=times, **what))
+                values["launches"] = launched(call, device)
+            if scope != "schedule":
+                values |= _checked_values(operator, requested[i], scope, variant)
+            rows.append(record.Row.of(workload, direction, **values))
             if scope in ON_DEVICE and times:
                 median = sorted(times)[len(times) // 2]
                 rate = workload.flops(direction) / median / 1e6
                 speed = workload.bytes(direction) / median / 1e3
                 log(
-                    f"  {candidate.impl} {candidate.variant}: {scope} {median:.0f} us, "
+                    f"  {one.impl} {one.variant}: {scope} {median:.0f} us, "
                     f"{rate:.0f} TFLOP/s, {speed:.0f} GB/s"
                 )
     return rows
+
+
+def _checked_values(
+    operator: operators.Gdpa | operators.BlockAttention, tried: Attempt, scope: str, variant: str
+) -> dict[str, object]:
+    """Build the error, config and peak of a row; the call that was checked had no other peak."""
+    config, is_step = dict(tried.candidate.config), (scope, variant) == ("op", STEP)
+    if is_step:
+        config["forward"] = operator.forward_of_step()
+    peak = None if is_step or scope == "host" else tried.peak
+    return {"error": tried.error, "config": config, "peak_bytes": peak}
 
 
 def launched(call: operators.Call, device: torch.device) -> list[dict[str, object]] | None:
@@ -236,16 +241,16 @@ def _calls(
     """
     if scope not in SCOPES:
         raise ValueError(f"scopes must be among {SCOPES}, got {scope!r}")
-    for i, candidate in enumerate(ready):
+    for i, one in enumerate(ready):
         if scope in ON_DEVICE:
-            yield i, candidate.variant, candidate.call
-        elif candidate.variant:
+            yield i, one.variant, one.call
+        elif one.variant:
             continue
         elif scope in ("op", "host"):
-            for variant, call in operator.ops(candidate.impl).items():
+            for variant, call in operator.ops(one.impl).items():
                 yield i, variant, call
         else:
-            call = operator.schedule(candidate.impl)
+            call = operator.schedule(one.impl)
             if call is not None:
                 yield i, "", call
 

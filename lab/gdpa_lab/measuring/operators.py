@@ -54,16 +54,19 @@ def math(operator: str, impl: str) -> str:
     return (Gdpa if operator == "gdpa" else BlockAttention).math(impl)
 
 
-class _Checked:
-    """Checks every result against fp64 in parts of whole sequences: at most `PART` tokens at once,
-    since an fp64 copy of everything would not fit."""
+class _Operator:
+    """Makes candidates of an operator in one direction, and checks every result against fp64 in
+    parts of whole sequences: at most `PART` tokens at once, since an fp64 copy of everything would
+    not fit."""
 
     results = {"forward": ("out",), "backward": ("dq", "dk", "dv")}
     peers: Mapping[str, baselines.Baseline]
     reference: ModuleType
     kind: str  # whose mathematics the rungs compute
     public: Callable[..., torch.Tensor]
-    named: str  # the argument of `public` that names who computes gradients
+    gradient_argument: str  # of `public`, which names who computes gradients
+    resolve: Callable[..., Rung]
+    _call: Callable[..., Call]  # of a rung, its module, a batch and arguments
     PART = 2**16
 
     def __init__(self, inputs: Inputs | BlockInputs, direction: str) -> None:
@@ -199,7 +202,7 @@ class _Checked:
 
     def _function(self, impl: str) -> Callable[..., torch.Tensor]:
         """Build the operator of q, k and v whose gradients are the rung's."""
-        arguments = self._inputs.arguments() | {"validate": False, self.named: impl}
+        arguments = self._inputs.arguments() | {"validate": False, self.gradient_argument: impl}
         return lambda q, k, v: self.public(**arguments | {"q": q, "k": k, "v": v})
 
 
@@ -217,11 +220,11 @@ def _prepared(
     return module, arguments
 
 
-class Gdpa(_Checked):
+class Gdpa(_Operator):
     """GDPA, forward or backward; work lists are made beforehand."""
 
     peers, reference, kind = baselines.BASELINES, gdpa_reference, "activation"
-    public, named = staticmethod(gdpa_api.gdpa), "backward_impl"
+    public, gradient_argument = staticmethod(gdpa_api.gdpa), "backward_impl"
     resolve = staticmethod(gdpa_api.resolve)
 
     def _call(self, rung: Rung, module: ModuleType, batch: object, arguments: dict) -> Call:
@@ -268,11 +271,11 @@ class Gdpa(_Checked):
         return partial(rung.schedule, batch, config) if has_list else None
 
 
-class BlockAttention(_Checked):
+class BlockAttention(_Operator):
     """Block attention, forward or backward; block list and saved tensors are made beforehand."""
 
     peers, reference, kind = baselines.BLOCK_BASELINES, block_reference, "softmax"
-    public, named = staticmethod(block_api.block_attention), "impl"
+    public, gradient_argument = staticmethod(block_api.block_attention), "impl"
     resolve = staticmethod(block_api.resolve)
 
     def _resolve(self, impl: str, batch: object) -> Rung:

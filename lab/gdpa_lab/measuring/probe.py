@@ -36,21 +36,22 @@ LIMITS_S: Mapping[str, float | None] = {
     "start": 300.0, "inputs": 300.0, "run": 120.0, "check": None, "launches": 120.0,
     "time": 120.0,
 }  # fmt: skip
-"""Time limits until the next stage of a child: everything imported, inputs made, a kernel compiled
-and run twice, checked, launched `LAUNCHES` times, timed in a scope."""
+"""The stages of a child, and time limits until the next one: everything imported, inputs made, a
+kernel compiled and run twice, checked, launched `LAUNCHES` times, timed in a scope."""
 MOST_LOST_S = 240.0  # with a rung that fails: on every workload it would cost hours
 LAUNCHES, IN_A_ROW = 10_000, 50
 JAGGED_TOKENS = 2**15
 
 Rungs = set[tuple[str, str, str]]
+"""(operator, direction, impl) of each."""
 
 
 def verified(data_dir: str | Path, capability: str | None) -> Rungs:
-    """Collect (operator, direction, impl) of the correct rows in the records of GPUs with a compute
-    capability, "10.0". Refused records do not count."""
+    """Collect the rungs of the correct rows in the records of GPUs with a compute capability,
+    "10.0". Refused records do not count."""
     rungs: Rungs = set()
     for run in record.survey(data_dir)[0]:
-        machine = system.named(run.system, data_dir)
+        machine = system.by_id(run.system, data_dir)
         if machine.compute_capability == capability:
             rungs |= _correct(run.rows)
     return rungs
@@ -62,6 +63,7 @@ def _correct(rows: Iterable[record.Row]) -> Rungs:
 
 
 def _is_usable(row: record.Row) -> bool:
+    """Return whether it was timed, or right and not timed since a call waited."""
     return row.failure is None or (row.error is not None and row.error.passed)
 
 
@@ -118,22 +120,23 @@ class Probe:
                 continue
             rung, begin = (workload.operator, direction, impl), time.monotonic()
             if self._lost_s[rung] >= self._most_lost_s:
-                rows = f"not tried: {self._lost_s[rung]:.0f} s of this run were lost on it"
+                failure = f"not tried: {self._lost_s[rung]:.0f} s of this run were lost on it"
             else:
                 self._log(f"  {impl}: unverified on this GPU, in a child process")
                 child = child or _Child(self._in_child, workload, how, self._limits_s, self._log)
                 # Modules come first: the rest may refer to what is in them.
                 options = sorted(options.items(), key=lambda x: not isinstance(x[1], ModuleType))
                 launches = 0 if (*rung, variant) in self._launched else LAUNCHES
-                rows = child.run((impl, variant, dict(options)), launches)
-                if isinstance(rows, list) and any(map(_is_usable, rows)):
+                rows, failure = child.run((impl, variant, dict(options)), launches)
+                if any(map(_is_usable, rows)):
                     self._launched.add((*rung, variant))
-                elif child.ran:  # it may have written anywhere, or can launch nothing more
-                    child = child.end()
+                elif child.may_be_broken:
+                    child.end()
+                    child = None
                     self._lost_s[rung] += time.monotonic() - begin
-            if isinstance(rows, str):
-                self._log(f"  {impl}: {rows}")
-                attempt = measure.Attempt(failure=rows)
+            if failure is not None:
+                self._log(f"  {impl}: {failure}")
+                attempt = measure.Attempt(failure=failure)
                 rows = measure.failed_rows(workload, direction, scopes, entry, attempt)
             measured[index] = rows
             self._verified |= _correct(rows)
@@ -173,23 +176,25 @@ class _Child:
         self._process.start()
         theirs.close()
         self._limits_s, self._log, self._stage = limits_s, log, "start"
-        self.ran = False
+        self.may_be_broken = False
+        """Whether the last entry launched kernels, which may have written anywhere, or ended it."""
 
-    def run(self, entry: Entry, launches: int) -> list[record.Row] | str:
-        """Return the rows of an entry, or why there are none; `ran` tells whether its kernels were
-        launched or its process is of no use."""
-        self.ran = False
+    def run(self, entry: Entry, launches: int) -> tuple[list[record.Row], str | None]:
+        """Return the rows of an entry, and why there are none."""
+        self.may_be_broken = False
         try:
             self._connection.send((entry, launches))
             while self._connection.poll(self._limits_s[self._stage]):
                 kind, what = self._connection.recv()
-                if kind == "found":
-                    return what
+                if kind == "rows":
+                    return what, None
+                if kind == "failure":
+                    return [], what
                 if kind == "log":
                     self._log(what)
                 else:
                     self._stage = what
-                    self.ran |= what == "run"
+                    self.may_be_broken |= what == "run"
             limit = f"{self._limits_s[self._stage]:g} s"
             why = f"timeout after {limit} in a child process ({self._stage})"
         except (EOFError, OSError):
@@ -199,8 +204,8 @@ class _Child:
             why = f"its child process ended with {how} ({self._stage})"
         except Exception as error:
             why = f"no child process takes it: {measure.reason(error)}"
-        self.ran = True
-        return why
+        self.may_be_broken = True
+        return [], why
 
     def end(self) -> None:
         self._process.kill()
@@ -221,10 +226,10 @@ def _serve(
     while True:
         entry, launches = connection.recv()
         try:
-            answer = in_child(entry, workload, launches=launches, **how, **tell)
+            answer = "rows", in_child(entry, workload, launches=launches, **how, **tell)
         except Exception as error:
-            answer = measure.reason(error)
-        connection.send(("found", answer))
+            answer = "failure", measure.reason(error)
+        connection.send(answer)
         measure.free()
 
 
@@ -289,13 +294,13 @@ def launch_often(
 
 def jagged(workload: Workload) -> Workload:
     """Derive a workload of the same kind with few sequences of 1 to the most tokens."""
-    law, longest = Uniform(0.5), max(workload.max_seqlen_q, workload.max_seqlen_k)
+    longest = max(workload.max_seqlen_q, workload.max_seqlen_k)
     return replace(
         workload,
         name=f"{workload.name}-jagged",
-        batch=min(workload.batch, max(4, JAGGED_TOKENS // longest)),
-        lengths_q=Full() if workload.shared_q else law,
-        lengths_k=None if workload.lengths_k is None else law,
+        batch=max(4, min(workload.batch, JAGGED_TOKENS // longest)),
+        lengths_q=Full() if workload.shared_q else Uniform(0.5),
+        lengths_k=None if workload.lengths_k is None else Uniform(0.5),
     )
 
 

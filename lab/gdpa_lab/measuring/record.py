@@ -9,7 +9,6 @@ schema is refused with its name and the reason: see refusals.py and manifest.py.
 from __future__ import annotations
 
 import ast
-import hashlib
 import json
 import os
 import re
@@ -31,7 +30,7 @@ from gdpa_lab.measuring.rows import Ceiling, Error, Load, Protocol, Row, Table
 from gdpa_lab.measuring.workload import Workload
 
 ROOT = DATA_DIR.parent
-HOUSES = ("gdpa_kernels", "lab/gdpa_lab", "notebooks/_lib")
+SOURCE_FOLDERS = ("gdpa_kernels", "lab/gdpa_lab", "notebooks/_lib")
 """Folders whose source hashes a record stores."""
 COMMIT_VARIABLE = "GDPA_KERNELS_COMMIT"
 
@@ -218,7 +217,7 @@ def package_state(
     or contradicts the checkout; FileNotFoundError if `notebook` is not in `root`.
     """
     root = Path(root).resolve()
-    paths = sorted(path for house in HOUSES for path in (root / house).rglob("*.py"))
+    paths = sorted(path for folder in SOURCE_FOLDERS for path in (root / folder).rglob("*.py"))
     beside = []
     if notebook is not None:
         beside = [*sorted((root / notebook).parent.glob("_*.py")), root / notebook]
@@ -233,7 +232,7 @@ def package_state(
     require(is_hash, name, "40 hex digits", value)
     if None not in (checked_out, value) and checked_out != value:
         raise ValueError(f"{name} must be the checkout's {checked_out}, got {value}")
-    watched = [*HOUSES, *map(str, beside)]
+    watched = [*SOURCE_FOLDERS, *map(str, beside)]
     status = git.answer(root, "status", "--porcelain", "--", *watched) if checked_out else None
     names = [path.relative_to(root).as_posix() for path in paths]
     return Package(
@@ -247,7 +246,7 @@ def package_state(
 
 def source_hash(path: str | Path) -> str:
     """SHA-256 of a file, hex digits."""
-    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    return manifest.digest(Path(path).read_bytes())
 
 
 def code_hash(path: str | Path) -> str:
@@ -274,7 +273,7 @@ def _code_hash(text: str) -> str:
             row, column = token.start
             lines[row - 1] = lines[row - 1][:column]
     code_lines = [line.rstrip() for line in lines if line.strip()]
-    return hashlib.sha256("\n".join(code_lines).encode()).hexdigest()
+    return manifest.digest("\n".join(code_lines).encode())
 
 
 def write(record: Record, data_dir: str | Path = DATA_DIR) -> Path:
@@ -340,8 +339,8 @@ def load(path: str | Path) -> Record:
     record = _parse(path, seen.st_mtime_ns, seen.st_size, sha256)
     named = path.with_name(f"{record.id}.json")
     if path != named:
-        reason = f"must be named {named.name}, after its id"
-        raise RecordError(path, reason + " (a duplicate of that file)" * named.exists())
+        duplicate = " (a duplicate of that file)" if named.exists() else ""
+        raise RecordError(path, f"must be named {named.name}, after its id{duplicate}")
     reason = _beyond(path, seen.st_mtime_ns, seen.st_size, sha256, _machine(record, path))
     if reason is not None:
         raise RecordError(path, reason)

@@ -60,8 +60,15 @@ class Ceilings:
 
     def floor_us(self, flops: int, read: int, written: int) -> float:
         """Microseconds that `flops` FLOPs, or the bytes, need at least: the larger of the two."""
-        memory_us = (read + written) / self.gbytes_per_s(read, written) / 1e3
-        return max(flops / self.tflops / 1e6, memory_us)
+        return max(self.compute_us(flops), self.memory_us(read, written))
+
+    def compute_us(self, flops: int) -> float:
+        """Microseconds that `flops` FLOPs need at least."""
+        return flops / (self.tflops * 1e6)
+
+    def memory_us(self, read: int, written: int) -> float:
+        """Microseconds that `read` and `written` bytes need at least."""
+        return (read + written) / (self.gbytes_per_s(read, written) * 1e3)
 
     def gbytes_per_s(self, read: int, written: int) -> float:
         """GB/s for `read` and `written` bytes.
@@ -107,8 +114,7 @@ def bracket(workload: Workload, direction: str, ceilings: Ceilings) -> Bracket:
     """The bracket of `workload` in `direction` ("forward" or "backward") under `ceilings`."""
     flops = workload.flops(direction)
     read, written = workload.bytes_read(direction), workload.bytes_written(direction)
-    compute_us = flops / (ceilings.tflops * 1e6)
-    memory_us = (read + written) / (ceilings.gbytes_per_s(read, written) * 1e3)
+    compute_us, memory_us = ceilings.compute_us(flops), ceilings.memory_us(read, written)
     lower_us, upper_us = max(compute_us, memory_us), compute_us + memory_us
     bound = "compute" if compute_us >= memory_us else "memory"
     return Bracket(compute_us, memory_us, lower_us, upper_us, bound, flops / (lower_us * 1e6))

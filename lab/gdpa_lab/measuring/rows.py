@@ -12,7 +12,7 @@ from gdpa_lab.measuring.workload import DIRECTIONS, DTYPE_BYTES, STEP, Workload
 
 @dataclass(frozen=True)
 class Protocol:
-    """Timing protocol.
+    """How the rows of a record were timed.
 
     `timer`: what measured it, e.g. "cuda events". `warmup` and `samples`: calls before, and calls
     timed, per row. `l2_flush_bytes`: bytes written before each call to empty the L2 cache, 0 for
@@ -101,10 +101,9 @@ LEFT_OUT = "not measured: "
 class Row:
     """One implementation on one workload.
 
-    `workload`: a name in the record's `workloads`. `math`: "activation" or "softmax". `scope`: what
-    was timed, "kernel" (the launch alone), "sustained" (the same, without pauses), "op" (the whole
-    call), "host" (the call until it returns) or "schedule" (making one). `variant` tells apart rows
-    that share all the rest, e.g. a schedule's order. `config`: constants of the implementation.
+    `workload`: a name in the record's `workloads`. `math`: "activation", "softmax", or "rotary" for
+    rotary alone. `scope`: what was timed, see `measure.SCOPES`. `variant` tells apart rows that
+    share all the rest, e.g. a schedule's order. `config`: constants of the implementation.
     `flops`, `bytes_read`, `bytes_written`: useful FLOPs and fewest bytes of one call. `samples_us`:
     microseconds, one per timed call, of scope "sustained" the means of chunks of calls; empty when
     `failure` says why. `peak_bytes`: most device memory allocated during one call, None if not
@@ -195,7 +194,7 @@ def _rotary_alone(workload: Workload) -> tuple[int, int, int]:
     """Count FLOPs, bytes read and bytes written of rotary alone."""
     if not workload.rotary:
         raise ValueError(f"workload must have rotary, got {workload.name!r} without")
-    heads = workload.num_heads_q + workload.num_heads_k * (1 + workload.rotate_v)
+    heads = workload.num_heads_q + workload.num_heads_k * (2 if workload.rotate_v else 1)
     row = workload.total_q * workload.head_dim  # of one head; of sines and cosines together
     size = DTYPE_BYTES[workload.dtype]
     return 3 * heads * row, (heads + 1) * row * size, heads * row * size

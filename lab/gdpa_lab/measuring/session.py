@@ -13,9 +13,10 @@ from pathlib import Path
 
 import torch
 
-from gdpa_lab.measuring import manifest, operators, probe, record, sustained, system, timing
-from gdpa_lab.measuring import measure as measuring
+from gdpa_lab.measuring import manifest, measure, probe, record, sustained, system, timing
 from gdpa_lab.measuring.inputs import BlockInputs, Inputs, make_inputs
+from gdpa_lab.measuring.measure import ON_DEVICE, Scopes, asks, free, parts, reason
+from gdpa_lab.measuring.operators import math as math_of
 from gdpa_lab.measuring.require import require
 from gdpa_lab.measuring.rows import LEFT_OUT
 from gdpa_lab.measuring.workload import Workload
@@ -30,6 +31,10 @@ class Session:
 
     A rung that no record in `data_dir` verifies on such a GPU is measured in a child process; see
     `probe`.
+
+    Attributes: device, notebook, protocol and log, as given; system and before, the machine and its
+    state at the start; ceilings, rows, and tables and workloads by name, so far; broken, what
+    raised in `launch`, and why.
 
     >>> session = Session("notebooks/forward/results.py", device)      # doctest: +SKIP
     >>> session.measure(workload("gdpa-self-full-1024"), ["v1_tiled", "fa2_varlen"])
@@ -73,7 +78,7 @@ class Session:
         impls: Sequence,
         *,
         direction: str = "forward",
-        scopes: measuring.Scopes = ("kernel",),
+        scopes: Scopes = ("kernel",),
         seconds: float = sustained.SECONDS,
     ) -> None:
         """Check and time `impls` on `workload`; see `measure`.
@@ -92,24 +97,24 @@ class Session:
             self.rows += rows
         here = [entry for index, entry in enumerate(impls) if index not in tried]
         if here:
-            self.rows += measuring.measure(
+            self.rows += measure.measure(
                 workload, here, device=self.device, direction=direction, log=self.log, **how
             )
-        measuring.free()
+        free()
 
     def asks(self, workload: Workload) -> bool:
         """Return whether this session measures a workload at all: see ONLY_VARIABLE."""
         return re.search(os.environ.get(ONLY_VARIABLE) or "", workload.name) is not None
 
     def _plan_rows(
-        self, workload: Workload, impls: Sequence, direction: str, scopes: measuring.Scopes
+        self, workload: Workload, impls: Sequence, direction: str, scopes: Scopes
     ) -> None:
         """Plan a row for each of `impls` and each scope; the record will hold them."""
-        for impl, variant, _ in map(measuring.parts, impls):
-            for scope in measuring.ON_DEVICE:
-                if measuring.asks(scopes, scope, impl):
+        for impl, variant, _ in map(parts, impls):
+            for scope in ON_DEVICE:
+                if asks(scopes, scope, impl):
                     key = (workload.name, direction, impl, scope, variant)
-                    self._plan[key] = (workload, operators.math(workload.operator, impl))
+                    self._plan[key] = (workload, math_of(workload.operator, impl))
 
     def _missing(self) -> list[record.Row]:
         """Build a failed row for each planned row that is missing."""
@@ -148,10 +153,10 @@ class Session:
                 raise NotImplementedError(problem)
             run(make_inputs(workload, device=self.device))
         except Exception as error:  # what was measured before must reach the record
-            self.log(f"  no {name}: {measuring.reason(error)}")
+            self.log(f"  no {name}: {reason(error)}")
             if not isinstance(error, NotImplementedError):
-                self.broken.append(f"{name}: {measuring.reason(error)}")
-        measuring.free()
+                self.broken.append(f"{name}: {reason(error)}")
+        free()
 
     def _begin_part(self, name: str) -> None:
         gc.freeze()  # or `free` looks through all that was imported, 0.2 s for each implementation
@@ -162,9 +167,10 @@ class Session:
 
     def prepare(self, workload: Workload, direction: str, with_sustained: bool = False) -> None:
         """Measure the ceilings for rows of `workload`, unless the session has them."""
-        mixes = workload.operator == "block_attention" or direction == "backward"
-        for make in (timing.limits, *[timing.attention_copies] * mixes):
-            self._add_ceilings(make, *measuring.ON_DEVICE[: 1 + with_sustained])
+        scopes = ON_DEVICE if with_sustained else ("kernel",)
+        self._add_ceilings(timing.limits, *scopes)
+        if workload.operator == "block_attention" or direction == "backward":
+            self._add_ceilings(timing.attention_copies, *scopes)
         self.workloads[workload.name] = workload
 
     def _add_ceilings(self, make: Callable[..., list[timing.Limit]], *scopes: str) -> None:

@@ -6,7 +6,6 @@ or user name.
 
 from __future__ import annotations
 
-import hashlib
 import importlib.metadata
 import json
 import os
@@ -74,7 +73,7 @@ class System:
         """Slug of the GPU (without one: of the CPU) and 8 hex digits of the SHA-256 of the rest."""
         content = json.dumps(self._content(), sort_keys=True).encode()
         name = self.gpu or f"cpu {self.cpu or self.platform}"
-        return f"{_slug(name)}-{hashlib.sha256(content).hexdigest()[:8]}"
+        return f"{_slug(name)}-{manifest.digest(content)[:8]}"
 
     def to_dict(self) -> dict[str, Any]:
         """The system as JSON values, `id` first."""
@@ -204,9 +203,9 @@ def load(path: str | Path) -> System:
     return system
 
 
-def named(name: str, data_dir: str | Path) -> System:
+def by_id(system_id: str, data_dir: str | Path) -> System:
     """The system of this id in a folder of data, as `load` reads it."""
-    return load(Path(data_dir) / "systems" / f"{name}.json")
+    return load(Path(data_dir) / "systems" / f"{system_id}.json")
 
 
 def promoted(data_dir: str | Path) -> dict[str, list[str]] | None:

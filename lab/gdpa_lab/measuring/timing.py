@@ -31,7 +31,7 @@ COPY_BLOCKS = ((1024, 4), (2048, 4), (4096, 4), (8192, 8))  # elements of a prog
 
 @dataclass(frozen=True)
 class Protocol:
-    """Timing protocol: number of calls, and the preparation before each.
+    """How calls are to be timed: their number, and the preparation before each.
 
     `l2_flush_bytes` are written before each sample; `pause_us` is the host's least lead.
     """
@@ -153,7 +153,7 @@ def _sample_on_host(
     to_completion: bool,
 ) -> dict[str, list[float]]:
     """Sample the host time in microseconds of calls on an idle device, until they return or
-    complete.
+    complete. Of the protocol warmup, samples and l2_flush_bytes count.
 
     WaitsForDevice if a call waits before it returns."""
     flush = torch.empty(max(protocol.l2_flush_bytes, 1), dtype=torch.int8, device=device)

@@ -1,6 +1,6 @@
 """Workloads: what is computed, described without tensors.
 
-A workload names a problem: batch, heads, head_dim, the law of its sequence lengths, and a seed.
+A workload names a problem: batch, heads, head_dim, the distribution of its lengths, and a seed.
 Lengths, visible pairs, FLOPs and the fewest bytes follow on a CPU, before any kernel runs.
 """
 
@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from gdpa_kernels.block_attention.api import BLOCK_SIZES
 from gdpa_kernels.gdpa.mask import ALL, FIELDS, Mask
 from gdpa_lab.measuring.length_distributions import Full, LengthDistribution, require_fields
 from gdpa_lab.measuring.require import is_finite, require, require_int
@@ -23,7 +24,6 @@ STEP = "forward and backward"
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 OPERATORS = ("gdpa", "block_attention")
-BLOCK_SIZES = (16, 32, 64, 128)
 
 _MAX_SEQLENS = ("max_seqlen_q", "max_seqlen_k")
 _BLOCK_ONLY = ("block_size", "rotary", "rotate_v")
@@ -31,7 +31,7 @@ _BLOCK_ONLY = ("block_size", "rotary", "rotate_v")
 
 @dataclass(frozen=True)
 class Workload:
-    """One problem: sizes, length laws, options and a seed.
+    """One problem: sizes, length distributions, options and a seed.
 
     Lengths count tokens. `lengths_k=None` gives every sequence as many K/V rows as it has Q rows.
     `shared_q=True` is pooling by seed queries: q is [max_seqlen_q, num_heads_q, head_dim], one
@@ -100,18 +100,14 @@ class Workload:
         return _BLOCK_ONLY if self.operator == "gdpa" else _GDPA_ONLY
 
     def _check_lengths(self) -> None:
-        law_q, law_k, shared = self.lengths_q, self.lengths_k, self.shared_q
-        require(isinstance(law_q, LengthDistribution), "lengths_q", "a LengthDistribution", law_q)
-        require(
-            isinstance(law_k, LengthDistribution | None),
-            "lengths_k",
-            "a LengthDistribution or None",
-            law_k,
-        )
-        require(not shared or law_q == Full(), "lengths_q", "Full() with shared_q", law_q)
-        ok = law_k is not None or not shared
-        require(ok, "lengths_k", "a LengthDistribution with shared_q", law_k)
-        if law_k is None and self.max_seqlen_k != self.max_seqlen_q:
+        of_q, of_k, shared = self.lengths_q, self.lengths_k, self.shared_q
+        require(isinstance(of_q, LengthDistribution), "lengths_q", "a LengthDistribution", of_q)
+        ok = isinstance(of_k, LengthDistribution | None)
+        require(ok, "lengths_k", "a LengthDistribution or None", of_k)
+        require(not shared or of_q == Full(), "lengths_q", "Full() with shared_q", of_q)
+        ok = of_k is not None or not shared
+        require(ok, "lengths_k", "a LengthDistribution with shared_q", of_k)
+        if of_k is None and self.max_seqlen_k != self.max_seqlen_q:
             raise ValueError(
                 f"max_seqlen_k must equal max_seqlen_q ({self.max_seqlen_q}) when lengths_k is "
                 f"None, got {self.max_seqlen_k}"
@@ -142,9 +138,9 @@ class Workload:
         """The keys that a query sees, as `gdpa` takes them."""
         return Mask(**{name: getattr(self, name) for name in MASK_FIELDS})
 
-    def _sample(self, law: LengthDistribution, max_seqlen: int, stream: int) -> tuple[int, ...]:
+    def _sample(self, lengths: LengthDistribution, most: int, stream: int) -> tuple[int, ...]:
         rng = np.random.Generator(np.random.PCG64([self.seed, stream]))
-        return tuple(law.sample(self.batch, max_seqlen, rng))
+        return tuple(lengths.sample(self.batch, most, rng))
 
     @cached_property
     def seqlens_q(self) -> tuple[int, ...]:

@@ -92,7 +92,7 @@ def from_records(data_dir: str | Path, operator: str) -> list[Ranking]:
         ["record", "workload", "direction", "scope"], sort=True
     ):
         workload = workloads[run, name]
-        machine = system.named(group["system"].iloc[0], data_dir)
+        machine = system.by_id(group["system"].iloc[0], data_dir)
         shape = shape_of(capability(machine.compute_capability), direction, workload)
         compared = sum(not rungs[impl].is_lesson for impl in group["impl"])
         if workload["operator"] == operator and shape is not None and compared > 1:

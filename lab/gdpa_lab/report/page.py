@@ -47,7 +47,7 @@ def provenance(
     runs, machines = [], set()
     for name in ids:
         run = records.load(Path(data_dir) / "records" / f"{name}.json")
-        machine = systems.named(run.system, data_dir)
+        machine = systems.by_id(run.system, data_dir)
         commit = (
             f"commit <code>{run.package.commit[:10]}</code>" if run.package.commit else "no commit"
         )

@@ -204,7 +204,7 @@ def basis(data_dir: str | Path = records.DATA_DIR, record: str | None = None) ->
         record = ours[-1]
     if record not in known:
         raise LookupError(f"record must be the id of a record, got {record!r}")
-    on = systems.named(known[record].system, data_dir)
+    on = systems.by_id(known[record].system, data_dir)
     ceilings = results.ceilings(known[record], "sustained")
     if on.compute_capability != CAPABILITY:
         raise LookupError(
@@ -218,7 +218,7 @@ def basis(data_dir: str | Path = records.DATA_DIR, record: str | None = None) ->
 
 def _is_ours(record: records.Record, data_dir: str | Path) -> bool:
     """Return whether a record is of a B200 and has the ceilings that scale predictions."""
-    capability = systems.named(record.system, data_dir).compute_capability
+    capability = systems.by_id(record.system, data_dir).compute_capability
     return capability == CAPABILITY and results.ceilings(record, "sustained") is not None
 
 
@@ -230,7 +230,7 @@ def timed(data_dir: str | Path, capability: str) -> Iterator[tuple[records.Recor
     rows = rows.drop_duplicates(["record", "workload", "direction", "impl"])
     known = {each.id: each for each in records.load_all(data_dir)}
     for name, group in rows.groupby("record", sort=True):
-        if systems.named(known[name].system, data_dir).compute_capability == capability:
+        if systems.by_id(known[name].system, data_dir).compute_capability == capability:
             yield known[name], group
 
 

@@ -68,7 +68,7 @@ def table(
     require(per in ("system", "gpu"), "per", "'system' or 'gpu'", per)
     rows: list[dict[str, Any]] = []
     for run in load_all(data_dir):
-        machine = systems.named(run.system, data_dir)
+        machine = systems.by_id(run.system, data_dir)
         if gpu not in (None, machine.gpu or "") or record not in (None, run.id):
             continue
         limits = {scope: ceilings(run, scope) for scope in ("kernel", "sustained")}
@@ -173,7 +173,7 @@ def run_of(data_dir: str | Path, *, notebook: str, gpu: str) -> Run:
 
 def gpu_of(record: Record, data_dir: str | Path = DATA_DIR) -> str:
     """Return the name of the GPU that made a record, "" without one."""
-    return systems.named(record.system, data_dir).gpu or ""
+    return systems.by_id(record.system, data_dir).gpu or ""
 
 
 def ceilings(record: Record, scope: str = "kernel") -> Ceilings | None:

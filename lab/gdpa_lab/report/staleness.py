@@ -102,7 +102,7 @@ def entries(data_dir: Path = DATA_DIR, root: Path = ROOT) -> Iterator[Entry]:
     included, and the sources in `root`."""
     for folder in (Path(data_dir), *record.communities(data_dir).values()):
         for run in record.load_all(folder):
-            machine = system.named(run.system, folder)
+            machine = system.by_id(run.system, folder)
             for row in run.rows:
                 files = _files(row, root)
                 if not files or not row.samples_us:
