@@ -20,6 +20,7 @@ from gdpa_kernels.calling.operators import (
     needed,
     schema,
 )
+from gdpa_kernels.calling.private import has_tangents
 from gdpa_kernels.calling.rung import Rung, capability, dtype_name
 from gdpa_kernels.device.padding import check_offsets, clear_padding
 
@@ -101,7 +102,8 @@ def block_attention(
     checks.check_tensors(q, k, v)
     if k.shape[0] != q.shape[0]:
         raise ValueError(f"k must have q's {q.shape[0]} tokens, got {k.shape[0]}")
-    _check_rotary_type(rotary)
+    if rotary is not None:
+        _check_rotary_type(rotary)
     checks.check_bool(rotate_v=rotate_v, validate=validate)
     check_block_size(block_size)
     _check_rotary(q, rotary, rotate_v)
@@ -116,7 +118,9 @@ def block_attention(
         num_kv_heads, scale, block_size, rotate_v, impl, backward_impl,
         check_values=known.check_values, padding=known.padding,
     )  # fmt: skip
-    return _BlockAttention.apply(known.lengths, *tensors, options)
+    if torch.is_grad_enabled() or has_tangents() or torch.compiler.is_compiling():
+        return _BlockAttention.apply(known.lengths, *tensors, options)
+    return _operate(known.lengths, *tensors, options)[0]
 
 
 def resolve(impl: str, direction: str, batch: Batch) -> Rung:
@@ -177,22 +181,29 @@ class Options(NamedTuple):
         return ladder.rung(impl, OPERATOR) if self.resolved else resolve(impl, direction, batch)
 
 
+def _operate(
+    lengths: Lengths | None, *tensors_and_options
+) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor | None]:
+    """(output, what the rung saves, list of blocks) of the operator of the forward pass."""
+    *tensors, options = tensors_and_options
+    blocks = None
+    if not checks.is_fake(tensors[0], tensors[3]):  # compiled: made in each direction
+        batch = _batch(*tensors, options)
+        rung = options.rung("forward", batch)
+        blocks = _blocks(lengths, rung, batch)
+        options = options._replace(impl=rung.impl, resolved=True)
+    return *_FORWARD(*tensors, blocks, *options), blocks
+
+
 class _BlockAttention(torch.autograd.Function):
     """The operators of both directions as one differentiable function; the list of blocks that
     forward made is kept for backward."""
 
     @staticmethod
-    def forward(ctx, lengths, q, k, v, cu_seqlens, sin, cos, options):
-        ctx.options, blocks = options, None
-        if not checks.is_fake(q, cu_seqlens):  # a compiled program makes it in each direction
-            batch = _batch(q, k, v, cu_seqlens, sin, cos, options)
-            rung = options.rung("forward", batch)
-            blocks = _blocks(lengths, rung, batch)
-            options = options._replace(impl=rung.impl, resolved=True)
-        out, saved = _FORWARD(q, k, v, cu_seqlens, sin, cos, blocks, *options)
-        ctx.save_for_backward(
-            q, k, v, cu_seqlens, sin, cos, blocks, *((out, *saved) if saved else ())
-        )
+    def forward(ctx, lengths, *tensors_and_options):
+        *tensors, ctx.options = tensors_and_options
+        out, saved, blocks = _operate(lengths, *tensors_and_options)
+        ctx.save_for_backward(*tensors, blocks, *((out, *saved) if saved else ()))
         ctx.set_materialize_grads(False)
         return out
 
@@ -317,8 +328,6 @@ _BACKWARD = define(
 
 
 def _check_rotary_type(rotary) -> None:
-    if rotary is None:
-        return
     if not isinstance(rotary, tuple | list):
         got = type(rotary).__name__
         raise TypeError(f"rotary must be None or a pair (sin, cos) of tensors, got {got}")

@@ -58,7 +58,8 @@ def _run(kernel, grid: tuple[int, ...], args: tuple, options: dict) -> None:
     fixed = dict(options)
     if fixed.get("num_warps") == 4:
         del fixed["num_warps"]
-    rest = [fixed.pop(p.name, p.default) for p in kernel.params[len(args) :]]
+    parameters = kernel.params[len(args) :]  # of which Triton looks a default up by `inspect`
+    rest = [fixed.pop(p.name) if p.name in fixed else p.default for p in parameters]
     kernel[grid](*args, *rest, **fixed)
 
 

@@ -40,6 +40,11 @@ def are_fake(*tensors: torch.Tensor) -> bool:
     return any(isinstance(x, torch._subclasses.FakeTensor) for x in tensors)
 
 
+def has_tangents() -> bool:
+    """Whether forward-mode differentiation is active."""
+    return torch.autograd.forward_ad._current_level >= 0
+
+
 class Constants(torch.nn.Module):
     """A module that makes its constants, which are buffers, again after what moves, converts or
     empties them; what leaves them, leaves their memory, which a captured graph may read."""

@@ -20,6 +20,7 @@ from gdpa_kernels.calling.operators import (
     needed,
     schema,
 )
+from gdpa_kernels.calling.private import has_tangents
 from gdpa_kernels.calling.rung import Rung, capability, dtype_name
 from gdpa_kernels.calling.sequences import Sequences
 from gdpa_kernels.device.padding import check_offsets, clear_padding
@@ -207,7 +208,8 @@ def gdpa(
     )  # fmt: skip
     if lengths is not None and checks.is_fake(q):
         lengths = None
-    out = _Gdpa.apply(lengths, *tensors, options)
+    recorded = torch.is_grad_enabled() or has_tangents() or torch.compiler.is_compiling()
+    out = (_Gdpa.apply if recorded else _operate)(lengths, *tensors, options)
     out = out if width == q.shape[2] else out[..., :width].contiguous()
     return out if nested is None else jagged.like(nested, out, None)
 
@@ -259,25 +261,30 @@ class Options(NamedTuple):
         return rung
 
 
+def _operate(
+    lengths, q, k, v, cu_seqlens_q, cu_seqlens_k, add_to, segments, *bias_and_options
+) -> torch.Tensor:
+    """The operator of the forward pass, with the work list of these lengths."""
+    bias, options = Bias(*bias_and_options[:-1]), bias_and_options[-1]
+    tensors, schedule = (q, k, v, cu_seqlens_q, cu_seqlens_k), []
+    more = {"add_to": add_to, "segments": segments}
+    if lengths is not None:
+        rung, schedule = _planned("forward", lengths, tensors, options, **more, bias=bias)
+        options = options._replace(impl=rung.impl, resolved=True)
+    return _FORWARD(*tensors, schedule, *options, **more, **bias.named())
+
+
 class _Gdpa(torch.autograd.Function):
     """The operators of both directions as one differentiable function."""
 
     @staticmethod
-    def forward(
-        ctx, lengths, q, k, v, cu_seqlens_q, cu_seqlens_k, add_to, segments, *bias_and_options
-    ):
-        bias, options = Bias(*bias_and_options[:-1]), bias_and_options[-1]
-        ctx.save_for_backward(q, k, v, cu_seqlens_q, cu_seqlens_k, segments, *bias)
+    def forward(ctx, *arguments):
+        ctx.lengths, *tensors, add_to, segments = arguments[:8]
+        bias, ctx.options = Bias(*arguments[8:-1]), arguments[-1]
+        ctx.save_for_backward(*tensors, segments, *bias)
         ctx.set_materialize_grads(False)
-        ctx.lengths, ctx.options, schedule = lengths, options, []
-        tensors = q, k, v, cu_seqlens_q, cu_seqlens_k
-        if lengths is not None:
-            more = {"add_to": add_to, "segments": segments, "bias": bias}
-            rung, schedule = _planned("forward", lengths, tensors, options, **more)
-            options = options._replace(impl=rung.impl, resolved=True)
         ctx.add_dtype = None if add_to is None else add_to.dtype
-        more = {"add_to": add_to, "segments": segments, **bias.named()}
-        return _FORWARD(*tensors, schedule, *options, **more)
+        return _operate(*arguments)
 
     @staticmethod
     def backward(ctx, grad_out):
@@ -309,7 +316,7 @@ def _of_one_width(q: object, k: object, v: object) -> tuple[tuple, int, int]:
     """((q, k, v), head_dim, width): where v has another head_dim, `width`, than q and k, what is
     narrower is filled with zeros, which add nothing; elsewhere as given, and (0, 0)."""
     dense = all(isinstance(x, torch.Tensor) and x.dim() == 3 for x in (q, k, v))
-    if not dense or jagged.is_nested(q, k, v) or v.shape[2] == k.shape[2]:
+    if not dense or v.shape[2] == k.shape[2]:
         return (q, k, v), 0, 0
     head_dim, width = k.shape[2], v.shape[2]
     if head_dim != q.shape[2] or v.shape[:2] != k.shape[:2] or 0 in (head_dim, width):

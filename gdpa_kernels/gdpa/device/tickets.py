@@ -23,7 +23,7 @@ from gdpa_kernels.calling.lengths import Recipe
 from gdpa_kernels.device.groups import Ring
 from gdpa_kernels.gdpa import schedule
 from gdpa_kernels.gdpa.batch import Batch, Schedule
-from gdpa_kernels.gdpa.device.work_list import WIDTH, count_items, longest_first, sequences
+from gdpa_kernels.gdpa.device.work_list import WIDTH, LongestFirst, count_items, sequences
 
 SLOTS = tl.constexpr(2)
 SHORT = 4096  # rows of a sequence
@@ -267,11 +267,12 @@ class TicketList(Recipe[Schedule]):
         entries = torch.empty(
             1 + tiles * self.num_heads, WIDTH.value, dtype=torch.int32, device=device
         )
+        (order,) = LongestFirst().make(*offsets)
         share, chunk = 4, 16
         most = cdiv(self.max_seqlen, self.rows_per_item) * self.num_heads
         launch(
             ticket_list_kernel, (cdiv(batch, share), cdiv(most, 2 * chunk)), device,
-            longest_first(offsets[1]), *offsets, entries, batch, self.max_seqlen,
+            order, *offsets, entries, batch, self.max_seqlen,
             self.rows_per_item, most, self.num_programs, self.most, NUM_HEADS=self.num_heads,
             CAUSAL=self.causal, SHIFTED=self.shifted, FALLING=not self.transposed,
             NUMBERED=self.numbered, OWN=share, OTHERS=64 if batch <= 64 else 1024, ENTRIES=chunk,

@@ -245,25 +245,20 @@ def order_kernel(cu_seqlens_ptr, order_ptr, batch, OWN: tl.constexpr, OTHERS: tl
     tl.store(order_ptr + rank, index, mask=index < batch)
 
 
-def longest_first(cu_seqlens: torch.Tensor) -> torch.Tensor:
-    """The sequences, int32 `[sequences]`, those with the most rows first."""
-    sequences = cu_seqlens.numel() - 1
-    order = torch.empty(sequences, dtype=torch.int32, device=cu_seqlens.device)
-    chunk = 4
-    launch(
-        order_kernel, (cdiv(sequences, chunk),), cu_seqlens.device,
-        cu_seqlens, order, sequences, OWN=chunk, OTHERS=2048, num_warps=4,
-    )  # fmt: skip
-    return order
-
-
 @dataclass(frozen=True)
 class LongestFirst(Recipe):
     """The sequences, those with the most queries first."""
 
     def make(self, cu_seqlens_k: torch.Tensor, cu_seqlens_q: torch.Tensor) -> Schedule:
         """(order,), int32 `[sequences]`."""
-        return (longest_first(cu_seqlens_q),)
+        sequences, device = cu_seqlens_q.numel() - 1, cu_seqlens_q.device
+        order = torch.empty(sequences, dtype=torch.int32, device=device)
+        chunk = 4
+        launch(
+            order_kernel, (cdiv(sequences, chunk),), device,
+            cu_seqlens_q, order, sequences, OWN=chunk, OTHERS=2048, num_warps=4,
+        )  # fmt: skip
+        return (order,)
 
 
 def list_of_queries(

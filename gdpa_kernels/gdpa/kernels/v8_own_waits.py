@@ -116,8 +116,10 @@ def default_config(batch: Batch) -> Config:
     128 does not divide are read in twice as many blocks of 64.
     """
     chosen = _of_keys_at_hand(batch)
-    if pay(batch, chosen.math_roles * ROWS.value, chosen.programs * multiprocessors(batch.device)):
-        return replace(chosen, tickets=True, q_slots=1)
+    if batch.masked:
+        programs = chosen.programs * multiprocessors(batch.device)
+        if pay(batch, chosen.math_roles * ROWS.value, programs):
+            return replace(chosen, tickets=True, q_slots=1)
     if batch.history is not None and batch.history.page_size % chosen.BLOCK_N:
         return replace(chosen, BLOCK_N=64, num_stages=2 * chosen.num_stages, ahead=False)
     return chosen
