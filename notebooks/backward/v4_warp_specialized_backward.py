@@ -133,17 +133,17 @@ chapter.roles(V4)
 
 # %% tags=["remove-cell"]
 NOT_UNIFORM = ("uniform(steps * GROUP)", "steps * GROUP")
-KEPT = ("            zero = keep_runtime(step)\n", "            zero = 0\n")
-FENCE = '            tlx.fence("async_shared")\n'
-PUT = "            put_aside(staging[role + zero], dq)\n"
-LATER = studies.piece(v4, "            if step > 1", "            dk = tlx")
-LAST = studies.piece(v4, FENCE[4:] + "        if all", "        put_aside(staging[role], dq)")
+KEPT = ("        zero = keep_runtime(step)\n", "        zero = 0\n")
+FENCE = '        tlx.fence("async_shared")\n'
+PUT = "        put_aside(staging[role + zero], dq)\n"
+LATER = studies.piece(v4, "        if step > 1", "        dk = tlx")
+LAST = studies.piece(v4, FENCE[4:] + "    if all", "    put_aside(staging[role], dq)")
 NOW = LATER.replace("step > 1", "True").replace("step - 2", "step - 1")
 DQ_AT_ONCE = ((LATER, ""), (LAST, ""), (PUT, PUT + FENCE + NOW))
-NEXT = studies.piece(v4, "            s = scores(k.buffer[k_at + role + zero]", "            dq = ")
-FIRST = studies.piece(v4, "        s = scores(k.buffer[k_at + role], q, tl.min", "        tlx.bar")
-WAIT = "            s = tlx.async_dot_wait(0, s)\n"
-DQ_WAIT = "            dq = tlx.async_dot_wait(0, dq)\n"
+NEXT = studies.piece(v4, "        s = scores(k.buffer[k_at + role + zero]", "        dq = ")
+FIRST = studies.piece(v4, "    s = scores(k.buffer[k_at + role], q, tl.min", "    tlx.bar")
+WAIT = "        s = tlx.async_dot_wait(0, s)\n"
+DQ_WAIT = "        dq = tlx.async_dot_wait(0, dq)\n"
 OWN = NEXT.replace("tl.minimum(now + 1, last)", "now") + WAIT
 S_AFTER_DQ = ((FIRST, ""), (NEXT, ""), (WAIT + DQ_WAIT, DQ_WAIT), (KEPT[0], KEPT[0] + OWN))
 ADDRESSES = (NOT_UNIFORM, KEPT)
