@@ -147,7 +147,7 @@ chapter.figure(chart, modelled="gdpa_kernels.gdpa.schedule")
 
 # %% tags=["hide-input"]
 def model(name: str) -> dict:
-    """Imbalance of v2's grid, of the orders, and of a sorted grid; makespan by programs."""
+    """Imbalance of v2's grid and of the orders; makespan by programs."""
     work = workload(f"gdpa-self-{name}")
     options = {"num_heads": 4, "block_m": 128, "block_n": 64, "num_programs": 264}
     options |= {"max_seqlen_q": work.max_seqlen_q, "fastest": "block"}
@@ -155,7 +155,6 @@ def model(name: str) -> dict:
     plans = {order: schedule.build(order, *lengths, **options) for order in schedule.ORDERS}
     imbalances = {order: plan.imbalance() for order, plan in plans.items()}
     imbalances["v2"] = plans["padded"].imbalance(dynamic=True)
-    imbalances["sorted grid"] = plans["longest_first"].imbalance(dynamic=True)
     few = {n: replace(plans["padded"], num_programs=n) for n in (131, 132, 147, 148)}
     return imbalances | {n: plan.makespan() for n, plan in few.items()}
 
@@ -191,13 +190,12 @@ assert (saved > 0).all() and (ratio["valid"][FOUR] > 1).all(), "the text says so
 error = 100 * (alias / (modelled[132] / modelled[131]) - 1).abs()
 lists = chapter.times(columns="variant", variant=None, scope="schedule").median()
 launches = lists["zigzag, host time"] / (times["hardware"] - times["zigzag"])[FOUR]
-order_only = 100 * (1 - modelled["sorted grid"] / modelled["v2"])[FOUR]
 chapter.glue(
     uniform_min=best.min(), uniform_max=best.max(), real_min=saved.min(), real_max=saved.max(),
     promised_min=promised.min(), promised_max=promised.max(), lost=100 * best["full-1024"] - 100,
     valid_loss=100 * (ratio["valid"][FOUR].max() - 1), alias_max=alias.max(),
-    worst=error.idxmax(), error=error.nlargest(2).iloc[1], least=order_only.min(),
-    device=lists["zigzag, device time"], host=lists["zigzag, host time"], most=order_only.max(),
+    worst=error.idxmax(), error=error.nlargest(2).iloc[1],
+    device=lists["zigzag, device time"], host=lists["zigzag, host time"],
     few=np.ceil(launches.min()), many=np.ceil(launches.max()), best_law=launches.idxmin(),
     b200=(modelled[148] / modelled[147])["half-jagged-1024"],
 )  # fmt: skip
@@ -270,23 +268,6 @@ chapter.glue(
 #
 # Yes: on {glue:text}`best_law` {glue:text}`few:.0f` launches are enough. If the device is busy,
 # only the list's device time counts, a third, and v3 pays on more distributions.
-# :::
-#
-# :::{exercise} The order without the loop
-# :label: ex-v3-sorted
-#
-# v3 changed two things, the loop and the order. Give v2 the order alone: let the hardware start the
-# programs of the longest sequences first. What does the model promise, and what changes in
-# `v2_tma.py`? *(GPU, an hour)*
-# :::
-#
-# :::{solution} ex-v3-sorted
-# :class: dropdown
-#
-# `schedule.build("longest_first", ...).imbalance(dynamic=True)` promises {glue:text}`least:.0f` to
-# {glue:text}`most:.0f` % less time than v2 on the four distributions. It needs the sorted indices
-# of the sequences, `order_ptr`, and `batch = tl.load(order_ptr + batch)` before the offsets are
-# loaded.
 # :::
 #
 # ## Takeaways
