@@ -18,16 +18,14 @@
 # :::
 
 # %% tags=["hide-input"]
-from dataclasses import replace
 from functools import partial
 
 import pandas as pd
 
-from _lib import drawings, ratios
+from _lib import drawings, ratios, studies
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.gdpa import schedule
 from gdpa_kernels.gdpa.device import tickets
-from gdpa_lab.measuring.inputs import make_inputs
 from gdpa_lab.measuring.workloads import MASKED, workload
 from gdpa_lab.report.chapter import Chapter
 
@@ -47,22 +45,20 @@ def rung_on(of, way):
     return "v4_warp_specialized_backward" if of.head_dim <= 128 else "v7_wide_backward"
 
 
-def without_tickets(of, way):
+def without_tickets(impl):
     """The rung with the fixed list that it had before tickets."""
-    batch = make_inputs(of, device=device).batch()
-    config = ladder.rung(rung_on(of, way)).module().default_config(batch)
-    slots = {"q_slots": 2} if way == "forward" and of.head_dim <= 128 else {}
-    return rung_on(of, way), FIXED, {"config": replace(config, tickets=False, **slots)}
+    module = studies.changed(ladder.rung(impl).module(), ("pay(batch", "False and pay(batch"))
+    return impl, FIXED, {"module": module}
 
 
 @chapter.measure
 def _(session):
     for way in ("forward", "backward"):
         for of in map(workload, MASKED):
-            if session.asks(of):
-                dense = ["cudnn"] if of.fill == 1 else []  # ragged cuDNN plans every call anew
-                impls = [rung_on(of, way), without_tickets(of, way), "fa3", "fa4", *dense]
-                session.measure(of, impls, direction=way, scopes=("sustained",), seconds=0.5)
+            impl = rung_on(of, way)
+            dense = ["cudnn"] if of.fill == 1 else []  # ragged cuDNN plans every call anew
+            impls = [impl, without_tickets(impl), "fa3", "fa4", *dense]
+            session.measure(of, impls, direction=way, scopes=("sustained",), seconds=0.5)
 
 
 # %% [markdown]
