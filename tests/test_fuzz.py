@@ -291,7 +291,7 @@ def options_of_one_call(draw) -> None:
         given = RelativeBias(**bias, **fields) if bias else None
         return gdpa(q, k, v, *ends, *longest, **options, **found, relative_bias=given, **chosen)
 
-    impls = ("auto", "v1_tiled", "v7_packed", "v8_own_waits", "v8_own_waits", "v0_eager", *STREAMS)
+    impls = ("auto", "v1_tiled", "v8_own_waits", "v8_own_waits", "v0_eager", *STREAMS)
     backward_impls = ("auto", "v1_tiled_backward", "v4_warp_specialized_backward")
     if tables:
         impls, backward_impls = ("auto", "v1_tiled", "v1_tiled", "v0_eager"), backward_impls[:2]

@@ -116,8 +116,7 @@ RUNGS: tuple[Rung, ...] = (
         "two scores in one instruction",
         "GELU and SiLU in packed bf16; their factor moves to the epilogue.",
         "v6_short_kv",
-        dataclasses.replace(_WGMMA, extras=_SUMS),
-        batch_invariant=True,
+        _LESSON,
     ),
     Rung(
         "v8_own_waits",

@@ -23,9 +23,9 @@
 import pandas as pd
 
 from _lib import drawings, loops, studies
-from gdpa_kernels.gdpa.kernels import v7_packed, v8_own_waits
+from gdpa_kernels.gdpa.kernels import v8_own_waits
 from gdpa_kernels.gdpa.kernels.v8_own_waits import Config
-from gdpa_kernels.gdpa.ladder import v4_warp_specialized
+from gdpa_kernels.gdpa.ladder import v4_warp_specialized, v7_packed
 from gdpa_kernels.gdpa.ladder import v8_own_waits as lesson
 from gdpa_lab.measuring import compile_check
 from gdpa_lab.measuring.workloads import workload

@@ -190,7 +190,7 @@ LONG, SHORT, ONE_TILE = 300, 200, 128  # keys of the longest sequence
 @pytest.mark.parametrize(
     "impl, head_dims, kinds",
     (
-        ("v7_packed", (64, 128), ((LONG, False), (LONG, True), (SHORT, False))),
+        ("v8_own_waits", (64, 128, 256), ((LONG, False), (LONG, True), (SHORT, False))),
         ("v4_warp_specialized", (64, 128), ((LONG, False), (SHORT, False))),  # takes no mask
         ("v4_warp_specialized_backward", (64, 128),
          ((LONG, False), (LONG, True), (SHORT, False), (SHORT, True), (ONE_TILE, False))),

@@ -119,19 +119,19 @@ def test_auto_prefers_the_first_kernel_that_supports_the_call():
         assert resolved("auto", **wide, **longest) == "v8_own_waits"
         assert resolved("auto", **odd, **longest) == "v1_tiled"
         assert resolved("auto", **single, **longest) == "v1_tiled"
-        with pytest.raises(NotImplementedError, match="v7_packed' needs dtype bfloat16 or float16"):
-            resolved("v7_packed", **single, **longest)
+        with pytest.raises(NotImplementedError, match="v8_own_waits' needs dtype bfloat16 or"):
+            resolved("v8_own_waits", **single, **longest)
         with pytest.raises(NotImplementedError, match="multiple of 8, got 20"):
-            resolved("v7_packed", **odd, **longest)
+            resolved("v8_own_waits", **odd, **longest)
         flipped = half | {"k": torch.randn(16, 4, 9).bfloat16().permute(2, 1, 0)}
         with pytest.raises(NotImplementedError, match="needs k with contiguous rows"):
-            resolved("v7_packed", **flipped, **longest)
+            resolved("v8_own_waits", **flipped, **longest)
         with pytest.raises(NotImplementedError, match="v7_packed' needs a head_dim of at most 128"):
             resolved("v7_packed", **wide, **longest)
     with tritonemu.enabled(arch="sm_100"):
         assert resolved("auto", **half, **longest) == "v1_tiled"
         with pytest.raises(NotImplementedError, match="needs sm_90, got an emulated sm_100"):
-            resolved("v7_packed", **half, **longest)
+            resolved("v8_own_waits", **half, **longest)
 
 
 def test_any_strides_reach_the_general_kernel():

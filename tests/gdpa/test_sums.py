@@ -20,7 +20,7 @@ from tests.tiers import sweep, swept
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 PLAIN = ("reference", "v1_tiled")
-SUMS = (*PLAIN, "v7_packed", "v8_own_waits", "b6_pair_stream", "b7_split_stream")
+SUMS = (*PLAIN, "v8_own_waits", "b6_pair_stream", "b7_split_stream")
 SPLIT = Case("split", (70, 0, 33), (150, 40, 1), 4, 2)
 NAMES = (
     "tile_edges", "empty_sequences", "empty_batch", "no_keys_at_all", "shared_q", "one_kv_head",

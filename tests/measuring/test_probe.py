@@ -12,7 +12,7 @@ import torch
 import tritonemu
 from _lib import studies
 from gdpa_kernels.calling import ladder
-from gdpa_kernels.gdpa.kernels import v7_packed
+from gdpa_kernels.gdpa.kernels import v8_own_waits
 from gdpa_lab.measuring import probe
 from gdpa_lab.measuring.workloads import WORKLOADS
 from tests.measuring import unverified
@@ -116,11 +116,11 @@ def test_a_jagged_batch_is_small_and_of_the_same_kind(name):
 
 def test_a_changed_copy_reaches_a_new_process_with_its_constants(ladder_with_stand_ins):
     """No fork: nothing is there but what was sent."""
-    module = studies.changed(v7_packed, ("BLOCK_N: int = 128", "BLOCK_N: int = 96"))
+    module = studies.changed(v8_own_waits, ("BLOCK_N: int = 128", "BLOCK_N: int = 96"))
     entry = "b90_right", "wide", {"config": module.Config(), "module": module}
     made = probe.Probe(CPU, set(), [].append, in_child=unverified.report)
     found = made.measure(SMALL, [entry, ("b90_right", "odd", {"config": lambda: 0})])
-    says = "ValueError: v7_packed.py, its own Config with BLOCK_N 96"
+    says = "ValueError: v8_own_waits.py, its own Config with BLOCK_N 96"
     assert found[0][0].failure == says
     assert found[1][0].failure.startswith("no child process takes it: ")
 

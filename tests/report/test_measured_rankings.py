@@ -16,7 +16,9 @@ from gdpa_lab.report import measured_rankings
 from tests.records import LOAD, SHORT, a_row, a_system
 
 OPERATORS = sorted(measured_rankings.CHOICES)
-LATER = {(10, 0): "b90_stand_in", (10, 3): "v7_packed", (10, 1): "v1_tiled", (12, 0): "v1_tiled"}
+LATER = {
+    (10, 0): "b90_stand_in", (10, 3): "b6_pair_stream", (10, 1): "v1_tiled", (12, 0): "v1_tiled",
+}  # fmt: skip
 
 
 @pytest.mark.sweep
@@ -28,23 +30,23 @@ def test_the_table_is_what_the_records_say(operator):
 
 
 def test_the_record_that_compared_most_counts(add, tmp_path):
-    rows = [a_row(impl="v1_tiled"), a_row(impl="v7_packed", samples_us=(8000.0,))]
+    rows = [a_row(impl="v1_tiled"), a_row(impl="b6_pair_stream", samples_us=(8000.0,))]
     both = add(*rows, day=1)
     add(rows[0], a_row(impl="v0_eager"), a_row(impl="fa2_varlen"), day=2)  # one rung beyond v0
     failed = a_row(impl="v8_own_waits", samples_us=(), error=None, failure="out of memory")
     newest = add(*rows, failed, day=4)
     shape = ((9, 0), "forward", "bfloat16", 128, 1024, 1024)
     (found,) = measured_rankings.from_records(tmp_path, "gdpa")
-    assert found == Ranking(shape, ("v7_packed", "v1_tiled"), newest.id)
+    assert found == Ranking(shape, ("b6_pair_stream", "v1_tiled"), newest.id)
     three = add(*rows, a_row(impl="v8_own_waits", samples_us=(8500.0,)), day=3)
     assert both.id < three.id < newest.id
     (found,) = measured_rankings.from_records(tmp_path, "gdpa")
-    assert found == Ranking(shape, ("v7_packed", "v8_own_waits", "v1_tiled"), three.id)
+    assert found == Ranking(shape, ("b6_pair_stream", "v8_own_waits", "v1_tiled"), three.id)
     assert measured_rankings.from_records(tmp_path, "block_attention") == []
 
 
 def test_times_back_to_back_decide_among_those_that_have_them(add, tmp_path):
-    bursts = {"v1_tiled": 5.0, "v7_packed": 6.0, "v8_own_waits": 7.0, "v0_eager": 8.0}
+    bursts = {"v1_tiled": 5.0, "b6_pair_stream": 6.0, "v8_own_waits": 7.0, "v0_eager": 8.0}
     bursts["v5_pingpong"] = 4.0  # a lesson: not listed, however fast
     loops = {"v8_own_waits": 7.5, "v1_tiled": 8.5}
     narrow = replace(SHORT, name="narrow", head_dim=64)
@@ -64,7 +66,7 @@ def test_times_back_to_back_decide_among_those_that_have_them(add, tmp_path):
     add(*rows, workloads={work.name: work.to_dict() for work in works})
     found = {row.shape[3]: row.impls for row in measured_rankings.from_records(tmp_path, "gdpa")}
     assert found == {
-        128: ("v8_own_waits", "v7_packed", "v1_tiled", "v0_eager"),
+        128: ("v8_own_waits", "b6_pair_stream", "v1_tiled", "v0_eager"),
         64: ("v8_own_waits", "v1_tiled"),
     }
 
@@ -108,9 +110,9 @@ def test_a_gpu_has_a_table_of_its_own(add, tmp_path, monkeypatch):
     stand_in = Rung("b90_stand_in", "", "", None, Requires((10, 0), only_major=True))
     monkeypatch.setitem(ladder.LADDERS, "gdpa", (*ladder.LADDERS["gdpa"], stand_in))
     for gpu, capability, times in (
-        ("H200", "9.0", {"v7_packed": 9500.0}),
-        ("B200", "10.0", {"v7_packed": 5000.0, stand_in.impl: 4000.0}),
-        ("B300", "10.3", {"v7_packed": 4000.0, stand_in.impl: 5000.0}),
+        ("H200", "9.0", {"b6_pair_stream": 9500.0}),
+        ("B200", "10.0", {"b6_pair_stream": 5000.0, stand_in.impl: 4000.0}),
+        ("B300", "10.3", {"b6_pair_stream": 4000.0, stand_in.impl: 5000.0}),
     ):
         rows = [a_row(impl=impl, samples_us=(us,)) for impl, us in times.items()]
         on = a_system(gpu=f"NVIDIA {gpu}", compute_capability=capability)
@@ -118,9 +120,9 @@ def test_a_gpu_has_a_table_of_its_own(add, tmp_path, monkeypatch):
     text = measured_rankings.table_text(tmp_path, "gdpa")
     table = parse(text, measured_rankings.CHOICES["gdpa"].COLUMNS)
     assert [(row.shape[0], row.impls) for row in table] == [
-        ((9, 0), ("v1_tiled", "v7_packed")),
-        ((10, 0), ("b90_stand_in", "v7_packed", "v1_tiled")),
-        ((10, 3), ("v7_packed", "b90_stand_in", "v1_tiled")),
+        ((9, 0), ("v1_tiled", "b6_pair_stream")),
+        ((10, 0), ("b90_stand_in", "b6_pair_stream", "v1_tiled")),
+        ((10, 3), ("b6_pair_stream", "b90_stand_in", "v1_tiled")),
     ]
     assert text.splitlines()[2].startswith("10.0,forward,bfloat16,128,1024,1024,b90_stand_in ")
     monkeypatch.setattr(choices, "load", lambda: tuple(table))

@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 
 from gdpa_kernels.calling.launches import launches
-from gdpa_kernels.gdpa.kernels import v1_tiled, v7_packed
+from gdpa_kernels.gdpa.kernels import v1_tiled
+from gdpa_kernels.gdpa.ladder import v7_packed
 from gdpa_lab import __main__
 from gdpa_lab.measuring import machine_code, record, system
 from gdpa_lab.measuring.inputs import make_inputs

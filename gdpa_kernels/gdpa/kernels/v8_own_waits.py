@@ -108,7 +108,7 @@ class Config:
 
 
 def default_config(batch: Batch) -> Config:
-    """The constants of v7 where it takes the call; else by shape.
+    """By shape.
 
     With 256 columns two blocks of 64 keys fit beside one tile of Q. Keys are split where tiles are
     too few for the device. Two programs of one consumer each share an SM if no sequence has over 64

@@ -112,6 +112,7 @@ def places(module: str) -> tuple[str, ...]:
     folder, _, name = module.rpartition(".")
     if module in STUDIES:
         return module, STUDIES[module]
+    folder = folder.removesuffix(".kernels")
     return module, *(f"{folder}.{room}.{name}" for room in ("kernels", "ladder", "device"))
 
 
@@ -324,7 +325,8 @@ def answer(question: Mapping[str, Any]) -> str:
     except Exception as error:
         while error.__cause__ is not None:
             error = error.__cause__
-        return f"{type(error).__name__}: {str(error).strip()[-200:]}"
+        reason = " ".join(str(error).split())
+        return f"{type(error).__name__}: {reason[-200:]}"
     return combined(parts)
 
 
