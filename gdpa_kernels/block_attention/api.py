@@ -26,6 +26,7 @@ from gdpa_kernels.device.padding import check_offsets, clear_padding
 
 OPERATOR = "block_attention"
 IMPLS = ladder.impls(OPERATOR)
+SAVES = frozenset(rung.impl for rung in ladder.LADDERS[OPERATOR] if rung.saves)
 BLOCK_SIZES = (16, 32, 64, 128)
 
 
@@ -141,7 +142,7 @@ def check_impls(impl: object, backward_impl: object) -> str:
     if backward_impl is None:
         return impl
     checks.check_impl(backward_impl, IMPLS, "backward_impl")
-    if backward_impl in choices.SAVES and impl != backward_impl:
+    if backward_impl in SAVES and impl != backward_impl:
         raise ValueError(
             f"backward_impl {backward_impl!r} needs what impl {backward_impl!r} saves, got {impl!r}"
         )
@@ -265,7 +266,7 @@ def _check_values(cu_seqlens: torch.Tensor, rows: int) -> None:
 def _fake_forward(q, k, v, cu_seqlens, sin, cos, blocks, *options):
     options = Options(*options)
     batch, saved = _batch(q, k, v, cu_seqlens, sin, cos, options), ()
-    if options.impl in choices.SAVES:
+    if options.impl in SAVES:
         saved = ladder.rung(options.impl, OPERATOR).module().empty_saved(batch)
     return q.new_empty(batch.q.shape), list(saved)
 

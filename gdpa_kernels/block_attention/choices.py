@@ -5,8 +5,7 @@ with and without rotary, at each measured head_dim, the implementations, fastest
 the row of its device's compute capability, major and minor, with the nearest head_dim, of its own
 dtype if there is one; what that row did not compare has the place that the next nearest rows give
 it (`rankings.merged`). Where nothing was measured, and after what was, come the implementations
-that run anywhere (`UNMEASURED`). What saves something for backward is left out, so that the
-directions choose freely.
+that run anywhere (`UNMEASURED`).
 """
 
 from __future__ import annotations
@@ -15,12 +14,11 @@ import math
 from functools import cache, lru_cache
 from pathlib import Path
 
-from gdpa_kernels.calling import ladder, rankings
+from gdpa_kernels.calling import rankings
 from gdpa_kernels.calling.rankings import Ranking
 
 PATH = Path(__file__).with_name("choices.csv")
 UNMEASURED = ("v1_one_tile", "reference")
-SAVES = frozenset(r.impl for r in ladder.LADDERS["block_attention"] if r.saves)
 COLUMNS = {
     "capability": rankings.capability, "dtype": str, "direction": str, "rotary": int,
     "head_dim": int,
@@ -42,7 +40,7 @@ def order(
         return row.shape[1] != dtype, abs(math.log2(row.shape[4] / head_dim))
 
     measured = rankings.merged([row.impls for row in sorted(rows, key=distance)])
-    return tuple(dict.fromkeys((*(x for x in measured if x not in SAVES), *UNMEASURED)))
+    return tuple(dict.fromkeys((*measured, *UNMEASURED)))
 
 
 @cache

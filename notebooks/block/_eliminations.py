@@ -28,7 +28,7 @@ from gdpa_kernels.block_attention.block_list import (
     count_blocks,
     plan_schedule,
 )
-from gdpa_kernels.block_attention.kernels.v0_flash import delta_kernel, load_lane, store_lane
+from gdpa_kernels.block_attention.ladder.v0_flash import delta_kernel, load_lane, store_lane
 from gdpa_kernels.block_attention.tiles import LOG2_E, load_tile, softmax_parts, store_tile
 from gdpa_kernels.calling.launch import launch, next_power_of_2
 

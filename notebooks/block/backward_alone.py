@@ -24,8 +24,8 @@ import torch
 import tritonemu
 from _lib import block_studies, studies
 from gdpa_kernels.block_attention import reference
-from gdpa_kernels.block_attention.kernels import v0_flash, v1_one_tile
-from gdpa_kernels.block_attention.ladder import v2_slab
+from gdpa_kernels.block_attention.kernels import v1_one_tile
+from gdpa_kernels.block_attention.ladder import v0_flash, v2_slab
 from gdpa_lab.report import charts, results
 from gdpa_lab.report.chapter import Chapter
 from notebooks.block import _roundings

@@ -30,7 +30,8 @@ from torch.testing import assert_close
 
 from _lib import block_bytes, block_studies
 from gdpa_kernels import block_attention
-from gdpa_kernels.block_attention.kernels import v0_flash, v1_one_tile
+from gdpa_kernels.block_attention.kernels import v1_one_tile
+from gdpa_kernels.block_attention.ladder import v0_flash
 from gdpa_lab.measuring.inputs import cu_seqlens
 from gdpa_lab.measuring.workloads import BLOCK_TABLES, workload
 from gdpa_lab.report import charts

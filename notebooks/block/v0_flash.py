@@ -21,8 +21,8 @@
 import pandas as pd
 
 from _lib import block_bytes, block_studies
-from gdpa_kernels.block_attention.kernels import v0_flash
-from gdpa_kernels.block_attention.kernels.v0_flash import Config
+from gdpa_kernels.block_attention.ladder import v0_flash
+from gdpa_kernels.block_attention.ladder.v0_flash import Config
 from gdpa_lab.measuring.workloads import workload
 from gdpa_lab.report import charts, results
 from gdpa_lab.report.chapter import Chapter

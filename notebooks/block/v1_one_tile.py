@@ -24,8 +24,9 @@ from dataclasses import replace
 import pandas as pd
 
 from _lib import block_bytes, block_studies
-from gdpa_kernels.block_attention.kernels import v0_flash, v1_one_tile
+from gdpa_kernels.block_attention.kernels import v1_one_tile
 from gdpa_kernels.block_attention.kernels.v1_one_tile import default_config
+from gdpa_kernels.block_attention.ladder import v0_flash
 from gdpa_lab.measuring.workloads import workload
 from gdpa_lab.report import charts, results
 from gdpa_lab.report.chapter import Chapter

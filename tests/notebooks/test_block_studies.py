@@ -7,9 +7,9 @@ import torch
 import tritonemu
 from _lib import block_studies, loops, studies
 from gdpa_kernels.block_attention.batch import Batch
-from gdpa_kernels.block_attention.kernels import v0_flash, v1_one_tile, v3_warp_specialized
+from gdpa_kernels.block_attention.kernels import v1_one_tile, v3_warp_specialized
 from gdpa_kernels.block_attention.kernels.v3_warp_specialized import Config
-from gdpa_kernels.block_attention.ladder import v2_slab, v4_rotary
+from gdpa_kernels.block_attention.ladder import v0_flash, v2_slab, v4_rotary
 from gdpa_lab.measuring.inputs import cu_seqlens
 from notebooks.block import _roundings
 
