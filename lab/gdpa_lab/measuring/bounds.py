@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -21,9 +20,6 @@ from gdpa_lab.measuring.rows import Ceiling, Row
 from gdpa_lab.measuring.system import System
 from gdpa_lab.measuring.testing import FACTOR
 from gdpa_lab.measuring.workload import Workload
-
-if TYPE_CHECKING:
-    from gdpa_lab.measuring.record import Record
 
 FLOPS = {
     "8.0": 2048, "8.6": 1024, "8.9": 1024, "9.0": 4096, "10.0": 8192, "10.3": 8192, "12.0": 1024,
@@ -49,19 +45,26 @@ _SIGMAS = 8.0
 """Bound in deviations that a draw of N(0, 1), or a sum of many, exceeds less than once in 1e15."""
 
 
-def violation(record: Record, machine: System) -> str | None:
-    """Return why `record` cannot be of `machine` or a budget in it cannot be right, or None."""
-    return next(_violations(record, machine), None)
+def violation(
+    ceilings: Sequence[Ceiling], rows: Sequence[Row], workloads: Mapping[str, Workload],
+    machine: System,
+) -> str | None:  # fmt: skip
+    """Return why a record of these cannot be of `machine`, or a budget in it cannot be right, or
+    None. `workloads`: by the names that rows have."""
+    return next(_violations(ceilings, rows, workloads, machine), None)
 
 
-def _violations(record: Record, machine: System) -> Iterator[str]:
+def _violations(
+    ceilings: Sequence[Ceiling], rows: Sequence[Row], workloads: Mapping[str, Workload],
+    machine: System,
+) -> Iterator[str]:  # fmt: skip
     tflops, gbytes = peak_tflops(machine), peak_gbytes_per_s(machine)
-    timed = [(f"ceilings[{i}]", ceiling) for i, ceiling in enumerate(record.ceilings)]
-    timed += [(f"rows[{i}]", row) for i, row in enumerate(record.rows)]
+    timed = [(f"ceilings[{i}]", ceiling) for i, ceiling in enumerate(ceilings)]
+    timed += [(f"rows[{i}]", row) for i, row in enumerate(rows)]
     for where, what in timed:
         yield from _too_fast(where, what, machine, tflops, gbytes)
         yield from _wrong_load(where, what, machine)
-    yield from _wrong_budgets(record)
+    yield from _wrong_budgets(rows, workloads)
 
 
 def peak_tflops(machine: System) -> float:
@@ -111,12 +114,11 @@ def _wrong_load(where: str, what: Ceiling | Row, machine: System) -> Iterator[st
         yield f"{where}.load.sm_clock_mhz must be at most {most:.0f}, got {load.sm_clock_mhz:.0f}"
 
 
-def _wrong_budgets(record: Record) -> Iterator[str]:
+def _wrong_budgets(rows: Sequence[Row], workloads: Mapping[str, Workload]) -> Iterator[str]:
     """Check budgets against their bound and their number against the tensors compared: they depend
     on the inputs alone, so all rows of one mathematics share them."""
     budgets: dict[tuple[str, str, str], set[float]] = defaultdict(set)
-    workloads = {name: record.workload(name) for name in record.workloads}
-    for i, row in enumerate(record.rows):
+    for i, row in enumerate(rows):
         if row.error is None:
             continue
         budget, must = row.error.budget, f"rows[{i}].error.budget must be"

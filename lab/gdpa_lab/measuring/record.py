@@ -121,6 +121,11 @@ class Record:
             raise LookupError(f"name must be one of {sorted(self.workloads)}, got {name!r}")
         return Workload.from_dict(self.workloads[name])
 
+    def violation(self, machine: systems.System) -> str | None:
+        """Return why this cannot be a record of `machine`, or None; see `bounds`."""
+        workloads = {name: self.workload(name) for name in self.workloads}
+        return bounds.violation(self.ceilings, self.rows, workloads, machine)
+
     def to_dict(self) -> dict[str, Any]:
         """Convert to JSON values; launches shared by several rows are stored once."""
         data = {"schema_version": SCHEMA_VERSION, **_plain(self)}
@@ -285,7 +290,7 @@ def write(record: Record, data_dir: str | Path = DATA_DIR) -> Path:
     """
     path = Path(data_dir) / "records" / f"{record.id}.json"
     data = record.to_dict()
-    reason = refusals.refusal(data) or bounds.violation(record, _machine(record, path))
+    reason = refusals.refusal(data) or record.violation(_machine(record, path))
     if reason is not None:
         raise RecordError(path, reason)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -360,7 +365,7 @@ def _parse(path: Path, changed: int, size: int, sha256: str | None) -> Record:
 @cache
 def _beyond(path: Path, changed: int, size: int, sha256: str | None, machine: Any) -> str | None:
     """Check the bounds of what `_parse` reads."""
-    return bounds.violation(_parse(path, changed, size, sha256), machine)
+    return _parse(path, changed, size, sha256).violation(machine)
 
 
 def survey(data_dir: str | Path = DATA_DIR) -> tuple[list[Record], list[RecordError]]:
