@@ -204,27 +204,27 @@ def build(
 
 
 def masked_cost(
-    rank: int, rows: int, keys: int, block: int, *, shifted: bool = False, most: int = 2**30
+    rank: int, rows: int, keys: int, block: int, *, shifted: bool = False, max_cost: int = 2**30
 ) -> int:
-    """Blocks of keys that a tile of `block` rows sees under a causal mask, 1 to `most`.
+    """Blocks of keys that a tile of `block` rows sees under a causal mask, 1 to `max_cost`.
 
     `rank` of the tile in its head counts from 1 at the end that sees the fewest of `keys` keys.
     With `shifted` the last of `rows` rows sees all keys, else row i sees i + 1.
     """
     base = int((keys - rows) / block) if shifted else 0
-    return max(min(base + rank, _ceil_div(keys, block), most), 1)
+    return max(min(base + rank, _ceil_div(keys, block), max_cost), 1)
 
 
 def masked(
     plan: Schedule, rows: Sequence[int], keys: Sequence[int], *, block: int, falling: bool = True,
-    shifted: bool = False, most: int = 2**30,
+    shifted: bool = False, max_cost: int = 2**30,
 ) -> Schedule:  # fmt: skip
     """The same list, each tile with its cost under a causal mask. `falling`: the last rows of a
     head see the most keys, else the first, as keys are seen by queries."""
     costs = []
     for i, _, index in plan.tiles():
         rank = index + 1 if falling else _ceil_div(rows[i], block) - index
-        costs.append(masked_cost(rank, rows[i], keys[i], block, shifted=shifted, most=most))
+        costs.append(masked_cost(rank, rows[i], keys[i], block, shifted=shifted, max_cost=max_cost))
     return replace(plan, costs=tuple(costs))
 
 
@@ -252,7 +252,7 @@ def build_tickets(
     num_programs: int,
     causal: bool = True,
     shifted: bool = False,
-    most: int = 2**30,
+    max_cost: int = 2**30,
     falling: bool = True,
 ) -> Schedule:
     """Make the list that programs take by tickets, with plain integers; see `device.tickets`.
@@ -270,7 +270,9 @@ def build_tickets(
         for head in range(num_heads):
             for nth in range(count):
                 rank = count - nth if causal else 2**30
-                cost = masked_cost(rank, rows[i], keys[i], block, shifted=shifted, most=most)
+                cost = masked_cost(
+                    rank, rows[i], keys[i], block, shifted=shifted, max_cost=max_cost
+                )
                 tiles.append((i, head, count - 1 - nth if falling else nth, cost))
     need = num_programs * max((tile[3] for tile in tiles), default=0)
     cut = len(tiles)

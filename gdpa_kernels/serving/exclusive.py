@@ -10,7 +10,7 @@ import torch
 
 
 class Exclusive:
-    """A context that one thread is in at a time, as often as it likes; a copy is a new one.
+    """A context with a reentrant lock; a copied or unpickled one is new.
 
     On a GPU the streams follow each other, too: after `order` what is enqueued in the context waits
     for all that was enqueued in one before, on whatever stream. The capture of a CUDA graph is not
@@ -21,7 +21,7 @@ class Exclusive:
         self._lock, self._depth, self._device = threading.RLock(), 0, device
         self._stream: torch.cuda.Stream | None = None  # of the last that was ordered
         self._event: torch.cuda.Event | None = None  # behind all that it enqueued
-        self._ordered = False
+        self._ordered = False  # work may have been enqueued since the last event
 
     def __reduce__(self):
         return type(self), (self._device,)

@@ -144,15 +144,15 @@ def model(name: str, way: str) -> dict[str, float]:
     of = workload(name)
     block = 64 if way == "backward" and of.head_dim > 128 else 128
     heads = of.num_heads_q if way == "forward" else of.num_heads_k
-    most = 2**30 if of.window is None else of.window // block + 1
+    max_cost = 2**30 if of.window is None else of.window // block + 1
     lengths, falling = (of.seqlens_q, of.seqlens_k), way == "forward"
     options = {"num_heads": heads, "num_programs": 132}
     fixed = schedule.build(
         "zigzag", *lengths, block_m=block, block_n=block, fastest="block", **options
     )
-    fixed = schedule.masked(fixed, *lengths, block=block, falling=falling, most=most)
+    fixed = schedule.masked(fixed, *lengths, block=block, falling=falling, max_cost=max_cost)
     by_tickets = schedule.build_tickets(
-        *lengths, block=block, falling=falling, most=most, **options
+        *lengths, block=block, falling=falling, max_cost=max_cost, **options
     )
     imbalance = partial(schedule.Schedule.imbalance, prologue=0.5)
     return {

@@ -32,19 +32,19 @@ LENGTH = st.just(0) | st.integers(0, 60)
     st.booleans(),
 )  # fmt: skip
 def test_the_list_is_the_one_made_with_plain_integers(
-    lengths, num_heads, num_programs, causal, shifted, most, transposed
+    lengths, num_heads, num_programs, causal, shifted, max_cost, transposed
 ):
     queries, keys = zip(*lengths, strict=True)
     rows, others = (keys, queries) if transposed else (queries, keys)
     plan = tickets.TicketList(
         sum(rows), max(rows), num_heads, 4, num_programs, causal=causal, shifted=shifted,
-        most=most, numbered=True, transposed=transposed,
+        max_cost=max_cost, numbered=True, transposed=transposed,
     )  # fmt: skip
     with tritonemu.enabled():
         (entries,) = plan.make(cu_seqlens(keys, DEVICE), cu_seqlens(queries, DEVICE))
     expected = schedule.build_tickets(
         rows, others, num_heads=num_heads, block=4, num_programs=num_programs, causal=causal,
-        shifted=shifted, most=most, falling=not transposed,
+        shifted=shifted, max_cost=max_cost, falling=not transposed,
     )  # fmt: skip
     count, *listed = entries.tolist()
     assert count[0] == len(expected) <= len(listed)

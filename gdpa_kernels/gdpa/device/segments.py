@@ -1,8 +1,15 @@
 """The HSTU mask of a sequence [contexts | history | targets], for the kernels.
 
 Positions count from the start of the sequence, of queries too (`causal` "lower_right"). Contexts
-see all but targets, history what is at or before it, targets all but other groups' targets. A
-window limits the distance of ranks: a context has rank 0, the history counts on from there, and
+see all but targets, history what is at or before it, targets all but other groups' targets:
+
+| row, key | contexts | history | targets              |
+|----------|----------|---------|----------------------|
+| contexts | all      | all     | none                 |
+| history  | all      | j <= i  | none                 |
+| targets  | all      | all     | of its group, j <= i |
+
+A window limits the distance of ranks: a context has rank 0, the history counts on from there, and
 targets share the rank after it, or with OWN_RANKS count on. FULL_ROWS: the last ranks of the
 history and those of targets, which no window limits.
 
@@ -18,7 +25,8 @@ from gdpa_kernels.gdpa.device.work_list import number
 
 @triton.jit
 def segments_of(segments_ptr, batch, len_k):
-    """(contexts, end of the history) of a sequence; segments_ptr: int32 [sequences, 2]."""
+    """(contexts, end of the history) of a sequence; segments_ptr: int32 [sequences,
+    2], targets and contexts of each."""
     pointer = segments_ptr + batch.to(tl.int64) * 2
     return tl.load(pointer + 1), len_k - tl.load(pointer)
 

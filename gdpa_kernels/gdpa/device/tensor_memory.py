@@ -2,8 +2,9 @@
 rows of a step, dV and dK out of it; for those with a CTA for a tile of keys also the producer, dQ
 out of it and the launch.
 
-P is over S, and dS over dP where it is in tensor memory too: a role overwrites no scores but its
-own.
+P overwrites S in tensor memory, and dS overwrites dP where it is there too. A role has 64 columns
+of fp32, which hold two buffers of half precision, and uses the first: no role overwrites the scores
+of another.
 """
 
 from dataclasses import dataclass

@@ -90,7 +90,7 @@ def each_tile(role: tl.constexpr, tickets, list_ptr, TAKES: tl.constexpr, operan
 
 @triton.jit
 def tiles_of(order_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, position, batch, max_seqlen_q,
-             rows_per_item, most, CAUSAL: tl.constexpr, SHIFTED: tl.constexpr):  # fmt: skip
+             rows_per_item, max_cost, CAUSAL: tl.constexpr, SHIFTED: tl.constexpr):  # fmt: skip
     """(index, start_q, rows, start_k, keys, tiles, base, limit) of the sequences at `position` of
     the order. Tile r of a head, counted from 1 at its cheap end, costs base + r, at least 1 and at
     most `limit`, in tiles of as many keys as it has rows.
@@ -101,7 +101,7 @@ def tiles_of(order_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, position, batch, max
     start_q, _, rows, start_k, keys = sequences(
         cu_seqlens_q_ptr, cu_seqlens_k_ptr, index, batch, max_seqlen_q, None, None, None
     )
-    limit = tl.maximum(tl.minimum(tl.cdiv(keys, rows_per_item), most), 1)
+    limit = tl.maximum(tl.minimum(tl.cdiv(keys, rows_per_item), max_cost), 1)
     base = tl.zeros_like(rows)
     if not CAUSAL:
         base = limit
@@ -112,7 +112,8 @@ def tiles_of(order_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, position, batch, max
 
 @triton.jit
 def work_of(tiles, base, limit):
-    """What the tiles of one head cost together, int64."""
+    """What the tiles of one head cost together, int64: `low` of them 1, those from `high` on
+    `limit`, those between base + r."""
     low = tl.minimum(tl.maximum(-base, 0), tiles)
     high = tl.maximum(tl.minimum(limit - base, tiles), low).to(tl.int64)
     low = low.to(tl.int64)
@@ -133,10 +134,10 @@ def count_from(tiles, base, limit, cost):
     return tl.where(cost > 1, count_over(tiles, base, limit, tl.maximum(cost - 1, 1)), tiles)
 
 
-@triton.jit(do_not_specialize=["max_seqlen_q", "max_entries", "most"])
+@triton.jit(do_not_specialize=["max_seqlen_q", "max_entries", "max_cost"])
 def ticket_list_kernel(
     order_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, list_ptr,
-    batch, max_seqlen_q, rows_per_item, max_entries, num_programs, most,
+    batch, max_seqlen_q, rows_per_item, max_entries, num_programs, max_cost,
     NUM_HEADS: tl.constexpr, CAUSAL: tl.constexpr, SHIFTED: tl.constexpr, FALLING: tl.constexpr,
     NUMBERED: tl.constexpr, OWN: tl.constexpr, OTHERS: tl.constexpr, ENTRIES: tl.constexpr,
     TAIL: tl.constexpr,
@@ -146,23 +147,23 @@ def ticket_list_kernel(
     position = tl.program_id(0) * OWN + tl.arange(0, OWN)
     index, start_q, rows, start_k, keys, tiles, base, limit = tiles_of(
         order_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, position, batch, max_seqlen_q,
-        rows_per_item, most, CAUSAL, SHIFTED,
+        rows_per_item, max_cost, CAUSAL, SHIFTED,
     )  # fmt: skip
     preceding = tl.zeros([OWN], tl.int32)
     total, greatest = 0, tl.cast(1, tl.int32)
     work = tl.cast(0, tl.int64)
     for first in tl.range(0, batch, OTHERS):
         others = first + tl.arange(0, OTHERS)
-        _, _, _, _, _, count, low, high = tiles_of(
+        _, _, _, _, _, their_tiles, their_base, their_limit = tiles_of(
             order_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, others, batch, max_seqlen_q,
-            rows_per_item, most, CAUSAL, SHIFTED,
+            rows_per_item, max_cost, CAUSAL, SHIFTED,
         )  # fmt: skip
-        total += tl.sum(count)
-        work += tl.sum(work_of(count, low, high))
-        costs = tl.where(count > 0, tl.minimum(low + count, high), 1)
+        total += tl.sum(their_tiles)
+        work += tl.sum(work_of(their_tiles, their_base, their_limit))
+        costs = tl.where(their_tiles > 0, tl.minimum(their_base + their_tiles, their_limit), 1)
         greatest = tl.maximum(greatest, tl.max(costs))
         earlier = others[None, :] < position[:, None]
-        preceding += tl.sum(tl.where(earlier, count[None, :], 0), 1)
+        preceding += tl.sum(tl.where(earlier, their_tiles[None, :], 0), 1)
     if tl.program_id(0) + tl.program_id(1) == 0:
         tl.store(list_ptr, total * NUM_HEADS)
 
@@ -173,22 +174,22 @@ def ticket_list_kernel(
     left = work
     for first in tl.range(0, batch, OTHERS):
         others = first + tl.arange(0, OTHERS)
-        _, _, _, _, _, count, low, high = tiles_of(
+        _, _, _, _, _, their_tiles, their_base, their_limit = tiles_of(
             order_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, others, batch, max_seqlen_q,
-            rows_per_item, most, CAUSAL, SHIFTED,
+            rows_per_item, max_cost, CAUSAL, SHIFTED,
         )  # fmt: skip
-        works = work_of(count, low, high)
+        works = work_of(their_tiles, their_base, their_limit)
         after = (left - tl.cumsum(works, 0)) * NUM_HEADS
         crosses = (after < need) & (after + works * NUM_HEADS >= need)
         heads = tl.cdiv(need - after, tl.maximum(works, 1)).to(tl.int32)
-        slots = (passed + tl.cumsum(count, 0)) * NUM_HEADS - heads * count
+        slots = (passed + tl.cumsum(their_tiles, 0)) * NUM_HEADS - heads * their_tiles
         cut += tl.sum(tl.where(crosses, others, 0))
         cut_heads += tl.sum(tl.where(crosses, heads, 0))
         cut_slot += tl.sum(tl.where(crosses, slots, 0))
         cuts += tl.sum(crosses.to(tl.int32))
-        passed += tl.sum(count)
+        passed += tl.sum(their_tiles)
         left -= tl.sum(works)
-    cut_heads = tl.where(cuts > 0, cut_heads, NUM_HEADS)
+    cut_heads = tl.where(cuts > 0, cut_heads, NUM_HEADS)  # none crosses: all are sorted
 
     in_heads = tl.where(position == cut, cut_heads, NUM_HEADS)[:, None]  # sorted ones
     per_head = tl.maximum(tiles, 1)[:, None]
@@ -204,21 +205,29 @@ def ticket_list_kernel(
             cost = tl.maximum(tl.minimum(base[:, None] + per_head - nth, limit[:, None]), 1)
             over = count_over(tiles[:, None], base[:, None], limit[:, None], cost)
             equal = count_from(tiles[:, None], base[:, None], limit[:, None], cost) - over
+            # Before it: costlier tiles of all sorted heads, equal ones of earlier heads, and
+            # earlier equal ones of its own.
             rank = over * in_heads + (head - NUM_HEADS + in_heads) * equal + nth - over
             for start in tl.range(cut, batch, TAIL):
                 others = start + tl.arange(0, TAIL)
-                _, _, _, _, _, count, low, high = tiles_of(
+                _, _, _, _, _, their_tiles, their_base, their_limit = tiles_of(
                     order_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, others, batch, max_seqlen_q,
-                    rows_per_item, most, CAUSAL, SHIFTED,
+                    rows_per_item, max_cost, CAUSAL, SHIFTED,
                 )  # fmt: skip
                 heads = tl.where(others == cut, cut_heads, NUM_HEADS)[None, None, :]
-                count, low, high = count[None, None, :], low[None, None, :], high[None, None, :]
+                their_tiles, their_base, their_limit = (
+                    their_tiles[None, None, :],
+                    their_base[None, None, :],
+                    their_limit[None, None, :],
+                )
                 rival = others[None, None, :]
                 current = position[:, None, None]
                 sooner = tl.where(
-                    rival > current, count_over(count, low, high, cost[:, :, None]), 0
+                    rival > current,
+                    count_over(their_tiles, their_base, their_limit, cost[:, :, None]),
+                    0,
                 )
-                equals = count_from(count, low, high, cost[:, :, None])
+                equals = count_from(their_tiles, their_base, their_limit, cost[:, :, None])
                 rank += tl.sum(tl.where(rival < current, equals, sooner) * heads, 2)
             slot = tl.where(sorted_here, cut_slot + rank, slot)
         block = per_head - 1 - nth if FALLING else nth
@@ -241,7 +250,7 @@ class TicketList(Recipe[Schedule]):
     rows, max_seqlen: of what is listed. transposed: tiles of keys, whose entries name keys where
     others name queries. causal: a tile's cost rises along its head, or falls with
     tiles of keys; else all cost the same. shifted: the cheapest tile costs as much more as the
-    other side is longer. most: no tile costs more, in tiles.
+    other side is longer. max_cost: no tile costs more, in tiles.
     """
 
     rows: int
@@ -251,7 +260,7 @@ class TicketList(Recipe[Schedule]):
     num_programs: int
     causal: bool
     shifted: bool
-    most: int
+    max_cost: int
     numbered: bool
     transposed: bool
 
@@ -269,14 +278,13 @@ class TicketList(Recipe[Schedule]):
         )
         (order,) = LongestFirst().make(*offsets)
         share, chunk = 4, 16
-        most = cdiv(self.max_seqlen, self.rows_per_item) * self.num_heads
+        max_entries = cdiv(self.max_seqlen, self.rows_per_item) * self.num_heads
         launch(
-            ticket_list_kernel, (cdiv(batch, share), cdiv(most, 2 * chunk)), device,
-            order, *offsets, entries, batch, self.max_seqlen,
-            self.rows_per_item, most, self.num_programs, self.most, NUM_HEADS=self.num_heads,
-            CAUSAL=self.causal, SHIFTED=self.shifted, FALLING=not self.transposed,
-            NUMBERED=self.numbered, OWN=share, OTHERS=64 if batch <= 64 else 1024, ENTRIES=chunk,
-            TAIL=64, num_warps=4,
+            ticket_list_kernel, (cdiv(batch, share), cdiv(max_entries, 2 * chunk)), device,
+            order, *offsets, entries, batch, self.max_seqlen, self.rows_per_item, max_entries,
+            self.num_programs, self.max_cost, NUM_HEADS=self.num_heads, CAUSAL=self.causal,
+            SHIFTED=self.shifted, FALLING=not self.transposed, NUMBERED=self.numbered, OWN=share,
+            OTHERS=64 if batch <= 64 else 1024, ENTRIES=chunk, TAIL=64, num_warps=4,
         )  # fmt: skip
         return (entries,)
 
@@ -313,9 +321,9 @@ def ticket_list(
 ) -> TicketList:
     """The list of tiles of queries or, `transposed`, of keys, for `programs` programs."""
     rows, longest, heads = listed(batch, transposed)
-    most = 2**30
+    max_cost = 2**30
     if batch.window is not None:
-        most = cdiv(batch.window, rows_per_item) * (1 if batch.causal else 2) + 1
+        max_cost = cdiv(batch.window, rows_per_item) * (1 if batch.causal else 2) + 1
     return TicketList(
         rows,
         longest,
@@ -324,7 +332,7 @@ def ticket_list(
         programs,
         causal=bool(batch.causal),
         shifted=batch.lower_right != transposed,
-        most=most,
+        max_cost=max_cost,
         numbered=batch.segments is not None,
         transposed=transposed,
     )
