@@ -66,6 +66,7 @@ from gdpa_kernels.gdpa.device.two_consumers import (
     KEYS,
     MATH_ROLES,
     TILE,
+    TicketConfig,
     dq_product,
     fetch_both,
     put_aside,
@@ -73,8 +74,9 @@ from gdpa_kernels.gdpa.device.two_consumers import (
     scores,
     share,
 )
-from gdpa_kernels.gdpa.device.two_consumers import TicketConfig as Config
 from gdpa_kernels.gdpa.device.work_list import WorkList, entry, list_of_keys
+
+Config = TicketConfig
 
 
 def default_config(batch: Batch) -> Config:

@@ -57,6 +57,7 @@ from gdpa_kernels.gdpa.device.two_consumers import (
     KEYS,
     MATH_ROLES,
     TILE,
+    TicketConfig,
     dq_product,
     fetch_both,
     put_aside,
@@ -64,8 +65,9 @@ from gdpa_kernels.gdpa.device.two_consumers import (
     scores,
     share,
 )
-from gdpa_kernels.gdpa.device.two_consumers import TicketConfig as Config
 from gdpa_kernels.gdpa.device.work_list import WorkList, entry, list_of_keys
+
+Config = TicketConfig
 
 UNEVEN = 3
 
