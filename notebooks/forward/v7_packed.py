@@ -86,7 +86,8 @@ chapter.ladder(V7)
 
 # %% tags=["remove-input"]
 chapter.code(activations.tanh_cubic_pairs)
-chapter.code(lesson.math, "p = multiply_add_pairs", "tlx.barrier_arrive(q.empty")
+chapter.code(lesson.activation_epilogue, "return")
+chapter.code(lesson.math, "p = activation_epilogue", "tlx.barrier_arrive(q.empty")
 
 # %% [markdown]
 # ## What the compiler makes of it
