@@ -236,8 +236,8 @@ chapter.glue(
 # v3 does not pay on the published workloads. A persistent kernel is worth its list when the next
 # tile's first loads run during this one's last MMA, and that needs warps that only load.
 # {doc}`v4_warp_specialized` has them, and {doc}`v6_short_kv` takes up the list. Under a mask the
-# tiles of a sequence differ, and {doc}`../measuring/masked_batches` gives a persistent kernel what
-# the hardware's queue has: the next tile goes to the program that is free first.
+# tiles of a sequence differ, and {doc}`../measuring/masked_batches` gives the next one to the
+# program that is free first.
 #
 # ## Exercises
 #

@@ -276,5 +276,5 @@ for way in both:
 #
 # ## Takeaways
 #
-# - A schedule needs the cost of each tile, and a mask decides the cost.
+# - A schedule needs each tile's cost, which a mask decides.
 # - The order serves the caches; only the end of the list must serve the balance.
