@@ -41,7 +41,7 @@ def are_fake(*tensors: torch.Tensor) -> bool:
 
 
 def has_tangents() -> bool:
-    """Whether forward-mode differentiation is active."""
+    """True while forward-mode differentiation is active."""
     return torch.autograd.forward_ad._current_level >= 0
 
 

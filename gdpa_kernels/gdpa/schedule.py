@@ -228,7 +228,7 @@ def masked(
     return replace(plan, costs=tuple(costs))
 
 
-@functools.cache
+@functools.lru_cache(maxsize=4096)  # integers to a number: nothing that can be stale
 def zigzag_imbalance(num_heads: int, tiles: int, num_programs: int) -> float:
     """The imbalance, as `Schedule` has it with a prologue of half a block, of a zigzag list of
     equal heads under a causal mask, `num_heads` over all sequences, of `tiles` tiles each."""

@@ -243,7 +243,7 @@ for way in both:
 # %% [markdown]
 # Where the model promises more than a tenth, {glue:text}`share` of what it promises arrives. The
 # rest is paid for in clocks: a balanced list keeps all multiprocessors busy to the end, the board
-# is at its power limit, and the clock falls ({doc}`power_wall`). Counted in clocks the gain is
+# is near its power limit, and the clock falls ({doc}`power_wall`). Counted in clocks the gain is
 # {glue:text}`clocks` times the promised one.
 #
 # Forward v8 with tickets is {glue:text}`forward_ahead` times as fast as the best baseline. Backward
@@ -252,10 +252,12 @@ for way in both:
 #
 # ## Where the fixed list stays
 #
-# Making the list with costs takes 10 to 20 µs on the device for up to 64 sequences, the fixed one
-# 5. So `tickets.pay` leaves tickets out where they gain nothing: without a mask, where tiles are no
-# more than programs, where a window makes all tiles alike, and where the model above finds equal
-# sequences balanced by the fixed list. The host knows all that without waiting for the device.
+# Making the list with costs takes 10 to 20 µs on the device for up to 64 sequences, the fixed one 4
+# to 64. So `tickets.pay` leaves tickets out where they gain nothing: without a mask, where tiles
+# are no more than programs, where a window makes all tiles alike, and where the model above finds
+# equal sequences balanced by the fixed list. The host knows all that without waiting for the
+# device.
+#
 # ## Exercises
 #
 # :::{exercise} How long a tail

@@ -47,27 +47,21 @@ def tickets_of(counter_ptr, CONSUMERS: tl.constexpr):
 
 
 @triton.jit
-def take(tickets, item, tile):
-    """The producer's entry after `item`, its tile-th; its consumers may then read it."""
-    if tickets is None:
-        following = item + tl.num_programs(0)
-    else:
-        following = tl.num_programs(0) + tl.atomic_add(tickets.counter_ptr, 1, sem="relaxed")
-        stage = tickets.ring.acquire(tile)
-        tlx.local_store(tickets.ring.buffer[stage], tl.full([1], 0, tl.int32) + following)
-        tlx.barrier_arrive(tickets.ring.full[stage])
+def take(tickets, tile):
+    """The producer's entry after its tile-th; its consumers may then read it."""
+    following = tl.num_programs(0) + tl.atomic_add(tickets.counter_ptr, 1, sem="relaxed")
+    stage = tickets.ring.acquire(tile)
+    tlx.local_store(tickets.ring.buffer[stage], tl.full([1], 0, tl.int32) + following)
+    tlx.barrier_arrive(tickets.ring.full[stage])
     return following
 
 
 @triton.jit
-def follow(tickets, item, tile):
-    """A consumer's entry after `item`, its tile-th."""
-    if tickets is None:
-        following = item + tl.num_programs(0)
-    else:
-        stage = tickets.ring.wait(tile)
-        following = tl.sum(tlx.local_load(tickets.ring.buffer[stage]))
-        tlx.barrier_arrive(tickets.ring.empty[stage])
+def follow(tickets, tile):
+    """A consumer's entry after its tile-th."""
+    stage = tickets.ring.wait(tile)
+    following = tl.sum(tlx.local_load(tickets.ring.buffer[stage]))
+    tlx.barrier_arrive(tickets.ring.empty[stage])
     return following
 
 
@@ -84,7 +78,7 @@ def each_tile(role: tl.constexpr, tickets, list_ptr, TAKES: tl.constexpr, operan
         tile, item = 0, tl.program_id(0)
         while item < num_items:
             count = role(item, tile, count, *operands)
-            item = take(tickets, item, tile) if TAKES else follow(tickets, item, tile)
+            item = take(tickets, tile) if TAKES else follow(tickets, tile)
             tile += 1
 
 
@@ -112,7 +106,7 @@ def tiles_of(order_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, position, batch, max
 
 @triton.jit
 def work_of(tiles, base, limit):
-    """What the tiles of one head cost together, int64: `low` of them 1, those from `high` on
+    """The cost of all tiles of one head, int64: `low` of them 1, those from `high` on
     `limit`, those between base + r."""
     low = tl.minimum(tl.maximum(-base, 0), tiles)
     high = tl.maximum(tl.minimum(limit - base, tiles), low).to(tl.int64)
@@ -123,14 +117,14 @@ def work_of(tiles, base, limit):
 
 @triton.jit
 def count_over(tiles, base, limit, cost):
-    """How many tiles of one head cost more than `cost`, which is 1 or more."""
+    """The number of tiles of one head that cost more than `cost`, which is 1 or more."""
     count = tl.minimum(tl.maximum(tiles - tl.maximum(cost - base, 0), 0), tiles)
     return tl.where(cost < limit, count, 0)
 
 
 @triton.jit
 def count_from(tiles, base, limit, cost):
-    """How many tiles of one head cost `cost` or more."""
+    """The number of tiles of one head that cost `cost` or more."""
     return tl.where(cost > 1, count_over(tiles, base, limit, tl.maximum(cost - 1, 1)), tiles)
 
 
@@ -290,7 +284,7 @@ class TicketList(Recipe[Schedule]):
 
 
 def pay(batch: Batch, rows_per_item: int, programs: int, *, transposed: bool = False) -> bool:
-    """Whether tickets are faster than a fixed list: under a mask, with more tiles than `programs`.
+    """True where tickets beat a fixed list: under a mask, with more tiles than `programs`.
 
     Not where the fixed list is balanced already: equal sequences of up to SHORT rows by
     `zigzag_imbalance`; windows that make all tiles equal, which are one sequence's or, forward, no

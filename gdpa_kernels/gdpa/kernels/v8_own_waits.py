@@ -108,7 +108,7 @@ class Config:
 
 
 def default_config(batch: Batch) -> Config:
-    """By shape.
+    """The constants for the shape of a call.
 
     With 256 columns two blocks of 64 keys fit beside one tile of Q. Keys are split where tiles are
     too few for the device. Two programs of one consumer each share an SM if no sequence has over 64
@@ -281,7 +281,7 @@ def load(
                 kv += blocks
                 tile += 1
             if tickets is not None:
-                item = take(tickets, item, tile - 1)
+                item = take(tickets, tile - 1)
                 following = entry(list_ptr, tl.minimum(item, num_items - 1))
             start_q, _, len_q, start_k, len_k, head, first = following
     # The scores of a dummy tile, overlapped with the last P V.
@@ -423,7 +423,7 @@ def math(
                 p = activation_epilogue(x, t, options.DTYPE, options.PAIRS)
                 acc = tlx.async_dot(p, v.buffer[v_stage], acc)
                 if tickets is not None:
-                    item = follow(tickets, item, tile)
+                    item = follow(tickets, tile)
                 following = entry(list_ptr, tl.minimum(item, num_items - 1))
             _, next_out, next_len_q, _, len_k, next_head, first = following
             next_item = tl.minimum(item, num_items - 1)
