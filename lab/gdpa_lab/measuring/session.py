@@ -6,6 +6,7 @@ import gc
 import os
 import re
 import shlex
+import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -13,7 +14,16 @@ from pathlib import Path
 
 import torch
 
-from gdpa_lab.measuring import manifest, measure, probe, record, sustained, system, timing
+from gdpa_lab.measuring import (
+    manifest,
+    measure,
+    probe,
+    profiling,
+    record,
+    sustained,
+    system,
+    timing,
+)
 from gdpa_lab.measuring.inputs import BlockInputs, Inputs, make_inputs
 from gdpa_lab.measuring.measure import ON_DEVICE, Scopes, asks, free, parts, reason
 from gdpa_lab.measuring.operators import math as math_of
@@ -157,6 +167,18 @@ class Session:
             if not isinstance(error, NotImplementedError):
                 self.broken.append(f"{name}: {reason(error)}")
         free()
+
+    def profile(self, calls: Sequence[profiling.Call]) -> None:
+        """Profile those of `calls` whose rows are correct as table "profiles", see `profiling`.
+        What raises is `broken`, as in `launch`."""
+        correct = {(row.workload, row.direction, row.impl) for row in self.rows if row.passed}
+        calls = [call for call in calls if (call[0].name, *call[1:]) in correct]
+        self._begin_part(f"profiles of {len(calls)} calls")
+        try:
+            self.tables["profiles"] = profiling.profile(calls)
+        except (OSError, ValueError, subprocess.CalledProcessError) as error:
+            self.log(f"  no profiles: {reason(error)}")
+            self.broken.append(f"profiles: {reason(error)}")
 
     def _begin_part(self, name: str) -> None:
         gc.freeze()  # or `free` looks through all that was imported, 0.2 s for each implementation

@@ -22,7 +22,7 @@ from IPython.display import SVG, Markdown, display
 from gdpa_kernels.calling import ladder
 from gdpa_lab.measuring import manifest
 from gdpa_lab.measuring import record as records
-from gdpa_lab.report import lessons, page, page_blocks, rates, results, style
+from gdpa_lab.report import lessons, page, page_blocks, profiles, rates, results, style
 from gdpa_lab.report import registered as register
 from gdpa_lab.report.style import Figure
 from tritonemu import Timeline
@@ -238,6 +238,14 @@ class Chapter:
         chart = rates.ladder(rows, LADDER, rungs, impl, direction)
         self.figure(chart, measured=rows)
 
+    def profile(self, *impls: str, workload: str, direction: str = "forward") -> None:
+        """Show the counters of the launches of `impls` on a workload, see `profiles.beside`."""
+        counted = self.recorded("profiles", profiles.CHAPTER)
+        one = counted[(counted["workload"] == workload) & (counted["direction"] == direction)]
+        data = one[one["impl"].isin(impls)]
+        origin = {"profiled": self.holders("profiles", profiles.CHAPTER)}
+        self.table(profiles.beside(data), data=data, **origin)
+
     def _origin(self, data: pd.DataFrame | None, origin: dict[str, Any]) -> Markdown:
         if not origin or not set(origin) <= set(page.KINDS):
             raise TypeError(f"origin must be among {', '.join(page.KINDS)}, got {list(origin)}")
@@ -251,8 +259,8 @@ class Chapter:
         lines = []
         for kind, values in origin.items():
             of = None if lines else csv
-            if kind == "measured" and not isinstance(values, str):
-                lines.append(page.provenance(values, of, data_dir=self.data_dir))
+            if kind in page.RECORDED and not isinstance(values, str):
+                lines.append(page.provenance(values, of, kind, data_dir=self.data_dir))
             else:
                 lines.append(page.source(kind, values, of))
         return Markdown("\n".join(line.data for line in lines))

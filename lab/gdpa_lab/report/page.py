@@ -18,19 +18,24 @@ from gdpa_lab.report import doctor, results
 if TYPE_CHECKING:
     from IPython.display import Markdown
 
-KINDS = ("measured", "published", "modelled", "emulated", "compiled", "computed")
-"""Kinds of numbers; every figure names its own. "computed": by PyTorch on a CPU, or from other
-numbers of the book."""
+KINDS = ("measured", "profiled", "published", "modelled", "emulated", "compiled", "computed")
+"""Kinds of numbers; every figure names its own. "profiled": counters of launches in
+a record. "computed": by PyTorch on a CPU, or from other numbers of the book."""
+RECORDED = ("measured", "profiled")
 
 CSV_DIR = records.ROOT / "book" / "extra" / "figures"
 
 
 def provenance(
-    rows: pd.DataFrame | Sequence[str], csv: str | None = None, *, data_dir: Path = records.DATA_DIR
+    rows: pd.DataFrame | Sequence[str],
+    csv: str | None = None,
+    kind: str = "measured",
+    *,
+    data_dir: Path = records.DATA_DIR,
 ) -> Markdown:
-    """Format the line under a measured figure: machine, versions other than the pinned ones, date,
-    commit, local changes, records, data, timing, the matmul ceiling of the record and scope, and a
-    stale warning.
+    """Format the line under a figure of one of `RECORDED`: machine, versions other than the pinned
+    ones, date, commit, local changes, records, data, timing, the matmul ceiling of the record and
+    scope, and a stale warning.
 
     `rows`: the rows of `results.table` that were drawn, or ids of records. `csv`: the name given to
     `save_csv`. Paths are relative to a page of book/executed/<part>. RecordError if a record is
@@ -67,7 +72,7 @@ def provenance(
             + ", ".join(f"<code>{html.escape(impl)}</code>" for impl in stale)
             + " has changed since: <code>make measure</code> records it again.</span>"
         )
-    return _provenance("measured", "; ".join(runs) + "." + warning, csv)
+    return _provenance(kind, "; ".join(runs) + "." + warning, csv)
 
 
 def _timed(run: records.Record, scopes: Collection[str]) -> str:
