@@ -27,6 +27,7 @@ from gdpa_lab.measuring.workload import Workload
 Call = tuple[Workload, str, str]
 """A workload, a direction, and the name of an implementation."""
 
+_SHARED = "l1tex__data_pipe_lsu_wavefronts_mem_shared"
 COUNTERS: Mapping[str, str] = {
     "duration_ns": "gpu__time_duration.sum",
     "sm_hz": "sm__cycles_elapsed.avg.per_second",
@@ -36,7 +37,7 @@ COUNTERS: Mapping[str, str] = {
     "active_warps": "smsp__warps_active.avg.per_cycle_active",
     "eligible_warps": "smsp__warps_eligible.avg.per_cycle_active",
     "instructions": "sm__inst_executed.sum",
-    "shared_percent": "l1tex__data_pipe_lsu_wavefronts_mem_shared.avg.pct_of_peak_sustained_elapsed",
+    "shared_percent": f"{_SHARED}.avg.pct_of_peak_sustained_elapsed",
     "l2_hit_percent": "lts__t_sector_hit_rate.pct",
     "dram_read_bytes": "dram__bytes_read.sum",
     "dram_write_bytes": "dram__bytes_write.sum",

@@ -70,4 +70,5 @@ def beside(rows: pd.DataFrame) -> pd.DataFrame:
 
 def _function(kernel: str) -> str:
     """Return the name of a kernel without its namespace, template and arguments."""
-    return kernel.partition("(")[0].partition("<")[0].rpartition("::")[2].split()[-1]
+    name = kernel.replace("<unnamed>::", "").partition("(")[0].partition("<")[0]
+    return name.rpartition("::")[2].split()[-1]
