@@ -250,7 +250,11 @@ chapter.predictions()
 # batches of 1,024 tokens FlashAttention-4 is {glue:text}`fa4:.2f` times and cuDNN
 # {glue:text}`cudnn:.2f` times as fast as v1. The best later kernel is {glue:text}`gain_min:.1f` to
 # {glue:text}`gain_max:.1f` times as fast as v1. All of this is back to back.
-#
+
+# %% tags=["remove-input"]
+chapter.profile("v1_tiled_backward", workload="gdpa-self-full-512", direction="backward")
+
+# %% [markdown]
 # ## Exercises
 #
 # :::{exercise} Write dS down

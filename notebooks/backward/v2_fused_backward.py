@@ -265,7 +265,11 @@ chapter.predictions()
 # matters for debugging: a training run that cannot be repeated bit for bit cannot be bisected.
 # Backward v2a takes {glue:text}`price_long:.0f` % more time with 1,024 keys, and
 # {glue:text}`price_cross:.0f` % with 256, where it buys nothing.
-#
+
+# %% tags=["remove-input"]
+chapter.profile("v2_fused_backward", workload="gdpa-self-full-512", direction="backward")
+
+# %% [markdown]
 # ## Exercises
 #
 # :::{exercise} Three blocks

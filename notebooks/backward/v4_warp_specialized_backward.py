@@ -339,7 +339,11 @@ chapter.predictions()
 # terms *add*. By the measured times the matmuls take {glue:text}`tensor_none:.0f` % of a step
 # without the ideas and {glue:text}`tensor_all:.0f` % with them. A third chain would be a third
 # consumer, which does not fit (second exercise). {doc}`v5_short_kv_backward` pays less for dQ.
-#
+
+# %% tags=["remove-input"]
+chapter.profile("v4_warp_specialized_backward", workload="gdpa-self-full-512", direction="backward")
+
+# %% [markdown]
 # ## Exercises
 #
 # :::{exercise} Fold hardswish

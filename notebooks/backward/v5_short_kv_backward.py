@@ -529,6 +529,13 @@ chapter.table(
 # %% tags=["remove-input"]
 chapter.predictions()
 
+# %% tags=["remove-input"]
+chapter.profile("v5_short_kv_backward", workload="gdpa-cross-full-512", direction="backward")
+chapter.profile(
+    "v6_one_tile_backward", workload="gdpa-cross-full-1024-kv128-d64", direction="backward"
+)
+chapter.profile("v7_wide_backward", workload="gdpa-self-full-512-b256-d256", direction="backward")
+
 # %% [markdown]
 # ## Exercises
 #

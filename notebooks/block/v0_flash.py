@@ -253,6 +253,10 @@ assert [*kernels.columns[1:3]] == ["registers", "shared (KiB)"], "the exercise n
 # %% tags=["remove-input"]
 chapter.predictions()
 
+# %% tags=["remove-input"]
+chapter.profile("v0_flash", workload="block-fill70-4000")
+chapter.profile("v0_flash", workload="block-fill70-4000", direction="backward")
+
 # %% [markdown]
 # ## Exercises
 #

@@ -276,6 +276,10 @@ assert max(order) < 1, "the text says: in all four cases"
 # %% tags=["remove-input"]
 chapter.predictions()
 
+# %% tags=["remove-input"]
+chapter.profile("v0_flash", "v1_one_tile", workload="block-fill70-4000")
+chapter.profile("v1_one_tile", workload="block-fill70-4000", direction="backward")
+
 # %% [markdown]
 # ## Exercises
 #

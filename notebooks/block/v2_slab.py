@@ -237,6 +237,10 @@ for walk in ("1 head, 1 stage", "2 slabs, 3 stages", "2 per SM, 3 stages"):
 # %% tags=["remove-input"]
 chapter.predictions()
 
+# %% tags=["remove-input"]
+chapter.profile("v1_one_tile", "v2_slab", workload="block-fill70-4000")
+chapter.profile("v1_one_tile", "v2_slab", workload="block-fill70-4000", direction="backward")
+
 # %% [markdown]
 # ## Exercises
 #

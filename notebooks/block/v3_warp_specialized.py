@@ -354,6 +354,12 @@ chapter.glue(
 # %% tags=["remove-input"]
 chapter.predictions()
 
+# %% tags=["remove-input"]
+chapter.profile("v2_slab", "v3_warp_specialized", workload="block-fill70-4000")
+chapter.profile(
+    "v2_slab", "v3_warp_specialized", workload="block-fill70-4000", direction="backward"
+)
+
 # %% [markdown]
 # ## Exercises
 #

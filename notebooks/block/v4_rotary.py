@@ -382,6 +382,12 @@ chapter.glue(v1_lost=lost["block v1"], v2_lost=lost["block v2"], eager=eager,
 # %% tags=["remove-input"]
 chapter.predictions()
 
+# %% tags=["remove-input"]
+chapter.profile("v4_rotary", "v4a_turning_role", workload="block-rotary-1735537")
+chapter.profile(
+    "v4_rotary", "v4a_turning_role", workload="block-rotary-1735537", direction="backward"
+)
+
 # %% [markdown]
 # ## Exercises
 #

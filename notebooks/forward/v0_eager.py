@@ -292,8 +292,8 @@ chapter.glue(
 # :::{solution} ex-v0-profile
 # :class: dropdown
 #
-# By the fit, steps on the scores run near the rate of a copy, gathers and copies of rows far below
-# it. If the matmuls are slow instead, the fit has put their cost on the wrong kind of data.
+# Matmuls and passes over the scores run near the rate of a copy, copies of rows far below it: each
+# thread computes an address for two bytes ({doc}`../measuring/profiles`).
 # :::
 #
 # ## Takeaways

@@ -261,7 +261,11 @@ chapter.figure(chart, measured=chapter.rows(variant=None, impl=V1))
 # thread computes 64-bit addresses for its pieces of K and V, compares their rows with the end of
 # the sequence, and issues the copies. {doc}`forward v2 <v2_tma>` gives the addressing to the copy
 # engine.
-#
+
+# %% tags=["remove-input"]
+chapter.profile("v1_tiled", workload="gdpa-self-full-512")
+
+# %% [markdown]
 # ## Exercises
 #
 # :::{exercise} One stage more

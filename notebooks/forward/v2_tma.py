@@ -258,7 +258,11 @@ chapter.table(
 # through registers into {term}`shared memory` and shuffles the output back into rows before every
 # thread stores its part, where v2 needs one instruction for each. With 64 rows the ends did not get
 # shorter.
-#
+
+# %% tags=["remove-input"]
+chapter.profile("v1_tiled", "v2_tma", workload="gdpa-self-full-512")
+
+# %% [markdown]
 # ## Exercises
 #
 # :::{exercise} The wrong bound

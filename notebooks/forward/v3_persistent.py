@@ -238,7 +238,11 @@ chapter.glue(
 # {doc}`v4_warp_specialized` has them, and {doc}`v6_short_kv` takes up the list. Under a mask the
 # tiles of a sequence differ, and {doc}`../measuring/masked_batches` gives the next one to the
 # program that is free first.
-#
+
+# %% tags=["remove-input"]
+chapter.profile("v2_tma", "v3_persistent", workload="gdpa-self-full-512")
+
+# %% [markdown]
 # ## Exercises
 #
 # :::{exercise} A device with 148 SMs

@@ -330,7 +330,11 @@ chapter.glue(price=price, saved=saved)
 # gdpa-self-half-dense-512 an empty CTA costs {glue:text}`price:.1f` µs of an SM, of which an exit
 # before the roles saves {glue:text}`saved:.1f`. {doc}`Forward v6 <v6_short_kv>` walks a list of
 # tiles that have rows.
-#
+
+# %% tags=["remove-input"]
+chapter.profile("v3_persistent", "v4_warp_specialized", workload="gdpa-self-full-512")
+
+# %% [markdown]
 # ## Exercises
 #
 # :::{exercise} Half the head

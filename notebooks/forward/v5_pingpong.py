@@ -249,7 +249,11 @@ chapter.glue(tanh=tanh, under_v5=under_v5)
 #
 # Turns fail for the same reason. The source passes the turn as soon as both MMAs are issued. In
 # SASS the consumer waits for both first, so its whole activation lies within its turn.
-#
+
+# %% tags=["remove-input"]
+chapter.profile("v4_warp_specialized", "v5_pingpong", workload="gdpa-self-full-512")
+
+# %% [markdown]
 # ## Exercises
 #
 # :::{exercise} Which one is waited for?

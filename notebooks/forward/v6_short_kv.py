@@ -215,7 +215,11 @@ studies.stepper(
 # {glue:text}`kept_min:.2f` to {glue:text}`kept_max:.2f` times the rate. Only with blocks of 64 keys
 # and 1,024 queries is that more than noise, and v6 takes blocks of 128. Both steps stay because
 # {doc}`forward v7 <v7_packed>` makes a score cheaper, and cheaper scores leave longer gaps.
-#
+
+# %% tags=["remove-input"]
+chapter.profile("v6a_persistent", "v6b_stream", "v6_short_kv", workload="gdpa-self-full-512")
+
+# %% [markdown]
 # ## Exercises
 #
 # :::{exercise} Where 224 KiB go

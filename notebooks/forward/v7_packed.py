@@ -266,7 +266,11 @@ chapter.glue(fewer=fewer, each=100 * (1 / ratio - 1) / fewer)
 # The last line of the output prices an instruction. v6's SiLU and GELU differ by
 # {glue:text}`fewer:.0f` instructions per score, and each costs {glue:text}`each:.1f` % of the rate,
 # twice what the first prediction assumed.
-#
+
+# %% tags=["remove-input"]
+chapter.profile("v6_short_kv", "v7_packed", workload="gdpa-self-full-512")
+
+# %% [markdown]
 # ## Exercises
 #
 # :::{exercise} The error of a pair

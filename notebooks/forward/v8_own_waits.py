@@ -309,7 +309,11 @@ chapter.annotated(
 # misses is the queue of MMAs. In v7 it runs empty twice a block, after S and after P V; in v8 once.
 # Each time, the tensor core depends on the other consumer being ready at that moment. This is a
 # hypothesis, and a profile of both kernels would test it.
-#
+
+# %% tags=["remove-input"]
+chapter.profile("v7_packed", "v8_own_waits", workload="gdpa-self-full-512")
+
+# %% [markdown]
 # ## Exercises
 #
 # :::{exercise} The loop of v4

@@ -5,9 +5,20 @@
 # ---
 
 # %% [markdown]
-# # Profiles of the rungs
+# # Profiles of the rungs: what the counters decide
+#
+# Times say which kernel is faster. What were its warps doing meanwhile?
+#
+# :::{admonition} In this chapter (10 minutes)
+# You will read counters of Nsight Compute for one call of each rung, and see which guesses of the
+# chapters they decide. At 512 tokens the tensor cores are busy {glue:text}`v1_tensor:.0f` % of the
+# time in forward v1 and {glue:text}`v8_tensor:.0f` % in forward v8, and
+# {glue:text}`v4_tensor:.0f` % in backward v4.
+# :::
 
 # %% tags=["hide-input"]
+import pandas as pd
+
 from gdpa_lab.measuring.workloads import workload
 from gdpa_lab.report import profiles
 from gdpa_lab.report.chapter import Chapter
@@ -51,3 +62,129 @@ def _(session):
     for of, way, impls in calls:
         session.measure(of, impls, direction=way)
     session.profile([(of, way, impl) for of, way, impls in calls for impl in impls])
+
+
+# %% [markdown]
+# ## How to read them
+#
+# A profiler starts each kernel alone, several times, once for each group of counters, with cold
+# caches. So a duration here is *profiled*, which is not *measured*: it has no neighbours, no
+# repetition and a clock of its own, {glue:text}`slowest_clock:,.0f` to
+# {glue:text}`fastest_clock:,.0f` MHz in these launches. Compare within a table, not with other
+# pages.
+#
+# - *tensor*, *DRAM*: busy, in percent of the launch's time. Hopper counts MMAs of a
+#   {term}`warpgroup` there.
+# - *issue*: slots in which a scheduler issued an instruction, in percent of the time in which its
+#   SM had a warp.
+# - *could issue*: warps of a scheduler that had an instruction ready, on average, of those there.
+#   Where it is far below one, instructions wait for each other and not for a slot.
+# - *waits*: the reasons for which warps did not issue, in percent of their time, producers
+#   included. Long scoreboard is, in kernels with roles, above all the wait at an
+#   {term}`mbarrier`; barrier counts waits for an MMA too; fixed latency is the latency of
+#   arithmetic.
+#
+# Each rung's chapter has its own counters, with those of the rung before, under *Profile*.
+
+# %% tags=["remove-cell"]
+counted = chapter.recorded("profiles")
+holders = chapter.holders("profiles")
+LIMITS = counted["sm_hz"].min() / 1e6, counted["sm_hz"].max() / 1e6
+chapter.glue(slowest_clock=LIMITS[0], fastest_clock=LIMITS[1])
+
+
+def of_calls(way: str, names: list[str]) -> pd.DataFrame:
+    """`profiles.kernels` of the workloads, which the index names where there are several."""
+    parts = []
+    for name in names:
+        rows = counted[(counted["direction"] == way) & (counted["workload"] == name)]
+        part = profiles.kernels(rows)
+        if len(names) > 1:
+            part.index = [f"{rung}, {name.removeprefix('gdpa-')}" for rung in part.index]
+        parts.append(part)
+    return pd.concat(parts)
+
+
+def show(kernels: pd.DataFrame, caption: str) -> None:
+    """Show the columns that fit a page."""
+    frame = pd.DataFrame(
+        {
+            "rung": kernels.index,
+            "µs": kernels["duration_ns"] / 1e3,
+            "tensor %": kernels["tensor_percent"],
+            "issue %": kernels["issue_percent"],
+            "could issue": kernels["eligible_warps"],
+            "of": kernels["active_warps"],
+            "L2 hits %": kernels["l2_hit_percent"],
+            "DRAM %": kernels["dram_percent"],
+            "waits": [profiles.waits(row, 2) for _, row in kernels.iterrows()],
+        }
+    )
+    digits = {"µs": 0, "tensor %": 0, "issue %": 0, "could issue": 2, "of": 1, "L2 hits %": 0,
+              "DRAM %": 0}  # fmt: skip
+    chapter.table(frame, caption=caption, digits=digits, data=counted, profiled=holders)
+
+
+forward = of_calls("forward", ["gdpa-self-full-512"])
+backward = of_calls("backward", ["gdpa-self-full-512"])
+others = pd.concat(
+    [of_calls(way, [name for name in PLAN if name.startswith("gdpa") and way in PLAN[name]][1:])
+     for way in ("forward", "backward")]
+)  # fmt: skip
+block = {way: of_calls(way, ["block-fill70-4000", "block-rotary-1735537"])
+         for way in ("forward", "backward")}  # fmt: skip
+v7, v8 = (forward.loc[name] for name in ("v7_packed", V8))
+v4 = backward.loc[f"{V4_BACKWARD}: backward_kernel"]
+slow = forward.loc[["v0_eager: elementwise_kernel", "v0_eager: index_elementwise_kernel"]]
+assert slow["issue_percent"].min() > 66 and slow["dram_percent"].max() < 34, "copies of rows"
+roles = {"v3_warp_specialized", "v4a_turning_role"}
+for way, fast in (("forward", {"v1_one_tile", "v2_slab", *roles}), ("backward", roles)):
+    dram = block[way]["dram_percent"]
+    near = {name.partition(",")[0] for name in dram.index[dram > 80]}
+    assert {name.partition(":")[0] for name in near} - {"v0_flash"} == fast, "the captions"
+chapter.glue(
+    v1_tensor=forward.loc["v1_tiled", "tensor_percent"], v7_tensor=v7["tensor_percent"],
+    v8_tensor=v8["tensor_percent"], v4_tensor=v4["tensor_percent"],
+    v7_barrier=v7["barrier"], v8_barrier=v8["barrier"],
+)  # fmt: skip
+
+# %% [markdown]
+# ## Forward
+
+# %% tags=["remove-input"]
+show(forward, "**From rung to rung the tensor cores wait less.** gdpa-self-full-512.")
+
+# %% [markdown]
+# *Why v0's copies cost* ({doc}`../forward/v0_eager`). Its matmuls and most passes along the scores
+# come near the rate of DRAM. The kernels that touch rows of q, k, v and the output do not: three
+# copies that exchange dimensions, three fills with zeros behind the gathers, and the gather of the
+# output. Their issue slots are two thirds full or more while DRAM is at most a third busy: they
+# handle elements of two bytes one by one and compute the address of each.
+#
+# *Whether v8's queue runs empty less often* ({doc}`../forward/v8_own_waits`). It does: barriers,
+# waits for MMAs among them, take {glue:text}`v8_barrier:.0f` instead of
+# {glue:text}`v7_barrier:.0f` % of the warps' time, and the tensor cores are busy
+# {glue:text}`v8_tensor:.0f` instead of {glue:text}`v7_tensor:.0f` %.
+#
+# ## Backward
+
+# %% tags=["remove-input"]
+show(backward, "**No backward rung keeps the tensor cores busy.** gdpa-self-full-512.")
+
+# %% [markdown]
+# The fill with zeros and the rounding of the fp32 sum stream at the rate of DRAM: what they cost is
+# their bytes. The {doc}`lab notes <../../notes/profiles>` have samples of where the roles of
+# backward v4 wait, and the {doc}`notes on the power wall <../../notes/at_the_wall>` two changes
+# that these counters suggested and the clock refuted.
+#
+# ## Other shapes
+
+# %% tags=["remove-input"]
+show(others, "**Long sequences fill the tensor cores; short keys and wide heads do not.**")
+
+# %% [markdown]
+# ## Block attention
+
+# %% tags=["remove-input"]
+show(block["forward"], "**Forward, all but v0 and v4 are near the rate of DRAM.**")
+show(block["backward"], "**Backward, only the warp roles of v3 and v4a come near it.**")

@@ -116,7 +116,7 @@ def test_an_exhibit_has_its_data_and_its_origin(chapter, shown, tmp_path):
 
 @pytest.mark.parametrize("origin", ({}, {"guessed": "x"}, {"measured": [], "typed": "x"}))
 def test_an_exhibit_without_a_known_origin_is_refused(chapter, shown, origin):
-    with pytest.raises(TypeError, match="origin must be among measured, published, modelled"):
+    with pytest.raises(TypeError, match="origin must be among measured, profiled, published"):
         chapter.figure(style.Figure(), **origin)
 
 

@@ -215,7 +215,7 @@ def test_a_figure_without_measurements_says_what_it_is():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: page.source("guessed", "x"), "kind must be one of measured, published, modelled"),
+        (lambda: page.source("guessed", "x"), "kind must be one of measured, profiled, published"),
         (lambda: page.save_csv(pd.DataFrame(), "../elsewhere"), "name must be"),
         (lambda: page.glue("speedup", math.nan), "finite number, got nan"),
         (lambda: page.glue("best", ""), "must be a word"),

@@ -1,7 +1,8 @@
 """`Chapter`: the numbers of a chapter and their way to the page.
 
 One call shows one exhibit: a chart or a table, its data as a download, and the line that says
-whether it was measured, published, modelled or emulated. A prediction comes with its verdict.
+whether it was measured, profiled, published, modelled or emulated. A prediction comes with its
+verdict.
 """
 
 from __future__ import annotations
@@ -203,8 +204,9 @@ class Chapter:
         """Show a chart, a timeline or SVG text, in a cell whose `# |` lines name and describe it.
 
         `origin`: the source of each kind of number in it: measured= (rows of `results.table`, or
-        ids of records), and in a sentence published=, modelled=, emulated=, compiled=, computed=,
-        and measured= for numbers in no record. `data`: the reader's download; None: measured rows.
+        ids of records), profiled= (ids), and in a sentence published=, modelled=, emulated=,
+        compiled=, computed=, and measured= for numbers in no record. `data`: the reader's download;
+        None: measured rows.
         """
         if isinstance(chart, Timeline):
             chart = style.both(chart.svg(width=720), chart.svg(width=380))
@@ -239,12 +241,18 @@ class Chapter:
         self.figure(chart, measured=rows)
 
     def profile(self, *impls: str, workload: str, direction: str = "forward") -> None:
-        """Show the counters of the launches of `impls` on a workload, see `profiles.beside`."""
-        counted = self.recorded("profiles", profiles.CHAPTER)
-        one = counted[(counted["workload"] == workload) & (counted["direction"] == direction)]
-        data = one[one["impl"].isin(impls)]
-        origin = {"profiled": self.holders("profiles", profiles.CHAPTER)}
-        self.table(profiles.beside(data), data=data, **origin)
+        """Show the counters of the launches of `impls` on a workload, behind a button."""
+        all_rows = self.recorded("profiles", profiles.CHAPTER)
+        call = (all_rows["workload"] == workload) & (all_rows["direction"] == direction)
+        rows = all_rows[call & all_rows["impl"].isin(impls)]
+        records_of = self.holders("profiles", profiles.CHAPTER)
+        parts = (
+            f"<details><summary>Profile: {direction} on {workload}</summary>",
+            page.show_table(profiles.beside(rows)).data,
+            self._origin(rows, {"profiled": records_of}).data,
+            "</details>",
+        )
+        display(Markdown("\n\n".join(parts)))
 
     def _origin(self, data: pd.DataFrame | None, origin: dict[str, Any]) -> Markdown:
         if not origin or not set(origin) <= set(page.KINDS):
