@@ -144,7 +144,7 @@ def main(arguments: list[str] | None = None) -> None:
     }  # fmt: skip
     print(json.dumps(report, indent=1))
     if options.out:
-        options.out.write_text(json.dumps(report | {"latencies_ms": latencies}))
+        options.out.write_text(json.dumps({"rows": [report | {"latencies_ms": latencies}]}))
 
 
 if __name__ == "__main__":

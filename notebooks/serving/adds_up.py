@@ -1,6 +1,7 @@
 # ---
 # jupyter:
 #   kernelspec: {display_name: Python 3, language: python, name: python3}
+# measures: true
 # ---
 
 # %% [markdown]
@@ -34,9 +35,10 @@ from gdpa_kernels.serving import Model, PagedCache, score
 from gdpa_kernels.serving.layers import extend
 from gdpa_kernels.serving.sums import StoredSums
 from gdpa_lab.measuring.inputs import cu_seqlens
+from gdpa_lab.measuring.workloads import workload
 from gdpa_lab.report import charts, results
 from gdpa_lab.report.chapter import Chapter
-from notebooks.serving import _noted
+from notebooks.serving import _times
 
 # %% tags=["parameters"]
 mode = "replay"
@@ -45,6 +47,15 @@ data_dir = "data"
 
 # %% tags=["remove-cell"]
 chapter = Chapter("serving/adds_up", mode=mode, device=device, data_dir=data_dir)
+
+
+@chapter.measure
+def _(session):
+    rungs = ["v8_own_waits", "v1_tiled"]
+    of = workload("gdpa-self-full-256")
+    session.launch("serving", of, rungs, functools.partial(_times.measure, session))
+
+
 torch.manual_seed(0)
 EVENTS, SEEDS, UPDATES = 256, 4, 10_000
 MARKS = (10, 100, 1_000, UPDATES)
