@@ -11,7 +11,8 @@ has both for each rank and step.
 
 --context: causal attention of the same histories, cut between ranks, against one process that has
 them all: the errors (fp64 on a CPU, bf16 on a GPU), the bytes that a rank receives, as counted and
-as predicted, and the work of the busiest rank over the mean.
+as predicted, the work of the busiest rank over the mean, and in --out the seconds of each call
+forward and backward, of the slowest rank and of one process.
 """
 
 from __future__ import annotations
@@ -116,6 +117,20 @@ def computed(call, q, k, v, grad) -> tuple[list[torch.Tensor], list[int], int]:
     return results, [forward, received.total() - forward], flops.get_total_flops()
 
 
+def call_seconds(call, q, k, v, grad, o: argparse.Namespace) -> torch.Tensor:
+    """Seconds forward and backward `[2, repeats]` of calls in a row on this rank."""
+    clocks = []
+    for _ in range(o.warmup + o.repeats):
+        clocks.append(Clock(q.device))
+        q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+        clocks[-1].mark()
+        out = call(q, k, v)
+        clocks[-1].mark()
+        torch.autograd.grad(out, (q, k, v), grad)
+        clocks[-1].mark()
+    return torch.tensor([clock.seconds() for clock in clocks[o.warmup :]]).T
+
+
 def context(o: argparse.Namespace, rank: int, ranks: int, device: torch.device) -> list[dict]:
     """The rows of --context."""
     ends = [0, *options.traffic_of(o).sample(0, o.batch).cumsum().tolist()]
@@ -127,6 +142,7 @@ def context(o: argparse.Namespace, rank: int, ranks: int, device: torch.device) 
     offsets = torch.tensor(ends, dtype=torch.int32, device=device)
     one = partial(gdpa, cu_seqlens_q=offsets, cu_seqlens_k=offsets, causal=True)
     wanted, _, _ = computed(one, *tensors)
+    alone = gathered(call_seconds(one, *tensors, o), ranks, device).amax(0).tolist()
     rows = []
     for layout, stationary in product(parallel.LAYOUTS, parallel.STATIONARY):
         if stationary == "sequences" and heads % ranks:
@@ -134,7 +150,9 @@ def context(o: argparse.Namespace, rank: int, ranks: int, device: torch.device) 
         shard = partial(parallel.shard, cu_seqlens=ends, rank=rank, ranks=ranks, layout=layout)
         cut = {"cu_seqlens": ends, "layout": layout, "stationary": stationary, "causal": True}
         call = partial(parallel.context_parallel_gdpa, **cut)
-        results, received, flops = computed(call, *map(shard, tensors))
+        mine = [*map(shard, tensors)]
+        results, received, flops = computed(call, *mine)
+        seconds = gathered(call_seconds(call, *mine, o), ranks, device).amax(0).tolist()
         pairs = zip(results, wanted, strict=True)
         errors = [((a - shard(b)).norm() / b.norm()).item() for a, b in pairs]
         each = torch.tensor([*errors, flops, len(results[0])], dtype=torch.float64)
@@ -145,6 +163,7 @@ def context(o: argparse.Namespace, rank: int, ranks: int, device: torch.device) 
             "stationary": stationary, "layout": layout, "ranks": ranks, "tokens": ends[-1],
             "errors": each[:, :4].amax(0).tolist(), "received": received,
             "predicted": [*predicted], "busiest": (each[:, 4].max() / each[:, 4].mean()).item(),
+            "forward_s": seconds[0], "backward_s": seconds[1], "alone_s": alone,
         })  # fmt: skip
     return rows
 

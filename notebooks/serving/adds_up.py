@@ -172,9 +172,7 @@ assert off[1] < 1.05 * off[0] < off[2]
 #
 # One user with 64 rows and four heads is four tiles of work, enough for four of 132 SMs. Forward v8
 # therefore cuts the keys of small batches into pieces. Each SM writes the fp32 sum over its piece,
-# and a second kernel adds the pieces in a fixed order, so every run gives the same bits. The last
-# column of {numref}`tab-sum-split` is a bound for our H200 from counts of bytes and FLOPs; the
-# measured columns are from an H100, whose memory is slower.
+# and a second kernel adds the pieces in a fixed order, so every run gives the same bits.
 
 # %% tags=["remove-input"]
 limits = results.ceilings(chapter.record("forward/results"))
@@ -186,26 +184,32 @@ def counts(users: int, rows: int, keys: int, heads: int = 4, dim: int = 128) -> 
     return 4 * users * rows * keys * heads * dim, 2 * held + written, written
 
 
-SIZES = "users, rows, keys"
-split = _noted.table("serving", SIZES, "pieces")
-sizes = [[int(x.replace(",", "")) for x in text.split(", ")] for text in split[SIZES]]
-split["at least on an H200, us"] = [limits.floor_us(*counts(*each)) for each in sizes]
+def medians(table: str, columns: list[str]) -> pd.Series:
+    """Median microseconds of the samples of a table."""
+    return chapter.recorded(table).groupby(columns, sort=False)["time_us"].median()
+
+
+SIZES = ["users", "rows", "keys"]
+split = {}
+for size, us in medians("splits", [*SIZES, "pieces"]).groupby(SIZES, sort=False):
+    pieces = us.index.get_level_values("pieces")
+    split[size] = {
+        "pieces": pieces.max(), "whole, µs": us.iloc[pieces.argmin()],
+        "split, µs": us.iloc[pieces.argmax()], "factor": us.iloc[0] / us.iloc[-1],
+        "at least, µs": limits.floor_us(*counts(*size)),
+    }  # fmt: skip
+split = pd.DataFrame(split).T.rename_axis(SIZES).reset_index()
 chapter.table(
-    split.drop(columns=["forward v1", "a copy of the bytes"]).rename(
-        columns={"whole": "whole, us", "split": "split, us"}
-    ),
-    name="tab-sum-split", digits={"pieces": 0, "factor": 1},
+    split, name="tab-sum-split", digits=dict.fromkeys((*SIZES, "pieces"), 0) | {"factor": 1},
     caption="**Splitting keys pays most where a batch has the fewest tiles.** Time of a call of "
     "forward v8 in a CUDA graph, sums included; head_dim 128, 4 heads.",
-    measured="NVIDIA H100, 2026-11-26, by a script, no record: lab notes, Serving",
+    measured=chapter.holders("splits"),
     modelled="the last column: the larger of FLOPs and bytes, at the ceilings of our H200",
 )  # fmt: skip
 assert split["factor"].idxmax() == 1 and split["factor"].min() > 1, "the caption"
 
 # %% [markdown]
-# With 16 users the keys are too short: two pieces of 512 save little more than their sum costs. Of
-# four predictions written down before the run, two were confirmed ({doc}`the lab notes
-# <../../notes/serving>`).
+# Short keys gain least: two pieces of 512 save little more than their sum costs.
 #
 # ## When a cache of keys and values is valid
 #
@@ -331,15 +335,16 @@ one = gdpa(both, both, both, ends, ends, 12, 12, activation="silu", causal=True,
 theirs = torch.cat([x[n:] for x, n in zip(one.split(ends.diff().tolist()), HISTORY, strict=True)])
 assert (scores - theirs).abs().max() < 1e-12
 ridge = limits.tflops / limits.gbytes_per_s(1, 0) * 1e3
-CANDIDATES = "users, history, candidates"
-served = _noted.table("serving", CANDIDATES, "two calls").set_index(CANDIDATES)
-dlrm = served.loc["10, 6,300, 2,048"]
-flops, read, written = counts(10, 2048, 6300)
+SCORED = ["users", "events", "candidates"]
+scored = medians("scores", [*SCORED, "way"]).unstack("way")[[*_times.WAYS]]
+paged = scored[["pages of 64", "pages of 128"]].min(axis=1)
 chapter.glue(
-    together=float((scores - theirs).abs().max()), ridge=ridge, most=served["factor"].max(),
-    least=served["factor"].min(), floor=limits.floor_us(flops, read, written),
-    history=dlrm["of it the history"],
+    together=float((scores - theirs).abs().max()), ridge=ridge,
+    gathering=(scored["gathered"] / paged).max(), floor=limits.floor_us(*counts(10, 2048, 6300)),
+    dlrm=paged.loc[10, 6300, 2048], over_v1=(scored["one call of v1"] / paged).min(),
+    most_over_v1=(scored["one call of v1"] / paged).max(),
 )  # fmt: skip
+requests = chapter.recorded("requests")
 
 # %% [markdown]
 # One call over history and candidates with the mask `num_targets` gives the same scores, within
@@ -349,14 +354,44 @@ chapter.glue(
 # take part in $4 m d$ FLOPs, which is $m$ FLOPs per byte. At the rates of our H200, a request is
 # limited by memory below {glue:text}`ridge:.0f` candidates per user, and by matmuls above
 # (modelled). Take ten users with 6,300 events and 2,048 candidates each, sizes of MLPerf's DLRMv3.
-# The history takes at least {glue:text}`floor:.0f` µs by the count; forward v8 took
-# {glue:text}`history:.0f` µs, measured on an NVIDIA H200 on 2026-11-26. Both calls together were
-# {glue:text}`least:.1f` to {glue:text}`most:.1f` times as fast as one call of forward v1, at four
-# sizes. One call of forward v8, which has learned `num_targets` since, is about as fast or faster
-# with many candidates; with few, two calls win, because they split the keys. `score` chooses. Where
-# forward v8 runs and a page holds a multiple of 64 tokens, its producer reads the pages where they
-# are. Every other call gathers them first.
-#
+# The history takes at least {glue:text}`floor:.0f` µs by the count; `score` takes
+# {glue:text}`dlrm:.0f` µs, the candidates' own term included. Where forward v8 runs and a page
+# holds a multiple of 64 tokens, its producer reads the pages where they are, up to
+# {glue:text}`gathering:.1f` times as fast as with a gather before it.
+
+# %% tags=["remove-input"]
+chapter.table(
+    scored.rename(columns=lambda way: f"{way}, µs").reset_index(), name="tab-sum-scores",
+    digits=dict.fromkeys(SCORED, 0),
+    caption="**Reading pages in place wins at every size.** A layer's `score` in a CUDA graph; "
+    "4 heads, head_dim 128, bf16.",
+    measured=chapter.holders("scores"),
+)  # fmt: skip
+assert (paged < scored[["gathered", "one call of v1"]].min(axis=1)).all(), "the caption"
+
+# %% [markdown]
+# With few candidates `score` takes two calls, since only the call over the history can split its
+# keys. A whole server is `examples/serve.py`: five layers, ten users a request whose histories of
+# up to 16,384 events grow by eight, 2,048 candidates each. With 8,000 pages of 64 tokens not all
+# users fit, and those who were evicted are read again:
+
+# %% tags=["remove-input"]
+SETTING = ["pages", "qps", "served_qps", "hit_ratio"]
+served = requests.groupby(SETTING, sort=False)["time_us"].quantile([0.5, 0.99]).unstack() / 1e3
+served.columns = ["p50, ms", "p99, ms"]
+served = served.reset_index().rename(
+    columns={"qps": "requests a second", "served_qps": "served", "hit_ratio": "found in pages"}
+)
+chapter.table(
+    served, name="tab-sum-requests",
+    digits={"pages": 0, "requests a second": 0, "served": 1, "found in pages": 2, "p50, ms": 1,
+            "p99, ms": 1},
+    caption="**A request that finds its histories waits for the host more than for the GPU.** "
+    "Latency of requests at a fixed rate, the two that compile left out.",
+    measured=chapter.holders("requests"),
+)  # fmt: skip
+
+# %% [markdown]
 # ## A sequence across GPUs
 #
 # {term}`Context parallelism <context parallelism>` cuts one long sequence between ranks. With
@@ -386,18 +421,15 @@ assert moved["backward, MB"].idxmax() == "ring, softmax", "the caption"
 
 # %% tags=["remove-cell"]
 SMALL = ["--context", "--size", "tiny", "--batch", 3, "--max-seqlen", 64, "--device", "cpu"]
+SMALL += ["--warmup", 1, "--repeats", 1]
 with contextlib.redirect_stdout(io.StringIO()):
     measured = pd.DataFrame(steps.run("ranks", *SMALL, ranks=2))
 assert (measured["received"] == measured["predicted"]).all(), "the text"
 worst = max(map(max, measured["errors"]))
 busy = measured[measured["stationary"] == "queries"].set_index("layout")["busiest"]
 assert worst < 1e-14 and busy["zigzag"] < busy["contiguous"], "the text"
-pair = _noted.table("serving", "what stays", "one, zigzag").set_index("what stays").loc["queries"]
-times = pair.str.extract(r", ([\d.]+)")[0].astype(float)
-one, two, many, many_two = (times[name] for name in pair.index[:4])
-assert 1.2 * one < two and abs(many_two / many - 1) < 0.1, "the text"
 chapter.glue(
-    in_order=one, zigzagged=two, many=many, many_zigzag=many_two, worst=worst, ways=len(measured),
+    worst=worst, ways=len(measured),
     contiguous=busy["contiguous"], zigzag=busy["zigzag"], tokens=measured["tokens"].iloc[0],
 )  # fmt: skip
 
@@ -407,12 +439,9 @@ chapter.glue(
 # within {glue:text}`worst:.0e` of those of one process, and each rank received the bytes predicted.
 # With contiguous shards the busier rank does {glue:text}`contiguous:.2f` times the mean work, since
 # late rows see more keys; with zigzag shards, an early and a late piece for each rank,
-# {glue:text}`zigzag:.2f` times. On two H200s, with queries that stay and one history of 65,536
-# tokens, contiguous shards were {glue:text}`in_order:.2f` times as fast as one GPU, and zigzag
-# shards {glue:text}`zigzagged:.2f` times. Eight histories of 16,384 tokens are cut between
-# histories, where contiguous shards have equal work as well: {glue:text}`many:.2f` and
-# {glue:text}`many_zigzag:.2f` times (measured on 2026-11-28, {doc}`the lab notes
-# <../../notes/serving>`).
+# {glue:text}`zigzag:.2f` times. Where many histories are cut between histories, contiguous shards
+# have equal work as well, and need no index. The {doc}`lab notes <../../notes/serving>` have times
+# on two and four GPUs.
 #
 # ## Limits
 #

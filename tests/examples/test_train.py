@@ -342,13 +342,15 @@ def test_ranks_are_timed(tmp_path):
 def test_histories_are_cut_between_ranks(processes, tmp_path):
     """As one process computes them, by the bytes of the formula; zigzag shards have equal work."""
     given = ["--context", "--size", "tiny", "--batch", "3", "--max-seqlen", "512"]
-    given += ["--device", "cpu"]
+    given += ["--device", "cpu", "--warmup", "1", "--repeats", "2"]
     found = run(processes, tmp_path / "cut.json", *given, script=SCRIPT.with_name("ranks.py"))
     ways = {(row["layout"], row["stationary"]): row for row in found["rows"]}
     assert len(ways) == (6 if processes == 2 else 4), "four ranks cannot share two heads"
     for row in ways.values():
         assert max(row["errors"]) < 1e-14
         assert row["received"] == row["predicted"] and min(row["received"]) > 0
+        times = [row["forward_s"], row["backward_s"], *row["alone_s"]]
+        assert {len(x) for x in times} == {2} and min(map(min, times)) > 0
     for stationary in ("queries", "keys"):
         assert ways["zigzag", stationary]["busiest"] < 1.02
         assert ways["contiguous", stationary]["busiest"] > 1.1
