@@ -504,6 +504,16 @@ def test_a_peer_computes_masks_and_groups_of_heads_or_says_no(
     assert all(row.error.passed for row in rows if row.impl not in failures)
 
 
+def test_an_option_that_an_older_pytorch_lacks_is_named(cpu, peers, monkeypatch):
+    def older(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1)):
+        pytest.fail("it must not be called")
+
+    monkeypatch.setattr(varlen, "varlen_attn", older)
+    (row,) = run(replace(SMALL, num_heads_k=2), ["fa2_varlen"], "forward")
+    version = torch.__version__
+    assert row.failure == f"Unsupported: varlen_attn of torch {version} has no enable_gqa"
+
+
 def test_a_wrong_peer_is_found(cpu, peers, monkeypatch):
     """In blocks it attends to whole sequences, in gdpa its gradients have another scale."""
     offsets, right = baselines.block_offsets, varlen.varlen_attn

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import inspect
 from collections.abc import Callable
 
 import torch
@@ -65,6 +66,9 @@ def fa2_varlen(inputs: Inputs | BlockInputs, direction: str = "forward") -> Call
     options = grouped(inputs.q, inputs.k) | {"scale": inputs.scale()}
     if (sides := peer.window_size(inputs.workload)) != (-1, -1):
         options["window_size"] = sides
+    taken = inspect.signature(varlen.varlen_attn).parameters
+    if missing := options.keys() - taken:
+        raise peer.Unsupported(f"varlen_attn of torch {torch.__version__} has no {min(missing)}")
     return peer.differentiate(
         lambda q, k, v: varlen.varlen_attn(q, k, v, *lengths, **options), inputs, direction
     )
