@@ -51,7 +51,7 @@ class Lengths:
         device: where the offsets go; None leaves them where they are. From the CPU to a GPU
             nothing waits.
 
-    Attributes: cu_seqlens int32 `[batch + 1]`, max_seqlen, total (rows), batch (sequences).
+    Attributes: cu_seqlens int32 `[batch + 1]`, device, max_seqlen, total (rows), batch (sequences).
 
     Raises:
         TypeError, ValueError: an argument is wrong: its name, what is expected, what was received.
@@ -86,7 +86,7 @@ class Lengths:
             with torch.inference_mode(False):
                 cu_seqlens = cu_seqlens.clone()
         self.cu_seqlens, self.total, self.max_seqlen = cu_seqlens, total, max_seqlen
-        self._version = version(cu_seqlens)
+        self.device, self._version = cu_seqlens.device, version(cu_seqlens)
         # By the Lengths that it was made with, itself or others, which it does not keep alive.
         self._cached: WeakKeyDictionary[Lengths, dict[Hashable, object]] = WeakKeyDictionary()
         return self
@@ -139,10 +139,6 @@ class Lengths:
     @property
     def batch(self) -> int:
         return self.cu_seqlens.shape[0] - 1
-
-    @property
-    def device(self) -> torch.device:
-        return self.cu_seqlens.device
 
     def of(
         self,
@@ -198,6 +194,33 @@ class Lengths:
 
     def __repr__(self) -> str:
         return f"Lengths({self.batch} sequences of {self.total} rows on {self.device})"
+
+
+class Lists:
+    """The work lists of a call: those of its `Lengths`; and what forward made serves backward, too.
+
+    offsets: as a `Recipe` takes them; lengths: those that they come from, all or none.
+    """
+
+    __slots__ = ("_forward", "_lengths", "offsets")
+
+    def __init__(self, offsets: tuple[torch.Tensor | None, ...], *lengths: Lengths | None):
+        self.offsets, self._lengths = offsets, lengths
+        self._forward: tuple[Recipe | None, object] = None, None
+
+    def once(self, recipe: Recipe[T], direction: str) -> T:
+        """What `recipe` makes of the offsets, for "forward" or "backward"."""
+        known, made = self._forward
+        if known == recipe:
+            return made
+        if self._lengths:
+            made = self._lengths[0].once(recipe, *self._lengths[1:])
+        else:
+            made = recipe.make(*self.offsets)
+        # Only of forward: what backward makes in the capture of a graph is nothing outside of it.
+        if direction == "forward":
+            self._forward = recipe, made
+        return made
 
 
 @dataclass(frozen=True)

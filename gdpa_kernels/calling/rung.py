@@ -282,7 +282,7 @@ class Rung:
         return self._hook("is_deterministic")(batch)
 
     def _hook(self, name: str, module: ModuleType | None = None) -> Callable:
-        return getattr(module or self.module(), name, _DEFAULTS[name])
+        return getattr(module or _module(self.impl, self.operator), name, _DEFAULTS[name])
 
 
 @functools.cache
