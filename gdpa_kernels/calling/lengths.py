@@ -97,7 +97,7 @@ class Lengths:
         super().__setattr__(name, value)
 
     def __reduce__(self):
-        return _held, (type(self), self.cu_seqlens, self.total, self.max_seqlen)
+        return held, (type(self), self.cu_seqlens, self.total, self.max_seqlen)
 
     @classmethod
     def uniform(cls, batch: int, length: int, device: torch.device | str) -> Lengths:
@@ -107,7 +107,7 @@ class Lengths:
         total = _checked_total(batch * length)
         with torch.inference_mode(False):
             offsets = torch.arange(batch + 1, dtype=torch.int32, device=device) * length
-        return _held(cls, offsets, total, length)
+        return held(cls, offsets, total, length)
 
     def extended(self, count: int) -> Lengths:
         """The Lengths of the same sequences, `count` rows longer each; made once, without waiting
@@ -134,7 +134,7 @@ class Lengths:
     def _moved(self, cu_seqlens: torch.Tensor) -> Lengths:
         if cu_seqlens is self.cu_seqlens:
             return self
-        return _held(type(self), cu_seqlens, self.total, self.max_seqlen)
+        return held(type(self), cu_seqlens, self.total, self.max_seqlen)
 
     @property
     def batch(self) -> int:
@@ -231,10 +231,10 @@ class _Extended(Recipe[Lengths]):
     count: int
 
     def make(self, cu_seqlens, beside=None):
-        return _held(self.kind, extended(cu_seqlens, self.count), self.total, self.max_seqlen)
+        return held(self.kind, extended(cu_seqlens, self.count), self.total, self.max_seqlen)
 
 
-def _held(cls: type[Lengths], cu_seqlens: torch.Tensor, total: int, max_seqlen: int) -> Lengths:
+def held(cls: type[Lengths], cu_seqlens: torch.Tensor, total: int, max_seqlen: int) -> Lengths:
     """Lengths of offsets that need no check."""
     return object.__new__(cls)._hold(cu_seqlens, total, max_seqlen)
 

@@ -20,6 +20,7 @@ import torch
 
 from gdpa_kernels.calling import checks
 from gdpa_kernels.calling.launch import cdiv
+from gdpa_kernels.calling.lengths import Lengths, held
 from gdpa_kernels.calling.sequences import Sequences, token_positions
 from gdpa_kernels.gdpa.batch import History
 from gdpa_kernels.serving import common, joined
@@ -58,6 +59,11 @@ class Pages:
     def sequences(self) -> Sequences:
         """The sequences of what `read` copies, for `gdpa`."""
         return Sequences(self.cu_seqlens, self.max_seqlen)
+
+    @functools.cached_property
+    def lengths(self) -> Lengths:
+        """The same as `Lengths`, which keep work lists for all layers."""
+        return held(Lengths, self.cu_seqlens, len(self.slots), self.max_seqlen)
 
 
 class _Part(NamedTuple):
