@@ -206,21 +206,20 @@ class Lists:
 
     def __init__(self, offsets: tuple[torch.Tensor | None, ...], *lengths: Lengths | None):
         self.offsets, self._lengths = offsets, lengths
-        self._forward: tuple[Recipe | None, object] = None, None
+        self._forward: tuple[Recipe, object] | None = None
 
     def once(self, recipe: Recipe[T], direction: str) -> T:
         """What `recipe` makes of the offsets, for "forward" or "backward"."""
-        known, made = self._forward
-        if known == recipe:
-            return made
+        if self._forward is not None and self._forward[0] == recipe:
+            return self._forward[1]
         if self._lengths:
-            made = self._lengths[0].once(recipe, *self._lengths[1:])
+            result = self._lengths[0].once(recipe, *self._lengths[1:])
         else:
-            made = recipe.make(*self.offsets)
+            result = recipe.make(*self.offsets)
         # Only of forward: what backward makes in the capture of a graph is nothing outside of it.
         if direction == "forward":
-            self._forward = recipe, made
-        return made
+            self._forward = recipe, result
+        return result
 
 
 @dataclass(frozen=True)

@@ -68,11 +68,11 @@ def with_lists(lists: Lists | None, operator: Callable, *arguments, **named):
     it makes its own, as in a compiled program, to which nothing of one call belongs."""
     if lists is None:
         return operator(*arguments, **named)
-    before, _HANDED.lists = _HANDED.lists, lists
+    outer, _HANDED.lists = _HANDED.lists, lists
     try:
         return operator(*arguments, **named)
     finally:
-        _HANDED.lists = before
+        _HANDED.lists = outer
 
 
 def scheduled(rung: Rung, direction: str, batch: Any) -> dict[str, object]:
