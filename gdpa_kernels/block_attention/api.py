@@ -115,7 +115,7 @@ def block_attention(
         checks.check_float("scale", scale)
     known = sequences.read("cu_seqlens", cu_seqlens, q.shape[0], q.device, validate=validate)
     sin, cos = (None, None) if rotary is None else rotary
-    tensors = distinct(*held, known.cu_seqlens, sin, cos)
+    tensors = *held, known.cu_seqlens, sin, cos
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     options = Options(
         num_kv_heads, scale, block_size, rotate_v, impl, backward_impl,
@@ -123,7 +123,9 @@ def block_attention(
     )  # fmt: skip
     compiling, lists = torch.compiler.is_compiling(), None
     recorded = torch.is_grad_enabled() or has_tangents() or compiling
-    if not compiling and (recorded or known.lengths is not None):
+    if compiling:
+        tensors = distinct(*tensors)
+    elif recorded or known.lengths is not None:
         lengths = () if known.lengths is None else (known.lengths,)
         lists = Lists((known.cu_seqlens,), *lengths)
     if recorded:

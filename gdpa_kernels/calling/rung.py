@@ -264,7 +264,7 @@ class Rung:
         if self.requires.of_device(batch.device) is not None:
             return False
         try:
-            module = self.module()
+            module = _module(self.impl, self.operator)
         except Exception:
             return False
         requires = getattr(module, "requires", None)

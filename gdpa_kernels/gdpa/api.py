@@ -201,7 +201,7 @@ def gdpa(
             lower_right, validate,
         )  # fmt: skip
         bias = bias if bias.is_given else ()
-    tensors = distinct(*held, cu_seqlens_q, cu_seqlens_k, add_to, segments, *bias)
+    tensors = *held, cu_seqlens_q, cu_seqlens_k, add_to, segments, *bias
     scale = head_dim**-0.5 if scale is None else float(scale)
     options = Options(
         num_kv_heads, of_q.max_seqlen, of_k.max_seqlen, ",".join(names), scale, float(output_scale),
@@ -209,7 +209,9 @@ def gdpa(
         check_values=unread, check_alignment=unread and check_alignment, padding=padding,
     )  # fmt: skip
     compiling, lists = torch.compiler.is_compiling(), None
-    if lengths is not None and not compiling:
+    if compiling:
+        tensors = distinct(*tensors)
+    elif lengths is not None:
         lists = Lists((cu_seqlens_k, cu_seqlens_q), of_k.lengths, of_q.lengths)
     recorded = torch.is_grad_enabled() or has_tangents() or compiling
     out = (_Gdpa.apply if recorded else _operate)(lists, *tensors, options)

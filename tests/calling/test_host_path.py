@@ -39,11 +39,11 @@ class Cost(NamedTuple):
 
 
 BUDGET = {
-    "new offsets": Cost(101, 285, 2, 4),
-    "Lengths": Cost(100, 281, 1, 4),
-    "mask": Cost(120, 326, 1, 4),
-    "backward": Cost(83, 267, 2, 7),
-    "blocks": Cost(65, 175, 2, 0),
+    "new offsets": Cost(99, 281, 2, 4),
+    "Lengths": Cost(98, 277, 1, 4),
+    "mask": Cost(118, 322, 1, 4),
+    "backward": Cost(81, 265, 2, 7),
+    "blocks": Cost(63, 171, 2, 0),
     "score": Cost(134, 317, 2, 4),
 }
 """More calls make every call of every user slower: look for a cheaper way before raising one, and
