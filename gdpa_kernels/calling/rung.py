@@ -171,7 +171,8 @@ class Rung:
 
     - `default_config(batch)`: launch constants that a direction takes as `config=`; of a rung of
       both directions `default_config(direction, batch)`;
-    - `plan_schedule(batch, config)`: the `Recipe` of a work list that it takes as `schedule=`;
+    - `plan_schedule(batch, config)`: the `Recipe` of a work list that it takes as `schedule=`,
+      with that config;
     - `requires(batch)`: what a call must meet that the field `requires` cannot say;
     - `is_deterministic(batch)`: without it the rung always is;
     - `workspace(batch)`: bytes that a call takes beside its arguments and results; without it they

@@ -49,8 +49,9 @@ def score(
     divides page_size, else of 64. Every other call gathers the pages first (`read`, `read_before`):
     on other devices, of other dtypes and implementations, and of smaller pages.
 
-    Nothing waits for the device with `Lengths`, or validate=False. Small batches are bound by the
-    host: capture the call in a CUDA graph.
+    Nothing waits for the device with `Lengths`, or validate=False; with `Lengths` the layers of a
+    model share one work list, but in a graph. Small batches are bound by the host: capture the call
+    in a CUDA graph.
 
     Args:
         q, k, v: of the candidates, `[tokens, heads, head_dim]`, with offsets cu_seqlens

@@ -39,7 +39,7 @@ from gdpa_kernels import (
 from gdpa_kernels.block_attention import api as block_api
 from gdpa_kernels.block_attention import block_list
 from gdpa_kernels.calling import operators
-from gdpa_kernels.calling.lengths import Recipe
+from gdpa_kernels.calling.lengths import Lists, Recipe
 from gdpa_kernels.calling.sequences import Sequences
 from gdpa_kernels.gdpa import api as gdpa_api
 from gdpa_kernels.gdpa import reference
@@ -640,6 +640,18 @@ def test_a_capture_finds_what_was_made_before_and_keeps_nothing(capturing):
     capturing()
     assert lengths.once(Ones(2)) is before
     assert lengths.once(Ones(3)) is not lengths.once(Ones(3))
+
+
+def test_backward_takes_what_forward_made_in_a_capture(capturing):
+    """And nothing else of it: what backward makes there is nothing outside of the graph."""
+    lengths = Lengths(offsets(FIRST))
+    lists = Lists((lengths.cu_seqlens,), lengths)
+    capturing()
+    of_backward = lists.once(Ones(2), "backward")
+    of_forward = lists.once(Ones(2), "forward")
+    assert lists.once(Ones(2), "backward") is of_forward is not of_backward
+    assert lists.once(Ones(3), "backward") is not lists.once(Ones(3), "backward")
+    assert lengths.once(Ones(2)) is not of_forward
 
 
 def test_the_offsets_of_keys_can_be_made_in_a_capture(capturing):
