@@ -10,7 +10,7 @@ import torch
 from gdpa_kernels.block_attention import choices
 from gdpa_kernels.block_attention.batch import Batch, Rotary
 from gdpa_kernels.calling import checks, ladder, packed, sequences
-from gdpa_kernels.calling.lengths import Lengths
+from gdpa_kernels.calling.lengths import Lengths, Lists
 from gdpa_kernels.calling.operators import (
     Size,
     check_transforms,
@@ -18,7 +18,9 @@ from gdpa_kernels.calling.operators import (
     distinct,
     final,
     needed,
+    scheduled,
     schema,
+    with_lists,
 )
 from gdpa_kernels.calling.private import has_tangents
 from gdpa_kernels.calling.rung import Rung, capability, dtype_name
@@ -113,15 +115,22 @@ def block_attention(
         checks.check_float("scale", scale)
     known = sequences.read("cu_seqlens", cu_seqlens, q.shape[0], q.device, validate=validate)
     sin, cos = (None, None) if rotary is None else rotary
-    tensors = distinct(*held, known.cu_seqlens, sin, cos)
+    tensors = *held, known.cu_seqlens, sin, cos
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     options = Options(
         num_kv_heads, scale, block_size, rotate_v, impl, backward_impl,
         check_values=known.check_values, padding=known.padding,
     )  # fmt: skip
-    if torch.is_grad_enabled() or has_tangents() or torch.compiler.is_compiling():
-        return _BlockAttention.apply(known.lengths, *tensors, options)
-    return _operate(known.lengths, *tensors, options)[0]
+    compiling, lists = torch.compiler.is_compiling(), None
+    recorded = torch.is_grad_enabled() or has_tangents() or compiling
+    if compiling:
+        tensors = distinct(*tensors)
+    elif recorded or known.lengths is not None:
+        lengths = () if known.lengths is None else (known.lengths,)
+        lists = Lists((known.cu_seqlens,), *lengths)
+    if recorded:
+        return _BlockAttention.apply(lists, *tensors, options)
+    return with_lists(lists, _FORWARD, *tensors, *options)[0]
 
 
 def resolve(impl: str, direction: str, batch: Batch) -> Rung:
@@ -162,8 +171,7 @@ def check_block_size(block_size: object) -> None:
 class Options(NamedTuple):
     """What a call asks for beside its tensors: arguments of the operators, in this order.
 
-    check_values: nobody has read the offsets. padding: rows may follow the last sequence. resolved:
-    the implementation of the direction was chosen for this call, and is not checked again.
+    check_values: nobody has read the offsets. padding: rows may follow the last sequence.
     """
 
     num_kv_heads: Size | None
@@ -174,37 +182,23 @@ class Options(NamedTuple):
     backward_impl: str
     check_values: bool = False
     padding: bool = False
-    resolved: bool = False
 
     def rung(self, direction: str, batch: Batch) -> Rung:
         """The rung that computes a direction."""
         impl = self.impl if direction == "forward" else self.backward_impl
-        return ladder.rung(impl, OPERATOR) if self.resolved else resolve(impl, direction, batch)
-
-
-def _operate(
-    lengths: Lengths | None, *tensors_and_options
-) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor | None]:
-    """(output, what the rung saves, list of blocks) of the operator of the forward pass."""
-    *tensors, options = tensors_and_options
-    blocks = None
-    if not checks.is_fake(tensors[0], tensors[3]):  # compiled: made in each direction
-        batch = _batch(*tensors, options)
-        rung = options.rung("forward", batch)
-        blocks = _blocks(lengths, rung, batch)
-        options = options._replace(impl=rung.impl, resolved=True)
-    return *_FORWARD(*tensors, blocks, *options), blocks
+        return resolve(impl, direction, batch)
 
 
 class _BlockAttention(torch.autograd.Function):
     """The operators of both directions as one differentiable function; the list of blocks that
-    forward made is kept for backward."""
+    forward made is kept for backward, but in a compiled program."""
 
     @staticmethod
-    def forward(ctx, lengths, *tensors_and_options):
+    def forward(ctx, lists, *tensors_and_options):
         *tensors, ctx.options = tensors_and_options
-        out, saved, blocks = _operate(lengths, *tensors_and_options)
-        ctx.save_for_backward(*tensors, blocks, *((out, *saved) if saved else ()))
+        ctx.lists = lists
+        out, saved = with_lists(lists, _FORWARD, *tensors, *ctx.options)
+        ctx.save_for_backward(*tensors, *((out, *saved) if saved else ()))
         ctx.set_materialize_grads(False)
         return out
 
@@ -212,21 +206,17 @@ class _BlockAttention(torch.autograd.Function):
     def backward(ctx, grad_out):
         if grad_out is None:
             return (None,) * 8
-        q, k, v, cu_seqlens, sin, cos, blocks, *saved = ctx.saved_tensors
-        tensors = grad_out, q, k, v, cu_seqlens, sin, cos, blocks
+        q, k, v, cu_seqlens, sin, cos, *saved = ctx.saved_tensors
+        lists = ctx.lists
+        if lists is not None and checks.is_fake(q):  # as compiled autograd has it
+            lists = None
+        if lists is not None:  # hooks may have copied what was saved
+            lists.offsets = (cu_seqlens,)
+        tensors = grad_out, q, k, v, cu_seqlens, sin, cos
         with torch.no_grad():
-            gradients = _BACKWARD(*tensors, saved, *ctx.options)
+            gradients = with_lists(lists, _BACKWARD, *tensors, saved, *ctx.options)
         gradients = needed(gradients, ctx.needs_input_grad[1:4])
         return None, *final(OPERATOR, gradients, tensors[:4]), *(None,) * 4
-
-
-def _blocks(lengths: Lengths | None, rung: Rung, batch: Batch) -> torch.Tensor | None:
-    """The list of blocks that a rung walks, for both directions; None if it needs none."""
-    plan = rung.plan(batch, None)
-    if plan is None:
-        return None
-    (blocks,) = plan.make(batch.cu_seqlens) if lengths is None else lengths.once(plan)
-    return blocks
 
 
 def _batch(q, k, v, cu_seqlens, sin, cos, options: Options, **gradients) -> Batch:
@@ -237,9 +227,7 @@ def _batch(q, k, v, cu_seqlens, sin, cos, options: Options, **gradients) -> Batc
     return Batch(*tensors, *asked, **gradients)
 
 
-def _forward(
-    q, k, v, cu_seqlens, sin, cos, blocks, *options
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
+def _forward(q, k, v, cu_seqlens, sin, cos, *options) -> tuple[torch.Tensor, list[torch.Tensor]]:
     options = Options(*options)
     batch = _batch(q, k, v, cu_seqlens, sin, cos, options)
     if options.check_values:
@@ -247,9 +235,8 @@ def _forward(
     rung = options.rung("forward", batch)
     if options.backward_impl not in ("auto", rung.impl):  # one that cannot take the call says so
         resolve(options.backward_impl, "backward", batch)
-    schedule_option = {} if blocks is None else {"schedule": (blocks,)}
     with checks.without_autocast(q):  # the definition is made of operators that it would change
-        out, saved = rung.module().forward(batch, **schedule_option)
+        out, saved = rung.module().forward(batch, **scheduled(rung, "forward", batch))
     if options.padding:
         clear_padding(out, cu_seqlens)
     return out, list(saved[1:])  # the first is the output
@@ -263,7 +250,7 @@ def _check_values(cu_seqlens: torch.Tensor, rows: int) -> None:
         checks.check_lengths("cu_seqlens", cu_seqlens, rows, None, padding=True)
 
 
-def _fake_forward(q, k, v, cu_seqlens, sin, cos, blocks, *options):
+def _fake_forward(q, k, v, cu_seqlens, sin, cos, *options):
     options = Options(*options)
     batch, saved = _batch(q, k, v, cu_seqlens, sin, cos, options), ()
     if options.impl in SAVES:
@@ -272,24 +259,23 @@ def _fake_forward(q, k, v, cu_seqlens, sin, cos, blocks, *options):
 
 
 def _backward(
-    grad_out, q, k, v, cu_seqlens, sin, cos, blocks, saved, *options
+    grad_out, q, k, v, cu_seqlens, sin, cos, saved, *options
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     options = Options(*options)
 
     def backward(places, _):
         batch = _batch(q, k, v, cu_seqlens, sin, cos, options, gradients=places)
         rung = options.rung("backward", batch)
-        walks = blocks is not None and rung.takes("backward", "schedule")
-        schedule_option = {"schedule": (blocks,)} if walks else {}
+        extra = scheduled(rung, "backward", batch)
         with checks.without_autocast(q):
-            gradients = rung.module().backward(grad_out, batch, tuple(saved), **schedule_option)
+            gradients = rung.module().backward(grad_out, batch, tuple(saved), **extra)
         if options.padding:
             clear_padding(gradients[0], cu_seqlens)
             clear_padding(gradients[1], cu_seqlens, gradients[2])
         return gradients
 
     gradients = packed.gradients(backward, q, k, v, options.num_kv_heads, (True, True, True))
-    return tuple(q.new_empty(0) if x is None else x for x in gradients)
+    return tuple([q.new_empty(0) if x is None else x for x in gradients])
 
 
 def _fake_backward(grad_out, q, k, v, *_):
@@ -301,17 +287,15 @@ def _matmul_flops(q, k, v, cu_seqlens, sin, cos, options) -> int:
     return 2 * batch.num_heads * batch.head_dim * batch.pairs()
 
 
-def _forward_flops(q, k, v, cu_seqlens, sin, cos, blocks, *options) -> int:
+def _forward_flops(q, k, v, cu_seqlens, sin, cos, *options) -> int:
     return 2 * _matmul_flops(q, k, v, cu_seqlens, sin, cos, options)
 
 
-def _backward_flops(grad_out, q, k, v, cu_seqlens, sin, cos, blocks, saved, *options) -> int:
+def _backward_flops(grad_out, q, k, v, cu_seqlens, sin, cos, saved, *options) -> int:
     return 5 * _matmul_flops(q, k, v, cu_seqlens, sin, cos, options)
 
 
-_TENSORS = (
-    "Tensor q, Tensor? k, Tensor? v, Tensor cu_seqlens, Tensor? sin, Tensor? cos, Tensor? blocks"
-)
+_TENSORS = "Tensor q, Tensor? k, Tensor? v, Tensor cu_seqlens, Tensor? sin, Tensor? cos"
 _FORWARD = define(
     "block_attention_forward",
     f"({_TENSORS}, {schema(Options)}) -> (Tensor, Tensor[])",

@@ -198,11 +198,9 @@ def to_int32(values: torch.Tensor, unread: bool = False) -> torch.Tensor:
 
 def is_fake(*tensors: torch.Tensor) -> bool:
     """Whether no kernel can run: for fake or meta tensors, in a fake mode or while being traced."""
-    return (
-        torch.compiler.is_compiling()
-        or private.are_fake(*tensors)
-        or any(x.is_meta for x in tensors)
-    )
+    if torch.compiler.is_compiling() or private.are_fake(*tensors):
+        return True
+    return True in [x.is_meta for x in tensors]
 
 
 def is_readable(cu_seqlens: torch.Tensor) -> bool:

@@ -23,7 +23,7 @@ class Heads:
     def new_gradients(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Memory for dq, dk and dv: where the call wants them, else contiguous."""
         pairs = zip((self.q, self.k, self.v), self.gradients, strict=True)
-        return tuple(x.new_empty(x.shape) if place is None else place for x, place in pairs)
+        return tuple([x.new_empty(x.shape) if place is None else place for x, place in pairs])
 
     @property
     def extras(self) -> dict[str, str]:

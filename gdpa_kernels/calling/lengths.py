@@ -51,7 +51,7 @@ class Lengths:
         device: where the offsets go; None leaves them where they are. From the CPU to a GPU
             nothing waits.
 
-    Attributes: cu_seqlens int32 `[batch + 1]`, max_seqlen, total (rows), batch (sequences).
+    Attributes: cu_seqlens int32 `[batch + 1]`, device, max_seqlen, total (rows), batch (sequences).
 
     Raises:
         TypeError, ValueError: an argument is wrong: its name, what is expected, what was received.
@@ -86,7 +86,7 @@ class Lengths:
             with torch.inference_mode(False):
                 cu_seqlens = cu_seqlens.clone()
         self.cu_seqlens, self.total, self.max_seqlen = cu_seqlens, total, max_seqlen
-        self._version = version(cu_seqlens)
+        self.device, self._version = cu_seqlens.device, version(cu_seqlens)
         # By the Lengths that it was made with, itself or others, which it does not keep alive.
         self._cached: WeakKeyDictionary[Lengths, dict[Hashable, object]] = WeakKeyDictionary()
         return self
@@ -97,7 +97,7 @@ class Lengths:
         super().__setattr__(name, value)
 
     def __reduce__(self):
-        return _held, (type(self), self.cu_seqlens, self.total, self.max_seqlen)
+        return held, (type(self), self.cu_seqlens, self.total, self.max_seqlen)
 
     @classmethod
     def uniform(cls, batch: int, length: int, device: torch.device | str) -> Lengths:
@@ -107,7 +107,7 @@ class Lengths:
         total = _checked_total(batch * length)
         with torch.inference_mode(False):
             offsets = torch.arange(batch + 1, dtype=torch.int32, device=device) * length
-        return _held(cls, offsets, total, length)
+        return held(cls, offsets, total, length)
 
     def extended(self, count: int) -> Lengths:
         """The Lengths of the same sequences, `count` rows longer each; made once, without waiting
@@ -134,15 +134,11 @@ class Lengths:
     def _moved(self, cu_seqlens: torch.Tensor) -> Lengths:
         if cu_seqlens is self.cu_seqlens:
             return self
-        return _held(type(self), cu_seqlens, self.total, self.max_seqlen)
+        return held(type(self), cu_seqlens, self.total, self.max_seqlen)
 
     @property
     def batch(self) -> int:
         return self.cu_seqlens.shape[0] - 1
-
-    @property
-    def device(self) -> torch.device:
-        return self.cu_seqlens.device
 
     def of(
         self,
@@ -200,6 +196,32 @@ class Lengths:
         return f"Lengths({self.batch} sequences of {self.total} rows on {self.device})"
 
 
+class Lists:
+    """The work lists of a call: those of its `Lengths`; and what forward made serves backward, too.
+
+    offsets: as a `Recipe` takes them; lengths: those that they come from, all or none.
+    """
+
+    __slots__ = ("_forward", "_lengths", "offsets")
+
+    def __init__(self, offsets: tuple[torch.Tensor | None, ...], *lengths: Lengths | None):
+        self.offsets, self._lengths = offsets, lengths
+        self._forward: tuple[Recipe, object] | None = None
+
+    def once(self, recipe: Recipe[T], direction: str) -> T:
+        """What `recipe` makes of the offsets, for "forward" or "backward"."""
+        if self._forward is not None and self._forward[0] == recipe:
+            return self._forward[1]
+        if self._lengths:
+            result = self._lengths[0].once(recipe, *self._lengths[1:])
+        else:
+            result = recipe.make(*self.offsets)
+        # Only of forward: what backward makes in the capture of a graph is nothing outside of it.
+        if direction == "forward":
+            self._forward = recipe, result
+        return result
+
+
 @dataclass(frozen=True)
 class _Extended(Recipe[Lengths]):
     kind: type[Lengths]
@@ -208,10 +230,10 @@ class _Extended(Recipe[Lengths]):
     count: int
 
     def make(self, cu_seqlens, beside=None):
-        return _held(self.kind, extended(cu_seqlens, self.count), self.total, self.max_seqlen)
+        return held(self.kind, extended(cu_seqlens, self.count), self.total, self.max_seqlen)
 
 
-def _held(cls: type[Lengths], cu_seqlens: torch.Tensor, total: int, max_seqlen: int) -> Lengths:
+def held(cls: type[Lengths], cu_seqlens: torch.Tensor, total: int, max_seqlen: int) -> Lengths:
     """Lengths of offsets that need no check."""
     return object.__new__(cls)._hold(cu_seqlens, total, max_seqlen)
 

@@ -6,12 +6,15 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable
-from typing import NewType, get_type_hints
+from typing import Any, NewType, get_type_hints
 
 import torch
 
 from gdpa_kernels.calling import private
+from gdpa_kernels.calling.lengths import Lists
+from gdpa_kernels.calling.rung import Rung
 
 Size = NewType("Size", int)
 """An integer that may be symbolic in a compiled program."""
@@ -51,6 +54,37 @@ def define(
             lambda *arguments, out_val, **tensors: flops(*arguments, **tensors)
         )
     return packet.default
+
+
+class _Handed(threading.local):
+    lists: Lists | None = None
+
+
+_HANDED = _Handed()
+
+
+def with_lists(lists: Lists | None, operator: Callable, *arguments, **named):
+    """operator(*arguments, **named), whose implementation finds these lists by `scheduled`. None:
+    it makes its own, as in a compiled program, to which nothing of one call belongs."""
+    if lists is None:
+        return operator(*arguments, **named)
+    outer, _HANDED.lists = _HANDED.lists, lists
+    try:
+        return operator(*arguments, **named)
+    finally:
+        _HANDED.lists = outer
+
+
+def scheduled(rung: Rung, direction: str, batch: Any) -> dict[str, object]:
+    """`config` and `schedule` for a rung's function of a direction, of the lists of the call; empty
+    without such, or if its lists are of other offsets than these: something between may have run
+    another call, or this one with other tensors."""
+    lists = _HANDED.lists
+    if lists is None or [*map(id, lists.offsets)] != [*map(id, batch.offsets)]:
+        return {}
+    config = rung.config(batch, direction)
+    plan = rung.plan(batch, config)
+    return {} if plan is None else {"config": config, "schedule": lists.once(plan, direction)}
 
 
 def check_transforms(operator: str) -> None:

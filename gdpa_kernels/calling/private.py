@@ -37,7 +37,7 @@ def are_fake(*tensors: torch.Tensor) -> bool:
     times slower."""
     if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
         return True
-    return any(isinstance(x, torch._subclasses.FakeTensor) for x in tensors)
+    return True in [isinstance(x, torch._subclasses.FakeTensor) for x in tensors]
 
 
 def has_tangents() -> bool:

@@ -171,7 +171,8 @@ class Rung:
 
     - `default_config(batch)`: launch constants that a direction takes as `config=`; of a rung of
       both directions `default_config(direction, batch)`;
-    - `plan_schedule(batch, config)`: the `Recipe` of a work list that it takes as `schedule=`;
+    - `plan_schedule(batch, config)`: the `Recipe` of a work list that it takes as `schedule=`,
+      with that config;
     - `requires(batch)`: what a call must meet that the field `requires` cannot say;
     - `is_deterministic(batch)`: without it the rung always is;
     - `workspace(batch)`: bytes that a call takes beside its arguments and results; without it they
@@ -264,7 +265,7 @@ class Rung:
         if self.requires.of_device(batch.device) is not None:
             return False
         try:
-            module = self.module()
+            module = _module(self.impl, self.operator)
         except Exception:
             return False
         requires = getattr(module, "requires", None)
@@ -282,7 +283,7 @@ class Rung:
         return self._hook("is_deterministic")(batch)
 
     def _hook(self, name: str, module: ModuleType | None = None) -> Callable:
-        return getattr(module or self.module(), name, _DEFAULTS[name])
+        return getattr(module or _module(self.impl, self.operator), name, _DEFAULTS[name])
 
 
 @functools.cache

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from gdpa_kernels.calling import checks, jagged, ladder, packed, sequences
-from gdpa_kernels.calling.lengths import Lengths, Recipe
+from gdpa_kernels.calling.lengths import Lengths, Lists, Recipe
 from gdpa_kernels.calling.operators import (
     Size,
     check_transforms,
@@ -18,7 +18,9 @@ from gdpa_kernels.calling.operators import (
     distinct,
     final,
     needed,
+    scheduled,
     schema,
+    with_lists,
 )
 from gdpa_kernels.calling.private import has_tangents
 from gdpa_kernels.calling.rung import Rung, capability, dtype_name
@@ -199,17 +201,20 @@ def gdpa(
             lower_right, validate,
         )  # fmt: skip
         bias = bias if bias.is_given else ()
-    tensors = distinct(*held, cu_seqlens_q, cu_seqlens_k, add_to, segments, *bias)
+    tensors = *held, cu_seqlens_q, cu_seqlens_k, add_to, segments, *bias
     scale = head_dim**-0.5 if scale is None else float(scale)
     options = Options(
         num_kv_heads, of_q.max_seqlen, of_k.max_seqlen, ",".join(names), scale, float(output_scale),
         "" if mask is ALL else mask.rule(lower_right), precise, impl, backward_impl, out_dtype,
         check_values=unread, check_alignment=unread and check_alignment, padding=padding,
     )  # fmt: skip
-    if lengths is not None and checks.is_fake(q):
-        lengths = None
-    recorded = torch.is_grad_enabled() or has_tangents() or torch.compiler.is_compiling()
-    out = (_Gdpa.apply if recorded else _operate)(lengths, *tensors, options)
+    compiling, lists = torch.compiler.is_compiling(), None
+    if compiling:
+        tensors = distinct(*tensors)
+    elif lengths is not None:
+        lists = Lists((cu_seqlens_k, cu_seqlens_q), of_k.lengths, of_q.lengths)
+    recorded = torch.is_grad_enabled() or has_tangents() or compiling
+    out = (_Gdpa.apply if recorded else _operate)(lists, *tensors, options)
     out = out if width == q.shape[2] else out[..., :width].contiguous()
     return out if nested is None else jagged.like(nested, out, None)
 
@@ -231,9 +236,7 @@ class Options(NamedTuple):
 
     activation: its names with commas between them. mask: `Mask.rule`. check_values: nobody has read
     the offsets, nor what counts tokens; check_alignment: nor whether a sequence has fewer queries
-    than keys. padding: rows may follow
-    the last sequence. resolved: the implementation of the direction was chosen for this call, and
-    is not checked again.
+    than keys. padding: rows may follow the last sequence.
     """
 
     num_kv_heads: Size | None
@@ -250,28 +253,23 @@ class Options(NamedTuple):
     check_values: bool = False
     check_alignment: bool = False
     padding: bool = False
-    resolved: bool = False
 
     def rung(self, direction: str, batch: Batch) -> Rung:
         """The rung that computes a direction; registered activations are proved for its device."""
         impl = self.impl if direction == "forward" else self.backward_impl
-        rung = ladder.rung(impl) if self.resolved else resolve(impl, direction, batch)
+        rung = resolve(impl, direction, batch)
         if rung.requires.capability is not None:
             prove(batch.activation, batch.device)
         return rung
 
 
 def _operate(
-    lengths, q, k, v, cu_seqlens_q, cu_seqlens_k, add_to, segments, *bias_and_options
+    lists, q, k, v, cu_seqlens_q, cu_seqlens_k, add_to, segments, *bias_and_options
 ) -> torch.Tensor:
-    """The operator of the forward pass, with the work list of these lengths."""
+    """The operator of the forward pass."""
     bias, options = Bias(*bias_and_options[:-1]), bias_and_options[-1]
-    tensors, schedule = (q, k, v, cu_seqlens_q, cu_seqlens_k), []
-    more = {"add_to": add_to, "segments": segments}
-    if lengths is not None:
-        rung, schedule = _planned("forward", lengths, tensors, options, **more, bias=bias)
-        options = options._replace(impl=rung.impl, resolved=True)
-    return _FORWARD(*tensors, schedule, *options, **more, **bias.named())
+    more = {"add_to": add_to, "segments": segments, **bias.named()}
+    return with_lists(lists, _FORWARD, q, k, v, cu_seqlens_q, cu_seqlens_k, *options, **more)
 
 
 class _Gdpa(torch.autograd.Function):
@@ -279,7 +277,7 @@ class _Gdpa(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, *arguments):
-        ctx.lengths, *tensors, add_to, segments = arguments[:8]
+        ctx.lists, *tensors, add_to, segments = arguments[:8]
         bias, ctx.options = Bias(*arguments[8:-1]), arguments[-1]
         ctx.save_for_backward(*tensors, segments, *bias)
         ctx.set_materialize_grads(False)
@@ -290,19 +288,20 @@ class _Gdpa(torch.autograd.Function):
     def backward(ctx, grad_out):
         if grad_out is None:
             return (None,) * 14
-        options, needs, schedule = ctx.options, ctx.needs_input_grad[1:4], []
+        options, needs, lists = ctx.options, ctx.needs_input_grad[1:4], ctx.lists
         needs_of_tables = ctx.needs_input_grad[8:10]
         saved = ctx.saved_tensors  # read once: checkpointing allows no more
         saved, segments, bias = saved[:5], saved[5], Bias(*saved[6:])
-        if ctx.lengths is not None and not checks.is_fake(saved[0]):  # as compiled autograd has it
-            more = {"segments": segments, "bias": bias}
-            rung, schedule = _planned("backward", ctx.lengths, saved, options, **more)
-            options = options._replace(backward_impl=rung.impl, resolved=True)
+        if lists is not None and checks.is_fake(saved[0]):  # as compiled autograd has it
+            lists = None
+        if lists is not None:  # hooks may have copied what was saved
+            lists.offsets = saved[4], saved[3]
         tensors = grad_out.to(saved[0].dtype), *saved
         more = {"segments": segments, **bias.named()}
         tables = None, None
         with torch.no_grad():
-            gradients = needed(_BACKWARD(*tensors, schedule, *needs, *options, **more), needs)
+            gradients = with_lists(lists, _BACKWARD, *tensors, *needs, *options, **more)
+            gradients = needed(gradients, needs)
             if any(needs_of_tables):
                 tables = _BIAS_BACKWARD(*tensors, *needs_of_tables, *options, **more)
                 tables = needed(tables, needs_of_tables)
@@ -315,8 +314,10 @@ class _Gdpa(torch.autograd.Function):
 def _of_one_width(q: object, k: object, v: object) -> tuple[tuple, int, int]:
     """((q, k, v), head_dim, width): where v has another head_dim, `width`, than q and k, what is
     narrower is filled with zeros, which add nothing; elsewhere as given, and (0, 0)."""
-    dense = all(isinstance(x, torch.Tensor) and x.dim() == 3 for x in (q, k, v))
-    if not dense or v.shape[2] == k.shape[2]:
+    for x in (q, k, v):
+        if not isinstance(x, torch.Tensor) or x.dim() != 3:
+            return (q, k, v), 0, 0
+    if v.shape[2] == k.shape[2]:
         return (q, k, v), 0, 0
     head_dim, width = k.shape[2], v.shape[2]
     if head_dim != q.shape[2] or v.shape[:2] != k.shape[:2] or 0 in (head_dim, width):
@@ -324,20 +325,6 @@ def _of_one_width(q: object, k: object, v: object) -> tuple[tuple, int, int]:
     most = max(head_dim, width)
     filled = tuple(F.pad(x, (0, most - x.shape[2])) if x.shape[2] < most else x for x in (q, k, v))
     return filled, head_dim, width
-
-
-def _planned(
-    direction: str, lengths: tuple[Lengths | None, Lengths], tensors: tuple, options: Options,
-    **more,
-) -> tuple[Rung, list[torch.Tensor]]:  # fmt: skip
-    """The rung of a direction and its work list, which is made once for these lengths. more: of
-    `Batch`."""
-    out_dtype = options.out_dtype if direction == "forward" else None
-    batch = _batch(*tensors, options, out_dtype=out_dtype, **more)
-    rung = options.rung(direction, batch)
-    config = rung.config(batch, direction)
-    plan = rung.plan(batch, config)
-    return rung, [] if plan is None else list(lengths[1].once(plan, lengths[0]))
 
 
 def _batch(q, k, v, cu_seqlens_q, cu_seqlens_k, options: Options, **more) -> Batch:
@@ -351,7 +338,7 @@ def _batch(q, k, v, cu_seqlens_q, cu_seqlens_k, options: Options, **more) -> Bat
 
 
 def _forward(
-    q, k, v, cu_seqlens_q, cu_seqlens_k, schedule, *options, add_to=None, segments=None, **bias
+    q, k, v, cu_seqlens_q, cu_seqlens_k, *options, add_to=None, segments=None, **bias
 ) -> torch.Tensor:
     options = Options(*options)
     tensors = q, k, v, cu_seqlens_q, cu_seqlens_k
@@ -362,9 +349,8 @@ def _forward(
     rung = options.rung("forward", batch)
     if options.backward_impl != "auto":  # an explicit one that cannot take the call says so here
         resolve(options.backward_impl, "backward", _batch(*tensors, options, **both))
-    schedule_option = {"schedule": tuple(schedule)} if schedule else {}
     with checks.without_autocast(q):  # the definition is made of operators that it would change
-        out = rung.module().forward(batch, **schedule_option).contiguous()
+        out = rung.module().forward(batch, **scheduled(rung, "forward", batch)).contiguous()
     if options.padding:
         clear_padding(out, cu_seqlens_q, add_to=add_to)
     return out
@@ -392,7 +378,7 @@ def _check_values(batch: Batch, alignment: bool) -> None:
         check_counts(segments, ends_q, ends_k, batch.lower_right)
 
 
-def _fake_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, schedule, *options, **_):
+def _fake_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, *options, **_):
     options = Options(*options)
     q, _, _ = packed.unpack(q, k, v, options.num_kv_heads)
     rows = q.shape[0] if cu_seqlens_q is not None else (cu_seqlens_k.shape[0] - 1) * q.shape[0]
@@ -400,7 +386,7 @@ def _fake_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, schedule, *options, **_):
 
 
 def _backward(
-    grad_out, q, k, v, cu_seqlens_q, cu_seqlens_k, schedule, need_q, need_k, need_v, *options,
+    grad_out, q, k, v, cu_seqlens_q, cu_seqlens_k, need_q, need_k, need_v, *options,
     segments=None, **bias,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     needs, options = (need_q, need_k, need_v), Options(*options)
@@ -409,7 +395,7 @@ def _backward(
         more = {"gradients": places, "segments": segments, "bias": Bias(**bias)}
         batch = _batch(q, k, v, cu_seqlens_q, cu_seqlens_k, options, **more)
         rung = options.rung("backward", batch)
-        extra = {"schedule": tuple(schedule)} if schedule else {}
+        extra = scheduled(rung, "backward", batch)
         if rung.takes("backward", "needs"):
             extra["needs"] = needs
         with checks.without_autocast(q):
@@ -420,11 +406,11 @@ def _backward(
         return gradients
 
     gradients = needed(packed.gradients(backward, q, k, v, options.num_kv_heads, needs), needs)
-    return tuple(q.new_empty(0) if x is None else x for x in gradients)
+    return tuple([q.new_empty(0) if x is None else x for x in gradients])
 
 
 def _fake_backward(
-    grad_out, q, k, v, cu_seqlens_q, cu_seqlens_k, schedule, need_q, need_k, need_v, *options, **_
+    grad_out, q, k, v, cu_seqlens_q, cu_seqlens_k, need_q, need_k, need_v, *options, **_
 ):
     gradients = needed((q, k, v), (need_q, need_k, need_v))
     return tuple(q.new_empty(0 if x is None else x.shape) for x in gradients)
@@ -457,14 +443,12 @@ def _matmul_flops(q, k, v, cu_seqlens_q, cu_seqlens_k, options, segments) -> int
     return 2 * batch.num_heads * batch.head_dim * batch.pairs()
 
 
-def _forward_flops(
-    q, k, v, cu_seqlens_q, cu_seqlens_k, schedule, *options, segments=None, **_
-) -> int:
+def _forward_flops(q, k, v, cu_seqlens_q, cu_seqlens_k, *options, segments=None, **_) -> int:
     return 2 * _matmul_flops(q, k, v, cu_seqlens_q, cu_seqlens_k, Options(*options), segments)
 
 
 def _backward_flops(
-    grad_out, q, k, v, cu_seqlens_q, cu_seqlens_k, schedule, need_q, need_k, need_v, *options,
+    grad_out, q, k, v, cu_seqlens_q, cu_seqlens_k, need_q, need_k, need_v, *options,
     segments=None, **_,
 ) -> int:  # fmt: skip
     need_q, need_k, need_v = packed.needs_of_parts(k, v, (need_q, need_k, need_v))
@@ -485,15 +469,14 @@ _TENSORS = "Tensor q, Tensor? k, Tensor? v, Tensor? cu_seqlens_q, Tensor cu_seql
 _BIAS = ", ".join(f"Tensor? {name}=None" for name in ("segments", *NONE._asdict()))
 _FORWARD = define(
     "gdpa_forward",
-    f"({_TENSORS}, Tensor[] schedule, {schema(Options)}, *, Tensor? add_to=None, {_BIAS}) "
-    "-> Tensor",
+    f"({_TENSORS}, {schema(Options)}, *, Tensor? add_to=None, {_BIAS}) -> Tensor",
     _forward,
     _fake_forward,
     _forward_flops,
 )
 _BACKWARD = define(
     "gdpa_backward",
-    f"(Tensor grad_out, {_TENSORS}, Tensor[] schedule, bool need_q, bool need_k, bool need_v, "
+    f"(Tensor grad_out, {_TENSORS}, bool need_q, bool need_k, bool need_v, "
     f"{schema(Options)}, *, {_BIAS}) -> (Tensor, Tensor, Tensor)",
     _backward,
     _fake_backward,

@@ -18,15 +18,15 @@ from gdpa_kernels.gdpa.registration import check_activation, prove
 from gdpa_kernels.serving.common import ELEMENTS, places
 
 
-@triton.jit(do_not_specialize=["total"])
+@triton.jit(do_not_specialize=["total", "parts"])
 def diagonal_kernel(
-    q_ptr, k_ptr, v_ptr, add_ptr, out_ptr, total, scale, output_scale,
+    q_ptr, k_ptr, v_ptr, add_ptr, out_ptr, total, parts, size, scale, output_scale,
     Q_STRIDES: tl.constexpr, K_STRIDES: tl.constexpr, V_STRIDES: tl.constexpr,
     ADD_STRIDES: tl.constexpr, OUT_STRIDES: tl.constexpr,
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
-    ACTIVATION: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    ACTIVATION: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows of one head."""
+    """ROWS rows of one head. add_ptr: `parts` tensors, at most MOST, of `size` elements each."""
     pid = tl.program_id(0)
     head = pid % NUM_HEADS
     row = pid // NUM_HEADS * ROWS + tl.arange(0, ROWS)
@@ -36,10 +36,14 @@ def diagonal_kernel(
     k = tl.load(places(k_ptr, row, head // GROUP, dim, K_STRIDES), mask=mask, other=0.0)
     v = tl.load(places(v_ptr, row, head // GROUP, dim, V_STRIDES), mask=mask, other=0.0)
     out = tl.load(places(add_ptr, row, head, dim, ADD_STRIDES), mask=mask, other=0.0)
+    out = out.to(tl.float32)
+    for part in tl.static_range(1, MOST):  # in the order of `sums.add_up`
+        pointers = places(add_ptr + part * size.to(tl.int64), row, head, dim, ADD_STRIDES)
+        out += tl.load(pointers, mask=mask & (part < parts), other=0.0).to(tl.float32)
     EXACT: tl.constexpr = q_ptr.dtype.element_ty == tl.float32
     s = tl.sum(q.to(tl.float32) * k.to(tl.float32), axis=1)
     p = activate_per_head(s, scale, head, ACTIVATION, not EXACT) * output_scale
-    out = out.to(tl.float32) + p[:, None] * v.to(tl.float32)
+    out += p[:, None] * v.to(tl.float32)
     pointers = places(out_ptr, row, head, dim, OUT_STRIDES)
     tl.store(pointers, out.to(out_ptr.dtype.element_ty), mask=mask)
 
@@ -58,7 +62,8 @@ def add_diagonal(
     """add_to + output_scale activation(scale q.k) v of each row, `[tokens, heads, head_dim]`.
 
     q and add_to `[tokens, heads, head_dim]`, k and v `[tokens, kv_heads, head_dim]`, any strides,
-    as `common.can_launch` allows; the options: as `gdpa`.
+    as `common.can_launch` allows; add_to may be the parts of a sum, contiguous `[parts, tokens,
+    heads, head_dim]`; the options: as `gdpa`.
     """
     tokens, heads, head_dim = q.shape
     names = tuple(check_activation(activation, heads))
@@ -66,13 +71,15 @@ def add_diagonal(
     out = torch.empty(q.shape, dtype=out_dtype or q.dtype, device=q.device)
     width = next_power_of_2(head_dim)
     rows = max(1, ELEMENTS // width)
+    parts = add_to.shape[0] if add_to.dim() == 4 else 1
     launch(
         diagonal_kernel, (cdiv(tokens, rows) * heads,), q.device,
-        q, k, v, add_to, out, tokens, head_dim**-0.5 if scale is None else float(scale),
-        float(output_scale),
+        q, k, v, add_to, out, tokens, parts, out.numel(),
+        head_dim**-0.5 if scale is None else float(scale), float(output_scale),
         Q_STRIDES=q.stride(), K_STRIDES=k.stride(), V_STRIDES=v.stride(),
-        ADD_STRIDES=add_to.stride(), OUT_STRIDES=out.stride(),
+        ADD_STRIDES=add_to.stride()[-3:], OUT_STRIDES=out.stride(),
         NUM_HEADS=heads, GROUP=heads // k.shape[1], HEAD_DIM=head_dim,
-        ACTIVATION=",".join(map(cache_key, names)), ROWS=rows, WIDTH=width, num_warps=4,
+        ACTIVATION=",".join(map(cache_key, names)), ROWS=rows, WIDTH=width,
+        MOST=next_power_of_2(parts), num_warps=4,
     )  # fmt: skip
     return out

@@ -9,6 +9,7 @@ never found. An event of a history is a token of its sequence and a row of its k
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ import torch
 
 from gdpa_kernels.calling import checks
 from gdpa_kernels.calling.launch import cdiv
+from gdpa_kernels.calling.lengths import Lengths, held
 from gdpa_kernels.calling.sequences import Sequences, token_positions
 from gdpa_kernels.gdpa.batch import History
 from gdpa_kernels.serving import common, joined
@@ -48,7 +50,7 @@ class Pages:
     positions: torch.Tensor
     parts: tuple[_Part, ...] = field(repr=False, compare=False)
 
-    @property
+    @functools.cached_property
     def is_whole(self) -> bool:
         """Whether the tokens are all of each history, which lacks none that an edit dropped."""
         return all(part.is_whole for part in self.parts)
@@ -57,6 +59,11 @@ class Pages:
     def sequences(self) -> Sequences:
         """The sequences of what `read` copies, for `gdpa`."""
         return Sequences(self.cu_seqlens, self.max_seqlen)
+
+    @functools.cached_property
+    def lengths(self) -> Lengths:
+        """The same as `Lengths`, which keep work lists for all layers."""
+        return held(Lengths, self.cu_seqlens, len(self.slots), self.max_seqlen)
 
 
 class _Part(NamedTuple):
@@ -448,7 +455,7 @@ def check_whole(name: str, pages: Pages) -> None:
     """Raises ValueError unless these are whole histories, by the first that is not."""
     if not isinstance(pages, Pages):
         raise TypeError(f"{name} must be Pages, got {type(pages).__name__}")
-    for part in pages.parts:
+    for part in () if pages.is_whole else pages.parts:
         if not part.is_whole:
             raise ValueError(
                 f"{name} must be PagedCache.pages of whole histories, got rows {part.begin} up to "

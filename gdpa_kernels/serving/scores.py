@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from gdpa_kernels.calling import checks, ladder, sequences
-from gdpa_kernels.calling.lengths import Lengths
+from gdpa_kernels.calling.lengths import Lengths, Lists
 from gdpa_kernels.calling.sequences import Sequences
 from gdpa_kernels.device import padding
 from gdpa_kernels.gdpa import api
@@ -49,8 +49,9 @@ def score(
     divides page_size, else of 64. Every other call gathers the pages first (`read`, `read_before`):
     on other devices, of other dtypes and implementations, and of smaller pages.
 
-    Nothing waits for the device with `Lengths`, or validate=False. Small batches are bound by the
-    host: capture the call in a CUDA graph.
+    Nothing waits for the device with `Lengths`, or validate=False; with `Lengths` the layers of a
+    model share one work list, but in a graph. Small batches are bound by the host: capture the call
+    in a CUDA graph.
 
     Args:
         q, k, v: of the candidates, `[tokens, heads, head_dim]`, with offsets cu_seqlens
@@ -113,7 +114,7 @@ def read_candidates(
     rows = x.shape[0]
     options = {"validate": validate, "padding": False}
     known = sequences.read("cu_seqlens", cu_seqlens, rows, x.device, max_seqlen, **options)
-    if known.batch != history.sequences.batch:
+    if known.cu_seqlens.shape != history.cu_seqlens.shape:
         raise ValueError(
             f"cu_seqlens must have shape {list(history.cu_seqlens.shape)}, as the histories, got "
             f"{list(known.cu_seqlens.shape)}"
@@ -143,7 +144,8 @@ def _in_place(
     out_dtype: torch.dtype | None, impl: str = "auto", **options,
 ) -> tuple[bool | None, torch.Tensor | None]:  # fmt: skip
     """in_one_call, by the rule of `score` for None, and the output of the kernel that reads pages,
-    of one call or over the histories alone; None for either where it does not take the call."""
+    of one call or over the histories alone; None for either where it does not take the call. Of the
+    histories alone it may be the parts of the sum, where `add_diagonal` follows."""
     if impl not in ("auto", _PAGED.impl) or not common.can_launch(q, k, v):
         return in_one_call, None
     with cache.exclusive:  # from the check of the pages until what reads them is launched
@@ -151,8 +153,9 @@ def _in_place(
         if in_one_call is None:
             in_one_call = _is_one_call(batch, k, v, out_dtype)
         if in_one_call:
-            batch = _with_candidates(batch, k, v, target_group_size, out_dtype)
-        return in_one_call, _in_pages(batch)
+            return True, _in_pages(_with_candidates(batch, k, v, target_group_size, out_dtype))
+        is_diagonal = impl == "auto" and target_group_size == 1
+        return in_one_call, _in_pages(batch, _lists(of_q, history), in_parts=is_diagonal)
 
 
 def _sum_of_two(
@@ -213,18 +216,42 @@ def _is_one_call(
     batch: Batch, k: torch.Tensor, v: torch.Tensor, out_dtype: torch.dtype | None
 ) -> bool:
     """The rule of `score`, of the call over the histories."""
+    if _PAGED.unavailable(batch.device) or _PAGED.config(batch, "forward").splits > 1:
+        return False
     whole = replace(
         batch, k=k, v=v, max_seqlen_k=batch.max_seqlen_k + batch.max_seqlen_q, out_dtype=out_dtype,
         mask=Mask("lower_right"), history=None,
         segments=batch.cu_seqlens_q,  # whichever: only that there are some is asked
     )  # fmt: skip
-    rung = api.resolve("auto", "forward", whole)
-    return rung is _PAGED and rung.config(batch, "forward").splits == 1
+    return api.resolve("auto", "forward", whole) is _PAGED
 
 
-def _in_pages(batch: Batch) -> torch.Tensor | None:
-    """The output of the implementation that reads pages; None where it does not take the call."""
+def _lists(of_q: Sequences, history: Pages) -> Lists | None:
+    """What keeps the list of a call over the histories for all layers. None of offsets in a tensor,
+    and in the capture of a CUDA graph, which may be replayed when others stand in these pages."""
+    if of_q.lengths is None:
+        return None
+    ends, longest = history.cu_seqlens, history.max_seqlen
+    if _is_captured(ends):
+        return None
+    history.lengths.of("history", len(history.slots), ends.device, longest)  # nobody wrote to them
+    return Lists((ends, of_q.cu_seqlens), history.lengths, of_q.lengths)
+
+
+def _is_captured(x: torch.Tensor) -> bool:
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _in_pages(
+    batch: Batch, lists: Lists | None = None, *, in_parts: bool = False
+) -> torch.Tensor | None:
+    """The output of the implementation that reads pages, or the parts whose sum it is; None where
+    it does not take the call. lists: of the call, None for one that is made here."""
     if _PAGED.unavailable(batch.device) or _PAGED.problem(batch):
         return None
     prove(batch.activation, batch.device)
-    return _PAGED.module().forward(batch)
+    config = _PAGED.config(batch, "forward")
+    schedule = None if lists is None else lists.once(_PAGED.plan(batch, config), "forward")
+    module = _PAGED.module()
+    run = module.partial_sums if in_parts else module.forward
+    return run(batch, config=config, schedule=schedule)

@@ -154,7 +154,7 @@ OPERATORS = torch.ops.gdpa_kernels.gdpa_forward, torch.ops.gdpa_kernels.gdpa_bac
 with FakeTensorMode() as fake:
     shapes = [fake.from_tensor(x) for x in (*leaves(), ENDS)]
     assert gdpa(*shapes[:3], shapes[3], shapes[3], *CALL[2:]).shape == q.shape
-tensors = (*(x.detach() for x in leaves(16)), *CALL[:2], [])
+tensors = (*(x.detach() for x in leaves(16)), *CALL[:2])
 options = (None, *CALL[2:], "gelu_tanh", 0.25, 1.0, "", False, "v0_eager", "reference")
 verdicts = torch.library.opcheck(OPERATORS[0].default, (*tensors, *options))
 assert set(verdicts.values()) == {"SUCCESS"}, "the text says so"

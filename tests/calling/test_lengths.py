@@ -1,11 +1,13 @@
 """`Lengths`, and that nothing is remembered behind the caller's back."""
 
 import contextlib
+import contextvars
 import copy
 import gc
 import importlib
 import inspect
 import pickle
+import threading
 import typing
 import weakref
 from collections.abc import Callable, Iterator
@@ -13,12 +15,14 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import gdpa_kernels
 import tritonemu
@@ -32,8 +36,10 @@ from gdpa_kernels import (
     gdpa,
     jagged,
 )
+from gdpa_kernels.block_attention import api as block_api
 from gdpa_kernels.block_attention import block_list
-from gdpa_kernels.calling.lengths import Recipe
+from gdpa_kernels.calling import operators
+from gdpa_kernels.calling.lengths import Lists, Recipe
 from gdpa_kernels.calling.sequences import Sequences
 from gdpa_kernels.gdpa import api as gdpa_api
 from gdpa_kernels.gdpa import reference
@@ -207,6 +213,110 @@ def test_lists_are_told_apart(made):
     assert len(made) == 8
 
 
+HOPPER = {"impl": "v8_own_waits", "backward_impl": "v4_warp_specialized_backward"}
+CALLS = {
+    "gdpa": lambda tensors, ends: gdpa(*tensors, ends, ends, 40, 40, **HOPPER),
+    "blocks": lambda tensors, ends: block_attention(*tensors, ends, impl="v1_one_tile"),
+}
+KIND = pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+
+
+class Twice(TorchDispatchMode):
+    """Before each of our operators runs it with other offsets of as many sequences."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "gdpa_kernels":
+            changed = [
+                offsets(SECOND) if isinstance(x, torch.Tensor) and x.dtype == torch.int32 else x
+                for x in args
+            ]
+            self.found = func(*changed, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+@KIND
+@pytest.mark.parametrize("kind", (Lengths, lambda ends: ends))
+def test_an_operator_that_runs_inside_of_a_call_makes_lists_of_its_own(call, kind):
+    tensors, ends = leaves(head_dim=128), kind(offsets(FIRST))
+    with tritonemu.enabled():
+        expected = gradients(call(tensors, ends), tensors)
+        others = gradients(call(tensors, offsets(SECOND)), tensors)
+        for _ in range(2):
+            with Twice() as mode:
+                out = call(tensors, ends)
+                inside = mode.found[0] if isinstance(mode.found, tuple) else mode.found
+                found = gradients(out, tensors)
+            assert_same_bits(found, expected)
+            assert_same_bits((inside, *mode.found), others)
+
+
+@KIND
+def test_a_call_that_fails_leaves_nothing_behind(call, made):
+    tensors, lengths = leaves(head_dim=128), Lengths(offsets(FIRST))
+    with pytest.raises(NotImplementedError, match="needs tensors on a CUDA device"):
+        call(tensors, lengths)
+    assert operators._HANDED.lists is None
+
+
+def in_threads(*functions: Callable[[], object]) -> None:
+    """Each function in a thread of its own, with the emulator as it is here."""
+    contexts = [contextvars.copy_context() for _ in functions]
+    pairs = zip(contexts, functions, strict=True)
+    threads = [threading.Thread(target=context.run, args=(each,)) for context, each in pairs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+@KIND
+def test_backward_in_another_thread_finds_the_lists_of_its_call(call, made):
+    """Where hooks copy what is saved, too."""
+    tensors, lengths = leaves(head_dim=128), Lengths(offsets(FIRST))
+    with tritonemu.enabled():
+        expected = gradients(call(tensors, lengths), tensors)
+        made.clear()
+        with torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone):
+            out = call(tensors, lengths)
+        found = []
+        in_threads(lambda: found.extend(gradients(out, tensors)))
+    assert_same_bits(found, expected)
+    assert not made
+
+
+@KIND
+def test_threads_do_not_meet(call, made):
+    """Each has handed its lists before the first implementation runs; each finds its own."""
+    tensors, found = leaves(head_dim=128), [None, None]
+    given = [Lengths(offsets(ends)) for ends in (FIRST, SECOND)]
+    barrier, lock, own = threading.Barrier(2, timeout=60), threading.Lock(), []
+    with_lists = operators.with_lists
+
+    def meeting(lists, operator, *arguments, **named):
+        def both(*arguments, **named):
+            barrier.wait()
+            own.append(operators._HANDED.lists is lists)
+            barrier.wait()
+            with lock:
+                return operator(*arguments, **named)
+
+        return with_lists(lists, both, *arguments, **named)
+
+    with tritonemu.enabled():
+        expected = [call(tensors, lengths).detach() for lengths in given]
+        made.clear()
+
+        def run(i):
+            with torch.no_grad():
+                found[i] = call(tensors, given[i])
+
+        module = gdpa_api if "gdpa" in call.__code__.co_names else block_api
+        with mock.patch.object(module, "with_lists", meeting):
+            in_threads(partial(run, 0), partial(run, 1))
+    assert_same_bits(found, expected)
+    assert own == [True, True] and not made
+
+
 PLAIN = (int, float, str, bool, torch.dtype)
 
 
@@ -374,8 +484,8 @@ def test_deterministic_algorithms_are_asked_for():
 def listed(monkeypatch) -> None:
     """Every call of `gdpa` needs a work list, as a kernel would, and is computed on the CPU."""
     module = SimpleNamespace(
-        forward=lambda batch, schedule: reference.forward(batch),
-        backward=lambda grad, batch, schedule: reference.backward(grad, batch),
+        forward=lambda batch, config, schedule: reference.forward(batch),
+        backward=lambda grad, batch, config, schedule: reference.backward(grad, batch),
     )
     rung = SimpleNamespace(
         operator="gdpa", impl="listed", config=lambda batch, direction: None,
@@ -517,7 +627,8 @@ def test_no_kernel_meets_fake_tensors(kernels, made):
 @pytest.fixture
 def capturing(monkeypatch):
     """A function that begins the capture of a graph of a pretended GPU, on its current stream."""
-    monkeypatch.setattr(Lengths, "device", torch.device("cuda"))
+    device = property(lambda _: torch.device("cuda"), lambda *_: None)
+    monkeypatch.setattr(Lengths, "device", device, raising=False)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Mock(cuda_stream=7))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     return lambda: monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
@@ -529,6 +640,18 @@ def test_a_capture_finds_what_was_made_before_and_keeps_nothing(capturing):
     capturing()
     assert lengths.once(Ones(2)) is before
     assert lengths.once(Ones(3)) is not lengths.once(Ones(3))
+
+
+def test_backward_takes_what_forward_made_in_a_capture(capturing):
+    """And nothing else of it: what backward makes there is nothing outside of the graph."""
+    lengths = Lengths(offsets(FIRST))
+    lists = Lists((lengths.cu_seqlens,), lengths)
+    capturing()
+    of_backward = lists.once(Ones(2), "backward")
+    of_forward = lists.once(Ones(2), "forward")
+    assert lists.once(Ones(2), "backward") is of_forward is not of_backward
+    assert lists.once(Ones(3), "backward") is not lists.once(Ones(3), "backward")
+    assert lengths.once(Ones(2)) is not of_forward
 
 
 def test_the_offsets_of_keys_can_be_made_in_a_capture(capturing):

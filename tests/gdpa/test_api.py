@@ -183,7 +183,7 @@ def test_a_compiled_program_does_not_look_into_the_operator():
     forward = torch._dynamo.disable(api._FORWARD, recursive=False)
     *tensors, longest_q, longest_k = call.values()
     options = "gelu_tanh", 0.25, 1.0, "", False, "v0_eager", "auto"
-    call = (*tensors, [], None, longest_q, longest_k, *options)
+    call = (*tensors, None, longest_q, longest_k, *options)
     counter = CompileCounter()
     compiled = torch.compile(lambda: forward(*call) * 2, backend=counter)
     torch.testing.assert_close(compiled(), api._FORWARD(*call) * 2)

@@ -8,6 +8,7 @@ from triton.compiler import ASTSource
 
 import tritonemu
 from gdpa_kernels.calling.launches import launches
+from gdpa_kernels.gdpa.device.sums import add_up
 from gdpa_kernels.gdpa.reference import activate_heads
 from gdpa_kernels.serving import PagedCache, diagonal, score
 from gdpa_kernels.serving.validity import Model
@@ -53,6 +54,16 @@ def test_options(names):
     exact = wanted(q, k, v, add_to, (names,) if isinstance(names, str) else names, 1, 3)
     assert (found.double() - exact).norm() < 1e-3 * exact.norm()
     assert torch.equal(rounded, found.to(BF16))
+
+
+@pytest.mark.parametrize("parts", (1, 2, 3, 5))
+def test_the_parts_of_a_sum_give_the_bits_of_their_sum(parts):
+    q, k, v = (draw(33, 2, 64, seed=seed) for seed in range(3))
+    sums = draw(parts, 33, 2, 64, dtype=FP32)
+    with tritonemu.enabled():
+        found = diagonal.add_diagonal(q, k, v, sums)
+        total = add_up(sums, None, torch.empty_like(sums[0]))
+        assert torch.equal(found, diagonal.add_diagonal(q, k, v, total))
 
 
 @pytest.fixture
@@ -109,17 +120,20 @@ def test_wrong_arguments(kept):
 
 @pytest.mark.parametrize("arch", (80, 90, 100))
 @pytest.mark.parametrize("head_dim", (64, 128, 256))
-def test_it_loads_whole_vectors(arch, head_dim):
+@pytest.mark.parametrize("most", (1, 4))
+def test_it_loads_whole_vectors(most, arch, head_dim):
     names = diagonal.diagonal_kernel.arg_names
     strides = (4 * head_dim, head_dim, 1)
     constants = {name: strides for name in names if name.endswith("STRIDES")} | {
         "NUM_HEADS": 4, "GROUP": 1, "HEAD_DIM": head_dim, "ACTIVATION": "silu",
-        "ROWS": diagonal.ELEMENTS // head_dim, "WIDTH": head_dim,
+        "ROWS": diagonal.ELEMENTS // head_dim, "WIDTH": head_dim, "MOST": most,
     }  # fmt: skip
     types = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), "*bf16") | {"add_ptr": "*fp32"}
-    types |= {"total": "i32", "scale": "fp32", "output_scale": "fp32"}
+    types |= dict.fromkeys(("total", "parts", "size"), "i32")
+    types |= dict.fromkeys(("scale", "output_scale"), "fp32")
     signature = {name: types.get(name, "constexpr") for name in names}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if n.endswith("ptr")}
+    wide = [i for i, n in enumerate(names) if n.endswith("ptr") or n == "size"]
+    aligned = {(i,): [["tt.divisibility", 16]] for i in wide}
     source = ASTSource(
         diagonal.diagonal_kernel, signature,
         {(names.index(name),): value for name, value in constants.items()}, aligned,

@@ -330,7 +330,7 @@ def test_pages_stay_until_the_kernel_that_reads_them_is_launched():
     at, q = kept.pages(["u"]), rows(1)
     held = []
 
-    def by_v8(batch):
+    def by_v8(batch, *_, **__):
         other = threading.Thread(target=kept.evict, args=("u",))
         other.start()
         other.join(0.1)

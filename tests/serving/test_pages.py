@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 import tritonemu
 from emulator.tests.judging import SCHEDULES, import_file
-from gdpa_kernels import GDPASelfAttention, Mask
+from gdpa_kernels import GDPASelfAttention, Lengths, Mask
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.calling.launches import launches
 from gdpa_kernels.gdpa import reference
@@ -175,7 +175,23 @@ def test_a_sum_in_fp32(precise):
 def test_keys_that_are_split(shown, head_dim):
     """Pieces of a history begin within its list of pages; of another one there may be none."""
     seen = check(partial(served, (900, 3), shown, 64, heads=1, head_dim=head_dim))
-    assert {"own_waits_kernel", "sum_kernel", "diagonal_kernel"} <= kernels(seen)
+    assert kernels(seen) == {"work_list_kernel", "own_waits_kernel", "diagonal_kernel"}
+
+
+def test_layers_share_the_list_of_their_histories(monkeypatch):
+    """But in the capture of a graph, which may be replayed when others stand in these pages; what
+    was written to is refused."""
+    q, k, v, offsets, longest, *rest = served((900, 3), (20, 64), 64, heads=1)
+    given, pages = (q, k, v, Lengths(offsets), longest, *rest), rest[-1]
+    expected, _ = call((q, k, v, offsets, longest, *rest), True)
+    for capturing, lists in ((False, 1), (False, 0), (True, 1), (False, 0)):
+        monkeypatch.setattr(scores, "_is_captured", lambda _, now=capturing: now)
+        found, seen = call(given, True)
+        assert torch.equal(found, expected)
+        assert [launch.name for launch in seen].count("work_list_kernel") == lists
+    pages.cu_seqlens.add_(0)
+    with pytest.raises(ValueError, match="history must not be modified after the check"):
+        call(given, True)
 
 
 @pytest.mark.parametrize("shown", ((0, 0), (5, 0)))
@@ -247,7 +263,7 @@ def test_layers_read_the_pages():
     with tritonemu.enabled():
         with mock.patch.object(PagedCache, "read_before"), mock.patch.object(PagedCache, "read"):
             found = candidates(*given)
-        with mock.patch.object(scores, "_in_pages", lambda batch: None):
+        with mock.patch.object(scores, "_in_pages", lambda *_, **__: None):
             wanted = candidates(*given)
     assert (found - wanted).norm() < 5e-3 * wanted.norm()
 

@@ -118,7 +118,7 @@ def loaded(
     """Descriptors of q, k, v and grad_out, which is copied where TMA cannot read it, in boxes of
     `rows` rows of q and grad_out and of `keys` rows of k and v."""
     tensors = (batch.q, rows), (batch.k, keys), (batch.v, keys), (readable(grad_out), rows)
-    return tuple(ragged_descriptor(*each) for each in tensors)
+    return tuple([ragged_descriptor(*each) for each in tensors])
 
 
 def launch_gradients(
@@ -161,7 +161,7 @@ def launch_gradients(
     clusters = min(max(multiprocessors(batch.device) // ctas, 1), items)
     launch(
         kernel, (ctas * clusters,), batch.device,
-        *loads, *(ragged_descriptor(x, rows, width=width) for x, (rows, width) in stores),
+        *loads, *[ragged_descriptor(x, rows, width=width) for x, (rows, width) in stores],
         *work, batch.scale, batch.output_scale, **options, num_warps=4,
     )  # fmt: skip
     if not adds:

@@ -536,9 +536,27 @@ def forward(
     """
     out = batch.new_out()
     config = config or default_config(batch)
-    kernel_out = out
     if config.splits > 1 or batch.add_to is not None:
-        kernel_out = out.new_empty(config.splits * batch.rows, *out.shape[1:], dtype=torch.float32)
+        return add_up(partial_sums(batch, config=config, schedule=schedule), batch.add_to, out)
+    return _launched(batch, config, schedule, out)
+
+
+def partial_sums(
+    batch: Batch, *, config: Config | None = None, schedule: Schedule | None = None
+) -> torch.Tensor:
+    """fp32 `[pieces, total_q, num_heads, head_dim]`, of pieces of each sequence's keys: the output
+    without `add_to` is their sum. The other arguments: as `forward`."""
+    config = config or default_config(batch)
+    shape = config.splits, batch.rows, *batch.q.shape[1:]
+    sums = batch.q.new_empty(shape, dtype=torch.float32)
+    _launched(batch, config, schedule, sums.flatten(0, 1))
+    return sums
+
+
+def _launched(
+    batch: Batch, config: Config, schedule: Schedule | None, out: torch.Tensor
+) -> torch.Tensor:
+    """`out` `[pieces * total_q, num_heads, head_dim]`, written."""
     (entries,) = schedule or plan_schedule(batch, config).make(*batch.offsets)
     pairs = config.pairs and not batch.precise and foldable(batch.activation, batch.dtype)
     programs = min(config.programs * multiprocessors(batch.device), len(entries) - 1)
@@ -546,7 +564,7 @@ def forward(
     shared = {"maxnreg": 65_536 // (config.programs * threads)} if config.programs > 1 else {}
     q_desc = ragged_descriptor(batch.q, ROWS.value, min_width=32)
     width = q_desc.block_shape[-1]
-    most = WIDE.value * 2 // kernel_out.element_size()
+    most = WIDE.value * 2 // out.element_size()
     keys, history = [batch.k, batch.v], batch.history_options
     if batch.history is not None:
         keys = [*keys, batch.history.rows] if history["OWN_KEYS"] else [batch.history.rows] * 2
@@ -557,7 +575,7 @@ def forward(
         own_waits_kernel, (programs,), batch.device,
         q_desc,
         k_desc, v_desc,
-        ragged_descriptor(kernel_out, ROWS.value, width=min(width, most)),
+        ragged_descriptor(out, ROWS.value, width=min(width, most)),
         entries, config.rows_per_item(batch.max_seqlen_q), batch.scale,
         batch.output_scale * batch.scale / 2 if pairs else batch.output_scale,
         GROUP=batch.group, ACTIVATION=batch.names, PAIRS=pairs,
@@ -569,8 +587,6 @@ def forward(
         history_desc=history_desc[0] if history_desc else None, **history,
         counter_ptr=new_counter(batch) if config.tickets else None, num_warps=4, **shared,
     )  # fmt: skip
-    if kernel_out is not out:
-        add_up(kernel_out.view(config.splits, *out.shape), batch.add_to, out)
     return out
 
 
