@@ -49,19 +49,19 @@ _of.__triton_builtin__ = True
 
 
 @triton.constexpr_function
-def is_own(name):
+def is_custom(name):
     """True for the name of a registered activation, as `cache_key` makes it."""
     return "@" in name
 
 
 @triton.constexpr_function
-def own_value(name):
+def custom_value(name):
     """The registered jit function x -> y of a name as `cache_key` made it."""
     return _of(name).value
 
 
 @triton.constexpr_function
-def own_pair(name):
+def custom_value_and_slope(name):
     """The registered jit function x -> (y, slope) of a name as `cache_key` made it."""
     return _of(name).value_and_slope
 
@@ -156,8 +156,8 @@ def activate(s, scale, NAME: tl.constexpr, APPROX: tl.constexpr):
         y = gelu(s, scale, APPROX)
     elif NAME == "silu":
         y = silu(s, scale, APPROX)
-    elif is_own(NAME):
-        y = own_value(NAME)(s * scale)
+    elif is_custom(NAME):
+        y = custom_value(NAME)(s * scale)
     else:
         x = s * scale
         if NAME == "identity":

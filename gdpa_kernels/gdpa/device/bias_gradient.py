@@ -20,10 +20,10 @@ from gdpa_kernels.device.sequences import sequence
 from gdpa_kernels.device.vendor import precision
 from gdpa_kernels.gdpa import bias
 from gdpa_kernels.gdpa.batch import Batch
-from gdpa_kernels.gdpa.device.bias_tiles import biased, buckets_of
+from gdpa_kernels.gdpa.device.bias_tiles import add_bias, time_buckets
 from gdpa_kernels.gdpa.device.derivatives import value_and_slope_per_head
 from gdpa_kernels.gdpa.device.masks import mask_probabilities
-from gdpa_kernels.gdpa.device.segments import counts, segments_of
+from gdpa_kernels.gdpa.device.segments import load_segments, sees
 
 PROGRAMS = 1056
 
@@ -92,7 +92,9 @@ def bias_kernel(
             shift = len_k - len_q
         ahead = shift + first_distance
         if segments_ptr is not None:
-            contexts, history = segments_of(segments_ptr, batch, len_k)
+            segments = load_segments(
+                segments_ptr, batch, len_k, WINDOW, TARGET_GROUP, FULL_ROWS, OWN_RANKS
+            )
         for first_row in range(
             tl.maximum(-ahead, 0) // BLOCK * BLOCK, tl.minimum(len_q, len_k - ahead), BLOCK
         ):
@@ -102,7 +104,7 @@ def bias_kernel(
             q = load_rows(q_ptr, start_q, head, row, is_row, Q_STRIDES, HEAD_DIM, BLOCK_D)
             k = load_rows(k_ptr, start_k, head // GROUP, key, is_key, K_STRIDES, HEAD_DIM, BLOCK_D)
             s = tl.dot(q, k.T, input_precision=PRECISION) * scale
-            s = biased(
+            s = add_bias(
                 s, first_row, first_row + shift, first_row + ahead, head, len_q, len_k, start_q,
                 start_k, position_ptr, time_ptr, times_q_ptr, times_k_ptr, thresholds_ptr, BIAS,
             )  # fmt: skip
@@ -112,8 +114,7 @@ def bias_kernel(
                     slope, first_row + shift, first_row + ahead, CAUSAL, WINDOW
                 )
             else:
-                seen = counts(i, j, contexts, history, WINDOW, TARGET_GROUP, FULL_ROWS, OWN_RANKS)
-                slope = tl.where(seen, slope, 0.0)
+                slope = tl.where(sees(i, j, segments), slope, 0.0)
             grad = load_rows(
                 grad_ptr, start_out, head, row, is_row, GRAD_STRIDES, HEAD_DIM, BLOCK_D
             )
@@ -126,7 +127,7 @@ def bias_kernel(
                 stripe_sums += tl.sum(tl.where(diagonal < BLOCK, aligned, 0.0), 0)
                 previous_sums += tl.sum(tl.where(diagonal < BLOCK, 0.0, aligned), 0)
             if buckets_ptr is not None:
-                bucket = buckets_of(
+                bucket = time_buckets(
                     i, j, shift, len_q, len_k, start_q, start_k,
                     times_q_ptr, times_k_ptr, thresholds_ptr, BIAS[2],
                 )  # fmt: skip
