@@ -57,7 +57,7 @@ from gdpa_kernels.gdpa.device.activations import (
 )
 from gdpa_kernels.gdpa.device.masks import all_visible, key_range, mask_probabilities
 from gdpa_kernels.gdpa.device.pages import LEAST as LEAST_PAGE
-from gdpa_kernels.gdpa.device.pages import fetch_keys, keys_of, page_of
+from gdpa_kernels.gdpa.device.pages import fetch_keys, keys_of, row_in_pages
 from gdpa_kernels.gdpa.device.segments import entry_mask, key_intervals, sees, sees_all, skip_gap
 from gdpa_kernels.gdpa.device.sums import add_up
 from gdpa_kernels.gdpa.device.tickets import (
@@ -261,17 +261,18 @@ def load(
                 kv_head = head // options.GROUP
                 for block in tl.range(0, blocks):
                     key = key_of(span, block, options)
-                    page, left = page_of(pages_ptr, paged, key, options)  # before it waits
+                    # The page is looked up before the wait.
+                    in_page, left = row_in_pages(pages_ptr, paged, key, options)
                     stage = k.acquire(kv + block)
                     fetch_keys(
-                        k_desc, history_desc, k.buffer[stage], k.full[stage], packed, page, left,
+                        k_desc, history_desc, k.buffer[stage], k.full[stage], packed, in_page, left,
                         kv_head, key, False, options,
                     )  # fmt: skip
                     if options.Q_SLOTS == 1 and block == 0:  # K's buffer was free long before
                         fetch_q(q_desc, q, tile, start_q, len_q, head, row, options)
                     stage = v.acquire(kv + block)
                     fetch_keys(
-                        v_desc, history_desc, v.buffer[stage], v.full[stage], packed, page, left,
+                        v_desc, history_desc, v.buffer[stage], v.full[stage], packed, in_page, left,
                         kv_head, key, True, options,
                     )  # fmt: skip
                     # From the third block on, the tile before has been done with its Q.
