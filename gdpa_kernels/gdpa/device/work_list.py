@@ -46,6 +46,13 @@ def number(list_ptr, item):
     return tl.load(list_ptr + (item + 1).to(tl.int64) * WIDTH + 7)
 
 
+@triton.jit
+def store_fields(ptrs, fields, valid):
+    """Write the first five fields, [sequences] each, of the entries at ptrs [sequences, entries]."""
+    for i in tl.static_range(5):
+        tl.store(ptrs + i, tl.broadcast_to(fields[i][:, None], ptrs.shape), mask=valid)
+
+
 @triton.aggregate
 class Items:
     """Work items: `count` pairs of a sequence, in this order, and a key head."""
@@ -158,11 +165,7 @@ def work_list_kernel(
         tiles_per_head = tl.maximum(tiles, 1)[:, None]
         valid = local < (tiles * NUM_HEADS)[:, None]
         ptrs = list_ptr + (slot + 1).to(tl.int64) * WIDTH
-        tl.store(ptrs, tl.broadcast_to(start_q[:, None], ptrs.shape), mask=valid)
-        tl.store(ptrs + 1, tl.broadcast_to(start_out[:, None], ptrs.shape), mask=valid)
-        tl.store(ptrs + 2, tl.broadcast_to(rows[:, None], ptrs.shape), mask=valid)
-        tl.store(ptrs + 3, tl.broadcast_to(start_k[:, None], ptrs.shape), mask=valid)
-        tl.store(ptrs + 4, tl.broadcast_to(keys[:, None], ptrs.shape), mask=valid)
+        store_fields(ptrs, (start_q, start_out, rows, start_k, keys), valid)
         tl.store(ptrs + 5, local // tiles_per_head, mask=valid)
         tl.store(ptrs + 6, local % tiles_per_head * rows_per_item, mask=valid)
         if NUMBERED:
