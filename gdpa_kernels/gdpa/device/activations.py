@@ -208,7 +208,7 @@ FOLDABLE = ("gelu", "gelu_tanh", "silu")
 
 
 def foldable(activation: tuple[str, ...], dtype: torch.dtype) -> bool:
-    """True for what `tanh_of_pairs`, and `value_and_slope_folded` of derivatives.py, can compute:
+    """True for what `tanh_packed`, and `value_and_slope_folded` of derivatives.py, can compute:
     GELU or SiLU for all heads, in bf16.
 
     In fp16 x + x t, or 2 dS, may exceed 65504 where the activation, or dS, does not.
@@ -217,7 +217,7 @@ def foldable(activation: tuple[str, ...], dtype: torch.dtype) -> bool:
 
 
 @triton.jit
-def multiply_add_pairs(a, b, c):
+def multiply_add_packed(a, b, c):
     """a * b + c in bf16, rounded once, two elements in one instruction."""
     return tl.inline_asm_elementwise(
         "fma.rn.bf16x2 $0, $1, $2, $3;", "=r,r,r,r", [a, b, c], dtype=tl.bfloat16, is_pure=True,
@@ -226,7 +226,7 @@ def multiply_add_pairs(a, b, c):
 
 
 @triton.jit
-def tanh_cubic_pairs(s, linear, cubic):
+def tanh_cubic_packed(s, linear, cubic):
     """(x, tanh(x (linear + cubic x^2))) in bf16, in pairs, with x = s rounded.
 
     One block of assembly: given the instructions one by one, the compiler unpacks the pairs and
@@ -247,7 +247,7 @@ def tanh_cubic_pairs(s, linear, cubic):
 
 
 @triton.jit
-def tanh_linear_pairs(s, linear):
+def tanh_linear_packed(s, linear):
     """(x, tanh(x linear)) in bf16, in pairs, with x = s rounded."""
     return tl.inline_asm_elementwise(
         """{
@@ -261,7 +261,7 @@ def tanh_linear_pairs(s, linear):
 
 
 @triton.jit
-def tanh_of_pairs(s, scale, NAME: tl.constexpr):
+def tanh_packed(s, scale, NAME: tl.constexpr):
     """(x, t) in bf16 with x = s and x + x t = activation(scale * s) / (scale / 2); NAME: FOLDABLE.
 
     GELU and SiLU are scale / 2 * s * (1 + tanh(u)): the factor is left to the epilogue. The
@@ -270,11 +270,11 @@ def tanh_of_pairs(s, scale, NAME: tl.constexpr):
     of bf16 scores is within 0.0078 and one rounding of the exact result within 0.0039.
     """
     if NAME == "silu":
-        x, t = tanh_linear_pairs(s, (0.5 * scale).to(tl.bfloat16))
+        x, t = tanh_linear_packed(s, (0.5 * scale).to(tl.bfloat16))
     else:
         linear, cubic = tanh_argument(scale, NAME)
         linear, cubic = linear.to(tl.bfloat16), cubic.to(tl.bfloat16)
-        x, t = tanh_cubic_pairs(s, linear, cubic)
+        x, t = tanh_cubic_packed(s, linear, cubic)
     return x, t
 
 

@@ -48,7 +48,7 @@ def number(list_ptr, item):
 
 @triton.jit
 def store_fields(ptrs, fields, valid):
-    """Write the first five fields, [sequences] each, of the entries at ptrs [sequences, entries]."""
+    """Write five fields, [sequences] each, of the entries at ptrs [sequences, entries]."""
     for i in tl.static_range(5):
         tl.store(ptrs + i, tl.broadcast_to(fields[i][:, None], ptrs.shape), mask=valid)
 

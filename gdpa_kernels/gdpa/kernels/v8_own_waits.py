@@ -52,8 +52,8 @@ from gdpa_kernels.gdpa.batch import Batch, Schedule
 from gdpa_kernels.gdpa.device.activations import (
     activate_per_head,
     foldable,
-    multiply_add_pairs,
-    tanh_of_pairs,
+    multiply_add_packed,
+    tanh_packed,
 )
 from gdpa_kernels.gdpa.device.masks import all_visible, key_range, mask_probabilities
 from gdpa_kernels.gdpa.device.pages import LEAST as LEAST_PAGE
@@ -354,14 +354,14 @@ def activation_prologue(s, scale, head, row, first_key, mask, options):
         x = mask_probabilities(x, position, first_key, options.CAUSAL, options.WINDOW)
     t = 0
     if options.PAIRS:
-        x, t = tanh_of_pairs(x, scale, options.ACTIVATION)
+        x, t = tanh_packed(x, scale, options.ACTIVATION)
     return x, t
 
 
 @triton.jit
 def activation_epilogue(x, t, DTYPE: tl.constexpr, PAIRS: tl.constexpr):
     """The probabilities, in registers that an MMA reads: only when none is in flight."""
-    return multiply_add_pairs(x, t, x) if PAIRS else x.to(DTYPE)
+    return multiply_add_packed(x, t, x) if PAIRS else x.to(DTYPE)
 
 
 @triton.jit
