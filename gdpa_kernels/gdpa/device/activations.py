@@ -27,16 +27,10 @@ from gdpa_kernels.calling.launch import cdiv, launch
 from gdpa_kernels.gdpa.device.custom import CUSTOM, Custom
 
 INSTRUCTIONS = {
-    "identity": (1, 0),
-    "relu": (2, 0),
-    "relu_squared": (3, 0),
-    "leaky_relu": (3, 0),
-    "hardswish": (6, 0),
-    "silu": (2, 1),
-    "gelu_tanh": (5, 1),
-    "gelu": (5, 1),
+    "identity": (1, 0), "relu": (2, 0), "relu_squared": (3, 0), "leaky_relu": (3, 0),
+    "hardswish": (6, 0), "silu": (2, 1), "gelu_tanh": (5, 1), "gelu": (5, 1),
     "gelu_taylor6": (6, 0),
-}
+}  # fmt: skip
 """fp32 and MUFU instructions of one element with APPROX, compiled for sm_90a."""
 
 
@@ -190,10 +184,8 @@ def pick(names, index):
 
 @triton.jit
 def activate_per_head(s, scale, head, ACTIVATION: tl.constexpr, APPROX: tl.constexpr):
-    """activation(scale * s) of this head; ACTIVATION is one name, or one per head, comma-separated.
-
-    With one per head the program takes one uniform branch per tile.
-    """
+    """activation(scale * s) of this head; ACTIVATION is one name, or one per head, comma-separated:
+    then the program takes one uniform branch per tile."""
     if count(ACTIVATION) == 1:
         y = activate(s, scale, ACTIVATION, APPROX)
     else:
@@ -291,10 +283,8 @@ def activate_kernel(
 def evaluate(
     x: torch.Tensor, name: str, *, scale: float = 1.0, approx: bool = True
 ) -> torch.Tensor:
-    """activation(scale * x) of a contiguous fp32 tensor, as the kernels compute it.
-
-    `approx` chooses the arithmetic of bf16 and fp16 calls (True) or of fp32 calls (False).
-    """
+    """activation(scale * x) of a contiguous fp32 tensor, as the kernels compute it: with `approx` in
+    bf16 and fp16 calls, without in fp32 calls."""
     y = torch.empty_like(x)
     launch(
         activate_kernel, (cdiv(x.numel(), 1024),), x.device, x, y, scale, x.numel(),

@@ -46,16 +46,10 @@ from gdpa_kernels.gdpa.device.activations import (
 from gdpa_kernels.gdpa.device.masks import mask_transposed
 
 INSTRUCTIONS = {
-    "identity": (1, 0),
-    "relu": (4, 0),
-    "relu_squared": (4, 0),
-    "leaky_relu": (4, 0),
-    "hardswish": (11, 0),
-    "silu": (5, 1),
-    "gelu_tanh": (11, 1),
-    "gelu": (11, 1),
+    "identity": (1, 0), "relu": (4, 0), "relu_squared": (4, 0), "leaky_relu": (4, 0),
+    "hardswish": (11, 0), "silu": (5, 1), "gelu_tanh": (11, 1), "gelu": (11, 1),
     "gelu_taylor6": (9, 0),
-}
+}  # fmt: skip
 """fp32 and MUFU instructions of one element's value and slope with APPROX, compiled for sm_90a."""
 
 
@@ -134,10 +128,7 @@ def value_and_slope(s, scale, NAME: tl.constexpr, APPROX: tl.constexpr):
 
 @triton.jit
 def value_and_slope_per_head(s, scale, head, ACTIVATION: tl.constexpr, APPROX: tl.constexpr):
-    """`value_and_slope` of this head; ACTIVATION is one name, or one per head, comma-separated.
-
-    With one per head the program takes one uniform branch per tile.
-    """
+    """`value_and_slope` of this head; ACTIVATION: see `activate_per_head`."""
     if count(ACTIVATION) == 1:
         y, slope = value_and_slope(s, scale, ACTIVATION, APPROX)
     else:

@@ -37,8 +37,7 @@ class Paged(NamedTuple):
 @triton.jit
 def keys_of(list_ptr, item, start_q, len_q, start_k, len_k, indptr_ptr, ends_ptr, options):
     """(`Packed`, `Paged`) of an entry. With a history, packed keys have the offsets of queries."""
-    packed = Packed(start_k, len_k, 0)
-    paged = Paged(0, 0, 0)
+    packed, paged = Packed(start_k, len_k, 0), Paged(0, 0, 0)
     if options.PAGE is not None:
         sequence = number(list_ptr, item)
         start = tl.load(ends_ptr + sequence)

@@ -144,18 +144,14 @@ def target_rank(segments):
 
 @triton.jit
 def sees(i, j, segments):
-    """True where query i sees key j; i and j have shapes that broadcast.
-
-    With a window, i sees an interval of the history and one of targets: a pair is four comparisons
-    (a mask without a window is faster as written here).
-    """
+    """True where query i sees key j; i and j have shapes that broadcast. With a window, i sees an
+    interval of the history and one of targets; without one the comparisons below are faster."""
     contexts, first_target = segments.contexts, segments.first_target
     TARGET_GROUP: tl.constexpr = segments.TARGET_GROUP
     if segments.WINDOW is None:
         same_group = (i - first_target) // TARGET_GROUP == (j - first_target) // TARGET_GROUP
-        seen = ((j <= i) & ((j < first_target) | same_group)) | (
-            (i < contexts) & (j < first_target)
-        )
+        seen = (j <= i) & ((j < first_target) | same_group)
+        seen = seen | ((i < contexts) & (j < first_target))
     else:
         last = tl.where(i < contexts, first_target - 1, tl.minimum(i, first_target - 1))
         query_rank = rank(i, segments)

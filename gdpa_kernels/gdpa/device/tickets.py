@@ -1,4 +1,4 @@
-"""Tickets: programs take the entries of a list in turn, whoever is free, and not by number.
+"""Tickets, a dynamic tile scheduler: whichever program is free takes the next entry of a list.
 
 Program p of P begins with entry p; the t-th ticket, counted over all programs, is for entry P + t.
 A producer takes it from a counter in global memory once all loads of its entry are issued, and
@@ -32,9 +32,9 @@ from gdpa_kernels.gdpa.device.work_list import (
     store_fields,
 )
 
-SLOTS = tl.constexpr(2)
-SHORT = 4096  # rows of a sequence
-BALANCED = 1.05  # the slowest program over the mean
+SLOTS = tl.constexpr(2)  # tickets on their way to the consumers
+SHORT = 4096  # rows of a sequence up to which a fixed list can be balanced
+BALANCED = 1.05  # work of the slowest program over the mean, up to which it is
 
 
 @triton.aggregate
@@ -74,8 +74,9 @@ def follow(tickets, tile):
 
 @triton.jit
 def each_tile(role: tl.constexpr, tickets, list_ptr, TAKES: tl.constexpr, operands):
-    """Call role(item, tile, count, *operands) for each entry of a program, its tile-th, which
-    returns count and the steps of the entry. TAKES: of the producer, which takes the tickets."""
+    """Call role(item, tile, count, *operands) for each entry `item` of a program, its tile-th. It
+    returns `count`, the steps so far, with those of the entry. TAKES: it is the producer. tickets
+    None: a program takes every num_programs-th entry."""
     num_items = count_items(list_ptr)
     count = 0
     if tickets is None:
@@ -105,10 +106,8 @@ class Order(NamedTuple):
 
 class Head(NamedTuple):
     """The `tiles` tiles of one head of a sequence. Tile r, counted from 1 at the cheap end, costs
-    max(1, min(base + r, limit)) in tiles of as many keys as it has rows.
-
-    Contexts and targets are not counted: their tiles cost as those of a causal mask.
-    """
+    max(1, min(base + r, limit)) in tiles of as many keys as it has rows. Contexts and targets are
+    not counted: their tiles cost as those of a causal mask."""
 
     tiles: tl.tensor
     base: tl.tensor
@@ -169,11 +168,8 @@ def ticket_list_kernel(
     TAIL: tl.constexpr,
 ):  # fmt: skip
     """Writes the entries of OWN sequences of the order to their slots in the list; the entries of
-    one sequence are shared out among the programs of the second axis.
-
-    All sequences are read OTHERS at a time, those of the sorted tail TAIL at a time, to find how
-    many entries come before.
-    """
+    one sequence are shared out among the programs of the second axis. What precedes them is counted
+    over all sequences, OTHERS at a time, and over those with sorted heads, TAIL at a time."""
     order = Order(
         order_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, max_seqlen_q, rows_per_item, max_cost,
         CAUSAL, SHIFTED,
@@ -181,7 +177,7 @@ def ticket_list_kernel(
     position = tl.program_id(0) * OWN + tl.arange(0, OWN)
     listed, own_head = tiles_of(order, position)
     index, start_q, rows, start_k, keys = listed
-    preceding = tl.zeros([OWN], tl.int32)  # tiles of one head of the sequences before
+    preceding = tl.zeros([OWN], tl.int32)  # tiles of a head of the sequences before
     total, greatest = 0, tl.cast(1, tl.int32)
     work = tl.cast(0, tl.int64)
     for first in tl.range(0, batch, OTHERS):
@@ -200,8 +196,7 @@ def ticket_list_kernel(
     # the fewest that hold `need`. Their entries begin at `cut_slot`.
     need = greatest.to(tl.int64) * num_programs
     cut, cut_heads, cut_slot, cuts = 0, 0, 0, 0
-    passed = 0
-    left = work
+    passed, left = 0, work
     for first in tl.range(0, batch, OTHERS):
         others = first + tl.arange(0, OTHERS)
         _, each = tiles_of(order, others)
@@ -233,8 +228,8 @@ def ticket_list_kernel(
             cost = tl.maximum(tl.minimum(column.base + per_head - nth, column.limit), 1)
             over = count_over(column, cost)
             equal = count_from(column, cost) - over
-            # Sorted tiles before it: of its sequence the costlier ones, equal ones of earlier heads
-            # and earlier equal ones of its head; of others costlier ones, and equal earlier ones.
+            # Sorted tiles before it: of its own sequence costlier ones, equal ones of earlier heads
+            # and earlier ones of its head; of others costlier ones, and of earlier ones equal ones.
             rank = over * sorted_heads + (head - NUM_HEADS + sorted_heads) * equal + nth - over
             for start in tl.range(cut, batch, TAIL):
                 others = start + tl.arange(0, TAIL)
@@ -262,9 +257,9 @@ class TicketList(Recipe[Schedule]):
     """A list of tiles under a mask, in the order of this file's head.
 
     rows, max_seqlen: of what is listed. transposed: tiles of keys, whose entries name keys where
-    others name queries. causal: a tile's cost rises along its head, or falls with
-    tiles of keys; else all cost the same. shifted: the cheapest tile costs as much more as the
-    other side is longer. max_cost: no tile costs more, in tiles.
+    others name queries. causal: a tile's cost rises along its head, or falls with tiles of keys;
+    else all cost the same. shifted: the cheapest tile costs as much more as the other side is
+    longer. max_cost: no tile costs more, in tiles.
     """
 
     rows: int
@@ -287,9 +282,8 @@ class TicketList(Recipe[Schedule]):
         tiles = schedule.max_tiles(self.rows, batch, self.max_seqlen, self.rows_per_item)
         if tiles == 0:
             return (cu_seqlens_k.new_zeros(1, WIDTH.value),)
-        entries = torch.empty(
-            1 + tiles * self.num_heads, WIDTH.value, dtype=torch.int32, device=device
-        )
+        size = 1 + tiles * self.num_heads, WIDTH.value
+        entries = torch.empty(size, dtype=torch.int32, device=device)
         (order,) = LongestFirst().make(*offsets)
         share, chunk = 4, 16
         max_entries = cdiv(self.max_seqlen, self.rows_per_item) * self.num_heads
@@ -334,22 +328,12 @@ def ticket_list(
     batch: Batch, rows_per_item: int, programs: int, *, transposed: bool = False
 ) -> TicketList:
     """The list of tiles of queries or, `transposed`, of keys, for `programs` programs."""
-    rows, longest, heads = listed(batch, transposed)
-    max_cost = 2**30
-    if batch.window is not None:
-        max_cost = cdiv(batch.window, rows_per_item) * (1 if batch.causal else 2) + 1
     return TicketList(
-        rows,
-        longest,
-        heads,
-        rows_per_item,
-        programs,
-        causal=bool(batch.causal),
+        *listed(batch, transposed), rows_per_item, programs, causal=bool(batch.causal),
         shifted=batch.lower_right != transposed,
-        max_cost=max_cost,
-        numbered=batch.segments is not None,
-        transposed=transposed,
-    )
+        max_cost=schedule.window_cost(batch.window, rows_per_item, causal=bool(batch.causal)),
+        numbered=batch.segments is not None, transposed=transposed,
+    )  # fmt: skip
 
 
 def new_counter(batch: Batch) -> torch.Tensor:

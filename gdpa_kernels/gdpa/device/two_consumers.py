@@ -87,11 +87,11 @@ def dq_product(role: tl.constexpr, ds, k, k_buffer, count, options):
     stage = count & 1
     tlx.barrier_wait(ds.full[stage], (count // 2) & 1)
     d = tlx.local_slice(ds.buffer[stage * MATH_ROLES], [0, ROW], [KEYS, 64])
-    here = tlx.local_slice(k.buffer[k_buffer], [0, COLUMN], [KEYS, 64])
-    dq = tlx.async_dot(tlx.local_trans(d), here)
+    columns = tlx.local_slice(k.buffer[k_buffer], [0, COLUMN], [KEYS, 64])
+    dq = tlx.async_dot(tlx.local_trans(d), columns)
     d = tlx.local_slice(ds.buffer[stage * MATH_ROLES + 1], [0, ROW], [KEYS, 64])
-    here = tlx.local_slice(k.buffer[k_buffer + 1], [0, COLUMN], [KEYS, 64])
-    return tlx.async_dot(tlx.local_trans(d), here, dq)
+    columns = tlx.local_slice(k.buffer[k_buffer + 1], [0, COLUMN], [KEYS, 64])
+    return tlx.async_dot(tlx.local_trans(d), columns, dq)
 
 
 @triton.jit

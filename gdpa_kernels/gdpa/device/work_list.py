@@ -275,30 +275,18 @@ def list_of_queries(
     if splits > 1:
         pieces = splits, cdiv(cdiv(batch.max_seqlen_k, block_n), splits) * block_n, rows
     return WorkList(
-        rows,
-        batch.max_seqlen_q,
-        batch.num_heads,
-        rows_per_item,
-        block_n,
-        max(programs * multiprocessors(batch.device) // ctas, 1),
-        pieces=pieces,
+        rows, batch.max_seqlen_q, batch.num_heads, rows_per_item, block_n,
+        max(programs * multiprocessors(batch.device) // ctas, 1), pieces=pieces,
         numbered=batch.segments is not None or batch.history is not None,
         padded=block_n if batch.history is not None and batch.k.shape[0] else 1,
-    )
+    )  # fmt: skip
 
 
 def list_of_keys(batch: Batch, keys_per_item: int, block_m: int, least: int = 0) -> WorkList:
     """The list of tiles of keys, those with the most queries first: an entry's queries are keys
     and its keys are queries. `least`: tiles of a sequence with queries."""
     return WorkList(
-        batch.k.shape[0],
-        batch.max_seqlen_k,
-        batch.num_heads_k,
-        keys_per_item,
-        block_m,
-        multiprocessors(batch.device),
-        least=least,
-        numbered=batch.segments is not None,
-        transposed=True,
-        rows_of_q=batch.max_seqlen_q if batch.shared_q else 0,
-    )
+        batch.k.shape[0], batch.max_seqlen_k, batch.num_heads_k, keys_per_item, block_m,
+        multiprocessors(batch.device), least=least, numbered=batch.segments is not None,
+        transposed=True, rows_of_q=batch.max_seqlen_q if batch.shared_q else 0,
+    )  # fmt: skip
