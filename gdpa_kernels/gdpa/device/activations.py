@@ -283,8 +283,8 @@ def activate_kernel(
 def evaluate(
     x: torch.Tensor, name: str, *, scale: float = 1.0, approx: bool = True
 ) -> torch.Tensor:
-    """activation(scale * x) of a contiguous fp32 tensor, as the kernels compute it: with `approx` in
-    bf16 and fp16 calls, without in fp32 calls."""
+    """activation(scale * x) of a contiguous fp32 tensor, as the kernels compute it: `approx` is of
+    bf16 and fp16 calls."""
     y = torch.empty_like(x)
     launch(
         activate_kernel, (cdiv(x.numel(), 1024),), x.device, x, y, scale, x.numel(),
