@@ -150,7 +150,7 @@ def value_and_slope_folded(s, scale, NAME: tl.constexpr):
         linear, cubic = tanh_argument(scale, NAME)
         square = s * s
         t = tanh_approx(s * (linear + cubic * square))
-        x_du = s * (linear + 3.0 * cubic * square)
+        x_du = s * (linear + 3.0 * cubic * square)  # x u'
     return s + s * t, t + x_du * (1.0 - t * t)
 
 
