@@ -215,6 +215,13 @@ def masked_cost(
     return max(min(base + rank, _ceil_div(keys, block), max_cost), 1)
 
 
+def window_cost(window: int | None, block: int, *, causal: bool = True) -> int:
+    """Blocks of keys that a window lets a tile of `block` rows see, at most."""
+    if window is None:
+        return 2**30
+    return _ceil_div(window, block) * (1 if causal else 2) + 1
+
+
 def masked(
     plan: Schedule, rows: Sequence[int], keys: Sequence[int], *, block: int, falling: bool = True,
     shifted: bool = False, max_cost: int = 2**30,

@@ -135,13 +135,13 @@ chapter.roles(V4)
 NOT_UNIFORM = ("uniform(steps * GROUP)", "steps * GROUP")
 KEPT = ("        zero = keep_runtime(step)\n", "        zero = 0\n")
 FENCE = '        tlx.fence("async_shared")\n'
-PUT = "        put_aside(staging[role + zero], dq)\n"
+PUT = "        stage_tile(staging[role + zero], dq)\n"
 LATER = studies.piece(v4, "        if step > 1", "        dk = tlx")
-LAST = studies.piece(v4, FENCE[4:] + "    if all", "    put_aside(staging[role], dq)")
+LAST = studies.piece(v4, FENCE[4:] + "    if all", "    stage_tile(staging[role], dq)")
 NOW = LATER.replace("step > 1", "True").replace("step - 2", "step - 1")
 DQ_AT_ONCE = ((LATER, ""), (LAST, ""), (PUT, PUT + FENCE + NOW))
-NEXT = studies.piece(v4, "        s = scores(k.buffer[k_at + role + zero]", "        dq = ")
-FIRST = studies.piece(v4, "    s = scores(k.buffer[k_at + role], q, tl.min", "    tlx.bar")
+NEXT = studies.piece(v4, "        s = scores(k.buffer[k_buffer + role + zero]", "        dq = ")
+FIRST = studies.piece(v4, "    s = scores(k.buffer[k_buffer + role], q, tl.min", "    tlx.bar")
 WAIT = "        s = tlx.async_dot_wait(0, s)\n"
 DQ_WAIT = "        dq = tlx.async_dot_wait(0, dq)\n"
 OWN = NEXT.replace("tl.minimum(now + 1, last)", "now") + WAIT
@@ -266,16 +266,16 @@ chapter.table(
 # is folded below it.
 
 # %% tags=["remove-input"]
-CALLED = ("load", "fetch_both", "scores", "differentiate", "share", "dq_product", "put_aside",
+CALLED = ("load", "fetch_both", "scores", "differentiate", "share", "dq_product", "stage_tile",
           "add_rows", "backward_kernel")  # fmt: skip
 ROLES_NOTES = {
     "steps = uniform(steps_of(len_q, options))": "*Uniform*: a shuffle from lane 0 leaves the "
     "value and tells the compiler that all threads have the same.",
     "zero = keep_runtime(step)": "*Late addresses*: added to buffer numbers below.",
-    "aside, row = staging[role + zero], (step - 2) * options.ROWS": "*dQ put aside*: now, behind "
-    "this step's fence, dQ of two steps ago leaves.",
-    "s = scores(k.buffer[k_at + role + zero]": "*S first*: the next step's S is issued before dQ. "
-    "The last step computes its own S again, since an MMA behind a branch costs more.",
+    "staged_dq, row = staging[role + zero], (step - 2) * options.ROWS": "*dQ put aside*: now, "
+    "behind this step's fence, dQ of two steps ago leaves.",
+    "s = scores(k.buffer[k_buffer + role + zero]": "*S first*: the next step's S is issued before "
+    "dQ. The last step computes its own S again, since an MMA behind a branch costs more.",
     "tlx.barrier_arrive(ds.empty[(now - 1) & 1])": "dS of the last step has been read: its buffer "
     "may be overwritten.",
     "dv = dv * (0.5 * scale * output_scale)": "The folded factors, once per tile.",

@@ -30,7 +30,7 @@ from _lib import studies
 from gdpa_kernels.calling.launch import launch
 from gdpa_kernels.gdpa import reference
 from gdpa_kernels.gdpa.device import activations
-from gdpa_kernels.gdpa.device.activations import multiply_add_pairs, tanh_of_pairs
+from gdpa_kernels.gdpa.device.activations import multiply_add_packed, tanh_packed
 from gdpa_kernels.gdpa.ladder import v7_packed as lesson
 from gdpa_lab.measuring.workloads import workload
 from gdpa_lab.report.chapter import Chapter
@@ -85,7 +85,7 @@ chapter.ladder(V7)
 #   $(x, t)$ in the same registers and makes their multiply-add the late step.
 
 # %% tags=["remove-input"]
-chapter.code(activations.tanh_cubic_pairs)
+chapter.code(activations.tanh_cubic_packed)
 chapter.code(lesson.activation_epilogue, "return")
 chapter.code(lesson.math, "p = activation_epilogue", "tlx.barrier_arrive(q.empty")
 
@@ -126,7 +126,7 @@ chapter.glue(per_v6=count["for a score"]["forward v6"], per_v7=count["for a scor
 # and a tanh. The number of `MUFU` is the same, since sm_90 has no packed tanh:
 # `tanh.approx.bf16x2` becomes two `MUFU.TANH` and a `PRMT` that joins their results.
 #
-# The first version of `tanh_cubic_pairs` had a statement for each step. Between statements the
+# The first version of `tanh_cubic_packed` had a statement for each step. Between statements the
 # compiler may take a pair apart, and it did: `PRMT` moved halves out of registers and back, the
 # kernel executed more instructions per score than v6, and spilled. Inside one block of assembly a
 # pair stays one register.
@@ -141,8 +141,8 @@ chapter.glue(per_v6=count["for a score"]["forward v6"], per_v7=count["for a scor
 @triton.jit
 def pairs_kernel(s_ptr, p_ptr, scale, SIZE: tl.constexpr):
     offsets = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
-    x, t = tanh_of_pairs(tl.load(s_ptr + offsets), scale, "gelu_tanh")
-    tl.store(p_ptr + offsets, multiply_add_pairs(x, t, x))
+    x, t = tanh_packed(tl.load(s_ptr + offsets), scale, "gelu_tanh")
+    tl.store(p_ptr + offsets, multiply_add_packed(x, t, x))
 
 
 SCALE = 128**-0.5

@@ -144,7 +144,7 @@ def model(name: str, way: str) -> dict[str, float]:
     of = workload(name)
     block = 64 if way == "backward" and of.head_dim > 128 else 128
     heads = of.num_heads_q if way == "forward" else of.num_heads_k
-    max_cost = 2**30 if of.window is None else of.window // block + 1
+    max_cost = schedule.window_cost(of.window, block)
     lengths, falling = (of.seqlens_q, of.seqlens_k), way == "forward"
     options = {"num_heads": heads, "num_programs": 132}
     fixed = schedule.build(

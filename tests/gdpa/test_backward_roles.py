@@ -1,6 +1,7 @@
 """The warp-specialized backward rungs: any schedule and configuration, and mistakes in them."""
 
 import re
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import torch
 import tritonemu
 from emulator.tests.judging import SAMPLED, SCHEDULES, import_file, judge, surviving
 from emulator.tests.mutants import Mutant, enumerate_mutants
-from gdpa_kernels.gdpa.device import pair_steps, tensor_memory, two_consumers
+from gdpa_kernels.gdpa.device import pair_steps, tensor_memory, tickets, two_consumers
 from tests.calls import assert_same_bits
 from tests.gdpa.cases import BACKWARD, DEVICE, Case, batch_of, check_gradients
 from tests.gdpa.test_blackwell import mutants_of_a_pair
@@ -103,15 +104,22 @@ def test_three_tiles_of_keys_keep_the_budget_in_any_order(impl):
 
 # One program, or cluster, with two tiles of keys, or items: every slot is used several times over.
 THREE = Case("three", (130, 65, 1), (64, 60, 5), 1, 1, 136)
+# More entries than slots of tickets.
+TICKETS = Case("tickets", (65, 3, 64, 1), (65, 70, 5, 64), 1, 1, options={"causal": True})
 OF_TILES = (
     (Case("wide", (130, 65, 64, 1), (128, 70, 5, 64), 1, 1, 128), {}),
     (Case("narrow", (300, 5), (70, 64), 1, 1), {}),
+    (TICKETS, {"tickets": True}),
 )
 SMALL = {
     V4: OF_TILES,
     V6: OF_TILES,
     V5: ((Case("short", (130, 65), (256, 130), 1, 1, 128), {}),),
-    V7: ((THREE, {}), *((THREE, config) for config in OTHERS[V7])),
+    V7: (
+        (THREE, {}),
+        *((THREE, config) for config in OTHERS[V7]),
+        (replace(TICKETS, head_dim=136), {"tickets": True}),
+    ),
     B1: (
         (Case("narrow", (260, 130), (128, 130), 1, 1), {}),
         (Case("wide", (300, 5), (128, 130), 1, 1, 128), {}),
@@ -124,8 +132,16 @@ SMALL = {
 
 # Why it is no mistake: what nothing notices.
 COVERED = "Another wait of the same role, beside it, lets nothing pending pass either."
+READ = {
+    "All loads of an entry are issued: consumers have given back K and V of the entry before, which"
+    " the ticket named that this slot held.": (
+        "take: tickets.ring.acquire(tile): "
+        "drop barrier_wait(self.empty[stage], count // self.STAGES & 1 ^ 1)",
+    ),
+}
 SURVIVORS = {
-    V4: {
+    V4: READ
+    | {
         COVERED: (
             "math: drop async_dot_wait(0, dv)",
             "math: async_dot_wait(dv): pendings=1",
@@ -173,7 +189,8 @@ SURVIVORS = {
         ),
         "At the end both are awaited, in whatever order.": ("math: ds.empty[stage] -> next",),
     },
-    V7: {
+    V7: READ
+    | {
         "The next tile's first dO is loaded after its V, which this role gives back later.": (
             "score_role: barrier_arrive(g.empty[count % G_STAGES]) before "
             "dv = async_dot_wait(0, dv)",
@@ -194,7 +211,7 @@ SMALL[B4] = (
 SMALL[B5] = (*SMALL[B4], (Case("short", (300, 5), (130, 0), 1, 1), {"once": True}))
 SURVIVORS[V6] = SURVIVORS[V4]
 
-SHARED = (pair_steps, tensor_memory, two_consumers)
+SHARED = (pair_steps, tensor_memory, tickets, two_consumers)
 
 
 def whole(impl: str, folder: Path) -> Path:
@@ -254,19 +271,41 @@ def test_every_mistake_of_a_pair_is_found(impl, tmp_path):
     assert [m.what for m in mutants if not judge(m, import_file, launched).error] == []
 
 
+def without(path: Path, line: str) -> Mutant:
+    """The file without a line; line: its text, and of the next ones what tells it from others."""
+    text = path.read_text()
+    begin = text.index(line)
+    end = begin + len(line.partition("\n")[0])
+    edit = (len(text[:begin].encode()), len(text[:end].encode()), "pass")
+    number = text.count("\n", 0, begin) + 1
+    return Mutant(path, "drop", (number, number), line, (edit,))
+
+
 def test_v5_needs_its_fence_and_its_last_wait():
     """Before dS goes to the other program, and while that one still arrives."""
     path, (small,) = BACKWARD[V5].path, SMALL[V5]
-    text, launched = path.read_text(), [partial(_launch, V5, *small, None)]
-    found = []
-    for protection in (
+    launched = [partial(_launch, V5, *small, None)]
+    lines = (
         'tlx.fence("async_shared")\n    tlx.async_remote_shmem_copy',
         "tlx.barrier_wait(ds.empty[stage], (count & 1) ^ 1)",
-    ):
-        begin = text.index(protection)
-        end = begin + len(protection.partition("\n")[0])
-        edit = (len(text[:begin].encode()), len(text[:end].encode()), "pass")
-        line = text.count("\n", 0, begin) + 1
-        mutant = Mutant(path, "drop", (line, line), protection, (edit,))
-        found.append(judge(mutant, import_file, launched).error)
+    )
+    found = [judge(without(path, line), import_file, launched).error for line in lines]
     assert found == ["MissingFence", "EarlyExit"]
+
+
+@pytest.mark.parametrize("impl", swept((V4, V6, V7), (V4,)))
+def test_every_line_of_tickets_is_needed(impl, tmp_path):
+    """But for one wait, which others imply."""
+    path, small = whole(impl, tmp_path), SMALL[impl][-1]
+    expected = _launch(impl, *small, None, import_file(path), "modelled")
+    launched = [partial(_launch, impl, *small, expected)]
+    mutants = [
+        mutant
+        for mutant in enumerate_mutants(path, "backward_kernel")
+        if mutant.what.startswith(("tickets_of: ", "take: ", "follow: "))
+    ]
+    assert len(mutants) == 17
+    store = "tlx.local_store(tickets.ring.buffer[stage], tl.full([1], 0, tl.int32) + following)"
+    mutants.append(without(path, store))
+    found = [each.what for each in mutants if not judge(each, import_file, launched).error]
+    assert found == [what for harmless in READ.values() for what in harmless]

@@ -14,8 +14,8 @@ from gdpa_kernels.calling import ladder
 from gdpa_kernels.calling.launch import launch
 from gdpa_kernels.calling.launches import launches
 from gdpa_kernels.gdpa import reference
-from gdpa_kernels.gdpa.device.activations import FOLDABLE, foldable, multiply_add_pairs
-from gdpa_kernels.gdpa.device.polynomial import POLYNOMIALS, SHARES, mixed_pairs
+from gdpa_kernels.gdpa.device.activations import FOLDABLE, foldable, multiply_add_packed
+from gdpa_kernels.gdpa.device.polynomial import POLYNOMIALS, SHARES, mixed_packed
 from tests.gdpa.cases import Case, batch_of, kernels_run
 from tests.gdpa.test_forward import call
 from tests.tiers import sweep
@@ -29,9 +29,9 @@ def pairs_kernel(
 ):  # fmt: skip
     offsets = tl.program_id(0) * N + tl.arange(0, N)
     s = tl.load(s_ptr + offsets)
-    x, t = mixed_pairs(s, scale, NAME, SHARE)
+    x, t = mixed_packed(s, scale, NAME, SHARE)
     tl.store(t_ptr + offsets, t)
-    tl.store(y_ptr + offsets, multiply_add_pairs(x, t, x))
+    tl.store(y_ptr + offsets, multiply_add_packed(x, t, x))
 
 
 def evaluate(

@@ -8,7 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from gdpa_kernels.gdpa.schedule import FASTEST, ORDERS, build, build_on_device, max_tiles
+from gdpa_kernels.gdpa.schedule import (
+    FASTEST,
+    ORDERS,
+    build,
+    build_on_device,
+    max_tiles,
+    window_cost,
+)
 from gdpa_lab.measuring.inputs import cu_seqlens
 from gdpa_lab.measuring.workloads import workload
 from tests.tiers import examples
@@ -214,6 +221,15 @@ def test_zigzag_balances_real_lengths():
     }
     assert balance["zigzag"] < 1.03 < 1.1 < balance["valid"] < balance["padded"]
     assert balance["zigzag"] <= balance["longest_first"]
+
+
+@pytest.mark.parametrize("causal", (True, False))
+@pytest.mark.parametrize("window", (0, 1, 7, 8, 9, 16))
+def test_a_window_lets_a_tile_see_so_many_blocks(window, causal):
+    block, first = 8, 800
+    ahead = 0 if causal else window
+    keys = {j for i in range(first, first + block) for j in range(i - window, i + ahead + 1)}
+    assert window_cost(window, block, causal=causal) == len({j // block for j in keys})
 
 
 def test_ordering_cannot_help_when_every_tile_costs_the_same():

@@ -112,7 +112,7 @@ def stale(run: record.Record, folder, root) -> list[str]:
 
 
 def test_a_comment_changes_nothing(measured, tmp_path):
-    place = "@triton.jit\ndef multiply_add_pairs("
+    place = "@triton.jit\ndef multiply_add_packed("
     comment = f"# Another comment.\n\n\n{place}"
     root = edited(tmp_path / "tree", "gdpa/device/activations.py", place, comment)
     assert stale(measured, tmp_path, root) == []

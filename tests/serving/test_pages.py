@@ -340,20 +340,21 @@ def test_any_schedule_and_config_gives_the_same_bits(in_one_call, seeds):
 
 # What is changed, in which file, for what.
 MISTAKES = {
-    "another user's pages": (pages, "pages_ptr + listed + token //", "pages_ptr + token //"),
+    "another user's pages": (pages, "+ paged.first_page + token //", "+ token //"),
     "the page before": (
-        pages, "listed + token // options.PAGE", "listed + (token - 1) // options.PAGE"),
-    "pieces from the start": (pages, "token = first + key", "token = key"),
+        pages, "+ token // options.PAGE", "+ (token - 1) // options.PAGE"),
+    "pieces from the start": (pages, "token = paged.first_token + key", "token = key"),
     "a page without values": (pages, "2 * options.PAGE)", "options.PAGE)"),
     "a tile from the start of its page": (pages, " + token % options.PAGE", ""),
-    "unwritten slots": (pages, "left = tl.maximum(tokens - token, 0)", "left = options.BLOCK_N"),
+    "unwritten slots": (pages, "tl.maximum(paged.tokens - token, 0)", "options.BLOCK_N"),
     "all slots of the last page": (
-        pages, "tl.maximum(tokens - token, 0)", "tl.cdiv(tokens, 64) * 64"),
+        pages, "tl.maximum(paged.tokens - token, 0)", "tl.cdiv(paged.tokens, 64) * 64"),
     "keys as values": (pages, "row += options.PAGE", "row += 0"),
-    "candidates one tile late": (pages, "elif key < first:", "elif key <= first:"),
-    "candidates one tile early": (pages, "elif key < first:", "elif key + 64 < first:"),
-    "their own keys from the start": (pages, "head, key - first)", "head, key)"),
-    "own keys where keys are listed": (pages, "packed = start_q, len_q", "packed = start_k, len_k"),
+    "candidates one tile late": (pages, "key < packed.first_key:", "key <= packed.first_key:"),
+    "candidates one tile early": (
+        pages, "key < packed.first_key:", "key + 64 < packed.first_key:"),
+    "their own keys from the start": (pages, "key -= packed.first_key", "pass"),
+    "own keys where keys are listed": (pages, "Packed(start_q, len_q", "Packed(start_k, len_k"),
     "own keys at the end of the history": (
         pages, "tl.cdiv(tokens, options.BLOCK_N) * options.BLOCK_N", "tokens"),
     "another user's history": (pages, "sequence = number(list_ptr, item)", "sequence = 0"),
@@ -388,7 +389,7 @@ def test_mistakes_are_noticed(mistake, tmp_path):
     file = tmp_path / "changed.py"
     file.write_text(text.replace(right, wrong))
     changed, kernel = import_file(file), import_file(Path(v8.__file__))
-    for name in ("keys_of", "page_of", "fetch_keys", "list_of_queries"):
+    for name in ("keys_of", "row_in_pages", "fetch_keys", "list_of_queries"):
         if hasattr(changed, name):
             setattr(kernel, name, getattr(changed, name))
     wanted = expected()

@@ -27,16 +27,10 @@ from gdpa_kernels.calling.launch import cdiv, launch
 from gdpa_kernels.gdpa.device.custom import CUSTOM, Custom
 
 INSTRUCTIONS = {
-    "identity": (1, 0),
-    "relu": (2, 0),
-    "relu_squared": (3, 0),
-    "leaky_relu": (3, 0),
-    "hardswish": (6, 0),
-    "silu": (2, 1),
-    "gelu_tanh": (5, 1),
-    "gelu": (5, 1),
+    "identity": (1, 0), "relu": (2, 0), "relu_squared": (3, 0), "leaky_relu": (3, 0),
+    "hardswish": (6, 0), "silu": (2, 1), "gelu_tanh": (5, 1), "gelu": (5, 1),
     "gelu_taylor6": (6, 0),
-}
+}  # fmt: skip
 """fp32 and MUFU instructions of one element with APPROX, compiled for sm_90a."""
 
 
@@ -49,19 +43,19 @@ _of.__triton_builtin__ = True
 
 
 @triton.constexpr_function
-def is_own(name):
+def is_custom(name):
     """True for the name of a registered activation, as `cache_key` makes it."""
     return "@" in name
 
 
 @triton.constexpr_function
-def own_value(name):
+def custom_value(name):
     """The registered jit function x -> y of a name as `cache_key` made it."""
     return _of(name).value
 
 
 @triton.constexpr_function
-def own_pair(name):
+def custom_value_and_slope(name):
     """The registered jit function x -> (y, slope) of a name as `cache_key` made it."""
     return _of(name).value_and_slope
 
@@ -156,8 +150,8 @@ def activate(s, scale, NAME: tl.constexpr, APPROX: tl.constexpr):
         y = gelu(s, scale, APPROX)
     elif NAME == "silu":
         y = silu(s, scale, APPROX)
-    elif is_own(NAME):
-        y = own_value(NAME)(s * scale)
+    elif is_custom(NAME):
+        y = custom_value(NAME)(s * scale)
     else:
         x = s * scale
         if NAME == "identity":
@@ -190,10 +184,8 @@ def pick(names, index):
 
 @triton.jit
 def activate_per_head(s, scale, head, ACTIVATION: tl.constexpr, APPROX: tl.constexpr):
-    """activation(scale * s) of this head; ACTIVATION is one name, or one per head, comma-separated.
-
-    With one per head the program takes one uniform branch per tile.
-    """
+    """activation(scale * s) of this head; ACTIVATION is one name, or one per head, comma-separated:
+    then the program takes one uniform branch per tile."""
     if count(ACTIVATION) == 1:
         y = activate(s, scale, ACTIVATION, APPROX)
     else:
@@ -208,7 +200,7 @@ FOLDABLE = ("gelu", "gelu_tanh", "silu")
 
 
 def foldable(activation: tuple[str, ...], dtype: torch.dtype) -> bool:
-    """True for what `tanh_of_pairs`, and `value_and_slope_folded` of derivatives.py, can compute:
+    """True for what `tanh_packed`, and `value_and_slope_folded` of derivatives.py, can compute:
     GELU or SiLU for all heads, in bf16.
 
     In fp16 x + x t, or 2 dS, may exceed 65504 where the activation, or dS, does not.
@@ -217,7 +209,7 @@ def foldable(activation: tuple[str, ...], dtype: torch.dtype) -> bool:
 
 
 @triton.jit
-def multiply_add_pairs(a, b, c):
+def multiply_add_packed(a, b, c):
     """a * b + c in bf16, rounded once, two elements in one instruction."""
     return tl.inline_asm_elementwise(
         "fma.rn.bf16x2 $0, $1, $2, $3;", "=r,r,r,r", [a, b, c], dtype=tl.bfloat16, is_pure=True,
@@ -226,7 +218,7 @@ def multiply_add_pairs(a, b, c):
 
 
 @triton.jit
-def tanh_cubic_pairs(s, linear, cubic):
+def tanh_cubic_packed(s, linear, cubic):
     """(x, tanh(x (linear + cubic x^2))) in bf16, in pairs, with x = s rounded.
 
     One block of assembly: given the instructions one by one, the compiler unpacks the pairs and
@@ -247,7 +239,7 @@ def tanh_cubic_pairs(s, linear, cubic):
 
 
 @triton.jit
-def tanh_linear_pairs(s, linear):
+def tanh_linear_packed(s, linear):
     """(x, tanh(x linear)) in bf16, in pairs, with x = s rounded."""
     return tl.inline_asm_elementwise(
         """{
@@ -261,7 +253,7 @@ def tanh_linear_pairs(s, linear):
 
 
 @triton.jit
-def tanh_of_pairs(s, scale, NAME: tl.constexpr):
+def tanh_packed(s, scale, NAME: tl.constexpr):
     """(x, t) in bf16 with x = s and x + x t = activation(scale * s) / (scale / 2); NAME: FOLDABLE.
 
     GELU and SiLU are scale / 2 * s * (1 + tanh(u)): the factor is left to the epilogue. The
@@ -270,11 +262,11 @@ def tanh_of_pairs(s, scale, NAME: tl.constexpr):
     of bf16 scores is within 0.0078 and one rounding of the exact result within 0.0039.
     """
     if NAME == "silu":
-        x, t = tanh_linear_pairs(s, (0.5 * scale).to(tl.bfloat16))
+        x, t = tanh_linear_packed(s, (0.5 * scale).to(tl.bfloat16))
     else:
         linear, cubic = tanh_argument(scale, NAME)
         linear, cubic = linear.to(tl.bfloat16), cubic.to(tl.bfloat16)
-        x, t = tanh_cubic_pairs(s, linear, cubic)
+        x, t = tanh_cubic_packed(s, linear, cubic)
     return x, t
 
 
@@ -291,10 +283,8 @@ def activate_kernel(
 def evaluate(
     x: torch.Tensor, name: str, *, scale: float = 1.0, approx: bool = True
 ) -> torch.Tensor:
-    """activation(scale * x) of a contiguous fp32 tensor, as the kernels compute it.
-
-    `approx` chooses the arithmetic of bf16 and fp16 calls (True) or of fp32 calls (False).
-    """
+    """activation(scale * x) of a contiguous fp32 tensor, as the kernels compute it: `approx` is of
+    bf16 and fp16 calls."""
     y = torch.empty_like(x)
     launch(
         activate_kernel, (cdiv(x.numel(), 1024),), x.device, x, y, scale, x.numel(),

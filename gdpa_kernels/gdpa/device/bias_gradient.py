@@ -1,10 +1,9 @@
 """The gradients of a relative bias's tables: sums of dS over pairs, in a fixed order.
 
-A program owns a stripe: the tiles along a diagonal, of one head and of CHUNK sequences. They have
-the same distances, whose sums stay in registers: row r of a tile [rows, keys] is rotated by r, and
-a column then has two distances, BLOCK apart. For the times it sums over each bucket from a tile's
-least to its greatest: few where events are in order, but for tiles at the diagonal. PyTorch adds
-the sums of the programs.
+A program has a stripe: the tiles [rows, keys] along a diagonal, of one head and of CHUNK sequences.
+Their pairs have the same distances key - row, whose sums stay in registers. For the times it sums
+over each bucket from a tile's least to its greatest: few where events are in order, but for tiles
+at the diagonal. PyTorch adds the sums of the programs.
 
 No atomics: the same bits in every run. S and dP are computed once more.
 """
@@ -20,12 +19,12 @@ from gdpa_kernels.device.sequences import sequence
 from gdpa_kernels.device.vendor import precision
 from gdpa_kernels.gdpa import bias
 from gdpa_kernels.gdpa.batch import Batch
-from gdpa_kernels.gdpa.device.bias_tiles import biased, buckets_of
+from gdpa_kernels.gdpa.device.bias_tiles import add_bias, time_buckets
 from gdpa_kernels.gdpa.device.derivatives import value_and_slope_per_head
 from gdpa_kernels.gdpa.device.masks import mask_probabilities
-from gdpa_kernels.gdpa.device.segments import counts, segments_of
+from gdpa_kernels.gdpa.device.segments import load_segments, sees
 
-PROGRAMS = 1056
+PROGRAMS = 1056  # about as many are launched: 8 for each SM of an H200
 
 
 @dataclass(frozen=True)
@@ -68,8 +67,8 @@ def bias_kernel(
     position_ptr=None, time_ptr=None, times_q_ptr=None, times_k_ptr=None, thresholds_ptr=None,
     BIAS: tl.constexpr = None,
 ):  # fmt: skip
-    """Sums of dS of one stripe: distances_ptr [programs, 2, BLOCK], of its distances and of those
-    `BLOCK` before; buckets_ptr [programs, WIDTH]. None: not needed."""
+    """Sums of dS of one stripe. distances_ptr [programs, 2, BLOCK]: of distance first_distance + c,
+    and of first_distance + c - BLOCK; buckets_ptr [programs, WIDTH]; None: not needed."""
     pid = tl.program_id(0)
     first_distance = (first_stripe + pid % stripes) * BLOCK
     head = pid // stripes % NUM_HEADS
@@ -77,7 +76,9 @@ def bias_kernel(
     EXACT: tl.constexpr = q_ptr.dtype.element_ty == tl.float32
     PRECISION: tl.constexpr = precision(EXACT)
     offsets = tl.arange(0, BLOCK)
-    diagonal = offsets[:, None] + offsets[None, :]
+    # Row r, rotated left by r, has key r + c of the tile at column c: distance first_distance + c.
+    # Where r + c is beyond the tile it has key r + c - BLOCK, whose distance is BLOCK less.
+    rotated_key = offsets[:, None] + offsets[None, :]
     stripe_sums = tl.zeros([BLOCK], tl.float32)
     previous_sums = tl.zeros([BLOCK], tl.float32)
     if buckets_ptr is not None:
@@ -90,9 +91,11 @@ def bias_kernel(
         shift = 0
         if LOWER_RIGHT:
             shift = len_k - len_q
-        ahead = shift + first_distance
+        ahead = shift + first_distance  # from a tile's first row to its first key
         if segments_ptr is not None:
-            contexts, history = segments_of(segments_ptr, batch, len_k)
+            segments = load_segments(
+                segments_ptr, batch, len_k, WINDOW, TARGET_GROUP, FULL_ROWS, OWN_RANKS
+            )
         for first_row in range(
             tl.maximum(-ahead, 0) // BLOCK * BLOCK, tl.minimum(len_q, len_k - ahead), BLOCK
         ):
@@ -102,7 +105,7 @@ def bias_kernel(
             q = load_rows(q_ptr, start_q, head, row, is_row, Q_STRIDES, HEAD_DIM, BLOCK_D)
             k = load_rows(k_ptr, start_k, head // GROUP, key, is_key, K_STRIDES, HEAD_DIM, BLOCK_D)
             s = tl.dot(q, k.T, input_precision=PRECISION) * scale
-            s = biased(
+            s = add_bias(
                 s, first_row, first_row + shift, first_row + ahead, head, len_q, len_k, start_q,
                 start_k, position_ptr, time_ptr, times_q_ptr, times_k_ptr, thresholds_ptr, BIAS,
             )  # fmt: skip
@@ -112,8 +115,7 @@ def bias_kernel(
                     slope, first_row + shift, first_row + ahead, CAUSAL, WINDOW
                 )
             else:
-                seen = counts(i, j, contexts, history, WINDOW, TARGET_GROUP, FULL_ROWS, OWN_RANKS)
-                slope = tl.where(seen, slope, 0.0)
+                slope = tl.where(sees(i, j, segments), slope, 0.0)
             grad = load_rows(
                 grad_ptr, start_out, head, row, is_row, GRAD_STRIDES, HEAD_DIM, BLOCK_D
             )
@@ -122,17 +124,17 @@ def bias_kernel(
             ds = slope * tl.dot(grad, v.T, input_precision=PRECISION)
             ds = tl.where(exists, ds, 0.0)
             if distances_ptr is not None:
-                aligned = tl.gather(ds, diagonal % BLOCK, 1)
-                stripe_sums += tl.sum(tl.where(diagonal < BLOCK, aligned, 0.0), 0)
-                previous_sums += tl.sum(tl.where(diagonal < BLOCK, 0.0, aligned), 0)
+                rotated = tl.gather(ds, rotated_key % BLOCK, 1)
+                stripe_sums += tl.sum(tl.where(rotated_key < BLOCK, rotated, 0.0), 0)
+                previous_sums += tl.sum(tl.where(rotated_key < BLOCK, 0.0, rotated), 0)
             if buckets_ptr is not None:
-                bucket = buckets_of(
+                bucket = time_buckets(
                     i, j, shift, len_q, len_k, start_q, start_k,
                     times_q_ptr, times_k_ptr, thresholds_ptr, BIAS[2],
                 )  # fmt: skip
-                counted = exists & (ds != 0.0)  # a NaN is not 0
-                least = tl.min(tl.where(counted, bucket, WIDTH))
-                most = tl.max(tl.where(counted, bucket, -1))
+                added = exists & (ds != 0.0)  # a NaN is not 0
+                least = tl.min(tl.where(added, bucket, WIDTH))
+                most = tl.max(tl.where(added, bucket, -1))
                 for entry in range(least, most + 1):
                     total = tl.sum(tl.where(bucket == entry, ds, 0.0))
                     sums += tl.where(entries == entry, total, 0.0)
@@ -147,7 +149,8 @@ def bias_kernel(
 
 
 def stripes_of(batch: Batch, block: int) -> tuple[int, int]:
-    """The first and the last stripe that a pair of the batch may lie in."""
+    """The first and the last stripe in which a pair of the batch may lie. Stripe n has distances
+    n * block + c, 0 <= c < block, and those `block` less."""
     reach_back, reach_ahead = batch.max_seqlen_q, batch.max_seqlen_k
     if batch.lower_right:
         reach_back, reach_ahead = reach_ahead, reach_back
@@ -198,11 +201,11 @@ def gradients(
     if distances is not None:
         sums = distances.sum(0)
         sums = sums if len(tables[0]) > 1 else sums.sum(0, keepdim=True)
-        stretch = sums.new_zeros(len(sums), stripes + 1, block)  # from the stripe before the first
-        stretch[:, 1:] += sums[:, :, 0]
-        stretch[:, :-1] += sums[:, :, 1]
-        from_first = (first - 1) * block
-        table_sums[0] = bias.onto_table(stretch.flatten(1), from_first, tables[0].shape[1])
+        by_distance = sums.new_zeros(len(sums), stripes + 1, block)
+        by_distance[:, 1:] += sums[:, :, 0]
+        by_distance[:, :-1] += sums[:, :, 1]  # of the stripe before
+        least = (first - 1) * block
+        table_sums[0] = bias.onto_table(by_distance.flatten(1), least, tables[0].shape[1])
     if buckets is not None:
         sums = buckets.sum((0, 2))
         sums = sums if len(tables[1]) > 1 else sums.sum(0, keepdim=True)

@@ -36,8 +36,8 @@ from gdpa_kernels.calling.launch import cdiv, launch
 from gdpa_kernels.gdpa.device.activations import (
     activate,
     count,
-    is_own,
-    own_pair,
+    custom_value_and_slope,
+    is_custom,
     pick,
     relu,
     tanh_approx,
@@ -46,16 +46,10 @@ from gdpa_kernels.gdpa.device.activations import (
 from gdpa_kernels.gdpa.device.masks import mask_transposed
 
 INSTRUCTIONS = {
-    "identity": (1, 0),
-    "relu": (4, 0),
-    "relu_squared": (4, 0),
-    "leaky_relu": (4, 0),
-    "hardswish": (11, 0),
-    "silu": (5, 1),
-    "gelu_tanh": (11, 1),
-    "gelu": (11, 1),
+    "identity": (1, 0), "relu": (4, 0), "relu_squared": (4, 0), "leaky_relu": (4, 0),
+    "hardswish": (11, 0), "silu": (5, 1), "gelu_tanh": (11, 1), "gelu": (11, 1),
     "gelu_taylor6": (9, 0),
-}
+}  # fmt: skip
 """fp32 and MUFU instructions of one element's value and slope with APPROX, compiled for sm_90a."""
 
 
@@ -74,8 +68,8 @@ def gelu_and_slope(s, scale, NAME: tl.constexpr, APPROX: tl.constexpr):
         e = tl.exp(-2.0 * u)
         t = 2.0 / (1.0 + e) - 1.0
         y = s * scale / (1.0 + e)
-    x_slope = 0.5 * s * (linear + 3.0 * cubic * square)
-    return y, (0.5 + 0.5 * t) + x_slope * (1.0 - t * t)
+    half_x_du = 0.5 * s * (linear + 3.0 * cubic * square)  # 0.5 x u'
+    return y, (0.5 + 0.5 * t) + half_x_du * (1.0 - t * t)
 
 
 @triton.jit
@@ -107,8 +101,8 @@ def value_and_slope(s, scale, NAME: tl.constexpr, APPROX: tl.constexpr):
         y, slope = gelu_and_slope(s, scale, NAME, APPROX)
     elif NAME == "silu":
         y, slope = silu_and_slope(s, scale, APPROX)
-    elif is_own(NAME):
-        y, slope = own_pair(NAME)(s * scale)
+    elif is_custom(NAME):
+        y, slope = custom_value_and_slope(NAME)(s * scale)
     else:
         x = s * scale
         y = activate(s, scale, NAME, APPROX)
@@ -134,10 +128,7 @@ def value_and_slope(s, scale, NAME: tl.constexpr, APPROX: tl.constexpr):
 
 @triton.jit
 def value_and_slope_per_head(s, scale, head, ACTIVATION: tl.constexpr, APPROX: tl.constexpr):
-    """`value_and_slope` of this head; ACTIVATION is one name, or one per head, comma-separated.
-
-    With one per head the program takes one uniform branch per tile.
-    """
+    """`value_and_slope` of this head; ACTIVATION: see `activate_per_head`."""
     if count(ACTIVATION) == 1:
         y, slope = value_and_slope(s, scale, ACTIVATION, APPROX)
     else:
@@ -153,14 +144,14 @@ def value_and_slope_folded(s, scale, NAME: tl.constexpr):
     """(y, c) in fp32: activation(scale s) = scale / 2 y, its derivative is (1 + c) / 2; with
     tanh.approx. NAME: FOLDABLE."""
     if NAME == "silu":
-        x_slope = s * (0.5 * scale)
-        t = tanh_approx(x_slope)
+        x_du = s * (0.5 * scale)  # u itself, x / 2
+        t = tanh_approx(x_du)
     else:
         linear, cubic = tanh_argument(scale, NAME)
         square = s * s
         t = tanh_approx(s * (linear + cubic * square))
-        x_slope = s * (linear + 3.0 * cubic * square)
-    return s + s * t, t + x_slope * (1.0 - t * t)
+        x_du = s * (linear + 3.0 * cubic * square)  # x u'
+    return s + s * t, t + x_du * (1.0 - t * t)
 
 
 @triton.jit

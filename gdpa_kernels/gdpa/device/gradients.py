@@ -42,10 +42,8 @@ class Gradients:
 
 @triton.jit
 def steps_of(key, len_q, ROWS: tl.constexpr, KEYS: tl.constexpr, options):
-    """(first row, steps) of the tile of KEYS keys at `key`.
-
-    At least one step: prologue and epilogue need one. Without rows it adds zero.
-    """
+    """(first row, steps) of the tile of KEYS keys at `key`. Prologue and epilogue need a step:
+    without rows it adds zero."""
     start, end = row_range(key, len_q, ROWS, KEYS, options.CAUSAL, options.WINDOW)
     return start, tl.maximum(tl.cdiv(end - start, ROWS), 1)
 
@@ -67,21 +65,6 @@ def add_rows(desc, start, length, head, first_row, rows):
     """
     box = tl.reshape(rows, [1, 1, 1, desc.block_shape[3], desc.block_shape[4]])
     desc.atomic_add([BOUND, start + length, head, BOUND - length + first_row, 0], box)
-
-
-@triton.jit
-def add_rows_by_threads(
-    ptr, start, length, head, first_row, rows, NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr
-):
-    """`add_rows` to a contiguous `[total, NUM_HEADS, HEAD_DIM]`, by atomic adds of every thread."""
-    row = first_row + tl.arange(0, rows.shape[0])
-    dim = tl.arange(0, rows.shape[1])
-    first = (tl.cast(start, tl.int64) * NUM_HEADS + head) * HEAD_DIM
-    offsets = row.to(tl.int64)[:, None] * (NUM_HEADS * HEAD_DIM) + dim[None, :]
-    mask = (row < length)[:, None]
-    if rows.shape[1] != HEAD_DIM:
-        mask = mask & (dim < HEAD_DIM)[None, :]
-    tl.atomic_add(ptr + first + offsets, rows, mask=mask, sem="relaxed")
 
 
 @triton.jit
@@ -122,18 +105,10 @@ def loaded(
 
 
 def launch_gradients(
-    kernel: triton.JITFunction,
-    batch: Batch,
-    config: object,
-    loads: Sequence[TensorDescriptor],
-    boxes: tuple[tuple[int, int | None], ...],
-    work: tuple[object, ...],
-    items: int,
-    *,
-    ctas: int = 1,
-    adds: bool = True,
-    **constants: object,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    kernel: triton.JITFunction, batch: Batch, config: object, loads: Sequence[TensorDescriptor],
+    boxes: tuple[tuple[int, int | None], ...], work: tuple[object, ...], items: int,
+    *, ctas: int = 1, adds: bool = True, **constants: object,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """(dq, dk, dv) by `kernel`, in clusters of `ctas` programs, one for each multiprocessor but no
     more clusters than `items`.
 

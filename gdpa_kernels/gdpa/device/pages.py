@@ -1,10 +1,12 @@
-"""Loads of keys and values from pages (batch.History).
+"""Loads of keys and values whose first ones, the history, lie in pages (`batch.History`).
 
-A tile of keys lies in one page where BLOCK_N divides page_size, and is one copy: rows beyond the
-history, which may hold anything, read as zero. The keys in packed tensors start at the next whole
-tile.
-The zero rows between add nothing, since what multiplies their values is finite.
+PAGE tokens have 2 PAGE consecutive rows: their keys, then their values. A tile of BLOCK_N keys lies
+in one page, and is one copy; rows beyond the history, which may hold anything, read as zero. Keys
+in packed tensors (OWN_KEYS) follow from the next whole tile on. The zero keys between add nothing,
+since what multiplies their values is finite.
 """
+
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -15,34 +17,48 @@ from gdpa_kernels.gdpa.device.work_list import number
 LEAST = 64  # keys of the smallest tile
 
 
+class Packed(NamedTuple):
+    """An entry's keys in packed tensors: first row, number, and how many keys precede them."""
+
+    start: tl.tensor
+    length: tl.tensor
+    first_key: tl.tensor
+
+
+class Paged(NamedTuple):
+    """An entry's keys in pages: index of its sequence's first page in the list of pages, the token
+    that is the entry's first key, and tokens of the whole history."""
+
+    first_page: tl.tensor
+    first_token: tl.tensor
+    tokens: tl.tensor
+
+
 @triton.jit
 def keys_of(list_ptr, item, start_q, len_q, start_k, len_k, indptr_ptr, ends_ptr, options):
-    """(start, length, first key) of an entry's keys in packed tensors, which have its queries'
-    offsets where a history comes first; and of those in pages (index of the first page in the list,
-    first token, tokens)."""
-    packed = start_k, len_k, 0
-    paged = 0, 0, 0
+    """(`Packed`, `Paged`) of an entry. With a history, packed keys have the offsets of queries."""
+    packed, paged = Packed(start_k, len_k, 0), Paged(0, 0, 0)
     if options.PAGE is not None:
         sequence = number(list_ptr, item)
         start = tl.load(ends_ptr + sequence)
         tokens = tl.load(ends_ptr + sequence + 1) - start
-        first = 0
+        first_token = 0
         if not options.OWN_KEYS:  # an entry may be a piece of the history
-            first = start_k - start
-        packed = start_q, len_q, tl.cdiv(tokens, options.BLOCK_N) * options.BLOCK_N
-        paged = tl.load(indptr_ptr + sequence), first, tokens
+            first_token = start_k - start
+        packed = Packed(start_q, len_q, tl.cdiv(tokens, options.BLOCK_N) * options.BLOCK_N)
+        paged = Paged(tl.load(indptr_ptr + sequence), first_token, tokens)
     return packed, paged
 
 
 @triton.jit
-def page_of(pages_ptr, paged, key, options):
+def row_in_pages(pages_ptr, paged, key, options):
     """(row of a tile's first key, tokens of the history from there on, which may be none)."""
     row, left = 0, 0
     if options.PAGE is not None:
-        listed, first, tokens = paged
-        token = first + key
-        left = tl.maximum(tokens - token, 0)
-        page = tl.load(pages_ptr + listed + token // options.PAGE, mask=left > 0, other=0)
+        token = paged.first_token + key
+        left = tl.maximum(paged.tokens - token, 0)
+        page_ptr = pages_ptr + paged.first_page + token // options.PAGE
+        page = tl.load(page_ptr, mask=left > 0, other=0)
         row = page * (2 * options.PAGE) + token % options.PAGE
     return row, left
 
@@ -51,17 +67,17 @@ def page_of(pages_ptr, paged, key, options):
 def fetch_keys(
     desc, history_desc, buffer, full, packed, row, left, head, key, VALUES: tl.constexpr, options
 ):
-    """`fetch_rows` of a tile of keys or VALUES from a page or from the packed tensors. Without the
-    latter `desc` is of the pages."""
-    start, length, first = packed
+    """`fetch_rows` of a tile of keys, or of their VALUES, from a page or from packed tensors; row,
+    left: of `row_in_pages`. desc: of packed tensors, without OWN_KEYS of pages."""
     if options.PAGE is None:
-        fetch_rows(desc, buffer, full, start, length, head, key)
+        fetch_rows(desc, buffer, full, packed.start, packed.length, head, key)
     else:
         if VALUES:
             row += options.PAGE
         if not options.OWN_KEYS:
             fetch_rows(desc, buffer, full, row, left, head, 0)
-        elif key < first:
+        elif key < packed.first_key:
             fetch_rows(history_desc, buffer, full, row, left, head, 0)
         else:
-            fetch_rows(desc, buffer, full, start, length, head, key - first)
+            key -= packed.first_key
+            fetch_rows(desc, buffer, full, packed.start, packed.length, head, key)

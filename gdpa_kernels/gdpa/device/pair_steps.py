@@ -1,8 +1,14 @@
-"""A step of the backward rungs for CTA pairs: its loads, P, dS and its exchange, the MMAs that read
-columns, and the launch.
+"""A step of the backward rungs for CTA pairs: its loads, P, dS and its exchange, the MMAs of dV and
+dK, and the launch.
 
-Each CTA holds half of the rows of Q and dO, all of its keys' rows of K, and half of the columns of
-the rows of both CTAs.
+An item has KEYS keys for each CTA, and a step ROWS rows. In an MMA of a pair each CTA has rows of A
+of its own and half of the columns of B (pairs.py). So it loads most operands twice:
+
+- for S^T = K Q^T and dP^T = V dO^T its keys' rows of K and V, and half of the `rows` of Q and dO,
+  which are columns of Q^T and dO^T;
+- for dK = dS^T Q and dV = P^T dO half of the `columns` of Q and dO, all rows;
+- for dQ = dS K, of the rows of the math role whose number is its rank, half of the columns of both
+  CTAs' keys. The other CTA has computed half of that dS, and sends it.
 """
 
 import torch
@@ -31,18 +37,17 @@ ITEM = tl.constexpr(KEYS.value * CTAS.value)
 
 @triton.aggregate
 class Halves:
-    """This CTA's half of Q or dO of a step: rows whole, or half of the columns."""
+    """This CTA's halves of Q or dO of a step: half of the rows, and half of the columns."""
 
     rows: Ring
     columns: Ring
 
 
 @triton.aggregate
-class Differences:
-    """dS of a step: of this CTA's keys in TMEM; of its rows, of both CTAs' keys, in shared memory.
-
-    peer.full completes when the part of the latter that the other CTA computes has arrived.
-    """
+class ScoreGradients:
+    """dS of a step. keys: of this CTA's keys, in TMEM, for dK. rows: of this CTA's half of the rows
+    and both CTAs' keys, in shared memory, for dQ. peer.full completes when the part of `rows` that
+    the other CTA computes has arrived."""
 
     keys: OneWay
     rows: OneWay
@@ -51,7 +56,7 @@ class Differences:
 
 @triton.aggregate
 class Descriptors:
-    """TMA descriptors of the loads: whole rows, or half of the columns."""
+    """TMA descriptors of the loads: of whole rows, and of half of the columns; g: dO."""
 
     q_rows: tl.tensor_descriptor
     q_columns: tl.tensor_descriptor
@@ -64,7 +69,8 @@ class Descriptors:
 
 @triton.jit
 def fetch(desc, ring, free, BYTES, start, length, head, row, column):
-    """This CTA's part of a slot of one stage, once it is free; the leader expects both CTAs'."""
+    """Load this CTA's part of a ring of one stage, once phase `free` says that it is empty. The
+    leader's barrier expects BYTES, those of both CTAs."""
     rank = tlx.cluster_cta_rank()
     tlx.barrier_wait(ring.empty[0], free)
     tlx.barrier_expect_bytes(ring.full[0], BYTES, pred=rank == 0)
@@ -73,7 +79,8 @@ def fetch(desc, ring, free, BYTES, start, length, head, row, column):
 
 @triton.jit
 def add_products(weights, columns, sums, use_acc, WIDTH: tl.constexpr):
-    """dV += P dO, or dK += dS Q, of the pair: the rows of a math role after the other's."""
+    """dV += P^T dO, or dK += dS^T Q, of the pair, one MMA for the rows of each math role. weights:
+    P^T or dS^T in TMEM, see tensor_memory.py. Not use_acc: sums start here."""
     for half in tl.static_range(MATH_ROLES):
         rows = tlx.local_slice(columns.buffer[0], [half * HALF, 0], [HALF, WIDTH])
         add = use_acc | (half > 0)
@@ -85,37 +92,39 @@ def add_products(weights, columns, sums, use_acc, WIDTH: tl.constexpr):
 
 @triton.jit
 def share(role: tl.constexpr, part: tl.constexpr, ds, d, rank):
-    """Store dS of a part of a role's rows in the CTA that computes their dQ."""
-    here = tlx.local_slice(ds.rows.buffer[rank], [0, part * PART], [KEYS, PART])
+    """Store dS of a part of a role's rows, of this CTA's keys, in the CTA that computes their dQ:
+    the one whose rank is the role's number."""
+    columns = tlx.local_slice(ds.rows.buffer[rank], [0, part * PART], [KEYS, PART])
     if rank == role:
-        tlx.local_store(here, d)
+        tlx.local_store(columns, d)
     else:
-        tlx.async_remote_shmem_store(here, d, role, ds.peer.full[0])
+        tlx.async_remote_shmem_store(columns, d, role, ds.peer.full[0])
 
 
 @triton.jit
 def activate_and_share(
     role: tl.constexpr, s, p, dp, ds, phase, scale, head, row, key, rank, options
 ):  # fmt: skip
-    """P and dS of a math role's rows of a step, each for the MMAs that read it."""
+    """P and dS of a math role's rows of a step, in two PARTs. Arrivals are on barriers of the
+    leader, which issues the MMAs that read them."""
     tlx.barrier_wait(s.full[0], phase)
     slope = activate(role, 0, s, p, scale, head, row, key, options)
-    slope_of_second = activate(role, 1, s, p, scale, head, row, key, options)
+    second_slope = activate(role, 1, s, p, scale, head, row, key, options)
     tlx.barrier_arrive(p.full[0], 1, remote_cta_rank=0)
     tlx.barrier_wait(dp.full[0], phase)
     d = differentiate(role, 0, dp, ds.keys, slope, options)
-    d_of_second = differentiate(role, 1, dp, ds.keys, slope_of_second, options)
+    second_d = differentiate(role, 1, dp, ds.keys, second_slope, options)
     tlx.barrier_arrive(ds.keys.full[0], 1, remote_cta_rank=0)
     if rank == role:
         tlx.barrier_expect_bytes(ds.peer.full[0], KEYS * HALF * tlx.size_of(options.DTYPE))
     share(role, 0, ds, d, rank)
-    share(role, 1, ds, d_of_second, rank)
+    share(role, 1, ds, second_d, rank)
     if rank == role:
         tlx.fence("async_shared")
         tlx.barrier_arrive(ds.rows.full[0], 1, remote_cta_rank=0)
 
 
-def loaded_in_parts(grad_out: torch.Tensor, batch: Batch) -> tuple[TensorDescriptor, ...]:
+def load_descriptors(grad_out: torch.Tensor, batch: Batch) -> tuple[TensorDescriptor, ...]:
     """The fields of `Descriptors`; grad_out is copied where TMA cannot read it."""
     grad_out, columns = readable(grad_out), batch.head_dim // CTAS.value
     return (
@@ -137,6 +146,6 @@ def launch_pairs(
     `launch_gradients`."""
     boxes = (HALF.value, None), (KEYS.value, None), (KEYS.value, None)
     return launch_gradients(
-        kernel, batch, config, loaded_in_parts(grad_out, batch), boxes, (entries,),
+        kernel, batch, config, load_descriptors(grad_out, batch), boxes, (entries,),
         len(entries) - 1, ctas=CTAS.value, adds=adds,
     )  # fmt: skip

@@ -1,9 +1,9 @@
 """GELU and SiLU of a share of the scores by a polynomial on FMA units instead of MUFU.
 
-GELU(x) and SiLU(x) are x / 2 (1 + t(x)), t odd and rising from -1 to 1. The polynomial is t's
-minimax one, odd too, in v = x / (2 LIMIT) clamped to -1/2 .. 1/2, so it has an error bound for
-every x: within LIMIT the largest of the fit, beyond it the constant's, whose distance from a rising
-t is largest at one of the ends, LIMIT or infinity.
+GELU(x) and SiLU(x) are x / 2 (1 + t(x)), t odd and rising from -1 to 1. t is computed as its
+minimax polynomial v (c0 + c1 v^2 + c2 v^4 + ...) in v = x / (2 LIMIT), clamped to -1/2 .. 1/2. So
+its error has a bound for every x: up to LIMIT the largest of the fit; beyond, where the polynomial
+is constant and t rises, the error at LIMIT or at infinity.
 
 | name        | degree | LIMIT | error of t, all x | of the activation |
 |-------------|--------|-------|-------------------|-------------------|
@@ -12,8 +12,11 @@ t is largest at one of the ends, LIMIT or infinity.
 | `silu`      | 17     | 7.53  | 6.8e-4            | 3.4e-4 abs(x)     |
 
 That includes the rounding of each step to fp32. t is then rounded to bf16, and to 1 where it is
-above 1 - 2**-9, so a saturated score gives exactly x or 0. The error of `tanh.approx.bf16x2` is up
-to 2**-8.
+above 1 - 2**-9, so a saturated score gives exactly x or 0. The error of `tanh.approx.bf16x2`, which
+computes the rest of the scores, is up to 2**-8.
+
+`assembly` is one block of PTX for 1 / SHARE pairs of scores, packed two to a register: the last
+pair takes the polynomial, the others MUFU, so that the two units work side by side.
 """
 
 import struct
@@ -22,7 +25,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from gdpa_kernels.gdpa.device.activations import multiply_add_pairs, tanh_of_pairs
+from gdpa_kernels.gdpa.device.activations import multiply_add_packed, tanh_packed
 from gdpa_kernels.gdpa.device.masks import mask_probabilities
 from gdpa_kernels.gdpa.device.probabilities import probabilities
 
@@ -31,7 +34,7 @@ SHARES = (0.125, 0.25, 0.5)
 
 
 class Polynomial(NamedTuple):
-    """t(x) = v (c0 + c1 v^2 + c2 v^4 + ...) with v = x / (2 limit), clamped to -1/2 .. 1/2."""
+    """LIMIT; c0, c1, ...; and the error of t."""
 
     limit: float
     coefficients: tuple[float, ...]
@@ -47,15 +50,13 @@ POLYNOMIALS = {
     ),
     "silu": Polynomial(
         7.526666666666666,
-        (
-            *(7.50252056, -134.175247, 2412.51074, -32231.9668, 292288.781, -1714572.5),
-            *(6178068.0, -12377411.0, 10528795.0),
-        ),
+        (7.50252056, -134.175247, 2412.51074, -32231.9668, 292288.781, -1714572.5, 6178068.0,
+         -12377411.0, 10528795.0),
         6.8e-4,
     ),
-}
+}  # fmt: skip
 
-# u = x linear, or x (linear + cubic x^2); then tanh(u): activations.py's, of one pair.
+# PTX of u = x linear, or of u = x (linear + cubic x^2), of one pair: t is tanh(u).
 _TANH = {
     "silu": "mul.rn.bf16x2 u, {x}, {linear};",
     "gelu": "mul.rn.bf16x2 u, {x}, {x}; fma.rn.bf16x2 u, u, {cubic}, {linear}; "
@@ -65,16 +66,18 @@ _TANH["gelu_tanh"] = _TANH["gelu"]
 
 
 def _literal(value: float) -> str:
+    """An fp32 constant in PTX."""
     return "0f" + struct.pack(">f", value).hex().upper()
 
 
-def _steps(name: str, low: str, high: str, one: str, out: str) -> list[str]:
-    """PTX of t of two scores in fp32: `out` is the pair in bf16. one: v(1)."""
+def _steps(name: str, low: str, high: str, v_of_one: str, out: str) -> list[str]:
+    """PTX of t of the scores `low` and `high`, fp32, as the bf16 pair `out`: v = sat(x v(1) + 1/2)
+    - 1/2, w = v^2 and t by Horner's rule, both scores in one register of two fp32."""
     *rest, highest = (_literal(c) for c in POLYNOMIALS[name].coefficients)
     half = _literal(0.5)
     return [
-        f"fma.rn.sat.f32 a, {low}, {one}, {half};",
-        f"fma.rn.sat.f32 b, {high}, {one}, {half};",
+        f"fma.rn.sat.f32 a, {low}, {v_of_one}, {half};",
+        f"fma.rn.sat.f32 b, {high}, {v_of_one}, {half};",
         "mov.b64 v, {a, b};",
         f"mov.b64 c, {{{_literal(-0.5)}, {_literal(-0.5)}}};",
         "add.rn.f32x2 v, v, c;",
@@ -92,8 +95,9 @@ def _steps(name: str, low: str, high: str, one: str, out: str) -> list[str]:
 
 
 def _assembly(name: str, pairs: int) -> str:
-    """PTX of `pairs` pairs of scores, the last by polynomial: outputs x and t, inputs s, linear,
-    cubic, v(1), each of all pairs; for four x $0-3, t $4-7, s $8-15, linear $16-19."""
+    """PTX of `pairs` pairs of scores, the last by polynomial. Its operands, for four pairs: outputs
+    x $0-3 and t $4-7; inputs s $8-15, linear $16-19, cubic $20-23, v(1) $24-31. Those in bf16 hold
+    a pair each, s and v(1) a score."""
     lines = [".reg .b32 u;", ".reg .f32 a, b;", ".reg .b64 v, w, t, c;"]
     for pair in range(pairs):
         x, t = f"${pair}", f"${pairs + pair}"
@@ -115,15 +119,15 @@ ASSEMBLY = {
 
 @triton.constexpr_function
 def assembly(name, share):
-    """The PTX of `mixed_pairs`."""
+    """The PTX of `mixed_packed`."""
     return ASSEMBLY[name, share]
 
 
 @triton.constexpr_function
 def operands(share):
     """Constraints of the operands of `assembly`: x and t; s; linear and cubic; v(1)."""
-    pairs = 2 * round(1 / share)
-    return ",".join(["=&r"] * pairs + ["f"] * pairs + ["r"] * pairs + ["f"] * pairs)
+    scores = 2 * round(1 / share)
+    return ",".join(["=&r"] * scores + ["f"] * scores + ["r"] * scores + ["f"] * scores)
 
 
 @triton.constexpr_function
@@ -134,7 +138,7 @@ def scores_at_once(share):
 
 @triton.constexpr_function
 def constants(name):
-    """(linear, cubic) with t(x) = tanh(x (linear + cubic x^2)), and v(1): all of scale 1."""
+    """(linear, cubic, v(1)) of scale 1: t(x) = tanh(x (linear + cubic x^2)), v(1) = 1 / 2 LIMIT."""
     linear, cubic = {
         "gelu": (0.798801444, 0.0352820472),
         "gelu_tanh": (0.7978845608028654, 0.7978845608028654 * 0.044715),
@@ -144,11 +148,11 @@ def constants(name):
 
 
 @triton.jit
-def mixed_pairs(s, scale, NAME: tl.constexpr, SHARE: tl.constexpr):
-    """(x, t) of `activations.tanh_of_pairs`; SHARE of the scores of a row, 0 or one of `SHARES`, by
+def mixed_packed(s, scale, NAME: tl.constexpr, SHARE: tl.constexpr):
+    """(x, t) of `activations.tanh_packed`; SHARE of the scores of a row, 0 or one of `SHARES`, by
     the polynomial."""
     if SHARE == 0:
-        x, t = tanh_of_pairs(s, scale, NAME)
+        x, t = tanh_packed(s, scale, NAME)
     else:
         FACTORS: tl.constexpr = constants(NAME)
         linear = (FACTORS[0] * scale).to(tl.bfloat16)
@@ -162,11 +166,15 @@ def mixed_pairs(s, scale, NAME: tl.constexpr, SHARE: tl.constexpr):
 
 @triton.jit
 def mixed_probabilities(s, scale, head, first_row, first_key, options):
-    """`probabilities`, with `mixed_pairs` where it computes GELU or SiLU in pairs."""
+    """activation(scale * s) in options.DTYPE, masked pairs zero; with options.PAIRS, over scale / 2
+    and by `mixed_packed`.
+
+    GELU and SiLU of 0 are 0: masking the scores is as good, and leaves the pairs of bf16 whole.
+    """
     if options.PAIRS:
         s = mask_probabilities(s, first_row, first_key, options.CAUSAL, options.WINDOW)
-        x, t = mixed_pairs(s, scale, options.ACTIVATION, options.SHARE)
-        p = multiply_add_pairs(x, t, x)
+        x, t = mixed_packed(s, scale, options.ACTIVATION, options.SHARE)
+        p = multiply_add_packed(x, t, x)
     else:
         p = probabilities(s, scale, head, first_row, first_key, options)
     return p

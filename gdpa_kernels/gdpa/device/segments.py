@@ -1,21 +1,23 @@
 """The HSTU mask of a sequence [contexts | history | targets], for the kernels.
 
-Positions count from the start of the sequence, of queries too (`causal` "lower_right"). Contexts
-see all but targets, history what is at or before it, targets all but other groups' targets:
+Positions of queries and keys count from the start of the sequence; with `causal` "lower_right" the
+last query stands at the last key. Query i sees key j:
 
-| row, key | contexts | history | targets              |
-|----------|----------|---------|----------------------|
-| contexts | all      | all     | none                 |
-| history  | all      | j <= i  | none                 |
-| targets  | all      | all     | of its group, j <= i |
+| query, key | contexts | history | targets                    |
+|------------|----------|---------|----------------------------|
+| contexts   | all      | all     | none                       |
+| history    | all      | j <= i  | none                       |
+| targets    | all      | all     | of the same group, j <= i  |
 
-A window limits the distance of ranks: a context has rank 0, the history counts on from there, and
-targets share the rank after it, or with OWN_RANKS count on. FULL_ROWS: the last ranks of the
-history and those of targets, which no window limits.
+A window hides keys whose rank is more than WINDOW below the query's. A context has rank 0, the
+history counts on from there; all targets share the rank after it, or count on with OWN_RANKS. With
+FULL_ROWS it limits neither the last FULL_ROWS queries of the history nor targets.
 
-A block of rows sees two intervals of keys, of the history and of its targets' groups; a block of
-keys is seen by two intervals of rows. With `skip_gap` one loop runs over both.
+So a block of queries sees two intervals of keys, one of the history and one of targets, and a block
+of keys is seen by two intervals of queries. One loop runs over both and skips the gap between them.
 """
+
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -23,144 +25,158 @@ import triton.language as tl
 from gdpa_kernels.gdpa.device.work_list import number
 
 
+class Segments(NamedTuple):
+    """The mask of one sequence: the number of contexts, the position of the first target (which is
+    the sequence's length where it has none), and the constants of the call."""
+
+    contexts: tl.tensor
+    first_target: tl.tensor
+    WINDOW: tl.constexpr
+    TARGET_GROUP: tl.constexpr
+    FULL_ROWS: tl.constexpr
+    OWN_RANKS: tl.constexpr
+
+
 @triton.jit
-def segments_of(segments_ptr, batch, len_k):
-    """(contexts, end of the history) of a sequence; segments_ptr: int32 [sequences,
-    2], targets and contexts of each."""
+def load_segments(
+    segments_ptr, batch, len_k, WINDOW: tl.constexpr, TARGET_GROUP: tl.constexpr,
+    FULL_ROWS: tl.constexpr, OWN_RANKS: tl.constexpr,
+):  # fmt: skip
+    """`Segments` of a sequence; segments_ptr: int32 [sequences, 2], targets and contexts."""
     pointer = segments_ptr + batch.to(tl.int64) * 2
-    return tl.load(pointer + 1), len_k - tl.load(pointer)
+    contexts, first_target = tl.load(pointer + 1), len_k - tl.load(pointer)
+    return Segments(contexts, first_target, WINDOW, TARGET_GROUP, FULL_ROWS, OWN_RANKS)
 
 
 @triton.jit
-def parts_of(list_ptr, segments_ptr, item, len_q, len_k, options):
-    """(position of row 0, contexts, end of the history) of the sequence of a list's entry."""
-    shift, contexts, history = 0, 0, 0
+def entry_mask(list_ptr, segments_ptr, item, len_q, len_k, options):
+    """(position of row 0, `Segments` or None) of the sequence of a list's entry."""
+    shift, segments = 0, None
     if options.LOWER_RIGHT:
         shift = len_k - len_q
     if options.SEGMENTS:
-        contexts, history = segments_of(segments_ptr, number(list_ptr, item), len_k)
-    return shift, contexts, history
+        segments = load_segments(
+            segments_ptr, number(list_ptr, item), len_k,
+            options.WINDOW, options.TARGET_GROUP, options.FULL_ROWS, options.OWN_RANKS,
+        )  # fmt: skip
+    return shift, segments
 
 
 @triton.jit
 def skip_gap(index, gap_start, gap_end):
-    """The position of a loop's index in two intervals: itself before gap_start, then from gap_end
-    on."""
+    """The position of a loop's index, which jumps from gap_start to gap_end."""
     return tl.where(index < gap_start, index, index - gap_start + gap_end)
 
 
 @triton.jit
-def key_stretches(
-    position, rows, len_k, contexts, history,
-    BLOCK_N: tl.constexpr, TARGET_GROUP: tl.constexpr,
-    WINDOW: tl.constexpr, FULL_ROWS: tl.constexpr, OWN_RANKS: tl.constexpr,
-):  # fmt: skip
-    """(start, end, gap_start, gap_end) of the loop over keys that `rows` rows from `position` on
-    see."""
+def key_intervals(position, rows, len_k, segments, BLOCK_N: tl.constexpr):
+    """(start, end, gap_start, gap_end): `skip_gap` of start, start + BLOCK_N, ... up to end are the
+    blocks of keys that any of `rows` rows from `position` on sees."""
+    contexts, first_target = segments.contexts, segments.first_target
     end = tl.minimum(position + rows, len_k)
-    seen = tl.where(position < contexts, history, tl.minimum(end, history))
-    gap_start = tl.cdiv(seen, BLOCK_N) * BLOCK_N
-    target = tl.maximum(position, history) - history
-    gap_end = (history + target // TARGET_GROUP * TARGET_GROUP) // BLOCK_N * BLOCK_N
-    gap_end = tl.maximum(gap_end, gap_start)
-    more = tl.where(end > history, tl.maximum(tl.cdiv(end - gap_end, BLOCK_N), 0), 0) * BLOCK_N
+    history_end = tl.where(position < contexts, first_target, tl.minimum(end, first_target))
+    gap_start = tl.cdiv(history_end, BLOCK_N) * BLOCK_N
+    target = tl.maximum(position, first_target) - first_target
+    group_start = first_target + target // segments.TARGET_GROUP * segments.TARGET_GROUP
+    gap_end = tl.maximum(group_start // BLOCK_N * BLOCK_N, gap_start)
+    blocks = tl.where(end > first_target, tl.maximum(tl.cdiv(end - gap_end, BLOCK_N), 0), 0)
+    of_targets = blocks * BLOCK_N
     start = 0
-    if WINDOW is not None:  # from the key of the least rank that the first row sees
-        least = rank(position, contexts, history, OWN_RANKS) - WINDOW
+    if segments.WINDOW is not None:  # from the key of the least rank that the first row sees
+        least = rank(position, segments) - segments.WINDOW
         limited = (position >= contexts) & (least > 0)
-        if FULL_ROWS > 0:
-            last = rank(position + rows - 1, contexts, history, OWN_RANKS)
-            limited = limited & (last < rank(history, contexts, history, False) - FULL_ROWS)
-        key = least + tl.maximum(contexts - 1, 0)
+        if segments.FULL_ROWS > 0:
+            last = rank(position + rows - 1, segments)
+            limited = limited & (last < target_rank(segments) - segments.FULL_ROWS)
+        key = last_position(least, contexts)
         start = tl.minimum(tl.where(limited, key // BLOCK_N * BLOCK_N, 0), gap_start)
-    return start, gap_start + more, gap_start, gap_end
+    return start, gap_start + of_targets, gap_start, gap_end
 
 
 @triton.jit
-def row_stretches(
-    first_key, keys, len_q, len_k, contexts, history,
-    BLOCK_M: tl.constexpr, TARGET_GROUP: tl.constexpr,
-    WINDOW: tl.constexpr, FULL_ROWS: tl.constexpr, OWN_RANKS: tl.constexpr,
-):  # fmt: skip
-    """(start, end, gap_start, gap_end) of the loop over rows that see any of `keys` keys."""
+def row_intervals(first_key, keys, len_q, len_k, segments, BLOCK_M: tl.constexpr):
+    """(start, end, gap_start, gap_end): `skip_gap` of start, start + BLOCK_M, ... up to end are the
+    blocks of rows that see any of `keys` keys from first_key on."""
+    contexts, first_target = segments.contexts, segments.first_target
     shift = len_k - len_q
     gap_start = 0
     end = len_q
-    if first_key < history:
+    if first_key < first_target:  # the gap: rows after the contexts and before the key's own
         gap_start = tl.cdiv(tl.maximum(tl.minimum(contexts - shift, len_q), 0), BLOCK_M) * BLOCK_M
-    else:
-        last = (tl.minimum(first_key + keys, len_k) - 1 - history) // TARGET_GROUP + 1
-        end = tl.minimum(len_q, history + last * TARGET_GROUP - shift)
-    if WINDOW is not None and FULL_ROWS == 0:  # to the row of the greatest rank that sees a key
+    else:  # targets are seen up to the end of the last key's group
         last_key = tl.minimum(first_key + keys, len_k) - 1
-        most = rank(last_key, contexts, history, OWN_RANKS) + WINDOW
-        limited = last_key < history
-        if not OWN_RANKS:
-            limited = limited & (most < rank(history, contexts, history, False))
-        row = most + tl.maximum(contexts - 1, 0) - shift
+        groups = (last_key - first_target) // segments.TARGET_GROUP + 1
+        end = tl.minimum(len_q, first_target + groups * segments.TARGET_GROUP - shift)
+    if segments.WINDOW is not None and segments.FULL_ROWS == 0:
+        # The last row whose rank sees the last key. Targets that share a rank are not cut off.
+        last_key = tl.minimum(first_key + keys, len_k) - 1
+        greatest = rank(last_key, segments) + segments.WINDOW
+        limited = last_key < first_target
+        if not segments.OWN_RANKS:
+            limited = limited & (greatest < target_rank(segments))
+        row = last_position(greatest, contexts) - shift
         end = tl.where(limited, tl.minimum(end, tl.maximum(row + 1, 0)), end)
     gap_end = tl.maximum(tl.maximum(first_key - shift, 0) // BLOCK_M * BLOCK_M, gap_start)
-    more = tl.maximum(tl.cdiv(end - gap_end, BLOCK_M), 0) * BLOCK_M
-    return 0, gap_start + more, gap_start, gap_end
+    blocks = tl.maximum(tl.cdiv(end - gap_end, BLOCK_M), 0)
+    return 0, gap_start + blocks * BLOCK_M, gap_start, gap_end
 
 
 @triton.jit
-def rank(position, contexts, history, OWN_RANKS: tl.constexpr):
+def rank(position, segments):
     """The rank of a position, by which a window measures distance."""
-    if not OWN_RANKS:
-        position = tl.minimum(position, history)
+    if not segments.OWN_RANKS:
+        position = tl.minimum(position, segments.first_target)
+    contexts = segments.contexts
     return tl.where(contexts > 0, tl.maximum(position - contexts + 1, 0), position)
 
 
 @triton.jit
-def counts(
-    i, j, contexts, history,
-    WINDOW: tl.constexpr, TARGET_GROUP: tl.constexpr, FULL_ROWS: tl.constexpr,
-    OWN_RANKS: tl.constexpr,
-):  # fmt: skip
-    """True where query i sees key j; i and j have shapes that broadcast.
+def last_position(rank, contexts):
+    """The last position of a rank, 0 or more; of targets' ranks as if they counted on."""
+    return rank + tl.maximum(contexts - 1, 0)
 
-    With a window, i sees an interval of the history and one of targets: a pair is four comparisons
-    (a mask without one is faster as written here).
-    """
-    if WINDOW is None:
-        same = (i - history) // TARGET_GROUP == (j - history) // TARGET_GROUP
-        seen = ((j <= i) & ((j < history) | same)) | ((i < contexts) & (j < history))
+
+@triton.jit
+def target_rank(segments):
+    """The rank of the first target, which all share without OWN_RANKS."""
+    return rank(segments.first_target, segments)
+
+
+@triton.jit
+def sees(i, j, segments):
+    """True where query i sees key j; i and j have shapes that broadcast. With a window, i sees an
+    interval of the history and one of targets; without one the comparisons below are faster."""
+    contexts, first_target = segments.contexts, segments.first_target
+    TARGET_GROUP: tl.constexpr = segments.TARGET_GROUP
+    if segments.WINDOW is None:
+        same_group = (i - first_target) // TARGET_GROUP == (j - first_target) // TARGET_GROUP
+        seen = (j <= i) & ((j < first_target) | same_group)
+        seen = seen | ((i < contexts) & (j < first_target))
     else:
-        last = tl.where(i < contexts, history - 1, tl.minimum(i, history - 1))
-        query_rank = rank(i, contexts, history, OWN_RANKS)
-        least = query_rank - WINDOW
-        first = tl.where(least > 0, least + tl.maximum(contexts - 1, 0), 0)
-        if FULL_ROWS > 0:
-            full = query_rank >= rank(history, contexts, history, False) - FULL_ROWS
+        last = tl.where(i < contexts, first_target - 1, tl.minimum(i, first_target - 1))
+        query_rank = rank(i, segments)
+        least = query_rank - segments.WINDOW
+        first = tl.where(least > 0, last_position(least, contexts), 0)
+        if segments.FULL_ROWS > 0:
+            full = query_rank >= target_rank(segments) - segments.FULL_ROWS
             first = tl.where(full, 0, first)
-        group = tl.maximum(history + (i - history) // TARGET_GROUP * TARGET_GROUP, history)
-        if OWN_RANKS:
-            group = tl.maximum(group, i - WINDOW)
-        seen = ((j >= first) & (j <= last)) | ((j >= group) & (j <= i))
+        group = first_target + (i - first_target) // TARGET_GROUP * TARGET_GROUP
+        first_of_group = tl.maximum(group, first_target)
+        if segments.OWN_RANKS:
+            first_of_group = tl.maximum(first_of_group, i - segments.WINDOW)
+        seen = ((j >= first) & (j <= last)) | ((j >= first_of_group) & (j <= i))
     return seen
 
 
 @triton.jit
-def counted(i, j, contexts, history, options):
-    """`counts` with the constants of `options`."""
-    return counts(
-        i, j, contexts, history,
-        options.WINDOW, options.TARGET_GROUP, options.FULL_ROWS, options.OWN_RANKS,
-    )  # fmt: skip
-
-
-@triton.jit
-def all_count(
-    position, first_key, ROWS: tl.constexpr, KEYS: tl.constexpr, contexts, history, options
-):  # fmt: skip
+def sees_all(position, first_key, ROWS: tl.constexpr, KEYS: tl.constexpr, segments):
     """True only if ROWS rows see each of KEYS keys, all of the history."""
-    whole = (position >= first_key + KEYS - 1) & (first_key + KEYS <= history)
-    if options.WINDOW is not None:
-        most = rank(position + ROWS - 1, contexts, history, options.OWN_RANKS)
-        near = most - rank(first_key, contexts, history, options.OWN_RANKS) <= options.WINDOW
-        if options.FULL_ROWS > 0:
-            least = rank(position, contexts, history, options.OWN_RANKS)
-            near = near | (least >= rank(history, contexts, history, False) - options.FULL_ROWS)
+    whole = (position >= first_key + KEYS - 1) & (first_key + KEYS <= segments.first_target)
+    if segments.WINDOW is not None:
+        greatest = rank(position + ROWS - 1, segments)
+        near = greatest - rank(first_key, segments) <= segments.WINDOW
+        if segments.FULL_ROWS > 0:
+            least = rank(position, segments)
+            near = near | (least >= target_rank(segments) - segments.FULL_ROWS)
         whole = whole & near
     return whole

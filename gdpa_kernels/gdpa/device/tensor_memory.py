@@ -1,10 +1,11 @@
-"""Functions of the backward rungs with accumulators in tensor memory: P and dS of a part of the
-rows of a step, dV and dK out of it; for those with a CTA for a tile of keys also the producer, dQ
-out of it and the launch.
+"""Functions of the backward rungs with accumulators in tensor memory (TMEM): P and dS of a part of
+the rows of a step, and dV and dK from TMEM to memory; for rungs whose CTA has a tile of keys of its
+own also the producer, dQ from TMEM to memory and the launch.
 
-P overwrites S in tensor memory, and dS overwrites dP where it is there too. A role has 64 columns
-of fp32, which hold two buffers of half precision, and uses the first: no role overwrites the scores
-of another.
+A step is S^T and dP^T, [KEYS, ROWS] in fp32: TMEM lanes are keys, columns rows. Each of two math
+roles has HALF of the columns, and goes through them in PARTs. P overwrites S, and dS overwrites dP
+where it is in TMEM too: a role's 64 columns of fp32 hold two buffers of 64 columns in half
+precision, of which it uses the first, `buffer[2 * role]`, so it overwrites only scores of its own.
 """
 
 from dataclasses import dataclass
@@ -93,7 +94,8 @@ def load(q_desc, k_desc, v_desc, g_desc, q, k, v, g, list_ptr, options):
 
 @triton.jit
 def activate(role: tl.constexpr, part: tl.constexpr, s, p, scale, head, row, key, options):
-    """Store P of a part of a role's rows, [keys, rows], over its S; return the slope for dS."""
+    """Store P of a part of a role's rows, [keys, rows], over its S; return the slope, from which
+    `differentiate` computes dS. row: the role's first."""
     scores = tlx.local_load(tlx.subslice(s.buffer[0], role * HALF + part * PART, PART))
     y, slope = value_and_factor(scores, scale, head, options.ACTIVATION, options.FOLD)
     y = mask_transposed(y, row + part * PART, key, options.CAUSAL, options.WINDOW)
@@ -103,7 +105,7 @@ def activate(role: tl.constexpr, part: tl.constexpr, s, p, scale, head, row, key
 
 @triton.jit
 def differentiate(role: tl.constexpr, part: tl.constexpr, dp, ds, slope, options):
-    """Store dS of a part of a role's rows over its dP, and return it."""
+    """Store dS of a part of a role's rows, in TMEM over its dP, and return it."""
     d = tlx.local_load(tlx.subslice(dp.buffer[0], role * HALF + part * PART, PART))
     d = times_slope(d, slope, options.FOLD).to(options.DTYPE)
     tlx.local_store(tlx.subslice(ds.buffer[2 * role], part * PART, PART), d)
@@ -112,12 +114,13 @@ def differentiate(role: tl.constexpr, part: tl.constexpr, dp, ds, slope, options
 
 @triton.jit
 def put_sum(desc, sums, buffer, factor, start, length, head, key):
-    """Store dV or dK of a tile, times factor, from TMEM through `buffer`, and await the store."""
+    """Store dV or dK of a tile, times factor, from TMEM through `buffer` by TMA, 64 columns at a
+    time, and await the store."""
     WIDTH: tl.constexpr = desc.block_shape[4]
     for part in tl.static_range(WIDTH // 64):
         x = tlx.local_load(tlx.subslice(sums, part * 64, 64)) * factor
-        here = tlx.local_slice(buffer, [0, part * 64], [KEYS, 64])
-        tlx.local_store(here, x.to(tlx.dtype_of(desc)))
+        columns = tlx.local_slice(buffer, [0, part * 64], [KEYS, 64])
+        tlx.local_store(columns, x.to(tlx.dtype_of(desc)))
     tlx.fence("async_shared")
     coords = [BOUND, start + length, head, BOUND - length + key, 0]
     tlx.async_descriptor_store(desc, buffer, coords)
@@ -126,7 +129,8 @@ def put_sum(desc, sums, buffer, factor, start, length, head, key):
 
 @triton.jit
 def output(dq, staging, dq_desc, list_ptr, options):
-    """Adds dQ of every step to memory, 32 columns at a time."""
+    """A role that adds dQ of every step to memory by TMA reduce-adds, COLUMNS at a time: one is
+    staged while the one before is read."""
     PARTS: tl.constexpr = options.HEAD_DIM // COLUMNS
     num_items = count_items(list_ptr)
     count = 0

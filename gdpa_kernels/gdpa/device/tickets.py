@@ -1,4 +1,4 @@
-"""Tickets: programs take the entries of a list in turn, whoever is free, and not by number.
+"""Tickets, a dynamic tile scheduler: whichever program is free takes the next entry of a list.
 
 Program p of P begins with entry p; the t-th ticket, counted over all programs, is for entry P + t.
 A producer takes it from a counter in global memory once all loads of its entry are issued, and
@@ -12,6 +12,7 @@ when the first of them is taken are free before the last.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -23,11 +24,17 @@ from gdpa_kernels.calling.lengths import Recipe
 from gdpa_kernels.device.groups import Ring
 from gdpa_kernels.gdpa import schedule
 from gdpa_kernels.gdpa.batch import Batch, Schedule
-from gdpa_kernels.gdpa.device.work_list import WIDTH, LongestFirst, count_items, sequences
+from gdpa_kernels.gdpa.device.work_list import (
+    WIDTH,
+    LongestFirst,
+    count_items,
+    sequences,
+    store_fields,
+)
 
-SLOTS = tl.constexpr(2)
-SHORT = 4096  # rows of a sequence
-BALANCED = 1.05  # the slowest program over the mean
+SLOTS = tl.constexpr(2)  # tickets on their way to the consumers
+SHORT = 4096  # rows of a sequence up to which a fixed list can be balanced
+BALANCED = 1.05  # work of the slowest program over the mean, up to which it is
 
 
 @triton.aggregate
@@ -67,8 +74,9 @@ def follow(tickets, tile):
 
 @triton.jit
 def each_tile(role: tl.constexpr, tickets, list_ptr, TAKES: tl.constexpr, operands):
-    """Call role(item, tile, count, *operands) for each entry of a program, its tile-th, which
-    returns count and the steps of the entry. TAKES: of the producer, which takes the tickets."""
+    """Call role(item, tile, count, *operands) for each entry `item` of a program, its tile-th. It
+    returns `count`, the steps so far, with those of the entry. TAKES: it is the producer. tickets
+    None: a program takes every num_programs-th entry."""
     num_items = count_items(list_ptr)
     count = 0
     if tickets is None:
@@ -82,32 +90,53 @@ def each_tile(role: tl.constexpr, tickets, list_ptr, TAKES: tl.constexpr, operan
             tile += 1
 
 
-@triton.jit
-def tiles_of(order_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, position, batch, max_seqlen_q,
-             rows_per_item, max_cost, CAUSAL: tl.constexpr, SHIFTED: tl.constexpr):  # fmt: skip
-    """(index, start_q, rows, start_k, keys, tiles, base, limit) of the sequences at `position` of
-    the order. Tile r of a head, counted from 1 at its cheap end, costs base + r, at least 1 and at
-    most `limit`, in tiles of as many keys as it has rows.
+class Order(NamedTuple):
+    """Sequences in the order in which they are listed, and what their tiles cost."""
 
-    Contexts and targets are not counted: their tiles cost as those of a causal mask.
-    """
-    index = tl.load(order_ptr + position, mask=position < batch, other=batch)
+    order_ptr: tl.tensor
+    cu_seqlens_q_ptr: tl.tensor
+    cu_seqlens_k_ptr: tl.tensor
+    batch: tl.tensor
+    max_seqlen_q: tl.tensor
+    rows_per_item: tl.tensor
+    max_cost: tl.tensor
+    CAUSAL: tl.constexpr
+    SHIFTED: tl.constexpr
+
+
+class Head(NamedTuple):
+    """The `tiles` tiles of one head of a sequence. Tile r, counted from 1 at the cheap end, costs
+    max(1, min(base + r, limit)) in tiles of as many keys as it has rows. Contexts and targets are
+    not counted: their tiles cost as those of a causal mask."""
+
+    tiles: tl.tensor
+    base: tl.tensor
+    limit: tl.tensor
+
+
+@triton.jit
+def tiles_of(order, position):
+    """((index, start_q, rows, start_k, keys), `Head`) of sequences at `position` of the order."""
+    index = tl.load(order.order_ptr + position, mask=position < order.batch, other=order.batch)
     start_q, _, rows, start_k, keys = sequences(
-        cu_seqlens_q_ptr, cu_seqlens_k_ptr, index, batch, max_seqlen_q, None, None, None
-    )
-    limit = tl.maximum(tl.minimum(tl.cdiv(keys, rows_per_item), max_cost), 1)
+        order.cu_seqlens_q_ptr, order.cu_seqlens_k_ptr, index, order.batch, order.max_seqlen_q,
+        None, None, None,
+    )  # fmt: skip
+    limit = tl.maximum(tl.minimum(tl.cdiv(keys, order.rows_per_item), order.max_cost), 1)
     base = tl.zeros_like(rows)
-    if not CAUSAL:
+    if not order.CAUSAL:
         base = limit
-    elif SHIFTED:
-        base = (keys - rows) // rows_per_item
-    return index, start_q, rows, start_k, keys, tl.cdiv(rows, rows_per_item), base, limit
+    elif order.SHIFTED:
+        base = (keys - rows) // order.rows_per_item
+    head = Head(tl.cdiv(rows, order.rows_per_item), base, limit)
+    return (index, start_q, rows, start_k, keys), head
 
 
 @triton.jit
-def work_of(tiles, base, limit):
-    """The cost of all tiles of one head, int64: `low` of them 1, those from `high` on
-    `limit`, those between base + r."""
+def work_of(head):
+    """The cost of all tiles of a head, int64. Tiles up to `low` cost 1, from `high` on `limit`, and
+    tile r between them base + r, in all (low + 1 + ... + high) + (high - low) base."""
+    tiles, base, limit = head
     low = tl.minimum(tl.maximum(-base, 0), tiles)
     high = tl.maximum(tl.minimum(limit - base, tiles), low).to(tl.int64)
     low = low.to(tl.int64)
@@ -116,16 +145,18 @@ def work_of(tiles, base, limit):
 
 
 @triton.jit
-def count_over(tiles, base, limit, cost):
-    """The number of tiles of one head that cost more than `cost`, which is 1 or more."""
+def count_over(head, cost):
+    """The number of tiles of a head that cost more than `cost`, which is 1 or more: those with
+    r > cost - base, if `limit` is more."""
+    tiles, base, limit = head
     count = tl.minimum(tl.maximum(tiles - tl.maximum(cost - base, 0), 0), tiles)
     return tl.where(cost < limit, count, 0)
 
 
 @triton.jit
-def count_from(tiles, base, limit, cost):
-    """The number of tiles of one head that cost `cost` or more."""
-    return tl.where(cost > 1, count_over(tiles, base, limit, tl.maximum(cost - 1, 1)), tiles)
+def count_from(head, cost):
+    """The number of tiles of a head that cost `cost` or more."""
+    return tl.where(cost > 1, count_over(head, tl.maximum(cost - 1, 1)), head.tiles)
 
 
 @triton.jit(do_not_specialize=["max_seqlen_q", "max_entries", "max_cost"])
@@ -137,100 +168,84 @@ def ticket_list_kernel(
     TAIL: tl.constexpr,
 ):  # fmt: skip
     """Writes the entries of OWN sequences of the order to their slots in the list; the entries of
-    one sequence are shared out among the programs of the second axis."""
-    position = tl.program_id(0) * OWN + tl.arange(0, OWN)
-    index, start_q, rows, start_k, keys, tiles, base, limit = tiles_of(
-        order_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, position, batch, max_seqlen_q,
-        rows_per_item, max_cost, CAUSAL, SHIFTED,
+    one sequence are shared out among the programs of the second axis. What precedes them is counted
+    over all sequences, OTHERS at a time, and over those with sorted heads, TAIL at a time."""
+    order = Order(
+        order_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, max_seqlen_q, rows_per_item, max_cost,
+        CAUSAL, SHIFTED,
     )  # fmt: skip
-    preceding = tl.zeros([OWN], tl.int32)
+    position = tl.program_id(0) * OWN + tl.arange(0, OWN)
+    listed, own_head = tiles_of(order, position)
+    index, start_q, rows, start_k, keys = listed
+    preceding = tl.zeros([OWN], tl.int32)  # tiles of a head of the sequences before
     total, greatest = 0, tl.cast(1, tl.int32)
     work = tl.cast(0, tl.int64)
     for first in tl.range(0, batch, OTHERS):
         others = first + tl.arange(0, OTHERS)
-        _, _, _, _, _, their_tiles, their_base, their_limit = tiles_of(
-            order_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, others, batch, max_seqlen_q,
-            rows_per_item, max_cost, CAUSAL, SHIFTED,
-        )  # fmt: skip
-        total += tl.sum(their_tiles)
-        work += tl.sum(work_of(their_tiles, their_base, their_limit))
-        costs = tl.where(their_tiles > 0, tl.minimum(their_base + their_tiles, their_limit), 1)
+        _, each = tiles_of(order, others)
+        total += tl.sum(each.tiles)
+        work += tl.sum(work_of(each))
+        costs = tl.where(each.tiles > 0, tl.minimum(each.base + each.tiles, each.limit), 1)
         greatest = tl.maximum(greatest, tl.max(costs))
         earlier = others[None, :] < position[:, None]
-        preceding += tl.sum(tl.where(earlier, their_tiles[None, :], 0), 1)
+        preceding += tl.sum(tl.where(earlier, each.tiles[None, :], 0), 1)
     if tl.program_id(0) + tl.program_id(1) == 0:
         tl.store(list_ptr, total * NUM_HEADS)
 
-    # The sorted heads are the last `cut_heads` of the sequence at `cut`, and all that follow it.
+    # The sorted heads are the last `cut_heads` of the sequence at `cut`, and all that follow it:
+    # the fewest that hold `need`. Their entries begin at `cut_slot`.
     need = greatest.to(tl.int64) * num_programs
     cut, cut_heads, cut_slot, cuts = 0, 0, 0, 0
-    passed = 0
-    left = work
+    passed, left = 0, work
     for first in tl.range(0, batch, OTHERS):
         others = first + tl.arange(0, OTHERS)
-        _, _, _, _, _, their_tiles, their_base, their_limit = tiles_of(
-            order_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, others, batch, max_seqlen_q,
-            rows_per_item, max_cost, CAUSAL, SHIFTED,
-        )  # fmt: skip
-        works = work_of(their_tiles, their_base, their_limit)
-        after = (left - tl.cumsum(works, 0)) * NUM_HEADS
+        _, each = tiles_of(order, others)
+        works = work_of(each)
+        after = (left - tl.cumsum(works, 0)) * NUM_HEADS  # the work of the sequences that follow
         crosses = (after < need) & (after + works * NUM_HEADS >= need)
         heads = tl.cdiv(need - after, tl.maximum(works, 1)).to(tl.int32)
-        slots = (passed + tl.cumsum(their_tiles, 0)) * NUM_HEADS - heads * their_tiles
+        slots = (passed + tl.cumsum(each.tiles, 0)) * NUM_HEADS - heads * each.tiles
         cut += tl.sum(tl.where(crosses, others, 0))
         cut_heads += tl.sum(tl.where(crosses, heads, 0))
         cut_slot += tl.sum(tl.where(crosses, slots, 0))
         cuts += tl.sum(crosses.to(tl.int32))
-        passed += tl.sum(their_tiles)
+        passed += tl.sum(each.tiles)
         left -= tl.sum(works)
     cut_heads = tl.where(cuts > 0, cut_heads, NUM_HEADS)  # none crosses: all are sorted
 
-    in_heads = tl.where(position == cut, cut_heads, NUM_HEADS)[:, None]  # sorted ones
-    per_head = tl.maximum(tiles, 1)[:, None]
+    sorted_heads = tl.where(position == cut, cut_heads, NUM_HEADS)[:, None]
+    per_head = tl.maximum(own_head.tiles, 1)[:, None]
     step = ENTRIES * tl.num_programs(1)
     for first in tl.range(tl.program_id(1) * ENTRIES, max_entries, step):
         local = first + tl.arange(0, ENTRIES)[None, :]
         head = local // per_head
-        nth = local % per_head
+        nth = local % per_head  # of its head, from the costly end
         slot = preceding[:, None] * NUM_HEADS + local
-        valid = local < (tiles * NUM_HEADS)[:, None]
-        sorted_here = valid & (position[:, None] >= cut) & (head >= NUM_HEADS - in_heads)
+        valid = local < (own_head.tiles * NUM_HEADS)[:, None]
+        sorted_here = valid & (position[:, None] >= cut) & (head >= NUM_HEADS - sorted_heads)
         if tl.max(tl.max(sorted_here.to(tl.int32), 1), 0) > 0:
-            cost = tl.maximum(tl.minimum(base[:, None] + per_head - nth, limit[:, None]), 1)
-            over = count_over(tiles[:, None], base[:, None], limit[:, None], cost)
-            equal = count_from(tiles[:, None], base[:, None], limit[:, None], cost) - over
-            # Before it: costlier tiles of all sorted heads, equal ones of earlier heads, and
-            # earlier equal ones of its own.
-            rank = over * in_heads + (head - NUM_HEADS + in_heads) * equal + nth - over
+            column = Head(own_head.tiles[:, None], own_head.base[:, None], own_head.limit[:, None])
+            cost = tl.maximum(tl.minimum(column.base + per_head - nth, column.limit), 1)
+            over = count_over(column, cost)
+            equal = count_from(column, cost) - over
+            # Sorted tiles before it: of its own sequence costlier ones, equal ones of earlier heads
+            # and earlier ones of its head; of others costlier ones, and of earlier ones equal ones.
+            rank = over * sorted_heads + (head - NUM_HEADS + sorted_heads) * equal + nth - over
             for start in tl.range(cut, batch, TAIL):
                 others = start + tl.arange(0, TAIL)
-                _, _, _, _, _, their_tiles, their_base, their_limit = tiles_of(
-                    order_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, others, batch, max_seqlen_q,
-                    rows_per_item, max_cost, CAUSAL, SHIFTED,
-                )  # fmt: skip
+                _, each = tiles_of(order, others)
                 heads = tl.where(others == cut, cut_heads, NUM_HEADS)[None, None, :]
-                their_tiles, their_base, their_limit = (
-                    their_tiles[None, None, :],
-                    their_base[None, None, :],
-                    their_limit[None, None, :],
+                plane = Head(
+                    each.tiles[None, None, :], each.base[None, None, :], each.limit[None, None, :]
                 )
-                rival = others[None, None, :]
-                current = position[:, None, None]
-                sooner = tl.where(
-                    rival > current,
-                    count_over(their_tiles, their_base, their_limit, cost[:, :, None]),
-                    0,
-                )
-                equals = count_from(their_tiles, their_base, their_limit, cost[:, :, None])
-                rank += tl.sum(tl.where(rival < current, equals, sooner) * heads, 2)
+                other, current = others[None, None, :], position[:, None, None]
+                later = tl.where(other > current, count_over(plane, cost[:, :, None]), 0)
+                equals = count_from(plane, cost[:, :, None])
+                rank += tl.sum(tl.where(other < current, equals, later) * heads, 2)
             slot = tl.where(sorted_here, cut_slot + rank, slot)
         block = per_head - 1 - nth if FALLING else nth
         ptrs = list_ptr + (slot + 1).to(tl.int64) * WIDTH
-        tl.store(ptrs, tl.broadcast_to(start_q[:, None], ptrs.shape), mask=valid)
-        tl.store(ptrs + 1, tl.broadcast_to(start_q[:, None], ptrs.shape), mask=valid)
-        tl.store(ptrs + 2, tl.broadcast_to(rows[:, None], ptrs.shape), mask=valid)
-        tl.store(ptrs + 3, tl.broadcast_to(start_k[:, None], ptrs.shape), mask=valid)
-        tl.store(ptrs + 4, tl.broadcast_to(keys[:, None], ptrs.shape), mask=valid)
+        store_fields(ptrs, (start_q, start_q, rows, start_k, keys), valid)
         tl.store(ptrs + 5, head, mask=valid)
         tl.store(ptrs + 6, block * rows_per_item, mask=valid)
         if NUMBERED:
@@ -242,9 +257,9 @@ class TicketList(Recipe[Schedule]):
     """A list of tiles under a mask, in the order of this file's head.
 
     rows, max_seqlen: of what is listed. transposed: tiles of keys, whose entries name keys where
-    others name queries. causal: a tile's cost rises along its head, or falls with
-    tiles of keys; else all cost the same. shifted: the cheapest tile costs as much more as the
-    other side is longer. max_cost: no tile costs more, in tiles.
+    others name queries. causal: a tile's cost rises along its head, or falls with tiles of keys;
+    else all cost the same. shifted: the cheapest tile costs as much more as the other side is
+    longer. max_cost: no tile costs more, in tiles.
     """
 
     rows: int
@@ -267,9 +282,8 @@ class TicketList(Recipe[Schedule]):
         tiles = schedule.max_tiles(self.rows, batch, self.max_seqlen, self.rows_per_item)
         if tiles == 0:
             return (cu_seqlens_k.new_zeros(1, WIDTH.value),)
-        entries = torch.empty(
-            1 + tiles * self.num_heads, WIDTH.value, dtype=torch.int32, device=device
-        )
+        size = 1 + tiles * self.num_heads, WIDTH.value
+        entries = torch.empty(size, dtype=torch.int32, device=device)
         (order,) = LongestFirst().make(*offsets)
         share, chunk = 4, 16
         max_entries = cdiv(self.max_seqlen, self.rows_per_item) * self.num_heads
@@ -314,22 +328,12 @@ def ticket_list(
     batch: Batch, rows_per_item: int, programs: int, *, transposed: bool = False
 ) -> TicketList:
     """The list of tiles of queries or, `transposed`, of keys, for `programs` programs."""
-    rows, longest, heads = listed(batch, transposed)
-    max_cost = 2**30
-    if batch.window is not None:
-        max_cost = cdiv(batch.window, rows_per_item) * (1 if batch.causal else 2) + 1
     return TicketList(
-        rows,
-        longest,
-        heads,
-        rows_per_item,
-        programs,
-        causal=bool(batch.causal),
+        *listed(batch, transposed), rows_per_item, programs, causal=bool(batch.causal),
         shifted=batch.lower_right != transposed,
-        max_cost=max_cost,
-        numbered=batch.segments is not None,
-        transposed=transposed,
-    )
+        max_cost=schedule.window_cost(batch.window, rows_per_item, causal=bool(batch.causal)),
+        numbered=batch.segments is not None, transposed=transposed,
+    )  # fmt: skip
 
 
 def new_counter(batch: Batch) -> torch.Tensor:

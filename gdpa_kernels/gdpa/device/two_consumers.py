@@ -80,22 +80,22 @@ def share(ds, ds_tile, d, count):
 
 
 @triton.jit
-def dq_product(role: tl.constexpr, ds, k, k_at, count, options):
+def dq_product(role: tl.constexpr, ds, k, k_buffer, count, options):
     """dS K of a step, in flight: the role's half of the columns, at head_dim 64 of the rows."""
     ROW: tl.constexpr = role * (options.ROWS - 64)
     COLUMN: tl.constexpr = role * (options.HEAD_DIM - 64)
     stage = count & 1
     tlx.barrier_wait(ds.full[stage], (count // 2) & 1)
     d = tlx.local_slice(ds.buffer[stage * MATH_ROLES], [0, ROW], [KEYS, 64])
-    here = tlx.local_slice(k.buffer[k_at], [0, COLUMN], [KEYS, 64])
-    dq = tlx.async_dot(tlx.local_trans(d), here)
+    columns = tlx.local_slice(k.buffer[k_buffer], [0, COLUMN], [KEYS, 64])
+    dq = tlx.async_dot(tlx.local_trans(d), columns)
     d = tlx.local_slice(ds.buffer[stage * MATH_ROLES + 1], [0, ROW], [KEYS, 64])
-    here = tlx.local_slice(k.buffer[k_at + 1], [0, COLUMN], [KEYS, 64])
-    return tlx.async_dot(tlx.local_trans(d), here, dq)
+    columns = tlx.local_slice(k.buffer[k_buffer + 1], [0, COLUMN], [KEYS, 64])
+    return tlx.async_dot(tlx.local_trans(d), columns, dq)
 
 
 @triton.jit
-def put_aside(buffer, x):
+def stage_tile(buffer, x):
     """Write x [64, 64] into `buffer`, once what it held has been read."""
     tlx.async_descriptor_store_wait(0)
     tlx.local_store(buffer, x)

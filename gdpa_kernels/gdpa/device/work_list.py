@@ -46,6 +46,13 @@ def number(list_ptr, item):
     return tl.load(list_ptr + (item + 1).to(tl.int64) * WIDTH + 7)
 
 
+@triton.jit
+def store_fields(ptrs, fields, valid):
+    """Write five fields, [sequences] each, of the entries at ptrs [sequences, entries]."""
+    for i in tl.static_range(5):
+        tl.store(ptrs + i, tl.broadcast_to(fields[i][:, None], ptrs.shape), mask=valid)
+
+
 @triton.aggregate
 class Items:
     """Work items: `count` pairs of a sequence, in this order, and a key head."""
@@ -158,11 +165,7 @@ def work_list_kernel(
         tiles_per_head = tl.maximum(tiles, 1)[:, None]
         valid = local < (tiles * NUM_HEADS)[:, None]
         ptrs = list_ptr + (slot + 1).to(tl.int64) * WIDTH
-        tl.store(ptrs, tl.broadcast_to(start_q[:, None], ptrs.shape), mask=valid)
-        tl.store(ptrs + 1, tl.broadcast_to(start_out[:, None], ptrs.shape), mask=valid)
-        tl.store(ptrs + 2, tl.broadcast_to(rows[:, None], ptrs.shape), mask=valid)
-        tl.store(ptrs + 3, tl.broadcast_to(start_k[:, None], ptrs.shape), mask=valid)
-        tl.store(ptrs + 4, tl.broadcast_to(keys[:, None], ptrs.shape), mask=valid)
+        store_fields(ptrs, (start_q, start_out, rows, start_k, keys), valid)
         tl.store(ptrs + 5, local // tiles_per_head, mask=valid)
         tl.store(ptrs + 6, local % tiles_per_head * rows_per_item, mask=valid)
         if NUMBERED:
@@ -272,30 +275,18 @@ def list_of_queries(
     if splits > 1:
         pieces = splits, cdiv(cdiv(batch.max_seqlen_k, block_n), splits) * block_n, rows
     return WorkList(
-        rows,
-        batch.max_seqlen_q,
-        batch.num_heads,
-        rows_per_item,
-        block_n,
-        max(programs * multiprocessors(batch.device) // ctas, 1),
-        pieces=pieces,
+        rows, batch.max_seqlen_q, batch.num_heads, rows_per_item, block_n,
+        max(programs * multiprocessors(batch.device) // ctas, 1), pieces=pieces,
         numbered=batch.segments is not None or batch.history is not None,
         padded=block_n if batch.history is not None and batch.k.shape[0] else 1,
-    )
+    )  # fmt: skip
 
 
 def list_of_keys(batch: Batch, keys_per_item: int, block_m: int, least: int = 0) -> WorkList:
     """The list of tiles of keys, those with the most queries first: an entry's queries are keys
     and its keys are queries. `least`: tiles of a sequence with queries."""
     return WorkList(
-        batch.k.shape[0],
-        batch.max_seqlen_k,
-        batch.num_heads_k,
-        keys_per_item,
-        block_m,
-        multiprocessors(batch.device),
-        least=least,
-        numbered=batch.segments is not None,
-        transposed=True,
-        rows_of_q=batch.max_seqlen_q if batch.shared_q else 0,
-    )
+        batch.k.shape[0], batch.max_seqlen_k, batch.num_heads_k, keys_per_item, block_m,
+        multiprocessors(batch.device), least=least, numbered=batch.segments is not None,
+        transposed=True, rows_of_q=batch.max_seqlen_q if batch.shared_q else 0,
+    )  # fmt: skip

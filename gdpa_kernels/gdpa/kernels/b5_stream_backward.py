@@ -71,8 +71,8 @@ from gdpa_kernels.gdpa.device.gradients import steps_of as steps_of_keys
 from gdpa_kernels.gdpa.device.pair_steps import (
     ITEM,
     Descriptors,
-    Differences,
     Halves,
+    ScoreGradients,
     activate_and_share,
     add_products,
     fetch,
@@ -390,7 +390,7 @@ def backward_kernel(
     s = OneWay(s, tlx.alloc_barriers(1))
     p = OneWay(p, tlx.alloc_barriers(1, arrive_count=CTAS * MATH_ROLES))
     dp = OneWay(dp, tlx.alloc_barriers(1))
-    ds = Differences(
+    ds = ScoreGradients(
         OneWay(ds, tlx.alloc_barriers(1, arrive_count=CTAS * MATH_ROLES)),
         OneWay(ds_rows, tlx.alloc_barriers(1, arrive_count=CTAS + 1)),
         OneWay(ds_rows, tlx.alloc_barriers(1)),

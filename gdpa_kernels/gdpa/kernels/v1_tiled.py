@@ -33,10 +33,10 @@ from gdpa_kernels.device.sequences import sequence
 from gdpa_kernels.device.vendor import precision
 from gdpa_kernels.gdpa.batch import Batch
 from gdpa_kernels.gdpa.device.activations import activate_per_head
-from gdpa_kernels.gdpa.device.bias_tiles import biased
+from gdpa_kernels.gdpa.device.bias_tiles import add_bias
 from gdpa_kernels.gdpa.device.masks import key_range, mask_probabilities
 from gdpa_kernels.gdpa.device.pointer_tiles import tile_pointers
-from gdpa_kernels.gdpa.device.segments import counts, key_stretches, segments_of, skip_gap
+from gdpa_kernels.gdpa.device.segments import key_intervals, load_segments, sees, skip_gap
 
 
 @dataclass(frozen=True)
@@ -111,11 +111,10 @@ def tiled_kernel(
     if segments_ptr is None:
         start, end = key_range(position, len_k, BLOCK_M, BLOCK_N, CAUSAL, WINDOW)
     else:
-        contexts, history = segments_of(segments_ptr, batch, len_k)
-        start, end, gap_start, gap_end = key_stretches(
-            position, BLOCK_M, len_k, contexts, history, BLOCK_N, TARGET_GROUP,
-            WINDOW, FULL_ROWS, OWN_RANKS,
-        )  # fmt: skip
+        segments = load_segments(
+            segments_ptr, batch, len_k, WINDOW, TARGET_GROUP, FULL_ROWS, OWN_RANKS
+        )
+        start, end, gap_start, gap_end = key_intervals(position, BLOCK_M, len_k, segments, BLOCK_N)
     for first_key in tl.range(start, end, BLOCK_N):
         if segments_ptr is not None:
             first_key = skip_gap(first_key, gap_start, gap_end)
@@ -123,7 +122,7 @@ def tiled_kernel(
         k = tl.load(k_ptrs, mask=mask, other=0.0)
         s = tl.dot(q, k.T, input_precision=PRECISION)
         if BIAS is not None:
-            s = biased(
+            s = add_bias(
                 s * scale, first_row, position, first_key, head, len_q, len_k, start_q, start_k,
                 position_ptr, time_ptr, times_q_ptr, times_k_ptr, thresholds_ptr, BIAS,
             )  # fmt: skip
@@ -134,8 +133,7 @@ def tiled_kernel(
         else:
             i = position + tl.arange(0, BLOCK_M)[:, None]
             j = first_key + tl.arange(0, BLOCK_N)[None, :]
-            seen = counts(i, j, contexts, history, WINDOW, TARGET_GROUP, FULL_ROWS, OWN_RANKS)
-            p = tl.where(seen, p, 0.0)
+            p = tl.where(sees(i, j, segments), p, 0.0)
         v_ptrs, mask = tile_pointers(v_ptr, first_key, len_k, BLOCK_N, V_STRIDES, HEAD_DIM, BLOCK_D)
         v = tl.load(v_ptrs, mask=mask, other=0.0)
         acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)

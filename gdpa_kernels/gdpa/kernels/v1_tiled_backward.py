@@ -34,15 +34,15 @@ from gdpa_kernels.device.sequences import sequence
 from gdpa_kernels.device.vendor import precision
 from gdpa_kernels.gdpa.batch import Batch
 from gdpa_kernels.gdpa.device import bias_gradient
-from gdpa_kernels.gdpa.device.bias_tiles import biased
+from gdpa_kernels.gdpa.device.bias_tiles import add_bias
 from gdpa_kernels.gdpa.device.derivatives import value_and_slope_per_head
 from gdpa_kernels.gdpa.device.masks import key_range, mask_probabilities, mask_transposed, row_range
 from gdpa_kernels.gdpa.device.pointer_tiles import tile_pointers
 from gdpa_kernels.gdpa.device.segments import (
-    counts,
-    key_stretches,
-    row_stretches,
-    segments_of,
+    key_intervals,
+    load_segments,
+    row_intervals,
+    sees,
     skip_gap,
 )
 
@@ -141,11 +141,12 @@ def keys_kernel(
     if segments_ptr is None:
         start, end = row_range(first, len_q, BLOCK_M, BLOCK_N, CAUSAL, WINDOW)
     else:
-        contexts, history = segments_of(segments_ptr, batch, len_k)
-        start, end, gap_start, gap_end = row_stretches(
-            first_key, BLOCK_N, len_q, len_k, contexts, history, BLOCK_M, TARGET_GROUP,
-            WINDOW, FULL_ROWS, OWN_RANKS,
-        )  # fmt: skip
+        segments = load_segments(
+            segments_ptr, batch, len_k, WINDOW, TARGET_GROUP, FULL_ROWS, OWN_RANKS
+        )
+        start, end, gap_start, gap_end = row_intervals(
+            first_key, BLOCK_N, len_q, len_k, segments, BLOCK_M
+        )
     for member in range(GROUP):
         head = head_k * GROUP + member
         q_rows = rows_of(q_ptr, start_q, head, Q_STRIDES)
@@ -159,7 +160,7 @@ def keys_kernel(
             if LOWER_RIGHT:
                 position += len_k - len_q
             if BIAS is not None:
-                s = biased(
+                s = add_bias(
                     s * scale, first_row, position, first_key, head, len_q, len_k, start_q, start_k,
                     position_ptr, time_ptr, times_q_ptr, times_k_ptr, thresholds_ptr, BIAS, True,
                 )  # fmt: skip
@@ -171,7 +172,7 @@ def keys_kernel(
             else:
                 i = position + tl.arange(0, BLOCK_M)[None, :]
                 j = first_key + tl.arange(0, BLOCK_N)[:, None]
-                seen = counts(i, j, contexts, history, WINDOW, TARGET_GROUP, FULL_ROWS, OWN_RANKS)
+                seen = sees(i, j, segments)
                 p, slope = tl.where(seen, p, 0.0), tl.where(seen, slope, 0.0)
             grad = load_tile(grad_rows, first_row, len_q, BLOCK_M, GRAD_STRIDES, HEAD_DIM, BLOCK_D)
             dv = tl.dot(p.to(grad.dtype), grad, dv, input_precision=PRECISION)
@@ -234,18 +235,17 @@ def queries_kernel(
     if segments_ptr is None:
         start, end = key_range(position, len_k, BLOCK_M, BLOCK_N, CAUSAL, WINDOW)
     else:
-        contexts, history = segments_of(segments_ptr, batch, len_k)
-        start, end, gap_start, gap_end = key_stretches(
-            position, BLOCK_M, len_k, contexts, history, BLOCK_N, TARGET_GROUP,
-            WINDOW, FULL_ROWS, OWN_RANKS,
-        )  # fmt: skip
+        segments = load_segments(
+            segments_ptr, batch, len_k, WINDOW, TARGET_GROUP, FULL_ROWS, OWN_RANKS
+        )
+        start, end, gap_start, gap_end = key_intervals(position, BLOCK_M, len_k, segments, BLOCK_N)
     for first_key in tl.range(start, end, BLOCK_N):
         if segments_ptr is not None:
             first_key = skip_gap(first_key, gap_start, gap_end)
         k = load_tile(k_rows, first_key, len_k, BLOCK_N, K_STRIDES, HEAD_DIM, BLOCK_D)
         s = tl.dot(q, k.T, input_precision=PRECISION)
         if BIAS is not None:
-            s = biased(
+            s = add_bias(
                 s * scale, first_row, position, first_key, head, len_q, len_k, start_q, start_k,
                 position_ptr, time_ptr, times_q_ptr, times_k_ptr, thresholds_ptr, BIAS,
             )  # fmt: skip
@@ -256,7 +256,7 @@ def queries_kernel(
         else:
             i = position + tl.arange(0, BLOCK_M)[:, None]
             j = first_key + tl.arange(0, BLOCK_N)[None, :]
-            seen = counts(i, j, contexts, history, WINDOW, TARGET_GROUP, FULL_ROWS, OWN_RANKS)
+            seen = sees(i, j, segments)
             slope = tl.where(seen, slope, 0.0)
         v = load_tile(v_rows, first_key, len_k, BLOCK_N, V_STRIDES, HEAD_DIM, BLOCK_D)
         dp = tl.dot(grad, v.T, input_precision=PRECISION)

@@ -53,7 +53,7 @@ from gdpa_kernels.gdpa.device.gradients import (
     sums_commute,
 )
 from gdpa_kernels.gdpa.device.masks import all_visible, mask_transposed
-from gdpa_kernels.gdpa.device.segments import all_count, counted, parts_of, row_stretches, skip_gap
+from gdpa_kernels.gdpa.device.segments import entry_mask, row_intervals, sees, sees_all, skip_gap
 from gdpa_kernels.gdpa.device.tickets import (
     TicketList,
     each_tile,
@@ -69,10 +69,10 @@ from gdpa_kernels.gdpa.device.two_consumers import (
     TicketConfig,
     dq_product,
     fetch_both,
-    put_aside,
     rows_of,
     scores,
     share,
+    stage_tile,
 )
 from gdpa_kernels.gdpa.device.work_list import WorkList, entry, list_of_keys
 
@@ -123,15 +123,14 @@ class Options:
 
 
 @triton.jit
-def span_of(key, len_q, len_k, parts, options):
+def span_of(key, len_q, len_k, mask, options):
     """((first row, gap_start, gap_end), steps) of the tile of keys at `key`; see `skip_gap`."""
-    shift, contexts, history = parts
+    shift, segments = mask
     gap_start, gap_end = 0, 0
     if options.SEGMENTS:
-        start, end, gap_start, gap_end = row_stretches(
-            key, TILE, len_q, len_k, contexts, history, options.ROWS, options.TARGET_GROUP,
-            options.WINDOW, options.FULL_ROWS, options.OWN_RANKS,
-        )  # fmt: skip
+        start, end, gap_start, gap_end = row_intervals(
+            key, TILE, len_q, len_k, segments, options.ROWS
+        )
         steps = tl.maximum(tl.cdiv(end - start, options.ROWS), 1)
     else:
         if options.LOWER_RIGHT:
@@ -158,8 +157,8 @@ def load(
     GROUP: tl.constexpr = options.GROUP
     start_k, _, len_k, start_out, len_q, head_k, key = entry(list_ptr, item)
     start_q = 0 if options.SHARED_Q else start_out
-    parts = parts_of(list_ptr, segments_ptr, item, len_q, len_k, options)
-    span, steps = span_of(key, len_q, len_k, parts, options)
+    mask = entry_mask(list_ptr, segments_ptr, item, len_q, len_k, options)
+    span, steps = span_of(key, len_q, len_k, mask, options)
     stage = tile % options.K_STAGES
     tlx.barrier_wait(k.empty[stage], (tile // options.K_STAGES & 1) ^ 1)
     fetch_both(k_desc, k, stage, start_k, len_k, head_k, key)
@@ -178,17 +177,17 @@ def load(
 
 
 @triton.jit
-def differentiate(s, v, g, dv, count, scale, head, row, key, parts, options):
+def differentiate(s, v, g, dv, count, scale, head, row, key, mask, options):
     """dS of a step, and dv with its MMA in flight. `count` counts steps of all tiles."""
     stage = count % options.G_STAGES
     p, slope = value_and_factor(s, scale, head, options.ACTIVATION, options.FOLD)
-    shift, contexts, history = parts
+    shift, segments = mask
     position = row + shift
     if options.SEGMENTS:
-        if not all_count(position, key, options.ROWS, KEYS, contexts, history, options):
+        if not sees_all(position, key, options.ROWS, KEYS, segments):
             i = position + tl.arange(0, options.ROWS)[None, :]
             j = key + tl.arange(0, KEYS)[:, None]
-            seen = counted(i, j, contexts, history, options)
+            seen = sees(i, j, segments)
             p = tl.where(seen, p, 0.0)
             slope = tl.where(seen, slope, -1.0 if options.FOLD else 0.0)
     elif not (
@@ -205,7 +204,7 @@ def differentiate(s, v, g, dv, count, scale, head, row, key, parts, options):
 
 @triton.jit
 def add_rows(role: tl.constexpr, desc, buffer, start, length, head, row, options):
-    """Start the TMA reduce-add of a half of a step's dQ. A fence must follow `put_aside`."""
+    """Start the TMA reduce-add of a half of a step's dQ. A fence must follow `stage_tile`."""
     row += role * (options.ROWS - 64)
     coords = [BOUND, start + length, head, BOUND - length + row, role * (options.HEAD_DIM - 64)]
     tlx.async_descriptor_store(desc, buffer, coords, store_reduce="add")
@@ -221,28 +220,28 @@ def math(
     HEAD_DIM: tl.constexpr = options.HEAD_DIM
     Q_STAGES: tl.constexpr = options.Q_STAGES
     K_STAGES: tl.constexpr = options.K_STAGES
-    k_at = tile % K_STAGES * MATH_ROLES
+    k_buffer = tile % K_STAGES * MATH_ROLES
     start_k, _, len_k, start_out, len_q, head_k, key = entry(list_ptr, item)
-    parts = parts_of(list_ptr, segments_ptr, item, len_q, len_k, options)
-    span, steps = span_of(key, len_q, len_k, parts, options)
+    mask = entry_mask(list_ptr, segments_ptr, item, len_q, len_k, options)
+    span, steps = span_of(key, len_q, len_k, mask, options)
     all_steps = uniform(steps * GROUP)  # the compiler must not know that it is even
     key += role * KEYS
     dk = tl.zeros([KEYS, HEAD_DIM], tl.float32)
     dv = tl.zeros([KEYS, HEAD_DIM], tl.float32)
     tlx.barrier_wait(k.full[tile % K_STAGES], tile // K_STAGES & 1)
     last = count + all_steps - 1
-    s = scores(k.buffer[k_at + role], q, count, Q_STAGES)
+    s = scores(k.buffer[k_buffer + role], q, count, Q_STAGES)
     s = tlx.async_dot_wait(0, s)
     tlx.barrier_wait(v.full[0], tile & 1)
     ds_tile = ds.buffer[(count & 1) * MATH_ROLES + role]
     head, row = row_of_step(0, steps, span, head_k, options)
-    d, dv = differentiate(s, v.buffer[role], g, dv, count, scale, head, row, key, parts, options)
+    d, dv = differentiate(s, v.buffer[role], g, dv, count, scale, head, row, key, mask, options)
     share(ds, ds_tile, d, count)
     dk = tlx.async_dot(d, q.buffer[count % Q_STAGES], dk)
     dv = tlx.async_dot_wait(0, dv)
     dk = tlx.async_dot_wait(0, dk)
     tlx.barrier_arrive(g.empty[count % options.G_STAGES])
-    s = scores(k.buffer[k_at + role], q, tl.minimum(count + 1, last), Q_STAGES)
+    s = scores(k.buffer[k_buffer + role], q, tl.minimum(count + 1, last), Q_STAGES)
     s = tlx.async_dot_wait(0, s)
     tlx.barrier_arrive(q.empty[count % Q_STAGES])
     for step in tl.range(1, all_steps, num_stages=0):
@@ -251,26 +250,26 @@ def math(
         head, row = row_of_step(step, steps, span, head_k, options)
         ds_tile = ds.buffer[(now & 1) * MATH_ROLES + role]
         d, dv = differentiate(
-            s, v.buffer[role + zero], g, dv, now, scale, head, row, key, parts, options
+            s, v.buffer[role + zero], g, dv, now, scale, head, row, key, mask, options
         )
         share(ds, ds_tile, d, now)
         if step > 1:
             head, row = row_of_step(step - 2, steps, span, head_k, options)
-            aside = staging[role + zero]
-            add_rows(role, gradients.dq, aside, start_out, len_q, head, row, options)
+            staged_dq = staging[role + zero]
+            add_rows(role, gradients.dq, staged_dq, start_out, len_q, head, row, options)
         dk = tlx.async_dot(d, q.buffer[now % Q_STAGES], dk)
         dv = tlx.async_dot_wait(0, dv)
         dk = tlx.async_dot_wait(0, dk)
         tlx.barrier_arrive(g.empty[now % options.G_STAGES])
-        s = scores(k.buffer[k_at + role + zero], q, tl.minimum(now + 1, last), Q_STAGES)
-        dq = dq_product(role, ds, k, k_at + zero, now - 1, options)
+        s = scores(k.buffer[k_buffer + role + zero], q, tl.minimum(now + 1, last), Q_STAGES)
+        dq = dq_product(role, ds, k, k_buffer + zero, now - 1, options)
         s = tlx.async_dot_wait(0, s)
         dq = tlx.async_dot_wait(0, dq)
         tlx.barrier_arrive(q.empty[now % Q_STAGES])
         tlx.barrier_arrive(ds.empty[(now - 1) & 1])
-        put_aside(staging[role + zero], dq)
+        stage_tile(staging[role + zero], dq)
     count += all_steps
-    dq = dq_product(role, ds, k, k_at, count - 1, options)
+    dq = dq_product(role, ds, k, k_buffer, count - 1, options)
     dq = tlx.async_dot_wait(0, dq)
     tlx.barrier_arrive(k.empty[tile % K_STAGES])
     tlx.barrier_arrive(ds.empty[(count - 1) & 1])
@@ -278,7 +277,7 @@ def math(
     if all_steps > 1:
         head, row = row_of_step(all_steps - 2, steps, span, head_k, options)
         add_rows(role, gradients.dq, staging[role], start_out, len_q, head, row, options)
-    put_aside(staging[role], dq)
+    stage_tile(staging[role], dq)
     dv = dv * (0.5 * scale * output_scale if options.FOLD else output_scale)
     put_rows(gradients.dv, v.buffer[role], start_k, len_k, head_k, key, dv.to(options.DTYPE))
     head, row = row_of_step(all_steps - 1, steps, span, head_k, options)

@@ -60,10 +60,10 @@ from gdpa_kernels.gdpa.device.two_consumers import (
     TicketConfig,
     dq_product,
     fetch_both,
-    put_aside,
     rows_of,
     scores,
     share,
+    stage_tile,
 )
 from gdpa_kernels.gdpa.device.work_list import WorkList, entry, list_of_keys
 
@@ -150,7 +150,7 @@ def differentiate(s, v, g, dv, count, scale, head, row, key, options):
 
 @triton.jit
 def put_half(role: tl.constexpr, desc, buffer, start, length, head, row, options):
-    """Start the TMA store of a half of a step's dQ. A fence must follow `put_aside`."""
+    """Start the TMA store of a half of a step's dQ. A fence must follow `stage_tile`."""
     row += role * (options.ROWS - 64)
     coords = [BOUND, start + length, head, BOUND - length + row, role * (options.HEAD_DIM - 64)]
     tlx.async_descriptor_store(desc, buffer, coords)
@@ -166,9 +166,9 @@ def math(
     HEAD_DIM: tl.constexpr = options.HEAD_DIM
     Q_STAGES: tl.constexpr = options.Q_STAGES
     K_STAGES: tl.constexpr = options.K_STAGES
-    ASIDE: tl.constexpr = role * (HEAD_DIM // 64)
+    FIRST: tl.constexpr = role * (HEAD_DIM // 64)
     factor = 0.5 * scale * output_scale if options.FOLD else scale * output_scale
-    k_at = tile % K_STAGES * MATH_ROLES
+    k_buffer = tile % K_STAGES * MATH_ROLES
     start_k, _, len_k, start_q, len_q, head_k, key = entry(list_ptr, item)
     steps = steps_of(len_q, options)
     all_steps = uniform(steps * GROUP)  # the compiler must not know that it is even
@@ -177,7 +177,7 @@ def math(
     dv = tl.zeros([KEYS, HEAD_DIM], tl.float32)
     tlx.barrier_wait(k.full[tile % K_STAGES], tile // K_STAGES & 1)
     last = count + all_steps - 1
-    s = scores(k.buffer[k_at + role], q, count, Q_STAGES)
+    s = scores(k.buffer[k_buffer + role], q, count, Q_STAGES)
     s = tlx.async_dot_wait(0, s)
     tlx.barrier_wait(v.full[0], tile & 1)
     ds_tile = ds.buffer[(count & 1) * MATH_ROLES + role]
@@ -187,7 +187,7 @@ def math(
     dv = tlx.async_dot_wait(0, dv)
     dk = tlx.async_dot_wait(0, dk)
     tlx.barrier_arrive(g.empty[count % options.G_STAGES])
-    s = scores(k.buffer[k_at + role], q, tl.minimum(count + 1, last), Q_STAGES)
+    s = scores(k.buffer[k_buffer + role], q, tl.minimum(count + 1, last), Q_STAGES)
     s = tlx.async_dot_wait(0, s)
     tlx.barrier_arrive(q.empty[count % Q_STAGES])
     for step in tl.range(1, all_steps, num_stages=0):
@@ -199,33 +199,33 @@ def math(
         share(ds, ds_tile, d, now)
         if step > 1:
             head, row = head_and_row(step - 2, steps, 0, head_k, GROUP, options.ROWS)
-            aside = staging[ASIDE + zero]
-            put_half(role, gradients.dq, aside, start_q, len_q, head, row, options)
+            staged_dq = staging[FIRST + zero]
+            put_half(role, gradients.dq, staged_dq, start_q, len_q, head, row, options)
         dk = tlx.async_dot(d, q.buffer[now % Q_STAGES], dk)
         dv = tlx.async_dot_wait(0, dv)
         dk = tlx.async_dot_wait(0, dk)
         tlx.barrier_arrive(g.empty[now % options.G_STAGES])
-        s = scores(k.buffer[k_at + role + zero], q, tl.minimum(now + 1, last), Q_STAGES)
-        dq = dq_product(role, ds, k, k_at + zero, now - 1, options)
+        s = scores(k.buffer[k_buffer + role + zero], q, tl.minimum(now + 1, last), Q_STAGES)
+        dq = dq_product(role, ds, k, k_buffer + zero, now - 1, options)
         s = tlx.async_dot_wait(0, s)
         dq = tlx.async_dot_wait(0, dq)
         tlx.barrier_arrive(q.empty[now % Q_STAGES])
         tlx.barrier_arrive(ds.empty[(now - 1) & 1])
-        put_aside(staging[ASIDE + zero], (dq * factor).to(options.DTYPE))
+        stage_tile(staging[FIRST + zero], (dq * factor).to(options.DTYPE))
     count += all_steps
-    dq = dq_product(role, ds, k, k_at, count - 1, options)
+    dq = dq_product(role, ds, k, k_buffer, count - 1, options)
     dq = tlx.async_dot_wait(0, dq)
     tlx.barrier_arrive(k.empty[tile % K_STAGES])
     tlx.barrier_arrive(ds.empty[(count - 1) & 1])
     tlx.fence("async_shared")
     if all_steps > 1:
         head, row = head_and_row(all_steps - 2, steps, 0, head_k, GROUP, options.ROWS)
-        put_half(role, gradients.dq, staging[ASIDE], start_q, len_q, head, row, options)
-    put_aside(staging[ASIDE], (dq * factor).to(options.DTYPE))
+        put_half(role, gradients.dq, staging[FIRST], start_q, len_q, head, row, options)
+    stage_tile(staging[FIRST], (dq * factor).to(options.DTYPE))
     dv = dv * (0.5 * scale * output_scale if options.FOLD else output_scale)
     put_rows(gradients.dv, v.buffer[role], start_k, len_k, head_k, key, dv.to(options.DTYPE))
     head, row = head_and_row(all_steps - 1, steps, 0, head_k, GROUP, options.ROWS)
-    put_half(role, gradients.dq, staging[ASIDE], start_q, len_q, head, row, options)
+    put_half(role, gradients.dq, staging[FIRST], start_q, len_q, head, row, options)
     dk = dk * factor
     tlx.async_descriptor_store_wait(0)
     put_rows(gradients.dk, staged[role], start_k, len_k, head_k, key, dk.to(options.DTYPE))

@@ -52,13 +52,13 @@ from gdpa_kernels.gdpa.batch import Batch, Schedule
 from gdpa_kernels.gdpa.device.activations import (
     activate_per_head,
     foldable,
-    multiply_add_pairs,
-    tanh_of_pairs,
+    multiply_add_packed,
+    tanh_packed,
 )
 from gdpa_kernels.gdpa.device.masks import all_visible, key_range, mask_probabilities
 from gdpa_kernels.gdpa.device.pages import LEAST as LEAST_PAGE
-from gdpa_kernels.gdpa.device.pages import fetch_keys, keys_of, page_of
-from gdpa_kernels.gdpa.device.segments import all_count, counted, key_stretches, parts_of, skip_gap
+from gdpa_kernels.gdpa.device.pages import fetch_keys, keys_of, row_in_pages
+from gdpa_kernels.gdpa.device.segments import entry_mask, key_intervals, sees, sees_all, skip_gap
 from gdpa_kernels.gdpa.device.sums import add_up
 from gdpa_kernels.gdpa.device.tickets import (
     TicketList,
@@ -194,7 +194,7 @@ class Options:
 
 
 @triton.jit
-def tile_of(len_q, len_k, first, step, rows_per_item, parts, options):
+def tile_of(len_q, len_k, first, step, rows_per_item, mask, options):
     """Tile `step` of an entry: (first row, span, blocks of keys, tiles of the entry); span is
     (first key, gap_start, gap_end), see `skip_gap`.
 
@@ -204,12 +204,11 @@ def tile_of(len_q, len_k, first, step, rows_per_item, parts, options):
     steps = tl.cdiv(tl.minimum(len_q - first, rows_per_item), TILE)
     row = first + step * TILE
     start, end, gap_start, gap_end = 0, len_k, 0, 0
-    shift, contexts, history = parts
+    shift, segments = mask
     if options.SEGMENTS:
-        start, end, gap_start, gap_end = key_stretches(
-            row + shift, TILE, len_k, contexts, history, options.BLOCK_N, options.TARGET_GROUP,
-            options.WINDOW, options.FULL_ROWS, options.OWN_RANKS,
-        )  # fmt: skip
+        start, end, gap_start, gap_end = key_intervals(
+            row + shift, TILE, len_k, segments, options.BLOCK_N
+        )
     elif not options.RESIDENT:
         start, end = key_range(
             row + shift, len_k, TILE, options.BLOCK_N, options.CAUSAL, options.WINDOW
@@ -243,7 +242,7 @@ def load(
     if item < num_items:
         start_q, _, len_q, start_k, len_k, head, first = entry(list_ptr, item)
         while item < num_items:
-            parts = parts_of(list_ptr, segments_ptr, item, len_q, len_k, options)
+            mask = entry_mask(list_ptr, segments_ptr, item, len_q, len_k, options)
             packed, paged = keys_of(
                 list_ptr, item, start_q, len_q, start_k, len_k, indptr_ptr, ends_ptr, options
             )
@@ -253,7 +252,7 @@ def load(
             steps = tl.cdiv(tl.minimum(len_q - first, rows_per_item), options.MATH_ROLES * ROWS)
             for step in tl.range(0, steps):
                 row, span, blocks, _ = tile_of(
-                    len_q, len_k, first, step, rows_per_item, parts, options
+                    len_q, len_k, first, step, rows_per_item, mask, options
                 )
                 if (tile == 0) if options.AHEAD else options.Q_SLOTS > 1:
                     fetch_q(q_desc, q, tile, start_q, len_q, head, row, options)
@@ -262,17 +261,18 @@ def load(
                 kv_head = head // options.GROUP
                 for block in tl.range(0, blocks):
                     key = key_of(span, block, options)
-                    page, left = page_of(pages_ptr, paged, key, options)  # before it waits
+                    # The page is looked up before the wait.
+                    in_page, left = row_in_pages(pages_ptr, paged, key, options)
                     stage = k.acquire(kv + block)
                     fetch_keys(
-                        k_desc, history_desc, k.buffer[stage], k.full[stage], packed, page, left,
+                        k_desc, history_desc, k.buffer[stage], k.full[stage], packed, in_page, left,
                         kv_head, key, False, options,
                     )  # fmt: skip
                     if options.Q_SLOTS == 1 and block == 0:  # K's buffer was free long before
                         fetch_q(q_desc, q, tile, start_q, len_q, head, row, options)
                     stage = v.acquire(kv + block)
                     fetch_keys(
-                        v_desc, history_desc, v.buffer[stage], v.full[stage], packed, page, left,
+                        v_desc, history_desc, v.buffer[stage], v.full[stage], packed, in_page, left,
                         kv_head, key, True, options,
                     )  # fmt: skip
                     # From the third block on, the tile before has been done with its Q.
@@ -327,41 +327,41 @@ def release_scores(k_empty, q_empty, last, done, options):
 
 
 @triton.jit
-def mask_segments(x, position, first_key, parts, options):
+def mask_segments(x, position, first_key, segments, options):
     """x with zeros where contexts, history and targets do not let a row see a key."""
-    _, contexts, history = parts
-    if not all_count(position, first_key, ROWS, options.BLOCK_N, contexts, history, options):
+    if not sees_all(position, first_key, ROWS, options.BLOCK_N, segments):
         i = position + tl.arange(0, ROWS)[:, None]
         j = first_key + tl.arange(0, options.BLOCK_N)[None, :]
-        x = tl.where(counted(i, j, contexts, history, options), x, 0.0)
+        x = tl.where(sees(i, j, segments), x, 0.0)
     return x
 
 
 @triton.jit
-def activation_prologue(s, scale, head, row, first_key, parts, options):
+def activation_prologue(s, scale, head, row, first_key, mask, options):
     """(x, t), from which `activation_epilogue` computes activation(scale * s); masked pairs are
     zero.
 
     GELU and SiLU of 0 are 0: masking the scores is as good, and leaves the pairs of bf16 whole.
     """
     x = s if options.PAIRS else activate_per_head(s, scale, head, options.ACTIVATION, True)
-    position = row + parts[0]  # its position
+    shift, segments = mask
+    position = row + shift
     if options.SEGMENTS:
-        x = mask_segments(x, position, first_key, parts, options)
+        x = mask_segments(x, position, first_key, segments, options)
     elif not all_visible(
         position, first_key, ROWS, options.BLOCK_N, options.CAUSAL, options.WINDOW
     ):
         x = mask_probabilities(x, position, first_key, options.CAUSAL, options.WINDOW)
     t = 0
     if options.PAIRS:
-        x, t = tanh_of_pairs(x, scale, options.ACTIVATION)
+        x, t = tanh_packed(x, scale, options.ACTIVATION)
     return x, t
 
 
 @triton.jit
 def activation_epilogue(x, t, DTYPE: tl.constexpr, PAIRS: tl.constexpr):
     """The probabilities, in registers that an MMA reads: only when none is in flight."""
-    return multiply_add_pairs(x, t, x) if PAIRS else x.to(DTYPE)
+    return multiply_add_packed(x, t, x) if PAIRS else x.to(DTYPE)
 
 
 @triton.jit
@@ -378,15 +378,15 @@ def math(
     step, tile, kv = 0, 0, 0
     if item < num_items:
         _, start_out, len_q, _, len_k, head, first = entry(list_ptr, item)
-        parts = parts_of(list_ptr, segments_ptr, item, len_q, len_k, options)
-        row, span, blocks, steps = tile_of(len_q, len_k, first, step, rows_per_item, parts, options)
+        mask = entry_mask(list_ptr, segments_ptr, item, len_q, len_k, options)
+        row, span, blocks, steps = tile_of(len_q, len_k, first, step, rows_per_item, mask, options)
         row += role * ROWS
         tlx.barrier_wait(q.full[role * Q_SLOTS], 0)
         tlx.barrier_wait(k.full[0], 0)
         s = tlx.async_dot(q.buffer[role * Q_SLOTS], tlx.local_trans(k.buffer[0]))
         s = tlx.async_dot_wait(0, s)
         release_scores(k.empty[0], q.empty[role * Q_SLOTS], steps == 1, blocks == 1, options)
-        x, t = activation_prologue(s, scale, head, row, key_of(span, 0, options), parts, options)
+        x, t = activation_prologue(s, scale, head, row, key_of(span, 0, options), mask, options)
         while item < num_items:
             last = step + 1 == steps
             if options.RESIDENT:
@@ -410,7 +410,7 @@ def math(
                 s = tlx.async_dot_wait(1, s)
                 release_scores(k.empty[stage], q.empty[q_slot], last, block + 1 == blocks, options)
                 key = key_of(span, block, options)
-                x, t = activation_prologue(s, scale, head, row, key, parts, options)
+                x, t = activation_prologue(s, scale, head, row, key, mask, options)
                 acc = tlx.async_dot_wait(0, acc)
                 release(v.empty[v_stage], last, options.RESIDENT)
             if options.Q_SLOTS > 1:
@@ -427,9 +427,9 @@ def math(
                 following = entry(list_ptr, tl.minimum(item, num_items - 1))
             _, next_out, next_len_q, _, len_k, next_head, first = following
             next_item = tl.minimum(item, num_items - 1)
-            parts = parts_of(list_ptr, segments_ptr, next_item, next_len_q, len_k, options)
+            mask = entry_mask(list_ptr, segments_ptr, next_item, next_len_q, len_k, options)
             next_row, span, next_blocks, steps = tile_of(
-                next_len_q, len_k, first, step, rows_per_item, parts, options
+                next_len_q, len_k, first, step, rows_per_item, mask, options
             )
             next_row += role * ROWS
             tile += 1
@@ -454,7 +454,7 @@ def math(
                     k.empty[stage], q.empty[q_slot], step + 1 == steps, next_blocks == 1, options
                 )
                 key = key_of(span, 0, options)
-                x, t = activation_prologue(s, scale, next_head, next_row, key, parts, options)
+                x, t = activation_prologue(s, scale, next_head, next_row, key, mask, options)
             else:
                 tlx.barrier_wait(q.full[q_slot], (tile // Q_SLOTS) & 1)
                 tlx.barrier_wait(k.full[stage], (kv // NUM_STAGES) & 1)
@@ -465,7 +465,7 @@ def math(
                 s = tlx.async_dot_wait(1, s)
                 release(k.empty[stage], step + 1 == steps, options.RESIDENT)
                 key = key_of(span, 0, options)
-                x, t = activation_prologue(s, scale, next_head, next_row, key, parts, options)
+                x, t = activation_prologue(s, scale, next_head, next_row, key, mask, options)
                 acc = tlx.async_dot_wait(0, acc)
                 release(v.empty[v_stage], last, options.RESIDENT)
                 rows = (acc * output_scale).to(OUT)

@@ -40,7 +40,7 @@ from gdpa_kernels.device.ragged import ragged_descriptor, store_rows
 from gdpa_kernels.device.rows import fetch_rows
 from gdpa_kernels.device.sequences import sequence
 from gdpa_kernels.gdpa.batch import Batch
-from gdpa_kernels.gdpa.device.activations import multiply_add_pairs, tanh_of_pairs
+from gdpa_kernels.gdpa.device.activations import multiply_add_packed, tanh_packed
 from gdpa_kernels.gdpa.published_form import requires_pairs
 
 requires = requires_pairs
@@ -132,8 +132,8 @@ def math(s, p, o, out_desc, tile, scale, output_scale, options):
         tlx.barrier_wait(s.full[0], block & 1)
         for part in tl.static_range(options.SLICES):
             x = tlx.local_load(tlx.subslice(s.buffer[0], part * WIDTH, WIDTH))
-            x, t = tanh_of_pairs(x, scale, options.ACTIVATION)
-            x = multiply_add_pairs(x, t, x)
+            x, t = tanh_packed(x, scale, options.ACTIVATION)
+            x = multiply_add_packed(x, t, x)
             tlx.local_store(tlx.subslice(p.buffer[0], part * WIDTH, WIDTH), x)
         tlx.barrier_arrive(p.full[0])
     if blocks > 0:

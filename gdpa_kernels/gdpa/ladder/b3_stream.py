@@ -42,8 +42,8 @@ from gdpa_kernels.device.groups import OneWay, Ring
 from gdpa_kernels.device.ragged import ragged_descriptor
 from gdpa_kernels.device.rows import fetch_rows, put_rows
 from gdpa_kernels.gdpa.batch import Batch, Schedule
-from gdpa_kernels.gdpa.device.activations import multiply_add_pairs
-from gdpa_kernels.gdpa.device.polynomial import mixed_pairs
+from gdpa_kernels.gdpa.device.activations import multiply_add_packed
+from gdpa_kernels.gdpa.device.polynomial import mixed_packed
 from gdpa_kernels.gdpa.device.work_list import WorkList, count_items, entry, list_of_queries
 from gdpa_kernels.gdpa.published_form import requires_pairs
 
@@ -214,8 +214,8 @@ def math(role: tl.constexpr, s, p, o, out_desc, out, list_ptr, scale, output_sca
             tlx.barrier_wait(s.full[role], step & 1)
             for part in tl.static_range(options.SLICES):
                 x = tlx.local_load(tlx.subslice(s.buffer[role], part * WIDTH, WIDTH))
-                x, t = mixed_pairs(x, scale, options.ACTIVATION, options.SHARE)
-                x = multiply_add_pairs(x, t, x)
+                x, t = mixed_packed(x, scale, options.ACTIVATION, options.SHARE)
+                x = multiply_add_packed(x, t, x)
                 tlx.local_store(tlx.subslice(p.buffer[TILES * role], part * WIDTH, WIDTH), x)
                 tlx.barrier_arrive(p.full[role * options.SLICES + part])
             step += 1

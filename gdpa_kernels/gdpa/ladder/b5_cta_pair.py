@@ -47,8 +47,8 @@ from gdpa_kernels.device.pairs import (
 )
 from gdpa_kernels.device.ragged import BOUND, ragged_descriptor
 from gdpa_kernels.gdpa.batch import Batch, Schedule
-from gdpa_kernels.gdpa.device.activations import multiply_add_pairs
-from gdpa_kernels.gdpa.device.polynomial import mixed_pairs
+from gdpa_kernels.gdpa.device.activations import multiply_add_packed
+from gdpa_kernels.gdpa.device.polynomial import mixed_packed
 from gdpa_kernels.gdpa.device.work_list import WorkList, count_items, entry, list_of_queries
 from gdpa_kernels.gdpa.published_form import requires_pairs
 
@@ -206,8 +206,8 @@ def math(role: tl.constexpr, s, p, list_ptr, rows_per_item, scale, options):
             tlx.barrier_wait(s.full[role], count & 1)
             for part in tl.static_range(options.SLICES):
                 x = tlx.local_load(tlx.subslice(s.buffer[role], part * WIDTH, WIDTH))
-                x, t = mixed_pairs(x, scale, options.ACTIVATION, options.SHARE)
-                x = multiply_add_pairs(x, t, x)
+                x, t = mixed_packed(x, scale, options.ACTIVATION, options.SHARE)
+                x = multiply_add_packed(x, t, x)
                 tlx.local_store(tlx.subslice(p.buffer[2 * role], part * WIDTH, WIDTH), x)
                 tlx.barrier_arrive(p.full[role * options.SLICES + part], 1, remote_cta_rank=0)
             count += 1

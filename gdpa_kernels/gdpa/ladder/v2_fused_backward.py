@@ -34,7 +34,7 @@ from gdpa_kernels.device.ragged import load_rows, ragged_descriptor, readable, s
 from gdpa_kernels.device.sequences import sequence
 from gdpa_kernels.gdpa.batch import Batch
 from gdpa_kernels.gdpa.device.derivatives import value_and_slope_per_head
-from gdpa_kernels.gdpa.device.gradients import add_rows, add_rows_by_threads, round_kernel
+from gdpa_kernels.gdpa.device.gradients import add_rows, round_kernel
 from gdpa_kernels.gdpa.device.masks import mask_transposed, row_range
 
 
@@ -59,6 +59,21 @@ def default_config(batch: Batch) -> Config:
 def is_deterministic(batch: Batch) -> bool:
     """Two additions to zero commute; with a third their order shows."""
     return batch.max_seqlen_k <= 2 * Config.BLOCK_N and not batch.shared_q
+
+
+@triton.jit
+def add_rows_by_threads(
+    ptr, start, length, head, first_row, rows, NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr
+):
+    """`add_rows` to a contiguous `[total, NUM_HEADS, HEAD_DIM]`, by atomic adds of every thread."""
+    row = first_row + tl.arange(0, rows.shape[0])
+    dim = tl.arange(0, rows.shape[1])
+    first = (tl.cast(start, tl.int64) * NUM_HEADS + head) * HEAD_DIM
+    offsets = row.to(tl.int64)[:, None] * (NUM_HEADS * HEAD_DIM) + dim[None, :]
+    mask = (row < length)[:, None]
+    if rows.shape[1] != HEAD_DIM:
+        mask = mask & (dim < HEAD_DIM)[None, :]
+    tl.atomic_add(ptr + first + offsets, rows, mask=mask, sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["max_seqlen_q", "max_seqlen_k"])

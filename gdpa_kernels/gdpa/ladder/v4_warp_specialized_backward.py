@@ -48,9 +48,9 @@ from gdpa_kernels.gdpa.device.two_consumers import (
     MATH_ROLES,
     TILE,
     fetch_both,
-    put_aside,
     rows_of,
     scores,
+    stage_tile,
 )
 from gdpa_kernels.gdpa.device.work_list import WorkList, count_items, entry, list_of_keys
 
@@ -152,23 +152,23 @@ def share(ds, ds_tile, d, count):
 
 
 @triton.jit
-def dq_product(role: tl.constexpr, ds, k, k_at, count, options):
+def dq_product(role: tl.constexpr, ds, k, k_buffer, count, options):
     """dS K of a step, in flight: the role's half of the columns, at head_dim 64 of the rows."""
     ROW: tl.constexpr = role * (options.ROWS - 64)
     COLUMN: tl.constexpr = role * (options.HEAD_DIM - 64)
     stage = count & 1
     tlx.barrier_wait(ds.full[stage], (count // 2) & 1)
     d = tlx.local_slice(ds.buffer[stage * MATH_ROLES], [0, ROW], [KEYS, 64])
-    here = tlx.local_slice(k.buffer[k_at], [0, COLUMN], [KEYS, 64])
+    here = tlx.local_slice(k.buffer[k_buffer], [0, COLUMN], [KEYS, 64])
     dq = tlx.async_dot(tlx.local_trans(d), here)
     d = tlx.local_slice(ds.buffer[stage * MATH_ROLES + 1], [0, ROW], [KEYS, 64])
-    here = tlx.local_slice(k.buffer[k_at + 1], [0, COLUMN], [KEYS, 64])
+    here = tlx.local_slice(k.buffer[k_buffer + 1], [0, COLUMN], [KEYS, 64])
     return tlx.async_dot(tlx.local_trans(d), here, dq)
 
 
 @triton.jit
 def add_rows(role: tl.constexpr, desc, buffer, start, length, head, row, options):
-    """Start the TMA reduce-add of a half of a step's dQ. A fence must follow `put_aside`."""
+    """Start the TMA reduce-add of a half of a step's dQ. A fence must follow `stage_tile`."""
     row += role * (options.ROWS - 64)
     coords = [BOUND, start + length, head, BOUND - length + row, role * (options.HEAD_DIM - 64)]
     tlx.async_descriptor_store(desc, buffer, coords, store_reduce="add")
@@ -187,7 +187,7 @@ def math(
     count = 0
     for item in tl.range(tl.program_id(0), num_items, tl.num_programs(0), num_stages=0):
         tile = item // tl.num_programs(0)
-        k_at = tile % K_STAGES * MATH_ROLES
+        k_buffer = tile % K_STAGES * MATH_ROLES
         start_k, _, len_k, start_q, len_q, head, key = entry(list_ptr, item)
         steps = uniform(steps_of(len_q, options))
         key += role * KEYS
@@ -195,7 +195,7 @@ def math(
         dv = tl.zeros([KEYS, HEAD_DIM], tl.float32)
         tlx.barrier_wait(k.full[tile % K_STAGES], tile // K_STAGES & 1)
         last = count + steps - 1
-        s = scores(k.buffer[k_at + role], q, count, Q_STAGES)
+        s = scores(k.buffer[k_buffer + role], q, count, Q_STAGES)
         s = tlx.async_dot_wait(0, s)
         tlx.barrier_wait(v.full[0], tile & 1)
         ds_tile = ds.buffer[(count & 1) * MATH_ROLES + role]
@@ -205,7 +205,7 @@ def math(
         dv = tlx.async_dot_wait(0, dv)
         dk = tlx.async_dot_wait(0, dk)
         tlx.barrier_arrive(g.empty[count % options.G_STAGES])
-        s = scores(k.buffer[k_at + role], q, tl.minimum(count + 1, last), Q_STAGES)
+        s = scores(k.buffer[k_buffer + role], q, tl.minimum(count + 1, last), Q_STAGES)
         s = tlx.async_dot_wait(0, s)
         tlx.barrier_arrive(q.empty[count % Q_STAGES])
         for step in tl.range(1, steps, num_stages=0):
@@ -215,21 +215,21 @@ def math(
             d, dv = differentiate(s, v.buffer[role + zero], g, dv, now, scale, head, options)
             share(ds, ds_tile, d, now)
             if step > 1:
-                aside, row = staging[role + zero], (step - 2) * options.ROWS
-                add_rows(role, gradients.dq, aside, start_q, len_q, head, row, options)
+                staged_dq, row = staging[role + zero], (step - 2) * options.ROWS
+                add_rows(role, gradients.dq, staged_dq, start_q, len_q, head, row, options)
             dk = tlx.async_dot(d, q.buffer[now % Q_STAGES], dk)
             dv = tlx.async_dot_wait(0, dv)
             dk = tlx.async_dot_wait(0, dk)
             tlx.barrier_arrive(g.empty[now % options.G_STAGES])
-            s = scores(k.buffer[k_at + role + zero], q, tl.minimum(now + 1, last), Q_STAGES)
-            dq = dq_product(role, ds, k, k_at + zero, now - 1, options)
+            s = scores(k.buffer[k_buffer + role + zero], q, tl.minimum(now + 1, last), Q_STAGES)
+            dq = dq_product(role, ds, k, k_buffer + zero, now - 1, options)
             s = tlx.async_dot_wait(0, s)
             dq = tlx.async_dot_wait(0, dq)
             tlx.barrier_arrive(q.empty[now % Q_STAGES])
             tlx.barrier_arrive(ds.empty[(now - 1) & 1])
-            put_aside(staging[role + zero], dq)
+            stage_tile(staging[role + zero], dq)
         count += steps
-        dq = dq_product(role, ds, k, k_at, count - 1, options)
+        dq = dq_product(role, ds, k, k_buffer, count - 1, options)
         dq = tlx.async_dot_wait(0, dq)
         tlx.barrier_arrive(k.empty[tile % K_STAGES])
         tlx.barrier_arrive(ds.empty[(count - 1) & 1])
@@ -237,7 +237,7 @@ def math(
         if steps > 1:
             row = (steps - 2) * options.ROWS
             add_rows(role, gradients.dq, staging[role], start_q, len_q, head, row, options)
-        put_aside(staging[role], dq)
+        stage_tile(staging[role], dq)
         dv = dv * (0.5 * scale * output_scale)
         put_rows(gradients.dv, v.buffer[role], start_k, len_k, head, key, dv.to(options.DTYPE))
         row = (steps - 1) * options.ROWS
