@@ -386,12 +386,17 @@ chapter.table(
     served, name="tab-sum-requests",
     digits={"pages": 0, "requests a second": 0, "served": 1, "found in pages": 2, "p50, ms": 1,
             "p99, ms": 1},
-    caption="**A request that finds its histories waits for the host more than for the GPU.** "
-    "Latency of requests at a fixed rate, the two that compile left out.",
+    caption="**Half of the requests take less than 20 ms, also where histories are read again.** "
+    "Latency of requests at a fixed rate, without the first two.",
     measured=chapter.holders("requests"),
 )  # fmt: skip
+assert served["p50, ms"].max() < 20, "the caption"
+assert served["p99, ms"].idxmax() == 0 and served["p99, ms"].iloc[1:].max() < 30, "the text"
 
 # %% [markdown]
+# The first server compiled kernels during its requests, which is its p99. The others found them in
+# Triton's cache: warm a server up with lengths of every form before it serves.
+#
 # ## A sequence across GPUs
 #
 # {term}`Context parallelism <context parallelism>` cuts one long sequence between ranks. With
