@@ -150,9 +150,9 @@ def context(o: argparse.Namespace, rank: int, ranks: int, device: torch.device) 
         shard = partial(parallel.shard, cu_seqlens=ends, rank=rank, ranks=ranks, layout=layout)
         cut = {"cu_seqlens": ends, "layout": layout, "stationary": stationary, "causal": True}
         call = partial(parallel.context_parallel_gdpa, **cut)
-        mine = [*map(shard, tensors)]
-        results, received, flops = computed(call, *mine)
-        seconds = gathered(call_seconds(call, *mine, o), ranks, device).amax(0).tolist()
+        shards = [*map(shard, tensors)]
+        results, received, flops = computed(call, *shards)
+        seconds = gathered(call_seconds(call, *shards, o), ranks, device).amax(0).tolist()
         pairs = zip(results, wanted, strict=True)
         errors = [((a - shard(b)).norm() / b.norm()).item() for a, b in pairs]
         each = torch.tensor([*errors, flops, len(results[0])], dtype=torch.float64)

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from gdpa_lab.measuring import operators
+from gdpa_lab.measuring import operators, private
 from gdpa_lab.measuring.inputs import make_inputs
 from gdpa_lab.measuring.record import Table
 from gdpa_lab.measuring.workload import Workload
@@ -58,7 +58,7 @@ STATES = (
 _STATE = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
 
 COLUMNS = ("workload", "direction", "impl", "launch", "kernel", *COUNTERS, *STATES)
-_MARKER = "spin_kernel"  # of torch.cuda._sleep, which nothing else launches
+_MARKER = "spin_kernel"  # of private.sleep, which nothing else launches here
 
 
 def profile(calls: Sequence[Call]) -> Table:
@@ -108,17 +108,17 @@ def _rows(text: str, calls: Sequence[Call]) -> Iterator[tuple[str | float, ...]]
 
 def _main() -> None:
     """Run the calls that stdin lists under a profiler that waits for its start."""
-    made: dict[str, object] = {}
+    inputs: dict[str, object] = {}
     for plan, direction, impl in json.load(sys.stdin):
         workload = Workload.from_dict(plan)
-        if workload.name not in made:
-            made.clear()
-            made[workload.name] = make_inputs(workload, device="cuda")
-        call = operators.of(made[workload.name], direction).candidate(impl, "").call
+        if workload.name not in inputs:
+            inputs.clear()
+            inputs[workload.name] = make_inputs(workload, device="cuda")
+        call = operators.of(inputs[workload.name], direction).candidate(impl, "").call
         call(), call()
         torch.cuda.synchronize()
         torch.cuda.profiler.start()
-        torch.cuda._sleep(100)
+        private.sleep(100)
         call()
         torch.cuda.synchronize()
         torch.cuda.profiler.stop()
