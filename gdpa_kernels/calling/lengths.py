@@ -97,6 +97,7 @@ class Lengths:
         super().__setattr__(name, value)
 
     def __reduce__(self):
+        self.of("Lengths", self.total, self.device)
         return held, (type(self), self.cu_seqlens, self.total, self.max_seqlen)
 
     @classmethod
@@ -112,7 +113,7 @@ class Lengths:
     def extended(self, count: int) -> Lengths:
         """The Lengths of the same sequences, `count` rows longer each; made once, without waiting
         for the device."""
-
+        self.of("Lengths", self.total, self.device)
         count = checks.check_max_seqlen("count", count)
         total = _checked_total(self.total + count * self.batch)
         return self.once(_Extended(type(self), total, self.max_seqlen + count, count))
@@ -132,6 +133,7 @@ class Lengths:
             return self._moved(self.cu_seqlens.pin_memory())
 
     def _moved(self, cu_seqlens: torch.Tensor) -> Lengths:
+        self.of("Lengths", self.total, self.device)
         if cu_seqlens is self.cu_seqlens:
             return self
         return held(type(self), cu_seqlens, self.total, self.max_seqlen)
@@ -173,21 +175,21 @@ class Lengths:
         capture of a CUDA graph makes is not kept, and what `launches(run=False)` leaves unmade
         serves such calls alone.
         """
-        offsets = self.cu_seqlens, None if beside is None else beside.cu_seqlens
         if torch.compiler.is_compiling():
-            return recipe.make(*offsets)
-        capturing, stream = False, None
-        if self.device.type == "cuda":
-            capturing = torch.cuda.is_current_stream_capturing()
-            stream = torch.cuda.current_stream(self.device).cuda_stream
+            return recipe.make(self.cu_seqlens, None if beside is None else beside.cu_seqlens)
+        return self._once(recipe, beside, *_state(self.device))
+
+    def _once(
+        self, recipe: Recipe[T], beside: Lengths | None, capturing: bool, *state: Hashable
+    ) -> T:
         cached = self._cached.setdefault(self if beside is None else beside, {})
-        key = recipe, beside is None, stream, not launches.recorders or launches.are_made()
+        key = recipe, beside is None, state
         if key in cached:
             return cached[key]
         # Training may follow an evaluation. A mode that counts or replays operators must not see
         # what is made the first time alone, and a fake one would make it fake.
         with torch.inference_mode(False), unseen():
-            result = recipe.make(*offsets)
+            result = recipe.make(self.cu_seqlens, None if beside is None else beside.cu_seqlens)
         if not capturing:
             cached[key] = result
         return result
@@ -196,8 +198,22 @@ class Lengths:
         return f"Lengths({self.batch} sequences of {self.total} rows on {self.device})"
 
 
+def _state(device: torch.device) -> tuple[bool, int | None, bool]:
+    """What decides whether a list that was made serves a call now: whether a CUDA graph captures
+    the device's current stream, that stream, and whether kernels are launched."""
+    made = not launches.recorders or launches.are_made()
+    if device.type != "cuda":
+        return False, None, made
+    stream = torch.cuda.current_stream(device).cuda_stream
+    if torch.cuda.current_device() == device.index:
+        return torch.cuda.is_current_stream_capturing(), stream, made
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing(), stream, made
+
+
 class Lists:
-    """The work lists of a call: those of its `Lengths`; and what forward made serves backward, too.
+    """The work lists of a call: those of its `Lengths`, or what forward made, for a backward with
+    the same recipe in the same state.
 
     offsets: as a `Recipe` takes them; lengths: those that they come from, all or none.
     """
@@ -206,19 +222,21 @@ class Lists:
 
     def __init__(self, offsets: tuple[torch.Tensor | None, ...], *lengths: Lengths | None):
         self.offsets, self._lengths = offsets, lengths
-        self._forward: tuple[Recipe, object] | None = None
+        self._forward: tuple[Hashable, object] | None = None
 
     def once(self, recipe: Recipe[T], direction: str) -> T:
         """What `recipe` makes of the offsets, for "forward" or "backward"."""
-        if self._forward is not None and self._forward[0] == recipe:
-            return self._forward[1]
-        if self._lengths:
-            result = self._lengths[0].once(recipe, *self._lengths[1:])
-        else:
+        own = self._lengths[0] if self._lengths else None
+        state = _state(self.offsets[0].device if own is None else own.device)
+        key, forward = (recipe, state), self._forward
+        if forward is not None and forward[0] == key:
+            return forward[1]
+        if own is None:
             result = recipe.make(*self.offsets)
-        # Only of forward: what backward makes in the capture of a graph is nothing outside of it.
+        else:
+            result = own._once(recipe, self._lengths[1] if self._lengths[1:] else None, *state)
         if direction == "forward":
-            self._forward = recipe, result
+            self._forward = key, result
         return result
 
 

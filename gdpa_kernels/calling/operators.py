@@ -65,7 +65,7 @@ _HANDED = _Handed()
 
 def with_lists(lists: Lists | None, operator: Callable, *arguments, **named):
     """operator(*arguments, **named), whose implementation finds these lists by `scheduled`. None:
-    it makes its own, as in a compiled program, to which nothing of one call belongs."""
+    none are handed over, as in a compiled program, to which nothing of one call belongs."""
     if lists is None:
         return operator(*arguments, **named)
     outer, _HANDED.lists = _HANDED.lists, lists

@@ -265,7 +265,7 @@ class Rung:
         if self.requires.of_device(batch.device) is not None:
             return False
         try:
-            module = _module(self.impl, self.operator)
+            module = self.module()
         except Exception:
             return False
         requires = getattr(module, "requires", None)
@@ -283,7 +283,7 @@ class Rung:
         return self._hook("is_deterministic")(batch)
 
     def _hook(self, name: str, module: ModuleType | None = None) -> Callable:
-        return getattr(module or _module(self.impl, self.operator), name, _DEFAULTS[name])
+        return getattr(module or self.module(), name, _DEFAULTS[name])
 
 
 @functools.cache

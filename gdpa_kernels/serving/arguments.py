@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping, Set
 
 import torch
 
@@ -25,11 +25,13 @@ def renamed(old: str, new: str) -> Callable[[Callable], Callable]:
 
 
 def listed(name: str, values: object, count: int | None = None) -> list:
-    """`values` as a list. Raises TypeError unless they are a sequence, of which a string is none,
-    and ValueError unless they are `count`, if that is given."""
+    """`values` as a list. Raises TypeError unless they are a sequence, of which a string, a set and
+    a dict are none, and ValueError unless they are `count`, if that is given."""
     if isinstance(values, str | bytes):
         raise TypeError(f"{name} must be a sequence, one entry a user, got the string {values!r}")
     try:
+        if isinstance(values, Set | Mapping):  # in no order that entries of others could follow
+            raise TypeError
         entries = list(values)
     except TypeError:
         raise TypeError(f"{name} must be a sequence, one entry a user, got {values!r}") from None

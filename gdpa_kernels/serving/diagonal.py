@@ -1,7 +1,8 @@
 """The term of candidates that see themselves alone: one product of a row of q with its own of k.
 
 out = add_to + output_scale activation(scale q.k) v, row by row. Nothing is multiplied as matrices,
-so memory is the bound: q, k, v and the result in the call's dtype and the sum in fp32, each once.
+so memory is the bound: q, k and v in the call's dtype, the result in that of
+`out_dtype` and the sum in fp32, each once.
 P stays in fp32.
 """
 

@@ -30,7 +30,7 @@ KEPT = "total", "count", "updates", "peak"
 """The tensors of the sums, by users."""
 ROUNDING, TOLERATED = 1.3e-8, 2e-4
 """The relative error of an fp32 sum grows as ROUNDING sqrt(updates) (largest norm / present norm),
-fitted; an eighth of a rounding to bf16 is tolerated."""
+fitted; about an eighth of a rounding to bf16 is tolerated."""
 
 
 class StoredSums:
@@ -43,8 +43,9 @@ class StoredSums:
         impl: the kernel that computes every part, by name: "auto" may change with a batch's shape.
         exact: sums of integers, in units of 2**-30: what is deleted leaves nothing, in whatever
             order, by an implementation that is batch invariant (`Rung.batch_invariant`): others are
-            refused. Each event is computed alone, and the partial results take `8 * q.numel()`
-            bytes an event while they are added. False: fp32, 1.3e-6 after 10,000 updates.
+            refused. Each event is computed alone, and the partial results take up to
+            `16 * q.numel()` bytes an event while they are added. False: fp32, 1.3e-6 after 10,000
+            updates.
 
     Attributes: total (fp32, or int64 with exact) `[users, rows, num_heads, head_dim]`; count and
     updates int64 `[users]`, events held and added or deleted; peak fp32 `[users]`, the largest

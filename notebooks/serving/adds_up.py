@@ -341,8 +341,7 @@ paged = scored[["pages of 64", "pages of 128"]].min(axis=1)
 chapter.glue(
     together=float((scores - theirs).abs().max()), ridge=ridge,
     gathering=(scored["gathered"] / paged).max(), floor=limits.floor_us(*counts(10, 2048, 6300)),
-    dlrm=paged.loc[10, 6300, 2048], over_v1=(scored["one call of v1"] / paged).min(),
-    most_over_v1=(scored["one call of v1"] / paged).max(),
+    dlrm=paged.loc[10, 6300, 2048],
 )  # fmt: skip
 requests = chapter.recorded("requests")
 

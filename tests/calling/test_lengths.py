@@ -39,6 +39,7 @@ from gdpa_kernels import (
 from gdpa_kernels.block_attention import api as block_api
 from gdpa_kernels.block_attention import block_list
 from gdpa_kernels.calling import operators
+from gdpa_kernels.calling.launches import launches
 from gdpa_kernels.calling.lengths import Lists, Recipe
 from gdpa_kernels.calling.sequences import Sequences
 from gdpa_kernels.gdpa import api as gdpa_api
@@ -125,6 +126,27 @@ def test_wrong_uses_say_what_is_wrong():
         Lengths.uniform(2, -3, "cpu")
     with pytest.raises(ValueError, match="cu_seqlens_q must be on its tensor's device cpu"):
         gdpa(q, k, v, Lengths(offsets(FIRST), device="meta"), lengths)
+
+
+@pytest.mark.parametrize("copied", (copy.deepcopy, pickle.dumps, lambda x: x.extended(0),
+                                    lambda x: x.to("meta")))  # fmt: skip
+def test_written_offsets_are_not_copied(copied):
+    lengths = Lengths(offsets(FIRST))
+    lengths.cu_seqlens[1] = 3
+    with pytest.raises(ValueError, match="Lengths must not be modified after the check"):
+        copied(lengths)
+
+
+@pytest.mark.parametrize("given", (Lengths, lambda ends: ends))
+def test_a_list_that_was_not_made_serves_no_backward(given):
+    """Forward was asked for its launches alone."""
+    tensors, ends = leaves(), given(offsets(FIRST))
+    with tritonemu.enabled():
+        wanted = gradients(block_attention(*tensors, ends, impl="v1_one_tile"), tensors)[1:]
+        with launches(run=False):
+            out = block_attention(*tensors, given(offsets(FIRST)), impl="v1_one_tile")
+        found = torch.autograd.grad(out, tensors, torch.ones_like(out))
+    assert all(map(torch.equal, found, wanted))
 
 
 @pytest.mark.parametrize("copied", (lambda x: x, copy.deepcopy, lambda x: x.extended(0)))
@@ -630,6 +652,7 @@ def capturing(monkeypatch):
     device = property(lambda _: torch.device("cuda"), lambda *_: None)
     monkeypatch.setattr(Lengths, "device", device, raising=False)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Mock(cuda_stream=7))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     return lambda: monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
 

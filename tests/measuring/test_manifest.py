@@ -139,7 +139,10 @@ def test_other_files_are_held_to_the_manifest_and_listed_again(data_dir):
         file.write_text("1")
     refused = [str(error).partition(":")[0] for error in manifest.problems(data_dir)]
     assert refused == [f"{data_dir.name}/claims.yml", "published/table.csv"]
-    assert manifest.update(data_dir) and not manifest.update(data_dir)
+    assert manifest.update(data_dir)
+    before = (data_dir / manifest.NAME).stat()
+    assert not manifest.update(data_dir), "others may be reading it"
+    assert (data_dir / manifest.NAME).stat() == before
     manifest.verify(data_dir)
     assert [r.id for r in record.load_all(data_dir)] == [path.stem]
     table.write_text("2")

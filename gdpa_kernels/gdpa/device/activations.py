@@ -1,11 +1,12 @@
 """The activations, which take the place of softmax, as Triton functions.
 
 `activate(s, scale, NAME, APPROX)` returns `activation(scale * s)` for a tile of raw scores `s` in
-fp32. The scale is folded into the activation's constants, so that it costs nothing per element.
+fp32. The scale is folded into the activation's constants, where it has any.
 
 `APPROX` chooses the arithmetic of the smooth activations. True: one `tanh.approx.f32` per element,
 whose relative error is at most 2**-11 (PTX ISA, "tanh"). The rounding of the probabilities to bf16
-that follows is an error of up to 2**-9 to 2**-8 of each. False: `exp` and a division, for fp32.
+that follows is an error of up to 2**-9 to 2**-8 of each. False: `exp` and a division, or
+`erf`, for fp32.
 
 | name                | error against the exact function, APPROX |
 |---------------------|------------------------------------------|

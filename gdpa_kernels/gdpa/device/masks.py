@@ -1,6 +1,6 @@
 """Causal and window masks of the tiled kernels.
 
-Positions of queries and keys both count from the start of their sequence.
+Positions count from the start of a sequence; with "lower_right" callers shift those of queries.
 """
 
 import triton
@@ -43,7 +43,7 @@ def all_visible(
 
 @triton.jit
 def mask_probabilities(p, first_row, first_key, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
-    """Zero the probabilities [rows, keys] of pairs that do not count, after the activation."""
+    """Zero the elements [rows, keys] of pairs that do not count."""
     if CAUSAL or WINDOW is not None:
         rows = first_row + tl.arange(0, p.shape[0])
         keys = first_key + tl.arange(0, p.shape[1])

@@ -250,7 +250,7 @@ def order_kernel(cu_seqlens_ptr, order_ptr, batch, OWN: tl.constexpr, OTHERS: tl
 
 @dataclass(frozen=True)
 class LongestFirst(Recipe):
-    """The sequences, those with the most queries first."""
+    """The sequences by falling length: of queries, the second argument of `make`."""
 
     def make(self, cu_seqlens_k: torch.Tensor, cu_seqlens_q: torch.Tensor) -> Schedule:
         """(order,), int32 `[sequences]`."""

@@ -158,8 +158,9 @@ def update(data_dir: str | Path) -> bool:
 def rewrite(path: Path, text: str) -> bool:
     """Write a file that is made from others; whether that changed it."""
     changed = not path.exists() or path.read_text(encoding="utf-8") != text
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
+    if changed:  # others may be reading it
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
     return changed
 
 
