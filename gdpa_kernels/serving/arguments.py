@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Mapping, Set
+from collections.abc import Callable, Hashable, Mapping
 
 import torch
 
@@ -30,7 +30,9 @@ def listed(name: str, values: object, count: int | None = None) -> list:
     if isinstance(values, str | bytes):
         raise TypeError(f"{name} must be a sequence, one entry a user, got the string {values!r}")
     try:
-        if isinstance(values, Set | Mapping):  # in no order that entries of others could follow
+        if isinstance(
+            values, set | frozenset | Mapping
+        ):  # in no order that entries of others could follow
             raise TypeError
         entries = list(values)
     except TypeError:

@@ -226,6 +226,8 @@ WRONG = (
     )),
     (ValueError, "users must be distinct", lambda: cache().append(["a", "a"], [1, 1])),
     (ValueError, "counts must have one entry a user, 1, got 0", lambda: cache().append(["a"], [])),
+    (TypeError, "users must be a sequence, one entry a user, got {'a'}", lambda: cache().append({"a"}, [1])),
+    (TypeError, "counts must be a sequence, .* got {'a': 1}", lambda: cache().append(["a"], {"a": 1})),
     (ValueError, "epochs must have one entry a user, 1, got 0", lambda: cache().pages(["a"], [])),
     (ValueError, r"k must be \[3, 2, 16\] in torch.float64 on cpu, got \[2, 2, 16\]",
      lambda: (c := cache()).write(0, c.append(["a"], [3]), draw(2, 0), draw(3, 0))),
