@@ -201,14 +201,14 @@ class Lengths:
 def _state(device: torch.device) -> tuple[bool, int | None, bool]:
     """What decides whether a list that was made serves a call now: whether a CUDA graph captures
     the device's current stream, that stream, and whether kernels are launched."""
-    made = not launches.recorders or launches.are_made()
+    launched = not launches.recorders or launches.are_made()
     if device.type != "cuda":
-        return False, None, made
+        return False, None, launched
     stream = torch.cuda.current_stream(device).cuda_stream
     if torch.cuda.current_device() == device.index:
-        return torch.cuda.is_current_stream_capturing(), stream, made
+        return torch.cuda.is_current_stream_capturing(), stream, launched
     with torch.cuda.device(device):
-        return torch.cuda.is_current_stream_capturing(), stream, made
+        return torch.cuda.is_current_stream_capturing(), stream, launched
 
 
 class Lists:
@@ -226,15 +226,15 @@ class Lists:
 
     def once(self, recipe: Recipe[T], direction: str) -> T:
         """What `recipe` makes of the offsets, for "forward" or "backward"."""
-        own = self._lengths[0] if self._lengths else None
-        state = _state(self.offsets[0].device if own is None else own.device)
+        lengths = self._lengths[0] if self._lengths else None
+        state = _state(self.offsets[0].device if lengths is None else lengths.device)
         key, forward = (recipe, state), self._forward
         if forward is not None and forward[0] == key:
             return forward[1]
-        if own is None:
+        if lengths is None:
             result = recipe.make(*self.offsets)
         else:
-            result = own._once(recipe, self._lengths[1] if self._lengths[1:] else None, *state)
+            result = lengths._once(recipe, self._lengths[1] if self._lengths[1:] else None, *state)
         if direction == "forward":
             self._forward = key, result
         return result
