@@ -262,7 +262,7 @@ def build_tickets(
     max_cost: int = 2**30,
     falling: bool = True,
 ) -> Schedule:
-    """Make the list that programs take by tickets, with plain integers; see `device.tickets`.
+    """Make the list that programs take by tickets, with plain integers; see `device.ticket_list`.
 
     `rows` and `keys` are the lengths of what is listed and of what each tile goes through, [batch].
     A tile is `block` rows and costs `masked_cost`; all that a head's most costly one can, if not

@@ -12,7 +12,7 @@ from gdpa_kernels.calling import ladder
 from gdpa_kernels.calling.launches import launches
 from gdpa_kernels.gdpa import schedule
 from gdpa_kernels.gdpa.batch import Batch
-from gdpa_kernels.gdpa.device import tickets
+from gdpa_kernels.gdpa.device import ticket_list
 from gdpa_kernels.gdpa.mask import Mask
 from gdpa_lab.measuring.inputs import cu_seqlens
 from tests.tiers import examples
@@ -36,7 +36,7 @@ def test_the_list_is_the_one_made_with_plain_integers(
 ):
     queries, keys = zip(*lengths, strict=True)
     rows, others = (keys, queries) if transposed else (queries, keys)
-    plan = tickets.TicketList(
+    plan = ticket_list.TicketList(
         sum(rows), max(rows), num_heads, 4, num_programs, causal=causal, shifted=shifted,
         max_cost=max_cost, numbered=True, transposed=transposed,
     )  # fmt: skip

@@ -357,7 +357,7 @@ MISTAKES = {
     "own keys where keys are listed": (pages, "Packed(start_q, len_q", "Packed(start_k, len_k"),
     "own keys at the end of the history": (
         pages, "tl.cdiv(tokens, options.BLOCK_N) * options.BLOCK_N", "tokens"),
-    "another user's history": (pages, "sequence = number(list_ptr, item)", "sequence = 0"),
+    "another user's history": (pages, "sequence = sequence_of(list_ptr, item)", "sequence = 0"),
     "a list without padding": (work_list, "padded=block_n if", "padded=1 if"),
     "queries padded too": (
         work_list, "(keys - rows, PADDED) * PADDED + rows", "(keys, PADDED) * PADDED"),

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from gdpa_kernels.device.rows import fetch_rows
-from gdpa_kernels.gdpa.device.work_list import number
+from gdpa_kernels.gdpa.device.work_list import sequence_of
 
 LEAST = 64  # keys of the smallest tile
 
@@ -39,7 +39,7 @@ def keys_of(list_ptr, item, start_q, len_q, start_k, len_k, indptr_ptr, ends_ptr
     """(`Packed`, `Paged`) of an entry. With a history, packed keys have the offsets of queries."""
     packed, paged = Packed(start_k, len_k, 0), Paged(0, 0, 0)
     if options.PAGE is not None:
-        sequence = number(list_ptr, item)
+        sequence = sequence_of(list_ptr, item)
         start = tl.load(ends_ptr + sequence)
         tokens = tl.load(ends_ptr + sequence + 1) - start
         first_token = 0

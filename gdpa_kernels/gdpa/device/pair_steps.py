@@ -7,8 +7,9 @@ of its own and half of the columns of B (pairs.py). So it loads most operands tw
 - for S^T = K Q^T and dP^T = V dO^T its keys' rows of K and V, and half of the `rows` of Q and dO,
   which are columns of Q^T and dO^T;
 - for dK = dS^T Q and dV = P^T dO half of the `columns` of Q and dO, all rows;
-- for dQ = dS K, of the rows of the math role whose number is its rank, half of the columns of both
-  CTAs' keys. The other CTA has computed half of that dS, and sends it.
+- for dQ = dS K, half of the columns of both CTAs' keys. CTA r adds up dQ of the rows of math role
+  r, the sum over CTAs c of dS[c, r]^T K[c], with dS[c, r] of the keys of c and those rows. So it
+  keeps dS[r, r], and sends dS[r, 1 - r] to the other.
 """
 
 import torch
@@ -45,9 +46,9 @@ class Halves:
 
 @triton.aggregate
 class ScoreGradients:
-    """dS of a step. keys: of this CTA's keys, in TMEM, for dK. rows: of this CTA's half of the rows
-    and both CTAs' keys, in shared memory, for dQ. peer.full completes when the part of `rows` that
-    the other CTA computes has arrived."""
+    """dS of a step. keys: of this CTA's keys, in TMEM, for dK. rows.buffer[c]: of this CTA's half
+    of the rows and the keys of CTA c, in shared memory, for dQ. peer.full completes when the part
+    of `rows` that the other CTA computes has arrived."""
 
     keys: OneWay
     rows: OneWay
@@ -68,11 +69,11 @@ class Descriptors:
 
 
 @triton.jit
-def fetch(desc, ring, free, BYTES, start, length, head, row, column):
-    """Load this CTA's part of a ring of one stage, once phase `free` says that it is empty. The
+def fetch(desc, ring, empty_phase, BYTES, start, length, head, row, column):
+    """Load this CTA's part of a ring of one stage, once its `empty_phase` has passed. The
     leader's barrier expects BYTES, those of both CTAs."""
     rank = tlx.cluster_cta_rank()
-    tlx.barrier_wait(ring.empty[0], free)
+    tlx.barrier_wait(ring.empty[0], empty_phase)
     tlx.barrier_expect_bytes(ring.full[0], BYTES, pred=rank == 0)
     fetch_part(desc, ring.buffer[0], ring.full[0], start, length, head, row, column)
 

@@ -10,11 +10,14 @@ last query stands at the last key. Query i sees key j:
 | targets    | all      | all     | of the same group, j <= i  |
 
 A window hides keys whose rank is more than WINDOW below the query's. A context has rank 0, the
-history counts on from there; all targets share the rank after it, or count on with OWN_RANKS. With
-FULL_ROWS it limits neither the last FULL_ROWS queries of the history nor targets.
+history counts on from there; all targets share the rank after it, or count on with OWN_RANKS. So
+with C contexts and the first target at T: p' = p with OWN_RANKS, else min(p, T), and the rank of p
+is max(p' - C + 1, 0), or p' if C = 0. With FULL_ROWS a window limits neither the last FULL_ROWS
+queries of the history nor targets.
 
 So a block of queries sees two intervals of keys, one of the history and one of targets, and a block
-of keys is seen by two intervals of queries. One loop runs over both and skips the gap between them.
+of keys is seen by two intervals of queries. One loop runs over both: its index t is a position up
+to gap_start, and from there on the position is t - gap_start + gap_end (`skip_gap`).
 """
 
 from typing import NamedTuple
@@ -22,7 +25,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from gdpa_kernels.gdpa.device.work_list import number
+from gdpa_kernels.gdpa.device.work_list import sequence_of
 
 
 class Segments(NamedTuple):
@@ -56,7 +59,7 @@ def entry_mask(list_ptr, segments_ptr, item, len_q, len_k, options):
         shift = len_k - len_q
     if options.SEGMENTS:
         segments = load_segments(
-            segments_ptr, number(list_ptr, item), len_k,
+            segments_ptr, sequence_of(list_ptr, item), len_k,
             options.WINDOW, options.TARGET_GROUP, options.FULL_ROWS, options.OWN_RANKS,
         )  # fmt: skip
     return shift, segments
@@ -70,8 +73,8 @@ def skip_gap(index, gap_start, gap_end):
 
 @triton.jit
 def key_intervals(position, rows, len_k, segments, BLOCK_N: tl.constexpr):
-    """(start, end, gap_start, gap_end): `skip_gap` of start, start + BLOCK_N, ... up to end are the
-    blocks of keys that any of `rows` rows from `position` on sees."""
+    """(start, end, gap_start, gap_end), start and end of the loop's index: `skip_gap` of start,
+    start + BLOCK_N, ... are the blocks of keys that any of `rows` rows from `position` on sees."""
     contexts, first_target = segments.contexts, segments.first_target
     end = tl.minimum(position + rows, len_k)
     history_end = tl.where(position < contexts, first_target, tl.minimum(end, first_target))
@@ -95,8 +98,8 @@ def key_intervals(position, rows, len_k, segments, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def row_intervals(first_key, keys, len_q, len_k, segments, BLOCK_M: tl.constexpr):
-    """(start, end, gap_start, gap_end): `skip_gap` of start, start + BLOCK_M, ... up to end are the
-    blocks of rows that see any of `keys` keys from first_key on."""
+    """(start, end, gap_start, gap_end), start and end of the loop's index: `skip_gap` of start,
+    start + BLOCK_M, ... are the blocks of rows that see any of `keys` keys from first_key on."""
     contexts, first_target = segments.contexts, segments.first_target
     shift = len_k - len_q
     gap_start = 0

@@ -4,9 +4,20 @@
 sequences against all others, which is batch ** 2 comparisons in all, and writes their entries.
 
 The list is int32 `[1 + max_items, 8]`. The first row holds the number of entries. An entry holds
-all that a role must know of its tile, so that one load finds it:
-start_q, start_out, len_q, start_k, len_k (rows of the packed tensors), head, first_row, and the
-number of its sequence where a rung asks for it (`numbered`).
+all that a role must know of its tile, so that one load finds it; rows are of the packed tensors:
+
+| field | of tiles of queries | of tiles of keys |
+|-------|---------------------|------------------|
+| 0     | start_q             | start_k          |
+| 1     | start_out           | start_k          |
+| 2     | len_q               | len_k            |
+| 3     | start_k             | start_out        |
+| 4     | len_k               | len_q            |
+| 5     | head                | key head         |
+| 6     | first row           | first key        |
+| 7     | sequence            | sequence         |
+
+The last field stands there if a rung asks for it (`numbered`).
 """
 
 from dataclasses import dataclass
@@ -32,7 +43,8 @@ def count_items(list_ptr):
 
 @triton.jit
 def entry(list_ptr, item):
-    """(start_q, start_out, len_q, start_k, len_k, head, first_row) of an entry."""
+    """The first seven fields of an entry, by their names for tiles of queries: (start_q, start_out,
+    len_q, start_k, len_k, head, first_row)."""
     ptr = list_ptr + (item + 1).to(tl.int64) * WIDTH
     return (
         tl.load(ptr), tl.load(ptr + 1), tl.load(ptr + 2), tl.load(ptr + 3), tl.load(ptr + 4),
@@ -41,7 +53,7 @@ def entry(list_ptr, item):
 
 
 @triton.jit
-def number(list_ptr, item):
+def sequence_of(list_ptr, item):
     """The sequence of an entry, in a list that is `numbered`."""
     return tl.load(list_ptr + (item + 1).to(tl.int64) * WIDTH + 7)
 

@@ -54,14 +54,8 @@ from gdpa_kernels.gdpa.device.gradients import (
 )
 from gdpa_kernels.gdpa.device.masks import all_visible, mask_transposed
 from gdpa_kernels.gdpa.device.segments import entry_mask, row_intervals, sees, sees_all, skip_gap
-from gdpa_kernels.gdpa.device.tickets import (
-    TicketList,
-    each_tile,
-    new_counter,
-    pay,
-    ticket_list,
-    tickets_of,
-)
+from gdpa_kernels.gdpa.device.ticket_list import TicketList, pay, ticket_list
+from gdpa_kernels.gdpa.device.tickets import each_tile, new_counter, tickets_of
 from gdpa_kernels.gdpa.device.two_consumers import (
     KEYS,
     MATH_ROLES,

@@ -56,14 +56,8 @@ from gdpa_kernels.gdpa.device.gradients import (
     sums_commute,
 )
 from gdpa_kernels.gdpa.device.masks import mask_transposed
-from gdpa_kernels.gdpa.device.tickets import (
-    TicketList,
-    each_tile,
-    new_counter,
-    pay,
-    ticket_list,
-    tickets_of,
-)
+from gdpa_kernels.gdpa.device.ticket_list import TicketList, pay, ticket_list
+from gdpa_kernels.gdpa.device.tickets import each_tile, new_counter, tickets_of
 from gdpa_kernels.gdpa.device.work_list import WorkList, entry, list_of_keys
 
 KEYS = tl.constexpr(64)  # of a tile

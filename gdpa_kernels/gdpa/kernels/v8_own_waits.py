@@ -60,15 +60,8 @@ from gdpa_kernels.gdpa.device.pages import LEAST as LEAST_PAGE
 from gdpa_kernels.gdpa.device.pages import fetch_keys, keys_of, row_in_pages
 from gdpa_kernels.gdpa.device.segments import entry_mask, key_intervals, sees, sees_all, skip_gap
 from gdpa_kernels.gdpa.device.sums import add_up
-from gdpa_kernels.gdpa.device.tickets import (
-    TicketList,
-    follow,
-    new_counter,
-    pay,
-    take,
-    ticket_list,
-    tickets_of,
-)
+from gdpa_kernels.gdpa.device.ticket_list import TicketList, pay, ticket_list
+from gdpa_kernels.gdpa.device.tickets import follow, new_counter, take, tickets_of
 from gdpa_kernels.gdpa.device.work_list import WorkList, count_items, entry, list_of_queries
 
 ROWS = tl.constexpr(64)

@@ -1,0 +1,273 @@
+"""The list of tiles under a mask that programs take by tickets, and whether they should.
+
+Its order: sequences by falling length, heads, and within a head the costly tiles first, so that
+programs read the same rows at the same time. Its last heads, which hold as much work as all
+programs do during the most costly tile, are sorted by falling cost: programs that are busy when the
+first of them is taken are free before the last. `schedule.build_tickets` makes the same list with
+plain integers.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from gdpa_kernels.calling.launch import cdiv, launch
+from gdpa_kernels.calling.lengths import Recipe
+from gdpa_kernels.gdpa import schedule
+from gdpa_kernels.gdpa.batch import Batch, Schedule
+from gdpa_kernels.gdpa.device.work_list import WIDTH, LongestFirst, sequences, store_fields
+
+SHORT = 4096  # rows of a sequence up to which a fixed list can be balanced
+BALANCED = 1.05  # work of the slowest program over the mean, up to which it is
+
+
+class Order(NamedTuple):
+    """Sequences in the order in which they are listed, and what their tiles cost."""
+
+    order_ptr: tl.tensor
+    cu_seqlens_q_ptr: tl.tensor
+    cu_seqlens_k_ptr: tl.tensor
+    batch: tl.tensor
+    max_seqlen_q: tl.tensor
+    rows_per_item: tl.tensor
+    max_cost: tl.tensor
+    CAUSAL: tl.constexpr
+    SHIFTED: tl.constexpr
+
+
+class Head(NamedTuple):
+    """The `tiles` tiles of one head of a sequence. Tile r, counted from 1 at the cheap end, costs
+    max(1, min(base + r, limit)) in tiles of as many keys as it has rows. Contexts and targets are
+    not counted: their tiles cost as those of a causal mask."""
+
+    tiles: tl.tensor
+    base: tl.tensor
+    limit: tl.tensor
+
+
+@triton.jit
+def tiles_of(order, position):
+    """((index, start_q, rows, start_k, keys), `Head`) of sequences at `position` of the order."""
+    index = tl.load(order.order_ptr + position, mask=position < order.batch, other=order.batch)
+    start_q, _, rows, start_k, keys = sequences(
+        order.cu_seqlens_q_ptr, order.cu_seqlens_k_ptr, index, order.batch, order.max_seqlen_q,
+        None, None, None,
+    )  # fmt: skip
+    limit = tl.maximum(tl.minimum(tl.cdiv(keys, order.rows_per_item), order.max_cost), 1)
+    base = tl.zeros_like(rows)
+    if not order.CAUSAL:
+        base = limit
+    elif order.SHIFTED:
+        base = (keys - rows) // order.rows_per_item  # toward 0, as `int()` in schedule.py
+    head = Head(tl.cdiv(rows, order.rows_per_item), base, limit)
+    return (index, start_q, rows, start_k, keys), head
+
+
+@triton.jit
+def work_of(head):
+    """The cost of all tiles of a head, int64. Tiles up to `low` cost 1, from `high` on `limit`, and
+    tile r between them base + r, in all (low + 1 + ... + high) + (high - low) base."""
+    tiles, base, limit = head
+    low = tl.minimum(tl.maximum(-base, 0), tiles)
+    high = tl.maximum(tl.minimum(limit - base, tiles), low).to(tl.int64)
+    low = low.to(tl.int64)
+    rising = (high * (high + 1) - low * (low + 1)) // 2 + (high - low) * base
+    return low + rising + (tiles - high) * limit
+
+
+@triton.jit
+def count_over(head, cost):
+    """The number of tiles of a head that cost more than `cost`, which is 1 or more: those with
+    r > cost - base, if `limit` is more."""
+    tiles, base, limit = head
+    count = tl.minimum(tl.maximum(tiles - tl.maximum(cost - base, 0), 0), tiles)
+    return tl.where(cost < limit, count, 0)
+
+
+@triton.jit
+def count_from(head, cost):
+    """The number of tiles of a head that cost `cost` or more."""
+    return tl.where(cost > 1, count_over(head, tl.maximum(cost - 1, 1)), head.tiles)
+
+
+@triton.jit(do_not_specialize=["max_seqlen_q", "max_entries", "max_cost"])
+def ticket_list_kernel(
+    order_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, list_ptr,
+    batch, max_seqlen_q, rows_per_item, max_entries, num_programs, max_cost,
+    NUM_HEADS: tl.constexpr, CAUSAL: tl.constexpr, SHIFTED: tl.constexpr, FALLING: tl.constexpr,
+    NUMBERED: tl.constexpr, OWN: tl.constexpr, OTHERS: tl.constexpr, ENTRIES: tl.constexpr,
+    TAIL: tl.constexpr,
+):  # fmt: skip
+    """Writes the entries of OWN sequences of the order to their slots in the list; the entries of
+    one sequence are shared out among the programs of the second axis. What precedes them is counted
+    over all sequences, OTHERS at a time, and over those with sorted heads, TAIL at a time."""
+    order = Order(
+        order_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, max_seqlen_q, rows_per_item, max_cost,
+        CAUSAL, SHIFTED,
+    )  # fmt: skip
+    position = tl.program_id(0) * OWN + tl.arange(0, OWN)
+    listed, own_head = tiles_of(order, position)
+    index, start_q, rows, start_k, keys = listed
+    preceding = tl.zeros([OWN], tl.int32)  # tiles of a head of the sequences before
+    total, greatest = 0, tl.cast(1, tl.int32)
+    work = tl.cast(0, tl.int64)
+    for first in tl.range(0, batch, OTHERS):
+        others = first + tl.arange(0, OTHERS)
+        _, each = tiles_of(order, others)
+        total += tl.sum(each.tiles)
+        work += tl.sum(work_of(each))
+        costs = tl.where(each.tiles > 0, tl.minimum(each.base + each.tiles, each.limit), 1)
+        greatest = tl.maximum(greatest, tl.max(costs))
+        earlier = others[None, :] < position[:, None]
+        preceding += tl.sum(tl.where(earlier, each.tiles[None, :], 0), 1)
+    if tl.program_id(0) + tl.program_id(1) == 0:
+        tl.store(list_ptr, total * NUM_HEADS)
+
+    # The sorted heads are the shortest end of the list of heads that holds `need`: the last
+    # `cut_heads` of the sequence at `cut`, and all that follow it. Their entries begin at
+    # `cut_slot`.
+    need = greatest.to(tl.int64) * num_programs
+    cut, cut_heads, cut_slot, cuts = 0, 0, 0, 0
+    passed, left = 0, work
+    for first in tl.range(0, batch, OTHERS):
+        others = first + tl.arange(0, OTHERS)
+        _, each = tiles_of(order, others)
+        works = work_of(each)
+        after = (left - tl.cumsum(works, 0)) * NUM_HEADS  # the work of the sequences that follow
+        crosses = (after < need) & (after + works * NUM_HEADS >= need)
+        heads = tl.cdiv(need - after, tl.maximum(works, 1)).to(tl.int32)
+        slots = (passed + tl.cumsum(each.tiles, 0)) * NUM_HEADS - heads * each.tiles
+        cut += tl.sum(tl.where(crosses, others, 0))
+        cut_heads += tl.sum(tl.where(crosses, heads, 0))
+        cut_slot += tl.sum(tl.where(crosses, slots, 0))
+        cuts += tl.sum(crosses.to(tl.int32))
+        passed += tl.sum(each.tiles)
+        left -= tl.sum(works)
+    cut_heads = tl.where(cuts > 0, cut_heads, NUM_HEADS)  # none crosses: all are sorted
+
+    sorted_heads = tl.where(position == cut, cut_heads, NUM_HEADS)[:, None]
+    per_head = tl.maximum(own_head.tiles, 1)[:, None]
+    step = ENTRIES * tl.num_programs(1)
+    for first in tl.range(tl.program_id(1) * ENTRIES, max_entries, step):
+        local = first + tl.arange(0, ENTRIES)[None, :]
+        head = local // per_head
+        nth = local % per_head  # of its head, from the costly end
+        slot = preceding[:, None] * NUM_HEADS + local
+        valid = local < (own_head.tiles * NUM_HEADS)[:, None]
+        sorted_here = valid & (position[:, None] >= cut) & (head >= NUM_HEADS - sorted_heads)
+        if tl.max(tl.max(sorted_here.to(tl.int32), 1), 0) > 0:
+            column = Head(own_head.tiles[:, None], own_head.base[:, None], own_head.limit[:, None])
+            cost = tl.maximum(tl.minimum(column.base + per_head - nth, column.limit), 1)
+            over = count_over(column, cost)
+            equal = count_from(column, cost) - over
+            # Sorted tiles before it. Of its own sequence: costlier ones of all S sorted heads,
+            # equal ones of the sorted heads before its own, and of its own those before it,
+            # over S + equal (head - (H - S)) + (nth - over). Of others: costlier ones, and of
+            # earlier sequences equal ones, too.
+            rank = over * sorted_heads + (head - NUM_HEADS + sorted_heads) * equal + nth - over
+            for start in tl.range(cut, batch, TAIL):
+                others = start + tl.arange(0, TAIL)
+                _, each = tiles_of(order, others)
+                heads = tl.where(others == cut, cut_heads, NUM_HEADS)[None, None, :]
+                plane = Head(
+                    each.tiles[None, None, :], each.base[None, None, :], each.limit[None, None, :]
+                )
+                other, current = others[None, None, :], position[:, None, None]
+                later = tl.where(other > current, count_over(plane, cost[:, :, None]), 0)
+                equals = count_from(plane, cost[:, :, None])
+                rank += tl.sum(tl.where(other < current, equals, later) * heads, 2)
+            slot = tl.where(sorted_here, cut_slot + rank, slot)
+        block = per_head - 1 - nth if FALLING else nth
+        ptrs = list_ptr + (slot + 1).to(tl.int64) * WIDTH
+        store_fields(ptrs, (start_q, start_q, rows, start_k, keys), valid)
+        tl.store(ptrs + 5, head, mask=valid)
+        tl.store(ptrs + 6, block * rows_per_item, mask=valid)
+        if NUMBERED:
+            tl.store(ptrs + 7, tl.broadcast_to(index[:, None], ptrs.shape), mask=valid)
+
+
+@dataclass(frozen=True)
+class TicketList(Recipe[Schedule]):
+    """A list of tiles under a mask, in the order of this file's docstring.
+
+    rows, max_seqlen: of what is listed. transposed: tiles of keys, whose entries name keys where
+    others name queries. causal: a tile's cost rises along its head, or falls with tiles of keys;
+    else all cost the same. shifted: the cheapest tile costs as much more as the other side is
+    longer. max_cost: no tile costs more, in tiles.
+    """
+
+    rows: int
+    max_seqlen: int
+    num_heads: int
+    rows_per_item: int
+    num_programs: int
+    causal: bool
+    shifted: bool
+    max_cost: int
+    numbered: bool
+    transposed: bool
+
+    def make(self, cu_seqlens_k: torch.Tensor, cu_seqlens_q: torch.Tensor) -> Schedule:
+        """(entries,), without waiting for the device."""
+        offsets = cu_seqlens_q, cu_seqlens_k
+        if self.transposed:
+            offsets = cu_seqlens_k, cu_seqlens_q
+        device, batch = cu_seqlens_k.device, cu_seqlens_k.numel() - 1
+        tiles = schedule.max_tiles(self.rows, batch, self.max_seqlen, self.rows_per_item)
+        if tiles == 0:
+            return (cu_seqlens_k.new_zeros(1, WIDTH.value),)
+        size = 1 + tiles * self.num_heads, WIDTH.value
+        entries = torch.empty(size, dtype=torch.int32, device=device)
+        (order,) = LongestFirst().make(*offsets)
+        share, chunk = 4, 16
+        max_entries = cdiv(self.max_seqlen, self.rows_per_item) * self.num_heads
+        launch(
+            ticket_list_kernel, (cdiv(batch, share), cdiv(max_entries, 2 * chunk)), device,
+            order, *offsets, entries, batch, self.max_seqlen, self.rows_per_item, max_entries,
+            self.num_programs, self.max_cost, NUM_HEADS=self.num_heads, CAUSAL=self.causal,
+            SHIFTED=self.shifted, FALLING=not self.transposed, NUMBERED=self.numbered, OWN=share,
+            OTHERS=64 if batch <= 64 else 1024, ENTRIES=chunk, TAIL=64, num_warps=4,
+        )  # fmt: skip
+        return (entries,)
+
+
+def pay(batch: Batch, rows_per_item: int, programs: int, *, transposed: bool = False) -> bool:
+    """True where tickets beat a fixed list: under a mask, with more tiles than `programs`.
+
+    Not where the fixed list is balanced already: equal sequences of up to SHORT rows by
+    `zigzag_imbalance`; windows that make all tiles equal, which are one sequence's or, forward, no
+    longer than a tile has rows. Histories in pages keep the list.
+    """
+    if not batch.masked or batch.shared_q or batch.history is not None:
+        return False
+    rows, longest, heads = listed(batch, transposed)
+    if schedule.max_tiles(rows, batch.sequences, longest, rows_per_item) * heads <= programs:
+        return False
+    if batch.window is not None:
+        return batch.sequences > 1 and (transposed or batch.window > rows_per_item)
+    if rows < batch.sequences * longest or longest > SHORT:
+        return True
+    tiles = cdiv(longest, rows_per_item)
+    return schedule.zigzag_imbalance(batch.sequences * heads, tiles, programs) > BALANCED
+
+
+def listed(batch: Batch, transposed: bool) -> tuple[int, int, int]:
+    """(rows, the most of a sequence, heads) of queries or, `transposed`, of keys."""
+    if transposed:
+        return batch.k.shape[0], batch.max_seqlen_k, batch.num_heads_k
+    return batch.rows, batch.max_seqlen_q, batch.num_heads
+
+
+def ticket_list(
+    batch: Batch, rows_per_item: int, programs: int, *, transposed: bool = False
+) -> TicketList:
+    """The list of tiles of queries or, `transposed`, of keys, for `programs` programs."""
+    return TicketList(
+        *listed(batch, transposed), rows_per_item, programs, causal=bool(batch.causal),
+        shifted=batch.lower_right != transposed,
+        max_cost=schedule.window_cost(batch.window, rows_per_item, causal=bool(batch.causal)),
+        numbered=batch.segments is not None, transposed=transposed,
+    )  # fmt: skip
