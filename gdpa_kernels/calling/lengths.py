@@ -13,6 +13,9 @@ from gdpa_kernels.calling import checks, launches
 from gdpa_kernels.calling.private import unseen, version
 
 T = TypeVar("T")
+State = tuple[bool, int | None, bool]
+"""Whether a CUDA graph captures the device's current stream, that stream, and whether kernels are
+launched."""
 
 
 class Recipe(Generic[T]):
@@ -169,27 +172,26 @@ class Lengths:
             raise ValueError(f"{maximum} must be at least {self.max_seqlen}, got {max_seqlen}")
         return self.cu_seqlens, self.max_seqlen if max_seqlen is None else max_seqlen
 
-    def once(self, recipe: Recipe[T], beside: Lengths | None = None) -> T:
+    def once(
+        self, recipe: Recipe[T], beside: Lengths | None = None, state: State | None = None
+    ) -> T:
         """What `recipe` makes of these offsets and of those `beside`, made once for equal recipes
         and each stream, and kept as long as both. A compiled program makes it each time; what the
         capture of a CUDA graph makes is not kept, and what `launches(run=False)` leaves unmade
-        serves such calls alone.
+        serves such calls alone. state: `state_of` the device, if that is known.
         """
+        offsets = self.cu_seqlens, None if beside is None else beside.cu_seqlens
         if torch.compiler.is_compiling():
-            return recipe.make(self.cu_seqlens, None if beside is None else beside.cu_seqlens)
-        return self._once(recipe, beside, *_state(self.device))
-
-    def _once(
-        self, recipe: Recipe[T], beside: Lengths | None, capturing: bool, *state: Hashable
-    ) -> T:
+            return recipe.make(*offsets)
+        capturing, *others = state or state_of(self.device)
         cached = self._cached.setdefault(self if beside is None else beside, {})
-        key = recipe, beside is None, state
+        key = recipe, beside is None, *others
         if key in cached:
             return cached[key]
         # Training may follow an evaluation. A mode that counts or replays operators must not see
         # what is made the first time alone, and a fake one would make it fake.
         with torch.inference_mode(False), unseen():
-            result = recipe.make(self.cu_seqlens, None if beside is None else beside.cu_seqlens)
+            result = recipe.make(*offsets)
         if not capturing:
             cached[key] = result
         return result
@@ -198,9 +200,8 @@ class Lengths:
         return f"Lengths({self.batch} sequences of {self.total} rows on {self.device})"
 
 
-def _state(device: torch.device) -> tuple[bool, int | None, bool]:
-    """What decides whether a list that was made serves a call now: whether a CUDA graph captures
-    the device's current stream, that stream, and whether kernels are launched."""
+def state_of(device: torch.device) -> State:
+    """What decides whether a list that was made serves a call now."""
     launched = not launches.recorders or launches.are_made()
     if device.type != "cuda":
         return False, None, launched
@@ -227,14 +228,15 @@ class Lists:
     def once(self, recipe: Recipe[T], direction: str) -> T:
         """What `recipe` makes of the offsets, for "forward" or "backward"."""
         lengths = self._lengths[0] if self._lengths else None
-        state = _state(self.offsets[0].device if lengths is None else lengths.device)
+        state = state_of(self.offsets[0].device if lengths is None else lengths.device)
         key, forward = (recipe, state), self._forward
         if forward is not None and forward[0] == key:
             return forward[1]
         if lengths is None:
             result = recipe.make(*self.offsets)
         else:
-            result = lengths._once(recipe, self._lengths[1] if self._lengths[1:] else None, *state)
+            beside = self._lengths[1] if self._lengths[1:] else None
+            result = lengths.once(recipe, beside, state)
         if direction == "forward":
             self._forward = key, result
         return result

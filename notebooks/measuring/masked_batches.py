@@ -253,9 +253,9 @@ for way in both:
 # ## Where the fixed list stays
 #
 # Making the list with costs takes 10 to 20 µs on the device for up to 64 sequences, the fixed one 4
-# to 64. So `ticket_list.pay` leaves tickets out where they gain nothing: without a mask, where tiles
-# are no more than programs, where a window makes all tiles alike, and where the model above finds
-# equal sequences balanced by the fixed list. The host knows all that without waiting for the
+# to 64. So `ticket_list.pay` leaves tickets out where they gain nothing: without a mask, where
+# tiles are no more than programs, where a window makes all tiles alike, and where the model above
+# finds equal sequences balanced by the fixed list. The host knows all that without waiting for the
 # device.
 #
 # ## Exercises
