@@ -89,12 +89,12 @@ class _UserEntry:
     written: list[int]  # of each layer the rows from the start that hold keys and values
     length: int = 0
     pages: list[int] = field(default_factory=list)
-    expected: int | None = None  # events after an edit, until their rows are there again
+    after_edit: int | None = None  # events that an edit left, until their rows are there again
 
     @property
     def events(self) -> int:
         """Length of the history, dropped rows included."""
-        return self.length if self.expected is None else self.expected
+        return self.length if self.after_edit is None else self.after_edit
 
 
 class PagedCache:
@@ -193,8 +193,9 @@ class PagedCache:
                         f"begins must be where the histories end, {length} of {user!r}, got {begin}"
                     )
         for entry, length, count in zip(entries, lengths, counts, strict=True):
-            expected = None if entry is None else entry.expected
-            if count and (length or expected) and length + count != expected:
+            # Right without a check: the first rows, or exactly those that an edit dropped.
+            after_edit = None if entry is None else entry.after_edit
+            if count and (length or after_edit) and length + count != after_edit:
                 self.model.check_append()
         pages = [cdiv(x + n, self.page_size) for x, n in zip(lengths, counts, strict=True)]
         if sum(pages) > self.data.shape[1]:
@@ -214,8 +215,8 @@ class PagedCache:
                     self.evict(next(iter(self._users)))  # none of this batch: those come last
                 entry.pages.append(self._free.pop())
             entry.length += count
-            if entry.expected is not None and entry.length >= entry.expected:
-                entry.expected = None
+            if entry.after_edit is not None and entry.length >= entry.after_edit:
+                entry.after_edit = None
         return self._pages(users, [self._users[user] for user in users], lengths)
 
     @renamed("at", "pages")
