@@ -35,7 +35,6 @@ from gdpa_kernels.gdpa.kernels import v1_tiled, v1_tiled_backward
 from gdpa_lab.measuring.inputs import cu_seqlens
 from gdpa_lab.report import style
 from gdpa_lab.report.chapter import Chapter
-from notebooks.serving import _noted
 
 # %% tags=["parameters"]
 mode = "replay"
@@ -206,20 +205,9 @@ chapter.code(masks.mask_probabilities)
 # last one sees all ten. A plain `causal=True` with fewer queries than keys could mean either
 # alignment, so it is refused. A mask that is the *union* of two disjoint sets of pairs needs no new
 # kernel: call once for each set, and add ({doc}`adds_up`).
-
-# %% tags=["remove-cell"]
-MASKED = "head_dim, mask"
-measured = _noted.table("serving", MASKED, "v8")
-factors = measured.columns[measured.columns.str.startswith("factor")]
-assert len(factors) >= 1
-forward = measured["v1"] / measured["v8"]
-wide = forward[measured[MASKED].str.startswith("128")]
-chapter.glue(least=wide.min(), most=wide.max())
-
-# %% [markdown]
-# With such masks at head_dim 128, forward v8 was {glue:text}`least:.1f` to {glue:text}`most:.1f`
-# times as fast as forward v1 (measured on an NVIDIA H200 on 2026-11-27, {doc}`lab notes
-# <../../notes/serving>`).
+#
+# Forward v8 and backward v4 take all of these masks; the {doc}`lab notes <../../notes/serving>` have
+# times beside v1.
 #
 # ## A bias
 #
