@@ -74,7 +74,7 @@ def _(session):
 # pages.
 #
 # - *tensor*, *DRAM*: busy, in percent of the launch's time. Hopper counts MMAs of a
-#   {term}`warpgroup` there.
+#   warp group there.
 # - *issue*: slots in which a scheduler issued an instruction, in percent of the time in which its
 #   SM had a warp.
 # - *could issue*: warps of a scheduler that had an instruction ready, on average, of those there.
