@@ -206,8 +206,7 @@ chapter.code(masks.mask_probabilities)
 # alignment, so it is refused. A mask that is the *union* of two disjoint sets of pairs needs no new
 # kernel: call once for each set, and add ({doc}`adds_up`).
 #
-# Forward v8 and backward v4 take all of these masks; times beside v1 stand in the {doc}`lab notes
-# <../../notes/serving>`.
+# Forward v8 and backward v4 take all of these masks.
 #
 # ## A bias
 #
