@@ -77,9 +77,9 @@ def _(session):
 #   warp group there.
 # - *issue*: slots in which a scheduler issued an instruction, in percent of the time in which its
 #   SM had a warp.
-# - *could issue*: warps of a scheduler that had an instruction ready, on average, of those there.
+# - *could issue*: warps of a scheduler that had an instruction ready, on average.
 #   Where it is far below one, instructions wait for each other and not for a slot.
-# - *waits*: the reasons for which warps did not issue, in percent of their time, producers
+# - *waits*: the greatest reason for which warps did not issue, in percent of their time, producers
 #   included. Long scoreboard is, in kernels with roles, above all the wait at an
 #   {term}`mbarrier`; barrier counts waits for an MMA too; fixed latency is the latency of
 #   arithmetic.
@@ -105,22 +105,30 @@ def of_calls(way: str, names: list[str]) -> pd.DataFrame:
     return pd.concat(parts)
 
 
+def short(name: str) -> str:
+    """A rung by its number, and its kernel where there are several."""
+    call, _, work = name.partition(", ")
+    rung, _, kernel = call.partition(": ")
+    kernel = "matmul" if kernel.startswith("nvjet") else kernel.removesuffix("_kernel")
+    parts = rung.partition("_")[0], kernel.removeprefix("vectorized_"), work
+    return ", ".join(filter(None, parts))
+
+
 def show(kernels: pd.DataFrame, caption: str) -> None:
     """Show the columns that fit a page."""
     frame = pd.DataFrame(
         {
-            "rung": kernels.index,
+            "rung": kernels.index.map(short),
             "µs": kernels["duration_ns"] / 1e3,
             "tensor %": kernels["tensor_percent"],
             "issue %": kernels["issue_percent"],
             "could issue": kernels["eligible_warps"],
-            "of": kernels["active_warps"],
             "L2 hits %": kernels["l2_hit_percent"],
             "DRAM %": kernels["dram_percent"],
-            "waits": [profiles.waits(row, 2) for _, row in kernels.iterrows()],
+            "waits": [profiles.waits(row, 1) for _, row in kernels.iterrows()],
         }
     )
-    digits = {"µs": 0, "tensor %": 0, "issue %": 0, "could issue": 2, "of": 1, "L2 hits %": 0,
+    digits = {"µs": 0, "tensor %": 0, "issue %": 0, "could issue": 2, "L2 hits %": 0,
               "DRAM %": 0}  # fmt: skip
     chapter.table(frame, caption=caption, digits=digits, data=counted, profiled=holders)
 
