@@ -100,7 +100,7 @@ def of_calls(way: str, names: list[str]) -> pd.DataFrame:
         rows = counted[(counted["direction"] == way) & (counted["workload"] == name)]
         part = profiles.kernels(rows)
         if len(names) > 1:
-            part.index = [f"{rung}, {name.removeprefix('gdpa-')}" for rung in part.index]
+            part.index = [f"{rung}, {name}" for rung in part.index]
         parts.append(part)
     return pd.concat(parts)
 
@@ -135,10 +135,13 @@ def show(kernels: pd.DataFrame, caption: str) -> None:
 
 forward = of_calls("forward", ["gdpa-self-full-512"])
 backward = of_calls("backward", ["gdpa-self-full-512"])
-others = pd.concat(
-    [of_calls(way, [name for name in PLAN if name.startswith("gdpa") and way in PLAN[name]][1:])
-     for way in ("forward", "backward")]
-)  # fmt: skip
+others = {}
+for way in ("forward", "backward"):
+    names = [name for name in PLAN if name.startswith("gdpa") and way in PLAN[name]][1:]
+    rows = of_calls(way, names)
+    rows = rows[~rows.index.str.contains("elementwise|round_")]  # of backward v4 and v7
+    rows.index = rows.index.str.replace(": backward_kernel|full-|gdpa-|self-", "", regex=True)
+    others[way] = rows
 block = {way: of_calls(way, ["block-fill70-4000", "block-rotary-1735537"])
          for way in ("forward", "backward")}  # fmt: skip
 v7, v8 = (forward.loc[name] for name in ("v7_packed", V8))
@@ -188,7 +191,14 @@ show(backward, "**No backward rung keeps the tensor cores busy.** gdpa-self-full
 # ## Other shapes
 
 # %% tags=["remove-input"]
-show(others, "**Long sequences fill the tensor cores; short keys and wide heads do not.**")
+show(others["forward"], "**Forward, long sequences fill the tensor cores, short keys do not.**")
+show(
+    others["backward"],
+    "**Backward, long sequences fill them to two thirds.** Without fill and rounding of dQ.",
+)
+tensor = {way: rows["tensor_percent"] for way, rows in others.items()}
+assert tensor["forward"].idxmax() == "v8_own_waits, 2048", "the caption"
+assert 60 < tensor["backward"].max() < 70, "the caption"
 
 # %% [markdown]
 # ## Block attention
