@@ -307,8 +307,8 @@ chapter.annotated(
 #
 # Nor does counting explain the gain, because v7 overlaps more `tanh` with P V. What the count
 # misses is the queue of MMAs. In v7 it runs empty twice a block, after S and after P V; in v8 once.
-# Each time, the tensor core depends on the other consumer being ready at that moment. This is a
-# hypothesis, and a profile of both kernels would test it.
+# Each time, the tensor core depends on the other consumer being ready at that moment. The profile
+# agrees: in v8 warps wait less at barriers.
 
 # %% tags=["remove-input"]
 chapter.profile("v7_packed", "v8_own_waits", workload="gdpa-self-full-512")
