@@ -14,8 +14,8 @@ from gdpa_kernels.calling.private import unseen, version
 
 T = TypeVar("T")
 State = tuple[bool, int | None, bool]
-"""Whether a CUDA graph captures the device's current stream, that stream, and whether kernels are
-launched."""
+"""True while a CUDA graph captures the device's current stream; that stream; True if kernels are
+launched. A list serves calls in the state in which it was made."""
 
 
 class Recipe(Generic[T]):
@@ -201,7 +201,7 @@ class Lengths:
 
 
 def state_of(device: torch.device) -> State:
-    """What decides whether a list that was made serves a call now."""
+    """The `State` of a call on a device."""
     launched = not launches.recorders or launches.are_made()
     if device.type != "cuda":
         return False, None, launched
@@ -226,7 +226,7 @@ class Lists:
         self._forward: tuple[Hashable, object] | None = None
 
     def once(self, recipe: Recipe[T], direction: str) -> T:
-        """What `recipe` makes of the offsets, for "forward" or "backward"."""
+        """The list that `recipe` makes of the offsets, for "forward" or "backward"."""
         lengths = self._lengths[0] if self._lengths else None
         state = state_of(self.offsets[0].device if lengths is None else lengths.device)
         key, forward = (recipe, state), self._forward

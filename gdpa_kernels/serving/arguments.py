@@ -30,9 +30,8 @@ def listed(name: str, values: object, count: int | None = None) -> list:
     if isinstance(values, str | bytes):
         raise TypeError(f"{name} must be a sequence, one entry a user, got the string {values!r}")
     try:
-        if isinstance(
-            values, set | frozenset | Mapping
-        ):  # in no order that entries of others could follow
+        # Entries of other arguments follow the order, which a set has not, nor a dict by meaning.
+        if isinstance(values, set | frozenset | Mapping):
             raise TypeError
         entries = list(values)
     except TypeError:

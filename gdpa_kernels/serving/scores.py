@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from gdpa_kernels.calling import checks, ladder, sequences
-from gdpa_kernels.calling.lengths import Lengths, Lists
+from gdpa_kernels.calling.lengths import Lengths, Lists, state_of
 from gdpa_kernels.calling.sequences import Sequences
 from gdpa_kernels.device import padding
 from gdpa_kernels.gdpa import api
@@ -227,7 +227,7 @@ def _is_one_call(
 
 
 def _lists(of_q: Sequences, history: Pages) -> Lists | None:
-    """What keeps the list of a call over the histories for all layers. None of offsets in a tensor,
+    """`Lists` that keep the one of the histories for all layers. None for offsets in a tensor,
     and in the capture of a CUDA graph, which may be replayed when others stand in these pages."""
     if of_q.lengths is None:
         return None
@@ -239,7 +239,7 @@ def _lists(of_q: Sequences, history: Pages) -> Lists | None:
 
 
 def _is_captured(x: torch.Tensor) -> bool:
-    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+    return x.is_cuda and state_of(x.device)[0]
 
 
 def _in_pages(

@@ -84,7 +84,7 @@ def _(session):
 #   {term}`mbarrier`; barrier counts waits for an MMA too; fixed latency is the latency of
 #   arithmetic.
 #
-# Each rung's chapter has its own counters, with those of the rung before, under *Profile*.
+# The rungs' chapters, but for forward v0, show their own counters under *Profile*.
 
 # %% tags=["remove-cell"]
 counted = chapter.recorded("profiles")
@@ -148,6 +148,7 @@ v7, v8 = (forward.loc[name] for name in ("v7_packed", V8))
 v4 = backward.loc[f"{V4_BACKWARD}: backward_kernel"]
 slow = forward.loc[["v0_eager: elementwise_kernel", "v0_eager: index_elementwise_kernel"]]
 assert slow["issue_percent"].min() > 66 and slow["dram_percent"].max() < 34, "copies of rows"
+assert v8["barrier"] < v7["barrier"] and v8["tensor_percent"] > v7["tensor_percent"], "the text"
 roles = {"v3_warp_specialized", "v4a_turning_role"}
 for way, fast in (("forward", {"v1_one_tile", "v2_slab", *roles}), ("backward", roles)):
     dram = block[way]["dram_percent"]
@@ -183,10 +184,10 @@ show(forward, "**From rung to rung the tensor cores wait less.** gdpa-self-full-
 show(backward, "**No backward rung keeps the tensor cores busy.** gdpa-self-full-512.")
 
 # %% [markdown]
-# The fill with zeros and the rounding of the fp32 sum stream at the rate of DRAM: what they cost is
+# The fill with zeros and the rounding of the fp32 sum stream near DRAM's rate: what they cost is
 # their bytes. The {doc}`lab notes <../../notes/profiles>` have samples of where the roles of
 # backward v4 wait, and the {doc}`notes on the power wall <../../notes/at_the_wall>` two changes
-# that these counters suggested and the clock refuted.
+# that these counters suggested and measurements refuted.
 #
 # ## Other shapes
 

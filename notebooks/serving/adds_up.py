@@ -335,7 +335,7 @@ assert (scores - theirs).abs().max() < 1e-12
 ridge = limits.tflops / limits.gbytes_per_s(1, 0) * 1e3
 SCORED = ["users", "events", "candidates"]
 scored = medians("scores", [*SCORED, "way"]).unstack("way")[[*_times.WAYS]]
-paged = scored[["pages of 64", "pages of 128"]].min(axis=1)
+paged = scored["pages of 64"]
 chapter.glue(
     together=float((scores - theirs).abs().max()), ridge=ridge,
     gathering=(scored["gathered"] / paged).max(), floor=limits.floor_us(*counts(10, 2048, 6300)),

@@ -20,7 +20,7 @@ METRICS = [*profiling.COUNTERS.values(), *map(profiling._STATE.format, profiling
 
 
 def csv_of(*launches: tuple[str, float]) -> str:
-    """What ncu prints for launches of these kernels, all of whose counters have that value."""
+    """CSV of ncu for launches of these kernels, all of whose counters have that value."""
     rows = [("Kernel Name", *METRICS), ["", *("unit" for _ in METRICS)]]
     rows += [(name, *(f"{value:,}" for _ in METRICS)) for name, value in launches]
     lines = [
@@ -47,7 +47,7 @@ def ncu(monkeypatch):
     return seen
 
 
-def test_launches_belong_to_the_call_before_whose_marker_they_follow(ncu):
+def test_launches_follow_the_marker_of_their_call(ncu):
     marker = "cuda::<unnamed>::spin_kernel(long)"
     ncu.text = csv_of(
         (marker, 1), ("void at::native::<unnamed>::gather<4>(int)", 1_200), ("gemm", 2.5),
@@ -93,6 +93,7 @@ def test_launches_of_a_kernel_are_one_row_and_small_ones_none():
     kernels = profiles.kernels(pd.DataFrame(table))
     assert kernels.index.tolist() == ["v0_eager"] and kernels["launches"].tolist() == [2]
     assert kernels["duration_ns"].tolist() == [400], "durations add up"
+    assert kernels["local_sectors_read"].tolist() == [400], "sectors add up"
     assert kernels["tensor_percent"].tolist() == [250], "a mean by time"
     shown = profiles.beside(pd.DataFrame(table))
     assert shown.columns.tolist() == ["counter", "v0_eager"]

@@ -54,7 +54,7 @@ STATES = (
     "long_scoreboard", "math_pipe_throttle", "membar", "mio_throttle", "misc", "no_instruction",
     "not_selected", "selected", "short_scoreboard", "sleeping", "tex_throttle", "wait",
 )  # fmt: skip
-"""What a warp does in a cycle, by the profiler's names: it issues (selected) or waits."""
+"""States of a warp in a cycle, by the profiler's names: it issues (selected) or waits."""
 _STATE = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
 
 COLUMNS = ("workload", "direction", "impl", "launch", "kernel", *COUNTERS, *STATES)
@@ -77,13 +77,8 @@ def profile(calls: Sequence[Call]) -> Table:
         report = str(Path(folder) / "report.ncu-rep")
         options = "--clock-control", "none", "--profile-from-start", "off", "--metrics", metrics
         child = sys.executable, "-m", __spec__.name
-        subprocess.run(
-            [ncu, *options, "-o", report, *child],
-            input=plan,
-            text=True,
-            check=True,
-            stdout=sys.stderr,
-        )
+        command = [ncu, *options, "-o", report, *child]
+        subprocess.run(command, input=plan, text=True, check=True, stdout=sys.stderr)
         read = ncu, "--import", report, "--csv", "--page", "raw", "--print-units", "base"
         text = subprocess.run(read, text=True, check=True, stdout=subprocess.PIPE).stdout
     return Table(COLUMNS, tuple(_rows(text, calls)))

@@ -12,14 +12,14 @@ STATE_NAMES = {"wait": "fixed latency", "gmma": "MMA issue", "mio_throttle": "MI
 """Names of states on the page, where they differ from the profiler's."""
 SHARE = 0.02
 """Share of a call's time below which a kernel is not shown."""
-_SUMS = ["duration_ns", "instructions", "dram_read_bytes", "dram_write_bytes"]
+_SUMS = [name for name, counter in COUNTERS.items() if counter.endswith(".sum")]
 
 
 def kernels(rows: pd.DataFrame) -> pd.DataFrame:
     """Summarize a table "profiles" by kernel: those that take more than `SHARE` of a call's time.
 
-    Launches of a kernel in a call are one row: `launches` counts them, times, instructions and
-    bytes are added, the other counters are means weighted by time. The index names the
+    Launches of a kernel in a call are one row: `launches` counts them, counters that are sums are
+    added, the others are means weighted by time. The index names the
     implementation, with the kernel where there are several.
     """
     rows = rows.assign(kernel=rows["kernel"].map(_function), launches=1)
