@@ -224,14 +224,21 @@ def window_cost(window: int | None, block: int, *, causal: bool = True) -> int:
 
 def masked(
     plan: Schedule, rows: Sequence[int], keys: Sequence[int], *, block: int, falling: bool = True,
-    shifted: bool = False, max_cost: int = 2**30,
+    shifted: bool = False, max_cost: int = 2**30, num_targets: Sequence[int] | None = None,
 ) -> Schedule:  # fmt: skip
     """The same list, each tile with its cost under a causal mask. `falling`: the last rows of a
-    head see the most keys, else the first, as keys are seen by queries."""
+    head see the most keys, else the first, as keys are seen by queries. `num_targets`, [batch]: so
+    many last tokens of each sequence see its history and themselves."""
     costs = []
     for i, _, index in plan.tiles():
         rank = index + 1 if falling else _ceil_div(rows[i], block) - index
-        costs.append(masked_cost(rank, rows[i], keys[i], block, shifted=shifted, max_cost=max_cost))
+        cost = masked_cost(rank, rows[i], keys[i], block, shifted=shifted, max_cost=max_cost)
+        history = keys[i] - (num_targets[i] if num_targets else 0)
+        if falling:
+            cost = min(cost, _ceil_div(history, block) + 1)
+        elif index * block >= history:
+            cost = 1
+        costs.append(cost)
     return replace(plan, costs=tuple(costs))
 
 

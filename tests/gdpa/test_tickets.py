@@ -13,7 +13,7 @@ from gdpa_kernels.calling.launches import launches
 from gdpa_kernels.gdpa import schedule
 from gdpa_kernels.gdpa.batch import Batch
 from gdpa_kernels.gdpa.device import ticket_list
-from gdpa_kernels.gdpa.mask import Mask
+from gdpa_kernels.gdpa.mask import Mask, visible
 from gdpa_lab.measuring.inputs import cu_seqlens
 from tests.tiers import examples
 
@@ -73,6 +73,24 @@ def test_the_imbalance_of_equal_heads_is_that_of_the_list(num_heads, tiles, num_
     expected = plan.imbalance(prologue=0.5)
     actual = schedule.zigzag_imbalance(num_heads, tiles, num_programs)
     assert actual == pytest.approx(expected)
+
+
+@examples(40)
+@given(st.integers(1, 60), st.floats(0, 1), st.integers(1, 9), st.booleans())
+def test_costs_with_targets_are_the_blocks_that_a_tile_sees(length, share, block, falling):
+    targets = int(share * length)
+    order = {"num_heads": 1, "block_m": block, "block_n": block, "num_programs": 2}
+    plan = schedule.build("valid", [length], [length], **order)
+    plan = schedule.masked(
+        plan, [length], [length], block=block, falling=falling, num_targets=[targets]
+    )
+    i, j = torch.arange(length)[:, None], torch.arange(length)[None]
+    seen = visible(i, j, targets, 0, length, Mask(causal=True))
+    seen = seen if falling else seen.T
+    for (_, _, tile), cost in zip(plan.tiles(), plan.costs, strict=True):
+        keys = seen[tile * block : (tile + 1) * block].any(0)
+        blocks = sum(bool(part.any()) for part in keys.split(block))
+        assert cost == blocks
 
 
 def batch(lengths, *, heads=(2, 2), head_dim=128, share=None, dtype=torch.bfloat16, **mask):

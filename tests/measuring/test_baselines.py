@@ -182,8 +182,9 @@ def definition(inputs, **options):
 def test_hstu_of_generative_recommenders(monkeypatch, direction):
     inputs = make_inputs(HSTU, device="cpu")
 
-    def attention(N, alpha, q, k, v, seq_offsets, enable_tma):
+    def attention(N, alpha, q, k, v, seq_offsets, num_targets, enable_tma):
         assert (N, enable_tma) == (8, True) and seq_offsets is inputs.cu_seqlens_q
+        assert num_targets is inputs.num_targets
         return definition(inputs, scale=alpha, output_scale=1 / N)(q, k, v)
 
     stub(monkeypatch, same_function.HSTU, "triton_hstu_mha", attention)

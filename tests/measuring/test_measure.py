@@ -37,7 +37,7 @@ from gdpa_lab.measuring import (
     timing,
 )
 from gdpa_lab.measuring.inputs import make_inputs
-from gdpa_lab.measuring.length_distributions import Between, Full
+from gdpa_lab.measuring.length_distributions import Between, Full, Uniform
 from gdpa_lab.measuring.session import ONLY_VARIABLE, Session
 from gdpa_lab.measuring.workload import Workload
 from gdpa_lab.measuring.workloads import workload
@@ -274,6 +274,39 @@ def peers(monkeypatch):
 
 def doubled(batch):
     return replace(batch, q=batch.q.double(), k=batch.k.double(), v=batch.v.double())
+
+
+@pytest.mark.parametrize("direction", ("forward", "backward"))
+@pytest.mark.parametrize("kind", ("activation", "softmax"))
+def test_scores_of_long_sequences_are_computed_by_heads(monkeypatch, kind, direction):
+    names = ("relu", "silu", "gelu", "identity")
+    work = replace(MASKED, activation=names)
+    inputs, results = make_inputs(work, device="cpu"), []
+    for most in (operators.Gdpa.SCORES, 0):
+        monkeypatch.setattr(operators.Gdpa, "SCORES", most)
+        operator = operators.of(inputs, direction)
+        results.append([x for _, part in operator.exact(kind) for x in part])
+    for whole, by_heads in zip(*results, strict=True):
+        torch.testing.assert_close(by_heads, whole, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("direction", ("forward", "backward"))
+def test_parts_keep_the_targets_of_their_sequences(small_parts, direction):
+    work = replace(
+        MASKED, batch=5, lengths_q=Uniform(0.5), lengths_k=None, max_seqlen_q=30, max_seqlen_k=30,
+        target_share=0.4,
+    )  # fmt: skip
+    inputs = make_inputs(work, device="cpu")
+    operator = operators.of(inputs, direction)
+    assert len(list(operator._parts())) > 1
+    batch = doubled(inputs.batch())
+    if direction == "forward":
+        expected = [gdpa_reference.forward_in_dtype(batch)]
+    else:
+        expected = gdpa_reference.backward_in_dtype(inputs.grad_out.double(), batch)
+    for places, part in operator.exact("activation"):
+        for whole, rows, right in zip(expected, places, part, strict=True):
+            torch.testing.assert_close(whole[rows], right)
 
 
 @pytest.mark.parametrize("room", (True, False))

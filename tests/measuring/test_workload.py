@@ -8,10 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gdpa_kernels.gdpa.mask import Mask
+from gdpa_kernels.gdpa.mask import Mask, visible
 from gdpa_lab.measuring.length_distributions import (
     KUAIRAND,
     MOVIELENS,
@@ -279,6 +280,21 @@ def test_visible_pairs_match_enumeration(lengths, causal, window):
     seqlens_q = tuple(lq for lq, _ in lengths)
     seqlens_k = tuple(lk for _, lk in lengths)
     assert visible_pairs(seqlens_q, seqlens_k, Mask(causal, window)) == expected
+
+
+@given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=4), share=st.floats(0, 0.99),
+       window=st.none() | st.integers(0, 15))  # fmt: skip
+def test_pairs_with_targets_match_the_mask(lengths, share, window):
+    w = replace(
+        SMALL, batch=len(lengths), causal=True, window=window, target_share=share,
+        lengths_q=Fixed(tuple(lengths)), lengths_k=None, max_seqlen_q=40, max_seqlen_k=40,
+    )  # fmt: skip
+    expected = 0
+    for n, targets in zip(lengths, w.num_targets, strict=True):
+        assert targets <= share * n < targets + 1
+        i, j = torch.arange(n)[:, None], torch.arange(n)[None]
+        expected += int(visible(i, j, targets, 0, n, w.mask).sum())
+    assert w.pairs == expected and w.masked
 
 
 def test_visible_pairs_do_not_overflow():

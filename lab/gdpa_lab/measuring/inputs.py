@@ -41,7 +41,7 @@ class Inputs(Arguments):
 
     q [rows_q, num_heads_q, head_dim], k and v [total_k, num_heads_k, head_dim] and the gradient of
     the output, grad_out [total_q, num_heads_q, head_dim], in the workload's dtype; cu_seqlens_q
-    (None when q is shared) and cu_seqlens_k int32 [batch + 1].
+    (None when q is shared) and cu_seqlens_k int32 [batch + 1]; num_targets int32 [batch] or None.
     """
 
     workload: Workload
@@ -53,15 +53,24 @@ class Inputs(Arguments):
     max_seqlen_q: int
     max_seqlen_k: int
     grad_out: torch.Tensor
+    num_targets: torch.Tensor | None = None
 
     TENSORS = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
     OPTIONS = ("activation", "scale", "output_scale", "mask")
+
+    def arguments(self) -> dict[str, Any]:
+        """Keyword arguments of the operator, with the batch's targets in its mask."""
+        arguments = super().arguments()
+        return arguments | {"mask": arguments["mask"].of_batch(self.num_targets, None)}
 
     def batch(self) -> gdpa_batch.Batch:
         """Batch for a rung."""
         name = self.workload.activation
         names = (name,) if isinstance(name, str) else tuple(name)
-        return gdpa_batch.Batch(**self.arguments() | {"activation": names, "scale": self.scale()})
+        arguments = self.arguments() | {"activation": names, "scale": self.scale()}
+        segments = arguments["mask"].segments(self.cu_seqlens_q, self.cu_seqlens_k, False, False)
+        arguments["mask"] = self.workload.mask
+        return gdpa_batch.Batch(**arguments, segments=segments)
 
 
 @dataclass(frozen=True)
@@ -126,7 +135,10 @@ def make_inputs(
         return BlockInputs(workload, q, k, v, offsets_q, grad_out, rotary)
     offsets_k = cu_seqlens(workload.seqlens_k, device)
     longest = workload.max_seqlen_q, workload.max_seqlen_k
-    return Inputs(workload, q, k, v, offsets_q, offsets_k, *longest, grad_out)
+    targets = None
+    if workload.target_share:
+        targets = torch.tensor(workload.num_targets, dtype=torch.int32, device=device)
+    return Inputs(workload, q, k, v, offsets_q, offsets_k, *longest, grad_out, targets)
 
 
 def cu_seqlens(seqlens: tuple[int, ...] | list[int], device: torch.device | str) -> torch.Tensor:

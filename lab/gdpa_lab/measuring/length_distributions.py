@@ -81,6 +81,20 @@ class Full(LengthDistribution):
 
 
 @dataclass(frozen=True)
+class OneLong(LengthDistribution):
+    """One sequence of max_seqlen tokens, and all others of `rest`."""
+
+    rest: int
+    kind = "one_long"
+
+    def __post_init__(self) -> None:
+        require_int("rest", self.rest, 1)
+
+    def sample(self, batch: int, max_seqlen: int, rng: np.random.Generator) -> list[int]:
+        return [max_seqlen, *[min(self.rest, max_seqlen)] * (batch - 1)][:batch]
+
+
+@dataclass(frozen=True)
 class Uniform(LengthDistribution):
     """Integers with mean close to fill * max_seqlen, as in the published GDPA benchmark.
 
@@ -274,7 +288,7 @@ class Sorted(DerivedDistribution):
 
 DISTRIBUTIONS: dict[str, type[LengthDistribution]] = {
     each.kind: each
-    for each in (Full, Uniform, Between, LogNormal, Quantiles, Events, Rounded, Sorted)
+    for each in (Full, OneLong, Uniform, Between, LogNormal, Quantiles, Events, Rounded, Sorted)
 }
 
 

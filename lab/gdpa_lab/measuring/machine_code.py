@@ -272,6 +272,8 @@ def _arguments(workload: Mapping[str, Any], device: str) -> tuple[dict[str, Any]
     with suppress(ImportError):  # older packages' batches take its fields
         mask = importlib.import_module("gdpa_kernels.gdpa.mask").Mask
         values["mask"] = mask(values.get("causal", False), values.get("window"))
+        if workload.get("target_share"):
+            values["segments"] = torch.zeros((2, 2), dtype=torch.int32, device=device)
     return values, make(2 * rows_q, heads_q, head_dim)
 
 

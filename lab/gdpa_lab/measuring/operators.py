@@ -147,6 +147,8 @@ class _Operator:
                 tensors[name] = getattr(inputs, name)[ends] - first.start
         if inputs.workload.shared_q:
             del tensors["q"]
+        if inputs.workload.target_share:
+            tensors["num_targets"] = inputs.num_targets[ends.start : ends.stop - 1]
         if inputs.workload.rotary:
             tensors["rotary"] = tuple(turn[rows] for turn in inputs.rotary)
         return replace(inputs, **tensors)
@@ -226,6 +228,7 @@ class Gdpa(_Operator):
     peers, reference, kind = baselines.BASELINES, gdpa_reference, "activation"
     public, gradient_argument = staticmethod(gdpa_api.gdpa), "backward_impl"
     resolve = staticmethod(gdpa_api.resolve)
+    SCORES = 2**31  # of all heads of the longest sequence, that the definition has in fp64 at once
 
     def _call(self, rung: Rung, module: ModuleType, batch: object, arguments: dict) -> Call:
         if self._direction == "forward":
@@ -233,11 +236,30 @@ class Gdpa(_Operator):
         return partial(module.backward, self._inputs.grad_out, batch, **arguments)
 
     def _compute(self, kind: str, dtype: torch.dtype, part: Inputs) -> tuple[torch.Tensor, ...]:
+        heads = part.workload.num_heads_q
+        if heads > 1 and heads * part.max_seqlen_q * part.max_seqlen_k > self.SCORES:
+            return self._by_heads(kind, dtype, part)
         if kind != "softmax":
             return super()._compute(kind, dtype, part)
         if self._direction == "forward":
             return (baselines.softmax_reference(part, dtype),)
         return baselines.softmax_gradients(part, dtype)
+
+    def _by_heads(self, kind: str, dtype: torch.dtype, part: Inputs) -> tuple[torch.Tensor, ...]:
+        """Compute the results one query head after another; what those of a group give dk and dv is
+        added up as in one call, after it is rounded."""
+        workload, heads = part.workload, []
+        for head in range(workload.num_heads_q):
+            of_keys = head * workload.num_heads_k // workload.num_heads_q
+            names = workload.activation
+            names = names if isinstance(names, str) else (names[head],)
+            one = replace(workload, num_heads_q=1, num_heads_k=1, activation=names)
+            tensors = {name: getattr(part, name)[:, head, None] for name in ("q", "grad_out")}
+            tensors |= {name: getattr(part, name)[:, of_keys, None] for name in "kv"}
+            heads.append(self._compute(kind, dtype, replace(part, workload=one, **tensors)))
+        of_q, *of_keys = (torch.cat(parts, 1) for parts in zip(*heads, strict=True))
+        groups = workload.num_heads_k, -1
+        return of_q, *(parts.unflatten(1, groups).sum(2) for parts in of_keys)
 
     def ops(self, impl: str) -> dict[str, Call]:
         """Public calls by variant; a backward rung also has `STEP`."""

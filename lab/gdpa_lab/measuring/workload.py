@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from gdpa_kernels.block_attention.api import BLOCK_SIZES
-from gdpa_kernels.gdpa.mask import ALL, FIELDS, Mask
+from gdpa_kernels.gdpa.mask import ALL, FIELDS, Mask, segment_pairs
 from gdpa_lab.measuring.length_distributions import Full, LengthDistribution, require_fields
 from gdpa_lab.measuring.require import is_finite, require, require_int
 
@@ -37,7 +37,8 @@ class Workload:
     `shared_q=True` is pooling by seed queries: q is [max_seqlen_q, num_heads_q, head_dim], one
     tensor for the whole batch, and every sequence has max_seqlen_q output rows. `scale=None` means
     head_dim ** -0.5. The fields that `Mask` has, causal and window, make `mask`; positions count
-    from the start of each sequence, so causal is a bool.
+    from the start of each sequence, so causal is a bool. `target_share` of a sequence's tokens,
+    rounded down, are targets, its last ones.
 
     With operator "block_attention" key j is visible to query i iff both lie in the same block of
     `block_size` tokens from the start of their sequence. `rotary` rotates q and k by (sin, cos) in
@@ -63,6 +64,7 @@ class Workload:
     output_scale: float = 1.0
     causal: bool = False
     window: int | None = None
+    target_share: float = 0.0
     seed: int = 2025
     block_size: int = 64
     rotary: bool = False
@@ -127,16 +129,21 @@ class Workload:
         require(is_finite(self.output_scale), "output_scale", "a finite number", self.output_scale)
         if self.window is not None:
             require_int("window", self.window, 0)
+        share = self.target_share
+        ok = is_finite(share) and 0 <= share < 1
+        require(ok, "target_share", "a number of at least 0 and less than 1", share)
+        ok = share == 0 or (self.causal and self.lengths_k is None)
+        require(ok, "target_share", "0 but in causal self-attention", share)
 
     @property
     def masked(self) -> bool:
         """True if the mask hides keys of a sequence from a query."""
-        return any(getattr(self, name) != _DEFAULTS[name] for name in MASK_FIELDS)
+        return any(getattr(self, name) != _DEFAULTS[name] for name in _MASK_FIELDS)
 
     @cached_property
     def mask(self) -> Mask:
-        """The keys that a query sees, as `gdpa` takes them."""
-        return Mask(**{name: getattr(self, name) for name in MASK_FIELDS})
+        """The keys that a query sees, as `gdpa` takes them, but for the targets of each sequence."""
+        return Mask(**{name: getattr(self, name) for name in _MASK_FIELDS})
 
     def _sample(self, lengths: LengthDistribution, most: int, stream: int) -> tuple[int, ...]:
         rng = np.random.Generator(np.random.PCG64([self.seed, stream]))
@@ -153,6 +160,11 @@ class Workload:
         if self.lengths_k is None:
             return self.seqlens_q
         return self._sample(self.lengths_k, self.max_seqlen_k, 1)
+
+    @property
+    def num_targets(self) -> tuple[int, ...]:
+        """Targets of each sequence, [batch]."""
+        return tuple(int(self.target_share * length) for length in self.seqlens_q)
 
     @property
     def total_q(self) -> int:
@@ -185,6 +197,9 @@ class Workload:
         if self.operator == "block_attention":
             parts = [divmod(n, self.block_size) for n in self.seqlens_q]
             return sum(full * self.block_size**2 + rest**2 for full, rest in parts)
+        if self.target_share:
+            segments = [(targets, 0) for targets in self.num_targets]
+            return segment_pairs(self.seqlens_q, self.seqlens_k, segments, self.mask)
         return visible_pairs(self.seqlens_q, self.seqlens_k, self.mask)
 
     def flops(self, direction: str) -> int:
@@ -228,15 +243,16 @@ class Workload:
     def to_dict(self) -> dict[str, Any]:
         """The workload as JSON values; `from_dict` restores an equal one.
 
-        Fields of the other operator are left out.
+        Fields of the other operator are left out, and target_share where it is 0, as in records
+        older than the field.
         """
         data = {f.name: getattr(self, f.name) for f in fields(self)}
         data["lengths_q"] = self.lengths_q.to_dict()
         data["lengths_k"] = None if self.lengths_k is None else self.lengths_k.to_dict()
         if isinstance(self.activation, tuple):
             data["activation"] = list(self.activation)
-        foreign = self._foreign()
-        return {name: value for name, value in data.items() if name not in foreign}
+        out = self._foreign() if self.target_share else (*self._foreign(), "target_share")
+        return {name: value for name, value in data.items() if name not in out}
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> Workload:
@@ -253,9 +269,10 @@ class Workload:
 
 
 _DEFAULTS: dict[str, Any] = {f.name: f.default for f in fields(Workload)}
-MASK_FIELDS = tuple(name for name in _DEFAULTS if name in FIELDS)
-"""Fields that `Workload.mask` is made of."""
-_GDPA_ONLY = ("activation", "output_scale", *MASK_FIELDS, "shared_q", "lengths_k")
+_MASK_FIELDS = tuple(name for name in _DEFAULTS if name in FIELDS)
+_GDPA_ONLY = (
+    "activation", "output_scale", *_MASK_FIELDS, "target_share", "shared_q", "lengths_k"
+)  # fmt: skip
 
 
 def check_direction(direction: str) -> None:

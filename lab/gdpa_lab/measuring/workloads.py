@@ -13,6 +13,7 @@ from gdpa_lab.measuring.length_distributions import (
     Full,
     LengthDistribution,
     LogNormal,
+    OneLong,
     Uniform,
 )
 from gdpa_lab.measuring.require import require
@@ -50,7 +51,7 @@ def _workloads() -> dict[str, Workload]:
         _self("kuairandpure", 512, KUAIRAND["kuairandpure"]),
         _self("kuairand1k", 4096, KUAIRAND["kuairand1k"]),
     ]
-    return {w.name: w for w in (*workloads, *_other_shapes(), *_masked(), *_hstu())}
+    return {w.name: w for w in (*workloads, *_other_shapes(), *_masked(), UNMASKED, *_hstu())}
 
 
 def of_hstu(batch: Workload, causal: bool) -> Workload:
@@ -87,22 +88,36 @@ def _other_shapes() -> list[Workload]:
     ]  # fmt: skip
 
 
+UNMASKED = _full("-b8-h32", 8192, batch=8, num_heads_q=32, num_heads_k=8)
+"""One of the batches of `MASKED` without its mask."""
+
+
 def _masked() -> list[Workload]:
     """Causal batches whose sequences are long or uneven."""
     uneven = _self("lognormal", 6000, LogNormal(1.0, 0, 1200), batch=48)
     heavy = _self("lognormal", 16384, LogNormal(1.4, 0, 600), batch=64)
     kuairand = _self("kuairand1k", 4096, KUAIRAND["kuairand1k"], batch=256)
+    one_long = _self("one-long", 32768, OneLong(256), batch=201)
+    targets = replace(uneven, target_share=0.3, causal=True, num_heads_q=8, num_heads_k=8)
+    targets = replace(targets, activation="silu", output_scale=1 / targets.max_seqlen_q)
+    grouped = {"num_heads_q": 32, "num_heads_k": 8}
     batches = [
         _full("-b1", 16384, batch=1),
+        _full("-b2-h32", 32768, batch=2, **grouped),
+        _full("-b4-h32", 16384, batch=4, **grouped),
         _full("-b6", 5000, batch=6),
         _full("-b8-h16", 8192, batch=8, num_heads_q=16),
+        UNMASKED,
         replace(uneven, name=f"{uneven.name}-b48"),
         replace(uneven, name=f"{uneven.name}-b48-window1024", window=1024),
         replace(uneven, name=f"{uneven.name}-b48-d64", head_dim=64),
         replace(uneven, name=f"{uneven.name}-b48-d256", head_dim=256),
+        replace(targets, name=f"{uneven.name}-b48-h8-silu-targets"),
         replace(heavy, name=f"{heavy.name}-b64"),
+        replace(one_long, name=f"{one_long.name}-b201"),
         replace(kuairand, name=f"{kuairand.name}-b256"),
-        replace(_self("half-jagged", 1024, Uniform(0.5)), name="gdpa-self-half-jagged-1024"),
+        _self("half-jagged", 1024, Uniform(0.5)),
+        replace(_self("uniform", 1024, Uniform(0.5), batch=512), name="gdpa-self-uniform-1024-b512"),
     ]
     return [replace(batch, name=f"{batch.name}-causal", causal=True) for batch in batches]
 

@@ -125,7 +125,7 @@ def _of_blocks(impl: str) -> Baseline:
     """Adapt a peer of GDPA: every block is a sequence of its own."""
     ragged = next(x for x in (*torch_peers.PEERS, *flash.PEERS) if x.impl == impl)
     title = f"{ragged.title}, a sequence per block"
-    return replace(ragged, title=title, problem=without_rotary, metadata=peer.block_offsets)
+    return replace(ragged, title=title, lacks=without_rotary, metadata=peer.block_offsets)
 
 
 PEERS = (

@@ -38,7 +38,7 @@ class Baseline:
     returns the call to be timed, which must not wait for the device; `direction` as for
     `differentiate`. `math`: "activation", the same function as ours, or "softmax". `needs`: what
     this machine lacks, or None; `install`: how to get it, in a sentence; `source`: where its code
-    is. `metadata`, where there is any, makes on the device the offsets that the call needs.
+    is. `takes_targets`: whether targets are among what it masks. `metadata`, where there is any, makes on the device the offsets that the call needs.
     `checked`, where there is any, makes of (inputs, results) what is checked, where the inputs were
     changed for the peer.
     """
@@ -48,11 +48,18 @@ class Baseline:
     math: str
     needs: Callable[[], str | None]
     prepare: Callable[..., Call]
-    problem: Problem = takes_all
+    lacks: Problem = takes_all
     install: str = ""
     source: str = ""
     metadata: Callable[[BlockInputs], torch.Tensor] | None = None
     checked: Callable[[Inputs, Results], Results] = lambda inputs, results: results
+    takes_targets: bool = False
+
+    def problem(self, workload: Workload, direction: str) -> str | None:
+        """Return what the workload lacks for the peer in `direction`, or None."""
+        if workload.target_share and not self.takes_targets:
+            return "needs a batch without targets"
+        return self.lacks(workload, direction)
 
     def availability(self) -> Availability:
         """Return whether this machine has what the peer needs, or how to get it."""

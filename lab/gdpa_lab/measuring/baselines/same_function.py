@@ -54,7 +54,7 @@ def hstu_triton(inputs: Inputs, direction: str = "forward", tma: bool = True) ->
     let it also choose its warp-specialized kernel."""
     attention = importlib.import_module(HSTU).triton_hstu_mha
     fixed = {"N": inputs.max_seqlen_q, "alpha": inputs.scale(), "enable_tma": tma}
-    fixed["seq_offsets"] = inputs.cu_seqlens_q
+    fixed |= {"seq_offsets": inputs.cu_seqlens_q, "num_targets": inputs.num_targets}
     return peer.differentiate(lambda q, k, v: attention(q=q, k=k, v=v, **fixed), inputs, direction)
 
 
@@ -178,7 +178,7 @@ PEERS = (
         "hstu_triton", "HSTU, Triton", "activation",
         needs_module(HSTU, "generative-recommenders"), hstu_triton,
         both(_is_hstu, _scaled_by_length, no_window),
-        f"clone {RECOMMENDERS} and put it on PYTHONPATH", RECOMMENDERS,
+        f"clone {RECOMMENDERS} and put it on PYTHONPATH", RECOMMENDERS, takes_targets=True,
     ),
     Baseline(
         "hstu_cutlass", "HSTU, CUTLASS", "activation", needs_module("hstu", "FBGEMM's HSTU"),
