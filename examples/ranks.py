@@ -73,8 +73,9 @@ def gathered(x: torch.Tensor, ranks: int, device: torch.device) -> torch.Tensor:
     """`x` of every rank, `[ranks, ...]`."""
     if ranks == 1:
         return x[None]
-    parts = [torch.empty_like(x, device=device) for _ in range(ranks)]
-    dist.all_gather(parts, x.to(device))
+    x = x.to(device).contiguous()  # as NCCL needs it
+    parts = [torch.empty_like(x) for _ in range(ranks)]
+    dist.all_gather(parts, x)
     return torch.stack(parts).cpu()
 
 

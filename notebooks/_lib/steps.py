@@ -56,7 +56,7 @@ def run(
 
     `ranks`: processes under torchrun, one a GPU; one: a process without it. `gpu`: the one that it
     sees, as `gpus` names it; default: all. FileNotFoundError outside a checkout, RuntimeError with
-    the end of its output if the script fails or takes longer than `timeout` seconds.
+    the end of its output, rank 0's of several, if it fails or takes longer than `timeout` seconds.
     """
     path = EXAMPLES / f"{script}.py"
     if not path.exists():
@@ -75,7 +75,9 @@ def run(
         except subprocess.TimeoutExpired as error:
             raise RuntimeError(f"{script} {options} must end in {timeout} s") from error
         if done.returncode:
-            raise RuntimeError(f"{script} {options} failed: {done.stdout[-2000:]}")
+            lines = done.stdout.splitlines()  # torchrun's own report follows the ranks'
+            ended = [line for line in lines if line.startswith("[rank0]")] or lines
+            raise RuntimeError(f"{script} {options} failed: {chr(10).join(ended)[-2000:]}")
         print(done.stdout, flush=True)
         return json.loads(out.read_text())["rows"]
 

@@ -228,7 +228,7 @@ class Gdpa(_Operator):
     peers, reference, kind = baselines.BASELINES, gdpa_reference, "activation"
     public, gradient_argument = staticmethod(gdpa_api.gdpa), "backward_impl"
     resolve = staticmethod(gdpa_api.resolve)
-    SCORES = 2**31  # of all heads of the longest sequence, that the definition has in fp64 at once
+    SCORES = 2**30  # of all heads of the longest sequence, that the definition has in fp64 at once
 
     def _call(self, rung: Rung, module: ModuleType, batch: object, arguments: dict) -> Call:
         if self._direction == "forward":

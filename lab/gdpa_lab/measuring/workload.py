@@ -142,7 +142,7 @@ class Workload:
 
     @cached_property
     def mask(self) -> Mask:
-        """The keys that a query sees, as `gdpa` takes them, but for the targets of each sequence."""
+        """The keys that a query sees, as `gdpa` takes them, without the batch's targets."""
         return Mask(**{name: getattr(self, name) for name in _MASK_FIELDS})
 
     def _sample(self, lengths: LengthDistribution, most: int, stream: int) -> tuple[int, ...]:

@@ -117,7 +117,9 @@ def _masked() -> list[Workload]:
         replace(one_long, name=f"{one_long.name}-b201"),
         replace(kuairand, name=f"{kuairand.name}-b256"),
         _self("half-jagged", 1024, Uniform(0.5)),
-        replace(_self("uniform", 1024, Uniform(0.5), batch=512), name="gdpa-self-uniform-1024-b512"),
+        replace(
+            _self("uniform", 1024, Uniform(0.5), batch=512), name="gdpa-self-uniform-1024-b512"
+        ),
     ]
     return [replace(batch, name=f"{batch.name}-causal", causal=True) for batch in batches]
 

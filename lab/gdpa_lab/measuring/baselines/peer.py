@@ -37,10 +37,11 @@ class Baseline:
     `prepare(inputs, direction="forward", **options)` does what its layout needs, untimed, and
     returns the call to be timed, which must not wait for the device; `direction` as for
     `differentiate`. `math`: "activation", the same function as ours, or "softmax". `needs`: what
-    this machine lacks, or None; `install`: how to get it, in a sentence; `source`: where its code
-    is. `takes_targets`: whether targets are among what it masks. `metadata`, where there is any, makes on the device the offsets that the call needs.
-    `checked`, where there is any, makes of (inputs, results) what is checked, where the inputs were
-    changed for the peer.
+    this machine lacks, or None; `lacks`: what a workload lacks, targets aside; `install`: how to
+    get it, in a sentence; `source`: where its code is. `metadata`, where there is any, makes on the
+    device the offsets that the call needs. `checked`, where there is any, makes of (inputs,
+    results) what is checked, where the inputs were changed for the peer. `takes_targets`: whether
+    it computes batches with targets.
     """
 
     impl: str
