@@ -207,7 +207,15 @@ def is_readable(cu_seqlens: torch.Tensor) -> bool:
     """Whether the host can ask for values: not of fake tensors, nor in the capture of a graph."""
     if is_fake(cu_seqlens):
         return False
-    return not (cu_seqlens.is_cuda and torch.cuda.is_current_stream_capturing())
+    return not (cu_seqlens.is_cuda and is_capturing(cu_seqlens.device))
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether the current stream of a CUDA device is being captured."""
+    if device.index in (None, torch.cuda.current_device()):
+        return torch.cuda.is_current_stream_capturing()
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
 
 
 def longest_name(name: str) -> str:

@@ -206,10 +206,7 @@ def state_of(device: torch.device) -> State:
     if device.type != "cuda":
         return False, None, launched
     stream = torch.cuda.current_stream(device).cuda_stream
-    if torch.cuda.current_device() == device.index:
-        return torch.cuda.is_current_stream_capturing(), stream, launched
-    with torch.cuda.device(device):
-        return torch.cuda.is_current_stream_capturing(), stream, launched
+    return checks.is_capturing(device), stream, launched
 
 
 class Lists:

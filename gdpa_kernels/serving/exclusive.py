@@ -8,13 +8,15 @@ from collections.abc import Callable
 
 import torch
 
+from gdpa_kernels.calling import checks
+
 
 class Exclusive:
     """A context with a reentrant lock; a copied or unpickled one is new.
 
-    On a GPU the streams follow each other, too: after `order` what is enqueued in the context waits
-    for all that was enqueued in one before, on whatever stream. The capture of a CUDA graph is not
-    ordered, nor are its replays: who shares what a graph reads orders them.
+    On a GPU the streams follow each other, too: what is enqueued in the context waits for all that
+    was enqueued in one before, on whatever stream. The capture of a CUDA graph is not ordered, nor
+    are its replays: who shares what a graph reads orders them.
     """
 
     def __init__(self, device: torch.device):
@@ -29,6 +31,11 @@ class Exclusive:
     def __enter__(self) -> None:
         self._lock.acquire()
         self._depth += 1
+        try:
+            self._order()
+        except BaseException:
+            self.__exit__()
+            raise
 
     def __exit__(self, *_) -> None:
         self._depth -= 1
@@ -38,11 +45,11 @@ class Exclusive:
         finally:
             self._lock.release()
 
-    def order(self) -> None:
-        """Let the current stream wait for the last one, inside the context."""
+    def _order(self) -> None:
+        """Let the current stream wait for the last one."""
         if self._device.type != "cuda" or torch.compiler.is_compiling():
             return
-        if torch.cuda.is_current_stream_capturing():
+        if checks.is_capturing(self._device):
             return
         stream = torch.cuda.current_stream(self._device)
         if stream != self._stream:

@@ -32,7 +32,7 @@ def join_kernel(
     K_STRIDES: tl.constexpr, V_STRIDES: tl.constexpr, PAGE: tl.constexpr,
     NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """ROWS joined rows of one user and one head."""
+    """ROWS joined rows of one user and one head; those in pages as `pages.rows_of` counts them."""
     pid = tl.program_id(0)
     head = pid % NUM_HEADS
     user = pid // NUM_HEADS // blocks
@@ -43,7 +43,6 @@ def join_kernel(
     is_old = row < length
     is_new = (new_row >= 0) & (new_row < tl.load(cu_seqlens_new_ptr + user + 1) - start_new)
     slot = tl.load(slots_ptr + (start_old + row).to(tl.int64), mask=is_old, other=0)
-    # Of its key; its value is PAGE rows on. As `PagedCache._slots`.
     old_row = slot + slot // PAGE * PAGE
     dim = tl.arange(0, WIDTH)
     is_dim = (dim < HEAD_DIM)[None, :]

@@ -13,7 +13,8 @@ from gdpa_kernels.gdpa.api import gdpa
 from gdpa_kernels.layers import common
 from gdpa_kernels.layers.gdpa import GDPASelfAttention
 from gdpa_kernels.layers.rotary import sin_cos_at
-from gdpa_kernels.serving.pages import PagedCache, Pages, check_whole
+from gdpa_kernels.serving.cache import PagedCache
+from gdpa_kernels.serving.pages import Pages, check_whole
 from gdpa_kernels.serving.scores import over_both, read_candidates, score
 
 

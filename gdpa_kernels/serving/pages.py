@@ -1,16 +1,15 @@
-"""Keys and values of users' histories in pages.
+"""Where the keys and values of histories lie in pages.
 
 The layout is that of FlashInfer, FBGEMM and recsys-examples: a page holds `page_size` tokens of one
 user, keys and then values, `[2, page_size, heads, dim]`; `kv_indptr`, `kv_indices` and
-`last_page_len` say which pages hold a batch. A user's pages belong to an epoch, any value that
-changes whenever the past of the history does (its version or its hash): pages of another epoch are
-never found. An event of a history is a token of its sequence and a row of its keys and values.
+`last_page_len` say which pages hold a batch. A layer's pages are rows, `[num_pages * 2 * page_size,
+heads, dim]`: the key of slot s, which is page * page_size + offset, is row s + s // page_size *
+page_size (`rows_of`), and its value page_size rows on.
 """
 
 from __future__ import annotations
 
 import functools
-from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -18,15 +17,8 @@ from typing import NamedTuple
 
 import torch
 
-from gdpa_kernels.calling import checks
-from gdpa_kernels.calling.launch import cdiv
 from gdpa_kernels.calling.lengths import Lengths, held
-from gdpa_kernels.calling.sequences import Sequences, token_positions
-from gdpa_kernels.gdpa.batch import History
-from gdpa_kernels.serving import common, joined
-from gdpa_kernels.serving.arguments import key, listed, renamed, users_and_epochs
-from gdpa_kernels.serving.exclusive import Exclusive, exclusively
-from gdpa_kernels.serving.validity import Model
+from gdpa_kernels.calling.sequences import Sequences
 
 
 @dataclass(frozen=True)
@@ -35,7 +27,7 @@ class Pages:
 
     kv_indptr int32 `[batch + 1]`, into kv_indices int32; last_page_len int32 `[batch]`, 1 to
     page_size, and 0 of an empty history; cu_seqlens int32 `[batch + 1]`, tokens; max_seqlen; slots
-    int64 `[tokens]`, page * page_size + place; positions int64 `[tokens]`, of each in its history.
+    int64 `[tokens]`, page * page_size + offset; positions int64 `[tokens]`, of each in its history.
 
     Valid until one of the users is edited, evicted or given another epoch; later use raises
     ValueError. A later append does not invalidate it: these are the histories as they were.
@@ -48,7 +40,7 @@ class Pages:
     max_seqlen: int
     slots: torch.Tensor
     positions: torch.Tensor
-    parts: tuple[_Part, ...] = field(repr=False, compare=False)
+    parts: tuple[Part, ...] = field(repr=False, compare=False)
 
     @functools.cached_property
     def is_whole(self) -> bool:
@@ -66,12 +58,12 @@ class Pages:
         return held(Lengths, self.cu_seqlens, len(self.slots), self.max_seqlen)
 
 
-class _Part(NamedTuple):
+class Part(NamedTuple):
     """Rows [begin, end) of one user's history; events: its length when these `Pages` were made,
-    dropped ones included."""
+    those included whose rows an edit dropped."""
 
     user: Hashable
-    entry: _UserEntry
+    entry: UserHistory
     begin: int
     end: int
     events: int
@@ -82,14 +74,19 @@ class _Part(NamedTuple):
 
 
 @dataclass(eq=False)
-class _UserEntry:
-    """What is kept of a user's history: the first `length` rows, in these pages."""
+class UserHistory:
+    """What a cache holds of a user's history.
+
+    epoch: of the history; written: of each layer the rows from the start that hold keys and values;
+    length: rows that have room, in `pages`; after_edit: events that an edit left, until all have
+    rows again.
+    """
 
     epoch: Hashable
-    written: list[int]  # of each layer the rows from the start that hold keys and values
+    written: list[int]
     length: int = 0
     pages: list[int] = field(default_factory=list)
-    after_edit: int | None = None  # events that an edit left, until their rows are there again
+    after_edit: int | None = None
 
     @property
     def events(self) -> int:
@@ -97,359 +94,42 @@ class _UserEntry:
         return self.length if self.after_edit is None else self.after_edit
 
 
-class PagedCache:
-    """Keys and values of the histories of many users, for every layer of a model.
+def rows_of(slots: torch.Tensor, page_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rows of the keys and of the values in these slots, int64 `[tokens]` each."""
+    keys = slots + slots // page_size * page_size
+    return keys, keys + page_size
 
-    Threads may share it, each on a stream of its own: an answer is that of the calls one after
-    another, or the pages are refused that another thread's call gave away. Who asks for a `length`
-    and appends behind it says so by `begins`, or is in `exclusive` for both. Replays of CUDA graphs
-    are not ordered, and what the capture of one writes counts as written.
 
-    Args:
-        model: what its layers do (`validity.Model`): decides which changes keep which rows.
-        num_pages, page_size: pages of each layer, and tokens of a page; `score` may read pages of a
-            multiple of 64 in place.
-        num_kv_heads, head_dim, dtype, device: of keys and values.
-
-    Attributes: data `[num_layers, num_pages, 2, page_size, num_kv_heads, head_dim]`; exclusive, a
-    context in which no other thread uses the cache.
-
-    Raises:
-        TypeError, ValueError: an argument is wrong: its name, what is expected, what was received.
-    """
-
-    def __init__(
-        self,
-        model: Model,
-        num_pages: int,
-        page_size: int,
-        num_kv_heads: int,
-        head_dim: int,
-        *,
-        dtype: torch.dtype = torch.bfloat16,
-        device: torch.device | str | None = None,
-    ):
-        if not isinstance(model, Model):
-            raise TypeError(f"model must be a validity.Model, got {type(model).__name__}")
-        names = "num_pages", "page_size", "num_kv_heads", "head_dim"
-        sizes = zip(names, (num_pages, page_size, num_kv_heads, head_dim), strict=True)
-        num_pages, page_size, *row = (
-            checks.check_count(name, size, least=1) for name, size in sizes
-        )
-        self.model, self.page_size = model, page_size
-        shape = (model.num_layers, num_pages, 2, page_size, *row)
-        with torch.inference_mode(False):  # gradients may follow an evaluation
-            self.data = torch.zeros(shape, dtype=dtype, device=device)
-        self.exclusive = Exclusive(self.data.device)
-        self._free = list(range(num_pages))[::-1]
-        self._users: OrderedDict[Hashable, _UserEntry] = OrderedDict()  # least recently used first
-        with self.exclusive:  # other streams wait until the memory is zero
-            self.exclusive.order()
-
-    @exclusively
-    def length(self, user: Hashable, epoch: Hashable = 0) -> int:
-        """Tokens that are kept of this user's history: 0 if none are, or of another epoch."""
-        entry = self._find(key("user", user), key("epoch", epoch))
-        return 0 if entry is None else entry.length
-
-    @exclusively
-    def append(
-        self,
-        users: Sequence[Hashable],
-        counts: Sequence[int],
-        epochs: Sequence[Hashable] | None = None,
-        *,
-        begins: Sequence[int] | None = None,
-    ) -> Pages:
-        """Make room for counts[i] more tokens of users[i], and say where it is: slots, cu_seqlens
-        and max_seqlen are of the new tokens alone. `write` fills it, layer by layer; if that fails,
-        `evict` these users, whose unwritten rows are refused.
-
-        A history of another epoch is dropped first. If pages are short, users outside of this batch
-        are evicted, the least recently used first.
-
-        Args:
-            begins: the positions of the first new tokens, for who has them from an earlier
-                `length`; None for where each history ends.
-
-        Raises:
-            TypeError, ValueError: an argument is wrong, or a history does not end at its begins; or
-                the model does not keep rows right when others are appended (`Model.check_append`),
-                unless the history had no events, or the new ones are all that an edit dropped.
-            MemoryError: the batch alone needs more pages than there are. Nothing has changed.
-        """
-        users, epochs = users_and_epochs(users, epochs)
-        counts = [
-            checks.check_count("counts", count) for count in listed("counts", counts, len(users))
-        ]
-        entries = [self._find(*each) for each in zip(users, epochs, strict=True)]
-        lengths = [0 if entry is None else entry.length for entry in entries]
-        if begins is not None:
-            for user, begin, length in zip(
-                users, listed("begins", begins, len(users)), lengths, strict=True
-            ):
-                if checks.check_count("begins", begin) != length:
-                    raise ValueError(
-                        f"begins must be where the histories end, {length} of {user!r}, got {begin}"
-                    )
-        for entry, length, count in zip(entries, lengths, counts, strict=True):
-            # Right without a check: the first rows, or exactly those that an edit dropped.
-            after_edit = None if entry is None else entry.after_edit
-            if count and (length or after_edit) and length + count != after_edit:
-                self.model.check_append()
-        pages = [cdiv(x + n, self.page_size) for x, n in zip(lengths, counts, strict=True)]
-        if sum(pages) > self.data.shape[1]:
-            raise MemoryError(
-                f"the batch must fit {self.data.shape[1]} pages of {self.page_size} tokens, got "
-                f"histories that need {sum(pages)}"
-            )
-        for user, epoch in zip(users, epochs, strict=True):
-            if user in self._users and self._users[user].epoch != epoch:
-                self.evict(user)
-            self._users.setdefault(user, self._empty(epoch))
-            self._users.move_to_end(user)
-        for user, needed, count in zip(users, pages, counts, strict=True):
-            entry = self._users[user]
-            while len(entry.pages) < needed:
-                while not self._free:  # an empty history has no page to give
-                    self.evict(next(iter(self._users)))  # none of this batch: those come last
-                entry.pages.append(self._free.pop())
-            entry.length += count
-            if entry.after_edit is not None and entry.length >= entry.after_edit:
-                entry.after_edit = None
-        return self._pages(users, [self._users[user] for user in users], lengths)
-
-    @renamed("at", "pages")
-    @exclusively
-    @torch.no_grad()
-    def write(self, layer: int, pages: Pages, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Store k and v `[tokens, num_kv_heads, head_dim]` of a layer in the slots of `append`,
-        without gradients. Rows of an earlier append must have been written before."""
-        layer = self._checked_layer(layer, pages)
-        self._check_rows(k, v, len(pages.slots))
-        for user, entry, begin, end, _ in pages.parts:
-            if entry.written[layer] < begin:
-                raise ValueError(
-                    f"pages must follow rows that are written, got rows {begin} up to {end} of "
-                    f"{user!r}, of whom layer {layer} has {entry.written[layer]}: write the "
-                    "others first, or evict the user"
-                )
-        parts = [part for part in pages.parts if part.end > part.begin]
-        previous = [part.entry.written[layer] for part in parts]
-        for part in parts:  # until both copies are made
-            part.entry.written[layer] = part.begin
-        for slots, x in zip(self._slots(pages), (k, v), strict=True):
-            self.data[layer].view(-1, *self.data.shape[-2:]).index_copy_(0, slots, x)
-        for part, most in zip(parts, previous, strict=True):
-            part.entry.written[layer] = max(most, part.end)
-
-    @exclusively
-    def pages(
-        self,
-        users: Sequence[Hashable],
-        epochs: Sequence[Hashable] | None = None,
-        *,
-        missing: str = "raise",
-    ) -> Pages:
-        """Where these users' histories lie. Of a user of whom nothing is kept, or nothing of the
-        epoch, `missing` raises LookupError, or gives an "empty" history."""
-        users, epochs = users_and_epochs(users, epochs)
-        checks.check_choice("missing", missing, ("raise", "empty"))
-        entries = [self._find(*each) for each in zip(users, epochs, strict=True)]
-        absent = [user for user, entry in zip(users, entries, strict=True) if entry is None]
-        if absent and missing == "raise":
-            raise LookupError(
-                "users must have a history of their epoch in the cache, or missing be 'empty', got "
-                f"none of {absent}"
-            )
-        for user, entry in zip(users, entries, strict=True):
-            if entry is not None:
-                self._users.move_to_end(user)
-        filled = [
-            self._empty(epoch) if entry is None else entry
-            for entry, epoch in zip(entries, epochs, strict=True)
-        ]
-        return self._pages(users, filled, [0] * len(filled))
-
-    @renamed("at", "pages")
-    @exclusively
-    def read(self, layer: int, pages: Pages) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values `[tokens, num_kv_heads, head_dim]` of a layer, copied out of the pages in
-        order; `pages.cu_seqlens` are their offsets."""
-        layer = self._checked_reading(layer, pages)
-        flat = self.data[layer].view(-1, *self.data.shape[-2:])
-        k, v = (flat.index_select(0, slots) for slots in self._slots(pages))
-        return k, v
-
-    @renamed("at", "pages")
-    @exclusively
-    def read_before(
-        self, layer: int, pages: Pages, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor,
-        max_seqlen: int,
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        """`read`, with each user's rows of k and v behind its history; the offsets are
-        `pages.cu_seqlens + cu_seqlens`. A GPU copies each row once; with gradients, and elsewhere,
-        PyTorch does.
-
-        k, v: `[tokens, num_kv_heads, head_dim]`, of the same users in the same order, with offsets
-        cu_seqlens `[batch + 1]`, int32, and max_seqlen, whose values are not checked.
-        """
-        layer = self._checked_before(layer, pages, k, v, cu_seqlens)
-        if common.can_launch(k, v):
-            old = self.data[layer], pages.slots, pages.cu_seqlens, pages.max_seqlen
-            return joined.join(*old, k, v, cu_seqlens, max_seqlen)
-        pairs = zip(self.read(layer, pages), (k, v), strict=True)
-        k, v = (_joined(*pair, pages.cu_seqlens, cu_seqlens) for pair in pairs)
-        return k, v
-
-    def history(
-        self, layer: int, pages: Pages, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor
-    ) -> History:
-        """What `read_before` copies of whole histories, for a kernel that reads it in the pages,
-        and is launched inside of `exclusive`."""
-        layer = self._checked_before(layer, pages, k, v, cu_seqlens)
-        check_whole("pages", pages)
-        rows, indptr, indices = self.data[layer].flatten(0, 2), pages.kv_indptr, pages.kv_indices
-        return History(rows, indptr, indices, pages.cu_seqlens, self.page_size, len(pages.slots))
-
-    def _checked_before(
-        self, layer: int, pages: Pages, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor
-    ) -> int:
-        layer = self._checked_reading(layer, pages)
-        self._check_rows(k, v, len(k))
-        if cu_seqlens.shape != pages.cu_seqlens.shape:
-            raise ValueError(
-                f"cu_seqlens must have shape {list(pages.cu_seqlens.shape)}, as the histories, got "
-                f"{list(cu_seqlens.shape)}"
-            )
-        return layer
-
-    def _check_rows(self, k: torch.Tensor, v: torch.Tensor, count: int) -> None:
-        shape = (count, *self.data.shape[-2:])
-        for name, x in (("k", k), ("v", v)):
-            if not isinstance(x, torch.Tensor):
-                raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
-            received = x.shape, x.dtype, x.device
-            if received != (shape, self.data.dtype, self.data.device):
-                raise ValueError(
-                    f"{name} must be {list(shape)} in {self.data.dtype} on {self.data.device}, got "
-                    f"{list(x.shape)} in {x.dtype} on {x.device}"
-                )
-
-    def _slots(self, pages: Pages) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where keys and values lie in a layer, int64 `[tokens]` each, counted in tokens: a page
-        holds its keys, then its values. As `joined.join_kernel`."""
-        keys = pages.slots + pages.slots // self.page_size * self.page_size
-        return keys, keys + self.page_size
-
-    @renamed("at", "position")
-    @exclusively
-    def edit(
-        self, user: Hashable, position: int, epoch: Hashable, was: Hashable = 0, *, added: bool
-    ) -> int:
-        """Turn a history of epoch `was` into that of `epoch`, in which an event was added at
-        `position`, or the one there deleted. Of its rows those from the start are kept that are
-        written and stay right (`Model.kept`), the others dropped; without a history of epoch `was`
-        the user is evicted.
-
-        Returns how many rows are kept. The caller computes the following ones again: an append of
-        all of them at once is refused for no model. Until they are there the history is not whole.
-        """
-        position, user = checks.check_count("position", position), key("user", user)
-        checks.check_bool(added=added)
-        if key("epoch", epoch) == key("was", was):
-            raise ValueError(f"epoch must differ from that before the edit, got {epoch!r} for both")
-        entry = self._find(user, was)
-        if entry is None:
-            self.evict(user)
-            return 0
-        events = entry.events + 1 if added else entry.events - 1
-        beside = min(events, entry.events)  # events that are there before and after
-        if position > beside:
-            raise ValueError(
-                f"position must be at most {beside} in a history of {entry.events} events where "
-                f"one is {'added' if added else 'deleted'}, got {position}"
-            )
-        right = self.model.kept(beside, position)
-        rows = min(position, *entry.written, right)  # rows behind would move
-        held, written = cdiv(rows, self.page_size), [rows] * self.model.num_layers
-        rest = _UserEntry(epoch, written, rows, entry.pages[:held], events)
-        free = self._free + entry.pages[held:]
-        self._users[user], self._free = rest, free  # together: a page has one holder, or is free
-        return rows
-
-    @exclusively
-    def evict(self, user: Hashable) -> None:
-        """Forget a user's history; one that is not kept is no error."""
-        if key("user", user) in self._users:
-            self._free += self._users.pop(user).pages
-
-    def _empty(self, epoch: Hashable) -> _UserEntry:
-        return _UserEntry(epoch, [0] * self.model.num_layers)
-
-    def _find(self, user: Hashable, epoch: Hashable) -> _UserEntry | None:
-        """What is kept of this user's history, if it is of this epoch."""
-        entry = self._users.get(user)
-        return entry if entry is not None and entry.epoch == epoch else None
-
-    def _checked_layer(self, layer: int, pages: Pages) -> int:
-        """`layer` as an int, where users still have these pages; the stream may use them then."""
-        if not isinstance(pages, Pages):
-            raise TypeError(f"pages must be Pages, got {type(pages).__name__}")
-        layer = checks.check_count("layer", layer)
-        if layer >= self.model.num_layers:
-            raise ValueError(
-                f"layer must be below num_layers, {self.model.num_layers}, got {layer}"
-            )
-        for part in pages.parts:
-            if part.end and self._users.get(part.user) is not part.entry:
-                raise ValueError(
-                    f"pages must be pages that their users still have, got those of {part.user!r} "
-                    "before an edit or an eviction"
-                )
-        self.exclusive.order()
-        return layer
-
-    def _checked_reading(self, layer: int, pages: Pages) -> int:
-        layer = self._checked_layer(layer, pages)
-        for user, entry, begin, end, _ in pages.parts:
-            if begin < end and entry.written[layer] < end:
-                raise ValueError(
-                    f"pages must be rows that are written, got rows {begin} up to {end} of "
-                    f"{user!r}, of whom layer {layer} has {entry.written[layer]}: write the "
-                    "others first, or evict the user"
-                )
-        return layer
-
-    @torch.inference_mode(False)  # gradients may follow an evaluation
-    def _pages(
-        self, users: Sequence[Hashable], entries: list[_UserEntry], begins: list[int]
-    ) -> Pages:
-        """Where histories lie; slots are those of the tokens from begins[i]."""
-        self.exclusive.order()
-        counts = [entry.length - begin for entry, begin in zip(entries, begins, strict=True)]
-        last = [(x.length - 1) % self.page_size + 1 if x.length else 0 for x in entries]
-        indptr = _ends([len(entry.pages) for entry in entries])
-        indices = [page for entry in entries for page in entry.pages]
-        lists, size = (indptr, indices, last, _ends(counts), begins), self.page_size
-        # Each at a multiple of 16 bytes: kernels are compiled once for all numbers of pages.
-        padded = [[*each, *[0] * (-len(each) % 4)] for each in lists]
-        packed = torch.tensor([x for each in padded for x in each], dtype=torch.int32)
-        if self.data.is_cuda:  # from pinned memory, so that the host does not wait
-            packed = packed.pin_memory().to(self.data.device, non_blocking=True)
-        split = zip(packed.split([*map(len, padded)]), lists, strict=True)
-        kv_indptr, kv_indices, last_page_len, ends, starts = (x[: len(y)] for x, y in split)
-        # The slots are counted on the device: lists of all tokens would cost more than the model.
-        tokens = torch.arange(sum(counts), device=self.data.device)
-        of = torch.searchsorted(ends[1:], tokens, right=True)
-        position = tokens - ends[of] + starts[of]
-        slots = kv_indices[kv_indptr[of] + position // size].long() * size + position % size
-        longest = max(counts, default=0)
-        parts = tuple(
-            _Part(user, entry, begin, entry.length, entry.events)
-            for user, entry, begin in zip(users, entries, begins, strict=True)
-        )
-        return Pages(kv_indptr, kv_indices, last_page_len, ends, longest, slots, position, parts)
+@torch.inference_mode(False)  # gradients may follow an evaluation
+def locate(
+    users: Sequence[Hashable], entries: Sequence[UserHistory], begins: Sequence[int],
+    page_size: int, device: torch.device,
+) -> Pages:  # fmt: skip
+    """The `Pages` of these histories; slots are those of the tokens from begins[i]."""
+    counts = [entry.length - begin for entry, begin in zip(entries, begins, strict=True)]
+    last = [(x.length - 1) % page_size + 1 if x.length else 0 for x in entries]
+    indptr = _ends([len(entry.pages) for entry in entries])
+    indices = [page for entry in entries for page in entry.pages]
+    lists = indptr, indices, last, _ends(counts), begins
+    # Each at a multiple of 16 bytes: kernels are compiled once for all numbers of pages.
+    padded = [[*each, *[0] * (-len(each) % 4)] for each in lists]
+    packed = torch.tensor([x for each in padded for x in each], dtype=torch.int32)
+    if device.type == "cuda":  # from pinned memory, so that the host does not wait
+        packed = packed.pin_memory().to(device, non_blocking=True)
+    split = zip(packed.split([*map(len, padded)]), lists, strict=True)
+    kv_indptr, kv_indices, last_page_len, ends, starts = (x[: len(y)] for x, y in split)
+    # The slots are counted on the device: lists of all tokens would cost more than the model.
+    tokens = torch.arange(sum(counts), device=device)
+    sequence = torch.searchsorted(ends[1:], tokens, right=True)
+    position = tokens - ends[sequence] + starts[sequence]
+    page = kv_indices[kv_indptr[sequence] + position // page_size]
+    slots = page.long() * page_size + position % page_size
+    longest = max(counts, default=0)
+    parts = tuple(
+        Part(user, entry, begin, entry.length, entry.events)
+        for user, entry, begin in zip(users, entries, begins, strict=True)
+    )
+    return Pages(kv_indptr, kv_indices, last_page_len, ends, longest, slots, position, parts)
 
 
 def check_whole(name: str, pages: Pages) -> None:
@@ -466,15 +146,3 @@ def check_whole(name: str, pages: Pages) -> None:
 
 def _ends(counts: Sequence[int]) -> list[int]:
     return [0, *accumulate(counts)]
-
-
-def _joined(
-    first: torch.Tensor, second: torch.Tensor, first_ends: torch.Tensor, second_ends: torch.Tensor
-) -> torch.Tensor:
-    """The rows of `first` and then those of `second`, sequence by sequence; waits for no device."""
-    out = first.new_empty(first.shape[0] + second.shape[0], *first.shape[1:])
-    sequence, position = token_positions(first.shape[0], first_ends)
-    out[first_ends[sequence] + second_ends[sequence] + position] = first
-    sequence, position = token_positions(second.shape[0], second_ends)
-    out[first_ends[sequence + 1] + second_ends[sequence] + position] = second
-    return out

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from gdpa_kernels.calling import checks, ladder, sequences
-from gdpa_kernels.calling.lengths import Lengths, Lists, state_of
+from gdpa_kernels.calling.lengths import Lengths, Lists
 from gdpa_kernels.calling.sequences import Sequences
 from gdpa_kernels.device import padding
 from gdpa_kernels.gdpa import api
@@ -17,7 +17,8 @@ from gdpa_kernels.gdpa.batch import Batch
 from gdpa_kernels.gdpa.mask import Mask
 from gdpa_kernels.gdpa.registration import check_activation, prove
 from gdpa_kernels.serving import common, diagonal
-from gdpa_kernels.serving.pages import PagedCache, Pages, check_whole
+from gdpa_kernels.serving.cache import PagedCache
+from gdpa_kernels.serving.pages import Pages, check_whole
 
 (_PAGED,) = (rung for rung in ladder.RUNGS if "history" in rung.requires.extras)
 """The implementation that reads pages where they are."""
@@ -239,7 +240,7 @@ def _lists(of_q: Sequences, history: Pages) -> Lists | None:
 
 
 def _is_captured(x: torch.Tensor) -> bool:
-    return x.is_cuda and state_of(x.device)[0]
+    return x.is_cuda and checks.is_capturing(x.device)
 
 
 def _in_pages(

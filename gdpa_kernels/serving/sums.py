@@ -71,7 +71,7 @@ class StoredSums:
         if not isinstance(q, torch.Tensor):
             raise TypeError(f"q must be a tensor, got {type(q).__name__}")
         if q.dim() != 3 or q.dtype not in checks.DTYPES:
-            raise ValueError(f"q must be [rows, num_heads, head_dim] up to fp32, got {_told(q)}")
+            raise ValueError(f"q must be [rows, num_heads, head_dim] up to fp32, got {_shown(q)}")
         users = checks.check_count("users", users, least=1)
         checks.check_bool(precise=precise, exact=exact)
         checks.check_impl(impl, IMPLS)
@@ -95,8 +95,8 @@ class StoredSums:
             self.total = self.q.new_zeros(users, *q.shape, dtype=kind)
             self.count, self.updates = (self.q.new_zeros(users).long() for _ in range(2))
             self.peak = self.q.new_zeros(users, dtype=torch.float32)
-        with self.exclusive:  # other streams wait until the memory is zero
-            self.exclusive.order()
+        with self.exclusive:
+            pass  # other streams wait until the memory is zero
 
     @property
     def arithmetic(self) -> str:
@@ -133,7 +133,6 @@ class StoredSums:
     def value(self, users: torch.Tensor | None = None) -> torch.Tensor:
         """The sums of these users, int64 `[n]` or bool `[users]`, None for all: `[n, rows,
         num_heads, head_dim]`, in q's dtype, rounded once."""
-        self.exclusive.order()
         if users is None:
             total = self.total
         elif self._check_index(users).dtype == torch.bool:
@@ -147,7 +146,6 @@ class StoredSums:
     def stale(self) -> torch.Tensor:
         """Bool `[users]`: whose sum should be computed again from its events, since its rounding
         may reach an eighth of bf16's, or it is not finite; none with `exact`."""
-        self.exclusive.order()
         if self.exact:
             return torch.zeros_like(self.count, dtype=torch.bool)
         present = self.total.flatten(1).norm(dim=1)
@@ -158,7 +156,6 @@ class StoredSums:
     def clear(self, users: torch.Tensor) -> None:
         """Empty the sums of these users, int64 `[n]` or bool `[users]`, before they are computed
         again."""
-        self.exclusive.order()
         self._check_users(self._check_index(users))
         self._store(users, **dict.fromkeys(KEPT, 0))
 
@@ -178,7 +175,6 @@ class StoredSums:
                 f"arithmetic of state must be {self.arithmetic}, got {state['arithmetic']}: "
                 "compute the sums again"
             )
-        self.exclusive.order()
         for name in KEPT:
             shape, received = getattr(self, name).shape, state[name].shape
             if received != shape:
@@ -196,12 +192,11 @@ class StoredSums:
         cu_seqlens: torch.Tensor | Lengths, max_seqlen: int | None,
     ) -> None:  # fmt: skip
         """Add events for a sign of 1, delete them for -1."""
-        self.exclusive.order()
         for name, x in (("k", k), ("v", v)):
             if not isinstance(x, torch.Tensor) or x.dtype != self.q.dtype:
-                raise TypeError(f"{name} must be a tensor of {self.q.dtype}, got {_told(x)}")
+                raise TypeError(f"{name} must be a tensor of {self.q.dtype}, got {_shown(x)}")
         if not isinstance(users, torch.Tensor) or users.dtype != torch.int64:
-            raise TypeError(f"users must be an int64 tensor, got {_told(users)}")
+            raise TypeError(f"users must be an int64 tensor, got {_shown(users)}")
         if not isinstance(cu_seqlens, Lengths):
             cu_seqlens = Lengths(cu_seqlens, max_seqlen)
         ends, _ = cu_seqlens.of("cu_seqlens", k.shape[0], k.device, max_seqlen)
@@ -253,10 +248,10 @@ class StoredSums:
     def _check_index(self, users: torch.Tensor) -> torch.Tensor:
         """`users`. Raises TypeError or ValueError unless they are int64 `[n]` or bool `[users]`."""
         if not isinstance(users, torch.Tensor) or users.dtype not in (torch.int64, torch.bool):
-            raise TypeError(f"users must be an int64 or bool tensor, got {_told(users)}")
+            raise TypeError(f"users must be an int64 or bool tensor, got {_shown(users)}")
         known = self.count.shape
         if users.dim() != 1 or (users.dtype == torch.bool and users.shape != known):
-            raise ValueError(f"users must be int64 [n] or bool {list(known)}, got {_told(users)}")
+            raise ValueError(f"users must be int64 [n] or bool {list(known)}, got {_shown(users)}")
         return users
 
     def _check_users(self, users: torch.Tensor) -> None:
@@ -277,5 +272,5 @@ class StoredSums:
         return out.view(-1, *self.q.shape)
 
 
-def _told(x: object) -> str:
+def _shown(x: object) -> str:
     return f"{list(x.shape)} of {x.dtype}" if isinstance(x, torch.Tensor) else repr(x)

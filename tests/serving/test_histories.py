@@ -420,23 +420,22 @@ def test_streams_follow_each_other():
     one, two = Stream("one", log), Stream("two", log)
     shared = Exclusive(torch.device("cuda"))
 
-    def use(stream: Stream, captured: bool = False) -> None:
+    def use(stream: Stream, captured: bool = False, then: Stream | None = None) -> None:
         with (
             mock.patch.object(torch.cuda, "current_stream", lambda _: stream),
             mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: captured),
             mock.patch.object(torch.cuda, "Event", Event),
+            mock.patch.object(torch.cuda, "current_device", lambda: 0),
             shared, shared,
         ):  # fmt: skip
-            shared.order()
+            if then is not None:
+                use(then)
 
     for stream in (one, one, two):
         use(stream)
     assert log == [("two", "one")]
     use(one, captured=True)
-    with shared:  # no use of the device
-        pass
     use(two)
-    with shared:  # of two streams in one context the first is recorded before its end
-        use(one)
-        use(two)
+    assert log == [("two", "one")]
+    use(one, then=two)  # of two streams in one context the second waits for the first
     assert log == [("two", "one"), ("one", "two"), ("two", "one")]
