@@ -263,8 +263,8 @@ def _backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     options = Options(*options)
 
-    def backward(places, _):
-        batch = _batch(q, k, v, cu_seqlens, sin, cos, options, gradients=places)
+    def backward(buffers, _):
+        batch = _batch(q, k, v, cu_seqlens, sin, cos, options, gradients=buffers)
         rung = options.rung("backward", batch)
         extra = scheduled(rung, "backward", batch)
         with checks.without_autocast(q):

@@ -86,19 +86,19 @@ def gradients(
 ) -> Gradients:
     """The gradients of q, k and v as they were given, None for None.
 
-    backward(places, needs) returns dq, dk and dv of the slices, in the memory of `places`, or in
+    backward(buffers, needs) returns dq, dk and dv of the slices, in the memory of `buffers`, or in
     memory of its own where that is None or it cannot write there.
     """
     if v is not None:
         return backward((None, None, None), needs)
     if k is None:
         whole = q.new_empty(q.shape)
-        places = unpack(whole, None, None, num_kv_heads)
+        buffers = unpack(whole, None, None, num_kv_heads)
     else:
         whole = k.new_empty(k.shape)
-        places = None, *whole.chunk(2, dim=1)
-    computed = backward(places, needs_of_parts(k, v, needs))
-    for part, x in zip(places, computed, strict=True):
+        buffers = None, *whole.chunk(2, dim=1)
+    computed = backward(buffers, needs_of_parts(k, v, needs))
+    for part, x in zip(buffers, computed, strict=True):
         if part is not None and x is not None and x is not part:
             part.copy_(x)
     return (whole, None, None) if k is None else (computed[0], whole, None)

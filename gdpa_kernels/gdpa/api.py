@@ -391,8 +391,8 @@ def _backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     needs, options = (need_q, need_k, need_v), Options(*options)
 
-    def backward(places, needs):
-        more = {"gradients": places, "segments": segments, "bias": Bias(**bias)}
+    def backward(buffers, needs):
+        more = {"gradients": buffers, "segments": segments, "bias": Bias(**bias)}
         batch = _batch(q, k, v, cu_seqlens_q, cu_seqlens_k, options, **more)
         rung = options.rung("backward", batch)
         extra = scheduled(rung, "backward", batch)

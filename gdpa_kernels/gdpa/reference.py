@@ -140,7 +140,7 @@ def _counts(batch: Batch, sequence: int, len_q: int, len_k: int) -> torch.Tensor
     return mask.visible(i, j, num_targets, num_contexts, len_k, batch.mask)
 
 
-def _places(batch: Batch, len_q: int, len_k: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _positions(batch: Batch, len_q: int, len_k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The positions of a sequence's queries, `[len_q, 1]`, and of its keys, `[1, len_k]`."""
     shift = len_k - len_q if batch.lower_right else 0
     i = torch.arange(shift, shift + len_q, device=batch.device)[:, None]
@@ -153,8 +153,8 @@ def _scores(
     """S `[num_heads, len_q, len_k]` of one sequence's q and k `[num_heads, length, head_dim]`."""
     scores = q @ k.transpose(1, 2) * batch.scale
     if batch.bias.is_given:
-        places = _places(batch, q.shape[1], k.shape[1])
-        scores = scores + bias.of_sequence(batch.bias, *places, rows, keys, scores.dtype)
+        positions = _positions(batch, q.shape[1], k.shape[1])
+        scores = scores + bias.of_sequence(batch.bias, *positions, rows, keys, scores.dtype)
     return scores
 
 
@@ -259,7 +259,7 @@ def bias_backward_in_dtype(
     for part in _differentiated(grad_out, batch):
         if 0 in part.ds.shape:
             continue
-        i, j = _places(batch, *part.ds.shape[1:])
+        i, j = _positions(batch, *part.ds.shape[1:])
         for kind, table in enumerate(tables):
             if table is None:
                 continue

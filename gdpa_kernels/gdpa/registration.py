@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from gdpa_kernels.calling import checks
-from gdpa_kernels.gdpa.device.custom import CUSTOM, Custom, cache_key, frozen
+from gdpa_kernels.gdpa.device.custom import CUSTOM, Custom, cache_key, snapshot
 from gdpa_kernels.gdpa.reference import ACTIVATIONS, Activation
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def register_activation(
             raise TypeError(f"{given} must be a @triton.jit function of x alone, got {function!r}")
     if not callable(reference):
         raise TypeError(f"reference must be callable, got {type(reference).__name__}")
-    value, value_and_slope = frozen(value), frozen(value_and_slope)
+    value, value_and_slope = snapshot(value), snapshot(value_and_slope)
     source = value.cache_key + value_and_slope.cache_key
     digest = hashlib.sha256(source.encode()).hexdigest()
     custom = Custom(name, value, value_and_slope, reference, digest)

@@ -128,19 +128,19 @@ def context_parallel_gdpa(
             f"stationary='sequences', got {k.shape[1]}"
         )
     stream = torch.cuda.current_stream(q.device).cuda_stream if q.is_cuda else 0
-    lengths, others, places = _partners(
+    lengths, others, indices = _partners(
         shards.ends, ranks, layout, rank, stationary, mask.causal, q.device, stream
     )
     if stationary == "sequences":
-        return _by_heads(q, k, v, shards, lengths, places, mask, group, rank, ranks, options)
+        return _by_heads(q, k, v, shards, lengths, indices, mask, group, rank, ranks, options)
     if stationary == "queries":
-        k, v = (Gather.apply(x, places, shards.size, group) for x in (k, v))
+        k, v = (Gather.apply(x, indices, shards.size, group) for x in (k, v))
         return gdpa(q, k, v, lengths, others, mask=_aligned(mask, "lower_right"), **options)
     part = gdpa(
-        Gather.apply(q, places, shards.size, group), k, v, others, lengths,
+        Gather.apply(q, indices, shards.size, group), k, v, others, lengths,
         mask=_aligned(mask, "upper_left"), out_dtype=sum_dtype(q), **options,
     )  # fmt: skip
-    return Scatter.apply(part, places, shards.size, q.dtype, group)[: q.shape[0]]
+    return Scatter.apply(part, indices, shards.size, q.dtype, group)[: q.shape[0]]
 
 
 def context_parallel_pooling(
@@ -222,13 +222,13 @@ def _partners(
     ends: tuple[int, ...], ranks: int, layout: str, rank: int, stationary: str, causal: bool,
     device: torch.device, stream: int,
 ) -> tuple[Lengths, Lengths, slice | torch.Tensor]:  # fmt: skip
-    """(Lengths of own rows, of their partners, `places` of those) of a rank's call, for all layers
-    on a stream, which brings them to the device: places are a number for each token."""
+    """(Lengths of own rows, of their partners, `indices` of those) of a rank's call, for all layers
+    on a stream, which brings them to the device: indices are a number for each token."""
     shards = shards_of(ends, ranks, layout)
     rows, others = shards.parts(rank, stationary, causal)
     lengths = rows, [end - first for first, end in others]
     with lasting():
-        return *(_lengths(each, device) for each in lengths), shards.places(others, device)
+        return *(_lengths(each, device) for each in lengths), shards.indices(others, device)
 
 
 def _check_stationary(stationary: object) -> None:
@@ -290,7 +290,7 @@ def _mesh_of(q, k, v, layout: str, group: dist.ProcessGroup | None) -> DeviceMes
     return q.device_mesh
 
 
-def _by_heads(q, k, v, shards, lengths, places, mask, group, rank, ranks, options) -> torch.Tensor:
+def _by_heads(q, k, v, shards, lengths, indices, mask, group, rank, ranks, options) -> torch.Tensor:
     """All rows of a share of the heads on each rank."""
     names = options.get("activation", ())
     if len(names) > 1:
@@ -298,10 +298,10 @@ def _by_heads(q, k, v, shards, lengths, places, mask, group, rank, ranks, option
         options = options | {"activation": names[rank * heads : (rank + 1) * heads]}
     exchanged = [Exchange.apply(pad_rows(x, shards.size), True, ranks, group) for x in (q, k, v)]
     out = gdpa(
-        *(take(x, places) for x in exchanged), lengths, lengths,
+        *(take(x, indices) for x in exchanged), lengths, lengths,
         mask=_aligned(mask, "upper_left"), **options,
     )  # fmt: skip
-    out = put(out, places, shards.size * ranks, out.dtype)
+    out = put(out, indices, shards.size * ranks, out.dtype)
     return Exchange.apply(out, False, ranks, group)[: q.shape[0]]
 
 

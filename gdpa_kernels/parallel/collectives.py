@@ -29,21 +29,21 @@ def sum_dtype(x: torch.Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def take(x: torch.Tensor, places: slice | torch.Tensor) -> torch.Tensor:
-    return x[places] if isinstance(places, slice) else x.index_select(0, places)
+def take(x: torch.Tensor, indices: slice | torch.Tensor) -> torch.Tensor:
+    return x[indices] if isinstance(indices, slice) else x.index_select(0, indices)
 
 
 def put(
-    x: torch.Tensor, places: slice | torch.Tensor, rows: int, dtype: torch.dtype
+    x: torch.Tensor, indices: slice | torch.Tensor, rows: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    """The transpose of `_take`: rows at their places among zeros, added where two meet."""
-    if isinstance(places, slice) and places == slice(0, rows):  # all of them
+    """The transpose of `_take`: rows at their indices among zeros, added where two meet."""
+    if isinstance(indices, slice) and indices == slice(0, rows):  # all of them
         return x.to(dtype)
     out = x.new_zeros(rows, *x.shape[1:], dtype=dtype)
-    if isinstance(places, slice):
-        out[places] = x
+    if isinstance(indices, slice):
+        out[indices] = x
         return out
-    return out.index_add(0, places, x.to(dtype))
+    return out.index_add(0, indices, x.to(dtype))
 
 
 def pad_rows(x: torch.Tensor, rows: int) -> torch.Tensor:
@@ -83,34 +83,34 @@ def _summed(x: torch.Tensor, group) -> torch.Tensor:
 
 
 class Gather(torch.autograd.Function):
-    """Rows of all ranks, from their places; the gradient of a rank's rows is the sum over all
+    """Rows of all ranks, from their indices; the gradient of a rank's rows is the sum over all
     ranks', in fp32."""
 
     @staticmethod
-    def forward(ctx, x, places, size, group):
-        ctx.rows, ctx.places, ctx.size, ctx.group = x.shape[0], places, size, group
-        return take(_gathered(x, size, group), places)
+    def forward(ctx, x, indices, size, group):
+        ctx.rows, ctx.indices, ctx.size, ctx.group = x.shape[0], indices, size, group
+        return take(_gathered(x, size, group), indices)
 
     @staticmethod
     def backward(ctx, grad):
         ranks = dist.get_world_size(ctx.group)
-        full = put(grad, ctx.places, ctx.size * ranks, sum_dtype(grad))
+        full = put(grad, ctx.indices, ctx.size * ranks, sum_dtype(grad))
         summed = _scattered(full, ctx.size, ctx.group)
         return summed[: ctx.rows].to(grad.dtype), None, None, None
 
 
 class Scatter(torch.autograd.Function):
-    """This rank's rows of the sum over all ranks, of rows at their places, rounded to `dtype`."""
+    """This rank's rows of the sum over all ranks, of rows at their indices, rounded to `dtype`."""
 
     @staticmethod
-    def forward(ctx, x, places, size, dtype, group):
-        ctx.places, ctx.size, ctx.dtype, ctx.group = places, size, x.dtype, group
-        full = put(x, places, size * dist.get_world_size(group), x.dtype)
+    def forward(ctx, x, indices, size, dtype, group):
+        ctx.indices, ctx.size, ctx.dtype, ctx.group = indices, size, x.dtype, group
+        full = put(x, indices, size * dist.get_world_size(group), x.dtype)
         return _scattered(full, size, group).to(dtype)
 
     @staticmethod
     def backward(ctx, grad):
-        gathered = take(_gathered(grad, ctx.size, ctx.group), ctx.places)
+        gathered = take(_gathered(grad, ctx.size, ctx.group), ctx.indices)
         return gathered.to(ctx.dtype), None, None, None, None
 
 

@@ -64,7 +64,7 @@ def unshard(
     for rank, x in enumerate(shards):
         check_rows(f"shards[{rank}]", x, known.rows(rank), f"rank {rank}")
     padded = torch.cat([pad_rows(x, known.size) for x in shards])
-    return take(padded, known.places([(0, known.total)], padded.device))
+    return take(padded, known.indices([(0, known.total)], padded.device))
 
 
 class Shards(NamedTuple):
@@ -106,7 +106,7 @@ class Shards(NamedTuple):
                 ranges.append((begin, last))
         return lengths, ranges
 
-    def places(self, ranges: list, device: torch.device) -> slice | torch.Tensor:
+    def indices(self, ranges: list, device: torch.device) -> slice | torch.Tensor:
         """Where packed rows lie in what is gathered; ranges of contiguous shards adjoin."""
         if not ranges:
             return slice(0, 0)

@@ -13,7 +13,7 @@ ELEMENTS = 4096  # of a tile: with four warps 32 of each tensor in a thread
 
 
 @triton.jit
-def places(ptr, row, head, dim, STRIDES: tl.constexpr):
+def pointers_of(ptr, row, head, dim, STRIDES: tl.constexpr):
     """Pointers [rows, dims] to one head of some rows; strides are (token, head, dim)."""
     base = ptr + row.to(tl.int64)[:, None] * STRIDES[0] + head.to(tl.int64) * STRIDES[1]
     return base + dim.to(tl.int64)[None, :] * STRIDES[2]

@@ -16,7 +16,7 @@ from gdpa_kernels.calling.launch import cdiv, launch, next_power_of_2
 from gdpa_kernels.gdpa.device.activations import activate_per_head
 from gdpa_kernels.gdpa.device.custom import cache_key
 from gdpa_kernels.gdpa.registration import check_activation, prove
-from gdpa_kernels.serving.common import ELEMENTS, places
+from gdpa_kernels.serving.common import ELEMENTS, pointers_of
 
 
 @triton.jit(do_not_specialize=["total", "parts"])
@@ -33,19 +33,19 @@ def diagonal_kernel(
     row = pid // NUM_HEADS * ROWS + tl.arange(0, ROWS)
     dim = tl.arange(0, WIDTH)
     mask = (row < total)[:, None] & (dim < HEAD_DIM)[None, :]
-    q = tl.load(places(q_ptr, row, head, dim, Q_STRIDES), mask=mask, other=0.0)
-    k = tl.load(places(k_ptr, row, head // GROUP, dim, K_STRIDES), mask=mask, other=0.0)
-    v = tl.load(places(v_ptr, row, head // GROUP, dim, V_STRIDES), mask=mask, other=0.0)
-    out = tl.load(places(add_ptr, row, head, dim, ADD_STRIDES), mask=mask, other=0.0)
+    q = tl.load(pointers_of(q_ptr, row, head, dim, Q_STRIDES), mask=mask, other=0.0)
+    k = tl.load(pointers_of(k_ptr, row, head // GROUP, dim, K_STRIDES), mask=mask, other=0.0)
+    v = tl.load(pointers_of(v_ptr, row, head // GROUP, dim, V_STRIDES), mask=mask, other=0.0)
+    out = tl.load(pointers_of(add_ptr, row, head, dim, ADD_STRIDES), mask=mask, other=0.0)
     out = out.to(tl.float32)
     for part in tl.static_range(1, MOST):  # in the order of `sums.add_up`
-        pointers = places(add_ptr + part * size.to(tl.int64), row, head, dim, ADD_STRIDES)
+        pointers = pointers_of(add_ptr + part * size.to(tl.int64), row, head, dim, ADD_STRIDES)
         out += tl.load(pointers, mask=mask & (part < parts), other=0.0).to(tl.float32)
     EXACT: tl.constexpr = q_ptr.dtype.element_ty == tl.float32
     s = tl.sum(q.to(tl.float32) * k.to(tl.float32), axis=1)
     p = activate_per_head(s, scale, head, ACTIVATION, not EXACT) * output_scale
     out += p[:, None] * v.to(tl.float32)
-    pointers = places(out_ptr, row, head, dim, OUT_STRIDES)
+    pointers = pointers_of(out_ptr, row, head, dim, OUT_STRIDES)
     tl.store(pointers, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from gdpa_kernels.calling.launch import cdiv, launch, next_power_of_2
-from gdpa_kernels.serving.common import ELEMENTS, places
+from gdpa_kernels.serving.common import ELEMENTS, pointers_of
 
 
 @triton.jit
@@ -17,9 +17,11 @@ def join_rows(
 ):  # fmt: skip
     """Copy keys or values of one head to out_row: where is_old, old_row of the pages, and where
     is_new, new_row of the new ones."""
-    old = tl.load(places(old_ptr, old_row, head, dim, STRIDES), mask=is_old[:, None] & is_dim)
-    new = tl.load(places(new_ptr, new_row, head, dim, NEW_STRIDES), mask=is_new[:, None] & is_dim)
-    pointers = places(out_ptr, out_row, head, dim, STRIDES)
+    old = tl.load(pointers_of(old_ptr, old_row, head, dim, STRIDES), mask=is_old[:, None] & is_dim)
+    new = tl.load(
+        pointers_of(new_ptr, new_row, head, dim, NEW_STRIDES), mask=is_new[:, None] & is_dim
+    )
+    pointers = pointers_of(out_ptr, out_row, head, dim, STRIDES)
     tl.store(
         pointers, tl.where(is_old[:, None], old, new), mask=(is_old | is_new)[:, None] & is_dim
     )

@@ -266,7 +266,7 @@ chapter.table(
 # is folded below it.
 
 # %% tags=["remove-input"]
-CALLED = ("load", "fetch_both", "scores", "differentiate", "share", "dq_product", "stage_tile",
+CALLED = ("load", "fetch_both", "scores", "differentiate", "store_ds", "dq_product", "stage_tile",
           "add_rows", "backward_kernel")  # fmt: skip
 ROLES_NOTES = {
     "steps = uniform(steps_of(len_q, options))": "*Uniform*: a shuffle from lane 0 leaves the "

@@ -148,7 +148,7 @@ chapter.roles(V5)
 # CTA. The copy arrives with its bytes on a barrier *there*, as a TMA load would:
 
 # %% tags=["remove-input"]
-chapter.code(v5.share, "tlx.barrier_wait")
+chapter.code(v5.exchange_ds, "tlx.barrier_wait")
 
 # %% [markdown]
 # **Who may overwrite dS.** When dQ of a step is done, both this CTA's dS and the copy of the

@@ -50,7 +50,9 @@ def rung_on(of, way):
 
 def without_tickets(impl):
     """The rung with the fixed list that it had before tickets."""
-    module = studies.changed(ladder.rung(impl).module(), ("pay(batch", "False and pay(batch"))
+    module = studies.changed(
+        ladder.rung(impl).module(), ("uses_tickets(batch", "False and uses_tickets(batch")
+    )
     return impl, FIXED, {"module": module}
 
 
@@ -289,10 +291,10 @@ for way in both:
 # ## Where the fixed list stays
 #
 # Making the list with costs takes 10 to 20 µs on the device for up to 64 sequences, the fixed one 4
-# to 64. So `ticket_list.pay` leaves tickets out where they gain nothing: without a mask, where
-# `b8-h32` runs {glue:text}`unmasked_gain` times as fast with them; where tiles are no more than
-# programs, a window makes all tiles alike, or the model finds the fixed list balanced. The host
-# knows all that without waiting for the device.
+# to 64. So `ticket_list.uses_tickets` leaves tickets out where they gain nothing: without a mask,
+# where `b8-h32` runs {glue:text}`unmasked_gain` times as fast with them; where tiles are no more
+# than programs, a window makes all tiles alike, or the model finds the fixed list balanced. The
+# host knows all that without waiting for the device.
 #
 # The mask itself still costs: `b8-h32` keeps {glue:text}`of_unmasked` of its rate without one.
 # Half of each tile on the diagonal is computed for nothing, which is 1.5 % here, and what a tile

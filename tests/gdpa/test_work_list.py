@@ -11,6 +11,7 @@ import tritonemu
 from gdpa_kernels.calling.launches import launches
 from gdpa_kernels.gdpa import schedule
 from gdpa_kernels.gdpa.device import work_list as lists
+from gdpa_kernels.gdpa.device.longest_first import LongestFirst
 from gdpa_lab.measuring import compile_check
 from gdpa_lab.measuring.inputs import cu_seqlens
 from tests.tiers import examples
@@ -98,7 +99,7 @@ def test_an_empty_batch_has_an_empty_list():
 def test_longest_first_is_a_stable_sort(lengths):
     with tritonemu.enabled():
         ends = cu_seqlens(lengths, DEVICE)
-        (order,) = lists.LongestFirst().make(ends, ends)
+        (order,) = LongestFirst().make(ends, ends)
     expected = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     assert order.tolist() == expected and order.dtype == torch.int32
 
@@ -107,11 +108,11 @@ def test_longest_first_of_more_sequences_than_one_pass_compares():
     lengths = torch.randint(0, 50, (2500,), generator=torch.Generator().manual_seed(0))
     with tritonemu.enabled():
         ends = cu_seqlens(lengths.tolist(), DEVICE)
-        (order,) = lists.LongestFirst().make(ends, ends)
+        (order,) = LongestFirst().make(ends, ends)
     assert torch.equal(order.cpu().long(), lengths.argsort(descending=True, stable=True))
 
 
-@pytest.mark.parametrize("plan", (lists.LongestFirst(), lists.WorkList(8, 8, 2, 4, 4, 2)))
+@pytest.mark.parametrize("plan", (LongestFirst(), lists.WorkList(8, 8, 2, 4, 4, 2)))
 def test_the_kernels_that_make_lists_compile(plan):
     """The emulator takes what the compiler refuses, such as a name of two shapes in a loop."""
     ends = torch.tensor([0, 3, 8], dtype=torch.int32)

@@ -39,9 +39,9 @@ def test_every_change_is_made_and_the_module_stays_as_it_is():
 def test_what_modules_share_is_changed_for_one_of_them():
     change = ("p.buffer[2 * role]", "p.buffer[role]")
     made = studies.changed(b1, change, shared=tensor_memory)
-    assert change[1] in made.activate.src and change[0] in b1.activate.src
+    assert change[1] in made.store_p.src and change[0] in b1.store_p.src
     assert made.math.src == b1.math.src
-    assert made.math.fn.__globals__["activate"] is made.activate
+    assert made.math.fn.__globals__["store_p"] is made.store_p
     with pytest.raises(ValueError, match="old must occur once in .*tensor_memory_backward"):
         studies.changed(b1, change)
 

@@ -258,7 +258,7 @@ def test_layers_share_what_a_batch_is_cut_into(alone, stationary, monkeypatch):
 
     with torch.inference_mode():
         first = layer()
-    monkeypatch.delattr(shards.Shards, "places")
+    monkeypatch.delattr(shards.Shards, "indices")
     second = layer()
     assert torch.equal(first, second)
     assert torch.autograd.grad(second.sum(), x)[0].shape == x.shape

@@ -80,11 +80,32 @@ def relu(x):
     return tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
 
 
+@triton.constexpr_function
+def tanh_factors(name):
+    """(linear, cubic) of u = linear x + cubic x^3, with which GELU is 0.5 x (1 + tanh(u)), by its
+    tanh form or "gelu" by erf, and SiLU as well.
+
+    For "gelu" tanh(u) is erf(x / sqrt(2)) to 2.9e-4 for all x, and the derivative of the whole is
+    GELU's to 8e-4. No coefficient is negative: u rises everywhere, and x needs no clamp.
+    """
+    return {
+        "gelu": (0.798801444, 0.0352820472),
+        "gelu_tanh": (0.7978845608028654, 0.7978845608028654 * 0.044715),
+        "silu": (0.5, 0.0),
+    }[name]
+
+
+@triton.jit
+def tanh_argument(scale, NAME: tl.constexpr):
+    """(linear, cubic) of u = linear s + cubic s^3, that of `tanh_factors` for x = scale s."""
+    FACTORS: tl.constexpr = tanh_factors(NAME)
+    return FACTORS[0] * scale, FACTORS[1] * scale * scale * scale
+
+
 @triton.jit
 def gelu_tanh(s, scale, APPROX: tl.constexpr):
     """0.5 x (1 + tanh(u)) with u = sqrt(2/pi) (x + 0.044715 x^3) and x = scale s."""
-    linear = 0.7978845608028654 * scale
-    cubic = 0.7978845608028654 * 0.044715 * scale * scale * scale
+    linear, cubic = tanh_argument(scale, "gelu_tanh")
     u = s * (linear + cubic * (s * s))
     if APPROX:
         half = s * (0.5 * scale)
@@ -92,21 +113,6 @@ def gelu_tanh(s, scale, APPROX: tl.constexpr):
     else:
         y = s * scale / (1.0 + tl.exp(-2.0 * u))
     return y
-
-
-@triton.jit
-def tanh_argument(scale, NAME: tl.constexpr):
-    """(linear, cubic) of u = linear s + cubic s^3 with GELU = 0.5 x (1 + tanh(u)), x = scale s.
-
-    For "gelu" tanh(u) is erf(x / sqrt(2)) to 2.9e-4 for all x, and the derivative of the whole is
-    GELU's to 8e-4. Both coefficients are positive: u rises everywhere, and x needs no clamp.
-    """
-    if NAME == "gelu_tanh":
-        linear, cubic = 0.7978845608028654, 0.7978845608028654 * 0.044715
-    else:
-        tl.static_assert(NAME == "gelu", "not a GELU")
-        linear, cubic = 0.798801444, 0.0352820472
-    return linear * scale, cubic * scale * scale * scale
 
 
 @triton.jit

@@ -32,7 +32,7 @@ class Custom:
 CUSTOM: dict[str, Custom] = {}
 
 
-def frozen(
+def snapshot(
     function: triton.JITFunction, copies: dict[int, triton.JITFunction] | None = None
 ) -> triton.JITFunction:
     """The function as it is now, and all that it calls by name. Triton looks up names when it
@@ -46,7 +46,7 @@ def frozen(
     result = copies[id(function)] = copy.copy(function)
 
     def now(value: object) -> object:
-        return frozen(value, copies) if isinstance(value, JITFunction) else value
+        return snapshot(value, copies) if isinstance(value, JITFunction) else value
 
     raw = function.fn
     names = {node.id for node in ast.walk(function.parse()) if isinstance(node, ast.Name)}

@@ -29,8 +29,8 @@ from gdpa_kernels.gdpa.device.tensor_memory import (
     MATH_ROLES,
     PART,
     ROWS,
-    activate,
-    differentiate,
+    store_ds,
+    store_p,
 )
 
 ITEM = tl.constexpr(KEYS.value * CTAS.value)
@@ -92,7 +92,7 @@ def add_products(weights, columns, sums, use_acc, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def share(role: tl.constexpr, part: tl.constexpr, ds, d, rank):
+def exchange_ds(role: tl.constexpr, part: tl.constexpr, ds, d, rank):
     """Store dS of a part of a role's rows, of this CTA's keys, in the CTA that computes their dQ:
     the one whose rank is the role's number."""
     columns = tlx.local_slice(ds.rows.buffer[rank], [0, part * PART], [KEYS, PART])
@@ -103,23 +103,23 @@ def share(role: tl.constexpr, part: tl.constexpr, ds, d, rank):
 
 
 @triton.jit
-def activate_and_share(
+def compute_p_and_ds(
     role: tl.constexpr, s, p, dp, ds, phase, scale, head, row, key, rank, options
 ):  # fmt: skip
     """P and dS of a math role's rows of a step, in two PARTs. Arrivals are on barriers of the
     leader, which issues the MMAs that read them."""
     tlx.barrier_wait(s.full[0], phase)
-    slope = activate(role, 0, s, p, scale, head, row, key, options)
-    second_slope = activate(role, 1, s, p, scale, head, row, key, options)
+    slope = store_p(role, 0, s, p, scale, head, row, key, options)
+    second_slope = store_p(role, 1, s, p, scale, head, row, key, options)
     tlx.barrier_arrive(p.full[0], 1, remote_cta_rank=0)
     tlx.barrier_wait(dp.full[0], phase)
-    d = differentiate(role, 0, dp, ds.keys, slope, options)
-    second_d = differentiate(role, 1, dp, ds.keys, second_slope, options)
+    d = store_ds(role, 0, dp, ds.keys, slope, options)
+    second_d = store_ds(role, 1, dp, ds.keys, second_slope, options)
     tlx.barrier_arrive(ds.keys.full[0], 1, remote_cta_rank=0)
     if rank == role:
         tlx.barrier_expect_bytes(ds.peer.full[0], KEYS * HALF * tlx.size_of(options.DTYPE))
-    share(role, 0, ds, d, rank)
-    share(role, 1, ds, second_d, rank)
+    exchange_ds(role, 0, ds, d, rank)
+    exchange_ds(role, 1, ds, second_d, rank)
     if rank == role:
         tlx.fence("async_shared")
         tlx.barrier_arrive(ds.rows.full[0], 1, remote_cta_rank=0)

@@ -25,7 +25,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from gdpa_kernels.gdpa.device.activations import multiply_add_packed, tanh_packed
+from gdpa_kernels.gdpa.device.activations import multiply_add_packed, tanh_factors, tanh_packed
 from gdpa_kernels.gdpa.device.masks import mask_probabilities
 from gdpa_kernels.gdpa.device.probabilities import probabilities
 
@@ -139,12 +139,7 @@ def scores_at_once(share):
 @triton.constexpr_function
 def constants(name):
     """(linear, cubic, v(1)) of scale 1: t(x) = tanh(x (linear + cubic x^2)), v(1) = 1 / 2 LIMIT."""
-    linear, cubic = {
-        "gelu": (0.798801444, 0.0352820472),
-        "gelu_tanh": (0.7978845608028654, 0.7978845608028654 * 0.044715),
-        "silu": (0.5, 0.0),
-    }[name]
-    return linear, cubic, 0.5 / POLYNOMIALS[name].limit
+    return *tanh_factors(name), 0.5 / POLYNOMIALS[name].limit
 
 
 @triton.jit

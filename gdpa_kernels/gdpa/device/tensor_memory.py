@@ -93,9 +93,9 @@ def load(q_desc, k_desc, v_desc, g_desc, q, k, v, g, list_ptr, options):
 
 
 @triton.jit
-def activate(role: tl.constexpr, part: tl.constexpr, s, p, scale, head, row, key, options):
+def store_p(role: tl.constexpr, part: tl.constexpr, s, p, scale, head, row, key, options):
     """Store P of a part of a role's rows, [keys, rows], over its S; return the slope, from which
-    `differentiate` computes dS. row: the role's first."""
+    `store_ds` computes dS. row: the role's first."""
     scores = tlx.local_load(tlx.subslice(s.buffer[0], role * HALF + part * PART, PART))
     y, slope = value_and_factor(scores, scale, head, options.ACTIVATION, options.FOLD)
     y = mask_transposed(y, row + part * PART, key, options.CAUSAL, options.WINDOW)
@@ -104,7 +104,7 @@ def activate(role: tl.constexpr, part: tl.constexpr, s, p, scale, head, row, key
 
 
 @triton.jit
-def differentiate(role: tl.constexpr, part: tl.constexpr, dp, ds, slope, options):
+def store_ds(role: tl.constexpr, part: tl.constexpr, dp, ds, slope, options):
     """Store dS of a part of a role's rows, in TMEM over its dP, and return it."""
     d = tlx.local_load(tlx.subslice(dp.buffer[0], role * HALF + part * PART, PART))
     d = times_slope(d, slope, options.FOLD).to(options.DTYPE)

@@ -18,7 +18,8 @@ from gdpa_kernels.calling.launch import cdiv, launch
 from gdpa_kernels.calling.lengths import Recipe
 from gdpa_kernels.gdpa import schedule
 from gdpa_kernels.gdpa.batch import Batch, Schedule
-from gdpa_kernels.gdpa.device.work_list import WIDTH, LongestFirst, sequences, store_fields
+from gdpa_kernels.gdpa.device.longest_first import LongestFirst
+from gdpa_kernels.gdpa.device.work_list import WIDTH, sequences, store_fields
 
 SHORT = 4096  # rows of a sequence up to which a fixed list can be balanced
 BALANCED = 1.05  # work of the slowest program over the mean, up to which it is
@@ -38,7 +39,7 @@ class Order(NamedTuple):
     SHIFTED: tl.constexpr
 
 
-class Head(NamedTuple):
+class HeadCosts(NamedTuple):
     """The `tiles` tiles of one head of a sequence. Tile r, counted from 1 at the cheap end, costs
     max(1, min(base + r, limit)) in tiles of as many keys as it has rows. Contexts and targets are
     not counted: their tiles cost as those of a causal mask."""
@@ -50,7 +51,7 @@ class Head(NamedTuple):
 
 @triton.jit
 def tiles_of(order, position):
-    """((index, start_q, rows, start_k, keys), `Head`) of sequences at `position` of the order."""
+    """((index, start_q, rows, start_k, keys), `HeadCosts`) of sequences at `position`."""
     index = tl.load(order.order_ptr + position, mask=position < order.batch, other=order.batch)
     start_q, _, rows, start_k, keys = sequences(
         order.cu_seqlens_q_ptr, order.cu_seqlens_k_ptr, index, order.batch, order.max_seqlen_q,
@@ -62,7 +63,7 @@ def tiles_of(order, position):
         base = limit
     elif order.SHIFTED:
         base = (keys - rows) // order.rows_per_item  # toward 0, as `int()` in schedule.py
-    head = Head(tl.cdiv(rows, order.rows_per_item), base, limit)
+    head = HeadCosts(tl.cdiv(rows, order.rows_per_item), base, limit)
     return (index, start_q, rows, start_k, keys), head
 
 
@@ -79,7 +80,7 @@ def work_of(head):
 
 
 @triton.jit
-def count_over(head, cost):
+def tiles_over(head, cost):
     """The number of tiles of a head that cost more than `cost`, which is 1 or more: those with
     r > cost - base, if `limit` is more."""
     tiles, base, limit = head
@@ -88,9 +89,66 @@ def count_over(head, cost):
 
 
 @triton.jit
-def count_from(head, cost):
+def tiles_from(head, cost):
     """The number of tiles of a head that cost `cost` or more."""
-    return tl.where(cost > 1, count_over(head, tl.maximum(cost - 1, 1)), head.tiles)
+    return tl.where(cost > 1, tiles_over(head, tl.maximum(cost - 1, 1)), head.tiles)
+
+
+@triton.jit
+def sorted_heads(order, work, need, NUM_HEADS: tl.constexpr, OTHERS: tl.constexpr):
+    """(cut, cut_heads, cut_slot): the shortest end of the list of heads that holds `need` of all
+    the `work` of a head of each sequence. It is the last `cut_heads` of the sequence at `cut`, and
+    all that follow it; its entries begin at `cut_slot`."""
+    cut, cut_heads, cut_slot, cuts = 0, 0, 0, 0
+    passed, left = 0, work
+    for first in tl.range(0, order.batch, OTHERS):
+        others = first + tl.arange(0, OTHERS)
+        _, each = tiles_of(order, others)
+        works = work_of(each)
+        after = (left - tl.cumsum(works, 0)) * NUM_HEADS  # the work of the sequences that follow
+        crosses = (after < need) & (after + works * NUM_HEADS >= need)
+        heads = tl.cdiv(need - after, tl.maximum(works, 1)).to(tl.int32)
+        slots = (passed + tl.cumsum(each.tiles, 0)) * NUM_HEADS - heads * each.tiles
+        cut += tl.sum(tl.where(crosses, others, 0))
+        cut_heads += tl.sum(tl.where(crosses, heads, 0))
+        cut_slot += tl.sum(tl.where(crosses, slots, 0))
+        cuts += tl.sum(crosses.to(tl.int32))
+        passed += tl.sum(each.tiles)
+        left -= tl.sum(works)
+    cut_heads = tl.where(cuts > 0, cut_heads, NUM_HEADS)  # none crosses: all are sorted
+    return cut, cut_heads, cut_slot
+
+
+@triton.jit
+def sorted_rank(
+    order, own, position, head, nth, cut, cut_heads, NUM_HEADS: tl.constexpr, TAIL: tl.constexpr
+):
+    """The number of sorted tiles before the nth of a head, [OWN, ENTRIES], of sequences with costs
+    `own` at `position`, both [OWN, 1].
+
+    Of its own sequence, with S sorted heads, come before it the costlier tiles of all of them, the
+    equal ones of the sorted heads before its own, and of its own those before it: over S +
+    equal (head - (H - S)) + (nth - over). Of others: costlier ones, and of earlier sequences equal
+    ones, too.
+    """
+    own_sorted = tl.where(position == cut, cut_heads, NUM_HEADS)
+    cost = tl.maximum(tl.minimum(own.base + tl.maximum(own.tiles, 1) - nth, own.limit), 1)
+    over = tiles_over(own, cost)
+    equal = tiles_from(own, cost) - over
+    rank = over * own_sorted + (head - NUM_HEADS + own_sorted) * equal + nth - over
+    for start in tl.range(cut, order.batch, TAIL):
+        others = start + tl.arange(0, TAIL)
+        _, each = tiles_of(order, others)
+        heads = tl.where(others == cut, cut_heads, NUM_HEADS)[None, None, :]
+        other = others[None, None, :]
+        plane = HeadCosts(
+            each.tiles[None, None, :], each.base[None, None, :], each.limit[None, None, :]
+        )
+        current = position[:, :, None]
+        later = tl.where(other > current, tiles_over(plane, cost[:, :, None]), 0)
+        equals = tiles_from(plane, cost[:, :, None])
+        rank += tl.sum(tl.where(other < current, equals, later) * heads, 2)
+    return rank
 
 
 @triton.jit(do_not_specialize=["max_seqlen_q", "max_entries", "max_cost"])
@@ -109,7 +167,7 @@ def ticket_list_kernel(
         CAUSAL, SHIFTED,
     )  # fmt: skip
     position = tl.program_id(0) * OWN + tl.arange(0, OWN)
-    listed, own_head = tiles_of(order, position)
+    listed, own = tiles_of(order, position)
     index, start_q, rows, start_k, keys = listed
     preceding = tl.zeros([OWN], tl.int32)  # tiles of a head of the sequences before
     total, greatest = 0, tl.cast(1, tl.int32)
@@ -125,61 +183,24 @@ def ticket_list_kernel(
         preceding += tl.sum(tl.where(earlier, each.tiles[None, :], 0), 1)
     if tl.program_id(0) + tl.program_id(1) == 0:
         tl.store(list_ptr, total * NUM_HEADS)
-
-    # The sorted heads are the shortest end of the list of heads that holds `need`: the last
-    # `cut_heads` of the sequence at `cut`, and all that follow it. Their entries begin at
-    # `cut_slot`.
     need = greatest.to(tl.int64) * num_programs
-    cut, cut_heads, cut_slot, cuts = 0, 0, 0, 0
-    passed, left = 0, work
-    for first in tl.range(0, batch, OTHERS):
-        others = first + tl.arange(0, OTHERS)
-        _, each = tiles_of(order, others)
-        works = work_of(each)
-        after = (left - tl.cumsum(works, 0)) * NUM_HEADS  # the work of the sequences that follow
-        crosses = (after < need) & (after + works * NUM_HEADS >= need)
-        heads = tl.cdiv(need - after, tl.maximum(works, 1)).to(tl.int32)
-        slots = (passed + tl.cumsum(each.tiles, 0)) * NUM_HEADS - heads * each.tiles
-        cut += tl.sum(tl.where(crosses, others, 0))
-        cut_heads += tl.sum(tl.where(crosses, heads, 0))
-        cut_slot += tl.sum(tl.where(crosses, slots, 0))
-        cuts += tl.sum(crosses.to(tl.int32))
-        passed += tl.sum(each.tiles)
-        left -= tl.sum(works)
-    cut_heads = tl.where(cuts > 0, cut_heads, NUM_HEADS)  # none crosses: all are sorted
+    cut, cut_heads, cut_slot = sorted_heads(order, work, need, NUM_HEADS, OTHERS)
 
-    sorted_heads = tl.where(position == cut, cut_heads, NUM_HEADS)[:, None]
-    per_head = tl.maximum(own_head.tiles, 1)[:, None]
+    own = HeadCosts(own.tiles[:, None], own.base[:, None], own.limit[:, None])
+    position = position[:, None]
+    per_head = tl.maximum(own.tiles, 1)
     step = ENTRIES * tl.num_programs(1)
     for first in tl.range(tl.program_id(1) * ENTRIES, max_entries, step):
         local = first + tl.arange(0, ENTRIES)[None, :]
         head = local // per_head
         nth = local % per_head  # of its head, from the costly end
         slot = preceding[:, None] * NUM_HEADS + local
-        valid = local < (own_head.tiles * NUM_HEADS)[:, None]
-        sorted_here = valid & (position[:, None] >= cut) & (head >= NUM_HEADS - sorted_heads)
-        if tl.max(tl.max(sorted_here.to(tl.int32), 1), 0) > 0:
-            column = Head(own_head.tiles[:, None], own_head.base[:, None], own_head.limit[:, None])
-            cost = tl.maximum(tl.minimum(column.base + per_head - nth, column.limit), 1)
-            over = count_over(column, cost)
-            equal = count_from(column, cost) - over
-            # Sorted tiles before it. Of its own sequence: costlier ones of all S sorted heads,
-            # equal ones of the sorted heads before its own, and of its own those before it,
-            # over S + equal (head - (H - S)) + (nth - over). Of others: costlier ones, and of
-            # earlier sequences equal ones, too.
-            rank = over * sorted_heads + (head - NUM_HEADS + sorted_heads) * equal + nth - over
-            for start in tl.range(cut, batch, TAIL):
-                others = start + tl.arange(0, TAIL)
-                _, each = tiles_of(order, others)
-                heads = tl.where(others == cut, cut_heads, NUM_HEADS)[None, None, :]
-                plane = Head(
-                    each.tiles[None, None, :], each.base[None, None, :], each.limit[None, None, :]
-                )
-                other, current = others[None, None, :], position[:, None, None]
-                later = tl.where(other > current, count_over(plane, cost[:, :, None]), 0)
-                equals = count_from(plane, cost[:, :, None])
-                rank += tl.sum(tl.where(other < current, equals, later) * heads, 2)
-            slot = tl.where(sorted_here, cut_slot + rank, slot)
+        valid = local < own.tiles * NUM_HEADS
+        first_sorted = NUM_HEADS - tl.where(position == cut, cut_heads, NUM_HEADS)
+        is_sorted = valid & (position >= cut) & (head >= first_sorted)
+        if tl.max(tl.max(is_sorted.to(tl.int32), 1), 0) > 0:
+            rank = sorted_rank(order, own, position, head, nth, cut, cut_heads, NUM_HEADS, TAIL)
+            slot = tl.where(is_sorted, cut_slot + rank, slot)
         block = per_head - 1 - nth if FALLING else nth
         ptrs = list_ptr + (slot + 1).to(tl.int64) * WIDTH
         store_fields(ptrs, (start_q, start_q, rows, start_k, keys), valid)
@@ -234,7 +255,9 @@ class TicketList(Recipe[Schedule]):
         return (entries,)
 
 
-def pay(batch: Batch, rows_per_item: int, programs: int, *, transposed: bool = False) -> bool:
+def uses_tickets(
+    batch: Batch, rows_per_item: int, programs: int, *, transposed: bool = False
+) -> bool:
     """True where tickets beat a fixed list: under a mask, with more tiles than `programs`.
 
     Not where the fixed list is balanced already: equal sequences of up to SHORT rows by

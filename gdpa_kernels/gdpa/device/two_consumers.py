@@ -70,7 +70,7 @@ def scores(k, q, count, Q_STAGES: tl.constexpr):
 
 
 @triton.jit
-def share(ds, ds_tile, d, count):
+def store_ds(ds, ds_tile, d, count):
     """Store dS of a step in ds_tile, a buffer of ds, for both roles to read."""
     stage = count & 1
     tlx.barrier_wait(ds.empty[stage], ((count // 2) & 1) ^ 1)

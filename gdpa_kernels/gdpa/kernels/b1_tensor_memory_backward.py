@@ -60,12 +60,12 @@ from gdpa_kernels.gdpa.device.tensor_memory import (
     ROWS,
     Config,
     Options,
-    activate,
     default_config,
     launch_tiles,
     load,
     output,
     put_sum,
+    store_p,
 )
 from gdpa_kernels.gdpa.device.work_list import WorkList, count_items, entry, list_of_keys
 
@@ -131,7 +131,7 @@ def mma(q, k, v, g, s, p, dp, ds, dv, dk, dq, sums_full, list_ptr, options):
 
 
 @triton.jit
-def differentiate(role: tl.constexpr, part: tl.constexpr, dp, ds, slope, options):
+def store_ds(role: tl.constexpr, part: tl.constexpr, dp, ds, slope, options):
     """dS of a part of a role's rows."""
     FIRST: tl.constexpr = role * HALF + part * PART
     d = tlx.local_load(tlx.subslice(dp.buffer[0], FIRST, PART))
@@ -154,12 +154,12 @@ def math(
             head, row = head_and_row(step, steps, start, head_k, options.GROUP, ROWS)
             row += role * HALF
             tlx.barrier_wait(s.full[0], (count + step) & 1)
-            slope = activate(role, 0, s, p, scale, head, row, key, options)
-            slope_of_second = activate(role, 1, s, p, scale, head, row, key, options)
+            slope = store_p(role, 0, s, p, scale, head, row, key, options)
+            slope_of_second = store_p(role, 1, s, p, scale, head, row, key, options)
             tlx.barrier_arrive(p.full[0])
             tlx.barrier_wait(dp.full[0], (count + step) & 1)
-            differentiate(role, 0, dp, ds, slope, options)
-            differentiate(role, 1, dp, ds, slope_of_second, options)
+            store_ds(role, 0, dp, ds, slope, options)
+            store_ds(role, 1, dp, ds, slope_of_second, options)
             tlx.fence("async_shared")
             tlx.barrier_arrive(ds.full[0])
         count += steps * options.GROUP

@@ -57,6 +57,7 @@ from gdpa_kernels.gdpa.device.gradients import (
     loaded,
     requires_few_keys,
 )
+from gdpa_kernels.gdpa.device.longest_first import Items, LongestFirst, sequence_and_head
 from gdpa_kernels.gdpa.device.tensor_memory import (
     HALF,
     KEYS,
@@ -64,11 +65,10 @@ from gdpa_kernels.gdpa.device.tensor_memory import (
     PART,
     ROWS,
     Config,
-    activate,
     default_config,
     put_sum,
+    store_p,
 )
-from gdpa_kernels.gdpa.device.work_list import Items, LongestFirst, sequence_and_head
 
 CTAS = tl.constexpr(2)  # of a cluster
 MOST_KEYS = KEYS.value * CTAS.value
@@ -183,7 +183,7 @@ def mma(q, k, v, g, s, p, dp, ds, dv, dk, dq, sums_full, items, options):
 
 
 @triton.jit
-def differentiate(role: tl.constexpr, part: tl.constexpr, dp, ds, slope, options):
+def store_ds(role: tl.constexpr, part: tl.constexpr, dp, ds, slope, options):
     """dS of a part of a role's rows."""
     FIRST: tl.constexpr = role * HALF + part * PART
     d = tlx.local_load(tlx.subslice(dp.buffer[0], FIRST, PART))
@@ -207,12 +207,12 @@ def math(
             head, row = head_and_row(step, steps, 0, head_k, options.GROUP, ROWS)
             row += role * HALF
             tlx.barrier_wait(s.full[0], (count + step) & 1)
-            slope = activate(role, 0, s, p, scale, head, row, key, options)
-            slope_of_second = activate(role, 1, s, p, scale, head, row, key, options)
+            slope = store_p(role, 0, s, p, scale, head, row, key, options)
+            slope_of_second = store_p(role, 1, s, p, scale, head, row, key, options)
             tlx.barrier_arrive(p.full[0])
             tlx.barrier_wait(dp.full[0], (count + step) & 1)
-            differentiate(role, 0, dp, ds, slope, options)
-            differentiate(role, 1, dp, ds, slope_of_second, options)
+            store_ds(role, 0, dp, ds, slope, options)
+            store_ds(role, 1, dp, ds, slope_of_second, options)
             tlx.fence("async_shared")
             tlx.barrier_arrive(ds.full[0])
         count += steps * options.GROUP

@@ -59,13 +59,13 @@ from gdpa_kernels.gdpa.device.tensor_memory import (
     ROWS,
     Config,
     Options,
-    activate,
     default_config,
-    differentiate,
     launch_tiles,
     load,
     output,
     put_sum,
+    store_ds,
+    store_p,
 )
 from gdpa_kernels.gdpa.device.work_list import WorkList, count_items, entry, list_of_keys
 
@@ -138,7 +138,7 @@ def mma(q, k, v, g, s, p, dp, ds, ds_rows, dv, dk, dq, sums_full, list_ptr, opti
 
 
 @triton.jit
-def share(role: tl.constexpr, part: tl.constexpr, ds_rows, d):
+def stage_ds(role: tl.constexpr, part: tl.constexpr, ds_rows, d):
     """Store dS of a part of a role's rows where dQ reads it."""
     FIRST: tl.constexpr = role * HALF + part * PART
     tlx.local_store(tlx.local_slice(ds_rows.buffer[0], [0, FIRST], [KEYS, PART]), d)
@@ -159,15 +159,15 @@ def math(
             head, row = head_and_row(step, steps, start, head_k, options.GROUP, ROWS)
             row += role * HALF
             tlx.barrier_wait(s.full[0], (count + step) & 1)
-            slope = activate(role, 0, s, p, scale, head, row, key, options)
-            slope_of_second = activate(role, 1, s, p, scale, head, row, key, options)
+            slope = store_p(role, 0, s, p, scale, head, row, key, options)
+            slope_of_second = store_p(role, 1, s, p, scale, head, row, key, options)
             tlx.barrier_arrive(p.full[0])
             tlx.barrier_wait(dp.full[0], (count + step) & 1)
-            d = differentiate(role, 0, dp, ds, slope, options)
-            d_of_second = differentiate(role, 1, dp, ds, slope_of_second, options)
+            d = store_ds(role, 0, dp, ds, slope, options)
+            d_of_second = store_ds(role, 1, dp, ds, slope_of_second, options)
             tlx.barrier_arrive(ds.full[0])
-            share(role, 0, ds_rows, d)
-            share(role, 1, ds_rows, d_of_second)
+            stage_ds(role, 0, ds_rows, d)
+            stage_ds(role, 1, ds_rows, d_of_second)
             tlx.fence("async_shared")
             tlx.barrier_arrive(ds_rows.full[0])
         count += steps * options.GROUP

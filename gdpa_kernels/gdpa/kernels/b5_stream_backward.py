@@ -73,8 +73,8 @@ from gdpa_kernels.gdpa.device.pair_steps import (
     Descriptors,
     Halves,
     ScoreGradients,
-    activate_and_share,
     add_products,
+    compute_p_and_ds,
     fetch,
     launch_pairs,
 )
@@ -296,7 +296,7 @@ def math(role: tl.constexpr, s, p, dp, ds, list_ptr, scale, options):
         for step in tl.range(0, steps * options.GROUP):
             head, row = head_and_row(step, steps, start, head_k, options.GROUP, ROWS)
             row += role * HALF
-            activate_and_share(
+            compute_p_and_ds(
                 role, s, p, dp, ds, (count + step) & 1, scale, head, row, key, rank, options
             )
         count += steps * options.GROUP

@@ -54,7 +54,7 @@ from gdpa_kernels.gdpa.device.gradients import (
 )
 from gdpa_kernels.gdpa.device.masks import all_visible, mask_transposed
 from gdpa_kernels.gdpa.device.segments import entry_mask, row_intervals, sees, sees_all, skip_gap
-from gdpa_kernels.gdpa.device.ticket_list import TicketList, pay, ticket_list
+from gdpa_kernels.gdpa.device.ticket_list import TicketList, ticket_list, uses_tickets
 from gdpa_kernels.gdpa.device.tickets import each_tile, new_counter, tickets_of
 from gdpa_kernels.gdpa.device.two_consumers import (
     KEYS,
@@ -65,8 +65,8 @@ from gdpa_kernels.gdpa.device.two_consumers import (
     fetch_both,
     rows_of,
     scores,
-    share,
     stage_tile,
+    store_ds,
 )
 from gdpa_kernels.gdpa.device.work_list import WorkList, entry, list_of_keys
 
@@ -76,7 +76,7 @@ Config = TicketConfig
 def default_config(batch: Batch) -> Config:
     """Tickets where they pay."""
     programs = multiprocessors(batch.device)
-    return Config(tickets=pay(batch, TILE.value, programs, transposed=True))
+    return Config(tickets=uses_tickets(batch, TILE.value, programs, transposed=True))
 
 
 def is_deterministic(batch: Batch) -> bool:
@@ -230,7 +230,7 @@ def math(
     ds_tile = ds.buffer[(count & 1) * MATH_ROLES + role]
     head, row = row_of_step(0, steps, span, head_k, options)
     d, dv = differentiate(s, v.buffer[role], g, dv, count, scale, head, row, key, mask, options)
-    share(ds, ds_tile, d, count)
+    store_ds(ds, ds_tile, d, count)
     dk = tlx.async_dot(d, q.buffer[count % Q_STAGES], dk)
     dv = tlx.async_dot_wait(0, dv)
     dk = tlx.async_dot_wait(0, dk)
@@ -246,7 +246,7 @@ def math(
         d, dv = differentiate(
             s, v.buffer[role + zero], g, dv, now, scale, head, row, key, mask, options
         )
-        share(ds, ds_tile, d, now)
+        store_ds(ds, ds_tile, d, now)
         if step > 1:
             head, row = row_of_step(step - 2, steps, span, head_k, options)
             staged_dq = staging[role + zero]

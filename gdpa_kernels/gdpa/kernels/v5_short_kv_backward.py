@@ -48,8 +48,8 @@ from gdpa_kernels.gdpa.device.gradients import (
     launch_gradients,
     requires_few_keys,
 )
+from gdpa_kernels.gdpa.device.longest_first import Items, LongestFirst, sequence_and_head
 from gdpa_kernels.gdpa.device.masks import mask_transposed
-from gdpa_kernels.gdpa.device.work_list import Items, LongestFirst, sequence_and_head
 
 MATH_ROLES = tl.constexpr(2)
 KEYS = tl.constexpr(64)  # of a consumer
@@ -185,7 +185,7 @@ def differentiate(
 
 
 @triton.jit
-def share(role: tl.constexpr, ds, peer, d, stage: tl.constexpr, zero, phase, rank):
+def exchange_ds(role: tl.constexpr, ds, peer, d, stage: tl.constexpr, zero, phase, rank):
     """Store dS of a step for both roles to read, here and in the other program."""
     tlx.barrier_wait(ds.empty[stage], phase ^ 1)
     if role == 0:
@@ -251,7 +251,7 @@ def math(
                 d, dv = differentiate(
                     role, s, v, g, dv, stage, zero, now, scale, head, row, key, options
                 )
-                share(role, ds, peer, d, stage, zero, now, rank)
+                exchange_ds(role, ds, peer, d, stage, zero, now, rank)
                 dk_local = tlx.async_dot(d, q.buffer[stage * 2 + zero], dk_local)
                 dk_peer = tlx.async_dot(d, q.buffer[stage * 2 + 1 + zero], dk_peer)
                 dv = tlx.async_dot_wait(0, dv)

@@ -62,8 +62,8 @@ from gdpa_kernels.gdpa.device.two_consumers import (
     fetch_both,
     rows_of,
     scores,
-    share,
     stage_tile,
+    store_ds,
 )
 from gdpa_kernels.gdpa.device.work_list import WorkList, entry, list_of_keys
 
@@ -182,7 +182,7 @@ def math(
     tlx.barrier_wait(v.full[0], tile & 1)
     ds_tile = ds.buffer[(count & 1) * MATH_ROLES + role]
     d, dv = differentiate(s, v.buffer[role], g, dv, count, scale, head_k * GROUP, 0, key, options)
-    share(ds, ds_tile, d, count)
+    store_ds(ds, ds_tile, d, count)
     dk = tlx.async_dot(d, q.buffer[count % Q_STAGES], dk)
     dv = tlx.async_dot_wait(0, dv)
     dk = tlx.async_dot_wait(0, dk)
@@ -196,7 +196,7 @@ def math(
         head, row = head_and_row(step, steps, 0, head_k, GROUP, options.ROWS)
         ds_tile = ds.buffer[(now & 1) * MATH_ROLES + role]
         d, dv = differentiate(s, v.buffer[role + zero], g, dv, now, scale, head, row, key, options)
-        share(ds, ds_tile, d, now)
+        store_ds(ds, ds_tile, d, now)
         if step > 1:
             head, row = head_and_row(step - 2, steps, 0, head_k, GROUP, options.ROWS)
             staged_dq = staging[FIRST + zero]

@@ -56,7 +56,7 @@ from gdpa_kernels.gdpa.device.gradients import (
     sums_commute,
 )
 from gdpa_kernels.gdpa.device.masks import mask_transposed
-from gdpa_kernels.gdpa.device.ticket_list import TicketList, pay, ticket_list
+from gdpa_kernels.gdpa.device.ticket_list import TicketList, ticket_list, uses_tickets
 from gdpa_kernels.gdpa.device.tickets import each_tile, new_counter, tickets_of
 from gdpa_kernels.gdpa.device.work_list import WorkList, entry, list_of_keys
 
@@ -93,7 +93,7 @@ def requires(batch: Batch) -> str | None:
 def default_config(batch: Batch) -> Config:
     """Tickets where they pay."""
     programs = multiprocessors(batch.device)
-    return Config(tickets=pay(batch, KEYS.value, programs, transposed=True))
+    return Config(tickets=uses_tickets(batch, KEYS.value, programs, transposed=True))
 
 
 def is_deterministic(batch: Batch) -> bool:
@@ -170,7 +170,7 @@ def differentiate(s, v, g, dv, count, zero, scale, head, row, key, options):
 
 
 @triton.jit
-def share(ds, d, count):
+def store_ds(ds, d, count):
     """Store dS of a step for the role `sums`."""
     stage = count % DS_STAGES
     tlx.barrier_wait(ds.empty[stage], ((count // DS_STAGES) & 1) ^ 1)
@@ -201,7 +201,7 @@ def score_role(
         zero = keep_runtime(now)
         head, row = head_and_row(step, steps, start, head_k, GROUP, ROWS)
         d, dv = differentiate(s, v, g, dv, now, zero, scale, head, row, key, options)
-        share(ds, d, now)
+        store_ds(ds, d, now)
         s = scores(k, q, now + 1, zero, Q_STAGES)
         dv = tlx.async_dot_wait(1, dv)
         tlx.barrier_arrive(g.empty[now % G_STAGES])
@@ -209,7 +209,7 @@ def score_role(
     count += last
     head, row = head_and_row(last, steps, start, head_k, GROUP, ROWS)
     d, dv = differentiate(s, v, g, dv, count, 0, scale, head, row, key, options)
-    share(ds, d, count)
+    store_ds(ds, d, count)
     dv = tlx.async_dot_wait(0, dv)
     tlx.barrier_arrive(g.empty[count % G_STAGES])
     count += 1

@@ -60,7 +60,7 @@ from gdpa_kernels.gdpa.device.pages import LEAST as LEAST_PAGE
 from gdpa_kernels.gdpa.device.pages import fetch_keys, keys_of, row_in_pages
 from gdpa_kernels.gdpa.device.segments import entry_mask, key_intervals, sees, sees_all, skip_gap
 from gdpa_kernels.gdpa.device.sums import add_up
-from gdpa_kernels.gdpa.device.ticket_list import TicketList, pay, ticket_list
+from gdpa_kernels.gdpa.device.ticket_list import TicketList, ticket_list, uses_tickets
 from gdpa_kernels.gdpa.device.tickets import follow, new_counter, take, tickets_of
 from gdpa_kernels.gdpa.device.work_list import WorkList, count_items, entry, list_of_queries
 
@@ -111,7 +111,7 @@ def default_config(batch: Batch) -> Config:
     chosen = _of_keys_at_hand(batch)
     if batch.masked:
         programs = chosen.programs * multiprocessors(batch.device)
-        if pay(batch, chosen.math_roles * ROWS.value, programs):
+        if uses_tickets(batch, chosen.math_roles * ROWS.value, programs):
             return replace(chosen, tickets=True, q_slots=1)
     if batch.history is not None and batch.history.page_size % chosen.BLOCK_N:
         return replace(chosen, BLOCK_N=64, num_stages=2 * chosen.num_stages, ahead=False)

@@ -142,7 +142,7 @@ def differentiate(s, v, g, dv, count, scale, head, options):
 
 
 @triton.jit
-def share(ds, ds_tile, d, count):
+def store_ds(ds, ds_tile, d, count):
     """Store dS of a step in ds_tile, a buffer of ds, for both roles to read."""
     stage = count & 1
     tlx.barrier_wait(ds.empty[stage], ((count // 2) & 1) ^ 1)
@@ -200,7 +200,7 @@ def math(
         tlx.barrier_wait(v.full[0], tile & 1)
         ds_tile = ds.buffer[(count & 1) * MATH_ROLES + role]
         d, dv = differentiate(s, v.buffer[role], g, dv, count, scale, head, options)
-        share(ds, ds_tile, d, count)
+        store_ds(ds, ds_tile, d, count)
         dk = tlx.async_dot(d, q.buffer[count % Q_STAGES], dk)
         dv = tlx.async_dot_wait(0, dv)
         dk = tlx.async_dot_wait(0, dk)
@@ -213,7 +213,7 @@ def math(
             zero = keep_runtime(step)
             ds_tile = ds.buffer[(now & 1) * MATH_ROLES + role]
             d, dv = differentiate(s, v.buffer[role + zero], g, dv, now, scale, head, options)
-            share(ds, ds_tile, d, now)
+            store_ds(ds, ds_tile, d, now)
             if step > 1:
                 staged_dq, row = staging[role + zero], (step - 2) * options.ROWS
                 add_rows(role, gradients.dq, staged_dq, start_q, len_q, head, row, options)

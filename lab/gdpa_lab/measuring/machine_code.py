@@ -40,6 +40,8 @@ _LISTS = re.compile("(list|order)_kernel$")  # kernels that make a schedule
 _SMS = 132  # of an H200
 STUDIES = {"gdpa_kernels.block_attention.eliminations": "notebooks.block._eliminations"}
 """Modules that stand beside a chapter, by the names that records know them by."""
+_MOVED = {"order_kernel": "gdpa_kernels.gdpa.device.longest_first"}
+"""Modules of kernels that left the one by which records know them."""
 
 
 def digest(cubin: bytes) -> str:
@@ -138,8 +140,9 @@ def compile_again(launch: Mapping[str, Any]) -> CompiledKernel:
 
     module, name = launch["kernel"].split(":")
     try:
-        kernel = getattr(_imported(module), name)
-    except (ImportError, AttributeError) as error:
+        home = _imported(module)
+        kernel = getattr(home if hasattr(home, name) else _imported(_MOVED[name]), name)
+    except (ImportError, KeyError) as error:
         raise LookupError(f"kernel must be of this package, got {launch['kernel']}") from error
     positions = {argument: (i,) for i, argument in enumerate(kernel.arg_names)}
     signature = {
