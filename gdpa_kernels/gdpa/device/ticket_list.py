@@ -121,10 +121,10 @@ def sorted_heads(order, work, need, NUM_HEADS: tl.constexpr, OTHERS: tl.constexp
 
 @triton.jit
 def sorted_rank(
-    order, own, position, head, nth, cut, cut_heads, NUM_HEADS: tl.constexpr, TAIL: tl.constexpr
+    order, costs, position, head, nth, cut, cut_heads, NUM_HEADS: tl.constexpr, TAIL: tl.constexpr
 ):
     """The number of sorted tiles before the nth of a head, [OWN, ENTRIES], of sequences with costs
-    `own` at `position`, both [OWN, 1].
+    `costs` at `position`, both [OWN, 1].
 
     Of its own sequence, with S sorted heads, come before it the costlier tiles of all of them, the
     equal ones of the sorted heads before its own, and of its own those before it: over S +
@@ -132,9 +132,9 @@ def sorted_rank(
     ones, too.
     """
     own_sorted = tl.where(position == cut, cut_heads, NUM_HEADS)
-    cost = tl.maximum(tl.minimum(own.base + tl.maximum(own.tiles, 1) - nth, own.limit), 1)
-    over = tiles_over(own, cost)
-    equal = tiles_from(own, cost) - over
+    cost = tl.maximum(tl.minimum(costs.base + tl.maximum(costs.tiles, 1) - nth, costs.limit), 1)
+    over = tiles_over(costs, cost)
+    equal = tiles_from(costs, cost) - over
     rank = over * own_sorted + (head - NUM_HEADS + own_sorted) * equal + nth - over
     for start in tl.range(cut, order.batch, TAIL):
         others = start + tl.arange(0, TAIL)
@@ -167,7 +167,7 @@ def ticket_list_kernel(
         CAUSAL, SHIFTED,
     )  # fmt: skip
     position = tl.program_id(0) * OWN + tl.arange(0, OWN)
-    listed, own = tiles_of(order, position)
+    listed, costs = tiles_of(order, position)
     index, start_q, rows, start_k, keys = listed
     preceding = tl.zeros([OWN], tl.int32)  # tiles of a head of the sequences before
     total, greatest = 0, tl.cast(1, tl.int32)
@@ -177,8 +177,8 @@ def ticket_list_kernel(
         _, each = tiles_of(order, others)
         total += tl.sum(each.tiles)
         work += tl.sum(work_of(each))
-        costs = tl.where(each.tiles > 0, tl.minimum(each.base + each.tiles, each.limit), 1)
-        greatest = tl.maximum(greatest, tl.max(costs))
+        most = tl.where(each.tiles > 0, tl.minimum(each.base + each.tiles, each.limit), 1)
+        greatest = tl.maximum(greatest, tl.max(most))
         earlier = others[None, :] < position[:, None]
         preceding += tl.sum(tl.where(earlier, each.tiles[None, :], 0), 1)
     if tl.program_id(0) + tl.program_id(1) == 0:
@@ -186,20 +186,20 @@ def ticket_list_kernel(
     need = greatest.to(tl.int64) * num_programs
     cut, cut_heads, cut_slot = sorted_heads(order, work, need, NUM_HEADS, OTHERS)
 
-    own = HeadCosts(own.tiles[:, None], own.base[:, None], own.limit[:, None])
+    costs = HeadCosts(costs.tiles[:, None], costs.base[:, None], costs.limit[:, None])
     position = position[:, None]
-    per_head = tl.maximum(own.tiles, 1)
+    per_head = tl.maximum(costs.tiles, 1)
     step = ENTRIES * tl.num_programs(1)
     for first in tl.range(tl.program_id(1) * ENTRIES, max_entries, step):
         local = first + tl.arange(0, ENTRIES)[None, :]
         head = local // per_head
         nth = local % per_head  # of its head, from the costly end
         slot = preceding[:, None] * NUM_HEADS + local
-        valid = local < own.tiles * NUM_HEADS
+        valid = local < costs.tiles * NUM_HEADS
         first_sorted = NUM_HEADS - tl.where(position == cut, cut_heads, NUM_HEADS)
         is_sorted = valid & (position >= cut) & (head >= first_sorted)
         if tl.max(tl.max(is_sorted.to(tl.int32), 1), 0) > 0:
-            rank = sorted_rank(order, own, position, head, nth, cut, cut_heads, NUM_HEADS, TAIL)
+            rank = sorted_rank(order, costs, position, head, nth, cut, cut_heads, NUM_HEADS, TAIL)
             slot = tl.where(is_sorted, cut_slot + rank, slot)
         block = per_head - 1 - nth if FALLING else nth
         ptrs = list_ptr + (slot + 1).to(tl.int64) * WIDTH
