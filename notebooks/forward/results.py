@@ -219,9 +219,10 @@ assert peers.median().idxmin() == "cudnn", "the caption: closest in the median"
 # ## Every kernel on every workload
 
 # %% tags=["remove-cell"]
-whole = chapter.holding("forward/results", RUNGS[1:], "gdpa-cross-full-1024")
-measured = chapter.rows(whole, direction="forward", impl=RUNGS)
-shares = chapter.times(whole, "percent_of_roofline", direction="forward")[RUNGS]
+all_rungs = {"direction": "forward", "impl": RUNGS}
+measured = chapter.together("forward/results", RUNGS[1:], **all_rungs)
+share = "percent_of_roofline"
+shares = chapter.times("forward/results", share, together=RUNGS[1:], **all_rungs)[RUNGS]
 shares = shares.rename(index=ratios.row, columns=lambda impl: impl.split("_")[0])
 assert (shares["v8"] > shares["v1"]).all(), "the caption: every batch gains"
 assert shares["v8"].nsmallest(2).index.str.fullmatch("half-.*-512").all(), "the caption: farthest"

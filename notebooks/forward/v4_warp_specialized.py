@@ -42,11 +42,11 @@ data_dir = "data"
 chapter = Chapter("forward/v4_warp_specialized", mode=mode, device=device, data_dir=data_dir)
 V2, V4 = "v2_tma", "v4_warp_specialized"
 FULL = {n // 128: f"gdpa-self-full-{n}" for n in (256, 512, 1024, 2048)}  # by blocks of a tile
-whole = chapter.holding("forward/results", [V2, V4], "gdpa-cross-full-1024")
-us = chapter.times(whole, direction="forward")[[V2, V4, "cudnn"]]
+us = chapter.times("forward/results", together=[V2, V4], direction="forward")
+us = us[[V2, V4, "cudnn"]]
 ratio = us[V4] / us[V2]
 on_sm = pd.DataFrame({n: us.loc[x] * 132 / (1152 * 4 * n) for n, x in FULL.items()}).T  # a tile's
-peak = results.ceilings(chapter.record(whole)).tflops
+peak = results.ceilings(chapter.record("forward/results")).tflops
 ideal = 4 * 128**3 * 132 / peak / 1e6  # of a block, in µs of an SM
 
 # %% tags=["remove-input"]
@@ -64,7 +64,9 @@ chapter.figure(
         ylabel="µs of an SM per block, in bursts", highlight=[V2, V4], log="x",
         levels={"matmul": ideal}, names={V2: "forward v2", V4: "forward v4", "cudnn": "cuDNN"},
     ),
-    measured=chapter.rows(whole, workload=FULL.values(), impl=[V2, V4, "cudnn"]),
+    measured=chapter.together(
+        "forward/results", [V2, V4], workload=FULL.values(), impl=[V2, V4, "cudnn"]
+    ),
 )  # fmt: skip
 
 # %% [markdown]

@@ -34,8 +34,7 @@ data_dir = "data"
 # %% tags=["remove-cell"]
 chapter = Chapter("forward/v5_pingpong", mode=mode, device=device, data_dir=data_dir)
 V4, V5 = "v4_warp_specialized", "v5_pingpong"
-whole = chapter.holding("forward/results", [V4, V5], "gdpa-cross-full-1024")
-us = chapter.times(whole, direction="forward")
+us = chapter.times("forward/results", together=[V4, V5], direction="forward")
 ratio = us[V5] / us[V4]
 full = ratio[[f"gdpa-self-full-{n}" for n in (256, 512, 1024, 2048)]]
 half = ratio["gdpa-self-half-jagged-256"]

@@ -40,8 +40,8 @@ data_dir = "data"
 chapter = Chapter("forward/v6_short_kv", mode=mode, device=device, data_dir=data_dir)
 NARROW = {"BLOCK_N": 64, "num_stages": 4}
 V5, V6A, V6B, V6 = "v5_pingpong", "v6a_persistent", "v6b_stream", "v6_short_kv"
-whole = chapter.holding("forward/results", [V5, V6A, V6B, V6], "gdpa-cross-full-1024")
-us = chapter.times(whole, direction="forward")
+RUNGS = [V5, V6A, V6B, V6]
+us = chapter.times("forward/results", together=RUNGS, direction="forward")
 steps = pd.DataFrame(
     {"v6a / v5": us[V5] / us[V6A], "v6b / v6a": us[V6A] / us[V6B], "v6 / v6b": us[V6B] / us[V6]}
 )
@@ -62,7 +62,7 @@ chapter.glue(stay_loop=100 * (steady[V5] / steady[V6A] - 1))
 shown = steps[~steps.index.str.contains("dense|cross-full-256")]
 chapter.figure(
     charts.dots(shown, xlabel="rate / rate before, in bursts", colours=RUNG_COLOURS[1:4]),
-    measured=chapter.rows(whole, impl=[V5, V6A, V6B, V6], direction="forward"),
+    measured=chapter.together("forward/results", RUNGS, impl=RUNGS, direction="forward"),
 )
 
 # %% [markdown]

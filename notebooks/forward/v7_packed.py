@@ -43,8 +43,9 @@ data_dir = "data"
 # %% tags=["remove-cell"]
 chapter = Chapter("forward/v7_packed", mode=mode, device=device, data_dir=data_dir)
 V6, V7, LONGEST = "v6_short_kv", "v7_packed", "gdpa-self-full-2048"
-whole = chapter.holding("forward/results", [V6, V7], "gdpa-cross-full-1024")
-us = chapter.times(whole, direction="forward").filter(like="gdpa-", axis=0)
+us = chapter.times("forward/results", together=[V6, V7], direction="forward").filter(
+    like="gdpa-", axis=0
+)
 gain = (us[V6] / us[V7]).dropna()
 loops = chapter.times("measuring/power_wall", direction="forward", scope="sustained")
 loops = (loops[V6] / loops[V7]).dropna()

@@ -30,8 +30,7 @@ _TABLES = {"table 5": "over-fa2", "table 6, fill 0.7": "scaling-fill-07",
 def numbers(chapter: Chapter) -> dict[str, str]:
     """The numbers that the answers of claims quote, from the newest records of their chapters."""
     rungs = ["v5_pingpong", "v6a_persistent", "v6b_stream"]
-    whole = chapter.holding("forward/results", rungs, "gdpa-cross-full-1024")
-    us = chapter.times(whole, direction="forward")
+    us = chapter.times("forward/results", together=rungs, direction="forward")
     gaps = {}
     for way in ("forward", "backward"):
         options = {"value": "tflops", "direction": way, "scope": "sustained"}

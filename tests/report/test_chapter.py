@@ -12,7 +12,7 @@ from gdpa_kernels.calling import ladder
 from gdpa_kernels.gdpa.ladder import v5_pingpong
 from gdpa_lab.measuring import record
 from gdpa_lab.report import chapter as chapters
-from gdpa_lab.report import page, page_blocks, registered, style
+from gdpa_lab.report import page, page_blocks, registered, results, style
 from gdpa_lab.report.chapter import Chapter
 
 
@@ -238,14 +238,23 @@ def test_a_prediction_of_a_missing_value_is_refused_by_name(chapter, shown, foun
     assert shown == []
 
 
-def test_a_record_that_holds_the_rungs_is_found(chapter):
+def test_what_is_compared_is_of_the_newest_run_that_times_it_all(chapter):
+    """Of each workload: no old record where a newer one holds the rungs, too."""
     rungs = ["v5_pingpong", "v6b_stream"]
-    whole = chapter.holding("forward/results", rungs, "gdpa-cross-full-1024")
-    us = chapter.times(whole, direction="forward")
-    assert us.loc["gdpa-cross-full-1024", rungs].notna().all()
-    assert chapter.record(whole).chapter == "notebooks/forward/results.py"
-    with pytest.raises(LookupError, match="must hold nothing on gdpa-cross-full-1024, got none"):
-        chapter.holding("forward/results", ["nothing"], "gdpa-cross-full-1024")
+    rows = chapter.together("forward/results", rungs, direction="forward")
+    everything = results.table("data", gpu=chapter.gpu, latest=False)
+    parts = ["workload", "direction", "scope"]
+    everything = everything[everything["record"].str.contains("forward-results|10-figures")]
+    timed = everything[everything["impl"].isin(rungs) & everything["time_us_p50"].notna()]
+    timed = timed[(timed["variant"] == "") & (timed["scope"] == "kernel")]
+    both = timed.groupby([*parts, "record"])["impl"].nunique() == len(rungs)
+    newest = both[both].reset_index().groupby(parts)["record"].max()
+    assert rows.groupby(parts)["record"].agg(set).eq(newest.map(lambda name: {name})).all()
+    assert len(newest) == 16 and newest.nunique() > 1
+    us = chapter.times("forward/results", together=rungs, direction="forward")
+    assert us[rungs].notna().all(axis=None)
+    with pytest.raises(LookupError, match="must time nothing together, got none"):
+        chapter.together("forward/results", ["nothing"])
 
 
 def test_code_is_shown_between_two_lines(chapter, shown):

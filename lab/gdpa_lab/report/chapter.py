@@ -12,7 +12,7 @@ import difflib
 import math
 import re
 import textwrap
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +65,7 @@ class Chapter:
         self._predictions: tuple[page_blocks.Prediction, ...] = ()
         self._runs: dict[str, results.Run] = {}
         self._rows: dict[str, pd.DataFrame] = {}
+        self._history: dict[str, pd.DataFrame] = {}
 
     # Records.
 
@@ -115,21 +116,6 @@ class Chapter:
                 self._runs[slug] = results.run_of(self.data_dir, notebook=notebook, gpu=self.gpu)
         return self._runs[slug]
 
-    def holding(self, of: str, impls: Collection[str], workload: str) -> str:
-        """Return the id of the newest record of a chapter with isolated times of all `impls` on a
-        workload: the newest record of all may lack some. LookupError if there is none."""
-        for run in reversed(records.load_all(self.data_dir)):
-            timed = {
-                row.impl
-                for row in run.rows
-                if (row.workload, row.scope, row.variant) == (workload, "kernel", "")
-                and row.samples_us
-            }
-            ours = run.chapter == f"notebooks/{of}.py"
-            if ours and results.gpu_of(run, self.data_dir) == self.gpu and timed.issuperset(impls):
-                return run.id
-        raise LookupError(f"a record of {of} must hold {', '.join(impls)} on {workload}, got none")
-
     def recorded(self, table: str, of: str | None = None) -> pd.DataFrame:
         """Return a table of that run. LookupError naming those there are."""
         run = self._run(of)
@@ -156,17 +142,41 @@ class Chapter:
         unless they are among them, None for any. An isolated time whose calls the host enqueues
         too slowly is host time, and counts as failed. LookupError if nothing is left.
         """
-        run, of = self._run(of), of or self.slug
+        of = of or self.slug
         if of not in self._rows:
-            tables = [
-                results.table(self.data_dir, gpu=self.gpu, record=each.id, latest=False)
-                for each in run.records
-            ]
-            order = [*dict.fromkeys(pd.concat(tables)["workload"])]  # that of the whole record
-            rows = pd.concat([run.select(rows) for rows in tables], ignore_index=True)
-            rows = rows.sort_values("workload", kind="stable", key=lambda x: x.map(order.index))
-            self._rows[of] = _without_host_time(rows.drop_duplicates([*_CALL, "scope"]))
-        rows = self._rows[of]
+            run = self._run(of)
+            rows = run.select(self._tables_of(run.records))
+            self._rows[of] = rows.drop_duplicates([*_CALL, "scope"])
+        return self._filtered(self._rows[of], of, filters)
+
+    def together(self, of: str, impls: Collection[str], **filters: Any) -> pd.DataFrame:
+        """Return rows as `rows` does, of each workload, direction and scope all those of the newest
+        record of the chapter `of` that times all `impls`: what is compared comes from one run.
+        LookupError if no record does."""
+        if of not in self._history:
+            runs = results.runs(self.data_dir, notebook=f"notebooks/{of}.py", gpu=self.gpu)
+            self._history[of] = self._tables_of(runs)
+        rows = self._filtered(self._history[of], of, filters)
+        timed = rows[rows["impl"].isin(impls) & rows["time_us_p50"].notna()]
+        part = ["workload", "direction", "scope"]
+        whole = timed.groupby([*part, "record"])["impl"].nunique() == len(set(impls))
+        newest = whole[whole].reset_index().groupby(part)["record"].max()
+        if newest.empty:
+            raise LookupError(f"a record of {of} must time {', '.join(impls)} together, got none")
+        wanted = rows[part].apply(tuple, axis=1).map(newest.to_dict())
+        return rows[rows["record"] == wanted].drop_duplicates([*_CALL, "scope"])
+
+    def _tables_of(self, runs: Sequence[records.Record]) -> pd.DataFrame:
+        """All rows of some records, by workload in the order of the first one that has it."""
+        tables = [
+            results.table(self.data_dir, gpu=self.gpu, record=run.id, latest=False) for run in runs
+        ]
+        rows = pd.concat(tables, ignore_index=True)
+        order = [*dict.fromkeys(rows["workload"])]
+        rows = rows.sort_values("workload", kind="stable", key=lambda x: x.map(order.index))
+        return _without_host_time(rows)
+
+    def _filtered(self, rows: pd.DataFrame, of: str, filters: Mapping[str, Any]) -> pd.DataFrame:
         for column, values in ({"scope": "kernel", "variant": ""} | filters).items():
             if values is not None:
                 values = [values] if isinstance(values, str) else list(values)
@@ -180,10 +190,12 @@ class Chapter:
         of: str | None = None,
         value: str = "time_us_p50",
         columns: str = "impl",
+        together: Collection[str] = (),
         **filters: Any,
     ) -> pd.DataFrame:
-        """Pivot `rows`: a row per workload, a column per value of `columns`, in record order."""
-        rows = self.rows(of, **filters)
+        """Pivot `rows`, or `together` of these implementations: a row per workload, a column per
+        value of `columns`, in record order."""
+        rows = self.together(of, together, **filters) if together else self.rows(of, **filters)
         frame = rows.pivot_table(index="workload", columns=columns, values=value, sort=False)
         return frame[[name for name in dict.fromkeys(rows[columns]) if name in frame]]
 

@@ -110,6 +110,13 @@ def latest_record(
     """Return the newest record of `notebook` (path relative to the repository) on a GPU of exactly
     this name. LookupError saying what exists if there is none; RecordError naming every refused
     file."""
+    return runs(data_dir, notebook=notebook, gpu=gpu)[-1]
+
+
+def runs(
+    data_dir: str | Path = DATA_DIR, *, notebook: str | None = None, gpu: str | None = None
+) -> list[Record]:
+    """List the records that `latest_record` chooses from, oldest first; errors as there."""
     records = load_all(data_dir)
     matches = [
         r for r in records if notebook in (None, r.chapter) and gpu in (None, gpu_of(r, data_dir))
@@ -120,7 +127,7 @@ def latest_record(
             f"a record must match notebook={notebook!r}, gpu={gpu!r}, got none; "
             f"there is: {'; '.join(existing)}"
         )
-    return matches[-1]
+    return matches
 
 
 class Run(NamedTuple):
@@ -157,9 +164,7 @@ def run_of(data_dir: str | Path, *, notebook: str, gpu: str) -> Run:
     whole = latest_record(data_dir, notebook=notebook, gpu=gpu)
     pieces: dict[tuple[str, str, str], Record] = {}
     most = 0
-    for run in load_all(data_dir):
-        if run.chapter != notebook or gpu_of(run, data_dir) != gpu:
-            continue
+    for run in runs(data_dir, notebook=notebook, gpu=gpu):
         measured = {(row.workload, row.direction, row.scope) for row in run.rows}
         left = {(x.workload, x.direction, x.scope) for x in run.rows if x.is_left_out}
         measured -= left
