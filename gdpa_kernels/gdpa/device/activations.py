@@ -15,7 +15,7 @@ that follows is an error of up to 2**-9 to 2**-8 of each. False: `exp` and a div
 | `gelu_taylor6`      | 1.2e-3 for abs(x) <= 1; none beyond      |
 | the others          | rounding only                            |
 
-Of the error of `gelu` 1.5e-4 abs(x) is that of `tanh_argument`, whose tanh stands for erf. For
+Of the error of `gelu` 1.5e-4 abs(x) is that of `tanh_factors`, whose tanh stands for erf. For
 positive x that is at most a ninth of a half unit of bf16, and nearly one of fp16.
 """
 
@@ -39,7 +39,9 @@ def _of(key: str) -> Custom:
     return CUSTOM[key.partition("@")[0]]
 
 
-# A kernel's hash is not to hold the table, which changes: the names hold what it needs of it.
+# Triton's hash of a kernel holds each global that it reaches, but of what is marked as a builtin.
+# CUSTOM grows with each registration, for which no kernel is to be compiled anew: the digest of an
+# activation's source is in its name (`cache_key`).
 _of.__triton_builtin__ = True
 
 

@@ -20,12 +20,12 @@ Both GELUs multiply 1 - tanh(u)^2 by 0.5 x u', which grows as x^3. By the docume
 `tanh.approx.f32` alone, 2**-11 of the result, their bounds hold for abs(x) <= 3.8. Beyond, they
 take that the instruction returns exactly 1 or -1 where tanh is within 2**-12 of it. Above 2e13 the
 factor overflows, and the derivative is NaN. The 8e-4 of `gelu` are the fit's
-(`activations.tanh_argument`): less than half of the least half unit of bf16, but more than fp16's.
+(`activations.tanh_factors`): less than half of the least half unit of bf16, but more than fp16's.
 
 `value_and_slope_folded` leaves factors of GELU and SiLU to the sums that they end in. With the same
-t it returns y = s (1 + t) and c, so that activation(scale s) = scale / 2 y, the derivative is
-(1 + c) / 2 and dS = (dP + c dP) / 2: with that last step 9 instructions and the MUFU instead of 12,
-or 5 instead of 6.
+t it returns y = s (1 + t) and c, so that activation(scale s) = (scale / 2) y, the derivative is
+(1 + c) / 2 and dS = (dP + c dP) / 2. With that last step GELU has 9 instructions instead of 12, and
+SiLU 5 instead of 6, beside one MUFU. `dv_factor` and `dk_factor` bring in what is left out.
 """
 
 import torch
@@ -141,7 +141,7 @@ def value_and_slope_per_head(s, scale, head, ACTIVATION: tl.constexpr, APPROX: t
 
 @triton.jit
 def value_and_slope_folded(s, scale, NAME: tl.constexpr):
-    """(y, c) in fp32: activation(scale s) = scale / 2 y, its derivative is (1 + c) / 2; with
+    """(y, c) in fp32: activation(scale s) = (scale / 2) y, its derivative is (1 + c) / 2; with
     tanh.approx. NAME: FOLDABLE."""
     if NAME == "silu":
         x_du = s * (0.5 * scale)  # u itself, x / 2
@@ -159,6 +159,7 @@ def value_and_factor(s, scale, head, ACTIVATION: tl.constexpr, FOLD: tl.constexp
     """The value that becomes P, and the slope from which `times_slope` computes dS.
 
     FOLD: `value_and_slope_folded`; P still lacks the factor scale / 2, and dS 1 / 2.
+    A slope of -1 makes dS zero.
     """
     if FOLD:
         y, slope = value_and_slope_folded(s, scale, ACTIVATION)
@@ -175,6 +176,18 @@ def mask_slope(slope, row, key, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, FOLD
     else:
         slope = mask_transposed(slope, row, key, CAUSAL, WINDOW)
     return slope
+
+
+@triton.jit
+def dv_factor(scale, output_scale, FOLD: tl.constexpr):
+    """What dV is multiplied by when it is complete."""
+    return 0.5 * scale * output_scale if FOLD else output_scale
+
+
+@triton.jit
+def dk_factor(scale, output_scale, FOLD: tl.constexpr):
+    """What dK and dQ are multiplied by when they are complete."""
+    return 0.5 * scale * output_scale if FOLD else scale * output_scale
 
 
 @triton.jit

@@ -26,8 +26,8 @@ def requires_few_keys(batch: Batch, most: int) -> str | None:
 
 
 def sums_commute(batch: Batch, keys: int) -> bool:
-    """True if reduce-adds of dQ give the same bits in any order: two additions to zero commute,
-    with a third their order shows. A tile of `keys` keys makes one."""
+    """True if reduce-adds of dQ give the same bits in any order: a tile of `keys` keys adds once,
+    two additions to zero commute, and with a third their order shows."""
     return batch.max_seqlen_k <= 2 * keys and not batch.shared_q
 
 
@@ -125,6 +125,9 @@ def launch_gradients(
         **{name.upper(): value for name, value in vars(config).items()}, "FOLD": fold, **constants,
     }  # fmt: skip
     options = {name: known[name] for name in kernel.arg_names if name in known}
+    unknown = constants.keys() - options.keys()
+    if unknown:
+        raise TypeError(f"{kernel.__name__} must take {[*unknown]}, got {kernel.arg_names}")
     if ctas > 1:
         options["ctas_per_cga"] = (ctas, 1, 1)
     dq, dk, dv = batch.new_gradients()

@@ -35,20 +35,24 @@ def order_kernel(cu_seqlens_ptr, order_ptr, batch, OWN: tl.constexpr, OTHERS: tl
     tl.store(order_ptr + rank, index, mask=index < batch)
 
 
+def longest_first(cu_seqlens: torch.Tensor) -> torch.Tensor:
+    """The sequences by falling length, int32 `[sequences]`."""
+    sequences, device, chunk = cu_seqlens.numel() - 1, cu_seqlens.device, 4
+    order = torch.empty(sequences, dtype=torch.int32, device=device)
+    launch(
+        order_kernel, (cdiv(sequences, chunk),), device,
+        cu_seqlens, order, sequences, OWN=chunk, OTHERS=2048, num_warps=4,
+    )  # fmt: skip
+    return order
+
+
 @dataclass(frozen=True)
 class LongestFirst(Recipe):
-    """The sequences by falling length: of queries, the second argument of `make`."""
+    """The sequences by falling number of queries."""
 
     def make(self, cu_seqlens_k: torch.Tensor, cu_seqlens_q: torch.Tensor) -> Schedule:
         """(order,), int32 `[sequences]`."""
-        sequences, device = cu_seqlens_q.numel() - 1, cu_seqlens_q.device
-        order = torch.empty(sequences, dtype=torch.int32, device=device)
-        chunk = 4
-        launch(
-            order_kernel, (cdiv(sequences, chunk),), device,
-            cu_seqlens_q, order, sequences, OWN=chunk, OTHERS=2048, num_warps=4,
-        )  # fmt: skip
-        return (order,)
+        return (longest_first(cu_seqlens_q),)
 
 
 @triton.aggregate

@@ -35,15 +35,15 @@ class Paged(NamedTuple):
 
 
 @triton.jit
-def keys_of(list_ptr, item, start_q, len_q, start_k, len_k, indptr_ptr, ends_ptr, options):
+def keys_of(list_ptr, item, start_q, len_q, start_k, len_k, indptr_ptr, cu_seqlens_ptr, options):
     """(`Packed`, `Paged`) of an entry. With a history, packed keys have the offsets of queries."""
     packed, paged = Packed(start_k, len_k, 0), Paged(0, 0, 0)
     if options.PAGE is not None:
         sequence = sequence_of(list_ptr, item)
-        start = tl.load(ends_ptr + sequence)
-        tokens = tl.load(ends_ptr + sequence + 1) - start
+        start = tl.load(cu_seqlens_ptr + sequence)
+        tokens = tl.load(cu_seqlens_ptr + sequence + 1) - start
         first_token = 0
-        if not options.OWN_KEYS:  # an entry may be a piece of the history
+        if not options.OWN_KEYS:  # start_k counts history alone, of which an entry may be a piece
             first_token = start_k - start
         packed = Packed(start_q, len_q, tl.cdiv(tokens, options.BLOCK_N) * options.BLOCK_N)
         paged = Paged(tl.load(indptr_ptr + sequence), first_token, tokens)
@@ -53,31 +53,32 @@ def keys_of(list_ptr, item, start_q, len_q, start_k, len_k, indptr_ptr, ends_ptr
 @triton.jit
 def row_in_pages(pages_ptr, paged, key, options):
     """(row of a tile's first key, tokens of the history from there on, which may be none)."""
-    row, left = 0, 0
+    row, tokens_left = 0, 0
     if options.PAGE is not None:
         token = paged.first_token + key
-        left = tl.maximum(paged.tokens - token, 0)
+        tokens_left = tl.maximum(paged.tokens - token, 0)
         page_ptr = pages_ptr + paged.first_page + token // options.PAGE
-        page = tl.load(page_ptr, mask=left > 0, other=0)
+        page = tl.load(page_ptr, mask=tokens_left > 0, other=0)
         row = page * (2 * options.PAGE) + token % options.PAGE
-    return row, left
+    return row, tokens_left
 
 
 @triton.jit
 def fetch_keys(
-    desc, history_desc, buffer, full, packed, row, left, head, key, VALUES: tl.constexpr, options
-):
+    desc, history_desc, buffer, full, packed, row, tokens_left, head, key, VALUES: tl.constexpr,
+    options,
+):  # fmt: skip
     """`fetch_rows` of a tile of keys, or of their VALUES, from a page or from packed tensors; row,
-    left: of `row_in_pages`. desc: of packed tensors, without OWN_KEYS of pages."""
+    tokens_left: of `row_in_pages`. desc: of packed tensors, without OWN_KEYS of pages."""
     if options.PAGE is None:
         fetch_rows(desc, buffer, full, packed.start, packed.length, head, key)
     else:
         if VALUES:
             row += options.PAGE
         if not options.OWN_KEYS:
-            fetch_rows(desc, buffer, full, row, left, head, 0)
+            fetch_rows(desc, buffer, full, row, tokens_left, head, 0)
         elif key < packed.first_key:
-            fetch_rows(history_desc, buffer, full, row, left, head, 0)
+            fetch_rows(history_desc, buffer, full, row, tokens_left, head, 0)
         else:
             key -= packed.first_key
             fetch_rows(desc, buffer, full, packed.start, packed.length, head, key)

@@ -46,12 +46,12 @@ class Halves:
 
 @triton.aggregate
 class ScoreGradients:
-    """dS of a step. keys: of this CTA's keys, in TMEM, for dK. rows.buffer[c]: of this CTA's half
-    of the rows and the keys of CTA c, in shared memory, for dQ. peer.full completes when the part
-    of `rows` that the other CTA computes has arrived."""
+    """dS of a step, [keys, rows]. for_dk: of this CTA's keys and all rows, in TMEM.
+    for_dq.buffer[c]: of the keys of CTA c and this CTA's half of the rows, in shared memory. peer:
+    the same buffers; full completes when what the other CTA writes there has arrived."""
 
-    keys: OneWay
-    rows: OneWay
+    for_dk: OneWay
+    for_dq: OneWay
     peer: OneWay
 
 
@@ -94,8 +94,8 @@ def add_products(weights, columns, sums, use_acc, WIDTH: tl.constexpr):
 @triton.jit
 def exchange_ds(role: tl.constexpr, part: tl.constexpr, ds, d, rank):
     """Store dS of a part of a role's rows, of this CTA's keys, in the CTA that computes their dQ:
-    the one whose rank is the role's number."""
-    columns = tlx.local_slice(ds.rows.buffer[rank], [0, part * PART], [KEYS, PART])
+    the one whose rank is the role's number. In both CTAs that is the buffer of this one's keys."""
+    columns = tlx.local_slice(ds.for_dq.buffer[rank], [0, part * PART], [KEYS, PART])
     if rank == role:
         tlx.local_store(columns, d)
     else:
@@ -113,16 +113,16 @@ def compute_p_and_ds(
     second_slope = store_p(role, 1, s, p, scale, head, row, key, options)
     tlx.barrier_arrive(p.full[0], 1, remote_cta_rank=0)
     tlx.barrier_wait(dp.full[0], phase)
-    d = store_ds(role, 0, dp, ds.keys, slope, options)
-    second_d = store_ds(role, 1, dp, ds.keys, second_slope, options)
-    tlx.barrier_arrive(ds.keys.full[0], 1, remote_cta_rank=0)
+    d = store_ds(role, 0, dp, ds.for_dk, slope, options)
+    second_d = store_ds(role, 1, dp, ds.for_dk, second_slope, options)
+    tlx.barrier_arrive(ds.for_dk.full[0], 1, remote_cta_rank=0)
     if rank == role:
         tlx.barrier_expect_bytes(ds.peer.full[0], KEYS * HALF * tlx.size_of(options.DTYPE))
     exchange_ds(role, 0, ds, d, rank)
     exchange_ds(role, 1, ds, second_d, rank)
     if rank == role:
         tlx.fence("async_shared")
-        tlx.barrier_arrive(ds.rows.full[0], 1, remote_cta_rank=0)
+        tlx.barrier_arrive(ds.for_dq.full[0], 1, remote_cta_rank=0)
 
 
 def load_descriptors(grad_out: torch.Tensor, batch: Batch) -> tuple[TensorDescriptor, ...]:

@@ -17,7 +17,13 @@ queries of the history nor targets.
 
 So a block of queries sees two intervals of keys, one of the history and one of targets, and a block
 of keys is seen by two intervals of queries. One loop runs over both: its index t is a position up
-to gap_start, and from there on the position is t - gap_start + gap_end (`skip_gap`).
+to gap_start, and from there on the position is t - gap_start + gap_end (`skip_gap`). No block comes
+twice, since gap_end >= gap_start; one with both kinds is left to `sees`. In blocks of 4:
+
+- Targets from 6 on in groups of 1, queries 16 to 19: gap_start is 8, the history rounded up, and
+  gap_end 16, the group rounded down. t = 0, 4, 8 are the keys from 0, 4 and 16 on.
+- 3 contexts, targets from 20 on, 24 tokens, keys 12 to 15: gap_start is 4, the contexts rounded up,
+  and gap_end 12. t = 0, 4, 8, 12 are the rows from 0, 12, 16 and 20 on.
 """
 
 from typing import NamedTuple
@@ -30,7 +36,8 @@ from gdpa_kernels.gdpa.device.work_list import sequence_of
 
 class Segments(NamedTuple):
     """The mask of one sequence: the number of contexts, the position of the first target (which is
-    the sequence's length where it has none), and the constants of the call."""
+    the sequence's length where it has none), and the constants of the call. FULL_ROWS is 0 without
+    WINDOW and with OWN_RANKS, as `Mask` has it."""
 
     contexts: tl.tensor
     first_target: tl.tensor
@@ -67,7 +74,7 @@ def entry_mask(list_ptr, segments_ptr, item, len_q, len_k, options):
 
 @triton.jit
 def skip_gap(index, gap_start, gap_end):
-    """The position of a loop's index, which jumps from gap_start to gap_end."""
+    """The key, of `key_intervals`, or row, of `row_intervals`, at a loop's index."""
     return tl.where(index < gap_start, index, index - gap_start + gap_end)
 
 
@@ -91,7 +98,7 @@ def key_intervals(position, rows, len_k, segments, BLOCK_N: tl.constexpr):
         if segments.FULL_ROWS > 0:
             last = rank(position + rows - 1, segments)
             limited = limited & (last < target_rank(segments) - segments.FULL_ROWS)
-        key = last_position(least, contexts)
+        key = position_of_rank(least, contexts)
         start = tl.minimum(tl.where(limited, key // BLOCK_N * BLOCK_N, 0), gap_start)
     return start, gap_start + of_targets, gap_start, gap_end
 
@@ -111,13 +118,14 @@ def row_intervals(first_key, keys, len_q, len_k, segments, BLOCK_M: tl.constexpr
         groups = (last_key - first_target) // segments.TARGET_GROUP + 1
         end = tl.minimum(len_q, first_target + groups * segments.TARGET_GROUP - shift)
     if segments.WINDOW is not None and segments.FULL_ROWS == 0:
-        # The last row whose rank sees the last key. Targets that share a rank are not cut off.
+        # The row whose rank is the last that sees the last key. Targets as keys have no end here,
+        # nor have targets that share a rank from which it is still seen.
         last_key = tl.minimum(first_key + keys, len_k) - 1
         greatest = rank(last_key, segments) + segments.WINDOW
         limited = last_key < first_target
         if not segments.OWN_RANKS:
             limited = limited & (greatest < target_rank(segments))
-        row = last_position(greatest, contexts) - shift
+        row = position_of_rank(greatest, contexts) - shift
         end = tl.where(limited, tl.minimum(end, tl.maximum(row + 1, 0)), end)
     gap_end = tl.maximum(tl.maximum(first_key - shift, 0) // BLOCK_M * BLOCK_M, gap_start)
     blocks = tl.maximum(tl.cdiv(end - gap_end, BLOCK_M), 0)
@@ -134,8 +142,9 @@ def rank(position, segments):
 
 
 @triton.jit
-def last_position(rank, contexts):
-    """The last position of a rank, 0 or more; of targets' ranks as if they counted on."""
+def position_of_rank(rank, contexts):
+    """The position of a rank, 0 or more, the last one of rank 0, which all contexts have; of the
+    ranks from the first target's on as if targets counted on."""
     return rank + tl.maximum(contexts - 1, 0)
 
 
@@ -159,7 +168,7 @@ def sees(i, j, segments):
         last = tl.where(i < contexts, first_target - 1, tl.minimum(i, first_target - 1))
         query_rank = rank(i, segments)
         least = query_rank - segments.WINDOW
-        first = tl.where(least > 0, last_position(least, contexts), 0)
+        first = tl.where(least > 0, position_of_rank(least, contexts), 0)
         if segments.FULL_ROWS > 0:
             full = query_rank >= target_rank(segments) - segments.FULL_ROWS
             first = tl.where(full, 0, first)
@@ -173,7 +182,8 @@ def sees(i, j, segments):
 
 @triton.jit
 def sees_all(position, first_key, ROWS: tl.constexpr, KEYS: tl.constexpr, segments):
-    """True only if ROWS rows see each of KEYS keys, all of the history."""
+    """True only if ROWS rows see each of KEYS keys, all of the history. False may be wrong, and
+    costs a mask."""
     whole = (position >= first_key + KEYS - 1) & (first_key + KEYS <= segments.first_target)
     if segments.WINDOW is not None:
         greatest = rank(position + ROWS - 1, segments)

@@ -4,8 +4,14 @@ own also the producer, dQ from TMEM to memory and the launch.
 
 A step is S^T and dP^T, [KEYS, ROWS] in fp32: TMEM lanes are keys, columns rows. Each of two math
 roles has HALF of the columns, and goes through them in PARTs. P overwrites S, and dS overwrites dP
-where it is in TMEM too: a role's 64 columns of fp32 hold two buffers of 64 columns in half
-precision, of which it uses the first, `buffer[2 * role]`, so it overwrites only scores of its own.
+where it is in TMEM too: both are [KEYS, HALF] in half precision, which are 32 columns of fp32.
+
+| columns | 0 to 31                 | 32 to 63 | 64 to 95  | 96 to 127 |
+|---------|-------------------------|----------|-----------|-----------|
+| S, dP   | role 0                  | role 0   | role 1    | role 1    |
+| P, dS   | buffer[0], of role 0    | free     | buffer[2] | free      |
+
+So a role overwrites only scores of its own, which it has in registers by then.
 """
 
 from dataclasses import dataclass

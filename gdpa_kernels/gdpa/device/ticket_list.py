@@ -1,10 +1,11 @@
 """The list of tiles under a mask that programs take by tickets, and whether they should.
 
-Its order: sequences by falling length, heads, and within a head the costly tiles first, so that
-programs read the same rows at the same time. Its last heads, which hold as much work as all
-programs do during the most costly tile, are sorted by falling cost: programs that are busy when the
-first of them is taken are free before the last. `schedule.build_tickets` makes the same list with
-plain integers.
+Its order: sequences by falling length of the other side (of keys, for tiles of queries), then
+heads, then a head's tiles by falling cost: programs read the same K and V at the same time. Its end
+is sorted by cost alone, costly tiles first, so that programs finish together. This end is the
+fewest last heads that hold the work of all programs during the most costly tile: whoever is busy
+with an earlier tile when it begins is free before it is used up. `schedule.build_tickets` makes the
+same list with plain integers.
 """
 
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from gdpa_kernels.calling.launch import cdiv, launch
 from gdpa_kernels.calling.lengths import Recipe
 from gdpa_kernels.gdpa import schedule
 from gdpa_kernels.gdpa.batch import Batch, Schedule
-from gdpa_kernels.gdpa.device.longest_first import LongestFirst
+from gdpa_kernels.gdpa.device.longest_first import longest_first
 from gdpa_kernels.gdpa.device.work_list import WIDTH, sequences, store_fields
 
 SHORT = 4096  # rows of a sequence up to which a fixed list can be balanced
@@ -41,8 +42,8 @@ class Order(NamedTuple):
 
 class HeadCosts(NamedTuple):
     """The `tiles` tiles of one head of a sequence. Tile r, counted from 1 at the cheap end, costs
-    max(1, min(base + r, limit)) in tiles of as many keys as it has rows. Contexts and targets are
-    not counted: their tiles cost as those of a causal mask."""
+    max(1, min(base + r, limit)) in blocks of `rows_per_item` of the other side. Contexts and
+    targets are not counted: their tiles cost as those of a causal mask."""
 
     tiles: tl.tensor
     base: tl.tensor
@@ -96,9 +97,13 @@ def tiles_from(head, cost):
 
 @triton.jit
 def sorted_heads(order, work, need, NUM_HEADS: tl.constexpr, OTHERS: tl.constexpr):
-    """(cut, cut_heads, cut_slot): the shortest end of the list of heads that holds `need` of all
-    the `work` of a head of each sequence. It is the last `cut_heads` of the sequence at `cut`, and
-    all that follow it; its entries begin at `cut_slot`."""
+    """(cut, cut_heads, cut_slot) of the sorted end: the last `cut_heads` heads of the sequence at
+    `cut`, and all later sequences; its entries begin at `cut_slot`.
+
+    work: of one head of every sequence. The end holds `need` or more, and without its first head
+    less: so of one sequence, at most, the work of those that follow is less than `need`, and with
+    its own it is not. If the whole list holds less, all of it is sorted: (0, NUM_HEADS, 0).
+    """
     cut, cut_heads, cut_slot, cuts = 0, 0, 0, 0
     passed, left = 0, work
     for first in tl.range(0, order.batch, OTHERS):
@@ -115,7 +120,7 @@ def sorted_heads(order, work, need, NUM_HEADS: tl.constexpr, OTHERS: tl.constexp
         cuts += tl.sum(crosses.to(tl.int32))
         passed += tl.sum(each.tiles)
         left -= tl.sum(works)
-    cut_heads = tl.where(cuts > 0, cut_heads, NUM_HEADS)  # none crosses: all are sorted
+    cut_heads = tl.where(cuts > 0, cut_heads, NUM_HEADS)
     return cut, cut_heads, cut_slot
 
 
@@ -123,19 +128,20 @@ def sorted_heads(order, work, need, NUM_HEADS: tl.constexpr, OTHERS: tl.constexp
 def sorted_rank(
     order, costs, position, head, nth, cut, cut_heads, NUM_HEADS: tl.constexpr, TAIL: tl.constexpr
 ):
-    """The number of sorted tiles before the nth of a head, [OWN, ENTRIES], of sequences with costs
-    `costs` at `position`, both [OWN, 1].
+    """The number of sorted tiles before the nth of a head, [OWN, ENTRIES]: those that cost more,
+    and those that cost the same and come earlier in the unsorted order. costs, position: of its
+    sequence, [OWN, 1].
 
-    Of its own sequence, with S sorted heads, come before it the costlier tiles of all of them, the
-    equal ones of the sorted heads before its own, and of its own those before it: over S +
-    equal (head - (H - S)) + (nth - over). Of others: costlier ones, and of earlier sequences equal
-    ones, too.
+    In its own sequence these are `over` of each sorted head, `equal` of each sorted head before
+    this one, and nth - over of this one; of a later sequence costlier tiles alone, of an earlier
+    one equal ones too.
     """
     own_sorted = tl.where(position == cut, cut_heads, NUM_HEADS)
     cost = tl.maximum(tl.minimum(costs.base + tl.maximum(costs.tiles, 1) - nth, costs.limit), 1)
     over = tiles_over(costs, cost)
     equal = tiles_from(costs, cost) - over
-    rank = over * own_sorted + (head - NUM_HEADS + own_sorted) * equal + nth - over
+    earlier_heads = head - (NUM_HEADS - own_sorted)
+    rank = over * own_sorted + equal * earlier_heads + (nth - over)
     for start in tl.range(cut, order.batch, TAIL):
         others = start + tl.arange(0, TAIL)
         _, each = tiles_of(order, others)
@@ -216,8 +222,9 @@ class TicketList(Recipe[Schedule]):
 
     rows, max_seqlen: of what is listed. transposed: tiles of keys, whose entries name keys where
     others name queries. causal: a tile's cost rises along its head, or falls with tiles of keys;
-    else all cost the same. shifted: the cheapest tile costs as much more as the other side is
-    longer. max_cost: no tile costs more, in tiles.
+    else all cost the same. shifted: the r-th cheapest tile goes through base + r blocks, where
+    base is the other side's length less this one's, in blocks; else base is 0. max_cost: no tile
+    costs more, in blocks.
     """
 
     rows: int
@@ -242,7 +249,7 @@ class TicketList(Recipe[Schedule]):
             return (cu_seqlens_k.new_zeros(1, WIDTH.value),)
         size = 1 + tiles * self.num_heads, WIDTH.value
         entries = torch.empty(size, dtype=torch.int32, device=device)
-        (order,) = LongestFirst().make(*offsets)
+        order = longest_first(offsets[1])  # by the side that a tile goes through
         share, chunk = 4, 16
         max_entries = cdiv(self.max_seqlen, self.rows_per_item) * self.num_heads
         launch(
@@ -258,22 +265,20 @@ class TicketList(Recipe[Schedule]):
 def uses_tickets(
     batch: Batch, rows_per_item: int, programs: int, *, transposed: bool = False
 ) -> bool:
-    """True where tickets beat a fixed list: under a mask, with more tiles than `programs`.
-
-    Not where the fixed list is balanced already: equal sequences of up to SHORT rows by
-    `zigzag_imbalance`; windows that make all tiles equal, which are one sequence's or, forward, no
-    longer than a tile has rows. Histories in pages keep the list.
-    """
+    """True where tickets beat a fixed list: under a mask that makes tiles unequal, with more tiles
+    than `programs`. Histories in pages keep the list."""
     if not batch.masked or batch.shared_q or batch.history is not None:
         return False
     rows, longest, heads = listed(batch, transposed)
     if schedule.max_tiles(rows, batch.sequences, longest, rows_per_item) * heads <= programs:
         return False
     if batch.window is not None:
+        # Equal tiles need none: those of one sequence; forward those under a window of a tile.
         return batch.sequences > 1 and (transposed or batch.window > rows_per_item)
-    if rows < batch.sequences * longest or longest > SHORT:
+    uneven = rows < batch.sequences * longest
+    if uneven or longest > SHORT:
         return True
-    tiles = cdiv(longest, rows_per_item)
+    tiles = cdiv(longest, rows_per_item)  # of equal sequences, which a fixed list may balance
     return schedule.zigzag_imbalance(batch.sequences * heads, tiles, programs) > BALANCED
 
 
@@ -287,7 +292,12 @@ def listed(batch: Batch, transposed: bool) -> tuple[int, int, int]:
 def ticket_list(
     batch: Batch, rows_per_item: int, programs: int, *, transposed: bool = False
 ) -> TicketList:
-    """The list of tiles of queries or, `transposed`, of keys, for `programs` programs."""
+    """The list of tiles of queries or, `transposed`, of keys, for `programs` programs.
+
+    Query i sees i + 1 keys, so base is 0, and with "lower_right" len_k - len_q more. Key j is seen
+    by len_q - j queries, which for the r-th block from the end are r blocks and len_q - len_k more;
+    with "lower_right" by len_k - j, so base is 0. Hence `shifted`.
+    """
     return TicketList(
         *listed(batch, transposed), rows_per_item, programs, causal=bool(batch.causal),
         shifted=batch.lower_right != transposed,

@@ -36,7 +36,8 @@ def tickets_of(counter_ptr, CONSUMERS: tl.constexpr):
 
 @triton.jit
 def take(tickets, tile):
-    """The producer's entry after its tile-th; its consumers may then read it."""
+    """Draw the program's next entry, and hand it to its consumers. tile: how many entries the
+    program has done before."""
     following = tl.num_programs(0) + tl.atomic_add(tickets.counter_ptr, 1, sem="relaxed")
     stage = tickets.ring.acquire(tile)
     tlx.local_store(tickets.ring.buffer[stage], tl.full([1], 0, tl.int32) + following)
@@ -46,7 +47,7 @@ def take(tickets, tile):
 
 @triton.jit
 def follow(tickets, tile):
-    """A consumer's entry after its tile-th."""
+    """The entry that the producer drew after this program's tile-th."""
     stage = tickets.ring.wait(tile)
     following = tl.sum(tlx.local_load(tickets.ring.buffer[stage]))
     tlx.barrier_arrive(tickets.ring.empty[stage])

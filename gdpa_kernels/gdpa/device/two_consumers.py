@@ -53,7 +53,7 @@ def rows_of(head_dim: int) -> int:
 def fetch_both(desc, ring, stage, start, length, head, key):
     """Start the copies of both consumers' keys; both arrive on the stage's one barrier."""
     WIDTH: tl.constexpr = desc.block_shape[4]
-    BYTES: tl.constexpr = TILE * WIDTH * 2
+    BYTES: tl.constexpr = TILE * WIDTH * tlx.size_of(tlx.dtype_of(desc))
     tlx.barrier_expect_bytes(ring.full[stage], BYTES)
     for role in tl.static_range(MATH_ROLES):
         coords = [BOUND, start + length, head, BOUND - length + key + role * KEYS, 0]
@@ -81,7 +81,10 @@ def store_ds(ds, ds_tile, d, count):
 
 @triton.jit
 def dq_product(role: tl.constexpr, ds, k, k_buffer, count, options):
-    """dS K of a step, in flight: the role's half of the columns, at head_dim 64 of the rows."""
+    """dS K of a step, in flight: the role's half of the columns, at head_dim 64 of the rows. One of
+    ROWS and HEAD_DIM is 64 and not divided; the other is 128. k_buffer: of the keys of role 0;
+    those of role 1 follow."""
+    tl.static_assert(options.ROWS * options.HEAD_DIM == 128 * 64)
     ROW: tl.constexpr = role * (options.ROWS - 64)
     COLUMN: tl.constexpr = role * (options.HEAD_DIM - 64)
     stage = count & 1

@@ -1,5 +1,10 @@
 """The work list of `schedule.py`, order "zigzag": made by one small kernel, read by the rungs.
 
+Its order: sequences by falling number of key blocks, then heads, then tiles. The list is cut into
+rounds of P = `num_programs` entries, of which every second is reversed, and program p of the kernel
+that reads it takes entries p, p + P, ...: so programs have nearly equal work. With P = 1 nothing is
+reversed.
+
 `schedule.build_on_device` takes about thirty PyTorch operations; here each program ranks a few
 sequences against all others, which is batch ** 2 comparisons in all, and writes their entries.
 
@@ -147,10 +152,10 @@ def work_list_kernel(
     for first in tl.range(0, max_entries, ENTRIES):
         local = first + tl.arange(0, ENTRIES)[None, :]
         position = preceding[:, None] * NUM_HEADS + local
-        row = position // num_programs
-        row_start = row * num_programs
-        mirrored = row_start + tl.minimum(row_start + num_programs, count) - 1 - position
-        slot = tl.where(row % 2 == 1, mirrored, position)
+        nth_round = position // num_programs
+        round_start = nth_round * num_programs
+        mirrored = round_start + tl.minimum(round_start + num_programs, count) - 1 - position
+        slot = tl.where(nth_round % 2 == 1, mirrored, position)
         tiles_per_head = tl.maximum(tiles, 1)[:, None]
         valid = local < (tiles * NUM_HEADS)[:, None]
         ptrs = list_ptr + (slot + 1).to(tl.int64) * WIDTH
@@ -163,13 +168,15 @@ def work_list_kernel(
 
 @dataclass(frozen=True)
 class WorkList(Recipe):
-    """A list of tiles, in the order of this file's head.
+    """A list of tiles, in the order of this file's docstring.
 
-    rows, max_seqlen: of what is listed. least: a sequence with keys has that many entries or more,
-    0 or 1. pieces: (pieces of a sequence, keys of one, rows of the output), each piece with entries
-    of its own. numbered: entries name their sequence. padded: keys before the last ones, which are
-    as many as queries, count up to the next multiple. transposed: tiles of keys, whose entries name
-    keys where others name queries; rows_of_q: of a shared q then.
+    rows, max_seqlen: of what is listed. num_programs: of the kernel that reads the list. least: a
+    sequence with something on the other side has that many tiles or more, 0 or 1; 1 where a kernel
+    that writes dQ once must write zeros for a sequence without keys. pieces: (pieces of a sequence,
+    keys of one, rows of the output), each piece with entries of its own. numbered: entries name
+    their sequence. padded: keys before the last ones, which are as many as queries, count up to the
+    next multiple, where keys in pages precede packed ones. transposed: tiles of keys, whose entries
+    name keys where others name queries; rows_of_q: of a shared q then.
     """
 
     rows: int

@@ -49,7 +49,7 @@ from gdpa_kernels.device.groups import OneWay, Ring, ring
 from gdpa_kernels.device.ragged import BOUND
 from gdpa_kernels.device.rows import fetch_rows, keep_runtime
 from gdpa_kernels.gdpa.batch import Batch, Schedule
-from gdpa_kernels.gdpa.device.derivatives import times_slope
+from gdpa_kernels.gdpa.device.derivatives import dk_factor, dv_factor, times_slope
 from gdpa_kernels.gdpa.device.gradients import (
     Gradients,
     head_and_row,
@@ -218,10 +218,10 @@ def math(
         count += steps * options.GROUP
         tlx.barrier_wait(sums_full[0], phase)
         if role == 0:
-            factor = 0.5 * scale * output_scale if options.FOLD else output_scale
+            factor = dv_factor(scale, output_scale, options.FOLD)
             put_sum(gradients.dv, dv, v.buffer[0], factor, start_k, len_k, head_k, key)
         else:
-            factor = 0.5 * scale * output_scale if options.FOLD else scale * output_scale
+            factor = dk_factor(scale, output_scale, options.FOLD)
             put_sum(gradients.dk, dk, staged, factor, start_k, len_k, head_k, key)
         tlx.barrier_arrive(v.empty[0])
         phase ^= 1
@@ -304,7 +304,7 @@ def backward_kernel(
     items = Items(
         order_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, num_items, max_seqlen_q, NUM_HEADS_K
     )
-    factor = 0.5 * scale * output_scale if FOLD else scale * output_scale
+    factor = dk_factor(scale, output_scale, FOLD)
 
     with tlx.async_tasks():
         with tlx.async_task("default"):

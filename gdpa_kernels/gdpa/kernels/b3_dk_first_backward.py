@@ -44,6 +44,7 @@ import triton.language.extra.tlx as tlx
 from gdpa_kernels.device.groups import OneWay, Ring, ring
 from gdpa_kernels.device.rows import keep_runtime
 from gdpa_kernels.gdpa.batch import Batch, Schedule
+from gdpa_kernels.gdpa.device.derivatives import dk_factor, dv_factor
 from gdpa_kernels.gdpa.device.gradients import (
     Gradients,
     head_and_row,
@@ -173,10 +174,10 @@ def math(
         count += steps * options.GROUP
         tlx.barrier_wait(sums_full[0], phase)
         if role == 0:
-            factor = 0.5 * scale * output_scale if options.FOLD else output_scale
+            factor = dv_factor(scale, output_scale, options.FOLD)
             put_sum(gradients.dv, dv, v.buffer[0], factor, start_k, len_k, head_k, key)
         else:
-            factor = 0.5 * scale * output_scale if options.FOLD else scale * output_scale
+            factor = dk_factor(scale, output_scale, options.FOLD)
             put_sum(gradients.dk, dk, staged, factor, start_k, len_k, head_k, key)
         tlx.barrier_arrive(v.empty[0])
         phase ^= 1

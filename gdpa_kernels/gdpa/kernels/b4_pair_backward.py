@@ -34,9 +34,9 @@ halve their rate; and every step waits for the peer.
 | s.full          | 1 (commit to both) | S -> math                                              |
 | p.full          | 4, 2 of each CTA   | math, P is in TMEM and S was read -> mma, dV           |
 | dp.full         | 1 (commit to both) | dP -> math                                             |
-| ds.keys.full    | 4, 2 of each CTA   | math, dS is in TMEM and dP was read -> mma, dK         |
+| ds.for_dk.full  | 4, 2 of each CTA   | math, dS is in TMEM and dP was read -> mma, dK         |
 | ds.peer.full    | 1 and bytes        | math of the peer, dS of this CTA's rows -> mma         |
-| ds.rows.full    | 3                  | a math role of each CTA, its dS is in shared memory;   |
+| ds.for_dq.full  | 3                  | a math role of each CTA, its dS is in shared memory;   |
 |                 |                    | mma of the peer, its ds.peer.full is done -> mma, dQ   |
 | dq.full         | 1 (commit to both) | dQ -> output                                           |
 | dq.empty        | 2, 1 of each CTA   | output, dQ is in registers -> mma, the next dP         |
@@ -59,6 +59,7 @@ from gdpa_kernels.device.pairs import CTAS, fetch_part, pair_and_pairs
 from gdpa_kernels.device.ragged import BOUND
 from gdpa_kernels.device.rows import keep_runtime
 from gdpa_kernels.gdpa.batch import Batch, Schedule
+from gdpa_kernels.gdpa.device.derivatives import dk_factor, dv_factor
 from gdpa_kernels.gdpa.device.gradients import (
     Gradients,
     head_and_row,
@@ -161,13 +162,13 @@ def from_ds(q, k, ds, dk, dq, count, use_acc, zero, options):
     """dK of a step, then dQ over the dS that dK has read. `zero`: `keep_runtime`."""
     WIDTH: tl.constexpr = options.HEAD_DIM // CTAS
     tlx.barrier_wait(q.columns.full[0], count & 1)
-    tlx.barrier_wait(ds.keys.full[0], count & 1)
-    add_products(ds.keys, q.columns, dk, use_acc, WIDTH)
-    tlx.barrier_wait(ds.rows.full[0], count & 1)
+    tlx.barrier_wait(ds.for_dk.full[0], count & 1)
+    add_products(ds.for_dk, q.columns, dk, use_acc, WIDTH)
+    tlx.barrier_wait(ds.for_dq.full[0], count & 1)
     tlx.barrier_wait(ds.peer.full[0], count & 1)
     tlx.fence("async_shared")
     for owner in tl.static_range(CTAS):
-        d = tlx.local_trans(ds.rows.buffer[owner + zero])
+        d = tlx.local_trans(ds.for_dq.buffer[owner + zero])
         tlx.async_dot(
             d, k[owner + zero], dq.buffer[0], use_acc=owner > 0, force_async=True,
             two_ctas=True,
@@ -221,7 +222,7 @@ def mma(k_rows, k, v, q, g, s, p, dp, ds, dv, dk, dq, sums_full, list_ptr, optio
             for step in tl.range(0, steps * options.GROUP):
                 tlx.barrier_wait(ds.peer.full[0], (count + step) & 1)
                 tlx.fence("async_shared")
-                tlx.barrier_arrive(ds.rows.full[0], 1, remote_cta_rank=0)
+                tlx.barrier_arrive(ds.for_dq.full[0], 1, remote_cta_rank=0)
         count += steps * options.GROUP
         phase ^= 1
 
@@ -249,10 +250,10 @@ def math(
         count += steps * options.GROUP
         tlx.barrier_wait(sums_full[0], phase)
         if role == 0:
-            factor = 0.5 * scale * output_scale if options.FOLD else output_scale
+            factor = dv_factor(scale, output_scale, options.FOLD)
             put_sum(gradients.dv, dv, v.buffer[0], factor, start_k, len_k, head_k, key)
         else:
-            factor = 0.5 * scale * output_scale if options.FOLD else scale * output_scale
+            factor = dk_factor(scale, output_scale, options.FOLD)
             put_sum(gradients.dk, dk, staged, factor, start_k, len_k, head_k, key)
         tlx.barrier_arrive(v.empty[0])
         phase ^= 1

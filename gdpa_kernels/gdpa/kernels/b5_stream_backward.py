@@ -34,9 +34,9 @@ Why it may not: what an item moves through the port of shared memory beside its 
 | s.full          | 1 (commit to both) | S -> math                                              |
 | p.full          | 4, 2 of each CTA   | math, P is in TMEM and S was read -> mma, dV           |
 | dp.full         | 1 (commit to both) | dP -> math                                             |
-| ds.keys.full    | 4, 2 of each CTA   | math, dS is in TMEM and dP was read -> mma, dK         |
+| ds.for_dk.full  | 4, 2 of each CTA   | math, dS is in TMEM and dP was read -> mma, dK         |
 | ds.peer.full    | 1 and bytes        | math of the peer, dS of this CTA's rows -> mma         |
-| ds.rows.full    | 3                  | a math role of each CTA, its dS is in shared memory;   |
+| ds.for_dq.full  | 3                  | a math role of each CTA, its dS is in shared memory;   |
 |                 |                    | mma of the peer, its ds.peer.full is done -> mma, dQ   |
 | dq.full         | 1 (commit to both) | dQ -> output                                           |
 | dq.empty        | 2, 1 of each CTA   | output, dQ is in registers -> mma, the next dP         |
@@ -62,6 +62,7 @@ from gdpa_kernels.device.pairs import CTAS, fetch_part, pair_and_pairs
 from gdpa_kernels.device.ragged import BOUND
 from gdpa_kernels.device.rows import keep_runtime
 from gdpa_kernels.gdpa.batch import Batch, Schedule
+from gdpa_kernels.gdpa.device.derivatives import dk_factor, dv_factor
 from gdpa_kernels.gdpa.device.gradients import (
     Gradients,
     head_and_row,
@@ -183,15 +184,15 @@ def from_ds(q, k, ds, dk, dk_empty, dq, count, phase, use_acc, ends, zero, optio
     step there. `zero`: `keep_runtime`."""
     WIDTH: tl.constexpr = options.HEAD_DIM // CTAS
     tlx.barrier_wait(q.columns.full[0], count & 1)
-    tlx.barrier_wait(ds.keys.full[0], count & 1)
+    tlx.barrier_wait(ds.for_dk.full[0], count & 1)
     tlx.barrier_wait(dk_empty[0], phase ^ 1)
-    add_products(ds.keys, q.columns, dk, use_acc, WIDTH)
-    tlx.barrier_wait(ds.rows.full[0], count & 1)
+    add_products(ds.for_dk, q.columns, dk, use_acc, WIDTH)
+    tlx.barrier_wait(ds.for_dq.full[0], count & 1)
     tlx.barrier_wait(ds.peer.full[0], count & 1)
     tlx.fence("async_shared")
     tlx.barrier_wait(k.full[0], phase)
     for owner in tl.static_range(CTAS):
-        d = tlx.local_trans(ds.rows.buffer[owner + zero])
+        d = tlx.local_trans(ds.for_dq.buffer[owner + zero])
         tlx.async_dot(
             d, k.buffer[owner + zero], dq.buffer[0], use_acc=owner > 0, force_async=True,
             two_ctas=True,
@@ -253,7 +254,7 @@ def mma(k_rows, k, v, q, g, s, p, dp, ds, dv, dk, dk_empty, dq, list_ptr, option
             for step in tl.range(0, steps * options.GROUP):
                 tlx.barrier_wait(ds.peer.full[0], (count + step) & 1)
                 tlx.fence("async_shared")
-                tlx.barrier_arrive(ds.rows.full[0], 1, remote_cta_rank=0)
+                tlx.barrier_arrive(ds.for_dq.full[0], 1, remote_cta_rank=0)
         count += steps * options.GROUP
         previous_steps = steps * options.GROUP
         phase ^= 1
@@ -308,8 +309,8 @@ def output(
 ):  # fmt: skip
     """Adds this CTA's 64 rows of dQ of every step to memory, or writes them; stores dV and dK of
     its keys."""
-    of_dv = 0.5 * scale * output_scale if options.FOLD else output_scale
-    of_dk = 0.5 * scale * output_scale if options.FOLD else scale * output_scale
+    of_dv = dv_factor(scale, output_scale, options.FOLD)
+    of_dk = dk_factor(scale, output_scale, options.FOLD)
     rank = tlx.cluster_cta_rank()
     first, pairs = pair_and_pairs()
     num_items = count_items(list_ptr)

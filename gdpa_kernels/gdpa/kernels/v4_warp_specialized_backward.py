@@ -43,7 +43,13 @@ from gdpa_kernels.device.groups import Ring, ring
 from gdpa_kernels.device.ragged import BOUND
 from gdpa_kernels.device.rows import fetch_rows, keep_runtime, put_rows, uniform
 from gdpa_kernels.gdpa.batch import Batch, Schedule
-from gdpa_kernels.gdpa.device.derivatives import mask_slope, times_slope, value_and_factor
+from gdpa_kernels.gdpa.device.derivatives import (
+    dk_factor,
+    dv_factor,
+    mask_slope,
+    times_slope,
+    value_and_factor,
+)
 from gdpa_kernels.gdpa.device.gradients import (
     Gradients,
     head_and_row,
@@ -272,11 +278,11 @@ def math(
         head, row = row_of_step(all_steps - 2, steps, span, head_k, options)
         add_rows(role, gradients.dq, staging[role], start_out, len_q, head, row, options)
     stage_tile(staging[role], dq)
-    dv = dv * (0.5 * scale * output_scale if options.FOLD else output_scale)
+    dv = dv * dv_factor(scale, output_scale, options.FOLD)
     put_rows(gradients.dv, v.buffer[role], start_k, len_k, head_k, key, dv.to(options.DTYPE))
     head, row = row_of_step(all_steps - 1, steps, span, head_k, options)
     add_rows(role, gradients.dq, staging[role], start_out, len_q, head, row, options)
-    dk = dk * (0.5 * scale * output_scale if options.FOLD else scale * output_scale)
+    dk = dk * dk_factor(scale, output_scale, options.FOLD)
     tlx.async_descriptor_store_wait(0)
     dk_staging = staged[role * (128 // HEAD_DIM)]
     put_rows(gradients.dk, dk_staging, start_k, len_k, head_k, key, dk.to(options.DTYPE))

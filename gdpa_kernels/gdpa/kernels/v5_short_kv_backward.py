@@ -41,7 +41,13 @@ from gdpa_kernels.device.groups import OneWay, Ring, ring
 from gdpa_kernels.device.ragged import BOUND, ragged_descriptor, readable
 from gdpa_kernels.device.rows import fetch_rows, keep_runtime, put_rows
 from gdpa_kernels.gdpa.batch import Batch, Schedule
-from gdpa_kernels.gdpa.device.derivatives import mask_slope, times_slope, value_and_factor
+from gdpa_kernels.gdpa.device.derivatives import (
+    dk_factor,
+    dv_factor,
+    mask_slope,
+    times_slope,
+    value_and_factor,
+)
 from gdpa_kernels.gdpa.device.gradients import (
     Gradients,
     head_and_row,
@@ -230,7 +236,7 @@ def math(
     rank = tlx.cluster_cta_rank()
     clusters = tl.num_programs(0) // PROGRAMS
     key = rank * TILE + role * KEYS
-    factor = 0.5 * scale * output_scale if options.FOLD else scale * output_scale
+    factor = dk_factor(scale, output_scale, options.FOLD)
     count = 0
     for item in tl.range(tl.program_id(0) // PROGRAMS, items.count, clusters, num_stages=0):
         start_q, len_q, start_k, len_k, head_k = sequence_and_head(items, item)
@@ -268,7 +274,7 @@ def math(
             put_half(gradients.dq, staging[role], start_q, len_q, head, row, rank, dq * factor)
         count += steps * GROUP // PAIR
         tlx.barrier_arrive(k.empty[0])
-        dv = dv * (0.5 * scale * output_scale if options.FOLD else output_scale)
+        dv = dv * dv_factor(scale, output_scale, options.FOLD)
         put_rows(gradients.dv, v.buffer[role], start_k, len_k, head_k, key, dv.to(options.DTYPE))
         dk_local = dk_local * factor
         dk_peer = dk_peer * factor

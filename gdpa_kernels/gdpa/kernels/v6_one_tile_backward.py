@@ -43,7 +43,13 @@ from gdpa_kernels.device.groups import Ring, ring
 from gdpa_kernels.device.ragged import BOUND
 from gdpa_kernels.device.rows import fetch_rows, keep_runtime, put_rows, uniform
 from gdpa_kernels.gdpa.batch import Batch, Schedule
-from gdpa_kernels.gdpa.device.derivatives import mask_slope, times_slope, value_and_factor
+from gdpa_kernels.gdpa.device.derivatives import (
+    dk_factor,
+    dv_factor,
+    mask_slope,
+    times_slope,
+    value_and_factor,
+)
 from gdpa_kernels.gdpa.device.gradients import (
     Gradients,
     head_and_row,
@@ -167,7 +173,7 @@ def math(
     Q_STAGES: tl.constexpr = options.Q_STAGES
     K_STAGES: tl.constexpr = options.K_STAGES
     FIRST: tl.constexpr = role * (HEAD_DIM // 64)
-    factor = 0.5 * scale * output_scale if options.FOLD else scale * output_scale
+    factor = dk_factor(scale, output_scale, options.FOLD)
     k_buffer = tile % K_STAGES * MATH_ROLES
     start_k, _, len_k, start_q, len_q, head_k, key = entry(list_ptr, item)
     steps = steps_of(len_q, options)
@@ -222,7 +228,7 @@ def math(
         head, row = head_and_row(all_steps - 2, steps, 0, head_k, GROUP, options.ROWS)
         put_half(role, gradients.dq, staging[FIRST], start_q, len_q, head, row, options)
     stage_tile(staging[FIRST], (dq * factor).to(options.DTYPE))
-    dv = dv * (0.5 * scale * output_scale if options.FOLD else output_scale)
+    dv = dv * dv_factor(scale, output_scale, options.FOLD)
     put_rows(gradients.dv, v.buffer[role], start_k, len_k, head_k, key, dv.to(options.DTYPE))
     head, row = head_and_row(all_steps - 1, steps, 0, head_k, GROUP, options.ROWS)
     put_half(role, gradients.dq, staging[FIRST], start_q, len_q, head, row, options)

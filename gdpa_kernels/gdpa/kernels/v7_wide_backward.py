@@ -46,7 +46,13 @@ from gdpa_kernels.device.groups import Ring, ring
 from gdpa_kernels.device.ragged import BOUND
 from gdpa_kernels.device.rows import fetch_rows, keep_runtime, put_rows, uniform
 from gdpa_kernels.gdpa.batch import Batch, Schedule
-from gdpa_kernels.gdpa.device.derivatives import mask_slope, times_slope, value_and_factor
+from gdpa_kernels.gdpa.device.derivatives import (
+    dk_factor,
+    dv_factor,
+    mask_slope,
+    times_slope,
+    value_and_factor,
+)
 from gdpa_kernels.gdpa.device.gradients import (
     Gradients,
     head_and_row,
@@ -213,7 +219,7 @@ def score_role(
     dv = tlx.async_dot_wait(0, dv)
     tlx.barrier_arrive(g.empty[count % G_STAGES])
     count += 1
-    dv = dv * (0.5 * scale * output_scale if options.FOLD else output_scale)
+    dv = dv * dv_factor(scale, output_scale, options.FOLD)
     put_rows(dv_desc, v.buffer[0], start_k, len_k, head_k, key, dv.to(options.DTYPE))
     tlx.async_descriptor_store_wait(0)
     tlx.barrier_arrive(v.empty[0])
@@ -268,7 +274,7 @@ def sum_role(
         tlx.barrier_arrive(ds.empty[ds_stage])
         add_columns(gradients.dq, staging[zero], start_out, len_q, head, row, PIECE, dq)
     count += steps * GROUP
-    dk = dk * (0.5 * scale * output_scale if options.FOLD else scale * output_scale)
+    dk = dk * dk_factor(scale, output_scale, options.FOLD)
     put_rows(gradients.dk, k.buffer[0], start_k, len_k, head_k, key, dk.to(options.DTYPE))
     tlx.async_descriptor_store_wait(0)
     tlx.barrier_arrive(k.empty[0])
