@@ -42,8 +42,8 @@ def to_padded_tensor(
 
 
 def from_padded_tensor(
-    padded: torch.Tensor, offsets: Offsets, *, validate: bool = True
-) -> tuple[torch.Tensor, Offsets]:
+    padded: torch.Tensor, offsets: torch.Tensor | Lengths, *, validate: bool = True
+) -> tuple[torch.Tensor, torch.Tensor | Lengths]:
     """The inverse of `to_padded_tensor`: (values `[total_tokens, ...]`, offsets) of padded
     `[batch, max_seqlen, ...]`. A tensor of offsets is read, which waits for the device.
 

@@ -375,7 +375,7 @@ def rung(impl: str, operator: str = "gdpa", direction: str | None = None) -> Run
         return known_rung
     directions = DIRECTIONS if direction is None else (direction,)
     known = ", ".join(dict.fromkeys(name for each in directions for name in impls(operator, each)))
-    raise ValueError(f"impl must be 'auto' or one of {known}, got {impl!r}")
+    raise ValueError(f"impl must be one of {known}, got {impl!r}")
 
 
 class Availability(NamedTuple):

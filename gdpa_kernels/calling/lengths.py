@@ -22,7 +22,7 @@ class Recipe(Generic[T]):
     """All that something is made from beside the offsets of a batch, and how: what `Lengths` keeps.
 
     A subclass is a frozen dataclass of plain values, and `make` reads nothing but these and its
-    arguments. So what is kept under a record is what any call with an equal record would make.
+    arguments. So what is kept under a recipe is what any call with an equal one would make.
     """
 
     def make(self, cu_seqlens: torch.Tensor, beside: torch.Tensor | None = None) -> T:

@@ -5,12 +5,17 @@ import triton.language as tl
 
 
 @triton.jit
-def _check_offsets(ends_ptr, i, sequences, rows, most, NAME: tl.constexpr):
-    """Assert that offsets rise from 0 to at most `rows`, in steps of at most `most`; of the
-    sequences at i."""
+def _check_offsets(
+    ends_ptr, i, sequences, rows, most, NAME: tl.constexpr, PADDING: tl.constexpr
+):  # fmt: skip
+    """Assert that offsets rise from 0 to `rows`, or with PADDING to at most as many, in steps of at
+    most `most`; of the sequences at i."""
     tl.device_assert(tl.load(ends_ptr) == 0, NAME + " must start at 0")
     last = tl.load(ends_ptr + sequences)
-    tl.device_assert(last <= rows, NAME + " must end at or before the rows of its tensor")
+    if PADDING:
+        tl.device_assert(last <= rows, NAME + " must end at or before the rows of its tensor")
+    else:
+        tl.device_assert(last == rows, NAME + " must end at the rows of its tensor")
     start = tl.load(ends_ptr + i, mask=i < sequences, other=0)
     end = tl.load(ends_ptr + i + 1, mask=i < sequences, other=0)
     tl.device_assert(start <= end, NAME + " must not decrease")
@@ -23,16 +28,17 @@ def _check_offsets(ends_ptr, i, sequences, rows, most, NAME: tl.constexpr):
 )
 def check_kernel(
     ends_q_ptr, ends_k_ptr, segments_ptr, sequences, rows_q, rows_k, max_seqlen_q, max_seqlen_k,
-    NAME: tl.constexpr, ALIGNED: tl.constexpr, EQUAL: tl.constexpr, BLOCK: tl.constexpr,
+    NAME: tl.constexpr, ALIGNED: tl.constexpr, EQUAL: tl.constexpr, PADDING: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """`padding.check_offsets` of BLOCK sequences a program."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = i < sequences
     if ends_q_ptr is None:
-        _check_offsets(ends_k_ptr, i, sequences, rows_k, max_seqlen_k, NAME)
+        _check_offsets(ends_k_ptr, i, sequences, rows_k, max_seqlen_k, NAME, PADDING)
     else:
-        _check_offsets(ends_q_ptr, i, sequences, rows_q, max_seqlen_q, NAME + "_q")
-        _check_offsets(ends_k_ptr, i, sequences, rows_k, max_seqlen_k, NAME + "_k")
+        _check_offsets(ends_q_ptr, i, sequences, rows_q, max_seqlen_q, NAME + "_q", PADDING)
+        _check_offsets(ends_k_ptr, i, sequences, rows_k, max_seqlen_k, NAME + "_k", PADDING)
     if ALIGNED or EQUAL or segments_ptr is not None:
         start_k = tl.load(ends_k_ptr + i, mask=inside, other=0)
         keys = tl.load(ends_k_ptr + i + 1, mask=inside, other=0) - start_k

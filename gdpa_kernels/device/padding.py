@@ -20,8 +20,10 @@ def check_offsets(
     name: str = "cu_seqlens",
     aligned: bool = False,
     equal: bool = False,
+    padding: bool = True,
 ) -> None:
-    """Assert on the device that int32 offsets `[sequences + 1]` are those of tensors with `rows`.
+    """Assert on the device that int32 offsets `[sequences + 1]` are those of tensors with `rows`;
+    with `padding` rows may follow the last sequence.
 
     ends_q None: a q that is shared, of max_seqlens[0] rows. segments: int32 `[sequences, 2]`,
     targets and contexts, which must fit. aligned: no sequence has fewer queries than keys. equal:
@@ -33,7 +35,7 @@ def check_offsets(
     launch(
         check_kernel, (cdiv(max(sequences, 1), block),), ends_k.device,
         ends_q, ends_k, segments, sequences, *rows, *max_seqlens,
-        NAME=name, ALIGNED=aligned, EQUAL=equal, BLOCK=block, num_warps=4,
+        NAME=name, ALIGNED=aligned, EQUAL=equal, PADDING=padding, BLOCK=block, num_warps=4,
     )  # fmt: skip
 
 

@@ -79,9 +79,10 @@ def context_parallel_gdpa(
         k, v: the same rows, `[rows, num_kv_heads, head_dim]`.
         cu_seqlens: offsets of the whole batch, `[batch + 1]`, as numbers of the host, the same on
             every rank.
-        stationary: what no collective moves: "queries" (keys and values are gathered), "keys"
-            (queries are gathered and results summed up) or "sequences" (every rank gets all rows of
-            some heads; num_kv_heads must be a multiple of the ranks).
+        stationary: what is not cut or not moved: "queries" (all-gather of keys and values), "keys"
+            (all-gather of queries, reduce-scatter of results) or "sequences" (all-to-all, as
+            DeepSpeed-Ulysses: every rank gets all rows of some heads; num_kv_heads must be a
+            multiple of the ranks).
         layout: how `shard` cut the batch: "contiguous" or, of equal work under a causal mask,
             "zigzag".
         mask: `Mask` with causal False or True, and window, which needs causal, but for "sequences".

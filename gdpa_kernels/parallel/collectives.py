@@ -36,7 +36,7 @@ def take(x: torch.Tensor, indices: slice | torch.Tensor) -> torch.Tensor:
 def put(
     x: torch.Tensor, indices: slice | torch.Tensor, rows: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    """The transpose of `_take`: rows at their indices among zeros, added where two meet."""
+    """The transpose of `take`: rows at their indices among zeros, added where two meet."""
     if isinstance(indices, slice) and indices == slice(0, rows):  # all of them
         return x.to(dtype)
     out = x.new_zeros(rows, *x.shape[1:], dtype=dtype)

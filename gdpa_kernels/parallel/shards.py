@@ -70,7 +70,13 @@ def unshard(
 class Shards(NamedTuple):
     """How a batch is cut. `pieces`: of each rank (sequence, first, end) in packed rows, none empty;
     `size`: rows of the largest shard; `order`: None where packed rows lie in order of the ranks,
-    else where each has its place in what is gathered."""
+    else the index of each in what is gathered.
+
+    Of one sequence of 8 rows for 2 ranks in zigzag: pieces [[(0, 0, 2), (0, 6, 8)],
+    [(0, 2, 4), (0, 4, 6)]], size 4, order [0, 1, 4, 5, 6, 7, 2, 3]. Under a causal mask rank 1
+    calls with 2 and 2 rows of its own, beside the rows 0 to 4 and 0 to 6: its `parts`, where
+    queries stay.
+    """
 
     ends: tuple[int, ...]
     pieces: list[list[tuple[int, int, int]]]

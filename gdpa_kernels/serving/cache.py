@@ -19,7 +19,7 @@ from gdpa_kernels.gdpa.batch import History
 from gdpa_kernels.serving import common, joined
 from gdpa_kernels.serving.arguments import key, listed, renamed, users_and_epochs
 from gdpa_kernels.serving.exclusive import Exclusive, exclusively
-from gdpa_kernels.serving.pages import Pages, UserHistory, check_whole, locate, rows_of
+from gdpa_kernels.serving.pages import Pages, Part, UserHistory, check_whole, locate, rows_of
 from gdpa_kernels.serving.validity import Model
 
 
@@ -87,9 +87,8 @@ class PagedCache:
         *,
         begins: Sequence[int] | None = None,
     ) -> Pages:
-        """Make room for counts[i] more tokens of users[i], and say where it is: slots, cu_seqlens
-        and max_seqlen are of the new tokens alone. `write` fills it, layer by layer; if that fails,
-        `evict` these users, whose unwritten rows are refused.
+        """Make room for counts[i] more tokens of users[i], and say where it is. `write` fills it,
+        layer by layer; if that fails, `evict` these users, whose unwritten rows are refused.
 
         A history of another epoch is dropped first. If pages are short, users outside of this batch
         are evicted, the least recently used first.
@@ -134,16 +133,24 @@ class PagedCache:
                 self.evict(user)
             self._users.setdefault(user, self._empty(epoch))
             self._users.move_to_end(user)
-        for user, needed, count in zip(users, pages, counts, strict=True):
+        for user, length in zip(users, lengths, strict=True):
+            self._free_pages(self._users[user], length)  # of a call that was interrupted
+        for user, needed in zip(users, pages, strict=True):
             entry = self._users[user]
             while len(entry.pages) < needed:
                 while not self._free:  # an empty history has no page to give
                     self.evict(next(iter(self._users)))  # none of this batch: those come last
                 entry.pages.append(self._free.pop())
-            entry.length += count
-            if entry.after_edit is not None and entry.length >= entry.after_edit:
-                entry.after_edit = None
-        return self._located(users, [self._users[user] for user in users], lengths)
+        parts = []
+        for user, length, count in zip(users, lengths, counts, strict=True):
+            entry, end = self._users[user], length + count
+            parts.append(Part(user, entry, length, end, max(end, entry.after_edit or 0)))
+        placed = locate(parts, self.page_size, self.data.device)
+        for part in parts:  # nothing has changed where making these failed
+            part.entry.length = part.end
+            if part.events == part.end:
+                part.entry.after_edit = None
+        return placed
 
     @renamed("at", "pages")
     @exclusively
@@ -191,11 +198,11 @@ class PagedCache:
         for user, entry in zip(users, entries, strict=True):
             if entry is not None:
                 self._users.move_to_end(user)
-        filled = [
-            self._empty(epoch) if entry is None else entry
-            for entry, epoch in zip(entries, epochs, strict=True)
-        ]
-        return self._located(users, filled, [0] * len(filled))
+        parts = []
+        for user, epoch, entry in zip(users, epochs, entries, strict=True):
+            entry = self._empty(epoch) if entry is None else entry
+            parts.append(Part(user, entry, 0, entry.length, entry.events))
+        return locate(parts, self.page_size, self.data.device)
 
     @renamed("at", "pages")
     @exclusively
@@ -292,9 +299,9 @@ class PagedCache:
             )
         right = self.model.kept(beside, position)
         rows = min(position, *entry.written, right)  # rows behind would move
-        held, written = cdiv(rows, self.page_size), [rows] * self.model.num_layers
-        rest = UserHistory(epoch, written, rows, entry.pages[:held], events)
-        free = self._free + entry.pages[held:]
+        count, written = cdiv(rows, self.page_size), [rows] * self.model.num_layers
+        rest = UserHistory(epoch, written, rows, entry.pages[:count], events)
+        free = self._free + entry.pages[count:]
         self._users[user], self._free = rest, free  # together: a page has one holder, or is free
         return rows
 
@@ -304,10 +311,11 @@ class PagedCache:
         if key("user", user) in self._users:
             self._free += self._users.pop(user).pages
 
-    def _located(
-        self, users: Sequence[Hashable], entries: list[UserHistory], begins: list[int]
-    ) -> Pages:
-        return locate(users, entries, begins, self.page_size, self.data.device)
+    def _free_pages(self, entry: UserHistory, rows: int) -> None:
+        """Take the pages behind these rows from a history."""
+        count = cdiv(rows, self.page_size)
+        surplus, entry.pages = entry.pages[count:], entry.pages[:count]
+        self._free += surplus
 
     def _empty(self, epoch: Hashable) -> UserHistory:
         return UserHistory(epoch, [0] * self.model.num_layers)

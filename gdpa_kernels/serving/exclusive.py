@@ -20,47 +20,55 @@ class Exclusive:
     """
 
     def __init__(self, device: torch.device):
-        self._lock, self._depth, self._device = threading.RLock(), 0, device
-        self._stream: torch.cuda.Stream | None = None  # of the last that was ordered
-        self._event: torch.cuda.Event | None = None  # behind all that it enqueued
-        self._ordered = False  # work may have been enqueued since the last event
+        self._lock, self._device = threading.RLock(), device
+        self._entered: list[torch.cuda.Stream | None] = []  # the stream of each entry
+        self._stream: torch.cuda.Stream | None = None  # the last one that was used
+        self._event: torch.cuda.Event | None = None  # behind what it had enqueued then
+        self._unrecorded = False  # it may have enqueued more since
 
     def __reduce__(self):
         return type(self), (self._device,)
 
     def __enter__(self) -> None:
         self._lock.acquire()
-        self._depth += 1
         try:
-            self._order()
+            stream = self._current()
+            if stream is not None:
+                self._use(stream)
+            self._entered.append(stream)
         except BaseException:
-            self.__exit__()
+            self._lock.release()
             raise
 
     def __exit__(self, *_) -> None:
-        self._depth -= 1
+        self._entered.pop()
         try:
-            if not self._depth:
+            if not self._entered:
                 self._record()
+            elif self._entered[-1] is not None:
+                self._use(self._entered[-1])
         finally:
             self._lock.release()
 
-    def _order(self) -> None:
-        """Let the current stream wait for the last one."""
+    def _current(self) -> torch.cuda.Stream | None:
+        """The current stream; None where nothing is to be ordered."""
         if self._device.type != "cuda" or torch.compiler.is_compiling():
-            return
+            return None
         if checks.is_capturing(self._device):
-            return
-        stream = torch.cuda.current_stream(self._device)
+            return None
+        return torch.cuda.current_stream(self._device)
+
+    def _use(self, stream: torch.cuda.Stream) -> None:
+        """Let a stream wait for the last one that was used."""
         if stream != self._stream:
             self._record()
             if self._event is not None:
                 stream.wait_event(self._event)
-        self._stream, self._ordered = stream, True
+        self._stream, self._unrecorded = stream, True
 
     def _record(self) -> None:
-        if self._ordered:
-            self._ordered = False
+        if self._unrecorded:
+            self._unrecorded = False
             self._event = self._event or torch.cuda.Event()
             self._event.record(self._stream)
 

@@ -119,8 +119,10 @@ def _check(layer: GDPASelfAttention, cache: PagedCache, index: int) -> None:
             "positions of cache.model must be 'index' for a layer with rotary, which counts its "
             f"rows from the start, got {cache.model.positions!r}"
         )
+    if layer.mask.causal not in (True, "upper_left"):
+        raise ValueError(f"causal of layer must be True or 'upper_left', got {layer.mask.causal!r}")
     cached, mask = ((bool(x.causal), x.window) for x in (cache.model.mask, layer.mask))
-    if not layer.mask.causal or layer.mask.causal == "lower_right" or mask != cached:
+    if mask != cached:
         raise ValueError(
             f"layer must have the mask of cache.model, (causal, window) {cached}, got "
             f"{(layer.mask.causal, layer.mask.window)}"

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import torch
 
+from gdpa_kernels.calling.launch import cdiv
 from gdpa_kernels.calling.lengths import Lengths, held
 from gdpa_kernels.calling.sequences import Sequences
 
@@ -28,6 +29,9 @@ class Pages:
     kv_indptr int32 `[batch + 1]`, into kv_indices int32; last_page_len int32 `[batch]`, 1 to
     page_size, and 0 of an empty history; cu_seqlens int32 `[batch + 1]`, tokens; max_seqlen; slots
     int64 `[tokens]`, page * page_size + offset; positions int64 `[tokens]`, of each in its history.
+
+    Fields of pages are of the histories up to these tokens; those of tokens are, from
+    `PagedCache.pages`, of all of them, and from `append` of the new ones alone.
 
     Valid until one of the users is edited, evicted or given another epoch; later use raises
     ValueError. A later append does not invalidate it: these are the histories as they were.
@@ -59,7 +63,7 @@ class Pages:
 
 
 class Part(NamedTuple):
-    """Rows [begin, end) of one user's history; events: its length when these `Pages` were made,
+    """Rows [begin, end) of one user's history; events: its tokens when these `Pages` were made,
     those included whose rows an edit dropped."""
 
     user: Hashable
@@ -75,11 +79,11 @@ class Part(NamedTuple):
 
 @dataclass(eq=False)
 class UserHistory:
-    """What a cache holds of a user's history.
+    """What a cache holds of a user's history, of which written[layer] <= length <= events.
 
-    epoch: of the history; written: of each layer the rows from the start that hold keys and values;
-    length: rows that have room, in `pages`; after_edit: events that an edit left, until all have
-    rows again.
+    epoch: of the history; written: of each layer the rows from the start that hold keys and values,
+    raised by `PagedCache.write`; length: the rows that have room in `pages`, raised by `append`;
+    after_edit: the events that an edit left, until all of them have room again.
     """
 
     epoch: Hashable
@@ -101,19 +105,16 @@ def rows_of(slots: torch.Tensor, page_size: int) -> tuple[torch.Tensor, torch.Te
 
 
 @torch.inference_mode(False)  # gradients may follow an evaluation
-def locate(
-    users: Sequence[Hashable], entries: Sequence[UserHistory], begins: Sequence[int],
-    page_size: int, device: torch.device,
-) -> Pages:  # fmt: skip
-    """The `Pages` of these histories; slots are those of the tokens from begins[i]."""
-    counts = [entry.length - begin for entry, begin in zip(entries, begins, strict=True)]
-    last = [(x.length - 1) % page_size + 1 if x.length else 0 for x in entries]
-    indptr = _ends([len(entry.pages) for entry in entries])
-    indices = [page for entry in entries for page in entry.pages]
+def locate(parts: Sequence[Part], page_size: int, device: torch.device) -> Pages:
+    """The `Pages` of these rows, of which each user's entry has the pages."""
+    counts, begins = [part.end - part.begin for part in parts], [part.begin for part in parts]
+    last = [(part.end - 1) % page_size + 1 if part.end else 0 for part in parts]
+    pages = [part.entry.pages[: cdiv(part.end, page_size)] for part in parts]
+    indptr, indices = _ends([*map(len, pages)]), [page for each in pages for page in each]
     lists = indptr, indices, last, _ends(counts), begins
     # Each at a multiple of 16 bytes: kernels are compiled once for all numbers of pages.
     padded = [[*each, *[0] * (-len(each) % 4)] for each in lists]
-    packed = torch.tensor([x for each in padded for x in each], dtype=torch.int32)
+    packed = torch.tensor([x for each in padded for x in each], dtype=torch.int32, device="cpu")
     if device.type == "cuda":  # from pinned memory, so that the host does not wait
         packed = packed.pin_memory().to(device, non_blocking=True)
     split = zip(packed.split([*map(len, padded)]), lists, strict=True)
@@ -124,11 +125,7 @@ def locate(
     position = tokens - ends[sequence] + starts[sequence]
     page = kv_indices[kv_indptr[sequence] + position // page_size]
     slots = page.long() * page_size + position % page_size
-    longest = max(counts, default=0)
-    parts = tuple(
-        Part(user, entry, begin, entry.length, entry.events)
-        for user, entry, begin in zip(users, entries, begins, strict=True)
-    )
+    longest, parts = max(counts, default=0), tuple(parts)
     return Pages(kv_indptr, kv_indices, last_page_len, ends, longest, slots, position, parts)
 
 

@@ -1,4 +1,12 @@
-"""Scores of candidates over histories in pages."""
+"""Scores of candidates over histories in pages.
+
+|                      | one call, over both            | the sum of two                         |
+|----------------------|--------------------------------|----------------------------------------|
+| pages where they are | `_in_pages` of one batch       | `_in_pages` of the histories, then     |
+|                      |                                | `_add_candidates`                      |
+| pages gathered       | `over_both`                    | `gdpa` over the histories, then        |
+|                      |                                | `_add_candidates`                      |
+"""
 
 from __future__ import annotations
 
@@ -60,9 +68,9 @@ def score(
         cache, layer, history: what keeps the histories, of which layer, and where they lie, of the
             same users in the same order (`PagedCache.pages`), whole.
         target_group_size: candidates of a group, as `gdpa`.
-        in_one_call: True or False; None for one call where that kernel computes it and the
-            candidates' tiles of 128 rows, one for each user and head, are so many that it would not
-            split the histories' keys between multiprocessors.
+        in_one_call: True or False. None for one call where that kernel takes it, "auto" would
+            choose it, and tiles of 128 candidates, of all users and heads, fill the device without
+            the histories' keys being split between multiprocessors.
         options: of `gdpa`, those in `gdpa.api.SHARED_OPTIONS`, validate and out_dtype. A mask is
             not among them: a history that a window limits is for one call of `gdpa`.
 
@@ -79,6 +87,7 @@ def score(
     of 4,096 with 100 take 56 and 29, since two split the keys. See the lab notes on serving.
     """
     api.check_shared_options(options, "validate", "out_dtype")
+    checks.check_impl(options.get("backward_impl", "auto"), api.BACKWARD_IMPLS, "backward_impl")
     if in_one_call is not None:
         checks.check_bool(in_one_call=in_one_call)
     check_whole("history", history)
@@ -96,13 +105,28 @@ def score(
     options["out_dtype"] = api.check_sum(q, q.shape, options.get("out_dtype"), None)
     validate = options.pop("validate", True)
     of_q = read_candidates(q, cu_seqlens, max_seqlen, history, validate)
-    call = q, k, v, of_q, cache, layer, history
-    in_one_call, in_place = _in_place(*call, target_group_size, in_one_call, **options)
     options["validate"] = False  # the sequences have been read
+    impl, call = options.get("impl", "auto"), (q, k, v, of_q, cache, layer, history)
+    launches = common.can_launch(q, k, v)
+    alone = launches and impl == "auto" and target_group_size == 1
+    out = over_history = None
+    if launches and impl in ("auto", _PAGED.impl):
+        with cache.exclusive:  # from the check of the pages until what reads them is launched
+            batch = _history_batch(*call, **options)
+            if in_one_call is None:
+                in_one_call = _is_one_call(batch, k, v, options["out_dtype"])
+            if in_one_call:
+                batch = _with_candidates(batch, k, v, target_group_size, options["out_dtype"])
+                out = _in_pages(batch)
+            else:
+                over_history = _in_pages(batch, _lists(of_q, history), in_parts=alone)
     if in_one_call:
         mask = Mask(True, target_group_size=target_group_size)
-        return over_both(*call, mask, **options) if in_place is None else in_place
-    return _sum_of_two(*call, target_group_size, in_place, **options)
+        return over_both(*call, mask, **options) if out is None else out
+    if over_history is None:
+        summed = options | {"out_dtype": None if q.dtype == torch.float64 else torch.float32}
+        over_history = gdpa(q, *cache.read(layer, history), of_q, history.sequences, **summed)
+    return _add_candidates(q, k, v, of_q, over_history, target_group_size, alone, **options)
 
 
 def read_candidates(
@@ -121,7 +145,8 @@ def read_candidates(
             f"{list(known.cu_seqlens.shape)}"
         )
     if known.check_values and not checks.is_fake(x):
-        padding.check_offsets(None, known.cu_seqlens, None, (rows, rows), (max_seqlen, max_seqlen))
+        sizes = (rows, rows), (max_seqlen, max_seqlen)
+        padding.check_offsets(None, known.cu_seqlens, None, *sizes, padding=False)
         known = known._replace(check_values=False)
     return known
 
@@ -139,38 +164,13 @@ def over_both(
     return gdpa(q, keys, values, of_q, of_k, mask=mask, **options)
 
 
-def _in_place(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, of_q: Sequences, cache: PagedCache,
-    layer: int, history: Pages, target_group_size: int, in_one_call: bool | None, *,
-    out_dtype: torch.dtype | None, impl: str = "auto", **options,
-) -> tuple[bool | None, torch.Tensor | None]:  # fmt: skip
-    """in_one_call, by the rule of `score` for None, and the output of the kernel that reads pages,
-    of one call or over the histories alone; None for either where it does not take the call. Of the
-    histories alone it may be the parts of the sum, where `add_diagonal` follows."""
-    if impl not in ("auto", _PAGED.impl) or not common.can_launch(q, k, v):
-        return in_one_call, None
-    with cache.exclusive:  # from the check of the pages until what reads them is launched
-        batch = _history_batch(q, k, v, of_q, cache, layer, history, **options)
-        if in_one_call is None:
-            in_one_call = _is_one_call(batch, k, v, out_dtype)
-        if in_one_call:
-            return True, _in_pages(_with_candidates(batch, k, v, target_group_size, out_dtype))
-        is_diagonal = impl == "auto" and target_group_size == 1
-        return in_one_call, _in_pages(batch, _lists(of_q, history), in_parts=is_diagonal)
-
-
-def _sum_of_two(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, of_q: Sequences, cache: PagedCache,
-    layer: int, history: Pages, target_group_size: int, over_history: torch.Tensor | None, *,
-    impl: str = "auto", **options,
+def _add_candidates(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, of_q: Sequences, over_history: torch.Tensor,
+    target_group_size: int, alone: bool, **options,
 ) -> torch.Tensor:  # fmt: skip
-    """The call over the groups, added to over_history: that over the histories, which is None where
-    they are yet to be copied out of the pages."""
-    if over_history is None:
-        summed = options | {"out_dtype": None if q.dtype == torch.float64 else torch.float32}
-        keys, values = cache.read(layer, history)
-        over_history = gdpa(q, keys, values, of_q, history.sequences, impl=impl, **summed)
-    if target_group_size == 1 and impl == "auto" and common.can_launch(q, k, v):
+    """The call over the groups, added to that over the histories; `alone`: each candidate is one,
+    and a kernel of its own adds it to the result, or to the parts of it."""
+    if alone:
         names = "activation", "scale", "output_scale", "out_dtype"
         known = {name: options[name] for name in names if name in options}
         return diagonal.add_diagonal(q, k, v, over_history, **known)
@@ -178,7 +178,7 @@ def _sum_of_two(
     if target_group_size > 1:
         counts = of_q.cu_seqlens.diff()
         mask = Mask(True, num_targets=counts, target_group_size=target_group_size)
-    return gdpa(q, k, v, of_q, of_q, mask=mask, add_to=over_history, impl=impl, **options)
+    return gdpa(q, k, v, of_q, of_q, mask=mask, add_to=over_history, **options)
 
 
 def _history_batch(

@@ -2,10 +2,12 @@
 
 Without normalisation, attention over a set of events is the sum over its events. So the pooled
 history of a user (PMA: seeds that are the same for everybody) can be kept, and an event added or
-deleted for the cost of that event alone. Two things must hold, and the second is checked here:
-queries, keys and values of old events do not change, which is so in a first layer over per-event
-features and not behind another attention layer (`validity.Model.check_subtraction`); and the same
-arithmetic adds and deletes, since a kernel that rounds otherwise leaves its difference behind.
+deleted for the cost of that event alone. Two things must hold:
+
+- An event's part does not depend on other events, as in a first layer over per-event features, and
+  not behind another attention layer: the caller knows that (`validity.Model.check_subtraction`).
+- The same arithmetic adds and deletes, since a kernel that rounds otherwise leaves its difference
+  behind: `impl` is one, and stored sums go on by the same `arithmetic` alone.
 """
 
 from __future__ import annotations
@@ -17,16 +19,17 @@ import torch
 import gdpa_kernels
 from gdpa_kernels.calling import checks, ladder
 from gdpa_kernels.calling.lengths import Lengths
+from gdpa_kernels.calling.rung import capability
 from gdpa_kernels.gdpa import api
 from gdpa_kernels.gdpa.api import IMPLS, gdpa
 from gdpa_kernels.gdpa.registration import check_activation
 from gdpa_kernels.serving.exclusive import Exclusive, exclusively
 
 UNIT = 2.0**-30
-"""What the integers of an exact sum count."""
+"""An exact sum is an int64 that counts these."""
 LARGEST = 2.0**62
-"""Of these integers: below it none is out of range."""
-KEPT = "total", "count", "updates", "peak"
+"""The bound of a part and of a sum in units: below it no int64 overflows."""
+STORED = "total", "count", "updates", "peak"
 """The tensors of the sums, by users."""
 ROUNDING, TOLERATED = 1.3e-8, 2e-4
 """The relative error of an fp32 sum grows as ROUNDING sqrt(updates) (largest norm / present norm),
@@ -104,10 +107,14 @@ class StoredSums:
         options = ", ".join(
             f"{name} {x}" for name, x in self._options.items() if name != "out_dtype"
         )
-        kind = "int64" if self.exact else "fp32"
+        kind, device = "int64" if self.exact else "fp32", self.q.device.type
+        if (version := capability(self.q.device)) is not None:
+            import triton
+
+            device += f" {version[0]}.{version[1]} by Triton {triton.__version__}"
         return (
             f"gdpa_kernels {gdpa_kernels.__version__}, {options}, {self.q.dtype} into {kind} on "
-            f"{self.q.device.type}"
+            f"{device}"
         )
 
     @exclusively
@@ -157,13 +164,13 @@ class StoredSums:
         """Empty the sums of these users, int64 `[n]` or bool `[users]`, before they are computed
         again."""
         self._check_users(self._check_index(users))
-        self._store(users, **dict.fromkeys(KEPT, 0))
+        self._store(users, **dict.fromkeys(STORED, 0))
 
     @exclusively
     def state_dict(self) -> dict[str, Any]:
         """The sums, of which queries they are, and what computed them; of a module's kind, whose
         tensors are not copied."""
-        return {name: getattr(self, name) for name in (*KEPT, "q", "arithmetic")}
+        return {name: getattr(self, name) for name in (*STORED, "q", "arithmetic")}
 
     @exclusively
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -175,7 +182,7 @@ class StoredSums:
                 f"arithmetic of state must be {self.arithmetic}, got {state['arithmetic']}: "
                 "compute the sums again"
             )
-        for name in KEPT:
+        for name in STORED:
             shape, received = getattr(self, name).shape, state[name].shape
             if received != shape:
                 raise ValueError(
@@ -185,7 +192,7 @@ class StoredSums:
             raise ValueError(
                 "q of state must be the queries of these sums, got others: compute them again"
             )
-        self._store(slice(None), **{name: state[name] for name in KEPT})
+        self._store(slice(None), **{name: state[name] for name in STORED})
 
     def _change(
         self, sign: int, users: torch.Tensor, k: torch.Tensor, v: torch.Tensor,

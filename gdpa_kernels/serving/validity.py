@@ -110,7 +110,7 @@ class Model:
     @renamed("at", "position")
     def changed(self, rows: int, position: int) -> list[range]:
         """A range for each layer that holds all rows whose keys and values a change at `position`
-        makes wrong, of `rows` rows beside it."""
+        makes wrong, of the `rows` rows that are there before and after it."""
         rows = checks.check_count("rows", rows)
         position = checks.check_count("position", position)
         if position > rows:
@@ -127,7 +127,8 @@ class Model:
 
     def check_append(self) -> None:
         """Raises ValueError, with the reasons, if an append makes any of the kept rows wrong."""
-        # More rows than an append reaches back through all layers, and the contexts.
+        # An append reaches back at most a window and a row in each layer: these are twice as many,
+        # and the contexts.
         rows = 2 * self.num_layers * ((self.mask.window or 0) + 2) + self._contexts
         if not any(self.changed(rows, rows)):
             return
@@ -183,14 +184,16 @@ class Model:
         """Rows that changed behind a layer that took `inputs` changed."""
         if self.token_statistics or not self.constant_divisor:
             return range(rows)
-        reach = rows if self.mask.window is None else self.mask.window
-        back = 0 if self.mask.causal else reach
-        end = max(position, self._contexts) + reach  # a change of the contexts moves those behind
-        ranges = [range(position - back, end)]
+        # A row sees so many rows behind it, and so many before it.
+        before = rows if self.mask.window is None else self.mask.window
+        behind = 0 if self.mask.causal else before
+        # Rows that see the event, or a context that it changes. One added before row p moves row p
+        # to p + 1: with a window of w it is seen by rows up to p + w - 1.
+        ranges = [range(position - behind, max(position, self._contexts) + before)]
         if self.next_time:
             ranges.append(range(position - 1, position))
         if inputs:
-            ranges.append(range(inputs.start - back, inputs.stop + reach))
+            ranges.append(range(inputs.start - behind, inputs.stop + before))
         if self._contexts:
             ranges.append(range(self._contexts))
         inside = [range(max(x.start, 0), min(x.stop, rows)) for x in ranges]

@@ -198,14 +198,15 @@ def on_the_device(**changes) -> None:
     """`check_kernel` of an ordinary call with some changes, in the emulator."""
     given = {
         "ends_q": OFFSETS, "ends_k": OFFSETS, "segments": None, "sequences": 2, "rows": ROWS,
-        "most": 30, "aligned": False, "equal": False,
+        "most": 30, "aligned": False, "equal": False, "padding": True,
     } | changes  # fmt: skip
     rows, most = (given["rows"],) * 2, (given["most"],) * 2
     with tritonemu.enabled():
         launch(
             check_kernel, (2,), torch.device("cpu"),
             given["ends_q"], given["ends_k"], given["segments"], given["sequences"], *rows, *most,
-            NAME="cu_seqlens", ALIGNED=given["aligned"], EQUAL=given["equal"], BLOCK=1,
+            NAME="cu_seqlens", ALIGNED=given["aligned"], EQUAL=given["equal"],
+            PADDING=given["padding"], BLOCK=1,
         )  # fmt: skip
 
 
@@ -216,6 +217,7 @@ def test_the_device_finds_what_the_host_finds():
     for changes, message in (
         ({"ends_q": ends(1, 14, TOTAL)}, "cu_seqlens_q must start at 0"),
         ({"ends_k": ends(0, 14, 60), "most": 60}, "cu_seqlens_k must end at or before the rows"),
+        ({"padding": False}, "cu_seqlens_q must end at the rows of its tensor"),
         ({"ends_k": ends(0, 40, 14)}, "cu_seqlens_k must not decrease|no sequence beyond"),
         ({"most": 29}, "cu_seqlens_q must have no sequence beyond its max_seqlen"),
         ({"ends_q": None, "most": 29}, "cu_seqlens must have no sequence beyond"),
@@ -263,7 +265,8 @@ def test_both_kernels_compile(arch):
     with launches(run=False) as seen:
         launch(
             check_kernel, (1,), torch.device("cpu"), OFFSETS, OFFSETS, torch.zeros(2, 2).int(), 2,
-            ROWS, ROWS, 30, 30, NAME="cu_seqlens", ALIGNED=True, EQUAL=True, BLOCK=1024,
+            ROWS, ROWS, 30, 30, NAME="cu_seqlens", ALIGNED=True, EQUAL=True, PADDING=True,
+            BLOCK=1024,
         )  # fmt: skip
         padding.clear_on_device([x, x], OFFSETS, x, 1)
     with pretended(arch):

@@ -183,7 +183,7 @@ NO_FA3 = "Unsupported: needs FlashAttention-3, which is not inst"
         (BLOCKS, "v1_one_tile", "forward", None, ON_CUDA),
         (SMALL, "fa3", "forward", None, NO_FA3),
         (LONG, "fa3", "backward", "sm_90", NO_FA3),
-        (LONG, "v1_tiled", "backward", "sm_90", "ValueError: impl must be 'auto' or one of refer"),
+        (LONG, "v1_tiled", "backward", "sm_90", "ValueError: impl must be one of refer"),
         (LONG, "v5_short_kv_backward", "backward", "sm_90",
          "NotImplementedError: backward_impl 'v5_short_kv_backward' needs a max_seqlen_k of at mo"),
         (TURNED, "eliminations", "forward", "sm_90",

@@ -11,6 +11,7 @@ import tritonemu
 from gdpa_kernels import Lengths, gdpa
 from gdpa_kernels.calling.launches import launches
 from gdpa_kernels.serving import PagedCache, Pages, score
+from gdpa_kernels.serving import cache as caches
 from gdpa_kernels.serving.validity import Model
 from gdpa_lab.measuring.compile_check import build_launch, read
 from tests.calls import assert_same_bits, full_of_nan
@@ -166,6 +167,45 @@ def test_an_empty_history_has_no_page_to_give():
     filled(kept, ["a"], [24])
     filled(kept, ["b"], [1])
     assert [kept.length(user) for user in "ab"] == [0, 1]
+
+
+def test_tables_of_pages_are_made_on_a_cpu_whatever_the_default_device_is():
+    held = cache()
+    with torch.device("meta"):
+        assert held.append(["a"], [3]).slots.is_cpu and held.pages(["a"]).kv_indptr.is_cpu
+
+
+@pytest.mark.parametrize("edited", (False, True))
+def test_an_append_that_fails_changes_nothing(monkeypatch, edited):
+    held = cache()
+    filled(held, ["a"], [5])
+    if edited:
+        held.edit("a", 2, epoch=1, added=False)
+    length = held.length("a", int(edited))
+
+    def fails(*_):
+        raise torch.OutOfMemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(caches, "locate", fails)
+        with pytest.raises(torch.OutOfMemoryError):
+            held.append(["a"], [2], [int(edited)])
+    assert held.length("a", int(edited)) == length
+    whole = held.pages(["a"], [int(edited)])
+    assert len(held.read(0, whole)[0]) == length and whole.is_whole != edited
+    assert len(whole.kv_indices) == -(-length // held.page_size)
+
+
+def test_pages_of_an_append_that_failed_are_free_for_others(monkeypatch):
+    held = cache()
+    pages = held.data.shape[1]
+    with monkeypatch.context() as patch:
+        patch.setattr(caches, "locate", None)
+        with pytest.raises(TypeError):
+            held.append(["a"], [(pages - 1) * held.page_size])
+    assert held.pages(["a"]).kv_indptr.tolist() == [0, 0]
+    both = held.append(["a", "b"], [1, (pages - 1) * held.page_size])
+    assert sorted(both.kv_indices.tolist()) == [*range(pages)]
 
 
 def test_a_model_that_appends_would_make_wrong_is_refused():

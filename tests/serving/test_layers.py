@@ -138,7 +138,7 @@ def test_a_deletion_is_served_after_its_suffix_is_computed_again(options):
         (NotImplementedError, "position_bias and .* got one of them", {"position_bias": 9}),
         (
             ValueError,
-            r"mask of cache.model, .causal, window. \(True, None\), got \(False, None\)",
+            "causal of layer must be True or 'upper_left', got False",
             {"causal": False},
         ),
         (ValueError, r"got \(True, 5\)", {"window": 5}),

@@ -125,9 +125,6 @@ def launch_gradients(
         **{name.upper(): value for name, value in vars(config).items()}, "FOLD": fold, **constants,
     }  # fmt: skip
     options = {name: known[name] for name in kernel.arg_names if name in known}
-    unknown = constants.keys() - options.keys()
-    if unknown:
-        raise TypeError(f"{kernel.__name__} must take {[*unknown]}, got {kernel.arg_names}")
     if ctas > 1:
         options["ctas_per_cga"] = (ctas, 1, 1)
     dq, dk, dv = batch.new_gradients()
