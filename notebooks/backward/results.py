@@ -80,6 +80,7 @@ here = chapter.compare(lambda session: plan(session, few, []))
 shown = {"direction": "backward", "scope": "sustained", "workload": NAMES}
 rows, us, burst = chapter.rows(**shown), chapter.times(**shown), chapter.times(direction="backward")
 timed, best = rows[rows["time_us_p50"].notna()], ratios.best(rows)
+planned = chapter.rows(**shown | {"workload": [*NAMES, *HSTU]})
 ours, every = us.columns.intersection(RUNGS), burst.columns.intersection(RUNGS)
 over = us.div(us[ours].min(axis=1), axis=0)  # times of the best kernel's time
 beside = ratios.beside_published(chapter, best, "backward")
@@ -97,13 +98,13 @@ ragged = rows[rows["impl"] == "cudnn_varlen"]
 assert ragged["failure"].str.contains("check failed").all(), "the text says so"
 fa4_by_fa2 = (us["fa4"] / us["fa2_varlen"]).dropna()
 retained = 100 * (burst / us)[ours].min(axis=1)
-chapter.glue(over_peer=spread(ahead), won=(ahead >= 1).sum(), count=len(best), lost=lost,
+chapter.glue(over_peer=ratios.ahead(best), won=(ahead >= 1).sum(), count=len(best), lost=lost,
              few_keys=share.filter(regex="cross|-256").max(), checked=len(timed),
              more_keys=share.filter(regex="self.*-(?:512|1024|2048)").max(),
              kept=f"{retained.min():.0f} to {retained.max():.0f}", over_v1=over[V1].max(),
              asked=len(ragged), fa3_first=(best["best peer"] == "fa3").sum(),
              fa4_first=best["best peer"].isin(["fa4", "fa4_dense"]).sum(),
-             missing="; ".join(missing_peers(chapter.rows(direction="backward", scope=None))),
+             missing="; ".join(missing_peers(planned)),
              **ratios.glued(best))  # fmt: skip
 
 # %% tags=["remove-input"]

@@ -79,7 +79,7 @@ same = ["hstu_cutlass", "flashinfer"]
 same = hstu[same].div(hstu["v8_own_waits"], axis=0).filter(like="causal", axis=0)
 assert same.min(axis=None) > 1, "the text: ahead of both"
 over = us.div(us[us.columns.intersection(RUNGS)].min(axis=1), axis=0)  # times of the best kernel's
-missing = missing_peers(chapter.rows(direction="forward", scope=None))
+missing = missing_peers(chapter.rows(**shown | {"workload": [*NAMES, *HSTU]}))
 burst, bursts = (chapter.times(value=x, direction="forward") for x in ("time_us_p50", "tflops"))
 beside = ratios.beside_published(chapter, best, "forward")
 DRAWN = [V1, V8, "fa2_varlen", "fa3", "fa4", "fa4_dense", "cudnn", "cudnn_varlen"]
@@ -97,7 +97,7 @@ assert by_queries.idxmax() == V8, "the caption: v8 gains most from queries"
 assert (over[V8] == 1).all(), "the text: v8 is the best kernel everywhere"
 rising = rates.loc[[n for n in us.index if "self-full" in n], [x for x in DRAWN if x in rates]]
 assert rising.dropna(axis=1).diff().iloc[1:].gt(0).all(axis=None), "the caption: every kernel"
-chapter.glue(over_peer=spread(best["peer / rung (time)"]), count=len(us), checked=len(timed),
+chapter.glue(over_peer=ratios.ahead(best), count=len(us), checked=len(timed),
              over_v1=over[V1]["gdpa-self-full-256"], full_least=full.min(),
              full_most=full.max(),
              half_least=half.min(), half_most=half.max(),

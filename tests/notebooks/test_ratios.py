@@ -1,5 +1,6 @@
 """The best rung against the best peer, and another machine beside the record."""
 
+import math
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
@@ -21,7 +22,7 @@ RATES = {"v1_tiled": 300.0, "v2_tma": 400.0, "cudnn": 500.0, "fa2_varlen": 200.0
 def rows(rates=RATES, name=NAME) -> pd.DataFrame:
     made = [
         {"workload": name, "impl": impl, "tflops": rate, "time_us_p50": 1000 / rate,
-         "percent_of_roofline": rate / 8}
+         "percent_of_roofline": rate / 8, "burst_us": math.nan}
         for impl, rate in rates.items()
     ]  # fmt: skip
     return pd.DataFrame(made)
@@ -72,21 +73,53 @@ def test_the_best_peer_may_be_a_dense_form_and_rows_are_of_one_batch():
 
 
 def test_peers_without_a_time_are_named_with_the_reason():
-    table = rows().assign(direction="forward", failure="")
+    table = rows().assign(direction="forward", failure="", scope="sustained")
     table.loc[len(table)] = {"workload": NAME, "impl": "fa3", "direction": "forward",
-                             "failure": "Unsupported: needs the package xformers"}  # fmt: skip
+                             "failure": "Unsupported: needs the package xformers",
+                             "scope": "sustained"}  # fmt: skip
     missing = peers.missing_peers(table)
     assert missing["FlashAttention-3"] == "needs the package xformers"
     assert missing["FlashAttention-4, dense"] == "not in this record"
     assert not {"cuDNN, dense", "FlashAttention-2 (torch)"} & {*missing}
     back = table[table["impl"] != "cudnn"].assign(direction="backward")
-    assert "cuDNN, dense (backward)" in peers.missing_peers(pd.concat([table, back]))
+    assert "cuDNN, dense on 1 of 2" in peers.missing_peers(pd.concat([table, back]))
     jagged = peers.missing_peers(table.assign(workload="gdpa-self-half-jagged-256"))
-    assert "FlashAttention-4, dense" not in jagged and "HSTU, Triton" in jagged
+    assert "FlashAttention-4, dense" not in jagged and "HSTU, Triton" not in jagged
+    jagged = peers.missing_peers(table.assign(workload="gdpa-self-half-jagged-1024"))
+    assert "HSTU, Triton" in jagged
     assert "HSTU, Triton" not in peers.missing_peers(table.assign(workload="gdpa-cross-full-512"))
     blocks = table.assign(workload="block-rotary-1735537", impl="v1_one_tile")
     assert "our rotary kernel, then our attention" in peers.missing_peers(blocks)
     assert "FlashAttention-3, a sequence per block" not in peers.missing_peers(blocks)
+
+
+def test_a_time_in_bursts_is_none_back_to_back():
+    """One batch, or one scope, says nothing of another."""
+    table = rows().assign(direction="forward", failure="", scope="kernel")
+    timed = table.assign(scope="sustained")
+    other = timed.assign(workload="gdpa-self-full-512")
+    missing = peers.missing_peers(pd.concat([table, other[other["impl"] != "cudnn"], timed]))
+    assert "cuDNN, dense on 1 of 2" in missing
+
+
+def test_a_planned_peer_without_a_time_keeps_its_place():
+    """Its burst over the rung's counts where it is closer than all peers that have times."""
+    table = rows(RATES).assign(math="softmax", direction="forward")
+    table["burst_us"] = table["time_us_p50"]
+    closest = ratios.best_peer(table)["impl"]
+    standing = ratios.best(table)
+    assert not standing["open"].any() and ratios.ahead(standing).endswith("(n = 1)")
+    failed = table.copy()
+    failed.loc[failed["impl"] == closest, ["time_us_p50", "tflops"]] = math.nan
+    there = ratios.best(failed)
+    assert there["open"].all() and there["best peer"].eq(closest).all()
+    ratio = "peer / rung (time)"
+    assert there[ratio].eq(standing[ratio]).all()
+    with_other = pd.concat([there, standing.rename({NAME: "gdpa-b"})])
+    alone = f"{there[ratio].iloc[0]:.2f} on {ratios.short(NAME)}"
+    assert ratios.ahead(with_other).endswith(f" (n = 1; by bursts alone {alone})")
+    failed["burst_us"] = math.nan
+    assert not ratios.best(failed)["open"].any()
 
 
 def test_a_step_is_from_the_predecessor_and_ranges_say_where():

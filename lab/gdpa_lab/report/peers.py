@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import pandas as pd
 
-from gdpa_lab.measuring.baselines import BASELINES, BLOCK_BASELINES
+from gdpa_lab.measuring.baselines import BASELINES, BLOCK_BASELINES, Baseline
 from gdpa_lab.measuring.workload import DTYPE_BYTES, Workload
-from gdpa_lab.measuring.workloads import BLOCK_WORKLOADS, WORKLOADS, of_hstu, workload
+from gdpa_lab.measuring.workloads import BLOCK_WORKLOADS, HSTU, WORKLOADS, of_hstu, workload
 
 PAIR = "rotary_kernel"
 """Peer of two passes: our rotary kernel, then our attention, each moving its bytes once."""
@@ -17,31 +18,40 @@ SLACK = 1.03
 
 
 def missing_peers(rows: pd.DataFrame) -> dict[str, str]:
-    """Collect the peers without a time in `rows`, with the reason, by title; the title names the
-    direction if the other one has a time. Only peers that take one of the batches count, for GDPA
-    also with the function of HSTU.
+    """Collect the peers that lack a time back to back on batches of `rows` that they take, with the
+    reason. A key is the peer's title, with "on m of n" if it has times on the other batches, of
+    each direction. Of a peer that takes none of GDPA's those with the function of HSTU count.
 
     `rows`: of `Chapter.rows`, of any number of workloads, directions and scopes; give it all rows
     that a sentence speaks of, failed ones included. The reason is that of the newest failed row, or
     "not in this record".
     """
     reasons = {}
+    rows = rows[rows["scope"] == "sustained"]
     for peers, works in ((BASELINES, WORKLOADS), (BLOCK_BASELINES, BLOCK_WORKLOADS)):
         ours = rows[rows["workload"].isin(works)]
         calls = {*zip(ours["workload"], ours["direction"], strict=True)}
-        batches = [(works[name], direction) for name, direction in calls]
-        if peers is BASELINES:
-            batches += [(of_hstu(x, causal), to) for x, to in batches for causal in (True, False)]
+        batches = {(name, to): works[name] for name, to in calls if name not in HSTU}
+        hstu = {}
+        for (_, to), work in batches.items() if peers is BASELINES else ():
+            alike = (of_hstu(work, causal) for causal in (True, False))
+            hstu |= {(x.name, to): x for x in alike if x.name in works}
         for impl, peer in peers.items():
             theirs = ours[ours["impl"] == impl]
-            directions = {to for work, to in batches if peer.problem(work, to) is None}
-            missing = directions - {*theirs["direction"][theirs["time_us_p50"].notna()]}
+            timed = theirs[theirs["time_us_p50"].notna()]
+            takes = _taken(peer, batches) or _taken(peer, hstu)
+            missing = takes - {*zip(timed["workload"], timed["direction"], strict=True)}
             if missing:
-                failed = theirs[theirs["direction"].isin(missing) & (theirs["failure"] != "")]
+                failed = theirs[theirs["time_us_p50"].isna() & (theirs["failure"] != "")]
                 why = failed["failure"].iloc[-1] if len(failed) else "not in this record"
-                some = "" if missing == directions else f" ({', '.join(missing)})"
+                some = "" if missing == takes else f" on {len(missing)} of {len(takes)}"
                 reasons[f"{peer.title}{some}"] = why.removeprefix("Unsupported: ")
     return reasons
+
+
+def _taken(peer: Baseline, batches: Mapping[tuple[str, str], Workload]) -> set[tuple[str, str]]:
+    """The (workload, direction) that a peer takes."""
+    return {key for key, work in batches.items() if peer.problem(work, key[1]) is None}
 
 
 def bytes_of_two(work: Workload, direction: str) -> int:

@@ -114,7 +114,7 @@ def block(data_dir: Path = record.DATA_DIR) -> str:
     lines += [
         "",
         f"Times back to back; {machines}; records {', '.join(places)}. "
-        f"Peers without a time in their chapters: {missing}.",
+        f"Without a time back to back: {missing}.",
     ]
     return "\n".join(lines)
 

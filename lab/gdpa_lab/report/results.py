@@ -32,7 +32,7 @@ NUMBERS = (
     "time_us_p20", "time_us_p50", "time_us_p80", "tflops", "gbytes_per_s", "percent_of_roofline",
 )  # fmt: skip
 _LOAD = ("sm_clock_mhz", "power_w", "joules")
-COLUMNS = (*_IDENTITY, *NUMBERS, "correct", "failure", "stale", "samples", *_LOAD)
+COLUMNS = (*_IDENTITY, *NUMBERS, "burst_us", "correct", "failure", "stale", "samples", *_LOAD)
 TIMED = {"kernel": "in bursts", "sustained": "back to back"}
 """Names of the scopes of device time in a text."""
 
@@ -61,6 +61,7 @@ def table(
     checked, as for a schedule. `failure`: why there are no samples, or "". `figure`: the published
     figure that shows the workload, or "". `stale`: what ran is not what our kernel compiles to
     today, or the definition of the workload has changed; see `staleness`. `samples`: how many.
+    burst_us: p50 of the isolated samples of the same call in the same record, for each scope.
     sm_clock_mhz, power_w (W), joules (of one call): of scope "sustained", NaN elsewhere.
 
     RecordError naming every refused file; ValueError for another `per`.
@@ -72,8 +73,14 @@ def table(
         if gpu not in (None, machine.gpu or "") or record not in (None, run.id):
             continue
         limits = {scope: ceilings(run, scope) for scope in ("kernel", "sustained")}
+        bursts = {
+            (row.workload, row.direction, row.impl, row.variant): np.median(row.samples_us)
+            for row in run.rows if row.scope == "kernel" and row.samples_us
+        }  # fmt: skip
         rows += [
-            derived | {"stale": staleness.is_stale(run, row, machine, data_dir=data_dir)}
+            derived
+            | {"burst_us": bursts.get((row.workload, row.direction, row.impl, row.variant))}
+            | {"stale": staleness.is_stale(run, row, machine, data_dir=data_dir)}
             for row in run.rows
             if workload is None or fnmatch.fnmatchcase(row.workload, workload)
             for derived in _derive(run, row, limits, machine.gpu or "")
@@ -89,7 +96,7 @@ def table(
 
 def _frame(rows: list[dict[str, Any]]) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=list(COLUMNS)).astype(
-        dict.fromkeys((*NUMBERS, *_LOAD), "float64")
+        dict.fromkeys((*NUMBERS, "burst_us", *_LOAD), "float64")
         | {"correct": "boolean", "stale": "bool", "samples": "int64"}
     )
 
