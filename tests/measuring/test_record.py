@@ -451,6 +451,25 @@ def test_commit_of_a_checkout(root, monkeypatch):
         record.package_state(root=root, commit="a" * 40)
 
 
+def test_the_commit_of_what_ran_is_found_by_its_sources(root):
+    """What ran before it was committed; and no commit, where it was not."""
+    head = committed(root)
+    file = root / "gdpa_kernels" / "new.py"
+    assert record.package_state(root=root).committed(root) == head
+    file.write_text("ran = 1")
+    ran = record.package_state(root=root)
+    assert (ran.commit, ran.dirty, ran.committed(root)) == (head, True, None)
+    record._later.cache_clear()
+    (root / "gdpa_kernels" / "other.py").write_text("")
+    later = committed(root)
+    file.write_text("ran = 2")
+    committed(root)
+    assert ran.committed(root) == later != head
+    never = replace(ran, sources=ran.sources | {"gdpa_kernels/new.py": "0" * 64})
+    assert never.committed(root) is None
+    assert replace(ran, commit="a" * 40).committed(root) is None
+
+
 def test_commit_without_a_checkout(root, monkeypatch):
     assert record.package_state(root=root).commit is None
     monkeypatch.setenv(record.COMMIT_VARIABLE, "b" * 40)

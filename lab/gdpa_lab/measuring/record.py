@@ -67,18 +67,46 @@ class Package:
         `root`; None without a commit, git, or that commit in the clone."""
         if self.commit is None:
             return None
-        return _differs(str(root), self.commit, tuple(sorted(self.sources.items())))
+        differing = _differing(str(root), self.commit, tuple(sorted(self.sources.items())))
+        return None if differing is None else bool(differing)
+
+    def committed(self, root: str | Path = ROOT) -> str | None:
+        """Return the commit that holds the files that ran: `commit`, or the first one after it that
+        has them all, since what ran may have been committed later. None if history has none."""
+        sources = tuple(sorted(self.sources.items()))
+        differing = None if self.commit is None else _differing(str(root), self.commit, sources)
+        if not differing:
+            return self.commit if differing is not None else None
+        return _later(str(root), self.commit, sources, differing)
 
 
 @cache
-def _differs(root: str, commit: str, sources: tuple[tuple[str, str], ...]) -> bool | None:
+def _differing(
+    root: str, commit: str, sources: tuple[tuple[str, str], ...]
+) -> tuple[tuple[str, str], ...] | None:
+    """The sources that the files of a commit are not; None if the clone lacks it."""
     if git.answer(root, "cat-file", "-e", f"{commit}^{{commit}}") is None:
         return None
     then = git.contents(root, (f"{commit}:{name}" for name, _ in sources))
-    return any(
-        text is None or manifest.digest(text) != sha256
-        for text, (_, sha256) in zip(then, sources, strict=True)
+    return tuple(
+        (name, sha256)
+        for text, (name, sha256) in zip(then, sources, strict=True)
+        if text is None or manifest.digest(text) != sha256
     )
+
+
+@cache
+def _later(
+    root: str, commit: str, sources: tuple[tuple[str, str], ...],
+    differing: tuple[tuple[str, str], ...],
+) -> str | None:  # fmt: skip
+    """The first commit after another that holds all sources."""
+    names = (name for name, _ in differing)
+    commits = git.answer(root, "rev-list", "--reverse", f"{commit}..HEAD", "--", *names)
+    for later in (commits or "").split():
+        if not _differing(root, later, differing) and not _differing(root, later, sources):
+            return later
+    return None
 
 
 @cache

@@ -53,10 +53,10 @@ def provenance(
     for name in ids:
         run = records.load(Path(data_dir) / "records" / f"{name}.json")
         machine = systems.by_id(run.system, data_dir)
-        commit = (
-            f"commit <code>{run.package.commit[:10]}</code>" if run.package.commit else "no commit"
-        )
-        if run.package.dirty or run.package.differs():
+        held = run.package.committed()
+        name_of_commit = held or run.package.commit
+        commit = f"commit <code>{name_of_commit[:10]}</code>" if name_of_commit else "no commit"
+        if held is None and (run.package.dirty or run.package.differs()):
             commit += " with local changes"
         versions = "" if run.system in machines else _versions(machine)
         machines.add(run.system)
