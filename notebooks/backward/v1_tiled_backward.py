@@ -74,6 +74,7 @@ costs["v1, measured"] = us[V1][SELF] / 1e3
 over = costs["v1, measured"] / costs["sum"]
 assert over > 1.03, "the text: more than the sum"
 assert fa2[SELF] > 0.97 and us[V1][SELF] > us[["fa4", "cudnn"]].loc[SELF].max(), "the caption"
+assert 1.05 < over < 1.15, "the alt text: a tenth"
 chapter.glue(over=over, waste=costs["MMAs, two repeated"], total=costs["v1, measured"])
 chapter.predict(
     "By analogy, before anything had run on a GPU: backward v1 reaches 200 to 260 useful TFLOP/s "
@@ -220,7 +221,7 @@ chapter.table(
 # |   what each resource needs alone, their sum (modelled), and v1 back to back.
 # | alt: >
 # |   Horizontal bars in ms. The five MMAs are the longest part; the two repeated ones are shorter
-# |   than the activation. The sum is longer than any, and v1 is about a quarter longer still.
+# |   than the activation. The sum is longer than any, and v1 is about a tenth longer still.
 chapter.figure(
     charts.bars(costs, xlabel="ms", highlight=["v1, measured"], form=".1f"),
     measured=chapter.rows("backward/results", workload=SELF, impl=V1, **of),

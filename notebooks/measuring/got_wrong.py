@@ -59,7 +59,8 @@ assert [*causes.index[:2]] == ["L2 and memory", "instructions"], "the text says 
 assert (away[wrong.index] < 25).mean() > 0.5, "the caption: near misses"
 chapter.glue(
     all=len(predictions), refuted=len(wrong), share=100 * len(wrong) / len(predictions),
-    predicted=by.loc["predicted"].sum(), first=causes.index[0], most=causes.iloc[0],
+    predicted=by.loc["predicted"].sum(), predicted_wrong=by.loc["predicted", "refuted"],
+    first=causes.index[0], most=causes.iloc[0],
     predicted_refuted=100 * by.loc["predicted", "refuted"] / by.loc["predicted"].sum(),
     other_refuted=100 * by["refuted"].drop("predicted").sum() / by.drop("predicted").sum().sum(),
     median=away[wrong.index].median(), zero=len(away) - len(on_axis),

@@ -117,9 +117,10 @@ chapter.figure(chart, measured=chapter.rows(scope=BOTH, direction="forward", imp
 # ## A slow kernel draws as much power as a fast one
 #
 # Scope `kernel` is the burst of {doc}`protocol`: kernels take turns, with pauses. Scope `sustained`
-# ran one kernel for 1.5 s after 0.7 s of warming up, and read clock and energy through NVML,
-# NVIDIA's monitoring library. Power limits {glue:text}`limited:.0f` of {glue:text}`rows:.0f` such
-# rows: the driver gives `sw_power_cap` as its reason for lowering the clock.
+# ran one kernel for {glue:text}`seconds:.1f` s after {glue:text}`warm:.1f` s of warming up and read
+# clock and energy through NVML, NVIDIA's monitoring library. Power limits {glue:text}`limited:.0f`
+# of {glue:text}`rows:.0f` such rows: the driver gives `sw_power_cap` as its reason for lowering the
+# clock.
 #
 # A slow kernel does not draw less. It gets a higher clock for the same {glue:text}`watts:.0f` W, up
 # to the highest clock that the chip has ({numref}`fig-wall-clocks`). What FlashAttention-2 loses in
@@ -287,6 +288,7 @@ data = mm["joules"]
 chapter.glue(
     kept_matmul=100 * matmul, kept_low=100 * retained[V8][EACH].min(),
     kept_high=100 * retained[V8][EACH].max(), limited=load["limited"].sum(), watts=limit,
+    seconds=sustained.SECONDS, warm=sustained.WARM_S,
     rows=len(load),
     apart_time=100 * abs(twice["time_us"] * top["sustained"].tflops * 1e6 / ceiling.flops - 1),
     apart_clock=100 * (twice["sm_clock_mhz"] / once.sm_clock_mhz - 1),

@@ -126,7 +126,7 @@ chapter.glue(
 #
 # ## One sample
 #
-# This loop takes the samples of every kernel time in this book:
+# This loop takes the samples of each time "in bursts" in this book:
 
 # %% tags=["remove-input"]
 chapter.code(timing.sample_kernels, "for turn in rounds:", "return")
@@ -362,7 +362,7 @@ if compared:
 #
 # Two runs of that workload differ by up to {glue:text}`between_worst:.0f` % without any change.
 # Measure both versions in one run, where 2 % is several times the noise floor, and repeat the run
-# in five processes: the interval of the ratio should exclude zero.
+# in five processes: the interval of the ratio should exclude one.
 # :::
 #
 # :::{exercise} The interval of a median

@@ -76,9 +76,10 @@ chapter.figure(
 # not comparable, open
 # : No measurement here can decide it, or none has yet. The last column says what is missing.
 #
-# A measured claim is not a confirmed one, since two baselines are stand-ins: cuDNN for CUTLASS FMHA
-# on Blackwell, and the path for Hopper of flash-attn-4 4.0.0b36 for FlashAttention-4. Both compute
-# softmax and are compared on time alone. The published Triton kernel is itself.
+# A measured claim is not a confirmed one, since four baselines are stand-ins: cuDNN for CUTLASS
+# FMHA on Blackwell, the path for Hopper of flash-attn-4 4.0.0b36 for FlashAttention-4, PyTorch's
+# FlashAttention-2 for the authors' one in Triton, and rotary in eager PyTorch for their rotary
+# kernel. The published Triton GDPA is itself.
 #
 # ## The charts and tables
 #
