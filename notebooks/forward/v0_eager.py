@@ -12,7 +12,7 @@
 # You will count the bytes of an eager program without running it, predict its time, and find by a
 # fit over {glue:text}`workloads:.0f` workloads which part of the prediction failed. Back to back
 # forward v0 takes {glue:text}`measured_ms:.0f` ms where the roofline is {glue:text}`floor_ms:.0f`
-# ms, and about half of that time goes to padding.
+# ms, and about half of that moves rows into and out of a padded layout.
 # :::
 
 # %% tags=["hide-input"]

@@ -11,8 +11,8 @@
 #
 # :::{admonition} In this chapter (20 minutes)
 # You will test seven published statements by multiplying counts and comparing them with each other
-# and with the machine. No kernel runs on this page. Most of what fails are slips in describing
-# kernels that are as fast as claimed; {doc}`claims` has every claim with its answer.
+# and with the machine. No kernel runs on this page. Most of what fails are slips in a
+# description, which say nothing of a kernel's speed; {doc}`claims` has every claim with its answer.
 # :::
 
 # %% tags=["hide-input"]

@@ -5,7 +5,7 @@
 # ---
 
 # %% [markdown]
-# # Two GPUs: an uneven deal costs more than communication
+# # Two GPUs: sorted rows cost more than communication
 #
 # Jagged batches give the ranks of a training job unequal work, and every step ends when the slowest
 # rank has finished. What does that cost, and what do gradients on their way cost?
@@ -256,7 +256,7 @@ deals = deals.rename(index=lambda run: run.split()[0], level=0).rename_axis(["ro
 chapter.table(
     deals.reset_index(), name="tab-ranks-deals",
     digits={"most tokens / mean": 2, "slowest / mean": 2, "step, ms": 1, "exposed, ms": 1},
-    caption="**Balance decides with 128 rows per rank and is invisible with 32.** DDP on two GPUs.",
+    caption="**Sorted rows show with 128 rows per rank and not with 32.** DDP on two GPUs.",
     data=ranks.reset_index(), measured=chapter.holders("ranks"),
 )  # fmt: skip
 
