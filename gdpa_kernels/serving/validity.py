@@ -184,16 +184,16 @@ class Model:
         """Rows that changed behind a layer that took `inputs` changed."""
         if self.token_statistics or not self.constant_divisor:
             return range(rows)
-        # A row sees so many rows behind it, and so many ahead it.
-        ahead = rows if self.mask.window is None else self.mask.window
-        behind = 0 if self.mask.causal else ahead
-        # Rows that see the event, or a context that it changes. One added ahead row p moves row p
+        # So many later rows see a row, and so many earlier ones.
+        later = rows if self.mask.window is None else self.mask.window
+        earlier = 0 if self.mask.causal else later
+        # Rows that see the event, or a context that it changes. One added before row p moves row p
         # to p + 1: with a window of w it is seen by rows up to p + w - 1.
-        ranges = [range(position - behind, max(position, self._contexts) + ahead)]
+        ranges = [range(position - earlier, max(position, self._contexts) + later)]
         if self.next_time:
             ranges.append(range(position - 1, position))
         if inputs:
-            ranges.append(range(inputs.start - behind, inputs.stop + ahead))
+            ranges.append(range(inputs.start - earlier, inputs.stop + later))
         if self._contexts:
             ranges.append(range(self._contexts))
         inside = [range(max(x.start, 0), min(x.stop, rows)) for x in ranges]
