@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import gdpa_kernels
-from gdpa_lab.measuring import bounds, git, manifest, refusals
+from gdpa_lab.measuring import bounds, git, manifest, refusals, siblings
 from gdpa_lab.measuring import system as systems
 from gdpa_lab.measuring.manifest import DATA_DIR, RecordError
 from gdpa_lab.measuring.refusals import SCHEMA_VERSION
@@ -398,8 +398,8 @@ def _beyond(path: Path, changed: int, size: int, sha256: str | None, machine: An
 
 def survey(data_dir: str | Path = DATA_DIR) -> tuple[list[Record], list[RecordError]]:
     """Read every record in `data_dir`/records, oldest first, with an error for each refused file:
-    any other file there, each record of the manifest that is missing, and the rest of
-    `manifest.problems`."""
+    any other file there, each record of the manifest that is missing, one that its `siblings`
+    contradict where systems are promoted, and the rest of `manifest.problems`."""
     data_dir = Path(data_dir)
     folder = data_dir / "records"
     try:
@@ -418,6 +418,9 @@ def survey(data_dir: str | Path = DATA_DIR) -> tuple[list[Record], list[RecordEr
             records.append(load(path))
         except RecordError as error:
             errors.append(error)
+    if (data_dir / systems.PROMOTED).exists():
+        for run, reason in siblings.problems(records):
+            errors.append(RecordError(folder / f"{run.id}.json", reason))
     return sorted(records, key=lambda r: (r.created, r.id)), errors
 
 

@@ -1,0 +1,105 @@
+"""Checks a record against its neighbours: rows timed with a row, and records of the same system.
+
+A record can fit the schema and the bounds of its machine and still be of another machine, of
+another kernel, or hold fewer samples than were taken.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from functools import cache
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from gdpa_kernels.calling import ladder
+from gdpa_kernels.calling.rung import DIRECTIONS
+from gdpa_lab.measuring.rows import Ceiling, Row
+
+if TYPE_CHECKING:
+    from gdpa_lab.measuring.record import Record
+
+ALIKE = 0.05
+"""Most relative difference of a ceiling from the median of the system's other records; 0.036 in the
+records of an H200, of several boards."""
+LEAST_SHARE = 0.8
+"""Least device time of a row's samples over the median of its workload and direction, which one
+call timed; 0.97 in the records."""
+CHUNK_US = 20_000.0
+"""Least device time of a sample of scope "sustained"."""
+_FEW = 3  # neighbours from which a median says something
+_FORMER = {"rotary", "rotary_eager"}
+
+
+def problems(runs: Sequence[Record]) -> Iterator[tuple[Record, str]]:
+    """Yield the records that their neighbours contradict, with the reason; `runs`: all records."""
+    rates = defaultdict(list)
+    for run in runs:
+        for ceiling in run.ceilings:
+            if ceiling.samples_us:
+                rates[run.system, _kind(ceiling)].append((run, _rate(ceiling)))
+    for (system, kind), measured in rates.items():
+        for run, rate in measured:
+            others = [x for other, x in measured if other is not run]
+            if len(others) >= _FEW and abs(rate / np.median(others) - 1) > ALIKE:
+                yield (
+                    run,
+                    (
+                        f"ceilings: the {kind[0]} of scope {kind[1]!r} must be within "
+                        f"{100 * ALIKE:.0f} % of the {len(others)} other records of {system}, got "
+                        f"{rate / np.median(others):.2f} times their median"
+                    ),
+                )
+    for run in runs:
+        yield from ((run, reason) for reason in _strange(run.rows))
+
+
+def _kind(ceiling: Ceiling) -> tuple[object, ...]:
+    work = ceiling.flops, ceiling.bytes_read, ceiling.bytes_written
+    return ceiling.kind, ceiling.scope, *work
+
+
+def _rate(ceiling: Ceiling) -> float:
+    work = ceiling.flops or ceiling.bytes_read + ceiling.bytes_written
+    return work / float(np.median(ceiling.samples_us))
+
+
+@cache
+def _names() -> tuple[frozenset[str], frozenset[str]]:
+    """Rungs, and all implementations that records may hold."""
+    from gdpa_lab.measuring.baselines import BASELINES, BLOCK_BASELINES
+    from gdpa_lab.measuring.studies import STUDIES
+
+    operators = "gdpa", "block_attention"
+    rungs = {name for op in operators for way in DIRECTIONS for name in ladder.impls(op, way)}
+    rungs -= {"reference"}
+    return frozenset(rungs), frozenset(
+        rungs | {"reference"} | {*BASELINES} | {*BLOCK_BASELINES} | {*STUDIES} | _FORMER
+    )
+
+
+def _strange(rows: Sequence[Row]) -> Iterator[str]:
+    """Reasons why rows cannot be what they are called, or lack samples."""
+    rungs, known = _names()
+    spent: dict[tuple[str, str], dict[int, tuple[float, float]]] = defaultdict(dict)
+    for i, row in enumerate(rows):
+        if row.impl not in known:
+            yield f"rows[{i}].impl must be an implementation or a baseline, got {row.impl!r}"
+        kernels = (launch["kernel"] for launch in row.launches or ())
+        launched = {name.split(":")[0].rpartition(".")[2] for name in kernels} & rungs
+        if row.impl in rungs and launched and row.impl not in launched:
+            yield f"rows[{i}].launches must be kernels of {row.impl}, got those of {min(launched)}"
+        if row.scope == "sustained" and row.samples_us:
+            us = float(np.median(row.samples_us))
+            calls = CHUNK_US / us  # of a sample, rounded one way or the other
+            least, most = (len(row.samples_us) * x * us for x in (int(calls) or 1, int(calls) + 1))
+            spent[row.workload, row.direction][i] = least, most
+    for times in spent.values():
+        median = float(np.median([least for least, _ in times.values()]))
+        for i, (_, most) in times.items():
+            if len(times) > _FEW and most < LEAST_SHARE * median:
+                yield (
+                    f"rows[{i}].samples_us must take as long as those of its workload and "
+                    f"direction, {median / 1e6:.2f} s of device time, got {most / 1e6:.2f} s"
+                )
