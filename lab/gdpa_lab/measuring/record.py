@@ -16,7 +16,7 @@ import tokenize
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from datetime import datetime, timezone
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -147,7 +147,11 @@ class Record:
         """Return the workload `name` as this record measured it; LookupError if there is none."""
         if name not in self.workloads:
             raise LookupError(f"name must be one of {sorted(self.workloads)}, got {name!r}")
-        return Workload.from_dict(self.workloads[name])
+        return self._built[name]
+
+    @cached_property
+    def _built(self) -> dict[str, Workload]:
+        return {name: Workload.from_dict(values) for name, values in self.workloads.items()}
 
     def violation(self, machine: systems.System) -> str | None:
         """Return why this cannot be a record of `machine`, or None; see `bounds`."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime, timedelta, timezone
@@ -32,6 +33,7 @@ MOST_PERCENT = 105
 differ by a few percent; the records of an H200 reach 100.6."""
 
 _MOST_SEQUENCES = 1 << 20
+_ODD = re.compile(r"\d{19}|\\u[dD][89a-fA-F]")  # integers of over 63 bits, halves of a character
 _LONGEST_REASON = 300
 
 
@@ -66,7 +68,8 @@ def _reasons(data: Any) -> Iterator[str]:
         yield "not a record: it has no schema_version"
     elif version > SCHEMA_VERSION:
         yield f"schema_version must be at most {SCHEMA_VERSION}, got the newer {version}"
-    yield from _not_json(data, "")
+    if not _is_json(data):
+        yield from _not_json(data, "")
     if not _is_as_in_schema(data) and (mismatch := unlike(_validator(), data)) is not None:
         yield mismatch
     yield from _wrong_time(data["id"], data["created"])
@@ -123,6 +126,16 @@ def _is_as_in_schema(data: Any) -> bool:
     except fastjsonschema.JsonSchemaValueException:
         return False
     return True
+
+
+def _is_json(data: Any) -> bool:
+    """Whether `data` comes back from a JSON file as it is, in a tenth of the time that `_not_json`
+    takes; False where that must decide."""
+    try:
+        text = json.dumps(data, allow_nan=False)
+    except (TypeError, ValueError, RecursionError):
+        return False
+    return _ODD.search(text) is None and json.loads(text) == data
 
 
 def _not_json(value: Any, where: str) -> Iterator[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -146,8 +146,7 @@ class Workload:
         return Mask(**{name: getattr(self, name) for name in _MASK_FIELDS})
 
     def _sample(self, lengths: LengthDistribution, most: int, stream: int) -> tuple[int, ...]:
-        rng = np.random.Generator(np.random.PCG64([self.seed, stream]))
-        return tuple(lengths.sample(self.batch, most, rng))
+        return _sampled(lengths, self.batch, most, self.seed, stream)
 
     @cached_property
     def seqlens_q(self) -> tuple[int, ...]:
@@ -266,6 +265,14 @@ class Workload:
         if isinstance(values.get("activation"), list):
             values["activation"] = tuple(values["activation"])
         return Workload(**values)
+
+
+@lru_cache(maxsize=512)  # every record that has a workload asks for the same
+def _sampled(
+    lengths: LengthDistribution, batch: int, most: int, seed: int, stream: int
+) -> tuple[int, ...]:
+    rng = np.random.Generator(np.random.PCG64([seed, stream]))
+    return tuple(lengths.sample(batch, most, rng))
 
 
 _DEFAULTS: dict[str, Any] = {f.name: f.default for f in fields(Workload)}

@@ -64,10 +64,11 @@ def is_stale(
     codes = ChainMap(table(data_dir), table())
     call = _digest(question(run, row, machine))
     now = codes.get(Key(call, _closure(files, root)))
-    then = codes.get(Key(call, _package(run)))
     if now is not None and _compilers(row) == {now.compiler}:
         recorded = [launch["code"] for launch in _launches(row)]
         then = Compilation(now.compiler, machine_code.combined(recorded))
+    else:
+        then = codes.get(Key(call, _package(run)))
     return now is None or not machine_code.is_code(now.code) or then != now
 
 
