@@ -295,10 +295,11 @@ def launch_often(
 def jagged(workload: Workload) -> Workload:
     """Derive a workload of the same kind with few sequences of 1 to the most tokens."""
     longest = max(workload.max_seqlen_q, workload.max_seqlen_k)
+    few = min(4, 2 * JAGGED_TOKENS // longest)
     return replace(
         workload,
         name=f"{workload.name}-jagged",
-        batch=max(4, min(workload.batch, JAGGED_TOKENS // longest)),
+        batch=max(few, min(workload.batch, JAGGED_TOKENS // longest)),
         lengths_q=Full() if workload.shared_q else Uniform(0.5),
         lengths_k=None if workload.lengths_k is None else Uniform(0.5),
     )
