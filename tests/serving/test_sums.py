@@ -11,6 +11,7 @@ import torch
 
 from gdpa_kernels import Lengths, gdpa
 from gdpa_kernels.calling import ladder
+from gdpa_kernels.serving import sums as stored_sums
 from gdpa_kernels.serving.sums import TOLERATED, StoredSums
 from tests.calls import emulated
 
@@ -118,6 +119,19 @@ def test_sums_go_on_by_their_own_arithmetic_alone():
         ValueError, match=r"total of state must have shape \[3, 3, 2, 16\], got \[4, "
     ):
         fewer.load_state_dict(sums.state_dict())
+
+
+def test_sums_of_another_kind_of_gpu_do_not_go_on(monkeypatch):
+    """Its kernels may round otherwise."""
+    state = stored().state_dict()
+    for version in ((8, 0), (9, 0)):
+        monkeypatch.setattr(stored_sums, "capability", lambda _, version=version: version)
+        with pytest.raises(
+            ValueError, match=rf"on cpu {version[0]}.0 by Triton 3.*, got .* on cpu"
+        ):
+            stored().load_state_dict(state)
+        state = stored().state_dict()
+        stored().load_state_dict(state)
 
 
 Q, KV = draw(ROWS, FP32, 0), draw(5, FP32, 1)
