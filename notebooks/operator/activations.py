@@ -116,7 +116,7 @@ chapter.figure(
 # its constants:
 
 # %% tags=["remove-input"]
-chapter.code(activations.gelu_tanh, "linear =")
+chapter.code(activations.gelu_tanh, "linear, cubic =")
 chapter.code(activations.gelu_taylor6, "square =")
 
 # %% tags=["remove-input"]
