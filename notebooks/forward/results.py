@@ -98,7 +98,7 @@ assert (over[V8] == 1).all(), "the text: v8 is the best kernel everywhere"
 rising = rates.loc[[n for n in us.index if "self-full" in n], [x for x in DRAWN if x in rates]]
 assert rising.dropna(axis=1).diff().iloc[1:].gt(0).all(axis=None), "the caption: every kernel"
 chapter.glue(over_peer=ratios.ahead(best), count=len(us), checked=len(timed),
-             over_triton=over["gdpa_triton"]["gdpa-self-full-256"], full_least=full.min(),
+             triton_at_256=over["gdpa_triton"]["gdpa-self-full-256"], full_least=full.min(),
              full_most=full.max(),
              half_least=half.min(), half_most=half.max(),
              kept=f"{retained.min():.0f} to {retained.max():.0f}",
@@ -316,7 +316,7 @@ chapter.glue(v8_extra=extra[V8], v8_short=in_kernels[CALLED[0]])
 # :::{solution} ex-figures-ratio
 # :class: dropdown
 #
-# The bars of the CuTeDSL kernel and of Triton. Here it is {glue:text}`over_triton:.2f`.
+# The bars of the CuTeDSL kernel and of Triton. Here it is {glue:text}`triton_at_256:.2f`.
 # {doc}`The table of claims <../tools/claims>` computes the quotient for every claim.
 # :::
 #

@@ -399,10 +399,6 @@ chapter.table(
 # and {glue:text}`keys_mean:.2f` for the keys. With many edits, report "added first" and "removed
 # first" of each: two runs an edit, which show whether edits overlap.
 #
-# Four experiments on a logged batch change one thing each: sort its sequences (order), round its
-# lengths up to whole tiles (partial tiles), join two batches into one (batch size), or run another
-# kernel on the same offsets (start of a tile).
-#
 # ## The verdict
 #
 # The published 2.6 is plausible for a kernel whose tiles are costly to start, on a batch with few

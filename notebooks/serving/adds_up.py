@@ -399,9 +399,9 @@ assert served["p99, ms"].idxmax() == 0 and served["p99, ms"].iloc[1:].max() < 30
 #
 # {term}`Context parallelism <context parallelism>` cuts one long sequence between ranks. With
 # softmax, keys and values travel around a ring, and each rank merges what arrives. Here either side
-# may stay where it is: the queries, if keys and values are gathered, or the keys and values, if
-# queries are gathered and the partial outputs reduce-scattered. For 131,072 tokens in bf16, 4 heads
-# of 128 and 8 ranks:
+# may stay: queries, if keys and values are gathered, or these, if queries are gathered and partial
+# outputs reduce-scattered. For 131,072 tokens in bf16, 4 heads of 128 and 8 ranks:
+
 
 # %% tags=["remove-input"]
 N, RANKS, HEADS, DIM = 131_072, 8, 4, 128
@@ -433,17 +433,16 @@ busy = measured[measured["stationary"] == "queries"].set_index("layout")["busies
 assert worst < 1e-14 and busy["zigzag"] < busy["contiguous"], "the text"
 chapter.glue(
     worst=worst, ways=len(measured),
-    contiguous=busy["contiguous"], zigzag=busy["zigzag"], tokens=measured["tokens"].iloc[0],
+    contiguous=busy["contiguous"], zigzag=busy["zigzag"],
 )  # fmt: skip
 
 # %% [markdown]
-# When this page was built, two processes on a CPU cut a causal batch of {glue:text}`tokens:.0f`
-# tokens in {glue:text}`ways:.0f` ways (`examples/ranks.py --context`). Outputs and gradients were
-# within {glue:text}`worst:.0e` of those of one process, and each rank received the bytes predicted.
-# With contiguous shards the busier rank does {glue:text}`contiguous:.2f` times the mean work, since
-# late rows see more keys; with zigzag shards, an early and a late piece for each rank,
-# {glue:text}`zigzag:.2f` times. Where many histories are cut between histories, contiguous shards
-# have equal work as well, and need no index. On two GPUs:
+# Two processes on a CPU gave the outputs and gradients of one to {glue:text}`worst:.0e` when this
+# page was built, in {glue:text}`ways:.0f` ways, and received the bytes predicted. With contiguous
+# shards the busier rank does {glue:text}`contiguous:.2f` times the mean work, since late rows see
+# more keys; with zigzag shards, an early and a late piece for each rank, {glue:text}`zigzag:.2f`
+# times. On two GPUs:
+
 
 # %% tags=["remove-input"]
 WAYS = ["layout", "stationary"]
@@ -454,15 +453,13 @@ gains = {}
 for histories, name in ((1, "one history"), (8, "eight")):
     of = spent[histories]
     alone, shared = of["one GPU", "all"], of.drop("one GPU")
-    gains |= {f"{name}, ms": shared, f"{name}, gain": alone / shared}
+    gains[f"{name}, gain"] = alone / shared
 gains = pd.DataFrame(gains)
 most = {name: gains[f"{name}, gain"].idxmax() for name in ("one history", "eight")}
 chapter.table(
     gains.reset_index().rename(columns={"stationary": "what stays"}), name="tab-sum-context",
-    digits=dict.fromkeys(gains.columns[::2], 1),
-    caption=f"**One history gains {gains['one history, gain'].max():.2f} times, most where "
-    "sequences are exchanged for heads; eight gain most from contiguous shards.** Forward and "
-    "backward of histories of up to 65,536 and 16,384 tokens on two H200 beside one.",
+    caption="**One history gains most where sequences are exchanged for heads, eight from "
+    "contiguous shards.** Histories of up to 65,536 and 16,384 tokens, two H200 beside one.",
     measured=chapter.holders("context"),
 )  # fmt: skip
 assert most == {"one history": ("contiguous", "sequences"), "eight": ("contiguous", "keys")}
@@ -474,8 +471,6 @@ assert most == {"one history": ("contiguous", "sequences"), "eight": ("contiguou
 # - A norm, a gate or a division comes *after* the sum: store the sum, not its result.
 # - `scale` stands inside the activation. If it is one over the present length, every term changes
 #   when an event arrives. Use a constant.
-# - Rows grow with their number of keys ({doc}`../training/layers`), and adding up does not change
-#   that.
 #
 # ## Exercise
 #
