@@ -87,6 +87,7 @@ def _(session):
 # ({doc}`../forward/v3_persistent`), sorted by the keys of a sequence, which are the same for all
 # its tiles. Two heads of nine tiles on four programs:
 
+
 # %% tags=["hide-input"]
 def placed(plan: schedule.Schedule, dynamic: bool) -> pd.DataFrame:
     """Program, start, time and cost of every tile."""
