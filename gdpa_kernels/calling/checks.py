@@ -211,7 +211,7 @@ def is_readable(cu_seqlens: torch.Tensor) -> bool:
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Whether the current stream of a CUDA device is being captured."""
+    """True while the current stream of a CUDA device is being captured."""
     if device.index in (None, torch.cuda.current_device()):
         return torch.cuda.is_current_stream_capturing()
     with torch.cuda.device(device):

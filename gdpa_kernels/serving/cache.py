@@ -184,7 +184,7 @@ class PagedCache:
         *,
         missing: str = "raise",
     ) -> Pages:
-        """Where these users' histories lie. Of a user of whom nothing is kept, or nothing of the
+        """Locate these users' histories. Of a user of whom nothing is kept, or nothing of the
         epoch, `missing` raises LookupError, or gives an "empty" history."""
         users, epochs = users_and_epochs(users, epochs)
         checks.check_choice("missing", missing, ("raise", "empty"))
@@ -238,8 +238,8 @@ class PagedCache:
     def history(
         self, layer: int, pages: Pages, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor
     ) -> History:
-        """What `read_before` copies of whole histories, for a kernel that reads it in the pages,
-        and is launched inside of `exclusive`."""
+        """A view of what `read_before` copies of whole histories, for a kernel that reads it in the
+        pages, and is launched inside of `exclusive`."""
         layer = self._checked_before(layer, pages, k, v, cu_seqlens)
         check_whole("pages", pages)
         rows, indptr, indices = self.data[layer].flatten(0, 2), pages.kv_indptr, pages.kv_indices

@@ -76,8 +76,8 @@ def run(
             raise RuntimeError(f"{script} {options} must end in {timeout} s") from error
         if done.returncode:
             lines = done.stdout.splitlines()  # torchrun's own report follows the ranks'
-            ended = [line for line in lines if line.startswith("[rank0]")] or lines
-            raise RuntimeError(f"{script} {options} failed: {chr(10).join(ended)[-2000:]}")
+            said = "\n".join([line for line in lines if line.startswith("[rank0]")] or lines)
+            raise RuntimeError(f"{script} {options} failed: {said[-2000:]}")
         print(done.stdout, flush=True)
         return json.loads(out.read_text())["rows"]
 

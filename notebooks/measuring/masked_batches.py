@@ -207,7 +207,10 @@ def compared(way: str) -> pd.DataFrame:
 
 both = {way: compared(way) for way in rows}
 gains = {way: of["tickets"] / of[FIXED] for way, of in both.items()}
-ahead = {way: (of["tickets"] / of["baseline"]).dropna() for way, of in both.items()}
+ahead = {  # with targets one baseline alone is timed, which is no "best"
+    way: (of["tickets"] / of["baseline"]).filter(regex="^(?!.*targets)").dropna()
+    for way, of in both.items()
+}
 
 
 def together(of: dict[str, pd.Series]) -> pd.Series:
@@ -261,8 +264,8 @@ chapter.predictions()
 #
 # Causal batches of 4 heads of 128 columns, unless the name says otherwise: `h16` is 16 query heads
 # on 4, `h32` 32 on 8, `one-long` one sequence of 32,768 tokens and 200 of 256. `targets`: SiLU, and
-# the last 30 % of each sequence see its history and themselves, as in HSTU, whose dQ in Triton
-# fails our check.
+# the last 30 % of each sequence see its history and themselves, as in HSTU, whose Triton kernel,
+# without TMA, is the one baseline there; its dQ fails our check.
 
 # %% tags=["remove-input"]
 short = {"forward": "fwd", "backward": "bwd"}
@@ -274,10 +277,12 @@ quotients = pd.concat([
 chapter.table(
     quotients.round(2).reset_index(names="batch"), measured=pd.concat(rows.values()),
     name="tab-masked", data=pd.concat(both).reset_index(names=["direction", "batch"]),
-    caption="**Tickets gain most where one sequence is long.** Rates over those with the fixed "
-    "list, promised and measured, and over the best baseline's, back to back on the H200.",
+    caption="**Backward, tickets gain most where few long sequences hold the work.** Rates over "
+    "those with the fixed list, promised and measured, and over the best baseline's, back to back "
+    "on the H200.",
 )  # fmt: skip
-assert (gains["backward"].nlargest(2).index.str.contains("b2|one-long|b1")).all(), "the caption"
+most = {"one-long-32768-b201", "full-32768-b2-h32", "full-16384-b1"}
+assert {*gains["backward"].nlargest(3).index} == most, "the caption"
 
 # %% [markdown]
 # Where the model promises more than a tenth, {glue:text}`share` of what it promises arrives. The

@@ -459,7 +459,8 @@ most = {name: gains[f"{name}, gain"].idxmax() for name in ("one history", "eight
 chapter.table(
     gains.reset_index().rename(columns={"stationary": "what stays"}), name="tab-sum-context",
     caption="**One history gains most where sequences are exchanged for heads, eight from "
-    "contiguous shards.** Histories of up to 65,536 and 16,384 tokens, two H200 beside one.",
+    "contiguous shards.** Forward and backward, up to 65,536 and 16,384 tokens, two H200 beside "
+    "one.",
     measured=chapter.holders("context"),
 )  # fmt: skip
 assert most == {"one history": ("contiguous", "sequences"), "eight": ("contiguous", "keys")}

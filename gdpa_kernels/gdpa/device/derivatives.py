@@ -180,13 +180,13 @@ def mask_slope(slope, row, key, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, FOLD
 
 @triton.jit
 def dv_factor(scale, output_scale, FOLD: tl.constexpr):
-    """What dV is multiplied by when it is complete."""
+    """The factor of a complete dV."""
     return 0.5 * scale * output_scale if FOLD else output_scale
 
 
 @triton.jit
 def dk_factor(scale, output_scale, FOLD: tl.constexpr):
-    """What dK and dQ are multiplied by when they are complete."""
+    """The factor of complete dK and dQ."""
     return 0.5 * scale * output_scale if FOLD else scale * output_scale
 
 

@@ -16,6 +16,7 @@ import numpy as np
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.calling.rung import DIRECTIONS
 from gdpa_lab.measuring.rows import Ceiling, Row
+from gdpa_lab.measuring.sustained import CHUNK_US
 
 if TYPE_CHECKING:
     from gdpa_lab.measuring.record import Record
@@ -25,9 +26,7 @@ ALIKE = 0.05
 records of an H200, of several boards."""
 LEAST_SHARE = 0.8
 """Least device time of a row's samples over the median of its workload and direction, which one
-call timed; 0.97 in the records."""
-CHUNK_US = 20_000.0
-"""Least device time of a sample of scope "sustained"."""
+call timed; 0.90 in the records, whose numbers of calls in a sample are not kept."""
 _FEW = 3  # neighbours from which a median says something
 _FORMER = {"rotary", "rotary_eager"}
 
@@ -43,14 +42,12 @@ def problems(runs: Sequence[Record]) -> Iterator[tuple[Record, str]]:
         for run, rate in measured:
             others = [x for other, x in measured if other is not run]
             if len(others) >= _FEW and abs(rate / np.median(others) - 1) > ALIKE:
-                yield (
-                    run,
-                    (
-                        f"ceilings: the {kind[0]} of scope {kind[1]!r} must be within "
-                        f"{100 * ALIKE:.0f} % of the {len(others)} other records of {system}, got "
-                        f"{rate / np.median(others):.2f} times their median"
-                    ),
+                reason = (
+                    f"ceilings: the {kind[0]} of scope {kind[1]!r} must be within "
+                    f"{100 * ALIKE:.0f} % of the {len(others)} other records of {system}, got "
+                    f"{rate / np.median(others):.2f} times their median"
                 )
+                yield run, reason
     for run in runs:
         yield from ((run, reason) for reason in _strange(run.rows))
 
