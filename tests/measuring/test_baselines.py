@@ -1,6 +1,7 @@
 """Peers behind the baselines' signature, with their libraries replaced by ones that note how they
 were called, or in the emulator where their sources are on the path."""
 
+import functools
 import importlib
 import math
 import os
@@ -18,7 +19,7 @@ import triton
 import tritonemu
 from gdpa_kernels.gdpa import reference
 from gdpa_kernels.gdpa.kernels import v0_eager
-from gdpa_lab.measuring import baselines, machine_code, operators
+from gdpa_lab.measuring import baselines, machine_code, operators, timing
 from gdpa_lab.measuring.baselines import flash, peer, same_function, torch_peers
 from gdpa_lab.measuring.inputs import make_inputs
 from gdpa_lab.measuring.length_distributions import Full, Uniform
@@ -210,26 +211,124 @@ def test_hstu_of_fbgemm(monkeypatch, work):
         check(baselines.BASELINES["hstu_cutlass"].call(inputs, direction)(), inputs, direction)
 
 
-@pytest.mark.parametrize("direction", WAYS)
-def test_the_published_gdpa(monkeypatch, direction):
-    inputs = make_inputs(replace(SELF, output_scale=0.5), device="cpu")
+@pytest.fixture
+def published(monkeypatch):
+    """A stand-in for the published GDPA, which remembers what it tuned: of each call its switches,
+    bwd_opt_tech and what it tuned over."""
+    calls = []
 
     def attention(
         query, key, value, query_offset, key_offset, max_seq_len_q, max_seq_len_kv, activation,
-        qk_scale, enable_tma=False,
+        qk_scale, bwd_opt_tech, **switches,
     ):  # fmt: skip
-        assert query_offset is inputs.cu_seqlens_q and key_offset is inputs.cu_seqlens_k
-        assert (max_seq_len_q, max_seq_len_kv) == (8, 8)
-        assert enable_tma == (direction != STEP)
-        assert activation == "fast_gelu"
-        return definition(inputs, scale=1.0, output_scale=qk_scale)(query, key, value)
+        assert (max_seq_len_q, max_seq_len_kv) == (8, 8) and activation == "fast_gelu"
+        assert query_offset is key_offset or torch.equal(query_offset, key_offset)
+        used = sorted(option for option, is_on in switches.items() if is_on)
+        calls.append((used, bwd_opt_tech, module.get_autotune_fwd_kernel("kernel", False)))
+        return definition(published.inputs, scale=1.0, output_scale=qk_scale)(query, key, value)
+
+    def published(inputs):
+        published.inputs = inputs
+        return inputs
 
     stub(monkeypatch, same_function.GDPA, "generalized_dot_product_attention", attention)
-    if direction == STEP:
-        made = operators.of(inputs, "backward").step("gdpa_triton")
-    else:
-        made = operators.of(inputs, direction).candidate("gdpa_triton", "", enable_tma=True)
+    module = sys.modules[same_function.GDPA]
+    module.AUTOTUNE_CONFIG_SET = "of the environment"
+    tune = functools.lru_cache(lambda kernel, ws: [module.AUTOTUNE_CONFIG_SET])
+    module.get_autotune_fwd_kernel = module.get_autotune_bwd_kernel = tune
+    published.calls, published.module = calls, module
+    return published
+
+
+@pytest.mark.parametrize("direction", WAYS)
+def test_the_published_gdpa(published, direction):
+    inputs = published(make_inputs(replace(SELF, output_scale=0.5), device="cpu"))
+    operator = operators.of(inputs, "forward" if direction == "forward" else "backward")
+    how = {"techniques": "persistent,dq_atomic_add", "tuning": "omnifm_v2"}
+    made = operator._peer("gdpa_triton", direction, **how)
     check(made.checked(tensors(made.call())), inputs, direction)
+    assert made.config == how
+    for call in published.calls:
+        switches = ["enable_persistent", "use_dq_atomic_add"]
+        assert call == (switches, how["techniques"], ["omnifm_v2"])
+    assert published.module.AUTOTUNE_CONFIG_SET == "of the environment"
+
+
+def test_every_call_of_the_published_gdpa_tunes_anew(published):
+    """Its own tuning is remembered by the longest query, whatever other length a batch has."""
+    inputs = published(make_inputs(SELF, device="cpu"))
+    peer_of = baselines.BASELINES["gdpa_triton"]
+    for _ in range(2):
+        call = peer_of.call(inputs, "forward", tuning="omnifm_v2")
+        call()
+        call()
+    first, second, third, fourth = (tuned for *_, tuned in published.calls)
+    assert first is second and third is fourth and first is not third
+
+
+BURSTS = {"default": 9.0, "right": 3.04, "wrong": 1.0, "slower": 4.0}
+
+
+@pytest.fixture
+def configured(monkeypatch):
+    """A peer with configurations, of which one is wrong and one does not compile; `BURSTS` are the
+    others' times."""
+    names = {}
+
+    def prepare(inputs, direction, kind="default"):
+        if kind == "broken":
+            raise RuntimeError("PassManager::run failed\nmore")
+        right = definition(inputs)
+        call = peer.differentiate(
+            lambda *qkv: right(*qkv) * (3 if kind == "wrong" else 1), inputs, direction
+        )
+        names[call] = kind
+        return call
+
+    kinds = ("default", "broken", "right", "wrong", "slower")
+    one = baselines.Baseline(
+        "configured", "configured", "activation", lambda: None, prepare,
+        configurations=lambda direction: {kind: {"kind": kind} for kind in kinds},
+    )  # fmt: skip
+    monkeypatch.setitem(baselines.BASELINES, "configured", one)
+    monkeypatch.setattr(timing, "burst_us", lambda call, device: BURSTS[names[call]])
+    return one
+
+
+@pytest.mark.parametrize("direction", WAYS)
+def test_a_peer_is_timed_in_its_fastest_configuration_that_is_right(configured, direction):
+    inputs = make_inputs(SELF, device="cpu")
+    operator = operators.of(inputs, "forward" if direction == "forward" else "backward")
+    made = operator._peer("configured", direction)
+    check(made.call(), inputs, direction)
+    tried = made.config["tried"]
+    assert made.config["configuration"] == "right"
+    assert [*tried] == ["default", "broken", "right", "wrong", "slower"]
+    assert (tried["default"], tried["right"], tried["slower"]) == (9.0, 3.0, 4.0)
+    assert tried["broken"] == "RuntimeError: PassManager::run failed"
+    assert tried["wrong"].startswith("ValueError: check failed: ")
+
+
+def test_options_choose_a_configuration(configured):
+    operator = operators.of(make_inputs(SELF, device="cpu"), "forward")
+    made = operator.candidate("configured", "slow", kind="slower")
+    assert (made.variant, made.config) == ("slow", {"kind": "slower"})
+
+
+def test_a_peer_none_of_whose_configurations_is_right_says_why_of_each(configured, monkeypatch):
+    only = replace(
+        configured, configurations=lambda to: {k: {"kind": k} for k in ("wrong", "broken")}
+    )
+    monkeypatch.setitem(baselines.BASELINES, "configured", only)
+    with pytest.raises(ValueError, match="fails: {'wrong': 'ValueError: ch.*'broken': 'RuntimeErr"):
+        operators.of(make_inputs(SELF, device="cpu"), "forward").candidate("configured", "")
+
+
+def test_a_batch_that_a_peer_does_not_take_is_refused_once(configured, monkeypatch):
+    refusing = replace(configured, lacks=lambda workload, direction: "needs another batch")
+    monkeypatch.setitem(baselines.BASELINES, "configured", refusing)
+    with pytest.raises(baselines.Unsupported, match="^needs another batch$"):
+        operators.of(make_inputs(SELF, device="cpu"), "forward").candidate("configured", "")
 
 
 def test_flashinfer(monkeypatch):
@@ -363,15 +462,50 @@ def test_hstu_from_source_computes_the_definition(direction):
     emulated("hstu_triton", work, direction, tma=False)
 
 
-@pytest.mark.parametrize("activation", same_function.GDPA_NAMES)
-@pytest.mark.parametrize("direction", ("forward", "backward"))
-def test_the_published_gdpa_from_source_computes_the_definition(monkeypatch, direction, activation):
+@pytest.fixture
+def published_source(monkeypatch):
+    """The published GDPA with one small tile to tune over; skips without its sources."""
     helpers = sources(same_function.GDPA.rpartition(".")[0] + ".register_helpers")
     # Its operator on a CPU is softmax; without one its kernels run there.
     monkeypatch.setattr(helpers, "custom_register_kernel", lambda *_: lambda function: function)
-    sources(same_function.GDPA)
-    work = replace(SELF, max_seqlen_q=40, max_seqlen_k=40, activation=activation, **EMULATED)
-    emulated("gdpa_triton", work, direction)
+    module = sources(same_function.GDPA)
+    monkeypatch.setattr(module, "is_tma_supported", lambda: True)
+    forward = {"BLOCK_M": 32, "BLOCK_N": 32}
+    backward = {"BLOCK_M1": 16, "BLOCK_N1": 32, "BLOCK_M2": 32, "BLOCK_N2": 16}
+    for sets, tiles in (("fwd", forward), ("bwd", backward)):
+        small = module.triton_config(tiles | {"NUM_CONSUMER_GROUPS": 1}, num_warps=4)
+        of_sets = getattr(module, f"{sets}_autotune_configs")
+        for tuning in same_function.GDPA_TUNINGS:
+            assert tuning in of_sets
+            monkeypatch.setitem(of_sets, tuning, (small,))
+    return module
+
+
+LONGER = {"max_seqlen_q": 70, "max_seqlen_k": 70}
+
+
+@pytest.mark.parametrize("activation", same_function.GDPA_NAMES)
+@pytest.mark.parametrize("direction", ("forward", "backward"))
+def test_the_published_gdpa_from_source_computes_the_definition(
+    published_source, direction, activation
+):
+    work = replace(SELF, activation=activation, **LONGER, **EMULATED)
+    emulated("gdpa_triton", work, direction, tuning="default")
+
+
+@pytest.mark.parametrize("direction", ("forward", "backward"))
+def test_the_published_gdpa_from_source_in_each_configuration(published_source, direction):
+    for name, options in same_function.gdpa_configurations(direction).items():
+        if "ws" not in name:
+            emulated("gdpa_triton", replace(SELF, **LONGER, **EMULATED), direction, **options)
+
+
+@pytest.mark.parametrize("techniques", ("tma", "tma,dq_atomic_add"))
+def test_tma_in_the_backward_pass_of_the_published_gdpa_is_wrong(published_source, techniques):
+    """Why none of its configurations has it: it adds to memory without values, or overwrites."""
+    work = replace(SELF, **LONGER, **EMULATED)
+    with pytest.raises((tritonemu.InvalidKernel, tritonemu.Race)):
+        emulated("gdpa_triton", work, "backward", techniques=techniques)
 
 
 def emulated(impl, work, direction, **options):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +19,8 @@ Call = Callable[[], object]
 Results = tuple[torch.Tensor, ...]
 Problem = Callable[[Workload, str], str | None]
 """Function of a workload and a direction: what they lack for a peer, or None."""
+Configurations = Mapping[str, Mapping[str, object]]
+"""Options of `Baseline.prepare` by the name of what they make."""
 
 
 class Unsupported(Exception):
@@ -28,6 +30,11 @@ class Unsupported(Exception):
 def takes_all(workload: Workload, direction: str) -> str | None:
     """Accept every workload."""
     return None
+
+
+def one_configuration(direction: str) -> Configurations:
+    """Leave a peer as it comes."""
+    return {"default": {}}
 
 
 @dataclass(frozen=True)
@@ -41,7 +48,9 @@ class Baseline:
     get it, in a sentence; `source`: where its code is. `metadata`, where there is any, makes on the
     device the offsets that the call needs. `checked`, where there is any, makes of (inputs,
     results) what is checked, where the inputs were changed for the peer. `takes_targets`: whether
-    it computes batches with targets.
+    it computes batches with targets. `configurations` of a direction are all that are tried on a
+    batch, the first the peer's defaults; the fastest that passes the check is timed, and the
+    `config` of its row holds them all. Options of a call rule them out.
     """
 
     impl: str
@@ -55,6 +64,7 @@ class Baseline:
     metadata: Callable[[BlockInputs], torch.Tensor] | None = None
     checked: Callable[[Inputs, Results], Results] = lambda inputs, results: results
     takes_targets: bool = False
+    configurations: Callable[[str], Configurations] = one_configuration
 
     def problem(self, workload: Workload, direction: str) -> str | None:
         """Return what the workload lacks for the peer in `direction`, or None."""
