@@ -14,15 +14,16 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 import torch.nn.attention.flex_attention
+import torch.nn.functional as F
 import triton
 
 import tritonemu
 from gdpa_kernels.gdpa import reference
 from gdpa_kernels.gdpa.kernels import v0_eager
 from gdpa_lab.measuring import baselines, machine_code, operators, timing
-from gdpa_lab.measuring.baselines import flash, peer, same_function, torch_peers
+from gdpa_lab.measuring.baselines import blocks, flash, peer, same_function, torch_peers
 from gdpa_lab.measuring.inputs import make_inputs
-from gdpa_lab.measuring.length_distributions import Full, Uniform
+from gdpa_lab.measuring.length_distributions import Between, Full, Uniform
 from gdpa_lab.measuring.workload import STEP, Workload
 from gdpa_lab.measuring.workloads import WORKLOADS
 from tests.records import available
@@ -387,6 +388,72 @@ def test_flex_attention_computes_the_activation(monkeypatch, direction, activati
     monkeypatch.setattr(torch, "compile", eager)
     work = replace(WORK, activation=activation, output_scale=0.5, num_heads_q=4)
     check_peer("flex", work, direction, atol=3e-5)
+
+
+BLOCKS = Workload(
+    name="blocks", operator="block_attention", batch=6, num_heads_q=4, num_heads_k=2, head_dim=16,
+    max_seqlen_q=90, max_seqlen_k=90, lengths_q=Between(0.01, 1.0), block_size=16, dtype="float32",
+)  # fmt: skip
+
+
+def tiled(q, k, v, *, block_mask, scale, enable_gqa):
+    """FlexAttention by definition, of the tiles that its mask lists for queries and for keys."""
+    (tile, _), (n, _) = block_mask.BLOCK_SIZE, block_mask.seq_lengths
+    assert q.shape[2] == n and enable_gqa
+    lists = (block_mask.kv_num_blocks, block_mask.kv_indices), (
+        block_mask.q_num_blocks, block_mask.q_indices
+    )  # fmt: skip
+    of_queries, of_keys = (
+        torch.stack(
+            [
+                torch.isin(torch.arange(n) // tile, row[:count])
+                for count, row in zip(counts[0, 0], indices[0, 0], strict=True)
+            ]
+        ).repeat_interleave(tile, 0)[:n]
+        for counts, indices in lists
+    )
+    assert torch.equal(of_queries, of_keys.T) and lists[0][0].dtype == torch.int32
+    seen = block_mask.mask_mod(0, 0, torch.arange(n)[:, None], torch.arange(n)) & of_queries
+    return F.scaled_dot_product_attention(q, k, v, seen, scale=scale, enable_gqa=True)
+
+
+@pytest.mark.parametrize("direction", ("forward", "backward"))
+@pytest.mark.parametrize("longest", (90, 7, 64))
+def test_flex_attention_inside_blocks(monkeypatch, direction, longest):
+    """Each configuration lists the tiles of every block: what it leaves out, nothing sees. Jagged
+    sequences, one of less than a block, and some of whole tiles."""
+    compiled = []
+    monkeypatch.setattr(torch.nn.attention.flex_attention, "flex_attention", tiled)
+    monkeypatch.setattr(
+        torch, "compile", lambda f, *, dynamic, options: compiled.append(options) or f
+    )
+    work = replace(BLOCKS, max_seqlen_q=longest, max_seqlen_k=longest)
+    if longest != BLOCKS.max_seqlen_q:
+        work = replace(work, lengths_q=Full(), batch=1 if longest == 7 else 3)
+    inputs = make_inputs(work, device="cpu")
+    for options in blocks.flex_configurations(direction).values():
+        for tile in {options["tile"], 32}:
+            call = baselines.BLOCK_BASELINES["flex"].call(
+                inputs, direction, **options | {"tile": tile}
+            )
+            check(call(), inputs, direction, "softmax")
+        assert compiled[-1]["max_autotune"] == (options["tile"] == 64)
+        assert compiled[-1]["compile_threads"] == 1
+
+
+def test_the_mask_of_blocks_is_what_pytorch_makes_of_its_definition():
+    inputs = make_inputs(BLOCKS, device="cpu")
+    mask, total = blocks.block_mask(inputs, 32), inputs.workload.total_q
+    expected = torch.nn.attention.flex_attention.create_block_mask(
+        mask.mask_mod, None, None, total, total, device="cpu", BLOCK_SIZE=32
+    )
+    partial, full = expected.kv_num_blocks, expected.full_kv_num_blocks
+    assert torch.equal(mask.kv_num_blocks, partial + full)
+    for count, row, right in zip(
+        partial[0, 0], mask.kv_indices[0, 0], expected.kv_indices[0, 0], strict=True
+    ):
+        assert {*right[:count].tolist()} <= {*row.tolist()}
+    assert mask.kv_indices.shape[-1] == 3 < expected.kv_indices.shape[-1]
 
 
 def test_what_torch_compile_compiles_leaves_kernels_their_assembler(monkeypatch):

@@ -46,11 +46,11 @@ class Baseline:
     `differentiate`. `math`: "activation", the same function as ours, or "softmax". `needs`: what
     this machine lacks, or None; `lacks`: what a workload lacks, targets aside; `install`: how to
     get it, in a sentence; `source`: where its code is. `metadata`, where there is any, makes on the
-    device the offsets that the call needs. `checked`, where there is any, makes of (inputs,
-    results) what is checked, where the inputs were changed for the peer. `takes_targets`: whether
-    it computes batches with targets. `configurations` of a direction are all that are tried on a
-    batch, the first the peer's defaults; the fastest that passes the check is timed, and the
-    `config` of its row holds them all. Options of a call rule them out.
+    device the offsets or the mask that the call needs. `checked`, where there is any, makes of
+    (inputs, results) what is checked, where the inputs were changed for the peer. `takes_targets`:
+    whether it computes batches with targets. `configurations` of a direction are all that are tried
+    on a batch; the fastest that passes the check is timed, and the `config` of its row holds them
+    all. Options of a call rule them out.
     """
 
     impl: str
@@ -61,7 +61,7 @@ class Baseline:
     lacks: Problem = takes_all
     install: str = ""
     source: str = ""
-    metadata: Callable[[BlockInputs], torch.Tensor] | None = None
+    metadata: Callable[[BlockInputs], object] | None = None
     checked: Callable[[Inputs, Results], Results] = lambda inputs, results: results
     takes_targets: bool = False
     configurations: Callable[[str], Configurations] = one_configuration
@@ -118,11 +118,14 @@ def differentiate(
     return lambda: torch.autograd.grad(out, qkv, inputs.grad_out, retain_graph=True)
 
 
-def by_inductor(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Compile a function with TorchInductor and leave other kernels of this process their
-    assembler: TorchInductor sends all of Triton to PyTorch's ptxas without TRITON_PTXAS_PATH."""
+def by_inductor(
+    function: Callable[..., torch.Tensor], **options: object
+) -> Callable[..., torch.Tensor]:
+    """Compile a function with TorchInductor, with its `options`, and leave other kernels of this
+    process their assembler: TorchInductor sends all of Triton to PyTorch's ptxas without
+    TRITON_PTXAS_PATH."""
     os.environ.setdefault("TRITON_PTXAS_PATH", triton.knobs.nvidia.ptxas.path)
-    return torch.compile(function, dynamic=False, options={"compile_threads": 1})
+    return torch.compile(function, dynamic=False, options={"compile_threads": 1, **options})
 
 
 def block_offsets(inputs: BlockInputs) -> torch.Tensor:
