@@ -118,35 +118,62 @@ def ragged(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *, s
     return softmax(q, k, v, softmax_scale).flatten(0, 1)
 
 
+def of_shape(q, k, v, *, softmax_scale, **lengths):
+    """Softmax of dense tensors, or of ragged ones with their offsets."""
+    assert bool(lengths) == (q.dim() == 3)
+    function = ragged if lengths else softmax
+    return function(q, k, v, **lengths, **{"softmax_scale" if lengths else "scale": softmax_scale})
+
+
+FA3 = ("fa3", "fa3_dense")
+
+
+@pytest.mark.parametrize("impl", FA3)
 @pytest.mark.parametrize("direction", WAYS)
-def test_flash_attention_3_of_its_own_package(monkeypatch, direction):
+def test_flash_attention_3_of_its_own_package(monkeypatch, direction, impl):
     module = ModuleType("flash_attn_interface")
 
     def attention(q, k, v, *, causal, window_size, **options):
         assert (causal, window_size) == (False, (-1, -1))
-        return ragged(q, k, v, **options)
+        return of_shape(q, k, v, **options)
 
-    module.flash_attn_varlen_func = attention
+    name = "flash_attn_varlen_func" if impl == "fa3" else "flash_attn_func"
+    setattr(module, name, attention)
     monkeypatch.setitem(sys.modules, "flash_attn_interface", module)
-    check_peer("fa3", WORK, direction, "softmax")
+    check_peer(impl, WORK, direction, "softmax")
 
 
+SCHEMAS = {
+    "fwd": "k_new v_new q_v out cu_seqlens_q cu_seqlens_k cu_seqlens_k_new seqused_q seqused_k "
+    "max_seqlen_q max_seqlen_k page_table kv_batch_idx leftpad_k rotary_cos rotary_sin "
+    "seqlens_rotary q_descale k_descale v_descale softmax_scale is_causal window_size_left "
+    "window_size_right attention_chunk softcap is_rotary_interleaved scheduler_metadata "
+    "num_splits pack_gqa sm_margin",
+    "bwd": "dq dk dv cu_seqlens_q cu_seqlens_k seqused_q seqused_k max_seqlen_q max_seqlen_k "
+    "softmax_scale is_causal window_size_left window_size_right softcap deterministic sm_margin",
+}
+"""Optional arguments of the operators in xformers 0.0.34's library, in their order."""
+
+
+@pytest.mark.parametrize("impl", FA3)
 @pytest.mark.parametrize("direction", WAYS)
-def test_flash_attention_3_of_the_library_in_xformers(monkeypatch, direction):
+def test_flash_attention_3_of_the_library_in_xformers(monkeypatch, direction, impl):
     def fwd(q, k, v, *, is_causal, window_size_left, window_size_right, num_splits, **options):
         assert (is_causal, window_size_left, window_size_right, num_splits) == (False, -1, -1, 1)
-        return ragged(q, k, v, **options), "lse", None, None
+        assert {*options} <= {*SCHEMAS["fwd"].split()}
+        return of_shape(q, k, v, **options), "lse", None, None
 
     def bwd(grad, q, k, v, out, lse, dq, dk, dv, *, is_causal, window_size_left,
             window_size_right, **options):  # fmt: skip
+        assert {*options} <= {*SCHEMAS["bwd"].split()}
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-        assert lse == "lse" and torch.equal(out, ragged(q, k, v, **options))
-        found = torch.autograd.grad(ragged(*leaves, **options), leaves, grad)
+        assert lse == "lse" and torch.equal(out, of_shape(q, k, v, **options))
+        found = torch.autograd.grad(of_shape(*leaves, **options), leaves, grad)
         for place, gradient in zip((dq, dk, dv), found, strict=True):
             place.copy_(gradient)
 
     monkeypatch.setattr(flash, "_operators", lambda: SimpleNamespace(fwd=fwd, bwd=bwd))
-    check_peer("fa3", WORK, direction, "softmax")
+    check_peer(impl, WORK, direction, "softmax")
 
 
 def test_the_library_of_flash_attention_3_is_found_without_importing_xformers(
@@ -487,7 +514,7 @@ def test_another_assembler_is_named(monkeypatch, tmp_path):
         ("flex", {"activation": "identity", "lengths_q": Full()}, "needs an activation among"),
         *(
             (impl, {}, "sequences of one length, got a jagged batch")
-            for impl in ("fa4_dense", "cudnn", "flex")
+            for impl in ("fa3_dense", "fa4_dense", "cudnn", "flex")
         ),
     ],
 )
