@@ -84,7 +84,7 @@ planned = chapter.rows(**shown | {"workload": [*NAMES, *HSTU]})
 ours, every = us.columns.intersection(RUNGS), burst.columns.intersection(RUNGS)
 over = us.div(us[ours].min(axis=1), axis=0)  # times of the best kernel's time
 beside = ratios.beside_published(chapter, best, "backward")
-DRAWN = [V1, *RUNGS[3:], "fa2_varlen", "fa3", "fa4", "cudnn", "cudnn_varlen"]
+DRAWN = [V1, *RUNGS[3:], "fa2_varlen", "fa3", "fa3_dense", "fa4", "cudnn", "cudnn_varlen"]
 assert "fa4" in us, "the text compares with flash-attn-4==4.0.0b36: install it and measure again"
 assert timed["correct"].all(), "the text says that nothing is timed without a passed check"
 ahead, share = best["peer / rung (time)"], best["share (%)"]
@@ -103,7 +103,7 @@ chapter.glue(over_peer=ratios.ahead(best), won=(ahead >= 1).sum(), count=len(bes
              more_keys=share.filter(regex="self.*-(?:512|1024|2048)").max(),
              kept=f"{retained.min():.0f} to {retained.max():.0f}",
              over_triton=spread(over["gdpa_triton"].dropna()),
-             asked=len(ragged), fa3_first=(best["best peer"] == "fa3").sum(),
+             asked=len(ragged), fa3_first=best["best peer"].isin(["fa3", "fa3_dense"]).sum(),
              fa4_first=best["best peer"].isin(["fa4", "fa4_dense"]).sum(),
              missing="; ".join(missing_peers(planned)),
              **ratios.glued(best))  # fmt: skip

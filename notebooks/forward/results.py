@@ -82,7 +82,7 @@ over = us.div(us[us.columns.intersection(RUNGS)].min(axis=1), axis=0)  # times o
 missing = missing_peers(chapter.rows(**shown | {"workload": [*NAMES, *HSTU]}))
 burst, bursts = (chapter.times(value=x, direction="forward") for x in ("time_us_p50", "tflops"))
 beside = ratios.beside_published(chapter, best, "forward")
-DRAWN = [V1, V8, "fa2_varlen", "fa3", "fa4", "fa4_dense", "cudnn", "cudnn_varlen"]
+DRAWN = [V1, V8, "fa2_varlen", "fa3", "fa3_dense", "fa4", "fa4_dense", "cudnn", "cudnn_varlen"]
 assert "fa4" in us, "the text compares with flash-attn-4==4.0.0b36: install it and measure again"
 assert timed["correct"].all(), "the text says that nothing is timed without a passed check"
 assert (beside > 1).all(axis=None), "the text: ahead at every published shape, here and there"
