@@ -22,7 +22,7 @@
 # %% tags=["hide-input"]
 from dataclasses import replace
 
-from _lib import gradients, ratios
+from _lib import block_tables, gradients, ratios
 from gdpa_kernels.calling import ladder
 from gdpa_lab.measuring.baselines import BLOCK_BASELINES
 from gdpa_lab.measuring.workload import DIRECTIONS
@@ -32,7 +32,6 @@ from gdpa_lab.report.chapter import Chapter
 from gdpa_lab.report.peers import bytes_of_two, checked
 from gdpa_lab.report.results import TIMED
 from gdpa_lab.report.style import RUNG_COLOURS
-from notebooks.block import _tables
 from notebooks.block._rotary_alone import measure_rotary
 
 TABLE5, NARROW = workload("block-fill70-2000"), workload("block-fill70-2000-d64")
@@ -88,7 +87,7 @@ def _(session):
 
 # %% tags=["remove-cell"]
 rows = chapter.rows(scope="sustained", direction=DIRECTIONS)
-ms, share = (_tables.by_impl(rows, x) for x in ("time_us_p50", "percent_of_roofline"))
+ms, share = (block_tables.by_impl(rows, x) for x in ("time_us_p50", "percent_of_roofline"))
 assert rows["correct"][rows["time_us_p50"].notna()].eq(True).all(), "the text: all checked"
 
 
@@ -103,14 +102,16 @@ wide = [TABLE5.name, NARROW.name, *WIDER]
 of_five = rows[rows["workload"].isin(wide)]
 shown = share.loc[TABLE5.name].T.dropna()  # of the rate of a copy
 shown = shown.loc[[*RUNGS, *shown.index.difference(RUNGS)], list(DIRECTIONS)].rename(index=named)
-five = _tables.duels(of_five, [workload(name) for name in wide], RUNGS)
-theirs = _tables.printed_times(data_dir)["table5"].unstack().loc[list(DIRECTIONS)]
+five = block_tables.duels(of_five, [workload(name) for name in wide], RUNGS)
+theirs = block_tables.printed_times(data_dir)["table5"].unstack().loc[list(DIRECTIONS)]
 published = theirs["fa2_jfa"] / theirs["tlx_block_attention"]
-limits = _tables.machine_rates(of_five, TABLE5, data_dir)
+limits = block_tables.machine_rates(of_five, TABLE5, data_dir)
 v1, v3 = (share[name][TABLE5.name] for name in ("v1_one_tile", "v3_warp_specialized"))
 fa2 = (ms["fa2_varlen"] / ms[RUNGS].min(axis=1))[TABLE5.name]
 assert fa2["backward"] > fa2["forward"], "the text: the backward pass gains more"
-assert limits["backward"].iloc[[1, 3]].between(20, 30).all(), "the text: about a quarter"
+kernel, baseline, their_kernel, their_baseline = limits["backward"]
+assert 20 < min(baseline, their_baseline) <= max(baseline, their_baseline) < 30, "the caption"
+assert kernel / their_kernel > 1.2 and 0.85 < baseline / their_baseline < 1.15, "the text"
 assert shown.drop([x for x in shown.index if "block v" in x]).max(axis=None) < 70, "the caption"
 for way, line in five[:2].set_index("direction").iterrows():
     chapter.glue(**{f"share_{way}": line["% of copy"], f"fa2_{way}": fa2[way]})
@@ -201,16 +202,15 @@ assert (by_pass["backward"] > by_pass["forward"]).all(), "the caption"
 # {glue:text}`fa3_backward:.2f` times as fast.
 
 # %% tags=["remove-input"]
-kinds = limits.round(0).rename(index=lambda text: text.replace("fastest rung", "our kernel"))
 chapter.table(
-    kinds.rename_axis("percent of a rate").reset_index(), name="tab-block-machines",
+    limits.round(0).rename_axis("kernel").reset_index(), name="tab-block-machines",
     measured=of_five[of_five["workload"] == TABLE5.name], published="table 5, NVIDIA B200",
     caption="**In the backward pass both baselines stop at about a quarter of their machine.** "
-    "Bytes that must move over time, in percent of a rate of that machine.",
+    "Fewest bytes over time, in percent of the nominal rate: 4.8 and 8 TB/s.",
 )  # fmt: skip
 
 # %% [markdown]
-# So the published ratio is smaller because of the published kernel, not because of its baseline.
+# So the backward ratio is smaller there because of the published kernel, not of its baseline.
 #
 # ## Table 6: other lengths
 
@@ -219,12 +219,12 @@ of_six = {"workload": [f"block-fill{fill}-{n}000" for fill in (70, 100) for n in
           "impl": SWEPT}  # fmt: skip
 scope = chapter.scope(**of_six)
 of_six = chapter.rows(scope=scope, **of_six)
-six = _tables.lengths(of_six, SWEPT)
-bars = _tables.printed("speedups", data_dir).rename(columns={"max_seqlen": "length"})
+six = block_tables.lengths(of_six, SWEPT)
+bars = block_tables.printed("speedups", data_dir).rename(columns={"max_seqlen": "length"})
 bars = bars[bars["direction"].isin(DIRECTIONS)]
 panels = {
-    f"measured {TIMED[scope]}, NVIDIA H200": _tables.by_length(six, "quotient"),
-    "published, NVIDIA B200": _tables.by_length(bars, "speedup_vs_fa2_jfa"),
+    f"measured {TIMED[scope]}, NVIDIA H200": block_tables.by_length(six, "quotient"),
+    "published, NVIDIA B200": block_tables.by_length(bars, "speedup_vs_fa2_jfa"),
 }
 of = six.groupby("direction")[["quotient", "share"]].agg(["min", "max"])
 spread = 100 * (of["quotient", "max"] / of["quotient", "min"] - 1).max()
@@ -285,7 +285,7 @@ of_seven = rows[rows["workload"].isin([ROTARY.name, PLAIN.name])]
 both = ms.loc[ROTARY.name]
 fused = both[WITH_ROTARY].idxmin(axis=1)["backward"]
 of = share.loc[ROTARY.name, "backward"]
-seven = _tables.rotary(of_seven, (PLAIN.name, ROTARY.name), fused, chapter.data_dir)
+seven = block_tables.rotary(of_seven, (PLAIN.name, ROTARY.name), fused, chapter.data_dir)
 published, over_eager, over_kernel = seven.loc["one after the other / fused"]
 worth = (both["rotary_kernel"] / both[WITH_ROTARY].min(axis=1)).dropna()
 for way, ratio in worth.items():
@@ -311,7 +311,7 @@ chapter.predict(
 chapter.glue(
     published_fused=published, over_kernel=over_kernel, over_eager=over_eager,
     bound=two / ROTARY.bytes("backward"),
-    slow=100 * moved / seven.iloc[1, 0] / _tables.NOMINAL,
+    slow=100 * moved / seven.iloc[1, 0] / block_tables.NOMINAL["B200"],
     eager_share=alone["rotary_eager"], kernel_share=alone["rotary"], alone_timed=TIMED[scope],
     over_v4=back["rotary_kernel"] / back["v4_rotary"],
 )  # fmt: skip
@@ -350,7 +350,7 @@ chapter.figure(chart, measured=of_seven)
 # error with two roundings of a gradient over that with one, on the same inputs:
 
 # %% tags=["remove-input"]
-eight = _tables.roundings(chapter.recorded("accuracy"), data_dir)
+eight = block_tables.roundings(chapter.recorded("accuracy"), data_dir)
 farthest = eight["mean"].iloc[(eight["mean"] - 1.1).abs().argmax()]
 chapter.table(
     eight.round(2).reset_index(), digits={"mean, published": 2}, name="tab-block-roundings",
