@@ -12,9 +12,7 @@
 # :::{admonition} In this chapter (50 minutes)
 # You will turn an order of issue into a period, name the unit that limits it, share out registers,
 # count buffer slots by Little's law, and fill in a table of barriers. Then you plan a kernel for
-# head_dim 64 yourself and check it in the emulator. The plan is worth the paper: by the sums below
-# a block costs forward v4 3,072 cycles if nothing overlaps, and it costs
-# {glue:text}`found_v4:,.0f` on the H200.
+# head_dim 64 yourself and check it in the emulator.
 # :::
 
 # %% tags=["hide-input"]
@@ -82,10 +80,10 @@ chapter.figure(
 # %% [markdown]
 # ## Sum 1: what a block asks of each unit
 #
-# We plan the inner loop first, where a tile spends most of its time. The kernel has $c$
-# {term}`consumer warp groups <consumer warp group>` of 64 query rows each. In one *period* $T$, in
-# cycles, all of them work through one block of $n$ keys at head_dim $d$. Each unit of an SM
-# ({doc}`../operator/machine`) has its rate, and work divided by rate is a bound on $T$:
+# The kernel has $c$ {term}`consumer warp groups <consumer warp group>` of 64 query rows each. In
+# one *period* $T$, in cycles, all of them work through one block of $n$ keys at head_dim $d$. Each
+# unit of an SM ({doc}`../operator/machine`) has its rate, and work divided by rate is a bound on
+# $T$:
 #
 # | unit | rate per cycle | one consumer asks for | $n = d = 128$ |
 # |:--|:--|:--|--:|
@@ -106,9 +104,8 @@ chapter.figure(
 # \frac{\text{port}}{\text{tensor cores}} = \frac{1}{2} + \frac{16}{n} + \frac{1}{2c}.
 # $$
 #
-# Half of the port goes to K and V as operands, whatever one does. Larger blocks of keys shrink the
-# second term, Q, and more consumers shrink the third, the copies. With two consumers and 128 keys
-# the port is busy 88 % of the time; with 64 keys, 100 %, and the slightest collision costs time.
+# The terms are K and V as operands, Q, and the copies. With two consumers and 128 keys the port is
+# busy 88 % of the time; with 64 keys, 100 %, and the slightest collision costs time.
 
 
 # %% tags=["remove-cell"]
@@ -138,13 +135,11 @@ chapter.table(
 )
 
 # %% [markdown]
-# The largest number of a column is the *bound*. Three rules follow from the formulas:
+# The largest number of a column is the *bound*. Tensor cores and MUFU meet at $d = 64u$, head_dim
+# 64 with one tanh per score; tensor cores and issue slots at $d = 8i$, so at head_dim 128 an
+# activation may take 16 instructions per score, at 64 only 8, everything else in the loop included.
 #
-# - Tensor cores against MUFU: $d$ against $64u$. With one tanh per score they meet at head_dim 64.
-# - Tensor cores against issue slots: $d$ against $8i$. At head_dim 128 an activation may take 16
-#   instructions per score, at 64 only 8, everything else in the loop included.
-# - Tensor cores against the port: only $n$ and $c$ matter.
-#
+
 # ## Sum 2: the period of an order of issue
 #
 # A bound is what the units allow. What a kernel gets depends on the order in which a consumer
@@ -225,8 +220,8 @@ chapter.table(
 # S then takes 640 cycles, and two pipelined consumers a little more than 2,048. **An average below
 # 100 % does not mean that a phase is.**
 #
-# One row lies outside its plan: one pipelined consumer, {glue:text}`single:,.0f` cycles where the
-# plan allows 1,152. It runs out of buffers (sum 3).
+# One row misses its plan: one pipelined consumer, {glue:text}`single:,.0f` cycles where the plan
+# allows 1,152. It runs out of buffers (sum 3).
 #
 # ### Check it on the GPU
 #
@@ -339,8 +334,9 @@ assert lost["pipelined"] > 1 / 3 > lost["serial"], "the text: more than a third"
 #
 # 1. *Does each use of slot $k$ wait and arrive once?* Use number $j$ has slot $j \bmod s$ and phase
 #    $\lfloor j / s \rfloor \bmod 2$. A consumer waits with this phase, a producer with the other.
-# 2. *Do the arrivals add up?* Every thread arrives, so two consumers are 256. With a count of 128
-#    the faster consumer alone would free the buffer.
+# 2. *Do the arrivals add up?* With `alloc_warp_barrier` every thread arrives, so two consumers are
+#    256; with `alloc_barriers` one thread per role, so they are 2. With half of that the faster
+#    consumer alone would free the buffer.
 # 3. *Do the bytes add up?* A wrong count hangs the phase or spoils the *next* one
 #    ({doc}`../operator/machine`).
 # 4. *Who is last?* A buffer is free when the MMA that reads it has completed, not when it was
@@ -404,8 +400,7 @@ assert lost["pipelined"] > 1 / 3 > lost["serial"], "the text: more than a third"
 #
 # ### The plan against emulator and compiler
 #
-# Forward v8 takes the numbers of the plan as its `Config`, so all three candidates can be tried at
-# once:
+# Forward v8 takes the numbers of the plan as its `Config`:
 
 # %%
 CANDIDATES = {
@@ -517,6 +512,6 @@ chapter.glue(race=races[384][0])
 # ## Takeaways
 #
 # - The period is the largest of the units' sums and the chain of the order of issue; the second
-#   largest says how fragile the plan is.
-# - Slots, registers and bytes of shared memory are three more sums, and each can veto the plan.
+#   largest says how fragile the plan is. - Slots, registers and bytes of shared memory can each
+#   veto the plan.
 # - Fill in the barrier form first. A missing line is a bug that tests may never see.
