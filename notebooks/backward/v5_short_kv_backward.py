@@ -195,10 +195,6 @@ chapter.table(
     emulated="changed copies of backward v5",
 )  # fmt: skip
 
-# %% [markdown]
-# Without the last wait, results are right for as long as the memory of an exited CTA stays as it
-# is, but the rules for clusters forbid it.
-
 # %% tags=["remove-cell"]
 CROSS, SHORT, SELF = "gdpa-cross-full-2048", "gdpa-cross-full-512", "gdpa-self-full-256"
 KEPT = studies.changed(v5, ("            zero = keep_runtime(step)\n", "            zero = 0\n"))
@@ -296,8 +292,7 @@ chapter.predict(
 #
 # The first draft of backward v5 lacked one line, `zero = keep_runtime(step)`, the added zero of
 # {doc}`v4_warp_specialized_backward`. Without it the kernel takes {glue:text}`kept_cross:.2f` times
-# as long with 2,048 queries, and {glue:text}`kept_self:.2f` times as long on full batches of 256
-# tokens (in bursts).
+# as long with 2,048 queries (in bursts).
 
 # %% tags=["remove-cell"]
 kernels = {x: studies.build_backward(module) for x, module in {"v5": v5, "kept": KEPT}.items()}
@@ -311,8 +306,7 @@ memory = chapter.recorded("memory", "backward/results").set_index(["workload", "
 slower = us["addresses kept"] / us["default"]
 assert slower.min() > 1.4, "the heading"
 chapter.glue(
-    kept_cross=slower[CROSS], kept_self=slower[SELF],
-    spilled=compile_check.read(kernels["kept"]).spill_bytes,
+    kept_cross=slower[CROSS], spilled=compile_check.read(kernels["kept"]).spill_bytes,
     gib_v4=memory[CROSS, V4] / 2**30, gib_v5=memory[CROSS, V5] / 2**30,
 )  # fmt: skip
 
@@ -422,10 +416,9 @@ chapter.table(
 assert parts["v4"] - parts["v4, nothing added"] > max(parts["zero fill"], parts["rounding"])
 
 # %% [markdown]
-# An addition moves 512 bytes while the sum is in L2. Here the fill has written 4.8 GB before the
-# first addition. If L2 has to fetch the zeros from memory and write the sum back later, an addition
-# moves 1,024 bytes. A row then saves 2,048 bytes, or {glue:text}`twice:.2f` ns, which is close to
-# what we found.
+# If L2 has to fetch the zeros from memory and write the sum back later, an addition moves 1,024
+# bytes instead of 512. A row then saves 2,048 bytes, or {glue:text}`twice:.2f` ns, close to what we
+# found.
 #
 # ## When the accumulators do not fit: backward v7
 #

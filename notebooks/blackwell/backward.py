@@ -251,10 +251,9 @@ chapter.code(b2.output, "tlx.barrier_wait(inbox.empty", "coords = [BOUND")
 #
 # ## One argument keeps the compiler from adding waits
 #
-# In b1 the loop over MMAs has `num_stages=0`. Without it the compiler pipelines the loop itself: it
-# gives each MMA a barrier, {glue:text}`theirs:.0f` commits instead of {glue:text}`own:.0f` in the
-# machine code, peels the first step, and waits for MMAs whose results are not needed yet. No test
-# of results sees it.
+# In b1 the loop over MMAs has `num_stages=0`. Without it the compiler pipelines the loop itself,
+# with {glue:text}`theirs:.0f` commits instead of {glue:text}`own:.0f` in the machine code, and
+# waits for MMAs whose results are not needed yet.
 
 # %% tags=["remove-cell"]
 kernels = {"b1": built(b1), "b2": built(b2), "b3": built(b3)}

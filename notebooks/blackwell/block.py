@@ -136,9 +136,8 @@ chapter.glue(v1_programs=programs["fit by columns"]["forward"], v1_hopper=hopper
 # In the forward pass S and O take, rounded up, half of them. Of {glue:text}`v1_hopper:.0f` programs
 # on a Hopper SM {glue:text}`v1_programs:.0f` remain. Is that enough? Little's law again
 # ({doc}`../block/counting_bytes`): only reads count, and the latency is an assumption, 1 µs. So is
-# the bandwidth, {glue:text}`gbytes:,.0f` GB/s in the forward pass: the nominal rate of a B200,
-# 7,680 bits at 3,996 MHz ([pytorch/ao#4002](https://github.com/pytorch/ao/issues/4002)), times an
-# H200's share of its own ({doc}`model`).
+# the bandwidth, {glue:text}`gbytes:,.0f` GB/s in the forward pass, an H200's share of a B200's
+# nominal rate ({doc}`model`).
 
 # %% tags=["remove-input"]
 TILE = 64 * 128 * 2  # bytes: one tensor, one block, one head

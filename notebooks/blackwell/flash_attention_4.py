@@ -181,7 +181,7 @@ few = [name for name in us.index if name.endswith(("-36", "-144"))]
 large = [of_batch(SHORT, batch).name for batch in (1152, 4608)]
 chapter.predict(
     "Up to 256 sequences the switch changes the time by at most 2 % (the largest change).",
-    100 * (walk[few] - 1).abs(), most=2, form=".1f", unit=" %",
+    100 * (walk[few] - 1).abs(), most=2, form=".1f", unit=" %", shown=False,
 )  # fmt: skip
 chapter.predict(
     "A batch four times as large walks about 16 times as long (what the walk adds at 4,608 "

@@ -130,7 +130,7 @@ chapter.predict(
 )  # fmt: skip
 text = "With head_dim 128 the fastest kernel is this many times as fast as FlashAttention-2 in the"
 chapter.predict(f"{text} forward pass.", fa2["forward"], least=1.6, most=1.9, shown=False)
-chapter.predict(f"{text} backward pass.", fa2["backward"], least=3.3, most=4.0)
+chapter.predict(f"{text} backward pass.", fa2["backward"], least=3.3, most=4.0, shown=False)
 
 # %% tags=["remove-input"]
 # | name: fig-tables-rates

@@ -147,6 +147,7 @@ of_bound = {case: 100 * share[V0][case] / bound[case] for case in share.index}
 chapter.predict(
     "At head_dim 128 the backward pass stays below what its 13 tensors allow, where 7 would do (in "
     "percent of the copy).", share[V0]["backward", 128], most=bound["backward", 128], form=".1f",
+    shown=False,
 )  # fmt: skip
 chapter.predict(
     "At so few FLOPs per byte only bytes matter, so block v0 reaches nine tenths of what its bytes "
@@ -156,8 +157,7 @@ for way, dim in share.index:
     time = us[V0][way, dim]
     compute = WORK[dim].flops(way) / limits.tflops / 1e6
     chapter.glue(**{f"{way}_{dim}": share[V0][way, dim], f"of_{way}_{dim}": of_bound[way, dim]})
-    chapter.glue(**{f"beyond_{way}_{dim}": time - floor[way, dim],
-                    f"compute_{way}_{dim}": 100 * compute / time})  # fmt: skip
+    chapter.glue(**{f"compute_{way}_{dim}": 100 * compute / time})
 
 # %% [markdown]
 # At head_dim 128 block v0 reaches {glue:text}`of_forward_128:.0f` % of what its bytes allow in the

@@ -198,7 +198,7 @@ chapter.predict(
 )  # fmt: skip
 chapter.predict(
     "Heads side by side (`heads_per_program=1`) save time in the forward pass (the larger ratio).",
-    effects.loc["heads side by side"].iloc[:2], most=0.999, form=".3f",
+    effects.loc["heads side by side"].iloc[:2], most=0.999, form=".3f", shown=False,
 )  # fmt: skip
 
 # %% tags=["remove-cell"]

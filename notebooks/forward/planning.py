@@ -92,11 +92,11 @@ chapter.figure(
 # | issue slots | 128 results | $ni/2$, with $i$ instructions per score | 416 |
 # | shared-memory port | 128 bytes | Q and K for S, V for P V | 384 + 256 |
 #
-# The MUFU row is for one tanh per score ($u = 1$) and the issue row for the GELU of forward v4 ($i
-# = 6.5$, {doc}`activation_arithmetic`). The tensor core reads K and V from {term}`shared memory`
-# for *each* consumer, and for S also the consumer's 64 rows of Q. P comes from registers and does
-# not use the port. In bytes that is $2d(64 + n)$ for S and $2dn$ for P V. In addition {term}`TMA`
-# writes each block of K and V once, $4nd$ bytes for all consumers.
+# The MUFU row is for one tanh per score ($u = 1$) and the issue row for the GELU of forward v4
+# ($i = 6.5$, {doc}`activation_arithmetic`). The tensor core reads K and V from {term}`shared
+# memory` for *each* consumer, and for S also the consumer's 64 rows of Q. P comes from registers
+# and does not use the port. That is $2d(64 + n)$ bytes for S and $2dn$ for P V. {term}`TMA` writes
+# each block of K and V once, $4nd$ bytes.
 #
 # Divide by 128, compare with the $2cM$ cycles of the tensor cores, and $d$ cancels:
 #
@@ -142,9 +142,9 @@ chapter.table(
 
 # ## Sum 2: the period of an order of issue
 #
-# A bound is what the units allow. What a kernel gets depends on the order in which a consumer
-# issues and waits. Let $A$ be the cycles of its activation if it has the units to itself, the
-# larger of the MUFU and issue rows (512 above).
+# What a kernel gets depends on the order in which a consumer issues and waits. Let $A$ be the
+# cycles of its activation if it has the units to itself, the larger of the MUFU and issue rows (512
+# above).
 #
 # | order of issue | one consumer | two consumers |
 # |:--|:--|:--|
@@ -226,9 +226,9 @@ chapter.table(
 # ### Check it on the GPU
 #
 # In {numref}`fig-plan-found` the clock of each run turns times into cycles. Forward v4 needs
-# {glue:text}`found_v4:,.0f` cycles for a block, as if its consumers ran in step and did not help
-# each other. The emulator let them drift apart and was too kind. Forward v8 needs
-# {glue:text}`found_v8:,.0f`, {glue:text}`above_v8:.0f` % more than its tensor cores alone.
+# {glue:text}`found_v4:,.0f` cycles for a block, as if its consumers ran in step; the emulator was
+# too kind. Forward v8 needs {glue:text}`found_v8:,.0f`, {glue:text}`above_v8:.0f` % more than its
+# tensor cores alone.
 #
 # ## Sum 3: slots by Little's law
 #
@@ -263,8 +263,7 @@ assert lost["pipelined"] > 1 / 3 > lost["serial"], "the text: more than a third"
 # %% [markdown]
 # This explains the row that failed. With one pipelined consumer $T$ should be 1,024, and V is taken
 # for $600 + 512 + 1{,}024 = 2{,}136$ cycles: three slots, not two. With three the emulator reports
-# {glue:text}`three:,.0f` cycles. K and V of one block take the copy engine 1,024 cycles, so tensor
-# core and copies are then both at their limit.
+# {glue:text}`three:,.0f` cycles.
 #
 # On a real GPU $L$ grows under load, so plan one slot more than the sum.
 #
@@ -442,10 +441,10 @@ studies.comparison(lesson, studies.batch(studies.EDGES, head_dim=64), CANDIDATES
 chapter.glue(gain=gain)
 
 # %% [markdown]
-# The emulator ranks them as the port does, but it gives an instruction no latency, so it cannot
-# choose between the first and the third. On the GPU forward v7 with four consumers of 64 keys was
-# {glue:text}`gain:.0f` % faster than with two, on full batches of 512 tokens (in bursts, record
-# 20261121T155119Z). Forward v7 and v8 therefore take four.
+# The emulator ranks them as the port does, but cannot choose between the first and the third. On
+# the GPU forward v7 with four consumers of 64 keys was {glue:text}`gain:.0f` % faster than with
+# two, on full batches of 512 tokens (in bursts, record 20261121T155119Z). Forward v7 and v8
+# therefore take four.
 #
 # ## Exercises
 #

@@ -246,10 +246,8 @@ chapter.figure(chart, measured=chapter.rows(variant=None, impl=V1))
 # its activation, the others, if any, have the tensor cores. 64 x 128, with a single one, takes
 # {glue:text}`worst:.1f` times as long.
 #
-# Registers limit the warp groups, and addressing takes its share of them. In each iteration every
-# thread computes 64-bit addresses for its pieces of K and V, compares their rows with the end of
-# the sequence, and issues the copies. {doc}`forward v2 <v2_tma>` gives the addressing to the copy
-# engine.
+# Registers limit the warp groups, and the 64-bit addresses that every thread computes take their
+# share. {doc}`Forward v2 <v2_tma>` gives the addressing to the copy engine.
 
 # %% tags=["remove-input"]
 chapter.profile("v1_tiled", workload="gdpa-self-full-512")

@@ -108,7 +108,9 @@ for activation in (least, most):
 
 # %% tags=["remove-cell"]
 chapter.glue(least=least, most=most)
-chapter.predict("On no full batch is v5 slower than v4 (3 % for noise).", full, most=1.03)
+chapter.predict(
+    "On no full batch is v5 slower than v4 (3 % for noise).", full, most=1.03, shown=False
+)
 
 # %% [markdown]
 # The kernel must gain less: two consumers out of step fill some gaps in v4 already.

@@ -100,7 +100,7 @@ noise = 100 * (short[long] - 1).abs().max()
 # %% tags=["remove-input"]
 chapter.predict(
     "Persistent CTAs save a fifth of a tile of 512 keys, on every tile: the share of the predicted "
-    "gain that is farthest off.", stay_share, least=0.5, most=1.5,
+    "gain that is farthest off.", stay_share, least=0.5, most=1.5, shown=False,
 )  # fmt: skip
 chapter.predict(
     "Pipelining across tiles saves one block of every tile: the smallest share of the predicted "

@@ -289,14 +289,13 @@ chapter.annotated(
 # From v5 to v7 the source asked for one order, the compiler's waits for another, and SASS had
 # neither.
 #
-# {doc}`v5_pingpong` saw the waits and tested them with the wrong instrument: a `while` loop has no
-# added waits either, but it also converts its {term}`accumulator` through {term}`shared memory`.
-# That experiment changed two things; `num_stages=0` changes one.
+# {doc}`v5_pingpong` tested the waits with the wrong instrument: a `while` loop has no added waits
+# either, but it also converts its {term}`accumulator` through {term}`shared memory`. That changed
+# two things; `num_stages=0` changes one.
 #
-# Nor does counting explain the gain, because v7 overlaps more `tanh` with P V. What the count
-# misses is the queue of MMAs. In v7 it runs empty twice a block, after S and after P V; in v8 once.
-# Each time, the tensor core depends on the other consumer being ready at that moment. The profile
-# agrees: in v8 warps wait less at barriers.
+# Nor does counting explain the gain, because v7 overlaps more `tanh` with P V. But in v7 the queue
+# of MMAs runs empty twice a block, after S and after P V; in v8 once. Each time, the tensor core
+# depends on the other consumer being ready. The profile agrees: in v8 warps wait less at barriers.
 
 # %% tags=["remove-input"]
 chapter.profile("v7_packed", "v8_own_waits", workload="gdpa-self-full-512")

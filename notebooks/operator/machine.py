@@ -97,9 +97,8 @@ chapter.figure(
 # come in **warps** of 32 that execute the same instruction together. In every cycle each of an SM's
 # four schedulers issues one instruction for one of its warps: four at most, 128 threads' worth.
 #
-# A warp that waits costs nothing as long as its scheduler has another one that is ready: most
-# kernels hide latency by many warps on an SM, or high {term}`occupancy`. The fast kernels of this
-# book have few warps with many registers, and their copies and matmuls run *asynchronously*.
+# Most kernels hide latency by many warps on an SM, or high {term}`occupancy`. The fast kernels of
+# this book have few warps with many registers, and their copies and matmuls run *asynchronously*.
 #
 # Four neighbouring warps, 128 threads, form a **{term}`warp group`**, one warp on each scheduler.
 # Hopper's tensor cores take their orders from a whole warp group. In a warp-specialized kernel each
@@ -230,9 +229,8 @@ chapter.table(
 )
 
 # %% [markdown]
-# The tensor cores became twice as fast and the port did not. At 100 % there is no room for anything
-# else: TMA cannot fill the next slot while such MMAs run. This is why Blackwell kernels keep P in
-# tensor memory, and why pairs of SMs share B ({doc}`../blackwell/cta_pair`).
+# At 100 % TMA cannot fill the next slot while such MMAs run. This is why Blackwell kernels keep P
+# in tensor memory, and why pairs of SMs share B ({doc}`../blackwell/cta_pair`).
 #
 # ## Special functions
 #

@@ -30,7 +30,6 @@ from gdpa_lab.measuring.inputs import cu_seqlens
 from gdpa_lab.measuring.workloads import workload
 from gdpa_lab.report import charts
 from gdpa_lab.report.chapter import Chapter
-from notebooks.training import _calls
 from notebooks.training import _host as hosts
 
 # %% tags=["parameters"]
@@ -112,7 +111,6 @@ chapter.predict(
     "From the call, a backward pass takes at most 5 % more than its kernels.",
     more, most=5, form=".1f", unit=" %", shown=False,
 )  # fmt: skip
-costs, ids = _calls.costs(chapter, new)
 
 # %% tags=["remove-input"]
 # | name: fig-host-calls
@@ -307,21 +305,6 @@ if torch.device(device).type == "cuda":
     print("a replay with other lengths is an ordinary step")
 
 # %% [markdown]
-# ## Which number is the cost of a call?
-#
-# This book gives the cost of one forward call of v8 with new offsets in three ways:
-
-# %% tags=["remove-input"]
-chapter.table(
-    costs.reset_index(), name="tab-host-costs",
-    caption="**Three honest numbers differ because they include different things.** What a forward "
-    "call of v8 with new offsets costs beside its kernel.", measured=ids,
-)  # fmt: skip
-
-# %% [markdown]
-# Only the first recurs in a training loop, and only where the host is behind. The others begin on
-# an idle device, which sees all of the host's time.
-#
 # ## Exercises
 #
 # :::{exercise} Who waits for whom?

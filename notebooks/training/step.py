@@ -109,16 +109,14 @@ assert gain["compiled"].idxmax() == LONG, "the text: most with the longest histo
 chapter.glue(
     attention=spread(gain.loc[list(LAWS), "compiled"]),
     fused_fp32=v1["compiled"][HALF] / ours["fused norms"][HALF],
-    fused_bf16=v1["compiled, bf16"][HALF] / fused, fused=fused, matmul=ours["compiled"][HALF],
+    fused=fused, matmul=ours["compiled"][HALF],
     fused_only=ours["fused norms"][HALF], bf16_only=ours["compiled, bf16"][HALF],
     everything=v1["compiled, lookups"][HALF] / fused, norm_eager=eager_norm,
     share_v1=100 * attention[HALF, "compiled", "v1"], norm_compiled=100 * share[COMPILED],
-    most=1 / (1 - attention[HALF, "compiled", "v1"]), cool=cool[COMPILED], cool_v1=cool[HALF,
-    "compiled", "v1"], norm_fused=100 * share[FUSED_AT], hstu=gain["HSTULite"][HALF],
+    most=1 / (1 - attention[HALF, "compiled", "v1"]), cool=cool[COMPILED],
     padded=spread(ms["padded_sdpa"].dropna() / ms["gdpa"].xs("eager", level="way")),
     lookups=ours["compiled, lookups"][HALF], tokens=steps_of["tokens"][LOOKUPS],
-    atomics=kinds["embedding"][LOOKUPS], blocks=gain["blocks of 64"][HALF],
-    left=100 - cool[FUSED_AT],
+    atomics=kinds["embedding"][LOOKUPS], left=100 - cool[FUSED_AT],
     embedding_gain=ours["compiled, lookups"][HALF] / ours["compiled"][HALF],
 )  # fmt: skip
 chapter.predict(
@@ -238,18 +236,15 @@ chapter.table(
 # attention are {glue:text}`left:.0f` % of such a step. From v1 and lookups to here it became
 # {glue:text}`everything:.2f` times as fast.
 #
-# Normalisation is published as about 20 % of Kunlun's training latency
-# {cite}`zhou2026normalization`. Here it is {glue:text}`norm_eager:.0f` % in eager mode,
-# {glue:text}`norm_compiled:.0f` % compiled, and {glue:text}`norm_fused:.0f` % fused and in bf16.
+# Normalisation, published as about 20 % of Kunlun's training latency {cite}`zhou2026normalization`,
+# is {glue:text}`norm_eager:.0f` % here in eager mode and {glue:text}`norm_compiled:.0f` % compiled.
 #
 # ## A step that is not at the power limit
 #
-# {doc}`../measuring/power_wall` measures kernels back to back, at the limit of 700 W. A step is
-# more mixed. In the compiled step, {glue:text}`cool_v1:.0f` % of the device time with v1's
-# attention, and {glue:text}`cool:.0f` % with ours, is neither matmul nor attention: norms, copies
-# and embeddings, which wait for memory and draw less. The regulator averages power over tens of
-# milliseconds, about one step. So a hot kernel in a cool step may run at a higher clock than back
-# to back.
+# {doc}`../measuring/power_wall` measures kernels back to back, at the limit of 700 W. In the
+# compiled step {glue:text}`cool:.0f` % of the device time is neither matmul nor attention, but
+# norms, copies and embeddings, which wait for memory and draw less. The regulator averages power
+# over about one step. So a hot kernel in a cool step may run at a higher clock than back to back.
 #
 # Back to back, time follows cycles to the two thirds ({eq}`eq-two-thirds`): 10 % fewer cycles save
 # 7 % of time. Below the limit the clock is free, and they save 10 %. A kernel inside a step lies
@@ -286,11 +281,9 @@ chapter.glue(stall=longest["gdpa"], usual=1e3 * usual["gdpa"])
 # ## Thirty per cent
 #
 # With attention alone a compiled step becomes {glue:text}`attention` times as fast, most with the
-# longest histories, so more than 1.3 needs long, nearly full sequences. With attention in blocks of
-# 64 the factor is {glue:text}`blocks:.2f`, in HSTULite {glue:text}`hstu:.2f`. Together with fused
-# norms it is {glue:text}`fused_fp32:.2f` on half-full batches of 1,024 tokens, and
-# {glue:text}`fused_bf16:.2f` if both steps have the stream in bf16. Against padded attention in
-# eager mode it is {glue:text}`padded`: the baseline decides.
+# longest histories, so more than 1.3 needs long, nearly full sequences. Together with fused norms
+# the factor is {glue:text}`fused_fp32:.2f` on half-full batches of 1,024 tokens. Against padded
+# attention in eager mode it is {glue:text}`padded`: the baseline decides.
 #
 # The published number names neither model nor baseline, so it can be neither confirmed nor refuted.
 #
