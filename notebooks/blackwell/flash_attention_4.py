@@ -339,4 +339,5 @@ chapter.glue(split=split, whole_us=us.loc[large[0], WALK], gain=us.loc[large[0],
 # ## Takeaways
 #
 # - A speedup is a product. Vary one factor at a time: a threshold, then the interface, then the
-#   library. - A mechanism can be tested on the wrong machine. Its size there is another matter.
+#   library.
+# - A mechanism can be tested on the wrong machine. Its size there is another matter.

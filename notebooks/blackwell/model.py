@@ -97,8 +97,8 @@ chapter.glue(
 #   does 8,192 of them a clock, one of an H200 4,096.
 # - *The port of {term}`shared memory`.* It moves 128 bytes a clock, on both: every operand that an
 #   MMA reads from shared memory, every tile that TMA writes, every staged output.
-# - *{term}`MUFU`.* 16 results a clock, on both: one `tanh` a score is 16,384 of them. - *Issue
-#   slots.* Four schedulers issue an instruction a clock each.
+# - *{term}`MUFU`.* 16 results a clock, on both: one `tanh` a score is 16,384 of them.
+# - *Issue slots.* Four schedulers issue an instruction a clock each.
 #
 # In the published design a {term}`CTA` has two tiles of 128 queries. S reads Q (32 KiB) and K (32),
 # P V reads V (32), and P lies in tensor memory. K and V are written once for both tiles: 32 KiB for
@@ -421,7 +421,7 @@ chapter.glue(blocks=blocks, keys_needed=128 * np.ceil(blocks))
 #
 # ## Takeaways
 #
-# - Count clocks of every unit before you look for stalls, and read the clock from NVML. - A count
-#   with one constant from outside can be tried on two machines; a law with three explains one
-#   kernel.
+# - Count clocks of every unit before you look for stalls, and read the clock from NVML.
+# - A count with one constant from outside can be tried on two machines; a law with three explains
+#   one kernel.
 # - A prediction counts if it is in a file before the measurement, with an interval and a command.

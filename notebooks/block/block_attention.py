@@ -288,5 +288,5 @@ chapter.figure(
 # ## Takeaways
 #
 # - Block attention is a batch of small dense softmax problems, one tile per block and head.
-# - It removes FLOPs but no bytes, so what is left is limited by memory. - The gradients need q, k,
-#   v and $dO$ alone.
+# - It removes FLOPs but no bytes, so what is left is limited by memory.
+# - The gradients need q, k, v and $dO$ alone.

@@ -301,6 +301,7 @@ chapter.predictions()
 # ## Takeaways
 #
 # - $b/2$ and $5b/7$ FLOP per byte: with blocks of 64 only bytes count, and the ceiling is a copy
-#   with the same mix of reads and writes. - One tile saves nothing in the forward pass and nearly
-#   half of the bytes in the backward pass. What a kernel gains beyond that is rate.
+#   with the same mix of reads and writes.
+# - One tile saves nothing in the forward pass and nearly half of the bytes in the backward pass.
+#   What a kernel gains beyond that is rate.
 # - One tile's loads in flight on each SM are enough, if it is all the time.

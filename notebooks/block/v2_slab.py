@@ -289,5 +289,5 @@ chapter.profile("v1_one_tile", "v2_slab", workload="block-fill70-4000", directio
 #
 # - Many small programs overlap for free. A persistent program has to earn that back.
 # - `num_stages` counts stages of a loop, shared by all loads that depend on each other. Read the
-#   loop: which loads start between the last wait and the first MMA? - Contiguous in memory is not
-#   contiguous in time.
+#   loop: which loads start between the last wait and the first MMA?
+# - Contiguous in memory is not contiguous in time.

@@ -65,8 +65,9 @@ chapter.figure(
 # %% [markdown]
 # ## The budget
 #
-# At head_dim 128 the other units must finish 8 activations a clock, or the tensor cores wait; at 64
-# they must finish 16. NVIDIA documents three limits, per SM and clock ([CUDA programming
+# At head_dim 128 the other units must finish 8 activations a clock, or the tensor cores wait
+# ({doc}`../operator/activations`); at 64 they must finish 16. NVIDIA documents three limits, per SM
+# and clock ([CUDA programming
 # guide](https://docs.nvidia.com/cuda/cuda-c-programming-guide/#arithmetic-instructions)):
 #
 # | limit | results |

@@ -511,6 +511,6 @@ chapter.glue(race=races[384][0])
 # ## Takeaways
 #
 # - The period is the largest of the units' sums and the chain of the order of issue; the second
-#   largest says how fragile the plan is. - Slots, registers and bytes of shared memory can each
-#   veto the plan.
+#   largest says how fragile the plan is.
+# - Slots, registers and bytes of shared memory can each veto the plan.
 # - Fill in the barrier form first. A missing line is a bug that tests may never see.

@@ -298,6 +298,7 @@ chapter.glue(
 # ## Takeaways
 #
 # - Count crossings. At 12 bytes a score v0 does {glue:text}`intensity:.0f` FLOPs per byte where the
-#   machine needs {glue:text}`ridge:.0f`, and no library call can change that. - You pay for padding
-#   twice: in FLOPs and bytes for missing rows, and in copies that make and remove them.
+#   machine needs {glue:text}`ridge:.0f`, and no library call can change that.
+# - You pay for padding twice: in FLOPs and bytes for missing rows, and in copies that make and
+#   remove them.
 # - When a prediction fails, find the term that failed by a fit over several workloads.

@@ -158,8 +158,8 @@ studies.stepper(
 # %% [markdown]
 # ## Measurement
 #
-# We also measure it with turns, and with its loop written as `while`, for a reason that the next
-# section gives (in bursts):
+# We also measure the kernel with turns, and with its loop written as `while`, for a reason that the
+# next section gives (in bursts):
 
 # %% tags=["remove-cell"]
 FOR = "    for block in tl.range(1, blocks):\n"
@@ -308,6 +308,6 @@ chapter.glue(spilled=cut["spilled (B)"]["200"], even=cut["spilled (B)"]["even"])
 #
 # ## Takeaways
 #
-# - To overlap two dependent steps, take them from different iterations. The price is registers. -
-#   SASS decides: count what stands between the first instruction of an MMA and the wait for it.
+# - To overlap two dependent steps, take them from different iterations. The price is registers.
+# - SASS decides: count what stands between the first instruction of an MMA and the wait for it.
 # - A loop with a prologue makes every empty tile pay for one block.

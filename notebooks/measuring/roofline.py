@@ -241,11 +241,11 @@ chapter.glue(
 # 10¹² scores per second, or {glue:text}`tanh:,.0f` TFLOP/s of useful work at head_dim 128
 # (modelled), and half of that at 64.
 #
-# **Why 50 % there and {glue:text}`share:.0f` % here?** Counted in *cycles*, one `tanh` per score
-# always takes {glue:text}`cycles:.0f` % of the tensor cores' time ({doc}`../operator/machine`).
-# Counted in *time* it takes {glue:text}`share:.0f` % of the measured matmul's, which the power
-# limit keeps at {glue:text}`ghz:.2f` GHz, while the line above assumes the highest clock. Use 50 %
-# when you plan a kernel, since its units share one clock.
+# **Why 50 % in {doc}`../operator/machine` and {glue:text}`share:.0f` % here?** Counted in *cycles*,
+# one `tanh` per score always takes {glue:text}`cycles:.0f` % of the tensor cores' time. Counted in
+# *time* it takes {glue:text}`share:.0f` % of the measured matmul's, which the power limit keeps at
+# {glue:text}`ghz:.2f` GHz, while the line above assumes the highest clock. Use 50 % when you plan a
+# kernel, since its units share one clock.
 #
 # Overlapped with the matmuls the tanh costs nothing. *Between* them it costs all of its time. A
 # kernel whose tensor cores wait meanwhile reaches at most {glue:text}`in_turns:.0f` TFLOP/s in a
@@ -335,7 +335,7 @@ chapter.glue(b200_gbytes=gbytes.max(), b200_busiest=gbytes.idxmax(),
 #
 # ## Takeaways
 #
-# - Arithmetic intensity is $nm/(n+m)$: heads and head_dim cancel, and the shorter side caps it. -
-#   No correct kernel can be below its bracket; a kernel above it is limited by something else.
+# - Arithmetic intensity is $nm/(n+m)$: heads and head_dim cancel, and the shorter side caps it.
+# - No correct kernel can be below its bracket; a kernel above it is limited by something else.
 # - The tanh unit is a third ceiling: harmless when overlapped with the tensor cores, costly in
 #   turns.

@@ -326,8 +326,8 @@ chapter.table(
 # ## Takeaways
 #
 # - The rounding of activated scores to bfloat16 is the yardstick. One `tanh.approx` per score
-#   passes it by its documented bound, for positive scores and in the L2 norm. - The chip is
-#   {glue:text}`better:.0f` times better than documented. Rely on the documentation.
+#   passes it by its documented bound, for positive scores and in the L2 norm.
+# - The chip is {glue:text}`better:.0f` times better than documented. Rely on the documentation.
 # - A polynomial has a range. Inside it `gelu_taylor6` is GELU without MUFU; outside, fast nonsense.
 #
 # To register an activation of yours: {doc}`../serving/own_operator`.

@@ -292,7 +292,7 @@ for name in ("identity", "relu", "leaky_relu", "gelu", "silu", "hardswish"):
 # ## Takeaways
 #
 # - $O = c\,\mathrm{act}(s\,QK^{\mathsf T})\,V$ has no row statistics: blocks of keys add up in any
-#   order, and a row without keys is zero. - Self-attention, PMA and PFFN are one operator on a
-#   jagged batch.
+#   order, and a row without keys is zero.
+# - Self-attention, PMA and PFFN are one operator on a jagged batch.
 # - Whenever you publish a GDPA kernel, state whether the scale is applied before or after the
 #   activation. They are the same function only for positively homogeneous activations.

@@ -463,5 +463,5 @@ chapter.glue(
 # ## Takeaways
 #
 # - Count four things per tile: cycles of the tensor cores, of the port, of the MUFU, and issue
-#   slots. The largest bounds the kernel. - An mbarrier counts arrivals and bytes, and what is wrong
-#   in one phase spoils the next.
+#   slots. The largest bounds the kernel.
+# - An mbarrier counts arrivals and bytes, and what is wrong in one phase spoils the next.

@@ -364,5 +364,5 @@ assert (torch.cat([history, rest]) - whole).abs().max() < 1e-14, "the solution"
 #
 # - Write value and slope together, and let autograd differentiate the definition. Two derivatives
 #   written by one person share their mistakes.
-# - Mask after the activation and after its derivative, and draw every mask once. - Plant an error
-#   in a copy of your kernel: your test must find it.
+# - Mask after the activation and after its derivative, and draw every mask once.
+# - Plant an error in a copy of your kernel: your test must find it.

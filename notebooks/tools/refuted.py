@@ -182,6 +182,6 @@ chapter.glue(step_gain=gain, training_share=100 * (1 - 1 / 1.3) / (1 - 1 / gain)
 #
 # ## Takeaways
 #
-# - One shape that appears twice, two passes that must differ: compare a chart with itself first. -
-#   Multiply the counts, and compare with the machine.
+# - One shape that appears twice, two passes that must differ: compare a chart with itself first.
+# - Multiply the counts, and compare with the machine.
 # - A wrong description can belong to a fast kernel.

@@ -367,6 +367,6 @@ if torch.device(device).type == "cuda":
 # ## Takeaways
 #
 # - Measure host time on calls in a row, with fresh inputs, in units of a PyTorch call. An absolute
-#   time is a property of one host. - Remember nothing that somebody else can change. Let the caller
-#   hold what is shared.
+#   time is a property of one host.
+# - Remember nothing that somebody else can change. Let the caller hold what is shared.
 # - Where the host is the limit, use CUDA graphs.
