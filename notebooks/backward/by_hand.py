@@ -171,11 +171,11 @@ print("dQ, dK, dV against autograd:", gaps(mask_on_scores(Q, K, V, dO, m), expec
 #
 # ## Memory is the easier part
 #
-# It has 5 MMAs where the forward pass has 2, and at equal lengths it moves 7 tensors where the
-# forward pass moves 4. So its {term}`arithmetic intensity` is 10/7 of that of the forward pass. Of
-# {glue:text}`workloads:.0f` workloads {glue:text}`memory_forward:.0f` are memory-bound in the
-# forward pass, and {glue:text}`memory_backward:.0f` in the backward pass (modelled). These are the
-# fewest bytes: a kernel that accumulates dQ in fp32 in memory moves more.
+# The backward pass has 5 MMAs where the forward pass has 2, and at equal lengths it moves 7 tensors
+# where the forward pass moves 4. So its {term}`arithmetic intensity` is 10/7 of that of the forward
+# pass. Of {glue:text}`workloads:.0f` workloads {glue:text}`memory_forward:.0f` are memory-bound in
+# the forward pass, and {glue:text}`memory_backward:.0f` in the backward pass (modelled). These are
+# the fewest bytes: a kernel that accumulates dQ in fp32 in memory moves more.
 #
 # ## What the forward pass must leave behind
 #

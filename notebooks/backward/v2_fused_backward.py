@@ -90,11 +90,11 @@ chapter.code(v2_fused_backward.fused_kernel, "q = load_rows(q_desc", "elif dq_pt
 #
 # ## Nondeterminism begins at three summands
 #
-# Floating-point addition is commutative but not associative. With two blocks of keys it becomes
-# $(0 + a) + b$ or $(0 + b) + a$, the same number. With three there are $(a + b) + c$ and $(a + c) +
-# b$, which round differently. So v2 should be deterministic up to 256 keys. The emulator runs
-# programs in the order of their numbers. Over all rotations of the numbers, the largest share of
-# fp32 sums that differ:
+# Floating-point addition is commutative but not associative. dQ begins as 0. With two blocks of
+# keys it becomes $(0 + a) + b$ or $(0 + b) + a$, the same number. With three there are $(a + b) +
+# c$ and $(a + c) + b$, which round differently. So v2 should be deterministic up to 256 keys. The
+# emulator runs programs in the order of their numbers. Over all rotations of the numbers, the
+# largest share of fp32 sums that differ:
 
 # %% tags=["remove-input"]
 LINE = "    pid = tl.program_id(0)\n"

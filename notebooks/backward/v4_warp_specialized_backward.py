@@ -68,10 +68,11 @@ chapter.ladder(V4, "backward")
 chapter.roles(V4)
 
 # %% [markdown]
-# S is computed transposed, keys × queries. A thread's part of P^T then has exactly the layout that
-# the A operand of dV needs, and the same holds for dS^T and dK. Only dQ is different. It sums over
-# keys, half of which belong to the other consumer, so for dQ alone dS goes through shared memory.
-# In a step of 64 rows and 128 keys of head_dim 128, each matmul takes 512 cycles:
+# S is computed transposed, keys × queries. A thread's part of P^T then has exactly the layout in
+# registers that the A operand of dV needs, and the same holds for dS^T and dK. Only dQ is
+# different. It sums over keys, half of which belong to the other consumer, so for dQ alone dS goes
+# through shared memory. In a step of 64 rows and 128 keys of head_dim 128, each matmul takes 512
+# cycles:
 #
 # | matmul | A | B | shared memory read |
 # |:--|:--|:--|--:|

@@ -13,7 +13,8 @@
 # :::{admonition} In this chapter (50 minutes)
 # You will be able to plan the 512 columns of tensor memory over a step, to find the waits that this
 # plan needs, and to count shared memory traffic until it explains the emulated time:
-# {glue:text}`b1_smem:,.0f` clocks of its port for {glue:text}`mma:,.0f` clocks of MMAs.
+# {glue:text}`b1_smem:,.0f` clocks of its port for {glue:text}`mma:,.0f` clocks of MMAs. Nothing
+# here is measured.
 # :::
 
 # %% tags=["hide-input"]

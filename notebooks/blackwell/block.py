@@ -14,7 +14,7 @@
 # You will be able to compare a kernel's instructions with the time that memory gives them, and to
 # divide the work among five or six warp roles. They need {glue:text}`b1_share:.0f` % of the issue
 # slots where {doc}`block v1 <../block/v1_one_tile>` needs {glue:text}`v1_share:.0f` %, in the
-# forward pass with {term}`rotary`.
+# forward pass with {term}`rotary`. Nothing here is measured.
 # :::
 
 # %% tags=["hide-input"]

@@ -13,7 +13,7 @@
 # :::{admonition} In this chapter (50 minutes)
 # You will be able to let two CTAs, a {term}`CTA pair`, share one {term}`MMA`, each with half of K
 # and of V, which cuts a tile's port traffic from {glue:text}`b4:.0f` KiB to {glue:text}`b5:.0f` or
-# {glue:text}`b6:.0f`.
+# {glue:text}`b6:.0f`. Nothing here is measured.
 # :::
 
 # %% tags=["hide-input"]

@@ -160,6 +160,8 @@ chapter.glue(
 # machine, 1,059 and 1,088. The copies are an H200's shares of the nominal rate. Both are assumed.
 #
 # ## The busiest unit decides, unless memory does
+#
+# The ledger multiplies clocks by tiles and takes the busiest unit:
 
 # %% tags=["remove-input"]
 chapter.code(cost_model.cost, "chip, amounts", "begun =")

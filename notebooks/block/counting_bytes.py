@@ -165,9 +165,9 @@ chapter.glue(
 )  # fmt: skip
 
 # %% [markdown]
-# They also settle what "sparsity 0.7" means. Table 7 times the same backward kernel on a batch
-# whose number of tokens is stated, and there it runs at {glue:text}`stated:,.0f` GB/s. If 0.7 is a
-# fill, the kernel of table 5 runs at {glue:text}`as_fill:,.0f`, and with 70 % empty rows at
+# These times also settle what "sparsity 0.7" means. Table 7 times the same backward kernel on a
+# batch whose number of tokens is stated, and there it runs at {glue:text}`stated:,.0f` GB/s. If 0.7
+# is a fill, the kernel of table 5 runs at {glue:text}`as_fill:,.0f`, and with 70 % empty rows at
 # {glue:text}`as_empty:,.0f`. Only the fill fits a memory-bound kernel.
 #
 # ## Little's law: one tile in flight per SM is enough
@@ -304,4 +304,4 @@ chapter.predictions()
 #   with the same mix of reads and writes.
 # - One tile saves nothing in the forward pass and nearly half of the bytes in the backward pass.
 #   What a kernel gains beyond that is rate.
-# - One tile's loads in flight on each SM are enough, if it is all the time.
+# - One tile's loads in flight on each SM are enough, if they never pause.

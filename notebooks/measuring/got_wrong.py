@@ -11,7 +11,7 @@
 #
 # :::{admonition} In this chapter (15 minutes)
 # You will see all {glue:text}`all:.0f` predictions of this book, what refuted
-# {glue:text}`refuted:.0f` of them, and which {glue:text}`predicted:.0f` stood in git before the
+# {glue:text}`refuted:.0f` of them, and the {glue:text}`predicted:.0f` that stood in git before the
 # record that judges them.
 # :::
 

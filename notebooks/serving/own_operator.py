@@ -160,8 +160,8 @@ for name, is_right in (("softplus", True), ("pasted", False)):
 # %% [markdown]
 # Without the check, the forward pass would be right, and the model would only train badly.
 #
-# Then both kernels of the operator run in the {doc}`emulator <../tools/emulator>` on lengths around
-# the edges of a tile, against fp64:
+# After this check both kernels of the operator run in the {doc}`emulator <../tools/emulator>` on
+# lengths around the edges of a tile, against fp64:
 
 # %% tags=["hide-input"]
 inputs = studies.batch((1, 63, 0, 70), heads=2, head_dim=32, activation="softplus")

@@ -141,7 +141,7 @@ chapter.glue(theirs=theirs, given=3 * q.nbytes)
 # `gdpa` checks its arguments and calls one operator; its gradients come from a second one. Both are
 # registered with `torch.library`, each with a schema and a *fake kernel* that knows shapes and no
 # values. An `autograd.Function` of a few lines makes them one differentiable function. One call
-# checks whether they tell the truth about the real kernel:
+# checks schema and fake kernel against the real kernel:
 #
 # ```python
 # torch.library.opcheck(torch.ops.gdpa_kernels.gdpa_forward.default, arguments)
