@@ -1,4 +1,7 @@
-"""`BlockAttention`: block attention as a layer, with its projections."""
+"""`BlockAttention`: block attention as a layer, with its projections.
+
+Every row of x passes the projections; attention sees the sequences that `jagged.read` has checked.
+"""
 
 from __future__ import annotations
 
