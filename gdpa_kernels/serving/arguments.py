@@ -30,15 +30,14 @@ def renamed(old: str, new: str) -> Callable[[Callable], Callable]:
 def check_list(name: str, values: object, count: int | None = None) -> list:
     """`values` as a list. Raises TypeError unless they are a sequence, of which a string, a set and
     a dict are none, and ValueError unless they are `count`, if that is given."""
-    if isinstance(values, str | bytes):
-        raise TypeError(f"{name} must be a sequence, one entry a user, got the string {values!r}")
     try:
         # Entries of other arguments follow the order, which a set has not, nor a dict by meaning.
-        if isinstance(values, set | frozenset | Mapping):
+        if isinstance(values, str | bytes | set | frozenset | Mapping):
             raise TypeError
         entries = list(values)
     except TypeError:
-        raise TypeError(f"{name} must be a sequence, one entry a user, got {values!r}") from None
+        got = f"the string {values!r}" if isinstance(values, str | bytes) else repr(values)
+        raise TypeError(f"{name} must be a sequence, one entry a user, got {got}") from None
     if count is not None and len(entries) != count:
         raise ValueError(f"{name} must have one entry a user, {count}, got {len(entries)}")
     return entries

@@ -3,13 +3,13 @@
 Applications append and look up; layers.py and scores.py write and read. What a cache holds of a
 user is a `CacheEntry` (pages.py); `HistoryRules` (validity.py) say what stays right in a change.
 
-Every method leaves these true, wherever it fails or is interrupted:
+Every method leaves these true, at whatever line it fails or is interrupted:
 
 - written[layer] <= length <= events of each entry, and rows up to written[layer] hold what was
   written last;
 - a page is of one entry or free. An append that failed may have left its users pages behind their
   length, which their next append frees;
-- entries stand in the order of their use, the least recently used first.
+- entries are in the order of their use, the least recently used first.
 """
 
 from __future__ import annotations
@@ -166,16 +166,16 @@ class PagedCache:
         of the epoch, `missing` raises LookupError, or gives an "empty" history."""
         users, epochs = check_users(users, epochs)
         checks.check_choice("missing", missing, ("raise", "empty"))
-        entries = [self._find(*each) for each in zip(users, epochs, strict=True)]
-        pairs = [*zip(users, entries, strict=True)]
+        pairs = [(user, self._find(user, epoch)) for user, epoch in zip(users, epochs, strict=True)]
         absent = [user for user, entry in pairs if self._entries.get(user) is not entry]
         if absent and missing == "raise":
             raise LookupError(
                 "users must have a history of their epoch in the cache, or missing be 'empty', got "
                 f"none of {absent}"
             )
-        for user in set(users) - set(absent):
-            self._entries.move_to_end(user)
+        for user in users:
+            if user not in absent:
+                self._entries.move_to_end(user)
         ranges = [HistoryRange(user, entry, 0, entry.length, entry.events) for user, entry in pairs]
         return page_table(ranges, self.page_size, self.data.device)
 
@@ -210,7 +210,7 @@ class PagedCache:
         k, v = (joined.join_copies(*pair, pages.cu_seqlens, cu_seqlens) for pair in pairs)
         return k, v
 
-    def history(
+    def paged_kv(
         self, layer: int, pages: Pages, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor
     ) -> PagedKV:
         """What `read_before` copies of whole histories, for a kernel that reads it in the pages,

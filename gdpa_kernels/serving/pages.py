@@ -118,12 +118,12 @@ def check_whole(name: str, pages: Pages) -> None:
     """Raises ValueError unless these are whole histories, by the first that is not."""
     if not isinstance(pages, Pages):
         raise TypeError(f"{name} must be Pages, got {type(pages).__name__}")
-    for each in () if pages.is_whole else pages.ranges:
-        if not each.is_whole:
-            raise ValueError(
-                f"{name} must be PagedCache.pages of whole histories, got rows {each.begin} up to "
-                f"{each.end} of {each.user!r}, who has {each.events}"
-            )
+    if not pages.is_whole:
+        first = next(each for each in pages.ranges if not each.is_whole)
+        raise ValueError(
+            f"{name} must be PagedCache.pages of whole histories, got rows {first.begin} up to "
+            f"{first.end} of {first.user!r}, who has {first.events}"
+        )
 
 
 def _ends(counts: Iterable[int]) -> list[int]:

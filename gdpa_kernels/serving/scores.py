@@ -205,7 +205,7 @@ def _over_history(
         history.max_seqlen, names,
         q.shape[2] ** -0.5 if scale is None else float(scale), float(output_scale),
         precise=precise, out_dtype=torch.float32,
-        paged_kv=cache.history(layer, history, k, v, sequences.cu_seqlens),
+        paged_kv=cache.paged_kv(layer, history, k, v, sequences.cu_seqlens),
     )  # fmt: skip
 
 

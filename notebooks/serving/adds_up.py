@@ -213,7 +213,7 @@ assert split["factor"].idxmax() == 1 and split["factor"].min() > 0.95, "the capt
 #
 # A server that has read a history once wants to keep the keys and values of every layer and compute
 # only the rows of new events. That is right if no old row changes when an event is appended.
-# `Model` takes the properties that decide this, and says which rows stay:
+# `HistoryRules` takes the properties that decide this, and says which rows stay:
 
 # %% tags=["hide-input"]
 ROWS, AT = 12, 6
@@ -237,7 +237,7 @@ chapter.table(
     caption="**A causal model keeps its cache when events are appended; several popular features "
     "break that.** Rows whose keys and values stay right: of 12 after an append, of 11 others "
     "after the seventh event is deleted.",
-    computed="serving.validity.Model, whose rules tests compare with models by brute force",
+    computed="serving.validity.HistoryRules, which tests compare with models by brute force",
 )  # fmt: skip
 
 # %% [markdown]

@@ -1,6 +1,7 @@
 """Histories in pages, found again or not at all; candidates over them are those of one call."""
 
 import copy
+import itertools
 from contextlib import ExitStack, contextmanager
 from unittest import mock
 
@@ -17,6 +18,7 @@ from gdpa_lab.measuring.compile_check import build_launch, read
 from tests.calls import assert_same_bits, full_of_nan
 from tests.models import rules_of
 from tests.serving.test_validity import ALONE, COMBINED, LAYERS, ROWS, WIDTH, inputs
+from tests.stateful.machine import Interruption, interrupted
 
 HEADS, DIM, PAGE = 2, 16, 4
 FP64, FP32, BF16 = torch.float64, torch.float32, torch.bfloat16
@@ -161,6 +163,16 @@ def test_the_least_recently_used_users_go_first():
     assert torch.equal(kept.data, before)
 
 
+def test_users_of_one_call_are_used_in_their_order():
+    kept = cache()
+    for user in "abc":
+        filled(kept, [user], [8])
+    kept.pages(["c", "a"])
+    for new, left in (("d", [8, 0, 8]), ("e", [8, 0, 0]), ("f", [0, 0, 0])):
+        filled(kept, [new], [5])
+        assert [kept.length(user) for user in "abc"] == left
+
+
 def test_an_empty_history_has_no_page_to_give():
     kept = cache()
     kept.append(["empty"], [0])
@@ -206,6 +218,24 @@ def test_pages_of_an_append_that_failed_are_free_for_others(monkeypatch):
     assert held.pages(["a"]).kv_indptr.tolist() == [0, 0]
     both = held.append(["a", "b"], [1, (pages - 1) * held.page_size])
     assert sorted(both.kv_indices.tolist()) == [*range(pages)]
+
+
+def test_an_append_that_is_interrupted_after_one_that_failed_loses_no_page():
+    """It frees the pages that the other one had taken, at any line all of them or none."""
+    for line in itertools.count(1):
+        held = cache()
+        with mock.patch.object(caches, "page_table", None), pytest.raises(TypeError):
+            held.append(["a"], [9])
+        try:
+            with interrupted(line):
+                held.append(["a"], [1])
+        except Interruption:
+            pass
+        pages = [page for entry in held._entries.values() for page in entry.page_ids]
+        assert sorted(pages + held._free) == [*range(6)], line
+        if held.length("a"):
+            break
+    assert line > 50
 
 
 def test_rules_that_appends_would_break_are_refused():

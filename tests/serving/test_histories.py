@@ -145,7 +145,7 @@ def test_rows_that_were_never_written_are_refused(layer, events):
     for call in (
         lambda: kept.read(1, table),
         lambda: kept.read_before(1, table, x, x, ends(0, 1), 1),
-        lambda: kept.history(1, table, x, x, ends(0, 1)),
+        lambda: kept.paged_kv(1, table, x, x, ends(0, 1)),
         lambda: score(x, x, x, ends(0, 1), 1, kept, 1, table),
         lambda: candidates(layer, events[:1], ends(0, 1), 1, kept, 1, table),
     ):

@@ -242,7 +242,7 @@ def test_the_last_tokens_of_a_history_are_no_history():
         with tritonemu.enabled(), pytest.raises(ValueError, match=f"history {told}"):
             score(q, k, v, ends(5), 5, kept, 1, table, in_one_call=in_one_call)
     with pytest.raises(ValueError, match=f"pages {told}"):
-        kept.history(1, table, k, v, ends(5))
+        kept.paged_kv(1, table, k, v, ends(5))
 
 
 def test_one_compiled_kernel_for_all_lists():
@@ -292,7 +292,7 @@ def paged(given: tuple, in_one_call: bool) -> Batch:
     q, k, v, both, longest, kept, layer, table = given
     whole = replace(
         gathered(given), k=k, v=v, activation=("relu",),
-        paged_kv=kept.history(layer, table, k, v, both),
+        paged_kv=kept.paged_kv(layer, table, k, v, both),
     )  # fmt: skip
     if in_one_call:
         return whole
