@@ -18,7 +18,7 @@ The words of this room, in docstrings, arguments and locals:
 | slot              | the place of a token in the pool, page * page_size + offset in the page      |
 | page table        | `Pages`: where the tokens of a batch of users lie; the arguments `pages`,    |
 |                   | `history`, `new` and `whole` are page tables                                 |
-| range             | `HistoryRange`: tokens [begin, end) of one history, in a page table          |
+| span              | `HistorySpan`: tokens [begin, end) of one history, in a page table          |
 | whole             | of a page table: all events of each history are in it                        |
 | paged KV          | `gdpa.batch.PagedKV`: a layer of the pool and a page table, for a kernel     |
 | term              | what one event gives to a stored sum                                         |

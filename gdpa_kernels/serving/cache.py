@@ -26,7 +26,7 @@ from gdpa_kernels.gdpa.device.page_layout import key_and_value_rows
 from gdpa_kernels.serving import common, joined
 from gdpa_kernels.serving.arguments import check_key, check_list, check_users, renamed
 from gdpa_kernels.serving.exclusive import Exclusive, exclusively
-from gdpa_kernels.serving.pages import CacheEntry, HistoryRange, Pages, check_whole, page_table
+from gdpa_kernels.serving.pages import CacheEntry, HistorySpan, Pages, check_whole, page_table
 from gdpa_kernels.serving.validity import HistoryRules
 
 
@@ -123,13 +123,13 @@ class PagedCache:
                 self.rules.check_append()
         ends = [entry.length + count for entry, count in zip(entries, counts, strict=True)]
         self._reserve(users, entries, [cdiv(end, self.page_size) for end in ends])
-        ranges = [
-            HistoryRange(user, entry, entry.length, end, max(end, entry.events))
+        spans = [
+            HistorySpan(user, entry, entry.length, end, max(end, entry.events))
             for user, entry, end in zip(users, entries, ends, strict=True)
         ]
-        table = page_table(ranges, self.page_size, self.data.device)
-        for each in ranges:  # at last: where anything above fails, no history has changed
-            each.entry.length, each.entry.events = each.end, each.events
+        table = page_table(spans, self.page_size, self.data.device)
+        for span in spans:  # at last: where anything above fails, no history has changed
+            span.entry.length, span.entry.events = span.end, span.events
         return table
 
     @renamed("at", "pages")
@@ -140,19 +140,19 @@ class PagedCache:
         without gradients. Rows of an earlier append must have been written before."""
         layer = self._check_pages(layer, pages)
         self._check_rows(k, v, len(pages.slots))
-        for each in pages.ranges:
-            if each.entry.written[layer] < each.begin:
-                raise _not_written("follow rows that are written", layer, each)
-        ranges = [each for each in pages.ranges if each.end > each.begin]
-        previous = [each.entry.written[layer] for each in ranges]
+        for span in pages.spans:
+            if span.entry.written[layer] < span.begin:
+                raise _not_written("follow rows that are written", layer, span)
+        spans = [span for span in pages.spans if span.end > span.begin]
+        previous = [span.entry.written[layer] for span in spans]
         # A copy that fails may leave anything in its rows. So they count as not written while they
         # are copied: of 8 written rows, of which 3 to 5 are written again, first 3 and then 8.
-        for each in ranges:
-            each.entry.written[layer] = each.begin
+        for span in spans:
+            span.entry.written[layer] = span.begin
         for rows, x in zip(key_and_value_rows(pages.slots, self.page_size), (k, v), strict=True):
             self._rows(layer).index_copy_(0, rows, x)
-        for each, written in zip(ranges, previous, strict=True):
-            each.entry.written[layer] = max(written, each.end)
+        for span, written in zip(spans, previous, strict=True):
+            span.entry.written[layer] = max(written, span.end)
 
     @exclusively
     def pages(
@@ -176,8 +176,8 @@ class PagedCache:
         for user in users:
             if user not in absent:
                 self._entries.move_to_end(user)
-        ranges = [HistoryRange(user, entry, 0, entry.length, entry.events) for user, entry in pairs]
-        return page_table(ranges, self.page_size, self.data.device)
+        spans = [HistorySpan(user, entry, 0, entry.length, entry.events) for user, entry in pairs]
+        return page_table(spans, self.page_size, self.data.device)
 
     @renamed("at", "pages")
     @exclusively
@@ -253,7 +253,7 @@ class PagedCache:
         count, written = cdiv(rows, self.page_size), [rows] * self.rules.num_layers
         shorter = CacheEntry(epoch, written, rows, entry.page_ids[:count], events)
         free = self._free + entry.page_ids[count:]
-        self._entries[user], self._free = shorter, free  # together: a page is of one entry, or free
+        self._entries[user], self._free = shorter, free  # together, so that no page is of both
         return rows
 
     @exclusively
@@ -280,8 +280,8 @@ class PagedCache:
             if len(entry.page_ids) > count:  # of an append that failed
                 surplus = entry.page_ids[count:]
                 entry.page_ids, self._free = entry.page_ids[:count], self._free + surplus
-        # Only now, when all of this batch come last: the first entry is of another user, and has no
-        # page that this batch needs. An empty history has none to give.
+        # All of this batch come last now, so the first entry is another's: theirs hold no more than
+        # they need, and all that they need fits. An empty history has no page to give.
         for entry, count in zip(entries, needed, strict=True):
             while len(entry.page_ids) < count:
                 while not self._free:
@@ -308,10 +308,10 @@ class PagedCache:
         layer, num_layers = checks.check_count("layer", layer), self.rules.num_layers
         if layer >= num_layers:
             raise ValueError(f"layer must be below num_layers, {num_layers}, got {layer}")
-        for each in pages.ranges:
-            if each.end and self._entries.get(each.user) is not each.entry:
+        for span in pages.spans:
+            if span.end and self._entries.get(span.user) is not span.entry:
                 raise ValueError(
-                    f"pages must be pages that their users still have, got those of {each.user!r} "
+                    f"pages must be pages that their users still have, got those of {span.user!r} "
                     "before an edit or an eviction"
                 )
         return layer
@@ -319,9 +319,9 @@ class PagedCache:
     def _check_written(self, layer: int, pages: Pages) -> int:
         """`_check_pages`; raises ValueError unless the rows are written in that layer, too."""
         layer = self._check_pages(layer, pages)
-        for each in pages.ranges:
-            if each.begin < each.end and each.entry.written[layer] < each.end:
-                raise _not_written("be rows that are written", layer, each)
+        for span in pages.spans:
+            if span.begin < span.end and span.entry.written[layer] < span.end:
+                raise _not_written("be rows that are written", layer, span)
         return layer
 
     def _check_candidates(
@@ -360,9 +360,9 @@ def _check_begins(users: list[Hashable], entries: list[CacheEntry], begins: list
             )
 
 
-def _not_written(must: str, layer: int, rows: HistoryRange) -> ValueError:
+def _not_written(must: str, layer: int, span: HistorySpan) -> ValueError:
     """The error for rows of a layer that were not written, or not those before them."""
     return ValueError(
-        f"pages must {must}, got rows {rows.begin} up to {rows.end} of {rows.user!r}, of whom "
-        f"layer {layer} has {rows.entry.written[layer]}: write the others first, or evict the user"
+        f"pages must {must}, got rows {span.begin} up to {span.end} of {span.user!r}, of whom "
+        f"layer {layer} has {span.entry.written[layer]}: write the others first, or evict the user"
     )

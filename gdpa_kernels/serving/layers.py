@@ -51,9 +51,9 @@ def extend(
     """
     _check(layer, cache, index)
     asked, received = (
-        [(each.user, each.entry.epoch, each.end) for each in pages.ranges] for pages in (new, whole)
+        [(span.user, span.entry.epoch, span.end) for span in pages.spans] for pages in (new, whole)
     )
-    begins = [each.begin for each in whole.ranges]
+    begins = [span.begin for span in whole.spans]
     if asked != received or any(begins):
         raise ValueError(
             "whole must be the pages of users and epochs up to their new rows, "

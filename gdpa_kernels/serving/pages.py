@@ -44,12 +44,12 @@ class Pages:
     max_seqlen: int
     slots: torch.Tensor
     positions: torch.Tensor
-    ranges: tuple[HistoryRange, ...] = field(repr=False, compare=False)
+    spans: tuple[HistorySpan, ...] = field(repr=False, compare=False)
 
     @functools.cached_property
     def is_whole(self) -> bool:
         """Whether the tokens are all of each history, which lacks none that an edit dropped."""
-        return all(each.is_whole for each in self.ranges)
+        return all(span.is_whole for span in self.spans)
 
     @property
     def sequences(self) -> Sequences:
@@ -62,7 +62,7 @@ class Pages:
         return held(Lengths, self.cu_seqlens, len(self.slots), self.max_seqlen)
 
 
-class HistoryRange(NamedTuple):
+class HistorySpan(NamedTuple):
     """Tokens [begin, end) of one user's history; events: all of it when the page table was made,
     those included whose rows an edit dropped."""
 
@@ -82,9 +82,11 @@ class CacheEntry:
     """What a cache holds of a user's history, of which written[layer] <= length <= events.
 
     epoch: of the history; written: of each layer the rows from the start that hold keys and values,
-    raised by `PagedCache.write`; length: the tokens that have a place in page_ids, raised by
-    `append`; events: all of the history, more than length while the rows that an edit dropped are
-    not appended again.
+    raised by `PagedCache.write`; length: the tokens that have a slot, raised by `append`; page_ids:
+    their pages, the same in each layer; events: all of the history, more than length while the rows
+    that an edit dropped are not appended again.
+
+    An edit makes another entry, so that page tables of the former one are refused.
     """
 
     epoch: Hashable
@@ -95,11 +97,11 @@ class CacheEntry:
 
 
 @torch.inference_mode(False)  # gradients may follow an evaluation
-def page_table(ranges: Sequence[HistoryRange], page_size: int, device: torch.device) -> Pages:
-    """The page table of these ranges, whose entries have the pages."""
-    begins, lengths = [x.begin for x in ranges], [x.end - x.begin for x in ranges]
-    pages = [x.entry.page_ids[: cdiv(x.end, page_size)] for x in ranges]
-    last = [(x.end - 1) % page_size + 1 if x.end else 0 for x in ranges]
+def page_table(spans: Sequence[HistorySpan], page_size: int, device: torch.device) -> Pages:
+    """The page table of these spans, whose entries have the pages."""
+    begins, lengths = [x.begin for x in spans], [x.end - x.begin for x in spans]
+    pages = [x.entry.page_ids[: cdiv(x.end, page_size)] for x in spans]
+    last = [(x.end - 1) % page_size + 1 if x.end else 0 for x in spans]
     kv_indptr, kv_indices, last_page_len, cu_seqlens, starts = _on_device(
         [_ends(map(len, pages)), [*chain(*pages)], last, _ends(lengths), begins], device
     )
@@ -110,7 +112,7 @@ def page_table(ranges: Sequence[HistoryRange], page_size: int, device: torch.dev
     slots = page.long() * page_size + positions % page_size
     return Pages(
         kv_indptr, kv_indices, last_page_len, cu_seqlens, max(lengths, default=0), slots, positions,
-        tuple(ranges),
+        tuple(spans),
     )  # fmt: skip
 
 
@@ -119,7 +121,7 @@ def check_whole(name: str, pages: Pages) -> None:
     if not isinstance(pages, Pages):
         raise TypeError(f"{name} must be Pages, got {type(pages).__name__}")
     if not pages.is_whole:
-        first = next(each for each in pages.ranges if not each.is_whole)
+        first = next(span for span in pages.spans if not span.is_whole)
         raise ValueError(
             f"{name} must be PagedCache.pages of whole histories, got rows {first.begin} up to "
             f"{first.end} of {first.user!r}, who has {first.events}"

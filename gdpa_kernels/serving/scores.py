@@ -1,16 +1,16 @@
 """`score`: attention of candidates over cached histories.
 
-The rows of candidates, which each see their user's history and their own group, come from one call
-over [history; candidates], or are the sum of two: without normalisation the attention over the
-history, kept in fp32, and that over the group just add up. A kernel reads the pages where they are
-where it takes the call; else they are gathered (copied out of the pages) first.
+Each candidate sees its user's history and its own group. That is one call over [history;
+candidates], or the sum of two: without normalisation the attention over the history, in fp32, and
+that over the group just add up. A kernel that takes the call reads keys and values in their pages;
+else they are gathered, copied out of the pages, first.
 
 |                | one call                    | the sum of two                                    |
 |----------------|-----------------------------|---------------------------------------------------|
-| pages in place | `_in_pages` of `_over_both` | `_in_pages` of `_over_history`, `_add_candidates` |
-| pages gathered | `score_gathered`            | `gdpa` over `PagedCache.read`, `_add_candidates`  |
+| in their pages | `_in_pages` of `_over_both` | `_in_pages` of `_over_history`, `_add_candidates` |
+| gathered       | `score_gathered`            | `gdpa` over `PagedCache.read`, `_add_candidates`  |
 
-Applications call `score`; layers.py as well, and the other public names here.
+Applications call `score`; layers.py as well, and `candidate_sequences` and `score_gathered`.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ def candidate_sequences(
         )
     if sequences.check_values and not checks.is_fake(x):
         sizes = (rows, rows), (max_seqlen, max_seqlen)
-        padding.check_offsets(None, sequences.cu_seqlens, None, *sizes, padding=False)
+        padding.assert_offsets(None, sequences.cu_seqlens, None, *sizes, padding=False)
         sequences = sequences._replace(check_values=False)
     return sequences
 

@@ -109,8 +109,8 @@ class HistoryRules:
 
     def check_append(self) -> None:
         """Raises ValueError, with the reasons, if an append makes any of the cached rows wrong."""
-        # An append reaches back at most a window and a row in each layer: these are twice as many,
-        # and the contexts.
+        # All histories that are long enough are alike: an append reaches back at most a window and
+        # a row in each layer, and to the contexts. These are twice as many rows.
         rows = 2 * self.num_layers * ((self.mask.window or 0) + 2) + self._contexts
         if not any(self.changed(rows, rows)):
             return
@@ -147,10 +147,7 @@ class HistoryRules:
         counted = self.positions in ("index", "from_end")
         _refuse(
             "rules must give sums of terms that stay",
-            (
-                self.num_layers > 1,
-                "an event changes keys and values behind another attention layer",
-            ),
+            (self.num_layers > 1, "behind another layer keys and values change with the event"),
             (bool(self.mask.window), "a window takes another event for one that goes"),  # not of 0
             (counted, "positions that are counted change with every event"),
             (self.query_time, "the time until the query changes with the last event"),
@@ -160,7 +157,9 @@ class HistoryRules:
         )
 
     def _changed_at_first(self, rows: int, position: int) -> range:
-        """Rows that go changed into the first layer."""
+        """Rows that go changed into the first layer: places counted from the end are others before
+        the position, those counted from the start behind it; the time until the query is another
+        for all rows where the last event is."""
         if self.token_statistics or (self.query_time and position == rows):
             return range(rows)
         if self.positions == "from_end":
