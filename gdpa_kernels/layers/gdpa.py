@@ -243,19 +243,17 @@ class GDPASelfAttention(private.Constants, _GDPALayer):
                 "num_targets and num_contexts of mask must be None, they come with each batch, got "
                 f"{self.mask}"
             )
-        for name, size in (("position_bias", position_bias), ("time_bias", time_bias)):
-            if size is not None:
-                checks.check_positive(**{name: size})
+        sizes = {"position_bias": position_bias, "time_bias": time_bias}
+        checks.check_positive(**{name: size for name, size in sizes.items() if size is not None})
         if time_bias is not None and time_bias > MOST_BUCKETS:
             raise ValueError(f"time_bias must be at most {MOST_BUCKETS}, got {time_bias}")
         self.next_time, self.position_bias, self.time_bias = next_time, None, None
+        thresholds, factory = None, self.options.factory
         if position_bias is not None:
-            table = torch.empty(2 * position_bias - 1, **self.options.factory)
-            self.position_bias = nn.Parameter(table)
+            self.position_bias = nn.Parameter(torch.empty(2 * position_bias - 1, **factory))
         if time_bias is not None:
-            self.time_bias = nn.Parameter(torch.empty(time_bias, **self.options.factory))
-        device = self.options.device
-        thresholds = None if time_bias is None else hstu_thresholds(time_bias, device)
+            self.time_bias = nn.Parameter(torch.empty(time_bias, **factory))
+            thresholds = hstu_thresholds(time_bias, self.options.device)
         self.register_buffer("time_thresholds", thresholds, persistent=False)
         self.register_load_state_dict_post_hook(_move_thresholds)
         self.reset_parameters()
