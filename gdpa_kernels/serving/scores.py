@@ -1,9 +1,8 @@
 """`score`: attention of candidates over cached histories.
 
-Each candidate sees its user's history and its own group. That is one call over [history;
-candidates], or the sum of two: without normalisation the attention over the history, in fp32, and
-that over the group just add up. A kernel that takes the call reads keys and values in their pages;
-else they are gathered, copied out of the pages, first.
+Each candidate sees its user's history and its own group: one call over [history; candidates], or
+two whose results add up. A kernel that takes the call reads keys and values in their pages; else
+they are gathered, copied out of the pages, first.
 
 |                | one call                    | the sum of two                                    |
 |----------------|-----------------------------|---------------------------------------------------|
