@@ -15,10 +15,10 @@ The words of this room, in docstrings, arguments and locals:
 | candidates        | tokens that are scored behind a history, not cached; the targets of `Mask`   |
 | cache entry       | `CacheEntry`: what the cache holds of a user's history                       |
 | page pool, page   | the memory of all pages; the rows of `page_size` tokens of one user          |
-| slot              | the place of a token in the pool, page * page_size + offset in the page      |
+| slot              | the number of a token's place in the pool (gdpa/device/page_layout.py)       |
 | page table        | `Pages`: where the tokens of a batch of users lie; the arguments `pages`,    |
 |                   | `history`, `new` and `whole` are page tables                                 |
-| span              | `HistorySpan`: tokens [begin, end) of one history, in a page table          |
+| span              | `HistorySpan`: tokens [begin, end) of one history, in a page table           |
 | whole             | of a page table: all events of each history are in it                        |
 | paged KV          | `gdpa.batch.PagedKV`: a layer of the pool and a page table, for a kernel     |
 | term              | what one event gives to a stored sum                                         |

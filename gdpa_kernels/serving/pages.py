@@ -27,8 +27,8 @@ class Pages:
     pages of each; last_page_len int32 `[batch]`, tokens in the last of them, 0 of an empty history.
 
     Of the tokens, which from `PagedCache.pages` are all of each history, and from `append` the new
-    ones alone: cu_seqlens int32 `[batch + 1]`; max_seqlen; slots int64 `[tokens]`, page * page_size
-    + offset; positions int64 `[tokens]`, of each in its history.
+    ones alone: cu_seqlens int32 `[batch + 1]`; max_seqlen; slots int64 `[tokens]`, their places in
+    the pool; positions int64 `[tokens]`, of each in its history.
 
     With pages of 4, a history of 6 tokens in the pages 5 and 2 has kv_indices [5, 2], last_page_len
     [2] and slots [20, 21, 22, 23, 8, 9].
