@@ -240,7 +240,6 @@ chapter.glue(
     **{f"{way}_ahead": ratios.spread(of) for way, of in ahead.items()},
     behind=float((ahead["backward"] < 1).sum()), batches=float(len(ahead["backward"])),
     clocks=ratios.spread(clocks), of_unmasked=ratios.spread(whole["masked"] / whole["not"]),
-    unmasked_gain=ratios.spread(whole["tickets"] / whole["not"]),
     share=f"{100 * share.min():.0f} to {100 * share.max():.0f} %",
 )  # fmt: skip
 chapter.predict(
@@ -299,8 +298,8 @@ assert {*gains["backward"].nlargest(3).index} == most, "the caption"
 #
 # Making the list with costs takes 10 to 20 µs on the device for up to 64 sequences, the fixed one 4
 # to 64. So `ticket_list.uses_tickets` leaves tickets out where they gain nothing: without a mask,
-# where `b8-h32` runs {glue:text}`unmasked_gain` times as fast with them; where tiles are no more
-# than programs, a window makes all tiles alike, or the model finds the fixed list balanced.
+# where tiles are no more than programs, where a window makes all tiles alike, or the model finds
+# the fixed list balanced.
 #
 # With its mask `b8-h32` keeps {glue:text}`of_unmasked` of its rate: half of each tile on the
 # diagonal is computed for nothing, 1.5 % here, and what a tile loads serves half as many keys.
