@@ -39,7 +39,6 @@ data_dir = "data"
 # %% tags=["remove-cell"]
 chapter = Chapter("measuring/masked_batches", mode=mode, device=device, data_dir=data_dir)
 FIXED = "fixed list"
-HSTU_TRITON = "hstu_triton", "no TMA", {"tma": False}  # with TMA fbtriton fails to compile it
 
 
 def rung_on(of, way):
@@ -69,7 +68,7 @@ def _(session):
         for of in (*map(workload, MASKED), UNMASKED):
             impl = rung_on(of, way)
             other = without_tickets(impl) if of.causal else with_tickets(impl)
-            peers = [HSTU_TRITON] if of.target_share else ["fa3", "fa4"]
+            peers = ["hstu_triton"] if of.target_share else ["fa3", "fa4"]
             dense = ["cudnn"] if of.fill == 1 else []  # ragged cuDNN plans every call anew
             impls = [impl, other, *peers, *dense]
             session.measure(of, impls, direction=way, scopes=("sustained",), seconds=0.5)

@@ -211,13 +211,27 @@ def definition(inputs, **options):
 def test_hstu_of_generative_recommenders(monkeypatch, direction):
     inputs = make_inputs(HSTU, device="cpu")
 
-    def attention(N, alpha, q, k, v, seq_offsets, num_targets, enable_tma):
-        assert (N, enable_tma) == (8, True) and seq_offsets is inputs.cu_seqlens_q
+    def attention(N, alpha, q, k, v, seq_offsets, num_targets, sort_by_length, enable_tma):
+        assert N == 8 and seq_offsets is inputs.cu_seqlens_q
         assert num_targets is inputs.num_targets
+        for tuner in (module._hstu_attn_fwd, module._hstu_attn_bwd):
+            tuner.cache.setdefault("the longest query", (enable_tma, sort_by_length))
+            assert tuner.cache["the longest query"] == (enable_tma, sort_by_length)
+            assert [config.num_stages for config in tuner.configs] == [3, 1]
         return definition(inputs, scale=alpha, output_scale=1 / N)(q, k, v)
 
     stub(monkeypatch, same_function.HSTU, "triton_hstu_mha", attention)
-    check(baselines.BASELINES["hstu_triton"].call(inputs, direction)(), inputs, direction)
+    module = sys.modules[same_function.HSTU]
+    stages = [triton.Config({}, num_stages=n) for n in (3, 0)]
+    for name in ("_hstu_attn_fwd", "_hstu_attn_bwd"):
+        setattr(module, name, SimpleNamespace(cache={"the longest query": None}, configs=stages))
+    for options in same_function.hstu_configurations(direction).values():
+        check(
+            baselines.BASELINES["hstu_triton"].call(inputs, direction, **options)(), inputs,
+            direction,
+        )  # fmt: skip
+    assert module._hstu_attn_fwd.cache == {"the longest query": None}
+    assert [config.num_stages for config in module._hstu_attn_fwd.configs] == [3, 0]
 
 
 @pytest.mark.parametrize("work", (HSTU, replace(HSTU, causal=False)))
@@ -554,6 +568,17 @@ def test_hstu_from_source_computes_the_definition(direction):
     sources(same_function.HSTU)
     work = replace(HSTU, max_seqlen_q=40, max_seqlen_k=40, output_scale=1 / 40, **EMULATED)
     emulated("hstu_triton", work, direction, tma=False)
+
+
+@pytest.mark.parametrize("is_sorted", (False, True))
+def test_the_warp_specialized_hstu_from_source_computes_the_definition(monkeypatch, is_sorted):
+    tuner = sources(same_function.HSTU)._hstu_attn_fwd
+    roles = [config for config in tuner.configs if config.kwargs["USE_TLX"]]
+    assert roles and {config.num_stages for config in roles} == {0}
+    monkeypatch.setattr(tuner, "configs", roles)
+    longer = {"max_seqlen_q": 300, "max_seqlen_k": 300, "output_scale": 1 / 300}
+    work = replace(HSTU, **EMULATED | longer | {"head_dim": 128})
+    emulated("hstu_triton", work, "forward", is_sorted=is_sorted)
 
 
 @pytest.fixture

@@ -6,12 +6,12 @@ HSTU (arXiv 2402.17152) divides by the longest length what SiLU gives: `output_s
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import importlib
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from types import ModuleType
 
 import torch
 import triton
@@ -60,13 +60,37 @@ struct ElementWise : AttentionVariantBase {
 """
 
 
-def hstu_triton(inputs: Inputs, direction: str = "forward", tma: bool = True) -> Call:
+def hstu_triton(
+    inputs: Inputs, direction: str = "forward", tma: bool = True, is_sorted: bool = False
+) -> Call:
     """Call the Triton kernels of generative-recommenders. `tma`: use descriptors, and with fbtriton
-    let it also choose its warp-specialized kernel."""
-    attention = importlib.import_module(HSTU).triton_hstu_mha
+    let it also choose its warp-specialized kernel; `is_sorted`: go by falling length, which each
+    call sorts.
+
+    It remembers what it tuned without asking for either, so every call tunes anew. fbtriton 3.7.4
+    does not compile num_stages=0, which the warp-specialized kernel asks for: it gets 1, which
+    means the same, since it fills its buffers itself.
+    """
+    module = importlib.import_module(HSTU)
     fixed = {"N": inputs.max_seqlen_q, "alpha": inputs.scale(), "enable_tma": tma}
     fixed |= {"seq_offsets": inputs.cu_seqlens_q, "num_targets": inputs.num_targets}
-    return peer.differentiate(lambda q, k, v: attention(q=q, k=k, v=v, **fixed), inputs, direction)
+    fixed["sort_by_length"] = is_sorted
+    tuners = [getattr(module, name) for name in ("_hstu_attn_fwd", "_hstu_attn_bwd")]
+    states = [(tuner, {"cache": {}, "configs": [*map(_staged, tuner.configs)]}) for tuner in tuners]
+    return _with(
+        states, inputs, direction, lambda q, k, v: module.triton_hstu_mha(q=q, k=k, v=v, **fixed)
+    )
+
+
+def _staged(config: triton.Config) -> triton.Config:
+    """Replace num_stages=0 in a configuration of Triton."""
+    staged = copy.copy(config)
+    staged.num_stages = config.num_stages or 1
+    return staged
+
+
+def hstu_configurations(direction: str) -> peer.Configurations:
+    return {"TMA": {}, "no TMA": {"tma": False}, "TMA, sorted": {"is_sorted": True}}
 
 
 def hstu_cutlass(inputs: Inputs, direction: str = "forward") -> Call:
@@ -104,27 +128,40 @@ def gdpa_triton(
     state = {"AUTOTUNE_CONFIG_SET": tuning}
     for name in ("get_autotune_fwd_kernel", "get_autotune_bwd_kernel"):
         state[name] = functools.cache(getattr(module, name).__wrapped__)
-    with _holding(module, state):
-        call = peer.differentiate(
-            lambda q, k, v: attention(query=q, key=k, value=v, **fixed), scaled, direction
-        )
+    return _with(
+        [(module, state)], scaled, direction,
+        lambda q, k, v: attention(query=q, key=k, value=v, **fixed),
+    )  # fmt: skip
 
-    def tuned() -> object:
-        with _holding(module, state):
+
+def _with(
+    states: Sequence[tuple[object, Mapping[str, object]]],
+    inputs: Inputs,
+    direction: str,
+    function: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
+) -> Call:
+    """Differentiate a function that runs with other attributes of some objects, such as a memory of
+    its own for what was tuned: (object, values by attribute)."""
+
+    @contextlib.contextmanager
+    def changed() -> Iterator[None]:
+        previous = [(owner, {name: getattr(owner, name) for name in new}) for owner, new in states]
+        try:
+            for owner, new in states:
+                vars(owner).update(new)
+            yield
+        finally:
+            for owner, old in previous:
+                vars(owner).update(old)
+
+    with changed():
+        call = peer.differentiate(function, inputs, direction)
+
+    def with_changes() -> object:
+        with changed():
             return call()
 
-    return tuned
-
-
-@contextlib.contextmanager
-def _holding(module: ModuleType, values: Mapping[str, object]) -> Iterator[None]:
-    """Give a module other global values within this context."""
-    previous = {name: getattr(module, name) for name in values}
-    vars(module).update(values)
-    try:
-        yield
-    finally:
-        vars(module).update(previous)
+    return with_changes
 
 
 def gdpa_configurations(direction: str) -> peer.Configurations:
@@ -233,6 +270,7 @@ PEERS = (
         needs_module(HSTU, "generative-recommenders"), hstu_triton,
         both(_is_hstu, _scaled_by_length, no_window),
         f"clone {RECOMMENDERS} and put it on PYTHONPATH", RECOMMENDERS, takes_targets=True,
+        configurations=hstu_configurations,
     ),
     Baseline(
         "hstu_cutlass", "HSTU, CUTLASS", "activation", needs_module("hstu", "FBGEMM's HSTU"),
