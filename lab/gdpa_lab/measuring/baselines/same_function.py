@@ -263,7 +263,7 @@ PEERS = (
         "gdpa_triton", "published Triton GDPA", "activation",
         needs_module(GDPA, "the published GDPA"), gdpa_triton, both(_is_published, no_window),
         f"clone {LIBRARY} as ads_mkl/ops/oss in a folder on PYTHONPATH", LIBRARY,
-        checked=of_scaled_q, configurations=gdpa_configurations,
+        checked=of_scaled_q, configurations=gdpa_configurations, is_replayed=True,
     ),
     Baseline(
         "hstu_triton", "HSTU, Triton", "activation",
