@@ -177,6 +177,129 @@ def test_flash_attention_3_of_the_library_in_xformers(monkeypatch, direction, im
     check_peer(impl, WORK, direction, "softmax")
 
 
+class CudnnTensor(SimpleNamespace):
+    """A tensor of a graph, as the frontend has it."""
+
+    __hash__ = object.__hash__
+
+    def set_output(self, is_output):
+        return self.set("is_output", is_output)
+
+    def set_dim(self, dim):
+        return self.set("dim", dim)
+
+    def set_stride(self, stride):
+        return self.set("stride", stride)
+
+    def set_data_type(self, data_type):
+        return self.set("data_type", data_type)
+
+    def set_ragged_offset(self, offset):
+        return self.set("offset", offset)
+
+    def set(self, name, value):
+        setattr(self, name, value)
+        return self
+
+
+class CudnnGraph:
+    """One operation on ragged tensors: a result is only where its stride and offsets say."""
+
+    planned = 0
+
+    def __init__(self, handle, io_data_type, intermediate_data_type, compute_data_type):
+        assert (handle, intermediate_data_type, compute_data_type) == ("handle", "float", "float")
+        self.steps = []
+
+    def tensor(self, name, dim, stride, data_type=None):
+        return CudnnTensor(name=name, dim=dim, stride=stride, data_type=data_type)
+
+    def sdpa(self, name, q, k, v, generate_stats, **how):
+        self.inputs, self.how = (q, k, v), how
+        self.results = [CudnnTensor(), CudnnTensor() if generate_stats else None]
+        return self.results
+
+    def sdpa_backward(self, name, q, k, v, o, dO, stats, max_total_seq_len_q,
+                      max_total_seq_len_kv, **how):  # fmt: skip
+        assert max_total_seq_len_q % 64 == max_total_seq_len_kv % 64 == 0
+        self.inputs, self.how, self.saved = (q, k, v), how, (o, dO, stats)
+        self.results = [CudnnTensor() for _ in range(3)]
+        return self.results
+
+    def validate(self):
+        self.steps.append("validate")
+
+    def build_operation_graph(self):
+        self.steps.append("operations")
+
+    def create_execution_plans(self, modes):
+        self.steps.append(modes)
+
+    def check_support(self):
+        self.steps.append("support")
+
+    def build_plans(self):
+        assert self.steps == ["validate", "operations", ["A", "FALLBACK"], "support"]
+        CudnnGraph.planned += 1
+
+    def get_workspace_size(self):
+        return 5
+
+    def parts(self, tensor, buffers):
+        """Views of each sequence, `[num_heads, length, head_dim]`, of a buffer."""
+        offset = buffers[tensor.offset].flatten().tolist()
+        side = "seq_len_q" if tensor.offset.name == "begin_q" else "seq_len_kv"
+        lengths = buffers[self.how[side]].flatten().tolist()
+        (batch, heads, longest, dim), stride = tensor.dim, tensor.stride
+        assert len(lengths) == batch and max(lengths) <= longest
+        for start, length in zip(offset, lengths, strict=False):
+            yield buffers[tensor].as_strided((heads, length, dim), stride[1:], start)
+
+    def execute(self, buffers, workspace, handle):
+        assert workspace.dtype == torch.uint8 and len(workspace) == 5 and handle == "handle"
+        assert self.how["use_padding_mask"] and not self.how["use_causal_mask"]
+        sequences = zip(*(self.parts(x, buffers) for x in self.inputs), strict=True)
+        outs = []
+        for q, k, v in sequences:
+            leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+            out = F.scaled_dot_product_attention(
+                *leaves, scale=self.how["attn_scale"], enable_gqa=True
+            )
+            outs.append((leaves, out))
+        if len(self.results) == 2:
+            for (_, out), place in zip(outs, self.parts(self.results[0], buffers), strict=True):
+                place.copy_(out)
+            if self.results[1] is not None:
+                assert self.results[1].data_type == "float"
+                buffers[self.results[1]].fill_(5)
+            return
+        o, grad_out, stats = self.saved
+        assert (buffers[stats] == 5).all() and list(buffers[stats].shape) == stats.dim
+        places = zip(*(self.parts(x, buffers) for x in (*self.results, o, grad_out)), strict=True)
+        for (leaves, out), (*gradients, saved, grad) in zip(outs, places, strict=True):
+            torch.testing.assert_close(out, saved)
+            for place, found in zip(gradients, torch.autograd.grad(out, leaves, grad), strict=True):
+                place.copy_(found)
+
+
+@pytest.mark.parametrize("direction", WAYS)
+@pytest.mark.parametrize("work", (SELF, replace(WORK, num_heads_q=4, lengths_q=Uniform(0.5))))
+def test_ragged_cudnn_plans_its_graphs_once(monkeypatch, direction, work):
+    module = ModuleType("cudnn")
+    module.create_handle, module.pygraph = lambda: "handle", CudnnGraph
+    module.set_stream = lambda handle, stream: None
+    module.heur_mode = SimpleNamespace(A="A", FALLBACK="FALLBACK")
+    module.data_type = SimpleNamespace(BFLOAT16="b", HALF="h", FLOAT="float", INT32="i", INT64="I")
+    monkeypatch.setitem(sys.modules, "cudnn", module)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=7))
+    monkeypatch.setattr(CudnnGraph, "planned", 0)
+    inputs = make_inputs(replace(work, dtype="bfloat16"), device="cpu")
+    call = baselines.BASELINES["cudnn_varlen"].call(inputs, direction)
+    for _ in range(2):
+        check(call(), inputs, direction, "softmax", atol=2e-2)
+    assert CudnnGraph.planned == (1 if direction == "forward" else 2)
+
+
 def test_the_library_of_flash_attention_3_is_found_without_importing_xformers(
     tmp_path, monkeypatch
 ):
@@ -233,6 +356,39 @@ def test_hstu_of_generative_recommenders(monkeypatch, direction):
         )  # fmt: skip
     assert module._hstu_attn_fwd.cache == {"the longest query": None}
     assert [config.num_stages for config in module._hstu_attn_fwd.configs] == [3, 0]
+
+
+@pytest.mark.parametrize("work", (HSTU, replace(HSTU, causal=False, window=3)))
+def test_hstu_of_cudnn(monkeypatch, work):
+    inputs = make_inputs(replace(work, head_dim=32), device="cpu")
+
+    def forward(
+        q_tensor, k_tensor, v_tensor, cu_seqlens_q_tensor, cu_seqlens_k_tensor, max_seqlen_q,
+        max_seqlen_k, window_size=(-1, -1), alpha=1.0, scaling_seqlen=None,
+    ):  # fmt: skip
+        assert window_size == ((-1, 0) if work.causal else (3, 3))
+        assert (max_seqlen_q, max_seqlen_k, scaling_seqlen) == (8, 8, 8)
+        assert cu_seqlens_q_tensor is inputs.cu_seqlens_q
+        assert cu_seqlens_k_tensor is inputs.cu_seqlens_k
+        function = definition(inputs, scale=alpha, output_scale=1 / scaling_seqlen)
+        return {"o_tensor": function(q_tensor, k_tensor, v_tensor)}
+
+    def backward(do_tensor, q_tensor, k_tensor, v_tensor, *args, **options):
+        leaves = [x.detach().requires_grad_() for x in (q_tensor, k_tensor, v_tensor)]
+        out = forward(*leaves, *args, **options)["o_tensor"]
+        found = torch.autograd.grad(out, leaves, do_tensor)
+        return dict(zip(("dq_tensor", "dk_tensor", "dv_tensor"), found, strict=True))
+
+    stub(monkeypatch, same_function.HSTU_CUDNN, "hstu_attention_forward", forward)
+    sys.modules[same_function.HSTU_CUDNN].hstu_attention_backward = backward
+    for direction in WAYS:
+        check(baselines.BASELINES["hstu_cudnn"].call(inputs, direction)(), inputs, direction)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
+    assert same_function.needs_hstu_cudnn() is None
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    assert same_function.needs_hstu_cudnn().endswith("capability 10, got NVIDIA H200")
 
 
 @pytest.mark.parametrize("work", (HSTU, replace(HSTU, causal=False)))
@@ -572,6 +728,8 @@ def test_another_assembler_is_named(monkeypatch, tmp_path):
         ("hstu_triton", {"activation": "silu"}, "needs causal self-attention"),
         ("hstu_triton", {"activation": "silu", "causal": True}, r"output_scale 1 / 8, got 1.0"),
         ("hstu_cutlass", {"activation": "silu", "output_scale": 0.3}, "1 / n, got 0.3"),
+        ("hstu_cudnn", {"activation": "silu"}, "a head_dim among 32, 64, 128, 256 and .* got 16"),
+        ("hstu_cudnn", {"head_dim": 64}, "needs silu and as many key heads"),
         ("gdpa_triton", {"causal": True}, "without a causal mask"),
         ("gdpa_triton", {"window": 3}, "a batch without a window, got window=3"),
         ("flashinfer", {"activation": "gelu"}, "needs silu or gelu_tanh, got gelu"),

@@ -213,6 +213,11 @@ def no_window(workload: Workload, direction: str) -> str | None:
     return None if window is None else f"needs a batch without a window, got window={window}"
 
 
+def own_q(workload: Workload, direction: str) -> str | None:
+    """Report, as a `problem`, a q that the batch shares."""
+    return "needs a q of its own for each sequence" if workload.shared_q else None
+
+
 def both(*problems: Problem) -> Problem:
     """Combine several `problem` functions; the first reason counts."""
 

@@ -17,12 +17,22 @@ import torch
 import triton
 
 from gdpa_lab.measuring.baselines import peer
-from gdpa_lab.measuring.baselines.peer import Baseline, Call, both, needs_module, no_window
+from gdpa_lab.measuring.baselines.peer import (
+    Baseline,
+    Call,
+    both,
+    needs_module,
+    no_window,
+    own_q,
+)
 from gdpa_lab.measuring.inputs import Inputs
-from gdpa_lab.measuring.workload import Workload
+from gdpa_lab.measuring.workload import STEP, Workload
 
 HSTU = "generative_recommenders.ops.triton.triton_hstu_attention"
+HSTU_CUDNN = "cudnn.hstu.hstu_attention"
 GDPA = "ads_mkl.ops.oss.gdpa.triton.triton_generalized_dot_product_attention"
+HSTU_HEAD_DIMS = 32, 64, 128, 256
+"""Those of cuDNN's kernels."""
 GDPA_NAMES = {
     "identity": "raw", "relu": "relu", "relu_squared": "relu_square", "gelu": "gelu",
     "gelu_tanh": "fast_gelu", "silu": "fast_silu", "hardswish": "hardswish",
@@ -101,6 +111,39 @@ def hstu_cutlass(inputs: Inputs, direction: str = "forward") -> Call:
     fixed |= {"alpha": inputs.scale(), "window_size": peer.window_size(inputs.workload)}
     fixed["scaling_seqlen"] = round(1 / inputs.workload.output_scale)
     return peer.differentiate(lambda q, k, v: attention(q, k, v, **fixed), inputs, direction)
+
+
+def hstu_cudnn(inputs: Inputs, direction: str = "forward") -> Call:
+    """Call cuDNN's HSTU kernels for Blackwell."""
+    hstu = importlib.import_module(HSTU_CUDNN)
+    tensors = {f"{name}_tensor": getattr(inputs, name) for name in "qkv"}
+    fixed = tensors | {
+        "cu_seqlens_q_tensor": inputs.cu_seqlens_q, "cu_seqlens_k_tensor": inputs.cu_seqlens_k,
+        "max_seqlen_q": inputs.max_seqlen_q, "max_seqlen_k": inputs.max_seqlen_k,
+        "window_size": peer.window_size(inputs.workload), "alpha": inputs.scale(),
+        "scaling_seqlen": 1 / inputs.workload.output_scale,
+    }  # fmt: skip
+
+    def forward() -> torch.Tensor:
+        return hstu.hstu_attention_forward(**fixed)["o_tensor"]
+
+    def backward() -> tuple[torch.Tensor, ...]:
+        gradients = hstu.hstu_attention_backward(do_tensor=inputs.grad_out, **fixed)
+        return tuple(gradients[f"d{name}_tensor"] for name in "qkv")
+
+    def step() -> tuple[torch.Tensor, ...]:
+        forward()
+        return backward()
+
+    return {"forward": forward, STEP: step}.get(direction, backward)
+
+
+def needs_hstu_cudnn() -> str | None:
+    problem = needs_module(HSTU_CUDNN, "cuDNN's frontend 1.29 or newer")()
+    if problem is None and torch.cuda.get_device_capability()[0] != 10:
+        name = torch.cuda.get_device_name()
+        problem = f"needs a Blackwell GPU of compute capability 10, got {name}"
+    return problem
 
 
 def gdpa_triton(
@@ -214,15 +257,11 @@ def needs_flashinfer() -> str | None:
     return peer.needs_cuda() if shutil.which("nvcc") else "needs nvcc, which compiles FlashInfer's"
 
 
-def _own_q(workload: Workload, direction: str) -> str | None:
-    return "needs a q of its own for each sequence" if workload.shared_q else None
-
-
 def _is_hstu(workload: Workload, direction: str) -> str | None:
     if workload.activation != "silu" or workload.num_heads_q != workload.num_heads_k:
         heads = f"{workload.num_heads_q} and {workload.num_heads_k} heads"
         return f"needs silu and as many key heads, got {workload.activation}, {heads}"
-    return _own_q(workload, direction)
+    return own_q(workload, direction)
 
 
 def _scaled_by_length(workload: Workload, direction: str) -> str | None:
@@ -241,11 +280,21 @@ def _scaled_by_whole(workload: Workload, direction: str) -> str | None:
     return None if whole else f"needs output_scale 1 / n, got {workload.output_scale}"
 
 
+def _is_hstu_of_cudnn(workload: Workload, direction: str) -> str | None:
+    if workload.head_dim not in HSTU_HEAD_DIMS or workload.output_scale <= 0:
+        dims = ", ".join(map(str, HSTU_HEAD_DIMS))
+        received = f"{workload.head_dim} and {workload.output_scale}"
+        return f"needs a head_dim among {dims} and a positive output_scale, got {received}"
+    if workload.max_seqlen_q > workload.max_seqlen_k:
+        return "needs at least as many keys as queries"
+    return _is_hstu(workload, direction)
+
+
 def _is_published(workload: Workload, direction: str) -> str | None:
     if workload.activation not in GDPA_NAMES or workload.causal:
         known = f"an activation among {', '.join(GDPA_NAMES)} without a causal mask"
         return f"needs {known}, got {workload.activation}, causal={workload.causal}"
-    return _own_q(workload, direction)
+    return own_q(workload, direction)
 
 
 def _forward_of(workload: Workload, direction: str) -> str | None:
@@ -276,6 +325,11 @@ PEERS = (
         "hstu_cutlass", "HSTU, CUTLASS", "activation", needs_module("hstu", "FBGEMM's HSTU"),
         hstu_cutlass, both(_is_hstu, _scaled_by_whole, no_window),
         f"build it as its README says, {FBGEMM}", FBGEMM,
+    ),
+    Baseline(
+        "hstu_cudnn", "HSTU, cuDNN", "activation", needs_hstu_cudnn, hstu_cudnn,
+        _is_hstu_of_cudnn, "pip install nvidia-cudnn-frontend==1.32.0",
+        "https://github.com/NVIDIA/cudnn-frontend",
     ),
     Baseline(
         "flashinfer", "FlashInfer, element-wise", "activation", needs_flashinfer, flashinfer,
