@@ -418,9 +418,10 @@ def published(monkeypatch):
 
     def attention(
         query, key, value, query_offset, key_offset, max_seq_len_q, max_seq_len_kv, activation,
-        qk_scale, bwd_opt_tech, **switches,
+        qk_scale, bwd_opt_tech, window_size, **switches,
     ):  # fmt: skip
         assert (max_seq_len_q, max_seq_len_kv) == (8, 8) and activation == "fast_gelu"
+        assert window_size == published.inputs.workload.window
         assert query_offset is key_offset or torch.equal(query_offset, key_offset)
         used = sorted(option for option, is_on in switches.items() if is_on)
         calls.append((used, bwd_opt_tech, module.get_autotune_fwd_kernel("kernel", False)))
@@ -441,7 +442,7 @@ def published(monkeypatch):
 
 @pytest.mark.parametrize("direction", WAYS)
 def test_the_published_gdpa(published, direction):
-    inputs = published(make_inputs(replace(SELF, output_scale=0.5), device="cpu"))
+    inputs = published(make_inputs(replace(SELF, output_scale=0.5, window=3), device="cpu"))
     operator = operators.of(inputs, "forward" if direction == "forward" else "backward")
     how = {"techniques": "persistent,dq_atomic_add", "tuning": "omnifm_v2"}
     made = operator._peer("gdpa_triton", direction, **how)
@@ -731,7 +732,6 @@ def test_another_assembler_is_named(monkeypatch, tmp_path):
         ("hstu_cudnn", {"activation": "silu"}, "a head_dim among 32, 64, 128, 256 and .* got 16"),
         ("hstu_cudnn", {"head_dim": 64}, "needs silu and as many key heads"),
         ("gdpa_triton", {"causal": True}, "without a causal mask"),
-        ("gdpa_triton", {"window": 3}, "a batch without a window, got window=3"),
         ("flashinfer", {"activation": "gelu"}, "needs silu or gelu_tanh, got gelu"),
         ("flex", {"activation": "identity", "lengths_q": Full()}, "needs an activation among"),
         *(
@@ -824,8 +824,8 @@ def test_the_published_gdpa_from_source_computes_the_definition(
 @pytest.mark.parametrize("direction", ("forward", "backward"))
 def test_the_published_gdpa_from_source_in_each_configuration(published_source, direction):
     for name, options in same_function.gdpa_configurations(direction).items():
-        if "ws" not in name:
-            emulated("gdpa_triton", replace(SELF, **LONGER, **EMULATED), direction, **options)
+        for work in (SELF, replace(SELF, window=20, num_heads_q=2)) if "ws" not in name else ():
+            emulated("gdpa_triton", replace(work, **EMULATED | LONGER), direction, **options)
 
 
 @pytest.mark.parametrize("techniques", ("tma", "tma,dq_atomic_add"))

@@ -34,8 +34,8 @@ GDPA = "ads_mkl.ops.oss.gdpa.triton.triton_generalized_dot_product_attention"
 HSTU_HEAD_DIMS = 32, 64, 128, 256
 """Those of cuDNN's kernels."""
 GDPA_NAMES = {
-    "identity": "raw", "relu": "relu", "relu_squared": "relu_square", "gelu": "gelu",
-    "gelu_tanh": "fast_gelu", "silu": "fast_silu", "hardswish": "hardswish",
+    "identity": "raw", "relu": "relu", "relu_squared": "relu_square", "leaky_relu": "leaky_relu",
+    "gelu": "gelu", "gelu_tanh": "fast_gelu", "silu": "fast_silu", "hardswish": "hardswish",
 }  # fmt: skip
 """Names of its activations by ours, those with the hardware's tanh or exp where they exist."""
 GDPA_TECHNIQUES = {
@@ -165,6 +165,7 @@ def gdpa_triton(
         "max_seq_len_q": inputs.max_seqlen_q, "max_seq_len_kv": inputs.max_seqlen_k,
         "activation": GDPA_NAMES[inputs.workload.activation],
         "qk_scale": inputs.workload.output_scale, "bwd_opt_tech": techniques or "base",
+        "window_size": inputs.workload.window,
         **{option: name in used for name, option in GDPA_TECHNIQUES.items()},
     }  # fmt: skip
     scaled = replace(inputs, q=inputs.q * inputs.scale())
@@ -310,7 +311,7 @@ FBGEMM = "https://github.com/pytorch/FBGEMM/tree/main/fbgemm_gpu/experimental/hs
 PEERS = (
     Baseline(
         "gdpa_triton", "published Triton GDPA", "activation",
-        needs_module(GDPA, "the published GDPA"), gdpa_triton, both(_is_published, no_window),
+        needs_module(GDPA, "the published GDPA"), gdpa_triton, _is_published,
         f"clone {LIBRARY} as ads_mkl/ops/oss in a folder on PYTHONPATH", LIBRARY,
         checked=of_scaled_q, configurations=gdpa_configurations, is_replayed=True,
     ),
