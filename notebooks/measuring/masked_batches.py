@@ -27,6 +27,7 @@ from _lib import drawings, ratios, studies
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.gdpa import schedule
 from gdpa_kernels.gdpa.device import tickets
+from gdpa_lab.measuring.baselines import taking
 from gdpa_lab.measuring.workloads import MASKED, UNMASKED, workload
 from gdpa_lab.report import style
 from gdpa_lab.report.chapter import Chapter
@@ -39,7 +40,6 @@ data_dir = "data"
 # %% tags=["remove-cell"]
 chapter = Chapter("measuring/masked_batches", mode=mode, device=device, data_dir=data_dir)
 FIXED = "fixed list"
-HSTU_TRITON = "hstu_triton", "no TMA", {"tma": False}  # with TMA fbtriton fails to compile it
 
 
 def rung_on(of, way):
@@ -69,9 +69,9 @@ def _(session):
         for of in (*map(workload, MASKED), UNMASKED):
             impl = rung_on(of, way)
             other = without_tickets(impl) if of.causal else with_tickets(impl)
-            peers = [HSTU_TRITON] if of.target_share else ["fa3", "fa4"]
-            dense = ["cudnn"] if of.fill == 1 else []  # ragged cuDNN plans every call anew
-            impls = [impl, other, *peers, *dense]
+            peers = ["hstu_triton"] if of.target_share else ["fa3", "fa4"]
+            cudnn = {"cudnn" if of.fill == 1 else "cudnn_varlen"} & {*taking(of, way)}
+            impls = [impl, other, *peers, *cudnn]
             session.measure(of, impls, direction=way, scopes=("sustained",), seconds=0.5)
 
 
