@@ -43,8 +43,6 @@ GDPA_TECHNIQUES = {
     "dq_atomic_add": "use_dq_atomic_add",
 }  # fmt: skip
 """Its options by their names in bwd_opt_tech, which switches them on in the backward pass too."""
-GDPA_TUNINGS = "default", "omnifm_v2"
-"""Its sets of tiles, the second for half-full batches."""
 FLASHINFER = {
     "silu": "h * (1.f + math::tanh(h))",
     "gelu_tanh": "h * (1.f + math::tanh(x * (0.7978845608f + 0.0356774081f * x * x)))",
@@ -209,19 +207,18 @@ def _with(
 
 
 def gdpa_configurations(direction: str) -> peer.Configurations:
-    """Combine its techniques with its two sets of tiles; warp specialization has tiles of its own,
-    and fbtriton 3.7.4 does not compile them.
+    """Its two sets of tiles, the second with its techniques too; warp specialization has tiles of
+    its own, and fbtriton 3.7.4 does not compile them.
 
     TMA in the backward pass is left out: it adds dQ to memory without values, or, with atomic sums,
     overwrites it.
     """
     name = "tma" if direction == "forward" else "dq_atomic_add"
-    tiled = {
-        " ".join(filter(None, (techniques, tuning))): {"techniques": techniques, "tuning": tuning}
-        for techniques in ("", "persistent", name, f"persistent,{name}")
-        for tuning in GDPA_TUNINGS
-    }
-    return tiled | {techniques: {"techniques": techniques} for techniques in ("ws", "tma,ws")}
+    few = {"tuning": "omnifm_v2"}
+    combined = "persistent", name, f"persistent,{name}"
+    tuned = {f"{techniques} omnifm_v2": {"techniques": techniques} | few for techniques in combined}
+    specialized = {techniques: {"techniques": techniques} for techniques in ("ws", "tma,ws")}
+    return {"default": {}, "omnifm_v2": few, **tuned, **specialized}
 
 
 def of_scaled_q(inputs: Inputs, results: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
