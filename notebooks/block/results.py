@@ -52,7 +52,7 @@ AROUND = {"forward": {"attention": "v1_one_tile"}, "backward": {"attention": "v3
 
 @chapter.measure
 def _(session):
-    peers = ["fa2_varlen", "cudnn", "fa3", "flex"]
+    peers = ["fa2_varlen", "cudnn", "cudnn_varlen", "fa3", "flex"]
     device, calls = ("kernel", "sustained"), ("op", "host")
 
     def both(work, impls, scopes=device):

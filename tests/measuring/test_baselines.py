@@ -714,6 +714,24 @@ def test_what_torch_compile_compiles_leaves_kernels_their_assembler(monkeypatch)
     assert machine_code.compiler() == f"fbtriton {metadata.version('fbtriton')}"
 
 
+def test_the_same_code_is_compiled_for_every_workload(monkeypatch):
+    """Dynamo's own limit is of code, which all workloads of a peer share."""
+    torch._dynamo.reset()
+    compiled, graphs = torch.compile, []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    monkeypatch.setattr(
+        torch, "compile", lambda f, *, dynamic, options: compiled(f, dynamic=False, backend=backend)
+    )
+    for factor in range(12):
+        function = peer.by_inductor(lambda x, factor=factor: x * factor)
+        assert function(torch.ones(2)).tolist() == [factor] * 2
+    assert len(graphs) == 12
+
+
 def test_another_assembler_is_named(monkeypatch, tmp_path):
     other = tmp_path / "ptxas"
     other.write_text("#!/bin/sh\necho Cuda compilation tools, release 13.0, V13.0.88\n")

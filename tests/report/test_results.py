@@ -43,6 +43,14 @@ def test_derived_quantities(add, tmp_path):
     assert (row.correct, row.failure, row.stale, row.samples) == (True, "", False, 5)
 
 
+def test_the_configuration_of_a_peer_has_a_column(add, tmp_path):
+    tried = {"default": 5300.0, "tma": 5200.0, "ws": "RuntimeError: ..."}
+    peer = a_row(impl="gdpa_triton", config={"configuration": "tma", "tried": tried})
+    add(peer, a_row(config={"BLOCK_M": 128}))
+    table = results.table(tmp_path).set_index("impl")
+    assert table["configuration"].to_dict() == {"gdpa_triton": "tma", "v1_tiled": ""}
+
+
 def test_ceilings_use_medians_and_the_fastest(add):
     slower = Ceiling("matmul", "4096^3", (1e6,), flops=2 * 4096**3)
     again = Ceiling("copy", "1:1 again", (425.0,), bytes_read=10**9, bytes_written=10**9)

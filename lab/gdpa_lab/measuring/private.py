@@ -24,6 +24,13 @@ def without_donated_buffers() -> contextlib.AbstractContextManager[None]:
     return config.patch(donated_buffer=False)
 
 
+def compile_every_workload() -> None:
+    """Let TorchDynamo compile the same code for as many workloads as a session has: after eight it
+    would leave a function as it is, without a word."""
+    torch._dynamo.config.recompile_limit = 1000
+    torch._dynamo.config.accumulated_recompile_limit = 1000
+
+
 @contextlib.contextmanager
 def compiling_for(target: GPUTarget) -> Iterator[None]:
     """Report this target to kernels that ask for their GPU (`triton.language.target_info`)."""

@@ -22,6 +22,7 @@ import yaml
 
 from gdpa_lab.measuring import refusals
 from gdpa_lab.measuring.record import DATA_DIR
+from gdpa_lab.report import stand_ins
 
 SCHEMA_VERSION = 1
 _YAML_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -204,9 +205,17 @@ def judged(results: pd.DataFrame, *, claims: Sequence[Claim] | None = None) -> p
     unless ours was measured on `hardware`); status, how_to_check, source, note, answer,
     answered_in.
     A claim is "measured" if its selector finds correct rows; without any it is what its author
-    decided, "open" instead of "measured".
+    decided, "open" instead of "measured". ClaimError for a baseline that stands in for one that has
+    times in `results`.
     """
     claims = load() if claims is None else claims
+    for stand_in in stand_ins.outlived(results):
+        for claim in claims:
+            if claim.ours is not None and {*claim.ours.baseline} & {*stand_in.impls}:
+                raise ClaimError(
+                    f"{claim.id}: baseline must be {', '.join(stand_in.originals)}, which has "
+                    f"times, got {stand_in}"
+                )
     return pd.DataFrame([_judged_row(claim, results) for claim in claims])
 
 

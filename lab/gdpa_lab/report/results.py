@@ -32,7 +32,10 @@ NUMBERS = (
     "time_us_p20", "time_us_p50", "time_us_p80", "tflops", "gbytes_per_s", "percent_of_roofline",
 )  # fmt: skip
 _LOAD = ("sm_clock_mhz", "power_w", "joules")
-COLUMNS = (*_IDENTITY, *NUMBERS, "burst_us", "correct", "failure", "stale", "samples", *_LOAD)
+COLUMNS = (
+    *_IDENTITY, *NUMBERS, "burst_us", "correct", "failure", "stale", "samples", *_LOAD,
+    "configuration",
+)  # fmt: skip
 TIMED = {"kernel": "in bursts", "sustained": "back to back"}
 """Names of the scopes of device time in a text."""
 
@@ -63,6 +66,7 @@ def table(
     today, or the definition of the workload has changed; see `staleness`. `samples`: how many.
     burst_us: p50 of the isolated samples of the same call in the same record, for each scope.
     sm_clock_mhz, power_w (W), joules (of one call): of scope "sustained", NaN elsewhere.
+    `configuration`: of a peer with several the fastest, which was timed; else "".
 
     RecordError naming every refused file; ValueError for another `per`.
     """
@@ -238,5 +242,6 @@ def _derive(
         "failure": row.failure or "",
         "samples": len(row.samples_us),
         **{name: getattr(row.load, name, None) for name in _LOAD},
+        "configuration": row.config.get("configuration", ""),
     }
     return [{"figure": f, **values} for f in figures_of(row.workload, row.direction) or ("",)]

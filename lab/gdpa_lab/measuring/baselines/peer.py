@@ -12,6 +12,7 @@ import torch
 import triton
 
 from gdpa_kernels.calling.ladder import Availability
+from gdpa_lab.measuring import private
 from gdpa_lab.measuring.inputs import BlockInputs, Inputs
 from gdpa_lab.measuring.workload import STEP, Workload
 
@@ -144,6 +145,7 @@ def by_inductor(
     process their assembler: TorchInductor sends all of Triton to PyTorch's ptxas without
     TRITON_PTXAS_PATH."""
     os.environ.setdefault("TRITON_PTXAS_PATH", triton.knobs.nvidia.ptxas.path)
+    private.compile_every_workload()
     return torch.compile(function, dynamic=False, options={"compile_threads": 1, **options})
 
 
