@@ -11,10 +11,10 @@
 # What does a list cost that counts both alike?
 #
 # :::{admonition} In this chapter (15 minutes)
-# You will count the cost of a tile under a mask, predict from the counts what a balanced schedule
-# gains, and see why the order that balances best is not the fastest. On the H200 tickets make
-# forward v8 {glue:text}`forward_gain` times as fast on causal batches of long or uneven sequences,
-# and the backward kernels {glue:text}`backward_gain` times.
+# You will count the cost of a tile under a mask, and predict from the counts what a balanced
+# schedule gains. On the H200 tickets make forward v8 {glue:text}`forward_gain` times as fast on
+# causal batches of long or uneven sequences, and the backward kernels {glue:text}`backward_gain`
+# times.
 # :::
 
 # %% tags=["hide-input"]
@@ -83,9 +83,9 @@ def _(session):
 # a tile is 128 keys, the first one is seen by all rows and the last one by its own. A window ends
 # the growth, at its own width. So the tiles of a sequence of 16,384 tokens cost 1 to 128 blocks.
 #
-# So far program $p$ of $P$ took the entries $p$, $p + P$, $p + 2P$ and so on of a list
-# ({doc}`../forward/v3_persistent`), sorted by the keys of a sequence, which are the same for all
-# its tiles. Two heads of nine tiles on four programs:
+# So far program $p$ of $P$ took every $P$-th entry of a list ({doc}`../forward/v3_persistent`),
+# sorted by the keys of a sequence, the same for all its tiles. Two heads of nine tiles on four
+# programs:
 
 
 # %% tags=["hide-input"]

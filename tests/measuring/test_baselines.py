@@ -1,6 +1,7 @@
 """Peers behind the baselines' signature, with their libraries replaced by ones that note how they
 were called, or in the emulator where their sources are on the path."""
 
+import functools
 import importlib
 import math
 import os
@@ -13,15 +14,16 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 import torch.nn.attention.flex_attention
+import torch.nn.functional as F
 import triton
 
 import tritonemu
 from gdpa_kernels.gdpa import reference
 from gdpa_kernels.gdpa.kernels import v0_eager
-from gdpa_lab.measuring import baselines, machine_code, operators
-from gdpa_lab.measuring.baselines import flash, peer, same_function, torch_peers
+from gdpa_lab.measuring import baselines, machine_code, operators, timing
+from gdpa_lab.measuring.baselines import blocks, flash, peer, same_function, torch_peers
 from gdpa_lab.measuring.inputs import make_inputs
-from gdpa_lab.measuring.length_distributions import Full, Uniform
+from gdpa_lab.measuring.length_distributions import Between, Full, Uniform
 from gdpa_lab.measuring.workload import STEP, Workload
 from gdpa_lab.measuring.workloads import WORKLOADS
 from tests.records import available
@@ -116,35 +118,62 @@ def ragged(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *, s
     return softmax(q, k, v, softmax_scale).flatten(0, 1)
 
 
+def of_shape(q, k, v, *, softmax_scale, **lengths):
+    """Softmax of dense tensors, or of ragged ones with their offsets."""
+    assert bool(lengths) == (q.dim() == 3)
+    function = ragged if lengths else softmax
+    return function(q, k, v, **lengths, **{"softmax_scale" if lengths else "scale": softmax_scale})
+
+
+FA3 = ("fa3", "fa3_dense")
+
+
+@pytest.mark.parametrize("impl", FA3)
 @pytest.mark.parametrize("direction", WAYS)
-def test_flash_attention_3_of_its_own_package(monkeypatch, direction):
+def test_flash_attention_3_of_its_own_package(monkeypatch, direction, impl):
     module = ModuleType("flash_attn_interface")
 
     def attention(q, k, v, *, causal, window_size, **options):
         assert (causal, window_size) == (False, (-1, -1))
-        return ragged(q, k, v, **options)
+        return of_shape(q, k, v, **options)
 
-    module.flash_attn_varlen_func = attention
+    name = "flash_attn_varlen_func" if impl == "fa3" else "flash_attn_func"
+    setattr(module, name, attention)
     monkeypatch.setitem(sys.modules, "flash_attn_interface", module)
-    check_peer("fa3", WORK, direction, "softmax")
+    check_peer(impl, WORK, direction, "softmax")
 
 
+SCHEMAS = {
+    "fwd": "k_new v_new q_v out cu_seqlens_q cu_seqlens_k cu_seqlens_k_new seqused_q seqused_k "
+    "max_seqlen_q max_seqlen_k page_table kv_batch_idx leftpad_k rotary_cos rotary_sin "
+    "seqlens_rotary q_descale k_descale v_descale softmax_scale is_causal window_size_left "
+    "window_size_right attention_chunk softcap is_rotary_interleaved scheduler_metadata "
+    "num_splits pack_gqa sm_margin",
+    "bwd": "dq dk dv cu_seqlens_q cu_seqlens_k seqused_q seqused_k max_seqlen_q max_seqlen_k "
+    "softmax_scale is_causal window_size_left window_size_right softcap deterministic sm_margin",
+}
+"""Optional arguments of the operators in xformers 0.0.34's library, in their order."""
+
+
+@pytest.mark.parametrize("impl", FA3)
 @pytest.mark.parametrize("direction", WAYS)
-def test_flash_attention_3_of_the_library_in_xformers(monkeypatch, direction):
+def test_flash_attention_3_of_the_library_in_xformers(monkeypatch, direction, impl):
     def fwd(q, k, v, *, is_causal, window_size_left, window_size_right, num_splits, **options):
         assert (is_causal, window_size_left, window_size_right, num_splits) == (False, -1, -1, 1)
-        return ragged(q, k, v, **options), "lse", None, None
+        assert {*options} <= {*SCHEMAS["fwd"].split()}
+        return of_shape(q, k, v, **options), "lse", None, None
 
     def bwd(grad, q, k, v, out, lse, dq, dk, dv, *, is_causal, window_size_left,
             window_size_right, **options):  # fmt: skip
+        assert {*options} <= {*SCHEMAS["bwd"].split()}
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-        assert lse == "lse" and torch.equal(out, ragged(q, k, v, **options))
-        found = torch.autograd.grad(ragged(*leaves, **options), leaves, grad)
+        assert lse == "lse" and torch.equal(out, of_shape(q, k, v, **options))
+        found = torch.autograd.grad(of_shape(*leaves, **options), leaves, grad)
         for place, gradient in zip((dq, dk, dv), found, strict=True):
             place.copy_(gradient)
 
     monkeypatch.setattr(flash, "_operators", lambda: SimpleNamespace(fwd=fwd, bwd=bwd))
-    check_peer("fa3", WORK, direction, "softmax")
+    check_peer(impl, WORK, direction, "softmax")
 
 
 def test_the_library_of_flash_attention_3_is_found_without_importing_xformers(
@@ -210,26 +239,124 @@ def test_hstu_of_fbgemm(monkeypatch, work):
         check(baselines.BASELINES["hstu_cutlass"].call(inputs, direction)(), inputs, direction)
 
 
-@pytest.mark.parametrize("direction", WAYS)
-def test_the_published_gdpa(monkeypatch, direction):
-    inputs = make_inputs(replace(SELF, output_scale=0.5), device="cpu")
+@pytest.fixture
+def published(monkeypatch):
+    """A stand-in for the published GDPA, which remembers what it tuned: of each call its switches,
+    bwd_opt_tech and what it tuned over."""
+    calls = []
 
     def attention(
         query, key, value, query_offset, key_offset, max_seq_len_q, max_seq_len_kv, activation,
-        qk_scale, enable_tma=False,
+        qk_scale, bwd_opt_tech, **switches,
     ):  # fmt: skip
-        assert query_offset is inputs.cu_seqlens_q and key_offset is inputs.cu_seqlens_k
-        assert (max_seq_len_q, max_seq_len_kv) == (8, 8)
-        assert enable_tma == (direction != STEP)
-        assert activation == "fast_gelu"
-        return definition(inputs, scale=1.0, output_scale=qk_scale)(query, key, value)
+        assert (max_seq_len_q, max_seq_len_kv) == (8, 8) and activation == "fast_gelu"
+        assert query_offset is key_offset or torch.equal(query_offset, key_offset)
+        used = sorted(option for option, is_on in switches.items() if is_on)
+        calls.append((used, bwd_opt_tech, module.get_autotune_fwd_kernel("kernel", False)))
+        return definition(published.inputs, scale=1.0, output_scale=qk_scale)(query, key, value)
+
+    def published(inputs):
+        published.inputs = inputs
+        return inputs
 
     stub(monkeypatch, same_function.GDPA, "generalized_dot_product_attention", attention)
-    if direction == STEP:
-        made = operators.of(inputs, "backward").step("gdpa_triton")
-    else:
-        made = operators.of(inputs, direction).candidate("gdpa_triton", "", enable_tma=True)
+    module = sys.modules[same_function.GDPA]
+    module.AUTOTUNE_CONFIG_SET = "of the environment"
+    tune = functools.lru_cache(lambda kernel, ws: [module.AUTOTUNE_CONFIG_SET])
+    module.get_autotune_fwd_kernel = module.get_autotune_bwd_kernel = tune
+    published.calls, published.module = calls, module
+    return published
+
+
+@pytest.mark.parametrize("direction", WAYS)
+def test_the_published_gdpa(published, direction):
+    inputs = published(make_inputs(replace(SELF, output_scale=0.5), device="cpu"))
+    operator = operators.of(inputs, "forward" if direction == "forward" else "backward")
+    how = {"techniques": "persistent,dq_atomic_add", "tuning": "omnifm_v2"}
+    made = operator._peer("gdpa_triton", direction, **how)
     check(made.checked(tensors(made.call())), inputs, direction)
+    assert made.config == how
+    for call in published.calls:
+        switches = ["enable_persistent", "use_dq_atomic_add"]
+        assert call == (switches, how["techniques"], ["omnifm_v2"])
+    assert published.module.AUTOTUNE_CONFIG_SET == "of the environment"
+
+
+def test_every_call_of_the_published_gdpa_tunes_anew(published):
+    """Its own tuning is remembered by the longest query, whatever other length a batch has."""
+    inputs = published(make_inputs(SELF, device="cpu"))
+    peer_of = baselines.BASELINES["gdpa_triton"]
+    for _ in range(2):
+        call = peer_of.call(inputs, "forward", tuning="omnifm_v2")
+        call()
+        call()
+    first, second, third, fourth = (tuned for *_, tuned in published.calls)
+    assert first is second and third is fourth and first is not third
+
+
+BURSTS = {"default": 9.0, "right": 3.04, "wrong": 1.0, "slower": 4.0}
+
+
+@pytest.fixture
+def configured(monkeypatch):
+    """A peer with configurations, of which one is wrong and one does not compile; `BURSTS` are the
+    others' times."""
+    names = {}
+
+    def prepare(inputs, direction, kind="default"):
+        if kind == "broken":
+            raise RuntimeError("PassManager::run failed\nmore")
+        right = definition(inputs)
+        call = peer.differentiate(
+            lambda *qkv: right(*qkv) * (3 if kind == "wrong" else 1), inputs, direction
+        )
+        names[call] = kind
+        return call
+
+    kinds = ("default", "broken", "right", "wrong", "slower")
+    one = baselines.Baseline(
+        "configured", "configured", "activation", lambda: None, prepare,
+        configurations=lambda direction: {kind: {"kind": kind} for kind in kinds},
+    )  # fmt: skip
+    monkeypatch.setitem(baselines.BASELINES, "configured", one)
+    monkeypatch.setattr(timing, "burst_us", lambda call, device: BURSTS[names[call]])
+    return one
+
+
+@pytest.mark.parametrize("direction", WAYS)
+def test_a_peer_is_timed_in_its_fastest_configuration_that_is_right(configured, direction):
+    inputs = make_inputs(SELF, device="cpu")
+    operator = operators.of(inputs, "forward" if direction == "forward" else "backward")
+    made = operator._peer("configured", direction)
+    check(made.call(), inputs, direction)
+    tried = made.config["tried"]
+    assert made.config["configuration"] == "right"
+    assert [*tried] == ["default", "broken", "right", "wrong", "slower"]
+    assert (tried["default"], tried["right"], tried["slower"]) == (9.0, 3.0, 4.0)
+    assert tried["broken"] == "RuntimeError: PassManager::run failed"
+    assert tried["wrong"].startswith("ValueError: check failed: ")
+
+
+def test_options_choose_a_configuration(configured):
+    operator = operators.of(make_inputs(SELF, device="cpu"), "forward")
+    made = operator.candidate("configured", "slow", kind="slower")
+    assert (made.variant, made.config) == ("slow", {"kind": "slower"})
+
+
+def test_a_peer_none_of_whose_configurations_is_right_says_why_of_each(configured, monkeypatch):
+    only = replace(
+        configured, configurations=lambda to: {k: {"kind": k} for k in ("wrong", "broken")}
+    )
+    monkeypatch.setitem(baselines.BASELINES, "configured", only)
+    with pytest.raises(ValueError, match="fails: {'wrong': 'ValueError: ch.*'broken': 'RuntimeErr"):
+        operators.of(make_inputs(SELF, device="cpu"), "forward").candidate("configured", "")
+
+
+def test_a_batch_that_a_peer_does_not_take_is_refused_once(configured, monkeypatch):
+    refusing = replace(configured, lacks=lambda workload, direction: "needs another batch")
+    monkeypatch.setitem(baselines.BASELINES, "configured", refusing)
+    with pytest.raises(baselines.Unsupported, match="^needs another batch$"):
+        operators.of(make_inputs(SELF, device="cpu"), "forward").candidate("configured", "")
 
 
 def test_flashinfer(monkeypatch):
@@ -290,6 +417,72 @@ def test_flex_attention_computes_the_activation(monkeypatch, direction, activati
     check_peer("flex", work, direction, atol=3e-5)
 
 
+BLOCKS = Workload(
+    name="blocks", operator="block_attention", batch=6, num_heads_q=4, num_heads_k=2, head_dim=16,
+    max_seqlen_q=90, max_seqlen_k=90, lengths_q=Between(0.01, 1.0), block_size=16, dtype="float32",
+)  # fmt: skip
+
+
+def tiled(q, k, v, *, block_mask, scale, enable_gqa):
+    """FlexAttention by definition, of the tiles that its mask lists for queries and for keys."""
+    (tile, _), (n, _) = block_mask.BLOCK_SIZE, block_mask.seq_lengths
+    assert q.shape[2] == n and enable_gqa
+    lists = (block_mask.kv_num_blocks, block_mask.kv_indices), (
+        block_mask.q_num_blocks, block_mask.q_indices
+    )  # fmt: skip
+    of_queries, of_keys = (
+        torch.stack(
+            [
+                torch.isin(torch.arange(n) // tile, row[:count])
+                for count, row in zip(counts[0, 0], indices[0, 0], strict=True)
+            ]
+        ).repeat_interleave(tile, 0)[:n]
+        for counts, indices in lists
+    )
+    assert torch.equal(of_queries, of_keys.T) and lists[0][0].dtype == torch.int32
+    seen = block_mask.mask_mod(0, 0, torch.arange(n)[:, None], torch.arange(n)) & of_queries
+    return F.scaled_dot_product_attention(q, k, v, seen, scale=scale, enable_gqa=True)
+
+
+@pytest.mark.parametrize("direction", ("forward", "backward"))
+@pytest.mark.parametrize("longest", (90, 7, 64))
+def test_flex_attention_inside_blocks(monkeypatch, direction, longest):
+    """Each configuration lists the tiles of every block: what it leaves out, nothing sees. Jagged
+    sequences, one of less than a block, and some of whole tiles."""
+    compiled = []
+    monkeypatch.setattr(torch.nn.attention.flex_attention, "flex_attention", tiled)
+    monkeypatch.setattr(
+        torch, "compile", lambda f, *, dynamic, options: compiled.append(options) or f
+    )
+    work = replace(BLOCKS, max_seqlen_q=longest, max_seqlen_k=longest)
+    if longest != BLOCKS.max_seqlen_q:
+        work = replace(work, lengths_q=Full(), batch=1 if longest == 7 else 3)
+    inputs = make_inputs(work, device="cpu")
+    for options in blocks.flex_configurations(direction).values():
+        for tile in {options["tile"], 32}:
+            call = baselines.BLOCK_BASELINES["flex"].call(
+                inputs, direction, **options | {"tile": tile}
+            )
+            check(call(), inputs, direction, "softmax")
+        assert compiled[-1]["max_autotune"] == (options["tile"] == 64)
+        assert compiled[-1]["compile_threads"] == 1
+
+
+def test_the_mask_of_blocks_is_what_pytorch_makes_of_its_definition():
+    inputs = make_inputs(BLOCKS, device="cpu")
+    mask, total = blocks.block_mask(inputs, 32), inputs.workload.total_q
+    expected = torch.nn.attention.flex_attention.create_block_mask(
+        mask.mask_mod, None, None, total, total, device="cpu", BLOCK_SIZE=32
+    )
+    partial, full = expected.kv_num_blocks, expected.full_kv_num_blocks
+    assert torch.equal(mask.kv_num_blocks, partial + full)
+    for count, row, right in zip(
+        partial[0, 0], mask.kv_indices[0, 0], expected.kv_indices[0, 0], strict=True
+    ):
+        assert {*right[:count].tolist()} <= {*row.tolist()}
+    assert mask.kv_indices.shape[-1] == 3 < expected.kv_indices.shape[-1]
+
+
 def test_what_torch_compile_compiles_leaves_kernels_their_assembler(monkeypatch):
     """TorchInductor sets another ptxas for all of the process unless one is set."""
     monkeypatch.delenv("TRITON_PTXAS_PATH", raising=False)
@@ -321,7 +514,7 @@ def test_another_assembler_is_named(monkeypatch, tmp_path):
         ("flex", {"activation": "identity", "lengths_q": Full()}, "needs an activation among"),
         *(
             (impl, {}, "sequences of one length, got a jagged batch")
-            for impl in ("fa4_dense", "cudnn", "flex")
+            for impl in ("fa3_dense", "fa4_dense", "cudnn", "flex")
         ),
     ],
 )
@@ -363,15 +556,50 @@ def test_hstu_from_source_computes_the_definition(direction):
     emulated("hstu_triton", work, direction, tma=False)
 
 
-@pytest.mark.parametrize("activation", same_function.GDPA_NAMES)
-@pytest.mark.parametrize("direction", ("forward", "backward"))
-def test_the_published_gdpa_from_source_computes_the_definition(monkeypatch, direction, activation):
+@pytest.fixture
+def published_source(monkeypatch):
+    """The published GDPA with one small tile to tune over; skips without its sources."""
     helpers = sources(same_function.GDPA.rpartition(".")[0] + ".register_helpers")
     # Its operator on a CPU is softmax; without one its kernels run there.
     monkeypatch.setattr(helpers, "custom_register_kernel", lambda *_: lambda function: function)
-    sources(same_function.GDPA)
-    work = replace(SELF, max_seqlen_q=40, max_seqlen_k=40, activation=activation, **EMULATED)
-    emulated("gdpa_triton", work, direction)
+    module = sources(same_function.GDPA)
+    monkeypatch.setattr(module, "is_tma_supported", lambda: True)
+    forward = {"BLOCK_M": 32, "BLOCK_N": 32}
+    backward = {"BLOCK_M1": 16, "BLOCK_N1": 32, "BLOCK_M2": 32, "BLOCK_N2": 16}
+    for sets, tiles in (("fwd", forward), ("bwd", backward)):
+        small = module.triton_config(tiles | {"NUM_CONSUMER_GROUPS": 1}, num_warps=4)
+        of_sets = getattr(module, f"{sets}_autotune_configs")
+        for tuning in same_function.GDPA_TUNINGS:
+            assert tuning in of_sets
+            monkeypatch.setitem(of_sets, tuning, (small,))
+    return module
+
+
+LONGER = {"max_seqlen_q": 70, "max_seqlen_k": 70}
+
+
+@pytest.mark.parametrize("activation", same_function.GDPA_NAMES)
+@pytest.mark.parametrize("direction", ("forward", "backward"))
+def test_the_published_gdpa_from_source_computes_the_definition(
+    published_source, direction, activation
+):
+    work = replace(SELF, activation=activation, **LONGER, **EMULATED)
+    emulated("gdpa_triton", work, direction, tuning="default")
+
+
+@pytest.mark.parametrize("direction", ("forward", "backward"))
+def test_the_published_gdpa_from_source_in_each_configuration(published_source, direction):
+    for name, options in same_function.gdpa_configurations(direction).items():
+        if "ws" not in name:
+            emulated("gdpa_triton", replace(SELF, **LONGER, **EMULATED), direction, **options)
+
+
+@pytest.mark.parametrize("techniques", ("tma", "tma,dq_atomic_add"))
+def test_tma_in_the_backward_pass_of_the_published_gdpa_is_wrong(published_source, techniques):
+    """Why none of its configurations has it: it adds to memory without values, or overwrites."""
+    work = replace(SELF, **LONGER, **EMULATED)
+    with pytest.raises((tritonemu.InvalidKernel, tritonemu.Race)):
+        emulated("gdpa_triton", work, "backward", techniques=techniques)
 
 
 def emulated(impl, work, direction, **options):

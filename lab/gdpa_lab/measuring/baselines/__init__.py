@@ -12,6 +12,7 @@ from gdpa_lab.measuring.baselines import blocks, flash, same_function, torch_pee
 from gdpa_lab.measuring.baselines.peer import (
     Availability,
     Baseline,
+    Configurations,
     Results,
     Unsupported,
     block_offsets,
@@ -26,6 +27,7 @@ __all__ = [
     "STEP",
     "Availability",
     "Baseline",
+    "Configurations",
     "Results",
     "Unsupported",
     "block_offsets",

@@ -5,9 +5,13 @@ HSTU (arXiv 2402.17152) divides by the longest length what SiLU gives: `output_s
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import importlib
 import shutil
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from types import ModuleType
 
 import torch
 import triton
@@ -24,6 +28,13 @@ GDPA_NAMES = {
     "gelu_tanh": "fast_gelu", "silu": "fast_silu", "hardswish": "hardswish",
 }  # fmt: skip
 """Names of its activations by ours, those with the hardware's tanh or exp where they exist."""
+GDPA_TECHNIQUES = {
+    "persistent": "enable_persistent", "tma": "enable_tma", "ws": "enable_ws",
+    "dq_atomic_add": "use_dq_atomic_add",
+}  # fmt: skip
+"""Its options by their names in bwd_opt_tech, which switches them on in the backward pass too."""
+GDPA_TUNINGS = "default", "omnifm_v2"
+"""Its sets of tiles, the second for half-full batches."""
 FLASHINFER = {
     "silu": "h * (1.f + math::tanh(h))",
     "gelu_tanh": "h * (1.f + math::tanh(x * (0.7978845608f + 0.0356774081f * x * x)))",
@@ -68,25 +79,68 @@ def hstu_cutlass(inputs: Inputs, direction: str = "forward") -> Call:
     return peer.differentiate(lambda q, k, v: attention(q, k, v, **fixed), inputs, direction)
 
 
-def gdpa_triton(inputs: Inputs, direction: str = "forward", **options: object) -> Call:
-    """Call the published Triton GDPA; `options` are its own, such as enable_tma.
+def gdpa_triton(
+    inputs: Inputs, direction: str = "forward", techniques: str = "", tuning: str = "default"
+) -> Call:
+    """Call the published Triton GDPA. `techniques`: those of `GDPA_TECHNIQUES` to switch on,
+    separated by commas, in the direction that is called and those before it; `tuning`: its set of
+    tiles to tune over, `GDPA_AUTOTUNE_CONFIG_SET`.
 
-    Its qk_scale multiplies what the activation gives; the scale before it is in q already, where a
+    It tunes for each longest query alone, whatever else a batch has, so every call tunes anew. Its
+    qk_scale multiplies what the activation gives; the scale before it is in q already, where a
     model has it in a projection, and nothing here is timed for that.
     """
     module = importlib.import_module(GDPA)
     module.object = triton.language  # Triton looks annotations up, and knows no such builtin
-    attention = module.generalized_dot_product_attention
+    attention, used = module.generalized_dot_product_attention, techniques.split(",")
     fixed = {
         "query_offset": inputs.cu_seqlens_q, "key_offset": inputs.cu_seqlens_k,
         "max_seq_len_q": inputs.max_seqlen_q, "max_seq_len_kv": inputs.max_seqlen_k,
         "activation": GDPA_NAMES[inputs.workload.activation],
-        "qk_scale": inputs.workload.output_scale,
+        "qk_scale": inputs.workload.output_scale, "bwd_opt_tech": techniques or "base",
+        **{option: name in used for name, option in GDPA_TECHNIQUES.items()},
     }  # fmt: skip
     scaled = replace(inputs, q=inputs.q * inputs.scale())
-    return peer.differentiate(
-        lambda q, k, v: attention(query=q, key=k, value=v, **fixed, **options), scaled, direction
-    )
+    state = {"AUTOTUNE_CONFIG_SET": tuning}
+    for name in ("get_autotune_fwd_kernel", "get_autotune_bwd_kernel"):
+        state[name] = functools.cache(getattr(module, name).__wrapped__)
+    with _holding(module, state):
+        call = peer.differentiate(
+            lambda q, k, v: attention(query=q, key=k, value=v, **fixed), scaled, direction
+        )
+
+    def tuned() -> object:
+        with _holding(module, state):
+            return call()
+
+    return tuned
+
+
+@contextlib.contextmanager
+def _holding(module: ModuleType, values: Mapping[str, object]) -> Iterator[None]:
+    """Give a module other global values within this context."""
+    previous = {name: getattr(module, name) for name in values}
+    vars(module).update(values)
+    try:
+        yield
+    finally:
+        vars(module).update(previous)
+
+
+def gdpa_configurations(direction: str) -> peer.Configurations:
+    """Combine its techniques with its two sets of tiles; warp specialization has tiles of its own,
+    and fbtriton 3.7.4 does not compile them.
+
+    TMA in the backward pass is left out: it adds dQ to memory without values, or, with atomic sums,
+    overwrites it.
+    """
+    name = "tma" if direction == "forward" else "dq_atomic_add"
+    tiled = {
+        " ".join(filter(None, (techniques, tuning))): {"techniques": techniques, "tuning": tuning}
+        for techniques in ("", "persistent", name, f"persistent,{name}")
+        for tuning in GDPA_TUNINGS
+    }
+    return tiled | {techniques: {"techniques": techniques} for techniques in ("ws", "tma,ws")}
 
 
 def of_scaled_q(inputs: Inputs, results: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
@@ -172,7 +226,7 @@ PEERS = (
         "gdpa_triton", "published Triton GDPA", "activation",
         needs_module(GDPA, "the published GDPA"), gdpa_triton, both(_is_published, no_window),
         f"clone {LIBRARY} as ads_mkl/ops/oss in a folder on PYTHONPATH", LIBRARY,
-        checked=of_scaled_q,
+        checked=of_scaled_q, configurations=gdpa_configurations,
     ),
     Baseline(
         "hstu_triton", "HSTU, Triton", "activation",
