@@ -329,6 +329,7 @@ chapter.glue(
 # |   Three curves over thirty samples. In company: level but for one dip. Alone: falling in steps.
 # |   With gelu, alone: level for more than half of the samples, then a fall.
 shown = {"in company": FULL[0], "alone": f"{FULL[0]}alone", "gelu, alone": gelu}
+assert len(FORWARD) - 1 == 7, "the caption: seven others take turns"
 samples = pd.DataFrame({text: bursts[name] for text, name in shown.items()})
 samples = workload(FULL[0]).flops("forward") / samples.set_axis(range(1, 31)) / 1e6
 chart = charts.lines(samples, xlabel="sample of the burst", ylabel="TFLOP/s, burst",

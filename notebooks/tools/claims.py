@@ -20,6 +20,7 @@
 # %% tags=["hide-input"]
 from IPython.display import Markdown, display
 
+from gdpa_lab.measuring import record
 from gdpa_lab.measuring.workloads import FIGURES, WORKLOADS
 from gdpa_lab.report import charts, claims, results
 from gdpa_lab.report.chapter import Chapter
@@ -34,7 +35,10 @@ data_dir = "data"
 # %% tags=["remove-cell"]
 chapter = Chapter("tools/claims", mode=mode, device=device, data_dir=data_dir)
 every = results.table(data_dir, gpu=chapter.gpu, latest=False)
-judged = claims.judged(every, claims=claims.load(data_dir))
+chapters = {run.id: (run.chapter or "").removeprefix("notebooks/").removesuffix(".py")
+            for run in record.load_all(data_dir)}  # fmt: skip
+ledger = claims.load(data_dir)
+judged = claims.judged(every, claims=ledger, chapters=chapters)
 shown = _answers.answered(judged, _answers.numbers(chapter))
 records = sorted({x for ids in judged["ours_record"] for x in ids.split(", ") if x})
 
@@ -74,24 +78,23 @@ chapter.figure(
 # : The published numbers contradict each other or the counts of the workload ({doc}`refuted`).
 #
 # not comparable, open
-# : No measurement here can decide it, or none has yet. The last column says what is missing.
+# : No measurement here can decide it, as a rate or a time of another machine, or none has yet. The
+#   last column says what is missing.
 #
-# A measured claim is not a confirmed one, since four baselines are stand-ins: cuDNN for CUTLASS
-# FMHA on Blackwell, the path for Hopper of flash-attn-4 4.0.0b36 for FlashAttention-4, PyTorch's
-# FlashAttention-2 for the authors' one in Triton, and rotary in eager PyTorch for their rotary
-# kernel. The published Triton GDPA is itself.
+# A measured claim is not a confirmed one, since baselines are stand-ins:
+# {glue:text}`stand_ins`. The published Triton GDPA is itself.
 #
 # ## The charts and tables
 #
-# "Published → measured" stands in each cell. A largest ratio is the one number that the published
-# text quotes of a chart.
+# "Published → measured" stands in each cell, and rates of the two machines beside each other. A
+# largest ratio is the one number that the published text quotes of a chart.
 
 # %% tags=["remove-input"]
 chapter.table(
     _answers.plotted(judged).rename_axis("chart").reset_index(), data=_answers.told(judged, shown),
     measured=records, published="six charts, NVIDIA B200", name="tab-claims-charts",
     caption="**Largest ratios are smaller here in the forward pass and mostly larger in the "
-    "backward pass.** Over each baseline, and the largest rate: published → measured.",
+    "backward pass.** Over each baseline, published → measured, and the largest rates.",
 )  # fmt: skip
 chapter.table(
     _answers.tabulated(judged).reset_index(), measured=records, published="table 5 and 6",
@@ -120,7 +123,8 @@ for name, values in {"peers": peers, "dense": cross["cudnn"], "fa4": cross["fa4"
     chapter.glue(**{f"{name}_least": values.min(), f"{name}_most": values.max()})
 timed = every[(every["impl"] == "gdpa_triton") & every["tflops"].notna()]["workload"]
 seen = {WORKLOADS[name].activation for name in timed if name in WORKLOADS}
-chapter.glue(total=len(judged), seen=" and ".join(sorted(seen)))
+chapter.glue(total=len(judged), seen=" and ".join(sorted(seen)),
+             stand_ins=_answers.stand_ins(ledger))  # fmt: skip
 
 # %% [markdown]
 # A maximum finds the weakest baseline. On half-full batches the stand-in for FMHA, the ragged
