@@ -47,6 +47,7 @@ gain = (times["v1_tiled"] / times[V2]).unstack("workload").loc[list(sweep["varia
 us = chapter.times("forward/results", direction="forward")
 dense = (us["cudnn"] / us[V2]).dropna()
 assert (gain > 1).all(axis=None) and (dense < 1).all(), "the text says so"
+assert gain.max(axis=1).idxmax() == "128x64x4x2", "the text: most of all"
 chapter.glue(
     gain_min=gain.min(axis=None), gain_max=gain.max(axis=None), any=ragged.ANY,
     cudnn_least=1 / dense.max(), cudnn_most=1 / dense.min(),
