@@ -283,8 +283,6 @@ v8["gelu"] = v8["pairs"] * kind.isin(["gelu", "gelu_tanh"])
 v8["silu"] = v8["pairs"] * (kind == "silu")
 naive = _energy.fit(v8, ["seconds", "flops", "bytes", "gelu", "silu"])
 static = naive.terms.loc["seconds"]
-bursts = {x.workload + x.variant: pd.Series(x.samples_us) for x in run.rows if x.impl == V8
-          and (x.direction, x.scope) == ("forward", "kernel")}  # fmt: skip
 v8_share = share["sustained"][V8]
 assert static["value"] > limit and naive.terms["value"]["flops"] < 0
 assert strong["limited"].all(), "the text says so"
@@ -293,6 +291,8 @@ assert strong["power_w"].max() / strong["power_w"].min() > 1.05, "the title: coa
 assert full.idxmax() == FULL[3] and top["sustained"].copies[0][1] > top["kernel"].copies[0][1]
 data = mm["joules"]
 chapter.glue(
+    **{f"{s}_{peer}": rates[s][V8][longest] / rates[s][peer][longest]
+       for s in BOTH for peer in PEERS},
     kept_matmul=100 * matmul, kept_low=100 * retained[V8][EACH].min(),
     kept_high=100 * retained[V8][EACH].max(), limited=load["limited"].sum(), watts=limit,
     seconds=sustained.SECONDS, warm=sustained.WARM_S,
@@ -317,36 +317,11 @@ chapter.glue(
 # at the wall too, so the ceiling falls with the kernel. At 256 tokens v8 loses
 # {glue:text}`lost_256:.1f` points, because the ceiling there is the copy, which keeps its rate.
 #
-# ## A burst meets the wall in its middle
+# ## In company kernels share a clock
 #
-# Thirty samples of a few milliseconds each, with pauses:
-
-# %% tags=["remove-input"]
-# | name: fig-wall-burst
-# | caption: >
-# |   **After some tens of milliseconds the regulator reacts, even in a burst.** Forward v8 at 1,024
-# |   tokens, taking turns with seven kernels or none. Dashed: back to back.
-# | alt: >
-# |   Three curves over thirty samples. In company: level but for one dip. Alone: falling in steps.
-# |   With gelu, alone: level for more than half of the samples, then a fall.
-shown = {"in company": FULL[0], "alone": f"{FULL[0]}alone", "gelu, alone": gelu}
-assert len(FORWARD) - 1 == 7, "the caption: seven others take turns"
-samples = pd.DataFrame({text: bursts[name] for text, name in shown.items()})
-samples = workload(FULL[0]).flops("forward") / samples.set_axis(range(1, 31)) / 1e6
-chart = charts.lines(samples, xlabel="sample of the burst", ylabel="TFLOP/s, burst",
-                     highlight=list(shown), levels={"back to back": rate[FULL[0]]})  # fmt: skip
-chapter.figure(chart, data=samples.reset_index(names="sample"), measured=[run.id])
-chapter.glue(**{
-    f"{s}_{peer}": rates[s][V8][longest] / rates[s][peer][longest] for s in BOTH for peer in PEERS
-})  # fmt: skip
-
-# %% [markdown]
-# Alone, forward v8 begins as fast as in company and then meets the wall. A median over such a burst
-# depends on how many samples came before the regulator reacted.
-#
-# In company kernels seem to *share a clock*, which flatters the faster one: at 2,048 tokens v8's
-# rate is {glue:text}`kernel_fa2_varlen:.2f` times that of FlashAttention-2 in bursts, and back to
-# back {glue:text}`sustained_fa2_varlen:.2f` times.
+# In a burst kernels take turns and seem to run at one average clock, which flatters the faster one:
+# at 2,048 tokens v8's rate is {glue:text}`kernel_fa2_varlen:.2f` times that of FlashAttention-2 in
+# bursts, and back to back {glue:text}`sustained_fa2_varlen:.2f` times.
 #
 # ## Exercises
 #
