@@ -210,9 +210,9 @@ studies.stepper(
 
 # %% [markdown]
 # From its first {term}`MMA` to its last the tensor core is busy {glue:text}`busy:.0f` % of the
-# time. The model serves one MMA after the other, so the second consumer starts half a block late
-# and stays there. That is luck, and a model without noise always has it. During
-# {glue:text}`ends:.0f` % of the tile no MMA runs at all; in v2 a second CTA would use that time.
+# time, by luck: the model serves one MMA after the other, so the second consumer starts half a
+# block late and stays there. During {glue:text}`ends:.0f` % of the tile no MMA runs at all; in v2 a
+# second CTA would use that time.
 #
 # ## Two ways to get it wrong
 #
@@ -244,9 +244,7 @@ with tritonemu.enabled(races=False):
 # %% [markdown]
 # ## Is it right?
 #
-# We run lengths around the edges of a {term}`warp group` and a tile in the emulator and compare
-# with fp64. The allowed error is twice that of PyTorch and one rounding
-# ({doc}`../measuring/protocol`):
+# Lengths around the edges of a {term}`warp group` and a tile in the emulator, against fp64:
 
 # %% tags=["hide-input"]
 edges = studies.batch(studies.EDGES, heads=2)
@@ -324,10 +322,9 @@ assert list(built["spilled (B)"] > 0) == [True, False, False, True], "the text s
 
 # %% [markdown]
 # What makes room for 128 keys is the split into two consumers. One warp group with all 128 rows
-# {term}`spills <spill>`. Two with 64 rows do not, even with an even share of the registers. Below
-# that the price is steep. With 152 registers ptxas spills, and it also *serialises* the MMAs: it
-# waits for each one right after issuing it, because it can no longer prove that their registers are
-# left alone ({term}`serialised wgmma`). v4 then takes at least {glue:text}`spilling:.1f` times as
+# {term}`spills <spill>`. Two with 64 rows do not, even with an even share of the registers. With
+# 152 registers ptxas spills, and it also *serialises* the MMAs: it waits for each one right after
+# issuing it ({term}`serialised wgmma`). v4 then takes at least {glue:text}`spilling:.1f` times as
 # long.
 #
 # ## The second surprise: empty tiles are no longer free
@@ -342,7 +339,7 @@ counted = us.loc[FULL[4], V4] * 132 / (1152 * 4 * 4) * with_rows
 whole = p50.loc["128 keys", EMPTY]
 price = (whole * 132 - counted) / empty
 doubt = (whole * 132 - 1.02 * counted) / empty  # if all else costs 2 % more
-gained = whole - p50.loc["early return", EMPTY]  # see below
+gained = whole - p50.loc["early return", EMPTY]
 saved = gained * 132 / empty
 assert doubt > 0 and 0 < saved < price, "the text says so"
 chapter.glue(price=price, saved=saved)
@@ -402,21 +399,6 @@ chapter.glue(**ends)
 # {glue:text}`end_128_1:,.0f` cycles, {glue:text}`end_128_2:,.0f` with two stages. With 64 keys they
 # do not: {glue:text}`end_64_1:,.0f` against {glue:text}`end_64_2:,.0f`. The modelled memory is
 # idle; on a busy GPU a copy takes longer.
-# :::
-#
-# :::{exercise} Leave early
-# :label: ex-v4-early
-#
-# Put the early return into a copy of the rung. Why must it stand before `tlx.async_tasks`? Check
-# that the output does not change and that there are no spills. *(emulator, half an hour)*
-# :::
-#
-# :::{solution} ex-v4-early
-# :class: dropdown
-#
-# A role that leaves while others wait for its arrivals is a deadlock, so all must leave before they
-# are split. All threads of the CTA take the same branch. `studies.comparison` passes as before, and
-# nothing spills.
 # :::
 #
 # ## Takeaways

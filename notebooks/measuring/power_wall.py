@@ -66,7 +66,6 @@ def plan(session):
     for name in (*FULL, CROSS):
         session.measure(workload(name), FORWARD, scopes=BOTH)
     for name in FULL[:2]:
-        session.measure(workload(name), [(V8, "alone", {})])
         session.measure(workload(name), [(V8, "behind", {"config": Config()})], scopes=BOTH)
     matmuls(session)
     for name in (*FULL[:3], CROSS):
@@ -191,16 +190,15 @@ chapter.figure(_energy.at_the_wall(groups, law), measured=load)
 # {glue:text}`by_model:.2f`, more than the rows: use it for what the law leaves out, a limit or a
 # clock that changes.
 #
-# **Cycles are worth more than joules.** One could think the opposite: at constant power a rate is
-# power over energy per call, so only energy should count. But the energy of a call is not a
-# constant of the kernel, it falls with the clock. We ran forward v8 at 2,048 tokens on 120 of the
-# 132 SMs. If the energy of a call were constant, it would lose nothing, or 2 % for the idle SMs'
-# static power. By the law it loses {glue:text}`fewer:.1f` % of its rate, and it lost most of that
-# ({doc}`../../notes/at_the_wall`).
+# **Cycles are worth more than joules.** At constant power a rate is power over energy per call, so
+# one could think that only energy counts. But the energy of a call falls with the clock. We ran
+# forward v8 at 2,048 tokens on 120 of the 132 SMs. If the energy of a call were constant, it would
+# lose nothing, or 2 % for the idle SMs' static power. By the law it loses {glue:text}`fewer:.1f` %
+# of its rate, and it lost most of that ({doc}`../../notes/at_the_wall`).
 #
-# **All else equal.** The law compares kernels that move the same bytes, and rows of different
-# kernels prove no cause. A misread clock moves both sides. One of our own experiments saved cycles
-# and still lost rate, because its programs drifted apart and read far more from memory.
+# **All else equal.** Rows of different kernels prove no cause, and a misread clock moves both sides.
+# One of our own experiments saved cycles and still lost rate, because its programs drifted apart
+# and read far more from memory.
 #
 # ## Locked clocks, and steps that are not capped
 #
@@ -238,7 +236,7 @@ assert wall.byte * 1e3 < 200 and hot > limit > COOL, "the text says so"
 # These predictions stood in the {doc}`lab notes <../../notes/measuring>` before the record.
 
 # %% tags=["remove-input"]
-full, identity, gelu = retained.loc[FULL, V8], f"{FULL[0]}-identity", f"{FULL[0]}-gelu"
+full, identity = retained.loc[FULL, V8], f"{FULL[0]}-identity"
 matmul, zeros = top["sustained"].tflops / top["kernel"].tflops, mm.loc["random"] / mm.loc["zeros"]
 joules = chapter.times(value="joules", direction="forward", scope="sustained").loc[FULL[:2]]
 margin = (joules[V8] / joules[["v6_short_kv", "v7_packed", *PEERS]].min(axis=1)).max()
@@ -328,8 +326,8 @@ chapter.glue(
 # :::{exercise} A lower cap
 # :label: ex-wall-cap
 #
-# A data centre caps the board at 500 W. What rate does forward v8 reach at 2,048 tokens? Compare
-# two answers: a call keeps its energy, and {eq}`eq-wall` without its bytes. *(paper, ten minutes)*
+# A board is capped at 500 W. What rate does forward v8 reach at 2,048 tokens? Compare two answers:
+# a call keeps its energy, and {eq}`eq-wall` without its bytes. *(paper, ten minutes)*
 # :::
 #
 # :::{solution} ex-wall-cap
