@@ -267,15 +267,13 @@ assert 1e3 * extra[large[0]] / steps[1152] > step_most, "the title: longer here"
 #
 # ## What is measured, published and modelled
 #
-# That the FA4 of the bars walked, on a B200 and at {glue:text}`step_ns:.0f` ns a step, is modelled.
-# The publication names no commit; sources of that month walk
-# (`flash_attn/cute/tile_scheduler.py` at 10bbfd0e of Dao-AILab/flash-attention).
+# That the FA4 of the bars walked is modelled. The publication names no commit; sources of that month
+# walk (`flash_attn/cute/tile_scheduler.py` at 10bbfd0e of Dao-AILab/flash-attention).
 #
 # The published comparison was fair: it timed what a user could install. But "3.5 times as fast as
 # FlashAttention-4" reads as a statement about attention. By the model, with 256 keys,
 # {glue:text}`share_low:.0f` to {glue:text}`share_high:.0f` % of it (of its logarithm) was the walk,
-# which the library has since replaced; nearly all the rest was how tiles begin and end, and none of
-# it softmax.
+# since replaced; nearly all the rest was how tiles begin and end, and none of it softmax.
 #
 # ## Surprise: the batch size of a benchmark decides a speedup
 #

@@ -81,10 +81,8 @@ chapter.figure(
 #
 # Up to here all warps of a {term}`CTA` ran the same code and the compiler decided when to copy. Now
 # `tlx.async_tasks`, of Triton's extension {term}`TLX`, splits the CTA {cite}`guan2026tlx`. Each
-# task is an instruction stream with its own warps and its own registers. We call a task a *warp
-# role*, or role for short: `load` is the producer, and two `math` roles are the {term}`consumer
-# warp groups <consumer warp group>`. The list of {doc}`forward v3 <v3_persistent>` is left out and
-# returns in {doc}`forward v6 <v6_short_kv>`.
+# task is an instruction stream with its own warps and its own registers, a *warp role*: `load` is
+# the producer, and two `math` roles are the {term}`consumer warp groups <consumer warp group>`.
 
 # %% tags=["remove-input"]
 chapter.code(v4_warp_specialized.specialized_kernel, "with tlx.async_tasks()")

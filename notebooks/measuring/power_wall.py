@@ -196,22 +196,19 @@ chapter.figure(_energy.at_the_wall(groups, law), measured=load)
 # lose nothing, or 2 % for the idle SMs' static power. By the law it loses {glue:text}`fewer:.1f` %
 # of its rate, and it lost most of that ({doc}`../../notes/at_the_wall`).
 #
-# **All else equal.** Rows of different kernels prove no cause, and a misread clock moves both sides.
-# One of our own experiments saved cycles and still lost rate, because its programs drifted apart
-# and read far more from memory.
+# **All else equal.** Rows of different kernels prove no cause, and a misread clock moves both
+# sides. One of our experiments saved cycles and lost rate: its programs drifted apart and read far
+# more from memory.
 #
 # ## Locked clocks, and steps that are not capped
 #
-# *A locked clock* changes the exchange rate. If the administrator locks the clock below the wall,
-# $f$ no longer answers, and each cycle saved counts in full.
+# *Below a locked clock* $f$ does not answer, and each cycle saved counts in full.
 #
 # *A mixed step* may not meet the wall at all. The limit holds for an average over some tens of
-# milliseconds, and a kernel of a few milliseconds may rest in the cool parts of a step: optimizer,
-# normalisation and communication draw less. By {eq}`eq-wall` forward v8 would draw about
-# {glue:text}`free_w:,.0f` W at the highest clock. If the rest of a step draws 450 W, the average
-# stays under the limit as long as attention takes less than {glue:text}`mixed:.0f` % of the time
-# (modelled). So the truth for a model lies between burst and back to back, nearer to the latter the
-# more of its time is matmuls ({doc}`../training/step`).
+# milliseconds, and other parts of a step draw less. By {eq}`eq-wall` forward v8 would draw about
+# {glue:text}`free_w:,.0f` W at the highest clock. If the rest draws 450 W, the average stays under
+# the limit as long as attention takes less than {glue:text}`mixed:.0f` % of the time (modelled).
+# So the truth for a model lies between burst and back to back ({doc}`../training/step`).
 #
 # **From here on each page says which scope its times have.** Results are back to back.
 
@@ -304,9 +301,8 @@ chapter.glue(
 )  # fmt: skip
 
 # %% [markdown]
-# Energy goes into bits that change, too. On ones the matmul of 8,192 takes {glue:text}`ones:.0f` %
-# less energy, and on zeros {glue:text}`zeros:.0f` % less, for the same instructions. Benchmark with
-# real data.
+# On ones the matmul of 8,192 takes {glue:text}`ones:.0f` % less energy, and on zeros
+# {glue:text}`zeros:.0f` % less: benchmark with real data.
 #
 # ## A share of the roofline needs a ceiling of its own scope
 #
