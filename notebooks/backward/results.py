@@ -222,9 +222,8 @@ chapter.table(
 #
 # ## What a training step costs
 #
-# A *step* is `gdpa` on tensors that require gradients, and `torch.autograd.grad` of its result:
-# checks, allocations, lists, launches, and waiting for the end. Its forward pass is the kernel that
-# `impl="auto"` takes. Steps have pauses between them, so they are compared with kernels in bursts.
+# A *step* is `gdpa` with `impl="auto"` on tensors that require gradients, and `torch.autograd.grad`
+# of its result. Steps have pauses between them, so they are compared with kernels in bursts.
 
 # %% tags=["remove-cell"]
 ops, step = (chapter.times(direction="backward", scope="op", variant=v).loc[STEPS]
@@ -250,8 +249,8 @@ chapter.table(
 )  # fmt: skip
 
 # %% [markdown]
-# On full batches of 256 tokens more than half of a step passes outside the kernels of both passes.
-# Fewer calls would help there ({doc}`../training/host_time`).
+# On full batches of 256 tokens more than half of a step passes outside the kernels of both passes
+# ({doc}`../training/host_time`).
 #
 # ## Memory of a step
 #

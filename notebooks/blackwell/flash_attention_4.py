@@ -267,8 +267,8 @@ assert 1e3 * extra[large[0]] / steps[1152] > step_most, "the title: longer here"
 #
 # ## What is measured, published and modelled
 #
-# That the FA4 of the bars walked is modelled. The publication names no commit; sources of that month
-# walk (`flash_attn/cute/tile_scheduler.py` at 10bbfd0e of Dao-AILab/flash-attention).
+# That the FA4 of the bars walked is modelled: the publication names no commit, and sources of that
+# month walk (`flash_attn/cute/tile_scheduler.py` at 10bbfd0e of Dao-AILab/flash-attention).
 #
 # The published comparison was fair: it timed what a user could install. But "3.5 times as fast as
 # FlashAttention-4" reads as a statement about attention. By the model, with 256 keys,

@@ -276,13 +276,13 @@ ratios.others(chapter, here, "forward")
 
 # %% [markdown]
 # At 512 and 1,024 tokens the lead differs by at most {glue:text}`h100_less:.0f` % from that on the
-# H200. At 256 tokens, where memory is the limit, it is smaller: dense cuDNN nearly reaches the same
-# rate, and at {glue:text}`h100_share:.0f` % of the roofline little is left to win.
+# H200. At 256 tokens, where memory is the limit, little is left to win at
+# {glue:text}`h100_share:.0f` % of the roofline.
 #
-# The published Triton kernel computes GDPA itself, so here the function is the same. On the H200
-# forward v8 is {glue:text}`over_triton` times as fast, and on {glue:text}`by_triton:.0f` of
+# The published Triton kernel computes GDPA itself. On the H200 forward v8 is
+# {glue:text}`over_triton` times as fast, and on {glue:text}`by_triton:.0f` of
 # {glue:text}`count:.0f` batches that kernel is the best baseline. `make compare
-# NOTEBOOKS=forward/results` shows your GPU beside ours, and `make measure` appends a record.
+# NOTEBOOKS=forward/results` shows your GPU beside ours.
 #
 # ## What a call costs beyond the kernel
 

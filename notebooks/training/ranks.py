@@ -309,19 +309,6 @@ chapter.predictions()
 # and 1.29. `deal(lengths, R, "order")` and `cost` give the exact value.
 # :::
 #
-# :::{exercise} What to balance
-# :label: ex-ranks-what
-#
-# Ranks with equally many tokens: what remains unequal? When does it not matter? *(paper)*
-# :::
-#
-# :::{solution} ex-ranks-what
-# :class: dropdown
-#
-# Pairs. It does not matter where projections outweigh attention, that is for mean lengths well
-# below 4,096 at a width of 512.
-# :::
-#
 # :::{exercise} An all-reduce beside a persistent kernel
 # :label: ex-ranks-nccl
 #
