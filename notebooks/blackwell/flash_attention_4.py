@@ -152,7 +152,7 @@ chapter.glue(
     ends_256=published.loc[SHORT.name, "begin and end"], share_low=shares[short_keys].min(),
     share_high=shares[short_keys].max(),
 )  # fmt: skip
-assert published["the loop"].between(0.9, 1.1).all(), "the text: the loop is about nothing"
+assert published["the loop"].between(0.9, 1.1).all(), "the caption: nothing"
 assert shares[short_keys].between(35, 60).all(), "the titles: about half"
 
 # %% [markdown]

@@ -105,7 +105,6 @@ published = theirs["fa2_jfa"] / theirs["tlx_block_attention"]
 limits = block_tables.machine_rates(of_five, TABLE5, data_dir)
 v1, v3 = (share[name][TABLE5.name] for name in ("v1_one_tile", "v3_warp_specialized"))
 fa2 = (ms["fa2_varlen"] / ms[RUNGS].min(axis=1))[TABLE5.name]
-assert fa2["backward"] > fa2["forward"], "the text: the backward pass gains more"
 kernel, baseline, their_kernel, their_baseline = limits["backward"]
 assert 20 < min(baseline, their_baseline) <= max(baseline, their_baseline) < 30, "the caption"
 assert kernel / their_kernel > 1.2 and 0.85 < baseline / their_baseline < 1.15, "the text"
@@ -127,7 +126,7 @@ chapter.predict(
 chapter.predict(
     "With head_dim 64, rows of 128 bytes cost the backward pass 5 %: the fastest kernel reaches 83 "
     "to 90 % of the rate of a copy.",
-    five["% of copy"][3], least=83, most=90, **percent,
+    five["% of copy"][3], least=83, most=90, **percent, shown=False,
 )  # fmt: skip
 text = "With head_dim 128 the fastest kernel is this many times as fast as FlashAttention-2 in the"
 chapter.predict(f"{text} forward pass.", fa2["forward"], least=1.6, most=1.9, shown=False)

@@ -62,7 +62,7 @@ floor = {  # of v0's bytes, µs
 least = {(w, d): block_bytes.floor_us(LEAST[w], WORK[d], limits) for w, d in share.index}
 bound = pd.Series({case: 100 * least[case] / floor[case] for case in share.index})
 gap = {way: (100 - bound[way, 128]) / (100 - share[V0][way, 128]) for way in KERNELS}
-assert gap["forward"] < 0.05 < 0.5 < gap["backward"], "the text: most, and none"
+assert gap["forward"] < 0.05 < 0.5 < gap["backward"], "the caption"
 assert 50 < bound["backward", 128] < 60, "the caption: little more than half"
 
 # %% tags=["remove-input"]

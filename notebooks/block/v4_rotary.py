@@ -321,6 +321,7 @@ chapter.predict(
     "In the backward pass with two slots block v4a reaches 6,450 / 7,800 to 6,450 / 7,000 of what "
     "memory allows.",
     of_v4a["backward", label(1, 2, 2)], least=645 / 7.8, most=645 / 7, form=".1f", unit=" %",
+    shown=False,
 )  # fmt: skip
 chapter.predict(
     "In the forward pass with three slots block v4a reaches 3,740 / 4,200 to 3,740 / 3,900 of what "

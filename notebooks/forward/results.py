@@ -40,6 +40,7 @@ RUNGS, BLACKWELL = ([rung.impl for rung in x] for x in (ladder.RUNGS, ladder.BLA
 NAMES = list(dict.fromkeys(n for figure in FIGURES if "-fwd-" in figure for n in FIGURES[figure]))
 V1, V5, V7, V8 = "v1_tiled", "v5_pingpong", "v7_packed", "v8_own_waits"
 SLOW = ("v0_eager", "torch_compile")
+COMPILED = ("flex", "torch_compile")  # a minute for every shape
 LADDER = "gdpa-self-full-1024"
 CALLED = ["gdpa-self-full-256", LADDER, "gdpa-self-half-jagged-256", "gdpa-cross-full-2048"]
 
@@ -47,14 +48,13 @@ CALLED = ["gdpa-self-full-256", LADDER, "gdpa-self-half-jagged-256", "gdpa-cross
 def plan(session, names=NAMES, left_out=()):
     for name in names:
         work = workload(name)
-        peers = [peer for peer in taking(work, "forward") if peer != "torch_compile"]
-        if not name.endswith("-jagged-2048"):
-            peers.remove("cudnn_varlen")  # the host is slower than its kernel
-        if name != LADDER and "flex" in peers:
-            peers.remove("flex")  # it compiles a minute for every shape
-        rungs = RUNGS if name == LADDER else RUNGS[1:]  # eager takes seconds a call
-        timed = [*rungs, *BLACKWELL, *peers]
-        every = [*RUNGS, "torch_compile", *BLACKWELL, *peers]
+        here = name == LADDER
+        peers = [peer for peer in taking(work, "forward") if here or peer not in COMPILED]
+        if "cudnn" in peers:
+            peers.remove("cudnn_varlen")  # its dense form is timed
+        rungs = RUNGS if here else RUNGS[1:]  # eager takes seconds a call
+        every = [*RUNGS, *BLACKWELL, *peers]
+        timed = [*rungs, *BLACKWELL, *(peer for peer in peers if peer != "torch_compile")]
         every, timed = ([impl for impl in x if impl not in left_out] for x in (every, timed))
         bursts = every if "self-full" in name or name in CALLED else []
         scopes = {"kernel": bursts, "sustained": timed, "op": RUNGS if name in CALLED else []}

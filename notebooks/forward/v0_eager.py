@@ -132,7 +132,7 @@ chapter.glue(
 # %% [markdown]
 # Together the steps move {glue:text}`gbytes:.0f` GB, where q, k, v and the output have
 # {glue:text}`fewest_gbytes:.1f`. Steps on the scores take {glue:text}`scores_share:.0f` % of the
-# modelled time. From this count follow three predictions (times of this section are in bursts):
+# modelled time. From this count follow two predictions (times of this section are in bursts):
 
 # %% tags=["remove-input"]
 half_full = us[V0][HALF] / us[V0][SHORT]
@@ -148,7 +148,7 @@ chapter.predict(
 )  # fmt: skip
 chapter.predict(
     f"torch.compile saves two crossings of the scores, {fused_ms:.1f} ms, and no more than 20 % "
-    "on top.", saved_ms, most=1.2 * fused_ms, form=".1f", unit=" ms",
+    "on top.", saved_ms, most=1.2 * fused_ms, form=".1f", unit=" ms", shown=False,
 )  # fmt: skip
 chapter.predictions()
 
@@ -174,9 +174,7 @@ chapter.glue(
 # ## Measurement
 #
 # In bursts v0 reaches {glue:text}`percent:.0f` % of the {term}`roofline`. FlashAttention-2, which
-# computes softmax and writes no scores, is {glue:text}`over_fa2:.1f` times as fast. `torch.compile`
-# fuses the element-wise steps, but its two matmuls stay library kernels with the scores between
-# them.
+# computes softmax and writes no scores, is {glue:text}`over_fa2:.1f` times as fast.
 #
 # With lengths uniform up to 256 only {glue:text}`useful:.0f` % of the FLOPs are useful. v0 still
 # takes {glue:text}`half_percent:.0f` % of its time on the full batch. FlashAttention-2 skips the
@@ -204,7 +202,6 @@ def fit(times_us: pd.Series) -> tuple[pd.Series, float]:
 
 modelled, _ = fit(predicted_us)
 measured, fit_error = fit(us[V0])
-compiled, _ = fit(us["torch_compile"])
 
 # %% tags=["remove-input"]
 # | name: fig-v0-parts
@@ -229,9 +226,8 @@ assert 0.4 < rows_ms / split.loc["measured"].sum() < 0.6, "the titles: half, as 
 assert fit_error < 0.03 and worse["scores"] < 1.25 < 1.5 < worse["padded rows"], "as in the text"
 chapter.glue(
     over_predicted=us[V0][FULL] / predicted_us[FULL], fit_error=100 * fit_error, rows_ms=rows_ms,
-    saved_ms=saved_ms, worse_scores=worse["scores"], worse_padded=worse["padded rows"],
+    worse_scores=worse["scores"], worse_padded=worse["padded rows"],
     worse_output=worse["output rows"], rows_share=100 * rows_ms / split.loc["measured"].sum(),
-    compile_scores_ms=((measured - compiled) * sizes.loc[FULL])["scores"],
 )  # fmt: skip
 
 # %% [markdown]
@@ -242,9 +238,6 @@ chapter.glue(
 # assumption that everything moves at the rate of a copy. A gather by an index tensor computes an
 # address for each element, and a copy that exchanges dimensions does not stream. A total cannot
 # tell whether these are the slow operations; the third exercise asks a profiler.
-#
-# The fit also explains `torch.compile`. Of the {glue:text}`saved_ms:.1f` ms that it saves,
-# {glue:text}`compile_scores_ms:.1f` belong to the scores, as predicted; the others belong to rows.
 #
 # One cost remains whatever we repair: `q @ k.transpose(-1, -2)` is a tensor, and a tensor lives in
 # memory. {doc}`Forward v1 <v1_tiled>` never writes the scores and pads no row.

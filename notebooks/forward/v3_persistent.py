@@ -172,7 +172,7 @@ chapter.table(
     modelled="schedule.build, 264 programs",
 )
 text = "On uniform lengths v2 is nearly perfect, so no list gains much: the best list over v2."
-chapter.predict(text, best, least=1 / modelled["v2"][UNIFORM].max())
+chapter.predict(text, best, least=1 / modelled["v2"][UNIFORM].max(), shown=False)
 text = (
     "On the four length distributions v2 may start a heavy tile last, so a zigzag list saves "
     "time: the smallest saving."
@@ -199,7 +199,7 @@ chapter.glue(
 )  # fmt: skip
 
 # %% [markdown]
-# The second prediction is judged by the distribution that saves least. The third has a reason.
+# The first prediction is judged by the distribution that saves least. The second has a reason.
 # Entry $i$ of a padded list is row block $i$ modulo the blocks of a sequence. With eight blocks,
 # $\gcd(132, 8) = 4$, and a program sees only two of the eight. Program 0 gets blocks 0 and 4, and a
 # block 0 is never empty. Since 131 is prime, all programs see all blocks.

@@ -217,9 +217,7 @@ chapter.glue(least=roof.loc[LEAST, V8], at_512_roof=roof.loc[FULL[512], V8])
 # On gdpa-self-half-jagged-512, with blocks of 64 keys, {glue:text}`real:.0f` % of the computed
 # pairs are real. v8 reaches {glue:text}`least:.0f` % of the roofline there, and
 # {glue:text}`of_computed:.0f` % of the compute ceiling if all computed pairs count. At 512 full
-# tokens all computed pairs are real, and v8 reaches {glue:text}`at_512_roof:.0f` %. Blocks of 64
-# keys read Q twice as often ({doc}`planning`), and every eighth block is a tile boundary; no record
-# says which costs more.
+# tokens all computed pairs are real, and v8 reaches {glue:text}`at_512_roof:.0f` %.
 #
 # ## Is it right?
 #

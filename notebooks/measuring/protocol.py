@@ -296,33 +296,6 @@ chapter.table(
 # Most chapters of this book have one run per figure. So read differences of one or two per cent
 # between two kernels as ties, unless the text says how often they were repeated.
 #
-# ## Which ceilings there are
-#
-# Every record measures its own ceilings in each scope that it has, and a share of the
-# {term}`roofline` is one of those: the line under a figure names the matmul. The newest record of
-# each chapter that ran {term}`back to back <sustained scope>`, by date:
-
-# %% tags=["remove-input"]
-limits = _repeats.ceilings(runs)
-loops = limits.dropna().sort_values("record")
-narrow = loops.drop(columns="record").astype(float).round(0).astype(int)
-narrow.columns = ["matmul, burst", "back to back", "clock, MHz", "copy, GB/s"]
-chapter.table(
-    narrow.reset_index(), data=limits.reset_index(),
-    caption="**The ceiling in bursts hardly moves; back to back it drifts.** TFLOP/s of a matmul, "
-    "the clock back to back, and copies.",
-    measured=f"{len(loops)} records of one NVIDIA H200, named in the data",
-)  # fmt: skip
-for name, values in {"burst": limits["matmul, burst"], "loop": loops["matmul, back to back"],
-                     "copy": limits["copy 1:1, burst (GB/s)"]}.items():  # fmt: skip
-    chapter.glue(**{f"{name}_low": values.min(), f"{name}_high": values.max(),
-                    f"{name}_spread": 100 * (values.max() / values.min() - 1)})  # fmt: skip
-
-# %% [markdown]
-# In bursts all records lie within {glue:text}`burst_spread:.1f` %, copies within
-# {glue:text}`copy_spread:.1f` %. Back to back matmuls spread by {glue:text}`loop_spread:.1f` %:
-# their rate is the power limit over the energy of a FLOP, which follows temperature and voltage.
-#
 # For your own GPU run `make compare` ({doc}`../../reproduce`).
 
 # %% tags=["remove-input"]

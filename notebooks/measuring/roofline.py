@@ -178,9 +178,9 @@ for key, column in {"burst": "matmul, burst", "sustained": "matmul, back to back
 
 # %% [markdown]
 # **Which ceiling to use.** The matmul drifts by {glue:text}`burst_drift:.0f` % between runs in
-# bursts and by {glue:text}`sustained_drift:.0f` % back to back, copies by
-# {glue:text}`copies_drift:.0f` %; every figure uses those of its own run, and for arithmetic on
-# paper take the medians, {glue:text}`burst_median:.0f` TFLOP/s in bursts,
+# bursts and, with temperature and voltage, by {glue:text}`sustained_drift:.0f` % back to back,
+# copies by {glue:text}`copies_drift:.0f` %; every figure uses those of its own run. For arithmetic
+# on paper take the medians, {glue:text}`burst_median:.0f` TFLOP/s in bursts,
 # {glue:text}`sustained_median:.0f` back to back and {glue:text}`copies_median:,.0f` GB/s.
 #
 # *Small problems do not reach the ceiling.* A matmul of 1,024 has 64 output tiles of 128 by 128 for

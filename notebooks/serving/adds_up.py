@@ -29,7 +29,7 @@ import tritonemu
 from _lib import steps
 from gdpa_kernels import GDPASelfAttention, Mask, gdpa
 from gdpa_kernels.parallel import predicted_bytes
-from gdpa_kernels.serving import Model, PagedCache, score
+from gdpa_kernels.serving import HistoryRules, PagedCache, score
 from gdpa_kernels.serving.layers import extend
 from gdpa_kernels.serving.sums import StoredSums
 from gdpa_lab.measuring.inputs import cu_seqlens
@@ -209,7 +209,7 @@ assert split["factor"].idxmax() == 1 and split["factor"].min() > 0.95, "the capt
 #
 # A server that has read a history once wants to keep the keys and values of every layer and compute
 # only the rows of new events. That is right if no old row changes when an event is appended.
-# `Model` takes the properties that decide this, and says which rows stay:
+# `HistoryRules` takes the properties that decide this, and says which rows stay:
 
 # %% tags=["hide-input"]
 ROWS, AT = 12, 6
@@ -223,7 +223,7 @@ kinds = {
 reused = {}
 for kind, options in kinds.items():
     for change, rows, position in (("append", ROWS, ROWS), ("delete", ROWS - 1, AT)):
-        right = [rows - len(wrong) for wrong in Model(3, **options).changed(rows, position)]
+        right = [rows - len(wrong) for wrong in HistoryRules(3, **options).changed(rows, position)]
         reused.setdefault(kind, {})[f"{change}: layers 1, 2, 3"] = ", ".join(map(str, right))
 assert reused["causal"]["append: layers 1, 2, 3"] == "12, 12, 12", "the caption"
 
@@ -233,7 +233,7 @@ chapter.table(
     caption="**A causal model keeps its cache when events are appended; several popular features "
     "break that.** Rows whose keys and values stay right: of 12 after an append, of 11 others "
     "after the seventh event is deleted.",
-    computed="serving.validity.Model, whose rules tests compare with models by brute force",
+    computed="serving.validity.HistoryRules, which tests compare with models by brute force",
 )  # fmt: skip
 
 # %% [markdown]
@@ -242,7 +242,7 @@ chapter.table(
 # {cite}`generativerecommenders`. `PagedCache` refuses an append that would make rows wrong:
 
 # %%
-recent = Model(3, positions="from_end")
+recent = HistoryRules(3, positions="from_end")
 cache = PagedCache(recent, num_pages=8, page_size=4, num_kv_heads=2, head_dim=8)
 cache.append(["ann"], [5])
 try:
@@ -256,7 +256,7 @@ except ValueError as error:
 
 # %% tags=["hide-input"]
 layers = [GDPASelfAttention(16, 2, causal=True, dtype=torch.float64) for _ in range(2)]
-cache = PagedCache(Model(2), 8, 4, num_kv_heads=2, head_dim=8, dtype=torch.float64)
+cache = PagedCache(HistoryRules(2), 8, 4, num_kv_heads=2, head_dim=8, dtype=torch.float64)
 events = torch.randn(7, 16, dtype=torch.float64)
 for x in events.split([5, 2]):
     new = cache.append(["ann"], [len(x)])
@@ -309,7 +309,7 @@ print("the same bits as without the two:", torch.equal(stored.total[0], stored.t
 assert torch.equal(stored.total[0], stored.total[1]), "the text"
 HISTORY, SHOWN = [9, 4], [3, 5]
 old, new = (draw(sum(n), 2, 16, torch.float64) for n in (HISTORY, SHOWN))
-cache = PagedCache(Model(1), 8, 4, num_kv_heads=2, head_dim=16, dtype=torch.float64)
+cache = PagedCache(HistoryRules(1), 8, 4, num_kv_heads=2, head_dim=16, dtype=torch.float64)
 cache.write(0, cache.append(["ann", "bob"], HISTORY), old, old)
 pages, offsets = cache.pages(["ann", "bob"]), cu_seqlens(SHOWN, "cpu")
 q = k = v = new

@@ -1,6 +1,7 @@
 """Peers behind the baselines' signature, with their libraries replaced by ones that note how they
 were called, or in the emulator where their sources are on the path."""
 
+import contextlib
 import functools
 import importlib
 import math
@@ -176,6 +177,129 @@ def test_flash_attention_3_of_the_library_in_xformers(monkeypatch, direction, im
     check_peer(impl, WORK, direction, "softmax")
 
 
+class CudnnTensor(SimpleNamespace):
+    """A tensor of a graph, as the frontend has it."""
+
+    __hash__ = object.__hash__
+
+    def set_output(self, is_output):
+        return self.set("is_output", is_output)
+
+    def set_dim(self, dim):
+        return self.set("dim", dim)
+
+    def set_stride(self, stride):
+        return self.set("stride", stride)
+
+    def set_data_type(self, data_type):
+        return self.set("data_type", data_type)
+
+    def set_ragged_offset(self, offset):
+        return self.set("offset", offset)
+
+    def set(self, name, value):
+        setattr(self, name, value)
+        return self
+
+
+class CudnnGraph:
+    """One operation on ragged tensors: a result is only where its stride and offsets say."""
+
+    planned = 0
+
+    def __init__(self, handle, io_data_type, intermediate_data_type, compute_data_type):
+        assert (handle, intermediate_data_type, compute_data_type) == ("handle", "float", "float")
+        self.steps = []
+
+    def tensor(self, name, dim, stride, data_type=None):
+        return CudnnTensor(name=name, dim=dim, stride=stride, data_type=data_type)
+
+    def sdpa(self, name, q, k, v, generate_stats, **how):
+        self.inputs, self.how = (q, k, v), how
+        self.results = [CudnnTensor(), CudnnTensor() if generate_stats else None]
+        return self.results
+
+    def sdpa_backward(self, name, q, k, v, o, dO, stats, max_total_seq_len_q,
+                      max_total_seq_len_kv, **how):  # fmt: skip
+        assert max_total_seq_len_q % 64 == max_total_seq_len_kv % 64 == 0
+        self.inputs, self.how, self.saved = (q, k, v), how, (o, dO, stats)
+        self.results = [CudnnTensor() for _ in range(3)]
+        return self.results
+
+    def validate(self):
+        self.steps.append("validate")
+
+    def build_operation_graph(self):
+        self.steps.append("operations")
+
+    def create_execution_plans(self, modes):
+        self.steps.append(modes)
+
+    def check_support(self):
+        self.steps.append("support")
+
+    def build_plans(self):
+        assert self.steps == ["validate", "operations", ["A", "FALLBACK"], "support"]
+        CudnnGraph.planned += 1
+
+    def get_workspace_size(self):
+        return 5
+
+    def parts(self, tensor, buffers):
+        """Views of each sequence, `[num_heads, length, head_dim]`, of a buffer."""
+        offset = buffers[tensor.offset].flatten().tolist()
+        side = "seq_len_q" if tensor.offset.name == "begin_q" else "seq_len_kv"
+        lengths = buffers[self.how[side]].flatten().tolist()
+        (batch, heads, longest, dim), stride = tensor.dim, tensor.stride
+        assert len(lengths) == batch and max(lengths) <= longest
+        for start, length in zip(offset, lengths, strict=False):
+            yield buffers[tensor].as_strided((heads, length, dim), stride[1:], start)
+
+    def execute(self, buffers, workspace, handle):
+        assert workspace.dtype == torch.uint8 and len(workspace) == 5 and handle == "handle"
+        assert self.how["use_padding_mask"] and not self.how["use_causal_mask"]
+        sequences = zip(*(self.parts(x, buffers) for x in self.inputs), strict=True)
+        outs = []
+        for q, k, v in sequences:
+            leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+            out = F.scaled_dot_product_attention(
+                *leaves, scale=self.how["attn_scale"], enable_gqa=True
+            )
+            outs.append((leaves, out))
+        if len(self.results) == 2:
+            for (_, out), place in zip(outs, self.parts(self.results[0], buffers), strict=True):
+                place.copy_(out)
+            if self.results[1] is not None:
+                assert self.results[1].data_type == "float"
+                buffers[self.results[1]].fill_(5)
+            return
+        o, grad_out, stats = self.saved
+        assert (buffers[stats] == 5).all() and list(buffers[stats].shape) == stats.dim
+        places = zip(*(self.parts(x, buffers) for x in (*self.results, o, grad_out)), strict=True)
+        for (leaves, out), (*gradients, saved, grad) in zip(outs, places, strict=True):
+            torch.testing.assert_close(out, saved)
+            for place, found in zip(gradients, torch.autograd.grad(out, leaves, grad), strict=True):
+                place.copy_(found)
+
+
+@pytest.mark.parametrize("direction", WAYS)
+@pytest.mark.parametrize("work", (SELF, replace(WORK, num_heads_q=4, lengths_q=Uniform(0.5))))
+def test_ragged_cudnn_plans_its_graphs_once(monkeypatch, direction, work):
+    module = ModuleType("cudnn")
+    module.create_handle, module.pygraph = lambda: "handle", CudnnGraph
+    module.set_stream = lambda handle, stream: None
+    module.heur_mode = SimpleNamespace(A="A", FALLBACK="FALLBACK")
+    module.data_type = SimpleNamespace(BFLOAT16="b", HALF="h", FLOAT="float", INT32="i", INT64="I")
+    monkeypatch.setitem(sys.modules, "cudnn", module)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=7))
+    monkeypatch.setattr(CudnnGraph, "planned", 0)
+    inputs = make_inputs(replace(work, dtype="bfloat16"), device="cpu")
+    call = baselines.BASELINES["cudnn_varlen"].call(inputs, direction)
+    for _ in range(2):
+        check(call(), inputs, direction, "softmax", atol=2e-2)
+    assert CudnnGraph.planned == (1 if direction == "forward" else 2)
+
+
 def test_the_library_of_flash_attention_3_is_found_without_importing_xformers(
     tmp_path, monkeypatch
 ):
@@ -211,13 +335,60 @@ def definition(inputs, **options):
 def test_hstu_of_generative_recommenders(monkeypatch, direction):
     inputs = make_inputs(HSTU, device="cpu")
 
-    def attention(N, alpha, q, k, v, seq_offsets, num_targets, enable_tma):
-        assert (N, enable_tma) == (8, True) and seq_offsets is inputs.cu_seqlens_q
+    def attention(N, alpha, q, k, v, seq_offsets, num_targets, sort_by_length, enable_tma):
+        assert N == 8 and seq_offsets is inputs.cu_seqlens_q
         assert num_targets is inputs.num_targets
+        for tuner in (module._hstu_attn_fwd, module._hstu_attn_bwd):
+            tuner.cache.setdefault("the longest query", (enable_tma, sort_by_length))
+            assert tuner.cache["the longest query"] == (enable_tma, sort_by_length)
+            assert [config.num_stages for config in tuner.configs] == [3, 1]
         return definition(inputs, scale=alpha, output_scale=1 / N)(q, k, v)
 
     stub(monkeypatch, same_function.HSTU, "triton_hstu_mha", attention)
-    check(baselines.BASELINES["hstu_triton"].call(inputs, direction)(), inputs, direction)
+    module = sys.modules[same_function.HSTU]
+    stages = [triton.Config({}, num_stages=n) for n in (3, 0)]
+    for name in ("_hstu_attn_fwd", "_hstu_attn_bwd"):
+        setattr(module, name, SimpleNamespace(cache={"the longest query": None}, configs=stages))
+    for options in same_function.hstu_configurations(direction).values():
+        check(
+            baselines.BASELINES["hstu_triton"].call(inputs, direction, **options)(), inputs,
+            direction,
+        )  # fmt: skip
+    assert module._hstu_attn_fwd.cache == {"the longest query": None}
+    assert [config.num_stages for config in module._hstu_attn_fwd.configs] == [3, 0]
+
+
+@pytest.mark.parametrize("work", (HSTU, replace(HSTU, causal=False, window=3)))
+def test_hstu_of_cudnn(monkeypatch, work):
+    inputs = make_inputs(replace(work, head_dim=32), device="cpu")
+
+    def forward(
+        q_tensor, k_tensor, v_tensor, cu_seqlens_q_tensor, cu_seqlens_k_tensor, max_seqlen_q,
+        max_seqlen_k, window_size=(-1, -1), alpha=1.0, scaling_seqlen=None,
+    ):  # fmt: skip
+        assert window_size == ((-1, 0) if work.causal else (3, 3))
+        assert (max_seqlen_q, max_seqlen_k, scaling_seqlen) == (8, 8, 8)
+        assert cu_seqlens_q_tensor is inputs.cu_seqlens_q
+        assert cu_seqlens_k_tensor is inputs.cu_seqlens_k
+        function = definition(inputs, scale=alpha, output_scale=1 / scaling_seqlen)
+        return {"o_tensor": function(q_tensor, k_tensor, v_tensor)}
+
+    def backward(do_tensor, q_tensor, k_tensor, v_tensor, *args, **options):
+        leaves = [x.detach().requires_grad_() for x in (q_tensor, k_tensor, v_tensor)]
+        out = forward(*leaves, *args, **options)["o_tensor"]
+        found = torch.autograd.grad(out, leaves, do_tensor)
+        return dict(zip(("dq_tensor", "dk_tensor", "dv_tensor"), found, strict=True))
+
+    stub(monkeypatch, same_function.HSTU_CUDNN, "hstu_attention_forward", forward)
+    sys.modules[same_function.HSTU_CUDNN].hstu_attention_backward = backward
+    for direction in WAYS:
+        check(baselines.BASELINES["hstu_cudnn"].call(inputs, direction)(), inputs, direction)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
+    assert same_function.needs_hstu_cudnn() is None
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    assert same_function.needs_hstu_cudnn().endswith("capability 10, got NVIDIA H200")
 
 
 @pytest.mark.parametrize("work", (HSTU, replace(HSTU, causal=False)))
@@ -247,9 +418,10 @@ def published(monkeypatch):
 
     def attention(
         query, key, value, query_offset, key_offset, max_seq_len_q, max_seq_len_kv, activation,
-        qk_scale, bwd_opt_tech, **switches,
+        qk_scale, bwd_opt_tech, window_size, **switches,
     ):  # fmt: skip
         assert (max_seq_len_q, max_seq_len_kv) == (8, 8) and activation == "fast_gelu"
+        assert window_size == published.inputs.workload.window
         assert query_offset is key_offset or torch.equal(query_offset, key_offset)
         used = sorted(option for option, is_on in switches.items() if is_on)
         calls.append((used, bwd_opt_tech, module.get_autotune_fwd_kernel("kernel", False)))
@@ -270,7 +442,7 @@ def published(monkeypatch):
 
 @pytest.mark.parametrize("direction", WAYS)
 def test_the_published_gdpa(published, direction):
-    inputs = published(make_inputs(replace(SELF, output_scale=0.5), device="cpu"))
+    inputs = published(make_inputs(replace(SELF, output_scale=0.5, window=3), device="cpu"))
     operator = operators.of(inputs, "forward" if direction == "forward" else "backward")
     how = {"techniques": "persistent,dq_atomic_add", "tuning": "omnifm_v2"}
     made = operator._peer("gdpa_triton", direction, **how)
@@ -350,6 +522,55 @@ def test_a_peer_none_of_whose_configurations_is_right_says_why_of_each(configure
     monkeypatch.setitem(baselines.BASELINES, "configured", only)
     with pytest.raises(ValueError, match="fails: {'wrong': 'ValueError: ch.*'broken': 'RuntimeErr"):
         operators.of(make_inputs(SELF, device="cpu"), "forward").candidate("configured", "")
+
+
+class FakeGraph:
+    """A CUDA graph: what is called while it is captured runs again in each replay."""
+
+    def __init__(self):
+        self.calls = []
+
+    def replay(self):
+        for call in self.calls:
+            call()
+
+
+@pytest.mark.parametrize("direction", ("forward", "backward"))
+def test_a_call_whose_host_is_slow_is_a_replay_of_its_kernels(configured, monkeypatch, direction):
+    """Forward alone: autograd runs a backward on the stream of its forward."""
+    graph, calls = FakeGraph(), []
+
+    def prepare(inputs, direction):
+        out = torch.zeros_like(inputs.q)
+
+        def call():
+            calls.append(None)
+            graph.calls.append(lambda: out.fill_(7))
+            return out
+
+        return call
+
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    for name, stand_in in {
+        "CUDAGraph": lambda: graph, "Stream": lambda: stream, "current_stream": lambda: stream,
+        "stream": lambda which: contextlib.nullcontext(),
+        "graph": lambda which, stream: contextlib.nullcontext(graph.calls.clear()),
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    one = replace(configured, prepare=prepare, configurations=peer.one_configuration)
+    monkeypatch.setitem(baselines.BASELINES, "configured", replace(one, is_replayed=True))
+    inputs = make_inputs(SELF, device="cpu")
+    made = operators.of(inputs, direction).candidate("configured", "")
+    assert made.config == ({"cuda_graph": True} if direction == "forward" else {})
+    before = len(calls)
+    for value in (1, 2):
+        made.call().fill_(value)
+    out = made.call()
+    if direction == "backward":
+        assert (before, len(calls)) == (0, 3)
+    else:
+        assert before == len(calls) == 2 and torch.equal(out, torch.full_like(out, 7))
 
 
 def test_a_batch_that_a_peer_does_not_take_is_refused_once(configured, monkeypatch):
@@ -508,8 +729,9 @@ def test_another_assembler_is_named(monkeypatch, tmp_path):
         ("hstu_triton", {"activation": "silu"}, "needs causal self-attention"),
         ("hstu_triton", {"activation": "silu", "causal": True}, r"output_scale 1 / 8, got 1.0"),
         ("hstu_cutlass", {"activation": "silu", "output_scale": 0.3}, "1 / n, got 0.3"),
+        ("hstu_cudnn", {"activation": "silu"}, "a head_dim among 32, 64, 128, 256 and .* got 16"),
+        ("hstu_cudnn", {"head_dim": 64}, "needs silu and as many key heads"),
         ("gdpa_triton", {"causal": True}, "without a causal mask"),
-        ("gdpa_triton", {"window": 3}, "a batch without a window, got window=3"),
         ("flashinfer", {"activation": "gelu"}, "needs silu or gelu_tanh, got gelu"),
         ("flex", {"activation": "identity", "lengths_q": Full()}, "needs an activation among"),
         *(
@@ -556,6 +778,17 @@ def test_hstu_from_source_computes_the_definition(direction):
     emulated("hstu_triton", work, direction, tma=False)
 
 
+@pytest.mark.parametrize("is_sorted", (False, True))
+def test_the_warp_specialized_hstu_from_source_computes_the_definition(monkeypatch, is_sorted):
+    tuner = sources(same_function.HSTU)._hstu_attn_fwd
+    roles = [config for config in tuner.configs if config.kwargs["USE_TLX"]]
+    assert roles and {config.num_stages for config in roles} == {0}
+    monkeypatch.setattr(tuner, "configs", roles)
+    longer = {"max_seqlen_q": 300, "max_seqlen_k": 300, "output_scale": 1 / 300}
+    work = replace(HSTU, **EMULATED | longer | {"head_dim": 128})
+    emulated("hstu_triton", work, "forward", is_sorted=is_sorted)
+
+
 @pytest.fixture
 def published_source(monkeypatch):
     """The published GDPA with one small tile to tune over; skips without its sources."""
@@ -564,12 +797,13 @@ def published_source(monkeypatch):
     monkeypatch.setattr(helpers, "custom_register_kernel", lambda *_: lambda function: function)
     module = sources(same_function.GDPA)
     monkeypatch.setattr(module, "is_tma_supported", lambda: True)
+    monkeypatch.setattr(baselines, "replayed", lambda call: call)  # the emulator has no graphs
     forward = {"BLOCK_M": 32, "BLOCK_N": 32}
     backward = {"BLOCK_M1": 16, "BLOCK_N1": 32, "BLOCK_M2": 32, "BLOCK_N2": 16}
     for sets, tiles in (("fwd", forward), ("bwd", backward)):
         small = module.triton_config(tiles | {"NUM_CONSUMER_GROUPS": 1}, num_warps=4)
         of_sets = getattr(module, f"{sets}_autotune_configs")
-        for tuning in same_function.GDPA_TUNINGS:
+        for tuning in ("default", "omnifm_v2"):
             assert tuning in of_sets
             monkeypatch.setitem(of_sets, tuning, (small,))
     return module
@@ -590,8 +824,8 @@ def test_the_published_gdpa_from_source_computes_the_definition(
 @pytest.mark.parametrize("direction", ("forward", "backward"))
 def test_the_published_gdpa_from_source_in_each_configuration(published_source, direction):
     for name, options in same_function.gdpa_configurations(direction).items():
-        if "ws" not in name:
-            emulated("gdpa_triton", replace(SELF, **LONGER, **EMULATED), direction, **options)
+        for work in (SELF, replace(SELF, window=20, num_heads_q=2)) if "ws" not in name else ():
+            emulated("gdpa_triton", replace(work, **EMULATED | LONGER), direction, **options)
 
 
 @pytest.mark.parametrize("techniques", ("tma", "tma,dq_atomic_add"))

@@ -1,4 +1,4 @@
-"""The rows behind the figures: each is the newest of its chapter that can stand beside the others."""
+"""Rows behind the figures: each is the newest of its chapter that can stand beside the others."""
 
 import pandas as pd
 import pytest
