@@ -52,9 +52,9 @@ loops = (loops[V6] / loops[V7]).dropna()
 assert min(gain.min(), loops.min()) > 1, "the text says that v7 is the faster kernel everywhere"
 ladder = chapter.times("forward/results", direction="forward", scope="sustained")
 ladder = ladder.loc["gdpa-self-full-1024"]
-before = ladder[[rung.impl for rung in RUNGS[: [x.impl for x in RUNGS].index(V7)]]]
+earlier = ladder[[rung.impl for rung in RUNGS[: [x.impl for x in RUNGS].index(V7)]]]
 assert ladder["cudnn"] > 1.05 * ladder[V7], "the caption: by a clear margin"
-assert before.min() > 0.98 * ladder["cudnn"], "the caption: as the first"
+assert earlier.min() > 0.98 * ladder["cudnn"], "the caption: as the first"
 chapter.glue(loop_min=100 * (loops.min() - 1), loop_max=100 * (loops.max() - 1))
 
 # %% tags=["remove-input"]
