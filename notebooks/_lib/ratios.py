@@ -262,7 +262,8 @@ def others(
 ) -> None:
     """Show another GPU: rates of the session of `Chapter.compare`, of which nothing is kept, beside
     those of the chapter's record; without one the best kernel against the best baseline on each
-    other GPU of the records and of data/community."""
+    other GPU of the records and of data/community, and how many workloads are left out because a
+    kernel has changed since."""
     if session is not None:
         ours = chapter.rows(direction=direction, scope=scope)
         rows = _of(_measured(session), direction, scope)
@@ -273,23 +274,33 @@ def others(
     everything = results.table(chapter.data_dir, per="gpu").assign(handle="")
     guests = results.community(chapter.data_dir, per="gpu")
     selected = _of(pd.concat([everything, guests]).query("figure != ''"), direction, scope)
-    selected = of_today(selected[(selected["handle"] != "") | (selected["gpu"] != chapter.gpu)])
+    selected = _compared(selected[(selected["handle"] != "") | (selected["gpu"] != chapter.gpu)])
+    whole = selected.groupby(["gpu", "handle"])["workload"].nunique()
+    selected = of_today(selected)
     for (gpu, handle), rows in selected.groupby(["gpu", "handle"]):
-        kinds = rows[rows["time_us_p50"].notna()].groupby("workload")["impl"]
-        both = kinds.agg(lambda impls: impls.map(is_rung).nunique() == 2)
-        rows = rows[rows["workload"].isin(both.index[both])]
         standing = best(rows)
+        left = whole[gpu, handle] - len(standing)
         machine = f"{gpu}, data/community/{handle}" if handle else gpu
         over = ahead(standing)
         caption = (
             f"**{machine}: the best kernel is {over} times as fast as the best baseline.** "
             f"Rates {results.TIMED[scope]} in TFLOP/s, shares of the roofline of that board."
         )
+        if left:
+            caption += f" Workloads left out, since a kernel has changed: {left}."
         display(page.show_table(shown(standing, direction), caption))
         if not handle:
             display(page.provenance(rows, data_dir=chapter.data_dir))
     if selected.empty:
         display(Markdown("No other GPU has been measured yet."))
+
+
+def _compared(rows: pd.DataFrame) -> pd.DataFrame:
+    """Select the rows of workloads on which a board has times of a rung and of a peer."""
+    board = ["gpu", "handle", "workload"]
+    timed = rows[rows["time_us_p50"].notna()]
+    kinds = timed.assign(rung=timed["impl"].map(is_rung)).groupby(board)["rung"].nunique()
+    return rows[pd.MultiIndex.from_frame(rows[board]).isin(kinds.index[kinds == 2])]
 
 
 def _of(rows: pd.DataFrame, direction: str, scope: str) -> pd.DataFrame:

@@ -4,7 +4,7 @@
 # ---
 
 # %% [markdown]
-# # Forward v0: a few lines of PyTorch, and half of their time is padding
+# # Forward v0: a few lines of PyTorch, and half of their time moves rows
 #
 # How far are a few lines of PyTorch from what the machine could do, and where does their time go?
 #
@@ -180,7 +180,7 @@ chapter.glue(
 # takes {glue:text}`half_percent:.0f` % of its time on the full batch. FlashAttention-2 skips the
 # padding and is {glue:text}`half_over_fa2:.0f` times as fast.
 #
-# ## The surprise: padding costs more than the scores
+# ## The surprise: the padded layout costs as much as the scores
 #
 # The prediction is off by a factor of {glue:text}`over_predicted:.2f`. Which part of it is wrong?
 # The record holds times of whole calls for {glue:text}`workloads:.0f` workloads, in which three
@@ -222,6 +222,7 @@ chapter.figure(chart, measured=chapter.rows("forward/results", direction="forwar
 
 # %% tags=["remove-cell"]
 worse, rows_ms = measured / modelled, split.loc["measured"].drop("scores").sum()
+assert 0.4 < rows_ms / split.loc["measured"].sum() < 0.6, "the titles: half, as much"
 assert fit_error < 0.03 and worse["scores"] < 1.25 < 1.5 < worse["padded rows"], "as in the text"
 chapter.glue(
     over_predicted=us[V0][FULL] / predicted_us[FULL], fit_error=100 * fit_error, rows_ms=rows_ms,

@@ -184,6 +184,7 @@ chapter.predictions()
 
 # %% tags=["remove-cell"]
 assert (saved > 0).all() and (ratio["valid"][FOUR] > 1).all(), "the text says so"
+assert (ratio.loc[UNIFORM, LISTS] > 1).all(axis=None), "the caption: real lengths alone gain"
 error = 100 * (alias / (modelled[132] / modelled[131]) - 1).abs()
 lists = chapter.times(columns="variant", variant=None, scope="schedule").median()
 launches = lists["zigzag, host time"] / (times["hardware"] - times["zigzag"])[FOUR]

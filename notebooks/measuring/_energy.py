@@ -8,10 +8,12 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from matplotlib.ticker import FixedLocator, NullLocator
 
 from gdpa_lab.measuring.cost_model import Chip
 from gdpa_lab.measuring.record import Record
-from gdpa_lab.report.style import INK, RUNG_COLOURS, Figure, canvas
+from gdpa_lab.report import style
+from gdpa_lab.report.style import DASHED, GREY, INK, RUNG_COLOURS, Figure, canvas
 
 
 @dataclass(frozen=True)
@@ -74,25 +76,53 @@ def busy_share(rows: pd.DataFrame, chip: Chip) -> pd.Series:
     return rows["tflops"] * 1e6 / (chip.sms * chip.flops * rows["sm_clock_mhz"])
 
 
-def elasticity(rows: pd.DataFrame, by: Sequence[str]) -> tuple[float, pd.Series]:
-    """By how many per cent the rate rises when the share `busy` rises by one: the slope of
-    logarithms within groups of the columns `by`, of all together and of each with five rows."""
-    logs = np.log(rows[["busy", "tflops"]])
+@dataclass(frozen=True)
+class Law:
+    """Rate ~ busy ** `exponent` in rows of one workload, so time ~ cycles ** `exponent`.
+
+    `low`, `high`: 95 % of the exponents of workloads drawn again with replacement; `each`: the
+    exponent of every workload with five rows. `points`: `busy` and `tflops` over their geometric
+    means in the workload; `residuals`: relative, of all rows with another of their workload.
+    """
+
+    exponent: float
+    low: float
+    high: float
+    each: pd.Series
+    points: pd.DataFrame
+    residuals: pd.Series
+
+    @property
+    def exponents(self) -> list[float]:
+        """The lower end, the exponent, and the upper end."""
+        return [self.low, self.exponent, self.high]
+
+
+def law(rows: pd.DataFrame, by: Sequence[str], draws: int = 4000) -> Law:
+    """Fit `Law` to rows with the columns `busy` and `tflops`; a workload: equal values in the
+    columns `by`. Least squares of logarithms."""
     groups = [rows[column] for column in by]
-    centred = logs - logs.groupby(groups).transform("mean")
-    whole = (centred["busy"] * centred["tflops"]).sum() / (centred["busy"] ** 2).sum()
-    slopes = {
-        name: np.polyfit(group["busy"], group["tflops"], 1)[0]
-        for name, group in logs.groupby(groups)
-        if len(group) >= 5
-    }
-    return float(whole), pd.Series(slopes)
+    rows = rows[rows.groupby(groups)["busy"].transform("size") > 1]
+    groups = [rows[column] for column in by]
+    logs = np.log(rows[["busy", "tflops"]])
+    logs -= logs.groupby(groups).transform("mean")
+    sums = logs.assign(
+        both=logs["busy"] * logs["tflops"], squared=logs["busy"] ** 2, rows=1
+    ).groupby(groups)[["both", "squared", "rows"]].sum()  # fmt: skip
+    exponent = sums["both"].sum() / sums["squared"].sum()
+    picked = np.random.default_rng(0).integers(len(sums), size=(draws, len(sums)))
+    both, squared = (sums[name].to_numpy()[picked].sum(axis=1) for name in ("both", "squared"))
+    low, high = np.percentile(both / squared, [2.5, 97.5])
+    whole = sums[sums["rows"] >= 5]
+    residuals = np.exp(logs["tflops"] - exponent * logs["busy"]) - 1
+    each = whole["both"] / whole["squared"]
+    return Law(float(exponent), float(low), float(high), each, np.exp(logs), residuals)
 
 
 @dataclass(frozen=True)
 class Wall:
     """Power at the limit: (clock / 1,500 MHz) ** exponent (base + full * busy) + byte * GB/s, in W;
-    `rms_percent`: of the clocks that it was fitted to."""
+    `rms_percent`, `most_percent`: how far off the clocks are that it was fitted to."""
 
     limit: float
     exponent: float
@@ -100,6 +130,7 @@ class Wall:
     full: float
     byte: float
     rms_percent: float = 0.0
+    most_percent: float = 0.0
 
     def clock(self, busy: Any, gbytes_per_s: Any) -> Any:
         """The clock in MHz at which power meets the limit."""
@@ -119,21 +150,35 @@ def fit_wall(rows: pd.DataFrame, limit: float, exponent: float) -> Wall:
     terms = np.stack([speed, speed * rows["busy"], rows["gbytes_per_s"]], axis=1) / limit
     coefficients = np.linalg.lstsq(terms, np.ones(len(rows)), rcond=None)[0]
     wall = Wall(limit, exponent, *map(float, coefficients))
-    off = wall.clock(rows["busy"], rows["gbytes_per_s"]) / rows["sm_clock_mhz"] - 1
-    return replace(wall, rms_percent=100 * float(np.sqrt((off**2).mean())))
+    off = 100 * (wall.clock(rows["busy"], rows["gbytes_per_s"]) / rows["sm_clock_mhz"] - 1)
+    rms, most = float(np.sqrt((off**2).mean())), float(off.abs().max())
+    return replace(wall, rms_percent=rms, most_percent=most)
 
 
-def clocks(groups: Mapping[str, pd.DataFrame], wall: Wall, gbytes_per_s: float) -> Figure:
-    """Clock over the share of busy tensor-core cycles, a mark for each row of a group, and what
-    `wall` says of that memory traffic."""
+@style.drawn
+def at_the_wall(groups: Mapping[str, pd.DataFrame], law: Law) -> Figure:
+    """Draw the clock over the share of tensor-core cycles in use, a mark for each row of a group;
+    and the rate over that share, both relative to the workload's mean, with `law` and its interval,
+    and a dashed line for a clock that does not answer."""
     shades = (RUNG_COLOURS[3], RUNG_COLOURS[1], INK, RUNG_COLOURS[2])
-    with canvas(width=7.2, height=3.9) as (chart, axis):
+    with canvas(1, 2, width=7.4, height=3.7) as (chart, (clock, rate)):
         for (name, rows), shade, mark in zip(groups.items(), shades, "os^D", strict=False):
-            axis.plot(100 * rows["busy"], rows["sm_clock_mhz"], mark, color=shade, label=name)
-        drawn = pd.concat(list(groups.values()))["busy"]
-        along = np.linspace(drawn.min(), drawn.max(), 60)
-        axis.plot(100 * along, wall.clock(along, gbytes_per_s), color=INK, linestyle=(0, (4, 2)))
-        axis.set_xlabel("tensor-core cycles in use, %, back to back")
-        axis.set_ylabel("SM clock read, MHz")
-        axis.legend(loc="lower left", fontsize=8.5)
+            marks = {"marker": mark, "color": shade, "markersize": 4, "linestyle": "none"}
+            clock.plot(100 * rows["busy"], rows["sm_clock_mhz"], label=name, **marks)
+            points = law.points.loc[rows.index.intersection(law.points.index)]
+            rate.plot(points["busy"], points["tflops"], **marks)
+        ends = np.array([law.points["busy"].min(), law.points["busy"].max()])
+        along = np.geomspace(*ends, 60)
+        rate.fill_between(along, *np.sort([along**law.low, along**law.high], axis=0), color=GREY,
+                          alpha=0.35, linewidth=0)  # fmt: skip
+        rate.plot(along, along**law.exponent, color=INK, linewidth=1.2, gid="law")
+        rate.plot(along, along, **DASHED)
+        clock.set(xlabel="tensor-core cycles in use, %, back to back", ylabel="SM clock read, MHz")
+        rate.set(xscale="log", yscale="log", xlabel="cycles in use / mean of the workload",
+                 ylabel="rate / mean of the workload")  # fmt: skip
+        for axis in (rate.xaxis, rate.yaxis):
+            axis.set_major_locator(FixedLocator([0.5, 0.7, 1, 1.5, 2]))
+            axis.set_major_formatter(lambda x, _: f"{x:g}")
+            axis.set_minor_locator(NullLocator())
+        clock.legend(loc="lower left", fontsize=8)
         return chart

@@ -329,8 +329,9 @@ chapter.glue(b200_gbytes=gbytes.max(), b200_busiest=gbytes.idxmax(),
 #
 # Time a kernel on inputs that fit into the L2 cache without flushing it: its bytes no longer come
 # from memory. Or give the kernel zeros and the ceiling random numbers, or measure the ceiling on a
-# hot machine and the kernel on a cool one. The protocol flushes, both use random inputs, and each
-# record holds its own ceilings.
+# hot machine and the kernel on a cool one. A burst flushes the cache, and back to back the
+# published batches are too large for it; both use random inputs, and each record has its own
+# ceilings.
 # :::
 #
 # ## Takeaways

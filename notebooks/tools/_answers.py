@@ -13,6 +13,7 @@ import pandas as pd
 
 from _lib import approximations
 from _lib.ratios import spread
+from gdpa_lab.measuring.baselines import BASELINES
 from gdpa_lab.measuring.workloads import FIGURES
 from gdpa_lab.report.results import TIMED
 
@@ -37,6 +38,11 @@ def numbers(chapter: Chapter) -> dict[str, str]:
         one_board = chapter.record(f"{way}/results").id  # as the chapter has it
         rates = chapter.times(one_board, **options)["fa4"]
         gaps[way] = rates["gdpa-self-full-2048"] / rates
+        if way == "forward":
+            every = chapter.times(one_board, **options)
+            every = every.loc["gdpa-self-full-2048"] / every.loc["gdpa-cross-full-2048"]
+            others = every[[x for x in every.index if x in BASELINES and x != "fa4"]].dropna()
+            assert others.max() < every["fa4"], "the answer: other kernels less"
     edits = {"direction": "forward", "scope": "sustained", "impl": "fa2_varlen"}
     edits = chapter.times("measuring/production_gap", "tflops", **edits)["fa2_varlen"]
     edits = edits["gdpa-self-full-2048"] / edits
@@ -109,12 +115,13 @@ def amount(value: float, unit: str) -> str:
 
 
 def both(row: pd.Series) -> str:
-    """'published → ours', or why there is none."""
-    theirs = amount(row["published"], row["unit"])
-    ours = {"measured": amount(row["ours"], row["unit"]) if row["ours"] == row["ours"] else ""}
-    stale = " (stale)" if row["stale"] else ""
+    """'published → ours', or why there is none; 'published; ours here' of two machines."""
+    theirs, stale = amount(row["published"], row["unit"]), " (stale)" if row["stale"] else ""
+    ours = amount(row["ours"], row["unit"])
     status = row["status"].replace("_by_arithmetic", "").replace("_", " ")
-    return f"{theirs} → {ours.get(status, status)}{stale}"
+    if row["status"] == "not_comparable" and row["ours"] == row["ours"]:
+        return f"{theirs}; {ours} here{stale}"
+    return f"{theirs} → {ours if status == 'measured' else status}{stale}"
 
 
 def plotted(judged: pd.DataFrame, value: str = "") -> pd.DataFrame:
@@ -164,16 +171,17 @@ def answered(judged: pd.DataFrame, values: dict[str, str]) -> pd.DataFrame:
     rows = []
     for row in judged[~judged["id"].map(in_tables)].itertuples():
         status = row.status.replace("_by_arithmetic", "").replace("_", " ")
-        slug = re.search(r"NOTEBOOKS=([\w/]+)$", row.how_to_check)
-        ours, where = "", _link(slug[1]) if slug else row.how_to_check.partition(";")[0]
+        where = _link(row.chapter) if row.chapter else row.how_to_check.partition(";")[0]
+        ours = ""
         if row.answer:
             status = "answered" if status == "open" else status
             where = _link(row.answered_in or "tools/refuted")
             ours = row.answer.format(**values)
-        elif status == "measured":
+        elif row.ours == row.ours:
             against = f" over {row.ours_baseline}" if row.ours_baseline else ""
             ours = f"{amount(row.ours, row.unit)}{' (stale)' if row.stale else ''}: "
             ours += f"{row.ours_impl}{against}, {row.ours_workload}, {TIMED[row.ours_scope]}"
+            ours += "" if status == "measured" else f", {row.ours_gpu}"
         claim = f"{row.claim}<sup>{letters[row.source.split(':')[0]]}</sup>"
         rows.append((row.id, row.operator, status, claim, ours, where))
     return pd.DataFrame(rows, columns=["id", "operator", "status", "claim", "ours", "where"])

@@ -20,6 +20,7 @@
 # %% tags=["hide-input"]
 from IPython.display import Markdown, display
 
+from gdpa_lab.measuring import record
 from gdpa_lab.measuring.workloads import FIGURES, WORKLOADS
 from gdpa_lab.report import charts, claims, results, stand_ins
 from gdpa_lab.report.chapter import Chapter
@@ -34,11 +35,13 @@ data_dir = "data"
 # %% tags=["remove-cell"]
 chapter = Chapter("tools/claims", mode=mode, device=device, data_dir=data_dir)
 every = results.table(data_dir, gpu=chapter.gpu, latest=False)
-judged = claims.judged(every, claims=claims.load(data_dir))
+chapters = {run.id: (run.chapter or "").removeprefix("notebooks/").removesuffix(".py")
+            for run in record.load_all(data_dir)}  # fmt: skip
+judged = claims.judged(every, claims=claims.load(data_dir), chapters=chapters)
 shown = _answers.answered(judged, _answers.numbers(chapter))
 replaced = stand_ins.used(judged)
 assert not {"gdpa_triton"} & {x for each in replaced for x in each.originals}, "the text: itself"
-chapter.glue(stand_in_count=len(replaced), stand_ins="; ".join(map(str, replaced)))
+chapter.glue(stand_ins="; ".join(map(str, replaced)))
 records = sorted({x for ids in judged["ours_record"] for x in ids.split(", ") if x})
 
 # %% tags=["remove-input"]
@@ -77,22 +80,23 @@ chapter.figure(
 # : The published numbers contradict each other or the counts of the workload ({doc}`refuted`).
 #
 # not comparable, open
-# : No measurement here can decide it, or none has yet. The last column says what is missing.
+# : No measurement here can decide it, as a rate or a time of another machine, or none has yet. The
+#   last column says what is missing.
 #
-# A measured claim is not a confirmed one, since {glue:text}`stand_in_count:.0f` baselines are
-# stand-ins: {glue:text}`stand_ins`. The published Triton GDPA is itself.
+# A measured claim is not a confirmed one, since baselines are stand-ins:
+# {glue:text}`stand_ins`. The published Triton GDPA is itself.
 #
 # ## The charts and tables
 #
-# "Published → measured" stands in each cell. A largest ratio is the one number that the published
-# text quotes of a chart.
+# "Published → measured" stands in each cell, and rates of the two machines beside each other. A
+# largest ratio is the one number that the published text quotes of a chart.
 
 # %% tags=["remove-input"]
 chapter.table(
     _answers.plotted(judged).rename_axis("chart").reset_index(), data=_answers.told(judged, shown),
     measured=records, published="six charts, NVIDIA B200", name="tab-claims-charts",
     caption="**Largest ratios are smaller here in the forward pass and mostly larger in the "
-    "backward pass.** Over each baseline, and the largest rate: published → measured.",
+    "backward pass.** Over each baseline, published → measured, and the largest rates.",
 )  # fmt: skip
 chapter.table(
     _answers.tabulated(judged).reset_index(), measured=records, published="table 5 and 6",

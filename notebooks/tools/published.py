@@ -63,8 +63,8 @@ chapter.figure(
 )  # fmt: skip
 
 # %% [markdown]
-# Times of two machines cannot be compared, so every mark is a quotient of times, or of errors, on
-# one of them. Half-full batches keep their keys dense, as published.
+# Times of two machines cannot be compared, so every mark is a quotient on one of them. Half-full
+# batches keep their keys dense, as published.
 
 # %% tags=["remove-input"]
 links = [(x.title.partition(":")[0], x.target.partition("#")[2]) for x in shown]

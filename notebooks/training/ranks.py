@@ -14,7 +14,7 @@
 # You will tell waiting for a slower rank from waiting for gradients, count the bytes of the
 # collectives, see what communication does to a persistent kernel, and deal rows so that ranks are
 # equal. On two H200s we train {glue:text}`weak:.2f` times the samples of one. With 128 long rows
-# per rank, a bad deal makes a step {glue:text}`sorted_step:.2f` times as long as a good one.
+# per rank, sorting them on purpose makes a step {glue:text}`sorted_step:.2f` times as long.
 # :::
 
 # %% tags=["hide-input"]
@@ -69,10 +69,9 @@ exposed = 1e3 * (ranks["step_s"] - ranks["slowest_s"])
 few, many = (ranks.loc[f"{n} rows a rank"] for n in (32, 128))
 LINK_GBYTES, GRADIENTS = 450, 200  # of NV18 in one direction, in GB/s; of the model, in MB
 chapter.glue(
-    weak=weak, strong=strong, link=ranks["link"].iloc[0], sorted=few.loc["sorted", "skew"],
+    weak=weak, strong=strong, link=ranks["link"].iloc[0],
     many=many.loc["order", "skew"], sorted_many=many.loc["sorted", "skew"],
     sorted_step=many.loc["sorted", "step_s"] / many.loc["balanced", "step_s"],
-    order_step=100 * (many.loc["order", "step_s"] / many.loc["balanced", "step_s"] - 1),
     most=many.loc["sorted", "tokens_most_over_mean"],
     quarter=250 * many.loc["balanced", "step_s"], least=1e3 * few["step_s"].min(),
     longest=1e3 * few["step_s"].max(), exposed=exposed["DDP, twice the rows", "balanced"],
@@ -81,7 +80,10 @@ chapter.glue(
     fsdp=100 * (ranks.loc[("FSDP2, twice the rows", "balanced"), "step_s"] / twice["step_s"] - 1),
 )  # fmt: skip
 long = exposed["128 rows a rank"]
-chapter.glue(long_least=long.min(), long_most=long.max())
+alone, skew = many.loc["order", ["slowest_s", "skew"]].astype(float)
+chance = 1e3 * alone * (1 - 1 / skew)  # of the slower rank beyond the mean
+assert 0 < chance < long.min(), "the text: less than is exposed"
+chapter.glue(long_least=long.min(), long_most=long.max(), chance=chance)
 assert exposed["32 rows a rank"].max() > 3 * long.max() and long.min() > 0, "the text says so"
 assert long.max() < 1e3 * many.loc["sorted", "step_s"] - 1e3 * many["step_s"].min(), "the title"
 worse = {n: of.loc["sorted", "step_s"] / of.loc["balanced", "step_s"] for n, of in
@@ -150,11 +152,10 @@ chapter.figure(chart, data=ranks.reset_index(), measured=chapter.holders("ranks"
 #
 # `examples/ranks.py` runs KunlunLite ({doc}`step`) on PyTorch's own engines, one process per GPU.
 # *DDP* keeps the whole model on every rank and averages gradients while the backward pass is still
-# running. *FSDP2* also shards the weights, so each rank holds a part of them and gathers the rest
-# when it needs them. Waiting for a slower rank and waiting for gradients look alike in the time of
-# a step. To tell them apart, time it twice: as usual, then without any communication (`no_sync`),
-# each rank on its own. The slowest rank alone is what the step *must* wait for; the remainder is
-# {term}`exposed communication`.
+# running; *FSDP2* also shards the weights. Waiting for a slower rank and waiting for gradients look
+# alike in the time of a step. To tell them apart, time it twice: as usual, then without any
+# communication (`no_sync`). The slowest rank alone is what the step *must* wait for; the remainder
+# is {term}`exposed communication`.
 
 # %% tags=["remove-input"]
 names = {"step_ms": "step, ms", "own_ms": "slowest alone, ms", "exposed": "exposed, ms",
@@ -173,18 +174,16 @@ chapter.table(
 assert exposed["DDP, twice the rows", "balanced"] < 0.04 * 1e3 * twice["step_s"], "the caption"
 
 # %% [markdown]
-# With twice the rows, two GPUs train {glue:text}`weak:.2f` times the rows of one; with the same
-# rows in total, {glue:text}`strong:.2f` times. The step of FSDP2 differs from that of DDP by
-# {glue:text}`fsdp:.0f` %: this model fits on one GPU many times over and need not be sharded.
+# With the same rows in total two GPUs train {glue:text}`strong:.2f` times the rows of one. The step
+# of FSDP2 differs from that of DDP by {glue:text}`fsdp:.0f` %: this model need not be sharded.
 #
 # ## The bytes of the collectives
 #
-# A {term}`collective` is a transfer in which all ranks take part. DDP needs one kind, the
-# *all-reduce*: every rank has gradients of its own and needs their sum. Done in a ring of $R$
-# ranks, it has two halves. In a *reduce-scatter* each rank ends up with one $R$-th of the sum; in
-# an *all-gather* it collects the other parts. In each half a rank sends $(R-1)/R$ of the $G$ bytes.
-# FSDP2 gathers the weights twice, before the forward and again before the backward pass, and
-# reduce-scatters the gradients. If weights and gradients travel in the same precision:
+# In a {term}`collective` all ranks take part. DDP needs the *all-reduce*: every rank has gradients
+# of its own and needs their sum. Done in a ring of $R$ ranks, it has two halves. In a
+# *reduce-scatter* each rank ends up with one $R$-th of the sum; in an *all-gather* it collects the
+# other parts. In each half a rank sends $(R-1)/R$ of the $G$ bytes. FSDP2 gathers the weights
+# twice, before each pass, and reduce-scatters the gradients. In one precision:
 #
 # | | collectives of a step | a rank sends | 2 ranks | 8 ranks |
 # |:--|:--|:--|--:|--:|
@@ -194,17 +193,15 @@ assert exposed["DDP, twice the rows", "balanced"] < 0.04 * 1e3 * twice["step_s"]
 # The columns are for our model with about 200 MB of gradients. The H200s are joined by
 # {glue:text}`link`, eighteen links with 450 GB/s in each direction, so DDP's bytes take
 # {glue:text}`moving:.2f` ms at the least (modelled). We exposed {glue:text}`exposed:.1f` ms, more
-# than the bytes explain, and less than a step varies. Between machines, with a tenth of that
-# rate per GPU, the same bytes would take ten times as long.
+# than the bytes explain, and less than a step varies.
 #
 # ## Communication beside a persistent kernel
 #
-# Hiding communication means that NCCL's kernels run *beside* ours, and they occupy SMs, one per
-# channel. For an ordinary kernel that is a small loss: if NCCL holds 16 of 132 SMs, the blocks are
-# spread over the other 116, and the kernel takes 14 % longer. A {term}`persistent kernel` is more
-# sensitive. Ours launch one program per SM and divide the list of work beforehand: program $p$
-# takes items $p$, $p + 132$, $p + 264$ and so on. Sixteen programs find no free SM. They start when
-# others have ended, with a full share each, so the kernel takes *twice* as long:
+# Hidden, NCCL's kernels run *beside* ours, and they occupy SMs, one per channel. For an ordinary
+# kernel that is a small loss: if NCCL holds 16 of 132 SMs, the blocks are spread over the other
+# 116, and the kernel takes 14 % longer. A {term}`persistent kernel` that divides its list of work
+# beforehand is more sensitive. Sixteen programs find no free SM. They start when others have ended,
+# with a full share each, so the kernel takes *twice* as long:
 
 # %% tags=["remove-input"]
 # | name: fig-ranks-nccl
@@ -228,13 +225,11 @@ chart = drawings.gantt(panels, xlabel="time of an item", hue="v1_tiled")
 chapter.figure(chart, modelled="six SMs, 24 items, two SMs held throughout")
 
 # %% [markdown]
-# The other order is no better. If the persistent kernel comes first, NCCL's programs find no room
-# until it ends, and communication is not hidden at all. A profile shows either case.
-#
-# There are three ways out: launch fewer programs than SMs; let programs take their next item from a
-# shared counter (Blackwell has hardware for it); or give NCCL fewer channels (`NCCL_MAX_CTAS`). Our
-# kernels do have static shares; whether one ever took twice its time here was not measured. The
-# all-reduce of our step is too short to need a way out.
+# If the persistent kernel comes first, NCCL's programs find no room until it ends, and
+# communication is not hidden at all. The ways out: launch fewer programs than SMs; let programs
+# take their next item from a shared counter ({doc}`../measuring/masked_batches`); or give NCCL
+# fewer channels (`NCCL_MAX_CTAS`). Without a mask our kernels have static shares; whether one ever
+# took twice its time here was not measured.
 #
 # ## Dealing rows
 #
@@ -263,22 +258,19 @@ chapter.table(
 # %% [markdown]
 # With 128 rows, sorted, one rank has {glue:text}`most:.2f` times the mean of tokens and takes
 # {glue:text}`sorted_many:.2f` times as long as the mean. In the order they come, chance makes that
-# {glue:text}`many:.3f`, and the step {glue:text}`order_step:.0f` % longer than balanced.
+# {glue:text}`many:.3f`: {glue:text}`chance:.1f` ms, less than the communication that is exposed.
 #
 # ## Small ranks wait for their hosts
 #
 # 32 rows should take a quarter of the time of 128, {glue:text}`quarter:.0f` ms. They take
 # {glue:text}`least:.0f` to {glue:text}`longest:.0f` ms, whatever the deal. In eager mode the host
 # enqueues kernels more slowly than the device executes them, and unequal work disappears behind
-# that: even sorted rows make the slower rank only {glue:text}`sorted:.2f` times the mean. So
-# balance large batches, and compile small ones first ({doc}`host_time`).
+# that. So balance large batches, and compile small ones first ({doc}`host_time`).
 #
-# The host also explains the last column of {numref}`tab-ranks-deals`. With 32 rows,
-# {glue:text}`lowest:.1f` to {glue:text}`highest:.1f` ms of communication seem to be exposed, for
-# the same gradients of which 128 rows expose {glue:text}`long_least:.1f` to
-# {glue:text}`long_most:.1f` ms. Where the host is the limit, whatever it does for DDP lengthens the
-# step, and it varies by milliseconds from step to step. Exposed communication can be read
-# only where the device is the limit, with 128 rows per rank or more.
+# The host also explains the last column of {numref}`tab-ranks-deals`: {glue:text}`lowest:.1f` to
+# {glue:text}`highest:.1f` ms of communication seem to be exposed with 32 rows, for the same
+# gradients of which 128 rows expose {glue:text}`long_least:.1f` to {glue:text}`long_most:.1f` ms.
+# It can be read only where the device is the limit.
 #
 # ## What we predicted
 #
@@ -315,33 +307,6 @@ chapter.predictions()
 # A row's work under this length distribution has a standard deviation of 0.7 of its mean, a sum of
 # 32 of 12 %, and the largest of R normal numbers lies 1.4 (8 ranks) to 2.4 (64) deviations up: 1.18
 # and 1.29. `deal(lengths, R, "order")` and `cost` give the exact value.
-# :::
-#
-# :::{exercise} What to balance
-# :label: ex-ranks-what
-#
-# Ranks with equally many tokens: what remains unequal? When does it not matter? *(paper)*
-# :::
-#
-# :::{solution} ex-ranks-what
-# :class: dropdown
-#
-# Pairs. It does not matter where projections outweigh attention, that is for mean lengths well
-# below 4,096 at a width of 512.
-# :::
-#
-# :::{exercise} Unequally many rows
-# :label: ex-ranks-rows
-#
-# If ranks could have different numbers of rows, balancing would be easier. What goes wrong in the
-# gradient, and what fixes it? *(paper)*
-# :::
-#
-# :::{solution} ex-ranks-rows
-# :class: dropdown
-#
-# DDP averages over ranks, and each rank's loss is a mean over its rows, so rows of a small rank
-# weigh more. Scale each rank's loss by its rows times ranks over all rows.
 # :::
 #
 # :::{exercise} An all-reduce beside a persistent kernel

@@ -246,9 +246,9 @@ chapter.table(
 # norms, copies and embeddings, which wait for memory and draw less. The regulator averages power
 # over about one step. So a hot kernel in a cool step may run at a higher clock than back to back.
 #
-# Back to back, time follows cycles to the two thirds ({eq}`eq-two-thirds`): 10 % fewer cycles save
-# 7 % of time. Below the limit the clock is free, and they save 10 %. A kernel inside a step lies
-# between the two. (A model; the record has no power of whole steps.)
+# Back to back, 10 % fewer cycles save 7 % of time ({eq}`eq-wall-exponent`). Below the limit the
+# clock is free, and they save 10 %. A kernel inside a step lies between the two. (A model; the
+# record has no power of whole steps.)
 #
 # ## The step that waited for the compiler
 
@@ -363,7 +363,7 @@ chapter.predictions()
 # 55.6 = 704 W. So the step settles near 1.7 GHz, between the two scopes of this book, and its hot
 # kernels run about 20 % faster than back to back. (c) If 1.98 GHz could be held, the hot part would
 # shrink from 17.7 to 14.1 ms, and the step from 52.7 to 49.1: 7 %. Back to back its time goes as
-# 0.8 to the power 2/3, 0.86: 16 % faster rather than 25 %.
+# 0.8 to the power of 0.7 ({eq}`eq-wall-exponent`), 0.86: 17 % faster rather than 25 %.
 # :::
 #
 # ## Takeaways

@@ -95,12 +95,23 @@ def test_a_measured_claim_names_what_was_compared(found):
         ({"status": "open"}, "2.08× → open"),
         ({"status": "refuted_by_arithmetic"}, "2.08× → refuted"),
         ({"status": "not_comparable"}, "2.08× → not comparable"),
+        ({"status": "not_comparable", "ours": 1.5, "stale": False}, "2.08×; 1.50× here"),
     ],
     ids=str,
 )
 def test_cells_of_the_charts(changes, shown):
     row = LEDGER.set_index("id").loc["gdpa-self-fwd-full-over-triton"]
     assert _answers.both(pd.Series({**row, **changes})) == shown
+
+
+def test_a_rate_of_another_machine_says_so(found):
+    row = LEDGER[LEDGER["id"] == "gdpa-forward-peak"].assign(
+        status="not_comparable", ours=600.0, ours_impl="v9", ours_workload="w",
+        ours_scope="sustained", ours_gpu="NVIDIA H200",
+    )  # fmt: skip
+    (shown,) = _answers.answered(row, found).itertuples()
+    assert shown.status == "not comparable"
+    assert shown.ours == "600 TFLOP/s: v9, w, back to back, NVIDIA H200"
 
 
 @pytest.mark.sweep

@@ -194,6 +194,23 @@ def test_without_a_session_the_best_kernels_of_other_boards_are_shown(shown):
     assert not any("**NVIDIA H200:" in text for text in titles)
 
 
+def test_workloads_left_out_of_another_board_are_counted(shown, monkeypatch):
+    """Of three that were timed, a kernel of one has changed since; a fourth has no peer."""
+    names = [f"gdpa-self-full-{n}" for n in (256, 512, 1024, 2048)]
+    table = pd.concat([rows(name=name) for name in names], ignore_index=True)
+    table = table.assign(gpu="NVIDIA X", direction="forward", scope="sustained", stale=False,
+                         variant="", figure="f", handle="", math="softmax")  # fmt: skip
+    table.loc[(table["workload"] == names[1]) & (table["impl"] == "v2_tma"), "stale"] = True
+    no_peer = (table["workload"] == names[3]) & table["impl"].isin(["cudnn", "fa2_varlen"])
+    monkeypatch.setattr(results, "table", lambda *a, **how: table[~no_peer])
+    monkeypatch.setattr(results, "community", lambda *a, **how: table.iloc[:0])
+    monkeypatch.setattr(ratios.page, "provenance", lambda *a, **how: pd.Series(dtype=object))
+    monkeypatch.setattr(ratios, "display", lambda x: shown.append(getattr(x, "data", "")))
+    ratios.others(Chapter("forward/results"), None, "forward")
+    assert "**NVIDIA X: " in shown[0] and "since a kernel has changed: 1." in shown[0]
+    assert "full-512" not in shown[0] and "full-2048" not in shown[0] and "full-1024" in shown[0]
+
+
 def test_boards_show_no_workload_on_which_a_kernel_has_changed_since():
     each = pd.concat([rows(), rows(name="gdpa-self-full-512")], ignore_index=True)
     each = each.assign(gpu="a board", direction="forward", scope="sustained", stale=False)

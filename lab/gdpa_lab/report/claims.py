@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -168,6 +169,12 @@ class Claim:
     answered_in: str = ""
     data: Mapping[str, Any] | None = None
 
+    @property
+    def chapter(self) -> str:
+        """The chapter that `how_to_check` measures, "" if it names none."""
+        named = re.search(r"NOTEBOOKS=([\w/]+)$", self.how_to_check)
+        return named[1] if named else ""
+
 
 def load(data_dir: str | Path = DATA_DIR) -> tuple[Claim, ...]:
     """Read and validate `data_dir`/claims.yml; ClaimError names the claim and the field."""
@@ -194,19 +201,25 @@ def load(data_dir: str | Path = DATA_DIR) -> tuple[Claim, ...]:
     return tuple(claims.values())
 
 
-def judged(results: pd.DataFrame, *, claims: Sequence[Claim] | None = None) -> pd.DataFrame:
+def judged(
+    results: pd.DataFrame,
+    *,
+    claims: Sequence[Claim] | None = None,
+    chapters: Mapping[str, str] | None = None,
+) -> pd.DataFrame:
     """Judge each claim: one row with what was published and what the records say.
 
     `results` is the table of results.table; a time ratio is taken within one system, and the
-    system with the highest value answers. `claims` defaults to `load()`. Columns:
+    system with the highest value answers. `claims` defaults to `load()`. `chapters`: the chapter
+    of each record; if given, those of `Claim.chapter` alone answer a claim. Columns:
     id, operator, kind, figure, claim, published, unit, hardware (where `published` was measured);
     ours (NaN if nothing was measured), ours_gpu, ours_system, ours_workload, ours_impl,
     ours_baseline, ours_record, ours_scope, stale; ratio = ours / published; within_tolerance (None
     unless ours was measured on `hardware`); status, how_to_check, source, note, answer,
-    answered_in.
-    A claim is "measured" if its selector finds correct rows; without any it is what its author
-    decided, "open" instead of "measured". ClaimError for a baseline that stands in for one that has
-    times in `results`.
+    answered_in, chapter.
+    A claim is "measured" if its selector finds correct rows; a rate or a time of another GPU than
+    `hardware` is "not_comparable" then. Without any it is what its author decided, "open" instead
+    of "measured". ClaimError for a baseline that stands in for one that has times in `results`.
     """
     claims = load() if claims is None else claims
     for stand_in in stand_ins.outlived(results):
@@ -216,7 +229,13 @@ def judged(results: pd.DataFrame, *, claims: Sequence[Claim] | None = None) -> p
                     f"{claim.id}: baseline must be {', '.join(stand_in.originals)}, which has "
                     f"times, got {stand_in}"
                 )
-    return pd.DataFrame([_judged_row(claim, results) for claim in claims])
+    of = results["record"].map(chapters) if chapters is not None else None
+    rows = [
+        _judged_row(claim, results if of is None or not claim.chapter else
+                    results[of == claim.chapter])
+        for claim in claims
+    ]  # fmt: skip
+    return pd.DataFrame(rows)
 
 
 def published_figures(data_dir: str | Path = DATA_DIR) -> pd.DataFrame:
@@ -242,6 +261,8 @@ def _judged_row(claim: Claim, results: pd.DataFrame) -> dict[str, Any]:
     evidence = claim.ours.evaluate(results) if claim.ours is not None else None
     unmeasured = "open" if claim.status == "measured" else claim.status
     status = unmeasured if evidence is None else "measured"
+    if evidence and claim.kind == "rate" and not _same_hardware(claim.hardware, evidence.gpu):
+        status = "not_comparable"
     answer = evidence or Evidence(math.nan, "", "", "", "", "", (), False)
     published = math.nan if claim.value is None else claim.value
     ratio, within = answer.value / published, None
@@ -263,7 +284,7 @@ def _judged_row(claim: Claim, results: pd.DataFrame) -> dict[str, Any]:
         "status": status,
         "how_to_check": claim.how_to_check,
         "source": "; ".join(map(str, claim.sources)),
-        **{name: getattr(claim, name) for name in ("note", "answer", "answered_in")},
+        **{name: getattr(claim, name) for name in ("note", "answer", "answered_in", "chapter")},
     }
 
 

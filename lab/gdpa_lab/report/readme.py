@@ -24,8 +24,11 @@ PEERS = {
     "FlashAttention-4": ("fa4", "fa4_dense"),
     "FlashAttention-3": ("fa3", "fa3_dense"),
     "FlashAttention-2": ("fa2_varlen",),
+    "FlashInfer, GDPA": ("flashinfer",),
+    "published Triton, GDPA": ("gdpa_triton",),
 }
-"""Libraries in the figure, each with its forms; the fastest one that takes the batch counts."""
+"""Libraries in the figure, each with its forms; the fastest one that takes the batch counts. Those
+that compute GDPA itself say so."""
 
 
 class Line(NamedTuple):

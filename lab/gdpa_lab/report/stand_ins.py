@@ -41,9 +41,7 @@ STAND_INS = (
     StandIn(
         ("fa2_varlen",), "PyTorch's FlashAttention-2", "the authors' one in Triton", ("fa2_jfa",)
     ),
-    StandIn(
-        ("eager_rotary",), "rotary in eager PyTorch", "their rotary kernel", ("unfused",)
-    ),
+    StandIn(("rotary_kernel",), "our rotary kernel", "theirs", ("unfused",)),
     StandIn(
         ("v1_tiled", "v1_tiled_backward"), "our v1", "the published Triton kernel",
         ("triton_gdpa",), ("gdpa_triton",), text=r"\bv1\b|`v1_tiled", subject=r"\bTriton\b",
