@@ -42,6 +42,7 @@ from .errors import (
     Wait,
     current_location,
 )
+from .launch import BarrierUse
 from .scheduler import Role, Scheduler
 
 NUM_NAMED_BARRIERS = 16
@@ -75,8 +76,8 @@ class MBarrier:
     clock at the end of the last completed phase, which a role learns that passes a wait for it;
     previous: at the end of the phase before that one. observers: roles that passed a wait for the
     last completed phase, since when, where, and its spot. waiters: roles that wait, for which
-    parity, and where. key: what `search` knows it by. arrivals: of the last phase that has any.
-    location: where it was made.
+    parity, and where. passed: how many waits of each role have passed. key: what `search` knows it
+    by. arrivals: of the last phase that has any. location: where it was made.
     """
 
     scheduler: Scheduler
@@ -92,6 +93,7 @@ class MBarrier:
     previous: Clock = field(default_factory=Clock)
     observers: dict[Role, tuple[int, Location, Spot]] = field(default_factory=dict)
     waiters: list[tuple[Role, int, Location]] = field(default_factory=list)
+    passed: dict[Role, int] = field(default_factory=dict)
     key: Hashable = None
     arrivals: list[Arrival] = field(default_factory=list)
     location: Location = field(default_factory=current_location)
@@ -104,6 +106,11 @@ class MBarrier:
     @property
     def label(self) -> str:
         return f"{self.name} of CTA {self.cta.number}"
+
+    @property
+    def use(self) -> BarrierUse:
+        """What the report says of barriers of this name."""
+        return self.cta.launch.report.barrier_use.setdefault(self.name, BarrierUse(self.count))
 
     @property
     def known(self) -> tuple[str, Location, int]:
@@ -165,6 +172,9 @@ class MBarrier:
                 marks=self._marks(),
             )
         self.pending -= count
+        if count:
+            arrivals, name = self.use.arrivals, getattr(lane, "name", lane)
+            arrivals[name] = arrivals.get(name, 0) + count
         self.clock.join(clock)
         # While arrivals are missing, bytes may come before they are announced.
         if self.pending == 0 and self.missing_bytes < 0:
@@ -208,6 +218,7 @@ class MBarrier:
                     missing="1 and 2 are not ordered: the wait may pass too late",
                 )
         self.phase += 1
+        self.use.phases = max(self.use.phases, self.phase)
         self.pending = self.count
         self.previous, self.released = self.released, self.clock.copy()
         self.observers = {}
@@ -244,31 +255,35 @@ class MBarrier:
             )
         role.clock.join(self.released)
         self.observers[role] = role.epoch, location, role.spot
+        self.use.waits[role.name, phase % 2] += 1
+        self.passed[role] = self.passed.get(role, 0) + 1
 
     def wait(self, role: Role, parity: int) -> None:
         """Suspend the role until the phase of this parity is the last completed one."""
         if parity not in (0, 1):
             raise self.misuse(f"a wait takes phase 0 or 1, got {parity}")
-        start, location = role.time, current_location()
-        self.scheduler.synchronises("wait", role, self, location)
-        if self.passes(parity):
+        start, location, passes = role.time, current_location(), self.passes(parity)
+        self.scheduler.synchronises("wait", role, self, location, self.phase - passes)
+        self.use.waits.setdefault((role.name, parity), 0)
+        if passes:
             self.scheduler.order.note(self.key, "wait", self.phase)
             self._observe(role, location)
         else:
             self.scheduler.order.note(self.key, "block", self.phase + 1)
             self.waiters.append((role, parity, location))
-            self.scheduler.block(lambda: self._describe(role, location))
+            self.scheduler.block(lambda: self._describe(role, location, parity))
         self._trace("wait", role, start, role.time, location, phase=self.phase - 1)
 
-    def _describe(self, role: Role, location: Location) -> Wait:
+    def _describe(self, role: Role, location: Location, parity: int) -> Wait:
         note = ""
         if self.phase >= 2:
             note = f"phase {self.phase - 2} of that parity is over, and {self.phase - 1} too"
         missing = (self.phase, self.pending, self.missing_bytes)
         begun = self.pending < self.count or self.missing_bytes
         related = (*(self._arrived() if begun else ()),)
+        asked = parity, self.passed.get(role, 0)
         barriers = (self.known,)
-        return Wait(role.label, location, self.label, *missing, note, related, barriers)
+        return Wait(role.label, location, self.label, *missing, note, related, barriers, *asked)
 
     def finish(self) -> None:
         """Check at the end of the kernel that no bytes are left over."""
