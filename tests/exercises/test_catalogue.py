@@ -1,0 +1,78 @@
+"""Of each exercise the blank fails with its hint, the solution passes, wrong answers get theirs."""
+
+import pytest
+
+from exercises.blanks import clean, edited, open_lines
+from exercises.catalogue import CATALOGUE, exercise_of, solution_of, wrong_of
+from exercises.grading import grade
+from exercises.hints import RULES, Failure, hint_of
+from tests.tiers import sweep
+
+BLANKS = {"bug": "out-of-step", "predict": "predict-first", "ring": "zeros", "tiled": "blank"}
+"""The hints of the files that readers begin with."""
+
+
+def judged(name, text, folder, *, quick=True):
+    """The stages of a file that hold, and the failure that ended it, None without one."""
+    path = folder.resolve() / f"{name}.py"
+    path.write_text(text, encoding="utf-8")
+    stages = []
+    try:
+        for stage in grade(exercise_of(name), path, quick=quick):
+            stages.append(stage)
+    except Failure as failure:
+        return stages, failure
+    return stages, None
+
+
+@pytest.mark.parametrize("name", CATALOGUE)
+def test_a_blank_fails_with_its_hint(name, tmp_path):
+    _, failure = judged(name, exercise_of(name).blank(), tmp_path)
+    assert failure is not None
+    assert hint_of(failure, exercise_of(name).rules).rule == BLANKS[name], failure
+
+
+@pytest.mark.parametrize("name", CATALOGUE)
+def test_a_solution_passes(name, tmp_path):
+    stages, failure = judged(name, clean(solution_of(name)), tmp_path)
+    assert failure is None and len(stages) > 1, failure
+    assert not open_lines(clean(solution_of(name)))
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", CATALOGUE)
+def test_a_solution_passes_every_stage(name, tmp_path):
+    stages, failure = judged(name, clean(solution_of(name)), tmp_path, quick=False)
+    assert failure is None, failure
+    names = {stage.stage for stage in stages}
+    assert names >= {"schedules", "compiled"} or "predicted" in names
+
+
+WRONG = [(name, what) for name in CATALOGUE for what in wrong_of(name)]
+
+
+@pytest.mark.parametrize("name, what", [sweep(*each, id=f"{each[0]}: {each[1]}") for each in WRONG])
+def test_a_wrong_answer_gets_its_hint(name, what, tmp_path):
+    wrong, exercise = wrong_of(name)[what], exercise_of(name)
+    text = clean(edited(solution_of(name), wrong.edits))
+    for quick in (True, False):
+        _, failure = judged(name, text, tmp_path, quick=quick)
+        if failure is not None:
+            break
+    assert failure is not None
+    hint = hint_of(failure, exercise.rules)
+    assert hint.rule == wrong.hint, f"{failure} {failure.lines}"
+    assert wrong.line in (failure.source[hint.line - 1] if wrong.line else "")
+
+
+@pytest.mark.parametrize("name", CATALOGUE)
+def test_an_exercise_has_three_wrong_answers(name):
+    assert len(wrong_of(name)) >= 3
+
+
+def test_every_hint_is_that_of_a_blank_or_a_wrong_answer():
+    """A rule that nothing shows may say something false."""
+    shown = {wrong_of(name)[what].hint for name, what in WRONG} | set(BLANKS.values())
+    every = {rule.name for rule in RULES}
+    every |= {rule.name for name in CATALOGUE for rule in exercise_of(name).rules}
+    assert every == shown
