@@ -89,7 +89,11 @@ def gdpa_case(
 
     queries, keys = batch.cu_seqlens_q.diff().tolist(), batch.cu_seqlens_k.diff().tolist()
     pairs = [f"{a} rows x {b} keys" for a, b in zip(queries, keys, strict=True)]
-    what = pairs[0] if len(pairs) == 1 else f"{len(pairs)} sequences of 0 to {max(queries)} rows"
+    what = (
+        pairs[0]
+        if len(pairs) == 1
+        else f"{len(pairs)} sequences of {min(queries)} to {max(queries)} rows"
+    )
     mistakes = {
         "scale": lambda: _exact(replace(batch, scale=1.0)),
         "activation": lambda: _exact(replace(batch, activation=("identity",))),
@@ -101,6 +105,7 @@ def gdpa_case(
         mistakes |= {
             "last-keys": lambda: _exact(_of_keys(batch, [0] * len(keys), whole)),
             "last-block-only": lambda: _exact(_of_keys(batch, last, keys)),
+            "last-block-missing": lambda: _exact(_of_keys(batch, [0] * len(keys), last)),
         }
     return Case(
         what, call, (batch.q, batch.k, batch.v), lambda: _exact(batch),

@@ -142,15 +142,17 @@ class Barriers:
     def waiters(self, array: str) -> set[str]:
         return {role for use in self.uses.get(array, ()) for role, _ in use.waits}
 
-    def fulls(self) -> set[str]:
-        """Arrays on which copies land."""
-        return {array for array in self.uses if "TMA" in self.arrivals(array)}
-
 
 def _announced(failure: Failure) -> set[str]:
     """Arrays that a line of the file announces bytes on, by its text."""
-    calls = (re.findall(r"(?:fetch_rows|expect_bytes)\((.*)\)", text) for text in failure.source)
+    calls = (re.findall(r"(?:fetch\w*|expect_bytes)\((.*)\)", text) for text in failure.source)
     return {name for call in calls for text in call for name in re.findall(r"\b(\w+)\[", text)}
+
+
+def _is_only_waited_for(failure: Failure, array: str) -> bool:
+    """Whether no line names an array but where it is made, and waits for it."""
+    others = rf"^(?!\s*{array} = )(?!.*barrier_wait\(\s*{array}\b).*\b{array}\b"
+    return not Barriers(failure).arrivals(array) and not failure.find(others)
 
 
 def _copy_and_reader(failure: Failure) -> tuple[Any, Any] | None:
@@ -162,6 +164,21 @@ def _copy_and_reader(failure: Failure) -> tuple[Any, Any] | None:
     return None
 
 
+def _own_wait(failure: Failure) -> Any:
+    """The wait of the reader of a race for the barrier that the copy arrives on, or None."""
+    copy, reader = _copy_and_reader(failure)
+    after = (x for x in failure.error.orderings if x.kind == "arrival" and x.role == copy.actor)
+    full = next((x.barrier for x in after if x.when == "after"), "")
+    waits = (x for x in failure.error.orderings if x.kind == "wait" and x.role == reader.actor)
+    return next((x for x in waits if x.barrier == full), None)
+
+
+def _is_read_late(failure: Failure) -> bool:
+    """Whether the later access of a race reads what a copy writes."""
+    pair = _copy_and_reader(failure)
+    return pair is not None and pair[1] is failure.error.accesses[1]
+
+
 def _line(failure: Failure, access: Any) -> int:
     """The reader's line of an access, or 0."""
     files = {failure.error.file, *(file for file, _, _ in getattr(access.location, "chain", ()))}
@@ -169,14 +186,21 @@ def _line(failure: Failure, access: Any) -> int:
     return next((n for _, n in failure.lines if n in lines), 0)
 
 
+def _end_of(failure: Failure, line: int) -> int:
+    """The wait for the result of the MMA of a line."""
+    result = re.match(r"\s*(\w+) = ", failure.source[line - 1]) if line else None
+    named = rf"async_dot_wait\(.*\b{result[1]}\b" if result else "async_dot_wait"
+    return failure.find(named, line)
+
+
 def _released_early(failure: Failure) -> Facts | None:
     """The reader of a buffer arrives, where its copy's role waits, before the read has ended."""
     pair = _copy_and_reader(failure)
-    if pair is None:
+    if pair is None or (_is_read_late(failure) and _own_wait(failure) is None):
         return None
     copy, reader = pair
     read, barriers = _line(failure, reader), Barriers(failure)
-    ended = failure.find("async_dot_wait", read) if reader.kind == "async_dot" else read
+    ended = _end_of(failure, read) if reader.kind == "async_dot" else read
     who, waits = role_of(reader.actor), role_of(copy.actor)
     orderings = [x for x in failure.error.orderings if x.role == copy.actor and x.kind == "wait"]
     for array in [base_of(x.barrier) for x in orderings[:1]] or barriers.uses:
@@ -199,18 +223,17 @@ def _stuck(failure: Failure) -> list[tuple[Any, str, int]]:
 
 
 def _never_released(failure: Failure) -> Facts | None:
-    """A role waits for an array that no line arrives on or announces bytes on."""
+    """A role waits again for an array that nobody ever arrives on."""
     for wait, array, line in _stuck(failure):
-        arrives = failure.find(rf"barrier_arrive\(\s*{array}\b")
-        if not arrives and array not in _announced(failure) and wait.passed:
+        if wait.passed and _is_only_waited_for(failure, array):
             return {"line": line, "barrier": array, "who": failure.name(wait.role)}
     return None
 
 
 def _never_filled(failure: Failure) -> Facts | None:
+    """A role waits for the first time for an array that nobody ever arrives on."""
     for wait, array, line in _stuck(failure):
-        arrives = failure.find(rf"barrier_arrive\(\s*{array}\b")
-        if not arrives and array not in _announced(failure) and not wait.passed:
+        if not wait.passed and _is_only_waited_for(failure, array):
             return {"line": line, "barrier": array, "who": failure.name(wait.role)}
     return None
 
@@ -258,20 +281,34 @@ def _short_phase(failure: Failure) -> Facts | None:
 
 
 def _read_early(failure: Failure) -> Facts | None:
-    """The reader of a copied buffer has waited for no barrier that its copy arrives on."""
-    pair = _copy_and_reader(failure)
-    if pair is not None and pair[1] is failure.error.accesses[1]:
-        copy, reader = pair
-        full = {x.barrier for x in failure.error.orderings if x.role == copy.actor}
-        waited = {x.barrier for x in failure.error.orderings if x.role == reader.actor}
-        if full & {each for each in waited if base_of(each) in Barriers(failure).fulls()}:
-            return None
+    """The reader of a copied buffer has not waited for the barrier that the copy arrives on."""
+    if _is_read_late(failure) and _own_wait(failure) is None:
+        reader = failure.error.accesses[1]
         line, buffer = _line(failure, reader), reader.name
-    elif failure.kind == "UninitializedRead":
+    elif failure.kind == "UninitializedRead" and failure.find(
+        rf"(fetch\w*|async_descriptor_load)\(.*\b{base_of(failure.error.buffer)}\b"
+    ):
         line, buffer = failure.first, failure.error.buffer
     else:
         return None
     return {"line": line, "buffer": buffer, "base": base_of(buffer)} if line else None
+
+
+def _stale_phase(failure: Failure) -> Facts | None:
+    """The reader has waited for an earlier phase of the copy's barrier, or a role has waited for
+    one parity of a barrier again and again."""
+    if failure.kind not in SYNCHRONISATION:
+        return None
+    wait = _own_wait(failure) if _is_read_late(failure) else None
+    names = [wait.barrier] if wait else []
+    for name, use in failure.error.report.barrier_use.items():
+        passed = [
+            (use.waits.get((role, 0), 0), use.waits.get((role, 1), 0)) for role, _ in use.waits
+        ]
+        names += [name] * any(min(each) == 0 and max(each) > 1 for each in passed)
+    array = base_of(names[0]) if names else ""
+    line = failure.find(rf"barrier_wait\(\s*{array}\b") if array else 0
+    return {"line": line, "barrier": array} if line else None
 
 
 def _passed_unfilled(failure: Failure) -> Facts | None:
@@ -315,9 +352,9 @@ RULES = [
         "Begin with the hole in line {open}.", "forward/v1_tiled",
     ),
     Rule(
-        "zeros", is_kind("zeros"), "{output} is 0 everywhere: the loop adds nothing.",
-        "A sum begins as 0, and each block must add its part.",
-        "Look at what the sum gets in the loop; the next hole is in line {open}.",
+        "zeros", is_kind("zeros"), "{output} is 0 everywhere.",
+        "What begins as 0 must get its parts.",
+        "Look at what {output} is made of; the next hole is in line {open}.",
         "forward/v1_tiled",
     ),
     Rule(
@@ -382,10 +419,10 @@ RULES = [
     ),
     Rule(
         "never-filled", _never_filled,
-        "{who} waits in line {line} on {barrier}, and no line announces a copy on it.",
-        "A phase of a full barrier ends with an arrival that announces bytes, and these bytes: "
-        "fetch_rows does both.",
-        "Fetch into that buffer with that barrier.", "forward/v4_warp_specialized",
+        "{who} waits in line {line} on {barrier}, and no line ever arrives on it.",
+        "Who fills a buffer arrives on its full barrier: a copy with the bytes that it announces.",
+        "Copy with that barrier (fetch_rows announces, too), or arrive on it.",
+        "forward/v4_warp_specialized",
     ),
     Rule(
         "count-too-high", _short_phase,
@@ -409,6 +446,12 @@ RULES = [
         "copy is there.",
         "Wait for the barrier that {base} is fetched with before line {line}.",
         "forward/v4_warp_specialized",
+    ),
+    Rule(
+        "stale-phase", _stale_phase,
+        "The wait of line {line} asks for a phase of {barrier} that is over, and passes at once.",
+        "A wait names a parity. If that of the last phase is asked for again, it passes at once.",
+        "Each time that a barrier is waited for, the phase is the other one.", "tools/emulator",
     ),
     Rule(
         "v-is-k", like("v-is-k"), "Your output is what you get with K in the place of V.",
@@ -456,7 +499,7 @@ RULES = [
         "other=0.0 in that load.", "tools/emulator",
     ),
     Rule(
-        "foreign-rows", is_kind("Race", r"tl\.store\("),
+        "foreign-rows", is_kind("Race", r"tl\.store\(|store_rows\("),
         "Two programs store to the same elements (line {line}).",
         "A block may be longer than what is left of a sequence; which program comes last is left "
         "to chance.",

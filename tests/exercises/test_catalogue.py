@@ -4,11 +4,16 @@ import pytest
 
 from exercises.blanks import clean, edited, open_lines
 from exercises.catalogue import CATALOGUE, exercise_of, solution_of, wrong_of
-from exercises.grading import grade
+from exercises.grading import LIMITS, grade
 from exercises.hints import RULES, Failure, hint_of
 from tests.tiers import sweep
 
-BLANKS = {"bug": "out-of-step", "predict": "predict-first", "ring": "zeros", "tiled": "blank"}
+BLANKS = {
+    **dict.fromkeys(("rows", "tiled", "tma", "list", "block"), "blank"),
+    **dict.fromkeys(("lengths", "phases", "ring", "by_hand"), "zeros"),
+    "activate": "activation", "predict": "predict-first", "pingpong": "never-released",
+    "bug": "out-of-step", "dq": "lost-update", "tensor_memory": "nothing-written",
+}  # fmt: skip
 """The hints of the files that readers begin with."""
 
 
@@ -52,8 +57,10 @@ WRONG = [(name, what) for name in CATALOGUE for what in wrong_of(name)]
 
 
 @pytest.mark.parametrize("name, what", [sweep(*each, id=f"{each[0]}: {each[1]}") for each in WRONG])
-def test_a_wrong_answer_gets_its_hint(name, what, tmp_path):
+def test_a_wrong_answer_gets_its_hint(name, what, tmp_path, monkeypatch):
     wrong, exercise = wrong_of(name)[what], exercise_of(name)
+    if wrong.hint == "endless":
+        monkeypatch.setitem(LIMITS, "timeout", 1.0)
     text = clean(edited(solution_of(name), wrong.edits))
     for quick in (True, False):
         _, failure = judged(name, text, tmp_path, quick=quick)
@@ -63,6 +70,48 @@ def test_a_wrong_answer_gets_its_hint(name, what, tmp_path):
     hint = hint_of(failure, exercise.rules)
     assert hint.rule == wrong.hint, f"{failure} {failure.lines}"
     assert wrong.line in (failure.source[hint.line - 1] if wrong.line else "")
+
+
+EMPTY = "tlx.alloc_warp_barrier(STAGES, 4, CONSUMERS)"
+S_ENDS = "                s = tlx.async_dot_wait(0, s)\n"
+V_FETCHED = "                fetch_rows(v_desc"
+LETS_GO = "                tlx.barrier_arrive(empty[stage])\n"
+RIGHT = {
+    "one arrival of each consumer": ("ring", [(EMPTY, "tlx.alloc_barriers(STAGES, 2)")]),
+    "three stages": ("ring", [("BLOCK_N, STAGES = 64, 2", "BLOCK_N, STAGES = 64, 3")]),
+    "one stage of 128 keys": ("ring", [("BLOCK_N, STAGES = 64, 2", "BLOCK_N, STAGES = 128, 1")]),
+    "other names": ("ring", [("stage", "slot"), ("phase", "parity"), ("empty", "free")]),
+    "K let go of by itself": (
+        "ring",
+        [
+            (f"    empty = {EMPTY}\n", f"    empty = {EMPTY}\n    v_empty = {EMPTY}\n"),
+            (
+                V_FETCHED,
+                f"                tlx.barrier_wait(v_empty[stage], phase ^ 1)\n{V_FETCHED}",
+            ),
+            (LETS_GO, LETS_GO.replace("empty", "v_empty")),
+            (S_ENDS, S_ENDS + LETS_GO),
+        ],
+    ),
+    "an early return": (
+        "tiled",
+        [
+            (
+                "    # >>> Store",
+                "    if first_row >= end_q - start_q:\n        return\n    # >>> Store",
+            )
+        ],
+    ),
+    "P in fp32": ("tiled", [("p.to(v.dtype), v, acc", "p, v.to(tl.float32), acc")]),
+}
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("what", RIGHT)
+def test_another_right_answer_passes(what, tmp_path):
+    name, edits = RIGHT[what]
+    _, failure = judged(name, clean(edited(solution_of(name), edits)), tmp_path, quick=False)
+    assert failure is None, failure
 
 
 @pytest.mark.parametrize("name", CATALOGUE)
