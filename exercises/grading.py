@@ -247,7 +247,7 @@ class _Grading:
         kind = "time" if type(error) is tritonemu.EmulatorError else type(error).__name__
         failure = self.fail(stage, kind, message, stages=getattr(self.module, "STAGES", 0))
         failure.lines = list(dict.fromkeys(each for each in lines if each[1]))
-        failure.error = error
+        failure.error, failure.file = error, file
         failure.roles = dict(self.exercise.roles)
         timeline = error.report.timeline
         if timeline is not None and (timeline.events or timeline.marks):

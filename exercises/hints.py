@@ -24,7 +24,8 @@ class Failure(Exception):
     """What ended a grading.
 
     kind: the class of a finding, or a word of `grading`. source: lines of the reader's file. lines:
-    (what, line) in it, the most telling first. facts: for the texts of hints. error: the finding.
+    (what, line) in it, the most telling first. facts: for the texts of hints. error: the finding,
+    in `file`. roles: what the reader calls them. drawing: of the finding, as SVG.
     """
 
     stage: str
@@ -34,6 +35,7 @@ class Failure(Exception):
     lines: list[tuple[str, int]] = field(default_factory=list)
     facts: Facts = field(default_factory=dict)
     error: EmulatorError | None = None
+    file: str = ""
     roles: dict[str, str] = field(default_factory=dict)
     drawing: str = ""
 
@@ -181,9 +183,7 @@ def _is_read_late(failure: Failure) -> bool:
 
 def _line(failure: Failure, access: Any) -> int:
     """The reader's line of an access, or 0."""
-    files = {failure.error.file, *(file for file, _, _ in getattr(access.location, "chain", ()))}
-    lines = {line_in(access.location, file) for file in files}
-    return next((n for _, n in failure.lines if n in lines), 0)
+    return line_in(access.location, failure.file)
 
 
 def _end_of(failure: Failure, line: int) -> int:
@@ -193,24 +193,32 @@ def _end_of(failure: Failure, line: int) -> int:
     return failure.find(named, line)
 
 
+def _guard(failure: Failure, copy: Any) -> str:
+    """The array that is waited for last above a copy, in a function of the file that leads to it."""
+    for file, line, _ in getattr(copy.location, "chain", ()):
+        above = failure.source[: line - 1] if file == failure.file else []
+        waits = (re.match(r"\s*tlx\.barrier_wait\(\s*(\w+)", text) for text in reversed(above))
+        if array := next((each[1] for each in waits if each), ""):
+            return array
+    return ""
+
+
 def _released_early(failure: Failure) -> Facts | None:
     """The reader of a buffer arrives, where its copy's role waits, before the read has ended."""
     pair = _copy_and_reader(failure)
     if pair is None or (_is_read_late(failure) and _own_wait(failure) is None):
         return None
     copy, reader = pair
-    read, barriers = _line(failure, reader), Barriers(failure)
+    read, barriers, array = _line(failure, reader), Barriers(failure), _guard(failure, copy)
     ended = _end_of(failure, read) if reader.kind == "async_dot" else read
-    who, waits = role_of(reader.actor), role_of(copy.actor)
-    orderings = [x for x in failure.error.orderings if x.role == copy.actor and x.kind == "wait"]
-    for array in [base_of(x.barrier) for x in orderings[:1]] or barriers.uses:
-        if who in barriers.arrivals(array) and waits in barriers.waiters(array):
-            line = failure.find(rf"barrier_arrive\(\s*{array}\b")
-            if 0 < line < ended:
-                verb = "the MMA of line" if reader.kind == "async_dot" else "line"
-                facts = {"line": line, "buffer": reader.name, "read": read, "ended": ended}
-                return facts | {"reads": f"{verb} {read}"}
-    return None
+    line = failure.find(rf"barrier_arrive\(\s*{array}\b") if array else 0
+    waits = role_of(copy.actor) in barriers.waiters(array)
+    arrives = role_of(reader.actor) in barriers.arrivals(array)
+    if not (waits and arrives and 0 < line < (ended or len(failure.source))):
+        return None
+    reads = f"the MMA of line {read}" if reader.kind == "async_dot" else f"line {read}"
+    end = f"(line {ended})" if ended else "(no line waits for it)"
+    return {"line": line, "buffer": reader.name, "reads": reads, "end": end}
 
 
 def _stuck(failure: Failure) -> list[tuple[Any, str, int]]:
@@ -312,16 +320,23 @@ def _stale_phase(failure: Failure) -> Facts | None:
 
 
 def _passed_unfilled(failure: Failure) -> Facts | None:
-    """A wait on a barrier that copies land on asked for the phase before the first."""
+    """The first wait on a barrier that copies land on asks for the phase before the first."""
     if failure.kind not in SYNCHRONISATION:
         return None
-    announced = _announced(failure)
-    for name, use in failure.error.report.barrier_use.items():
-        array = base_of(name)
-        early = [role for (role, parity), passed in use.waits.items() if parity == 1 and passed]
-        if array in announced and early and use.phases < 2:
-            line = failure.find(rf"barrier_wait\(\s*{array}\b")
-            return {"line": line, "barrier": array, "who": failure.name(early[0])}
+    early = {
+        base_of(name): role
+        for name, use in failure.error.report.barrier_use.items()
+        for (role, parity), passed in use.waits.items()
+        if parity == 1 and passed and use.phases < 2
+    }
+    early |= {
+        array: role_of(wait.role)
+        for wait, array, _ in _stuck(failure)
+        if wait.parity == 1 and not wait.passed
+    }
+    for array in _announced(failure) & early.keys():
+        line = failure.find(rf"barrier_wait\(\s*{array}\b")
+        return {"line": line, "barrier": array, "who": failure.name(early[array])}
     return None
 
 
@@ -375,10 +390,10 @@ RULES = [
     ),
     Rule(
         "released-too-early", _released_early,
-        "Line {line} lets go of {buffer} before {reads}, which reads it, has ended (line {ended}).",
+        "Line {line} lets go of {buffer} before {reads}, which reads it, has ended {end}.",
         "An MMA is only issued; the tensor core reads until its wait returns. An arrival says: "
         "nothing of mine reads this any more.",
-        "Move the arrival of line {line} behind line {ended}.", "forward/v4_warp_specialized",
+        "Move the arrival of line {line} behind that end.", "forward/v4_warp_specialized",
     ),
     Rule(
         "never-released", _never_released,
@@ -413,7 +428,7 @@ RULES = [
     ),
     Rule(
         "passed-unfilled", _passed_unfilled,
-        "The wait of {who} in line {line} passes before anything has landed on {barrier}.",
+        "The first wait of {who} on {barrier} (line {line}) asks for the phase before the first.",
         "Stages begin empty, not full. The other parity passes a fresh barrier, a phase too early.",
         "Wait for full with phase, for empty with phase ^ 1.", "tools/emulator",
     ),
@@ -518,10 +533,10 @@ GENERAL = {
     "time": "It was still in this line: a loop that does not end, or far too many turns.",
     "Race": "Two accesses to the same memory, one of them a write, that nothing orders.",
     "Deadlock": "No role can go on; each of these lines waits for an arrival that never comes.",
-    "BarrierMisuse": "A barrier gets more arrivals, or other bytes, than a phase takes.",
+    "BarrierMisuse": "The arrivals, waits and phases of this barrier do not fit together.",
     "AliasedWait": "A wait names a parity only: this one may also pass for an earlier phase.",
     "UninitializedRead": "This is read before anything was written there.",
-    "OutOfBounds": "An active lane touches memory outside its tensor.",
+    "OutOfBounds": "An index lies outside of what it is an index of.",
     "wrong": "Wrong are {where}.",
     "parities": "Of each barrier both parities must be used, or a test proves little.",
 }

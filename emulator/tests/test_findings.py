@@ -172,3 +172,15 @@ def test_a_launch_that_fails_before_its_first_event_has_a_drawing():
     error = refused(InvalidKernel, "nowhere", undefined_kernel, torch.zeros(1), trace=True)
     assert not error.report.timeline.events
     assert "InvalidKernel" in error.report.timeline.finding()
+
+
+@triton.jit
+def fresh_kernel():
+    bar = tlx.alloc_barriers(1)
+    tlx.barrier_arrive(bar)
+    tlx.barrier_wait(bar, 0)
+
+
+def test_what_barriers_did_is_that_of_one_of_them():
+    use = run(fresh_kernel, (3,)).barrier_use["bar"]
+    assert (use.phases, use.arrivals, use.waits) == (1, {"default": 1}, {("default", 0): 1})

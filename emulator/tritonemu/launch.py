@@ -28,10 +28,10 @@ CHECKS = ("bounds", "race", "descriptor", "shared", "barrier")
 
 @dataclass
 class BarrierUse:
-    """What the mbarriers of one name did, in all CTAs.
+    """What an mbarrier did: of those of one name, in all CTAs, the most that one did.
 
-    count: the arrivals that a phase takes. phases: completed by the one that completed most.
-    arrivals: of each role, or engine. waits: by role and parity, how many passed; 0: none ever did.
+    count: the arrivals that a phase takes. phases: that were completed. arrivals: of each role, or
+    engine. waits: by role and parity, how many passed; 0: none ever did.
     """
 
     count: int

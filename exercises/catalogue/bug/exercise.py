@@ -11,8 +11,9 @@ def launched(module, batch, out):
 
 def cases(module):
     one = gdpa_batch((128, 128), (256, 256))
-    edges = gdpa_batch((*EDGES, 128), (*EDGES[::-1], 5 * module.BLOCK_N))
-    return {"one tile": gdpa_case(one, launched), "edges": gdpa_case(edges, launched)}
+    n = module.BLOCK_N
+    edges = gdpa_batch((*EDGES, 128), (*EDGES[::-1], 5 * n))
+    return {"one tile": gdpa_case(one, launched, n), "edges": gdpa_case(edges, launched, n)}
 
 
 def counts(sides):
