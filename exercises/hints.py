@@ -194,7 +194,7 @@ def _end_of(failure: Failure, line: int) -> int:
 
 
 def _guard(failure: Failure, copy: Any) -> str:
-    """The array that is waited for last above a copy, in a function of the file that leads to it."""
+    """The array that is waited for last above a copy, in a function that leads to it."""
     for file, line, _ in getattr(copy.location, "chain", ()):
         above = failure.source[: line - 1] if file == failure.file else []
         waits = (re.match(r"\s*tlx\.barrier_wait\(\s*(\w+)", text) for text in reversed(above))

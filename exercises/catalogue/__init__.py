@@ -73,6 +73,16 @@ CATALOGUE = {
 }  # fmt: skip
 
 
+def table() -> str:
+    """The exercises as a table of the book."""
+    rows = (
+        f"| `{name}` | {x.title} | {{doc}}`executed/{x.chapter}` | {x.minutes} | {x.judged} |"
+        for name, x in CATALOGUE.items()
+    )
+    head = ("| name | exercise | after | minutes | judged besides |", "|---|---|---|--:|---|")
+    return "\n".join((*head, *rows))
+
+
 def exercise_of(name: str) -> Exercise:
     exercise = importlib.import_module(f"{__name__}.{name}.exercise").EXERCISE
     exercise.name = name

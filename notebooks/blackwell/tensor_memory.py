@@ -320,6 +320,8 @@ chapter.glue(worst=max((one["largest error"] / one["allowed"]).max() for one in 
 #
 # ## Exercises
 #
+# {doc}`Write it </exercises>`: `make exercise NAME=tensor_memory`.
+#
 # :::{exercise} A second S
 # :label: ex-tm-columns
 #

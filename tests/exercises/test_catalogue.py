@@ -1,9 +1,11 @@
 """Of each exercise the blank fails with its hint, the solution passes, wrong answers get theirs."""
 
+from pathlib import Path
+
 import pytest
 
 from exercises.blanks import clean, edited, open_lines
-from exercises.catalogue import CATALOGUE, exercise_of, solution_of, wrong_of
+from exercises.catalogue import CATALOGUE, exercise_of, solution_of, table, wrong_of
 from exercises.grading import LIMITS, grade
 from exercises.hints import RULES, Failure, hint_of
 from tests.tiers import sweep
@@ -125,3 +127,18 @@ def test_every_hint_is_that_of_a_blank_or_a_wrong_answer():
     every = {rule.name for rule in RULES}
     every |= {rule.name for name in CATALOGUE for rule in exercise_of(name).rules}
     assert every == shown
+
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_page_of_the_book_has_the_table_of_the_catalogue():
+    assert table() in (ROOT / "book" / "exercises.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", CATALOGUE)
+def test_the_chapter_of_an_exercise_and_of_its_hints_exist(name):
+    chapter = ROOT / "notebooks" / f"{CATALOGUE[name].chapter}.py"
+    assert f"NAME={name}`" in chapter.read_text(encoding="utf-8")
+    for rule in (*RULES, *exercise_of(name).rules):
+        assert (ROOT / "notebooks" / f"{rule.chapter}.py").exists(), rule.name
