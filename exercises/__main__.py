@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from exercises.blanks import clean
-from exercises.catalogue import CATALOGUE, exercise_of, solution_of
+from exercises.catalogue import CATALOGUE, blank, exercise_of, solution_of
 
 if TYPE_CHECKING:
     from exercises.hints import Failure
@@ -143,7 +143,7 @@ def main(arguments: list[str] | None = None) -> int:
         path.rename(path.with_name(f"{name}-{datetime.now():%H%M%S}.py"))
     if not path.exists():
         FOLDER.mkdir(exist_ok=True)
-        path.write_text(exercise_of(name).blank(), encoding="utf-8")
+        path.write_text(blank(name), encoding="utf-8")
         print(f"Written: {path}. Edit it, then run this again, or with --watch.")
         if not options.watch:
             return 1

@@ -1,7 +1,8 @@
 """The file that the reader gets, made from the solution, so that the two cannot drift apart.
 
 In a solution `# >>> TEXT` opens a hole and `# <<<` closes it. Further comments right after it are
-its text, lines `# blank: CODE` what the reader's file has there instead; `pass` without any.
+its text, lines `# blank: CODE` what the reader's file has there instead; `pass` without any. A hole
+without a text is a planted mistake: the reader's file has that code, and nothing says so.
 """
 
 import re
@@ -15,22 +16,25 @@ def blank_of(solution: str) -> str:
     lines = iter(solution.splitlines())
     number = 0
     for line in lines:
-        opened = re.match(r"(\s*)# >>> (.*)", line)
+        opened = re.match(r"(\s*)# >>>(.*)", line)
         if not opened:
             blank.append(line)
             continue
         indent, text = opened.groups()
-        texts, code, solved = [text], [], False
+        texts, code, is_solved = [text.strip()], [], False
         for inner in lines:
             bare = inner.strip()
             if bare == "# <<<":
                 break
             if bare.startswith("# blank: "):
-                code.append(inner.strip().removeprefix("# blank: "))
-            elif bare.startswith("# ") and not solved:
+                code.append(inner[len(indent) :].removeprefix("# blank: "))
+            elif bare.startswith("# ") and not is_solved:
                 texts.append(bare[2:])
             else:
-                solved = True
+                is_solved = True
+        if not texts[0]:
+            blank += [indent + each for each in code]
+            continue
         number += 1
         blank.append(f"{indent}# {number}. {texts[0]}")
         blank += [f"{indent}#    {each}" for each in texts[1:]]
@@ -40,13 +44,14 @@ def blank_of(solution: str) -> str:
 
 def clean(solution: str) -> str:
     """Remove the markers from a solution, as it is shown."""
-    shown = (x for x in solution.splitlines() if not re.match(r"\s*(# <<<|# blank: )", x))
+    shown = (x for x in solution.splitlines() if not re.match(r"\s*# (<<<|blank: |>>>$)", x))
     return "\n".join(re.sub(r"# >>> ", "# ", line) for line in shown) + "\n"
 
 
-def open_lines(text: str) -> list[int]:
-    """List the lines of a reader's file that are still as they were in its blank."""
-    return [i for i, line in enumerate(text.splitlines(), 1) if line.rstrip().endswith(OPEN)]
+def open_lines(text: str, blank: str) -> list[int]:
+    """List the lines of a reader's file that are holes of its blank as they were."""
+    holes = {line.strip() for line in blank.splitlines() if line.endswith(OPEN)}
+    return [i for i, line in enumerate(text.splitlines(), 1) if line.strip() in holes]
 
 
 def edited(text: str, edits: list[tuple[str, str]]) -> str:

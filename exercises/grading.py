@@ -32,9 +32,9 @@ from types import ModuleType
 import torch
 
 import tritonemu
-from exercises.blanks import blank_of, edited, open_lines
+from exercises.blanks import open_lines
 from exercises.cases import Case, Outputs
-from exercises.catalogue import solution_of
+from exercises.catalogue import blank
 from exercises.hints import Failure, Rule
 from gdpa_kernels.calling.launches import launches
 from gdpa_lab.measuring import compile_check, testing
@@ -66,9 +66,9 @@ class Exercise:
     cases: calls by the names of their stages, made of the reader's module; the first is a small
     one, also for the stage "schedules". must, most: mnemonics of the compiled kernel, and how many
     at least and at most. roles: what the reader calls roles that the emulator calls by number.
-    parities: whether barriers are judged, but for those `once`. planted: mistakes as edits of the
-    solution, instead of holes; changes: the most lines that may differ from that. predicted:
-    judges instead of all stages but the first. rules: of hints, before those that all share.
+    parities: whether barriers are judged, but for those `once`. changes: the most lines that may
+    differ from the blank, if any. predicted: judges instead of all stages but the first. rules: of
+    hints, before those that all share.
     """
 
     cases: Callable[[ModuleType], Mapping[str, Case]] = field(default=lambda module: {})
@@ -79,18 +79,12 @@ class Exercise:
     parities: bool = False
     once: tuple[str, ...] = ()
     beside: Beside | None = None
-    planted: list[tuple[str, str]] = field(default_factory=list)
     changes: int = 0
     same_bits: Callable[[ModuleType], bool | None] = field(default=lambda module: True)
     options: Mapping[str, object] = field(default_factory=dict)
     predicted: Callable[[ModuleType], str] | None = None
     rules: list[Rule] = field(default_factory=list)
     name: str = ""
-
-    def blank(self) -> str:
-        """The file that the reader begins with."""
-        solution = solution_of(self.name)
-        return edited(solution, self.planted) if self.planted else blank_of(solution)
 
 
 @dataclass
@@ -143,7 +137,7 @@ class _Grading:
     def stages(self, quick: bool) -> Iterator[Passed]:
         exercise = self.exercise
         self.module = self._read()
-        unsolved = open_lines(self.text)
+        unsolved = self._open()
         yield Passed("reads", f"{len(unsolved)} places are open" if unsolved else "")
         if exercise.predicted:
             yield Passed("predicted", self._predicted())
@@ -151,8 +145,7 @@ class _Grading:
         cases = exercise.cases(self.module)
         first = next(iter(cases.values()))
         if not quick and not unsolved:
-            case = exercise.beside.case if exercise.beside else first
-            self.compiler = _Compiler(exercise, lambda: case.call(self.module))
+            self.compiler = self._compiler(first)
         for stage, case in cases.items():
             yield Passed(stage, self._judged(stage, case))
         if not quick:
@@ -161,7 +154,8 @@ class _Grading:
             yield Passed("parities", self._parities())
         if exercise.changes:
             yield Passed("changes", self._changes())
-        if self.compiler is not None:
+        if not quick:
+            self.compiler = self.compiler or self._compiler(first)
             yield Passed("compiled", self._compiled(self.compiler.result()))
         if exercise.beside is not None:
             if not exercise.beside.bytes:
@@ -226,8 +220,15 @@ class _Grading:
             used = max(used, compared.max_abs / (compared.max_abs_budget or 1.0))
         return f"{case.what}: error {used:.2f} of the allowed"
 
+    def _open(self) -> list[int]:
+        return open_lines(self.text, blank(self.exercise.name))
+
     def _next_hole(self) -> int:
-        return next(iter(open_lines(self.text)), 0)
+        return next(iter(self._open()), 0)
+
+    def _compiler(self, first: Case) -> _Compiler:
+        case = self.exercise.beside.case if self.exercise.beside else first
+        return _Compiler(self.exercise, lambda: case.call(self.module))
 
     def _finding(self, stage: str, error: tritonemu.EmulatorError) -> Failure:
         """A finding in the reader's lines: those of the innermost calls in his file."""
@@ -316,7 +317,7 @@ class _Grading:
         return f"{', '.join(counts[:6])} phases"
 
     def _changes(self) -> str:
-        lines = [_code(text) for text in (self.exercise.blank(), self.text)]
+        lines = [_code(text) for text in (blank(self.exercise.name), self.text)]
         signs = [line[0] for line in difflib.ndiff(*lines)]
         changed, most = max(signs.count("+"), signs.count("-")), self.exercise.changes
         if changed > most:

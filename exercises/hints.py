@@ -393,14 +393,14 @@ RULES = [
         "Line {line} lets go of {buffer} before {reads}, which reads it, has ended {end}.",
         "An MMA is only issued; the tensor core reads until its wait returns. An arrival says: "
         "nothing of mine reads this any more.",
-        "Move the arrival of line {line} behind that end.", "forward/v4_warp_specialized",
+        "Move the arrival behind that end.", "forward/v4_warp_specialized",
     ),
     Rule(
         "never-released", _never_released,
         "{who} waits for ever in line {line}: no line ever arrives on {barrier}.",
         "A stage is filled again only after those who read it have let go of it: that shows at "
         "the block after the last stage, and a test with fewer blocks passes.",
-        "Who reads a stage arrives on {barrier}[stage] once per block, when it is done with it.",
+        "Who reads a stage arrives on its empty barrier once per block, when it is done with it.",
         "forward/v4_warp_specialized",
     ),
     Rule(
@@ -409,7 +409,7 @@ RULES = [
         "{arrives}): the first lets go for all.",
         "alloc_barriers counts one for each barrier_arrive of a role; alloc_warp_barrier counts "
         "threads, 32 for each warp.",
-        "alloc_barriers(STAGES, arrive_count={roles}), or alloc_warp_barrier(STAGES, 4, {roles}).",
+        "alloc_barriers with an arrive_count of all roles, or alloc_warp_barrier with them all.",
         "tools/emulator",
     ),
     Rule(
@@ -459,7 +459,7 @@ RULES = [
         "Line {line} reads {buffer}, and its copy may still be under way.",
         "Only a wait on the full barrier of this very buffer, for this block's phase, says that a "
         "copy is there.",
-        "Wait for the barrier that {base} is fetched with before line {line}.",
+        "Wait for the barrier that it is fetched with, before it is read.",
         "forward/v4_warp_specialized",
     ),
     Rule(

@@ -10,6 +10,8 @@ import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from exercises.blanks import blank_of
+
 if TYPE_CHECKING:
     from exercises.grading import Exercise
 
@@ -73,16 +75,6 @@ CATALOGUE = {
 }  # fmt: skip
 
 
-def table() -> str:
-    """The exercises as a table of the book."""
-    rows = (
-        f"| `{name}` | {x.title} | {{doc}}`executed/{x.chapter}` | {x.minutes} | {x.judged} |"
-        for name, x in CATALOGUE.items()
-    )
-    head = ("| name | exercise | after | minutes | judged besides |", "|---|---|---|--:|---|")
-    return "\n".join((*head, *rows))
-
-
 def exercise_of(name: str) -> Exercise:
     exercise = importlib.import_module(f"{__name__}.{name}.exercise").EXERCISE
     exercise.name = name
@@ -96,3 +88,8 @@ def wrong_of(name: str) -> dict[str, Wrong]:
 def solution_of(name: str) -> str:
     """The text of a solution, with its markers."""
     return (FOLDER / name / "solution.py").read_text(encoding="utf-8")
+
+
+def blank(name: str) -> str:
+    """The file that the reader begins with."""
+    return blank_of(solution_of(name))

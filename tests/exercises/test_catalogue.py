@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from exercises import page
 from exercises.blanks import clean, edited, open_lines
-from exercises.catalogue import CATALOGUE, exercise_of, solution_of, table, wrong_of
+from exercises.catalogue import CATALOGUE, blank, exercise_of, solution_of, wrong_of
 from exercises.grading import LIMITS, grade
 from exercises.hints import RULES, Failure, hint_of
 from tests.tiers import sweep
@@ -34,7 +35,7 @@ def judged(name, text, folder, *, quick=True):
 
 @pytest.mark.parametrize("name", CATALOGUE)
 def test_a_blank_fails_with_its_hint(name, tmp_path):
-    _, failure = judged(name, exercise_of(name).blank(), tmp_path)
+    _, failure = judged(name, blank(name), tmp_path)
     assert failure is not None
     assert hint_of(failure, exercise_of(name).rules).rule == BLANKS[name], failure
 
@@ -43,7 +44,7 @@ def test_a_blank_fails_with_its_hint(name, tmp_path):
 def test_a_solution_passes(name, tmp_path):
     stages, failure = judged(name, clean(solution_of(name)), tmp_path)
     assert failure is None and len(stages) > 1, failure
-    assert not open_lines(clean(solution_of(name)))
+    assert not open_lines(clean(solution_of(name)), blank(name))
 
 
 @pytest.mark.sweep
@@ -132,8 +133,8 @@ def test_every_hint_is_that_of_a_blank_or_a_wrong_answer():
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_page_of_the_book_has_the_table_of_the_catalogue():
-    assert table() in (ROOT / "book" / "exercises.md").read_text(encoding="utf-8")
+def test_the_page_of_the_book_is_that_of_the_catalogue():
+    assert page.PATH.read_text(encoding="utf-8") == page.page(), "run python -m exercises.page"
 
 
 @pytest.mark.parametrize("name", CATALOGUE)

@@ -2,8 +2,6 @@ from exercises.cases import EDGES, gdpa_batch, gdpa_case, launch_roles
 from exercises.grading import Exercise
 from exercises.hints import SYNCHRONISATION, Rule
 
-STORE = "                store_rows(out_desc, start_q, len_q, head, row, acc.to(DTYPE))\n"
-
 
 def launched(module, batch, out):
     launch_roles(module, batch, out, programs=2)
@@ -37,7 +35,6 @@ EXERCISE = Exercise(
     must={"HGMMA": 2, "UTMALDG": 3},
     roles={"default": "the producer", "task0": "consumer"},
     parities=True,
-    planted=[(STORE + "                used += blocks\n", STORE)],
     changes=1,
     rules=[
         Rule(

@@ -87,5 +87,7 @@ def kernel(
                 tlx.barrier_arrive(q_empty[role])
                 row = first_row + role * ROWS
                 store_rows(out_desc, start_q, len_q, head, row, acc.to(DTYPE))
+                # >>>
                 used += blocks
+                # <<<
                 phase_q ^= 1

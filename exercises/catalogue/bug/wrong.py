@@ -1,7 +1,7 @@
 from exercises.catalogue import Wrong
 
-STORE = "                store_rows(out_desc, start_q, len_q, head, row, acc.to(DTYPE))\n"
 COUNTS = "                used += blocks\n"
+OPENS = "                # >>>\n"
 STAGE = """                    stage = (used + block) % STAGES
                     phase = ((used + block) // STAGES) & 1
                     tlx.barrier_wait(k_full"""
@@ -13,10 +13,10 @@ BEGINS = "            used = 0\n            phase_q = 0\n            for"
 WRONG = {
     "both sides begin again": Wrong([(COUNTS, "")], "ring-restarts"),
     "counts tiles": Wrong(
-        [(STORE + COUNTS, STORE + COUNTS.replace("blocks", "1"))], "wrong-step", "used += 1"
+        [(OPENS + COUNTS, OPENS + COUNTS.replace("blocks", "1"))], "wrong-step", "used += 1"
     ),
     "rewritten": Wrong(
-        [(STORE + COUNTS, STORE), (BEGINS, BEGINS.replace("used", "done")), (STAGE, REWRITTEN)],
+        [(OPENS + COUNTS, OPENS), (BEGINS, BEGINS.replace("used", "done")), (STAGE, REWRITTEN)],
         "too-much-changed",
     ),
 }

@@ -7,10 +7,6 @@ from exercises.hints import Rule, is_kind
 from gdpa_kernels.calling.launch import launch
 
 HEAD_DIM = 32
-ADDS = "        tl.atomic_add(dq_ptr + offsets, part, mask=mask)\n"
-RACY = """        dq = tl.load(dq_ptr + offsets, mask=mask, other=0.0)
-        tl.store(dq_ptr + offsets, dq + part, mask=mask)
-"""
 
 
 def case(rows: int, keys: int) -> Case:
@@ -41,7 +37,6 @@ EXERCISE = Exercise(
     cases=lambda module: {"four programs": case(64, 128), "edges": case(33, 95)},
     options={"resident": 4},
     same_bits=lambda module: module.SAME_BITS,
-    planted=[(ADDS, RACY), ("SAME_BITS = False", "SAME_BITS = None")],
     rules=[
         Rule(
             "lost-update", is_kind("Race", r"dq_ptr"),

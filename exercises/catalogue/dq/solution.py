@@ -5,8 +5,10 @@ import triton.language as tl
 
 BLOCK = 32
 
-# Does your kernel give the same bits in whatever order its programs run? True or False.
+# >>> Does your kernel give the same bits in whatever order its programs run? True or False.
+# blank: SAME_BITS = None
 SAME_BITS = False
+# <<<
 
 
 @triton.jit
@@ -26,4 +28,8 @@ def kernel(ds_ptr, k_ptr, dq_ptr, rows, keys, HEAD_DIM: tl.constexpr, BLOCK: tl.
         )  # fmt: skip
         part = tl.dot(ds, k)
         offsets = row[:, None] * HEAD_DIM + dims[None, :]
+        # >>>
+        # blank: dq = tl.load(dq_ptr + offsets, mask=mask, other=0.0)
+        # blank: tl.store(dq_ptr + offsets, dq + part, mask=mask)
         tl.atomic_add(dq_ptr + offsets, part, mask=mask)
+        # <<<
