@@ -43,7 +43,7 @@ Each mistake below is one of the wrong answers that a test holds the hints to.
 def exercises() -> str:
     """The exercises as a table."""
     rows = (
-        f"| `{name}` | {x.title} | {{doc}}`executed/{x.chapter}` | {x.minutes} | {x.judged} |"
+        f"| {name} | {x.title} | {{doc}}`executed/{x.chapter}` | {x.minutes} | {x.judged} |"
         for name, x in CATALOGUE.items()
     )
     head = "| name | exercise | after | minutes | judged besides |", "|---|---|---|--:|---|"
