@@ -26,6 +26,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import ModuleType
 
@@ -36,7 +37,7 @@ from exercises.blanks import open_lines
 from exercises.cases import Case, Outputs
 from exercises.catalogue import blank
 from exercises.hints import Failure, Rule
-from gdpa_kernels.calling.launches import launches
+from gdpa_kernels.calling.launches import Launch, launches
 from gdpa_lab.measuring import compile_check, testing
 from tritonemu.errors import line_in
 
@@ -142,7 +143,7 @@ class _Grading:
         if exercise.predicted:
             yield Passed("predicted", self._predicted())
             return
-        cases = exercise.cases(self.module)
+        cases = self._cases()
         first = next(iter(cases.values()))
         if not quick and not unsolved:
             self.compiler = self._compiler(first)
@@ -156,7 +157,8 @@ class _Grading:
             yield Passed("changes", self._changes())
         if not quick:
             self.compiler = self.compiler or self._compiler(first)
-            yield Passed("compiled", self._compiled(self.compiler.result()))
+            result = self.compiler.result() if self.compiler else "nothing is launched"
+            yield Passed("compiled", self._compiled(result))
         if exercise.beside is not None:
             if not exercise.beside.bytes:
                 yield Passed("prediction", self._prediction())
@@ -226,9 +228,21 @@ class _Grading:
     def _next_hole(self) -> int:
         return next(iter(self._open()), 0)
 
-    def _compiler(self, first: Case) -> _Compiler:
+    def _cases(self) -> Mapping[str, Case]:
+        try:
+            return self.exercise.cases(self.module)
+        except AttributeError as error:
+            raise self._failed("reads", error) from error
+
+    def _compiler(self, first: Case) -> _Compiler | None:
+        """Start the compiler; None if the launch fails, which the first case will tell."""
         case = self.exercise.beside.case if self.exercise.beside else first
-        return _Compiler(self.exercise, lambda: case.call(self.module))
+        try:
+            with launches(run=False) as seen:
+                case.call(self.module)
+        except Exception:
+            return None
+        return _Compiler(self.exercise.arch, seen[-1])
 
     def _finding(self, stage: str, error: tritonemu.EmulatorError) -> Failure:
         """A finding in the reader's lines: those of the innermost calls in his file."""
@@ -400,19 +414,22 @@ def _code(text: str) -> list[str]:
 
 
 class _Compiler:
-    """Compiles what the reader's kernel launches, in a process beside the emulator."""
+    """Compiles a launch of the reader's kernel, in a process beside the emulator."""
 
-    def __init__(self, exercise: Exercise, call: Callable[[], object]):
-        with launches(run=False) as seen:
-            call()
+    def __init__(self, arch: str, launch: Launch):
         context = multiprocessing.get_context("fork")
         self.pipe, end = context.Pipe(False)
-        capability = int(exercise.arch.removeprefix("sm_"))
-        self.process = context.Process(target=_compile, args=(end, seen[-1], capability))
+        capability = int(arch.removeprefix("sm_"))
+        self.process = context.Process(target=_compile, args=(end, launch, capability))
         self.process.start()
+        end.close()  # so that the pipe ends with the process
 
     def result(self) -> compile_check.Compiled | str:
-        return self.pipe.recv()
+        """What the compiler made, or its complaint."""
+        try:
+            return self.pipe.recv()
+        except EOFError:
+            return "the compiler ended without a word"
 
     def stop(self) -> None:
         if self.process.is_alive():
@@ -420,7 +437,7 @@ class _Compiler:
         self.process.join()
 
 
-def _compile(pipe, launch, capability: int) -> None:
+def _compile(pipe: Connection, launch: Launch, capability: int) -> None:
     """Send what the compiler made of a launch, or its complaint."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     try:

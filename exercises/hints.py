@@ -56,7 +56,7 @@ class Failure(Exception):
         code = ((i, text.partition("#")[0]) for i, text in enumerate(self.source, 1) if i >= start)
         return next((i for i, text in code if re.search(pattern, text)), 0)
 
-    def told(self, pattern: str) -> int:
+    def line_with(self, pattern: str) -> int:
         """The first line of the finding that has this pattern, or 0."""
         lines = (n for _, n in self.lines)
         return next((n for n in lines if re.search(pattern, self.source[n - 1])), 0)
@@ -98,7 +98,7 @@ def is_kind(kind: str, pattern: str = "", **facts: Any) -> Callable[[Failure], F
     def when(failure: Failure) -> Facts | None:
         if failure.kind != kind or any(failure.facts.get(k) != v for k, v in facts.items()):
             return None
-        line = failure.told(pattern) if pattern else failure.first
+        line = failure.line_with(pattern) if pattern else failure.first
         return {"line": line} if line or not pattern else None
 
     return when
