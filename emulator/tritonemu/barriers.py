@@ -29,6 +29,7 @@ copies complete in any order.
 
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from .clocks import Clock
@@ -107,7 +108,7 @@ class MBarrier:
     def label(self) -> str:
         return f"{self.name} of CTA {self.cta.number}"
 
-    @property
+    @cached_property
     def summary(self) -> BarrierUse:
         """What the report says of barriers of this name."""
         return self.cta.launch.report.barrier_use.setdefault(self.name, BarrierUse(self.count))
