@@ -1,5 +1,6 @@
 """Of each exercise the blank fails with its hint, the solution passes, wrong answers get theirs."""
 
+import ast
 from pathlib import Path
 
 import pytest
@@ -128,6 +129,27 @@ def test_every_hint_is_that_of_a_blank_or_a_wrong_answer():
     every = {rule.name for rule in RULES}
     every |= {rule.name for name in CATALOGUE for rule in exercise_of(name).rules}
     assert every == shown
+
+
+def without_each(name):
+    """The solution without each statement of its holes in turn, as far as that is Python."""
+    lines, inside = solution_of(name).splitlines(keepends=True), False
+    for i, line in enumerate(lines):
+        inside = (inside or "# >>>" in line) and "# <<<" not in line
+        text = clean("".join(lines[:i] + lines[i + 1 :]))
+        if inside and not line.strip().startswith("#"):
+            try:
+                ast.parse(text)
+            except SyntaxError:
+                continue
+            yield line.strip(), text
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", [name for name in CATALOGUE if name != "predict"])
+def test_no_statement_of_a_hole_can_be_left_out(name, tmp_path):
+    passed = [line for line, text in without_each(name) if judged(name, text, tmp_path)[1] is None]
+    assert not [line for line in passed if not line.startswith(("CYCLES", "SAME_BITS"))]
 
 
 ROOT = Path(__file__).parents[2]
