@@ -120,7 +120,7 @@ def grade(exercise: Exercise, path: Path, *, quick: bool = False) -> Iterator[Pa
 
 
 class _Grading:
-    """One grading. uses: what barriers did in all cases, their phases by name."""
+    """One grading. phases: the most that each barrier completed in a case, by its name."""
 
     def __init__(self, exercise: Exercise, path: Path):
         self.exercise, self.path = exercise, path
@@ -264,7 +264,7 @@ class _Grading:
         failure.lines = list(dict.fromkeys(each for each in lines if each[1]))
         failure.error, failure.file = error, file
         failure.roles = dict(self.exercise.roles)
-        timeline = error.report.timeline
+        timeline = error.report.timeline if error.report else None
         if timeline is not None and (timeline.events or timeline.marks):
             failure.drawing = timeline.finding()
         return failure

@@ -115,6 +115,7 @@ def hint_of(failure: Failure, rules: Sequence[Rule] = ()) -> Hint:
         if facts is not None:
             facts = {"kind": failure.kind, **failure.facts, **facts}
             texts = [text.format(**facts) for text in (rule.what, rule.why, rule.change)]
+            texts[0] = texts[0][:1].upper() + texts[0][1:]
             return Hint(rule.name, facts.get("line", 0), texts, rule.chapter)
     text = GENERAL.get(failure.kind, "").format(**failure.facts)
     return Hint("", failure.first, [text] if text else [])
@@ -272,7 +273,8 @@ def _arrival_count(failure: Failure) -> Facts | None:
         # The others completed the phase after which the copy overwrites what this role reads.
         without = name in waited and use.phases and reader in alike - {*roles}
         if arrives and use.count in (1, threads) and (len(roles) > 1 or without):
-            facts = {"barrier": array, "count": use.count, "roles": max(len(roles), len(alike))}
+            arrivals = f"{use.count} arrival{'s' * (use.count != 1)}"
+            facts = {"barrier": array, "count": arrivals, "roles": max(len(roles), len(alike))}
             return facts | {"line": failure.find(rf"\b{array} = tlx\.alloc"), "arrives": arrives}
     return None
 
@@ -405,7 +407,7 @@ RULES = [
     ),
     Rule(
         "arrival-count", _arrival_count,
-        "A phase of {barrier} takes {count} arrivals (line {line}), and {roles} roles arrive (line "
+        "A phase of {barrier} takes {count} (line {line}), and {roles} roles arrive (line "
         "{arrives}): the first lets go for all.",
         "alloc_barriers counts one for each barrier_arrive of a role; alloc_warp_barrier counts "
         "threads, 32 for each warp.",
