@@ -2,6 +2,8 @@ PYTHON ?= python3
 VENV ?= .venv
 NOTEBOOKS ?=
 DEVICE ?= cuda:0
+NAME ?=
+WATCH ?=
 SEED ?= 0
 
 BIN := $(VENV)/bin
@@ -14,8 +16,8 @@ MATHJAX := sphinx-mathjax-offline/static/mathjax/tex-svg.js
 # The newest two minor versions of Triton itself, for the emulator.
 UPSTREAM := 3.9.0 3.8.0
 
-.PHONY: book docs pdf test test-sweeps test-all test-processors test-nightly mutants test-upstream \
-  test-tutorials packages measure compare lint clean
+.PHONY: book docs pdf exercise test test-sweeps test-all test-processors test-nightly mutants \
+  test-upstream test-tutorials packages measure compare lint clean
 
 # The rendered book: replay the chapters that changed, build, check the built site.
 book: $(READY)
@@ -42,6 +44,10 @@ docs: $(READY)
 # The reading path as book/_build/book.pdf, from the pages that `make book` has built; needs Chromium.
 pdf: $(READY)
 	$(BIN)/python notebooks/pdf.py
+
+# Write a kernel that is judged on a CPU: make exercise NAME=tiled WATCH=1; without a NAME the list.
+exercise: $(READY)
+	@$(BIN)/python -m exercises $(NAME) $(if $(WATCH),--watch)
 
 # The quick tests, on the CPU: every kernel once in the emulator against fp64 and once through the
 # compiler, every public behaviour, every refusal.

@@ -31,7 +31,14 @@ def stores(tree: ast.AST) -> Counter:
 
 def main() -> int:
     counts, totals = Counter(), Counter()
-    for folder in ("gdpa_kernels", "lab", "emulator/tritonemu", "notebooks", "examples"):
+    for folder in (
+        "gdpa_kernels",
+        "lab",
+        "emulator/tritonemu",
+        "notebooks",
+        "examples",
+        "exercises",
+    ):
         for path in sorted((ROOT / folder).rglob("*.py")):
             names = stores(ast.parse(path.read_text(encoding="utf-8")))
             room = path.parent.relative_to(ROOT).as_posix()

@@ -49,11 +49,13 @@ from .launch_hooks import (
     is_enabled,
     run_enabled,
 )
-from .timeline import Timeline
+from .search import Checked, Search, check
+from .timeline import Timeline, interactive
 
 __all__ = [
     "AliasedWait",
     "BarrierMisuse",
+    "Checked",
     "Deadlock",
     "DescriptorError",
     "DeviceAssertion",
@@ -67,15 +69,18 @@ __all__ = [
     "Report",
     "Reports",
     "ResourceLimit",
+    "Search",
     "Timeline",
     "UndefinedValue",
     "UninitializedRead",
     "Unsupported",
     "WrongResult",
+    "check",
     "current_arch",
     "current_multiprocessors",
     "enabled",
     "fake_gpu",
+    "interactive",
     "is_enabled",
     "run",
     "run_enabled",

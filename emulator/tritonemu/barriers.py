@@ -29,6 +29,7 @@ copies complete in any order.
 
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from .clocks import Clock
@@ -42,6 +43,7 @@ from .errors import (
     Wait,
     current_location,
 )
+from .launch import BarrierUse
 from .scheduler import Role, Scheduler
 
 NUM_NAMED_BARRIERS = 16
@@ -75,8 +77,8 @@ class MBarrier:
     clock at the end of the last completed phase, which a role learns that passes a wait for it;
     previous: at the end of the phase before that one. observers: roles that passed a wait for the
     last completed phase, since when, where, and its spot. waiters: roles that wait, for which
-    parity, and where. key: what `search` knows it by. arrivals: of the last phase that has any.
-    location: where it was made.
+    parity, and where. use: what it did. key: what `search` knows it by. arrivals: of the last phase
+    that has any. location: where it was made.
     """
 
     scheduler: Scheduler
@@ -92,6 +94,7 @@ class MBarrier:
     previous: Clock = field(default_factory=Clock)
     observers: dict[Role, tuple[int, Location, Spot]] = field(default_factory=dict)
     waiters: list[tuple[Role, int, Location]] = field(default_factory=list)
+    use: BarrierUse = field(init=False)
     key: Hashable = None
     arrivals: list[Arrival] = field(default_factory=list)
     location: Location = field(default_factory=current_location)
@@ -99,11 +102,22 @@ class MBarrier:
     def __post_init__(self) -> None:
         if not 1 <= self.count < 2**20:
             raise InvalidKernel(f"arrive_count must be in [1, 2**20), got {self.count}")
-        self.pending = self.count
+        self.pending, self.use = self.count, BarrierUse(self.count)
 
     @property
     def label(self) -> str:
         return f"{self.name} of CTA {self.cta.number}"
+
+    @cached_property
+    def summary(self) -> BarrierUse:
+        """What the report says of barriers of this name."""
+        return self.cta.launch.report.barrier_use.setdefault(self.name, BarrierUse(self.count))
+
+    def _add(self, what: str, key: Hashable, number: int) -> None:
+        """Add to what the barrier did, and to the most that one did."""
+        counts, most = getattr(self.use, what), getattr(self.summary, what)
+        counts[key] = counts.get(key, 0) + number
+        most[key] = max(most.get(key, 0), counts[key])
 
     @property
     def known(self) -> tuple[str, Location, int]:
@@ -165,6 +179,8 @@ class MBarrier:
                 marks=self._marks(),
             )
         self.pending -= count
+        if count:
+            self._add("arrivals", getattr(lane, "name", lane), count)
         self.clock.join(clock)
         # While arrivals are missing, bytes may come before they are announced.
         if self.pending == 0 and self.missing_bytes < 0:
@@ -208,6 +224,8 @@ class MBarrier:
                     missing="1 and 2 are not ordered: the wait may pass too late",
                 )
         self.phase += 1
+        self.use.phases = self.phase
+        self.summary.phases = max(self.summary.phases, self.phase)
         self.pending = self.count
         self.previous, self.released = self.released, self.clock.copy()
         self.observers = {}
@@ -244,31 +262,36 @@ class MBarrier:
             )
         role.clock.join(self.released)
         self.observers[role] = role.epoch, location, role.spot
+        self._add("waits", (role.name, phase % 2), 1)
 
     def wait(self, role: Role, parity: int) -> None:
         """Suspend the role until the phase of this parity is the last completed one."""
         if parity not in (0, 1):
             raise self.misuse(f"a wait takes phase 0 or 1, got {parity}")
-        start, location = role.time, current_location()
-        self.scheduler.synchronises("wait", role, self, location)
-        if self.passes(parity):
+        start, location, passes = role.time, current_location(), self.passes(parity)
+        self.scheduler.synchronises("wait", role, self, location, self.phase - passes)
+        self._add("waits", (role.name, parity), 0)
+        if passes:
             self.scheduler.order.note(self.key, "wait", self.phase)
             self._observe(role, location)
         else:
             self.scheduler.order.note(self.key, "block", self.phase + 1)
             self.waiters.append((role, parity, location))
-            self.scheduler.block(lambda: self._describe(role, location))
+            self.scheduler.block(lambda: self._describe(role, location, parity))
         self._trace("wait", role, start, role.time, location, phase=self.phase - 1)
 
-    def _describe(self, role: Role, location: Location) -> Wait:
+    def _describe(self, role: Role, location: Location, parity: int) -> Wait:
         note = ""
         if self.phase >= 2:
             note = f"phase {self.phase - 2} of that parity is over, and {self.phase - 1} too"
         missing = (self.phase, self.pending, self.missing_bytes)
         begun = self.pending < self.count or self.missing_bytes
         related = (*(self._arrived() if begun else ()),)
+        passed = sum(n for (name, _), n in self.use.waits.items() if name == role.name)
         barriers = (self.known,)
-        return Wait(role.label, location, self.label, *missing, note, related, barriers)
+        return Wait(
+            role.label, location, self.label, *missing, note, related, barriers, parity, passed
+        )
 
     def finish(self) -> None:
         """Check at the end of the kernel that no bytes are left over."""

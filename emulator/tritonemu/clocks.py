@@ -112,7 +112,8 @@ class Access:
     role, epoch: index of the role and its epoch then. operation: the bit of the asynchronous
     operation, 0 if the role itself touched the bytes. who: for messages. name: of the memory, as
     the access names it. where: its `Lanes`, of tensor memory. spot: CTA, lane and time of the
-    timeline. generic: whether it is of registers, by the role or by an operation.
+    timeline. generic: whether it is of registers, by the role or by an operation. kind: of the
+    operation ("copy", "async_dot", ...), "" if the role itself touched the bytes.
     """
 
     role: int
@@ -126,6 +127,12 @@ class Access:
     where: Any = None
     spot: Spot = field(default=(0, "", 0.0), compare=False)
     generic: bool = True
+    kind: str = ""
+
+    @property
+    def actor(self) -> str:
+        """The role that made it, or issued its operation."""
+        return self.who.rpartition(" issued by ")[2]
 
     @property
     def mark(self) -> Mark:

@@ -31,6 +31,12 @@ class TracedLocation(Location):
     chain: tuple[tuple[str, int, str], ...] = ()
 
 
+def line_in(location: Location, file: str) -> int:
+    """Return the line of the innermost call in `file` that leads to a location; 0 if none does."""
+    calls = getattr(location, "chain", ()) or ((*location, ""),)
+    return next((line for name, line, _ in reversed(calls) if name == file), 0)
+
+
 def _innermost(frames: Iterable[tuple[FrameType, int]]) -> TracedLocation:
     """Return the last of these frames and lines of kernel code, outermost first, library
     excluded."""
@@ -105,8 +111,10 @@ class EmulatorError(Exception):
     marks: `drawing.Mark`s of it, the earlier of two accesses first. missing: what there should
     be between those two. related: what else has to do with it, and where, such as the other
     arrivals of a phase. barriers: those that it is about, or that might have ordered two
-    accesses: name, where it was made, and the arrivals of a phase. unfit: autotuning goes on
-    with the next configuration. What else a subclass names is given by keyword.
+    accesses: name, where it was made, and the arrivals of a phase. accesses: the two, or the one,
+    that it is about, as `clocks.Access`, the earlier one first. orderings: what might have ordered
+    them. unfit: autotuning goes on with the next configuration. What else a subclass names is given
+    by keyword.
     """
 
     report: Any = None
@@ -116,12 +124,18 @@ class EmulatorError(Exception):
     missing: str = ""
     related: tuple[tuple[str, Location], ...] = ()
     barriers: tuple[tuple[str, Location, int], ...] = ()
+    accesses: tuple[Any, ...] = ()
+    orderings: "tuple[Ordering, ...]" = ()
     unfit: bool = False
 
     def __init__(self, message: str, location: Location | None = None, **facts: Any):
         self.file, self.line = self.location = location or current_location()
         self.__dict__.update(facts)
         super().__init__(message)
+
+    def line_in(self, file: str) -> int:
+        """Return the line of the innermost call in `file` that leads to the statement, or 0."""
+        return line_in(self.location, file)
 
     def __str__(self) -> str:
         prefix = f"{self.file}:{self.line}: " if self.line else ""
@@ -213,9 +227,30 @@ class ResourceLimit(EmulatorError):
 
 
 @dataclass(frozen=True)
+class Ordering:
+    """A wait or an arrival of a role that might have ordered two accesses.
+
+    kind: "wait", for a phase of the barrier, or "arrival", in it. when: "before" or "after" the
+    access of that role.
+    """
+
+    role: str
+    kind: str
+    barrier: str
+    phase: int
+    when: str
+    location: Location
+
+    @property
+    def what(self) -> str:
+        return f"{self.kind} of {self.role} {self.when}"
+
+
+@dataclass(frozen=True)
 class Wait:
     """A waiting role. phase, arrivals, bytes: of the barrier, and what is missing. related: the
-    arrivals in that phase. barriers: as in `EmulatorError`, this one."""
+    arrivals in that phase. barriers: as in `EmulatorError`, this one. parity: that it asked an
+    mbarrier for, else -1. passed: its earlier waits on that mbarrier, which all passed."""
 
     role: str
     location: Location
@@ -226,6 +261,8 @@ class Wait:
     note: str = ""
     related: tuple[tuple[str, Location], ...] = ()
     barriers: tuple[tuple[str, Location, int], ...] = ()
+    parity: int = -1
+    passed: int = 0
 
     @property
     def what(self) -> str:

@@ -3,6 +3,7 @@
 import inspect
 import math
 import operator
+import time
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from importlib.util import find_spec
@@ -93,6 +94,7 @@ def execute(
     config: Any = None,
     reachable: Sequence[torch.Tensor] = (),
     max_steps: int | None = None,
+    timeout: float | None = None,
     bounds: str = "tensor",
     resident: int = 1,
     compile: bool = False,
@@ -101,17 +103,17 @@ def execute(
 
     schedule: "modelled", an integer that seeds random interleavings, or another name of an order
     (see `orders`). trace: keep a timeline. races: whether unordered accesses raise `Race`,
-    `MissingFence` and `EarlyExit`. strict: whether stores that change no bit race, too; without
-    it, one value from several programs is a note of the report. uninitialized: "error", or "allow"
-    to let reads of unwritten shared memory yield NaN. unguarded: "error", or "allow" to let pass
-    what warps of one program do to memory without a barrier (see `threads`). masked: what
-    lanes hold that a mask turns off and no `other` fills, "nan" (and large integers, and
-    `UndefinedValue` if they are stored), "zero", as on NVIDIA GPUs, or "random". reachable: tensors
-    to look at first for what addresses in memory name. bounds: "tensor", or "storage": of tensors
-    that are parts of one, kernels may use the memory around them. max_steps: how many operations
-    that other roles can notice the kernel may take, None for any number. resident: how many
-    clusters run at the same time; if all of them spin, the next one starts. compile: whether Triton
-    compiles the launch first, of which `compiler` says what it finds.
+    `MissingFence` and `EarlyExit`. strict: whether stores that change no bit race, too; without it,
+    one value from several programs is a note of the report. uninitialized: "error", or "allow" to
+    let reads of unwritten shared memory yield NaN. unguarded: "error", or "allow" to let pass what
+    warps of one program do to memory without a barrier (see `threads`). masked: what lanes hold
+    that a mask turns off and no `other` fills, "nan" (and large integers, and `UndefinedValue` if
+    they are stored), "zero", as on NVIDIA GPUs, or "random". reachable: tensors to look at first
+    for what addresses in memory name. bounds: "tensor", or "storage": of tensors that are parts of
+    one, kernels may use the memory around them. max_steps: how many operations that other roles can
+    notice the kernel may take, and timeout: how many seconds, None for any number. resident: how
+    many clusters run at the same time; if all of them spin, the next one starts. compile: whether
+    Triton compiles the launch first, of which `compiler` says what it finds.
     """
     check_arch(arch)
     order = order_of(schedule)
@@ -151,6 +153,7 @@ def execute(
         launch.threads = Threads(launch, code)
     launch.memory = Memory(launch, reachable)
     numbers = {"roles": 0, "operations": 0, "steps": 0}
+    deadline = math.inf if timeout is None else time.monotonic() + timeout
     token, threads = CURRENT.set(launch), torch.get_num_threads()
     try:
         # A tile is too small for more than one thread to pay.
@@ -168,7 +171,7 @@ def execute(
             values = {p.name: _argument(launch, bound.arguments[p.name], p) for p in kernel.params}
             launch.clusters.extend(range(math.prod(sizes) // math.prod(shape)))
             while launch.clusters:
-                launch.scheduler = Scheduler(order, numbers, report.timeline, max_steps)
+                launch.scheduler = Scheduler(order, numbers, report.timeline, max_steps, deadline)
                 together = range(min(resident, len(launch.clusters)))
                 chosen = [launch.clusters.popleft() for _ in together]
                 run_clusters(launch, chosen, lambda: (body(**values), _end(launch.role)))
@@ -182,7 +185,10 @@ def execute(
         if location[1] == 0:
             raise
         message = f"{type(error).__name__}: {error} in program {launch.program}"
-        raise _annotated(InvalidKernel(message, location), report, order) from error
+        role = launch.scheduler and launch.role
+        marks = (role.mark(location[1], "ends: InvalidKernel"),) if role else ()
+        invalid = InvalidKernel(message, location, marks=marks)
+        raise _annotated(invalid, report, order) from error
     finally:
         CURRENT.reset(token)
         torch.set_num_threads(threads)

@@ -27,18 +27,32 @@ CHECKS = ("bounds", "race", "descriptor", "shared", "barrier")
 
 
 @dataclass
+class BarrierUse:
+    """What an mbarrier did: of those of one name, in all CTAs, the most that one did.
+
+    count: the arrivals that a phase takes. phases: that were completed. arrivals: of each role, or
+    engine. waits: by role and parity, how many passed; 0: none ever did.
+    """
+
+    count: int
+    phases: int = 0
+    arrivals: dict[str, int] = field(default_factory=dict)
+    waits: dict[tuple[str, int], int] = field(default_factory=dict)
+
+
+@dataclass
 class Report:
     """Report of one launch of `kernel`.
 
     programs: CTAs executed (with cluster launch control fewer than the grid has). bytes_loaded,
     bytes_stored: of global memory; active lanes, unclipped elements of boxes, atomics as both.
     shared_bytes, tensor_columns, barriers: the most that one CTA allocated, without what the
-    compiler adds for the values that tasks capture, some hundred bytes. warps: of each role of
-    a CTA, default first. checks: accesses examined, by kind. uninitialized: reads of unwritten
-    memory that were let pass. updated: the tensors of which it changed what it had read, or did so
-    by atomics. notes: what may be meant so, such as one value that several programs store to one
-    place. allowed: findings that a comment allows, how many of each (kind, file, line,
-    reason). timeline: with `trace=True`.
+    compiler adds for the values that tasks capture, some hundred bytes. barrier_use: what mbarriers
+    did, by name. warps: of each role of a CTA, default first. checks: accesses examined, by kind.
+    uninitialized: reads of unwritten memory that were let pass. updated: the tensors of which it
+    changed what it had read, or did so by atomics. notes: what may be meant so, such as one value
+    that several programs store to one place. allowed: findings that a comment allows, how many of
+    each (kind, file, line, reason). timeline: with `trace=True`.
     """
 
     arch: str
@@ -50,6 +64,7 @@ class Report:
     shared_bytes: int = 0
     tensor_columns: int = 0
     barriers: int = 0
+    barrier_use: dict[str, BarrierUse] = field(default_factory=dict)
     warps: dict[str, int] = field(default_factory=dict)
     checks: dict[str, int] = field(default_factory=lambda: dict.fromkeys(CHECKS, 0))
     uninitialized: int = 0

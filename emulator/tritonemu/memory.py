@@ -388,6 +388,7 @@ class Memory:
                 programs=(other_program, program),
                 buffer=region.name,
                 marks=(old.mark, access.mark),
+                accesses=(old, access),
             )
             suppressions.judge(finding, self._report)
 

@@ -498,7 +498,9 @@ class Range:
         start, end, step = (int(cast(bound, dtype)) for bound in (start, end, step))
         if step <= 0 and isinstance(self.step, Tile):
             raise Unsupported(f"a range with a runtime step of {step}")
+        check_time = current().scheduler.check_time
         for value in range(start, end, step):
+            check_time()
             yield scalar(value, dtype)
 
 

@@ -14,6 +14,8 @@ TMA copy on an idle machine, to the nearest hundred cycles.
 """
 
 import contextvars
+import math
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -24,7 +26,7 @@ from greenlet import greenlet
 from .clocks import Access, Clock
 from .drawing import Mark, Spot
 from .engines import ISSUED_RESULTS, MUFU_RESULTS, SCHEDULERS
-from .errors import Deadlock, EmulatorError, Location, Wait, current_location
+from .errors import Deadlock, EmulatorError, Location, Ordering, Wait, current_location
 from .orders import Order
 from .tile import WORK
 from .timeline import Arrow, Event, Timeline
@@ -42,14 +44,14 @@ class Role:
     operations to be committed. dots_issued: the bits of all its MMAs; they execute in order. task:
     whether it is a task rather than the kernel around it. tiles: those of the kernel around it, by
     name, which it must not use. staged: bytes of shared memory of `stage`. word: region and element
-    of global memory that it read last. stored: its epoch when it last stored a block there, or
-    accessed other memory. turn, spins, spins_at: of `spinning`: the last test of a loop; after
-    which change, and where, it was known to spin.
-    lanes: the role in each CTA of its program, itself first, where one instruction stream (Gluon)
-    stands for all of them; each has a clock, a time and operations in flight of its own. leader:
-    the first one, which has the greenlet. branch: the lanes that take the branch it is in. fences:
-    where the compiler has put fences for it.
-    touched: bytes of storages that it, or a lane, has read and written since it last had one.
+    of global memory that it read last; spun: those of the last turn of a loop. stored: its epoch
+    when it last stored a block there, or accessed other memory. turn, spins, spins_at: of
+    `spinning`: the last test of a loop; after which change, and where, it was known to spin. lanes:
+    the role in each CTA of its program, itself first, where one instruction stream (Gluon) stands
+    for all of them; each has a clock, a time and operations in flight of its own. leader: the first
+    one, which has the greenlet. branch: the lanes that take the branch it is in. fences: where the
+    compiler has put fences for it. touched: bytes of storages that it, or a lane, has read and
+    written since it last had one.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class Role:
         self.mma: list[Operation] = []
         self.dots_issued = 0
         self.word: tuple[Any, int] | None = None
+        self.spun: tuple[Any, int] | None = None
         self.turn: Any = None
         self.spins, self.spins_at = -1, ("", 0)
         self.task, self.tiles, self.staged = False, {}, 0
@@ -247,6 +250,7 @@ class Operation:
         return Access(
             *(role.index, role.epoch, self.bit, write, mask, self.location, who, name, where, spot),
             generic=self.stores,
+            kind=self.kind,
         )
 
     def known(self) -> Clock:
@@ -260,13 +264,18 @@ class Operation:
 
 @dataclass(frozen=True)
 class Synced:
-    """A wait or an arrival of a role, who it is, and its epoch then."""
+    """A wait for a phase or an arrival in it, who it is, and its epoch then."""
 
     kind: str
     epoch: int
     who: str
     barrier: Any
+    phase: int
     location: Location
+
+    def ordering(self, when: str) -> Ordering:
+        barrier = self.barrier.name
+        return Ordering(self.who, self.kind, barrier, self.phase, when, self.location)
 
 
 def _several(synced: Iterable[Synced]) -> list[Synced]:
@@ -282,14 +291,16 @@ class Scheduler:
     """Runs the roles of the clusters of CTAs that run together to the end.
 
     order: who runs next. numbers: counters of roles, operations and steps, shared by all clusters
-    of a launch. timeline: to be filled, or None. changes: how often anything changed that a loop
-    may wait for. synced: of each role, by its index, the last waits and arrivals on mbarriers.
+    of a launch. deadline: the `time.monotonic` by which it must end. timeline: to be filled, or
+    None. changes: how often anything changed that a loop may wait for. synced: of each role, by its
+    index, the last waits and arrivals on mbarriers.
     """
 
     order: Order
     numbers: dict[str, int]
     timeline: Timeline | None = None
     max_steps: int | None = None
+    deadline: float = math.inf
     changes: int = 0
     ready: list[Role] = field(default_factory=list)
     blocked: list[Role] = field(default_factory=list)
@@ -391,6 +402,7 @@ class Scheduler:
         role = self.role
         role.charge()
         self.numbers["steps"] += 1
+        self.check_time()
         if self.max_steps is not None and self.numbers["steps"] > self.max_steps:
             raise EmulatorError(f"the kernel must end within max_steps={self.max_steps} steps")
         if self.ready or self.queues:
@@ -401,30 +413,43 @@ class Scheduler:
         role.charge(cycles)
         return role
 
-    def synchronises(self, kind: str, role: Role, barrier: Any, location: Location) -> None:
-        """Record that a role waits for or arrives at an mbarrier, or requests an arrival."""
+    def check_time(self) -> None:
+        """Raise EmulatorError after the deadline."""
+        if time.monotonic() > self.deadline:
+            raise EmulatorError("the kernel must end within its timeout, and is still here")
+
+    def synchronises(
+        self, kind: str, role: Role, barrier: Any, location: Location, phase: int | None = None
+    ) -> None:
+        """Record that a role waits for or arrives at an mbarrier, or requests an arrival; phase:
+        that it waits for, None for the present one."""
         log = self.synced.setdefault(role.index, deque(maxlen=REMEMBERED))
-        log.append(Synced(kind, role.epoch, role.label, barrier, location))
+        phase = barrier.phase if phase is None else phase
+        log.append(Synced(kind, role.epoch, role.label, barrier, phase, location))
 
     def around(self, new: Access, old: Access | None = None) -> dict[str, Any]:
-        """Collect what might have ordered two accesses, for a finding: the last waits before `new`,
-        the arrivals about `old`, and their barriers."""
+        """Collect two accesses and what might have ordered them, for a finding: the last waits
+        before `new`, the arrivals about `old`, and their barriers."""
         waits = [s for s in self.synced.get(new.role, ()) if s.kind == "wait"]
-        near = [(f"wait of {s.who} before", s) for s in _several(reversed(waits))]
+        near = [("before", s) for s in _several(reversed(waits))]
         if old is not None:
             arrivals = [s for s in self.synced.get(old.role, ()) if s.kind == "arrival"]
             # A role's own accesses come before what it hands over in a later epoch.
             first = old.epoch + (not old.operation)
             later = [s for s in arrivals if s.epoch >= first]
             earlier = [s for s in arrivals if s.epoch < first]
-            near += [(f"arrival of {s.who} after", s) for s in _several(later)]
-            near += [(f"arrival of {s.who} before", s) for s in earlier[-1:]]
+            near += [("after", s) for s in _several(later)]
+            near += [("before", s) for s in earlier[-1:]]
         if new.operation:
             issued = [s for s in self.synced.get(new.role, ()) if s.kind == "arrival"]
-            near += [(f"arrival of {s.who} after", s) for s in issued[-1:] if s.epoch >= new.epoch]
-        barriers = dict.fromkeys(s.barrier.known for _, s in near)
-        related = tuple((what, s.location) for what, s in near)
-        return {"related": related, "barriers": tuple(barriers)}
+            near += [("after", s) for s in issued[-1:] if s.epoch >= new.epoch]
+        orderings = tuple(s.ordering(when) for when, s in near)
+        return {
+            "related": tuple((each.what, each.location) for each in orderings),
+            "orderings": orderings,
+            "barriers": tuple(dict.fromkeys(s.barrier.known for _, s in near)),
+            "accesses": (new,) if old is None else (old, new),
+        }
 
     def tell_time(self) -> float:
         """Return the modelled time of the running role, a different one at each call."""

@@ -51,6 +51,7 @@ def turned(launch: Launch, depth: int) -> None:
     frame, previous = sys._getframe(depth + 1), role.turn
     values = {n: value for n, value in frame.f_locals.items() if not n.startswith("__")}
     role.turn = frame, frame.f_lasti, scheduler.changes, values
+    role.spun, role.word = role.word, None
     if previous is None or previous[0] is not frame or previous[1:3] != role.turn[1:3]:
         return
     if values.keys() != previous[3].keys():
@@ -71,8 +72,8 @@ def turned(launch: Launch, depth: int) -> None:
 
 
 def _spin(launch: Launch, role: Any) -> Spin:
-    if role.word is None:
+    if role.spun is None:
         return Spin(role.label, role.spins_at)
-    region, element = role.word
+    region, element = role.spun
     value, writer = launch.memory.last(region, element)
     return Spin(role.label, role.spins_at, region.name, element - region.low, value, writer)

@@ -254,7 +254,7 @@ class Unbound:
             f"values assigns first ends with it"
         )
 
-    __getattr__ = __bool__ = __call__ = __iter__ = __getitem__ = __repr__ = refuse
+    __getattr__ = __bool__ = __call__ = __index__ = __iter__ = __getitem__ = __repr__ = refuse
 
 
 def special(tile: Tile) -> Tile:

@@ -111,7 +111,7 @@ class Timeline:
     def finding(self, width: float = 720) -> str:
         """Draw the first marks: the CTAs that they are in, at about that time.
 
-        All of the first CTA if there are no marks.
+        All of the first CTA if there are no marks; ValueError if nothing happened there either.
         """
         marks = [self._placed(mark) for mark in self.marks[:MOST_MARKS]]
         if not marks:

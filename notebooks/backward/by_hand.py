@@ -246,6 +246,8 @@ print("softmax:", kept_by(lambda: F.scaled_dot_product_attention(*wide), wide))
 #
 # ## Exercises
 #
+# {doc}`Write it </exercises>`: `make exercise NAME=by_hand`.
+#
 # :::{exercise} Keep P
 # :label: ex-hand-keep
 #

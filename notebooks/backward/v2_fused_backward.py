@@ -266,6 +266,8 @@ chapter.profile("v2_fused_backward", workload="gdpa-self-full-512", direction="b
 # %% [markdown]
 # ## Exercises
 #
+# {doc}`Write it </exercises>`: `make exercise NAME=dq`.
+#
 # :::{exercise} Three blocks
 # :label: ex-five-three
 #

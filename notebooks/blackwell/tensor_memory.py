@@ -307,6 +307,8 @@ for module in RUNGS.values():
 #
 # ## Exercises
 #
+# {doc}`Write it </exercises>`: `make exercise NAME=tensor_memory`.
+#
 # :::{exercise} A second S
 # :label: ex-tm-columns
 #

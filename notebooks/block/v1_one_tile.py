@@ -274,6 +274,8 @@ chapter.profile("v1_one_tile", workload="block-fill70-4000", direction="backward
 # %% [markdown]
 # ## Exercises
 #
+# {doc}`Write it </exercises>`: `make exercise NAME=block`.
+#
 # :::{exercise} Other layouts
 # :label: ex-bv1-layouts
 #

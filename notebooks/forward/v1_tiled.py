@@ -255,6 +255,8 @@ chapter.profile("v1_tiled", workload="gdpa-self-full-512")
 # %% [markdown]
 # ## Exercises
 #
+# {doc}`Write it </exercises>`: `make exercise NAME=tiled`.
+#
 # :::{exercise} One stage more
 # :label: ex-v1-stages
 #

@@ -264,6 +264,8 @@ chapter.profile("v1_tiled", "v2_tma", workload="gdpa-self-full-512")
 # %% [markdown]
 # ## Exercises
 #
+# {doc}`Write it </exercises>`: `make exercise NAME=tma`.
+#
 # :::{exercise} The wrong bound
 # :label: ex-v2-bound
 #

@@ -240,6 +240,8 @@ chapter.profile("v2_tma", "v3_persistent", workload="gdpa-self-full-512")
 # %% [markdown]
 # ## Exercises
 #
+# {doc}`Write it </exercises>`: `make exercise NAME=list`.
+#
 # :::{exercise} A device with 148 SMs
 # :label: ex-v3-148
 #

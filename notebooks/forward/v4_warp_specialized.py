@@ -355,6 +355,8 @@ chapter.profile("v3_persistent", "v4_warp_specialized", workload="gdpa-self-full
 # %% [markdown]
 # ## Exercises
 #
+# {doc}`Write it </exercises>`: `make exercise NAME=predict`; `NAME=ring`.
+#
 # :::{exercise} Half the head
 # :label: ex-v4-head-dim
 #

@@ -244,6 +244,8 @@ chapter.profile("v4_warp_specialized", "v5_pingpong", workload="gdpa-self-full-5
 # %% [markdown]
 # ## Exercises
 #
+# {doc}`Write it </exercises>`: `make exercise NAME=pingpong`.
+#
 # :::{exercise} Which one is waited for?
 # :label: ex-v5-wait
 #

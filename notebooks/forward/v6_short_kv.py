@@ -215,6 +215,8 @@ chapter.profile("v6a_persistent", "v6b_stream", "v6_short_kv", workload="gdpa-se
 # %% [markdown]
 # ## Exercises
 #
+# {doc}`Write it </exercises>`: `make exercise NAME=bug`.
+#
 # :::{exercise} Where 224 KiB go
 # :label: ex-v6-memory
 #

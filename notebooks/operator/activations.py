@@ -276,6 +276,8 @@ chapter.table(
 #
 # ## Exercises
 #
+# {doc}`Write it </exercises>`: `make exercise NAME=activate`.
+#
 # :::{exercise} Half the head_dim
 # :label: ex-activations-64
 #

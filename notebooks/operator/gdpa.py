@@ -244,6 +244,8 @@ for name in ("identity", "relu", "leaky_relu", "gelu", "silu", "hardswish"):
 #
 # ## Exercises
 #
+# {doc}`Write it </exercises>`: `make exercise NAME=rows`.
+#
 # :::{exercise} The padded bill
 # :label: ex-gdpa-padded
 #

@@ -264,6 +264,8 @@ chapter.predictions()
 #
 # ## Exercises
 #
+# {doc}`Write it </exercises>`: `make exercise NAME=lengths`.
+#
 # :::{exercise} A quarter full
 # :label: ex-workloads-quarter
 #

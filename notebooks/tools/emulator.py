@@ -285,6 +285,8 @@ print(
 #
 # ## Exercises
 #
+# {doc}`Write it </exercises>`: `make exercise NAME=phases`.
+#
 # Each kernel in `notebooks/tools/kernels/` is a page of code with one mistake.
 
 # %% tags=["remove-input"]
