@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from gdpa_lab import maintain
-from gdpa_lab.measuring.manifest import RecordError
+from gdpa_lab.measuring.files import RecordError
 from gdpa_lab.report import doctor
 
 

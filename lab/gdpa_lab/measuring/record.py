@@ -3,7 +3,7 @@
 `data/records/<id>.json` is written once and never changed. Rates, speedups and percentages are not
 stored; `results` derives them when read. Every key is explained in data/README.md, and
 record.schema.json states the structure. A file that is damaged, foreign, edited or of a newer
-schema is refused with its name and the reason: see refusals.py and manifest.py.
+schema is refused with its name and the reason: see refusals.py and history.py.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 import gdpa_kernels
-from gdpa_lab.measuring import bounds, git, manifest, refusals, siblings
+from gdpa_lab.measuring import bounds, files, git, history, refusals, siblings
 from gdpa_lab.measuring import system as systems
-from gdpa_lab.measuring.manifest import DATA_DIR, RecordError
+from gdpa_lab.measuring.files import DATA_DIR, RecordError
 from gdpa_lab.measuring.refusals import SCHEMA_VERSION
 from gdpa_lab.measuring.require import require
 from gdpa_lab.measuring.rows import Ceiling, Error, Load, Protocol, Row, Table
@@ -91,7 +91,7 @@ def _differing(
     return tuple(
         (name, sha256)
         for text, (name, sha256) in zip(then, sources, strict=True)
-        if text is None or manifest.digest(text) != sha256
+        if text is None or files.digest(text) != sha256
     )
 
 
@@ -283,7 +283,7 @@ def package_state(
 
 def source_hash(path: str | Path) -> str:
     """SHA-256 of a file, hex digits."""
-    return manifest.digest(Path(path).read_bytes())
+    return files.digest(Path(path).read_bytes())
 
 
 def code_hash(path: str | Path) -> str:
@@ -310,12 +310,11 @@ def _code_hash(text: str) -> str:
             row, column = token.start
             lines[row - 1] = lines[row - 1][:column]
     code_lines = [line.rstrip() for line in lines if line.strip()]
-    return manifest.digest("\n".join(code_lines).encode())
+    return files.digest("\n".join(code_lines).encode())
 
 
 def write(record: Record, data_dir: str | Path = DATA_DIR) -> Path:
-    """Write `data_dir`/records/<id>.json, add it to the manifest if there is one, and return its
-    path.
+    """Write `data_dir`/records/<id>.json and return its path.
 
     RecordError if the record is not valid or its system is not in `data_dir`/systems;
     FileExistsError if the file exists: records are append-only.
@@ -332,7 +331,6 @@ def write(record: Record, data_dir: str | Path = DATA_DIR) -> Path:
         raise FileExistsError(f"records/{path.name} exists, and records are append-only") from error
     with file:
         file.write(_text(data))
-    manifest.add(path)
     return path
 
 
@@ -349,7 +347,7 @@ def keep(partial: str | Path) -> Path:
     path. The file stays if RecordError refuses it."""
     partial = Path(partial).absolute()
     try:
-        record = Record.from_dict(refusals.parse(manifest.contents(partial, None)))
+        record = Record.from_dict(refusals.parse(files.read(partial)))
     except ValueError as error:
         raise RecordError(partial, str(error)) from error
     path = write(record, partial.parent.parent)
@@ -364,30 +362,29 @@ def _text(data: Mapping[str, Any]) -> str:
 def load(path: str | Path) -> Record:
     """Read one record of a data folder, <folder>/records/<id>.json.
 
-    RecordError if it is refused: it cannot be read, is not what the folder's manifest lists, is not
-    valid, or its system is not in <folder>/systems. A folder without a manifest lists nothing.
+    RecordError if it is refused: it cannot be read, is not valid, or its system is not in
+    <folder>/systems.
     """
     path = Path(path).absolute()
-    sha256 = manifest.expected(path)
     try:
         seen = path.stat()
     except OSError as error:
         raise RecordError(path, f"cannot be read: {error.strerror}") from error
-    record = _parse(path, seen.st_mtime_ns, seen.st_size, sha256)
+    record = _parse(path, seen.st_mtime_ns, seen.st_size)
     named = path.with_name(f"{record.id}.json")
     if path != named:
         duplicate = " (a duplicate of that file)" if named.exists() else ""
         raise RecordError(path, f"must be named {named.name}, after its id{duplicate}")
-    reason = _beyond(path, seen.st_mtime_ns, seen.st_size, sha256, _machine(record, path))
+    reason = _beyond(path, seen.st_mtime_ns, seen.st_size, _machine(record, path))
     if reason is not None:
         raise RecordError(path, reason)
     return record
 
 
 @cache
-def _parse(path: Path, changed: int, size: int, sha256: str | None) -> Record:
+def _parse(path: Path, changed: int, size: int) -> Record:
     """Parse the record in `path`, once for each state of the file."""
-    text = manifest.contents(path, sha256)
+    text = files.read(path)
     try:
         return Record.from_dict(refusals.parse(text))
     except ValueError as error:
@@ -395,29 +392,23 @@ def _parse(path: Path, changed: int, size: int, sha256: str | None) -> Record:
 
 
 @cache
-def _beyond(path: Path, changed: int, size: int, sha256: str | None, machine: Any) -> str | None:
+def _beyond(path: Path, changed: int, size: int, machine: Any) -> str | None:
     """Check the bounds of what `_parse` reads."""
-    return _parse(path, changed, size, sha256).violation(machine)
+    return _parse(path, changed, size).violation(machine)
 
 
 def survey(data_dir: str | Path = DATA_DIR) -> tuple[list[Record], list[RecordError]]:
     """Read every record in `data_dir`/records, oldest first, with an error for each refused file:
-    any other file there, each record of the manifest that is missing, one that its `siblings`
-    contradict where systems are promoted, and the rest of `manifest.problems`."""
+    any other file there, one that its `siblings` contradict where systems are promoted, and those
+    of `history.problems`."""
     data_dir = Path(data_dir)
     folder = data_dir / "records"
     try:
-        others = manifest.problems(data_dir)
-        listed = manifest.listed(data_dir) or ()
-        paths = {data_dir / name for name in listed if name.startswith("records/")}
-        if folder.exists():
-            paths |= {path for path in folder.iterdir() if not path.name.startswith(".")}
-    except RecordError as error:
-        return [], [error]
+        paths = [*folder.iterdir()] if folder.exists() else []
     except OSError as error:
         return [], [RecordError(folder, f"cannot be read: {error.strerror}")]
-    records, errors = [], others
-    for path in sorted(paths):
+    records, errors = [], history.problems(data_dir)
+    for path in sorted(path for path in paths if not path.name.startswith(".")):
         try:
             records.append(load(path))
         except RecordError as error:
@@ -441,8 +432,8 @@ def load_all(data_dir: str | Path = DATA_DIR) -> list[Record]:
 
 def communities(data_dir: str | Path = DATA_DIR) -> dict[str, Path]:
     """Folders with records of other machines, `data_dir`/community/<handle>, by handle: laid out
-    like `data_dir`, each with its own manifest."""
-    folder = Path(data_dir) / manifest.COMMUNITY
+    like `data_dir`."""
+    folder = Path(data_dir) / files.COMMUNITY
     return {path.name: path for path in sorted(folder.glob("*/")) if path.is_dir()}
 
 
@@ -478,6 +469,6 @@ def _machine(record: Record, path: Path) -> systems.System:
         raise RecordError(
             path,
             f"system must be one that {systems.PROMOTED} lists for its GPU, got {machine.id!r} of "
-            f"{machine.gpu!r}: its records belong in {manifest.COMMUNITY}/<handle>/",
+            f"{machine.gpu!r}: its records belong in {files.COMMUNITY}/<handle>/",
         )
     return machine

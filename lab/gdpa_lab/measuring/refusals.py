@@ -20,7 +20,7 @@ import fastjsonschema
 import jsonschema
 import numpy as np
 
-from gdpa_lab.measuring import manifest
+from gdpa_lab.measuring import files
 from gdpa_lab.measuring.roofline import Ceilings
 from gdpa_lab.measuring.rows import Ceiling, work
 from gdpa_lab.measuring.workload import Workload
@@ -50,7 +50,7 @@ def parse(text: bytes) -> Any:
 def digest(data: Mapping[str, Any]) -> str:
     """SHA-256 of everything but the key "digest": of its JSON with sorted keys and no spaces."""
     rest = {key: value for key, value in data.items() if key != "digest"}
-    return manifest.digest(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode())
+    return files.digest(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode())
 
 
 def refusal(data: Any) -> str | None:

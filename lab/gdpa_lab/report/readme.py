@@ -12,7 +12,7 @@ from typing import NamedTuple
 import pandas as pd
 
 from gdpa_kernels.calling import ladder
-from gdpa_lab.measuring import baselines, manifest, record
+from gdpa_lab.measuring import baselines, files, record
 from gdpa_lab.report import charts, peers, results
 from gdpa_lab.report.style import Figure
 
@@ -161,7 +161,7 @@ def update(root: Path = record.ROOT) -> bool:
     for name, text in {"devices": devices(), "results": block(root / "data")}.items():
         new = spliced(new, name, text)
     drawn = hero(root / "data").to_svg()
-    return manifest.rewrite(readme, new) | manifest.rewrite(path, drawn)
+    return files.rewrite(readme, new) | files.rewrite(path, drawn)
 
 
 def _rows(data_dir: Path, line: Line) -> pd.DataFrame:

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 
-from gdpa_lab.measuring import git, machine_code, manifest, record, system
+from gdpa_lab.measuring import files, git, machine_code, record, system
 from gdpa_lab.measuring.record import DATA_DIR, ROOT, Record, Row
 from gdpa_lab.measuring.workloads import BLOCK_WORKLOADS, WORKLOADS
 
@@ -147,10 +147,7 @@ def update(
         for x in needed.values()
     )
     text = pd.DataFrame(lines, columns=list(COLUMNS)).to_csv(index=False, lineterminator="\n")
-    changed = manifest.rewrite(path, text)
-    if path.with_name(manifest.NAME).exists():
-        manifest.update(data_dir)
-    return changed
+    return files.rewrite(path, text)
 
 
 def _files(row: Row, root: Path) -> tuple[str, ...]:
@@ -211,7 +208,7 @@ def _ours(sources: Mapping[str, str]) -> dict[str, str]:
 
 
 def _digest(value: Any) -> str:
-    return manifest.digest(json.dumps(value, sort_keys=True).encode())[:_LENGTH]
+    return files.digest(json.dumps(value, sort_keys=True).encode())[:_LENGTH]
 
 
 def _launches(row: Row) -> Sequence[Mapping[str, Any]]:
@@ -272,4 +269,4 @@ def _blobs() -> dict[str, bytes]:
         raise RuntimeError("older sources need git's whole history: git fetch --unshallow")
     listed = git.output(ROOT, "rev-list", "--objects", "--all").splitlines()
     ids = [line.split(" ", 1)[0] for line in listed if line.endswith(".py")]
-    return {manifest.digest(content): content for content in git.contents(ROOT, ids)}
+    return {files.digest(content): content for content in git.contents(ROOT, ids)}
