@@ -8,7 +8,7 @@ import json
 import re
 import shutil
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -17,8 +17,9 @@ import pytest
 
 from _lib import ratios
 from gdpa_lab import __main__
-from gdpa_lab.measuring import files, record, refusals, system
-from gdpa_lab.report import measured_rankings, page, results
+from gdpa_lab.measuring import bounds, files, record, refusals, siblings, system
+from gdpa_lab.measuring.record import Record
+from gdpa_lab.report import measured_rankings, page, peers, results
 from gdpa_lab.report.chapter import Chapter
 from tests.records import H200, committed
 
@@ -168,7 +169,9 @@ ATTACKS = {
     "planned peers dropped": Attack(
         lambda f: f.edit(planned_without_peers), "rows must hold .*/cudnn/.*, which the run planned"
     ),
-    "a budget of 1e6": Attack(first(budget=1e6, max_abs=1e5), "budget must be at most"),
+    "a budget of 1e6": Attack(
+        first(pytorch=5e5, rounding=1.0, budget=1e6 + 1), "pytorch must be at most 64 times round"
+    ),
     "a budget doubled": Attack(
         first(budget=5.0, max_abs=4.0), "budget must be one of its workload"
     ),
@@ -301,3 +304,125 @@ def test_a_guest_is_shown_and_changes_nothing(folder, capsys, monkeypatch):
     guest_record.write_text(f"{guest_record.read_text()} ")
     with pytest.raises(record.RecordError, match=STAYS):
         results.community(folder.root)
+
+
+NEWEST = "20261128T050638Z-forward-results-nvidia-h200-62ac9e84"
+H100 = "20261128T081132Z-forward-results-nvidia-h100-80gb-hbm3-e05d55f3"
+STEPS = "20261128T082621Z-training-step-nvidia-h200-62ac9e84"
+V7, V8 = "v7_packed", "v8_own_waits"
+
+
+@pytest.fixture(scope="module")
+def runs():
+    return {run.id: run for run in record.load_all()}
+
+
+def relabel(data: dict) -> None:
+    data["system"] = H200.id
+
+
+def swap(data: dict) -> None:
+    for row in data["rows"]:
+        row["impl"] = {V7: V8, V8: V7}.get(row["impl"], row["impl"])
+
+
+def invent(data: dict) -> None:
+    peer = next(row for row in data["rows"] if row["impl"] == "fa3")
+    data["rows"].append({**peer, "impl": "fa5"})
+
+
+def halve(data: dict) -> None:
+    """Keep the faster half of the samples of one kernel."""
+    for row in data["rows"]:
+        if row["impl"] == V8 and row["scope"] == "sustained" and len(row["samples_us"]) >= 20:
+            row["samples_us"] = sorted(row["samples_us"])[: len(row["samples_us"]) // 2]
+
+
+def recode(code: str) -> Callable[[dict], None]:
+    def change(data: dict) -> None:
+        for launch in data["launches"]:
+            launch["code"] = code if V8 in launch["kernel"] else launch["code"]
+
+    return change
+
+
+def shorten(*names: str) -> Callable[[dict], None]:
+    """Multiply all columns of seconds by 0.9, also the rate "per second"."""
+
+    def change(data: dict) -> None:
+        for table in map(data["tables"].get, names):
+            for row in table["rows"]:
+                for i, name in enumerate(table["columns"]):
+                    row[i] = 0.9 * row[i] if name.endswith("_s") and row[i] else row[i]
+
+    return change
+
+
+JOINING = {
+    "an H100's record relabelled": (H100, relabel, "copy of scope 'kernel' must be within 5 %"),
+    "ceilings 8 % slower": (NEWEST, scale(1.08, ("ceilings",)), "got 0.93 times their median"),
+    "ceilings 8 % faster": (NEWEST, scale(0.92, ("ceilings",)), "got 1.09 times their median"),
+    "two kernels' names swapped": (NEWEST, swap, f"must be kernels of {V8}, got those of {V7}"),
+    "an invented peer": (NEWEST, invent, "must be an implementation or a baseline, got 'fa5'"),
+    "the faster half of the samples": (NEWEST, halve, "must take as long as those of its workload"),
+    "machine code zeroed": (NEWEST, recode("0" * 16), r"launches\[.*code must match"),
+    "other machine code": (NEWEST, recode("0123456789abcdef"), "older record has it of the same"),
+    "a step's tables x 0.9": (
+        STEPS, shorten("steps", "samples"), "samples_per_s must be a batch over step_s, got 933"
+    ),
+    "a step's medians x 0.9": (STEPS, shorten("steps"), "step_s must be .*, of its samples, got"),
+    "one kernel 3 % faster": (NEWEST, scale(0.97, ("rows",), impl=V8), ""),
+    "nothing": (NEWEST, lambda data: None, ""),
+}  # fmt: skip
+
+
+def reasons(data: dict, runs: list[Record]) -> Iterator[str]:
+    """The reasons against one more record."""
+    yield from filter(None, [refusals.refusal(data)])
+    run = Record._of(data)
+    yield from (*bounds.contradictions(run), *bounds.violations(run, H200))
+    yield from (reason for other, reason in siblings.problems([*runs, run]) if other is run)
+
+
+@pytest.mark.parametrize("name", JOINING)
+def test_a_record_joins_its_siblings(runs, name):
+    source, change, reason = JOINING[name]
+    data = runs[source].to_dict()
+    change(data)
+    data.update(id=f"20261129T170000Z{source[16:]}", created="2026-11-29T17:00:00Z")
+    seen = [*reasons(data, [*runs.values()])]
+    if reason:
+        assert any(re.search(reason, text) for text in seen), seen[:3]
+    else:
+        assert seen == [], "as README of data/ says, nothing can tell"
+
+
+def test_a_data_folder_with_a_strange_record_is_refused(folder, monkeypatch):
+    monkeypatch.setattr(siblings, "problems", lambda runs: iter([(runs[0], "it differs")]))
+    with pytest.raises(record.RecordError, match=f"{OLD}.json: it differs"):
+        record.load_all(folder.root)
+
+
+@pytest.mark.parametrize("failure", (None, "HostTooSlow: the device was not busy all the time"))
+def test_a_peer_that_many_records_time_is_missed_where_it_has_none(failure):
+    """Left out of a record and its plan, or a failure there."""
+    table = results.table(latest=False)
+    rows = table[table["record"] == NEWEST]
+    assert peers.lost_peers(rows, table) == []
+    lost = rows["impl"].isin(PEERS)
+    rows = rows.assign(time_us_p50=rows["time_us_p50"].mask(lost), failure=failure)
+    lines = peers.lost_peers(rows if failure else rows[~lost], table)
+    why = failure or "not in this record"
+    line = f"cuDNN, dense on gdpa-self-full-1024, forward: {why}; . other records time it"
+    assert any(re.fullmatch(line, text) for text in lines)
+    assert {line.split(" on ")[0] for line in lines} == {"cuDNN, dense", "FlashAttention-4, dense"}
+
+
+def test_machine_code_of_one_digit_is_none(folder):
+    """A table of codes that was zeroed makes rows stale."""
+    where = {"gpu": "NVIDIA H200", "record": NEW, "latest": False}
+    rows = results.table(folder.root, **where)
+    assert not rows[rows["impl"] == V8]["stale"].any()
+    folder.rewrite("machine_code.csv", f"(,{V8},.*,)[0-9a-f]{{16}}\n", rf"\g<1>{'0' * 16}\n")
+    rows = results.table(folder.root, **where)
+    assert rows[rows["impl"] == V8]["stale"].all()

@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 
 from gdpa_lab import __main__
-from gdpa_lab.measuring import record, refusals, roofline
+from gdpa_lab.measuring import bounds, record, roofline
 from gdpa_lab.measuring.record import Ceiling, Error, Package, RecordError
 from gdpa_lab.measuring.workload import STEP
 from gdpa_lab.measuring.workloads import WORKLOADS, workload
@@ -320,7 +320,7 @@ def test_every_record_of_the_repository_loads_and_can_be_evaluated(every, path):
     assert (timed.time_us_p50 > 0).all() and (found[found.samples == 0].failure != "").all()
     counted = timed[~timed.scope.isin(["schedule", "host"])]
     assert counted.correct.all()
-    assert counted.percent_of_roofline.between(0, refusals.MOST_PERCENT).all()
+    assert counted.percent_of_roofline.between(0, bounds.MOST_PERCENT).all()
 
 
 def test_markdown_cells():

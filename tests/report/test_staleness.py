@@ -96,8 +96,8 @@ def measured(tmp_path):
             own = [machine_code.describe(x) for x in seen if x.kernel.__module__ == module.__name__]
         rows.append(a_row(SELF, impl=impl, samples_us=[9e6], launches=own))
     run = record.new_record(
-        command="make measure", notebook=None, system=MACHINE, state_before=STATE,
-        state_after=STATE, protocol=PROTOCOL, workloads=[SELF, BLOCK], rows=rows,
+        command="make measure", notebook=None, system=MACHINE, protocol=PROTOCOL, ceilings=(),
+        state={"before": STATE, "after": STATE}, workloads=[SELF, BLOCK], rows=rows,
     )  # fmt: skip
     system.save(MACHINE, tmp_path)
     return record.load(record.write(run, tmp_path))

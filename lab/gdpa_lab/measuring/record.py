@@ -3,7 +3,7 @@
 `data/records/<id>.json` is written once and never changed. Rates, speedups and percentages are not
 stored; `results` derives them when read. Every key is explained in data/README.md, and
 record.schema.json states the structure. A file that is damaged, foreign, edited or of a newer
-schema is refused with its name and the reason: see refusals.py and history.py.
+schema is refused with its name and the reason: see refusals.py, bounds.py and history.py.
 """
 
 from __future__ import annotations
@@ -62,21 +62,14 @@ class Package:
         recorded, now = (self.sources, source_hash) if self.code is None else (self.code, code_hash)
         return all(recorded.get(name) == now(root / name) for name in names)
 
-    def differs(self, root: str | Path = ROOT) -> bool | None:
-        """Return whether the files that ran differ from those of `commit` in the git history of
-        `root`; None without a commit, git, or that commit in the clone."""
-        if self.commit is None:
-            return None
-        differing = _differing(str(root), self.commit, tuple(sorted(self.sources.items())))
-        return None if differing is None else bool(differing)
-
     def committed(self, root: str | Path = ROOT) -> str | None:
         """Return the commit that holds the files that ran: `commit`, or the first one after it that
-        has them all, since what ran may have been committed later. None if history has none."""
+        has them all, since what ran may have been committed later. "" if history has none; None
+        without a commit, git, or that commit in the clone of `root`."""
         sources = tuple(sorted(self.sources.items()))
         differing = None if self.commit is None else _differing(str(root), self.commit, sources)
         if not differing:
-            return self.commit if differing is not None else None
+            return None if differing is None else self.commit
         return _later(str(root), self.commit, sources, differing)
 
 
@@ -99,14 +92,14 @@ def _differing(
 def _later(
     root: str, commit: str, sources: tuple[tuple[str, str], ...],
     differing: tuple[tuple[str, str], ...],
-) -> str | None:  # fmt: skip
-    """The first commit after another that holds all sources."""
+) -> str:  # fmt: skip
+    """The first commit after another that holds all sources, "" if there is none."""
     names = (name for name, _ in differing)
     commits = git.answer(root, "rev-list", "--reverse", f"{commit}..HEAD", "--", *names)
     for later in (commits or "").split():
         if not _differing(root, later, differing) and not _differing(root, later, sources):
             return later
-    return None
+    return ""
 
 
 @cache
@@ -138,6 +131,11 @@ class Record:
     tables: Mapping[str, Table] = field(default_factory=dict)
     plan: tuple[tuple[str, ...], ...] | None = None
 
+    def __post_init__(self) -> None:
+        plan = None if self.plan is None else map(tuple, self.plan)
+        for name, value in {"ceilings": self.ceilings, "rows": self.rows, "plan": plan}.items():
+            object.__setattr__(self, name, None if value is None else tuple(value))
+
     @property
     def chapter(self) -> str | None:
         """Current path of its notebook."""
@@ -147,16 +145,18 @@ class Record:
         """Return the workload `name` as this record measured it; LookupError if there is none."""
         if name not in self.workloads:
             raise LookupError(f"name must be one of {sorted(self.workloads)}, got {name!r}")
+        if name not in self._built:
+            self._built[name] = Workload.from_dict(self.workloads[name])
         return self._built[name]
 
     @cached_property
     def _built(self) -> dict[str, Workload]:
-        return {name: Workload.from_dict(values) for name, values in self.workloads.items()}
+        return {}
 
-    def violation(self, machine: systems.System) -> str | None:
-        """Return why this cannot be a record of `machine`, or None; see `bounds`."""
-        workloads = {name: self.workload(name) for name in self.workloads}
-        return bounds.violation(self.ceilings, self.rows, workloads, machine)
+    def problem(self, machine: systems.System | None = None) -> str | None:
+        """Return why these values cannot be true together, or of `machine`, or None."""
+        reasons = bounds.violations(self, machine) if machine else bounds.contradictions(self)
+        return next(reasons, None)
 
     def to_dict(self) -> dict[str, Any]:
         """Convert to JSON values; launches shared by several rows are stored once."""
@@ -172,9 +172,14 @@ class Record:
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> Record:
         """Rebuild a record from `to_dict`; ValueError with the reason if it is not a valid one."""
-        reason = refusals.refusal(data)
+        reason = refusals.refusal(data) or (record := Record._of(data)).problem()
         if reason is not None:
             raise ValueError(reason)
+        return record
+
+    @staticmethod
+    def _of(data: Mapping[str, Any]) -> Record:
+        """Rebuild a record from values that passed all checks of their structure."""
         values = dict(data)
         launches = values.pop("launches", ())
         for added in ("schema_version", "digest"):
@@ -182,16 +187,11 @@ class Record:
         values |= {
             "package": Package(**data["package"]),
             "protocol": Protocol(**data["protocol"]),
-            "ceilings": tuple(_rebuilt(Ceiling, ceiling) for ceiling in data["ceilings"]),
-            "rows": tuple(_rebuilt(Row, row, launches) for row in data["rows"]),
+            "ceilings": [_rebuilt(Ceiling, ceiling) for ceiling in data["ceilings"]],
+            "rows": [_rebuilt(Row, row, launches) for row in data["rows"]],
             "tables": {name: Table(**table) for name, table in data["tables"].items()},
-            "plan": _keys(data.get("plan")),
         }
         return Record(**values)
-
-
-def _keys(plan: Iterable[Sequence[str]] | None) -> tuple[tuple[str, ...], ...] | None:
-    return None if plan is None else tuple(map(tuple, plan))
 
 
 def _rebuilt(kind: type, values: Mapping[str, Any], launches: Sequence[Any] = ()) -> Any:
@@ -205,23 +205,12 @@ def _rebuilt(kind: type, values: Mapping[str, Any], launches: Sequence[Any] = ()
 
 
 def new_record(
-    *,
-    command: str,
-    notebook: str | None,
-    system: systems.System,
-    state_before: Mapping[str, Any],
-    state_after: Mapping[str, Any],
-    protocol: Protocol,
-    workloads: Iterable[Workload],
-    rows: Iterable[Row],
-    ceilings: Iterable[Ceiling] = (),
-    tables: Mapping[str, Table] | None = None,
-    plan: Iterable[Sequence[str]] | None = None,
+    *, notebook: str | None, system: systems.System, workloads: Iterable[Workload], **values: Any
 ) -> Record:
-    """Create the record of a run that ends now.
+    """Create the record of a run that ends now, of the package as it is; see `package_state`.
 
-    `command` reproduces the run. `notebook` is its path relative to the repository, None if a
-    command measured. Its commit: see `package_state`. `write` checks the record.
+    `notebook`: its path relative to the repository, None if a command measured. `values`: the other
+    fields. `write` checks the record.
     """
     now = datetime.now(timezone.utc)
     name = Path(notebook or "run").with_suffix("").as_posix().removeprefix("notebooks/")
@@ -229,17 +218,11 @@ def new_record(
     return Record(
         id=f"{now.strftime(refusals.STAMP)}-{stem}-{system.id}",
         created=now.strftime(refusals.CREATED),
-        command=command,
         notebook=notebook,
         package=package_state(notebook=notebook),
         system=system.id,
-        state={"before": dict(state_before), "after": dict(state_after)},
-        protocol=protocol,
-        ceilings=tuple(ceilings),
         workloads={workload.name: workload.to_dict() for workload in workloads},
-        rows=tuple(rows),
-        tables=dict(tables or {}),
-        plan=_keys(plan),
+        **values,
     )
 
 
@@ -321,7 +304,7 @@ def write(record: Record, data_dir: str | Path = DATA_DIR) -> Path:
     """
     path = Path(data_dir) / "records" / f"{record.id}.json"
     data = record.to_dict()
-    reason = refusals.refusal(data) or record.violation(_machine(record, path))
+    reason = refusals.refusal(data) or record.problem() or record.problem(_machine(record, path))
     if reason is not None:
         raise RecordError(path, reason)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -336,10 +319,7 @@ def write(record: Record, data_dir: str | Path = DATA_DIR) -> Path:
 
 def write_partial(record: Record, path: Path) -> None:
     """Replace the file `path`, <folder>/partial/<name>.json, by what a run has measured so far."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    written = path.with_suffix(".new")
-    written.write_text(_text(record.to_dict()), encoding="utf-8")
-    written.replace(path)
+    files.rewrite(path, _text(record.to_dict()))
 
 
 def keep(partial: str | Path) -> Path:
@@ -370,12 +350,13 @@ def load(path: str | Path) -> Record:
         seen = path.stat()
     except OSError as error:
         raise RecordError(path, f"cannot be read: {error.strerror}") from error
-    record = _parse(path, seen.st_mtime_ns, seen.st_size)
+    state = path, seen.st_mtime_ns, seen.st_size
+    record = _parse(*state)
     named = path.with_name(f"{record.id}.json")
     if path != named:
         duplicate = " (a duplicate of that file)" if named.exists() else ""
         raise RecordError(path, f"must be named {named.name}, after its id{duplicate}")
-    reason = _beyond(path, seen.st_mtime_ns, seen.st_size, _machine(record, path))
+    reason = _beyond(*state, _machine(record, path))
     if reason is not None:
         raise RecordError(path, reason)
     return record
@@ -392,9 +373,9 @@ def _parse(path: Path, changed: int, size: int) -> Record:
 
 
 @cache
-def _beyond(path: Path, changed: int, size: int, machine: Any) -> str | None:
-    """Check the bounds of what `_parse` reads."""
-    return _parse(path, changed, size).violation(machine)
+def _beyond(path: Path, changed: int, size: int, machine: systems.System) -> str | None:
+    """Check what `_parse` reads against its machine."""
+    return _parse(path, changed, size).problem(machine)
 
 
 def survey(data_dir: str | Path = DATA_DIR) -> tuple[list[Record], list[RecordError]]:

@@ -64,7 +64,7 @@ class Ceiling:
     load: Load | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "samples_us", tuple(float(s) for s in self.samples_us))
+        object.__setattr__(self, "samples_us", tuple(map(float, self.samples_us)))
 
 
 @dataclass(frozen=True)
@@ -93,6 +93,8 @@ class Error:
         return Error(largest, float(budget), passed, elements)
 
 
+FACTOR = 2.0
+"""Errors of PyTorch that a budget allows, beside one rounding; see `testing`."""
 LEFT_OUT = "not measured: "
 """Prefix of the failure of a planned row that its run did not reach."""
 
@@ -130,7 +132,7 @@ class Row:
     launches: tuple[Mapping[str, Any], ...] | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "samples_us", tuple(float(s) for s in self.samples_us))
+        object.__setattr__(self, "samples_us", tuple(map(float, self.samples_us)))
         if self.launches is not None:
             object.__setattr__(self, "launches", tuple(self.launches))
 

@@ -254,8 +254,7 @@ class Session:
             command=f'{variables}make measure NOTEBOOKS="{slug}"',
             notebook=self.notebook,
             system=self.system,
-            state_before=self.before,
-            state_after=system.state(self.device.index),
+            state={"before": self.before, "after": system.state(self.device.index)},
             protocol=record.Protocol(
                 timer="cuda events (scopes kernel, sustained), host clock (scopes op, host)",
                 statistic="one call; of scope sustained the mean of a chunk of calls",
@@ -264,6 +263,6 @@ class Session:
             workloads=[*(planned for planned, _ in self._plan.values()), *self.workloads.values()],
             rows=[*self.rows, *self._missing()],
             ceilings=self.ceilings,
-            tables=self.tables,
+            tables=dict(self.tables),
             plan=self._plan,
         )

@@ -111,10 +111,11 @@ def block(data_dir: Path = record.DATA_DIR) -> str:
     ]
     of_chapters = table["record"].isin([run.id for each in runs for run in each.records])
     missing = "; ".join(peers.missing_peers(table[of_chapters])) or "none"
+    lost = "; ".join(peers.lost_peers(table[of_chapters], table))
     lines += [
         "",
         f"Times back to back; {machines}; records {', '.join(places)}. "
-        f"Without a time back to back: {missing}.",
+        f"Without a time back to back: {missing}.{lost and f' Lost: {lost}.'}",
     ]
     return "\n".join(lines)
 
