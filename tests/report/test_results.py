@@ -6,6 +6,8 @@ from functools import partial
 import numpy as np
 import pandas as pd
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from gdpa_lab import __main__
 from gdpa_lab.measuring import bounds, record, roofline
@@ -41,6 +43,11 @@ def test_derived_quantities(add, tmp_path):
     size = 4 * 1152 * 1024 * 4 * 128 * 2
     assert row.gbytes_per_s == pytest.approx(size / 5200e-6 / 1e9)
     assert (row.correct, row.failure, row.stale, row.samples) == (True, "", False, 5)
+
+
+@given(st.lists(st.floats(1e-3, 1e9), min_size=1, max_size=40))
+def test_quantiles_are_those_of_numpy(samples):
+    assert results.quantiles(samples, (0.2, 0.5, 0.8)) == [*np.quantile(samples, (0.2, 0.5, 0.8))]
 
 
 def test_ceilings_use_medians_and_the_fastest(add):

@@ -20,8 +20,7 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
-import gdpa_kernels
-from gdpa_lab.measuring import bounds, files, git, history, refusals, siblings
+from gdpa_lab.measuring import bounds, files, git, history, memory, refusals
 from gdpa_lab.measuring import system as systems
 from gdpa_lab.measuring.files import DATA_DIR, RecordError
 from gdpa_lab.measuring.refusals import SCHEMA_VERSION
@@ -236,6 +235,8 @@ def package_state(
     environment variable GDPA_KERNELS_COMMIT, else None. ValueError if `commit` is not 40 hex digits
     or contradicts the checkout; FileNotFoundError if `notebook` is not in `root`.
     """
+    import gdpa_kernels
+
     root = Path(root).resolve()
     paths = sorted(path for folder in SOURCE_FOLDERS for path in (root / folder).rglob("*.py"))
     beside = []
@@ -275,7 +276,7 @@ def code_hash(path: str | Path) -> str:
     return _code_hash(Path(path).read_text(encoding="utf-8"))
 
 
-@cache
+@memory.remembered
 def _code_hash(text: str) -> str:
     lines = text.split("\n")  # as ast counts them
     for node in ast.walk(ast.parse(text)):
@@ -345,13 +346,17 @@ def load(path: str | Path) -> Record:
     RecordError if it is refused: it cannot be read, is not valid, or its system is not in
     <folder>/systems.
     """
-    path = Path(path).absolute()
+    return _load(Path(path).absolute())[0]
+
+
+def _load(path: Path) -> tuple[Record, str]:
+    """Read a record and its SHA-256."""
     try:
         seen = path.stat()
     except OSError as error:
         raise RecordError(path, f"cannot be read: {error.strerror}") from error
     state = path, seen.st_mtime_ns, seen.st_size
-    record = _parse(*state)
+    record, sha256 = _parse(*state)
     named = path.with_name(f"{record.id}.json")
     if path != named:
         duplicate = " (a duplicate of that file)" if named.exists() else ""
@@ -359,23 +364,33 @@ def load(path: str | Path) -> Record:
     reason = _beyond(*state, _machine(record, path))
     if reason is not None:
         raise RecordError(path, reason)
-    return record
+    return record, sha256
 
 
 @cache
-def _parse(path: Path, changed: int, size: int) -> Record:
-    """Parse the record in `path`, once for each state of the file."""
+def _parse(path: Path, changed: int, size: int) -> tuple[Record, str]:
+    """Parse the record in `path`, once for each state of the file, and check it if that is new."""
     text = files.read(path)
+    sha256 = files.digest(text)
     try:
-        return Record.from_dict(refusals.parse(text))
+        if sha256 in _accepted(path.parent.parent):
+            return Record._of(json.loads(text)), sha256
+        return Record.from_dict(refusals.parse(text)), sha256
     except ValueError as error:
         raise RecordError(path, str(error)) from error
 
 
 @cache
 def _beyond(path: Path, changed: int, size: int, machine: systems.System) -> str | None:
-    """Check what `_parse` reads against its machine."""
-    return _parse(path, changed, size).problem(machine)
+    """Check what `_parse` reads against its machine, if that is new."""
+    record, sha256 = _parse(path, changed, size)
+    return None if sha256 in _accepted(path.parent.parent) else record.problem(machine)
+
+
+def _accepted(data_dir: Path) -> Mapping[str, Any]:
+    """SHA-256 of records, and of all together, that passed every check in the repository's folder,
+    where alone they are remembered."""
+    return memory.answers() if data_dir.resolve() == DATA_DIR else {}
 
 
 def survey(data_dir: str | Path = DATA_DIR) -> tuple[list[Record], list[RecordError]]:
@@ -388,15 +403,24 @@ def survey(data_dir: str | Path = DATA_DIR) -> tuple[list[Record], list[RecordEr
         paths = [*folder.iterdir()] if folder.exists() else []
     except OSError as error:
         return [], [RecordError(folder, f"cannot be read: {error.strerror}")]
-    records, errors = [], history.problems(data_dir)
+    records, errors, passed = [], history.problems(data_dir), []
     for path in sorted(path for path in paths if not path.name.startswith(".")):
         try:
-            records.append(load(path))
+            record, sha256 = _load(path.absolute())
         except RecordError as error:
             errors.append(error)
-    if (data_dir / systems.PROMOTED).exists():
-        for run, reason in siblings.problems(records):
-            errors.append(RecordError(folder / f"{run.id}.json", reason))
+        else:
+            records.append(record)
+            passed.append(sha256)
+    passed.append(files.digest("".join(passed).encode()))  # all of them, beside each other
+    if passed[-1] not in _accepted(data_dir) and (data_dir / systems.PROMOTED).exists():
+        from gdpa_lab.measuring import siblings  # of torch, which reading alone does not need
+
+        strange = [*siblings.problems(records)]
+        errors += [RecordError(folder / f"{run.id}.json", reason) for run, reason in strange]
+        if not strange and data_dir.resolve() == DATA_DIR:
+            memory.answers().update(dict.fromkeys(passed))
+            memory.save()
     return sorted(records, key=lambda r: (r.created, r.id)), errors
 
 

@@ -14,6 +14,7 @@ import re
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -188,16 +189,19 @@ def save(system: System, data_dir: str | Path) -> Path:
 def load(path: str | Path) -> System:
     """Read a system file, <folder>/systems/<id>.json; ValueError if it cannot be read, is
     damaged, or its name is not its id."""
-    path = Path(path)
-    text = files.read(path)
+    return _parsed(Path(path).name, files.read(Path(path)))
+
+
+@cache  # every record of a system asks for it
+def _parsed(name: str, text: bytes) -> System:
     try:
         system = System.from_dict(json.loads(text.decode("utf-8")))
     except json.JSONDecodeError as error:
-        raise ValueError(f"systems/{path.name} must be JSON, got {error}") from error
+        raise ValueError(f"systems/{name} must be JSON, got {error}") from error
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"systems/{path.name}: {error}") from error
-    if path.stem != system.id:
-        raise ValueError(f"systems/{path.name} must be named {system.id}.json, after its id")
+        raise ValueError(f"systems/{name}: {error}") from error
+    if name != f"{system.id}.json":
+        raise ValueError(f"systems/{name} must be named {system.id}.json, after its id")
     return system
 
 
