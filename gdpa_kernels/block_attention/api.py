@@ -24,7 +24,7 @@ from gdpa_kernels.calling.operators import (
 )
 from gdpa_kernels.calling.private import has_tangents
 from gdpa_kernels.calling.rung import Rung, capability, dtype_name
-from gdpa_kernels.device.padding import check_offsets, clear_padding
+from gdpa_kernels.device.padding import assert_offsets, clear_padding
 
 OPERATOR = "block_attention"
 IMPLS = ladder.impls(OPERATOR)
@@ -245,7 +245,7 @@ def _forward(q, k, v, cu_seqlens, sin, cos, *options) -> tuple[torch.Tensor, lis
 def _check_values(cu_seqlens: torch.Tensor, rows: int) -> None:
     """Raises ValueError unless the offsets fit; on a GPU asserts it, without waiting."""
     if cu_seqlens.device.type == "cuda":
-        check_offsets(None, cu_seqlens, None, (rows, rows), (rows, rows))
+        assert_offsets(None, cu_seqlens, None, (rows, rows), (rows, rows))
     else:
         checks.check_lengths("cu_seqlens", cu_seqlens, rows, None, padding=True)
 

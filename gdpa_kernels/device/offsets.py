@@ -31,7 +31,7 @@ def check_kernel(
     NAME: tl.constexpr, ALIGNED: tl.constexpr, EQUAL: tl.constexpr, PADDING: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """`padding.check_offsets` of BLOCK sequences a program."""
+    """`padding.assert_offsets` of BLOCK sequences a program."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = i < sequences
     if ends_q_ptr is None:

@@ -10,7 +10,7 @@ import torch
 from gdpa_kernels.calling.launch import cdiv, launch, multiprocessors
 
 
-def check_offsets(
+def assert_offsets(
     ends_q: torch.Tensor | None,
     ends_k: torch.Tensor,
     segments: torch.Tensor | None,

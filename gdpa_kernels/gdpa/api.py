@@ -25,7 +25,7 @@ from gdpa_kernels.calling.operators import (
 from gdpa_kernels.calling.private import has_tangents
 from gdpa_kernels.calling.rung import Rung, capability, dtype_name
 from gdpa_kernels.calling.sequences import Sequences
-from gdpa_kernels.device.padding import check_offsets, clear_padding
+from gdpa_kernels.device.padding import assert_offsets, clear_padding
 from gdpa_kernels.gdpa import choices
 from gdpa_kernels.gdpa.batch import Batch
 from gdpa_kernels.gdpa.bias import NONE, Bias, RelativeBias, bias_of_call
@@ -367,7 +367,7 @@ def _check_values(batch: Batch, alignment: bool) -> None:
         equal = segments is not None and not batch.lower_right
         name = "cu_seqlens_k" if ends_q is None else "cu_seqlens"
         options = {"name": name, "aligned": alignment, "equal": equal}
-        check_offsets(ends_q, ends_k, segments, rows, longest, **options)
+        assert_offsets(ends_q, ends_k, segments, rows, longest, **options)
         return
     for letter, ends, total, most in zip("qk", (ends_q, ends_k), rows, longest, strict=True):
         if ends is not None:
