@@ -14,11 +14,11 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from gdpa_kernels.calling import ladder
-from gdpa_kernels.calling.rung import DIRECTIONS
 from gdpa_lab.measuring.baselines import BASELINES, BLOCK_BASELINES
 from gdpa_lab.measuring.rows import Ceiling, Row
 from gdpa_lab.measuring.studies import STUDIES
 from gdpa_lab.measuring.sustained import CHUNK_US
+from gdpa_lab.measuring.workload import DIRECTIONS, OPERATORS
 
 if TYPE_CHECKING:
     from gdpa_lab.measuring.record import Record
@@ -86,8 +86,7 @@ def _other_codes(run: Record, codes: dict[tuple[str, str], str]) -> Iterator[str
 @cache
 def _names() -> tuple[frozenset[str], frozenset[str]]:
     """Rungs, and all implementations that records may hold."""
-    operators = "gdpa", "block_attention"
-    rungs = {name for op in operators for way in DIRECTIONS for name in ladder.impls(op, way)}
+    rungs = {name for op in OPERATORS for way in DIRECTIONS for name in ladder.impls(op, way)}
     rungs -= {"reference"}
     return frozenset(rungs), frozenset(
         rungs | {"reference"} | {*BASELINES} | {*BLOCK_BASELINES} | {*STUDIES} | _FORMER

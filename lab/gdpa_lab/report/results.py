@@ -74,8 +74,7 @@ def table(
         machine = systems.by_id(run.system, data_dir)
         if gpu not in (None, machine.gpu or "") or record not in (None, run.id):
             continue
-        limits = {x: ceilings(run, x) for x in ("kernel", "sustained")}
-        floors = {x: cache(limit.floor_us) for x, limit in limits.items() if limit}
+        floors = {x: cache(most.floor_us) for x in TIMED if (most := ceilings(run, x))}
         bursts = {
             (row.workload, row.direction, row.impl, row.variant): statistics.median(row.samples_us)
             for row in run.rows if row.scope == "kernel" and row.samples_us
