@@ -117,7 +117,7 @@ lint: $(READY)
 
 # What was built, and with it what is known of chapters that did not change. The environment stays.
 clean:
-	rm -rf emulator/docs/_build book/_build book/executed book/extra book/assets/mathjax book/notes
+	rm -rf build/answers.json emulator/docs/_build book/_build book/executed book/extra book/assets/mathjax book/notes
 
 # Installed once, and again when a pin changes. With a CUDA build of torch, pip also installs triton,
 # whose files are those of fbtriton; the last line puts fbtriton's back if they were overwritten.

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 import execute
-from gdpa_lab.measuring import manifest, record
+from gdpa_lab.measuring import files, record
 from gdpa_lab.measuring.session import ONLY_VARIABLE
 from gdpa_lab.report import results
 
@@ -75,15 +75,13 @@ def start(slug: str, device: int, data_dir: Path, logs: Path) -> subprocess.Pope
 def gather(device: int, data_dir: Path, logs: Path) -> None:
     """Take over what was measured on a GPU."""
     copy = logs / f"data-{device}"
-    for partial in sorted(copy.rglob(f"{manifest.PARTIAL}/*.json")):
+    for partial in sorted(copy.rglob(f"{files.PARTIAL}/*.json")):
         print(f"cut off: {record.keep(partial).name}", flush=True)
     for file in sorted({*copy.rglob("records/*.json"), *copy.rglob("systems/*.json")}):
         target = data_dir / file.relative_to(copy)
         if not target.exists():
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(file, target)
-            (target.parent.parent / manifest.NAME).touch()
-            manifest.add(target)
 
 
 def run(slugs: list[str], devices: list[int], end: float, data_dir: Path, logs: Path) -> None:

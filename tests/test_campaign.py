@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gdpa_lab.measuring import manifest, record
+from gdpa_lab.measuring import record
 from tests.records import SHORT, a_row, writer
 
 FOLDER = record.ROOT / "notebooks"
@@ -27,7 +27,6 @@ def campaign(monkeypatch):
 def data(tmp_path):
     folder = tmp_path / "data"
     folder.mkdir()
-    (folder / manifest.NAME).touch()
     return folder
 
 
@@ -84,12 +83,11 @@ def test_a_piece_of_today_does_not_finish_a_chapter(campaign, data, monkeypatch)
     assert "block/results" not in campaign.wanted("NVIDIA H200", data, [])
 
 
-def test_each_gpu_takes_the_next_and_its_records_are_listed(campaign, data, tmp_path, monkeypatch):
+def test_each_gpu_takes_the_next_and_its_records_are_kept(campaign, data, tmp_path, monkeypatch):
     seen = stands_in(monkeypatch, campaign, WRITES)
     campaign.run(["a", "b", "c"], [4, 7], time.monotonic() + 60, data, tmp_path)
     assert [slug for slug, _ in seen] == ["a", "b", "c"] and {x for _, x in seen} == {4, 7}
     assert {path.stem for path in data.glob("records/*.json")} == {"a", "b", "c"}
-    assert {*manifest.listed(data)} == {f"records/{slug}.json" for slug in "abc"}
 
 
 def test_when_the_time_is_up_nothing_runs_on(campaign, data, tmp_path, monkeypatch, capsys):

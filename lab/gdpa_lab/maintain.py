@@ -11,7 +11,6 @@ FILES = {
     "choices": 'what `impl="auto"` tries first, from the records',
     "every-gpu": "what the plain products compile to for GPUs that nobody measured",
     "machine-code": "the machine code of every row's kernels, compiled where the table lacks it",
-    "manifest": "the files of data/ as they are; lines of records and systems stay",
     "predictions": "what the models say of a B200",
     "readme": "the tables and the figure of README.md, from the records and the ladders",
     "registered": "the chapters' predictions, and their first commits; after `make book`",
@@ -27,22 +26,18 @@ def parser(commands: argparse._SubParsersAction) -> None:
 
 
 def main(name: str) -> int:
-    """Regenerate one of `FILES`, print whether each file changed, and return the exit status. The
-    manifest is updated with what changed in data/."""
-    from gdpa_lab.measuring import manifest, record
+    """Regenerate one of `FILES`, print whether each file changed, and return the exit status."""
+    from gdpa_lab.measuring.record import ROOT
 
     for path, changed in _update(name).items():
-        listed = path.is_relative_to(record.DATA_DIR) and manifest.listed(record.DATA_DIR)
-        if changed and listed:
-            manifest.update(record.DATA_DIR)
         state = "rewritten" if changed else "was up to date"
-        sys.stdout.write(f"{path.relative_to(record.ROOT)} {state}\n")
+        sys.stdout.write(f"{path.relative_to(ROOT)} {state}\n")
     return 0
 
 
 def _update(name: str) -> dict[Path, bool]:
     """Regenerate the files of `name` and return whether each changed."""
-    from gdpa_lab.measuring import every_gpu, manifest, record
+    from gdpa_lab.measuring import every_gpu, record
     from gdpa_lab.report import (
         clock_free,
         measured_rankings,
@@ -60,8 +55,6 @@ def _update(name: str) -> dict[Path, bool]:
         case "machine-code":
             log = functools.partial(print, file=sys.stderr)
             return {record.DATA_DIR / staleness.NAME: staleness.update(log=log)}
-        case "manifest":
-            return {record.DATA_DIR / manifest.NAME: manifest.update(record.DATA_DIR)}
         case "predictions":
             return {module.PATH: module.update() for module in (predictions, clock_free)}
         case "readme":

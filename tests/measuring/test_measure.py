@@ -866,7 +866,6 @@ def test_a_planned_row_that_was_not_measured_is_a_failure(run_of, tmp_path, monk
 def test_records_of_other_machines_go_to_their_own_folder(run_of, tmp_path, monkeypatch):
     promoted = tmp_path / system.PROMOTED
     promoted.write_text(json.dumps({"NVIDIA H200": []}))
-    (tmp_path / "manifest.sha256").touch()
     run_of.measure(SMALL, ["v1_tiled"])
     monkeypatch.setenv("GDPA_KERNELS_HANDLE", "some/body")
     with pytest.raises(ValueError, match="must be letters, digits and hyphens, got 'some/body'"):

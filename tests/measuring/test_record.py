@@ -40,7 +40,7 @@ def a_record(rows=None, **values) -> Record:
     after = STATE | {"sm_clock_mhz": 1980.0, "throttle_reasons": ["sw_power_cap"]}
     made = record.new_record(
         command="make measure NOTEBOOKS=measuring/roofline", notebook=None,
-        system=system.describe(), state_before=STATE, state_after=after, protocol=PROTOCOL,
+        system=system.describe(), state={"before": STATE, "after": after}, protocol=PROTOCOL,
         workloads=[SHORT], rows=[a_row()] if rows is None else rows, ceilings=CEILINGS,
         tables={"errors": Table(("x", "gelu_tanh"), ((-1.5, 1e-4), (0, None)))},
     )  # fmt: skip
@@ -154,36 +154,32 @@ LAW = {"kind": "log_normal", "sigma": 1e308, "loc": 0.0, "scale": 1.0, "minimum"
     [
         (lambda d: json.dumps(d)[:-200].encode(), "cut short"),
         (lambda d: b"", "cut short"),
-        (lambda d: b" ", "cut short"),
         (lambda d: b"\x89PNG\xff", "utf-8"),
-        (lambda d: '{"schema_version": 1}'.encode("utf-16"), "utf-8"),
         (lambda d: b"\xef\xbb\xbf{}", "BOM"),
         (lambda d: b"null", "no schema_version"),
         (lambda d: b"[" * 100_000, "nested too deeply"),
         (lambda d: b'{"schema_version": 1' + b"0" * 5000 + b"}", "."),
         (lambda d: b'{"id": 1, "id": 2}', r"unique, got \['id'\] twice"),
-        (lambda d: b'{"name": "pytest", "machine_info": {}}', "no schema_version"),
-        (lambda d: b"[1, 2]", "no schema_version"),
         (put(2, "schema_version"), "at most 1, got the newer 2"),
         (put("1", "schema_version"), "no schema_version"),
-        (put(0, "schema_version"), "schema_version: 1 was expected"),
-        (drop("protocol"), "record: 'protocol' is a required property"),
-        (drop("rows", 0, "impl"), r"rows\[0\]: 'impl' is a required property"),
-        (drop("state", "after", "power_w"), "state.after: 'power_w' is a required property"),
-        (put(1, "rows", 0, "surprise"), r"rows\[0\]: .*'surprise' was unexpected"),
+        (put(0, "schema_version"), "schema_version must be same as const definition: 1, got 0"),
+        (drop("protocol"), r"^must contain \['protocol'\]"),
+        (drop("rows", 0, "impl"), r"rows\[0\] must contain \['impl'\]"),
+        (drop("state", "after", "power_w"), r"state.after must contain \['power_w'\]"),
+        (put(1, "rows", 0, "surprise"), r"rows\[0\] must not contain {'surprise'}"),
         (put(math.nan, "rows", 0, "samples_us", 1), r"rows\[0\].samples_us\[1\] must be a finite"),
         (put(math.inf, "state", "before", "power_w"), "state.before.power_w must be a finite"),
         (put(math.nan, "rows", 0, "config", "x"), r"rows\[0\].config.x must be a finite"),
-        (put(-1.0, "rows", 0, "samples_us", 0), r"rows\[0\].samples_us\[0\]: -1.0"),
-        (put("fast", "rows", 0, "samples_us", 0), r"samples_us\[0\]: 'fast' is not of type"),
-        (put("sideways", "rows", 0, "direction"), r"rows\[0\].direction: 'sideways'"),
-        (put([*range(10_000)], "rows", 0, "direction"), r"rows\[0\].direction: \[0, 1, "),
+        (put(-1.0, "rows", 0, "samples_us", 0), r"samples_us\[0\] must .*, got -1.0"),
+        (put("fast", "rows", 0, "samples_us", 0), r"samples_us\[0\] must be number, got 'fast'"),
+        (put("sideways", "rows", 0, "direction"), "direction must be one of .*, got 'sideways'"),
+        (put([*range(10_000)], "rows", 0, "direction"), r"direction must .*, got \[0, 1, "),
         (put("2026-13-01T00:00:00Z", "created"), "created must be a date and time"),
-        (put("yesterday", "created"), "created: 'yesterday' does not match"),
+        (put("yesterday", "created"), "created must match pattern .*, got 'yesterday'"),
         (put("gdpa-other", "rows", 0, "workload"), r"rows\[0\].workload must be one of"),
         (put({}, "workloads", SHORT.name), f"workloads.{SHORT.name}: "),
         (put("x", "workloads", SHORT.name, "name"), "name must be its key, got 'x'"),
-        (put(0, "ceilings", 1, "bytes_written"), r"ceilings\[1\].bytes_written: 0 is less"),
+        (put(0, "ceilings", 1, "bytes_written"), r"ceilings\[1\].bytes_written must .* 1, got 0"),
         (put([1.0], "tables", "errors", "rows", 0), r"tables.errors.rows\[0\] must have 2 values"),
         (put(0.5, "rows", 0, "error", "max_abs"), "at most the budget 0.002 to pass, got 0.5"),
         (put(None, "rows", 0, "error", "max_abs"), "to pass, got None"),
@@ -192,20 +188,18 @@ LAW = {"kind": "log_normal", "sigma": 1e308, "loc": 0.0, "scale": 1.0, "minimum"
         (put("out of memory", "rows", 0, "failure"), "null when there are samples"),
         (put([], "rows", 0, "samples_us"), "must say why there are no samples"),
         (lambda d: d["rows"].append(d["rows"][0]), r"rows\[1\] must differ from rows\[0\]"),
-        (put(10**400, "rows", 0, "flops"), r"flops must be an integer of at most 63 bits"),
-        (put(10**30, "workloads", SHORT.name, "batch"), "at most 63 bits, got 100 bits"),
-        (put("\ud800", "rows", 0, "variant"), r"rows\[0\].variant must be text"),
-        (put("../../x", "rows", 0, "impl"), r"rows\[0\].impl: '../../x' does not match"),
-        (put("v1_tiled\n", "rows", 0, "impl"), "does not match"),
-        (put("../x", "rows", 0, "operator"), "does not match"),
-        (put(SHORT.to_dict(), "workloads", "../../x"), r"workloads: '../../x' does not match"),
-        (put("magic", "rows", 0, "math"), "'magic' is not one of"),
-        (put(None, "rows", 0, "samples_us"), "None is not of type 'array'"),
-        (put(1e308, "rows", 0, "samples_us", 0), "greater than the maximum"),
+        (put(10**400, "rows", 0, "flops"), "flops must be .* an integer of at most 63 bits"),
+        (put(10**30, "workloads", SHORT.name, "batch"), "batch must be .* got int 1000"),
+        (put("\ud800", "rows", 0, "variant"), "variant must be .* text, or null, got str"),
+        (put("../../x", "rows", 0, "impl"), r"rows\[0\].impl must match pattern .*, got '../../x'"),
+        (put("v1_tiled\n", "rows", 0, "impl"), "impl must match"),
+        (put(SHORT.to_dict(), "workloads", "../../x"), "workloads must be named by propertyName"),
+        (put("magic", "rows", 0, "math"), "math must be one of .*, got 'magic'"),
+        (put(None, "rows", 0, "samples_us"), "samples_us must be array, got None"),
+        (put(1e308, "rows", 0, "samples_us", 0), "must be smaller than .*, got 1e.308"),
         (put("2026-11-20T00:00:00Z", "created"), "id must begin with the time of created"),
-        (put("9999-12-31T23:59:59Z", "created"), "id must begin with the time of created"),
         (put("nvidia-b200-0123abcd", "system"), "'nvidia-b200-0123abcd', which is not"),
-        (put("../../etc", "system"), "system: '../../etc' does not match"),
+        (put("../../etc", "system"), "system must match pattern .*, got '../../etc'"),
         (put("block_attention", "rows", 0, "operator"),
          r"rows\[0\].operator must be 'gdpa', its workload's, got 'block_attention'$"),
         *((put(right * factor, "rows", 0, name),
@@ -286,9 +280,9 @@ def test_a_missing_or_damaged_system_is_refused(data_dir):
     [
         ({"samples_us": [math.nan]}, "finite"),
         ({"error": Error.judge(1.0, 0.5, elements=1)}, "behind a failed check"),
-        ({"config": {"device": Path("x")}}, "config.device must be a JSON value, got PosixPath"),
-        ({"config": {1: "x"}}, "config must have strings as keys, got 1"),
-        ({"flops": np.int64(1)}, "flops must be a JSON value"),
+        ({"config": {"device": Path("x")}}, "config.device must be .*, got PosixPath"),
+        ({"config": {1: "x"}}, "config must have text as keys, got 1"),
+        ({"flops": np.int64(1)}, "flops must be .* got int64"),
     ],
 )
 def test_a_bad_record_is_not_written(data_dir, row, reason):
@@ -415,7 +409,7 @@ LAUNCH = {
 
 
 def test_what_rows_launch_alike_stands_in_a_record_once(data_dir):
-    other = {**LAUNCH, "code": "f" * 16}
+    other = {**LAUNCH, "code": "fedcba9876543210"}
     launches = [(LAUNCH,), (other, LAUNCH), (), None]
     rows = [a_row(variant=str(i), launches=seen) for i, seen in enumerate(launches)]
     path = record.write(a_record(rows), data_dir)
@@ -458,7 +452,7 @@ def test_the_commit_of_what_ran_is_found_by_its_sources(root):
     assert record.package_state(root=root).committed(root) == head
     file.write_text("ran = 1")
     ran = record.package_state(root=root)
-    assert (ran.commit, ran.dirty, ran.committed(root)) == (head, True, None)
+    assert (ran.commit, ran.dirty, ran.committed(root)) == (head, True, "")
     record._later.cache_clear()
     (root / "gdpa_kernels" / "other.py").write_text("")
     later = committed(root)
@@ -466,8 +460,10 @@ def test_the_commit_of_what_ran_is_found_by_its_sources(root):
     committed(root)
     assert ran.committed(root) == later != head
     never = replace(ran, sources=ran.sources | {"gdpa_kernels/new.py": "0" * 64})
-    assert never.committed(root) is None
-    assert replace(ran, commit="a" * 40).committed(root) is None
+    assert never.committed(root) == ""
+    for unknown in (None, "a" * 40):
+        assert replace(ran, commit=unknown).committed(root) is None
+    assert ran.committed(root / "gdpa_kernels" / "nowhere") is None
 
 
 def test_commit_without_a_checkout(root, monkeypatch):
@@ -499,22 +495,3 @@ def test_the_dictionary_explains_every_key():
     schema = json.loads((ROOT / "lab/gdpa_lab/measuring/record.schema.json").read_text())
     keys = {*keys_of(schema), *system.describe().to_dict()}
     assert [key for key in keys if f"`{key}`" not in text] == []
-
-
-def test_sources_are_compared_with_those_of_their_commit(tmp_path):
-    """The machine that measured need not tell: `dirty` is None there."""
-    (tmp_path / "gdpa_kernels").mkdir()
-    ran = {}
-    for name in ("gdpa_kernels/a.py", "gdpa_kernels/b.py"):
-        (tmp_path / name).write_text(f"name = '{name}'\n\n")
-        ran[name] = record.source_hash(tmp_path / name)
-    package = record.Package("0.1.0", committed(tmp_path), None, ran)
-    assert package.differs(tmp_path) is False
-    (tmp_path / "gdpa_kernels" / "a.py").write_text("later")
-    assert package.differs(tmp_path) is False
-    edited = ran | {"gdpa_kernels/a.py": "0" * 64}
-    assert replace(package, sources=edited).differs(tmp_path) is True
-    assert replace(package, sources=ran | {"gdpa_kernels/c.py": "0" * 64}).differs(tmp_path) is True
-    for unknown in (None, "0" * 40):
-        assert replace(package, commit=unknown).differs(tmp_path) is None
-    assert package.differs(tmp_path / "gdpa_kernels" / "nowhere") is None

@@ -131,7 +131,7 @@ def test_a_record_holds_rows_of_both_scopes_each_against_its_own_ceilings(tmp_pa
     ("values", "reason"),
     [
         ({"scope": "sustained"}, "load must say what the GPU reported while it ran back to back"),
-        ({"scope": "kernel", "load": LOAD}, "load belongs to samples of scope sustained"),
+        ({"scope": "kernel", "load": LOAD}, "load must be null, or of samples of scope sustained"),
         ({"scope": "sustained", "samples_us": (), "failure": "HostTooSlow: ..."}, None),
     ],
 )

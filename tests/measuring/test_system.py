@@ -179,7 +179,7 @@ def test_limits_boards_and_counts_of_gpus_are_told_apart(gpu, smi, monkeypatch, 
     assert len({limited.id, one.id, left.id, two.id}) == 4
     for made in (limited, one, left, two):
         assert system.load(system.save(made, tmp_path)) == made
-    old = system.manifest.DATA_DIR / "systems" / "nvidia-h200-62ac9e84.json"
+    old = system.files.DATA_DIR / "systems" / "nvidia-h200-62ac9e84.json"
     assert system.load(old).board is None
 
 

@@ -46,10 +46,10 @@ def test_an_answer_is_a_sentence_of_a_chapter(claim):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"answer": {"in": "a/b"}}, "answer: 'text' is a required property"),
-        ({"answer": {"text": "", "in": "a/b"}}, "answer.text: '' does not match"),
-        ({"answer": {"text": "True."}}, "status: 'refuted_by_arithmetic' was expected"),
-        ({"status": "refuted_by_arithmetic"}, "status: 'open' was expected"),
+        ({"answer": {"in": "a/b"}}, r"answer must contain \['text'\]"),
+        ({"answer": {"text": "", "in": "a/b"}}, "answer.text must match .* got ''"),
+        ({"answer": {"text": "True."}}, "status must be .*: refuted_by_arithmetic, got"),
+        ({"status": "refuted_by_arithmetic"}, "status must be .*: open, got 'refuted"),
     ],
     ids=str,
 )

@@ -5,7 +5,7 @@ import pandas as pd
 import pytest
 
 from gdpa_lab.measuring import cost_model
-from gdpa_lab.measuring.manifest import DATA_DIR
+from gdpa_lab.measuring.files import DATA_DIR
 from gdpa_lab.report import results
 from notebooks.measuring import _energy
 

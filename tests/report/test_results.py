@@ -6,9 +6,11 @@ from functools import partial
 import numpy as np
 import pandas as pd
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from gdpa_lab import __main__
-from gdpa_lab.measuring import record, refusals, roofline
+from gdpa_lab.measuring import bounds, record, roofline
 from gdpa_lab.measuring.record import Ceiling, Error, Package, RecordError
 from gdpa_lab.measuring.workload import STEP
 from gdpa_lab.measuring.workloads import WORKLOADS, workload
@@ -49,6 +51,11 @@ def test_the_configuration_of_a_peer_has_a_column(add, tmp_path):
     add(peer, a_row(config={"BLOCK_M": 128}))
     table = results.table(tmp_path).set_index("impl")
     assert table["configuration"].to_dict() == {"gdpa_triton": "tma", "v1_tiled": ""}
+
+
+@given(st.lists(st.floats(1e-3, 1e9), min_size=1, max_size=40))
+def test_quantiles_are_those_of_numpy(samples):
+    assert results.quantiles(samples, (0.2, 0.5, 0.8)) == [*np.quantile(samples, (0.2, 0.5, 0.8))]
 
 
 def test_ceilings_use_medians_and_the_fastest(add):
@@ -328,7 +335,7 @@ def test_every_record_of_the_repository_loads_and_can_be_evaluated(every, path):
     assert (timed.time_us_p50 > 0).all() and (found[found.samples == 0].failure != "").all()
     counted = timed[~timed.scope.isin(["schedule", "host"])]
     assert counted.correct.all()
-    assert counted.percent_of_roofline.between(0, refusals.MOST_PERCENT).all()
+    assert counted.percent_of_roofline.between(0, bounds.MOST_PERCENT).all()
 
 
 def test_markdown_cells():

@@ -30,7 +30,7 @@ def found(stamp: str, **values) -> set[bool]:
     machine = system.load(record.DATA_DIR / "systems" / f"{run.system}.json")
     rows = [row for row in run.rows if all(getattr(row, k) == v for k, v in values.items())]
     assert rows
-    return {staleness.is_stale(run, row, machine) for row in rows if row.samples_us}
+    return {*staleness.are_stale(run, [row for row in rows if row.samples_us], machine)}
 
 
 def test_the_table_is_that_of_the_records_and_the_sources():
@@ -96,19 +96,16 @@ def measured(tmp_path):
             own = [machine_code.describe(x) for x in seen if x.kernel.__module__ == module.__name__]
         rows.append(a_row(SELF, impl=impl, samples_us=[9e6], launches=own))
     run = record.new_record(
-        command="make measure", notebook=None, system=MACHINE, state_before=STATE,
-        state_after=STATE, protocol=PROTOCOL, workloads=[SELF, BLOCK], rows=rows,
+        command="make measure", notebook=None, system=MACHINE, protocol=PROTOCOL, ceilings=(),
+        state={"before": STATE, "after": STATE}, workloads=[SELF, BLOCK], rows=rows,
     )  # fmt: skip
     system.save(MACHINE, tmp_path)
     return record.load(record.write(run, tmp_path))
 
 
 def stale(run: record.Record, folder, root) -> list[str]:
-    return [
-        row.impl
-        for row in run.rows
-        if staleness.is_stale(run, row, MACHINE, data_dir=folder, root=root)
-    ]
+    answers = staleness.are_stale(run, run.rows, MACHINE, data_dir=folder, root=root)
+    return [row.impl for row, answer in zip(run.rows, answers, strict=True) if answer]
 
 
 def test_a_comment_changes_nothing(measured, tmp_path):

@@ -1,25 +1,32 @@
-"""Physical and numerical bounds, to refuse records that fit the schema and cannot be true.
+"""Refuses records of the right structure that cannot be true: contradictions and physical bounds.
 
-Rates are bounded by the machine (`systems/`): all tensor cores at the highest clock, all pins of
-the memory at theirs. Mean power is energy over time. An error budget cannot be recomputed without
-the tensors, so it is bounded by the roundings in such sums.
+Rates are bounded by the ceilings of the same record, and by the machine (`systems/`): all tensor
+cores at the highest clock, all pins of the memory at theirs. Mean power is energy over time. An
+error budget cannot be recomputed without the tensors; it is made of PyTorch's error, which is of a
+few roundings.
 """
 
 from __future__ import annotations
 
 import math
+import statistics
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import cache
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import torch
-
-from gdpa_kernels.gdpa.reference import ACTIVATIONS
-from gdpa_lab.measuring.rows import Ceiling, Row
+from gdpa_lab.measuring.roofline import Ceilings
+from gdpa_lab.measuring.rows import FACTOR, Ceiling, Row, Table, work
 from gdpa_lab.measuring.system import System
-from gdpa_lab.measuring.testing import FACTOR
-from gdpa_lab.measuring.workload import Workload
+
+if TYPE_CHECKING:
+    from gdpa_lab.measuring.record import Record
+
+MOST_PERCENT = 105
+"""Of the roofline, at the median. Kernels and ceilings are timed minutes apart, at clocks that
+differ by a few percent; the records of an H200 reach 100.6."""
+
+_MOST_SEQUENCES = 1 << 20
 
 FLOPS = {
     "8.0": 2048, "8.6": 1024, "8.9": 1024, "9.0": 4096, "10.0": 8192, "10.3": 8192, "12.0": 1024,
@@ -34,37 +41,118 @@ BUS_BITS = {
 sheets of A100, A40, L40S, H200, B200, B300, RTX PRO 6000. Two bits per pin and clock."""
 
 SAME = 1e-12
-"""Tolerance between two ways to compute a mean power in double precision."""
+"""Tolerance between two ways to compute a number in double precision."""
 
-ROUNDING = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-11}
-"""Largest relative error of one rounding; products of fp32 matrices may be TF32's."""
-
-_ROUNDINGS = 4 * FACTOR + 1
-"""Roundings in a budget: of scores, activations, the sum and the result; and its own."""
-_SIGMAS = 8.0
-"""Bound in deviations that a draw of N(0, 1), or a sum of many, exceeds less than once in 1e15."""
+MOST_ROUNDINGS = 64
+"""Most of PyTorch's error over the rounding of what is right; 14 in the records."""
 
 
-def violation(
-    ceilings: Sequence[Ceiling], rows: Sequence[Row], workloads: Mapping[str, Workload],
-    machine: System,
-) -> str | None:  # fmt: skip
-    """Return why a record of these cannot be of `machine`, or a budget in it cannot be right, or
-    None. `workloads`: by the names that rows have."""
-    return next(_violations(ceilings, rows, workloads, machine), None)
+def contradictions(run: Record) -> Iterator[str]:
+    """Yield why the values of a record do not fit each other; a later reason may need that there is
+    no earlier one."""
+    yield from _wrong_rows(run)
+    yield from _wrong_work(run)
+    yield from _wrong_tables(run.tables)
+    scopes = {ceiling.scope for ceiling in run.ceilings} | {"kernel"}
+    limits = {scope: Ceilings.measured(run.ceilings, scope) for scope in scopes}
+    for i, row in enumerate(run.rows):
+        limit = limits.get("sustained" if row.scope == "sustained" else "kernel")
+        if limit is None or not row.samples_us or not row.flops:
+            continue
+        floor = limit.floor_us(row.flops, row.bytes_read, row.bytes_written)
+        percent = 100 * floor / statistics.median(row.samples_us)
+        if percent > MOST_PERCENT:
+            yield (
+                f"rows[{i}].samples_us must be at most {MOST_PERCENT} % of the roofline that the "
+                f"ceilings make, got {percent:.0f} %"
+            )
+    yield from _wrong_budgets(run)
 
 
-def _violations(
-    ceilings: Sequence[Ceiling], rows: Sequence[Row], workloads: Mapping[str, Workload],
-    machine: System,
-) -> Iterator[str]:  # fmt: skip
-    tflops, gbytes = peak_tflops(machine), peak_gbytes_per_s(machine)
-    timed = [(f"ceilings[{i}]", ceiling) for i, ceiling in enumerate(ceilings)]
-    timed += [(f"rows[{i}]", row) for i, row in enumerate(rows)]
+def violations(run: Record, machine: System) -> Iterator[str]:
+    """Yield why a record cannot be of `machine`."""
+    timed = [(f"ceilings[{i}]", ceiling) for i, ceiling in enumerate(run.ceilings)]
+    timed += [(f"rows[{i}]", row) for i, row in enumerate(run.rows)]
     for where, what in timed:
-        yield from _too_fast(where, what, machine, tflops, gbytes)
-        yield from _wrong_load(where, what, machine)
-    yield from _wrong_budgets(rows, workloads)
+        if what.samples_us:
+            yield from _too_fast(f"{where}.samples_us", what, machine)
+            yield from _wrong_load(f"{where}.load", what, machine)
+
+
+def _wrong_rows(run: Record) -> Iterator[str]:
+    """Check that workloads, rows and the plan fit each other."""
+    for name in run.workloads:
+        try:
+            workload = run.workload(name)
+        except (TypeError, ValueError) as error:
+            yield f"workloads.{name}: {error}"
+            return
+        if workload.name != name:
+            yield f"workloads.{name}: name must be its key, got {workload.name!r}"
+        if workload.batch > _MOST_SEQUENCES:  # its lengths are drawn one by one
+            yield f"workloads.{name}.batch must be at most {_MOST_SEQUENCES}"
+    seen: dict[tuple[str, ...], int] = {}
+    for i, row in enumerate(run.rows):
+        if row.workload not in run.workloads:
+            known = sorted(run.workloads)
+            yield f"rows[{i}].workload must be one of {known}, got {row.workload!r}"
+        error = row.error
+        if error and error.passed and (error.max_abs is None or error.max_abs > error.budget):
+            yield (
+                f"rows[{i}].error: max_abs must be at most the budget {error.budget} to pass, got "
+                f"{error.max_abs}"
+            )
+        if row.key in seen:
+            yield f"rows[{i}] must differ from rows[{seen[row.key]}], got {'/'.join(row.key)} twice"
+        seen[row.key] = i
+    for key in run.plan or ():
+        if key not in seen:
+            yield f"rows must hold {'/'.join(key)}, which the run planned, if only its failure"
+
+
+def _wrong_work(run: Record) -> Iterator[str]:
+    """Check operator, FLOPs and bytes of rows against those of their workload."""
+    counted = cache(work)  # rows share the work of their workload
+    for i, row in enumerate(run.rows):
+        workload = run.workload(row.workload)
+        kind = {name: getattr(row, name) for name in ("scope", "variant", "math")}
+        try:
+            expected = counted(workload, row.direction, **kind)
+        except (ArithmeticError, ValueError) as error:
+            yield f"rows[{i}]: the work of {workload.name!r} cannot be counted: {error}"
+            continue
+        for name, value in {"operator": workload.operator, **expected}.items():
+            if getattr(row, name) != value:
+                received = getattr(row, name)
+                yield f"rows[{i}].{name} must be {value!r}, its workload's, got {received!r}"
+
+
+def _wrong_tables(tables: Mapping[str, Table]) -> Iterator[str]:
+    """Check the shape of tables and, of training steps, medians and rates against the samples."""
+    rows = [
+        (f"tables.{name}.rows[{i}]", table.columns, row)
+        for name, table in tables.items() for i, row in enumerate(table.rows)
+    ]  # fmt: skip
+    for where, columns, row in rows:
+        if len(row) != len(columns):
+            yield f"{where} must have {len(columns)} values, got {len(row)}"
+    times: dict[tuple[Any, ...], list[float]] = defaultdict(list)
+    samples = tables.get("samples", Table((), ()))
+    *keys, part = samples.columns[:-2] or [""]
+    for *key, _, time_s in samples.rows if part == "part" else ():
+        times[tuple(key)].append(time_s if isinstance(time_s, float) else math.nan)
+    for where, columns, row in rows:
+        values = dict(zip(columns, row, strict=True))
+        for column in columns if columns[: len(keys)] == tuple(keys) else ():
+            measured = times.get((*row[: len(keys)], column.removesuffix("_s")))
+            if measured and values[column] != (median := statistics.median(measured)):
+                yield f"{where}.{column} must be {median}, of its samples, got {values[column]}"
+        step_s, rate, batch = map(values.get, ("step_s", "samples_per_s", "batch"))
+        if isinstance(step_s, float) and isinstance(rate, float):
+            count = step_s * rate
+            whole = batch if isinstance(batch, int) else float(f"{count:.0f}")
+            if not math.isclose(count, whole, rel_tol=SAME):
+                yield f"{where}.samples_per_s must be a batch over step_s, got {count:.6g}"
 
 
 def peak_tflops(machine: System) -> float:
@@ -83,102 +171,48 @@ def peak_gbytes_per_s(machine: System) -> float:
     return 2 * bits / 8 * machine.max_memory_clock_mhz / 1e3
 
 
-def _too_fast(
-    where: str, what: Ceiling | Row, machine: System, tflops: float, gbytes: float
-) -> Iterator[str]:
-    if not what.samples_us:
-        return
-    fastest = min(what.samples_us)
-    rate = what.flops / fastest / 1e6
-    if rate > tflops:
+def _too_fast(where: str, what: Ceiling | Row, machine: System) -> Iterator[str]:
+    fastest, size = min(what.samples_us), what.bytes_read + what.bytes_written
+    if (rate := what.flops / fastest / 1e6) > (most := peak_tflops(machine)):
         units = f"{machine.num_sms} SMs at {machine.max_sm_clock_mhz:.0f} MHz"
-        yield f"{where}.samples_us must be at most {tflops:.0f} TFLOP/s, {units}, got {rate:.0f}"
-    # Bytes that L2 may hold have not come from memory.
-    rate = (what.bytes_read + what.bytes_written - (machine.l2_bytes or 0)) / fastest / 1e3
-    if rate > gbytes:
+        yield f"{where} must be at most {most:.0f} TFLOP/s, {units}, got {rate:.0f}"
+    size -= machine.l2_bytes or 0  # bytes that L2 may hold have not come from memory
+    if (rate := size / fastest / 1e3) > (most := peak_gbytes_per_s(machine)):
         pins = f"memory at {machine.max_memory_clock_mhz:.0f} MHz"
-        yield f"{where}.samples_us must be at most {gbytes:.0f} GB/s, {pins}, got {rate:.0f}"
+        yield f"{where} must be at most {most:.0f} GB/s, {pins}, got {rate:.0f}"
 
 
 def _wrong_load(where: str, what: Ceiling | Row, machine: System) -> Iterator[str]:
-    load = what.load
-    if load is None or not what.samples_us:
-        return
-    if load.joules is not None and load.power_w is not None:
-        watts = load.joules / (float(np.mean(what.samples_us)) * 1e-6)
+    load, most = what.load, machine.max_sm_clock_mhz
+    if load and None not in (load.joules, load.power_w):
+        watts = load.joules / statistics.fmean(what.samples_us) * 1e6
         if not math.isclose(watts, load.power_w, rel_tol=SAME):
             expected = f"{watts}, joules over the mean of samples_us"
-            yield f"{where}.load.power_w must be {expected}, got {load.power_w}"
-    most = machine.max_sm_clock_mhz
-    if None not in (most, load.sm_clock_mhz) and load.sm_clock_mhz > most:
-        yield f"{where}.load.sm_clock_mhz must be at most {most:.0f}, got {load.sm_clock_mhz:.0f}"
+            yield f"{where}.power_w must be {expected}, got {load.power_w}"
+    if load and None not in (most, load.sm_clock_mhz) and load.sm_clock_mhz > most:
+        yield f"{where}.sm_clock_mhz must be at most {most:.0f}, got {load.sm_clock_mhz:.0f}"
 
 
-def _wrong_budgets(rows: Sequence[Row], workloads: Mapping[str, Workload]) -> Iterator[str]:
+def _wrong_budgets(run: Record) -> Iterator[str]:
     """Check budgets against their bound and their number against the tensors compared: they depend
     on the inputs alone, so all rows of one mathematics share them."""
     budgets: dict[tuple[str, str, str], set[float]] = defaultdict(set)
-    for i, row in enumerate(rows):
+    for i, row in enumerate(run.rows):
         if row.error is None:
             continue
         budget, must = row.error.budget, f"rows[{i}].error.budget must be"
-        work = workloads[row.workload]
-        most = most_budget(work, row.direction, row.math)
-        if budget > most:
-            why = f"what roundings to {work.dtype} amount to"
-            yield f"{must} at most {most:.3g}, {why}, got {budget:.3g}"
-        if None not in (row.error.pytorch, row.error.rounding):
-            expected = FACTOR * row.error.pytorch + row.error.rounding
+        pytorch, rounding = row.error.pytorch, row.error.rounding
+        if None not in (pytorch, rounding):
+            expected = FACTOR * pytorch + rounding
             if not math.isclose(expected, budget, rel_tol=SAME):
                 why = f"{FACTOR:g} times pytorch and rounding"
                 yield f"{must} {expected:.6g}, {why}, got {budget:.6g}"
+            if pytorch > MOST_ROUNDINGS * rounding:
+                most = f"at most {MOST_ROUNDINGS} times rounding"
+                yield f"rows[{i}].error.pytorch must be {most}, {rounding}, got {pytorch}"
         seen = budgets[row.workload, row.direction, row.math]
         seen.add(budget)
         tensors = 1 if row.direction == "forward" and row.math != "rotary" else 3
         if len(seen) > tensors:
             of = f"one of its workload, direction and math, of which {tensors} can differ"
             yield f"{must} {of}, got {budget:.6g} as another"
-
-
-@cache
-def most_budget(workload: Workload, direction: str, math_of: str) -> float:
-    """The largest error budget that a check on `workload` can have.
-
-    Inputs are N(0, 1), so a score is N(0, (scale sqrt(head_dim))^2). A sum over n keys or queries
-    of independent terms of deviation g is within 8 g sqrt(n), or 8 of its largest terms; softmax
-    averages instead. A budget is `FACTOR` times PyTorch's error, of four roundings, and one
-    rounding. Budgets of the records reach a sixth of this.
-    """
-    heads = workload.num_heads_q // workload.num_heads_k
-    queries = workload.total_q if workload.operator == "gdpa" and workload.shared_q else 0
-    n_q, n_k = max(workload.max_seqlen_q * heads, queries), workload.max_seqlen_k
-    scale = workload.head_dim**-0.5 if workload.scale is None else workload.scale
-    deviation = scale * workload.head_dim**0.5
-    if math_of == "activation":
-        names = workload.activation
-        names = (names,) if isinstance(names, str) else tuple(names)
-        n = n_k if direction == "forward" else max(n_q, n_k)
-        size = max(_size(name, deviation, n, direction) for name in names)
-        size *= abs(workload.output_scale) if workload.output_scale is not None else 1.0
-    elif direction == "forward" or math_of == "rotary":
-        size = 2.0
-    else:
-        size = _SIGMAS * max(1.0, deviation) * math.sqrt(1 + n_q / n_k)
-    return _ROUNDINGS * ROUNDING[workload.dtype] * _SIGMAS * size
-
-
-def _size(activation: str, deviation: float, n: int, direction: str) -> float:
-    """Bound a sum of `n` activations of scores N(0, `deviation`^2), in the backward pass also of
-    derivatives, by its deviation or its largest term; each term includes the effect of a relative
-    error of the score."""
-    x = torch.linspace(-_SIGMAS, _SIGMAS, 4001, dtype=torch.float64)
-    weights = torch.exp(-(x**2) / 2)
-    x, weights = x * deviation, weights / weights.sum()
-    function = ACTIVATIONS[activation]
-    slope = function.derivative(x)
-    terms = [function.function(x).abs() + (x * slope).abs()]
-    if direction == "backward":
-        bend = torch.gradient(slope, spacing=(x,))[0]
-        terms.append(deviation * (slope.abs() + (x * bend).abs()))
-    sums = [math.sqrt(n * float((weights * term**2).sum())) for term in terms]
-    return max(*sums, *(float(term.max()) for term in terms))

@@ -22,7 +22,7 @@ from gdpa_kernels.gdpa.batch import Batch
 from gdpa_kernels.gdpa.kernels import v1_tiled, v1_tiled_backward
 from gdpa_kernels.gdpa.mask import Mask
 from gdpa_kernels.serving import diagonal, joined
-from gdpa_lab.measuring import compile_check, manifest
+from gdpa_lab.measuring import compile_check, files
 from gdpa_lab.measuring.record import DATA_DIR
 
 NAME = "every_gpu.csv"
@@ -93,4 +93,4 @@ def table(data_dir: str | Path = DATA_DIR) -> pd.DataFrame:
 def update(data_dir: str | Path = DATA_DIR) -> bool:
     """Compile all kernels and write the table; return whether it changed."""
     text = pd.DataFrame(rows()).to_csv(index=False, lineterminator="\n")
-    return manifest.rewrite(Path(data_dir) / NAME, text)
+    return files.rewrite(Path(data_dir) / NAME, text)

@@ -336,8 +336,8 @@ def answer(question: Mapping[str, Any]) -> str:
 
 
 def is_code(text: str | None) -> bool:
-    """Return whether an answer is a hash and not a reason."""
-    return text is not None and re.fullmatch("[0-9a-f]{16}", text) is not None
+    """Return whether an answer is a hash, not one digit repeated, and not a reason."""
+    return text is not None and re.fullmatch(r"(?!(.)\1*$)[0-9a-f]{16}", text) is not None
 
 
 def combined(codes: Sequence[str]) -> str:

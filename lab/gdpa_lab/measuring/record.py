@@ -3,7 +3,7 @@
 `data/records/<id>.json` is written once and never changed. Rates, speedups and percentages are not
 stored; `results` derives them when read. Every key is explained in data/README.md, and
 record.schema.json states the structure. A file that is damaged, foreign, edited or of a newer
-schema is refused with its name and the reason: see refusals.py and manifest.py.
+schema is refused with its name and the reason: see refusals.py, bounds.py and history.py.
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
-import gdpa_kernels
-from gdpa_lab.measuring import bounds, git, manifest, refusals, siblings
+from gdpa_lab.measuring import bounds, files, git, history, memory, refusals
 from gdpa_lab.measuring import system as systems
-from gdpa_lab.measuring.manifest import DATA_DIR, RecordError
+from gdpa_lab.measuring.files import DATA_DIR, RecordError
 from gdpa_lab.measuring.refusals import SCHEMA_VERSION
 from gdpa_lab.measuring.require import require
 from gdpa_lab.measuring.rows import Ceiling, Error, Load, Protocol, Row, Table
@@ -62,21 +61,14 @@ class Package:
         recorded, now = (self.sources, source_hash) if self.code is None else (self.code, code_hash)
         return all(recorded.get(name) == now(root / name) for name in names)
 
-    def differs(self, root: str | Path = ROOT) -> bool | None:
-        """Return whether the files that ran differ from those of `commit` in the git history of
-        `root`; None without a commit, git, or that commit in the clone."""
-        if self.commit is None:
-            return None
-        differing = _differing(str(root), self.commit, tuple(sorted(self.sources.items())))
-        return None if differing is None else bool(differing)
-
     def committed(self, root: str | Path = ROOT) -> str | None:
         """Return the commit that holds the files that ran: `commit`, or the first one after it that
-        has them all, since what ran may have been committed later. None if history has none."""
+        has them all, since what ran may have been committed later. "" if history has none; None
+        without a commit, git, or that commit in the clone of `root`."""
         sources = tuple(sorted(self.sources.items()))
         differing = None if self.commit is None else _differing(str(root), self.commit, sources)
         if not differing:
-            return self.commit if differing is not None else None
+            return None if differing is None else self.commit
         return _later(str(root), self.commit, sources, differing)
 
 
@@ -91,7 +83,7 @@ def _differing(
     return tuple(
         (name, sha256)
         for text, (name, sha256) in zip(then, sources, strict=True)
-        if text is None or manifest.digest(text) != sha256
+        if text is None or files.digest(text) != sha256
     )
 
 
@@ -99,14 +91,14 @@ def _differing(
 def _later(
     root: str, commit: str, sources: tuple[tuple[str, str], ...],
     differing: tuple[tuple[str, str], ...],
-) -> str | None:  # fmt: skip
-    """The first commit after another that holds all sources."""
+) -> str:  # fmt: skip
+    """The first commit after another that holds all sources, "" if there is none."""
     names = (name for name, _ in differing)
     commits = git.answer(root, "rev-list", "--reverse", f"{commit}..HEAD", "--", *names)
     for later in (commits or "").split():
         if not _differing(root, later, differing) and not _differing(root, later, sources):
             return later
-    return None
+    return ""
 
 
 @cache
@@ -138,6 +130,11 @@ class Record:
     tables: Mapping[str, Table] = field(default_factory=dict)
     plan: tuple[tuple[str, ...], ...] | None = None
 
+    def __post_init__(self) -> None:
+        plan = None if self.plan is None else map(tuple, self.plan)
+        for name, value in {"ceilings": self.ceilings, "rows": self.rows, "plan": plan}.items():
+            object.__setattr__(self, name, None if value is None else tuple(value))
+
     @property
     def chapter(self) -> str | None:
         """Current path of its notebook."""
@@ -147,16 +144,18 @@ class Record:
         """Return the workload `name` as this record measured it; LookupError if there is none."""
         if name not in self.workloads:
             raise LookupError(f"name must be one of {sorted(self.workloads)}, got {name!r}")
+        if name not in self._built:
+            self._built[name] = Workload.from_dict(self.workloads[name])
         return self._built[name]
 
     @cached_property
     def _built(self) -> dict[str, Workload]:
-        return {name: Workload.from_dict(values) for name, values in self.workloads.items()}
+        return {}
 
-    def violation(self, machine: systems.System) -> str | None:
-        """Return why this cannot be a record of `machine`, or None; see `bounds`."""
-        workloads = {name: self.workload(name) for name in self.workloads}
-        return bounds.violation(self.ceilings, self.rows, workloads, machine)
+    def problem(self, machine: systems.System | None = None) -> str | None:
+        """Return why these values cannot be true together, or of `machine`, or None."""
+        reasons = bounds.violations(self, machine) if machine else bounds.contradictions(self)
+        return next(reasons, None)
 
     def to_dict(self) -> dict[str, Any]:
         """Convert to JSON values; launches shared by several rows are stored once."""
@@ -172,9 +171,14 @@ class Record:
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> Record:
         """Rebuild a record from `to_dict`; ValueError with the reason if it is not a valid one."""
-        reason = refusals.refusal(data)
+        reason = refusals.refusal(data) or (record := Record._of(data)).problem()
         if reason is not None:
             raise ValueError(reason)
+        return record
+
+    @staticmethod
+    def _of(data: Mapping[str, Any]) -> Record:
+        """Rebuild a record from values that passed all checks of their structure."""
         values = dict(data)
         launches = values.pop("launches", ())
         for added in ("schema_version", "digest"):
@@ -182,16 +186,11 @@ class Record:
         values |= {
             "package": Package(**data["package"]),
             "protocol": Protocol(**data["protocol"]),
-            "ceilings": tuple(_rebuilt(Ceiling, ceiling) for ceiling in data["ceilings"]),
-            "rows": tuple(_rebuilt(Row, row, launches) for row in data["rows"]),
+            "ceilings": [_rebuilt(Ceiling, ceiling) for ceiling in data["ceilings"]],
+            "rows": [_rebuilt(Row, row, launches) for row in data["rows"]],
             "tables": {name: Table(**table) for name, table in data["tables"].items()},
-            "plan": _keys(data.get("plan")),
         }
         return Record(**values)
-
-
-def _keys(plan: Iterable[Sequence[str]] | None) -> tuple[tuple[str, ...], ...] | None:
-    return None if plan is None else tuple(map(tuple, plan))
 
 
 def _rebuilt(kind: type, values: Mapping[str, Any], launches: Sequence[Any] = ()) -> Any:
@@ -205,23 +204,12 @@ def _rebuilt(kind: type, values: Mapping[str, Any], launches: Sequence[Any] = ()
 
 
 def new_record(
-    *,
-    command: str,
-    notebook: str | None,
-    system: systems.System,
-    state_before: Mapping[str, Any],
-    state_after: Mapping[str, Any],
-    protocol: Protocol,
-    workloads: Iterable[Workload],
-    rows: Iterable[Row],
-    ceilings: Iterable[Ceiling] = (),
-    tables: Mapping[str, Table] | None = None,
-    plan: Iterable[Sequence[str]] | None = None,
+    *, notebook: str | None, system: systems.System, workloads: Iterable[Workload], **values: Any
 ) -> Record:
-    """Create the record of a run that ends now.
+    """Create the record of a run that ends now, of the package as it is; see `package_state`.
 
-    `command` reproduces the run. `notebook` is its path relative to the repository, None if a
-    command measured. Its commit: see `package_state`. `write` checks the record.
+    `notebook`: its path relative to the repository, None if a command measured. `values`: the other
+    fields. `write` checks the record.
     """
     now = datetime.now(timezone.utc)
     name = Path(notebook or "run").with_suffix("").as_posix().removeprefix("notebooks/")
@@ -229,17 +217,11 @@ def new_record(
     return Record(
         id=f"{now.strftime(refusals.STAMP)}-{stem}-{system.id}",
         created=now.strftime(refusals.CREATED),
-        command=command,
         notebook=notebook,
         package=package_state(notebook=notebook),
         system=system.id,
-        state={"before": dict(state_before), "after": dict(state_after)},
-        protocol=protocol,
-        ceilings=tuple(ceilings),
         workloads={workload.name: workload.to_dict() for workload in workloads},
-        rows=tuple(rows),
-        tables=dict(tables or {}),
-        plan=_keys(plan),
+        **values,
     )
 
 
@@ -253,6 +235,8 @@ def package_state(
     environment variable GDPA_KERNELS_COMMIT, else None. ValueError if `commit` is not 40 hex digits
     or contradicts the checkout; FileNotFoundError if `notebook` is not in `root`.
     """
+    import gdpa_kernels
+
     root = Path(root).resolve()
     paths = sorted(path for folder in SOURCE_FOLDERS for path in (root / folder).rglob("*.py"))
     beside = []
@@ -283,7 +267,7 @@ def package_state(
 
 def source_hash(path: str | Path) -> str:
     """SHA-256 of a file, hex digits."""
-    return manifest.digest(Path(path).read_bytes())
+    return files.digest(Path(path).read_bytes())
 
 
 def code_hash(path: str | Path) -> str:
@@ -292,7 +276,7 @@ def code_hash(path: str | Path) -> str:
     return _code_hash(Path(path).read_text(encoding="utf-8"))
 
 
-@cache
+@memory.remembered
 def _code_hash(text: str) -> str:
     lines = text.split("\n")  # as ast counts them
     for node in ast.walk(ast.parse(text)):
@@ -310,19 +294,18 @@ def _code_hash(text: str) -> str:
             row, column = token.start
             lines[row - 1] = lines[row - 1][:column]
     code_lines = [line.rstrip() for line in lines if line.strip()]
-    return manifest.digest("\n".join(code_lines).encode())
+    return files.digest("\n".join(code_lines).encode())
 
 
 def write(record: Record, data_dir: str | Path = DATA_DIR) -> Path:
-    """Write `data_dir`/records/<id>.json, add it to the manifest if there is one, and return its
-    path.
+    """Write `data_dir`/records/<id>.json and return its path.
 
     RecordError if the record is not valid or its system is not in `data_dir`/systems;
     FileExistsError if the file exists: records are append-only.
     """
     path = Path(data_dir) / "records" / f"{record.id}.json"
     data = record.to_dict()
-    reason = refusals.refusal(data) or record.violation(_machine(record, path))
+    reason = refusals.refusal(data) or record.problem() or record.problem(_machine(record, path))
     if reason is not None:
         raise RecordError(path, reason)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -332,16 +315,12 @@ def write(record: Record, data_dir: str | Path = DATA_DIR) -> Path:
         raise FileExistsError(f"records/{path.name} exists, and records are append-only") from error
     with file:
         file.write(_text(data))
-    manifest.add(path)
     return path
 
 
 def write_partial(record: Record, path: Path) -> None:
     """Replace the file `path`, <folder>/partial/<name>.json, by what a run has measured so far."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    written = path.with_suffix(".new")
-    written.write_text(_text(record.to_dict()), encoding="utf-8")
-    written.replace(path)
+    files.rewrite(path, _text(record.to_dict()))
 
 
 def keep(partial: str | Path) -> Path:
@@ -349,7 +328,7 @@ def keep(partial: str | Path) -> Path:
     path. The file stays if RecordError refuses it."""
     partial = Path(partial).absolute()
     try:
-        record = Record.from_dict(refusals.parse(manifest.contents(partial, None)))
+        record = Record.from_dict(refusals.parse(files.read(partial)))
     except ValueError as error:
         raise RecordError(partial, str(error)) from error
     path = write(record, partial.parent.parent)
@@ -364,67 +343,84 @@ def _text(data: Mapping[str, Any]) -> str:
 def load(path: str | Path) -> Record:
     """Read one record of a data folder, <folder>/records/<id>.json.
 
-    RecordError if it is refused: it cannot be read, is not what the folder's manifest lists, is not
-    valid, or its system is not in <folder>/systems. A folder without a manifest lists nothing.
+    RecordError if it is refused: it cannot be read, is not valid, or its system is not in
+    <folder>/systems.
     """
-    path = Path(path).absolute()
-    sha256 = manifest.expected(path)
+    return _load(Path(path).absolute())[0]
+
+
+def _load(path: Path) -> tuple[Record, str]:
+    """Read a record and its SHA-256."""
     try:
         seen = path.stat()
     except OSError as error:
         raise RecordError(path, f"cannot be read: {error.strerror}") from error
-    record = _parse(path, seen.st_mtime_ns, seen.st_size, sha256)
+    state = path, seen.st_mtime_ns, seen.st_size
+    record, sha256 = _parse(*state)
     named = path.with_name(f"{record.id}.json")
     if path != named:
         duplicate = " (a duplicate of that file)" if named.exists() else ""
         raise RecordError(path, f"must be named {named.name}, after its id{duplicate}")
-    reason = _beyond(path, seen.st_mtime_ns, seen.st_size, sha256, _machine(record, path))
+    reason = _beyond(*state, _machine(record, path))
     if reason is not None:
         raise RecordError(path, reason)
-    return record
+    return record, sha256
 
 
 @cache
-def _parse(path: Path, changed: int, size: int, sha256: str | None) -> Record:
-    """Parse the record in `path`, once for each state of the file."""
-    text = manifest.contents(path, sha256)
+def _parse(path: Path, changed: int, size: int) -> tuple[Record, str]:
+    """Parse the record in `path`, once for each state of the file, and check it if that is new."""
+    text = files.read(path)
+    sha256 = files.digest(text)
     try:
-        return Record.from_dict(refusals.parse(text))
+        if sha256 in _accepted(path.parent.parent):
+            return Record._of(json.loads(text)), sha256
+        return Record.from_dict(refusals.parse(text)), sha256
     except ValueError as error:
         raise RecordError(path, str(error)) from error
 
 
 @cache
-def _beyond(path: Path, changed: int, size: int, sha256: str | None, machine: Any) -> str | None:
-    """Check the bounds of what `_parse` reads."""
-    return _parse(path, changed, size, sha256).violation(machine)
+def _beyond(path: Path, changed: int, size: int, machine: systems.System) -> str | None:
+    """Check what `_parse` reads against its machine, if that is new."""
+    record, sha256 = _parse(path, changed, size)
+    return None if sha256 in _accepted(path.parent.parent) else record.problem(machine)
+
+
+def _accepted(data_dir: Path) -> Mapping[str, Any]:
+    """SHA-256 of records, and of all together, that passed every check in the repository's folder,
+    where alone they are remembered."""
+    return memory.answers() if data_dir.resolve() == DATA_DIR else {}
 
 
 def survey(data_dir: str | Path = DATA_DIR) -> tuple[list[Record], list[RecordError]]:
     """Read every record in `data_dir`/records, oldest first, with an error for each refused file:
-    any other file there, each record of the manifest that is missing, one that its `siblings`
-    contradict where systems are promoted, and the rest of `manifest.problems`."""
+    any other file there, one that its `siblings` contradict where systems are promoted, and those
+    of `history.problems`."""
     data_dir = Path(data_dir)
     folder = data_dir / "records"
     try:
-        others = manifest.problems(data_dir)
-        listed = manifest.listed(data_dir) or ()
-        paths = {data_dir / name for name in listed if name.startswith("records/")}
-        if folder.exists():
-            paths |= {path for path in folder.iterdir() if not path.name.startswith(".")}
-    except RecordError as error:
-        return [], [error]
+        paths = [*folder.iterdir()] if folder.exists() else []
     except OSError as error:
         return [], [RecordError(folder, f"cannot be read: {error.strerror}")]
-    records, errors = [], others
-    for path in sorted(paths):
+    records, errors, passed = [], history.problems(data_dir), []
+    for path in sorted(path for path in paths if not path.name.startswith(".")):
         try:
-            records.append(load(path))
+            record, sha256 = _load(path.absolute())
         except RecordError as error:
             errors.append(error)
-    if (data_dir / systems.PROMOTED).exists():
-        for run, reason in siblings.problems(records):
-            errors.append(RecordError(folder / f"{run.id}.json", reason))
+        else:
+            records.append(record)
+            passed.append(sha256)
+    passed.append(files.digest("".join(passed).encode()))  # all of them, beside each other
+    if passed[-1] not in _accepted(data_dir) and (data_dir / systems.PROMOTED).exists():
+        from gdpa_lab.measuring import siblings  # of torch, which reading alone does not need
+
+        strange = [*siblings.problems(records)]
+        errors += [RecordError(folder / f"{run.id}.json", reason) for run, reason in strange]
+        if not strange and data_dir.resolve() == DATA_DIR:
+            memory.answers().update(dict.fromkeys(passed))
+            memory.save()
     return sorted(records, key=lambda r: (r.created, r.id)), errors
 
 
@@ -441,8 +437,8 @@ def load_all(data_dir: str | Path = DATA_DIR) -> list[Record]:
 
 def communities(data_dir: str | Path = DATA_DIR) -> dict[str, Path]:
     """Folders with records of other machines, `data_dir`/community/<handle>, by handle: laid out
-    like `data_dir`, each with its own manifest."""
-    folder = Path(data_dir) / manifest.COMMUNITY
+    like `data_dir`."""
+    folder = Path(data_dir) / files.COMMUNITY
     return {path.name: path for path in sorted(folder.glob("*/")) if path.is_dir()}
 
 
@@ -478,6 +474,6 @@ def _machine(record: Record, path: Path) -> systems.System:
         raise RecordError(
             path,
             f"system must be one that {systems.PROMOTED} lists for its GPU, got {machine.id!r} of "
-            f"{machine.gpu!r}: its records belong in {manifest.COMMUNITY}/<handle>/",
+            f"{machine.gpu!r}: its records belong in {files.COMMUNITY}/<handle>/",
         )
     return machine

@@ -7,6 +7,7 @@ bytes at the measured copy rate. Perfect overlap of the two gives the lower time
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -49,7 +50,7 @@ class Ceilings:
         """
         tflops, copies = 0.0, {}
         for c in (c for c in ceilings if c.scope == scope):
-            time_us = float(np.median(c.samples_us))
+            time_us = statistics.median(c.samples_us)
             if c.kind == "matmul":
                 tflops = max(tflops, c.flops / time_us / 1e6)
             else:

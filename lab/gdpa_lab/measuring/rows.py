@@ -64,7 +64,7 @@ class Ceiling:
     load: Load | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "samples_us", tuple(float(s) for s in self.samples_us))
+        object.__setattr__(self, "samples_us", tuple(map(float, self.samples_us)))
 
 
 @dataclass(frozen=True)
@@ -91,6 +91,10 @@ class Error:
         largest = float(max_abs) if math.isfinite(max_abs) else None
         passed = largest is not None and largest <= budget
         return Error(largest, float(budget), passed, elements)
+
+
+FACTOR = 2.0
+"""Errors of PyTorch that a budget allows, beside one rounding; see `testing`."""
 
 
 def reason(error: Exception) -> str:
@@ -137,7 +141,7 @@ class Row:
     launches: tuple[Mapping[str, Any], ...] | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "samples_us", tuple(float(s) for s in self.samples_us))
+        object.__setattr__(self, "samples_us", tuple(map(float, self.samples_us)))
         if self.launches is not None:
             object.__setattr__(self, "launches", tuple(self.launches))
 

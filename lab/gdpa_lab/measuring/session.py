@@ -14,16 +14,7 @@ from pathlib import Path
 
 import torch
 
-from gdpa_lab.measuring import (
-    manifest,
-    measure,
-    probe,
-    profiling,
-    record,
-    sustained,
-    system,
-    timing,
-)
+from gdpa_lab.measuring import files, measure, probe, profiling, record, sustained, system, timing
 from gdpa_lab.measuring.inputs import BlockInputs, Inputs, make_inputs
 from gdpa_lab.measuring.measure import ON_DEVICE, Scopes, asks, free, parts
 from gdpa_lab.measuring.operators import math as math_of
@@ -230,7 +221,7 @@ class Session:
     def begin(self, data_dir: str | Path) -> None:
         """Store measurements in data_dir/partial/ until `write`; `record.keep` turns what an
         interrupted run leaves there into a record."""
-        self._partial = self._folder(data_dir) / manifest.PARTIAL / f"{self._record().id}.json"
+        self._partial = self._folder(data_dir) / files.PARTIAL / f"{self._record().id}.json"
 
     def write(self, data_dir: str | Path) -> Path:
         """Write the record, and the system's file if it is new; the record's path.
@@ -252,10 +243,7 @@ class Session:
         handle = os.environ.get(HANDLE_VARIABLE) or "local"
         ok = re.fullmatch("[A-Za-z0-9][A-Za-z0-9-]*", handle) is not None
         require(ok, HANDLE_VARIABLE, "letters, digits and hyphens", handle)
-        folder = Path(data_dir) / manifest.COMMUNITY / handle
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / manifest.NAME).touch()
-        return folder
+        return Path(data_dir) / files.COMMUNITY / handle
 
     def _record(self) -> record.Record:
         """Build the record of all measurements so far."""
@@ -266,8 +254,7 @@ class Session:
             command=f'{variables}make measure NOTEBOOKS="{slug}"',
             notebook=self.notebook,
             system=self.system,
-            state_before=self.before,
-            state_after=system.state(self.device.index),
+            state={"before": self.before, "after": system.state(self.device.index)},
             protocol=record.Protocol(
                 timer="cuda events (scopes kernel, sustained), host clock (scopes op, host)",
                 statistic="one call; of scope sustained the mean of a chunk of calls",
@@ -276,6 +263,6 @@ class Session:
             workloads=[*(planned for planned, _ in self._plan.values()), *self.workloads.values()],
             rows=[*self.rows, *self._missing()],
             ceilings=self.ceilings,
-            tables=self.tables,
+            tables=dict(self.tables),
             plan=self._plan,
         )

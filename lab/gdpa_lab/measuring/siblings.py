@@ -1,22 +1,24 @@
 """Checks a record against its neighbours: rows timed with a row, and records of the same system.
 
 A record can fit the schema and the bounds of its machine and still be of another machine, of
-another kernel, or hold fewer samples than were taken.
+another kernel, hold fewer samples than were taken, or other machine code than ran.
 """
 
 from __future__ import annotations
 
+import json
+import statistics
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from gdpa_kernels.calling import ladder
-from gdpa_kernels.calling.rung import DIRECTIONS
+from gdpa_lab.measuring.baselines import BASELINES, BLOCK_BASELINES
 from gdpa_lab.measuring.rows import Ceiling, Row
+from gdpa_lab.measuring.studies import STUDIES
 from gdpa_lab.measuring.sustained import CHUNK_US
+from gdpa_lab.measuring.workload import DIRECTIONS, OPERATORS
 
 if TYPE_CHECKING:
     from gdpa_lab.measuring.record import Record
@@ -29,6 +31,7 @@ LEAST_SHARE = 0.8
 call timed; 0.90 in the records, whose numbers of calls in a sample are not kept."""
 _FEW = 3  # neighbours from which a median says something
 _FORMER = {"rotary", "rotary_eager"}
+_COMPILED = ("gdpa_kernels/", "lab/gdpa_lab/measuring/machine_code.py")  # and what described it
 
 
 def problems(runs: Sequence[Record]) -> Iterator[tuple[Record, str]]:
@@ -41,15 +44,17 @@ def problems(runs: Sequence[Record]) -> Iterator[tuple[Record, str]]:
     for (system, kind), measured in rates.items():
         for run, rate in measured:
             others = [x for other, x in measured if other is not run]
-            if len(others) >= _FEW and abs(rate / np.median(others) - 1) > ALIKE:
+            if len(others) >= _FEW and abs(rate / statistics.median(others) - 1) > ALIKE:
                 reason = (
                     f"ceilings: the {kind[0]} of scope {kind[1]!r} must be within "
                     f"{100 * ALIKE:.0f} % of the {len(others)} other records of {system}, got "
-                    f"{rate / np.median(others):.2f} times their median"
+                    f"{rate / statistics.median(others):.2f} times their median"
                 )
                 yield run, reason
+    codes: dict[tuple[str, str], str] = {}
     for run in runs:
         yield from ((run, reason) for reason in _strange(run.rows))
+        yield from ((run, reason) for reason in _other_codes(run, codes))
 
 
 def _kind(ceiling: Ceiling) -> tuple[object, ...]:
@@ -59,17 +64,29 @@ def _kind(ceiling: Ceiling) -> tuple[object, ...]:
 
 def _rate(ceiling: Ceiling) -> float:
     work = ceiling.flops or ceiling.bytes_read + ceiling.bytes_written
-    return work / float(np.median(ceiling.samples_us))
+    return work / statistics.median(ceiling.samples_us)
+
+
+def _other_codes(run: Record, codes: dict[tuple[str, str], str]) -> Iterator[str]:
+    """Yield the launches whose machine code is not that in `codes`, by sources and call, to which
+    the others are added."""
+    package = run.package.code or run.package.sources
+    sources = json.dumps(sorted(x for x in package.items() if x[0].startswith(_COMPILED)))
+    launches = {id(launch): launch for row in run.rows for launch in row.launches or ()}
+    for launch in launches.values():
+        call = {name: value for name, value in launch.items() if name != "code"}
+        key = sources, json.dumps(call, sort_keys=True)
+        if codes.setdefault(key, launch["code"]) != launch["code"]:
+            yield (
+                f"launches: the code of {launch['kernel']} must be {codes[key]}, as an older "
+                f"record has it of the same call and sources, got {launch['code']}"
+            )
 
 
 @cache
 def _names() -> tuple[frozenset[str], frozenset[str]]:
     """Rungs, and all implementations that records may hold."""
-    from gdpa_lab.measuring.baselines import BASELINES, BLOCK_BASELINES
-    from gdpa_lab.measuring.studies import STUDIES
-
-    operators = "gdpa", "block_attention"
-    rungs = {name for op in operators for way in DIRECTIONS for name in ladder.impls(op, way)}
+    rungs = {name for op in OPERATORS for way in DIRECTIONS for name in ladder.impls(op, way)}
     rungs -= {"reference"}
     return frozenset(rungs), frozenset(
         rungs | {"reference"} | {*BASELINES} | {*BLOCK_BASELINES} | {*STUDIES} | _FORMER
@@ -88,12 +105,12 @@ def _strange(rows: Sequence[Row]) -> Iterator[str]:
         if row.impl in rungs and launched and row.impl not in launched:
             yield f"rows[{i}].launches must be kernels of {row.impl}, got those of {min(launched)}"
         if row.scope == "sustained" and row.samples_us:
-            us = float(np.median(row.samples_us))
+            us = statistics.median(row.samples_us)
             calls = CHUNK_US / us  # of a sample, rounded one way or the other
             least, most = (len(row.samples_us) * x * us for x in (int(calls) or 1, int(calls) + 1))
             spent[row.workload, row.direction][i] = least, most
     for times in spent.values():
-        median = float(np.median([least for least, _ in times.values()]))
+        median = statistics.median(least for least, _ in times.values())
         for i, (_, most) in times.items():
             if len(times) > _FEW and most < LEAST_SHARE * median:
                 yield (

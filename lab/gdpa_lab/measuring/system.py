@@ -14,10 +14,11 @@ import re
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from gdpa_lab.measuring import manifest
+from gdpa_lab.measuring import files
 from gdpa_lab.measuring.require import require
 
 THROTTLE_REASONS = {
@@ -73,7 +74,7 @@ class System:
         """Slug of the GPU (without one: of the CPU) and 8 hex digits of the SHA-256 of the rest."""
         content = json.dumps(self._content(), sort_keys=True).encode()
         name = self.gpu or f"cpu {self.cpu or self.platform}"
-        return f"{_slug(name)}-{manifest.digest(content)[:8]}"
+        return f"{_slug(name)}-{files.digest(content)[:8]}"
 
     def to_dict(self) -> dict[str, Any]:
         """The system as JSON values, `id` first."""
@@ -175,31 +176,32 @@ def state(device: int | None = None) -> dict[str, Any]:
 
 
 def save(system: System, data_dir: str | Path) -> Path:
-    """Write `data_dir`/systems/<id>.json, list it in the manifest if there is one; its path. An
-    equal file is left as it is."""
+    """Write `data_dir`/systems/<id>.json; return its path. An equal file is left as it is."""
     path = Path(data_dir) / "systems" / f"{system.id}.json"
     if path.exists():
         load(path)
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(system.to_dict(), indent=2) + "\n", encoding="utf-8")
-    manifest.add(path)
     return path
 
 
 def load(path: str | Path) -> System:
-    """Read a system file, <folder>/systems/<id>.json; ValueError if it cannot be read, is not what
-    the folder's manifest lists, is damaged, or its name is not its id."""
-    path = Path(path).absolute()
-    text = manifest.contents(path, manifest.expected(path))
+    """Read a system file, <folder>/systems/<id>.json; ValueError if it cannot be read, is
+    damaged, or its name is not its id."""
+    return _parsed(Path(path).name, files.read(Path(path)))
+
+
+@cache  # every record of a system asks for it
+def _parsed(name: str, text: bytes) -> System:
     try:
         system = System.from_dict(json.loads(text.decode("utf-8")))
     except json.JSONDecodeError as error:
-        raise ValueError(f"systems/{path.name} must be JSON, got {error}") from error
+        raise ValueError(f"systems/{name} must be JSON, got {error}") from error
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"systems/{path.name}: {error}") from error
-    if path.stem != system.id:
-        raise ValueError(f"systems/{path.name} must be named {system.id}.json, after its id")
+        raise ValueError(f"systems/{name}: {error}") from error
+    if name != f"{system.id}.json":
+        raise ValueError(f"systems/{name} must be named {system.id}.json, after its id")
     return system
 
 
@@ -215,15 +217,15 @@ def promoted(data_dir: str | Path) -> dict[str, list[str]] | None:
     RecordError if it cannot be read or is not such a list.
     """
     path = Path(data_dir) / PROMOTED
-    if not path.exists() and path.parent.resolve() != manifest.DATA_DIR:
+    if not path.exists() and path.parent.resolve() != files.DATA_DIR:
         return None
     try:
-        listed = json.loads(manifest.contents(path, None))
+        listed = json.loads(files.read(path))
     except ValueError as error:
-        raise manifest.RecordError(path, f"must be JSON, got {error}") from error
+        raise files.RecordError(path, f"must be JSON, got {error}") from error
     lists = listed.values() if isinstance(listed, dict) else [None]
     if not all(isinstance(ids, list) and all(isinstance(x, str) for x in ids) for ids in lists):
-        raise manifest.RecordError(path, f"must be lists of systems by GPU, got {listed!r:.120}")
+        raise files.RecordError(path, f"must be lists of systems by GPU, got {listed!r:.120}")
     return listed
 
 

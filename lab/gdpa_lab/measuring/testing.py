@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-FACTOR = 2.0
+from gdpa_lab.measuring.rows import FACTOR
 
 
 @dataclass(frozen=True)

@@ -9,14 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gdpa_kernels.block_attention.api import BLOCK_SIZES
-from gdpa_kernels.gdpa.mask import ALL, FIELDS, Mask, segment_pairs
 from gdpa_lab.measuring.length_distributions import Full, LengthDistribution, require_fields
 from gdpa_lab.measuring.require import is_finite, require, require_int
+
+if TYPE_CHECKING:
+    from gdpa_kernels.gdpa.mask import Mask
 
 DIRECTIONS = ("forward", "backward")
 STEP = "forward and backward"
@@ -89,8 +90,11 @@ class Workload:
 
     def _check_operator(self) -> None:
         size, rotary = self.block_size, self.rotary
-        known = size in BLOCK_SIZES and not isinstance(size, bool)
-        require(known, "block_size", f"one of {BLOCK_SIZES}", size)
+        if size != _DEFAULTS["block_size"]:
+            from gdpa_kernels.block_attention.api import BLOCK_SIZES
+
+            known = size in BLOCK_SIZES and not isinstance(size, bool)
+            require(known, "block_size", f"one of {BLOCK_SIZES}", size)
         require(rotary or not self.rotate_v, "rotate_v", "False without rotary", self.rotate_v)
         require(not rotary or self.head_dim % 2 == 0, "head_dim", "even with rotary", self.head_dim)
         for name in self._foreign():
@@ -143,6 +147,8 @@ class Workload:
     @cached_property
     def mask(self) -> Mask:
         """The keys that a query sees, as `gdpa` takes them, without the batch's targets."""
+        from gdpa_kernels.gdpa.mask import Mask
+
         return Mask(**{name: getattr(self, name) for name in _MASK_FIELDS})
 
     def _sample(self, lengths: LengthDistribution, most: int, stream: int) -> tuple[int, ...]:
@@ -197,9 +203,11 @@ class Workload:
             parts = [divmod(n, self.block_size) for n in self.seqlens_q]
             return sum(full * self.block_size**2 + rest**2 for full, rest in parts)
         if self.target_share:
+            from gdpa_kernels.gdpa.mask import segment_pairs
+
             segments = [(targets, 0) for targets in self.num_targets]
             return segment_pairs(self.seqlens_q, self.seqlens_k, segments, self.mask)
-        return visible_pairs(self.seqlens_q, self.seqlens_k, self.mask)
+        return visible_pairs(self.seqlens_q, self.seqlens_k, self.mask if self.masked else None)
 
     def flops(self, direction: str) -> int:
         """Useful FLOPs: forward 4 * num_heads_q * head_dim * pairs; backward 2.5 times that.
@@ -276,7 +284,7 @@ def _sampled(
 
 
 _DEFAULTS: dict[str, Any] = {f.name: f.default for f in fields(Workload)}
-_MASK_FIELDS = tuple(name for name in _DEFAULTS if name in FIELDS)
+_MASK_FIELDS = ("causal", "window")
 _GDPA_ONLY = (
     "activation", "output_scale", *_MASK_FIELDS, "target_share", "shared_q", "lengths_k"
 )  # fmt: skip
@@ -286,7 +294,9 @@ def check_direction(direction: str) -> None:
     require(direction in DIRECTIONS, "direction", f"one of {DIRECTIONS}", direction)
 
 
-def visible_pairs(seqlens_q: tuple[int, ...], seqlens_k: tuple[int, ...], mask: Mask = ALL) -> int:
+def visible_pairs(
+    seqlens_q: tuple[int, ...], seqlens_k: tuple[int, ...], mask: Mask | None = None
+) -> int:
     """Visible (query, key) pairs over a batch, one head, in closed form per sequence.
 
     Pairs with j <= i + c, for 0 <= i < lq and 0 <= j < lk, number S(lq + c) - S(c), where S(n) is
@@ -297,9 +307,9 @@ def visible_pairs(seqlens_q: tuple[int, ...], seqlens_k: tuple[int, ...], mask: 
     lk = np.asarray(seqlens_k, dtype=np.int64)
     if lq.shape != lk.shape or lq.ndim != 1:
         raise ValueError(f"seqlens_k must have the {lq.size} entries of seqlens_q, got {lk.size}")
-    if not mask.plain or mask.causal == "lower_right":
+    if mask is not None and (not mask.plain or mask.causal == "lower_right"):
         raise ValueError(f"mask must count from the start, causal and window alone, got {mask}")
-    if lq.size == 0 or not (mask.causal or mask.window is not None):
+    if lq.size == 0 or mask is None or not (mask.causal or mask.window is not None):
         return sum((lq * lk).tolist())
 
     def staircase(n: np.ndarray) -> np.ndarray:

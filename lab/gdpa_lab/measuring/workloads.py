@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 from gdpa_lab.measuring.length_distributions import (
@@ -202,6 +203,7 @@ def figure_direction(figure: str) -> str:
     return "forward" if "-fwd-" in figure else "backward"
 
 
+@cache
 def figures_of(name: str, direction: str) -> tuple[str, ...]:
     """Figures that show workload `name` in `direction`; empty if none does."""
     check_direction(direction)

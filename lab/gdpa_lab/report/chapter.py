@@ -21,7 +21,6 @@ import pandas as pd
 from IPython.display import SVG, Markdown, display
 
 from gdpa_kernels.calling import ladder
-from gdpa_lab.measuring import manifest
 from gdpa_lab.measuring import record as records
 from gdpa_lab.report import lessons, page, page_blocks, profiles, rates, results, style
 from gdpa_lab.report import registered as register
@@ -60,7 +59,6 @@ class Chapter:
     ):
         self.slug, self.mode, self.device, self.gpu = slug, mode, device, gpu
         self.data_dir = Path(data_dir)
-        manifest.verify(self.data_dir)
         self._tables = self._counted = 0
         self._predictions: tuple[page_blocks.Prediction, ...] = ()
         self._runs: dict[str, results.Run] = {}

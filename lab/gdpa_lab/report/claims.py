@@ -7,17 +7,14 @@ of the rows of the results table that answer it; `judged` evaluates the selector
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import pandas as pd
 import yaml
 
@@ -325,14 +322,8 @@ def _evidence(value: float, ours: pd.DataFrame, baseline: pd.DataFrame | None = 
     )
 
 
-@cache
-def _validator() -> jsonschema.protocols.Validator:
-    schema = Path(__file__).with_name("claim.schema.json").read_text(encoding="utf-8")
-    return jsonschema.Draft202012Validator(json.loads(schema))
-
-
 def _parse_claim(entry: Any) -> Claim:
-    problem = refusals.unlike(_validator(), entry)
+    problem = refusals.unlike(Path(__file__).with_name("claim.schema.json"), entry)
     if problem is not None:
         raise ClaimError(problem)
     value, answer = entry["value"], entry.get("answer", {"text": ""})

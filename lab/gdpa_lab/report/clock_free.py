@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from gdpa_lab.measuring import cost_model, manifest
+from gdpa_lab.measuring import cost_model, files
 from gdpa_lab.measuring import record as records
 from gdpa_lab.measuring.cost_model import H200, Design
 from gdpa_lab.measuring.roofline import Ceilings
@@ -181,7 +181,7 @@ def expected_ratio(work: Workload, impl: str, other: str) -> float:
 
 def update(path: Path = PATH) -> bool:
     """Write what `derive` returns; return whether the file changed."""
-    return manifest.rewrite(path, predictions.render(derive()))
+    return files.rewrite(path, predictions.render(derive()))
 
 
 def registered() -> pd.DataFrame:

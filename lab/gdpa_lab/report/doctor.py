@@ -258,13 +258,13 @@ def check_records(data_dir: str | Path | None = None) -> Finding:
     for whose, folder in ({"": data_dir} | guests).items():
         records, errors = record.survey(folder)
         details += [f"{whose}{len(records)} read, {len(errors)} refused", *map(str, errors)]
-        left = sorted((folder / record.manifest.PARTIAL).glob("*.json"))
+        left = sorted((folder / record.files.PARTIAL).glob("*.json"))
         details += [f"{path} is of a run that did not end: {KEEP} {path}" for path in left]
         good = good and not errors and not left
-    if not (data_dir / record.manifest.NAME).exists():
-        details.append(f"no {record.manifest.NAME} to hold them to")
     if not data_dir.is_dir():
         details.append(f"{data_dir} is no folder")
+    elif record.git.answer(data_dir, "rev-parse", "HEAD") is None:
+        details.append("no history in git to hold them to")
     return Finding("data", "records", good, "; ".join(details))
 
 

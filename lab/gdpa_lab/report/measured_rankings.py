@@ -15,7 +15,7 @@ from gdpa_kernels.block_attention import choices as block_choices
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.calling.rankings import Ranking, Shape, capability
 from gdpa_kernels.gdpa import choices
-from gdpa_lab.measuring import manifest, record, system
+from gdpa_lab.measuring import files, record, system
 from gdpa_lab.measuring.workload import Workload
 from gdpa_lab.report import results
 
@@ -48,7 +48,7 @@ values of its table's columns, or to None for a workload that does not count."""
 def update(data_dir: str | Path) -> dict[Path, bool]:
     """Rewrite the tables; return whether each file changed. A refused record stops all."""
     texts = {module.PATH: table_text(data_dir, operator) for operator, module in CHOICES.items()}
-    return {path: manifest.rewrite(path, text) for path, text in texts.items()}
+    return {path: files.rewrite(path, text) for path, text in texts.items()}
 
 
 def table_text(data_dir: str | Path, operator: str) -> str:

@@ -56,7 +56,7 @@ def provenance(
         held = run.package.committed()
         name_of_commit = held or run.package.commit
         commit = f"commit <code>{name_of_commit[:10]}</code>" if name_of_commit else "no commit"
-        if held is None and (run.package.dirty or run.package.differs()):
+        if held == "" or (held is None and run.package.dirty):
             commit += " with local changes"
         versions = "" if run.system in machines else _versions(machine)
         machines.add(run.system)

@@ -13,6 +13,8 @@ from gdpa_lab.measuring.workloads import BLOCK_WORKLOADS, HSTU, WORKLOADS, of_hs
 
 PAIR = "rotary_kernel"
 """Peer of two passes: our rotary kernel, then our attention, each moving its bytes once."""
+MANY = 3
+"""Records of a system whose times of a peer make a record without one strange."""
 SLACK = 1.03
 """Tolerated ratio of the bandwidth shares of two kernels near the rate of a copy."""
 
@@ -47,6 +49,31 @@ def missing_peers(rows: pd.DataFrame) -> dict[str, str]:
                 some = "" if missing == takes else f" on {len(missing)} of {len(takes)}"
                 reasons[f"{peer.title}{some}"] = why.removeprefix("Unsupported: ")
     return reasons
+
+
+def lost_peers(rows: pd.DataFrame, table: pd.DataFrame) -> list[str]:
+    """List the peers that lack a time back to back in `rows` on a batch where at least `MANY` other
+    records of the same system have one, with the reason: "cuDNN on ..., forward: ...".
+
+    `rows`: of `Chapter.rows`, failed ones included; `table`: of `results.table`, not only the
+    latest. A peer that a record of many fails on, or does not have, may be wrong in that record.
+    """
+    batch = ["system", "workload", "direction"]
+    rows, timed = (frame[frame["scope"] == "sustained"] for frame in (rows, table))
+    timed = timed[timed["time_us_p50"].notna() & ~timed["record"].isin(rows["record"])]
+    timed = timed[timed["impl"].isin({**BASELINES, **BLOCK_BASELINES}) & timed["variant"].eq("")]
+    others = timed.groupby([*batch, "impl"])["record"].nunique()
+    lines = []
+    for (*call, impl), count in others[others >= MANY].items():
+        here = rows[(rows[batch] == call).all(axis=1)]
+        same = here[here["impl"] == impl]
+        if len(here) and not same["time_us_p50"].notna().any():
+            peer = (BLOCK_BASELINES if call[1] in BLOCK_WORKLOADS else BASELINES)[impl]
+            why = same["failure"].iloc[-1] if len(same) else "not in this record"
+            lines.append(
+                f"{peer.title} on {', '.join(call[1:])}: {why}; {count} other records time it"
+            )
+    return lines
 
 
 def _taken(peer: Baseline, batches: Mapping[tuple[str, str], Workload]) -> set[tuple[str, str]]:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 
-from gdpa_lab.measuring import cost_model, manifest
+from gdpa_lab.measuring import cost_model, files
 from gdpa_lab.measuring import record as records
 from gdpa_lab.measuring import system as systems
 from gdpa_lab.measuring.cost_model import B200, backward, forward
@@ -172,7 +172,7 @@ def render(frame: pd.DataFrame) -> str:
 
 def update(path: Path = PATH) -> bool:
     """Write what `derive` returns; return whether the file changed."""
-    return manifest.rewrite(path, render(derive()))
+    return files.rewrite(path, render(derive()))
 
 
 def registered() -> pd.DataFrame:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import pandas as pd
 
 from gdpa_kernels.calling import ladder
-from gdpa_lab.measuring import baselines, manifest, record
+from gdpa_lab.measuring import baselines, files, record
 from gdpa_lab.report import charts, peers, results
 from gdpa_lab.report.style import Figure
 
@@ -114,10 +114,11 @@ def block(data_dir: Path = record.DATA_DIR) -> str:
     ]
     of_chapters = table["record"].isin([run.id for each in runs for run in each.records])
     missing = "; ".join(peers.missing_peers(table[of_chapters])) or "none"
+    lost = "; ".join(peers.lost_peers(table[of_chapters], table))
     lines += [
         "",
         f"Times back to back; {machines}; records {', '.join(places)}. "
-        f"Without a time back to back: {missing}.",
+        f"Without a time back to back: {missing}.{lost and f' Lost: {lost}.'}",
     ]
     return "\n".join(lines)
 
@@ -164,7 +165,7 @@ def update(root: Path = record.ROOT) -> bool:
     for name, text in {"devices": devices(), "results": block(root / "data")}.items():
         new = spliced(new, name, text)
     drawn = hero(root / "data").to_svg()
-    return manifest.rewrite(readme, new) | manifest.rewrite(path, drawn)
+    return files.rewrite(readme, new) | files.rewrite(path, drawn)
 
 
 def _rows(data_dir: Path, line: Line) -> pd.DataFrame:

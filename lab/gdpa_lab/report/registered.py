@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import pandas as pd
 
-from gdpa_lab.measuring import git, manifest
+from gdpa_lab.measuring import files, git
 from gdpa_lab.measuring import record as records
 
 PATH = records.DATA_DIR / "predictions" / "h200.csv"
@@ -134,4 +134,4 @@ def _first(path: str, quote: str) -> tuple[str, str]:
 def update() -> bool:
     """Rewrite the file; return whether it changed."""
     text = derive(collected(), load()).to_csv(index=False, lineterminator="\n")
-    return manifest.rewrite(PATH, text)
+    return files.rewrite(PATH, text)

@@ -17,13 +17,13 @@ import sys
 import tempfile
 from collections import ChainMap, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pandas as pd
 
-from gdpa_lab.measuring import git, machine_code, manifest, record, system
+from gdpa_lab.measuring import files, git, machine_code, memory, record, system
 from gdpa_lab.measuring.record import DATA_DIR, ROOT, Record, Row
 from gdpa_lab.measuring.workloads import BLOCK_WORKLOADS, WORKLOADS
 
@@ -47,29 +47,45 @@ class Compilation(NamedTuple):
     code: str
 
 
-def is_stale(
-    run: Record, row: Row, machine: system.System, *, data_dir: Path = DATA_DIR, root: Path = ROOT
-) -> bool:
-    """Return whether the sources in `root` compile to other code than ran in `row` on `machine`,
-    or this is unknown, or the workload is now defined otherwise. Peers and failed rows have no
-    code."""
-    known = (WORKLOADS | BLOCK_WORKLOADS).get(row.workload)
-    if known is not None and run.workload(row.workload) != known:
-        return True
-    files = _files(row, root)
-    if not files:
-        return run.package.source(row.operator, row.impl) is not None
-    if not row.samples_us or run.package.ran(files, root):
-        return False
-    codes = ChainMap(table(data_dir), table())
-    call = _digest(question(run, row, machine))
-    now = codes.get(Key(call, _closure(files, root)))
-    if now is not None and _compilers(row) == {now.compiler}:
-        recorded = [launch["code"] for launch in _launches(row)]
-        then = Compilation(now.compiler, machine_code.combined(recorded))
-    else:
-        then = codes.get(Key(call, _package(run)))
-    return now is None or not machine_code.is_code(now.code) or then != now
+def are_stale(
+    run: Record, rows: Sequence[Row], machine: system.System, *,
+    data_dir: Path = DATA_DIR, root: Path = ROOT,
+) -> list[bool]:  # fmt: skip
+    """Return, for rows of a record, whether the sources in `root` compile to other code than ran on
+    `machine`, or this is unknown, or the workload is now defined otherwise. Peers and failed rows
+    have no code."""
+    codes, workloads = ChainMap(table(data_dir), table()), WORKLOADS | BLOCK_WORKLOADS
+    other = {x for x in run.workloads if x in workloads and run.workload(x) != workloads[x]}
+    package, ran = cache(partial(_package, run)), cache(partial(run.package.ran, root=root))
+    known: dict[tuple[Any, ...], bool] = {}  # rows of several scopes launch the same
+
+    def stale(row: Row) -> bool:
+        modules = _files(row, root)
+        if not modules:
+            return run.package.source(row.operator, row.impl) is not None
+        if not row.samples_us or ran(modules):
+            return False
+        call = _digest(question(run, row, machine))
+        now = codes.get(Key(call, _closure(modules, root)))
+        if now is not None and _compilers(row) == {now.compiler}:
+            recorded = [launch["code"] for launch in _launches(row)]
+            then = Compilation(now.compiler, machine_code.combined(recorded))
+        else:
+            then = codes.get(Key(call, package()))
+        return now is None or not machine_code.is_code(now.code) or then != now
+
+    calls = [*map(_call, rows)]
+    for call, row in zip(calls, rows, strict=True):
+        if call not in known:
+            known[call] = row.workload in other or stale(row)
+    return [known[call] for call in calls]
+
+
+def _call(row: Row) -> tuple[Any, ...]:
+    """Return what the answer may depend on in a row of a record, whose launches are shared."""
+    launches = tuple(map(id, row.launches or ()))
+    what = row.operator, row.impl, row.direction, row.workload, row.scope == "schedule"
+    return *what, bool(row.samples_us), row.launches is None, launches, repr(row.config)
 
 
 def question(run: Record, row: Row, machine: system.System) -> dict[str, Any]:
@@ -147,10 +163,7 @@ def update(
         for x in needed.values()
     )
     text = pd.DataFrame(lines, columns=list(COLUMNS)).to_csv(index=False, lineterminator="\n")
-    changed = manifest.rewrite(path, text)
-    if path.with_name(manifest.NAME).exists():
-        manifest.update(data_dir)
-    return changed
+    return files.rewrite(path, text)
 
 
 def _files(row: Row, root: Path) -> tuple[str, ...]:
@@ -162,29 +175,32 @@ def _files(row: Row, root: Path) -> tuple[str, ...]:
 
 @cache
 def _of(modules: tuple[str, ...], root: Path) -> tuple[str, ...]:
-    paths = (next(filter(lambda name: (root / name).exists(), _paths(x)), None) for x in modules)
-    return _reached(tuple(sorted(filter(None, paths))), root)
-
-
-def _paths(module: str) -> tuple[str, ...]:
-    return tuple(f"{name.replace('.', '/')}.py" for name in machine_code.places(module))
-
-
-@cache
-def _reached(names: tuple[str, ...], root: Path) -> tuple[str, ...]:
     """Follow imports within the package, except to the code that launches kernels."""
-    reached, ahead = set(), list(names)
+    reached, ahead = set(), [name for module in modules for name in _path(module, root)]
     while ahead:
         name = ahead.pop()
-        if name in reached or name.startswith(_HOST) or not (root / name).exists():
-            continue
-        reached.add(name)
-        ahead += _imports((root / name).read_text(encoding="utf-8"))
+        imports = None if name in reached or name.startswith(_HOST) else _imported(name, root)
+        if imports is not None:
+            reached.add(name)
+            ahead += imports
     return tuple(sorted(reached))
 
 
 @cache
-def _imports(text: str) -> tuple[str, ...]:
+def _path(module: str, root: Path) -> list[str]:
+    """Find the path of a module in `root`, wherever it is today; none if it is nowhere."""
+    paths = (f"{name.replace('.', '/')}.py" for name in machine_code.places(module))
+    return [path for path in paths if (root / path).exists()][:1]
+
+
+@cache
+def _imported(name: str, root: Path) -> list[str] | None:
+    path = root / name
+    return _imports(path.read_text(encoding="utf-8")) if path.exists() else None
+
+
+@memory.remembered
+def _imports(text: str) -> list[str]:
     """List the paths of modules that a text may import."""
     names = []
     for node in ast.walk(ast.parse(text)):
@@ -192,7 +208,7 @@ def _imports(text: str) -> tuple[str, ...]:
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             names += [node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)]
-    return tuple(f"{n.replace('.', '/')}.py" for n in names if n.startswith("gdpa_kernels."))
+    return [f"{n.replace('.', '/')}.py" for n in names if n.startswith("gdpa_kernels.")]
 
 
 @cache
@@ -211,7 +227,7 @@ def _ours(sources: Mapping[str, str]) -> dict[str, str]:
 
 
 def _digest(value: Any) -> str:
-    return manifest.digest(json.dumps(value, sort_keys=True).encode())[:_LENGTH]
+    return files.digest(json.dumps(value, sort_keys=True).encode())[:_LENGTH]
 
 
 def _launches(row: Row) -> Sequence[Mapping[str, Any]]:
@@ -272,4 +288,4 @@ def _blobs() -> dict[str, bytes]:
         raise RuntimeError("older sources need git's whole history: git fetch --unshallow")
     listed = git.output(ROOT, "rev-list", "--objects", "--all").splitlines()
     ids = [line.split(" ", 1)[0] for line in listed if line.endswith(".py")]
-    return {manifest.digest(content): content for content in git.contents(ROOT, ids)}
+    return {files.digest(content): content for content in git.contents(ROOT, ids)}

@@ -29,11 +29,11 @@ from typing import Any
 
 import torch
 
-from gdpa_lab.measuring import manifest
+from gdpa_lab.measuring import files
 
 from . import seeded
 
-FILE = manifest.DATA_DIR / "tools" / "seeded.json"
+FILE = files.DATA_DIR / "tools" / "seeded.json"
 PROGRAM = Path(seeded.__file__)
 UNDER_TILELENS = f"{PROGRAM.with_name('under_tilelens.py')}"
 MOST_S, MOST_CPU_S, ALL_S = 18.0, 60.0, 52.0
@@ -149,8 +149,6 @@ def main(file: str | Path = FILE) -> None:
             "machine": machine, "date": f"{datetime.date.today()}", "found": by_fault,
         }  # fmt: skip
     Path(file).write_text(json.dumps(answers_by_tool, indent=1) + "\n", encoding="utf-8")
-    if Path(file) == FILE:
-        manifest.update(manifest.DATA_DIR)
 
 
 if __name__ == "__main__":
