@@ -5,9 +5,14 @@ from __future__ import annotations
 
 import torch
 
-from gdpa_kernels.calling import checks, private, sequences
-from gdpa_kernels.calling.lengths import Lengths, extended
-from gdpa_kernels.calling.sequences import Sequences, token_positions
+from gdpa_kernels.calling import checks, private
+from gdpa_kernels.calling.lengths import Lengths, extended_offsets
+from gdpa_kernels.calling.sequences import (
+    Sequences,
+    read_sequences,
+    token_positions,
+    with_max_seqlen,
+)
 
 Offsets = torch.Tensor | Lengths | Sequences
 Jagged = tuple[torch.Tensor, Offsets]
@@ -33,8 +38,8 @@ def to_padded_tensor(
     Raises:
         TypeError, ValueError: an argument is wrong: its name, what is expected, what was received.
     """
-    values, known = read(x, max_seqlen=max_seqlen, validate=validate)
-    cu_seqlens, longest, *_ = sequences.with_longest("offsets", known)
+    values, known = read_jagged(x, max_seqlen=max_seqlen, validate=validate)
+    cu_seqlens, longest, *_ = with_max_seqlen("offsets", known)
     sequence, position = token_positions(values.shape[0], cu_seqlens)
     padded = values.new_full((known.batch * longest, *values.shape[1:]), padding)
     padded.index_copy_(0, sequence * longest + position, values)
@@ -52,10 +57,10 @@ def from_padded_tensor(
     _check_padded("padded", "[batch, max_seqlen, ...]", padded)
     batch, most = padded.shape[:2]
     if not isinstance(offsets, Lengths):
-        checks.check_offsets("offsets", offsets, padded.device)
+        checks.check_offsets_tensor("offsets", offsets, padded.device)
     total = offsets.total if isinstance(offsets, Lengths) else int(offsets[-1])
     x = padded.new_empty(total, 0), offsets
-    _, known = read(x, None, most, validate)
+    _, known = read_jagged(x, None, most, validate)
     if batch != known.batch:
         raise ValueError(f"padded must be of {known.batch} sequences, got {batch}")
     sequence, position = token_positions(total, known.cu_seqlens)
@@ -69,7 +74,7 @@ def mean(x: torch.Tensor | Jagged, *, validate: bool = True) -> torch.Tensor:
     Arguments and errors: as `to_padded_tensor`; and TypeError for values that are no floating-point
     numbers.
     """
-    values, known = read(x, validate=validate)
+    values, known = read_jagged(x, validate=validate)
     if not values.is_floating_point():
         raise TypeError(f"x must have a floating-point dtype, got {values.dtype}")
     wide = values.to(torch.promote_types(values.dtype, torch.float32))
@@ -86,7 +91,7 @@ def append(
     The other arguments, and errors: as `to_padded_tensor`. The offsets of a pair come back as
     int32; from `Lengths` come `Lengths`, the same ones in each call.
     """
-    values, known = read(x, validate=validate)
+    values, known = read_jagged(x, validate=validate)
     batch, total, rest = known.batch, values.shape[0], values.shape[1:]
     _check_padded("tokens", "[batch, count, ...]", tokens)
     if (tokens.shape[0], *tokens.shape[2:]) != (batch, *rest):
@@ -96,13 +101,13 @@ def append(
         raise TypeError(f"tokens must be of a kind with x's {values.dtype}, got {tokens.dtype}")
     count, (sequence, position) = tokens.shape[1], token_positions(total, known.cu_seqlens)
     longer = None if known.lengths is None else known.lengths.extended(count)
-    ends = extended(known.cu_seqlens, count) if longer is None else longer.cu_seqlens
+    ends = extended_offsets(known.cu_seqlens, count) if longer is None else longer.cu_seqlens
     appended = ends[1:, None] - count + torch.arange(count, device=ends.device)
     y = values.new_empty(total + batch * count, *rest)
     y.index_copy_(0, (ends[sequence] + position).long(), values)
     y.index_copy_(0, appended.flatten(), tokens.flatten(0, 1).to(y.dtype))
     if isinstance(x, torch.Tensor):
-        return torch.nested.nested_tensor_from_jagged(y, extended(x.offsets(), count))
+        return torch.nested.nested_tensor_from_jagged(y, extended_offsets(x.offsets(), count))
     return y, ends if longer is None else longer
 
 
@@ -114,16 +119,16 @@ def _check_padded(name: str, shape: str, x: object) -> None:
         raise ValueError(f"{name} must have shape {shape}, got {got}")
 
 
-def read(
+def read_jagged(
     x: torch.Tensor | Jagged,
     embed_dim: int | None = None,
     max_seqlen: int | None = None,
     validate: bool = True,
     *,
-    padding: bool = False,
+    allow_padding: bool = False,
 ) -> tuple[torch.Tensor, Sequences]:
     """The values of a batch of any kind, `[total_tokens, embed_dim]`, or of any trailing shape with
-    embed_dim None, and its sequences, as `sequences.read` has them.
+    embed_dim None, and its sequences, as `read_sequences` has them.
 
     Raises TypeError, ValueError: x is wrong: what is expected, what was received.
     """
@@ -138,8 +143,8 @@ def read(
             f"values must have shape [total_tokens, {wanted}], got {list(values.shape)}"
         )
     longest = longest if max_seqlen is None else max_seqlen
-    options = {"validate": validate, "padding": padding}
-    return values, sequences.read("offsets", offsets, shape[0], values.device, longest, **options)
+    options = {"validate": validate, "allow_padding": allow_padding}
+    return values, read_sequences("offsets", offsets, shape[0], values.device, longest, **options)
 
 
 def _parts(x: torch.Tensor | Jagged) -> tuple[object, object, int | None]:
@@ -177,7 +182,7 @@ def is_nested(*arguments: object) -> bool:
     return True in [isinstance(x, torch.Tensor) and x.is_nested for x in arguments]
 
 
-def dense(
+def unnest(
     tensors: dict[str, object], offsets: object, longest: int | None, letter: str
 ) -> tuple[list, object, int | None]:
     """(tensors, cu_seqlens, max_seqlen) of the arguments of an operator that have one set of
@@ -211,8 +216,8 @@ def dense(
 def like(
     x: torch.Tensor | Jagged, y: torch.Tensor, known: Sequences | None
 ) -> torch.Tensor | Jagged:
-    """y `[total_tokens, ...]` as a jagged batch of x's kind, of the sequences that `read` gave;
-    None of a nested x."""
+    """y `[total_tokens, ...]` as a jagged batch of x's kind, whose sequences are `known`; None of a
+    nested x."""
     if isinstance(x, torch.Tensor):
         return torch.nested.nested_tensor_from_jagged(y, x.offsets(), **private.known_lengths(x))
     return y, known.cu_seqlens if known.lengths is None else known.lengths

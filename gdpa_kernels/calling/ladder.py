@@ -72,7 +72,7 @@ RUNGS: tuple[Rung, ...] = (
     Rung(
         "v3_persistent",
         "a list of tiles",
-        "Persistent programs walk a tile schedule without empty tiles.",
+        "Persistent programs walk a work list without empty tiles.",
         "v2_tma",
         dataclasses.replace(_TMA, head_dim_multiple=64, head_dim_max_of={12: 64}),
     ),
@@ -392,7 +392,7 @@ def availability(
     if device is None:
         device = "cuda:0" if torch.cuda.is_available() else "cpu"
     device, candidate = torch.device(device), rung(impl, operator)
-    problem = candidate.unavailable(device)
+    problem = candidate.device_problem(device)
     if problem is not None:
         return Availability(False, problem)
     emulated = candidate.requires.capability and device.type == "cpu"
@@ -420,7 +420,7 @@ def resolve(
             f"got {batch.dtype} on {batch.device}"
         )
     chosen = rung(impl, operator, direction)
-    problem = chosen.requires.of_device(batch.device) or chosen.problem(batch)
+    problem = chosen.requires.device_problem(batch.device) or chosen.call_problem(batch)
     if problem is not None:
         raise NotImplementedError(f"{name} {impl!r} {problem}")
     if strict and not chosen.is_deterministic(batch):

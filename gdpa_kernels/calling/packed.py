@@ -12,10 +12,10 @@ from collections.abc import Callable
 import torch
 
 from gdpa_kernels.calling import checks
-from gdpa_kernels.calling.heads import Gradients
+from gdpa_kernels.calling.base_batch import GradientTriple
 
 
-def flat(
+def flatten(
     q: object, k: object, v: object, num_kv_heads: int | None
 ) -> tuple[tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None], int | None]:
     """The arguments, `[total, 2 or 3, num_heads, head_dim]` as `[total, heads, head_dim]`; and the
@@ -77,13 +77,13 @@ def needs_of_parts(
 
 
 def gradients(
-    backward: Callable[[Gradients, tuple[bool, bool, bool]], Gradients],
+    backward: Callable[[GradientTriple, tuple[bool, bool, bool]], GradientTriple],
     q: torch.Tensor,
     k: torch.Tensor | None,
     v: torch.Tensor | None,
     num_kv_heads: int | None,
     needs: tuple[bool, bool, bool],
-) -> Gradients:
+) -> GradientTriple:
     """The gradients of q, k and v as they were given, None for None.
 
     backward(buffers, needs) returns dq, dk and dv of the slices, in the memory of `buffers`, or in

@@ -91,7 +91,9 @@ class BlockAttention(nn.Module):
         come back as int32; a nested tensor's are converted in each call, `Lengths` once. Rows that
         follow the last sequence attend to nothing, and pass the projections as all rows do.
         """
-        values, sequences = jagged.read(x, self.embed_dim, validate=self.validate, padding=True)
+        values, sequences = jagged.read_jagged(
+            x, self.embed_dim, validate=self.validate, allow_padding=True
+        )
         return jagged.like(x, self._attend(values, sequences), sequences)
 
     def _attend(self, values: torch.Tensor, sequences: Sequences) -> torch.Tensor:

@@ -15,9 +15,10 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F
 
-from gdpa_kernels.calling import checks, ladder, sequences
-from gdpa_kernels.calling.lengths import Lengths, Lists
-from gdpa_kernels.calling.sequences import Sequences
+from gdpa_kernels.calling import checks, ladder
+from gdpa_kernels.calling.handover import CallWorkLists
+from gdpa_kernels.calling.lengths import Lengths
+from gdpa_kernels.calling.sequences import Sequences, read_sequences
 from gdpa_kernels.device import padding
 from gdpa_kernels.gdpa import api
 from gdpa_kernels.gdpa.api import gdpa
@@ -137,8 +138,8 @@ def read_candidates(
     compiled program `gdpa` checks them."""
     checks.check_bool(validate=validate)
     rows = x.shape[0]
-    options = {"validate": validate, "padding": False}
-    known = sequences.read("cu_seqlens", cu_seqlens, rows, x.device, max_seqlen, **options)
+    options = {"validate": validate, "allow_padding": False}
+    known = read_sequences("cu_seqlens", cu_seqlens, rows, x.device, max_seqlen, **options)
     if known.cu_seqlens.shape != history.cu_seqlens.shape:
         raise ValueError(
             f"cu_seqlens must have shape {list(history.cu_seqlens.shape)}, as the histories, got "
@@ -146,7 +147,7 @@ def read_candidates(
         )
     if known.check_values and not checks.is_fake(x):
         sizes = (rows, rows), (max_seqlen, max_seqlen)
-        padding.check_offsets(None, known.cu_seqlens, None, *sizes, padding=False)
+        padding.assert_offsets(None, known.cu_seqlens, None, *sizes, allow_padding=False)
         known = known._replace(check_values=False)
     return known
 
@@ -217,7 +218,7 @@ def _is_one_call(
     batch: Batch, k: torch.Tensor, v: torch.Tensor, out_dtype: torch.dtype | None
 ) -> bool:
     """The rule of `score`, of the call over the histories."""
-    if _PAGED.unavailable(batch.device) or _PAGED.config(batch, "forward").splits > 1:
+    if _PAGED.device_problem(batch.device) or _PAGED.config(batch, "forward").splits > 1:
         return False
     whole = replace(
         batch, k=k, v=v, max_seqlen_k=batch.max_seqlen_k + batch.max_seqlen_q, out_dtype=out_dtype,
@@ -227,16 +228,16 @@ def _is_one_call(
     return api.resolve("auto", "forward", whole) is _PAGED
 
 
-def _lists(of_q: Sequences, history: Pages) -> Lists | None:
-    """`Lists` that keep the one of the histories for all layers. None for offsets in a tensor,
-    and in the capture of a CUDA graph, which may be replayed when others stand in these pages."""
+def _lists(of_q: Sequences, history: Pages) -> CallWorkLists | None:
+    """Work lists that keep that of the histories for all layers. None for offsets in a tensor, and
+    in the capture of a CUDA graph, which may be replayed when others stand in these pages."""
     if of_q.lengths is None:
         return None
-    ends, longest = history.cu_seqlens, history.max_seqlen
+    ends = history.cu_seqlens
     if _is_captured(ends):
         return None
-    history.lengths.of("history", len(history.slots), ends.device, longest)  # nobody wrote to them
-    return Lists((ends, of_q.cu_seqlens), history.lengths, of_q.lengths)
+    history.lengths.check_unmodified("history")
+    return CallWorkLists((ends, of_q.cu_seqlens), history.lengths, of_q.lengths)
 
 
 def _is_captured(x: torch.Tensor) -> bool:
@@ -244,15 +245,16 @@ def _is_captured(x: torch.Tensor) -> bool:
 
 
 def _in_pages(
-    batch: Batch, lists: Lists | None = None, *, in_parts: bool = False
+    batch: Batch, lists: CallWorkLists | None = None, *, in_parts: bool = False
 ) -> torch.Tensor | None:
     """The output of the implementation that reads pages, or the parts whose sum it is; None where
     it does not take the call. lists: of the call, None for one that is made here."""
-    if _PAGED.unavailable(batch.device) or _PAGED.problem(batch):
+    if _PAGED.device_problem(batch.device) or _PAGED.call_problem(batch):
         return None
     prove(batch.activation, batch.device)
     config = _PAGED.config(batch, "forward")
-    schedule = None if lists is None else lists.once(_PAGED.plan(batch, config), "forward")
+    recipe = _PAGED.recipe(batch, config)
+    work_list = None if lists is None else lists.once(recipe, "forward")
     module = _PAGED.module()
     run = module.partial_sums if in_parts else module.forward
-    return run(batch, config=config, schedule=schedule)
+    return run(batch, config=config, work_list=work_list)

@@ -203,5 +203,5 @@ def test_ctas_come_in_pairs():
 
 def test_b5_says_what_it_needs():
     given = studies.batch((40,), (257,))
-    assert b5.requires(given) == "needs a max_seqlen_k of at most 256, got 257"
-    assert b5.requires(replace(given, max_seqlen_k=256)) is None
+    assert b5.call_problem(given) == "needs a max_seqlen_k of at most 256, got 257"
+    assert b5.call_problem(replace(given, max_seqlen_k=256)) is None

@@ -9,13 +9,13 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from gdpa_kernels.calling.launch import cdiv, launch, multiprocessors
-from gdpa_kernels.device.ragged import BOUND, ragged_descriptor, readable
+from gdpa_kernels.device.ragged import BOUND, ragged_descriptor, tma_readable
 from gdpa_kernels.gdpa.batch import Batch
 from gdpa_kernels.gdpa.device.activations import foldable
 from gdpa_kernels.gdpa.device.masks import row_range
 
 
-def requires_few_keys(batch: Batch, most: int) -> str | None:
+def few_keys_problem(batch: Batch, most: int) -> str | None:
     """The reason why a rung that writes dQ once, from all of at most `most` keys, cannot take a
     call; None if it can."""
     if batch.shared_q:
@@ -100,7 +100,7 @@ def loaded(
 ) -> tuple[TensorDescriptor, ...]:
     """Descriptors of q, k, v and grad_out, which is copied where TMA cannot read it, in boxes of
     `rows` rows of q and grad_out and of `keys` rows of k and v."""
-    tensors = (batch.q, rows), (batch.k, keys), (batch.v, keys), (readable(grad_out), rows)
+    tensors = (batch.q, rows), (batch.k, keys), (batch.v, keys), (tma_readable(grad_out), rows)
     return tuple([ragged_descriptor(*each) for each in tensors])
 
 

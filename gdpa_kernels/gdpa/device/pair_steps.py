@@ -20,7 +20,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from gdpa_kernels.device.groups import OneWay, Ring
 from gdpa_kernels.device.pairs import CTAS, fetch_part
-from gdpa_kernels.device.ragged import ragged_descriptor, readable
+from gdpa_kernels.device.ragged import ragged_descriptor, tma_readable
 from gdpa_kernels.gdpa.batch import Batch
 from gdpa_kernels.gdpa.device.gradients import launch_gradients
 from gdpa_kernels.gdpa.device.tensor_memory import (
@@ -127,7 +127,7 @@ def compute_p_and_ds(
 
 def load_descriptors(grad_out: torch.Tensor, batch: Batch) -> tuple[TensorDescriptor, ...]:
     """The fields of `Descriptors`; grad_out is copied where TMA cannot read it."""
-    grad_out, columns = readable(grad_out), batch.head_dim // CTAS.value
+    grad_out, columns = tma_readable(grad_out), batch.head_dim // CTAS.value
     return (
         ragged_descriptor(batch.q, HALF.value),
         ragged_descriptor(batch.q, ROWS.value, width=columns),

@@ -4,8 +4,8 @@ Its order: sequences by falling length of the other side (of keys, for tiles of 
 heads, then a head's tiles by falling cost: programs read the same K and V at the same time. Its end
 is sorted by cost alone, costly tiles first, so that programs finish together. This end is the
 fewest last heads that hold the work of all programs during the most costly tile: whoever is busy
-with an earlier tile when it begins is free before it is used up. `schedule.build_tickets` makes the
-same list with plain integers.
+with an earlier tile when it begins is free before it is used up. `list_model.build_tickets` makes
+the same list with plain integers.
 """
 
 from dataclasses import dataclass
@@ -16,9 +16,9 @@ import triton
 import triton.language as tl
 
 from gdpa_kernels.calling.launch import cdiv, launch
-from gdpa_kernels.calling.lengths import Recipe
-from gdpa_kernels.gdpa import schedule
-from gdpa_kernels.gdpa.batch import Batch, Schedule
+from gdpa_kernels.calling.recipe import Recipe
+from gdpa_kernels.gdpa import list_model
+from gdpa_kernels.gdpa.batch import Batch, WorkList
 from gdpa_kernels.gdpa.device.longest_first import longest_first
 from gdpa_kernels.gdpa.device.work_list import WIDTH, sequences, store_fields
 
@@ -217,7 +217,7 @@ def ticket_list_kernel(
 
 
 @dataclass(frozen=True)
-class TicketList(Recipe[Schedule]):
+class TicketRecipe(Recipe[WorkList]):
     """A list of tiles under a mask, in the order of this file's docstring.
 
     rows, max_seqlen: of what is listed. transposed: tiles of keys, whose entries name keys where
@@ -238,13 +238,13 @@ class TicketList(Recipe[Schedule]):
     numbered: bool
     transposed: bool
 
-    def make(self, cu_seqlens_k: torch.Tensor, cu_seqlens_q: torch.Tensor) -> Schedule:
+    def make(self, cu_seqlens_k: torch.Tensor, cu_seqlens_q: torch.Tensor) -> WorkList:
         """(entries,), without waiting for the device."""
         offsets = cu_seqlens_q, cu_seqlens_k
         if self.transposed:
             offsets = cu_seqlens_k, cu_seqlens_q
         device, batch = cu_seqlens_k.device, cu_seqlens_k.numel() - 1
-        tiles = schedule.max_tiles(self.rows, batch, self.max_seqlen, self.rows_per_item)
+        tiles = list_model.max_tiles(self.rows, batch, self.max_seqlen, self.rows_per_item)
         if tiles == 0:
             return (cu_seqlens_k.new_zeros(1, WIDTH.value),)
         size = 1 + tiles * self.num_heads, WIDTH.value
@@ -270,7 +270,7 @@ def uses_tickets(
     if not batch.masked or batch.shared_q or batch.history is not None:
         return False
     rows, longest, heads = listed(batch, transposed)
-    if schedule.max_tiles(rows, batch.sequences, longest, rows_per_item) * heads <= programs:
+    if list_model.max_tiles(rows, batch.sequences, longest, rows_per_item) * heads <= programs:
         return False
     if batch.window is not None:
         # Equal tiles need none: those of one sequence; forward those under a window of a tile.
@@ -279,7 +279,7 @@ def uses_tickets(
     if uneven or longest > SHORT:
         return True
     tiles = cdiv(longest, rows_per_item)  # of equal sequences, which a fixed list may balance
-    return schedule.zigzag_imbalance(batch.sequences * heads, tiles, programs) > BALANCED
+    return list_model.zigzag_imbalance(batch.sequences * heads, tiles, programs) > BALANCED
 
 
 def listed(batch: Batch, transposed: bool) -> tuple[int, int, int]:
@@ -289,18 +289,18 @@ def listed(batch: Batch, transposed: bool) -> tuple[int, int, int]:
     return batch.rows, batch.max_seqlen_q, batch.num_heads
 
 
-def ticket_list(
+def ticket_recipe(
     batch: Batch, rows_per_item: int, programs: int, *, transposed: bool = False
-) -> TicketList:
+) -> TicketRecipe:
     """The list of tiles of queries or, `transposed`, of keys, for `programs` programs.
 
     Query i sees i + 1 keys, so base is 0, and with "lower_right" len_k - len_q more. Key j is seen
     by len_q - j queries, which for the r-th block from the end are r blocks and len_q - len_k more;
     with "lower_right" by len_k - j, so base is 0. Hence `shifted`.
     """
-    return TicketList(
+    return TicketRecipe(
         *listed(batch, transposed), rows_per_item, programs, causal=bool(batch.causal),
         shifted=batch.lower_right != transposed,
-        max_cost=schedule.window_cost(batch.window, rows_per_item, causal=bool(batch.causal)),
+        max_cost=list_model.window_cost(batch.window, rows_per_item, causal=bool(batch.causal)),
         numbered=batch.segments is not None, transposed=transposed,
     )  # fmt: skip

@@ -5,7 +5,7 @@ rounds of P = `num_programs` entries, of which every second is reversed, and pro
 that reads it takes entries p, p + P, ...: so programs have nearly equal work. With P = 1 nothing is
 reversed.
 
-`schedule.build_on_device` takes about thirty PyTorch operations; here each program ranks a few
+`list_model.build_on_device` takes about thirty PyTorch operations; here each program ranks a few
 sequences against all others, which is batch ** 2 comparisons in all, and writes their entries.
 
 The list is int32 `[1 + max_items, 8]`. The first row holds the number of entries. An entry holds
@@ -32,9 +32,9 @@ import triton
 import triton.language as tl
 
 from gdpa_kernels.calling.launch import cdiv, launch, multiprocessors
-from gdpa_kernels.calling.lengths import Recipe
-from gdpa_kernels.gdpa import schedule
-from gdpa_kernels.gdpa.batch import Batch, Schedule
+from gdpa_kernels.calling.recipe import Recipe
+from gdpa_kernels.gdpa import list_model
+from gdpa_kernels.gdpa.batch import Batch, WorkList
 
 WIDTH = tl.constexpr(8)
 
@@ -167,7 +167,7 @@ def work_list_kernel(
 
 
 @dataclass(frozen=True)
-class WorkList(Recipe):
+class ZigzagRecipe(Recipe):
     """A list of tiles, in the order of this file's docstring.
 
     rows, max_seqlen: of what is listed. num_programs: of the kernel that reads the list. least: a
@@ -192,13 +192,13 @@ class WorkList(Recipe):
     transposed: bool = False
     rows_of_q: int = 0
 
-    def make(self, cu_seqlens_k: torch.Tensor, cu_seqlens_q: torch.Tensor | None) -> Schedule:
-        """(entries,), as `schedule.build_on_device("zigzag", ..., fastest="block")`, without
+    def make(self, cu_seqlens_k: torch.Tensor, cu_seqlens_q: torch.Tensor | None) -> WorkList:
+        """(entries,), as `list_model.build_on_device("zigzag", ..., fastest="block")`, without
         waiting for the device."""
         device, batch = cu_seqlens_k.device, cu_seqlens_k.numel() - 1
         splits, piece, rows = self.pieces
         longest = max(self.max_seqlen, self.least)
-        tiles = schedule.max_tiles(self.rows, batch, longest, self.rows_per_item)
+        tiles = list_model.max_tiles(self.rows, batch, longest, self.rows_per_item)
         capacity = tiles * self.num_heads * splits
         if capacity == 0:
             return (cu_seqlens_k.new_zeros(1, WIDTH.value),)
@@ -222,17 +222,17 @@ class WorkList(Recipe):
         return (entries,)
 
 
-def list_of_queries(
+def query_list_recipe(
     batch: Batch, rows_per_item: int, block_n: int, ctas: int = 1, programs: int = 1,
     splits: int = 1,
-) -> WorkList:  # fmt: skip
+) -> ZigzagRecipe:  # fmt: skip
     """The list of tiles of queries, those with the most keys first, for clusters of `ctas`, of
     which a multiprocessor holds `programs`. The keys of a sequence are work of `splits` entries:
     row i of part j of the output, `[splits * rows, ...]`, is row j * rows + i."""
     rows, pieces = batch.rows, (1, 0, 0)
     if splits > 1:
         pieces = splits, cdiv(cdiv(batch.max_seqlen_k, block_n), splits) * block_n, rows
-    return WorkList(
+    return ZigzagRecipe(
         rows, batch.max_seqlen_q, batch.num_heads, rows_per_item, block_n,
         max(programs * multiprocessors(batch.device) // ctas, 1), pieces=pieces,
         numbered=batch.segments is not None or batch.history is not None,
@@ -240,10 +240,10 @@ def list_of_queries(
     )  # fmt: skip
 
 
-def list_of_keys(batch: Batch, keys_per_item: int, block_m: int, least: int = 0) -> WorkList:
+def key_list_recipe(batch: Batch, keys_per_item: int, block_m: int, least: int = 0) -> ZigzagRecipe:
     """The list of tiles of keys, those with the most queries first: an entry's queries are keys
     and its keys are queries. `least`: tiles of a sequence with queries."""
-    return WorkList(
+    return ZigzagRecipe(
         batch.k.shape[0], batch.max_seqlen_k, batch.num_heads_k, keys_per_item, block_m,
         multiprocessors(batch.device), least=least, numbered=batch.segments is not None,
         transposed=True, rows_of_q=batch.max_seqlen_q if batch.shared_q else 0,

@@ -61,7 +61,7 @@ from gdpa_kernels.device.groups import OneWay, Ring
 from gdpa_kernels.device.pairs import CTAS, fetch_part, pair_and_pairs
 from gdpa_kernels.device.ragged import BOUND
 from gdpa_kernels.device.rows import keep_runtime
-from gdpa_kernels.gdpa.batch import Batch, Schedule
+from gdpa_kernels.gdpa.batch import Batch, WorkList
 from gdpa_kernels.gdpa.device.derivatives import dk_factor, dv_factor
 from gdpa_kernels.gdpa.device.gradients import (
     Gradients,
@@ -80,7 +80,7 @@ from gdpa_kernels.gdpa.device.pair_steps import (
     launch_pairs,
 )
 from gdpa_kernels.gdpa.device.tensor_memory import HALF, KEYS, MATH_ROLES, ROWS
-from gdpa_kernels.gdpa.device.work_list import WorkList, count_items, entry, list_of_keys
+from gdpa_kernels.gdpa.device.work_list import ZigzagRecipe, count_items, entry, key_list_recipe
 
 PRODUCERS = tl.constexpr(2)
 
@@ -108,9 +108,9 @@ def is_deterministic(batch: Batch) -> bool:
     return sums_commute(batch, ITEM.value)
 
 
-def plan_schedule(batch: Batch, config: Config) -> WorkList:
+def work_list_recipe(batch: Batch, config: Config) -> ZigzagRecipe:
     """The list of tiles of keys, those with the most queries first."""
-    return list_of_keys(batch, ITEM.value, ROWS.value, least=int(config.once))
+    return key_list_recipe(batch, ITEM.value, ROWS.value, least=int(config.once))
 
 
 @triton.aggregate
@@ -424,13 +424,13 @@ def backward(
     batch: Batch,
     *,
     config: Config | None = None,
-    schedule: Schedule | None = None,
+    work_list: WorkList | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dq, dk, dv), shaped as q, k and v, contiguous.
 
-    grad_out `[total_q, num_heads, head_dim]` of any strides. `schedule` is that of
-    `plan_schedule` for the same sequences; None makes it here.
+    grad_out `[total_q, num_heads, head_dim]` of any strides. `work_list` is that of
+    `work_list_recipe` for the same sequences; None makes it here.
     """
     config = config or default_config(batch)
-    (entries,) = schedule or plan_schedule(batch, config).make(*batch.offsets)
+    (entries,) = work_list or work_list_recipe(batch, config).make(*batch.offsets)
     return launch_pairs(backward_kernel, grad_out, batch, config, entries, adds=not config.once)

@@ -46,11 +46,11 @@ from gdpa_kernels.device.pairs import (
     scores,
     weighted_sum,
 )
-from gdpa_kernels.gdpa.batch import Batch, Schedule
+from gdpa_kernels.gdpa.batch import Batch, WorkList
 from gdpa_kernels.gdpa.device.masks import key_range
 from gdpa_kernels.gdpa.device.pair_streams import Options, launch_pairs
 from gdpa_kernels.gdpa.device.polynomial import mixed_probabilities
-from gdpa_kernels.gdpa.device.work_list import WorkList, count_items, entry, list_of_queries
+from gdpa_kernels.gdpa.device.work_list import ZigzagRecipe, count_items, entry, query_list_recipe
 
 ROWS = tl.constexpr(128)  # of a CTA and tile
 ROLES = tl.constexpr(2)  # of math, a tile each
@@ -79,9 +79,9 @@ def default_config(batch: Batch) -> Config:
     return Config(slices=4 if batch.masked or len(batch.activation) > 1 else 2)
 
 
-def plan_schedule(batch: Batch, config: Config) -> WorkList:
+def work_list_recipe(batch: Batch, config: Config) -> ZigzagRecipe:
     """The work list of these sequences."""
-    return list_of_queries(batch, ITEM.value, config.BLOCK_N, CTAS.value)
+    return query_list_recipe(batch, ITEM.value, config.BLOCK_N, CTAS.value)
 
 
 @triton.jit
@@ -267,12 +267,12 @@ def pair_stream_kernel(
 
 
 def forward(
-    batch: Batch, *, config: Config | None = None, schedule: Schedule | None = None
+    batch: Batch, *, config: Config | None = None, work_list: WorkList | None = None
 ) -> torch.Tensor:
     """The output, `[total_q, num_heads, head_dim]`.
 
-    `schedule` is that of `plan_schedule` for the same sequences and config; None makes it here.
+    `work_list` is that of `work_list_recipe` for the same sequences and config; None makes it here.
     """
     config = config or default_config(batch)
-    (entries,) = schedule or plan_schedule(batch, config).make(*batch.offsets)
+    (entries,) = work_list or work_list_recipe(batch, config).make(*batch.offsets)
     return launch_pairs(pair_stream_kernel, batch, config, entries, ROWS.value)

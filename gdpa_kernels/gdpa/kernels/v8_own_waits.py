@@ -48,7 +48,7 @@ from gdpa_kernels.calling.launch import cdiv, launch, multiprocessors
 from gdpa_kernels.device.groups import Ring
 from gdpa_kernels.device.ragged import ragged_descriptor
 from gdpa_kernels.device.rows import fetch_rows, put_out
-from gdpa_kernels.gdpa.batch import Batch, Schedule
+from gdpa_kernels.gdpa.batch import Batch, WorkList
 from gdpa_kernels.gdpa.device.activations import (
     activate_per_head,
     foldable,
@@ -60,9 +60,9 @@ from gdpa_kernels.gdpa.device.pages import LEAST as LEAST_PAGE
 from gdpa_kernels.gdpa.device.pages import fetch_keys, keys_of, row_in_pages
 from gdpa_kernels.gdpa.device.segments import entry_mask, key_intervals, sees, sees_all, skip_gap
 from gdpa_kernels.gdpa.device.sums import add_up
-from gdpa_kernels.gdpa.device.ticket_list import TicketList, ticket_list, uses_tickets
+from gdpa_kernels.gdpa.device.ticket_list import TicketRecipe, ticket_recipe, uses_tickets
 from gdpa_kernels.gdpa.device.tickets import follow, new_counter, take, tickets_of
-from gdpa_kernels.gdpa.device.work_list import WorkList, count_items, entry, list_of_queries
+from gdpa_kernels.gdpa.device.work_list import ZigzagRecipe, count_items, entry, query_list_recipe
 
 ROWS = tl.constexpr(64)
 WIDE = tl.constexpr(128)  # columns that leave at once, at most
@@ -152,12 +152,12 @@ def splits_of(batch: Batch) -> int:
     return max(min(multiprocessors(batch.device) // tiles, batch.max_seqlen_k // LEAST), 1)
 
 
-def plan_schedule(batch: Batch, config: Config) -> WorkList | TicketList:
+def work_list_recipe(batch: Batch, config: Config) -> ZigzagRecipe | TicketRecipe:
     """The work list of these sequences."""
     rows = config.rows_per_item(batch.max_seqlen_q)
     if config.tickets:
-        return ticket_list(batch, rows, config.programs * multiprocessors(batch.device))
-    return list_of_queries(batch, rows, config.BLOCK_N, 1, config.programs, config.splits)
+        return ticket_recipe(batch, rows, config.programs * multiprocessors(batch.device))
+    return query_list_recipe(batch, rows, config.BLOCK_N, 1, config.programs, config.splits)
 
 
 @triton.aggregate
@@ -521,36 +521,36 @@ def own_waits_kernel(
 
 
 def forward(
-    batch: Batch, *, config: Config | None = None, schedule: Schedule | None = None
+    batch: Batch, *, config: Config | None = None, work_list: WorkList | None = None
 ) -> torch.Tensor:
     """The output, `[total_q, num_heads, head_dim]`.
 
-    `schedule` is that of `plan_schedule` for the same sequences and config; None makes it here.
+    `work_list` is that of `work_list_recipe` for the same sequences and config; None makes it here.
     """
     out = batch.new_out()
     config = config or default_config(batch)
     if config.splits > 1 or batch.add_to is not None:
-        return add_up(partial_sums(batch, config=config, schedule=schedule), batch.add_to, out)
-    return _launched(batch, config, schedule, out)
+        return add_up(partial_sums(batch, config=config, work_list=work_list), batch.add_to, out)
+    return _launched(batch, config, work_list, out)
 
 
 def partial_sums(
-    batch: Batch, *, config: Config | None = None, schedule: Schedule | None = None
+    batch: Batch, *, config: Config | None = None, work_list: WorkList | None = None
 ) -> torch.Tensor:
     """fp32 `[pieces, total_q, num_heads, head_dim]`, of pieces of each sequence's keys: the output
     without `add_to` is their sum. The other arguments: as `forward`."""
     config = config or default_config(batch)
     shape = config.splits, batch.rows, *batch.q.shape[1:]
     sums = batch.q.new_empty(shape, dtype=torch.float32)
-    _launched(batch, config, schedule, sums.flatten(0, 1))
+    _launched(batch, config, work_list, sums.flatten(0, 1))
     return sums
 
 
 def _launched(
-    batch: Batch, config: Config, schedule: Schedule | None, out: torch.Tensor
+    batch: Batch, config: Config, work_list: WorkList | None, out: torch.Tensor
 ) -> torch.Tensor:
     """`out` `[pieces * total_q, num_heads, head_dim]`, written."""
-    (entries,) = schedule or plan_schedule(batch, config).make(*batch.offsets)
+    (entries,) = work_list or work_list_recipe(batch, config).make(*batch.offsets)
     pairs = config.pairs and not batch.precise and foldable(batch.activation, batch.dtype)
     programs = min(config.programs * multiprocessors(batch.device), len(entries) - 1)
     threads = (1 + config.math_roles) * 128
@@ -583,7 +583,7 @@ def _launched(
     return out
 
 
-def requires(batch: Batch) -> str | None:
+def call_problem(batch: Batch) -> str | None:
     """The reason why this rung cannot take a call, beyond `Requires`; None if it can."""
     sums = batch.add_to is not None or batch.out_dtype not in (None, batch.dtype)
     if sums and batch.head_dim > WIDE.value:

@@ -46,11 +46,11 @@ from gdpa_kernels.device.pairs import (
     weighted_sum,
 )
 from gdpa_kernels.device.ragged import BOUND, ragged_descriptor
-from gdpa_kernels.gdpa.batch import Batch, Schedule
+from gdpa_kernels.gdpa.batch import Batch, WorkList
 from gdpa_kernels.gdpa.device.activations import multiply_add_packed
 from gdpa_kernels.gdpa.device.polynomial import mixed_packed
-from gdpa_kernels.gdpa.device.work_list import WorkList, count_items, entry, list_of_queries
-from gdpa_kernels.gdpa.published_form import requires_pairs
+from gdpa_kernels.gdpa.device.work_list import ZigzagRecipe, count_items, entry, query_list_recipe
+from gdpa_kernels.gdpa.published_form import packed_call_problem
 
 ROWS = tl.constexpr(128)  # of a CTA and tile
 KEYS = tl.constexpr(128)  # of a math role
@@ -77,11 +77,11 @@ class Config:
         return max(-(-max_seqlen_q // TILE.value), 1) * TILE.value
 
 
-def requires(batch: Batch) -> str | None:
+def call_problem(batch: Batch) -> str | None:
     """The reason why this rung cannot take a call, beyond `Requires`; None if it can."""
     if batch.max_seqlen_k > MOST_KEYS:
         return f"needs a max_seqlen_k of at most {MOST_KEYS}, got {batch.max_seqlen_k}"
-    return requires_pairs(batch)
+    return packed_call_problem(batch)
 
 
 def default_config(batch: Batch) -> Config:
@@ -89,10 +89,10 @@ def default_config(batch: Batch) -> Config:
     return Config()
 
 
-def plan_schedule(batch: Batch, config: Config) -> WorkList:
+def work_list_recipe(batch: Batch, config: Config) -> ZigzagRecipe:
     """The work list of these sequences."""
     rows = config.rows_per_item(batch.max_seqlen_q)
-    return list_of_queries(batch, rows, MOST_KEYS, CTAS.value)
+    return query_list_recipe(batch, rows, MOST_KEYS, CTAS.value)
 
 
 @triton.aggregate
@@ -276,15 +276,15 @@ def cta_pair_kernel(
 
 
 def forward(
-    batch: Batch, *, config: Config | None = None, schedule: Schedule | None = None
+    batch: Batch, *, config: Config | None = None, work_list: WorkList | None = None
 ) -> torch.Tensor:
     """The output, `[total_q, num_heads, head_dim]`.
 
-    `schedule` is that of `plan_schedule` for the same sequences and config; None makes it here.
+    `work_list` is that of `work_list_recipe` for the same sequences and config; None makes it here.
     """
     out = batch.new_out()
     config = config or default_config(batch)
-    (entries,) = schedule or plan_schedule(batch, config).make(*batch.offsets)
+    (entries,) = work_list or work_list_recipe(batch, config).make(*batch.offsets)
     clusters = min(max(multiprocessors(batch.device) // CTAS.value, 1), len(entries) - 1)
     launch(
         cta_pair_kernel, (CTAS.value * clusters,), batch.device,

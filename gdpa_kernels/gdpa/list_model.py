@@ -1,22 +1,20 @@
-"""Tile schedules: which output tile a persistent program computes, and when.
+"""Work lists in plain integers: orders of tiles, their costs, and how even programs' shares are.
 
-A tile is BLOCK_M query rows of one head of one sequence. A schedule is a flat list of tiles; the
-program p of P takes positions p, p + P, p + 2 P, ... The order of the list decides the balance:
+A model of what `device/` makes on the GPU, for tests and chapters; and the few numbers of it that
+the host needs before a launch (`max_tiles`, `window_cost`, `zigzag_imbalance`). `build_on_device`
+makes the list of rung v3.
+
+A tile is BLOCK_M query rows of one head of one sequence. Program p of P takes the entries p, p + P,
+p + 2 P, ... of a list, or whichever is next when it is free (`build_tickets`). Orders:
 
 - "padded": the whole batch x heads x ceil(max_seqlen_q / BLOCK_M) grid, empty tiles included;
 - "valid": only tiles that hold query rows, in the same natural order;
 - "longest_first": valid, stably sorted by falling cost;
-- "zigzag": longest_first cut into rows of P, every second row reversed (boustrophedon).
+- "zigzag": longest_first cut into rounds of P, every second one reversed (boustrophedon).
 
-The cost of a tile is its number of K/V blocks, ceil(len_k / BLOCK_N). In the natural order the
-sequence is slowest; `fastest` says whether consecutive positions step through the heads of a row
-block ("head") or through the row blocks of a head ("block", the order of an ordinary launch grid).
-
-`build` makes the list with plain integers, for simulation; `build_on_device` makes the same list
-from device offsets without waiting for the device.
-
-Under a mask the tiles of a sequence cost differently, and no fixed list is balanced for all of
-them. `build_tickets` lists them for programs that take the next position when they are free.
+A tile costs its number of K/V blocks, ceil(len_k / BLOCK_N), or fewer under a mask. In the natural
+order the sequence is slowest; `fastest` says whether consecutive entries step through the heads of
+a row block ("head") or through the row blocks of a head ("block", as an ordinary launch grid).
 """
 
 from __future__ import annotations
@@ -25,23 +23,24 @@ import functools
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 import numpy as np
+import torch
 
-if TYPE_CHECKING:
-    import torch
+from gdpa_kernels.calling.checks import check_choice, check_count, check_positive
+from gdpa_kernels.calling.launch import cdiv
 
 ORDERS = ("padded", "valid", "zigzag", "longest_first")
 FASTEST = ("head", "block")
 
 
 @dataclass(frozen=True)
-class Schedule:
-    """A list of tiles for `num_programs` programs.
+class ModelledList:
+    """A work list for `num_programs` programs.
 
-    The tuples have one entry per list position: sequence, head, row block, cost in K/V blocks,
-    and whether the tile has query rows at all (an empty tile costs 0 blocks).
+    The tuples have one item per entry: sequence, head, row block, cost in K/V blocks, and whether
+    the tile has no query rows (then it costs 0 blocks).
     """
 
     order: str
@@ -75,7 +74,7 @@ class Schedule:
     ) -> list[float]:
         """Modelled time of each program, [num_programs].
 
-        By default position p goes to program p % num_programs. `dynamic=True` gives each tile in
+        By default entry p goes to program p % num_programs. `dynamic=True` gives each tile in
         turn to the program that is free first: an atomic counter, or an ordinary launch grid.
         """
         work = self.work(empty_cost, prologue)
@@ -101,42 +100,12 @@ class Schedule:
     ) -> float:
         """makespan / ideal: at least 1, and 1 when no program waits and no tile is empty.
 
-        ValueError if the schedule holds no work.
+        ValueError if the list holds no work.
         """
         ideal = self.ideal(prologue)
         if ideal == 0:
-            raise ValueError(f"schedule must hold some work, got {len(self)} tiles of no cost")
+            raise ValueError(f"the list must hold some work, got {len(self)} tiles of no cost")
         return self.makespan(empty_cost, prologue, dynamic=dynamic) / ideal
-
-
-@dataclass(frozen=True)
-class DeviceSchedule:
-    """The flat list on a device.
-
-    tile_batch, tile_head and tile_block are int32 [max_tiles]; entries from num_tiles on are 0 and
-    stand for no tile. num_tiles is int32 [1]: the loop `for i in range(p, num_tiles, P)` needs no
-    copy to the host. `max_tiles` is the host's upper bound on num_tiles, heads included.
-    """
-
-    tile_batch: torch.Tensor
-    tile_head: torch.Tensor
-    tile_block: torch.Tensor
-    num_tiles: torch.Tensor
-    max_tiles: int
-
-
-def _check(name: str, value: object, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
-
-
-def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name} must be one of {choices}, got {value!r}")
-
-
-def _ceil_div(a: int, b: int) -> int:
-    return -(-a // b)
 
 
 def build(
@@ -150,34 +119,32 @@ def build(
     num_programs: int,
     max_seqlen_q: int | None = None,
     fastest: str = "head",
-) -> Schedule:
-    """Make the schedule of a batch with plain integers.
+) -> ModelledList:
+    """The work list of a batch.
 
     `seqlens_q` and `seqlens_k` are the rows of each sequence, [batch]; `num_heads` is num_heads_q.
     `max_seqlen_q` (default: the longest sequence) sizes the padded grid. ValueError, naming
     argument, expectation and received value, if an argument is out of range.
     """
-    _check_choice("order", order, ORDERS)
-    _check_choice("fastest", fastest, FASTEST)
-    sizes = {"num_heads": num_heads, "block_m": block_m, "block_n": block_n}
-    for name, value in (sizes | {"num_programs": num_programs}).items():
-        _check(name, value, 1)
+    check_choice("order", order, ORDERS)
+    check_choice("fastest", fastest, FASTEST)
+    check_positive(num_heads=num_heads, block_m=block_m, block_n=block_n, num_programs=num_programs)
     if len(seqlens_k) != len(seqlens_q):
         raise ValueError(
             f"seqlens_k must have the {len(seqlens_q)} entries of seqlens_q, got {len(seqlens_k)}"
         )
     for length in (*seqlens_q, *seqlens_k):
-        _check("every length", length, 0)
+        check_count("every length", length, 0)
     longest = max(seqlens_q, default=0)
     if max_seqlen_q is None:
         max_seqlen_q = longest
-    _check("max_seqlen_q", max_seqlen_q, longest)
+    check_count("max_seqlen_q", max_seqlen_q, longest)
 
-    costs = [_ceil_div(length, block_n) for length in seqlens_k]
-    blocks = [_ceil_div(length, block_m) for length in seqlens_q]
+    costs = [cdiv(length, block_n) for length in seqlens_k]
+    blocks = [cdiv(length, block_m) for length in seqlens_q]
     listed = blocks
     if order == "padded":
-        listed = [_ceil_div(max_seqlen_q, block_m)] * len(blocks)
+        listed = [cdiv(max_seqlen_q, block_m)] * len(blocks)
     sequences = list(range(len(blocks)))
     if order in ("zigzag", "longest_first"):
         sequences.sort(key=lambda b: -costs[b])
@@ -192,7 +159,7 @@ def build(
         rows = [tiles[i : i + num_programs] for i in range(0, len(tiles), num_programs)]
         tiles = [t for r, row in enumerate(rows) for t in (row[::-1] if r % 2 else row)]
     empty = tuple(m >= blocks[b] for b, _, m in tiles)
-    return Schedule(
+    return ModelledList(
         order=order,
         num_programs=num_programs,
         tile_batch=tuple(b for b, _, _ in tiles),
@@ -212,39 +179,40 @@ def masked_cost(
     With `shifted` the last of `rows` rows sees all keys, else row i sees i + 1.
     """
     base = int((keys - rows) / block) if shifted else 0
-    return max(min(base + rank, _ceil_div(keys, block), max_cost), 1)
+    return max(min(base + rank, cdiv(keys, block), max_cost), 1)
 
 
 def window_cost(window: int | None, block: int, *, causal: bool = True) -> int:
     """Blocks of keys that a window lets a tile of `block` rows see, at most."""
     if window is None:
         return 2**30
-    return _ceil_div(window, block) * (1 if causal else 2) + 1
+    return cdiv(window, block) * (1 if causal else 2) + 1
 
 
-def masked(
-    plan: Schedule, rows: Sequence[int], keys: Sequence[int], *, block: int, falling: bool = True,
-    shifted: bool = False, max_cost: int = 2**30, num_targets: Sequence[int] | None = None,
-) -> Schedule:  # fmt: skip
+def with_masked_costs(
+    tiles: ModelledList, rows: Sequence[int], keys: Sequence[int], *, block: int,
+    falling: bool = True, shifted: bool = False, max_cost: int = 2**30,
+    num_targets: Sequence[int] | None = None,
+) -> ModelledList:  # fmt: skip
     """The same list, each tile with its cost under a causal mask. `falling`: the last rows of a
     head see the most keys, else the first, as keys are seen by queries. `num_targets`, [batch]: so
     many last tokens of each sequence see its history and themselves."""
     costs = []
-    for i, _, index in plan.tiles():
-        rank = index + 1 if falling else _ceil_div(rows[i], block) - index
+    for i, _, index in tiles.tiles():
+        rank = index + 1 if falling else cdiv(rows[i], block) - index
         cost = masked_cost(rank, rows[i], keys[i], block, shifted=shifted, max_cost=max_cost)
         history = keys[i] - (num_targets[i] if num_targets else 0)
         if falling:
-            cost = min(cost, _ceil_div(history, block) + 1)
+            cost = min(cost, cdiv(history, block) + 1)
         elif index * block >= history:
             cost = 1
         costs.append(cost)
-    return replace(plan, costs=tuple(costs))
+    return replace(tiles, costs=tuple(costs))
 
 
 @functools.lru_cache(maxsize=4096)  # integers to a number: nothing that can be stale
 def zigzag_imbalance(num_heads: int, tiles: int, num_programs: int) -> float:
-    """The imbalance, as `Schedule` has it with a prologue of half a block, of a zigzag list of
+    """The imbalance, as `ModelledList` has it with a prologue of half a block, of a zigzag list of
     equal heads under a causal mask, `num_heads` over all sequences, of `tiles` tiles each."""
     costs = np.tile(np.arange(1, tiles + 1) + 0.5, num_heads)
     rows = np.append(costs, np.zeros(-len(costs) % num_programs)).reshape(-1, num_programs)
@@ -268,19 +236,19 @@ def build_tickets(
     shifted: bool = False,
     max_cost: int = 2**30,
     falling: bool = True,
-) -> Schedule:
-    """Make the list that programs take by tickets, with plain integers; see `device.ticket_list`.
+) -> ModelledList:
+    """The work list that programs take by tickets; see `device/ticket_list.py`.
 
     `rows` and `keys` are the lengths of what is listed and of what each tile goes through, [batch].
     A tile is `block` rows and costs `masked_cost`; all that a head's most costly one can, if not
-    `causal`. `falling`: see `masked`.
+    `causal`. `falling`: see `with_masked_costs`.
 
     Sequences by falling keys, then heads, costly tiles first; the last heads, which hold the cost
     of num_programs of the most costly tile, sorted by falling cost.
     """
     tiles = []
     for i in sorted(range(len(rows)), key=lambda i: -keys[i]):
-        count = _ceil_div(rows[i], block)
+        count = cdiv(rows[i], block)
         for head in range(num_heads):
             for nth in range(count):
                 rank = count - nth if causal else 2**30
@@ -295,7 +263,8 @@ def build_tickets(
         need -= tiles[cut][3]
     tiles[cut:] = sorted(tiles[cut:], key=lambda tile: -tile[3])
     batches, heads, blocks, costs = zip(*tiles, strict=True) if tiles else ((), (), (), ())
-    return Schedule("tickets", num_programs, batches, heads, blocks, costs, (False,) * len(tiles))
+    empty = (False,) * len(tiles)
+    return ModelledList("tickets", num_programs, batches, heads, blocks, costs, empty)
 
 
 def max_tiles(total_q: int, batch: int, max_seqlen_q: int, block_m: int) -> int:
@@ -304,10 +273,17 @@ def max_tiles(total_q: int, batch: int, max_seqlen_q: int, block_m: int) -> int:
     A sequence has at most ceil(max_seqlen_q / BLOCK_M) of them, and each adds at most one partial
     block to the total_q // BLOCK_M whole ones. With a shared q, total_q = batch * max_seqlen_q.
     """
-    for name, value in (("total_q", total_q), ("batch", batch), ("max_seqlen_q", max_seqlen_q)):
-        _check(name, value, 0)
-    _check("block_m", block_m, 1)
-    return min(batch * _ceil_div(max_seqlen_q, block_m), total_q // block_m + batch)
+    return min(batch * cdiv(max_seqlen_q, block_m), total_q // block_m + batch)
+
+
+class TileTensors(NamedTuple):
+    """The list as int32 tensors `[max_tiles * num_heads]`, whose items from num_tiles, int32 `[1]`,
+    on are 0 and stand for no tile."""
+
+    tile_batch: torch.Tensor
+    tile_head: torch.Tensor
+    tile_block: torch.Tensor
+    num_tiles: torch.Tensor
 
 
 def build_on_device(
@@ -323,8 +299,8 @@ def build_on_device(
     block_n: int,
     num_programs: int,
     fastest: str = "head",
-) -> DeviceSchedule:
-    """Make the list of `build` on the device of `cu_seqlens_k`, without waiting for the device.
+) -> TileTensors:
+    """The list of `build`, made on the device of `cu_seqlens_k` without waiting for it.
 
     `cu_seqlens_q` and `cu_seqlens_k` are int32 [batch + 1]; `cu_seqlens_q=None` (shared q) gives
     every sequence max_seqlen_q rows. `max_tiles` is the bound of the function `max_tiles`, row
@@ -334,15 +310,8 @@ def build_on_device(
 
     All tiles of a sequence cost the same, so the device sorts sequences, not tiles: `batch` keys.
     """
-    import torch
-
-    _check_choice("order", order, ORDERS)
-    _check_choice("fastest", fastest, FASTEST)
-    for name, value in (("batch", batch), ("max_tiles", max_tiles), ("max_seqlen_q", max_seqlen_q)):
-        _check(name, value, 0)
-    sizes = {"num_heads": num_heads, "block_m": block_m, "block_n": block_n}
-    for name, value in (sizes | {"num_programs": num_programs}).items():
-        _check(name, value, 1)
+    check_choice("order", order, ORDERS)
+    check_choice("fastest", fastest, FASTEST)
     for name, offsets in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         if offsets is not None and tuple(offsets.shape) != (batch + 1,):
             raise ValueError(
@@ -350,7 +319,7 @@ def build_on_device(
             )
 
     device = cu_seqlens_k.device
-    grid = _ceil_div(max_seqlen_q, block_m)
+    grid = cdiv(max_seqlen_q, block_m)
     if order == "padded" or cu_seqlens_q is None:
         blocks = torch.full((batch,), grid, dtype=torch.int32, device=device)
     else:
@@ -359,8 +328,7 @@ def build_on_device(
     capacity = (batch * grid if order == "padded" else max_tiles) * num_heads
     if batch == 0 or capacity == 0:
         none = torch.zeros(capacity, dtype=torch.int32, device=device)
-        count = torch.zeros(1, dtype=torch.int32, device=device)
-        return DeviceSchedule(none, none.clone(), none.clone(), count, capacity)
+        return TileTensors(none, none.clone(), none.clone(), none.new_zeros(1))
 
     sequences = None
     if order in ("zigzag", "longest_first"):
@@ -387,10 +355,4 @@ def build_on_device(
         tiles = tiles.clamp(min=1)
         head, block = local // tiles, local % tiles
     sequence = sequence if sequences is None else sequences[sequence].to(torch.int32)
-    return DeviceSchedule(
-        tile_batch=sequence * listed,
-        tile_head=head * listed,
-        tile_block=block * listed,
-        num_tiles=count.clone(),
-        max_tiles=capacity,
-    )
+    return TileTensors(sequence * listed, head * listed, block * listed, count.clone())

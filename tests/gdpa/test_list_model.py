@@ -1,4 +1,4 @@
-"""Schedules: coverage, balance, the device list, and what the book says about them."""
+"""Work lists: coverage, balance, the device list, and what the book says about them."""
 
 from collections import Counter
 
@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from gdpa_kernels.gdpa.schedule import (
+from gdpa_kernels.gdpa.list_model import (
     FASTEST,
     ORDERS,
     build,
@@ -48,9 +48,9 @@ def on_device(order, seqlens_q, seqlens_k, *, max_seqlen_q, shared=False, spare=
     )  # fmt: skip
 
 
-def listed(device_schedule):
-    count = device_schedule.num_tiles.item()
-    columns = (getattr(device_schedule, f"tile_{name}") for name in ("batch", "head", "block"))
+def listed(tensors):
+    count = tensors.num_tiles.item()
+    columns = (getattr(tensors, f"tile_{name}") for name in ("batch", "head", "block"))
     return list(zip(*(column[:count].tolist() for column in columns), strict=True))
 
 
@@ -58,7 +58,7 @@ def listed(device_schedule):
 def test_every_tile_is_listed_exactly_once(order, batch, sizes, spare):
     seqlens_q, seqlens_k = split(batch)
     limit = max(seqlens_q, default=0) + spare
-    schedule = build(order, seqlens_q, seqlens_k, max_seqlen_q=limit, **sizes)
+    work_list = build(order, seqlens_q, seqlens_k, max_seqlen_q=limit, **sizes)
     span = (lambda n: limit) if order == "padded" else (lambda n: n)
     expected = Counter(
         (b, h, start // sizes["block_m"])
@@ -66,9 +66,9 @@ def test_every_tile_is_listed_exactly_once(order, batch, sizes, spare):
         for h in range(sizes["num_heads"])
         for start in range(0, span(n), sizes["block_m"])
     )
-    assert Counter(schedule.tiles()) == expected
+    assert Counter(work_list.tiles()) == expected
     for (b, _, m), cost, empty in zip(
-        schedule.tiles(), schedule.costs, schedule.empty, strict=True
+        work_list.tiles(), work_list.costs, work_list.empty, strict=True
     ):
         assert empty == (m * sizes["block_m"] >= seqlens_q[b])
         assert cost == (0 if empty else len(range(0, seqlens_k[b], sizes["block_n"])))
@@ -88,23 +88,23 @@ def test_device_list_equals_plain_list(order, batch, sizes, spare, bound, shared
         order, seqlens_q, seqlens_k, max_seqlen_q=limit, spare=bound, shared=shared, **sizes
     )
     assert listed(made) == plain.tiles()
-    for column in (made.tile_batch, made.tile_head, made.tile_block):
-        assert column.dtype == torch.int32 and column.shape == (made.max_tiles,)
+    for column in made[:3]:
+        assert column.dtype == torch.int32 and column.shape == made.tile_batch.shape
         assert not column[len(plain) :].any()
     assert made.num_tiles.dtype == torch.int32 and made.num_tiles.shape == (1,)
 
 
 @given(order=orders, batch=batches, sizes=sizes, prologue=st.floats(0, 3), dynamic=st.booleans())
 def test_makespan_is_at_least_the_ideal(order, batch, sizes, prologue, dynamic):
-    schedule = build(order, *split(batch), **sizes)
-    makespan = schedule.makespan(prologue=prologue, dynamic=dynamic)
-    ideal = schedule.ideal(prologue)
+    work_list = build(order, *split(batch), **sizes)
+    makespan = work_list.makespan(prologue=prologue, dynamic=dynamic)
+    ideal = work_list.ideal(prologue)
     assert makespan >= ideal * (1 - 1e-12)
-    loads = schedule.loads(prologue=prologue, dynamic=dynamic)
+    loads = work_list.loads(prologue=prologue, dynamic=dynamic)
     assert len(loads) == sizes["num_programs"]
-    assert sum(loads) == pytest.approx(sum(schedule.work(prologue=prologue)))
+    assert sum(loads) == pytest.approx(sum(work_list.work(prologue=prologue)))
     if ideal:
-        assert schedule.imbalance(prologue=prologue, dynamic=dynamic) >= 1 - 1e-12
+        assert work_list.imbalance(prologue=prologue, dynamic=dynamic) >= 1 - 1e-12
 
 
 @given(
@@ -124,7 +124,7 @@ def test_the_host_never_waits_for_the_device(order, sizes, shared):
         given = (None if shared else offsets), offsets
         options = {"batch": 7, "max_tiles": 50, "max_seqlen_q": 30}
         made = build_on_device(order, *given, **options, **sizes)
-    assert made.tile_batch.shape == (made.max_tiles,)
+    assert made.num_tiles.shape == (1,)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -168,17 +168,17 @@ def test_orders_by_hand():
 
 
 def test_times_by_hand():
-    schedule = build(
+    work_list = build(
         "valid", [10, 10, 10], [30, 10, 20], num_heads=1, block_m=10, block_n=10, num_programs=2
     )
     # prologue 1: tiles of 4, 2 and 3; program 0 takes the first and third
-    assert schedule.loads() == [7.0, 2.0]
-    assert schedule.makespan() == 7.0
-    assert schedule.ideal() == 4.5
-    assert schedule.imbalance() == pytest.approx(7 / 4.5)
-    assert schedule.loads(prologue=0.0) == [5.0, 1.0]
+    assert work_list.loads() == [7.0, 2.0]
+    assert work_list.makespan() == 7.0
+    assert work_list.ideal() == 4.5
+    assert work_list.imbalance() == pytest.approx(7 / 4.5)
+    assert work_list.loads(prologue=0.0) == [5.0, 1.0]
     # the third tile goes to the program that is free first
-    assert sorted(schedule.loads(dynamic=True)) == [4.0, 5.0]
+    assert sorted(work_list.loads(dynamic=True)) == [4.0, 5.0]
     padded = build(
         "padded", [20, 10], [10, 10], num_heads=1, block_m=10, block_n=10, num_programs=2
     )
@@ -201,10 +201,10 @@ def simulate(name, order, *, block_m, num_programs, **options):
 def test_padded_grid_resonates_with_132_programs(length, expected):
     # 132 shares a factor with the row blocks of a sequence, so some programs meet mostly empty
     # tiles; the expected values come from an independent simulation, the mean of six draws
-    schedule = simulate(
+    work_list = simulate(
         f"gdpa-self-half-dense-{length}", "padded", block_m=128, num_programs=132, fastest="block"
     )
-    assert schedule.imbalance() == pytest.approx(expected, abs=0.03)
+    assert work_list.imbalance() == pytest.approx(expected, abs=0.03)
 
 
 def test_a_prime_number_of_programs_does_not_resonate():
@@ -259,13 +259,10 @@ def on_offsets(order="valid", q=OFFSETS, **changes):
     (lambda: build("valid", [-1], [1], **SIZES), "every length must be .* at least 0, got -1"),
     (lambda: build("padded", [9], [9], **SIZES, max_seqlen_q=8),
      "max_seqlen_q must be an integer of at least 9, got 8"),
-    (lambda: build("valid", [], [], **SIZES).imbalance(), "schedule must hold some work"),
-    (lambda: max_tiles(-1, 1, 1, 8), "total_q must be an integer of at least 0, got -1"),
-    (lambda: max_tiles(1, 1, 1, 0), "block_m must be an integer of at least 1, got 0"),
+    (lambda: build("valid", [], [], **SIZES).imbalance(), "the list must hold some work"),
     (lambda: on_offsets("sorted"), "order must be one of .*, got 'sorted'"),
     (lambda: on_offsets(q=OFFSETS[1:]),
      r"cu_seqlens_q must have shape \[batch \+ 1\] = \[3\], got \[2\]"),
-    (lambda: on_offsets(max_tiles=-1), "max_tiles must be an integer of at least 0, got -1"),
 ])  # fmt: skip
 def test_errors(make, message):
     with pytest.raises(ValueError, match=message):
