@@ -10,7 +10,7 @@ import torch
 from gdpa_kernels.block_attention import choices
 from gdpa_kernels.block_attention.batch import Batch, Rotary
 from gdpa_kernels.calling import checks, ladder, packed
-from gdpa_kernels.calling.handover import CallWorkLists, config_and_work_list, with_work_lists
+from gdpa_kernels.calling.handover import CallWorkLists, handed_over, with_work_lists
 from gdpa_kernels.calling.lengths import Lengths
 from gdpa_kernels.calling.operators import (
     Size,
@@ -236,7 +236,7 @@ def _forward(q, k, v, cu_seqlens, sin, cos, *options) -> tuple[torch.Tensor, lis
     if options.backward_impl not in ("auto", rung.impl):  # one that cannot take the call says so
         resolve(options.backward_impl, "backward", batch)
     with checks.without_autocast(q):  # the definition is made of operators that it would change
-        out, saved = rung.module().forward(batch, **config_and_work_list(rung, "forward", batch))
+        out, saved = rung.module().forward(batch, **handed_over(rung, "forward", batch))
     if options.may_have_padding:
         clear_padding(out, cu_seqlens)
     return out, list(saved[1:])  # the first is the output
@@ -266,7 +266,7 @@ def _backward(
     def backward(buffers, _):
         batch = _batch(q, k, v, cu_seqlens, sin, cos, options, gradients=buffers)
         rung = options.rung("backward", batch)
-        extra = config_and_work_list(rung, "backward", batch)
+        extra = handed_over(rung, "backward", batch)
         with checks.without_autocast(q):
             gradients = rung.module().backward(grad_out, batch, tuple(saved), **extra)
         if options.may_have_padding:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable
+from itertools import pairwise
 from numbers import Integral, Real
 
 import torch
@@ -237,7 +238,7 @@ def check_offset_values(
     from 0 to `total`, or with `allow_padding` to less, in steps of at most `max_seqlen`, if that is
     given. Waits for the device."""
     values = cu_seqlens.tolist()
-    lengths = [after - before for before, after in zip(values, values[1:], strict=False)]
+    lengths = [end - start for start, end in pairwise(values)]
     if values[0] != 0 or values[-1] > total or (values[-1] < total and not allow_padding):
         hint = ": offsets, not lengths, are wanted" if values[0] else ""
         raise ValueError(

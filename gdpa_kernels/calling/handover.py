@@ -4,7 +4,7 @@ An operator takes tensors and plain values alone. So a public call makes a `Call
 of its operators find it in a variable of their thread:
 
     gdpa -> with_work_lists(work_lists, operator, ...) -> PyTorch -> the operator's implementation
-         -> config_and_work_list(rung, direction, batch) -> rung.module().forward(batch, **those)
+         -> rung.module().forward(batch, **handed_over(rung, "forward", batch))
 
 Only time depends on it: a rung makes the list that it is not given.
 """
@@ -71,7 +71,7 @@ def with_work_lists(work_lists: CallWorkLists | None, operator: Callable, *argum
         _HANDED_OVER.work_lists = outer
 
 
-def config_and_work_list(rung: Rung, direction: str, batch: Any) -> dict[str, object]:
+def handed_over(rung: Rung, direction: str, batch: Any) -> dict[str, object]:
     """The arguments `config` and `work_list` of a rung's function of a direction. Empty without
     work lists, or if they are of other offsets than the batch: something between may have run
     another call, or this one with other tensors."""

@@ -1,5 +1,9 @@
-"""A jagged batch as the layers of both operators take it, a pair (values, offsets) or (values,
-Lengths), or a nested tensor of layout torch.jagged; and what a model does with it between them."""
+"""Jagged batches, as layers take and return them: a pair (values, offsets) or (values, `Lengths`),
+or a nested tensor of layout torch.jagged.
+
+Models call the public functions between layers. Layers read a batch by `read_jagged` and return one
+by `like`; operators take nested tensors apart by `unnest`.
+"""
 
 from __future__ import annotations
 
@@ -38,12 +42,12 @@ def to_padded_tensor(
     Raises:
         TypeError, ValueError: an argument is wrong: its name, what is expected, what was received.
     """
-    values, known = read_jagged(x, max_seqlen=max_seqlen, validate=validate)
-    cu_seqlens, longest, *_ = with_max_seqlen("offsets", known)
+    values, sequences = read_jagged(x, max_seqlen=max_seqlen, validate=validate)
+    cu_seqlens, longest, *_ = with_max_seqlen("offsets", sequences)
     sequence, position = token_positions(values.shape[0], cu_seqlens)
-    padded = values.new_full((known.batch * longest, *values.shape[1:]), padding)
+    padded = values.new_full((sequences.batch * longest, *values.shape[1:]), padding)
     padded.index_copy_(0, sequence * longest + position, values)
-    return padded.view(known.batch, longest, *values.shape[1:])
+    return padded.view(sequences.batch, longest, *values.shape[1:])
 
 
 def from_padded_tensor(
@@ -60,12 +64,12 @@ def from_padded_tensor(
         checks.check_offsets_tensor("offsets", offsets, padded.device)
     total = offsets.total if isinstance(offsets, Lengths) else int(offsets[-1])
     x = padded.new_empty(total, 0), offsets
-    _, known = read_jagged(x, None, most, validate)
-    if batch != known.batch:
-        raise ValueError(f"padded must be of {known.batch} sequences, got {batch}")
-    sequence, position = token_positions(total, known.cu_seqlens)
+    _, sequences = read_jagged(x, None, most, validate)
+    if batch != sequences.batch:
+        raise ValueError(f"padded must be of {sequences.batch} sequences, got {batch}")
+    sequence, position = token_positions(total, sequences.cu_seqlens)
     values = padded.flatten(0, 1).index_select(0, sequence * most + position)
-    return like(x, values, known)
+    return like(x, values, sequences)
 
 
 def mean(x: torch.Tensor | Jagged, *, validate: bool = True) -> torch.Tensor:
@@ -74,11 +78,11 @@ def mean(x: torch.Tensor | Jagged, *, validate: bool = True) -> torch.Tensor:
     Arguments and errors: as `to_padded_tensor`; and TypeError for values that are no floating-point
     numbers.
     """
-    values, known = read_jagged(x, validate=validate)
+    values, sequences = read_jagged(x, validate=validate)
     if not values.is_floating_point():
         raise TypeError(f"x must have a floating-point dtype, got {values.dtype}")
     wide = values.to(torch.promote_types(values.dtype, torch.float32))
-    means = torch.segment_reduce(wide, "mean", offsets=known.cu_seqlens, initial=0)
+    means = torch.segment_reduce(wide, "mean", offsets=sequences.cu_seqlens, initial=0)
     return means.to(values.dtype)
 
 
@@ -91,17 +95,17 @@ def append(
     The other arguments, and errors: as `to_padded_tensor`. The offsets of a pair come back as
     int32; from `Lengths` come `Lengths`, the same ones in each call.
     """
-    values, known = read_jagged(x, validate=validate)
-    batch, total, rest = known.batch, values.shape[0], values.shape[1:]
+    values, sequences = read_jagged(x, validate=validate)
+    batch, total, rest = sequences.batch, values.shape[0], values.shape[1:]
     _check_padded("tokens", "[batch, count, ...]", tokens)
     if (tokens.shape[0], *tokens.shape[2:]) != (batch, *rest):
         shape = ", ".join(map(str, (batch, "count", *rest)))
         raise ValueError(f"tokens must have shape [{shape}], got {list(tokens.shape)}")
     if tokens.is_floating_point() and not values.is_floating_point():
         raise TypeError(f"tokens must be of a kind with x's {values.dtype}, got {tokens.dtype}")
-    count, (sequence, position) = tokens.shape[1], token_positions(total, known.cu_seqlens)
-    longer = None if known.lengths is None else known.lengths.extended(count)
-    ends = extended_offsets(known.cu_seqlens, count) if longer is None else longer.cu_seqlens
+    count, (sequence, position) = tokens.shape[1], token_positions(total, sequences.cu_seqlens)
+    longer = None if sequences.lengths is None else sequences.lengths.extended(count)
+    ends = longer.cu_seqlens if longer else extended_offsets(sequences.cu_seqlens, count)
     appended = ends[1:, None] - count + torch.arange(count, device=ends.device)
     y = values.new_empty(total + batch * count, *rest)
     y.index_copy_(0, (ends[sequence] + position).long(), values)
@@ -166,12 +170,12 @@ def _parts(x: torch.Tensor | Jagged) -> tuple[object, object, int | None]:
 
 def _parts_of_nested(name: str, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int | None]:
     """`_parts` of a nested tensor of layout torch.jagged, the argument `name`."""
-    jagged = private.jagged_dim(x)
-    if jagged != 1 or x.lengths() is not None:
+    jagged, holes = private.jagged_dim(x), x.lengths() is not None
+    if jagged != 1 or holes:
         raise ValueError(
             f"{name} must be a nested tensor [batch, jagged, ...] without holes between its "
             f"sequences, got {x.dim()} dimensions, of which {jagged} is jagged, "
-            + ("with holes" if x.lengths() is not None else "without holes")
+            f"with{'' if holes else 'out'} holes"
         )
     return x.values(), x.offsets(), private.known_lengths(x)["max_seqlen"]
 
@@ -214,10 +218,10 @@ def unnest(
 
 
 def like(
-    x: torch.Tensor | Jagged, y: torch.Tensor, known: Sequences | None
+    x: torch.Tensor | Jagged, y: torch.Tensor, sequences: Sequences | None
 ) -> torch.Tensor | Jagged:
-    """y `[total_tokens, ...]` as a jagged batch of x's kind, whose sequences are `known`; None of a
-    nested x."""
+    """y `[total_tokens, ...]` as a jagged batch of x's kind, with x's sequences, which are None of
+    a nested x."""
     if isinstance(x, torch.Tensor):
         return torch.nested.nested_tensor_from_jagged(y, x.offsets(), **private.known_lengths(x))
-    return y, known.cu_seqlens if known.lengths is None else known.lengths
+    return y, sequences.cu_seqlens if sequences.lengths is None else sequences.lengths

@@ -1,6 +1,7 @@
-"""The ladders: every rung in order, the one that a call takes, and the diffs between them.
+"""The ladders: every rung in order (`LADDERS`), and the one that takes a call (`resolve`).
 
-The number of a rung is its file, its `impl`, its chapter and its row in every table.
+The number of a rung is its file, its `impl`, its chapter and its row in every table. A new rung is
+a module (`Rung` says what it holds) and an entry here.
 """
 
 from __future__ import annotations
@@ -16,18 +17,17 @@ import torch
 from gdpa_kernels.calling.rung import DIRECTIONS, PACKAGE, Requires, Rung
 
 _ALL_DTYPES = ("bfloat16", "float16", "float32")
-_TMA = Requires(capability=(9, 0), head_dim_multiple=8, aligned=True)
-_WGMMA = Requires(
-    capability=(9, 0), only_major=True, head_dim_multiple=8, head_dim_max=128, aligned=True
-)
-
 _SUMS = ("out_dtype", "add_to")
 _EXTRAS = ("causal", *_SUMS, "targets")
 _BIASED = (*_EXTRAS, "bias")
+
+# Plain Triton with TMA; Hopper's warp-group MMAs and lessons with them; Blackwell's MMAs, likewise.
+_TMA = Requires(capability=(9, 0), head_dim_multiple=8, aligned=True)
+_WGMMA = dataclasses.replace(_TMA, only_major=True, head_dim_max=128)
 _LESSON = dataclasses.replace(_WGMMA, head_dim_multiple=64)
 _TCGEN05 = dataclasses.replace(_WGMMA, capability=(10, 0))
 _STREAM = dataclasses.replace(_TCGEN05, extras=_SUMS)
-_PAIRED_LESSON = dataclasses.replace(_TCGEN05, dtypes=("bfloat16",), head_dim_multiple=64)
+_PACKED_LESSON = dataclasses.replace(_TCGEN05, dtypes=("bfloat16",), head_dim_multiple=64)
 
 _backward = partial(Rung, directions=("backward",))
 _of_blocks = partial(Rung, operator="block_attention", directions=DIRECTIONS)
@@ -134,35 +134,35 @@ BLACKWELL_RUNGS: tuple[Rung, ...] = (
         "accumulators in tensor memory",
         "One thread issues the MMAs; the math role is left with the activation.",
         "v4_warp_specialized",
-        _PAIRED_LESSON,
+        _PACKED_LESSON,
     ),
     Rung(
         "b2_two_tiles",
         "two tiles of queries",
         "One tile's MMAs run beside the other's activation; P comes in slices.",
         "b1_tensor_memory",
-        _PAIRED_LESSON,
+        _PACKED_LESSON,
     ),
     Rung(
         "b3_stream",
         "one stream of MMAs",
         "The next item's first S is issued before this one's last P V.",
         "b2_two_tiles",
-        _PAIRED_LESSON,
+        _PACKED_LESSON,
     ),
     Rung(
         "b4_mixed",
         "a quarter by polynomial",
         "FMA units take over one score of four from MUFU, within a proven bound.",
         "b3_stream",
-        _PAIRED_LESSON,
+        _PACKED_LESSON,
     ),
     Rung(
         "b5_cta_pair",
         "CTA pairs, K and V stay",
         "Two CTAs hold halves of K and V that the MMAs of both read.",
         "b4_mixed",
-        _PAIRED_LESSON,
+        _PACKED_LESSON,
         is_rewrite=True,
     ),
     Rung(

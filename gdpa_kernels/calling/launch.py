@@ -1,4 +1,4 @@
-"""One place where a kernel meets a device.
+"""`launch`, by which every kernel of the package runs, and what the host asks of a device before.
 
 Tensors on a CUDA device: the compiled kernel runs there. Tensors on the CPU: the same kernel runs
 in the emulator, but only inside `with tritonemu.enabled(...)`; otherwise this raises. Nothing falls

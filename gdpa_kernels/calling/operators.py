@@ -1,4 +1,5 @@
-"""Operators of PyTorch: how one is defined, and what the `autograd.Function` around it needs.
+"""Operators of PyTorch: how one is defined (`define`, `schema`), and what the `autograd.Function`
+around it needs. For the api.py of each operator, and the norms.
 
 `torch.library.custom_op` makes the same, but wraps each call in about 25 us of Python.
 """
@@ -35,12 +36,14 @@ def schema(arguments: type) -> str:
 
 
 def define(
-    name: str, schema: str, implementation: Callable, fake: Callable, flops: Callable
+    name: str, signature: str, implementation: Callable, fake: Callable, flops: Callable
 ) -> Callable:
-    """The operator `gdpa_kernels::name` with `schema`, as `torch.library` has its functions; what
-    differentiates it is an `autograd.Function` around it. flops(*arguments): those of a call, for
-    `torch.utils.flop_counter`."""
-    _LIBRARY.define(f"{name}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
+    """Define the operator `gdpa_kernels::name` and return it. It has no derivative.
+
+    signature: in PyTorch's language, "(Tensor q, ...) -> Tensor". fake: gives the shapes of results
+    without computing them. flops: those of a call, for `torch.utils.flop_counter`.
+    """
+    _LIBRARY.define(f"{name}{signature}", tags=(torch.Tag.pt2_compliant_tag,))
     _LIBRARY.impl(name, private.opaque(implementation), "CompositeExplicitAutograd")
     torch.library.register_fake(f"gdpa_kernels::{name}", fake, lib=_LIBRARY)
     packet = getattr(torch.ops.gdpa_kernels, name)
@@ -82,6 +85,8 @@ def distinct(*tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
 
 
 class _OnceDifferentiable(torch.autograd.Function):
+    """The identity of `count` tensors, whose derivative is an error."""
+
     @staticmethod
     def forward(ctx, operator, count, *tensors):
         ctx.operator = operator

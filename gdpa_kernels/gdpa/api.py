@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from gdpa_kernels.calling import checks, jagged, ladder, packed
-from gdpa_kernels.calling.handover import CallWorkLists, config_and_work_list, with_work_lists
+from gdpa_kernels.calling.handover import CallWorkLists, handed_over, with_work_lists
 from gdpa_kernels.calling.lengths import Lengths
 from gdpa_kernels.calling.operators import (
     Size,
@@ -270,9 +270,8 @@ def _operate(
     """The operator of the forward pass."""
     bias, options = Bias(*bias_and_options[:-1]), bias_and_options[-1]
     more = {"add_to": add_to, "segments": segments, **bias.named()}
-    return with_work_lists(
-        work_lists, _FORWARD, q, k, v, cu_seqlens_q, cu_seqlens_k, *options, **more
-    )
+    tensors = q, k, v, cu_seqlens_q, cu_seqlens_k
+    return with_work_lists(work_lists, _FORWARD, *tensors, *options, **more)
 
 
 class _Gdpa(torch.autograd.Function):
@@ -310,9 +309,8 @@ class _Gdpa(torch.autograd.Function):
                 tables = needed(tables, needs_of_tables)
             added = grad_out.to(ctx.add_dtype) if ctx.needs_input_grad[6] else None
         inputs = grad_out, *saved[:3], *bias[:2]
-        dq, dk, dv, added, *tables = once_differentiable(
-            "gdpa", (*gradients, added, *tables), inputs
-        )
+        gradients = *gradients, added, *tables
+        dq, dk, dv, added, *tables = once_differentiable("gdpa", gradients, inputs)
         return None, dq, dk, dv, None, None, added, None, *tables, None, None, None, None
 
 
@@ -355,11 +353,7 @@ def _forward(
     if options.backward_impl != "auto":  # an explicit one that cannot take the call says so here
         resolve(options.backward_impl, "backward", _batch(*tensors, options, **both))
     with checks.without_autocast(q):  # the definition is made of operators that it would change
-        out = (
-            rung.module()
-            .forward(batch, **config_and_work_list(rung, "forward", batch))
-            .contiguous()
-        )
+        out = rung.module().forward(batch, **handed_over(rung, "forward", batch)).contiguous()
     if options.may_have_padding:
         clear_padding(out, cu_seqlens_q, add_to=add_to)
     return out
@@ -380,9 +374,8 @@ def _check_values(batch: Batch, alignment: bool) -> None:
         return
     for letter, ends, total, most in zip("qk", (ends_q, ends_k), rows, longest, strict=True):
         if ends is not None:
-            checks.check_offset_values(
-                f"cu_seqlens_{letter}", ends, total, most, allow_padding=True
-            )
+            name = f"cu_seqlens_{letter}"
+            checks.check_offset_values(name, ends, total, most, allow_padding=True)
     if alignment:
         _check_alignment(None, ends_q, ends_k, rows[0])
     if segments is not None:
@@ -406,7 +399,7 @@ def _backward(
         more = {"gradients": buffers, "segments": segments, "bias": Bias(**bias)}
         batch = _batch(q, k, v, cu_seqlens_q, cu_seqlens_k, options, **more)
         rung = options.rung("backward", batch)
-        extra = config_and_work_list(rung, "backward", batch)
+        extra = handed_over(rung, "backward", batch)
         if rung.takes("backward", "needs"):
             extra["needs"] = needs
         with checks.without_autocast(q):
