@@ -164,7 +164,7 @@ def stripes_of(batch: Batch, block: int) -> tuple[int, int]:
     return first, last
 
 
-def gradients(
+def table_gradients(
     grad_out: torch.Tensor, batch: Batch, needs: tuple[bool, bool], config: Config | None = None
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """The gradients of the tables of positions and of times, shaped as they are, each rounded once;

@@ -82,7 +82,7 @@ def round_kernel(
     tl.store(out_ptr + offsets, (factor * sums).to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def rounded(sums: torch.Tensor, dq: torch.Tensor, factor: float, batch: Batch) -> torch.Tensor:
+def rounded_dq(sums: torch.Tensor, dq: torch.Tensor, factor: float, batch: Batch) -> torch.Tensor:
     """dq = factor * sums, fp32 `[rows, num_heads, head_dim]`; for a shared q the sum over the
     sequences, in new memory."""
     if batch.shared_q:
@@ -95,7 +95,7 @@ def rounded(sums: torch.Tensor, dq: torch.Tensor, factor: float, batch: Batch) -
     return dq
 
 
-def loaded(
+def tile_descriptors(
     grad_out: torch.Tensor, batch: Batch, rows: int, keys: int
 ) -> tuple[TensorDescriptor, ...]:
     """Descriptors of q, k, v and grad_out, which is copied where TMA cannot read it, in boxes of
@@ -142,4 +142,4 @@ def launch_gradients(
     if not adds:
         return dq, dk, dv
     factor = (0.5 if fold else 1.0) * batch.scale * batch.output_scale
-    return rounded(stored, dq, factor, batch), dk, dv
+    return rounded_dq(stored, dq, factor, batch), dk, dv

@@ -43,7 +43,7 @@ def keys_of(list_ptr, item, start_q, len_q, start_k, len_k, indptr_ptr, cu_seqle
         start = tl.load(cu_seqlens_ptr + sequence)
         tokens = tl.load(cu_seqlens_ptr + sequence + 1) - start
         first_token = 0
-        if not options.OWN_KEYS:  # start_k counts history alone, of which an entry may be a piece
+        if not options.OWN_KEYS:  # start_k counts history alone, of which an entry may be a split
             first_token = start_k - start
         packed = Packed(start_q, len_q, tl.cdiv(tokens, options.BLOCK_N) * options.BLOCK_N)
         paged = Paged(tl.load(indptr_ptr + sequence), first_token, tokens)

@@ -161,12 +161,12 @@ def mixed_packed(s, scale, NAME: tl.constexpr, SHARE: tl.constexpr):
 
 @triton.jit
 def mixed_probabilities(s, scale, head, first_row, first_key, options):
-    """activation(scale * s) in options.DTYPE, masked pairs zero; with options.PAIRS, over scale / 2
-    and by `mixed_packed`.
+    """activation(scale * s) in options.DTYPE, masked pairs zero; if options.PACKED `mixed_packed`
+    computes it divided by scale / 2, a factor that the epilogue brings in.
 
     GELU and SiLU of 0 are 0: masking the scores is as good, and leaves the pairs of bf16 whole.
     """
-    if options.PAIRS:
+    if options.PACKED:
         s = mask_probabilities(s, first_row, first_key, options.CAUSAL, options.WINDOW)
         x, t = mixed_packed(s, scale, options.ACTIVATION, options.SHARE)
         p = multiply_add_packed(x, t, x)

@@ -1,4 +1,5 @@
-"""The list of tiles under a mask that programs take by tickets, and whether they should.
+"""The work list under a mask, whose entries programs take by tickets (tickets.py): the kernel that
+makes it, its recipe, and whether a call should use it (`uses_tickets`).
 
 Its order: sequences by falling length of the other side (of keys, for tiles of queries), then
 heads, then a head's tiles by falling cost: programs read the same K and V at the same time. Its end
@@ -6,6 +7,11 @@ is sorted by cost alone, costly tiles first, so that programs finish together. T
 fewest last heads that hold the work of all programs during the most costly tile: whoever is busy
 with an earlier tile when it begins is free before it is used up. `list_model.build_tickets` makes
 the same list with plain integers.
+
+Of one head and 2 programs, three sequences with tiles that cost 3, 2, 1; 2, 1; and 2, 1: the most
+costly tile costs 3, so the end must hold 2 * 3 = 6, which the last two sequences do. The list is A3
+A2 A1 | B2 C2 B1 C1. The end begins with the sequence at `cut` = 1, in slot `cut_slot` = 3. B1 has
+rank 2 in it: B2 and C2 cost more, C1 as much but later. So its slot is 5.
 """
 
 from dataclasses import dataclass
@@ -20,7 +26,7 @@ from gdpa_kernels.calling.recipe import Recipe
 from gdpa_kernels.gdpa import list_model
 from gdpa_kernels.gdpa.batch import Batch, WorkList
 from gdpa_kernels.gdpa.device.longest_first import longest_first
-from gdpa_kernels.gdpa.device.work_list import WIDTH, sequences, store_fields
+from gdpa_kernels.gdpa.device.work_list import WIDTH, load_sequences, store_fields
 
 SHORT = 4096  # rows of a sequence up to which a fixed list can be balanced
 BALANCED = 1.05  # work of the slowest program over the mean, up to which it is
@@ -51,10 +57,10 @@ class HeadCosts(NamedTuple):
 
 
 @triton.jit
-def tiles_of(order, position):
+def tiles_at(order, position):
     """((index, start_q, rows, start_k, keys), `HeadCosts`) of sequences at `position`."""
     index = tl.load(order.order_ptr + position, mask=position < order.batch, other=order.batch)
-    start_q, _, rows, start_k, keys = sequences(
+    start_q, _, rows, start_k, keys = load_sequences(
         order.cu_seqlens_q_ptr, order.cu_seqlens_k_ptr, index, order.batch, order.max_seqlen_q,
         None, None, None,
     )  # fmt: skip
@@ -71,7 +77,8 @@ def tiles_of(order, position):
 @triton.jit
 def work_of(head):
     """The cost of all tiles of a head, int64. Tiles up to `low` cost 1, from `high` on `limit`, and
-    tile r between them base + r, in all (low + 1 + ... + high) + (high - low) base."""
+    tile r between them base + r, in all (low + 1 + ... + high) + (high - low) base. Of 5 tiles with
+    base -1 and limit 3: low is 1, high 4, and 1 + (1 + 2 + 3) + 3 is 10."""
     tiles, base, limit = head
     low = tl.minimum(tl.maximum(-base, 0), tiles)
     high = tl.maximum(tl.minimum(limit - base, tiles), low).to(tl.int64)
@@ -108,7 +115,7 @@ def sorted_heads(order, work, need, NUM_HEADS: tl.constexpr, OTHERS: tl.constexp
     passed, left = 0, work
     for first in tl.range(0, order.batch, OTHERS):
         others = first + tl.arange(0, OTHERS)
-        _, each = tiles_of(order, others)
+        _, each = tiles_at(order, others)
         works = work_of(each)
         after = (left - tl.cumsum(works, 0)) * NUM_HEADS  # the work of the sequences that follow
         crosses = (after < need) & (after + works * NUM_HEADS >= need)
@@ -144,7 +151,7 @@ def sorted_rank(
     rank = over * own_sorted + equal * earlier_heads + (nth - over)
     for start in tl.range(cut, order.batch, TAIL):
         others = start + tl.arange(0, TAIL)
-        _, each = tiles_of(order, others)
+        _, each = tiles_at(order, others)
         heads = tl.where(others == cut, cut_heads, NUM_HEADS)[None, None, :]
         other = others[None, None, :]
         plane = HeadCosts(
@@ -173,14 +180,14 @@ def ticket_list_kernel(
         CAUSAL, SHIFTED,
     )  # fmt: skip
     position = tl.program_id(0) * OWN + tl.arange(0, OWN)
-    listed, costs = tiles_of(order, position)
-    index, start_q, rows, start_k, keys = listed
+    fields, costs = tiles_at(order, position)
+    index, start_q, rows, start_k, keys = fields
     preceding = tl.zeros([OWN], tl.int32)  # tiles of a head of the sequences before
     total, greatest = 0, tl.cast(1, tl.int32)
     work = tl.cast(0, tl.int64)
     for first in tl.range(0, batch, OTHERS):
         others = first + tl.arange(0, OTHERS)
-        _, each = tiles_of(order, others)
+        _, each = tiles_at(order, others)
         total += tl.sum(each.tiles)
         work += tl.sum(work_of(each))
         most = tl.where(each.tiles > 0, tl.minimum(each.base + each.tiles, each.limit), 1)
@@ -218,7 +225,7 @@ def ticket_list_kernel(
 
 @dataclass(frozen=True)
 class TicketRecipe(Recipe[WorkList]):
-    """A list of tiles under a mask, in the order of this file's docstring.
+    """How a work list in the order of this file's docstring is made.
 
     rows, max_seqlen: of what is listed. transposed: tiles of keys, whose entries name keys where
     others name queries. causal: a tile's cost rises along its head, or falls with tiles of keys;
@@ -269,7 +276,7 @@ def uses_tickets(
     than `programs`. Histories in pages keep the list."""
     if not batch.masked or batch.shared_q or batch.history is not None:
         return False
-    rows, longest, heads = listed(batch, transposed)
+    rows, longest, heads = listed_side(batch, transposed)
     if list_model.max_tiles(rows, batch.sequences, longest, rows_per_item) * heads <= programs:
         return False
     if batch.window is not None:
@@ -282,7 +289,7 @@ def uses_tickets(
     return list_model.zigzag_imbalance(batch.sequences * heads, tiles, programs) > BALANCED
 
 
-def listed(batch: Batch, transposed: bool) -> tuple[int, int, int]:
+def listed_side(batch: Batch, transposed: bool) -> tuple[int, int, int]:
     """(rows, the most of a sequence, heads) of queries or, `transposed`, of keys."""
     if transposed:
         return batch.k.shape[0], batch.max_seqlen_k, batch.num_heads_k
@@ -299,7 +306,7 @@ def ticket_recipe(
     with "lower_right" by len_k - j, so base is 0. Hence `shifted`.
     """
     return TicketRecipe(
-        *listed(batch, transposed), rows_per_item, programs, causal=bool(batch.causal),
+        *listed_side(batch, transposed), rows_per_item, programs, causal=bool(batch.causal),
         shifted=batch.lower_right != transposed,
         max_cost=list_model.window_cost(batch.window, rows_per_item, causal=bool(batch.causal)),
         numbered=batch.segments is not None, transposed=transposed,

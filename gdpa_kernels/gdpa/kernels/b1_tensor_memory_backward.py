@@ -51,21 +51,23 @@ from gdpa_kernels.gdpa.device.gradients import (
     steps_of,
     sums_commute,
 )
-from gdpa_kernels.gdpa.device.tensor_memory import (
+from gdpa_kernels.gdpa.device.single_cta import (
     COLUMNS,
-    HALF,
-    KEYS,
-    MATH_ROLES,
-    PART,
-    ROWS,
     Config,
     Options,
     default_config,
     launch_tiles,
     load,
     output,
-    put_sum,
+)
+from gdpa_kernels.gdpa.device.tensor_memory import (
+    HALF,
+    KEYS,
+    MATH_ROLES,
+    PART,
+    ROWS,
     store_p,
+    store_sum,
 )
 from gdpa_kernels.gdpa.device.work_list import ZigzagRecipe, count_items, entry, key_list_recipe
 
@@ -166,10 +168,10 @@ def math(
         tlx.barrier_wait(sums_full[0], phase)
         if role == 0:
             factor = dv_factor(scale, output_scale, options.FOLD)
-            put_sum(gradients.dv, dv, v.buffer[0], factor, start_k, len_k, head_k, key)
+            store_sum(gradients.dv, dv, v.buffer[0], factor, start_k, len_k, head_k, key)
         else:
             factor = dk_factor(scale, output_scale, options.FOLD)
-            put_sum(gradients.dk, dk, staged, factor, start_k, len_k, head_k, key)
+            store_sum(gradients.dk, dk, staged, factor, start_k, len_k, head_k, key)
         tlx.barrier_arrive(v.empty[0])
         phase ^= 1
 

@@ -55,19 +55,18 @@ from gdpa_kernels.gdpa.device.gradients import (
     few_keys_problem,
     head_and_row,
     launch_gradients,
-    loaded,
+    tile_descriptors,
 )
 from gdpa_kernels.gdpa.device.longest_first import Items, LongestFirstRecipe, sequence_and_head
+from gdpa_kernels.gdpa.device.single_cta import Config, default_config
 from gdpa_kernels.gdpa.device.tensor_memory import (
     HALF,
     KEYS,
     MATH_ROLES,
     PART,
     ROWS,
-    Config,
-    default_config,
-    put_sum,
     store_p,
+    store_sum,
 )
 
 CTAS = tl.constexpr(2)  # of a cluster
@@ -219,10 +218,10 @@ def math(
         tlx.barrier_wait(sums_full[0], phase)
         if role == 0:
             factor = dv_factor(scale, output_scale, options.FOLD)
-            put_sum(gradients.dv, dv, v.buffer[0], factor, start_k, len_k, head_k, key)
+            store_sum(gradients.dv, dv, v.buffer[0], factor, start_k, len_k, head_k, key)
         else:
             factor = dk_factor(scale, output_scale, options.FOLD)
-            put_sum(gradients.dk, dk, staged, factor, start_k, len_k, head_k, key)
+            store_sum(gradients.dk, dk, staged, factor, start_k, len_k, head_k, key)
         tlx.barrier_arrive(v.empty[0])
         phase ^= 1
 
@@ -336,8 +335,9 @@ def backward(
     (order,) = work_list or work_list_recipe(batch, config).make(*batch.offsets)
     items = batch.sequences * batch.num_heads_k
     boxes = (ROWS.value, batch.head_dim // CTAS.value), (KEYS.value, None), (KEYS.value, None)
+    loads = tile_descriptors(grad_out, batch, ROWS.value, KEYS.value)
     return launch_gradients(
-        backward_kernel, batch, config, loaded(grad_out, batch, ROWS.value, KEYS.value), boxes,
+        backward_kernel, batch, config, loads, boxes,
         (order, batch.cu_seqlens_q, batch.cu_seqlens_k, items, batch.max_seqlen_q), items,
         ctas=CTAS.value, adds=False,
     )  # fmt: skip

@@ -58,7 +58,7 @@ import triton.language as tl
 import triton.language.extra.tlx as tlx
 
 from gdpa_kernels.device.groups import OneWay, Ring
-from gdpa_kernels.device.pairs import CTAS, fetch_part, pair_and_pairs
+from gdpa_kernels.device.pairs import CTAS, fetch_part, pair_index_and_count
 from gdpa_kernels.device.ragged import BOUND
 from gdpa_kernels.device.rows import keep_runtime
 from gdpa_kernels.gdpa.batch import Batch, WorkList
@@ -77,7 +77,7 @@ from gdpa_kernels.gdpa.device.pair_steps import (
     add_products,
     compute_p_and_ds,
     fetch,
-    launch_pairs,
+    launch_backward_pairs,
 )
 from gdpa_kernels.gdpa.device.tensor_memory import HALF, KEYS, MATH_ROLES, ROWS
 from gdpa_kernels.gdpa.device.work_list import ZigzagRecipe, count_items, entry, key_list_recipe
@@ -146,7 +146,7 @@ def load(role: tl.constexpr, descs, k_rows, k, v, q, g, list_ptr, options):
     STEP: tl.constexpr = TILE // CTAS
     rank = tlx.cluster_cta_rank()
     column = rank * WIDTH
-    first, pairs = pair_and_pairs()
+    first, pairs = pair_index_and_count()
     num_items = count_items(list_ptr)
     phase, count = 0, 0
     for item in tl.range(first, num_items, pairs):
@@ -207,7 +207,7 @@ def mma(k_rows, k, v, q, g, s, p, dp, ds, dv, dk, dk_empty, dq, list_ptr, option
     """All MMAs, issued by the leader: S of a step, then dK and dQ of the step before, also across
     the border of two items. The peer's thread tells the leader that dS has arrived there."""
     WIDTH: tl.constexpr = options.HEAD_DIM // CTAS
-    first, pairs = pair_and_pairs()
+    first, pairs = pair_index_and_count()
     num_items = count_items(list_ptr)
     leads = tlx.cluster_cta_rank() == 0
     phase, count, previous_steps = 0, 0, 0  # before: steps of the last item
@@ -287,7 +287,7 @@ def put_sum(desc, sums, empty, buffer, factor, start, length, head, key):
 def math(role: tl.constexpr, s, p, dp, ds, list_ptr, scale, options):
     """A consumer: 64 rows of every step."""
     rank = tlx.cluster_cta_rank()
-    first, pairs = pair_and_pairs()
+    first, pairs = pair_index_and_count()
     num_items = count_items(list_ptr)
     count = 0
     for item in tl.range(first, num_items, pairs):
@@ -312,7 +312,7 @@ def output(
     of_dv = dv_factor(scale, output_scale, options.FOLD)
     of_dk = dk_factor(scale, output_scale, options.FOLD)
     rank = tlx.cluster_cta_rank()
-    first, pairs = pair_and_pairs()
+    first, pairs = pair_index_and_count()
     num_items = count_items(list_ptr)
     phase, count = 0, 0
     for item in tl.range(first, num_items, pairs):
@@ -433,4 +433,5 @@ def backward(
     """
     config = config or default_config(batch)
     (entries,) = work_list or work_list_recipe(batch, config).make(*batch.offsets)
-    return launch_pairs(backward_kernel, grad_out, batch, config, entries, adds=not config.once)
+    adds = not config.once
+    return launch_backward_pairs(backward_kernel, grad_out, batch, config, entries, adds=adds)

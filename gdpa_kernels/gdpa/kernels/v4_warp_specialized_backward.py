@@ -54,9 +54,9 @@ from gdpa_kernels.gdpa.device.gradients import (
     Gradients,
     head_and_row,
     launch_gradients,
-    loaded,
     steps_of,
     sums_commute,
+    tile_descriptors,
 )
 from gdpa_kernels.gdpa.device.masks import all_visible, mask_transposed
 from gdpa_kernels.gdpa.device.segments import entry_mask, row_intervals, sees, sees_all, skip_gap
@@ -356,7 +356,7 @@ def backward(
     config, rows = config or default_config(batch), rows_of(batch.head_dim)
     (entries,) = work_list or work_list_recipe(batch, config).make(*batch.offsets)
     boxes = (64, 64), (KEYS.value, None), (KEYS.value, None)
-    loads = loaded(grad_out, batch, rows, KEYS.value)
+    loads = tile_descriptors(grad_out, batch, rows, KEYS.value)
     return launch_gradients(
         backward_kernel, batch, config, loads, boxes, (entries,), len(entries) - 1, ROWS=rows,
         counter_ptr=new_counter(batch) if config.tickets else None,

@@ -55,7 +55,7 @@ from gdpa_kernels.gdpa.device.gradients import (
     few_keys_problem,
     head_and_row,
     launch_gradients,
-    loaded,
+    tile_descriptors,
 )
 from gdpa_kernels.gdpa.device.masks import mask_transposed
 from gdpa_kernels.gdpa.device.tickets import each_tile, new_counter, tickets_of
@@ -303,7 +303,7 @@ def backward(
     config, rows = config or default_config(batch), rows_of(batch.head_dim)
     (entries,) = work_list or work_list_recipe(batch, config).make(*batch.offsets)
     boxes = (64, 64), (KEYS.value, None), (KEYS.value, None)
-    loads = loaded(grad_out, batch, rows, KEYS.value)
+    loads = tile_descriptors(grad_out, batch, rows, KEYS.value)
     return launch_gradients(
         backward_kernel, batch, config, loads, boxes, (entries,), len(entries) - 1,
         adds=False, ROWS=rows, counter_ptr=new_counter(batch) if config.tickets else None,

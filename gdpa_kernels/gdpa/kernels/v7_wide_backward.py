@@ -57,9 +57,9 @@ from gdpa_kernels.gdpa.device.gradients import (
     Gradients,
     head_and_row,
     launch_gradients,
-    loaded,
     steps_of,
     sums_commute,
+    tile_descriptors,
 )
 from gdpa_kernels.gdpa.device.masks import mask_transposed
 from gdpa_kernels.gdpa.device.ticket_list import TicketRecipe, ticket_recipe, uses_tickets
@@ -341,7 +341,7 @@ def backward(
     config = config or default_config(batch)
     (entries,) = work_list or work_list_recipe(batch, config).make(*batch.offsets)
     boxes = (ROWS.value, PIECE.value), (KEYS.value, None), (KEYS.value, None)
-    loads = loaded(grad_out, batch, ROWS.value, KEYS.value)
+    loads = tile_descriptors(grad_out, batch, ROWS.value, KEYS.value)
     return launch_gradients(
         backward_kernel, batch, config, loads, boxes, (entries,), len(entries) - 1,
         counter_ptr=new_counter(batch) if config.tickets else None,

@@ -66,7 +66,7 @@ from gdpa_kernels.gdpa.device.work_list import ZigzagRecipe, count_items, entry,
 
 ROWS = tl.constexpr(64)
 WIDE = tl.constexpr(128)  # columns that leave at once, at most
-LEAST = 256  # keys of a piece
+LEAST = 256  # keys of a split
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Config:
     resident: K and V of an entry stay in shared memory. math_roles: consumers; a tile has 64 rows
     for each. registers: of a consumer thread. pairs: packed arithmetic where
     `activations.foldable`. q_slots: tiles of Q in shared memory. programs: of a multiprocessor,
-    which share its registers. splits: pieces of a sequence's keys, whose fp32 results are added up
+    which share its registers. splits: parts of a sequence's keys, whose fp32 results are added up
     afterwards. ahead: a tile's Q, which comes from HBM, is loaded during the tile before, where
     keys are not resident and there is room. tickets: entries are taken by tickets, with one tile of
     Q in shared memory, so that the next one is drawn late.
@@ -166,7 +166,7 @@ class Options:
 
     GROUP: tl.constexpr
     ACTIVATION: tl.constexpr
-    PAIRS: tl.constexpr
+    PACKED: tl.constexpr
     CAUSAL: tl.constexpr
     WINDOW: tl.constexpr
     BLOCK_N: tl.constexpr
@@ -336,7 +336,7 @@ def activation_prologue(s, scale, head, row, first_key, mask, options):
 
     GELU and SiLU of 0 are 0: masking the scores is as good, and leaves the pairs of bf16 whole.
     """
-    x = s if options.PAIRS else activate_per_head(s, scale, head, options.ACTIVATION, True)
+    x = s if options.PACKED else activate_per_head(s, scale, head, options.ACTIVATION, True)
     shift, segments = mask
     position = row + shift
     if options.SEGMENTS:
@@ -346,15 +346,15 @@ def activation_prologue(s, scale, head, row, first_key, mask, options):
     ):
         x = mask_probabilities(x, position, first_key, options.CAUSAL, options.WINDOW)
     t = 0
-    if options.PAIRS:
+    if options.PACKED:
         x, t = tanh_packed(x, scale, options.ACTIVATION)
     return x, t
 
 
 @triton.jit
-def activation_epilogue(x, t, DTYPE: tl.constexpr, PAIRS: tl.constexpr):
+def activation_epilogue(x, t, DTYPE: tl.constexpr, PACKED: tl.constexpr):
     """The probabilities, in registers that an MMA reads: only when none is in flight."""
-    return multiply_add_packed(x, t, x) if PAIRS else x.to(DTYPE)
+    return multiply_add_packed(x, t, x) if PACKED else x.to(DTYPE)
 
 
 @triton.jit
@@ -397,7 +397,7 @@ def math(
                 v_stage = (kv + block - 1) % NUM_STAGES
                 tlx.barrier_wait(k.full[stage], ((kv + block) // NUM_STAGES) & 1)
                 tlx.barrier_wait(v.full[v_stage], ((kv + block - 1) // NUM_STAGES) & 1)
-                p = activation_epilogue(x, t, options.DTYPE, options.PAIRS)
+                p = activation_epilogue(x, t, options.DTYPE, options.PACKED)
                 s = tlx.async_dot(q.buffer[q_slot], tlx.local_trans(k.buffer[stage]))
                 acc = tlx.async_dot(p, v.buffer[v_stage], acc)
                 s = tlx.async_dot_wait(1, s)
@@ -413,7 +413,7 @@ def math(
             if options.Q_SLOTS == 1:
                 v_stage = (kv + blocks - 1) % NUM_STAGES
                 tlx.barrier_wait(v.full[v_stage], ((kv + blocks - 1) // NUM_STAGES) & 1)
-                p = activation_epilogue(x, t, options.DTYPE, options.PAIRS)
+                p = activation_epilogue(x, t, options.DTYPE, options.PACKED)
                 acc = tlx.async_dot(p, v.buffer[v_stage], acc)
                 if tickets is not None:
                     item = follow(tickets, tile)
@@ -452,7 +452,7 @@ def math(
                 tlx.barrier_wait(q.full[q_slot], (tile // Q_SLOTS) & 1)
                 tlx.barrier_wait(k.full[stage], (kv // NUM_STAGES) & 1)
                 tlx.barrier_wait(v.full[v_stage], v_phase)
-                p = activation_epilogue(x, t, options.DTYPE, options.PAIRS)
+                p = activation_epilogue(x, t, options.DTYPE, options.PACKED)
                 s = tlx.async_dot(q.buffer[q_slot], tlx.local_trans(k.buffer[stage]))
                 acc = tlx.async_dot(p, v.buffer[v_stage], acc)
                 s = tlx.async_dot_wait(1, s)
@@ -480,7 +480,8 @@ def own_waits_kernel(
     AHEAD: tl.constexpr = False, history_desc=None, pages_ptr=None, indptr_ptr=None, ends_ptr=None,
     PAGE: tl.constexpr = None, OWN_KEYS: tl.constexpr = False, counter_ptr=None,
 ):  # fmt: skip
-    """output_scale * activation(scale * Q K^T) V for the listed work of this program."""
+    """output_scale * activation(scale * Q K^T) V for the listed work of this program. PAIRS:
+    `PACKED` of the options, by the name that records know."""
     tl.static_assert(PAGE is None or PAGE % BLOCK_N == 0, "a tile lies in one page")
     DTYPE: tl.constexpr = tlx.dtype_of(q_desc)
     options = Options(
@@ -537,8 +538,8 @@ def forward(
 def partial_sums(
     batch: Batch, *, config: Config | None = None, work_list: WorkList | None = None
 ) -> torch.Tensor:
-    """fp32 `[pieces, total_q, num_heads, head_dim]`, of pieces of each sequence's keys: the output
-    without `add_to` is their sum. The other arguments: as `forward`."""
+    """fp32 `[splits, total_q, num_heads, head_dim]`, of the splits of each sequence's keys: the
+    output without `add_to` is their sum. The other arguments: as `forward`."""
     config = config or default_config(batch)
     shape = config.splits, batch.rows, *batch.q.shape[1:]
     sums = batch.q.new_empty(shape, dtype=torch.float32)
@@ -549,9 +550,9 @@ def partial_sums(
 def _launched(
     batch: Batch, config: Config, work_list: WorkList | None, out: torch.Tensor
 ) -> torch.Tensor:
-    """`out` `[pieces * total_q, num_heads, head_dim]`, written."""
+    """`out` `[splits * total_q, num_heads, head_dim]`, written."""
     (entries,) = work_list or work_list_recipe(batch, config).make(*batch.offsets)
-    pairs = config.pairs and not batch.precise and foldable(batch.activation, batch.dtype)
+    packed = config.pairs and not batch.precise and foldable(batch.activation, batch.dtype)
     programs = min(config.programs * multiprocessors(batch.device), len(entries) - 1)
     threads = (1 + config.math_roles) * 128
     shared = {"maxnreg": 65_536 // (config.programs * threads)} if config.programs > 1 else {}
@@ -570,8 +571,8 @@ def _launched(
         k_desc, v_desc,
         ragged_descriptor(out, ROWS.value, width=min(width, most)),
         entries, config.rows_per_item(batch.max_seqlen_q), batch.scale,
-        batch.output_scale * batch.scale / 2 if pairs else batch.output_scale,
-        GROUP=batch.group, ACTIVATION=batch.names, PAIRS=pairs,
+        batch.output_scale * batch.scale / 2 if packed else batch.output_scale,
+        GROUP=batch.group, ACTIVATION=batch.names, PAIRS=packed,
         CAUSAL=bool(batch.causal), WINDOW=batch.window, LOWER_RIGHT=batch.lower_right,
         BLOCK_N=config.BLOCK_N, BLOCK_D=width, NUM_STAGES=config.num_stages,
         REGISTERS=config.registers, RESIDENT=config.resident,

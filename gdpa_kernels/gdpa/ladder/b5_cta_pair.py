@@ -41,7 +41,7 @@ from gdpa_kernels.device.pairs import (
     CTAS,
     fetch_part,
     move_columns,
-    pair_and_pairs,
+    pair_index_and_count,
     scores,
     weighted_sum,
 )
@@ -119,7 +119,7 @@ def load(q_desc, k_desc, v_desc, q, k, v, list_ptr, rows_per_item, options):
     BYTES: tl.constexpr = 2 * ROLES * KEYS * options.BLOCK_D * tlx.size_of(options.DTYPE)
     Q_BYTES: tl.constexpr = CTAS * ROWS * options.BLOCK_D * tlx.size_of(options.DTYPE)
     rank = tlx.cluster_cta_rank()
-    item, pairs = pair_and_pairs()
+    item, pairs = pair_index_and_count()
     num_items = count_items(list_ptr)
     tile, count = 0, 0
     while item < num_items:
@@ -149,7 +149,7 @@ def load(q_desc, k_desc, v_desc, q, k, v, list_ptr, rows_per_item, options):
 def mma(q, k, v, s, p, o, list_ptr, rows_per_item, options):
     """All MMAs, issued by the leader: for each math role P V of a tile, then S of the next tile,
     also across the border of two items."""
-    item, pairs = pair_and_pairs()
+    item, pairs = pair_index_and_count()
     num_items = count_items(list_ptr)
     tile, count, step = 0, 0, 0
     if (tlx.cluster_cta_rank() == 0) & (item < num_items):
@@ -197,7 +197,7 @@ def mma(q, k, v, s, p, o, list_ptr, rows_per_item, options):
 def math(role: tl.constexpr, s, p, list_ptr, rows_per_item, scale, options):
     """The activation of this CTA's rows for the keys of a role."""
     WIDTH: tl.constexpr = KEYS // options.SLICES
-    item, pairs = pair_and_pairs()
+    item, pairs = pair_index_and_count()
     num_items = count_items(list_ptr)
     count = 0
     while item < num_items:
@@ -219,7 +219,7 @@ def output(out_desc, out, o, list_ptr, rows_per_item, output_scale, options):
     """O from tensor memory through a buffer to memory; the store goes on beside the next tile."""
     DTYPE: tl.constexpr = options.DTYPE
     rank = tlx.cluster_cta_rank()
-    item, pairs = pair_and_pairs()
+    item, pairs = pair_index_and_count()
     num_items = count_items(list_ptr)
     tile = 0
     while item < num_items:

@@ -42,7 +42,7 @@ from gdpa_kernels.device.ragged import BOUND
 from gdpa_kernels.device.rows import fetch_rows, keep_runtime, put_rows, uniform
 from gdpa_kernels.gdpa.batch import Batch, WorkList
 from gdpa_kernels.gdpa.device.derivatives import times_slope, value_and_factor
-from gdpa_kernels.gdpa.device.gradients import Gradients, launch_gradients, loaded
+from gdpa_kernels.gdpa.device.gradients import Gradients, launch_gradients, tile_descriptors
 from gdpa_kernels.gdpa.device.two_consumers import (
     KEYS,
     MATH_ROLES,
@@ -300,7 +300,7 @@ def backward(
     config, rows = config or default_config(batch), rows_of(batch.head_dim)
     (entries,) = work_list or work_list_recipe(batch, config).make(*batch.offsets)
     boxes = (64, 64), (KEYS.value, None), (KEYS.value, None)
-    loads = loaded(grad_out, batch, rows, KEYS.value)
+    loads = tile_descriptors(grad_out, batch, rows, KEYS.value)
     return launch_gradients(
         backward_kernel, batch, config, loads, boxes, (entries,), len(entries) - 1, ROWS=rows
     )
