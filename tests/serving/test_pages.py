@@ -350,11 +350,11 @@ MISTAKES = {
     "all slots of the last page": (
         pages, "tl.maximum(paged.tokens - token, 0)", "tl.cdiv(paged.tokens, 64) * 64"),
     "keys as values": (pages, "row += options.PAGE", "row += 0"),
-    "candidates one tile late": (pages, "key < packed.first_key:", "key <= packed.first_key:"),
+    "candidates one tile late": (pages, "key < jagged.first_key:", "key <= jagged.first_key:"),
     "candidates one tile early": (
-        pages, "key < packed.first_key:", "key + 64 < packed.first_key:"),
-    "their own keys from the start": (pages, "key -= packed.first_key", "pass"),
-    "own keys where keys are listed": (pages, "Packed(start_q, len_q", "Packed(start_k, len_k"),
+        pages, "key < jagged.first_key:", "key + 64 < jagged.first_key:"),
+    "their own keys from the start": (pages, "key -= jagged.first_key", "pass"),
+    "own keys where keys are listed": (pages, "Jagged(start_q, len_q", "Jagged(start_k, len_k"),
     "own keys at the end of the history": (
         pages, "tl.cdiv(tokens, options.BLOCK_N) * options.BLOCK_N", "tokens"),
     "another user's history": (pages, "sequence = sequence_of(list_ptr, item)", "sequence = 0"),

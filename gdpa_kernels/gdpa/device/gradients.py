@@ -1,5 +1,9 @@
-"""Functions of the fused backward rungs: the rows of a step, adding to a sum in fp32, rounding it;
-and the launch of the warp-specialized ones."""
+"""What the backward rungs share that compute dQ, dK and dV in one kernel: the rows of a step, dQ
+added up in fp32 and rounded, and `launch_gradients`, which launches the warp-specialized ones.
+
+dQ is complete where one program sees all keys of a row. Else programs add their parts to memory by
+TMA reduce-adds, in any order, and `round_kernel` makes dQ of the sums.
+"""
 
 from collections.abc import Sequence
 

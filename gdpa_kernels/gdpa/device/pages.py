@@ -1,9 +1,10 @@
-"""Loads of keys and values whose first ones, the history, lie in pages (`batch.History`).
+"""Loads of keys and values whose first ones, the history, lie in pages (`batch.History`), for
+forward v8.
 
 PAGE tokens have 2 PAGE consecutive rows: their keys, then their values. A tile of BLOCK_N keys lies
 in one page, and is one copy; rows beyond the history, which may hold anything, read as zero. Keys
-in packed tensors (OWN_KEYS) follow from the next whole tile on. The zero keys between add nothing,
-since what multiplies their values is finite.
+in the tensors k and v (OWN_KEYS) follow from the next whole tile on. The zero keys between add
+nothing, since what multiplies their values is finite.
 """
 
 from typing import NamedTuple
@@ -17,8 +18,8 @@ from gdpa_kernels.gdpa.device.work_list import sequence_of
 LEAST = 64  # keys of the smallest tile
 
 
-class Packed(NamedTuple):
-    """An entry's keys in packed tensors: first row, number, and how many keys precede them."""
+class Jagged(NamedTuple):
+    """An entry's keys in the tensors k and v: first row, number, and how many keys precede them."""
 
     start: tl.tensor
     length: tl.tensor
@@ -36,8 +37,8 @@ class Paged(NamedTuple):
 
 @triton.jit
 def keys_of(list_ptr, item, start_q, len_q, start_k, len_k, indptr_ptr, cu_seqlens_ptr, options):
-    """(`Packed`, `Paged`) of an entry. With a history, packed keys have the offsets of queries."""
-    packed, paged = Packed(start_k, len_k, 0), Paged(0, 0, 0)
+    """(`Jagged`, `Paged`) of an entry. With a history, jagged ones have the offsets of queries."""
+    jagged, paged = Jagged(start_k, len_k, 0), Paged(0, 0, 0)
     if options.PAGE is not None:
         sequence = sequence_of(list_ptr, item)
         start = tl.load(cu_seqlens_ptr + sequence)
@@ -45,9 +46,9 @@ def keys_of(list_ptr, item, start_q, len_q, start_k, len_k, indptr_ptr, cu_seqle
         first_token = 0
         if not options.OWN_KEYS:  # start_k counts history alone, of which an entry may be a split
             first_token = start_k - start
-        packed = Packed(start_q, len_q, tl.cdiv(tokens, options.BLOCK_N) * options.BLOCK_N)
+        jagged = Jagged(start_q, len_q, tl.cdiv(tokens, options.BLOCK_N) * options.BLOCK_N)
         paged = Paged(tl.load(indptr_ptr + sequence), first_token, tokens)
-    return packed, paged
+    return jagged, paged
 
 
 @triton.jit
@@ -65,20 +66,20 @@ def row_in_pages(pages_ptr, paged, key, options):
 
 @triton.jit
 def fetch_keys(
-    desc, history_desc, buffer, full, packed, row, tokens_left, head, key, VALUES: tl.constexpr,
+    desc, history_desc, buffer, full, jagged, row, tokens_left, head, key, VALUES: tl.constexpr,
     options,
 ):  # fmt: skip
-    """`fetch_rows` of a tile of keys, or of their VALUES, from a page or from packed tensors; row,
-    tokens_left: of `row_in_pages`. desc: of packed tensors, without OWN_KEYS of pages."""
+    """`fetch_rows` of a tile of keys, or of their VALUES, from a page or from tensors k and v; row,
+    tokens_left: of `row_in_pages`. desc: of tensors k and v, without OWN_KEYS of pages."""
     if options.PAGE is None:
-        fetch_rows(desc, buffer, full, packed.start, packed.length, head, key)
+        fetch_rows(desc, buffer, full, jagged.start, jagged.length, head, key)
     else:
         if VALUES:
             row += options.PAGE
         if not options.OWN_KEYS:
             fetch_rows(desc, buffer, full, row, tokens_left, head, 0)
-        elif key < packed.first_key:
+        elif key < jagged.first_key:
             fetch_rows(history_desc, buffer, full, row, tokens_left, head, 0)
         else:
-            key -= packed.first_key
-            fetch_rows(desc, buffer, full, packed.start, packed.length, head, key)
+            key -= jagged.first_key
+            fetch_rows(desc, buffer, full, jagged.start, jagged.length, head, key)

@@ -1,4 +1,4 @@
-"""Constants and host side of the forward rungs for CTA pairs whose K and V stream by."""
+"""Constants and launch of the forward rungs for CTA pairs whose K and V stream by, b6 and b7."""
 
 import torch
 import triton

@@ -236,7 +236,7 @@ def load(
         start_q, _, len_q, start_k, len_k, head, first = entry(list_ptr, item)
         while item < num_items:
             mask = entry_mask(list_ptr, segments_ptr, item, len_q, len_k, options)
-            packed, paged = keys_of(
+            jagged, paged = keys_of(
                 list_ptr, item, start_q, len_q, start_k, len_k, indptr_ptr, ends_ptr, options
             )
             if tickets is None:
@@ -258,14 +258,14 @@ def load(
                     in_page, left = row_in_pages(pages_ptr, paged, key, options)
                     stage = k.acquire(kv + block)
                     fetch_keys(
-                        k_desc, history_desc, k.buffer[stage], k.full[stage], packed, in_page, left,
+                        k_desc, history_desc, k.buffer[stage], k.full[stage], jagged, in_page, left,
                         kv_head, key, False, options,
                     )  # fmt: skip
                     if options.Q_SLOTS == 1 and block == 0:  # K's buffer was free long before
                         fetch_q(q_desc, q, tile, start_q, len_q, head, row, options)
                     stage = v.acquire(kv + block)
                     fetch_keys(
-                        v_desc, history_desc, v.buffer[stage], v.full[stage], packed, in_page, left,
+                        v_desc, history_desc, v.buffer[stage], v.full[stage], jagged, in_page, left,
                         kv_head, key, True, options,
                     )  # fmt: skip
                     # From the third block on, the tile before has been done with its Q.
