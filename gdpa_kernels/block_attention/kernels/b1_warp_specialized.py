@@ -506,10 +506,7 @@ def forward(
     batch: Batch, *, config: Config | None = None, work_list: WorkList | None = None
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
     """The output, `[total, num_heads_q, head_dim]`, and what backward needs besides q, k, v:
-    nothing.
-
-    `work_list` is that of `work_list_recipe` for the same sequences; None makes it here.
-    """
+    nothing."""
     out = batch.q.new_empty(batch.q.shape)
     tensors = batch.q, batch.k, batch.v, out
     _launch(forward_kernel, "forward", batch, tensors, config, work_list)
@@ -517,13 +514,9 @@ def forward(
 
 
 def backward(
-    grad_out: torch.Tensor,
-    batch: Batch,
-    saved: tuple[torch.Tensor, ...] = (),
-    *,
-    config: Config | None = None,
-    work_list: WorkList | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    grad_out: torch.Tensor, batch: Batch, saved: tuple[torch.Tensor, ...] = (), *,
+    config: Config | None = None, work_list: WorkList | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """(dq, dk, dv), shaped as q, k, v and contiguous."""
     gradients = batch.new_gradients()
     tensors = tma_readable(grad_out), batch.q, batch.k, batch.v, *gradients

@@ -240,10 +240,7 @@ def forward(
     batch: Batch, *, config: Config | None = None, work_list: WorkList | None = None
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
     """The output, `[total, num_heads_q, head_dim]`, and what backward needs besides q, k, v:
-    nothing.
-
-    `work_list` is that of `work_list_recipe` for the same sequences; None makes it here.
-    """
+    nothing."""
     q, k, v = batch.q, batch.k, batch.v
     out = q.new_empty(q.shape)
     config = config or default_config("forward", batch)
@@ -264,13 +261,9 @@ def forward(
 
 
 def backward(
-    grad_out: torch.Tensor,
-    batch: Batch,
-    saved: tuple[torch.Tensor, ...] = (),
-    *,
-    config: Config | None = None,
-    work_list: WorkList | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    grad_out: torch.Tensor, batch: Batch, saved: tuple[torch.Tensor, ...] = (), *,
+    config: Config | None = None, work_list: WorkList | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """(dq, dk, dv), shaped as q, k, v and contiguous."""
     q, k, v = batch.q, batch.k, batch.v
     dq, dk, dv = batch.new_gradients()

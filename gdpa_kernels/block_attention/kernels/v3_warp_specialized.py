@@ -290,23 +290,16 @@ def forward(
     batch: Batch, *, config: Config | None = None, work_list: WorkList | None = None
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
     """The output, `[total, num_heads_q, head_dim]`, and what backward needs besides q, k, v:
-    nothing.
-
-    `work_list` is that of `work_list_recipe` for the same sequences; None makes it here.
-    """
+    nothing."""
     config = config or default_config("forward", batch)
     (blocks,) = work_list or work_list_recipe(batch, config).make(*batch.offsets)
     return forward_slots(forward_kernel, batch, config, blocks)
 
 
 def backward(
-    grad_out: torch.Tensor,
-    batch: Batch,
-    saved: tuple[torch.Tensor, ...] = (),
-    *,
-    config: Config | None = None,
-    work_list: WorkList | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    grad_out: torch.Tensor, batch: Batch, saved: tuple[torch.Tensor, ...] = (), *,
+    config: Config | None = None, work_list: WorkList | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """(dq, dk, dv), shaped as q, k, v and contiguous."""
     config = config or default_config("backward", batch)
     (blocks,) = work_list or work_list_recipe(batch, config).make(*batch.offsets)

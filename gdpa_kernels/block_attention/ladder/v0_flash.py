@@ -207,10 +207,7 @@ def forward(
     batch: Batch, *, config: Config | None = None, work_list: WorkList | None = None
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
     """The output, `[total, num_heads_q, head_dim]`, and what backward needs besides q, k, v: the
-    output, the log-sum-exp fp32 `[num_heads_q, total]`, and what was rotated of q, k and v.
-
-    `work_list` is that of `work_list_recipe` for the same sequences; None makes it here.
-    """
+    output, the log-sum-exp fp32 `[num_heads_q, total]`, and what was rotated of q, k and v."""
     q, k, v = batch.q, batch.k, batch.v
     rotated = ()
     if batch.rotary is not None:
@@ -242,13 +239,9 @@ def empty_saved(batch: Batch) -> tuple[torch.Tensor, ...]:
 
 
 def backward(
-    grad_out: torch.Tensor,
-    batch: Batch,
-    saved: tuple[torch.Tensor, ...],
-    *,
-    config: Config | None = None,
-    work_list: WorkList | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    grad_out: torch.Tensor, batch: Batch, saved: tuple[torch.Tensor, ...], *,
+    config: Config | None = None, work_list: WorkList | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """(dq, dk, dv), shaped as q, k, v and contiguous."""
     q, k, v = batch.q, batch.k, batch.v
     out, lse = saved[:2]

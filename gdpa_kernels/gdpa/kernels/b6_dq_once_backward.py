@@ -74,16 +74,9 @@ def call_problem(batch: Batch) -> str | None:
 
 
 def backward(
-    grad_out: torch.Tensor,
-    batch: Batch,
-    *,
-    config: Config | None = None,
+    grad_out: torch.Tensor, batch: Batch, *, config: Config | None = None,
     work_list: WorkList | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(dq, dk, dv), shaped as q, k and v, contiguous.
-
-    grad_out `[total_q, num_heads, head_dim]` of any strides. `work_list` is that of
-    `work_list_recipe` for the same sequences; None makes it here.
-    """
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """(dq, dk, dv), shaped as q, k and v, contiguous; grad_out may have any strides."""
     config = config or default_config(batch)
     return b5.backward(grad_out, batch, config=config, work_list=work_list)

@@ -330,17 +330,10 @@ def backward_kernel(
 
 
 def backward(
-    grad_out: torch.Tensor,
-    batch: Batch,
-    *,
-    config: Config | None = None,
+    grad_out: torch.Tensor, batch: Batch, *, config: Config | None = None,
     work_list: WorkList | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(dq, dk, dv), shaped as q, k and v, contiguous.
-
-    grad_out `[total_q, num_heads, head_dim]` of any strides. `work_list` is that of
-    `work_list_recipe` for the same sequences; None makes it here.
-    """
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """(dq, dk, dv), shaped as q, k and v, contiguous; grad_out may have any strides."""
     config = config or default_config(batch)
     (order,) = work_list or work_list_recipe(batch, config).make(*batch.offsets)
     items = batch.sequences * batch.num_heads_k

@@ -50,6 +50,5 @@ def default_config(batch: Batch) -> Config:
 def forward(
     batch: Batch, *, config: Config | None = None, work_list: WorkList | None = None
 ) -> torch.Tensor:
-    """The output, `[total_q, num_heads, head_dim]`; `work_list` is that of `work_list_recipe`
-    for the same sequences and config; None makes it here."""
+    """The output, `[total_q, num_heads, head_dim]`."""
     return b3_stream.forward(batch, config=config or default_config(batch), work_list=work_list)

@@ -278,10 +278,7 @@ def cta_pair_kernel(
 def forward(
     batch: Batch, *, config: Config | None = None, work_list: WorkList | None = None
 ) -> torch.Tensor:
-    """The output, `[total_q, num_heads, head_dim]`.
-
-    `work_list` is that of `work_list_recipe` for the same sequences and config; None makes it here.
-    """
+    """The output, `[total_q, num_heads, head_dim]`."""
     out = batch.new_out()
     config = config or default_config(batch)
     (entries,) = work_list or work_list_recipe(batch, config).make(*batch.offsets)
