@@ -8,10 +8,9 @@ import torch
 
 from gdpa_kernels.calling import checks
 from gdpa_kernels.calling.base_batch import BaseBatch, GradientTriple
-from gdpa_kernels.calling.recipe import WorkList
+from gdpa_kernels.calling.recipe import WorkList as WorkList
 
 Rotary = tuple[torch.Tensor, torch.Tensor]
-__all__ = ["Batch", "Rotary", "WorkList"]
 
 
 @dataclass(frozen=True)

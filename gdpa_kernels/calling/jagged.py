@@ -140,12 +140,9 @@ def read_jagged(
     values, offsets, longest = _parts(x)
     if not isinstance(values, torch.Tensor):
         raise TypeError(f"values must be a tensor, got {type(values).__name__}")
-    shape = values.shape
-    if (len(shape) < 1) if embed_dim is None else (len(shape) != 2 or shape[1] != embed_dim):
-        wanted = "..." if embed_dim is None else embed_dim
-        raise ValueError(
-            f"values must have shape [total_tokens, {wanted}], got {list(values.shape)}"
-        )
+    shape, wanted = values.shape, "..." if embed_dim is None else embed_dim
+    if len(shape) < 1 or (embed_dim is not None and shape[1:] != (embed_dim,)):
+        raise ValueError(f"values must have shape [total_tokens, {wanted}], got {list(shape)}")
     longest = longest if max_seqlen is None else max_seqlen
     options = {"validate": validate, "allow_padding": allow_padding}
     return values, read_sequences("offsets", offsets, shape[0], values.device, longest, **options)
@@ -153,19 +150,16 @@ def read_jagged(
 
 def _parts(x: torch.Tensor | Jagged) -> tuple[object, object, int | None]:
     """Values, offsets and, if x knows it, at least the longest sequence."""
+    if isinstance(x, tuple | list) and len(x) == 2:
+        return *x, None
+    kind = type(x).__name__
     if isinstance(x, torch.Tensor):
-        if not x.is_nested or x.layout != torch.jagged:
-            raise TypeError(
-                "x must be a pair (values, offsets) or a nested tensor of layout torch.jagged, "
-                f"got a tensor of layout {x.layout}" + (", nested" if x.is_nested else "")
-            )
-        return _parts_of_nested("x", x)
-    if not isinstance(x, tuple | list) or len(x) != 2:
-        raise TypeError(
-            "x must be a pair (values, offsets) or a nested tensor of layout torch.jagged, "
-            f"got {type(x).__name__}"
-        )
-    return *x, None
+        if x.is_nested and x.layout == torch.jagged:
+            return _parts_of_nested("x", x)
+        kind = f"a tensor of layout {x.layout}{', nested' * x.is_nested}"
+    raise TypeError(
+        f"x must be a pair (values, offsets) or a nested tensor of layout torch.jagged, got {kind}"
+    )
 
 
 def _parts_of_nested(name: str, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int | None]:

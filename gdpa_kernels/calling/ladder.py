@@ -7,20 +7,20 @@ a module (`Rung` says what it holds) and an entry here.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
-from gdpa_kernels.calling.rung import DIRECTIONS, PACKAGE, Requires, Rung
+from gdpa_kernels.calling.rung import DIRECTIONS, Requires, Rung
 
 _ALL_DTYPES = ("bfloat16", "float16", "float32")
 _SUMS = ("out_dtype", "add_to")
 _EXTRAS = ("causal", *_SUMS, "targets")
 _BIASED = (*_EXTRAS, "bias")
 
+_ANYTHING = Requires(dtypes=(*_ALL_DTYPES, "float64"), head_dim_max=2**31 - 1)
 # Plain Triton with TMA; Hopper's warp-group MMAs and lessons with them; Blackwell's MMAs, likewise.
 _TMA = Requires(capability=(9, 0), head_dim_multiple=8, aligned=True)
 _WGMMA = dataclasses.replace(_TMA, only_major=True, head_dim_max=128)
@@ -37,11 +37,7 @@ REFERENCE = Rung(
     "the definition",
     "One sequence after another; in fp32, in fp64 of fp64.",
     None,
-    Requires(
-        dtypes=(*_ALL_DTYPES, "float64"),
-        head_dim_max=2**31 - 1,
-        extras=_BIASED,
-    ),
+    dataclasses.replace(_ANYTHING, extras=_BIASED),
     directions=DIRECTIONS,
     batch_invariant=True,
 )
@@ -52,7 +48,7 @@ RUNGS: tuple[Rung, ...] = (
         "eager PyTorch",
         "Pad the batch; two matmuls around an activation.",
         None,
-        Requires(dtypes=(*_ALL_DTYPES, "float64"), head_dim_max=2**31 - 1, extras=("bias",)),
+        dataclasses.replace(_ANYTHING, extras=("bias",)),
     ),
     Rung(
         "v1_tiled",
@@ -189,7 +185,7 @@ BLOCK_REFERENCE = _of_blocks(
     "the definition",
     "Whole blocks at once; in fp32, in fp64 of fp64.",
     None,
-    Requires(dtypes=(*_ALL_DTYPES, "float64"), head_dim_max=2**31 - 1),
+    _ANYTHING,
 )
 
 BLOCK_RUNGS: tuple[Rung, ...] = (
@@ -429,20 +425,3 @@ def resolve(
             "which is not for this call"
         )
     return chosen
-
-
-def diff(impl: str, operator: str = "gdpa") -> str:
-    """What changed from the predecessor's file to this rung's, as a unified diff."""
-    current = rung(impl, operator)
-    if current.predecessor is None:
-        raise ValueError(f"impl must have a predecessor to differ from, got {impl!r}")
-    previous = rung(current.predecessor, operator)
-    return "".join(
-        difflib.unified_diff(
-            previous.lesson.read_text().splitlines(keepends=True),
-            current.lesson.read_text().splitlines(keepends=True),
-            fromfile=previous.lesson.relative_to(PACKAGE).as_posix(),
-            tofile=current.lesson.relative_to(PACKAGE).as_posix(),
-            n=2,
-        )
-    )

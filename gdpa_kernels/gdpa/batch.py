@@ -10,12 +10,10 @@ import torch
 from gdpa_kernels.calling import checks
 from gdpa_kernels.calling.base_batch import BaseBatch, GradientTriple
 from gdpa_kernels.calling.launch import next_power_of_2
-from gdpa_kernels.calling.recipe import WorkList
+from gdpa_kernels.calling.recipe import WorkList as WorkList
 from gdpa_kernels.gdpa.bias import NONE, Bias
 from gdpa_kernels.gdpa.device.custom import cache_key
 from gdpa_kernels.gdpa.mask import ALL, Mask, segment_pairs
-
-__all__ = ["Batch", "History", "WorkList"]
 
 
 @dataclass(frozen=True)

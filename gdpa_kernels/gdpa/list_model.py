@@ -1,7 +1,7 @@
 """Work lists in plain integers: orders of tiles, their costs, and how even programs' shares are.
 
 A model of what `device/` makes on the GPU, for tests and chapters; and the few numbers of it that
-the host needs before a launch (`max_tiles`, `window_cost`, `zigzag_imbalance`). `build_on_device`
+the host needs before a launch (`max_tiles`, `window_cost`, `zigzag_imbalance`). `TileOrderRecipe`
 makes the list of rung v3.
 
 A tile is BLOCK_M query rows of one head of one sequence. Program p of P takes the entries p, p + P,
@@ -30,9 +30,11 @@ import torch
 
 from gdpa_kernels.calling.checks import check_choice, check_count, check_positive
 from gdpa_kernels.calling.launch import cdiv
+from gdpa_kernels.calling.recipe import Recipe
 
 ORDERS = ("padded", "valid", "zigzag", "longest_first")
 FASTEST = ("head", "block")
+EMPTY = 0.15  # of the time of a K/V block, which a program takes to find that a tile is empty
 
 
 @dataclass(frozen=True)
@@ -58,26 +60,22 @@ class ModelledList:
         """(sequence, head, row block) in list order."""
         return list(zip(self.tile_batch, self.tile_head, self.tile_block, strict=True))
 
-    def work(self, empty_cost: float = 0.15, prologue: float = 1.0) -> list[float]:
+    def work(self, prologue: float = 1.0) -> list[float]:
         """Modelled time of each tile, in units of one K/V block.
 
-        A tile takes `prologue` plus its K/V blocks; an empty one takes `empty_cost`. The defaults
-        charge one block for loading Q and storing O, and 0.15 for finding that it is empty.
+        A tile takes its K/V blocks and `prologue`, by default one block, for loading Q and storing
+        O; one that is found to be empty takes EMPTY.
         """
-        return [
-            empty_cost if empty else prologue + cost
-            for cost, empty in zip(self.costs, self.empty, strict=True)
-        ]
+        pairs = zip(self.costs, self.empty, strict=True)
+        return [EMPTY if empty else prologue + cost for cost, empty in pairs]
 
-    def loads(
-        self, empty_cost: float = 0.15, prologue: float = 1.0, *, dynamic: bool = False
-    ) -> list[float]:
+    def loads(self, prologue: float = 1.0, *, dynamic: bool = False) -> list[float]:
         """Modelled time of each program, [num_programs].
 
         By default entry p goes to program p % num_programs. `dynamic=True` gives each tile in
         turn to the program that is free first: an atomic counter, or an ordinary launch grid.
         """
-        work = self.work(empty_cost, prologue)
+        work = self.work(prologue)
         if not dynamic:
             return [sum(work[p :: self.num_programs]) for p in range(self.num_programs)]
         free = [0.0] * self.num_programs
@@ -85,19 +83,15 @@ class ModelledList:
             heapq.heapreplace(free, free[0] + time)
         return free
 
-    def makespan(
-        self, empty_cost: float = 0.15, prologue: float = 1.0, *, dynamic: bool = False
-    ) -> float:
+    def makespan(self, prologue: float = 1.0, *, dynamic: bool = False) -> float:
         """Modelled time of the slowest program, in units of one K/V block."""
-        return max(self.loads(empty_cost, prologue, dynamic=dynamic))
+        return max(self.loads(prologue, dynamic=dynamic))
 
     def ideal(self, prologue: float = 1.0) -> float:
         """Useful work (no empty tiles) per program: no assignment has a shorter makespan."""
-        return sum(self.work(0.0, prologue)) / self.num_programs
+        return (sum(self.work(prologue)) - EMPTY * sum(self.empty)) / self.num_programs
 
-    def imbalance(
-        self, empty_cost: float = 0.15, prologue: float = 1.0, *, dynamic: bool = False
-    ) -> float:
+    def imbalance(self, prologue: float = 1.0, *, dynamic: bool = False) -> float:
         """makespan / ideal: at least 1, and 1 when no program waits and no tile is empty.
 
         ValueError if the list holds no work.
@@ -105,7 +99,7 @@ class ModelledList:
         ideal = self.ideal(prologue)
         if ideal == 0:
             raise ValueError(f"the list must hold some work, got {len(self)} tiles of no cost")
-        return self.makespan(empty_cost, prologue, dynamic=dynamic) / ideal
+        return self.makespan(prologue, dynamic=dynamic) / ideal
 
 
 def build(
@@ -286,73 +280,67 @@ class TileTensors(NamedTuple):
     num_tiles: torch.Tensor
 
 
-def build_on_device(
-    order: str,
-    cu_seqlens_q: torch.Tensor | None,
-    cu_seqlens_k: torch.Tensor,
-    *,
-    batch: int,
-    max_tiles: int,
-    max_seqlen_q: int,
-    num_heads: int,
-    block_m: int,
-    block_n: int,
-    num_programs: int,
-    fastest: str = "head",
-) -> TileTensors:
-    """The list of `build`, made on the device of `cu_seqlens_k` without waiting for it.
+@dataclass(frozen=True)
+class TileOrderRecipe(Recipe[TileTensors]):
+    """How the list of `build` is made on a device, by PyTorch, without waiting for it.
 
-    `cu_seqlens_q` and `cu_seqlens_k` are int32 [batch + 1]; `cu_seqlens_q=None` (shared q) gives
-    every sequence max_seqlen_q rows. `max_tiles` is the bound of the function `max_tiles`, row
-    blocks of one head, and must not be less than the true number, which only the device knows;
-    order "padded" lists the whole grid and does not consult it. The arrays have max_tiles *
-    num_heads entries. Rows of a sequence from max_seqlen_q on are given no tile.
+    `batch` sequences. max_tiles: the bound of the function `max_tiles`, row blocks of one head, not
+    less than the true number, which only the device knows; order "padded" lists the whole grid and
+    does not consult it. Rows of a sequence from max_seqlen_q on are given no tile.
 
     All tiles of a sequence cost the same, so the device sorts sequences, not tiles: `batch` keys.
     """
-    check_choice("order", order, ORDERS)
-    check_choice("fastest", fastest, FASTEST)
-    for name, offsets in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-        if offsets is not None and tuple(offsets.shape) != (batch + 1,):
-            raise ValueError(
-                f"{name} must have shape [batch + 1] = [{batch + 1}], got {list(offsets.shape)}"
-            )
 
-    device = cu_seqlens_k.device
-    grid = cdiv(max_seqlen_q, block_m)
-    if order == "padded" or cu_seqlens_q is None:
-        blocks = torch.full((batch,), grid, dtype=torch.int32, device=device)
-    else:
-        rows = cu_seqlens_q.diff().clamp(0, max_seqlen_q)
-        blocks = (rows + (block_m - 1)) // block_m
-    capacity = (batch * grid if order == "padded" else max_tiles) * num_heads
-    if batch == 0 or capacity == 0:
-        none = torch.zeros(capacity, dtype=torch.int32, device=device)
-        return TileTensors(none, none.clone(), none.clone(), none.new_zeros(1))
+    order: str
+    batch: int
+    max_tiles: int
+    max_seqlen_q: int
+    num_heads: int
+    block_m: int
+    block_n: int
+    num_programs: int
+    fastest: str = "block"
 
-    sequences = None
-    if order in ("zigzag", "longest_first"):
-        costs = (cu_seqlens_k.diff() + (block_n - 1)) // block_n
-        sequences = costs.sort(descending=True, stable=True).indices
-        blocks = blocks[sequences]
-    ends = blocks.cumsum(0, dtype=torch.int32) * num_heads
-    count = ends[-1:]
+    def make(self, cu_seqlens_k: torch.Tensor, cu_seqlens_q: torch.Tensor | None) -> TileTensors:
+        """The list of offsets int32 `[batch + 1]`, on their device; cu_seqlens_q None: every
+        sequence has max_seqlen_q rows, of a shared q."""
+        order, batch, num_heads = self.order, self.batch, self.num_heads
+        check_choice("order", order, ORDERS)
+        device = cu_seqlens_k.device
+        grid = cdiv(self.max_seqlen_q, self.block_m)
+        if order == "padded" or cu_seqlens_q is None:
+            blocks = torch.full((batch,), grid, dtype=torch.int32, device=device)
+        else:
+            rows = cu_seqlens_q.diff().clamp(0, self.max_seqlen_q)
+            blocks = (rows + (self.block_m - 1)) // self.block_m
+        capacity = (batch * grid if order == "padded" else self.max_tiles) * num_heads
+        if batch == 0 or capacity == 0:
+            none = torch.zeros(capacity, dtype=torch.int32, device=device)
+            return TileTensors(none, none.clone(), none.clone(), none.new_zeros(1))
 
-    position = torch.arange(capacity, dtype=torch.int32, device=device)
-    listed = position < count
-    source = position
-    if order == "zigzag":
-        row_start = position // num_programs * num_programs
-        row_end = torch.minimum(row_start + num_programs, count)
-        odd = position // num_programs % 2 == 1
-        source = torch.where(odd & listed, row_start + row_end - 1 - position, position)
-    sequence = torch.searchsorted(ends, source, right=True, out_int32=True).clamp(max=batch - 1)
-    tiles = blocks[sequence]
-    local = source - (ends[sequence] - tiles * num_heads)
-    if fastest == "head":
-        head, block = local % num_heads, local // num_heads
-    else:
-        tiles = tiles.clamp(min=1)
-        head, block = local // tiles, local % tiles
-    sequence = sequence if sequences is None else sequences[sequence].to(torch.int32)
-    return TileTensors(sequence * listed, head * listed, block * listed, count.clone())
+        sequences = None
+        if order in ("zigzag", "longest_first"):
+            costs = (cu_seqlens_k.diff() + (self.block_n - 1)) // self.block_n
+            sequences = costs.sort(descending=True, stable=True).indices
+            blocks = blocks[sequences]
+        ends = blocks.cumsum(0, dtype=torch.int32) * num_heads
+        count = ends[-1:]
+
+        position = torch.arange(capacity, dtype=torch.int32, device=device)
+        listed = position < count
+        source = position
+        if order == "zigzag":
+            row_start = position // self.num_programs * self.num_programs
+            row_end = torch.minimum(row_start + self.num_programs, count)
+            odd = position // self.num_programs % 2 == 1
+            source = torch.where(odd & listed, row_start + row_end - 1 - position, position)
+        sequence = torch.searchsorted(ends, source, right=True, out_int32=True).clamp(max=batch - 1)
+        tiles = blocks[sequence]
+        local = source - (ends[sequence] - tiles * num_heads)
+        if self.fastest == "head":
+            head, block = local % num_heads, local // num_heads
+        else:
+            tiles = tiles.clamp(min=1)
+            head, block = local // tiles, local % tiles
+        sequence = sequence if sequences is None else sequences[sequence].to(torch.int32)
+        return TileTensors(sequence * listed, head * listed, block * listed, count.clone())

@@ -218,7 +218,7 @@ def predicted_bytes(
 
     Source: the table at the head of this module.
     """
-    _check_stationary(stationary)
+    checks.check_choice("stationary", stationary, STATIONARY)
     numbers, size = rows * (ranks - 1) * head_dim, dtype.itemsize
     sums = torch.promote_types(dtype, torch.float32).itemsize
     return {
@@ -254,12 +254,8 @@ def _local_call(
         return LocalCall(_lengths(own, device), partners, rows, sharding.shard_rows)
 
 
-def _check_stationary(stationary: object) -> None:
-    checks.check_choice("stationary", stationary, STATIONARY)
-
-
 def _check_mask(stationary: object, mask: Mask) -> None:
-    _check_stationary(stationary)
+    checks.check_choice("stationary", stationary, STATIONARY)
     if not mask.plain or isinstance(mask.causal, str):
         raise ValueError(
             "mask must have causal False or True, where q has k's rows, and window alone, got "

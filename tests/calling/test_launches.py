@@ -173,7 +173,7 @@ def test_a_rung_that_does_not_run_needs_no_device():
 
 
 def test_multiprocessors_of_each_device(monkeypatch):
-    launching._multiprocessors.cache_clear()
+    launching._properties_of.cache_clear()
     asked = []
 
     def properties(index):
@@ -186,7 +186,7 @@ def test_multiprocessors_of_each_device(monkeypatch):
     assert [launching.multiprocessors(torch.device(d)) for d in devices] == [100, 101, 101, 100]
     assert asked == [0, 1]
     assert launching.multiprocessors(torch.device("cpu")) == tritonemu.MULTIPROCESSORS
-    launching._multiprocessors.cache_clear()
+    launching._properties_of.cache_clear()
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from gdpa_kernels.calling.lengths import Lengths
 from gdpa_kernels.gdpa import api, choices
 from gdpa_kernels.gdpa.batch import Batch
 from gdpa_lab.measuring.inputs import cu_seqlens
+from gdpa_lab.report import lessons
 from tests.calls import cast, ends, required, saved_by
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -464,7 +465,7 @@ def test_torch_compile_hands_precise_to_the_kernel(precise):
 
 
 def test_ladders_list_every_rung_file():
-    files = {path.stem for path in (ladder.PACKAGE / "gdpa").rglob("[bv][0-9]*_*.py")}
+    files = {path.stem for path in (rungs.PACKAGE / "gdpa").rglob("[bv][0-9]*_*.py")}
     backward = {name for name in files if name.endswith("_backward")}
     assert set(api.BACKWARD_IMPLS) == backward | {"reference"}
     assert set(api.IMPLS) == files - backward | {"reference"}
@@ -478,7 +479,7 @@ def test_every_rung_names_its_predecessor(direction):
     for rung in map(ladder.rung, others):
         assert rung.predecessor in known
         assert f"Changes from {rung.predecessor}" in rung.path.read_text()
-        text = ladder.diff(rung.impl)
+        text = lessons.file_diff(rung)
         before, after, *_ = text.splitlines()
         assert before.startswith("--- gdpa/") and before.endswith(f"/{rung.predecessor}.py")
         assert after.startswith("+++ gdpa/") and after.endswith(f"/{rung.impl}.py")
@@ -490,7 +491,7 @@ OF_A_CONSTANT = {"b4_mixed": {"b3_stream"}, "b6_dq_once_backward": {"b5_stream_b
 
 def test_no_rung_but_a_constant_of_one_imports_another_and_no_kernel_imports_the_definition():
     impls = {rung.impl for rung in ladder.LADDERS["gdpa"]}
-    for path in (ladder.PACKAGE / "gdpa").rglob("*.py"):
+    for path in (rungs.PACKAGE / "gdpa").rglob("*.py"):
         if path.stem in ("api", "registration", "__init__"):
             continue
         source = path.read_text()

@@ -11,8 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from gdpa_kernels.gdpa.list_model import (
     FASTEST,
     ORDERS,
+    TileOrderRecipe,
     build,
-    build_on_device,
     max_tiles,
     window_cost,
 )
@@ -40,12 +40,9 @@ def split(batch):
 
 def on_device(order, seqlens_q, seqlens_k, *, max_seqlen_q, shared=False, spare=0, **sizes):
     bound = max_tiles(sum(seqlens_q), len(seqlens_q), max_seqlen_q, sizes["block_m"])
-    return build_on_device(
-        order,
-        None if shared else cu_seqlens(seqlens_q, "cpu"),
-        cu_seqlens(seqlens_k, "cpu"), batch=len(seqlens_q), max_tiles=bound + spare,
-        max_seqlen_q=max_seqlen_q, **sizes,
-    )  # fmt: skip
+    recipe = TileOrderRecipe(order, len(seqlens_q), bound + spare, max_seqlen_q, **sizes)
+    ends_q = None if shared else cu_seqlens(seqlens_q, "cpu")
+    return recipe.make(cu_seqlens(seqlens_k, "cpu"), ends_q)
 
 
 def listed(tensors):
@@ -121,9 +118,8 @@ def test_the_host_never_waits_for_the_device(order, sizes, shared):
     # fake tensors hold no values: anything that read one on the host would raise
     with FakeTensorMode():
         offsets = torch.empty(8, dtype=torch.int32)
-        given = (None if shared else offsets), offsets
-        options = {"batch": 7, "max_tiles": 50, "max_seqlen_q": 30}
-        made = build_on_device(order, *given, **options, **sizes)
+        recipe = TileOrderRecipe(order, batch=7, max_tiles=50, max_seqlen_q=30, **sizes)
+        made = recipe.make(offsets, None if shared else offsets)
     assert made.num_tiles.shape == (1,)
 
 
@@ -138,9 +134,7 @@ def test_cuda_list_equals_plain_list_without_synchronizing(order, fastest):
     bound = max_tiles(w.total_q, w.batch, 2048, 128)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        made = build_on_device(
-            order, offsets, offsets, batch=w.batch, max_tiles=bound, max_seqlen_q=2048, **sizes
-        )
+        made = TileOrderRecipe(order, w.batch, bound, 2048, **sizes).make(offsets, offsets)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     plain = build(order, w.seqlens_q, w.seqlens_k, max_seqlen_q=2048, **sizes)
@@ -241,12 +235,6 @@ def test_ordering_cannot_help_when_every_tile_costs_the_same():
 
 
 SIZES = {"num_heads": 1, "block_m": 8, "block_n": 8, "num_programs": 4}
-OFFSETS = torch.tensor([0, 4, 9], dtype=torch.int32)
-BOUNDS = {"batch": 2, "max_tiles": 4, "max_seqlen_q": 9}
-
-
-def on_offsets(order="valid", q=OFFSETS, **changes):
-    return build_on_device(order, q, OFFSETS, **SIZES, **BOUNDS | changes)
 
 
 @pytest.mark.parametrize(("make", "message"), [
@@ -260,9 +248,7 @@ def on_offsets(order="valid", q=OFFSETS, **changes):
     (lambda: build("padded", [9], [9], **SIZES, max_seqlen_q=8),
      "max_seqlen_q must be an integer of at least 9, got 8"),
     (lambda: build("valid", [], [], **SIZES).imbalance(), "the list must hold some work"),
-    (lambda: on_offsets("sorted"), "order must be one of .*, got 'sorted'"),
-    (lambda: on_offsets(q=OFFSETS[1:]),
-     r"cu_seqlens_q must have shape \[batch \+ 1\] = \[3\], got \[2\]"),
+    (lambda: on_device("sorted", [1], [1], max_seqlen_q=1, **SIZES), "order must be one of"),
 ])  # fmt: skip
 def test_errors(make, message):
     with pytest.raises(ValueError, match=message):

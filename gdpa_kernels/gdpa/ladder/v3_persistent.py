@@ -30,12 +30,11 @@ import triton
 import triton.language as tl
 
 from gdpa_kernels.calling.launch import launch, multiprocessors
-from gdpa_kernels.calling.recipe import Recipe
 from gdpa_kernels.device.ragged import load_rows, ragged_descriptor, store_rows
 from gdpa_kernels.device.sequences import sequence
-from gdpa_kernels.gdpa import list_model
 from gdpa_kernels.gdpa.batch import Batch, WorkList
 from gdpa_kernels.gdpa.device.activations import activate
+from gdpa_kernels.gdpa.list_model import TileOrderRecipe, max_tiles
 from gdpa_kernels.gdpa.published_form import call_problem as call_problem
 
 
@@ -68,31 +67,9 @@ def default_config(batch: Batch) -> Config:
     return Config()
 
 
-@dataclass(frozen=True)
-class TileOrderRecipe(Recipe):
-    """Arguments of `build_on_device`, which makes the list of tiles, beside the offsets."""
-
-    order: str
-    batch: int
-    max_tiles: int
-    max_seqlen_q: int
-    num_heads: int
-    block_m: int
-    block_n: int
-    num_programs: int
-    fastest: str = "block"
-
-    def make(self, cu_seqlens_k: torch.Tensor, cu_seqlens_q: torch.Tensor | None) -> WorkList:
-        """(tile_batch, tile_head, tile_block, num_tiles), made on the device of the offsets without
-        waiting for it."""
-        return list_model.build_on_device(
-            cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, **vars(self)
-        )
-
-
 def work_list_recipe(batch: Batch, config: Config) -> TileOrderRecipe:
     """The list of tiles of these sequences."""
-    bound = list_model.max_tiles(batch.rows, batch.sequences, batch.max_seqlen_q, config.BLOCK_M)
+    bound = max_tiles(batch.rows, batch.sequences, batch.max_seqlen_q, config.BLOCK_M)
     return TileOrderRecipe(
         config.order, batch.sequences, bound, batch.max_seqlen_q, batch.num_heads,
         config.BLOCK_M, config.BLOCK_N, config.programs(batch.device),
