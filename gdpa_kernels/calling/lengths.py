@@ -216,6 +216,8 @@ class Lengths:
 
 @dataclass(frozen=True)
 class _Extended(Recipe[Lengths]):
+    """How `Lengths.extended` is made."""
+
     kind: type[Lengths]
     total: int
     max_seqlen: int

@@ -93,8 +93,8 @@ class Requires:
 
     capability: the least compute capability; with only_major, no later major version will do.
     head_dim_max_of: the most head_dim on devices of a major compute capability, where its tiles
-    fit in a program's memory only up to less than head_dim_max. extras: the options that it takes
-    of those that few do (`Batch.extras`).
+    fit in a program's memory only up to less than head_dim_max. aligned: TMA reads q, k and v
+    (`tma_problem`). extras: the options that it takes of those that few do (`Batch.extras`).
     """
 
     capability: tuple[int, int] | None = None

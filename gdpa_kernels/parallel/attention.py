@@ -139,17 +139,15 @@ def context_parallel_gdpa(
             f"stationary='sequences', got {k.shape[1]}"
         )
     stream = torch.cuda.current_stream(q.device).cuda_stream if q.is_cuda else 0
-    call = _local_call(
-        sharding.ends, ranks, layout, rank, stationary, mask.causal, q.device, stream
-    )
+    call = _rank_call(sharding.ends, ranks, layout, rank, stationary, mask.causal, q.device, stream)
     if stationary == "sequences":
         return _by_heads(q, k, v, call, mask, group, rank, ranks, options)
     if stationary == "queries":
         k, v = (AllGather.apply(x, call.rows, call.shard_rows, group) for x in (k, v))
         mask = _aligned(mask, "lower_right")
-        return gdpa(q, k, v, call.own, call.partners, mask=mask, **options)
+        return gdpa(q, k, v, call.local, call.partners, mask=mask, **options)
     part = gdpa(
-        AllGather.apply(q, call.rows, call.shard_rows, group), k, v, call.partners, call.own,
+        AllGather.apply(q, call.rows, call.shard_rows, group), k, v, call.partners, call.local,
         mask=_aligned(mask, "upper_left"), out_dtype=sum_dtype(q), **options,
     )  # fmt: skip
     return ReduceScatter.apply(part, call.rows, call.shard_rows, q.dtype, group)[: q.shape[0]]
@@ -228,30 +226,30 @@ def predicted_bytes(
     }[stationary]
 
 
-class LocalCall(NamedTuple):
-    """The call of `gdpa` on a rank. own: lengths of the rank's rows, of what stays; partners: of
-    the rows that these see or are seen by, which lie at `rows` of the gathered shards, of
-    shard_rows each."""
+class RankCall(NamedTuple):
+    """The call of `gdpa` on a rank. local: lengths of its own rows, of what stays; partners: of the
+    rows that these see or are seen by, which lie at `rows` of the gathered shards, of shard_rows
+    each."""
 
-    own: Lengths
+    local: Lengths
     partners: Lengths
     rows: slice | torch.Tensor
     shard_rows: int
 
 
 @lru_cache(maxsize=8)
-def _local_call(
+def _rank_call(
     ends: tuple[int, ...], ranks: int, layout: str, rank: int, stationary: str, causal: bool,
     device: torch.device, stream: int,
-) -> LocalCall:  # fmt: skip
+) -> RankCall:  # fmt: skip
     """A rank's call, made once for all layers on a stream, which brings it to the device: rows may
     be a number for each token."""
     sharding = sharding_of(ends, ranks, layout)
-    own, ranges = sharding.partners(rank, stationary, causal)
+    lengths, ranges = sharding.partners(rank, stationary, causal)
     with reusable():
         partners = _lengths([end - first for first, end in ranges], device)
         rows = sharding.gathered_rows(ranges, device)
-        return LocalCall(_lengths(own, device), partners, rows, sharding.shard_rows)
+        return RankCall(_lengths(lengths, device), partners, rows, sharding.shard_rows)
 
 
 def _check_mask(stationary: object, mask: Mask) -> None:
@@ -311,7 +309,7 @@ def _mesh_of(q, k, v, layout: str, group: dist.ProcessGroup | None) -> DeviceMes
     return q.device_mesh
 
 
-def _by_heads(q, k, v, call: LocalCall, mask, group, rank, ranks, options) -> torch.Tensor:
+def _by_heads(q, k, v, call: RankCall, mask, group, rank, ranks, options) -> torch.Tensor:
     """All rows of a share of the heads on each rank."""
     names = options.get("activation", ())
     if len(names) > 1:
@@ -319,7 +317,7 @@ def _by_heads(q, k, v, call: LocalCall, mask, group, rank, ranks, options) -> to
         options = options | {"activation": names[rank * heads : (rank + 1) * heads]}
     gathered = [AllToAll.apply(pad_rows(x, call.shard_rows), True, ranks, group) for x in (q, k, v)]
     out = gdpa(
-        *(select_rows(x, call.rows) for x in gathered), call.own, call.own,
+        *(select_rows(x, call.rows) for x in gathered), call.local, call.local,
         mask=_aligned(mask, "upper_left"), **options,
     )  # fmt: skip
     out = unselect_rows(out, call.rows, call.shard_rows * ranks, out.dtype)

@@ -279,7 +279,7 @@ def test_a_first_call_of_another_kind_leaves_nothing(alone, first):
 
     wanted = both()
     shards._sharding_of.cache_clear()
-    attention._local_call.cache_clear()
+    attention._rank_call.cache_clear()
     with first():
         parallel.shard(torch.zeros(7, 1), ends, 0, 2, "zigzag")
         if first is not FakeTensorMode:  # refused there: offsets have no values

@@ -69,7 +69,7 @@ def tiles_at(order, position):
     if not order.CAUSAL:
         base = limit
     elif order.SHIFTED:
-        base = (keys - rows) // order.rows_per_item  # toward 0, as `int()` in schedule.py
+        base = (keys - rows) // order.rows_per_item  # toward 0, as `int()` in list_model.py
     head = HeadCosts(tl.cdiv(rows, order.rows_per_item), base, limit)
     return (index, start_q, rows, start_k, keys), head
 
