@@ -24,7 +24,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from gdpa_kernels import GDPASelfAttention, Lengths
-from gdpa_kernels.serving import Model, PagedCache
+from gdpa_kernels.serving import HistoryRules, PagedCache
 from gdpa_kernels.serving.layers import candidates, extend
 
 ITEMS = 100_000
@@ -106,7 +106,7 @@ def main(arguments: list[str] | None = None) -> None:
     longest = options.history + options.requests * options.events
     model = Stack(options.layers, options.dim, options.heads, longest).to(device, dtype)
     cache = PagedCache(
-        Model(options.layers), options.pages, options.page_size, options.heads,
+        HistoryRules(options.layers), options.pages, options.page_size, options.heads,
         options.dim // options.heads, dtype=dtype, device=device,
     )  # fmt: skip
     server = Server(model, cache)

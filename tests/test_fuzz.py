@@ -23,7 +23,7 @@ from gdpa_kernels import (
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.gdpa.bias import hstu_thresholds
 from gdpa_kernels.serving import PagedCache, score
-from gdpa_kernels.serving.validity import Model
+from gdpa_kernels.serving.validity import HistoryRules
 from gdpa_lab.measuring.inputs import cu_seqlens
 from gdpa_lab.measuring.testing import compare
 from tests.calls import full_of_nan
@@ -325,7 +325,7 @@ def test_score(seed, draw):
     names = tuple(draw.choices(list(ACTIVATIONS), k=draw.choice((1, heads))))
     own = {"scale": draw.choice((head_dim**-0.5, -0.1)), "output_scale": draw.choice((1.0, -2.0))}
     kept = PagedCache(
-        Model(1), sum(-(-n // page) for n in old) + 1, page, kv_heads, head_dim, dtype=dtype
+        HistoryRules(1), sum(-(-n // page) for n in old) + 1, page, kv_heads, head_dim, dtype=dtype
     )
     kept.data.fill_(torch.nan)
     history = [torch.randn(sum(old), kv_heads, head_dim).to(dtype) for _ in "kv"]

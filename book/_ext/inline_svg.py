@@ -38,7 +38,8 @@ def _element(form: str, svg: str, alt: str, prefix: str) -> str:
     body = re.sub(r'^<svg([^>]*?) class="[^"]*"', r"<svg\1", body)
     body = re.sub(r'^<svg([^>]*?) role="img"', r"<svg\1", body)
     classes = f"chart {form}{f' {kind[1]}' if kind else ''}"
-    label = f'class="{classes}" role="img" aria-label="{html.escape(alt)}"'
+    role = "group" if "<a " in body else "img"  # what is in an image cannot be reached
+    label = f'class="{classes}" role="{role}" aria-label="{html.escape(alt)}"'
     # A blank line or a line of its own changes nothing in SVG, and readers of the page want few.
     return re.sub(r"\s*\n\s*", "\n", body).replace("<svg", f"<svg {label}", 1).strip()
 

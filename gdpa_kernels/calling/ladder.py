@@ -119,7 +119,7 @@ RUNGS: tuple[Rung, ...] = (
         "waits as written",
         "The compiler adds no wait of its own to the loop.",
         "v7_packed",
-        dataclasses.replace(_WGMMA, head_dim_max=256, extras=(*_EXTRAS, "history")),
+        dataclasses.replace(_WGMMA, head_dim_max=256, extras=(*_EXTRAS, "paged_kv")),
         batch_invariant=True,
     ),
 )

@@ -17,18 +17,19 @@ from gdpa_kernels.gdpa.mask import ALL, Mask, segment_pairs
 
 
 @dataclass(frozen=True)
-class History:
-    """Keys and values in pages that each sequence begins with, for kernels that read them there.
+class PagedKV:
+    """Cached keys and values that each sequence begins with, in pages, for kernels that read them
+    there: a page pool and a page table of the sequences.
 
-    rows `[num_pages * 2 * page_size, num_heads_k, head_dim]`, contiguous: page p's keys are the
-    rows from 2 * p * page_size on, its values page_size further. Sequence i has the pages indices[
-    indptr[i]] up to, not including, indices[indptr[i + 1]], and cu_seqlens[i + 1] - cu_seqlens[i]
-    tokens in them; all int32. tokens: those of all sequences.
+    pool `[num_pages * 2 * page_size, num_heads_k, head_dim]`, contiguous, in the layout of
+    device/page_layout.py. Sequence i has the pages kv_indices[kv_indptr[i]] up to, not including,
+    kv_indices[kv_indptr[i + 1]], and cu_seqlens[i + 1] - cu_seqlens[i] tokens in them; all int32.
+    tokens: those of all sequences.
     """
 
-    rows: torch.Tensor
-    indptr: torch.Tensor
-    indices: torch.Tensor
+    pool: torch.Tensor
+    kv_indptr: torch.Tensor
+    kv_indices: torch.Tensor
     cu_seqlens: torch.Tensor
     page_size: int
     tokens: int
@@ -45,11 +46,11 @@ class Batch(BaseBatch):
     for each sequence; `precise`: not in packed arithmetic; `gradients`: where dq, dk and dv are to
     be written, of any strides, None for memory of their own; `out_dtype`: of the output, None for
     q's; `add_to`: of the output's shape, what the sum starts from; `bias`: what is added to the
-    scores (bias.py), with a cu_seqlens_q; `history`: tokens in pages (`History`)
-    that each sequence's keys begin with, which cu_seqlens_k and max_seqlen_k count; k and v are
-    then those that follow, with q's offsets, or have no rows; `may_have_padding`: rows may follow
-    the last sequence, of which the output needs no value. `causal`, False, True (positions start
-    with their sequence) or "lower_right" (they end with it), and `window` are the mask's.
+    scores (bias.py), with a cu_seqlens_q; `paged_kv`: `PagedKV` that each sequence's keys begin
+    with, which cu_seqlens_k and max_seqlen_k count; k and v are then those that follow, with q's
+    offsets, or have no rows; `may_have_padding`: rows may follow the last sequence, of
+    which the output needs no value. `causal`, False, True (positions start with their sequence) or
+    "lower_right" (they end with it), and `window` are the mask's.
     """
 
     q: torch.Tensor
@@ -69,7 +70,7 @@ class Batch(BaseBatch):
     add_to: torch.Tensor | None = None
     segments: torch.Tensor | None = None
     bias: Bias = NONE
-    history: History | None = None
+    paged_kv: PagedKV | None = None
     may_have_padding: bool = False
     causal: bool | str = field(init=False)
     window: int | None = field(init=False)
@@ -107,7 +108,7 @@ class Batch(BaseBatch):
 
     @property
     def mean_seqlen_k(self) -> float:
-        paged = 0 if self.history is None else self.history.tokens
+        paged = 0 if self.paged_kv is None else self.paged_kv.tokens
         return (self.k.shape[0] + paged) / (self.sequences or 1)
 
     @property
@@ -136,8 +137,8 @@ class Batch(BaseBatch):
             needed["targets"] = "num_targets and num_contexts None and full_rows 0, got one of them"
         if self.bias.is_given:
             needed["bias"] = "relative_bias None, got a RelativeBias"
-        if self.history is not None:
-            needed["history"] = "all keys in k, got a history in pages"
+        if self.paged_kv is not None:
+            needed["paged_kv"] = "all keys in k, got keys in pages"
         return needed
 
     @property
@@ -149,14 +150,16 @@ class Batch(BaseBatch):
         }  # fmt: skip
 
     @property
-    def history_options(self) -> dict[str, object]:
-        """What a kernel takes of a history in pages, beside its descriptor."""
-        history = self.history
+    def paged_kv_options(self) -> dict[str, object]:
+        """What a kernel takes of keys in pages, beside a descriptor of the pool."""
+        paged = self.paged_kv
         return {
-            "pages_ptr": history and history.indices, "indptr_ptr": history and history.indptr,
-            "ends_ptr": history and history.cu_seqlens, "PAGE": history and history.page_size,
-            "OWN_KEYS": history is not None and self.k.shape[0] > 0,
-        }  # fmt: skip
+            "kv_indices_ptr": paged and paged.kv_indices,
+            "kv_indptr_ptr": paged and paged.kv_indptr,
+            "paged_ends_ptr": paged and paged.cu_seqlens,
+            "PAGE_SIZE": paged and paged.page_size,
+            "HAS_PACKED": paged is not None and self.k.shape[0] > 0,
+        }
 
     @property
     def bias_options(self) -> dict[str, object]:

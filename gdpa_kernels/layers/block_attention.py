@@ -1,4 +1,7 @@
-"""`BlockAttention`: block attention as a layer, with its projections."""
+"""`BlockAttention`: block attention as a layer, with its projections.
+
+Every row of x passes the projections; attention sees the sequences that `read_jagged` has checked.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,6 @@ from torch import nn
 from gdpa_kernels.block_attention.api import block_attention, check_block_size, check_impls
 from gdpa_kernels.calling import checks, jagged
 from gdpa_kernels.calling.jagged import Jagged
-from gdpa_kernels.calling.sequences import Sequences
 from gdpa_kernels.layers import common
 from gdpa_kernels.layers.rotary import check_rotary, sin_cos
 from gdpa_kernels.norms.api import head_norm
@@ -94,10 +96,6 @@ class BlockAttention(nn.Module):
         values, sequences = jagged.read_jagged(
             x, self.embed_dim, validate=self.validate, allow_padding=True
         )
-        return jagged.like(x, self._attend(values, sequences), sequences)
-
-    def _attend(self, values: torch.Tensor, sequences: Sequences) -> torch.Tensor:
-        """W_out block_attention(W_qkv values); for the sequences that `forward` read."""
         qkv = self.qkv(values)
         if self.fused_qk_norm:
             qkv = head_norm(
@@ -114,7 +112,7 @@ class BlockAttention(nn.Module):
             block_size=self.block_size, rotary=rotation, rotate_v=self.rotate_v,
             impl=self.impl, backward_impl=self.backward_impl,
         )  # fmt: skip
-        return self.out(out.flatten(1))
+        return jagged.like(x, self.out(out.flatten(1)), sequences)
 
     def extra_repr(self) -> str:
         return (

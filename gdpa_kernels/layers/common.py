@@ -1,4 +1,7 @@
-"""Parts that the layers of both operators share: norms of heads, checks of sizes, `Tokenwise`."""
+"""What the layers of both operators share: `Tokenwise`, norms of heads, checks of sizes.
+
+gdpa.py and block_attention.py use it, and serving/layers.py `norm_and_rotate`.
+"""
 
 from __future__ import annotations
 
@@ -78,11 +81,12 @@ def check_heads(embed_dim: object, num_heads: object, num_kv_heads: object) -> t
     ValueError unless they are positive integers, each a divisor of the one before."""
     num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
     checks.check_positive(embed_dim=embed_dim)
-    whole, of = embed_dim, "embed_dim"
-    for name, value in (("num_heads", num_heads), ("num_kv_heads", num_kv_heads)):
+    for name, value, multiple, size in (
+        ("num_heads", num_heads, "embed_dim", embed_dim),
+        ("num_kv_heads", num_kv_heads, "num_heads", num_heads),
+    ):
         integer = checks.is_integer(value)
-        if not integer or value < 1 or whole % value:
+        if not integer or value < 1 or size % value:
             error = ValueError if integer else TypeError
-            raise error(f"{name} must be a positive divisor of {of} {whole}, got {value!r}")
-        whole, of = value, name
+            raise error(f"{name} must be a positive divisor of {multiple} {size}, got {value!r}")
     return int(embed_dim), int(num_heads), int(num_kv_heads)

@@ -1,4 +1,14 @@
-"""`GDPASelfAttention`, `PMA` and `PFFN`: the uses of GDPA as layers, with their projections."""
+"""`GDPASelfAttention`, `PMA` and `PFFN`: the uses of GDPA as layers, with their projections.
+
+| layer               | queries                        | keys and values              |
+|---------------------|--------------------------------|------------------------------|
+| `GDPASelfAttention` | W_q x of each token            | W_kv x of the same tokens    |
+| `PMA`               | seeds, shared by all sequences | W_kv x of each token         |
+| `PFFN`              | W_q x of each token            | W_kv summary of each sample  |
+
+Each projects what `_checked_input` gives and calls `_attend`, which calls `gdpa` once and mixes the
+heads. serving/layers.py runs a `GDPASelfAttention` over cached histories, by its parts.
+"""
 
 from __future__ import annotations
 
@@ -89,7 +99,7 @@ class Options:
         return {"device": self.device, "dtype": self.dtype}
 
 
-class _Layer(nn.Module):
+class _GDPALayer(nn.Module):
     """The options of the layers, the reading of a jagged batch, the call of `gdpa`.
 
     A subclass makes the projections, `out` among them.
@@ -113,7 +123,7 @@ class _Layer(nn.Module):
     def _linear(self, in_features: int, out_features: int) -> nn.Linear:
         return nn.Linear(in_features, out_features, self.options.bias, **self.options.factory)
 
-    def _read(
+    def _checked_input(
         self, x: torch.Tensor | Jagged, max_seqlen: int | None
     ) -> tuple[torch.Tensor, Sequences]:
         """The values of a jagged batch and its sequences, checked, with a max_seqlen."""
@@ -125,28 +135,24 @@ class _Layer(nn.Module):
         return values, with_max_seqlen("offsets", sequences)
 
     def _attend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-        sequences_q: Sequences | None,
-        sequences_k: Sequences,
-        rotation: tuple[torch.Tensor, torch.Tensor] | None = None,
-        validate: bool = False,
-        **options,
-    ) -> torch.Tensor:
+        self, q: torch.Tensor, kv: torch.Tensor | None, sequences_q: Sequences | None,
+        sequences_k: Sequences, rotation: tuple[torch.Tensor, torch.Tensor] | None = None,
+        validate: bool = False, **options,
+    ) -> torch.Tensor:  # fmt: skip
         """W_out gdpa(q, k, v), `[rows, embed_dim]`.
 
-        q, k, v: `[..., heads * head_dim]`, as linear layers make them.
+        q, kv: `[..., heads * head_dim]`, as linear layers make them, kv keys before values; kv
+        None: q holds all three. sequences_q None: q is a parameter, shared by all sequences.
         """
-        shared = sequences_q is None
-        if self.options.fused_qk_norm:
-            q, k = self._norm_heads(q, k, rotation, shared)
-        q, k, v = (
+        fused, shared = self.options.fused_qk_norm, sequences_q is None
+        if fused:
+            q, kv = self._norm_heads(q, kv, rotation, shared)
+        q, k = (
             x if x is None else x.reshape(-1, x.shape[-1] // self.head_dim, self.head_dim)
-            for x in (q, k, v)
+            for x in (q, kv)
         )
-        if not self.options.fused_qk_norm:
+        v = None  # in k, or with it in q
+        if not fused:
             norms = self.q_norm, self.k_norm
             q, k, v = common.norm_and_rotate(q, k, v, self.num_kv_heads, *norms, rotation)
         elif shared:
@@ -159,23 +165,20 @@ class _Layer(nn.Module):
         return self.out(out.flatten(1))
 
     def _norm_heads(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor | None,
-        rotation: tuple[torch.Tensor, torch.Tensor] | None,
-        shared: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """q and k of `_attend`, or q, k and v packed in q, normalised and rotated by `head_norm`; a
-        shared q, which is a parameter, is left. `head_norm` may overwrite the gradients that `gdpa`
-        makes for it."""
+        self, q: torch.Tensor, kv: torch.Tensor | None,
+        rotation: tuple[torch.Tensor, torch.Tensor] | None, shared: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+        """q and kv of `_attend`, their queries and keys normalised and rotated by `head_norm`,
+        which writes over them, and over the gradients that `gdpa` makes for it. So a shared q, a
+        parameter, is left."""
         options = {"eps": common.EPSILON, "overwrite_gradient": True}
-        first, second = self.q_norm.weight, self.k_norm.weight
+        weights = self.q_norm.weight, self.k_norm.weight
         heads = self.num_heads, self.num_kv_heads
-        if k is None:
-            return head_norm(q, (first, second), heads, rotation, **options), None
+        if kv is None:
+            return head_norm(q, weights, heads, rotation, **options), None
         if not shared:
-            q = head_norm(q, (first,), heads[:1], **options)
-        return q, head_norm(k, (second,), heads[1:], **options)
+            q = head_norm(q, weights[:1], heads[:1], **options)
+        return q, head_norm(kv, weights[1:], heads[1:], **options)
 
     def extra_repr(self) -> str:
         return (
@@ -185,7 +188,7 @@ class _Layer(nn.Module):
         )
 
 
-class GDPASelfAttention(private.Constants, _Layer):
+class GDPASelfAttention(private.Constants, _GDPALayer):
     """Self-attention with an element-wise activation for softmax, on a jagged batch.
 
     One linear layer makes q, k and v, which the kernels read where they lie; another one mixes the
@@ -243,21 +246,19 @@ class GDPASelfAttention(private.Constants, _Layer):
                 "num_targets and num_contexts of mask must be None, they come with each batch, got "
                 f"{self.mask}"
             )
-        for name, size in (("position_bias", position_bias), ("time_bias", time_bias)):
-            if size is not None:
-                checks.check_positive(**{name: size})
+        sizes = {"position_bias": position_bias, "time_bias": time_bias}
+        checks.check_positive(**{name: size for name, size in sizes.items() if size is not None})
         if time_bias is not None and time_bias > MOST_BUCKETS:
             raise ValueError(f"time_bias must be at most {MOST_BUCKETS}, got {time_bias}")
         self.next_time, self.position_bias, self.time_bias = next_time, None, None
+        thresholds, factory = None, self.options.factory
         if position_bias is not None:
-            table = torch.empty(2 * position_bias - 1, **self.options.factory)
-            self.position_bias = nn.Parameter(table)
+            self.position_bias = nn.Parameter(torch.empty(2 * position_bias - 1, **factory))
         if time_bias is not None:
-            self.time_bias = nn.Parameter(torch.empty(time_bias, **self.options.factory))
-        device = self.options.device
-        thresholds = None if time_bias is None else hstu_thresholds(time_bias, device)
+            self.time_bias = nn.Parameter(torch.empty(time_bias, **factory))
+            thresholds = hstu_thresholds(time_bias, self.options.device)
         self.register_buffer("time_thresholds", thresholds, persistent=False)
-        self.register_load_state_dict_post_hook(_follow_table)
+        self.register_load_state_dict_post_hook(_move_thresholds)
         self.reset_parameters()
         heads = num_heads + 2 * self.num_kv_heads
         self.qkv = self._linear(embed_dim, heads * self.head_dim)
@@ -283,11 +284,11 @@ class GDPASelfAttention(private.Constants, _Layer):
 
         Raises TypeError, ValueError: x is wrong: what is expected, what was received.
         """
-        values, sequences = self._read(x, max_seqlen)
+        values, sequences = self._checked_input(x, max_seqlen)
         counted = any(isinstance(x, torch.Tensor) for x in (num_targets, num_contexts))
         rotation = sin_cos(self.rotary, self.head_dim, values, sequences)
         y = self._attend(
-            self.qkv(values), None, None, sequences, sequences, rotation,
+            self.qkv(values), None, sequences, sequences, rotation,
             self.options.validate and counted,
             mask=self.mask.of_batch(num_targets, num_contexts), **self._bias(timestamps),
         )  # fmt: skip
@@ -316,25 +317,27 @@ class GDPASelfAttention(private.Constants, _Layer):
             return {}
         if self.time_bias is not None:
             check_times("timestamps", timestamps, "time_bias")
-        tables = self.position_bias, self.time_bias
-        rest = {"time_thresholds": self.time_thresholds, "next_time": self.next_time}
-        return {"relative_bias": RelativeBias(*tables, timestamps, **rest)}
+        bias = RelativeBias(
+            self.position_bias, self.time_bias, timestamps, time_thresholds=self.time_thresholds,
+            next_time=self.next_time,
+        )  # fmt: skip
+        return {"relative_bias": bias}
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, mask={self.mask}, rotary={self.rotary}"
 
 
-def _follow_table(layer: GDPASelfAttention, _: object) -> None:
-    """Makes the thresholds where `load_state_dict(assign=True)` has brought their table; the CPU
-    may only be where a table waits for its use."""
+def _move_thresholds(layer: GDPASelfAttention, _: object) -> None:
+    """Make the thresholds where `load_state_dict(assign=True)` has brought their table. A table on
+    the CPU may only wait there for its use: thresholds stay unless they have no values at all."""
     if layer.time_thresholds is None:
         return
-    there, here = layer.time_bias.device, layer.time_thresholds.device
-    if there != here and (here.type == "meta" or there.type != "cpu"):
-        layer.make_constants(there)
+    table, thresholds = layer.time_bias.device, layer.time_thresholds.device
+    if table != thresholds and (thresholds.type == "meta" or table.type != "cpu"):
+        layer.make_constants(table)
 
 
-class PMA(_Layer):
+class PMA(_GDPALayer):
     """Pooling by multi-head attention: a jagged batch to `num_seeds` rows per sequence.
 
     The queries are learned seeds, the same for every sequence; keys and values are projections of
@@ -377,8 +380,8 @@ class PMA(_Layer):
 
         x, max_seqlen: as `GDPASelfAttention.forward`, and so the errors.
         """
-        values, sequences = self._read(x, max_seqlen)
-        y = self._attend(self.seeds, self.kv(values), None, None, sequences)
+        values, sequences = self._checked_input(x, max_seqlen)
+        y = self._attend(self.seeds, self.kv(values), None, sequences)
         return y.unflatten(0, (sequences.batch, self.num_seeds))
 
     @torch.no_grad()
@@ -390,7 +393,7 @@ class PMA(_Layer):
         return f"num_seeds={self.num_seeds}, {super().extra_repr()}"
 
 
-class PFFN(_Layer):
+class PFFN(_GDPALayer):
     """A feed-forward layer whose weights belong to the sample: personalised feed-forward network.
 
     Queries are projections of the tokens; keys and values, `num_keys` per sample and kv head, come
@@ -456,7 +459,7 @@ class PFFN(_Layer):
         x, max_seqlen: as `GDPASelfAttention.forward`, and so the errors. summary: `[batch,
         summary_dim]`, or `[batch, summary_tokens, summary_dim]`.
         """
-        values, sequences = self._read(x, max_seqlen)
+        values, sequences = self._checked_input(x, max_seqlen)
         batch = sequences.batch
         if not isinstance(summary, torch.Tensor):
             raise TypeError(f"summary must be a tensor, got {type(summary).__name__}")
@@ -472,17 +475,16 @@ class PFFN(_Layer):
             kv = kv.view(batch, self.num_keys, 2 * self.num_kv_heads * self.head_dim)
         else:
             kv = torch.bmm(self.mix.weight.to(kv.dtype).expand(batch, -1, -1), kv)
-        y = self._attend(self.q(values), kv, None, sequences, self._keys(sequences))
+        y = self._attend(self.q(values), kv, sequences, self._key_sequences(sequences))
         return jagged.like(x, y, sequences)
 
-    def _keys(self, sequences: Sequences) -> Sequences:
+    def _key_sequences(self, sequences: Sequences) -> Sequences:
         """The sequences of the keys; with `Lengths` made once for all layers."""
-        batch, length, lengths = sequences.batch, self.num_keys, sequences.lengths
+        length, lengths, cu_seqlens = self.num_keys, sequences.lengths, sequences.cu_seqlens
         if lengths is not None and not torch.compiler.is_compiling():
-            lengths = lengths.once(_Keys(length))
+            lengths = lengths.once(_KeyLengths(length))
             return Sequences(lengths.cu_seqlens, length, lengths=lengths)
-        cu_seqlens = sequences.cu_seqlens
-        steps = torch.arange(batch + 1, dtype=torch.int32, device=cu_seqlens.device)
+        steps = torch.arange(len(cu_seqlens), dtype=torch.int32, device=cu_seqlens.device)
         return Sequences(steps * length, length)
 
     def extra_repr(self) -> str:
@@ -493,8 +495,8 @@ class PFFN(_Layer):
 
 
 @dataclass(frozen=True)
-class _Keys(Recipe[Lengths]):
-    """Offsets of as many sequences, of `length` keys each."""
+class _KeyLengths(Recipe[Lengths]):
+    """`Lengths` of as many sequences, of `length` keys each."""
 
     length: int
 

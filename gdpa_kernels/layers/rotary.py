@@ -1,4 +1,8 @@
-"""Rotary embeddings of the layers: sines and cosines by position, and the rotation itself."""
+"""Rotary embeddings of the layers: sines and cosines by position, and the rotation itself.
+
+The layers call `sin_cos` for the positions of a batch and serving/layers.py `sin_cos_at` for those
+behind a history; kernels rotate by them, or `rotate` by PyTorch.
+"""
 
 from __future__ import annotations
 

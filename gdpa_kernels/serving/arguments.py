@@ -1,4 +1,7 @@
-"""Checks of the users that serving's calls are given, and former names of arguments."""
+"""Checks of arguments that name users, one entry a user, and former names of arguments.
+
+Called by cache.py alone, but for `renamed`. Each check returns what it checked.
+"""
 
 from __future__ import annotations
 
@@ -24,26 +27,25 @@ def renamed(old: str, new: str) -> Callable[[Callable], Callable]:
     return decorate
 
 
-def listed(name: str, values: object, count: int | None = None) -> list:
+def check_list(name: str, values: object, count: int | None = None) -> list:
     """`values` as a list. Raises TypeError unless they are a sequence, of which a string, a set and
     a dict are none, and ValueError unless they are `count`, if that is given."""
-    if isinstance(values, str | bytes):
-        raise TypeError(f"{name} must be a sequence, one entry a user, got the string {values!r}")
     try:
         # Entries of other arguments follow the order, which a set has not, nor a dict by meaning.
-        if isinstance(values, set | frozenset | Mapping):
+        if isinstance(values, str | bytes | set | frozenset | Mapping):
             raise TypeError
         entries = list(values)
     except TypeError:
-        raise TypeError(f"{name} must be a sequence, one entry a user, got {values!r}") from None
+        got = f"the string {values!r}" if isinstance(values, str | bytes) else repr(values)
+        raise TypeError(f"{name} must be a sequence, one entry a user, got {got}") from None
     if count is not None and len(entries) != count:
         raise ValueError(f"{name} must have one entry a user, {count}, got {len(entries)}")
     return entries
 
 
-def key(name: str, value: Hashable) -> Hashable:
-    """`value`. Raises TypeError unless it can be a key: a tensor cannot, since equal ones are not
-    one key, nor what has no hash."""
+def check_key(name: str, value: Hashable) -> Hashable:
+    """`value`. Raises TypeError unless it can be the key of a dict: a tensor cannot, since equal
+    ones are not one key, nor what has no hash."""
     if isinstance(value, torch.Tensor):
         raise TypeError(
             f"{name} must be a number or a name, not a tensor (use tolist), got {value!r}"
@@ -55,12 +57,13 @@ def key(name: str, value: Hashable) -> Hashable:
     return value
 
 
-def users_and_epochs(users: object, epochs: object) -> tuple[list[Hashable], list[Hashable]]:
+def check_users(users: object, epochs: object) -> tuple[list[Hashable], list[Hashable]]:
     """Both as lists, epochs of 0 for None. Raises TypeError or ValueError unless they are sequences
     of keys, as many of each, and the users distinct."""
-    named = [key("each of users", user) for user in listed("users", users)]
-    if len(set(named)) != len(named):
-        raise ValueError(f"users must be distinct, got {named}")
+    keys = [check_key("each of users", user) for user in check_list("users", users)]
+    if len(set(keys)) != len(keys):
+        raise ValueError(f"users must be distinct, got {keys}")
     if epochs is None:
-        return named, [0] * len(named)
-    return named, [key("each of epochs", epoch) for epoch in listed("epochs", epochs, len(named))]
+        return keys, [0] * len(keys)
+    epochs = check_list("epochs", epochs, len(keys))
+    return keys, [check_key("each of epochs", epoch) for epoch in epochs]

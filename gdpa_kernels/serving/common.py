@@ -1,4 +1,4 @@
-"""Parts that serving's own kernels share: when they may be launched, and rows of a head."""
+"""What the kernels of joined.py and diagonal.py share: when they may run, and rows of a head."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ELEMENTS = 4096  # of a tile: with four warps 32 of each tensor in a thread
 
 
 @triton.jit
-def pointers_of(ptr, row, head, dim, STRIDES: tl.constexpr):
+def row_pointers(ptr, row, head, dim, STRIDES: tl.constexpr):
     """Pointers [rows, dims] to one head of some rows; strides are (token, head, dim)."""
     base = ptr + row.to(tl.int64)[:, None] * STRIDES[0] + head.to(tl.int64) * STRIDES[1]
     return base + dim.to(tl.int64)[None, :] * STRIDES[2]

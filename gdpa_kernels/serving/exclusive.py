@@ -1,4 +1,7 @@
-"""What threads and streams share, one after another."""
+"""`Exclusive`: a lock for what threads share, which on a GPU orders their streams as well.
+
+`PagedCache` and `StoredSums` have one, `exclusive`, and decorate their methods with `exclusively`.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +20,16 @@ class Exclusive:
     On a GPU the streams follow each other, too: what is enqueued in the context waits for all that
     was enqueued in one before, on whatever stream. The capture of a CUDA graph is not ordered, nor
     are its replays: who shares what a graph reads orders them.
+
+    An event stands behind what the last stream has enqueued. Say a context on stream A has another
+    one on stream B inside of it. Where B's begins, the event is recorded on A, and B waits for it;
+    where B's ends, it is recorded on B, and A, which is used again, waits for that. Contexts on one
+    stream, one after another or nested, record and wait for nothing between them.
     """
 
     def __init__(self, device: torch.device):
         self._lock, self._device = threading.RLock(), device
-        self._entered: list[torch.cuda.Stream | None] = []  # the stream of each entry
+        self._entered: list[torch.cuda.Stream | None] = []  # the stream of each open context
         self._stream: torch.cuda.Stream | None = None  # the last one that was used
         self._event: torch.cuda.Event | None = None  # behind what it had enqueued then
         self._unrecorded = False  # it may have enqueued more since
@@ -67,6 +75,7 @@ class Exclusive:
         self._stream, self._unrecorded = stream, True
 
     def _record(self) -> None:
+        """Move the event behind what the last stream has enqueued by now."""
         if self._unrecorded:
             self._unrecorded = False
             self._event = self._event or torch.cuda.Event()

@@ -1,16 +1,21 @@
-"""Scores of candidates over histories in pages.
+"""`score`: attention of candidates over cached histories.
 
-|                      | one call, over both            | the sum of two                         |
-|----------------------|--------------------------------|----------------------------------------|
-| pages where they are | `_in_pages` of one batch       | `_in_pages` of the histories, then     |
-|                      |                                | `_add_candidates`                      |
-| pages gathered       | `over_both`                    | `gdpa` over the histories, then        |
-|                      |                                | `_add_candidates`                      |
+Each candidate sees its user's history and its own group: one call over [history; candidates], or
+two whose results add up. A kernel that takes the call reads keys and values in their pages; else
+they are gathered, copied out of the pages, first.
+
+|                | one call                    | the sum of two                                    |
+|----------------|-----------------------------|---------------------------------------------------|
+| in their pages | `_in_pages` of `_over_both` | `_in_pages` of `_over_history`, `_add_candidates` |
+| gathered       | `score_gathered`            | `gdpa` over `PagedCache.read`, `_add_candidates`  |
+
+Applications call `score`; layers.py as well, and `candidate_sequences` and `score_gathered`.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -29,8 +34,21 @@ from gdpa_kernels.serving import common, diagonal
 from gdpa_kernels.serving.cache import PagedCache
 from gdpa_kernels.serving.pages import Pages, check_whole
 
-(_PAGED,) = (rung for rung in ladder.RUNGS if "history" in rung.requires.extras)
+(_PAGED,) = (rung for rung in ladder.RUNGS if "paged_kv" in rung.requires.extras)
 """The implementation that reads pages where they are."""
+
+
+class Candidates(NamedTuple):
+    """Candidates behind cached histories: the tensors `[tokens, heads, head_dim]` of a layer, their
+    sequences by user, and which layer of the cache and which page table have the histories."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    sequences: Sequences
+    cache: PagedCache
+    layer: int
+    history: Pages
 
 
 def score(
@@ -66,8 +84,8 @@ def score(
     Args:
         q, k, v: of the candidates, `[tokens, heads, head_dim]`, with offsets cu_seqlens
             `[batch + 1]`, int32 or `Lengths`, and max_seqlen.
-        cache, layer, history: what keeps the histories, of which layer, and where they lie, of the
-            same users in the same order (`PagedCache.pages`), whole.
+        cache, layer, history: what holds the histories, of which layer, and their page table, of
+            the same users in the same order (`PagedCache.pages`), whole.
         target_group_size: candidates of a group, as `gdpa`.
         in_one_call: True or False. None for one call where that kernel takes it, "auto" would
             choose it, and tiles of 128 candidates, of all users and heads, fill the device without
@@ -93,44 +111,37 @@ def score(
         checks.check_bool(in_one_call=in_one_call)
     check_whole("history", history)
     max_seqlen = checks.check_max_seqlen("max_seqlen", max_seqlen)
-    target_group_size = checks.check_count("target_group_size", target_group_size, least=1)
+    group = checks.check_count("target_group_size", target_group_size, least=1)
     q, k, v = checks.autocast(q, k, v)
-    checks.check_tensors(q, k, v)
-    if k.shape[0] != q.shape[0]:
-        raise ValueError(f"k must have q's {q.shape[0]} rows, got {k.shape[0]}")
-    if k.shape[1:] != cache.data.shape[-2:]:
-        raise ValueError(
-            f"k must have the cache's {list(cache.data.shape[-2:])} heads and head_dim, got "
-            f"{list(k.shape[1:])}"
-        )
+    _check_tensors(q, k, v, cache)
     options["out_dtype"] = api.check_sum(q, q.shape, options.get("out_dtype"), None)
     validate = options.pop("validate", True)
-    of_q = read_candidates(q, cu_seqlens, max_seqlen, history, validate)
+    sequences = candidate_sequences(q, cu_seqlens, max_seqlen, history, validate)
     options["validate"] = False  # the sequences have been read
-    impl, call = options.get("impl", "auto"), (q, k, v, of_q, cache, layer, history)
-    launches = common.can_launch(q, k, v)
-    alone = launches and impl == "auto" and target_group_size == 1
-    out = over_history = None
+    tokens = Candidates(q, k, v, sequences, cache, layer, history)
+
+    impl, launches = options.get("impl", "auto"), common.can_launch(q, k, v)
+    by_diagonal = launches and impl == "auto" and group == 1
+    over_history = None
     if launches and impl in ("auto", _PAGED.impl):
         with cache.exclusive:  # from the check of the pages until what reads them is launched
-            batch = _history_batch(*call, **options)
-            if in_one_call is None:
-                in_one_call = _is_one_call(batch, k, v, options["out_dtype"])
-            if in_one_call:
-                batch = _with_candidates(batch, k, v, target_group_size, options["out_dtype"])
-                out = _in_pages(batch)
-            else:
-                over_history = _in_pages(batch, _lists(of_q, history), in_parts=alone)
+            batch = _over_history(tokens, **options)
+            both = _over_both(batch, tokens, group, in_one_call, options["out_dtype"])
+            if both is None:
+                lists = _shared_lists(sequences, history)
+                over_history = _in_pages(batch, lists, partial_sums=by_diagonal)
+            elif (out := _in_pages(both)) is not None:
+                return out
+            in_one_call = both is not None
     if in_one_call:
-        mask = Mask(True, target_group_size=target_group_size)
-        return over_both(*call, mask, **options) if out is None else out
+        return score_gathered(tokens, Mask(True, target_group_size=group), **options)
     if over_history is None:
         summed = options | {"out_dtype": None if q.dtype == torch.float64 else torch.float32}
-        over_history = gdpa(q, *cache.read(layer, history), of_q, history.sequences, **summed)
-    return _add_candidates(q, k, v, of_q, over_history, target_group_size, alone, **options)
+        over_history = gdpa(q, *cache.read(layer, history), sequences, history.sequences, **summed)
+    return _add_candidates(tokens, over_history, group, by_diagonal, **options)
 
 
-def read_candidates(
+def candidate_sequences(
     x: torch.Tensor, cu_seqlens: object, max_seqlen: int, history: Pages, validate: bool
 ) -> Sequences:
     """The sequences of candidates x behind these histories; waits for the device where their
@@ -139,105 +150,97 @@ def read_candidates(
     checks.check_bool(validate=validate)
     rows = x.shape[0]
     options = {"validate": validate, "allow_padding": False}
-    known = read_sequences("cu_seqlens", cu_seqlens, rows, x.device, max_seqlen, **options)
-    if known.cu_seqlens.shape != history.cu_seqlens.shape:
+    sequences = read_sequences("cu_seqlens", cu_seqlens, rows, x.device, max_seqlen, **options)
+    if sequences.cu_seqlens.shape != history.cu_seqlens.shape:
         raise ValueError(
             f"cu_seqlens must have shape {list(history.cu_seqlens.shape)}, as the histories, got "
-            f"{list(known.cu_seqlens.shape)}"
+            f"{list(sequences.cu_seqlens.shape)}"
         )
-    if known.check_values and not checks.is_fake(x):
+    if sequences.check_values and not checks.is_fake(x):
         sizes = (rows, rows), (max_seqlen, max_seqlen)
-        padding.assert_offsets(None, known.cu_seqlens, None, *sizes, allow_padding=False)
-        known = known._replace(check_values=False)
-    return known
+        padding.assert_offsets(None, sequences.cu_seqlens, None, *sizes, allow_padding=False)
+        sequences = sequences._replace(check_values=False)
+    return sequences
 
 
-def over_both(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, of_q: Sequences, cache: PagedCache,
-    layer: int, history: Pages, mask: Mask, **options,
-) -> torch.Tensor:  # fmt: skip
+def score_gathered(tokens: Candidates, mask: Mask, **options) -> torch.Tensor:
     """One call of `gdpa`, over [history; candidates] copied out of the pages."""
-    cu_seqlens, max_seqlen, *_ = of_q
+    q, k, v, sequences, cache, layer, history = tokens
+    cu_seqlens, max_seqlen, *_ = sequences
     keys, values = cache.read_before(layer, history, k, v, cu_seqlens, max_seqlen)
-    offsets, longest = history.cu_seqlens + cu_seqlens, history.max_seqlen + max_seqlen
-    of_k, counts = Sequences(offsets, longest), cu_seqlens.diff()
-    mask = replace(mask, causal="lower_right", num_targets=counts)
-    return gdpa(q, keys, values, of_q, of_k, mask=mask, **options)
+    both = Sequences(history.cu_seqlens + cu_seqlens, history.max_seqlen + max_seqlen)
+    mask = replace(mask, causal="lower_right", num_targets=cu_seqlens.diff())
+    return gdpa(q, keys, values, sequences, both, mask=mask, **options)
 
 
 def _add_candidates(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, of_q: Sequences, over_history: torch.Tensor,
-    target_group_size: int, alone: bool, **options,
-) -> torch.Tensor:  # fmt: skip
-    """The call over the groups, added to that over the histories; `alone`: each candidate is one,
-    and a kernel of its own adds it to the result, or to the parts of it."""
-    if alone:
+    tokens: Candidates, over_history: torch.Tensor, group: int, by_diagonal: bool, **options
+) -> torch.Tensor:
+    """The attention over the groups, added to that over the histories. by_diagonal: each candidate
+    is a group, and a kernel of its own adds it to the result, or to the partial sums of it."""
+    q, k, v, sequences, *_ = tokens
+    if by_diagonal:
         names = "activation", "scale", "output_scale", "out_dtype"
         known = {name: options[name] for name in names if name in options}
         return diagonal.add_diagonal(q, k, v, over_history, **known)
-    mask = Mask(True, window=0)
-    if target_group_size > 1:
-        counts = of_q.cu_seqlens.diff()
-        mask = Mask(True, num_targets=counts, target_group_size=target_group_size)
-    return gdpa(q, k, v, of_q, of_q, mask=mask, add_to=over_history, **options)
+    mask = Mask(True, window=0)  # itself alone
+    if group > 1:
+        counts = sequences.cu_seqlens.diff()
+        mask = Mask(True, num_targets=counts, target_group_size=group)
+    return gdpa(q, k, v, sequences, sequences, mask=mask, add_to=over_history, **options)
 
 
-def _history_batch(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, of_q: Sequences, cache: PagedCache,
-    layer: int, history: Pages, *,
-    activation: str | tuple[str, ...] | list[str] = "gelu_tanh", scale: float | None = None,
-    output_scale: float = 1.0, precise: bool = False, **_,
+def _over_history(
+    tokens: Candidates, *, activation: str | tuple[str, ...] | list[str] = "gelu_tanh",
+    scale: float | None = None, output_scale: float = 1.0, precise: bool = False, **_,
 ) -> Batch:  # fmt: skip
     """The call over the histories alone, in their pages, with a result in fp32; checked."""
+    q, k, v, sequences, cache, layer, history = tokens
     names = tuple(check_activation(activation, q.shape[1]))
     api.check_scalars(scale, output_scale)
     checks.check_bool(precise=precise)
     return Batch(
-        q, k[:0], v[:0], of_q.cu_seqlens, history.cu_seqlens, of_q.max_seqlen, history.max_seqlen,
-        names,
+        q, k[:0], v[:0], sequences.cu_seqlens, history.cu_seqlens, sequences.max_seqlen,
+        history.max_seqlen, names,
         q.shape[2] ** -0.5 if scale is None else float(scale), float(output_scale),
         precise=precise, out_dtype=torch.float32,
-        history=cache.history(layer, history, k, v, of_q.cu_seqlens),
+        paged_kv=cache.paged_kv(layer, history, k, v, sequences.cu_seqlens),
     )  # fmt: skip
 
 
-def _with_candidates(
-    batch: Batch, k: torch.Tensor, v: torch.Tensor, group: int, out_dtype: torch.dtype | None
-) -> Batch:
-    """The call over [history; candidates], of that over the histories."""
+def _over_both(
+    batch: Batch, tokens: Candidates, group: int, in_one_call: bool | None,
+    out_dtype: torch.dtype | None,
+) -> Batch | None:  # fmt: skip
+    """The call over [history; candidates], of that over the histories; None where two calls are
+    asked for, or, for in_one_call None, better by the rule of `score`."""
+    if in_one_call is False:
+        return None
+    if in_one_call is None and (
+        _PAGED.device_problem(batch.device) or _PAGED.config(batch, "forward").splits > 1
+    ):
+        return None
     counts = batch.cu_seqlens_q.diff()
-    return replace(
-        batch, k=k, v=v, cu_seqlens_k=batch.cu_seqlens_k + batch.cu_seqlens_q,
+    both = replace(
+        batch, k=tokens.k, v=tokens.v, cu_seqlens_k=batch.cu_seqlens_k + batch.cu_seqlens_q,
         max_seqlen_k=batch.max_seqlen_k + batch.max_seqlen_q, out_dtype=out_dtype,
         segments=F.pad(counts[:, None], (0, 1)),
         mask=Mask("lower_right", target_group_size=group),
     )  # fmt: skip
+    if in_one_call is None:
+        gathered = replace(both, paged_kv=None)
+        return both if api.resolve("auto", "forward", gathered) is _PAGED else None
+    return both
 
 
-def _is_one_call(
-    batch: Batch, k: torch.Tensor, v: torch.Tensor, out_dtype: torch.dtype | None
-) -> bool:
-    """The rule of `score`, of the call over the histories."""
-    if _PAGED.device_problem(batch.device) or _PAGED.config(batch, "forward").splits > 1:
-        return False
-    whole = replace(
-        batch, k=k, v=v, max_seqlen_k=batch.max_seqlen_k + batch.max_seqlen_q, out_dtype=out_dtype,
-        mask=Mask("lower_right"), history=None,
-        segments=batch.cu_seqlens_q,  # whichever: only that there are some is asked
-    )  # fmt: skip
-    return api.resolve("auto", "forward", whole) is _PAGED
-
-
-def _lists(of_q: Sequences, history: Pages) -> CallWorkLists | None:
+def _shared_lists(sequences: Sequences, history: Pages) -> CallWorkLists | None:
     """Work lists that keep that of the histories for all layers. None for offsets in a tensor, and
     in the capture of a CUDA graph, which may be replayed when others stand in these pages."""
-    if of_q.lengths is None:
-        return None
     ends = history.cu_seqlens
-    if _is_captured(ends):
+    if sequences.lengths is None or _is_captured(ends):
         return None
     history.lengths.check_unmodified("history")
-    return CallWorkLists((ends, of_q.cu_seqlens), history.lengths, of_q.lengths)
+    return CallWorkLists((ends, sequences.cu_seqlens), history.lengths, sequences.lengths)
 
 
 def _is_captured(x: torch.Tensor) -> bool:
@@ -245,10 +248,10 @@ def _is_captured(x: torch.Tensor) -> bool:
 
 
 def _in_pages(
-    batch: Batch, lists: CallWorkLists | None = None, *, in_parts: bool = False
+    batch: Batch, lists: CallWorkLists | None = None, *, partial_sums: bool = False
 ) -> torch.Tensor | None:
-    """The output of the implementation that reads pages, or the parts whose sum it is; None where
-    it does not take the call. lists: of the call, None for one that is made here."""
+    """The output of the implementation that reads pages, or the partial sums that add up to it;
+    None where it does not take the call. lists: of the call, None for one that is made here."""
     if _PAGED.device_problem(batch.device) or _PAGED.call_problem(batch):
         return None
     prove(batch.activation, batch.device)
@@ -256,5 +259,18 @@ def _in_pages(
     recipe = _PAGED.recipe(batch, config)
     work_list = None if lists is None else lists.once(recipe, "forward")
     module = _PAGED.module()
-    run = module.partial_sums if in_parts else module.forward
+    run = module.partial_sums if partial_sums else module.forward
     return run(batch, config=config, work_list=work_list)
+
+
+def _check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache: PagedCache) -> None:
+    """Raises TypeError or ValueError unless each candidate has a row of q, and of k and v as the
+    cache holds them."""
+    checks.check_tensors(q, k, v)
+    if k.shape[0] != q.shape[0]:
+        raise ValueError(f"k must have q's {q.shape[0]} rows, got {k.shape[0]}")
+    if k.shape[1:] != cache.data.shape[-2:]:
+        raise ValueError(
+            f"k must have the cache's {list(cache.data.shape[-2:])} heads and head_dim, got "
+            f"{list(k.shape[1:])}"
+        )

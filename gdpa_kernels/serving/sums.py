@@ -1,13 +1,16 @@
-"""Stored sums: attention of fixed queries over events that come and go.
+"""`StoredSums`: attention of fixed queries over events that come and go, kept by applications.
 
-Without normalisation, attention over a set of events is the sum over its events. So the pooled
-history of a user (PMA: seeds that are the same for everybody) can be kept, and an event added or
-deleted for the cost of that event alone. Two things must hold:
+Without normalisation, attention over a set of events is a sum of terms, one of each event. So the
+pooled history of a user (PMA: seeds that are the same for everybody) can be stored, and an event
+added or deleted for the cost of that event alone. Two things must hold:
 
-- An event's part does not depend on other events, as in a first layer over per-event features, and
-  not behind another attention layer: the caller knows that (`validity.Model.check_subtraction`).
+- An event's term does not depend on other events, as in a first layer over per-event features, and
+  not behind another attention layer: the caller knows that (`HistoryRules.check_subtraction`).
 - The same arithmetic adds and deletes, since a kernel that rounds otherwise leaves its difference
   behind: `impl` is one, and stored sums go on by the same `arithmetic` alone.
+
+A call changes all the tensors of its users or, where it fails, none: `_change` computes what is new
+in copies, and `_store` writes it.
 """
 
 from __future__ import annotations
@@ -28,12 +31,13 @@ from gdpa_kernels.serving.exclusive import Exclusive, exclusively
 UNIT = 2.0**-30
 """An exact sum is an int64 that counts these."""
 LARGEST = 2.0**62
-"""The bound of a part and of a sum in units: below it no int64 overflows."""
+"""The bound of a term and of a sum in units, 4.3e9: two below it add up in an int64."""
 STORED = "total", "count", "updates", "peak"
 """The tensors of the sums, by users."""
 ROUNDING, TOLERATED = 1.3e-8, 2e-4
 """The relative error of an fp32 sum grows as ROUNDING sqrt(updates) (largest norm / present norm),
-fitted; about an eighth of a rounding to bf16 is tolerated."""
+fitted: 1.3e-6 after 10,000 updates of one norm. About an eighth of a rounding to bf16 is tolerated:
+that of 10,000 updates after which the norm is 1 / 150 of the largest."""
 
 
 class StoredSums:
@@ -43,12 +47,11 @@ class StoredSums:
         q: the queries of all users, `[rows, num_heads, head_dim]`; copied.
         users: how many sums.
         activation, scale, output_scale, precise: as `gdpa`.
-        impl: the kernel that computes every part, by name: "auto" may change with a batch's shape.
+        impl: the kernel that computes every term, by name: "auto" may change with a batch's shape.
         exact: sums of integers, in units of 2**-30: what is deleted leaves nothing, in whatever
             order, by an implementation that is batch invariant (`Rung.batch_invariant`): others are
-            refused. Each event is computed alone, and the partial results take up to
-            `16 * q.numel()` bytes an event while they are added. False: fp32, 1.3e-6 after 10,000
-            updates.
+            refused. Each event is computed alone, and the terms take up to `16 * q.numel()` bytes
+            an event while they are added. False: fp32, 1.3e-6 after 10,000 updates.
 
     Attributes: total (fp32, or int64 with exact) `[users, rows, num_heads, head_dim]`; count and
     updates int64 `[users]`, events held and added or deleted; peak fp32 `[users]`, the largest
@@ -103,7 +106,7 @@ class StoredSums:
 
     @property
     def arithmetic(self) -> str:
-        """What computed the parts, in words: sums of another one cannot go on."""
+        """What computed the terms, in words: sums of another one cannot go on."""
         options = ", ".join(
             f"{name} {x}" for name, x in self._options.items() if name != "out_dtype"
         )
@@ -207,39 +210,46 @@ class StoredSums:
         if not isinstance(cu_seqlens, Lengths):
             cu_seqlens = Lengths(cu_seqlens, max_seqlen)
         ends, _ = cu_seqlens.offsets_for("cu_seqlens", k.shape[0], k.device, max_seqlen)
-        lengths = ends.diff().to(torch.int64)
-        if users.shape != lengths.shape or users.unique().numel() != users.numel():
+        events = ends.diff().to(torch.int64)
+        if users.shape != events.shape or users.unique().numel() != users.numel():
             raise ValueError(
-                f"users must name each of {lengths.numel()} users once, got {users.tolist()}"
+                f"users must name each of {events.numel()} users once, got {users.tolist()}"
             )
         self._check_users(users)
-        count, updates = self.count[users] + sign * lengths, self.updates[users] + lengths
+        count, updates = self.count[users] + sign * events, self.updates[users] + events
         if (count < 0).any():
             raise ValueError(
                 "cu_seqlens must have no more events to delete than are held, "
-                f"{self.count[users].tolist()}, got {lengths.tolist()}"
+                f"{self.count[users].tolist()}, got {events.tolist()}"
             )
         total, peak = self.total[users], self.peak[users]
-        if self.exact:  # one event at a time, so that its part does not depend on the others
-            n = k.shape[0]
-            owners = torch.arange(len(users), device=k.device).repeat_interleave(lengths)
-            offsets = torch.arange(n + 1, dtype=torch.int32, device=k.device)
-            parts = (self._parts(k, v, offsets, 1).double() / UNIT).round()
-            reached = total.double().index_add_(0, owners, parts, alpha=sign)
-            for x in (parts, reached):
-                if not (x.abs() < LARGEST).all():
-                    raise ValueError(
-                        "parts of an exact sum, and the sum, must be below "
-                        f"{LARGEST * UNIT:.3g}, got {x.abs().max() * UNIT:.3g}"
-                    )
-            total.index_add_(0, owners, parts.to(torch.int64), alpha=sign)
+        if self.exact:
+            self._add_exactly(sign, total, k, v, events)
         else:
-            total += sign * self._parts(k, v, cu_seqlens, max_seqlen)
+            total += sign * self._attention(k, v, cu_seqlens, max_seqlen)
         empty = count == 0
         total[empty], updates[empty], peak[empty] = 0, 0, 0
         if not self.exact:
             peak = torch.maximum(peak, total.flatten(1).norm(dim=1))
         self._store(users, total=total, count=count, updates=updates, peak=peak)
+
+    def _add_exactly(
+        self, sign: int, total: torch.Tensor, k: torch.Tensor, v: torch.Tensor, events: torch.Tensor
+    ) -> None:
+        """Add the terms of all events, events[i] of them to total[i], in units. Each is a sequence
+        of its own, so that its term does not depend on the others; an fp32 term has 24 bits, which
+        fp64 holds. What int64 wraps around on its way to a sum within the bound comes back."""
+        owners = torch.arange(len(total), device=k.device).repeat_interleave(events)
+        ends = torch.arange(k.shape[0] + 1, dtype=torch.int32, device=k.device)
+        terms = (self._attention(k, v, ends, 1).double() / UNIT).round()
+        reached = total.double().index_add_(0, owners, terms, alpha=sign)
+        for x in (terms, reached):
+            if not (x.abs() < LARGEST).all():
+                raise ValueError(
+                    f"terms of an exact sum, and the sum, must be below {LARGEST * UNIT:.3g}, got "
+                    f"{x.abs().max() * UNIT:.3g}"
+                )
+        total.index_add_(0, owners, terms.to(torch.int64), alpha=sign)
 
     def _store(self, users: torch.Tensor | slice, **rows: torch.Tensor | int) -> None:
         """Store rows of these users in all tensors, or in none if that fails."""
@@ -267,12 +277,12 @@ class StoredSums:
         if users.dtype != torch.bool and not ((users >= 0) & (users < known)).all():
             raise ValueError(f"users must be from 0 to {known - 1}, got {users.tolist()}")
 
-    def _parts(
+    def _attention(
         self, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor | Lengths,
         max_seqlen: int | None,
     ) -> torch.Tensor:  # fmt: skip
-        """The sum over each sequence, `[sequences, rows, num_heads, head_dim]` in fp32, of keys and
-        values in q's dtype, which autocast does not change."""
+        """The sum of each sequence's terms, `[sequences, rows, num_heads, head_dim]` in fp32, of
+        keys and values in q's dtype, which autocast does not change."""
         rows = self.q.shape[0]
         with checks.without_autocast(self.q):
             out = gdpa(self.q, k, v, None, cu_seqlens, rows, max_seqlen, **self._options)

@@ -1,10 +1,13 @@
-"""Which stored keys and values outlive a change of a history.
+"""`HistoryRules`: which cached keys and values stay right when a history changes.
 
 Keys and values of a layer are functions of the rows that go into it, so those of an unchanged row
-stay right. A change is named by its position: between the kept rows position - 1 and position. It
-is an event added there or deleted there; at the end (position = rows) it is an append. Candidates
-change nothing of a history that depends on nothing of theirs, and a model's new weights change
-everything.
+stay right. A change is an event added between the rows position - 1 and position, or deleted there;
+at the end (position = rows) it is an append. `rows` counts the events that are there before and
+after. Candidates change nothing of a history that depends on nothing of theirs, and a model's new
+weights change everything.
+
+`PagedCache` asks `kept` for an edit and `check_append`, layers.py `check_candidates`; who uses
+`StoredSums` asks `check_subtraction`. Tests compare each rule with models by brute force.
 """
 
 from __future__ import annotations
@@ -17,44 +20,16 @@ from gdpa_kernels.calling import checks
 from gdpa_kernels.gdpa.mask import Mask
 from gdpa_kernels.serving.arguments import renamed
 
-CAUSAL = Mask(causal=True)
-
-POSITIONS = ("kept", "index", "from_end")
-_BREAKS_APPEND = {
-    "causal": "with causal=False old rows see the new ones",
-    "num_contexts": "contexts see the new rows, and old rows see the contexts",
-    "positions": "positions from_end change with every append",
-    "query_time": "the time until the query changes with every append",
-    "next_time": "the last old row's bias takes the time of the next event",
-    "divisor": "a divisor that grows with the length changes every old row",
-    "token_statistics": "statistics over tokens change every old row",
-}
-_BREAKS_CANDIDATES = {
-    "causal": "with causal=False the history sees them",
-    "next_time": "the last row's bias takes the time of the first of them",
-    "divisor": "a divisor that grows with the length counts them",
-    "token_statistics": "statistics over tokens contain them",
-}
-_BREAKS_SUBTRACTION = {
-    "layers": "behind another attention layer keys and values change with the event",
-    "window": "a window takes another event for one that goes",
-    "positions": "positions that are counted change with every event",
-    "query_time": "the time until the query changes with the last event",
-    "next_time": "the bias of the event before takes the time of the next one",
-    "divisor": "a divisor that grows with the length changes every part",
-    "token_statistics": "statistics over tokens change every part",
-}
-
 
 @dataclass(frozen=True)
-class Model:
+class HistoryRules:
     """What decides whether keys and values stay right, of a model of `num_layers` attention layers.
 
     Everything else between two of them must treat each row alone, as linear layers, norms of a row
     and gates do.
 
     Args:
-        num_layers: attention layers, whose keys and values are kept.
+        num_layers: attention layers, whose keys and values are cached.
         mask: `Mask` of causal, window and num_contexts as an integer.
         positions: None; "kept", ids that an event keeps when others go; "index", places counted
             from the start; "from_end", from the end, as dlrm_v3 of generative-recommenders.
@@ -69,12 +44,11 @@ class Model:
     Raises:
         TypeError, ValueError: an argument is wrong: its name, what is expected, what was received.
 
-    Source: the definitions of HSTU (arXiv 2402.17152) and of its public code; each rule is compared
-    with models by brute force in the tests.
+    Source: the definitions of HSTU (arXiv 2402.17152) and of its public code.
     """
 
     num_layers: int
-    mask: Mask = CAUSAL
+    mask: Mask = Mask(causal=True)
     positions: str | None = None
     query_time: bool = False
     next_time: bool = False
@@ -97,7 +71,7 @@ class Model:
                 f"got {mask}"
             )
         if self.positions is not None:
-            checks.check_choice("positions", self.positions, POSITIONS)
+            checks.check_choice("positions", self.positions, ("kept", "index", "from_end"))
         checks.check_bool(
             query_time=self.query_time, next_time=self.next_time,
             constant_divisor=self.constant_divisor, token_statistics=self.token_statistics,
@@ -107,17 +81,25 @@ class Model:
     def _contexts(self) -> int:
         return self.mask.num_contexts or 0
 
+    @property
+    def _grows(self) -> bool:
+        """Whether the divisor grows with the length."""
+        return not self.constant_divisor
+
     @renamed("at", "position")
     def changed(self, rows: int, position: int) -> list[range]:
         """A range for each layer that holds all rows whose keys and values a change at `position`
-        makes wrong, of the `rows` rows that are there before and after it."""
+        makes wrong, of the `rows` rows that are there before and after it.
+
+        Of a causal model with a window of 3, for a change at 50: nothing in the first layer, rows
+        50 to 52 in the second, since these see the event, and 50 to 55 in the third."""
         rows = checks.check_count("rows", rows)
         position = checks.check_count("position", position)
         if position > rows:
             raise ValueError(f"position must be at most rows, {rows}, got {position}")
-        ranges = [self._inputs(rows, position)]
+        ranges = [self._changed_at_first(rows, position)]
         for _ in range(self.num_layers - 1):
-            ranges.append(self._behind(ranges[-1], rows, position))
+            ranges.append(self._changed_behind(ranges[-1], rows, position))
         return ranges
 
     @renamed("at", "position")
@@ -126,86 +108,93 @@ class Model:
         return min((x.start for x in self.changed(rows, position) if x), default=rows)
 
     def check_append(self) -> None:
-        """Raises ValueError, with the reasons, if an append makes any of the kept rows wrong."""
-        # An append reaches back at most a window and a row in each layer: these are twice as many,
-        # and the contexts.
+        """Raises ValueError, with the reasons, if an append makes any of the cached rows wrong."""
+        # All histories that are long enough are alike: an append reaches back at most a window and
+        # a row in each layer, and to the contexts. These are twice as many rows.
         rows = 2 * self.num_layers * ((self.mask.window or 0) + 2) + self._contexts
         if not any(self.changed(rows, rows)):
             return
-        broken = {
-            "causal": not self.mask.causal,
-            "num_contexts": self._contexts > 0,
-            "positions": self.positions == "from_end",
-            "query_time": self.query_time,
-            "next_time": self.next_time,
-            "divisor": not self.constant_divisor,
-            "token_statistics": self.token_statistics,
-        }
-        _refuse("keep its rows right when others are appended", _BREAKS_APPEND, broken)
+        _refuse(
+            "rules must keep cached rows right when others are appended",
+            (not self.mask.causal, "with causal=False old rows see the new ones"),
+            (self._contexts > 0, "contexts see the new rows, and old rows see the contexts"),
+            (self.positions == "from_end", "positions from_end change with every append"),
+            (self.query_time, "the time until the query changes with every append"),
+            (self.next_time, "the last old row's bias takes the time of the next event"),
+            (self._grows, "a divisor that grows with the length changes every old row"),
+            (self.token_statistics, "statistics over tokens change every old row"),
+        )
 
     def check_candidates(self) -> None:
         """Raises ValueError, with the reasons, if candidates behind a history, which each see it
-        and their own group, change its keys and values: those kept are then not those of training.
-        """
-        behind = self.num_layers > 1
-        broken = {
-            "causal": behind and not self.mask.causal and self.mask.window != 0,
-            "next_time": behind and self.next_time,
-            "divisor": behind and not self.constant_divisor,
-            "token_statistics": self.token_statistics,
-        }
-        _refuse("keep a history right when candidates follow", _BREAKS_CANDIDATES, broken)
+        and their own group, change its keys and values: those cached are then not those of
+        training."""
+        deep = self.num_layers > 1
+        bidirectional = not self.mask.causal and self.mask.window != 0
+        _refuse(
+            "rules must keep a history right when candidates follow",
+            (deep and bidirectional, "with causal=False the history sees them"),
+            (deep and self.next_time, "the last row's bias takes the time of the first of them"),
+            (deep and self._grows, "a divisor that grows with the length counts them"),
+            (self.token_statistics, "statistics over tokens contain them"),
+        )
 
     def check_subtraction(self) -> None:
-        """Raises ValueError, with the reasons, unless an event's part in a sum is the same whatever
-        the other events are, so that deleting it is subtracting that part: for the fixed queries of
+        """Raises ValueError, with the reasons, unless an event's term of a sum is the same whatever
+        the other events are, so that deleting it is subtracting that term: for the fixed queries of
         a PMA over per-event features (`sums.StoredSums`), or the later rows of a single layer.
         Otherwise the rows from `kept` on are computed again."""
-        broken = {
-            "layers": self.num_layers > 1,
-            "window": bool(self.mask.window),  # 0: a row alone
-            "positions": self.positions in ("index", "from_end"),
-            "query_time": self.query_time,
-            "next_time": self.next_time,
-            "divisor": not self.constant_divisor,
-            "token_statistics": self.token_statistics,
-        }
-        _refuse("give sums of parts that stay", _BREAKS_SUBTRACTION, broken)
+        counted = self.positions in ("index", "from_end")
+        _refuse(
+            "rules must give sums of terms that stay",
+            (self.num_layers > 1, "behind another layer keys and values change with the event"),
+            (bool(self.mask.window), "a window takes another event for one that goes"),  # not of 0
+            (counted, "positions that are counted change with every event"),
+            (self.query_time, "the time until the query changes with the last event"),
+            (self.next_time, "the bias of the event before takes the time of the next one"),
+            (self._grows, "a divisor that grows with the length changes every term"),
+            (self.token_statistics, "statistics over tokens change every term"),
+        )
 
-    def _inputs(self, rows: int, position: int) -> range:
-        """Rows that go into the first layer changed."""
+    def _changed_at_first(self, rows: int, position: int) -> range:
+        """Rows that go changed into the first layer: places counted from the end are others before
+        the position, those counted from the start behind it; the time until the query is another
+        for all rows where the last event is."""
         if self.token_statistics or (self.query_time and position == rows):
             return range(rows)
         if self.positions == "from_end":
             return range(position)
         return range(position if self.positions == "index" else rows, rows)
 
-    def _behind(self, inputs: range, rows: int, position: int) -> range:
-        """Rows that changed behind a layer that took `inputs` changed."""
-        if self.token_statistics or not self.constant_divisor:
+    def _changed_behind(self, inputs: range, rows: int, position: int) -> range:
+        """Rows that come changed out of a layer into which `inputs` went changed: these, and those
+        that see one of them, or the event.
+
+        With a window of w, w later rows see a row, and w earlier ones unless it is causal. An event
+        added at p moves row p to place p + 1, so the old rows p to p + w - 1 see it. Contexts see
+        the whole history, so all of them change, and a row sees all or none of them, as if the c
+        contexts stood in place c - 1: rows up to c - 1 + w do.
+        """
+        if self.token_statistics or self._grows:
             return range(rows)
-        # So many later rows see a row, and so many earlier ones.
         later = rows if self.mask.window is None else self.mask.window
         earlier = 0 if self.mask.causal else later
-        # Rows that see the event, or a context that it changes. One added before row p moves row p
-        # to p + 1: with a window of w it is seen by rows up to p + w - 1.
-        ranges = [range(position - earlier, max(position, self._contexts) + later)]
-        if self.next_time:
-            ranges.append(range(position - 1, position))
+        ranges = [
+            inputs,
+            range(position - earlier, max(position, self._contexts) + later),
+            range(self._contexts),
+        ]
         if inputs:
             ranges.append(range(inputs.start - earlier, inputs.stop + later))
-        if self._contexts:
-            ranges.append(range(self._contexts))
+        if self.next_time:
+            ranges.append(range(position - 1, position))
         inside = [range(max(x.start, 0), min(x.stop, rows)) for x in ranges]
-        return _hull([inputs, *inside])
+        starts, stops = [x.start for x in inside if x], [x.stop for x in inside if x]
+        return range(min(starts, default=0), max(stops, default=0))  # with the rows between them
 
 
-def _refuse(must: str, reasons: dict[str, str], broken: dict[str, bool]) -> None:
-    because = "; ".join(reasons[name] for name, is_so in broken.items() if is_so)
+def _refuse(must: str, *reasons: tuple[bool, str]) -> None:
+    """Raises ValueError with the reasons that hold, if any does."""
+    because = "; ".join(reason for holds, reason in reasons if holds)
     if because:
-        raise ValueError(f"model must {must}, but {because}")
-
-
-def _hull(ranges: list[range]) -> range:
-    some = [x for x in ranges if x]
-    return range(min(x.start for x in some), max(x.stop for x in some)) if some else range(0)
+        raise ValueError(f"{must}, but {because}")

@@ -43,9 +43,9 @@ def figure_tflops(
     all are drawn.
 
     Error bars: p20-p80. Steps: the roofline of each workload, with the ceilings of its record.
-    Ring: the best baseline at that length. Cross: no time there. Dash: a rung's burst, where
-    `table` has it. ValueError if an impl has no row, if the rows come from two systems, or if one
-    length has two workloads.
+    Ring: the best baseline at that length. Cross: tried there, without a time. Dash: a rung's
+    burst, where `table` has it. ValueError if an impl has no row, if the rows come from two
+    systems, or if one length has two workloads.
     """
     rows = _figure_rows(table[table["gpu"] == gpu], figure, impls)
     rates.require_impls(rows, impls, f"{figure} on {gpu}", "sustained")
@@ -161,7 +161,7 @@ def _draw_measured(
             yerr=rates.spread_of(timed), label=rates.label_of(ours, impl), color=shown, marker="o",
             linewidth=1.8 if is_rung(impl) else 1.0, elinewidth=1.0, capsize=2,
         )  # fmt: skip
-        for length in set(lengths) - set(timed["length"]):
+        for length in set(ours["length"]) - set(timed["length"]):
             crossed = True
             axis.plot(
                 position_of[length], 0, "x", color=shown, markersize=7, clip_on=False, zorder=5

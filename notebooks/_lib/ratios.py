@@ -48,11 +48,11 @@ def spread(values: pd.Series) -> str:
     return f"{least if len(values) == 1 else f'{least} to {most}'} (n = {len(values)})"
 
 
-def redrawn(chapter: Chapter, figure: str, impls: Sequence[str], keys: str = "") -> None:
-    """Show a published chart next to ours (`published_charts.figure_tflops`), of those of `impls`
-    that have a time back to back. `keys`: a part of the workloads' names, where the figure has two
-    families. Where the chapter has a record of the GPU of the published chart, it shows that too:
-    its own rungs (b1 and up; other rungs if none has a time) and the peers among `impls`."""
+def redrawn(chapter: Chapter, figure: str, rungs: Sequence[str], keys: str = "") -> None:
+    """Show a published chart next to ours (`published_charts.figure_tflops`): of `rungs` and of all
+    peers those that have a time back to back. `keys`: a part of the workloads' names, where the
+    figure has two families. Where the chapter has a record of the GPU of the published chart, it
+    shows that too: its own rungs (b1 and up; other rungs if none has a time) and its peers."""
     published = claims.published_figures(chapter.data_dir)
     ours = chapter.rows(direction=figure_direction(figure), scope=tuple(results.TIMED))
     rows, there = (
@@ -60,14 +60,16 @@ def redrawn(chapter: Chapter, figure: str, impls: Sequence[str], keys: str = "")
         for x in (ours, _on(chapter, published))
     )
     timed, timed_there = (
-        set(x["impl"][x["tflops"].notna() & (x["scope"] == "sustained")]) for x in (rows, there)
+        dict.fromkeys(x["impl"][x["tflops"].notna() & (x["scope"] == "sustained")])
+        for x in (rows, there)
     )
-    rungs = {impl for impl in timed_there if is_rung(impl)}
-    drawn_rungs = {impl for impl in rungs if impl.startswith("b")} or rungs
-    peers = {impl for impl in impls if not is_rung(impl)}
-    there = there[there["impl"].isin(drawn_rungs | (peers & timed_there))]
+    rungs_there = {impl for impl in timed_there if is_rung(impl)}
+    rungs_there = {impl for impl in rungs_there if impl.startswith("b")} or rungs_there
+    drawn_there = [x for x in timed_there if x in rungs_there or not is_rung(x)]
+    there = there[there["impl"].isin(drawn_there)]
     chart = published_charts.figure_tflops(
-        rows, figure, gpu=chapter.gpu, impls=[impl for impl in impls if impl in timed],
+        rows, figure, gpu=chapter.gpu,
+        impls=[x for x in timed if x in rungs or not is_rung(x)],
         published=published, there=None if there.empty else there,
     )  # fmt: skip
     chapter.figure(chart, measured=rows if there.empty else pd.concat([rows, there]))

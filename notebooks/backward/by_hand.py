@@ -11,10 +11,7 @@
 # it?
 #
 # :::{admonition} In this chapter (30 minutes)
-# You will derive three gradients, see where a mask must act, and decide who owns which sum. The
-# backward pass is five MMAs, {glue:text}`flops_ratio:.1f` times the FLOPs of the forward pass for
-# {glue:text}`bytes_ratio:.2f` times its bytes. It needs q, k, v and dO alone: no output, no
-# log-sum-exp, no row sums.
+# You will derive three gradients, see where a mask must act, and decide who owns which sum.
 # :::
 
 # %% tags=["hide-input"]
@@ -42,7 +39,6 @@ chapter = Chapter("backward/by_hand", mode=mode, device=device, data_dir=data_di
 NAMES = list(dict.fromkeys(n for figure in FIGURES if "-bwd-" in figure for n in FIGURES[figure]))
 SAME = workload("gdpa-self-full-1024")
 limits = results.ceilings(chapter.record("forward/results"), "sustained")
-ratios = {x: getattr(SAME, x)("backward") / getattr(SAME, x)("forward") for x in ("flops", "bytes")}
 ridge = {}
 for d in ("forward", "backward"):
     speed = limits.gbytes_per_s(SAME.bytes_read(d), SAME.bytes_written(d))
@@ -50,9 +46,7 @@ for d in ("forward", "backward"):
     bounds = [roofline.bracket(workload(name), d, limits).bound for name in NAMES]
     chapter.glue(**{f"memory_{d}": bounds.count("memory")})
 chapter.glue(
-    flops_ratio=ratios["flops"], bytes_ratio=ratios["bytes"], workloads=len(NAMES),
-    ridge=ridge["backward"], ridge_forward=2 * ridge["forward"],
-    ridge_backward=1.4 * ridge["backward"],
+    workloads=len(NAMES), ridge=ridge["backward"], ridge_backward=1.4 * ridge["backward"],
     alone=activations.INSTRUCTIONS["gelu_tanh"][0], both=derivatives.INSTRUCTIONS["gelu_tanh"][0],
 )  # fmt: skip
 
@@ -132,9 +126,9 @@ print("dQ, dK, dV against autograd:", gaps(by_hand(Q, K, V, dO, m), expected))
 #
 # ## Masks act twice
 #
-# $m$ appears in $P$ and in $dS$. All our activations are 0 at 0, so setting masked *scores* to 0
-# seems to be enough. In the forward pass it is. In the backward pass it is not, because GELU has
-# the slope $\alpha'(0) = \tfrac12$ there:
+# $m$ appears in $P$ and in $dS$. Setting masked *scores* to 0 is enough in the forward pass, since
+# all our activations are 0 at 0. In the backward pass it is not, because GELU has the slope
+# $\alpha'(0) = \tfrac12$ there:
 
 
 # %%
@@ -148,8 +142,8 @@ def mask_on_scores(Q, K, V, dO, m):
 print("dQ, dK, dV against autograd:", gaps(mask_on_scores(Q, K, V, dO, m), expected))
 
 # %% [markdown]
-# dV is right. dQ and dK are wrong by more than half of their largest element, because they pick up
-# gradient from masked pairs. A check of the output or of dV would find nothing.
+# dQ and dK are wrong by more than half of their largest element. A check of the output or of dV
+# would find nothing.
 #
 # *Rows and keys beyond the end* need no mask. Tails are loaded as zeros
 # ({doc}`../forward/v1_tiled`), so dO or V is 0 there, hence $dP = 0$, and $P = \alpha(0) = 0$. The
@@ -177,13 +171,11 @@ print("dQ, dK, dV against autograd:", gaps(mask_on_scores(Q, K, V, dO, m), expec
 #
 # ## Memory is the easier part
 #
-# It has 5 MMAs where the forward pass has 2, and at equal lengths it moves 7 tensors where the
-# forward pass moves 4. So its {term}`arithmetic intensity` is 10/7 of that of the forward pass. Of
-# {glue:text}`workloads:.0f` workloads {glue:text}`memory_forward:.0f` are memory-bound in the
-# forward pass, and {glue:text}`memory_backward:.0f` in the backward pass (modelled, with ceilings
-# back to back). Self-attention is compute-bound from {glue:text}`ridge_forward:.0f` tokens on in
-# the forward pass; for the backward pass see the third exercise. These are the fewest bytes: a
-# kernel that accumulates dQ in fp32 in memory moves more.
+# The backward pass has 5 MMAs where the forward pass has 2, and at equal lengths it moves 7 tensors
+# where the forward pass moves 4. So its {term}`arithmetic intensity` is 10/7 of that of the forward
+# pass. Of {glue:text}`workloads:.0f` workloads {glue:text}`memory_forward:.0f` are memory-bound in
+# the forward pass, and {glue:text}`memory_backward:.0f` in the backward pass (modelled). These are
+# the fewest bytes: a kernel that accumulates dQ in fp32 in memory moves more.
 #
 # ## What the forward pass must leave behind
 #
@@ -224,7 +216,6 @@ print("gdpa:", kept_by(lambda: gdpa(*qkv, ends, ends, 200, 200), [*qkv, ends]) o
 print("softmax:", kept_by(lambda: F.scaled_dot_product_attention(*wide), wide))
 
 # %% [markdown]
-# The cost is the kernel that forms $D$: it reads output and dO again, two tensors beside the seven.
 # Ask of any attention: *does one tile hold everything that a score's derivative depends on?*
 # {doc}`../block/backward_alone` has a softmax where it does.
 #
@@ -240,7 +231,7 @@ print("softmax:", kept_by(lambda: F.scaled_dot_product_attention(*wide), wide))
 #
 # *Who owns what.* A program that walks down a column of tiles in {numref}`fig-hand-owners` sums dK
 # and dV in registers, but its contributions to dQ belong to other programs. One that walks along a
-# row has the reverse problem. The backward ladder is the history of this conflict:
+# row has the reverse problem:
 #
 # | | how dQ is summed |
 # |:--|:--|
@@ -251,8 +242,7 @@ print("softmax:", kept_by(lambda: F.scaled_dot_product_attention(*wide), wide))
 #
 # *Which way round.* What a Hopper tensor core leaves in registers can be the first operand of the
 # next MMA as it is, but not transposed. With scores as $Q K^{\mathsf T}$, dV and dK need a
-# transpose each; with $K Q^{\mathsf T}$ only dQ does. A kernel of all three gradients transposes at
-# least once, two kernels need not.
+# transpose each; with $K Q^{\mathsf T}$ only dQ does.
 #
 # ## Exercises
 #

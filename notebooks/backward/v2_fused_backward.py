@@ -13,8 +13,8 @@
 # :::{admonition} In this chapter (30 minutes)
 # You will count the bytes of a sum across programs, and tell from the number of summands whether it
 # is deterministic. Backward v2 is {glue:text}`loops:.2f` times as fast as v1 back to back on full
-# batches of 1,024 tokens; saving two MMAs of seven alone would give 1.40. The difference is dQ in
-# fp32. The chapter's own times are in bursts.
+# batches of 1,024 tokens, where saving two MMAs of seven would give 1.40. The chapter's other times
+# are in bursts.
 # :::
 
 # %% tags=["hide-input"]
@@ -66,17 +66,15 @@ chapter.ladder(V2, "backward")
 # | copies | `cp.async` | TMA | TMA |
 # | same bits in every run | yes | no, beyond two blocks of keys | yes |
 #
-# The program of a block of keys has dS in registers. Backward v2 multiplies it by K on the spot.
-# But a row of dQ is a sum over *all* keys, and each program of its sequence holds only one part. So
-# the programs add their parts in memory, at the end of the loop:
+# The program of a block of keys has dS in registers, and multiplies it by K on the spot. The
+# programs of a sequence add their parts of dQ in memory, at the end of the loop:
 
 # %% tags=["remove-input"]
 chapter.code(v2_fused_backward.fused_kernel, "q = load_rows(q_desc", "elif dq_ptr")
 
 # %% [markdown]
-# `add_rows` is a {term}`TMA` *reduce-add*. The tile goes through {term}`shared memory`, and the
-# copy engine sends it to L2, the cache that all SMs share, which does the addition. Each element is
-# added atomically, but the order of the programs is left open.
+# `add_rows` is a {term}`TMA` *reduce-add*. The tile goes through {term}`shared memory` to L2, which
+# does the addition. Each element is added atomically, but the order of the programs is left open.
 #
 # ## Counting bytes
 #
@@ -88,17 +86,15 @@ chapter.code(v2_fused_backward.fused_kernel, "q = load_rows(q_desc", "elif dq_pt
 # | backward v2, 256 keys: two blocks of 128 | 4 | 8 | 4 | 2 | 18 |
 # | backward v2, 1,024 keys: eight blocks | 4 | 32 | 4 | 2 | 42 |
 #
-# Not all of that reaches memory: L2 does the additions, and may still hold a row of dQ when the
-# next block of keys comes. {term}`MMAs <MMA>` and additions grow with the number of keys, but zero
-# fill and rounding do not.
+# Not all of that reaches memory: L2 may still hold a row of dQ when the next block of keys comes.
 #
 # ## Nondeterminism begins at three summands
 #
-# Addition in floating point is commutative but not associative. dQ begins as 0. With two blocks of
-# keys it becomes $(0 + a) + b$ or $(0 + b) + a$, the same number. With three there are
-# $(a + b) + c$ and $(a + c) + b$, which round differently. So v2 should be deterministic up to 256
-# keys. The emulator runs programs in the order of their numbers, and renumbering them takes one
-# line of the kernel. Over all rotations of the numbers, the largest share of fp32 sums that differ:
+# Floating-point addition is commutative but not associative. dQ begins as 0. With two blocks of
+# keys it becomes $(0 + a) + b$ or $(0 + b) + a$, the same number. With three there are $(a + b) +
+# c$ and $(a + c) + b$, which round differently. So v2 should be deterministic up to 256 keys. The
+# emulator runs programs in the order of their numbers. Over all rotations of the numbers, the
+# largest share of fp32 sums that differ:
 
 # %% tags=["remove-input"]
 LINE = "    pid = tl.program_id(0)\n"
@@ -125,13 +121,12 @@ assert differ[256] == 0 < differ[384] < differ[1024]
 # neighbouring bf16 numbers lie 65,536 such units apart.
 #
 # **v2a** gives each launch one block of keys of every sequence and runs the launches one after
-# another. No two programs of a launch add to the same element, so the order is fixed. (Small
-# launches take several blocks, each with its own dQ.)
+# another. No two programs of a launch add to the same element, so the order is fixed.
 #
 # ## Is it right?
 #
-# Lengths on both sides of a block, in the emulator, against fp64. Then a tile is stored instead of
-# added, and the emulator objects before any number is wrong:
+# In the emulator, against fp64; then with a tile that is stored instead of added, to which the
+# emulator objects before any number is wrong:
 
 # %% tags=["remove-input"]
 ragged = studies.batch((0, 1, 65, 130), (3, 0, 129, 257), heads=2, head_dim=64)
@@ -261,8 +256,7 @@ chapter.predictions()
 #
 # On the GPU, with 1,024 keys, up to {glue:text}`ppm:.0f` elements of dQ in a million differ between
 # runs. dK and dV of v2 never do, nor does any gradient of v1 and v2a. Two runs of v2 are at most
-# {glue:text}`apart:.2g` apart, and each is up to {glue:text}`error:.2g` from the exact gradient. It
-# matters for debugging: a training run that cannot be repeated bit for bit cannot be bisected.
+# {glue:text}`apart:.2g` apart, and each is up to {glue:text}`error:.2g` from the exact gradient.
 # Backward v2a takes {glue:text}`price_long:.0f` % more time with 1,024 keys, and
 # {glue:text}`price_cross:.0f` % with 256, where it buys nothing.
 
@@ -345,6 +339,5 @@ chapter.profile("v2_fused_backward", workload="gdpa-self-full-512", direction="b
 # ## Takeaways
 #
 # - A sum whose parts live in different programs has a price in bytes: a zero fill, an addition for
-#   each part, a rounding. Count them before counting MMAs.
-# - Zero fill and rounding do not grow with the keys. They hurt where keys are few.
+#   each part, a rounding. Zero fill and rounding hurt where keys are few.
 # - Nondeterminism begins at three summands. Two commute.

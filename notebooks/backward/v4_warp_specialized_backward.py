@@ -10,11 +10,10 @@
 # A profile says that no unit of the SM is busy. What is the kernel waiting for?
 #
 # :::{admonition} In this chapter (45 minutes)
-# You will place the operands of five matmuls between registers and shared memory, tell a dependency
-# chain from a throughput bound, shorten such a chain, and read in the machine code what one added
-# zero does. Back to back, backward v4 runs full batches of 1,024 tokens {glue:text}`over_v2:.2f`
-# times as fast as v2. Six small ideas contribute a factor of {glue:text}`over_none:.2f` (in
-# bursts).
+# You will place the operands of five matmuls between registers and shared memory, and tell a
+# dependency chain from a throughput bound. Back to back, backward v4 runs full batches of 1,024
+# tokens {glue:text}`over_v2:.2f` times as fast as v2; six small ideas contribute a factor of
+# {glue:text}`over_none:.2f` (in bursts).
 # :::
 
 # %% tags=["hide-input"]
@@ -63,19 +62,17 @@ chapter.ladder(V4, "backward")
 # | loads | issued by a thread of those warps | a producer warp group |
 # | dQ | TMA reduce-add, waited for | TMA reduce-add, sent one step later |
 #
-# There is no backward v3: the list arrives together with the warp roles
-# ({doc}`../forward/v4_warp_specialized` introduces them).
+# There is no backward v3.
 
 # %% tags=["remove-input"]
 chapter.roles(V4)
 
 # %% [markdown]
-# A `wgmma`, Hopper's asynchronous {term}`MMA`, reads its operand B from {term}`shared memory` and A
-# from there or from registers, where its result stays. S is computed transposed, keys × queries. A
-# thread's part of P^T then has exactly the layout that the A operand of dV needs, and the same
-# holds for dS^T and dK. Only dQ is different. It sums over keys, half of which belong to the other
-# consumer, so for dQ alone dS goes through shared memory. In a step of 64 rows and 128 keys of
-# head_dim 128, each matmul takes 512 cycles:
+# S is computed transposed, keys × queries. A thread's part of P^T then has exactly the layout in
+# registers that the A operand of dV needs, and the same holds for dS^T and dK. Only dQ is
+# different. It sums over keys, half of which belong to the other consumer, so for dQ alone dS goes
+# through shared memory. In a step of 64 rows and 128 keys of head_dim 128, each matmul takes 512
+# cycles:
 #
 # | matmul | A | B | shared memory read |
 # |:--|:--|:--|--:|
@@ -87,19 +84,17 @@ chapter.roles(V4)
 #
 # Each consumer computes half of the columns of dQ. With dS stored (16 KiB), dQ written and read
 # again (64) and Q and dO landing (32), 368 KiB go through shared memory. At 128 bytes a cycle that
-# is 2,944 cycles, more than the 2,560 of the matmuls. By this count shared memory is the bound.
+# is 2,944 cycles, more than the 2,560 of the matmuls.
 #
 # ## No unit is busy
 #
-# The first v4 was profiled once, without a record ({doc}`lab notes <../../notes/gdpa_backward>`).
-# The tensor cores were active for half of the cycles of a step, the issue slots for a third.
-# Nothing was at its limit.
+# In a profile of the first v4 ({doc}`lab notes <../../notes/gdpa_backward>`) the tensor cores were
+# active for half of the cycles of a step, the issue slots for a third.
 #
 # Each consumer is a *dependency chain*: issue an MMA, wait for it, run 300 instructions of
 # arithmetic, store, fence, issue, wait. Each of an SM's four schedulers has two warps to choose
 # from, one of each consumer, and usually one of them waits. With two chains of $t$ cycles a step
-# takes about $t$, however idle the units are. So *every* instruction on the chain counts, even one
-# that only moves an address. Six ideas make the chain shorter:
+# takes about $t$, however idle the units are. Six ideas make the chain shorter:
 #
 # | idea | what leaves the chain |
 # |:--|:--|
@@ -116,7 +111,7 @@ chapter.roles(V4)
 # scores, so they can be multiplied into the sums: three of twelve floating-point instructions less
 # per score. (In fp16 the missing factor may overflow, so only bf16 is folded.)
 #
-# ## Late addresses: a zero that only one compiler sees
+# ## Late addresses: a zero that one compiler cannot see through
 #
 # An MMA on shared memory takes its address as a 64-bit descriptor, one for every 16 columns, from
 # *uniform* registers, which belong to a warp and not to each of its threads. The addresses of V, K
@@ -127,9 +122,9 @@ chapter.roles(V4)
 # The fix is a zero that LLVM cannot see through. `keep_runtime(step)` is `step ^ step`, written in
 # assembly. An address that adds it seems to depend on `step`, so LLVM leaves it in the loop. The
 # second compiler, ptxas, knows that the xor is 0, drops the addition and computes the descriptor
-# where it is needed, in uniform registers from the start. Here is the machine code between the
-# third and the fourth MMA of dP, first without the zero, then with it. `UR` are uniform registers,
-# `HGMMA` is the MMA, and `gdesc` its descriptor:
+# where it is needed, in uniform registers from the start. The machine code between the third and
+# the fourth MMA of dP, without the zero, then with it (`UR` are uniform registers, `gdesc` is the
+# descriptor):
 
 # %% tags=["remove-cell"]
 NOT_UNIFORM = ("uniform(steps * GROUP)", "steps * GROUP")
@@ -179,8 +174,8 @@ tflops = chapter.times("", "tflops", "variant", variant=None)
 SMS, GHZ, tiles = 132, 1.55, workload(LONG).batch * workload(LONG).num_heads_k * 2048 // 128
 step = (us.loc[LONG] - 2 * us.loc[BIG]) * 1e3 * GHZ * SMS / (tiles * 1024 / 64)
 busy, lost = 100 * 2560 / step, us.loc[BIG] / us[ALL][BIG]
-chapter.glue(tensor_all=busy[ALL], tensor_none=busy[NONE], over_none=lost[NONE], step_all=step[ALL],
-             all_2048=tflops[ALL][LONG], first=100 * (lost["without S first"] - 1))  # fmt: skip
+chapter.glue(tensor_all=busy[ALL], tensor_none=busy[NONE], over_none=lost[NONE],
+             first=100 * (lost["without S first"] - 1))  # fmt: skip
 chapter.predict(
     "As first written, a step of backward v4 takes 3,400 to 3,900 cycles at about 1.55 GHz.",
     step[NONE], least=3400, most=3900, form=",.0f",
@@ -214,8 +209,8 @@ shown = [line for name, lines in listed.items() for line in ("", titles[name], *
 chapter.code("\n".join(shown[1:]), language="text")
 
 # %% [markdown]
-# Both pieces have the same MMAs. In the first, two ordinary registers must become uniform before
-# the fourth MMA may start; in the second, uniform arithmetic runs beside the MMAs.
+# In the first, two ordinary registers must become uniform before the fourth MMA may start; in the
+# second, uniform arithmetic runs beside the MMAs.
 #
 # ## What each idea is worth
 
@@ -257,9 +252,6 @@ chapter.table(
 )  # fmt: skip
 
 # %% [markdown]
-# *S first* brings more addresses into the loop; late addresses take their spills and most R2UR
-# away.
-#
 # ## The kernel with notes
 #
 # The consumer of backward v4's lesson, for GELU or SiLU without masks and grouped heads. The rest
@@ -312,7 +304,8 @@ chapter.annotated(
 # ## Is it right?
 #
 # A ragged batch with several tiles of keys, in the emulator, against fp64. The emulator does not
-# model the fence: there *dQ put aside* rests on the check before each measurement.
+# ask for the fence before a TMA store, so *dQ put aside* rests on the check before each
+# measurement.
 
 # %% tags=["remove-input"]
 ragged = studies.batch((0, 1, 63, 130), (3, 70, 129, 257), heads=2)
@@ -331,14 +324,11 @@ for name in (ALL, NONE):
 chapter.predictions()
 
 # %% [markdown]
-# With the six ideas a step takes {glue:text}`step_all:,.0f` cycles, and 2,048 tokens run at
-# {glue:text}`all_2048:.0f` TFLOP/s (in bursts).
-#
 # The prediction took the largest of MMAs, instructions and bytes, a {term}`roofline` of units. Such
 # a count holds when enough independent chains feed the units, and two do not. Inside a chain the
 # terms *add*. By the measured times the matmuls take {glue:text}`tensor_none:.0f` % of a step
 # without the ideas and {glue:text}`tensor_all:.0f` % with them. A third chain would be a third
-# consumer, which does not fit (second exercise). {doc}`v5_short_kv_backward` pays less for dQ.
+# consumer, which does not fit (second exercise).
 
 # %% tags=["remove-input"]
 chapter.profile("v4_warp_specialized_backward", workload="gdpa-self-full-512", direction="backward")

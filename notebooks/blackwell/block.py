@@ -11,12 +11,10 @@
 # simplest kernel that saturates an H200 from saturating a B200?
 #
 # :::{admonition} In this chapter (45 minutes)
-# You will be able to see why {doc}`block v1 <../block/v1_one_tile>`, compiled for sm_100, has
-# {glue:text}`v1_programs:.0f` programs on an {term}`SM` where Hopper has
-# {glue:text}`v1_hopper:.0f`; to compare a kernel's instructions with the time that memory gives
-# them; and to divide the work among five or six warp roles. They need {glue:text}`b1_share:.0f` %
-# of the issue slots where block v1 needs {glue:text}`v1_share:.0f` %, in the forward pass with
-# {term}`rotary`. Nothing here is measured: the kernels are compiled, emulated, and modelled.
+# You will be able to compare a kernel's instructions with the time that memory gives them, and to
+# divide the work among five or six warp roles. They need {glue:text}`b1_share:.0f` % of the issue
+# slots where {doc}`block v1 <../block/v1_one_tile>` needs {glue:text}`v1_share:.0f` %, in the
+# forward pass with {term}`rotary`. Nothing here is measured.
 # :::
 
 # %% tags=["hide-input"]
@@ -105,9 +103,8 @@ studies.stepper(
 # %% [markdown]
 # ## Columns of tensor memory limit the programs of block v1
 #
-# A program of block v1 loads its tiles, computes, stores and ends; other programs of the SM load
-# meanwhile. On sm_100 `tl.dot` becomes tcgen05, whose accumulators are in {term}`tensor memory`:
-# 512 columns per SM, of which a program takes a power of two. So columns limit programs too:
+# On sm_100 `tl.dot` becomes tcgen05, whose accumulators are in {term}`tensor memory`: 512 columns
+# per SM, of which a program takes a power of two. So columns limit programs too:
 
 # %% tags=["remove-cell"]
 programs = []
@@ -139,9 +136,8 @@ chapter.glue(v1_programs=programs["fit by columns"]["forward"], v1_hopper=hopper
 # In the forward pass S and O take, rounded up, half of them. Of {glue:text}`v1_hopper:.0f` programs
 # on a Hopper SM {glue:text}`v1_programs:.0f` remain. Is that enough? Little's law again
 # ({doc}`../block/counting_bytes`): only reads count, and the latency is an assumption, 1 µs. So is
-# the bandwidth, {glue:text}`gbytes:,.0f` GB/s in the forward pass: the nominal rate of a B200,
-# 7,680 bits at 3,996 MHz ([pytorch/ao#4002](https://github.com/pytorch/ao/issues/4002)), times an
-# H200's share of its own ({doc}`model`).
+# the bandwidth, {glue:text}`gbytes:,.0f` GB/s in the forward pass, an H200's share of a B200's
+# nominal rate ({doc}`model`).
 
 # %% tags=["remove-input"]
 TILE = 64 * 128 * 2  # bytes: one tensor, one block, one head
@@ -161,8 +157,7 @@ for direction, (read, written) in MOVED.items():
 chapter.glue(gbytes=cost_model.ASSUMED.gbytes_per_s(3, 1), budget=budget["forward"])
 
 # %% [markdown]
-# A program of block v1 has no loads in flight while it computes. Four programs hid that; two do
-# only if they happen to take turns.
+# Four programs hid each other's computing; two do only if they happen to take turns.
 #
 # ## With rotary block v1 needs more issue slots than Blackwell block b1
 #
@@ -225,17 +220,14 @@ chapter.glue(
 
 # %% [markdown]
 # Without rotary block v1 has slots to spare. With it block v1 needs {glue:text}`v1_share:.0f` and
-# {glue:text}`v1_back:.0f` % of them, hardly achievable for two programs that first wait for their
-# loads. b1 needs {glue:text}`b1_share:.0f` and {glue:text}`b1_back:.0f` %: TMA computes addresses,
-# few tiles change layout, and sin and cos are read once per block. If a power limit lowers the
-# clock, every share grows.
+# {glue:text}`v1_back:.0f` % of them, hardly achievable for two programs. b1 needs
+# {glue:text}`b1_share:.0f` and {glue:text}`b1_back:.0f` %: TMA computes addresses, few tiles change
+# layout, and sin and cos are read once per block.
 #
 # ## One thread issues, and every other step has a role
 #
-# In {doc}`block v4 <../block/v4_rotary>` each consumer issues its MMAs, waits for them, and does
-# all the other steps itself. In Blackwell block b1 one thread issues all MMAs and goes on, with two
-# accumulators of each kind, and every other step has a role of its own. Without rotary `rotate` is
-# left out:
+# In Blackwell block b1 one thread issues all MMAs and goes on, with two accumulators of each kind,
+# and every other step has a role of its own:
 
 # %% tags=["remove-input"]
 chapter.roles("b1_warp_specialized", "block_attention")
@@ -269,20 +261,17 @@ chapter.table(
 )  # fmt: skip
 
 # %% [markdown]
-# Half of what the stacked MMA computes is thrown away, which cancels its higher rate. Softmax pays
-# double only if each warp takes all 128 columns. Its 32 lanes belong to one block, so it could
-# leave the other block's columns alone and write zeros into P there; then softmax costs what it
-# costs with 64 rows. The MMAs take {glue:text}`matmuls:.0f` % of the budget either way. b1 has 64
-# rows, and the compiler packs two such accumulators into the two halves of the lanes.
+# Half of what the stacked MMA computes is thrown away, which cancels its higher rate. The MMAs take
+# {glue:text}`matmuls:.0f` % of the budget either way. b1 has 64 rows, and the compiler packs two
+# such accumulators into the two halves of the lanes.
 #
 # ### Shared memory decides the number of slots
 #
 # A program may have 232,448 bytes of shared memory: four slots of 48 KiB in the forward pass and
 # three of 64 KiB in the backward pass, with rotary and without. That leaves one slot of sin and
-# cos, 32 KiB. `rotate`, and backward `output` too, read it into registers as soon as they reach a
-# block, and release it. In the backward pass P and dS overwrite the two halves of V, and all 512
-# columns are taken: S, dP, dQ, dK and dV, twice, of 64 rows each (compiled for sm_100a). With
-# rotary, scalars that all roles need spill, once per program.
+# cos, 32 KiB, which roles read into registers as soon as they reach a block. In the backward pass P
+# and dS overwrite the two halves of V, and all 512 columns are taken: S, dP, dQ, dK and dV, twice,
+# of 64 rows each.
 
 # %% tags=["remove-cell"]
 for name in [name for name in KERNELS if name[0] == "b1"]:
@@ -304,20 +293,16 @@ for name in [name for name in KERNELS if name[0] == "b1"]:
 # reported.
 #
 # ## The emulator finds every mistake in a barrier
-#
-# Block b1 agrees with fp64 on lengths around the edges of a block, with rotary.
 
 # %% tags=["remove-cell"]
 ragged = block_studies.batch((0, 1, 63, 64, 65), rotary=torch.float32, rotate_v=True)
 block_studies.comparison(b1, ragged, arch="sm_100")
 
 # %% [markdown]
-# The tests run all cases of the other block kernels, and 20 random orders of events:
-# the same bits. Then they leave out each operation on a barrier, flip each phase, and change each
-# count and buffer by one. The emulator finds all of these mistakes.
+# The tests leave out each operation on a barrier, flip each phase, and change each count and buffer
+# by one. The emulator finds all of these mistakes.
 #
-# *Not proved*: what {doc}`tensor_memory` lists, above all fences. PTX asks for those of tcgen05
-# around barriers between roles; TLX has no call for them. Only hardware can tell.
+# *Not proved*: what {doc}`tensor_memory` lists, above all fences, for which TLX has no call.
 #
 # ## A prediction for the first B200
 #
@@ -347,14 +332,13 @@ chapter.table(
 )
 assert (shown["predicted (ms)"] > shown["floor (ms)"]).all(), "the caption says so"
 predicted = rows["predicted"].loc["block-fill70-2000"]
-chapter.glue(published=alone["forward"], here=predicted["forward"],
-             back=alone["backward"] / predicted["backward"])  # fmt: skip
+chapter.glue(published=alone["forward"], back=alone["backward"] / predicted["backward"])
 
 # %% [markdown]
-# The published forward kernel takes {glue:text}`published:.2f` ms on the first
-# workload {cite}`siso2026block`, where {glue:text}`here:.2f` are predicted, so we expect no gain
-# there. The published backward kernel takes {glue:text}`back:.2f` times the predicted time. The
-# prediction fails if b1 is outside its interval on a B200 whose copies run at the assumed rates.
+# The published forward kernel takes {glue:text}`published:.2f` ms on the first workload
+# {cite}`siso2026block`, so we expect no gain there; the published backward kernel takes
+# {glue:text}`back:.2f` times the predicted time. The prediction fails if b1 is outside its interval
+# on a B200 whose copies run at the assumed rates.
 #
 # ## Exercises
 #
@@ -402,7 +386,5 @@ chapter.glue(published=alone["forward"], here=predicted["forward"],
 #
 # ## Takeaways
 #
-# - Programs that share an SM share every resource. Tensor memory is a new one, which `tl.dot` uses
-#   unasked.
 # - For a memory-bound kernel tcgen05 brings no rate; it brings smaller roles.
 # - Looking ahead pays where a unit must not idle. Where memory is the bound it holds a slot.

@@ -13,9 +13,8 @@
 # :::{admonition} In this chapter (45 minutes)
 # You will be able to count what a tile costs each unit of an SM, and to get the published forward
 # rates on full batches to {glue:text}`rms_ledger:.1f` % (root mean square) with one constant from
-# outside, the rate of a large matmul. The {term}`roofline` misses them by
-# {glue:text}`rms_roofline:.0f` %. Then the same count predicts our own kernels on a B200, in files
-# that can be proved wrong. All rates of a B200 here are published or modelled; none is ours.
+# outside, where the {term}`roofline` misses them by {glue:text}`rms_roofline:.0f` %. Then the same
+# count predicts our own kernels on a B200.
 # :::
 
 # %% tags=["hide-input"]
@@ -92,15 +91,14 @@ chapter.glue(
 # %% [markdown]
 # ## A tile costs four units clocks, and each can be counted
 #
-# Take 128 queries and 128 keys of head_dim 128: S = Q Kᵀ, an activation, P V. Four units of an SM
-# work on it, and each can be counted in clocks.
+# For 128 queries and 128 keys of head_dim 128:
 #
 # - *Tensor cores.* Two {term}`MMAs <MMA>` of 128 x 128 x 128 are 8.4 million FLOPs. An SM of a B200
 #   does 8,192 of them a clock, one of an H200 4,096.
 # - *The port of {term}`shared memory`.* It moves 128 bytes a clock, on both: every operand that an
 #   MMA reads from shared memory, every tile that TMA writes, every staged output.
 # - *{term}`MUFU`.* 16 results a clock, on both: one `tanh` a score is 16,384 of them.
-# - *Issue slots.* Four schedulers issue an instruction a clock each: what the compiled loop says.
+# - *Issue slots.* Four schedulers issue an instruction a clock each.
 #
 # In the published design a {term}`CTA` has two tiles of 128 queries. S reads Q (32 KiB) and K (32),
 # P V reads V (32), and P lies in tensor memory. K and V are written once for both tiles: 32 KiB for
@@ -129,10 +127,10 @@ chapter.table(
 )  # fmt: skip
 
 # %% [markdown]
-# Blackwell doubled the tensor cores and left the rest as it was. On Hopper the MMAs take longest.
-# In the published design shared memory takes as long as they do, *and then* come Q and O. With 256
-# keys that is 2 × 1,024 + 768 clocks of the port against 2,048 of the tensor cores. The roofline,
-# which counts only matmuls and memory, is {glue:text}`cross_roof:.0f` % too high there.
+# On Hopper the MMAs take longest. In the published design shared memory takes as long as they do,
+# *and then* come Q and O. With 256 keys that is 2 × 1,024 + 768 clocks of the port against 2,048 of
+# the tensor cores. The roofline, which counts only matmuls and memory, is
+# {glue:text}`cross_roof:.0f` % too high there.
 #
 # ## Clocks are not seconds
 #
@@ -156,17 +154,14 @@ chapter.glue(
 # %% [markdown]
 # That clock is too low: on the H200 NVML shows {glue:text}`nvml:.2f` GHz, so a matmul has
 # {glue:text}`in_use:.0f` % of the tensor cores busy. This ledger bounds what a kernel gets beside a
-# matmul, not what the hardware could do. Nor does it settle whether the tensor cores are "97 %
-# busy" {cite}`xu2026gdpa`: nobody says at which clock that was counted
-# ({doc}`../operator/workloads`).
+# matmul, not what the hardware could do.
 #
 # The ceiling, {glue:text}`assumed:,.0f` TFLOP/s, is our choice between two reports for such a
-# machine, 1,059 and 1,088; a later one has 1,003. The copies are an H200's shares of the nominal
-# rate. Both are assumed.
+# machine, 1,059 and 1,088. The copies are an H200's shares of the nominal rate. Both are assumed.
 #
 # ## The busiest unit decides, unless memory does
 #
-# The ledger multiplies clocks by tiles, lets all units work side by side, and takes the busiest:
+# The ledger multiplies clocks by tiles and takes the busiest unit:
 
 # %% tags=["remove-input"]
 chapter.code(cost_model.cost, "chip, amounts", "begun =")
@@ -174,8 +169,7 @@ chapter.code(cost_model.cost, "chip, amounts", "begun =")
 # %% [markdown]
 # ## The ledger holds where we can measure
 #
-# A model tried only on other people's numbers can be bent until it fits. So first {doc}`v8
-# <../forward/v8_own_waits>` on our H200, with the ceilings of its own record:
+# First {doc}`v8 <../forward/v8_own_waits>` on our H200, with the ceilings of its own record:
 
 # %% tags=["remove-cell"]
 rates = chapter.times("forward/results", value="tflops", direction="forward", scope="sustained")
@@ -203,25 +197,22 @@ share = of_v8["measured / ledger"]
 assert share.max() < 1, "the caption: on every full batch"
 chapter.predict(
     "No forward kernel is faster than its modelled bound (the largest measured / ledger).", share,
-    most=1,
+    most=1, shown=False,
 )  # fmt: skip
 chapter.predict(
     "Forward v8 comes within a quarter of its modelled bound (the smallest measured / ledger).",
     share, least=0.75, shown=False,
 )  # fmt: skip
-reached = clock_free.shares(data_dir).query("operator == 'gdpa'")
-own_share = reached[reached["impl"] == "v8_own_waits"]["share"].mean()
-chapter.glue(eta=share.mean(), eta_sd=share.std(), own_share=own_share)
+chapter.glue(eta=share.mean(), eta_sd=share.std())
 
 # %% [markdown]
-# In the ledger units never idle, and every load is early enough. Forward v8 reaches
-# {glue:text}`eta:.3f` of it on average, with a standard deviation of {glue:text}`eta_sd:.3f`, and
-# at its own clock {glue:text}`own_share:.3f`. That is a property of *our code*.
+# Forward v8 reaches {glue:text}`eta:.3f` of its ledger on average, with a standard deviation of
+# {glue:text}`eta_sd:.3f`, a property of *our code*.
 #
 # ## The published bars follow without a fit
 #
-# {numref}`fig-model-bars` applies the same count to the published design, without any such factor.
-# The ceiling decides, so here are the reported ones and our choice between them:
+# {numref}`fig-model-bars` applies the same count to the published design. The reported ceilings and
+# our choice between them:
 
 # %% tags=["remove-input"]
 errors = {}
@@ -259,14 +250,12 @@ chapter.predict(
 # or the ceiling was higher that day. Only a record with both in one run can decide.
 #
 # *The backward pass.* The same count, 448 KiB per tile of pairs, is within a quarter for long
-# sequences and misses many microseconds for each 128 keys. *Other people's kernels*, whose tiles we
-# cannot count, need a weaker tool.
+# sequences and misses many microseconds for each 128 keys.
 #
 # ## Three constants show where a kernel spends its time
 #
-# Let each 128 queries, 128 keys and tile of pairs cost an SM a fixed time, and fit the three to a
-# kernel's published full charts. Such a law predicts no other kernel, but shows where this one
-# spends its time.
+# For kernels whose tiles we cannot count, let each 128 queries, 128 keys and tile of pairs cost an
+# SM a fixed time, and fit the three to the published full charts.
 
 # %% tags=["remove-cell"]
 laws = _tile_law.published(every)
@@ -280,24 +269,19 @@ here = laws.loc["forward"]
 chapter.glue(
     pairs_gdpa=here.loc["GDPA", "pairs alone, TFLOP/s"],
     pairs_fa4=here.loc["FA4", "pairs alone, TFLOP/s"],
-    step_ns=1e3 * here.loc["FA4", "steps"], fmha_half=1 + here.loc["FMHA", "half 2048"] / 100,
-    back_rows=laws.loc[("backward", "GDPA"), "queries"],
+    step_ns=1e3 * here.loc["FA4", "steps"], back_rows=laws.loc[("backward", "GDPA"), "queries"],
     back_bytes=laws.loc[("backward", "GDPA"), "queries"] * 6.5e6 / 148 / 128,
-    back_keys=laws.loc[("backward", "GDPA"), "keys"],
 )  # fmt: skip
 
 # %% [markdown]
 # Pairs alone would run at {glue:text}`pairs_gdpa:,.0f` TFLOP/s in GDPA and at
 # {glue:text}`pairs_fa4:,.0f` in FlashAttention-4: inside the loop softmax costs nothing visible.
-# The rest differs, and FA4 needs a fourth constant, {glue:text}`step_ns:.0f` ns for each step of a
-# walk over the batch, by which its scheduler finds a tile's sequence ({doc}`flash_attention_4`).
+# FA4 needs a fourth constant, {glue:text}`step_ns:.0f` ns for each step of a walk over the batch
+# ({doc}`flash_attention_4`).
 #
 # GDPA's backward kernel pays {glue:text}`back_rows:.1f` µs for 128 queries: at 6.5 TB/s that is
 # {glue:text}`back_bytes:,.0f` bytes a row, about what zeroing dQ, reading Q and dO and adding to dQ
-# move. Its {glue:text}`back_keys:.1f` µs for 128 keys are a tile's beginning and end, unhidden.
-#
-# FMHA's half charts do not follow: at 2,048 it takes {glue:text}`fmha_half:.2f` times what its law
-# says. Perhaps it computes tiles beyond the end of a sequence, which the law leaves out.
+# move.
 #
 # ## The first registration: a rate for every kernel and workload
 #
@@ -337,8 +321,7 @@ chapter.figure(
 chapter.glue(pairs_share=b5.centre, two_share=b3.centre, rows=len(table))
 
 # %% [markdown]
-# `python -m gdpa_lab predictions` prints all {glue:text}`rows:.0f`, scaled by the ceilings of a
-# B200's record once there is one, and judges each measured row.
+# `python -m gdpa_lab predictions` prints all {glue:text}`rows:.0f` and judges each measured row.
 #
 # ## The second registration: ratios, at the clock of the row
 #
@@ -366,10 +349,10 @@ chapter.table(
 chapter.glue(low=second["low"][0], high=second["high"][0])
 
 # %% [markdown]
-# A single rate says little: from {glue:text}`low:.2f` to {glue:text}`high:.2f` of the ledger any of
-# our kernels may land. A ratio says more: if b5 is not faster than b4 with 256 keys, the port is
-# refuted. The rows of a kernel, or of a pair, count once. The model is dead if so few of the 19 are
-# inside that chance has less than 1 %: thirteen or fewer.
+# A single rate says little: any of our kernels may land between {glue:text}`low:.2f` and
+# {glue:text}`high:.2f` of the ledger. A ratio says more: if b5 is not faster than b4 with 256 keys,
+# the port is refuted. We give the model up if 13 or fewer of 19 lie inside; chance does that in
+# under 1 %.
 #
 # Others have measured one CTA against two
 # ([#2560](https://github.com/facebookexperimental/triton/pull/2560),
@@ -387,16 +370,16 @@ chapter.glue(cliff=cliff)
 assert pairs["published"].iloc[1] - 1 < 0.26 * (pairs["ledger"].iloc[1] - 1), "the text says so"
 
 # %% [markdown]
-# In the forward pass they agree. In the backward pass the gain is a quarter of the
-# count's: at one clock that contradicts the port, and we do not know the clocks. Besides, FA4 lost
-# a factor of {glue:text}`cliff:.2f` to the share of exponentials that it computes without MUFU
+# In the backward pass the gain is a quarter of the count's: at one clock that contradicts the port,
+# and we do not know the clocks. Besides, FA4 lost a factor of {glue:text}`cliff:.2f` to the share
+# of exponentials that it computes without MUFU
 # ([#2398](https://github.com/Dao-AILab/flash-attention/pull/2398)); no unit here can explain that.
 #
 # ## Surprise: a faster tensor core made shared memory the bound
 #
-# A kernel bound by its MMAs on Hopper is bound by shared memory here, and the cure is reading less.
-# The published bars show it: with 256 keys the rate does not rise from 512 to 2,048 queries.
-# Overheads of launches and tails would shrink; a cost per query does not.
+# A kernel bound by its MMAs on Hopper is bound by shared memory here. The published bars show it:
+# with 256 keys the rate does not rise from 512 to 2,048 queries, as it would if launches and tails
+# were the cost.
 
 # %% tags=["remove-input"]
 chapter.predictions()
@@ -441,6 +424,6 @@ chapter.glue(blocks=blocks, keys_needed=128 * np.ceil(blocks))
 # ## Takeaways
 #
 # - Count clocks of every unit before you look for stalls, and read the clock from NVML.
-# - A count with one constant from outside can be tried on two machines. A law with three constants
-#   explains one kernel and says where it breaks.
+# - A count with one constant from outside can be tried on two machines; a law with three explains
+#   one kernel.
 # - A prediction counts if it is in a file before the measurement, with an interval and a command.

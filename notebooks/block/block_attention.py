@@ -11,8 +11,7 @@
 #
 # :::{admonition} In this chapter (35 minutes)
 # You will be able to write block attention from its definition, run it on any kernel that takes
-# {term}`jagged` batches, and say what its backward pass must keep. On the published batch the
-# blocks leave out {glue:text}`left_out:.1f` % of the pairs of full attention.
+# {term}`jagged` batches, and say what its backward pass must keep.
 # :::
 #
 # Cut the history into blocks of 64 events and attend inside each block: the work
@@ -71,9 +70,6 @@ chapter.figure(
 assert (p > 0).sum() == 16**2 + 4**2 + 16**2 + 5**2
 
 # %% [markdown]
-# With the identity matrix for $V$ the output $O = P V$ is $P$, so `block_attention` shows its own
-# mask.
-#
 # ## The definition
 #
 # Sequence $i$ of a jagged batch ({doc}`../operator/gdpa`) owns the tokens from `cu_seqlens[i]` to
@@ -112,8 +108,8 @@ print(f"{len(lengths)} sequences, {len(parts)} blocks: {parts}")
 # The published account speaks of production batches of 1,152 sequences of up to about four thousand
 # tokens {cite}`siso2026block`. For the batch of its main table, blocks do {glue:text}`fewer:.0f`
 # times fewer FLOPs in the forward pass than full attention (counted from lengths). The bytes stay
-# the same, so the operator falls from {glue:text}`full:.0f` FLOP per byte to {glue:text}`few:.0f`.
-# Memory is now the limit.
+# the same, so the operator falls from {glue:text}`full:.0f` FLOP per byte to {glue:text}`few:.0f`:
+# memory is now the limit.
 
 # %% tags=["remove-cell"]
 main = workload(*BLOCK_TABLES["table5"])
@@ -127,7 +123,7 @@ chapter.glue(blocks=main.blocks, fill=main.fill)
 # after one, two and three layers a token has seen 65, 129 and 193 tokens. Block borders are the
 # same in every layer, so a token sees 64 tokens however many layers there are. Something else has
 # to carry information between blocks, such as pooling by learned seeds
-# {cite}`zeng2024interformer,hou2026kunlun`. In return blocks share nothing, which makes them fast.
+# {cite}`zeng2024interformer,hou2026kunlun`.
 #
 # ## Rotary embeddings
 #
@@ -167,9 +163,7 @@ chapter.glue(blocks=main.blocks, fill=main.fill)
 # %% [markdown]
 # ## The same call on a kernel
 #
-# `impl` names a kernel version; inside `tritonemu.enabled()` its kernels run on the CPU and every
-# access is checked ({doc}`../tools/emulator`). Block v1 with shared key heads and rotary, against
-# fp64:
+# Block v1 with shared key heads and rotary, in the emulator, against fp64:
 
 # %% tags=["hide-input"]
 options = {"heads": 4, "heads_k": 2, "head_dim": 16, "block_size": 16, "rotary": torch.float32}
@@ -189,9 +183,8 @@ chapter.table(
 # user's tokens. A mask makes their probabilities zero, but $0 \cdot \mathrm{NaN}$ is NaN: a kernel
 # that loads those rows of V and relies on the mask hands one user's NaN to another. The published
 # kernels load them (read in their source, not run {cite}`adsmodelkernellibrary`). Ours never read
-# another block's values. This page checks it when it is built: all but four tokens become NaN, and
-# in block v0 and block v1 the results of those four do not change in a single bit, while the NaN of
-# every other block survives.
+# another block's values. This page checks it when it is built: with NaN in all other tokens the
+# results of four do not change in a single bit.
 
 # %% tags=["hide-input"]
 in_block = (torch.arange(total) >= 16) & (torch.arange(total) < 20)
@@ -235,9 +228,9 @@ chapter.figure(
 )  # fmt: skip
 
 # %% [markdown]
-# Two numbers compete for the word "sparsity". A padded batch would be {glue:text}`fill:.2f` full:
-# that is the published 0.7. The blocks leave out {glue:text}`left_out:.1f` % of the pairs.
-# {doc}`counting_bytes` shows that only the fill fits the published times.
+# A padded batch would be {glue:text}`fill:.2f` full: that is the published 0.7. The blocks leave
+# out {glue:text}`left_out:.1f` % of the pairs. {doc}`counting_bytes` shows that only the fill fits
+# the published times.
 #
 # ## Exercises
 #
@@ -296,4 +289,4 @@ chapter.figure(
 #
 # - Block attention is a batch of small dense softmax problems, one tile per block and head.
 # - It removes FLOPs but no bytes, so what is left is limited by memory.
-# - The gradients need q, k, v and $dO$, and nothing else of the forward pass.
+# - The gradients need q, k, v and $dO$ alone.

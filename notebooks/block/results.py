@@ -12,17 +12,14 @@
 #
 # :::{admonition} In this chapter (20 minutes)
 # You will read each published table beside ours and tell a fast kernel from a slow baseline. Back
-# to back on the H200 our fastest kernel moves its bytes at {glue:text}`share_forward:.0f` % of the
-# rate of a copy in the forward pass and {glue:text}`share_backward:.0f` % in the backward pass. It
-# is {glue:text}`fa2_forward:.2f` and {glue:text}`fa3_backward:.2f` times as fast as the best
-# baseline. Fusing rotary, published as a factor of {glue:text}`published_fused:.2f`, is
-# worth {glue:text}`over_kernel:.2f` or {glue:text}`over_eager:.0f`, depending on the baseline.
+# to back on the H200 our fastest kernel is {glue:text}`fa2_forward:.2f` times as fast as the best
+# baseline in the forward pass and {glue:text}`fa3_backward:.2f` times in the backward pass.
 # :::
 
 # %% tags=["hide-input"]
 from dataclasses import replace
 
-from _lib import gradients, ratios
+from _lib import block_tables, gradients, ratios
 from gdpa_kernels.calling import ladder
 from gdpa_lab.measuring.baselines import BLOCK_BASELINES
 from gdpa_lab.measuring.workload import DIRECTIONS
@@ -32,7 +29,6 @@ from gdpa_lab.report.chapter import Chapter
 from gdpa_lab.report.peers import bytes_of_two, checked
 from gdpa_lab.report.results import TIMED
 from gdpa_lab.report.style import RUNG_COLOURS
-from notebooks.block import _tables
 from notebooks.block._rotary_alone import measure_rotary
 
 TABLE5, NARROW = workload("block-fill70-2000"), workload("block-fill70-2000-d64")
@@ -56,7 +52,7 @@ AROUND = {"forward": {"attention": "v1_one_tile"}, "backward": {"attention": "v3
 
 @chapter.measure
 def _(session):
-    peers = ["fa2_varlen", "cudnn", "fa3"]
+    peers = ["fa2_varlen", "cudnn", "fa3", "flex"]
     device, calls = ("kernel", "sustained"), ("op", "host")
 
     def both(work, impls, scopes=device):
@@ -88,7 +84,7 @@ def _(session):
 
 # %% tags=["remove-cell"]
 rows = chapter.rows(scope="sustained", direction=DIRECTIONS)
-ms, share = (_tables.by_impl(rows, x) for x in ("time_us_p50", "percent_of_roofline"))
+ms, share = (block_tables.by_impl(rows, x) for x in ("time_us_p50", "percent_of_roofline"))
 assert rows["correct"][rows["time_us_p50"].notna()].eq(True).all(), "the text: all checked"
 
 
@@ -103,14 +99,15 @@ wide = [TABLE5.name, NARROW.name, *WIDER]
 of_five = rows[rows["workload"].isin(wide)]
 shown = share.loc[TABLE5.name].T.dropna()  # of the rate of a copy
 shown = shown.loc[[*RUNGS, *shown.index.difference(RUNGS)], list(DIRECTIONS)].rename(index=named)
-five = _tables.duels(of_five, [workload(name) for name in wide], RUNGS)
-theirs = _tables.printed_times(data_dir)["table5"].unstack().loc[list(DIRECTIONS)]
+five = block_tables.duels(of_five, [workload(name) for name in wide], RUNGS)
+theirs = block_tables.printed_times(data_dir)["table5"].unstack().loc[list(DIRECTIONS)]
 published = theirs["fa2_jfa"] / theirs["tlx_block_attention"]
-limits = _tables.machine_rates(of_five, TABLE5, data_dir)
+limits = block_tables.machine_rates(of_five, TABLE5, data_dir)
 v1, v3 = (share[name][TABLE5.name] for name in ("v1_one_tile", "v3_warp_specialized"))
 fa2 = (ms["fa2_varlen"] / ms[RUNGS].min(axis=1))[TABLE5.name]
-assert fa2["backward"] > fa2["forward"], "the text: the backward pass gains more"
-assert limits["backward"].iloc[[1, 3]].between(20, 30).all(), "the text: about a quarter"
+kernel, baseline, their_kernel, their_baseline = limits["backward"]
+assert 20 < min(baseline, their_baseline) <= max(baseline, their_baseline) < 30, "the caption"
+assert kernel / their_kernel > 1.2 and 0.85 < baseline / their_baseline < 1.15, "the text"
 assert shown.drop([x for x in shown.index if "block v" in x]).max(axis=None) < 70, "the caption"
 for way, line in five[:2].set_index("direction").iterrows():
     chapter.glue(**{f"share_{way}": line["% of copy"], f"fa2_{way}": fa2[way]})
@@ -129,11 +126,11 @@ chapter.predict(
 chapter.predict(
     "With head_dim 64, rows of 128 bytes cost the backward pass 5 %: the fastest kernel reaches 83 "
     "to 90 % of the rate of a copy.",
-    five["% of copy"][3], least=83, most=90, **percent,
+    five["% of copy"][3], least=83, most=90, **percent, shown=False,
 )  # fmt: skip
 text = "With head_dim 128 the fastest kernel is this many times as fast as FlashAttention-2 in the"
 chapter.predict(f"{text} forward pass.", fa2["forward"], least=1.6, most=1.9, shown=False)
-chapter.predict(f"{text} backward pass.", fa2["backward"], least=3.3, most=4.0)
+chapter.predict(f"{text} backward pass.", fa2["backward"], least=3.3, most=4.0, shown=False)
 
 # %% tags=["remove-input"]
 # | name: fig-tables-rates
@@ -164,11 +161,10 @@ chapter.figure(
 # | table 7 | rotary and attention backward, fused and not | the length distribution |
 # | table 8 | errors of the gradients | shape, inputs and seed |
 #
-# All four {cite}`siso2026block` are from an NVIDIA B200, ours from an H200. Shares of a machine and
-# ratios on one machine may be compared; times of two machines may not. The published baseline is
-# the authors' own FlashAttention-2 with blocks, in Triton; ours is PyTorch's, with one sequence for
-# each block, the same mathematics. *Sparsity 0.7* is a {term}`fill`: lengths lie between 0.4 and
-# 1.0 of the largest ({doc}`block_attention`). Times are {term}`back to back <sustained scope>`
+# All four {cite}`siso2026block` are from an NVIDIA B200, ours from an H200. The published baseline
+# is the authors' own FlashAttention-2 with blocks, in Triton; ours is PyTorch's, with one sequence
+# for each block, the same mathematics. *Sparsity 0.7* is a {term}`fill`: lengths lie between 0.4
+# and 1.0 of the largest ({doc}`block_attention`). Times are {term}`back to back <sustained scope>`
 # unless an exhibit says burst.
 #
 # ## Table 5: the main batch
@@ -194,23 +190,20 @@ assert (by_pass["backward"] > by_pass["forward"]).all(), "the caption"
 
 # %% [markdown]
 # The published factors are {glue:text}`published_forward:.2f` and
-# {glue:text}`published_backward:.2f`. On both machines the backward pass gains more:
-# {glue:text}`fa2_backward:.2f` here. Machine, kernel and baseline all differ, and shares of a
+# {glue:text}`published_backward:.2f`. Machine, kernel and baseline all differ, and shares of a
 # machine tell them apart ({numref}`tab-block-machines`). The publication does not compare with
-# FlashAttention-3, which is the better baseline in the backward pass: block v3 is
-# {glue:text}`fa3_backward:.2f` times as fast.
+# FlashAttention-3, the better baseline in the backward pass.
 
 # %% tags=["remove-input"]
-kinds = limits.round(0).rename(index=lambda text: text.replace("fastest rung", "our kernel"))
 chapter.table(
-    kinds.rename_axis("percent of a rate").reset_index(), name="tab-block-machines",
+    limits.round(0).rename_axis("kernel").reset_index(), name="tab-block-machines",
     measured=of_five[of_five["workload"] == TABLE5.name], published="table 5, NVIDIA B200",
     caption="**In the backward pass both baselines stop at about a quarter of their machine.** "
-    "Bytes that must move over time, in percent of a rate of that machine.",
+    "Fewest bytes over time, in percent of the nominal rate: 4.8 and 8 TB/s.",
 )  # fmt: skip
 
 # %% [markdown]
-# So the published ratio is smaller because of the published kernel, not because of its baseline.
+# So the backward ratio is smaller there because of the published kernel, not of its baseline.
 #
 # ## Table 6: other lengths
 
@@ -219,12 +212,12 @@ of_six = {"workload": [f"block-fill{fill}-{n}000" for fill in (70, 100) for n in
           "impl": SWEPT}  # fmt: skip
 scope = chapter.scope(**of_six)
 of_six = chapter.rows(scope=scope, **of_six)
-six = _tables.lengths(of_six, SWEPT)
-bars = _tables.printed("speedups", data_dir).rename(columns={"max_seqlen": "length"})
+six = block_tables.lengths(of_six, SWEPT)
+bars = block_tables.printed("speedups", data_dir).rename(columns={"max_seqlen": "length"})
 bars = bars[bars["direction"].isin(DIRECTIONS)]
 panels = {
-    f"measured {TIMED[scope]}, NVIDIA H200": _tables.by_length(six, "quotient"),
-    "published, NVIDIA B200": _tables.by_length(bars, "speedup_vs_fa2_jfa"),
+    f"measured {TIMED[scope]}, NVIDIA H200": block_tables.by_length(six, "quotient"),
+    "published, NVIDIA B200": block_tables.by_length(bars, "speedup_vs_fa2_jfa"),
 }
 of = six.groupby("direction")[["quotient", "share"]].agg(["min", "max"])
 spread = 100 * (of["quotient", "max"] / of["quotient", "min"] - 1).max()
@@ -239,12 +232,10 @@ chapter.predict(
     "Both kernels count blocks, so the largest quotient of table 6 is at most 10 % above the "
     "smallest, in the worse direction.", spread, most=10, **percent, shown=False,
 )  # fmt: skip
-swept = (six.dropna(subset="share").groupby("workload").size() == len(DIRECTIONS)).sum()
-chapter.glue(six_timed=TIMED[scope], swept=swept, spread=spread, ran=ran, stopped=stopped,
+chapter.glue(six_timed=TIMED[scope], spread=spread, ran=ran, stopped=stopped,
              refused=refused["workload"].nunique())  # fmt: skip
 for way in DIRECTIONS:
-    least, most = of.loc[way, "share"]
-    chapter.glue(**{f"old_{way}": old_spread[way], f"swept_{way}": f"{least:.0f} to {most:.0f}"})
+    chapter.glue(**{f"old_{way}": old_spread[way]})
 
 # %% tags=["remove-input"]
 # | name: fig-tables-lengths
@@ -266,14 +257,11 @@ chapter.figure(chart, measured=of_six, published="table 6, NVIDIA B200, read fro
 # %% [markdown]
 # Measured {glue:text}`six_timed`, the quotients of one direction lie within
 # {glue:text}`spread:.0f` % of each other. The published bars spread by {glue:text}`old_forward:.0f`
-# and {glue:text}`old_backward:.0f` %. The reason is simple: a program sees one block, however long
-# its sequence is. The shares of the copy say the same without a baseline, on
-# {glue:text}`swept:.0f` of sixteen batches: {glue:text}`swept_forward` % in the forward pass and
-# {glue:text}`swept_backward` % in the backward pass.
+# and {glue:text}`old_backward:.0f` %. A program sees one block, however long its sequence is.
 #
-# The surprise is that the baseline did not run on {glue:text}`refused:.0f` batches. It worked with
-# {glue:text}`ran:,.0f` blocks and failed with {glue:text}`stopped:,.0f`. Between the two lies
-# 65,535, the most programs that CUDA allows in the second and third dimension of a grid.
+# The baseline did not run on {glue:text}`refused:.0f` batches. It worked with {glue:text}`ran:,.0f`
+# blocks and failed with {glue:text}`stopped:,.0f`. Between the two lies 65,535, the most programs
+# that CUDA allows in the second and third dimension of a grid.
 #
 # ## Table 7: rotary
 #
@@ -285,7 +273,7 @@ of_seven = rows[rows["workload"].isin([ROTARY.name, PLAIN.name])]
 both = ms.loc[ROTARY.name]
 fused = both[WITH_ROTARY].idxmin(axis=1)["backward"]
 of = share.loc[ROTARY.name, "backward"]
-seven = _tables.rotary(of_seven, (PLAIN.name, ROTARY.name), fused, chapter.data_dir)
+seven = block_tables.rotary(of_seven, (PLAIN.name, ROTARY.name), fused, chapter.data_dir)
 published, over_eager, over_kernel = seven.loc["one after the other / fused"]
 worth = (both["rotary_kernel"] / both[WITH_ROTARY].min(axis=1)).dropna()
 for way, ratio in worth.items():
@@ -311,7 +299,7 @@ chapter.predict(
 chapter.glue(
     published_fused=published, over_kernel=over_kernel, over_eager=over_eager,
     bound=two / ROTARY.bytes("backward"),
-    slow=100 * moved / seven.iloc[1, 0] / _tables.NOMINAL,
+    slow=100 * moved / seven.iloc[1, 0] / block_tables.NOMINAL["B200"],
     eager_share=alone["rotary_eager"], kernel_share=alone["rotary"], alone_timed=TIMED[scope],
     over_v4=back["rotary_kernel"] / back["v4_rotary"],
 )  # fmt: skip
@@ -350,7 +338,7 @@ chapter.figure(chart, measured=of_seven)
 # error with two roundings of a gradient over that with one, on the same inputs:
 
 # %% tags=["remove-input"]
-eight = _tables.roundings(chapter.recorded("accuracy"), data_dir)
+eight = block_tables.roundings(chapter.recorded("accuracy"), data_dir)
 farthest = eight["mean"].iloc[(eight["mean"] - 1.1).abs().argmax()]
 chapter.table(
     eight.round(2).reset_index(), digits={"mean, published": 2}, name="tab-block-roundings",
@@ -370,7 +358,6 @@ chapter.predict(
 chapter.glue(mean_dq=eight.loc["dq", "mean, published"])
 
 # %% [markdown]
-# A gradient is made of rounded things: q, k and v after rotary, P and dS, then the result.
 # Independent errors add as squares. The published {glue:text}`mean_dq:.2f` for dq would need a
 # second rounding about as large as all others together. {doc}`backward_alone` says what it can
 # mean.
@@ -400,6 +387,4 @@ chapter.predictions()
 # ## Takeaways
 #
 # - A speedup is as good as its baseline. Ask what share of a copy each side reaches.
-# - A block does not know how long its sequence is: what is measured at one length holds for others,
-#   as long as the baseline runs at all.
-# - A rounding removed is one of several, and independent errors add as squares.
+# - A block does not know how long its sequence is: what is measured at one length holds for others.

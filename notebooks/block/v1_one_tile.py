@@ -7,15 +7,14 @@
 # %% [markdown]
 # # Block v1: a block is one tile, and most of FlashAttention-2 goes
 #
-# The machinery of FlashAttention-2 exists because the scores of a sequence do not fit on the chip.
-# Those of a block do. What can be left out, and what is each piece worth?
+# The scores of a block fit on the chip. What of FlashAttention-2 can be left out, and what is each
+# piece worth?
 #
 # :::{admonition} In this chapter (35 minutes)
 # You will be able to take a general algorithm apart, price each piece by its bytes, and check the
 # price by putting the piece back alone. Back to back at head_dim 128, block v1 is
 # {glue:text}`gain_forward:.2f` times as fast as block v0 in the forward pass and
-# {glue:text}`gain_backward:.2f` times in the backward pass. Two things that move no byte cost time
-# as well: an {term}`accumulator` that exists too early, and the order of the programs.
+# {glue:text}`gain_backward:.2f` times in the backward pass.
 # :::
 
 # %% tags=["hide-input"]
@@ -135,8 +134,7 @@ chapter.figure(chart, measured=chapter.rows(impl=STUDY, variant=None))
 # | tensors moved | 4 forward, 13 backward, and log-sum-exps | 4 and 7 |
 # | order of programs | the blocks of a head follow each other | the heads of a block do |
 #
-# A program holds all scores of its block, so no state passes from step to step. Five things go, the
-# five that the publication names {cite}`siso2026block`; it gives one speedup for all of them.
+# A program holds all scores of its block. So five things go {cite}`siso2026block`:
 #
 # 1. *The loop over keys* in the forward pass, and over queries in the backward pass.
 # 2. *The rescaling*: a row's maximum is known before anything is summed.
@@ -157,9 +155,8 @@ chapter.code(v1_one_tile.backward_kernel, "ds = (p * (dp", "store_gradient(")
 # %% [markdown]
 # ## A piece costs its bytes, or does it?
 #
-# Our file `notebooks/block/_eliminations.py` has a switch for each piece, so that any one of them
-# can be put back alone ({numref}`fig-bv1-put-back`). Their bytes are counted as in
-# {doc}`counting_bytes`.
+# In `notebooks/block/_eliminations.py` any one piece can be put back alone
+# ({numref}`fig-bv1-put-back`).
 
 # %% tags=["remove-cell"]
 chapter.predict(
@@ -179,22 +176,20 @@ chapter.glue(
     cases=excess.size, priced=((excess - 1).abs() <= 0.05).sum().sum(),
     lse=100 * (put_back.loc["forward: lse", "head_dim 128"] - 1),
     passes=passes["head_dim 128"], passes_bytes=passes["by bytes"],
-    accumulate=100 * (grown["head_dim 128"] - 1), accumulate_64=100 * (grown["head_dim 64"] - 1),
+    accumulate=100 * (grown["head_dim 128"] - 1),
     **{f"{way}_{dim}": each for (way, dim), each in copy.items()},
 )  # fmt: skip
 
 # %% [markdown]
-# In the forward pass block v1 *is* a copy: it reaches {glue:text}`forward_128:.1f` % of a copy's
-# rate at head_dim 128 and {glue:text}`forward_64:.1f` % at 64. In the backward pass it reaches
-# {glue:text}`backward_128:.0f` and {glue:text}`backward_64:.0f` % (in bursts).
+# In the forward pass block v1 *is* a copy, at {glue:text}`forward_128:.1f` % of a copy's rate at
+# head_dim 128. In the backward pass it reaches {glue:text}`backward_128:.0f` % (in bursts).
 #
 # Of {glue:text}`cases:.0f` cases {glue:text}`priced:.0f` are within 5 % of their bytes. *Pieces
 # with bytes* cost about that much: the second pass takes {glue:text}`passes:.2f` times the time at
 # head_dim 128, where bytes say {glue:text}`passes_bytes:.2f`. The log-sum-exp, the best known of
 # the five, costs {glue:text}`lse:.1f` % in the forward pass. But *pieces without bytes* are not
 # free. The accumulation, which needs the loop, costs {glue:text}`accumulate:.0f` % in the forward
-# pass at head_dim 128 and {glue:text}`accumulate_64:.0f` % at 64. The rescaling, pure arithmetic,
-# does not show.
+# pass at head_dim 128. The rescaling, pure arithmetic, does not show.
 #
 # ## Registers cost programs, and programs keep memory busy
 #
@@ -222,14 +217,11 @@ assert slower[same].max() < 1.05 < slower["key_loop"] < slower["accumulate"], "t
 chapter.glue(fits=fits["none"], fits_accumulate=fits["accumulate"])
 
 # %% [markdown]
-# Why does a loop that adds no bytes cost time? The tiles of Q, K and V pass through registers on
-# their way to {term}`shared memory`, 96 registers per thread. An accumulator of a loop, 64 per
-# thread, must exist before the loop begins, while those tiles are being loaded. The output of a
-# single tile exists only after the scores, when the tiles are gone. So
-# {glue:text}`fits_accumulate:.0f` programs share an SM with the accumulation and
+# The tiles of Q, K and V pass through registers on their way to {term}`shared memory`, 96 registers
+# per thread. An accumulator of a loop, 64 per thread, must exist before the loop begins, while
+# those tiles are being loaded. The output of a single tile exists only after the scores, when the
+# tiles are gone. So {glue:text}`fits_accumulate:.0f` programs share an SM with the accumulation and
 # {glue:text}`fits:.0f` without it.
-#
-# A program loads, waits, computes and stores; only the others on the SM keep memory busy meanwhile.
 #
 # ## Surprise: the order of the programs changes the time
 #
@@ -269,9 +261,8 @@ assert max(order) < 1, "the text says: in all four cases"
 # DRAM is organised in pages, and opening a page four times costs more than opening it once.
 # {doc}`v2_slab` gives all heads of a block to one program.
 #
-# In the forward pass there is little left to gain. In the backward pass registers leave no room for
-# more programs, so loads must overlap with computation inside one: {doc}`v3_warp_specialized` gives
-# them to a producer.
+# In the backward pass registers leave no room for more programs, so loads must overlap with
+# computation inside one: {doc}`v3_warp_specialized` gives them to a producer.
 
 # %% tags=["remove-input"]
 chapter.predictions()

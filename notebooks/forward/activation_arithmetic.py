@@ -14,8 +14,7 @@
 # You will write an activation as $x$ times a gate, bound its error for all scores, and find what it
 # costs inside a kernel. A polynomial that is accurate everywhere costs no more than one that is
 # not. In forward v6 at head_dim 128, GELU adds {glue:text}`gelu_128:.0f` % to the time of the
-# identity. SiLU, with the same tanh in fewer instructions, adds {glue:text}`silu_128:.0f` % (in
-# bursts; the record has no others).
+# identity, SiLU {glue:text}`silu_128:.0f` % (in bursts, as all times here).
 # :::
 
 # %% tags=["hide-input"]
@@ -66,12 +65,9 @@ chapter.figure(
 # %% [markdown]
 # ## The budget
 #
-# {doc}`../operator/activations` asked how accurate an activation must be, and lists the sequences
-# of instructions that compute one. The kernel is {doc}`forward v6 <v6_short_kv>`; only the
-# activation changes.
-#
-# At head_dim 128 the other units must finish 8 activations a clock, or the tensor cores wait; at 64
-# they must finish 16. NVIDIA documents three limits, per SM and clock ([CUDA programming
+# At head_dim 128 the other units must finish 8 activations a clock, or the tensor cores wait
+# ({doc}`../operator/activations`); at 64 they must finish 16. NVIDIA documents three limits, per SM
+# and clock ([CUDA programming
 # guide](https://docs.nvidia.com/cuda/cuda-c-programming-guide/#arithmetic-instructions)):
 #
 # | limit | results |
@@ -104,8 +100,7 @@ chapter.code(sequences.saturated)
 chapter.code(sequences.by_polynomial)
 
 # %% [markdown]
-# The coefficients come from a fit that scans the range within which the polynomial must follow the
-# gate, and beyond which the clamp must be right:
+# The fit scans the range beyond which the clamp must be right:
 
 # %% tags=["remove-cell"]
 x = np.linspace(0, 8, 2001)
@@ -146,9 +141,9 @@ chapter.glue(clamped=100 * worst["published, clamped"], fitted=100 * worst["degr
 #
 # ## Measured in registers
 #
-# First without a kernel around it. On each SM one program of 16 warps evaluates a sequence 1,024
-# times on 4,096 elements in registers, between two readings of the SM's clock. The model counts the
-# {term}`SASS` of this loop and takes the slowest of the three limits.
+# On each SM one program of 16 warps evaluates a sequence 1,024 times on 4,096 elements in
+# registers, between two readings of the SM's clock. The model counts the {term}`SASS` of this loop
+# and takes the slowest of the three limits.
 
 # %% tags=["remove-cell"]
 SHOWN = (
@@ -211,9 +206,8 @@ for one in ("gelu_tanh.tanh", "silu.tanh"):
 # %% [markdown]
 # *Two limits that are close cost more than either.* GELU and SiLU both need one MUFU result. But
 # GELU also fills {glue:text}`issue_gelu:.0f` % of the issue slots that pass meanwhile, SiLU
-# {glue:text}`issue_silu:.0f` %. Of the sequences with one tanh, SiLU is the fastest with
-# {glue:text}`ones_max:.1f` elements a clock of 16, and the slowest reaches
-# {glue:text}`ones_min:.1f`.
+# {glue:text}`issue_silu:.0f` %. With one tanh, sequences reach {glue:text}`ones_min:.1f` to
+# {glue:text}`ones_max:.1f` (SiLU) elements a clock of 16.
 #
 # *A packed tanh is no packed tanh.* One PTX instruction becomes two `MUFU.TANH` in SASS, with
 # conversions around them, so it gains nothing.
@@ -238,9 +232,9 @@ with tritonemu.enabled():
 # %% [markdown]
 # ## Inside a kernel
 #
-# The second half of the question needs tensor cores. Forward v6 ran gdpa-self-full-1024 with seven
-# activations on the same inputs, in turns ({numref}`fig-aa-kernel`). At head_dim 128 one MUFU for
-# each score takes half of the tensor cores' time (at peak clocks), so most of it should hide:
+# Forward v6 ran gdpa-self-full-1024 with seven activations on the same inputs, in turns
+# ({numref}`fig-aa-kernel`). At head_dim 128 one MUFU for each score takes half of the tensor cores'
+# time (at peak clocks), so most of it should hide:
 
 # %% tags=["remove-cell"]
 gelu, silu, poly = (us.loc[n, "head_dim 128"] for n in ("gelu_tanh", "silu", "gelu_taylor6"))
@@ -290,10 +284,9 @@ print(f"{fewer} instructions fewer: {slots_us:.0f} us; measured: {gelu - silu:.0
 # as GELU, because it must multiply by `scale`, which GELU folds into its constants. In registers it
 # is {glue:text}`taylor_gain:.1f` times as fast. In the kernel the two take the same time.
 #
-# So at head_dim 128 the *number* of instructions sets the price, and a tanh is one of them. Why
-# they all cost time this record does not say. Two candidates are energy, at the power limit
-# ({doc}`v7_packed`), and waits that keep a warp group from computing while its MMAs run
-# ({doc}`v8_own_waits`). The mixture has not been measured in a kernel.
+# So at head_dim 128 the *number* of instructions sets the price, and a tanh is one of them. This
+# record does not say why. Two candidates are energy, at the power limit ({doc}`v7_packed`), and
+# waits that keep a warp group from computing while its MMAs run ({doc}`v8_own_waits`).
 #
 # ## Exercises
 #
@@ -351,6 +344,5 @@ print(f"{fewer} instructions fewer: {slots_us:.0f} us; measured: {gelu - silu:.0
 #
 # - Write an activation as $x$ times a gate. Then an error of the gate is a share of $|x|$, and a
 #   saturating multiply-add makes it hold for all scores, for free.
-# - Count the instructions in SASS. PTX can promise a packed tanh that the hardware does not have.
-# - In registers MUFU limits GELU and SiLU. Inside the kernel, at head_dim 128, a tanh costs no more
-#   than another instruction, and what counts is how many there are.
+# - Count the instructions in SASS: inside the kernel, at head_dim 128, a tanh costs no more than
+#   another one.

@@ -12,9 +12,7 @@
 # :::{admonition} In this chapter (50 minutes)
 # You will turn an order of issue into a period, name the unit that limits it, share out registers,
 # count buffer slots by Little's law, and fill in a table of barriers. Then you plan a kernel for
-# head_dim 64 yourself and check it in the emulator. The plan is worth the paper: by the sums below
-# a block costs forward v4 3,072 cycles if nothing overlaps, and it costs
-# {glue:text}`found_v4:,.0f` on the H200.
+# head_dim 64 yourself and check it in the emulator.
 # :::
 
 # %% tags=["hide-input"]
@@ -82,10 +80,10 @@ chapter.figure(
 # %% [markdown]
 # ## Sum 1: what a block asks of each unit
 #
-# We plan the inner loop first, where a tile spends most of its time. The kernel has $c$
-# {term}`consumer warp groups <consumer warp group>` of 64 query rows each. In one *period* $T$, in
-# cycles, all of them work through one block of $n$ keys at head_dim $d$. Each unit of an SM
-# ({doc}`../operator/machine`) has its rate, and work divided by rate is a bound on $T$:
+# The kernel has $c$ {term}`consumer warp groups <consumer warp group>` of 64 query rows each. In
+# one *period* $T$, in cycles, all of them work through one block of $n$ keys at head_dim $d$. Each
+# unit of an SM ({doc}`../operator/machine`) has its rate, and work divided by rate is a bound on
+# $T$:
 #
 # | unit | rate per cycle | one consumer asks for | $n = d = 128$ |
 # |:--|:--|:--|--:|
@@ -94,11 +92,11 @@ chapter.figure(
 # | issue slots | 128 results | $ni/2$, with $i$ instructions per score | 416 |
 # | shared-memory port | 128 bytes | Q and K for S, V for P V | 384 + 256 |
 #
-# The MUFU row is for one tanh per score ($u = 1$) and the issue row for the GELU of forward v4 ($i
-# = 6.5$, {doc}`activation_arithmetic`). The tensor core reads K and V from {term}`shared memory`
-# for *each* consumer, and for S also the consumer's 64 rows of Q. P comes from registers and does
-# not use the port. In bytes that is $2d(64 + n)$ for S and $2dn$ for P V. In addition {term}`TMA`
-# writes each block of K and V once, $4nd$ bytes for all consumers.
+# The MUFU row is for one tanh per score ($u = 1$) and the issue row for the GELU of forward v4
+# ($i = 6.5$, {doc}`activation_arithmetic`). The tensor core reads K and V from {term}`shared
+# memory` for *each* consumer, and for S also the consumer's 64 rows of Q. P comes from registers
+# and does not use the port. That is $2d(64 + n)$ bytes for S and $2dn$ for P V. {term}`TMA` writes
+# each block of K and V once, $4nd$ bytes.
 #
 # Divide by 128, compare with the $2cM$ cycles of the tensor cores, and $d$ cancels:
 #
@@ -106,9 +104,8 @@ chapter.figure(
 # \frac{\text{port}}{\text{tensor cores}} = \frac{1}{2} + \frac{16}{n} + \frac{1}{2c}.
 # $$
 #
-# Half of the port goes to K and V as operands, whatever one does. Larger blocks of keys shrink the
-# second term, Q, and more consumers shrink the third, the copies. With two consumers and 128 keys
-# the port is busy 88 % of the time; with 64 keys, 100 %, and the slightest collision costs time.
+# The terms are K and V as operands, Q, and the copies. With two consumers and 128 keys the port is
+# busy 88 % of the time; with 64 keys, 100 %, and the slightest collision costs time.
 
 
 # %% tags=["remove-cell"]
@@ -138,18 +135,16 @@ chapter.table(
 )
 
 # %% [markdown]
-# The largest number of a column is the *bound*. Three rules follow from the formulas:
+# The largest number of a column is the *bound*. Tensor cores and MUFU meet at $d = 64u$, head_dim
+# 64 with one tanh per score; tensor cores and issue slots at $d = 8i$, so at head_dim 128 an
+# activation may take 16 instructions per score, at 64 only 8, everything else in the loop included.
 #
-# - Tensor cores against MUFU: $d$ against $64u$. With one tanh per score they meet at head_dim 64.
-# - Tensor cores against issue slots: $d$ against $8i$. At head_dim 128 an activation may take 16
-#   instructions per score, at 64 only 8, everything else in the loop included.
-# - Tensor cores against the port: only $n$ and $c$ matter.
-#
+
 # ## Sum 2: the period of an order of issue
 #
-# A bound is what the units allow. What a kernel gets depends on the order in which a consumer
-# issues and waits. Let $A$ be the cycles of its activation if it has the units to itself, the
-# larger of the MUFU and issue rows (512 above).
+# What a kernel gets depends on the order in which a consumer issues and waits. Let $A$ be the
+# cycles of its activation if it has the units to itself, the larger of the MUFU and issue rows (512
+# above).
 #
 # | order of issue | one consumer | two consumers |
 # |:--|:--|:--|
@@ -225,15 +220,15 @@ chapter.table(
 # S then takes 640 cycles, and two pipelined consumers a little more than 2,048. **An average below
 # 100 % does not mean that a phase is.**
 #
-# One row lies outside its plan: one pipelined consumer, {glue:text}`single:,.0f` cycles where the
-# plan allows 1,152. It runs out of buffers (sum 3).
+# One row misses its plan: one pipelined consumer, {glue:text}`single:,.0f` cycles where the plan
+# allows 1,152. It runs out of buffers (sum 3).
 #
 # ### Check it on the GPU
 #
 # In {numref}`fig-plan-found` the clock of each run turns times into cycles. Forward v4 needs
-# {glue:text}`found_v4:,.0f` cycles for a block, as if its consumers ran in step and did not help
-# each other. The emulator let them drift apart and was too kind. Forward v8 needs
-# {glue:text}`found_v8:,.0f`, {glue:text}`above_v8:.0f` % more than its tensor cores alone.
+# {glue:text}`found_v4:,.0f` cycles for a block, as if its consumers ran in step; the emulator was
+# too kind. Forward v8 needs {glue:text}`found_v8:,.0f`, {glue:text}`above_v8:.0f` % more than its
+# tensor cores alone.
 #
 # ## Sum 3: slots by Little's law
 #
@@ -268,8 +263,7 @@ assert lost["pipelined"] > 1 / 3 > lost["serial"], "the text: more than a third"
 # %% [markdown]
 # This explains the row that failed. With one pipelined consumer $T$ should be 1,024, and V is taken
 # for $600 + 512 + 1{,}024 = 2{,}136$ cycles: three slots, not two. With three the emulator reports
-# {glue:text}`three:,.0f` cycles. K and V of one block take the copy engine 1,024 cycles, so tensor
-# core and copies are then both at their limit.
+# {glue:text}`three:,.0f` cycles.
 #
 # On a real GPU $L$ grows under load, so plan one slot more than the sum.
 #
@@ -339,8 +333,9 @@ assert lost["pipelined"] > 1 / 3 > lost["serial"], "the text: more than a third"
 #
 # 1. *Does each use of slot $k$ wait and arrive once?* Use number $j$ has slot $j \bmod s$ and phase
 #    $\lfloor j / s \rfloor \bmod 2$. A consumer waits with this phase, a producer with the other.
-# 2. *Do the arrivals add up?* Every thread arrives, so two consumers are 256. With a count of 128
-#    the faster consumer alone would free the buffer.
+# 2. *Do the arrivals add up?* With `alloc_warp_barrier` every thread arrives, so two consumers are
+#    256; with `alloc_barriers` one thread per role, so they are 2. With half of that the faster
+#    consumer alone would free the buffer.
 # 3. *Do the bytes add up?* A wrong count hangs the phase or spoils the *next* one
 #    ({doc}`../operator/machine`).
 # 4. *Who is last?* A buffer is free when the MMA that reads it has completed, not when it was
@@ -404,8 +399,7 @@ assert lost["pipelined"] > 1 / 3 > lost["serial"], "the text: more than a third"
 #
 # ### The plan against emulator and compiler
 #
-# Forward v8 takes the numbers of the plan as its `Config`, so all three candidates can be tried at
-# once:
+# Forward v8 takes the numbers of the plan as its `Config`:
 
 # %%
 CANDIDATES = {
@@ -447,10 +441,10 @@ studies.comparison(lesson, studies.batch(studies.EDGES, head_dim=64), CANDIDATES
 chapter.glue(gain=gain)
 
 # %% [markdown]
-# The emulator ranks them as the port does, but it gives an instruction no latency, so it cannot
-# choose between the first and the third. On the GPU forward v7 with four consumers of 64 keys was
-# {glue:text}`gain:.0f` % faster than with two, on full batches of 512 tokens (in bursts, record
-# 20261121T155119Z). Forward v7 and v8 therefore take four.
+# The emulator ranks them as the port does, but cannot choose between the first and the third. On
+# the GPU forward v7 with four consumers of 64 keys was {glue:text}`gain:.0f` % faster than with
+# two, on full batches of 512 tokens (in bursts, record 20261121T155119Z). Forward v7 and v8
+# therefore take four.
 #
 # ## Exercises
 #
@@ -518,5 +512,5 @@ chapter.glue(race=races[384][0])
 #
 # - The period is the largest of the units' sums and the chain of the order of issue; the second
 #   largest says how fragile the plan is.
-# - Slots, registers and bytes of shared memory are three more sums, and each can veto the plan.
+# - Slots, registers and bytes of shared memory can each veto the plan.
 # - Fill in the barrier form first. A missing line is a bug that tests may never see.

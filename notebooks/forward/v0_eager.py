@@ -10,9 +10,8 @@
 #
 # :::{admonition} In this chapter (25 minutes)
 # You will count the bytes of an eager program without running it, predict its time, and find by a
-# fit over {glue:text}`workloads:.0f` workloads which part of the prediction failed. Back to back
-# forward v0 takes {glue:text}`measured_ms:.0f` ms where the roofline is {glue:text}`floor_ms:.0f`
-# ms, and about half of that moves rows into and out of a padded layout.
+# fit which part of the prediction failed. Back to back forward v0 takes
+# {glue:text}`measured_ms:.0f` ms where the roofline is {glue:text}`floor_ms:.0f` ms.
 # :::
 
 # %% tags=["hide-input"]
@@ -67,8 +66,8 @@ chapter.ladder(V0)
 chapter.code(v0_eager.padded_attention)
 
 # %% [markdown]
-# And this makes the padding. Zero rows of K give scores of zero, and every activation of this book
-# is zero at zero, so padded keys contribute nothing.
+# And this makes the padding. Padded keys contribute nothing, since every activation of this book is
+# zero at zero.
 
 # %% tags=["remove-input"]
 chapter.code(v0_eager.pad)
@@ -84,13 +83,12 @@ chapter.code(v0_eager.pad)
 #
 # ## All bytes
 #
-# The program can count the rest itself. Tensors on the device `meta` have a shape and no contents,
-# and PyTorch's `TorchDispatchMode` sees each operation on them. So v0 can be run on the full
-# problem, 1,152 sequences of 1,024 tokens, in milliseconds and without a GPU.
+# The program can count the rest itself: tensors on the device `meta` have a shape and no contents,
+# and PyTorch's `TorchDispatchMode` sees each operation on them.
 #
 # We assume that a step reads each of its inputs once and writes its result once. It runs at the
 # rate of a copy with the same mix of reads and writes, or at the rate of a large matmul, whichever
-# takes longer, and steps do not overlap. The rates are the ceilings measured with the record.
+# takes longer, and steps do not overlap.
 
 
 # %% tags=["hide-input"]
@@ -134,7 +132,7 @@ chapter.glue(
 # %% [markdown]
 # Together the steps move {glue:text}`gbytes:.0f` GB, where q, k, v and the output have
 # {glue:text}`fewest_gbytes:.1f`. Steps on the scores take {glue:text}`scores_share:.0f` % of the
-# modelled time. From this count follow three predictions (times of this section are in bursts):
+# modelled time. From this count follow two predictions (times of this section are in bursts):
 
 # %% tags=["remove-input"]
 half_full = us[V0][HALF] / us[V0][SHORT]
@@ -150,15 +148,16 @@ chapter.predict(
 )  # fmt: skip
 chapter.predict(
     f"torch.compile saves two crossings of the scores, {fused_ms:.1f} ms, and no more than 20 % "
-    "on top.", saved_ms, most=1.2 * fused_ms, form=".1f", unit=" ms",
+    "on top.", saved_ms, most=1.2 * fused_ms, form=".1f", unit=" ms", shown=False,
 )  # fmt: skip
 chapter.predictions()
 
 # %% [markdown]
 # ## Is it right?
 #
-# v0 needs no GPU. We run a batch with an empty sequence on this CPU and compare with the definition
-# in double precision. The allowed error is computed, not chosen ({doc}`../measuring/protocol`):
+# We run a batch with an empty sequence on this CPU and compare with the definition in double
+# precision ({doc}`../measuring/protocol` computes the allowed error). The tests do the same for
+# every kernel of this book, in the emulator.
 
 # %% tags=["hide-input"]
 checked = studies.comparison(v0_eager, studies.batch((130, 0, 33, 64), heads=2, head_dim=64))
@@ -175,9 +174,7 @@ chapter.glue(
 # ## Measurement
 #
 # In bursts v0 reaches {glue:text}`percent:.0f` % of the {term}`roofline`. FlashAttention-2, which
-# computes softmax and writes no scores, is {glue:text}`over_fa2:.1f` times as fast. `torch.compile`
-# fuses the element-wise steps, but its two matmuls stay library kernels with the scores between
-# them.
+# computes softmax and writes no scores, is {glue:text}`over_fa2:.1f` times as fast.
 #
 # With lengths uniform up to 256 only {glue:text}`useful:.0f` % of the FLOPs are useful. v0 still
 # takes {glue:text}`half_percent:.0f` % of its time on the full batch. FlashAttention-2 skips the
@@ -205,7 +202,6 @@ def fit(times_us: pd.Series) -> tuple[pd.Series, float]:
 
 modelled, _ = fit(predicted_us)
 measured, fit_error = fit(us[V0])
-compiled, _ = fit(us["torch_compile"])
 
 # %% tags=["remove-input"]
 # | name: fig-v0-parts
@@ -229,9 +225,8 @@ worse, rows_ms = measured / modelled, split.loc["measured"].drop("scores").sum()
 assert fit_error < 0.03 and worse["scores"] < 1.25 < 1.5 < worse["padded rows"], "as in the text"
 chapter.glue(
     over_predicted=us[V0][FULL] / predicted_us[FULL], fit_error=100 * fit_error, rows_ms=rows_ms,
-    saved_ms=saved_ms, worse_scores=worse["scores"], worse_padded=worse["padded rows"],
+    worse_scores=worse["scores"], worse_padded=worse["padded rows"],
     worse_output=worse["output rows"], rows_share=100 * rows_ms / split.loc["measured"].sum(),
-    compile_scores_ms=((measured - compiled) * sizes.loc[FULL])["scores"],
 )  # fmt: skip
 
 # %% [markdown]
@@ -240,11 +235,8 @@ chapter.glue(
 # {glue:text}`worse_padded:.1f` times theirs and output rows {glue:text}`worse_output:.1f` times:
 # {glue:text}`rows_ms:.0f` ms, {glue:text}`rows_share:.0f` % of the whole. What failed is the
 # assumption that everything moves at the rate of a copy. A gather by an index tensor computes an
-# address for each element, and a copy that exchanges dimensions does not stream. Whether these are
-# the slow operations a total cannot tell; the third exercise asks a profiler.
-#
-# The fit also explains `torch.compile`. Of the {glue:text}`saved_ms:.1f` ms that it saves,
-# {glue:text}`compile_scores_ms:.1f` belong to the scores, as predicted; the others belong to rows.
+# address for each element, and a copy that exchanges dimensions does not stream. A total cannot
+# tell whether these are the slow operations; the third exercise asks a profiler.
 #
 # One cost remains whatever we repair: `q @ k.transpose(-1, -2)` is a tensor, and a tensor lives in
 # memory. {doc}`Forward v1 <v1_tiled>` never writes the scores and pads no row.
@@ -302,5 +294,4 @@ chapter.glue(
 #   machine needs {glue:text}`ridge:.0f`, and no library call can change that.
 # - You pay for padding twice: in FLOPs and bytes for missing rows, and in copies that make and
 #   remove them.
-# - When a prediction fails, find the term that failed: several workloads and three coefficients
-#   suffice.
+# - When a prediction fails, find the term that failed by a fit over several workloads.

@@ -11,9 +11,7 @@
 #
 # :::{admonition} In this chapter (30 minutes)
 # You will write attention without softmax as one tiled kernel, account for its time, and choose its
-# {term}`tile` by an SM's registers and shared memory. Back to back, forward v1 is
-# {glue:text}`over_v0:.1f` times as fast as forward v0 on a full batch of 1,024 tokens. In it
-# memory, tensor cores and activation hardly overlap. The units of an SM are introduced in
+# {term}`tile` by an SM's registers and shared memory. You need the units of an SM from
 # {doc}`../operator/machine`.
 # :::
 
@@ -22,7 +20,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from _lib import drawings, rare_charts, studies
+from _lib import drawings, rare_charts
 from _lib.listings import decided
 from gdpa_kernels.gdpa.device import activations
 from gdpa_kernels.gdpa.kernels import v1_tiled
@@ -101,10 +99,10 @@ chapter.roles(V1)
 # **No maximum.** Blocks just add up ({doc}`../operator/gdpa`), in the {term}`accumulator` of the
 # tensor cores: `tl.dot(p, v, acc)`.
 #
-# **Tails.** A load of rows that do not exist returns zeros. A zero key gives a score of zero, and
-# all our activations are zero at zero, so the tail of the keys needs no mask on the scores. V is
-# loaded with zeros as well, because 0 times the neighbour's NaN is not 0; this also covers
-# activations that are not zero at zero. Rows beyond the end of Q are computed and not stored.
+# **Tails.** A load of rows that do not exist returns zeros, and a score of zero activates to zero,
+# so the tail of the keys needs no mask. V is loaded with zeros as well, because 0 times the
+# neighbour's NaN is not 0; this also covers activations that are not zero at zero. Rows beyond the
+# end of Q are computed and not stored.
 #
 # ## Prediction
 #
@@ -167,15 +165,6 @@ chapter.predict(
 chapter.predictions()
 
 # %% [markdown]
-# ## Is it right?
-#
-# We run lengths around the edges of a tile in the emulator and compare with fp64:
-
-# %% tags=["hide-input"]
-checked = studies.comparison(v1_tiled, studies.batch(studies.EDGES, head_dim=32))
-print(f"largest error: {(checked['largest error'] / checked['allowed']).max():.2f} of the allowed")
-
-# %% [markdown]
 # ## Measurement
 #
 # At 1,024 tokens v1 is {glue:text}`over_v0:.1f` times as fast as v0 back to back. On half-full
@@ -206,15 +195,15 @@ chapter.figure(chart, measured=chapter.rows("forward/results", direction="forwar
 # %% [markdown]
 # On full batches v1 takes {glue:text}`dense_least:.2f` to {glue:text}`dense_most:.2f` times the
 # sum, and on {glue:text}`above:.0f` workloads it takes more. Either two programs on an SM hide
-# little of each other's activation, or something else costs what they save. Our count lacks the
-# rows and keys that do not exist, which matter in short jagged batches, and all other instructions
-# of the loop. {doc}`The next chapter <v2_tma>` counts those instructions.
+# little of each other's activation, or something else costs what they save. Our count leaves out
+# padding inside partial tiles and all other instructions of the loop. {doc}`The next chapter
+# <v2_tma>` counts those instructions.
 #
 # ## Which tile
 #
-# The constants of a kernel are chosen by measurement, within what fits. A program keeps its rows of
-# Q and `num_stages` blocks of K and V in shared memory, and in registers at least the accumulator,
-# a tile of scores and its bf16 copy.
+# The tile is chosen by measurement, within what fits. A program keeps its rows of Q and
+# `num_stages` blocks of K and V in shared memory, and in registers at least the accumulator, a tile
+# of scores and its bf16 copy.
 
 
 # %% tags=["hide-input"]
@@ -253,14 +242,12 @@ chart = charts.dots(
 chapter.figure(chart, measured=chapter.rows(variant=None, impl=V1))
 
 # %% [markdown]
-# On all three workloads one number orders the shapes: the warp groups on an SM. That much does
-# overlap: while one warp group evaluates its activation, the others, if any, have the tensor cores.
-# 64 x 128 leaves room for a single warp group and takes {glue:text}`worst:.1f` times as long.
+# On all three workloads the warp groups on an SM order the shapes: while one warp group evaluates
+# its activation, the others, if any, have the tensor cores. 64 x 128, with a single one, takes
+# {glue:text}`worst:.1f` times as long.
 #
-# Registers limit the warp groups, and addressing takes its share of them. In each iteration every
-# thread computes 64-bit addresses for its pieces of K and V, compares their rows with the end of
-# the sequence, and issues the copies. {doc}`forward v2 <v2_tma>` gives the addressing to the copy
-# engine.
+# Registers limit the warp groups, and the 64-bit addresses that every thread computes take their
+# share. {doc}`Forward v2 <v2_tma>` gives the addressing to the copy engine.
 
 # %% tags=["remove-input"]
 chapter.profile("v1_tiled", workload="gdpa-self-full-512")
@@ -317,7 +304,6 @@ chapter.profile("v1_tiled", workload="gdpa-self-full-512")
 #
 # ## Takeaways
 #
-# - Do not write what you can recompute or keep. Without the scores, memory is no longer the limit,
-#   and the jagged layout comes for free.
+# - Do not write what you can recompute or keep. Without the scores, memory is no longer the limit.
 # - A kernel whose warps all do everything overlaps only by accident. Count warp groups on an SM.
 # - Registers are a budget of the SM, not of the thread. A few too many cost half the warps.

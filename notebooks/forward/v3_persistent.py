@@ -13,10 +13,7 @@
 #
 # :::{admonition} In this chapter (30 minutes)
 # You will make a kernel persistent, model how a list of tiles falls on its programs, and find which
-# number of programs to avoid. On uniform lengths the list gains next to nothing. On four length
-# distributions of real histories a good order saves {glue:text}`real_min:.0f` to
-# {glue:text}`real_max:.0f` % of forward v2's time. All times of this chapter are in bursts, since
-# its record has no others.
+# number of programs to avoid. All times of this chapter are in bursts.
 # :::
 
 # %% tags=["hide-input"]
@@ -98,8 +95,8 @@ chapter.code(v3_persistent.persistent_kernel, "num_tiles = tl.load", "acc = tl.z
 # - **zigzag**: the same, with every second row of $P$ entries reversed, so that the program with
 #   the longest tile of one row gets the shortest of the next.
 #
-# How a list falls on programs can be computed, and the figure does so for a small batch. Its second
-# panel is what the hardware does with a grid: the next tile goes to the program that is free first.
+# The second panel of the figure is what the hardware does with a grid: the next tile goes to the
+# program that is free first.
 
 
 # %% tags=["hide-input"]
@@ -176,7 +173,7 @@ chapter.table(
     modelled="list_model.build, 264 programs",
 )
 text = "On uniform lengths v2 is nearly perfect, so no list gains much: the best list over v2."
-chapter.predict(text, best, least=1 / modelled["v2"][UNIFORM].max())
+chapter.predict(text, best, least=1 / modelled["v2"][UNIFORM].max(), shown=False)
 text = (
     "On the four length distributions v2 may start a heavy tile last, so a zigzag list saves "
     "time: the smallest saving."
@@ -202,43 +199,40 @@ chapter.glue(
 )  # fmt: skip
 
 # %% [markdown]
-# The second prediction is judged by its worst case, the distribution that saves least; the range
-# over all four is below. The third prediction has a reason. Entry $i$ of a padded list is row block
-# $i$ modulo the blocks of a sequence. With eight blocks, $\gcd(132, 8) = 4$, and a program sees
-# only two of the eight. Program 0 gets blocks 0 and 4, and a block 0 is never empty. Since 131 is
-# prime, all programs see all blocks.
+# The first prediction is judged by the distribution that saves least. The second has a reason.
+# Entry $i$ of a padded list is row block $i$ modulo the blocks of a sequence. With eight blocks,
+# $\gcd(132, 8) = 4$, and a program sees only two of the eight. Program 0 gets blocks 0 and 4, and a
+# block 0 is never empty. Since 131 is prime, all programs see all blocks.
 #
 # ## Measurement
 #
 # **Uniform lengths.** The best list takes {glue:text}`uniform_min:.2f` to
 # {glue:text}`uniform_max:.2f` times the time of v2. On the half-dense batches a list without empty
 # tiles gains nothing, because an empty program loads its offsets, compares, and is gone. On the
-# full batch, where all tiles are alike, v3 loses {glue:text}`lost:.0f` %. That is the price of the
-# loop: a tile waits for three numbers of the list, then for the offsets, then for Q, and its copies
-# wait for the store of the tile before.
+# full batch, where all tiles are alike, v3 loses {glue:text}`lost:.0f` %, the price of the loop: a
+# tile waits for three numbers of the list, then for the offsets, then for Q, and its copies wait
+# for the store of the tile before.
 #
 # **Real lengths.** Zigzag saves {glue:text}`real_min:.0f` to {glue:text}`real_max:.0f` % on the
 # four distributions, where the model promised {glue:text}`promised_min:.0f` to
 # {glue:text}`promised_max:.0f`. The natural order loses up to {glue:text}`valid_loss:.0f` %, since
-# it assigns tiles before it is known which program will be free. The hardware gives each free slot
-# the next program, which is known as list scheduling {cite}`graham1969bounds`.
+# it assigns tiles before it is known which program will be free. The hardware's queue is known as
+# list scheduling {cite}`graham1969bounds`.
 #
 # **131 programs** are up to {glue:text}`alias_max:.2f` times as fast as 132. Except on
 # {glue:text}`worst` the modelled ratio is within {glue:text}`error:.0f` %.
 #
 # **The list** costs {glue:text}`device:.0f` µs on the device and {glue:text}`host:.0f` µs on the
 # host. If the host waits for the list, it pays for itself after {glue:text}`few:.0f` launches on
-# the best of the four distributions and after {glue:text}`many:.0f` on the worst. A model has such
-# launches, since all its layers see the same sequences. But `gdpa(...)` makes the list anew in
-# every call.
+# the best of the four distributions and after {glue:text}`many:.0f` on the worst. The layers of a
+# model can share it, since they see the same sequences.
 #
 # ## The surprise: the hardware's queue is hard to beat
 #
 # v3 does not pay on the published workloads. A persistent kernel is worth its list when the next
-# tile's first loads run during this one's last MMA, and that needs warps that only load.
-# {doc}`v4_warp_specialized` has them, and {doc}`v6_short_kv` takes up the list. Under a mask the
-# tiles of a sequence differ, and {doc}`../measuring/masked_batches` gives the next one to the
-# program that is free first.
+# tile's first loads run during this one's last MMA, and that needs the warps of
+# {doc}`v4_warp_specialized` that only load. {doc}`v6_short_kv` takes up the list,
+# {doc}`../measuring/masked_batches` orders it under a mask.
 
 # %% tags=["remove-input"]
 chapter.profile("v2_tma", "v3_persistent", workload="gdpa-self-full-512")
@@ -277,7 +271,6 @@ chapter.profile("v2_tma", "v3_persistent", workload="gdpa-self-full-512")
 #
 # ## Takeaways
 #
-# - The hardware's scheduler is dynamic and its empty programs are nearly free, which is hard to
-#   beat.
+# - The hardware's scheduler is dynamic and its empty programs are nearly free.
 # - With real lengths the order of work is worth a few per cent. A list pays when it is used often.
 # - A number of programs that shares a factor with the grid can undo any saving.

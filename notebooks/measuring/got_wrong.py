@@ -10,9 +10,9 @@
 # Every chapter states what it expects before it shows what it found. How often was it right?
 #
 # :::{admonition} In this chapter (15 minutes)
-# You will see all {glue:text}`all:.0f` predictions of this book at once, what refuted
-# {glue:text}`refuted:.0f` of them, and which of them deserve the name: {glue:text}`predicted:.0f`
-# stood in this repository's history before the record that judges them.
+# You will see all {glue:text}`all:.0f` predictions of this book, what refuted
+# {glue:text}`refuted:.0f` of them, and the {glue:text}`predicted:.0f` that stood in git before the
+# record that judges them.
 # :::
 
 # %% tags=["hide-input"]

@@ -11,10 +11,9 @@
 #
 # :::{admonition} In this chapter (35 minutes)
 # You will set the error budget of a kernel from its inputs, time it so that the number means
-# something, and say which differences are noise and how many runs settle a question. Eight copies
-# of one kernel agree within {glue:text}`noise_floor:.1f` % in one run and differ by up to
-# {glue:text}`between_worst:.0f` % between runs. A wrong protocol errs by a factor of
-# {glue:text}`protocol_worst:.0f` up or {glue:text}`protocol_lowest:.1f` down.
+# something, and say which differences are noise and how many runs settle a question. A wrong
+# protocol errs by a factor of {glue:text}`protocol_worst:.0f` up or
+# {glue:text}`protocol_lowest:.1f` down.
 # :::
 
 # %% tags=["hide-input"]
@@ -110,11 +109,11 @@ chapter.glue(
 #   {glue:text}`host_long:,.0f` TFLOP/s, beyond any ceiling of the machine.
 # - *Without a lead-in* the error goes the other way. At batch 32 and length 256 the kernel takes
 #   {glue:text}`small_us:.0f` µs, less than its launch. The first event fires while the host is
-#   still preparing the call, so {glue:text}`bare_us:.0f` µs are measured, as for any short kernel.
+#   still preparing the call, so the clock starts too early and shows {glue:text}`bare_us:.0f` µs.
 # - *No flush* changes little for the published batch, which is much larger than any cache. At batch
 #   32 and length 256 all tensors stay in L2, and the kernel gains {glue:text}`warm:.0f` %.
 # - *Back to back*, without flush, lead-in or warm-up, the long kernel is **slower** by
-#   {glue:text}`rest:.1f` %. Our pauses are also rests for a chip at its power limit.
+#   {glue:text}`rest:.1f` %. Our pauses also let a power-limited chip recover.
 #
 # ## Right before fast
 #
@@ -153,8 +152,8 @@ chapter.code(timing.sample_kernels, "for turn in rounds:", "return")
 # | `op` | a whole call on an idle device, with checks and schedule | where it is named |
 # | `host` | until the call returns, while the device works | {doc}`../training/host_time` |
 #
-# A burst shows what a kernel can do on a rested chip. Back to back it shows what a training loop
-# gets; {doc}`power_wall` explains the difference.
+# A burst shows what a kernel can do on a rested chip, back to back what a training loop gets
+# ({doc}`power_wall`).
 #
 # ## The noise floor
 #
@@ -191,8 +190,8 @@ chapter.glue(noise_floor=noise.max(), scatter=scatter.max())
 
 # %% [markdown]
 # The samples scatter by up to {glue:text}`scatter:.1f` % (p20 to p80). The medians agree within
-# {glue:text}`noise_floor:.1f` %, the **noise floor** of this book. A smaller difference between two
-# rows of a record is no difference.
+# {glue:text}`noise_floor:.1f` %, the **noise floor** of this book: a smaller difference within a
+# record is none.
 #
 # ## Between runs
 #
@@ -267,16 +266,14 @@ chapter.predictions()
 #
 # ## How many runs: the process is the sample
 #
-# Thirty samples of one process are not thirty answers to "is B faster than A". They share one chip
-# temperature, one memory layout and one clock. The unit that repeats is the whole process, so *one
-# process is one sample*, however often it launches the kernel.
+# Thirty samples of one process share one chip temperature, one memory layout and one clock. So *one
+# process is one sample* of "is B faster than A", however often it launches the kernel.
 #
 # Take $n$ processes, each with its own ratio $r_i$ of the two kernels. Their mean has the
 # **standard error** $s / \sqrt{n}$, where $s$ is the standard deviation of the $r_i$. With few runs
-# $s$ itself is uncertain, so the interval that holds the true ratio with 95 % probability is wider
-# than the familiar two standard errors. It is $t\, s / \sqrt{n}$ to either side, with Student's $t$
-# for $n - 1$ degrees of freedom. Among the pairs above that met in three or more runs, the median
-# of $s$ is {glue:text}`deviation:.1f` %:
+# $s$ itself is uncertain, so the 95 % interval is wider than the familiar two standard errors: $t\,
+# s / \sqrt{n}$ to either side, with Student's $t$ for $n - 1$ degrees of freedom. Among the pairs
+# above that met in three or more runs, the median of $s$ is {glue:text}`deviation:.1f` %:
 
 # %% tags=["remove-input"]
 counts = (2, 3, 5, 10)
@@ -299,41 +296,7 @@ chapter.table(
 # Most chapters of this book have one run per figure. So read differences of one or two per cent
 # between two kernels as ties, unless the text says how often they were repeated.
 #
-# ## Which ceilings there are
-#
-# Every record measures its own ceilings in each scope that it has, and a share of the
-# {term}`roofline` is one of those: the line under a figure names the matmul. The newest record of
-# each chapter that ran {term}`back to back <sustained scope>`, by date:
-
-# %% tags=["remove-input"]
-limits = _repeats.ceilings(runs)
-loops = limits.dropna().sort_values("record")
-narrow = loops.drop(columns="record").astype(float).round(0).astype(int)
-narrow.columns = ["matmul, burst", "back to back", "clock, MHz", "copy, GB/s"]
-chapter.table(
-    narrow.reset_index(), data=limits.reset_index(),
-    caption="**The ceiling in bursts hardly moves; back to back it drifts.** TFLOP/s of a matmul, "
-    "the clock back to back, and copies.",
-    measured=f"{len(loops)} records of one NVIDIA H200, named in the data",
-)  # fmt: skip
-for name, values in {"burst": limits["matmul, burst"], "loop": loops["matmul, back to back"],
-                     "copy": limits["copy 1:1, burst (GB/s)"]}.items():  # fmt: skip
-    chapter.glue(**{f"{name}_low": values.min(), f"{name}_high": values.max(),
-                    f"{name}_spread": 100 * (values.max() / values.min() - 1)})  # fmt: skip
-
-# %% [markdown]
-# In bursts all records have {glue:text}`burst_low:.0f` to {glue:text}`burst_high:.0f` TFLOP/s,
-# {glue:text}`burst_spread:.1f` % apart: how far into a burst the power limit acts depends on what
-# ran before. Back to back it is {glue:text}`loop_low:.0f` to {glue:text}`loop_high:.0f`
-# ({glue:text}`loop_spread:.1f` %): the limit over the energy of a FLOP, which follows temperature
-# and voltage. Copies stay within {glue:text}`copy_spread:.1f` %.
-#
-# ## What the protocol cannot remove is the power limit
-#
-# The power limit makes zeros fast ({doc}`roofline`), rest valuable and yesterday's times
-# incomparable. Kernels measured *together* share it, so their order holds; the {doc}`next chapter
-# <power_wall>` asks how far apart they are in a loop that never rests. For your own GPU run `make
-# compare` ({doc}`../../reproduce`).
+# For your own GPU run `make compare` ({doc}`../../reproduce`).
 
 # %% tags=["remove-input"]
 page.glue_html("support", _needs.support())  # for book/reproduce.md, as what follows

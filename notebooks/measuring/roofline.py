@@ -11,10 +11,9 @@
 #
 # :::{admonition} In this chapter (30 minutes)
 # You will put any workload between two times, one for perfect overlap of arithmetic and traffic and
-# one for none, from two measured ceilings: matmuls at {glue:text}`matmul:.0f` TFLOP/s in bursts,
-# copies at {glue:text}`copy_gbytes:,.0f` to {glue:text}`copy_high:,.0f` GB/s. Of the
-# {glue:text}`published:.0f` published shapes {glue:text}`memory_bound:.0f` are memory-bound, and a
-# kernel whose tensor cores wait for the tanh cannot exceed {glue:text}`in_turns:.0f` TFLOP/s.
+# one for none. Of the {glue:text}`published:.0f` published shapes {glue:text}`memory_bound:.0f` are
+# memory-bound, and a kernel whose tensor cores wait for the tanh cannot exceed
+# {glue:text}`in_turns:.0f` TFLOP/s.
 # :::
 
 # %% tags=["hide-input"]
@@ -128,12 +127,11 @@ _widgets.roofline(
 # ## Two ceilings, measured
 #
 # A {term}`roofline` {cite}`williams2009roofline` is usually drawn from a data sheet. Ours is
-# measured, in the same run as the kernels held against it: a long matmul exceeds the board's power
-# limit, and the clock falls until it no longer does. The compute ceiling is one large matmul of
-# random bf16 matrices, {glue:text}`matmul:.0f` TFLOP/s. The memory ceiling is a copy with the
-# kernel's own mix of reads and writes. Self-attention reads three tensors and writes one. A plain
-# copy is slower, because DRAM loses time when it turns from reading to writing. Between measured
-# mixes we interpolate:
+# measured in the same run as the kernels held against it, since the power limit lowers the clock.
+# The compute ceiling is one large matmul of random bf16 matrices, {glue:text}`matmul:.0f` TFLOP/s.
+# The memory ceiling is a copy with the kernel's own mix of reads and writes. Self-attention reads
+# three tensors and writes one. A plain copy is slower, because DRAM loses time when it turns from
+# reading to writing. Between measured mixes we interpolate:
 
 # %% tags=["remove-input"]
 mixes = pd.DataFrame(ceilings.copies, columns=["read per written byte", "GB/s"])
@@ -163,9 +161,8 @@ chart = charts.lines(
 )  # fmt: skip
 chapter.figure(chart, data=rates.reset_index(), measured=[record.id])
 chapter.glue(
-    matmul=ceilings.tflops, copy_gbytes=ceilings.copies[0][1], copy_high=ceilings.copies[-1][1],
-    small_matmul=rates["random"][1024],
-    zeros_4096=gain[4096], zeros_8192=gain[8192],
+    matmul=ceilings.tflops, small_matmul=rates["random"][1024],
+    zeros_8192=gain[8192],
 )  # fmt: skip
 assert (gain[gain.index >= 2048] > 0).all() and abs(gain[1024]) < 2, "the text says so"
 
@@ -181,19 +178,17 @@ for key, column in {"burst": "matmul, burst", "sustained": "matmul, back to back
 
 # %% [markdown]
 # **Which ceiling to use.** The matmul drifts by {glue:text}`burst_drift:.0f` % between runs in
-# bursts and by {glue:text}`sustained_drift:.0f` % back to back, copies by
-# {glue:text}`copies_drift:.0f` %; every figure uses those of its own run, and for arithmetic on
-# paper take the medians, {glue:text}`burst_median:.0f` TFLOP/s in bursts,
+# bursts and, with temperature and voltage, by {glue:text}`sustained_drift:.0f` % back to back,
+# copies by {glue:text}`copies_drift:.0f` %; every figure uses those of its own run. For arithmetic
+# on paper take the medians, {glue:text}`burst_median:.0f` TFLOP/s in bursts,
 # {glue:text}`sustained_median:.0f` back to back and {glue:text}`copies_median:,.0f` GB/s.
 #
 # *Small problems do not reach the ceiling.* A matmul of 1,024 has 64 output tiles of 128 by 128 for
-# {glue:text}`sms:.0f` SMs and reaches {glue:text}`small_matmul:.0f` TFLOP/s. The bracket ignores
-# that: it is meant for launches that fill the machine, as batch 1,152 does.
+# {glue:text}`sms:.0f` SMs and reaches {glue:text}`small_matmul:.0f` TFLOP/s.
 #
-# *Zeros are faster* than random numbers, by {glue:text}`zeros_4096:.1f` % at 4,096 and
-# {glue:text}`zeros_8192:.1f` % at 8,192, and not at all at 1,024, where nothing is hot. The likely
-# reason is power: zeros switch fewer transistors, and under a limit of {glue:text}`watts:.0f` W
-# energy that is not spent comes back as clock frequency.
+# *Zeros are faster* than random numbers, by {glue:text}`zeros_8192:.1f` % at 8,192, and not at all
+# at 1,024, where nothing is hot. The likely reason is power: zeros switch fewer transistors, and
+# under a limit of {glue:text}`watts:.0f` W the energy saved allows a higher clock.
 #
 # ## The bracket
 #
@@ -235,9 +230,8 @@ chapter.glue(
 # %% [markdown]
 # The **ridge** of the roof is where both floors are equal: {glue:text}`ridge_low:.0f` to
 # {glue:text}`ridge_high:.0f` FLOP/byte, depending on the mix. Left of it bytes decide. At length
-# 256 the slow end of the bracket is {glue:text}`full_256:.1f` times the fast one: overlap matters
-# more than fast multiplication. At 2,048 the two are {glue:text}`gap:.0f` % apart, and traffic
-# hardly counts.
+# 256 the slow end of the bracket is {glue:text}`full_256:.1f` times the fast one, at 2,048
+# {glue:text}`gap:.0f` % above it.
 #
 # ## A third ceiling: the tanh
 #
@@ -247,19 +241,17 @@ chapter.glue(
 # 10¹² scores per second, or {glue:text}`tanh:,.0f` TFLOP/s of useful work at head_dim 128
 # (modelled), and half of that at 64.
 #
-# **Why 50 % in one chapter and {glue:text}`share:.0f` % here?** Counted in *cycles*, one `tanh` per
-# score always takes {glue:text}`cycles:.0f` % of the tensor cores' time
-# ({doc}`../operator/machine`), because both count at the same clock. Counted in *time* against the
-# measured matmul, it takes {glue:text}`share:.0f` %. The power limit keeps that matmul at a clock
-# of {glue:text}`ghz:.2f` GHz, while the line above assumes that a kernel which only evaluates tanh
-# runs at the highest clock. Use 50 % when you plan a kernel, since its units share one clock.
+# **Why 50 % in {doc}`../operator/machine` and {glue:text}`share:.0f` % here?** Counted in *cycles*,
+# one `tanh` per score always takes {glue:text}`cycles:.0f` % of the tensor cores' time. Counted in
+# *time* it takes {glue:text}`share:.0f` % of the measured matmul's, which the power limit keeps at
+# {glue:text}`ghz:.2f` GHz, while the line above assumes the highest clock. Use 50 % when you plan a
+# kernel, since its units share one clock.
 #
-# Overlapped with the matmuls the tanh costs nothing. *Between* them it costs all of its time: the
-# first matmul must end before the activation can begin, and the activation before the second
-# matmul. A kernel whose tensor cores wait meanwhile reaches at most {glue:text}`in_turns:.0f`
-# TFLOP/s in a burst, {glue:text}`turns_share:.0f` % of the compute ceiling. The kernels up to
-# {doc}`forward v3 <../forward/v3_persistent>` overlap the two only as far as the hardware happens
-# to interleave programs, so we expect them to stay below that line:
+# Overlapped with the matmuls the tanh costs nothing. *Between* them it costs all of its time. A
+# kernel whose tensor cores wait meanwhile reaches at most {glue:text}`in_turns:.0f` TFLOP/s in a
+# burst, {glue:text}`turns_share:.0f` % of the compute ceiling. The kernels up to {doc}`forward v3
+# <../forward/v3_persistent>` overlap the two only as far as the hardware happens to interleave
+# programs, so we expect them to stay below that line:
 
 # %% tags=["remove-input"]
 early = timed[timed["impl"].isin(["v1_tiled", "v2_tma", "v3_persistent"])]
@@ -344,7 +336,6 @@ chapter.glue(b200_gbytes=gbytes.max(), b200_busiest=gbytes.idxmax(),
 # ## Takeaways
 #
 # - Arithmetic intensity is $nm/(n+m)$: heads and head_dim cancel, and the shorter side caps it.
-# - A bracket is two numbers, perfect overlap and none. No correct kernel can be below it; a kernel
-#   above it is limited by something else.
+# - No correct kernel can be below its bracket; a kernel above it is limited by something else.
 # - The tanh unit is a third ceiling: harmless when overlapped with the tensor cores, costly in
 #   turns.

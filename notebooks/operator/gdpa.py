@@ -62,11 +62,10 @@ chapter.figure(
 # S = s\, Q K^{\mathsf T}, \qquad P = \mathrm{act}(S), \qquad O = c\, P V .
 # $$ (eq-gdpa)
 #
-# The activation acts on each score alone: GELU, SiLU, ReLU and others of the
-# {doc}`next chapter <activations>`. $s$ is the argument `scale`, by default
-# $1/\sqrt{\mathtt{head\_dim}}$, and $c$ is `output_scale`. Several query heads may share a head of
-# keys and values {cite}`shazeer2019mqa,ainslie2023gqa`. `impl` selects a kernel; `"reference"` is
-# the definition in PyTorch, here in double precision:
+# The activation acts on each score alone ({doc}`activations`). $s$ is the argument `scale`, by
+# default $1/\sqrt{\mathtt{head\_dim}}$, and $c$ is `output_scale`. Several query heads may share a
+# head of keys and values {cite}`shazeer2019mqa,ainslie2023gqa`. `impl` selects a kernel;
+# `"reference"` is the definition in PyTorch, here in double precision:
 
 # %%
 torch.manual_seed(0)
@@ -89,11 +88,10 @@ print(f"cu_seqlens {offsets.tolist()}, out {list(out.shape)}")
 # %% [markdown]
 # ## The jagged layout
 #
-# Sequences lie one after another, without padding, in tensors of shape
-# `[total_tokens, num_heads, head_dim]`. The int32 tensor `cu_seqlens` has one more entry than there
-# are sequences: sequence $i$ owns the rows from `cu_seqlens[i]` up to but not including
-# `cu_seqlens[i + 1]`. An empty sequence is two equal entries ({numref}`fig-gdpa-jagged`).
-# Recommendation models keep user histories in this layout {cite}`xu2024jagged`.
+# Sequences lie one after another, without padding, in tensors of shape `[total_tokens, num_heads,
+# head_dim]`. The int32 tensor `cu_seqlens` has one more entry than there are sequences: sequence
+# $i$ owns the rows from `cu_seqlens[i]` up to but not including `cu_seqlens[i + 1]`. An empty
+# sequence is two equal entries ({numref}`fig-gdpa-jagged`).
 
 # %% tags=["remove-input"]
 # | name: fig-gdpa-jagged
@@ -156,10 +154,10 @@ for some in (blocks, blocks[::-1]):
 # | blocks of keys on different processors of a GPU | merged by their statistics | added |
 # | a query without keys | 0/0 | 0 |
 #
-# FlashAttention-4 keeps a group of 128 threads only for rescaling the output
-# {cite}`zadouri2026flashattention4`. GDPA has nothing to rescale, so the published kernel does
-# without this group {cite}`meta2026gem`. There is a price: a GDPA row sums its values, so it grows
-# with the number of keys unless a scale prevents it.
+# FlashAttention-4 keeps 128 threads only for rescaling the output
+# {cite}`zadouri2026flashattention4`; the published GDPA kernel does without them
+# {cite}`meta2026gem`. There is a price: a GDPA row sums its values, so it grows with the number of
+# keys unless a scale prevents it.
 #
 # ## One operator, three uses
 #
@@ -202,8 +200,7 @@ print(f"sample 2, head 0: W1 {list(w1.shape)}, W2 {list(w2.shape)}")
 # With the identity as activation the parentheses move, $(Q K^{\mathsf T})\, V = Q\, (K^{\mathsf T}
 # V)$: each token is multiplied by one `head_dim` × `head_dim` matrix, and nothing has the size of
 # the scores. That is InterFormer's original PFFN {cite}`zeng2024interformer`. For 1,000 tokens, 256
-# keys and head_dim 128 it needs a third of the FLOPs, and the gap widens with the length. The
-# activation forbids the shortcut, so this book has kernels to write.
+# keys and head_dim 128 it needs a third of the FLOPs. The activation forbids the shortcut.
 #
 # ## Two scales are two functions
 #
@@ -296,7 +293,6 @@ for name in ("identity", "relu", "leaky_relu", "gelu", "silu", "hardswish"):
 #
 # - $O = c\,\mathrm{act}(s\,QK^{\mathsf T})\,V$ has no row statistics: blocks of keys add up in any
 #   order, and a row without keys is zero.
-# - Self-attention, PMA and PFFN are one operator on a jagged batch. Only the lengths and the origin
-#   of $Q$, $K$ and $V$ differ.
+# - Self-attention, PMA and PFFN are one operator on a jagged batch.
 # - Whenever you publish a GDPA kernel, state whether the scale is applied before or after the
 #   activation. They are the same function only for positively homogeneous activations.

@@ -9,11 +9,9 @@
 # Which parts of a GPU decide how fast an attention kernel runs, and how much of each is there?
 #
 # :::{admonition} In this chapter (45 minutes)
-# You will draw an {term}`SM`, share out its registers, count the cycles that one matmul costs each
-# of its units, and follow a line of Python down to machine code. A matmul of 128 × 128 × 128 takes
-# {glue:text}`mma_h200:,.0f` cycles of an SM of an H200 (*Hopper*) and {glue:text}`mma_b200:,.0f` of
-# one of a B200 (*Blackwell*, the next generation), and the port of shared memory is busy for
-# {glue:text}`port_h200:,.0f` or {glue:text}`port_b200:,.0f` of them.
+# You will draw an {term}`SM` of an H200 (*Hopper*) and of a B200 (*Blackwell*, the next
+# generation), share out its registers, count the cycles that one matmul costs each of its units,
+# and follow a line of Python down to machine code.
 # :::
 
 # %% tags=["hide-input"]
@@ -67,8 +65,7 @@ mufu = cost_model.TILE**2 / cost_model.MUFU_LANES
 clock = cost_model.H200.clock_ghz(ceilings.tflops)
 chapter.glue(
     mma_h200=cost_model.mma(cost_model.H200, 1), mma_b200=cost_model.mma(cost_model.B200, 1),
-    port_h200=matmul["port"].iloc[0], port_b200=matmul["port"].iloc[2],
-    port_registers=matmul["port"].iloc[1],
+    port_h200=matmul["port"].iloc[0], port_registers=matmul["port"].iloc[1],
     flop=2 * cost_model.TILE**3, rate_h200=cost_model.H200.flops, rate_b200=cost_model.B200.flops,
     mufu=mufu, mufu_h200=100 * mufu / cost_model.mma(cost_model.H200, 2),
     mufu_b200=100 * mufu / cost_model.mma(cost_model.B200, 2),
@@ -100,9 +97,8 @@ chapter.figure(
 # come in **warps** of 32 that execute the same instruction together. In every cycle each of an SM's
 # four schedulers issues one instruction for one of its warps: four at most, 128 threads' worth.
 #
-# A warp that waits costs nothing as long as its scheduler has another one that is ready: most
-# kernels hide latency by many warps on an SM, or high {term}`occupancy`. The fast kernels of this
-# book have few warps with many registers, and their copies and matmuls run *asynchronously*.
+# Most kernels hide latency by many warps on an SM, or high {term}`occupancy`. The fast kernels of
+# this book have few warps with many registers, and their copies and matmuls run *asynchronously*.
 #
 # Four neighbouring warps, 128 threads, form a **{term}`warp group`**, one warp on each scheduler.
 # Hopper's tensor cores take their orders from a whole warp group. In a warp-specialized kernel each
@@ -120,8 +116,7 @@ chapter.figure(
 # Accumulators are what fills registers. The result of a matmul for 64 rows and 128 columns is 8,192
 # numbers in fp32: in the 128 threads of a warp group, 64 registers each. A consumer of
 # {doc}`forward v4 <../forward/v4_warp_specialized>` holds two of them, S and O, and P in bf16 takes
-# another 32 registers. That is 160 before the first address, and the reason why its consumers ask
-# for {glue:text}`consumer:.0f`.
+# another 32 registers: 160 before the first address, so it asks for {glue:text}`consumer:.0f`.
 
 # %% tags=["remove-cell"]
 built = compile_check.build_rung("v8_own_waits")
@@ -181,14 +176,12 @@ chapter.figure(
 # time that it is written or read.
 #
 # The port is only that fast if an access touches all 32 *banks* of the memory equally. So tiles are
-# stored **swizzled**: the 16-byte pieces of a row change places in a fixed pattern, which TMA
-# writes and tensor cores read.
+# stored **swizzled**: the 16-byte pieces of a row change places in a fixed pattern.
 #
 # ## Tensor cores, and where their operands lie
 #
 # A tensor core multiplies small matrices and adds: an **{term}`MMA`**, D = A B + D. Where A, B and
-# D may lie differs between the two generations ({numref}`fig-machine-operands`), and this
-# difference shapes all kernels that follow.
+# D may lie differs between the two generations ({numref}`fig-machine-operands`).
 
 # %% tags=["remove-input"]
 # | name: fig-machine-operands
@@ -236,17 +229,16 @@ chapter.table(
 )
 
 # %% [markdown]
-# The tensor cores became twice as fast and the port did not. At 100 % there is no room for anything
-# else: TMA cannot fill the next slot while such MMAs run. This is why Blackwell kernels keep P in
-# tensor memory, and why pairs of SMs share B ({doc}`../blackwell/cta_pair`).
+# At 100 % TMA cannot fill the next slot while such MMAs run. This is why Blackwell kernels keep P
+# in tensor memory, and why pairs of SMs share B ({doc}`../blackwell/cta_pair`).
 #
 # ## Special functions
 #
 # The **{term}`MUFU`** evaluates `tanh`, `ex2` and reciprocals: {glue:text}`mufu_rate:.0f` results
 # per SM and cycle, on both chips. A tile of 128 × 128 scores with one `tanh` each takes
-# {glue:text}`mufu:,.0f` cycles. In the forward pass that tile also costs two matmuls. So one `tanh`
-# per score keeps the MUFU busy for {glue:text}`mufu_h200:.0f` % of the tensor cores' time on Hopper
-# and {glue:text}`mufu_b200:.0f` % on Blackwell ({doc}`activations`).
+# {glue:text}`mufu:,.0f` cycles. In the forward pass that tile also costs two matmuls. So the MUFU
+# is busy for {glue:text}`mufu_h200:.0f` % of the tensor cores' time on Hopper and
+# {glue:text}`mufu_b200:.0f` % on Blackwell ({doc}`activations`).
 #
 # ## TMA, L2 and HBM
 #
@@ -257,8 +249,9 @@ chapter.table(
 #
 # What TMA reads comes through the **L2 cache**, {glue:text}`l2:.0f` MiB for the whole H200, from
 # **HBM**, the memory. Our copies reach {glue:text}`copy:,.0f` GB/s ({doc}`../measuring/roofline`).
-# At {glue:text}`clock:.2f` GHz, where all tensor cores together do as much as the fastest matmul,
-# this is only {glue:text}`hbm:.0f` bytes per SM and cycle, so each byte should be used many times.
+# At {glue:text}`clock:.2f` GHz, the clock at which full tensor cores would equal our fastest
+# matmul, this is only {glue:text}`hbm:.0f` bytes per SM and cycle, so each byte should be used many
+# times.
 #
 # ## An mbarrier in words
 #
@@ -306,8 +299,8 @@ chapter.figure(drawn.barrier(moments), modelled="counted by the rules of the tex
 # 3. **Multicast reports to each receiver.** A copy that TMA writes into several SMs of a
 #    {term}`cluster` subtracts its bytes from each one's barrier, and each must announce them.
 #
-# {doc}`../tools/emulator` builds such a barrier in ten lines. A *named barrier* is something else:
-# each program has 16 of them, and they count threads, no bytes.
+# A *named barrier* is something else: each program has 16 of them, and they count threads, no
+# bytes.
 #
 # Threads and TMA reach shared memory on different paths, which PTX calls
 # **proxies**. Before TMA may store what threads have written, a **fence** must order the two.
@@ -336,8 +329,7 @@ chapter.figure(drawn.barrier(moments), modelled="counted by the rules of the tex
 #
 # ## From Python to machine code
 #
-# A Triton kernel passes through five forms. Here is one line of a small kernel in each, compiled
-# without a GPU when this page was made:
+# A Triton kernel passes through five forms:
 
 # %% tags=["remove-cell"]
 types = {"q_ptr": "*bf16", "k_desc": "tensordesc<bf16[128, 64]>", "out_ptr": "*fp32",
@@ -392,7 +384,7 @@ chapter.figure(drawn.stages(STAGES), compiled="notebooks/tools/kernels/pipeline.
 #
 # In plain Triton the compiler decides about warps, buffers and waits. **{term}`TLX`** (Triton
 # low-level extensions, in the package `fbtriton`) lets the kernel decide
-# {cite}`guan2026tlx,fbtriton`. These few names carry nearly all kernels of this book:
+# {cite}`guan2026tlx,fbtriton`:
 #
 # | TLX | what it does | machine |
 # |:--|:--|:--|
@@ -472,5 +464,4 @@ chapter.glue(
 #
 # - Count four things per tile: cycles of the tensor cores, of the port, of the MUFU, and issue
 #   slots. The largest bounds the kernel.
-# - Registers, columns and shared memory are budgets. Plan them on paper first.
 # - An mbarrier counts arrivals and bytes, and what is wrong in one phase spoils the next.

@@ -9,10 +9,9 @@
 # What does a batch of histories cost, before any kernel runs?
 #
 # :::{admonition} In this chapter (30 minutes)
-# You will compute a batch's FLOPs, fewest bytes and padding waste from its lengths, translate two
-# published numbers, "sparsity" and "97 % busy", and predict how evenly a list of tiles loads the
-# GPU. Pairs fill a padded batch in proportion to the mean *square* of the length: for MovieLens 20M
-# a padded kernel computes {glue:text}`waste:.0f` scores for each one that is needed.
+# You will compute a batch's FLOPs, fewest bytes and padding waste from its lengths, and predict how
+# evenly a list of tiles loads the GPU. For MovieLens 20M a padded kernel computes
+# {glue:text}`waste:.0f` scores for each one that is needed.
 # :::
 
 # %% tags=["hide-input"]
@@ -88,26 +87,23 @@ print(f"{pairs:,} pairs, {flops:.3e} FLOP, {moved:,} bytes")
 # The book's conventions: a pair costs $4 \cdot \mathtt{head\_dim}$ FLOPs per head, a multiply-add
 # in each of two matmuls. Neither the activation nor work on padding counts, for any implementation.
 # The fewest bytes are $Q$, $K$ and $V$ read once and $O$ written once. The backward pass has five
-# matmuls and counts 2.5 times the FLOPs. FLOPs per byte span {glue:text}`least:.0f` to
-# {glue:text}`most:,.0f` over the workloads of the forward pass; {doc}`../measuring/roofline` says
-# which of them are limited by the memory of an H200.
+# matmuls and counts 2.5 times the FLOPs.
 #
 # ## Length distributions
 #
-# `fill` is the mean length over the largest one. The published benchmark calls this number
-# *sparsity*, although its sparsity of 1.0 means no padding at all. Read "sparsity 0.5" as "half
-# full". Its generator draws lengths
-# uniformly from 1 to $N$ for 0.5, and from $(2f - 1)N$ to $N$ for larger values $f$
-# {cite}`adsmodelkernellibrary`. Real histories look different ({numref}`fig-workload-laws`):
+# `fill` is the mean length over the largest one. The published benchmark calls it *sparsity*: read
+# "sparsity 0.5" as "half full". Its generator draws lengths uniformly from 1 to $N$ for 0.5, and
+# from $(2f - 1)N$ to $N$ for larger values $f$ {cite}`adsmodelkernellibrary`. Real histories look
+# different ({numref}`fig-workload-laws`):
 #
 # - **MovieLens**: ratings per user follow a shifted log-normal distribution; we use the fits of the
 #   LensKit Codex {cite}`lenskitcodex,harper2015movielens`.
 # - **KuaiRand**: interactions per user, interpolated between published quantiles
 #   {cite}`gao2022kuairand,kuairandlongseq`.
 #
-# Every history is capped at `max_seqlen`, as in a model. These distributions count each user once.
-# A ranking model is trained on *events*, and active users have more, with longer histories: drawn
-# by events (`ml25m-events`), MovieLens 25M fills {glue:text}`events:.0f` % of 1,024 rows instead of
+# Every history is capped at `max_seqlen`, as in a model. These distributions count each user once,
+# but a ranking model is trained on *events*, and active users have more of them. Drawn by events
+# (`ml25m-events`), MovieLens 25M fills {glue:text}`events:.0f` % of 1,024 rows instead of
 # {glue:text}`users:.0f` %.
 #
 # ## What padding wastes
@@ -145,18 +141,14 @@ chapter.table(
 
 # %% tags=["remove-cell"]
 ml20m = waste.loc["ml20m-2048"]
-intensity = [work.flops("forward") / work.bytes("forward") for work in WORKLOADS.values()]
 events, users = (100 * workload(f"gdpa-self-ml25m{x}-1024").fill for x in ("-events", ""))
-chapter.glue(waste=100 / ml20m["useful pairs, %"], fill=100 * ml20m["fill"],
-             least=min(intensity), most=max(intensity), events=events, users=users)  # fmt: skip
+chapter.glue(waste=100 / ml20m["useful pairs, %"], events=events, users=users)  # fmt: skip
 for key, name in (("luck_half", "half-jagged-1024"), ("luck_ml20m", "ml20m-2048")):
     counts = [replace(WORKLOADS[f"gdpa-self-{name}"], seed=seed).pairs for seed in range(20)]
     chapter.glue(**{key: 100 * np.std(counts) / np.mean(counts)})
 
 # %% [markdown]
-# For MovieLens 20M, capped at 2,048, {glue:text}`fill:.0f` % of the rows are used. No padded kernel
-# can make up for the rest, so all kernels after {doc}`forward v0 <../forward/v0_eager>` work
-# on the {term}`jagged` layout.
+# So all kernels after {doc}`forward v0 <../forward/v0_eager>` work on the {term}`jagged` layout.
 #
 # ## Dense keys in a jagged batch
 #
@@ -173,10 +165,8 @@ for key, name in (("luck_half", "half-jagged-1024"), ("luck_ml20m", "ml20m-2048"
 # - dense: $E[n N] / E[n + N] = \tfrac12 N^2 / \tfrac32 N = N/3$;
 # - jagged: $E[n^2] / E[2n] = \tfrac13 N^2 / N = N/3$.
 #
-# On a {doc}`roofline <../measuring/roofline>` the two workloads lie on each other.
-#
-# With dense keys *every tile of queries costs the same*. Such a batch cannot tell whether the
-# published zigzag of tiles helps.
+# With dense keys *every tile of queries costs the same*. Such a batch cannot show whether the order
+# of tiles matters.
 #
 # ## What "97 % busy" means
 #
@@ -185,16 +175,14 @@ for key, name in (("luck_half", "half-jagged-1024"), ("luck_ml20m", "ml20m-2048"
 # what 148 SMs do at their nominal clock. Both can be true. A profiler counts busy cycles among the
 # cycles that passed, at the clock as it was. A board limited by power runs at a lower clock: 97 %
 # and that bar fit together at {glue:text}`ghz:.2f` GHz, {glue:text}`nominal:.0f` % of the nominal
-# 1.965 GHz (modelled). A share of *cycles* is no share of the *peak*.
-# {doc}`../measuring/power_wall` explains what holds the clock down, and this book gives shares of a
-# measured ceiling.
+# 1.965 GHz (modelled). A share of *cycles* is no share of the *peak*
+# ({doc}`../measuring/power_wall`).
 #
 # ## Who gets which tile
 #
 # A kernel cuts the queries of each sequence into tiles and gives them to programs. The batch is
-# finished when the *last* program is, so imbalance is the load of the busiest program over the mean
-# load of useful work. {doc}`../forward/v3_persistent` explains the lists of this figure, and
-# measures them:
+# finished when the *last* program is. {doc}`../forward/v3_persistent` explains and measures the
+# lists of this figure:
 
 # %% tags=["hide-input"]
 config = v3_persistent.Config()
@@ -240,7 +228,8 @@ chapter.figure(
 # **The padded list collides with the grid size.** With dense keys all existing tiles cost the same,
 # and still the busiest program has {glue:text}`padded_half:.2f` times the mean load: a sequence has
 # 8 row blocks and 264 is a multiple of 8, so each program gets the same row block of every
-# sequence. If that is the whole cause, the share of existing tiles per row block predicts it:
+# sequence. Row block 0 exists in every sequence, the mean of the eight in 9/16 of them, so we
+# expect 16/9 = 1.78:
 
 # %% tags=["remove-cell"]
 dense, jagged = (workload(f"gdpa-self-half-{kind}-1024") for kind in ("dense", "jagged"))
@@ -270,8 +259,8 @@ chapter.predictions()
 # %% [markdown]
 # Sorted lists balance everything here to within {glue:text}`zigzag_worst:.0f` %, and where the
 # hardware gives the next tile to the first free slot the imbalance is at most
-# {glue:text}`queue_worst:.2f`. So a {term}`tile scheduler` has to beat a launch grid that costs
-# nothing to make.
+# {glue:text}`queue_worst:.2f`. A {term}`tile scheduler` has to beat this queue, which costs
+# nothing.
 #
 # ## Exercises
 #
@@ -324,7 +313,5 @@ chapter.predictions()
 # ## Takeaways
 #
 # - Work is pairs, not tokens: the useful share of a padded batch is $f^2(1 + \mathrm{CV}^2)$.
-# - "Sparsity 0.5" is a fill of 0.5, and "97 % busy" a share of cycles. Ask which tensors are jagged
-#   before comparing numbers.
-# - On heavy-tailed histories the order of tiles matters, and the order to beat is the hardware
-#   queue's, which is free.
+# - Ask which tensors are jagged, and whether a share is one of cycles, before comparing numbers.
+# - On heavy-tailed histories the order of tiles matters.

@@ -13,7 +13,7 @@ from _lib import steps
 from gdpa_kernels import Lengths, Mask, gdpa
 from gdpa_kernels.gdpa.batch import Batch
 from gdpa_kernels.gdpa.kernels import v8_own_waits as v8
-from gdpa_kernels.serving import Model, PagedCache, score
+from gdpa_kernels.serving import HistoryRules, PagedCache, score
 from gdpa_lab.measuring import timing
 
 HEADS, HEAD_DIM, LAYERS = 4, 128, 8
@@ -122,7 +122,7 @@ def _scores(
     for way, (page_size, chosen) in WAYS.items():
         pages = users * -(-events // page_size)
         cache = PagedCache(
-            Model(LAYERS), pages, page_size, HEADS, HEAD_DIM, dtype=q.dtype, device=device
+            HistoryRules(LAYERS), pages, page_size, HEADS, HEAD_DIM, dtype=q.dtype, device=device
         )
         new = cache.append([*range(users)], [events] * users)
         for layer in range(LAYERS):

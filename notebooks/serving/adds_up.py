@@ -13,9 +13,7 @@
 # :::{admonition} In this chapter (30 minutes)
 # You will split a call over its keys and add up the parts, tell when cached keys and values may be
 # used again, say what deleting an event by subtraction can promise, and count the bytes of a
-# sequence that is cut between GPUs. After {glue:text}`updates:,.0f` updates a stored sum is off by
-# {glue:text}`same:.0e` of its size if one kernel both adds and deletes, and by
-# {glue:text}`other:.0e` if a second one, which rounds differently, deletes.
+# sequence that is cut between GPUs.
 # :::
 
 # %% tags=["hide-input"]
@@ -31,7 +29,7 @@ import tritonemu
 from _lib import steps
 from gdpa_kernels import GDPASelfAttention, Mask, gdpa
 from gdpa_kernels.parallel import predicted_bytes
-from gdpa_kernels.serving import Model, PagedCache, score
+from gdpa_kernels.serving import HistoryRules, PagedCache, score
 from gdpa_kernels.serving.layers import extend
 from gdpa_kernels.serving.sums import StoredSums
 from gdpa_lab.measuring.inputs import cu_seqlens
@@ -99,7 +97,6 @@ for update in range(1, UPDATES + 1):
         errors[update] = {name: apart(x, wanted) for name, x in sums.items()}
 errors = pd.DataFrame(errors).T.rename_axis("updates")
 last = errors.loc[UPDATES]
-chapter.glue(updates=UPDATES, same=last[SAME], other=last[OTHER], low=100 * last[LOW])
 assert last[SAME] < 1e-5 < 1e-3 < last[[OTHER, LOW]].min(), "the caption"
 assert 5 < last[OTHER] / errors.loc[1_000, OTHER] < 20, "the text: in proportion"
 
@@ -132,14 +129,13 @@ chapter.figure(chart, data=errors.reset_index(), emulated="v1_tiled on a CPU; su
 # \end{aligned}
 # $$ (eq-adds-up)
 #
-# The second line holds because the term of one key does not depend on any other key. In softmax
-# attention each exponential is divided by the sum of all of them, so a part must return the
+# The term of one key does not depend on any other key. In softmax attention a part must return the
 # logarithm of its own sum, and a merge rescales both parts
-# {cite}`milakov2018online,dao2022flashattention`. Here the merge is an addition.
+# {cite}`milakov2018online,dao2022flashattention`.
 #
-# What remains is rounding. A kernel adds in fp32 and rounds once, at the end, so two results in
-# bf16 have already been rounded when they meet. `gdpa` therefore returns its fp32 sum if asked
-# (`out_dtype`), and can add to one before it rounds (`add_to`):
+# What remains is rounding: two results in bf16 have already been rounded when they meet. `gdpa`
+# therefore returns its fp32 sum if asked (`out_dtype`), and can add to one before it rounds
+# (`add_to`):
 
 
 # %% tags=["remove-cell"]
@@ -213,7 +209,7 @@ assert split["factor"].idxmax() == 1 and split["factor"].min() > 0.95, "the capt
 #
 # A server that has read a history once wants to keep the keys and values of every layer and compute
 # only the rows of new events. That is right if no old row changes when an event is appended.
-# `Model` takes the properties that decide this, and says which rows stay:
+# `HistoryRules` takes the properties that decide this, and says which rows stay:
 
 # %% tags=["hide-input"]
 ROWS, AT = 12, 6
@@ -227,7 +223,7 @@ kinds = {
 reused = {}
 for kind, options in kinds.items():
     for change, rows, position in (("append", ROWS, ROWS), ("delete", ROWS - 1, AT)):
-        right = [rows - len(wrong) for wrong in Model(3, **options).changed(rows, position)]
+        right = [rows - len(wrong) for wrong in HistoryRules(3, **options).changed(rows, position)]
         reused.setdefault(kind, {})[f"{change}: layers 1, 2, 3"] = ", ".join(map(str, right))
 assert reused["causal"]["append: layers 1, 2, 3"] == "12, 12, 12", "the caption"
 
@@ -237,17 +233,16 @@ chapter.table(
     caption="**A causal model keeps its cache when events are appended; several popular features "
     "break that.** Rows whose keys and values stay right: of 12 after an append, of 11 others "
     "after the seventh event is deleted.",
-    computed="serving.validity.Model, whose rules tests compare with models by brute force",
+    computed="serving.validity.HistoryRules, which tests compare with models by brute force",
 )  # fmt: skip
 
 # %% [markdown]
 # A bidirectional model cannot use a cache, because the new event is already in the keys of its
-# second layer. The next two rows concern causal models that embed recency, as a public ranking
-# model does {cite}`generativerecommenders`. `PagedCache` refuses an append that would make rows
-# wrong, and says why:
+# second layer. The next two rows concern causal models that embed recency
+# {cite}`generativerecommenders`. `PagedCache` refuses an append that would make rows wrong:
 
 # %%
-recent = Model(3, positions="from_end")
+recent = HistoryRules(3, positions="from_end")
 cache = PagedCache(recent, num_pages=8, page_size=4, num_kv_heads=2, head_dim=8)
 cache.append(["ann"], [5])
 try:
@@ -256,12 +251,12 @@ except ValueError as error:
     print(error)
 
 # %% [markdown]
-# For a model that passes, two layers that read five events and then two more give the same rows as
-# one call over all seven:
+# For a model that passes, five events and then two more give the same rows as one call over all
+# seven:
 
 # %% tags=["hide-input"]
 layers = [GDPASelfAttention(16, 2, causal=True, dtype=torch.float64) for _ in range(2)]
-cache = PagedCache(Model(2), 8, 4, num_kv_heads=2, head_dim=8, dtype=torch.float64)
+cache = PagedCache(HistoryRules(2), 8, 4, num_kv_heads=2, head_dim=8, dtype=torch.float64)
 events = torch.randn(7, 16, dtype=torch.float64)
 for x in events.split([5, 2]):
     new = cache.append(["ann"], [len(x)])
@@ -296,27 +291,25 @@ print("the same bits as without the two:", torch.equal(stored.total[0], stored.t
 # %% [markdown]
 # {numref}`fig-sum-rounding` shows the catch. Forward v1 rounds $P$ to bf16 before its second matmul
 # and the definition does not, so their terms differ. If one adds and the other deletes, the
-# difference stays behind each time an event comes and goes, and the error grows in proportion to
-# the updates. If the same kernel does both, a term leaves exactly as it came, and only the fp32
-# sum itself rounds. A sum kept in bf16 is {glue:text}`low:.0f` % off at the end. So a sum belongs
-# to the kernel that made it; `StoredSums` refuses to go on with a sum of another.
+# difference stays behind, and the error grows in proportion to the updates. So a sum belongs to the
+# kernel that made it; `StoredSums` refuses to go on with a sum of another.
 #
 # With `exact=True` each term is rounded once to an integer number of $2^{-30}$. Integers add
 # without error, so nothing of a deleted event remains. If you delete for privacy, use it: an fp32
-# sum keeps a trace in its last digits. Behind a second attention layer no sum helps, because the
-# deleted event is in the keys of later ones. There `PagedCache.edit` keeps the rows before the
-# event, and you compute the others again.
+# sum keeps a trace in its last digits. Behind a second attention layer the deleted event is in the
+# keys of later ones: `PagedCache.edit` keeps the rows before the event, and you compute the others
+# again.
 #
 # ## Candidates over a history
 #
 # A ranking model scores many candidates for each user. A candidate sees the history and itself, so
-# its attention is a sum of two terms, one over the history and one over itself:
+# its attention is a sum of two terms:
 
 # %% tags=["remove-cell"]
 assert torch.equal(stored.total[0], stored.total[1]), "the text"
 HISTORY, SHOWN = [9, 4], [3, 5]
 old, new = (draw(sum(n), 2, 16, torch.float64) for n in (HISTORY, SHOWN))
-cache = PagedCache(Model(1), 8, 4, num_kv_heads=2, head_dim=16, dtype=torch.float64)
+cache = PagedCache(HistoryRules(1), 8, 4, num_kv_heads=2, head_dim=16, dtype=torch.float64)
 cache.write(0, cache.append(["ann", "bob"], HISTORY), old, old)
 pages, offsets = cache.pages(["ann", "bob"]), cu_seqlens(SHOWN, "cpu")
 q = k = v = new
@@ -337,24 +330,23 @@ SCORED = ["users", "events", "candidates"]
 scored = medians("scores", [*SCORED, "way"]).unstack("way")[[*_times.WAYS]]
 paged = scored["pages of 64"]
 chapter.glue(
-    together=float((scores - theirs).abs().max()), ridge=ridge,
+    ridge=ridge,
     gathering=(scored["gathered"] / paged).max(), floor=limits.floor_us(*counts(10, 2048, 6300)),
     dlrm=paged.loc[10, 6300, 2048],
 )  # fmt: skip
 requests = chapter.recorded("requests")
 
 # %% [markdown]
-# One call over history and candidates with the mask `num_targets` gives the same scores, within
-# {glue:text}`together:.0e` in fp64.
+# One call over history and candidates with the mask `num_targets` gives the same scores.
 #
-# When is it fast? A key and its value are $4 d$ bytes in bf16. With $m$ candidates they
-# take part in $4 m d$ FLOPs, which is $m$ FLOPs per byte. At the rates of our H200, a request is
-# limited by memory below {glue:text}`ridge:.0f` candidates per user, and by matmuls above
-# (modelled). Take ten users with 6,300 events and 2,048 candidates each, sizes of MLPerf's DLRMv3.
-# The history takes at least {glue:text}`floor:.0f` µs by the count; `score` takes
-# {glue:text}`dlrm:.0f` µs, the candidates' own term included. Where forward v8 runs and a page
-# holds a multiple of 64 tokens, its producer reads the pages where they are, up to
-# {glue:text}`gathering:.1f` times as fast as with a gather before it.
+# A key and its value are $4 d$ bytes in bf16. With $m$ candidates they take part in $4 m d$ FLOPs,
+# which is $m$ FLOPs per byte. At the rates of our H200, a request is limited by memory below
+# {glue:text}`ridge:.0f` candidates per user, and by matmuls above (modelled). Take ten users with
+# 6,300 events and 2,048 candidates each, sizes of MLPerf's DLRMv3. The history takes at least
+# {glue:text}`floor:.0f` µs by the count; `score` takes {glue:text}`dlrm:.0f` µs, the candidates'
+# own term included. Where forward v8 runs and a page holds a multiple of 64 tokens, its producer
+# reads the pages where they are, up to {glue:text}`gathering:.1f` times as fast as with a gather
+# before it.
 
 # %% tags=["remove-input"]
 chapter.table(
@@ -367,10 +359,9 @@ chapter.table(
 assert (paged < scored[["gathered", "one call of v1"]].min(axis=1)).all(), "the caption"
 
 # %% [markdown]
-# With few candidates `score` takes two calls, since only the call over the history can split its
-# keys. A whole server is `examples/serve.py`: five layers, ten users a request whose histories of
-# up to 16,384 events grow by eight, 2,048 candidates each. With 8,000 pages of 64 tokens not all
-# users fit, and those who were evicted are read again:
+# A whole server is `examples/serve.py`: five layers, ten users a request whose histories of up to
+# 16,384 events grow by eight, 2,048 candidates each. With 8,000 pages of 64 tokens not all users
+# fit, and those who were evicted are read again:
 
 # %% tags=["remove-input"]
 SETTING = ["pages", "qps", "served_qps", "hit_ratio"]
@@ -431,17 +422,13 @@ assert (measured["received"] == measured["predicted"]).all(), "the text"
 worst = max(map(max, measured["errors"]))
 busy = measured[measured["stationary"] == "queries"].set_index("layout")["busiest"]
 assert worst < 1e-14 and busy["zigzag"] < busy["contiguous"], "the text"
-chapter.glue(
-    worst=worst, ways=len(measured),
-    contiguous=busy["contiguous"], zigzag=busy["zigzag"],
-)  # fmt: skip
+chapter.glue(contiguous=busy["contiguous"], zigzag=busy["zigzag"])
 
 # %% [markdown]
-# Two processes on a CPU gave the outputs and gradients of one to {glue:text}`worst:.0e` when this
-# page was built, in {glue:text}`ways:.0f` ways, and received the bytes predicted. With contiguous
-# shards the busier rank does {glue:text}`contiguous:.2f` times the mean work, since late rows see
-# more keys; with zigzag shards, an early and a late piece for each rank, {glue:text}`zigzag:.2f`
-# times. On two GPUs:
+# Two processes on a CPU gave the outputs and gradients of one, and received the bytes predicted.
+# With contiguous shards the busier rank does {glue:text}`contiguous:.2f` times the mean work, since
+# late rows see more keys; with zigzag shards, an early and a late piece for each rank,
+# {glue:text}`zigzag:.2f` times. On two GPUs:
 
 
 # %% tags=["remove-input"]
@@ -466,7 +453,6 @@ chapter.table(
 assert most == {"one history": ("contiguous", "sequences"), "eight": ("contiguous", "keys")}
 
 # %% [markdown]
-#
 # ## Limits
 #
 # - A norm, a gate or a division comes *after* the sum: store the sum, not its result.
@@ -497,7 +483,7 @@ chapter.glue(after=UPDATES * (2e-4 / last[SAME]) ** 2 / 1e6, law=last[SAME] / UP
 #
 # ## Takeaways
 #
-# - Without normalisation, attention over a union is the sum of attention over its parts. Keep the
-#   parts in fp32 and round once.
-# - A cache is valid if old rows depend on nothing later. Let code check that.
+# - Attention without softmax over a union is the sum over its parts. Keep them in fp32 and round
+#   once.
+# - A cache is valid if old rows depend on nothing later.
 # - Delete with the kernel that added, or use integers. Behind a second layer, recompute.

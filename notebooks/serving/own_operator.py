@@ -10,9 +10,9 @@
 # something to the scores. What has to change, and how do you know that it is right?
 #
 # :::{admonition} In this chapter (30 minutes)
-# You will register an activation with its derivative and see a wrong derivative refused, choose
-# among the masks that exist, add a relative bias with gradients, and run a kernel with a planted
-# error that one activation hides and yours reveals.
+# You will register an activation with its derivative, choose among the masks that exist, add a
+# relative bias with gradients, and run a kernel with a planted error that one activation hides and
+# yours reveals.
 # :::
 
 # %% tags=["hide-input"]
@@ -96,15 +96,11 @@ chapter.figure(
 # | test | value and slope against autograd | draw it | gradients of the tables |
 # | you write | two `@triton.jit` functions | arguments, if one fits | a `RelativeBias` |
 #
-# An activation may be any function of one score. Masks and biases come as a fixed set of arguments,
-# because a kernel must know which blocks it can skip and which entry of a table a pair reads.
-#
 # ## An activation
 #
 # Softplus, $\ln(1 + e^x)$, is a smooth ReLU whose derivative is the sigmoid. It makes a good test,
-# because it is *not* zero at zero. A kernel needs two functions of a tile of scores in fp32. The
-# forward pass needs the value. The backward pass needs value and slope together, since the two
-# usually share their expensive part, here an exponential of $-|x|$, which cannot overflow:
+# because it is *not* zero at zero. The forward pass needs the value of a tile of scores in fp32,
+# the backward pass value and slope together, since the two usually share their expensive part:
 
 
 # %%
@@ -123,12 +119,11 @@ def softplus_and_slope(x):
 register_activation("softplus", softplus, softplus_and_slope, F.softplus)
 
 # %% [markdown]
-# The last argument is the definition in PyTorch. Autograd differentiates it, and the slope is
-# compared with the result. Before the first kernel runs, both jit functions are evaluated at 4,097
-# points from −20 to 20. They must be within $2^{-10}(1 + |x|)$ of the definition and of its
-# derivative, which is half of the rounding to bf16 that follows. Scores have no bound, so 1,000
-# more points, out to $2^{43}$, are compared as well. From then on the name works in every product,
-# in layers, under `torch.compile`, and for one head among others.
+# The last argument is the definition in PyTorch, which autograd differentiates. Before the first
+# kernel runs, both jit functions are evaluated at 4,097 points from −20 to 20 and 1,000 more, out
+# to $2^{43}$. They must be within $2^{-10}(1 + |x|)$ of the definition and of its derivative, half
+# of the rounding to bf16 that follows. From then on the name works in every product, in layers,
+# under `torch.compile`, and for one head among others.
 #
 # What if the slope is wrong? In this copy someone pasted the slope of the sigmoid, `y * (1 - y)`:
 
@@ -163,13 +158,10 @@ for name, is_right in (("softplus", True), ("pasted", False)):
         assert not is_right and "the slope of activation 'pasted'" in str(error), "the text"
 
 # %% [markdown]
-# The message names the function, the point and both values. Without the check, this model would
-# run, and its forward pass would be right. It would only train badly.
+# Without the check, the forward pass would be right, and the model would only train badly.
 #
-# Agreement at points is half of the evidence. The other half is the operator. Both of its kernels
-# run in the {doc}`emulator <../tools/emulator>` on lengths around the edges of a tile, and outputs
-# and gradients are compared with fp64. Twice the error of the same mathematics in PyTorch's bf16,
-# plus one rounding, is allowed:
+# After this check both kernels of the operator run in the {doc}`emulator <../tools/emulator>` on
+# lengths around the edges of a tile, against fp64:
 
 # %% tags=["hide-input"]
 inputs = studies.batch((1, 63, 0, 70), heads=2, head_dim=32, activation="softplus")
@@ -236,9 +228,7 @@ read = torch.autograd.grad(biased(positions, times).sum(), (positions, times))
 print("entries that got one:", [int((x != 0).sum()) for x in read], "of", [11, 32])
 
 # %% [markdown]
-# `gradcheck` compares the gradients with differences of outputs. Only entries that some pair reads
-# get one: under a causal mask, six of the eleven distances. In the kernel a bias is one load and
-# one addition per pair.
+# `gradcheck` compares the gradients with differences of outputs.
 #
 # Two details are easy to get wrong. A bucket must be found by comparing whole numbers, because a
 # rounded logarithm could put the same time into different buckets on two devices. And with HSTU's
@@ -293,13 +283,10 @@ plain = {"reference", "v0_eager", "v1_tiled", "v1_tiled_backward"}
 assert biased == plain, "the text: only the plain kernels take a relative bias"
 
 # %% [markdown]
-# GELU hides the error. It is zero at zero, so clearing the score also clears $P$. Softplus is
-# $\ln 2$ at zero, and every hidden pair adds $\ln 2$ of its value. In a backward pass even GELU
-# would show the error, because its derivative at zero is 1/2. In other words, *test a mask with a
-# function that is not zero at zero*, in both directions.
-#
-# A missing wait is found without any wrong number: the emulator follows who may read what
-# ({doc}`../tools/emulator`).
+# GELU hides the error. It is zero at zero, so clearing the score also clears $P$. Softplus is $\ln
+# 2$ at zero, and every hidden pair adds $\ln 2$ of its value. In a backward pass even GELU would
+# show the error, because its derivative at zero is 1/2. So *test a mask with a function that is not
+# zero at zero*, in both directions.
 #
 # ## Limits
 #
@@ -378,4 +365,4 @@ assert (torch.cat([history, rest]) - whole).abs().max() < 1e-14, "the solution"
 # - Write value and slope together, and let autograd differentiate the definition. Two derivatives
 #   written by one person share their mistakes.
 # - Mask after the activation and after its derivative, and draw every mask once.
-# - Plant an error in a copy of your kernel. A test that does not find it tests something else.
+# - Plant an error in a copy of your kernel: your test must find it.

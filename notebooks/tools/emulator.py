@@ -11,11 +11,8 @@
 #
 # :::{admonition} In this chapter (50 minutes)
 # You will step through a kernel of two {term}`roles <role>`, build the barriers between them in ten
-# lines, and see why a race is found even when the result is right. All {glue:text}`small:.0f`
-# mistakes planted in the kernel's synchronisation are found. On the H200 all
-# {glue:text}`outputs:.0f` outputs that were compared agree with the emulator's within one rounding.
-# Needed from before: {term}`TLX`, {term}`TMA` and the {term}`mbarrier` of
-# {doc}`../operator/machine`.
+# lines, and see why a race is found even when the result is right. You need {term}`TLX`,
+# {term}`TMA` and the {term}`mbarrier` of {doc}`../operator/machine`.
 # :::
 
 # %% tags=["hide-input"]
@@ -99,9 +96,7 @@ studies.framed("emulator-pipeline.html", "Two roles, step by step", opened=True)
 # %% [markdown]
 # ## A barrier is two counters and a parity
 #
-# An mbarrier {cite}`nvidiaptx` counts down the arrivals and announced bytes that its current phase
-# still lacks. At zero the next phase begins. A wait names no phase, only a parity, and passes if
-# the last completed phase has that parity:
+# The mbarrier of {doc}`../operator/machine`, in Python:
 
 
 # %%
@@ -128,8 +123,8 @@ full.arrive(count=0, deliver=16384)
 print("delivered:", full.passes(0))
 
 # %% [markdown]
-# A fresh barrier lets a wait for parity 1 pass. That is why `load` waits with `phase ^ 1`: it finds
-# its buffers empty although nobody has released them yet.
+# Since a fresh barrier passes a wait for parity 1, `load` waits with `phase ^ 1`: it finds its
+# buffers empty although nobody has released them yet.
 #
 # With two readers, `k_empty` expects two arrivals. A fast reader cannot arrive twice: the next copy
 # is not made before the slow reader has arrived.
@@ -209,9 +204,9 @@ print(f"of {len(errors)} schedules: a race under {races}, a wrong result under {
 # Threads reach shared memory through the generic **proxy**, TMA and tensor cores through the
 # asynchronous one, and the two do not see each other's writes by themselves. A **fence**,
 # `tlx.fence("async_shared")` after the stores and before the arrival, makes them visible
-# {cite}`nvidiaptx`. A second list holds up to which step each role's stores lie behind a fence. A
-# copy that reads what a role stored without one raises `MissingFence`. Before TMA stores and MMAs
-# the compiler inserts the fence itself, so there the emulator does not ask for it.
+# {cite}`nvidiaptx`. A second clock records each role's last store that a fence has covered. A copy
+# that reads what a role stored without one raises `MissingFence`. Before TMA stores and MMAs the
+# compiler inserts the fence itself, so there the emulator does not ask for it.
 #
 # ## A parity knows only even and odd
 #
@@ -223,11 +218,10 @@ print(studies.findings(lambda: turns.main(slots=3, roles=2, rows=6), ["modelled"
 
 # %% [markdown]
 # One of our block attention kernels did this. On the H200 some variants failed only after many
-# launches; the emulator had seen nothing, since it hardly ever made a copy late enough. So it no
-# longer tries to hit the bad order. It demands proof of the right one.
+# launches; the emulator had seen nothing, since it hardly ever made a copy late enough. So it
+# demands proof of the right order.
 #
 # ## Evidence
-#
 
 # %% tags=["remove-input"]
 broken = mutants.enumerate_mutants(Path(pipeline.__file__), "pipeline_kernel")
@@ -239,7 +233,7 @@ chapter.predict(text, 100 * detected / len(broken), least=95, form=".0f", unit="
 text = "A GPU's outputs differ by one rounding at most."
 chapter.predict(text, agreement["roundings"].max(), most=1)
 chapter.glue(
-    small=len(broken), outputs=len(agreement), launches=len(hopper.CASES) + len(blackwell.CASES),
+    launches=len(hopper.CASES) + len(blackwell.CASES),
     random=test_tutorials.RANDOM_SCHEDULES, subjects=len(test_mutants.SUBJECTS),
     harmless=sum(map(len, test_mutants.HARMLESS.values())), of=chapter.record().id,
 )  # fmt: skip
@@ -249,13 +243,12 @@ chapter.predictions()
 # The tests break {glue:text}`subjects:.0f` kernels of fbtriton's tutorials {cite}`fbtriton` and of
 # this book likewise; {glue:text}`harmless:.0f` mutants may go unnoticed, each listed with the
 # reason why it is still right. They also run the tutorials as they are, {glue:text}`launches:.0f`
-# launches under {glue:text}`random:.0f` random schedules each. Tutorials for Blackwell have run
-# nowhere else here. The outputs of a GPU are measured (record {glue:text}`of`); a rounding is the
-# spacing of the dtype at the output's largest value.
+# launches under {glue:text}`random:.0f` random schedules each. The outputs of a GPU are measured
+# (record {glue:text}`of`); a rounding is the spacing of the dtype at the output's largest value.
 #
 # ## It found a bug that nobody had planted
 #
-# For a while each alarm was a bug of ours. This one was in a tutorial:
+# Until then every alarm had been our own bug. This one was in a tutorial:
 
 # %% tags=["remove-input"]
 (case,) = (case for case in blackwell.CASES if case.name == "blackwell_fa_ws small")
@@ -374,4 +367,3 @@ for module in (deadlock, race, phase):
 #
 # - Order decides whether a kernel is right, and order can be computed on a CPU.
 # - A right result is weak evidence: the early release showed in the clocks under every schedule.
-# - Test the tester: kernels broken on purpose say what it finds.

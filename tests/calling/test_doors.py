@@ -19,7 +19,7 @@ from gdpa_kernels import (
     gdpa,
     jagged,
 )
-from gdpa_kernels.serving import Model, PagedCache, score
+from gdpa_kernels.serving import HistoryRules, PagedCache, score
 
 TOTAL = 9
 ENDS = torch.tensor([0, 4, TOTAL], dtype=torch.int32)
@@ -28,7 +28,7 @@ X = torch.randn(TOTAL, 32, generator=torch.Generator().manual_seed(3))
 
 
 def scored(offsets, max_seqlen=5, **options):
-    cache = PagedCache(Model(1), 4, 4, 2, 16, dtype=torch.float32)
+    cache = PagedCache(HistoryRules(1), 4, 4, 2, 16, dtype=torch.float32)
     return score(
         *QKV, offsets, max_seqlen, cache, 0, cache.pages([1, 2], missing="empty"), **options
     )

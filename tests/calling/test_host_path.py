@@ -19,7 +19,7 @@ import tritonemu
 from gdpa_kernels import Lengths, block_attention, gdpa
 from gdpa_kernels.calling.launch import launch
 from gdpa_kernels.calling.launches import Launch, launches
-from gdpa_kernels.serving import Model, PagedCache, score
+from gdpa_kernels.serving import HistoryRules, PagedCache, score
 
 PACKAGE, EMULATOR, TRITON = (
     str(Path(each.__file__).parent) for each in (gdpa_kernels, tritonemu, triton)
@@ -121,7 +121,7 @@ def calls_of(what: str) -> Callable[[], object]:
 
 def scoring() -> Callable[[], object]:
     """Few users with long histories, whose keys are split."""
-    cache = PagedCache(Model(1), 40, 128, 2, 128)
+    cache = PagedCache(HistoryRules(1), 40, 128, 2, 128)
     users, x = list(range(8)), torch.zeros(8 * 512, 2, 128, dtype=torch.bfloat16)
     with tritonemu.enabled():
         cache.write(0, cache.append(users, [512] * 8), x, x)

@@ -683,7 +683,7 @@ def test_the_offsets_of_keys_can_be_made_in_a_capture(capturing):
     lengths, layer = Lengths(offsets(FIRST)), PFFN(32, 2, 8, 5)
     capturing()
     with Seen() as seen:
-        keys = layer._keys(Sequences(lengths.cu_seqlens, lengths=lengths))
+        keys = layer._key_sequences(Sequences(lengths.cu_seqlens, lengths=lengths))
         longer = lengths.extended(2)
     assert not {*seen.names("aten")} & {"_to_copy", "copy_"}
     made = keys.lengths

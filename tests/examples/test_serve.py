@@ -6,7 +6,7 @@ import pytest
 import serve
 import torch
 
-from gdpa_kernels.serving import Model, PagedCache
+from gdpa_kernels.serving import HistoryRules, PagedCache
 
 SMALL = ["--layers", "2", "--dim", "32", "--heads", "2", "--history", "24", "--candidates", "6"]
 SMALL += ["--users", "5", "--batch", "2", "--requests", "6", "--page-size", "4", "--qps", "50"]
@@ -26,7 +26,7 @@ def test_latencies_and_hits_are_told(tmp_path):
 def test_scores_are_those_of_whole_histories():
     torch.manual_seed(0)
     model = serve.Stack(2, 32, 2, 30).double()
-    kept = PagedCache(Model(2), 20, 4, 2, 16, dtype=torch.float64)
+    kept = PagedCache(HistoryRules(2), 20, 4, 2, 16, dtype=torch.float64)
     server = serve.Server(model, kept)
     history, shown = torch.randint(serve.ITEMS, (9,)), torch.randint(serve.ITEMS, (1, 4))
     server.read([3], [history[:5]])
@@ -48,7 +48,7 @@ def test_who_was_not_read_to_the_end_is_read_again(layer, part):
     events, shown = [torch.arange(10), torch.arange(10, 22)], torch.arange(6).view(2, 3)
     found = []
     for fails in (False, True):
-        server = serve.Server(model, PagedCache(Model(2), 16, 4, 2, 8, dtype=torch.float64))
+        server = serve.Server(model, PagedCache(HistoryRules(2), 16, 4, 2, 8, dtype=torch.float64))
         if fails:
             module = getattr(model.attentions[layer], part)
             handle = module.register_forward_pre_hook(out_of_memory)

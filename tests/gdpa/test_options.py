@@ -177,7 +177,7 @@ def test_one_graph_is_compiled(name):
 def test_no_option_is_left_out():
     """One that a rung declares, or that `gdpa` takes, needs a call of its own above; a history is
     of `score` (tests/serving/test_pages.py)."""
-    assert {x for _, rung in PRODUCTS for x in rung.requires.extras} - {"history"} == {
+    assert {x for _, rung in PRODUCTS for x in rung.requires.extras} - {"paged_kv"} == {
         x for extras, _ in CALLS.values() for x in extras
     }
     taken = {x for _, options in CALLS.values() for x in options}

@@ -108,6 +108,8 @@ def test_a_failed_row_is_a_cross_and_not_a_point(table):
     crosses = [line for line in axis.lines if line.get_marker() == "x"]
     assert [list(line.get_xydata()[0]) for line in crosses] == [[3, 0]]
     assert any("cross: not timed" in text for text in texts(axis))
+    untried, _ = draw(kept).axes
+    assert not any(line.get_marker() == "x" for line in untried.lines)
 
 
 def test_what_is_missing_or_ambiguous_is_refused(table):

@@ -1,6 +1,7 @@
 """Histories in pages, found again or not at all; candidates over them are those of one call."""
 
 import copy
+import itertools
 from contextlib import ExitStack, contextmanager
 from unittest import mock
 
@@ -12,11 +13,12 @@ from gdpa_kernels import Lengths, gdpa
 from gdpa_kernels.calling.launches import launches
 from gdpa_kernels.serving import PagedCache, Pages, score
 from gdpa_kernels.serving import cache as caches
-from gdpa_kernels.serving.validity import Model
+from gdpa_kernels.serving.validity import HistoryRules
 from gdpa_lab.measuring.compile_check import build_launch, read
 from tests.calls import assert_same_bits, full_of_nan
-from tests.models import model_of
+from tests.models import rules_of
 from tests.serving.test_validity import ALONE, COMBINED, LAYERS, ROWS, WIDTH, inputs
+from tests.stateful.machine import Interruption, interrupted
 
 HEADS, DIM, PAGE = 2, 16, 4
 FP64, FP32, BF16 = torch.float64, torch.float32, torch.bfloat16
@@ -31,25 +33,25 @@ def draw(n: int, seed: int, dtype: torch.dtype = FP64) -> torch.Tensor:
     return torch.randn(n, HEADS, DIM, generator=make).to(dtype)
 
 
-def cache(num_pages: int = 6, dtype: torch.dtype = FP64, **model) -> PagedCache:
-    return PagedCache(model_of(**model), num_pages, PAGE, HEADS, DIM, dtype=dtype)
+def cache(num_pages: int = 6, dtype: torch.dtype = FP64, **rules) -> PagedCache:
+    return PagedCache(rules_of(**rules), num_pages, PAGE, HEADS, DIM, dtype=dtype)
 
 
 def filled(kept: PagedCache, users: list, counts: list[int], seed: int = 0, epochs=None):
     """The keys and values that were appended, of the last layer."""
-    at = kept.append(users, counts, epochs)
-    for layer in range(kept.model.num_layers):
+    table = kept.append(users, counts, epochs)
+    for layer in range(kept.rules.num_layers):
         k, v = (draw(sum(counts), 10 * seed + 2 * layer + i, kept.data.dtype) for i in range(2))
-        kept.write(layer, at, k, v)
+        kept.write(layer, table, k, v)
     return k, v
 
 
 def test_what_was_appended_is_read_in_order():
     kept = cache()
     first, second = filled(kept, ["a", "b"], [5, 2]), filled(kept, ["b", "a"], [3, 4], 1)
-    at = kept.pages(["b", "nobody", "a"], missing="empty")
-    assert at.cu_seqlens.tolist() == [0, 5, 5, 14] and at.max_seqlen == 9
-    for x, y, found in zip(first, second, kept.read(1, at), strict=True):
+    table = kept.pages(["b", "nobody", "a"], missing="empty")
+    assert table.cu_seqlens.tolist() == [0, 5, 5, 14] and table.max_seqlen == 9
+    for x, y, found in zip(first, second, kept.read(1, table), strict=True):
         assert torch.equal(found, torch.cat((x[5:], y[:3], x[:5], y[3:])))
 
 
@@ -57,11 +59,11 @@ def test_the_pages_are_those_of_the_field():
     """A page of keys and values, found as FlashInfer's documentation describes it."""
     kept = cache()
     k, v = filled(kept, ["a", "b"], [9, 4])
-    at = kept.pages(["a", "nobody", "b"], missing="empty")
-    assert at.last_page_len.tolist() == [1, 0, 4] and at.kv_indptr.tolist() == [0, 3, 3, 4]
+    table = kept.pages(["a", "nobody", "b"], missing="empty")
+    assert table.last_page_len.tolist() == [1, 0, 4] and table.kv_indptr.tolist() == [0, 3, 3, 4]
     tokens = []
-    for i, last in enumerate(at.last_page_len.tolist()):
-        pages = at.kv_indices[at.kv_indptr[i] : at.kv_indptr[i + 1]].tolist()
+    for i, last in enumerate(table.last_page_len.tolist()):
+        pages = table.kv_indices[table.kv_indptr[i] : table.kv_indptr[i + 1]].tolist()
         full = [kept.data[1, page] for page in pages]
         tokens += [x if x is not full[-1] else x[:, :last] for x in full]
     assert torch.equal(torch.cat(tokens, 1), torch.stack((k, v)))
@@ -81,12 +83,12 @@ def test_an_edited_history_is_never_found():
     assert torch.equal(kept.read(1, kept.pages(["a"], ["after"]))[0], k)
 
 
-@pytest.mark.parametrize("model, rows", [({}, 5), ({"causal": False}, 0), ({"num_layers": 1}, 5)])
-def test_an_edit_keeps_what_the_model_keeps(model, rows):
-    kept = cache(**model)
+@pytest.mark.parametrize("rules, rows", [({}, 5), ({"causal": False}, 0), ({"num_layers": 1}, 5)])
+def test_an_edit_keeps_what_the_rules_keep(rules, rows):
+    kept = cache(**rules)
     k, _ = filled(kept, ["a"], [9])
     assert kept.edit("a", 5, epoch=1, added=False) == kept.length("a", 1) == rows
-    assert torch.equal(kept.read(kept.model.num_layers - 1, kept.pages(["a"], [1]))[0], k[:rows])
+    assert torch.equal(kept.read(kept.rules.num_layers - 1, kept.pages(["a"], [1]))[0], k[:rows])
     filled(kept, ["b"], [4 * (6 - -(-rows // PAGE))])  # all pages that this leaves
     assert kept.length("a", 1) == rows
     assert kept.edit("nobody", 0, epoch=1, added=True) == 0
@@ -95,14 +97,14 @@ def test_an_edit_keeps_what_the_model_keeps(model, rows):
 @pytest.mark.parametrize("options", COMBINED + ALONE, ids=str)
 def test_an_edit_keeps_no_row_that_changed(options):
     """At every place an event is deleted, and one is added; the rows are computed again."""
-    model = model_of(LAYERS, **options)
+    rules = rules_of(LAYERS, **options)
     longer = torch.randn(ROWS + 1, WIDTH, generator=torch.Generator().manual_seed(1), dtype=FP64)
     times = torch.arange(ROWS + 1) * 2
     for at in range(ROWS + 1):
         others = [i for i in range(ROWS + 1) if i != at]
-        rows = [inputs(model, longer, times), inputs(model, longer[others], times[others])]
+        rows = [inputs(rules, longer, times), inputs(rules, longer[others], times[others])]
         for before, after in (rows, rows[::-1]):
-            kept = PagedCache(model, 4, PAGE, 1, WIDTH, dtype=FP64)
+            kept = PagedCache(rules, 4, PAGE, 1, WIDTH, dtype=FP64)
             new = kept.append(["a"], [len(before[0])])
             for layer, x in enumerate(before):
                 kept.write(layer, new, x[:, None], x[:, None])
@@ -161,6 +163,16 @@ def test_the_least_recently_used_users_go_first():
     assert torch.equal(kept.data, before)
 
 
+def test_users_of_one_call_are_used_in_their_order():
+    kept = cache()
+    for user in "abc":
+        filled(kept, [user], [8])
+    kept.pages(["c", "a"])
+    for new, left in (("d", [8, 0, 8]), ("e", [8, 0, 0]), ("f", [0, 0, 0])):
+        filled(kept, [new], [5])
+        assert [kept.length(user) for user in "abc"] == left
+
+
 def test_an_empty_history_has_no_page_to_give():
     kept = cache()
     kept.append(["empty"], [0])
@@ -187,7 +199,7 @@ def test_an_append_that_fails_changes_nothing(monkeypatch, edited):
         raise torch.OutOfMemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr(caches, "locate", fails)
+        patch.setattr(caches, "page_table", fails)
         with pytest.raises(torch.OutOfMemoryError):
             held.append(["a"], [2], [int(edited)])
     assert held.length("a", int(edited)) == length
@@ -200,7 +212,7 @@ def test_pages_of_an_append_that_failed_are_free_for_others(monkeypatch):
     held = cache()
     pages = held.data.shape[1]
     with monkeypatch.context() as patch:
-        patch.setattr(caches, "locate", None)
+        patch.setattr(caches, "page_table", None)
         with pytest.raises(TypeError):
             held.append(["a"], [(pages - 1) * held.page_size])
     assert held.pages(["a"]).kv_indptr.tolist() == [0, 0]
@@ -208,7 +220,25 @@ def test_pages_of_an_append_that_failed_are_free_for_others(monkeypatch):
     assert sorted(both.kv_indices.tolist()) == [*range(pages)]
 
 
-def test_a_model_that_appends_would_make_wrong_is_refused():
+def test_an_append_that_is_interrupted_after_one_that_failed_loses_no_page():
+    """It frees the pages that the other one had taken, at any line all of them or none."""
+    for line in itertools.count(1):
+        held = cache()
+        with mock.patch.object(caches, "page_table", None), pytest.raises(TypeError):
+            held.append(["a"], [9])
+        try:
+            with interrupted(line):
+                held.append(["a"], [1])
+        except Interruption:
+            pass
+        pages = [page for entry in held._entries.values() for page in entry.page_ids]
+        assert sorted(pages + held._free) == [*range(6)], line
+        if held.length("a"):
+            break
+    assert line > 50
+
+
+def test_rules_that_appends_would_break_are_refused():
     kept = cache(positions="from_end", query_time=True)
     filled(kept, ["a"], [3])
     filled(kept, ["a"], [0])
@@ -239,15 +269,15 @@ def grown(kept: PagedCache) -> None:
 def test_pages_that_others_may_have_are_refused(change):
     kept = cache()
     filled(kept, ["a"], [3])
-    at = kept.pages(["a"])
+    table = kept.pages(["a"])
     filled(kept, ["a"], [2])
-    assert kept.read(0, at)[0].shape[0] == 3, "an append leaves them where they were"
+    assert kept.read(0, table)[0].shape[0] == 3, "an append leaves them where they were"
     change(kept)
     told = "pages must be pages that their users still have, got those of 'a' before"
     with pytest.raises(ValueError, match=told):
-        kept.read(0, at)
+        kept.read(0, table)
     with pytest.raises(ValueError, match=told):
-        kept.write(0, at, draw(3, 0), draw(3, 0))
+        kept.write(0, table, draw(3, 0), draw(3, 0))
 
 
 def nobody(kept: PagedCache) -> Pages:
@@ -256,9 +286,9 @@ def nobody(kept: PagedCache) -> Pages:
 
 
 WRONG = (
-    (TypeError, "model must be a validity.Model, got int", lambda: PagedCache(2, 1, 1, 1, 1)),
+    (TypeError, "rules must be HistoryRules, got int", lambda: PagedCache(2, 1, 1, 1, 1)),
     (ValueError, "page_size must be an integer of at least 1, got 0",
-     lambda: PagedCache(Model(1), 1, 0, 1, 1)),
+     lambda: PagedCache(HistoryRules(1), 1, 0, 1, 1)),
     *((TypeError, r"users? must be a number .*use tolist., got tensor.7.", call) for call in (
         lambda: cache().append(torch.tensor([7]), [1]), lambda: cache().pages(torch.tensor([7])),
         lambda: cache().edit(torch.tensor(7), 0, 1, added=True),
@@ -365,7 +395,7 @@ def test_a_sum_in_fp32_of_one_call():
 
 def of_sizes(users: int, heads: int, head_dim: int, history: int, shown: int) -> tuple:
     """q, k, v and the other arguments of `score`: as many events, and as many candidates, each."""
-    kept = PagedCache(Model(1), users * -(-history // 64), 64, heads, head_dim)
+    kept = PagedCache(HistoryRules(1), users * -(-history // 64), 64, heads, head_dim)
     none = torch.zeros(users * history, heads, head_dim, dtype=BF16)
     kept.write(0, kept.append([*range(users)], [history] * users), none, none)
     x = torch.zeros(users * shown, heads, head_dim, dtype=BF16)
@@ -424,13 +454,13 @@ def test_nothing_waits_for_the_device(kind, options):
 @pytest.mark.parametrize("rows", ((70, 0, 1), (0, 0, 0)))
 def test_the_kernel_joins_what_pytorch_joins(dim, dtype, rows):
     """Of pages that lie apart, and of strided candidates; memory around is not written."""
-    kept = PagedCache(Model(2), 40, 3, 2, dim, dtype=dtype)
+    kept = PagedCache(HistoryRules(2), 40, 3, 2, dim, dtype=dtype)
     for counts in ([5, 0, 31], [8, 0, 2], [20, 0, 7]):
-        at = kept.append(USERS[:3], counts)
+        table = kept.append(USERS[:3], counts)
         shape = sum(counts), 2, dim
-        kept.write(1, at, torch.randn(shape).to(dtype), torch.randn(shape).to(dtype))
+        kept.write(1, table, torch.randn(shape).to(dtype), torch.randn(shape).to(dtype))
     k, v = torch.randn(sum(rows), 2, 2, dim + 3).to(dtype)[..., 3:].unbind(1)
-    for each in (kept.pages(USERS[:3]), at):  # of the whole histories, and of the last tokens
+    for each in (kept.pages(USERS[:3]), table):  # of the whole histories, and of the last tokens
         given = 1, each, k, v, ends(*rows), max(rows)
         wanted = kept.read_before(*given)
         with tritonemu.enabled(), launches() as seen, full_of_nan():
@@ -443,9 +473,9 @@ def test_the_kernel_joins_what_pytorch_joins(dim, dtype, rows):
 @pytest.mark.parametrize("capability", (80, 90, 100))
 def test_the_kernel_moves_16_bytes_at_once(capability, head_dim):
     """Keys and values of pages and candidates; what says where they lie is read in words."""
-    _, k, v, both, shown, kept, layer, at = of_sizes(2, 4, head_dim, 100, 30)
+    _, k, v, both, shown, kept, layer, table = of_sizes(2, 4, head_dim, 100, 30)
     with tritonemu.enabled(), launches(run=False) as seen:
-        kept.read_before(layer, at, k, v, both, shown)
+        kept.read_before(layer, table, k, v, both, shown)
     code = read(build_launch(seen[-1], capability=capability))
     assert code.spill_bytes == 0 and code.wide["LDG"] and code.wide["STG"]
     assert code.wide["STG"] == code.instructions["STG"]

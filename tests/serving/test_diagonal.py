@@ -11,7 +11,7 @@ from gdpa_kernels.calling.launches import launches
 from gdpa_kernels.gdpa.device.sums import add_up
 from gdpa_kernels.gdpa.reference import activate_heads
 from gdpa_kernels.serving import PagedCache, diagonal, score
-from gdpa_kernels.serving.validity import Model
+from gdpa_kernels.serving.validity import HistoryRules
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
@@ -56,10 +56,10 @@ def test_options(names):
     assert torch.equal(rounded, found.to(BF16))
 
 
-@pytest.mark.parametrize("parts", (1, 2, 3, 5))
-def test_the_parts_of_a_sum_give_the_bits_of_their_sum(parts):
+@pytest.mark.parametrize("addends", (1, 2, 3, 5))
+def test_partial_sums_give_the_bits_of_their_sum(addends):
     q, k, v = (draw(33, 2, 64, seed=seed) for seed in range(3))
-    sums = draw(parts, 33, 2, 64, dtype=FP32)
+    sums = draw(addends, 33, 2, 64, dtype=FP32)
     with tritonemu.enabled():
         found = diagonal.add_diagonal(q, k, v, sums)
         total = add_up(sums, None, torch.empty_like(sums[0]))
@@ -68,9 +68,9 @@ def test_the_parts_of_a_sum_give_the_bits_of_their_sum(parts):
 
 @pytest.fixture
 def kept() -> tuple:
-    cache = PagedCache(Model(1), 8, 4, 2, 32, dtype=BF16)
-    at = cache.append(["a", "b"], [5, 3])
-    cache.write(0, at, draw(8, 2, 32), draw(8, 2, 32, seed=1))
+    cache = PagedCache(HistoryRules(1), 8, 4, 2, 32, dtype=BF16)
+    table = cache.append(["a", "b"], [5, 3])
+    cache.write(0, table, draw(8, 2, 32), draw(8, 2, 32, seed=1))
     whole = cache.pages(["a", "b"])
     return cache, 0, whole
 
@@ -126,10 +126,10 @@ def test_it_loads_whole_vectors(most, arch, head_dim):
     strides = (4 * head_dim, head_dim, 1)
     constants = {name: strides for name in names if name.endswith("STRIDES")} | {
         "NUM_HEADS": 4, "GROUP": 1, "HEAD_DIM": head_dim, "ACTIVATION": "silu",
-        "ROWS": diagonal.ELEMENTS // head_dim, "WIDTH": head_dim, "MOST": most,
+        "ROWS": diagonal.ELEMENTS // head_dim, "WIDTH": head_dim, "MOST_ADDENDS": most,
     }  # fmt: skip
     types = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), "*bf16") | {"add_ptr": "*fp32"}
-    types |= dict.fromkeys(("total", "parts", "size"), "i32")
+    types |= dict.fromkeys(("total", "addends", "size"), "i32")
     types |= dict.fromkeys(("scale", "output_scale"), "fp32")
     signature = {name: types.get(name, "constexpr") for name in names}
     wide = [i for i, n in enumerate(names) if n.endswith("ptr") or n == "size"]

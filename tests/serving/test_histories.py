@@ -13,18 +13,18 @@ import pytest
 import torch
 
 from gdpa_kernels import GDPASelfAttention
-from gdpa_kernels.serving import Model, PagedCache, score, scores
+from gdpa_kernels.serving import HistoryRules, PagedCache, score, scores
 from gdpa_kernels.serving.exclusive import Exclusive
 from gdpa_kernels.serving.layers import candidates, extend
-from tests.models import model_of
+from tests.models import rules_of
 
 FP64 = torch.float64
 HEADS, DIM, PAGE = 2, 4, 4
 WIDTH = HEADS * DIM
 
 
-def cache(pages: int = 8, **model) -> PagedCache:
-    kept = PagedCache(model_of(**{"num_layers": 1} | model), pages, PAGE, HEADS, DIM, dtype=FP64)
+def cache(pages: int = 8, **rules) -> PagedCache:
+    kept = PagedCache(rules_of(**{"num_layers": 1} | rules), pages, PAGE, HEADS, DIM, dtype=FP64)
     kept.data.fill_(torch.nan)
     return kept
 
@@ -37,9 +37,9 @@ def rows(n: int, value: float | None = None) -> torch.Tensor:
 
 def fill(kept: PagedCache, user, count: int, epoch=0, value: float | None = None) -> torch.Tensor:
     """Keys, which are the values, of every layer."""
-    at, x = kept.append([user], [count], [epoch]), rows(count, value)
-    for layer in range(kept.model.num_layers):
-        kept.write(layer, at, x, x)
+    table, x = kept.append([user], [count], [epoch]), rows(count, value)
+    for layer in range(kept.rules.num_layers):
+        kept.write(layer, table, x, x)
     return x
 
 
@@ -71,24 +71,24 @@ def test_pages_of_two_appends_serve_the_last_alone(layer, events):
     """Two requests of one user: the first one's rows are not the last of these pages."""
     kept = cache()
     first, second = kept.append(["u"], [6]), kept.append(["u"], [4])
-    at = kept.pages(["u"])
+    table = kept.pages(["u"])
     with pytest.raises(
         ValueError, match=r"up to their new rows, \[\('u', 0, 6\)\], from the start"
     ):
-        extend(layer, events[:6], kept, 0, first, at)
+        extend(layer, events[:6], kept, 0, first, table)
     told = (
         "pages must follow rows that are written, got rows 6 up to 10 of 'u', of whom layer 0 has 0"
     )
     with pytest.raises(ValueError, match=told):
-        extend(layer, events[6:], kept, 0, second, at)
+        extend(layer, events[6:], kept, 0, second, table)
 
 
 def test_requests_of_one_user_may_overlap(layer, events):
     kept = cache()
     asked = [(kept.append(["u"], [count]), kept.pages(["u"])) for count in (6, 4)]
     found = [
-        extend(layer, x, kept, 0, *at)
-        for x, at in zip(events.split([6, 4]), asked, strict=True)
+        extend(layer, x, kept, 0, *table)
+        for x, table in zip(events.split([6, 4]), asked, strict=True)
     ]  # fmt: skip
     close(torch.cat(found), whole(layer, events))
 
@@ -97,13 +97,13 @@ def test_what_an_edit_left_is_no_history(layer, events):
     kept = cache()
     extend(layer, events, kept, 0, kept.append(["u"], [10]), kept.pages(["u"]))
     count = kept.edit("u", 3, epoch=1, added=False)
-    x, at = rows(2), kept.pages(["u"], [1])
-    assert count == 3 and not at.is_whole and len(kept.read(0, at)[0]) == 3
+    x, table = rows(2), kept.pages(["u"], [1])
+    assert count == 3 and not table.is_whole and len(kept.read(0, table)[0]) == 3
     told = "must be PagedCache.pages of whole histories, got rows 0 up to 3 of 'u', who has 9"
     with pytest.raises(ValueError, match=f"history {told}"):
-        score(x, x, x, ends(0, 2), 2, kept, 0, at)
+        score(x, x, x, ends(0, 2), 2, kept, 0, table)
     with pytest.raises(ValueError, match=f"whole {told}"):
-        candidates(layer, events[:2], ends(0, 2), 2, kept, 0, at)
+        candidates(layer, events[:2], ends(0, 2), 2, kept, 0, table)
     left, found = torch.cat((events[:3], events[4:])), []
     for x in left[count:].split([2, 4]):  # in two steps, of which the first is not whole either
         new = kept.append(["u"], [len(x)], [1])
@@ -127,8 +127,8 @@ def test_an_edit_of_no_rows_leaves_what_is_expected():
 def test_an_edit_keeps_no_row_that_was_not_written():
     kept = cache(num_layers=2)
     x = fill(kept, "u", 3)
-    at = kept.append(["u"], [4])
-    kept.write(0, at, rows(4), rows(4))  # and not the second layer
+    table = kept.append(["u"], [4])
+    kept.write(0, table, rows(4), rows(4))  # and not the second layer
     assert kept.edit("u", 6, epoch=1, added=True) == 3
     assert torch.equal(kept.read(1, kept.pages(["u"], [1]))[0], x)
 
@@ -139,15 +139,15 @@ def test_rows_that_were_never_written_are_refused(layer, events):
     fill(kept, "secret", 8, value=7.0)
     kept.evict("secret")
     kept.write(0, kept.append(["u"], [4]), rows(4), rows(4))
-    at, x = kept.pages(["u"]), rows(1)
-    kept.read(0, at)
+    table, x = kept.pages(["u"]), rows(1)
+    kept.read(0, table)
     told = "pages must be rows that are written, got rows 0 up to 4 of 'u', of whom layer 1 has 0"
     for call in (
-        lambda: kept.read(1, at),
-        lambda: kept.read_before(1, at, x, x, ends(0, 1), 1),
-        lambda: kept.history(1, at, x, x, ends(0, 1)),
-        lambda: score(x, x, x, ends(0, 1), 1, kept, 1, at),
-        lambda: candidates(layer, events[:1], ends(0, 1), 1, kept, 1, at),
+        lambda: kept.read(1, table),
+        lambda: kept.read_before(1, table, x, x, ends(0, 1), 1),
+        lambda: kept.paged_kv(1, table, x, x, ends(0, 1)),
+        lambda: score(x, x, x, ends(0, 1), 1, kept, 1, table),
+        lambda: candidates(layer, events[:1], ends(0, 1), 1, kept, 1, table),
     ):
         with pytest.raises(ValueError, match=told):
             call()
@@ -157,10 +157,10 @@ def test_an_extension_that_is_refused_has_written_nothing(layer, events):
     """Of two users, of one of whom there is nothing new, and rows that were never written."""
     kept = cache()
     kept.append(["u"], [4])
-    new, at = kept.append(["u", "w"], [0, 1]), kept.pages(["u", "w"])
+    new, table = kept.append(["u", "w"], [0, 1]), kept.pages(["u", "w"])
     told = "got rows 4 up to 4 of 'u', of whom layer 0 has 0: write the others first, or evict"
     with pytest.raises(ValueError, match=told):
-        extend(layer, events[:1], kept, 0, new, at)
+        extend(layer, events[:1], kept, 0, new, table)
     with pytest.raises(ValueError, match="got rows 0 up to 1 of 'w', of whom layer 0 has 0"):
         kept.read(0, kept.pages(["w"]))
 
@@ -168,17 +168,17 @@ def test_an_extension_that_is_refused_has_written_nothing(layer, events):
 def test_a_write_that_fails_has_written_nothing():
     kept = cache()
     x = fill(kept, "u", 3)
-    at, copies = kept.append(["u"], [2]), iter((torch.Tensor.index_copy_, None))
+    table, copies = kept.append(["u"], [2]), iter((torch.Tensor.index_copy_, None))
     new = rows(2)
 
     def copied(*args):
         return next(copies)(*args)
 
     with mock.patch.object(torch.Tensor, "index_copy_", copied), pytest.raises(TypeError):
-        kept.write(0, at, new, new)
+        kept.write(0, table, new, new)
     with pytest.raises(ValueError, match="got rows 0 up to 5 of 'u', of whom layer 0 has 3: write"):
         kept.read(0, kept.pages(["u"]))
-    kept.write(0, at, new, new)
+    kept.write(0, table, new, new)
     for y in kept.read(0, kept.pages(["u"])):
         assert torch.equal(y, torch.cat((x, new)))
 
@@ -208,10 +208,10 @@ def test_an_append_begins_where_its_caller_knows():
 
 def test_a_write_joins_no_graph():
     kept = cache()
-    at, x = kept.append(["u"], [4]), rows(4).requires_grad_()
+    table, x = kept.append(["u"], [4]), rows(4).requires_grad_()
     k = x * 2
     graph = weakref.ref(k)
-    kept.write(0, at, k, k)
+    kept.write(0, table, k, k)
     assert not kept.data.requires_grad and kept.data.grad_fn is None
     del k
     assert graph() is None
@@ -219,12 +219,12 @@ def test_a_write_joins_no_graph():
 
 def test_what_was_made_in_inference_mode_serves_gradients():
     with torch.inference_mode():
-        kept = PagedCache(Model(1), 8, PAGE, HEADS, DIM, dtype=FP64)
+        kept = PagedCache(HistoryRules(1), 8, PAGE, HEADS, DIM, dtype=FP64)
         x = fill(kept, "u", 3)
-        at = kept.pages(["u"])
+        table = kept.pages(["u"])
         new = kept.append(["u"], [1])
     q = rows(2).requires_grad_()
-    (found,) = torch.autograd.grad(score(q, q, q, ends(0, 2), 2, kept, 0, at).sum(), q)
+    (found,) = torch.autograd.grad(score(q, q, q, ends(0, 2), 2, kept, 0, table).sum(), q)
     fresh = cache()
     y = fresh.append(["u"], [3])
     fresh.write(0, y, x, x)
@@ -236,12 +236,12 @@ def test_what_was_made_in_inference_mode_serves_gradients():
 def test_a_compiled_call_sees_what_changed():
     kept, q = cache(), rows(1)
     fill(kept, "u", 3)
-    at = kept.pages(["u"])
+    table = kept.pages(["u"])
     call = torch.compile(
-        lambda q: score(q, q, q, ends(0, 1), 1, kept, 0, at, validate=False),
+        lambda q: score(q, q, q, ends(0, 1), 1, kept, 0, table, validate=False),
         backend="eager",
     )  # fmt: skip
-    assert torch.equal(call(q), score(q, q, q, ends(0, 1), 1, kept, 0, at))
+    assert torch.equal(call(q), score(q, q, q, ends(0, 1), 1, kept, 0, table))
     kept.evict("u")
     fill(kept, "w", 3)
     with pytest.raises(ValueError, match="pages must be pages that their users still have"):
@@ -250,11 +250,11 @@ def test_a_compiled_call_sees_what_changed():
 
 def test_integers_of_numpy_are_integers():
     kept = PagedCache(
-        model_of(np.int64(1), window=np.int32(3)), np.int64(8), np.int16(PAGE), HEADS, DIM
+        rules_of(np.int64(1), window=np.int32(3)), np.int64(8), np.int16(PAGE), HEADS, DIM
     )
-    at = kept.append(np.array([1, 2]), np.array([3, 1]))
+    table = kept.append(np.array([1, 2]), np.array([3, 1]))
     x = torch.zeros(4, HEADS, DIM, dtype=torch.bfloat16)
-    kept.write(np.int64(0), at, x, x)
+    kept.write(np.int64(0), table, x, x)
     assert kept.length(1) == 3 and kept.edit(np.int64(1), np.int64(2), 1, added=False) == 2
     out = score(x[:1], x[:1], x[:1], ends(0, 1), np.int64(1), kept, np.int64(0), kept.pages([2]),
                 target_group_size=np.int64(1))  # fmt: skip
@@ -286,12 +286,12 @@ def test_integers_of_numpy_are_integers():
         ("pages must be Pages, got list", lambda x: x.read(0, ["u"])),
         ("history must be Pages, got NoneType",
          lambda x: score(*[rows(1)] * 3, ends(0, 1), 1, x, 0, None)),
-        ("num_layers must be an integer of at least 1, got '1'", lambda x: Model("1")),
+        ("num_layers must be an integer of at least 1, got '1'", lambda x: HistoryRules("1")),
         ("window must be None or an integer of at least 0, got 1.5",
-         lambda x: model_of(1, window=1.5)),
+         lambda x: rules_of(1, window=1.5)),
         ("page_size must be an integer of at least 1, got '4'",
-         lambda x: PagedCache(Model(1), 1, "4", 1, 1)),
-        ("rows must be an integer of at least 0, got '3'", lambda x: x.model.changed("3", 0)),
+         lambda x: PagedCache(HistoryRules(1), 1, "4", 1, 1)),
+        ("rows must be an integer of at least 0, got '3'", lambda x: x.rules.changed("3", 0)),
     ],
 )  # fmt: skip
 def test_wrong_types(told, call):
@@ -306,7 +306,7 @@ def test_threads_take_turns():
     """Between the check of a read and its copies another thread gives the pages away."""
     kept = cache(pages=1)
     x = fill(kept, "u", 4)
-    at, reads, given = kept.pages(["u"]), threading.Event(), threading.Event()
+    table, reads, given = kept.pages(["u"]), threading.Event(), threading.Event()
     copied, found = torch.Tensor.index_select, []
 
     def slow(*args):
@@ -315,7 +315,7 @@ def test_threads_take_turns():
         return copied(*args)
 
     with mock.patch.object(torch.Tensor, "index_select", slow):
-        reader = threading.Thread(target=lambda: found.extend(kept.read(0, at)))
+        reader = threading.Thread(target=lambda: found.extend(kept.read(0, table)))
         reader.start()
         reads.wait()
         fill(kept, "w", 4, value=7.0)
@@ -327,7 +327,7 @@ def test_threads_take_turns():
 def test_pages_stay_until_the_kernel_that_reads_them_is_launched():
     kept = cache(pages=1)
     fill(kept, "u", 4)
-    at, q = kept.pages(["u"]), rows(1)
+    table, q = kept.pages(["u"]), rows(1)
     held = []
 
     def by_v8(batch, *_, **__):
@@ -341,7 +341,7 @@ def test_pages_stay_until_the_kernel_that_reads_them_is_launched():
         mock.patch.object(scores.common, "can_launch", lambda *_: True),
         mock.patch.object(scores, "_in_pages", by_v8),
     ):
-        score(q, q, q, ends(0, 1), 1, kept, 0, at, in_one_call=True)
+        score(q, q, q, ends(0, 1), 1, kept, 0, table, in_one_call=True)
     ((other, length),) = held
     other.join()
     assert length == 4 and kept.length("u") == 0
@@ -382,19 +382,19 @@ def test_an_answer_among_threads_is_right_or_refused(layer, events):
         sys.setswitchinterval(before)
     assert not wrong
     assert all(x.startswith(("pages must be pages", "users must", "begins must")) for x in refused)
-    held = [page for history in kept._users.values() for page in history.pages] + kept._free
+    held = [page for entry in kept._entries.values() for page in entry.page_ids] + kept._free
     assert sorted(held) == [*range(7)]
 
 
 def test_a_cache_is_copied_with_its_pages():
     kept = cache()
     x = fill(kept, "u", 3)
-    for other, at in (
+    for other, table in (
         copy.deepcopy((kept, kept.pages(["u"]))),
         pickle.loads(pickle.dumps((kept, kept.pages(["u"])))),
     ):
         kept.evict("u")
-        assert torch.equal(other.read(0, at)[0], x)
+        assert torch.equal(other.read(0, table)[0], x)
         kept = other
 
 
@@ -409,7 +409,7 @@ class Stream:
 
 
 class Event:
-    at: str
+    table: str
 
     def record(self, stream: Stream) -> None:
         self.at = stream.name

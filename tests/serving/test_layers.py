@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from gdpa_kernels import GDPASelfAttention, Lengths
 from gdpa_kernels.serving import PagedCache
 from gdpa_kernels.serving.layers import candidates, extend
-from tests.models import model_of
+from tests.models import rules_of
 
 FP64 = torch.float64
 WIDTH, USERS = 32, ["a", "b", "c"]
@@ -24,12 +24,12 @@ def stack(seed: int = 0, **options) -> list[GDPASelfAttention]:
     return [GDPASelfAttention(WIDTH, 4, 2, **given) for _ in range(3)]
 
 
-def cache(**model) -> PagedCache:
-    return PagedCache(model_of(3, **model), 9, 4, 2, WIDTH // 4, dtype=FP64)
+def cache(**rules) -> PagedCache:
+    return PagedCache(rules_of(3, **rules), 9, 4, 2, WIDTH // 4, dtype=FP64)
 
 
-def modelled(options: dict) -> dict:
-    """What `Model` is told of layers with these options."""
+def rules_for(options: dict) -> dict:
+    """What `HistoryRules` are told of layers with these options."""
     positions = "index" if "rotary" in options else None
     return {"window": options.get("window"), "positions": positions}
 
@@ -56,7 +56,7 @@ def served(layers: list, kept: PagedCache, x: torch.Tensor, counts: tuple) -> to
     ids=str,
 )  # fmt: skip
 def test_appends_give_the_rows_of_one_forward(options):
-    layers, kept = stack(**options), cache(**modelled(options))
+    layers, kept = stack(**options), cache(**rules_for(options))
     x = torch.randn(sum(HISTORY), WIDTH, dtype=FP64).split(HISTORY)
     whole = ends(HISTORY)
     wanted = run(layers, torch.cat(x), lambda i, layer, z: layer((z, whole))[0])
@@ -81,13 +81,13 @@ def test_appends_give_the_rows_of_one_forward(options):
 )  # fmt: skip
 @pytest.mark.parametrize("contexts", (0, 2))
 def test_candidates_are_scored_as_trained(options, contexts):
-    layers, kept = stack(**options), cache(num_contexts=contexts, **modelled(options))
+    layers, kept = stack(**options), cache(num_contexts=contexts, **rules_for(options))
     x = torch.randn(sum(HISTORY), WIDTH, dtype=FP64)
     shown = torch.randn(sum(TARGETS), WIDTH, dtype=FP64)
     served(layers, kept, x, HISTORY)
     before = kept.data.clone()
-    at, some = kept.pages(USERS), ends(TARGETS)
-    found = run(layers, shown, lambda i, layer, z: candidates(layer, z, some, 3, kept, i, at))
+    table, some = kept.pages(USERS), ends(TARGETS)
+    found = run(layers, shown, lambda i, layer, z: candidates(layer, z, some, 3, kept, i, table))
     assert torch.equal(kept.data, before)
     pairs = zip(x.split(HISTORY), shown.split(TARGETS), strict=True)
     lengths = [h + t for h, t in zip(HISTORY, TARGETS, strict=True)]
@@ -114,7 +114,7 @@ def test_contexts_see_their_whole_history(window):
 
 @pytest.mark.parametrize("options", [{}, {"rotary": 100.0}], ids=str)
 def test_a_deletion_is_served_after_its_suffix_is_computed_again(options):
-    layers, kept = stack(**options), cache(**modelled(options))
+    layers, kept = stack(**options), cache(**rules_for(options))
     x = torch.randn(7, WIDTH, dtype=FP64)
     served(layers, kept, x, (7, 0, 0))
     rows = kept.edit("a", 3, epoch=1, added=False)
@@ -177,7 +177,7 @@ def test_pages_of_others_or_of_before_are_refused():
 
 @pytest.mark.parametrize("options", [{}, {"rotary": 100.0}, {"window": 2}], ids=str)
 def test_offsets_of_candidates_are_checked(options):
-    layers, kept = stack(**options), cache(**modelled(options))
+    layers, kept = stack(**options), cache(**rules_for(options))
     served(layers, kept, torch.randn(sum(HISTORY), WIDTH, dtype=FP64), HISTORY)
     shown, whole = torch.randn(sum(TARGETS), WIDTH, dtype=FP64), kept.pages(USERS)
 

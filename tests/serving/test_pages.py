@@ -22,7 +22,7 @@ from gdpa_kernels.gdpa.device import pages, work_list
 from gdpa_kernels.gdpa.kernels import v8_own_waits as v8
 from gdpa_kernels.serving import PagedCache, score, scores
 from gdpa_kernels.serving.layers import candidates
-from gdpa_kernels.serving.validity import Model
+from gdpa_kernels.serving.validity import HistoryRules
 from gdpa_lab.measuring import compile_check
 from tests.budget import within_budget
 from tests.calls import at_an_odd_address, full_of_nan
@@ -51,7 +51,7 @@ def served(
 
     users = [*range(len(lengths))]
     number = sum(n // page + 2 for n in lengths)
-    kept = PagedCache(Model(2), number, page, kv_heads, head_dim, dtype=dtype)
+    kept = PagedCache(HistoryRules(2), number, page, kv_heads, head_dim, dtype=dtype)
     kept.data.fill_(float("nan"))
     for each in range(number):
         kept.append([f"before {each}"], [1])
@@ -61,9 +61,9 @@ def served(
     while any(left):
         some = [min(n, 1 + int(torch.randint(page, (), generator=make))) for n in left]
         order = torch.randperm(len(users), generator=make).tolist()
-        at = kept.append(order, [some[user] for user in order])
+        table = kept.append(order, [some[user] for user in order])
         for layer in range(2):
-            kept.write(layer, at, draw(sum(some), kv_heads), draw(sum(some), kv_heads))
+            kept.write(layer, table, draw(sum(some), kv_heads), draw(sum(some), kv_heads))
         left = [n - m for n, m in zip(left, some, strict=True)]
     q, k, v = (draw(sum(shown), n) for n in (heads, kv_heads, kv_heads))
     return q, k, v, ends(*shown), max(shown), kept, 1, kept.pages(users, missing="empty")
@@ -71,11 +71,11 @@ def served(
 
 def gathered(given: tuple, group: int = 1, **options) -> Batch:
     """[history; candidates] of arguments of `score`, as one call for the definition."""
-    q, k, v, both, longest, kept, layer, at = given
-    keys, values = kept.read_before(layer, at, k, v, both, longest)
+    q, k, v, both, longest, kept, layer, table = given
+    keys, values = kept.read_before(layer, table, k, v, both, longest)
     return Batch(
-        q, keys, values, both, at.cu_seqlens + both, longest, at.max_seqlen + longest, ("silu",),
-        q.shape[2] ** -0.5, mask=Mask("lower_right", target_group_size=group),
+        q, keys, values, both, table.cu_seqlens + both, longest, table.max_seqlen + longest,
+        ("silu",), q.shape[2] ** -0.5, mask=Mask("lower_right", target_group_size=group),
         segments=F.pad(both.diff()[:, None], (0, 1)), **options,
     )  # fmt: skip
 
@@ -214,7 +214,7 @@ def test_other_pages_are_gathered(page):
 def test_what_v8_does_not_take_is_gathered():
     given = served((70, 1), (3, 5), 64)
     wide = tuple(x.float() for x in given[:3])
-    kept = PagedCache(Model(2), 4, 64, 1, 64, dtype=FP32)
+    kept = PagedCache(HistoryRules(2), 4, 64, 1, 64, dtype=FP32)
     kept.write(1, kept.append([0, 1], [70, 1]), *[torch.randn(71, 1, 64)] * 2)
     other = *wide, *given[3:5], kept, 1, kept.pages([0, 1])
     odd = *map(at_an_odd_address, given[:3]), *given[3:]
@@ -232,29 +232,29 @@ def test_what_v8_does_not_take_is_gathered():
 
 def test_the_last_tokens_of_a_history_are_no_history():
     """`append` says where the new ones lie, among pages of the whole history."""
-    kept = PagedCache(Model(2), 4, 64, 1, 64)
+    kept = PagedCache(HistoryRules(2), 4, 64, 1, 64)
     for count in (50, 30):
-        at = kept.append([0], [count])
-        kept.write(1, at, *(torch.randn(count, 1, 64).to(BF16) for _ in "kv"))
+        table = kept.append([0], [count])
+        kept.write(1, table, *(torch.randn(count, 1, 64).to(BF16) for _ in "kv"))
     q, k, v = (torch.randn(5, 1, 64).to(BF16) for _ in "qkv")
     told = "must be PagedCache.pages of whole histories, got rows 50 up to 80 of 0, who has 80"
     for in_one_call in (True, False):
         with tritonemu.enabled(), pytest.raises(ValueError, match=f"history {told}"):
-            score(q, k, v, ends(5), 5, kept, 1, at, in_one_call=in_one_call)
+            score(q, k, v, ends(5), 5, kept, 1, table, in_one_call=in_one_call)
     with pytest.raises(ValueError, match=f"pages {told}"):
-        kept.history(1, at, k, v, ends(5))
+        kept.paged_kv(1, table, k, v, ends(5))
 
 
 def test_one_compiled_kernel_for_all_lists():
     """What says where the pages lie has any alignment: of one tensor, at places of its own."""
     marked = v8.own_waits_kernel.params
     free = {p.name for p in marked if p.do_not_specialize_on_alignment}
-    assert free == {"pages_ptr", "indptr_ptr", "ends_ptr"}
+    assert free == {"kv_indices_ptr", "kv_indptr_ptr", "paged_ends_ptr"}
 
 
 def test_layers_read_the_pages():
     layer = GDPASelfAttention(128, 2, causal=True, activation="silu", dtype=BF16)
-    kept, both = PagedCache(Model(1), 4, 64, 2, 64), ends(3, 70)
+    kept, both = PagedCache(HistoryRules(1), 4, 64, 2, 64), ends(3, 70)
     new = kept.append([0, 1], [100, 5])
     with torch.no_grad():
         _, k, v = layer.qkv(torch.randn(105, 128).to(BF16)).view(105, 3, 2, 64).unbind(1)
@@ -289,15 +289,15 @@ PAGED = {"in one call": True, "history alone": False}
 
 def paged(given: tuple, in_one_call: bool) -> Batch:
     """What v8 is called with."""
-    q, k, v, both, longest, kept, layer, at = given
+    q, k, v, both, longest, kept, layer, table = given
     whole = replace(
         gathered(given), k=k, v=v, activation=("relu",),
-        history=kept.history(layer, at, k, v, both),
+        paged_kv=kept.paged_kv(layer, table, k, v, both),
     )  # fmt: skip
     if in_one_call:
         return whole
     return replace(
-        whole, k=k[:0], v=v[:0], cu_seqlens_k=at.cu_seqlens, max_seqlen_k=at.max_seqlen,
+        whole, k=k[:0], v=v[:0], cu_seqlens_k=table.cu_seqlens, max_seqlen_k=table.max_seqlen,
         mask=Mask(), segments=None, out_dtype=FP32,
     )  # fmt: skip
 
@@ -306,11 +306,11 @@ def test_other_rungs_refuse_it_by_name():
     batch = paged(served((70, 1), (3, 5), 64), True)
     for rung in (*ladder.RUNGS, ladder.REFERENCE):
         if rung.impl != "v8_own_waits" and "targets" in rung.requires.extras:
-            assert rung.call_problem(batch) == "needs all keys in k, got a history in pages"
-    small = replace(batch, history=replace(batch.history, page_size=32))
+            assert rung.call_problem(batch) == "needs all keys in k, got keys in pages"
+    small = replace(batch, paged_kv=replace(batch.paged_kv, page_size=32))
     for other, told in (
         (small, "needs pages of a multiple of 64 tokens, got 32"),
-        (replace(batch, mask=Mask(window=3)), "needs window None with a history in pages, got 3"),
+        (replace(batch, mask=Mask(window=3)), "needs window None with keys in pages, got 3"),
     ):
         assert ladder.rung("v8_own_waits").call_problem(other) == told
     with tritonemu.enabled(), pytest.raises(Exception, match="a tile lies in one page"):
@@ -340,29 +340,31 @@ def test_any_schedule_and_config_gives_the_same_bits(in_one_call, seeds):
 
 # What is changed, in which file, for what.
 MISTAKES = {
-    "another user's pages": (pages, "+ paged.first_page + token //", "+ token //"),
+    "another user's pages": (pages, "+ paged.first_index + token //", "+ token //"),
     "the page before": (
-        pages, "+ token // options.PAGE", "+ (token - 1) // options.PAGE"),
-    "pieces from the start": (pages, "token = paged.first_token + key", "token = key"),
-    "a page without values": (pages, "2 * options.PAGE)", "options.PAGE)"),
-    "a tile from the start of its page": (pages, " + token % options.PAGE", ""),
+        pages, "+ token // options.PAGE_SIZE", "+ (token - 1) // options.PAGE_SIZE"),
+    "splits from the start": (pages, "token = paged.first_token + key", "token = key"),
+    "a page without values": (
+        pages, "first_row(page, options.PAGE_SIZE)", "page * options.PAGE_SIZE"),
+    "a tile from the start of its page": (pages, " + token % options.PAGE_SIZE", ""),
     "unwritten slots": (pages, "tl.maximum(paged.tokens - token, 0)", "options.BLOCK_N"),
     "all slots of the last page": (
         pages, "tl.maximum(paged.tokens - token, 0)", "tl.cdiv(paged.tokens, 64) * 64"),
-    "keys as values": (pages, "row += options.PAGE", "row += 0"),
-    "candidates one tile late": (pages, "key < jagged.first_key:", "key <= jagged.first_key:"),
+    "keys as values": (pages, "row += options.PAGE_SIZE", "row += 0"),
+    "candidates one tile late": (pages, "key < packed.first_key:", "key <= packed.first_key:"),
     "candidates one tile early": (
-        pages, "key < jagged.first_key:", "key + 64 < jagged.first_key:"),
-    "their own keys from the start": (pages, "key -= jagged.first_key", "pass"),
-    "own keys where keys are listed": (pages, "Jagged(start_q, len_q", "Jagged(start_k, len_k"),
-    "own keys at the end of the history": (
+        pages, "key < packed.first_key:", "key + 64 < packed.first_key:"),
+    "their own keys from the start": (pages, "key -= packed.first_key", "pass"),
+    "packed keys where keys are listed": (
+        pages, "PackedKeys(start_q, len_q", "PackedKeys(start_k, len_k"),
+    "packed keys at the end of the history": (
         pages, "tl.cdiv(tokens, options.BLOCK_N) * options.BLOCK_N", "tokens"),
     "another user's history": (pages, "sequence = sequence_of(list_ptr, item)", "sequence = 0"),
     "a list without padding": (work_list, "padded=block_n if", "padded=1 if"),
     "queries padded too": (
         work_list, "(keys - rows, PADDED) * PADDED + rows", "(keys, PADDED) * PADDED"),
     "entries without numbers": (
-        work_list, "segments is not None or batch.history is not None", "segments is not None"),
+        work_list, "segments is not None or batch.paged_kv is not None", "segments is not None"),
 }  # fmt: skip
 
 
@@ -389,7 +391,7 @@ def test_mistakes_are_noticed(mistake, tmp_path):
     file = tmp_path / "changed.py"
     file.write_text(text.replace(right, wrong))
     changed, kernel = import_file(file), import_file(Path(v8.__file__))
-    for name in ("keys_of", "row_in_pages", "fetch_keys", "query_list_recipe"):
+    for name in ("entry_keys", "locate_tile", "fetch_tile", "query_list_recipe"):
         if hasattr(changed, name):
             setattr(kernel, name, getattr(changed, name))
     wanted = expected()
@@ -407,7 +409,7 @@ def test_the_code_is_as_lean(head_dim, in_one_call):
     size = (head_dim, 2 * head_dim), (130, 64), head_dim
     batch = paged(served(*size, head_dim=head_dim), in_one_call)
     batch = replace(batch, activation=("silu",))
-    of_keys = replace(batch, history=None, **dict.fromkeys("kv", batch.history.rows))
+    of_keys = replace(batch, paged_kv=None, **dict.fromkeys("kv", batch.paged_kv.pool))
     config = v8.default_config(batch)
     made, plain = (built(each, config) for each in (batch, of_keys))
     assert made.registers == plain.registers and made.spill_bytes == plain.spill_bytes

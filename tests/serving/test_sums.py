@@ -210,15 +210,15 @@ def test_an_exact_sum_refuses_what_it_cannot_hold_and_keeps_what_it_has(value):
     sums = stored(exact=True)
     sums.add(USER, KV, KV, ends(5))
     before = sums.total.clone()
-    with pytest.raises(ValueError, match="parts of an exact sum, and the sum, must be below"):
+    with pytest.raises(ValueError, match="terms of an exact sum, and the sum, must be below"):
         sums.add(USER, KV[:1], torch.full_like(KV[:1], value), ends(1))
     assert torch.equal(sums.total, before) and sums.count.tolist() == [5, 0, 0, 0]
 
 
-def test_an_exact_sum_of_parts_that_fit_may_not_fit():
+def test_an_exact_sum_of_terms_that_fit_may_not_fit():
     sums, ones = stored(exact=True), torch.full((2, HEADS, DIM), 1.0)
     k = draw(1, FP32, 1)
-    unit = sums._parts(k, ones[:1], ends(1), 1).abs().max().item()
+    unit = sums._attention(k, ones[:1], ends(1), 1).abs().max().item()
     large = ones * (0.8 * 2.0**32 / unit)
     sums.add(USER, k, large[:1], ends(1))
     with pytest.raises(ValueError, match="and the sum, must be below"):
@@ -240,17 +240,17 @@ def test_an_event_has_the_same_bits_alone_and_in_any_batch(rung, head_dim, rows)
     dtype = BF16 if rung.requires.aligned else FP32
     q, k, v = (torch.randn(n, 1, head_dim).to(dtype) for n in (rows, 9, 9))
 
-    def parts(events: list[int], multiprocessors: int) -> torch.Tensor:
+    def terms(events: list[int], multiprocessors: int) -> torch.Tensor:
         each = torch.arange(len(events) + 1, dtype=torch.int32)
         with emulated(rung.impl, multiprocessors=multiprocessors):
             out = gdpa(q, k[events], v[events], None, each, rows, 1, activation="silu",
                        impl=rung.impl, out_dtype=FP32)  # fmt: skip
         return out.view(len(events), *q.shape)
 
-    alone = parts([4], 132)[0]
+    alone = terms([4], 132)[0]
     assert alone.any() and alone.isfinite().all()
     for events, multiprocessors in (([0, 4], 132), ([8, 3, 1, 0, 7, 2, 4, 5, 6], 2)):
-        assert torch.equal(parts(events, multiprocessors)[events.index(4)], alone)
+        assert torch.equal(terms(events, multiprocessors)[events.index(4)], alone)
 
 
 def test_sums_are_those_of_the_queries_that_they_were_made_with():

@@ -14,7 +14,7 @@ import torch
 from gdpa_kernels import GDPASelfAttention, Lengths, Mask
 from gdpa_kernels.serving import PagedCache, Pages, score
 from gdpa_kernels.serving.layers import candidates, extend
-from gdpa_kernels.serving.validity import Model
+from gdpa_kernels.serving.validity import HistoryRules
 from tests.stateful.batches import differentiated, drawn, emulated
 from tests.stateful.machine import (
     LINES_OF_TWO,
@@ -88,10 +88,12 @@ class Handle:
 
 
 class Cache:
-    """A shared cache with the layers that use it, and its model."""
+    """A shared cache with the layers that use it, and its rules."""
 
-    def __init__(self, model: Model, layers: Sequence[GDPASelfAttention], page_size: int = 4):
-        self.model, self.layers, self.page_size = model, layers, page_size
+    def __init__(
+        self, rules: HistoryRules, layers: Sequence[GDPASelfAttention], page_size: int = 4
+    ):
+        self.rules, self.layers, self.page_size = rules, layers, page_size
         self.dtype, self.head_dim = layers[0].qkv.weight.dtype, layers[0].head_dim
         self.cache = self.new()
         self.histories: dict[int, History] = {}
@@ -100,7 +102,7 @@ class Cache:
 
     def new(self, num_pages: int = NUM_PAGES) -> PagedCache:
         size = self.page_size, HEADS, self.head_dim
-        cache = PagedCache(self.model, num_pages, *size, dtype=self.dtype)
+        cache = PagedCache(self.rules, num_pages, *size, dtype=self.dtype)
         cache.data.fill_(torch.nan)
         return cache
 
@@ -174,9 +176,9 @@ def _caches() -> tuple[Cache, ...]:
     turning = GDPASelfAttention(8, HEADS, rotary=100.0, window=3, qk_norm=True, causal=True)
     wide = GDPASelfAttention(64 * HEADS, HEADS, causal=True, dtype=torch.bfloat16)
     return (
-        Cache(Model(2), plain),
-        Cache(Model(1, Mask(True, window=3), positions="index"), [turning]),
-        Cache(Model(1), [wide], page_size=64),
+        Cache(HistoryRules(2), plain),
+        Cache(HistoryRules(1, Mask(True, window=3), positions="index"), [turning]),
+        Cache(HistoryRules(1), [wide], page_size=64),
     )
 
 

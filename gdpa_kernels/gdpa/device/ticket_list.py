@@ -273,8 +273,8 @@ def uses_tickets(
     batch: Batch, rows_per_item: int, programs: int, *, transposed: bool = False
 ) -> bool:
     """True where tickets beat a fixed list: under a mask that makes tiles unequal, with more tiles
-    than `programs`. Histories in pages keep the list."""
-    if not batch.masked or batch.shared_q or batch.history is not None:
+    than `programs`. Keys in pages keep the list."""
+    if not batch.masked or batch.shared_q or batch.paged_kv is not None:
         return False
     rows, longest, heads = listed_side(batch, transposed)
     if list_model.max_tiles(rows, batch.sequences, longest, rows_per_item) * heads <= programs:

@@ -237,8 +237,8 @@ def query_list_recipe(
     return ZigzagRecipe(
         rows, batch.max_seqlen_q, batch.num_heads, rows_per_item, block_n,
         max(programs * multiprocessors(batch.device) // ctas, 1), splits=cut,
-        numbered=batch.segments is not None or batch.history is not None,
-        padded=block_n if batch.history is not None and batch.k.shape[0] else 1,
+        numbered=batch.segments is not None or batch.paged_kv is not None,
+        padded=block_n if batch.paged_kv is not None and batch.k.shape[0] else 1,
     )  # fmt: skip
 
 

@@ -56,8 +56,12 @@ from gdpa_kernels.gdpa.device.activations import (
     tanh_packed,
 )
 from gdpa_kernels.gdpa.device.masks import all_visible, key_range, mask_probabilities
-from gdpa_kernels.gdpa.device.pages import LEAST as LEAST_PAGE
-from gdpa_kernels.gdpa.device.pages import fetch_keys, keys_of, row_in_pages
+from gdpa_kernels.gdpa.device.pages import (
+    LEAST_PAGE_SIZE,
+    entry_keys,
+    fetch_tile,
+    locate_tile,
+)
 from gdpa_kernels.gdpa.device.segments import entry_mask, key_intervals, sees, sees_all, skip_gap
 from gdpa_kernels.gdpa.device.sums import add_up
 from gdpa_kernels.gdpa.device.ticket_list import TicketRecipe, ticket_recipe, uses_tickets
@@ -113,7 +117,7 @@ def default_config(batch: Batch) -> Config:
         programs = chosen.programs * multiprocessors(batch.device)
         if uses_tickets(batch, chosen.math_roles * ROWS.value, programs):
             return replace(chosen, tickets=True, q_slots=1)
-    if batch.history is not None and batch.history.page_size % chosen.BLOCK_N:
+    if batch.paged_kv is not None and batch.paged_kv.page_size % chosen.BLOCK_N:
         return replace(chosen, BLOCK_N=64, num_stages=2 * chosen.num_stages, ahead=False)
     return chosen
 
@@ -182,8 +186,8 @@ class Options:
     FULL_ROWS: tl.constexpr
     OWN_RANKS: tl.constexpr
     AHEAD: tl.constexpr
-    PAGE: tl.constexpr
-    OWN_KEYS: tl.constexpr
+    PAGE_SIZE: tl.constexpr
+    HAS_PACKED: tl.constexpr
 
 
 @triton.jit
@@ -222,8 +226,8 @@ def key_of(span, block, options):
 
 @triton.jit
 def load(
-    q_desc, k_desc, v_desc, history_desc, q, k, v, tickets, list_ptr, segments_ptr, pages_ptr,
-    indptr_ptr, ends_ptr, rows_per_item, options,
+    q_desc, k_desc, v_desc, pool_desc, q, k, v, tickets, list_ptr, segments_ptr, kv_indices_ptr,
+    kv_indptr_ptr, paged_ends_ptr, rows_per_item, options,
 ):  # fmt: skip
     """The producer: Q, K and V in the order of their use, as far ahead as there are buffers."""
     tl.static_assert(options.Q_SLOTS > 1 or not options.RESIDENT, "one Q comes after K")
@@ -236,9 +240,10 @@ def load(
         start_q, _, len_q, start_k, len_k, head, first = entry(list_ptr, item)
         while item < num_items:
             mask = entry_mask(list_ptr, segments_ptr, item, len_q, len_k, options)
-            jagged, paged = keys_of(
-                list_ptr, item, start_q, len_q, start_k, len_k, indptr_ptr, ends_ptr, options
-            )
+            packed, paged = entry_keys(
+                list_ptr, item, start_q, len_q, start_k, len_k, kv_indptr_ptr, paged_ends_ptr,
+                options,
+            )  # fmt: skip
             if tickets is None:
                 item += tl.num_programs(0)
                 following = entry(list_ptr, tl.minimum(item, num_items - 1))
@@ -255,17 +260,17 @@ def load(
                 for block in tl.range(0, blocks):
                     key = key_of(span, block, options)
                     # The page is looked up before the wait.
-                    in_page, left = row_in_pages(pages_ptr, paged, key, options)
+                    pool_row, left = locate_tile(kv_indices_ptr, paged, key, options)
                     stage = k.acquire(kv + block)
-                    fetch_keys(
-                        k_desc, history_desc, k.buffer[stage], k.full[stage], jagged, in_page, left,
+                    fetch_tile(
+                        k_desc, pool_desc, k.buffer[stage], k.full[stage], packed, pool_row, left,
                         kv_head, key, False, options,
                     )  # fmt: skip
                     if options.Q_SLOTS == 1 and block == 0:  # K's buffer was free long before
                         fetch_q(q_desc, q, tile, start_q, len_q, head, row, options)
                     stage = v.acquire(kv + block)
-                    fetch_keys(
-                        v_desc, history_desc, v.buffer[stage], v.full[stage], jagged, in_page, left,
+                    fetch_tile(
+                        v_desc, pool_desc, v.buffer[stage], v.full[stage], packed, pool_row, left,
                         kv_head, key, True, options,
                     )  # fmt: skip
                     # From the third block on, the tile before has been done with its Q.
@@ -469,7 +474,7 @@ def math(
         tlx.async_descriptor_store_wait(0)
 
 
-@triton.jit(do_not_specialize_on_alignment=["pages_ptr", "indptr_ptr", "ends_ptr"])
+@triton.jit(do_not_specialize_on_alignment=["kv_indices_ptr", "kv_indptr_ptr", "paged_ends_ptr"])
 def own_waits_kernel(
     q_desc, k_desc, v_desc, out_desc, list_ptr, rows_per_item, scale, output_scale,
     GROUP: tl.constexpr, ACTIVATION: tl.constexpr, PAIRS: tl.constexpr, CAUSAL: tl.constexpr,
@@ -477,17 +482,18 @@ def own_waits_kernel(
     REGISTERS: tl.constexpr, RESIDENT: tl.constexpr, MATH_ROLES: tl.constexpr,
     Q_SLOTS: tl.constexpr, LOWER_RIGHT: tl.constexpr = False, segments_ptr=None,
     TARGET_GROUP: tl.constexpr = 1, FULL_ROWS: tl.constexpr = 0, OWN_RANKS: tl.constexpr = False,
-    AHEAD: tl.constexpr = False, history_desc=None, pages_ptr=None, indptr_ptr=None, ends_ptr=None,
-    PAGE: tl.constexpr = None, OWN_KEYS: tl.constexpr = False, counter_ptr=None,
+    AHEAD: tl.constexpr = False, pool_desc=None, kv_indices_ptr=None, kv_indptr_ptr=None,
+    paged_ends_ptr=None, PAGE_SIZE: tl.constexpr = None, HAS_PACKED: tl.constexpr = False,
+    counter_ptr=None,
 ):  # fmt: skip
     """output_scale * activation(scale * Q K^T) V for the listed work of this program. PAIRS:
     `PACKED` of the options, by the name that records know."""
-    tl.static_assert(PAGE is None or PAGE % BLOCK_N == 0, "a tile lies in one page")
+    tl.static_assert(PAGE_SIZE is None or PAGE_SIZE % BLOCK_N == 0, "a tile lies in one page")
     DTYPE: tl.constexpr = tlx.dtype_of(q_desc)
     options = Options(
         GROUP, ACTIVATION, PAIRS, CAUSAL, WINDOW, BLOCK_N, BLOCK_D, NUM_STAGES, RESIDENT,
         MATH_ROLES, Q_SLOTS, DTYPE, LOWER_RIGHT, segments_ptr is not None, TARGET_GROUP, FULL_ROWS,
-        OWN_RANKS, AHEAD, PAGE, OWN_KEYS,
+        OWN_RANKS, AHEAD, PAGE_SIZE, HAS_PACKED,
     )  # fmt: skip
     q = tlx.local_alloc((ROWS, BLOCK_D), DTYPE, MATH_ROLES * Q_SLOTS)
     k = tlx.local_alloc((BLOCK_N, BLOCK_D), DTYPE, NUM_STAGES)
@@ -511,8 +517,8 @@ def own_waits_kernel(
     with tlx.async_tasks():
         with tlx.async_task("default"):
             load(
-                q_desc, k_desc, v_desc, history_desc, q, k, v, tickets, list_ptr, segments_ptr,
-                pages_ptr, indptr_ptr, ends_ptr, rows_per_item, options,
+                q_desc, k_desc, v_desc, pool_desc, q, k, v, tickets, list_ptr, segments_ptr,
+                kv_indices_ptr, kv_indptr_ptr, paged_ends_ptr, rows_per_item, options,
             )  # fmt: skip
         with tlx.async_task(num_warps=4, registers=REGISTERS, replicate=MATH_ROLES):
             math(
@@ -556,12 +562,10 @@ def _launched(
     q_desc = ragged_descriptor(batch.q, ROWS.value, min_width=32)
     width = q_desc.block_shape[-1]
     most = WIDE.value * 2 // out.element_size()
-    keys, history = [batch.k, batch.v], batch.history_options
-    if batch.history is not None:
-        keys = [*keys, batch.history.rows] if history["OWN_KEYS"] else [batch.history.rows] * 2
-    k_desc, v_desc, *history_desc = [
-        ragged_descriptor(x, config.BLOCK_N, min_width=32) for x in keys
-    ]
+    keys, paged = [batch.k, batch.v], batch.paged_kv_options
+    if batch.paged_kv is not None:
+        keys = [*keys, batch.paged_kv.pool] if paged["HAS_PACKED"] else [batch.paged_kv.pool] * 2
+    k_desc, v_desc, *pool_desc = [ragged_descriptor(x, config.BLOCK_N, min_width=32) for x in keys]
     launch(
         own_waits_kernel, (programs,), batch.device,
         q_desc,
@@ -575,7 +579,7 @@ def _launched(
         REGISTERS=config.registers, RESIDENT=config.resident,
         MATH_ROLES=config.math_roles, Q_SLOTS=config.q_slots, **batch.segment_options,
         AHEAD=config.ahead and config.q_slots > 1 and not config.resident,
-        history_desc=history_desc[0] if history_desc else None, **history,
+        pool_desc=pool_desc[0] if pool_desc else None, **paged,
         counter_ptr=new_counter(batch) if config.tickets else None, num_warps=4, **shared,
     )  # fmt: skip
     return out
@@ -586,8 +590,9 @@ def call_problem(batch: Batch) -> str | None:
     sums = batch.add_to is not None or batch.out_dtype not in (None, batch.dtype)
     if sums and batch.head_dim > WIDE.value:
         return f"needs a head_dim of at most {WIDE.value} for a sum in fp32, got {batch.head_dim}"
-    if batch.history is not None and batch.history.page_size % LEAST_PAGE:
-        return f"needs pages of a multiple of {LEAST_PAGE} tokens, got {batch.history.page_size}"
-    if batch.history is not None and batch.window is not None:
-        return f"needs window None with a history in pages, got {batch.window}"
+    paged = batch.paged_kv
+    if paged is not None and paged.page_size % LEAST_PAGE_SIZE:
+        return f"needs pages of a multiple of {LEAST_PAGE_SIZE} tokens, got {paged.page_size}"
+    if paged is not None and batch.window is not None:
+        return f"needs window None with keys in pages, got {batch.window}"
     return None

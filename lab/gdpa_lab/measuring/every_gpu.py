@@ -38,11 +38,11 @@ def calls(head_dim: int) -> dict[tuple[str, str], Callable[[], object]]:
     scale = head_dim**-0.5
     whole = partial(Batch, x, x, x, ends, ends, 1024, 1024, ("gelu_tanh",), scale)
     blocks, listed = Blocks(x, x, x, ends, scale), (torch.zeros(16, 2).int(),)
-    scored, pages = x[:64], (torch.arange(960), ends, 960)
+    scored, table = x[:64], (torch.arange(960), ends, 960)
     targets = {"mask": Mask("lower_right"), "segments": torch.tensor([[64, 0]]).int()}
 
     def candidates() -> None:
-        joined.join(x.new_zeros(15, 2, 64, 4, head_dim), *pages, scored, scored, ends, 64)
+        joined.join(x.new_zeros(15, 2, 64, 4, head_dim), *table, scored, scored, ends, 64)
         v1_tiled.forward(whole(**targets))
         diagonal.add_diagonal(scored, scored, scored, scored.float())
 

@@ -21,6 +21,7 @@ from gdpa_lab.measuring import machine_code, operators, record, sustained, testi
 from gdpa_lab.measuring.baselines import STEP
 from gdpa_lab.measuring.inputs import BlockInputs, Inputs, make_inputs
 from gdpa_lab.measuring.operators import Candidate
+from gdpa_lab.measuring.rows import reason
 from gdpa_lab.measuring.workload import Workload
 
 SCOPES = ("kernel", "sustained", "op", "host", "schedule")
@@ -219,12 +220,6 @@ def launched(call: operators.Call, device: torch.device) -> list[dict[str, objec
 def parts(entry: Entry) -> tuple[str, str, Mapping[str, object]]:
     """Split an entry of `impls` into (name, variant, options)."""
     return (entry, "", {}) if isinstance(entry, str) else entry
-
-
-def reason(error: Exception) -> str:
-    """Format an exception as the failure of a row."""
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0][:300]}"
 
 
 def asks(scopes: Scopes, scope: str, impl: str) -> bool:

@@ -17,10 +17,11 @@ from gdpa_kernels.calling import ladder
 from gdpa_kernels.calling.rung import Rung
 from gdpa_kernels.gdpa import api as gdpa_api
 from gdpa_kernels.gdpa import reference as gdpa_reference
-from gdpa_lab.measuring import baselines, studies, testing
+from gdpa_lab.measuring import baselines, studies, testing, timing
 from gdpa_lab.measuring.baselines import STEP
 from gdpa_lab.measuring.inputs import BlockInputs, Inputs
 from gdpa_lab.measuring.require import require
+from gdpa_lab.measuring.rows import reason
 
 Call = Callable[[], object]
 
@@ -183,10 +184,47 @@ class _Operator:
         return Candidate(impl, self.kind, call, asdict(config) if config else {}, variant)
 
     def _peer(self, impl: str, direction: str, variant: str = "", **options: object) -> Candidate:
+        """Prepare a baseline, in its fastest configuration unless options choose one."""
         peer = self.peers[impl]
-        call = peer.call(self._inputs, direction, **options)
         checked = partial(peer.checked, self._inputs)
-        return Candidate(impl, peer.math, call, options, variant, checked)
+        configurations = peer.configurations(direction)
+        if options or len(configurations) == 1:
+            call, config = peer.call(self._inputs, direction, **options), options
+        else:
+            call, config = self._fastest(peer, direction, configurations, checked)
+        if peer.is_replayed and direction == "forward" and self._inputs.q.is_cuda:
+            call, config = baselines.replayed(call), {**config, "cuda_graph": True}
+        return Candidate(impl, peer.math, call, config, variant, checked)
+
+    def _fastest(
+        self,
+        peer: baselines.Baseline,
+        direction: str,
+        configurations: baselines.Configurations,
+        checked: Callable[[baselines.Results], baselines.Results],
+    ) -> tuple[Call, dict[str, object]]:
+        """Prepare the fastest of `configurations`, in bursts, whose results pass the check; return
+        its call, its name, and the microseconds of each, or why it failed."""
+        best, least, name_of_best, tried = None, float("inf"), "", {}
+        for name, options in configurations.items():
+            try:
+                call = peer.call(self._inputs, direction, **options)
+                us = timing.burst_us(call, self._inputs.q.device)
+                if us < least:
+                    results = call()
+                    results = results if isinstance(results, tuple) else (results,)
+                    for comparison in self.check(peer.math, checked(results)):
+                        if not comparison.passed:
+                            raise ValueError(f"check failed: {comparison}")
+                    best, least, name_of_best = call, us, name
+                tried[name] = round(us, 1)
+            except baselines.Unsupported:
+                raise
+            except Exception as error:
+                tried[name] = reason(error)
+        if best is None:
+            raise ValueError(f"every configuration fails: {tried}")
+        return best, {"configuration": name_of_best, "tried": tried}
 
     def _resolve(self, impl: str, batch: object) -> Rung:
         """Resolve the rung, if it takes the batch."""

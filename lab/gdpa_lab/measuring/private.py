@@ -35,21 +35,3 @@ def compiling_for(target: GPUTarget) -> Iterator[None]:
         yield
     finally:
         driver._active = previous
-
-
-def cudnn_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    lengths: tuple[torch.Tensor, torch.Tensor, int, int],
-    backward: bool,
-    causal: bool,
-    scale: float,
-) -> torch.Tensor:
-    """Call cuDNN's attention on jagged q, k and v, `[total, num_heads, head_dim]`, which
-    scaled_dot_product_attention does not offer. lengths: the offsets of q and k, and their longest
-    sequences; `backward`: save what it needs."""
-    return torch.ops.aten._cudnn_attention_forward(
-        q, k, v, None, *lengths, backward, 0.0, causal, False, scale=scale
-    )[0]

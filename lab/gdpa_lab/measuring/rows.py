@@ -93,6 +93,12 @@ class Error:
         return Error(largest, float(budget), passed, elements)
 
 
+def reason(error: Exception) -> str:
+    """Format an exception as the failure of a row."""
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0][:300]}"
+
+
 LEFT_OUT = "not measured: "
 """Prefix of the failure of a planned row that its run did not reach."""
 
@@ -103,7 +109,8 @@ class Row:
 
     `workload`: a name in the record's `workloads`. `math`: "activation", "softmax", or "rotary" for
     rotary alone. `scope`: what was timed, see `measure.SCOPES`. `variant` tells apart rows that
-    share all the rest, e.g. a schedule's order. `config`: constants of the implementation.
+    share all the rest, e.g. a schedule's order. `config`: constants of the implementation,
+    of a peer the configurations that were tried.
     `flops`, `bytes_read`, `bytes_written`: useful FLOPs and fewest bytes of one call. `samples_us`:
     microseconds, one per timed call, of scope "sustained" the means of chunks of calls; empty when
     `failure` says why. `peak_bytes`: most device memory allocated during one call, None if not

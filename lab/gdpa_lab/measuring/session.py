@@ -25,10 +25,10 @@ from gdpa_lab.measuring import (
     timing,
 )
 from gdpa_lab.measuring.inputs import BlockInputs, Inputs, make_inputs
-from gdpa_lab.measuring.measure import ON_DEVICE, Scopes, asks, free, parts, reason
+from gdpa_lab.measuring.measure import ON_DEVICE, Scopes, asks, free, parts
 from gdpa_lab.measuring.operators import math as math_of
 from gdpa_lab.measuring.require import require
-from gdpa_lab.measuring.rows import LEFT_OUT
+from gdpa_lab.measuring.rows import LEFT_OUT, reason
 from gdpa_lab.measuring.workload import Workload
 
 HANDLE_VARIABLE = "GDPA_KERNELS_HANDLE"

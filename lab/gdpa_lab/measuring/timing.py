@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import random
+import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -116,6 +117,12 @@ def sample_kernels(
                 events[name].append((start, end))
             torch.cuda.synchronize()
     return {n: [s.elapsed_time(e) * 1e3 for s, e in pairs] for n, pairs in events.items()}
+
+
+def burst_us(function: Callable[[], object], device: torch.device) -> float:
+    """Measure the median device time of a few isolated calls in microseconds."""
+    few = Protocol(warmup=2, samples=7)
+    return statistics.median(sample_kernels({"": function}, device, few)[""])
 
 
 def sample_calls(

@@ -22,7 +22,7 @@ WORKLOAD = "gdpa-self-full-1024"
 PEERS = {
     "cuDNN": ("cudnn", "cudnn_varlen"),
     "FlashAttention-4": ("fa4", "fa4_dense"),
-    "FlashAttention-3": ("fa3",),
+    "FlashAttention-3": ("fa3", "fa3_dense"),
     "FlashAttention-2": ("fa2_varlen",),
 }
 """Libraries in the figure, each with its forms; the fastest one that takes the batch counts."""

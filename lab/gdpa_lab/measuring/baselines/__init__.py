@@ -12,10 +12,12 @@ from gdpa_lab.measuring.baselines import blocks, flash, same_function, torch_pee
 from gdpa_lab.measuring.baselines.peer import (
     Availability,
     Baseline,
+    Configurations,
     Results,
     Unsupported,
     block_offsets,
     differentiate,
+    replayed,
 )
 from gdpa_lab.measuring.baselines.softmax import softmax_gradients, softmax_reference
 from gdpa_lab.measuring.workload import STEP, Workload
@@ -26,10 +28,12 @@ __all__ = [
     "STEP",
     "Availability",
     "Baseline",
+    "Configurations",
     "Results",
     "Unsupported",
     "block_offsets",
     "differentiate",
+    "replayed",
     "softmax_gradients",
     "softmax_reference",
     "taking",

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import flex_attention
+from torch.nn.attention.flex_attention import BlockMask
 
 from gdpa_kernels.calling.lengths import Lengths
 from gdpa_lab.measuring.baselines import flash, peer, torch_peers
@@ -64,6 +67,58 @@ def cudnn_padded(inputs: BlockInputs, direction: str) -> Call:
 
     function = _padded(inputs, lambda: sdpa_kernel(SDPBackend.CUDNN_ATTENTION))
     return peer.differentiate(function, inputs, direction)
+
+
+def block_mask(inputs: BlockInputs, tile: int) -> BlockMask:
+    """Make FlexAttention's mask of attention inside blocks, on the packed tokens: for each `tile`
+    of queries the tiles with keys of their blocks, which a mask by token cuts down. The mask is
+    symmetric. Nothing of the size of tokens times tokens is made."""
+    ends, total = peer.block_offsets(inputs), inputs.workload.total_q
+    blocks = torch.arange(len(ends) - 1, device=ends.device)
+    block = blocks.repeat_interleave(ends.diff(), output_size=total)  # of each token
+    first_token = torch.arange(0, total, tile, device=ends.device)
+    last_token = (first_token + tile - 1).clamp(max=total - 1)
+    first = ends[block[first_token]] // tile
+    last = (ends[block[last_token] + 1] - 1) // tile
+    count = (last - first + 1).int()[None, None]
+    most = 1 + 2 * -(-(inputs.workload.block_size - 1) // tile)  # known without the device
+    columns = torch.arange(most, device=ends.device)
+    indices = (first[:, None] + columns).clamp(max=len(first) - 1).int()[None, None]
+
+    def same_block(
+        batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor
+    ) -> torch.Tensor:
+        return block[query] == block[key]
+
+    return BlockMask(
+        seq_lengths=(total, total), kv_num_blocks=count, kv_indices=indices,
+        full_kv_num_blocks=None, full_kv_indices=None, q_num_blocks=count, q_indices=indices,
+        full_q_num_blocks=None, full_q_indices=None, BLOCK_SIZE=(tile, tile), mask_mod=same_block,
+    )  # fmt: skip
+
+
+def flex_blocks(
+    inputs: BlockInputs, direction: str, tile: int = 128, max_autotune: bool = False
+) -> Call:
+    """Call FlexAttention on the packed tokens with `block_mask`. Its kernel's tiles must divide
+    those of the mask: TorchInductor's own are of 128 tokens, and with `max_autotune` it looks for
+    the fastest that fit."""
+    mask, heads = block_mask(inputs, tile), torch_peers.grouped(inputs.q, inputs.k)
+
+    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        q, k, v = (tensor.transpose(0, 1)[None] for tensor in (q, k, v))
+        out = flex_attention.flex_attention(q, k, v, block_mask=mask, scale=inputs.scale(), **heads)
+        return out[0].transpose(0, 1).reshape(inputs.q.shape)
+
+    attention = peer.by_inductor(attention, max_autotune=max_autotune)
+    return torch_peers.compiled(attention, inputs, direction)
+
+
+def flex_configurations(direction: str) -> peer.Configurations:
+    return {
+        "tiles of 128": {"tile": 128},
+        "tiles of 64, tuned": {"tile": 64, "max_autotune": True},
+    }
 
 
 def _unturned(inputs: BlockInputs, attention: str) -> dict[str, object]:
@@ -135,6 +190,10 @@ PEERS = (
     ),
     Baseline(
         "torch_compile", "torch.compile, padded blocks", "softmax", needs_cuda, compiled_blocks
+    ),
+    Baseline(
+        "flex", "FlexAttention, mask of blocks", "softmax", needs_cuda, flex_blocks, without_rotary,
+        configurations=flex_configurations, metadata=functools.partial(block_mask, tile=128),
     ),
     Baseline(
         "eager_rotary", "eager rotary, then our attention", "softmax", needs_cuda, eager_rotary,

@@ -50,16 +50,32 @@ def _operators() -> object:
     return torch.ops.flash_attn_3
 
 
-def fa3(inputs: Inputs | BlockInputs, direction: str = "forward") -> Call:
-    """Call FlashAttention-3 on ragged tensors, from its package or from xformers' library."""
-    options = peer.ragged_options(inputs) | {"softmax_scale": inputs.scale()}
-    causal, sides = inputs.workload.causal, peer.window_size(inputs.workload)
+def fa3(
+    inputs: Inputs | BlockInputs, direction: str = "forward", shape: tuple[int, ...] = (-1,)
+) -> Call:
+    """Call FlashAttention-3 from its package or from xformers' library, on ragged tensors, or on
+    dense ones of `shape`, [batch, length]."""
+    scale, causal = inputs.scale(), inputs.workload.causal
+    sides, is_ragged = peer.window_size(inputs.workload), len(shape) == 1
+    lengths = peer.ragged_options(inputs) if is_ragged else {}
     if peer.is_importable(FA3):
-        attention = importlib.import_module(FA3).flash_attn_varlen_func
-        attention = functools.partial(attention, **options, causal=causal, window_size=sides)
-        return peer.differentiate(lambda *qkv: _output(attention(*qkv)), inputs, direction)
-    library, tensors = _operators(), (inputs.q, inputs.k, inputs.v)
-    options |= {"is_causal": causal, "window_size_left": sides[0], "window_size_right": sides[1]}
+        name = "flash_attn_varlen_func" if is_ragged else "flash_attn_func"
+        attention = functools.partial(
+            getattr(importlib.import_module(FA3), name), **lengths, softmax_scale=scale,
+            causal=causal, window_size=sides,
+        )  # fmt: skip
+
+        def function(*qkv: torch.Tensor) -> torch.Tensor:
+            out = _output(attention(*(tensor.unflatten(0, shape) for tensor in qkv)))
+            return out.view(inputs.q.shape)
+
+        return peer.differentiate(function, inputs, direction)
+    grad_out, *tensors = (
+        tensor.unflatten(0, shape) for tensor in (inputs.grad_out, inputs.q, inputs.k, inputs.v)
+    )
+    options = lengths | {"softmax_scale": scale, "is_causal": causal}
+    options |= {"window_size_left": sides[0], "window_size_right": sides[1]}
+    library = _operators()
 
     def forward() -> tuple[torch.Tensor, torch.Tensor]:
         out, lse, *_ = library.fwd(*tensors, **options, num_splits=1)
@@ -67,15 +83,19 @@ def fa3(inputs: Inputs | BlockInputs, direction: str = "forward") -> Call:
 
     def backward(out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, ...]:
         gradients = tuple(torch.empty_like(tensor) for tensor in tensors)
-        library.bwd(inputs.grad_out, *tensors, out, lse, *gradients, **options)
-        return gradients
+        library.bwd(grad_out, *tensors, out, lse, *gradients, **options)
+        return tuple(gradient.view(-1, *gradient.shape[-2:]) for gradient in gradients)
 
     if direction == "forward":
-        return lambda: forward()[0]
+        return lambda: forward()[0].view(inputs.q.shape)
     if direction == STEP:
         return lambda: backward(*forward())
     saved = forward()
     return lambda: backward(*saved)
+
+
+def fa3_dense(inputs: Inputs, direction: str = "forward") -> Call:
+    return fa3(inputs, direction, peer.dense(inputs))
 
 
 def _output(result: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:
@@ -131,6 +151,10 @@ REPOSITORY = "https://github.com/Dao-AILab/flash-attention"
 PEERS = (
     Baseline(
         "fa3", "FlashAttention-3", "softmax", needs_fa3, fa3, install=INSTALL_FA3, source=REPOSITORY
+    ),
+    Baseline(
+        "fa3_dense", "FlashAttention-3, dense", "softmax", needs_fa3, fa3_dense, peer.one_length,
+        INSTALL_FA3, REPOSITORY,
     ),
     Baseline(
         "fa4", "FlashAttention-4", "softmax", needs_fa4, fa4, install=INSTALL_FA4, source=REPOSITORY

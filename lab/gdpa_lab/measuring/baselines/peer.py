@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +19,8 @@ Call = Callable[[], object]
 Results = tuple[torch.Tensor, ...]
 Problem = Callable[[Workload, str], str | None]
 """Function of a workload and a direction: what they lack for a peer, or None."""
+Configurations = Mapping[str, Mapping[str, object]]
+"""Options of `Baseline.prepare` by the name of what they make."""
 
 
 class Unsupported(Exception):
@@ -30,6 +32,11 @@ def takes_all(workload: Workload, direction: str) -> str | None:
     return None
 
 
+def one_configuration(direction: str) -> Configurations:
+    """Leave a peer as it comes."""
+    return {"default": {}}
+
+
 @dataclass(frozen=True)
 class Baseline:
     """A peer of GDPA or of block attention, forward or backward.
@@ -39,9 +46,12 @@ class Baseline:
     `differentiate`. `math`: "activation", the same function as ours, or "softmax". `needs`: what
     this machine lacks, or None; `lacks`: what a workload lacks, targets aside; `install`: how to
     get it, in a sentence; `source`: where its code is. `metadata`, where there is any, makes on the
-    device the offsets that the call needs. `checked`, where there is any, makes of (inputs,
-    results) what is checked, where the inputs were changed for the peer. `takes_targets`: whether
-    it computes batches with targets.
+    device the offsets or the mask that the call needs. `checked`, where there is any, makes of
+    (inputs, results) what is checked, where the inputs were changed for the peer. `takes_targets`:
+    whether it computes batches with targets. `configurations` of a direction are all that are tried
+    on a batch; the fastest that passes the check is timed, and the `config` of its row holds them
+    all. Options of a call rule them out. `is_replayed`: forward, `replayed` stands in for its call,
+    since its host takes longer than its kernels on short sequences; `config` says so.
     """
 
     impl: str
@@ -52,9 +62,11 @@ class Baseline:
     lacks: Problem = takes_all
     install: str = ""
     source: str = ""
-    metadata: Callable[[BlockInputs], torch.Tensor] | None = None
+    metadata: Callable[[BlockInputs], object] | None = None
     checked: Callable[[Inputs, Results], Results] = lambda inputs, results: results
     takes_targets: bool = False
+    configurations: Callable[[str], Configurations] = one_configuration
+    is_replayed: bool = False
 
     def problem(self, workload: Workload, direction: str) -> str | None:
         """Return what the workload lacks for the peer in `direction`, or None."""
@@ -108,11 +120,31 @@ def differentiate(
     return lambda: torch.autograd.grad(out, qkv, inputs.grad_out, retain_graph=True)
 
 
-def by_inductor(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Compile a function with TorchInductor and leave other kernels of this process their
-    assembler: TorchInductor sends all of Triton to PyTorch's ptxas without TRITON_PTXAS_PATH."""
+def replayed(call: Call) -> Call:
+    """Capture a call in a CUDA graph and return its replay, which launches the same kernels in the
+    same order, and returns what the capture made."""
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        call()  # a capture must not be the first to need a kernel or a workspace
+    with torch.cuda.graph(graph, stream=stream):
+        result = call()
+
+    def replay() -> object:
+        graph.replay()
+        return result
+
+    return replay
+
+
+def by_inductor(
+    function: Callable[..., torch.Tensor], **options: object
+) -> Callable[..., torch.Tensor]:
+    """Compile a function with TorchInductor, with its `options`, and leave other kernels of this
+    process their assembler: TorchInductor sends all of Triton to PyTorch's ptxas without
+    TRITON_PTXAS_PATH."""
     os.environ.setdefault("TRITON_PTXAS_PATH", triton.knobs.nvidia.ptxas.path)
-    return torch.compile(function, dynamic=False, options={"compile_threads": 1})
+    return torch.compile(function, dynamic=False, options={"compile_threads": 1, **options})
 
 
 def block_offsets(inputs: BlockInputs) -> torch.Tensor:
@@ -179,6 +211,11 @@ def no_window(workload: Workload, direction: str) -> str | None:
     """Report, as a `problem`, a window."""
     window = workload.window
     return None if window is None else f"needs a batch without a window, got window={window}"
+
+
+def own_q(workload: Workload, direction: str) -> str | None:
+    """Report, as a `problem`, a q that the batch shares."""
+    return "needs a q of its own for each sequence" if workload.shared_q else None
 
 
 def both(*problems: Problem) -> Problem:

@@ -5,25 +5,44 @@ HSTU (arXiv 2402.17152) divides by the longest length what SiLU gives: `output_s
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import functools
 import importlib
 import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 import triton
 
 from gdpa_lab.measuring.baselines import peer
-from gdpa_lab.measuring.baselines.peer import Baseline, Call, both, needs_module, no_window
+from gdpa_lab.measuring.baselines.peer import (
+    Baseline,
+    Call,
+    both,
+    needs_module,
+    no_window,
+    own_q,
+)
 from gdpa_lab.measuring.inputs import Inputs
-from gdpa_lab.measuring.workload import Workload
+from gdpa_lab.measuring.workload import STEP, Workload
 
 HSTU = "generative_recommenders.ops.triton.triton_hstu_attention"
+HSTU_CUDNN = "cudnn.hstu.hstu_attention"
 GDPA = "ads_mkl.ops.oss.gdpa.triton.triton_generalized_dot_product_attention"
+HSTU_HEAD_DIMS = 32, 64, 128, 256
+"""Those of cuDNN's kernels."""
 GDPA_NAMES = {
-    "identity": "raw", "relu": "relu", "relu_squared": "relu_square", "gelu": "gelu",
-    "gelu_tanh": "fast_gelu", "silu": "fast_silu", "hardswish": "hardswish",
+    "identity": "raw", "relu": "relu", "relu_squared": "relu_square", "leaky_relu": "leaky_relu",
+    "gelu": "gelu", "gelu_tanh": "fast_gelu", "silu": "fast_silu", "hardswish": "hardswish",
 }  # fmt: skip
 """Names of its activations by ours, those with the hardware's tanh or exp where they exist."""
+GDPA_TECHNIQUES = {
+    "persistent": "enable_persistent", "tma": "enable_tma", "ws": "enable_ws",
+    "dq_atomic_add": "use_dq_atomic_add",
+}  # fmt: skip
+"""Its options by their names in bwd_opt_tech, which switches them on in the backward pass too."""
 FLASHINFER = {
     "silu": "h * (1.f + math::tanh(h))",
     "gelu_tanh": "h * (1.f + math::tanh(x * (0.7978845608f + 0.0356774081f * x * x)))",
@@ -49,13 +68,37 @@ struct ElementWise : AttentionVariantBase {
 """
 
 
-def hstu_triton(inputs: Inputs, direction: str = "forward", tma: bool = True) -> Call:
+def hstu_triton(
+    inputs: Inputs, direction: str = "forward", tma: bool = True, is_sorted: bool = False
+) -> Call:
     """Call the Triton kernels of generative-recommenders. `tma`: use descriptors, and with fbtriton
-    let it also choose its warp-specialized kernel."""
-    attention = importlib.import_module(HSTU).triton_hstu_mha
+    let it also choose its warp-specialized kernel; `is_sorted`: go by falling length, which each
+    call sorts.
+
+    It remembers what it tuned without asking for either, so every call tunes anew. fbtriton 3.7.4
+    does not compile num_stages=0, which the warp-specialized kernel asks for: it gets 1, which
+    means the same, since it fills its buffers itself.
+    """
+    module = importlib.import_module(HSTU)
     fixed = {"N": inputs.max_seqlen_q, "alpha": inputs.scale(), "enable_tma": tma}
     fixed |= {"seq_offsets": inputs.cu_seqlens_q, "num_targets": inputs.num_targets}
-    return peer.differentiate(lambda q, k, v: attention(q=q, k=k, v=v, **fixed), inputs, direction)
+    fixed["sort_by_length"] = is_sorted
+    tuners = [getattr(module, name) for name in ("_hstu_attn_fwd", "_hstu_attn_bwd")]
+    states = [(tuner, {"cache": {}, "configs": [*map(_staged, tuner.configs)]}) for tuner in tuners]
+    return _with(
+        states, inputs, direction, lambda q, k, v: module.triton_hstu_mha(q=q, k=k, v=v, **fixed)
+    )
+
+
+def _staged(config: triton.Config) -> triton.Config:
+    """Replace num_stages=0 in a configuration of Triton."""
+    staged = copy.copy(config)
+    staged.num_stages = config.num_stages or 1
+    return staged
+
+
+def hstu_configurations(direction: str) -> peer.Configurations:
+    return {"TMA": {}, "no TMA": {"tma": False}, "TMA, sorted": {"is_sorted": True}}
 
 
 def hstu_cutlass(inputs: Inputs, direction: str = "forward") -> Call:
@@ -68,25 +111,114 @@ def hstu_cutlass(inputs: Inputs, direction: str = "forward") -> Call:
     return peer.differentiate(lambda q, k, v: attention(q, k, v, **fixed), inputs, direction)
 
 
-def gdpa_triton(inputs: Inputs, direction: str = "forward", **options: object) -> Call:
-    """Call the published Triton GDPA; `options` are its own, such as enable_tma.
+def hstu_cudnn(inputs: Inputs, direction: str = "forward") -> Call:
+    """Call cuDNN's HSTU kernels for Blackwell."""
+    hstu = importlib.import_module(HSTU_CUDNN)
+    tensors = {f"{name}_tensor": getattr(inputs, name) for name in "qkv"}
+    fixed = tensors | {
+        "cu_seqlens_q_tensor": inputs.cu_seqlens_q, "cu_seqlens_k_tensor": inputs.cu_seqlens_k,
+        "max_seqlen_q": inputs.max_seqlen_q, "max_seqlen_k": inputs.max_seqlen_k,
+        "window_size": peer.window_size(inputs.workload), "alpha": inputs.scale(),
+        "scaling_seqlen": 1 / inputs.workload.output_scale,
+    }  # fmt: skip
 
-    Its qk_scale multiplies what the activation gives; the scale before it is in q already, where a
+    def forward() -> torch.Tensor:
+        return hstu.hstu_attention_forward(**fixed)["o_tensor"]
+
+    def backward() -> tuple[torch.Tensor, ...]:
+        gradients = hstu.hstu_attention_backward(do_tensor=inputs.grad_out, **fixed)
+        return tuple(gradients[f"d{name}_tensor"] for name in "qkv")
+
+    def step() -> tuple[torch.Tensor, ...]:
+        forward()
+        return backward()
+
+    return {"forward": forward, STEP: step}.get(direction, backward)
+
+
+def needs_hstu_cudnn() -> str | None:
+    problem = needs_module(HSTU_CUDNN, "cuDNN's frontend 1.29 or newer")()
+    if problem is None and torch.cuda.get_device_capability()[0] != 10:
+        name = torch.cuda.get_device_name()
+        problem = f"needs a Blackwell GPU of compute capability 10, got {name}"
+    return problem
+
+
+def gdpa_triton(
+    inputs: Inputs, direction: str = "forward", techniques: str = "", tuning: str = "default"
+) -> Call:
+    """Call the published Triton GDPA. `techniques`: those of `GDPA_TECHNIQUES` to switch on,
+    separated by commas, in the direction that is called and those before it; `tuning`: its set of
+    tiles to tune over, `GDPA_AUTOTUNE_CONFIG_SET`.
+
+    It tunes for each longest query alone, whatever else a batch has, so every call tunes anew. Its
+    qk_scale multiplies what the activation gives; the scale before it is in q already, where a
     model has it in a projection, and nothing here is timed for that.
     """
     module = importlib.import_module(GDPA)
     module.object = triton.language  # Triton looks annotations up, and knows no such builtin
-    attention = module.generalized_dot_product_attention
+    attention, used = module.generalized_dot_product_attention, techniques.split(",")
     fixed = {
         "query_offset": inputs.cu_seqlens_q, "key_offset": inputs.cu_seqlens_k,
         "max_seq_len_q": inputs.max_seqlen_q, "max_seq_len_kv": inputs.max_seqlen_k,
         "activation": GDPA_NAMES[inputs.workload.activation],
-        "qk_scale": inputs.workload.output_scale,
+        "qk_scale": inputs.workload.output_scale, "bwd_opt_tech": techniques or "base",
+        "window_size": inputs.workload.window,
+        **{option: name in used for name, option in GDPA_TECHNIQUES.items()},
     }  # fmt: skip
     scaled = replace(inputs, q=inputs.q * inputs.scale())
-    return peer.differentiate(
-        lambda q, k, v: attention(query=q, key=k, value=v, **fixed, **options), scaled, direction
-    )
+    state = {"AUTOTUNE_CONFIG_SET": tuning}
+    for name in ("get_autotune_fwd_kernel", "get_autotune_bwd_kernel"):
+        state[name] = functools.cache(getattr(module, name).__wrapped__)
+    return _with(
+        [(module, state)], scaled, direction,
+        lambda q, k, v: attention(query=q, key=k, value=v, **fixed),
+    )  # fmt: skip
+
+
+def _with(
+    states: Sequence[tuple[object, Mapping[str, object]]],
+    inputs: Inputs,
+    direction: str,
+    function: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
+) -> Call:
+    """Differentiate a function that runs with other attributes of some objects, such as a memory of
+    its own for what was tuned: (object, values by attribute)."""
+
+    @contextlib.contextmanager
+    def changed() -> Iterator[None]:
+        previous = [(owner, {name: getattr(owner, name) for name in new}) for owner, new in states]
+        try:
+            for owner, new in states:
+                vars(owner).update(new)
+            yield
+        finally:
+            for owner, old in previous:
+                vars(owner).update(old)
+
+    with changed():
+        call = peer.differentiate(function, inputs, direction)
+
+    def with_changes() -> object:
+        with changed():
+            return call()
+
+    return with_changes
+
+
+def gdpa_configurations(direction: str) -> peer.Configurations:
+    """Its two sets of tiles, the second with its techniques too; warp specialization has tiles of
+    its own, and fbtriton 3.7.4 does not compile them.
+
+    TMA in the backward pass is left out: it adds dQ to memory without values, or, with atomic sums,
+    overwrites it.
+    """
+    name = "tma" if direction == "forward" else "dq_atomic_add"
+    few = {"tuning": "omnifm_v2"}
+    combined = "persistent", name, f"persistent,{name}"
+    tuned = {f"{techniques} omnifm_v2": {"techniques": techniques} | few for techniques in combined}
+    specialized = {techniques: {"techniques": techniques} for techniques in ("ws", "tma,ws")}
+    return {"default": {}, "omnifm_v2": few, **tuned, **specialized}
 
 
 def of_scaled_q(inputs: Inputs, results: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
@@ -123,15 +255,11 @@ def needs_flashinfer() -> str | None:
     return peer.needs_cuda() if shutil.which("nvcc") else "needs nvcc, which compiles FlashInfer's"
 
 
-def _own_q(workload: Workload, direction: str) -> str | None:
-    return "needs a q of its own for each sequence" if workload.shared_q else None
-
-
 def _is_hstu(workload: Workload, direction: str) -> str | None:
     if workload.activation != "silu" or workload.num_heads_q != workload.num_heads_k:
         heads = f"{workload.num_heads_q} and {workload.num_heads_k} heads"
         return f"needs silu and as many key heads, got {workload.activation}, {heads}"
-    return _own_q(workload, direction)
+    return own_q(workload, direction)
 
 
 def _scaled_by_length(workload: Workload, direction: str) -> str | None:
@@ -150,11 +278,21 @@ def _scaled_by_whole(workload: Workload, direction: str) -> str | None:
     return None if whole else f"needs output_scale 1 / n, got {workload.output_scale}"
 
 
+def _is_hstu_of_cudnn(workload: Workload, direction: str) -> str | None:
+    if workload.head_dim not in HSTU_HEAD_DIMS or workload.output_scale <= 0:
+        dims = ", ".join(map(str, HSTU_HEAD_DIMS))
+        received = f"{workload.head_dim} and {workload.output_scale}"
+        return f"needs a head_dim among {dims} and a positive output_scale, got {received}"
+    if workload.max_seqlen_q > workload.max_seqlen_k:
+        return "needs at least as many keys as queries"
+    return _is_hstu(workload, direction)
+
+
 def _is_published(workload: Workload, direction: str) -> str | None:
     if workload.activation not in GDPA_NAMES or workload.causal:
         known = f"an activation among {', '.join(GDPA_NAMES)} without a causal mask"
         return f"needs {known}, got {workload.activation}, causal={workload.causal}"
-    return _own_q(workload, direction)
+    return own_q(workload, direction)
 
 
 def _forward_of(workload: Workload, direction: str) -> str | None:
@@ -170,20 +308,26 @@ FBGEMM = "https://github.com/pytorch/FBGEMM/tree/main/fbgemm_gpu/experimental/hs
 PEERS = (
     Baseline(
         "gdpa_triton", "published Triton GDPA", "activation",
-        needs_module(GDPA, "the published GDPA"), gdpa_triton, both(_is_published, no_window),
+        needs_module(GDPA, "the published GDPA"), gdpa_triton, _is_published,
         f"clone {LIBRARY} as ads_mkl/ops/oss in a folder on PYTHONPATH", LIBRARY,
-        checked=of_scaled_q,
+        checked=of_scaled_q, configurations=gdpa_configurations, is_replayed=True,
     ),
     Baseline(
         "hstu_triton", "HSTU, Triton", "activation",
         needs_module(HSTU, "generative-recommenders"), hstu_triton,
         both(_is_hstu, _scaled_by_length, no_window),
         f"clone {RECOMMENDERS} and put it on PYTHONPATH", RECOMMENDERS, takes_targets=True,
+        configurations=hstu_configurations,
     ),
     Baseline(
         "hstu_cutlass", "HSTU, CUTLASS", "activation", needs_module("hstu", "FBGEMM's HSTU"),
         hstu_cutlass, both(_is_hstu, _scaled_by_whole, no_window),
         f"build it as its README says, {FBGEMM}", FBGEMM,
+    ),
+    Baseline(
+        "hstu_cudnn", "HSTU, cuDNN", "activation", needs_hstu_cudnn, hstu_cudnn,
+        _is_hstu_of_cudnn, "pip install nvidia-cudnn-frontend==1.32.0",
+        "https://github.com/NVIDIA/cudnn-frontend",
     ),
     Baseline(
         "flashinfer", "FlashInfer, element-wise", "activation", needs_flashinfer, flashinfer,

@@ -1,4 +1,5 @@
-"""PyTorch's own peers: a compiled definition, FlashAttention-2, cuDNN and FlexAttention."""
+"""PyTorch's own peers: a compiled definition, FlashAttention-2, cuDNN and FlexAttention; ragged
+cuDNN by its own frontend."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 
 from gdpa_kernels.gdpa.kernels import v0_eager
 from gdpa_lab.measuring import private
-from gdpa_lab.measuring.baselines import peer
+from gdpa_lab.measuring.baselines import cudnn_frontend, peer
 from gdpa_lab.measuring.baselines.peer import Baseline, Call, both, needs_cuda, no_window
 from gdpa_lab.measuring.inputs import BlockInputs, Inputs
 from gdpa_lab.measuring.workload import Workload
@@ -90,17 +91,6 @@ def cudnn(inputs: Inputs, direction: str = "forward") -> Call:
     return peer.differentiate(function, inputs, direction)
 
 
-def cudnn_varlen(inputs: Inputs | BlockInputs, direction: str = "forward") -> Call:
-    function = functools.partial(
-        private.cudnn_attention,
-        lengths=peer.ragged(inputs),
-        backward=direction != "forward",
-        causal=inputs.workload.causal,
-        scale=inputs.scale(),
-    )
-    return peer.differentiate(function, inputs, direction)
-
-
 def flex(inputs: Inputs, direction: str = "forward") -> Call:
     """Compute the activation f through the softmax of FlexAttention: with scores log(f(s) + a),
     where a is an offset, the weights are (f(s) + a) / l, and log l is returned too, so f(S) V is
@@ -138,7 +128,11 @@ PEERS = (
     Baseline("torch_compile", "torch.compile", "activation", needs_cuda, torch_compile),
     Baseline("fa2_varlen", "FlashAttention-2 (torch)", "softmax", needs_varlen, fa2_varlen),
     Baseline("cudnn", "cuDNN, dense", "softmax", needs_cuda, cudnn, peer.dense_only),
-    Baseline("cudnn_varlen", "cuDNN, ragged", "softmax", needs_cuda, cudnn_varlen, no_window),
+    Baseline(
+        "cudnn_varlen", "cuDNN, ragged", "softmax", cudnn_frontend.needs_frontend,
+        cudnn_frontend.cudnn_varlen, both(peer.own_q, no_window), cudnn_frontend.INSTALL,
+        "https://github.com/NVIDIA/cudnn-frontend",
+    ),
     Baseline(
         "flex", "FlexAttention, dense", "activation", needs_cuda, flex,
         both(peer.dense_only, _has_offset),

@@ -15,8 +15,8 @@ from gdpa_lab.measuring.workloads import workload
 from gdpa_lab.report import peers
 from gdpa_lab.report.style import is_rung
 
-NOMINAL = 8e9
-"""Bytes per ms of a B200, data sheet."""
+NOMINAL = {"H200": 4.8e9, "B200": 8e9}
+"""Bytes per ms, data sheets."""
 PEER = "fa2_varlen"
 
 
@@ -54,18 +54,17 @@ def duels(rows: pd.DataFrame, works: Sequence[Workload], rungs: Sequence[str]) -
 
 
 def machine_rates(rows: pd.DataFrame, work: Workload, data_dir: str | Path) -> pd.DataFrame:
-    """Percent of what a machine moves, by direction: ours of a measured copy, published kernels of
-    the nominal rate."""
-    share = by_impl(rows, "percent_of_roofline").loc[work.name].T
-    theirs = printed_times(data_dir)["table5"].unstack()
-    size = pd.Series({way: 100 * work.bytes(way) / NOMINAL for way in DIRECTIONS})
-    columns = {
-        "fastest rung, of a measured copy": share[share.index.map(is_rung)].max(),
-        "FlashAttention-2, of a measured copy": share.loc[PEER],
-        "published kernel, of the nominal 8 TB/s": size / theirs["tlx_block_attention"],
-        "published baseline, of the nominal 8 TB/s": size / theirs["fa2_jfa"],
-    }
-    return pd.DataFrame(columns).T[list(DIRECTIONS)]
+    """Percent of the nominal rate of its machine at which the fastest rung, FlashAttention-2 and
+    the published kernels of table 5 move their bytes, by direction."""
+    ms, theirs = by_impl(rows).loc[work.name].T, printed_times(data_dir)["table5"].unstack()
+    ours = {"our kernel, H200": ms[ms.index.map(is_rung)].min()}
+    ours["FlashAttention-2, H200"] = ms.loc[PEER]
+    published = {"published kernel, B200": theirs["tlx_block_attention"]}
+    published["published baseline, B200"] = theirs["fa2_jfa"]
+    size = pd.Series({way: 100.0 * work.bytes(way) for way in DIRECTIONS})
+    both = {"H200": ours, "B200": published}
+    shares = {of: size / NOMINAL[gpu] / t for gpu, times in both.items() for of, t in times.items()}
+    return pd.DataFrame(shares).T[list(DIRECTIONS)]
 
 
 def lengths(rows: pd.DataFrame, impls: Sequence[str]) -> pd.DataFrame:
