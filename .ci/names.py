@@ -11,7 +11,6 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 VAGUE = {"found", "made", "kept", "given", "own", "at", "place", "before", "mine", "told"}
 ALLOWED = {
-    "gdpa_kernels/calling": 2,
     "gdpa_kernels/gdpa": 2,
     "lab/gdpa_lab": 1,
 }

@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional as F
 
 from gdpa_kernels import PFFN, PMA, BlockAttention, GDPASelfAttention, Lengths, gdpa, jagged
-from gdpa_kernels.calling.lengths import Recipe
+from gdpa_kernels.calling.recipe import Recipe
 from gdpa_kernels.gdpa.reference import ACTIVATIONS
 from gdpa_kernels.layers.rotary import rotate, sin_cos
 

@@ -8,9 +8,9 @@ from types import ModuleType
 
 from _lib import studies
 from gdpa_kernels.device import pairs
-from gdpa_kernels.gdpa.device import tensor_memory
+from gdpa_kernels.gdpa.device import single_cta, tensor_memory
 
-SHARED = pairs, tensor_memory
+SHARED = pairs, single_cta, tensor_memory
 
 STORED = re.compile(r"\bst\.shared\.v4\.b32\s+\[%r")  # not the constants that roles are handed
 FENCE = re.compile(r"\bfence\.proxy\.async\b")

@@ -33,7 +33,7 @@ def head_dim_of(rung: Rung) -> int:
         for head_dim in (32, 64, 128, 256):
             x = torch.zeros(1, 1, head_dim, dtype=torch.bfloat16)
             for turns in (None, tuple(torch.zeros(2, 1, head_dim // 2))):
-                if rung.problem(batch_of(rung, (x, x, x), turns, (1,))) is None:
+                if rung.call_problem(batch_of(rung, (x, x, x), turns, (1,))) is None:
                     return head_dim
     raise ValueError(f"rung must take a head_dim of 32, 64, 128 or 256, got {rung.impl}")
 
@@ -44,7 +44,7 @@ def takes_turns(rung: Rung) -> bool:
         return False
     x, turns = torch.zeros(1, 1, 64, dtype=torch.bfloat16), tuple(torch.zeros(2, 1, 32))
     with emulated(rung.impl):
-        return rung.problem(batch_of(rung, (x, x, x), turns, (1,))) is None
+        return rung.call_problem(batch_of(rung, (x, x, x), turns, (1,))) is None
 
 
 def results(rung: Rung, batch, grad: torch.Tensor, module=None) -> tuple[torch.Tensor, ...]:
@@ -79,8 +79,8 @@ def launched(
         if rung.operator == "block_attention":
             batch = replace(batch, block_size=block_size, rotate_v=turned)
             blocks = (torch.zeros(3, 2, dtype=torch.int32),)
-            _, saved = module.forward(batch, schedule=blocks)
-            module.backward(x, batch, saved, schedule=blocks)
+            _, saved = module.forward(batch, work_list=blocks)
+            module.backward(x, batch, saved, work_list=blocks)
         else:
             results(rung, batch, x)
     return seen

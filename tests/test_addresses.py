@@ -219,7 +219,7 @@ def assert_near(actual, expected) -> None:
     ],
 )
 def test_rung(rung, layout):
-    if DEVICE == "cuda" and (problem := rung.unavailable(torch.device(DEVICE))):
+    if DEVICE == "cuda" and (problem := rung.device_problem(torch.device(DEVICE))):
         pytest.skip(problem)
     head_dim, turns = rungs.head_dim_of(rung), None
     grad, *qkv = far(layout, 4, head_dim, torch.bfloat16)

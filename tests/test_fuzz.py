@@ -80,7 +80,7 @@ def implementation(draw, operator: str, direction: str, tensors) -> str:
     """Mostly one that takes these tensors."""
     rungs = [rung for rung in ladder.LADDERS[operator] if direction in rung.directions]
     if draw.random() < 0.9:
-        rungs = [rung for rung in rungs if rung.requires.of_call(*tensors) is None]
+        rungs = [rung for rung in rungs if rung.requires.tensors_problem(*tensors) is None]
     return draw.choice(("auto", *(rung.impl for rung in rungs)))
 
 

@@ -59,13 +59,13 @@ def launched(rung: Rung, module: types.ModuleType, call: tuple) -> list[tuple] |
         batch = block.Batch(q, k, k, ends[0], head_dim**-0.5, **options)
     else:
         batch = Batch(q, k, k, *ends, most_q, most_k, (option,), head_dim**-0.5)
-    if rung.problem(batch) is not None:
+    if rung.call_problem(batch) is not None:
         return None
     with launches(run=False) as seen:
         if rung.operator == "block_attention":
             blocks = (torch.zeros(len(q) // 64, 2, dtype=torch.int32),)
-            _, saved = module.forward(batch, schedule=blocks)
-            module.backward(q, batch, saved, schedule=blocks)
+            _, saved = module.forward(batch, work_list=blocks)
+            module.backward(q, batch, saved, work_list=blocks)
         elif rung.directions == ("backward",):
             module.backward(q, batch)
         else:
@@ -102,7 +102,7 @@ def test_a_view_is_its_product(rung, every):
 @pytest.mark.parametrize("rung", VIEWS, ids=lambda rung: rung.impl)
 def test_a_view_has_the_functions_of_its_product(rung):
     view, product = view_of(rung), rung.module()
-    for name in ("default_config", "plan_schedule", "forward", "backward"):
+    for name in ("default_config", "work_list_recipe", "forward", "backward"):
         assert hasattr(view, name) == hasattr(product, name), name
         if hasattr(view, name):
             view_takes, takes = (inspect.signature(getattr(x, name)) for x in (view, product))

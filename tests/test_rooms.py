@@ -123,7 +123,7 @@ def _is_private(name: str) -> bool:
 
 
 DOCUMENTED = ("torch._check", "._replace", "._asdict", "._field_defaults")
-OWN = ("object.__new__(cls)._hold", "super()._compute", "super()._resolve")
+OWN = ("object.__new__(kind)._set", "super()._compute", "super()._resolve")
 OTHERS = ("argparse._SubParsersAction",)  # the type of what add_subparsers() returns
 # Its text runs in older trees, alone.
 ALONE = {"gdpa_lab.measuring.machine_code"}

@@ -9,21 +9,21 @@ import torch
 
 from gdpa_kernels.block_attention import choices
 from gdpa_kernels.block_attention.batch import Batch, Rotary
-from gdpa_kernels.calling import checks, ladder, packed, sequences
-from gdpa_kernels.calling.lengths import Lengths, Lists
+from gdpa_kernels.calling import checks, ladder, packed
+from gdpa_kernels.calling.handover import CallWorkLists, handed_over, with_work_lists
+from gdpa_kernels.calling.lengths import Lengths
 from gdpa_kernels.calling.operators import (
     Size,
     check_transforms,
     define,
     distinct,
-    final,
     needed,
-    scheduled,
+    once_differentiable,
     schema,
-    with_lists,
 )
 from gdpa_kernels.calling.private import has_tangents
 from gdpa_kernels.calling.rung import Rung, capability, dtype_name
+from gdpa_kernels.calling.sequences import read_sequences
 from gdpa_kernels.device.padding import assert_offsets, clear_padding
 
 OPERATOR = "block_attention"
@@ -100,8 +100,8 @@ def block_attention(
     attention computes".
     """
     check_transforms("block_attention")
-    held, num_kv_heads = packed.flat(*checks.autocast(q, k, v), num_kv_heads)
-    q, k, v = packed.unpack(*held, num_kv_heads)
+    packed_qkv, num_kv_heads = packed.flatten(*checks.autocast(q, k, v), num_kv_heads)
+    q, k, v = packed.unpack(*packed_qkv, num_kv_heads)
     checks.check_tensors(q, k, v)
     if k.shape[0] != q.shape[0]:
         raise ValueError(f"k must have q's {q.shape[0]} tokens, got {k.shape[0]}")
@@ -113,24 +113,24 @@ def block_attention(
     backward_impl = check_impls(impl, backward_impl)
     if scale is not None:
         checks.check_float("scale", scale)
-    known = sequences.read("cu_seqlens", cu_seqlens, q.shape[0], q.device, validate=validate)
+    known = read_sequences("cu_seqlens", cu_seqlens, q.shape[0], q.device, validate=validate)
     sin, cos = (None, None) if rotary is None else rotary
-    tensors = *held, known.cu_seqlens, sin, cos
+    tensors = *packed_qkv, known.cu_seqlens, sin, cos
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     options = Options(
         num_kv_heads, scale, block_size, rotate_v, impl, backward_impl,
-        check_values=known.check_values, padding=known.padding,
+        check_values=known.check_values, may_have_padding=known.may_have_padding,
     )  # fmt: skip
-    compiling, lists = torch.compiler.is_compiling(), None
+    compiling, work_lists = torch.compiler.is_compiling(), None
     recorded = torch.is_grad_enabled() or has_tangents() or compiling
     if compiling:
         tensors = distinct(*tensors)
     elif recorded or known.lengths is not None:
         lengths = () if known.lengths is None else (known.lengths,)
-        lists = Lists((known.cu_seqlens,), *lengths)
+        work_lists = CallWorkLists((known.cu_seqlens,), *lengths)
     if recorded:
-        return _BlockAttention.apply(lists, *tensors, options)
-    return with_lists(lists, _FORWARD, *tensors, *options)[0]
+        return _BlockAttention.apply(work_lists, *tensors, options)
+    return with_work_lists(work_lists, _FORWARD, *tensors, *options)[0]
 
 
 def resolve(impl: str, direction: str, batch: Batch) -> Rung:
@@ -171,7 +171,7 @@ def check_block_size(block_size: object) -> None:
 class Options(NamedTuple):
     """What a call asks for beside its tensors: arguments of the operators, in this order.
 
-    check_values: nobody has read the offsets. padding: rows may follow the last sequence.
+    check_values: nobody has read the offsets. may_have_padding: rows may follow the last sequence.
     """
 
     num_kv_heads: Size | None
@@ -181,7 +181,7 @@ class Options(NamedTuple):
     impl: str
     backward_impl: str
     check_values: bool = False
-    padding: bool = False
+    may_have_padding: bool = False
 
     def rung(self, direction: str, batch: Batch) -> Rung:
         """The rung that computes a direction."""
@@ -194,10 +194,10 @@ class _BlockAttention(torch.autograd.Function):
     forward made is kept for backward, but in a compiled program."""
 
     @staticmethod
-    def forward(ctx, lists, *tensors_and_options):
+    def forward(ctx, work_lists, *tensors_and_options):
         *tensors, ctx.options = tensors_and_options
-        ctx.lists = lists
-        out, saved = with_lists(lists, _FORWARD, *tensors, *ctx.options)
+        ctx.work_lists = work_lists
+        out, saved = with_work_lists(work_lists, _FORWARD, *tensors, *ctx.options)
         ctx.save_for_backward(*tensors, *((out, *saved) if saved else ()))
         ctx.set_materialize_grads(False)
         return out
@@ -207,16 +207,16 @@ class _BlockAttention(torch.autograd.Function):
         if grad_out is None:
             return (None,) * 8
         q, k, v, cu_seqlens, sin, cos, *saved = ctx.saved_tensors
-        lists = ctx.lists
-        if lists is not None and checks.is_fake(q):  # as compiled autograd has it
-            lists = None
-        if lists is not None:  # hooks may have copied what was saved
-            lists.offsets = (cu_seqlens,)
+        work_lists = ctx.work_lists
+        if work_lists is not None and checks.is_fake(q):  # as compiled autograd has it
+            work_lists = None
+        if work_lists is not None:  # hooks may have copied what was saved
+            work_lists.offsets = (cu_seqlens,)
         tensors = grad_out, q, k, v, cu_seqlens, sin, cos
         with torch.no_grad():
-            gradients = with_lists(lists, _BACKWARD, *tensors, saved, *ctx.options)
+            gradients = with_work_lists(work_lists, _BACKWARD, *tensors, saved, *ctx.options)
         gradients = needed(gradients, ctx.needs_input_grad[1:4])
-        return None, *final(OPERATOR, gradients, tensors[:4]), *(None,) * 4
+        return None, *once_differentiable(OPERATOR, gradients, tensors[:4]), *(None,) * 4
 
 
 def _batch(q, k, v, cu_seqlens, sin, cos, options: Options, **gradients) -> Batch:
@@ -236,8 +236,8 @@ def _forward(q, k, v, cu_seqlens, sin, cos, *options) -> tuple[torch.Tensor, lis
     if options.backward_impl not in ("auto", rung.impl):  # one that cannot take the call says so
         resolve(options.backward_impl, "backward", batch)
     with checks.without_autocast(q):  # the definition is made of operators that it would change
-        out, saved = rung.module().forward(batch, **scheduled(rung, "forward", batch))
-    if options.padding:
+        out, saved = rung.module().forward(batch, **handed_over(rung, "forward", batch))
+    if options.may_have_padding:
         clear_padding(out, cu_seqlens)
     return out, list(saved[1:])  # the first is the output
 
@@ -247,7 +247,7 @@ def _check_values(cu_seqlens: torch.Tensor, rows: int) -> None:
     if cu_seqlens.device.type == "cuda":
         assert_offsets(None, cu_seqlens, None, (rows, rows), (rows, rows))
     else:
-        checks.check_lengths("cu_seqlens", cu_seqlens, rows, None, padding=True)
+        checks.check_offset_values("cu_seqlens", cu_seqlens, rows, None, allow_padding=True)
 
 
 def _fake_forward(q, k, v, cu_seqlens, sin, cos, *options):
@@ -266,10 +266,10 @@ def _backward(
     def backward(buffers, _):
         batch = _batch(q, k, v, cu_seqlens, sin, cos, options, gradients=buffers)
         rung = options.rung("backward", batch)
-        extra = scheduled(rung, "backward", batch)
+        extra = handed_over(rung, "backward", batch)
         with checks.without_autocast(q):
             gradients = rung.module().backward(grad_out, batch, tuple(saved), **extra)
-        if options.padding:
+        if options.may_have_padding:
             clear_padding(gradients[0], cu_seqlens)
             clear_padding(gradients[1], cu_seqlens, gradients[2])
         return gradients

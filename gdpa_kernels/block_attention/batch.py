@@ -7,15 +7,14 @@ from dataclasses import dataclass
 import torch
 
 from gdpa_kernels.calling import checks
-from gdpa_kernels.calling.heads import Gradients, Heads
+from gdpa_kernels.calling.base_batch import BaseBatch, GradientTriple
+from gdpa_kernels.calling.recipe import WorkList as WorkList
 
 Rotary = tuple[torch.Tensor, torch.Tensor]
-Schedule = tuple[torch.Tensor, ...]
-"""A list of work on a device: what a `block_list.BlockList` makes."""
 
 
 @dataclass(frozen=True)
-class Batch(Heads):
+class Batch(BaseBatch):
     """A jagged batch and what is to be computed of it; already validated.
 
     q `[total, num_heads, head_dim]`, k and v `[total, num_heads_k, head_dim]`; cu_seqlens int32
@@ -31,7 +30,7 @@ class Batch(Heads):
     block_size: int = 64
     rotary: Rotary | None = None
     rotate_v: bool = False
-    gradients: Gradients = (None, None, None)
+    gradients: GradientTriple = (None, None, None)
 
     @property
     def offsets(self) -> tuple[torch.Tensor]:

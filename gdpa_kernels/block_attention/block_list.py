@@ -11,9 +11,9 @@ import torch
 import triton
 import triton.language as tl
 
-from gdpa_kernels.block_attention.batch import Batch, Schedule
+from gdpa_kernels.block_attention.batch import Batch, WorkList
 from gdpa_kernels.calling.launch import cdiv, launch
-from gdpa_kernels.calling.lengths import Recipe
+from gdpa_kernels.calling.recipe import Recipe
 
 
 @triton.jit
@@ -65,13 +65,13 @@ def block_list_kernel(
 
 
 @dataclass(frozen=True)
-class BlockList(Recipe):
+class BlockListRecipe(Recipe):
     """The list of blocks of `block_size` tokens, of sequences that have at most `total`."""
 
     total: int
     block_size: int
 
-    def make(self, cu_seqlens: torch.Tensor, _: None = None) -> Schedule:
+    def make(self, cu_seqlens: torch.Tensor, _: None = None) -> WorkList:
         """(blocks,), on the device of cu_seqlens int32 `[batch + 1]`.
 
         Every full block has block_size tokens, and every sequence at most one shorter block.
@@ -90,6 +90,6 @@ class BlockList(Recipe):
         return (entries,)
 
 
-def plan_schedule(batch: Batch, config: object) -> BlockList:
+def work_list_recipe(batch: Batch, config: object) -> BlockListRecipe:
     """The list of blocks of a call, the same for all launch constants."""
-    return BlockList(batch.total, batch.block_size)
+    return BlockListRecipe(batch.total, batch.block_size)

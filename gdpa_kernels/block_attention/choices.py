@@ -20,7 +20,7 @@ from gdpa_kernels.calling.rankings import Ranking
 PATH = Path(__file__).with_name("choices.csv")
 UNMEASURED = ("v1_one_tile", "reference")
 COLUMNS = {
-    "capability": rankings.capability, "dtype": str, "direction": str, "rotary": int,
+    "capability": rankings.parse_capability, "dtype": str, "direction": str, "rotary": int,
     "head_dim": int,
 }  # fmt: skip
 

@@ -14,7 +14,7 @@ import triton.language.extra.tlx as tlx
 from gdpa_kernels.block_attention.batch import Batch
 from gdpa_kernels.block_attention.block_list import block_entry, count_blocks
 from gdpa_kernels.calling.launch import cdiv, launch, multiprocessors, next_power_of_2
-from gdpa_kernels.device.ragged import BOUND, ragged_descriptor, readable
+from gdpa_kernels.device.ragged import BOUND, ragged_descriptor, tma_readable
 from gdpa_kernels.device.rows import keep_runtime
 
 
@@ -128,7 +128,7 @@ def backward_slots(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """(dq, dk, dv), shaped as q, k, v."""
     gradients = batch.new_gradients()
-    tensors = readable(grad_out), batch.q, batch.k, batch.v, *gradients
+    tensors = tma_readable(grad_out), batch.q, batch.k, batch.v, *gradients
     launch_slots(kernel, batch, config, blocks, tensors)
     return gradients
 

@@ -1,10 +1,13 @@
-"""Checks that both operators make of their arguments: argument, expectation, received."""
+"""Checks that public calls make of their arguments; an error names the argument, what it must be,
+and what was received. Calls and layers of all operators use them; only `check_offset_values` waits
+for the device."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 from collections.abc import Callable
+from itertools import pairwise
 from numbers import Integral, Real
 
 import torch
@@ -17,7 +20,7 @@ INT32_MAX = torch.iinfo(torch.int32).max
 _UNCHANGED = contextlib.nullcontext()
 
 
-def remembered(check: Callable[..., None]) -> Callable[..., None]:
+def cached_check(check: Callable[..., None]) -> Callable[..., None]:
     """`check`, which raises or returns nothing and looks at nothing but its arguments, made once
     for arguments that are equal and of equal types."""
     passed = functools.lru_cache(maxsize=256, typed=True)(check)
@@ -112,7 +115,7 @@ def is_integer(value: object) -> bool:
     return isinstance(value, int | Integral | torch.SymInt) and not isinstance(value, bool)
 
 
-def int32(value: int | None) -> int | None:
+def clamped_to_int32(value: int | None) -> int | None:
     """An integer of at least 0 as kernels take it: the largest one stands for what is above."""
     if value is None or torch.compiler.is_compiling():
         return value
@@ -171,7 +174,7 @@ def check_tensors(q: object, k: object, v: object) -> None:
         )
 
 
-def check_offsets(name: str, cu_seqlens: object, device: torch.device | None = None) -> None:
+def check_offsets_tensor(name: str, cu_seqlens: object, device: torch.device | None = None) -> None:
     """Raises TypeError or ValueError unless cu_seqlens is an int32 or int64 tensor `[batch + 1]`,
     on `device` if that is given. Its values are not read."""
     if not isinstance(cu_seqlens, torch.Tensor):
@@ -218,29 +221,29 @@ def is_capturing(device: torch.device) -> bool:
         return torch.cuda.is_current_stream_capturing()
 
 
-def longest_name(name: str) -> str:
+def max_seqlen_name(name: str) -> str:
     """The argument of the longest sequence that goes with the offsets `name`."""
     return f"max_seqlen{name.removeprefix('cu_seqlens')}" if "cu_" in name else "max_seqlen"
 
 
-def check_lengths(
+def check_offset_values(
     name: str,
     cu_seqlens: torch.Tensor,
     total: int,
     max_seqlen: int | None,
     *,
-    padding: bool = False,
+    allow_padding: bool = False,
 ) -> tuple[int, int]:
     """(longest sequence, end of the last one), in tokens. Raises ValueError unless cu_seqlens rises
-    from 0 to `total`, or with `padding` to less, in steps of at most `max_seqlen`, if that is
+    from 0 to `total`, or with `allow_padding` to less, in steps of at most `max_seqlen`, if that is
     given. Waits for the device."""
     values = cu_seqlens.tolist()
-    lengths = [after - before for before, after in zip(values, values[1:], strict=False)]
-    if values[0] != 0 or values[-1] > total or (values[-1] < total and not padding):
+    lengths = [end - start for start, end in pairwise(values)]
+    if values[0] != 0 or values[-1] > total or (values[-1] < total and not allow_padding):
         hint = ": offsets, not lengths, are wanted" if values[0] else ""
         raise ValueError(
-            f"{name} must run from 0 to {'at most ' * padding}the {total} rows of its tensor, "
-            f"got {values[0]} to {values[-1]}{hint}"
+            f"{name} must run from 0 to {'at most ' * allow_padding}the {total} rows of its "
+            f"tensor, got {values[0]} to {values[-1]}{hint}"
         )
     if lengths and min(lengths) < 0:
         index = lengths.index(min(lengths))
@@ -251,7 +254,7 @@ def check_lengths(
     longest = max(lengths, default=0)
     if max_seqlen is not None and longest > max_seqlen:
         raise ValueError(
-            f"{longest_name(name)} must be at least the longest sequence, "
+            f"{max_seqlen_name(name)} must be at least the longest sequence, "
             f"{longest} tokens, got {max_seqlen}"
         )
     return longest, values[-1]

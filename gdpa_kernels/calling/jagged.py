@@ -1,13 +1,22 @@
-"""A jagged batch as the layers of both operators take it, a pair (values, offsets) or (values,
-Lengths), or a nested tensor of layout torch.jagged; and what a model does with it between them."""
+"""Jagged batches, as layers take and return them: a pair (values, offsets) or (values, `Lengths`),
+or a nested tensor of layout torch.jagged.
+
+Models call the public functions between layers. Layers read a batch by `read_jagged` and return one
+by `like`; operators take nested tensors apart by `unnest`.
+"""
 
 from __future__ import annotations
 
 import torch
 
-from gdpa_kernels.calling import checks, private, sequences
-from gdpa_kernels.calling.lengths import Lengths, extended
-from gdpa_kernels.calling.sequences import Sequences, token_positions
+from gdpa_kernels.calling import checks, private
+from gdpa_kernels.calling.lengths import Lengths, extended_offsets
+from gdpa_kernels.calling.sequences import (
+    Sequences,
+    read_sequences,
+    token_positions,
+    with_max_seqlen,
+)
 
 Offsets = torch.Tensor | Lengths | Sequences
 Jagged = tuple[torch.Tensor, Offsets]
@@ -33,12 +42,12 @@ def to_padded_tensor(
     Raises:
         TypeError, ValueError: an argument is wrong: its name, what is expected, what was received.
     """
-    values, known = read(x, max_seqlen=max_seqlen, validate=validate)
-    cu_seqlens, longest, *_ = sequences.with_longest("offsets", known)
+    values, sequences = read_jagged(x, max_seqlen=max_seqlen, validate=validate)
+    cu_seqlens, longest, *_ = with_max_seqlen("offsets", sequences)
     sequence, position = token_positions(values.shape[0], cu_seqlens)
-    padded = values.new_full((known.batch * longest, *values.shape[1:]), padding)
+    padded = values.new_full((sequences.batch * longest, *values.shape[1:]), padding)
     padded.index_copy_(0, sequence * longest + position, values)
-    return padded.view(known.batch, longest, *values.shape[1:])
+    return padded.view(sequences.batch, longest, *values.shape[1:])
 
 
 def from_padded_tensor(
@@ -52,15 +61,15 @@ def from_padded_tensor(
     _check_padded("padded", "[batch, max_seqlen, ...]", padded)
     batch, most = padded.shape[:2]
     if not isinstance(offsets, Lengths):
-        checks.check_offsets("offsets", offsets, padded.device)
+        checks.check_offsets_tensor("offsets", offsets, padded.device)
     total = offsets.total if isinstance(offsets, Lengths) else int(offsets[-1])
     x = padded.new_empty(total, 0), offsets
-    _, known = read(x, None, most, validate)
-    if batch != known.batch:
-        raise ValueError(f"padded must be of {known.batch} sequences, got {batch}")
-    sequence, position = token_positions(total, known.cu_seqlens)
+    _, sequences = read_jagged(x, None, most, validate)
+    if batch != sequences.batch:
+        raise ValueError(f"padded must be of {sequences.batch} sequences, got {batch}")
+    sequence, position = token_positions(total, sequences.cu_seqlens)
     values = padded.flatten(0, 1).index_select(0, sequence * most + position)
-    return like(x, values, known)
+    return like(x, values, sequences)
 
 
 def mean(x: torch.Tensor | Jagged, *, validate: bool = True) -> torch.Tensor:
@@ -69,11 +78,11 @@ def mean(x: torch.Tensor | Jagged, *, validate: bool = True) -> torch.Tensor:
     Arguments and errors: as `to_padded_tensor`; and TypeError for values that are no floating-point
     numbers.
     """
-    values, known = read(x, validate=validate)
+    values, sequences = read_jagged(x, validate=validate)
     if not values.is_floating_point():
         raise TypeError(f"x must have a floating-point dtype, got {values.dtype}")
     wide = values.to(torch.promote_types(values.dtype, torch.float32))
-    means = torch.segment_reduce(wide, "mean", offsets=known.cu_seqlens, initial=0)
+    means = torch.segment_reduce(wide, "mean", offsets=sequences.cu_seqlens, initial=0)
     return means.to(values.dtype)
 
 
@@ -86,23 +95,23 @@ def append(
     The other arguments, and errors: as `to_padded_tensor`. The offsets of a pair come back as
     int32; from `Lengths` come `Lengths`, the same ones in each call.
     """
-    values, known = read(x, validate=validate)
-    batch, total, rest = known.batch, values.shape[0], values.shape[1:]
+    values, sequences = read_jagged(x, validate=validate)
+    batch, total, rest = sequences.batch, values.shape[0], values.shape[1:]
     _check_padded("tokens", "[batch, count, ...]", tokens)
     if (tokens.shape[0], *tokens.shape[2:]) != (batch, *rest):
         shape = ", ".join(map(str, (batch, "count", *rest)))
         raise ValueError(f"tokens must have shape [{shape}], got {list(tokens.shape)}")
     if tokens.is_floating_point() and not values.is_floating_point():
         raise TypeError(f"tokens must be of a kind with x's {values.dtype}, got {tokens.dtype}")
-    count, (sequence, position) = tokens.shape[1], token_positions(total, known.cu_seqlens)
-    longer = None if known.lengths is None else known.lengths.extended(count)
-    ends = extended(known.cu_seqlens, count) if longer is None else longer.cu_seqlens
+    count, (sequence, position) = tokens.shape[1], token_positions(total, sequences.cu_seqlens)
+    longer = None if sequences.lengths is None else sequences.lengths.extended(count)
+    ends = longer.cu_seqlens if longer else extended_offsets(sequences.cu_seqlens, count)
     appended = ends[1:, None] - count + torch.arange(count, device=ends.device)
     y = values.new_empty(total + batch * count, *rest)
     y.index_copy_(0, (ends[sequence] + position).long(), values)
     y.index_copy_(0, appended.flatten(), tokens.flatten(0, 1).to(y.dtype))
     if isinstance(x, torch.Tensor):
-        return torch.nested.nested_tensor_from_jagged(y, extended(x.offsets(), count))
+        return torch.nested.nested_tensor_from_jagged(y, extended_offsets(x.offsets(), count))
     return y, ends if longer is None else longer
 
 
@@ -114,16 +123,16 @@ def _check_padded(name: str, shape: str, x: object) -> None:
         raise ValueError(f"{name} must have shape {shape}, got {got}")
 
 
-def read(
+def read_jagged(
     x: torch.Tensor | Jagged,
     embed_dim: int | None = None,
     max_seqlen: int | None = None,
     validate: bool = True,
     *,
-    padding: bool = False,
+    allow_padding: bool = False,
 ) -> tuple[torch.Tensor, Sequences]:
     """The values of a batch of any kind, `[total_tokens, embed_dim]`, or of any trailing shape with
-    embed_dim None, and its sequences, as `sequences.read` has them.
+    embed_dim None, and its sequences, as `read_sequences` has them.
 
     Raises TypeError, ValueError: x is wrong: what is expected, what was received.
     """
@@ -131,42 +140,36 @@ def read(
     values, offsets, longest = _parts(x)
     if not isinstance(values, torch.Tensor):
         raise TypeError(f"values must be a tensor, got {type(values).__name__}")
-    shape = values.shape
-    if (len(shape) < 1) if embed_dim is None else (len(shape) != 2 or shape[1] != embed_dim):
-        wanted = "..." if embed_dim is None else embed_dim
-        raise ValueError(
-            f"values must have shape [total_tokens, {wanted}], got {list(values.shape)}"
-        )
+    shape, wanted = values.shape, "..." if embed_dim is None else embed_dim
+    if len(shape) < 1 or (embed_dim is not None and shape[1:] != (embed_dim,)):
+        raise ValueError(f"values must have shape [total_tokens, {wanted}], got {list(shape)}")
     longest = longest if max_seqlen is None else max_seqlen
-    options = {"validate": validate, "padding": padding}
-    return values, sequences.read("offsets", offsets, shape[0], values.device, longest, **options)
+    options = {"validate": validate, "allow_padding": allow_padding}
+    return values, read_sequences("offsets", offsets, shape[0], values.device, longest, **options)
 
 
 def _parts(x: torch.Tensor | Jagged) -> tuple[object, object, int | None]:
     """Values, offsets and, if x knows it, at least the longest sequence."""
+    if isinstance(x, tuple | list) and len(x) == 2:
+        return *x, None
+    kind = type(x).__name__
     if isinstance(x, torch.Tensor):
-        if not x.is_nested or x.layout != torch.jagged:
-            raise TypeError(
-                "x must be a pair (values, offsets) or a nested tensor of layout torch.jagged, "
-                f"got a tensor of layout {x.layout}" + (", nested" if x.is_nested else "")
-            )
-        return _parts_of_nested("x", x)
-    if not isinstance(x, tuple | list) or len(x) != 2:
-        raise TypeError(
-            "x must be a pair (values, offsets) or a nested tensor of layout torch.jagged, "
-            f"got {type(x).__name__}"
-        )
-    return *x, None
+        if x.is_nested and x.layout == torch.jagged:
+            return _parts_of_nested("x", x)
+        kind = f"a tensor of layout {x.layout}{', nested' * x.is_nested}"
+    raise TypeError(
+        f"x must be a pair (values, offsets) or a nested tensor of layout torch.jagged, got {kind}"
+    )
 
 
 def _parts_of_nested(name: str, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int | None]:
     """`_parts` of a nested tensor of layout torch.jagged, the argument `name`."""
-    jagged = private.jagged_dim(x)
-    if jagged != 1 or x.lengths() is not None:
+    jagged, holes = private.jagged_dim(x), x.lengths() is not None
+    if jagged != 1 or holes:
         raise ValueError(
             f"{name} must be a nested tensor [batch, jagged, ...] without holes between its "
             f"sequences, got {x.dim()} dimensions, of which {jagged} is jagged, "
-            + ("with holes" if x.lengths() is not None else "without holes")
+            f"with{'' if holes else 'out'} holes"
         )
     return x.values(), x.offsets(), private.known_lengths(x)["max_seqlen"]
 
@@ -177,7 +180,7 @@ def is_nested(*arguments: object) -> bool:
     return True in [isinstance(x, torch.Tensor) and x.is_nested for x in arguments]
 
 
-def dense(
+def unnest(
     tensors: dict[str, object], offsets: object, longest: int | None, letter: str
 ) -> tuple[list, object, int | None]:
     """(tensors, cu_seqlens, max_seqlen) of the arguments of an operator that have one set of
@@ -209,10 +212,10 @@ def dense(
 
 
 def like(
-    x: torch.Tensor | Jagged, y: torch.Tensor, known: Sequences | None
+    x: torch.Tensor | Jagged, y: torch.Tensor, sequences: Sequences | None
 ) -> torch.Tensor | Jagged:
-    """y `[total_tokens, ...]` as a jagged batch of x's kind, of the sequences that `read` gave;
-    None of a nested x."""
+    """y `[total_tokens, ...]` as a jagged batch of x's kind, with x's sequences, which are None of
+    a nested x."""
     if isinstance(x, torch.Tensor):
         return torch.nested.nested_tensor_from_jagged(y, x.offsets(), **private.known_lengths(x))
-    return y, known.cu_seqlens if known.lengths is None else known.lengths
+    return y, sequences.cu_seqlens if sequences.lengths is None else sequences.lengths

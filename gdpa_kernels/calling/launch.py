@@ -1,4 +1,4 @@
-"""One place where a kernel meets a device.
+"""`launch`, by which every kernel of the package runs, and what the host asks of a device before.
 
 Tensors on a CUDA device: the compiled kernel runs there. Tensors on the CPU: the same kernel runs
 in the emulator, but only inside `with tritonemu.enabled(...)`; otherwise this raises. Nothing falls
@@ -7,6 +7,7 @@ back silently.
 
 import functools
 import sys
+from typing import Any
 
 import torch
 
@@ -79,23 +80,20 @@ def multiprocessors(device: torch.device) -> int:
         import tritonemu
 
         return tritonemu.current_multiprocessors()
-    index = device.index
-    return _multiprocessors(torch.cuda.current_device() if index is None else index)
-
-
-@functools.cache
-def _multiprocessors(device: int) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    return _properties(device).multi_processor_count
 
 
 def shared_memory(device: torch.device) -> int:
     """Bytes of shared memory that a program may have on `device`; elsewhere as on an H200."""
     if device.type != "cuda":
         return 232_448
-    index = device.index
-    return _shared_memory(torch.cuda.current_device() if index is None else index)
+    return _properties(device).shared_memory_per_block_optin
+
+
+def _properties(device: torch.device) -> Any:
+    return _properties_of(torch.cuda.current_device() if device.index is None else device.index)
 
 
 @functools.cache
-def _shared_memory(device: int) -> int:
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+def _properties_of(index: int) -> Any:
+    return torch.cuda.get_device_properties(index)

@@ -1,4 +1,8 @@
-"""What calls launch: one record of it, on a GPU, in the emulator, and where nothing runs."""
+"""`launches`, which records what calls launch: on a GPU, in the emulator, or where nothing runs.
+
+`launch` tells each launch to `note`. The lab, tests and chapters read kernels, arguments and
+constants of a call from here.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from triton import JITFunction
@@ -32,8 +36,7 @@ class Launch:
         return self.kernel.__name__
 
 
-@dataclass(frozen=True, eq=False)
-class _Recorder:
+class _Recorder(NamedTuple):
     seen: list[Launch]
     run: bool
 
@@ -71,7 +74,7 @@ def launches(*, run: bool = True) -> Iterator[list[Launch]]:
 
 def note(kernel: JITFunction, grid: tuple[int, ...], args: tuple, options: dict) -> bool:
     """Tell the open contexts of a launch; whether it is to be made."""
-    now = recorders
+    open_recorders = recorders
     defaults = {p.name: p.default for p in kernel.params if p.has_default}
     bound = defaults | dict(zip(kernel.arg_names, args, strict=False)) | options
     constants = {p.name for p in kernel.params if p.is_constexpr}
@@ -82,7 +85,7 @@ def note(kernel: JITFunction, grid: tuple[int, ...], args: tuple, options: dict)
         {name: value for name, value in bound.items() if name in constants},
         {name: value for name, value in options.items() if name not in kernel.arg_names},
     )
-    for recorder in now:
+    for recorder in open_recorders:
         recorder.seen.append(launch)
     return are_made()
 

@@ -1,33 +1,43 @@
-"""`Lengths`: the lengths of a jagged batch, checked once and shared by the layers of a model."""
+"""`Lengths`: the lengths of a jagged batch, checked once and shared by the layers of a model.
+
+Public calls and layers take them in place of a tensor of offsets. Invariants: the offsets are right
+for `total` rows, and nobody has written to them since (`offsets_for` refuses them otherwise); what
+`once` keeps depends on nothing but the offsets, the recipe and the `LaunchState`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 
 from gdpa_kernels.calling import checks, launches
 from gdpa_kernels.calling.private import unseen, version
-
-T = TypeVar("T")
-State = tuple[bool, int | None, bool]
-"""True while a CUDA graph captures the device's current stream; that stream; True if kernels are
-launched. A list serves calls in the state in which it was made."""
+from gdpa_kernels.calling.recipe import Recipe, T
 
 
-class Recipe(Generic[T]):
-    """All that something is made from beside the offsets of a batch, and how: what `Lengths` keeps.
+class LaunchState(NamedTuple):
+    """How a device launches now. What is made in one state serves calls in the same one alone.
 
-    A subclass is a frozen dataclass of plain values, and `make` reads nothing but these and its
-    arguments. So what is kept under a recipe is what any call with an equal one would make.
+    capturing: a CUDA graph captures the current stream. stream: that stream, None without CUDA.
+    launched: False where `launches(run=False)` leaves kernels out, so that nothing fills a list.
     """
 
-    def make(self, cu_seqlens: torch.Tensor, beside: torch.Tensor | None = None) -> T:
-        """What is made for these offsets, and those of other sequences of the same batch."""
-        raise NotImplementedError
+    capturing: bool
+    stream: int | None
+    launched: bool
+
+
+def launch_state(device: torch.device) -> LaunchState:
+    """The state of a device and the current thread."""
+    launched = not launches.recorders or launches.are_made()
+    if device.type != "cuda":
+        return LaunchState(False, None, launched)
+    stream = torch.cuda.current_stream(device).cuda_stream
+    return LaunchState(checks.is_capturing(device), stream, launched)
 
 
 class Lengths:
@@ -67,7 +77,7 @@ class Lengths:
         *,
         device: torch.device | str | None = None,
     ):
-        checks.check_offsets("cu_seqlens", cu_seqlens)
+        checks.check_offsets_tensor("cu_seqlens", cu_seqlens)
         if not checks.is_readable(cu_seqlens):
             raise ValueError(
                 "cu_seqlens must have values to read, got a fake tensor, one that is being traced "
@@ -76,21 +86,21 @@ class Lengths:
         if max_seqlen is not None:
             max_seqlen = checks.check_max_seqlen("max_seqlen", max_seqlen)
         total = _checked_total(int(cu_seqlens[-1]))
-        longest, _ = checks.check_lengths("cu_seqlens", cu_seqlens, total, max_seqlen)
+        longest, _ = checks.check_offset_values("cu_seqlens", cu_seqlens, total, max_seqlen)
         with torch.inference_mode(False):  # training may follow an evaluation
             # Copied before it goes to a device: a copy from pinned memory only joins the queue.
             offsets = cu_seqlens.to(torch.int32, copy=True)
             offsets = offsets.to(device, non_blocking=offsets.device.type == "cpu")
-        self._hold(offsets, total, longest if max_seqlen is None else max_seqlen)
+        self._set(offsets, total, longest if max_seqlen is None else max_seqlen)
 
-    def _hold(self, cu_seqlens: torch.Tensor, total: int, max_seqlen: int) -> Lengths:
-        """Itself, of offsets that are right."""
+    def _set(self, cu_seqlens: torch.Tensor, total: int, max_seqlen: int) -> Lengths:
+        """Itself, with all attributes set, of offsets that are right."""
         if not torch.compiler.is_compiling() and cu_seqlens.is_inference():  # a copy made there
             with torch.inference_mode(False):
                 cu_seqlens = cu_seqlens.clone()
         self.cu_seqlens, self.total, self.max_seqlen = cu_seqlens, total, max_seqlen
         self.device, self._version = cu_seqlens.device, version(cu_seqlens)
-        # By the Lengths that it was made with, itself or others, which it does not keep alive.
+        # By the other Lengths that it was made with, or itself, which it does not keep alive.
         self._cached: WeakKeyDictionary[Lengths, dict[Hashable, object]] = WeakKeyDictionary()
         return self
 
@@ -100,8 +110,8 @@ class Lengths:
         super().__setattr__(name, value)
 
     def __reduce__(self):
-        self.of("Lengths", self.total, self.device)
-        return held, (type(self), self.cu_seqlens, self.total, self.max_seqlen)
+        self.check_unmodified("Lengths")
+        return unchecked_lengths, (type(self), self.cu_seqlens, self.total, self.max_seqlen)
 
     @classmethod
     def uniform(cls, batch: int, length: int, device: torch.device | str) -> Lengths:
@@ -111,12 +121,12 @@ class Lengths:
         total = _checked_total(batch * length)
         with torch.inference_mode(False):
             offsets = torch.arange(batch + 1, dtype=torch.int32, device=device) * length
-        return held(cls, offsets, total, length)
+        return unchecked_lengths(cls, offsets, total, length)
 
     def extended(self, count: int) -> Lengths:
         """The Lengths of the same sequences, `count` rows longer each; made once, without waiting
         for the device."""
-        self.of("Lengths", self.total, self.device)
+        self.check_unmodified("Lengths")
         count = checks.check_max_seqlen("count", count)
         total = _checked_total(self.total + count * self.batch)
         return self.once(_Extended(type(self), total, self.max_seqlen + count, count))
@@ -136,56 +146,60 @@ class Lengths:
             return self._moved(self.cu_seqlens.pin_memory())
 
     def _moved(self, cu_seqlens: torch.Tensor) -> Lengths:
-        self.of("Lengths", self.total, self.device)
+        self.check_unmodified("Lengths")
         if cu_seqlens is self.cu_seqlens:
             return self
-        return held(type(self), cu_seqlens, self.total, self.max_seqlen)
+        return unchecked_lengths(type(self), cu_seqlens, self.total, self.max_seqlen)
 
     @property
     def batch(self) -> int:
         return self.cu_seqlens.shape[0] - 1
 
-    def of(
+    def check_unmodified(self, name: str) -> None:
+        """Raises ValueError if the offsets of the argument `name` were written to."""
+        if not torch.compiler.is_compiling() and version(self.cu_seqlens) != self._version:
+            raise ValueError(
+                f"{name} must not be modified after the check, got Lengths whose cu_seqlens were "
+                "written to: make new ones"
+            )
+
+    def offsets_for(
         self,
         name: str,
         rows: int,
         device: torch.device,
         max_seqlen: int | None = None,
         *,
-        padding: bool = False,
+        allow_padding: bool = False,
     ) -> tuple[torch.Tensor, int]:
-        """(cu_seqlens, max_seqlen) for a tensor of `rows` rows on `device`, given as the argument
-        `name`. Raises ValueError if they are not its; with `padding` rows may follow the last
-        sequence."""
-        if not torch.compiler.is_compiling() and version(self.cu_seqlens) != self._version:
-            raise ValueError(
-                f"{name} must not be modified after the check, got Lengths whose cu_seqlens were "
-                "written to: make new ones"
-            )
-        if self.total != rows and not (padding and self.total < rows):
-            most = "at most " * padding
+        """(cu_seqlens, max_seqlen) for a tensor of `rows` rows on `device`; these Lengths are the
+        argument `name`. Raises ValueError unless they fit; with `allow_padding` rows may follow the
+        last sequence."""
+        self.check_unmodified(name)
+        if self.total != rows and not (allow_padding and self.total < rows):
+            most = "at most " * allow_padding
             raise ValueError(f"{name} must be of {most}{rows} rows as its tensor, got {self!r}")
         if self.device != device:
             raise ValueError(f"{name} must be on its tensor's device {device}, got {self!r}")
         if max_seqlen is not None and max_seqlen < self.max_seqlen:
-            maximum = checks.longest_name(name)
+            maximum = checks.max_seqlen_name(name)
             raise ValueError(f"{maximum} must be at least {self.max_seqlen}, got {max_seqlen}")
         return self.cu_seqlens, self.max_seqlen if max_seqlen is None else max_seqlen
 
     def once(
-        self, recipe: Recipe[T], beside: Lengths | None = None, state: State | None = None
+        self, recipe: Recipe[T], others: Lengths | None = None, state: LaunchState | None = None
     ) -> T:
-        """What `recipe` makes of these offsets and of those `beside`, made once for equal recipes
-        and each stream, and kept as long as both. A compiled program makes it each time; what the
+        """What `recipe` makes of these offsets and of `others`, made once for equal recipes and
+        each stream, and kept as long as both. A compiled program makes it each time; what the
         capture of a CUDA graph makes is not kept, and what `launches(run=False)` leaves unmade
-        serves such calls alone. state: `state_of` the device, if that is known.
+        serves such calls alone. state: of the device, if that is known.
         """
-        offsets = self.cu_seqlens, None if beside is None else beside.cu_seqlens
+        offsets = self.cu_seqlens, None if others is None else others.cu_seqlens
         if torch.compiler.is_compiling():
             return recipe.make(*offsets)
-        capturing, *others = state or state_of(self.device)
-        cached = self._cached.setdefault(self if beside is None else beside, {})
-        key = recipe, beside is None, *others
+        capturing, stream, launched = state or launch_state(self.device)
+        cached = self._cached.setdefault(self if others is None else others, {})
+        key = recipe, others is None, stream, launched
         if key in cached:
             return cached[key]
         # Training may follow an evaluation. A mode that counts or replays operators must not see
@@ -200,59 +214,25 @@ class Lengths:
         return f"Lengths({self.batch} sequences of {self.total} rows on {self.device})"
 
 
-def state_of(device: torch.device) -> State:
-    """The `State` of a call on a device."""
-    launched = not launches.recorders or launches.are_made()
-    if device.type != "cuda":
-        return False, None, launched
-    stream = torch.cuda.current_stream(device).cuda_stream
-    return checks.is_capturing(device), stream, launched
-
-
-class Lists:
-    """The work lists of a call: those of its `Lengths`, or what forward made, for a backward with
-    the same recipe in the same state.
-
-    offsets: as a `Recipe` takes them; lengths: those that they come from, all or none.
-    """
-
-    __slots__ = ("_forward", "_lengths", "offsets")
-
-    def __init__(self, offsets: tuple[torch.Tensor | None, ...], *lengths: Lengths | None):
-        self.offsets, self._lengths = offsets, lengths
-        self._forward: tuple[Hashable, object] | None = None
-
-    def once(self, recipe: Recipe[T], direction: str) -> T:
-        """The list that `recipe` makes of the offsets, for "forward" or "backward"."""
-        lengths = self._lengths[0] if self._lengths else None
-        state = state_of(self.offsets[0].device if lengths is None else lengths.device)
-        key, forward = (recipe, state), self._forward
-        if forward is not None and forward[0] == key:
-            return forward[1]
-        if lengths is None:
-            result = recipe.make(*self.offsets)
-        else:
-            beside = self._lengths[1] if self._lengths[1:] else None
-            result = lengths.once(recipe, beside, state)
-        if direction == "forward":
-            self._forward = key, result
-        return result
-
-
 @dataclass(frozen=True)
 class _Extended(Recipe[Lengths]):
+    """How `Lengths.extended` is made."""
+
     kind: type[Lengths]
     total: int
     max_seqlen: int
     count: int
 
-    def make(self, cu_seqlens, beside=None):
-        return held(self.kind, extended(cu_seqlens, self.count), self.total, self.max_seqlen)
+    def make(self, cu_seqlens, others=None):
+        offsets = extended_offsets(cu_seqlens, self.count)
+        return unchecked_lengths(self.kind, offsets, self.total, self.max_seqlen)
 
 
-def held(cls: type[Lengths], cu_seqlens: torch.Tensor, total: int, max_seqlen: int) -> Lengths:
-    """Lengths of offsets that need no check."""
-    return object.__new__(cls)._hold(cu_seqlens, total, max_seqlen)
+def unchecked_lengths(
+    kind: type[Lengths], cu_seqlens: torch.Tensor, total: int, max_seqlen: int
+) -> Lengths:
+    """Lengths of offsets that are known to be right."""
+    return object.__new__(kind)._set(cu_seqlens, total, max_seqlen)
 
 
 def _checked_total(total: int) -> int:
@@ -261,7 +241,7 @@ def _checked_total(total: int) -> int:
     return total
 
 
-def extended(cu_seqlens: torch.Tensor, count: int) -> torch.Tensor:
+def extended_offsets(cu_seqlens: torch.Tensor, count: int) -> torch.Tensor:
     """Offsets of the same sequences, `count` rows longer each."""
     index = torch.arange(len(cu_seqlens), dtype=cu_seqlens.dtype, device=cu_seqlens.device)
     return cu_seqlens + count * index

@@ -1,4 +1,5 @@
-"""How an operator is known to PyTorch: opaque functions with shapes, and no more.
+"""Operators of PyTorch: how one is defined (`define`, `schema`), and what the `autograd.Function`
+around it needs. For the api.py of each operator, and the norms.
 
 `torch.library.custom_op` makes the same, but wraps each call in about 25 us of Python.
 """
@@ -6,15 +7,12 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable
-from typing import Any, NewType, get_type_hints
+from typing import NewType, get_type_hints
 
 import torch
 
 from gdpa_kernels.calling import private
-from gdpa_kernels.calling.lengths import Lists
-from gdpa_kernels.calling.rung import Rung
 
 Size = NewType("Size", int)
 """An integer that may be symbolic in a compiled program."""
@@ -38,12 +36,14 @@ def schema(arguments: type) -> str:
 
 
 def define(
-    name: str, schema: str, implementation: Callable, fake: Callable, flops: Callable
+    name: str, signature: str, implementation: Callable, fake: Callable, flops: Callable
 ) -> Callable:
-    """The operator `gdpa_kernels::name` with `schema`, as `torch.library` has its functions; what
-    differentiates it is an `autograd.Function` around it. flops(*arguments): those of a call, for
-    `torch.utils.flop_counter`."""
-    _LIBRARY.define(f"{name}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
+    """Define the operator `gdpa_kernels::name` and return it. It has no derivative.
+
+    signature: in PyTorch's language, "(Tensor q, ...) -> Tensor". fake: gives the shapes of results
+    without computing them. flops: those of a call, for `torch.utils.flop_counter`.
+    """
+    _LIBRARY.define(f"{name}{signature}", tags=(torch.Tag.pt2_compliant_tag,))
     _LIBRARY.impl(name, private.opaque(implementation), "CompositeExplicitAutograd")
     torch.library.register_fake(f"gdpa_kernels::{name}", fake, lib=_LIBRARY)
     packet = getattr(torch.ops.gdpa_kernels, name)
@@ -54,37 +54,6 @@ def define(
             lambda *arguments, out_val, **tensors: flops(*arguments, **tensors)
         )
     return packet.default
-
-
-class _Handed(threading.local):
-    lists: Lists | None = None
-
-
-_HANDED = _Handed()
-
-
-def with_lists(lists: Lists | None, operator: Callable, *arguments, **named):
-    """operator(*arguments, **named), whose implementation finds these lists by `scheduled`. None:
-    none are handed over, as in a compiled program, to which nothing of one call belongs."""
-    if lists is None:
-        return operator(*arguments, **named)
-    outer, _HANDED.lists = _HANDED.lists, lists
-    try:
-        return operator(*arguments, **named)
-    finally:
-        _HANDED.lists = outer
-
-
-def scheduled(rung: Rung, direction: str, batch: Any) -> dict[str, object]:
-    """`config` and `schedule` for a rung's function of a direction, of the lists of the call; empty
-    without such, or if its lists are of other offsets than these: something between may have run
-    another call, or this one with other tensors."""
-    lists = _HANDED.lists
-    if lists is None or [*map(id, lists.offsets)] != [*map(id, batch.offsets)]:
-        return {}
-    config = rung.config(batch, direction)
-    plan = rung.plan(batch, config)
-    return {} if plan is None else {"config": config, "schedule": lists.once(plan, direction)}
 
 
 def check_transforms(operator: str) -> None:
@@ -115,7 +84,9 @@ def distinct(*tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
     return tuple(unique)
 
 
-class _Final(torch.autograd.Function):
+class _OnceDifferentiable(torch.autograd.Function):
+    """The identity of `count` tensors, whose derivative is an error."""
+
     @staticmethod
     def forward(ctx, operator, count, *tensors):
         ctx.operator = operator
@@ -128,8 +99,10 @@ class _Final(torch.autograd.Function):
         )
 
 
-def final(operator: str, gradients: tuple, inputs: tuple) -> tuple[torch.Tensor | None, ...]:
-    """Gradients that depend on `inputs`; differentiating them raises RuntimeError."""
+def once_differentiable(
+    operator: str, gradients: tuple, inputs: tuple
+) -> tuple[torch.Tensor | None, ...]:
+    """The gradients, which depend on `inputs`; differentiating them raises RuntimeError."""
     if not torch.is_grad_enabled():
         return gradients
-    return _Final.apply(operator, len(gradients), *gradients, *inputs)
+    return _OnceDifferentiable.apply(operator, len(gradients), *gradients, *inputs)

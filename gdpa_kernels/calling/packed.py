@@ -1,8 +1,8 @@
-"""q, k and v, or k and v, side by side in one tensor: read where they lie, and their gradients
-written so. The gradients of three slices PyTorch would concatenate.
+"""q, k and v, or k and v, packed side by side in one tensor: both operators read them where they
+lie, and write their gradients so, where PyTorch would concatenate those of three slices.
 
-An operator's arguments q, k, v are then one tensor of all three, None, None; or q, one of k and v,
-None. Its heads are those of q, then of k, then of v.
+The arguments (q, k, v) of a call are three tensors; or (q and k and v, None, None); or (q, k and v,
+None). A packed tensor has the heads of q first, then those of k, then those of v.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from collections.abc import Callable
 import torch
 
 from gdpa_kernels.calling import checks
-from gdpa_kernels.calling.heads import Gradients
+from gdpa_kernels.calling.base_batch import GradientTriple
 
 
-def flat(
+def flatten(
     q: object, k: object, v: object, num_kv_heads: int | None
 ) -> tuple[tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None], int | None]:
-    """The arguments, `[total, 2 or 3, num_heads, head_dim]` as `[total, heads, head_dim]`; and the
-    key heads of a q that holds all three, None for another q.
+    """The arguments, a packed one of `[total, 2 or 3, num_heads, head_dim]` as `[total, heads,
+    head_dim]`; and the key heads of a q that holds all three, None for another q.
 
-    Raises ValueError unless what holds several can be divided. Whether its parts are what an
-    operator takes is for the caller to check.
+    Raises ValueError unless a packed tensor can be divided. Whether its parts are what an operator
+    takes is for the caller to check.
     """
     if k is not None and num_kv_heads is not None:
         raise ValueError(f"num_kv_heads must be None unless q holds k and v, got {num_kv_heads!r}")
@@ -59,7 +59,7 @@ def flat(
 def unpack(
     q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, num_kv_heads: int | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """q, k and v, each `[total, heads, head_dim]`: slices of what holds several."""
+    """q, k and v, each `[total, heads, head_dim]`: slices of a packed tensor."""
     if v is not None:
         return q, k, v
     if k is not None:
@@ -70,24 +70,24 @@ def unpack(
 def needs_of_parts(
     k: torch.Tensor | None, v: torch.Tensor | None, needs: tuple[bool, bool, bool]
 ) -> tuple[bool, bool, bool]:
-    """Whose gradients are needed of dq, dk and dv, if `needs` says so of q, k and v as given."""
+    """Whether dq, dk and dv are needed, where `needs` says it of q, k and v as they were given."""
     need_q, need_k, need_v = needs
     need_k = need_q if k is None else need_k
     return need_q, need_k, need_k if v is None else need_v
 
 
 def gradients(
-    backward: Callable[[Gradients, tuple[bool, bool, bool]], Gradients],
+    backward: Callable[[GradientTriple, tuple[bool, bool, bool]], GradientTriple],
     q: torch.Tensor,
     k: torch.Tensor | None,
     v: torch.Tensor | None,
     num_kv_heads: int | None,
     needs: tuple[bool, bool, bool],
-) -> Gradients:
+) -> GradientTriple:
     """The gradients of q, k and v as they were given, None for None.
 
-    backward(buffers, needs) returns dq, dk and dv of the slices, in the memory of `buffers`, or in
-    memory of its own where that is None or it cannot write there.
+    backward(buffers, needs) returns dq, dk and dv of the slices, in `buffers`, or in memory of its
+    own where a buffer is None or it cannot write there.
     """
     if v is not None:
         return backward((None, None, None), needs)

@@ -1,8 +1,9 @@
-"""Rankings: the fastest implementations by shape, as `impl="auto"` reads them.
+"""Tables of rankings: which implementations were fastest by shape. Each operator's choices.py reads
+one for `impl="auto"`.
 
-A table of rankings is a CSV file beside an operator's code: columns of a shape, the first of them
-the compute capability of the GPU, then `impls`, fastest first, and the record that compared them.
-report/measured_rankings.py makes it from the records. Another minor version is another GPU: 10.3
+A table is a CSV file beside the operator's code: columns of a shape, the first of them the compute
+capability of the GPU, then `impls`, fastest first, and the record that compared them. The lab makes
+it from the records (report/measured_rankings.py). Another minor version is another GPU: 10.3
 computes twice as many tanh in a clock as 10.0, and what is fastest on one says nothing of the
 other.
 """
@@ -17,8 +18,8 @@ from typing import NamedTuple
 Shape = tuple[object, ...]
 
 
-def capability(text: str) -> tuple[int, int]:
-    """A compute capability, "10.0", as `calling.rung.capability` has it."""
+def parse_capability(text: str) -> tuple[int, int]:
+    """(10, 0) of "10.0", as `rung.capability` has it."""
     major, minor = text.split(".")
     return int(major), int(minor)
 
@@ -32,11 +33,9 @@ class Ranking(NamedTuple):
 
 
 def merged(orders: Sequence[Sequence[str]]) -> tuple[str, ...]:
-    """Every implementation of some rankings, of which the first ones count most: what a ranking
-    lacks has its place among those with which the first of the others compared it, before what it
-    was faster than.
-
-    So one that was not compared is not taken for one that lost.
+    """Every implementation of some rankings, of which the first ones count most. One that the first
+    ranking lacks goes before the first it beat in the next ranking that has it: ("a", "b") and
+    ("c", "b") give ("a", "c", "b"). So one that was not compared is not taken for one that lost.
     """
     ranked: list[str] = []
     left = [*orders]

@@ -1,4 +1,8 @@
-"""A rung: what an implementation is and needs, and why it cannot take a call."""
+"""`Rung`: an implementation of an operator, what it needs (`Requires`), and what calls it can take.
+
+ladder.py lists all rungs; public calls, the lab and tests ask them. A function `..._problem` gives
+None, or "needs X, got Y": what is needed, and what stands in its place.
+"""
 
 from __future__ import annotations
 
@@ -14,42 +18,38 @@ from typing import Any
 
 import torch
 
+from gdpa_kernels.calling.recipe import WorkList
+
 PACKAGE = Path(__file__).parents[1]
 DIRECTIONS = ("forward", "backward")
-_DEFAULTS: dict[str, Callable] = {
+_OPTIONAL: dict[str, Callable] = {
     "default_config": lambda *_: None,
-    "plan_schedule": lambda *_: None,
-    "requires": lambda _: None,
+    "work_list_recipe": lambda *_: None,
+    "call_problem": lambda _: None,
     "is_deterministic": lambda _: True,
     "workspace": lambda _: 0,
 }
-"""What stands in for a function that a rung's module lacks."""
-
-
-MUCH = 16
+"""Functions that the module of a rung may have, and what stands in for one that it lacks."""
+MUCH_MEMORY = 16
 """Times the arguments' bytes: a padded batch of head_dim 128 takes them from 2,800 tokens a
 sequence on, if all are as long."""
-
 AMD = (0, 0)
 """Stands for the capability of AMD's GPUs, whose own, 9.4, would read as one of NVIDIA's."""
 
 
 @functools.cache
-def _capability(device: int) -> tuple[int, int]:
-    return AMD if torch.version.hip else torch.cuda.get_device_capability(device)
-
-
-def _of_gpu(device: torch.device) -> tuple[int, int]:
-    return _capability(torch.cuda.current_device() if device.index is None else device.index)
+def _gpu_capability(index: int) -> tuple[int, int]:
+    return AMD if torch.version.hip else torch.cuda.get_device_capability(index)
 
 
 def capability(device: torch.device) -> tuple[int, int] | None:
     """The compute capability of a device, or of the one emulated; None without a GPU."""
     if device.type == "cuda":
-        return _of_gpu(device)
-    tritonemu = sys.modules.get("tritonemu")  # not imported: not enabled
-    if device.type == "cpu" and tritonemu is not None and tritonemu.is_enabled():
-        return divmod(int(tritonemu.current_arch().removeprefix("sm_")), 10)
+        index = device.index
+        return _gpu_capability(torch.cuda.current_device() if index is None else index)
+    emulator = sys.modules.get("tritonemu")  # who enables it has imported it
+    if device.type == "cpu" and emulator is not None and emulator.is_enabled():
+        return divmod(int(emulator.current_arch().removeprefix("sm_")), 10)
     return None
 
 
@@ -68,13 +68,12 @@ def _module(impl: str, operator: str) -> ModuleType:
 
 @functools.cache
 def _path(impl: str, operator: str) -> Path:
-    places = [PACKAGE / operator / folder / f"{impl}.py" for folder in ("kernels", "ladder", "")]
-    return next(filter(Path.exists, places), places[-1])
+    paths = [PACKAGE / operator / folder / f"{impl}.py" for folder in ("kernels", "ladder", "")]
+    return next(filter(Path.exists, paths), paths[-1])
 
 
-def unreadable(tensor: torch.Tensor) -> str | None:
-    """What a TMA descriptor needs of `tensor` `[total, num_heads, head_dim]` and does not get, or
-    None."""
+def tma_problem(tensor: torch.Tensor) -> str | None:
+    """What a TMA descriptor needs of `tensor` `[total, num_heads, head_dim]`, or None."""
     row_stride, head_stride, stride = tensor.stride()
     units, beyond = 16 // tensor.element_size(), tensor.data_ptr() % 16
     rows = stride == 1 and row_stride > 0 < head_stride
@@ -94,8 +93,8 @@ class Requires:
 
     capability: the least compute capability; with only_major, no later major version will do.
     head_dim_max_of: the most head_dim on devices of a major compute capability, where its tiles
-    fit in a program's memory only up to less than head_dim_max. extras: the options that it takes
-    of those that few do (`Heads.extras`).
+    fit in a program's memory only up to less than head_dim_max. aligned: TMA reads q, k and v
+    (`tma_problem`). extras: the options that it takes of those that few do (`Batch.extras`).
     """
 
     capability: tuple[int, int] | None = None
@@ -114,16 +113,14 @@ class Requires:
             return "any"
         return "sm_{}{}".format(*self.capability) + ("" if self.only_major else " or newer")
 
-    def of_device(self, device: torch.device) -> str | None:
-        """Why `device` cannot run it, or None. The CPU counts inside `tritonemu.enabled()`."""
+    def device_problem(self, device: torch.device) -> str | None:
+        """What it needs of `device`, or None. The CPU counts inside `tritonemu.enabled()`."""
         if self.capability is None:
             return None
-        got = None
         if device.type == "cuda":
-            got = _of_gpu(device)
+            got = capability(device)
             if got >= self.capability and not (self.only_major and got[0] != self.capability[0]):
                 return None
-        if got is not None:
             other = "a GPU of AMD" if got == AMD else "sm_{}{}".format(*got)
             return f"needs {self.devices}, got {other}"
         if device.type == "cpu":
@@ -138,8 +135,8 @@ class Requires:
             )
         return f"needs a CUDA device of {self.devices}, got {device}"
 
-    def of_call(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
-        """Why it cannot take these tensors `[total, num_heads, head_dim]`, or None."""
+    def tensors_problem(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
+        """What it needs of these tensors `[total, num_heads, head_dim]`, or None."""
         dtype = dtype_name(q.dtype)
         if dtype not in self.dtypes:
             return f"needs dtype {' or '.join(self.dtypes)}, got {dtype}"
@@ -155,7 +152,7 @@ class Requires:
         if not self.aligned:
             return None
         for name, tensor in (("q", q), ("k", k), ("v", v)):
-            problem = unreadable(tensor)
+            problem = tma_problem(tensor)
             if problem is not None:
                 return f"needs {name} {problem}"
         return None
@@ -171,9 +168,9 @@ class Rung:
 
     - `default_config(batch)`: launch constants that a direction takes as `config=`; of a rung of
       both directions `default_config(direction, batch)`;
-    - `plan_schedule(batch, config)`: the `Recipe` of a work list that it takes as `schedule=`,
-      with that config;
-    - `requires(batch)`: what a call must meet that the field `requires` cannot say;
+    - `work_list_recipe(batch, config)`: the `Recipe` of the work list that a direction takes as
+      `work_list=`, with that config; it makes the list itself where none is given;
+    - `call_problem(batch)`: what it needs of a call that the field `requires` cannot say, or None;
     - `is_deterministic(batch)`: without it the rung always is;
     - `workspace(batch)`: bytes that a call takes beside its arguments and results; without it they
       are at most a few times those.
@@ -222,23 +219,21 @@ class Rung:
     def config(self, batch: Any, direction: str, module: ModuleType | None = None) -> Any:
         """Its launch constants for a call, a frozen dataclass; None if it has none. `module`: a
         changed one in place of its own."""
-        choose = self._hook("default_config", module)
+        choose = self._function("default_config", module)
         return choose(direction, batch) if len(self.directions) > 1 else choose(batch)
 
-    def schedule(
-        self, batch: Any, config: Any, module: ModuleType | None = None
-    ) -> tuple[torch.Tensor, ...]:
-        """Its work list for a call, made on the device; empty if it needs none."""
-        plan = self._hook("plan_schedule", module)(batch, config)
-        return () if plan is None else plan.make(*batch.offsets)
-
-    def plan(self, batch: Any, config: Any) -> Any:
+    def recipe(self, batch: Any, config: Any, module: ModuleType | None = None) -> Any:
         """The `Recipe` of its work list for a call; None if it needs none."""
-        return self._hook("plan_schedule")(batch, config)
+        return self._function("work_list_recipe", module)(batch, config)
 
-    def unavailable(self, device: torch.device) -> str | None:
+    def work_list(self, batch: Any, config: Any, module: ModuleType | None = None) -> WorkList:
+        """Its work list for a call, made on the device; empty if it needs none."""
+        recipe = self.recipe(batch, config, module)
+        return () if recipe is None else recipe.make(*batch.offsets)
+
+    def device_problem(self, device: torch.device) -> str | None:
         """Why `device` cannot run it, or None; a module that cannot be imported included."""
-        problem = self.requires.of_device(device)
+        problem = self.requires.device_problem(device)
         if problem is None and self.requires.capability is not None:
             try:
                 self.module()
@@ -246,14 +241,14 @@ class Rung:
                 return f"importing it failed: {type(error).__name__}: {error}"
         return problem
 
-    def problem(self, batch: Any) -> str | None:
-        """Why it cannot take a call, or None; the device aside."""
-        problem = self._problem(batch)
-        return self._hook("requires")(batch) if problem is None else problem
+    def call_problem(self, batch: Any) -> str | None:
+        """What it needs of a call, or None; the device aside."""
+        problem = self._requires_problem(batch)
+        return self._function("call_problem")(batch) if problem is None else problem
 
-    def _problem(self, batch: Any) -> str | None:
-        """`problem`, but for what only its module can say."""
-        problem = self.requires.of_call(batch.q, batch.k, batch.v)
+    def _requires_problem(self, batch: Any) -> str | None:
+        """`call_problem`, as far as `requires` says it."""
+        problem = self.requires.tensors_problem(batch.q, batch.k, batch.v)
         for option, needed in batch.extras.items():
             if problem is None and option not in self.requires.extras:
                 problem = f"needs {needed}"
@@ -262,28 +257,28 @@ class Rung:
     def suits(self, batch: Any) -> bool:
         """Whether it runs a call, and needs no memory that is out of proportion: `auto` asks all
         rungs that may be faster, so the questions that are quickly answered come first."""
-        if self.requires.of_device(batch.device) is not None:
+        if self.requires.device_problem(batch.device) is not None:
             return False
         try:
             module = self.module()
         except Exception:
             return False
-        requires = getattr(module, "requires", None)
-        if (requires is not None and requires(batch)) or self._problem(batch):
+        call_problem = getattr(module, "call_problem", None)
+        if (call_problem is not None and call_problem(batch)) or self._requires_problem(batch):
             return False
         return not hasattr(module, "workspace") or not self.needs_much_memory(batch)
 
     def needs_much_memory(self, batch: Any) -> bool:
         """Whether a call takes far more memory than its arguments have."""
         arguments = sum(x.numel() for x in (batch.q, batch.k, batch.v)) * batch.q.element_size()
-        return self._hook("workspace")(batch) > MUCH * arguments
+        return self._function("workspace")(batch) > MUCH_MEMORY * arguments
 
     def is_deterministic(self, batch: Any) -> bool:
         """Whether its results for a call are the same, bit for bit, in every run."""
-        return self._hook("is_deterministic")(batch)
+        return self._function("is_deterministic")(batch)
 
-    def _hook(self, name: str, module: ModuleType | None = None) -> Callable:
-        return getattr(module or self.module(), name, _DEFAULTS[name])
+    def _function(self, name: str, module: ModuleType | None = None) -> Callable:
+        return getattr(module or _module(self.impl, self.operator), name, _OPTIONAL[name])
 
 
 @functools.cache

@@ -5,7 +5,7 @@ import triton.language as tl
 
 
 @triton.jit
-def _check_offsets(
+def _assert_offsets(
     ends_ptr, i, sequences, rows, most, NAME: tl.constexpr, PADDING: tl.constexpr
 ):  # fmt: skip
     """Assert that offsets rise from 0 to `rows`, or with PADDING to at most as many, in steps of at
@@ -35,10 +35,10 @@ def check_kernel(
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = i < sequences
     if ends_q_ptr is None:
-        _check_offsets(ends_k_ptr, i, sequences, rows_k, max_seqlen_k, NAME, PADDING)
+        _assert_offsets(ends_k_ptr, i, sequences, rows_k, max_seqlen_k, NAME, PADDING)
     else:
-        _check_offsets(ends_q_ptr, i, sequences, rows_q, max_seqlen_q, NAME + "_q", PADDING)
-        _check_offsets(ends_k_ptr, i, sequences, rows_k, max_seqlen_k, NAME + "_k", PADDING)
+        _assert_offsets(ends_q_ptr, i, sequences, rows_q, max_seqlen_q, NAME + "_q", PADDING)
+        _assert_offsets(ends_k_ptr, i, sequences, rows_k, max_seqlen_k, NAME + "_k", PADDING)
     if ALIGNED or EQUAL or segments_ptr is not None:
         start_k = tl.load(ends_k_ptr + i, mask=inside, other=0)
         keys = tl.load(ends_k_ptr + i + 1, mask=inside, other=0) - start_k

@@ -20,10 +20,10 @@ def assert_offsets(
     name: str = "cu_seqlens",
     aligned: bool = False,
     equal: bool = False,
-    padding: bool = True,
+    allow_padding: bool = True,
 ) -> None:
     """Assert on the device that int32 offsets `[sequences + 1]` are those of tensors with `rows`;
-    with `padding` rows may follow the last sequence.
+    with `allow_padding` rows may follow the last sequence.
 
     ends_q None: a q that is shared, of max_seqlens[0] rows. segments: int32 `[sequences, 2]`,
     targets and contexts, which must fit. aligned: no sequence has fewer queries than keys. equal:
@@ -35,7 +35,7 @@ def assert_offsets(
     launch(
         check_kernel, (cdiv(max(sequences, 1), block),), ends_k.device,
         ends_q, ends_k, segments, sequences, *rows, *max_seqlens,
-        NAME=name, ALIGNED=aligned, EQUAL=equal, PADDING=padding, BLOCK=block, num_warps=4,
+        NAME=name, ALIGNED=aligned, EQUAL=equal, PADDING=allow_padding, BLOCK=block, num_warps=4,
     )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ CTAS = tl.constexpr(2)
 
 
 @triton.jit
-def pair_and_pairs():
+def pair_index_and_count():
     """The number of this CTA's pair, and the number of pairs."""
     return tl.program_id(0) // CTAS, tl.num_programs(0) // CTAS
 
@@ -65,7 +65,7 @@ def move_columns(
 
 
 @triton.jit
-def put_sum(
+def put_scaled(
     desc, source, buffer, read, factor, start, length, head, first_row, COLUMNS: tl.constexpr
 ):  # fmt: skip
     """Start the store of factor * source, rows in tensor memory, through `buffer`, in halves where

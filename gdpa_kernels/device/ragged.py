@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from gdpa_kernels.calling.rung import unreadable
+from gdpa_kernels.calling.rung import tma_problem
 
 BOUND = tl.constexpr(2**30)
 ANY = 2**31 - 2**16
@@ -35,14 +35,12 @@ def ragged_descriptor(
     tensor.
 
     A box is `width` columns wide; None: as the next power of two of head_dim, and at least
-    `min_width`. Columns beyond head_dim read as zero. `tensor` must be `is_readable`; the field
-    `is_empty` tells a tensor without rows.
+    `min_width`. Columns beyond head_dim read as zero. `tma_problem` must find none with
+    `tensor`; the field `is_empty` tells one without rows.
     """
     rows, num_heads, head_dim = tensor.shape
-    if rows == 0:
-        tensor = tensor.new_zeros(
-            1, num_heads, head_dim
-        )  # nothing is read, but TMA wants an address
+    if rows == 0:  # nothing is read, but TMA wants an address
+        tensor = tensor.new_zeros(1, num_heads, head_dim)
     row_stride, head_stride, _ = tensor.stride()
     width = width or max(min_width, 1 << (head_dim - 1).bit_length())
     layout = num_heads, head_dim, row_stride, head_stride, block_rows, width
@@ -66,14 +64,9 @@ def _checked(
     return vars(descriptor)
 
 
-def is_readable(tensor: torch.Tensor) -> bool:
-    """True if `ragged_descriptor` can take `tensor` `[total, num_heads, head_dim]`."""
-    return unreadable(tensor) is None
-
-
-def readable(tensor: torch.Tensor) -> torch.Tensor:
+def tma_readable(tensor: torch.Tensor) -> torch.Tensor:
     """`tensor`, or a contiguous copy in new memory where `ragged_descriptor` cannot take it."""
-    if is_readable(tensor):
+    if tma_problem(tensor) is None:
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format)
 

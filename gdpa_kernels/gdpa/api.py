@@ -9,22 +9,22 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from gdpa_kernels.calling import checks, jagged, ladder, packed, sequences
-from gdpa_kernels.calling.lengths import Lengths, Lists, Recipe
+from gdpa_kernels.calling import checks, jagged, ladder, packed
+from gdpa_kernels.calling.handover import CallWorkLists, handed_over, with_work_lists
+from gdpa_kernels.calling.lengths import Lengths
 from gdpa_kernels.calling.operators import (
     Size,
     check_transforms,
     define,
     distinct,
-    final,
     needed,
-    scheduled,
+    once_differentiable,
     schema,
-    with_lists,
 )
 from gdpa_kernels.calling.private import has_tangents
+from gdpa_kernels.calling.recipe import Recipe
 from gdpa_kernels.calling.rung import Rung, capability, dtype_name
-from gdpa_kernels.calling.sequences import Sequences
+from gdpa_kernels.calling.sequences import Sequences, read_sequences, with_max_seqlen
 from gdpa_kernels.device.padding import assert_offsets, clear_padding
 from gdpa_kernels.gdpa import choices
 from gdpa_kernels.gdpa.batch import Batch
@@ -148,26 +148,26 @@ def gdpa(
     nested = None
     if jagged.is_nested(q, k, v, add_to):
         nested = q if jagged.is_nested(q) else None
-        (q, add_to), cu_seqlens_q, max_seqlen_q = jagged.dense(
+        (q, add_to), cu_seqlens_q, max_seqlen_q = jagged.unnest(
             {"q": q, "add_to": add_to}, cu_seqlens_q, max_seqlen_q, "q"
         )
         if nested is not None and k is None and v is None and cu_seqlens_k is None:
             cu_seqlens_k = cu_seqlens_q
             max_seqlen_k = max_seqlen_q if max_seqlen_k is None else max_seqlen_k
-        (k, v), cu_seqlens_k, max_seqlen_k = jagged.dense(
+        (k, v), cu_seqlens_k, max_seqlen_k = jagged.unnest(
             {"k": k, "v": v}, cu_seqlens_k, max_seqlen_k, "k"
         )
-    held, num_kv_heads = packed.flat(*checks.autocast(q, k, v), num_kv_heads)
-    held, head_dim, width = _of_one_width(*held)
-    q, k, v = packed.unpack(*held, num_kv_heads)
+    packed_qkv, num_kv_heads = packed.flatten(*checks.autocast(q, k, v), num_kv_heads)
+    packed_qkv, head_dim, width = _of_one_width(*packed_qkv)
+    q, k, v = packed.unpack(*packed_qkv, num_kv_heads)
     checks.check_tensors(q, k, v)
     names = check_activation(activation, q.shape[1])
     if mask_fields or mask is not ALL:
         mask = mask_of(mask, mask_fields)
     _check_options(scale, output_scale, precise, validate, impl, backward_impl)
     same, shared_q = cu_seqlens_q is cu_seqlens_k, cu_seqlens_q is None
-    of_q = _read("q", q, cu_seqlens_q, max_seqlen_q, validate)
-    of_k = _read("k", k, cu_seqlens_k, max_seqlen_k, validate)
+    of_q = _sequences_of("q", q, cu_seqlens_q, max_seqlen_q, validate)
+    of_k = _sequences_of("k", k, cu_seqlens_k, max_seqlen_k, validate)
     cu_seqlens_q, cu_seqlens_k = of_q.cu_seqlens, of_k.cu_seqlens
     if not shared_q and cu_seqlens_q.shape != cu_seqlens_k.shape:
         raise ValueError(
@@ -175,7 +175,7 @@ def gdpa(
             f"got {list(cu_seqlens_q.shape)}"
         )
     unread = of_q.check_values or of_k.check_values
-    padding = of_q.padding or of_k.padding
+    may_have_padding = of_q.may_have_padding or of_k.may_have_padding
     lengths = None
     if of_k.lengths is not None and (shared_q or of_q.lengths is not None):
         lengths = of_q.lengths, of_k.lengths
@@ -201,20 +201,21 @@ def gdpa(
             lower_right, validate,
         )  # fmt: skip
         bias = bias if bias.is_given else ()
-    tensors = *held, cu_seqlens_q, cu_seqlens_k, add_to, segments, *bias
+    tensors = *packed_qkv, cu_seqlens_q, cu_seqlens_k, add_to, segments, *bias
     scale = head_dim**-0.5 if scale is None else float(scale)
     options = Options(
         num_kv_heads, of_q.max_seqlen, of_k.max_seqlen, ",".join(names), scale, float(output_scale),
         "" if mask is ALL else mask.rule(lower_right), precise, impl, backward_impl, out_dtype,
-        check_values=unread, check_alignment=unread and check_alignment, padding=padding,
+        check_values=unread, check_alignment=unread and check_alignment,
+        may_have_padding=may_have_padding,
     )  # fmt: skip
-    compiling, lists = torch.compiler.is_compiling(), None
+    compiling, work_lists = torch.compiler.is_compiling(), None
     if compiling:
         tensors = distinct(*tensors)
     elif lengths is not None:
-        lists = Lists((cu_seqlens_k, cu_seqlens_q), of_k.lengths, of_q.lengths)
+        work_lists = CallWorkLists((cu_seqlens_k, cu_seqlens_q), of_k.lengths, of_q.lengths)
     recorded = torch.is_grad_enabled() or has_tangents() or compiling
-    out = (_Gdpa.apply if recorded else _operate)(lists, *tensors, options)
+    out = (_Gdpa.apply if recorded else _operate)(work_lists, *tensors, options)
     out = out if width == q.shape[2] else out[..., :width].contiguous()
     return out if nested is None else jagged.like(nested, out, None)
 
@@ -236,7 +237,7 @@ class Options(NamedTuple):
 
     activation: its names with commas between them. mask: `Mask.rule`. check_values: nobody has read
     the offsets, nor what counts tokens; check_alignment: nor whether a sequence has fewer queries
-    than keys. padding: rows may follow the last sequence.
+    than keys. may_have_padding: rows may follow the last sequence.
     """
 
     num_kv_heads: Size | None
@@ -252,7 +253,7 @@ class Options(NamedTuple):
     out_dtype: torch.dtype | None = None
     check_values: bool = False
     check_alignment: bool = False
-    padding: bool = False
+    may_have_padding: bool = False
 
     def rung(self, direction: str, batch: Batch) -> Rung:
         """The rung that computes a direction; registered activations are proved for its device."""
@@ -264,12 +265,13 @@ class Options(NamedTuple):
 
 
 def _operate(
-    lists, q, k, v, cu_seqlens_q, cu_seqlens_k, add_to, segments, *bias_and_options
+    work_lists, q, k, v, cu_seqlens_q, cu_seqlens_k, add_to, segments, *bias_and_options
 ) -> torch.Tensor:
     """The operator of the forward pass."""
     bias, options = Bias(*bias_and_options[:-1]), bias_and_options[-1]
     more = {"add_to": add_to, "segments": segments, **bias.named()}
-    return with_lists(lists, _FORWARD, q, k, v, cu_seqlens_q, cu_seqlens_k, *options, **more)
+    tensors = q, k, v, cu_seqlens_q, cu_seqlens_k
+    return with_work_lists(work_lists, _FORWARD, *tensors, *options, **more)
 
 
 class _Gdpa(torch.autograd.Function):
@@ -277,7 +279,7 @@ class _Gdpa(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, *arguments):
-        ctx.lists, *tensors, add_to, segments = arguments[:8]
+        ctx.work_lists, *tensors, add_to, segments = arguments[:8]
         bias, ctx.options = Bias(*arguments[8:-1]), arguments[-1]
         ctx.save_for_backward(*tensors, segments, *bias)
         ctx.set_materialize_grads(False)
@@ -288,26 +290,27 @@ class _Gdpa(torch.autograd.Function):
     def backward(ctx, grad_out):
         if grad_out is None:
             return (None,) * 14
-        options, needs, lists = ctx.options, ctx.needs_input_grad[1:4], ctx.lists
+        options, needs, work_lists = ctx.options, ctx.needs_input_grad[1:4], ctx.work_lists
         needs_of_tables = ctx.needs_input_grad[8:10]
         saved = ctx.saved_tensors  # read once: checkpointing allows no more
         saved, segments, bias = saved[:5], saved[5], Bias(*saved[6:])
-        if lists is not None and checks.is_fake(saved[0]):  # as compiled autograd has it
-            lists = None
-        if lists is not None:  # hooks may have copied what was saved
-            lists.offsets = saved[4], saved[3]
+        if work_lists is not None and checks.is_fake(saved[0]):  # as compiled autograd has it
+            work_lists = None
+        if work_lists is not None:  # hooks may have copied what was saved
+            work_lists.offsets = saved[4], saved[3]
         tensors = grad_out.to(saved[0].dtype), *saved
         more = {"segments": segments, **bias.named()}
         tables = None, None
         with torch.no_grad():
-            gradients = with_lists(lists, _BACKWARD, *tensors, *needs, *options, **more)
+            gradients = with_work_lists(work_lists, _BACKWARD, *tensors, *needs, *options, **more)
             gradients = needed(gradients, needs)
             if any(needs_of_tables):
                 tables = _BIAS_BACKWARD(*tensors, *needs_of_tables, *options, **more)
                 tables = needed(tables, needs_of_tables)
             added = grad_out.to(ctx.add_dtype) if ctx.needs_input_grad[6] else None
         inputs = grad_out, *saved[:3], *bias[:2]
-        dq, dk, dv, added, *tables = final("gdpa", (*gradients, added, *tables), inputs)
+        gradients = *gradients, added, *tables
+        dq, dk, dv, added, *tables = once_differentiable("gdpa", gradients, inputs)
         return None, dq, dk, dv, None, None, added, None, *tables, None, None, None, None
 
 
@@ -333,7 +336,7 @@ def _batch(q, k, v, cu_seqlens_q, cu_seqlens_k, options: Options, **more) -> Bat
         *packed.unpack(q, k, v, options.num_kv_heads), cu_seqlens_q, cu_seqlens_k,
         options.max_seqlen_q, options.max_seqlen_k, tuple(options.activation.split(",")),
         options.scale, options.output_scale, of_rule(options.mask), options.precise,
-        padding=options.padding, **more,
+        may_have_padding=options.may_have_padding, **more,
     )  # fmt: skip
 
 
@@ -350,8 +353,8 @@ def _forward(
     if options.backward_impl != "auto":  # an explicit one that cannot take the call says so here
         resolve(options.backward_impl, "backward", _batch(*tensors, options, **both))
     with checks.without_autocast(q):  # the definition is made of operators that it would change
-        out = rung.module().forward(batch, **scheduled(rung, "forward", batch)).contiguous()
-    if options.padding:
+        out = rung.module().forward(batch, **handed_over(rung, "forward", batch)).contiguous()
+    if options.may_have_padding:
         clear_padding(out, cu_seqlens_q, add_to=add_to)
     return out
 
@@ -371,7 +374,8 @@ def _check_values(batch: Batch, alignment: bool) -> None:
         return
     for letter, ends, total, most in zip("qk", (ends_q, ends_k), rows, longest, strict=True):
         if ends is not None:
-            checks.check_lengths(f"cu_seqlens_{letter}", ends, total, most, padding=True)
+            name = f"cu_seqlens_{letter}"
+            checks.check_offset_values(name, ends, total, most, allow_padding=True)
     if alignment:
         _check_alignment(None, ends_q, ends_k, rows[0])
     if segments is not None:
@@ -395,12 +399,12 @@ def _backward(
         more = {"gradients": buffers, "segments": segments, "bias": Bias(**bias)}
         batch = _batch(q, k, v, cu_seqlens_q, cu_seqlens_k, options, **more)
         rung = options.rung("backward", batch)
-        extra = scheduled(rung, "backward", batch)
+        extra = handed_over(rung, "backward", batch)
         if rung.takes("backward", "needs"):
             extra["needs"] = needs
         with checks.without_autocast(q):
             gradients = needed(rung.module().backward(grad_out, batch, **extra), needs)
-        if options.padding:
+        if options.may_have_padding:
             clear_padding(gradients[0], cu_seqlens_q)
             clear_padding(gradients[1], cu_seqlens_k, gradients[2])
         return gradients
@@ -492,7 +496,7 @@ _BIAS_BACKWARD = define(
 )
 
 
-@checks.remembered
+@checks.cached_check
 def _check_options(
     scale: object, output_scale: object, precise: object, validate: object, impl: object,
     backward_impl: object,
@@ -573,14 +577,14 @@ def check_scalars(scale: object, output_scale: object) -> None:
             checks.check_float(name, value)
 
 
-def _read(
+def _sequences_of(
     letter: str, tensor: torch.Tensor, cu_seqlens: object, max_seqlen: int | None, validate: bool
 ) -> Sequences:
     """The sequences of q or k, with a max_seqlen; of a shared q without offsets."""
     name, rows = f"cu_seqlens_{letter}", tensor.shape[0]
     if cu_seqlens is not None:
-        known = sequences.read(name, cu_seqlens, rows, tensor.device, max_seqlen, validate=validate)
-        return known if known.max_seqlen is not None else sequences.with_longest(name, known)
+        known = read_sequences(name, cu_seqlens, rows, tensor.device, max_seqlen, validate=validate)
+        return known if known.max_seqlen is not None else with_max_seqlen(name, known)
     if letter == "k":
         raise TypeError(
             f"{name} must be the offsets [batch + 1] of k's {rows} rows, a tensor or Lengths, "

@@ -8,14 +8,12 @@ import numpy as np
 import torch
 
 from gdpa_kernels.calling import checks
-from gdpa_kernels.calling.heads import Gradients, Heads
+from gdpa_kernels.calling.base_batch import BaseBatch, GradientTriple
 from gdpa_kernels.calling.launch import next_power_of_2
+from gdpa_kernels.calling.recipe import WorkList as WorkList
 from gdpa_kernels.gdpa.bias import NONE, Bias
 from gdpa_kernels.gdpa.device.custom import cache_key
 from gdpa_kernels.gdpa.mask import ALL, Mask, segment_pairs
-
-Schedule = tuple[torch.Tensor, ...]
-"""A list of work on a device: what the `Recipe` of a rung's `plan_schedule` makes."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +36,7 @@ class PagedKV:
 
 
 @dataclass(frozen=True)
-class Batch(Heads):
+class Batch(BaseBatch):
     """A jagged batch and what is to be computed of it; already validated.
 
     q `[total_q, num_heads, head_dim]`, or `[max_seqlen_q, num_heads, head_dim]` with cu_seqlens_q
@@ -50,9 +48,9 @@ class Batch(Heads):
     q's; `add_to`: of the output's shape, what the sum starts from; `bias`: what is added to the
     scores (bias.py), with a cu_seqlens_q; `paged_kv`: `PagedKV` that each sequence's keys begin
     with, which cu_seqlens_k and max_seqlen_k count; k and v are then those that follow, with q's
-    offsets, or have no rows; `padding`: rows may follow the last sequence, of which the output
-    needs no value. `causal`, False, True (positions start with their
-    sequence) or "lower_right" (they end with it), and `window` are the mask's.
+    offsets, or have no rows; `may_have_padding`: rows may follow the last sequence, of
+    which the output needs no value. `causal`, False, True (positions start with their sequence) or
+    "lower_right" (they end with it), and `window` are the mask's.
     """
 
     q: torch.Tensor
@@ -67,13 +65,13 @@ class Batch(Heads):
     output_scale: float = 1.0
     mask: Mask = ALL
     precise: bool = False
-    gradients: Gradients = (None, None, None)
+    gradients: GradientTriple = (None, None, None)
     out_dtype: torch.dtype | None = None
     add_to: torch.Tensor | None = None
     segments: torch.Tensor | None = None
     bias: Bias = NONE
     paged_kv: PagedKV | None = None
-    padding: bool = False
+    may_have_padding: bool = False
     causal: bool | str = field(init=False)
     window: int | None = field(init=False)
 

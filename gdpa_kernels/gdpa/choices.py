@@ -26,7 +26,7 @@ UNMEASURED = {
     "backward": ("v1_tiled_backward", "reference"),
 }
 COLUMNS = {
-    "capability": rankings.capability, "direction": str, "dtype": str, "head_dim": int,
+    "capability": rankings.parse_capability, "direction": str, "dtype": str, "head_dim": int,
     "max_seqlen_q": int, "max_seqlen_k": int,
 }  # fmt: skip
 

@@ -73,11 +73,11 @@ class Mask:
             self._check_segments()
         if self.window is not None:
             window = checks.check_count("window", self.window, optional=True)
-            object.__setattr__(self, "window", checks.int32(window))
+            object.__setattr__(self, "window", checks.clamped_to_int32(window))
 
     def _check_segments(self) -> None:
         for name, least in (("target_group_size", 1), ("full_rows", 0)):
-            value = checks.int32(checks.check_count(name, getattr(self, name), least))
+            value = checks.clamped_to_int32(checks.check_count(name, getattr(self, name), least))
             object.__setattr__(self, name, value)
         checks.check_choice("target_ranks", self.target_ranks, RANKS)
         if self.full_rows and (self.window is None or self.target_ranks == "own"):
@@ -147,7 +147,7 @@ class Mask:
             contexts = _counts("num_contexts", contexts, lengths)
         else:
             checks.check_count("num_contexts", contexts)
-            contexts = (lengths - targets).clamp(max=checks.int32(contexts))
+            contexts = (lengths - targets).clamp(max=checks.clamped_to_int32(contexts))
         segments = torch.stack((targets, contexts), dim=1)
         if validate and checks.is_readable(cu_seqlens_k):
             check_counts(segments, cu_seqlens_q, cu_seqlens_k, lower_right)

@@ -6,7 +6,7 @@ from gdpa_kernels.gdpa.batch import Batch
 from gdpa_kernels.gdpa.device.activations import foldable
 
 
-def requires(batch: Batch) -> str | None:
+def call_problem(batch: Batch) -> str | None:
     """The reason why a lesson cannot take a call, beyond `Requires`; None if it can."""
     if batch.masked:
         return f"needs no mask, got causal={batch.causal}, window={batch.window}"
@@ -17,10 +17,10 @@ def requires(batch: Batch) -> str | None:
     return None
 
 
-def requires_pairs(batch: Batch) -> str | None:
-    """`requires` of a lesson that computes the activation of two bf16 scores at a time."""
+def packed_call_problem(batch: Batch) -> str | None:
+    """`call_problem` of a lesson that computes the activation of two bf16 scores at a time."""
     if batch.precise:
         return "needs precise False, got True"
     if not foldable(batch.activation, batch.dtype):
         return f"needs GELU or SiLU, got {batch.names}"
-    return requires(batch)
+    return call_problem(batch)

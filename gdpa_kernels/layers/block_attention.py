@@ -1,6 +1,6 @@
 """`BlockAttention`: block attention as a layer, with its projections.
 
-Every row of x passes the projections; attention sees the sequences that `jagged.read` has checked.
+Every row of x passes the projections; attention sees the sequences that `read_jagged` has checked.
 """
 
 from __future__ import annotations
@@ -93,7 +93,9 @@ class BlockAttention(nn.Module):
         come back as int32; a nested tensor's are converted in each call, `Lengths` once. Rows that
         follow the last sequence attend to nothing, and pass the projections as all rows do.
         """
-        values, sequences = jagged.read(x, self.embed_dim, validate=self.validate, padding=True)
+        values, sequences = jagged.read_jagged(
+            x, self.embed_dim, validate=self.validate, allow_padding=True
+        )
         qkv = self.qkv(values)
         if self.fused_qk_norm:
             qkv = head_norm(

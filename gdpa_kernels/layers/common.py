@@ -28,7 +28,7 @@ class Tokenwise(nn.Sequential):
 
     def forward(self, x: torch.Tensor | Jagged) -> torch.Tensor | Jagged:
         """x, its values `[total_tokens, ...]` replaced; offsets are not read."""
-        values, sequences = jagged.read(x, validate=False, padding=True)
+        values, sequences = jagged.read_jagged(x, validate=False, allow_padding=True)
         return jagged.like(x, super().forward(values), sequences)
 
 

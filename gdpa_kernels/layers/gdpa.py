@@ -19,8 +19,9 @@ from torch import nn
 
 from gdpa_kernels.calling import checks, jagged, private
 from gdpa_kernels.calling.jagged import Jagged
-from gdpa_kernels.calling.lengths import Lengths, Recipe
-from gdpa_kernels.calling.sequences import Sequences, with_longest
+from gdpa_kernels.calling.lengths import Lengths
+from gdpa_kernels.calling.recipe import Recipe
+from gdpa_kernels.calling.sequences import Sequences, with_max_seqlen
 from gdpa_kernels.gdpa import api
 from gdpa_kernels.gdpa.api import gdpa
 from gdpa_kernels.gdpa.bias import MOST_BUCKETS, RelativeBias, check_times, hstu_thresholds
@@ -83,7 +84,7 @@ class Options:
         checks.check_impl(self.backward_impl, api.BACKWARD_IMPLS, "backward_impl")
         common.check_fused(self.qk_norm, self.fused_qk_norm)
         longest = checks.check_count("max_seqlen", self.max_seqlen, optional=True)
-        object.__setattr__(self, "max_seqlen", checks.int32(longest))
+        object.__setattr__(self, "max_seqlen", checks.clamped_to_int32(longest))
         if isinstance(self.activation, list):
             object.__setattr__(self, "activation", tuple(self.activation))
 
@@ -128,8 +129,10 @@ class _GDPALayer(nn.Module):
         """The values of a jagged batch and its sequences, checked, with a max_seqlen."""
         longest = self.options.max_seqlen if max_seqlen is None else max_seqlen
         validate = self.options.validate
-        values, sequences = jagged.read(x, self.embed_dim, longest, validate, padding=True)
-        return values, with_longest("offsets", sequences)
+        values, sequences = jagged.read_jagged(
+            x, self.embed_dim, longest, validate, allow_padding=True
+        )
+        return values, with_max_seqlen("offsets", sequences)
 
     def _attend(
         self, q: torch.Tensor, kv: torch.Tensor | None, sequences_q: Sequences | None,

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 
 from gdpa_kernels.calling import checks
-from gdpa_kernels.calling.lengths import Lengths, Recipe
+from gdpa_kernels.calling.lengths import Lengths
+from gdpa_kernels.calling.recipe import Recipe
 from gdpa_kernels.calling.sequences import Sequences, token_positions
 
 

@@ -5,7 +5,13 @@ from __future__ import annotations
 import torch
 
 from gdpa_kernels.calling import checks
-from gdpa_kernels.calling.operators import check_transforms, define, distinct, final, needed
+from gdpa_kernels.calling.operators import (
+    check_transforms,
+    define,
+    distinct,
+    needed,
+    once_differentiable,
+)
 from gdpa_kernels.calling.private import is_watched
 from gdpa_kernels.calling.rung import capability
 from gdpa_kernels.norms import reference
@@ -154,7 +160,7 @@ class _AddRMSNorm(torch.autograd.Function):
                 )
                 gradients = grad_x if differ else grad, grad, grad_weight
         gradients = needed(gradients, (need_x, need_residual, need_weight))
-        return *final("add_rms_norm", gradients, inputs), None, None
+        return *once_differentiable("add_rms_norm", gradients, inputs), None, None
 
 
 class _HeadNorm(torch.autograd.Function):
@@ -184,7 +190,7 @@ class _HeadNorm(torch.autograd.Function):
         gradients = grad, weights[0], None if second is None else weights[1]
         gradients = needed(gradients, ctx.needs_input_grad[:3])
         inputs = tuple(t for t in (incoming, saved, first, second) if t is not None)
-        return *final("head_norm", gradients, inputs), *(None,) * 6
+        return *once_differentiable("head_norm", gradients, inputs), *(None,) * 6
 
 
 def _kernels_take(x: torch.Tensor, *others: torch.Tensor | None) -> bool:

@@ -1,4 +1,5 @@
-"""Attention over sequences that are cut between ranks."""
+"""Attention over sequences that are cut between ranks: shards.py cuts, collectives.py moves rows,
+attention.py has the calls, and in its docstring who holds what."""
 
 from gdpa_kernels.parallel.attention import (
     STATIONARY,

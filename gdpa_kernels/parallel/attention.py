@@ -1,9 +1,28 @@
-"""Attention over sequences that are cut between ranks.
+"""Context parallelism: attention over a batch whose tokens are cut into shards, one for each rank.
 
 Nothing is normalised, so attention over all keys is the sum of that over each rank's: no rank needs
-a log-sum-exp of another, and the collectives are PyTorch's own. The bytes that a rank receives, of
-N tokens on P ranks, f = (P - 1) / P, H query and K key heads of d numbers of e bytes, sums in fp32
-(`predicted_bytes`; `counted_bytes` counts them):
+a log-sum-exp of another, and the collectives are PyTorch's own. Of 2 ranks with shards 0 and 1, and
+heads a and b, a rank has in the forward pass:
+
+    what stays       rank 0                 rank 1
+
+    "queries"        q0 k0 v0               q1 k1 v1
+      all-gather     q0 k0 k1 v0 v1         q1 k0 k1 v0 v1
+      gdpa           o0                     o1
+
+    "keys"           q0 k0 v0               q1 k1 v1
+      all-gather     q0 q1 k0 v0            q0 q1 k1 v1
+      gdpa           o0' o1'                o0" o1"           sums over the keys of one shard
+      reduce-scatter o0 = o0' + o0"         o1 = o1' + o1"
+
+    "sequences"      q0a q0b k0a k0b ...    q1a q1b k1a k1b ...
+      all-to-all     q0a q1a k0a k1a ...    q0b q1b k0b k1b ...
+      gdpa           o0a o1a                o0b o1b
+      all-to-all     o0a o0b                o1a o1b
+
+The backward pass has the transposed collectives in the other order; what was gathered is kept for
+it. The bytes that a rank receives, of N tokens on P ranks, f = (P - 1) / P, H query and K key heads
+of d numbers of e bytes, sums in fp32 (`predicted_bytes`; `counted_bytes` counts them):
 
 | what stays  | forward               | backward           | for                                 |
 |-------------|-----------------------|--------------------|-------------------------------------|
@@ -11,10 +30,9 @@ N tokens on P ranks, f = (P - 1) / P, H query and K key heads of d numbers of e 
 | "keys"      | N H d (e + 4) f       | N H d (e + 4) f    | few query heads                     |
 | "sequences" | 2 N (H + K) d e f / P | the same           | as many ranks as key heads, or less |
 
-What was gathered is kept for the backward pass. Contiguous shards may end inside a sequence: if one
-is cut between all ranks, the last has under a causal mask about twice the mean work, but for
-"sequences". Zigzag shards have equal work, and rows that are gathered by an index: they pay where
-long sequences are cut between ranks.
+Contiguous shards may end inside a sequence: if one is cut between all ranks, the last has under a
+causal mask about twice the mean work, but for "sequences". Zigzag shards have equal work, and rows
+that are gathered by an index: they pay where long sequences are cut between ranks.
 """
 
 from __future__ import annotations
@@ -24,7 +42,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -35,24 +53,17 @@ from gdpa_kernels.gdpa.api import check_shared_options, gdpa
 from gdpa_kernels.gdpa.mask import ALL, Mask, mask_of
 from gdpa_kernels.gdpa.registration import check_activation
 from gdpa_kernels.parallel.collectives import (
-    Exchange,
-    Gather,
-    Replicated,
-    Scatter,
-    Sum,
+    AllGather,
+    AllReduce,
+    AllReduceGradient,
+    AllToAll,
+    ReduceScatter,
     pad_rows,
-    put,
+    select_rows,
     sum_dtype,
-    take,
+    unselect_rows,
 )
-from gdpa_kernels.parallel.shards import (
-    Shards,
-    check_rows,
-    checked_layout,
-    lasting,
-    offsets_of,
-    shards_of,
-)
+from gdpa_kernels.parallel.shards import Sharding, check_rows, read_offsets, reusable, sharding_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -106,8 +117,7 @@ def context_parallel_gdpa(
     and the zigzag layout are of all-gather context parallelism (arXiv 2407.21783, section 3.3.2).
     """
     names = {"causal", "window"} & options.keys()
-    fields = {name: options.pop(name) for name in names}
-    mask = mask_of(mask, fields)
+    mask = mask_of(mask, {name: options.pop(name) for name in names})
     mesh = _mesh_of(q, k, v, layout, group)
     if mesh is not None:
         out = context_parallel_gdpa(
@@ -120,28 +130,27 @@ def context_parallel_gdpa(
             stride=(shape[1] * shape[2], shape[2], 1),
         )  # fmt: skip
     q, k, v = checks.autocast(q, k, v)
-    shards, rank, ranks, options = _checked(q, k, v, cu_seqlens, layout, group, options)
+    sharding, rank, ranks, options = _checked(q, k, v, cu_seqlens, layout, group, options)
     _check_mask(stationary, mask)
-    check_rows("q", q, shards.rows(rank), f"rank {rank}")
+    check_rows("q", q, sharding.num_rows(rank), f"rank {rank}")
     if stationary == "sequences" and k.shape[1] % ranks:
         raise ValueError(
             f"num_kv_heads must be a multiple of the {ranks} ranks with "
             f"stationary='sequences', got {k.shape[1]}"
         )
     stream = torch.cuda.current_stream(q.device).cuda_stream if q.is_cuda else 0
-    lengths, others, indices = _partners(
-        shards.ends, ranks, layout, rank, stationary, mask.causal, q.device, stream
-    )
+    call = _rank_call(sharding.ends, ranks, layout, rank, stationary, mask.causal, q.device, stream)
     if stationary == "sequences":
-        return _by_heads(q, k, v, shards, lengths, indices, mask, group, rank, ranks, options)
+        return _by_heads(q, k, v, call, mask, group, rank, ranks, options)
     if stationary == "queries":
-        k, v = (Gather.apply(x, indices, shards.size, group) for x in (k, v))
-        return gdpa(q, k, v, lengths, others, mask=_aligned(mask, "lower_right"), **options)
+        k, v = (AllGather.apply(x, call.rows, call.shard_rows, group) for x in (k, v))
+        mask = _aligned(mask, "lower_right")
+        return gdpa(q, k, v, call.local, call.partners, mask=mask, **options)
     part = gdpa(
-        Gather.apply(q, indices, shards.size, group), k, v, others, lengths,
+        AllGather.apply(q, call.rows, call.shard_rows, group), k, v, call.partners, call.local,
         mask=_aligned(mask, "upper_left"), out_dtype=sum_dtype(q), **options,
     )  # fmt: skip
-    return Scatter.apply(part, indices, shards.size, q.dtype, group)[: q.shape[0]]
+    return ReduceScatter.apply(part, call.rows, call.shard_rows, q.dtype, group)[: q.shape[0]]
 
 
 def context_parallel_pooling(
@@ -175,16 +184,15 @@ def context_parallel_pooling(
         TypeError, ValueError: as `context_parallel_gdpa`.
     """
     q, k, v = checks.autocast(q, k, v)
-    shards, rank, _, options = _checked(q, k, v, cu_seqlens, layout, group, options)
-    held = Counter()
-    for i, first, end in shards.pieces[rank]:
-        held[i] += end - first
-    lengths = [held[i] for i in range(shards.batch)]
+    sharding, rank, _, options = _checked(q, k, v, cu_seqlens, layout, group, options)
+    own_keys = Counter()
+    for i, first, end in sharding.spans[rank]:
+        own_keys[i] += end - first
+    lengths = _lengths([own_keys[i] for i in range(sharding.batch)], q.device)
     part = gdpa(
-        Replicated.apply(q, group), k, v, None, _lengths(lengths, q.device),
-        out_dtype=sum_dtype(q), **options,
-    )  # fmt: skip
-    return Sum.apply(part, group).to(q.dtype)
+        AllReduceGradient.apply(q, group), k, v, None, lengths, out_dtype=sum_dtype(q), **options
+    )
+    return AllReduce.apply(part, group).to(q.dtype)
 
 
 def predicted_bytes(
@@ -208,7 +216,7 @@ def predicted_bytes(
 
     Source: the table at the head of this module.
     """
-    _check_stationary(stationary)
+    checks.check_choice("stationary", stationary, STATIONARY)
     numbers, size = rows * (ranks - 1) * head_dim, dtype.itemsize
     sums = torch.promote_types(dtype, torch.float32).itemsize
     return {
@@ -218,26 +226,34 @@ def predicted_bytes(
     }[stationary]
 
 
+class RankCall(NamedTuple):
+    """The call of `gdpa` on a rank. local: lengths of its own rows, of what stays; partners: of the
+    rows that these see or are seen by, which lie at `rows` of the gathered shards, of shard_rows
+    each."""
+
+    local: Lengths
+    partners: Lengths
+    rows: slice | torch.Tensor
+    shard_rows: int
+
+
 @lru_cache(maxsize=8)
-def _partners(
+def _rank_call(
     ends: tuple[int, ...], ranks: int, layout: str, rank: int, stationary: str, causal: bool,
     device: torch.device, stream: int,
-) -> tuple[Lengths, Lengths, slice | torch.Tensor]:  # fmt: skip
-    """(Lengths of own rows, of their partners, `indices` of those) of a rank's call, for all layers
-    on a stream, which brings them to the device: indices are a number for each token."""
-    shards = shards_of(ends, ranks, layout)
-    rows, others = shards.parts(rank, stationary, causal)
-    lengths = rows, [end - first for first, end in others]
-    with lasting():
-        return *(_lengths(each, device) for each in lengths), shards.indices(others, device)
-
-
-def _check_stationary(stationary: object) -> None:
-    checks.check_choice("stationary", stationary, STATIONARY)
+) -> RankCall:  # fmt: skip
+    """A rank's call, made once for all layers on a stream, which brings it to the device: rows may
+    be a number for each token."""
+    sharding = sharding_of(ends, ranks, layout)
+    lengths, ranges = sharding.partners(rank, stationary, causal)
+    with reusable():
+        partners = _lengths([end - first for first, end in ranges], device)
+        rows = sharding.gathered_rows(ranges, device)
+        return RankCall(_lengths(lengths, device), partners, rows, sharding.shard_rows)
 
 
 def _check_mask(stationary: object, mask: Mask) -> None:
-    _check_stationary(stationary)
+    checks.check_choice("stationary", stationary, STATIONARY)
     if not mask.plain or isinstance(mask.causal, str):
         raise ValueError(
             "mask must have causal False or True, where q has k's rows, and window alone, got "
@@ -248,23 +264,25 @@ def _check_mask(stationary: object, mask: Mask) -> None:
 
 
 def _aligned(mask: Mask, alignment: str) -> Mask:
+    """The mask, if causal with an alignment. Queries that stay are the last of the keys that they
+    see, "lower_right"; queries that see keys that stay begin with them, "upper_left"."""
     return replace(mask, causal=alignment) if mask.causal else mask
 
 
-def _checked(q, k, v, cu_seqlens, layout, group, options) -> tuple[Shards, int, int, dict]:
-    """(shards, rank, ranks, options), of arguments that both calls have."""
+def _checked(q, k, v, cu_seqlens, layout, group, options) -> tuple[Sharding, int, int, dict]:
+    """(sharding, rank, ranks, options), of arguments that both calls have."""
     if not dist.is_available() or not dist.is_initialized():
         raise ValueError("group must be one of torch.distributed, which is not initialized")
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     if rank < 0:
         raise ValueError(f"group must have rank {dist.get_rank()} in it, got one of other ranks")
-    shards = shards_of(offsets_of(cu_seqlens), ranks, checked_layout(layout))
+    sharding = sharding_of(read_offsets(cu_seqlens), ranks, layout)
     check_shared_options(options)
     checks.check_tensors(q, k, v)
-    check_rows("k", k, shards.rows(rank), f"rank {rank}")
+    check_rows("k", k, sharding.num_rows(rank), f"rank {rank}")
     if "activation" in options:
         options = options | {"activation": check_activation(options["activation"], q.shape[1])}
-    return shards, rank, ranks, options
+    return sharding, rank, ranks, options
 
 
 def _mesh_of(q, k, v, layout: str, group: dist.ProcessGroup | None) -> DeviceMesh | None:
@@ -291,19 +309,19 @@ def _mesh_of(q, k, v, layout: str, group: dist.ProcessGroup | None) -> DeviceMes
     return q.device_mesh
 
 
-def _by_heads(q, k, v, shards, lengths, indices, mask, group, rank, ranks, options) -> torch.Tensor:
+def _by_heads(q, k, v, call: RankCall, mask, group, rank, ranks, options) -> torch.Tensor:
     """All rows of a share of the heads on each rank."""
     names = options.get("activation", ())
     if len(names) > 1:
         heads = len(names) // ranks
         options = options | {"activation": names[rank * heads : (rank + 1) * heads]}
-    exchanged = [Exchange.apply(pad_rows(x, shards.size), True, ranks, group) for x in (q, k, v)]
+    gathered = [AllToAll.apply(pad_rows(x, call.shard_rows), True, ranks, group) for x in (q, k, v)]
     out = gdpa(
-        *(take(x, indices) for x in exchanged), lengths, lengths,
+        *(select_rows(x, call.rows) for x in gathered), call.local, call.local,
         mask=_aligned(mask, "upper_left"), **options,
     )  # fmt: skip
-    out = put(out, indices, shards.size * ranks, out.dtype)
-    return Exchange.apply(out, False, ranks, group)[: q.shape[0]]
+    out = unselect_rows(out, call.rows, call.shard_rows * ranks, out.dtype)
+    return AllToAll.apply(out, False, ranks, group)[: q.shape[0]]
 
 
 def _lengths(lengths: list[int], device: torch.device) -> Lengths:

@@ -1,4 +1,8 @@
-"""Shards: the cut of a packed batch's tokens between ranks."""
+"""How the tokens of a batch are cut into shards, one for each rank (`Sharding`), and the public
+functions that cut and join tensors so.
+
+Nothing here communicates: every rank computes the same sharding from the same offsets.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ import torch
 from gdpa_kernels.calling import checks
 from gdpa_kernels.calling.launch import cdiv
 from gdpa_kernels.calling.private import unseen
-from gdpa_kernels.parallel.collectives import pad_rows, take
+from gdpa_kernels.parallel.collectives import pad_rows, select_rows
 
 LAYOUTS = ("contiguous", "zigzag")
 
@@ -44,11 +48,11 @@ def shard(
     """
     checks.check_count("ranks", ranks, least=1)
     checks.check_count("rank", rank)
-    shards = shards_of(offsets_of(cu_seqlens), ranks, checked_layout(layout))
+    sharding = sharding_of(read_offsets(cu_seqlens), ranks, layout)
     if rank >= ranks:
         raise ValueError(f"rank must be less than the {ranks} ranks, got {rank}")
-    check_rows("x", x, shards.total, "the batch")
-    rows = [torch.arange(first, end, device="cpu") for _, first, end in shards.pieces[rank]]
+    check_rows("x", x, sharding.total, "the batch")
+    rows = [torch.arange(first, end, device="cpu") for _, first, end in sharding.spans[rank]]
     index = torch.cat([torch.empty(0, dtype=torch.int64, device="cpu"), *rows])
     return x.index_select(0, index.to(x.device))
 
@@ -60,27 +64,28 @@ def unshard(
     `shard`, whose arguments and errors it has; differentiable. No collective: of what was gathered.
     """
     checks.check_count("the number of shards", len(shards), least=1)
-    known = shards_of(offsets_of(cu_seqlens), len(shards), checked_layout(layout))
+    sharding = sharding_of(read_offsets(cu_seqlens), len(shards), layout)
     for rank, x in enumerate(shards):
-        check_rows(f"shards[{rank}]", x, known.rows(rank), f"rank {rank}")
-    padded = torch.cat([pad_rows(x, known.size) for x in shards])
-    return take(padded, known.indices([(0, known.total)], padded.device))
+        check_rows(f"shards[{rank}]", x, sharding.num_rows(rank), f"rank {rank}")
+    gathered = torch.cat([pad_rows(x, sharding.shard_rows) for x in shards])
+    return select_rows(gathered, sharding.gathered_rows([(0, sharding.total)], gathered.device))
 
 
-class Shards(NamedTuple):
-    """How a batch is cut. `pieces`: of each rank (sequence, first, end) in packed rows, none empty;
-    `size`: rows of the largest shard; `order`: None where packed rows lie in order of the ranks,
-    else the index of each in what is gathered.
+class Sharding(NamedTuple):
+    """How a batch is cut. Rows are those of the whole packed batch.
 
-    Of one sequence of 8 rows for 2 ranks in zigzag: pieces [[(0, 0, 2), (0, 6, 8)],
-    [(0, 2, 4), (0, 4, 6)]], size 4, order [0, 1, 4, 5, 6, 7, 2, 3]. Under a causal mask rank 1
-    calls with 2 and 2 rows of its own, beside the rows 0 to 4 and 0 to 6: its `parts`, where
-    queries stay.
+    ends: its offsets. spans: of each rank the rows (sequence, first, end) that it holds, none
+    empty. shard_rows: of the largest shard, to which collectives pad all. order: where the rows lie
+    in what is gathered, int64; None where they lie in order.
+
+    Of one sequence of 8 rows for 2 ranks in zigzag: spans [[(0, 0, 2), (0, 6, 8)], [(0, 2, 4), (0,
+    4, 6)]], shard_rows 4. Gathered are the rows 0 1 6 7 2 3 4 5, so order is [0, 1, 4, 5, 6, 7, 2,
+    3].
     """
 
     ends: tuple[int, ...]
-    pieces: list[list[tuple[int, int, int]]]
-    size: int
+    spans: list[list[tuple[int, int, int]]]
+    shard_rows: int
     order: torch.Tensor | None
 
     @property
@@ -91,29 +96,34 @@ class Shards(NamedTuple):
     def batch(self) -> int:
         return len(self.ends) - 1
 
-    def rows(self, rank: int) -> int:
-        return sum(end - first for _, first, end in self.pieces[rank])
+    def num_rows(self, rank: int) -> int:
+        return sum(end - first for _, first, end in self.spans[rank])
 
-    def parts(self, rank: int, stationary: str, causal: bool) -> tuple[list, list]:
-        """(lengths, ranges): of each sequence of the rank's call the number of own rows, and the
-        packed rows [first, end) of others that they see or are seen by."""
+    def partners(self, rank: int, stationary: str, causal: bool) -> tuple[list, list]:
+        """(lengths, ranges) of the sequences of a rank's call: the number of own rows of each, and
+        the rows [first, end) of others that they see (queries stay) or are seen by (keys stay).
+
+        Of the example above, under a causal mask and where queries stay, rank 1 calls with 2 and 2
+        own rows, which see the rows 0 to 4 and 0 to 6: ([2, 2], [(0, 4), (0, 6)]).
+        """
         if stationary == "sequences":
             ranges = list(pairwise(self.ends))
             return [end - first for first, end in ranges], ranges
         lengths, ranges = [], []
-        for i, first, end in self.pieces[rank]:
+        for i, first, end in self.spans[rank]:
             begin, last = self.ends[i : i + 2]
             if causal:
                 begin, last = (begin, end) if stationary == "queries" else (first, last)
-            if ranges and ranges[-1] == (begin, last):  # two pieces that have the same partners
+            if ranges and ranges[-1] == (begin, last):  # two spans that have the same partners
                 lengths[-1] += end - first
             else:
                 lengths.append(end - first)
                 ranges.append((begin, last))
         return lengths, ranges
 
-    def indices(self, ranges: list, device: torch.device) -> slice | torch.Tensor:
-        """Where packed rows lie in what is gathered; ranges of contiguous shards adjoin."""
+    def gathered_rows(self, ranges: list, device: torch.device) -> slice | torch.Tensor:
+        """Where the rows of these ranges lie in what is gathered; those of contiguous shards
+        adjoin."""
         if not ranges:
             return slice(0, 0)
         if self.order is None:
@@ -121,42 +131,50 @@ class Shards(NamedTuple):
         return torch.cat([self.order[first:end] for first, end in ranges]).to(device)
 
 
+def sharding_of(ends: tuple[int, ...], ranks: int, layout: str) -> Sharding:
+    """The sharding of a batch. Raises TypeError, ValueError unless `layout` is one of LAYOUTS."""
+    checks.check_choice("layout", layout, LAYOUTS)
+    return _sharding_of(ends, ranks, layout)
+
+
 @lru_cache(maxsize=4)  # layers of a model ask for the same
-def shards_of(ends: tuple[int, ...], ranks: int, layout: str) -> Shards:
-    pieces = [[] for _ in range(ranks)]
+def _sharding_of(ends: tuple[int, ...], ranks: int, layout: str) -> Sharding:
+    spans = [[] for _ in range(ranks)]
     for i, (begin, end) in enumerate(pairwise(ends)):
         if layout == "contiguous":
             cuts = [min(max(rows_of_rank(ends[-1], r, ranks)[0], begin), end) for r in range(ranks)]
             owners = range(ranks)
         else:
-            cuts = [begin + (end - begin) * c // (2 * ranks) for c in range(2 * ranks)]
-            owners = [(min(c, 2 * ranks - 1 - c) + i) % ranks for c in range(2 * ranks)]
+            chunks = 2 * ranks
+            cuts = [begin + (end - begin) * c // chunks for c in range(chunks)]
+            owners = [(min(c, chunks - 1 - c) + i) % ranks for c in range(chunks)]
         for owner, (first, last) in zip(owners, pairwise([*cuts, end]), strict=True):
             if first < last:
-                pieces[owner].append((i, first, last))
-    size = max(sum(last - first for _, first, last in held) for held in pieces)
+                spans[owner].append((i, first, last))
+    shard_rows = max(sum(last - first for _, first, last in held) for held in spans)
     if layout == "contiguous":
-        return Shards(ends, pieces, size, None)
+        return Sharding(ends, spans, shard_rows, None)
     # Dynamo looks into neither a cache nor into what is unseen.
-    with contextlib.nullcontext() if torch.compiler.is_compiling() else lasting():
+    with contextlib.nullcontext() if torch.compiler.is_compiling() else reusable():
         order = torch.empty(ends[-1], dtype=torch.int64, device="cpu")
-        for rank, held in enumerate(pieces):
-            position = rank * size
+        for rank, held in enumerate(spans):
+            position = rank * shard_rows
             for _, first, last in held:
                 order[first:last] = torch.arange(position, position + last - first, device="cpu")
                 position += last - first
-    return Shards(ends, pieces, size, order)
+    return Sharding(ends, spans, shard_rows, order)
 
 
 @contextlib.contextmanager
-def lasting() -> Iterator[None]:
-    """What is made inside serves calls of any kind: training may follow an evaluation, and a mode
+def reusable() -> Iterator[None]:
+    """Tensors made inside serve calls of any kind: training may follow an evaluation, and a mode
     that counts or fakes operators must not see the first call's."""
     with torch.inference_mode(False), unseen():
         yield
 
 
-def offsets_of(cu_seqlens: Sequence[int]) -> tuple[int, ...]:
+def read_offsets(cu_seqlens: Sequence[int]) -> tuple[int, ...]:
+    """The offsets as integers. Raises TypeError, ValueError unless they are such, on the host."""
     if isinstance(cu_seqlens, torch.Tensor):
         raise TypeError("cu_seqlens must be numbers of the host, got a tensor: cu_seqlens.tolist()")
     try:
@@ -168,12 +186,8 @@ def offsets_of(cu_seqlens: Sequence[int]) -> tuple[int, ...]:
     return ends
 
 
-def checked_layout(layout: object) -> str:
-    checks.check_choice("layout", layout, LAYOUTS)
-    return layout
-
-
-def check_rows(name: str, x: torch.Tensor, rows: int, whose: str) -> None:
+def check_rows(name: str, x: object, rows: int, whose: str) -> None:
+    """Raises TypeError, ValueError unless x is a tensor of so many rows."""
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{name} must be a tensor of rows, got {x!r}")
     if x.dim() < 1:

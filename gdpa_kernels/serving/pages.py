@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from gdpa_kernels.calling.launch import cdiv
-from gdpa_kernels.calling.lengths import Lengths, held
+from gdpa_kernels.calling.lengths import Lengths, unchecked_lengths
 from gdpa_kernels.calling.sequences import Sequences, token_positions
 
 
@@ -59,7 +59,7 @@ class Pages:
     @functools.cached_property
     def lengths(self) -> Lengths:
         """The same as `Lengths`, which keep work lists for all layers."""
-        return held(Lengths, self.cu_seqlens, len(self.slots), self.max_seqlen)
+        return unchecked_lengths(Lengths, self.cu_seqlens, len(self.slots), self.max_seqlen)
 
 
 class HistorySpan(NamedTuple):

@@ -21,9 +21,9 @@ import torch
 import torch.nn.functional as F
 
 from gdpa_kernels.calling import checks, ladder
-from gdpa_kernels.calling import sequences as offsets
-from gdpa_kernels.calling.lengths import Lengths, Lists
-from gdpa_kernels.calling.sequences import Sequences
+from gdpa_kernels.calling.handover import CallWorkLists
+from gdpa_kernels.calling.lengths import Lengths
+from gdpa_kernels.calling.sequences import Sequences, read_sequences
 from gdpa_kernels.device import padding
 from gdpa_kernels.gdpa import api
 from gdpa_kernels.gdpa.api import gdpa
@@ -149,8 +149,8 @@ def candidate_sequences(
     compiled program `gdpa` checks them."""
     checks.check_bool(validate=validate)
     rows = x.shape[0]
-    options = {"validate": validate, "padding": False}
-    sequences = offsets.read("cu_seqlens", cu_seqlens, rows, x.device, max_seqlen, **options)
+    options = {"validate": validate, "allow_padding": False}
+    sequences = read_sequences("cu_seqlens", cu_seqlens, rows, x.device, max_seqlen, **options)
     if sequences.cu_seqlens.shape != history.cu_seqlens.shape:
         raise ValueError(
             f"cu_seqlens must have shape {list(history.cu_seqlens.shape)}, as the histories, got "
@@ -158,7 +158,7 @@ def candidate_sequences(
         )
     if sequences.check_values and not checks.is_fake(x):
         sizes = (rows, rows), (max_seqlen, max_seqlen)
-        padding.assert_offsets(None, sequences.cu_seqlens, None, *sizes, padding=False)
+        padding.assert_offsets(None, sequences.cu_seqlens, None, *sizes, allow_padding=False)
         sequences = sequences._replace(check_values=False)
     return sequences
 
@@ -217,7 +217,7 @@ def _over_both(
     if in_one_call is False:
         return None
     if in_one_call is None and (
-        _PAGED.unavailable(batch.device) or _PAGED.config(batch, "forward").splits > 1
+        _PAGED.device_problem(batch.device) or _PAGED.config(batch, "forward").splits > 1
     ):
         return None
     counts = batch.cu_seqlens_q.diff()
@@ -233,14 +233,14 @@ def _over_both(
     return both
 
 
-def _shared_lists(sequences: Sequences, history: Pages) -> Lists | None:
-    """`Lists` that keep the one of the histories for all layers. None for offsets in a tensor,
-    and in the capture of a CUDA graph, which may be replayed when others stand in these pages."""
-    ends, longest = history.cu_seqlens, history.max_seqlen
+def _shared_lists(sequences: Sequences, history: Pages) -> CallWorkLists | None:
+    """Work lists that keep that of the histories for all layers. None for offsets in a tensor, and
+    in the capture of a CUDA graph, which may be replayed when others stand in these pages."""
+    ends = history.cu_seqlens
     if sequences.lengths is None or _is_captured(ends):
         return None
-    history.lengths.of("history", len(history.slots), ends.device, longest)  # nobody wrote to them
-    return Lists((ends, sequences.cu_seqlens), history.lengths, sequences.lengths)
+    history.lengths.check_unmodified("history")
+    return CallWorkLists((ends, sequences.cu_seqlens), history.lengths, sequences.lengths)
 
 
 def _is_captured(x: torch.Tensor) -> bool:
@@ -248,18 +248,19 @@ def _is_captured(x: torch.Tensor) -> bool:
 
 
 def _in_pages(
-    batch: Batch, lists: Lists | None = None, *, partial_sums: bool = False
+    batch: Batch, lists: CallWorkLists | None = None, *, partial_sums: bool = False
 ) -> torch.Tensor | None:
     """The output of the implementation that reads pages, or the partial sums that add up to it;
     None where it does not take the call. lists: of the call, None for one that is made here."""
-    if _PAGED.unavailable(batch.device) or _PAGED.problem(batch):
+    if _PAGED.device_problem(batch.device) or _PAGED.call_problem(batch):
         return None
     prove(batch.activation, batch.device)
     config = _PAGED.config(batch, "forward")
-    schedule = None if lists is None else lists.once(_PAGED.plan(batch, config), "forward")
+    recipe = _PAGED.recipe(batch, config)
+    work_list = None if lists is None else lists.once(recipe, "forward")
     module = _PAGED.module()
     run = module.partial_sums if partial_sums else module.forward
-    return run(batch, config=config, schedule=schedule)
+    return run(batch, config=config, work_list=work_list)
 
 
 def _check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache: PagedCache) -> None:

@@ -209,7 +209,7 @@ class StoredSums:
             raise TypeError(f"users must be an int64 tensor, got {_shown(users)}")
         if not isinstance(cu_seqlens, Lengths):
             cu_seqlens = Lengths(cu_seqlens, max_seqlen)
-        ends, _ = cu_seqlens.of("cu_seqlens", k.shape[0], k.device, max_seqlen)
+        ends, _ = cu_seqlens.offsets_for("cu_seqlens", k.shape[0], k.device, max_seqlen)
         events = ends.diff().to(torch.int64)
         if users.shape != events.shape or users.unique().numel() != users.numel():
             raise ValueError(

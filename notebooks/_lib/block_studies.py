@@ -66,7 +66,7 @@ def run_pass(
 ) -> tuple[torch.Tensor, ...]:
     """Run a pass of a rung, or of `reference`; its results: out; dq, dk, dv; or all four.
 
-    Backward alone is for those that keep nothing of forward. `options`: config, schedule.
+    Backward alone is for those that keep nothing of forward. `options`: config, work_list.
     """
     grad_out = gradient(inputs) if grad_out is None else grad_out
     if direction == "backward":
@@ -161,12 +161,12 @@ def built(
     """The kernels of a pass by name, compiled for sm_<capability>a; inputs None: `blank(128)`."""
     inputs = inputs or blank(128)
     saved = (inputs.q, torch.zeros(inputs.q.shape[1], inputs.total))
-    schedule = (torch.zeros(3, 2, dtype=torch.int32),)
+    work_list = (torch.zeros(3, 2, dtype=torch.int32),)
     with launches(run=False) as seen:
         if direction == "forward":
-            module.forward(inputs, config=config, schedule=schedule)
+            module.forward(inputs, config=config, work_list=work_list)
         else:
-            module.backward(inputs.q, inputs, saved, config=config, schedule=schedule)
+            module.backward(inputs.q, inputs, saved, config=config, work_list=work_list)
     return {
         launch.name: compile_check.build_launch(launch, capability=capability) for launch in seen
     }

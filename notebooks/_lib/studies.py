@@ -26,7 +26,7 @@ from triton.compiler import CompiledKernel
 import tritonemu
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.calling.launches import Launch, launches
-from gdpa_kernels.calling.lengths import Recipe
+from gdpa_kernels.calling.recipe import Recipe
 from gdpa_kernels.gdpa import reference
 from gdpa_kernels.gdpa.batch import Batch
 from gdpa_lab.measuring import compile_check, measure, record, system, testing, timing
@@ -276,15 +276,16 @@ def compiled(
 
 
 def measure_lists(
-    session: Session, work: Workload, impl: str, plans: dict[str, Callable[[Batch], Recipe]]
+    session: Session, work: Workload, impl: str, recipes: dict[str, Callable[[Batch], Recipe]]
 ) -> None:
-    """Time what makes lists of work, on the device and on the host: rows of scope "schedule" in the
+    """Time what makes work lists, on the device and on the host: rows of scope "schedule" in the
     session's record, variants "<name>, device time" and "<name>, host time"."""
 
     def sample(inputs: Inputs) -> None:
         batch = inputs.batch()
         calls = {
-            name: lambda plan=plan: plan(batch).make(*batch.offsets) for name, plan in plans.items()
+            name: lambda recipe=recipe: recipe(batch).make(*batch.offsets)
+            for name, recipe in recipes.items()
         }
         for how, sampler in (("device", timing.sample_kernels), ("host", timing.sample_ops)):
             for name, times in sampler(calls, session.device, session.protocol).items():

@@ -226,14 +226,14 @@ def pieces(inputs) -> dict:
     batch = inputs.batch()
 
     def listed(module, config):
-        return module.plan_schedule(batch, config).make(*batch.offsets)
+        return module.work_list_recipe(batch, config).make(*batch.offsets)
 
     sums = torch.zeros(batch.q.shape, dtype=torch.float32, device=batch.device)
     rounding = (sums, torch.empty_like(batch.q), 1.0, sums.numel())
     grid = (triton.cdiv(sums.numel(), 4096),)
     run = {
         name: partial(module.backward, inputs.grad_out, batch,
-                      schedule=listed(module, module.default_config(batch)))
+                      work_list=listed(module, module.default_config(batch)))
         for name, module in {"v4": v4, "v4, nothing added": NOT_ADDED, "v6": v6}.items()
     }  # fmt: skip
     run["zero fill"] = sums.zero_
@@ -246,7 +246,7 @@ def knocked_out(inputs) -> dict:
     batch, plain = inputs.batch(), replace(inputs.batch(), activation=("identity",))
     run = {"v7": (v7, batch), "identity": (v7, plain),
            "not sent": (UNSENT, batch), "both": (UNSENT, plain)}  # fmt: skip
-    listed = {"schedule": v7.plan_schedule(batch, v7.Config()).make(*batch.offsets)}
+    listed = {"work_list": v7.work_list_recipe(batch, v7.Config()).make(*batch.offsets)}
     return {x: partial(m.backward, inputs.grad_out, b, **listed) for x, (m, b) in run.items()}
 
 
@@ -385,7 +385,7 @@ chapter.figure(chart, measured=rows)
 # without keys. That is what `least=1` asks of the list:
 
 # %% tags=["remove-input"]
-chapter.code(v6.plan_schedule)
+chapter.code(v6.work_list_recipe)
 
 # %% tags=["remove-cell"]
 ragged = studies.batch((130, 70, 0, 1), (128, 0, 5, 63), heads=2)

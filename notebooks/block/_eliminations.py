@@ -22,11 +22,11 @@ import torch
 import triton
 import triton.language as tl
 
-from gdpa_kernels.block_attention.batch import Batch, Schedule
+from gdpa_kernels.block_attention.batch import Batch, WorkList
 from gdpa_kernels.block_attention.block_list import (
     block_entry,
     count_blocks,
-    plan_schedule,
+    work_list_recipe,
 )
 from gdpa_kernels.block_attention.ladder.v0_flash import delta_kernel, load_lane, store_lane
 from gdpa_kernels.block_attention.tiles import LOG2_E, load_tile, softmax_parts, store_tile
@@ -51,7 +51,7 @@ def default_config(direction: str, batch: Batch) -> Config:
     return Config()
 
 
-def requires(batch: Batch) -> str | None:
+def call_problem(batch: Batch) -> str | None:
     """Name what this study needs of a call and does not get, or None."""
     if batch.rotary is not None:
         return "needs a workload without rotary, got (sin, cos)"
@@ -159,12 +159,12 @@ def backward_kernel(
 
 
 def forward(
-    batch: Batch, *, config: Config | None = None, schedule: Schedule | None = None
+    batch: Batch, *, config: Config | None = None, work_list: WorkList | None = None
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
     """As v1's; with `delta` the output and with `lse` the log-sum-exp are kept for backward."""
     q, k, v = batch.q, batch.k, batch.v
     config = config or default_config("", batch)
-    (blocks,) = schedule or plan_schedule(batch, config).make(*batch.offsets)
+    (blocks,) = work_list or work_list_recipe(batch, config).make(*batch.offsets)
     out = q.new_empty(q.shape)
     lse = q.new_empty(batch.num_heads, batch.total, dtype=torch.float32) if config.lse else None
     launch(
@@ -185,12 +185,12 @@ def backward(
     saved: tuple[torch.Tensor, ...] = (),
     *,
     config: Config | None = None,
-    schedule: Schedule | None = None,
+    work_list: WorkList | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """As v1's, from what `forward` kept with the same config."""
     q, k, v = batch.q, batch.k, batch.v
     config = config or default_config("", batch)
-    (blocks,) = schedule or plan_schedule(batch, config).make(*batch.offsets)
+    (blocks,) = work_list or work_list_recipe(batch, config).make(*batch.offsets)
     width = next_power_of_2(batch.head_dim)
     dq, dk, dv = batch.new_gradients()
     lse, delta = saved[-1] if config.lse else None, None

@@ -24,7 +24,7 @@ import numpy as np
 import pandas as pd
 
 from _lib import drawings, studies
-from gdpa_kernels.gdpa import schedule
+from gdpa_kernels.gdpa import list_model
 from gdpa_kernels.gdpa.ladder import v2_tma, v3_persistent
 from gdpa_kernels.gdpa.ladder.v3_persistent import Config
 from gdpa_lab.measuring.workloads import workload
@@ -48,15 +48,15 @@ chapter = Chapter("forward/v3_persistent", mode=mode, device=device, data_dir=da
 
 @chapter.measure
 def _(session):
-    orders = {order: Config(order=order) for order in schedule.ORDERS}
+    orders = {order: Config(order=order) for order in list_model.ORDERS}
     fewer = {f"padded, {n} programs": Config(order="padded", num_programs=n) for n in (131, 132)}
     listed = [("v2_tma", "hardware", {"config": v2_tma.Config()})]
     listed += [("v3_persistent", name, {"config": c}) for name, c in (orders | fewer).items()]
     for work in (workload(f"gdpa-self-{name}") for name in NAMES):
         session.measure(work, listed)
-        plan = v3_persistent.plan_schedule
-        plans = {order: partial(plan, config=config) for order, config in orders.items()}
-        studies.measure_lists(session, work, "v3_persistent", plans)
+        recipe = v3_persistent.work_list_recipe
+        recipes = {order: partial(recipe, config=config) for order, config in orders.items()}
+        studies.measure_lists(session, work, "v3_persistent", recipes)
 
 
 # %% tags=["remove-input"]
@@ -100,12 +100,12 @@ chapter.code(v3_persistent.persistent_kernel, "num_tiles = tl.load", "acc = tl.z
 
 
 # %% tags=["hide-input"]
-def placed(plan: schedule.Schedule, dynamic: bool = False) -> pd.DataFrame:
+def placed(tiles: list_model.ModelledList, dynamic: bool = False) -> pd.DataFrame:
     """Program, start, time and row block of every tile; no label where it is empty."""
-    free, bars = [0.0] * plan.num_programs, []
-    for index, time in enumerate(plan.work()):  # key blocks plus one; 0.15 for an empty tile
-        program = free.index(min(free)) if dynamic else index % plan.num_programs
-        label = "" if plan.empty[index] else str(plan.tile_block[index])
+    free, bars = [0.0] * tiles.num_programs, []
+    for index, time in enumerate(tiles.work()):  # key blocks plus one; 0.15 for an empty tile
+        program = free.index(min(free)) if dynamic else index % tiles.num_programs
+        label = "" if tiles.empty[index] else str(tiles.tile_block[index])
         bars.append((program, free[program], time, label))
         free[program] += time
     return pd.DataFrame(bars, columns=["lane", "start", "time", "label"])
@@ -113,7 +113,7 @@ def placed(plan: schedule.Schedule, dynamic: bool = False) -> pd.DataFrame:
 
 LENGTHS = (1, 2, 1, 4, 1, 4, 2, 1, 2)  # in blocks
 options = {"num_heads": 1, "block_m": 1, "block_n": 1, "max_seqlen_q": 4, "fastest": "block"}
-build = partial(schedule.build, num_programs=4, **options)
+build = partial(list_model.build, num_programs=4, **options)
 padded, zigzag = (build(order, LENGTHS, LENGTHS) for order in ("padded", "zigzag"))
 shown = {
     "padded": (padded, False),
@@ -133,7 +133,7 @@ panels = {f"{name}: {p.imbalance(dynamic=d):.2f}": placed(p, d) for name, (p, d)
 # |   Four timelines. In the padded order on four programs the first has all tiles of block 0 and
 # |   runs far longer than the mean. The others are better balanced, zigzag best.
 chart = drawings.gantt(panels, xlabel="time, in blocks of keys", hue="v3_persistent")
-chapter.figure(chart, modelled="gdpa_kernels.gdpa.schedule")
+chapter.figure(chart, modelled="gdpa_kernels.gdpa.list_model")
 
 # %% [markdown]
 # ## Prediction
@@ -149,11 +149,12 @@ def model(name: str) -> dict:
     options = {"num_heads": 4, "block_m": 128, "block_n": 64, "num_programs": 264}
     options |= {"max_seqlen_q": work.max_seqlen_q, "fastest": "block"}
     lengths = work.seqlens_q, work.seqlens_k
-    plans = {order: schedule.build(order, *lengths, **options) for order in schedule.ORDERS}
-    imbalances = {order: plan.imbalance() for order, plan in plans.items()}
-    imbalances["v2"] = plans["padded"].imbalance(dynamic=True)
-    few = {n: replace(plans["padded"], num_programs=n) for n in (131, 132, 147, 148)}
-    return imbalances | {n: plan.makespan() for n, plan in few.items()}
+    orders = list_model.ORDERS
+    work_lists = {order: list_model.build(order, *lengths, **options) for order in orders}
+    imbalances = {order: tiles.imbalance() for order, tiles in work_lists.items()}
+    imbalances["v2"] = work_lists["padded"].imbalance(dynamic=True)
+    few = {n: replace(work_lists["padded"], num_programs=n) for n in (131, 132, 147, 148)}
+    return imbalances | {n: tiles.makespan() for n, tiles in few.items()}
 
 
 modelled = pd.DataFrame({name: model(name) for name in NAMES}).T
@@ -169,7 +170,7 @@ chapter.table(
     table.round(2).reset_index(names="workload"),
     caption="**On uniform lengths the grid is balanced already; on real ones zigzag could save a "
     "few per cent.** Slowest program over the mean of useful work.",
-    modelled="schedule.build, 264 programs",
+    modelled="list_model.build, 264 programs",
 )
 text = "On uniform lengths v2 is nearly perfect, so no list gains much: the best list over v2."
 chapter.predict(text, best, least=1 / modelled["v2"][UNIFORM].max(), shown=False)

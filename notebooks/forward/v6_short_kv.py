@@ -158,8 +158,8 @@ def _(session):
             listed.append((V6, f"{keys} keys, {name}", {"config": config}))
     for name in ("gdpa-self-full-256", "gdpa-cross-full-1024"):
         session.measure(workload(name), listed)
-    plan = partial(v6b_stream.plan_schedule, config=v6b_stream.Config(**NARROW))
-    studies.measure_lists(session, workload("gdpa-self-full-256"), V6, {"list": plan})
+    recipe = partial(v6b_stream.work_list_recipe, config=v6b_stream.Config(**NARROW))
+    studies.measure_lists(session, workload("gdpa-self-full-256"), V6, {"list": recipe})
 
 
 times = chapter.times(columns="variant", impl=V6, variant=None)

@@ -25,7 +25,7 @@ import pandas as pd
 
 from _lib import drawings, ratios, studies
 from gdpa_kernels.calling import ladder
-from gdpa_kernels.gdpa import schedule
+from gdpa_kernels.gdpa import list_model
 from gdpa_kernels.gdpa.device import tickets
 from gdpa_lab.measuring.baselines import taking
 from gdpa_lab.measuring.workloads import MASKED, UNMASKED, workload
@@ -89,23 +89,23 @@ def _(session):
 
 
 # %% tags=["hide-input"]
-def placed(plan: schedule.Schedule, dynamic: bool) -> pd.DataFrame:
+def placed(tiles: list_model.ModelledList, dynamic: bool) -> pd.DataFrame:
     """Program, start, time and cost of every tile."""
-    free, bars = [0.0] * plan.num_programs, []
-    for index, time in enumerate(plan.work(prologue=0.5)):
-        program = free.index(min(free)) if dynamic else index % plan.num_programs
-        bars.append((program, free[program], time, str(plan.costs[index])))
+    free, bars = [0.0] * tiles.num_programs, []
+    for index, time in enumerate(tiles.work(prologue=0.5)):
+        program = free.index(min(free)) if dynamic else index % tiles.num_programs
+        bars.append((program, free[program], time, str(tiles.costs[index])))
         free[program] += time
     return pd.DataFrame(bars, columns=["lane", "start", "time", "label"])
 
 
 small = {"num_heads": 2, "num_programs": 4}
-fixed = schedule.build("zigzag", [9], [9], block_m=1, block_n=1, fastest="block", **small)
-fixed = schedule.masked(fixed, [9], [9], block=1)
-by_tickets = schedule.build_tickets([9], [9], block=1, **small)
+fixed = list_model.build("zigzag", [9], [9], block_m=1, block_n=1, fastest="block", **small)
+fixed = list_model.with_masked_costs(fixed, [9], [9], block=1)
+by_tickets = list_model.build_tickets([9], [9], block=1, **small)
 panels = {
-    f"{name}: {plan.imbalance(prologue=0.5, dynamic=dynamic):.2f}": placed(plan, dynamic)
-    for name, plan, dynamic in (("fixed list", fixed, False), ("tickets", by_tickets, True))
+    f"{name}: {tiles.imbalance(prologue=0.5, dynamic=dynamic):.2f}": placed(tiles, dynamic)
+    for name, tiles, dynamic in (("fixed list", fixed, False), ("tickets", by_tickets, True))
 }
 
 # %% tags=["remove-input"]
@@ -118,7 +118,7 @@ panels = {
 # |   Two timelines. With the fixed list one program ends long after the others; with tickets all
 # |   four end at nearly the same time, the costly tiles first.
 chart = drawings.gantt(panels, xlabel="time, in blocks of keys", hue="v8_own_waits")
-chapter.figure(chart, modelled="gdpa_kernels.gdpa.schedule")
+chapter.figure(chart, modelled="gdpa_kernels.gdpa.list_model")
 
 # %% [markdown]
 # ## Tickets
@@ -156,19 +156,19 @@ def model(name: str, way: str) -> dict[str, float]:
     of = workload(name)
     block = 64 if way == "backward" and of.head_dim > 128 else 128
     heads = of.num_heads_q if way == "forward" else of.num_heads_k
-    max_cost = schedule.window_cost(of.window, block)
+    max_cost = list_model.window_cost(of.window, block)
     lengths, falling = (of.seqlens_q, of.seqlens_k), way == "forward"
     options = {"num_heads": heads, "num_programs": 132}
-    fixed = schedule.build(
+    fixed = list_model.build(
         "zigzag", *lengths, block_m=block, block_n=block, fastest="block", **options
     )
     costs = {"block": block, "falling": falling, "max_cost": max_cost}
-    by_tickets = schedule.build_tickets(*lengths, **costs, **options)
+    by_tickets = list_model.build_tickets(*lengths, **costs, **options)
     fixed, by_tickets = (
-        schedule.masked(plan, *lengths, num_targets=of.num_targets, **costs)
-        for plan in (fixed, by_tickets)
+        list_model.with_masked_costs(tiles, *lengths, num_targets=of.num_targets, **costs)
+        for tiles in (fixed, by_tickets)
     )
-    imbalance = partial(schedule.Schedule.imbalance, prologue=0.5)
+    imbalance = partial(list_model.ModelledList.imbalance, prologue=0.5)
     return {
         FIXED: imbalance(fixed),
         "tickets": imbalance(by_tickets, dynamic=True),

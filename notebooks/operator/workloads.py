@@ -21,7 +21,7 @@ import numpy as np
 import pandas as pd
 
 from _lib import drawings
-from gdpa_kernels.gdpa import schedule
+from gdpa_kernels.gdpa import list_model
 from gdpa_kernels.gdpa.ladder import v3_persistent
 from gdpa_lab.measuring import cost_model
 from gdpa_lab.measuring.workload import Workload
@@ -193,7 +193,7 @@ balance = {}
 for batch in BATCHES:
     work = workload(f"gdpa-self-{batch}")
     lists = {
-        order: schedule.build(
+        order: list_model.build(
             order, work.seqlens_q, work.seqlens_k, num_heads=work.num_heads_q,
             num_programs=PROGRAMS, block_m=config.BLOCK_M, block_n=config.BLOCK_N,
             max_seqlen_q=work.max_seqlen_q, fastest="block",
@@ -221,7 +221,7 @@ chapter.figure(
         colours=(RUNG_COLOURS[3], RUNG_COLOURS[0], RUNG_COLOURS[1], INK),
     ),
     data=balance.rename_axis("workload").reset_index(),
-    modelled="schedule.py: a tile costs one unit plus one per block of keys, an empty one 0.15",
+    modelled="list_model.py: a tile costs one unit plus one per block of keys, an empty one 0.15",
 )  # fmt: skip
 
 # %% [markdown]

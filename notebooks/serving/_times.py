@@ -96,8 +96,8 @@ def _splits(users: int, rows: int, keys: int, device: torch.device) -> dict[int,
     calls = {}
     chosen = v8.default_config(first)
     for config in (replace(chosen, splits=1), chosen):
-        schedule = v8.plan_schedule(first, config).make(*first.offsets)
-        run = partial(v8.forward, config=config, schedule=schedule)
+        work_list = v8.work_list_recipe(first, config).make(*first.offsets)
+        run = partial(v8.forward, config=config, work_list=work_list)
         _check(f"{config.splits} pieces", run(first)[:rows], right)
         calls[config.splits] = [partial(run, batch) for batch in batches]
     return _times(calls, device)

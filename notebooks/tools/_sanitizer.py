@@ -166,7 +166,7 @@ def _gdpa_calls(
             q, k, v, *ends, max(LENGTHS_Q), max(lengths_k), ("gelu_tanh",), head_dim**-0.5,
             mask=Mask(causal),
         )  # fmt: skip
-        if rung.problem(batch) is not None:
+        if rung.call_problem(batch) is not None:
             continue
         if backward:
             grad_out = _tokens(LENGTHS_Q, head_dim, device, make)
@@ -187,7 +187,7 @@ def _block_calls(
             angles = torch.randn(sum(LENGTHS_Q), head_dim // 2, generator=make).to(device)
             rotary = (angles.sin(), angles.cos())
         batch = block_batch.Batch(q, k, v, ends, head_dim**-0.5, rotary=rotary, rotate_v=turned)
-        if rung.problem(batch) is None:
+        if rung.call_problem(batch) is None:
             listed.append(partial(_both, rung, grad_out, batch))
     return listed
 

@@ -247,7 +247,7 @@ print(f"shape {list(out.shape)}, strides {seen[0]}")
 # %% tags=["remove-cell"]
 same = []
 call = Batch(*half, *CALL, ("gelu_tanh",), 1.0)
-for impl in (rung.impl for rung in ladder.BACKWARD_RUNGS if rung.problem(call) is None):
+for impl in (rung.impl for rung in ladder.BACKWARD_RUNGS if rung.call_problem(call) is None):
     with tritonemu.enabled():
         out = gdpa(*half, *CALL, impl="v1_tiled", backward_impl=impl)
         dense = torch.randn(*out.shape[::-1]).bfloat16()

@@ -109,7 +109,8 @@ def suited(rung: str, case: Case) -> Case:
 def supports(rung: str, case: Case, dtype: torch.dtype) -> bool:
     """Whether a rung takes the case."""
     _, *others = case.tensors(dtype).values()
-    return ladder.rung(rung, "block_attention").problem(Batch(*others, **case.options())) is None
+    batch = Batch(*others, **case.options())
+    return ladder.rung(rung, "block_attention").call_problem(batch) is None
 
 
 def results(module, tensors: dict, options: dict, **more) -> tuple[torch.Tensor, ...]:

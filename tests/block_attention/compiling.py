@@ -41,7 +41,7 @@ def built(
     if options["rotary"] is not None:
         options["rotary"] = tuple(t.cpu().to(turns) for t in options["rotary"])
     module = ladder.rung(rung, "block_attention").module()
-    given = {"config": config, "schedule": (torch.zeros(3, 2, dtype=torch.int32),)}
+    given = {"config": config, "work_list": (torch.zeros(3, 2, dtype=torch.int32),)}
 
     batch = Batch(*others, **options)
     with launches(run=False) as seen:

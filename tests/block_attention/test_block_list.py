@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gdpa_kernels.block_attention import reference
-from gdpa_kernels.block_attention.block_list import BlockList
+from gdpa_kernels.block_attention.block_list import BlockListRecipe
 from gdpa_lab.measuring.inputs import cu_seqlens
 from tests.block_attention.cases import DEVICE, kernels_run
 
@@ -14,7 +14,7 @@ from tests.block_attention.cases import DEVICE, kernels_run
 def check(lengths, block_size):
     ends = cu_seqlens(lengths, DEVICE)
     with kernels_run():
-        (made,) = BlockList(sum(lengths), block_size).make(ends)
+        (made,) = BlockListRecipe(sum(lengths), block_size).make(ends)
     tokens = reference.tokens_of_blocks(ends, block_size)
     count = int(made[0, 0])
     assert count == len(tokens) <= len(made) - 1

@@ -249,7 +249,7 @@ def test_says_what_it_needs_of_sin_and_cos(module):
     q, turns = torch.zeros(3, 2, 64, dtype=BF16), torch.zeros(3, 32)
 
     def needs(*rotary):
-        return module.requires(Batch(q, q, q, None, 1.0, rotary=rotary))
+        return module.call_problem(Batch(q, q, q, None, 1.0, rotary=rotary))
 
     halves = torch.zeros(3, 64).split(32, dim=1)
     assert needs(turns, turns) is needs(*halves) is needs(*(t.half() for t in halves)) is None
@@ -268,9 +268,9 @@ def test_says_whether_it_needs_rotary():
     q, turns = torch.zeros(3, 2, 64, dtype=BF16), torch.zeros(3, 32)
     plain = Batch(q, q, q, None, 1.0)
     turned = replace(plain, rotary=(turns, turns))
-    assert v3.requires(turned) == "needs rotary None, got (sin, cos)"
-    assert v4.requires(plain) == v4a.requires(plain) == "needs rotary (sin, cos), got None"
-    assert b1.requires(plain) is b1.requires(turned) is None
+    assert v3.call_problem(turned) == "needs rotary None, got (sin, cos)"
+    assert v4.call_problem(plain) == v4a.call_problem(plain) == "needs rotary (sin, cos), got None"
+    assert b1.call_problem(plain) is b1.call_problem(turned) is None
 
 
 def test_loads_as_v4():

@@ -94,7 +94,7 @@ def test_says_what_it_needs(rung, change, text):
     turns = turns_of(rung, 3, head_dim // 2)
     text = text and text.format("to 256, a multiple of 8" if rung in ROLES else "or 128")
     batch = Batch(q, q, q, None, 1.0, block_size, turns)
-    assert ladder.rung(rung, "block_attention").problem(batch) == text
+    assert ladder.rung(rung, "block_attention").call_problem(batch) == text
 
 
 @pytest.mark.parametrize(
@@ -108,9 +108,9 @@ def test_says_which_groups_it_does_not_take(rung, head_dim, text):
     """Two pieces of dK and dV, summed over the members of a group, are more registers than a
     thread has."""
     q, turns = torch.zeros(3, 2, head_dim, dtype=BF16), turns_of(rung, 3, head_dim // 2)
-    found = RUNGS[rung].requires(Batch(q, q[:, :1], q[:, :1], None, 1.0, 64, turns))
+    found = RUNGS[rung].call_problem(Batch(q, q[:, :1], q[:, :1], None, 1.0, 64, turns))
     assert found.endswith(text)
-    assert RUNGS[rung].requires(Batch(q, q, q, None, 1.0, 64, turns)) is None
+    assert RUNGS[rung].call_problem(Batch(q, q, q, None, 1.0, 64, turns)) is None
 
 
 @pytest.mark.parametrize("rung", BY_TMA)
@@ -120,7 +120,8 @@ def test_says_which_tensor_it_cannot_read(rung):
     crossed = torch.zeros(3, 64, 2, dtype=BF16).transpose(1, 2)
 
     def needs(k, v):
-        return ladder.rung(rung, "block_attention").problem(Batch(q, k, v, None, 1.0, 64, turns))
+        batch = Batch(q, k, v, None, 1.0, 64, turns)
+        return ladder.rung(rung, "block_attention").call_problem(batch)
 
     assert needs(shifted, q).startswith("needs k at a multiple of 16 bytes")
     assert needs(q, crossed).startswith("needs v with contiguous rows")

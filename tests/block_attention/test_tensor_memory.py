@@ -12,7 +12,7 @@ import torch
 import tritonemu
 from emulator.tests.judging import SAMPLED, SCHEDULES, surviving
 from gdpa_kernels.block_attention.batch import Batch
-from gdpa_kernels.block_attention.block_list import BlockList
+from gdpa_kernels.block_attention.block_list import BlockListRecipe
 from gdpa_kernels.block_attention.kernels import b1_warp_specialized as b1
 from gdpa_kernels.calling import ladder
 from gdpa_lab.measuring.compile_check import SHARED_BYTES
@@ -38,10 +38,10 @@ def expected(case: Case) -> tuple[torch.Tensor, ...]:
 
 
 @cache
-def schedule_of(case: Case) -> tuple[torch.Tensor]:
+def work_list_of(case: Case) -> tuple[torch.Tensor]:
     ends = case.tensors(BF16)["cu_seqlens"]
     with tritonemu.enabled():
-        return BlockList(sum(case.seqlens), 64).make(ends)
+        return BlockListRecipe(sum(case.seqlens), 64).make(ends)
 
 
 def run(module, case: Case, direction: str, config, schedule: str | int) -> None:
@@ -49,7 +49,7 @@ def run(module, case: Case, direction: str, config, schedule: str | int) -> None
     grad_out, *others = case.tensors(BF16).values()
     batch = Batch(*others, **case.options())
     out, *gradients = expected(case)
-    given = {"config": config, "schedule": schedule_of(case)}
+    given = {"config": config, "work_list": work_list_of(case)}
     with tritonemu.enabled("sm_100", multiprocessors=1, schedule=schedule, max_steps=20_000):
         if direction == "forward":
             assert torch.equal(module.forward(batch, **given)[0], out)

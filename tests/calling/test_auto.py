@@ -125,7 +125,7 @@ def test_a_batch_that_padding_makes_large_takes_the_definition():
         q = torch.empty(sum(lengths), 4, 272)
         batch = Batch(q, q, q, ends, ends, most, most, ("relu",), 1.0)
         with tritonemu.enabled():
-            assert v0.needs_much_memory(batch) and v0.problem(batch) is None
+            assert v0.needs_much_memory(batch) and v0.call_problem(batch) is None
             assert chosen("gdpa", "forward", batch) == "reference"
     q = torch.empty(8 * 64, 4, 272)
     ends = torch.arange(9, dtype=torch.int32) * 64

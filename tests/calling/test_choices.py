@@ -118,8 +118,8 @@ def test_what_was_not_measured_runs_what_runs_anywhere(direction):
     assert of_blocks.order(None, "bfloat16", direction, True, 128) == UNMEASURED
     general = ladder.rung(last[-1]).requires
     tensor = torch.zeros(1, 1, 3)
-    assert general.of_device(torch.device("cpu")) is None
-    assert general.of_call(tensor, tensor, tensor) is None
+    assert general.device_problem(torch.device("cpu")) is None
+    assert general.tensors_problem(tensor, tensor, tensor) is None
 
 
 @pytest.mark.parametrize("dtype", ("bfloat16", "float16"))
@@ -135,7 +135,7 @@ def test_a_record_of_another_minor_version_does_not_count(measured_on, monkeypat
         (Ranking((gpu, "forward", "bfloat16", 64, 9, 9), ("b6_pair_stream",), "a"),)
         for gpu in (measured_on, (10, 3))
     )
-    monkeypatch.setattr(rung, "_capability", lambda index: (10, 3))
+    monkeypatch.setattr(rung, "_gpu_capability", lambda index: (10, 3))
     q = torch.zeros(9, 1, 64, dtype=torch.bfloat16)
     batch = SimpleNamespace(device=torch.device("cuda", 0), dtype=q.dtype, q=q, k=q, v=q, extras={})
     call = rung.capability(batch.device), "forward", "bfloat16", 64, 9, 9

@@ -173,7 +173,7 @@ def test_a_rung_that_does_not_run_needs_no_device():
 
 
 def test_multiprocessors_of_each_device(monkeypatch):
-    launching._multiprocessors.cache_clear()
+    launching._properties_of.cache_clear()
     asked = []
 
     def properties(index):
@@ -186,7 +186,7 @@ def test_multiprocessors_of_each_device(monkeypatch):
     assert [launching.multiprocessors(torch.device(d)) for d in devices] == [100, 101, 101, 100]
     assert asked == [0, 1]
     assert launching.multiprocessors(torch.device("cpu")) == tritonemu.MULTIPROCESSORS
-    launching._multiprocessors.cache_clear()
+    launching._properties_of.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -214,7 +214,7 @@ def test_a_shared_q_of_no_rows(rung):
     batch = replace(rungs.batch_of(rung, (k[:0], k, k), None, (5,)), cu_seqlens_q=None)
     batch = replace(batch, max_seqlen_q=0)
     with emulated(rung.impl):
-        if rung.problem(batch):
+        if rung.call_problem(batch):
             pytest.skip("it takes no shared q")
         found = rungs.results(rung, batch, k[:0])
     assert found[0].shape == (0, *k.shape[1:])

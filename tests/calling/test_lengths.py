@@ -38,9 +38,10 @@ from gdpa_kernels import (
 )
 from gdpa_kernels.block_attention import api as block_api
 from gdpa_kernels.block_attention import block_list
-from gdpa_kernels.calling import operators
+from gdpa_kernels.calling import handover
+from gdpa_kernels.calling.handover import CallWorkLists
 from gdpa_kernels.calling.launches import launches
-from gdpa_kernels.calling.lengths import Lists, Recipe
+from gdpa_kernels.calling.recipe import Recipe
 from gdpa_kernels.calling.sequences import Sequences
 from gdpa_kernels.gdpa import api as gdpa_api
 from gdpa_kernels.gdpa import reference
@@ -277,7 +278,7 @@ def test_a_call_that_fails_leaves_nothing_behind(call, made):
     tensors, lengths = leaves(head_dim=128), Lengths(offsets(FIRST))
     with pytest.raises(NotImplementedError, match="needs tensors on a CUDA device"):
         call(tensors, lengths)
-    assert operators._HANDED.lists is None
+    assert handover._HANDED_OVER.work_lists is None
 
 
 def in_threads(*functions: Callable[[], object]) -> None:
@@ -312,17 +313,17 @@ def test_threads_do_not_meet(call, made):
     tensors, found = leaves(head_dim=128), [None, None]
     given = [Lengths(offsets(ends)) for ends in (FIRST, SECOND)]
     barrier, lock, own = threading.Barrier(2, timeout=60), threading.Lock(), []
-    with_lists = operators.with_lists
+    with_work_lists = handover.with_work_lists
 
     def meeting(lists, operator, *arguments, **named):
         def both(*arguments, **named):
             barrier.wait()
-            own.append(operators._HANDED.lists is lists)
+            own.append(handover._HANDED_OVER.work_lists is lists)
             barrier.wait()
             with lock:
                 return operator(*arguments, **named)
 
-        return with_lists(lists, both, *arguments, **named)
+        return with_work_lists(lists, both, *arguments, **named)
 
     with tritonemu.enabled():
         expected = [call(tensors, lengths).detach() for lengths in given]
@@ -333,7 +334,7 @@ def test_threads_do_not_meet(call, made):
                 found[i] = call(tensors, given[i])
 
         module = gdpa_api if "gdpa" in call.__code__.co_names else block_api
-        with mock.patch.object(module, "with_lists", meeting):
+        with mock.patch.object(module, "with_work_lists", meeting):
             in_threads(partial(run, 0), partial(run, 1))
     assert_same_bits(found, expected)
     assert own == [True, True] and not made
@@ -506,13 +507,13 @@ def test_deterministic_algorithms_are_asked_for():
 def listed(monkeypatch) -> None:
     """Every call of `gdpa` needs a work list, as a kernel would, and is computed on the CPU."""
     module = SimpleNamespace(
-        forward=lambda batch, config, schedule: reference.forward(batch),
-        backward=lambda grad, batch, config, schedule: reference.backward(grad, batch),
+        forward=lambda batch, config, work_list: reference.forward(batch),
+        backward=lambda grad, batch, config, work_list: reference.backward(grad, batch),
     )
     rung = SimpleNamespace(
         operator="gdpa", impl="listed", config=lambda batch, direction: None,
-        plan=lambda batch, config: Ones(3), module=lambda: module,
-        takes=lambda direction, name: name == "schedule",
+        recipe=lambda batch, config: Ones(3), module=lambda: module,
+        takes=lambda direction, name: name == "work_list",
     )  # fmt: skip
     monkeypatch.setattr(gdpa_api.Options, "rung", lambda *call: rung)
 
@@ -668,7 +669,7 @@ def test_a_capture_finds_what_was_made_before_and_keeps_nothing(capturing):
 def test_backward_takes_what_forward_made_in_a_capture(capturing):
     """And nothing else of it: what backward makes there is nothing outside of the graph."""
     lengths = Lengths(offsets(FIRST))
-    lists = Lists((lengths.cu_seqlens,), lengths)
+    lists = CallWorkLists((lengths.cu_seqlens,), lengths)
     capturing()
     of_backward = lists.once(Ones(2), "backward")
     of_forward = lists.once(Ones(2), "forward")

@@ -172,7 +172,7 @@ def test_every_rung_is_called(name):
     rung, calls = _sanitizer.rung_of(name), _Calls(name)
     made = calls.made
     assert made, "a rung that is called with nothing is not checked"
-    assert all(rung.problem(batch) is None for _, batch, _ in made)
+    assert all(rung.call_problem(batch) is None for _, batch, _ in made)
     directions = [direction for direction, *_ in made]
     if rung.operator == "block_attention":
         assert directions == ["forward", "backward"] * calls.returned

@@ -16,6 +16,7 @@ from gdpa_kernels.calling.lengths import Lengths
 from gdpa_kernels.gdpa import api, choices
 from gdpa_kernels.gdpa.batch import Batch
 from gdpa_lab.measuring.inputs import cu_seqlens
+from gdpa_lab.report import lessons
 from tests.calls import cast, ends, required, saved_by
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -148,7 +149,7 @@ def test_a_row_that_stands_for_many_is_not_read_by_tma(operator):
     tensor, row = torch.randn(9, 4, 128).bfloat16(), torch.randn(1, 1, 128).bfloat16()
     for expanded in (row.expand(9, 4, -1), tensor[:, :1].expand_as(tensor)):
         for rung in ladder.LADDERS[operator]:
-            problem = rung.requires.of_call(tensor, tensor, expanded)
+            problem = rung.requires.tensors_problem(tensor, tensor, expanded)
             if rung.requires.aligned:
                 wanted = "needs v with contiguous rows whose strides are positive multiples of 16"
                 assert problem.startswith(wanted) and "got strides" in problem, rung.impl
@@ -237,7 +238,7 @@ def test_tensors_of_inference_mode_are_ordinary():
 
 
 def test_the_capability_of_each_device_is_asked_once(monkeypatch):
-    rungs._capability.cache_clear()
+    rungs._gpu_capability.cache_clear()
     asked = []
 
     def capability(index):
@@ -248,24 +249,24 @@ def test_the_capability_of_each_device_is_asked_once(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     requires = ladder.rung("v6_short_kv").requires
     for _ in range(2):
-        assert requires.of_device(torch.device("cuda:0")) is None
+        assert requires.device_problem(torch.device("cuda:0")) is None
         for name in ("cuda:1", "cuda"):
-            assert requires.of_device(torch.device(name)) == "needs sm_90, got sm_100"
-    assert ladder.rung("v2_tma").requires.of_device(torch.device("cuda:1")) is None
+            assert requires.device_problem(torch.device(name)) == "needs sm_90, got sm_100"
+    assert ladder.rung("v2_tma").requires.device_problem(torch.device("cuda:1")) is None
     assert asked == [0, 1]
-    rungs._capability.cache_clear()
+    rungs._gpu_capability.cache_clear()
 
 
 def test_a_gpu_of_amd_is_none_of_nvidia(monkeypatch):
     """It says 9.4, which is no Hopper: some kernels hold PTX, and none has run there."""
-    rungs._capability.cache_clear()
+    rungs._gpu_capability.cache_clear()
     monkeypatch.setattr(torch.version, "hip", "6.4")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 4))
     device = torch.device("cuda:0")
     kernels = [rung.requires for rung in ladder.RUNGS if rung.requires.capability]
-    assert kernels and all("got a GPU of AMD" in each.of_device(device) for each in kernels)
-    assert ladder.rung("v0_eager").requires.of_device(device) is None
-    rungs._capability.cache_clear()
+    assert kernels and all("got a GPU of AMD" in each.device_problem(device) for each in kernels)
+    assert ladder.rung("v0_eager").requires.device_problem(device) is None
+    rungs._gpu_capability.cache_clear()
 
 
 # -- Alignment of the causal mask ------------------------------------------------------------------
@@ -464,7 +465,7 @@ def test_torch_compile_hands_precise_to_the_kernel(precise):
 
 
 def test_ladders_list_every_rung_file():
-    files = {path.stem for path in (ladder.PACKAGE / "gdpa").rglob("[bv][0-9]*_*.py")}
+    files = {path.stem for path in (rungs.PACKAGE / "gdpa").rglob("[bv][0-9]*_*.py")}
     backward = {name for name in files if name.endswith("_backward")}
     assert set(api.BACKWARD_IMPLS) == backward | {"reference"}
     assert set(api.IMPLS) == files - backward | {"reference"}
@@ -478,7 +479,7 @@ def test_every_rung_names_its_predecessor(direction):
     for rung in map(ladder.rung, others):
         assert rung.predecessor in known
         assert f"Changes from {rung.predecessor}" in rung.path.read_text()
-        text = ladder.diff(rung.impl)
+        text = lessons.file_diff(rung)
         before, after, *_ = text.splitlines()
         assert before.startswith("--- gdpa/") and before.endswith(f"/{rung.predecessor}.py")
         assert after.startswith("+++ gdpa/") and after.endswith(f"/{rung.impl}.py")
@@ -490,7 +491,7 @@ OF_A_CONSTANT = {"b4_mixed": {"b3_stream"}, "b6_dq_once_backward": {"b5_stream_b
 
 def test_no_rung_but_a_constant_of_one_imports_another_and_no_kernel_imports_the_definition():
     impls = {rung.impl for rung in ladder.LADDERS["gdpa"]}
-    for path in (ladder.PACKAGE / "gdpa").rglob("*.py"):
+    for path in (rungs.PACKAGE / "gdpa").rglob("*.py"):
         if path.stem in ("api", "registration", "__init__"):
             continue
         source = path.read_text()

@@ -61,7 +61,7 @@ def check(impl: str, case: Case, dtype: torch.dtype = BF16, **more) -> None:
 
 def problem(impl: str, call: dict) -> str | None:
     """Why a rung cannot take a call, or None."""
-    return BACKWARD[impl].problem(batch_of(call))
+    return BACKWARD[impl].call_problem(batch_of(call))
 
 
 def config_of(impl: str, **options) -> object:

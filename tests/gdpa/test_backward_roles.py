@@ -11,7 +11,13 @@ import torch
 import tritonemu
 from emulator.tests.judging import SAMPLED, SCHEDULES, import_file, judge, surviving
 from emulator.tests.mutants import Mutant, enumerate_mutants
-from gdpa_kernels.gdpa.device import pair_steps, tensor_memory, tickets, two_consumers
+from gdpa_kernels.gdpa.device import (
+    pair_steps,
+    single_cta,
+    tensor_memory,
+    tickets,
+    two_consumers,
+)
 from tests.calls import assert_same_bits
 from tests.gdpa.cases import BACKWARD, DEVICE, Case, batch_of, check_gradients
 from tests.gdpa.test_blackwell import mutants_of_a_pair
@@ -211,7 +217,7 @@ SMALL[B4] = (
 SMALL[B5] = (*SMALL[B4], (Case("short", (300, 5), (130, 0), 1, 1), {"once": True}))
 SURVIVORS[V6] = SURVIVORS[V4]
 
-SHARED = (pair_steps, tensor_memory, tickets, two_consumers)
+SHARED = (pair_steps, single_cta, tensor_memory, tickets, two_consumers)
 
 
 def whole(impl: str, folder: Path) -> Path:

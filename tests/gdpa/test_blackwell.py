@@ -101,7 +101,7 @@ def launch(
 
 
 PAIRS = Path(pairs.__file__)
-PARTS = ("fetch_part", "scores", "weighted_sum", "put_sum")
+PARTS = ("fetch_part", "scores", "weighted_sum", "put_scaled")
 SUM = {"out_dtype": torch.float32}
 
 
@@ -162,9 +162,9 @@ def test_every_mistake_of_a_pair_is_found(impl):
     launched = calls_of(impl, {"mask": Mask(causal=True)}, SUM)
     assert len(mutants) > 10
     assert [m.what for m in mutants if not judge(m, import_file, launched).error] == []
-    # The first one is its docstring's, the last one put_sum's.
-    shared = mutants_of_a_pair(PAIRS)[1 : None if hasattr(module, "put_sum") else -1]
-    assert len(shared) == 3 + hasattr(module, "put_sum")
+    # The first one is its docstring's, the last one put_scaled's.
+    shared = mutants_of_a_pair(PAIRS)[1 : None if hasattr(module, "put_scaled") else -1]
+    assert len(shared) == 3 + hasattr(module, "put_scaled")
     assert [
         m.what for m in shared if not judge(m, partial(with_parts, module), launched).error
     ] == []
@@ -203,5 +203,5 @@ def test_ctas_come_in_pairs():
 
 def test_b5_says_what_it_needs():
     given = studies.batch((40,), (257,))
-    assert b5.requires(given) == "needs a max_seqlen_k of at most 256, got 257"
-    assert b5.requires(replace(given, max_seqlen_k=256)) is None
+    assert b5.call_problem(given) == "needs a max_seqlen_k of at most 256, got 257"
+    assert b5.call_problem(replace(given, max_seqlen_k=256)) is None

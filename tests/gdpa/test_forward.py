@@ -31,7 +31,7 @@ products = pytest.mark.parametrize("impl", swept(IMPLS, PRODUCTS))
 
 def supports(impl: str, arguments: dict) -> bool:
     """Whether a rung takes a call; where it only teaches, no option is among its arguments."""
-    return ladder.rung(impl).problem(batch_of(arguments)) is None
+    return ladder.rung(impl).call_problem(batch_of(arguments)) is None
 
 
 def call(impl: str, arguments: dict) -> torch.Tensor:

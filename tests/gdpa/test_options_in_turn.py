@@ -23,7 +23,7 @@ from tests.stateful.batches import (
 )
 from tests.stateful.machine import difference, poisoned
 
-IMPLS = [rung.impl for rung in PRODUCTS if rung.takes(rung.directions[0], "schedule")]
+IMPLS = [rung.impl for rung in PRODUCTS if rung.takes(rung.directions[0], "work_list")]
 IN_EACH_RUN = {"v8_own_waits", "v4_warp_specialized_backward"}
 SHAPES = [(q, k, head_dim) for q, k in ((3, 3), (0, 4)) for head_dim in (64, 128, 256)]
 TINY = [(0, 0, head_dim) for head_dim in (64, 128, 256)]

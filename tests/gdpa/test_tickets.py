@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import tritonemu
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.calling.launches import launches
-from gdpa_kernels.gdpa import schedule
+from gdpa_kernels.gdpa import list_model
 from gdpa_kernels.gdpa.batch import Batch
 from gdpa_kernels.gdpa.device import ticket_list
 from gdpa_kernels.gdpa.mask import Mask, visible
@@ -36,13 +36,13 @@ def test_the_list_is_the_one_made_with_plain_integers(
 ):
     queries, keys = zip(*lengths, strict=True)
     rows, others = (keys, queries) if transposed else (queries, keys)
-    plan = ticket_list.TicketList(
+    recipe = ticket_list.TicketRecipe(
         sum(rows), max(rows), num_heads, 4, num_programs, causal=causal, shifted=shifted,
         max_cost=max_cost, numbered=True, transposed=transposed,
     )  # fmt: skip
     with tritonemu.enabled():
-        (entries,) = plan.make(cu_seqlens(keys, DEVICE), cu_seqlens(queries, DEVICE))
-    expected = schedule.build_tickets(
+        (entries,) = recipe.make(cu_seqlens(keys, DEVICE), cu_seqlens(queries, DEVICE))
+    expected = list_model.build_tickets(
         rows, others, num_heads=num_heads, block=4, num_programs=num_programs, causal=causal,
         shifted=shifted, max_cost=max_cost, falling=not transposed,
     )  # fmt: skip
@@ -58,7 +58,7 @@ def test_the_list_is_the_one_made_with_plain_integers(
 def test_a_short_sorted_tail_balances_one_long_sequence():
     lengths = [16384]
     options = {"num_heads": 4, "block": 128, "num_programs": 132}
-    by_tickets = schedule.build_tickets(lengths, lengths, **options)
+    by_tickets = list_model.build_tickets(lengths, lengths, **options)
     assert by_tickets.imbalance(dynamic=True) < 1.03 < 1.2 < by_tickets.imbalance()
 
 
@@ -66,12 +66,12 @@ def test_a_short_sorted_tail_balances_one_long_sequence():
 @given(st.integers(1, 40), st.integers(1, 12), st.integers(1, 9))
 def test_the_imbalance_of_equal_heads_is_that_of_the_list(num_heads, tiles, num_programs):
     options = {"block_m": 1, "block_n": 1, "fastest": "block"}
-    plan = schedule.build(
+    tiles_listed = list_model.build(
         "zigzag", [tiles], [tiles], num_heads=num_heads, num_programs=num_programs, **options
     )
-    plan = schedule.masked(plan, [tiles], [tiles], block=1)
-    expected = plan.imbalance(prologue=0.5)
-    actual = schedule.zigzag_imbalance(num_heads, tiles, num_programs)
+    tiles_listed = list_model.with_masked_costs(tiles_listed, [tiles], [tiles], block=1)
+    expected = tiles_listed.imbalance(prologue=0.5)
+    actual = list_model.zigzag_imbalance(num_heads, tiles, num_programs)
     assert actual == pytest.approx(expected)
 
 
@@ -80,14 +80,14 @@ def test_the_imbalance_of_equal_heads_is_that_of_the_list(num_heads, tiles, num_
 def test_costs_with_targets_are_the_blocks_that_a_tile_sees(length, share, block, falling):
     targets = int(share * length)
     order = {"num_heads": 1, "block_m": block, "block_n": block, "num_programs": 2}
-    plan = schedule.build("valid", [length], [length], **order)
-    plan = schedule.masked(
-        plan, [length], [length], block=block, falling=falling, num_targets=[targets]
+    tiles_listed = list_model.build("valid", [length], [length], **order)
+    tiles_listed = list_model.with_masked_costs(
+        tiles_listed, [length], [length], block=block, falling=falling, num_targets=[targets]
     )
     i, j = torch.arange(length)[:, None], torch.arange(length)[None]
     seen = visible(i, j, targets, 0, length, Mask(causal=True))
     seen = seen if falling else seen.T
-    for (_, _, tile), cost in zip(plan.tiles(), plan.costs, strict=True):
+    for (_, _, tile), cost in zip(tiles_listed.tiles(), tiles_listed.costs, strict=True):
         keys = seen[tile * block : (tile + 1) * block].any(0)
         blocks = sum(bool(part.any()) for part in keys.split(block))
         assert cost == blocks
@@ -150,14 +150,14 @@ def test_results_are_those_of_the_fixed_list_and_launches_may_share_one(lengths,
     grad = grad.to(DEVICE, call.q.dtype)
     with tritonemu.enabled(multiprocessors=2):
         config = dataclasses.replace(FORWARD.default_config(call), tickets=True, q_slots=1)
-        plan = FORWARD.plan_schedule(call, config).make(*call.offsets)
-        shared = [FORWARD.forward(call, config=config, schedule=plan) for _ in range(2)]
+        work_list = FORWARD.work_list_recipe(call, config).make(*call.offsets)
+        shared = [FORWARD.forward(call, config=config, work_list=work_list) for _ in range(2)]
         fixed = FORWARD.forward(call, config=dataclasses.replace(config, tickets=False))
         assert torch.equal(shared[0], fixed) and torch.equal(*shared)
 
         config = dataclasses.replace(rung.default_config(call), tickets=True)
-        plan = rung.plan_schedule(call, config).make(*call.offsets)
-        shared = [rung.backward(grad, call, config=config, schedule=plan) for _ in range(2)]
+        work_list = rung.work_list_recipe(call, config).make(*call.offsets)
+        shared = [rung.backward(grad, call, config=config, work_list=work_list) for _ in range(2)]
         fixed = rung.backward(grad, call, config=dataclasses.replace(config, tickets=False))
     for first, second, expected in zip(*shared, fixed, strict=True):
         torch.testing.assert_close(first, expected, rtol=2e-2, atol=1e-3)  # dq in another order
@@ -183,9 +183,9 @@ def test_each_launch_has_a_counter_of_its_own():
     call = batch([300, 200], causal=True)
     config = dataclasses.replace(FORWARD.default_config(call), tickets=True, q_slots=1)
     with tritonemu.enabled(multiprocessors=2):
-        plan = FORWARD.plan_schedule(call, config).make(*call.offsets)
+        work_list = FORWARD.work_list_recipe(call, config).make(*call.offsets)
         with launches(run=False) as seen:
             for _ in range(2):
-                FORWARD.forward(call, config=config, schedule=plan)
+                FORWARD.forward(call, config=config, work_list=work_list)
     counters = [launch.arguments["counter_ptr"] for launch in seen]
     assert len({counter.data_ptr() for counter in counters}) == 2

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 import tritonemu
 from gdpa_kernels.calling.launches import launches
-from gdpa_kernels.gdpa import schedule
+from gdpa_kernels.gdpa import list_model
 from gdpa_kernels.gdpa.device import work_list as lists
-from gdpa_kernels.gdpa.device.longest_first import LongestFirst
+from gdpa_kernels.gdpa.device.longest_first import LongestFirstRecipe
 from gdpa_lab.measuring import compile_check
 from gdpa_lab.measuring.inputs import cu_seqlens
 from tests.tiers import examples
@@ -24,15 +24,15 @@ def check(
 ):  # fmt: skip
     longest = max(lengths_q, default=0)
     rows = [max(q, least) if k else q for q, k in zip(lengths_q, lengths_k, strict=True)]
-    expected = schedule.build(
+    expected = list_model.build(
         "zigzag", rows, lengths_k, num_programs=num_programs, fastest="block",
         num_heads=num_heads, block_m=rows_per_item, block_n=block_n,
     )  # fmt: skip
     with tritonemu.enabled():
-        plan = lists.WorkList(
+        recipe = lists.ZigzagRecipe(
             sum(lengths_q), longest, num_heads, rows_per_item, block_n, num_programs, least
         )
-        (made,) = plan.make(
+        (made,) = recipe.make(
             cu_seqlens(list(lengths_k), DEVICE),
             None if shared else cu_seqlens(list(lengths_q), DEVICE),
         )
@@ -90,7 +90,7 @@ def test_batches_of_many_programs(batch):
 
 def test_an_empty_batch_has_an_empty_list():
     none = torch.zeros(1, dtype=torch.int32, device=DEVICE)
-    (made,) = lists.WorkList(0, 0, 2, 128, 128, 3).make(none, none)
+    (made,) = lists.ZigzagRecipe(0, 0, 2, 128, 128, 3).make(none, none)
     assert int(made[0, 0]) == 0 and len(made) == 1
 
 
@@ -99,7 +99,7 @@ def test_an_empty_batch_has_an_empty_list():
 def test_longest_first_is_a_stable_sort(lengths):
     with tritonemu.enabled():
         ends = cu_seqlens(lengths, DEVICE)
-        (order,) = LongestFirst().make(ends, ends)
+        (order,) = LongestFirstRecipe().make(ends, ends)
     expected = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     assert order.tolist() == expected and order.dtype == torch.int32
 
@@ -108,14 +108,14 @@ def test_longest_first_of_more_sequences_than_one_pass_compares():
     lengths = torch.randint(0, 50, (2500,), generator=torch.Generator().manual_seed(0))
     with tritonemu.enabled():
         ends = cu_seqlens(lengths.tolist(), DEVICE)
-        (order,) = LongestFirst().make(ends, ends)
+        (order,) = LongestFirstRecipe().make(ends, ends)
     assert torch.equal(order.cpu().long(), lengths.argsort(descending=True, stable=True))
 
 
-@pytest.mark.parametrize("plan", (LongestFirst(), lists.WorkList(8, 8, 2, 4, 4, 2)))
-def test_the_kernels_that_make_lists_compile(plan):
+@pytest.mark.parametrize("recipe", (LongestFirstRecipe(), lists.ZigzagRecipe(8, 8, 2, 4, 4, 2)))
+def test_the_kernels_that_make_lists_compile(recipe):
     """The emulator takes what the compiler refuses, such as a name of two shapes in a loop."""
     ends = torch.tensor([0, 3, 8], dtype=torch.int32)
     with launches(run=False) as seen:
-        plan.make(ends, ends)
+        recipe.make(ends, ends)
     assert compile_check.read(compile_check.build_launch(seen[-1])).spill_bytes == 0

@@ -561,7 +561,7 @@ def test_a_nested_tensor_knows_its_longest_sequence(kind, monkeypatch, calls):
     def waits(*_):
         raise AssertionError("the offsets were read")
 
-    monkeypatch.setattr(sequences, "longest_of", waits)
+    monkeypatch.setattr(sequences, "longest_sequence", waits)
     values, offsets, summary = batch()
     more = [summary] if kind == "pffn" else []
     x = torch.nested.nested_tensor_from_jagged(values, offsets.long(), max_seqlen=11)

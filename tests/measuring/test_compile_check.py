@@ -97,10 +97,10 @@ ON_BLACKWELL = [rung for rung in KERNELS if not rung.requires.only_major]
 )
 def test_rungs_fit_on_blackwell_where_they_say_so(rung, head_dim):
     x = torch.zeros(1, 4, head_dim, dtype=torch.bfloat16)
-    if rung.requires.of_call(x, x, x) is not None:
+    if rung.requires.tensors_problem(x, x, x) is not None:
         pytest.skip(f"{rung.impl} takes no head_dim {head_dim} anywhere")
     with tritonemu.enabled("sm_100"):
-        problem = rung.requires.of_call(x, x, x)
+        problem = rung.requires.tensors_problem(x, x, x)
     if problem is None:
         for launch in launched(rung, head_dim):
             compile_check.build_launch(launch, capability=100)
@@ -143,7 +143,7 @@ def test_what_does_not_fit_on_sm_120_is_refused(impl, monkeypatch):
     monkeypatch.setattr("gdpa_kernels.calling.rung.capability", lambda device: (12, 0))
     (rung,) = (rung for rung in KERNELS if rung.impl == impl)
     fits, problem = (
-        rung.requires.of_call(*[torch.zeros(1, 4, head_dim, dtype=torch.bfloat16)] * 3)
+        rung.requires.tensors_problem(*[torch.zeros(1, 4, head_dim, dtype=torch.bfloat16)] * 3)
         for head_dim in (64, 72)
     )
     assert fits is None

@@ -85,11 +85,11 @@ def test_a_changed_backward_gets_a_schedule_of_its_own(rung):
     def backward(grad_out, batch, **given):
         return grad_out, batch, given
 
-    def plan_schedule(batch, config):
+    def work_list_recipe(batch, config):
         made_for.append((batch, config))
         return SimpleNamespace(make=lambda *offsets: ("its own",))
 
-    module = SimpleNamespace(backward=backward, plan_schedule=plan_schedule)
+    module = SimpleNamespace(backward=backward, work_list_recipe=work_list_recipe)
     inputs, config = make_inputs(SMALL, device="cpu"), rung.Config()
     impl, options = rung.__name__.split(".")[-1], {"direction": "backward", "config": config}
     with tritonemu.enabled():
@@ -97,7 +97,7 @@ def test_a_changed_backward_gets_a_schedule_of_its_own(rung):
     grad_out, batch, given = made.call()
     assert (made.impl, made.variant, made.config) == (impl, "changed", asdict(config))
     assert grad_out is inputs.grad_out and batch.q is inputs.q
-    assert given == {"config": config, "schedule": ("its own",)}
+    assert given == {"config": config, "work_list": ("its own",)}
     assert made_for == [(batch, config)]
 
 

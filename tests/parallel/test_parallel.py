@@ -258,7 +258,7 @@ def test_layers_share_what_a_batch_is_cut_into(alone, stationary, monkeypatch):
 
     with torch.inference_mode():
         first = layer()
-    monkeypatch.delattr(shards.Shards, "indices")
+    monkeypatch.delattr(shards.Sharding, "gathered_rows")
     second = layer()
     assert torch.equal(first, second)
     assert torch.autograd.grad(second.sum(), x)[0].shape == x.shape
@@ -278,8 +278,8 @@ def test_a_first_call_of_another_kind_leaves_nothing(alone, first):
         return [again, out, *torch.autograd.grad(again.sum() + out.sum(), x)]
 
     wanted = both()
-    shards.shards_of.cache_clear()
-    attention._partners.cache_clear()
+    shards._sharding_of.cache_clear()
+    attention._rank_call.cache_clear()
     with first():
         parallel.shard(torch.zeros(7, 1), ends, 0, 2, "zigzag")
         if first is not FakeTensorMode:  # refused there: offsets have no values

@@ -327,7 +327,7 @@ def test_a_gpu_of_another_architecture(add, tmp_path, monkeypatch, capability, g
     }  # fmt: skip
     for name, value in device.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
-    monkeypatch.setattr(rung, "_capability", lambda index: capability)
+    monkeypatch.setattr(rung, "_gpu_capability", lambda index: capability)
     blocks = workload("block-fill70-2000")
     add(
         a_row(impl="v2_tma"), a_row(impl="v1_tiled_backward", direction="backward"),

@@ -306,13 +306,13 @@ def test_other_rungs_refuse_it_by_name():
     batch = paged(served((70, 1), (3, 5), 64), True)
     for rung in (*ladder.RUNGS, ladder.REFERENCE):
         if rung.impl != "v8_own_waits" and "targets" in rung.requires.extras:
-            assert rung.problem(batch) == "needs all keys in k, got keys in pages"
+            assert rung.call_problem(batch) == "needs all keys in k, got keys in pages"
     small = replace(batch, paged_kv=replace(batch.paged_kv, page_size=32))
     for other, told in (
         (small, "needs pages of a multiple of 64 tokens, got 32"),
         (replace(batch, mask=Mask(window=3)), "needs window None with keys in pages, got 3"),
     ):
-        assert ladder.rung("v8_own_waits").problem(other) == told
+        assert ladder.rung("v8_own_waits").call_problem(other) == told
     with tritonemu.enabled(), pytest.raises(Exception, match="a tile lies in one page"):
         v8.forward(batch, config=v8.Config(BLOCK_N=128))
 
@@ -343,7 +343,7 @@ MISTAKES = {
     "another user's pages": (pages, "+ paged.first_index + token //", "+ token //"),
     "the page before": (
         pages, "+ token // options.PAGE_SIZE", "+ (token - 1) // options.PAGE_SIZE"),
-    "pieces from the start": (pages, "token = paged.first_token + key", "token = key"),
+    "splits from the start": (pages, "token = paged.first_token + key", "token = key"),
     "a page without values": (
         pages, "first_row(page, options.PAGE_SIZE)", "page * options.PAGE_SIZE"),
     "a tile from the start of its page": (pages, " + token % options.PAGE_SIZE", ""),
@@ -391,7 +391,7 @@ def test_mistakes_are_noticed(mistake, tmp_path):
     file = tmp_path / "changed.py"
     file.write_text(text.replace(right, wrong))
     changed, kernel = import_file(file), import_file(Path(v8.__file__))
-    for name in ("entry_keys", "locate_tile", "fetch_tile", "list_of_queries"):
+    for name in ("entry_keys", "locate_tile", "fetch_tile", "query_list_recipe"):
         if hasattr(changed, name):
             setattr(kernel, name, getattr(changed, name))
     wanted = expected()

@@ -40,9 +40,9 @@ import triton
 import triton.language as tl
 import triton.language.extra.tlx as tlx
 
-from gdpa_kernels.block_attention.batch import Batch, Schedule
-from gdpa_kernels.block_attention.block_list import plan_schedule
-from gdpa_kernels.block_attention.requires import BLOCK, requires_sin_cos, requires_tiles
+from gdpa_kernels.block_attention.batch import Batch, WorkList
+from gdpa_kernels.block_attention.block_list import work_list_recipe
+from gdpa_kernels.block_attention.problems import BLOCK, sin_cos_problem, tiles_problem
 from gdpa_kernels.block_attention.slots import (
     SinCos,
     Tiles,
@@ -53,7 +53,7 @@ from gdpa_kernels.block_attention.slots import (
 from gdpa_kernels.block_attention.tiles import softmax_parts
 from gdpa_kernels.calling.launch import launch, multiprocessors
 from gdpa_kernels.device.groups import Ring
-from gdpa_kernels.device.ragged import BOUND, ragged_descriptor, readable
+from gdpa_kernels.device.ragged import BOUND, ragged_descriptor, tma_readable
 from gdpa_kernels.device.rotation import rotate, rotate_back
 
 ACCUMULATORS = tl.constexpr(2)  # of each kind
@@ -84,9 +84,9 @@ def default_config(direction: str, batch: Batch) -> Config:
     return Config(num_stages=min(left // (tiles * tile), 8))
 
 
-def requires(batch: Batch) -> str | None:
+def call_problem(batch: Batch) -> str | None:
     """The reason why this rung cannot take a call, beyond `Requires`; None if it can."""
-    return requires_tiles(batch) or (requires_sin_cos(batch.rotary) if batch.rotary else None)
+    return tiles_problem(batch) or (sin_cos_problem(batch.rotary) if batch.rotary else None)
 
 
 @triton.aggregate
@@ -484,10 +484,10 @@ def backward_kernel(
             store(dq_desc, dk_desc, dv_desc, tiles, out_full, blocks_ptr, options)
 
 
-def _launch(kernel, direction: str, batch: Batch, tensors, config, schedule) -> None:
+def _launch(kernel, direction: str, batch: Batch, tensors, config, work_list) -> None:
     """Launch a kernel on `tensors`; each program takes every grid-th of the listed blocks."""
     config = config or default_config(direction, batch)
-    (blocks,) = schedule or plan_schedule(batch, config).make(*batch.offsets)
+    (blocks,) = work_list or work_list_recipe(batch, config).make(*batch.offsets)
     sin_cos = (None, None)
     if batch.rotary is not None:
         sin_cos = [ragged_descriptor(t[:, None], batch.block_size) for t in batch.rotary]
@@ -503,29 +503,22 @@ def _launch(kernel, direction: str, batch: Batch, tensors, config, schedule) -> 
 
 
 def forward(
-    batch: Batch, *, config: Config | None = None, schedule: Schedule | None = None
+    batch: Batch, *, config: Config | None = None, work_list: WorkList | None = None
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
     """The output, `[total, num_heads_q, head_dim]`, and what backward needs besides q, k, v:
-    nothing.
-
-    `schedule` is that of `plan_schedule` for the same sequences; None makes it here.
-    """
+    nothing."""
     out = batch.q.new_empty(batch.q.shape)
     tensors = batch.q, batch.k, batch.v, out
-    _launch(forward_kernel, "forward", batch, tensors, config, schedule)
+    _launch(forward_kernel, "forward", batch, tensors, config, work_list)
     return out, ()
 
 
 def backward(
-    grad_out: torch.Tensor,
-    batch: Batch,
-    saved: tuple[torch.Tensor, ...] = (),
-    *,
-    config: Config | None = None,
-    schedule: Schedule | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    grad_out: torch.Tensor, batch: Batch, saved: tuple[torch.Tensor, ...] = (), *,
+    config: Config | None = None, work_list: WorkList | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """(dq, dk, dv), shaped as q, k, v and contiguous."""
     gradients = batch.new_gradients()
-    tensors = readable(grad_out), batch.q, batch.k, batch.v, *gradients
-    _launch(backward_kernel, "backward", batch, tensors, config, schedule)
+    tensors = tma_readable(grad_out), batch.q, batch.k, batch.v, *gradients
+    _launch(backward_kernel, "backward", batch, tensors, config, work_list)
     return gradients

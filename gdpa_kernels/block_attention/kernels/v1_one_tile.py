@@ -29,11 +29,11 @@ import torch
 import triton
 import triton.language as tl
 
-from gdpa_kernels.block_attention.batch import Batch, Schedule
+from gdpa_kernels.block_attention.batch import Batch, WorkList
 from gdpa_kernels.block_attention.block_list import (
     block_entry,
     count_blocks,
-    plan_schedule,
+    work_list_recipe,
 )
 from gdpa_kernels.block_attention.rotary import load_sin_cos, sin_cos_strides
 from gdpa_kernels.block_attention.tiles import load_tile, softmax_parts, store_tile
@@ -237,17 +237,14 @@ def backward_kernel(
 
 
 def forward(
-    batch: Batch, *, config: Config | None = None, schedule: Schedule | None = None
+    batch: Batch, *, config: Config | None = None, work_list: WorkList | None = None
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
     """The output, `[total, num_heads_q, head_dim]`, and what backward needs besides q, k, v:
-    nothing.
-
-    `schedule` is that of `plan_schedule` for the same sequences; None makes it here.
-    """
+    nothing."""
     q, k, v = batch.q, batch.k, batch.v
     out = q.new_empty(q.shape)
     config = config or default_config("forward", batch)
-    (blocks,) = schedule or plan_schedule(batch, config).make(*batch.offsets)
+    (blocks,) = work_list or work_list_recipe(batch, config).make(*batch.offsets)
     sin, cos = batch.rotary or (None, None)
     launch(
         forward_kernel,
@@ -264,18 +261,14 @@ def forward(
 
 
 def backward(
-    grad_out: torch.Tensor,
-    batch: Batch,
-    saved: tuple[torch.Tensor, ...] = (),
-    *,
-    config: Config | None = None,
-    schedule: Schedule | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    grad_out: torch.Tensor, batch: Batch, saved: tuple[torch.Tensor, ...] = (), *,
+    config: Config | None = None, work_list: WorkList | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """(dq, dk, dv), shaped as q, k, v and contiguous."""
     q, k, v = batch.q, batch.k, batch.v
     dq, dk, dv = batch.new_gradients()
     config = config or default_config("backward", batch)
-    (blocks,) = schedule or plan_schedule(batch, config).make(*batch.offsets)
+    (blocks,) = work_list or work_list_recipe(batch, config).make(*batch.offsets)
     sin, cos = batch.rotary or (None, None)
     launch(
         backward_kernel,

@@ -32,9 +32,9 @@ import triton
 import triton.language as tl
 import triton.language.extra.tlx as tlx
 
-from gdpa_kernels.block_attention.batch import Batch, Schedule
-from gdpa_kernels.block_attention.block_list import plan_schedule
-from gdpa_kernels.block_attention.requires import requires_sin_cos, requires_tiles
+from gdpa_kernels.block_attention.batch import Batch, WorkList
+from gdpa_kernels.block_attention.block_list import work_list_recipe
+from gdpa_kernels.block_attention.problems import sin_cos_problem, tiles_problem
 from gdpa_kernels.block_attention.slots import (
     SinCos,
     Tiles,
@@ -100,11 +100,11 @@ def default_config(direction: str, batch: Batch) -> Config:
     return Config(num_stages=2, num_turns=2 if narrow else 1)
 
 
-def requires(batch: Batch) -> str | None:
+def call_problem(batch: Batch) -> str | None:
     """The reason why this rung cannot take a call, beyond `Requires`; None if it can."""
     if batch.rotary is None:
         return "needs rotary (sin, cos), got None"
-    return requires_tiles(batch, splits=True) or requires_sin_cos(batch.rotary)
+    return tiles_problem(batch, splits=True) or sin_cos_problem(batch.rotary)
 
 
 @triton.aggregate
@@ -403,27 +403,20 @@ def backward_kernel(
 
 
 def forward(
-    batch: Batch, *, config: Config | None = None, schedule: Schedule | None = None
+    batch: Batch, *, config: Config | None = None, work_list: WorkList | None = None
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
     """The output, `[total, num_heads_q, head_dim]`, and what backward needs besides q, k, v:
-    nothing.
-
-    `schedule` is that of `plan_schedule` for the same sequences; None makes it here.
-    """
+    nothing."""
     config = config or default_config("forward", batch)
-    (blocks,) = schedule or plan_schedule(batch, config).make(*batch.offsets)
+    (blocks,) = work_list or work_list_recipe(batch, config).make(*batch.offsets)
     return forward_slots(forward_kernel, batch, config, blocks)
 
 
 def backward(
-    grad_out: torch.Tensor,
-    batch: Batch,
-    saved: tuple[torch.Tensor, ...] = (),
-    *,
-    config: Config | None = None,
-    schedule: Schedule | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    grad_out: torch.Tensor, batch: Batch, saved: tuple[torch.Tensor, ...] = (), *,
+    config: Config | None = None, work_list: WorkList | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """(dq, dk, dv), shaped as q, k, v and contiguous."""
     config = config or default_config("backward", batch)
-    (blocks,) = schedule or plan_schedule(batch, config).make(*batch.offsets)
+    (blocks,) = work_list or work_list_recipe(batch, config).make(*batch.offsets)
     return backward_slots(backward_kernel, grad_out, batch, config, blocks)

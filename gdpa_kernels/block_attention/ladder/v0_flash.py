@@ -22,11 +22,11 @@ import torch
 import triton
 import triton.language as tl
 
-from gdpa_kernels.block_attention.batch import Batch, Schedule
+from gdpa_kernels.block_attention.batch import Batch, WorkList
 from gdpa_kernels.block_attention.block_list import (
     block_entry,
     count_blocks,
-    plan_schedule,
+    work_list_recipe,
 )
 from gdpa_kernels.block_attention.rotary import rotary as rotate_tensors
 from gdpa_kernels.block_attention.tiles import LOG2_E, load_tile, store_tile
@@ -204,13 +204,10 @@ def dq_kernel(
 
 
 def forward(
-    batch: Batch, *, config: Config | None = None, schedule: Schedule | None = None
+    batch: Batch, *, config: Config | None = None, work_list: WorkList | None = None
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
     """The output, `[total, num_heads_q, head_dim]`, and what backward needs besides q, k, v: the
-    output, the log-sum-exp fp32 `[num_heads_q, total]`, and what was rotated of q, k and v.
-
-    `schedule` is that of `plan_schedule` for the same sequences; None makes it here.
-    """
+    output, the log-sum-exp fp32 `[num_heads_q, total]`, and what was rotated of q, k and v."""
     q, k, v = batch.q, batch.k, batch.v
     rotated = ()
     if batch.rotary is not None:
@@ -220,7 +217,7 @@ def forward(
     out = q.new_empty(q.shape)
     lse = q.new_empty(batch.num_heads, batch.total, dtype=torch.float32)
     config = config or default_config("forward", batch)
-    (blocks,) = schedule or plan_schedule(batch, config).make(*batch.offsets)
+    (blocks,) = work_list or work_list_recipe(batch, config).make(*batch.offsets)
     tiles = cdiv(batch.block_size, config.BLOCK_M)
     launch(
         forward_kernel, ((len(blocks) - 1) * tiles, batch.num_heads), batch.device,
@@ -242,13 +239,9 @@ def empty_saved(batch: Batch) -> tuple[torch.Tensor, ...]:
 
 
 def backward(
-    grad_out: torch.Tensor,
-    batch: Batch,
-    saved: tuple[torch.Tensor, ...],
-    *,
-    config: Config | None = None,
-    schedule: Schedule | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    grad_out: torch.Tensor, batch: Batch, saved: tuple[torch.Tensor, ...], *,
+    config: Config | None = None, work_list: WorkList | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """(dq, dk, dv), shaped as q, k, v and contiguous."""
     q, k, v = batch.q, batch.k, batch.v
     out, lse = saved[:2]
@@ -258,7 +251,7 @@ def backward(
     dq, dk, dv = batch.new_gradients()
     delta = torch.empty_like(lse)
     config = config or default_config("backward", batch)
-    (blocks,) = schedule or plan_schedule(batch, config).make(*batch.offsets)
+    (blocks,) = work_list or work_list_recipe(batch, config).make(*batch.offsets)
     tiles = cdiv(batch.block_size, config.BLOCK_M)
     programs = (len(blocks) - 1) * tiles
     width = next_power_of_2(batch.head_dim)

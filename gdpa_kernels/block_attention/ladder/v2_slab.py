@@ -26,17 +26,17 @@ import torch
 import triton
 import triton.language as tl
 
-from gdpa_kernels.block_attention.batch import Batch, Schedule
+from gdpa_kernels.block_attention.batch import Batch, WorkList
 from gdpa_kernels.block_attention.block_list import (
     block_entry,
     count_blocks,
-    plan_schedule,
+    work_list_recipe,
 )
-from gdpa_kernels.block_attention.requires import requires_tiles
+from gdpa_kernels.block_attention.problems import tiles_problem
 from gdpa_kernels.block_attention.rotary import load_sin_cos, sin_cos_strides
 from gdpa_kernels.block_attention.tiles import softmax_parts
 from gdpa_kernels.calling.launch import launch, multiprocessors
-from gdpa_kernels.device.ragged import load_rows, ragged_descriptor, readable, store_rows
+from gdpa_kernels.device.ragged import load_rows, ragged_descriptor, store_rows, tma_readable
 from gdpa_kernels.device.rotation import rotate, rotate_transposed
 
 
@@ -76,11 +76,11 @@ def default_config(direction: str, batch: Batch) -> Config:
     return Config(slabs_per_program=2, num_stages=3)
 
 
-def requires(batch: Batch) -> str | None:
+def call_problem(batch: Batch) -> str | None:
     """The reason why this rung cannot take a call, beyond `Requires`; None if it can."""
     if batch.group > 1:
         return f"needs as many key heads as query heads, got {batch.group} query heads for one"
-    return requires_tiles(batch)
+    return tiles_problem(batch)
 
 
 @triton.jit
@@ -171,17 +171,14 @@ def backward_kernel(
 
 
 def forward(
-    batch: Batch, *, config: Config | None = None, schedule: Schedule | None = None
+    batch: Batch, *, config: Config | None = None, work_list: WorkList | None = None
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
     """The output, `[total, num_heads_q, head_dim]`, and what backward needs besides q, k, v:
-    nothing.
-
-    `schedule` is that of `plan_schedule` for the same sequences; None makes it here.
-    """
+    nothing."""
     q, k, v = batch.q, batch.k, batch.v
     out = q.new_empty(q.shape)
     config = config or default_config("forward", batch)
-    (blocks,) = schedule or plan_schedule(batch, config).make(*batch.offsets)
+    (blocks,) = work_list or work_list_recipe(batch, config).make(*batch.offsets)
     heads = config.heads_per_program or batch.num_heads
     slabs = (len(blocks) - 1) * (batch.num_heads // heads)
     sin, cos = batch.rotary or (None, None)
@@ -198,19 +195,15 @@ def forward(
 
 
 def backward(
-    grad_out: torch.Tensor,
-    batch: Batch,
-    saved: tuple[torch.Tensor, ...] = (),
-    *,
-    config: Config | None = None,
-    schedule: Schedule | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    grad_out: torch.Tensor, batch: Batch, saved: tuple[torch.Tensor, ...] = (), *,
+    config: Config | None = None, work_list: WorkList | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """(dq, dk, dv), shaped as q, k, v and contiguous."""
     q, k, v = batch.q, batch.k, batch.v
-    grad_out = readable(grad_out)
+    grad_out = tma_readable(grad_out)
     dq, dk, dv = batch.new_gradients()
     config = config or default_config("backward", batch)
-    (blocks,) = schedule or plan_schedule(batch, config).make(*batch.offsets)
+    (blocks,) = work_list or work_list_recipe(batch, config).make(*batch.offsets)
     heads = config.heads_per_program or batch.num_heads
     slabs = (len(blocks) - 1) * (batch.num_heads // heads)
     sin, cos = batch.rotary or (None, None)

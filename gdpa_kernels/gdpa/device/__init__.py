@@ -1,4 +1,19 @@
-"""Device functions that the kernels of gdpa share.
+"""Device functions that the kernels of gdpa share, and the host functions that launch them.
+
+| files                               | what they do                                               |
+|-------------------------------------|------------------------------------------------------------|
+| work_list, ticket_list,             | make the list of tiles, by zigzag, for tickets or of whole |
+| longest_first, tickets              | sequences; hand its entries to programs                    |
+| activations, derivatives, custom    | the activation and its slope; registered ones              |
+| polynomial                          | the activation on FMA units; forward on Blackwell          |
+| masks, segments                     | causal and window masks; HSTU's contexts and targets       |
+| bias_tiles, bias_gradient           | a relative bias; the gradients of its tables               |
+| pointer_tiles, pages                | loads of plain kernels; of keys in pages                   |
+| sums, pair_streams                  | partial outputs; the launch of forward b6 and b7           |
+| gradients                           | the backward rungs: rows of a step, sums of dQ, the launch |
+| two_consumers                       | backward v4 and v6                                         |
+| tensor_memory, single_cta,          | backward on Blackwell: all rungs, those of one CTA (b1 to  |
+| pair_steps                          | b3), those of CTA pairs (b4 to b6)                         |
 
 Without softmax: S = Q K^T, P = activation(scale S), O = P V; backward, with g = dO, dP = dO V^T,
 dS = activation'(scale S) dP, dV = P^T dO, dK = scale dS^T Q and dQ = scale dS K.
@@ -10,6 +25,8 @@ dS = activation'(scale S) dP, dV = P^T dO, dK = scale dS^T Q and dQ = scale dS K
 |          | "lower_right" and 0 otherwise; a key's position is its number                       |
 | tile     | the rows (forward) or the keys (backward) of one head that a program works on       |
 | entry    | the line of a work list for a tile; `item` is its number in the list                |
+| split    | a part of a sequence's keys that is listed and summed on its own                    |
+| packed   | two bf16 numbers in a register, computed by one instruction                         |
 | step     | one pass of a tile's loop; backward: rows of one query head against a tile of keys  |
 | count    | the steps of this program so far, from which the stage and phase of a ring follow   |
 | role     | a warp group; as a number, that of a consumer                                       |

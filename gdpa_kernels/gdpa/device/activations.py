@@ -35,14 +35,14 @@ INSTRUCTIONS = {
 """fp32 and MUFU instructions of one element with APPROX, compiled for sm_90a."""
 
 
-def _of(key: str) -> Custom:
+def _registered(key: str) -> Custom:
     return CUSTOM[key.partition("@")[0]]
 
 
 # Triton's hash of a kernel holds each global that it reaches, but of what is marked as a builtin.
 # CUSTOM grows with each registration, for which no kernel is to be compiled anew: the digest of an
 # activation's source is in its name (`cache_key`).
-_of.__triton_builtin__ = True
+_registered.__triton_builtin__ = True
 
 
 @triton.constexpr_function
@@ -54,13 +54,13 @@ def is_custom(name):
 @triton.constexpr_function
 def custom_value(name):
     """The registered jit function x -> y of a name as `cache_key` made it."""
-    return _of(name).value
+    return _registered(name).value
 
 
 @triton.constexpr_function
 def custom_value_and_slope(name):
     """The registered jit function x -> (y, slope) of a name as `cache_key` made it."""
-    return _of(name).value_and_slope
+    return _registered(name).value_and_slope
 
 
 @triton.jit

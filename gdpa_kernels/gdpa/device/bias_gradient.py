@@ -1,13 +1,25 @@
-"""The gradients of a relative bias's tables: sums of dS over pairs, in a fixed order.
+"""The gradients of a relative bias's tables: sums of dS over pairs, in a fixed order. Backward v1
+calls `table_gradients`.
 
-A program has a stripe: the tiles [rows, keys] along a diagonal, of one head and of CHUNK sequences.
-Their pairs have the same distances key - row, whose sums stay in registers. For the times it sums
-over each bucket from a tile's least to its greatest: few where events are in order, but for tiles
-at the diagonal. PyTorch adds the sums of the programs.
+A program has a stripe: the tiles [rows, keys] along a diagonal, of one head and of CHUNK sequences,
+whose pairs have the same distances key - row; their sums stay in registers. A tile sums along its
+columns alone, so its diagonals are made columns: row r is rotated left by r. Of 3 keys a, b, c,
+where key a is `first_distance` D from row 0:
+
+    row 0   a b c   ->   a b c   distances   D    D + 1    D + 2
+    row 1   a b c   ->   b c a               D    D + 1    D - 1
+    row 2   a b c   ->   c a b               D    D - 2    D - 1
+
+Column c then holds distance D + c, and D + c - 3 where a row has wrapped around: a distance of the
+stripe before. The two are summed apart, in `stripe_sums` and `previous_sums`.
+
+For the times a program sums over each bucket from a tile's least to its greatest: few where events
+are in order, but for tiles at the diagonal. PyTorch adds the sums of the programs.
 
 No atomics: the same bits in every run. S and dP are computed once more.
 """
 
+import math
 from dataclasses import asdict, dataclass
 
 import torch
@@ -76,9 +88,7 @@ def bias_kernel(
     EXACT: tl.constexpr = q_ptr.dtype.element_ty == tl.float32
     PRECISION: tl.constexpr = precision(EXACT)
     offsets = tl.arange(0, BLOCK)
-    # Row r, rotated left by r, has key r + c of the tile at column c: distance first_distance + c.
-    # Where r + c is beyond the tile it has key r + c - BLOCK, whose distance is BLOCK less.
-    rotated_key = offsets[:, None] + offsets[None, :]
+    rotated_key = offsets[:, None] + offsets[None, :]  # of row r at column c; less BLOCK if wrapped
     stripe_sums = tl.zeros([BLOCK], tl.float32)
     previous_sums = tl.zeros([BLOCK], tl.float32)
     if buckets_ptr is not None:
@@ -164,30 +174,57 @@ def stripes_of(batch: Batch, block: int) -> tuple[int, int]:
     return first, last
 
 
-def gradients(
+def table_gradients(
     grad_out: torch.Tensor, batch: Batch, needs: tuple[bool, bool], config: Config | None = None
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """The gradients of the tables of positions and of times, shaped as they are, each rounded once;
     None for a table that is absent or not needed."""
     tables = batch.bias.position_table, batch.bias.time_table
-    wanted = [x if need else None for x, need in zip(tables, needs, strict=True)]
-    if all(x is None for x in wanted):
+    position, time = (x if need else None for x, need in zip(tables, needs, strict=True))
+    if position is None and time is None:
         return None, None
     config = config or default_config(batch)
-    q, k, v, block = batch.q, batch.k, batch.v, config.BLOCK
-    first, last = stripes_of(batch, block)
-    stripes = last - first + 1
+    first, last = stripes_of(batch, config.BLOCK)
+    distances, buckets = launch_sums(
+        grad_out, batch, config, first, last - first + 1, position is not None, time is not None
+    )
+    if position is not None:
+        sums = _of_tables(distances.sum(0), position)
+        by_distance = sums.new_zeros(len(sums), last - first + 2, config.BLOCK)
+        by_distance[:, 1:] += sums[:, :, 0]
+        by_distance[:, :-1] += sums[:, :, 1]  # of the stripe before
+        least = (first - 1) * config.BLOCK
+        sums = bias.onto_table(by_distance.flatten(1), least, position.shape[1])
+        position = (sums * batch.output_scale).to(position.dtype)
+    if time is not None:
+        sums = _of_tables(buckets.sum((0, 2)), time)[:, : time.shape[1]]
+        time = (sums * batch.output_scale).to(time.dtype)
+    return position, time
+
+
+def _of_tables(sums: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """Sums `[heads, ...]`, or `[1, ...]` over all heads where these share one table."""
+    return sums if len(table) > 1 else sums.sum(0, keepdim=True)
+
+
+def launch_sums(
+    grad_out: torch.Tensor, batch: Batch, config: Config, first: int, stripes: int,
+    by_distance: bool, by_bucket: bool,
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
+    """The sums of `bias_kernel` by distance, fp32 `[chunks, heads, stripes, 2, BLOCK]`, and by
+    bucket, `[chunks, heads, stripes, buckets or more]`; None for those that are not asked for."""
+    q, k, v, time = batch.q, batch.k, batch.v, batch.bias.time_table
     chunks = min(cdiv(PROGRAMS, stripes * batch.num_heads), max(batch.sequences, 1))
     chunk = next_power_of_2(max(cdiv(batch.sequences, chunks), 1))
-    chunks = cdiv(batch.sequences, chunk)
-    programs, distances, buckets = chunks * batch.num_heads * stripes, None, None
-    width = 16 if tables[1] is None else max(16, next_power_of_2(tables[1].shape[1]))
-    if wanted[0] is not None:
-        distances = q.new_empty(chunks, batch.num_heads, stripes, 2, block, dtype=torch.float32)
-    if wanted[1] is not None:
-        buckets = q.new_empty(chunks, batch.num_heads, stripes, width, dtype=torch.float32)
+    shape = cdiv(batch.sequences, chunk), batch.num_heads, stripes
+    width = 16 if time is None else max(16, next_power_of_2(time.shape[1]))
+    distances = buckets = None
+    if by_distance:
+        distances = q.new_empty(*shape, 2, config.BLOCK, dtype=torch.float32)
+    if by_bucket:
+        buckets = q.new_empty(*shape, width, dtype=torch.float32)
     launch(
-        bias_kernel, (programs,), batch.device,
+        bias_kernel, (math.prod(shape),), batch.device,
         grad_out, q, k, v, distances, buckets, batch.cu_seqlens_q, batch.cu_seqlens_k,
         batch.sequences, first, stripes, batch.scale,
         GRAD_STRIDES=grad_out.stride(), Q_STRIDES=q.stride(), K_STRIDES=k.stride(),
@@ -197,20 +234,4 @@ def gradients(
         BLOCK_D=max(16, next_power_of_2(batch.head_dim)), **asdict(config), num_stages=1,
         **batch.segment_options, **batch.bias_options,
     )  # fmt: skip
-    table_sums = [None, None]
-    if distances is not None:
-        sums = distances.sum(0)
-        sums = sums if len(tables[0]) > 1 else sums.sum(0, keepdim=True)
-        by_distance = sums.new_zeros(len(sums), stripes + 1, block)
-        by_distance[:, 1:] += sums[:, :, 0]
-        by_distance[:, :-1] += sums[:, :, 1]  # of the stripe before
-        least = (first - 1) * block
-        table_sums[0] = bias.onto_table(by_distance.flatten(1), least, tables[0].shape[1])
-    if buckets is not None:
-        sums = buckets.sum((0, 2))
-        sums = sums if len(tables[1]) > 1 else sums.sum(0, keepdim=True)
-        table_sums[1] = sums[:, : tables[1].shape[1]]
-    pairs = zip(table_sums, tables, strict=True)
-    return tuple(
-        None if x is None else (x * batch.output_scale).to(table.dtype) for x, table in pairs
-    )
+    return distances, buckets

@@ -1,4 +1,4 @@
-"""The relative bias of a tile of pairs, for the plain kernels (bias.py has the definition).
+"""The relative bias of a tile of pairs, for forward and backward v1 (bias.py has the definition).
 
 i and j are positions of queries and keys, int32 of two shapes that go together: [rows, 1] and [1,
 keys] or the other way round. The query at position i is row i - shift of its sequence.

@@ -1,4 +1,8 @@
-"""The activations that users have registered."""
+"""The activations that users have registered by registration.py; activations.py looks them up.
+
+A kernel is compiled for the name with the digest of the sources (`cache_key`), so that another
+activation of the same name is another kernel.
+"""
 
 from __future__ import annotations
 

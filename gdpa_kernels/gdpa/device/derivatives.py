@@ -197,17 +197,17 @@ def times_slope(dp, slope, FOLD: tl.constexpr):
 
 
 @triton.jit
-def evaluate_kernel(x_ptr, found_ptr, count, NAME: tl.constexpr, BLOCK: tl.constexpr):
+def evaluate_kernel(x_ptr, out_ptr, count, NAME: tl.constexpr, BLOCK: tl.constexpr):
     """Value alone, and value and slope together, of `count` points."""
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + offsets, mask=offsets < count, other=0.0)
     y, slope = value_and_slope(x, 1.0, NAME, True)
-    tl.store(found_ptr + offsets, activate(x, 1.0, NAME, True), mask=offsets < count)
-    tl.store(found_ptr + count + offsets, y, mask=offsets < count)
-    tl.store(found_ptr + count + count + offsets, slope, mask=offsets < count)
+    tl.store(out_ptr + offsets, activate(x, 1.0, NAME, True), mask=offsets < count)
+    tl.store(out_ptr + count + offsets, y, mask=offsets < count)
+    tl.store(out_ptr + count + count + offsets, slope, mask=offsets < count)
 
 
-def evaluate(x: torch.Tensor, name: str) -> torch.Tensor:
+def evaluate_both(x: torch.Tensor, name: str) -> torch.Tensor:
     """`[3, n]` of n fp32 points: the value as forward kernels compute it, and value and slope as
     backward kernels do."""
     results = torch.empty(3, x.numel(), device=x.device)

@@ -1,5 +1,9 @@
-"""Functions of the fused backward rungs: the rows of a step, adding to a sum in fp32, rounding it;
-and the launch of the warp-specialized ones."""
+"""What the backward rungs share that compute dQ, dK and dV in one kernel: the rows of a step, dQ
+added up in fp32 and rounded, and `launch_gradients`, which launches the warp-specialized ones.
+
+dQ is complete where one program sees all keys of a row. Else programs add their parts to memory by
+TMA reduce-adds, in any order, and `round_kernel` makes dQ of the sums.
+"""
 
 from collections.abc import Sequence
 
@@ -9,13 +13,13 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from gdpa_kernels.calling.launch import cdiv, launch, multiprocessors
-from gdpa_kernels.device.ragged import BOUND, ragged_descriptor, readable
+from gdpa_kernels.device.ragged import BOUND, ragged_descriptor, tma_readable
 from gdpa_kernels.gdpa.batch import Batch
 from gdpa_kernels.gdpa.device.activations import foldable
 from gdpa_kernels.gdpa.device.masks import row_range
 
 
-def requires_few_keys(batch: Batch, most: int) -> str | None:
+def few_keys_problem(batch: Batch, most: int) -> str | None:
     """The reason why a rung that writes dQ once, from all of at most `most` keys, cannot take a
     call; None if it can."""
     if batch.shared_q:
@@ -82,7 +86,7 @@ def round_kernel(
     tl.store(out_ptr + offsets, (factor * sums).to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def rounded(sums: torch.Tensor, dq: torch.Tensor, factor: float, batch: Batch) -> torch.Tensor:
+def rounded_dq(sums: torch.Tensor, dq: torch.Tensor, factor: float, batch: Batch) -> torch.Tensor:
     """dq = factor * sums, fp32 `[rows, num_heads, head_dim]`; for a shared q the sum over the
     sequences, in new memory."""
     if batch.shared_q:
@@ -95,12 +99,12 @@ def rounded(sums: torch.Tensor, dq: torch.Tensor, factor: float, batch: Batch) -
     return dq
 
 
-def loaded(
+def tile_descriptors(
     grad_out: torch.Tensor, batch: Batch, rows: int, keys: int
 ) -> tuple[TensorDescriptor, ...]:
     """Descriptors of q, k, v and grad_out, which is copied where TMA cannot read it, in boxes of
     `rows` rows of q and grad_out and of `keys` rows of k and v."""
-    tensors = (batch.q, rows), (batch.k, keys), (batch.v, keys), (readable(grad_out), rows)
+    tensors = (batch.q, rows), (batch.k, keys), (batch.v, keys), (tma_readable(grad_out), rows)
     return tuple([ragged_descriptor(*each) for each in tensors])
 
 
@@ -142,4 +146,4 @@ def launch_gradients(
     if not adds:
         return dq, dk, dv
     factor = (0.5 if fold else 1.0) * batch.scale * batch.output_scale
-    return rounded(stored, dq, factor, batch), dk, dv
+    return rounded_dq(stored, dq, factor, batch), dk, dv

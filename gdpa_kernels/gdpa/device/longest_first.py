@@ -1,5 +1,5 @@
-"""Sequences by falling length, made by one small kernel: work for rungs whose items are whole
-sequences, and the order of a list of tickets."""
+"""Sequences by falling length, made by one small kernel: the work list of rungs whose items are
+whole sequences (v5 and b2 backward), and the order of sequences in ticket_list.py."""
 
 from dataclasses import dataclass
 
@@ -8,9 +8,9 @@ import triton
 import triton.language as tl
 
 from gdpa_kernels.calling.launch import cdiv, launch
-from gdpa_kernels.calling.lengths import Recipe
+from gdpa_kernels.calling.recipe import Recipe
 from gdpa_kernels.device.sequences import sequence
-from gdpa_kernels.gdpa.batch import Schedule
+from gdpa_kernels.gdpa.batch import WorkList
 
 
 @triton.jit
@@ -47,10 +47,10 @@ def longest_first(cu_seqlens: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class LongestFirst(Recipe):
-    """The sequences by falling number of queries."""
+class LongestFirstRecipe(Recipe):
+    """The sequences by falling number of queries, as a work list."""
 
-    def make(self, cu_seqlens_k: torch.Tensor, cu_seqlens_q: torch.Tensor) -> Schedule:
+    def make(self, cu_seqlens_k: torch.Tensor, cu_seqlens_q: torch.Tensor) -> WorkList:
         """(order,), int32 `[sequences]`."""
         return (longest_first(cu_seqlens_q),)
 

@@ -1,4 +1,5 @@
-"""Causal and window masks of the tiled kernels.
+"""Causal and window masks: which keys or rows a tile goes through, and zeros where a pair does not
+count. For all kernels; segments.py has the masks with contexts and targets.
 
 Positions count from the start of a sequence; with "lower_right" callers shift those of queries.
 """

@@ -51,8 +51,8 @@ def entry_keys(
         tokens = tl.load(paged_ends_ptr + sequence + 1) - start
         first_token = 0
         if not options.HAS_PACKED:
-            # start_k counts cached tokens, and the entry may be a piece of them: of those from 300
-            # on, a piece that starts at 428 has token 128 as its first key.
+            # start_k counts cached tokens, and the entry may be a split of them: of those from 300
+            # on, a split that starts at 428 has token 128 as its first key.
             first_token = start_k - start
         # Packed keys have the offsets of the queries, which are the candidates as well.
         packed = PackedKeys(start_q, len_q, tl.cdiv(tokens, options.BLOCK_N) * options.BLOCK_N)

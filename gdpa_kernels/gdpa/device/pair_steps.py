@@ -20,7 +20,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from gdpa_kernels.device.groups import OneWay, Ring
 from gdpa_kernels.device.pairs import CTAS, fetch_part
-from gdpa_kernels.device.ragged import ragged_descriptor, readable
+from gdpa_kernels.device.ragged import ragged_descriptor, tma_readable
 from gdpa_kernels.gdpa.batch import Batch
 from gdpa_kernels.gdpa.device.gradients import launch_gradients
 from gdpa_kernels.gdpa.device.tensor_memory import (
@@ -125,9 +125,9 @@ def compute_p_and_ds(
         tlx.barrier_arrive(ds.for_dq.full[0], 1, remote_cta_rank=0)
 
 
-def load_descriptors(grad_out: torch.Tensor, batch: Batch) -> tuple[TensorDescriptor, ...]:
+def pair_descriptors(grad_out: torch.Tensor, batch: Batch) -> tuple[TensorDescriptor, ...]:
     """The fields of `Descriptors`; grad_out is copied where TMA cannot read it."""
-    grad_out, columns = readable(grad_out), batch.head_dim // CTAS.value
+    grad_out, columns = tma_readable(grad_out), batch.head_dim // CTAS.value
     return (
         ragged_descriptor(batch.q, HALF.value),
         ragged_descriptor(batch.q, ROWS.value, width=columns),
@@ -139,7 +139,7 @@ def load_descriptors(grad_out: torch.Tensor, batch: Batch) -> tuple[TensorDescri
     )  # fmt: skip
 
 
-def launch_pairs(
+def launch_backward_pairs(
     kernel: triton.JITFunction, grad_out: torch.Tensor, batch: Batch, config: object,
     entries: torch.Tensor, adds: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
@@ -147,6 +147,6 @@ def launch_pairs(
     `launch_gradients`."""
     boxes = (HALF.value, None), (KEYS.value, None), (KEYS.value, None)
     return launch_gradients(
-        kernel, batch, config, load_descriptors(grad_out, batch), boxes, (entries,),
+        kernel, batch, config, pair_descriptors(grad_out, batch), boxes, (entries,),
         len(entries) - 1, ctas=CTAS.value, adds=adds,
     )  # fmt: skip

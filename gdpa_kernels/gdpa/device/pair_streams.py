@@ -1,4 +1,4 @@
-"""Constants and host side of the forward rungs for CTA pairs whose K and V stream by."""
+"""Constants and launch of the forward rungs for CTA pairs whose K and V stream by, b6 and b7."""
 
 import torch
 import triton
@@ -18,7 +18,7 @@ class Options:
 
     GROUP: tl.constexpr
     ACTIVATION: tl.constexpr
-    PAIRS: tl.constexpr
+    PACKED: tl.constexpr
     CAUSAL: tl.constexpr
     WINDOW: tl.constexpr
     DTYPE: tl.constexpr
@@ -30,7 +30,7 @@ class Options:
     SHARE: tl.constexpr
 
 
-def launch_pairs(
+def launch_forward_pairs(
     kernel: triton.JITFunction, batch: Batch, config: object, entries: torch.Tensor, rows: int
 ) -> torch.Tensor:
     """The output, `[total_q, num_heads, head_dim]`, by `kernel`, in one cluster of two CTAs for
@@ -39,8 +39,9 @@ def launch_pairs(
     config: the launch constants of the rung. rows: query rows of a CTA's tile.
     """
     out = batch.new_out()
-    pairs = not batch.precise and foldable(batch.activation, batch.dtype)
+    packed = not batch.precise and foldable(batch.activation, batch.dtype)
     clusters = min(max(multiprocessors(batch.device) // CTAS.value, 1), len(entries) - 1)
+    factor = batch.output_scale * batch.scale / 2 if packed else batch.output_scale
     kernel_out = out
     if batch.add_to is not None:
         kernel_out = out.new_empty(1, *out.shape, dtype=torch.float32)
@@ -53,8 +54,8 @@ def launch_pairs(
         ragged_descriptor(batch.k, config.BLOCK_N // CTAS.value, min_width=64),
         ragged_descriptor(batch.v, config.BLOCK_N, width=width // CTAS.value),
         ragged_descriptor(kernel_out.view(out.shape), rows, width=out_width),
-        entries, batch.scale, batch.output_scale * batch.scale / 2 if pairs else batch.output_scale,
-        GROUP=batch.group, ACTIVATION=batch.names, PAIRS=pairs, CAUSAL=batch.causal,
+        entries, batch.scale, factor,
+        GROUP=batch.group, ACTIVATION=batch.names, PACKED=packed, CAUSAL=batch.causal,
         WINDOW=batch.window, BLOCK_N=config.BLOCK_N, BLOCK_D=width, NUM_STAGES=config.num_stages,
         SLICES=config.slices, COLUMNS=config.columns, SHARE=config.share,
         REGISTERS=config.registers, num_warps=4, ctas_per_cga=(CTAS.value, 1, 1),

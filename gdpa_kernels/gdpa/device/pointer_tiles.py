@@ -1,4 +1,4 @@
-"""Tiles of the rows of a sequence by pointers, for the kernels that take tensors of any strides."""
+"""Tiles of the rows of a sequence by pointers, for forward and backward v1: of any strides."""
 
 import triton
 import triton.language as tl

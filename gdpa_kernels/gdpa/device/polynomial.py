@@ -1,9 +1,15 @@
-"""GELU and SiLU of a share of the scores by a polynomial on FMA units instead of MUFU.
+"""GELU and SiLU of a share of the scores by a polynomial on FMA units instead of MUFU, for the
+forward rungs of Blackwell.
 
 GELU(x) and SiLU(x) are x / 2 (1 + t(x)), t odd and rising from -1 to 1. t is computed as its
 minimax polynomial v (c0 + c1 v^2 + c2 v^4 + ...) in v = x / (2 LIMIT), clamped to -1/2 .. 1/2. So
 its error has a bound for every x: up to LIMIT the largest of the fit; beyond, where the polynomial
 is constant and t rises, the error at LIMIT or at infinity.
+
+With x = scale s a score s has v = s v_per_score, v_per_score = scale / (2 LIMIT). One FMA with
+.sat, which clamps to 0 .. 1 for nothing, gives v + 1/2; adding -1/2 leaves v. Of `gelu_tanh`, LIMIT
+47 / 15 and scale 1 / 8, v_per_score is 0.01995: a score of 8, x = 1, has v = 0.1596, t = 0.6829 and
+GELU 0.8414, exactly 0.8412; one of 40, x = 5, has v + 1/2 = 1.298, clamped to 1, and t = 0.9993.
 
 | name        | degree | LIMIT | error of t, all x | of the activation |
 |-------------|--------|-------|-------------------|-------------------|
@@ -25,9 +31,13 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from gdpa_kernels.gdpa.device.activations import multiply_add_packed, tanh_factors, tanh_packed
+from gdpa_kernels.gdpa.device.activations import (
+    activate_per_head,
+    multiply_add_packed,
+    tanh_factors,
+    tanh_packed,
+)
 from gdpa_kernels.gdpa.device.masks import mask_probabilities
-from gdpa_kernels.gdpa.device.probabilities import probabilities
 
 SHARES = (0.125, 0.25, 0.5)
 """Shares of the scores of a row: one pair of every eight, four or two."""
@@ -70,14 +80,15 @@ def _literal(value: float) -> str:
     return "0f" + struct.pack(">f", value).hex().upper()
 
 
-def _steps(name: str, low: str, high: str, v_of_one: str, out: str) -> list[str]:
-    """PTX of t of the scores `low` and `high`, fp32, as the bf16 pair `out`: v = sat(x v(1) + 1/2)
-    - 1/2, w = v^2 and t by Horner's rule, both scores in one register of two fp32."""
+def _steps(name: str, low: str, high: str, v_per_score: str, out: str) -> list[str]:
+    """PTX of t of the scores `low` and `high`, fp32, as the bf16 pair `out`: v = sat(s
+    v_per_score + 1/2) - 1/2, w = v^2 and t by Horner's rule, both scores in one register of two
+    fp32."""
     *rest, highest = (_literal(c) for c in POLYNOMIALS[name].coefficients)
     half = _literal(0.5)
     return [
-        f"fma.rn.sat.f32 a, {low}, {v_of_one}, {half};",
-        f"fma.rn.sat.f32 b, {high}, {v_of_one}, {half};",
+        f"fma.rn.sat.f32 a, {low}, {v_per_score}, {half};",
+        f"fma.rn.sat.f32 b, {high}, {v_per_score}, {half};",
         "mov.b64 v, {a, b};",
         f"mov.b64 c, {{{_literal(-0.5)}, {_literal(-0.5)}}};",
         "add.rn.f32x2 v, v, c;",
@@ -96,8 +107,8 @@ def _steps(name: str, low: str, high: str, v_of_one: str, out: str) -> list[str]
 
 def _assembly(name: str, pairs: int) -> str:
     """PTX of `pairs` pairs of scores, the last by polynomial. Its operands, for four pairs: outputs
-    x $0-3 and t $4-7; inputs s $8-15, linear $16-19, cubic $20-23, v(1) $24-31. Those in bf16 hold
-    a pair each, s and v(1) a score."""
+    x $0-3 and t $4-7; inputs s $8-15, linear $16-19, cubic $20-23, v_per_score $24-31. Those in
+    bf16 hold a pair each, s and v_per_score a score."""
     lines = [".reg .b32 u;", ".reg .f32 a, b;", ".reg .b64 v, w, t, c;"]
     for pair in range(pairs):
         x, t = f"${pair}", f"${pairs + pair}"
@@ -125,7 +136,7 @@ def assembly(name, share):
 
 @triton.constexpr_function
 def operands(share):
-    """Constraints of the operands of `assembly`: x and t; s; linear and cubic; v(1)."""
+    """Constraints of the operands of `assembly`: x and t; s; linear and cubic; v_per_score."""
     scores = 2 * round(1 / share)
     return ",".join(["=&r"] * scores + ["f"] * scores + ["r"] * scores + ["f"] * scores)
 
@@ -138,7 +149,7 @@ def scores_at_once(share):
 
 @triton.constexpr_function
 def constants(name):
-    """(linear, cubic, v(1)) of scale 1: t(x) = tanh(x (linear + cubic x^2)), v(1) = 1 / 2 LIMIT."""
+    """(linear, cubic, v_per_score) of scale 1: t(x) = tanh(x (linear + cubic x^2))."""
     return *tanh_factors(name), 0.5 / POLYNOMIALS[name].limit
 
 
@@ -161,15 +172,17 @@ def mixed_packed(s, scale, NAME: tl.constexpr, SHARE: tl.constexpr):
 
 @triton.jit
 def mixed_probabilities(s, scale, head, first_row, first_key, options):
-    """activation(scale * s) in options.DTYPE, masked pairs zero; with options.PAIRS, over scale / 2
-    and by `mixed_packed`.
+    """activation(scale * s) in options.DTYPE, masked pairs zero; if options.PACKED `mixed_packed`
+    computes it divided by scale / 2, a factor that the epilogue brings in.
 
     GELU and SiLU of 0 are 0: masking the scores is as good, and leaves the pairs of bf16 whole.
     """
-    if options.PAIRS:
+    if options.PACKED:
         s = mask_probabilities(s, first_row, first_key, options.CAUSAL, options.WINDOW)
         x, t = mixed_packed(s, scale, options.ACTIVATION, options.SHARE)
         p = multiply_add_packed(x, t, x)
     else:
-        p = probabilities(s, scale, head, first_row, first_key, options)
+        p = activate_per_head(s, scale, head, options.ACTIVATION, True)
+        p = mask_probabilities(p, first_row, first_key, options.CAUSAL, options.WINDOW)
+        p = p.to(options.DTYPE)
     return p

@@ -9,21 +9,34 @@ last query stands at the last key. Query i sees key j:
 | history    | all      | j <= i  | none                       |
 | targets    | all      | all     | of the same group, j <= i  |
 
-A window hides keys whose rank is more than WINDOW below the query's. A context has rank 0, the
-history counts on from there; all targets share the rank after it, or count on with OWN_RANKS. So
-with C contexts and the first target at T: p' = p with OWN_RANKS, else min(p, T), and the rank of p
-is max(p' - C + 1, 0), or p' if C = 0. With FULL_ROWS a window limits neither the last FULL_ROWS
-queries of the history nor targets.
+A window hides keys whose rank is more than WINDOW below the query's. Contexts have rank 0, the
+history counts on from there; all targets share the rank after it, or count on with OWN_RANKS. Of 2
+contexts, 4 events and 2 targets:
+
+    position            0 1   2 3 4 5   6 7
+    rank                0 0   1 2 3 4   5 5
+    with OWN_RANKS      0 0   1 2 3 4   5 6
+
+The last line is max(p - C + 1, 0) for C contexts, or p where there are none; the line above it is
+the same of min(p, T), with the first target at T (`rank`). Backward, a rank r > 0 is position r +
+max(C - 1, 0), and rank 0 the last context (`position_of_rank`). With WINDOW = 2 the targets, rank
+5, see ranks from 3 on: positions 4 and 5 of the history. With FULL_ROWS a window limits neither the
+last FULL_ROWS queries of the history nor targets.
 
 So a block of queries sees two intervals of keys, one of the history and one of targets, and a block
 of keys is seen by two intervals of queries. One loop runs over both: its index t is a position up
 to gap_start, and from there on the position is t - gap_start + gap_end (`skip_gap`). No block comes
 twice, since gap_end >= gap_start; one with both kinds is left to `sees`. In blocks of 4:
 
-- Targets from 6 on in groups of 1, queries 16 to 19: gap_start is 8, the history rounded up, and
-  gap_end 16, the group rounded down. t = 0, 4, 8 are the keys from 0, 4 and 16 on.
-- 3 contexts, targets from 20 on, 24 tokens, keys 12 to 15: gap_start is 4, the contexts rounded up,
-  and gap_end 12. t = 0, 4, 8, 12 are the rows from 0, 12, 16 and 20 on.
+    keys from    0     4     8    12    16         of queries 16 to 19, with targets from 6 on in
+    they are     h     h, t  t     t     t         groups of 1: gap_start is 8, the history rounded
+    t            0     4     -     -     8         up, and gap_end 16, the group rounded down
+
+    rows from    0     4     8    12    16    20   of keys 12 to 15, with 3 contexts and targets
+    they are     c, h  h     h     h     h     t   from 20 on: gap_start is 4, the contexts rounded
+    t            0     -     -     4     8    12   up, and gap_end 12
+
+The plain kernels, v4 backward and v8 take these masks.
 """
 
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""Sums of partial results, which without softmax need no rescaling."""
+"""Sums of partial outputs, of splits of the keys, which without softmax need no rescaling."""
 
 import torch
 import triton

@@ -1,6 +1,5 @@
-"""Functions of the backward rungs with accumulators in tensor memory (TMEM): P and dS of a part of
-the rows of a step, and dV and dK from TMEM to memory; for rungs whose CTA has a tile of keys of its
-own also the producer, dQ from TMEM to memory and the launch.
+"""Tensor memory (TMEM) in the backward rungs of Blackwell, b1 to b6: where S, P, dP and dS lie, and
+how a math role turns S into P and dP into dS there.
 
 A step is S^T and dP^T, [KEYS, ROWS] in fp32: TMEM lanes are keys, columns rows. Each of two math
 roles has HALF of the columns, and goes through them in PARTs. P overwrites S, and dS overwrites dP
@@ -14,88 +13,19 @@ where it is in TMEM too: both are [KEYS, HALF] in half precision, which are 32 c
 So a role overwrites only scores of its own, which it has in registers by then.
 """
 
-from dataclasses import dataclass
-
-import torch
 import triton
 import triton.language as tl
 import triton.language.extra.tlx as tlx
 
 from gdpa_kernels.device.ragged import BOUND
-from gdpa_kernels.device.rows import fetch_rows
-from gdpa_kernels.gdpa.batch import Batch
 from gdpa_kernels.gdpa.device.derivatives import mask_slope, times_slope, value_and_factor
-from gdpa_kernels.gdpa.device.gradients import head_and_row, launch_gradients, loaded, steps_of
 from gdpa_kernels.gdpa.device.masks import mask_transposed
-from gdpa_kernels.gdpa.device.work_list import count_items, entry
 
 KEYS = tl.constexpr(128)  # of a CTA: TMEM lanes
 ROWS = tl.constexpr(128)  # of a step
 MATH_ROLES = tl.constexpr(2)
 HALF = tl.constexpr(ROWS.value // MATH_ROLES.value)  # rows of a math role
 PART = tl.constexpr(HALF.value // 2)  # in registers at a time
-COLUMNS = tl.constexpr(32)  # of dQ in staging
-
-
-@dataclass(frozen=True)
-class Config:
-    """Launch constants.
-
-    q_stages, g_stages: steps of Q and of dO in shared memory. fold: leave factors of the activation
-    to the sums where `activations.foldable`. registers: of a math thread.
-    """
-
-    q_stages: int = 2
-    g_stages: int = 1
-    fold: bool = True
-    registers: int = 152
-
-
-def default_config(batch: Batch) -> Config:
-    """Constants with as many steps as fit in shared memory."""
-    return Config(q_stages=3, g_stages=2) if batch.head_dim == 64 else Config()
-
-
-@triton.aggregate
-class Options:
-    """The constants that the roles share."""
-
-    GROUP: tl.constexpr
-    SHARED_Q: tl.constexpr
-    ACTIVATION: tl.constexpr
-    FOLD: tl.constexpr
-    CAUSAL: tl.constexpr
-    WINDOW: tl.constexpr
-    HEAD_DIM: tl.constexpr
-    Q_STAGES: tl.constexpr
-    G_STAGES: tl.constexpr
-    DTYPE: tl.constexpr
-
-
-@triton.jit
-def load(q_desc, k_desc, v_desc, g_desc, q, k, v, g, list_ptr, options):
-    """The producer: K of a tile, the first rows of Q, V, then dO and Q in the order of use."""
-    num_items = count_items(list_ptr)
-    phase, count = 0, 0
-    for item in tl.range(tl.program_id(0), num_items, tl.num_programs(0)):
-        start_k, _, len_k, start_out, len_q, head_k, key = entry(list_ptr, item)
-        start_q = 0 if options.SHARED_Q else start_out
-        start, steps = steps_of(key, len_q, ROWS, KEYS, options)
-        tlx.barrier_wait(k.empty[0], phase ^ 1)
-        fetch_rows(k_desc, k.buffer[0], k.full[0], start_k, len_k, head_k, key)
-        for step in tl.range(0, steps * options.GROUP):
-            head, row = head_and_row(step, steps, start, head_k, options.GROUP, ROWS)
-            stage = (count + step) % options.Q_STAGES
-            tlx.barrier_wait(q.empty[stage], (((count + step) // options.Q_STAGES) & 1) ^ 1)
-            fetch_rows(q_desc, q.buffer[stage], q.full[stage], start_q, len_q, head, row)
-            if step == 0:
-                tlx.barrier_wait(v.empty[0], phase ^ 1)
-                fetch_rows(v_desc, v.buffer[0], v.full[0], start_k, len_k, head_k, key)
-            stage = (count + step) % options.G_STAGES
-            tlx.barrier_wait(g.empty[stage], (((count + step) // options.G_STAGES) & 1) ^ 1)
-            fetch_rows(g_desc, g.buffer[stage], g.full[stage], start_out, len_q, head, row)
-        count += steps * options.GROUP
-        phase ^= 1
 
 
 @triton.jit
@@ -119,7 +49,7 @@ def store_ds(role: tl.constexpr, part: tl.constexpr, dp, ds, slope, options):
 
 
 @triton.jit
-def put_sum(desc, sums, buffer, factor, start, length, head, key):
+def store_sum(desc, sums, buffer, factor, start, length, head, key):
     """Store dV or dK of a tile, times factor, from TMEM through `buffer` by TMA, 64 columns at a
     time, and await the store."""
     WIDTH: tl.constexpr = desc.block_shape[4]
@@ -131,40 +61,3 @@ def put_sum(desc, sums, buffer, factor, start, length, head, key):
     coords = [BOUND, start + length, head, BOUND - length + key, 0]
     tlx.async_descriptor_store(desc, buffer, coords)
     tlx.async_descriptor_store_wait(0)
-
-
-@triton.jit
-def output(dq, staging, dq_desc, list_ptr, options):
-    """A role that adds dQ of every step to memory by TMA reduce-adds, COLUMNS at a time: one is
-    staged while the one before is read."""
-    PARTS: tl.constexpr = options.HEAD_DIM // COLUMNS
-    num_items = count_items(list_ptr)
-    count = 0
-    for item in tl.range(tl.program_id(0), num_items, tl.num_programs(0)):
-        _, _, _, start_out, len_q, head_k, key = entry(list_ptr, item)
-        start, steps = steps_of(key, len_q, ROWS, KEYS, options)
-        for step in tl.range(0, steps * options.GROUP):
-            head, row = head_and_row(step, steps, start, head_k, options.GROUP, ROWS)
-            tlx.barrier_wait(dq.full[0], (count + step) & 1)
-            for part in tl.static_range(PARTS):
-                x = tlx.local_load(tlx.subslice(dq.buffer[0], part * COLUMNS, COLUMNS))
-                if part == PARTS - 1:
-                    tlx.barrier_arrive(dq.empty[0])
-                tlx.async_descriptor_store_wait(1)
-                tlx.local_store(staging[part % 2], x)
-                tlx.fence("async_shared")
-                coords = [BOUND, start_out + len_q, head, BOUND - len_q + row, part * COLUMNS]
-                tlx.async_descriptor_store(dq_desc, staging[part % 2], coords, store_reduce="add")
-        count += steps * options.GROUP
-    tlx.async_descriptor_store_wait(0)
-
-
-def launch_tiles(
-    kernel: triton.JITFunction, grad_out: torch.Tensor, batch: Batch, config: Config,
-    entries: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """(dq, dk, dv) by `kernel`, a CTA for a tile of keys, for the `entries` of a work list; see
-    `launch_gradients`."""
-    boxes = (ROWS.value, COLUMNS.value), (KEYS.value, None), (KEYS.value, None)
-    loads = loaded(grad_out, batch, ROWS.value, KEYS.value)
-    return launch_gradients(kernel, batch, config, loads, boxes, (entries,), len(entries) - 1)

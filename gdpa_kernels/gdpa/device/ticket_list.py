@@ -1,11 +1,17 @@
-"""The list of tiles under a mask that programs take by tickets, and whether they should.
+"""The work list under a mask, whose entries programs take by tickets (tickets.py): the kernel that
+makes it, its recipe, and whether a call should use it (`uses_tickets`).
 
 Its order: sequences by falling length of the other side (of keys, for tiles of queries), then
 heads, then a head's tiles by falling cost: programs read the same K and V at the same time. Its end
 is sorted by cost alone, costly tiles first, so that programs finish together. This end is the
 fewest last heads that hold the work of all programs during the most costly tile: whoever is busy
-with an earlier tile when it begins is free before it is used up. `schedule.build_tickets` makes the
-same list with plain integers.
+with an earlier tile when it begins is free before it is used up. `list_model.build_tickets` makes
+the same list with plain integers.
+
+Of one head and 2 programs, three sequences with tiles that cost 3, 2, 1; 2, 1; and 2, 1: the most
+costly tile costs 3, so the end must hold 2 * 3 = 6, which the last two sequences do. The list is A3
+A2 A1 | B2 C2 B1 C1. The end begins with the sequence at `cut` = 1, in slot `cut_slot` = 3. B1 has
+rank 2 in it: B2 and C2 cost more, C1 as much but later. So its slot is 5.
 """
 
 from dataclasses import dataclass
@@ -16,11 +22,11 @@ import triton
 import triton.language as tl
 
 from gdpa_kernels.calling.launch import cdiv, launch
-from gdpa_kernels.calling.lengths import Recipe
-from gdpa_kernels.gdpa import schedule
-from gdpa_kernels.gdpa.batch import Batch, Schedule
+from gdpa_kernels.calling.recipe import Recipe
+from gdpa_kernels.gdpa import list_model
+from gdpa_kernels.gdpa.batch import Batch, WorkList
 from gdpa_kernels.gdpa.device.longest_first import longest_first
-from gdpa_kernels.gdpa.device.work_list import WIDTH, sequences, store_fields
+from gdpa_kernels.gdpa.device.work_list import WIDTH, load_sequences, store_fields
 
 SHORT = 4096  # rows of a sequence up to which a fixed list can be balanced
 BALANCED = 1.05  # work of the slowest program over the mean, up to which it is
@@ -51,10 +57,10 @@ class HeadCosts(NamedTuple):
 
 
 @triton.jit
-def tiles_of(order, position):
+def tiles_at(order, position):
     """((index, start_q, rows, start_k, keys), `HeadCosts`) of sequences at `position`."""
     index = tl.load(order.order_ptr + position, mask=position < order.batch, other=order.batch)
-    start_q, _, rows, start_k, keys = sequences(
+    start_q, _, rows, start_k, keys = load_sequences(
         order.cu_seqlens_q_ptr, order.cu_seqlens_k_ptr, index, order.batch, order.max_seqlen_q,
         None, None, None,
     )  # fmt: skip
@@ -63,7 +69,7 @@ def tiles_of(order, position):
     if not order.CAUSAL:
         base = limit
     elif order.SHIFTED:
-        base = (keys - rows) // order.rows_per_item  # toward 0, as `int()` in schedule.py
+        base = (keys - rows) // order.rows_per_item  # toward 0, as `int()` in list_model.py
     head = HeadCosts(tl.cdiv(rows, order.rows_per_item), base, limit)
     return (index, start_q, rows, start_k, keys), head
 
@@ -71,7 +77,8 @@ def tiles_of(order, position):
 @triton.jit
 def work_of(head):
     """The cost of all tiles of a head, int64. Tiles up to `low` cost 1, from `high` on `limit`, and
-    tile r between them base + r, in all (low + 1 + ... + high) + (high - low) base."""
+    tile r between them base + r, in all (low + 1 + ... + high) + (high - low) base. Of 5 tiles with
+    base -1 and limit 3: low is 1, high 4, and 1 + (1 + 2 + 3) + 3 is 10."""
     tiles, base, limit = head
     low = tl.minimum(tl.maximum(-base, 0), tiles)
     high = tl.maximum(tl.minimum(limit - base, tiles), low).to(tl.int64)
@@ -108,7 +115,7 @@ def sorted_heads(order, work, need, NUM_HEADS: tl.constexpr, OTHERS: tl.constexp
     passed, left = 0, work
     for first in tl.range(0, order.batch, OTHERS):
         others = first + tl.arange(0, OTHERS)
-        _, each = tiles_of(order, others)
+        _, each = tiles_at(order, others)
         works = work_of(each)
         after = (left - tl.cumsum(works, 0)) * NUM_HEADS  # the work of the sequences that follow
         crosses = (after < need) & (after + works * NUM_HEADS >= need)
@@ -144,7 +151,7 @@ def sorted_rank(
     rank = over * own_sorted + equal * earlier_heads + (nth - over)
     for start in tl.range(cut, order.batch, TAIL):
         others = start + tl.arange(0, TAIL)
-        _, each = tiles_of(order, others)
+        _, each = tiles_at(order, others)
         heads = tl.where(others == cut, cut_heads, NUM_HEADS)[None, None, :]
         other = others[None, None, :]
         plane = HeadCosts(
@@ -173,14 +180,14 @@ def ticket_list_kernel(
         CAUSAL, SHIFTED,
     )  # fmt: skip
     position = tl.program_id(0) * OWN + tl.arange(0, OWN)
-    listed, costs = tiles_of(order, position)
-    index, start_q, rows, start_k, keys = listed
+    fields, costs = tiles_at(order, position)
+    index, start_q, rows, start_k, keys = fields
     preceding = tl.zeros([OWN], tl.int32)  # tiles of a head of the sequences before
     total, greatest = 0, tl.cast(1, tl.int32)
     work = tl.cast(0, tl.int64)
     for first in tl.range(0, batch, OTHERS):
         others = first + tl.arange(0, OTHERS)
-        _, each = tiles_of(order, others)
+        _, each = tiles_at(order, others)
         total += tl.sum(each.tiles)
         work += tl.sum(work_of(each))
         most = tl.where(each.tiles > 0, tl.minimum(each.base + each.tiles, each.limit), 1)
@@ -217,8 +224,8 @@ def ticket_list_kernel(
 
 
 @dataclass(frozen=True)
-class TicketList(Recipe[Schedule]):
-    """A list of tiles under a mask, in the order of this file's docstring.
+class TicketRecipe(Recipe[WorkList]):
+    """How a work list in the order of this file's docstring is made.
 
     rows, max_seqlen: of what is listed. transposed: tiles of keys, whose entries name keys where
     others name queries. causal: a tile's cost rises along its head, or falls with tiles of keys;
@@ -238,13 +245,13 @@ class TicketList(Recipe[Schedule]):
     numbered: bool
     transposed: bool
 
-    def make(self, cu_seqlens_k: torch.Tensor, cu_seqlens_q: torch.Tensor) -> Schedule:
+    def make(self, cu_seqlens_k: torch.Tensor, cu_seqlens_q: torch.Tensor) -> WorkList:
         """(entries,), without waiting for the device."""
         offsets = cu_seqlens_q, cu_seqlens_k
         if self.transposed:
             offsets = cu_seqlens_k, cu_seqlens_q
         device, batch = cu_seqlens_k.device, cu_seqlens_k.numel() - 1
-        tiles = schedule.max_tiles(self.rows, batch, self.max_seqlen, self.rows_per_item)
+        tiles = list_model.max_tiles(self.rows, batch, self.max_seqlen, self.rows_per_item)
         if tiles == 0:
             return (cu_seqlens_k.new_zeros(1, WIDTH.value),)
         size = 1 + tiles * self.num_heads, WIDTH.value
@@ -269,8 +276,8 @@ def uses_tickets(
     than `programs`. Keys in pages keep the list."""
     if not batch.masked or batch.shared_q or batch.paged_kv is not None:
         return False
-    rows, longest, heads = listed(batch, transposed)
-    if schedule.max_tiles(rows, batch.sequences, longest, rows_per_item) * heads <= programs:
+    rows, longest, heads = listed_side(batch, transposed)
+    if list_model.max_tiles(rows, batch.sequences, longest, rows_per_item) * heads <= programs:
         return False
     if batch.window is not None:
         # Equal tiles need none: those of one sequence; forward those under a window of a tile.
@@ -279,28 +286,28 @@ def uses_tickets(
     if uneven or longest > SHORT:
         return True
     tiles = cdiv(longest, rows_per_item)  # of equal sequences, which a fixed list may balance
-    return schedule.zigzag_imbalance(batch.sequences * heads, tiles, programs) > BALANCED
+    return list_model.zigzag_imbalance(batch.sequences * heads, tiles, programs) > BALANCED
 
 
-def listed(batch: Batch, transposed: bool) -> tuple[int, int, int]:
+def listed_side(batch: Batch, transposed: bool) -> tuple[int, int, int]:
     """(rows, the most of a sequence, heads) of queries or, `transposed`, of keys."""
     if transposed:
         return batch.k.shape[0], batch.max_seqlen_k, batch.num_heads_k
     return batch.rows, batch.max_seqlen_q, batch.num_heads
 
 
-def ticket_list(
+def ticket_recipe(
     batch: Batch, rows_per_item: int, programs: int, *, transposed: bool = False
-) -> TicketList:
+) -> TicketRecipe:
     """The list of tiles of queries or, `transposed`, of keys, for `programs` programs.
 
     Query i sees i + 1 keys, so base is 0, and with "lower_right" len_k - len_q more. Key j is seen
     by len_q - j queries, which for the r-th block from the end are r blocks and len_q - len_k more;
     with "lower_right" by len_k - j, so base is 0. Hence `shifted`.
     """
-    return TicketList(
-        *listed(batch, transposed), rows_per_item, programs, causal=bool(batch.causal),
+    return TicketRecipe(
+        *listed_side(batch, transposed), rows_per_item, programs, causal=bool(batch.causal),
         shifted=batch.lower_right != transposed,
-        max_cost=schedule.window_cost(batch.window, rows_per_item, causal=bool(batch.causal)),
+        max_cost=list_model.window_cost(batch.window, rows_per_item, causal=bool(batch.causal)),
         numbered=batch.segments is not None, transposed=transposed,
     )  # fmt: skip

@@ -1,5 +1,5 @@
-"""Functions of the backward rungs whose two consumers own 64 keys of a tile each: loads of the keys
-of both, S, dS in shared memory, a consumer's half of dQ. Each rung has its own consumer.
+"""What the backward rungs share whose two consumers own 64 keys of a tile each, v4 and v6: loads of
+the keys of both, S, dS in shared memory, a consumer's half of dQ. Each rung has its own consumer.
 """
 
 from dataclasses import dataclass

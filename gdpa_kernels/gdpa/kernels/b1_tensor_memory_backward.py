@@ -43,7 +43,7 @@ import triton.language.extra.tlx as tlx
 
 from gdpa_kernels.device.groups import OneWay, Ring, ring
 from gdpa_kernels.device.rows import keep_runtime
-from gdpa_kernels.gdpa.batch import Batch, Schedule
+from gdpa_kernels.gdpa.batch import Batch, WorkList
 from gdpa_kernels.gdpa.device.derivatives import dk_factor, dv_factor, times_slope
 from gdpa_kernels.gdpa.device.gradients import (
     Gradients,
@@ -51,23 +51,25 @@ from gdpa_kernels.gdpa.device.gradients import (
     steps_of,
     sums_commute,
 )
-from gdpa_kernels.gdpa.device.tensor_memory import (
+from gdpa_kernels.gdpa.device.single_cta import (
     COLUMNS,
-    HALF,
-    KEYS,
-    MATH_ROLES,
-    PART,
-    ROWS,
     Config,
     Options,
     default_config,
     launch_tiles,
     load,
     output,
-    put_sum,
-    store_p,
 )
-from gdpa_kernels.gdpa.device.work_list import WorkList, count_items, entry, list_of_keys
+from gdpa_kernels.gdpa.device.tensor_memory import (
+    HALF,
+    KEYS,
+    MATH_ROLES,
+    PART,
+    ROWS,
+    store_p,
+    store_sum,
+)
+from gdpa_kernels.gdpa.device.work_list import ZigzagRecipe, count_items, entry, key_list_recipe
 
 
 def is_deterministic(batch: Batch) -> bool:
@@ -75,9 +77,9 @@ def is_deterministic(batch: Batch) -> bool:
     return sums_commute(batch, KEYS.value)
 
 
-def plan_schedule(batch: Batch, config: Config) -> WorkList:
+def work_list_recipe(batch: Batch, config: Config) -> ZigzagRecipe:
     """The list of tiles of keys, those with the most queries first."""
-    return list_of_keys(batch, KEYS.value, ROWS.value)
+    return key_list_recipe(batch, KEYS.value, ROWS.value)
 
 
 @triton.jit
@@ -166,10 +168,10 @@ def math(
         tlx.barrier_wait(sums_full[0], phase)
         if role == 0:
             factor = dv_factor(scale, output_scale, options.FOLD)
-            put_sum(gradients.dv, dv, v.buffer[0], factor, start_k, len_k, head_k, key)
+            store_sum(gradients.dv, dv, v.buffer[0], factor, start_k, len_k, head_k, key)
         else:
             factor = dk_factor(scale, output_scale, options.FOLD)
-            put_sum(gradients.dk, dk, staged, factor, start_k, len_k, head_k, key)
+            store_sum(gradients.dk, dk, staged, factor, start_k, len_k, head_k, key)
         tlx.barrier_arrive(v.empty[0])
         phase ^= 1
 
@@ -227,17 +229,10 @@ def backward_kernel(
 
 
 def backward(
-    grad_out: torch.Tensor,
-    batch: Batch,
-    *,
-    config: Config | None = None,
-    schedule: Schedule | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(dq, dk, dv), shaped as q, k and v, contiguous.
-
-    grad_out `[total_q, num_heads, head_dim]` of any strides. `schedule` is that of
-    `plan_schedule` for the same sequences; None makes it here.
-    """
+    grad_out: torch.Tensor, batch: Batch, *, config: Config | None = None,
+    work_list: WorkList | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """(dq, dk, dv), shaped as q, k and v, contiguous; grad_out may have any strides."""
     config = config or default_config(batch)
-    (entries,) = schedule or plan_schedule(batch, config).make(*batch.offsets)
+    (entries,) = work_list or work_list_recipe(batch, config).make(*batch.offsets)
     return launch_tiles(backward_kernel, grad_out, batch, config, entries)

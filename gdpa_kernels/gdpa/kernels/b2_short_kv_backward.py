@@ -48,40 +48,39 @@ import triton.language.extra.tlx as tlx
 from gdpa_kernels.device.groups import OneWay, Ring, ring
 from gdpa_kernels.device.ragged import BOUND
 from gdpa_kernels.device.rows import fetch_rows, keep_runtime
-from gdpa_kernels.gdpa.batch import Batch, Schedule
+from gdpa_kernels.gdpa.batch import Batch, WorkList
 from gdpa_kernels.gdpa.device.derivatives import dk_factor, dv_factor, times_slope
 from gdpa_kernels.gdpa.device.gradients import (
     Gradients,
+    few_keys_problem,
     head_and_row,
     launch_gradients,
-    loaded,
-    requires_few_keys,
+    tile_descriptors,
 )
-from gdpa_kernels.gdpa.device.longest_first import Items, LongestFirst, sequence_and_head
+from gdpa_kernels.gdpa.device.longest_first import Items, LongestFirstRecipe, sequence_and_head
+from gdpa_kernels.gdpa.device.single_cta import Config, default_config
 from gdpa_kernels.gdpa.device.tensor_memory import (
     HALF,
     KEYS,
     MATH_ROLES,
     PART,
     ROWS,
-    Config,
-    default_config,
-    put_sum,
     store_p,
+    store_sum,
 )
 
 CTAS = tl.constexpr(2)  # of a cluster
 MOST_KEYS = KEYS.value * CTAS.value
 
 
-def requires(batch: Batch) -> str | None:
+def call_problem(batch: Batch) -> str | None:
     """The reason why this rung cannot take a call, beyond `Requires`; None if it can."""
-    return requires_few_keys(batch, MOST_KEYS)
+    return few_keys_problem(batch, MOST_KEYS)
 
 
-def plan_schedule(batch: Batch, config: Config) -> LongestFirst:
+def work_list_recipe(batch: Batch, config: Config) -> LongestFirstRecipe:
     """(order,): the sequences, int32 `[sequences]`, those with the most queries first."""
-    return LongestFirst()
+    return LongestFirstRecipe()
 
 
 @triton.aggregate
@@ -219,10 +218,10 @@ def math(
         tlx.barrier_wait(sums_full[0], phase)
         if role == 0:
             factor = dv_factor(scale, output_scale, options.FOLD)
-            put_sum(gradients.dv, dv, v.buffer[0], factor, start_k, len_k, head_k, key)
+            store_sum(gradients.dv, dv, v.buffer[0], factor, start_k, len_k, head_k, key)
         else:
             factor = dk_factor(scale, output_scale, options.FOLD)
-            put_sum(gradients.dk, dk, staged, factor, start_k, len_k, head_k, key)
+            store_sum(gradients.dk, dk, staged, factor, start_k, len_k, head_k, key)
         tlx.barrier_arrive(v.empty[0])
         phase ^= 1
 
@@ -321,23 +320,17 @@ def backward_kernel(
 
 
 def backward(
-    grad_out: torch.Tensor,
-    batch: Batch,
-    *,
-    config: Config | None = None,
-    schedule: Schedule | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(dq, dk, dv), shaped as q, k and v, contiguous.
-
-    grad_out `[total_q, num_heads, head_dim]` of any strides. `schedule` is that of
-    `plan_schedule` for the same sequences; None makes it here.
-    """
+    grad_out: torch.Tensor, batch: Batch, *, config: Config | None = None,
+    work_list: WorkList | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """(dq, dk, dv), shaped as q, k and v, contiguous; grad_out may have any strides."""
     config = config or default_config(batch)
-    (order,) = schedule or plan_schedule(batch, config).make(*batch.offsets)
+    (order,) = work_list or work_list_recipe(batch, config).make(*batch.offsets)
     items = batch.sequences * batch.num_heads_k
     boxes = (ROWS.value, batch.head_dim // CTAS.value), (KEYS.value, None), (KEYS.value, None)
+    loads = tile_descriptors(grad_out, batch, ROWS.value, KEYS.value)
     return launch_gradients(
-        backward_kernel, batch, config, loaded(grad_out, batch, ROWS.value, KEYS.value), boxes,
+        backward_kernel, batch, config, loads, boxes,
         (order, batch.cu_seqlens_q, batch.cu_seqlens_k, items, batch.max_seqlen_q), items,
         ctas=CTAS.value, adds=False,
     )  # fmt: skip

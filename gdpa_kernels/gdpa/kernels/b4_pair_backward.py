@@ -55,10 +55,10 @@ import triton.language as tl
 import triton.language.extra.tlx as tlx
 
 from gdpa_kernels.device.groups import OneWay, Ring, ring
-from gdpa_kernels.device.pairs import CTAS, fetch_part, pair_and_pairs
+from gdpa_kernels.device.pairs import CTAS, fetch_part, pair_index_and_count
 from gdpa_kernels.device.ragged import BOUND
 from gdpa_kernels.device.rows import keep_runtime
-from gdpa_kernels.gdpa.batch import Batch, Schedule
+from gdpa_kernels.gdpa.batch import Batch, WorkList
 from gdpa_kernels.gdpa.device.derivatives import dk_factor, dv_factor
 from gdpa_kernels.gdpa.device.gradients import (
     Gradients,
@@ -74,10 +74,10 @@ from gdpa_kernels.gdpa.device.pair_steps import (
     add_products,
     compute_p_and_ds,
     fetch,
-    launch_pairs,
+    launch_backward_pairs,
 )
-from gdpa_kernels.gdpa.device.tensor_memory import HALF, KEYS, MATH_ROLES, ROWS, put_sum
-from gdpa_kernels.gdpa.device.work_list import WorkList, count_items, entry, list_of_keys
+from gdpa_kernels.gdpa.device.tensor_memory import HALF, KEYS, MATH_ROLES, ROWS, store_sum
+from gdpa_kernels.gdpa.device.work_list import ZigzagRecipe, count_items, entry, key_list_recipe
 
 
 @dataclass(frozen=True)
@@ -102,9 +102,9 @@ def is_deterministic(batch: Batch) -> bool:
     return sums_commute(batch, ITEM.value)
 
 
-def plan_schedule(batch: Batch, config: Config) -> WorkList:
+def work_list_recipe(batch: Batch, config: Config) -> ZigzagRecipe:
     """The list of tiles of keys, those with the most queries first."""
-    return list_of_keys(batch, ITEM.value, ROWS.value)
+    return key_list_recipe(batch, ITEM.value, ROWS.value)
 
 
 @triton.aggregate
@@ -129,7 +129,7 @@ def load(descs, k_rows, k, v, q, g, list_ptr, options):
     STEP: tl.constexpr = TILE // CTAS
     rank = tlx.cluster_cta_rank()
     column = rank * WIDTH
-    first, pairs = pair_and_pairs()
+    first, pairs = pair_index_and_count()
     num_items = count_items(list_ptr)
     phase, count = 0, 0
     for item in tl.range(first, num_items, pairs):
@@ -181,7 +181,7 @@ def mma(k_rows, k, v, q, g, s, p, dp, ds, dv, dk, dq, sums_full, list_ptr, optio
     """All MMAs, issued by the leader alone. The peer's thread tells it that dS has arrived
     there."""
     WIDTH: tl.constexpr = options.HEAD_DIM // CTAS
-    first, pairs = pair_and_pairs()
+    first, pairs = pair_index_and_count()
     num_items = count_items(list_ptr)
     leads = tlx.cluster_cta_rank() == 0
     phase, count = 0, 0
@@ -234,7 +234,7 @@ def math(
 ):  # fmt: skip
     """A consumer: 64 rows of every step, and dV or dK of this CTA's keys."""
     rank = tlx.cluster_cta_rank()
-    first, pairs = pair_and_pairs()
+    first, pairs = pair_index_and_count()
     num_items = count_items(list_ptr)
     phase, count = 0, 0
     for item in tl.range(first, num_items, pairs):
@@ -251,10 +251,10 @@ def math(
         tlx.barrier_wait(sums_full[0], phase)
         if role == 0:
             factor = dv_factor(scale, output_scale, options.FOLD)
-            put_sum(gradients.dv, dv, v.buffer[0], factor, start_k, len_k, head_k, key)
+            store_sum(gradients.dv, dv, v.buffer[0], factor, start_k, len_k, head_k, key)
         else:
             factor = dk_factor(scale, output_scale, options.FOLD)
-            put_sum(gradients.dk, dk, staged, factor, start_k, len_k, head_k, key)
+            store_sum(gradients.dk, dk, staged, factor, start_k, len_k, head_k, key)
         tlx.barrier_arrive(v.empty[0])
         phase ^= 1
 
@@ -263,7 +263,7 @@ def math(
 def output(dq, staging, dq_desc, list_ptr, options):
     """Adds this CTA's 64 rows of dQ of every step to memory."""
     rank = tlx.cluster_cta_rank()
-    first, pairs = pair_and_pairs()
+    first, pairs = pair_index_and_count()
     num_items = count_items(list_ptr)
     count = 0
     for item in tl.range(first, num_items, pairs):
@@ -353,17 +353,10 @@ def backward_kernel(
 
 
 def backward(
-    grad_out: torch.Tensor,
-    batch: Batch,
-    *,
-    config: Config | None = None,
-    schedule: Schedule | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(dq, dk, dv), shaped as q, k and v, contiguous.
-
-    grad_out `[total_q, num_heads, head_dim]` of any strides. `schedule` is that of
-    `plan_schedule` for the same sequences; None makes it here.
-    """
+    grad_out: torch.Tensor, batch: Batch, *, config: Config | None = None,
+    work_list: WorkList | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """(dq, dk, dv), shaped as q, k and v, contiguous; grad_out may have any strides."""
     config = config or default_config(batch)
-    (entries,) = schedule or plan_schedule(batch, config).make(*batch.offsets)
-    return launch_pairs(backward_kernel, grad_out, batch, config, entries)
+    (entries,) = work_list or work_list_recipe(batch, config).make(*batch.offsets)
+    return launch_backward_pairs(backward_kernel, grad_out, batch, config, entries)

@@ -58,10 +58,10 @@ import triton.language as tl
 import triton.language.extra.tlx as tlx
 
 from gdpa_kernels.device.groups import OneWay, Ring
-from gdpa_kernels.device.pairs import CTAS, fetch_part, pair_and_pairs
+from gdpa_kernels.device.pairs import CTAS, fetch_part, pair_index_and_count
 from gdpa_kernels.device.ragged import BOUND
 from gdpa_kernels.device.rows import keep_runtime
-from gdpa_kernels.gdpa.batch import Batch, Schedule
+from gdpa_kernels.gdpa.batch import Batch, WorkList
 from gdpa_kernels.gdpa.device.derivatives import dk_factor, dv_factor
 from gdpa_kernels.gdpa.device.gradients import (
     Gradients,
@@ -77,10 +77,10 @@ from gdpa_kernels.gdpa.device.pair_steps import (
     add_products,
     compute_p_and_ds,
     fetch,
-    launch_pairs,
+    launch_backward_pairs,
 )
 from gdpa_kernels.gdpa.device.tensor_memory import HALF, KEYS, MATH_ROLES, ROWS
-from gdpa_kernels.gdpa.device.work_list import WorkList, count_items, entry, list_of_keys
+from gdpa_kernels.gdpa.device.work_list import ZigzagRecipe, count_items, entry, key_list_recipe
 
 PRODUCERS = tl.constexpr(2)
 
@@ -108,9 +108,9 @@ def is_deterministic(batch: Batch) -> bool:
     return sums_commute(batch, ITEM.value)
 
 
-def plan_schedule(batch: Batch, config: Config) -> WorkList:
+def work_list_recipe(batch: Batch, config: Config) -> ZigzagRecipe:
     """The list of tiles of keys, those with the most queries first."""
-    return list_of_keys(batch, ITEM.value, ROWS.value, least=int(config.once))
+    return key_list_recipe(batch, ITEM.value, ROWS.value, least=int(config.once))
 
 
 @triton.aggregate
@@ -146,7 +146,7 @@ def load(role: tl.constexpr, descs, k_rows, k, v, q, g, list_ptr, options):
     STEP: tl.constexpr = TILE // CTAS
     rank = tlx.cluster_cta_rank()
     column = rank * WIDTH
-    first, pairs = pair_and_pairs()
+    first, pairs = pair_index_and_count()
     num_items = count_items(list_ptr)
     phase, count = 0, 0
     for item in tl.range(first, num_items, pairs):
@@ -207,7 +207,7 @@ def mma(k_rows, k, v, q, g, s, p, dp, ds, dv, dk, dk_empty, dq, list_ptr, option
     """All MMAs, issued by the leader: S of a step, then dK and dQ of the step before, also across
     the border of two items. The peer's thread tells the leader that dS has arrived there."""
     WIDTH: tl.constexpr = options.HEAD_DIM // CTAS
-    first, pairs = pair_and_pairs()
+    first, pairs = pair_index_and_count()
     num_items = count_items(list_ptr)
     leads = tlx.cluster_cta_rank() == 0
     phase, count, previous_steps = 0, 0, 0  # before: steps of the last item
@@ -287,7 +287,7 @@ def put_sum(desc, sums, empty, buffer, factor, start, length, head, key):
 def math(role: tl.constexpr, s, p, dp, ds, list_ptr, scale, options):
     """A consumer: 64 rows of every step."""
     rank = tlx.cluster_cta_rank()
-    first, pairs = pair_and_pairs()
+    first, pairs = pair_index_and_count()
     num_items = count_items(list_ptr)
     count = 0
     for item in tl.range(first, num_items, pairs):
@@ -312,7 +312,7 @@ def output(
     of_dv = dv_factor(scale, output_scale, options.FOLD)
     of_dk = dk_factor(scale, output_scale, options.FOLD)
     rank = tlx.cluster_cta_rank()
-    first, pairs = pair_and_pairs()
+    first, pairs = pair_index_and_count()
     num_items = count_items(list_ptr)
     phase, count = 0, 0
     for item in tl.range(first, num_items, pairs):
@@ -420,17 +420,11 @@ def backward_kernel(
 
 
 def backward(
-    grad_out: torch.Tensor,
-    batch: Batch,
-    *,
-    config: Config | None = None,
-    schedule: Schedule | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(dq, dk, dv), shaped as q, k and v, contiguous.
-
-    grad_out `[total_q, num_heads, head_dim]` of any strides. `schedule` is that of
-    `plan_schedule` for the same sequences; None makes it here.
-    """
+    grad_out: torch.Tensor, batch: Batch, *, config: Config | None = None,
+    work_list: WorkList | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """(dq, dk, dv), shaped as q, k and v, contiguous; grad_out may have any strides."""
     config = config or default_config(batch)
-    (entries,) = schedule or plan_schedule(batch, config).make(*batch.offsets)
-    return launch_pairs(backward_kernel, grad_out, batch, config, entries, adds=not config.once)
+    (entries,) = work_list or work_list_recipe(batch, config).make(*batch.offsets)
+    adds = not config.once
+    return launch_backward_pairs(backward_kernel, grad_out, batch, config, entries, adds=adds)

@@ -55,12 +55,12 @@ from dataclasses import replace
 
 import torch
 
-from gdpa_kernels.gdpa.batch import Batch, Schedule
-from gdpa_kernels.gdpa.device.gradients import requires_few_keys
+from gdpa_kernels.gdpa.batch import Batch, WorkList
+from gdpa_kernels.gdpa.device.gradients import few_keys_problem
 from gdpa_kernels.gdpa.kernels import b5_stream_backward as b5
-from gdpa_kernels.gdpa.kernels.b5_stream_backward import Config, plan_schedule
+from gdpa_kernels.gdpa.kernels.b5_stream_backward import Config, work_list_recipe
 
-__all__ = ["Config", "backward", "default_config", "plan_schedule", "requires"]
+__all__ = ["Config", "backward", "default_config", "work_list_recipe", "call_problem"]
 
 
 def default_config(batch: Batch) -> Config:
@@ -68,22 +68,15 @@ def default_config(batch: Batch) -> Config:
     return replace(b5.default_config(batch), once=True)
 
 
-def requires(batch: Batch) -> str | None:
+def call_problem(batch: Batch) -> str | None:
     """The reason why this rung cannot take a call, beyond `Requires`; None if it can."""
-    return requires_few_keys(batch, b5.ITEM.value)
+    return few_keys_problem(batch, b5.ITEM.value)
 
 
 def backward(
-    grad_out: torch.Tensor,
-    batch: Batch,
-    *,
-    config: Config | None = None,
-    schedule: Schedule | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(dq, dk, dv), shaped as q, k and v, contiguous.
-
-    grad_out `[total_q, num_heads, head_dim]` of any strides. `schedule` is that of
-    `plan_schedule` for the same sequences; None makes it here.
-    """
+    grad_out: torch.Tensor, batch: Batch, *, config: Config | None = None,
+    work_list: WorkList | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """(dq, dk, dv), shaped as q, k and v, contiguous; grad_out may have any strides."""
     config = config or default_config(batch)
-    return b5.backward(grad_out, batch, config=config, schedule=schedule)
+    return b5.backward(grad_out, batch, config=config, work_list=work_list)

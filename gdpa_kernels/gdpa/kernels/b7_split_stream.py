@@ -40,16 +40,16 @@ from gdpa_kernels.device.groups import OneWay, Ring
 from gdpa_kernels.device.pairs import (
     CTAS,
     fetch_part,
-    pair_and_pairs,
-    put_sum,
+    pair_index_and_count,
+    put_scaled,
     scores,
     weighted_sum,
 )
-from gdpa_kernels.gdpa.batch import Batch, Schedule
+from gdpa_kernels.gdpa.batch import Batch, WorkList
 from gdpa_kernels.gdpa.device.masks import key_range
-from gdpa_kernels.gdpa.device.pair_streams import Options, launch_pairs
+from gdpa_kernels.gdpa.device.pair_streams import Options, launch_forward_pairs
 from gdpa_kernels.gdpa.device.polynomial import mixed_probabilities
-from gdpa_kernels.gdpa.device.work_list import WorkList, count_items, entry, list_of_queries
+from gdpa_kernels.gdpa.device.work_list import ZigzagRecipe, count_items, entry, query_list_recipe
 
 ROWS = tl.constexpr(128)  # of a CTA and item
 ROLES = tl.constexpr(2)  # of math, a block of keys each
@@ -80,9 +80,9 @@ def default_config(batch: Batch) -> Config:
     return Config(slices=4 if batch.masked or len(batch.activation) > 1 else 2)
 
 
-def plan_schedule(batch: Batch, config: Config) -> WorkList:
+def work_list_recipe(batch: Batch, config: Config) -> ZigzagRecipe:
     """The work list of these sequences."""
-    return list_of_queries(batch, ITEM.value, config.BLOCK_N, CTAS.value)
+    return query_list_recipe(batch, ITEM.value, config.BLOCK_N, CTAS.value)
 
 
 @triton.jit
@@ -98,7 +98,7 @@ def load(q_desc, k_desc, v_desc, q, k, v, list_ptr, options):
     BYTES: tl.constexpr = options.BLOCK_N * options.BLOCK_D * tlx.size_of(options.DTYPE)
     Q_BYTES: tl.constexpr = CTAS * ROWS * options.BLOCK_D * tlx.size_of(options.DTYPE)
     rank = tlx.cluster_cta_rank()
-    item, pairs = pair_and_pairs()
+    item, pairs = pair_index_and_count()
     num_items = count_items(list_ptr)
     tile, count = 0, 0
     while item < num_items:
@@ -130,7 +130,7 @@ def load(q_desc, k_desc, v_desc, q, k, v, list_ptr, options):
 def mma(q, k, v, s, p, o, list_ptr, options):
     """All MMAs, issued by the leader: P V of a block, then S of the block after the next, which is
     the same role's, also across the border of two items."""
-    item, pairs = pair_and_pairs()
+    item, pairs = pair_index_and_count()
     num_items = count_items(list_ptr)
     tile, block, count = 0, 0, 0  # of the next S
     out = 0  # the item of the next P V
@@ -183,7 +183,7 @@ def math(role: tl.constexpr, s, p, list_ptr, scale, options):
     """The activation of a role's blocks of this CTA's rows."""
     WIDTH: tl.constexpr = options.BLOCK_N // options.SLICES
     rank = tlx.cluster_cta_rank()
-    item, pairs = pair_and_pairs()
+    item, pairs = pair_index_and_count()
     num_items = count_items(list_ptr)
     count = 0
     while item < num_items:
@@ -207,7 +207,7 @@ def math(role: tl.constexpr, s, p, list_ptr, scale, options):
 def output(out_desc, out, q, o, list_ptr, output_scale, options):
     """O from tensor memory to Q's slot, and from there to memory; then the slot is free."""
     rank = tlx.cluster_cta_rank()
-    item, pairs = pair_and_pairs()
+    item, pairs = pair_index_and_count()
     num_items = count_items(list_ptr)
     tile = 0
     while item < num_items:
@@ -215,7 +215,7 @@ def output(out_desc, out, q, o, list_ptr, output_scale, options):
         slot = tile % Q_SLOTS
         o_slot = o.wait(tile)
         row = first + rank * ROWS
-        put_sum(
+        put_scaled(
             out_desc, o.buffer[o_slot], out[slot], o.empty[o_slot], output_scale, start_out, len_q,
             head, row, options.COLUMNS,
         )  # fmt: skip
@@ -228,14 +228,14 @@ def output(out_desc, out, q, o, list_ptr, output_scale, options):
 @triton.jit
 def split_stream_kernel(
     q_desc, k_desc, v_desc, out_desc, list_ptr, scale, output_scale,
-    GROUP: tl.constexpr, ACTIVATION: tl.constexpr, PAIRS: tl.constexpr, CAUSAL: tl.constexpr,
+    GROUP: tl.constexpr, ACTIVATION: tl.constexpr, PACKED: tl.constexpr, CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, NUM_STAGES: tl.constexpr,
     SLICES: tl.constexpr, COLUMNS: tl.constexpr, SHARE: tl.constexpr, REGISTERS: tl.constexpr,
 ):  # fmt: skip
     """output_scale * activation(scale * Q K^T) V for the listed work of this pair of CTAs."""
     DTYPE: tl.constexpr = tlx.dtype_of(q_desc)
     options = Options(
-        GROUP, ACTIVATION, PAIRS, CAUSAL, WINDOW, DTYPE, BLOCK_N, BLOCK_D, NUM_STAGES, SLICES,
+        GROUP, ACTIVATION, PACKED, CAUSAL, WINDOW, DTYPE, BLOCK_N, BLOCK_D, NUM_STAGES, SLICES,
         COLUMNS, SHARE,
     )  # fmt: skip
     out = tlx.local_alloc((ROWS, out_desc.block_shape[4]), tlx.dtype_of(out_desc), Q_SLOTS)
@@ -268,12 +268,9 @@ def split_stream_kernel(
 
 
 def forward(
-    batch: Batch, *, config: Config | None = None, schedule: Schedule | None = None
+    batch: Batch, *, config: Config | None = None, work_list: WorkList | None = None
 ) -> torch.Tensor:
-    """The output, `[total_q, num_heads, head_dim]`.
-
-    `schedule` is that of `plan_schedule` for the same sequences and config; None makes it here.
-    """
+    """The output, `[total_q, num_heads, head_dim]`."""
     config = config or default_config(batch)
-    (entries,) = schedule or plan_schedule(batch, config).make(*batch.offsets)
-    return launch_pairs(split_stream_kernel, batch, config, entries, ROWS.value)
+    (entries,) = work_list or work_list_recipe(batch, config).make(*batch.offsets)
+    return launch_forward_pairs(split_stream_kernel, batch, config, entries, ROWS.value)

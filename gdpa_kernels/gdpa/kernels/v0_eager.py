@@ -48,14 +48,14 @@ def pad(packed: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int) -> torc
 
 
 def unpad(
-    padded: torch.Tensor, cu_seqlens: torch.Tensor, total: int, padding: bool = False
+    padded: torch.Tensor, cu_seqlens: torch.Tensor, total: int, may_have_padding: bool = False
 ) -> torch.Tensor:
     """[batch, heads, max_seqlen, dim] -> [total, heads, dim], without waiting for the device;
-    anything in rows of `padding` behind the last sequence."""
+    anything in rows behind the last sequence."""
     row = torch.arange(total, device=padded.device, dtype=cu_seqlens.dtype)
     batch = torch.searchsorted(cu_seqlens[1:], row, right=True)
     position = row - cu_seqlens[batch]
-    if padding:
+    if may_have_padding:
         if 0 in padded.shape:
             return padded.new_zeros(total, padded.shape[1], padded.shape[3])
         batch = batch.clamp(max=padded.shape[0] - 1)
@@ -144,4 +144,4 @@ def forward(batch: Batch) -> torch.Tensor:
     )
     if batch.shared_q:
         return out.transpose(1, 2).reshape(-1, *batch.q.shape[1:])
-    return unpad(out, batch.cu_seqlens_q, batch.q.shape[0], batch.padding)
+    return unpad(out, batch.cu_seqlens_q, batch.q.shape[0], batch.may_have_padding)

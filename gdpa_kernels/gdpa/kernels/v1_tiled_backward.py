@@ -320,4 +320,4 @@ def bias_backward(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """The gradients of batch.bias's tables of positions and of times; None where `needs` is False.
     A third kernel (bias_gradient.py), deterministic as the others."""
-    return bias_gradient.gradients(grad_out, batch, needs)
+    return bias_gradient.table_gradients(grad_out, batch, needs)

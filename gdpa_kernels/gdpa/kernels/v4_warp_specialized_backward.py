@@ -42,7 +42,7 @@ from gdpa_kernels.calling.launch import multiprocessors
 from gdpa_kernels.device.groups import Ring, ring
 from gdpa_kernels.device.ragged import BOUND
 from gdpa_kernels.device.rows import fetch_rows, keep_runtime, put_rows, uniform
-from gdpa_kernels.gdpa.batch import Batch, Schedule
+from gdpa_kernels.gdpa.batch import Batch, WorkList
 from gdpa_kernels.gdpa.device.derivatives import (
     dk_factor,
     dv_factor,
@@ -54,13 +54,13 @@ from gdpa_kernels.gdpa.device.gradients import (
     Gradients,
     head_and_row,
     launch_gradients,
-    loaded,
     steps_of,
     sums_commute,
+    tile_descriptors,
 )
 from gdpa_kernels.gdpa.device.masks import all_visible, mask_transposed
 from gdpa_kernels.gdpa.device.segments import entry_mask, row_intervals, sees, sees_all, skip_gap
-from gdpa_kernels.gdpa.device.ticket_list import TicketList, ticket_list, uses_tickets
+from gdpa_kernels.gdpa.device.ticket_list import TicketRecipe, ticket_recipe, uses_tickets
 from gdpa_kernels.gdpa.device.tickets import each_tile, new_counter, tickets_of
 from gdpa_kernels.gdpa.device.two_consumers import (
     KEYS,
@@ -74,7 +74,7 @@ from gdpa_kernels.gdpa.device.two_consumers import (
     stage_tile,
     store_ds,
 )
-from gdpa_kernels.gdpa.device.work_list import WorkList, entry, list_of_keys
+from gdpa_kernels.gdpa.device.work_list import ZigzagRecipe, entry, key_list_recipe
 
 Config = TicketConfig
 
@@ -90,11 +90,11 @@ def is_deterministic(batch: Batch) -> bool:
     return sums_commute(batch, TILE.value)
 
 
-def plan_schedule(batch: Batch, config: Config) -> WorkList | TicketList:
+def work_list_recipe(batch: Batch, config: Config) -> ZigzagRecipe | TicketRecipe:
     """The list of tiles of keys, those with the most queries first."""
     if config.tickets:
-        return ticket_list(batch, TILE.value, multiprocessors(batch.device), transposed=True)
-    return list_of_keys(batch, TILE.value, rows_of(batch.head_dim))
+        return ticket_recipe(batch, TILE.value, multiprocessors(batch.device), transposed=True)
+    return key_list_recipe(batch, TILE.value, rows_of(batch.head_dim))
 
 
 @triton.aggregate
@@ -342,21 +342,14 @@ def backward_kernel(
 
 
 def backward(
-    grad_out: torch.Tensor,
-    batch: Batch,
-    *,
-    config: Config | None = None,
-    schedule: Schedule | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(dq, dk, dv), shaped as q, k and v, contiguous.
-
-    grad_out `[total_q, num_heads, head_dim]` of any strides. `schedule` is that of
-    `plan_schedule` for the same sequences; None makes it here.
-    """
+    grad_out: torch.Tensor, batch: Batch, *, config: Config | None = None,
+    work_list: WorkList | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """(dq, dk, dv), shaped as q, k and v, contiguous; grad_out may have any strides."""
     config, rows = config or default_config(batch), rows_of(batch.head_dim)
-    (entries,) = schedule or plan_schedule(batch, config).make(*batch.offsets)
+    (entries,) = work_list or work_list_recipe(batch, config).make(*batch.offsets)
     boxes = (64, 64), (KEYS.value, None), (KEYS.value, None)
-    loads = loaded(grad_out, batch, rows, KEYS.value)
+    loads = tile_descriptors(grad_out, batch, rows, KEYS.value)
     return launch_gradients(
         backward_kernel, batch, config, loads, boxes, (entries,), len(entries) - 1, ROWS=rows,
         counter_ptr=new_counter(batch) if config.tickets else None,

@@ -38,9 +38,9 @@ import triton.language as tl
 import triton.language.extra.tlx as tlx
 
 from gdpa_kernels.device.groups import OneWay, Ring, ring
-from gdpa_kernels.device.ragged import BOUND, ragged_descriptor, readable
+from gdpa_kernels.device.ragged import BOUND, ragged_descriptor, tma_readable
 from gdpa_kernels.device.rows import fetch_rows, keep_runtime, put_rows
-from gdpa_kernels.gdpa.batch import Batch, Schedule
+from gdpa_kernels.gdpa.batch import Batch, WorkList
 from gdpa_kernels.gdpa.device.derivatives import (
     dk_factor,
     dv_factor,
@@ -50,11 +50,11 @@ from gdpa_kernels.gdpa.device.derivatives import (
 )
 from gdpa_kernels.gdpa.device.gradients import (
     Gradients,
+    few_keys_problem,
     head_and_row,
     launch_gradients,
-    requires_few_keys,
 )
-from gdpa_kernels.gdpa.device.longest_first import Items, LongestFirst, sequence_and_head
+from gdpa_kernels.gdpa.device.longest_first import Items, LongestFirstRecipe, sequence_and_head
 from gdpa_kernels.gdpa.device.masks import mask_transposed
 
 MATH_ROLES = tl.constexpr(2)
@@ -75,9 +75,9 @@ class Config:
     registers: int = 240
 
 
-def requires(batch: Batch) -> str | None:
+def call_problem(batch: Batch) -> str | None:
     """The reason why this rung cannot take a call, beyond `Requires`; None if it can."""
-    return requires_few_keys(batch, MOST_KEYS)
+    return few_keys_problem(batch, MOST_KEYS)
 
 
 def default_config(batch: Batch) -> Config:
@@ -85,9 +85,9 @@ def default_config(batch: Batch) -> Config:
     return Config()
 
 
-def plan_schedule(batch: Batch, config: Config) -> LongestFirst:
+def work_list_recipe(batch: Batch, config: Config) -> LongestFirstRecipe:
     """(order,): the sequences, int32 `[sequences]`, those with the most queries first."""
-    return LongestFirst()
+    return LongestFirstRecipe()
 
 
 @triton.aggregate
@@ -330,25 +330,18 @@ def backward_kernel(
 
 
 def backward(
-    grad_out: torch.Tensor,
-    batch: Batch,
-    *,
-    config: Config | None = None,
-    schedule: Schedule | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(dq, dk, dv), shaped as q, k and v, contiguous.
-
-    grad_out `[total_q, num_heads, head_dim]` of any strides. `schedule` is that of
-    `plan_schedule` for the same sequences; None makes it here.
-    """
+    grad_out: torch.Tensor, batch: Batch, *, config: Config | None = None,
+    work_list: WorkList | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """(dq, dk, dv), shaped as q, k and v, contiguous; grad_out may have any strides."""
     config = config or default_config(batch)
-    (order,) = schedule or plan_schedule(batch, config).make(*batch.offsets)
+    (order,) = work_list or work_list_recipe(batch, config).make(*batch.offsets)
     items = batch.sequences * batch.num_heads_k
     loads = (
         ragged_descriptor(batch.q, ROWS.value, width=64),
         ragged_descriptor(batch.k, KEYS.value, width=64),
         ragged_descriptor(batch.v, KEYS.value),
-        ragged_descriptor(readable(grad_out), ROWS.value),
+        ragged_descriptor(tma_readable(grad_out), ROWS.value),
     )
     boxes = (ROWS.value, 64), (KEYS.value, 64), (KEYS.value, None)
     return launch_gradients(

@@ -42,7 +42,7 @@ import triton.language.extra.tlx as tlx
 from gdpa_kernels.device.groups import Ring, ring
 from gdpa_kernels.device.ragged import BOUND
 from gdpa_kernels.device.rows import fetch_rows, keep_runtime, put_rows, uniform
-from gdpa_kernels.gdpa.batch import Batch, Schedule
+from gdpa_kernels.gdpa.batch import Batch, WorkList
 from gdpa_kernels.gdpa.device.derivatives import (
     dk_factor,
     dv_factor,
@@ -52,10 +52,10 @@ from gdpa_kernels.gdpa.device.derivatives import (
 )
 from gdpa_kernels.gdpa.device.gradients import (
     Gradients,
+    few_keys_problem,
     head_and_row,
     launch_gradients,
-    loaded,
-    requires_few_keys,
+    tile_descriptors,
 )
 from gdpa_kernels.gdpa.device.masks import mask_transposed
 from gdpa_kernels.gdpa.device.tickets import each_tile, new_counter, tickets_of
@@ -71,16 +71,16 @@ from gdpa_kernels.gdpa.device.two_consumers import (
     stage_tile,
     store_ds,
 )
-from gdpa_kernels.gdpa.device.work_list import WorkList, entry, list_of_keys
+from gdpa_kernels.gdpa.device.work_list import ZigzagRecipe, entry, key_list_recipe
 
 Config = TicketConfig
 
 UNEVEN = 3
 
 
-def requires(batch: Batch) -> str | None:
+def call_problem(batch: Batch) -> str | None:
     """The reason why this rung cannot take a call, beyond `Requires`; None if it can."""
-    return requires_few_keys(batch, TILE.value)
+    return few_keys_problem(batch, TILE.value)
 
 
 def default_config(batch: Batch) -> Config:
@@ -88,10 +88,10 @@ def default_config(batch: Batch) -> Config:
     return Config(tickets=batch.max_seqlen_q * batch.sequences > UNEVEN * batch.rows)
 
 
-def plan_schedule(batch: Batch, config: Config) -> WorkList:
+def work_list_recipe(batch: Batch, config: Config) -> ZigzagRecipe:
     """A tile for each sequence and key head, those with the most queries first."""
-    plan = list_of_keys(batch, TILE.value, rows_of(batch.head_dim), least=1)
-    return replace(plan, num_programs=1) if config.tickets else plan  # no row is reversed
+    recipe = key_list_recipe(batch, TILE.value, rows_of(batch.head_dim), least=1)
+    return replace(recipe, num_programs=1) if config.tickets else recipe  # no row is reversed
 
 
 @triton.aggregate
@@ -289,21 +289,14 @@ def backward_kernel(
 
 
 def backward(
-    grad_out: torch.Tensor,
-    batch: Batch,
-    *,
-    config: Config | None = None,
-    schedule: Schedule | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(dq, dk, dv), shaped as q, k and v, contiguous.
-
-    grad_out `[total_q, num_heads, head_dim]` of any strides. `schedule` is that of
-    `plan_schedule` for the same sequences; None makes it here.
-    """
+    grad_out: torch.Tensor, batch: Batch, *, config: Config | None = None,
+    work_list: WorkList | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """(dq, dk, dv), shaped as q, k and v, contiguous; grad_out may have any strides."""
     config, rows = config or default_config(batch), rows_of(batch.head_dim)
-    (entries,) = schedule or plan_schedule(batch, config).make(*batch.offsets)
+    (entries,) = work_list or work_list_recipe(batch, config).make(*batch.offsets)
     boxes = (64, 64), (KEYS.value, None), (KEYS.value, None)
-    loads = loaded(grad_out, batch, rows, KEYS.value)
+    loads = tile_descriptors(grad_out, batch, rows, KEYS.value)
     return launch_gradients(
         backward_kernel, batch, config, loads, boxes, (entries,), len(entries) - 1,
         adds=False, ROWS=rows, counter_ptr=new_counter(batch) if config.tickets else None,

@@ -45,7 +45,7 @@ from gdpa_kernels.calling.launch import multiprocessors
 from gdpa_kernels.device.groups import Ring, ring
 from gdpa_kernels.device.ragged import BOUND
 from gdpa_kernels.device.rows import fetch_rows, keep_runtime, put_rows, uniform
-from gdpa_kernels.gdpa.batch import Batch, Schedule
+from gdpa_kernels.gdpa.batch import Batch, WorkList
 from gdpa_kernels.gdpa.device.derivatives import (
     dk_factor,
     dv_factor,
@@ -57,14 +57,14 @@ from gdpa_kernels.gdpa.device.gradients import (
     Gradients,
     head_and_row,
     launch_gradients,
-    loaded,
     steps_of,
     sums_commute,
+    tile_descriptors,
 )
 from gdpa_kernels.gdpa.device.masks import mask_transposed
-from gdpa_kernels.gdpa.device.ticket_list import TicketList, ticket_list, uses_tickets
+from gdpa_kernels.gdpa.device.ticket_list import TicketRecipe, ticket_recipe, uses_tickets
 from gdpa_kernels.gdpa.device.tickets import each_tile, new_counter, tickets_of
-from gdpa_kernels.gdpa.device.work_list import WorkList, entry, list_of_keys
+from gdpa_kernels.gdpa.device.work_list import ZigzagRecipe, entry, key_list_recipe
 
 KEYS = tl.constexpr(64)  # of a tile
 ROWS = tl.constexpr(64)  # of a step
@@ -89,7 +89,7 @@ class Config:
     tickets: bool = False
 
 
-def requires(batch: Batch) -> str | None:
+def call_problem(batch: Batch) -> str | None:
     """The reason why this rung cannot take a call, beyond `Requires`; None if it can."""
     if batch.head_dim <= 128:
         return f"needs a head_dim over 128, got {batch.head_dim}"
@@ -107,11 +107,11 @@ def is_deterministic(batch: Batch) -> bool:
     return sums_commute(batch, KEYS.value)
 
 
-def plan_schedule(batch: Batch, config: Config) -> WorkList | TicketList:
+def work_list_recipe(batch: Batch, config: Config) -> ZigzagRecipe | TicketRecipe:
     """The list of tiles of keys, those with the most queries first."""
     if config.tickets:
-        return ticket_list(batch, KEYS.value, multiprocessors(batch.device), transposed=True)
-    return list_of_keys(batch, KEYS.value, ROWS.value)
+        return ticket_recipe(batch, KEYS.value, multiprocessors(batch.device), transposed=True)
+    return key_list_recipe(batch, KEYS.value, ROWS.value)
 
 
 @triton.aggregate
@@ -327,21 +327,14 @@ def backward_kernel(
 
 
 def backward(
-    grad_out: torch.Tensor,
-    batch: Batch,
-    *,
-    config: Config | None = None,
-    schedule: Schedule | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(dq, dk, dv), shaped as q, k and v, contiguous.
-
-    grad_out `[total_q, num_heads, head_dim]` of any strides. `schedule` is that of
-    `plan_schedule` for the same sequences; None makes it here.
-    """
+    grad_out: torch.Tensor, batch: Batch, *, config: Config | None = None,
+    work_list: WorkList | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """(dq, dk, dv), shaped as q, k and v, contiguous; grad_out may have any strides."""
     config = config or default_config(batch)
-    (entries,) = schedule or plan_schedule(batch, config).make(*batch.offsets)
+    (entries,) = work_list or work_list_recipe(batch, config).make(*batch.offsets)
     boxes = (ROWS.value, PIECE.value), (KEYS.value, None), (KEYS.value, None)
-    loads = loaded(grad_out, batch, ROWS.value, KEYS.value)
+    loads = tile_descriptors(grad_out, batch, ROWS.value, KEYS.value)
     return launch_gradients(
         backward_kernel, batch, config, loads, boxes, (entries,), len(entries) - 1,
         counter_ptr=new_counter(batch) if config.tickets else None,

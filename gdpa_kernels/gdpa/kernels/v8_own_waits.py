@@ -48,7 +48,7 @@ from gdpa_kernels.calling.launch import cdiv, launch, multiprocessors
 from gdpa_kernels.device.groups import Ring
 from gdpa_kernels.device.ragged import ragged_descriptor
 from gdpa_kernels.device.rows import fetch_rows, put_out
-from gdpa_kernels.gdpa.batch import Batch, Schedule
+from gdpa_kernels.gdpa.batch import Batch, WorkList
 from gdpa_kernels.gdpa.device.activations import (
     activate_per_head,
     foldable,
@@ -64,13 +64,13 @@ from gdpa_kernels.gdpa.device.pages import (
 )
 from gdpa_kernels.gdpa.device.segments import entry_mask, key_intervals, sees, sees_all, skip_gap
 from gdpa_kernels.gdpa.device.sums import add_up
-from gdpa_kernels.gdpa.device.ticket_list import TicketList, ticket_list, uses_tickets
+from gdpa_kernels.gdpa.device.ticket_list import TicketRecipe, ticket_recipe, uses_tickets
 from gdpa_kernels.gdpa.device.tickets import follow, new_counter, take, tickets_of
-from gdpa_kernels.gdpa.device.work_list import WorkList, count_items, entry, list_of_queries
+from gdpa_kernels.gdpa.device.work_list import ZigzagRecipe, count_items, entry, query_list_recipe
 
 ROWS = tl.constexpr(64)
 WIDE = tl.constexpr(128)  # columns that leave at once, at most
-LEAST = 256  # keys of a piece
+LEAST = 256  # keys of a split
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Config:
     resident: K and V of an entry stay in shared memory. math_roles: consumers; a tile has 64 rows
     for each. registers: of a consumer thread. pairs: packed arithmetic where
     `activations.foldable`. q_slots: tiles of Q in shared memory. programs: of a multiprocessor,
-    which share its registers. splits: pieces of a sequence's keys, whose fp32 results are added up
+    which share its registers. splits: parts of a sequence's keys, whose fp32 results are added up
     afterwards. ahead: a tile's Q, which comes from HBM, is loaded during the tile before, where
     keys are not resident and there is room. tickets: entries are taken by tickets, with one tile of
     Q in shared memory, so that the next one is drawn late.
@@ -156,12 +156,12 @@ def splits_of(batch: Batch) -> int:
     return max(min(multiprocessors(batch.device) // tiles, batch.max_seqlen_k // LEAST), 1)
 
 
-def plan_schedule(batch: Batch, config: Config) -> WorkList | TicketList:
+def work_list_recipe(batch: Batch, config: Config) -> ZigzagRecipe | TicketRecipe:
     """The work list of these sequences."""
     rows = config.rows_per_item(batch.max_seqlen_q)
     if config.tickets:
-        return ticket_list(batch, rows, config.programs * multiprocessors(batch.device))
-    return list_of_queries(batch, rows, config.BLOCK_N, 1, config.programs, config.splits)
+        return ticket_recipe(batch, rows, config.programs * multiprocessors(batch.device))
+    return query_list_recipe(batch, rows, config.BLOCK_N, 1, config.programs, config.splits)
 
 
 @triton.aggregate
@@ -170,7 +170,7 @@ class Options:
 
     GROUP: tl.constexpr
     ACTIVATION: tl.constexpr
-    PAIRS: tl.constexpr
+    PACKED: tl.constexpr
     CAUSAL: tl.constexpr
     WINDOW: tl.constexpr
     BLOCK_N: tl.constexpr
@@ -341,7 +341,7 @@ def activation_prologue(s, scale, head, row, first_key, mask, options):
 
     GELU and SiLU of 0 are 0: masking the scores is as good, and leaves the pairs of bf16 whole.
     """
-    x = s if options.PAIRS else activate_per_head(s, scale, head, options.ACTIVATION, True)
+    x = s if options.PACKED else activate_per_head(s, scale, head, options.ACTIVATION, True)
     shift, segments = mask
     position = row + shift
     if options.SEGMENTS:
@@ -351,15 +351,15 @@ def activation_prologue(s, scale, head, row, first_key, mask, options):
     ):
         x = mask_probabilities(x, position, first_key, options.CAUSAL, options.WINDOW)
     t = 0
-    if options.PAIRS:
+    if options.PACKED:
         x, t = tanh_packed(x, scale, options.ACTIVATION)
     return x, t
 
 
 @triton.jit
-def activation_epilogue(x, t, DTYPE: tl.constexpr, PAIRS: tl.constexpr):
+def activation_epilogue(x, t, DTYPE: tl.constexpr, PACKED: tl.constexpr):
     """The probabilities, in registers that an MMA reads: only when none is in flight."""
-    return multiply_add_packed(x, t, x) if PAIRS else x.to(DTYPE)
+    return multiply_add_packed(x, t, x) if PACKED else x.to(DTYPE)
 
 
 @triton.jit
@@ -402,7 +402,7 @@ def math(
                 v_stage = (kv + block - 1) % NUM_STAGES
                 tlx.barrier_wait(k.full[stage], ((kv + block) // NUM_STAGES) & 1)
                 tlx.barrier_wait(v.full[v_stage], ((kv + block - 1) // NUM_STAGES) & 1)
-                p = activation_epilogue(x, t, options.DTYPE, options.PAIRS)
+                p = activation_epilogue(x, t, options.DTYPE, options.PACKED)
                 s = tlx.async_dot(q.buffer[q_slot], tlx.local_trans(k.buffer[stage]))
                 acc = tlx.async_dot(p, v.buffer[v_stage], acc)
                 s = tlx.async_dot_wait(1, s)
@@ -418,7 +418,7 @@ def math(
             if options.Q_SLOTS == 1:
                 v_stage = (kv + blocks - 1) % NUM_STAGES
                 tlx.barrier_wait(v.full[v_stage], ((kv + blocks - 1) // NUM_STAGES) & 1)
-                p = activation_epilogue(x, t, options.DTYPE, options.PAIRS)
+                p = activation_epilogue(x, t, options.DTYPE, options.PACKED)
                 acc = tlx.async_dot(p, v.buffer[v_stage], acc)
                 if tickets is not None:
                     item = follow(tickets, tile)
@@ -457,7 +457,7 @@ def math(
                 tlx.barrier_wait(q.full[q_slot], (tile // Q_SLOTS) & 1)
                 tlx.barrier_wait(k.full[stage], (kv // NUM_STAGES) & 1)
                 tlx.barrier_wait(v.full[v_stage], v_phase)
-                p = activation_epilogue(x, t, options.DTYPE, options.PAIRS)
+                p = activation_epilogue(x, t, options.DTYPE, options.PACKED)
                 s = tlx.async_dot(q.buffer[q_slot], tlx.local_trans(k.buffer[stage]))
                 acc = tlx.async_dot(p, v.buffer[v_stage], acc)
                 s = tlx.async_dot_wait(1, s)
@@ -486,7 +486,8 @@ def own_waits_kernel(
     paged_ends_ptr=None, PAGE_SIZE: tl.constexpr = None, HAS_PACKED: tl.constexpr = False,
     counter_ptr=None,
 ):  # fmt: skip
-    """output_scale * activation(scale * Q K^T) V for the listed work of this program."""
+    """output_scale * activation(scale * Q K^T) V for the listed work of this program. PAIRS:
+    `PACKED` of the options, by the name that records know."""
     tl.static_assert(PAGE_SIZE is None or PAGE_SIZE % BLOCK_N == 0, "a tile lies in one page")
     DTYPE: tl.constexpr = tlx.dtype_of(q_desc)
     options = Options(
@@ -527,37 +528,34 @@ def own_waits_kernel(
 
 
 def forward(
-    batch: Batch, *, config: Config | None = None, schedule: Schedule | None = None
+    batch: Batch, *, config: Config | None = None, work_list: WorkList | None = None
 ) -> torch.Tensor:
-    """The output, `[total_q, num_heads, head_dim]`.
-
-    `schedule` is that of `plan_schedule` for the same sequences and config; None makes it here.
-    """
+    """The output, `[total_q, num_heads, head_dim]`."""
     out = batch.new_out()
     config = config or default_config(batch)
     if config.splits > 1 or batch.add_to is not None:
-        return add_up(partial_sums(batch, config=config, schedule=schedule), batch.add_to, out)
-    return _launched(batch, config, schedule, out)
+        return add_up(partial_sums(batch, config=config, work_list=work_list), batch.add_to, out)
+    return _launched(batch, config, work_list, out)
 
 
 def partial_sums(
-    batch: Batch, *, config: Config | None = None, schedule: Schedule | None = None
+    batch: Batch, *, config: Config | None = None, work_list: WorkList | None = None
 ) -> torch.Tensor:
-    """fp32 `[pieces, total_q, num_heads, head_dim]`, of pieces of each sequence's keys: the output
-    without `add_to` is their sum. The other arguments: as `forward`."""
+    """fp32 `[splits, total_q, num_heads, head_dim]`, of the splits of each sequence's keys: the
+    output without `add_to` is their sum. The other arguments: as `forward`."""
     config = config or default_config(batch)
     shape = config.splits, batch.rows, *batch.q.shape[1:]
     sums = batch.q.new_empty(shape, dtype=torch.float32)
-    _launched(batch, config, schedule, sums.flatten(0, 1))
+    _launched(batch, config, work_list, sums.flatten(0, 1))
     return sums
 
 
 def _launched(
-    batch: Batch, config: Config, schedule: Schedule | None, out: torch.Tensor
+    batch: Batch, config: Config, work_list: WorkList | None, out: torch.Tensor
 ) -> torch.Tensor:
-    """`out` `[pieces * total_q, num_heads, head_dim]`, written."""
-    (entries,) = schedule or plan_schedule(batch, config).make(*batch.offsets)
-    pairs = config.pairs and not batch.precise and foldable(batch.activation, batch.dtype)
+    """`out` `[splits * total_q, num_heads, head_dim]`, written."""
+    (entries,) = work_list or work_list_recipe(batch, config).make(*batch.offsets)
+    packed = config.pairs and not batch.precise and foldable(batch.activation, batch.dtype)
     programs = min(config.programs * multiprocessors(batch.device), len(entries) - 1)
     threads = (1 + config.math_roles) * 128
     shared = {"maxnreg": 65_536 // (config.programs * threads)} if config.programs > 1 else {}
@@ -574,8 +572,8 @@ def _launched(
         k_desc, v_desc,
         ragged_descriptor(out, ROWS.value, width=min(width, most)),
         entries, config.rows_per_item(batch.max_seqlen_q), batch.scale,
-        batch.output_scale * batch.scale / 2 if pairs else batch.output_scale,
-        GROUP=batch.group, ACTIVATION=batch.names, PAIRS=pairs,
+        batch.output_scale * batch.scale / 2 if packed else batch.output_scale,
+        GROUP=batch.group, ACTIVATION=batch.names, PAIRS=packed,
         CAUSAL=bool(batch.causal), WINDOW=batch.window, LOWER_RIGHT=batch.lower_right,
         BLOCK_N=config.BLOCK_N, BLOCK_D=width, NUM_STAGES=config.num_stages,
         REGISTERS=config.registers, RESIDENT=config.resident,
@@ -587,7 +585,7 @@ def _launched(
     return out
 
 
-def requires(batch: Batch) -> str | None:
+def call_problem(batch: Batch) -> str | None:
     """The reason why this rung cannot take a call, beyond `Requires`; None if it can."""
     sums = batch.add_to is not None or batch.out_dtype not in (None, batch.dtype)
     if sums and batch.head_dim > WIDE.value:

@@ -41,9 +41,9 @@ from gdpa_kernels.device.rows import fetch_rows
 from gdpa_kernels.device.sequences import sequence
 from gdpa_kernels.gdpa.batch import Batch
 from gdpa_kernels.gdpa.device.activations import multiply_add_packed, tanh_packed
-from gdpa_kernels.gdpa.published_form import requires_pairs
+from gdpa_kernels.gdpa.published_form import packed_call_problem
 
-requires = requires_pairs
+call_problem = packed_call_problem
 
 ROWS = tl.constexpr(128)
 TILES = tl.constexpr(2)

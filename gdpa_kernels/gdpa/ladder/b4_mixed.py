@@ -35,11 +35,11 @@ from dataclasses import replace
 
 import torch
 
-from gdpa_kernels.gdpa.batch import Batch, Schedule
+from gdpa_kernels.gdpa.batch import Batch, WorkList
 from gdpa_kernels.gdpa.ladder import b3_stream
-from gdpa_kernels.gdpa.ladder.b3_stream import Config, plan_schedule, requires
+from gdpa_kernels.gdpa.ladder.b3_stream import Config, call_problem, work_list_recipe
 
-__all__ = ["Config", "default_config", "forward", "plan_schedule", "requires"]
+__all__ = ["Config", "default_config", "forward", "work_list_recipe", "call_problem"]
 
 
 def default_config(batch: Batch) -> Config:
@@ -48,8 +48,7 @@ def default_config(batch: Batch) -> Config:
 
 
 def forward(
-    batch: Batch, *, config: Config | None = None, schedule: Schedule | None = None
+    batch: Batch, *, config: Config | None = None, work_list: WorkList | None = None
 ) -> torch.Tensor:
-    """The output, `[total_q, num_heads, head_dim]`; `schedule` is that of `plan_schedule`
-    for the same sequences and config; None makes it here."""
-    return b3_stream.forward(batch, config=config or default_config(batch), schedule=schedule)
+    """The output, `[total_q, num_heads, head_dim]`."""
+    return b3_stream.forward(batch, config=config or default_config(batch), work_list=work_list)

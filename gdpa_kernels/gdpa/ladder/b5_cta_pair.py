@@ -41,16 +41,16 @@ from gdpa_kernels.device.pairs import (
     CTAS,
     fetch_part,
     move_columns,
-    pair_and_pairs,
+    pair_index_and_count,
     scores,
     weighted_sum,
 )
 from gdpa_kernels.device.ragged import BOUND, ragged_descriptor
-from gdpa_kernels.gdpa.batch import Batch, Schedule
+from gdpa_kernels.gdpa.batch import Batch, WorkList
 from gdpa_kernels.gdpa.device.activations import multiply_add_packed
 from gdpa_kernels.gdpa.device.polynomial import mixed_packed
-from gdpa_kernels.gdpa.device.work_list import WorkList, count_items, entry, list_of_queries
-from gdpa_kernels.gdpa.published_form import requires_pairs
+from gdpa_kernels.gdpa.device.work_list import ZigzagRecipe, count_items, entry, query_list_recipe
+from gdpa_kernels.gdpa.published_form import packed_call_problem
 
 ROWS = tl.constexpr(128)  # of a CTA and tile
 KEYS = tl.constexpr(128)  # of a math role
@@ -77,11 +77,11 @@ class Config:
         return max(-(-max_seqlen_q // TILE.value), 1) * TILE.value
 
 
-def requires(batch: Batch) -> str | None:
+def call_problem(batch: Batch) -> str | None:
     """The reason why this rung cannot take a call, beyond `Requires`; None if it can."""
     if batch.max_seqlen_k > MOST_KEYS:
         return f"needs a max_seqlen_k of at most {MOST_KEYS}, got {batch.max_seqlen_k}"
-    return requires_pairs(batch)
+    return packed_call_problem(batch)
 
 
 def default_config(batch: Batch) -> Config:
@@ -89,10 +89,10 @@ def default_config(batch: Batch) -> Config:
     return Config()
 
 
-def plan_schedule(batch: Batch, config: Config) -> WorkList:
+def work_list_recipe(batch: Batch, config: Config) -> ZigzagRecipe:
     """The work list of these sequences."""
     rows = config.rows_per_item(batch.max_seqlen_q)
-    return list_of_queries(batch, rows, MOST_KEYS, CTAS.value)
+    return query_list_recipe(batch, rows, MOST_KEYS, CTAS.value)
 
 
 @triton.aggregate
@@ -119,7 +119,7 @@ def load(q_desc, k_desc, v_desc, q, k, v, list_ptr, rows_per_item, options):
     BYTES: tl.constexpr = 2 * ROLES * KEYS * options.BLOCK_D * tlx.size_of(options.DTYPE)
     Q_BYTES: tl.constexpr = CTAS * ROWS * options.BLOCK_D * tlx.size_of(options.DTYPE)
     rank = tlx.cluster_cta_rank()
-    item, pairs = pair_and_pairs()
+    item, pairs = pair_index_and_count()
     num_items = count_items(list_ptr)
     tile, count = 0, 0
     while item < num_items:
@@ -149,7 +149,7 @@ def load(q_desc, k_desc, v_desc, q, k, v, list_ptr, rows_per_item, options):
 def mma(q, k, v, s, p, o, list_ptr, rows_per_item, options):
     """All MMAs, issued by the leader: for each math role P V of a tile, then S of the next tile,
     also across the border of two items."""
-    item, pairs = pair_and_pairs()
+    item, pairs = pair_index_and_count()
     num_items = count_items(list_ptr)
     tile, count, step = 0, 0, 0
     if (tlx.cluster_cta_rank() == 0) & (item < num_items):
@@ -197,7 +197,7 @@ def mma(q, k, v, s, p, o, list_ptr, rows_per_item, options):
 def math(role: tl.constexpr, s, p, list_ptr, rows_per_item, scale, options):
     """The activation of this CTA's rows for the keys of a role."""
     WIDTH: tl.constexpr = KEYS // options.SLICES
-    item, pairs = pair_and_pairs()
+    item, pairs = pair_index_and_count()
     num_items = count_items(list_ptr)
     count = 0
     while item < num_items:
@@ -219,7 +219,7 @@ def output(out_desc, out, o, list_ptr, rows_per_item, output_scale, options):
     """O from tensor memory through a buffer to memory; the store goes on beside the next tile."""
     DTYPE: tl.constexpr = options.DTYPE
     rank = tlx.cluster_cta_rank()
-    item, pairs = pair_and_pairs()
+    item, pairs = pair_index_and_count()
     num_items = count_items(list_ptr)
     tile = 0
     while item < num_items:
@@ -276,15 +276,12 @@ def cta_pair_kernel(
 
 
 def forward(
-    batch: Batch, *, config: Config | None = None, schedule: Schedule | None = None
+    batch: Batch, *, config: Config | None = None, work_list: WorkList | None = None
 ) -> torch.Tensor:
-    """The output, `[total_q, num_heads, head_dim]`.
-
-    `schedule` is that of `plan_schedule` for the same sequences and config; None makes it here.
-    """
+    """The output, `[total_q, num_heads, head_dim]`."""
     out = batch.new_out()
     config = config or default_config(batch)
-    (entries,) = schedule or plan_schedule(batch, config).make(*batch.offsets)
+    (entries,) = work_list or work_list_recipe(batch, config).make(*batch.offsets)
     clusters = min(max(multiprocessors(batch.device) // CTAS.value, 1), len(entries) - 1)
     launch(
         cta_pair_kernel, (CTAS.value * clusters,), batch.device,

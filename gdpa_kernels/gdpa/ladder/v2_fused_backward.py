@@ -30,7 +30,7 @@ import triton
 import triton.language as tl
 
 from gdpa_kernels.calling.launch import launch
-from gdpa_kernels.device.ragged import load_rows, ragged_descriptor, readable, store_rows
+from gdpa_kernels.device.ragged import load_rows, ragged_descriptor, store_rows, tma_readable
 from gdpa_kernels.device.sequences import sequence
 from gdpa_kernels.gdpa.batch import Batch
 from gdpa_kernels.gdpa.device.derivatives import value_and_slope_per_head
@@ -160,7 +160,7 @@ def backward(
     k_desc = ragged_descriptor(k, config.BLOCK_N)
     launch(
         fused_kernel, (tiles * batch.num_heads_k * batch.sequences,), batch.device,
-        ragged_descriptor(readable(grad_out), config.BLOCK_M),
+        ragged_descriptor(tma_readable(grad_out), config.BLOCK_M),
         ragged_descriptor(q, config.BLOCK_M), k_desc, ragged_descriptor(v, config.BLOCK_N),
         ragged_descriptor(sums, config.BLOCK_M) if needs[0] and config.by_tma else None,
         sums if needs[0] and not config.by_tma else None,

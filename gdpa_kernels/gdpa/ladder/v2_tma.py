@@ -33,7 +33,7 @@ from gdpa_kernels.device.ragged import load_rows, ragged_descriptor, store_rows
 from gdpa_kernels.device.sequences import sequence
 from gdpa_kernels.gdpa.batch import Batch
 from gdpa_kernels.gdpa.device.activations import activate
-from gdpa_kernels.gdpa.published_form import requires as requires
+from gdpa_kernels.gdpa.published_form import call_problem as call_problem
 
 
 @dataclass(frozen=True)

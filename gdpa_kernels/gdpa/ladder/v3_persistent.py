@@ -19,7 +19,7 @@ tile, as a launch does.
 |---------------|-------------|--------------------------------------------------------|
 | one per stage | 1 and bytes | TMA load of K or V, num_stages - 1 blocks ahead -> MMA |
 
-The compiler makes the barriers. The schedule is an argument: its cost is measured apart from the
+The compiler makes the barriers. The list is an argument: its cost is measured apart from the
 kernel's.
 """
 
@@ -30,13 +30,12 @@ import triton
 import triton.language as tl
 
 from gdpa_kernels.calling.launch import launch, multiprocessors
-from gdpa_kernels.calling.lengths import Recipe
 from gdpa_kernels.device.ragged import load_rows, ragged_descriptor, store_rows
 from gdpa_kernels.device.sequences import sequence
-from gdpa_kernels.gdpa import schedule as schedules
-from gdpa_kernels.gdpa.batch import Batch, Schedule
+from gdpa_kernels.gdpa.batch import Batch, WorkList
 from gdpa_kernels.gdpa.device.activations import activate
-from gdpa_kernels.gdpa.published_form import requires as requires
+from gdpa_kernels.gdpa.list_model import TileOrderRecipe, max_tiles
+from gdpa_kernels.gdpa.published_form import call_problem as call_problem
 
 
 @dataclass(frozen=True)
@@ -68,33 +67,10 @@ def default_config(batch: Batch) -> Config:
     return Config()
 
 
-@dataclass(frozen=True)
-class TileOrder(Recipe):
-    """Arguments of `build_on_device`, which makes the list of tiles, beside the offsets."""
-
-    order: str
-    batch: int
-    max_tiles: int
-    max_seqlen_q: int
-    num_heads: int
-    block_m: int
-    block_n: int
-    num_programs: int
-    fastest: str = "block"
-
-    def make(self, cu_seqlens_k: torch.Tensor, cu_seqlens_q: torch.Tensor | None) -> Schedule:
-        """(tile_batch, tile_head, tile_block, num_tiles), made on the device of the offsets without
-        waiting for it."""
-        tiles = schedules.build_on_device(
-            cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, **vars(self)
-        )
-        return tiles.tile_batch, tiles.tile_head, tiles.tile_block, tiles.num_tiles
-
-
-def plan_schedule(batch: Batch, config: Config) -> TileOrder:
+def work_list_recipe(batch: Batch, config: Config) -> TileOrderRecipe:
     """The list of tiles of these sequences."""
-    bound = schedules.max_tiles(batch.rows, batch.sequences, batch.max_seqlen_q, config.BLOCK_M)
-    return TileOrder(
+    bound = max_tiles(batch.rows, batch.sequences, batch.max_seqlen_q, config.BLOCK_M)
+    return TileOrderRecipe(
         config.order, batch.sequences, bound, batch.max_seqlen_q, batch.num_heads,
         config.BLOCK_M, config.BLOCK_N, config.programs(batch.device),
     )  # fmt: skip
@@ -134,15 +110,12 @@ def persistent_kernel(
 
 
 def forward(
-    batch: Batch, *, config: Config | None = None, schedule: Schedule | None = None
+    batch: Batch, *, config: Config | None = None, work_list: WorkList | None = None
 ) -> torch.Tensor:
-    """The output, `[total_q, num_heads, head_dim]`.
-
-    `schedule` is that of `plan_schedule` for the same sequences and config; None makes it here.
-    """
+    """The output, `[total_q, num_heads, head_dim]`."""
     out = batch.new_out()
     config = config or default_config(batch)
-    tiles = schedule or plan_schedule(batch, config).make(*batch.offsets)
+    tiles = work_list or work_list_recipe(batch, config).make(*batch.offsets)
     programs = min(config.programs(batch.device), len(tiles[0]))
     launch(
         persistent_kernel, (programs,), batch.device,

@@ -38,7 +38,7 @@ from gdpa_kernels.device.rows import fetch_rows
 from gdpa_kernels.device.sequences import sequence
 from gdpa_kernels.gdpa.batch import Batch
 from gdpa_kernels.gdpa.device.activations import activate
-from gdpa_kernels.gdpa.published_form import requires as requires
+from gdpa_kernels.gdpa.published_form import call_problem as call_problem
 
 MATH_ROLES = tl.constexpr(2)
 ROWS = tl.constexpr(64)

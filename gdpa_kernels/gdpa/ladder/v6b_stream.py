@@ -36,10 +36,10 @@ from gdpa_kernels.calling.launch import launch, multiprocessors
 from gdpa_kernels.device.groups import Ring
 from gdpa_kernels.device.ragged import ragged_descriptor
 from gdpa_kernels.device.rows import fetch_rows, put_rows
-from gdpa_kernels.gdpa.batch import Batch, Schedule
+from gdpa_kernels.gdpa.batch import Batch, WorkList
 from gdpa_kernels.gdpa.device.activations import activate
-from gdpa_kernels.gdpa.device.work_list import WorkList, count_items, entry, list_of_queries
-from gdpa_kernels.gdpa.published_form import requires as requires
+from gdpa_kernels.gdpa.device.work_list import ZigzagRecipe, count_items, entry, query_list_recipe
+from gdpa_kernels.gdpa.published_form import call_problem as call_problem
 
 MATH_ROLES = tl.constexpr(2)
 ROWS = tl.constexpr(64)
@@ -62,9 +62,9 @@ def default_config(batch: Batch) -> Config:
     return Config(BLOCK_N=64, num_stages=4) if batch.mean_seqlen_k <= 640 else Config()
 
 
-def plan_schedule(batch: Batch, config: Config) -> WorkList:
+def work_list_recipe(batch: Batch, config: Config) -> ZigzagRecipe:
     """The work list of these sequences."""
-    return list_of_queries(batch, TILE.value, config.BLOCK_N)
+    return query_list_recipe(batch, TILE.value, config.BLOCK_N)
 
 
 @triton.aggregate
@@ -216,15 +216,12 @@ def stream_kernel(
 
 
 def forward(
-    batch: Batch, *, config: Config | None = None, schedule: Schedule | None = None
+    batch: Batch, *, config: Config | None = None, work_list: WorkList | None = None
 ) -> torch.Tensor:
-    """The output, `[total_q, num_heads, head_dim]`.
-
-    `schedule` is that of `plan_schedule` for the same sequences and config; None makes it here.
-    """
+    """The output, `[total_q, num_heads, head_dim]`."""
     out = batch.new_out()
     config = config or default_config(batch)
-    (entries,) = schedule or plan_schedule(batch, config).make(*batch.offsets)
+    (entries,) = work_list or work_list_recipe(batch, config).make(*batch.offsets)
     programs = min(multiprocessors(batch.device), len(entries) - 1)
     launch(
         stream_kernel, (programs,), batch.device,

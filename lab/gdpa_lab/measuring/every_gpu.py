@@ -49,8 +49,8 @@ def calls(head_dim: int) -> dict[tuple[str, str], Callable[[], object]]:
     return {
         ("v1_tiled", "forward"): lambda: v1_tiled.forward(whole()),
         ("v1_tiled_backward", "backward"): lambda: v1_tiled_backward.backward(x, whole()),
-        ("v1_one_tile", "forward"): lambda: v1_one_tile.forward(blocks, schedule=listed),
-        ("v1_one_tile", "backward"): lambda: v1_one_tile.backward(x, blocks, (), schedule=listed),
+        ("v1_one_tile", "forward"): lambda: v1_one_tile.forward(blocks, work_list=listed),
+        ("v1_one_tile", "backward"): lambda: v1_one_tile.backward(x, blocks, (), work_list=listed),
         ("score", "forward"): candidates,
     }
 

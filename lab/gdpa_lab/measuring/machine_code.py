@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 _SECTIONS = (".text.", ".nv.info.", ".nv.constant", ".nv.shared.")
 _NO_BITS = 8
-_LISTS = re.compile("(list|order)_kernel$")  # kernels that make a schedule
+_LISTS = re.compile("(list|order)_kernel$")  # kernels that make a work list
 _SMS = 132  # of an H200
 STUDIES = {"gdpa_kernels.block_attention.eliminations": "notebooks.block._eliminations"}
 """Modules that stand beside a chapter, by the names that records know them by."""

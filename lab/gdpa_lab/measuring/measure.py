@@ -57,10 +57,10 @@ def candidate(
     **options: object,
 ) -> Candidate:
     """Prepare a rung or a baseline on `inputs`; `options` go to the rung, e.g. `config` or
-    `schedule`.
+    `work_list`.
 
     The option `module`, a changed copy of the rung's own (`studies.changed`), stands in for it.
-    A rung's schedule is made here, outside what is timed, and so is what its backward needs of its
+    A rung's work list is made here, outside what is timed, and so is what its backward needs of its
     forward; their cost is a measurement of its own. Raises whatever the baseline or rung raises
     when it cannot take the workload.
     """
@@ -245,7 +245,7 @@ def _calls(
             for variant, call in operator.ops(one.impl).items():
                 yield i, variant, call
         else:
-            call = operator.schedule(one.impl)
+            call = operator.work_list(one.impl)
             if call is not None:
                 yield i, "", call
 

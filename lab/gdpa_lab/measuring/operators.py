@@ -12,7 +12,7 @@ import torch
 
 from gdpa_kernels.block_attention import api as block_api
 from gdpa_kernels.block_attention import reference as block_reference
-from gdpa_kernels.block_attention.block_list import plan_schedule
+from gdpa_kernels.block_attention.block_list import work_list_recipe
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.calling.rung import Rung
 from gdpa_kernels.gdpa import api as gdpa_api
@@ -231,7 +231,7 @@ class _Operator:
         return self.resolve(impl, self._direction, batch)
 
     def ops(self, impl: str) -> dict[str, Call]:
-        """Public calls of a rung by variant, which trust the offsets: the other checks, schedule,
+        """Public calls of a rung by variant, which trust the offsets: the other checks, work list,
         launch; for a backward rung autograd's backward alone. Empty unless `impl` is a rung."""
         if impl not in ladder.impls(self._inputs.workload.operator, self._direction)[1:]:
             return {}
@@ -250,13 +250,13 @@ def _prepared(
     rung: Rung, batch: object, direction: str, options: Mapping[str, object]
 ) -> tuple[ModuleType, dict[str, object]]:
     """Return the module of a rung, or the option `module` in its place, and its other options;
-    config and schedule are made here, outside what is timed."""
+    config and work list are made here, outside what is timed."""
     arguments = dict(options)
     module = arguments.pop("module", None) or rung.module()
     if arguments.get("config") is None and rung.takes(direction, "config"):
         arguments["config"] = rung.config(batch, direction, module)
-    if arguments.get("schedule") is None and rung.takes(direction, "schedule"):
-        arguments["schedule"] = rung.schedule(batch, arguments["config"], module)
+    if arguments.get("work_list") is None and rung.takes(direction, "work_list"):
+        arguments["work_list"] = rung.work_list(batch, arguments["config"], module)
     return module, arguments
 
 
@@ -318,17 +318,17 @@ class Gdpa(_Operator):
         """Name of the rung that computes the output in `step`."""
         return gdpa_api.resolve("auto", "forward", self._inputs.batch()).impl
 
-    def schedule(self, impl: str) -> Call | None:
+    def work_list(self, impl: str) -> Call | None:
         """Return the call that makes the work list of a backward rung; None without one.
 
-        Forward None: the notebook of the schedules measures them by order and clock.
+        Forward None: the notebook of the lists measures them by order and clock.
         """
         if self._direction == "forward" or impl in self.peers:
             return None
         rung, batch = ladder.rung(impl), self._inputs.batch()
         config = rung.config(batch, "backward")
-        has_list = rung.takes("backward", "schedule")
-        return partial(rung.schedule, batch, config) if has_list else None
+        has_list = rung.takes("backward", "work_list")
+        return partial(rung.work_list, batch, config) if has_list else None
 
 
 class BlockAttention(_Operator):
@@ -342,7 +342,7 @@ class BlockAttention(_Operator):
         study = studies.STUDIES.get(impl)
         if study is None:
             return super()._resolve(impl, batch)
-        if (problem := study.problem(batch)) is not None:
+        if (problem := study.call_problem(batch)) is not None:
             raise baselines.Unsupported(f"{impl} {problem}")
         return study
 
@@ -353,7 +353,7 @@ class BlockAttention(_Operator):
         saved = module.forward(batch, **arguments if rung.impl in studies.STUDIES else {})[1]
         return partial(module.backward, self._inputs.grad_out, batch, saved, **arguments)
 
-    def schedule(self, impl: str) -> Call | None:
+    def work_list(self, impl: str) -> Call | None:
         """Return the call that makes a rung's block list or a baseline's metadata, or None."""
         if impl in self.peers:
             make = self.peers[impl].metadata
@@ -361,7 +361,7 @@ class BlockAttention(_Operator):
         if impl == "reference":
             return None
         batch = self._inputs.batch()
-        return lambda: plan_schedule(batch, None).make(*batch.offsets)
+        return lambda: work_list_recipe(batch, None).make(*batch.offsets)
 
 
 def _runs(lengths: Sequence[int], most: int) -> Iterator[tuple[int, int]]:

@@ -79,7 +79,7 @@ def is_unverified(
     rung = _rung(impl, operator, direction)
     if rung is None or (operator, direction, impl) in known:
         return False
-    return rung.requires.capability is not None and rung.requires.of_device(device) is None
+    return rung.requires.capability is not None and rung.requires.device_problem(device) is None
 
 
 class Probe:
@@ -149,7 +149,7 @@ class Probe:
         cannot run it, or neither a record nor this run has a correct row of it."""
         for impl in impls:
             rung = _rung(impl, operator, direction)
-            wrong = rung and rung.requires.of_device(self._device)
+            wrong = rung and rung.requires.device_problem(self._device)
             if wrong is not None:
                 return f"{impl} {wrong}"
             if is_unverified(impl, operator, direction, self._device, self._verified):

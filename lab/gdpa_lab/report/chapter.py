@@ -309,12 +309,12 @@ class Chapter:
     def changes(self, impl: str, operator: str = "gdpa") -> None:
         """Show what a rung changes in the functions of its predecessor's kernel: at most
         `MOST_CHANGED` lines, function by function; the whole difference is a download."""
-        predecessor = ladder.rung(ladder.rung(impl, operator).predecessor, operator).lesson
-        after = ladder.rung(impl, operator).lesson
+        rung = ladder.rung(impl, operator)
+        predecessor = ladder.rung(rung.predecessor, operator).lesson
         lines: list[str] = []
         left_out: list[str] = []
         old = {node.name: lines for node, lines in lessons.jit_functions(predecessor)}
-        for node, source in lessons.jit_functions(after):
+        for node, source in lessons.jit_functions(rung.lesson):
             name = node.name
             change = list(difflib.unified_diff(old.get(name, []), source, n=1, lineterm=""))[2:]
             change = [f"@@ {name} @@" if line.startswith("@@") else line for line in change]
@@ -324,7 +324,7 @@ class Chapter:
                 left_out.append(f"<code>{name}</code>")
         CHANGES_DIR.mkdir(parents=True, exist_ok=True)
         file = f"{operator}-{impl}.diff"
-        (CHANGES_DIR / file).write_text(ladder.diff(impl, operator=operator), encoding="utf-8")
+        (CHANGES_DIR / file).write_text(lessons.file_diff(rung), encoding="utf-8")
         rest = f", {', '.join(left_out)} among it" if left_out else ""
         link = f'<a href="../../changes/{file}">The whole difference of the two files</a>'
         if lines:

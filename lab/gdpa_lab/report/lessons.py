@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from difflib import SequenceMatcher
+from difflib import SequenceMatcher, unified_diff
 from pathlib import Path
 from typing import NamedTuple
 
 from gdpa_kernels.calling import ladder
-from gdpa_kernels.calling.rung import Rung
+from gdpa_kernels.calling.rung import PACKAGE, Rung
 
 
 class Step(NamedTuple):
@@ -42,6 +42,13 @@ def kernel_of(rung: Rung) -> Path:
     if jit_lines(rung.lesson) or rung.predecessor is None:
         return rung.lesson
     return kernel_of(ladder.rung(rung.predecessor, rung.operator))
+
+
+def file_diff(rung: Rung) -> str:
+    """Return what changed from the lesson of a rung's predecessor to its own, as a unified diff."""
+    files = [ladder.rung(rung.predecessor, rung.operator).lesson, rung.lesson]
+    lines = [file.read_text().splitlines(keepends=True) for file in files]
+    return "".join(unified_diff(*lines, *(x.relative_to(PACKAGE).as_posix() for x in files), n=2))
 
 
 def report() -> str:

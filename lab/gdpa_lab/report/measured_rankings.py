@@ -13,7 +13,7 @@ import pandas as pd
 
 from gdpa_kernels.block_attention import choices as block_choices
 from gdpa_kernels.calling import ladder
-from gdpa_kernels.calling.rankings import Ranking, Shape, capability
+from gdpa_kernels.calling.rankings import Ranking, Shape, parse_capability
 from gdpa_kernels.gdpa import choices
 from gdpa_lab.measuring import files, record, system
 from gdpa_lab.measuring.workload import Workload
@@ -93,7 +93,7 @@ def from_records(data_dir: str | Path, operator: str) -> list[Ranking]:
     ):
         workload = workloads[run, name]
         machine = system.by_id(group["system"].iloc[0], data_dir)
-        shape = shape_of(capability(machine.compute_capability), direction, workload)
+        shape = shape_of(parse_capability(machine.compute_capability), direction, workload)
         compared = sum(not rungs[impl].is_lesson for impl in group["impl"])
         if workload["operator"] == operator and shape is not None and compared > 1:
             times = group.set_index("impl")["time_us_p50"]

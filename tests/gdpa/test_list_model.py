@@ -1,4 +1,4 @@
-"""Schedules: coverage, balance, the device list, and what the book says about them."""
+"""Work lists: coverage, balance, the device list, and what the book says about them."""
 
 from collections import Counter
 
@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from gdpa_kernels.gdpa.schedule import (
+from gdpa_kernels.gdpa.list_model import (
     FASTEST,
     ORDERS,
+    TileOrderRecipe,
     build,
-    build_on_device,
     max_tiles,
     window_cost,
 )
@@ -40,17 +40,14 @@ def split(batch):
 
 def on_device(order, seqlens_q, seqlens_k, *, max_seqlen_q, shared=False, spare=0, **sizes):
     bound = max_tiles(sum(seqlens_q), len(seqlens_q), max_seqlen_q, sizes["block_m"])
-    return build_on_device(
-        order,
-        None if shared else cu_seqlens(seqlens_q, "cpu"),
-        cu_seqlens(seqlens_k, "cpu"), batch=len(seqlens_q), max_tiles=bound + spare,
-        max_seqlen_q=max_seqlen_q, **sizes,
-    )  # fmt: skip
+    recipe = TileOrderRecipe(order, len(seqlens_q), bound + spare, max_seqlen_q, **sizes)
+    ends_q = None if shared else cu_seqlens(seqlens_q, "cpu")
+    return recipe.make(cu_seqlens(seqlens_k, "cpu"), ends_q)
 
 
-def listed(device_schedule):
-    count = device_schedule.num_tiles.item()
-    columns = (getattr(device_schedule, f"tile_{name}") for name in ("batch", "head", "block"))
+def listed(tensors):
+    count = tensors.num_tiles.item()
+    columns = (getattr(tensors, f"tile_{name}") for name in ("batch", "head", "block"))
     return list(zip(*(column[:count].tolist() for column in columns), strict=True))
 
 
@@ -58,7 +55,7 @@ def listed(device_schedule):
 def test_every_tile_is_listed_exactly_once(order, batch, sizes, spare):
     seqlens_q, seqlens_k = split(batch)
     limit = max(seqlens_q, default=0) + spare
-    schedule = build(order, seqlens_q, seqlens_k, max_seqlen_q=limit, **sizes)
+    work_list = build(order, seqlens_q, seqlens_k, max_seqlen_q=limit, **sizes)
     span = (lambda n: limit) if order == "padded" else (lambda n: n)
     expected = Counter(
         (b, h, start // sizes["block_m"])
@@ -66,9 +63,9 @@ def test_every_tile_is_listed_exactly_once(order, batch, sizes, spare):
         for h in range(sizes["num_heads"])
         for start in range(0, span(n), sizes["block_m"])
     )
-    assert Counter(schedule.tiles()) == expected
+    assert Counter(work_list.tiles()) == expected
     for (b, _, m), cost, empty in zip(
-        schedule.tiles(), schedule.costs, schedule.empty, strict=True
+        work_list.tiles(), work_list.costs, work_list.empty, strict=True
     ):
         assert empty == (m * sizes["block_m"] >= seqlens_q[b])
         assert cost == (0 if empty else len(range(0, seqlens_k[b], sizes["block_n"])))
@@ -88,23 +85,23 @@ def test_device_list_equals_plain_list(order, batch, sizes, spare, bound, shared
         order, seqlens_q, seqlens_k, max_seqlen_q=limit, spare=bound, shared=shared, **sizes
     )
     assert listed(made) == plain.tiles()
-    for column in (made.tile_batch, made.tile_head, made.tile_block):
-        assert column.dtype == torch.int32 and column.shape == (made.max_tiles,)
+    for column in made[:3]:
+        assert column.dtype == torch.int32 and column.shape == made.tile_batch.shape
         assert not column[len(plain) :].any()
     assert made.num_tiles.dtype == torch.int32 and made.num_tiles.shape == (1,)
 
 
 @given(order=orders, batch=batches, sizes=sizes, prologue=st.floats(0, 3), dynamic=st.booleans())
 def test_makespan_is_at_least_the_ideal(order, batch, sizes, prologue, dynamic):
-    schedule = build(order, *split(batch), **sizes)
-    makespan = schedule.makespan(prologue=prologue, dynamic=dynamic)
-    ideal = schedule.ideal(prologue)
+    work_list = build(order, *split(batch), **sizes)
+    makespan = work_list.makespan(prologue=prologue, dynamic=dynamic)
+    ideal = work_list.ideal(prologue)
     assert makespan >= ideal * (1 - 1e-12)
-    loads = schedule.loads(prologue=prologue, dynamic=dynamic)
+    loads = work_list.loads(prologue=prologue, dynamic=dynamic)
     assert len(loads) == sizes["num_programs"]
-    assert sum(loads) == pytest.approx(sum(schedule.work(prologue=prologue)))
+    assert sum(loads) == pytest.approx(sum(work_list.work(prologue=prologue)))
     if ideal:
-        assert schedule.imbalance(prologue=prologue, dynamic=dynamic) >= 1 - 1e-12
+        assert work_list.imbalance(prologue=prologue, dynamic=dynamic) >= 1 - 1e-12
 
 
 @given(
@@ -121,10 +118,9 @@ def test_the_host_never_waits_for_the_device(order, sizes, shared):
     # fake tensors hold no values: anything that read one on the host would raise
     with FakeTensorMode():
         offsets = torch.empty(8, dtype=torch.int32)
-        given = (None if shared else offsets), offsets
-        options = {"batch": 7, "max_tiles": 50, "max_seqlen_q": 30}
-        made = build_on_device(order, *given, **options, **sizes)
-    assert made.tile_batch.shape == (made.max_tiles,)
+        recipe = TileOrderRecipe(order, batch=7, max_tiles=50, max_seqlen_q=30, **sizes)
+        made = recipe.make(offsets, None if shared else offsets)
+    assert made.num_tiles.shape == (1,)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -138,9 +134,7 @@ def test_cuda_list_equals_plain_list_without_synchronizing(order, fastest):
     bound = max_tiles(w.total_q, w.batch, 2048, 128)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        made = build_on_device(
-            order, offsets, offsets, batch=w.batch, max_tiles=bound, max_seqlen_q=2048, **sizes
-        )
+        made = TileOrderRecipe(order, w.batch, bound, 2048, **sizes).make(offsets, offsets)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     plain = build(order, w.seqlens_q, w.seqlens_k, max_seqlen_q=2048, **sizes)
@@ -168,17 +162,17 @@ def test_orders_by_hand():
 
 
 def test_times_by_hand():
-    schedule = build(
+    work_list = build(
         "valid", [10, 10, 10], [30, 10, 20], num_heads=1, block_m=10, block_n=10, num_programs=2
     )
     # prologue 1: tiles of 4, 2 and 3; program 0 takes the first and third
-    assert schedule.loads() == [7.0, 2.0]
-    assert schedule.makespan() == 7.0
-    assert schedule.ideal() == 4.5
-    assert schedule.imbalance() == pytest.approx(7 / 4.5)
-    assert schedule.loads(prologue=0.0) == [5.0, 1.0]
+    assert work_list.loads() == [7.0, 2.0]
+    assert work_list.makespan() == 7.0
+    assert work_list.ideal() == 4.5
+    assert work_list.imbalance() == pytest.approx(7 / 4.5)
+    assert work_list.loads(prologue=0.0) == [5.0, 1.0]
     # the third tile goes to the program that is free first
-    assert sorted(schedule.loads(dynamic=True)) == [4.0, 5.0]
+    assert sorted(work_list.loads(dynamic=True)) == [4.0, 5.0]
     padded = build(
         "padded", [20, 10], [10, 10], num_heads=1, block_m=10, block_n=10, num_programs=2
     )
@@ -201,10 +195,10 @@ def simulate(name, order, *, block_m, num_programs, **options):
 def test_padded_grid_resonates_with_132_programs(length, expected):
     # 132 shares a factor with the row blocks of a sequence, so some programs meet mostly empty
     # tiles; the expected values come from an independent simulation, the mean of six draws
-    schedule = simulate(
+    work_list = simulate(
         f"gdpa-self-half-dense-{length}", "padded", block_m=128, num_programs=132, fastest="block"
     )
-    assert schedule.imbalance() == pytest.approx(expected, abs=0.03)
+    assert work_list.imbalance() == pytest.approx(expected, abs=0.03)
 
 
 def test_a_prime_number_of_programs_does_not_resonate():
@@ -241,12 +235,6 @@ def test_ordering_cannot_help_when_every_tile_costs_the_same():
 
 
 SIZES = {"num_heads": 1, "block_m": 8, "block_n": 8, "num_programs": 4}
-OFFSETS = torch.tensor([0, 4, 9], dtype=torch.int32)
-BOUNDS = {"batch": 2, "max_tiles": 4, "max_seqlen_q": 9}
-
-
-def on_offsets(order="valid", q=OFFSETS, **changes):
-    return build_on_device(order, q, OFFSETS, **SIZES, **BOUNDS | changes)
 
 
 @pytest.mark.parametrize(("make", "message"), [
@@ -259,13 +247,8 @@ def on_offsets(order="valid", q=OFFSETS, **changes):
     (lambda: build("valid", [-1], [1], **SIZES), "every length must be .* at least 0, got -1"),
     (lambda: build("padded", [9], [9], **SIZES, max_seqlen_q=8),
      "max_seqlen_q must be an integer of at least 9, got 8"),
-    (lambda: build("valid", [], [], **SIZES).imbalance(), "schedule must hold some work"),
-    (lambda: max_tiles(-1, 1, 1, 8), "total_q must be an integer of at least 0, got -1"),
-    (lambda: max_tiles(1, 1, 1, 0), "block_m must be an integer of at least 1, got 0"),
-    (lambda: on_offsets("sorted"), "order must be one of .*, got 'sorted'"),
-    (lambda: on_offsets(q=OFFSETS[1:]),
-     r"cu_seqlens_q must have shape \[batch \+ 1\] = \[3\], got \[2\]"),
-    (lambda: on_offsets(max_tiles=-1), "max_tiles must be an integer of at least 0, got -1"),
+    (lambda: build("valid", [], [], **SIZES).imbalance(), "the list must hold some work"),
+    (lambda: on_device("sorted", [1], [1], max_seqlen_q=1, **SIZES), "order must be one of"),
 ])  # fmt: skip
 def test_errors(make, message):
     with pytest.raises(ValueError, match=message):

@@ -3,12 +3,12 @@
 import torch
 
 from gdpa_kernels.block_attention.batch import Batch
-from gdpa_kernels.device.ragged import is_readable
+from gdpa_kernels.calling.rung import tma_problem
 
 BLOCK = 64
 
 
-def requires_tiles(batch: Batch, splits: bool = False) -> str | None:
+def tiles_problem(batch: Batch, splits: bool = False) -> str | None:
     """What loading the tiles of a call by TMA needs beyond the fields of a rung and does not get,
     or None.
 
@@ -28,13 +28,13 @@ def requires_tiles(batch: Batch, splits: bool = False) -> str | None:
     return None
 
 
-def requires_sin_cos(rotary: tuple[torch.Tensor, torch.Tensor]) -> str | None:
+def sin_cos_problem(rotary: tuple[torch.Tensor, torch.Tensor]) -> str | None:
     """What loading sin and cos by TMA needs and does not get, or None."""
     for name, turns in zip(("sin", "cos"), rotary, strict=True):
         if turns.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             dtype = str(turns.dtype).removeprefix("torch.")
             return f"needs {name} of dtype float32, bfloat16 or float16, got {dtype}"
-        if not is_readable(turns[:, None]):
+        if tma_problem(turns[:, None]) is not None:
             return (
                 f"needs {name} with contiguous rows whose address and stride are multiples of 16 "
                 f"bytes, got strides {turns.stride()}"
