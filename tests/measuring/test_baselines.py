@@ -1,7 +1,6 @@
 """Peers behind the baselines' signature, with their libraries replaced by ones that note how they
 were called, or in the emulator where their sources are on the path."""
 
-import contextlib
 import functools
 import importlib
 import math
@@ -524,55 +523,6 @@ def test_a_peer_none_of_whose_configurations_is_right_says_why_of_each(configure
         operators.of(make_inputs(SELF, device="cpu"), "forward").candidate("configured", "")
 
 
-class FakeGraph:
-    """A CUDA graph: what is called while it is captured runs again in each replay."""
-
-    def __init__(self):
-        self.calls = []
-
-    def replay(self):
-        for call in self.calls:
-            call()
-
-
-@pytest.mark.parametrize("direction", ("forward", "backward"))
-def test_a_call_whose_host_is_slow_is_a_replay_of_its_kernels(configured, monkeypatch, direction):
-    """Forward alone: autograd runs a backward on the stream of its forward."""
-    graph, calls = FakeGraph(), []
-
-    def prepare(inputs, direction):
-        out = torch.zeros_like(inputs.q)
-
-        def call():
-            calls.append(None)
-            graph.calls.append(lambda: out.fill_(7))
-            return out
-
-        return call
-
-    stream = SimpleNamespace(wait_stream=lambda other: None)
-    for name, stand_in in {
-        "CUDAGraph": lambda: graph, "Stream": lambda: stream, "current_stream": lambda: stream,
-        "stream": lambda which: contextlib.nullcontext(),
-        "graph": lambda which, stream: contextlib.nullcontext(graph.calls.clear()),
-    }.items():  # fmt: skip
-        monkeypatch.setattr(torch.cuda, name, stand_in)
-    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    one = replace(configured, prepare=prepare, configurations=peer.one_configuration)
-    monkeypatch.setitem(baselines.BASELINES, "configured", replace(one, is_replayed=True))
-    inputs = make_inputs(SELF, device="cpu")
-    made = operators.of(inputs, direction).candidate("configured", "")
-    assert made.config == ({"cuda_graph": True} if direction == "forward" else {})
-    before = len(calls)
-    for value in (1, 2):
-        made.call().fill_(value)
-    out = made.call()
-    if direction == "backward":
-        assert (before, len(calls)) == (0, 3)
-    else:
-        assert before == len(calls) == 2 and torch.equal(out, torch.full_like(out, 7))
-
-
 def test_a_batch_that_a_peer_does_not_take_is_refused_once(configured, monkeypatch):
     refusing = replace(configured, lacks=lambda workload, direction: "needs another batch")
     monkeypatch.setitem(baselines.BASELINES, "configured", refusing)
@@ -815,7 +765,6 @@ def published_source(monkeypatch):
     monkeypatch.setattr(helpers, "custom_register_kernel", lambda *_: lambda function: function)
     module = sources(same_function.GDPA)
     monkeypatch.setattr(module, "is_tma_supported", lambda: True)
-    monkeypatch.setattr(baselines, "replayed", lambda call: call)  # the emulator has no graphs
     forward = {"BLOCK_M": 32, "BLOCK_N": 32}
     backward = {"BLOCK_M1": 16, "BLOCK_N1": 32, "BLOCK_M2": 32, "BLOCK_N2": 16}
     for sets, tiles in (("fwd", forward), ("bwd", backward)):

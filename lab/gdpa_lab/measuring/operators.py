@@ -192,8 +192,6 @@ class _Operator:
             call, config = peer.call(self._inputs, direction, **options), options
         else:
             call, config = self._fastest(peer, direction, configurations, checked)
-        if peer.is_replayed and direction == "forward" and self._inputs.q.is_cuda:
-            call, config = baselines.replayed(call), {**config, "cuda_graph": True}
         return Candidate(impl, peer.math, call, config, variant, checked)
 
     def _fastest(

@@ -17,7 +17,6 @@ from gdpa_lab.measuring.baselines.peer import (
     Unsupported,
     block_offsets,
     differentiate,
-    replayed,
 )
 from gdpa_lab.measuring.baselines.softmax import softmax_gradients, softmax_reference
 from gdpa_lab.measuring.workload import STEP, Workload
@@ -33,7 +32,6 @@ __all__ = [
     "Unsupported",
     "block_offsets",
     "differentiate",
-    "replayed",
     "softmax_gradients",
     "softmax_reference",
     "taking",

@@ -51,8 +51,7 @@ class Baseline:
     (inputs, results) what is checked, where the inputs were changed for the peer. `takes_targets`:
     whether it computes batches with targets. `configurations` of a direction are all that are tried
     on a batch; the fastest that passes the check is timed, and the `config` of its row holds them
-    all. Options of a call rule them out. `is_replayed`: forward, `replayed` stands in for its call,
-    since its host takes longer than its kernels on short sequences; `config` says so.
+    all. Options of a call rule them out.
     """
 
     impl: str
@@ -67,7 +66,6 @@ class Baseline:
     checked: Callable[[Inputs, Results], Results] = lambda inputs, results: results
     takes_targets: bool = False
     configurations: Callable[[str], Configurations] = one_configuration
-    is_replayed: bool = False
 
     def problem(self, workload: Workload, direction: str) -> str | None:
         """Return what the workload lacks for the peer in `direction`, or None."""
@@ -119,23 +117,6 @@ def differentiate(
     qkv = leaves()
     out = function(*qkv)
     return lambda: torch.autograd.grad(out, qkv, inputs.grad_out, retain_graph=True)
-
-
-def replayed(call: Call) -> Call:
-    """Capture a call in a CUDA graph and return its replay, which launches the same kernels in the
-    same order, and returns what the capture made."""
-    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        call()  # a capture must not be the first to need a kernel or a workspace
-    with torch.cuda.graph(graph, stream=stream):
-        result = call()
-
-    def replay() -> object:
-        graph.replay()
-        return result
-
-    return replay
 
 
 def by_inductor(

@@ -310,7 +310,7 @@ PEERS = (
         "gdpa_triton", "published Triton GDPA", "activation",
         needs_module(GDPA, "the published GDPA"), gdpa_triton, _is_published,
         f"clone {LIBRARY} as ads_mkl/ops/oss in a folder on PYTHONPATH", LIBRARY,
-        checked=of_scaled_q, configurations=gdpa_configurations, is_replayed=True,
+        checked=of_scaled_q, configurations=gdpa_configurations,
     ),
     Baseline(
         "hstu_triton", "HSTU, Triton", "activation",
