@@ -3,6 +3,7 @@ the best rung against the best peer, ranges of ratios, another GPU next to ours.
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,8 +13,8 @@ import pandas as pd
 from IPython.display import Markdown, display
 
 from _lib import published_charts
-from gdpa_lab.measuring.baselines import BASELINES
-from gdpa_lab.measuring.workloads import figure_direction
+from gdpa_lab.measuring.baselines import BASELINES, taking
+from gdpa_lab.measuring.workloads import figure_direction, workload
 from gdpa_lab.report import claims, page, peers, results
 from gdpa_lab.report.chapter import Chapter
 from gdpa_lab.report.style import is_rung
@@ -111,26 +112,25 @@ def _fastest(rows: pd.DataFrame, which: pd.Series, what: str) -> pd.Series:
     return timed.loc[timed["time_us_p50"].idxmin()]
 
 
-def best(rows: pd.DataFrame) -> pd.DataFrame:
+def best(rows: pd.DataFrame, elsewhere: pd.DataFrame | None = None) -> pd.DataFrame:
     """`best_rung` and `best_peer` of each workload among rows of `Chapter.rows`.
 
     Columns: roofline and rates in TFLOP/s, shares of that roofline in percent, and the peer's time
-    over the rung's. A planned peer without a time may be ahead of all that have one: if its burst
-    over the rung's says so, that quotient counts, and the row is `open`. LookupError for a workload
-    without either.
+    over the rung's. A planned peer without a time may be ahead of all that have one: if a quotient
+    of the two from bursts says so, or from `elsewhere` (of `sustained`), that one counts, and
+    `open` says where it is from. LookupError for a workload without either.
     """
     lines = []
     for name, group in rows.groupby("workload", sort=False):
         if group["time_us_p50"].isna().all():
             continue
         rung, peer = best_rung(group), best_peer(group)
-        ratio = peer["time_us_p50"] / rung["time_us_p50"]
-        untimed = group[~group["impl"].map(is_rung) & group["time_us_p50"].isna()]
-        bounds = untimed.set_index("impl")["burst_us"].dropna() / rung["burst_us"]
-        is_open = bounds.min() < ratio
-        if is_open:
-            peer, ratio = untimed.set_index("impl", drop=False).loc[bounds.idxmin()], bounds.min()
-        peers.checked(ratio, peer["impl"], name, peer.get("direction", ""))
+        ratio, is_open = peer["time_us_p50"] / rung["time_us_p50"], ""
+        for source, bounds in _bounds(group, rung, elsewhere).items():
+            if bounds.min() < ratio:
+                ratio, is_open = bounds.min(), source
+                peer = pd.Series({"impl": bounds.idxmin(), "tflops": math.nan})
+        peers.checked(ratio, peer["impl"], name, rung.get("direction", ""))
         lines.append({
             "workload": name,
             "roofline": 100 * rung["tflops"] / rung["percent_of_roofline"],
@@ -139,20 +139,48 @@ def best(rows: pd.DataFrame) -> pd.DataFrame:
             "share (%)": rung["percent_of_roofline"],
             "best peer": peer["impl"],
             "its rate": peer["tflops"],
-            "its share (%)": peer["percent_of_roofline"],
+            "its share (%)": peer.get("percent_of_roofline", math.nan),
             "peer / rung (time)": ratio,
             "open": is_open,
         })  # fmt: skip
     return pd.DataFrame(lines).set_index("workload")
 
 
+def _bounds(
+    group: pd.DataFrame, rung: pd.Series, elsewhere: pd.DataFrame | None
+) -> dict[str, pd.Series]:
+    """The times of peers that lack one in `group` over the rung's, by where both have one."""
+    untimed = group[~group["impl"].map(is_rung) & group["time_us_p50"].isna()]
+    bounds = {"by bursts alone": untimed.set_index("impl")["burst_us"].dropna() / rung["burst_us"]}
+    if elsewhere is not None:
+        timed = {*group["impl"][group["time_us_p50"].notna()]}
+        same = (elsewhere[["workload", "direction"]] == rung[["workload", "direction"]]).all(axis=1)
+        times = elsewhere[same].pivot_table(
+            index="record", columns="impl", values="time_us_p50", sort=False
+        )
+        if rung["impl"] in times:
+            lacking = {*taking(workload(rung["workload"]), rung["direction"])} - timed
+            quotients = times[[x for x in times if x in lacking]].div(times[rung["impl"]], axis=0)
+            bounds["in another run"] = quotients.ffill().iloc[-1].dropna()
+    return bounds
+
+
+def sustained(chapter: Chapter) -> pd.DataFrame:
+    """All times back to back on the chapter's GPU that today's kernels would have, oldest record
+    first."""
+    rows = results.table(chapter.data_dir, gpu=chapter.gpu, latest=False)
+    rows = rows[(rows["scope"] == "sustained") & (rows["variant"] == "") & ~rows["stale"]]
+    return rows[rows["time_us_p50"].notna()]
+
+
 def ahead(standing: pd.DataFrame) -> str:
     """The spread of the quotients of `best`: '1.12 to 1.51 (n = 15; by bursts alone 1.50 on
     self-half-jagged-256)'."""
     quotients, is_open = standing["peer / rung (time)"], standing["open"]
-    text = spread(quotients[~is_open])
-    alone = [f"{x:.2f} on {short(name)}" for name, x in quotients[is_open].items()]
-    return f"{text.removesuffix(')')}; by bursts alone {listed(alone)})" if alone else text
+    text = spread(quotients[is_open == ""]).removesuffix(")")
+    for source, values in quotients[is_open != ""].groupby(is_open):
+        text += f"; {source} {listed([f'{x:.2f} on {short(n)}' for n, x in values.items()])}"
+    return f"{text})"
 
 
 def named(impl: str, direction: str) -> str:

@@ -28,9 +28,9 @@ from gdpa_kernels.gdpa.kernels.v5_short_kv_backward import MOST_KEYS
 from gdpa_lab.measuring.baselines import taking
 from gdpa_lab.measuring.workload import STEP
 from gdpa_lab.measuring.workloads import FIGURES, HSTU, workload
-from gdpa_lab.report import claims
+from gdpa_lab.report import claims, results
 from gdpa_lab.report.chapter import Chapter
-from gdpa_lab.report.peers import missing_peers
+from gdpa_lab.report.peers import lost_peers, missing_peers
 
 # %% tags=["parameters"]
 mode = "replay"
@@ -78,7 +78,7 @@ here = chapter.compare(lambda session: plan(session, few, []))
 # %% tags=["remove-cell"]
 shown = {"direction": "backward", "scope": "sustained", "workload": NAMES}
 rows, us, burst = chapter.rows(**shown), chapter.times(**shown), chapter.times(direction="backward")
-timed, best = rows[rows["time_us_p50"].notna()], ratios.best(rows)
+timed, best = rows[rows["time_us_p50"].notna()], ratios.best(rows, ratios.sustained(chapter))
 planned = chapter.rows(**shown | {"workload": [*NAMES, *HSTU]})
 ours, every = us.columns.intersection(RUNGS), burst.columns.intersection(RUNGS)
 over = us.div(us[ours].min(axis=1), axis=0)  # times of the best kernel's time
@@ -112,7 +112,10 @@ chapter.glue(over_peer=ratios.ahead(best), won=(ahead >= 1).sum(), count=len(bes
              over_triton=spread(over["gdpa_triton"].dropna()),
              asked=len(ragged), fa3_first=best["best peer"].isin(["fa3", "fa3_dense"]).sum(),
              fa4_first=best["best peer"].isin(["fa4", "fa4_dense"]).sum(),
-             missing="; ".join(missing_peers(planned)),
+             missing="; ".join(
+                 [*missing_peers(planned),
+                  *lost_peers(planned, results.table(data_dir, latest=False))]
+             ),
              **ratios.glued(best))  # fmt: skip
 
 # %% tags=["remove-input"]

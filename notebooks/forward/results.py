@@ -27,7 +27,7 @@ from gdpa_lab.measuring.baselines import BASELINES, taking
 from gdpa_lab.measuring.workloads import FIGURES, HSTU, workload
 from gdpa_lab.report import claims, results
 from gdpa_lab.report.chapter import Chapter
-from gdpa_lab.report.peers import missing_peers
+from gdpa_lab.report.peers import lost_peers, missing_peers
 
 # %% tags=["parameters"]
 mode = "replay"
@@ -72,7 +72,7 @@ here = chapter.compare(lambda session: plan(session, few, SLOW))
 shown = {"direction": "forward", "scope": "sustained", "workload": NAMES}
 rows, us, rates = (chapter.rows(**shown), chapter.times(**shown),
                    chapter.times(value="tflops", **shown))  # fmt: skip
-timed, best = rows[rows["time_us_p50"].notna()], ratios.best(rows)
+timed, best = rows[rows["time_us_p50"].notna()], ratios.best(rows, ratios.sustained(chapter))
 hstu = chapter.times(direction="forward", scope="sustained", workload=list(HSTU))
 causal = hstu.filter(like="causal", axis=0).dropna(axis=1)
 same = [x for x in causal if BASELINES.get(x) and x != "torch_compile"]  # it is no kernel
@@ -80,7 +80,8 @@ peers_of_hstu = ratios.listed([BASELINES[x].title for x in same])
 same = causal[same].min(axis=1) / causal[V8]
 assert same.min() > 1, "the text: ahead of all"
 over = us.div(us[us.columns.intersection(RUNGS)].min(axis=1), axis=0)  # times of the best kernel's
-missing = missing_peers(chapter.rows(**shown | {"workload": [*NAMES, *HSTU]}))
+planned = chapter.rows(**shown | {"workload": [*NAMES, *HSTU]})
+missing = [*missing_peers(planned), *lost_peers(planned, results.table(data_dir, latest=False))]
 burst, bursts = (chapter.times(value=x, direction="forward") for x in ("time_us_p50", "tflops"))
 assert "fa4" in us, "the text compares with flash-attn-4==4.0.0b36: install it and measure again"
 assert timed["correct"].all(), "the text says that nothing is timed without a passed check"

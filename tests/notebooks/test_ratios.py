@@ -120,6 +120,11 @@ def test_a_planned_peer_without_a_time_keeps_its_place():
     assert ratios.ahead(with_other).endswith(f" (n = 1; by bursts alone {alone})")
     failed["burst_us"] = math.nan
     assert not ratios.best(failed)["open"].any()
+    elsewhere = table.assign(record="b", time_us_p50=2 * table["time_us_p50"])
+    older = table.assign(record="a", time_us_p50=table["impl"].ne(closest) + 1.0)
+    there = ratios.best(failed, pd.concat([older, elsewhere]))
+    assert there[ratio].eq(standing[ratio]).all() and there["open"].eq("in another run").all()
+    assert not ratios.best(table, elsewhere)["open"].any(), "it has a time in this run"
 
 
 def test_a_step_is_from_the_predecessor_and_ranges_say_where():
