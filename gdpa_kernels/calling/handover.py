@@ -78,8 +78,9 @@ def handed_over(rung: Rung, direction: str, batch: Any) -> dict[str, object]:
     work_lists = _HANDED_OVER.work_lists
     if work_lists is None or [*map(id, work_lists.offsets)] != [*map(id, batch.offsets)]:
         return {}
-    config = rung.config(batch, direction)
-    recipe = rung.recipe(batch, config)
+    module = rung.module()
+    config = rung.config(batch, direction, module)
+    recipe = rung.recipe(batch, config, module)
     if recipe is None:
         return {}
     return {"config": config, "work_list": work_lists.once(recipe, direction)}

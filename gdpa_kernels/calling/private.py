@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from operator import attrgetter
 
 import torch
 from torch.utils._mode_utils import no_dispatch
@@ -57,9 +58,8 @@ class Constants(torch.nn.Module):
         return self
 
 
-def version(x: torch.Tensor) -> int:
-    """How often a tensor has been written to."""
-    return x._version
+version = attrgetter("_version")  # asked for so often that a function would count
+"""How often a tensor has been written to."""
 
 
 def jagged_dim(x: torch.Tensor) -> int:

@@ -278,7 +278,7 @@ class Rung:
         return self._function("is_deterministic")(batch)
 
     def _function(self, name: str, module: ModuleType | None = None) -> Callable:
-        return getattr(module or _module(self.impl, self.operator), name, _OPTIONAL[name])
+        return getattr(module or self.module(), name, _OPTIONAL[name])
 
 
 @functools.cache

@@ -511,8 +511,8 @@ def listed(monkeypatch) -> None:
         backward=lambda grad, batch, config, work_list: reference.backward(grad, batch),
     )
     rung = SimpleNamespace(
-        operator="gdpa", impl="listed", config=lambda batch, direction: None,
-        recipe=lambda batch, config: Ones(3), module=lambda: module,
+        operator="gdpa", impl="listed", config=lambda batch, direction, module: None,
+        recipe=lambda batch, config, module: Ones(3), module=lambda: module,
         takes=lambda direction, name: name == "work_list",
     )  # fmt: skip
     monkeypatch.setattr(gdpa_api.Options, "rung", lambda *call: rung)
