@@ -47,11 +47,11 @@ class Graph:
         ragged = Graph(inputs, library, handle, graph, {}, {})
         ends_q, ends_k, *_ = peer.ragged(inputs)
         for side, ends, heads in (("q", ends_q, inputs.q), ("k", ends_k, inputs.k)):
-            ragged._add_fixed(f"seqlens_{side}", ends.diff())
-            ragged._add_fixed(f"begin_{side}", ends.long() * heads.stride(0))
+            ragged.add_fixed(f"seqlens_{side}", ends.diff())
+            ragged.add_fixed(f"begin_{side}", ends.long() * heads.stride(0))
         return ragged
 
-    def _add_fixed(self, name: str, values: torch.Tensor) -> None:
+    def add_fixed(self, name: str, values: torch.Tensor) -> None:
         self.fixed[name] = values.view(-1, 1, 1, 1).contiguous()
         types = self.library.data_type
         kind = types.INT64 if values.dtype == torch.int64 else types.INT32
