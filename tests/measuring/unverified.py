@@ -76,7 +76,7 @@ MODULES = {f"gdpa_kernels.gdpa.{impl}": ModuleType(impl) for impl in FORWARDS}
 for impl, made in zip(FORWARDS, MODULES.values(), strict=True):
     made.forward = _forward(impl)
     if "refuses" in impl:
-        made.requires = lambda batch: "needs other lengths"
+        made.call_problem = lambda batch: "needs other lengths"
 
 
 def _sample(functions, device, protocol):
