@@ -171,13 +171,13 @@ class Record:
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> Record:
         """Rebuild a record from `to_dict`; ValueError with the reason if it is not a valid one."""
-        reason = refusals.refusal(data) or (record := Record._of(data)).problem()
+        reason = refusals.refusal(data) or (record := Record.unchecked(data)).problem()
         if reason is not None:
             raise ValueError(reason)
         return record
 
     @staticmethod
-    def _of(data: Mapping[str, Any]) -> Record:
+    def unchecked(data: Mapping[str, Any]) -> Record:
         """Rebuild a record from values that passed all checks of their structure."""
         values = dict(data)
         launches = values.pop("launches", ())
@@ -374,7 +374,7 @@ def _parse(path: Path, changed: int, size: int) -> tuple[Record, str]:
     sha256 = files.digest(text)
     try:
         if sha256 in _accepted(path.parent.parent):
-            return Record._of(json.loads(text)), sha256
+            return Record.unchecked(json.loads(text)), sha256
         return Record.from_dict(refusals.parse(text)), sha256
     except ValueError as error:
         raise RecordError(path, str(error)) from error
