@@ -11,12 +11,14 @@ GradientTriple = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | 
 
 class BaseBatch:
     """q `[total_q, num_heads, head_dim]`, k and v `[total_k, num_heads_k, head_dim]`; `gradients`:
-    where dq, dk and dv are to be written, None for memory of their own."""
+    where dq, dk and dv are to be written, None for memory of their own; `offsets`: as a `Recipe`
+    takes them."""
 
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
     gradients: GradientTriple
+    offsets: tuple[torch.Tensor | None, ...]
     device = property(attrgetter("q.device"))  # asked for so often that a function would count
     dtype = property(attrgetter("q.dtype"))
 

@@ -62,11 +62,15 @@ def from_padded_tensor(
     batch, most = padded.shape[:2]
     if not isinstance(offsets, Lengths):
         checks.check_offsets_tensor("offsets", offsets, padded.device)
-    total = offsets.total if isinstance(offsets, Lengths) else int(offsets[-1])
+    total = offsets.total if isinstance(offsets, Lengths) else max(int(offsets[-1]), 0)
     x = padded.new_empty(total, 0), offsets
-    _, sequences = read_jagged(x, None, most, validate)
-    if batch != sequences.batch:
-        raise ValueError(f"padded must be of {sequences.batch} sequences, got {batch}")
+    _, sequences = read_jagged(x, validate=validate)
+    longest = sequences.max_seqlen or 0
+    if batch != sequences.batch or most < longest:
+        raise ValueError(
+            f"padded must be of {sequences.batch} sequences, of up to {longest} tokens, got "
+            f"{batch} of {most}"
+        )
     sequence, position = token_positions(total, sequences.cu_seqlens)
     values = padded.flatten(0, 1).index_select(0, sequence * most + position)
     return like(x, values, sequences)

@@ -87,7 +87,7 @@ def note(kernel: JITFunction, grid: tuple[int, ...], args: tuple, options: dict)
     )
     for recorder in open_recorders:
         recorder.seen.append(launch)
-    return are_made()
+    return all(recorder.run for recorder in open_recorders)
 
 
 def are_made() -> bool:

@@ -20,7 +20,7 @@ from gdpa_kernels.calling.recipe import Recipe, T
 
 
 class LaunchState(NamedTuple):
-    """How a device launches now. What is made in one state serves calls in the same one alone.
+    """How a device launches now. What is made serves the same `stream` and `launched` alone.
 
     capturing: a CUDA graph captures the current stream. stream: that stream, None without CUDA.
     launched: False where `launches(run=False)` leaves kernels out, so that nothing fills a list.
@@ -49,7 +49,7 @@ class Lengths:
     >>> for layer in layers:
     ...     x = layer((x, lengths))[0]
 
-    Making one waits for the device, once; calls that are given it wait only to check values of
+    Making one waits for the device; calls that are given it wait only to check values of
     other arguments, as of num_targets. The offsets are copied: a later write to `cu_seqlens`
     changes nothing here. A work list is made by the first call that needs it, on the stream of that
     call, and serves all later ones there. In the capture of a CUDA graph none is kept; the graph

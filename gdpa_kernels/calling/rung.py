@@ -1,7 +1,7 @@
 """`Rung`: an implementation of an operator, what it needs (`Requires`), and what calls it can take.
 
 ladder.py lists all rungs; public calls, the lab and tests ask them. A function `..._problem` gives
-None, or "needs X, got Y": what is needed, and what stands in its place.
+None, or what is in the way: most say "needs X, got Y".
 """
 
 from __future__ import annotations
@@ -172,6 +172,8 @@ class Rung:
       `work_list=`, with that config; it makes the list itself where none is given;
     - `call_problem(batch)`: what it needs of a call that the field `requires` cannot say, or None;
     - `is_deterministic(batch)`: without it the rung always is;
+    - `partial_sums(batch)`, of the one that reads pages: what forward adds up, of `config.splits`
+      parts of the keys; takes `config=` and `work_list=`;
     - `workspace(batch)`: bytes that a call takes beside its arguments and results; without it they
       are at most a few times those.
 

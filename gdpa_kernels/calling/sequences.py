@@ -1,7 +1,7 @@
 """`Sequences`: the offsets of one tensor of a call, read and checked once.
 
-Every public call reads its offsets by `read_sequences`; what it calls in turn (layers, serving,
-`gdpa`) takes the `Sequences` as they are, so that nobody checks them twice.
+Operators, layers, `jagged` and `score` read offsets by `read_sequences`. `gdpa` takes the
+`Sequences` of a caller as they are, so that nobody checks them twice.
 """
 
 from __future__ import annotations

@@ -3,6 +3,15 @@
 Applications append and look up; layers.py and scores.py write and read. What a cache holds of a
 user is a `CacheEntry` (pages.py); `HistoryRules` (validity.py) say what stays right in a change.
 
+With one layer, pages of 4 and rules by which the rows before an edit stay right:
+
+    call                      length   written   events   page_ids
+    append 5                       5         0        5   0 1
+    write                          5         5        5   0 1
+    edit at 3, one added           3         3        6   0
+    append 3                       6         3        6   0 1
+    write                          6         6        6   0 1
+
 Every method leaves these true, at whatever line it fails or is interrupted:
 
 - written[layer] <= length <= events of each entry, and rows up to written[layer] hold what was
@@ -128,7 +137,7 @@ class PagedCache:
             for user, entry, end in zip(users, entries, ends, strict=True)
         ]
         table = page_table(spans, self.page_size, self.data.device)
-        for span in spans:  # at last: where anything above fails, no history has changed
+        for span in spans:  # at last: where anything above fails, no history has grown
             span.entry.length, span.entry.events = span.end, span.events
         return table
 

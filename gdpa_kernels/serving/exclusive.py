@@ -24,7 +24,7 @@ class Exclusive:
     An event stands behind what the last stream has enqueued. Say a context on stream A has another
     one on stream B inside of it. Where B's begins, the event is recorded on A, and B waits for it;
     where B's ends, it is recorded on B, and A, which is used again, waits for that. Contexts on one
-    stream, one after another or nested, record and wait for nothing between them.
+    stream wait for nothing, and nested ones record nothing.
     """
 
     def __init__(self, device: torch.device):

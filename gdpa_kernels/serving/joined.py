@@ -75,24 +75,24 @@ def join_kernel(
 
 
 def join(
-    pages: torch.Tensor, slots: torch.Tensor, cached_ends: torch.Tensor, longest_cached: int,
+    pool: torch.Tensor, slots: torch.Tensor, cached_ends: torch.Tensor, longest_cached: int,
     k: torch.Tensor, v: torch.Tensor, new_ends: torch.Tensor, longest_new: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Keys and values `[tokens, heads, head_dim]`: of each user the cached ones, then its rows of
     k and v.
 
-    pages: of one layer, `[num_pages, 2, page_size, heads, head_dim]`, contiguous. slots,
+    pool: of one layer, `[num_pages, 2, page_size, heads, head_dim]`, contiguous. slots,
     cached_ends, longest_cached: slots, cu_seqlens and max_seqlen of the page table. k, v: any
     strides, with offsets new_ends `[batch + 1]`, int32, of at most longest_new rows a user.
     """
-    _, _, page_size, heads, head_dim = pages.shape
+    _, _, page_size, heads, head_dim = pool.shape
     keys, values = (k.new_empty(len(slots) + len(k), heads, head_dim) for _ in "kv")
     width = next_power_of_2(head_dim)
     rows = max(1, ELEMENTS // width)
     blocks = cdiv(longest_cached + longest_new, rows)
     launch(
-        join_kernel, (blocks * (len(new_ends) - 1) * heads,), pages.device,
-        pages, k, v, keys, values, slots, cached_ends, new_ends, blocks,
+        join_kernel, (blocks * (len(new_ends) - 1) * heads,), pool.device,
+        pool, k, v, keys, values, slots, cached_ends, new_ends, blocks,
         K_STRIDES=k.stride(), V_STRIDES=v.stride(), PAGE_SIZE=page_size, NUM_HEADS=heads,
         HEAD_DIM=head_dim, ROWS=rows, WIDTH=width, num_warps=4,
     )  # fmt: skip
@@ -100,12 +100,15 @@ def join(
 
 
 def join_copies(
-    cached: torch.Tensor, new: torch.Tensor, cached_ends: torch.Tensor, new_ends: torch.Tensor
+    cached: torch.Tensor,
+    candidates: torch.Tensor,
+    cached_ends: torch.Tensor,
+    new_ends: torch.Tensor,
 ) -> torch.Tensor:
     """The same by PyTorch, of rows that were copied out of the pages; waits for no device."""
-    out = cached.new_empty(len(cached) + len(new), *cached.shape[1:])
+    out = cached.new_empty(len(cached) + len(candidates), *cached.shape[1:])
     user, position = token_positions(len(cached), cached_ends)
     out[cached_ends[user] + new_ends[user] + position] = cached
-    user, position = token_positions(len(new), new_ends)
-    out[cached_ends[user + 1] + new_ends[user] + position] = new
+    user, position = token_positions(len(candidates), new_ends)
+    out[cached_ends[user + 1] + new_ends[user] + position] = candidates
     return out

@@ -33,8 +33,8 @@ class Pages:
     With pages of 4, a history of 6 tokens in the pages 5 and 2 has kv_indices [5, 2], last_page_len
     [2] and slots [20, 21, 22, 23, 8, 9].
 
-    Valid until one of the users is edited, evicted or given another epoch; later use raises
-    ValueError. A later append does not invalidate it: these are the histories as they were.
+    Valid until a history that is not empty is edited, evicted or given another epoch, and refused
+    with ValueError from then on, but not for an append: these are the histories as they were.
     """
 
     kv_indptr: torch.Tensor

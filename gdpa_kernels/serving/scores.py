@@ -1,8 +1,8 @@
 """`score`: attention of candidates over cached histories.
 
 Each candidate sees its user's history and its own group: one call over [history; candidates], or
-two whose results add up. A kernel that takes the call reads keys and values in their pages; else
-they are gathered, copied out of the pages, first.
+two whose results add up (`_choose`). A kernel that takes the call reads keys and values in their
+pages; else they are gathered, copied out of the pages, first.
 
 |                | one call                    | the sum of two                                    |
 |----------------|-----------------------------|---------------------------------------------------|
@@ -14,8 +14,9 @@ Applications call `score`; layers.py as well, and `candidate_sequences` and `sco
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -36,6 +37,8 @@ from gdpa_kernels.serving.pages import Pages, check_whole
 
 (_PAGED,) = (rung for rung in ladder.RUNGS if "paged_kv" in rung.requires.extras)
 """The implementation that reads pages where they are."""
+Way = Literal["one, in pages", "one, gathered", "two, in pages", "two, gathered"]
+"""Cells of the table above."""
 
 
 class Candidates(NamedTuple):
@@ -78,8 +81,8 @@ def score(
     on other devices, of other dtypes and implementations, and of smaller pages.
 
     Nothing waits for the device with `Lengths`, or validate=False; with `Lengths` the layers of a
-    model share one work list, but in a graph. Small batches are bound by the host: capture the call
-    in a CUDA graph.
+    model share the work list of histories that two calls read in their pages, but in a graph. Small
+    batches are bound by the host: capture the call in a CUDA graph.
 
     Args:
         q, k, v: of the candidates, `[tokens, heads, head_dim]`, with offsets cu_seqlens
@@ -122,20 +125,18 @@ def score(
 
     impl, launches = options.get("impl", "auto"), common.can_launch(q, k, v)
     by_diagonal = launches and impl == "auto" and group == 1
-    over_history = None
-    if launches and impl in ("auto", _PAGED.impl):
-        with cache.exclusive:  # from the check of the pages until what reads them is launched
-            batch = _over_history(tokens, **options)
-            both = _over_both(batch, tokens, group, in_one_call, options["out_dtype"])
-            if both is None:
-                lists = _shared_lists(sequences, history)
-                over_history = _in_pages(batch, lists, partial_sums=by_diagonal)
-            elif (out := _in_pages(both)) is not None:
-                return out
-            in_one_call = both is not None
-    if in_one_call:
+    in_pages = launches and impl in ("auto", _PAGED.impl)
+    # From the check of the pages until what reads them is launched.
+    with cache.exclusive if in_pages else nullcontext():
+        way, batch = _choose(tokens, in_pages, group, in_one_call, **options)
+        if way == "one, in pages":
+            return _in_pages(batch)
+        if way == "two, in pages":
+            lists = _shared_lists(sequences, history)
+            over_history = _in_pages(batch, lists, partial_sums=by_diagonal)
+    if way == "one, gathered":
         return score_gathered(tokens, Mask(True, target_group_size=group), **options)
-    if over_history is None:
+    if way == "two, gathered":
         summed = options | {"out_dtype": None if q.dtype == torch.float64 else torch.float32}
         over_history = gdpa(q, *cache.read(layer, history), sequences, history.sequences, **summed)
     return _add_candidates(tokens, over_history, group, by_diagonal, **options)
@@ -190,6 +191,23 @@ def _add_candidates(
     return gdpa(q, k, v, sequences, sequences, mask=mask, add_to=over_history, **options)
 
 
+def _choose(
+    tokens: Candidates, in_pages: bool, group: int, in_one_call: bool | None, **options
+) -> tuple[Way, Batch | None]:
+    """How `score` computes these candidates, and the call for the kernel that reads pages, None if
+    they are gathered, as they are unless `in_pages`."""
+    over_history = _over_history(tokens, **options) if in_pages else None
+    if over_history is None or _PAGED.device_problem(over_history.device):
+        return "one, gathered" if in_one_call else "two, gathered", None
+    if in_one_call or (in_one_call is None and _PAGED.config(over_history, "forward").splits == 1):
+        both = _over_both(over_history, tokens, group, options["out_dtype"])
+        if in_one_call or api.resolve("auto", "forward", replace(both, paged_kv=None)) is _PAGED:
+            return ("one, gathered", None) if _PAGED.call_problem(both) else ("one, in pages", both)
+    if _PAGED.call_problem(over_history):
+        return "two, gathered", None
+    return "two, in pages", over_history
+
+
 def _over_history(
     tokens: Candidates, *, activation: str | tuple[str, ...] | list[str] = "gelu_tanh",
     scale: float | None = None, output_scale: float = 1.0, precise: bool = False, **_,
@@ -209,28 +227,16 @@ def _over_history(
 
 
 def _over_both(
-    batch: Batch, tokens: Candidates, group: int, in_one_call: bool | None,
-    out_dtype: torch.dtype | None,
-) -> Batch | None:  # fmt: skip
-    """The call over [history; candidates], of that over the histories; None where two calls are
-    asked for, or, for in_one_call None, better by the rule of `score`."""
-    if in_one_call is False:
-        return None
-    if in_one_call is None and (
-        _PAGED.device_problem(batch.device) or _PAGED.config(batch, "forward").splits > 1
-    ):
-        return None
+    batch: Batch, tokens: Candidates, group: int, out_dtype: torch.dtype | None
+) -> Batch:
+    """The call over [history; candidates], of that over the histories."""
     counts = batch.cu_seqlens_q.diff()
-    both = replace(
+    return replace(
         batch, k=tokens.k, v=tokens.v, cu_seqlens_k=batch.cu_seqlens_k + batch.cu_seqlens_q,
         max_seqlen_k=batch.max_seqlen_k + batch.max_seqlen_q, out_dtype=out_dtype,
         segments=F.pad(counts[:, None], (0, 1)),
         mask=Mask("lower_right", target_group_size=group),
     )  # fmt: skip
-    if in_one_call is None:
-        gathered = replace(both, paged_kv=None)
-        return both if api.resolve("auto", "forward", gathered) is _PAGED else None
-    return both
 
 
 def _shared_lists(sequences: Sequences, history: Pages) -> CallWorkLists | None:
@@ -249,11 +255,9 @@ def _is_captured(x: torch.Tensor) -> bool:
 
 def _in_pages(
     batch: Batch, lists: CallWorkLists | None = None, *, partial_sums: bool = False
-) -> torch.Tensor | None:
-    """The output of the implementation that reads pages, or the partial sums that add up to it;
-    None where it does not take the call. lists: of the call, None for one that is made here."""
-    if _PAGED.device_problem(batch.device) or _PAGED.call_problem(batch):
-        return None
+) -> torch.Tensor:
+    """The output of the implementation that reads pages, or the partial sums that add up to it.
+    lists: of the call, None for one that is made here."""
     prove(batch.activation, batch.device)
     config = _PAGED.config(batch, "forward")
     recipe = _PAGED.recipe(batch, config)

@@ -31,7 +31,7 @@ from gdpa_kernels.serving.exclusive import Exclusive, exclusively
 UNIT = 2.0**-30
 """An exact sum is an int64 that counts these."""
 LARGEST = 2.0**62
-"""The bound of a term and of a sum in units, 4.3e9: two below it add up in an int64."""
+"""The bound of a term and of a sum, in units: two below it add up in an int64."""
 STORED = "total", "count", "updates", "peak"
 """The tensors of the sums, by users."""
 ROUNDING, TOLERATED = 1.3e-8, 2e-4
@@ -149,7 +149,8 @@ class StoredSums:
             total = self.total[users]
         else:  # index_select, for which a negative number is no user
             total = self.total.index_select(0, users)
-        total = total.double() * UNIT if self.exact else total
+        if self.exact:
+            return (_to_fp32(total, self.q.dtype) * UNIT).to(self.q.dtype)
         return total.to(self.q.dtype, copy=users is None)
 
     @exclusively
@@ -287,6 +288,18 @@ class StoredSums:
         with checks.without_autocast(self.q):
             out = gdpa(self.q, k, v, None, cu_seqlens, rows, max_seqlen, **self._options)
         return out.view(-1, *self.q.shape)
+
+
+def _to_fp32(units: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """int64 of at most 2**62 in fp32, so that a rounding to dtype gives what one alone would: where
+    fp32 is not dtype and rounds, the odd one of its two neighbours, in the middle between no two
+    values of fewer bits."""
+    wide = units.float()
+    if dtype != torch.float32:
+        outwards = (units - wide.long()).sign() * units.sign()  # from zero; 0 where nothing rounds
+        bits = wide.view(torch.int32)
+        bits += (outwards * (1 - bits % 2)).int()
+    return wide
 
 
 def _shown(x: object) -> str:

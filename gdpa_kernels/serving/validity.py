@@ -173,7 +173,13 @@ class HistoryRules:
         With a window of w, w later rows see a row, and w earlier ones unless it is causal. An event
         added at p moves row p to place p + 1, so the old rows p to p + w - 1 see it. Contexts see
         the whole history, so all of them change, and a row sees all or none of them, as if the c
-        contexts stood in place c - 1: rows up to c - 1 + w do.
+        contexts stood in place c - 1: rows up to c - 1 + w do. With w = 2, one context and an event
+        added at 4:
+
+            row                    0 1 2 3 + 4 5 6 7
+            changed into layer 0   . . . .   . . . .
+            changed into layer 1   x . . .   x x . .   the context; 4 and 5 see the event
+            changed into layer 2   x x x .   x x x x   1 and 2 see the context, 6 and 7 see 4 or 5
         """
         if self.token_statistics or self._grows:
             return range(rows)

@@ -138,10 +138,12 @@ def test_wrong_arguments_say_what_is_wrong():
         jagged.to_padded_tensor((values, Lengths(ends)), max_seqlen=8)
     with pytest.raises(ValueError, match="max_seqlen must be an integer of at least 0, got -1"):
         jagged.to_padded_tensor(x, max_seqlen=-1)
-    with pytest.raises(ValueError, match="max_seqlen must be at least the longest .* 9 .* got 8"):
-        jagged.from_padded_tensor(torch.ones(5, 8, 3), ends)
-    with pytest.raises(ValueError, match="padded must be of 5 sequences, got 4"):
-        jagged.from_padded_tensor(torch.ones(4, 9, 3), Lengths(ends))
+    for offsets, batch, longest in ((ends, 5, 8), (Lengths(ends), 5, 8), (Lengths(ends), 4, 9)):
+        told = f"padded must be of 5 sequences, of up to 9 tokens, got {batch} of {longest}"
+        with pytest.raises(ValueError, match=told):
+            jagged.from_padded_tensor(torch.ones(batch, longest, 3), offsets)
+    with pytest.raises(ValueError, match="offsets must run from 0 .* got 0 to -1"):
+        jagged.from_padded_tensor(torch.ones(1, 9, 3), torch.tensor([0, -1]))
     for wrong in (torch.ones(4, 1, 3), torch.ones(5, 1, 2)):
         with pytest.raises(ValueError, match=r"tokens must have shape \[5, count, 3\], got \["):
             jagged.append(x, wrong)

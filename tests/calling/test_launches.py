@@ -115,6 +115,15 @@ def test_contexts_need_not_end_in_order(x):
     assert [len(each) for each in seen] == [0, 1] and not recording.recorders
 
 
+def test_what_an_open_context_notes_it_leaves_out(x, monkeypatch):
+    """Though another thread closes it before the launch is made."""
+    context = launches(run=False)
+    seen = context.__enter__()
+    monkeypatch.setattr(recording, "Launch", lambda *_: context.__exit__(None, None, None))
+    launch(x)
+    assert len(seen) == 1 and not recording.recorders
+
+
 def test_an_error_ends_the_context(x):
     with pytest.raises(RuntimeError, match="needs tensors on a CUDA device"), launches() as seen:
         launch(x)

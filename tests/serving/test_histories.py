@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from gdpa_kernels import GDPASelfAttention
+from gdpa_kernels.calling.rung import Rung
 from gdpa_kernels.serving import HistoryRules, PagedCache, score, scores
 from gdpa_kernels.serving.exclusive import Exclusive
 from gdpa_kernels.serving.layers import candidates, extend
@@ -339,6 +340,7 @@ def test_pages_stay_until_the_kernel_that_reads_them_is_launched():
 
     with (
         mock.patch.object(scores.common, "can_launch", lambda *_: True),
+        mock.patch.multiple(Rung, device_problem=lambda *_: None, call_problem=lambda *_: None),
         mock.patch.object(scores, "_in_pages", by_v8),
     ):
         score(q, q, q, ends(0, 1), 1, kept, 0, table, in_one_call=True)

@@ -59,6 +59,24 @@ def test_a_sum_is_the_attention_over_what_it_holds(impl, dtype, exact):
     assert not sums.value()[[1, 3]].any() and sums.value().dtype == dtype
 
 
+@pytest.mark.parametrize("dtype", (BF16, torch.float16, FP32))
+def test_an_exact_sum_is_rounded_once(dtype):
+    """Beside the middle between two neighbours of the dtype, at a distance that fp32 rounds away,
+    and fp64, too."""
+    bits = 1 - int(torch.log2(torch.tensor(torch.finfo(dtype).eps)))
+    user, sums = torch.tensor([0]), stored(dtype, exact=True)
+    for exponent in (32, 45, 61):
+        half = 2 ** (exponent - bits)
+        for neighbour in (2**exponent, 2**exponent + 2 * half):
+            for beside in (-1, 0, 1):
+                units = neighbour + half + beside
+                up = beside > 0 or beside == 0 and neighbour > 2**exponent
+                wanted = torch.tensor((neighbour + 2 * half * up) * 2.0**-30).to(dtype)
+                for sign in (1, -1):
+                    sums.total.fill_(sign * units)
+                    assert sums.value(user).unique().tolist() == [sign * wanted.item()]
+
+
 def test_what_came_and_went_leaves_nothing_in_an_exact_sum():
     events = [(draw(1, BF16, 2 * i + 1), draw(1, BF16, 2 * i + 2)) for i in range(40)]
     user = torch.tensor([1])
