@@ -48,7 +48,7 @@ import torch
 import torch.distributed as dist
 
 from gdpa_kernels.calling import checks
-from gdpa_kernels.calling.lengths import Lengths
+from gdpa_kernels.calling.lengths import Lengths, launch_state
 from gdpa_kernels.gdpa.api import check_shared_options, gdpa
 from gdpa_kernels.gdpa.mask import ALL, Mask, mask_of
 from gdpa_kernels.gdpa.registration import check_activation
@@ -111,7 +111,8 @@ def context_parallel_gdpa(
 
     Raises:
         TypeError, ValueError: an argument is wrong: its name, what is expected, what was received.
-            Wrong on one rank alone, it leaves the others waiting.
+            Wrong on one rank alone, it leaves the others waiting. And the call is in the capture of
+            a CUDA graph.
 
     Source: sums of partial results, as in the chapter "What GDPA computes"; the split of queries
     and the zigzag layout are of all-gather context parallelism (arXiv 2407.21783, section 3.3.2).
@@ -138,7 +139,7 @@ def context_parallel_gdpa(
             f"num_kv_heads must be a multiple of the {ranks} ranks with "
             f"stationary='sequences', got {k.shape[1]}"
         )
-    stream = torch.cuda.current_stream(q.device).cuda_stream if q.is_cuda else 0
+    stream = launch_state(q.device).stream
     call = _rank_call(sharding.ends, ranks, layout, rank, stationary, mask.causal, q.device, stream)
     if stationary == "sequences":
         return _by_heads(q, k, v, call, mask, group, rank, ranks, options)
@@ -240,7 +241,7 @@ class RankCall(NamedTuple):
 @lru_cache(maxsize=8)
 def _rank_call(
     ends: tuple[int, ...], ranks: int, layout: str, rank: int, stationary: str, causal: bool,
-    device: torch.device, stream: int,
+    device: torch.device, stream: int | None,
 ) -> RankCall:  # fmt: skip
     """A rank's call, made once for all layers on a stream, which brings it to the device: rows may
     be a number for each token."""
@@ -279,6 +280,11 @@ def _checked(q, k, v, cu_seqlens, layout, group, options) -> tuple[Sharding, int
     sharding = sharding_of(read_offsets(cu_seqlens), ranks, layout)
     check_shared_options(options)
     checks.check_tensors(q, k, v)
+    if launch_state(q.device).capturing:  # the graph would read what `_rank_call` may drop
+        raise ValueError(
+            "cu_seqlens must be brought to the device outside of the capture of a CUDA graph, got "
+            "a call in one"
+        )
     check_rows("k", k, sharding.num_rows(rank), f"rank {rank}")
     if "activation" in options:
         options = options | {"activation": check_activation(options["activation"], q.shape[1])}

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from gdpa_kernels import Lengths, gdpa, parallel
+from gdpa_kernels.calling.lengths import LaunchState
 from gdpa_kernels.parallel import attention, shards
 from tests.examples.ranks import printed
 from tests.tiers import sweep
@@ -287,6 +288,21 @@ def test_a_first_call_of_another_kind_leaves_nothing(alone, first):
                 x.detach(), x.detach(), x.detach(), ends, layout="zigzag"
             )
     assert all(map(torch.equal, both(), wanted))
+
+
+@pytest.mark.parametrize(
+    "call", (parallel.context_parallel_gdpa, parallel.context_parallel_pooling)
+)
+def test_a_capture_is_refused(alone, call, monkeypatch):
+    """A graph would read what nobody keeps for it, also where an earlier call has made it; refused
+    before anything is moved."""
+    call(X, X, X, [0, 4])
+    captured = LaunchState(True, 7, True)
+    monkeypatch.setattr(attention, "launch_state", lambda device: captured, raising=False)
+    says = "cu_seqlens must be brought to the device outside .* of a CUDA graph, got a call in one"
+    with parallel.counted_bytes() as counted, pytest.raises(ValueError, match=says):
+        call(X, X, X, [0, 4])
+    assert not counted
 
 
 def test_pooling_takes_no_mask(alone):
