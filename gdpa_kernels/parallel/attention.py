@@ -21,8 +21,9 @@ heads a and b, a rank has in the forward pass:
       all-to-all     o0a o0b                o1a o1b
 
 The backward pass has the transposed collectives in the other order; what was gathered is kept for
-it. The bytes that a rank receives, of N tokens on P ranks, f = (P - 1) / P, H query and K key heads
-of d numbers of e bytes, sums in fp32 (`predicted_bytes`; `counted_bytes` counts them):
+it. The bytes that a rank receives of N tokens on P ranks (`predicted_bytes`; `counted_bytes` counts
+them), with H query and K key heads of d numbers. A number takes e bytes in the dtype of the call,
+and 4 in sums. Of what is gathered or summed, f = (P - 1) / P comes from other ranks:
 
 | what stays  | forward               | backward           | for                                 |
 |-------------|-----------------------|--------------------|-------------------------------------|
@@ -30,9 +31,10 @@ of d numbers of e bytes, sums in fp32 (`predicted_bytes`; `counted_bytes` counts
 | "keys"      | N H d (e + 4) f       | N H d (e + 4) f    | few query heads                     |
 | "sequences" | 2 N (H + K) d e f / P | the same           | as many ranks as key heads, or less |
 
-Contiguous shards may end inside a sequence: if one is cut between all ranks, the last has under a
-causal mask about twice the mean work, but for "sequences". Zigzag shards have equal work, and rows
-that are gathered by an index: they pay where long sequences are cut between ranks.
+Contiguous shards may end inside a sequence: if one is cut between all ranks, under a causal mask
+the last with "queries", the first with "keys", has almost twice the mean work of many ranks; with
+"sequences" all have the same. Zigzag shards have equal work, and rows that are gathered by an
+index: they pay where long sequences are cut between ranks.
 """
 
 from __future__ import annotations
@@ -228,9 +230,9 @@ def predicted_bytes(
 
 
 class RankCall(NamedTuple):
-    """The call of `gdpa` on a rank. local: lengths of its own rows, of what stays; partners: of the
-    rows that these see or are seen by, which lie at `rows` of the gathered shards, of shard_rows
-    each."""
+    """What a rank passes to `gdpa`, as `Sharding.partners` finds it: lengths of sequences on both
+    sides of attention. local: of what stays, its shard (all rows of its heads with "sequences");
+    partners: of what is gathered, whose rows of all shards, of shard_rows each, are at `rows`."""
 
     local: Lengths
     partners: Lengths
@@ -244,7 +246,7 @@ def _rank_call(
     device: torch.device, stream: int | None,
 ) -> RankCall:  # fmt: skip
     """A rank's call, made once for all layers on a stream, which brings it to the device: rows may
-    be a number for each token."""
+    be a number for each token. It depends on the arguments alone; what is dropped is made again."""
     sharding = sharding_of(ends, ranks, layout)
     lengths, ranges = sharding.partners(rank, stationary, causal)
     with reusable():

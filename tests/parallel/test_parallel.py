@@ -120,12 +120,15 @@ def test_pooled_keys_are_those_of_all_ranks(results, name):
 
 @pytest.mark.parametrize("stationary", parallel.STATIONARY)
 def test_zigzag_shards_have_equal_work(results, stationary):
-    """FLOPs of a rank over the mean, as PyTorch counts them, forward and backward."""
+    """FLOPs of a rank over the mean, as PyTorch counts them, forward and backward; of contiguous
+    shards the last queries, or the first keys, have most."""
     ranks, found = results
-    most = {}
+    most, busiest = {}, {"queries": ranks - 1, "keys": 0}
     for layout in parallel.LAYOUTS:
         flops = torch.tensor(found[f"{stationary} {layout} long"]["flops"], dtype=torch.float64)
         most[layout] = (flops.max() / flops.mean()).item()
+        if layout == "contiguous" and stationary in busiest:
+            assert flops.argmax() == busiest[stationary]
     assert most["zigzag"] < 1.02
     assert most["contiguous"] > 1.2 or stationary == "sequences"
 
