@@ -21,8 +21,9 @@ heads a and b, a rank has in the forward pass:
       all-to-all     o0a o0b                o1a o1b
 
 The backward pass has the transposed collectives in the other order; what was gathered is kept for
-it. The bytes that a rank receives, of N tokens on P ranks, f = (P - 1) / P, H query and K key heads
-of d numbers of e bytes, sums in fp32 (`predicted_bytes`; `counted_bytes` counts them):
+it. The bytes that a rank receives of N tokens on P ranks (`predicted_bytes`; `counted_bytes` counts
+them), with H query and K key heads of d numbers. A number takes e bytes in the dtype of the call,
+and 4 in sums. Of what is gathered or summed, f = (P - 1) / P comes from other ranks:
 
 | what stays  | forward               | backward           | for                                 |
 |-------------|-----------------------|--------------------|-------------------------------------|
@@ -30,9 +31,10 @@ of d numbers of e bytes, sums in fp32 (`predicted_bytes`; `counted_bytes` counts
 | "keys"      | N H d (e + 4) f       | N H d (e + 4) f    | few query heads                     |
 | "sequences" | 2 N (H + K) d e f / P | the same           | as many ranks as key heads, or less |
 
-Contiguous shards may end inside a sequence: if one is cut between all ranks, the last has under a
-causal mask about twice the mean work, but for "sequences". Zigzag shards have equal work, and rows
-that are gathered by an index: they pay where long sequences are cut between ranks.
+Contiguous shards may end inside a sequence: if one is cut between all ranks, under a causal mask
+the last with "queries", the first with "keys", has almost twice the mean work of many ranks; with
+"sequences" all have the same. Zigzag shards have equal work, and rows that are gathered by an
+index: they pay where long sequences are cut between ranks.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ import torch
 import torch.distributed as dist
 
 from gdpa_kernels.calling import checks
-from gdpa_kernels.calling.lengths import Lengths
+from gdpa_kernels.calling.lengths import Lengths, launch_state
 from gdpa_kernels.gdpa.api import check_shared_options, gdpa
 from gdpa_kernels.gdpa.mask import ALL, Mask, mask_of
 from gdpa_kernels.gdpa.registration import check_activation
@@ -111,7 +113,8 @@ def context_parallel_gdpa(
 
     Raises:
         TypeError, ValueError: an argument is wrong: its name, what is expected, what was received.
-            Wrong on one rank alone, it leaves the others waiting.
+            Wrong on one rank alone, it leaves the others waiting. And the call is in the capture of
+            a CUDA graph.
 
     Source: sums of partial results, as in the chapter "What GDPA computes"; the split of queries
     and the zigzag layout are of all-gather context parallelism (arXiv 2407.21783, section 3.3.2).
@@ -138,7 +141,7 @@ def context_parallel_gdpa(
             f"num_kv_heads must be a multiple of the {ranks} ranks with "
             f"stationary='sequences', got {k.shape[1]}"
         )
-    stream = torch.cuda.current_stream(q.device).cuda_stream if q.is_cuda else 0
+    stream = launch_state(q.device).stream
     call = _rank_call(sharding.ends, ranks, layout, rank, stationary, mask.causal, q.device, stream)
     if stationary == "sequences":
         return _by_heads(q, k, v, call, mask, group, rank, ranks, options)
@@ -227,9 +230,9 @@ def predicted_bytes(
 
 
 class RankCall(NamedTuple):
-    """The call of `gdpa` on a rank. local: lengths of its own rows, of what stays; partners: of the
-    rows that these see or are seen by, which lie at `rows` of the gathered shards, of shard_rows
-    each."""
+    """What a rank passes to `gdpa`, as `Sharding.partners` finds it: lengths of sequences on both
+    sides of attention. local: of what stays, its shard (all rows of its heads with "sequences");
+    partners: of what is gathered, whose rows of all shards, of shard_rows each, are at `rows`."""
 
     local: Lengths
     partners: Lengths
@@ -240,10 +243,10 @@ class RankCall(NamedTuple):
 @lru_cache(maxsize=8)
 def _rank_call(
     ends: tuple[int, ...], ranks: int, layout: str, rank: int, stationary: str, causal: bool,
-    device: torch.device, stream: int,
+    device: torch.device, stream: int | None,
 ) -> RankCall:  # fmt: skip
     """A rank's call, made once for all layers on a stream, which brings it to the device: rows may
-    be a number for each token."""
+    be a number for each token. It depends on the arguments alone; what is dropped is made again."""
     sharding = sharding_of(ends, ranks, layout)
     lengths, ranges = sharding.partners(rank, stationary, causal)
     with reusable():
@@ -279,6 +282,11 @@ def _checked(q, k, v, cu_seqlens, layout, group, options) -> tuple[Sharding, int
     sharding = sharding_of(read_offsets(cu_seqlens), ranks, layout)
     check_shared_options(options)
     checks.check_tensors(q, k, v)
+    if launch_state(q.device).capturing:  # the graph would read what `_rank_call` may drop
+        raise ValueError(
+            "cu_seqlens must be brought to the device outside of the capture of a CUDA graph, got "
+            "a call in one"
+        )
     check_rows("k", k, sharding.num_rows(rank), f"rank {rank}")
     if "activation" in options:
         options = options | {"activation": check_activation(options["activation"], q.shape[1])}

@@ -10,8 +10,10 @@ other ranks. attention.py calls them; all ranks of a group must make the same ca
 | `AllReduceGradient` | what every rank has      | the same                 | all-reduce     |
 
 Collectives want shards of one size: smaller ones are padded to `shard_rows`, those of the largest.
-In what was gathered the shards lie one behind the other, and `rows`, a slice or int64 indices, say
-where those that a call needs lie there. Sums are in fp32 at least, and rounded once.
+In what was gathered the shards lie one behind the other; an argument `rows`, a slice or int64
+indices, says which of the gathered rows this rank's call of gdpa takes. Sums are in fp32 at least.
+Summands of outputs are too, so that those are rounded once; summands of gradients come from gdpa in
+the dtype of the call, so that those of 16 bits are rounded twice.
 """
 
 from __future__ import annotations
@@ -115,7 +117,7 @@ def _all_to_all(x: torch.Tensor, to_heads: bool, ranks: int, group) -> torch.Ten
 
 
 class AllGather(torch.autograd.Function):
-    """The `rows` of the shards x of all ranks."""
+    """Those at `rows` of all ranks' shards x."""
 
     @staticmethod
     def forward(ctx, x, rows, shard_rows, group):

@@ -75,8 +75,8 @@ class Sharding(NamedTuple):
     """How a batch is cut. Rows are those of the whole packed batch.
 
     ends: its offsets. spans: of each rank the rows (sequence, first, end) that it holds, none
-    empty. shard_rows: of the largest shard, to which collectives pad all. order: where the rows lie
-    in what is gathered, int64; None where they lie in order.
+    empty. shard_rows: of the largest shard, to which collectives pad all. order: for each row its
+    index in what is gathered, all shards one behind the other, int64; None where that is its own.
 
     Of one sequence of 8 rows for 2 ranks in zigzag: spans [[(0, 0, 2), (0, 6, 8)], [(0, 2, 4), (0,
     4, 6)]], shard_rows 4. Gathered are the rows 0 1 6 7 2 3 4 5, so order is [0, 1, 4, 5, 6, 7, 2,
@@ -100,8 +100,9 @@ class Sharding(NamedTuple):
         return sum(end - first for _, first, end in self.spans[rank])
 
     def partners(self, rank: int, stationary: str, causal: bool) -> tuple[list, list]:
-        """(lengths, ranges) of the sequences of a rank's call: the number of own rows of each, and
-        the rows [first, end) of others that they see (queries stay) or are seen by (keys stay).
+        """(lengths, ranges) of the sequences of a rank's call: of each span the number of its rows,
+        and their partners, the rows [first, end) of the batch that they see (queries stay) or are
+        seen by (keys stay). With "sequences" those of the whole batch.
 
         Of the example above, under a causal mask and where queries stay, rank 1 calls with 2 and 2
         own rows, which see the rows 0 to 4 and 0 to 6: ([2, 2], [(0, 4), (0, 6)]).

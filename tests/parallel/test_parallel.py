@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from gdpa_kernels import Lengths, gdpa, parallel
+from gdpa_kernels.calling.lengths import LaunchState
 from gdpa_kernels.parallel import attention, shards
 from tests.examples.ranks import printed
 from tests.tiers import sweep
@@ -119,12 +120,15 @@ def test_pooled_keys_are_those_of_all_ranks(results, name):
 
 @pytest.mark.parametrize("stationary", parallel.STATIONARY)
 def test_zigzag_shards_have_equal_work(results, stationary):
-    """FLOPs of a rank over the mean, as PyTorch counts them, forward and backward."""
+    """FLOPs of a rank over the mean, as PyTorch counts them, forward and backward; of contiguous
+    shards the last queries, or the first keys, have most."""
     ranks, found = results
-    most = {}
+    most, busiest = {}, {"queries": ranks - 1, "keys": 0}
     for layout in parallel.LAYOUTS:
         flops = torch.tensor(found[f"{stationary} {layout} long"]["flops"], dtype=torch.float64)
         most[layout] = (flops.max() / flops.mean()).item()
+        if layout == "contiguous" and stationary in busiest:
+            assert flops.argmax() == busiest[stationary]
     assert most["zigzag"] < 1.02
     assert most["contiguous"] > 1.2 or stationary == "sequences"
 
@@ -287,6 +291,21 @@ def test_a_first_call_of_another_kind_leaves_nothing(alone, first):
                 x.detach(), x.detach(), x.detach(), ends, layout="zigzag"
             )
     assert all(map(torch.equal, both(), wanted))
+
+
+@pytest.mark.parametrize(
+    "call", (parallel.context_parallel_gdpa, parallel.context_parallel_pooling)
+)
+def test_a_capture_is_refused(alone, call, monkeypatch):
+    """A graph would read what nobody keeps for it, also where an earlier call has made it; refused
+    before anything is moved."""
+    call(X, X, X, [0, 4])
+    captured = LaunchState(True, 7, True)
+    monkeypatch.setattr(attention, "launch_state", lambda device: captured, raising=False)
+    says = "cu_seqlens must be brought to the device outside .* of a CUDA graph, got a call in one"
+    with parallel.counted_bytes() as counted, pytest.raises(ValueError, match=says):
+        call(X, X, X, [0, 4])
+    assert not counted
 
 
 def test_pooling_takes_no_mask(alone):
