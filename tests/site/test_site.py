@@ -7,6 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+import yaml
 from bs4 import BeautifulSoup, Tag
 
 from gdpa_lab.measuring import files, record
@@ -39,6 +40,15 @@ def target(source: Path, url: str) -> Path:
     """The file that a relative `url` on page `source` means."""
     path = unquote(urlsplit(url).path)
     return (source.parent / path).resolve() if path else source
+
+
+@cache
+def titles() -> dict[str, str]:
+    """Titles of the sidebar, by page."""
+    toc = yaml.safe_load((ROOT / "_toc.yml").read_text(encoding="utf-8"))
+    return {
+        x["file"]: x["title"] for part in toc["parts"] for x in part["chapters"] if "title" in x
+    }
 
 
 def loaded(path: Path) -> list[str]:
@@ -144,6 +154,12 @@ def test_no_parameters_cell_and_no_error_is_shown(site, page_name):
     assert article(site / page_name).select(hidden) == []
 
 
+def test_a_link_in_a_sentence_has_at_most_five_words(site, page_name):
+    links = article(site / page_name).select("p:not(.admonition-title) > a.internal")
+    texts = [" ".join(a.get_text(" ").split()) for a in links]
+    assert [text for text in texts if len(text.split()) > 5 + text.startswith("Lab notes:")] == []
+
+
 def test_one_search_field_and_one_menu_button(site, page_name):
     assert len(soup(site / page_name).select(".primary-toggle")) == 1
     assert len(soup(site / page_name).select(".sidebar-primary-item .search-button-field")) <= 1
@@ -155,7 +171,8 @@ def test_every_page_tells_others_what_it_is(site, page_name):
     said = {tag.get("property") or tag.get("name"): tag["content"] for tag in tags}
     assert said["og:site_name"] == "Attention without softmax"
     assert 20 <= len(said["description"]) <= 202 and said["og:description"] == said["description"]
-    assert said["og:title"] in article(site / page_name).h1.get_text()
+    sidebar = titles().get(page_name.removesuffix(".html"), said["og:title"])
+    assert said["og:title"].removeprefix("Lab notes: ") == sidebar
     assert said["og:url"].endswith(f"/{page_name}")
     card = site / urlsplit(said["og:image"]).path.rpartition("/")[2]
     assert card.read_bytes().startswith(b"\x89PNG") and head.select_one("link[rel=icon]")
