@@ -791,8 +791,10 @@ def test_the_published_gdpa_from_source_computes_the_definition(
 @pytest.mark.parametrize("direction", ("forward", "backward"))
 def test_the_published_gdpa_from_source_in_each_configuration(published_source, direction):
     for name, options in same_function.gdpa_configurations(direction).items():
+        options = options or {"tuning": "default"}
         for work in (SELF, replace(SELF, window=20, num_heads_q=2)) if "ws" not in name else ():
-            emulated("gdpa_triton", replace(work, **EMULATED | LONGER), direction, **options)
+            work = replace(work, **EMULATED | LONGER | {"batch": 5})
+            emulated("gdpa_triton", work, direction, **options)
 
 
 @pytest.mark.parametrize("techniques", ("tma", "tma,dq_atomic_add"))
@@ -801,6 +803,14 @@ def test_tma_in_the_backward_pass_of_the_published_gdpa_is_wrong(published_sourc
     work = replace(SELF, **LONGER, **EMULATED)
     with pytest.raises((tritonemu.InvalidKernel, tritonemu.Race)):
         emulated("gdpa_triton", work, "backward", techniques=techniques)
+
+
+def test_tma_in_persistent_programs_of_the_published_gdpa_is_wrong(published_source):
+    """Why no configuration has it: right on a jagged batch, wrong where all keys are there."""
+    work = replace(SELF, **EMULATED | LONGER | {"batch": 5, "lengths_k": Full()})
+    emulated("gdpa_triton", work, "forward", techniques="persistent", tuning="omnifm_v2")
+    with pytest.raises(AssertionError, match="out: max error"):
+        emulated("gdpa_triton", work, "forward", techniques="persistent,tma", tuning="omnifm_v2")
 
 
 def emulated(impl, work, direction, **options):

@@ -210,12 +210,14 @@ def gdpa_configurations(direction: str) -> peer.Configurations:
     """Its two sets of tiles, the second with its techniques too; warp specialization has tiles of
     its own, and fbtriton 3.7.4 does not compile them.
 
-    TMA in the backward pass is left out: it adds dQ to memory without values, or, with atomic sums,
-    overwrites it.
+    What is wrong is left out: TMA in persistent programs, wrong where keys are dense, and TMA in
+    the backward pass, which adds dQ to memory without values, or, with atomic sums, overwrites it.
     """
-    name = "tma" if direction == "forward" else "dq_atomic_add"
     few = {"tuning": "omnifm_v2"}
-    combined = "persistent", name, f"persistent,{name}"
+    if direction == "forward":
+        combined = ("persistent", "tma")
+    else:
+        combined = ("persistent", "dq_atomic_add", "persistent,dq_atomic_add")
     tuned = {f"{techniques} omnifm_v2": {"techniques": techniques} | few for techniques in combined}
     specialized = {techniques: {"techniques": techniques} for techniques in ("ws", "tma,ws")}
     return {"default": {}, "omnifm_v2": few, **tuned, **specialized}
