@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from exercises.blanks import clean
-from exercises.catalogue import CATALOGUE, blank, exercise_of, solution_of
+from exercises.catalogue import CATALOGUE, blank, solution_of
 
 if TYPE_CHECKING:
     from exercises.hints import Failure
@@ -59,7 +59,7 @@ def describe(failure: Failure, level: int, rules: list) -> list[str]:
 
 def judge(name: str, path: Path, *, level: int, quick: bool) -> bool:
     """Judge a file and print what is found; leaves drawings beside it. True if it passed."""
-    from exercises.grading import grade
+    from exercises.grading import exercise_of, grade
     from exercises.hints import Failure
 
     exercise, entry = exercise_of(name), CATALOGUE[name]

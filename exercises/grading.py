@@ -17,6 +17,7 @@ The compiler runs in a process of its own from the start.
 from __future__ import annotations
 
 import difflib
+import importlib
 import importlib.util
 import linecache
 import multiprocessing
@@ -105,6 +106,13 @@ def load(path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def exercise_of(name: str) -> Exercise:
+    """Import what is judged in an exercise."""
+    exercise = importlib.import_module(f"exercises.catalogue.{name}.exercise").EXERCISE
+    exercise.name = name
+    return exercise
 
 
 def grade(exercise: Exercise, path: Path, *, quick: bool = False) -> Iterator[Passed]:

@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from exercises.catalogue import CATALOGUE, exercise_of, wrong_of
+from exercises.catalogue import CATALOGUE, wrong_of
+from exercises.grading import exercise_of
 from exercises.hints import RULES, Rule
 
 PATH = Path(__file__).parents[1] / "book" / "exercises.md"

@@ -1,4 +1,4 @@
-"""The exercises in their order. Reading the list needs no PyTorch; `exercise_of` does.
+"""The exercises in their order. Reading the list needs no PyTorch; `grading.exercise_of` does.
 
 An exercise NAME is a folder: `exercise.py`, whose EXERCISE says what is judged, `solution.py`, of
 which the reader's file is made, and `wrong.py`, whose WRONG are typical wrong answers.
@@ -8,12 +8,9 @@ from __future__ import annotations
 
 import importlib
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from exercises.blanks import blank_of
-
-if TYPE_CHECKING:
-    from exercises.grading import Exercise
 
 FOLDER = Path(__file__).parent
 
@@ -73,12 +70,6 @@ CATALOGUE = {
         "compiled for sm_100; cycles, beside b1",
     ),
 }  # fmt: skip
-
-
-def exercise_of(name: str) -> Exercise:
-    exercise = importlib.import_module(f"{__name__}.{name}.exercise").EXERCISE
-    exercise.name = name
-    return exercise
 
 
 def wrong_of(name: str) -> dict[str, Wrong]:

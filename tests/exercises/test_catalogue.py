@@ -7,8 +7,8 @@ import pytest
 
 from exercises import page
 from exercises.blanks import clean, edited, open_lines
-from exercises.catalogue import CATALOGUE, blank, exercise_of, solution_of, wrong_of
-from exercises.grading import LIMITS, grade
+from exercises.catalogue import CATALOGUE, blank, solution_of, wrong_of
+from exercises.grading import LIMITS, exercise_of, grade
 from exercises.hints import RULES, Failure, hint_of
 from tests.tiers import sweep
 

@@ -8,8 +8,8 @@ import pytest
 
 from exercises import __main__ as command
 from exercises.blanks import blank_of, clean, edited, open_lines
-from exercises.catalogue import CATALOGUE, blank, exercise_of, solution_of
-from exercises.grading import grade
+from exercises.catalogue import CATALOGUE, blank, solution_of
+from exercises.grading import exercise_of, grade
 from exercises.hints import Failure, hint_of
 
 

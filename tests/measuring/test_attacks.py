@@ -378,7 +378,7 @@ JOINING = {
 def reasons(data: dict, runs: list[Record]) -> Iterator[str]:
     """The reasons against one more record."""
     yield from filter(None, [refusals.refusal(data)])
-    run = Record.unchecked(data)
+    run = Record.from_dict(data)
     yield from (*bounds.contradictions(run), *bounds.violations(run, H200))
     yield from (reason for other, reason in siblings.problems([*runs, run]) if other is run)
 

@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from gdpa_lab.measuring import bounds, files, memory, record, refusals
+from gdpa_lab.measuring import bounds, files, memory, record, refusals, sources
 from gdpa_lab.report import results
 from tests.measuring.test_record import a_record
 
@@ -16,7 +16,7 @@ SOURCES = ("gdpa_kernels/gdpa/mask.py", "lab/gdpa_lab/measuring/record.schema.js
 def forget(monkeypatch, tmp_path):
     """Return a function that starts the memory of another process, with a file of its own."""
     monkeypatch.setattr(memory, "PATH", tmp_path / "build" / "answers.json")
-    caches = memory.answers, memory._sources, record._parse, record._beyond, record._code_hash
+    caches = memory.answers, memory._sources, record._parse, record._beyond, sources._code_hash
 
     def start() -> None:
         for cached in caches:

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gdpa_kernels
-from gdpa_lab.measuring import record, refusals, system
+from gdpa_lab.measuring import record, refusals, sources, system
 from gdpa_lab.measuring.record import Error, Record, RecordError, Row, Table
 from tests import records
 from tests.records import CEILINGS, PROTOCOL, SHORT, STATE, committed
@@ -453,7 +453,7 @@ def test_the_commit_of_what_ran_is_found_by_its_sources(root):
     file.write_text("ran = 1")
     ran = record.package_state(root=root)
     assert (ran.commit, ran.dirty, ran.committed(root)) == (head, True, "")
-    record._later.cache_clear()
+    sources._later.cache_clear()
     (root / "gdpa_kernels" / "other.py").write_text("")
     later = committed(root)
     file.write_text("ran = 2")

@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gdpa_lab.measuring import record, refusals
-from gdpa_lab.measuring.record import Record
 from gdpa_lab.measuring.workload import STEP
 from gdpa_lab.measuring.workloads import WORKLOADS, workload
 from gdpa_lab.report import results
@@ -29,7 +28,7 @@ def refusal(change=None, of=None) -> str | None:
     if change:
         change(data)
     try:
-        Record.from_dict({**data, "digest": refusals.digest(data)})
+        record.checked({**data, "digest": refusals.digest(data)})
     except ValueError as error:
         return str(error)
 
@@ -126,7 +125,7 @@ def test_no_value_goes_further_than_a_reason(path, value):
     put(value, *path)(data)
     data["digest"] = refusals.digest(data)
     try:
-        made = Record.from_dict(refusals.parse(json.dumps(data).encode()))
+        made = record.checked(refusals.parse(json.dumps(data).encode()))
     except ValueError as error:
         assert str(error)
     else:

@@ -20,7 +20,7 @@ from gdpa_lab.measuring.rows import FACTOR, Ceiling, Row, Table, work
 from gdpa_lab.measuring.system import System
 
 if TYPE_CHECKING:
-    from gdpa_lab.measuring.record import Record
+    from gdpa_lab.measuring.run import Record
 
 MOST_PERCENT = 105
 """Of the roofline, at the median. Kernels and ceilings are timed minutes apart, at clocks that

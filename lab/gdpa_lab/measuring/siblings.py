@@ -21,7 +21,7 @@ from gdpa_lab.measuring.sustained import CHUNK_US
 from gdpa_lab.measuring.workload import DIRECTIONS, OPERATORS
 
 if TYPE_CHECKING:
-    from gdpa_lab.measuring.record import Record
+    from gdpa_lab.measuring.run import Record
 
 ALIKE = 0.05
 """Most relative difference of a ceiling from the median of the system's other records; 0.036 in the

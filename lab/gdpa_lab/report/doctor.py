@@ -249,6 +249,8 @@ def check_records(data_dir: str | Path | None = None) -> Finding:
     problem = no_records(data_dir)
     if problem is not None:
         return Finding("data", "records", False, problem)
+    from gdpa_lab.measuring import git
+
     record = _module("gdpa_lab.measuring.record")
     if isinstance(record, Exception):
         return Finding("data", "records", False, f"cannot be read: {record}")
@@ -263,7 +265,7 @@ def check_records(data_dir: str | Path | None = None) -> Finding:
         good = good and not errors and not left
     if not data_dir.is_dir():
         details.append(f"{data_dir} is no folder")
-    elif record.git.answer(data_dir, "rev-parse", "HEAD") is None:
+    elif git.answer(data_dir, "rev-parse", "HEAD") is None:
         details.append("no history in git to hold them to")
     return Finding("data", "records", good, "; ".join(details))
 
