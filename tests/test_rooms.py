@@ -31,13 +31,13 @@ FILES |= {module_of(x, NOTEBOOKS): x for x in sorted(NOTEBOOKS.glob("[!_]*/**/*.
 
 
 def imported(name: str, *, at_import: bool) -> set[str]:
-    """Modules of the package that a module imports: at_import, when it is imported itself."""
+    """Modules of the package that a module imports: at_import, when it is imported itself or its
+    types are checked."""
     tree = ast.parse(FILES[name].read_text(encoding="utf-8"))
     skipped = set()
     for node in ast.walk(tree):
         inside = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-        typing = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
-        if at_import and (inside or typing):
+        if at_import and inside:
             skipped |= set(map(id, ast.walk(node)))
     package = name if FILES[name].name == "__init__.py" else name.rpartition(".")[0]
     found = set()
