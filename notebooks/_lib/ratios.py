@@ -235,6 +235,15 @@ def against(
     chapter.table(frame, measured=measured, name=name, caption=caption)
 
 
+def untimed(chapter: Chapter, planned: pd.DataFrame) -> None:
+    """Show, behind a button, why peers lack a time back to back on batches of `planned`, rows of
+    the chapter, and which of them many other records time."""
+    lines = [f"{title}: {why}." for title, why in peers.missing_peers(planned).items()]
+    lines += peers.lost_peers(planned, results.table(chapter.data_dir, latest=False))
+    text = "\n".join(f"- {line}" for line in lines)
+    display(Markdown(f"<details><summary>Why not timed</summary>\n\n{text}\n\n</details>"))
+
+
 def beside_published(chapter: Chapter, standing: pd.DataFrame, direction: str) -> pd.DataFrame:
     """Compare the time of the best baseline over that of the best kernel at each published shape,
     as measured (`best`) and as published; doubtful bars aside."""

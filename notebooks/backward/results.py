@@ -28,9 +28,9 @@ from gdpa_kernels.gdpa.kernels.v5_short_kv_backward import MOST_KEYS
 from gdpa_lab.measuring.baselines import taking
 from gdpa_lab.measuring.workload import STEP
 from gdpa_lab.measuring.workloads import FIGURES, HSTU, workload
-from gdpa_lab.report import claims, results
+from gdpa_lab.report import claims
 from gdpa_lab.report.chapter import Chapter
-from gdpa_lab.report.peers import lost_peers, missing_peers
+from gdpa_lab.report.peers import missing_peers
 
 # %% tags=["parameters"]
 mode = "replay"
@@ -112,10 +112,7 @@ chapter.glue(over_peer=ratios.ahead(best), won=(ahead >= 1).sum(), count=len(bes
              over_triton=spread(over["gdpa_triton"].dropna()),
              asked=len(ragged), fa3_first=best["best peer"].isin(["fa3", "fa3_dense"]).sum(),
              fa4_first=best["best peer"].isin(["fa4", "fa4_dense"]).sum(),
-             missing="; ".join(
-                 [*missing_peers(planned),
-                  *lost_peers(planned, results.table(data_dir, latest=False))]
-             ),
+             missing="; ".join(missing_peers(planned)),
              **ratios.glued(best))  # fmt: skip
 
 # %% tags=["remove-input"]
@@ -222,7 +219,11 @@ chapter.table(
 # {glue:text}`fa3_first:.0f`. The gradients of ragged cuDNN, called through PyTorch, fail the check
 # on all {glue:text}`asked:.0f` workloads it was tried on. Without a time back to back:
 # {glue:text}`missing`.
-#
+
+# %% tags=["remove-input"]
+ratios.untimed(chapter, planned)
+
+# %% [markdown]
 # ## What a training step costs
 #
 # A *step* is `gdpa` with `impl="auto"` on tensors that require gradients, and `torch.autograd.grad`

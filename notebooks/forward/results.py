@@ -27,7 +27,7 @@ from gdpa_lab.measuring.baselines import BASELINES, taking
 from gdpa_lab.measuring.workloads import FIGURES, HSTU, workload
 from gdpa_lab.report import claims, results
 from gdpa_lab.report.chapter import Chapter
-from gdpa_lab.report.peers import lost_peers, missing_peers
+from gdpa_lab.report.peers import missing_peers
 
 # %% tags=["parameters"]
 mode = "replay"
@@ -81,7 +81,7 @@ same = causal[same].min(axis=1) / causal[V8]
 assert same.min() > 1, "the text: ahead of all"
 over = us.div(us[us.columns.intersection(RUNGS)].min(axis=1), axis=0)  # times of the best kernel's
 planned = chapter.rows(**shown | {"workload": [*NAMES, *HSTU]})
-missing = [*missing_peers(planned), *lost_peers(planned, results.table(data_dir, latest=False))]
+missing = missing_peers(planned)
 burst, bursts = (chapter.times(value=x, direction="forward") for x in ("time_us_p50", "tflops"))
 assert "fa4" in us, "the text compares with flash-attn-4==4.0.0b36: install it and measure again"
 assert timed["correct"].all(), "the text says that nothing is timed without a passed check"
@@ -207,7 +207,11 @@ assert peers.median().idxmin() == "cudnn", "the caption: closest in the median"
 # for Hopper ({doc}`../blackwell/flash_attention_4`). With 256 keys it takes
 # {glue:text}`fa4_by_fa2_cross` times as long as FlashAttention-2. Without a time back to back:
 # {glue:text}`missing`.
-#
+
+# %% tags=["remove-input"]
+ratios.untimed(chapter, planned)
+
+# %% [markdown]
 # With SiLU and a causal mask, the function of HSTU, forward v8 is {glue:text}`same` times as fast
 # as the fastest of those timed there: {glue:text}`peers_of_hstu`.
 #
