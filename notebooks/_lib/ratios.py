@@ -174,13 +174,18 @@ def sustained(chapter: Chapter) -> pd.DataFrame:
 
 
 def ahead(standing: pd.DataFrame) -> str:
-    """The spread of the quotients of `best`: '1.12 to 1.51 (n = 15; by bursts alone 1.50 on
-    self-half-jagged-256)'."""
+    """The spread of the quotients of `best`: '1.12 to 1.51 (n = 15; 2 in another run; by bursts
+    alone 1.50 on self-half-jagged-256)'."""
     quotients, is_open = standing["peer / rung (time)"], standing["open"]
-    text = spread(quotients[is_open == ""]).removesuffix(")")
-    for source, values in quotients[is_open != ""].groupby(is_open):
-        text += f"; {source} {listed([f'{x:.2f} on {short(n)}' for n, x in values.items()])}"
-    return f"{text})"
+    alone = quotients[is_open == "by bursts alone"]
+    notes = [spread(quotients.drop(alone.index)).removesuffix(")")]
+    if elsewhere := (is_open == "in another run").sum():
+        notes.append(f"{elsewhere} in another run")
+    if len(alone):
+        notes.append(
+            f"by bursts alone {listed([f'{x:.2f} on {short(name)}' for name, x in alone.items()])}"
+        )
+    return f"{'; '.join(notes)})"
 
 
 def named(impl: str, direction: str) -> str:

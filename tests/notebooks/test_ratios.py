@@ -124,6 +124,7 @@ def test_a_planned_peer_without_a_time_keeps_its_place():
     older = table.assign(record="a", time_us_p50=table["impl"].ne(closest) + 1.0)
     there = ratios.best(failed, pd.concat([older, elsewhere]))
     assert there[ratio].eq(standing[ratio]).all() and there["open"].eq("in another run").all()
+    assert ratios.ahead(there).endswith("(n = 1; 1 in another run)")
     assert not ratios.best(table, elsewhere)["open"].any(), "it has a time in this run"
 
 
