@@ -1,5 +1,4 @@
-"""What a page tells others: its short title where it is linked, a description, a card for links to
-it, words by which it is found. Titles are those of the sidebar, _toc.yml.
+"""What a page tells others: a description, a card for links to it, words by which it is found.
 
 `page_words` in _config.yml: words by page, entries of its index, which the search ranks as titles.
 """
@@ -7,10 +6,8 @@ it, words by which it is found. Titles are those of the sidebar, _toc.yml.
 from __future__ import annotations
 
 import html
-from pathlib import Path
 from typing import Any
 
-import yaml
 from docutils import nodes
 from sphinx import addnodes
 from sphinx.application import Sphinx
@@ -42,16 +39,6 @@ def with_entries(
     if not added | changed | removed:
         return []
     return [page for page, entries in env.get_domain("index").entries.items() if entries]
-
-
-def name_briefly(app: Sphinx, env: BuildEnvironment) -> None:
-    """Call each page by its title in the sidebar where a link to it has no words of its own."""
-    toc = yaml.safe_load(Path(app.srcdir, app.config.external_toc_path).read_text("utf-8"))
-    for part in toc["parts"]:
-        for page in part["chapters"]:
-            if "title" in page:
-                notes = "Lab notes: " * page["file"].startswith("notes/")
-                env.titles[page["file"]] = nodes.title("", notes + page["title"])
 
 
 def description(doctree: nodes.document) -> str:
@@ -94,6 +81,5 @@ def setup(app: Sphinx) -> dict[str, bool]:
     app.add_config_value("page_words", {}, "env")
     app.add_transform(Words)
     app.connect("env-get-outdated", with_entries)
-    app.connect("env-updated", name_briefly)
     app.connect("html-page-context", describe)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
