@@ -1,4 +1,4 @@
-"""Calls a page by its title in the sidebar, _toc.yml, where a link to it has no words of its own."""
+"""Calls a page by its title in the sidebar, _toc.yml, where a link to it has no other words."""
 
 from __future__ import annotations
 
