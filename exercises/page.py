@@ -23,9 +23,9 @@ kernel, its modelled timeline beside ours. What is wrong is named by its line; h
 levels. No GPU is needed.
 
 ```bash
-make exercise NAME=rows                            # writes mine/rows.py; again: judges it
-make exercise NAME=rows WATCH=1                    # again at every change of the file
-.venv/bin/python -m exercises rows --hint 3        # why, and what to change
+make exercise NAME=rows            # writes mine/rows.py; again: judges it
+make exercise NAME=rows WATCH=1    # judges every change of the file
+.venv/bin/python -m exercises rows --hint 3
 .venv/bin/python -m exercises rows --solution
 ```
 

@@ -173,6 +173,18 @@ def sustained(chapter: Chapter) -> pd.DataFrame:
     return rows[rows["time_us_p50"].notna()]
 
 
+def behind(rows: pd.DataFrame, standing: pd.DataFrame, elsewhere: pd.DataFrame) -> pd.DataFrame:
+    """Select the rows that `best` of `rows` and `elsewhere` is computed from, those of other
+    records included."""
+    parts = [rows]
+    for name, line in standing[standing["open"] == "in another run"].iterrows():
+        same = (elsewhere["workload"] == name) & elsewhere["direction"].isin(rows["direction"])
+        pair = elsewhere[same & elsewhere["impl"].isin([line["best rung"], line["best peer"]])]
+        both = pair.groupby("record")["impl"].nunique() == 2
+        parts.append(pair[pair["record"] == both[both].index.max()])
+    return pd.concat(parts)
+
+
 def ahead(standing: pd.DataFrame) -> str:
     """The spread of the quotients of `best`: '1.12 to 1.51 (n = 15; 2 in another run; by bursts
     alone 1.50 on self-half-jagged-256)'."""
@@ -206,6 +218,10 @@ def shown(standing: pd.DataFrame, direction: str) -> pd.DataFrame:
     """`best` as a page shows it: a row for each workload, names in words, rates and shares without
     decimals."""
     names = [[named(x, direction) for x in standing[f"best {kind}"]] for kind in ("rung", "peer")]
+    names[1] = [
+        f"{name}, {source}" if source else name
+        for name, source in zip(names[1], standing["open"], strict=True)
+    ]
     rates = {"TFLOP/s": standing["rate"].round(0), "% of roofline": standing["share (%)"].round(0)}
     return opposed(
         {"workload": standing.index.map(row)}, *names, rates, standing["peer / rung (time)"]

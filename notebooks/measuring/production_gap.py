@@ -97,7 +97,7 @@ rates["roofline"] = rows.groupby("workload")["roofline"].median()
 gaps = rates.loc[BEST] / rates
 forward = gaps[["fa2_varlen", "fa4", "cudnn", "v8_own_waits", "roofline"]]
 others = gaps.loc[cross[-1]].drop(["fa4", "v1_tiled", "roofline"])
-asked, others = len(others), others.dropna()
+planned, others = len(others), others.dropna()
 one_board = chapter.record("backward/results").id  # a gap is a ratio between workloads
 backward = chapter.rows(one_board, direction="backward", scope="sustained", impl="fa4")
 backward = backward.set_index("workload")["tflops"]
@@ -137,7 +137,7 @@ seen, unseen = ({impl: 100 * e[names].abs().max() for impl, e in errors.items()}
                 for names in (full, unfitted))  # fmt: skip
 chapter.glue(
     fa4_cross=forward["fa4"][cross[-1]], v8_cross=forward["v8_own_waits"][cross[-1]],
-    others=spread(others), asked=asked,
+    others=spread(others), planned=planned,
     fa4_forward=spread(forward["fa4"][cross]), fa4_backward=spread(backward[cross]),
     worst=forward["fa4"].max(), worst_roof=forward["roofline"][forward["fa4"].idxmax()],
     worst_on=row(forward["fa4"].idxmax()), start_fa4=start["fa4"], start_fa2=start["fa2_varlen"],
@@ -403,7 +403,7 @@ chapter.table(
 #
 # The published 2.6 is plausible for a kernel whose tiles are costly to start, on a batch with few
 # keys. On the same batch the gap of the others is {glue:text}`others`, of
-# {glue:text}`asked:.0f` asked. On
+# {glue:text}`planned:.0f` planned. On
 # histories as a trainer of MovieLens 25M draws them it is {glue:text}`events_fa4:.1f` for
 # FlashAttention-4 and {glue:text}`events_v8:.1f` for forward v8. Gaps above four are found on short
 # sequences alone, where memory takes a share that no kernel gets back.

@@ -58,8 +58,10 @@ class Charts:
         self.standing, self.rows = {}, {}
         for way in DIRECTIONS:
             rows = chapter.rows(f"{way}/results", direction=way, scope="sustained")
-            standing = ratios.best(rows[rows["figure"] != ""], ratios.sustained(chapter))
-            self.rows[way] = rows[rows["time_us_p50"].notna()]
+            elsewhere = ratios.sustained(chapter)
+            standing = ratios.best(rows[rows["figure"] != ""], elsewhere)
+            timed = rows[rows["time_us_p50"].notna()]
+            self.rows[way] = ratios.behind(timed, standing, elsewhere)
             lead = ratios.beside_published(chapter, standing, way)
             is_open = standing["open"].rename(ratios.row)[lead.index]
             assert (is_open != "by bursts alone").all(), f"{way}: a lead by bursts alone"

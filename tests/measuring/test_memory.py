@@ -68,6 +68,17 @@ def test_records_are_checked_once(data, forget, monkeypatch):
     assert record.load_all(data) == answers[0] == answers[1]
 
 
+def test_a_machine_that_changed_is_refused_though_its_record_is_known(data, forget, monkeypatch):
+    """Its name is a digest of what it is."""
+    assert asked(data, forget, monkeypatch) and not asked(data, forget, monkeypatch)
+    (run,) = record.load_all(data)
+    path = data / "systems" / f"{run.system}.json"
+    path.write_text(path.read_text().replace('"num_sms": 132', '"num_sms": 1'))
+    forget()
+    with pytest.raises(record.RecordError):
+        record.load_all(data)
+
+
 def test_the_sources_are_all_that_checks(forget, monkeypatch, tmp_path):
     monkeypatch.setattr(files, "DATA_DIR", tmp_path / "data")
     hashes = {memory._sources()}

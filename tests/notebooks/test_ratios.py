@@ -125,6 +125,9 @@ def test_a_planned_peer_without_a_time_keeps_its_place():
     there = ratios.best(failed, pd.concat([older, elsewhere]))
     assert there[ratio].eq(standing[ratio]).all() and there["open"].eq("in another run").all()
     assert ratios.ahead(there).endswith("(n = 1; 1 in another run)")
+    assert ratios.shown(there, "forward")["best baseline"][0].endswith(", in another run")
+    both = ratios.behind(failed, there, pd.concat([older, elsewhere]))
+    assert {*both["record"].dropna()} == {"b"} and len(both) == len(failed) + 2
     assert not ratios.best(table, elsewhere)["open"].any(), "it has a time in this run"
 
 
