@@ -297,6 +297,31 @@ def use_this_interpreter(folder: Path, mode: str) -> None:
     os.environ["IPYTHONDIR"] = str(folder / "ipython")
 
 
+def missing_device(device: str) -> str | None:
+    """Why nothing can be measured on this device, or None."""
+    if not device.startswith("cuda"):
+        return None
+    import torch
+
+    if torch.cuda.is_available():
+        return None
+    command = f"{os.path.relpath(sys.executable)} -m gdpa_lab doctor"
+    return f"--device must be a GPU that PyTorch sees, got {device!r} and none; why: {command}"
+
+
+def compared(paths: list[Path]) -> list[str]:
+    """Lines of one table, in Markdown: this machine's rates beside ours, of all these chapters."""
+    lines: list[str] = []
+    for path in paths:
+        target = EXECUTED / f"{slug(path)}.ipynb"
+        cells = nbformat.read(target, as_version=4).cells if target.exists() else []
+        for output in (output for cell in cells for output in cell.get("outputs", [])):
+            if output.get("metadata", {}).get("compared"):
+                table = output.data["text/markdown"].splitlines()
+                lines += table[2:] if lines else table
+    return lines
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--mode", choices=sorted(WORKERS), default="replay")
@@ -310,6 +335,8 @@ def main() -> int:
         paths = select(options.mode, options.notebooks.split())
     except NotebookError as error:
         parser.error(str(error))
+    if problem := missing_device(device):
+        parser.error(problem)
     if not options.notebooks:
         remove_strangers(chapters())
         if options.mode == "replay":
@@ -333,6 +360,8 @@ def main() -> int:
                     print(f"{name:<40} {seconds:7.1f} s  {said}", flush=True)
                     if problem:
                         print(textwrap.indent(problem, "    "), flush=True)
+    if options.mode == "compare":
+        print("\n".join(["", *compared(paths)]))
     return 1 if failures else 0
 
 

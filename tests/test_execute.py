@@ -222,6 +222,28 @@ def test_what_a_measuring_run_logs_is_seen_while_it_runs(runner, monkeypatch, ca
     logs = "# %%\nimport sys\nprint('so far', file=sys.stderr)\n1 / 0\n"
     write(runner, "a.py", HEADER + logs)
     for mode, seen in (("replay", False), ("measure", True)):
-        monkeypatch.setattr(sys, "argv", ["execute", "--mode", mode])
+        monkeypatch.setattr(sys, "argv", ["execute", "--mode", mode, "--device", "cpu"])
         assert runner.main() == 1
         assert ("so far" in capfd.readouterr().err) is seen
+
+
+def test_without_a_gpu_measuring_names_the_command_that_says_why(runner, monkeypatch, capfd):
+    write(runner, "a.py", HEADER)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["execute", "--mode", "compare"])
+    with pytest.raises(SystemExit):
+        runner.main()
+    said = capfd.readouterr().err
+    assert "--device must be a GPU that PyTorch sees, got 'cuda:0'" in said
+    assert "-m gdpa_lab doctor" in said
+
+
+def test_comparing_ends_with_one_table_of_all_chapters(runner, monkeypatch, capfd):
+    shows = "# %%\nfrom IPython.display import Markdown\ndisplay(Markdown({!r}), metadata={})\n"
+    for name in ("a", "b"):
+        table = f"| x | rate |\n| --- | --- |\n| {name} | 1 |"
+        write(runner, f"{name}.py", HEADER + shows.format(table, {"compared": True}))
+    monkeypatch.setattr(sys, "argv", ["execute", "--mode", "compare", "--device", "cpu"])
+    assert runner.main() == 0
+    end = "\n\n| x | rate |\n| --- | --- |\n| a | 1 |\n| b | 1 |\n"
+    assert capfd.readouterr().out.endswith(end)

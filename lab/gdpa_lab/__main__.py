@@ -48,7 +48,13 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("steps", help="print how long the lessons are and the steps between them")
     for command in (doctor_, results_, predictions_):
         command.add_argument("--data-dir", help="folder of systems/ and records/")
-    results_.add_argument("--format", choices=("csv", "markdown"), default="csv")
+    form = results_.add_mutually_exclusive_group()
+    form.add_argument(
+        "--format",
+        choices=("summary", "csv", "markdown"),
+        help="summary: a line for each workload; default: on a terminal summary, otherwise csv",
+    )
+    form.add_argument("--csv", action="store_const", const="csv", dest="format", help="every row")
     results_.add_argument("--gpu", metavar="G", help="GPUs of exactly this name: 'NVIDIA H200'")
     results_.add_argument(
         "--community", action="store_true", help="records of other machines: data/community"
@@ -76,12 +82,13 @@ def _keep(options: argparse.Namespace) -> int:
 
 def _predictions(options: argparse.Namespace) -> int:
     from gdpa_lab.measuring import record
-    from gdpa_lab.report import clock_free, predictions
+    from gdpa_lab.report import clock_free, predictions, terminal
 
     try:
         data_dir = options.data_dir or record.DATA_DIR
-        sys.stdout.write(predictions.report(data_dir, options.record))
-        sys.stdout.write(f"\n{clock_free.report(data_dir)}")
+        terminal.show(*predictions.report(data_dir, options.record))
+        sys.stdout.write("\n")
+        terminal.show(*clock_free.report(data_dir))
     except LookupError as error:
         sys.stderr.write(f"{error.args[0]}\n")
         return 1
@@ -101,7 +108,7 @@ def _results(options: argparse.Namespace) -> int:
         sys.stderr.write(f"{problem}\n")
         return 1
     from gdpa_lab.measuring import record
-    from gdpa_lab.report import results
+    from gdpa_lab.report import results, terminal
 
     data_dir = options.data_dir or record.DATA_DIR
     read = results.community if options.community else results.table
@@ -110,11 +117,18 @@ def _results(options: argparse.Namespace) -> int:
         table = table[[fnmatch.fnmatchcase(f, options.figure) for f in table["figure"]]]
     if options.scope is not None:
         table = table[table["scope"] == options.scope]
-    convert = results.to_csv if options.format == "csv" else results.to_markdown
-    sys.stdout.write(convert(table))
     if table.empty:
         sys.stderr.write("no result matches\n")
-    return 1 if table.empty else 0
+        return 1
+    form = options.format or ("summary" if terminal.is_terminal() else "csv")
+    if form == "summary":
+        filters = options.workload, options.figure, options.scope
+        published = table[table["workload"].isin(terminal.PUBLISHED)]
+        terminal.show_summary(table if any(filters) else published)
+        sys.stdout.write(f"\nAll {len(table):,} rows: --csv\n")
+    else:
+        sys.stdout.write(results.to_csv(table) if form == "csv" else results.to_markdown(table))
+    return 0
 
 
 COMMANDS = {

@@ -327,7 +327,8 @@ def others(
         rows = _of(_measured(session), direction, scope)
         timed = results.TIMED[scope]
         display(Markdown(f"**This machine**, TFLOP/s {timed}, next to those of the record."))
-        display(page.show_table(_beside(rows, ours)))
+        beside = _beside(rows, ours).assign(direction=direction)
+        display(page.show_table(beside), metadata={"compared": True})
         return
     everything = results.table(chapter.data_dir, per="gpu").assign(handle="")
     guests = results.community(chapter.data_dir, per="gpu")

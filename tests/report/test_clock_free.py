@@ -88,13 +88,13 @@ def test_a_record_judges_at_the_clock_of_each_row(tmp_path):
     ratio = table.loc[SELF.name, "b4_mixed", "b3_stream"]["measured"]
     assert ratio == pytest.approx(1.01 / 0.9), "whatever their clocks"
     assert table.loc[SELF.name, "b2_two_tiles", ""]["verdict"] == ""
-    assert "2 of 3 groups inside: the model is not refuted" in clock_free.report(tmp_path)
+    assert "2 of 3 groups inside: the model is not refuted" in clock_free.report(tmp_path)[0]
 
 
 def test_another_gpu_judges_nothing(tmp_path):
     add(tmp_path, timed("b4_mixed", **at("b4_mixed", 0.7, 1.2)), capability="10.3")
     assert clock_free.judged(tmp_path)["measured"].isna().all()
-    assert "No row is measured" in clock_free.report(tmp_path)
+    assert "No row is measured" in clock_free.report(tmp_path)[0]
 
 
 @pytest.mark.parametrize(("wrong", "dead"), [(0, False), (5, False), (6, True), (19, True)])

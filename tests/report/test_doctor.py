@@ -60,18 +60,21 @@ def rungs(**reasons: str) -> list[Finding]:
     return [Finding(group, name, not why, why or "runs on cuda:0") for name, why in reasons.items()]
 
 
-def test_rungs_of_one_reason_share_a_line():
+def test_what_has_one_reason_stands_together():
     found = rungs(reference="", v0="", v1="needs sm_80", v2="needs sm_90", v3="needs sm_90")
-    lines = doctor.report(found).splitlines()
-    assert lines[:4] == [
-        "implementations of gdpa",
-        "  yes  reference, v0: runs on cuda:0",
-        "  no   v1: needs sm_80",
-        "  no   v2, v3: needs sm_90",
+    found.append(Finding("baselines of gdpa", "fa3", False, "needs sm_90"))
+    assert doctor.report(found).splitlines()[1:] == [
+        "",
+        "What works here",
+        "  implementations of gdpa: reference, v0: runs on cuda:0",
+        "",
+        "What does not, and why",
+        "  needs sm_80: implementations of gdpa: v1",
+        "  needs sm_90: implementations of gdpa: v2, v3; baselines of gdpa: fa3",
     ]
     wide = doctor.report(rungs(**{f"v{i}_of_a_long_name": "needs sm_90" for i in range(9)}))
-    assert max(map(len, wide.splitlines()[:-1])) <= 100
-    assert wide.splitlines()[2].startswith("       v")
+    assert max(map(len, wide.splitlines()[1:])) <= 100
+    assert wide.splitlines()[-1].startswith("    v")
 
 
 GPU, NO_GPU = (Finding("machine", "gpu", ok, "x") for ok in (True, False))
@@ -85,16 +88,16 @@ GPU, NO_GPU = (Finding("machine", "gpu", ok, "x") for ok in (True, False))
          "This machine measures gdpa up to v2, block_attention up to v0."),
         ([GPU, *rungs(reference="", v1="no")], "This machine measures nothing."),
         ([NO_GPU, *rungs(reference="", v0="")],
-         "No usable GPU: the book builds, the tests run, the kernels run in the emulator; "
-         "nothing can be measured."),
+         "Here you can read the book and run every kernel in the emulator. To measure you need an "
+         "NVIDIA GPU that PyTorch sees."),
         ([replace(NO_GPU, repair="cure")], "1 thing to repair:\n  cure"),
         ([GPU, *rungs(v1=""), Finding("data", "records", False, "x")],
          "This machine measures gdpa up to v1.\nThe records need attention: see data."),
     ],
 )  # fmt: skip
-def test_the_verdict_comes_last(found, said):
+def test_the_verdict_comes_first(found, said):
     assert doctor.verdict(found) == said
-    assert doctor.report(found).endswith(f"\n\n{said}\n")
+    assert doctor.report(found).startswith(f"{said}\n\n")
 
 
 def test_fbtriton_is_intact_here():
@@ -306,7 +309,7 @@ def test_the_pins_are_those_of_the_environment():
 def test_no_gpu_is_no_damage(capsys, tmp_path):
     (tmp_path / "records").mkdir()
     assert __main__.main(["doctor", "--data-dir", str(tmp_path)]) == 0
-    assert capsys.readouterr().out.endswith("nothing can be measured.\n")
+    assert capsys.readouterr().out.startswith("Here you can read the book and run every kernel")
 
 
 @pytest.mark.parametrize(("capability", "gpu"), [((10, 0), "B200"), ((9, 0), "H200")])

@@ -118,9 +118,9 @@ def test_a_prediction_is_a_share_of_the_ceilings():
 def test_without_a_b200_the_ceilings_are_assumed(tmp_path):
     ground = predictions.basis(tmp_path)
     assert ground[:2] == (cost_model.ASSUMED, 750) and "assumed" in ground.origin
-    text = predictions.report(tmp_path)
+    text, table = predictions.report(tmp_path)
     assert "power limit 750 W" in text and "No row is measured" in text
-    assert "verdict" not in text
+    assert "verdict" not in table
 
 
 def test_a_record_of_a_b200_scales_and_judges(tmp_path):
@@ -144,7 +144,7 @@ def test_a_record_of_a_b200_scales_and_judges(tmp_path):
     assert one(table, "b2_two_tiles")["verdict"] == "", "its output was wrong"
     assert one(table, "b1_tensor_memory")["verdict"] == "", "a variant is not the rung"
     assert one(table, "b1_warp_specialized", BLOCK.name)["verdict"] == "refuted, high", "of time"
-    text = predictions.report(tmp_path)
+    text, _ = predictions.report(tmp_path)
     assert made.id in text and "power limit 1000 W" in text
     assert "1 of 4 measured rows within the 90 % interval" in text
 

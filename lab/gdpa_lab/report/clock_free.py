@@ -236,8 +236,8 @@ def is_dead(table: pd.DataFrame) -> tuple[bool, int, int]:
     return count > 0 and chance < SURPRISE, inside, count
 
 
-def report(data_dir: str | Path = records.DATA_DIR) -> str:
-    """Format the second registration for `python -m gdpa_lab predictions`."""
+def report(data_dir: str | Path = records.DATA_DIR) -> tuple[str, pd.DataFrame]:
+    """Return what `python -m gdpa_lab predictions` prints of the second registration."""
     table = judged(data_dir)
     dead, inside, count = is_dead(table)
     outcome = "No row is measured: all are predictions."
@@ -250,4 +250,4 @@ def report(data_dir: str | Path = records.DATA_DIR) -> str:
     )
     columns = ["workload", "direction", "impl", "other", "expected", "low", "high"]
     columns += ["measured", "verdict"] if count else []
-    return f"{head}\n\n{results.to_markdown(table[columns])}"
+    return head, table[columns]

@@ -52,21 +52,23 @@ def findings(data_dir: str | Path | None = None) -> list[Finding]:
 
 
 def report(findings: Iterable[Finding]) -> str:
-    """Format the findings: by group, those with the same reason on one line, then the verdict."""
+    """Format the verdict, then the findings: those with the same reason together, by group."""
     findings = list(findings)
-    groups: dict[str, dict[tuple[bool, str], list[str]]] = {}
+    reasons: dict[tuple[bool, str], dict[str, list[str]]] = {}
     for finding in findings:
-        names_by_reason = groups.setdefault(finding.group, {})
-        names_by_reason.setdefault((finding.ok, finding.detail), []).append(finding.name)
-    lines = []
-    for group, reasons in groups.items():
-        lines.append(group)
-        for (ok, detail), names in reasons.items():
-            line = f"  {'yes' if ok else 'no ':3}  {', '.join(names)}: {detail}"
+        groups = reasons.setdefault((finding.ok, finding.detail), {})
+        groups.setdefault(finding.group, []).append(finding.name)
+    lines = [verdict(findings)]
+    for ok, title in ((True, "What works here"), (False, "What does not, and why")):
+        alike = {detail: groups for (is_ok, detail), groups in reasons.items() if is_ok is ok}
+        lines += ["", title] if alike else []
+        for detail, groups in alike.items():
+            names = "; ".join(f"{group}: {', '.join(of)}" for group, of in groups.items())
             lines += textwrap.wrap(
-                line, 100, subsequent_indent=" " * 7, break_on_hyphens=False, break_long_words=False
-            )
-    return "\n".join([*lines, "", verdict(findings)]) + "\n"
+                f"{names}: {detail}" if ok else f"{detail}: {names}", 100, initial_indent="  ",
+                subsequent_indent="    ", break_on_hyphens=False, break_long_words=False,
+            )  # fmt: skip
+    return "\n".join(lines) + "\n"
 
 
 def verdict(findings: Iterable[Finding]) -> str:
@@ -86,8 +88,8 @@ def verdict(findings: Iterable[Finding]) -> str:
         text = f"This machine measures {reach or 'nothing'}."
     else:
         text = (
-            "No usable GPU: the book builds, the tests run, the kernels run in the emulator; "
-            "nothing can be measured."
+            "Here you can read the book and run every kernel in the emulator. To measure you need "
+            "an NVIDIA GPU that PyTorch sees."
         )
     if any(f.group == "data" and not f.ok for f in findings):
         text += "\nThe records need attention: see data."

@@ -260,8 +260,10 @@ def judged(
     return table
 
 
-def report(data_dir: str | Path = records.DATA_DIR, record: str | None = None) -> str:
-    """Format the text of `python -m gdpa_lab predictions`."""
+def report(
+    data_dir: str | Path = records.DATA_DIR, record: str | None = None
+) -> tuple[str, pd.DataFrame]:
+    """Return what `python -m gdpa_lab predictions` prints: where the rates come from, the table."""
     shares = registered()
     ground, table = basis(data_dir, record), judged(shares, data_dir, record)
     watts = "unknown" if ground.power_limit_w is None else f"{ground.power_limit_w:.0f} W"
@@ -278,4 +280,4 @@ def report(data_dir: str | Path = records.DATA_DIR, record: str | None = None) -
     columns = ["workload", "direction", "impl", "bound", "predicted", "from", "to", "unit"]
     if timed:
         columns += ["measured", "verdict"]
-    return "\n".join(lines) + "\n\n" + results.to_markdown(table[columns])
+    return "\n".join(lines), table[columns]

@@ -212,11 +212,12 @@ def to_csv(table: pd.DataFrame) -> str:
 def to_markdown(table: pd.DataFrame) -> str:
     """Format the table in Markdown, numbers with four significant digits."""
     lines = [list(table.columns), ["---"] * len(table.columns)]
-    lines += [[_cell(value) for value in row] for row in table.itertuples(index=False)]
+    lines += [[cell(value) for value in row] for row in table.itertuples(index=False)]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def _cell(value: Any) -> str:
+def cell(value: Any) -> str:
+    """Format a value of a table: numbers with four significant digits, nothing for none."""
     if pd.isna(value):
         return ""
     if isinstance(value, float):
