@@ -11,7 +11,6 @@ READY := $(VENV)/.gdpa-kernels-installed
 FBTRITON := fbtriton==3.7.4
 EXECUTE := $(BIN)/python notebooks/execute.py
 PYTEST := $(BIN)/python -m pytest -q -n 2
-MATHJAX := sphinx-mathjax-offline/static/mathjax/tex-svg.js
 
 # The newest two minor versions of Triton itself, for the emulator.
 UPSTREAM := 3.9.0 3.8.0
@@ -23,12 +22,10 @@ UPSTREAM := 3.9.0 3.8.0
 book: $(READY)
 	$(EXECUTE) --mode replay
 	@rm -rf book/extra/data
-	@mkdir -p book/extra/data book/assets/mathjax book/notes
+	@mkdir -p book/extra/data book/notes
 	@cp -p notebooks/notes/*.md book/notes/
 	@cp -R data/. book/extra/data/
 	@rm -rf book/extra/data/partial book/extra/data/community/*/partial
-	@cp "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/$(MATHJAX)" \
-	  book/assets/mathjax/
 	$(BIN)/python notebooks/card.py
 	$(BIN)/jupyter-book build book --config "$(CURDIR)/_config.yml" --toc "$(CURDIR)/_toc.yml" \
 	  --path-output book -W -n --keep-going --quiet
@@ -117,7 +114,7 @@ lint: $(READY)
 
 # What was built, and with it what is known of chapters that did not change. The environment stays.
 clean:
-	rm -rf build/answers.json emulator/docs/_build book/_build book/executed book/extra book/assets/mathjax book/notes
+	rm -rf build/answers.json emulator/docs/_build book/_build book/executed book/extra book/notes
 
 # Installed once, and again when a pin changes. With a CUDA build of torch, pip also installs triton,
 # whose files are those of fbtriton; the last line puts fbtriton's back if they were overwritten.

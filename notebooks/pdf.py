@@ -72,20 +72,14 @@ def article(name: str, names: list[str], site: str) -> Tag:
 
 
 def head() -> str:
-    """Style sheets and the typesetting of formulas, as pages with formulas have them."""
-    for name in reading_path():
-        text = (BUILT / f"{name}.html").read_text(encoding="utf-8")
-        soup = BeautifulSoup(text, "lxml")
-        scripts = [s for s in soup.find_all("script") if "mathjax" in str(s).lower()]
-        if scripts:
-            sheets = soup.select("link[rel=stylesheet]")
-            for tag in (*sheets, *scripts):
-                attribute = "href" if tag.name == "link" else "src"
-                if tag.get(attribute):
-                    path = posixpath.join(posixpath.dirname(name), tag[attribute])
-                    tag[attribute] = posixpath.relpath(path, "_static")
-            return "".join(map(str, (*sheets, *scripts)))
-    raise LookupError("a page must have a formula, got none")
+    """Style sheets of the pages."""
+    name = reading_path()[0]
+    soup = BeautifulSoup((BUILT / f"{name}.html").read_text(encoding="utf-8"), "lxml")
+    sheets = soup.select("link[rel=stylesheet]")
+    for tag in sheets:
+        path = posixpath.join(posixpath.dirname(name), tag["href"])
+        tag["href"] = posixpath.relpath(path, "_static")
+    return "".join(map(str, sheets))
 
 
 def joined() -> str:
@@ -113,7 +107,6 @@ def main() -> int:
         page = browser.new_page()
         page.set_default_timeout(600_000)
         page.goto(JOINED.as_uri(), wait_until="load")
-        page.evaluate("async () => { await window.MathJax.startup.promise; }")
         page.pdf(
             path=PDF, format="A4", margin=MARGINS, print_background=True, tagged=True, outline=True,
             display_header_footer=True, header_template="<span></span>", footer_template=FOOTER,

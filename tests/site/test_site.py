@@ -22,6 +22,8 @@ LOADED = {
 }  # fmt: skip
 FETCHED_RELATIONS = {"stylesheet", "preload", "modulepreload", "icon", "shortcut", "manifest"}
 POINTS = re.compile(r"(?<![\d.,\u2212-])(\d[\d,]*(?:\.\d+)?) to \1(?![\d]|[.,]\d)")
+HEAVIEST = 1_500_000
+"""Bytes of a page with all that a browser fetches for it."""
 UNRENDERED = re.compile(r"\{(glue|numref|eq|ref|cite|doc)\b[^}]*\}|\[\[|undefined reference")
 
 
@@ -207,3 +209,10 @@ def test_the_front_page_says_how_long_its_routes_are(site):
     ):
         assert abs(int(number.replace(",", "")) - counted) < 1000
         assert abs(hours[spoken] - counted / 110 / 60) < 0.5
+
+
+def test_a_page_is_light(site, page_name):
+    path = site / page_name
+    files = {target(path, url) for url in loaded(path) if not urlsplit(url).scheme}
+    weight = sum(file.stat().st_size for file in {path, *files})
+    assert weight <= HEAVIEST, f"{weight:,} bytes"

@@ -110,7 +110,7 @@ class Figure(BaseFigure):
         buffer = io.StringIO()
         with context():
             self.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
-        return themed(buffer.getvalue())
+        return themed(_rounded(buffer.getvalue()))
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
         return {"image/svg+xml": self.to_svg(), "text/plain": repr(self)}
@@ -142,6 +142,15 @@ def both(wide: str, narrow: str) -> str:
     """Combine two SVGs: `wide` is shown, and the site shows `narrow` on a phone."""
     end, inner = wide.rindex("</svg>"), narrow[narrow.index("<svg") + 4 :].rstrip()
     return f'{wide[:end]}<svg data-form="narrow" display="none"{inner}\n</svg>\n'
+
+
+def _rounded(svg: str) -> str:
+    """Round coordinates to a hundredth of a point, of which nothing is seen."""
+
+    def short(attribute: re.Match[str]) -> str:
+        return re.sub(r"-?\d+\.\d{3,}", lambda x: f"{round(float(x[0]), 2):g}", attribute[0])
+
+    return re.sub(r'\b(?:d|x|y|width|height|points|transform)="[^"]*"', short, svg)
 
 
 def themed(svg: str) -> str:
