@@ -40,7 +40,5 @@ def visit_entry(self: HTML5Translator, node: nodes.entry) -> None:
 
 def setup(app: Sphinx) -> dict[str, bool]:
     app.add_post_transform(Named)
-    app.add_node(
-        nodes.entry, override=True, html=(visit_entry, HTML5Translator.depart_entry)
-    )
+    app.add_node(nodes.entry, override=True, html=(visit_entry, HTML5Translator.depart_entry))
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -171,7 +171,9 @@ def test_provenance_names_machine_date_commit_record_and_data(data_dir, tmp_path
     rows = frame(row(LADDER, "v1_tiled", record=run.id), row(LADDER, "fa2", record=run.id))
     page.save_csv(rows, "ladder-v1")
     line = page.provenance(rows, csv="ladder-v1", data_dir=folder).data
-    assert line.startswith('<p class="provenance" data-kind="measured">')
+    assert line.startswith('<details class="provenance" data-kind="measured">')
+    shown = f"<b>measured</b>: NVIDIA H200, {run.created[:10]}, 1 record</summary>"
+    assert shown in line
     assert line.count(f'<a href="../../data/records/{run.id}.json">') == 1
     download = ' <a href="../../figures/ladder-v1.csv">Data of this figure (CSV)</a>.'
     local = "commit <code>0123456789</code> with local changes"

@@ -33,9 +33,9 @@ def provenance(
     *,
     data_dir: Path = records.DATA_DIR,
 ) -> Markdown:
-    """Format the line under a figure of one of `RECORDED`: machine, versions other than the pinned
-    ones, date, commit, local changes, records, data, timing, the matmul ceiling of the record and
-    scope, and a stale warning.
+    """Format the line under a figure of one of `RECORDED`: machine, date, number of records and a
+    stale warning; folded versions other than the pinned ones, commit, local changes, the records,
+    timing, the matmul ceiling of the record and scope, data.
 
     `rows`: the rows of `results.table` that were drawn, or ids of records. `csv`: the name given to
     `save_csv`. Paths are relative to a page of book/executed/<part>. RecordError if a record is
@@ -49,10 +49,12 @@ def provenance(
         stale = sorted(set(rows["impl"][rows["stale"]]))
     if not ids:
         raise ValueError("rows must name at least one record, got none")
-    runs, machines = [], set()
+    runs, machines, gpus, dates = [], set(), [], []
     for name in ids:
         run = records.load(Path(data_dir) / "records" / f"{name}.json")
         machine = systems.by_id(run.system, data_dir)
+        gpus.append(machine.gpu or run.system)
+        dates.append(run.created[:10])
         held = run.package.committed()
         name_of_commit = held or run.package.commit
         commit = f"commit <code>{name_of_commit[:10]}</code>" if name_of_commit else "no commit"
@@ -72,7 +74,10 @@ def provenance(
             + ", ".join(f"<code>{html.escape(impl)}</code>" for impl in stale)
             + " has changed since: <code>make measure</code> records it again.</span>"
         )
-    return _provenance(kind, "; ".join(runs) + "." + warning, csv)
+    count = "1 record" if len(ids) == 1 else f"{len(ids)} records"
+    when = " to ".join(sorted({min(dates), max(dates)}))
+    line = f"{html.escape(', '.join(dict.fromkeys(gpus)))}, {when}, {count}{warning}"
+    return _provenance(kind, line, csv, folded="; ".join(runs) + ".")
 
 
 def _timed(run: records.Record, scopes: Collection[str]) -> str:
@@ -209,13 +214,18 @@ def _link(path: str, text: str) -> str:
     return f'<a href="../../{html.escape(path)}">{html.escape(text)}</a>'
 
 
-def _provenance(kind: str, text: str, csv: str | None) -> Markdown:
+def _provenance(kind: str, text: str, csv: str | None, folded: str = "") -> Markdown:
+    """Format a line of origin; `folded`: what it shows when it is opened."""
     from IPython.display import Markdown
 
     data = ""
     if csv is not None:
         if not (CSV_DIR / f"{csv}.csv").exists():
             raise ValueError(f"csv must be a name that save_csv was given, got {csv!r}")
-        stop = "" if text.endswith(".") else "."
-        data = f"{stop} {_link(f'figures/{csv}.csv', 'Data of this figure (CSV)')}."
-    return Markdown(f'<p class="provenance" data-kind="{kind}"><b>{kind}</b>: {text}{data}</p>')
+        data = f"{_link(f'figures/{csv}.csv', 'Data of this figure (CSV)')}."
+    tag = f'class="provenance" data-kind="{kind}"'
+    if folded:
+        line = f"<summary><b>{kind}</b>: {text}</summary>{folded} {data}".rstrip()
+        return Markdown(f"<details {tag}>{line}</details>")
+    stop = "" if text.endswith(".") or not data else ". "
+    return Markdown(f"<p {tag}><b>{kind}</b>: {text}{stop}{data}</p>")
