@@ -220,11 +220,11 @@ chapter.figure(_energy.at_the_wall(groups, law), measured=load)
 # \frac{\text{power before}}{\text{power after}} .
 # $$ (eq-wall-fleet)
 #
-# Between two kernels at the wall that is the speedup of a board. But a kernel that waits a lot
-# draws less than the limit. On {glue:text}`fleet_work` FlashAttention-4 draws
-# {glue:text}`fleet_watts:.0f` W and forward v8 {glue:text}`fleet_watts_v8:.0f` W: on a board v8 is
-# {glue:text}`fleet_speed:.2f` times as fast, and it does {glue:text}`fleet_joules:.2f` times the
-# work per joule. A fleet that is short of power gains the latter.
+# Between two kernels at the wall that is the speedup of a board. But a kernel that waits so much
+# that it meets the highest clock first draws less. On {glue:text}`fleet_work` FlashAttention-4
+# draws {glue:text}`fleet_watts:.0f` W and forward v8 {glue:text}`fleet_watts_v8:.0f` W: on a board
+# v8 is {glue:text}`fleet_speed:.2f` times as fast, and it does {glue:text}`fleet_joules:.2f` times
+# the work per joule. A fleet that is short of power gains the latter.
 
 # %% tags=["remove-cell"]
 mhz = systems.load(chapter.data_dir / "systems" / f"{run.system}.json").max_sm_clock_mhz

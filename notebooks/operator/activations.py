@@ -95,8 +95,7 @@ chapter.figure(
 # rounding that happens anyway.**
 #
 # An output is a sum over $n$ keys. If $V$ has mean zero, both the sum and its error grow like
-# $\sqrt{n}$, so their ratio stays what it was in $P$. That ratio is the **relative L2 error**, and
-# we use it for whole rows.
+# $\sqrt{n}$, and their ratio stays that of $P$: the **relative L2 error**, which we use for rows.
 #
 # If all terms have one sign, the sum grows like $n$. Random errors still grow like $\sqrt n$: they
 # average out. Errors of one sign grow like $n$ and do not:
@@ -140,8 +139,8 @@ chapter.table(
 )
 
 # %% [markdown]
-# A polynomial that is always too small acts like the second column. In the last one a large sum no
-# longer feels a small term, so kernels add in fp32.
+# A polynomial that is always too small acts like the second column. In the last one a large sum
+# drops small terms, so kernels add in fp32.
 #
 # ## Three ways to compute GELU
 #
@@ -268,12 +267,11 @@ chapter.predictions()
 # ## Amplified errors
 #
 # If a score has the relative error $\epsilon$, its activation has $\kappa\epsilon$, with the
-# *relative condition number* $\kappa(s) = s\,\varphi'(s) / \varphi(s)$ of the activation
-# $\varphi$. GELU's is close to 1 for positive scores and {glue:text}`kappa:.0f` at −4, where its
-# value falls much faster than the score. That is harmless if
+# *relative condition number* $\kappa(s) = s\,\alpha'(s) / \alpha(s)$ of the activation $\alpha$.
+# GELU's is close to 1 for positive scores and −{glue:text}`kappa:.0f` at −4. That is harmless if
 #
 # - $\epsilon$ is small: scores summed in fp32 stand any of these factors; or
-# - the row holds larger terms: the *absolute* error at −4 is only $|s\,\varphi'(s)|\,\epsilon =$
+# - the row holds larger terms: the *absolute* error at −4 is only $|s\,\alpha'(s)|\,\epsilon =$
 #   {glue:text}`absolute:.3f` $\epsilon$.
 #
 # It does harm if *all* scores of a row are strongly negative:
@@ -294,13 +292,12 @@ for name, s in {"0 ± 1": normal, "-4 ± 0.5": normal / 2 - 4}.items():
         what: 100 * (error.norm() / p.norm()).item() for what, error in wrong.items()
     }
 amplified = pd.DataFrame(amplified)
-at = torch.tensor(-4.0, dtype=torch.float64)
-absolute = (at * tanh_form.derivative(at)).abs().item()
+point = torch.tensor(-4.0, dtype=torch.float64)
+slope, value = tanh_form.derivative(point).item(), tanh_form.function(point).item()
 low = amplified["scores -4 ± 0.5"]
 assert low["score in fp32"] < 1e-3 < low["P in bf16, the yardstick"] < low["score in bf16"] / 5
 assert low["`tanh.approx`, as documented"] > 50, "the text: worth nothing"
-chapter.glue(kappa=(at * tanh_form.derivative(at) / tanh_form.function(at)).item(),
-             absolute=absolute)  # fmt: skip
+chapter.glue(kappa=4 * slope / value, absolute=abs(4 * slope))
 
 # %% tags=["remove-input"]
 chapter.table(
@@ -310,9 +307,9 @@ chapter.table(
     computed="the tanh form of GELU in double precision",
 )
 
-# %% [markdown]
-# There a score in bf16 costs several times the yardstick. The promise of `tanh.approx` is worth
-# nothing: $1 + \tanh u$ cancels. The same function as $x / (1 + e^{-2u})$ does not.
+# %% [markdown] There a score in bf16 costs several times the yardstick, and the promise of
+# `tanh.approx` is worth nothing: $1 + \tanh u$ cancels. Written as $x / (1 + e^{-2u})$ the function
+# has no such difference.
 #
 # ## The polynomial on real scores
 #

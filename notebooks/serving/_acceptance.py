@@ -34,12 +34,12 @@ class Kernel:
 @contextlib.contextmanager
 def new_memory_of_nan() -> Iterator[None]:
     """Within it PyTorch fills what `torch.empty` returns with NaN."""
-    before = torch.are_deterministic_algorithms_enabled()
+    was_on = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before)
+        torch.use_deterministic_algorithms(was_on)
 
 
 def right(kernel: Kernel, batch: Batch, grad_out: torch.Tensor | None = None) -> None:

@@ -227,8 +227,6 @@ read = torch.autograd.grad(biased(positions, times).sum(), (positions, times))
 print("entries that got one:", [int((x != 0).sum()) for x in read], "of", [11, 32])
 
 # %% [markdown]
-# `gradcheck` compares the gradients with differences of outputs.
-#
 # Two details are easy to get wrong. A bucket must be found by comparing whole numbers, because a
 # rounded logarithm could put the same time into different buckets on two devices. And with HSTU's
 # default a row takes the time of the *next* event, so an append changes the row before it, and a
@@ -288,9 +286,8 @@ assert biased == plain, "the text: only the plain kernels take a relative bias"
 #
 # ## The acceptance test
 #
-# A kernel is written for full tiles of the usual form. Each line below is an input for your own
-# one, and a fault that we planted in a copy of ours. In the emulator the input finds the fault, and
-# a batch of full tiles finds none of them:
+# Each line is an input for a kernel of yours, and a fault that we planted in a copy of ours. In the
+# emulator the input finds the fault; full tiles, for which kernels are written first, find none:
 
 # %% tags=["remove-cell"]
 accepted = [acceptance.failure(check) for check in (acceptance.FULL, *acceptance.CHECKS)]
@@ -323,9 +320,10 @@ chapter.table(
 # print([check.inputs for check in acceptance.CHECKS if acceptance.failure(check, yours)])
 # ```
 #
-# On a GPU add two runs with the same bits, a second call with other lengths, and more than $2^{31}$
-# elements, where 32-bit offsets overflow. And know how far your test goes: with all scores about −4
-# forward v1 fails it, by the documented error of `tanh.approx` ({doc}`../operator/activations`).
+# On a GPU add two runs with the same bits, a second call with other lengths, an empty batch, and
+# more than $2^{31}$ elements, where 32-bit offsets overflow. And know how far a kernel goes: with
+# all scores about −4 forward v1 fails, by the documented error of `tanh.approx`
+# ({doc}`../operator/activations`).
 #
 # ## Limits
 #

@@ -6,7 +6,7 @@
 # %% [markdown]
 # # Formulas: the book on one page
 #
-# Each line names the page that derives it.
+# Each line links the page that derives it.
 
 # %% tags=["remove-cell"]
 import pandas as pd
@@ -52,7 +52,7 @@ assert (SAME.bytes("forward"), SAME.bytes("backward")) == (4 * each, 7 * each), 
 # | {doc}`forward <../operator/gdpa>` | $T = QK^{\mathsf T},\quad S = sT$ |
 # | | $P = \mu \odot \alpha(S),\quad O = c\,PV$ |
 # | {doc}`sets of keys <../serving/adds_up>` | $O(A \cup B) = O(A) + O(B)$ |
-# | {doc}`backward <../backward/by_hand>` | $T = QK^{\mathsf T},\quad dP = dO\,V^{\mathsf T}$ |
+# | {doc}`backward <../backward/by_hand>` | $T = QK^{\mathsf T}$ again, $dP = dO\,V^{\mathsf T}$ |
 # | | $P = \mu \odot \alpha(S),\quad dS = \mu \odot \alpha'(S) \odot dP$ |
 # | | $dV = c\,P^{\mathsf T} dO,\quad dK = sc\,dS^{\mathsf T} Q,\quad dQ = sc\,dS\,K$ |
 # | {doc}`learned scales <../backward/by_hand>` | $s\,ds = \sum Q \odot dQ$ |
@@ -92,6 +92,7 @@ assert (SAME.bytes("forward"), SAME.bytes("backward")) == (4 * each, 7 * each), 
 # | {doc}`ridge <../measuring/roofline>` | $C / W$ |
 # | {doc}`period <../forward/planning>` | the largest of the units' sums and of the chain |
 # | {doc}`chain <../forward/planning>` | serial $2M + A$, pipelined $M + \max(M, A)$ |
+# | | $M$: cycles of one MMA, $A$: of the activation |
 # | {doc}`slots <../forward/planning>` | at least (latency + transfer + hold) / period |
 # | {doc}`power law <../measuring/power_wall>` | time after / before = (cycles after / before)$^p$ |
 # | | $p$ = {glue:text}`../measuring/power_wall.ipynb::p:.2f` |
@@ -127,9 +128,9 @@ rows = {
     "MUFU, results": (cost_model.MUFU_LANES,) * 2,
     "issue slots, fp32 results": (sequences.ISSUE_RATE,) * 2,
     f"cycles of an MMA of {size}³": [cost_model.mma(chip, 1) for chip in (H200, B200)],
-    "its operands A and B through the port, cycles": [
+    "its A and B through the port, cycles": [
         cost_model.kibibytes(kib) for kib in (96, 64)],
-    "A in registers, in tensor memory": [cost_model.kibibytes(kib) for kib in (64, 32)],
+    "B alone, A from registers or tensor memory": [cost_model.kibibytes(kib) for kib in (64, 32)],
     "its scores through MUFU, cycles": (size**2 / cost_model.MUFU_LANES,) * 2,
     "shared memory of a program, KiB": [
         compile_check.SHARED_BYTES[arch] / 1024 for arch in (90, 100)],
