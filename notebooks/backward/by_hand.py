@@ -132,8 +132,8 @@ print("dQ, dK, dV against autograd:", gaps(by_hand(Q, K, V, dO, m), expected))
 # ds = \sum_{ij} dS_{ij}\,T_{ij}, \qquad\text{the sum over } dS \odot Q K^{\mathsf T} .
 # $$ (eq-hand-scale)
 #
-# No tile needs to be summed for it: $\sum Q \odot dQ = s \sum Q \odot (dS\,K) = s\,ds$. A row sum
-# of two tensors that are in memory gives $ds$, and likewise $c\,dc = \sum O \odot dO$:
+# No tile needs to be summed for it: $\sum Q \odot dQ = s \sum Q \odot (dS\,K) = s\,ds$. A sum
+# over tensors that are in memory gives $ds$, and likewise $c\,dc = \sum O \odot dO$:
 
 
 # %%
@@ -319,7 +319,7 @@ chapter.glue(store_gb=stored / 1e9, store_ms=there_and_back, mma_ms=mma)
 # :label: ex-hand-learned
 #
 # Let each head learn $\beta$ in $\alpha(S) = S\,\sigma(\beta S)$, which is Swish. Which sum is
-# $d\beta$, and why is it not a row sum of tensors in memory? Find a call of SiLU that learns
+# $d\beta$, and why is it no sum over tensors in memory? Find a call of SiLU that learns
 # $\beta$ without a new kernel. *(paper, ten minutes)*
 # :::
 #
@@ -352,5 +352,5 @@ chapter.glue(store_gb=stored / 1e9, store_ms=there_and_back, mma_ms=mma)
 # - Each matmul of the forward pass is two in the backward pass: two become four, and five with the
 #   scores recomputed.
 # - A mask belongs to the activation *and* to its derivative. Zeros that were loaded need no mask.
-# - The gradient of a learned scale is a row sum of tensors that are in memory.
+# - The gradient of a learned scale is a sum over tensors that are in memory.
 # - dK and dV sum over queries, dQ over keys. No walk through the tiles suits both.

@@ -53,13 +53,14 @@ assert (SAME.bytes("forward"), SAME.bytes("backward")) == (4 * each, 7 * each), 
 # | | $P = \mu \odot \alpha(S),\quad O = c\,PV$ |
 # | {doc}`sets of keys <../serving/adds_up>` | $O(A \cup B) = O(A) + O(B)$ |
 # | {doc}`backward <../backward/by_hand>` | $T = QK^{\mathsf T}$ again, $dP = dO\,V^{\mathsf T}$ |
-# | | $P = \mu \odot \alpha(S),\quad dS = \mu \odot \alpha'(S) \odot dP$ |
-# | | $dV = c\,P^{\mathsf T} dO,\quad dK = sc\,dS^{\mathsf T} Q,\quad dQ = sc\,dS\,K$ |
+# | | $dS = \mu \odot \alpha'(S) \odot dP$ |
+# | | $dV = c\,P^{\mathsf T} dO$ |
+# | | $dK = sc\,dS^{\mathsf T} Q,\quad dQ = sc\,dS\,K$ |
 # | {doc}`learned scales <../backward/by_hand>` | $s\,ds = \sum Q \odot dQ$ |
 # | | $c\,dc = \sum O \odot dO$ |
 # | {doc}`bias <../serving/own_operator>` | $S = sT + B,\quad dB = c\,dS$, summed by entry |
 # | {doc}`softmax <../backward/by_hand>` | $dS = P \odot (dP - D)$ |
-# | | $D_i = \sum_j P_{ij}\,dP_{ij} = \sum_k O_{ik}\,dO_{ik}$ |
+# | | $D_i = \sum_j P_{ij} dP_{ij} = \sum_k O_{ik} dO_{ik}$ |
 # | {doc}`rotary <../block/block_attention>` | $dq_i = R_i^{\mathsf T}\,s \sum_j dS_{ij} R_j k_j$ |
 # | {doc}`causal <../serving/own_operator>` | $\mu_{ij} = 1$ for $j \le i$ |
 # | {doc}`lower right <../serving/own_operator>` | $\mu_{ij} = 1$ for $j \le i + m - n$ |
