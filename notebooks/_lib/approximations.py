@@ -32,11 +32,6 @@ def fitted_tanh(x: torch.Tensor) -> torch.Tensor:
     return 0.5 * x * (1 + torch.tanh(linear * x + cubic * x**3))
 
 
-def taylor10(x: torch.Tensor) -> torch.Tensor:
-    """The Maclaurin polynomial of GELU to degree 10."""
-    return taylor6(x) + (x**10 / 3456 - x**8 / 336) / math.sqrt(2 * math.pi)
-
-
 def fitted(x: torch.Tensor) -> torch.Tensor:
     """x/2 and three even powers with the least L2 error against GELU for standard normal x."""
     weight = DENSITY.sqrt()[:, None]

@@ -53,8 +53,8 @@ chapter.glue(
 # %% tags=["remove-input"]
 # | name: fig-hand-owners
 # | caption: >
-# |   **No walk through the tiles suits all three gradients.** A tile of dS (filled) adds to dQ of
-# |   its queries, a sum along its row of tiles, and to dK and dV of its keys, sums down its column.
+# |   **No walk through the tiles suits all three gradients.** A tile of dS (filled) adds to dQ, a
+# |   sum along its row of tiles, and to dK and dV, sums down its column.
 # | alt: >
 # |   A grid of five by five tiles with one tile filled. Its row is shaded and leads to a filled
 # |   part of a strip dQ at the left; its column is shaded and leads to filled parts of the strips
@@ -124,6 +124,33 @@ print("dQ, dK, dV against autograd:", gaps(by_hand(Q, K, V, dO, m), expected))
 # per score and keeps fp16 accurate: an {term}`MMA` takes dS in 16 bits, and with `output_scale` 1 /
 # 2048, as in Kunlun {cite}`hou2026kunlun`, small gradients would underflow.
 #
+# ## A learned scale needs no new kernel
+#
+# Let each head learn its $s$. Every score depends on it, $S_{ij} = s\,T_{ij}$, so
+#
+# $$
+# ds = \sum_{ij} dS_{ij}\,T_{ij}, \qquad\text{the sum over } dS \odot Q K^{\mathsf T} .
+# $$ (eq-hand-scale)
+#
+# No tile needs to be summed for it: $\sum Q \odot dQ = s \sum Q \odot (dS\,K) = s\,ds$. A sum
+# over tensors that are in memory gives $ds$, and likewise $c\,dc = \sum O \odot dO$:
+
+
+# %%
+def of_scales(Q, K, V, dO, m):
+    out = c * (m * alpha.function(s * Q @ K.T)) @ V
+    return (Q * by_hand(Q, K, V, dO, m)[0]).sum() / s, (out * dO).sum() / c
+
+
+# %% tags=["remove-input"]
+learned = [torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in (s, c)]
+out = learned[1] * (m * alpha.function(learned[0] * Q @ K.T)) @ V
+scales = torch.autograd.grad(out, learned, dO)
+print("ds, dc against autograd:", gaps(of_scales(Q, K, V, dO, m), scales))
+
+# %% [markdown]
+# With `gdpa`, multiply q by the learned scale, pass `scale=1.0`, and autograd takes that sum.
+#
 # ## Masks act twice
 #
 # $m$ appears in $P$ and in $dS$. Setting masked *scores* to 0 is enough in the forward pass, since
@@ -143,7 +170,7 @@ print("dQ, dK, dV against autograd:", gaps(mask_on_scores(Q, K, V, dO, m), expec
 
 # %% [markdown]
 # dQ and dK are wrong by more than half of their largest element. A check of the output or of dV
-# would find nothing.
+# finds nothing.
 #
 # *Rows and keys beyond the end* need no mask. Tails are loaded as zeros
 # ({doc}`../forward/v1_tiled`), so dO or V is 0 there, hence $dP = 0$, and $P = \alpha(0) = 0$. The
@@ -172,10 +199,10 @@ print("dQ, dK, dV against autograd:", gaps(mask_on_scores(Q, K, V, dO, m), expec
 # ## Memory is the easier part
 #
 # The backward pass has 5 MMAs where the forward pass has 2, and at equal lengths it moves 7 tensors
-# where the forward pass moves 4. So its {term}`arithmetic intensity` is 10/7 of that of the forward
-# pass. Of {glue:text}`workloads:.0f` workloads {glue:text}`memory_forward:.0f` are memory-bound in
-# the forward pass, and {glue:text}`memory_backward:.0f` in the backward pass (modelled). These are
-# the fewest bytes: a kernel that accumulates dQ in fp32 in memory moves more.
+# instead of 4: its {term}`arithmetic intensity` is 10/7 times as high. Of
+# {glue:text}`workloads:.0f` workloads {glue:text}`memory_forward:.0f` are memory-bound in the
+# forward pass, and {glue:text}`memory_backward:.0f` in the backward pass (modelled), by the fewest
+# bytes: a kernel that accumulates dQ in fp32 in memory moves more.
 #
 # ## What the forward pass must leave behind
 #
@@ -189,15 +216,14 @@ print("dQ, dK, dV against autograd:", gaps(mask_on_scores(Q, K, V, dO, m), expec
 # \qquad D_i = \sum_j P_{ij}\,dP_{ij} .
 # $$ (eq-hand-softmax)
 #
-# $D_i$ has a second form. Since $dP_{ij} = \sum_c dO_{ic} V_{jc}$, exchanging the sums gives
+# Since $dP_{ij} = \sum_c dO_{ic} V_{jc}$, exchanging the sums gives a second form,
 # $D_i = \sum_c dO_{ic} \sum_j P_{ij} V_{jc} = \sum_c dO_{ic}\,O_{ic}$, the row sum of $dO \odot O$,
 # which needs no keys at all.
 #
 # $Z_i$ and $D_i$ are sums over all keys, which a kernel that holds a tile of keys cannot form. So
-# the forward pass leaves the log-sum-exp $\log Z_i$, and a separate kernel computes $D_i$ from the
+# the forward pass leaves $\log Z_i$, the log-sum-exp, and a separate kernel computes $D_i$ from the
 # output before the first tile {cite}`dao2024flashattention2`. With an activation, $dS_{ij}$ depends
-# on $S_{ij}$ and $dP_{ij}$ alone. What autograd saves beside the inputs, on 200 tokens and 2 heads
-# of 64:
+# on $S_{ij}$ and $dP_{ij}$ alone. What autograd saves beside the inputs:
 
 
 # %% tags=["remove-input"]
@@ -289,6 +315,23 @@ chapter.glue(store_gb=stored / 1e9, store_ms=there_and_back, mma_ms=mma)
 # multiply-adds instead of $n^2 d$: 8 times fewer FLOPs.
 # :::
 #
+# :::{exercise} A learned activation
+# :label: ex-hand-learned
+#
+# Let each head learn $\beta$ in $\alpha(S) = S\,\sigma(\beta S)$, which is Swish. Which sum is
+# $d\beta$, and why is it no sum over tensors in memory? Find a call of SiLU that learns
+# $\beta$ without a new kernel. *(paper, ten minutes)*
+# :::
+#
+# :::{solution} ex-hand-learned
+# :class: dropdown
+#
+# $d\beta = \sum dP \odot S^2 \odot \sigma'(\beta S)$: P and dP exist in tiles alone, so a kernel
+# would have to add it up. But $\alpha(S) = \mathrm{SiLU}(\beta S) / \beta$. Multiply q by $\beta$
+# and the output by $1/\beta$ outside of the operator: autograd sums over $Q \odot dQ$ and over
+# $O \odot dO$.
+# :::
+#
 # :::{exercise} Where is the ridge?
 # :label: ex-hand-ridge
 #
@@ -309,4 +352,5 @@ chapter.glue(store_gb=stored / 1e9, store_ms=there_and_back, mma_ms=mma)
 # - Each matmul of the forward pass is two in the backward pass: two become four, and five with the
 #   scores recomputed.
 # - A mask belongs to the activation *and* to its derivative. Zeros that were loaded need no mask.
+# - The gradient of a learned scale is a sum over tensors that are in memory.
 # - dK and dV sum over queries, dQ over keys. No walk through the tiles suits both.

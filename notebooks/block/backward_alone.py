@@ -55,8 +55,8 @@ chapter.glue(
 # | name: fig-alone-roundings
 # | caption: >
 # |   **The rounding of q, k and v after rotary, which every kernel has, decides the error of dq.**
-# |   Mean error of dq with only one rounding switched on, and with all of them, in percent of that
-# |   of a fused kernel. Independent errors add as squares.
+# |   Mean error of dq with one rounding or all, in percent of a fused kernel's. Independent errors
+# |   add as squares.
 # | alt: >
 # |   Horizontal bars. All roundings, twice and once: 108 and 100. The longest single one is that of
 # |   q, k and v after rotary, about 80; then dS and stored, about 40 each; D is short, P zero.
@@ -80,9 +80,8 @@ chapter.figure(
 # | tensors moved | {glue:text}`flash_tensors:.0f` | {glue:text}`tensors:.0f` |
 #
 # The gradients are those of {eq}`eq-block-gradients`. Everything in them is a matmul except $D_i$,
-# which {doc}`../backward/by_hand` derives in two forms: $\sum_j P_{ij}\, dP_{ij}$, a sum over the
-# keys of a row, and $\sum_c O_{ic}\, dO_{ic}$. A kernel that holds the row in registers takes the
-# first form and needs no output: the forward pass has nothing to keep.
+# which {doc}`../backward/by_hand` derives in two forms. A kernel that holds the row in registers
+# takes the sum over its keys and needs no output: the forward pass has nothing to keep.
 #
 # *Rows beyond the end of a block* need no mask: their $dO$ is zero, so they add nothing to $dV$ and
 # $dK$, and their $dQ$ is never stored. From block v1, after the loads:
@@ -125,11 +124,9 @@ chapter.glue(tensors=total["block v2"], flash_tensors=total["block v0"])
 #
 # ## The gradient of rotary is the transpose, not the inverse
 #
-# With {term}`rotary` embeddings the kernel computes attention of $R q$ and $R k$, where $R$ is
-# block-diagonal with $\begin{pmatrix} c & -s \\ s & c \end{pmatrix}$ for each pair of columns. The
-# gradient of $q$ is $R^{\mathsf T}$ times that of $R q$, whatever $R$ is. Only if $s^2 + c^2 = 1$
-# is this also $R^{-1}$, and the operator takes sin and cos as they come, as the published one does
-# {cite}`adsmodelkernellibrary`. In general $R^{\mathsf T} R\,x$ is $(s^2 + c^2)\,x$:
+# In {eq}`eq-block-rotary-gradient` stands $R^{\mathsf T}$, whatever $R$ is. Only if
+# $\sin^2 + \cos^2 = 1$ is this also $R^{-1}$, and the operator takes sin and cos as they come. In
+# general $R^{\mathsf T} R\,x$ is $(\sin^2 + \cos^2)\,x$:
 
 # %% tags=["hide-input"]
 make = torch.Generator().manual_seed(2025)
@@ -147,8 +144,8 @@ print("R' R x is (sin^2 + cos^2) x:", torch.allclose(round_trip, norm * x))
 #
 # `out.sum().backward()` hands over a gradient whose strides are all 0: one number in memory. Block
 # v1 passes the strides to its kernel. Block v2 reads by {term}`TMA`, which cannot step by zero, so
-# it copies such a gradient first. Both give the bits that they give with a dense gradient. A kernel
-# that assumes the strides of q instead reads beyond the one number, and the emulator says so:
+# it copies such a gradient first. Both give the bits of a dense gradient. A kernel that assumes the
+# strides of q reads beyond the one number, and the emulator says so:
 
 # %% tags=["remove-input"]
 small = block_studies.batch((70, 3))
@@ -161,9 +158,8 @@ for rung in (v1_one_tile, v2_slab):
 wrong = studies.changed(v1_one_tile, ("GRAD_STRIDES=grad_out.stride()", "GRAD_STRIDES=q.stride()"))
 print(studies.findings(lambda: wrong.backward(ones, small), ("modelled",))[0].splitlines()[0])
 
-# %% [markdown]
-# On a GPU that load would most likely succeed. Block v1 on ragged lengths, with grouped heads,
-# rotary on q, k and v, and $\sin^2 + \cos^2 \ne 1$, in the emulator, against fp64:
+# %% [markdown] On a GPU that load would most likely succeed. On ragged lengths, with grouped heads,
+# rotary on q, k and v, and $\sin^2 + \cos^2 \ne 1$:
 
 # %% tags=["remove-cell"]
 ragged = block_studies.batch(

@@ -55,9 +55,8 @@ p = block_attention(queries, keys, identity, offsets, block_size=16)[:, 0]
 # %% tags=["remove-input"]
 # | name: fig-block-mask
 # | caption: >
-# |   **A query gives weight only to keys of its own block.** The weights P of a batch of four
-# |   sequences with 20, 0, 16 and 5 tokens, in blocks of 16. The stronger a cell, the larger the
-# |   weight. Frames: sequences, whose pairs full attention would compute.
+# |   **A query gives weight only to keys of its own block.** The weights P of four sequences with
+# |   20, 0, 16 and 5 tokens, in blocks of 16. Frames: pairs that full attention would compute.
 # | alt: >
 # |   A square of 41 by 41 cells. Along the diagonal lie four filled squares with sides 16, 4, 16
 # |   and 5, the first two in a frame of side 20. Everything else is empty.
@@ -72,9 +71,8 @@ assert (p > 0).sum() == 16**2 + 4**2 + 16**2 + 5**2
 # %% [markdown]
 # ## The definition
 #
-# Sequence $i$ of a jagged batch ({doc}`../operator/gdpa`) owns the tokens from `cu_seqlens[i]` to
-# just before `cu_seqlens[i + 1]`. Blocks of `block_size` tokens, 64 by default, are counted from
-# its start, and the last one may be shorter. Within a block and a head,
+# In a jagged batch ({doc}`../operator/gdpa`) blocks of `block_size` tokens, 64 by default, are
+# counted from the start of each sequence, and the last one may be shorter. Within a block and head,
 #
 # $$
 # S = s\, Q K^{\mathsf T}, \qquad P = \mathrm{softmax}(S), \qquad O = P V,
@@ -84,9 +82,8 @@ assert (p > 0).sum() == 16**2 + 4**2 + 16**2 + 5**2
 # blocks do not see each other.
 #
 # What is left is a batch of small dense problems, so any kernel for jagged batches can run it if it
-# is told that each block is a sequence. Here PyTorch's attention does, block by block, and gives
-# the same output. Four query heads share two heads of keys and values
-# {cite}`shazeer2019mqa,ainslie2023gqa`:
+# is told that each block is a sequence. Here PyTorch's attention does, and gives the same output.
+# Four query heads share two heads of keys and values:
 
 # %% tags=["hide-input"]
 q, k, v = (torch.randn(total, heads, 16, dtype=torch.float64) for heads in (4, 2, 2))
@@ -105,8 +102,7 @@ print(f"{len(lengths)} sequences, {len(parts)} blocks: {parts}")
 #
 # ## It saves FLOPs and costs reach
 #
-# The published account speaks of production batches of 1,152 sequences of up to about four thousand
-# tokens {cite}`siso2026block`. For the batch of its main table, blocks do {glue:text}`fewer:.0f`
+# For the batch of the published main table {cite}`siso2026block`, blocks do {glue:text}`fewer:.0f`
 # times fewer FLOPs in the forward pass than full attention (counted from lengths). The bytes stay
 # the same, so the operator falls from {glue:text}`full:.0f` FLOP per byte to {glue:text}`few:.0f`:
 # memory is now the limit.
@@ -154,11 +150,22 @@ chapter.glue(blocks=main.blocks, fill=main.fill)
 # dQ = s\, dS\, K, \qquad dK = s\, dS^{\mathsf T} Q \end{gathered}
 # $$ (eq-block-gradients)
 #
-# with one number $D_i = \sum_j P_{ij}\, dP_{ij} = \sum_c O_{ic}\, dO_{ic}$ for each row, derived in
-# {doc}`../backward/by_hand`. A kernel that sees a row of scores in pieces lacks the first sum until
-# the last piece has come. FlashAttention-2 therefore keeps the output, for $D$, and the log-sum-exp
-# of each row, for $P$ {cite}`dao2024flashattention2`. With the whole row in one tile neither is
-# needed ({doc}`backward_alone`).
+# with one number $D_i = \sum_j P_{ij}\, dP_{ij}$ for each row, derived in
+# {doc}`../backward/by_hand`. With the whole row in one tile it needs no output
+# ({doc}`backward_alone`).
+#
+# *Rotary.* With $R_i$ for the rotation {eq}`eq-block-rotary` of row $i$, the score is $s\,(R_i q_i)
+# \cdot (R_j k_j)$, so
+#
+# $$
+# dq_i = R_i^{\mathsf T} \, s \sum_j dS_{ij}\,R_j k_j, \qquad
+# dk_j = R_j^{\mathsf T} \, s \sum_i dS_{ij}\,R_i q_i .
+# $$ (eq-block-rotary-gradient)
+#
+# If $\sin^2 + \cos^2 = 1$, $R_i^{\mathsf T}$ turns by $-\theta_i$. The angle depends on the row
+# alone and not on what is summed, so it comes out of the sum: a kernel turns each row of a gradient
+# once, after its last block. Since turning is linear, partial sums may also be turned first and
+# added then.
 
 # %% [markdown]
 # ## The same call on a kernel
@@ -179,12 +186,11 @@ chapter.table(
 # %% [markdown]
 # ## A mask does not keep out a neighbour's NaN
 #
-# A tile has 64 rows even if the block has fewer. The rows after the end of a sequence are another
-# user's tokens. A mask makes their probabilities zero, but $0 \cdot \mathrm{NaN}$ is NaN: a kernel
-# that loads those rows of V and relies on the mask hands one user's NaN to another. The published
-# kernels load them (read in their source, not run {cite}`adsmodelkernellibrary`). Ours never read
-# another block's values. This page checks it when it is built: with NaN in all other tokens the
-# results of four do not change in a single bit.
+# A tile has 64 rows even if the block has fewer; those after it are another user's tokens. A mask
+# makes their probabilities zero, but $0 \cdot \mathrm{NaN}$ is NaN: a kernel that loads those rows
+# of V and relies on the mask hands one user's NaN to another. The published kernels load them (read
+# in their source, not run {cite}`adsmodelkernellibrary`). Ours never read another block's values:
+# with NaN in all other tokens the results of four do not change in a single bit.
 
 # %% tags=["hide-input"]
 in_block = (torch.arange(total) >= 16) & (torch.arange(total) < 20)
@@ -202,17 +208,16 @@ for module in (v0_flash, v1_one_tile):
 # ## The published "sparsity 0.7" is a fill
 #
 # The published tables name a batch of 1,152 sequences (768 above 7,000 tokens), 4 heads of head_dim
-# 128, a largest length, and a "sparsity" of 0.7 or 1.0 "discrete uniform" {cite}`siso2026block`. No
-# generator comes with them. Generators of the same company use the word for the mean length over
-# the largest one: 0.7 draws lengths uniformly from 0.4 to 1.0 of it
-# {cite}`generativerecommenders,tritonbench`. We call it the *fill* ({doc}`../operator/workloads`).
+# 128, a largest length, and a "sparsity" of 0.7 or 1.0 "discrete uniform" {cite}`siso2026block`.
+# Generators of the same company use the word for the mean length over the largest one: 0.7 draws
+# lengths uniformly from 0.4 to 1.0 of it {cite}`generativerecommenders,tritonbench`. We call it the
+# *fill* ({doc}`../operator/workloads`).
 
 # %% tags=["remove-input"]
 # | name: fig-block-lengths
 # | caption: >
-# |   **Fill 0.7 means lengths between 0.4 and 1.0 of the largest.** Sorted lengths of the two
-# |   published batches with a largest length of 2000. Dashed: the mean if 70 % of the rows were
-# |   empty.
+# |   **Fill 0.7 means lengths between 0.4 and 1.0 of the largest.** Sorted lengths of two published
+# |   batches. Dashed: the mean if 70 % of the rows were empty.
 # | alt: >
 # |   Two lines over the sequences, longest first. Fill 0.7 falls from 2000 to 800 in a straight
 # |   line, fill 1.0 is level at 2000. A dashed line at 600 lies below every length.
@@ -265,6 +270,21 @@ chapter.figure(
 # $v_j$ for the position $o + j'$ is rotating it for $j'$ and then for $o$. The rotation for $o$ is
 # the same for all keys of the block and can be taken out of the sum: the output is that of the
 # restarted positions, rotated for the start of the block. Both need $\sin^2 + \cos^2 = 1$.
+# :::
+#
+# :::{exercise} An angle for each pair
+# :label: ex-block-angle
+#
+# Let the angle depend on the pair, as $R_{ij}$ in $q_i \cdot R_{ij} k_j$. What is $dq_i$ now, and
+# what does the kernel lose? When is it still one rotation per row? *(paper, ten minutes)*
+# :::
+#
+# :::{solution} ex-block-angle
+# :class: dropdown
+#
+# $dq_i = s \sum_j dS_{ij} R_{ij} k_j$. Nothing comes out of the sum: every pair needs a rotated key
+# of its own, and neither the scores nor $dq$ are matmuls any more. If the angle is a difference,
+# $R_{ij} = R_i^{\mathsf T} R_j$, it is one rotation per row again: that is rotary.
 # :::
 #
 # :::{exercise} A history that moves

@@ -95,9 +95,8 @@ assert retained.loc[EACH, V8].between(0.8, 0.9).all(), "the caption: between a t
 # %% tags=["remove-input"]
 # | name: fig-wall-rates
 # | caption: >
-# |   **Back to back forward v8 loses between a tenth and a fifth of its burst rate.** Forward v8
-# |   and the fastest of cuDNN, FlashAttention-2 and -4; marks without "burst" are back to back.
-# |   Dashed: a matmul of 8,192.
+# |   **Back to back forward v8 loses between a tenth and a fifth of its burst rate.** The baseline
+# |   is the fastest of cuDNN, FlashAttention-2 and -4. Dashed: a matmul of 8,192.
 # | alt: >
 # |   A dot plot over eight workloads. Each mark back to back lies left of that in bursts, by a
 # |   tenth to a fifth. v8 lies right of the baseline in both. Two dashed lines stand right
@@ -144,9 +143,8 @@ assert len(law.each) >= 8 and law.each.between(0.6, 0.85).all(), "the text: each
 # | name: fig-wall-clocks
 # | caption: >
 # |   **The more cycles a kernel uses, the lower its clock, and the rate rises by less than the
-# |   cycles in use.** Back to back, all workloads and directions. Left: the clock. Right: rows that
-# |   power limits, relative to the mean of their workload, with the law and its interval; dashed:
-# |   the clock does not answer.
+# |   cycles in use.** Back to back, all workloads and directions. Right: rows that power limits,
+# |   with the law and its interval; dashed: the clock does not answer.
 # | alt: >
 # |   Left, a scatter that falls: few cycles in use at a high clock, many at a low one. Right, on
 # |   logarithmic axes, points along a line that is flatter than the dashed diagonal.
@@ -196,9 +194,8 @@ chapter.figure(_energy.at_the_wall(groups, law), measured=load)
 # lose nothing, or 2 % for the idle SMs' static power. By the law it loses {glue:text}`fewer:.1f` %
 # of its rate, and it lost most of that ({doc}`../../notes/at_the_wall`).
 #
-# **All else equal.** Rows of different kernels prove no cause, and a misread clock moves both
-# sides. One of our experiments saved cycles and lost rate: its programs drifted apart and read far
-# more from memory.
+# **All else equal.** Rows of different kernels prove no cause. One of our experiments saved cycles
+# and lost rate: its programs drifted apart and read far more from memory.
 #
 # ## Locked clocks, and steps that are not capped
 #
@@ -211,13 +208,39 @@ chapter.figure(_energy.at_the_wall(groups, law), measured=load)
 # So the truth for a model lies between burst and back to back ({doc}`../training/step`).
 #
 # **From here on each page says which scope its times have.** Results are back to back.
+#
+# ## A fleet gains work per joule
+#
+# A data centre may run out of watts before it runs out of boards. Its rate is then its power over
+# the joules of a call, and its gain the ratio of joules:
+#
+# $$
+# \frac{\text{joules before}}{\text{joules after}} =
+# \frac{\text{time before}}{\text{time after}} \cdot
+# \frac{\text{power before}}{\text{power after}} .
+# $$ (eq-wall-fleet)
+#
+# Between two kernels at the wall that is the speedup of a board. But a kernel that waits so much
+# that it meets the highest clock first draws less. On {glue:text}`fleet_work` FlashAttention-4
+# draws {glue:text}`fleet_watts:.0f` W and forward v8 {glue:text}`fleet_watts_v8:.0f` W: on a board
+# v8 is {glue:text}`fleet_speed:.2f` times as fast, and it does {glue:text}`fleet_joules:.2f` times
+# the work per joule. A fleet that is short of power gains the latter.
 
 # %% tags=["remove-cell"]
 mhz = systems.load(chapter.data_dir / "systems" / f"{run.system}.json").max_sm_clock_mhz
 long = of_v8.loc[FULL[1]]
 hot = wall.power(long["busy"], long["gbytes_per_s"], mhz)
 COOL = 450.0
+of_calls = load.set_index(["workload", "direction", "impl"])
+slow, fast = (of_calls.loc[(CROSS, "forward", impl)] for impl in ("fa4", V8))
+OTHERS = 300.0  # watts of a server beside its boards, for each
+fleet_speed, fleet_joules = slow["seconds"] / fast["seconds"], slow["joules"] / fast["joules"]
+assert not slow["limited"] and fast["limited"], "the text: below the limit, and at it"
+assert fleet_joules < 0.9 * fleet_speed, "the text: less"
 chapter.glue(
+    fleet_work=CROSS, fleet_watts=slow["power_w"], fleet_watts_v8=fast["power_w"],
+    fleet_speed=fleet_speed, fleet_joules=fleet_joules,
+    fleet_others=fleet_speed * (slow["power_w"] + OTHERS) / (fast["power_w"] + OTHERS),
     capped=len(capped), base=wall.base, full=wall.full, byte=1e3 * wall.byte, rms=wall.rms_percent,
     most=wall.most_percent, p=law.exponent, p_low=law.low, p_high=law.high, by_model=by_model,
     each_low=law.each.min(), each_high=law.each.max(), fitted=len(law.residuals),
@@ -266,10 +289,9 @@ chapter.predictions()
 #
 # ## Energy and clock are coarse readings
 #
-# A clock is a momentary reading in steps of 15 MHz, one per cent. Power is read as
-# {glue:text}`read_low:.0f` to {glue:text}`read_high:.0f` W for kernels from 400 TFLOP/s on, all of
-# which the limit of {glue:text}`watts:.0f` W holds down. That is why the law was fitted to many
-# rows, and why this book compares times.
+# A clock is a momentary reading in steps of 15 MHz, one per cent. Kernels from 400 TFLOP/s on, all
+# at the limit of {glue:text}`watts:.0f` W, read {glue:text}`read_low:.0f` to
+# {glue:text}`read_high:.0f` W. So the law was fitted to many rows, and this book compares times.
 
 # %% tags=["remove-cell"]
 v8 = of_v8.drop(HALF)
@@ -307,15 +329,13 @@ chapter.glue(
 # ## A share of the roofline needs a ceiling of its own scope
 #
 # Against ceilings timed the same way, forward v8 reaches {glue:text}`share_burst:.0f` % of the
-# roofline in a burst of 2,048 tokens and {glue:text}`share_own:.0f` % back to back. The matmul is
-# at the wall too, so the ceiling falls with the kernel. At 256 tokens v8 loses
-# {glue:text}`lost_256:.1f` points, because the ceiling there is the copy, which keeps its rate.
+# roofline in a burst of 2,048 tokens and {glue:text}`share_own:.0f` % back to back: the matmul is
+# at the wall, too. At 256 tokens v8 loses {glue:text}`lost_256:.1f` points, because the ceiling
+# there is the copy, which keeps its rate.
 #
-# ## In company kernels share a clock
-#
-# In a burst kernels take turns and seem to run at one average clock, which flatters the faster one:
-# at 2,048 tokens v8's rate is {glue:text}`kernel_fa2_varlen:.2f` times that of FlashAttention-2 in
-# bursts, and back to back {glue:text}`sustained_fa2_varlen:.2f` times.
+# In a burst kernels take turns at one average clock, which flatters the faster one: at 2,048 tokens
+# v8's rate is {glue:text}`kernel_fa2_varlen:.2f` times that of FlashAttention-2 in bursts, and back
+# to back {glue:text}`sustained_fa2_varlen:.2f` times.
 #
 # ## Exercises
 #
@@ -333,6 +353,22 @@ chapter.glue(
 # the clock falls by (500 / 700) to the power of 1 / 2.4, to 87 %, while $u$ stays:
 # {glue:text}`capped_500:.0f` of {glue:text}`cap_rate:.0f` TFLOP/s. A lower cap makes FLOPs cheaper,
 # which is why data centres set one.
+# :::
+#
+# :::{exercise} The rest of the server
+# :label: ex-wall-fleet
+#
+# Beside each board a server draws 300 W for CPUs, fans and network. What is the gain of the fleet
+# above now? And with more power than boards? *(paper, five minutes)*
+# :::
+#
+# :::{solution} ex-wall-fleet
+# :class: dropdown
+#
+# Add 300 W to both powers in {eq}`eq-wall-fleet`: {glue:text}`fleet_others:.2f` times the work. The
+# rest of the server draws its power per second, whatever the kernel is, so the more it draws, the
+# nearer the gain comes to the board's {glue:text}`fleet_speed:.2f`. If boards are what is short,
+# the gain is just that.
 # :::
 #
 # :::{exercise} Two changes
@@ -357,7 +393,7 @@ chapter.glue(
 # - Back to back the clock takes back three tenths of what fewer cycles gain: time follows cycles to
 #   the power of {glue:text}`p:.2f`, give or take 0.03.
 # - Compare a rate with ceilings and rivals timed in the same scope. Bursts flatter fast kernels.
-# - At constant power joules and seconds are one column. Do not fit energy there.
+# - A fleet short of power gains work per joule: less than a board, if the slow kernel drew less.
 
 # %% tags=["remove-cell"]
 part = wall.full * 0.8 / (wall.base + wall.full * 0.8)

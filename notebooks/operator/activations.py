@@ -46,9 +46,8 @@ FORMULAS = {
 # | name: fig-taylor-by-std
 # | caption: >
 # |   **The published polynomial leaves GELU as soon as scores are of ordinary size.** Relative L2
-# |   error of three formulas against GELU for normally distributed scores. Marked: standard
-# |   deviations 0.25, 1 (standard normal q and k under the scale 1/sqrt(head_dim)) and sqrt(128)
-# |   (the published benchmark: no scale, head_dim 128).
+# |   error of three formulas against GELU for normally distributed scores. Marked: 0.25; 1, the
+# |   default scale; sqrt(128), the published benchmark.
 # | alt: >
 # |   Logarithmic chart of relative error against the standard deviation of the scores. Both tanh
 # |   forms stay around 2e-4 or below. The polynomial rises steeply: below the bf16 line at 0.25,
@@ -71,7 +70,7 @@ chapter.figure(
 # pass needs. GELU {cite}`hendrycks2016gelu` is $x\,\Phi(x)$, with the normal distribution function
 # $\Phi$; `gelu_tanh` is its usual approximation by a hyperbolic tangent; SiLU
 # {cite}`elfwing2017silu` is $x\,\sigma(x)$; hard swish {cite}`howard2019mobilenetv3` replaces the
-# sigmoid by a ramp; squared ReLU comes from {cite}`so2021primer`. All pass through the origin.
+# sigmoid by a ramp; squared ReLU comes from {cite}`so2021primer`.
 
 # %% tags=["remove-input"]
 # | name: fig-activations
@@ -95,18 +94,62 @@ chapter.figure(
 # take the smaller number: **an error well below $2^{-9}$ of the activated score disappears in a
 # rounding that happens anyway.**
 #
-# An output is a sum over many keys. If $V$ has mean zero, both the sum and its error grow like
-# $\sqrt{n}$, so their ratio stays what it was in $P$. That ratio is the **relative L2 error**, and
-# we use it for whole rows.
+# An output is a sum over $n$ keys. If $V$ has mean zero, both the sum and its error grow like
+# $\sqrt{n}$, and their ratio stays that of $P$: the **relative L2 error**, which we use for rows.
+#
+# If all terms have one sign, the sum grows like $n$. Random errors still grow like $\sqrt n$: they
+# average out. Errors of one sign grow like $n$ and do not:
+
+# %% tags=["remove-cell"]
+make = torch.Generator().manual_seed(0)
+
+
+def toward_zero(x: torch.Tensor) -> torch.Tensor:
+    return (x.view(torch.int32) & -(2**16)).view(torch.float32)
+
+
+def in_bf16(x: torch.Tensor) -> torch.Tensor:
+    """The sum of each row, rounded after each term."""
+    total = torch.zeros(len(x), dtype=torch.bfloat16)
+    for term in x.T:
+        total = (total.float() + term).bfloat16()
+    return total.double()
+
+
+def rounded_sums(n: int) -> list[float]:
+    """Errors, in %, of sums of n terms between 1 and 2, root mean square of 200."""
+    x = 1 + torch.rand(200, n, generator=make)
+    exact = x.double().sum(1)
+    sums = x.bfloat16().double().sum(1), toward_zero(x).double().sum(1), in_bf16(x)
+    return [100 * (one / exact - 1).square().mean().sqrt().item() for one in sums]
+
+
+columns = ["terms to nearest", "terms toward zero", "sum in bf16"]
+summed = pd.DataFrame({n: rounded_sums(n) for n in (16, 256, 4096)}, index=columns).T
+nearest, cut = summed["terms to nearest"], summed["terms toward zero"]
+assert (nearest / nearest.shift() < 0.3).iloc[1:].all() and cut.max() / cut.min() < 1.1, "the text"
+assert summed["sum in bf16"].iloc[-1] > 50, "the text: adds nothing any more"
+
+# %% tags=["remove-input"]
+chapter.table(
+    summed.map("{:.2g}".format).rename_axis("n").reset_index(),
+    caption="**Rounding to nearest averages out; cutting off does not.** Errors, in %, of sums of "
+    "n numbers between 1 and 2 in bf16; in the last column the sum is rounded after each term.",
+    computed="by PyTorch on a CPU; root mean square of 200 sums",
+)
+
+# %% [markdown]
+# A polynomial that is always too small acts like the second column. In the last one a large sum
+# drops small terms, so kernels add in fp32.
 #
 # ## Three ways to compute GELU
 #
 # - **By definition**: an error function, or an exponential and a division. Exact to a few units in
 #   the last place of fp32, and expensive.
-# - **By hardware**: the special function unit (MUFU) evaluates `tanh.approx.f32` in one
-#   instruction. GELU's tanh form needs one per score. So does SiLU, because $x\,\sigma(x) = h\,(1 +
-#   \tanh h)$ with $h = x/2$ exactly. So does `gelu` in bf16 and fp16: with two fitted coefficients,
-#   $\tanh u$ matches the error function to within {glue:text}`fitted_erf:.1f` × 10⁻⁴.
+# - **By hardware**: the {term}`MUFU` evaluates `tanh.approx.f32` in one instruction. GELU's tanh
+#   form needs one per score. So does SiLU, because $x\,\sigma(x) = h\,(1 + \tanh h)$ with
+#   $h = x/2$ exactly. So does `gelu` in bf16 and fp16: with two fitted coefficients, $\tanh u$
+#   matches the error function to within {glue:text}`fitted_erf:.1f` × 10⁻⁴.
 # - **By polynomial**: the published Blackwell kernel uses the Maclaurin series of GELU up to degree
 #   six for every score of its forward pass and most of its backward pass
 #   {cite}`adsmodelkernellibrary`. It needs no special function.
@@ -142,7 +185,6 @@ chapter.glue(
     fitted_erf=2e4 * ((approx.fitted_tanh(approx.GRID) - approx.gelu(approx.GRID)) / approx.GRID)
     .abs().max().item(),
     worst_4=approx.worst(approx.taylor6, 4),
-    degree10_right=approx.reach(approx.taylor10), degree10_l2=approx.normal_l2(approx.taylor10),
     fit_l2=100 * approx.normal_l2(approx.fitted), yardstick=100 * approx.HALF_ULP,
     std_limit=polynomial[polynomial < approx.HALF_ULP].index.max(),
     l2_one=100 * approx.normal_l2(approx.taylor6),
@@ -161,8 +203,8 @@ chapter.glue(
 # $y = h\,(1 + \tanh u)$ with $h = x/2$ an error of the tangent is multiplied by $h$, so the
 # documentation promises $2^{-11}\,\tfrac{|x|}{2}\,|\tanh u| \le 2^{-12}\,|x|$. For positive scores
 # that is below the yardstick everywhere: one instruction is enough, whatever the chip. For negative
-# scores GELU approaches zero while the bound grows, and below $x =$ {glue:text}`left_bound:.1f` a
-# small *relative* error is no longer promised. In a sum that does not matter: in the L2 norm over
+# scores GELU approaches zero while the bound grows, and below $x =$ {glue:text}`left_bound:.1f` it
+# exceeds the yardstick. Among scores of both signs that does not matter: in the L2 norm over
 # standard normal scores the bound costs {glue:text}`bound_l2:.1f` × 10⁻⁴, the rounding to bfloat16
 # {glue:text}`rounding_l2:.1f` × 10⁻⁴.
 #
@@ -222,6 +264,53 @@ chapter.predictions()
 # driver promises nothing of the kind, so we test against the documented bound: the emulator rounds
 # `tanh` until its error comes close to it.
 #
+# ## Amplified errors
+#
+# If a score has the relative error $\epsilon$, its activation has $\kappa\epsilon$, with the
+# *relative condition number* $\kappa(s) = s\,\alpha'(s) / \alpha(s)$ of the activation $\alpha$.
+# GELU's is close to 1 for positive scores and −{glue:text}`kappa:.0f` at −4. That is harmless if
+#
+# - $\epsilon$ is small: scores summed in fp32 stand any of these factors; or
+# - the row holds larger terms: the *absolute* error at −4 is only $|s\,\alpha'(s)|\,\epsilon =$
+#   {glue:text}`absolute:.3f` $\epsilon$.
+#
+# It does harm if *all* scores of a row are strongly negative:
+
+# %% tags=["remove-cell"]
+tanh_form = reference.ACTIVATIONS["gelu_tanh"]
+normal = torch.randn(2**18, generator=make, dtype=torch.float64)
+amplified = {}
+for name, s in {"0 ± 1": normal, "-4 ± 0.5": normal / 2 - 4}.items():
+    p = tanh_form.function(s)
+    wrong = {
+        "score in fp32": tanh_form.function(s.float().double()) - p,
+        "score in bf16": tanh_form.function(s.bfloat16().double()) - p,
+        "`tanh.approx`, as documented": approx.documented(s),
+        "P in bf16, the yardstick": p.bfloat16().double() - p,
+    }
+    amplified[f"scores {name}"] = {
+        what: 100 * (error.norm() / p.norm()).item() for what, error in wrong.items()
+    }
+amplified = pd.DataFrame(amplified)
+point = torch.tensor(-4.0, dtype=torch.float64)
+slope, value = tanh_form.derivative(point).item(), tanh_form.function(point).item()
+low = amplified["scores -4 ± 0.5"]
+assert low["score in fp32"] < 1e-3 < low["P in bf16, the yardstick"] < low["score in bf16"] / 5
+assert low["`tanh.approx`, as documented"] > 50, "the text: worth nothing"
+chapter.glue(kappa=4 * slope / value, absolute=abs(4 * slope))
+
+# %% tags=["remove-input"]
+chapter.table(
+    amplified.map("{:.2g}".format).reset_index(names="error of"),
+    caption="**Where all scores are negative, nothing hides an amplified error.** Relative L2 "
+    "error of P, in %, for normally distributed scores, mean ± standard deviation.",
+    computed="the tanh form of GELU in double precision",
+)
+
+# %% [markdown] There a score in bf16 costs several times the yardstick, and the promise of
+# `tanh.approx` is worth nothing: $1 + \tanh u$ cancels. Written as $x / (1 + e^{-2u})$ the function
+# has no such difference.
+#
 # ## The polynomial on real scores
 #
 # The polynomial stays below the yardstick up to a standard deviation of {glue:text}`std_limit:.2f`
@@ -237,12 +326,9 @@ chapter.predictions()
 #
 # ## What an activation costs
 #
-# The tensor cores of an SM do 4,096 bf16 FLOPs a clock on Hopper. A score costs $4 d$ FLOPs in the
-# forward pass, so at head_dim 128 the tensor cores are done with it after 1/8 of a clock, and the
-# other units must finish 8 activations a clock or the tensor cores wait. At head_dim 64 they must
-# finish 16. Two documented limits stand against that, per SM and clock ([CUDA programming
-# guide](https://docs.nvidia.com/cuda/cuda-c-programming-guide/#arithmetic-instructions)): 128
-# instructions issued, fp32 multiply-adds among them, and 16 results of the {term}`MUFU`.
+# A score costs $4 d$ FLOPs in the forward pass. At head_dim 128 the tensor cores of a Hopper
+# {term}`SM` are done with it after 1/8 of a clock, at 64 after 1/16 ({doc}`machine`). If its
+# activation takes the MUFU or the issue slots longer, the tensor cores wait:
 
 # %% tags=["remove-input"]
 cost = pd.DataFrame(activations.INSTRUCTIONS, index=["fp32", "MUFU"]).T
@@ -252,7 +338,7 @@ cost["fp32, % of MMA"] = 100 * (cost["fp32"] / sequences.ISSUE_RATE) / budget
 cost["MUFU, % of MMA"] = 100 * (cost["MUFU"] / cost_model.MUFU_LANES) / budget
 cost["at head_dim 64"] = 2 * cost[["fp32, % of MMA", "MUFU, % of MMA"]].max(axis=1)
 chapter.glue(
-    mufu=cost["MUFU, % of MMA"]["silu"], erf=by_erf,
+    erf=by_erf,
     erf_slots=100 * (by_erf / sequences.ISSUE_RATE) / budget,
     gelu_slots=cost["fp32, % of MMA"]["gelu_tanh"], silu_slots=cost["fp32, % of MMA"]["silu"],
 )  # fmt: skip
@@ -264,15 +350,12 @@ chapter.table(
 )
 
 # %% [markdown]
-# One MUFU per score is {glue:text}`mufu:.0f` % of the tensor cores' time on Hopper. It is hidden if
-# the kernel overlaps the two. GELU and SiLU need the same single MUFU, but GELU also takes
-# {glue:text}`gelu_slots:.0f` % of the issue slots and SiLU {glue:text}`silu_slots:.0f` %. Inside a
-# kernel SiLU is the cheaper one ({doc}`../forward/activation_arithmetic`). GELU by its error
-# function compiles to {glue:text}`erf:.0f` instructions, {glue:text}`erf_slots:.0f` % of the issue
-# slots in that time, and nothing could hide it.
-#
-# On Blackwell the tensor cores are twice as fast and MUFU is not
-# {cite}`zadouri2026flashattention4`: one MUFU per score takes as long as the MMAs.
+# One MUFU per score is hidden if the kernel overlaps it with the tensor cores. GELU and SiLU need
+# the same one, but GELU also takes {glue:text}`gelu_slots:.0f` % of the issue slots and SiLU
+# {glue:text}`silu_slots:.0f` %: inside a kernel SiLU is the cheaper one
+# ({doc}`../forward/activation_arithmetic`). GELU by its error function compiles to
+# {glue:text}`erf:.0f` instructions, {glue:text}`erf_slots:.0f` % of the issue slots in that time,
+# and nothing could hide it.
 #
 # ## Exercises
 #
@@ -294,20 +377,20 @@ chapter.table(
 # the piecewise activations still hide.
 # :::
 #
-# :::{exercise} Two more terms
-# :label: ex-activations-degree
+# :::{exercise} Why softmax is safe
+# :label: ex-activations-condition
 #
-# The series continues with $-x^8/336$ and $+x^{10}/3456$, both over $\sqrt{2\pi}$. Predict by how
-# much the range of validity grows with degree 10, then compute it. *(Python, ten lines)*
+# Find $\kappa$ of SiLU, of ReLU and of the exponential. Scores of −50 amplify an exponential's
+# errors by 50. Why does softmax not suffer, whatever its scores are? *(paper, ten minutes)*
 # :::
 #
-# :::{solution} ex-activations-degree
+# :::{solution} ex-activations-condition
 # :class: dropdown
 #
-# By the yardstick of this chapter the range on the positive side grows from {glue:text}`right:.2f`
-# to {glue:text}`degree10_right:.2f`. For scores of standard deviation 1 the relative L2 error is
-# {glue:text}`degree10_l2:.1f`, larger than degree 6's: outside its range a longer Maclaurin
-# polynomial is worse.
+# SiLU: $1 + s\,(1 - \sigma(s))$, about $1 + s$ for strongly negative scores. ReLU: 1 for positive
+# scores; the others give exactly 0. Exponential: $s$. Softmax subtracts the maximum of each row. So
+# each row holds a term $e^0 = 1$, with $\kappa = 0$, and terms with a large $\kappa$ are small
+# beside it. GDPA subtracts nothing, so a row may consist of small terms alone.
 # :::
 #
 # :::{exercise} A better polynomial
@@ -331,5 +414,6 @@ chapter.table(
 #   passes it by its documented bound, for positive scores and in the L2 norm.
 # - The chip is {glue:text}`better:.0f` times better than documented. Rely on the documentation.
 # - A polynomial has a range. Inside it `gelu_taylor6` is GELU without MUFU; outside, fast nonsense.
+# - Ask of an error: has it one sign, is it amplified, and what in the sum is larger?
 #
 # To register an activation of yours: {doc}`../serving/own_operator`.

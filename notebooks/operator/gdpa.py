@@ -34,8 +34,8 @@ chapter = Chapter("operator/gdpa", mode=mode, device=device, data_dir=data_dir)
 # %% tags=["remove-input"]
 # | name: fig-gdpa-uses
 # | caption: >
-# |   **One operator has three uses, which differ only in their lengths.** The score matrices of
-# |   three sequences with 6, 2 and 9 tokens, a colour each. Rows are queries, columns are keys.
+# |   **One operator has three uses, which differ only in their lengths.** Score matrices of three
+# |   sequences with 6, 2 and 9 tokens: rows are queries, columns keys.
 # | alt: >
 # |   Three panels. Self-attention: squares of side 6, 2 and 9. PMA: rectangles of height 4 and
 # |   widths 6, 2 and 9. PFFN: rectangles of width 4 and heights 6, 2 and 9.
@@ -97,8 +97,7 @@ print(f"cu_seqlens {offsets.tolist()}, out {list(out.shape)}")
 # | name: fig-gdpa-jagged
 # | caption: >
 # |   **Padding doubles this batch; packing adds nothing but offsets.** The batch of the code above.
-# |   Top: its ten rows in memory, with cu_seqlens below them. Bottom: the same batch padded to its
-# |   longest sequence. Empty cells would be read, multiplied and written for nothing.
+# |   Top: its ten rows in memory, with cu_seqlens below them. Bottom: the same batch padded.
 # | alt: >
 # |   Ten coloured cells in one line: three of sequence 0, five of sequence 2, two of sequence 3,
 # |   with the offsets 0, 3, 3, 8 and 10 under their borders. Below, a grid of four rows and five
@@ -155,14 +154,13 @@ for some in (blocks, blocks[::-1]):
 # | a query without keys | 0/0 | 0 |
 #
 # FlashAttention-4 keeps 128 threads only for rescaling the output
-# {cite}`zadouri2026flashattention4`; the published GDPA kernel does without them
-# {cite}`meta2026gem`. There is a price: a GDPA row sums its values, so it grows with the number of
-# keys unless a scale prevents it.
+# {cite}`zadouri2026flashattention4`. There is a price: a GDPA row sums its values, so it grows with
+# the number of keys unless a scale prevents it.
 #
 # ## One operator, three uses
 #
-# In {numref}`fig-gdpa-uses` the rows come from different places. In **self-attention** all three
-# tensors are projections of the same tokens, as in the first cell.
+# In **self-attention** ({numref}`fig-gdpa-uses`) all three tensors are projections of the same
+# tokens, as in the first cell.
 #
 # **{term}`PMA`**, pooling by multi-head attention {cite}`lee2019settransformer`, summarises a
 # history of any length in a fixed number of rows. The original uses softmax; GDPA keeps its shape.
@@ -237,10 +235,8 @@ for name in ("identity", "relu", "leaky_relu", "gelu", "silu", "hardswish"):
 # ## Masks act after the activation
 #
 # A softmax kernel masks a pair by setting its score to $-\infty$. GELU and SiLU would compute
-# $-\infty \cdot 0$, a NaN. Setting the score to zero works in the forward pass, since all
-# activations here vanish at zero, but fails in the backward pass, where most derivatives at zero
-# are 1/2. So our kernels set masked pairs to zero after the activation, and after its derivative.
-# {doc}`../serving/own_operator` lists the masks of `gdpa`.
+# $-\infty \cdot 0$, a NaN. So our kernels set masked pairs to zero after the activation, and after
+# its derivative ({doc}`../backward/by_hand`). {doc}`../serving/own_operator` lists the masks.
 #
 # ## Exercises
 #
@@ -264,8 +260,8 @@ for name in ("identity", "relu", "leaky_relu", "gelu", "silu", "hardswish"):
 # :label: ex-gdpa-split
 #
 # One query row, a million keys, a GPU with 132 processors ({term}`SMs <SM>`). Write GDPA so that
-# each works on its own keys, and say what they exchange at the end. What would softmax add?
-# *(PyTorch, ten lines)*
+# each works on its own keys, and say what they exchange at the end. What would softmax add? When
+# does the split pay, and where does a division by the number of keys go? *(PyTorch, ten lines)*
 # :::
 #
 # :::{solution} ex-gdpa-split
@@ -273,14 +269,21 @@ for name in ("identity", "relu", "leaky_relu", "gelu", "silu", "hardswish"):
 #
 # `sum(gdpa_in_blocks(q, part) for part in parts)`: one partial output per SM, added. In fixed order
 # the result repeats bit for bit. Softmax also needs each SM's maximum and sum, and rescales each
-# partial output before adding it. {doc}`../serving/adds_up` does it with the library.
+# partial output before adding it.
+#
+# *It pays when queries are few.* $p$ parts write $p$ partial outputs in fp32: against the keys and
+# values, which are read once either way, $p$ times the queries over the keys. With many queries
+# there are tiles enough for all SMs without a split. *Divide after the last sum,* by the number of
+# all keys: parts that were divided by their own numbers do not add up. *Several users share a
+# launch:* a part has the offsets of its user, so all parts of all users are items of one work list.
+# {doc}`../serving/adds_up` does it with the library.
 # :::
 #
 # :::{exercise} Not zero at zero
 # :label: ex-gdpa-tail
 #
 # A kernel reads its last block of keys past the end of the sequence as zeros and masks nothing.
-# Would it still be right for an activation with $\mathrm{act}(0) = 1$? *(paper, five minutes)*
+# Would it still be right for an activation with $\mathrm{act}(0) = 1$? *(paper)*
 # :::
 #
 # :::{solution} ex-gdpa-tail

@@ -11,8 +11,7 @@
 #
 # :::{admonition} In this chapter (30 minutes)
 # You will register an activation with its derivative, choose among the masks that exist, add a
-# relative bias with gradients, and run a kernel with a planted error that one activation hides and
-# yours reveals.
+# relative bias with gradients, and hold a kernel of yours to inputs that find the usual errors.
 # :::
 
 # %% tags=["hide-input"]
@@ -35,6 +34,7 @@ from gdpa_kernels.gdpa.kernels import v1_tiled, v1_tiled_backward
 from gdpa_lab.measuring.inputs import cu_seqlens
 from gdpa_lab.report import style
 from gdpa_lab.report.chapter import Chapter
+from notebooks.serving import _acceptance as acceptance
 
 # %% tags=["parameters"]
 mode = "replay"
@@ -69,8 +69,7 @@ assert late.to_numpy()[-1].all() and late.to_numpy()[0].sum() == TOKENS - NEW + 
 # | name: fig-own-masks
 # | caption: >
 # |   **A mask is an argument, and the operator draws it itself.** Pairs that count in a sequence of
-# |   ten tokens, queries down and keys to the right: causal; the same with a window of two; and
-# |   with the last three tokens as candidates, which see the history and themselves.
+# |   ten tokens; right, the last three are candidates, which see the history and themselves.
 # | alt: >
 # |   Three squares of 10 by 10 cells. Left, everything on and below the diagonal is filled. Middle,
 # |   a band of three cells along the diagonal. Right, the lower triangle again, but the last three
@@ -81,8 +80,8 @@ chapter.figure(
 )
 
 # %% [markdown]
-# With the identity matrix for $V$ the output is $P$, so the operator draws its own mask. Do the
-# same with every mask that you use, before you trust it.
+# With the identity matrix for $V$ the output is $P$. Draw every mask that you use, before you trust
+# it.
 #
 # ## What changes where
 #
@@ -120,10 +119,10 @@ register_activation("softplus", softplus, softplus_and_slope, F.softplus)
 
 # %% [markdown]
 # The last argument is the definition in PyTorch, which autograd differentiates. Before the first
-# kernel runs, both jit functions are evaluated at 4,097 points from −20 to 20 and 1,000 more, out
-# to $2^{43}$. They must be within $2^{-10}(1 + |x|)$ of the definition and of its derivative, half
-# of the rounding to bf16 that follows. From then on the name works in every product, in layers,
-# under `torch.compile`, and for one head among others.
+# kernel runs, both jit functions are evaluated at 5,097 points out to $2^{43}$. They must be within
+# $2^{-10}(1 + |x|)$ of the definition and of its derivative, half of the rounding to bf16 that
+# follows. From then on the name works in every product, in layers, under `torch.compile`, and for
+# one head among others.
 #
 # What if the slope is wrong? In this copy someone pasted the slope of the sigmoid, `y * (1 - y)`:
 
@@ -228,18 +227,16 @@ read = torch.autograd.grad(biased(positions, times).sum(), (positions, times))
 print("entries that got one:", [int((x != 0).sum()) for x in read], "of", [11, 32])
 
 # %% [markdown]
-# `gradcheck` compares the gradients with differences of outputs.
-#
 # Two details are easy to get wrong. A bucket must be found by comparing whole numbers, because a
 # rounded logarithm could put the same time into different buckets on two devices. And with HSTU's
 # default a row takes the time of the *next* event, so an append changes the row before it, and a
 # cache of the deeper layers is no longer valid ({doc}`adds_up`).
 #
-# ## An emulator run that finds a planted error
+# ## A planted error that one activation hides
 #
-# Suppose you write a kernel and clear the *scores* of hidden pairs, before the activation, as a
-# softmax kernel does with $-\infty$. We plant this error in a copy of forward v1 and compare its
-# causal output with fp64:
+# Suppose your kernel clears the *scores* of hidden pairs, before the activation, as a softmax
+# kernel does with $-\infty$. We plant this error in a copy of forward v1 and compare its causal
+# output with fp64:
 
 # %% tags=["remove-input"]
 AFTER = """\
@@ -284,14 +281,54 @@ assert biased == plain, "the text: only the plain kernels take a relative bias"
 
 # %% [markdown]
 # GELU hides the error. It is zero at zero, so clearing the score also clears $P$. Softplus is $\ln
-# 2$ at zero, and every hidden pair adds $\ln 2$ of its value. In a backward pass even GELU would
-# show the error, because its derivative at zero is 1/2. So *test a mask with a function that is not
-# zero at zero*, in both directions.
+# 2$ at zero, and every hidden pair adds $\ln 2$ of its value. So *test a mask with a function that
+# is not zero at zero*, in both directions.
+#
+# ## The acceptance test
+#
+# Each line is an input for a kernel of yours, and a fault that we planted in a copy of ours. In the
+# emulator the input finds the fault; full tiles, for which kernels are written first, find none:
+
+# %% tags=["remove-cell"]
+accepted = [acceptance.failure(check) for check in (acceptance.FULL, *acceptance.CHECKS)]
+assert not any(accepted), f"the text: v1 passes, got {accepted}"
+for check in acceptance.CHECKS:
+    wrong = check.wrong()
+    missed = acceptance.failure(acceptance.FULL, wrong)
+    assert not missed, f"the text: full tiles find nothing, got {check.fault}: {missed}"
+    assert acceptance.failure(check, wrong), f"the text: {check.inputs} finds {check.fault}"
+lower = acceptance.Check("", lambda kernel: acceptance.right(kernel, acceptance.around(-4.0)))
+assert "out: max error" in acceptance.failure(lower), "the text: ours fails at -4"
+
+# %% tags=["remove-input"]
+lines = [(check.inputs, check.fault) for check in acceptance.CHECKS]
+chapter.table(
+    pd.DataFrame(lines, columns=["give it", "and you find, for example"]),
+    caption="**Full tiles find none of these faults.** Output and gradients are compared by name "
+    "with fp64, within twice PyTorch's error and one rounding.",
+    name="tab-own-acceptance",
+    emulated="copies of forward v1 and v5 and backward v1",
+)
+
+# %% [markdown]
+# To run it on your kernel:
+#
+# ```python
+# from notebooks.serving import _acceptance as acceptance
+#
+# yours = acceptance.Kernel(forward, backward)
+# print([check.inputs for check in acceptance.CHECKS if acceptance.failure(check, yours)])
+# ```
+#
+# On a GPU add two runs with the same bits, a second call with other lengths, an empty batch, and
+# more than $2^{31}$ elements, where 32-bit offsets overflow. And know how far a kernel goes: with
+# all scores about −4 forward v1 fails, by the documented error of `tanh.approx`
+# ({doc}`../operator/activations`).
 #
 # ## Limits
 #
-# - An activation takes one score, and constants. One that needs the whole row, or a learned
-#   parameter, is another operator.
+# - An activation takes one score, and constants. One that needs the whole row is another operator;
+#   for learned scales see {doc}`../backward/by_hand`.
 # - It must be finite at 0: keys beyond the end of a sequence have score 0, and a row of zeros in V.
 # - The products run registered activations; the ladder's lessons run only the package's own.
 # - Only the plain kernels take a relative bias.
@@ -365,4 +402,4 @@ assert (torch.cat([history, rest]) - whole).abs().max() < 1e-14, "the solution"
 # - Write value and slope together, and let autograd differentiate the definition. Two derivatives
 #   written by one person share their mistakes.
 # - Mask after the activation and after its derivative, and draw every mask once.
-# - Plant an error in a copy of your kernel: your test must find it.
+# - Plant an error in a copy of your kernel: your test must find it. Full tiles would not.

@@ -121,8 +121,8 @@ chapter.glue(best=best["counts"], neither=best["no history"],
 # | name: fig-train-clicks
 # | caption: >
 # |   **The model of sums approaches the best possible loss; the model of averages stays above what
-# |   even shares allow.** Loss above that of the true probabilities on the same
-# |   batch, mean of 20 batches. Dashed: the least that shares allow.
+# |   even shares allow.** Loss above that of the true probabilities. Dashed: the least that shares
+# |   allow.
 # | alt: >
 # |   Two curves fall. That of the sums ends near zero; that of the averages stays above the line.
 seen = [_histories.users(64, 1000 + step) for step in range(120)]
@@ -261,8 +261,7 @@ chapter.predict(
 # | name: fig-train-layers
 # | caption: >
 # |   **Layers follow plain PyTorch step by step, to rounding in fp32 and to a few thousandths in
-# |   bf16.** Relative difference between a layer's loss and plain PyTorch's at the same step; below
-# |   1e-8 it is drawn at 1e-8.
+# |   bf16.** Relative difference of the losses; below 1e-8 it is drawn at 1e-8.
 # | alt: >
 # |   Curves on a logarithmic axis. Those in bf16 stay between a ten-thousandth and a few
 # |   thousandths; those in fp32 are grey and lie several powers of ten below.
@@ -341,15 +340,13 @@ assert naive["no mask"][0] == "yes", "the caption"
 # - *Score = -inf* is the habit from softmax. GELU of -inf is not a number.
 # - *Softmax*: a user without a history is 0/0. The loss leaves that user out and is finite, and
 #   still the gradients of the weights are NaN, because on the way back zero is multiplied by NaN.
-# - *P = 0* is right as long as padding holds numbers. If it holds a NaN, zero times NaN is NaN.
-#
-# A kernel's tile reaches beyond the end of a jagged sequence; our kernels load zeros there, so a
-# NaN stays with the user who brought it.
+# - *P = 0* is right as long as padding holds numbers. If it holds a NaN, zero times NaN is NaN. Our
+#   kernels load zeros beyond a sequence.
 #
 # ## Choosing the scales
 #
-# **The output.** A row over $n$ keys is a sum. It grows as $\sqrt n$ for values of mean 0 and as
-# $n$ otherwise. Divide by a constant, the longest sequence of the *model*, as Kunlun and HSTU do
+# **The output.** A row is a sum over $n$ keys and grows with $n$ ({doc}`../operator/activations`).
+# Divide by a constant, the longest sequence of the *model*, as Kunlun and HSTU do
 # ({doc}`../operator/gdpa`). Do not divide by each sequence's own length, unless counts must not
 # matter, nor by the longest of the *batch*, which couples its users again.
 #
@@ -380,23 +377,6 @@ chapter.glue(**{name: share.item() for name, share in dead.items()})
 # Divide the rows of the output by the length of their sequence; or the rows of v, since the output
 # is linear in v. Both give the same output and gradients. Do not divide the scores: a factor inside
 # the activation makes another function.
-# :::
-#
-# :::{exercise} Right forward, wrong backward
-# :label: ex-train-mask
-#
-# Someone masks padded pairs by setting their *scores* to 0 before GELU, and writes the backward
-# pass by hand from the same masked scores. Which gradients are wrong, and why do tests of the
-# output and of dV miss it? *(paper, fifteen minutes)*
-# :::
-#
-# :::{solution} ex-train-mask
-# :class: dropdown
-#
-# GELU(0) = 0, so the output is right, and dV = PᵀdO too. But GELU'(0) = 0.5: dS of a masked pair is
-# half of dP, not 0. dQ is wrong by the masked keys, dK by the masked queries. If padded K, V and dO
-# are zeros, dP and K vanish there, and it is right by luck. With a causal mask, or with tiles that
-# reach into the neighbour, it is wrong. Our kernels mask P and the slope.
 # :::
 #
 # :::{exercise} Scores in fp16

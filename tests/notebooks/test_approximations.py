@@ -26,7 +26,6 @@ def test_a_formula_that_never_leaves_reaches_everywhere():
 
 def test_the_fit_is_better_than_the_series_on_its_inputs():
     assert approx.normal_l2(approx.fitted) < approx.normal_l2(approx.taylor6) / 10
-    assert approx.worst(approx.taylor10, 1.0) < approx.worst(approx.taylor6, 1.0)
 
 
 def test_the_fitted_tanh_is_nearer_to_gelu_than_its_usual_form():
