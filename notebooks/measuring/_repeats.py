@@ -149,4 +149,4 @@ def chosen(times: np.ndarray, size: int) -> dict[str, float]:
         rows.append((first.std(ddof=1) / first.mean(), *leads))
     sigma, ahead, again = 100 * np.mean(rows, axis=0)
     expected = luck(len(times)) * sigma
-    return {"sigma, %": sigma, "expected, %": expected, "ahead, %": ahead, "again, %": again}
+    return {"σ, %": sigma, "expected, %": expected, "ahead, %": ahead, "again, %": again}

@@ -175,9 +175,12 @@ for name, (pairing, first) in FORMS.items():
         moved.setdefault(name, {}).update({
             f"{chip}: moved": pairs.converted(built.asm["ttgir"]) / (pairs.ROWS[capability] * DIM),
             "registers" + " " * (capability > 90): of_kernel.registers,
-            "spilled, B" + " " * (capability > 90): of_kernel.spill_bytes,
+            "spilled" + " " * (capability > 90): of_kernel.spill_bytes,
         })  # fmt: skip
 moved = pd.DataFrame(moved).T
+spilled = moved.pop("spilled "), moved.pop("spilled")
+assert not spilled[1].any() and not spilled[0].iloc[1:].any(), "the text: one case"
+chapter.glue(spilled=spilled[0].iloc[0])
 assert moved.loc["half-split", ["Hopper: moved", "Blackwell: moved"]].tolist() == [2, 0], "the text"
 assert moved.iloc[2][["Hopper: moved", "Blackwell: moved"]].eq(0).all(), "the caption"
 assert moved.iloc[0][["Hopper: moved", "Blackwell: moved"]].eq(1).all(), "the text: the tile"
@@ -185,16 +188,17 @@ chapter.table(
     moved.rename_axis("pairs").reset_index(), name="tab-layout-pairs",
     digits=dict.fromkeys(moved, 0),
     caption="**Half-split pairs can stay where they are; interleaved ones move the whole tile.** "
-    "Tiles that change layout through shared memory; registers and spills of a thread.",
+    "Tiles that change layout through shared memory, and registers of a thread.",
     compiled="notebooks/operator/_rotary_pairs.py; its results are right in the emulator",
 )  # fmt: skip
 
 # %% [markdown]
-# On Hopper the order of two lines decides between two tiles and none. So look for
-# `ttg.convert_layout` of a large tile in the TTGIR ({doc}`machine`). Load the small operand first.
-# Or choose the pairing: permuting the columns of the projections of q and k alike turns interleaved
-# pairs into halves and leaves all scores as they are. Or rotate an operand in shared memory before
-# its MMA, where any layout may read it ({doc}`../block/v4_rotary`).
+# Interleaved pairs spill {glue:text}`spilled:.0f` bytes a thread on Blackwell, and on Hopper the
+# order of two lines decides between two tiles and none. So look for `ttg.convert_layout` of a large
+# tile in the TTGIR ({doc}`machine`). Load the small operand first. Or choose the pairing: permuting
+# the columns of the projections of q and k alike turns interleaved pairs into halves and leaves all
+# scores as they are. Or rotate an operand in shared memory before its MMA, where any layout may
+# read it ({doc}`../block/v4_rotary`).
 #
 # ## Exercises
 #

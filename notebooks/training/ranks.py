@@ -485,3 +485,4 @@ chapter.glue(gathered=gathered / 1e9, summed=summed / 1e9, swapped=swapped / 1e6
 # - Time each rank without communication before you blame the network.
 # - Deal rows by work, equally many to each rank, once the device is the limit.
 # - A persistent kernel with static shares needs all the SMs that it was divided for.
+# - Exchange heads if the ranks divide them; else gather, or send K and V around.
