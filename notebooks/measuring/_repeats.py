@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Sequence
 from itertools import combinations
+from statistics import NormalDist
 
 import numpy as np
 import pandas as pd
@@ -16,6 +17,9 @@ from gdpa_lab.measuring.roofline import Ceilings
 
 KEY = ["workload", "impl", "config", "source"]
 """Columns in which two forward rows of different records agree if they are of the same kernel."""
+
+DRAWS = 1_000
+"""Random draws of the samples by which one of several equal configurations is chosen."""
 
 REPLICATES = "notebooks/measuring/protocol.py"
 """Its variants are replicates of one kernel; those of other chapters are other kernels."""
@@ -121,3 +125,28 @@ def students_t(runs: int) -> float:
     density = scale * (1 + x**2 / freedom) ** (-(freedom + 1) / 2)
     inside = (2 * np.cumsum(density) - density[0]) * (x[1] - x[0])
     return float(x[np.searchsorted(inside, 0.95)])
+
+
+def luck(configurations: int) -> float:
+    """Expected distance of the smallest of so many independent normal numbers from their mean, in
+    standard deviations."""
+    x = (np.arange(-800, 800) + 0.5) / 100
+    below = np.array([NormalDist().cdf(each) for each in x])
+    return float(((x > 0) - below**configurations).sum() / 100)
+
+
+def chosen(times: np.ndarray, size: int) -> dict[str, float]:
+    """Choosing the fastest of equal configurations, `[configurations, samples]`, by the median of
+    `size` samples of each: standard deviation of these medians, how far the chosen one is ahead of
+    the mean of all, as expected and found, and in the median of its other samples, in per cent;
+    means of `DRAWS` random draws."""
+    draw, rows = np.random.default_rng(0), []
+    for _ in range(DRAWS):
+        mixed = draw.permuted(times, axis=1)
+        first, others = (np.median(x, axis=1) for x in (mixed[:, :size], mixed[:, size:]))
+        best = first.argmin()
+        leads = (1 - x[best] / x.mean() for x in (first, others))
+        rows.append((first.std(ddof=1) / first.mean(), *leads))
+    sigma, ahead, again = 100 * np.mean(rows, axis=0)
+    expected = luck(len(times)) * sigma
+    return {"σ, %": sigma, "expected, %": expected, "ahead, %": ahead, "again, %": again}

@@ -78,10 +78,9 @@ def _(session):
 # %% [markdown]
 # ## What a tile costs
 #
-# A tile of 128 rows goes through the keys that its rows see. In the forward pass under a causal
-# mask, tile $r$ of a head, counted from 1, sees $r$ blocks of 128 keys; in the backward pass, where
-# a tile is 128 keys, the first one is seen by all rows and the last one by its own. A window ends
-# the growth, at its own width. So the tiles of a sequence of 16,384 tokens cost 1 to 128 blocks.
+# In the forward pass under a causal mask tile $r$ of a head, 128 rows, sees $r$ blocks of 128 keys;
+# in the backward pass, where a tile is 128 keys, the first is seen by all rows and the last by its
+# own. A window ends the growth. So the tiles of 16,384 tokens cost 1 to 128 blocks.
 #
 # So far program $p$ of $P$ took every $P$-th entry of a list ({doc}`../forward/v3_persistent`),
 # sorted by the keys of a sequence, the same for all its tiles. Two heads of nine tiles on four
@@ -131,23 +130,104 @@ chapter.code(tickets.take)
 
 # %% [markdown]
 # It draws late, when all loads of its tile are issued: a ticket drawn a tile ahead binds a program
-# while others are free. Each launch has a counter of its own, so two launches may share a list. Who
-# takes which tile now depends on time, and so does the order in which tiles add to dQ.
+# while others are free. Who takes which tile now depends on time, and so does the order in which
+# tiles add to dQ.
 #
 # ## In which order
 #
-# Sorted by falling cost over all sequences, the list would be balanced best. It was also slow: on
-# 16,384 tokens with 32 query heads on 8, backward v4 moved 24.5 GB through DRAM instead of 3.3
-# (profiled, see the {doc}`lab notes <../../notes/at_the_wall>`), since tiles that are taken
-# together no longer read the same rows. So the list keeps neighbours together: sequences by length,
-# then heads, within a head the costly tiles first. Only its last heads are sorted by cost, as many
-# as hold the work of all programs during the most costly tile.
+# Sorted by falling cost over all sequences the list was balanced best, and slow: on 16,384 tokens
+# with 32 query heads on 8, backward v4 moved 24.5 GB through DRAM instead of 3.3 (profiled,
+# {doc}`lab notes <../../notes/at_the_wall>`), since tiles that are taken together no longer read
+# the same rows. So the list goes by sequences, longest first, then heads, then falling cost. Only
+# its last heads are sorted by cost, as many as hold the work of all programs during the most costly
+# tile.
+#
+# ## Sorted, or cut into runs
+#
+# A list can also be *cut*: each program gets a run of neighbouring tiles, as many as others or as
+# much work, by the running sum of costs. Tiles of a head share K and V. A program that keeps them
+# ({doc}`forward v6 <../forward/v6_short_kv>`) fetches them once in a run, but for each tile if
+# every 132nd is its own:
+
+
+# %% tags=["hide-input"]
+def owners(costs: np.ndarray, way: str, programs: int = 132) -> np.ndarray:
+    """The program of each tile of a list."""
+    if way == "equal counts":
+        return np.arange(len(costs)) * programs // len(costs)
+    if way == "equal work":
+        middles = costs.cumsum() - costs / 2
+        return (middles * programs / costs.sum()).astype(int)
+    if way == "dealt":
+        return np.arange(len(costs)) % programs
+    free, taken = np.zeros(programs), []
+    for cost in costs:
+        taken.append(free.argmin())
+        free[taken[-1]] += cost
+    return np.array(taken)
+
+
+def split(name: str, way: str) -> tuple[float, float]:
+    """The slowest program over the mean, and how often a head's K and V are fetched."""
+    of = workload(name)
+    order = {"dealt": "zigzag", "next free": "longest_first"}.get(way, "valid")
+    lengths, options = (of.seqlens_q, of.seqlens_k), {"num_heads": of.num_heads_q}
+    tiles = list_model.build(
+        order, *lengths, block_m=128, block_n=128, num_programs=132, fastest="block", **options
+    )
+    if of.causal and way == "next free":
+        tiles = list_model.build_tickets(*lengths, block=128, num_programs=132, **options)
+    elif of.causal:
+        tiles = list_model.with_masked_costs(tiles, *lengths, block=128)
+    costs = np.array(tiles.work(prologue=0.5))
+    program = owners(costs, way)
+    loads = np.bincount(program, costs)
+    by_program = np.argsort(program, kind="stable")
+    heads = np.stack([program, tiles.tile_batch, tiles.tile_head])[:, by_program]
+    fetched = 1 + (np.diff(heads) != 0).any(0).sum()
+    return loads.max() / loads.mean(), fetched / len({*map(tuple, heads[1:].T)})
+
+
+BATCHES = ("gdpa-cross-full-1024", "gdpa-self-half-jagged-1024", "gdpa-self-ml20m-2048",
+           "gdpa-self-one-long-32768-b201-causal")  # fmt: skip
+SPLITS = ("equal counts", "equal work", "dealt", "next free")
+cuts = pd.DataFrame({ratios.row(name): {way: split(name, way) for way in SPLITS}
+                     for name in BATCHES}).T  # fmt: skip
+slowest, fetches = (cuts.map(lambda pair, i=i: pair[i]) for i in (0, 1))
+
+# %% tags=["remove-input"]
+shown = slowest.assign(**{"fetched: runs": fetches["equal work"], "dealt ": fetches["dealt"]})
+chapter.table(
+    shown.reset_index(names="batch"), name="tab-masked-cuts", digits=dict.fromkeys(shown, 2),
+    caption="**Runs of equal work fetch keys once and lose where single tiles are large.** Slowest "
+    "of 132 programs over the mean, then fetches of a head's K and V. Dealt: every 132nd of a "
+    "sorted list; next free: by tickets.",
+    modelled="gdpa_kernels.gdpa.list_model, half a block to begin a tile",
+)  # fmt: skip
+equal, uniform, real, long = slowest.index
+assert slowest.loc[equal].max() < 1.01 and 7 < fetches.loc[equal, "dealt"] <= 8, "the text"
+assert fetches["equal work"].max() < 1.2 and slowest.loc[:real, "equal work"].max() < 1.04
+assert slowest.loc[long, "equal work"] > 1.1 > 1.03 > slowest["next free"].max(), "the text"
+cross = workload(BATCHES[0])
+chapter.glue(
+    counted=slowest["equal counts"].max(),
+    at_once=132 * 2 * 2048 * cross.head_dim * 2 / 2**20,
+)  # fmt: skip
+
+# %% [markdown]
+# - *Small, equal items that wait for memory*: cut. That is even already, and saves seven of eight
+#   fetches. (Where matmuls are the limit, forward v6 gains little.)
+# - *Uneven items, many a program*: cut by work. Equal counts reach {glue:text}`counted:.1f` times
+#   the mean.
+# - *Few large items*: sort, and take the next when free, also where an SM is slow or taken. The
+#   ends of a run miss by up to half an item.
+#
+# A cut gives up L2 where keys do not fit on an SM: 132 programs on as many heads of 2,048 keys want
+# {glue:text}`at_once:.0f` MiB at a time, while neighbours that are dealt out meet on few heads.
 #
 # ## Prediction
 #
-# The slowest program over the mean follows from exact costs on 132 programs, with half a block for
-# the start of each tile. If nothing but balance changed, the quotient of both lists would be the
-# gain.
+# If nothing but balance changed, the quotient of both lists' slowest programs would be the gain.
 
 
 # %% tags=["hide-input"]
@@ -284,22 +364,19 @@ most = {"one-long-32768-b201", "full-32768-b2-h32", "full-16384-b1"}
 assert {*gains["backward"].nlargest(3).index} == most, "the caption"
 
 # %% [markdown]
-# Where the model promises more than a tenth, {glue:text}`share` of what it promises arrives. The
-# rest is paid for in clocks: a balanced list keeps all multiprocessors busy to the end, the board
-# is near its power limit, and the clock falls ({doc}`power_wall`). Counted in clocks the gain is
-# {glue:text}`clocks` times the promised one.
+# Where the model promises more than a tenth, {glue:text}`share` of it arrives. A balanced list
+# keeps all SMs busy to the end, and near the power limit the clock falls ({doc}`power_wall`).
+# Counted in clocks the gain is {glue:text}`clocks` times the promised one.
 #
 # Forward v8 with tickets is {glue:text}`forward_ahead` times as fast as the best baseline. Backward
-# it is {glue:text}`backward_ahead` times, and {glue:text}`behind:.0f` of
-# {glue:text}`batches:.0f` batches are behind.
-# What is left there is the cost of a step: the slowest program is within 4 % of the mean.
+# it is {glue:text}`backward_ahead` times, and {glue:text}`behind:.0f` of {glue:text}`batches:.0f`
+# batches are behind, not by balance: the slowest program is within 4 % of the mean.
 #
 # ## Where the fixed list stays
 #
-# Making the list with costs takes 10 to 20 µs on the device for up to 64 sequences, the fixed one 4
-# to 64. So `ticket_list.uses_tickets` leaves tickets out where they gain nothing: without a mask,
-# where tiles are no more than programs, where a window makes all tiles alike, or the model finds
-# the fixed list balanced.
+# `ticket_list.uses_tickets` leaves tickets out where they gain nothing: without a mask, where tiles
+# are no more than programs or a window makes them alike, or the model finds the fixed list
+# balanced.
 #
 # With its mask `b8-h32` keeps {glue:text}`of_unmasked` of its rate: half of each tile on the
 # diagonal is computed for nothing, 1.5 % here, and what a tile loads serves half as many keys.
@@ -320,6 +397,22 @@ assert {*gains["backward"].nlargest(3).index} == most, "the caption"
 # those costs more than the most costly one. What is left must fill up that difference for all 132
 # programs, so it has to hold that much work. A shorter tail may end with one costly tile; a longer
 # one gives up reuse in L2 for nothing.
+# :::
+#
+# :::{exercise} Which split?
+# :label: ex-masked-split
+#
+# For (a) 27,000 blocks of block attention whose three heads share sin and cos; (b) four causal
+# sequences of 65,536 tokens; (c) 50,000 tiles of a PFFN beside NCCL, which holds 8 SMs half of the
+# time? *(paper)*
+# :::
+#
+# :::{solution} ex-masked-split
+# :class: dropdown
+#
+# (a) Runs of three heads, so that sin and cos are fetched once, as our kernels do. (b) Tickets:
+# tiles cost 1 to 512 blocks. (c) Tickets for runs: an item holds the tiles of one head, and whoever
+# is free takes the next.
 # :::
 #
 # ## Takeaways

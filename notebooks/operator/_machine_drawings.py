@@ -1,5 +1,5 @@
-"""Pictures of the machine as SVG: an SM, its registers, where operands lie, the stages of a
-compilation, an mbarrier.
+"""Pictures of the machine as SVG: an SM, its registers, where operands lie, banks of shared memory,
+the stages of a compilation, an mbarrier.
 
 Texts stay texts. Alone a picture is mid-grey; inlined in a page its texts take the page's colour.
 """
@@ -168,6 +168,30 @@ def operands() -> str:
             drawn.arrow((x + 104, 66), (x + 267, 66), (x + 267, 92), both=True)
             drawn.text(x + 110, 60, "result; or A", ["small"])
             drawn.arrow((x + 104, 178), (x + 267, 178), (x + 267, 158))
+    return drawn.svg()
+
+
+def banks(panels: Mapping[str, tuple[Sequence[Sequence[int]], int]], marked: int) -> str:
+    """Rows of eight pieces of 16 bytes over the banks, panels side by side. Each: by title, the
+    piece that lies at each place of each row, and the cycles that reading piece `marked` of all
+    rows takes."""
+    drawn = Picture(height=262)
+    for number, (title, (rows, cycles)) in enumerate(panels.items()):
+        left = 44 + 352 * number
+        drawn.text(left, 14, title, ["strong"])
+        for column in range(8):
+            bank = f"{4 * column}–{4 * column + 3}"
+            drawn.text(left + 18 + 37 * column, 34, bank, ["small"], anchor="middle")
+        for row, pieces in enumerate(rows):
+            drawn.text(left - 6, 56 + 24 * row, f"{row}", ["small"], anchor="end")
+            for column, piece in enumerate(pieces):
+                looks = {"shade": ORANGE, "filled": 0.5} if piece == marked else {"shade": BLUE}
+                drawn.box(
+                    left + 37 * column, 40 + 24 * row, 36, 23, f"{piece}", small=True, **looks
+                )
+        took = f"{cycles} cycles" if cycles > 1 else "1 cycle"
+        drawn.text(left, 252, f"piece {marked} of eight rows: {took}", ["strong"])
+    drawn.text(38, 34, "row", ["small"], anchor="end")
     return drawn.svg()
 
 

@@ -92,17 +92,17 @@ chapter.figure(
 # ## Threads come in warps of 32
 #
 # A GPU is a hundred or more processors, *streaming multiprocessors* or **SMs**, and a *kernel* is a
-# function that runs on all of them. It is launched as many *programs*; Triton says program where
-# CUDA says {term}`CTA` or thread block. A program runs on one SM from beginning to end. Its threads
-# come in **warps** of 32 that execute the same instruction together. In every cycle each of an SM's
-# four schedulers issues one instruction for one of its warps: four at most, 128 threads' worth.
+# function that runs on all of them, as many *programs*; Triton says program where CUDA says
+# {term}`CTA` or thread block. A program runs on one SM from beginning to end. Its threads come in
+# **warps** of 32 that execute the same instruction together. In every cycle each of an SM's four
+# schedulers issues one instruction for one of its warps.
 #
 # Most kernels hide latency by many warps on an SM, or high {term}`occupancy`. The fast kernels of
 # this book have few warps with many registers, and their copies and matmuls run *asynchronously*.
 #
 # Four neighbouring warps, 128 threads, form a **{term}`warp group`**, one warp on each scheduler.
-# Hopper's tensor cores take their orders from a whole warp group. In a warp-specialized kernel each
-# group has a job of its own, its **{term}`role`**: one only loads, two others only compute.
+# Hopper's tensor cores take their orders from a whole one. In a warp-specialized kernel each group
+# has a **{term}`role`**: one only loads, two others only compute.
 #
 # ## Registers: 64 Ki to share out
 #
@@ -160,23 +160,21 @@ chapter.figure(
 )
 
 # %% [markdown]
-# Equal shares would be wasted on a role that only asks for copies. The instruction
-# **{term}`setmaxnreg`** moves registers between roles. Forward v8 starts its 12 warps with
-# {glue:text}`launched:.0f` registers a thread. Its producer puts all but {glue:text}`producer:.0f`,
-# {glue:text}`freed:,.0f` in all, into the program's pool. Its two consumers take
-# {glue:text}`wanted:,.0f` out of it, to have {glue:text}`consumer:.0f` a thread.
+# A role that only asks for copies needs few. **{term}`setmaxnreg`** moves registers between roles:
+# forward v8 starts its 12 warps with {glue:text}`launched:.0f` a thread. Its producer puts all but
+# {glue:text}`producer:.0f`, {glue:text}`freed:,.0f` in all, into the program's pool, and its two
+# consumers take {glue:text}`wanted:,.0f` out of it, to have {glue:text}`consumer:.0f` a thread.
 #
 # ## Shared memory and its port
 #
 # **{term}`Shared memory`** belongs to an SM and is managed by the program: up to
-# {glue:text}`shared:.0f` KiB on Hopper and Blackwell. Tiles of K and V lie there in {term}`slots
-# <slot>`, with the barriers that guard them. It has one port that moves {glue:text}`port:.0f` bytes
-# a cycle, and everything passes through it: what TMA writes, what the tensor cores read, what
-# threads exchange. A tile of 128 × 128 in bf16 has 32 KiB and needs 256 cycles of the port each
-# time that it is written or read.
+# {glue:text}`shared:.0f` KiB. Tiles of K and V lie there in {term}`slots <slot>`, with the barriers
+# that guard them. One port moves {glue:text}`port:.0f` bytes a cycle, of what TMA writes, what the
+# tensor cores read and what threads exchange. A tile of 128 × 128 in bf16 has 32 KiB and takes 256
+# cycles of the port each time that it is written or read.
 #
-# The port is only that fast if an access touches all 32 *banks* of the memory equally. So tiles are
-# stored **swizzled**: the 16-byte pieces of a row change places in a fixed pattern.
+# The port is only that fast if an access touches all banks of the memory equally, for which tiles
+# are stored *swizzled* ({doc}`layouts`).
 #
 # ## Tensor cores, and where their operands lie
 #
@@ -243,9 +241,9 @@ chapter.table(
 # ## TMA, L2 and HBM
 #
 # **{term}`TMA`**, the tensor memory accelerator, copies a *box* of a tensor between global and
-# shared memory. One thread starts it. A {term}`descriptor`, made by the host, holds the address,
-# shape, strides and box, so the copying needs no address arithmetic and no registers. Rows of a
-# box that lie outside of the tensor are filled with zeros.
+# shared memory. One thread starts it. A {term}`descriptor`, made by the host, holds address, shape,
+# strides and box, so copying needs no address arithmetic and no registers. Rows outside of the
+# tensor are filled with zeros.
 #
 # What TMA reads comes through the **L2 cache**, {glue:text}`l2:.0f` MiB for the whole H200, from
 # **HBM**, the memory. Our copies reach {glue:text}`copy:,.0f` GB/s ({doc}`../measuring/roofline`).
@@ -290,12 +288,11 @@ chapter.figure(drawn.barrier(moments), modelled="counted by the rules of the tex
 # %% [markdown]
 # {numref}`fig-machine-barrier` shows one rule about bytes. Three more follow:
 #
-# 1. **A clipped box reports the full box.** At the end of a tensor TMA fills the missing rows with
-#    zeros, and it reports these bytes as well. Announce the bytes of the box, never those of the
-#    rows that exist.
-# 2. **A wrong count carries into the next phase.** Announce one box where two come: the first one
-#    completes the phase, and the second is subtracted from the next phase, which then completes
-#    before its own data are there. Announce too many bytes, and the wait hangs.
+# 1. **A clipped box reports the full box**, zeros included. Announce the bytes of the box, never
+#    those of the rows that exist.
+# 2. **A wrong count carries into the next phase.** Announce one box where two come: the first
+#    completes the phase, and the second is subtracted from the next, which then completes before
+#    its own data are there. Announce too many bytes, and the wait hangs.
 # 3. **Multicast reports to each receiver.** A copy that TMA writes into several SMs of a
 #    {term}`cluster` subtracts its bytes from each one's barrier, and each must announce them.
 #
@@ -315,9 +312,8 @@ chapter.figure(drawn.barrier(moments), modelled="counted by the rules of the tex
 # | `tcgen05.alloc` | columns of tensor memory | their owner waits for this program |
 # | a wait for another program | that it runs at all | it does not fit on the GPU beside this one |
 #
-# A program that waits for its neighbour relies on both being **resident**, which a launch promises
-# only within a cluster. If the grid has more programs than fit, the first ones may occupy all SMs
-# and wait for those that cannot start.
+# A launch promises only within a cluster that programs are **resident** together. In a grid of more
+# programs than fit the first may occupy all SMs and wait for those that cannot start.
 #
 # ## Tensor memory
 #

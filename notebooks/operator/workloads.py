@@ -67,10 +67,9 @@ chapter.figure(
 # ## A workload is a name without tensors
 #
 # Every measurement in this book names its workload: sizes, a *length distribution* for queries and
-# perhaps another for keys, and a seed. From these follow the lengths, the same on every machine.
-# The batch is 1,152 sequences with 4 heads of head_dim 128 in bf16, as published. `self` is
-# self-attention; `cross` has 256 dense keys for every length of queries, the shape of a
-# {term}`PFFN` ({doc}`gdpa`).
+# perhaps another for keys, and a seed. The batch is 1,152 sequences with 4 heads of head_dim 128 in
+# bf16, as published. `self` is self-attention; `cross` has 256 dense keys for every length of
+# queries, the shape of a {term}`PFFN` ({doc}`gdpa`).
 
 # %%
 w = workload("gdpa-self-half-jagged-1024")
@@ -101,8 +100,8 @@ print(f"{pairs:,} pairs, {flops:.3e} FLOP, {moved:,} bytes")
 # - **KuaiRand**: interactions per user, interpolated between published quantiles
 #   {cite}`gao2022kuairand,kuairandlongseq`.
 #
-# Every history is capped at `max_seqlen`, as in a model. These distributions count each user once,
-# but a ranking model is trained on *events*, and active users have more of them. Drawn by events
+# Every history is capped at `max_seqlen`. These distributions count each user once, but a ranking
+# model is trained on *events*, of which active users have more. Drawn by events
 # (`ml25m-events`), MovieLens 25M fills {glue:text}`events:.0f` % of 1,024 rows instead of
 # {glue:text}`users:.0f` %.
 #
@@ -170,13 +169,11 @@ for key, name in (("luck_half", "half-jagged-1024"), ("luck_ml20m", "ml20m-2048"
 #
 # ## What "97 % busy" means
 #
-# The published account says that the forward kernel keeps the tensor cores "97 % busy"
-# {cite}`meta2026gem`. Its highest bar is {glue:text}`b200:,.0f` TFLOP/s (published), about half of
-# what 148 SMs do at their nominal clock. Both can be true. A profiler counts busy cycles among the
-# cycles that passed, at the clock as it was. A board limited by power runs at a lower clock: 97 %
-# and that bar fit together at {glue:text}`ghz:.2f` GHz, {glue:text}`nominal:.0f` % of the nominal
-# 1.965 GHz (modelled). A share of *cycles* is no share of the *peak*
-# ({doc}`../measuring/power_wall`).
+# The published forward kernel keeps the tensor cores "97 % busy" {cite}`meta2026gem`, and its
+# highest bar is {glue:text}`b200:,.0f` TFLOP/s (published), about half of what 148 SMs do at their
+# nominal clock. Both can be true: at {glue:text}`ghz:.2f` GHz, {glue:text}`nominal:.0f` % of the
+# nominal 1.965 GHz, to which a power limit may lower the clock (modelled). A share of *cycles* is
+# no share of the *peak* ({doc}`../measuring/power_wall`).
 #
 # ## Who gets which tile
 #
@@ -226,10 +223,9 @@ chapter.figure(
 
 # %% [markdown]
 # **The padded list collides with the grid size.** With dense keys all existing tiles cost the same,
-# and still the busiest program has {glue:text}`padded_half:.2f` times the mean load: a sequence has
-# 8 row blocks and 264 is a multiple of 8, so each program gets the same row block of every
-# sequence. Row block 0 exists in every sequence, the mean of the eight in 9/16 of them, so we
-# expect 16/9 = 1.78:
+# and still the busiest program has {glue:text}`padded_half:.2f` times the mean load: 264 is a
+# multiple of a sequence's 8 row blocks, so each program gets the same one of every sequence. Row
+# block 0 exists in each, the mean of the eight in 9/16 of them, so we expect 16/9 = 1.78:
 
 # %% tags=["remove-cell"]
 dense, jagged = (workload(f"gdpa-self-half-{kind}-1024") for kind in ("dense", "jagged"))
@@ -257,10 +253,9 @@ assert 45 < 100 * ghz / 1.965 < 55, "the text: about half"
 chapter.predictions()
 
 # %% [markdown]
-# Sorted lists balance everything here to within {glue:text}`zigzag_worst:.0f` %, and where the
-# hardware gives the next tile to the first free slot the imbalance is at most
-# {glue:text}`queue_worst:.2f`. A {term}`tile scheduler` has to beat this queue, which costs
-# nothing.
+# Sorted lists balance everything here to within {glue:text}`zigzag_worst:.0f` %, and the hardware's
+# queue, which a {term}`tile scheduler` has to beat, to {glue:text}`queue_worst:.2f`. What else one
+# may do, and what it costs: {doc}`../measuring/masked_batches`.
 #
 # ## Exercises
 #
@@ -283,8 +278,8 @@ chapter.predictions()
 # :::{exercise} How much is luck
 # :label: ex-workloads-seed
 #
-# Everything above is one draw, seed 2025. Predict how much the number of pairs changes from seed to
-# seed for `gdpa-self-half-jagged-1024` and for `gdpa-self-ml20m-2048`, then draw twenty seeds with
+# All this is one draw, seed 2025. How much does the number of pairs change from seed to seed for
+# `gdpa-self-half-jagged-1024` and for `gdpa-self-ml20m-2048`? Guess, then draw twenty with
 # `dataclasses.replace(work, seed=...)`. *(paper, then one line of Python)*
 # :::
 #
@@ -299,9 +294,8 @@ chapter.predictions()
 # :::{exercise} Your own histories
 # :label: ex-workloads-own
 #
-# Write the deciles of your own data as a `Quantiles` distribution, make a `Workload` of it, and
-# compute the imbalance of the lists above. At which cap is the valid order no longer good enough?
-# *(Python, open)*
+# Make a `Workload` of the deciles of your own data (`Quantiles`). At which cap is the valid order
+# no longer good enough? *(Python, open)*
 # :::
 #
 # :::{solution} ex-workloads-own

@@ -35,15 +35,12 @@ SERVE = {
     "layers": 5, "dim": 512, "heads": 4, "history": 16384, "events": 8, "candidates": 2048,
     "users": 64, "batch": 10, "requests": 200, "page-size": 64, "device": "cuda",
 }  # fmt: skip
-HISTORIES = (1, 65_536), (8, 16_384)
-"""Causal histories, and the tokens of the longest, that two GPUs share."""
 ALLOWED = 8e-3
 """Greatest error of an output in bf16, relative to the largest element of the fp64 result."""
 
 
 def measure(session: Any, _: object) -> None:
-    """Fill the tables "splits" and "scores", microseconds of a call, "requests", latencies, and
-    with two GPUs "context", microseconds of the slower one."""
+    """Fill the tables "splits" and "scores", microseconds of a call, and "requests", latencies."""
     device = session.device
     split = {}
     for users, rows, keys in SPLITS:
@@ -59,24 +56,6 @@ def measure(session: Any, _: object) -> None:
         key = pages, qps, row["served_qps"], row["hit_ratio"]
         served[key] = [1e3 * ms for ms in row["latencies_ms"]]
     session.tabulate("requests", ("pages", "qps", "served_qps", "hit_ratio"), served)
-    if len(steps.gpus()) > 1:
-        session.uses(2)
-        columns = ("histories", "longest", "stationary", "layout", "direction")
-        session.tabulate("context", columns, _context())
-
-
-def _context() -> dict[tuple, list[float]]:
-    times = {}
-    for batch, longest in HISTORIES:
-        options = "--context", "--batch", batch, "--max-seqlen", longest
-        rows = steps.run("ranks", *options, ranks=2)
-        alone = {"stationary": "all", "layout": "one GPU"}
-        alone |= dict(zip(("forward_s", "backward_s"), rows[0]["alone_s"], strict=True))
-        for row in (alone, *rows):
-            for way in ("forward", "backward"):
-                key = batch, longest, row["stationary"], row["layout"], way
-                times[key] = [1e6 * seconds for seconds in row[f"{way}_s"]]
-    return times
 
 
 def _splits(users: int, rows: int, keys: int, device: torch.device) -> dict[int, list[float]]:

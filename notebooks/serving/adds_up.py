@@ -8,27 +8,22 @@
 # # Attention that adds up: split it, cache it, delete from it
 #
 # Softmax divides each weight by a sum over all keys. GDPA divides by nothing. What does that buy
-# when you serve a model, or shard it?
+# when you serve a model?
 #
 # :::{admonition} In this chapter (30 minutes)
 # You will split a call over its keys and add up the parts, tell when cached keys and values may be
-# used again, say what deleting an event by subtraction can promise, and count the bytes of a
-# sequence that is cut between GPUs.
+# used again, and say what deleting an event by subtraction can promise.
 # :::
 
 # %% tags=["hide-input"]
-import contextlib
 import functools
-import io
 import random
 
 import pandas as pd
 import torch
 
 import tritonemu
-from _lib import steps
 from gdpa_kernels import GDPASelfAttention, Mask, gdpa
-from gdpa_kernels.parallel import predicted_bytes
 from gdpa_kernels.serving import HistoryRules, PagedCache, score
 from gdpa_kernels.serving.layers import extend
 from gdpa_kernels.serving.sums import StoredSums
@@ -129,13 +124,9 @@ chapter.figure(chart, data=errors.reset_index(), emulated="v1_tiled on a CPU; su
 # \end{aligned}
 # $$ (eq-adds-up)
 #
-# The term of one key does not depend on any other key. In softmax attention a part must return the
-# logarithm of its own sum, and a merge rescales both parts
-# {cite}`milakov2018online,dao2022flashattention`.
-#
-# What remains is rounding: two results in bf16 have already been rounded when they meet. `gdpa`
-# therefore returns its fp32 sum if asked (`out_dtype`), and can add to one before it rounds
-# (`add_to`):
+# In softmax attention a part must return the logarithm of its own sum, and a merge rescales both
+# parts {cite}`milakov2018online,dao2022flashattention`. Here only rounding remains: `gdpa` returns
+# its fp32 sum if asked (`out_dtype`), and can add to one before it rounds (`add_to`):
 
 
 # %% tags=["remove-cell"]
@@ -166,9 +157,9 @@ assert off[1] < 1.05 * off[0] < off[2]
 # %% [markdown]
 # ## Split keys: every SM works for one user
 #
-# One user with 64 rows and four heads is four tiles of work, enough for four of 132 SMs. Forward v8
-# therefore cuts the keys of small batches into pieces. Each SM writes the fp32 sum over its piece,
-# and a second kernel adds the pieces in a fixed order, so every run gives the same bits.
+# One user with 64 rows and four heads is work for four of 132 SMs. Forward v8 therefore cuts the
+# keys of small batches into pieces, each with an fp32 sum, and a second kernel adds these in a
+# fixed order, so every run gives the same bits.
 
 # %% tags=["remove-input"]
 limits = results.ceilings(chapter.record("forward/results"))
@@ -207,9 +198,9 @@ assert split["factor"].idxmax() == 1 and split["factor"].min() > 0.95, "the capt
 # %% [markdown]
 # ## When a cache of keys and values is valid
 #
-# A server that has read a history once wants to keep the keys and values of every layer and compute
-# only the rows of new events. That is right if no old row changes when an event is appended.
-# `HistoryRules` takes the properties that decide this, and says which rows stay:
+# A server wants to keep the keys and values of every layer and compute only the rows of new events.
+# That is right if no old row changes when an event is appended. `HistoryRules` says which rows
+# stay:
 
 # %% tags=["hide-input"]
 ROWS, AT = 12, 6
@@ -237,9 +228,9 @@ chapter.table(
 )  # fmt: skip
 
 # %% [markdown]
-# A bidirectional model cannot use a cache, because the new event is already in the keys of its
-# second layer. The next two rows concern causal models that embed recency
-# {cite}`generativerecommenders`. `PagedCache` refuses an append that would make rows wrong:
+# In a bidirectional model the new event is already in the keys of the second layer. The next two
+# rows are causal models that embed recency {cite}`generativerecommenders`. `PagedCache` refuses an
+# append that would make rows wrong:
 
 # %%
 recent = HistoryRules(3, positions="from_end")
@@ -269,15 +260,15 @@ print(f"largest difference {(x - whole[5:]).abs().max().item():.1e}")
 assert (x - whole[5:]).abs().max() < 1e-12
 
 # %% [markdown]
-# A cache must also know *which* history it holds. Pages belong to an epoch, a value of yours that
-# changes whenever the past is edited, so an edited history never finds its old keys.
+# Pages also belong to an epoch, a value of yours that changes whenever the past is edited, so an
+# edited history never finds its old keys.
 #
 # ## Deletion by subtraction: what it can promise
 #
-# The last column of {numref}`tab-sum-kept` shows what a deletion costs: the rows after the event
-# must be computed again. One case is free of that. If the *queries* are fixed, like the seeds of a
-# {term}`PMA` over per-event features, each event is one term of {eq}`eq-adds-up`, and deleting the
-# event means subtracting its term. `StoredSums` keeps such sums:
+# After a deletion later rows must be computed again ({numref}`tab-sum-kept`), with one exception.
+# If the *queries* are fixed, like the seeds of a {term}`PMA` over per-event features, each event is
+# one term of {eq}`eq-adds-up`, and deleting it means subtracting its term. `StoredSums` keeps such
+# sums:
 
 # %%
 q, k, v = draw(SEEDS), draw(5), draw(5)
@@ -290,15 +281,14 @@ print("the same bits as without the two:", torch.equal(stored.total[0], stored.t
 
 # %% [markdown]
 # {numref}`fig-sum-rounding` shows the catch. Forward v1 rounds $P$ to bf16 before its second matmul
-# and the definition does not, so their terms differ. If one adds and the other deletes, the
-# difference stays behind, and the error grows in proportion to the updates. So a sum belongs to the
-# kernel that made it; `StoredSums` refuses to go on with a sum of another.
+# and the definition does not. If one adds and the other deletes, the difference stays behind, and
+# the error grows in proportion to the updates. So `StoredSums` refuses to go on with a sum of
+# another kernel.
 #
 # With `exact=True` each term is rounded once to an integer number of $2^{-30}$. Integers add
 # without error, so nothing of a deleted event remains. If you delete for privacy, use it: an fp32
-# sum keeps a trace in its last digits. Behind a second attention layer the deleted event is in the
-# keys of later ones: `PagedCache.edit` keeps the rows before the event, and you compute the others
-# again.
+# sum keeps a trace in its last digits. Behind a second layer `PagedCache.edit` keeps the rows
+# before the event, and you compute the others again.
 #
 # ## Candidates over a history
 #
@@ -339,14 +329,13 @@ requests = chapter.recorded("requests")
 # %% [markdown]
 # One call over history and candidates with the mask `num_targets` gives the same scores.
 #
-# A key and its value are $4 d$ bytes in bf16. With $m$ candidates they take part in $4 m d$ FLOPs,
-# which is $m$ FLOPs per byte. At the rates of our H200, a request is limited by memory below
-# {glue:text}`ridge:.0f` candidates per user, and by matmuls above (modelled). Take ten users with
-# 6,300 events and 2,048 candidates each, sizes of MLPerf's DLRMv3. The history takes at least
-# {glue:text}`floor:.0f` µs by the count; `score` takes {glue:text}`dlrm:.0f` µs, the candidates'
-# own term included. Where forward v8 runs and a page holds a multiple of 64 tokens, its producer
-# reads the pages where they are, up to {glue:text}`gathering:.1f` times as fast as with a gather
-# before it.
+# A key and its value are $4 d$ bytes in bf16 and take part in $4 m d$ FLOPs with $m$ candidates:
+# $m$ FLOPs per byte. At the rates of our H200 memory is the limit below {glue:text}`ridge:.0f`
+# candidates per user, matmuls above (modelled). For ten users with 6,300 events and 2,048
+# candidates each, as in MLPerf's DLRMv3, the history takes at least {glue:text}`floor:.0f` µs
+# (modelled), and `score` {glue:text}`dlrm:.0f` µs, the candidates' own term included. Forward v8
+# reads pages of a multiple of 64 tokens where they are, up to {glue:text}`gathering:.1f` times as
+# fast as with a gather before it.
 
 # %% tags=["remove-input"]
 chapter.table(
@@ -359,9 +348,9 @@ chapter.table(
 assert (paged < scored[["gathered", "one call of v1"]].min(axis=1)).all(), "the caption"
 
 # %% [markdown]
-# A whole server is `examples/serve.py`: five layers, ten users a request whose histories of up to
-# 16,384 events grow by eight, 2,048 candidates each. With 8,000 pages of 64 tokens not all users
-# fit, and those who were evicted are read again:
+# `examples/serve.py` is a whole server: five layers, ten users a request with histories of up to
+# 16,384 events, 2,048 candidates each. With 8,000 pages of 64 tokens not all users fit, and those
+# who were evicted are read again:
 
 # %% tags=["remove-input"]
 SETTING = ["pages", "qps", "served_qps", "hit_ratio"]
@@ -386,73 +375,6 @@ assert served["p99, ms"].idxmax() == 0 and served["p99, ms"].iloc[1:].max() < 30
 # %% [markdown]
 # The first server's p99 is a compilation: warm a server up before it serves.
 #
-# ## A sequence across GPUs
-#
-# {term}`Context parallelism <context parallelism>` cuts one long sequence between ranks. With
-# softmax, keys and values travel around a ring, and each rank merges what arrives. Here either side
-# may stay: queries, if keys and values are gathered, or these, if queries are gathered and partial
-# outputs reduce-scattered. For 131,072 tokens in bf16, 4 heads of 128 and 8 ranks:
-
-
-# %% tags=["remove-input"]
-N, RANKS, HEADS, DIM = 131_072, 8, 4, 128
-of_calls = {
-    f"{name} stay": predicted_bytes(name, N // RANKS, RANKS, HEADS, HEADS, DIM, torch.bfloat16)
-    for name in ("queries", "keys")
-}
-hop = 2 * N // RANKS * HEADS * DIM  # numbers of K and V, or of their gradients, that a rank holds
-of_calls["ring, softmax"] = (RANKS - 1) * hop * 2, (RANKS - 1) * hop * 2 + RANKS * hop * 4
-moved = pd.DataFrame(of_calls, index=["forward, MB", "backward, MB"]).T / 1e6
-chapter.table(
-    moved.rename_axis("").reset_index(), name="tab-sum-ranks",
-    digits={"forward, MB": 0, "backward, MB": 0},
-    caption="**With queries that stay, sums move as many bytes as a ring in the forward pass; in "
-    "the backward pass both ways move fewer.** Bytes that each rank receives, gradients in fp32.",
-    modelled="parallel.predicted_bytes; of the ring K and V in bf16, and dK and dV over P hops",
-)  # fmt: skip
-assert moved.loc["queries stay", "forward, MB"] == moved.loc["ring, softmax", "forward, MB"]
-assert moved["backward, MB"].idxmax() == "ring, softmax", "the caption"
-
-# %% tags=["remove-cell"]
-SMALL = ["--context", "--size", "tiny", "--batch", 3, "--max-seqlen", 64, "--device", "cpu"]
-SMALL += ["--warmup", 1, "--repeats", 1]
-with contextlib.redirect_stdout(io.StringIO()):
-    measured = pd.DataFrame(steps.run("ranks", *SMALL, ranks=2))
-assert (measured["received"] == measured["predicted"]).all(), "the text"
-worst = max(map(max, measured["errors"]))
-busy = measured[measured["stationary"] == "queries"].set_index("layout")["busiest"]
-assert worst < 1e-14 and busy["zigzag"] < busy["contiguous"], "the text"
-chapter.glue(contiguous=busy["contiguous"], zigzag=busy["zigzag"])
-
-# %% [markdown]
-# Two processes on a CPU gave the outputs and gradients of one, and received the bytes predicted.
-# With contiguous shards the busier rank does {glue:text}`contiguous:.2f` times the mean work, since
-# late rows see more keys; with zigzag shards, an early and a late piece for each rank,
-# {glue:text}`zigzag:.2f` times. On two GPUs:
-
-
-# %% tags=["remove-input"]
-WAYS = ["layout", "stationary"]
-spent = chapter.recorded("context").drop(columns="sample")
-spent = spent.groupby(["histories", *WAYS, "direction"], sort=False)["time_us"].median() / 1e3
-spent = spent.groupby(level=["histories", *WAYS], sort=False).sum()
-gains = {}
-for histories, name in ((1, "one history"), (8, "eight")):
-    of = spent[histories]
-    alone, shared = of["one GPU", "all"], of.drop("one GPU")
-    gains[f"{name}, gain"] = alone / shared
-gains = pd.DataFrame(gains)
-most = {name: gains[f"{name}, gain"].idxmax() for name in ("one history", "eight")}
-chapter.table(
-    gains.reset_index().rename(columns={"stationary": "what stays"}), name="tab-sum-context",
-    caption="**One history gains most where sequences are exchanged for heads, eight from "
-    "contiguous shards.** Forward and backward, up to 65,536 and 16,384 tokens, two H200 beside "
-    "one.",
-    measured=chapter.holders("context"),
-)  # fmt: skip
-assert most == {"one history": ("contiguous", "sequences"), "eight": ("contiguous", "keys")}
-
-# %% [markdown]
 # ## Limits
 #
 # - A norm, a gate or a division comes *after* the sum: store the sum, not its result.

@@ -12,16 +12,23 @@
 #
 # :::{admonition} In this chapter (30 minutes)
 # You will tell waiting for a slower rank from waiting for gradients, count the bytes of the
-# collectives, see what communication does to a persistent kernel, and deal rows so that ranks are
-# equal. On two H200s we train {glue:text}`weak:.2f` times the samples of one. With 128 long rows
-# per rank, sorting them on purpose makes a step {glue:text}`sorted_step:.2f` times as long.
+# collectives, see what communication does to a persistent kernel, deal rows so that ranks are
+# equal, and choose how to cut one sequence. On two H200s we train {glue:text}`weak:.2f` times the
+# samples of one. With 128 long rows per rank, sorting them on purpose makes a step
+# {glue:text}`sorted_step:.2f` times as long.
 # :::
 
 # %% tags=["hide-input"]
+import contextlib
+import io
+
 import pandas as pd
+import torch
 
 from _lib import drawings, steps
+from gdpa_kernels.parallel import predicted_bytes
 from gdpa_lab.measuring import record
+from gdpa_lab.report import results
 from gdpa_lab.report.chapter import Chapter
 
 # %% tags=["parameters"]
@@ -41,11 +48,11 @@ RUNS = {
     "32 rows a rank": (2, ["--engine", "ddp", "--batch", 64, *LONG, *DEALS]),
     "128 rows a rank": (2, ["--engine", "ddp", "--batch", 256, *LONG, *DEALS]),
 }
+HISTORIES = (1, 65_536), (8, 16_384)  # causal ones, and the tokens of the longest
 NUMBERS = ("engine", "deal", "ranks", "batch", "step_s", "samples_per_s", "slowest_s", "skew")
 
 
-@chapter.measure
-def _(session):
+def plan(session):
     rows, samples, link = [], [], steps.link()
     session.uses(max(ranks for ranks, _ in RUNS.values()))
     for run, (ranks, options) in RUNS.items():
@@ -59,8 +66,26 @@ def _(session):
     session.tables["ranks"] = record.Table(columns, tuple(rows))
     columns = ("run", "deal", "what", "rank", "sample", "time_s")
     session.tables["samples"] = record.Table(columns, tuple(samples))
+    columns = ("histories", "longest", "stationary", "layout", "direction")
+    session.tabulate("context", columns, context())
 
 
+def context() -> dict[tuple, list[float]]:
+    """Microseconds of attention cut between two GPUs, of the slower one, and of one GPU."""
+    times = {}
+    for batch, longest in HISTORIES:
+        options = "--context", "--batch", batch, "--max-seqlen", longest
+        rows = steps.run("ranks", *options, ranks=2)
+        alone = {"stationary": "all", "layout": "one GPU"}
+        alone |= dict(zip(("forward_s", "backward_s"), rows[0]["alone_s"], strict=True))
+        for row in (alone, *rows):
+            for way in ("forward", "backward"):
+                key = batch, longest, row["stationary"], row["layout"], way
+                times[key] = [1e6 * seconds for seconds in row[f"{way}_s"]]
+    return times
+
+
+chapter.measure(plan)
 ranks = chapter.recorded("ranks").set_index(["run", "deal"])
 one, twice = ranks.loc["one GPU", "balanced"], ranks.loc["DDP, twice the rows", "balanced"]
 weak = twice["samples_per_s"] / one["samples_per_s"]
@@ -131,8 +156,8 @@ def trace(run: str, deal: str) -> pd.DataFrame:
 # | name: fig-ranks-steps
 # | caption: >
 # |   **If all the long rows go to one GPU, the other one waits for most of the step; communication
-# |   hardly shows.** One step on two GPUs (rows 0 and 1), drawn from medians. Bars: the time that a
-# |   GPU takes for its own rows. Thin: it waits, for the other GPU or for gradients.
+# |   hardly shows.** One step on two GPUs, from medians. Bars: a GPU computes. Thin: it waits, for
+# |   the other GPU or for gradients.
 # | alt: >
 # |   Four panels with two bars each. In three panels both bars end together, with a hardly visible
 # |   thin line behind them. With sorted rows one bar is two to three times as long as the other,
@@ -151,11 +176,10 @@ chapter.figure(chart, data=ranks.reset_index(), measured=chapter.holders("ranks"
 # ## Two kinds of waiting
 #
 # `examples/ranks.py` runs KunlunLite ({doc}`step`) on PyTorch's own engines, one process per GPU.
-# *DDP* keeps the whole model on every rank and averages gradients while the backward pass is still
-# running; *FSDP2* also shards the weights. Waiting for a slower rank and waiting for gradients look
-# alike in the time of a step. To tell them apart, time it twice: as usual, then without any
-# communication (`no_sync`). The slowest rank alone is what the step *must* wait for; the remainder
-# is {term}`exposed communication`.
+# *DDP* keeps the whole model on every rank and averages gradients during the backward pass; *FSDP2*
+# also shards the weights. Waiting for a slower rank and for gradients look alike. To tell them
+# apart, time a step again without communication (`no_sync`). The slowest rank alone is what the
+# step *must* wait for; the remainder is {term}`exposed communication`.
 
 # %% tags=["remove-input"]
 names = {"step_ms": "step, ms", "own_ms": "slowest alone, ms", "exposed": "exposed, ms",
@@ -179,29 +203,26 @@ assert exposed["DDP, twice the rows", "balanced"] < 0.04 * 1e3 * twice["step_s"]
 #
 # ## The bytes of the collectives
 #
-# In a {term}`collective` all ranks take part. DDP needs the *all-reduce*: every rank has gradients
-# of its own and needs their sum. Done in a ring of $R$ ranks, it has two halves. In a
-# *reduce-scatter* each rank ends up with one $R$-th of the sum; in an *all-gather* it collects the
-# other parts. In each half a rank sends $(R-1)/R$ of the $G$ bytes. FSDP2 gathers the weights
-# twice, before each pass, and reduce-scatters the gradients. In one precision:
+# In a {term}`collective` all ranks take part. DDP needs the *all-reduce*, the sum of the gradients
+# of all. In a ring of $R$ ranks it has two halves: in a *reduce-scatter* each rank gets one $R$-th
+# of the sum, in an *all-gather* it collects the other parts. In each half it sends $(R-1)/R$ of the
+# $G$ bytes. In one precision:
 #
 # | | collectives of a step | a rank sends | 2 ranks | 8 ranks |
 # |:--|:--|:--|--:|--:|
 # | DDP | all-reduce of gradients | $2\,\frac{R-1}{R}\,G$ | 200 MB | 350 MB |
 # | FSDP2 | all-gather of weights, twice; reduce-scatter | $3\,\frac{R-1}{R}\,G$ | 300 MB | 525 MB |
 #
-# The columns are for our model with about 200 MB of gradients. The H200s are joined by
-# {glue:text}`link`, eighteen links with 450 GB/s in each direction, so DDP's bytes take
-# {glue:text}`moving:.2f` ms at the least (modelled). We exposed {glue:text}`exposed:.1f` ms, more
-# than the bytes explain, and less than a step varies.
+# Our model has about 200 MB of gradients. {glue:text}`link` joins the H200s with 450 GB/s in each
+# direction, so DDP's bytes take {glue:text}`moving:.2f` ms at the least (modelled). We exposed
+# {glue:text}`exposed:.1f` ms, more than the bytes explain, and less than a step varies.
 #
 # ## Communication beside a persistent kernel
 #
-# Hidden, NCCL's kernels run *beside* ours, and they occupy SMs, one per channel. For an ordinary
-# kernel that is a small loss: if NCCL holds 16 of 132 SMs, the blocks are spread over the other
-# 116, and the kernel takes 14 % longer. A {term}`persistent kernel` that divides its list of work
-# beforehand is more sensitive. Sixteen programs find no free SM. They start when others have ended,
-# with a full share each, so the kernel takes *twice* as long:
+# Hidden, NCCL's kernels run *beside* ours and occupy SMs, one per channel. If NCCL holds 16 of 132
+# SMs, an ordinary kernel is spread over the other 116 and takes 14 % longer. Of a
+# {term}`persistent kernel` that divides its work beforehand sixteen programs find no free SM. They
+# start when others have ended, with a full share each, so it takes *twice* as long:
 
 # %% tags=["remove-input"]
 # | name: fig-ranks-nccl
@@ -225,11 +246,10 @@ chart = drawings.gantt(panels, xlabel="time of an item", hue="v1_tiled")
 chapter.figure(chart, modelled="six SMs, 24 items, two SMs held throughout")
 
 # %% [markdown]
-# If the persistent kernel comes first, NCCL's programs find no room until it ends, and
-# communication is not hidden at all. The ways out: launch fewer programs than SMs; let programs
-# take their next item from a shared counter ({doc}`../measuring/masked_batches`); or give NCCL
-# fewer channels (`NCCL_MAX_CTAS`). Without a mask our kernels have static shares; whether one ever
-# took twice its time here was not measured.
+# If the persistent kernel comes first, NCCL's programs find no room until it ends. The ways out:
+# launch fewer programs than SMs; let programs take their next item from a shared counter
+# ({doc}`../measuring/masked_batches`); or give NCCL fewer channels (`NCCL_MAX_CTAS`). Without a
+# mask our kernels have static shares; whether one ever took twice its time was not measured.
 #
 # ## Dealing rows
 #
@@ -263,19 +283,16 @@ chapter.table(
 # ## Small ranks wait for their hosts
 #
 # 32 rows should take a quarter of the time of 128, {glue:text}`quarter:.0f` ms. They take
-# {glue:text}`least:.0f` to {glue:text}`longest:.0f` ms, whatever the deal. In eager mode the host
+# {glue:text}`least:.0f` to {glue:text}`longest:.0f` ms, whatever the deal: in eager mode the host
 # enqueues kernels more slowly than the device executes them, and unequal work disappears behind
-# that. So balance large batches, and compile small ones first ({doc}`host_time`).
-#
-# The host also explains the last column of {numref}`tab-ranks-deals`: {glue:text}`lowest:.1f` to
-# {glue:text}`highest:.1f` ms of communication seem to be exposed with 32 rows, for the same
-# gradients of which 128 rows expose {glue:text}`long_least:.1f` to {glue:text}`long_most:.1f` ms.
-# It can be read only where the device is the limit.
+# that. The last column of {numref}`tab-ranks-deals`, {glue:text}`lowest:.1f` to
+# {glue:text}`highest:.1f` ms with 32 rows and {glue:text}`long_least:.1f` to
+# {glue:text}`long_most:.1f` with 128, counts only where the device is the limit. So balance large
+# batches, and compile small ones first ({doc}`host_time`).
 #
 # ## What we predicted
 #
-# The predictions come from lengths alone, and from the bytes of the gradients: about 200 MB, 0.7 ms
-# by a script's all-reduce on such a pair.
+# From lengths, and from the bytes of the gradients:
 
 # %% tags=["remove-input"]
 chapter.predictions()
@@ -283,16 +300,149 @@ chapter.predictions()
 # %% [markdown]
 # ## Is it right?
 #
-# In the tests two processes on a CPU train the same steps as one, with equal losses. A rank without
-# a token takes part. If a rank is killed, the others end with an error that says so, and a run that
-# resumes from the last checkpoint, on another number of ranks too, has the same loss.
+# In the tests two processes on a CPU train the same steps as one, a rank without a token included.
+# If a rank is killed, the others end with an error that says so, and a run that resumes from the
+# last checkpoint, on another number of ranks too, has the same loss.
 #
 # ```bash
 # torchrun --nproc-per-node 2 examples/train.py --engine ddp --compile \
 #     --checkpoint runs/first
 # ```
 #
+# ## One sequence on several GPUs
+#
+# {term}`Context parallelism <context parallelism>` cuts one sequence of $N$ tokens between $P$
+# ranks, and each query needs all keys. What a rank receives in the forward pass, for $H$ query and
+# $K$ key heads of $d$ numbers in bf16 and $f = (P - 1) / P$:
+#
+# | way | what travels | bytes | hides behind |
+# |:--|:--|--:|:--|
+# | *ring* (softmax) | K and V, hop by hop | $4 N K d f$ | the step with the last hop's keys |
+# | *queries stay* | K and V, all-gather | $4 N K d f$ | the same, if it comes in pieces |
+# | *keys stay* | Q; fp32 sums, reduce-scatter | $6 N H d f$ | the same |
+# | *heads exchanged* | Q, K, V, then O, all-to-all | $4 N (H + K) d f / P$ | other heads at best |
+#
+# Softmax must merge what arrives; sums of GDPA need none ({doc}`../serving/adds_up`). With heads
+# exchanged a rank has all rows of some heads and calls an ordinary kernel. For 131,072 tokens, 8
+# ranks and $d = 128$:
+
+# %% tags=["remove-input"]
+N, RANKS, DIM = 131_072, 8, 128
+WAYS = {"queries": "queries stay", "keys": "keys stay", "sequences": "heads exchanged"}
+
+
+def megabytes(heads: int, heads_k: int) -> dict[str, tuple[float, float]]:
+    """Of each way what a rank receives, forward and backward."""
+    of = {
+        name: predicted_bytes(way, N // RANKS, RANKS, heads, heads_k, DIM, torch.bfloat16)
+        for way, name in WAYS.items()
+    }
+    hop = 2 * N // RANKS * heads_k * DIM  # numbers of K and V, or of their gradients, on a rank
+    of = {"ring": ((RANKS - 1) * hop * 2, (RANKS - 1) * hop * 2 + RANKS * hop * 4)} | of
+    return {name: (forward / 1e6, backward / 1e6) for name, (forward, backward) in of.items()}
+
+
+moved = pd.concat(
+    {
+        f"{heads} heads on {heads_k}": pd.DataFrame(megabytes(heads, heads_k), ["fwd", "bwd"]).T
+        for heads, heads_k in ((8, 8), (32, 8))
+    },
+    axis=1,
+)
+moved.columns = [f"{heads}, {way}" for heads, way in moved]
+chapter.table(
+    moved.reset_index(names="way"), name="tab-ranks-context", digits=dict.fromkeys(moved, 0),
+    caption="**Heads exchanged move the fewest bytes.** Megabytes that each rank receives, "
+    "gradients of K and V in fp32.",
+    modelled="parallel.predicted_bytes; of the ring K and V in bf16, and dK and dV over P hops",
+)  # fmt: skip
+assert (moved.idxmin() == "heads exchanged").all(), "the caption"
+assert moved.loc["queries stay", "8 heads on 8, fwd"] == moved.loc["ring", "8 heads on 8, fwd"]
+rate = results.ceilings(chapter.record("measuring/power_wall"), "sustained").tflops * 1e12
+takes = 4 * N**2 * DIM * 8 / RANKS / rate  # all pairs, as without a mask
+chapter.glue(
+    hides=rate / (LINK_GBYTES * 1e9), matmuls=1e3 * takes,
+    exchange=moved.loc["heads exchanged", "8 heads on 8, fwd"] / LINK_GBYTES,
+    gather=moved.loc["queries stay", "8 heads on 8, fwd"] / LINK_GBYTES,
+)  # fmt: skip
+
+# %% [markdown]
+# *Limit.* Ranks must divide the key heads, of which grouped heads leave few.
+#
+# *Overlap.* A hop of $n = N / P$ rows is $4 n K d$ bytes and brings $4 n^2 H d$ FLOPs. With $H =
+# K$, at the rate of a matmul back to back and 450 GB/s, it hides from $n$ = {glue:text}`hides:,.0f`
+# rows on (modelled). An exchange has little to hide behind: the first score of a head needs rows of
+# all ranks, and O goes back after the last. Only other heads could run meanwhile. But with 8 heads
+# it takes {glue:text}`exchange:.2f` ms of the link, a gather {glue:text}`gather:.1f`, beside
+# {glue:text}`matmuls:.0f` ms of matmuls (modelled). Our calls gather in one piece and hide nothing.
+#
+# *Balance.* Under a causal mask late rows see more keys. Heads exchanged are equal work; otherwise
+# *zigzag* shards help, an early and a late piece for each rank.
+
+# %% tags=["remove-cell"]
+SMALL = ["--context", "--size", "tiny", "--batch", 3, "--max-seqlen", 64, "--device", "cpu"]
+SMALL += ["--warmup", 1, "--repeats", 1]
+with contextlib.redirect_stdout(io.StringIO()):
+    checked = pd.DataFrame(steps.run("ranks", *SMALL, ranks=2))
+assert (checked["received"] == checked["predicted"]).all(), "the text"
+busy = checked[checked["stationary"] == "queries"].set_index("layout")["busiest"]
+assert max(map(max, checked["errors"])) < 1e-14 and busy["zigzag"] < busy["contiguous"], "the text"
+chapter.glue(contiguous=busy["contiguous"], zigzag=busy["zigzag"])
+# Measured before it was part of this chapter's plan.
+BEFORE = "20261129T162355Z-serving-adds-up-nvidia-h200-c5ad890e"
+of = None if "context" in chapter.record().tables else BEFORE
+
+# %% [markdown]
+# Two processes on a CPU gave the results of one and received the bytes predicted; the busier had
+# {glue:text}`contiguous:.2f` times the mean work with contiguous, {glue:text}`zigzag:.2f` times
+# with zigzag shards. On two GPUs:
+
+# %% tags=["remove-input"]
+spent = chapter.recorded("context", of).replace({"stationary": WAYS})
+key = ["histories", "layout", "stationary"]
+spent = spent.groupby([*key, "direction"], sort=False)["time_us"].median().groupby(key).sum()
+alone, shared = spent.xs("one GPU", level="layout"), spent.drop("one GPU", level="layout")
+gains = (alone.droplevel("stationary") / shared).unstack("histories")
+gains.columns = ["one history, gain", "eight"]
+most = gains.idxmax()
+chapter.table(
+    gains.reset_index().rename(columns={"stationary": "way"}), name="tab-ranks-gains",
+    caption="**One history gains most where heads are exchanged, eight from contiguous shards.** "
+    "Forward and backward of up to 65,536 and 16,384 tokens, two H200 beside one.",
+    measured=chapter.holders("context", of),
+)  # fmt: skip
+assert [*most] == [("contiguous", "heads exchanged"), ("contiguous", "keys stay")], "the caption"
+
+# %% [markdown]
 # ## Exercises
+#
+# :::{exercise} Sixteen ranks, eight key heads
+# :label: ex-ranks-context
+#
+# 262,144 tokens, 32 query heads on 8 key heads of 128, bf16, 16 ranks. (a) Which ways are there,
+# and what does a rank receive in the forward pass? (b) Combine two. *(paper, fifteen minutes)*
+# :::
+
+# %% tags=["remove-cell"]
+LONG_N, OF_16 = 2 * N, (32, 8, DIM, torch.bfloat16)
+gathered, summed = (
+    predicted_bytes(way, LONG_N // 16, 16, *OF_16)[0] for way in ("queries", "keys")
+)
+swapped = predicted_bytes("sequences", LONG_N // 16, 8, *OF_16)[0]
+paired = 2 * LONG_N // 2 * DIM * 2  # K and V of one head, from the other group
+chapter.glue(gathered=gathered / 1e9, summed=summed / 1e9, swapped=swapped / 1e6,
+             paired=paired / 1e6, both=(swapped + paired) / 1e6)  # fmt: skip
+
+# %% [markdown]
+# :::{solution} ex-ranks-context
+# :class: dropdown
+#
+# (a) 16 ranks do not divide 8 key heads. Queries that stay receive $4 N K d \cdot 15/16$ =
+# {glue:text}`gathered:.1f` GB, keys that stay {glue:text}`summed:.1f` GB. (b) Two groups of eight
+# exchange heads: {glue:text}`swapped:.0f` MB. Then a rank has half of the rows of one key head and
+# gathers the other half from the other group, {glue:text}`paired:.0f` MB, together
+# {glue:text}`both:.0f`; this hides behind its own half.
+# :::
 #
 # :::{exercise} More ranks
 # :label: ex-ranks-more
@@ -312,12 +462,11 @@ chapter.predictions()
 # :::{exercise} An all-reduce beside a persistent kernel
 # :label: ex-ranks-nccl
 #
-# Eight GPUs of 132 SMs train with DDP. Gradients have 2 GB in fp32; a link carries 450 GB/s in each
-# direction. A backward kernel of 10 ms is persistent with static shares. (a) How many bytes does a
-# rank send, and how long does that take at the least? (b) The all-reduce runs on 8 SMs at half the
-# link's rate and starts just before the kernel. How long does the kernel take if it launches 132
-# programs? (c) And with 124 programs? With a shared counter? (d) Which of the three would you ship,
-# and what does it cost on one GPU? *(paper, thirty minutes, as in an exam)*
+# Eight GPUs of 132 SMs train with DDP: 2 GB of gradients, 450 GB/s in each direction, a persistent
+# backward kernel of 10 ms with static shares. (a) How many bytes does a rank send, in which time at
+# the least? (b) The all-reduce runs on 8 SMs at half the link's rate and starts just before the
+# kernel. How long does the kernel take with 132 programs? (c) With 124? With a shared counter? (d)
+# Which would you ship, and what does it cost on one GPU? *(paper, thirty minutes)*
 # :::
 #
 # :::{solution} ex-ranks-nccl
@@ -336,5 +485,4 @@ chapter.predictions()
 # - Time each rank without communication before you blame the network.
 # - Deal rows by work, equally many to each rank, once the device is the limit.
 # - A persistent kernel with static shares needs all the SMs that it was divided for.
-#
-# One sequence on several GPUs: {doc}`../serving/adds_up`.
+# - Exchange heads if the ranks divide them; else gather, or send K and V around.

@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import pandas as pd
 import pytest
 
@@ -95,3 +96,20 @@ def test_ceilings_are_those_of_the_newest_record_of_a_chapter():
     runs.append(SimpleNamespace(id="none", chapter="notebooks/a/c.py", ceilings=[]))
     (row,) = _repeats.ceilings(runs).itertuples(name=None)
     assert row == ("a/b", 1.0, 0.5, 1500.0, 4.0, "run-2.0")
+
+
+def test_luck_is_the_expected_smallest_of_normal_numbers():
+    draws = np.random.default_rng(1).standard_normal((200_000, 8))
+    assert _repeats.luck(8) == pytest.approx(-draws.min(axis=1).mean(), abs=5e-3)
+    assert [_repeats.luck(n) for n in (1, 2)] == pytest.approx([0, np.pi**-0.5], abs=1e-3)
+
+
+def test_the_chosen_of_equals_is_ahead_until_it_is_timed_again():
+    times = 100 + np.random.default_rng(2).standard_normal((8, 60))
+    one, many = (_repeats.chosen(times, size) for size in (1, 20))
+    for of in (one, many):
+        assert of["ahead, %"] == pytest.approx(of["expected, %"], rel=0.1)
+        assert abs(of["again, %"]) < of["ahead, %"] / 3
+    assert many["ahead, %"] < one["ahead, %"] / 2
+    times[3] -= 10
+    assert _repeats.chosen(times, 1)["again, %"] > 8, "a faster one is ahead both times"
