@@ -332,11 +332,10 @@ assert lost["pipelined"] > 1 / 3 > lost["serial"], "the text: more than a third"
 #
 # Five questions catch most errors; {doc}`first_tlx_kernel` has the rules of the first three:
 #
-# 1. *Does each use of a slot wait and arrive once,* and for the right phase ({ref}`phases
-#    <rule-phases>`)?
-# 2. *Do the arrivals add up* ({ref}`arrivals <rule-arrivals>`)? The table counts threads, those of
-#    an `alloc_warp_barrier`.
-# 3. *Do the bytes add up* ({ref}`bytes <rule-expect-tx>`)?
+# 1. *Does each use of a slot wait and arrive once,* in the right {ref}`phase <rule-phases>`?
+# 2. *Do the {ref}`arrivals <rule-arrivals>` add up?* The table counts threads, those of an
+#    `alloc_warp_barrier`.
+# 3. *Do the {ref}`bytes <rule-expect-tx>` add up?*
 # 4. *Who is last?* A buffer is free when the MMA that reads it has completed, not when it was
 #    issued.
 # 5. *With multicast,* does the sender wait for the empty barriers of all receivers?
