@@ -395,7 +395,7 @@ RULES = [
         "Line {line} lets go of {buffer} before {reads}, which reads it, has ended {end}.",
         "An MMA is only issued; the tensor core reads until its wait returns. An arrival says: "
         "nothing of mine reads this any more.",
-        "Move the arrival behind that end.", "forward/v4_warp_specialized",
+        "Move the arrival behind that end.", "forward/first_tlx_kernel",
     ),
     Rule(
         "never-released", _never_released,
@@ -403,7 +403,7 @@ RULES = [
         "A stage is filled again only after those who read it have let go of it: that shows at "
         "the block after the last stage, and a test with fewer blocks passes.",
         "Who reads a stage arrives on its empty barrier once per block, when it is done with it.",
-        "forward/v4_warp_specialized",
+        "forward/first_tlx_kernel",
     ),
     Rule(
         "arrival-count", _arrival_count,
@@ -412,41 +412,41 @@ RULES = [
         "alloc_barriers counts one for each barrier_arrive of a role; alloc_warp_barrier counts "
         "threads, 32 for each warp.",
         "alloc_barriers with an arrive_count of all roles, or alloc_warp_barrier with them all.",
-        "tools/emulator",
+        "forward/first_tlx_kernel",
     ),
     Rule(
         "phase-per-turn", _phase_per_turn,
         "Line {line} changes the phase with every block; the barriers of a stage change theirs "
         "once per turn of the ring.",
         "Block j takes stage j % STAGES, whose barriers have then completed j // STAGES phases.",
-        "phase = (block // STAGES) & 1.", "forward/v4_warp_specialized",
+        "phase = (block // STAGES) & 1.", "forward/first_tlx_kernel",
     ),
     Rule(
         "first-wait-parity", _first_wait,
         "{who} never passes line {line}: its first wait on {barrier} is for phase 0, which only "
         "those who wait for it could complete.",
         "Stages begin empty. The parity of the phase before the first passes a fresh barrier.",
-        "Wait for empty with the other parity: phase ^ 1.", "tools/emulator",
+        "Wait for empty with the other parity: phase ^ 1.", "forward/first_tlx_kernel",
     ),
     Rule(
         "passed-unfilled", _passed_unfilled,
         "The first wait of {who} on {barrier} (line {line}) asks for the phase before the first.",
         "Stages begin empty, not full. The other parity passes a fresh barrier, a phase too early.",
-        "Wait for full with phase, for empty with phase ^ 1.", "tools/emulator",
+        "Wait for full with phase, for empty with phase ^ 1.", "forward/first_tlx_kernel",
     ),
     Rule(
         "never-filled", _never_filled,
         "{who} waits in line {line} on {barrier}, and no line ever arrives on it.",
         "Who fills a buffer arrives on its full barrier: a copy with the bytes that it announces.",
         "Copy with that barrier (fetch_rows announces, too), or arrive on it.",
-        "forward/v4_warp_specialized",
+        "forward/first_tlx_kernel",
     ),
     Rule(
         "count-too-high", _short_phase,
         "A phase of {barrier} takes {count} arrivals (line {line}), and only {came} ever come.",
         "alloc_barriers counts one for each barrier_arrive of a role; alloc_warp_barrier counts "
         "threads, 32 for each warp.",
-        "Count who arrives once per phase.", "tools/emulator",
+        "Count who arrives once per phase.", "forward/first_tlx_kernel",
     ),
     Rule(
         "filled-twice", _filled_twice,
@@ -454,7 +454,7 @@ RULES = [
         "Nobody waited until the stage was empty, or two copies share a barrier that counts one, "
         "or the stage or the phase does not advance.",
         "Per block: one wait for empty, one announcement on each full barrier.",
-        "forward/v4_warp_specialized",
+        "forward/first_tlx_kernel",
     ),
     Rule(
         "read-before-full", _read_early,
@@ -462,13 +462,14 @@ RULES = [
         "Only a wait on the full barrier of this very buffer, for this block's phase, says that a "
         "copy is there.",
         "Wait for the barrier that it is fetched with, before it is read.",
-        "forward/v4_warp_specialized",
+        "forward/first_tlx_kernel",
     ),
     Rule(
         "stale-phase", _stale_phase,
         "The wait of line {line} asks for a phase of {barrier} that is over, and passes at once.",
         "A wait names a parity. If that of the last phase is asked for again, it passes at once.",
-        "Each time that a barrier is waited for, the phase is the other one.", "tools/emulator",
+        "Each time that a barrier is waited for, the phase is the other one.",
+        "forward/first_tlx_kernel",
     ),
     Rule(
         "v-is-k", like("v-is-k"), "Your output is what you get with K in the place of V.",

@@ -48,12 +48,12 @@ CATALOGUE = {
         "Copies that end by themselves", "forward/v2_tma", 25, "TMA instructions; bytes loaded"
     ),
     "list": Entry("A list of tiles", "forward/v3_persistent", 25, "each tile once"),
+    "ring": Entry(
+        "A producer, two consumers and a ring", "forward/first_tlx_kernel", 60,
+        "both parities of every barrier; cycles, beside v4",
+    ),
     "predict": Entry(
         "Predict the cycles of a tile", "forward/v4_warp_specialized", 20, "predictions within 15 %"
-    ),
-    "ring": Entry(
-        "A producer, two consumers and a ring", "forward/v4_warp_specialized", 60,
-        "both parities of every barrier; cycles, beside v4",
     ),
     "pingpong": Entry(
         "The activation beside an MMA", "forward/v5_pingpong", 45, "cycles, at most 5 % above ours"

@@ -5,7 +5,7 @@ a roof, and what a kernel does in order, as lanes or strips.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from itertools import accumulate, groupby
+from itertools import accumulate, groupby, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -171,6 +171,44 @@ def _square(
     face = (*to_rgb(shown), filled)
     edge = {"edgecolor": shown if framed else INK, "linewidth": 1.8 if framed else 0.6}
     axis.add_patch(Rectangle((x, y), *size, facecolor=face, zorder=2 if framed else 1, **edge))
+
+
+@style.drawn
+def ring(blocks: int, slots: int = 2) -> Figure:
+    """A ring of buffers over time, a copy and a read of a block taking one step each: what a slot
+    holds, and the phases of its two barriers in the colour of their parity; a dot stands where a
+    wait for a phase passes. The phase before the first is dashed."""
+    shades = {parity: RUNG_COLOURS[of] for parity, of in ((0, 1), (1, 3))}
+    rows = [f"{name}[{slot}]" for slot in range(slots) for name in ("slot", "full", "empty")]
+    with canvas(width=7.4, height=0.7 + 0.3 * len(rows)) as (chart, axis):
+        for slot in range(slots):
+            held, full, empty = range(3 * slot, 3 * slot + 3)
+            ends = {full: [], empty: [slot]}  # of phase 0 and on, of phase -1 and on
+            for block in range(slot, blocks, slots):
+                for start, what, pale in ((block, "copy", 0.1), (block + 1, "read", 0.35)):
+                    axis.barh(held, 1, 0.72, left=start, color=(*to_rgb(INK), pale), edgecolor=PAGE)
+                    axis.text(start + 0.5, held, f"{what} {block}", ha="center", va="center",
+                              fontsize=8)  # fmt: skip
+                ends[full].append(block + 1)
+                ends[empty].append(block + 2)
+            for row, first in ((full, 0), (empty, -1)):
+                for phase, (start, end) in enumerate(pairwise([-1, *ends[row]]), first):
+                    shade = shades[phase % 2]
+                    axis.barh(row, end - start, 0.5, left=start, color=(*to_rgb(shade), 0.3),
+                              edgecolor=shade, linestyle="-" if phase >= 0 else "--")  # fmt: skip
+                    if row == full or end != ends[empty][-1]:  # nobody fills the slot again
+                        axis.plot([end], [row], "o", color=shade, markersize=5)
+                    axis.text((start + end) / 2, row, f"{phase}".replace("-", "−"), ha="center",
+                              va="center", fontsize=8)  # fmt: skip
+        list_rows(axis, rows)
+        axis.grid(visible=False)
+        axis.set_xlim(-1.1, blocks + 1.2)
+        axis.set_xticks(range(blocks + 2))
+        axis.set_xlabel("time, in blocks; in a bar the phase")
+        looks = {f"parity {parity}": Rectangle((0, 0), 1, 1, color=(*to_rgb(shade), 0.3))
+                 for parity, shade in shades.items()}  # fmt: skip
+        chart.legend(looks.values(), looks, loc="outside lower left", ncols=2)
+        return chart
 
 
 @style.drawn

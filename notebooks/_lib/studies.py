@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import html
 import importlib.util
+import linecache
 import re
 import sys
 import tempfile
@@ -109,8 +110,15 @@ def findings(
                 call()
         except tritonemu.EmulatorError as error:
             text = f"{type(error).__name__}: {error}"
-        texts.append(re.sub(r"/\S*/(?=[\w-]+\.py:\d)", "", text))  # files without their folders
+        texts.append(re.sub(r"(/\S*/)([\w-]+\.py):(\d+)", _place, text))
     return texts
+
+
+def _place(location: re.Match) -> str:
+    """A file without its folder and a line; of a cell, which has no file, the text of the line."""
+    folder, name, line = location.groups()
+    text = linecache.getline(folder + name, int(line)).strip()
+    return f"{name}:{line}" if Path(folder, name).exists() or not text else f"`{text}`"
 
 
 def in_fp64(inputs: Any) -> Any:

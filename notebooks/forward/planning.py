@@ -330,22 +330,15 @@ assert lost["pipelined"] > 1 / 3 > lost["serial"], "the text: more than a third"
 # | `v_full` | TMA | 1 | 32 | both consumers |
 # | `v_empty` | both consumers, after their P V | 256 | | producer |
 #
-# The first wait for a *full* barrier, with parity 0, blocks; that for an *empty* one, with parity
-# 1, passes.
+# Five questions catch most errors; {doc}`first_tlx_kernel` has the rules of the first three:
 #
-# Five questions catch most errors:
-#
-# 1. *Does each use of slot $k$ wait and arrive once?* Use number $j$ has slot $j \bmod s$ and phase
-#    $\lfloor j / s \rfloor \bmod 2$. A consumer waits with this phase, a producer with the other.
-# 2. *Do the arrivals add up?* With `alloc_warp_barrier` every thread arrives, so two consumers are
-#    256; with `alloc_barriers` one thread per role, so they are 2. With half of that the faster
-#    consumer alone would free the buffer.
-# 3. *Do the bytes add up?* A wrong count hangs the phase or spoils the *next* one
-#    ({doc}`../operator/machine`).
+# 1. *Does each use of a slot wait and arrive once,* in the right {ref}`phase <rule-phases>`?
+# 2. *Do the {ref}`arrivals <rule-arrivals>` add up?* The table counts threads, those of an
+#    `alloc_warp_barrier`.
+# 3. *Do the {ref}`bytes <rule-expect-tx>` add up?*
 # 4. *Who is last?* A buffer is free when the MMA that reads it has completed, not when it was
 #    issued.
-# 5. *With multicast,* each receiver must expect its bytes, and the sender must wait for all their
-#    empty barriers.
+# 5. *With multicast,* does the sender wait for the empty barriers of all receivers?
 #
 # ## Your turn: head_dim 64
 #

@@ -9,23 +9,19 @@
 #
 # What does a kernel gain when the warps that compute no longer issue copies?
 #
-# :::{admonition} In this chapter (45 minutes)
-# You will split a kernel into one producer and two consumer warp groups, hand buffers over with
-# your own barriers, see what a forgotten and an early arrival do, and separate what a block costs
-# from what a tile costs. Back to back on the H200 a block of 128 keys takes
-# {glue:text}`block_v4:.2f` µs of an SM in forward v4 and {glue:text}`block_v2:.2f` µs in forward
-# v2, but a tile also pays a fixed {glue:text}`fixed_v4:.1f` instead of {glue:text}`fixed_v2:.1f`
-# µs. Variants have times in bursts alone.
+# :::{admonition} In this chapter (30 minutes)
+# You will give each {term}`role` its registers, see on a timeline what fills the tensor core, and
+# separate what a block costs from what a tile costs. Back to back on the H200 a block of 128 keys
+# takes {glue:text}`block_v4:.2f` µs of an SM in forward v4 and {glue:text}`block_v2:.2f` µs in
+# forward v2, but a tile also pays a fixed {glue:text}`fixed_v4:.1f` instead of
+# {glue:text}`fixed_v2:.1f` µs. Variants have times in bursts alone.
 # :::
 
 # %% tags=["hide-input"]
 import numpy as np
 import pandas as pd
-import torch
 
-import tritonemu
 from _lib import studies
-from gdpa_kernels.device.groups import Ring
 from gdpa_kernels.gdpa.device import activations
 from gdpa_kernels.gdpa.ladder import v2_tma, v4_warp_specialized
 from gdpa_kernels.gdpa.ladder.v4_warp_specialized import Config
@@ -79,46 +75,17 @@ chapter.figure(
 # | barriers | made by the compiler | five arrays of mbarriers, made by us |
 # | CTAs per SM | two | one |
 #
-# Up to here all warps of a {term}`CTA` ran the same code and the compiler decided when to copy. Now
-# `tlx.async_tasks`, of Triton's extension {term}`TLX`, splits the CTA {cite}`guan2026tlx`. Each
-# task is an instruction stream with its own warps and its own registers, a *warp role*: `load` is
-# the producer, and two `math` roles are the {term}`consumer warp groups <consumer warp group>`.
-
-# %% tags=["remove-input"]
-chapter.code(v4_warp_specialized.specialized_kernel, "with tlx.async_tasks()")
-
-# %% [markdown]
-# ## The lines that matter
-#
-# A consumer waits for a full buffer, computes, and arrives on the empty barrier:
+# The roles are those of {doc}`first_tlx_kernel`, on jagged rows now. `async_task` gets `registers`,
+# what each thread of a consumer asks for. K and V have rings of their own: a consumer lets go of K
+# as soon as its scores are complete, and of V after P V:
 
 # %% tags=["remove-input"]
 chapter.code(v4_warp_specialized.math, "for block in", "store_rows")
-
-# %% [markdown]
-# `async_dot` issues a `wgmma` as a {term}`commit group` of its own. `async_dot_wait(0, s)` is PTX's
-# `wait_group 0`: it returns when no group is in flight. The producer does the reverse:
-
-# %% tags=["remove-input"]
-chapter.code(v4_warp_specialized.load, "for block in")
-
-# %% [markdown]
-# Both loops spell a block's stage and phase out: with `NUM_STAGES` buffers, block `j` takes buffer
-# `j % NUM_STAGES`, and the phase of its barriers changes every `NUM_STAGES` blocks. The later
-# kernels call methods of `Ring` that do the same; a consumer's wait is
-
-# %% tags=["remove-input"]
-chapter.code(Ring.wait)
-
-# %% tags=["remove-input"]
 chapter.roles(V4)
 
 # %% [markdown]
-# Two consumers read each K and V, so a phase of `k_empty` completes only with the arrivals of both,
-# 2 × 128 threads. Until then the producer may not overwrite the buffer, even if one consumer is
-# long done. It waits with the other parity, `phase ^ 1`, which a fresh barrier lets pass, because
-# buffers start empty ({doc}`../tools/emulator`). *Full* says "you may read", *empty* "you may
-# overwrite".
+# The later kernels write the first three lines of this loop as `stage = k.wait(block)`, and the
+# producer's as `stage = k.acquire(block)`.
 #
 # ## Prediction
 #
@@ -144,7 +111,7 @@ chapter.glue(mma=mma, tanh=tanh, in_step=mma + tanh, in_step_share=100 * mma / (
 # {term}`accumulator` and P take 160, so moving registers should not help yet.
 
 # %% tags=["remove-cell"]
-EMPTY = "gdpa-self-half-dense-512"
+EMPTY = "gdpa-self-half-dense-512"  # shown in the chapter of forward v6
 MAKE_Q = "    q = tlx.local_alloc("
 EARLY = (MAKE_Q, "    if first_row >= len_q:\n        return\n" + MAKE_Q)
 VARIANTS = {
@@ -212,34 +179,6 @@ studies.stepper(
 # block late and stays there. During {glue:text}`ends:.0f` % of the tile no MMA runs at all; in v2 a
 # second CTA would use that time.
 #
-# ## Two ways to get it wrong
-#
-# What does the emulator say if the arrival on `k_empty` is forgotten, and what if it stands one
-# line too early, before the wait for S?
-
-# %% tags=["hide-input"]
-WAIT = "        s = tlx.async_dot_wait(0, s)\n"
-ARRIVE = "        tlx.barrier_arrive(k.empty[stage])\n"
-forgotten = studies.changed(v4_warp_specialized, (WAIT + ARRIVE, WAIT))
-too_early = studies.changed(v4_warp_specialized, (WAIT + ARRIVE, ARRIVE + WAIT))
-hangs = studies.findings(lambda: forgotten.forward(tile))
-races = studies.findings(lambda: too_early.forward(tile))
-print(hangs[0], races[0], sep="\n\n")
-
-# %% [markdown]
-# The first is a deadlock, the second a race. Each is found under all schedules tried, the modelled
-# one and three random ones. An ordinary test could miss both. The deadlock needs a third block,
-# since there are two buffers, and without race detection the racing kernel gives the right bits.
-
-# %% tags=["remove-cell"]
-assert all(x.startswith("Deadlock") for x in hangs) and all(x.startswith("Race") for x in races)
-two_blocks = studies.batch((128,), (256,))
-assert not any(studies.findings(lambda: forgotten.forward(two_blocks))), "the text"
-with tritonemu.enabled(races=False):
-    same = torch.equal(too_early.forward(tile), v4_warp_specialized.forward(tile))
-    assert same, "the text: the right bits"
-
-# %% [markdown]
 # ## Is it right?
 #
 # Lengths around the edges of a {term}`warp group` and a tile in the emulator, against fp64:
@@ -250,7 +189,7 @@ checked = studies.comparison(v4_warp_specialized, edges)
 print(f"largest error: {(checked['largest error'] / checked['allowed']).max():.2f} of the allowed")
 
 # %% [markdown]
-# ## The first surprise: a tile has a fixed price
+# ## The surprise: a tile has a fixed price
 #
 # With 256 keys, self or cross, v4 takes {glue:text}`short_min:.2f` to {glue:text}`short_max:.2f`
 # times the time of v2 (in bursts), and it is behind cuDNN on all full batches. A line through the
@@ -324,30 +263,6 @@ assert list(built["spilled (B)"] > 0) == [True, False, False, True], "the text s
 # 152 registers ptxas spills, and it also *serialises* the MMAs: it waits for each one right after
 # issuing it ({term}`serialised wgmma`). v4 then takes at least {glue:text}`spilling:.1f` times as
 # long.
-#
-# ## The second surprise: empty tiles are no longer free
-
-# %% tags=["remove-cell"]
-work = workload(EMPTY)
-count = -(-pd.DataFrame({"rows": work.seqlens_q, "keys": work.seqlens_k}) // 128)
-with_rows = work.num_heads_q * count["rows"].sum()
-empty = work.batch * work.num_heads_q * work.max_seqlen_q // 128 - with_rows
-assert set(count["keys"]) == {4}, "its tiles are those of gdpa-self-full-512"
-counted = us.loc[FULL[4], V4] * 132 / (1152 * 4 * 4) * with_rows
-whole = p50.loc["128 keys", EMPTY]
-price = (whole * 132 - counted) / empty
-doubt = (whole * 132 - 1.02 * counted) / empty  # if all else costs 2 % more
-gained = whole - p50.loc["early return", EMPTY]
-saved = gained * 132 / empty
-assert doubt > 0 and 0 < saved < price, "the text says so"
-chapter.glue(price=price, saved=saved)
-
-# %% [markdown]
-# In a half-full batch many CTAs find no row to compute. A CTA of v2 reads its offsets and exits; a
-# CTA of v4 first starts three roles, makes barriers and fetches two boxes of zeros for Q. On
-# gdpa-self-half-dense-512 an empty CTA costs {glue:text}`price:.1f` µs of an SM, of which an exit
-# before the roles saves {glue:text}`saved:.1f`. {doc}`Forward v6 <v6_short_kv>` walks a list of
-# tiles that have rows.
 
 # %% tags=["remove-input"]
 chapter.profile("v3_persistent", "v4_warp_specialized", workload="gdpa-self-full-512")
@@ -355,7 +270,7 @@ chapter.profile("v3_persistent", "v4_warp_specialized", workload="gdpa-self-full
 # %% [markdown]
 # ## Exercises
 #
-# {doc}`Write it </exercises>`: `make exercise NAME=predict`; `NAME=ring`.
+# {doc}`Write it </exercises>`: `make exercise NAME=predict`.
 #
 # :::{exercise} Half the head
 # :label: ex-v4-head-dim
@@ -373,38 +288,10 @@ chapter.profile("v3_persistent", "v4_warp_specialized", workload="gdpa-self-full
 # overlap.
 # :::
 #
-# :::{exercise} How many stages?
-# :label: ex-v4-stages
-#
-# What happens with `num_stages=1`: does it deadlock, does it race, or does it only wait? Predict
-# for blocks of 128 and of 64 keys, then compare modelled cycles with those of two stages.
-# *(emulator, ten minutes)*
-# :::
-
-# %% tags=["remove-cell"]
-ends = {}
-for keys, stages in ((128, 1), (128, 2), (64, 1), (64, 2)):
-    modelled = studies.timeline(v4_warp_specialized, tile, Config(keys, stages))
-    ends[f"end_{keys}_{stages}"] = max(event.end for event in modelled.events)
-assert ends["end_128_1"] < 1.05 * ends["end_128_2"] and ends["end_64_1"] > 1.1 * ends["end_64_2"]
-chapter.glue(**ends)
-
-# %% [markdown]
-# :::{solution} ex-v4-stages
-# :class: dropdown
-#
-# It only waits. `block % 1` is 0 and `block // 1 & 1` alternates, so stage and phase are right for
-# any number of stages. K and V have buffers of their own, so the next K is fetched during the
-# activation and P V of this block. With 128 keys these last longer than the copy:
-# {glue:text}`end_128_1:,.0f` cycles, {glue:text}`end_128_2:,.0f` with two stages. With 64 keys they
-# do not: {glue:text}`end_64_1:,.0f` against {glue:text}`end_64_2:,.0f`. The modelled memory is
-# idle; on a busy GPU a copy takes longer.
-# :::
-#
 # ## Takeaways
 #
 # - Warp specialization separates what a kernel computes from when it asks for data. By itself it
 #   overlaps no MMA with an activation, since a consumer still does one thing after another.
-# - With one CTA per SM, prologue, epilogue and empty tiles are time of the whole SM. Measure what a
-#   tile costs besides its blocks before you make it bigger.
+# - With one CTA per SM, prologue and epilogue are time of the whole SM. Measure what a tile costs
+#   besides its blocks before you make it bigger.
 # - Count registers before you move them, and let the compiler confirm the count.

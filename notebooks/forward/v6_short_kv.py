@@ -49,6 +49,21 @@ steady = chapter.rows(
 ).set_index("impl")["time_us_p50"]
 chapter.glue(stay_loop=100 * (steady[V5] / steady[V6A] - 1))
 
+EMPTY, V4 = "gdpa-self-half-dense-512", "v4_warp_specialized"
+work = workload(EMPTY)
+tiles = -(-pd.DataFrame({"rows": work.seqlens_q, "keys": work.seqlens_k}) // 128)
+with_rows = work.num_heads_q * tiles["rows"].sum()
+without = work.batch * work.num_heads_q * work.max_seqlen_q // 128 - with_rows
+assert set(tiles["keys"]) == {4}, "its tiles are those of gdpa-self-full-512"
+of_v4 = chapter.times("forward/results", together=["v2_tma", V4], direction="forward")[V4]
+counted = of_v4["gdpa-self-full-512"] * 132 / (1152 * 4 * 4) * with_rows
+variants = chapter.times(f"forward/{V4}", columns="variant", impl=V4, variant=None).loc[EMPTY]
+price = (variants["128 keys"] * 132 - counted) / without
+doubt = (variants["128 keys"] * 132 - 1.02 * counted) / without  # if all else costs 2 % more
+saved = (variants["128 keys"] - variants["early return"]) * 132 / without
+assert doubt > 0 and 0 < saved < price, "the text says so"
+chapter.glue(price=price, saved=saved)
+
 # %% tags=["remove-input"]
 # | name: fig-v6-steps
 # | caption: >
@@ -75,6 +90,12 @@ chapter.figure(
 # Inside a tile nothing changes. {doc}`forward v3 <v3_persistent>` was persistent too and gained
 # nothing, because two of its CTAs shared an SM and each hid the other's prologue and epilogue. A
 # CTA of v4 or v5 fills an SM, which stands still while it starts or stores.
+#
+# Nor are empty tiles free any longer. In a half-full batch many CTAs find no row to compute. A CTA
+# of v2 reads its offsets and exits; a CTA of v4 first starts three roles, makes barriers and
+# fetches two boxes of zeros for Q. On gdpa-self-half-dense-512, in bursts, an empty CTA costs
+# {glue:text}`price:.1f` µs of an SM, of which an exit before the roles saves
+# {glue:text}`saved:.1f`.
 #
 # ## Prediction
 #

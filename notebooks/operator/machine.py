@@ -286,15 +286,8 @@ moments = [
 chapter.figure(drawn.barrier(moments), modelled="counted by the rules of the text")
 
 # %% [markdown]
-# {numref}`fig-machine-barrier` shows one rule about bytes. Three more follow:
-#
-# 1. **A clipped box reports the full box**, zeros included. Announce the bytes of the box, never
-#    those of the rows that exist.
-# 2. **A wrong count carries into the next phase.** Announce one box where two come: the first
-#    completes the phase, and the second is subtracted from the next, which then completes before
-#    its own data are there. Announce too many bytes, and the wait hangs.
-# 3. **Multicast reports to each receiver.** A copy that TMA writes into several SMs of a
-#    {term}`cluster` subtracts its bytes from each one's barrier, and each must announce them.
+# Which {ref}`phase <rule-phases>` to wait for, and how many {ref}`arrivals <rule-arrivals>` and
+# {ref}`bytes <rule-expect-tx>` to count, {doc}`../forward/first_tlx_kernel` states and tries out.
 #
 # A *named barrier* is something else: each program has 16 of them, and they count threads, no
 # bytes.
@@ -386,7 +379,8 @@ chapter.figure(drawn.stages(STAGES), compiled="notebooks/tools/kernels/pipeline.
 # |:--|:--|:--|
 # | `async_task(num_warps, registers)` | a role, inside `async_tasks()` | warps, `setmaxnreg` |
 # | `local_alloc(shape, dtype, n)` | n buffers in shared or tensor memory | slots |
-# | `alloc_barriers(n, arrive_count)` | n mbarriers | `mbarrier.init` |
+# | `alloc_barriers(n, count)` | n mbarriers on which a role arrives once | `mbarrier.init` |
+# | `alloc_warp_barrier(n, warps, roles)` | n on which each thread arrives | `mbarrier.init` |
 # | `barrier_expect_bytes(b, bytes)` | announces bytes, and arrives | `expect_tx` |
 # | `barrier_arrive(b)` | arrives | `mbarrier.arrive` |
 # | `barrier_wait(b, parity)` | waits for a phase | `mbarrier.try_wait` |

@@ -123,11 +123,8 @@ full.arrive(count=0, deliver=16384)
 print("delivered:", full.passes(0))
 
 # %% [markdown]
-# Since a fresh barrier passes a wait for parity 1, `load` waits with `phase ^ 1`: it finds its
-# buffers empty although nobody has released them yet.
-#
-# With two readers, `k_empty` expects two arrivals. A fast reader cannot arrive twice: the next copy
-# is not made before the slow reader has arrived.
+# {doc}`../forward/first_tlx_kernel` derives from this which {ref}`phase <rule-phases>` a role waits
+# for and how many {ref}`arrivals <rule-arrivals>` a barrier needs.
 #
 # ## How it runs
 #

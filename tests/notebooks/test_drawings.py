@@ -54,3 +54,21 @@ def test_timelines_share_an_axis_and_tell_idle_and_saved_cycles():
     assert [text.get_text() for text in second.texts if text.get_text()] == ["−20 cycles"]
     assert not any(text.get_text() for text in first.texts)
     assert len(first.patches) == 4, "a wait is what is left free"
+
+
+def test_a_ring_shows_a_phase_for_each_use_and_a_dot_for_each_wait():
+    (axis,) = drawings.ring(5).axes
+    names = [label.get_text() for label in axis.get_yticklabels()]
+    assert names == ["slot[0]", "full[0]", "empty[0]", "slot[1]", "full[1]", "empty[1]"]
+    said = {name: [] for name in names}
+    for text in sorted(axis.texts, key=lambda text: text.get_position()):
+        said[names[int(text.get_position()[1])]].append(text.get_text())
+    assert said["slot[0]"] == ["copy 0", "read 0", "copy 2", "read 2", "copy 4", "read 4"]
+    assert said["full[0]"] == ["0", "1", "2"] and said["empty[1]"] == ["−1", "0", "1"]
+    dots = [(line.get_xdata()[0], names[line.get_ydata()[0]]) for line in axis.lines]
+    assert [x for x, of in dots if of == "empty[0]"] == [0, 2, 4], (
+        "load copies three blocks into it"
+    )
+    assert [x for x, of in dots if of == "full[1]"] == [2, 4]
+    colours = {line.get_color() for line in axis.lines if names[line.get_ydata()[0]] == "full[0]"}
+    assert len(colours) == 2, "one for each parity"

@@ -1,5 +1,6 @@
 """A module with pieces of its source replaced, and such a module measured in a rung's place."""
 
+import linecache
 from dataclasses import asdict, replace
 from types import SimpleNamespace
 
@@ -44,6 +45,17 @@ def test_what_modules_share_is_changed_for_one_of_them():
     assert made.math.fn.__globals__["store_p"] is made.store_p
     with pytest.raises(ValueError, match="old must occur once in .*tensor_memory_backward"):
         studies.changed(b1, change)
+
+
+def test_a_finding_names_a_file_without_its_folder_and_quotes_the_line_of_a_cell(monkeypatch):
+    cell, lines = "/tmp/ipykernel_1/42.py", ["k = 1\n", "    tlx.barrier_wait(empty[k], 1)\n"]
+    monkeypatch.setitem(linecache.cache, cell, (1, None, lines, cell))
+
+    def call():
+        raise tritonemu.EmulatorError(f"{cell}:2: a wait, see {style.__file__}:7")
+
+    (text,) = studies.findings(call, ["modelled"])
+    assert text == "EmulatorError: `tlx.barrier_wait(empty[k], 1)`: a wait, see style.py:7"
 
 
 @pytest.mark.parametrize("old", ("no such line of it", "\n"))
