@@ -177,14 +177,12 @@ chapter.table(
 )
 
 # %% [markdown]
-# ## A mask does not keep out a neighbour's NaN
+# ## Nobody reads a neighbour's rows
 #
-# A tile has 64 rows even if the block has fewer. The rows after the end of a sequence are another
-# user's tokens. A mask makes their probabilities zero, but $0 \cdot \mathrm{NaN}$ is NaN: a kernel
-# that loads those rows of V and relies on the mask hands one user's NaN to another. The published
-# kernels load them (read in their source, not run {cite}`adsmodelkernellibrary`). Ours never read
-# another block's values. This page checks it when it is built: with NaN in all other tokens the
-# results of four do not change in a single bit.
+# A tile has 64 rows even if the block has fewer, and those after the end are another user's tokens.
+# The published kernels load them and mask the scores (read in their source, not run
+# {cite}`adsmodelkernellibrary`), which does {ref}`not stop a NaN <rule-masks>`. Ours load zeros: as
+# this page checks when it is built, NaN in all other tokens changes no bit of four.
 
 # %% tags=["hide-input"]
 in_block = (torch.arange(total) >= 16) & (torch.arange(total) < 20)

@@ -341,10 +341,8 @@ assert naive["no mask"][0] == "yes", "the caption"
 # - *Score = -inf* is the habit from softmax. GELU of -inf is not a number.
 # - *Softmax*: a user without a history is 0/0. The loss leaves that user out and is finite, and
 #   still the gradients of the weights are NaN, because on the way back zero is multiplied by NaN.
-# - *P = 0* is right as long as padding holds numbers. If it holds a NaN, zero times NaN is NaN.
-#
-# A kernel's tile reaches beyond the end of a jagged sequence; our kernels load zeros there, so a
-# NaN stays with the user who brought it.
+# - *P = 0* is right as long as padding holds numbers, and {ref}`lets a NaN pass <rule-masks>`. Our
+#   kernels load zeros beyond the end of a sequence.
 #
 # ## Choosing the scales
 #
@@ -395,8 +393,8 @@ chapter.glue(**{name: share.item() for name, share in dead.items()})
 #
 # GELU(0) = 0, so the output is right, and dV = PᵀdO too. But GELU'(0) = 0.5: dS of a masked pair is
 # half of dP, not 0. dQ is wrong by the masked keys, dK by the masked queries. If padded K, V and dO
-# are zeros, dP and K vanish there, and it is right by luck. With a causal mask, or with tiles that
-# reach into the neighbour, it is wrong. Our kernels mask P and the slope.
+# are zeros, dP and K vanish there, and it is right by luck. With a causal mask it is wrong. Our
+# kernels mask P and the slope.
 # :::
 #
 # :::{exercise} Scores in fp16
@@ -416,4 +414,4 @@ chapter.glue(**{name: share.item() for name, share in dead.items()})
 # ## Takeaways
 #
 # - Sums count and averages do not. Divide by a constant of the model, not by a length of the batch.
-# - A mask on scores is no mask. Ask what a masked place holds: a number, a NaN, a neighbour.
+# - A mask on scores is no mask.
