@@ -160,11 +160,13 @@ chapter.figure(
 )
 
 # %% [markdown]
+# (rule-registers)=
 # Equal shares would be wasted on a role that only asks for copies. The instruction
-# **{term}`setmaxnreg`** moves registers between roles. Forward v8 starts its 12 warps with
-# {glue:text}`launched:.0f` registers a thread. Its producer puts all but {glue:text}`producer:.0f`,
-# {glue:text}`freed:,.0f` in all, into the program's pool. Its two consumers take
-# {glue:text}`wanted:,.0f` out of it, to have {glue:text}`consumer:.0f` a thread.
+# **{term}`setmaxnreg`** moves registers between roles, again in multiples of 8. Forward v8 starts
+# its 12 warps with {glue:text}`launched:.0f` registers a thread. Its producer puts all but
+# {glue:text}`producer:.0f`, {glue:text}`freed:,.0f` in all, into the program's pool. Its two
+# consumers take {glue:text}`wanted:,.0f` out of it, to have {glue:text}`consumer:.0f` a thread.
+# A role that asks for more than the pool holds waits.
 #
 # ## Shared memory and its port
 #
@@ -244,8 +246,7 @@ chapter.table(
 #
 # **{term}`TMA`**, the tensor memory accelerator, copies a *box* of a tensor between global and
 # shared memory. One thread starts it. A {term}`descriptor`, made by the host, holds the address,
-# shape, strides and box, so the copying needs no address arithmetic and no registers. Rows of a
-# box that lie outside of the tensor are filled with zeros.
+# shape, strides and box, so the copying needs no address arithmetic and no registers.
 #
 # What TMA reads comes through the **L2 cache**, {glue:text}`l2:.0f` MiB for the whole H200, from
 # **HBM**, the memory. Our copies reach {glue:text}`copy:,.0f` GB/s ({doc}`../measuring/roofline`).
@@ -259,12 +260,12 @@ chapter.table(
 # that holds two counters and a phase {cite}`nvidiaptx`:
 #
 # - *Count.* It is created with a number of **arrivals** that it expects in each phase.
-# - *Bytes.* A producer may add bytes that it expects: `expect_tx`. In TLX this is
-#   `barrier_expect_bytes`, which is an arrival too. A copy subtracts bytes when they have landed.
+# - *Bytes.* A producer may announce bytes, `expect_tx`. A copy subtracts its own when they have
+#   landed.
 # - *Phase.* When both counters are at zero, the phase is complete. The next one begins at once with
 #   the full count.
-# - *Parity.* A wait does not name a phase. It names its parity, even or odd, and passes if the last
-#   completed phase has it. A fresh barrier passes a wait for parity 1, as if phase -1 were over.
+# - *Parity.* A wait names no phase but a parity, even or odd, and passes if the last completed
+#   phase has it.
 
 # %% tags=["remove-cell"]
 BOX = 2 * 128 * 64
@@ -288,22 +289,14 @@ moments = [
 chapter.figure(drawn.barrier(moments), modelled="counted by the rules of the text")
 
 # %% [markdown]
-# {numref}`fig-machine-barrier` shows one rule about bytes. Three more follow:
-#
-# 1. **A clipped box reports the full box.** At the end of a tensor TMA fills the missing rows with
-#    zeros, and it reports these bytes as well. Announce the bytes of the box, never those of the
-#    rows that exist.
-# 2. **A wrong count carries into the next phase.** Announce one box where two come: the first one
-#    completes the phase, and the second is subtracted from the next phase, which then completes
-#    before its own data are there. Announce too many bytes, and the wait hangs.
-# 3. **Multicast reports to each receiver.** A copy that TMA writes into several SMs of a
-#    {term}`cluster` subtracts its bytes from each one's barrier, and each must announce them.
+# Which {ref}`phase <rule-phases>` to wait for, and how many {ref}`arrivals <rule-arrivals>` and
+# {ref}`bytes <rule-expect-tx>` to count, {doc}`../forward/first_tlx_kernel` states and tries out.
 #
 # A *named barrier* is something else: each program has 16 of them, and they count threads, no
 # bytes.
 #
-# Threads and TMA reach shared memory on different paths, which PTX calls
-# **proxies**. Before TMA may store what threads have written, a **fence** must order the two.
+# Threads, and TMA or tensor cores, reach shared memory on different paths, and a {ref}`fence
+# <rule-fences>` orders the two.
 #
 # ## Resources that block
 #
@@ -319,6 +312,7 @@ chapter.figure(drawn.barrier(moments), modelled="counted by the rules of the tex
 # only within a cluster. If the grid has more programs than fit, the first ones may occupy all SMs
 # and wait for those that cannot start.
 #
+# (rule-columns)=
 # ## Tensor memory
 #
 # A Blackwell SM has {glue:text}`columns:.0f` columns of tensor memory with 128 lanes of 4 bytes
@@ -464,4 +458,4 @@ chapter.glue(
 #
 # - Count four things per tile: cycles of the tensor cores, of the port, of the MUFU, and issue
 #   slots. The largest bounds the kernel.
-# - An mbarrier counts arrivals and bytes, and what is wrong in one phase spoils the next.
+# - An mbarrier counts arrivals and bytes; a wait passes when both of a phase are complete.
