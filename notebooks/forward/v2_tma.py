@@ -128,14 +128,14 @@ chapter.table(
         columns=["descriptor", "rows beyond the end", "without a mask on P", "with it"],
     ),
     caption="**Rows of zeros need no mask on P, and against a neighbour's NaN none helps.** The "
-    "output of a sequence whose tile reaches beyond its end.", name="tab-v2-masks",
+    "output of those eight rows.", name="tab-v2-masks",
     emulated="both loads; the output in PyTorch",
 )  # fmt: skip
 
 # %% [markdown]
 # A mask makes P of a missing key 0, but 0 x NaN = NaN. Zeros are right for any activation, since
-# the rows of V are zero too; only pairs of real rows, as under a causal mask, need the mask. With a
-# descriptor for each sequence the clipping is right, but the device must make one before each tile.
+# rows of V are zero too; only pairs of real rows, as under a causal mask, need one. A descriptor
+# for each sequence clips right, but the device must make it before each tile.
 #
 # ## Five dimensions
 #

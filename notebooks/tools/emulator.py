@@ -207,9 +207,8 @@ print(f"of {len(errors)} schedules: a race under {races}, a wrong result under {
 # Threads reach shared memory through the generic **proxy**; TMA, tensor cores and bulk copies
 # through the asynchronous one. The two do not see each other's writes by themselves. A **fence**,
 # `tlx.fence("async_shared")` after the stores and before the arrival, makes them visible
-# {cite}`nvidiaptx`. Who puts it there? In `fences.py` one role stores a tile and arrives, another
-# waits and reads the tile through the asynchronous proxy, in one of six ways. The source has no
-# fence:
+# {cite}`nvidiaptx`. Who puts it there? `fences.py` has none: one role stores a tile and arrives,
+# another waits and reads the tile in one of six ways:
 
 # %% tags=["remove-input"]
 TYPES = {"x_ptr": "*bf16", "desc": "tensordesc<bf16[64, 64]>", "y_ptr": "*bf16"}
@@ -228,17 +227,17 @@ for reader in fences.READERS:
 chapter.table(
     pd.DataFrame(answers, columns=["reader", "fences in PTX", "the emulator says"]),
     caption="**The compiler adds the fence for MMAs and TMA stores, and leaves it out for bulk "
-    "copies.** Which fence stands before each reader of a tile that another role stored.",
+    "copies.** Readers of a tile that another role has stored.",
     name="tab-emulator-fences", emulated="fences.py, modelled schedule",
     compiled=f"fences.py by fbtriton {triton.__version__.partition('+')[0]} for sm_90a, tcgen05 "
     "for sm_100a, when this page was built",
 )  # fmt: skip
 
 # %% [markdown]
-# The compiler's fence stands in the role that reads, behind its wait. So the emulator demands one
-# before bulk copies alone; a second clock records each role's last store that a fence has covered.
-# Write the fence yourself all the same, since other compilers differ: Gluon's, in Triton 3.9, adds
-# none between two roles, and there the emulator asks for every one.
+# The compiler's fence stands behind the wait of the role that reads. Before bulk copies the
+# emulator demands one: a second clock records the last store that a fence has covered. Write it
+# yourself all the same. Gluon's compiler, in Triton 3.9, adds none between two roles, and there the
+# emulator demands it before every reader.
 #
 # ## A parity knows only even and odd
 #
