@@ -414,7 +414,7 @@ chapter.profile(
 # :label: ex-rot-fence
 #
 # Leave out the fence after rotary in a copy of the file. What does the emulator say, and how many
-# `fence.proxy.async` lose the two compiled kernels? *(emulator, then compile it; ten minutes)*
+# `fence.proxy.async` do the two compiled kernels lose? *(emulator, then compile it; ten minutes)*
 # :::
 
 # %% tags=["remove-cell"]

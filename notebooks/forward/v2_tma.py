@@ -134,8 +134,8 @@ chapter.table(
 
 # %% [markdown]
 # A mask makes P of a missing key 0, but 0 x NaN = NaN. Zeros are right for any activation, since
-# rows of V are zero too; only pairs of real rows, as under a causal mask, need one. A descriptor
-# for each sequence clips right, but the device must make it before each tile.
+# the rows of V are zero too. Only pairs of real rows need a mask, as under a causal one. A
+# descriptor for each sequence would clip correctly, but the device must make it before each tile.
 #
 # ## Five dimensions
 #
