@@ -265,6 +265,15 @@ def test_the_fence_of_the_compiler_covers_what_others_did():
         assert ("fence.proxy.async" in ptx) == (not bug)
 
 
+@pytest.mark.parametrize("arch", ("sm_90", "sm_100"))
+def test_between_partitions_the_compiler_adds_no_fence(arch):
+    kernel = kernels.stored_and_sent
+    for bug, fences in (("", 3), ("no fence", 0)):
+        bound = dict(zip(kernel.arg_names, sent(), strict=False)) | {"BUG": bug}
+        ptx = asm_of(kernel, arch, bound, {"num_warps": 4})["ptx"]
+        assert ptx.count("fence.proxy.async") == fences
+
+
 def image(stride):
     """Two images of [5, 5], a filter of [3, 3] with a padding of 1, and 32 pixels at a time."""
     x, y = normal(2, 5, 5, 32, dtype=F32), torch.zeros(32, 32)

@@ -12,8 +12,8 @@
 #
 # :::{admonition} In this chapter (20 minutes)
 # You will read the published backward charts beside ours, find the series that cannot be what it
-# says, and price a whole training step in time and memory. Back to back on the H200, as training
-# runs them, our best kernel is {glue:text}`over_peer` times as fast as the best baseline. It is
+# says, and price a whole training step in time and memory. Back to back on the H200 our best
+# kernel is {glue:text}`over_peer` times as fast as the best baseline. It is
 # ahead on {glue:text}`won:.0f` of {glue:text}`count:.0f` workloads, and behind on
 # {glue:text}`lost`.
 # :::
@@ -136,7 +136,7 @@ ratios.redrawn(chapter, "gdpa-self-bwd-full", DRAWN)
 # everybody, also for backward v1, which does seven.
 #
 # Most baselines compute softmax, and autograd calls their backward alone. All
-# {glue:text}`checked:.0f` times {term}`back to back <sustained scope>` belong to gradients that
+# {glue:text}`checked:.0f` times {ref}`back to back <rule-scope>` belong to gradients that
 # passed the check against fp64; our kernels keep {glue:text}`kept` % of their burst rates.
 
 # %% tags=["remove-input"]

@@ -14,7 +14,7 @@
 # You will count the bytes of a sum across programs, and tell from the number of summands whether it
 # is deterministic. Backward v2 is {glue:text}`loops:.2f` times as fast as v1 back to back on full
 # batches of 1,024 tokens, where saving two MMAs of seven would give 1.40. The chapter's other times
-# are in bursts.
+# are {ref}`in bursts <rule-scope>`.
 # :::
 
 # %% tags=["hide-input"]

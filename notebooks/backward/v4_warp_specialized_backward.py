@@ -101,7 +101,7 @@ chapter.roles(V4)
 # |:--|:--|
 # | fold | GELU's factors ½ and `scale` move from every score to dV, dK and dQ, once per tile |
 # | K ahead | the wait for the next tile's K, which gets a second buffer |
-# | dQ put aside | a fence: dQ is sent after the *next* step's fence, which dS needs anyway |
+# | dQ put aside | a wait at a fence: dQ is sent behind the *next* step's, which dS needs |
 # | S first | a wait: S of the next step is issued before dQ of the last, one wait serves both |
 # | uniform | moves to uniform registers, by telling the compiler that a step count is uniform |
 # | late addresses | more such moves, and spills, by adding an opaque zero |
@@ -304,9 +304,8 @@ chapter.annotated(
 # %% [markdown]
 # ## Is it right?
 #
-# A ragged batch with several tiles of keys, in the emulator, against fp64. The emulator does not
-# ask for the fence before a TMA store, so *dQ put aside* rests on the check before each
-# measurement.
+# A ragged batch with several tiles of keys, in the emulator, against fp64. (The {ref}`fence
+# <rule-fences>` before dQ's TMA store is the compiler's.)
 
 # %% tags=["remove-input"]
 ragged = studies.batch((0, 1, 63, 130), (3, 70, 129, 257), heads=2)

@@ -184,13 +184,12 @@ chapter.table(
 )
 
 # %% [markdown]
-# ## A mask does not keep out a neighbour's NaN
+# ## Nobody reads a neighbour's rows
 #
 # A tile has 64 rows even if the block has fewer; those after it are another user's tokens. A mask
-# makes their probabilities zero, but $0 \cdot \mathrm{NaN}$ is NaN: a kernel that loads those rows
-# of V and relies on the mask hands one user's NaN to another. The published kernels load them (read
-# in their source, not run {cite}`adsmodelkernellibrary`). Ours never read another block's values:
-# with NaN in all other tokens the results of four do not change in a single bit.
+# makes their probabilities zero, which does {ref}`not stop a NaN <rule-masks>`. The published
+# kernels load them (read in their source, not run {cite}`adsmodelkernellibrary`). Ours never read
+# another block's values: with NaN in all other tokens the results of four do not change in a bit.
 
 # %% tags=["hide-input"]
 in_block = (torch.arange(total) >= 16) & (torch.arange(total) < 20)

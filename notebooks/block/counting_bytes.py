@@ -86,7 +86,7 @@ chapter.glue(
 
 # %% [markdown]
 # The forward pass reads three bytes for each byte it writes, the backward pass four for every
-# three. The fastest copy of that mix is the ceiling ({doc}`../measuring/roofline`):
+# three. The fastest copy of that mix is the {ref}`ceiling <rule-ceiling>`:
 # {glue:text}`rate_forward:,.0f` GB/s for 3:1 and {glue:text}`rate_backward:,.0f` for 4:3.
 #
 # ## What a general kernel moves
@@ -300,8 +300,7 @@ chapter.predictions()
 #
 # ## Takeaways
 #
-# - $b/2$ and $5b/7$ FLOP per byte: with blocks of 64 only bytes count, and the ceiling is a copy
-#   with the same mix of reads and writes.
+# - $b/2$ and $5b/7$ FLOP per byte: with blocks of 64 only bytes count.
 # - One tile saves nothing in the forward pass and nearly half of the bytes in the backward pass.
 #   What a kernel gains beyond that is rate.
 # - One tile's loads in flight on each SM are enough, if they never pause.

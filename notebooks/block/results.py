@@ -137,8 +137,7 @@ chapter.predict(f"{text} backward pass.", fa2["backward"], least=3.3, most=4.0, 
 # | caption: >
 # |   **Block v1 runs at the rate of a copy in the forward pass, block v3 a little below it in the
 # |   backward pass, and every baseline far below.** The batch of table 5, head_dim 128: fewest
-# |   bytes over time, in percent of the rate of the fastest copy with the same mix of reads and
-# |   writes (dashed), both back to back.
+# |   bytes over time, in percent of the {ref}`ceiling <rule-ceiling>` (dashed), both back to back.
 # | alt: >
 # |   A dot plot, two marks a row, forward and backward. Our kernels climb toward the dashed line at
 # |   100: v1 is on it in the forward pass, v3 a little below in the backward pass. The baselines
@@ -164,7 +163,7 @@ chapter.figure(
 # All four {cite}`siso2026block` are from an NVIDIA B200, ours from an H200. The published baseline
 # is the authors' own FlashAttention-2 with blocks, in Triton; ours is PyTorch's, with one sequence
 # for each block, the same mathematics. *Sparsity 0.7* is a {term}`fill`: lengths lie between 0.4
-# and 1.0 of the largest ({doc}`block_attention`). Times are {term}`back to back <sustained scope>`
+# and 1.0 of the largest ({doc}`block_attention`). Times are {ref}`back to back <rule-scope>`
 # unless an exhibit says burst.
 #
 # ## Table 5: the main batch

@@ -69,9 +69,9 @@ assert 50 < bound["backward", 128] < 60, "the caption: little more than half"
 # | name: fig-bv0-share
 # | caption: >
 # |   **Block v0 falls short of what its bytes allow in the forward pass, and its bytes allow little
-# |   more than half in the backward pass.** Fewest bytes over time, in percent of the best copy
-# |   with the same mix of reads and writes, back to back at head_dim 128. FlashAttention-2 gets
-# |   each block as a sequence. What v0's bytes allow is modelled from the rates of copies.
+# |   more than half in the backward pass.** Fewest bytes over time, in percent of the {ref}`ceiling
+# |   <rule-ceiling>`, back to back at head_dim 128. FlashAttention-2 gets each block as a sequence.
+# |   What v0's bytes allow is modelled from the rates of copies.
 # | alt: >
 # |   Bars for each direction: what v0's bytes allow, v0, then FlashAttention-2. Forward the bytes
 # |   allow nearly everything and v0 falls short of it; backward they allow little more than half.

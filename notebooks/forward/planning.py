@@ -275,15 +275,12 @@ assert lost["pipelined"] > 1 / 3 > lost["serial"], "the text: more than a third"
 #
 # Of an SM's 65,536 registers one {term}`CTA` with $g$ warp groups of 128 threads can give each
 # thread $65{,}536 / (128 g)$, rounded down to a multiple of 8: 168 for a producer and two
-# consumers. `setmaxnreg` moves them between groups in steps of 8 ({doc}`../operator/machine`). The
-# sum over groups must not exceed what the launch allocated:
+# consumers. {ref}`Moved between roles <rule-registers>`, they still add up to no more:
 #
 # $$
 # r_\text{producer} + c\, r_\text{consumer} \le g \cdot r_\text{launch},
 # \qquad\text{e.g. } 24 + 2 \cdot 240 = 3 \cdot 168 = 504.
 # $$
-#
-# If it does, the last group waits for ever; the emulator, which has no pool, cannot find that.
 #
 # What a consumer thread needs is a sum over what is alive at the same time. A tile of 64 × $x$
 # values has $x/2$ per thread in fp32 and $x/4$ in bf16:
@@ -313,7 +310,7 @@ assert lost["pipelined"] > 1 / 3 > lost["serial"], "the text: more than a third"
 # Forward v8 has $q = s = 2$: 64 + 128 + 32 = 224 KiB. A third slot of 128 keys needs 64 KiB more
 # and does not fit; the emulator refuses such a kernel as a GPU would.
 #
-# Blackwell adds a sixth sum, over the 512 columns of {term}`tensor memory`
+# Blackwell adds a sixth sum, over {ref}`columns <rule-columns>` of tensor memory
 # ({doc}`../blackwell/tensor_memory`).
 #
 # ## The barrier form

@@ -12,8 +12,8 @@
 #
 # :::{admonition} In this chapter (20 minutes)
 # You will read each published forward chart beside ours, name the baseline to beat for a given
-# batch, and see what changes on a second board. Back to back on the H200, as a training loop runs
-# them, our best kernel is {glue:text}`over_peer` times as fast as the best baseline.
+# batch, and see what changes on a second board. Back to back on the H200 our best kernel
+# is {glue:text}`over_peer` times as fast as the best baseline.
 # {doc}`Forward v8 <v8_own_waits>` is that kernel on all {glue:text}`count:.0f` workloads.
 # :::
 
@@ -138,9 +138,8 @@ ratios.redrawn(chapter, "gdpa-self-fwd-full", [V1, V8])
 # keys (*dense*) or give keys the lengths of the queries (*jagged*). The scale is 1/sqrt(head_dim),
 # where the published benchmark has none.
 #
-# Rates are {term}`back to back <sustained scope>`, and shares are of a {term}`roofline` that was
-# timed in the same way. In {term}`bursts <burst>` the clock is higher: forward v8 keeps
-# {glue:text}`kept` per cent of its burst rate ({doc}`../measuring/power_wall`). All
+# Rates and {ref}`ceilings <rule-ceiling>` are {ref}`back to back <rule-scope>`, where forward v8
+# keeps {glue:text}`kept` per cent of its burst rate ({doc}`../measuring/power_wall`). All
 # {glue:text}`checked:.0f` times belong to outputs that passed the check against fp64.
 
 # %% tags=["remove-input"]

@@ -86,9 +86,8 @@ chapter.code(v0_eager.pad)
 # The program can count the rest itself: tensors on the device `meta` have a shape and no contents,
 # and PyTorch's `TorchDispatchMode` sees each operation on them.
 #
-# We assume that a step reads each of its inputs once and writes its result once. It runs at the
-# rate of a copy with the same mix of reads and writes, or at the rate of a large matmul, whichever
-# takes longer, and steps do not overlap.
+# We assume that a step reads each of its inputs once, writes its result once, and takes the longer
+# of bytes and FLOPs at our {ref}`ceilings <rule-ceiling>`. Steps do not overlap.
 
 
 # %% tags=["hide-input"]
@@ -132,7 +131,8 @@ chapter.glue(
 # %% [markdown]
 # Together the steps move {glue:text}`gbytes:.0f` GB, where q, k, v and the output have
 # {glue:text}`fewest_gbytes:.1f`. Steps on the scores take {glue:text}`scores_share:.0f` % of the
-# modelled time. From this count follow two predictions (times of this section are in bursts):
+# modelled time. From this count follow two predictions (times of this section are
+# {ref}`in bursts <rule-scope>`):
 
 # %% tags=["remove-input"]
 half_full = us[V0][HALF] / us[V0][SHORT]

@@ -99,10 +99,8 @@ chapter.roles(V1)
 # **No maximum.** Blocks just add up ({doc}`../operator/gdpa`), in the {term}`accumulator` of the
 # tensor cores: `tl.dot(p, v, acc)`.
 #
-# **Tails.** A load of rows that do not exist returns zeros, and a score of zero activates to zero,
-# so the tail of the keys needs no mask. V is loaded with zeros as well, because 0 times the
-# neighbour's NaN is not 0; this also covers activations that are not zero at zero. Rows beyond the
-# end of Q are computed and not stored.
+# **Tails.** A load of rows that do not exist returns zeros, of K and of V, so the tail of the keys
+# needs {ref}`no mask <rule-masks>`. Rows beyond the end of Q are computed and not stored.
 #
 # ## Prediction
 #

@@ -12,7 +12,7 @@
 # You will make one TMA descriptor clip at the end of every sequence of a packed tensor, count what
 # it saves in SASS, and separate what a tile costs once from what it costs per key. With the same
 # tile, forward v2 is {glue:text}`gain_min:.2f` to {glue:text}`gain_max:.2f` times as fast as
-# forward v1 (all times of this chapter are in bursts).
+# forward v1 (all times of this chapter are {ref}`in bursts <rule-scope>`).
 # :::
 
 # %% tags=["hide-input"]
@@ -77,16 +77,16 @@ chapter.figure(
 # issues one instruction with the coordinates of a box. Elements out of bounds read as zero and are
 # not written, without a predicate.
 #
-# ## The tail of a sequence
+# (rule-masks)=
+# ## The tail of a sequence, and when P needs a mask
 #
 # Our tensors are packed, `[total, num_heads, head_dim]`, and an obvious {term}`descriptor` has
 # exactly these sizes. It clips at `total`. A sequence of three rows, loaded in a box of eight, then
-# brings five rows of its neighbours. We load both ways in the emulator, with NaN in all other rows:
+# brings five rows of its neighbours. We load both ways in the emulator and compute an output, P V,
+# from all eight:
 
 # %% tags=["hide-input"]
 total, start, length = 16, 5, 3
-packed = torch.full((total, 1, 16), float("nan"), dtype=torch.bfloat16)
-packed[start : start + length] = torch.tensor([1.0, 2.0, 3.0]).reshape(3, 1, 1)
 
 
 @triton.jit
@@ -96,15 +96,46 @@ def load_both(plain, ragged, start, length, plain_ptr, ragged_ptr):
     tl.store(ragged_ptr + offsets, load_rows(ragged, start, length, 0, 0))
 
 
-plain = TensorDescriptor(packed, list(packed.shape), list(packed.stride()), [8, 1, 16])
-clipping, loaded = ragged_descriptor(packed, 8), torch.empty(2, 8, 16)
-tritonemu.run(load_both, (1,), plain, clipping, start, length, *loaded)
-print("descriptor of the tensor:", loaded[0, :, 0].tolist())
-print("descriptor of this book: ", loaded[1, :, 0].tolist())
+def boxes(neighbour: float) -> torch.Tensor:
+    """A column of the boxes that the two descriptors load, other rows being `neighbour`."""
+    packed = torch.full((total, 1, 16), neighbour, dtype=torch.bfloat16)
+    packed[start : start + length] = torch.tensor([1.0, 2.0, 3.0]).reshape(3, 1, 1)
+    plain = TensorDescriptor(packed, list(packed.shape), list(packed.stride()), [8, 1, 16])
+    loaded = torch.empty(2, 8, 16)
+    tritonemu.run(load_both, (1,), plain, ragged_descriptor(packed, 8), start, length, *loaded)
+    return loaded[:, :, 0]
+
+
+def judged(v: torch.Tensor, masked: bool) -> str:
+    """What P V is, with V in place of the scores; a mask on P keeps the rows of the sequence."""
+    p = torch.nn.functional.gelu(v)
+    exact = p[:length] @ v[:length]
+    if masked:
+        p[length:] = 0
+    return "NaN" if (p @ v).isnan() else "right" if p @ v == exact else "wrong"
+
+
+(numbers, zeros), (nans, again) = boxes(7.0), boxes(torch.nan)
+assert torch.equal(zeros, again) and not zeros[length:].any(), "the table: zeros"
+cases = {"a neighbour's numbers": numbers, "a neighbour's NaN": nans, "zeros": zeros}
+
+# %% tags=["remove-input"]
+ways = ["of the tensor", "of the tensor", "of this book"]
+chapter.table(
+    pd.DataFrame(
+        [(way, rows, judged(v, False), judged(v, True))
+         for way, (rows, v) in zip(ways, cases.items(), strict=True)],
+        columns=["descriptor", "rows beyond the end", "without a mask on P", "with it"],
+    ),
+    caption="**Rows of zeros need no mask on P, and against a neighbour's NaN none helps.** The "
+    "output of those eight rows.", name="tab-v2-masks",
+    emulated="both loads; the output in PyTorch",
+)  # fmt: skip
 
 # %% [markdown]
-# The activation cannot repair this: P of a missing key is 0 at best, and 0 x NaN = NaN. With a
-# descriptor for each sequence the clipping is right, but the device must make one before each tile.
+# A mask makes P of a missing key 0, but 0 x NaN = NaN. Zeros are right for any activation, since
+# the rows of V are zero too. Only pairs of real rows need a mask, as under a causal one. A
+# descriptor for each sequence would clip correctly, but the device must make it before each tile.
 #
 # ## Five dimensions
 #

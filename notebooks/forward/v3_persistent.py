@@ -13,7 +13,7 @@
 #
 # :::{admonition} In this chapter (30 minutes)
 # You will make a kernel persistent, model how a list of tiles falls on its programs, and find which
-# number of programs to avoid. All times of this chapter are in bursts.
+# number of programs to avoid. All times of this chapter are {ref}`in bursts <rule-scope>`.
 # :::
 
 # %% tags=["hide-input"]

@@ -84,7 +84,7 @@ chapter.code(v5_pingpong.math, "for block in", "store_rows")
 #
 # P waits in fp32 and is converted just before its {term}`MMA`, because registers that a `wgmma`
 # reads must not be written while another one runs. S, P in both formats and the {term}`accumulator`
-# take 224 registers, where an even share of the register file is 168. So {term}`setmaxnreg` pays
+# take 224 registers, where an even share is 168. So {ref}`moving registers <rule-registers>` pays
 # now.
 #
 # An option adds the *turns* of FlashAttention-3's ping-pong schedule, after which the file is

@@ -152,9 +152,11 @@ chapter.predictions()
 chapter.code(v6a_persistent.math, "while item", "row += role")
 
 # %% [markdown]
-# O has a buffer of its own. {term}`TMA` drains it during the next tile;
-# `async_descriptor_store_wait(0)` comes a whole tile later, before the buffer is rewritten.
-# {doc}`v8_own_waits` shows the loops of the other two steps.
+# (rule-stores)=
+# O has a buffer of its own, which {term}`TMA` drains during the next tile. A buffer belongs to its
+# TMA store until `async_descriptor_store_wait`: only behind that may a role write it again or
+# release it. Here the wait comes a whole tile later. {doc}`v8_own_waits` shows the loops of the
+# other two steps.
 #
 # ## The surprise: the other consumer had filled the gap already
 

@@ -160,8 +160,8 @@ chapter.figure(
 #
 # In v7 a consumer waits 512 cycles or more for S of 128 keys with nothing else in flight, and twice
 # that when the other one holds the tensor core. P V queued behind S should gain 5 to 15 % where a
-# tile has many blocks. With 256 keys the loop runs once. The predictions are about bursts; the
-# table is back to back.
+# tile has many blocks. With 256 keys the loop runs once. The predictions are about
+# {ref}`bursts <rule-scope>`; the table is back to back.
 
 # %% tags=["remove-input"]
 few = gain[[name for name in gain.index if "full" in name and workload(name).max_seqlen_k == 256]]
@@ -216,8 +216,9 @@ chapter.glue(least=roof.loc[LEAST, V8], at_512_roof=roof.loc[FULL[512], V8])
 # %% [markdown]
 # On gdpa-self-half-jagged-512, with blocks of 64 keys, {glue:text}`real:.0f` % of the computed
 # pairs are real. v8 reaches {glue:text}`least:.0f` % of the roofline there, and
-# {glue:text}`of_computed:.0f` % of the compute ceiling if all computed pairs count. At 512 full
-# tokens all computed pairs are real, and v8 reaches {glue:text}`at_512_roof:.0f` %.
+# {glue:text}`of_computed:.0f` % of the compute {ref}`ceiling <rule-ceiling>` if all computed pairs
+# count. At 512 full tokens all computed pairs are real, and v8 reaches
+# {glue:text}`at_512_roof:.0f` %.
 #
 # ## Is it right?
 #
@@ -265,15 +266,15 @@ chapter.annotated(
     {
         "blocks = tl.where(step == 0, blocks, 0)": "v6: where K and V stay, the producer fetches "
         "them with the first tile of an entry only.",
-        "stage = k.acquire(kv + block)": "v4: the producer waits with the other parity. The first "
-        "wait on a fresh barrier passes, since buffers start empty.",
+        "stage = k.acquire(kv + block)": "v4: the producer waits with the {ref}`other parity "
+        "<rule-phases>`.",
         "k.full[stage], start_k, len_k, head, key)": "v2: one TMA load of a box, clipped at "
-        "the end of the sequence. Its bytes complete `k_full`.",
+        "the end of the sequence.",
         "fetch_q(q_desc, q, tile, 0, 0, 0, 0, options)": "v6: after the last tile comes a dummy "
         "one of length zero, so that the consumers' loop needs no second copy.",
         "tlx.barrier_arrive(empty, pred=last)": "v6: resident buffers are given back after "
         "the last tile of the entry.",
-        "k_empty = tlx.alloc_warp_barrier": "v4: the threads of all consumers arrive, 256.",
+        "k_empty = tlx.alloc_warp_barrier": "v4: {ref}`threads arrive <rule-arrivals>`, 256.",
         'with tlx.async_task("default"):': "v4: the producer. Its registers go to the consumers.",
         "out = batch.new_out()": "The host makes a descriptor for each tensor and a list of "
         "work on the device, and launches one CTA per SM, or fewer if the list is shorter.",

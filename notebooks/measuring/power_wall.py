@@ -11,7 +11,7 @@
 # and which saving counts then, cycles or energy?
 #
 # :::{admonition} In this chapter (30 minutes)
-# You will run kernels {term}`back to back <sustained scope>`, see their clock fall until the board
+# You will run kernels {ref}`back to back <rule-scope>`, see their clock fall until the board
 # draws {glue:text}`watts:.0f` W, and use a law with one measured exponent. On the H200 the matmul
 # keeps {glue:text}`kept_matmul:.0f` % of its burst rate and forward v8 {glue:text}`kept_low:.0f` to
 # {glue:text}`kept_high:.0f` %.
@@ -114,11 +114,10 @@ chapter.figure(chart, measured=chapter.rows(scope=BOTH, direction="forward", imp
 # %% [markdown]
 # ## A slow kernel draws as much power as a fast one
 #
-# Scope `kernel` is the burst of {doc}`protocol`: kernels take turns, with pauses. Scope `sustained`
-# ran one kernel for {glue:text}`seconds:.1f` s after {glue:text}`warm:.1f` s of warming up and read
-# clock and energy through NVML, NVIDIA's monitoring library. Power limits {glue:text}`limited:.0f`
-# of {glue:text}`rows:.0f` such rows: the driver gives `sw_power_cap` as its reason for lowering the
-# clock.
+# Back to back each kernel ran for {glue:text}`seconds:.1f` s after {glue:text}`warm:.1f` s of
+# warming up, while NVML, NVIDIA's monitoring library, gave clock and energy. Power limits
+# {glue:text}`limited:.0f` of {glue:text}`rows:.0f` such rows: the driver gives `sw_power_cap` as
+# its reason for lowering the clock.
 #
 # A slow kernel does not draw less. It gets a higher clock for the same {glue:text}`watts:.0f` W, up
 # to the highest that the chip has. What FlashAttention-2 loses in waiting, it partly regains in
@@ -206,8 +205,6 @@ chapter.figure(_energy.at_the_wall(groups, law), measured=load)
 # {glue:text}`free_w:,.0f` W at the highest clock. If the rest draws 450 W, the average stays under
 # the limit as long as attention takes less than {glue:text}`mixed:.0f` % of the time (modelled).
 # So the truth for a model lies between burst and back to back ({doc}`../training/step`).
-#
-# **From here on each page says which scope its times have.** Results are back to back.
 #
 # ## A fleet gains work per joule
 #
@@ -328,9 +325,10 @@ chapter.glue(
 #
 # ## A share of the roofline needs a ceiling of its own scope
 #
-# Against ceilings timed the same way, forward v8 reaches {glue:text}`share_burst:.0f` % of the
-# roofline in a burst of 2,048 tokens and {glue:text}`share_own:.0f` % back to back: the matmul is
-# at the wall, too. At 256 tokens v8 loses {glue:text}`lost_256:.1f` points, because the ceiling
+# Against {ref}`ceilings <rule-ceiling>` of the same {ref}`scope <rule-scope>`, forward v8 reaches
+# {glue:text}`share_burst:.0f` % of the roofline in a burst of 2,048 tokens and
+# {glue:text}`share_own:.0f` % back to back: the matmul is at the wall, too. At 256 tokens v8 loses
+# {glue:text}`lost_256:.1f` points, because the ceiling
 # there is the copy, which keeps its rate.
 #
 # In a burst kernels take turns at one average clock, which flatters the faster one: at 2,048 tokens
@@ -392,7 +390,6 @@ chapter.glue(
 #
 # - Back to back the clock takes back three tenths of what fewer cycles gain: time follows cycles to
 #   the power of {glue:text}`p:.2f`, give or take 0.03.
-# - Compare a rate with ceilings and rivals timed in the same scope. Bursts flatter fast kernels.
 # - A fleet short of power gains work per joule: less than a board, if the slow kernel drew less.
 
 # %% tags=["remove-cell"]

@@ -111,7 +111,7 @@ chapter.glue(
 #
 # - *The host clock without synchronisation* times the enqueueing, {glue:text}`host_us:.0f` µs
 #   whatever the kernel does afterwards, and prints {glue:text}`host_short:,.0f` and
-#   {glue:text}`host_long:,.0f` TFLOP/s, beyond any ceiling of the machine.
+#   {glue:text}`host_long:,.0f` TFLOP/s, beyond any {ref}`ceiling <rule-ceiling>`.
 # - *Without a lead-in* the error goes the other way. At batch 32 and length 256 the kernel takes
 #   {glue:text}`small_us:.0f` µs, less than its launch. The first event fires while the host is
 #   still preparing the call, so the clock starts too early and shows {glue:text}`bare_us:.0f` µs.
@@ -145,9 +145,11 @@ chapter.code(timing.sample_kernels, "for turn in rounds:", "return")
 # 4. **Everything is kept.** {glue:text}`samples:.0f` samples go into the record; tables show the
 #    median (p50) and the 20th and 80th percentile. Nothing on the machine is set.
 #
+# (rule-scope)=
 # ## Four scopes
 #
-# What is timed is the *scope* of a number, and a rate means nothing without it:
+# What is timed is called the *scope* of a number. A rate means nothing without it, and is compared
+# with rates and ceilings of the same scope:
 #
 # | scope | what is timed | where it stands |
 # |:--|:--|:--|

@@ -124,6 +124,7 @@ _widgets.roofline(
 # Self-attention has $n = m = N$ and $I = N/2$. Cross-attention with 256 keys cannot exceed
 # $I = 256$, however many queries there are.
 #
+# (rule-ceiling)=
 # ## Two ceilings, measured
 #
 # A {term}`roofline` {cite}`williams2009roofline` is usually drawn from a data sheet. Ours is

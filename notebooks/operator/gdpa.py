@@ -279,21 +279,6 @@ for name in ("identity", "relu", "leaky_relu", "gelu", "silu", "hardswish"):
 # {doc}`../serving/adds_up` does it with the library.
 # :::
 #
-# :::{exercise} Not zero at zero
-# :label: ex-gdpa-tail
-#
-# A kernel reads its last block of keys past the end of the sequence as zeros and masks nothing.
-# Would it still be right for an activation with $\mathrm{act}(0) = 1$? *(paper)*
-# :::
-#
-# :::{solution} ex-gdpa-tail
-# :class: dropdown
-#
-# Yes. A missing key has score 0, so $P$ is 1 there, but its row of $V$ is zero too and adds
-# nothing. A kernel that zeroed $K$ alone would be wrong. A masked pair has a real row of $V$, so it
-# needs the mask on $P$.
-# :::
-#
 # ## Takeaways
 #
 # - $O = c\,\mathrm{act}(s\,QK^{\mathsf T})\,V$ has no row statistics: blocks of keys add up in any

@@ -160,10 +160,12 @@ chapter.figure(
 )
 
 # %% [markdown]
-# A role that only asks for copies needs few. **{term}`setmaxnreg`** moves registers between roles:
-# forward v8 starts its 12 warps with {glue:text}`launched:.0f` a thread. Its producer puts all but
-# {glue:text}`producer:.0f`, {glue:text}`freed:,.0f` in all, into the program's pool, and its two
-# consumers take {glue:text}`wanted:,.0f` out of it, to have {glue:text}`consumer:.0f` a thread.
+# (rule-registers)=
+# A role that only asks for copies needs few. **{term}`setmaxnreg`** moves registers between roles,
+# in multiples of 8: forward v8 starts its 12 warps with {glue:text}`launched:.0f` a thread. Its
+# producer puts all but {glue:text}`producer:.0f`, {glue:text}`freed:,.0f` in all, into the program's
+# pool, and its two consumers take {glue:text}`wanted:,.0f` out of it, to have
+# {glue:text}`consumer:.0f` a thread. A role that asks for more than the pool holds waits.
 #
 # ## Shared memory and its port
 #
@@ -242,8 +244,7 @@ chapter.table(
 #
 # **{term}`TMA`**, the tensor memory accelerator, copies a *box* of a tensor between global and
 # shared memory. One thread starts it. A {term}`descriptor`, made by the host, holds address, shape,
-# strides and box, so copying needs no address arithmetic and no registers. Rows outside of the
-# tensor are filled with zeros.
+# strides and box, so copying needs no address arithmetic and no registers.
 #
 # What TMA reads comes through the **L2 cache**, {glue:text}`l2:.0f` MiB for the whole H200, from
 # **HBM**, the memory. Our copies reach {glue:text}`copy:,.0f` GB/s ({doc}`../measuring/roofline`).
@@ -257,12 +258,12 @@ chapter.table(
 # that holds two counters and a phase {cite}`nvidiaptx`:
 #
 # - *Count.* It is created with a number of **arrivals** that it expects in each phase.
-# - *Bytes.* A producer may add bytes that it expects: `expect_tx`. In TLX this is
-#   `barrier_expect_bytes`, which is an arrival too. A copy subtracts bytes when they have landed.
+# - *Bytes.* A producer may announce bytes, `expect_tx`. A copy subtracts its own when they have
+#   landed.
 # - *Phase.* When both counters are at zero, the phase is complete. The next one begins at once with
 #   the full count.
-# - *Parity.* A wait does not name a phase. It names its parity, even or odd, and passes if the last
-#   completed phase has it. A fresh barrier passes a wait for parity 1, as if phase -1 were over.
+# - *Parity.* A wait names no phase but a parity, even or odd, and passes if the last completed
+#   phase has it.
 
 # %% tags=["remove-cell"]
 BOX = 2 * 128 * 64
@@ -292,8 +293,8 @@ chapter.figure(drawn.barrier(moments), modelled="counted by the rules of the tex
 # A *named barrier* is something else: each program has 16 of them, and they count threads, no
 # bytes.
 #
-# Threads and TMA reach shared memory on different paths, which PTX calls
-# **proxies**. Before TMA may store what threads have written, a **fence** must order the two.
+# Threads, and TMA or tensor cores, reach shared memory on different paths, and a {ref}`fence
+# <rule-fences>` orders the two.
 #
 # ## Resources that block
 #
@@ -308,6 +309,7 @@ chapter.figure(drawn.barrier(moments), modelled="counted by the rules of the tex
 # A launch promises only within a cluster that programs are **resident** together. In a grid of more
 # programs than fit the first may occupy all SMs and wait for those that cannot start.
 #
+# (rule-columns)=
 # ## Tensor memory
 #
 # A Blackwell SM has {glue:text}`columns:.0f` columns of tensor memory with 128 lanes of 4 bytes
@@ -454,4 +456,4 @@ chapter.glue(
 #
 # - Count four things per tile: cycles of the tensor cores, of the port, of the MUFU, and issue
 #   slots. The largest bounds the kernel.
-# - An mbarrier counts arrivals and bytes, and what is wrong in one phase spoils the next.
+# - An mbarrier counts arrivals and bytes; a wait passes when both of a phase are complete.

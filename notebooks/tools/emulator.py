@@ -17,13 +17,18 @@
 
 # %% tags=["hide-input"]
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
+
+import pandas as pd
+import triton
 
 import tritonemu
 from _lib import studies
 from gdpa_kernels import gdpa
+from gdpa_lab.measuring import compile_check
 from gdpa_lab.report.chapter import Chapter
-from notebooks.tools.kernels import deadlock, phase, pipeline, race, turns
+from notebooks.tools.kernels import deadlock, fences, phase, pipeline, race, turns
 from tritonemu import clocks
 
 # %% tags=["parameters"]
@@ -116,7 +121,7 @@ class Barrier:
 
 
 empty, full = Barrier(1), Barrier(1)
-print("a fresh barrier passes 0, 1:", empty.passes(0), empty.passes(1))
+print("new, parity 0 and 1:", empty.passes(0), empty.passes(1))
 full.arrive(expect=16384)
 print("announced:", full.passes(0))
 full.arrive(count=0, deliver=16384)
@@ -196,14 +201,43 @@ races, wrong = sum(text.startswith("Race") for text in errors), studies.wrong_re
 print(f"of {len(errors)} schedules: a race under {races}, a wrong result under {wrong}")
 
 # %% [markdown]
+# (rule-fences)=
 # ## Proxies and fences
 #
-# Threads reach shared memory through the generic **proxy**, TMA and tensor cores through the
-# asynchronous one, and the two do not see each other's writes by themselves. A **fence**,
+# Threads reach shared memory through the generic **proxy**; TMA, tensor cores and bulk copies
+# through the asynchronous one. The two do not see each other's writes by themselves. A **fence**,
 # `tlx.fence("async_shared")` after the stores and before the arrival, makes them visible
-# {cite}`nvidiaptx`. A second clock records each role's last store that a fence has covered. A copy
-# that reads what a role stored without one raises `MissingFence`. Before TMA stores and MMAs the
-# compiler inserts the fence itself, so there the emulator does not ask for it.
+# {cite}`nvidiaptx`. Who puts it there? `fences.py` has none: one role stores a tile and arrives,
+# another waits and reads the tile in one of six ways:
+
+# %% tags=["remove-input"]
+TYPES = {"x_ptr": "*bf16", "desc": "tensordesc<bf16[64, 64]>", "y_ptr": "*bf16"}
+answers = []
+for reader in fences.READERS:
+    constants = {"READER": reader, "FENCE": False}
+    arch = fences.ARCHITECTURES.get(reader, 90)
+    built = compile_check.build(
+        fences.fence_kernel, TYPES, constants, capability=arch, options={"num_warps": 4}
+    )
+    (said,) = studies.findings(partial(fences.main, reader), ["modelled"], arch=f"sm_{arch}")
+    added = built.asm["ptx"].count("fence.proxy.async")
+    name = reader if "TMA" in reader else f"`{reader}`"
+    answers.append((name, added, f"`{said.partition(':')[0]}`" if said else "–"))
+    assert bool(added) != bool(said), "the text: it asks where the compiler adds none"
+chapter.table(
+    pd.DataFrame(answers, columns=["reader", "fences in PTX", "the emulator says"]),
+    caption="**The compiler adds the fence for MMAs and TMA stores, and leaves it out for bulk "
+    "copies.** Readers of a tile that another role has stored.",
+    name="tab-emulator-fences", emulated="fences.py, modelled schedule",
+    compiled=f"fences.py by fbtriton {triton.__version__.partition('+')[0]} for sm_90a, tcgen05 "
+    "for sm_100a, when this page was built",
+)  # fmt: skip
+
+# %% [markdown]
+# The compiler's fence stands behind the wait of the role that reads. Before bulk copies the
+# emulator demands one: a second clock records the last store that a fence has covered. Write it
+# yourself all the same. Gluon's compiler, in Triton 3.9, adds none between two roles, and there the
+# emulator demands it before every reader.
 #
 # ## A parity knows only even and odd
 #
@@ -272,9 +306,7 @@ print(
 #
 # | not modelled | so it does not see |
 # |:--|:--|
-# | registers and `setmaxnreg`'s pool | roles that ask for more than exists, and hang |
-# | `tcgen05.alloc` as a wait | two programs of an SM that block each other's columns |
-# | residency | a grid whose waiting programs do not fit on the GPU |
+# | waits for {ref}`registers <rule-registers>`, {ref}`columns <rule-columns>`, an SM | who hangs |
 # | loads before stores of one role | a store before another of its threads has loaded |
 # | layouts, bank conflicts, caches, latency | how long anything takes |
 # | what the compiler does | spills, serialised wgmma, moved waits |

@@ -340,8 +340,8 @@ assert naive["no mask"][0] == "yes", "the caption"
 # - *Score = -inf* is the habit from softmax. GELU of -inf is not a number.
 # - *Softmax*: a user without a history is 0/0. The loss leaves that user out and is finite, and
 #   still the gradients of the weights are NaN, because on the way back zero is multiplied by NaN.
-# - *P = 0* is right as long as padding holds numbers. If it holds a NaN, zero times NaN is NaN. Our
-#   kernels load zeros beyond a sequence.
+# - *P = 0* is right as long as padding holds numbers, and {ref}`lets a NaN pass <rule-masks>`. Our
+#   kernels load zeros beyond the end of a sequence.
 #
 # ## Choosing the scales
 #
@@ -396,4 +396,4 @@ chapter.glue(**{name: share.item() for name, share in dead.items()})
 # ## Takeaways
 #
 # - Sums count and averages do not. Divide by a constant of the model, not by a length of the batch.
-# - A mask on scores is no mask. Ask what a masked place holds: a number, a NaN, a neighbour.
+# - A mask on scores is no mask.

@@ -241,14 +241,11 @@ chapter.table(
 #
 # ## A step that is not at the power limit
 #
-# {doc}`../measuring/power_wall` measures kernels back to back, at the limit of 700 W. In the
-# compiled step {glue:text}`cool:.0f` % of the device time is neither matmul nor attention, but
-# norms, copies and embeddings, which wait for memory and draw less. The regulator averages power
-# over about one step. So a hot kernel in a cool step may run at a higher clock than back to back.
-#
-# Back to back, 10 % fewer cycles save 7 % of time ({eq}`eq-wall-exponent`). Below the limit the
-# clock is free, and they save 10 %. A kernel inside a step lies between the two. (A model; the
-# record has no power of whole steps.)
+# In the compiled step {glue:text}`cool:.0f` % of the device time is neither matmul nor attention,
+# but norms, copies and embeddings, which wait for memory and draw less. The regulator averages
+# power over about one step. So a hot kernel in a cool step may run at a higher clock than back to
+# back, and 10 % fewer cycles save more than the 7 % of {doc}`../measuring/power_wall`. (A model;
+# the record has no power of whole steps.)
 #
 # ## The step that waited for the compiler
 
@@ -360,7 +357,7 @@ chapter.predictions()
 # (a) (25 × 700 + 35 × 450) / 60 = 554 W: not capped. (b) At 1.98 GHz the hot part draws 150 + 550 ×
 # (1.98 / 1.4)³ = 1,706 W for 25 × 1.4 / 1.98 = 17.7 ms. The mean over 52.7 ms is (30,200 + 15,750)
 # / 52.7 = 872 W, too much. At 1.7 GHz it is 150 + 985 = 1,135 W for 20.6 ms: (23,400 + 15,750) /
-# 55.6 = 704 W. So the step settles near 1.7 GHz, between the two scopes of this book, and its hot
+# 55.6 = 704 W. So the step settles near 1.7 GHz, between burst and back to back, and its hot
 # kernels run about 20 % faster than back to back. (c) If 1.98 GHz could be held, the hot part would
 # shrink from 17.7 to 14.1 ms, and the step from 52.7 to 49.1: 7 %. Back to back its time goes as
 # 0.8 to the power of 0.7 ({eq}`eq-wall-exponent`), 0.86: 17 % faster rather than 25 %.

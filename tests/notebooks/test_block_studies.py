@@ -9,7 +9,7 @@ from _lib import block_studies, loops, studies
 from gdpa_kernels.block_attention.batch import Batch
 from gdpa_kernels.block_attention.kernels import v1_one_tile, v3_warp_specialized
 from gdpa_kernels.block_attention.kernels.v3_warp_specialized import Config
-from gdpa_kernels.block_attention.ladder import v0_flash, v2_slab, v4_rotary
+from gdpa_kernels.block_attention.ladder import v0_flash, v2_slab
 from gdpa_lab.measuring.inputs import cu_seqlens
 from notebooks.block import _roundings
 
@@ -66,13 +66,6 @@ def test_dv_over_q_is_no_race_and_wrong(schedule):
     found, _ = block_studies.emulated(over_q, GIVEN, "backward", **options)
     right = backward(v3_warp_specialized)
     assert [torch.equal(a, b) for a, b in zip(found, right, strict=True)] == [True, False, True]
-
-
-def test_the_emulator_does_not_miss_the_fence_after_rotary():
-    given = block_studies.batch((130,), rotary=torch.bfloat16, rotate_v=True)
-    bare = studies.changed(v4_rotary, ('    tlx.fence("async_shared")\n\n', "\n"))
-    found, right = (block_studies.emulated(m, given, "forward")[0] for m in (bare, v4_rotary))
-    assert torch.equal(found[0], right[0])
 
 
 def loop(stages: int) -> loops.Pipeline:

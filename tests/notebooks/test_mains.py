@@ -2,9 +2,11 @@
 
 from pathlib import Path
 
+import pytest
+
 from _lib import studies
 from gdpa_lab.report import page
-from notebooks.tools.kernels import deadlock, phase, pipeline, planted, race
+from notebooks.tools.kernels import deadlock, fences, phase, pipeline, planted, race
 
 RELEASE = "        tlx.barrier_arrive(k_empty[stage])\n"
 WAIT = "        tlx.barrier_wait(k_full[stage], phase)\n"
@@ -82,3 +84,9 @@ def test_the_planted_mistake_shows_with_one_block_and_a_barrier_mends_it():
         (store, f"        tlx.barrier_arrive(q_empty[slot])\n{store}"),
     )
     assert [found(lambda n=n: repaired.main(n)) for n in (1, 2, 4)] == [""] * 3
+
+
+@pytest.mark.parametrize("reader", fences.READERS)
+def test_a_fence_of_its_own_is_right_before_any_reader(reader):
+    arch = f"sm_{fences.ARCHITECTURES.get(reader, 90)}"
+    assert studies.findings(lambda: fences.main(reader, fence=True), arch=arch) == [""] * 4
