@@ -5,12 +5,12 @@
 # ---
 
 # %% [markdown]
-# # What 3.5× over FlashAttention-4 is made of: by a model, half is a search through the batch
+# # 3.5× over FlashAttention-4: by a model, half is a search through the batch
 #
 # With few keys the published kernel is "up to 3.5 times as fast as FlashAttention-4". How much of
 # that is attention?
 #
-# :::{admonition} In this chapter (35 minutes)
+# :::{admonition} In this chapter (30 minutes)
 # You will be able to split a published speedup into factors by a model, and to test the largest of
 # them on a GPU of another generation with one switch. All times here are in bursts.
 # :::
@@ -90,15 +90,11 @@ chapter.figure(
 )
 
 # %% [markdown]
-# ## Three suspects: scheduler, pipeline, mathematics
-#
-# The published speedup compares whole kernels on a B200, batch 1,152 {cite}`xu2026gdpa`:
-#
-# - *The scheduler.* How does a program find the sequence that its tile belongs to?
-# - *The pipeline.* What runs while one tile ends and the next begins?
-# - *The mathematics.* Softmax needs a maximum and a sum for each row; an activation needs neither.
-#
 # ## A walk over the batch costs quadratic time
+#
+# The published speedup compares whole kernels on a B200, batch 1,152 {cite}`xu2026gdpa`. They
+# differ in softmax, in what runs while one tile ends and the next begins, and in how a program
+# finds its sequence.
 #
 # FlashAttention-4 {cite}`zadouri2026flashattention4` launches one program for each tile that the
 # batch could have at most, `total_q` plus 255 rows for each sequence, and each program finds its
@@ -109,9 +105,9 @@ chapter.figure(
 #
 # ## By the model, the walk is about half of the published speedup
 #
-# {doc}`The model <model>` has a law for FA4's published bars: a time for 256 queries, one for a
-# tile of pairs, one for a step of the walk. The factors of this table are modelled, none is
-# measured:
+# A law of FA4, fitted to its published bars, has a time for 256 queries, one for a tile of pairs
+# and one for a step of the walk, {glue:text}`step_ns:.0f` ns ({glue:text}`step_least:.0f` to
+# {glue:text}`step_most:.0f` without any one bar). By it and a law of GDPA's:
 
 # %% tags=["remove-cell"]
 bars = claims.published_figures().query("not suspect and direction == 'forward' and fill == 1")
@@ -156,27 +152,24 @@ assert published["the loop"].between(0.9, 1.1).all(), "the caption: nothing"
 assert shares[short_keys].between(35, 60).all(), "the titles: about half"
 
 # %% [markdown]
-# The test of this law needs no B200: Hopper's path has a walk too.
-#
 # ## One switch makes FlashAttention-4 walk again
 #
-# The version that we time, 4.0.0b36, walks only up to 256 sequences. Above that a small kernel
-# writes a table first, in which programs look up their sequence. (That is the FA4 of the charts in
-# {doc}`../forward/results`.) Lift that threshold, and the library walks again, with no other change
-# in the kernel:
+# The test of this law needs no B200. The version that we time, 4.0.0b36, walks only up to 256
+# sequences. Above that a small kernel writes a table first, in which programs look up their
+# sequence. Lift that threshold, and the library walks again, with no other change in the kernel:
 
 # %% tags=["remove-input"]
 chapter.code(flash.fa4, "interface =", "return scanning")
 
 # %% [markdown]
-# The same function without ragged offsets, `flash_attn_func`, takes batches of equal lengths. So on
-# equal lengths one library has three ways to the same result.
+# Without ragged offsets (`flash_attn_func`) it takes batches of equal lengths. So on those, one
+# library has three ways to the same result.
 #
 # ## The test confirms the walk, and a step takes longer here
 #
-# If the law is right, the time of the walk must grow with the square of the batch: 16 times from
-# 1,152 to 4,608. And if the fitted step is about right here, the factor at 1,152 sequences of 256
-# is about the table's {glue:text}`walk_256:.1f`.
+# If the law is right, the time of the walk grows with the square of the batch: 16 times from 1,152
+# to 4,608 sequences. If the fitted step is right here too, it costs the table's
+# {glue:text}`walk_256:.1f` at 1,152 of 256 tokens.
 
 # %% tags=["remove-cell"]
 walk, extra = us[WALK] / us[LOOKUP], us[WALK] - us[LOOKUP]
@@ -233,47 +226,36 @@ per_tile /= [workload(name.removesuffix("-batch-1152")).max_seqlen_q / 128 for n
 steps = {
     b: _tile_law.scan_steps(of_batch(SHORT, b), cost_model.H200.sms, 128) for b in (1152, 4608)
 }
+ends = chain.loc[cross, "FA4 to cuDNN, dense"]
+walks = jagged[LOOKUP] / jagged[WALK]
 chapter.glue(
-    scan_256=walk[large[0]], walks_4608=rates.loc[large[1], WALK],
-    dense_4608=rates.loc[large[1], DENSE], ragged=chain["ragged"].max(),
-    ragged_low=chain.loc[cross, "ragged"].min(), tile_low=per_tile.min(), tile_high=per_tile.max(),
-    ends_low=chain.loc[cross, "FA4 to cuDNN, dense"].min(), rest=chain["cuDNN to v8"].max(),
-    ends=chain.loc[cross, "FA4 to cuDNN, dense"].max(), rest_low=chain["cuDNN to v8"].min(),
-    jagged=(jagged[LOOKUP] / jagged[WALK]).max(), jagged_low=(jagged[LOOKUP] / jagged[WALK]).min(),
+    scan_256=walk[large[0]], walks_4608=rates.loc[large[1], WALK], level=level,
+    dense_4608=rates.loc[large[1], DENSE], tile_low=per_tile.min(), tile_high=per_tile.max(),
+    ends_low=ends.min(), ends=ends.max(), jagged_low=walks.min(), jagged=walks.max(),
     ns=1e3 * extra[large[0]] / steps[1152], ns_4608=1e3 * extra[large[1]] / steps[4608],
-    steps=steps[1152],
-    both_low=both.min(), both=both.max(), level=level,
+    steps=steps[1152], both_low=both.min(), both=both.max(),
 )  # fmt: skip
 assert 1e3 * extra[large[0]] / steps[1152] > step_most, "the title: longer here"
 
 # %% [markdown]
-# In each row the first number is the product of the others.
-#
 # - *Walk.* {glue:text}`scan_256:.2f` at 256 tokens, close to the model's. But a step takes
-#   {glue:text}`ns:.0f` to {glue:text}`ns_4608:.0f` ns here, against {glue:text}`step_ns:.0f` fitted
-#   ({glue:text}`step_least:.0f` to {glue:text}`step_most:.0f` without any one bar). On truly jagged
-#   batches it costs a factor of {glue:text}`jagged_low:.1f` to {glue:text}`jagged:.1f`.
-# - *Ragged.* With the table, FA4 still takes {glue:text}`ragged_low:.2f` to {glue:text}`ragged:.2f`
-#   times as long as dense with 256 keys: {glue:text}`tile_low:.1f` to {glue:text}`tile_high:.1f` µs
-#   of an SM for each tile. A program has one tile, so nothing hides the lookup. Our guess is a
-#   chain of dependent loads.
+#   {glue:text}`ns:.0f` to {glue:text}`ns_4608:.0f` ns here, more than the fitted one. On truly
+#   jagged batches the walk costs a factor of {glue:text}`jagged_low:.1f` to
+#   {glue:text}`jagged:.1f`.
+# - *Ragged.* With 256 keys a program with the table still takes {glue:text}`tile_low:.1f` to
+#   {glue:text}`tile_high:.1f` µs of an SM more for each tile than dense. A program has one tile, so
+#   nothing hides the lookup. Our guess is a chain of dependent loads.
 # - *FA4 to cuDNN*, both dense, both softmax: {glue:text}`ends_low:.2f` to {glue:text}`ends:.2f`
-#   with 256 keys, {glue:text}`level:.2f` with 2,048: the loops are level, beginnings and ends of
-#   tiles are not. Times *ragged* it is
-#   {glue:text}`both_low:.1f` to {glue:text}`both:.1f`; the model of the B200 has
-#   {glue:text}`ends_256:.1f`.
-# - *cuDNN to forward v8.* {glue:text}`rest_low:.2f` to {glue:text}`rest:.2f`: softmax against GELU,
-#   and whatever else differs between two good kernels.
+#   with 256 keys, {glue:text}`level:.2f` with 2,048. The loops are level, beginnings and ends of
+#   tiles are not. Times *ragged* it is {glue:text}`both_low:.1f` to {glue:text}`both:.1f`; the
+#   model of the B200 has {glue:text}`ends_256:.1f`.
+# - *cuDNN to forward v8*: softmax against GELU, and whatever else differs between two good kernels.
 #
-# ## What is measured, published and modelled
-#
-# That the FA4 of the bars walked is modelled: the publication names no commit, and sources of that
-# month walk (`flash_attn/cute/tile_scheduler.py` at 10bbfd0e of Dao-AILab/flash-attention).
-#
-# The published comparison was fair: it timed what a user could install. But "3.5 times as fast as
-# FlashAttention-4" reads as a statement about attention. By the model, with 256 keys,
-# {glue:text}`share_low:.0f` to {glue:text}`share_high:.0f` % of it (of its logarithm) was the walk,
-# since replaced; nearly all the rest was how tiles begin and end, and none of it softmax.
+# The published comparison was fair: it timed what a user could install. That its FA4 walked is
+# modelled: the publication names no commit, and sources of that month walk
+# (`flash_attn/cute/tile_scheduler.py` at 10bbfd0e of Dao-AILab/flash-attention). By the model, with
+# 256 keys, {glue:text}`share_low:.0f` to {glue:text}`share_high:.0f` % of the speedup (of its
+# logarithm) was the walk, since replaced; nearly all the rest was how tiles begin and end.
 #
 # ## Surprise: the batch size of a benchmark decides a speedup
 #

@@ -5,12 +5,12 @@
 # ---
 
 # %% [markdown]
-# # A ledger of four units explains the published bars and predicts our kernels on a B200
+# # A ledger of four units explains the published bars
 #
 # One published kernel on one GPU reaches {glue:text}`best:,.0f` TFLOP/s on one shape of a full
 # batch and {glue:text}`worst:,.0f` on another. Why?
 #
-# :::{admonition} In this chapter (45 minutes)
+# :::{admonition} In this chapter (35 minutes)
 # You will be able to count what a tile costs each unit of an SM, and to get the published forward
 # rates on full batches to {glue:text}`rms_ledger:.1f` % (root mean square) with one constant from
 # outside, where the {term}`roofline` misses them by {glue:text}`rms_roofline:.0f` %. Then the same
@@ -93,18 +93,18 @@ chapter.glue(
 #
 # For 128 queries and 128 keys of head_dim 128:
 #
-# - *Tensor cores.* Two {term}`MMAs <MMA>` of 128 x 128 x 128 are 8.4 million FLOPs. An SM of a B200
-#   does 8,192 of them a clock, one of an H200 4,096.
-# - *The port of {term}`shared memory`.* It moves 128 bytes a clock, on both: every operand that an
-#   MMA reads from shared memory, every tile that TMA writes, every staged output.
-# - *{term}`MUFU`.* 16 results a clock, on both: one `tanh` a score is 16,384 of them.
+# - *Tensor cores.* Two {term}`MMAs <MMA>` are 8.4 million FLOPs. An SM of a B200 does 8,192 of them
+#   a clock, one of an H200 4,096.
+# - *The port of {term}`shared memory`* moves 128 bytes a clock, on both: operands of MMAs, tiles
+#   that TMA writes, staged outputs.
+# - *{term}`MUFU`* gives 16 results a clock, on both; one `tanh` a score makes 16,384.
 # - *Issue slots.* Four schedulers issue an instruction a clock each.
 #
 # In the published design a {term}`CTA` has two tiles of 128 queries. S reads Q (32 KiB) and K (32),
-# P V reads V (32), and P lies in tensor memory. K and V are written once for both tiles: 32 KiB for
-# each. That is 128 KiB, or 1,024 clocks. And every 128 queries add 96 KiB, however many keys there
-# are: Q in, O out of registers and out to memory. ({doc}`cta_pair` counts the same for our b4 to
-# b6.)
+# P V reads V (32). K and V are written once for both tiles: 32 KiB for each. That is 128 KiB, or
+# 1,024 clocks. And every 128 queries add 96 KiB, however many keys there
+# are: Q in, O out of registers and out to memory. In our b5 and b6 two CTAs share K and V
+# ({doc}`pairs_and_columns`).
 
 # %% tags=["remove-input"]
 ours = {x.impl: x.design for x in predictions.EXPECTED["forward"]}
@@ -154,19 +154,10 @@ chapter.glue(
 # %% [markdown]
 # That clock is too low: on the H200 NVML shows {glue:text}`nvml:.2f` GHz, so a matmul has
 # {glue:text}`in_use:.0f` % of the tensor cores busy. This ledger bounds what a kernel gets beside a
-# matmul, not what the hardware could do.
+# matmul, not what the hardware could do. The ceiling, {glue:text}`assumed:,.0f` TFLOP/s, is our
+# choice between two reports for such a machine; the copies are an H200's shares of the nominal
+# rate. A modelled time is that of the busiest unit, or of the bytes if it is longer.
 #
-# The ceiling, {glue:text}`assumed:,.0f` TFLOP/s, is our choice between two reports for such a
-# machine, 1,059 and 1,088. The copies are an H200's shares of the nominal rate. Both are assumed.
-#
-# ## The busiest unit decides, unless memory does
-#
-# The ledger multiplies clocks by tiles and takes the busiest unit:
-
-# %% tags=["remove-input"]
-chapter.code(cost_model.cost, "chip, amounts", "begun =")
-
-# %% [markdown]
 # ## The ledger holds where we can measure
 #
 # First {doc}`v8 <../forward/v8_own_waits>` on our H200, with the ceilings of its own record:
@@ -185,16 +176,23 @@ of_v8 = pd.DataFrame.from_dict(
 )
 
 # %% tags=["remove-input"]
-chapter.table(
-    of_v8.set_axis(of_v8.index.str.removeprefix("gdpa-")).reset_index(names="workload"),
-    caption="**Forward v8 stays below its ledger on every full batch.** TFLOP/s of the ledger and "
-    "of forward v8 back to back on an H200, and the unit that decides.",
-    name="tab-model-v8",
-    digits={"ledger": 0, "measured": 0, "measured / ledger": 2},
-    measured=v8_rows,
-)
+# | name: fig-model-v8
+# | caption: >
+# |   **Forward v8 stays below its ledger on every full batch.** Its rate back to back on an H200,
+# |   in percent of the rate that its ledger allows, and the unit that decides. Dashed: the ledger.
+# | alt: >
+# |   Eight bars, all short of the dashed line: from three quarters of it with 256 keys to nearly
+# |   all of it with 2,048.
+named = of_v8.index.str.removeprefix("gdpa-") + ": " + of_v8["bound"].replace("mma", "MMAs")
+chapter.figure(
+    charts.bars(100 * of_v8["measured / ledger"].set_axis(named), xlabel="% of the ledger",
+                highlight=[named.iloc[3]], levels={"ledger": 100}),
+    measured=v8_rows, modelled="the ledger under the ceilings of the same record",
+)  # fmt: skip
 share = of_v8["measured / ledger"]
 assert share.max() < 1, "the caption: on every full batch"
+assert share.idxmax() == "gdpa-self-full-2048" and share.max() > 0.94, "the alt text"
+assert "cross" in share.idxmin() and 0.7 < share.min() < 0.8, "the alt text"
 chapter.predict(
     "No forward kernel is faster than its modelled bound (the largest measured / ledger).", share,
     most=1, shown=False,
@@ -211,25 +209,15 @@ chapter.glue(eta=share.mean(), eta_sd=share.std())
 #
 # ## The published bars follow without a fit
 #
-# {numref}`fig-model-bars` applies the same count to the published design. The reported ceilings and
-# our choice between them:
+# {numref}`fig-model-bars` applies the same count to the published design. With the two reported
+# ceilings, {glue:text}`low_ceiling:,.0f` and {glue:text}`high_ceiling:,.0f` TFLOP/s, the error on
+# full batches is {glue:text}`rms_low:.1f` and {glue:text}`rms_high:.1f` %.
 
-# %% tags=["remove-input"]
-errors = {}
-for tflops in (1003, 1059, 1080, 1088):
+# %% tags=["remove-cell"]
+for end, tflops in (("low", 1059), ("high", 1088)):
     limits = Ceilings(float(tflops), cost_model.ASSUMED.copies)
-    off = modelled(bars.index, ceilings=limits).div(bars, axis=0)
-    chart = off.index.str.extract("(self-full|cross|half)", expand=False)
-    errors[tflops] = off.groupby(chart).agg(rms).unstack()
-errors = pd.DataFrame(errors).T
-errors = errors["unit ledger"]
-chapter.table(
-    errors.reset_index(names="matmul, TFLOP/s"),
-    caption="**The error depends on the assumed ceiling.** Root mean square of modelled / "
-    "published - 1 of the unit ledger, in percent, by chart.",
-    name="tab-model-ceilings", digits=dict.fromkeys(errors, 0),
-    modelled="the unit ledger over the published bars of a B200",
-)  # fmt: skip
+    off = modelled(full, ceilings=limits)["unit ledger"] / bars[full]
+    chapter.glue(**{f"{end}_ceiling": tflops, f"rms_{end}": rms(off)})
 
 # %% tags=["remove-cell"]
 chapter.predict(
@@ -241,9 +229,8 @@ chapter.predict(
 # %% [markdown]
 # ## Where the ledger fails
 #
-# *Half-full batches of 256.* The ledger pads a sequence to the two tiles of a CTA, and is
-# {glue:text}`half_256:.0f` % too low. Half of the sequences have at most 128 queries, and a kernel
-# may skip their empty second tile. From 512 on the padding is right.
+# *Half-full batches of 256*, {glue:text}`half_256:.0f` % too low. The ledger pads a sequence to the
+# two tiles of a CTA; a kernel may skip an empty second tile. From 512 on the padding is right.
 #
 # *2,048 full tokens*, {glue:text}`long:.0f` % too low. The published rate exceeds the assumed
 # ceiling itself. Either an attention kernel, with its pauses, runs at a higher clock than a matmul,
@@ -252,10 +239,9 @@ chapter.predict(
 # *The backward pass.* The same count, 448 KiB per tile of pairs, is within a quarter for long
 # sequences and misses many microseconds for each 128 keys.
 #
-# ## Three constants show where a kernel spends its time
-#
-# For kernels whose tiles we cannot count, let each 128 queries, 128 keys and tile of pairs cost an
-# SM a fixed time, and fit the three to the published full charts.
+# Where we cannot count tiles, a law fits three constants of a kernel, the times of 128 queries, 128
+# keys and a tile of pairs, to its full batches ({doc}`lab notes <../../notes/blackwell>`). It
+# explains one kernel and predicts no other; {doc}`flash_attention_4` uses one.
 
 # %% tags=["remove-cell"]
 laws = _tile_law.published(every)
@@ -265,58 +251,22 @@ chapter.predict(
     laws.loc[("forward", "GDPA"), [f"half {n}" for n in (256, 512, 1024, 2048)]].abs(),
     most=10, form=".0f", unit=" %",
 )  # fmt: skip
-here = laws.loc["forward"]
-chapter.glue(
-    pairs_gdpa=here.loc["GDPA", "pairs alone, TFLOP/s"],
-    pairs_fa4=here.loc["FA4", "pairs alone, TFLOP/s"],
-    step_ns=1e3 * here.loc["FA4", "steps"],
-    step_least=1e3 * here.loc["FA4", "steps, least"],
-    step_most=1e3 * here.loc["FA4", "steps, most"],
-    back_rows=laws.loc[("backward", "GDPA"), "queries"],
-    back_bytes=laws.loc[("backward", "GDPA"), "queries"] * 6.5e6 / 148 / 128,
-)  # fmt: skip
-off = laws[["full, most", *(f"half {n}" for n in (256, 512, 1024, 2048))]]
-assert off["full, most"].max() < 10, "the caption: full charts"
-assert off.loc[("forward", "FMHA"), ["half 1024", "half 2048"]].min() > 40, "the text: not FMHA"
-assert off.drop([("forward", "FMHA"), ("backward", "FA4")]).drop(
-    columns="half 256").abs().max(axis=None) < 10, "the caption"  # fmt: skip
-
-# %% tags=["remove-input"]
-chapter.table(
-    off.sort_index(ascending=[False, True]).round(0).reset_index(), name="tab-model-laws",
-    caption="**The laws follow full charts to a tenth, and half-full ones from 512 tokens on but "
-    "for FMHA forward and FA4 backward.** By how many percent published times exceed the law: the "
-    "most of the full batches, which it is fitted to, and the half-full ones, which it is not.",
-    modelled="three constants a kernel, over the published bars of a B200",
-)  # fmt: skip
 
 # %% [markdown]
-# The law holds where its tiles are all there is ({numref}`tab-model-laws`). FMHA's half-full
-# forward charts do not follow; perhaps it computes tiles beyond the end of a sequence.
-#
-# Pairs alone would run at {glue:text}`pairs_gdpa:,.0f` TFLOP/s in GDPA and at
-# {glue:text}`pairs_fa4:,.0f` in FlashAttention-4: inside the loop softmax costs nothing visible.
-# FA4 needs a fourth constant, {glue:text}`step_ns:.0f` ns ({glue:text}`step_least:.0f` to
-# {glue:text}`step_most:.0f` without any one bar) for each step of a walk over the batch
-# ({doc}`flash_attention_4`).
-#
-# GDPA's backward kernel pays {glue:text}`back_rows:.1f` µs for 128 queries: at 6.5 TB/s that is
-# {glue:text}`back_bytes:,.0f` bytes a row, about what zeroing dQ, reading Q and dO and adding to dQ
-# move.
-#
 # ## The first registration: a rate for every kernel and workload
 #
 # `data/predictions/b200.csv` says for each published workload and each of our Blackwell rungs which
-# share of the ceilings it will reach: the ledger's times {glue:text}`pairs_share:.2f` for pairs of
-# CTAs, {glue:text}`two_share:.2f` for two tiles on one CTA, less for what idles between tiles, in
-# an interval from the lowest of v8 to a little over the bound. Under the assumed ceilings:
+# share of the ceilings it will reach. It is the ledger's, times {glue:text}`pairs_share:.2f` for
+# pairs of CTAs, {glue:text}`two_share:.2f` for two tiles on one CTA and less for what idles between
+# tiles. `python -m gdpa_lab predictions` prints all {glue:text}`rows:.0f` and judges each measured
+# row.
 
 # %% tags=["remove-input"]
 # | name: fig-model-registered
 # | caption: >
-# |   **Pairs of CTAs should be fastest in the forward pass.** Registered predictions for a B200:
-# |   the rate expected of each of our Blackwell kernels and the interval that it must lie in, with
-# |   1,024 queries and as many keys (self) or 256 keys (cross). Under the assumed ceilings.
+# |   **Pairs of CTAs should be fastest in the forward pass.** Rates that are registered for a B200
+# |   and their intervals, with 1,024 queries and as many keys (self) or 256 keys (cross), under the
+# |   assumed ceilings.
 # | alt: >
 # |   A dot with an error bar in each row. The forward kernels b1 to b6 rise from row to row on self
 # |   and cross, b7 is not above b6; the backward kernels lie lower. Most intervals are wider than
@@ -342,32 +292,23 @@ chapter.figure(
 chapter.glue(pairs_share=b5.centre, two_share=b3.centre, rows=len(table))
 
 # %% [markdown]
-# `python -m gdpa_lab predictions` prints all {glue:text}`rows:.0f` and judges each measured row.
-#
 # ## The second registration: ratios, at the clock of the row
 #
 # The first has three faults: that clock, intervals typed by hand, and {glue:text}`rows:.0f` rows
 # that share a dozen causes. `data/predictions/b200_2.csv` stands beside it. A row is judged back to
 # back at the clock that NVML shows for it, so a power limit drops out. The intervals come from all
-# our kernels with warp roles on an H200, and ratios of two kernels are registered too:
+# our kernels with warp roles on an H200, and ratios of two kernels are registered too
+# ({numref}`tab-pairs-ratios`).
 
 # %% tags=["remove-cell"]
 second = clock_free.judged(data_dir)
-ratios = second[second["other"] != ""].drop_duplicates(["impl", "other", "expected"])
-for column in ("impl", "other"):
-    ratios[column] = ratios["direction"] + " " + ratios[column].str[:2]
-ratios = ratios[["workload", "impl", "other", "expected", "low", "high"]]
-
-# %% tags=["remove-input"]
-ratios["workload"] = ratios["workload"].str.removeprefix("gdpa-")
-chapter.table(
-    ratios.rename(columns={"impl": "kernel", "other": "over"}),
-    caption="**Ratios of two kernels say more than single rates.** Registered ratios of rates on a "
-    "B200 and the intervals that they must lie in.",
-    name="tab-model-ratios", digits={"expected": 2, "low": 2, "high": 2}, data=second,
-    modelled="registered 2026-11-23, b7 2026-11-27; all rows in the data",
+gains = _two_ctas.published(data_dir)
+chapter.glue(
+    low=second["low"][0], high=second["high"][0],
+    **{f"{kind}_{way}": gains.loc[way, kind] for way in gains.index for kind in gains},
 )  # fmt: skip
-chapter.glue(low=second["low"][0], high=second["high"][0])
+assert abs(gains.loc["forward", "published"] - gains.loc["forward", "ledger"]) < 0.02, "the text"
+assert gains.loc["backward", "published"] - 1 < 0.26 * (gains.loc["backward", "ledger"] - 1)
 
 # %% [markdown]
 # A single rate says little: any of our kernels may land between {glue:text}`low:.2f` and
@@ -375,26 +316,12 @@ chapter.glue(low=second["low"][0], high=second["high"][0])
 # the port is refuted. We give the model up if 13 or fewer of 19 lie inside; chance does that in
 # under 1 %.
 #
-# Others have measured one CTA against two
-# ([#2560](https://github.com/facebookexperimental/triton/pull/2560),
-# [#2280](https://github.com/Dao-AILab/flash-attention/pull/2280)), beside the ledger's count:
-
-# %% tags=["remove-input"]
-pairs, cliff = _two_ctas.published(data_dir)
-chapter.table(
-    pairs.reset_index(),
-    caption="**The ledger is right about pairs in the forward pass, wrong in the backward pass.** "
-    "Published gains of two CTAs over one, and those of the ledger.",
-    name="tab-model-pairs", published="the two threads; B200, power limits not told",
-)  # fmt: skip
-chapter.glue(cliff=cliff)
-assert pairs["published"].iloc[1] - 1 < 0.26 * (pairs["ledger"].iloc[1] - 1), "the text says so"
-
-# %% [markdown]
-# In the backward pass the gain is a quarter of the count's: at one clock that contradicts the port,
-# and we do not know the clocks. Besides, FA4 lost a factor of {glue:text}`cliff:.2f` to the share
-# of exponentials that it computes without MUFU
-# ([#2398](https://github.com/Dao-AILab/flash-attention/pull/2398)); no unit here can explain that.
+# Others have published what a second CTA gains. In the forward pass, FA4 with two over TLX with one
+# ([#2560](https://github.com/facebookexperimental/triton/pull/2560)),
+# {glue:text}`published_forward:.2f`, the ledger is right with {glue:text}`ledger_forward:.2f`. In
+# the backward pass of FA4 ([#2280](https://github.com/Dao-AILab/flash-attention/pull/2280)),
+# {glue:text}`published_backward:.2f`, it is wrong with {glue:text}`ledger_backward:.2f`. At one
+# clock that contradicts the port, but we do not know the clocks.
 #
 # ## Surprise: a faster tensor core made shared memory the bound
 #
@@ -445,6 +372,5 @@ chapter.glue(blocks=blocks, keys_needed=128 * np.ceil(blocks))
 # ## Takeaways
 #
 # - Count clocks of every unit before you look for stalls, and read the clock from NVML.
-# - A count with one constant from outside can be tried on two machines; a law with three explains
-#   one kernel.
+# - A count with one constant from outside can be tried on two machines.
 # - A prediction counts if it is in a file before the measurement, with an interval and a command.

@@ -160,10 +160,7 @@ chapter.figure(drawn["b2"], emulated="b2 for sm_100, modelled cycles")
 # ## Blackwell forward b3: one stream of MMAs hides the ends of tiles
 #
 # b3 makes the programs {term}`persistent <persistent kernel>`, with the work list of forward v8:
-# after the last P V of a tile comes the first S of the next item.
-
-# %% tags=["remove-input"]
-chapter.code(b3_stream.mma, "weighted_sum(", "step += 1")
+# after the last P V of a tile comes the first S of the next item, for which `mma` waits for its Q.
 
 # %% tags=["remove-input"]
 # | name: fig-b3-timeline
@@ -178,7 +175,9 @@ chapter.figure(drawn["b3"], emulated="b3 for sm_100, one SM, modelled cycles")
 # %% [markdown]
 # The next item's P V overwrites O, and no barrier tells `mma` that the old O was read. None is
 # needed: `mma` waits for `p.full` first, and the math role that arrives there has already read its
-# O, in program order.
+# O, in program order. Where a role of its own stores O, as in {doc}`pairs_and_columns`, that order
+# is gone. That role must tell `mma`: it arrives on `o.empty` once O is in its registers, and `mma`
+# waits for that before the first P V that overwrites this O.
 #
 # ## The second tile brings most on long keys, the stream on short ones
 

@@ -230,7 +230,7 @@ chapter.table(
 
 # %% [markdown]
 # At 100 % TMA cannot fill the next slot while such MMAs run. This is why Blackwell kernels keep P
-# in tensor memory, and why pairs of SMs share B ({doc}`../blackwell/cta_pair`).
+# in tensor memory, and why pairs of SMs share B ({doc}`../blackwell/pairs_and_columns`).
 #
 # ## Special functions
 #
