@@ -267,7 +267,7 @@ chapter.table(
 # One MUFU per score is {glue:text}`mufu:.0f` % of the tensor cores' time on Hopper. It is hidden if
 # the kernel overlaps the two. GELU and SiLU need the same single MUFU, but GELU also takes
 # {glue:text}`gelu_slots:.0f` % of the issue slots and SiLU {glue:text}`silu_slots:.0f` %. Inside a
-# kernel SiLU is the cheaper one ({doc}`../forward/activation_arithmetic`). GELU by its error
+# kernel SiLU is the cheaper one ({doc}`../forward/v7_packed`). GELU by its error
 # function compiles to {glue:text}`erf:.0f` instructions, {glue:text}`erf_slots:.0f` % of the issue
 # slots in that time, and nothing could hide it.
 #
