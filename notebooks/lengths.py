@@ -1,15 +1,16 @@
-"""Print how long the reading path is: words, code before results, predictions of each built page.
+"""Print how long the reading path is: words, minutes, code before results, predictions by page.
 
     python notebooks/lengths.py
 
 Words: of the article of a built page as it is shown, code included. Those of collapsed cells and of
 hidden answers to exercises are counted apart; lines under figures that tell where numbers come
-from, pictures and lists to look things up in (`LISTS`) not at all. Pages of the parts in
-`APPENDICES` are not read through.
+from, pictures and lists to look things up in (`LISTS`) not at all. Minutes: those that a page
+states at its head. Pages of the parts in `APPENDICES` are not read through.
 """
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -19,7 +20,7 @@ from bs4 import BeautifulSoup, Tag
 
 ROOT = Path(__file__).resolve().parents[1]
 BUILT = ROOT / "book" / "_build" / "html"
-PAGE, BOOK = 4000, 84_000
+PAGE, BOOK = 4000, 80_000
 """Words shown at most, on one page and on all."""
 PREDICTIONS = 3
 APPENDICES = {
@@ -35,11 +36,12 @@ PRINTED = {"stream", "text_plain", "text_html"}
 
 
 class Length(NamedTuple):
-    """Length of a page: words shown and collapsed, lines of code shown above the first figure
-    (None: it has no figure), predictions shown."""
+    """Length of a page: words shown and collapsed, minutes stated (0: none), lines of code shown
+    above the first figure (None: it has no figure), predictions shown."""
 
     name: str
     words: int
+    minutes: int
     collapsed: int
     above: int | None
     predictions: int
@@ -72,13 +74,15 @@ def length(name: str, page: Path) -> Length:
     if article is None:
         raise ValueError(f"{page} must have an article, got none")
     predictions = len(article.select(".predictions tbody tr"))
+    stated = re.search(r"In this chapter \((\d+) minutes", article.get_text(" "))
     for part in article.select(UNREAD):
         part.decompose()
     every = words(article)
     for part in article.select(COLLAPSED):
         part.decompose()
     shown = words(article)
-    return Length(name, shown, every - shown, code_above(article), predictions)
+    minutes = int(stated[1]) if stated else 0
+    return Length(name, shown, minutes, every - shown, code_above(article), predictions)
 
 
 def reading_path() -> list[str]:
@@ -110,12 +114,14 @@ def problems(pages: list[Length]) -> list[str]:
 
 def main() -> int:
     pages = [length(name, BUILT / f"{name}.html") for name in reading_path()]
-    print(f"{'':44} {'words':>6} {'collapsed':>9} {'code above':>10} {'predictions':>11}")
+    heads = f"{'words':>6} {'minutes':>7} {'collapsed':>9} {'code above':>10} {'predictions':>11}"
+    print(f"{'':44} {heads}")
     for x in pages:
         above = "no figure" if x.above is None else x.above
-        print(f"{x.name:44} {x.words:6,} {x.collapsed:9,} {above:>10} {x.predictions:11}")
-    shown, collapsed = sum(x.words for x in pages), sum(x.collapsed for x in pages)
-    print(f"{'the reading path':44} {shown:6,} {collapsed:9,}")
+        rest = f"{x.collapsed:9,} {above:>10} {x.predictions:11}"
+        print(f"{x.name:44} {x.words:6,} {x.minutes:7,} {rest}")
+    words, minutes, collapsed = (sum(x[i] for x in pages) for i in (1, 2, 3))
+    print(f"{'the reading path':44} {words:6,} {minutes:7,} {collapsed:9,}")
     for part, why in APPENDICES.items():
         print(f"not of it: {part}, since {why}")
     over = problems(pages)

@@ -39,14 +39,19 @@ def listed(items: Sequence[str]) -> str:
 
 
 def spread(values: pd.Series) -> str:
-    """'0.98 to 1.03 (n = 4)': the least and the most of some quotients, and of how many; of one,
-    '1.03 (n = 1)'. ValueError naming what is missing."""
+    """'0.98 to 1.03': the least and the most of some quotients; of one '1.03'. ValueError naming
+    what is missing."""
     missing = values.index[values.isna()]
     if values.empty or len(missing):
         named = ", ".join(map(str, missing)) or "anything"
         raise ValueError(f"values must all be there, got none for {named}")
     least, most = f"{values.min():.2f}", f"{values.max():.2f}"
-    return f"{least if len(values) == 1 else f'{least} to {most}'} (n = {len(values)})"
+    return least if len(values) == 1 else f"{least} to {most}"
+
+
+def counted(values: pd.Series) -> str:
+    """'0.98 to 1.03 (n = 4)': `spread`, and of how many, for a cell or a line under a figure."""
+    return f"{spread(values)} (n = {len(values)})"
 
 
 def redrawn(chapter: Chapter, figure: str, rungs: Sequence[str], keys: str = "") -> None:
@@ -186,18 +191,18 @@ def behind(rows: pd.DataFrame, standing: pd.DataFrame, elsewhere: pd.DataFrame) 
 
 
 def ahead(standing: pd.DataFrame) -> str:
-    """The spread of the quotients of `best`: '1.12 to 1.51 (n = 15; 2 in another run; by bursts
+    """The spread of the quotients of `best`: '1.12 to 1.51 (2 of 16 in another run; by bursts
     alone 1.50 on self-half-jagged-256)'."""
     quotients, is_open = standing["peer / rung (time)"], standing["open"]
     alone = quotients[is_open == "by bursts alone"]
-    notes = [spread(quotients.drop(alone.index)).removesuffix(")")]
+    notes = []
     if elsewhere := (is_open == "in another run").sum():
-        notes.append(f"{elsewhere} in another run")
+        notes.append(f"{elsewhere} of {len(standing)} in another run")
     if len(alone):
         notes.append(
             f"by bursts alone {listed([f'{x:.2f} on {short(name)}' for name, x in alone.items()])}"
         )
-    return f"{'; '.join(notes)})"
+    return spread(quotients.drop(alone.index)) + (f" ({'; '.join(notes)})" if notes else "")
 
 
 def named(impl: str, direction: str) -> str:

@@ -82,7 +82,7 @@ chapter.predict(
 # %% tags=["remove-input"]
 # | name: fig-seven-ladder
 # | caption: >
-# |   **Two matmuls too many cost backward v1 less than they seem to: it keeps up with
+# |   **Two extra matmuls cost backward v1 less than they seem to: it keeps up with
 # |   FlashAttention-2.** TFLOP/s back to back; the two repeated matmuls do not count as useful.
 # | alt: >
 # |   Bars of TFLOP/s. Backward v1 and FlashAttention-2 have nearly the same length; cuDNN and two
@@ -98,10 +98,10 @@ chapter.ladder(V1, "backward")
 # %% tags=["remove-input"]
 # | name: fig-seven-walks
 # | caption: >
-# |   **With two walks every gradient is summed in the registers of one program.** One head, tiles
-# |   of scores. Left: a program of the first kernel owns the keys of a column and walks down.
-# |   Right: one of the second owns the queries of a row and walks along it. Pale: done; filled:
-# |   now. Around the tiles: what is held (framed) and what is summed (filled).
+# |   **With two walks every gradient is summed in the registers of one program.** Left: a program
+# |   of the first kernel owns the keys of a column and walks down. Right: one of the second owns
+# |   the queries of a row. Pale: done; filled: now. Around the tiles: what is held (framed) and
+# |   what is summed (filled).
 # | alt: >
 # |   Two grids of tiles. On the left a column is pale down to a filled tile, with parts of K and V
 # |   framed above it and parts of dK and dV filled below. On the right a row is pale up to a filled
@@ -212,8 +212,8 @@ chapter.table(
 # %% tags=["remove-input"]
 # | name: fig-seven-costs
 # | caption: >
-# |   **Backward v1 takes longer than the sum of all that it needs.** Full batches of 1,024 tokens:
-# |   what each resource needs alone, their sum (modelled), and v1 back to back.
+# |   **Backward v1 takes longer than the sum of all that it needs.** Full batches of 1,024 tokens.
+# |   Parts and sum are modelled.
 # | alt: >
 # |   Horizontal bars in ms. The five MMAs are the longest part; the two repeated ones are shorter
 # |   than the activation. The sum is longer than any, and v1 is about a tenth longer still.

@@ -47,8 +47,8 @@ chapter.glue(loops=loops[V1] / loops[V2])
 # %% tags=["remove-input"]
 # | name: fig-five-ladder
 # | caption: >
-# |   **Backward v2 gains less than two saved matmuls promise.** The backward ladder up to v2 on
-# |   full batches of 1,024 tokens, back to back.
+# |   **Backward v2 gains less than two saved matmuls promise.** TFLOP/s on full batches of 1,024
+# |   tokens, back to back.
 # | alt: >
 # |   Bars of TFLOP/s. v2 is about a quarter longer than v1 and FlashAttention-2; cuDNN and two
 # |   newer FlashAttentions are longer still. All end below the dashed line of the roofline.
@@ -117,11 +117,9 @@ for keys in (256, 384, 1024):
 assert differ[256] == 0 < differ[384] < differ[1024]
 
 # %% [markdown]
-# Rounding to bf16 hides nearly all of it: a sum moves by about one unit in its 24th bit, and
-# neighbouring bf16 numbers lie 65,536 such units apart.
-#
+# Rounding to bf16 hides nearly all of it: neighbouring bf16 numbers lie 65,536 units of fp32 apart.
 # **v2a** gives each launch one block of keys of every sequence and runs the launches one after
-# another. No two programs of a launch add to the same element, so the order is fixed.
+# another, so the order is fixed.
 #
 # ## Is it right?
 #
@@ -195,8 +193,7 @@ for x in (LONG, CROSS):  # modelled, in microseconds
 # | name: fig-five-parts
 # | caption: >
 # |   **Most of what dQ costs is its way to L2, and with few keys also zero fill and rounding.**
-# |   Time of backward v2 in bursts, on full batches of 1,024 tokens and with 2,048 queries on 256
-# |   keys. Without dQ only the solid part would remain.
+# |   Backward v2 in bursts, on full batches of 1,024 tokens and with 2,048 queries on 256 keys.
 # | alt: >
 # |   Two stacked bars. With 1,024 keys the pass without dQ is about half, the fifth MMA and the
 # |   additions most of the rest. With 256 keys zero fill and rounding are a quarter.

@@ -63,8 +63,8 @@ chapter.glue(v5_over_v4=spread(rates[V5] / rates[V4]))
 # | name: fig-bw5-rungs
 # | caption: >
 # |   **With 256 keys backward v5 is far ahead of every other kernel, however many queries there
-# |   are.** TFLOP/s of the backward pass, back to back. FlashAttention-3 (FA3), the dense form of
-# |   FlashAttention-4 (FA4) and cuDNN compute softmax attention.
+# |   are.** TFLOP/s back to back. FlashAttention-3 (FA3), the dense form of FlashAttention-4 (FA4)
+# |   and cuDNN compute softmax attention.
 # | alt: >
 # |   Lines of TFLOP/s over the number of queries. Backward v5 lies far above all others and rises
 # |   with the number of queries; v4 follows, then cuDNN, FlashAttention-3, -4 and v2 together.
@@ -190,8 +190,8 @@ assert all(says.values()) and "EarlyExit" in says["waiting at the end"], "the ca
 chapter.table(
     pd.Series(says).map("``{}``".format).rename_axis("forgotten").rename("what the emulator says")
     .reset_index(), name="tab-bw5-forgotten",
-    caption="**The emulator finds each forgotten step of the protocol.** Backward v5 on one "
-    "sequence of 256 tokens, with one step removed at a time.",
+    caption="**The emulator finds each forgotten step of the protocol.** One sequence of 256 "
+    "tokens.",
     emulated="changed copies of backward v5",
 )  # fmt: skip
 
@@ -319,8 +319,8 @@ chapter.glue(
 #
 # ## Backward v6: one CTA is enough for 128 keys
 #
-# With 128 keys or fewer, dQ is a single product. Backward v6, of one CTA, needs neither a sum nor a
-# cluster: its consumers exchange dS inside one CTA, as in v4, and store dQ in bf16, as in v5.
+# With 128 keys or fewer, dQ is a single product. Backward v6 needs neither a sum nor a cluster: its
+# consumers exchange dS inside one CTA, as in v4, and store dQ in bf16, as in v5.
 
 # %% tags=["remove-cell"]
 listed = [x.name for x in ONE_TILE]
@@ -363,7 +363,7 @@ chapter.predict(
 # | name: fig-bw6-over
 # | caption: >
 # |   **With at most 128 keys backward v6 is the fastest kernel timed on each workload.** Time over
-# |   that of v6, back to back; more is slower. FA2 and cuDNN compute softmax attention.
+# |   that of v6, back to back.
 # | alt: >
 # |   A dot plot, a row for each workload, a mark for each kernel, and a line at 1 for v6. All marks
 # |   lie right of the line.
@@ -382,10 +382,7 @@ chapter.figure(chart, measured=rows)
 #
 # **The zero fill was also a promise.** In backward v4 a row without contributions keeps the zeros
 # of the fill. Without a fill, every row needs a tile that writes it, even the rows of a sequence
-# without keys. That is what `least=1` asks of the list:
-
-# %% tags=["remove-input"]
-chapter.code(v6.work_list_recipe)
+# without keys; the list has `least=1` for that.
 
 # %% tags=["remove-cell"]
 ragged = studies.batch((130, 70, 0, 1), (128, 0, 5, 63), heads=2)
@@ -398,7 +395,7 @@ torch.use_deterministic_algorithms(False)
 assert silent == "" and dq.isnan().any(), "the text: rows unwritten, the emulator finds nothing"
 
 # %% [markdown]
-# Without `least=1`, rows of dQ are never written, and the emulator reports nothing: it judges what
+# If it is left out, rows of dQ are never written, and the emulator reports nothing: it judges what
 # programs do, and here none does anything. Only a comparison finds it, if the memory held something
 # else before. So `measure` fills earlier results with NaN.
 #
@@ -487,7 +484,7 @@ chapter.table(
     share.rename(index=names).rename("time, %").rename_axis("kernel").reset_index(),
     digits={"time, %": 0}, name="tab-bw7-knocked",
     caption="**The activation costs backward v7 nothing, sending dQ more than a fifth of its "
-    "time.** Parts knocked out, in bursts, in percent of v7's time.",
+    "time.** Parts knocked out, in bursts.",
     measured=chapter.holders("parts"),
 )  # fmt: skip
 
@@ -495,9 +492,7 @@ chapter.table(
 # The chain under suspicion has slack. A step adds 64 KiB to the sums in memory,
 # {glue:text}`added7:.1f` TB/s from all SMs.
 #
-# ## What we predicted
-#
-# The predictions of v5 and v7 precede any run; that of v6 follows from v5's record.
+# The predictions of v5 and v7 precede any run; that of v6 follows from v5's record:
 
 # %% tags=["remove-input"]
 chapter.predictions()

@@ -136,8 +136,8 @@ chapter.predict(f"{text} backward pass.", fa2["backward"], least=3.3, most=4.0, 
 # | name: fig-tables-rates
 # | caption: >
 # |   **Block v1 runs at the rate of a copy in the forward pass, block v3 a little below it in the
-# |   backward pass, and every baseline far below.** The batch of table 5, head_dim 128: fewest
-# |   bytes over time, in percent of the {ref}`ceiling <rule-ceiling>` (dashed), both back to back.
+# |   backward pass, and every baseline far below.** The batch of table 5: fewest bytes over time,
+# |   in percent of the {ref}`ceiling <rule-ceiling>` (dashed), both back to back.
 # | alt: >
 # |   A dot plot, two marks a row, forward and backward. Our kernels climb toward the dashed line at
 # |   100: v1 is on it in the forward pass, v3 a little below in the backward pass. The baselines
@@ -162,14 +162,13 @@ chapter.figure(
 #
 # All four {cite}`siso2026block` are from an NVIDIA B200, ours from an H200. The published baseline
 # is the authors' own FlashAttention-2 with blocks, in Triton; ours is PyTorch's, with one sequence
-# for each block, the same mathematics. *Sparsity 0.7* is a {term}`fill`: lengths lie between 0.4
-# and 1.0 of the largest ({doc}`block_attention`). Times are {ref}`back to back <rule-scope>`
-# unless an exhibit says burst.
+# for each block, the same mathematics. *Sparsity 0.7* is a fill ({doc}`block_attention`). Times are
+# {ref}`back to back <rule-scope>` unless an exhibit says burst.
 #
 # ## Table 5: the main batch
 #
-# The batch has 1152 sequences of 800 to 1999 tokens, 4 heads, bf16. Head dimensions of 64, 96 and
-# 256, which nobody published, stand below that of 128:
+# 1,152 sequences of 800 to 1,999 tokens, 4 heads, bf16. Head dimensions of 64, 96 and 256, which
+# nobody published, stand below that of 128:
 
 # %% tags=["remove-input"]
 duels = ratios.opposed(
@@ -189,9 +188,8 @@ assert (by_pass["backward"] > by_pass["forward"]).all(), "the caption"
 
 # %% [markdown]
 # The published factors are {glue:text}`published_forward:.2f` and
-# {glue:text}`published_backward:.2f`. Machine, kernel and baseline all differ, and shares of a
-# machine tell them apart ({numref}`tab-block-machines`). The publication does not compare with
-# FlashAttention-3, the better baseline in the backward pass.
+# {glue:text}`published_backward:.2f`, not over FlashAttention-3, the better baseline in the
+# backward pass. Machine, kernel and baseline all differ; shares of a machine tell them apart:
 
 # %% tags=["remove-input"]
 chapter.table(
@@ -240,8 +238,8 @@ for way in DIRECTIONS:
 # | name: fig-tables-lengths
 # | caption: >
 # |   **The speedup over FlashAttention-2 does not depend on the length, and the baseline stops
-# |   before the last lengths.** By largest length. Left: our fastest kernel, measured on an H200,
-# |   over PyTorch's. Right: published for a B200, over the authors', read from bars.
+# |   before the last lengths.** Left: our fastest kernel, measured on an H200, over PyTorch's.
+# |   Right: published for a B200, over the authors', read from bars.
 # | alt: >
 # |   Two charts on one scale. In each, four lines that hardly rise or fall, the two of the backward
 # |   pass above the two of the forward pass. The measured ones lie farther apart and end where
@@ -254,13 +252,11 @@ chart = charts.lines(
 chapter.figure(chart, measured=of_six, published="table 6, NVIDIA B200, read from bars")
 
 # %% [markdown]
-# Measured {glue:text}`six_timed`, the quotients of one direction lie within
-# {glue:text}`spread:.0f` % of each other. The published bars spread by {glue:text}`old_forward:.0f`
-# and {glue:text}`old_backward:.0f` %. A program sees one block, however long its sequence is.
-#
-# The baseline did not run on {glue:text}`refused:.0f` batches. It worked with {glue:text}`ran:,.0f`
-# blocks and failed with {glue:text}`stopped:,.0f`. Between the two lies 65,535, the most programs
-# that CUDA allows in the second and third dimension of a grid.
+# Measured {glue:text}`six_timed`, the quotients of one pass lie within {glue:text}`spread:.0f` % of
+# each other, the published bars within {glue:text}`old_forward:.0f` and
+# {glue:text}`old_backward:.0f` %. The baseline did not run on {glue:text}`refused:.0f` batches: it
+# worked with {glue:text}`ran:,.0f` blocks and failed with {glue:text}`stopped:,.0f`. Between the
+# two lies 65,535, the most programs that CUDA allows in the second and third dimension of a grid.
 #
 # ## Table 7: rotary
 #
@@ -307,8 +303,8 @@ chapter.glue(
 # | name: fig-tables-rotary
 # | caption: >
 # |   **Fused rotary in block v4a is close to the fewest bytes, and rotary in PyTorch is far from
-# |   everything.** Backward pass of attention with rotary, kernels alone, back to back. Dashed: the
-# |   fewest bytes of the fused pass at the rate of a copy.
+# |   everything.** Backward pass, kernels alone, back to back. Dashed: the fewest bytes of the
+# |   fused pass at the rate of a copy.
 # | alt: >
 # |   Horizontal bars in milliseconds. Rotary in PyTorch takes about ten times as long as the fused
 # |   v4a, which is close to the dashed line. The pair of kernels takes less than twice as long as
@@ -321,20 +317,20 @@ chapter.figure(chart, measured=of_seven)
 
 # %% [markdown]
 # The same fused kernel is {glue:text}`over_kernel:.2f` or {glue:text}`over_eager:.0f` times as fast
-# as two passes: the baseline decides. Alone ({glue:text}`alone_timed`), PyTorch's operations reach
+# as two passes: the baseline decides. Alone, {glue:text}`alone_timed`, PyTorch's operations reach
 # {glue:text}`eager_share:.0f` % of the rate of a copy, our rotary kernel
 # {glue:text}`kernel_share:.0f` %. The published rotary pass moves its bytes at
 # {glue:text}`slow:.0f` % of the nominal rate of its machine, so most of the published
 # {glue:text}`published_fused:.2f` is that pass.
 #
-# By bytes alone, fusing could be worth {glue:text}`bound:.2f`. Block v4 moves the same bytes as
-# block v4a and gets {glue:text}`over_v4:.2f`, because it rotates in the {term}`warp groups
-# <warp group>` that also multiply. {doc}`v4_rotary` has the forward pass too.
+# By bytes alone, fusing could be worth {glue:text}`bound:.2f`. Block v4 gets
+# {glue:text}`over_v4:.2f`, because it rotates in the {term}`warp groups <warp group>` that also
+# multiply ({doc}`v4_rotary`).
 #
 # ## Table 8: one rounding or two
 #
-# Absolute errors cannot be compared without the shape, inputs and seed. What can be compared is the
-# error with two roundings of a gradient over that with one, on the same inputs:
+# Without shape, inputs and seed only quotients can be compared: the error with two roundings of a
+# gradient over that with one, on the same inputs.
 
 # %% tags=["remove-input"]
 eight = block_tables.roundings(chapter.recorded("accuracy"), data_dir)
@@ -357,9 +353,8 @@ chapter.predict(
 chapter.glue(mean_dq=eight.loc["dq", "mean, published"])
 
 # %% [markdown]
-# Independent errors add as squares. The published {glue:text}`mean_dq:.2f` for dq would need a
-# second rounding about as large as all others together. {doc}`backward_alone` says what it can
-# mean.
+# Independent errors add as squares, so the published {glue:text}`mean_dq:.2f` for dq would need a
+# second rounding as large as all others together ({doc}`backward_alone` says what it can mean).
 
 # %% tags=["remove-input"]
 chapter.predictions()

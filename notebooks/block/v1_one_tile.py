@@ -193,7 +193,7 @@ chapter.glue(
 #
 # ## Registers cost programs, and programs keep memory busy
 #
-# The forward kernel with the pieces that move hardly any bytes, compiled for sm_90a and timed:
+# The pieces that move hardly any bytes, compiled for sm_90a and timed:
 
 # %% tags=["remove-cell"]
 SMALL = ["none", "rescale", "lse", "key_loop", "accumulate"]
@@ -204,9 +204,8 @@ facts["time / none"] = (us["forward", 128, STUDY] / us["forward", 128, STUDY, "n
 # %% tags=["remove-input"]
 chapter.table(
     facts.round(3),
-    caption="**Fewer programs on an SM, more time.** Block v1's forward kernel with one piece put "
-    "back, at head_dim 128: registers a thread, programs that fit on an SM, and time over that "
-    "with none, in bursts.",
+    caption="**Fewer programs on an SM, more time.** Forward kernel at head_dim 128 with one piece "
+    "put back; time over that with none, in bursts.",
     name="tab-bv1-registers", measured=chapter.rows(impl=STUDY, variant=SMALL),
 )  # fmt: skip
 fits = facts.set_index("case")["programs on an SM"]
@@ -240,9 +239,9 @@ running = {name: (each < 8).astype(float) for name, each in count.items()}
 # %% tags=["remove-input"]
 # | name: fig-bv1-order
 # | caption: >
-# |   **With heads inner, programs that run together own whole blocks.** A tensor as it lies in
-# |   memory, a row for a block of 64 tokens, a column for a head, with the number of the program
-# |   that owns each tile. Coloured: the first eight, which run at the same time.
+# |   **With heads inner, programs that run together own whole blocks.** A row for a block of 64
+# |   tokens, a column for a head, with the number of the program that owns the tile. Coloured: the
+# |   first eight, which run at the same time.
 # | alt: >
 # |   Two grids of eight rows and four columns. On the left the numbers run down the columns, and
 # |   the first eight are one column. On the right they run along the rows: two whole rows.
@@ -252,17 +251,13 @@ chapter.glue(inner=share["forward", 128, V1, INNER], outer=share["forward", 128,
 assert max(order) < 1, "the text says: in all four cases"
 
 # %% [markdown]
-# Heads inner is faster in both passes and at both head_dims. In the forward pass at
-# head_dim 128 the order alone takes the kernel from {glue:text}`outer:.0f` to
-# {glue:text}`inner:.0f` % of the copy.
-#
-# With heads inner, the programs that run together cover a stretch of q without a gap. With heads
-# outer, they take a quarter of each row of a stretch four times as long. Our guess at the cause:
-# DRAM is organised in pages, and opening a page four times costs more than opening it once.
-# {doc}`v2_slab` gives all heads of a block to one program.
+# Heads inner is faster in both passes and at both head_dims. In the forward pass at head_dim 128
+# the order alone takes the kernel from {glue:text}`outer:.0f` to {glue:text}`inner:.0f` % of the
+# copy. Our guess at the cause: DRAM is organised in pages, and with heads outer each page is opened
+# four times, for a quarter of its rows' bytes.
 #
 # In the backward pass registers leave no room for more programs, so loads must overlap with
-# computation inside one: {doc}`v3_warp_specialized` gives them to a producer.
+# computation inside one: {doc}`v3_warp_specialized`.
 
 # %% tags=["remove-input"]
 chapter.predictions()

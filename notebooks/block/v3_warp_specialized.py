@@ -5,26 +5,31 @@
 # ---
 
 # %% [markdown]
-# # Block v3: a producer keeps memory busy where one program fills an SM
+# # Block v2 and v3: a producer keeps memory busy where one program fills an SM
 #
-# This operator is bound by bytes, and {term}`warp specialization` saves none. What can it buy?
+# This operator is bound by bytes, and neither persistent programs nor {term}`warp specialization`
+# save any. What can they buy?
 #
-# :::{admonition} In this chapter (35 minutes)
-# You will be able to decide by Little's law how many slots a kernel needs, and to store results in
-# tiles that are no longer needed. At head_dim 128 block v3 is {glue:text}`faster_v1:.0f` % faster
-# than block v1 in the backward pass, back to back, and {glue:text}`forward_more:.1f` % slower in
-# the forward pass.
+# :::{admonition} In this chapter (45 minutes)
+# You will be able to tell from a compiled loop whether anything overlaps its loads, to decide by
+# Little's law how many slots a kernel needs, and to store results in tiles that are no longer
+# needed. At head_dim 128 block v3 is {glue:text}`faster_v1:.0f` % faster than block v1 in the
+# backward pass, back to back, and {glue:text}`forward_more:.1f` % slower in the forward pass.
 # :::
 
 # %% tags=["hide-input"]
 import math
+from dataclasses import replace
 
 import pandas as pd
+import torch
 
-from _lib import block_studies, studies
+from _lib import block_studies, loops, studies
 from gdpa_kernels.block_attention import slots
+from gdpa_kernels.block_attention.kernels import v1_one_tile
 from gdpa_kernels.block_attention.kernels import v3_warp_specialized as v3
 from gdpa_kernels.block_attention.kernels.v3_warp_specialized import Config
+from gdpa_kernels.block_attention.ladder import v2_slab
 from gdpa_lab.measuring import system
 from gdpa_lab.measuring.workloads import workload
 from gdpa_lab.report import charts, results
@@ -40,6 +45,40 @@ chapter = Chapter("block/v3_warp_specialized", mode=mode, device=device, data_di
 NAMES = {"block-fill70-2000": "128", "block-fill70-2000-d64": "64"}  # head_dim by workload
 SHAPES = ["forward 128", "forward 64", "backward 128", "backward 64"]
 V1, V2, V3 = "v1_one_tile", "v2_slab", "v3_warp_specialized"
+# Variants of block v2, then of block v3: consumers, slots, heads whose loads are issued together.
+HEADS = {"1 head, 1 stage": v2_slab.Config(heads_per_program=1, slabs_per_program=1, num_stages=1)}
+for n in (1, 2, 3):
+    HEADS[f"1 slab, {n} stage{'s' * (n > 1)}"] = v2_slab.Config(slabs_per_program=1, num_stages=n)
+HEADS["2 slabs, 3 stages"] = v2_slab.Config(slabs_per_program=2, num_stages=3)
+for n, stages in ((1, 3), (2, 3), (3, 3), (1, 5), (2, 5)):
+    HEADS[f"{n} per SM, {stages} stages"] = v2_slab.Config(programs_per_sm=n, num_stages=stages)
+HEADS["2 per SM, 3 stages, 1 head"] = v2_slab.Config(heads_per_program=1, num_stages=3)
+WIDE = [(1, 1, 1), (1, 2, 1), (1, 3, 1), (2, 2, 1), (1, 3, 2)]
+MORE = [(1, 4, 1), (2, 4, 1), (1, 4, 2)]
+NARROW = [(1, 6, 1), (2, 6, 1), (1, 5, 2), (1, 6, 2), (1, 5, 4), (1, 6, 4), (2, 6, 2)]
+FITS = {"backward 128": WIDE, "forward 128": WIDE + MORE}
+FITS |= {f"{direction} 64": WIDE + MORE + NARROW for direction in ("backward", "forward")}
+
+
+def label(consumers: int, slots: int, together: int = 1) -> str:
+    """The variant's name in the record."""
+    roles = f"{consumers} math role{'s' * (consumers > 1)}, {slots} slot{'s' * (slots > 1)}"
+    return f"{roles}, {together} heads together" if together > 1 else roles
+
+
+@chapter.measure
+def _(session):
+    for name, dim in NAMES.items():
+        for direction in ("backward", "forward"):
+            usual = v1_one_tile.default_config(direction, block_studies.blank(int(dim)))
+            follow = {"config": replace(usual, heads_inner=True)}
+            listed = [(V1, "heads follow", follow), (V2, "default", {})]
+            listed += [(V2, variant, {"config": config}) for variant, config in HEADS.items()]
+            listed += [(V3, label(*c), {"config": Config(*c)}) for c in FITS[f"{direction} {dim}"]]
+            session.measure(workload(name), listed, direction=direction)
+
+
+# %% tags=["remove-cell"]
 rows = chapter.rows("block/results", scope="sustained", workload=list(NAMES), impl=[V1, V2, V3])
 rows["shape"] = rows["direction"] + " " + rows["workload"].map(NAMES)
 us = rows.pivot(index="shape", columns="impl", values="time_us_p50").loc[SHAPES]
@@ -53,8 +92,7 @@ chapter.glue(
 # | name: fig-roles-slots
 # | caption: >
 # |   **Warp roles pay in the backward pass, most where one program fills an SM.** Percent of the
-# |   rate of the best copy with the same mix of reads and writes, measured in the same run, back to
-# |   back; block v1 to block v3 with their defaults.
+# |   rate of the best copy with the same mix of reads and writes, back to back.
 # | alt: >
 # |   A dot plot with four rows, forward and backward at head_dim 128 and 64. Forward the three
 # |   rungs lie close together. Backward v3 is furthest right, at head_dim 128 by a wide margin.
@@ -68,19 +106,107 @@ chapter.figure(
 )  # fmt: skip
 
 # %% [markdown]
-# ## A producer loads, consumers compute, and results leave by the slots they came in
+# ## What changes
 #
-# Block v3 has two {term}`roles <role>`: `load`, the producer, and `math`, the consumer.
+# | | {doc}`block v1 <v1_one_tile>` | block v2 | block v3 |
+# |:--|:--|:--|:--|
+# | a program | one head of a block | all heads of a block, then the next block | as block v2 |
+# | loads | pointers of every thread | a thread asks TMA, between two items | a producer asks TMA |
+# | barriers | made by the compiler | the same | two arrays, made by us |
+# | results | pointers of every thread | through buffers of their own | through the inputs' tiles |
 #
-# | | {doc}`block v2 <v2_slab>` | block v3 |
-# |:--|:--|:--|
-# | who loads tiles | a thread of the warps that compute, between two items | the producer |
-# | barriers | made by the compiler | two arrays, made by us |
-# | results | through buffers of their own | through the tiles of their inputs |
-# | work of a program, bytes, arithmetic | | the same |
+# The heads of a token lie side by side, so the tiles of all heads of a block, a *slab*, are one
+# piece of memory: 64 KiB without a gap at head_dim 128. An *item* is one head of one block.
 #
-# An *item* is one head of one block. Its tiles fill a *slot*: Q, K and V in the forward pass, and
-# grad_out as well in the backward pass.
+# ## Block v2: stages are not buffers
+#
+# Block v2 is {term}`persistent <persistent kernel>`, and only loads that run ahead keep it busy:
+
+# %% tags=["remove-cell"]
+# Block v2 had a chapter of its own; its record counts until one of this chapter has its variants.
+slabs = chapter
+if not any(row.impl == V2 and row.variant in HEADS for row in chapter.record().rows):
+    slabs = Chapter("block/v2_slab", data_dir=data_dir)
+slab_rows = slabs.rows(variant=["heads follow", *HEADS], impl=[V1, V2])
+slab_rows["shape"] = slab_rows["direction"] + " " + slab_rows["workload"].map(NAMES)
+slab_us = slab_rows.pivot(index="variant", columns="shape", values="time_us_p50")[SHAPES]
+slab_best = slab_us.loc[list(HEADS)].min() / slab_us.loc["heads follow"]
+is_five = slab_us.index.str.contains("5 stages")
+over_block_v1 = pd.DataFrame({
+    "one to three stages": slab_us[~is_five].drop("heads follow").min(),
+    "five stages": slab_us[is_five].min(),
+}).div(slab_us.loc["heads follow"], axis=0)  # fmt: skip
+over_block_v1.index = [shape.replace(" ", ", head_dim ") for shape in SHAPES]
+side_by_side = slab_us.loc["2 per SM, 3 stages, 1 head"] / slab_us.loc["2 per SM, 3 stages"]
+fifth = slab_us.loc["1 per SM, 5 stages"] / slab_us.loc["1 per SM, 3 stages"]
+fits = block_studies.compiled({
+    "v1": (v1_one_tile, "forward", None),
+    "v2": (v2_slab, "forward", v2_slab.Config(num_stages=3)),
+}).set_index("case")["programs on an SM"]  # fmt: skip
+assert slab_best["backward 128"] < 0.9 and slab_best[["forward 128", "forward 64"]].min() > 1
+assert (over_block_v1 > 1).sum(axis=None) == 7, "the caption: one case of four, with five stages"
+chapter.glue(v1_fit=fits["v1"], v2_fit=fits["v2"],
+             fifth_least=100 * (1 - fifth.max()), fifth_most=100 * (1 - fifth.min()))  # fmt: skip
+chapter.predict(
+    "The best variant of block v2 saves more than 3 % of block v1's time in all four cases (the "
+    "worst ratio).",
+    slab_best, most=0.97, registered="block/v2_slab#1",
+)  # fmt: skip
+chapter.predict(
+    "One persistent program per SM takes at least 10 % less time with five stages than with three "
+    "(the largest of four ratios).",
+    fifth, most=0.90, shown=False, registered="block/v2_slab#2",
+)  # fmt: skip
+chapter.predict(
+    "Heads side by side (`heads_per_program=1`) save time in the forward pass (the larger ratio).",
+    side_by_side.iloc[:2], most=0.999, form=".3f", shown=False, registered="block/v2_slab#3",
+)  # fmt: skip
+ragged = block_studies.batch((0, 1, 63, 64, 65, 130))
+expected, _ = block_studies.emulated(v1_one_tile, ragged)
+for walk in ("1 head, 1 stage", "2 slabs, 3 stages", "2 per SM, 3 stages"):
+    actual, _ = block_studies.emulated(v2_slab, ragged, config=HEADS[walk])
+    assert all(map(torch.equal, actual, expected)), "the text: the bits of block v1"
+
+# %% tags=["remove-input"]
+# | name: fig-slab-shares
+# | caption: >
+# |   **Block v2 beats block v1 in one case of four, and only with five stages.** Time of its
+# |   fastest variant over that of block v1 (dashed), in bursts.
+# | alt: >
+# |   A dot plot with four rows, forward and backward at head_dim 128 and 64. All marks lie at 1 or
+# |   right of it, except backward at head_dim 128 with five stages, which lies well left.
+chart = charts.dots(over_block_v1, xlabel="time / time of block v1")
+chapter.figure(chart, measured=slab_rows)
+
+# %% [markdown]
+# `num_stages` should decide how far loads run ahead of the {term}`MMAs <MMA>`. The forward loop as
+# compiled: *ask* starts {term}`TMA` loads, *wait* waits for tiles, *stored* waits until a TMA store
+# has read {term}`shared memory`, *list* loads from the list of blocks:
+
+# %% tags=["remove-input"]
+BUFFERS = {1: 1, 2: 2, 3: 2, 5: 3}
+for stages, buffers in BUFFERS.items():
+    kernels = block_studies.built(v2_slab, "forward", v2_slab.Config(num_stages=stages))
+    loop = loops.pipeline(kernels["forward_kernel"])
+    print(f"num_stages={stages}, buffers={buffers}: {loop.shown()}")
+    assert (loop.ahead, loop.room) == (buffers - 1, buffers)
+
+# %% [markdown]
+# With two stages the tiles of the next head are asked for at the *end* of the loop, which then
+# waits for them at once. With three there are still two buffers: the address of a tile depends on
+# the list, and the third stage goes to that load. Five stages are the first to have a head in
+# flight during the MMAs, and one program on an SM takes {glue:text}`fifth_least:.0f` to
+# {glue:text}`fifth_most:.0f` % less time than with three.
+#
+# Until then only another program on the SM can fill the gaps, and {glue:text}`v2_fit:.0f` programs
+# of block v2 fit, where {glue:text}`v1_fit:.0f` of block v1 do: a second buffer of each tile takes
+# shared memory. Many small programs overlap for free, since the hardware starts another when one
+# ends. (Results have block v1's bits, emulated.)
+#
+# ## Block v3: a producer loads, consumers compute
+#
+# Block v3 has two {term}`roles <role>`, `load` and `math`. The tiles of an item fill a *slot*: Q, K
+# and V in the forward pass, and grad_out as well in the backward pass.
 
 # %% tags=["remove-input"]
 chapter.roles("v3_warp_specialized", "block_attention")
@@ -152,8 +278,8 @@ little = pd.DataFrame(little, index=["needed (KiB)", "slot (KiB)", "slots, by th
 # %% tags=["remove-input"]
 chapter.table(
     little.round(1).rename_axis("shape").reset_index(),
-    caption="**By the count, two slots are enough at head_dim 128.** KiB that must be in flight to "
-    "an SM, the size of a slot, and the slots that hold them, with the one in use.",
+    caption="**By the count, two slots are enough at head_dim 128.** KiB in flight to an SM, the "
+    "size of a slot, and the slots that hold them, with the one in use.",
     name="tab-roles-little", modelled="Little's law; tiles of bf16",
 )  # fmt: skip
 assert little.loc[["forward 128", "backward 128"], "slots, by the count"].eq(2).all(), "caption"
@@ -171,30 +297,6 @@ chapter.predict(
 
 # %% [markdown]
 # The variants that fit into 227 KiB of shared memory:
-
-# %% tags=["remove-cell"]
-# Consumers, slots, heads whose loads are issued together.
-WIDE = [(1, 1, 1), (1, 2, 1), (1, 3, 1), (2, 2, 1), (1, 3, 2)]
-MORE = [(1, 4, 1), (2, 4, 1), (1, 4, 2)]
-NARROW = [(1, 6, 1), (2, 6, 1), (1, 5, 2), (1, 6, 2), (1, 5, 4), (1, 6, 4), (2, 6, 2)]
-FITS = {"backward 128": WIDE, "forward 128": WIDE + MORE}
-FITS |= {f"{direction} 64": WIDE + MORE + NARROW for direction in ("backward", "forward")}
-
-
-def label(consumers: int, slots: int, together: int = 1) -> str:
-    """The variant's name in the record."""
-    roles = f"{consumers} math role{'s' * (consumers > 1)}, {slots} slot{'s' * (slots > 1)}"
-    return f"{roles}, {together} heads together" if together > 1 else roles
-
-
-@chapter.measure
-def _(session):
-    for name, dim in NAMES.items():
-        for direction in ("backward", "forward"):
-            listed = [(impl, "default", {}) for impl in (V1, V2)]
-            listed += [(V3, label(*c), {"config": Config(*c)}) for c in FITS[f"{direction} {dim}"]]
-            session.measure(workload(name), listed, direction=direction)
-
 
 # %% tags=["remove-cell"]
 variants = chapter.rows(variant=None, impl=V3)
@@ -250,8 +352,8 @@ assert second.min() > 0.99, "the text: a second one gains nowhere"
 #
 # ## With two slots the stores of one item overlap with the MMAs of the next
 #
-# The backward pass in the emulator: one consumer, two blocks of two heads, hence four items. With
-# one slot it takes {glue:text}`cycles:.2f` times the modelled cycles.
+# The backward pass in the emulator, one consumer and four items. With one slot it takes
+# {glue:text}`cycles:.2f` times the modelled cycles.
 
 # %% tags=["remove-cell"]
 two_blocks = block_studies.batch((5 * 64,), head_dim=128)  # of five, for one of three programs
@@ -265,9 +367,8 @@ chapter.glue(cycles=cycles[1] / cycles[2])
 # %% tags=["remove-input"]
 # | name: fig-roles-two-slots
 # | caption: >
-# |   **With two slots loads and stores go on beside the MMAs.** Block v3 backward, one consumer,
-# |   four items. An arrow leads from the arrival that completed a phase to the wait that it ended.
-# |   Modelled cycles.
+# |   **With two slots loads and stores go on beside the MMAs.** An arrow leads from the arrival
+# |   that completed a phase to the wait that it ended. Modelled cycles.
 # | alt: >
 # |   Four lanes. load asks for two slots at once and then waits. TMA loads the second slot while
 # |   math computes on the first; the three stores of the first item overlap with the first MMAs of
@@ -288,7 +389,6 @@ studies.stepper(
 # wait, so that a slot goes back while its stores may still read it?
 
 # %% tags=["remove-cell"]
-ragged = block_studies.batch((0, 1, 63, 64, 65, 130))
 for config in (Config(1, 1), Config(1, 3, 2), Config(2, 4)):
     block_studies.comparison(v3, ragged, config, schedule=0)
 
@@ -303,10 +403,9 @@ print(said[0].replace("; ", ";\n  "))
 # ## The order in which memory is asked matters at head_dim 64
 #
 # At head_dim 64 no number of slots or consumers brings the backward pass above
-# {glue:text}`alone_64:.0f` % of the copy. A row of a tile is only 128 bytes there, and the heads of
-# a token lie side by side. Block v3 loads all rows of one head, later all rows of the next; by then
-# DRAM's *page* may be closed. The option `heads_together` issues the loads of several heads
-# together, tensor by tensor.
+# {glue:text}`alone_64:.0f` % of the copy. A row of a tile is only 128 bytes there. Block v3 loads
+# all rows of one head, later all rows of the next; by then DRAM's *page* may be closed. The option
+# `heads_together` issues the loads of several heads together, tensor by tensor.
 
 # %% tags=["remove-cell"]
 chapter.predict(
@@ -314,8 +413,8 @@ chapter.predict(
     "less at 128.",
     narrow, least=max(1, wide.max()), form=".1f", unit=" %", shown=False,
 )  # fmt: skip
-five = chapter.times("block/v2_slab", "percent_of_roofline", "variant", variant=None,
-                     direction="backward")["1 per SM, 5 stages"]  # fmt: skip
+five = slabs.times(value="percent_of_roofline", columns="variant", variant=None, impl=V2,
+                   direction="backward")["1 per SM, 5 stages"]  # fmt: skip
 chapter.glue(
     alone_64=share.loc[[label(*c) for c in FITS["backward 64"] if c[2] == 1], "backward 64"].max(),
     narrow_64=narrow.min(), wide_128=wide.max(), best_64=defaults[V3]["backward 64"],
@@ -337,21 +436,34 @@ chapter.glue(
 # second one gains in no case.
 #
 # MMAs and softmax still follow each other. What counts is that *loading* no longer waits for
-# computing; block v2 gets that with five stages. In the backward pass at head_dim 128 it then
-# reaches {glue:text}`v2_five:.0f` % of the copy in bursts, in its own record; block v3 reaches
-# {glue:text}`best_128:.0f` % back to back. It pays with a third buffer of each tile.
+# computing. Block v2 gets that with five stages, and pays with a third buffer of each tile: in the
+# backward pass at head_dim 128 it reaches {glue:text}`v2_five:.0f` % of the copy in bursts, block
+# v3 {glue:text}`best_128:.0f` % back to back.
 
 # %% tags=["remove-input"]
 chapter.predictions()
 
 # %% tags=["remove-input"]
-chapter.profile("v2_slab", "v3_warp_specialized", workload="block-fill70-4000")
-chapter.profile(
-    "v2_slab", "v3_warp_specialized", workload="block-fill70-4000", direction="backward"
-)
+chapter.profile(V1, V2, V3, workload="block-fill70-4000")
+chapter.profile(V1, V2, V3, workload="block-fill70-4000", direction="backward")
 
 # %% [markdown]
 # ## Exercises
+#
+# :::{exercise} How many stages for three tiles?
+# :label: ex-slab-stages
+#
+# Compile block v2's forward kernel at head_dim 64 with `num_stages` from 2 to 7, and count the
+# buffers (`loops.pipeline`). Find the rule. *(compiler, ten minutes, no GPU)*
+# :::
+#
+# :::{solution} ex-slab-stages
+# :class: dropdown
+#
+# 2, 2, 2, 3, 3, 4. The loads from the list and by TMA depend on each other. Each gets half of
+# num_stages − 1, rounded down, but at least one if there is one to give. There is one buffer more
+# than the steps that TMA runs ahead.
+# :::
 #
 # :::{exercise} Tiles of their own
 # :label: ex-roles-own
@@ -404,7 +516,9 @@ chapter.profile(
 #
 # ## Takeaways
 #
-# - Where one program fills an SM, a producer keeps memory busy. Many small programs do so without a
-#   barrier.
+# - Many small programs overlap for free. Where one program fills an SM, a producer keeps memory
+#   busy.
+# - `num_stages` counts stages of a loop, shared by all loads that depend on each other. Read the
+#   loop: which loads start between the last wait and the first MMA?
 # - Little's law gives the least that must be in flight. Measure one slot more than it says.
 # - Find shared memory by asking of every tile when it is dead.

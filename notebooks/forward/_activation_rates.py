@@ -1,4 +1,4 @@
-"""Measurements of the chapter on activation arithmetic, and how it reads them from its record.
+"""Measurements of gates, and how the chapter on forward v7 reads them from its record.
 
 `run_all` fills a session: errors of every sequence ("accuracy"), its clocks in registers ("repeat",
 "times", "clocks"), and `v6_short_kv` with seven activations on the same inputs, interleaved (rows).

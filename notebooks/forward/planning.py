@@ -97,7 +97,7 @@ chapter.figure(
 # | shared-memory port | 128 bytes | Q and K for S, V for P V | 384 + 256 |
 #
 # The MUFU row is for one tanh per score ($u = 1$) and the issue row for the GELU of forward v4
-# ($i = 6.5$, {doc}`activation_arithmetic`). The tensor core reads K and V from {term}`shared
+# ($i = 6.5$, {doc}`v7_packed`). The tensor core reads K and V from {term}`shared
 # memory` for *each* consumer, and for S also the consumer's 64 rows of Q. P comes from registers
 # and does not use the port. That is $2d(64 + n)$ bytes for S and $2dn$ for P V. {term}`TMA` writes
 # each block of K and V once, $4nd$ bytes.

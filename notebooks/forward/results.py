@@ -108,6 +108,9 @@ assert rising.diff().iloc[1:].gt(0).all(axis=None), "the caption: every kernel"
 dense = best.filter(like="half-dense", axis=0)
 assert (dense["best peer"].iloc[1:] == "fa3").all(), "the caption: FlashAttention-3"
 assert dense["peer / rung (time)"].is_monotonic_decreasing, "the caption: the lead shrinks"
+ops, kernel = chapter.times(direction="forward", scope="op")[RUNGS], burst.loc[CALLED, RUNGS]
+extra, in_kernels = (ops - kernel).median(), ops[V8] / kernel[V8]
+chapter.glue(v8_extra=extra[V8], v8_short=in_kernels[CALLED[0]])
 chapter.glue(over_peer=ratios.ahead(best), count=len(us), checked=len(timed),
              triton_at_256=over["gdpa_triton"]["gdpa-self-full-256"], full_least=full.min(),
              full_most=full.max(),
@@ -133,14 +136,15 @@ ratios.redrawn(chapter, "gdpa-self-fwd-full", [V1, V8])
 # %% [markdown]
 # ## What was compared
 #
-# The workloads are those of the published benchmark ({doc}`../operator/workloads`): 1,152
-# sequences, 4 heads, head_dim 128, bf16; in a *cross* batch 256 keys. Half-full batches keep all
-# keys (*dense*) or give keys the lengths of the queries (*jagged*). The scale is 1/sqrt(head_dim),
-# where the published benchmark has none.
-#
-# Rates and {ref}`ceilings <rule-ceiling>` are {ref}`back to back <rule-scope>`, where forward v8
-# keeps {glue:text}`kept` per cent of its burst rate ({doc}`../measuring/power_wall`). All
-# {glue:text}`checked:.0f` times belong to outputs that passed the check against fp64.
+# The workloads are those of the published benchmark ({doc}`../operator/workloads`), but with a
+# scale, 1/sqrt(head_dim). *Cross* batches have 256 keys; half-full ones keep all keys (*dense*) or
+# give keys the lengths of the queries (*jagged*). Rates and {ref}`ceilings <rule-ceiling>` are
+# {ref}`back to back <rule-scope>`, where forward v8 keeps {glue:text}`kept` per cent of its rate in
+# bursts ({doc}`../measuring/power_wall`). All {glue:text}`checked:.0f` times belong to outputs that
+# passed the check against fp64. They are times of kernels: a call of forward v8 on an idle device
+# takes {glue:text}`v8_extra:.0f` µs more, the median of four batches, and
+# {glue:text}`v8_short:.2f` times as long as the kernel on full batches of 256 tokens
+# ({doc}`../training/host_time`).
 
 # %% tags=["remove-input"]
 ratios.against(
@@ -151,8 +155,8 @@ ratios.against(
 
 # %% [markdown]
 # On full batches of 256 tokens the limit is memory, from 512 on the tensor cores. At 512, where
-# both limits nearly meet, only a perfect overlap of copies and matmuls could reach the roofline.
-# Half-full batches have lower rates: empty rows of a {term}`tile` take time and do not count.
+# both limits nearly meet, only a perfect overlap of copies and matmuls could reach the roofline. On
+# half-full batches empty rows of a {term}`tile` take time and do not count.
 #
 # ## Half-full batches, and few keys
 
@@ -160,8 +164,7 @@ ratios.against(
 # | name: fig-self-fwd-half
 # | caption: >
 # |   **Half full with dense keys, forward v8 is ahead at every length, by less as sequences get
-# |   longer; from 512 tokens on FlashAttention-3 is closest.** Left: measured back to back. Right:
-# |   published.
+# |   longer; from 512 tokens on FlashAttention-3 is closest.** Left: measured. Right: published.
 # | alt: >
 # |   Two charts of TFLOP/s over sequence length, all rising. Measured, v8 is the highest at every
 # |   length, with FlashAttention-3 below it. Published, the CuTeDSL kernel is the highest.
@@ -171,7 +174,7 @@ ratios.redrawn(chapter, "gdpa-self-fwd-half", [V1, V8], "half-dense")
 # | name: fig-cross-fwd-full
 # | caption: >
 # |   **With 256 keys forward v8 leads at every number of queries, and gains most from more of
-# |   them.** Left: measured back to back, queries of the length on the axis. Right: published.
+# |   them.** Queries of the length on the axis. Left: measured. Right: published.
 # | alt: >
 # |   Two charts of TFLOP/s over query length. v8 rises with the number of queries, the others
 # |   little. FlashAttention-4 lies below FlashAttention-2, and dense cuDNN above both. On
@@ -179,13 +182,13 @@ ratios.redrawn(chapter, "gdpa-self-fwd-half", [V1, V8], "half-dense")
 ratios.redrawn(chapter, "gdpa-cross-fwd-full", [V1, V8])
 
 # %% [markdown]
-# More queries add tiles, not keys: each tile keeps two blocks, so its start and end stay a large
-# share. Forward v8 prepares the next tile while it computes this one.
+# More queries add tiles, not keys: each tile keeps two blocks, so start and end stay a large share.
+# Forward v8 prepares the next tile while it computes this one.
 #
 # ## Which baseline to beat
 #
-# Most baselines compute softmax, a different function with about the same FLOPs. So we compare
-# times alone.
+# Most baselines compute softmax, another function with about the same FLOPs, so we compare times
+# alone.
 
 # %% tags=["remove-input"]
 peers = over[[impl for impl in BASELINES if impl in over]]
@@ -193,12 +196,11 @@ behind = pd.DataFrame({
     "baseline": [ratios.named(impl, "forward") for impl in peers],
     "workloads": peers.count().to_numpy(), "least": peers.min().round(2).to_numpy(),
     "median": peers.median().round(2).to_numpy(), "most": peers.max().round(2).to_numpy(),
-    "most on": [ratios.row(name) for name in peers.idxmax()],
 })  # fmt: skip
 chapter.table(
     behind, measured=timed, name="tab-forward-baselines",
-    caption="**Dense cuDNN is the closest baseline in the median.** Each baseline's time "
-    "over that of the best kernel, back to back, over the workloads that it takes.",
+    caption="**Dense cuDNN is the closest baseline in the median.** Time over that of the best "
+    "kernel, back to back.",
 )  # fmt: skip
 assert peers.median().idxmin() == "cudnn", "the caption: closest in the median"
 
@@ -272,9 +274,8 @@ chapter.glue(
 )  # fmt: skip
 
 # %% [markdown]
-# An H100 has the SMs and the power limit of an H200, but older memory: the H200's fastest copy is
-# {glue:text}`memory:.2f` times as fast, while the fastest matmul differs by
-# {glue:text}`matmul:.0f` %.
+# An H100 has the SMs and the power limit of an H200, and older memory: the H200's fastest copy is
+# {glue:text}`memory:.2f` times as fast, its fastest matmul differs by {glue:text}`matmul:.0f` %.
 
 # %% tags=["remove-input"]
 ratios.others(chapter, here, "forward")
@@ -288,20 +289,6 @@ ratios.others(chapter, here, "forward")
 # {glue:text}`over_triton` times as fast, and on {glue:text}`by_triton:.0f` of
 # {glue:text}`count:.0f` batches that kernel is the best baseline. `make compare
 # NOTEBOOKS=forward/results` shows your GPU beside ours.
-#
-# ## What a call costs beyond the kernel
-
-# %% tags=["remove-cell"]
-ops, kernel = chapter.times(direction="forward", scope="op")[RUNGS], burst.loc[CALLED, RUNGS]
-extra, in_kernels = (ops - kernel).median(), ops[V8] / kernel[V8]
-chapter.glue(v8_extra=extra[V8], v8_short=in_kernels[CALLED[0]])
-
-# %% [markdown]
-# A caller also pays for checks, the allocation of the output, TMA {term}`descriptors <descriptor>`
-# and often a list of tiles. From the call to its result on an idle device that is
-# {glue:text}`v8_extra:.0f` µs more than the kernel of forward v8, the median of four batches, and
-# {glue:text}`v8_short:.2f` times the kernel on full batches of 256 tokens. Only the host's part of
-# it counts when calls follow each other ({doc}`../training/host_time`).
 #
 # ## Exercises
 #
@@ -326,4 +313,3 @@ chapter.glue(v8_extra=extra[V8], v8_short=in_kernels[CALLED[0]])
 #   half-full ones.
 # - Name the baseline, the board and the way of timing before the factor. The best baseline depends
 #   on the batch.
-# - A kernel's time is not a call's time. For short batches the difference is what counts.

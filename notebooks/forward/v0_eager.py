@@ -19,6 +19,7 @@ import numpy as np
 import pandas as pd
 
 from _lib import rare_charts, studies
+from _lib.listings import decided
 from gdpa_kernels.gdpa.kernels import v0_eager
 from gdpa_lab.measuring import roofline
 from gdpa_lab.measuring.inputs import make_inputs
@@ -47,7 +48,7 @@ floor, half_floor = (roofline.bracket(w, "forward", limits).lower_us / 1e3 for w
 # %% tags=["remove-input"]
 # | name: fig-v0-ladder
 # | caption: >
-# |   **Forward v0 reaches about a tenth of the roofline.** Bars: TFLOP/s back to back on
+# |   **Forward v0 reaches about a tenth of the roofline.** TFLOP/s back to back on
 # |   gdpa-self-full-1024, beside what one could install instead. Dashed: the roofline.
 # | alt: >
 # |   Horizontal bars of TFLOP/s. v0 is the shortest bar at about a tenth of the roofline; the
@@ -60,17 +61,18 @@ chapter.ladder(V0)
 # PyTorch multiplies matrices well, as long as they have one shape. A {doc}`jagged batch
 # <../operator/gdpa>` has many, so v0 pads every sequence with zeros, multiplies, applies the
 # activation, multiplies again, and removes the padding. Each step is a library kernel over the
-# whole padded batch, and every result goes through memory. This is the arithmetic:
+# whole padded batch, and every result goes through memory. The arithmetic, and the gather that
+# makes the padding:
 
 # %% tags=["remove-input"]
-chapter.code(v0_eager.padded_attention)
+plain = {"added": None, "causal": False, "window": None, "len": len, "activation": ("gelu_tanh",)}
+arithmetic = decided(v0_eager.padded_attention, **plain).splitlines()
+unmasked = "\n".join(line for line in arithmetic if "rows, keys" not in line)
+chapter.code(unmasked, "s = q @")
+chapter.code(v0_eager.pad, "rows =")
 
 # %% [markdown]
-# And this makes the padding. Padded keys contribute nothing, since every activation of this book is
-# zero at zero.
-
-# %% tags=["remove-input"]
-chapter.code(v0_eager.pad)
+# Padded keys contribute nothing, since every activation of this book is zero at zero.
 
 # %% [markdown]
 # ## Bytes per score
@@ -78,16 +80,15 @@ chapter.code(v0_eager.pad)
 # A score has 2 bytes. The first matmul writes it; `* scale` reads and writes it; so does the
 # activation; the second matmul reads it. That is six crossings of the memory bus, 12 bytes, for
 # `4 * head_dim` = 512 FLOPs: {glue:text}`intensity:.0f` FLOPs per byte at any length. The H200
-# needs {glue:text}`ridge:.0f` before its tensor cores, and not its memory, are the limit
+# needs {glue:text}`ridge:.0f` before its tensor cores are the limit
 # ({doc}`../measuring/roofline`).
 #
 # ## All bytes
 #
 # The program can count the rest itself: tensors on the device `meta` have a shape and no contents,
-# and PyTorch's `TorchDispatchMode` sees each operation on them.
-#
-# We assume that a step reads each of its inputs once, writes its result once, and takes the longer
-# of bytes and FLOPs at our {ref}`ceilings <rule-ceiling>`. Steps do not overlap.
+# and PyTorch's `TorchDispatchMode` sees each operation on them. We assume that a step reads each of
+# its inputs once, writes its result once, and takes the longer of bytes and FLOPs at our
+# {ref}`ceilings <rule-ceiling>`.
 
 
 # %% tags=["hide-input"]
@@ -131,7 +132,7 @@ chapter.glue(
 # %% [markdown]
 # Together the steps move {glue:text}`gbytes:.0f` GB, where q, k, v and the output have
 # {glue:text}`fewest_gbytes:.1f`. Steps on the scores take {glue:text}`scores_share:.0f` % of the
-# modelled time. From this count follow two predictions (times of this section are
+# modelled time. From this count follow two predictions (from here on times are
 # {ref}`in bursts <rule-scope>`):
 
 # %% tags=["remove-input"]
@@ -155,9 +156,8 @@ chapter.predictions()
 # %% [markdown]
 # ## Is it right?
 #
-# We run a batch with an empty sequence on this CPU and compare with the definition in double
-# precision ({doc}`../measuring/protocol` computes the allowed error). The tests do the same for
-# every kernel of this book, in the emulator.
+# A batch with an empty sequence on this CPU, against the definition in double precision
+# ({doc}`../measuring/protocol` computes the allowed error):
 
 # %% tags=["hide-input"]
 checked = studies.comparison(v0_eager, studies.batch((130, 0, 33, 64), heads=2, head_dim=64))
@@ -173,21 +173,19 @@ chapter.glue(
 # %% [markdown]
 # ## Measurement
 #
-# In bursts v0 reaches {glue:text}`percent:.0f` % of the {term}`roofline`. FlashAttention-2, which
-# computes softmax and writes no scores, is {glue:text}`over_fa2:.1f` times as fast.
-#
-# With lengths uniform up to 256 only {glue:text}`useful:.0f` % of the FLOPs are useful. v0 still
-# takes {glue:text}`half_percent:.0f` % of its time on the full batch. FlashAttention-2 skips the
-# padding and is {glue:text}`half_over_fa2:.0f` times as fast.
+# v0 reaches {glue:text}`percent:.0f` % of the {term}`roofline`. FlashAttention-2, which computes
+# softmax and writes no scores, is {glue:text}`over_fa2:.1f` times as fast. With lengths uniform up
+# to 256 only {glue:text}`useful:.0f` % of the FLOPs are useful, and v0 still takes
+# {glue:text}`half_percent:.0f` % of its time on the full batch. FlashAttention-2 skips the padding
+# and is {glue:text}`half_over_fa2:.0f` times as fast.
 #
 # ## The surprise: the padded layout costs as much as the scores
 #
 # The prediction is off by a factor of {glue:text}`over_predicted:.2f`. Which part of it is wrong?
-# The record holds times of whole calls for {glue:text}`workloads:.0f` workloads, in which three
+# The record holds times of whole calls on {glue:text}`workloads:.0f` workloads, in which three
 # kinds of data grow differently: scores with the product of the lengths, padded rows with the
-# longest length, and rows of the output with the tokens that exist. So three coefficients,
-# milliseconds per gigabyte of each kind, can be fitted to the measured times, and three more to the
-# modelled ones.
+# longest length, and rows of the output with the tokens that exist. So we fit three coefficients,
+# milliseconds per gigabyte of each kind, to the measured times, and three to the modelled ones.
 
 # %% tags=["hide-input"]
 sizes = pd.DataFrame({name: gigabytes(workload(name)) for name in us.index}).T
@@ -206,9 +204,9 @@ measured, fit_error = fit(us[V0])
 # %% tags=["remove-input"]
 # | name: fig-v0-parts
 # | caption: >
-# |   **The scores cost what the count said; the padded rows cost twice as much.** Time of forward
-# |   v0 in bursts on gdpa-self-full-1024, as modelled and as the fit divides the measured times.
-# |   Dashed: the roofline.
+# |   **The scores cost what the count said; the padded rows cost twice as much.** Time on
+# |   gdpa-self-full-1024, as modelled and as the fit divides the measured times, in bursts. Dashed:
+# |   the roofline.
 # | alt: >
 # |   Two stacked bars over milliseconds. The part of the scores is about as long in both. The part
 # |   of the padded rows is twice as long in the measured bar, and that of the output rows grows
@@ -231,13 +229,12 @@ chapter.glue(
 )  # fmt: skip
 
 # %% [markdown]
-# The fit holds to {glue:text}`fit_error:.1f` % on every workload. Six crossings of the scores, the
-# part we studied, cost {glue:text}`worse_scores:.2f` times their prediction. Padded rows cost
-# {glue:text}`worse_padded:.1f` times theirs and output rows {glue:text}`worse_output:.1f` times:
-# {glue:text}`rows_ms:.0f` ms, {glue:text}`rows_share:.0f` % of the whole. What failed is the
-# assumption that everything moves at the rate of a copy. A gather by an index tensor computes an
-# address for each element, and a copy that exchanges dimensions does not stream. A total cannot
-# tell whether these are the slow operations; the third exercise asks a profiler.
+# The fit holds to {glue:text}`fit_error:.1f` % on every workload. The scores cost
+# {glue:text}`worse_scores:.2f` times their prediction, padded rows {glue:text}`worse_padded:.1f`
+# times theirs and output rows {glue:text}`worse_output:.1f` times: {glue:text}`rows_ms:.0f` ms,
+# {glue:text}`rows_share:.0f` % of the whole. What failed is the assumption that everything moves at
+# the rate of a copy. A gather by an index tensor computes an address for each element, and a copy
+# that exchanges dimensions does not stream; the third exercise asks a profiler.
 #
 # One cost remains whatever we repair: `q @ k.transpose(-1, -2)` is a tensor, and a tensor lives in
 # memory. {doc}`Forward v1 <v1_tiled>` never writes the scores and pads no row.
@@ -291,8 +288,7 @@ chapter.glue(
 #
 # ## Takeaways
 #
-# - Count crossings. At 12 bytes a score v0 does {glue:text}`intensity:.0f` FLOPs per byte where the
-#   machine needs {glue:text}`ridge:.0f`, and no library call can change that.
+# - Count crossings: no library call changes them.
 # - You pay for padding twice: in FLOPs and bytes for missing rows, and in copies that make and
 #   remove them.
 # - When a prediction fails, find the term that failed by a fit over several workloads.

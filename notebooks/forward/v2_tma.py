@@ -198,7 +198,7 @@ counts = pd.DataFrame([counted(impl, shape) for shape in COUNTED for impl in RUN
 chapter.table(
     counts.replace({"impl": {"v1_tiled": "forward v1", V2: "forward v2"}}),
     caption="**At the tile of forward v1 TMA removes hardly any instructions, elsewhere it does.** "
-    "`loop`: instructions of a warp for one block of keys; `issue` and `tensor`: cycles of an SM.",
+    "Of a block of keys: a warp's instructions, and cycles of an SM.",
     compiled="for sm_90a when this page was built",
 )
 count = counts.set_index(["impl", "shape"])
@@ -210,9 +210,9 @@ assert 0.84 < count["loop"][V2][WIDE] / count["loop"]["v1_tiled"][WIDE] < 0.88, 
 # pointers v1 {term}`spills <spill>`. v2 fits, and its loop is shorter by a seventh. At v1's own
 # tile registers were not short, so almost nothing disappears.
 #
-# Two programs share an SM. If they overlap perfectly, the tensor cores are the limit and fewer
-# instructions gain nothing. If nothing overlaps, issue and tensor cycles add up. A gain above the
-# ratio of these sums would mean that {term}`TMA` saves more than issue slots:
+# Two programs share an SM. If they overlap perfectly, fewer instructions gain nothing. If nothing
+# overlaps, issue and tensor cycles add up. A gain above the ratio of these sums would mean that
+# {term}`TMA` saves more than issue slots:
 
 # %% tags=["remove-input"]
 for shape in COUNTED:
@@ -224,8 +224,7 @@ chapter.predictions()
 # %% [markdown]
 # ## Measurement
 #
-# In {numref}`fig-v2-shapes` every shape gains, on every workload, and most of all 128x64x4x2, where
-# v1 spills. All three brackets are exceeded, so TMA saves more than issue slots.
+# All three brackets are exceeded ({numref}`fig-v2-shapes`): TMA saves more than issue slots.
 #
 # On full batches cuDNN is {glue:text}`cudnn_least:.2f` to {glue:text}`cudnn_most:.2f` times as fast
 # as v2, softmax included. Open kernels of its class give different warps different jobs
@@ -233,10 +232,10 @@ chapter.predictions()
 #
 # ## The surprise: time follows instructions, and a tile has ends
 #
-# gdpa-self-full-256 and gdpa-self-full-1024 differ only in length. A line through the two therefore
-# separates what a tile costs once from what it costs per key (264 programs are resident, two on
-# each SM). Two points leave no residual, and a tile of the third batch, cross-full-1024 with 256
-# keys, takes {glue:text}`third` % less than the line says, so take what is paid *once* as a limit:
+# gdpa-self-full-256 and gdpa-self-full-1024 differ only in length. A line through the two separates
+# what a tile costs once from what it costs per key. Two points leave no residual, and a tile of the
+# third batch, cross-full-1024 with 256 keys, takes {glue:text}`third` % less than the line says, so
+# take what is paid *once* as a limit:
 
 
 # %% tags=["remove-cell"]
@@ -280,9 +279,9 @@ chapter.table(
 )  # fmt: skip
 
 # %% [markdown]
-# The quotient of the two columns "per key" agrees with the last column within
-# {glue:text}`agree:.0f` %: the time per key falls in proportion to the instructions of the loop. A
-# likely reason is that with four warps per program only two share a scheduler.
+# The time per key falls in proportion to the instructions of the loop, within
+# {glue:text}`agree:.0f` %. A likely reason is that with four warps per program only two share a
+# scheduler.
 #
 # At v1's own shape the loop gained nothing, as its count said, and *all* of the gain is at the two
 # ends of a tile: {glue:text}`once_v1:.1f` µs become {glue:text}`once_v2:.1f` µs. v1 carries Q
@@ -308,20 +307,6 @@ chapter.profile("v1_tiled", "v2_tma", workload="gdpa-self-full-512")
 #
 # $2^{31} \cdot 2^{33}$ is the same, so the addresses would be right. But coordinates are signed
 # 32-bit integers, and `BOUND` itself is used as one: $2^{31}$ does not fit.
-# :::
-#
-# :::{exercise} A shape of your own
-# :label: ex-v2-shape
-#
-# Call `counted` with 64x128x4x2 for both kernels. Does the loop explain why this shape gains so
-# much? *(compiler, ten minutes, no GPU)*
-# :::
-#
-# :::{solution} ex-v2-shape
-# :class: dropdown
-#
-# v1 spills here too, and v2's loop is shorter by even more. The ratio of instructions is again the
-# better guess.
 # :::
 #
 # :::{exercise} A tensor that is too long

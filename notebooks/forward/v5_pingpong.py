@@ -52,7 +52,7 @@ chapter.glue(
 # | name: fig-v5-ladder
 # | caption: >
 # |   **Forward v5 is a little faster than forward v4 and forward v2, and cuDNN is still ahead.**
-# |   Bars: TFLOP/s back to back on gdpa-self-full-1024. Dashed: the roofline.
+# |   TFLOP/s back to back on gdpa-self-full-1024. Dashed: the roofline.
 # | alt: >
 # |   Horizontal bars of TFLOP/s. v5 is a little longer than v4 and v2; cuDNN is longer still.
 chapter.ladder(V5)
@@ -117,8 +117,6 @@ chapter.predict(
 # The kernel must gain less: two consumers out of step fill some gaps in v4 already.
 #
 # ## A timeline
-#
-# Look at the lane of the tensor core:
 
 # %% tags=["remove-cell"]
 ALONE = ("MATH_ROLES = tl.constexpr(2)", "MATH_ROLES = tl.constexpr(1)")
@@ -153,14 +151,13 @@ studies.stepper(
 )  # fmt: skip
 
 # %% [markdown]
-# In v5 the tensor core waits only for the part of the activation that P V is too short to hide. The
-# tile ends {glue:text}`saved:,.0f` cycles earlier, which is {glue:text}`saved_share:.0f` % of it.
-
-# %% [markdown]
+# The tile ends {glue:text}`saved:,.0f` cycles earlier, which is {glue:text}`saved_share:.0f` % of
+# it.
+#
 # ## Measurement
 #
 # We also measure the kernel with turns, and with its loop written as `while`, for a reason that the
-# next section gives (in bursts):
+# next section gives:
 
 # %% tags=["remove-cell"]
 FOR = "    for block in tl.range(1, blocks):\n"
@@ -184,8 +181,8 @@ def _(session):
 # %% tags=["remove-input"]
 # | name: fig-v5-variants
 # | caption: >
-# |   **As it is, forward v5 beats forward v4; with turns or as a `while` loop it loses.** Time of
-# |   the variants divided by that of forward v4, in bursts; less is better.
+# |   **As it is, forward v5 beats forward v4; with turns or as a `while` loop it loses.** Time over
+# |   that of forward v4, in bursts.
 # | alt: >
 # |   A dot plot, three marks a row, one for each workload. The line at 1 is v4. v5 as it is lies
 # |   left of the line; with turns and as a while loop it lies right of it.

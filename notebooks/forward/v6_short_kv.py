@@ -99,15 +99,10 @@ chapter.figure(
 #
 # ## Prediction
 #
-# *Persistent {term}`CTAs <CTA>`* save the same time on every tile, a fifth of a tile with 512 keys:
-# barrier set-up, the first copies, the store.
-#
-# *The stream* (v6b) pipelines the loop over tiles as v5 pipelines the loop over blocks. In v6a a
-# consumer is idle twice a tile, before its first S and during its last P V. Together that is about
-# one block, so a tile of $n$ blocks takes $n + 1$, and the stream should make it $n$.
-#
-# *Resident K and V* (v6) spare L2 128 KiB per tile of 256 keys. With more keys v6 does the same as
-# v6b, which makes a control.
+# In v6a a consumer is idle twice a tile, before its first S and during its last P V, together for
+# about one block. The *stream* (v6b) pipelines tiles as v5 pipelines blocks, and should save that
+# block. *Resident K and V* (v6) spare L2 128 KiB per tile of 256 keys. With more keys v6 does the
+# same as v6b, which makes a control.
 
 # %% tags=["remove-cell"]
 keys = pd.Series([256, 512, 1024, 2048], [f"gdpa-self-full-{n}" for n in (256, 512, 1024, 2048)])
@@ -139,24 +134,19 @@ chapter.predictions()
 
 # %% [markdown]
 # The control that failed is the most useful result: two kernels that do the same work differ by
-# {glue:text}`noise:.1f` %, the noise here. Half-full batches gain more from v6a than full ones,
-# since tiles without rows vanish too.
+# {glue:text}`noise:.1f` %, the noise here. Half-full batches gain most from v6a, since tiles
+# without rows vanish too.
 #
-# ## Stay
+# ## Persistent CTAs: a list, read ahead
 #
 # As in v3, a list made from the lengths says which tiles exist. An entry now holds all that a tile
-# needs, so no lookup in `cu_seqlens` follows. One small kernel makes the list; it takes
-# {glue:text}`list_share:.1f` % of v6's time on gdpa-self-full-256. Entries are read one tile ahead:
-
-# %% tags=["remove-input"]
-chapter.code(v6a_persistent.math, "while item", "row += role")
-
-# %% [markdown]
+# needs, so no lookup in `cu_seqlens` follows, and is read one tile ahead. The small kernel that
+# makes the list takes {glue:text}`list_share:.1f` % of v6's time on gdpa-self-full-256.
+#
 # (rule-stores)=
 # O has a buffer of its own, which {term}`TMA` drains during the next tile. A buffer belongs to its
 # TMA store until `async_descriptor_store_wait`: only behind that may a role write it again or
-# release it. Here the wait comes a whole tile later. {doc}`v8_own_waits` shows the loops of the
-# other two steps.
+# release it. Here the wait comes a whole tile later. {doc}`v8_own_waits` has the whole kernel.
 #
 # ## The surprise: the other consumer had filled the gap already
 
@@ -205,8 +195,8 @@ chapter.glue(
 # | name: fig-v6a-timeline
 # | caption: >
 # |   **While one consumer waits at the boundary, the tensor core works for the other.** Forward v6a
-# |   on tiles of 128 rows and 256 keys, one CTA in the middle of its list. After writing its output
-# |   (magenta) a consumer waits for the first scores of its next tile. Modelled cycles.
+# |   on tiles of 256 keys. After writing its output (magenta) a consumer waits for the first scores
+# |   of its next tile. Modelled cycles.
 # | alt: >
 # |   Five lanes. Each math role writes its output, waits, then evaluates the activation. The lane
 # |   of the tensor core is nearly full, also while a role waits.
@@ -220,15 +210,12 @@ studies.stepper(
 )  # fmt: skip
 
 # %% [markdown]
-# The stream needs a doubly pipelined loop, a dummy final tile, and a third compiled copy of the
-# activation. It gains nothing beyond noise on any workload.
+# The stream gains nothing beyond noise on any workload. The prediction counted what one consumer
+# waits for, {glue:text}`idle:,.0f` modelled cycles at each boundary. But the tensor core does not
+# care which consumer feeds it, and meanwhile it is busy {glue:text}`busy:.0f` % of the time, for
+# the other one. The gap between two CTAs of v5 stopped both consumers and the copies.
 #
-# The prediction counted what one consumer waits for. At the boundary a consumer of v6a does wait,
-# {glue:text}`idle:,.0f` modelled cycles each time. But the tensor core does not care which consumer
-# feeds it, and meanwhile it is busy {glue:text}`busy:.0f` % of the time, for the other one. The gap
-# between two CTAs of v5 stopped both consumers and the copies.
-#
-# Resident K and V save L2 bandwidth that was hardly short: only with blocks of 64 keys and 1,024
+# Resident K and V save L2 bandwidth that was hardly short. Only with blocks of 64 keys and 1,024
 # queries do they gain more than noise, and v6 takes blocks of 128. Both steps stay because
 # {doc}`forward v7 <v7_packed>` makes a score cheaper, and cheaper scores leave longer gaps.
 
@@ -239,21 +226,6 @@ chapter.profile("v6a_persistent", "v6b_stream", "v6_short_kv", workload="gdpa-se
 # ## Exercises
 #
 # {doc}`Write it </exercises>`: `make exercise NAME=bug`.
-#
-# :::{exercise} Where 224 KiB go
-# :label: ex-v6-memory
-#
-# At head_dim 128 in bf16: how much {term}`shared memory` do two slots of Q for each consumer, K and
-# V in two stages of 128 keys, and the output take? How many keys can stay? *(paper, five minutes)*
-# :::
-#
-# :::{solution} ex-v6-memory
-# :class: dropdown
-#
-# A row is 256 bytes. Q: 2 × 2 × 64 rows, 64 KiB. K and V: 2 × 2 × 128 rows, 128 KiB. Output: 2 × 64
-# rows, 32 KiB. Together 224 KiB and a few barriers, of 227. The buffers of K hold 256 keys, and
-# that is what can stay; another 64 would need 32 KiB. With one slot of Q there would be room.
-# :::
 #
 # :::{exercise} A buffer given back too early
 # :label: ex-v6-release

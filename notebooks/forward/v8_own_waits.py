@@ -92,16 +92,11 @@ chapter.figure(
 # The kernel that `gdpa` runs adds masks, groups and wider heads, and with blocks of 128 keys it
 # loads the next tile's Q during this one: {glue:text}`ahead_least:.2f` to
 # {glue:text}`ahead_most:.2f` times as fast in this record. Without these extras both compile to the
-# same code. The loop:
-
-# %% tags=["remove-input"]
-chapter.code(lesson.math, "for block in", "tlx.barrier_arrive(q.empty")
-
-# %% [markdown]
+# same code.
+#
 # ## What the compiler made of it
 #
-# These are the MMAs, waits and activations in a consumer's loop, in Triton's IR after its last GPU
-# pass:
+# The MMAs, waits and activations in a consumer's loop, in Triton's IR after its last GPU pass:
 
 # %% tags=["hide-input"]
 built = {
@@ -133,8 +128,8 @@ chapter.glue(tanh=tanh, hidden_v7=hidden["v7"], hidden_v8=hidden["v8"], after=ta
 # | name: fig-v8-strips
 # | caption: >
 # |   **In forward v7 the queue of MMAs runs empty twice a block, in forward v8 once.** A consumer's
-# |   loop in SASS: a cell for each instruction of an MMA, each `tanh` and each wait, in program
-# |   order. A wait is labelled with the commit groups that may still be in flight.
+# |   loop in SASS, in program order. A wait is labelled with the commit groups that may still be in
+# |   flight.
 # | alt: >
 # |   Two strips. v7: eight cells of S, a wait for all, then cells of PV with groups of tanh between
 # |   them, then waits. v8: eight cells of S and eight of PV, a wait for one, a short run of tanh, a
@@ -147,9 +142,9 @@ chapter.figure(
 )
 
 # %% [markdown]
-# In v7 S is awaited, then P V is issued with all {glue:text}`hidden_v7:.0f` `tanh` of a thread
-# between its instructions. So v7 did overlap, though not as its source says. But while it waits for
-# S it has nothing else in flight.
+# In v7 P V is issued with all {glue:text}`hidden_v7:.0f` `tanh` of a thread between its
+# instructions. So v7 did overlap, though not as its source says. But while it waits for S it has
+# nothing else in flight.
 #
 # In v8 both {term}`MMAs <MMA>` are issued back to back, and the consumer waits for S with P V
 # queued. But ptxas has moved the *last* wait up: only {glue:text}`hidden_v8:.0f` of the
@@ -158,10 +153,9 @@ chapter.figure(
 #
 # ## Prediction and measurement
 #
-# In v7 a consumer waits 512 cycles or more for S of 128 keys with nothing else in flight, and twice
-# that when the other one holds the tensor core. P V queued behind S should gain 5 to 15 % where a
-# tile has many blocks. With 256 keys the loop runs once. The predictions are about
-# {ref}`bursts <rule-scope>`; the table is back to back.
+# S of 128 keys takes 512 cycles or more, and twice that when the other consumer holds the tensor
+# core. P V queued behind S should gain 5 to 15 % where a tile has many blocks. With 256 keys the
+# loop runs once. The predictions are about {ref}`bursts <rule-scope>`; the table is back to back.
 
 # %% tags=["remove-input"]
 few = gain[[name for name in gain.index if "full" in name and workload(name).max_seqlen_k == 256]]
@@ -182,7 +176,7 @@ table = rates.loc[list(FULL.values()), list(NAMES)].round(0).rename(columns=NAME
 chapter.table(
     table.set_axis(list(FULL)).rename_axis("tokens").reset_index(),
     caption="**Forward v8 is the fastest at every length, level with v7 at 256.** TFLOP/s back to "
-    "back on full batches; cuDNN and FA4 (FlashAttention-4) compute softmax.",
+    "back on full batches. FA4: FlashAttention-4.",
     measured=chapter.rows(WALL, workload=list(FULL.values()), impl=list(NAMES), **sustained),
 )  # fmt: skip
 
@@ -195,12 +189,8 @@ chapter.glue(half_min=half.min(), half_max=half.max())
 
 # %% [markdown]
 # On half-full batches v8 is {glue:text}`half_min:.0f` to {glue:text}`half_max:.0f` % faster than v7
-# back to back.
-#
-# ### How far from the roofline
-#
-# Forward v8 falls furthest short of 90 % where sequences end in the middle of a tile: it computes
-# whole tiles, and the roofline counts real pairs only.
+# back to back, and falls furthest short of 90 %: it computes whole tiles, and the roofline counts
+# real pairs only.
 
 # %% tags=["remove-cell"]
 LEAST = "gdpa-self-half-jagged-512"
@@ -286,11 +276,9 @@ chapter.annotated(
 # ## The surprise: source, IR and machine code had three different orders
 #
 # From v5 to v7 the source asked for one order, the compiler's waits for another, and SASS had
-# neither.
-#
-# {doc}`v5_pingpong` tested the waits with the wrong instrument: a `while` loop has no added waits
-# either, but it also converts its {term}`accumulator` through {term}`shared memory`. That changed
-# two things; `num_stages=0` changes one.
+# neither. {doc}`v5_pingpong` tested the waits with the wrong instrument: a `while` loop has no
+# added waits either, but it also converts its {term}`accumulator` through {term}`shared memory`:
+# two changes.
 #
 # Nor does counting explain the gain, because v7 overlaps more `tanh` with P V. But in v7 the queue
 # of MMAs runs empty twice a block, after S and after P V; in v8 once. Each time, the tensor core

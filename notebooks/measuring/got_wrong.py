@@ -40,9 +40,9 @@ shown = pd.DataFrame({"row": pd.Categorical(rows, [*causes.index, "confirmed"]),
 # %% tags=["remove-input"]
 # | name: fig-got-wrong
 # | caption: >
-# |   **Most misses are near misses, and what memory does is the most frequent cause.** Each
-# |   prediction, by how far what was found lies from the nearest limit, as a share of that limit:
-# |   outside it for the refuted ones, by cause; inside it for the confirmed ones, grey.
+# |   **Most misses are near misses, and what memory does is the most frequent cause.** How far each
+# |   prediction lies from its nearest limit, as a share of the limit: outside it for the refuted
+# |   ones, by cause; inside it for the confirmed ones, grey.
 # | alt: >
 # |   Rows of dots on a logarithmic axis. Most refuted predictions are a few to some tens of per
 # |   cent outside; a handful are off by their own size or more. The grey row at the bottom is the
@@ -124,10 +124,10 @@ chapter.table(
 # The largest group is *{glue:text}`first`*, with {glue:text}`most:.0f`. The bytes were nearly
 # always counted right. What was wrong is what memory makes of them: an addition fetches its line
 # first, latency grows under load, a gather does not stream, and bytes saved where none were short
-# buy no time. The next group says the same of instructions. A count tells what a unit must do, not
+# buy no time. The next group says the same of instructions: a count says what a unit must do, not
 # what waits for what.
 #
-# Narrow limits fail at the edge, and a control in {doc}`../forward/v6_short_kv` tells why: two
+# Narrow limits fail at the edge, and a control in {doc}`../forward/v6_short_kv` shows why: two
 # kernels that do the same work differ there by more than many of our limits are wide.
 #
 # ## The predictions that were confirmed

@@ -101,8 +101,7 @@ chapter.glue(
 # | name: fig-shapes-quotients
 # | caption: >
 # |   **The best kernel is ahead on every shape in the forward pass, and behind on two in the
-# |   backward pass.** How many times as fast it is as the best baseline, back to back on the H200;
-# |   right of the dashed line it is ahead.
+# |   backward pass.** Times as fast as the best baseline, back to back on the H200.
 # | alt: >
 # |   A dot for each shape. In the forward pass all dots lie right of the dashed line, that of
 # |   MovieLens lengths farthest. In the backward pass the shape with few keys and narrow heads is

@@ -137,7 +137,7 @@ seen, unseen = ({impl: 100 * e[names].abs().max() for impl, e in errors.items()}
                 for names in (full, unfitted))  # fmt: skip
 chapter.glue(
     fa4_cross=forward["fa4"][cross[-1]], v8_cross=forward["v8_own_waits"][cross[-1]],
-    others=spread(others), planned=planned,
+    others=spread(others), timed=len(others), planned=planned,
     fa4_forward=spread(forward["fa4"][cross]), fa4_backward=spread(backward[cross]),
     worst=forward["fa4"].max(), worst_roof=forward["roofline"][forward["fa4"].idxmax()],
     worst_on=row(forward["fa4"].idxmax()), start_fa4=start["fa4"], start_fa2=start["fa2_varlen"],
@@ -148,8 +148,7 @@ chapter.glue(
 # | name: fig-gap-law
 # | caption: >
 # |   **With few keys FlashAttention-4's path for Hopper falls behind its own best rate fastest.**
-# |   The modelled gap by how many times fewer keys there are than 2,048, full tiles: to the right
-# |   tiles get shorter, and the start of a tile weighs more.
+# |   The modelled gap, full tiles: to the right the start of a tile weighs more.
 # | alt: >
 # |   Three rising curves that meet at the left, at 2,048 keys. FlashAttention-4 rises steeply; the
 # |   point of a PFFN with 256 keys is marked on it. FlashAttention-2 and forward v8 stay close
@@ -172,9 +171,8 @@ chapter.figure(
 # ## A gap is a ratio of rates
 #
 # No source gives the shapes behind 2.6. The *gap* of a kernel on a workload is its rate on the
-# benchmark's friendliest batch, full sequences of 2,048, divided by its rate on the workload, in
-# useful FLOPs, back to back. The last column does the same with the {term}`roofline`; it is what
-# any kernel loses on this shape.
+# benchmark's friendliest batch, full sequences of 2,048, over its rate on the workload, in useful
+# FLOPs, back to back. The same quotient of the {term}`roofline` is what any kernel loses there.
 
 # %% tags=["remove-input"]
 SHOWN = ["full-256", "full-1024", "cross-full-512", "cross-full-2048", "half-jagged-1024",
@@ -212,8 +210,8 @@ table = table.rename(index=lambda impl: named(impl, "forward")).round(0)
 chapter.table(
     table.reset_index(names="kernel"), name="tab-gap-fits",
     modelled="two constants of each kernel, fitted to full batches",
-    caption="**Two numbers fitted to full batches predict jagged ones.** What starting a tile "
-    "costs in keys of the main loop, and the largest error on batches fitted and not fitted.",
+    caption="**Two numbers fitted to full batches predict jagged ones.** The start of a tile, and "
+    "the largest error on batches fitted and not fitted.",
 )  # fmt: skip
 
 # %% tags=["remove-input"]
@@ -226,10 +224,10 @@ _widgets.padding(
 )
 
 # %% [markdown]
-# The batches that were not fitted are half full, with dense and with jagged keys, and MovieLens 1M.
-# Two numbers predict them to {glue:text}`unseen:.0f` %. Starting a tile costs FlashAttention-4's
-# path for Hopper as much as {glue:text}`start_fa4:.0f` keys, FlashAttention-2
-# {glue:text}`start_fa2:.0f`, forward v8 {glue:text}`start_v8:.0f`.
+# The batches that were not fitted are half full, with dense and with jagged keys, and MovieLens 1M:
+# they are predicted to {glue:text}`unseen:.0f` %. Starting a tile costs FlashAttention-4's path for
+# Hopper as much as {glue:text}`start_fa4:.0f` keys, FlashAttention-2 {glue:text}`start_fa2:.0f`,
+# forward v8 {glue:text}`start_v8:.0f`.
 #
 # A tile with $n$ keys costs $c_0 + c_1 n$ and has work for $n$. With $a = c_0 / c_1$, in keys, the
 # gap is
@@ -238,11 +236,10 @@ _widgets.padding(
 # \frac{1 + a/n}{1 + a/2048} \times \text{(what partial tiles waste)},
 # $$ (eq-gap)
 #
-# the curves of {numref}`fig-gap-law`. With $a$ = 300 and $n$ = 256, for example, it is 2.17 /
-# 1.15 = 1.9 before partial tiles. So *the faster the main loop, the larger the gap*: halve $c_1$
-# and $a$ doubles. {doc}`Persistent kernels <../forward/v6_short_kv>` overlap one tile's start with
-# the last one's end. The law leaves out bytes, the limit on the shortest histories
-# ({doc}`roofline`).
+# the curves of {numref}`fig-gap-law`. With $a$ = 300 and $n$ = 256 it is 2.17 / 1.15 = 1.9 before
+# partial tiles. So *the faster the main loop, the larger the gap*: halve $c_1$ and $a$ doubles.
+# {doc}`Persistent kernels <../forward/v6_short_kv>` overlap one tile's start with the last one's
+# end. The law leaves out bytes, the limit on the shortest histories ({doc}`roofline`).
 #
 # ## One edit at a time
 #
@@ -296,8 +293,8 @@ chapter.table(
     both.round(2).rename(index=TITLES).reset_index(names="batch"), name="tab-gap-edits",
     measured=edits, missing="",
     caption="**Short sequences and few keys make the gap; the order of tiles does not.** Gaps "
-    "after each edit, back to back on the H200; ours is the best of our kernels. Backward gaps are "
-    "over full batches of another day. Blank: not timed.",
+    "after each edit, back to back; ours is the best of our kernels. Backward gaps are over full "
+    "batches of another day. Blank: not timed.",
 )  # fmt: skip
 
 # %% tags=["remove-cell"]
@@ -349,12 +346,11 @@ chapter.predictions()
 # %% [markdown]
 # ## Factors interact
 #
-# Two edits make the production batch of a PFFN: the lengths of the trainer, and 256 keys. The
-# factor of each depends on the order: an edit *added first* is applied to the friendly batch, an
-# edit *added last* to a batch that has the other already.
+# Two edits make the production batch of a PFFN: the lengths of the trainer, and 256 keys. Each can
+# be *added first*, to the friendly batch, or *added last*, to a batch that has the other already.
 
 # %% tags=["remove-cell"]
-PARTS = {"fa2_varlen": "FlashAttention-2", "fa4": "FlashAttention-4", "ours": "forward v8"}
+PARTS = {"fa4": "FlashAttention-4", "ours": "forward v8"}
 first, last, gap = {}, {}, {}
 for impl, title in PARTS.items():
     keys_alone = forward["v8_own_waits" if impl == "ours" else impl][cross[-1]]
@@ -386,27 +382,26 @@ chapter.table(
         rows[rows["workload"].isin([BEST, cross[-1]])],
     ]),
     caption="**The same edit is worth more or less, depending on what was changed before.** "
-    "Factors of the gap in the forward pass; averaged: the geometric mean over both orders.",
+    "Factors of the gap in the forward pass; averaged: the geometric mean.",
 )  # fmt: skip
 
 # %% [markdown]
 # For FlashAttention-4, 256 keys are worth {glue:text}`keys_first:.2f` on full batches and
 # {glue:text}`keys_last:.2f` on the trainer's. Both edits make tiles shorter, so each hides part of
-# the other: the product of the two factors added first, {glue:text}`product:.2f`, is more than the
-# gap of {glue:text}`gap_fa4:.2f`. For forward v8 it is the reverse, {glue:text}`product_ours:.2f`
-# against {glue:text}`gap_ours:.2f`.
-#
-# A fair share is the geometric mean over all orders, since these multiply to the gap:
-# {glue:text}`lengths_mean:.2f` for the lengths and {glue:text}`keys_mean:.2f` for the keys.
+# the other: the product of the factors added first, {glue:text}`product:.2f`, exceeds the gap of
+# {glue:text}`gap_fa4:.2f`. For forward v8 it is the reverse, {glue:text}`product_ours:.2f` against
+# {glue:text}`gap_ours:.2f`. A fair share is the geometric mean over all orders, since these
+# multiply to the gap: {glue:text}`lengths_mean:.2f` for the lengths and {glue:text}`keys_mean:.2f`
+# for the keys.
 #
 # ## The verdict
 #
 # The published 2.6 is plausible for a kernel whose tiles are costly to start, on a batch with few
-# keys. On the same batch the gap of the others is {glue:text}`others`, of
-# {glue:text}`planned:.0f` planned. On
-# histories as a trainer of MovieLens 25M draws them it is {glue:text}`events_fa4:.1f` for
-# FlashAttention-4 and {glue:text}`events_v8:.1f` for forward v8. Gaps above four are found on short
-# sequences alone, where memory takes a share that no kernel gets back.
+# keys. On the same batch the gap of the others is {glue:text}`others`, {glue:text}`timed:.0f` of
+# {glue:text}`planned:.0f` planned. On histories as a trainer of MovieLens 25M draws them it is
+# {glue:text}`events_fa4:.1f` for FlashAttention-4 and {glue:text}`events_v8:.1f` for forward v8.
+# Gaps above four are found on short sequences alone, where memory takes a share that no kernel gets
+# back.
 #
 # ## Exercises
 #

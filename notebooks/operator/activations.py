@@ -353,7 +353,7 @@ chapter.table(
 # One MUFU per score is hidden if the kernel overlaps it with the tensor cores. GELU and SiLU need
 # the same one, but GELU also takes {glue:text}`gelu_slots:.0f` % of the issue slots and SiLU
 # {glue:text}`silu_slots:.0f` %: inside a kernel SiLU is the cheaper one
-# ({doc}`../forward/activation_arithmetic`). GELU by its error function compiles to
+# ({doc}`../forward/v7_packed`). GELU by its error function compiles to
 # {glue:text}`erf:.0f` instructions, {glue:text}`erf_slots:.0f` % of the issue slots in that time,
 # and nothing could hide it.
 #

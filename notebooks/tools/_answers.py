@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pandas as pd
 
 from _lib import approximations
-from _lib.ratios import spread
+from _lib.ratios import counted
 from gdpa_lab.measuring.baselines import BASELINES
 from gdpa_lab.measuring.workloads import FIGURES
 from gdpa_lab.report.results import TIMED
@@ -68,7 +68,7 @@ def numbers(chapter: Chapter) -> dict[str, str]:
     table6 = chapter.rows("block/results", scope=table6_timed, **of)
     ms = table6.pivot(index=["workload", "direction"], columns="impl", values="time_us_p50")
     over = (ms["fa2_varlen"] / ms[rungs].min(axis=1)).groupby("direction")
-    counted, over = over.count(), over.agg(["min", "max"])
+    how_many, over = over.count(), over.agg(["min", "max"])
     errors = chapter.recorded("accuracy", "block/results").astype({"roundings": int})
     errors = errors.set_index(["gradient", "roundings"])["mean_abs"]
     steps = chapter.recorded("steps", "training/step").set_index(["law", "way", "kernel"])
@@ -77,25 +77,25 @@ def numbers(chapter: Chapter) -> dict[str, str]:
     kinds = steps.filter(like="_kind_s").xs("gdpa", level="kernel").loc[HALF]
     norm = (100 * kinds["norm_kind_s"] / kinds.sum(axis=1)).map("{:.0f}".format)
     return {
-        "gap_forward": spread(forward["fa4"][cross]),
-        "gap_backward": spread(backward[cross]),
+        "gap_forward": counted(forward["fa4"][cross]),
+        "gap_backward": counted(backward[cross]),
         "gap_worst": f"{forward['fa4']['gdpa-self-half-jagged-256']:.1f}",
-        "stay": spread((us["v5_pingpong"] / us["v6a_persistent"])[short]),
-        "stream": spread((us["v6a_persistent"] / us["v6b_stream"])[short]),
-        "zigzag_real": spread(lists["zigzag"][four]),
-        "zigzag_uniform": spread(lists["zigzag"][uniform]),
-        "valid": spread(lists["valid"][lists.index.str.contains("half-dense")]),
-        "kept": spread(stay_gain),
-        "added": spread(back["v2_fused_backward"] / back["v1_tiled_backward"]),
+        "stay": counted((us["v5_pingpong"] / us["v6a_persistent"])[short]),
+        "stream": counted((us["v6a_persistent"] / us["v6b_stream"])[short]),
+        "zigzag_real": counted(lists["zigzag"][four]),
+        "zigzag_uniform": counted(lists["zigzag"][uniform]),
+        "valid": counted(lists["valid"][lists.index.str.contains("half-dense")]),
+        "kept": counted(stay_gain),
+        "added": counted(back["v2_fused_backward"] / back["v1_tiled_backward"]),
         "spread": f"{100 * (over['max'] / over['min'] - 1).max():.0f}",
-        "spread_of": f"{counted.min()} of {len(batches)}",
+        "spread_of": f"{how_many.min()} of {len(batches)}",
         "spread_timed": TIMED[table6_timed],
         "gap_many": f"{edits['gdpa-self-ml25m-events-1024']:.2f}",
         "gap_few": f"{edits['gdpa-edit-batch-128']:.2f}",
         "unmasked": f"{masked['masks every block'] / masked['']:.2f}",
         "taylor": f"{approximations.within(approximations.taylor6, 4e-3):.2f}",
         "ulp": f"{100 * 2**-8:.2f}",
-        "step_attention": spread(v1["compiled"] / step["compiled"]),
+        "step_attention": counted(v1["compiled"] / step["compiled"]),
         "step_fused": f"{(v1['compiled'] / step['fused norms'])[HALF]:.2f}",
         "step_bf16": f"{(v1['compiled, bf16'] / step['fused, bf16'])[HALF]:.2f}",
         "norm_eager": norm["eager"],

@@ -48,9 +48,8 @@ records = sorted({x for ids in judged["ours_record"] for x in ids.split(", ") if
 # | name: fig-claims-ratios
 # | caption: >
 # |   **Our gains are smaller than the published ones in the forward pass, and mostly larger in the
-# |   backward pass.** Our largest ratio over the published one, for each series of the six charts.
-# |   Right of the dashed line ours is larger. Theirs are from a B200, ours from an H200. *No
-# |   ratio*: the table below says why.
+# |   backward pass.** Our largest ratio (H200) over the published one (B200), for each series of
+# |   the six charts. *No ratio*: the table below says why.
 # | alt: >
 # |   A dot plot with a row for each chart. In the forward pass all marks lie left of the dashed
 # |   line, in the backward pass nearly all right of it.

@@ -50,8 +50,8 @@ for way, charts in leads.items():
 # | name: fig-published
 # | caption: >
 # |   **Our leads are smaller than the published ones in the forward pass; in the backward pass they
-# |   are larger with few keys and shrink to nothing on long sequences.** Charts: times as fast as
-# |   the best baseline of the same machine, by length, without doubtful bars. Titles are links.
+# |   are larger with few keys and shrink to nothing on long sequences.** Times as fast as the best
+# |   baseline of the same machine, by length, without doubtful bars. Titles are links.
 # | alt: >
 # |   Ten small charts, each with measured and published factors. Forward, the measured line lies
 # |   below the published one. Backward, it begins above and falls below, and lies above on

@@ -140,8 +140,7 @@ chapter.glue(theirs=theirs, given=3 * q.nbytes)
 #
 # `gdpa` checks its arguments and calls one operator; its gradients come from a second one. Both are
 # registered with `torch.library`, each with a schema and a *fake kernel* that knows shapes and no
-# values. An `autograd.Function` of a few lines makes them one differentiable function. One call
-# checks schema and fake kernel against the real kernel:
+# values. One call checks both against the real kernel:
 #
 # ```python
 # torch.library.opcheck(torch.ops.gdpa_kernels.gdpa_forward.default, arguments)
@@ -183,12 +182,13 @@ assert sum("gdpa" in target for _, targets in graphs for target in targets) == 2
 chapter.glue(checks=len(verdicts))
 
 # %% [markdown]
-# All {glue:text}`checks:.0f` of its tests pass. `torch.compile(fullgraph=True)` refuses any break
-# in the graph. With a backend that only records what it is given, three batches of different sizes
-# made one graph for the forward and one for the backward pass, each with the operator as a single
-# node: new lengths compile nothing again. The host of a compiled program checks shapes and types;
-# it never reads the values of the offsets. A small kernel does, on the device and without waiting:
-# offsets that do not fit stop the GPU with a sentence that names the argument.
+# All {glue:text}`checks:.0f` of its tests pass. Under `torch.compile(fullgraph=True)`, which
+# refuses any break in the graph, three batches of different sizes made one graph for the forward
+# and one for the backward pass, each with the operator as a single node: new lengths compile
+# nothing again. The host of a compiled program never reads the values of the offsets. A small
+# kernel does, on the device and without waiting: offsets that do not fit stop the GPU with a
+# sentence that names the argument. (For an exception that a program survives, check outside the
+# compiled region: `Lengths(cu_seqlens)` does so once for all layers, {doc}`host_time`.)
 #
 # ## Only what is asked for
 #
@@ -229,9 +229,8 @@ chapter.table(
 )  # fmt: skip
 
 # %% [markdown]
-# The request reaches the kernels of {glue:text}`thrifty`. The fused ones leave out the matmuls, the
-# fp32 dQ and its conversion. The others compute all three gradients, and the operator drops the
-# rest.
+# The request reaches the kernels of {glue:text}`thrifty`. The others compute all three gradients,
+# and the operator drops the rest.
 #
 # ## Gradients of any strides
 #
@@ -271,16 +270,12 @@ chapter.glue(cases=len(same))
 # and a transposed gradient give the bits of the contiguous copy in all {glue:text}`cases:.0f`
 # cases. Backward v1 takes any strides; the others copy a gradient that {term}`TMA` cannot read, and
 # nothing else. q, k and v may be strided too, so slices of one packed projection are read where
-# they are.
-#
-# *Autocast.* Under autocast q, k and v are cast as PyTorch's own attention casts them, and
-# gradients come back in the type of the leaves. Inside a kernel's wrapper autocast is off, so that
-# a reference made of PyTorch's operators is not cast again.
+# they are. Under autocast they are cast as PyTorch's own attention casts them, and gradients come
+# back in the type of the leaves.
 #
 # ## What is refused
 #
-# A call that cannot be computed can fail in `backward()`, an hour later, or at once. Messages of
-# `gdpa` and of the layers built on it:
+# A call that cannot be computed can fail in `backward()`, an hour later, or at once:
 
 # %% tags=["remove-cell"]
 (dq,) = torch.autograd.grad(gdpa(q, k, v, *CALL).sum(), q, create_graph=True)
@@ -348,21 +343,6 @@ assert size == sum(LENGTHS) * (1536 + 512) * 2, "the answer says so"
 #
 # S, dP and dQ, three of five, 60 %. Backward v1 launches the kernel over queries alone. Backward v4
 # launches the same kernels as ever and computes all five.
-# :::
-#
-# :::{exercise} Offsets in a compiled program
-# :label: ex-train-offsets
-#
-# The kernel that checks the offsets of a compiled program ends the process, since a GPU that has
-# stopped cannot go on. Name two places where wrong offsets can be refused by an exception that a
-# program survives. *(paper, five minutes)*
-# :::
-#
-# :::{solution} ex-train-offsets
-# :class: dropdown
-#
-# Where the batch is made, on the host, where the lengths are known anyway. Or outside the compiled
-# region, by an ordinary call: `Lengths(cu_seqlens)` checks once for all layers ({doc}`host_time`).
 # :::
 #
 # ## Takeaways

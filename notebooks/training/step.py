@@ -152,8 +152,8 @@ chapter.predict(
 # | name: fig-step-kinds
 # | caption: >
 # |   **Attention shrinks first, then the gradient of the embeddings, then the norms; matmuls
-# |   stay.** Time on the device of a step on half-full batches of 1,024 tokens, in ms, by kind of
-# |   operator. "Ours" uses our fastest kernels, v1 our first ones.
+# |   stay.** Device time of a step on half-full batches of 1,024 tokens, by kind of operator.
+# |   "Ours" uses our fastest kernels, v1 our first ones.
 # | alt: >
 # |   Seven stacked bars. From the first to the second attention halves; compiled, norms halve and
 # |   the rest shrinks; at the bottom norms are smallest.
@@ -174,15 +174,13 @@ chapter.figure(chart, data=bars.reset_index(names="step"), measured=chapter.hold
 # ## A model to measure
 #
 # `examples/` has KunlunLite, after Kunlun {cite}`hou2026kunlun`: self-attention, a {term}`PFFN`,
-# pooling by {term}`PMA` and interaction, at a width of 512, in two layers, on generated clicks of
-# which the best possible loss is known. `examples/step.py` times steps of AdamW in bf16 autocast on
-# the device, part by part, and asks PyTorch's profiler for the kinds of operators. Only the
-# attention is exchanged.
+# pooling by {term}`PMA` and interaction, at a width of 512, in two layers. `examples/step.py` times
+# steps of AdamW in bf16 autocast on the device, part by part, and asks PyTorch's profiler for the
+# kinds of operators. Only the attention is exchanged.
 #
 # The bars show Amdahl's law. Compiled, v1's attention is {glue:text}`share_v1:.0f` % of a step, so
 # even a kernel that cost nothing could make the step only {glue:text}`most:.2f` times as fast. In
-# eager mode the share is smaller, since passes over tokens without a matmul take most of the step:
-# every improvement elsewhere raises the value of the next kernel.
+# eager mode, where passes over tokens without a matmul take most of the step, the share is smaller.
 
 # %% tags=["remove-input"]
 LABELS = {"gdpa": "ours", "v1": "v1", "fa2_varlen": "FA2", "padded_sdpa": "padded"}
@@ -191,8 +189,8 @@ both_laws = ms.loc[[(law, way) for law in LAWS for way in ("eager", "compiled", 
 chapter.table(
     both_laws.rename_axis(["lengths", "step"]).reset_index(), missing="", name="tab-step-laws",
     digits=dict.fromkeys(LABELS.values(), 1),
-    caption="**Attention is worth most with the longest histories.** Time of a step in ms, by "
-    "attention: ours, v1, FlashAttention-2 (FA2), padded PyTorch. Blank: not timed.",
+    caption="**Attention is worth most with the longest histories.** Time of a step in ms. FA2: "
+    "FlashAttention-2; padded: PyTorch. Blank: not timed.",
     data=steps_of.reset_index(), measured=chapter.holders("steps"),
 )  # fmt: skip
 
@@ -219,12 +217,12 @@ chapter.table(
 # | `nn.EmbeddingBag` | sorts tokens by row, then adds | a sort, and short runs per row |
 # | zeros and ones times the table | a matmul, in registers | $2 \cdot 51 \cdot 512$ FLOPs a token |
 #
-# The last line turns the lookup into arithmetic: the sum of a token's three rows is a vector of
-# zeros and ones times the 51 rows. For all tokens that is a matmul, and its gradient is a matmul
-# too, which adds in registers. With it the step takes {glue:text}`matmul:.0f` ms instead of
-# {glue:text}`lookups:.0f`, {glue:text}`embedding_gain:.2f` times as fast, more than fused norms
-# will gain below. Every other number of this chapter has it. (The bag gained nothing. The table of
-# 20,000 items has rows enough and is still looked up.)
+# In the last line the sum of a token's three rows is a vector of zeros and ones times the 51 rows.
+# For all tokens that is a matmul, and its gradient is a matmul too, which adds in registers. With
+# it the step takes {glue:text}`matmul:.0f` ms instead of {glue:text}`lookups:.0f`,
+# {glue:text}`embedding_gain:.2f` times as fast, more than fused norms will gain below. Every other
+# number of this chapter has it. (The bag gained nothing. The table of 20,000 items has rows enough
+# and is still looked up.)
 #
 # ## Fused norms
 #
@@ -241,11 +239,12 @@ chapter.table(
 #
 # ## A step that is not at the power limit
 #
-# In the compiled step {glue:text}`cool:.0f` % of the device time is neither matmul nor attention,
-# but norms, copies and embeddings, which wait for memory and draw less. The regulator averages
-# power over about one step. So a hot kernel in a cool step may run at a higher clock than back to
-# back, and 10 % fewer cycles save more than the 7 % of {doc}`../measuring/power_wall`. (A model;
-# the record has no power of whole steps.)
+# Back to back, at the limit of 700 W, 10 % fewer cycles save 7 % of time ({eq}`eq-wall-exponent`).
+# Below the limit the clock is free, and they save 10 %. In the compiled step
+# {glue:text}`cool:.0f` % of the device time is neither matmul nor attention, but norms, copies and
+# embeddings, which wait for memory and draw less, and the regulator averages power over about one
+# step. So a kernel inside a step lies between the two. (A model; the record has no power of whole
+# steps.)
 #
 # ## The step that waited for the compiler
 
@@ -273,28 +272,23 @@ chapter.glue(stall=longest["gdpa"], usual=1e3 * usual["gdpa"])
 # ```
 #
 # takes the integer as it comes. All kernels but backward v2a do so now with what follows from
-# lengths, and a test fails if batches of random lengths compile one twice.
+# lengths.
 #
 # ## Thirty per cent
 #
 # With attention alone a compiled step becomes {glue:text}`attention` times as fast, most with the
 # longest histories, so more than 1.3 needs long, nearly full sequences. Together with fused norms
 # the factor is {glue:text}`fused_fp32:.2f` on half-full batches of 1,024 tokens. Against padded
-# attention in eager mode it is {glue:text}`padded`: the baseline decides.
+# attention in eager mode it is {glue:text}`padded`: the baseline decides. The published number
+# names neither model nor baseline, so it can be neither confirmed nor refuted.
 #
-# The published number names neither model nor baseline, so it can be neither confirmed nor refuted.
-#
-# ## What we predicted
-#
-# Before the first run, a model of the step (bytes and FLOPs of each part at this GPU's rates)
-# predicted the speedups.
+# Before the first run, bytes and FLOPs of each part at this GPU's rates predicted the speedups.
+# Attention gave more on all but the longest histories:
 
 # %% tags=["remove-input"]
 chapter.predictions()
 
 # %% [markdown]
-# Attention gave more than predicted on all but the longest histories.
-#
 # ## Exercises
 #
 # :::{exercise} Amdahl

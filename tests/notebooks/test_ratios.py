@@ -16,6 +16,7 @@ from gdpa_lab.report import peers, results
 from gdpa_lab.report.chapter import Chapter
 
 NAME = "gdpa-self-full-256"
+RATIO = "peer / rung (time)"
 RATES = {"v1_tiled": 300.0, "v2_tma": 400.0, "cudnn": 500.0, "fa2_varlen": 200.0}
 
 
@@ -108,23 +109,22 @@ def test_a_planned_peer_without_a_time_keeps_its_place():
     table["burst_us"] = table["time_us_p50"]
     closest = ratios.best_peer(table)["impl"]
     standing = ratios.best(table)
-    assert not standing["open"].any() and ratios.ahead(standing).endswith("(n = 1)")
+    assert not standing["open"].any() and ratios.ahead(standing) == ratios.spread(standing[RATIO])
     failed = table.copy()
     failed.loc[failed["impl"] == closest, ["time_us_p50", "tflops"]] = math.nan
     there = ratios.best(failed)
     assert there["open"].all() and there["best peer"].eq(closest).all()
-    ratio = "peer / rung (time)"
-    assert there[ratio].eq(standing[ratio]).all()
+    assert there[RATIO].eq(standing[RATIO]).all()
     with_other = pd.concat([there, standing.rename({NAME: "gdpa-b"})])
-    alone = f"{there[ratio].iloc[0]:.2f} on {ratios.short(NAME)}"
-    assert ratios.ahead(with_other).endswith(f" (n = 1; by bursts alone {alone})")
+    alone = f"{there[RATIO].iloc[0]:.2f} on {ratios.short(NAME)}"
+    assert ratios.ahead(with_other).endswith(f" (by bursts alone {alone})")
     failed["burst_us"] = math.nan
     assert not ratios.best(failed)["open"].any()
     elsewhere = table.assign(record="b", time_us_p50=2 * table["time_us_p50"])
     older = table.assign(record="a", time_us_p50=table["impl"].ne(closest) + 1.0)
     there = ratios.best(failed, pd.concat([older, elsewhere]))
-    assert there[ratio].eq(standing[ratio]).all() and there["open"].eq("in another run").all()
-    assert ratios.ahead(there).endswith("(n = 1; 1 in another run)")
+    assert there[RATIO].eq(standing[RATIO]).all() and there["open"].eq("in another run").all()
+    assert ratios.ahead(there).endswith(" (1 of 1 in another run)")
     assert ratios.shown(there, "forward")["best baseline"][0].endswith(", in another run")
     both = ratios.behind(failed, there, pd.concat([older, elsewhere]))
     assert {*both["record"].dropna()} == {"b"} and len(both) == len(failed) + 2
@@ -146,8 +146,9 @@ def test_a_step_is_from_the_predecessor_and_ranges_say_where():
 def test_sentences():
     assert ratios.listed(["a", "b", "c"]) == "a, b and c"
     assert (ratios.listed(["a"]), ratios.listed([])) == ("a", "none")
-    assert ratios.spread(pd.Series([1.234, 2])) == "1.23 to 2.00 (n = 2)"
-    assert ratios.spread(pd.Series([1.234])) == "1.23 (n = 1)"
+    assert ratios.spread(pd.Series([1.234, 2])) == "1.23 to 2.00"
+    assert ratios.spread(pd.Series([1.234])) == "1.23"
+    assert ratios.counted(pd.Series([1.234, 2])) == "1.23 to 2.00 (n = 2)"
     for values, missing in ((pd.Series([1.2, None], ["a", "b"]), "b"), (pd.Series([]), "anything")):
         with pytest.raises(ValueError, match=f"values must all be there, got none for {missing}"):
             ratios.spread(values)

@@ -199,18 +199,15 @@ def test_the_front_page_says_how_long_its_routes_are(site):
     sys.path.insert(0, str(ROOT / "notebooks"))
     import lengths
 
-    words = {name: lengths.length(name, site / f"{name}.html").words for name in
-             lengths.reading_path()}  # fmt: skip
+    pages = {name: lengths.length(name, site / f"{name}.html") for name in lengths.reading_path()}
     table = soup(site / "index.html").select_one("article section#two-routes table")
     weekend = [a["href"].removesuffix(".html") for a in table.select("a.reference.internal")]
     text = article(site / "index.html").get_text(" ")
-    said = re.findall(r"about (\d+,000) words(?:,| or) (\w+) hours", text)
-    hours = {"four": 4, "five": 5, "thirteen": 13, "fourteen": 14, "fifteen": 15}
-    for (number, spoken), counted in zip(
-        said, (sum(map(words.get, weekend)), sum(words.values())), strict=True
-    ):
-        assert abs(int(number.replace(",", "")) - counted) < 1000
-        assert abs(hours[spoken] - counted / 110 / 60) < 0.5
+    said = re.findall(r"about (\d+,000) words, ([\d.]+) hours", text)
+    for (words, hours), route in zip(said, (weekend, pages), strict=True):
+        route = [pages[name] for name in route]
+        assert abs(int(words.replace(",", "")) - sum(page.words for page in route)) < 1000
+        assert abs(float(hours) - sum(page.minutes for page in route) / 60) <= 0.25
 
 
 def test_a_page_is_light(site, page_name):
