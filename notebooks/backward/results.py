@@ -99,7 +99,8 @@ assert ahead["gdpa-self-full-512"] > 1, "the caption: v4 leads at 512"
 dense = ahead.filter(like="half-dense")
 assert dense.is_monotonic_decreasing and dense.iloc[2] > 1 > dense.iloc[3], "the caption"
 ragged = rows[rows["impl"] == "cudnn_varlen"]
-assert ragged["failure"].str.contains("check failed").all(), "the text says so"
+failed = ragged["failure"].str.contains("check failed")
+assert (failed == ragged["time_us_p50"].isna()).all(), "the text says so"
 fa4_by_fa2 = (us["fa4"] / us["fa2_varlen"]).dropna()
 retained = 100 * (burst / us)[ours].min(axis=1)
 chapter.glue(over_peer=ratios.ahead(best), won=(ahead >= 1).sum(), count=len(best), lost=lost,
@@ -107,7 +108,7 @@ chapter.glue(over_peer=ratios.ahead(best), won=(ahead >= 1).sum(), count=len(bes
              more_keys=share.filter(regex="self.*-(?:512|1024|2048)").max(),
              kept=f"{retained.min():.0f} to {retained.max():.0f}",
              over_triton=spread(over["gdpa_triton"].dropna()),
-             asked=len(ragged), fa3_first=best["best peer"].isin(["fa3", "fa3_dense"]).sum(),
+             ragged_timed=(~failed).sum(), ragged_failed=failed.sum(), fa3_first=best["best peer"].isin(["fa3", "fa3_dense"]).sum(),
              fa4_first=best["best peer"].isin(["fa4", "fa4_dense"]).sum(),
              missing="; ".join(missing_peers(planned)),
              **ratios.glued(best))  # fmt: skip
@@ -178,8 +179,9 @@ ratios.redrawn(chapter, "gdpa-cross-bwd-full", DRAWN)
 # ## The baselines
 #
 # FlashAttention-4 is the best baseline on {glue:text}`fa4_first:.0f` workloads, FlashAttention-3 on
-# {glue:text}`fa3_first:.0f`. The gradients of ragged cuDNN, called through PyTorch, fail the check
-# on all {glue:text}`asked:.0f` workloads it was tried on. Without a time back to back:
+# {glue:text}`fa3_first:.0f`. Ragged cuDNN, called by its own frontend, is right and timed on
+# {glue:text}`ragged_timed:.0f` workloads; called through PyTorch, in older runs, its gradients fail
+# the check on {glue:text}`ragged_failed:.0f`. Without a time back to back:
 # {glue:text}`missing`.
 
 # %% tags=["remove-input"]
