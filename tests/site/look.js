@@ -98,9 +98,11 @@
   return {
     page: document.documentElement.scrollWidth > innerWidth ? [document.documentElement.scrollWidth] : [],
     tables: all("table").filter((e) => within(e.parentElement).some(tooWide)).map(said),
+    exhibits: all("table.exhibit, table.cards")
+      .filter((e) => within(e.parentElement).some(tooWide)).map(said),
     code: all("pre").filter(tooWide).map(said),
     contrasts,
-    broken: all("td:first-child code .pre").filter((e) => e.getClientRects().length > 1).map(said),
+    broken: all("table:not(.cards) td:first-child code .pre").filter((e) => e.getClientRects().length > 1).map(said),
     texts: all("svg").filter((e) => !e.parentElement.closest("svg, mjx-container")).flatMap(crossing),
   };
 }

@@ -13,7 +13,7 @@ SHEET = {"width": 700, "height": 990}
 WALK = {
     "wide-light": (WIDE, "light", ("page", "tables", "code", "contrasts", "texts")),
     "wide-dark": (WIDE, "dark", ("page", "contrasts")),
-    "phone": (PHONE, "light", ("page", "tables", "contrasts", "texts", "broken")),
+    "phone": (PHONE, "light", ("page", "exhibits", "contrasts", "texts", "broken")),
 }
 
 
