@@ -108,7 +108,8 @@ chapter.glue(over_peer=ratios.ahead(best), won=(ahead >= 1).sum(), count=len(bes
              more_keys=share.filter(regex="self.*-(?:512|1024|2048)").max(),
              kept=f"{retained.min():.0f} to {retained.max():.0f}",
              over_triton=spread(over["gdpa_triton"].dropna()),
-             ragged_timed=(~failed).sum(), ragged_failed=failed.sum(), fa3_first=best["best peer"].isin(["fa3", "fa3_dense"]).sum(),
+             ragged_timed=(~failed).sum(), ragged_failed=failed.sum(),
+             fa3_first=best["best peer"].isin(["fa3", "fa3_dense"]).sum(),
              fa4_first=best["best peer"].isin(["fa4", "fa4_dense"]).sum(),
              missing="; ".join(missing_peers(planned)),
              **ratios.glued(best))  # fmt: skip

@@ -163,8 +163,8 @@ chapter.figure(
 # (rule-registers)=
 # A role that only asks for copies needs few. **{term}`setmaxnreg`** moves registers between roles,
 # in multiples of 8: forward v8 starts its 12 warps with {glue:text}`launched:.0f` a thread. Its
-# producer puts all but {glue:text}`producer:.0f`, {glue:text}`freed:,.0f` in all, into the program's
-# pool, and its two consumers take {glue:text}`wanted:,.0f` out of it, to have
+# producer puts all but {glue:text}`producer:.0f`, {glue:text}`freed:,.0f` in all, into a pool of
+# the program, and its two consumers take {glue:text}`wanted:,.0f` out of it, to have
 # {glue:text}`consumer:.0f` a thread. A role that asks for more than the pool holds waits.
 #
 # ## Shared memory and its port
