@@ -15,7 +15,6 @@ from triton.backends.nvidia.compiler import CUDAOptions
 from triton.runtime.jit import JITFunction, TensorWrapper
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .assembly import Code
 from .barriers import ClusterBarrier
 from .compiler import ask_front_end, asm_of, compile_launch
 from .errors import EmulatorError, InvalidKernel, Unsupported, location_of
@@ -148,9 +147,9 @@ def execute(
         strict=strict,
         whole_storage=bounds == "storage",
     )
+    asm = partial(asm_of, kernel, arch, bound.arguments, options)
     if races and unguarded == "error":
-        code = cache(lambda: Code.of(asm_of(kernel, arch, bound.arguments, options)))
-        launch.threads = Threads(launch, code)
+        launch.threads = Threads(launch, asm)
     launch.memory = Memory(launch, reachable)
     numbers = {"roles": 0, "operations": 0, "steps": 0}
     deadline = math.inf if timeout is None else time.monotonic() + timeout
@@ -164,7 +163,6 @@ def execute(
             if getattr(kernel, "is_gluon", bool)():
                 _begin_gluon(launch, options.get("num_ctas") or 1)
                 ask_front_end(kernel, arch, bound.arguments, options)
-                asm = partial(asm_of, kernel, arch, bound.arguments, options)
                 launch.placed = cache(lambda: places(asm(), arch))
                 launch.registers = cache(lambda: registers(asm()))
             body = lowering.function(kernel)

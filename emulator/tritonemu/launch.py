@@ -52,7 +52,8 @@ class Report:
     uninitialized: reads of unwritten memory that were let pass. updated: the tensors of which it
     changed what it had read, or did so by atomics. notes: what may be meant so, such as one value
     that several programs store to one place. allowed: findings that a comment allows, how many of
-    each (kind, file, line, reason). timeline: with `trace=True`.
+    each (kind, file, line, reason). unjudged: accesses of which the compiled kernel does not tell
+    enough, how many of each (file, line, question). timeline: with `trace=True`.
     """
 
     arch: str
@@ -71,6 +72,7 @@ class Report:
     updated: set[str] = field(default_factory=set)
     notes: list[str] = field(default_factory=list)
     allowed: dict[tuple[str, str, int, str], int] = field(default_factory=dict)
+    unjudged: dict[tuple[str, int, str], int] = field(default_factory=dict)
     timeline: Timeline | None = None
 
 

@@ -508,7 +508,7 @@ class Memory:
         if self._threads is not None and by is None:
             self._threads.store(region, Block(index, size, active), raw)
         elif self._threads is not None:
-            self._threads.forget(region.cells, region.shadow, index)
+            self._threads.forget(region, _rows, index)
         self._launch.scheduler.changes += 1
         region.flat[index] = raw
         self._check_kept(region, index, raw)
@@ -565,7 +565,7 @@ class Memory:
                     shared.join(lane.release(self._threads is None, met=self._threads is None))
             role.meet()
         if self._threads is not None:
-            self._threads.forget(region.cells, region.shadow, where)
+            self._threads.forget(region, _rows, where)
         old = torch.empty(count, dtype=region.flat.dtype)
         unique, changed = where.unique().numel() == count, []
         for turn in [slice(None)] if unique else [slice(i, i + 1) for i in range(count)]:
@@ -623,6 +623,8 @@ class Memory:
         raw = desc.padding.expand(desc.block_shape).clone()
         if window is not None:
             self._judge(region, by, window.of, ...)
+            if self._threads is not None and by is None:
+                self._threads.access_box(region, window.of, write=False)
             self._check_written(region, "descriptor load", window.of, ...)
             raw[window.inside] = window.of(region.flat)
             self._report.bytes_loaded += math.prod(window.sizes) * region.itemsize
@@ -651,10 +653,10 @@ class Memory:
         self._judge(region, by, window.of, ..., None if update else raw, reduces=bool(update))
         self._check_defined(region, raw)
         target.copy_(raw)
-        if self._threads is not None:
-            self._threads.forget(
-                lambda table: window.of(table, region.granules), region.shadow, ...
-            )
+        if self._threads is not None and by is None:
+            self._threads.access_box(region, window.of, write=True)
+        elif self._threads is not None:
+            self._threads.forget(region, window.of, ...)
         self._launch.scheduler.changes += 1
         self._mark_written(region, window.of, ...)
         self._report.bytes_stored += num_bytes
