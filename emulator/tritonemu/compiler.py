@@ -155,9 +155,10 @@ def _reason(error: BaseException, printed: str) -> str:
     while isinstance(error.__cause__, CompilationError):
         error = error.__cause__
     text = error.error_message if isinstance(error, CompilationError) else f"{error}\n{printed}"
-    lines = [line.strip() for line in (text or str(error.__cause__ or error)).splitlines()]
-    for form in (r"ptxas .*(?:error|fatal)", r"error\b"):
-        if known := [line for line in lines if re.search(form, line, re.IGNORECASE)]:
+    text = text or str(error.__cause__ or error)
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    for form in (r"ptxas .*(?:error|fatal)", r"(?i)error\b"):
+        if known := [line for line in lines if re.search(form, line)]:
             return known[0]
     return next(filter(None, lines), type(error).__name__)
 

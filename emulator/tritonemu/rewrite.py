@@ -51,7 +51,8 @@ from .launch import current
 from .scheduler import Turn
 from .scopes import Scope
 from .spinning import turned
-from .tile import Tile, Unbound, cast, logical, promote_integers, scalar, to_tile
+from .tile import Tile, Unbound, promote_integers, scalar, to_tile
+from .undefined import cast, logical
 
 # Newer than some supported Tritons; isinstance(x, ()) is False.
 ConstexprFunction = getattr(jit, "ConstexprFunction", ())

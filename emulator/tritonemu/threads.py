@@ -308,19 +308,17 @@ class Threads:
             then = _first(region.cells(table)[block.index[chosen]]).to(torch.int64)
             now = block.positions[chosen]
             same = earlier.size == block.size and torch.equal(then, now)
-            if same and not old.write:
+            if same and (block.size == 1 or not old.write):
                 return
             if same or not old.write:
-                warps = [
-                    self._module().warps_of(step, size)
-                    for step, size in ((earlier.step, earlier.size), ((kind, here), block.size))
-                ]
-                known = not any(each is None for each in warps)
-                of_one_warp = torch.equal(warps[0][then], warps[1][now]) if known else None
+                first = self._module().warps_of(earlier.step, earlier.size)
+                second = self._module().warps_of((kind, here), block.size)
+                known = first is not None and second is not None
+                of_one_warp = torch.equal(first[then], second[now]) if known else None
         else:
             end, kinds = self._release_of(old), ("atomic", "load", "store")
-        meets = self._meets(earlier.step, end, kinds)
-        if meets or of_one_warp:
+        meets = of_one_warp or self._meets(earlier.step, end, kinds)
+        if meets:
             return
         if None in (meets, of_one_warp):
             what = "whether warps meet" if meets is None else "which warp has what"

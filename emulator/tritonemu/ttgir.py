@@ -146,7 +146,10 @@ class Module:
         return parse(tuple(map(int, block[1].split("x"))), written[2]) if parse else None
 
     def warps_of(self, step: Step, size: int) -> torch.Tensor | None:
-        """Return the warp that accesses each element of a block of this size, None if unknown."""
+        """Return the first warp that accesses each element of a block of this size, None if
+        unknown."""
+        if size == 1:
+            return torch.zeros(1, dtype=torch.int64)
         layouts = self._layouts.get((step[0], short(step[1])), {None})
         layout = next(iter(layouts)) if len(layouts) == 1 else None
         known = layout and math.prod(layout.shape) == size
