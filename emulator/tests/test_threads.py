@@ -3,6 +3,8 @@
 That a barrier lies between, or does not, is asked of the PTX that Triton makes of each for sm_90.
 """
 
+import json
+import re
 import subprocess
 import sys
 
@@ -12,7 +14,7 @@ import triton
 import triton.language as tl
 
 from emulator.tests.checking import place, refused
-from tritonemu import Race, run
+from tritonemu import InvalidKernel, Race, execution, processes, run
 from tritonemu.__main__ import main
 from tritonemu.assembly import Code
 from tritonemu.compiler import asm_of
@@ -74,6 +76,42 @@ def repaired_kernel(x, HOW: tl.constexpr, BLOCK: tl.constexpr):
     if HOW == "barrier":
         tl.debug_barrier()
     tl.store(x + BLOCK - 1, BLOCK - 1 if HOW == "same" else -1)  # repairs
+
+
+@triton.jit
+def scratch_kernel(x, scratch, y, steps, SHIFT: tl.constexpr, HOW: tl.constexpr):
+    """Rows change places through a scratch tile that is used again."""
+    r, c = tl.arange(0, 64)[:, None], tl.arange(0, 64)[None, :]
+    for k in range(steps):
+        if HOW == "barrier":
+            tl.debug_barrier()
+        tl.store(scratch + r * 64 + c, tl.load(x + (k * 64 + r) * 64 + c))  # overwrites
+        tl.debug_barrier()
+        moved = tl.load(scratch + (r + SHIFT) % 64 * 64 + c)  # reads
+        tl.store(y + (k * 64 + r) * 64 + c, moved)
+
+
+@triton.jit
+def swapped_kernel(x, BLOCK: tl.constexpr):
+    """Values change places within a thread."""
+    i = tl.arange(0, BLOCK)[:, None] * 2 + tl.arange(0, 2)[None, :]
+    even, odd = tl.split(tl.load(x + i))
+    tl.store(x + i, tl.join(odd, even))
+
+
+@triton.jit
+def reader_kernel(x, flag, y, HOW: tl.constexpr, BLOCK: tl.constexpr):
+    """Program 0 reads and says so, program 1 then writes."""
+    i = tl.arange(0, BLOCK)
+    if tl.program_id(0) == 0:
+        tl.store(y + i, tl.load(x + i))  # reads
+        if HOW == "barrier":
+            tl.debug_barrier()
+        tl.atomic_xchg(flag, 1)  # releases
+    else:
+        while tl.atomic_add(flag, 0) == 0:
+            pass
+        tl.store(x + i, i)  # overwrites
 
 
 @triton.jit
@@ -227,6 +265,46 @@ def test_a_store_to_another_thread_s_element_needs_a_barrier():
     assert int(x[-1]) == -1
 
 
+def scratch(dtype=torch.float32):
+    x = torch.randn(2, 64, 64).to(dtype)
+    return x, torch.zeros(64, 64, dtype=dtype), torch.zeros_like(x), 2
+
+
+def test_a_store_over_what_another_warp_still_loads_needs_a_barrier():
+    error = refused(
+        Race, "a warp stores to an element of scratch that another one may not have loaded yet",
+        scratch_kernel, *scratch(), 2, "", line="# overwrites",
+    )  # fmt: skip
+    assert error.other == place(scratch_kernel, "# reads")
+    x, *others = scratch()
+    report = run(scratch_kernel, (1,), x, *others, 2, "barrier")
+    assert torch.equal(others[1], x.roll(-2, 1)) and not report.unjudged
+    run(scratch_kernel, (1,), *scratch(), 2, "", num_warps=1)
+
+
+def test_a_store_over_what_the_same_warp_has_loaded_needs_none():
+    """Four warps have two rows each by turns, in which rows 32 apart are of one warp."""
+    assert not run(scratch_kernel, (1,), *scratch(), 32, "").unjudged
+    (x,) = zeros(2 * B)
+    x += torch.arange(2 * B, dtype=torch.int32)
+    assert not run(swapped_kernel, (1,), x, B).unjudged
+    assert torch.equal(x.view(B, 2).flip(1).reshape(-1), torch.arange(2 * B, dtype=torch.int32))
+
+
+@before_that
+def test_a_reader_speaks_for_its_own_thread():
+    error = refused(
+        Race, r"that program \(0, 0, 0\) loaded at .* one of its threads released", reader_kernel,
+        *zeros(B, 1, B), "", B, grid=(2,), line="# overwrites",
+    )  # fmt: skip
+    assert error.other == place(reader_kernel, "# reads")
+
+
+@pytest.mark.parametrize("how", ("barrier", *[""] * ATOMICS_MEET))
+def test_a_reader_speaks_for_all_warps_behind_a_barrier(how):
+    assert not run(reader_kernel, (2,), *zeros(B, 1, B), how, B).unjudged
+
+
 def test_a_scalar_is_stored_by_one_thread():
     refused(Race, "another one may", scalar_kernel, *zeros(1, B), B, line="# loads")
 
@@ -331,6 +409,49 @@ def test_the_command_and_a_project_let_it_pass(program, capsys):
     settings = program.parent / "pyproject.toml"
     settings.write_text("[tool.tritonemu]\nallow-unguarded = false\n")
     assert main([target]) == 1
+
+
+def test_a_program_under_another_name_is_judged_alike(program, monkeypatch, capsys):
+    """Triton takes the code of both for one, in which the lines are those of the first file."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(program.parent / "cache"))
+    program.with_name("copied.py").write_text(PROGRAM)
+    for name in (program.name, "copied.py"):
+        assert main([f"{name}:test_turn"]) == 1
+        place = program.with_name(name)
+        assert capsys.readouterr().err.startswith(f"Race (schedule modelled): {place}:9: ")
+
+
+SILENT = "could not judge 1 access at {0}:9: the compiled code does not tell whether warps meet"
+
+
+def test_what_the_code_does_not_tell_is_counted(program, monkeypatch, capsys):
+    monkeypatch.setattr(execution, "asm_of", lambda *_: {"ptx": "", "ttgir": ""})
+    files = [program.parent / name for name in ("r.json", "r.sarif")]
+    name, options = str(program), [f"--{file.suffix[1:]}={file}" for file in files]
+    assert main([*options, f"{name}:test_turn"]) == 0
+    out = capsys.readouterr().out
+    assert SILENT.format(name) in out
+    assert out.endswith("nothing found under the modelled and 4 random schedules; 1 not judged\n")
+    report, sarif = (json.loads(file.read_text()) for file in files)
+    question = f"whether warps meet between it and {name}:8"
+    told = {"file": name, "line": 9, "question": question, "times": 1}
+    assert report["unjudged"] == [told] and report["found"] is None
+    (invocation,) = (run["invocations"][0] for run in sarif["runs"])
+    (notification,) = invocation["toolExecutionNotifications"]
+    assert notification["level"] == "warning" and SILENT.format(name) in str(notification)
+    assert notification["locations"][0]["physicalLocation"]["region"] == {"startLine": 9}
+    ran = [{"program": name, "status": 0, "report": report}]
+    assert processes.summary(ran) == "1 programs: 1 nothing found, not all judged"
+
+
+def test_what_does_not_compile_is_not_judged_in_silence(capfd):
+    wrong = {"ptx_options": "--no-such-option"}
+    reason = r"Triton refuses this kernel: ptxas\S* fatal : Unknown option '-no-such-option'$"
+    with pytest.raises(InvalidKernel) as caught:
+        run(read_back_kernel, (1,), *zeros(B, B + 1), "", B, **wrong)
+    assert re.search(reason, caught.value.args[0])
+    assert capfd.readouterr() == ("", "")
+    run(read_back_kernel, (1,), *zeros(B, B + 1), "barrier", B, **wrong)  # nobody asks
 
 
 def test_a_comment_allows_it(program):

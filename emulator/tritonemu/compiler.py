@@ -157,7 +157,7 @@ def _reason(error: BaseException, printed: str) -> str:
     text = error.error_message if isinstance(error, CompilationError) else f"{error}\n{printed}"
     text = text or str(error.__cause__ or error)
     lines = [" ".join(line.split()) for line in text.splitlines()]
-    for form in (r"ptxas .*(?:error|fatal)", r"(?i)error\b"):
+    for form in (r"ptxas\S* .*(?:error|fatal)", r"(?i)error\b"):
         if known := [line for line in lines if re.search(form, line)]:
             return known[0]
     return next(filter(None, lines), type(error).__name__)

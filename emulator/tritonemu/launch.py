@@ -12,7 +12,7 @@ from .clocks import Clock
 from .drawing import Mark
 from .engines import NAMES as ENGINES
 from .engines import Engine
-from .errors import EarlyExit, EmulatorError, Location, ResourceLimit
+from .errors import EarlyExit, EmulatorError, Location, ResourceLimit, current_location
 from .timeline import Timeline
 
 SHARED_BYTES = 232448
@@ -74,6 +74,11 @@ class Report:
     allowed: dict[tuple[str, str, int, str], int] = field(default_factory=dict)
     unjudged: dict[tuple[str, int, str], int] = field(default_factory=dict)
     timeline: Timeline | None = None
+
+    def give_up(self, question: str, other: Location) -> None:
+        """Count the access at hand, of which the compiled kernel does not tell this."""
+        key = *current_location(), f"{question} {other[0]}:{other[1]}"
+        self.unjudged[key] = self.unjudged.get(key, 0) + 1
 
 
 @cache

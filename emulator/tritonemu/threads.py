@@ -112,12 +112,6 @@ class Threads:
         # Epochs and accesses to shared and tensor memory of roles of several warps.
         self._trails: dict[int, list[tuple[int, Step]]] = {}
 
-    def _give_up(self, question: str, other: Location) -> None:
-        """Count an access that the code does not tell enough of to judge it."""
-        key = *current_location(), f"{question} {other[0]}:{other[1]}"
-        unjudged = self._launch.report.unjudged
-        unjudged[key] = unjudged.get(key, 0) + 1
-
     def note(self, role: Role, kind: str, location: Location) -> None:
         """Record that the role, or one thread of it, is about to do such an operation
         (`assembly`)."""
@@ -195,7 +189,8 @@ class Threads:
         if of_one_warp or is_open is False:
             return
         if None in (of_one_warp, is_open):
-            self._give_up("whether a warp comes before it that is at", old.location)
+            question = "whether warps meet between it and"
+            self._launch.report.give_up(question, old.location)
             return
         who = getattr(actor, "label", "")
         if isinstance(actor, Operation):
@@ -321,8 +316,8 @@ class Threads:
         if meets:
             return
         if None in (meets, of_one_warp):
-            what = "whether warps meet" if meets is None else "which warp has what"
-            self._give_up(f"{what} between it and", old.location)
+            what = "warps meet between it" if meets is None else "one warp does both, it"
+            self._launch.report.give_up(f"whether {what} and", old.location)
             return
         finding = Race(
             f"{self._message(region, earlier, kind, same, end)}; warps of a program meet at "
@@ -366,7 +361,7 @@ class Threads:
         distance = now.number - then.number
         ahead = self._issues_ahead(now.location, here, old.location, distance)
         if ahead is None:
-            self._give_up("whether the compiled loop moves it before", old.location)
+            self._launch.report.give_up("whether the loop issues it before", old.location)
         if ahead:
             (file, line), loop = old.location, now.location
             finding = Race(
