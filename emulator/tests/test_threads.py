@@ -100,21 +100,6 @@ def swapped_kernel(x, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def reader_kernel(x, flag, y, HOW: tl.constexpr, BLOCK: tl.constexpr):
-    """Program 0 reads and says so, program 1 then writes."""
-    i = tl.arange(0, BLOCK)
-    if tl.program_id(0) == 0:
-        tl.store(y + i, tl.load(x + i))  # reads
-        if HOW == "barrier":
-            tl.debug_barrier()
-        tl.atomic_xchg(flag, 1)  # releases
-    else:
-        while tl.atomic_add(flag, 0) == 0:
-            pass
-        tl.store(x + i, i)  # overwrites
-
-
-@triton.jit
 def scalar_kernel(x, y, BLOCK: tl.constexpr):
     i = tl.arange(0, BLOCK)
     tl.store(x, 5)
@@ -289,20 +274,6 @@ def test_a_store_over_what_the_same_warp_has_loaded_needs_none():
     x += torch.arange(2 * B, dtype=torch.int32)
     assert not run(swapped_kernel, (1,), x, B).unjudged
     assert torch.equal(x.view(B, 2).flip(1).reshape(-1), torch.arange(2 * B, dtype=torch.int32))
-
-
-@before_that
-def test_a_reader_speaks_for_its_own_thread():
-    error = refused(
-        Race, r"that program \(0, 0, 0\) loaded at .* one of its threads released", reader_kernel,
-        *zeros(B, 1, B), "", B, grid=(2,), line="# overwrites",
-    )  # fmt: skip
-    assert error.other == place(reader_kernel, "# reads")
-
-
-@pytest.mark.parametrize("how", ("barrier", *[""] * ATOMICS_MEET))
-def test_a_reader_speaks_for_all_warps_behind_a_barrier(how):
-    assert not run(reader_kernel, (2,), *zeros(B, 1, B), how, B).unjudged
 
 
 def test_a_scalar_is_stored_by_one_thread():

@@ -245,19 +245,19 @@ class Memory:
     def _judge(
         self, region: Region, actor: Operation | None, view: Callable, where: Any,
         stored: torch.Tensor | None = None, reduces: bool = False,
-    ) -> None:  # fmt: skip
-        """Raise Race if nothing orders this access with earlier ones; remember it.
+    ) -> Access | None:  # fmt: skip
+        """Raise Race if nothing orders this access with earlier ones; remember it, and return it.
 
         `view(table, parts)[where]` are its elements, or granules. stored: for a store, their new
         values; those that change no bit are let pass. reduces: a reduction.
         """
         if not self._launch.races:
-            return
+            return None
         changed = None if stored is None else view(region.flat, 1)[where] != stored
         if changed is not None and self._launch.strict:
             changed = torch.ones_like(changed)
         if changed is not None and not changed.numel():
-            return
+            return None
 
         def get(table: torch.Tensor) -> torch.Tensor:
             return view(table, region.granules)[where]
@@ -298,16 +298,17 @@ class Memory:
             for group in _distinct(groups):
                 updated[groups == group] = self._joined(group, number, clock)
             put(shadow.table("reductions"), updated)
-            return
+            return access
         if write:
             put(shadow.table("stores"), number)
-            return
+            return access
         loads = get(shadow.table("loads"))
         earlier = (loads > 0) & (loads < self._first_of_cluster)
         if bool(earlier.any()):
             earlier_loads = shadow.table("earlier loads")
             put(earlier_loads, torch.where(earlier, loads, get(earlier_loads)))
         put(shadow.table("loads"), number)
+        return access
 
     def _check_written(self, region: Region, what: str, view: Callable, where: Any) -> None:
         """Raise UninitializedRead if nothing has written `view(table, parts)[where]`."""
@@ -501,9 +502,9 @@ class Memory:
         if not the role itself."""
         region, index, active = self._lanes("load", pointer, mask)
         used = index.reshape(-1) if active is None else index[active]
-        self._judge(region, by, _rows, used)
+        access = self._judge(region, by, _rows, used)
         if by is None and self._threads is not None:
-            self._threads.load(region, Block(used, index.numel(), active))
+            self._threads.load(region, Block(used, index.numel(), active), access)
         self._check_written(region, "load", _rows, used)
         if by is None and used.numel():
             self._launch.role.word = region, int(used[-1])
@@ -526,9 +527,9 @@ class Memory:
         self._check_lanes(region, f"{region.name} gets a value that", value, index.shape, chosen)
         index, raw = index[chosen].reshape(-1), raw[chosen].reshape(-1)
         self._check_defined(region, raw)
-        self._judge(region, by, _rows, index, raw)
-        if self._threads is not None and by is None:
-            self._threads.store(region, Block(index, size, active), raw)
+        access = self._judge(region, by, _rows, index, raw)
+        if self._threads is not None and by is None and access is not None:
+            self._threads.store(region, Block(index, size, active), raw, access)
         elif self._threads is not None:
             self._threads.forget(region, _rows, index)
         self._launch.scheduler.changes += 1
@@ -646,9 +647,9 @@ class Memory:
         window, region = self._window(desc, coordinates, "descriptor load"), desc.region
         raw = desc.padding.expand(desc.block_shape).clone()
         if window is not None:
-            self._judge(region, by, window.of, ...)
+            access = self._judge(region, by, window.of, ...)
             if self._threads is not None and by is None:
-                self._threads.access_box(region, window.of, write=False)
+                self._threads.access_box(region, window.of, access)
             self._check_written(region, "descriptor load", window.of, ...)
             raw[window.inside] = window.of(region.flat)
             self._report.bytes_loaded += math.prod(window.sizes) * region.itemsize
@@ -674,13 +675,14 @@ class Memory:
             data = update(from_raw(target, dtype), data)
             self._report.bytes_loaded += num_bytes
         raw = to_raw(data, dtype)
-        self._judge(region, by, window.of, ..., None if update else raw, reduces=bool(update))
+        stored = None if update else raw
+        access = self._judge(region, by, window.of, ..., stored, reduces=bool(update))
         what = f"{region.name} gets a value that"
         self._check_lanes(region, what, value, value.data.shape, window.inside)
         self._check_defined(region, raw)
         target.copy_(raw)
         if self._threads is not None and by is None:
-            self._threads.access_box(region, window.of, write=True)
+            self._threads.access_box(region, window.of, access)
         elif self._threads is not None:
             self._threads.forget(region, window.of, ...)
         self._launch.scheduler.changes += 1

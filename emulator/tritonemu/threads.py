@@ -13,9 +13,9 @@ conversions of layouts, results of scalar atomics), and none for global memory: 
   is not promised (triton-lang/triton#10924): the layouts of the compiled launch say if it is.
 - a role stores to an element that it loaded at another place of a block: if these layouts give it
   to another warp, that one may not have loaded it yet. At the same place this is not asked.
-- a block is stored or loaded, then a scalar atomic releases it: that is what one thread does, which
-  speaks for itself alone. Whoever acquires knows of the rest only what a barrier before the release
-  says. Triton 3.9 puts one there (triton-lang/triton#10816).
+- a block is stored, then a scalar atomic releases it: that is what one thread does, which speaks
+  for itself alone. Whoever acquires knows of the rest only what a barrier before the release says.
+  Triton 3.9 puts one there (triton-lang/triton#10816).
 
 An element that several warps have, as a scalar, counts as that of the first one, which stores it.
 
@@ -46,7 +46,7 @@ import bisect
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -58,8 +58,7 @@ from .errors import Location, Race, current_location, option
 from .scheduler import Operation, Role
 from .ttgir import Module
 
-_STORES, _LOADS = "stores of blocks", "loads of blocks"
-_POSITIONS = {_STORES: "positions of stores", _LOADS: "positions of loads"}
+_STORES, _POSITIONS = "stores of blocks", "positions in blocks"
 
 
 @dataclass(frozen=True)
@@ -77,11 +76,23 @@ class Block:
             return torch.arange(self.size)
         return self.active.reshape(-1).nonzero().reshape(-1)
 
+    @cached_property
+    def bounds(self) -> tuple[int, int]:
+        low, high = torch.aminmax(self.index)
+        return int(low), int(high)
+
+    def within(self, other: "Block") -> tuple[torch.Tensor, torch.Tensor]:
+        """Return a mask of the elements that another block has, too, and their positions there."""
+        order = other.index.argsort()
+        place = torch.searchsorted(other.index[order], self.index).clamp(max=len(order) - 1)
+        both = other.index[order[place]] == self.index
+        return both, other.positions[order[place[both]]]
+
 
 @dataclass(frozen=True)
 class _Earlier:
     """An access to a block, by a role of so many warps. size: of the block, 0 for a box, which no
-    warp accesses. turns: the iterations that a store is in."""
+    warp accesses. turns: the iterations that it is in."""
 
     access: Access
     program: tuple[int, ...]
@@ -107,7 +118,7 @@ class Threads:
         self._module = cache(lambda: Module(asm()["ttgir"]))
         self._meets = cache(lambda *question: self._code().meets(*question))
         self._issues_ahead = cache(lambda *question: self._module().issues_ahead(*question))
-        self._earlier: list[_Earlier] = []
+        self._stores: list[_Earlier] = []
         self._released: dict[int, list[tuple[int, Location]]] = {}
         # Epochs and accesses to shared and tensor memory of roles of several warps.
         self._trails: dict[int, list[tuple[int, Step]]] = {}
@@ -213,71 +224,85 @@ class Threads:
         self._released.setdefault(role.index, []).append((role.epoch, location))
         self.note(role, "atomic", location)
 
-    def store(self, region: Any, block: Block, raw: torch.Tensor) -> None:
+    def store(self, region: Any, block: Block, raw: torch.Tensor, access: Access) -> None:
         """Record that the running role will store these values; raises Race if another thread
         stored what it changes, or may not have loaded it yet."""
-        for kind in (_STORES, _LOADS):
-            for old, chosen in self._earlier_of(kind, region, block):
-                chosen = chosen & (region.flat[block.index] != raw)
-                if bool(chosen.any()):
-                    self._judge(region, block, old, chosen, "store")
         role = self._launch.role
-        role.stored = role.epoch
-        self._remember(_STORES, region, block)
+        for earlier in (self._stored(region, block), self._loaded(region, block)):
+            for old, chosen, then in earlier:
+                changed = (region.flat[block.index] != raw)[chosen]
+                chosen[chosen.clone()] = changed
+                if bool(changed.any()):
+                    self._judge(region, block, old, chosen, then[changed], "store")
+        if role.warps > 1:
+            role.stored = role.epoch
+        number = self._number(access, block.size)
+        cells = region.cells(region.shadow.table(_STORES))
+        places = region.cells(region.shadow.table(_POSITIONS))
+        cells[block.index] = _rows(number, cells)
+        places[block.index] = _rows(block.positions.to(torch.int32), places)
 
-    def load(self, region: Any, block: Block) -> None:
+    def load(self, region: Any, block: Block, access: Access) -> None:
         """Raise Race if another thread stored what the running role loads, or if it stores it in an
         earlier turn of a loop, and loads it before."""
-        for store, chosen in self._earlier_of(_STORES, region, block):
+        for store, chosen, then in self._stored(region, block):
             self._judge_turns(region, store)
-            self._judge(region, block, store, chosen, "load")
-        if self._launch.role.warps > 1:
-            self._remember(_LOADS, region, block)
+            self._judge(region, block, store, chosen, then, "load")
+        role = self._launch.role
+        if role.warps > 1:
+            role.loaded.append((region.shadow, block, self._entry(access, block.size)))
 
-    def access_box(self, region: Any, view: Callable, write: bool) -> None:
+    def access_box(self, region: Any, view: Callable, access: Access) -> None:
         """Record that the running role stores the box `view(table, parts)`; or raise Race as `load`
         does, of turns of a loop."""
-        if write:
-            self.forget(region, view, ...)
-            number = self._number(self._entry(region, 0, True))
+        if access.write:
+            number = self._number(access, 0)
             view(region.shadow.table(_STORES), region.granules)[...] = number
         elif _STORES in region.shadow.tables:
             for number in _distinct(view(region.shadow.tables[_STORES], region.granules)):
                 if number:
-                    self._judge_turns(region, self._earlier[number - 1])
+                    self._judge_turns(region, self._stores[number - 1])
 
     def forget(self, region: Any, view: Callable, where: Any) -> None:
         """Forget threads: something else has written `view(table, parts)[where]`."""
-        for kind in _POSITIONS:
-            if kind in region.shadow.tables:
-                view(region.shadow.tables[kind], region.granules)[where] = 0
+        if _STORES in region.shadow.tables:
+            view(region.shadow.tables[_STORES], region.granules)[where] = 0
 
-    def _remember(self, kind: str, region: Any, block: Block) -> None:
-        cells = region.cells(region.shadow.table(kind))
-        places = region.cells(region.shadow.table(_POSITIONS[kind]))
-        number = self._number(self._entry(region, block.size, kind == _STORES))
-        cells[block.index] = _rows(number, cells)
-        places[block.index] = _rows(block.positions.to(torch.int32), places)
-
-    def _entry(self, region: Any, size: int, write: bool) -> _Earlier:
+    def _entry(self, access: Access, size: int) -> _Earlier:
         role = self._launch.role
-        access, turns = role.access(write, 0, name=region.name), role.turns if write else ()
-        return _Earlier(access, self._launch.program, role.warps, size, turns)
+        return _Earlier(access, self._launch.program, role.warps, size, role.turns)
 
-    def _number(self, entry: _Earlier) -> int:
-        if not self._earlier or self._earlier[-1] != entry:
-            self._earlier.append(entry)
-        return len(self._earlier)
+    def _number(self, access: Access, size: int) -> int:
+        entry = self._entry(access, size)
+        if not self._stores or self._stores[-1] != entry:
+            self._stores.append(entry)
+        return len(self._stores)
 
-    def _earlier_of(
-        self, kind: str, region: Any, block: Block
-    ) -> Iterator[tuple[_Earlier, torch.Tensor]]:
-        """Yield the last accesses of this kind to elements of a block, and which these are."""
-        if kind in region.shadow.tables:
-            numbers = _first(region.cells(region.shadow.tables[kind])[block.index])
+    def _stored(
+        self, region: Any, block: Block
+    ) -> Iterator[tuple[_Earlier, torch.Tensor, torch.Tensor]]:
+        """Yield the last stores to elements of a block, a mask of these, and their positions
+        then."""
+        if _STORES in region.shadow.tables:
+            numbers = _first(region.cells(region.shadow.tables[_STORES])[block.index])
+            places = region.cells(region.shadow.table(_POSITIONS))
             for number in _distinct(numbers):
                 if number:
-                    yield self._earlier[number - 1], numbers == number
+                    chosen = numbers == number
+                    then = _first(places[block.index[chosen]]).to(torch.int64)
+                    yield self._stores[number - 1], chosen, then
+
+    def _loaded(
+        self, region: Any, block: Block
+    ) -> Iterator[tuple[_Earlier, torch.Tensor, torch.Tensor]]:
+        """Yield the same of loads of the running role since its warps last met; those of an equal
+        block are left out."""
+        for shadow, old, entry in self._launch.role.loaded:
+            if shadow is region.shadow and len(old.index) and len(block.index):
+                (low, high), (first, last) = old.bounds, block.bounds
+                same = old.size == block.size and torch.equal(old.index, block.index)
+                if low <= last and first <= high and not same:
+                    yield (entry, *block.within(old))
 
     def _is_unguarded(self, earlier: _Earlier) -> bool:
         """Return whether only some threads of the running role are ordered after an access."""
@@ -289,18 +314,17 @@ class Threads:
         return by_warps and (old.role == role.index or earlier.size > 1)
 
     def _judge(
-        self, region: Any, block: Block, earlier: _Earlier, chosen: torch.Tensor, kind: str
-    ) -> None:
-        """Raise Race unless the code has a barrier, or one warp makes both accesses. chosen: the
-        elements of the block that both are to."""
+        self, region: Any, block: Block, earlier: _Earlier, chosen: torch.Tensor,
+        then: torch.Tensor, kind: str,
+    ) -> None:  # fmt: skip
+        """Raise Race unless the code has a barrier, or one warp makes both accesses. chosen: mask
+        of the elements that both are to, then: their positions in the earlier block."""
         if not self._is_unguarded(earlier):
             return
         role, old, here = self._launch.role, earlier.access, current_location()
         end, kinds = here, (kind,)
         same, of_one_warp = False, False
         if old.role == role.index:
-            table = region.shadow.tables[_POSITIONS[_STORES if old.write else _LOADS]]
-            then = _first(region.cells(table)[block.index[chosen]]).to(torch.int64)
             now = block.positions[chosen]
             same = earlier.size == block.size and torch.equal(then, now)
             if same and (block.size == 1 or not old.write):
@@ -336,9 +360,8 @@ class Threads:
         old, (file, line) = earlier.access, earlier.access.location
         what = f"{'loads' if kind == 'load' else 'stores to'} an element of {region.name} that"
         if old.role != self._launch.role.index:
-            did = "stored to" if old.write else "loaded"
             return (
-                f"program {self._launch.program} {what} program {earlier.program} {did} at "
+                f"program {self._launch.program} {what} program {earlier.program} stored to at "
                 f"{file}:{line}, and one of its threads released at {end[0]}:{end[1]}"
             )
         if not old.write:
