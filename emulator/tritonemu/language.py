@@ -810,7 +810,7 @@ def _integer(value: Any) -> int:
 # Classes that callables of kernels stand for; Triton hands no constexpr to isinstance.
 _CLASSES = {
     _integer: int,
-    constant: (),
+    OPERATIONS["constexpr"]: (),
     OPERATIONS["block_type"]: tl.block_type,
 }
 
