@@ -17,9 +17,7 @@ first."""
 
 
 def places(asm: Mapping[str, Any], arch: str) -> list[tuple[Calls, int]]:
-    """Locate a compiled kernel's allocations, with offsets in bytes; none without such a kernel."""
-    if "ttgir" not in asm:
-        return []
+    """Locate a compiled kernel's allocations, with offsets in bytes."""
     context = ir.context()
     ir.load_dialects(context)
     nvidia.load_dialects(context)
@@ -44,7 +42,7 @@ Bases = tuple[tuple[str, tuple[tuple[int, ...], ...]], ...]
 
 def registers(asm: Mapping[str, Any]) -> dict[tuple[str, int], set[Bases]]:
     """Collect the CTA layouts of registers in lines that move them to or from shared memory."""
-    text = asm.get("ttgir", "")
+    text = asm["ttgir"]
     known = names(text)
     layouts: dict[tuple[str, int], set[Bases]] = {}
     operation = r" t\w+\.(?:async_shared_store|local_store|local_gather|local_scatter) "
