@@ -746,8 +746,8 @@ for _name in _MEETING:
 
 # Operations that do more than to compute a value.
 _ACTING = (
-    *("load", "store", "make_tensor_descriptor", "advance", "expect_zero", "assume"),
-    *("device_assert", "device_print", "static_print"),
+    *("load", "store", "advance", "make_tensor_descriptor", "load_tensor_descriptor"),
+    *("store_tensor_descriptor", "expect_zero", "assume", "device_assert", "device_print"),
 )
 for _name, _function in OPERATIONS.items():
     acts = _name in _ACTING or _name.startswith("atomic_")
