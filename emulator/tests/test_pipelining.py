@@ -75,6 +75,28 @@ def test_a_store_before_the_loop_comes_before_its_loads(how):
     assert not run(chain_kernel, (1,), *arguments(how, STEPS)).unjudged
 
 
+@triton.jit
+def merged_kernel(x, w, tiles, STEPS: tl.constexpr, FLATTEN: tl.constexpr):
+    """Each product starts with what the one before it has left."""
+    tile = grid2(32, 32)
+    for i in tl.range(0, tiles, num_stages=3, flatten=FLATTEN):
+        acc = tl.zeros((32, 32), tl.float32)
+        for k in tl.range(0, STEPS):
+            t = tl.load(x + (i * STEPS + k) * 1024 + tile)  # loads
+            acc += tl.dot(t, tl.load(w + k * 1024 + tile))
+        tl.store(x + (i + 1) * STEPS * 1024 + tile, acc.to(tl.float16))  # stores
+
+
+def test_a_loop_that_was_merged_with_an_inner_one_is_not_judged():
+    x, w = torch.ones(4 * STEPS * B, B).half(), torch.zeros(4 * B, B).half()
+    assert not run(merged_kernel, (1,), x, w, 3, 4, False).unjudged
+    report = run(merged_kernel, (1,), x, w, 3, 4, True)
+    ((file, line, question),) = report.unjudged
+    assert (file, line) == place(merged_kernel, "# loads")
+    stores = place(merged_kernel, "# stores")
+    assert question == f"whether the loop issues it before {stores[0]}:{stores[1]}"
+
+
 @pytest.mark.parametrize("arch", ("sm_90", "sm_100"))
 def test_boxes_of_descriptors(arch):
     def boxes():
@@ -125,6 +147,7 @@ def test_which_iterations_a_loop_issues_ahead():
         assert module.issues_ahead(("c.py", 9), load, store, 1) is None
         assert module.issues_ahead(loop, ("c.py", 8), store, 1) is None
         assert module.issues_ahead(loop, load, ("c.py", 8), 1) is None
+        assert module.issues_ahead(loop, load, store, 1, nested=True) is None
     # Hoisted out of the loop, it comes before all stores.
     assert Module(TTGIR).issues_ahead(loop, load, store, 100) is True
     # Inlined twice, with two answers of three.

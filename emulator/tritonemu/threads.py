@@ -55,7 +55,7 @@ from . import suppressions
 from .assembly import Code, Step
 from .clocks import Access
 from .errors import Location, Race, current_location, option
-from .scheduler import Operation, Role
+from .scheduler import Operation, Role, Turn
 from .ttgir import Module
 
 _STORES, _POSITIONS = "stores of blocks", "positions in blocks"
@@ -98,7 +98,7 @@ class _Earlier:
     program: tuple[int, ...]
     warps: int
     size: int
-    turns: tuple[Any, ...]
+    turns: tuple[Turn, ...]
 
     @property
     def step(self) -> Step:
@@ -227,13 +227,13 @@ class Threads:
     def store(self, region: Any, block: Block, raw: torch.Tensor, access: Access) -> None:
         """Record that the running role will store these values; raises Race if another thread
         stored what it changes, or may not have loaded it yet."""
-        role = self._launch.role
-        for earlier in (self._stored(region, block), self._loaded(region, block)):
-            for old, chosen, then in earlier:
-                changed = (region.flat[block.index] != raw)[chosen]
-                chosen[chosen.clone()] = changed
-                if bool(changed.any()):
-                    self._judge(region, block, old, chosen, then[changed], "store")
+        role, changed = self._launch.role, None
+        for old, chosen, then in (*self._stored(region, block), *self._loaded(region, block)):
+            changed = region.flat[block.index] != raw if changed is None else changed
+            differ = changed[chosen]
+            if bool(differ.any()):
+                now = block.positions[chosen][differ]
+                self._judge(region, old, then[differ], now, block.size, "store")
         if role.warps > 1:
             role.stored = role.epoch
         number = self._number(access, block.size)
@@ -245,10 +245,10 @@ class Threads:
     def load(self, region: Any, block: Block, access: Access) -> None:
         """Raise Race if another thread stored what the running role loads, or if it stores it in an
         earlier turn of a loop, and loads it before."""
-        for store, chosen, then in self._stored(region, block):
-            self._judge_turns(region, store)
-            self._judge(region, block, store, chosen, then, "load")
         role = self._launch.role
+        self._judge_turns(region, lambda table: region.cells(table)[block.index])
+        for old, chosen, then in self._stored(region, block):
+            self._judge(region, old, then, block.positions[chosen], block.size, "load")
         if role.warps > 1:
             role.loaded.append((region.shadow, block, self._entry(access, block.size)))
 
@@ -258,10 +258,8 @@ class Threads:
         if access.write:
             number = self._number(access, 0)
             view(region.shadow.table(_STORES), region.granules)[...] = number
-        elif _STORES in region.shadow.tables:
-            for number in _distinct(view(region.shadow.tables[_STORES], region.granules)):
-                if number:
-                    self._judge_turns(region, self._stores[number - 1])
+        else:
+            self._judge_turns(region, lambda table: view(table, region.granules))
 
     def forget(self, region: Any, view: Callable, where: Any) -> None:
         """Forget threads: something else has written `view(table, parts)[where]`."""
@@ -281,16 +279,15 @@ class Threads:
     def _stored(
         self, region: Any, block: Block
     ) -> Iterator[tuple[_Earlier, torch.Tensor, torch.Tensor]]:
-        """Yield the last stores to elements of a block, a mask of these, and their positions
-        then."""
+        """Yield the last stores to elements of a block, of those that are unguarded; each with a
+        mask of the elements, and their positions then."""
         if _STORES in region.shadow.tables:
             numbers = _first(region.cells(region.shadow.tables[_STORES])[block.index])
-            places = region.cells(region.shadow.table(_POSITIONS))
             for number in _distinct(numbers):
-                if number:
+                if number and self._is_unguarded(self._stores[number - 1]):
                     chosen = numbers == number
-                    then = _first(places[block.index[chosen]]).to(torch.int64)
-                    yield self._stores[number - 1], chosen, then
+                    places = region.cells(region.shadow.table(_POSITIONS))[block.index[chosen]]
+                    yield self._stores[number - 1], chosen, _first(places).to(torch.int64)
 
     def _loaded(
         self, region: Any, block: Block
@@ -298,7 +295,8 @@ class Threads:
         """Yield the same of loads of the running role since its warps last met; those of an equal
         block are left out."""
         for shadow, old, entry in self._launch.role.loaded:
-            if shadow is region.shadow and len(old.index) and len(block.index):
+            comparable = shadow is region.shadow and len(old.index) and len(block.index)
+            if comparable and self._is_unguarded(entry):
                 (low, high), (first, last) = old.bounds, block.bounds
                 same = old.size == block.size and torch.equal(old.index, block.index)
                 if low <= last and first <= high and not same:
@@ -314,24 +312,21 @@ class Threads:
         return by_warps and (old.role == role.index or earlier.size > 1)
 
     def _judge(
-        self, region: Any, block: Block, earlier: _Earlier, chosen: torch.Tensor,
-        then: torch.Tensor, kind: str,
+        self, region: Any, earlier: _Earlier, then: torch.Tensor, now: torch.Tensor, size: int,
+        kind: str,
     ) -> None:  # fmt: skip
-        """Raise Race unless the code has a barrier, or one warp makes both accesses. chosen: mask
-        of the elements that both are to, then: their positions in the earlier block."""
-        if not self._is_unguarded(earlier):
-            return
+        """Raise Race unless the code has a barrier, or one warp makes both accesses. then, now:
+        positions of the elements in the earlier block, and in this one of such a size."""
         role, old, here = self._launch.role, earlier.access, current_location()
         end, kinds = here, (kind,)
         same, of_one_warp = False, False
         if old.role == role.index:
-            now = block.positions[chosen]
-            same = earlier.size == block.size and torch.equal(then, now)
-            if same and (block.size == 1 or not old.write):
+            same = earlier.size == size and torch.equal(then, now)
+            if same and (size == 1 or not old.write):
                 return
             if same or not old.write:
                 first = self._module().warps_of(earlier.step, earlier.size)
-                second = self._module().warps_of((kind, here), block.size)
+                second = self._module().warps_of((kind, here), size)
                 known = first is not None and second is not None
                 of_one_warp = torch.equal(first[then], second[now]) if known else None
         else:
@@ -373,16 +368,22 @@ class Threads:
             )
         return f"a thread {what} another one may have stored to at {file}:{line}"
 
-    def _judge_turns(self, region: Any, store: _Earlier) -> None:
-        """Raise Race if the running role stored this in an earlier turn of a loop, and the compiled
-        loop loads it before."""
+    def _judge_turns(self, region: Any, view: Callable) -> None:
+        """Raise Race if the running role loads what it stored in an earlier turn of a loop, and the
+        compiled loop loads it before. view: of a table, what it loads."""
+        role = self._launch.role
+        if role.turns and _STORES in region.shadow.tables:
+            for number in _distinct(view(region.shadow.tables[_STORES])):
+                store = self._stores[number - 1]
+                level = _level(store.turns, role.turns)
+                if number and store.access.role == role.index and level is not None:
+                    self._judge_loop(region, store, level)
+
+    def _judge_loop(self, region: Any, store: _Earlier, level: int) -> None:
         role, old, here = self._launch.role, store.access, current_location()
-        shared = [pair for pair in zip(store.turns, role.turns, strict=False) if pair[0] != pair[1]]
-        if old.role != role.index or not shared or shared[0][0].loop is not shared[0][1].loop:
-            return
-        then, now = shared[0]
-        distance = now.number - then.number
-        ahead = self._issues_ahead(now.location, here, old.location, distance)
+        then, now = store.turns[level], role.turns[level]
+        question = (*(now.location, here, old.location), now.number - then.number)
+        ahead = self._issues_ahead(*question, len(role.turns) > level + 1)
         if ahead is None:
             self._launch.report.give_up("whether the loop issues it before", old.location)
         if ahead:
@@ -414,6 +415,12 @@ def _last(trail: list[tuple[int, Step]], access: Access) -> int | None:
     """Return the index of the last time a role made this access; None if it is not in the trail."""
     step = access.epoch, (_kind(access.where is not None, access.write), access.location)
     return next((i for i in reversed(range(len(trail))) if trail[i] == step), None)
+
+
+def _level(then: tuple[Turn, ...], now: tuple[Turn, ...]) -> int | None:
+    """Return the level of the loop of which these are two iterations; None if of none."""
+    pairs = enumerate(zip(then, now, strict=False))
+    return next((i if a.loop is b.loop else None for i, (a, b) in pairs if a != b), None)
 
 
 def _distinct(numbers: torch.Tensor) -> list[int]:

@@ -156,26 +156,27 @@ class Module:
         return layout.warps_of(torch.arange(size)) if known else None
 
     def issues_ahead(
-        self, loop: Location, load: Location, store: Location, distance: int
+        self, loop: Location, load: Location, store: Location, distance: int, nested: bool = False
     ) -> bool | None:
         """Return whether a loop issues a load of one line before the store of another line, as many
-        iterations earlier."""
+        iterations earlier. nested: whether the source has the load in a loop within this one."""
         steps = ("load", short(load)), ("store", short(store))
         loops = [each for each in self._loops if each.loop == short(loop)]
         answers = {
-            self._is_ahead(each, loops, *steps, distance)
+            self._is_ahead(each, loops, *steps, distance, nested)
             for each in loops
             if steps[1] in self._steps[each.begin : each.end]
         }
         return answers.pop() if len(answers) == 1 else None
 
     def _is_ahead(
-        self, loop: _Region, loops: Sequence[_Region], load: Step, store: Step, distance: int
-    ) -> bool | None:
+        self, loop: _Region, loops: Sequence[_Region], load: Step, store: Step, distance: int,
+        nested: bool,
+    ) -> bool | None:  # fmt: skip
         """Compare how many of each have been moved before the loop; after others of its line."""
         begin = max(loop.outer, *(each.end * (each.end <= loop.begin) for each in loops))
         before, body = self._steps[begin : loop.begin], self._steps[loop.begin : loop.end]
-        if load not in body:
-            return True if load in before else None
+        if load not in body or (nested and load in before):  # hoisted, or two loops are one
+            return True if load in before and not nested else None
         ahead = before.count(load) / body.count(load) - before.count(store) / body.count(store)
         return distance < ahead or (distance == ahead and body.index(load) < body.index(store))
